@@ -1,0 +1,191 @@
+"""The contract's inputs: named cases that every stage is run on, chosen so that together they kill every mutant.
+
+Sizes are given in tiles and scaled to the smallest tiles that a stage offers, so that a simulator and a GPU cross the same tile
+borders. Each input lies in a larger buffer filled with NaN: whatever reads outside its tensor shows.
+"""
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from reference.error import NAMES
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named input. `says` is the property it checks, in the words a failure is reported with."""
+
+    name: str
+    says: str
+    Nq: Callable = lambda T: 2 * T + 5  # at least three tiles with a ragged last one; T is the tile's longer side
+    Nk: Callable | None = None  # like Nq
+    B: int = 1
+    H: int = 2
+    Hk: int | None = None
+    D: int = 32  # 0: the smallest head_dim of the stage that is no power of two
+    causal: bool = False
+    scale: float | None = None
+    tile: str = "square"  # "square", "wide" (Br < Bc), "tall" (Br > Bc), or "default" for the stage's own choice
+    values: Callable | None = None  # (q, k, scale) -> (q, k): what is special about the numbers
+    place: str = "contiguous"  # "heads inside", "expanded", "offset": how the tensors lie in memory
+    through_autograd: bool = False  # attention(q, k, v).sum().backward() instead of forward and backward
+    low_precision: bool = False  # run in float16 and bfloat16 too
+    gpu: bool = False
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a case comes to for one stage and dtype; `options` are forward's and backward's keyword arguments."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    causal: bool
+    scale: float | None
+    tile: tuple | None
+
+    @property
+    def options(self):
+        return {"causal": self.causal, "scale": self.scale} | ({} if self.tile is None else {"tile": self.tile})
+
+
+def _scores_200(q, k, scale):
+    """Scores around +-200: exp overflows float32 at 88."""
+    gain = math.sqrt(200 / (scale * (q @ k.mT)).abs().max().item()) if q.numel() and k.numel() else 1
+    return q * gain, k * gain
+
+
+def _ramp(direction):
+    """Scores that run from -100 to 100 along the keys (direction 1), or down again (-1)."""
+
+    def values(q, k, scale):
+        q, k = 0.3 * q, 0.3 * k
+        q[..., 0] = math.sqrt(100 / scale)
+        k[..., 0] = direction * math.sqrt(100 / scale) * torch.linspace(-1, 1, k.shape[-2])
+        return q, k
+
+    return values
+
+
+def _negative_row(q, k, scale):
+    """Row 3 scores around -200 with every key: a maximum that starts at 0, or at a tiny number, makes it 0/0."""
+    k[..., 0] = math.sqrt(200 / scale)
+    q[..., 0] = 0
+    q[..., 3, 0] = -math.sqrt(200 / scale)
+    return q, k
+
+
+CASES = (
+    Case("ragged", "N is not a multiple of the tile", low_precision=True),
+    Case("ragged_causal", "causal, N is not a multiple of the tile", causal=True, low_precision=True),
+    Case("fewer_queries", "fewer queries than keys", Nk=lambda T: 4 * T + 3),
+    Case("fewer_queries_causal", "causal with fewer queries than keys: aligned at the bottom right", Nk=lambda T: 4 * T + 3, causal=True),
+    Case("more_queries", "more queries than keys", Nq=lambda T: 4 * T + 3, Nk=lambda T: 2 * T + 5),
+    Case("more_queries_causal", "causal with more queries than keys: the first rows see no key",
+         Nq=lambda T: 4 * T + 3, Nk=lambda T: 2 * T + 5, causal=True),
+    Case("one_key", "a single key: out is v", Nk=lambda T: 1),
+    Case("no_key", "no key at all: out is 0, lse is -inf", Nk=lambda T: 0),
+    Case("one_token", "N = 1", Nq=lambda T: 1, causal=True),
+    Case("no_query", "no query", Nq=lambda T: 0, Nk=lambda T: 3),
+    Case("no_token", "N = 0", Nq=lambda T: 0),
+    Case("no_batch", "B = 0", B=0),
+    Case("no_head", "H = 0", H=0),
+    Case("wide_tile", "Br < Bc", causal=True, tile="wide"),
+    Case("tall_tile", "Br > Bc", causal=True, tile="tall"),
+    Case("default_tile", "the stage's own tile", tile="default", causal=True),
+    Case("head_dim_64", "head_dim 64", H=1, D=64),
+    Case("head_dim_odd", "head_dim that is no power of two", D=0, causal=True, low_precision=True),
+    Case("explicit_scale", "a scale other than 1/sqrt(D)", scale=0.3),
+    Case("scores_200", "stable at scores of +-200", values=_scores_200, causal=True, low_precision=True),
+    Case("rising", "scores that rise by 200 along the keys", values=_ramp(1), low_precision=True),
+    Case("falling", "scores that fall by 200 along the keys", values=_ramp(-1), low_precision=True),
+    Case("negative_row", "a row whose scores are all very negative", values=_negative_row),
+    Case("heads_inside", "non-contiguous batch and head strides, as (B, N, H, D) transposed", B=2, H=3, place="heads inside"),
+    Case("expanded", "k and v expanded over the heads (stride 0)", H=3, place="expanded"),
+    Case("offset", "a storage offset of one element", place="offset"),
+    Case("sum_backward", "out.sum().backward(): a gradient whose strides are 0", causal=True, through_autograd=True),
+    Case("grouped_heads", "grouped heads: 4 query heads share each key head", H=8, Hk=2, causal=True),
+    Case("one_kv_head", "one key head for all query heads", H=3, Hk=1, Nk=lambda T: 3 * T + 1),
+    Case("many_heads", "B x H = 70,000, above the limit of a grid's second dimension", B=350, H=200, Nq=lambda T: 17, causal=True, gpu=True),
+)  # fmt: skip
+
+
+def select(supports, gpu=False):
+    """[(case, dtype, reason)]: every case in the stage's first dtype and some in each other one.
+
+    reason is None where the stage runs the case, otherwise why it does not (what SUPPORTS lacks).
+    """
+    rows = []
+    for dtype in supports["dtypes"]:
+        for case in CASES:
+            if dtype == supports["dtypes"][0] or case.low_precision:
+                rows.append((case, dtype, _missing(case, supports, gpu)))
+    return rows
+
+
+def _missing(case, supports, gpu):
+    if case.gpu and not gpu:
+        return "needs a GPU"
+    if case.Hk not in (None, case.H) and not supports["gqa"]:
+        return f"{supports['stage']} has no grouped heads"
+    if case.Nk is not None and not supports["nq_ne_nk"]:
+        return f"{supports['stage']} takes Nq = Nk only"
+    return None
+
+
+def build(case, supports, dtype, device="cpu") -> Inputs:
+    """The case's tensors for a stage, the same ones every time, each inside a buffer of NaN."""
+    tile = _tile(case.tile, supports["tiles"])
+    T = max(tile or supports["tiles"][0])
+    Nq = case.Nq(T)
+    Nk = Nq if case.Nk is None else case.Nk(T)
+    Hk = case.H if case.Hk is None else case.Hk
+    D = case.D or next(D for D in (24, 40, 48, 80, 96) if D in supports["head_dims"])
+    rng = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+    q, dout = (torch.randn(case.B, case.H, Nq, D, generator=rng) for _ in range(2))
+    k, v = (torch.randn(case.B, Hk, Nk, D, generator=rng) for _ in range(2))
+    if case.place == "expanded":
+        k, v = k[:, :1], v[:, :1]
+    if case.values:
+        q, k = case.values(q, k, case.scale or 1 / math.sqrt(D))
+    q, k, v, dout = (surround_with_nan(x.to(dtype), case.place).to(device) if device == "cpu" else
+                     surround_with_nan(x.to(dtype).to(device), case.place) for x in (q, k, v, dout))  # fmt: skip
+    if case.place == "expanded":
+        k, v = (x.expand(-1, case.H, -1, -1) for x in (k, v))
+    if case.through_autograd:
+        dout = torch.ones((), dtype=dtype, device=device).expand_as(dout)
+    return Inputs(q, k, v, dout, case.causal, case.scale, tile)
+
+
+def surround_with_nan(x, place="contiguous"):
+    """x (B, H, N, D) copied into a larger buffer of NaN, as a view of the wanted strides."""
+    B, H, N, D = x.shape
+    if place == "heads inside":  # (B, N, H, D) in memory, with a NaN head and a NaN row beside the data
+        view = x.new_full((B, N + 1, H + 1, D), math.nan)[:, :N, :H].transpose(1, 2)
+    else:
+        margin = 1 if place == "offset" else 4 * D  # 4 D elements keep any alignment
+        view = x.new_full((x.numel() + margin + 4 * D,), math.nan)[margin : margin + x.numel()].view(x.shape)
+    return view.copy_(x)
+
+
+def run(stage, case, inputs) -> dict:
+    """The stage's results on the inputs, by name; `stage` offers forward, backward and attention."""
+    x = inputs
+    if case.through_autograd:
+        leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
+        out = stage.attention(*leaves, **x.options)
+        out.sum().backward()
+        _, lse = stage.forward(x.q, x.k, x.v, **x.options)
+        return dict(zip(NAMES, (out.detach(), lse, *(t.grad for t in leaves)), strict=True))
+    out, lse = stage.forward(x.q, x.k, x.v, **x.options)
+    return dict(zip(NAMES, (out, lse, *stage.backward(x.dout, x.q, x.k, x.v, out, lse, **x.options)), strict=True))
+
+
+def _tile(kind, tiles):
+    """The smallest tile (Br, Bc) of a kind; None, the stage's own choice, for "default" or where the kind is not offered."""
+    fits = {"square": lambda t: t[0] == t[1], "wide": lambda t: t[0] < t[1], "tall": lambda t: t[0] > t[1], "default": lambda t: False}
+    return min(filter(fits[kind], tiles), key=sum, default=None)

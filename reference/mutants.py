@@ -1,0 +1,580 @@
+"""Mistakes that people make in FlashAttention, planted one at a time: tests of the tests, and diagnoses for learners.
+
+A mutant is the tiled forward or backward below with one step overridden. Tile sizes and loop order come from the stage
+under test, so a mutant gives what that stage's own code would give with the mistake. The contract's cases must kill every mutant
+that applies to a stage (some result out of tolerance on some case), and must tell every two of them apart, so that a wrong answer
+can be given the name of its cause.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+from reference import attention, cases, error
+
+
+class NotApplicable(Exception):
+    """The mistake cannot be made, or makes no difference by construction, on these inputs."""
+
+
+class Forward:
+    """The tiled forward in float32, one method a step. order: "fa1" (O kept normalised), "fa2" (divided at the end) or "backwards"
+    (fa2 from the last key tile to the first)."""
+
+    m_start = -math.inf
+    accumulator = torch.float32
+
+    def __init__(self, inputs, tile, order):
+        self.x, (self.Br, self.Bc), self.order = inputs, tile, order
+        self.Nq, self.Nk, D = inputs.q.shape[-2], inputs.k.shape[-2], inputs.q.shape[-1]
+        self.check()
+        self.scale = self.choose_scale(inputs.scale, D)
+        self.K, self.V = (self.key_head(t.float(), inputs.q.shape[1]) for t in (inputs.k, inputs.v))
+
+    def check(self):
+        """Raises NotApplicable where the mistake makes no difference."""
+
+    def run(self):
+        """{"out", "lse"} in float32."""
+        q = self.x.q.float()
+        out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -math.inf)
+        for i in range(0, self.Nq, self.Br):
+            Q_i = q[..., i : i + self.Br, :]
+            m = torch.full(Q_i.shape[:-1], self.m_start)
+            l, O = torch.zeros_like(m), torch.zeros_like(Q_i)
+            for j in self.key_tiles():
+                K_j, V_j = self.load(self.K, j), self.load(self.V, j)
+                S = self.scale * (Q_i @ K_j.mT)  # (B, H, Br, Bc)
+                S = self.mask_tail(self.mask_causal(S, i, j) if self.x.causal else S, j)
+                m, l, O = self.update(m, l, O, S, V_j)
+            out[..., i : i + self.Br, :], lse[..., i : i + self.Br] = self.finish(m, l, O)
+        return {"out": out, "lse": lse}
+
+    def update(self, m, l, O, S, V_j):
+        m_new = self.maximum(m, S)
+        unit = self.unit(m_new)
+        P, alpha = self.exp(S - unit[..., None]), self.alpha(m, unit)
+        l_new = self.rescale_l(l, alpha) + P.sum(-1)
+        O = O * l[..., None] if self.order == "fa1" else O
+        O = self.rescale_O(O, alpha) + P @ V_j
+        O = self.normalise_step(O, l_new)
+        return m_new, l_new.to(self.accumulator).float(), O.to(self.accumulator).float()
+
+    # The steps that mutants override.
+    def choose_scale(self, scale, D):
+        return D**-0.5 if scale is None else scale
+
+    def key_head(self, x, H):
+        return x.repeat_interleave(H // x.shape[1], dim=1) if x.shape[1] else x
+
+    def key_tiles(self):
+        tiles = range(0, self.Nk, self.Bc)
+        return reversed(tiles) if self.order == "backwards" else tiles
+
+    def load(self, x, j):
+        """Keys j ... j + Bc, zeros beyond the last one."""
+        tile = x[..., j : j + self.Bc, :]
+        return torch.nn.functional.pad(tile, (0, 0, 0, self.Bc - tile.shape[-2]))
+
+    def positions(self, S, i, j):
+        row = torch.arange(S.shape[-2])[:, None] + i + self.Nk - self.Nq
+        return row, torch.arange(S.shape[-1])[None, :] + j
+
+    def hidden(self, row, col):
+        return col > row
+
+    hidden_score = -math.inf
+
+    def mask_causal(self, S, i, j):
+        return S.masked_fill(self.hidden(*self.positions(S, i, j)), self.hidden_score)
+
+    def mask_tail(self, S, j):
+        return S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nk, -math.inf)
+
+    def maximum(self, m, S):
+        return torch.maximum(m, S.amax(-1))
+
+    def unit(self, m_new):
+        return m_new.nan_to_num(neginf=0.0)
+
+    def exp(self, x):
+        return x.exp()
+
+    def alpha(self, m, unit):
+        return (m - unit).exp()
+
+    def rescale_l(self, l, alpha):
+        return alpha * l
+
+    def rescale_O(self, O, alpha):
+        return alpha[..., None] * O
+
+    def normalise_step(self, O, l):
+        return self.divide(O, l) if self.order == "fa1" else O
+
+    def divide(self, O, l):
+        return torch.where(l[..., None] == 0, 0, O / l[..., None])
+
+    def finish(self, m, l, O):
+        return (O if self.order == "fa1" else self.divide(O, l)), m + l.log()
+
+
+class Backward:
+    """The tiled backward in float32: key tiles outside, query tiles inside (FlashAttention-2, Algorithm 2)."""
+
+    accumulator = torch.float32
+
+    def __init__(self, inputs, tile, order):
+        self.x, (self.Br, self.Bc), self.order = inputs, tile, order
+        self.Nq, self.Nk, D = inputs.q.shape[-2], inputs.k.shape[-2], inputs.q.shape[-1]
+        self.scale = D**-0.5 if inputs.scale is None else inputs.scale
+        self.check()
+
+    def check(self):
+        """Raises NotApplicable where the mistake makes no difference."""
+
+    def run(self):
+        """{"dq", "dk", "dv"} in float32."""
+        x = self.x
+        forward = Forward(x, (self.Br, self.Bc), self.order)
+        self.saved = forward.run()
+        Q, dO, K, V = x.q.float(), x.dout.float(), forward.K, forward.V
+        lse, delta = self.saved["lse"], (dO * self.saved["out"]).sum(-1)
+        dq, dk, dv = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
+        for j in range(0, self.Nk, self.Bc):
+            keys = slice(j, min(j + self.Bc, self.Nk))
+            for i in range(0, self.Nq, self.Br):
+                rows = slice(i, min(i + self.Br, self.Nq))
+                S = self.score_scale() * (Q[..., rows, :] @ K[..., keys, :].mT)
+                P = self.probabilities(S, lse, rows)
+                if x.causal:
+                    P = self.mask_causal(P, rows, keys)
+                dP = dO[..., rows, :] @ V[..., keys, :].mT
+                dS = self.gradient(P, dP, delta[..., rows])
+                dq[..., rows, :] = self.add_dq(dq[..., rows, :], self.dq_scale() * (dS @ K[..., keys, :]))
+                dk[..., keys, :] = self.add(dk[..., keys, :], self.dk_scale() * self.dk_product(dS, Q[..., rows, :]))
+                dv[..., keys, :] = self.add(dv[..., keys, :], self.dv_product(P, dO[..., rows, :]))
+        return {"dq": dq, "dk": self.sum_heads(dk), "dv": self.sum_heads(dv)}
+
+    # The steps that mutants override.
+    def score_scale(self):
+        return self.scale
+
+    def dq_scale(self):
+        return self.scale
+
+    def dk_scale(self):
+        return self.scale
+
+    def probabilities(self, S, lse, rows):
+        return (S - lse[..., rows].nan_to_num(neginf=math.inf)[..., None]).exp()
+
+    def mask_causal(self, P, rows, keys):
+        row = torch.arange(rows.start, rows.stop)[:, None] + self.Nk - self.Nq
+        return P.masked_fill(torch.arange(keys.start, keys.stop)[None, :] > row, 0)
+
+    def gradient(self, P, dP, delta):
+        return P * (dP - delta[..., None])
+
+    def dk_product(self, dS, Q_i):
+        return dS.mT @ Q_i
+
+    def dv_product(self, P, dO_i):
+        return P.mT @ dO_i
+
+    def add(self, total, term):
+        return (total + term).to(self.accumulator).float()
+
+    def add_dq(self, total, term):
+        return self.add(total, term)
+
+    def sum_heads(self, grad):
+        return attention._sum_groups(grad, self.x.k)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    says: str  # what a learner is told: "equals what you get when ..."
+    kind: type
+    sources: str = ""  # where it is printed or was seen
+
+    def run(self, inputs, tile, order):
+        """The mistaken results by name; raises NotApplicable."""
+        return self.kind(inputs, tile, order).run()
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(says, sources=""):
+    """Registers a subclass of Forward or Backward under its class name in snake case."""
+
+    def register(kind):
+        name = "".join("_" + c.lower() if c.isupper() else c for c in kind.__name__).lstrip("_")
+        MUTANTS.append(Mutant(name, says, kind, sources))
+        return kind
+
+    return register
+
+
+# ---- the forward ----------------------------------------------------------------------------------------------------------------
+
+
+@mutant("O is not rescaled when the running maximum moves")
+class NoRescaleOfO(Forward):
+    def rescale_O(self, O, alpha):
+        return O
+
+
+@mutant("l is not rescaled when the running maximum moves")
+class NoRescaleOfL(Forward):
+    def rescale_l(self, l, alpha):
+        return l
+
+
+@mutant("O is rescaled by exp(m_new - m), the inverse of what it needs",
+        "FlashAttention-2, Algorithm 1, line 10 prints diag(...)^-1; Dao-AILab/flash-attention issue 991")
+class InverseRescaleOfO(Forward):
+    def rescale_O(self, O, alpha):
+        return torch.where(alpha[..., None] == 0, 0, O / alpha[..., None])
+
+
+@mutant("O and l are both rescaled by exp(m_new - m), the inverse of what they need")
+class InverseAlpha(Forward):
+    def alpha(self, m, unit):
+        return torch.where(m.isneginf(), 0, (unit - m).exp())
+
+
+@mutant("the maximum is never subtracted, so exp overflows")
+class NoMaximum(Forward):
+    m_start = 0.0
+
+    def maximum(self, m, S):
+        return m
+
+
+@mutant("the running maximum starts at 0 instead of -inf",
+        "gpu-mode/lectures, lecture_012/flash_attention.cu starts at 1e-30, to the same effect")
+class MaximumStartsAtZero(Forward):
+    m_start = 0.0
+
+
+@mutant("the first tile's maximum is kept for the whole row")
+class FirstMaximumKept(Forward):
+    def maximum(self, m, S):
+        return torch.where(m.isneginf(), S.amax(-1), m)
+
+
+@mutant("each tile's own maximum is taken for the running one")
+class TileMaximum(Forward):
+    def maximum(self, m, S):
+        return S.amax(-1)
+
+
+@mutant("exp(-inf - (-inf)) is not guarded: a row that sees no key becomes NaN")
+class NoGuard(Forward):
+    def check(self):
+        if not (self.x.causal and self.Nq > self.Nk > 0):
+            raise NotApplicable
+
+    def unit(self, m_new):
+        return m_new
+
+
+@mutant("the causal mask compares positions within the tile")
+class TileLocalMask(Forward):
+    def positions(self, S, i, j):
+        return torch.arange(S.shape[-2])[:, None], torch.arange(S.shape[-1])[None, :]
+
+
+@mutant("the causal mask is strict: a query does not see its own key")
+class StrictMask(Forward):
+    def hidden(self, row, col):
+        return col >= row
+
+
+@mutant("the causal mask is aligned at the top left")
+class TopLeft(Forward):
+    def check(self):
+        if not self.x.causal or self.Nq == self.Nk:
+            raise NotApplicable
+
+    def positions(self, S, i, j):
+        row, col = super().positions(S, i, j)
+        return row - (self.Nk - self.Nq), col
+
+
+@mutant("masked scores are set to 0 instead of -inf")
+class MaskedToZero(Forward):
+    hidden_score = 0.0
+
+
+@mutant("keys beyond the last one, zeros in the last tile, are not masked")
+class TailNotMasked(Forward):
+    def mask_tail(self, S, j):
+        return S
+
+
+@mutant("the last, ragged tile of keys is left out")
+class TailDropped(Forward):
+    def key_tiles(self):
+        return range(0, self.Nk // self.Bc * self.Bc, self.Bc)
+
+
+@mutant("the number of queries is taken for the number of keys")
+class QueriesForKeys(Forward):
+    def check(self):
+        if self.Nq >= self.Nk:  # equal: no difference; more queries: reads outside k, with any result
+            raise NotApplicable
+
+    def key_tiles(self):
+        return range(0, self.Nq, self.Bc)
+
+    def mask_tail(self, S, j):
+        return S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nq, -math.inf)
+
+
+@mutant("the scale is hard-coded for head_dim 64")
+class HardCodedScale(Forward):
+    def choose_scale(self, scale, D):
+        return 0.125
+
+
+@mutant("the scale argument is ignored")
+class ScaleIgnored(Forward):
+    def choose_scale(self, scale, D):
+        return D**-0.5
+
+
+@mutant("the scores are not scaled")
+class NoScale(Forward):
+    def choose_scale(self, scale, D):
+        return 1.0
+
+
+@mutant("query head h reads key head h mod Hk instead of h // (H / Hk)")
+class HeadsInterleaved(Forward):
+    def check(self):
+        if self.x.q.shape[1] == self.x.k.shape[1] or self.x.k.shape[1] == 1:
+            raise NotApplicable
+
+    def key_head(self, x, H):
+        return x.repeat(1, H // x.shape[1], 1, 1)
+
+
+@mutant("O and l are accumulated in half precision")
+class HalfAccumulators(Forward):
+    accumulator = torch.float16
+
+
+@mutant("O is divided by l after every tile and never multiplied back")
+class NormalisedTwice(Forward):
+    def normalise_step(self, O, l):
+        return self.divide(self.divide(O, l), l) if self.order == "fa1" else self.divide(O, l)
+
+    def finish(self, m, l, O):
+        return O, m + l.log()
+
+
+@mutant("O is not divided by l at the end")
+class NotNormalised(Forward):
+    def divide(self, O, l):
+        return O
+
+
+@mutant("lse is in base 2")
+class LseInBase2(Forward):
+    def finish(self, m, l, O):
+        out, lse = super().finish(m, l, O)
+        return out, lse / math.log(2)
+
+
+@mutant("lse leaves out the maximum")
+class LseWithoutMaximum(Forward):
+    def finish(self, m, l, O):
+        return super().finish(m, l, O)[0], l.log()
+
+
+@mutant("the maximum is returned as lse")
+class MaximumForLse(Forward):
+    def finish(self, m, l, O):
+        return super().finish(m, l, O)[0], m
+
+
+# ---- the backward ---------------------------------------------------------------------------------------------------------------
+
+
+@mutant("delta is missing from dS")
+class DeltaMissing(Backward):
+    def gradient(self, P, dP, delta):
+        return P * dP
+
+
+@mutant("delta is summed over one tile of keys instead of the whole row")
+class DeltaOfTheTile(Backward):
+    def gradient(self, P, dP, delta):
+        return P * (dP - (P * dP).sum(-1, keepdim=True))
+
+
+@mutant("dS lacks the factor P")
+class DsWithoutP(Backward):
+    def gradient(self, P, dP, delta):
+        return dP - delta[..., None]
+
+
+@mutant("dq lacks the factor scale")
+class DqScaleMissing(Backward):
+    def dq_scale(self):
+        return 1.0
+
+
+@mutant("dk lacks the factor scale")
+class DkScaleMissing(Backward):
+    def dk_scale(self):
+        return 1.0
+
+
+@mutant("P is recomputed from scores without the scale")
+class PWithoutScale(Backward):
+    def score_scale(self):
+        return 1.0
+
+
+@mutant("P is recomputed with a stale lse: that of the first query tile")
+class StaleLse(Backward):
+    def probabilities(self, S, lse, rows):
+        return super().probabilities(S, lse, slice(0, S.shape[-2]))
+
+
+@mutant("P is recomputed with an lse in base 2")
+class LseTakenInBase2(Backward):
+    def probabilities(self, S, lse, rows):
+        return super().probabilities(S, lse / math.log(2), rows)
+
+
+@mutant("dv is multiplied with P instead of its transpose")
+class DvWrongTranspose(Backward):
+    def check(self):
+        if self.Br != self.Bc:
+            raise NotApplicable
+
+    def dv_product(self, P, dO_i):
+        return self.untransposed(P, dO_i)
+
+    def untransposed(self, A, x):
+        """A x for a tile A (rows, keys) and x (rows, D), both filled up with zeros to a full tile as a kernel's are."""
+        rows, keys = A.shape[-2:]
+        A = torch.nn.functional.pad(A, (0, self.Bc - keys, 0, self.Br - rows))
+        return (A @ torch.nn.functional.pad(x, (0, 0, 0, self.Br - rows)))[..., :keys, :]
+
+
+@mutant("dk is multiplied with dS instead of its transpose",
+        "FlashAttention-2 prints dK = Q dS^T in section 2.2; Dao-AILab/flash-attention issue 373")
+class DkWrongTranspose(DvWrongTranspose):
+    def dk_product(self, dS, Q_i):
+        return self.untransposed(dS, Q_i)
+
+    def dv_product(self, P, dO_i):
+        return P.mT @ dO_i
+
+
+@mutant("dq of the last key tile overwrites the others instead of being added")
+class DqOverwritten(Backward):
+    def add_dq(self, total, term):
+        return term
+
+
+@mutant("the backward forgets the causal mask")
+class NoMaskInBackward(Backward):
+    def check(self):
+        if not self.x.causal:
+            raise NotApplicable
+
+    def mask_causal(self, P, rows, keys):
+        return P
+
+
+@mutant("the backward's causal mask is aligned at the top left")
+class TopLeftInBackward(Backward):
+    def check(self):
+        if not self.x.causal or self.Nq == self.Nk:
+            raise NotApplicable
+
+    def mask_causal(self, P, rows, keys):
+        row = torch.arange(rows.start, rows.stop)[:, None]
+        return P.masked_fill(torch.arange(keys.start, keys.stop)[None, :] > row, 0)
+
+
+@mutant("dk and dv keep one query head of the group instead of the sum")
+class HeadsNotSummed(Backward):
+    def check(self):
+        if self.x.q.shape[1] == self.x.k.shape[1]:
+            raise NotApplicable
+
+    def sum_heads(self, grad):
+        B, Hk, N, D = self.x.k.shape
+        return grad.reshape(B, Hk, -1, N, D)[:, :, -1]
+
+
+@mutant("dq, dk and dv are accumulated in half precision")
+class HalfGradients(Backward):
+    accumulator = torch.float16
+
+
+# ---- who is killed by what ------------------------------------------------------------------------------------------------------
+
+
+def kill_matrix(supports, dtype=None):
+    """{mutant name: {case name: verdict}} for a stage's cases in one dtype (its first): "killed", "survives" or "n/a".
+
+    Also the pairs of mutants that no case tells apart: (matrix, twins).
+    """
+    dtype = dtype or supports["dtypes"][0]
+    matrix, results = {m.name: {} for m in MUTANTS}, {m.name: {} for m in MUTANTS}
+    for case, inputs, want in _prepared(supports, dtype):
+        tile = inputs.tile or supports["tiles"][0]
+        for m in MUTANTS:
+            try:
+                got = m.run(inputs, tile, supports["order"])
+            except NotApplicable:
+                matrix[m.name][case.name] = "n/a"
+                continue
+            matrix[m.name][case.name] = "killed" if error.failures(got, want) else "survives"
+            results[m.name][case.name] = got, want
+    return matrix, _twins(results)
+
+
+def survivors(matrix):
+    """Names of the mutants that apply to some case and are killed by none."""
+    return [name for name, row in matrix.items() if "survives" in row.values() and "killed" not in row.values()]
+
+
+def _prepared(supports, dtype):
+    """(case, inputs, expected) for every case the stage runs in this dtype, on the CPU."""
+    for case, case_dtype, reason in cases.select(supports):
+        if case_dtype == dtype and reason is None:
+            inputs = cases.build(case, supports, dtype)
+            yield case, inputs, error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal, scale=inputs.scale)
+
+
+def _twins(results):
+    """Pairs of mutants of one kind whose results agree within tolerance on every case that both apply to."""
+    twins = []
+    for a, b in combinations(results, 2):
+        shared = [(results[a][c], results[b][c]) for c in results[a].keys() & results[b].keys()]
+        comparable = [(x, y, want) for (x, want), (y, _) in shared if x.keys() == y.keys()]
+        if comparable and not any(_differ(x, y, want.tolerance) for x, y, want in comparable):
+            twins.append((a, b))
+    return twins
+
+
+def _differ(a, b, tolerance):
+    """Whether two results differ by more than twice the tolerance anywhere; NaN equals NaN here, inf its like."""
+    for name in a:
+        x, y = a[name].double(), b[name].double()
+        if not torch.equal(x.isfinite(), y.isfinite()) or ((x - y)[x.isfinite()].abs() > 2 * tolerance[name]).any():
+            return True
+    return False

@@ -1,0 +1,193 @@
+"""What every stage promises: argument checks, the two entry points around a stage's kernels, and autograd.
+
+A kernel file knows nothing of this module: it offers `forward(q, k, v, *, causal, scale, tile)` and
+`backward(dout, q, k, v, out, lse, *, causal, scale, tile)` for 4-D tensors with a contiguous last dimension. `entry_points`
+turns them into the stage's public functions.
+"""
+
+import inspect
+import math
+import numbers
+
+import torch
+
+# Which stage to name when another one lacks a feature.
+_HAS = {"gqa": "steps.step03_triton", "nq_ne_nk": "steps.step03_triton"}
+_HAS |= {torch.float64: "steps.step00_naive", torch.float16: "steps.step03_triton", torch.bfloat16: "steps.step03_triton"}
+
+
+def entry_points(kernels, supports):
+    """The stage's `forward`, `backward` and `attention`.
+
+    kernels   {rung: (forward, backward)}; the first rung is the default
+    supports  the stage's SUPPORTS: stage, devices, dtypes, head_dims, tiles, rungs, gqa, nq_ne_nk, deterministic, order
+    """
+
+    def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None):
+        """Attention and its log-sum-exp: (out, lse).
+
+        q (B, H, Nq, D), k and v (B, Hk, Nk, D); fewer leading dimensions are accepted. out like q; lse (B, H, Nq) float32
+        (float64 for float64 input), the natural logarithm of the sum of exp of the scaled scores. causal: a query sees the
+        keys up to its own position, aligned at the bottom right; a query that sees none gets out 0 and lse -inf.
+        scale: 1/sqrt(D) by default. tile: (Br, Bc) out of SUPPORTS["tiles"]. rung: a kernel out of SUPPORTS["rungs"].
+        Raises TypeError, ValueError or NotImplementedError before anything is computed.
+        """
+        kernel = _kernel(kernels, supports, rung, 0)
+        scale, options = _check(supports, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        with torch.no_grad():
+            if q.numel() == 0 or k.numel() == 0:  # nothing to attend to: the sum of exp is empty
+                return torch.zeros_like(q), torch.full(q.shape[:-1], -math.inf, dtype=lse_dtype, device=q.device)
+            out, lse = kernel(*map(_as_4d, (q, k, v)), causal=causal, scale=scale, **options)
+        return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+
+    def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None):
+        """Gradients (dq, dk, dv), like q, k and v, from the gradient dout of out; out and lse as `forward` gave them."""
+        kernel = _kernel(kernels, supports, rung, 1)
+        scale, options = _check(supports, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
+        _check_saved(q, dout, out, lse)
+        with torch.no_grad():
+            if q.numel() == 0 or k.numel() == 0:
+                return tuple(map(torch.zeros_like, (q, k, v)))
+            tensors = (*map(_as_4d, (dout, q, k, v, out)), _as_4d(lse.unsqueeze(-1)).squeeze(-1))
+            grads = kernel(*tensors, causal=causal, scale=scale, **options)
+        return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+
+    return forward, backward, differentiable(forward, backward)
+
+
+def differentiable(forward, backward):
+    """`attention(q, k, v, **options) -> out` from a forward that saves (out, lse) and a backward that uses them.
+
+    Differentiable once. Only q, k, v, out and lse are kept for the backward: memory grows with N, not with N^2.
+    """
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, options):
+            out, lse = forward(q, k, v, **options)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.options = options
+            return out
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, dout):
+            return *backward(dout, *ctx.saved_tensors, **ctx.options), None
+
+    def attention(q, k, v, **options):
+        """Attention as one differentiable call: `forward` without the log-sum-exp, with gradients for q, k and v."""
+        return Attention.apply(q, k, v, options)
+
+    attention.__signature__ = inspect.signature(forward)
+    return attention
+
+
+def _as_4d(x):
+    """(B, H, N, D) with D contiguous, by one reshape; a copy only where D is not contiguous (a stride of 0, say)."""
+    x = x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _kernel(kernels, supports, rung, direction):
+    if rung is not None and rung not in kernels:
+        raise ValueError(f"{supports['stage']} has the rungs {', '.join(kernels)}; got rung={rung!r}.")
+    return kernels[rung or next(iter(kernels))][direction]
+
+
+def _check(supports, kernel, tensors, causal, scale, tile):
+    """Raises for any input that the stage does not take; otherwise (scale, the kernel's further options)."""
+    stage = supports["stage"]
+    for name, x in tensors:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
+    check_shapes(supports, *(x for _, x in tensors))
+    (_, q), *others = tensors
+    for name, x in others:
+        if x.dtype != q.dtype or x.device != q.device:
+            raise TypeError(
+                f"q, k and v must share one dtype and device: q is {_short(q.dtype)} on {q.device}, "
+                f"{name} is {_short(x.dtype)} on {x.device}. Convert {name} with {name}.to(q)."
+            )
+    if q.dtype not in supports["dtypes"]:
+        other = f"; {_HAS[q.dtype]} takes {_short(q.dtype)}" if q.dtype in _HAS and _HAS[q.dtype] != f"steps.{stage}" else ""
+        names = ", ".join(map(_short, supports["dtypes"]))
+        raise TypeError(f"{stage} takes {names}; got {_short(q.dtype)}. Convert with .to(torch.float32){other}.")
+    if q.device.type not in supports["devices"]:
+        raise ValueError(
+            f"{stage} runs on {' or '.join(supports['devices'])} in this process; the tensors are on {q.device}. Move them "
+            "with .to(...), or start Python with STEPS_ENGINE=cpu or STEPS_ENGINE=cuda to choose the engine."
+        )
+    D = q.shape[-1]
+    if D not in supports["head_dims"]:
+        raise ValueError(f"{stage} takes head_dim {_span(supports['head_dims'])}; got {D}.")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}.")
+    if tile is not None:
+        if "tile" not in inspect.signature(kernel).parameters:
+            raise ValueError(f"this rung of {stage} has no tiles; got tile={tile!r}. Leave it out.")
+        if tile not in supports["tiles"]:
+            raise ValueError(f"{stage} has the tiles (Br, Bc) {', '.join(map(str, supports['tiles']))}; got {tile!r}.")
+    return check_scale(scale, D), {} if tile is None else {"tile": tile}
+
+
+def check_scale(scale, D):
+    """The scale to use: 1/sqrt(D) for None. Raises TypeError or ValueError unless it is a finite number > 0."""
+    if scale is None:
+        return 1 / math.sqrt(D)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a number or None for 1/sqrt(D), got {scale!r}.")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be a finite number > 0, or None for 1/sqrt(D); got {scale}.")
+    return float(scale)
+
+
+def check_shapes(supports, q, k, v):
+    """Raises unless q (..., H, Nq, D), k and v (..., Hk, Nk, D) fit together and the stage takes such a combination."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not 2 <= x.ndim <= 4:
+            raise ValueError(f"{name} must be (B, H, N, D), (H, N, D) or (N, D); got shape {tuple(x.shape)}.")
+        if x.ndim != q.ndim:
+            raise ValueError(f"q, k and v need the same number of dimensions; got q {tuple(q.shape)}, {name} {tuple(x.shape)}.")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape; got k {tuple(k.shape)}, v {tuple(v.shape)}.")
+    shapes = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have the same head_dim (last dimension); {shapes}.")
+    if q.ndim == 4 and q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must have the same batch size (first dimension); {shapes}.")
+    if q.ndim >= 3 and (H := q.shape[-3]) != (Hk := k.shape[-3]):
+        if Hk == 0 or H % Hk:
+            raise ValueError(f"the number of query heads must be a multiple of the number of key heads; {shapes}.")
+        if not supports["gqa"]:
+            raise NotImplementedError(
+                f"{supports['stage']} has no grouped heads (H = {H}, Hk = {Hk}); {_HAS['gqa']} has, "
+                "or repeat k and v with .repeat_interleave(H // Hk, dim=-3)."
+            )
+    if q.shape[-2] != k.shape[-2] and not supports["nq_ne_nk"]:
+        raise NotImplementedError(
+            f"{supports['stage']} is for self-attention, Nq = Nk; {shapes}. {_HAS['nq_ne_nk']} takes Nq != Nk."
+        )
+
+
+def _check_saved(q, dout, out, lse):
+    """Raises unless dout and out are like q, and lse is (..., H, Nq) in the type that `forward` returns."""
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name, x, shape, dtype in (
+        ("dout", dout, q.shape, q.dtype), ("out", out, q.shape, q.dtype), ("lse", lse, q.shape[:-1], lse_dtype)
+    ):  # fmt: skip
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)} as forward returned it; got {tuple(x.shape)}.")
+        if x.dtype != dtype or x.device != q.device:
+            raise TypeError(f"{name} must be {_short(dtype)} on {q.device}; got {_short(x.dtype)} on {x.device}.")
+
+
+def _short(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def _span(values):
+    """`range(1, 97)` reads as "1 to 96", other collections as a list."""
+    return f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))

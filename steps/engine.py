@@ -1,0 +1,50 @@
+"""Decides once per process whether the kernels run on a GPU or on the CPU, before Numba and Triton are imported.
+
+    name     device   stage 01            stage 02                    stage 03              stage 04
+    "cuda"   "cuda"   Numba CUDA          NVRTC                       compiled Triton       NCCL
+    "cpu"    "cpu"    Numba's simulator   g++ behind an emulation     Triton's interpreter  gloo
+
+With a GPU the engine is "cuda"; the environment variable STEPS_ENGINE=cpu|cuda overrides. Numba and Triton read
+NUMBA_ENABLE_CUDASIM and TRITON_INTERPRET while they are being imported, so they are set here, and importing this module
+too late is an error rather than a silent mixture of engines.
+"""
+
+import os
+import sys
+
+import torch
+
+
+def _choose(asked: str | None, gpu: bool) -> str:
+    """The engine for the STEPS_ENGINE setting `asked` on a machine with or without a GPU."""
+    if asked not in (None, "", "cpu", "cuda"):
+        raise RuntimeError(f"STEPS_ENGINE is {asked!r}; it may be 'cpu' or 'cuda', or unset to use a GPU where there is one.")
+    if asked == "cuda" and not gpu:
+        raise RuntimeError("STEPS_ENGINE=cuda, but torch sees no GPU. Unset it or set STEPS_ENGINE=cpu to run without one.")
+    return asked or ("cuda" if gpu else "cpu")
+
+
+def _configure(name: str) -> None:
+    """Sets what Numba and Triton read at import; raises if one of them was imported before in the other mode."""
+    wanted = "1" if name == "cpu" else "0"
+    for module, variable in (("numba", "NUMBA_ENABLE_CUDASIM"), ("triton", "TRITON_INTERPRET")):
+        if module in sys.modules and os.environ.get(variable, "0") != wanted:
+            raise RuntimeError(
+                f"{module} was imported before steps, in the mode for the other engine ({variable} is not {wanted}). "
+                f"Import steps first (torch._dynamo imports triton too), or start Python with {variable}={wanted}."
+            )
+        os.environ[variable] = wanted
+
+
+name: str = _choose(os.environ.get("STEPS_ENGINE"), torch.cuda.is_available())
+device: str = "cuda" if name == "cuda" else "cpu"
+_configure(name)
+
+
+def describe() -> str:
+    """One line for people: the engine, the hardware and the versions behind it."""
+    if name == "cuda":
+        hardware = torch.cuda.get_device_name() + (f" x {torch.cuda.device_count()}" if torch.cuda.device_count() > 1 else "")
+    else:
+        hardware = f"no GPU in use, {os.cpu_count()} CPU cores: simulator, emulation, interpreter and gloo stand in"
+    return f"engine {name}: {hardware} | Python {sys.version.split()[0]}, torch {torch.__version__}"

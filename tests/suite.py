@@ -1,0 +1,169 @@
+"""The contract as a test class: tests/test_stepNN_*.py derives from it and names its stage.
+
+Everything here goes through the stage's public functions; conftest.py turns the stage's SUPPORTS into the cases.
+"""
+
+import math
+
+import pytest
+import torch
+
+from reference import cases, error
+from steps import engine
+
+
+class Contract:
+    """Derive, set `stage`, and pytest runs the whole contract on it."""
+
+    stage = None
+
+    def outputs(self, case, inputs):
+        """The stage's results on a case; step04 overrides this to run the case on several ranks."""
+        return cases.run(self.stage, case, inputs)
+
+    def results(self, q, k, v, **options):
+        """forward and backward (dout = ones) on given tensors, by name."""
+        dout = torch.ones_like(q)
+        inputs = cases.Inputs(q, k, v, dout, options.get("causal", False), options.get("scale"), options.get("tile"))
+        return self.outputs(cases.Case("given", "given tensors"), inputs)
+
+    def test_case(self, case, dtype):
+        supports = self.stage.SUPPORTS
+        inputs = cases.build(case, supports, dtype, engine.device)
+        before = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+        got = self.outputs(case, inputs)
+        want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal, scale=inputs.scale)
+        assert not (bad := error.failures(got, want)), f"{case.says}: (error, tolerance) = {bad}"
+        lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        assert {name: x.dtype for name, x in got.items()} == {name: lse_dtype if name == "lse" else dtype for name in got}
+        after = (inputs.q, inputs.k, inputs.v, inputs.dout)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "an input was overwritten"
+
+    def test_forward_is_bit_equal_from_run_to_run(self):
+        q, k, v = self.example()
+        first, second = self.results(q, k, v, causal=True), self.results(q, k, v, causal=True)
+        for name in ("out", "lse") + ("dq", "dk", "dv") * self.stage.SUPPORTS["deterministic"]:
+            assert torch.equal(first[name], second[name]), name
+
+    def test_a_nan_in_a_query_stays_in_its_row(self):
+        q, k, v = self.example()
+        clean = self.results(q, k, v)["out"]
+        q[1, 0, 5, 2] = math.nan
+        out = self.results(q, k, v)["out"]
+        assert out[1, 0, 5].isnan().all()
+        out[1, 0, 5] = clean[1, 0, 5]
+        assert torch.equal(out, clean)
+
+    @pytest.mark.parametrize("where", ["k", "v"])
+    def test_a_nan_in_a_key_or_value_stays_in_its_head(self, where):
+        q, k, v = self.example()
+        clean = self.results(q, k, v)["out"]
+        (k if where == "k" else v)[1, 0, 5, 2] = math.nan
+        out = self.results(q, k, v)["out"]
+        assert out[1, 0].isnan().any()
+        out[1, 0] = clean[1, 0]
+        assert torch.equal(out, clean)
+
+    @pytest.mark.parametrize("ndim", [2, 3])
+    def test_fewer_leading_dimensions(self, ndim):
+        q, k, v = (x[0, 0] if ndim == 2 else x[0] for x in self.example())
+        out, lse = self.stage.forward(q, k, v, causal=True)
+        full, full_lse = self.stage.forward(*(x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v)), causal=True)
+        assert torch.equal(out, full.reshape(q.shape)) and torch.equal(lse, full_lse.reshape(q.shape[:-1]))
+        grads = self.stage.backward(torch.ones_like(q), q, k, v, out, lse, causal=True)
+        assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+    def test_every_rung(self, rung):
+        q, k, v = self.example()
+        dout = torch.ones_like(q)
+        out, lse = self.stage.forward(q, k, v, causal=True, rung=rung)
+        grads = self.stage.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
+        got = dict(zip(error.NAMES, (out, lse, *grads), strict=True))
+        assert not error.failures(got, error.expected(q, k, v, dout, causal=True))
+
+    def test_supports_has_what_the_course_promises(self):
+        supports = self.stage.SUPPORTS
+        assert {32, 64} <= set(supports["head_dims"]) and any(D & (D - 1) for D in supports["head_dims"])
+        assert any(Br < Bc for Br, Bc in supports["tiles"]) and any(Br > Bc for Br, Bc in supports["tiles"])
+
+    # What gets refused: each row is (change, exception, what the message must name).
+    def test_bad_input(self, bad):
+        change, exception, words = bad
+        arguments = change(*self.example(), self.stage.SUPPORTS)
+        q, k, v, options = arguments if len(arguments) == 4 else (*arguments, {})
+        with pytest.raises(exception) as raised:
+            self.stage.forward(q, k, v, **options)
+        for word in words:
+            assert word in str(raised.value)
+        if isinstance(q, torch.Tensor):
+            saved = q, q[..., 0].real.float()
+            with pytest.raises(exception):
+                self.stage.backward(q, q, k, v, *saved, **options)
+
+    @pytest.mark.parametrize("name", ["dout", "out", "lse"])
+    def test_bad_saved_tensors(self, name):
+        q, k, v = self.example()
+        out, lse = self.stage.forward(q, k, v)
+        good = {"dout": torch.ones_like(q), "out": out, "lse": lse}
+        with pytest.raises(ValueError, match=name):
+            self.stage.backward(**good | {name: good[name][..., 1:]}, q=q, k=k, v=v)
+        with pytest.raises(TypeError, match=name):
+            self.stage.backward(**good | {name: good[name].to(torch.int32)}, q=q, k=k, v=v)
+        with pytest.raises(TypeError, match=name):
+            self.stage.backward(**good | {name: "saved"}, q=q, k=k, v=v)
+
+    def example(self, N=19, D=32):
+        """q, k, v (2, 2, N, D) in the stage's first dtype."""
+        rng = torch.Generator().manual_seed(N)
+        dtype = self.stage.SUPPORTS["dtypes"][0]
+        return tuple(torch.randn(2, 2, N, D, generator=rng).to(engine.device, dtype) for _ in range(3))
+
+
+def _takes_no(feature, raises, *words):
+    """The expected exception where a stage lacks a feature, None where it has it (then the row is not bad input)."""
+    return lambda supports: None if supports[feature] else (raises, words)
+
+
+BAD_INPUT = {
+    # name: (q, k, v, supports) -> (q, k, v) or (q, k, v, options); exception; words in its message
+    "rank 1": (lambda q, k, v, s: (q[0, 0, 0], k, v), ValueError, ("q", "(N, D)", "(32,)")),
+    "rank 5": (lambda q, k, v, s: (q[None], k[None], v[None]), ValueError, ("q", "(B, H, N, D)")),
+    "ranks differ": (lambda q, k, v, s: (q, k[0], v[0]), ValueError, ("number of dimensions",)),
+    "k and v differ": (lambda q, k, v, s: (q, k, v[:, :, 1:]), ValueError, ("k and v", "18")),
+    "batch differs": (lambda q, k, v, s: (q, k[:1], v[:1]), ValueError, ("batch",)),
+    "head_dim differs": (lambda q, k, v, s: (q, k[..., 1:], v[..., 1:]), ValueError, ("head_dim", "31")),
+    "heads no multiple": (lambda q, k, v, s: (q[:, :1], k, v), ValueError, ("multiple", "heads")),
+    "no key head": (lambda q, k, v, s: (q, k[:, :0], v[:, :0]), ValueError, ("multiple", "heads")),
+    "head_dim not taken": (lambda q, k, v, s: tuple(x.repeat(1, 1, 1, 40) for x in (q, k, v)), ValueError, ("head_dim", "1280")),
+    "integer tensors": (lambda q, k, v, s: (q.int(), k.int(), v.int()), TypeError, ("int32", "takes", "float32")),
+    "complex tensors": (lambda q, k, v, s: tuple(x + 0j for x in (q, k, v)), TypeError, ("complex", "takes", "float32")),
+    "dtypes differ": (lambda q, k, v, s: (q, k.double() if q.dtype != torch.float64 else k.float(), v), TypeError, ("dtype", "k is")),
+    "not a tensor": (lambda q, k, v, s: (q, k.tolist(), v), TypeError, ("k", "torch.Tensor", "list")),
+    "None": (lambda q, k, v, s: (None, k, v), TypeError, ("q", "torch.Tensor", "NoneType")),
+    "device": (lambda q, k, v, s: (q.to("meta"), k.to("meta"), v.to("meta")), ValueError, ("meta", "STEPS_ENGINE")),
+    "devices differ": (lambda q, k, v, s: (q, k.to("meta"), v), TypeError, ("device", "meta")),
+    "scale 0": (lambda q, k, v, s: (q, k, v, {"scale": 0.0}), ValueError, ("scale", "> 0")),
+    "scale negative": (lambda q, k, v, s: (q, k, v, {"scale": -1.0}), ValueError, ("scale", "> 0")),
+    "scale nan": (lambda q, k, v, s: (q, k, v, {"scale": math.nan}), ValueError, ("scale", "finite")),
+    "scale inf": (lambda q, k, v, s: (q, k, v, {"scale": math.inf}), ValueError, ("scale", "finite")),
+    "scale a string": (lambda q, k, v, s: (q, k, v, {"scale": "0.1"}), TypeError, ("scale", "number")),
+    "scale a bool": (lambda q, k, v, s: (q, k, v, {"scale": True}), TypeError, ("scale", "number")),
+    "causal a number": (lambda q, k, v, s: (q, k, v, {"causal": 1}), TypeError, ("causal", "True or False")),
+    "tile not offered": (lambda q, k, v, s: (q, k, v, {"tile": (7, 11)}), ValueError, ("tile", "(7, 11)", "Br, Bc")),
+    "rung not offered": (lambda q, k, v, s: (q, k, v, {"rung": "warp9"}), ValueError, ("rung", "warp9")),
+}  # fmt: skip
+
+
+def lacking(supports):
+    """Bad input that depends on what the stage supports: the features and dtypes it does not have."""
+    rows = {}
+    if not supports["gqa"]:
+        rows["grouped heads"] = (lambda q, k, v, s: (q, k[:, :1], v[:, :1]), NotImplementedError, ("step03_triton", "heads"))
+    if not supports["nq_ne_nk"]:
+        rows["Nq != Nk"] = (lambda q, k, v, s: (q, k[:, :, 1:], v[:, :, 1:]), NotImplementedError, ("step03_triton", "Nq"))
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        if dtype not in supports["dtypes"]:
+            name = str(dtype).removeprefix("torch.")
+            change = lambda q, k, v, s, dtype=dtype: (q.to(dtype), k.to(dtype), v.to(dtype))  # noqa: E731
+            rows[name] = (change, TypeError, (name, "takes", *(str(t).removeprefix("torch.") for t in supports["dtypes"])))
+    return rows
