@@ -83,7 +83,8 @@ CASES = (
     Case("ragged", "N is not a multiple of the tile", low_precision=True),
     Case("ragged_causal", "causal, N is not a multiple of the tile", causal=True, low_precision=True),
     Case("fewer_queries", "fewer queries than keys", Nk=lambda T: 4 * T + 3),
-    Case("fewer_queries_causal", "causal with fewer queries than keys: aligned at the bottom right", Nk=lambda T: 4 * T + 3, causal=True),
+    Case("fewer_queries_causal", "causal with fewer queries than keys: aligned at the bottom right",
+         Nk=lambda T: 4 * T + 3, causal=True),
     Case("more_queries", "more queries than keys", Nq=lambda T: 4 * T + 3, Nk=lambda T: 2 * T + 5),
     Case("more_queries_causal", "causal with more queries than keys: the first rows see no key",
          Nq=lambda T: 4 * T + 3, Nk=lambda T: 2 * T + 5, causal=True),
@@ -110,7 +111,8 @@ CASES = (
     Case("sum_backward", "out.sum().backward(): a gradient whose strides are 0", causal=True, through_autograd=True),
     Case("grouped_heads", "grouped heads: 4 query heads share each key head", H=8, Hk=2, causal=True),
     Case("one_kv_head", "one key head for all query heads", H=3, Hk=1, Nk=lambda T: 3 * T + 1),
-    Case("many_heads", "B x H = 70,000, above the limit of a grid's second dimension", B=350, H=200, Nq=lambda T: 17, causal=True, gpu=True),
+    Case("many_heads", "B x H = 70,000, above the limit of a grid's second dimension",
+         B=350, H=200, Nq=lambda T: 17, causal=True, gpu=True),
 )  # fmt: skip
 
 
@@ -187,5 +189,5 @@ def run(stage, case, inputs) -> dict:
 
 def _tile(kind, tiles):
     """The smallest tile (Br, Bc) of a kind; None, the stage's own choice, for "default" or where the kind is not offered."""
-    fits = {"square": lambda t: t[0] == t[1], "wide": lambda t: t[0] < t[1], "tall": lambda t: t[0] > t[1], "default": lambda t: False}
-    return min(filter(fits[kind], tiles), key=sum, default=None)
+    sign = {"wide": -1, "square": 0, "tall": 1}.get(kind)
+    return min((t for t in tiles if (t[0] > t[1]) - (t[0] < t[1]) == sign), key=sum, default=None)

@@ -20,8 +20,10 @@ class NotApplicable(Exception):
 
 
 class Forward:
-    """The tiled forward in float32, one method a step. order: "fa1" (O kept normalised), "fa2" (divided at the end) or "backwards"
-    (fa2 from the last key tile to the first)."""
+    """The tiled forward in float32, one method a step.
+
+    order: "fa1" (O kept normalised), "fa2" (divided at the end) or "backwards" (fa2 from the last key tile to the first).
+    """
 
     m_start = -math.inf
     accumulator = torch.float32
@@ -220,7 +222,7 @@ def mutant(says, sources=""):
     return register
 
 
-# ---- the forward ----------------------------------------------------------------------------------------------------------------
+# ---- the forward -----------------------------------------------------------------------------------------------------
 
 
 @mutant("O is not rescaled when the running maximum moves")
@@ -404,7 +406,7 @@ class MaximumForLse(Forward):
         return super().finish(m, l, O)[0], m
 
 
-# ---- the backward ---------------------------------------------------------------------------------------------------------------
+# ---- the backward ----------------------------------------------------------------------------------------------------
 
 
 @mutant("delta is missing from dS")
@@ -524,7 +526,7 @@ class HalfGradients(Backward):
     accumulator = torch.float16
 
 
-# ---- who is killed by what ------------------------------------------------------------------------------------------------------
+# ---- who is killed by what -------------------------------------------------------------------------------------------
 
 
 def kill_matrix(supports, dtype=None):
@@ -557,7 +559,8 @@ def _prepared(supports, dtype):
     for case, case_dtype, reason in cases.select(supports):
         if case_dtype == dtype and reason is None:
             inputs = cases.build(case, supports, dtype)
-            yield case, inputs, error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal, scale=inputs.scale)
+            q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+            yield case, inputs, error.expected(q, k, v, dout, causal=inputs.causal, scale=inputs.scale)
 
 
 def _twins(results):

@@ -137,7 +137,7 @@ BAD_INPUT = {
     "head_dim not taken": (lambda q, k, v, s: tuple(x.repeat(1, 1, 1, 40) for x in (q, k, v)), ValueError, ("head_dim", "1280")),
     "integer tensors": (lambda q, k, v, s: (q.int(), k.int(), v.int()), TypeError, ("int32", "takes", "float32")),
     "complex tensors": (lambda q, k, v, s: tuple(x + 0j for x in (q, k, v)), TypeError, ("complex", "takes", "float32")),
-    "dtypes differ": (lambda q, k, v, s: (q, k.double() if q.dtype != torch.float64 else k.float(), v), TypeError, ("dtype", "k is")),
+    "dtypes differ": (lambda q, k, v, s: (q, k.to(torch.complex64), v), TypeError, ("dtype", "k is")),
     "not a tensor": (lambda q, k, v, s: (q, k.tolist(), v), TypeError, ("k", "torch.Tensor", "list")),
     "None": (lambda q, k, v, s: (None, k, v), TypeError, ("q", "torch.Tensor", "NoneType")),
     "device": (lambda q, k, v, s: (q.to("meta"), k.to("meta"), v.to("meta")), ValueError, ("meta", "STEPS_ENGINE")),

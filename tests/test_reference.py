@@ -29,7 +29,8 @@ OPTIONS = {
     "dropout": {"dropout_mask": dropout_mask(), "dropout_p": 0.3},
     "window": {"window": (2, 1)},
     "causal window": {"causal": True, "window": (1, None)},
-    "all": {"causal": True, "scale": 0.7, "window": (3, 0), "alibi_slopes": torch.full((4,), 0.3), "dropout_mask": dropout_mask(), "dropout_p": 0.3},
+    "all": {"causal": True, "scale": 0.7, "window": (3, 0), "alibi_slopes": torch.full((4,), 0.3),
+            "dropout_mask": dropout_mask(), "dropout_p": 0.3},
 }  # fmt: skip
 
 
@@ -139,7 +140,8 @@ def test_every_case_is_what_it_says(case):
 
 def test_places_in_memory():
     by_name = {c.name: cases.build(c, SUPPORTS, torch.float32) for c in cases.CASES if not c.gpu}
-    assert not by_name["heads_inside"].q.is_contiguous() and by_name["heads_inside"].q.stride(1) < by_name["heads_inside"].q.stride(2)
+    inside = by_name["heads_inside"].q
+    assert not inside.is_contiguous() and inside.stride(1) < inside.stride(2)
     assert by_name["expanded"].k.stride(1) == 0
     assert by_name["offset"].q.storage_offset() == 1
     assert set(by_name["sum_backward"].dout.stride()) == {0}

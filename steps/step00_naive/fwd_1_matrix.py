@@ -15,7 +15,7 @@ import torch
 
 
 def forward(q, k, v, *, causal=False, scale=None):
-    """(out, lse): q (B, H, Nq, D), k and v (B, H, Nk, D); out like q, lse (B, H, Nq). FlashAttention, section 2.2, Algorithm 0."""
+    """(out, lse): q (B, H, Nq, D), k and v (B, H, Nk, D); out like q, lse (B, H, Nq). FlashAttention, Algorithm 0."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     S = scores(q, k, causal, scale)  # (B, H, Nq, Nk)
     P, lse = softmax(S)
@@ -25,9 +25,11 @@ def forward(q, k, v, *, causal=False, scale=None):
 def scores(q, k, causal, scale):
     """S = scale Q K^T, -inf above the diagonal when causal. The diagonal ends in the bottom right corner."""
     S = scale * (q @ k.mT)
-    Nq, Nk = S.shape[-2:]
-    hidden = torch.ones(Nq, Nk, dtype=torch.bool, device=q.device).triu(1 + Nk - Nq)  # triu(d): column - row >= d
-    return S.masked_fill(hidden, -math.inf) if causal else S
+    if causal:
+        Nq, Nk = S.shape[-2:]
+        hidden = torch.ones(Nq, Nk, dtype=torch.bool, device=q.device).triu(1 + Nk - Nq)  # triu(d): column - row >= d
+        S = S.masked_fill(hidden, -math.inf)
+    return S
 
 
 def softmax(S):

@@ -35,7 +35,7 @@ def forward(q, k, v, *, causal=False, scale=None):
 
 
 def online_update(m, l, O, s, v_j):
-    """Takes in one key: scores s (B, H, Nq) and value v_j (B, H, 1, D). m and l (B, H, Nq), O (B, H, Nq, D) not yet divided by l."""
+    """Takes in one key: scores s (B, H, Nq) and value v_j (B, H, 1, D); m, l (B, H, Nq), O (B, H, Nq, D) not yet divided by l."""
     m_new = torch.maximum(m, s)
     unit = m_new.nan_to_num(neginf=0.0)  # while nothing was seen, m_new is -inf and -inf - (-inf) would be NaN
     alpha = (m - unit).exp()

@@ -48,7 +48,7 @@ def last_key(row_end, Nq, Nk, causal):
 
 
 def mask(S, i, j, shift):
-    """-inf where the key lies after the query: S (..., Br, Bc) starts at query i and key j; query i stands at position i + shift."""
+    """-inf where the key lies after the query. S (..., Br, Bc) starts at query i, key j; query i stands at position i + shift."""
     row = torch.arange(S.shape[-2], device=S.device)[:, None] + i + shift
     col = torch.arange(S.shape[-1], device=S.device)[None, :] + j
     return S.masked_fill(col > row, -math.inf)

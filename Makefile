@@ -1,0 +1,119 @@
+# Every target first sets up what it needs, once. Which Python runs it:
+#   an active virtual or conda environment   is used; what it lacks is installed into it
+#   none (conda's "base" counts as none)     .venv is made here with $(PYTHON)
+#   ENV=none                                 $(PYTHON) as it is; nothing is installed
+# Set-up is repeated when requirements.txt or pyproject.toml changes, and when this folder has moved.
+
+PYTHON ?= python3
+ARGS ?=
+JOBS ?=
+
+ifeq ($(CONDA_DEFAULT_ENV),base)
+  CONDA_PREFIX :=
+endif
+ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
+
+ifeq ($(ENV),none)
+  STEPS_ENV := none
+  PY := $(PYTHON)
+  ENDING := $(PYTHON) was used as it is: nothing was installed.
+else ifneq ($(filter-out $(CURDIR)/.venv,$(ACTIVE)),)
+  STEPS_ENV := active
+  PY := $(ACTIVE)/bin/python
+  STAMP := $(ACTIVE)/.flash-attention-course
+  ENDING := The active environment was used: $(ACTIVE)
+else
+  STEPS_ENV := venv
+  PY := .venv/bin/python
+  STAMP := .venv/.flash-attention-course
+  ENDING := To work in this environment yourself: source .venv/bin/activate
+endif
+# Tells tests/test_environment.py whether the installed versions have to be the pins.
+export STEPS_ENV
+# pip is told to compile nothing, which halves its time; then what gets imported must be compiled once and kept.
+unexport PYTHONDONTWRITEBYTECODE
+
+PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile
+# The pinned torch has brought setuptools, so it is not fetched again; its advice about editable packages is hidden.
+INSTALL_COURSE := PYTHONWARNINGS=ignore $(PIP_INSTALL) --quiet --no-deps --no-build-isolation --editable .
+
+# $(call need_...,PYTHON) stops with one line that says what to install.
+need_python = $(if $(shell $(1) -c 'import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) and print(1)' 2>/dev/null),,\
+  $(error $(or $(shell $(1) --version 2>/dev/null),No $(1)): the course needs Python 3.11, 3.12 or 3.13. \
+  Install the packages python3.12 and python3.12-venv, say, then: make PYTHON=python3.12))
+need_venv = $(if $(shell $(1) -c 'import ensurepip, venv; print(1)' 2>/dev/null),,\
+  $(error $(1) cannot make virtual environments. Install the package $(notdir $(1))-venv))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lab notebooks lint report gpu-check clean setup force
+
+help: ## this list
+	@echo 'make TARGET [ARGS="..."] [PYTHON=python3.12] [ENV=none]'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+
+# $(call run,COMMAND): ends by naming the environment, also when the command fails or is stopped with Ctrl-C.
+run = @trap : INT; $(1); status=$$?; echo; echo '$(ENDING)'; exit $$status
+
+demo: setup ## every stage on real input, compared with the float64 reference
+	$(call run,$(PY) -m steps demo $(ARGS))
+
+test: setup ## the tests; ARGS="tests/test_step03_triton.py -k causal" picks, JOBS=2 runs two at a time
+	$(call run,$(PY) -m pytest $(addprefix -n ,$(JOBS)) $(ARGS))
+
+lab: setup ## JupyterLab on your own copies of the notebooks, in my/
+	@mkdir -p my
+	@for notebook in notebooks/*.ipynb; do \
+	  [ -e "my/$${notebook##*/}" ] || cp "$$notebook" my/; \
+	done
+	$(call run,$(PY) -m jupyterlab --ServerApp.root_dir=my $(ARGS))
+
+NOTEBOOKS := $(patsubst notebooks/src/%.py,notebooks/%.ipynb,$(wildcard notebooks/src/*.py))
+notebooks: $(NOTEBOOKS) ## execute notebooks/src/*.py; one alone: make notebooks/03_triton.ipynb
+	$(call run,true)
+
+# Always executed: what a notebook shows depends on the stages, too. --update and no timing: equal outputs, equal file.
+notebooks/%.ipynb: notebooks/src/%.py force | setup
+	$(PY) -m jupytext --quiet --update --to ipynb --output $@ $<
+	$(PY) -m nbconvert --log-level WARN --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False $@
+
+lint: setup ## ruff
+	$(call run,$(PY) -m ruff check $(ARGS))
+
+report: setup ## tables and figures, from the measured rows
+	$(call run,$(PY) -m reference.bench.report $(ARGS))
+
+gpu-check: setup ## the tests and the sanitizers on this machine's GPU, recorded
+	$(call run,$(PY) -m reference.bench.gpu_check $(ARGS))
+
+clean: ## remove .venv and the caches; my/ stays
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+setup: $(STAMP)
+	@command -v g++ >/dev/null || echo 'g++ not found: without a GPU stage 02 is skipped. Install the package g++ to run it.'
+
+ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
+$(STAMP): force
+endif
+
+.venv/.flash-attention-course: requirements.txt pyproject.toml
+	$(call need_python,$(PYTHON))
+	$(call need_venv,$(PYTHON))
+	$(PYTHON) -m venv .venv
+	$(PIP_INSTALL) --quiet --upgrade pip
+	$(PIP_INSTALL) -r requirements.txt
+	$(INSTALL_COURSE)
+	@echo '$(CURDIR)' > $@
+
+ifeq ($(STEPS_ENV),active)
+# A torch without CUDA that is already there stays, whatever its version: it was chosen, and the CUDA build is large.
+# An older torch need not have brought setuptools.
+CPU_TORCH := $(PY) -c 'import torch; assert torch.version.cuda is None' 2>/dev/null
+$(STAMP): requirements.txt pyproject.toml
+	$(call need_python,$(PY))
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
+	@if $(CPU_TORCH); then grep -v '^torch==' requirements.txt; else cat requirements.txt; fi | \
+	  $(PIP_INSTALL) 'setuptools>=77' -r /dev/stdin
+	$(INSTALL_COURSE)
+	@echo '$(CURDIR)' > $@
+endif

@@ -1,0 +1,170 @@
+"""Figures from results rows, and the one style that all of the course's figures share.
+
+Every function returns a closed matplotlib Figure: a notebook shows it once, as the value of its cell. Kernels
+are drawn in colours and solid, peers in greys and dashed. The background is opaque white, so that a dark page
+does not swallow it.
+"""
+
+import math
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter
+
+from reference.bench import cost
+from reference.bench.report import label
+
+INK, FAINT = "#1a1a1a", "#c8c8c8"
+# Okabe and Ito's palette without yellow: told apart with any kind of colour vision.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+GREYS = ("#222222", "#5f5f5f", "#8a8a8a", "#ababab")
+MARKERS = "osD^vP"
+
+
+def style():
+    """Sets matplotlib's defaults in this process: dark text on opaque white, no frame, a faint grid."""
+    plt.rcParams.update(
+        {
+            "figure.figsize": (7.2, 4.0),
+            "figure.dpi": 110,
+            "figure.facecolor": "white",
+            "savefig.facecolor": "white",
+            "savefig.transparent": False,
+            "savefig.bbox": "tight",
+            "axes.facecolor": "white",
+            "axes.edgecolor": INK,
+            "axes.labelcolor": INK,
+            "axes.titlelocation": "left",
+            "axes.titlesize": 11,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.axisbelow": True,
+            "axes.prop_cycle": plt.cycler(color=COLOURS),
+            "grid.color": FAINT,
+            "grid.linewidth": 0.6,
+            "text.color": INK,
+            "xtick.color": INK,
+            "ytick.color": INK,
+            "font.size": 10,
+            "legend.frameon": False,
+            "lines.linewidth": 1.8,
+            "lines.markersize": 5,
+        }
+    )
+
+
+def speed_lines(rows, title=""):
+    """TFLOP/s against N, a line for each kernel and peer. Rows: of one GPU, pass, dtype, D and mask."""
+    if len({subtitle([row]) for row in rows}) > 1:
+        raise ValueError("speed_lines needs rows of one GPU, pass, dtype, D and mask: choose first.")
+    fig, ax = _figure(rows)
+    for name, looks in _looks(rows).items():
+        own = sorted((row for row in rows if label(row) == name), key=lambda row: row["N"])
+        ax.plot([row["N"] for row in own], [row["tflops"] for row in own], label=name, **looks)
+    lengths = sorted({row["N"] for row in rows})
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, [_short(N) for N in lengths])
+    ax.set(xlabel="sequence length N", ylabel="TFLOP/s", title=title or subtitle(rows))
+    ax.set_ylim(bottom=0)
+    return _finish(fig, ax)
+
+
+def speed_bars(rows, title=""):
+    """TFLOP/s as bars with their values, fastest on top. Rows: one for each kernel and peer, at one size."""
+    if len({label(row) for row in rows}) < len(rows):
+        raise ValueError("speed_bars needs one row for each kernel and peer: choose one size first.")
+    fig, ax = _figure(rows)
+    looks = _looks(rows)
+    ordered = sorted(rows, key=lambda row: row["tflops"])
+    bars = ax.barh([label(row) for row in ordered], [row["tflops"] for row in ordered], height=0.7)
+    for bar, row in zip(bars, ordered, strict=True):
+        bar.set_color(looks[label(row)]["color"])
+    ax.bar_label(bars, fmt="%.3g", padding=4, color=INK)
+    ax.margins(x=0.1)  # room for the values
+    ax.grid(axis="y", visible=False)
+    ax.set(xlabel="TFLOP/s", title=title or f"{subtitle(rows)}, N={rows[0]['N']}")
+    return _finish(fig, ax, legend=False)
+
+
+def roofline(rows, gpu, title=""):
+    """TFLOP/s against FLOPs a byte of compulsory traffic, under the ceilings of `gpu` (a cost.Gpu).
+
+    A kernel far below its ceiling moves more bytes than it must, or does not keep the arithmetic units busy.
+    """
+    fig, ax = _figure(rows)
+    points = {
+        name: [(_intensity(row), row["tflops"]) for row in rows if label(row) == name]
+        for name in _looks(rows)
+    }
+    intensities = [x for xy in points.values() for x, _ in xy]
+    left = min(1.0, *intensities)
+    for dtype in sorted({row["dtype"] for row in rows}):
+        corner = cost.ridge(gpu, dtype)
+        right = 2 * max(corner, *intensities)
+        xs = (left, corner, right)
+        ax.plot(xs, [cost.roofline_tflops(x, gpu, dtype) for x in xs], color=INK, lw=1.2)
+        ax.annotate(
+            f"{dtype} {cost.peak_tflops(gpu, dtype):g}",
+            (right, cost.peak_tflops(gpu, dtype)),
+            ha="right",
+            va="bottom",
+        )
+    for name, looks in _looks(rows).items():
+        ax.plot(*zip(*points[name], strict=True), label=name, **{**looks, "linestyle": ""})
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="FLOPs a byte of compulsory traffic",
+        ylabel="TFLOP/s",
+        title=title or gpu.name,
+    )
+    return _finish(fig, ax)
+
+
+def subtitle(rows):
+    """What the rows have in common: "NVIDIA H200, fwd, bf16, D=128, causal"."""
+    row = rows[0]
+    mask = "causal" if row["causal"] else "not causal"
+    return f"{row['gpu']}, {row['pass']}, {row['dtype']}, D={row['D']}, {mask}"
+
+
+def _intensity(row):
+    size = {name: row[name] for name in ("B", "H", "N", "D")}
+    moved = cost.compulsory_bytes(**size, Hk=row["Hk"], dtype=row["dtype"], pass_=row["pass"])
+    return cost.flops(**size, causal=row["causal"], pass_=row["pass"]) / moved
+
+
+def _looks(rows):
+    """{label: line style}: kernels first, in colours, then peers, in greys; the same for the same labels."""
+    kernels = sorted({label(row) for row in rows if row["peer"] is None})
+    peers = sorted({label(row) for row in rows if row["peer"] is not None})
+    looks = {name: _look(COLOURS, i, "-") for i, name in enumerate(kernels)}
+    return looks | {name: _look(GREYS, i, "--") for i, name in enumerate(peers)}
+
+
+def _look(colours, i, line):
+    return {"color": colours[i % len(colours)], "marker": MARKERS[i % len(MARKERS)], "linestyle": line}
+
+
+def _short(N):
+    return f"{N // 1024}k" if N % 1024 == 0 else str(N)
+
+
+def _figure(rows):
+    if not rows:
+        raise ValueError("no results rows to draw; measure some with `python -m steps bench`.")
+    style()
+    return plt.subplots(layout="constrained")
+
+
+def _finish(fig, ax, legend=True):
+    if legend:
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if "log" == ax.get_yscale():
+        plain = FuncFormatter(
+            lambda value, _: f"{value:g}" if value >= 0.001 else f"1e{math.log10(value):.0f}"
+        )
+        ax.xaxis.set_major_formatter(plain)
+        ax.yaxis.set_major_formatter(plain)
+    plt.close(fig)
+    return fig

@@ -1,0 +1,71 @@
+"""Which files a kernel is made of, and a hash of what they say: a results row is stale once that has changed.
+
+Comments, docstrings and layout do not count: who explains a kernel better need not measure it again.
+"""
+
+import hashlib
+import io
+import re
+import tokenize
+from pathlib import Path
+
+from reference.bench.rows import ROOT
+
+_LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
+# A string or character literal (kept, for it may contain // or /*), or a comment (dropped).
+_CUDA = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?\*/', re.S)
+
+
+def source_files(stage, kernel, root=ROOT):
+    """A kernel's files, sorted; empty if there is no such kernel.
+
+    stage: "02_fa2_cuda". kernel: a file stem, or two joined by "+". A kernel in Python works alone; to one in
+    CUDA belong the headers and helpers that its stage shares, but not other kernels, the package's front
+    (`__init__.py`, `__main__.py`) or its demo.
+    """
+    folder, stems = Path(root) / "steps" / f"step{stage}", kernel.split("+")
+    own = [path for stem in stems for path in folder.glob(f"{stem}.*")]
+    if {path.stem for path in own} != set(stems):
+        return []
+    if all(re.match(r"(fwd|bwd)_.*\.py$", path.name) for path in own):
+        return sorted(own)
+    shared = [path for suffix in ("py", "h", "cuh") for path in folder.glob(f"*.{suffix}")]
+    return sorted({*own, *(path for path in shared if not re.match(r"fwd_|bwd_|__|demo", path.name))})
+
+
+def source_hash(files):
+    """Twelve hexadecimal digits for the code in `files`, whatever their order, comments and layout."""
+    digest = hashlib.sha256()
+    for path in sorted(map(Path, files), key=lambda path: path.name):
+        text = path.read_text()
+        code = python_code(text) if path.suffix == ".py" else cuda_code(text)
+        digest.update(f"{path.name}\n{code}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def is_stale(row, root=ROOT):
+    """Whether the kernel's files have changed since the row was measured, or are gone. Never for a peer's."""
+    if row["peer"] is not None:
+        return False
+    files = source_files(row["stage"], row["kernel"], root)
+    return not files or source_hash(files) != row["source"]
+
+
+def cuda_code(text):
+    """C++ without comments and whitespace."""
+    return "".join(_CUDA.sub(lambda match: match[1] or " ", text).split())
+
+
+def python_code(text):
+    """Python without comments, docstrings and whitespace; a block's begin and end are kept, as » and «."""
+    block = {tokenize.INDENT: "»", tokenize.DEDENT: "«", tokenize.NEWLINE: ";"}
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in _LAYOUT]
+    code, statement = [], []
+    for token in tokens:
+        statement.append(token)
+        if token.type in block:
+            if any(t.type not in (tokenize.STRING, tokenize.NEWLINE) for t in statement):  # else a docstring
+                code += [block.get(t.type, t.string) for t in statement]
+            statement = []
+    # From Python 3.12 on an f-string comes in pieces, its doubled braces single: make 3.11 do the same.
+    return "".join("".join(code).split()).replace("{{", "{").replace("}}", "}")

@@ -1,0 +1,183 @@
+"""The command line: python -m steps demo | mutants | bench."""
+
+import json
+import string
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from steps import compare, engine
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="FlashAttention in five stages.", rich_markup_mode=None)
+console = Console()
+Stage = Annotated[str | None, typer.Option(help="One stage only: 00, 01, 02, 03 or 04.")]
+
+
+def chosen(stage):
+    """The numbers of the stages to run; ends the program for one that does not exist."""
+    if stage is not None and stage not in compare.STAGES:
+        raise typer.BadParameter(f"there is no stage {stage!r}; there are {', '.join(compare.STAGES)}", param_hint="--stage")
+    return [stage] if stage else list(compare.STAGES)
+
+
+@app.command()
+def demo(
+    stage: Stage = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file too.")] = None,
+):
+    """Every stage on a trained model's attention, forward and backward, compared with the float64 reference."""
+    from steps.demo import LARGE, SMALL
+
+    console.print(engine.describe(), highlight=False)
+    if engine.name == "cpu":
+        torch.set_num_threads(1)  # the tensors are tiny: waking a second thread costs more than it computes
+    numbers = chosen(stage)
+    sizes = [(SMALL, numbers, False)]
+    if engine.name == "cuda":
+        sizes.append((LARGE, [n for n in numbers if n != "00"], True))
+    rows = []
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=sum(size.steps / 50 + len(n) for size, n, _ in sizes))
+        for size, wanted, timed in sizes:
+            progress.update(task, description=f"training a model on {size.N} bytes at a time, {size.H} heads")
+            subject = compare.Subject(size, lambda: progress.advance(task, 1 / 50))
+            for number in wanted:
+                progress.update(task, description=f"{compare.STAGES[number]}, N = {size.N}")
+                rows.append(compare.compare(number, subject, timed))
+                progress.advance(task)
+    console.print(results(rows))
+    for row in rows:
+        if "reason" in row:
+            console.print(f"{row['stage']} was skipped: {row['reason']}")
+    if json_file:
+        json_file.write_text(json.dumps(rows, indent=1))
+    if any(row["verdict"] == "FAILS" for row in rows):
+        raise typer.Exit(1)
+    console.print(NEXT, highlight=False)
+
+
+NEXT = """
+What next
+  read      make lab, then open my/00_naive.ipynb: what attention computes, and how to do it without the N x N matrix
+  exercise  the first one is in that notebook's section 5
+  test      make test ARGS=tests/test_step00_naive.py: what the stage promises, case by case"""
+
+
+def results(rows):
+    """The demo's table, 80 columns wide: in each cell the error, below it the tolerance."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="Below each error stands its tolerance.")
+    speeds = any("tflops" in row for row in rows)
+    table.add_column("stage", no_wrap=True)
+    for name in ("out", "lse", "dq", "dk", "dv", "loss", "params", "s", *["TFLOP/s"] * speeds):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    for row in rows:
+        cells = [f"{row['stage'].removeprefix('step')}\n{row['engine']}\n{'x'.join(map(str, row['shape']))}"]
+        if row["verdict"] == "skipped":
+            table.add_row(*cells, *[""] * (8 + speeds), "skipped", end_section=True)
+            continue
+        pairs = [(row["errors"][n], row["tolerances"][n]) for n in ("out", "lse", "dq", "dk", "dv")]
+        pairs += [(row["loss_difference"], row["loss_tolerance"]), (row["gradient"]["difference"], row["gradient"]["tolerance"])]
+        cells += [f"{error:.0e}\n{tolerance:.0e}" for error, tolerance in pairs]
+        cells.append(f"{row['seconds']:.1f}")
+        if speeds:
+            cells.append(f"{row['tflops']}\nSDPA {row['sdpa_tflops']}" if "tflops" in row else "")
+        table.add_row(*cells, row["verdict"], end_section=True)
+    return table
+
+
+@app.command()
+def mutants(stage: Stage = None):
+    """Which of the contract's cases kills which planted mistake, stage by stage."""
+    from reference import mutants as planted
+
+    failed = False
+    for number in chosen(stage):
+        if reason := compare.unavailable(number):
+            console.print(f"{compare.STAGES[number]}: {reason}")
+            continue
+        supports = compare.stage(number).SUPPORTS
+        matrix, twins = planted.kill_matrix(supports)
+        console.print(kill_table(compare.STAGES[number], matrix), highlight=False)
+        survivors = planted.survivors(matrix)
+        failed |= bool(survivors or twins)
+        for name in survivors:
+            console.print(f"survives every case: {name}")
+        for pair in twins:
+            console.print(f"no case tells apart: {' and '.join(pair)}")
+    raise typer.Exit(1 if failed else 0)
+
+
+def kill_table(title, matrix):
+    """Mutants as rows, one letter a case as columns: x killed, . survives, blank where the mistake makes no difference."""
+    names = list(next(iter(matrix.values())))
+    letters = (string.ascii_lowercase + string.ascii_uppercase)[: len(names)]
+    marks = {"killed": "x", "survives": ".", "n/a": " "}
+    lines = [f"{title}: x killed, . survives, blank: makes no difference there", f"{'':24}{letters}"]
+    lines += [f"{mutant:24}{''.join(marks[row[name]] for name in names)}" for mutant, row in matrix.items()]
+    return "\n".join([*lines, ", ".join(f"{letter} {name}" for letter, name in zip(letters, names, strict=True))])
+
+
+@app.command()
+def bench(
+    stage: Stage = None,
+    kernel: Annotated[str | None, typer.Option(help="One rung's word, such as fused.")] = None,
+    grid: Annotated[str, typer.Option(help="quick, or standard: the papers' sizes.")] = "quick",
+    dtype: Annotated[list[str] | None, typer.Option(help="fp32, fp16, bf16; by default bf16, fp32 for who lacks it.")] = None,
+    limit: Annotated[float, typer.Option(help="Milliseconds; who takes longer for one call is left out.")] = 1000,
+    record: Annotated[bool, typer.Option(help="For maintainers: write to the committed rows.")] = False,
+    commit: Annotated[str | None, typer.Option(help="The commit to note where there is no git history.")] = None,
+):
+    """Measures the stages' kernels beside PyTorch's own on this GPU: rows to my/results, shown beside the committed ones."""
+    from reference.bench import grid as grids
+    from reference.bench import report, rows
+
+    if engine.name != "cuda":
+        console.print("bench needs a GPU: simulators say nothing about speed. The committed rows are in reference/bench/results.")
+        raise typer.Exit(1)
+    if grid not in grids.GRIDS:
+        raise typer.BadParameter(f"there is no grid {grid!r}; there are {', '.join(grids.GRIDS)}", param_hint="--grid")
+    candidates = [c for number in chosen(stage) if number in ("01", "02", "03") for c in entrants(number, kernel)]
+    best = {"bf16" if "bf16" in c.dtypes else "fp32" for c in candidates}
+    dtypes = dtype or sorted(best)
+    options = dict(passes=("fwd", "bwd"), dtypes=dtypes, limit_ms=limit, commit=commit, say=console.print)
+    committed, measured = rows.read(), []
+    for row in grids.measure(candidates, grid=grids.GRIDS[grid], **options):
+        rows.append([row], rows.COMMITTED if record else rows.OWN)
+        measured.append(row)
+    console.print(report.table(measured, "measured now"))
+    setting = [{name: row[name] for name in rows.SETTING} for row in measured]
+    beside = [row for row in rows.latest(committed) if {name: row[name] for name in rows.SETTING} in setting]
+    if beside:
+        console.print(report.table(beside, "committed, the same sizes on the same GPU"))
+
+
+def entrants(number, rung):
+    """The stage's rungs, or one of them, as candidates for the benchmark."""
+    from reference.bench.grid import Candidate
+    from reference.bench.rows import DTYPES
+
+    module, supports = compare.stage(number), compare.stage(number).SUPPORTS
+    folder = Path(module.__file__).parent
+    stem = lambda prefix, word: next(iter(sorted(p.stem for p in folder.glob(f"{prefix}_*_{word}.*"))))  # noqa: E731
+    for word in supports["rungs"]:
+        if rung in (None, word):
+            yield Candidate(
+                supports["stage"].removeprefix("step"),
+                stem("fwd", word), partial(module.forward, rung=word),
+                stem("bwd", word), partial(module.backward, rung=word),
+                dtypes=[name for name, dtype in DTYPES.items() if dtype in supports["dtypes"]],
+                head_dims=supports["head_dims"], gqa=supports["gqa"],
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    app()

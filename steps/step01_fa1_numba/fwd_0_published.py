@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: MIT
+"""Rung 0, "published": FlashAttention's forward as printed. Key tiles outside, query tiles inside, one thread block a head.
+
+    O = 0, l = 0, m = -inf                        in device memory
+    for each tile of Bc keys:                     K_j and V_j are loaded once
+        for each tile of Br queries:              Q_i, O_i, l_i, m_i are loaded on every visit
+            S       = scale * Q_i K_j^T           (Br, Bc), in shared memory
+            m_block = rowmax S                    this tile's own maximum ...
+            P       = exp(S - m_block)            ... is the unit of P and l_block
+            l_block = rowsum P
+            m_new   = max(m, m_block)             alpha and beta change both units to the new one
+            alpha   = exp(m - m_new),  beta = exp(m_block - m_new)
+            l_new   = alpha * l + beta * l_block
+            O_i     = (l * alpha * O_i + beta * P V_j) / l_new
+            O_i, l_i = l_new, m_i = m_new         go back to device memory on every visit
+
+The idea: O stays normalised, so after every visit it is the attention over the keys seen so far, and S never leaves the chip.
+The wall: O is written Nk / Bc times, and a head keeps one multiprocessor busy while the others wait (the next rung swaps the
+loops). Source: FlashAttention (2205.14135), Algorithms 1 and 2. Not printed there: rows that see no key, tiles skipped above the
+diagonal, lse = m + log l, and float32 for O between visits whatever the input (one rounding at the end, not one a visit).
+
+Threads: x runs along a row of a tile, so that neighbours touch neighbouring addresses; y runs over the rows.
+Needs torch, numpy and numba-cuda only; runs on a GPU, or in Numba's simulator under NUMBA_ENABLE_CUDASIM=1.
+"""
+
+import functools
+import math
+import sys
+import warnings
+
+import numpy as np
+import torch
+from numba import config, cuda
+
+warnings.filterwarnings("ignore", message="Grid size .* low occupancy")  # one block a head, however few: this rung's wall
+SIMULATED = bool(config.ENABLE_CUDASIM)
+TILE = (8, 8) if SIMULATED else (16, 16)  # (Br, Bc)
+THREADS = (4, 2) if SIMULATED else (16, 16)  # (x, y) of a block; the simulator starts a Python thread for each
+ZERO, MINUS_INF = np.float32(0), np.float32(-math.inf)  # a Python literal would turn the arithmetic around it into float64
+
+
+def forward(q, k, v, *, causal=False, scale=None, tile=TILE):
+    """(out, lse): q (B, H, Nq, D), k and v (B, H, Nk, D), float32 or float16; out like q, lse (B, H, Nq) float32."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q_, k_, v_ = (x.flatten(0, 1).contiguous() for x in (q, k, v))  # (B * H, N, D)
+    O = torch.zeros(q_.shape, dtype=torch.float32, device=q.device)
+    l = torch.zeros(q_.shape[:2], dtype=torch.float32, device=q.device)  # (B * H, Nq)
+    m = torch.full_like(l, -math.inf)
+    launch(forward_kernel(*tile, q.shape[-1]), (q_, k_, v_, O, l, m), causal, np.float32(scale))
+    return O.to(q.dtype).reshape(q.shape), (m + l.log()).reshape(q.shape[:-1])
+
+
+def launch(kernel, tensors, *scalars):
+    """Runs the kernel with one block for each row of the tensors' first dimension, on their device and on torch's stream."""
+    blocks, device = len(tensors[0]), tensors[0].device
+    if SIMULATED:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)  # the simulator waits for its threads in a busy loop: let them interrupt it sooner
+        try:
+            kernel[blocks, THREADS](*(x.detach().numpy() for x in tensors), *scalars)
+        finally:
+            sys.setswitchinterval(interval)
+    else:
+        with cuda.gpus[device.index]:
+            stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
+            kernel[blocks, THREADS, stream](*(x.detach() for x in tensors), *scalars)
+
+
+@functools.cache
+def forward_kernel(Br, Bc, D):
+    """The kernel for one tile and head_dim: the sizes of shared memory must be known to the compiler."""
+    row_tile, key_tile = (Br, D + 1), (Bc, D + 1)  # the spare column puts the rows of a column into different banks
+    score_tile = (Br, Bc + 1)
+
+    @cuda.jit
+    def kernel(q, k, v, O, l, m, causal, scale):
+        Q_i = cuda.shared.array(row_tile, np.float32)
+        K_j = cuda.shared.array(key_tile, np.float32)
+        V_j = cuda.shared.array(key_tile, np.float32)
+        S = cuda.shared.array(score_tile, np.float32)  # then P, in place
+        old = cuda.shared.array(Br, np.float32)  # l * alpha / l_new: the share of the old O in the new one
+        new = cuda.shared.array(Br, np.float32)  # beta / l_new
+        head = cuda.blockIdx.x
+        Nq, Nk = q.shape[1], k.shape[1]
+        for j in range(0, Nk, Bc):  # Alg. 1, line 5
+            cuda.syncthreads()  # other threads may still be using the V_j of the last round
+            load_tile(K_j, k, head, j, D)
+            load_tile(V_j, v, head, j, D)
+            for i in range(first_query_tile(j, Nq, Nk, Br, causal), Nq, Br):  # Alg. 1, line 7
+                load_tile(Q_i, q, head, i, D)
+                cuda.syncthreads()  # every thread needs rows that others have loaded
+                scores(S, Q_i, K_j, i, j, Nq, Nk, Bc, D, causal, scale)
+                cuda.syncthreads()  # a row of S is written by several threads and now read by one
+                online_update(S, old, new, l, m, head, i, Bc)
+                cuda.syncthreads()  # every thread needs P, old and new
+                update_output(O, S, V_j, old, new, head, i, Bc, D)
+                # no barrier: until all have passed the next one, only Q_i is written, which was last read two barriers ago
+
+    return kernel
+
+
+@cuda.jit(device=True)
+def load_tile(tile, x, head, start, D):
+    """tile (rows, D) = x[head, start : start + rows], zero beyond the end of x."""
+    N = x.shape[1]
+    for r in range(cuda.threadIdx.y, tile.shape[0], cuda.blockDim.y):
+        for d in range(cuda.threadIdx.x, D, cuda.blockDim.x):
+            tile[r, d] = np.float32(x[head, start + r, d]) if start + r < N else ZERO
+
+
+@cuda.jit(device=True)
+def first_query_tile(j, Nq, Nk, Br, causal):
+    """Where the first tile of queries starts that sees a key of the tile at j; those before it are masked throughout."""
+    return max(0, j - (Nk - Nq)) // Br * Br if causal else 0
+
+
+@cuda.jit(device=True)
+def keys_seen(row, Nq, Nk, causal):
+    """How many keys query `row` sees, from the first on. The causal diagonal ends in the bottom right corner."""
+    if row >= Nq:
+        return 0
+    return max(0, row + 1 + Nk - Nq) if causal else Nk
+
+
+@cuda.jit(device=True)
+def dot(A, a, B, b, D):
+    """The scalar product of row a of A and row b of B."""
+    total = ZERO
+    for d in range(D):
+        total += A[a, d] * B[b, d]
+    return total
+
+
+@cuda.jit(device=True)
+def exp_difference(x, m):
+    """exp(x - m), and 0 for x = -inf even where m is -inf too: -inf - (-inf) would be NaN."""
+    return ZERO if x == MINUS_INF else math.exp(x - m)
+
+
+@cuda.jit(device=True)
+def scores(S, Q_i, K_j, i, j, Nq, Nk, Bc, D, causal, scale):
+    """S (Br, Bc) = scale * Q_i K_j^T, -inf where the query does not see the key."""
+    for r in range(cuda.threadIdx.y, S.shape[0], cuda.blockDim.y):
+        seen = keys_seen(i + r, Nq, Nk, causal)
+        for c in range(cuda.threadIdx.x, Bc, cuda.blockDim.x):
+            S[r, c] = scale * dot(Q_i, r, K_j, c, D) if j + c < seen else MINUS_INF
+
+
+@cuda.jit(device=True)
+def online_update(S, old, new, l, m, head, i, Bc):
+    """Turns S (Br, Bc) into P = exp(S - rowmax S) and takes it into l and m; one thread a row. old, new (Br,) are O's factors."""
+    thread = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x
+    for r in range(thread, min(S.shape[0], l.shape[1] - i), cuda.blockDim.x * cuda.blockDim.y):
+        m_block = MINUS_INF
+        for c in range(Bc):
+            m_block = max(m_block, S[r, c])
+        l_block = ZERO
+        for c in range(Bc):
+            S[r, c] = exp_difference(S[r, c], m_block)
+            l_block += S[r, c]
+        m_new = max(m[head, i + r], m_block)
+        alpha = exp_difference(m[head, i + r], m_new)
+        beta = exp_difference(m_block, m_new)
+        l_old = l[head, i + r]
+        l_new = alpha * l_old + beta * l_block
+        old[r] = ZERO if l_new == ZERO else l_old * alpha / l_new  # l_new = 0: no key seen yet, O stays 0
+        new[r] = ZERO if l_new == ZERO else beta / l_new
+        l[head, i + r] = l_new
+        m[head, i + r] = m_new
+
+
+@cuda.jit(device=True)
+def update_output(O, P, V_j, old, new, head, i, Bc, D):
+    """O_i = old * O_i + new * P V_j in device memory, P (Br, Bc), V_j (Bc, D)."""
+    for r in range(cuda.threadIdx.y, min(P.shape[0], O.shape[1] - i), cuda.blockDim.y):
+        for d in range(cuda.threadIdx.x, D, cuda.blockDim.x):
+            PV = ZERO
+            for c in range(Bc):
+                PV += P[r, c] * V_j[c, d]
+            O[head, i + r, d] = old[r] * O[head, i + r, d] + new[r] * PV

@@ -1,0 +1,25 @@
+"""Stage 02: FlashAttention-2 in CUDA C++, compiled at run time; without a GPU the same files run behind an emulation.
+
+Notebooks: notebooks/02a_fa2_cuda_first_kernels.ipynb to 02d. Tests: tests/test_step02_fa2_cuda.py.
+"""
+
+import torch
+
+from steps import contract, engine
+
+from . import kernels
+
+RUNGS = {"scalar": (kernels.scalar_forward, kernels.scalar_backward)}
+SUPPORTS = {
+    "stage": "step02_fa2_cuda",
+    "devices": (engine.device,),
+    "dtypes": (torch.float32,),
+    "head_dims": range(1, 97),
+    "tiles": ((64, 32), (32, 32), (32, 64)) if engine.name == "cuda" else ((16, 16), (8, 16), (16, 8)),
+    "rungs": tuple(RUNGS),
+    "gqa": False,
+    "nq_ne_nk": True,
+    "deterministic": False,
+    "order": "fa2",  # the order in which tiles are visited, for reference/mutants.py
+}
+forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: MIT
+// CUDA on a CPU: compiles a kernel's own text with g++ and runs it, one block after the other, one fiber a thread.
+//
+// It finds, with the place in the kernel's text: accesses outside the arguments or a shared array, reads of shared memory that
+// nobody wrote (NaN), barriers and shuffles that some threads never reach, and, by running the threads in several orders, many
+// races. It is stricter than a GPU in two ways: a thread that has returned counts as missing at a barrier, and all threads of
+// a barrier must be at the same line.
+//
+// What it cannot find:
+//   - a race that no order of whole steps shows: a thread is only interrupted where it waits, never between two accesses, so
+//     that two threads adding to one address without atomicAdd go unnoticed
+//   - code that needs the threads of a warp to run in lockstep is wrong here and may be right on a GPU, or the reverse
+//   - an access that stays between a tensor's first and last element, but in the gap between two of its rows or heads
+//   - anything between blocks: they run one after the other and never wait for each other
+//   - registers, spills, shared-memory limits of a GPU, misaligned vector accesses, speed
+//   - rounding: the CPU's expf and the order of additions differ from the GPU's in the last bits
+//
+// fiber.h switches stacks, block.h schedules, memory.h checks accesses, builtins.h has CUDA's names.
+#pragma once
+#include "builtins.h"
+
+namespace emulator {
+
+struct Launch {  // as emulator/__init__.py fills it
+  unsigned grid[3], block[3];
+  int shared_bytes, thread_order, block_order;
+  uint64_t seed;
+  void** arguments;           // where each argument lies, as for cuLaunchKernel
+  const long long* elements;  // for a Global argument: bytes from its address to the end of its tensor
+};
+
+template <class A> struct Argument {
+  static A get(void* value, long long) { return *static_cast<A*>(value); }
+};
+template <class T> struct Argument<Global<T>> {
+  static Global<T> get(void* value, long long bytes) { return {*static_cast<T**>(value), bytes / (long long)sizeof(T)}; }
+};
+
+template <class... A, size_t... I>
+const char* launch(void (*kernel)(A...), const Launch& l, std::integer_sequence<size_t, I...>) {
+  static void (*the_kernel)(A...);
+  static const Launch* the_launch;
+  the_kernel = kernel;
+  the_launch = &l;
+  kernel_call = [] { the_kernel(Argument<A>::get(the_launch->arguments[I], the_launch->elements[I])...); };
+  grid_size = {l.grid[0], l.grid[1], l.grid[2]};
+  block_size = {l.block[0], l.block[1], l.block[2]};
+  random_order.state = (l.seed + 1) * 0x9e3779b97f4a7c15ull;  // any state but 0
+  error.clear();
+  if (!stacks.provide(int(l.block[0] * l.block[1] * l.block[2]))) return "no memory for the stacks of a block's threads";
+
+  std::vector<unsigned> turn;
+  put_in_order(turn, l.grid[0] * l.grid[1] * l.grid[2], Order(l.block_order));
+  for (unsigned b : turn) {
+    block_index = {b % l.grid[0], b / l.grid[0] % l.grid[1], b / l.grid[0] / l.grid[1]};
+    shared_memory.assign(l.shared_bytes, char(0xff));
+    run_block(Order(l.thread_order));
+    if (!error.empty()) return error.c_str();
+  }
+  return nullptr;
+}
+
+template <class... A> const char* launch(void (*kernel)(A...), const Launch& l) {
+  return launch(kernel, l, std::make_integer_sequence<size_t, sizeof...(A)>());
+}
+
+}  // namespace emulator
+
+// Makes the kernel callable from Python; returns null, or what went wrong.
+#define EMULATOR_KERNEL(kernel)                                                                                    \
+  extern "C" __attribute__((visibility("default"))) const char* emulate_##kernel(const emulator::Launch* launch) { \
+    return emulator::launch(kernel, *launch);                                                                      \
+  }

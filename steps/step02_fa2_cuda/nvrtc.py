@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: MIT
+"""Compiles a .cu file at run time with NVRTC and launches it on a GPU, through cuda.core.
+
+`compile` needs no GPU; `launch` runs a kernel on torch's current stream of the tensors' device. The same `launch` in emulator/
+runs the same file on a CPU. CUDA is imported by the functions that need it: a machine without it can import this module.
+"""
+
+import functools
+import io
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from . import cache
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")  # what the tests compile for: T4, A100, H100/H200
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What ptxas reports for one kernel: registers a thread, and bytes of local memory a thread."""
+
+    registers: int
+    stack: int
+    spills: int  # bytes stored because the registers did not suffice
+
+
+@dataclass(frozen=True)
+class Compiled:
+    cubin: bytes
+    usage: dict  # {kernel: Usage}
+
+
+def compile(file: Path, macros: dict, arch: str) -> Compiled:
+    """The file's kernels for one GPU architecture, such as "sm_90a". Raises RuntimeError where one spills beyond its budget.
+
+    macros: {"D": 64, ...}. The result is kept on disk under a hash of the source, the macros, the architecture and the compiler.
+    """
+    from cuda.bindings import nvrtc
+
+    source = _source(file)
+    parts = ("nvrtc", source, sorted(macros.items()), arch, nvrtc.nvrtcVersion()[1:], _OPTIONS)
+    kept = cache.get(parts, ".json", lambda path: path.write_text(json.dumps(_compile(source, file.name, macros, arch))))
+    made = json.loads(kept.read_text())
+    compiled = Compiled(bytes.fromhex(made["cubin"]), {name: Usage(**usage) for name, usage in made["usage"].items()})
+    budget = int(next(iter(re.findall(r"Spill budget: (\d+) bytes", source)), 0))
+    for name, usage in compiled.usage.items():
+        if usage.spills > budget:
+            raise RuntimeError(
+                f"{file.name}: {name} with {macros} on {arch} spills {usage.spills} bytes of registers a thread to memory, and "
+                f"its header allows {budget}. Use a smaller head_dim or tile."
+            )
+    return compiled
+
+
+_OPTIONS = dict(std="c++17", lineinfo=True, ptxas_options=["-v"], device_as_default_execution_space=True)
+
+
+def _compile(source, name, macros, arch):
+    from cuda.core import Program, ProgramOptions
+
+    log = io.StringIO()
+    macros = [(key, str(value)) for key, value in macros.items()]
+    options = ProgramOptions(name=name, arch=arch, define_macro=macros, **_OPTIONS)
+    cubin = Program(source, "c++", options).compile("cubin", logs=log).code
+    return {"cubin": cubin.hex(), "usage": {name: asdict(usage) for name, usage in _usage(log.getvalue()).items()}}
+
+
+def _source(file):
+    """The file's text with ptx.cuh in place of its #include: one string, so that NVRTC needs no path."""
+    header = file.parent / "ptx.cuh" if (file.parent / "ptx.cuh").exists() else Path(__file__).parent / "ptx.cuh"
+    inlined = f'#line 1 "ptx.cuh"\n{header.read_text().replace("#pragma once", "")}\n'
+    before, after = file.read_text().split('#include "ptx.cuh"\n')
+    return f'{before}{inlined}#line {before.count(chr(10)) + 2} "{file.name}"\n{after}'
+
+
+def _usage(log):
+    """{kernel: Usage} out of the log of `ptxas -v`."""
+    found = re.findall(
+        r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?\n.*?Used (\d+) registers", log
+    )
+    return {name: Usage(int(registers), int(stack), int(spills)) for name, stack, spills, registers in found}
+
+
+def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict):
+    """Runs one kernel. arguments: tensors for Global<T> parameters, ctypes values for the others."""
+    from cuda.core import LaunchConfig, launch
+
+    device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
+    with torch.cuda.device(device):  # a context of that device must be current; afterwards the caller's is again
+        function = _load(file, kernel, tuple(macros.items()), device.index, shared_bytes)
+        stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
+        config = LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
+        launch(stream, config, function, *(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
+
+
+class _Stream:
+    """torch's stream in the form that cuda.core takes."""
+
+    def __init__(self, handle):
+        self.handle = handle
+
+    def __cuda_stream__(self):
+        return 0, self.handle
+
+
+@functools.cache
+def _load(file, kernel, macros, device, shared_bytes):
+    """The kernel, ready to run on a device with that much dynamic shared memory."""
+    from cuda.bindings import driver
+
+    function = _module(file, macros, _architecture(device)).get_kernel(kernel)
+    if shared_bytes > 48 * 1024:  # more has to be asked for, and cuda.core has no call for it
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        if shared_bytes > limit:
+            raise RuntimeError(
+                f"{kernel} with {dict(macros)} needs {shared_bytes} bytes of shared memory a block; this GPU has {limit}. "
+                "Use a smaller head_dim or tile."
+            )
+        what = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(what, limit, function.handle, device)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{kernel}: {status.name} when asking for up to {limit} bytes of shared memory a block")
+    return function
+
+
+@functools.cache
+def _module(file, macros, arch):
+    from cuda.core import ObjectCode
+
+    return ObjectCode.from_cubin(compile(file, dict(macros), arch).cubin, name=file.name)
+
+
+def _architecture(device):
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (7, 5):
+        raise RuntimeError(f"compute capability {major}.{minor} is too old for NVRTC 13; 7.5 (T4) and newer will do.")
+    return f"sm_{major}{minor}" + "a" * (major == 9)  # sm_90a has Hopper's own instructions

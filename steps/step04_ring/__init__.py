@@ -1,0 +1,18 @@
+"""Stage 04: ring attention. The sequence is dealt out to several processes or GPUs; keys and values travel in a ring.
+
+Each call takes this rank's shard, and all ranks of the process group call together; without a process group the ring has one
+rank. Start ranks with torchrun and `launch.init()`, or from Python with `launch.spawn`.
+
+    from steps.step04_ring import Layout, attention
+    shards = Layout("zigzag", S, ranks)                     # q (B, H, S, D) of the whole sequence
+    out = attention(*(shards.shard(x, rank) for x in (q, k, v)), causal=True, layout="zigzag")
+
+Notebook: notebooks/04_ring.ipynb. Tests: tests/test_step04_ring.py. Demo: python -m steps.step04_ring.demo.
+"""
+
+from .comm import RingError
+from .entry import SUPPORTS, attention, backward, forward
+from .layout import Layout
+
+ring_attention = attention  # the name that other libraries use
+__all__ = ["SUPPORTS", "Layout", "RingError", "attention", "backward", "forward", "ring_attention"]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+"""Ring attention beside one device, forward and backward, on the same random input.
+
+    python -m steps.step04_ring.demo --seq 2048 --dim 64 --gpus 4        starts its own ranks
+    torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo --seq 2048
+
+Without a GPU the ranks are processes over gloo that share the CPU, and a block is computed by stage 00's tiles in plain torch,
+because Triton's interpreter would take minutes. Every rank also computes the whole on its own, one after the other, to compare.
+"""
+
+import os
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import typer
+
+from steps import engine
+from steps.step00_naive import bwd_3_tiled, fwd_3_tiled
+from steps.step04_ring import Layout, forward, launch, ring_attention
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def main(
+    seq: int = typer.Option(2048, help="positions of the whole sequence"),
+    dim: int = typer.Option(64, help="head_dim"),
+    gpus: int = typer.Option(4, help="ranks to start; under torchrun its own number counts"),
+    heads: int = 2,
+    causal: bool = False,
+    layout: str = typer.Option("zigzag", help="zigzag, contiguous or striped"),
+    dtype: str = typer.Option("", help="float32, float16 or bfloat16; by default float32 without a GPU and bfloat16 with one"),
+):
+    """Runs attention on one device and as a ring, and prints both times and how far the results are apart."""
+    dtype = dtype or ("float32" if engine.name == "cpu" else "bfloat16")
+    arguments = (seq, dim, heads, causal, layout, dtype)
+    if "RANK" in os.environ:  # torchrun started this process as one of its ranks
+        launch.init()
+        lines = report(*arguments)
+        if dist.get_rank() == 0:
+            print("\n".join(lines), flush=True)
+        dist.destroy_process_group()
+    else:
+        print("\n".join(launch.spawn(report, gpus, *arguments)[0]))
+
+
+def report(seq, dim, heads, causal, layout, dtype):
+    """What one rank does; returns the lines to print."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    block, block_name = choose_block(dtype)
+    random = torch.Generator().manual_seed(0)  # the same numbers on every rank
+    q, k, v, dout = (torch.randn(1, heads, seq, dim, generator=random).to(engine.device, getattr(torch, dtype)) for _ in range(4))
+
+    def alone():
+        out, lse = block.forward(q, k, v, causal=causal)
+        return out, lse, *block.backward(dout, q, k, v, out, lse, causal=causal)
+
+    whole = Layout(layout, seq, ranks)
+    mine = [whole.shard(x, rank) for x in (q, k, v, dout)]
+    options = dict(causal=causal, layout=layout, block=block, S=seq)
+
+    def together():
+        leaves = [x.clone().requires_grad_() for x in mine[:3]]
+        out = ring_attention(*leaves, **options)
+        out.backward(mine[3])
+        return out.detach(), *(x.grad for x in leaves)
+
+    if rank == 0:  # undisturbed by the others, who need the result only
+        single_seconds, want = timed(alone)
+    dist.barrier()
+    if rank != 0:
+        want = alone()
+    ring_seconds, (out, *grads) = timed(together, dist.barrier)
+    got = (out, forward(*mine[:3], **options)[1], *grads)
+    shards = [whole.shard(x, rank, dim=2) for x in want]
+    differences = [(a.float() - b.float()).abs().max().item() if a.numel() else 0.0 for a, b in zip(got, shards, strict=True)]
+
+    everyone = [None] * ranks
+    dist.all_gather_object(everyone, (ring_seconds, differences))
+    if rank != 0:
+        return []
+    ring_seconds = max(seconds for seconds, _ in everyone)
+    largest = [max(column) for column in zip(*(row for _, row in everyone), strict=True)]
+    return [
+        engine.describe(),
+        f"{ranks} ranks over {dist.get_backend()}, {layout}, block {block_name}, {torch.get_num_threads()} CPU threads a rank",
+        f"B 1, H {heads}, S {seq}, D {dim}, {dtype}, {'causal' if causal else 'not causal'}, forward + backward",
+        f"one device   {1e3 * single_seconds:9.1f} ms",
+        f"ring         {1e3 * ring_seconds:9.1f} ms   (slowest rank)",
+        f"speed-up     {single_seconds / ring_seconds:9.2f} x" + f"    ({os.cpu_count()} CPU cores)" * (engine.name == "cpu"),
+        "largest differences to one device: " + ", ".join(f"{name} {x:.1e}" for name, x in zip(NAMES, largest, strict=True)),
+    ]
+
+
+def choose_block(dtype):
+    """(block, its name): the default one, or without a GPU what computes float32 fast."""
+    if engine.name == "cpu" and dtype == "float32":
+        tile = (256, 256)  # far larger than the stage's own, which show the algorithm
+        forward, backward = partial(fwd_3_tiled.forward, tile=tile), partial(bwd_3_tiled.backward, tile=tile)
+        return SimpleNamespace(forward=forward, backward=backward), f"step00_naive's tiles, {tile[0]} x {tile[1]}"
+    from steps import step03_triton
+
+    return step03_triton, "step03_triton"
+
+
+def timed(work, before=lambda: None, repeats=2):
+    """(least seconds of some calls, the result), after one call to warm up; before each call `before` is called."""
+    result, seconds = work(), []
+    for _ in range(repeats):
+        before()
+        synchronize()
+        start = time.perf_counter()
+        result = work()
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds), result
+
+
+def synchronize():
+    """Kernels are launched without waiting for them; a clock has to."""
+    if engine.name == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: MIT
+"""The stage's public functions: the contract's checks, the agreement of the ranks, and autograd around the ring."""
+
+import torch
+
+from steps import contract, engine
+
+from . import ring
+from .comm import Comm
+from .layout import LAYOUTS, Layout
+
+SUPPORTS = {
+    "stage": "step04_ring",
+    "devices": (engine.device,),
+    "dtypes": (torch.float32, torch.float16, torch.bfloat16),
+    "head_dims": range(1, 257),  # head_dims and tiles are those of the default block, step03's
+    "tiles": ((16, 16), (16, 32), (32, 16)),
+    "rungs": ("ring",),
+    "layouts": LAYOUTS,
+    "gqa": True,
+    "nq_ne_nk": False,
+    "deterministic": True,
+    "order": "fa2",
+}
+
+
+def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None):
+    """Self-attention over a sequence that is dealt out to the ranks of a process group: (out, lse) of this rank's positions.
+
+    q, out (B, H, n, D), k and v (B, Hk, n, D): this rank's shard, n = Layout(layout, S, ranks).size(rank) of S positions; fewer
+    leading dimensions are accepted. lse (B, H, n) float32. causal: over the whole sequence. scale: 1/sqrt(D) by default.
+    layout: "zigzag", "contiguous" or "striped". group: a process group, by default the world, or this process alone.
+    block: an object with forward and backward of one block, by default steps.step03_triton; tile (Br, Bc) is handed to it.
+    S: the length of the whole sequence. Without it the ranks compare their arguments at every call, which also adds up S; with
+    it only the first time that they see these shapes and options. Collective: every rank of the group has to call it.
+    Raises TypeError, ValueError or NotImplementedError before anything is computed, RingError when a neighbour fails.
+    """
+    out, lse, _ = _forward(q, k, v, _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S))
+    return out, lse
+
+
+def backward(
+    dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None
+):  # fmt: skip
+    """Gradients (dq, dk, dv) of this rank's positions, from dout, and out and lse as `forward` gave them.
+
+    Costs one hop more than the backward of `attention`, which has kept the k and v that the forward ended with.
+    """
+    plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, (dout, out, lse))
+    with torch.no_grad():
+        kv = ring.fetch_next(*map(contract._as_4d, (k, v)), layout=plan["layout"], comm=plan["comm"])
+    return _backward(dout, q, kv, out, lse, k.shape, plan)
+
+
+def attention(q, k, v, *, causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None):
+    """out of `forward`, differentiable once: one more argument of memory (the next rank's k and v) saves the backward a hop."""
+    return _Attention.apply(q, k, v, _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, plan):
+        out, lse, kv = _forward(q, k, v, plan)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.plan, ctx.shape = plan, k.shape
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        return *_backward(dout, *ctx.saved_tensors, ctx.shape, ctx.plan), None
+
+
+def _forward(q, k, v, plan):
+    with torch.no_grad():
+        out, lse, kv = ring.forward(*map(contract._as_4d, (q, k, v)), **plan)
+    return out.reshape(q.shape), lse.reshape(q.shape[:-1]), kv
+
+
+def _backward(dout, q, kv, out, lse, k_shape, plan):
+    with torch.no_grad():
+        lse = contract._as_4d(lse.unsqueeze(-1)).squeeze(-1)
+        dout, q_4d, out = map(contract._as_4d, (dout, q, out))
+        dq, dk, dv = ring.backward(dout, q_4d, kv, out, lse, **plan)
+    return dq.reshape(q.shape), dk.reshape(k_shape), dv.reshape(k_shape)
+
+
+def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, saved=()):
+    """The keyword arguments of the two loops in ring.py. Checks this rank's arguments, then that all ranks' fit together."""
+    comm, problem, call, size = Comm(group), None, {}, None
+    try:
+        contract._kernel({"ring": (forward, backward)}, SUPPORTS, rung, 0)
+        offered = tile if block is None else None  # another block may have other tiles, and checks them itself
+        scale, _ = contract._check(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), causal, scale, offered)
+        if saved:
+            contract._check_saved(q, *saved)
+        Layout(layout, 0, 1)
+        if not (S is None or isinstance(S, int) and S >= 0):
+            raise ValueError(f"S must be the length of the whole sequence, an integer >= 0, or None; got {S!r}.")
+        size = q.shape[-2]
+        call = {f"shape of {name}": (*x.shape[:-2], "n", x.shape[-1]) for name, x in (("q", q), ("k", k))}
+        call |= {"dtype": str(q.dtype), "causal": causal, "scale": scale, "layout": layout, "S": S}
+        call |= {"function": "backward" if saved else "forward"}
+    except (TypeError, ValueError, NotImplementedError) as error:
+        problem = error
+    sizes = comm.agree(call, size, always=S is None, problem=problem)
+    whole = Layout(layout, sum(sizes) if S is None else S, comm.size, causal)
+    expected = [whole.size(rank) for rank in range(comm.size)]
+    if expected != (sizes or expected) or expected[comm.rank] != size:
+        raise ValueError(
+            f"the {layout} shards of S = {whole.S} on {comm.size} ranks have {expected} positions; got {sizes or size}. "
+            f"Cut them with Layout({layout!r}, {whole.S}, {comm.size}).shard(x, rank)."
+        )
+    if block is None:
+        from steps import step03_triton as block  # here, so that this stage can be read and imported without Triton
+    return {"layout": whole, "comm": comm, "block": block, "scale": scale} | ({} if tile is None else {"tile": tile})

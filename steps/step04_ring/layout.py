@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: MIT
+"""Which rank holds which positions of the sequence, and which part of a block of scores it has to compute.
+
+S positions over N ranks; q, k and v are dealt out alike. Here S = 16, N = 4, each position with the rank that holds it:
+
+    contiguous   0000 1111 2222 3333            rank r holds chunk r of N
+    zigzag       00 11 22 33 33 22 11 00        rank r holds chunks r and 2N-1-r of 2N
+    striped      0123 0123 0123 0123            rank r holds r, r + N, r + 2N, ...
+
+The idea: a causal mask lets late positions see much and early ones little, so a contiguous rank 0 idles while rank N-1 works all
+the time. Zigzag gives every rank an early and a late chunk, striping a bit of everything. The ring's loops are the same for the
+three: the layouts differ in `pieces` and in one table, `work`. Chunks may differ in length by one and may be empty, so that any S
+will do, S < N too. Sources: Ring Attention (2310.01889), Striped Attention (2311.09431); zigzag: zhuzilin/ring-flash-attention.
+Needs torch only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+LAYOUTS = ("zigzag", "contiguous", "striped")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """S positions dealt out to N ranks. `causal` is the mask of the whole sequence; it matters to `work` only."""
+
+    kind: str
+    S: int
+    N: int
+    causal: bool = False
+
+    def __post_init__(self):
+        if self.kind not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {self.kind!r}.")
+
+    def pieces(self, rank):
+        """The rank's positions as ranges, in rising order."""
+        if self.kind == "striped":
+            return (range(rank, self.S, self.N),)
+        if self.kind == "contiguous":
+            return (self._chunk(rank, self.N),)
+        return self._chunk(rank, 2 * self.N), self._chunk(2 * self.N - 1 - rank, 2 * self.N)
+
+    def _chunk(self, i, n):
+        """Chunk i of n; the first S % n chunks are longer by one."""
+        size, longer = divmod(self.S, n)
+        start = i * size + min(i, longer)
+        return range(start, start + size + (i < longer))
+
+    def size(self, rank):
+        """How many positions the rank holds."""
+        return sum(map(len, self.pieces(rank)))
+
+    def positions(self, rank):
+        """The rank's positions (size(rank),), rising: what rotary embeddings and labels need in place of arange."""
+        return torch.tensor([i for piece in self.pieces(rank) for i in piece], dtype=torch.long)
+
+    def shard(self, x, rank, dim=-2):
+        """The rank's part of x, which has S positions along dim."""
+        return x.index_select(dim, self.positions(rank).to(x.device))
+
+    def unshard(self, shards, dim=-2):
+        """The whole sequence from the shards of rank 0, 1, ..., N-1."""
+        order = torch.cat([self.positions(rank) for rank in range(self.N)]).argsort()
+        return torch.cat(list(shards), dim).index_select(dim, order.to(shards[0].device))
+
+    def work(self, me, src):
+        """What rank `me` computes with the keys of rank `src`: (rows of its q, rows of k, causal), or None for nothing.
+
+        A block that is causal is square, so it does not matter in which corner a kernel aligns the diagonal.
+        """
+        q, k = self.size(me), self.size(src)
+        q1, k1 = len(self.pieces(me)[0]), len(self.pieces(src)[0])  # zigzag: the length of the early chunk
+        #                src == me              src < me: earlier keys    src > me: later keys
+        table = {
+            "full":       ((0, q, 0, k, False), (0, q, 0, k, False),      (0, q, 0, k, False)),
+            "contiguous": ((0, q, 0, k, True),  (0, q, 0, k, False),      (0, 0, 0, 0, False)),
+            "zigzag":     ((0, q, 0, k, True),  (0, q, 0, k1, False),     (q1, q, 0, k, False)),
+            "striped":    ((0, q, 0, k, True),  (0, q, 0, q, True),       (1, q, 0, q - 1, True)),
+        }  # fmt: skip
+        column = 0 if src == me else 1 if src < me else 2
+        q_start, q_stop, k_start, k_stop, causal = table[self.kind if self.causal else "full"][column]
+        if q_start >= q_stop or k_start >= k_stop:
+            return None
+        return slice(q_start, q_stop), slice(k_start, k_stop), causal

@@ -1,0 +1,105 @@
+"""The main job: `python -m steps demo` on the command line, and that it can fail."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from steps import __main__, compare, demo
+
+QUICK = demo.Size(N=40, H=2, D=32, steps=20)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return compare.Subject(QUICK, lambda: None)
+
+
+def test_the_command_runs_one_stage_and_writes_its_row(tmp_path):
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "steps", "demo", "--stage", "00", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("engine ") and "What next" in done.stdout and "make lab" in done.stdout
+    (row,) = [r for r in json.loads(file.read_text()) if r["stage"] == "step00_naive"]
+    assert row["verdict"] == "agrees" and row["shape"] == [1, 2, 131, 32]
+    assert all(0 < row["errors"][n] <= row["tolerances"][n] for n in ("out", "lse", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("number", compare.STAGES)
+def test_every_stage_agrees_with_the_reference(number, subject):
+    row = compare.compare(number, subject)
+    if "reason" in row:
+        pytest.skip(row["reason"])
+    assert row["verdict"] == "agrees", row
+
+
+def test_a_wrong_stage_fails_the_command(subject, monkeypatch):
+    right = compare.stage("00")
+
+    class Wrong:
+        forward = right.forward
+
+        @staticmethod
+        def backward(*args, **options):
+            dq, dk, dv = right.backward(*args, **options)
+            return dq * 1.001, dk, dv
+
+        attention = right.attention
+
+    monkeypatch.setattr(compare, "stage", lambda number: Wrong)
+    row = compare.compare("00", subject)
+    assert row["verdict"] == "FAILS" and row["errors"]["dq"] > row["tolerances"]["dq"]
+    monkeypatch.setattr(compare, "Subject", lambda size, progress: subject)
+    result = CliRunner().invoke(__main__.app, ["demo", "--stage", "00"])
+    assert result.exit_code == 1 and "FAILS" in result.output
+
+
+def test_a_wrong_gradient_inside_the_model_fails_too(subject, monkeypatch):
+    right = compare.stage("00")
+
+    class Wrong:
+        forward, backward = right.forward, right.backward
+        attention = staticmethod(lambda q, k, v, **options: right.attention(q, k, v, **options) * 1.0001)
+
+    monkeypatch.setattr(compare, "stage", lambda number: Wrong)
+    row = compare.compare("00", subject)
+    assert row["verdict"] == "FAILS" and row["errors"]["out"] <= row["tolerances"]["out"]
+
+
+def test_a_missing_compiler_is_a_reason_to_skip_not_to_fail(subject, monkeypatch):
+    monkeypatch.setattr(compare.shutil, "which", lambda name: None)
+    if compare.engine.name == "cpu":
+        row = compare.compare("02", subject)
+        assert row["verdict"] == "skipped" and "apt install g++" in row["reason"]
+
+
+def test_there_is_no_stage_05():
+    result = CliRunner().invoke(__main__.app, ["demo", "--stage", "05"])
+    assert result.exit_code == 2 and "00, 01, 02, 03, 04" in result.output
+
+
+def test_trained_attention_is_peaked_and_the_same_every_time(subject):
+    q, k, _, _ = subject.inputs()
+    again = compare.Subject(QUICK, lambda: None).inputs()
+    assert torch.equal(q, again[0])
+    N = q.shape[-2]
+    S = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(torch.ones(N, N, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+    untrained = demo.Model(QUICK.H, QUICK.D).to(q.device)
+    q0, k0, _, _ = demo.attention_input(untrained, subject.tokens)
+    S0 = (q0 @ k0.mT / q.shape[-1] ** 0.5).masked_fill(S.isneginf(), -torch.inf)
+    assert S.softmax(-1).amax(-1).mean() > S0.softmax(-1).amax(-1).mean()
+
+
+def test_the_kill_matrix_on_the_command_line():
+    result = CliRunner().invoke(__main__.app, ["mutants", "--stage", "00"])
+    assert result.exit_code == 0 and "no_rescale_of_o" in result.output and "survives every case" not in result.output
+
+
+def test_bench_without_a_gpu_says_so():
+    if compare.engine.name == "cpu":
+        result = CliRunner().invoke(__main__.app, ["bench"])
+        assert result.exit_code == 1 and "needs a GPU" in result.output

@@ -1,0 +1,245 @@
+"""Stage 02's CPU emulation of CUDA: what it computes, what it refuses, and which planted bugs it catches."""
+
+import re
+import shutil
+from ctypes import c_int
+
+import pytest
+import torch
+
+from reference import error
+from steps.step02_fa2_cuda import emulator, kernels
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+SCHEDULES = [("forward", "forward", 0), ("reverse", "reverse", 0), ("random", "random", 1), ("random", "random", 2)]
+
+KERNELS = """
+#include "ptx.cuh"
+
+extern "C" __global__ void mirror(Global<const float> x, Global<float> y) {
+  SharedMemory smem;
+  Shared<float> tile = smem.array<float>(blockDim.x);
+  int t = threadIdx.x, first = blockIdx.x * blockDim.x;
+  tile[t] = x[first + t];
+  __syncthreads();
+  y[first + t] = tile[blockDim.x - 1 - t];
+}
+
+extern "C" __global__ void unwritten(Global<float> y) {
+  SharedMemory smem;
+  y[threadIdx.x] = smem.array<float>(blockDim.x)[threadIdx.x];
+}
+
+extern "C" __global__ void shared_access(Global<float> y, int i) {
+  SharedMemory smem;
+  Shared<float> a = smem.array<float>(4), b = smem.array<float>(4);
+  b[0] = 0;
+  y[0] = a[i];  // mark: outside
+}
+
+extern "C" __global__ void global_write(Global<float> y, int i) { y[i] = 1; }
+
+extern "C" __global__ void warp_sum(Global<int> y) {
+  int sum = threadIdx.x;
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+  y[threadIdx.x] = sum;
+}
+
+extern "C" __global__ void neighbours(Global<int> y) {
+  int t = threadIdx.x, n = blockDim.x;
+  y[t] = __shfl_up_sync(0xffffffff, t, 1);
+  y[n + t] = __shfl_down_sync(0xffffffff, t, 3, 8);
+  y[2 * n + t] = __shfl_sync(0xffffffff, t, 5, 16);
+  if (t % 2) y[3 * n + t] = __shfl_xor_sync(0xaaaaaaaa, t, 2);
+  __syncwarp();
+}
+
+extern "C" __global__ void half_a_warp(Global<int> y) {
+  if (threadIdx.x < 16) y[threadIdx.x] = __shfl_xor_sync(0xffffffff, 1, 1);  // mark: half
+}
+
+extern "C" __global__ void lane_not_in_mask(Global<int> y) { y[threadIdx.x] = __shfl_xor_sync(0xffff, 1, 1); }
+
+extern "C" __global__ void stuck() {
+  if (threadIdx.x >= 40) return;
+  __syncthreads();  // mark: stuck
+}
+
+extern "C" __global__ void two_barriers() {
+  if (threadIdx.x < 8)
+    __syncthreads();  // mark: first
+  else
+    __syncthreads();  // mark: second
+}
+
+extern "C" __global__ void take_turns(Global<int> turns, Global<int> counter) {
+  turns[atomicAdd(&counter[0], 1)] = blockIdx.x * blockDim.x + threadIdx.x;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """run(kernel, *arguments, grid=1, block=32, shared_bytes=0, **macros)"""
+    file = tmp_path_factory.mktemp("kernels") / "kernels.cu"
+    file.write_text(KERNELS.lstrip())
+
+    def run(kernel, *arguments, grid=1, block=32, shared_bytes=0, **macros):
+        arguments = [c_int(x) if isinstance(x, int) else x for x in arguments]
+        emulator.launch(file, kernel, arguments, grid=grid, block=block, shared_bytes=shared_bytes, macros=macros)
+
+    return run
+
+
+def place(mark):
+    """kernels.cu:N for the line of KERNELS that ends with a comment."""
+    return next(f"kernels.cu:{n}" for n, text in enumerate(KERNELS.lstrip().split("\n"), 1) if text.endswith(f"// mark: {mark}"))
+
+
+def test_without_the_assembly(run, monkeypatch):
+    """Processors other than x86-64 switch fibers by ucontext."""
+    monkeypatch.setattr(emulator, "_FLAGS", [*emulator._FLAGS, "-U__ELF__"])
+    x, y = torch.arange(80.0), torch.zeros(80)
+    run("mirror", x, y, grid=2, block=40, shared_bytes=160, UCONTEXT=1)
+    assert torch.equal(y, x.view(2, 40).flip(1).flatten())
+
+
+@pytest.mark.parametrize("threads, blocks, seed", SCHEDULES)
+def test_barrier(run, threads, blocks, seed):
+    x, y = torch.arange(120.0), torch.zeros(120)
+    with emulator.schedule(threads, blocks, seed):
+        run("mirror", x, y, grid=3, block=40, shared_bytes=160)
+    assert torch.equal(y, x.view(3, 40).flip(1).flatten())
+
+
+def test_shared_memory_starts_as_nan(run):
+    y = torch.zeros(32)
+    run("unwritten", y, shared_bytes=128)
+    assert y.isnan().all()
+
+
+def test_access_outside_a_shared_array(run):
+    y = torch.zeros(1)
+    run("shared_access", y, 3, block=1, shared_bytes=32)
+    for i in (4, -1):  # element 4 would be b[0]
+        with pytest.raises(RuntimeError, match=f"{place('outside')}: access to element {i} of a shared array of 4 elements"):
+            run("shared_access", y, i, block=1, shared_bytes=32)
+
+
+def test_more_shared_memory_than_launched(run):
+    with pytest.raises(RuntimeError, match="the kernel wants 32 bytes of shared memory so far, the launch gives 16"):
+        run("shared_access", torch.zeros(1), 0, block=1, shared_bytes=16)
+
+
+def test_access_outside_a_tensor(run):
+    buffer = torch.zeros(20)
+    run("global_write", buffer[2:18:4], 12, block=1)
+    assert buffer[14] == 1
+    for i in (13, -1):
+        where = r"\(block \(0, 0, 0\), thread \(0, 0, 0\)\)"
+        with pytest.raises(RuntimeError, match=rf"access to element {i} of an argument of 13 elements {where}"):
+            run("global_write", buffer[2:18:4], i, block=1)
+
+
+def test_shuffles(run):
+    y = torch.zeros(64, dtype=torch.int32)
+    run("warp_sum", y, block=64)
+    assert y[:32].unique().tolist() == [31 * 16] and y[32:].unique().tolist() == [31 * 16 + 32 * 32]
+    y, t = torch.zeros(4, 32, dtype=torch.int32), torch.arange(32)
+    run("neighbours", y)
+    assert y[0].tolist() == [0, *range(31)]
+    assert y[1].tolist() == [i + 3 if i % 8 < 5 else i for i in range(32)]
+    assert y[2].tolist() == [5] * 16 + [21] * 16
+    assert torch.equal(y[3, 1::2], (t ^ 2)[1::2].int())
+
+
+def test_a_shuffle_with_missing_lanes_is_reported(run):
+    with pytest.raises(RuntimeError) as raised:
+        run("half_a_warp", torch.zeros(32, dtype=torch.int32))
+    where = f"threads 0-15 wait at __shfl_xor_sync, {place('half')}; threads 16-31 returned from the kernel"
+    assert where in str(raised.value)
+    with pytest.raises(RuntimeError, match="lane 16 is not in its own mask 0xffff"):
+        run("lane_not_in_mask", torch.zeros(32, dtype=torch.int32))
+
+
+def test_a_stuck_block_says_where_each_warp_waits(run):
+    with pytest.raises(RuntimeError) as raised:
+        run("stuck", block=64)
+    assert str(raised.value).split("\n") == [
+        "stuck: block (0, 0, 0) is stuck, no thread can go on:",
+        f"  warp 0: threads 0-31 wait at __syncthreads, {place('stuck')}",
+        f"  warp 1: threads 32-39 wait at __syncthreads, {place('stuck')}; threads 40-63 returned from the kernel",
+    ]
+    run("stuck", block=40)  # and the next launch is not affected
+
+
+def test_a_barrier_at_two_places_is_reported(run):
+    with pytest.raises(RuntimeError, match=f"{place('second')}: divergent threads: .*, others are at .*, {place('first')}"):
+        run("two_barriers")
+
+
+def turns(run, *schedule):
+    y = torch.full((12,), -1, dtype=torch.int32)
+    with emulator.schedule(*schedule):
+        run("take_turns", y, torch.zeros(1, dtype=torch.int32), grid=3, block=4)
+    return y.view(3, 4)
+
+
+def test_schedules(run):
+    forward = torch.arange(12, dtype=torch.int32).view(3, 4)
+    assert torch.equal(turns(run), forward)
+    assert torch.equal(turns(run, "reverse"), forward.flip(1))
+    assert torch.equal(turns(run, "forward", "reverse"), forward.flip(0))
+    first, again, other = (turns(run, "random", "random", seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert first.flatten().sort().values.tolist() == list(range(12))
+    assert torch.equal(turns(run), forward)  # the schedule ends with its `with`
+
+
+def test_a_kernel_that_does_not_compile(tmp_path):
+    (tmp_path / "wrong.cu").write_text('#include "ptx.cuh"\nextern "C" __global__ void wrong() { no_such_name(); }\n')
+    with pytest.raises(RuntimeError, match="wrong.cu:2:.*no_such_name"):
+        emulator.launch(tmp_path / "wrong.cu", "wrong", [], grid=1, block=1, macros={})
+
+
+PLANTED = {  # name: file, the line to change, what it becomes
+    "no barrier after a tile is loaded": ("fwd_0_scalar.cu", r"    __syncthreads\(\);  // every thread reads rows", "    //"),
+    "no barrier before the next tile is loaded": ("fwd_0_scalar.cu", r"    __syncthreads\(\);  // no thread", "    //"),
+    "a barrier inside a branch": ("fwd_0_scalar.cu", r"    __syncthreads\(\);  // every", "    if (i < Nq) __syncthreads();  //"),
+    "a load beyond the last key": ("fwd_0_scalar.cu", r"load_tile\(V, (.*), min\(Bc, keys - j\)\)", r"load_tile(V, \1, Bc)"),
+    "rows of the tile overlap": ("fwd_0_scalar.cu", r"smem.array<float>\(Bc \* Br\)", "smem.array<float>(Bc)"),
+    "dS read before it is complete": ("bwd_0_scalar.cu", r"    __syncthreads\(\);  // dS", "    //"),
+    "dq without an atomic addition": ("bwd_0_scalar.cu", r"atomicAdd\(&dq\[e\], (.*)\);", r"dq[e] += \1;"),
+}
+NOT_CAUGHT = {"dq without an atomic addition"}  # threads are never interrupted between a read and a write
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bugs(name, tmp_path, monkeypatch):
+    file, before, after = PLANTED[name]
+    for path in kernels.HERE.glob("*.cu"):
+        shutil.copy(path, tmp_path)
+    text, changes = re.subn(before, after, (tmp_path / file).read_text())
+    assert changes == 1
+    (tmp_path / file).write_text(text)
+    monkeypatch.setattr(kernels, "HERE", tmp_path)
+    assert caught() == (name not in NOT_CAUGHT)
+
+
+def caught():
+    """Whether any schedule ends in an error or a wrong result."""
+    rng = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(1, 2, 37, 8, generator=rng) for _ in range(2))
+    k, v = (torch.randn(1, 2, 43, 8, generator=rng) for _ in range(2))
+    want = error.expected(q, k, v, dout, causal=True)
+    for schedule in SCHEDULES:
+        try:
+            with emulator.schedule(*schedule):
+                out, lse = kernels.scalar_forward(q, k, v, causal=True)
+                grads = kernels.scalar_backward(dout, q, k, v, out, lse, causal=True)
+        except RuntimeError as e:
+            assert "cannot compile" not in str(e)
+            return True
+        if error.failures(dict(zip(error.NAMES, (out, lse, *grads), strict=True)), want):
+            return True
+    return False

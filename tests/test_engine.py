@@ -1,0 +1,43 @@
+"""The engine is decided before Numba and Triton are imported, or says that it is too late."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from steps import engine
+
+
+def python(code, **environment):
+    """(exit code, stdout, stderr) of code in a fresh interpreter."""
+    env = {k: v for k, v in os.environ.items() if k not in ("STEPS_ENGINE", "NUMBA_ENABLE_CUDASIM", "TRITON_INTERPRET")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env | environment)
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize("asked, gpu, chosen", [(None, False, "cpu"), (None, True, "cuda"), ("", True, "cuda"), ("cpu", True, "cpu"), ("cuda", True, "cuda")])  # fmt: skip  # noqa: E501
+def test_choice(asked, gpu, chosen):
+    assert engine._choose(asked, gpu) == chosen
+
+
+@pytest.mark.parametrize("asked, words", [("gpu", "STEPS_ENGINE"), ("cuda", "no GPU")])
+def test_impossible_choices_say_what_is_possible(asked, words):
+    with pytest.raises(RuntimeError, match=words):
+        engine._choose(asked, gpu=False)
+
+
+def test_sets_the_modes_of_numba_and_triton():
+    code = "import os, steps; from numba import cuda; print(os.environ['TRITON_INTERPRET'], cuda.is_available())"
+    assert python(code, STEPS_ENGINE="cpu")[1] == "1 True"  # the simulator is always available
+
+
+@pytest.mark.parametrize("module, variable", [("numba", "NUMBA_ENABLE_CUDASIM"), ("triton", "TRITON_INTERPRET")])
+def test_too_late_is_an_error(module, variable):
+    code, _, stderr = python(f"import {module}, steps", STEPS_ENGINE="cpu")
+    assert code != 0 and f"{module} was imported before steps" in stderr and variable in stderr
+    assert python(f"import {module}, steps", STEPS_ENGINE="cpu", **{variable: "1"})[0] == 0
+
+
+def test_description_names_the_engine():
+    assert engine.describe().startswith(f"engine {engine.name}:")

@@ -1,0 +1,253 @@
+"""The pins agree with each other and with what is installed, and `make` sets up what it says it does.
+
+`make` is tried in an empty folder with stand-ins for Python, so nothing is downloaded or installed here.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from shlex import quote
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).resolve().parent.parent
+# Set by the Makefile: "venv" (made by it), "active" (the reader's own) or "none" (nothing was installed).
+STEPS_ENV = os.environ.get("STEPS_ENV") or ("venv" if Path(sys.prefix) == ROOT / ".venv" else "none")
+
+LINES = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
+PINS = {pin.name: pin for pin in map(Requirement, LINES)}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RANGES = {each.name: each for each in map(Requirement, PROJECT["dependencies"])}
+
+
+def applies(requirement, extra=""):
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def pinned_version(pin):
+    return str(pin.specifier).removeprefix("==")
+
+
+# The files among themselves
+
+
+def test_every_pin_is_exact():
+    assert [name for name, pin in PINS.items() if not str(pin.specifier).startswith("==")] == ["cuda-toolkit"]
+    assert len(PINS) == len(LINES)
+
+
+def test_conda_environment_repeats_the_pins():
+    yaml = pytest.importorskip("yaml")
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["channels"] == ["conda-forge"]
+    python, pip, from_pip = environment["dependencies"]
+    assert from_pip == {"pip": LINES}
+    assert pip == "pip"
+    assert python.removeprefix("python=") in SpecifierSet(PROJECT["requires-python"])
+
+
+def test_ranges_admit_the_pins():
+    outside = [
+        f"{RANGES[name]} does not admit {pin}"
+        for name, pin in PINS.items()
+        if name in RANGES and pin.specifier and pinned_version(pin) not in RANGES[name].specifier
+    ]
+    assert not outside
+    # What is not pinned by name comes with a package that is, so it is compared with what that one brought.
+    assert RANGES.keys() - PINS.keys() == {"cuda-core", "cuda-bindings"}
+
+
+# What is installed
+
+
+def installed_outside(requirements):
+    installed = {name: metadata.version(name) for name, needed in requirements.items() if applies(needed)}
+    return {name: version for name, version in installed.items() if version not in requirements[name].specifier}
+
+
+set_up_here = pytest.mark.skipif(STEPS_ENV == "none", reason="this interpreter was not set up by make")
+
+
+@set_up_here
+def test_installed_versions_are_the_pins():
+    pins = dict(PINS)
+    if STEPS_ENV == "active":
+        del pins["torch"]  # a CPU-only torch that was there first stays; the next test looks at its range
+    assert not installed_outside(pins)
+
+
+@set_up_here
+def test_extras_are_installed():  # which `pip check` does not look at
+    for name, pin in PINS.items():
+        if applies(pin):
+            for needed in map(Requirement, metadata.requires(name) or []):
+                if any(applies(needed, extra) for extra in pin.extras):
+                    assert metadata.version(needed.name) in needed.specifier
+
+
+@set_up_here
+def test_installed_versions_fit_the_ranges():
+    assert not installed_outside(RANGES)
+
+
+@pytest.mark.skipif(STEPS_ENV != "venv", reason="this environment may hold packages that are not ours")
+def test_pip_check_is_clean():
+    check = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    assert check.returncode == 0, check.stdout
+
+
+@set_up_here
+def test_course_is_installed_editable():
+    code = "import steps, reference; print(*steps.__path__, *reference.__path__, sep='\\n')"
+    elsewhere = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
+    assert elsewhere.stdout.splitlines() == [str(ROOT / "steps"), str(ROOT / "reference")], elsewhere.stderr
+
+
+# What make does
+
+
+class Course:
+    """The files that set-up reads, in a folder of their own, and a PATH whose python3 is a stand-in."""
+
+    def __init__(self, folder):
+        self.folder = folder / "course"
+        self.bin = folder / "bin"
+        self.log = folder / "log"
+        self.folder.mkdir()
+        self.bin.mkdir()
+        for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+            shutil.copy(ROOT / name, self.folder)
+        for name in ("sh", "awk", "cat", "cp", "grep", "mkdir"):
+            (self.bin / name).symlink_to(shutil.which(name))
+
+    def python(self, path, pretend=""):
+        """Make a Python that answers `-c CODE` as if PRETEND had run, and writes down all else."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            f"""#!/bin/sh
+            [ "$1" = -c ] && exec {quote(sys.executable)} -IS -c '{pretend}\n'"$2"
+            [ "$1" = --version ] && exec echo Python of a test
+            echo "$@" >> {quote(str(self.log))}
+            case "$*" in
+              "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python;;
+              *"-r /dev/stdin") cat >> {quote(str(self.log))};;
+            esac
+            """
+        )
+        path.chmod(0o755)
+
+    def make(self, *arguments, **environment):
+        """Run make with nothing of our own environment; return it and what its Pythons were asked to do."""
+        self.log.write_text("")
+        environment = {"PATH": str(self.bin), "LC_ALL": "C", **environment}
+        command = [shutil.which("make"), *arguments]
+        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
+        return done, self.log.read_text()
+
+
+@pytest.fixture
+def course(tmp_path):
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    return Course(tmp_path)
+
+
+OLD = 'import sys; sys.version_info = (3, 10, 12, "final", 0)'
+NEW = 'import sys; sys.version_info = (3, 14, 0, "final", 0)'
+NO_VENV = 'import sys; sys.modules["ensurepip"] = None'
+NO_PYTHON = None
+
+
+@pytest.mark.parametrize("pretend", [OLD, NEW, NO_VENV, NO_PYTHON], ids=["old", "new", "no venv", "missing"])
+def test_unusable_python_ends_with_one_line(course, pretend):
+    if pretend is not NO_PYTHON:
+        course.python(course.bin / "python3", pretend)
+    done, log = course.make("demo")
+    assert done.returncode != 0
+    assert len((done.stdout + done.stderr).splitlines()) == 1
+    assert ("python3-venv" if pretend is NO_VENV else "python3.12-venv") in done.stderr
+    assert log == ""
+
+
+def test_environment_is_made_once(course):
+    course.python(course.bin / "python3")
+    done, log = course.make("demo", "ARGS=--stage 03")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("source .venv/bin/activate\n")
+    assert log.startswith("-m venv .venv\n")
+    assert "-r requirements.txt\n" in log
+    assert "--editable .\n" in log
+    assert log.endswith("-m steps demo --stage 03\n")
+
+    assert course.make("demo")[1] == "-m steps demo\n"
+    # The same when the reader has activated it, and from a shell that is in conda's base.
+    assert course.make("demo", VIRTUAL_ENV=str(course.folder / ".venv"))[1] == "-m steps demo\n"
+    assert course.make("demo", CONDA_PREFIX="/conda", CONDA_DEFAULT_ENV="base")[1] == "-m steps demo\n"
+
+    course.folder = course.folder.rename(course.folder.parent / "moved")
+    assert "--editable .\n" in course.make("demo")[1]
+    assert course.make("demo")[1] == "-m steps demo\n"
+
+    os.utime(course.folder / "requirements.txt", (time.time() + 10,) * 2)
+    assert "-r requirements.txt\n" in course.make("demo")[1]
+
+
+TORCH = """import sys, types
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.version = types.SimpleNamespace(cuda=%s)"""
+
+
+@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+@pytest.mark.parametrize(("cuda", "kept"), [("None", True), ("13.0", False)], ids=["CPU-only", "CUDA"])
+def test_active_environment_is_used(course, tmp_path, variable, cuda, kept):
+    environment = {variable: str(tmp_path / "mine")}
+    course.python(tmp_path / "mine/bin/python", TORCH % cuda)
+    done, log = course.make("lint", **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"The active environment was used: {tmp_path / 'mine'}\n")
+    assert [line for line in log.splitlines() if line in LINES] == LINES[kept:]
+    assert "--editable .\n" in log
+    assert not (course.folder / ".venv").exists()
+    assert course.make("lint", **environment)[1] == "-m ruff check\n"
+
+
+def test_interpreter_as_it_is(course):
+    course.python(course.bin / "python3", OLD)
+    done, log = course.make("test", "ENV=none", "JOBS=2", VIRTUAL_ENV="/somewhere")
+    assert log == "-m pytest -n 2\n"
+    assert done.stdout.endswith("python3 was used as it is: nothing was installed.\n")
+
+
+def test_failure_reaches_the_exit_code(course):
+    (course.bin / "python3").symlink_to(shutil.which("false"))
+    done, _ = course.make("demo", "ENV=none")
+    assert done.returncode != 0
+    assert done.stdout.endswith("nothing was installed.\n")
+
+
+def test_missing_compiler_is_said(course):
+    course.python(course.bin / "python3")
+    assert "Install the package g++" in course.make("demo", "ENV=none")[0].stdout
+    course.python(course.bin / "g++")
+    assert "g++" not in course.make("demo", "ENV=none")[0].stdout
+
+
+def test_lab_never_overwrites_the_readers_notebooks(course):
+    course.python(course.bin / "python3")
+    (course.folder / "notebooks").mkdir()
+    for name in ("00 a.ipynb", "01.ipynb"):
+        (course.folder / "notebooks" / name).write_text("ours")
+    course.make("lab", "ENV=none")
+    (course.folder / "my/01.ipynb").write_text("the reader's")
+    done, log = course.make("lab", "ENV=none")
+    assert done.returncode == 0, done.stderr
+    assert (course.folder / "my/00 a.ipynb").read_text() == "ours"
+    assert (course.folder / "my/01.ipynb").read_text() == "the reader's"
+    assert log == "-m jupyterlab --ServerApp.root_dir=my\n"
