@@ -36,7 +36,7 @@ class Case:
     gpu: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inputs:
     """What a case comes to for one stage and dtype; `options` are forward's and backward's keyword arguments."""
 

@@ -5,10 +5,11 @@
 
 e is the error of plain attention: the matrix form in float32 with P, out and dS rounded to the dtype and delta taken from the
 rounded out. M is the largest entry of the same formula on absolute values: how much float32 summation can lose to cancellation.
-The factor 2 is the rule of FlashAttention's own tests. Tensor cores multiply 16-bit inputs and cut off, instead of rounding, their
-float32 sum once every 16 products (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores"); lse alone, which is float32
-whatever the dtype, is exact enough to show it. float64 input gets the tolerance of the same numbers in float32, times
-eps(float64) / eps(float32): the reference, being float64 itself, cannot measure e there.
+The factor 2 is the rule of FlashAttention's own tests. Tensor cores multiply 16-bit inputs and cut off, instead of rounding, the
+sum once every 16 products (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores"); lse alone, which is float32
+whatever the dtype, is exact enough to show it.
+float64 input gets the tolerance of the same numbers in float32, times eps(float64) / eps(float32): the reference, being float64
+itself, cannot measure e there.
 """
 
 import math

@@ -66,14 +66,13 @@ def test_occupancy_names_the_resource_that_runs_out():
     assert cost.occupancy(sm90, threads=1024) == cost.Occupancy(2, "threads", 1.0)
     assert cost.occupancy(sm90, threads=32) == cost.Occupancy(32, "blocks", 0.5)
     assert cost.occupancy(sm90, threads=128, shared=113 * 1024).limited_by == "shared memory"
-    assert (
-        cost.occupancy(sm90, threads=128, shared=113 * 1024).blocks == 2
-    )  # each takes 1 KB more: 2 x 114 = 228
+    assert cost.occupancy(sm90, threads=128, shared=113 * 1024).blocks == 2  # each takes 1 KB more: 2 x 114 = 228
     assert cost.occupancy(sm90, threads=128, shared=113 * 1024 + 1).blocks == 1
     assert cost.occupancy(sm90, threads=128, shared=227 * 1024 + 1).blocks == 0  # more than a block may have
     assert cost.occupancy(sm90, threads=384, registers=168) == cost.Occupancy(1, "registers", 384 / 2048)
     assert cost.occupancy(sm90, threads=256, registers=128).blocks == 2
     assert cost.occupancy(sm90, threads=256, registers=129).blocks == 1  # 136 after rounding up
+    assert cost.occupancy(sm90, threads=32, registers=96).blocks == 20  # 5 in each of 4 register files, not 21
     with pytest.raises(ValueError, match="compute capability"):
         cost.occupancy((1, 0), threads=32)
 
@@ -540,16 +539,12 @@ CLEAN = "========= COMPUTE-SANITIZER\n12 passed, 3 deselected in 9.1s\n=========
         (CLEAN.replace("0 errors", "1 error"), 0, "problems"),
         (CLEAN + "========= ERROR SUMMARY: 4 errors\n", 0, "problems"),
         (
-            CLEAN.replace(
-                "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
-            ),
+            CLEAN.replace("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"),
             0,
             "clean",
         ),
         (
-            CLEAN.replace(
-                "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)"
-            ),
+            CLEAN.replace("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)"),
             0,
             "problems",
         ),
@@ -563,10 +558,7 @@ def test_a_sanitizer_is_clean_only_if_it_finished_and_tests_ran(output, code, st
 
 
 def test_a_time_limit_is_recorded_as_a_time_limit(monkeypatch):
-    assert (
-        gpu_check.run_limited([sys.executable, "-c", "print('x'); import time; time.sleep(60)"], 0.5)[0]
-        is None
-    )
+    assert gpu_check.run_limited([sys.executable, "-c", "print('x'); import time; time.sleep(60)"], 0.5)[0] is None
     monkeypatch.setattr(gpu_check, "run_limited", lambda *_, **__: (None, CLEAN, 300.0))
     monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: "compute-sanitizer")
     assert gpu_check.sanitize("memcheck", "03_triton", 300)["status"] == "timeout"
@@ -623,9 +615,7 @@ def test_the_sanitized_stages_have_their_test_files_named_alike():
 
 def test_every_kernel_in_the_course_has_a_hash():
     hashes = gpu_check.kernel_hashes()
-    assert "00_naive/fwd_3_tiled" in hashes and all(
-        re.fullmatch("[0-9a-f]{12}", value) for value in hashes.values()
-    )
+    assert "00_naive/fwd_3_tiled" in hashes and all(re.fullmatch("[0-9a-f]{12}", value) for value in hashes.values())
 
 
 def test_the_reference_imports_nothing_of_steps():

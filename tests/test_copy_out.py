@@ -51,7 +51,8 @@ def test_copied_files_work_alone(name, tmp_path):
         copy(STEPS / file, tmp_path / "lifted" / Path(file).name)
     simulated = "1" if engine.name == "cpu" else "0"
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "NUMBA_ENABLE_CUDASIM": simulated, "TRITON_INTERPRET": simulated}
+    environment = os.environ | {"PYTHONPATH": path, "NUMBA_ENABLE_CUDASIM": simulated}
+    environment |= {"TRITON_INTERPRET": simulated, "OMP_NUM_THREADS": "1"}  # small tensors: one thread is faster
     code = USE.format(forward=forward, backward=backward, device=engine.device)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

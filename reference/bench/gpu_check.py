@@ -128,17 +128,12 @@ def kernel_hashes(root=rows.ROOT):
     """{"02_fa2_cuda/fwd_0_scalar": hash} of every kernel in the course."""
     files = [path for name in ("fwd_*", "bwd_*") for path in Path(root).glob(f"steps/step*/{name}")]
     kernels = {(path.parent.name.removeprefix("step"), path.stem) for path in files}
-    return {
-        f"{stage}/{name}": source_hash(source_files(stage, name, root)) for stage, name in sorted(kernels)
-    }
+    return {f"{stage}/{name}": source_hash(source_files(stage, name, root)) for stage, name in sorted(kernels)}
 
 
 def merge(old, new):
     """`new` with the outcomes that only `old` has, where both speak of the same code and the same machine."""
-    same = all(
-        old.get(name) == new[name]
-        for name in ("gpu", "driver", "cuda", "torch", "triton", "python", "sources")
-    )
+    same = all(old.get(name) == new[name] for name in ("gpu", "driver", "cuda", "torch", "triton", "python", "sources"))
     return {**new, "outcomes": {**(old["outcomes"] if same else {}), **new["outcomes"]}}
 
 
@@ -153,12 +148,8 @@ def check(parts, stages, suite_limit, limit):
 
 def main(arguments=None):
     """Exit code: 0 if everything asked for passed and was clean."""
-    parser = argparse.ArgumentParser(
-        prog="python -m reference.bench.gpu_check", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=PARTS, default=PARTS, help="run these; keep the others' last outcome"
-    )
+    parser = argparse.ArgumentParser(prog="python -m reference.bench.gpu_check", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="run these; keep the others' last outcome")
     parser.add_argument(
         "--stages",
         nargs="+",
@@ -166,12 +157,8 @@ def main(arguments=None):
         default=tuple(SANITIZED),
         help="whose kernels to sanitize",
     )
-    parser.add_argument(
-        "--suite-limit", type=float, default=1800, metavar="S", help="seconds for the suite (1800)"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=300, metavar="S", help="seconds for each sanitizer run (300)"
-    )
+    parser.add_argument("--suite-limit", type=float, default=1800, metavar="S", help="seconds for the suite (1800)")
+    parser.add_argument("--limit", type=float, default=300, metavar="S", help="seconds for each sanitizer run (300)")
     parser.add_argument("--commit", help="what is checked, for a machine without the git history")
     parser.add_argument("--folder", type=Path, default=rows.COMMITTED, help="where the file goes")
     options = parser.parse_args(arguments)
@@ -197,9 +184,7 @@ def main(arguments=None):
 
 def table(checks):
     """The outcomes as a rich Table."""
-    shown = Table(
-        title=f"{checks['gpu']}, torch {checks['torch']}, triton {checks['triton']}", title_justify="left"
-    )
+    shown = Table(title=f"{checks['gpu']}, torch {checks['torch']}, triton {checks['triton']}", title_justify="left")
     fields = ("status", "passed", "failed", "skipped", "problems", "seconds")
     for name in ("check", *fields):
         shown.add_column(name)

@@ -29,9 +29,7 @@ class Peer:
             # SDPA would align the mask at the top left, the course at the bottom right: another computation.
             raise ValueError("SDPA's causal mask equals the contract's only for as many queries as keys.")
         with sdpa_kernel(self.backend):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 PEERS = {
@@ -43,9 +41,7 @@ PEERS = {
             "FlashAttention-2; fp16 and bf16 on a GPU, torch's own on a CPU",
         ),
         Peer("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION, "NVIDIA's closed kernels; fp16 and bf16"),
-        Peer(
-            "sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION, "xFormers' memory-efficient kernels; fp32 too"
-        ),
+        Peer("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION, "xFormers' memory-efficient kernels; fp32 too"),
         Peer("sdpa-math", SDPBackend.MATH, "the matrix form, N x N in memory; every dtype and device"),
     )
 }

@@ -92,10 +92,7 @@ def roofline(rows, gpu, title=""):
     A kernel far below its ceiling moves more bytes than it must, or does not keep the arithmetic units busy.
     """
     fig, ax = _figure(rows)
-    points = {
-        name: [(_intensity(row), row["tflops"]) for row in rows if label(row) == name]
-        for name in _looks(rows)
-    }
+    points = {name: [(_intensity(row), row["tflops"]) for row in rows if label(row) == name] for name in _looks(rows)}
     intensities = [x for xy in points.values() for x, _ in xy]
     left = min(1.0, *intensities)
     for dtype in sorted({row["dtype"] for row in rows}):
@@ -161,9 +158,7 @@ def _finish(fig, ax, legend=True):
     if legend:
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     if "log" == ax.get_yscale():
-        plain = FuncFormatter(
-            lambda value, _: f"{value:g}" if value >= 0.001 else f"1e{math.log10(value):.0f}"
-        )
+        plain = FuncFormatter(lambda value, _: f"{value:g}" if value >= 0.001 else f"1e{math.log10(value):.0f}")
         ax.xaxis.set_major_formatter(plain)
         ax.yaxis.set_major_formatter(plain)
     plt.close(fig)

@@ -117,9 +117,7 @@ def table(rows, title=""):
     for name in ("ms", "spread", "TFLOP/s", "error"):
         shown.add_column(name, justify="right")
     for row in rows:
-        size = ", ".join(str(row[name]) for name in ("B", "H", "N", "D")) + (
-            " causal" if row["causal"] else ""
-        )
+        size = ", ".join(str(row[name]) for name in ("B", "H", "N", "D")) + (" causal" if row["causal"] else "")
         spread = f"±{50 * (row['ms_p80'] - row['ms_p20']) / row['ms_median']:.1f}%"
         speed = (f"{row['ms_median']:.3g}", spread, f"{row['tflops']:.3g}", f"{row['error']:.0e}")
         shown.add_row(label(row), f"{row['pass']} {row['dtype']}", size, *speed)
@@ -128,12 +126,8 @@ def table(rows, title=""):
 
 def main(arguments=None):
     """Exit code: 0, or 1 when --check finds that README does not show what the rows say."""
-    parser = argparse.ArgumentParser(
-        prog="python -m reference.bench.report", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if README is out of date"
-    )
+    parser = argparse.ArgumentParser(prog="python -m reference.bench.report", description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if README is out of date")
     parser.add_argument("--root", type=Path, default=results.ROOT, help="the repository (default: this one)")
     options = parser.parse_args(arguments)
     console = Console()

@@ -26,5 +26,9 @@ SUPPORTS = {
     "nq_ne_nk": True,
     "deterministic": True,
     "order": "fa2",  # the order in which tiles are visited, for reference/mutants.py
+    "title": "Naive attention, and tiles in plain torch",
+    "notebooks": ("00_naive",),
+    "minutes": 45,  # to read
+    "hardware": "any",
 }
 forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)

@@ -21,5 +21,9 @@ SUPPORTS = {
     "nq_ne_nk": True,
     "deterministic": True,
     "order": "fa1",  # the order in which tiles are visited, for reference/mutants.py
+    "title": "FlashAttention-1 in Numba CUDA",
+    "notebooks": ("01_fa1_numba",),
+    "minutes": 45,  # to read
+    "hardware": "any; an NVIDIA GPU for its speed",
 }
 forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)

@@ -21,5 +21,14 @@ SUPPORTS = {
     "nq_ne_nk": True,
     "deterministic": False,
     "order": "fa2",  # the order in which tiles are visited, for reference/mutants.py
+    "title": "FlashAttention-2 in CUDA C++, forward and backward",
+    "notebooks": (
+        "02a_fa2_cuda_first_kernels",
+        "02b_fa2_cuda_tensor_cores",
+        "02c_fa2_cuda_backward",
+        "02d_fa2_cuda_hopper",
+    ),
+    "minutes": 150,  # to read
+    "hardware": "any with g++; an NVIDIA GPU for its speed",
 }
 forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)

@@ -87,24 +87,14 @@ def _usage(log):
 
 def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict):
     """Runs one kernel. arguments: tensors for Global<T> parameters, ctypes values for the others."""
-    from cuda.core import LaunchConfig, launch
+    from cuda.core import LaunchConfig, Stream, launch
 
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
     with torch.cuda.device(device):  # a context of that device must be current; afterwards the caller's is again
         function = _load(file, kernel, tuple(macros.items()), device.index, shared_bytes)
-        stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
+        stream = Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
         config = LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
         launch(stream, config, function, *(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
-
-
-class _Stream:
-    """torch's stream in the form that cuda.core takes."""
-
-    def __init__(self, handle):
-        self.handle = handle
-
-    def __cuda_stream__(self):
-        return 0, self.handle
 
 
 @functools.cache

@@ -21,6 +21,10 @@ SUPPORTS = {
     "nq_ne_nk": False,
     "deterministic": True,
     "order": "fa2",
+    "title": "Ring attention with torch.distributed",
+    "notebooks": ("04_ring",),
+    "minutes": 60,  # to read
+    "hardware": "any; 2 or more GPUs for its speed",
 }
 
 
