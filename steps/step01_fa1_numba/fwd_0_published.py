@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from numba import config, cuda
 
-warnings.filterwarnings("ignore", message="Grid size .* low occupancy")  # one block a head, however few: this rung's wall
+warnings.filterwarnings("ignore", message=".*Grid size .* low occupancy")  # one block a head, however few: this rung's wall
 SIMULATED = bool(config.ENABLE_CUDASIM)
 TILE = (8, 8) if SIMULATED else (16, 16)  # (Br, Bc)
 THREADS = (4, 2) if SIMULATED else (16, 16)  # (x, y) of a block; the simulator starts a Python thread for each

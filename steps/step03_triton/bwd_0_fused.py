@@ -18,8 +18,6 @@ come for free: the owner of a key tile visits the queries of all heads that shar
 Left out: the single pass, autotuning, TMA. Needs torch and Triton only.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -33,7 +31,6 @@ QUERIES_TILES = {
     2: {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)},
     4: {64: (64, 32, 8, 2), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
 }
-LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -57,14 +54,14 @@ def store_tile(x, tile, first, N, stride, ROWS: tl.constexpr, D: tl.constexpr, D
 
 @triton.jit
 def tile_gradients(S, dP, lse, delta, query, key, Nq, Nk, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
-    """(P, dS) of one tile: S and lse in powers of two, dP the gradient of P. Also for everything transposed."""
+    """(P, dS) of one tile, from S and dP, the gradient of P. Also for everything transposed."""
     S = S - lse
     if MASKED:
         seen = key < Nk
         if CAUSAL:  # query i stands at position i + Nk - Nq
             seen = seen & (key <= query + Nk - Nq)
         S = tl.where(seen, S, float("-inf"))  # also where lse = -inf: such a row sees no key
-    P = tl.exp2(S)
+    P = tl.exp(S)
     return P, P * (dP - delta)
 
 
@@ -81,7 +78,7 @@ def delta_kernel(dout, out, delta, dout_strides, out_strides, H, Nq,
 
 
 @triton.jit
-def visit_queries(dK, dV, K_j, V_j, q, dout, lse, delta, q_stride, dout_stride, j, begin, end, Nq, Nk, scale_log2,
+def visit_queries(dK, dV, K_j, V_j, q, dout, lse, delta, q_stride, dout_stride, j, begin, end, Nq, Nk, scale,
                   MASKED: tl.constexpr, CAUSAL: tl.constexpr,
                   D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):  # fmt: skip
     """Everything transposed, keys down and queries across: P^T and dS^T are left factors as they stand."""
@@ -89,9 +86,9 @@ def visit_queries(dK, dV, K_j, V_j, q, dout, lse, delta, q_stride, dout_stride, 
         Q_i = load_tile(q, i, Nq, q_stride, Br, D, D_pad)  # (Br, D)
         dO_i = load_tile(dout, i, Nq, dout_stride, Br, D, D_pad)  # beyond Nq dO and delta are 0, which adds nothing
         query, key = i + tl.arange(0, Br), j + tl.arange(0, Bc)
-        lse_i = tl.load(lse + query, mask=query < Nq, other=0.0) * LOG2E  # (Br,)
+        lse_i = tl.load(lse + query, mask=query < Nq, other=0.0)  # (Br,)
         delta_i = tl.load(delta + query, mask=query < Nq, other=0.0)
-        S_T = scale_log2 * tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (Bc, Br)
+        S_T = scale * tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (Bc, Br)
         dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision="ieee")  # (Bc, Br)
         P_T, dS_T = tile_gradients(S_T, dP_T, lse_i[None, :], delta_i[None, :], query[None, :], key[:, None], Nq, Nk,
                                    MASKED, CAUSAL)  # fmt: skip
@@ -102,7 +99,7 @@ def visit_queries(dK, dV, K_j, V_j, q, dout, lse, delta, q_stride, dout_stride, 
 
 @triton.jit(do_not_specialize=["Hk", "group", "Nq", "Nk"])  # one compiled kernel for every length
 def keys_kernel(dout, q, k, v, lse, delta, dk, dv, dout_strides, q_strides, k_strides, v_strides, dk_strides, Hk, group, Nq, Nk,
-                scale, scale_log2, CAUSAL: tl.constexpr,
+                scale, CAUSAL: tl.constexpr,
                 D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):  # fmt: skip
     program, tiles = tl.program_id(0), tl.cdiv(Nk, Bc)
     j, bh = program % tiles * Bc, program // tiles  # the first keys, which most queries see when causal, go first
@@ -121,22 +118,22 @@ def keys_kernel(dout, q, k, v, lse, delta, dk, dv, dout_strides, q_strides, k_st
         q_h, dout_h = head(q, q_strides, b, h), head(dout, dout_strides, b, h)
         rows = (bh.to(tl.int64) * group + g) * Nq
         dK, dV = visit_queries(dK, dV, K_j, V_j, q_h, dout_h, lse + rows, delta + rows, q_strides[2], dout_strides[2],
-                               j, begin, full, Nq, Nk, scale_log2, True, CAUSAL, D, D_pad, Br, Bc)  # fmt: skip
+                               j, begin, full, Nq, Nk, scale, True, CAUSAL, D, D_pad, Br, Bc)  # fmt: skip
         dK, dV = visit_queries(dK, dV, K_j, V_j, q_h, dout_h, lse + rows, delta + rows, q_strides[2], dout_strides[2],
-                               j, full, Nq, Nq, Nk, scale_log2, False, CAUSAL, D, D_pad, Br, Bc)  # fmt: skip
+                               j, full, Nq, Nq, Nk, scale, False, CAUSAL, D, D_pad, Br, Bc)  # fmt: skip
     store_tile(head(dk, dk_strides, b, hk), dK * scale, j, Nk, dk_strides[2], Bc, D, D_pad)
     store_tile(head(dv, dk_strides, b, hk), dV, j, Nk, dk_strides[2], Bc, D, D_pad)
 
 
 @triton.jit
-def visit_keys(dQ, Q_i, dO_i, lse_i, delta_i, query, k, v, k_stride, v_stride, begin, end, Nq, Nk, scale_log2,
+def visit_keys(dQ, Q_i, dO_i, lse_i, delta_i, query, k, v, k_stride, v_stride, begin, end, Nq, Nk, scale,
                MASKED: tl.constexpr, CAUSAL: tl.constexpr,
                D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):  # fmt: skip
     for j in range(begin, end, Bc):
         K_j = load_tile(k, j, Nk, k_stride, Bc, D, D_pad)  # (Bc, D)
         V_j = load_tile(v, j, Nk, v_stride, Bc, D, D_pad)
         key = j + tl.arange(0, Bc)
-        S = scale_log2 * tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
+        S = scale * tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
         dP = tl.dot(dO_i, tl.trans(V_j), input_precision="ieee")  # (Br, Bc)
         _, dS = tile_gradients(S, dP, lse_i[:, None], delta_i[:, None], query[:, None], key[None, :], Nq, Nk,
                                MASKED, CAUSAL)  # fmt: skip
@@ -146,7 +143,7 @@ def visit_keys(dQ, Q_i, dO_i, lse_i, delta_i, query, k, v, k_stride, v_stride, b
 
 @triton.jit(do_not_specialize=["H", "group", "Nq", "Nk"])
 def queries_kernel(dout, q, k, v, lse, delta, dq, dout_strides, q_strides, k_strides, v_strides, dq_strides, H, group, Nq, Nk,
-                   scale, scale_log2, CAUSAL: tl.constexpr,
+                   scale, CAUSAL: tl.constexpr,
                    D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):  # fmt: skip
     program, tiles = tl.program_id(0), tl.cdiv(Nq, Br)
     i, bh = (tiles - 1 - program % tiles) * Br, program // tiles  # the last queries, which see most keys when causal, go first
@@ -155,7 +152,7 @@ def queries_kernel(dout, q, k, v, lse, delta, dq, dout_strides, q_strides, k_str
     Q_i = load_tile(head(q, q_strides, b, h), i, Nq, q_strides[2], Br, D, D_pad)  # (Br, D)
     dO_i = load_tile(head(dout, dout_strides, b, h), i, Nq, dout_strides[2], Br, D, D_pad)
     rows, query = bh.to(tl.int64) * Nq, i + tl.arange(0, Br)
-    lse_i = tl.load(lse + rows + query, mask=query < Nq, other=0.0) * LOG2E  # (Br,)
+    lse_i = tl.load(lse + rows + query, mask=query < Nq, other=0.0)  # (Br,)
     delta_i = tl.load(delta + rows + query, mask=query < Nq, other=0.0)
     full, end = Nk, Nk  # every one of these queries sees the keys before `full`, none sees those from `end` on
     if CAUSAL:
@@ -163,9 +160,9 @@ def queries_kernel(dout, q, k, v, lse, delta, dq, dout_strides, q_strides, k_str
         end = tl.minimum(Nk, tl.maximum(0, i + Br + Nk - Nq))
     full = full // Bc * Bc
     dQ = tl.zeros((Br, D_pad), tl.float32)
-    dQ = visit_keys(dQ, Q_i, dO_i, lse_i, delta_i, query, k, v, k_strides[2], v_strides[2], 0, full, Nq, Nk, scale_log2,
+    dQ = visit_keys(dQ, Q_i, dO_i, lse_i, delta_i, query, k, v, k_strides[2], v_strides[2], 0, full, Nq, Nk, scale,
                     False, CAUSAL, D, D_pad, Br, Bc)  # fmt: skip
-    dQ = visit_keys(dQ, Q_i, dO_i, lse_i, delta_i, query, k, v, k_strides[2], v_strides[2], full, end, Nq, Nk, scale_log2,
+    dQ = visit_keys(dQ, Q_i, dO_i, lse_i, delta_i, query, k, v, k_strides[2], v_strides[2], full, end, Nq, Nk, scale,
                     True, CAUSAL, D, D_pad, Br, Bc)  # fmt: skip
     store_tile(head(dq, dq_strides, b, h), dQ * scale, i, Nq, dq_strides[2], Br, D, D_pad)
 
@@ -181,7 +178,7 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
     lse, delta = lse.contiguous(), torch.empty_like(lse, memory_format=torch.contiguous_format)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     strides = [x.stride()[:3] for x in (dout, q, k, v)]
-    numbers = (H // Hk, Nq, Nk, scale, scale * math.log2(math.e))
+    numbers = (H // Hk, Nq, Nk, scale)
 
     def options(table):
         Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else table[q.element_size()][max(64, D_pad)]
