@@ -32,24 +32,24 @@ def entry_points(kernels, supports):
         scale: 1/sqrt(D) by default. tile: (Br, Bc) out of SUPPORTS["tiles"]. rung: a kernel out of SUPPORTS["rungs"].
         Raises TypeError, ValueError or NotImplementedError before anything is computed.
         """
-        kernel = _kernel(kernels, supports, rung, 0)
-        scale, options = _check(supports, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
+        kernel = pick_kernel(kernels, supports, rung, 0)
+        scale, options = check_call(supports, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         with torch.no_grad():
             if q.numel() == 0 or k.numel() == 0:  # nothing to attend to: the sum of exp is empty
                 return torch.zeros_like(q), torch.full(q.shape[:-1], -math.inf, dtype=lse_dtype, device=q.device)
-            out, lse = kernel(*map(_as_4d, (q, k, v)), causal=causal, scale=scale, **options)
+            out, lse = kernel(*map(as_4d, (q, k, v)), causal=causal, scale=scale, **options)
         return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
     def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None):
         """Gradients (dq, dk, dv), like q, k and v, from the gradient dout of out; out and lse as `forward` gave them."""
-        kernel = _kernel(kernels, supports, rung, 1)
-        scale, options = _check(supports, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
-        _check_saved(q, dout, out, lse)
+        kernel = pick_kernel(kernels, supports, rung, 1)
+        scale, options = check_call(supports, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
+        check_saved(q, dout, out, lse)
         with torch.no_grad():
             if q.numel() == 0 or k.numel() == 0:
                 return tuple(map(torch.zeros_like, (q, k, v)))
-            tensors = (*map(_as_4d, (dout, q, k, v, out)), _as_4d(lse.unsqueeze(-1)).squeeze(-1))
+            tensors = (*map(as_4d, (dout, q, k, v, out)), as_4d(lse.unsqueeze(-1)).squeeze(-1))
             grads = kernel(*tensors, causal=causal, scale=scale, **options)
         return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
 
@@ -83,19 +83,20 @@ def differentiable(forward, backward):
     return attention
 
 
-def _as_4d(x):
+def as_4d(x):
     """(B, H, N, D) with D contiguous, by one reshape; a copy only where D is not contiguous (a stride of 0, say)."""
     x = x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _kernel(kernels, supports, rung, direction):
+def pick_kernel(kernels, supports, rung, direction):
+    """The rung's forward (direction 0) or backward (1), of the first rung for None; ValueError names the rungs there are."""
     if rung is not None and rung not in kernels:
         raise ValueError(f"{supports['stage']} has the rungs {', '.join(kernels)}; got rung={rung!r}.")
     return kernels[rung or next(iter(kernels))][direction]
 
 
-def _check(supports, kernel, tensors, causal, scale, tile):
+def check_call(supports, kernel, tensors, causal, scale, tile):
     """Raises for any input that the stage does not take; otherwise (scale, the kernel's further options)."""
     stage = supports["stage"]
     for name, x in tensors:
@@ -170,7 +171,7 @@ def check_shapes(supports, q, k, v):
         )
 
 
-def _check_saved(q, dout, out, lse):
+def check_saved(q, dout, out, lse):
     """Raises unless dout and out are like q, and lse is (..., H, Nq) in the type that `forward` returns."""
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name, x, shape, dtype in (

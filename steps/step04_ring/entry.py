@@ -52,7 +52,7 @@ def backward(
     """
     plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, (dout, out, lse))
     with torch.no_grad():
-        kv = ring.fetch_next(*map(contract._as_4d, (k, v)), layout=plan["layout"], comm=plan["comm"])
+        kv = ring.fetch_next(*map(contract.as_4d, (k, v)), layout=plan["layout"], comm=plan["comm"])
     return _backward(dout, q, kv, out, lse, k.shape, plan)
 
 
@@ -77,14 +77,14 @@ class _Attention(torch.autograd.Function):
 
 def _forward(q, k, v, plan):
     with torch.no_grad():
-        out, lse, kv = ring.forward(*map(contract._as_4d, (q, k, v)), **plan)
+        out, lse, kv = ring.forward(*map(contract.as_4d, (q, k, v)), **plan)
     return out.reshape(q.shape), lse.reshape(q.shape[:-1]), kv
 
 
 def _backward(dout, q, kv, out, lse, k_shape, plan):
     with torch.no_grad():
-        lse = contract._as_4d(lse.unsqueeze(-1)).squeeze(-1)
-        dout, q_4d, out = map(contract._as_4d, (dout, q, out))
+        lse = contract.as_4d(lse.unsqueeze(-1)).squeeze(-1)
+        dout, q_4d, out = map(contract.as_4d, (dout, q, out))
         dq, dk, dv = ring.backward(dout, q_4d, kv, out, lse, **plan)
     return dq.reshape(q.shape), dk.reshape(k_shape), dv.reshape(k_shape)
 
@@ -93,11 +93,11 @@ def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, saved=())
     """The keyword arguments of the two loops in ring.py. Checks this rank's arguments, then that all ranks' fit together."""
     comm, problem, call, size = Comm(group), None, {}, None
     try:
-        contract._kernel({"ring": (forward, backward)}, SUPPORTS, rung, 0)
+        contract.pick_kernel({"ring": (forward, backward)}, SUPPORTS, rung, 0)
         offered = tile if block is None else None  # another block may have other tiles, and checks them itself
-        scale, _ = contract._check(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), causal, scale, offered)
+        scale, _ = contract.check_call(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), causal, scale, offered)
         if saved:
-            contract._check_saved(q, *saved)
+            contract.check_saved(q, *saved)
         Layout(layout, 0, 1)
         if not (S is None or isinstance(S, int) and S >= 0):
             raise ValueError(f"S must be the length of the whole sequence, an integer >= 0, or None; got {S!r}.")

@@ -6,7 +6,8 @@
 
 The backend is NCCL with a GPU for each rank, otherwise gloo. Whatever happens to a rank, the caller hears of it: every wait has a
 limit, and an error carries the rank's number and traceback. A worker is a function of an importable module (processes look it up
-by name), so not one typed into a notebook. Left out: several machines, which are torchrun's business.
+by name), so not one typed into a notebook; a script starts ranks under `if __name__ == "__main__":`, because every rank imports
+it. Left out: several machines, which are torchrun's business.
 """
 
 import multiprocessing
