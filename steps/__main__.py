@@ -132,6 +132,7 @@ def bench(
     kernel: Annotated[str | None, typer.Option(help="One rung's word, such as fused.")] = None,
     grid: Annotated[str, typer.Option(help="quick, or standard: the papers' sizes.")] = "quick",
     dtype: Annotated[list[str] | None, typer.Option(help="fp32, fp16, bf16; by default bf16, fp32 for who lacks it.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Peers, such as sdpa-flash; by default all.")] = None,
     limit: Annotated[float, typer.Option(help="Milliseconds; who takes longer for one call is left out.")] = 1000,
     record: Annotated[bool, typer.Option(help="For maintainers: write to the committed rows.")] = False,
     commit: Annotated[str | None, typer.Option(help="The commit to note where there is no git history.")] = None,
@@ -139,16 +140,19 @@ def bench(
     """Measures the stages' kernels beside PyTorch's own on this GPU: rows to my/results, shown beside the committed ones."""
     from reference.bench import grid as grids
     from reference.bench import report, rows
+    from reference.bench.peers import PEERS
 
     if engine.name != "cuda":
         console.print("bench needs a GPU: simulators say nothing about speed. The committed rows are in reference/bench/results.")
         raise typer.Exit(1)
+    if unknown := set(peer or ()) - set(PEERS):
+        raise typer.BadParameter(f"there is no peer {unknown.pop()!r}; there are {', '.join(PEERS)}", param_hint="--peer")
     if grid not in grids.GRIDS:
         raise typer.BadParameter(f"there is no grid {grid!r}; there are {', '.join(grids.GRIDS)}", param_hint="--grid")
     candidates = [c for number in chosen(stage) if number in ("01", "02", "03") for c in entrants(number, kernel)]
     best = {"bf16" if "bf16" in c.dtypes else "fp32" for c in candidates}
     dtypes = dtype or sorted(best)
-    options = dict(passes=("fwd", "bwd"), dtypes=dtypes, limit_ms=limit, commit=commit, say=console.print)
+    options = dict(peers=peer or tuple(PEERS), passes=("fwd", "bwd"), dtypes=dtypes, limit_ms=limit, commit=commit, say=console.print)
     committed, measured = rows.read(), []
     for row in grids.measure(candidates, grid=grids.GRIDS[grid], **options):
         rows.append([row], rows.COMMITTED if record else rows.OWN)
