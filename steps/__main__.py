@@ -152,9 +152,9 @@ def bench(
     candidates = [c for number in chosen(stage) if number in ("01", "02", "03") for c in entrants(number, kernel)]
     best = {"bf16" if "bf16" in c.dtypes else "fp32" for c in candidates}
     dtypes = dtype or sorted(best)
-    options = dict(peers=peer or tuple(PEERS), passes=("fwd", "bwd"), dtypes=dtypes, limit_ms=limit, commit=commit, say=console.print)
+    options = dict(passes=("fwd", "bwd"), dtypes=dtypes, limit_ms=limit, commit=commit, say=console.print)
     committed, measured = rows.read(), []
-    for row in grids.measure(candidates, grid=grids.GRIDS[grid], **options):
+    for row in grids.measure(candidates, peer or tuple(PEERS), grids.GRIDS[grid], **options):
         rows.append([row], rows.COMMITTED if record else rows.OWN)
         measured.append(row)
     console.print(report.table(measured, "measured now"))
