@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-JOBS ?=
+JOBS ?= 2
 
 ifeq ($(CONDA_DEFAULT_ENV),base)
   CONDA_PREFIX :=
@@ -57,8 +57,8 @@ run = @trap : INT; $(1); status=$$?; echo; echo '$(ENDING)'; exit $$status
 demo: setup ## every stage on real input, compared with the float64 reference
 	$(call run,$(PY) -m steps demo $(ARGS))
 
-test: setup ## the tests; ARGS="tests/test_step03_triton.py -k causal" picks, JOBS=2 runs two at a time
-	$(call run,$(PY) -m pytest $(addprefix -n ,$(JOBS)) $(ARGS))
+test: setup ## the tests, two files at a time (JOBS=2); ARGS="tests/test_step03_triton.py -k causal" picks
+	$(call run,$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS))
 
 lab: setup ## JupyterLab on your own copies of the notebooks, in my/
 	@mkdir -p my

@@ -38,6 +38,17 @@ TILE = (8, 8) if SIMULATED else (16, 16)  # (Br, Bc)
 THREADS = (4, 2) if SIMULATED else (16, 16)  # (x, y) of a block; the simulator starts a Python thread for each
 ZERO, MINUS_INF = np.float32(0), np.float32(-math.inf)  # a Python literal would turn the arithmetic around it into float64
 
+if SIMULATED:
+    from numba.cuda.simulator.kernelapi import FakeCUDAShared
+
+    def shared_array(self, shape, dtype):
+        """In place of the simulator's own, which looks an array up and then creates it: two threads could get one each."""
+        line = sys._getframe(1)
+        key = line.f_code.co_filename, line.f_lineno
+        return self._allocations.setdefault(key, np.full(shape, math.nan, dtype))
+
+    FakeCUDAShared.array = shared_array
+
 
 def forward(q, k, v, *, causal=False, scale=None, tile=TILE):
     """(out, lse): q (B, H, Nq, D), k and v (B, H, Nk, D), float32 or float16; out like q, lse (B, H, Nq) float32."""
