@@ -220,8 +220,8 @@ def test_active_environment_is_used(course, tmp_path, variable, cuda, kept):
 
 def test_interpreter_as_it_is(course):
     course.python(course.bin / "python3", OLD)
-    done, log = course.make("test", "ENV=none", "JOBS=2", VIRTUAL_ENV="/somewhere")
-    assert log == "-m pytest -n 2\n"
+    done, log = course.make("test", "ENV=none", "JOBS=3", VIRTUAL_ENV="/somewhere")
+    assert log == "-m pytest -n 3 --dist loadfile\n"
     assert done.stdout.endswith("python3 was used as it is: nothing was installed.\n")
 
 

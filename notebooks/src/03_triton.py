@@ -20,9 +20,10 @@
 #
 # - **Before you start:** notebook 00 (tiles, lse, delta), and of 02a what a block and shared memory are. No Triton.
 # - **Time:** about 45 minutes to read, an hour more with the exercise.
-# - **Hardware:** Linux. Without a GPU the kernels run in Triton's interpreter, slowly, and are compiled for two GPUs that
-#   need not be there; with one they run compiled.
-# - **Code:** `steps/step03_triton/`. **Tests:** `pytest tests/test_step03_triton.py`. **Symbols:** `reference/symbols.md`.
+# - **Hardware:** Linux. Without a GPU the kernels run in Triton's interpreter, slowly, and are compiled for two GPUs
+#   that need not be there; with one they run compiled.
+# - **Code:** `steps/step03_triton/`. **Tests:** `pytest tests/test_step03_triton.py`. **Symbols:**
+#   `reference/symbols.md`.
 
 # %% slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
@@ -64,6 +65,19 @@ device = steps.engine.device
 print(steps.engine.describe())
 print(f"triton {triton.__version__}, matplotlib {matplotlib.__version__}")
 
+
+def box(ax, x, y, text, colour, ink=INK):
+    """A unit square with a text in it."""
+    ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white", lw=1.5))
+    ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=ink, fontsize=9)
+
+
+def bare(ax):
+    """No grid, ticks or frame."""
+    ax.grid(False)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
 # %% [markdown] slideshow={"slide_type": "skip"}
 # Triton decides at import whether it interprets or compiles, for the whole process. So a second process compiles: it
 # starts here, and part 4 reads what it prints. It needs no GPU, only something that answers when Triton asks for one.
@@ -94,8 +108,8 @@ compiler = subprocess.Popen([sys.executable, "-c", COMPILE], env=environment, st
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, counted
 #
-# Stage 02's scalar kernel never uses the tensor cores. The chip's two ceilings, and how much of the kernel's text speaks
-# of threads, barriers and shared memory rather than of attention:
+# Stage 02's scalar kernel never uses the tensor cores. The chip's two ceilings, and how much of the kernel's text
+# speaks of threads, barriers and shared memory rather than of attention:
 
 # %% slideshow={"slide_type": "fragment"}
 h200 = cost.GPUS["NVIDIA H200"]
@@ -137,27 +151,30 @@ stage 02's kernel are about threads, barriers or shared memory, and few of stage
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: programs instead of threads
 #
-# A CUDA block becomes a **program**, and there are no threads in it: `tl.arange(0, 4)` is a tile of four numbers, `x + i`
-# a tile of four pointers. What was `if (i < N)` becomes a **mask**. Sizes of tiles are powers of two, and N is not, so
-# the last tile hangs over the edge. Without a mask:
+# A CUDA block becomes a **program**, and there are no threads in it: `tl.arange(0, 4)` is a tile of four numbers, `x +
+# i` a tile of four pointers. What was `if (i < N)` becomes a **mask**. Sizes of tiles are powers of two, and N is not,
+# so the last tile hangs over the edge. Without a mask:
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
 def add(x, y, out, N, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # this program's BLOCK positions
     inside = i < N if MASKED else i >= 0
-    tl.store(out + i, tl.load(x + i, mask=inside, other=0.0) + tl.load(y + i, mask=inside, other=0.0), mask=inside)
+    x_i = tl.load(x + i, mask=inside, other=0.0)
+    y_i = tl.load(y + i, mask=inside, other=0.0)
+    tl.store(out + i, x_i + y_i, mask=inside)
 
 
 x, y = torch.arange(8.0).to(device), torch.full((8,), 10.0).to(device)
 for masked in (False, True):
-    memory = torch.full((8,), -1.0).to(device)  # out is the first 6 numbers; the last 2 belong to somebody else
+    memory = torch.full((8,), -1.0).to(device)  # 6 numbers of out, 2 of somebody else
     add[(2,)](x, y, memory, 6, MASKED=masked, BLOCK=4)
     print(f"masked {masked!s:5}: out {memory[:6].tolist()}, its neighbours {memory[6:].tolist()}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Nobody complained: the neighbours became 16 and 17, the sum is right, and the fault shows elsewhere or never. Masks are
-# yours, and so is `other`, what a masked load yields. A softmax over the scores of notebook 00, 6 keys in a tile of 8:
+# Nobody complained: the neighbours became 16 and 17, the sum is right, and the fault shows elsewhere or never. Masks
+# are yours, and so is `other`, what a masked load yields. A softmax over the scores of notebook 00, 6 keys in a tile of
+# 8:
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -188,8 +205,8 @@ for other in (0.0, -math.inf):
 show("step03_triton/fwd_0_fused", "load_tile")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Below, a matrix (6, 2) lies in memory with a stride of 3: every third number belongs to somebody else. A tile of (4, 4)
-# begins at row 4. Memory holds its own addresses, so that what the load returns says what it touched.
+# Below, a matrix (6, 2) lies in memory with a stride of 3: every third number belongs to somebody else. A tile of (4,
+# 4) begins at row 4. Memory holds its own addresses, so that what the load returns says what it touched.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -203,21 +220,6 @@ tile = torch.empty(4, 4).to(device)
 fetch[(1,)](memory, tile, 4, 6, 3, ROWS=4, D=2, D_pad=4)
 asked = 3 * torch.arange(4, 8)[:, None] + torch.arange(4)[None, :]
 print("addresses asked for:", asked.tolist(), "\nreturned:           ", tile.int().tolist())
-
-
-# %% slideshow={"slide_type": "skip"}
-def box(ax, x, y, text, colour, ink=INK):
-    """A unit square with a text in it."""
-    ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white", lw=1.5))
-    ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=ink, fontsize=9)
-
-
-def bare(ax):
-    """No grid, ticks or frame."""
-    ax.grid(False)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-
 
 # %% slideshow={"slide_type": "fragment"}
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 2.6), width_ratios=(4, 13))
@@ -248,8 +250,8 @@ marked; the masked addresses lie in the gaps of the stride, in another row, or b
 #
 # ### What the interpreter is, and what it cannot show
 #
-# It runs the Python text of a kernel with numpy, one program after the other. Two experiments: eight programs add 1 to the
-# same number without an atomic addition; and a program adds bfloat16 numbers.
+# It runs the Python text of a kernel with numpy, one program after the other. Two experiments: eight programs add 1 to
+# the same number without an atomic addition; and a program adds bfloat16 numbers.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -307,8 +309,8 @@ for size, dtype in ((2, "bf16"), (4, "fp32")):
     for D, (Br, Bc, warps, stages) in fwd_0_fused.TILES[size].items():
         registers = cost.accumulator_registers(Br, Bc, D, dtype, threads=32 * warps)
         shared = cost.shared_bytes(Br, Bc, D, dtype, stages=stages) / 1024
-        print(f"{dtype} D <= {D:3}: tile {Br:3} x {Bc}, {warps} warps, {stages} stages: O, S and P take {registers:3.0f}"
-              f" of 255 registers, Q, K and V at most {shared:3.0f} KiB")  # fmt: skip
+        print(f"{dtype} D <= {D:3}: tile {Br:3} x {Bc}, {warps} warps, {stages} stages: O, S, P {registers:3.0f}"
+              f" of 255 registers; Q, K, V at most {shared:3.0f} KiB")  # fmt: skip
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### One tile's update
@@ -319,8 +321,8 @@ for size, dtype in ((2, "bf16"), (4, "fp32")):
 show("step03_triton/fwd_0_fused", "online_update")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Here it is on fixed numbers: notebook 00's six tokens in tiles of 16 x 16, keys 0 to 2 first and 3 to 5 second. Whatever
-# is not there is loaded as 0, and `mask` hides it as a key.
+# Here it is on fixed numbers: notebook 00's six tokens in tiles of 16 x 16, keys 0 to 2 first and 3 to 5 second.
+# Whatever is not there is loaded as 0, and `mask` hides it as a key.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -379,7 +381,7 @@ def tiles(Nq, Nk, causal, Br, Bc):
 # %% slideshow={"slide_type": "fragment"}
 shapes = {"not causal": (14, 14, False), "causal": (14, 14, True), "causal, fewer queries": (10, 18, True),
           "causal, more queries": (18, 10, True)}  # fmt: skip
-fig, axes = plt.subplots(1, 4, figsize=(9.6, 3.2), layout="constrained")
+fig, axes = plt.subplots(1, 4, figsize=(9.6, 3.2))
 for ax, (name, (Nq, Nk, causal)) in zip(axes, shapes.items(), strict=True):
     visited = tiles(Nq, Nk, causal, 4, 4)
     for i, j, masked in visited:
@@ -400,8 +402,8 @@ those above it are not visited. With 10 queries and 18 keys the diagonal ends in
 queries and 10 keys the first 8 queries see nothing and their tiles are not visited.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Blue tiles are the first loop, orange ones the second, dots the pairs to be seen. The diagonal ends at the bottom right:
-# query i stands at position i + Nk - Nq, and with more queries than keys the first ones see nothing.
+# Blue tiles are the first loop, orange ones the second, dots the pairs to be seen. The diagonal ends at the bottom
+# right: query i stands at position i + Nk - Nq, and with more queries than keys the first ones see nothing.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step03_triton/fwd_0_fused", "visit_keys")
@@ -442,8 +444,8 @@ the first. Heads 0 and 1 read key head 0, heads 2 and 3 key head 1.""")
 #
 # ### What the compiler made of it
 #
-# The process from the beginning has compiled this file for an A100 (sm_80) and an H100 (sm_90): bfloat16, D = 64, tiles of
-# 64 x 32.
+# The process from the beginning has compiled this file for an A100 (sm_80) and an H100 (sm_90): bfloat16, D = 64, tiles
+# of 64 x 32.
 
 # %% slideshow={"slide_type": "fragment"}
 for line in compiler.communicate()[0].splitlines():
@@ -454,7 +456,7 @@ print("Q:", cost.shared_bytes(64, 32, 64, "bf16", tiles="Q"), "bytes")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The same text became `mma.sync` on one GPU and `wgmma` on the other, instructions that differ in who holds what (02b,
-# 02d). `cp.async` copies K and V ahead of their use. No line of the file mentions any of it: `num_stages=3` asked for the
+# 02d). `cp.async` copies K and V ahead of their use. No line of code mentions any of it: `num_stages=3` asked for the
 # copies, and the shared memory follows. The difference of the two is Q, which `wgmma` reads from there.
 #
 # | Triton's | yours |
@@ -483,9 +485,9 @@ for name, rounded in (("ieee", lambda x: x), ("tf32", tf32), ("bfloat16", lambda
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The backward: three kernels and no atomics
 #
-# One pass over the tiles computes five products in each: S, dP, dV, dK, dQ. If a program owns a tile of keys, dK_j and dV_j
-# stay with it, but every dQ_i gets parts from many programs, added by atomics in whatever order they come. Here two
-# passes have one owner for each result.
+# One pass over the tiles computes five products in each: S, dP, dV, dK, dQ. If a program owns a tile of keys, dK_j and
+# dV_j stay with it, but every dQ_i gets parts from many programs, added by atomics in whatever order they come. Here
+# two passes have one owner for each result.
 
 # %% slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2), layout="constrained")
@@ -549,8 +551,8 @@ three queries see none.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 03.1: `mask`.** S is a tile (Br, Bc) that begins at query i and key j. Return it with -inf where there is no
-# key, and, if CAUSAL, where the key lies after the query. About five lines of Triton; replace `None` by
+# **Exercise 03.1: `mask`.** S is a tile (Br, Bc) that begins at query i and key j. Return it with -inf where there is
+# no key, and, if CAUSAL, where the key lies after the query. About five lines of Triton; replace `None` by
 #
 # ```python
 # @triton.jit
@@ -569,8 +571,8 @@ three queries see none.""")
 # </details>
 # <details><summary>Hint 3: the traps</summary>
 #
-# `tl.where(condition, a, b)` chooses; adding -inf would turn a score of +inf into NaN. Conditions are joined by `&`, not
-# `and`. `if CAUSAL:` is decided when the kernel is compiled.
+# `tl.where(condition, a, b)` chooses; adding -inf would turn a score of +inf into NaN. Conditions are joined by `&`,
+# not `and`. `if CAUSAL:` is decided when the kernel is compiled.
 #
 # </details>
 
@@ -608,17 +610,17 @@ check_mask(my_mask)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Five of the contract's cases, cut to two tiles or three each way to be quick, and the backward only for grouped heads
+# Five of the contract's cases, cut to one to three tiles each way to be quick, and the backward only for grouped heads
 # (`pytest tests/test_step03_triton.py` runs all, whole, in three dtypes):
 
 # %% slideshow={"slide_type": "fragment"}
-two, three = lambda T: T + 5, lambda T: 2 * T + 3  # noqa: E731
+one, two, three = lambda T: 5, lambda T: T + 5, lambda T: 2 * T + 3  # noqa: E731
 cut = {
     "ragged": dict(H=1, Nq=two),
     "fewer_queries_causal": dict(H=1, Nq=two, Nk=three),
     "more_queries_causal": dict(H=1, Nq=three, Nk=two),
-    "head_dim_odd": dict(H=1, Nq=two),
-    "grouped_heads": dict(H=4, Hk=2, Nq=two),
+    "head_dim_odd": dict(H=1, Nq=one),
+    "grouped_heads": dict(H=4, Hk=2, Nq=one),
 }
 built, worst = {}, {}
 for case in (replace(case, **cut[case.name]) for case in cases.CASES if case.name in cut):
@@ -704,9 +706,9 @@ two. Offsets in 32 bits live everywhere.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `full rounded up` leaves the ragged tile without its mask, which is `tail_not_masked`; when causal the diagonal loses
-# its mask too, and that no mutant does. `end aligned at the top left` lives with more queries than keys, where it visits
-# masked tiles in vain: too many visits cost time, too few the result. `key head h % Hk` needs grouped heads to die.
-# `offsets in 32 bits` lives: it takes 2³¹ elements, so the stage has a test of that size for GPUs.
+# its mask too, and that no mutant does. `end aligned at the top left` lives with more queries than keys, where it
+# visits masked tiles in vain: too many visits cost time, too few the result. `key head h % Hk` needs grouped heads to
+# die. `offsets in 32 bits` lives: it takes 2³¹ elements, so the stage has a test of that size for GPUs.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
@@ -749,8 +751,8 @@ tf32 two to three decimal digits above that of float32.""")
 #
 # <details><summary>Answer</summary>
 #
-# A little more than half: tiles on the diagonal are visited whole. Each row of tiles has two of them, 64 keys each under
-# 128 queries, however long the row; so their share shrinks like 1 / N.
+# A little more than half: tiles on the diagonal are visited whole. Each row of tiles has two of them, 64 keys each
+# under 128 queries, however long the row; so their share shrinks like 1 / N.
 #
 # </details>
 
@@ -767,9 +769,10 @@ for N in (512, 2048, 4096):
 #
 # <details><summary>Answer</summary>
 #
-# An expectation for the forward: near `sdpa-flash`, FlashAttention-2 in CUDA C++, and well below `sdpa-cudnn`, whose
-# kernels let some warps only copy and others only compute. The backward does 7 / 5 of the counted work, so it can
-# show at most 5 / 7 of the speed at which it multiplies; against `sdpa-flash` it should do worse than the forward.
+# An expectation for the forward: near `sdpa-flash`, FlashAttention-2 in CUDA C++ with `mma.sync` on every GPU, and well
+# below `sdpa-cudnn`, whose kernels let some warps only copy and others only compute. The backward does 7 / 5 of the
+# counted work, so it can show at most 5 / 7 of the speed at which it multiplies; against `sdpa-flash` it should do
+# worse than the forward.
 #
 # </details>
 
@@ -815,9 +818,10 @@ measured_speed("bwd_0_fused", "bwd")
 # - ★ (15 minutes) Fold log2(e) into the scale and use `tl.exp2` in `online_update`, with lse turned back at the end.
 #   Then run the case `scores_200`: what does one more rounding of scale cost in float32 when scores are 200, and when
 #   only the forward does it?
-# - ★★ (1 hour, GPU) `@triton.autotune` over tiles, `num_warps` and `num_stages`. What must be in `key`, and why not N?
-# - ★★★ (a weekend, GPU) Load K_j and V_j by tensor descriptors (`tl.make_tensor_descriptor`), so that an H100 copies
-#   tiles by TMA. Which masks become needless, and what does a descriptor demand of the strides?
+# - ★★ (1 hour, GPU) `@triton.autotune` over tiles, `num_warps` and `num_stages`. What must be in `key`,
+#   and why not N?
+# - ★★★ (a weekend, GPU) Load K_j and V_j by tensor descriptors (`tl.make_tensor_descriptor`), so that an H100
+#   copies tiles by TMA. Which masks become needless, and what does a descriptor demand of the strides?
 #
 # **Read:** `papers/flash_attention_2.md`; Triton's tutorial on fused attention.
 #
