@@ -71,9 +71,12 @@ What next
   test      make test ARGS=tests/test_step00_naive.py: what the stage promises, case by case"""
 
 
+CAPTION = "Under each error: its tolerance. Under a speed: SDPA's."
+
+
 def results(rows):
     """The demo's table, 80 columns wide: in each cell the error, below it the tolerance."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="Below each error stands its tolerance.")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=CAPTION)
     speeds = any("tflops" in row for row in rows)
     table.add_column("stage", no_wrap=True)
     for name in ("out", "lse", "dq", "dk", "dv", "loss", "params", "s", *["TFLOP/s"] * speeds):
@@ -89,7 +92,7 @@ def results(rows):
         cells += [f"{error:.0e}\n{tolerance:.0e}" for error, tolerance in pairs]
         cells.append(f"{row['seconds']:.1f}")
         if speeds:
-            cells.append(f"{row['tflops']}\nSDPA {row['sdpa_tflops']}" if "tflops" in row else "")
+            cells.append(f"{row['tflops']:.3g}\n({row['sdpa_tflops']:.3g})" if "tflops" in row else "")
         table.add_row(*cells, row["verdict"], end_section=True)
     return table
 

@@ -16,11 +16,11 @@ from steps import demo, engine
 
 STAGES = {"00": "step00_naive", "01": "step01_fa1_numba", "02": "step02_fa2_cuda", "03": "step03_triton", "04": "step04_ring"}
 ENGINES = {  # what runs the kernels, by engine
-    "cpu": {"00": "torch", "01": "Numba simulator", "02": "g++ emulation", "03": "Triton interpreter", "04": "gloo, 2 ranks"},
-    "cuda": {"00": "torch", "01": "Numba CUDA", "02": "NVRTC", "03": "Triton", "04": "NCCL"},
+    "cpu": {"00": "torch", "01": "simulator", "02": "emulation", "03": "interpreter", "04": "gloo, 2 ranks"},
+    "cuda": {"00": "torch", "01": "Numba CUDA", "02": "NVRTC", "03": "Triton", "04": "2 ranks"},
 }
 SIMULATED_BYTES = 67  # Numba's simulator runs one Python thread a CUDA thread: stage 01 takes a shorter sequence there
-RING_RANKS = 2
+RING_RANKS = 2  # over NCCL where there is a GPU for each, else over gloo
 
 
 class Subject:
@@ -112,11 +112,10 @@ def _on_ranks(number, subject, q, k, v, dout):
     from steps.step04_ring import launch
     from steps.step04_ring.layout import Layout
 
-    ranks = min(RING_RANKS, torch.cuda.device_count()) if engine.name == "cuda" else RING_RANKS
     tensors = [x.cpu() for x in (q, k, v, dout, subject.tokens)]
     state = {name: x.cpu() for name, x in subject.model.state_dict().items()}
-    results = launch.spawn(ring_rank, ranks, *tensors, state, subject.size)
-    layout = Layout("zigzag", q.shape[-2], ranks, causal=True)
+    results = launch.spawn(ring_rank, RING_RANKS, *tensors, state, subject.size)
+    layout = Layout("zigzag", q.shape[-2], RING_RANKS, causal=True)
     got = {}
     for name in error.NAMES:
         shards = [shard[name].to(q.device) for shard, _ in results]
