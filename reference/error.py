@@ -4,7 +4,8 @@
     tolerance = 2 e + eps(dtype) max|float64| + 4 eps(float32) M,    for lse + D/16 eps(float32) M where tensor cores may be used
 
 e is the error of plain attention: the matrix form in float32 with P, out and dS rounded to the dtype and delta taken from the
-rounded out. M is the largest entry of the same formula on absolute values: how much float32 summation can lose to cancellation.
+rounded out. It is computed twice, by torch's products and with every sum added term by term, as a simple kernel does; the larger
+error counts. M is the largest entry of the same formula on absolute values: how much float32 summation can lose to cancellation.
 The factor 2 is the rule of FlashAttention's own tests. Tensor cores multiply 16-bit inputs and cut off, instead of rounding, the
 sum once every 16 products (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores"); lse alone, which is float32
 whatever the dtype, is exact enough to show it.
@@ -39,7 +40,9 @@ def expected(q, k, v, dout, *, causal=False, scale=None) -> Expected:
         single = expected(*(x.float() for x in (q, k, v, dout)), **options).tolerance
         tolerance = {name: t * _eps(torch.float64) / _eps(torch.float32) for name, t in single.items()}
     else:
-        tolerance = _tolerances(value, _plain(q, k, v, dout, **options), _absolute(q, k, v, dout, **options), q.dtype)
+        plains = [_plain(q, k, v, dout, product, **options) for product in (torch.matmul, _one_by_one)]
+        e = {name: max(_distance(plain[name], ref) for plain in plains) for name, ref in value.items()}
+        tolerance = _tolerances(value, e, _absolute(q, k, v, dout, **options), q.dtype)
     seen = attention.visible(q.shape[-2], k.shape[-2], causal, device=q.device)
     no_key, no_query = ~seen.any(1), ~seen.any(0)
     rows = {"out": no_key, "dq": no_key, "lse": no_key, "dk": no_query, "dv": no_query}
@@ -47,13 +50,13 @@ def expected(q, k, v, dout, *, causal=False, scale=None) -> Expected:
     return Expected(value, tolerance, exact)
 
 
-def _tolerances(value, plain, absolute, dtype):
+def _tolerances(value, e, absolute, dtype):
     """The formula at the head of this file, by name."""
     single, D, tolerance = _eps(torch.float32), value["dq"].shape[-1], {}
     for name, ref in value.items():
         rounding = single if name == "lse" else _eps(dtype)
         sums = 4 + (D / 16 if name == "lse" and dtype != torch.float32 else 0)
-        tolerance[name] = 2 * _distance(plain[name], ref) + rounding * _largest(ref) + sums * single * absolute[name]
+        tolerance[name] = 2 * e[name] + rounding * _largest(ref) + sums * single * absolute[name]
     return tolerance
 
 
@@ -73,22 +76,30 @@ def failures(got: dict, want: Expected) -> dict:
     return {name: (e, want.tolerance[name]) for name, e in errors(got, want).items() if not e <= want.tolerance[name]}
 
 
-def _plain(q, k, v, dout, *, causal, scale):
+def _one_by_one(A, B):
+    """A B (..., M, N) for A (..., M, D), B (..., D, N): one rounded addition a term."""
+    total = A.new_zeros(()).expand(*A.shape[:-1], B.shape[-1])
+    for d in range(A.shape[-1]):
+        total = torch.addcmul(total, A[..., d : d + 1], B[..., d : d + 1, :])
+    return total
+
+
+def _plain(q, k, v, dout, product=torch.matmul, *, causal, scale):
     """The same results by standard attention in float32, rounding what it would store."""
     scale = attention._scale(scale, q)
     Q, dO = q.float(), dout.float()
     K, V = (attention._repeat(x.float(), q) for x in (k, v))
     seen = attention.visible(q.shape[-2], k.shape[-2], causal, device=q.device)
-    S = (scale * (Q @ K.mT)).masked_fill(~seen, -math.inf)
+    S = (scale * product(Q, K.mT)).masked_fill(~seen, -math.inf)
     lse = S.logsumexp(-1) if S.shape[-1] else S.new_full(S.shape[:-1], -math.inf)
     P = (S - lse.nan_to_num(neginf=0.0)[..., None]).exp()
     P_stored = P.to(q.dtype).float()
-    out = (P_stored @ V).to(q.dtype)
+    out = product(P_stored, V).to(q.dtype)
     delta = (dO * out.float()).sum(-1, keepdim=True)
-    dS = (P * (dO @ V.mT - delta)).to(q.dtype).float()
-    dk = attention._sum_groups(scale * (dS.mT @ Q), k)
-    dv = attention._sum_groups(P_stored.mT @ dO, v)
-    return dict(zip(NAMES, (out, lse, scale * (dS @ K), dk, dv), strict=True))
+    dS = (P * (product(dO, V.mT) - delta)).to(q.dtype).float()
+    dk = attention._sum_groups(scale * product(dS.mT, Q), k)
+    dv = attention._sum_groups(product(P_stored.mT, dO), v)
+    return dict(zip(NAMES, (out, lse, scale * product(dS, K), dk, dv), strict=True))
 
 
 def _absolute(q, k, v, dout, *, causal, scale):

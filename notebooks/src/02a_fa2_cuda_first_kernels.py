@@ -271,6 +271,7 @@ for part in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
 # the most it can have. The block keeps K_j, V_j and S in shared memory. Where should the kernel end?
 
 # %% slideshow={"slide_type": "fragment"}
+import cuda.core  # noqa: F401  imported here, because two threads must not do it at once
 from concurrent.futures import ThreadPoolExecutor
 
 FORWARD, Br, Bc = kernels.HERE / "fwd_0_scalar.cu", 64, 32  # the tile that a GPU gets by default
