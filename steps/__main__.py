@@ -20,6 +20,13 @@ console = Console()
 Stage = Annotated[str | None, typer.Option(help="One stage only: 00, 01, 02, 03 or 04.")]
 
 
+@app.callback()
+def settings():
+    """FlashAttention in five stages."""
+    if engine.name == "cpu":
+        torch.set_num_threads(1)  # the tensors are tiny: waking a second thread costs more than it computes
+
+
 def chosen(stage):
     """The numbers of the stages to run; ends the program for one that does not exist."""
     if stage is not None and stage not in compare.STAGES:
@@ -36,8 +43,6 @@ def demo(
     from steps.demo import LARGE, SMALL
 
     console.print(engine.describe(), highlight=False)
-    if engine.name == "cpu":
-        torch.set_num_threads(1)  # the tensors are tiny: waking a second thread costs more than it computes
     numbers = chosen(stage)
     sizes = [(SMALL, numbers, False)]
     if engine.name == "cuda":
