@@ -319,6 +319,11 @@ def test_a_kernel_is_its_stem_and_in_cuda_what_the_stage_shares(tmp_path):
     assert names("fwd_0") == names("fwd_1_warp+bwd_9_none") == set()
 
 
+def test_to_a_kernel_in_python_belongs_what_it_imports_from_beside_it():
+    files = source.source_files("01_fa1_numba", "bwd_2_registers")
+    assert {path.name for path in files} == {"bwd_2_registers.py", "fwd_2_registers.py", "fwd_0_published.py"}
+
+
 # --- measure ------------------------------------------------------------------------------------------------
 
 

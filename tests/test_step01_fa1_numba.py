@@ -11,6 +11,7 @@ import torch
 
 import steps.step01_fa1_numba as step01
 from reference import error
+from steps.step01_fa1_numba import bwd_0_published, fwd_0_published, fwd_1_loops_swapped, fwd_2_registers, resources
 from suite import Contract
 
 
@@ -18,43 +19,99 @@ class TestContract(Contract):
     stage = step01
 
 
+def package(tmp_path):
+    """The kernel files alone: `steps` would choose the simulator, which cannot compile."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    for file in Path(step01.__file__).parent.glob("?wd_*.py"):
+        shutil.copy(file, folder)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": path}
+
+
 COMPILE = """
-import re
 from types import SimpleNamespace
 from numba import cuda, float32, types
 from numba.cuda import dispatcher, types as cuda_types
-from kernels import bwd_0_published, fwd_0_published
+from kernels import bwd_0_published as b0, bwd_2_registers as b2, fwd_0_published as f0, fwd_1_loops_swapped as f1
+from kernels import fwd_2_registers as f2
 
-for cc in (8, 0), (9, 0):
+f3, f2D, size = types.Array(float32, 3, "C"), types.Array(float32, 2, "C"), types.int64
+for cc, dtype, first in ((8, 0), float32, 3), ((9, 0), cuda_types.float16, 0):
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=cc)  # asked for each device function
-    for dtype in float32, cuda_types.float16:
-        x, f3, f2 = types.Array(dtype, 3, "C"), types.Array(float32, 3, "C"), types.Array(float32, 2, "C")
-        for kernel, arrays in (
-            (fwd_0_published.forward_kernel(16, 32, 64), (x, x, x, f3, f2, f2)),
-            (bwd_0_published.backward_kernel(16, 32, 64), (x, x, x, x, x, f2, f2, f3, x, x)),
-        ):
-            ptx, _ = cuda.compile_ptx(kernel.py_func, (*arrays, types.boolean, float32), cc=cc)
-            shared = sum(map(int, re.findall(r"\\.shared .*\\[(\\d+)\\];", ptx)))
-            print(ptx.count(".f64"), ptx.count(".local"), shared, ptx.count("sm_%d%d" % cc))
+    x, x1 = types.Array(dtype, 3, "C"), types.Array(dtype, 1, "C")
+    for kernel, arrays in (
+        (f0.forward_kernel(16, 32, 64), (x, x, x, f3, f2D, f2D)),
+        (f1.forward_kernel(16, 32, 64), (x, x, x, x, f2D)),
+        (f2.forward_kernel(128, 64, 64), (x1, x1, x1, x1, f2D, size, size)),
+        (f2.forward_kernel(64, 128, 128), (x1, x1, x1, x1, f2D, size, size)),
+        (b0.backward_kernel(16, 32, 64), (x, x, x, x, x, f2D, f2D, f3, x, x)),
+        (b2.queries_kernel(64, 64, 128), (x1, x1, x1, x1, x1, f2D, f2D, x1, size, size)),
+        (b2.keys_kernel(64, 64, 128), (x1, x1, x1, x1, f2D, f2D, x1, x1, size, size)),
+    )[first : 7 - first]:
+        ptx, _ = cuda.compile_ptx(kernel.py_func, (*arrays, types.boolean, float32), cc=cc)
+        print(ptx.count(".f64"), ptx.count(".local"), ptx.count("sm_%d%d" % cc))
 """
 
 
 @pytest.mark.compile
-def test_no_float64_in_the_compiled_kernels(tmp_path):
-    """In a process of its own, because this one simulates; the kernel files alone, because `steps` would choose the simulator."""
-    package = tmp_path / "kernels"
-    package.mkdir()
-    for name in ("fwd_0_published.py", "bwd_0_published.py"):
-        shutil.copy(Path(step01.__file__).with_name(name), package)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": path}
+def test_no_float64_and_no_local_memory_in_the_compiled_kernels(tmp_path):
+    """Local memory would mean that patches lie in device memory instead of registers."""
+    environment = package(tmp_path)
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert len(rows) == 8
-    for doubles, local, shared, target in rows:
+    for doubles, local, target in rows:
         assert doubles == 0 and local == 0 and target > 0
-        assert shared <= 48 * 1024  # the largest tile and head_dim that SUPPORTS offers on a GPU
+
+
+@pytest.mark.compile
+def test_resources_of_a_compiled_kernel():
+    (row,) = resources.table(64, only="fwd_1_loops_swapped")
+    words = 2 * 16 * 65 + 2 * 32 * 65 + 16 * 33 + 3 * 16  # Q, O; K, V; S; m, l, alpha
+    assert row["threads"] == 256 and row["shared"] == 4 * words and row["spilled"] == 0 and 32 <= row["registers"] <= 255
+
+
+@pytest.mark.parametrize(
+    "threads, registers, shared, expected",
+    [
+        (128, 168, 46336, (3, "registers", 3 * 4 / 64)),  # 65536 / (4 warps * 168 * 32) = 3.05
+        (128, 40, 46336, (4, "shared memory", 4 * 4 / 64)),  # 233472 / (46336 + 1024) = 4.9
+        (256, 32, 0, (8, "registers", 1.0)),
+        (32, 16, 0, (32, "blocks", 0.5)),
+    ],
+)
+def test_occupancy(threads, registers, shared, expected):
+    assert resources.occupancy(threads, registers, shared) == expected
+
+
+@pytest.mark.parametrize(
+    "rung, tile, D, words",
+    [
+        (fwd_0_published, (128, 128), 64, ("Q 128 x 65 + K 128 x 65", "166,912 bytes", "49,152")),
+        (fwd_1_loops_swapped, (64, 64), 128, ("O 64 x 129", "49,152")),
+        (fwd_2_registers, (16, 1024), 32, ("8 x 256 + 8 x 8 + 8 x 2 = 2128 numbers in registers", "255")),
+        (bwd_0_published, (64, 64), 64, ("dV 64 x 65", "49,152")),
+    ],
+)
+def test_an_impossible_tile_raises_with_the_sum(rung, tile, D, words):
+    x = torch.zeros(1, 1, 4, D)
+    with pytest.raises(ValueError) as raised:
+        rung.forward(x, x, x, tile=tile) if hasattr(rung, "forward") else rung.backward(x, x, x, x, x, x[..., 0], tile=tile)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_a_tile_that_the_threads_cannot_share_out_raises():
+    x = torch.zeros(1, 1, 4, 32)
+    with pytest.raises(ValueError, match="multiple of"):
+        fwd_2_registers.forward(x, x, x, tile=(7, 8))
+
+
+def test_too_many_numbers_for_the_registers_raise_with_the_sum():
+    with pytest.raises(ValueError, match=r"8 x 16 \+ 8 x 16 = 256 numbers in registers, and a thread has 255"):
+        fwd_2_registers.check_registers("tile (128, 128), head_dim 128", (8, 16), (8, 16))
 
 
 @pytest.mark.gpu

@@ -19,18 +19,29 @@ _CUDA = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?
 def source_files(stage, kernel, root=ROOT):
     """A kernel's files, sorted; empty if there is no such kernel.
 
-    stage: "02_fa2_cuda". kernel: a file stem, or two joined by "+". A kernel in Python works alone; to one in
-    CUDA belong the headers and helpers that its stage shares, but not other kernels, the package's front
-    (`__init__.py`, `__main__.py`) or its demo.
+    stage: "02_fa2_cuda". kernel: a file stem, or two joined by "+". To a kernel in Python belong the files beside
+    it that it imports; to one in CUDA the headers and helpers that its stage shares, but not other kernels, the
+    package's front (`__init__.py`, `__main__.py`) or its demo.
     """
     folder, stems = Path(root) / "steps" / f"step{stage}", kernel.split("+")
     own = [path for stem in stems for path in folder.glob(f"{stem}.*")]
     if {path.stem for path in own} != set(stems):
         return []
     if all(re.match(r"(fwd|bwd)_.*\.py$", path.name) for path in own):
-        return sorted(own)
+        return sorted(with_imports(own))
     shared = [path for suffix in ("py", "h", "cuh") for path in folder.glob(f"*.{suffix}")]
     return sorted({*own, *(path for path in shared if not re.match(r"fwd_|bwd_|__|demo", path.name))})
+
+
+def with_imports(files):
+    """The files and those beside them that they import (`from .fwd_0_published import ...`), and what these import."""
+    found, waiting = set(), set(files)
+    while waiting:
+        path = waiting.pop()
+        found.add(path)
+        names = re.findall(r"^from \.(\w+) import", path.read_text(), re.M)
+        waiting |= {path.with_name(f"{name}.py") for name in names} - found
+    return found
 
 
 def source_hash(files):

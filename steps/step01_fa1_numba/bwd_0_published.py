@@ -26,23 +26,46 @@ import numpy as np
 import torch
 from numba import cuda
 
-from .fwd_0_published import TILE, ZERO, dot, exp_difference, first_query_tile, keys_seen, launch, load_tile
+from .fwd_0_published import (
+    SIMULATED,
+    THREADS,
+    ZERO,
+    check_shared,
+    dot,
+    exp_difference,
+    first_query_tile,
+    keys_seen,
+    launch,
+    load_tile,
+)
 
 
-def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=TILE):
-    """(dq, dk, dv) like q (B, H, Nq, D), k and v (B, H, Nk, D), from dout and out like q, lse (B, H, Nq). tile is (Br, Bc)."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
+    """(dq, dk, dv) like q (B, H, Nq, D), k and v (B, H, Nk, D), from dout and out like q, lse (B, H, Nq).
+
+    tile is (Br, Bc). Raises ValueError, with the sum, when the tiles do not fit into shared memory.
+    """
+    D = q.shape[-1]
+    scale = D**-0.5 if scale is None else scale
+    Br, Bc = tile or default_tile(D)
     inputs = tuple(x.flatten(0, 1).contiguous() for x in (dout, q, k, v, out, lse))  # (B * H, N, D), lse (B * H, Nq)
     dq = torch.zeros(inputs[1].shape, dtype=torch.float32, device=q.device)
     dk, dv, delta = (torch.empty_like(inputs[x]) for x in (2, 3, 5))
-    launch(backward_kernel(*tile, q.shape[-1]), (*inputs, delta, dq, dk, dv), causal, np.float32(scale))
+    launch(backward_kernel(Br, Bc, D), len(dq), THREADS, (*inputs, delta, dq, dk, dv), causal, np.float32(scale))
     return dq.to(q.dtype).reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+
+
+def default_tile(D):
+    """(Br, Bc) that fits shared memory."""
+    return (8, 8) if SIMULATED else (16, 16) if D <= 96 else (16, 8)
 
 
 @functools.cache
 def backward_kernel(Br, Bc, D):
-    """The kernel for one tile and head_dim. 4 ((4 Bc + 2 Br) (D + 1) + 2 Br (Bc + 1)) bytes of shared memory, at most 48 KiB."""
+    """The kernel for one tile and head_dim."""
     row_tile, key_tile, score_tile = (Br, D + 1), (Bc, D + 1), (Br, Bc + 1)  # a spare column, as in the forward
+    what, pair = f"tile {Br, Bc}, head_dim {D}", {"P": score_tile, "dS": score_tile}
+    check_shared(what, Q=row_tile, dO=row_tile, K=key_tile, V=key_tile, dK=key_tile, dV=key_tile, **pair)
 
     @cuda.jit
     def kernel(dout, q, k, v, out, lse, delta, dq, dk, dv, causal, scale):

@@ -34,8 +34,8 @@ from numba import config, cuda
 
 warnings.filterwarnings("ignore", message=".*Grid size .* low occupancy")  # one block a head, however few: this rung's wall
 SIMULATED = bool(config.ENABLE_CUDASIM)
-TILE = (8, 8) if SIMULATED else (16, 16)  # (Br, Bc)
 THREADS = (4, 2) if SIMULATED else (16, 16)  # (x, y) of a block; the simulator starts a Python thread for each
+SHARED_BYTES = 48 * 1024  # that a block may have without asking the driver for more
 ZERO, MINUS_INF = np.float32(0), np.float32(-math.inf)  # a Python literal would turn the arithmetic around it into float64
 
 if SIMULATED:
@@ -50,31 +50,52 @@ if SIMULATED:
     FakeCUDAShared.array = shared_array
 
 
-def forward(q, k, v, *, causal=False, scale=None, tile=TILE):
-    """(out, lse): q (B, H, Nq, D), k and v (B, H, Nk, D), float32 or float16; out like q, lse (B, H, Nq) float32."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+def forward(q, k, v, *, causal=False, scale=None, tile=None):
+    """(out, lse): q (B, H, Nq, D), k and v (B, H, Nk, D), float32 or float16; out like q, lse (B, H, Nq) float32.
+
+    tile is (Br, Bc). Raises ValueError, with the sum, when the tiles do not fit into shared memory.
+    """
+    D = q.shape[-1]
+    scale = D**-0.5 if scale is None else scale
+    Br, Bc = tile or default_tile(D)
     q_, k_, v_ = (x.flatten(0, 1).contiguous() for x in (q, k, v))  # (B * H, N, D)
     O = torch.zeros(q_.shape, dtype=torch.float32, device=q.device)
     l = torch.zeros(q_.shape[:2], dtype=torch.float32, device=q.device)  # (B * H, Nq)
     m = torch.full_like(l, -math.inf)
-    launch(forward_kernel(*tile, q.shape[-1]), (q_, k_, v_, O, l, m), causal, np.float32(scale))
+    launch(forward_kernel(Br, Bc, D), len(q_), THREADS, (q_, k_, v_, O, l, m), causal, np.float32(scale))
     return O.to(q.dtype).reshape(q.shape), (m + l.log()).reshape(q.shape[:-1])
 
 
-def launch(kernel, tensors, *scalars):
-    """Runs the kernel with one block for each row of the tensors' first dimension, on their device and on torch's stream."""
-    blocks, device = len(tensors[0]), tensors[0].device
+def check_shared(what, **arrays):
+    """Raises ValueError, showing the sum, if float32 arrays of these shapes do not fit into a block's shared memory."""
+    words = sum(math.prod(shape) for shape in arrays.values())
+    if 4 * words > SHARED_BYTES:
+        listed = " + ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in arrays.items())
+        raise ValueError(
+            f"{what}: {listed} = {words:,} float32 = {4 * words:,} bytes of shared memory, and a block has {SHARED_BYTES:,}. "
+            "Take a smaller tile or head_dim."
+        )
+
+
+def launch(kernel, blocks, threads, tensors, *scalars):
+    """Runs the kernel with so many blocks of threads (x, y), on the tensors' device and on torch's stream."""
+    device = tensors[0].device
     if SIMULATED:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-4)  # the simulator waits for its threads in a busy loop: let them interrupt it sooner
         try:
-            kernel[blocks, THREADS](*(x.detach().numpy() for x in tensors), *scalars)
+            kernel[blocks, threads](*(x.detach().numpy() for x in tensors), *scalars)
         finally:
             sys.setswitchinterval(interval)
     else:
         with cuda.gpus[device.index]:
             stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
-            kernel[blocks, THREADS, stream](*(x.detach() for x in tensors), *scalars)
+            kernel[blocks, threads, stream](*(x.detach() for x in tensors), *scalars)
+
+
+def default_tile(D):
+    """(Br, Bc) that fits shared memory."""
+    return (8, 8) if SIMULATED else (16, 16)
 
 
 @functools.cache
@@ -82,6 +103,7 @@ def forward_kernel(Br, Bc, D):
     """The kernel for one tile and head_dim: the sizes of shared memory must be known to the compiler."""
     row_tile, key_tile = (Br, D + 1), (Bc, D + 1)  # the spare column puts the rows of a column into different banks
     score_tile = (Br, Bc + 1)
+    check_shared(f"tile {Br, Bc}, head_dim {D}", Q=row_tile, K=key_tile, V=key_tile, S=score_tile, factors=(2, Br))
 
     @cuda.jit
     def kernel(q, k, v, O, l, m, causal, scale):
