@@ -45,7 +45,7 @@ need_venv = $(if $(shell $(1) -c 'import ensurepip, venv; print(1)' 2>/dev/null)
   $(error $(1) cannot make virtual environments. Install the package $(notdir $(1))-venv))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab notebooks lint report gpu-check clean setup force
+.PHONY: help demo test lab notebooks slides lint report gpu-check clean setup force
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=python3.12] [ENV=none]'
@@ -76,6 +76,33 @@ notebooks/%.ipynb: notebooks/src/%.py force | setup
 	$(PY) -m jupytext --quiet --update --to ipynb --output $@ $<
 	$(PY) -m nbconvert --log-level WARN --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False $@
 
+# What the slides load, out of the packages that notebooks/slides/package.json pins, and where they look for it.
+SLIDES_ASSETS := reveal.js/dist/reveal.css reveal.js/dist/reveal.js mathjax/es5/tex-svg.js mathjax/LICENSE
+SLIDES_OPTIONS := --template slides --TemplateExporter.extra_template_basedirs=notebooks --no-prompt \
+  --SlidesExporter.reveal_url_prefix=assets/reveal.js --SlidesExporter.reveal_theme=course \
+  --HTMLExporter.mathjax_url=assets/mathjax/es5/tex-svg.js
+need_npm = $(if $(shell command -v npm 2>/dev/null),,\
+  $(error No npm, which fetches reveal.js and MathJax for the slides, once. Install the package npm, then: make slides))
+
+slides: slides/assets setup ## lecture slides of every notebook, in slides/index.html; they need no network
+	@mkdir -p slides/assets/reveal.js/dist/theme
+	@cp notebooks/slides/course.css slides/assets/reveal.js/dist/theme/
+	@for stem in $$(basename -s .ipynb notebooks/*.ipynb); do \
+	  echo "<p><a href='$$stem.slides.html'>$$stem</a></p>"; \
+	done > slides/index.html
+	$(call run,$(PY) -m nbconvert --log-level WARN --to slides $(SLIDES_OPTIONS) --output-dir slides notebooks/*.ipynb)
+
+slides/assets: notebooks/slides/package.json
+	$(need_npm)
+	rm -rf slides/npm $@
+	mkdir -p slides/npm
+	cp $< slides/npm
+	cd slides/npm && npm install --loglevel error --no-audit --no-fund --no-package-lock --ignore-scripts
+	cd slides/npm/node_modules && tar -cf ../assets.tar $(SLIDES_ASSETS)
+	mkdir $@
+	tar -xf slides/npm/assets.tar -C $@
+	rm -rf slides/npm
+
 lint: setup ## ruff
 	$(call run,$(PY) -m ruff check $(ARGS))
 
@@ -85,8 +112,8 @@ report: setup ## tables and figures, from the measured rows
 gpu-check: setup ## the tests and the sanitizers on this machine's GPU, recorded
 	$(call run,$(PY) -m reference.bench.gpu_check $(ARGS))
 
-clean: ## remove .venv and the caches; my/ stays
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, the slides and the caches; my/ stays
+	rm -rf .venv build slides *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 setup: $(STAMP)

@@ -47,6 +47,7 @@ class Inputs:
     causal: bool
     scale: float | None
     tile: tuple | None
+    ring: tuple | None = None  # (ranks, layout) where the stage deals the sequence out
 
     @property
     def options(self):
@@ -160,7 +161,7 @@ def build(case, supports, dtype, device="cpu") -> Inputs:
         k, v = (x.expand(-1, case.H, -1, -1) for x in (k, v))
     if case.through_autograd:
         dout = torch.ones((), dtype=dtype, device=device).expand_as(dout)
-    return Inputs(q, k, v, dout, case.causal, case.scale, tile)
+    return Inputs(q, k, v, dout, case.causal, case.scale, tile, _ring(case, supports, dtype))
 
 
 def surround_with_nan(x, place="contiguous"):
@@ -191,3 +192,11 @@ def _tile(kind, tiles):
     """The smallest tile (Br, Bc) of a kind; None, the stage's own choice, for "default" or where the kind is not offered."""
     sign = {"wide": -1, "square": 0, "tall": 1}.get(kind)
     return min((t for t in tiles if (t[0] > t[1]) - (t[0] < t[1]) == sign), key=sum, default=None)
+
+
+def _ring(case, supports, dtype):
+    """(ranks, layout) for a stage that has layouts: 1 to 4 ranks and each layout in turn, so that every pair occurs."""
+    if "layouts" not in supports:
+        return None
+    number = [c.name for c in CASES].index(case.name) + supports["dtypes"].index(dtype)
+    return 1 + number % 4, supports["layouts"][number % len(supports["layouts"])]

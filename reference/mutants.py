@@ -1,14 +1,14 @@
 """Mistakes that people make in FlashAttention, planted one at a time: tests of the tests, and diagnoses for learners.
 
-A mutant is the tiled forward or backward below with one step overridden. Tile sizes and loop order come from the stage
-under test, so a mutant gives what that stage's own code would give with the mistake. The contract's cases must kill every mutant
-that applies to a stage (some result out of tolerance on some case), and must tell every two of them apart, so that a wrong answer
-can be given the name of its cause.
+A mutant is the tiled forward or backward below, or the ring, with one step overridden. Tile sizes, loop order, ranks and layout
+come from the stage under test, so a mutant gives what that stage's own code would give with the mistake. The contract's cases
+must kill every mutant that applies to a stage (some result out of tolerance on some case), and must tell every two of them apart,
+so that a wrong answer can be given the name of its cause.
 """
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
@@ -48,6 +48,8 @@ class Forward:
             m = torch.full(Q_i.shape[:-1], self.m_start)
             l, O = torch.zeros_like(m), torch.zeros_like(Q_i)
             for j in self.key_tiles():
+                if self.x.causal and j >= i + self.Br + self.Nk - self.Nq:
+                    continue  # masked throughout: no stage visits such a tile
                 K_j, V_j = self.load(self.K, j), self.load(self.V, j)
                 S = self.scale * (Q_i @ K_j.mT)  # (B, H, Br, Bc)
                 S = self.mask_tail(self.mask_causal(S, i, j) if self.x.causal else S, j)
@@ -414,6 +416,18 @@ class MaximumForLse(Forward):
         return super().finish(m, l, O)[0], m
 
 
+@mutant("m is overwritten before alpha is taken from it, so neither O nor l is rescaled")
+class NothingRescaled(Forward):
+    def alpha(self, m, unit):
+        return torch.ones_like(m)
+
+
+@mutant("the tiles that the causal diagonal crosses are not masked")
+class DiagonalTilesNotMasked(Forward):
+    def mask_causal(self, S, i, j):
+        return torch.full_like(S, -math.inf) if j >= i + self.Br + self.Nk - self.Nq else S
+
+
 # ---- the backward ----------------------------------------------------------------------------------------------------
 
 
@@ -427,6 +441,12 @@ class DeltaMissing(Backward):
 class DeltaOfTheTile(Backward):
     def gradient(self, P, dP, delta):
         return P * (dP - (P * dP).sum(-1, keepdim=True))
+
+
+@mutant("delta is added to dP instead of subtracted")
+class DeltaAdded(Backward):
+    def gradient(self, P, dP, delta):
+        return P * (dP + delta[..., None])
 
 
 @mutant("dS lacks the factor P")
@@ -534,6 +554,192 @@ class HalfGradients(Backward):
     accumulator = torch.float16
 
 
+@mutant("P is recomputed without lse: exp S")
+class LseMissing(Backward):
+    def probabilities(self, S, lse, rows):
+        return S.exp()
+
+
+@mutant("dq has the factor scale twice")
+class DqScaledTwice(Backward):
+    def dq_scale(self):
+        return self.scale**2
+
+
+@mutant("each of the Bc threads adds one element of the tile of dq, and nobody adds the others")
+class DqOneElementAThread(Backward):
+    def add_dq(self, total, term):
+        added = torch.arange(term.shape[-2:].numel()).reshape(term.shape[-2:]) < self.Bc
+        return self.add(total, torch.where(added, term, 0))
+
+
+# ---- the ring --------------------------------------------------------------------------------------------------------
+
+
+class Ring(Forward):
+    """The forward of a sequence that is dealt out to ranks, in float32: each merges the blocks of its own keys, of those of the
+    rank before it, and so on. A block is computed at once, whatever its tiles: that changes rounding only."""
+
+    def check(self):
+        if self.x.ring is None:
+            raise NotApplicable
+        self.ranks, self.layout = self.x.ring
+
+    def run(self):
+        q = self.x.q.float()
+        out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -math.inf)
+        for me in range(self.ranks):
+            rows = self.held(me)
+            O, L = out[..., rows, :], lse[..., rows]
+            for step in range(self.steps()):
+                src = (me - step) % self.ranks
+                keys = self.held(src)
+                seen = self.seen(me, src) if self.x.causal else torch.ones(len(rows), len(keys), dtype=torch.bool)
+                S = (self.scale * (q[..., rows, :] @ self.K[..., keys, :].mT)).masked_fill(~seen, -math.inf)
+                lse_block = S.logsumexp(-1)
+                out_block = self.exp(S - self.unit(lse_block)[..., None]) @ self.V[..., keys, :]
+                computed = seen.any(-1)  # a rank merges the rows that see something of the block
+                O_new, L_new = self.merge(O, L, out_block, lse_block)
+                O, L = torch.where(computed[:, None], O_new, O), torch.where(computed, L_new, L)
+            out[..., rows, :], lse[..., rows] = O, L
+        return {"out": out, "lse": lse}
+
+    def held(self, rank):
+        """The rank's positions: a chunk; for zigzag an early and a late one; striped, every so many."""
+        positions, twice = torch.arange(self.Nk), 2 * self.ranks
+        if self.layout == "striped":
+            return positions[rank :: self.ranks]
+        if self.layout == "contiguous":
+            return positions.tensor_split(self.ranks)[rank]
+        return torch.cat([positions.tensor_split(twice)[i] for i in (rank, twice - 1 - rank)])
+
+    def merge(self, out, lse, out_block, lse_block):
+        lse_new = torch.logaddexp(lse, lse_block)
+        w = self.weight(lse, lse_block, lse_new)
+        return out + w[..., None] * (out_block - out), self.next_lse(lse, lse_new)
+
+    # The steps that mutants override.
+    def steps(self):
+        return self.ranks
+
+    def seen(self, me, src):
+        """(n, n') which of the keys of rank src the queries of rank me see under a causal mask."""
+        return self.held(src) <= self.held(me)[:, None]
+
+    def weight(self, lse, lse_block, lse_new):
+        return (lse_block - lse_new).exp()
+
+    def next_lse(self, lse, lse_new):
+        return lse_new
+
+
+@mutant("the parts are averaged instead of weighted")
+class PartsAveraged(Ring):
+    def weight(self, lse, lse_block, lse_new):
+        return torch.full_like(lse, 0.5)
+
+
+@mutant("out gets the new part's weight and the new part gets out's")
+class WeightsExchanged(Ring):
+    def weight(self, lse, lse_block, lse_new):
+        return 1 - super().weight(lse, lse_block, lse_new)
+
+
+@mutant("the weights are quotients of exp(lse), which overflows")
+class WeightsOverflow(Ring):
+    def weight(self, lse, lse_block, lse_new):
+        return lse_block.exp() / (lse.exp() + lse_block.exp())
+
+
+@mutant("lse is not updated by the merge, so that each block outweighs all before it")
+class LseNotMerged(Ring):
+    def next_lse(self, lse, lse_new):
+        return lse
+
+
+@mutant("the last block is left out: as many blocks as hops", "Ring Attention, Algorithm 1 prints N - 1 rounds")
+class LastBlockLeftOut(Ring):
+    def steps(self):
+        return self.ranks - 1
+
+
+@mutant("a rank's own block is computed without the causal diagonal")
+class OwnBlockNotCausal(Ring):
+    def seen(self, me, src):
+        return torch.ones_like(super().seen(me, src)) if me == src else super().seen(me, src)
+
+
+@mutant("ranks are compared instead of positions: all keys of earlier ranks are seen, none of later ones")
+class RanksForPositions(Ring):
+    def seen(self, me, src):
+        seen = super().seen(me, src)
+        return seen if me == src else torch.full_like(seen, src < me)
+
+
+@mutant("zigzag's early and late chunks are exchanged where two ranks meet")
+class ZigzagChunksExchanged(Ring):
+    def check(self):
+        super().check()
+        if self.layout != "zigzag":
+            raise NotApplicable
+
+    def seen(self, me, src):
+        return super().seen(me, src) if me == src else ~super().seen(me, src)
+
+
+@mutant("striped, the diagonal is seen of later ranks' keys too")
+class StripedDiagonalSeen(Ring):
+    def check(self):
+        super().check()
+        if self.layout != "striped":
+            raise NotApplicable
+
+    def seen(self, me, src):
+        seen = super().seen(me, src)
+        return attention.visible(*seen.shape, causal=True) if src > me else seen
+
+
+# ---- which mistake it is ---------------------------------------------------------------------------------------------
+
+
+def diagnose(rows, order):
+    """The mutants whose results a wrong kernel's equal. rows: (inputs, tile, results, expected) of every case that it ran.
+
+    Such a mutant agrees with the results on every case that it applies to, and every wrong result lies on such a case. While out
+    or lse is wrong the forward's mutants are compared, on out and lse; otherwise the backward's, on dq, dk and dv.
+    """
+    rows = [(_on_cpu(inputs), tuple(tile), {n: x.cpu() for n, x in got.items()}, want) for inputs, tile, got, want in rows]
+    wrong = [error.failures(got, want) for _, _, got, want in rows]
+    names = ("out", "lse") if any("out" in w or "lse" in w for w in wrong) else ("dq", "dk", "dv")
+    kind = Forward if "out" in names else Backward
+    return [m for m in MUTANTS if issubclass(m.kind, kind) and any(wrong) and _explains(m, rows, wrong, names, order)]
+
+
+def _explains(mutant, rows, wrong, names, order):
+    differs = False
+    for (inputs, tile, got, want), failures in zip(rows, wrong, strict=True):
+        try:
+            mistaken = mutant.run(inputs, tile, order)
+        except NotApplicable:
+            if failures:
+                return False
+            continue
+        if _differ({name: got[name] for name in names}, mistaken, _tolerances(mistaken, want)):
+            return False
+        differs |= bool(failures and error.failures(mistaken, want))
+    return differs
+
+
+def _tolerances(mistaken, want):
+    """The tolerances, larger in proportion where the mistake makes results larger than they should be."""
+    grown = {name: error._largest(x) / max(error._largest(want.value[name]), 1e-30) for name, x in mistaken.items()}
+    return {name: max(1, growth) * want.tolerance[name] for name, growth in grown.items()}
+
+
+def _on_cpu(inputs):
+    return replace(inputs, **{name: getattr(inputs, name).cpu() for name in ("q", "k", "v", "dout")})
+
+
 # ---- who is killed by what -------------------------------------------------------------------------------------------
 
 
@@ -583,9 +789,15 @@ def _twins(results):
 
 
 def _differ(a, b, tolerance):
-    """Whether two results differ by more than twice the tolerance anywhere; NaN equals NaN here, inf its like."""
+    """Whether two results differ by more than twice the tolerance anywhere; NaN equals NaN here, inf its like.
+
+    A mistake can make results much larger than the right ones, which the tolerance is for; a row's rounding is allowed for too.
+    """
     for name in a:
         x, y = a[name].double(), b[name].double()
-        if not torch.equal(x.isfinite(), y.isfinite()) or ((x - y)[x.isfinite()].abs() > 2 * tolerance[name]).any():
+        finite = x.isfinite()
+        size = y.abs().where(y.isfinite(), 0)
+        largest = size.amax(-1, keepdim=True) if size.numel() else size
+        if not torch.equal(finite, y.isfinite()) or ((x - y).abs() > 2 * tolerance[name] + 1e-6 * largest)[finite].any():
             return True
     return False

@@ -1,4 +1,4 @@
-"""The command line: python -m steps demo | mutants | bench."""
+"""The command line: python -m steps demo | check | hint | solution | mutants | bench."""
 
 import json
 import string
@@ -72,7 +72,7 @@ def demo(
 NEXT = """
 What next
   read      make lab, then open my/00_naive.ipynb: what attention computes, and how to do it without the N x N matrix
-  exercise  the first one is in that notebook's section 5
+  exercise  python -m steps check 00 writes the stage's exercises to my/, and checks them from then on
   test      make test ARGS=tests/test_step00_naive.py: what the stage promises, case by case"""
 
 
@@ -102,6 +102,52 @@ def results(rows):
     return table
 
 
+Task = Annotated[str, typer.Argument(metavar="EXERCISE", help="Such as 00.2, or 00.bug1 for a hunt.")]
+
+
+@app.command()
+def check(what: Annotated[str, typer.Argument(metavar="EXERCISE|STAGE", help="Such as 00.2, 00.bug1, or 00 for a whole stage.")]):
+    """Runs what you have written in my/ inside the stage; the first call writes the files to fill in."""
+    from steps import workbook
+    from steps.workbook import exercises
+
+    ids = [task.id for task in exercises.of_stage(what)] or [task(what).id]
+    reports = [workbook.check(id) for id in ids]
+    for report in reports:
+        style = {"passed": "green", "wrong": "red", "error": "red"}.get(report.verdict, "")
+        head, _, rest = repr(report).partition("\n")
+        console.print(head, style=style, markup=False, highlight=False)
+        console.print(rest, markup=False, highlight=False, soft_wrap=True)
+    if any(report.failed for report in reports):
+        raise typer.Exit(1)
+
+
+@app.command()
+def hint(id: Task, level: Annotated[int, typer.Argument(help="1 a question, 2 the formula, 3 pseudo-code.", min=1, max=3)] = 1):
+    """A hint for an exercise."""
+    from steps import workbook
+
+    console.print(workbook.hint(task(id).id, level), markup=False, highlight=False)
+
+
+@app.command()
+def solution(id: Task):
+    """The stage's own function."""
+    from steps import workbook
+
+    console.print(workbook.solution(task(id).id), markup=False, highlight=False, soft_wrap=True)
+
+
+def task(id):
+    """The exercise or hunt; ends the program for one that does not exist."""
+    from steps.workbook import exercises
+
+    try:
+        return exercises.find(id)
+    except KeyError as e:
+        raise typer.BadParameter(e.args[0]) from None
+
+
 @app.command()
 def mutants(stage: Stage = None):
     """Which of the contract's cases kills which planted mistake, stage by stage."""
@@ -129,8 +175,9 @@ def kill_table(title, matrix):
     names = list(next(iter(matrix.values())))
     letters = (string.ascii_lowercase + string.ascii_uppercase)[: len(names)]
     marks = {"killed": "x", "survives": ".", "n/a": " "}
-    lines = [f"{title}: x killed, . survives, blank: makes no difference there", f"{'':24}{letters}"]
-    lines += [f"{mutant:24}{''.join(marks[row[name]] for name in names)}" for mutant, row in matrix.items()]
+    width = max(map(len, matrix)) + 1
+    lines = [f"{title}: x killed, . survives, blank: makes no difference there", f"{'':{width}}{letters}"]
+    lines += [f"{mutant:{width}}{''.join(marks[row[name]] for name in names)}" for mutant, row in matrix.items()]
     return "\n".join([*lines, ", ".join(f"{letter} {name}" for letter, name in zip(letters, names, strict=True))])
 
 
@@ -179,13 +226,13 @@ def entrants(number, rung):
 
     module, supports = compare.stage(number), compare.stage(number).SUPPORTS
     folder = Path(module.__file__).parent
-    stem = lambda prefix, word: next(iter(sorted(p.stem for p in folder.glob(f"{prefix}_*_{word}.*"))))  # noqa: E731
+    stem = lambda prefix, word: next((p.stem for p in folder.glob(f"{prefix}_*_{word}.*")), None)  # noqa: E731
     for word in supports["rungs"]:
         if rung in (None, word):
             yield Candidate(
                 supports["stage"].removeprefix("step"),
                 stem("fwd", word), partial(module.forward, rung=word),
-                stem("bwd", word), partial(module.backward, rung=word),
+                (backward := stem("bwd", word)), backward and partial(module.backward, rung=word),
                 dtypes=[name for name, dtype in DTYPES.items() if dtype in supports["dtypes"]],
                 head_dims=supports["head_dims"], gqa=supports["gqa"],
             )  # fmt: skip

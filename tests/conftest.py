@@ -1,4 +1,9 @@
-"""Turns a stage's SUPPORTS into test parameters, and ends a run with what was skipped and how long each file took."""
+"""Turns a stage's SUPPORTS into test parameters, and ends a run with what was skipped and how long each file took.
+
+With --mine the stages' tests run on what a reader wrote in my/, and the others are skipped.
+"""
+
+import re
 
 import pytest
 import torch
@@ -6,6 +11,9 @@ import torch
 import steps  # noqa: F401  decides the engine before anything imports Numba or Triton
 from reference import cases
 from steps import engine
+from steps.workbook.answer import Problem
+from steps.workbook.mine import Mine
+from steps.workbook.rungs import limits
 from suite import BAD_INPUT, lacking
 
 torch.set_num_threads(1)  # the tensors are tiny: waking a second thread costs more than it computes
@@ -14,8 +22,32 @@ BUDGETS = {  # seconds on 2 cores without a GPU; five times as much fails the ru
     "test_step00_naive.py": 10, "test_step01_fa1_numba.py": 45, "test_step02_fa2_cuda.py": 75, "test_step03_triton.py": 30,
     "test_step04_ring.py": 30, "test_workbook.py": 60, "test_notebooks.py": 120, "test_mutants.py": 30, "test_demo.py": 30,
     "test_copy_out.py": 30, "test_emulator.py": 30, "test_engine.py": 20, "test_environment.py": 15, "test_bench.py": 10,
+    "test_errata.py": 10, "test_slides.py": 15,
 }  # fmt: skip
+# Without a GPU the default rung runs every case, and each other rung these in its first dtype, the first in every dtype.
+FEW = ("ragged_causal", "more_queries_causal", "scores_200", "head_dim_odd")
 _seconds: dict[str, float] = {}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--mine", action="store_true", help="put the functions that you wrote in my/ in place of the stages'")
+
+
+def pytest_configure(config):
+    config.mine = None
+    if config.getoption("--mine"):
+        try:
+            config.mine = Mine()
+        except Problem as problem:
+            raise pytest.UsageError(str(problem)) from None
+        config.mine.install()
+        if config.option.tbstyle == "auto":
+            config.option.tbstyle = "short"  # the message says it all
+
+
+def pytest_unconfigure(config):
+    if config.mine:
+        config.mine.close()
 
 
 def pytest_generate_tests(metafunc):
@@ -23,18 +55,38 @@ def pytest_generate_tests(metafunc):
     if stage is None:
         return
     if "case" in metafunc.fixturenames:
-        rows = cases.select(stage.SUPPORTS, gpu=engine.name == "cuda")
-        metafunc.parametrize("case, dtype", [_case(*row) for row in rows])
-    if "rung" in metafunc.fixturenames:
-        metafunc.parametrize("rung", stage.SUPPORTS["rungs"])
+        mine = metafunc.config.mine
+        rungs = mine.rungs(stage.SUPPORTS["stage"]) if mine else stage.SUPPORTS["rungs"]
+        rows = [_case(stage, rung, *row) for rung in rungs for row in _rows(stage, rung, everything=mine is not None)]
+        skips = mine.blanks(stage.SUPPORTS["stage"]) if mine else {}
+        rows += [pytest.param(*[None] * 3, id=id, marks=pytest.mark.skip(reason=reason)) for id, reason in skips.items()]
+        metafunc.parametrize("case, dtype, rung", rows)
     if "bad" in metafunc.fixturenames:
         rows = BAD_INPUT | lacking(stage.SUPPORTS)
         metafunc.parametrize("bad", list(rows.values()), ids=list(rows))
 
 
-def _case(case, dtype, reason):
+def _rows(stage, rung, everything):
+    """(case, dtype, reason) of what runs on a rung."""
+    supports = limits(stage, rung)
+    for case, dtype, reason in cases.select(supports, gpu=engine.name == "cuda"):
+        few = FEW if dtype == supports["dtypes"][0] else FEW[:1]
+        if everything or engine.name == "cuda" or rung == stage.SUPPORTS["rungs"][0] or case.name in few:
+            yield case, dtype, reason
+
+
+def _case(stage, rung, case, dtype, reason):
     marks = [pytest.mark.skip(reason=reason)] if reason else []
-    return pytest.param(case, dtype, id=f"{case.name}-{str(dtype).removeprefix('torch.')}", marks=marks)
+    name = f"{case.name}-{str(dtype).removeprefix('torch.')}" + f"-{rung}" * (rung != stage.SUPPORTS["rungs"][0])
+    return pytest.param(case, dtype, rung, id=name, marks=marks)
+
+
+def pytest_collection_modifyitems(config, items):
+    """With --mine: skips the files that no stage has, and those of stages in which everything is still blank."""
+    for item in items if config.mine else ():
+        number = re.match(r"test_step(\d\d)_", item.path.name)
+        if reason := config.mine.nothing(number[1]) if number else "--mine is for the stages' tests":
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_runtest_setup(item):
@@ -55,8 +107,8 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_report_header():
-    return engine.describe()
+def pytest_report_header(config):
+    return [engine.describe(), *([config.mine.describe()] if config.mine else [])]
 
 
 def pytest_terminal_summary(terminalreporter):

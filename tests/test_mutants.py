@@ -39,6 +39,16 @@ def test_without_a_mistake_nothing_is_killed(order):
                     assert e <= 0.95 * want.tolerance[name], (case.name, name)
 
 
+def test_the_ring_without_a_mistake_passes_too():
+    supports = importlib.import_module("steps.step04_ring").SUPPORTS
+    for case, dtype, reason in cases.select(supports):
+        if reason is None and dtype == torch.float32:
+            x = cases.build(case, supports, dtype)
+            want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+            for name, e in error.errors(mutants.Ring(x, x.tile or (16, 16), "fa2").run(), want).items():
+                assert e <= 0.95 * want.tolerance[name], (case.name, name)
+
+
 def test_there_are_enough_and_each_says_what_it_is():
     forward = [m for m in mutants.MUTANTS if issubclass(m.kind, mutants.Forward)]
     assert len(forward) >= 15 and len(mutants.MUTANTS) - len(forward) >= 8

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,10 +23,10 @@ from hypothesis import strategies as st
 import steps.step04_ring as step04
 from reference import attention, cases
 from steps import engine, step00_naive
-from steps.step00_naive import bwd_3_tiled, fwd_3_tiled
 from steps.step04_ring import Layout, launch
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import merge
+from steps.workbook.ring import PlainBlock, group_of, outputs
 from suite import Contract
 
 
@@ -52,82 +51,22 @@ def on_ranks(worker, *args):
         raise
 
 
-@functools.cache
-def group_of(members):
-    """The group of these ranks of the world; every rank of the world has to ask for it in the same order."""
-    return dist.new_group(list(members))
-
-
 class TestContract(Contract):
     stage = step04
 
-    def outputs(self, case, inputs):
-        number = cases.CASES.index(case) if case in cases.CASES else 3  # "given": four ranks, zigzag
-        members, layout = combination(number + (inputs.q.dtype == torch.float16) + 5 * (inputs.q.dtype == torch.bfloat16))
-        tensors = [x.cpu() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
-        S, options = inputs.q.shape[2], inputs.options
+    def outputs(self, case, inputs, rung=None):
+        ranks, layout = inputs.ring or (4, "zigzag")  # tensors that no case gave
         # Triton's interpreter takes its time; without a GPU the block is the default one, in its own tile, in two cases a dtype.
-        options["block"] = None if engine.name == "cuda" or case.name in ("ragged", "ragged_causal") else PlainBlock
+        options = {"block": None if engine.name == "cuda" or case.name in ("ragged", "ragged_causal") else PlainBlock}
         if engine.name == "cpu" and options["block"] is None:
             options["tile"] = None
-        options["S"] = S if number % 2 else None
-        shards = on_ranks(run_shard, members, layout, tensors, case.place, case.through_autograd, options)
-        whole = Layout(layout, S, len(members))
-        return {name: whole.unshard([shards[r][name] for r in members], dim=2).to(engine.device) for name in shards[0]}
+        S = None if ranks % 2 else inputs.q.shape[2]
+        return outputs(on_ranks, tuple(range(ranks)), layout, case, inputs, S=S, **options)
 
     def test_every_world_size_meets_every_layout(self):
         rows = [row for row in cases.select(step04.SUPPORTS) if row[2] is None and row[0].Nq(16) > 1]
-        met = {combination(cases.CASES.index(case)) for case, dtype, _ in rows if dtype == torch.float32}
+        met = {cases.build(case, step04.SUPPORTS, dtype).ring for case, dtype, _ in rows if dtype == torch.float32}
         assert len(met) == 4 * len(LAYOUTS), met
-
-
-def combination(number):
-    """(members, layout) of a case: all twelve occur."""
-    return tuple(range(1 + number % 4)), LAYOUTS[number // 4 % 3]
-
-
-class PlainBlock:
-    """Stage 00's tiles in float32, with grouped heads, rounding what they return. Stands in for Triton's interpreter."""
-
-    @staticmethod
-    def forward(q, k, v, **options):
-        out, lse = fwd_3_tiled.forward(q.float(), *(repeat_heads(x.float(), q) for x in (k, v)), **options)
-        return out.to(q.dtype), lse
-
-    @staticmethod
-    def backward(dout, q, k, v, out, lse, **options):
-        repeated = (repeat_heads(x.float(), q) for x in (k, v))
-        dq, *dkv = bwd_3_tiled.backward(dout.float(), q.float(), *repeated, out.float(), lse, **options)
-        if q.shape[1] != k.shape[1]:
-            dkv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in dkv)
-        return tuple(x.to(q.dtype) for x in (dq, *dkv))
-
-
-def repeat_heads(x, q):
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-
-
-def run_shard(members, layout, tensors, place, through_autograd, options):
-    """A rank's part of a case: its shards of q, k, v and dout, embedded in NaN again; returns its shards of the results."""
-    group = group_of(members)
-    if dist.get_rank() not in members:
-        return None
-    H, S = tensors[0].shape[1:3]
-    if place == "expanded":
-        tensors = [x[:, :1] if i in (1, 2) else x for i, x in enumerate(tensors)]
-    whole = Layout(layout, S, len(members))
-    shards = [cases.surround_with_nan(whole.shard(x, dist.get_rank(group)).to(engine.device), place) for x in tensors]
-    if place == "expanded":
-        shards = [x.expand(-1, H, -1, -1) for x in shards]
-    before = [x.clone() for x in shards]
-    more = {"layout": layout, "group": group} | {name: options[name] for name in ("S", "block")}
-    functions = {name: functools.partial(getattr(step04, name), **more) for name in ("forward", "backward", "attention")}
-    inputs = cases.Inputs(*shards, options["causal"], options["scale"], options.get("tile"))
-    case = cases.Case("shard", "a rank's part", through_autograd=through_autograd)
-    results = cases.run(SimpleNamespace(**functions), case, inputs)
-    for x, y in zip(before, shards, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)  # no input was overwritten
-    return {name: x.cpu() for name, x in results.items()}
 
 
 # Layouts: no processes needed.

@@ -1,6 +1,7 @@
 """Who may import whom: what makes a stage readable alone and a kernel file liftable."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,23 @@ def test_a_stage_opens_with_its_story(stage):
     for path in stage.rglob("*"):
         if path.suffix in (".py", ".cu", ".cuh", ".h") and path.name not in TIES and "build" not in path.parts:
             assert "SPDX-License-Identifier: MIT" in path.read_text().splitlines()[0], path
+
+
+def symbols():
+    """(stage, name) for every name in backquotes in the columns 00 ... 04 of reference/symbols.md."""
+    for line in (ROOT / "reference" / "symbols.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and len(cells) == 9 and cells[4] not in ("00", "---"):
+            for stage, cell in zip(STAGES, cells[4:], strict=True):
+                yield from ((stage, name) for quoted in re.findall(r"`([^`]+)`", cell) for name in quoted.split(", "))
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda p: p.name)
+def test_the_names_in_the_table_of_symbols_exist_in_the_code(stage):
+    names = {name for at, name in symbols() if at == stage}
+    files = [ROOT / "steps" / "contract.py"]  # the entry points of all stages
+    files += [path for path in stage.rglob("*") if path.suffix in (".py", ".cu", ".cuh") and "emulator" not in path.parts]
+    code = "\n".join(path.read_text() for path in files)
+    identifiers = set(re.findall(r"\w+", re.sub(r'""".*?"""|(?://|#).*?$', "", code, flags=re.S | re.M)))
+    assert len(names) >= 15
+    assert names - identifiers == set()

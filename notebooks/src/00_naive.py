@@ -22,11 +22,12 @@
 # - **Time:** about 45 minutes to read, an hour more with the exercises.
 # - **Hardware:** any. This stage is plain Python and torch on the CPU; a GPU changes nothing here.
 # - **Code:** `steps/step00_naive/`, one file a rung. **Tests:** `pytest tests/test_step00_naive.py`.
-# - **Symbols** are the papers'; `reference/symbols.md` lists them all.
+# - **Symbols** are the papers': `reference/symbols.md`. Words: `reference/glossary.md`.
 
 # %% slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import math
+import textwrap
 import time
 import weakref
 from unittest.mock import patch
@@ -37,10 +38,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference import cases, error, mutants
+from reference.bench import cost
 from reference.bench.plots import COLOURS, FAINT, INK, style
 from steps import step00_naive as step00
-from steps.step00_naive import bwd_1_matrix, fwd_1_matrix, fwd_2_online, fwd_3_tiled
-from steps.workbook import picture, show
+from steps.step00_naive import bwd_1_matrix, fwd_1_matrix, fwd_2_online, fwd_3_tiled, io_count
+from steps.workbook import Blank, check, exercises, hint, picture, show, solution  # noqa: F401  for part 5
 
 torch.set_num_threads(1)  # small tensors: one thread is faster, and its times are steadier
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -58,74 +60,76 @@ print("matplotlib", matplotlib.__version__)
 #
 # $$S = \mathit{scale}\; Q K^\top \qquad P_{ij} = \frac{e^{S_{ij}}}{\sum_{j'} e^{S_{ij'}}} \qquad O = P V$$
 #
-# Q, K and V have one row of d numbers for each token. The score $S_{ij}$ compares query i with key j; softmax turns a
-# row of scores into positive weights that add up to 1. The scale, by default $1/\sqrt d$, keeps scores from growing
-# with d. Here are N = 6 tokens with d = 2.
+# Read it as a classifier: row $K_j$ is the **embedding of class j**, the score $S_{ij}$ says how well query i fits it, and
+# softmax turns a row of scores into probabilities; $O_i$ is the value to expect. The scale, by default $1/\sqrt d$, keeps
+# scores from growing with d (last lines below). Here are six animals in d = 2 dimensions, water and air; their values are
+# points in the plane. In self-attention the rows of Q, K and V are made from the same N tokens: here N = 6.
 
 # %% slideshow={"slide_type": "fragment"}
 N, d = 6, 2
-Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
-K = torch.tensor([[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]])
+names = ["sparrow", "frog", "eagle", "gull", "trout", "mole"]
+K = torch.tensor([[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]])  # at home in (water, air)
 V = torch.tensor([[0.0, 6], [2, 0], [4, 6], [6, 4], [8, 0], [10, 6]])
+Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
 scale = 1 / math.sqrt(d)
 
 S = fwd_1_matrix.scores(Q, K, False, scale)  # (N, N)
 P, lse = fwd_1_matrix.softmax(S)  # (N, N), (N,)
 O = P @ V  # (N, d)
-print("q_5 . k_j ", Q[5] @ K.T)
-print("S[5]      ", S[5])
-print("P[5]      ", P[5], " sum", P[5].sum())
-print("S[5,4] - S[5,3] =", S[5, 4] - S[5, 3], " P[5,4] / P[5,3] =", P[5, 4] / P[5, 3])
-print("O[5]      ", O[5])
+for j, name in enumerate(names):
+    print(f"k{j} {name:7} q5 . k{j} = {Q[5] @ K[j]:2.0f}   S[5,{j}] = {S[5, j]:5.2f}   P[5,{j}] = {P[5, j]:.2f}")
+print("S[5,4] - S[5,3] =", S[5, 4] - S[5, 3], " P[5,4] / P[5,3] =", P[5, 4] / P[5, 3], " sum of P[5] =", P[5].sum())
+print("O[5] =", O[5])
+for n in (16, 256):
+    products = torch.randn(2, 1000, n, generator=torch.Generator().manual_seed(0)).prod(0).sum(1)
+    print(f"random q, k with d = {n:3}: products spread by {products.std():.1f}, scaled by {products.std() / n**0.5:.1f}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Follow query 5, which is (3, 1). It matches key 4 best, with a scalar product of 6, then key 3 with 5; scaled, 4.24 and
-# 3.54. A difference of 0.71 between scores is a factor of 2.03 between weights: 0.61 and 0.30. The result (6.83, 1.34)
-# lies between V[4] = (8, 0) and V[3] = (6, 4), drawn a little towards the others. The scale decides how soft the lookup
-# is: at 0 all weights are equal, and as it grows the best key takes all.
+# Query 5 is (3, 1): much water, some air. It fits the trout best, with a scalar product of 6, then the gull with 5;
+# scaled, 4.24 and 3.54. A difference of 0.71 between scores is a factor of 2.03 between probabilities: 0.61 and 0.30.
+# The result (6.83, 1.34) lies between the trout's value (8, 0) and the gull's (6, 4), drawn a little towards the others.
+# The scale decides how soft the lookup is: at 0 all keys count the same, and as it grows the best takes all.
 
 # %% slideshow={"slide_type": "fragment"}
 fig, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.4))
 for j in range(N):
     left.annotate("", K[j].tolist(), (0, 0), arrowprops={"arrowstyle": "->", "color": COLOURS[0], "lw": 1.6})
-    x, y = (K[j] + 0.25 * K[j] / K[j].norm()).tolist()
-    left.text(x, y - 0.25 * (j == 1), f"k{j}", color=COLOURS[0], ha="center", va="center")
+    x, y = (K[j] + torch.tensor([0.42, 0.25]) * K[j] / K[j].norm()).tolist()
+    left.text(x, y - 0.25 * (j == 1), names[j], color=COLOURS[0], ha="center", va="center")
 left.annotate("", Q[5].tolist(), (0, 0), arrowprops={"arrowstyle": "->", "color": COLOURS[1], "lw": 2.5})
 left.text(3.05, 1.12, "q5", color=COLOURS[1])
-left.set(xlim=(-1.6, 3.6), ylim=(-1.6, 2.8), title="keys, and query 5", aspect="equal")
+left.set(xlim=(-2, 3.6), ylim=(-1.6, 2.8), title="keys, and query 5", xlabel="water", ylabel="air", aspect="equal")
 path = torch.stack([fwd_1_matrix.softmax(Q[5] @ K.T * s)[0] @ V for s in torch.linspace(0, 8, 400)])
 right.scatter(*V.T, s=1500 * P[5] + 6, color=COLOURS[0], alpha=0.5, lw=0)
 right.plot(*path.T, color=INK, lw=1.2, label="O[5] as the scale goes from 0 to 8")
 for j in range(N):
-    right.text(V[j, 0], V[j, 1] + (-1.7 if j == 4 else 0.7), f"v{j}: {P[5, j]:.2f}", ha="center", fontsize=9)
+    right.text(V[j, 0], V[j, 1] + (-1.7 if j == 4 else 0.7), f"{names[j]} {P[5, j]:.2f}", ha="center", fontsize=8)
 right.plot(*V.mean(0), "s", color=COLOURS[2], label="scale 0: the mean")
 right.plot(*O[5], "X", color=COLOURS[1], ms=10, label="scale 1/sqrt(2)")
-right.set(xlim=(-1.5, 11.5), ylim=(-5.5, 7.6), title="values; area: the weight", yticks=range(-4, 8, 2))
+right.set(xlim=(-2.6, 12), ylim=(-5.5, 7.6), title="values; area: the probability", yticks=range(-4, 8, 2))
 right.legend(loc="lower left", fontsize=8)
-picture(fig, """Left: six key arrows and query 5; its scalar products with the long keys 3 and 4 are
-the largest. Right: the six values as discs whose areas are their weights, 0.61 for v4 and 0.30 for
-v3. The output moves from the mean of all values at scale 0 past its place at scale 1/sqrt(2) to v4
-as the scale grows.""")
+picture(fig, """Left: six key arrows and query 5 on the axes water and air; the query points between the
+trout and the gull, whose keys are long. Right: the six values as discs whose areas are their
+probabilities, 0.61 for the trout and 0.30 for the gull. The output moves from the mean of all
+values at scale 0 past its place at scale 1/sqrt(2) to the trout's value as the scale grows.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Rung 0 is the definition, number by number; `show` prints a function from its file, so what you read is what runs.
-# Rung 1 is what you just called: the loops as two matrix products, which hardware is good at.
-
-# %% slideshow={"slide_type": "fragment"}
-show("fwd_0_loops", "attend")
+# Rung 0 is the definition, number by number; `show` prints a function from its file. Rung 1, which you just called, has
+# two matrix products for the loops.
 
 # %% slideshow={"slide_type": "fragment"}
 loops, _ = step00.forward(Q, K, V, rung="loops")
 torch_own = torch.nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None])[0]
 print("loops and matrix agree:", torch.allclose(loops, O))
 print("matrix and torch's own agree:", torch.allclose(O, torch_own))
+show("fwd_0_loops", "attend")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What it costs
 #
 # Inputs and output have 4 N d numbers; S and P have $N^2$ each, and each of the two products takes $2 N^2 d$
-# operations. The next cell counts the bytes of all tensors alive at once (you may skip how); then rung 1 meets longer
-# and longer sequences.
+# operations. The next cell (you may skip it) adds up the bytes of all tensors alive at every call to torch: an exact
+# count, the same on any machine. Then rung 1 meets longer and longer sequences.
 
 # %% slideshow={"slide_type": "skip"}
 class AliveBytes(TorchDispatchMode):
@@ -188,17 +192,16 @@ for ax in axes:
     ax.minorticks_off()
     ax.legend(fontsize=8)
 picture(fig, """Two log-log plots of the matrix rung against N from 128 to 2048, each with a line of
-slope N squared through its last point. Time climbs with that line, less smoothly. Peak memory lies
-on it, and leaves the dotted line of inputs and output, which has slope N, further and further
+slope N squared through its last point. Time climbs slowly at first, then at least as steeply as
+that line. Peak memory lies on it, and leaves the dotted line of inputs and output, which has slope N, further and further
 below.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Memory lies on the $N^2$ line: four N x N matrices are alive at the peak (scores, exponentials, quotient, P). Inputs
-# and output, dotted, only grow like N. Time climbs along the line less smoothly: caches and fixed costs show.
+# Memory lies on the $N^2$ line: at the peak four N x N matrices are alive (scores, exponentials, quotient, P). Inputs
+# and output, dotted, only grow like N. Time climbs slowly at first, where fixed costs count, then at least as steeply.
 #
-# The $N^2$ *products* are attention itself and stay. The $N^2$ *memory* can go, and with it most of the traffic to
-# memory. Two obstacles: softmax needs the whole row before it can give out a weight, and the backward pass seems to
-# need P.
+# The $N^2$ *products* are attention itself and stay. The $N^2$ *memory* can go. Two obstacles: softmax needs the whole
+# row before it can give out a probability, and the backward seems to need P.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: a softmax that never sees its whole row
@@ -251,24 +254,26 @@ print(f"l without correction: {l:.2f}, should be {(s - s.max()).exp().sum():.2f}
 # **Claim 3.** The output is a sum of the same kind, $O = \sum e^{s_j - m} v_j$, so the same factor mends it. At the end
 # O / l is the row of the result, exactly, and no row of S or P was stored.
 #
-# At the start m = -inf and l = O = 0. The first $\alpha$ is then $e^{-\infty} = 0$: there is nothing to rescale.
+# At the start m = -inf and l = O = 0. The first $\alpha$ is then $e^{-\infty} = 0$: there is nothing to rescale. Below,
+# key 3 moves the maximum of row 5; then rung 2's `online_update` (yours to write in part 5) goes through all keys.
 
 # %% slideshow={"slide_type": "fragment"}
 old, new = s[:3].max(), s[:4].max()
 alpha = (old - new).exp()
-print("claim 2:", torch.allclose((s[:3] - new).exp().sum(), alpha * (s[:3] - old).exp().sum()))
+before, after = (s[:3] - old).exp(), (s[:3] - new).exp()  # the first three terms, in the old unit and in the new
+print(f"m {old:.2f} -> {new:.2f}, alpha {alpha:.2f}; l over three keys: {before.sum():.2f} -> {after.sum():.2f}")
+print("claim 2:", torch.allclose(alpha * before.sum(), after.sum()))
+print("claim 3:", torch.allclose(alpha * (before @ V[:3]), after @ V[:3]))
 
-m, l, o = -math.inf, 0.0, torch.zeros(d)
+m, l, o = torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros(d)
 trace = []
-for s_j, v_j in zip(s.tolist(), V, strict=True):
-    m_new = max(m, s_j)
-    alpha = math.exp(m - m_new)
-    l = alpha * l + math.exp(s_j - m_new)
-    o = alpha * o + math.exp(s_j - m_new) * v_j
-    m = m_new
+for s_j, v_j in zip(s, V, strict=True):
+    before = m
+    m, l, o = fwd_2_online.online_update(m, l, o, s_j, v_j)
+    alpha = (before - m).exp()
     trace.append((m, alpha, l, o / l))
     print(f"m {m:.2f}  alpha {alpha:.2f}  l {l:.2f}  O/l ({o[0] / l:.2f}, {o[1] / l:.2f})")
-print("claim 3:", torch.allclose(o / l, O[5]))
+print("O / l is row 5 of the result:", torch.allclose(o / l, O[5]))
 
 # %% slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(3, 1, figsize=(7, 5.2), sharex=True, layout="constrained")
@@ -294,12 +299,12 @@ sum l is multiplied by alpha, 0.24, 0.24 and 0.49, there; the two components of 
 first value to the final row of the output and end on it.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# m moves at keys 1, 3 and 4, where alpha is 0.24, 0.24 and 0.49; elsewhere, after the first key, alpha is 1. At every
-# key O / l *is* the attention over the keys seen so far, and the last one, (6.83, 1.34), is the value from above.
+# m moves at keys 1, 3 and 4, where alpha is 0.24, 0.24 and 0.49. At every key O / l *is* the attention over the keys seen
+# so far; the last, (6.83, 1.34), is the value from above.
 #
-# **Claim 4.** Keys may come in groups: a group of Bc keys moves m to its largest score if that is larger, and adds a
-# sum to l and a matrix product to O. The size of the groups does not matter, and Br queries can go side by side. The
-# piece of S for Br queries and Bc keys is a **tile**, the only piece that ever exists.
+# **Claim 4.** Keys may come in groups of any size: Bc keys move m to their largest score if that is larger, and add a sum
+# to l and a matrix product to O. Br queries can go side by side. The piece of S for Br queries and Bc keys is a **tile**,
+# the only piece that ever exists.
 
 # %% slideshow={"slide_type": "fragment"}
 for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):
@@ -312,10 +317,10 @@ for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):
 # In the end m and l belong together: $m + \log l = \log \sum_j e^{s_j}$ is the **log-sum-exp** of the row, `lse`.
 #
 # **Claim 5.** $P_{ij} = e^{S_{ij} - \mathit{lse}_i}$. With lse, any entry of P can be made again from q and k, in any order,
-# without a sum over the row. The backward pass will live on this.
+# without a sum over the row. The backward will live on this.
 
 # %% slideshow={"slide_type": "fragment"}
-print(f"row 5: m + log l = {m + math.log(l):.2f}, lse = {lse[5]:.2f}")
+print(f"row 5: m + log l = {m + l.log():.2f}, lse = {lse[5]:.2f}")
 print("claim 5:", torch.allclose((S - lse[:, None]).exp(), P))
 print(f"P[5, 4] alone: exp({S[5, 4]:.2f} - {lse[5]:.2f}) = {(S[5, 4] - lse[5]).exp():.2f}")
 print(f"kept for N = 16384: lse {4 * 16384 / 2**10:.0f} KiB, P {4 * 16384**2 / 2**20:.0f} MiB")
@@ -326,7 +331,7 @@ print(f"kept for N = 16384: lse {4 * 16384 / 2**10:.0f} KiB, P {4 * 16384**2 / 2
 # ### The forward, tile by tile
 #
 # FlashAttention-2, Algorithm 1; in brackets the paper's lines. Line 10 is printed with an inverse,
-# $\mathrm{diag}(e^{m - m_{new}})^{-1} O$; by claim 2 there is none.
+# $\mathrm{diag}(e^{m-m_{new}})^{-1}O$; by claim 2 there is none (`papers/errata.md`, E12).
 #
 # | line | what it does | in `fwd_3_tiled.py` |
 # |---|---|---|
@@ -336,8 +341,7 @@ print(f"kept for N = 16384: lse {4 * 16384 / 2**10:.0f} KiB, P {4 * 16384**2 / 2
 # | [9–10] | m_new, P, alpha; new l and O | `online_update` (yours, in part 5) |
 # | [12–15] | O / l and lse = m + log l, written once | `forward`, last two lines of the loop |
 #
-# First the budget: what one round of the inner loop needs at hand. Later stages keep just this in the fast memory on the
-# GPU's chip.
+# First the budget: what one round of the inner loop needs at hand. Later stages keep just this on the GPU's chip.
 
 # %% slideshow={"slide_type": "fragment"}
 def tile_bytes(Br, Bc, d, size=4):
@@ -347,16 +351,15 @@ def tile_bytes(Br, Bc, d, size=4):
 
 for b in (16, 64, 128):
     print(f"tile ({b}, {b}), d = 64: {tile_bytes(b, b, 64) / 1024:.1f} KiB, for any N")
-
-# %% slideshow={"slide_type": "subslide"}
 show("fwd_3_tiled", "forward")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Causal tiles
 #
-# Causal means that a query sees keys up to its own position. If Nq and Nk differ, the *last* query sees every key: the
-# diagonal (dashed below) is aligned at the bottom right. `last_key` ends the inner loop where all further tiles would be
-# masked throughout (white). `mask` matters only in tiles that the diagonal crosses (orange); blue ones are whole.
+# Causal: a query sees keys up to its own position. If Nq and Nk differ, the *last* query sees every key: the diagonal
+# (dashed below) is aligned at the bottom right. `last_key` ends the inner loop where all further tiles would be masked
+# throughout (white). `mask` matters only in tiles that the diagonal crosses (orange). With more queries than keys, on the
+# right, the first queries see no key: `out = 0` and `lse = -inf`, the value and the logarithm of an empty sum.
 
 # %% slideshow={"slide_type": "fragment"}
 def draw_tiles(ax, Nq, Nk, Br, Bc):
@@ -385,15 +388,11 @@ tiles on the diagonal masked in part. Fewer queries than keys: the diagonal ends
 right, so a block of early keys is visited by all. More queries than keys: the first queries see no
 key, and their tiles are never visited.""")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# On the right, the first queries see no key at all. Their result is defined as `out = 0` and `lse = -inf`: the value and
-# the logarithm of an empty sum, never a nan.
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### The backward, by hand
 #
-# Write dX for the gradient of the loss with respect to X. Given dO, we need dQ, dK and dV. Autograd, in float64 and
-# with the causal mask, gives every gradient on the way for comparison.
+# dX is the gradient of the loss with respect to X. Given dO, we need dQ, dK and dV. Autograd, in float64 and with the
+# causal mask, gives every gradient on the way for comparison.
 #
 # **O = P V.** In $O_{ix} = \sum_j P_{ij} V_{jx}$ each $V_{jx}$ has the factor $P_{ij}$, and each $P_{ij}$ the factor
 # $V_{jx}$. So
@@ -417,19 +416,20 @@ dP = dO @ v.mT  # (N, N)
 print("dV:", torch.allclose(dV, want["dV"]), " dP:", torch.allclose(dP, want["dP"]))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **P = softmax(S).** From $P_{ij} = e^{S_{ij} - \mathit{lse}_i}$ and
-# $\partial\, \mathit{lse}_i / \partial S_{ik} = P_{ik}$ follows
-# $\partial P_{ij} / \partial S_{ik} = P_{ij} ([j = k] - P_{ik})$, where $[j = k]$ is 1 if j = k, else 0. Therefore
+# **P = softmax(S).** From $P_{ij}=e^{S_{ij}-\mathit{lse}_i}$ and $\partial\,\mathit{lse}_i/\partial S_{ik}=P_{ik}$ follows
+# $\partial P_{ij}/\partial S_{ik}=P_{ij}([j=k]-P_{ik})$, where $[j=k]$ is 1 if j = k, else 0. Therefore
 #
 # $$dS_{ik} = \sum_j dP_{ij}\, P_{ij} ([j = k] - P_{ik}) = P_{ik}\, (dP_{ik} - \mathit{delta}_i), \qquad
 # \mathit{delta}_i = \sum_j P_{ij}\, dP_{ij}.$$
 #
-# delta looks like a sum over a row of two N x N matrices. Two lines make it a scalar product of two rows of length d:
+# delta looks like a sum over rows of two N x N matrices. Two lines make it a scalar product of length d:
 #
 # $$\begin{aligned} \mathit{delta}_i &= \sum_j P_{ij} \sum_x dO_{ix} V_{jx} \\
 # &= \sum_x dO_{ix} \sum_j P_{ij} V_{jx} = \sum_x dO_{ix}\, O_{ix} \end{aligned}$$
 
 # %% slideshow={"slide_type": "fragment"}
+x = S.detach().requires_grad_()
+print("d lse / d S is P:", torch.allclose(torch.autograd.grad(x.logsumexp(-1).sum(), x)[0], P))
 delta = (dO * O).sum(-1)  # (N,)
 dS = P * (dP - delta[:, None])  # (N, N)
 print("delta:", torch.allclose(delta, (P * dP).sum(-1)), delta)
@@ -441,7 +441,7 @@ print("each row of dS adds up to 0:", torch.allclose(dS.sum(-1), torch.zeros_lik
 #
 # $$dQ = \mathit{scale}\; dS\, K \qquad\qquad dK = \mathit{scale}\; dS^\top Q$$
 #
-# (FlashAttention-2, section 2.2, prints $dK = Q\, dS^\top$: the shapes do not fit.)
+# (FlashAttention-2, section 2.2, prints $dK=Q\,dS^\top$: the shapes do not fit, E8.)
 
 # %% slideshow={"slide_type": "fragment"}
 dQ, dK = scale * dS @ k, scale * dS.mT @ q
@@ -452,7 +452,7 @@ print("bwd_1_matrix gives the same:", all(same))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Every formula works on one tile at a time: P from lse (claim 5), dP from dO and V, dS from delta. Nothing is rescaled,
-# because lse is final. So the backward keeps q, k, v, out and lse, and *recomputes* S. Rung 3 is FlashAttention-2's
+# because lse is final. So the backward needs q, k, v, out and lse, and *recomputes* S. Rung 3 is FlashAttention-2's
 # Algorithm 2: key tiles outside, so that dK_j and dV_j are finished in one visit.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -461,105 +461,76 @@ show("bwd_3_tiled", "backward")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 00.1: one tile.** Claims 2 to 4 for Br rows at once, lines [9–10] of the algorithm, in about five lines.
-# Replace `return None`; the next cell checks. Mind a row that has seen no key yet.
+# Write the body in place of `raise Blank` and run the cell: `check` puts your function in the place of the module's, runs
+# some of the contract's cases, and names what fails. `hint("00.1")` asks a question, `hint("00.1", 2)` gives the formula,
+# `hint("00.1", 3)` pseudo-code, `solution("00.1")` the module's function.
 #
-# <details><summary>Hint 1: a question</summary>
-#
-# Which of m, l, O, alpha and P have one entry a row, and which have a second axis? Where does that ask for `[..., None]`?
-#
-# </details>
-# <details><summary>Hint 2: the formula</summary>
-#
-# The loop of claim 3, with a row's largest score for s_j, a row's sum for one exponential, and a matrix product for one
-# weighted value. (FlashAttention-2, Algorithm 1, lines 9 and 10.)
-#
-# </details>
-# <details><summary>Hint 3: the trap</summary>
-#
-# If m and all scores of the tile are -inf, exp(m - m_new) is exp(-inf + inf) = nan. Subtract 0 instead of m_new in such
-# a row, but return the true m_new.
-#
-# </details>
+# **Exercise 00.1: a softmax that cannot overflow.** Claims 1 and 5 for all rows of S at once. Mind a row that is masked
+# throughout.
 
 # %% slideshow={"slide_type": "fragment"}
-def my_online_update(m, l, O, S, V_j):
-    """(m, l, O) after one more tile: S (Br, Bc), V_j (Bc, d); m, l (Br,); O (Br, d), not divided by l."""
-    return None  # yours
+def softmax(S):
+    """(P, lse) over the last dimension; a row that is masked throughout gets P = 0 and lse = -inf, not NaN."""
+    raise Blank
 
 
-# %% slideshow={"slide_type": "fragment"}
-def check_update(mine):
-    """Runs mine beside the module's function over three tiles of four keys, and names what differs."""
-    scores = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
-    values, keys = torch.arange(36.0).reshape(12, 3), torch.arange(12)
-    tests = {
-        "a maximum that never moves after the first tile": scores - 9 * keys,
-        "a maximum that moves in every tile": scores + keys,
-        "scores in the hundreds": 100 * scores,
-        "a tile masked throughout, then scores near -200": (scores - 200).masked_fill(keys < 4, -math.inf),
-    }
-    for says, S in tests.items():
-        got = want = (torch.full((4,), -math.inf), torch.zeros(4), torch.zeros(4, 3))
-        for j in range(0, 12, 4):
-            got = mine(*got, S[:, j : j + 4], values[j : j + 4])
-            if got is None:
-                return print("not written yet")
-            want = fwd_3_tiled.online_update(*want, S[:, j : j + 4], values[j : j + 4])
-        same = [torch.allclose(a, b, rtol=1e-4) for a, b in zip(got, want, strict=True)]
-        print("ok:" if all(same) else f"wrong (m, l, O right: {same}):", says)
-
-
-check_update(my_online_update)
+check("00.1", softmax)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 00.2: merge.** Two workers have attended with the same queries to different parts of the keys; each has its
-# (out, lse). Combine them into the result over all keys, without the scores. Stage 04 does this between GPUs.
-#
-# <details><summary>Hint 1: a question</summary>
-#
-# lse is the logarithm of a sum. What is the sum over both parts, and which share of it is each part's?
-#
-# </details>
-# <details><summary>Hint 2: where to look</summary>
-#
-# `papers/online_softmax.md`, the paragraph below the merge. `torch.logaddexp` does not overflow.
-#
-# </details>
-# <details><summary>Hint 3: the trap</summary>
-#
-# A row that sees no key in either part has lse = -inf twice, and -inf - (-inf) is nan. Its out is 0.
-#
-# </details>
+# **Exercise 00.2: take in one key.** Claims 2 and 3 for all queries at once, each with its own m. Mind a query that has
+# seen no key yet.
 
 # %% slideshow={"slide_type": "fragment"}
-def my_merge(out_a, lse_a, out_b, lse_b):
-    """(out, lse) over both sets of keys: out_a, out_b (N, d), lse_a, lse_b (N,)."""
-    return None  # yours
+def online_update(m, l, O, s, v_j):
+    """(m, l, O) after one more key: scores s (B, H, Nq), value v_j (B, H, 1, D); m, l (B, H, Nq), O (B, H, Nq, D)."""
+    raise Blank
 
 
-def check_merge(mine):
-    """Merges attention over parts of the six keys, and compares with attention over all."""
-    over = {n: step00.forward(Q, K[:n], V[:n]) for n in (0, 1, 3, 6)}  # no key at all gives out 0, lse -inf
-    rest = {n: step00.forward(Q, K[n:], V[n:]) for n in (0, 1, 3, 6)}
-    tests = {"3 keys and 3": (over[3], rest[3]), "1 key and 5": (over[1], rest[1]),
-             "none and 6": (over[0], rest[0]), "none and none": (over[0], rest[6])}  # fmt: skip
-    for says, (a, b) in tests.items():
-        got, want = mine(*a, *b), over[0] if says == "none and none" else over[6]
-        if got is None:
-            return print("not written yet")
-        same = all(torch.allclose(x, y) for x, y in zip(got, want, strict=True))
-        print("ok:" if same else "wrong:", says)
+check("00.2", online_update)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 00.3: mask a tile.** Make -inf what the queries of one tile may not see: the orange tiles of part 4.
+
+# %% slideshow={"slide_type": "fragment"}
+def mask(S, i, j, shift):
+    """S (..., Br, Bc), -inf where the key lies after the query. It starts at query i, key j; query i stands at i + shift."""
+    raise Blank
 
 
-check_merge(my_merge)
+check("00.3", mask)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 00.4: one tile of the backward.** Recompute P from lse and find dS, as the loop above asks for them. `rows`
+# and `keys` are slices. Mind the mask.
+
+# %% slideshow={"slide_type": "fragment"}
+def tile_gradients(dout, q, k, v, lse, delta, rows, keys, causal, scale):
+    """(P, dS) of one tile, both (B, H, Br, Bc)."""
+    raise Blank
+
+
+check("00.4", tile_gradients)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Bug hunt 00.bug1.** What was reported about `steps/step00_naive/broken/bug1.py` is printed below. Find the cause, and
+# write the test that would have caught it: it has to fail on the broken forward and pass on the stage's own.
+
+# %% slideshow={"slide_type": "fragment"}
+print(textwrap.fill(exercises.find("00.bug1").symptom, 110))
+
+
+def test(forward):
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...), whoever wrote it."""
+    raise Blank
+
+
+check("00.bug1", test)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# All stages answer to one contract: named cases, compared with a float64 reference. The tolerance is computed from the
-# inputs: twice the error of plain attention in the same precision, plus what rounding may add. Here is stage 00 on
-# every case.
+# All stages answer to one contract: named cases, compared with a float64 reference. The tolerance follows from the inputs:
+# twice plain attention's error in the same precision, plus what rounding may add. Here is stage 00 on every case.
 
 # %% slideshow={"slide_type": "fragment"}
 def run_case(case, dtype=torch.float32):
@@ -583,13 +554,12 @@ print(f"{runs} runs, {len(failed)} failed")
 print("largest error in units of the tolerance:", {name: round(ratio, 2) for name, ratio in worst.items()})
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now flip one thing. `forward` tells `mask` where the diagonal lies by `Nk - Nq`. Suppose someone passes 0: the diagonal
-# starts at the top left. **Which kind of case will fail?**
+# Now flip one thing. `forward` tells `mask` by `Nk - Nq` where the diagonal lies. Suppose someone passes 0: it starts at
+# the top left. **Which kind of case will fail?**
 #
 # <details><summary>Answer</summary>
 #
-# Only causal cases in which Nq and Nk differ; for Nq = Nk the shift is 0 anyway. A suite with square shapes alone would
-# never notice.
+# Only causal cases in which Nq and Nk differ; for Nq = Nk the shift is 0 anyway.
 #
 # </details>
 
@@ -601,8 +571,10 @@ with patch.object(fwd_3_tiled, "mask", lambda S, i, j, shift: right_mask(S, i, j
             print("fails:", case.name, "-", case.says)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# `reference/mutants.py` holds such mistakes ready made. A test suite is as good as the mutants it kills. Below, a row
-# is a mistake, a column one of the contract's cases.
+# `reference/mutants.py` holds such mistakes ready made: a test suite is as good as the mutants it kills. Below, a row is a
+# mistake, a column one of the contract's cases. `no_maximum` never subtracts m, and lives through every case with
+# ordinary random scores. `maximum_starts_at_zero` (m = 0 instead of -inf) dies in one case alone, where a row's scores
+# are all very negative: every exponential underflows.
 
 # %% slideshow={"slide_type": "fragment"}
 mistakes = """no_rescale_of_o inverse_alpha first_maximum_kept no_maximum maximum_starts_at_zero
@@ -642,21 +614,17 @@ out the maximum lives through all cases but those with scores of 100 and more; s
 at zero dies only in the case with a row of very negative scores; the top-left mask only where Nq
 and Nk differ.""")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Look at two rows. `no_maximum` never subtracts m, and lives through every case with ordinary random scores.
-# `maximum_starts_at_zero` (m = 0 instead of -inf) dies in one case alone, where a row's scores are all very negative:
-# there every exponential underflows, and the row becomes an empty sum.
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
 # **Question 1.** When N doubles, the peak memory of rung 1 is multiplied by 4. By how much is that of rung 2 (key by
-# key, all rows together), and that of rung 3 with tiles of (64, 64)?
+# key, all rows together), and that of rung 3 with tiles of (64, 64)? And is rung 3 faster than rung 1 on this CPU?
 #
 # <details><summary>Answer</summary>
 #
-# Rung 2: by 2, as all it holds are a few tensors like O. Rung 3: by less. Only out and lse grow with N; what a tile
-# needs does not, and is the larger part at first. At N = 64 there is one tile, and nothing is saved.
+# Rung 2: by 2, as it holds a few tensors like O. Rung 3: by less; only out and lse grow with N, and a tile's needs are the
+# larger part at first. Faster: not with small tiles. The products are the same, but $32^2$ tiles of (16, 16) mean as many
+# rounds of torch calls, each dearer than its arithmetic. Only a kernel makes saved memory into saved time.
 #
 # </details>
 
@@ -668,70 +636,141 @@ def tiled(b):
 rungs = {"rung 1, matrix": (fwd_1_matrix.forward, COLOURS[1], "o-"),
          "rung 2, online": (fwd_2_online.forward, COLOURS[2], "s-"),
          "rung 3, (64, 64)": (tiled(64), COLOURS[0], "D-")}  # fmt: skip
-short = (64, 128, 256, 512)
-fig, ax = plt.subplots(figsize=(6.4, 3.4))
+short, sizes = (64, 128, 256, 512), (16, 32, 64, 128, 256)
+fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
 for name, (function, colour, look) in rungs.items():
     mib = [peak_bytes(function, n) / 2**20 for n in short]
-    ax.loglog(short, mib, look, color=colour, label=name)
+    left.loglog(short, mib, look, color=colour, label=name)
     print(f"{name}: from N = 256 to 512 by {mib[3] / mib[2]:.2f}")
-ax.set(xlabel="N", title="peak memory beyond q, k and v, MiB")
-ax.set_xticks(short, short)
-ax.minorticks_off()
-ax.legend(fontsize=8)
-picture(fig, """Peak memory against N on log-log axes: the matrix rung rises with slope 2, the
+right.loglog(sizes, [1e3 * seconds(tiled(b), 512) for b in sizes], "D-", label="rung 3, tiles of (b, b)")
+right.axhline(1e3 * seconds(fwd_1_matrix.forward, 512), color=COLOURS[1], ls="--", label="rung 1, matrix")
+for ax, name, ticks, title in ((left, "N", short, "peak memory, MiB"), (right, "b", sizes, "time at N = 512, ms")):
+    ax.set(xlabel=name, title=title)
+    ax.set_xticks(ticks, ticks)
+    ax.minorticks_off()
+    ax.legend(fontsize=8)
+picture(fig, """Left: peak memory against N on log-log axes: the matrix rung rises with slope 2, the
 online rung with slope 1, and the tiled rung, highest at N = 64 where one tile is all, lies lowest
-from N = 256 on with a slope below 1.""")
+from N = 256 on with a slope below 1. Right: time of the tiled rung at N = 512 against its tile
+size, falling as the tiles grow from 16; the matrix rung's time is far below that of small
+tiles.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 2.** At N = 512, on this CPU, is rung 3 faster than rung 1? What do larger tiles do to its time?
+# ### The traffic, counted
+#
+# A GPU's chip has little memory of its own, and fetching a number from device memory takes as long as many operations
+# (printed below). So the papers count what passes between the two, and so does `io_count.py`, on any machine:
+# `memory.put` makes an array, `x[rows]` counts as a load, `x[rows] = tile` as a store; the chip is free. With
+# $T_c=\lceil N/B_c\rceil$ tiles of keys and $T_r=\lceil N/B_r\rceil$ of queries:
+#
+# | order | loads | stores |
+# |---|---|---|
+# | standard: S, P, O in three steps | Q, K, V; S, P: $3Nd+2N^2$ | S, P; O; lse: $2N^2+Nd+N$ |
+# | FA1: key tiles outside | K, V; Q, O, l, m for each: $2Nd+T_cN(2d+2)$ | O, l, m at first and for each: $(1+T_c)N(d+2)$ |
+# | FA2: query tiles outside | Q; K, V for each: $Nd+2NdT_r$ | O, lse: $Nd+N$ |
+#
+# A short last tile changes nothing: all tiles' rows add up to N. FA2's order is rung 3. Here is FA1's:
+
+# %% slideshow={"slide_type": "fragment"}
+gpu = cost.GPUS["NVIDIA H200"]
+print(f"{gpu.name}: {4 * gpu.fp32_tflops / gpu.bandwidth:.0f} float32 operations for each float32 from device memory")
+show("io_count", "fa1")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Question 2.** Let d = 64 and N be large. From which Bc on does FA1's order move less than standard attention?
 #
 # <details><summary>Answer</summary>
 #
-# With small tiles it is far slower. The multiplications are the same, but (16, 16) means 1024 rounds of small torch
-# calls, and each call costs more than its arithmetic. Larger tiles mean fewer rounds. The algorithm saves memory traffic;
-# to turn that into time, a round must cost little more than its arithmetic. That takes a kernel.
+# Compare the terms with $N^2$: $T_cN(3d+4)\approx N^2(3d+4)/B_c$ against $4N^2$. FA1 wins for $B_c>(3d+4)/4=49$. With
+# smaller tiles, O going back and forth costs more than S and P did.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-sizes = (16, 32, 64, 128, 256)
-fig, ax = plt.subplots(figsize=(6.4, 3.2))
-ms = [1e3 * seconds(tiled(b), 512) for b in sizes]
-ax.loglog(sizes, ms, "D-", color=COLOURS[0], label="rung 3, tiles of (b, b)")
-ax.axhline(1e3 * seconds(fwd_1_matrix.forward, 512), color=COLOURS[1], ls="--", label="rung 1, matrix")
-ax.set(xlabel="b", title="time at N = 512, ms")
-ax.set_xticks(sizes, sizes)
-ax.minorticks_off()
-ax.legend(fontsize=8)
-print("rounds of the inner loop:", {b: (512 // b) ** 2 for b in sizes})
-picture(fig, """Time of the tiled rung at N = 512 against its tile size, falling as the tiles grow
-from 16; the matrix rung's time, a horizontal line, is far below that of small tiles.""")
+def moved(order, N, *tile, d=64):
+    """Elements that one run loads and stores: counted, and equal to the formula."""
+    memory = io_count.Memory()
+    getattr(io_count, order)(memory, *torch.randn(3, N, d), **({"tile": tile} if tile else {}))
+    assert (memory.loads, memory.stores) == getattr(io_count, order + "_count")(N, d, *tile)
+    return memory.loads + memory.stores
+
+
+def all_three(N, b):
+    """The counts of the three orders. FA1's tile is its paper's choice for M = 4 d b: Bc = M / (4 d), Br = min(Bc, d)."""
+    return {"standard": moved("standard", N), "fa1": moved("fa1", N, min(b, 64), b), "fa2": moved("fa2", N, b, b)}
+
+
+by_length = {N: all_three(N, 64) for N in (100, 200, 500, 1000)}
+by_tile = {b: all_three(500, b) for b in (16, 32, 64, 128)}
+for N, counts in by_length.items():
+    print(f"N = {N:4}, M = 16384:", *(f"{order} {c} = {c / N**2:.2f} N^2 " for order, c in counts.items()))
+print("d (3 d + 4) =", 64 * (3 * 64 + 4))
+for b, counts in by_tile.items():
+    ratios = (f"{order} {counts[order] / counts['standard']:.2f}" for order in ("fa1", "fa2"))
+    print(f"N = 500, M = {4 * 64 * b:5}:", *ratios, "times standard")
+
+# %% slideshow={"slide_type": "fragment"}
+d = 64
+papers = {
+    "standard": ("4 (N d + N^2)", lambda N, b: 4 * (N * d + N * N)),
+    "fa1": ("12 N^2 d^2 / M", lambda N, b: 12 * N**2 * d**2 / (4 * d * b)),
+    "fa2": ("2 N d ceil(N / Br)", lambda N, b: 2 * N * d * math.ceil(N / b)),
+}
+fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.6), layout="constrained")
+for (order, (label, formula)), marker, colour in zip(papers.items(), "osD", (1, 2, 0), strict=True):
+    colour = COLOURS[colour]
+    left.plot(range(100, 1001), [formula(N, 64) for N in range(100, 1001)], color=colour, lw=1, label=label)
+    right.plot([4 * d * b for b in range(16, 129)], [formula(500, b) for b in range(16, 129)], color=colour, lw=1)
+    left.plot(list(by_length), [c[order] for c in by_length.values()], marker, color=colour, label=f"{order}, counted")
+    right.plot([4 * d * b for b in by_tile], [c[order] for c in by_tile.values()], marker, color=colour)
+right.axvline(d * (3 * d + 4), color=INK, lw=1, ls=":")
+for ax, name, ticks in ((left, "N, with M = 16384", by_length), (right, "M, with N = 500", [4 * d * b for b in by_tile])):
+    ax.set(xscale="log", yscale="log", xlabel=name, ylim=(2e4, 6e6))
+    ax.set_xticks(list(ticks), list(ticks))
+    ax.xaxis.minorticks_off()
+left.set_title("elements moved")
+left.legend(fontsize=8)
+picture(fig, """Elements moved on log-log axes, counts as markers on the papers' expressions as lines. Left,
+against N: all three rise with a slope near 2, standard attention highest, FA1 a little below, FA2
+lowest. Right, against M: standard is flat; FA1 and FA2 fall like 1 / M, FA1 from far above standard
+to below it near the dotted line at M = 12544.""")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Every count equals its formula to the element. With $M=4dB_c$, room for Q_i, O_i, K_j and V_j, they follow the
+# papers' expressions (lines): $\Theta(Nd+N^2)$ with the constant 4 (S and P, written and read), $\Theta(N^2d^2/M)$ with 12
+# (Q and O loaded, O stored, $4Nd/M$ times), $NdT_r$ with 2 (K and V). Terms of lower order lift marks off their lines.
+#
+# All grow like $N^2$; the tile decides the factor. With tiles of 64, at N = 1000, FA1's order saves little: 3.33 N² against
+# 4.26 N²; FA2's moves 2.18 N². Left of M = d (3d + 4) = 12544, dotted, FA1 is no better than standard attention: 1.48 times
+# as much at M = 8192. At M = 32768 it is 0.43, and 0.28 for FA2. The theorem promises an order of growth, not the
+# constant; and standard attention was granted whatever each of its steps wants on the chip.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - Attention is a mean of values, weighted by the softmax of scaled scores: $N^2$ scores, N d results.
-# - Subtracting the row's maximum keeps exp in range; a running maximum does as well, if alpha rescales l and O.
+# - Attention is a mean of values under the softmax of scores: $N^2$ scores, N d results.
+# - Subtracting the row's maximum keeps exp in range; so does a running maximum, if alpha rescales l and O.
 # - O / l at the end is exact, whatever the tiles; only one tile of S exists at a time.
-# - lse, one number a row, gives back P. With delta, one more, the backward works tile by tile too.
+# - lse, one number a row, gives back P; with delta, one more, the backward works tile by tile too.
+# - Larger tiles move less; small ones can move more than standard attention.
 # - Tests with small random scores and square shapes miss real mistakes.
 #
 # **Ask yourself**
 #
 # 1. Why is l never below 1 once a row has seen a key?
-# 2. For which order of the scores is alpha always 1 after the first key?
+# 2. In which order of scores is alpha always 1 after the first key?
 # 3. What would go wrong if m started at -100?
 # 4. Why does the backward need no running maximum?
-# 5. delta comes from dO and out. What else could it come from, and at what cost?
+# 5. Does Br or Bc decide the traffic of FA1's order, and of FA2's? Why not the other?
 #
 # **Go further**
 #
-# - ★ (15 minutes) Write the softmax of a vector with two passes over it instead of three. Test at scores of ±200.
+# - ★ (15 minutes) Write the softmax of a vector in two passes instead of three. Test at scores of ±200.
 # - ★★ (1 hour) Give rung 2 a sliding window: query i sees the last w keys. Check against
 #   `reference.attention.forward(..., causal=True, window=(w - 1, 0))`.
-# - ★★★ (a weekend) Write the tiled forward with key tiles *outside*. What must be kept for all rows between visits?
-#   Compare with stage 01.
+# - ★★★ (a weekend) Write the backward, Algorithm 2, against `io_count.Memory`, derive its formula, then swap its loops.
+#   Which order moves less, and when?
 #
-# **Read:** `papers/attention.md`, `papers/online_softmax.md`, `papers/memory_efficient_attention.md`.
+# **Read:** `papers/attention.md`, `papers/online_softmax.md`, and the traffic count in `papers/flash_attention.md`.
 #
 # **Next:** [01_fa1_numba.ipynb](01_fa1_numba.ipynb). The tiles move to where they pay: a GPU's shared memory.

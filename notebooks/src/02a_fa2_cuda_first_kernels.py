@@ -43,7 +43,7 @@ from reference.bench.plots import COLOURS, FAINT, INK
 from steps import step02_fa2_cuda as step02
 from steps.step00_naive import fwd_3_tiled
 from steps.step02_fa2_cuda import emulator, kernels, nvrtc
-from steps.workbook import picture, show
+from steps.workbook import check, hint, picture, show, solution  # noqa: F401  for part 5
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -396,34 +396,40 @@ show("fwd_0_scalar", "attention_forward")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 02.1: `online_update` in CUDA C++.** Lines [9–10] for one thread and n keys, in about ten lines.
-# `S[j * Br]` is this thread's score of key j, `V[j * D + d]` its value, `max_S` the largest of the n scores. O is not
-# divided by l. Replace `None` by a string that holds a whole function with this head:
+# Write the body in place of the line with `#error`, and run the cell: `check` compiles the kernel with your text in the
+# place of the stage's function, runs some of the contract's cases, and names what fails. `hint("02.1")` asks a question,
+# `hint("02.1", 2)` gives the formula, `hint("02.1", 3)` pseudo-code, `solution("02.1")` the stage's function.
 #
-# ```cpp
-# __device__ void online_update(float& m, float& l, float (&O)[D], Shared<float> S, float max_S, Shared<float> V, int n) {
-# ```
-#
-# <details><summary>Hint 1: a question</summary>
-#
-# m, l and O belong to one row, so what in notebook 00 had a row axis is now a plain float. What is left of the sums?
-#
-# </details>
-# <details><summary>Hint 2: the formula</summary>
-#
-# Claims 2 and 3 of notebook 00: one alpha for l and for each of the D numbers of O, then one exponential for each key.
-#
-# </details>
-# <details><summary>Hint 3: the traps</summary>
-#
-# `float&` means that the caller sees your change: m must become m_new, but not before alpha has used the old one.
-# The kernel never calls the function with n = 0, so that nothing needs a guard. In float32 it is `expf`.
-#
-# </details>
+# **Exercise 02.1: take in a tile of keys, in registers.** Lines [9–10] for one thread, in about ten lines. `S[j * Br]` is
+# this thread's score of key j, row j of V begins at `V[j * D]`, and `max_S` is the largest of the n scores; there is at
+# least one. O is not divided by l. `float&`: the caller sees what you assign.
 
 # %% slideshow={"slide_type": "fragment"}
-my_online_update = None  # yours: r"""__device__ void online_update(...) { ... }"""
+online_update = r"""
+__device__ void online_update(float& m, float& l, float (&O)[D], Shared<float> S, float max_S, Shared<float> V, int n) {
+#error Blank 02.1
+}"""
 
+check("02.1", online_update)
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 6. Check it, then break it
+#
+# The contract's cases, as far as they use head_dim 32 and square tiles (`pytest tests/test_step02_fa2_cuda.py` runs
+# all), on this process's engine:
+
+# %% slideshow={"slide_type": "fragment"}
+ran, failed, worst = 0, [], 0.0
+for case, dtype, reason in cases.select(step02.SUPPORTS):
+    if reason is None and (case.D, case.tile) == (32, "square"):
+        x = cases.build(case, step02.SUPPORTS, dtype, steps.engine.device)
+        want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+        got = dict(zip(("out", "lse"), step02.forward(x.q, x.k, x.v, **x.options), strict=True))
+        ran, failed = ran + 1, failed + [case.name] * bool(error.failures(got, want))
+        errors = error.errors(got, want)
+        worst = max([worst, *(e / (want.tolerance[name] or 1) for name, e in errors.items())])
+print(f"engine {steps.engine.name}: {ran} cases, {len(failed)} failed,", end=" ")
+print(f"largest error {worst:.2f} of the tolerance")
 
 # %% slideshow={"slide_type": "skip"}
 @contextmanager
@@ -444,42 +450,6 @@ def emulated(name):
     out, lse = kernels.scalar_forward(x.q, x.k, x.v, causal=x.causal, scale=x.scale, tile=(16, 16))
     return {"out": out, "lse": lse}, want
 
-
-# %% slideshow={"slide_type": "fragment"}
-def check_update(mine):
-    """Puts the text in place of the stage's function; each input shows one mistake."""
-    if mine is None:
-        return print("not written yet")
-    inputs = {"one_key": "a single key", "rising": "a maximum that moves in every tile",
-              "falling": "a maximum that never moves after the first tile",
-              "scores_200": "scores around +-200",
-              "ragged_causal": "rows that see different numbers of keys"}  # fmt: skip
-    with planted(str(show("fwd_0_scalar", "online_update")), mine):
-        for name, says in inputs.items():
-            wrong = error.failures(*emulated(name))
-            print("ok:" if not wrong else f"wrong ({', '.join(wrong)}):", says)
-
-
-check_update(my_online_update)
-
-# %% [markdown] slideshow={"slide_type": "slide"}
-# ## 6. Check it, then break it
-#
-# The contract's cases, as far as they use head_dim 32 and square tiles (`pytest tests/test_step02_fa2_cuda.py` runs
-# all), on this process's engine:
-
-# %% slideshow={"slide_type": "fragment"}
-ran, failed, worst = 0, [], 0.0
-for case, dtype, reason in cases.select(step02.SUPPORTS):
-    if reason is None and (case.D, case.tile) == (32, "square"):
-        x = cases.build(case, step02.SUPPORTS, dtype, steps.engine.device)
-        want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-        got = dict(zip(("out", "lse"), step02.forward(x.q, x.k, x.v, **x.options), strict=True))
-        ran, failed = ran + 1, failed + [case.name] * bool(error.failures(got, want))
-        errors = error.errors(got, want)
-        worst = max([worst, *(e / (want.tolerance[name] or 1) for name, e in errors.items())])
-print(f"engine {steps.engine.name}: {ran} cases, {len(failed)} failed,", end=" ")
-print(f"largest error {worst:.2f} of the tolerance")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck

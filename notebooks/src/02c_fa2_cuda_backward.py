@@ -42,7 +42,7 @@ from reference.bench import plots, rows
 from reference.bench.plots import COLOURS, FAINT, INK
 from steps import step02_fa2_cuda as step02
 from steps.step02_fa2_cuda import emulator, kernels, nvrtc
-from steps.workbook import picture, show
+from steps.workbook import check, hint, picture, show, solution  # noqa: F401  for part 5
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -363,35 +363,39 @@ print("six tokens, dq dk dv:", same)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 02.2: `add_dQ`.** Line [15] for one tile, by all Bc threads of the block, in about five lines: dQ_i
-# (rows, D) += scale dS (rows, keys) K_j (keys, D). `dS[r * Bc + j]` and `K[j * K_row + d]` lie in shared memory; `dq`
-# points at the tile's first row, rows are D apart. Replace `None` by a string with the whole function:
+# Write the body in place of the line with `#error`, and run the cell: `check` compiles the kernel with your text in the
+# place of the stage's function, runs some of the contract's cases, and names what fails. `hint("02.2")` asks a question,
+# `hint("02.2", 2)` gives the formula, `hint("02.2", 3)` pseudo-code, `solution("02.2")` the stage's function.
 #
-# ```cpp
-# __device__ void add_dQ(Global<float> dq, Shared<float> dS, Shared<float> K, int rows, int keys, float scale) {
-# ```
-#
-# <details><summary>Hint 1: a question</summary>
-#
-# There are rows x D elements and Bc threads. `load_tile` had the same situation: how did it share out the work?
-#
-# </details>
-# <details><summary>Hint 2: the formula</summary>
-#
-# Element (r, d) gets scale times the sum over j of dS[r, j] K[j, d]. Add up in a local variable first, so that device
-# memory is touched once an element.
-#
-# </details>
-# <details><summary>Hint 3: the traps</summary>
-#
-# `atomicAdd(&dq[e], x)`, because other blocks add to the same element. Only `keys` columns of dS have been written: the
-# others are NaN.
-#
-# </details>
+# **Exercise 02.2: one gradient that all blocks add to.** Line [15] for one tile, by all Bc threads of the block, in about
+# five lines: dQ_i (rows, D) += scale dS (rows, keys) K_j (keys, D). `dS[r * Bc + j]` and `K[j * K_row + d]` lie in shared
+# memory; `dq` points at the tile's first row, and its rows are D apart.
 
 # %% slideshow={"slide_type": "fragment"}
-my_add_dQ = None  # yours: r"""__device__ void add_dQ(...) { ... }"""
+add_dQ = r"""
+__device__ void add_dQ(Global<float> dq, Shared<float> dS, Shared<float> K, int rows, int keys, float scale) {
+#error Blank 02.2
+}"""
 
+check("02.2", add_dQ)
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 6. Check it, then break it
+#
+# The contract's cases, as far as they use head_dim 32 and square tiles, on this process's engine:
+
+# %% slideshow={"slide_type": "fragment"}
+ran, failed, worst = 0, [], dict.fromkeys(("dq", "dk", "dv"), 0.0)
+for case, dtype, reason in cases.select(step02.SUPPORTS):
+    if reason is None and (case.D, case.tile) == (32, "square"):
+        x = cases.build(case, step02.SUPPORTS, dtype, steps.engine.device)
+        want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+        got = cases.run(step02, case, x)
+        ran, failed = ran + 1, failed + [case.name] * bool(error.failures(got, want))
+        for name in worst:
+            worst[name] = max(worst[name], error.errors(got, want)[name] / (want.tolerance[name] or 1))
+print(f"engine {steps.engine.name}: {ran} cases, {len(failed)} failed")
+print("largest error in units of the tolerance:", {name: round(w, 2) for name, w in worst.items()})
 
 # %% slideshow={"slide_type": "skip"}
 @contextmanager
@@ -435,42 +439,6 @@ def misconceptions(x, want, got):
             found.append(m.says)
     return found
 
-
-# %% slideshow={"slide_type": "fragment"}
-def check_add_dQ(mine):
-    """Puts the text in place of the stage's function, and names known misconceptions."""
-    if mine is None:
-        return print("not written yet")
-    names = ("ragged", "ragged_causal", "fewer_queries", "explicit_scale")
-    ready = [(name, *prepared(name)) for name in names]
-    with planted(str(show("bwd_0_scalar", "add_dQ")), mine):
-        for name, x, want, out, lse in ready:
-            got = grads(x, out, lse)
-            wrong = error.failures(got, want)
-            print("ok:" if not wrong else f"wrong ({', '.join(wrong)}):", name)
-            for says in misconceptions(x, want, got) if wrong else []:
-                print("   equals what you get when:", says)
-
-
-check_add_dQ(my_add_dQ)
-
-# %% [markdown] slideshow={"slide_type": "slide"}
-# ## 6. Check it, then break it
-#
-# The contract's cases, as far as they use head_dim 32 and square tiles, on this process's engine:
-
-# %% slideshow={"slide_type": "fragment"}
-ran, failed, worst = 0, [], dict.fromkeys(("dq", "dk", "dv"), 0.0)
-for case, dtype, reason in cases.select(step02.SUPPORTS):
-    if reason is None and (case.D, case.tile) == (32, "square"):
-        x = cases.build(case, step02.SUPPORTS, dtype, steps.engine.device)
-        want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-        got = cases.run(step02, case, x)
-        ran, failed = ran + 1, failed + [case.name] * bool(error.failures(got, want))
-        for name in worst:
-            worst[name] = max(worst[name], error.errors(got, want)[name] / (want.tolerance[name] or 1))
-print(f"engine {steps.engine.name}: {ran} cases, {len(failed)} failed")
-print("largest error in units of the tolerance:", {name: round(w, 2) for name, w in worst.items()})
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Now three mistakes of one line each, planted in the CUDA text. **Which gradients will each spoil?** Then the reference's
@@ -535,7 +503,7 @@ ax.grid(False)
 ax.tick_params(length=0)
 ax.spines[:].set_visible(False)
 picture(fig, """A table of the backward's mistakes against eight cases, naming the gradients
-that each spoils. In most cases most are noticed. With one key those in dq and dk alone live. A
+that each spoils. In most cases most are noticed. With one key most of those in dq and dk live. A
 mask aligned at the top left is noticed in one case only, causal with fewer queries than keys.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}

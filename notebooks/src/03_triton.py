@@ -19,7 +19,7 @@
 # *What does a tile language take over, and what stays yours?*
 #
 # - **Before you start:** notebook 00 (tiles, lse, delta), and of 02a what a block and shared memory are. No Triton.
-# - **Time:** about 45 minutes to read, an hour more with the exercise.
+# - **Time:** about 45 minutes to read, an hour more with the exercises.
 # - **Hardware:** Linux. Without a GPU the kernels run in Triton's interpreter, slowly, and are compiled for two GPUs
 #   that need not be there; with one they run compiled.
 # - **Code:** `steps/step03_triton/`. **Tests:** `pytest tests/test_step03_triton.py`. **Symbols:**
@@ -56,7 +56,7 @@ from steps.step00_naive import fwd_3_tiled
 import matplotlib
 
 from steps.step03_triton import fwd_0_fused
-from steps.workbook import picture, show
+from steps.workbook import Blank, check, hint, picture, show, solution  # noqa: F401  for part 5
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -298,7 +298,7 @@ for dtype in (torch.float16, torch.bfloat16):
 # | [5] | m = -inf, l = 0, O = 0 | `forward_kernel` |
 # | [6] | for each tile of keys | `key_ranges`, `visit_keys` |
 # | [7] | K_j and V_j | `load_tile` |
-# | [8] | S = scale · Q_i K_jᵀ | `visit_keys`; what is hidden: `mask` |
+# | [8] | S = scale · Q_i K_jᵀ | `visit_keys`; what is hidden: `mask` (yours, in part 5) |
 # | [9–10] | m, l and O take in the tile | `online_update` |
 # | [12–15] | out = O / l, lse = m + log l | `forward_kernel`, `store_tile` |
 #
@@ -521,7 +521,8 @@ print("stage 03 twice, the same bits:", all(torch.equal(a, b) for a, b in zip(*r
 show("step03_triton/bwd_0_fused", "visit_queries")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# S and dP are computed twice: 7 products instead of 5, for the same bits on every run. And grouped heads come for free:
+# `tile_gradients`, which makes P and dS, is yours in part 5. S and dP are computed twice: 7 products instead of 5, for
+# the same bits on every run. And grouped heads come for free:
 # the owner of a key tile visits the queries of all heads that share it, instead of summing their results later.
 #
 # ### sdpa: torch's function, and torch's diagonal
@@ -551,61 +552,33 @@ three queries see none.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 03.1: `mask`.** S is a tile (Br, Bc) that begins at query i and key j. Return it with -inf where there is
-# no key, and, if CAUSAL, where the key lies after the query. About five lines of Triton; replace `None` by
+# Write the body in place of `raise Blank` and run the cell: `check` puts your function in the place of the stage's, runs
+# some of the contract's cases, and names what fails. `hint("03.1")` asks a question, `hint("03.1", 2)` gives the formula,
+# `hint("03.1", 3)` pseudo-code, `solution("03.1")` the stage's function.
 #
-# ```python
-# @triton.jit
-# def my_mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
-# ```
+# **Exercise 03.1: what a tile may not see.** The orange tiles of part 4: no key, or, if CAUSAL, one after the query.
 #
-# <details><summary>Hint 1: a question</summary>
-#
-# Which query does row 3 of the tile belong to, and at which position does that query stand?
-#
-# </details>
-# <details><summary>Hint 2: where to look</summary>
-#
-# `load_tile` builds a column of row numbers and a row of column numbers. The last paragraph on tiles has the position.
-#
-# </details>
-# <details><summary>Hint 3: the traps</summary>
-#
-# `tl.where(condition, a, b)` chooses; adding -inf would turn a score of +inf into NaN. Conditions are joined by `&`,
-# not `and`. `if CAUSAL:` is decided when the kernel is compiled.
-#
-# </details>
-
-# %% slideshow={"slide_type": "fragment"}
-my_mask = None  # yours
-
+# **Exercise 03.2: P and dS of one tile, either way up.** Both kernels of the backward call it: `queries_kernel` with
+# queries down and keys across, `keys_kernel` with everything transposed. `lse`, `delta`, `query` and `key` come as a
+# column or a row to match, and `query` and `key` are positions in q and k.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
-def apply(S, out, i, j, Nq, Nk, function: tl.constexpr, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
-    at = tl.arange(0, Br)[:, None] * Bc + tl.arange(0, Bc)[None, :]
-    tl.store(out + at, function(tl.load(S + at), i, j, Nq, Nk, CAUSAL, Br, Bc))
+def mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
+    """-inf where there is no key, or where it lies after the query. S (Br, Bc) starts at query i and key j."""
+    raise Blank
 
 
-def check_mask(mine):
-    """Applies mine to single tiles; says where the first wrong entry is."""
-    if mine is None:
-        return print("not written yet")
-    tests = {"a tile in the middle": (0, 0, 64, 64, False), "the ragged last tile of keys": (0, 16, 20, 20, False),
-             "the diagonal": (16, 16, 40, 40, True), "causal, fewer queries than keys": (0, 16, 20, 37, True),
-             "causal, more queries than keys": (16, 0, 37, 20, True)}  # fmt: skip
-    S = torch.arange(16.0 * 32).reshape(16, 32).to(device)
-    for says, (i, j, Nq, Nk, causal) in tests.items():
-        got, want = torch.empty_like(S), torch.full_like(S, -math.inf)
-        apply[(1,)](S, got, i, j, Nq, Nk, function=mine, CAUSAL=causal, Br=16, Bc=32)
-        seen = attention.visible(Nq, Nk, causal)[i : i + 16, j : j + 32].to(device)
-        rows_left, keys_left = seen.shape  # what lies in the matrix; rows beyond it are nobody's
-        want[:rows_left, :keys_left] = S[:rows_left, :keys_left].masked_fill(~seen, -math.inf)
-        wrong = (got != want)[:rows_left].nonzero().tolist()
-        print("ok:" if not wrong else f"wrong from row {wrong[0][0]}, column {wrong[0][1]} on:", says)
+check("03.1", mask)
+
+# %% slideshow={"slide_type": "fragment"}
+@triton.jit
+def tile_gradients(S, dP, lse, delta, query, key, Nq, Nk, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
+    """(P, dS) of one tile, from S and dP, the gradient of P. Also for everything transposed."""
+    raise Blank
 
 
-check_mask(my_mask)
+check("03.2", tile_gradients)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it

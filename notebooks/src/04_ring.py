@@ -19,7 +19,7 @@
 # *How do several GPUs share one sequence, and who waits for whom?*
 #
 # - **Before you start:** notebook 00 (tiles, lse, delta). No experience with distributed programs.
-# - **Time:** about 45 minutes to read, an hour more with the exercise.
+# - **Time:** about 45 minutes to read, an hour more with the exercises.
 # - **Hardware:** any. Without GPUs the ranks are processes that talk over sockets (gloo), and here compute with stage
 #   00's tiles, to be quick. With a GPU for each rank the same files use NCCL and stage 03's kernels.
 # - **Code:** `steps/step04_ring/`. **Tests:** `pytest tests/test_step04_ring.py`. **Symbols:** `reference/symbols.md`.
@@ -42,8 +42,8 @@ from reference.bench import cost, rows
 from reference.bench.plots import COLOURS, GREYS, INK, style
 from steps import step00_naive as step00, step04_ring as step04
 from steps.step04_ring import Layout, demo, launch, ring
-from steps.step04_ring.merge import merge
-from steps.workbook import picture, show
+from steps.step04_ring.merge import merge as merge_parts
+from steps.workbook import Blank, check, hint, picture, show, solution  # noqa: F401  for part 5
 
 torch.set_num_threads(1)  # the ranks below are threads or processes of their own
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -162,22 +162,19 @@ for form in (typed_in, sigmoid, stable_log):
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `typed_in` overflows. `sigmoid` breaks at the very first merge, (-inf, 1). `stable_log` fails only where both are
-# -inf, as -inf - (-inf) is nan. The stage's merge guards that one place:
-
-# %% slideshow={"slide_type": "fragment"}
-show("step04_ring/merge", "merge")
+# -inf, as -inf - (-inf) is nan. The stage's `merge`, yours to write in part 5, guards that one place:
 
 # %% slideshow={"slide_type": "fragment"}
 for a, b in pairs:
     o, l = torch.zeros(1, 1), torch.tensor([a])
-    merge(o, l, torch.ones(1, 1), torch.tensor([b]))  # out 0 and out_block 1: the result is w
+    merge_parts(o, l, torch.ones(1, 1), torch.tensor([b]))  # out 0 and out_block 1: the result is w
     print(f"merge ({a:g}, {b:g}): w {o.item():.2f}, lse {l.item():.2f}")
 parts = [step00.forward(Q, K[i : i + 2], V[i : i + 2]) for i in (0, 2, 4)]
 results = []
 for order in itertools.permutations(parts):
     o, l = torch.zeros(6, 2), torch.full((6,), -inf)
     for part in order:
-        merge(o, l, *part)
+        merge_parts(o, l, *part)
     results.append(o)
 print(f"6 orders of 3 parts, largest difference: {max((o - results[0]).abs().max() for o in results):.1e}")
 
@@ -204,7 +201,7 @@ def ring_in_lists(q, k, v, layout, holds=None):
             if work := layout.work(me, src):
                 rows, keys, causal = work
                 part = step00.forward(q[me][rows], K[keys], V[keys], causal=causal, rung="matrix")
-                merge(out[me][rows], lse[me][rows], *part)
+                merge_parts(out[me][rows], lse[me][rows], *part)
         at_hand = at_hand[-1:] + at_hand[:-1]  # the hop: rank r gets what rank r - 1 had
     return out, lse
 
@@ -274,7 +271,7 @@ print(f"  {'all of K and V would be':44} {2 * 2 * Hk * S * D / 2**30:5.2f} GiB")
 # | 1 | out = 0, lse = -inf, float32 | `ring.forward` |
 # | 4, 9 | post the hop, later wait for it | `comm.py`: `post`, `wait` |
 # | 5 | the block: any kernel that gives (out, lse) | the argument `block`, with `Layout.work` |
-# | 6–8 | merge | `merge.py` |
+# | 6–8 | merge | `merge.py` (yours, in part 5) |
 # | 10–17 | the backward | `ring.backward` |
 #
 # The hop is posted *before* the block is computed and waited for after it: if it is the shorter of the two, it is free.
@@ -567,54 +564,38 @@ with launch.Ranks(2, timeout=10) as ranks:
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 04.1: zigzag's table.** Rank r holds chunks r and 2N - 1 - r of 2N, in this order. Which rows of its q meet
-# which rows of k from rank src, and is the block causal? Use `layout.size(rank)`, how many positions a rank holds, and
-# `len(layout.pieces(rank)[0])`, the length of its early chunk. S need not be a multiple of 2N, and may be below it.
+# Write the body in place of `raise Blank` and run the cell: `check` puts your function in the place of the stage's, runs
+# some of the contract's cases on 2 to 4 processes, and names what fails. `hint("04.1")` asks a question, `hint("04.1", 2)`
+# gives the formula, `hint("04.1", 3)` pseudo-code, `solution("04.1")` the stage's function.
 #
-# <details><summary>Hint 1: a question</summary>
-#
-# For src < me: is src's late chunk before or after both chunks of me? And its early chunk?
-#
-# </details>
-# <details><summary>Hint 2: where to look</summary>
-#
-# The zigzag triangle in part 4: take rank 1's colour, and see which columns steps 1, 2 and 3 cover.
-#
-# </details>
-# <details><summary>Hint 3: the rule</summary>
-#
-# Only the block with oneself has a diagonal. In every other one, half of something is seen in full, and the other half
-# not at all. A chunk may be empty; then there may be nothing to do.
-#
-# </details>
+# **Exercise 04.1: put two blocks of keys together.** Claim 1, stable and in place. Mind rows where one lse or both are
+# -inf, and blocks whose out is not float32.
 
 # %% slideshow={"slide_type": "fragment"}
-def my_work(layout, me, src):
-    """(rows of me's q, rows of src's k, causal), two slices from a start to a stop and a bool; None for no work."""
-    return None  # yours
+def merge(out, lse, out_block, lse_block):
+    """Takes a block's result into out (..., N, D) and lse (..., N), both float32, in place."""
+    raise Blank
 
+
+check("04.1", merge)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 04.2: who has to compute what.** The table behind `Layout.work`, for one pair of ranks: the ranges of rank
+# me's q queries and of rank src's k keys, and whether there is a diagonal. The figure *who computes which score* has the
+# answer for 4 ranks and 8 positions; in general chunks differ in length, so that q and k need not be equal.
 
 # %% slideshow={"slide_type": "fragment"}
-def check_work(mine):
-    """Counts which scores are computed, for several S and N, and says what is missing or too much."""
-    if all(mine(Layout("zigzag", 16, 4, True), me, src) is None for me in range(4) for src in range(4)):
-        return print("not written yet")
-    for S, N in ((16, 4), (64, 2), (13, 4), (1, 3), (7, 1)):
-        layout, computed = Layout("zigzag", S, N, causal=True), torch.zeros(S, S, dtype=torch.int)
-        for me, src in itertools.product(range(N), range(N)):
-            if work := mine(layout, me, src):
-                i, j = layout.positions(me)[work[0]], layout.positions(src)[work[1]]
-                if not len(i) or not len(j) or (work[2] and len(i) != len(j)):
-                    return print(f"S={S}, N={N}, rank {me}, keys of {src}: an empty block, or a causal one not square")
-                block = torch.ones(len(i), len(j), dtype=torch.int)
-                computed[i[:, None], j] += block.tril() if work[2] else block
-        wanted = torch.ones(S, S, dtype=torch.int).tril()
-        wrong = {"missing": computed < wanted, "masked": (computed > 0) & (wanted == 0), "twice": computed > 1}
-        found = [f"{name}: query {x.nonzero()[0, 0]}, key {x.nonzero()[0, 1]}" for name, x in wrong.items() if x.any()]
-        print(f"S={S}, N={N}:", "; ".join(found) or "ok")
+def visible_part(kind, me, src, q, k, early_q, early_k):
+    """(q_start, q_stop, k_start, k_stop, causal): which of rank me's q queries see which of rank src's k keys.
+
+    kind: a layout under a causal mask, or "full" without a mask. causal: whether a diagonal hides part of what is named;
+    a block with one is square. zigzag: the early chunks are the first early_q of the queries and early_k of the keys.
+    Where nothing is to be seen, start = stop.
+    """
+    raise Blank
 
 
-check_work(my_work)
+check("04.2", visible_part)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
@@ -661,7 +642,7 @@ def sigmoid_merge(out, lse, out_block, lse_block):
 
 
 def bfloat16_merge(out, lse, *part):
-    merge(out, lse, *part)
+    merge_parts(out, lse, *part)
     out.copy_(out.bfloat16())
 
 
@@ -751,7 +732,7 @@ for N in ranks:
     for name, what in forms.items():
         out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -inf)
         for o, l in parts:
-            merge(out, lse, rounded(o) if "b" in what else o, l)
+            merge_parts(out, lse, rounded(o) if "b" in what else o, l)
             out, lse = rounded(out) if "o" in what else out, rounded(lse) if "l" in what else lse
         out_error[name].append(((out - exact).abs().max() / exact.abs().max()).item())
     grads = zip(*(x.chunk(N, 2) for x in (dout, q, exact.float(), exact_lse.float())), strict=True)

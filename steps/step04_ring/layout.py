@@ -9,9 +9,9 @@ S positions over N ranks; q, k and v are dealt out alike. Here S = 16, N = 4, ea
 
 The idea: a causal mask lets late positions see much and early ones little, so a contiguous rank 0 idles while rank N-1 works all
 the time. Zigzag gives every rank an early and a late chunk, striping a bit of everything. The ring's loops are the same for the
-three: the layouts differ in `pieces` and in one table, `work`. Chunks may differ in length by one and may be empty, so that any S
-will do, S < N too. Sources: Ring Attention (2310.01889), Striped Attention (2311.09431); zigzag: zhuzilin/ring-flash-attention.
-Needs torch only.
+three: the layouts differ in `pieces` and in one table, `visible_part`. Chunks may differ in length by one and may be empty, so
+that any S will do, S < N too. Sources: Ring Attention (2310.01889), Striped Attention (2311.09431); zigzag:
+zhuzilin/ring-flash-attention. Needs torch only.
 """
 
 from dataclasses import dataclass
@@ -70,17 +70,26 @@ class Layout:
 
         A block that is causal is square, so it does not matter in which corner a kernel aligns the diagonal.
         """
-        q, k = self.size(me), self.size(src)
-        q1, k1 = len(self.pieces(me)[0]), len(self.pieces(src)[0])  # zigzag: the length of the early chunk
-        #                src == me              src < me: earlier keys    src > me: later keys
-        table = {
-            "full":       ((0, q, 0, k, False), (0, q, 0, k, False),      (0, q, 0, k, False)),
-            "contiguous": ((0, q, 0, k, True),  (0, q, 0, k, False),      (0, 0, 0, 0, False)),
-            "zigzag":     ((0, q, 0, k, True),  (0, q, 0, k1, False),     (q1, q, 0, k, False)),
-            "striped":    ((0, q, 0, k, True),  (0, q, 0, q, True),       (1, q, 0, q - 1, True)),
-        }  # fmt: skip
-        column = 0 if src == me else 1 if src < me else 2
-        q_start, q_stop, k_start, k_stop, causal = table[self.kind if self.causal else "full"][column]
+        early_q, early_k = len(self.pieces(me)[0]), len(self.pieces(src)[0])
+        kind = self.kind if self.causal else "full"
+        q_start, q_stop, k_start, k_stop, causal = visible_part(kind, me, src, self.size(me), self.size(src), early_q, early_k)
         if q_start >= q_stop or k_start >= k_stop:
             return None
         return slice(q_start, q_stop), slice(k_start, k_stop), causal
+
+
+def visible_part(kind, me, src, q, k, early_q, early_k):
+    """(q_start, q_stop, k_start, k_stop, causal): which of rank me's q queries see which of rank src's k keys.
+
+    kind: a layout under a causal mask, or "full" without a mask. causal: whether a diagonal hides part of what is named; a block
+    with one is square. zigzag: the early chunks are the first early_q of the queries and early_k of the keys. Where nothing is to
+    be seen, start = stop.
+    """
+    #                src == me              src < me: earlier keys         src > me: later keys
+    table = {
+        "full":       ((0, q, 0, k, False), (0, q, 0, k, False),           (0, q, 0, k, False)),
+        "contiguous": ((0, q, 0, k, True),  (0, q, 0, k, False),           (0, 0, 0, 0, False)),
+        "zigzag":     ((0, q, 0, k, True),  (0, q, 0, early_k, False),     (early_q, q, 0, k, False)),
+        "striped":    ((0, q, 0, k, True),  (0, q, 0, q, True),            (1, q, 0, q - 1, True)),
+    }  # fmt: skip
+    return table[kind][0 if src == me else 1 if src < me else 2]

@@ -65,17 +65,25 @@ def _python_function(text, name, path):
 
 def _cuda_function(text, name, path):
     """The named function of a CUDA file: from the comment above its signature to the brace that closes it."""
-    lines = text.splitlines()
-    heads = [i for i, line in enumerate(lines) if re.search(rf"\b{re.escape(name)}\s*\(", line) and not line[:1].isspace()]
-    if not heads:
+    span = cuda_span(text, name)
+    if span is None:
         names = re.findall(r"^[^\s/#}].*?\b(\w+)\(", text, re.M)
         raise KeyError(f"{path.name} has no function {name!r}; it has: {', '.join(dict.fromkeys(names))}")
+    return "\n".join(text.splitlines()[span.start : span.stop])
+
+
+def cuda_span(text, name):
+    """The function's lines as a slice, with the comment above it and its closing brace; None where there is no such function."""
+    lines = text.splitlines()
+    heads = [i for i, line in enumerate(lines) if re.match(rf"[^\s/#}}].*\b{re.escape(name)}\s*\(", line)]
+    if not heads:
+        return None
     first = last = heads[0]
     while first and (lines[first - 1].startswith(("//", "template", "extern", "__"))):
         first -= 1
-    while not lines[last].startswith("}") and not (last == heads[0] and lines[last].rstrip().endswith("}")):
+    while last + 1 < len(lines) and not (lines[last].startswith("}") or last == heads[0] and lines[last].rstrip().endswith("}")):
         last += 1
-    return "\n".join(lines[first : last + 1])
+    return slice(first, last + 1)
 
 
 def _source(text, path):

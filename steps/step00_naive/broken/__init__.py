@@ -1,0 +1,1 @@
+"""Broken on purpose: the bug hunt of this stage, steps/workbook/exercises.toml."""

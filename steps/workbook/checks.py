@@ -1,0 +1,143 @@
+"""`check`, `hint` and `solution`: what a reader calls."""
+
+import tempfile
+
+from steps.workbook import answer as answers
+from steps.workbook import exercises, runner, skeleton, splice
+from steps.workbook.answer import Problem
+from steps.workbook.exercises import Exercise
+from steps.workbook.explain import explain
+from steps.workbook.report import Report, case_line
+from steps.workbook.source import show
+
+LIMIT = 60  # seconds for one check
+
+
+def check(id, answer=None, limit=LIMIT):
+    """Runs the reader's answer inside the stage and says what is right, what is wrong and, where it is known, why.
+
+    id: "00.2", or "00.bug1" for a hunt. answer: a function of the notebook, or the text of a CUDA function; by default the file
+    under my/, which is written at the first call and never overwritten. limit: seconds.
+    """
+    try:
+        task = exercises.find(id)
+    except KeyError as e:
+        return Report(id, "unknown", "error", [*e.args])
+    if answer is None:
+        skeleton.write(task)
+    try:
+        text = answers.read(task, answer)
+        if answers.is_blank(text, getattr(task, "function", "test"), task.path.suffix if _is_exercise(task) else ".py"):
+            return Report(id, task.title, "blank", [f"still to be written: {text.label}", _pointer(task)])
+        with tempfile.TemporaryDirectory(prefix="steps-") as folder:
+            return (_exercise if _is_exercise(task) else _hunt)(task, text, folder, limit)
+    except Unavailable as reason:
+        return Report(id, task.title, "skipped", [f"cannot be checked here: {reason}"])
+    except Problem as problem:
+        return Report(id, task.title, "error", [*str(problem).splitlines(), _pointer(task)])
+
+
+def hint(id, level=1):
+    """The exercise's hint: level 1 a question, 2 the formula and where it is in the paper, 3 pseudo-code."""
+    hints = exercises.find(id).hints
+    if level not in range(1, len(hints) + 1):
+        raise ValueError(f"there are hints 1 to {len(hints)} for {id}; got {level!r}")
+    more = f"\n(next: hint {level + 1} of {len(hints)})" if level < len(hints) else ""
+    return Text(hints[level - 1] + more)
+
+
+def solution(id):
+    """The stage's own function; for a hunt its last hint."""
+    task = exercises.find(id)
+    return show(f"{task.stage}/{task.path.stem}", task.function) if _is_exercise(task) else hint(id, len(task.hints))
+
+
+class Unavailable(Exception):
+    """Why the stage does not run on this machine."""
+
+
+class Text(str):
+    """A string that a notebook shows as it is."""
+
+    def __repr__(self):
+        return str(self)
+
+
+def _is_exercise(task):
+    return isinstance(task, Exercise)
+
+
+def _pointer(task):
+    return f'Hint: python -m steps hint {task.id}, or in a notebook hint("{task.id}")'
+
+
+def _exercise(task, text, folder, limit):
+    answers.require(text, task)
+    spliced = splice.copy_of_steps(folder, [(task, text)])[task.id]
+    job = {name: getattr(task, name) for name in ("stage", "function", "rung", "cases", "order", "tile")}
+    job |= {"kind": "exercise", "module": _module(task), "own": answers.plain_source(task)}
+    rows, how, printed = runner.run(job, folder, limit)
+    lines = [case_line(row) for row in rows if "failures" in row]
+    if bad := _ending(rows, how, task, text, spliced.lines, limit):
+        verdict = "error"
+        lines += bad
+    else:
+        verdict = "wrong" if any(row.get("failures") for row in rows) else "passed"
+    if says := rows[-1].get("equals") if rows else None:
+        lines.append("This equals what you get when " + ", or when ".join(says) + ".")
+    names = rows[-1].get("mutants", []) if rows else []
+    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
+
+
+def _hunt(task, text, folder, limit):
+    if answers.top_level(answers.parse(text), "test") is None:
+        raise Problem(f"{text.label} has no function test(forward).")
+    splice.copy_of_steps(folder, [])
+    job = {"kind": "hunt", "stage": task.stage, "module": _module(task), "path": str(task.path), "label": text.label}
+    rows, how, printed = runner.run(job | {"text": text.text, "helpers": text.helpers}, folder, limit)
+    bad = _ending(rows, how, task, text, {}, limit)
+    good, broken = (any(key in row for row in rows) for key in ("good", "broken"))
+    if good and broken and not bad:
+        lines, verdict = ["passes on the stage's own forward", f"fails on the broken kernel: {rows[-1]['broken']}"], "passed"
+    elif good and not bad:
+        lines, verdict = ["passes on the stage's own forward", "WRONG: passes on the broken kernel too"], "wrong"
+    elif bad and rows[-1].get("error", {}).get("type") == "AssertionError":
+        lines, verdict = ["WRONG: fails on the stage's own forward too, which is right:", *bad], "wrong"
+    else:
+        lines, verdict = bad, "error"
+    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)])
+
+
+def _ending(rows, how, task, text, lines, limit):
+    """What there is to say when the child did not come to an orderly end: an exception, a time-out or a crash."""
+    if rows and "error" in rows[-1]:
+        from steps import compare  # here, because it imports the stage
+
+        if reason := compare.unavailable(task.number):
+            raise Unavailable(reason)
+        running = [row["running"] for row in rows if "running" in row]
+        case = [f"(in the case: {running[-1]})"] if running and _is_exercise(task) else []
+        return [*explain(rows[-1]["error"], task, text, lines), *case]
+    where = next((f"in the case: {row['running']}" for row in rows[::-1] if "running" in row), "before the first case")
+    if how == "time":
+        return [f"stopped after {limit} s {where}", "Does a loop never end, or does a barrier wait for a thread that has left?"]
+    if how or not rows:
+        return [f"the process ended without a result ({how or 'no reason given'}) {where}"]
+    return []
+
+
+def _after(task, verdict):
+    """What to do next."""
+    if verdict != "passed":
+        return [_pointer(task)]
+    return [f"All of the stage's cases: python -m pytest tests/test_{task.stage}.py --mine"] if _is_exercise(task) else []
+
+
+def _printed(text, most=20):
+    lines = text.splitlines()
+    more = [f"... and {len(lines) - most} lines more"] if len(lines) > most else []
+    return ["it printed:", *(f"  {line}" for line in lines[:most]), *more] if lines else []
+
+
+def _module(task):
+    return ".".join(("steps", *task.file.removesuffix(task.path.suffix).split("/")))

@@ -1,0 +1,13 @@
+# 00.bug1: every slice but the last sees later keys, so the sequence has to be longer than one slice.
+import torch
+
+from reference import attention
+
+
+def test(forward):
+    """A causal mask over enough queries for any slicing to show."""
+    q, k, v = torch.randn(3, 1, 1, 300, 8, generator=torch.Generator().manual_seed(0))
+    out, lse = forward(q, k, v, causal=True)
+    want, want_lse = attention.forward(q, k, v, causal=True)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)

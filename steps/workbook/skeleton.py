@@ -1,0 +1,92 @@
+"""Makes the reader's files under my/ from the stage's own, so that the two cannot drift apart."""
+
+import ast
+import textwrap
+
+from steps.workbook.answer import top_level
+from steps.workbook.exercises import Exercise
+from steps.workbook.source import cuda_span
+
+
+def write(task):
+    """The task's file under my/, written unless it is there already."""
+    if not task.mine.exists():
+        task.mine.parent.mkdir(exist_ok=True)
+        task.mine.write_text(text(task))
+
+
+def text(task):
+    """The file that a reader starts from."""
+    if not isinstance(task, Exercise):
+        return _hunt(task)
+    return (_python if task.path.suffix == ".py" else _cuda)(task)
+
+
+def _header(task, comment):
+    lines = [
+        f"{task.id} {task.title}. About {task.lines} lines.",
+        "",
+        f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}",
+        f"It runs inside steps/{task.file}: everything defined there can be used{_used(task)}.",
+    ]
+    return _comment(lines, comment)
+
+
+def _comment(lines, mark):
+    wrapped = [part for line in lines for part in textwrap.wrap(line, 126) or [""]]
+    return "\n".join(f"{mark} {line}".rstrip() for line in wrapped)
+
+
+def _used(task):
+    """Which of its file's functions and constants the stage's solution uses, as the end of a sentence."""
+    if task.path.suffix != ".py":
+        return ""
+    tree = ast.parse(task.path.read_text())
+    names = {node.id for node in ast.walk(top_level(tree, task.function)) if isinstance(node, ast.Name)}
+    there = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+    there += [t.id for n in tree.body if isinstance(n, ast.Assign) for t in ast.walk(n) if isinstance(t, ast.Name)]
+    there += [a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+    used = sorted(names & set(there))
+    return f", such as {', '.join(used)}" if used else ""
+
+
+def _python(task):
+    source = task.path.read_text()
+    tree, lines = ast.parse(source), source.splitlines()
+    own = top_level(tree, task.function)
+    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    imported = "\n".join("\n".join(lines[n.lineno - 1 : n.end_lineno]) for n in imports)
+    body = own.body[0] if ast.get_docstring(own) is not None else None
+    until = body.end_lineno if body else own.body[0].lineno - 1
+    signature = "\n".join(lines[own.lineno - 1 : until])
+    return f"{_header(task, '#')}\n\n{imported}\n\nfrom steps.workbook import Blank\n\n\n{signature}\n    raise Blank\n"
+
+
+def _cuda(task):
+    source = task.path.read_text()
+    own = source.splitlines()[cuda_span(source, task.function)]
+    until = next(i for i, line in enumerate(own) if line.rstrip().endswith("{")) + 1
+    return f"{_header(task, '//')}\n\n" + "\n".join([*own[:until], f"#error Blank {task.id}", "}", ""])
+
+
+def _hunt(task):
+    lines = [
+        f"{task.id} {task.title}.",
+        "",
+        task.symptom,
+        "",
+        f"The kernel is steps/{task.file}. Find the cause, and write the test that would have caught it.",
+        "What is right: attention.forward(q, k, v, causal=..., scale=...) of `from reference import attention`, in float64.",
+        f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}",
+    ]
+    return f'''{_comment(lines, "#")}
+
+import torch
+
+from steps.workbook import Blank
+
+
+def test(forward):
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=False, scale=None); q (B, H, Nq, D), k, v (B, H, Nk, D)."""
+    raise Blank
+'''

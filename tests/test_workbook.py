@@ -1,0 +1,377 @@
+"""The workbook: skeletons, the checker's verdicts and diagnoses, its answers to what learners get wrong, and `pytest --mine`."""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from reference import cases, mutants
+from steps import __main__, compare, engine
+from steps.workbook import Blank, answer, check, exercises, hint, runner, skeleton, solution
+from steps.workbook.exercises import Exercise
+from steps.workbook.mine import Mine
+
+ROOT = Path(__file__).parents[1]
+TASKS = exercises.load()
+EXERCISES = {id: task for id, task in TASKS.items() if isinstance(task, Exercise)}
+HUNTS = {id: task for id, task in TASKS.items() if id not in EXERCISES}
+PLANTED = tomllib.loads((ROOT / "tests" / "planted.toml").read_text())["planted"]
+
+
+@pytest.fixture(autouse=True)
+def my(tmp_path, monkeypatch):
+    """An empty my/."""
+    monkeypatch.setattr(exercises, "MY", tmp_path / "my")
+    return tmp_path / "my"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_of_server():
+    yield
+    runner.stop()
+
+
+def runnable(task):
+    if reason := compare.unavailable(task.number):
+        pytest.skip(reason)
+
+
+# What there is.
+
+
+@pytest.mark.parametrize("id", EXERCISES)
+def test_an_exercise_is_complete(id):
+    task = EXERCISES[id]
+    assert len(task.hints) == 3 and all(task.hints) and task.title and str(solution(id))
+    known = {case.name for case in cases.CASES}
+    assert task.cases and set(task.cases) <= known
+    assert len([p for p in PLANTED if p["exercise"] == id]) >= 3
+    text = answer.Answer(skeleton.text(task), "skeleton")
+    answer.require(text, task)  # the stage's function exists, and the skeleton has its signature
+    assert answer.is_blank(text, task.function, task.path.suffix)
+    assert f"check {id}" in text.text and max(map(len, text.text.splitlines())) <= 132
+
+
+@pytest.mark.parametrize("id", TASKS)
+def test_an_untouched_skeleton_is_a_skip_with_a_pointer(id, my):
+    report = check(id)
+    assert report.verdict == "blank" and not report.failed
+    assert f"hint {id}" in repr(report) and f"my/{TASKS[id].mine.name}" in repr(report)
+    assert [path.name for path in my.iterdir()] == [TASKS[id].mine.name]
+
+
+def test_a_file_of_the_reader_is_never_overwritten(my):
+    check("00.2")
+    (path,) = my.iterdir()
+    path.write_text(path.read_text() + "# mine\n")
+    check("00.2")
+    assert path.read_text().endswith("# mine\n")
+
+
+def test_there_is_no_exercise_of_that_name():
+    assert check("99.9").failed and "no exercise '99.9'; there are 00.1, 00.2" in repr(check("99.9"))
+    for call in (hint, solution):
+        with pytest.raises(KeyError, match=r"no exercise '99\.9'; there are 00\.1, 00\.2"):
+            call("99.9")
+    with pytest.raises(ValueError, match="hints 1 to 3"):
+        hint("00.2", 4)
+
+
+# What the checker says of right and of wrong answers.
+
+
+@pytest.mark.parametrize("id", EXERCISES)
+def test_the_stages_own_body_passes(id):
+    runnable(EXERCISES[id])
+    EXERCISES[id].mine.parent.mkdir()
+    text = skeleton.text(EXERCISES[id])
+    if id.startswith("02"):
+        text = text[: text.index("\n\n") + 2] + str(solution(id))
+    else:
+        text = text.replace("    raise Blank\n", body(EXERCISES[id]))
+    EXERCISES[id].mine.write_text(text)
+    report = check(id)
+    assert report.verdict == "passed", report
+    assert repr(report).count("  ok  ") == len(EXERCISES[id].cases)
+
+
+def body(task):
+    """The lines of the stage's own function after its docstring."""
+    text = task.path.read_text()
+    own = answer.top_level(ast.parse(text), task.function)
+    first = own.body[ast.get_docstring(own) is not None]
+    return "\n".join(text.splitlines()[first.lineno - 1 : own.end_lineno]) + "\n"
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=[f"{p['exercise']}-{p['mutant']}" for p in PLANTED])
+def test_a_planted_misconception_is_named(planted):
+    runnable(EXERCISES[planted["exercise"]])
+    text = str(solution(planted["exercise"]))
+    assert text.count(planted["old"]) == 1
+    report = check(planted["exercise"], text.replace(planted["old"], planted["new"]))
+    assert report.verdict == "wrong" and report.mutants == [planted["mutant"]], report
+    says = next(m.says for m in mutants.MUTANTS if m.name == planted["mutant"])
+    assert "WRONG" in repr(report) and f"equals what you get when {says}" in repr(report)
+
+
+def test_a_mistake_that_nobody_planted_gets_no_name():
+    report = check("00.2", str(solution("00.2")).replace("alpha * l + p", "alpha * l + 2 * p"))
+    assert report.verdict == "wrong" and report.mutants == [] and "equals" not in repr(report)
+
+
+@pytest.mark.parametrize("id", HUNTS)
+def test_a_hunt_is_won_by_its_reference_test(id):
+    runnable(HUNTS[id])
+    path = Path(exercises.__file__).parent / "hunts" / HUNTS[id].mine.name
+    HUNTS[id].mine.parent.mkdir()
+    shutil.copy(path, HUNTS[id].mine)
+    report = check(id)
+    assert report.verdict == "passed" and "fails on the broken kernel" in repr(report), report
+
+
+# The answers to what learners get wrong.
+
+ONLINE = """
+import torch
+
+def online_update(m, l, O, s, v_j):
+    m_new = torch.maximum(m, s)
+    unit = m_new.nan_to_num(neginf=0.0)
+    alpha = (m - unit).exp()
+    p = (s - unit).exp()
+    return m_new, alpha * l + p, alpha[..., None] * O + p[..., None] * v_j
+"""
+RETURN = "return m_new, alpha * l + p, alpha[..., None] * O + p[..., None] * v_j"
+ERRORS = {
+    # name: (exercise, text, words of the report)
+    "syntax": ("00.2", ONLINE.replace("(m - unit)", "(m - unit"), ("line 7:", "alpha = (m - unit.exp()", "SyntaxError")),
+    "no function": ("00.2", "def update(m):\n    pass", ("has update", "def online_update(m, l, O, s, v_j)")),
+    "parameters": ("00.2", ONLINE.replace("s, v_j)", "s, v)"), ("line 4:", "expected", "online_update(m, l, O, s, v_j)")),
+    "exception": ("00.2", ONLINE.replace("alpha * l", "beta * l"), ("line 9:", "return m_new, beta * l", "NameError", "'beta'")),
+    "left over": ("00.2", ONLINE.replace(RETURN, "raise Blank"), ("line 9:", "raise Blank")),
+    "no return": ("00.2", ONLINE.replace(RETURN, "pass"), ("online_update returned None; expected (a tensor (1, 2, 35),",)),
+    "too few": ("00.2", ONLINE.replace("m_new, alpha * l + p, ", "m_new, "), ("returned (a tensor", "expected (a tensor")),
+    "a shape": ("00.2", ONLINE.replace("m_new, alpha", "m_new[..., None], alpha"), ("returned (a tensor (1, 2, 35, 1)",)),
+    "not in place": ("04.1", "def merge(out, lse, out_block, lse_block):\n    return out, lse", ("returned (a", "expected None")),
+    "in a rank": ("04.1", "def merge(out, lse, out_block, lse_block):\n    lse += typo", ("line 2:", "lse += typo", "'typo'")),
+    "in a simulated thread": ("01.3", "{own}".replace("- delta_i", "- delt_i"), ("NameError", "delt_i", "dS[r, c] =")),
+    "in an interpreted kernel": ("03.1", "{own}", ("NameError", "colum", "seen = colum < Nk")),
+    "CUDA": ("02.1", "{own}", ("line 4:", "float alpha = expf(m - m_neu);", "the compiler says:", "m_neu")),
+    "CUDA brace": ("02.1", "{own}", ("The compiler stumbles behind your function",)),
+    "CUDA no function": ("02.1", "__device__ void update() {}", ("has no function online_update",)),
+}  # fmt: skip
+EDITS = {
+    "in a simulated thread": ("- delta_i", "- delt_i"),
+    "in an interpreted kernel": ("seen = column < Nk", "seen = colum < Nk"),
+    "CUDA": ("expf(m - m_new)", "expf(m - m_neu)"),
+    "CUDA brace": ("  m = m_new;\n}", "  m = m_new;\n"),
+}
+
+
+on_cpu = pytest.mark.skipif(engine.name != "cpu", reason="the words of the simulator, the interpreter and g++")
+ON_CPU = ("in a simulated thread", "in an interpreted kernel", "CUDA brace")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[on_cpu] * (name in ON_CPU)) for name in ERRORS])
+def test_an_error_is_answered_in_the_readers_lines(name):
+    id, text, words = ERRORS[name]
+    runnable(EXERCISES[id])
+    if name in EDITS:
+        text = str(solution(id))
+        assert EDITS[name][0] in text
+        text = text.replace(*EDITS[name])
+    report = check(id, text)
+    assert report.verdict == "error" and report.failed, report
+    assert all(word in repr(report) for word in words), report
+    assert "Traceback" not in repr(report) and "/tmp" not in repr(report)
+
+
+def test_an_endless_loop_is_stopped_and_its_case_is_named():
+    report = check("00.2", ONLINE.replace("    alpha =", "    while True: pass\n    alpha ="), limit=2)
+    assert report.verdict == "error"
+    assert "stopped after 2 s in the case: causal with more queries than keys" in repr(report)
+    assert "does a barrier wait for a thread that has left?" in repr(report)
+    assert check("00.2", ONLINE).verdict == "passed"  # and the next check works
+
+
+@on_cpu
+def test_a_barrier_that_one_thread_leaves_out_is_stopped():
+    runnable(EXERCISES["01.3"])
+    one_thread = "    if cuda.threadIdx.x == 0:\n        cuda.syncthreads()\n    for r in"
+    report = check("01.3", str(solution("01.3")).replace("    for r in", one_thread, 1), limit=5)
+    assert report.failed, report
+
+
+def test_a_crash_is_survived():
+    report = check("00.2", ONLINE.replace("    alpha =", "    import os; os.abort()\n    alpha ="))
+    assert report.verdict == "error" and "SIGABRT" in repr(report)
+
+
+def test_what_an_answer_prints_is_shown():
+    report = check("00.2", ONLINE.replace("    alpha =", "    print('shape', m.shape)\n    alpha ="))
+    assert report.verdict == "passed" and "shape torch.Size([1, 2, 35])" in repr(report) and "lines more" in repr(report)
+
+
+# Functions from a notebook.
+
+
+def larger(a, b):
+    return torch.maximum(a, b)
+
+
+def online_update(m, l, O, s, v_j):
+    m_new = larger(m, s)
+    unit = m_new.nan_to_num(neginf=0.0)
+    alpha = (m - unit).exp()
+    p = (s - unit).exp()
+    return m_new, alpha * l + p, alpha[..., None] * O + p[..., None] * v_j
+
+
+def test_a_function_travels_with_its_helpers_and_imports():
+    assert check("00.2", online_update).verdict == "passed"
+
+
+def test_a_function_without_source_is_refused():
+    namespace = {}
+    exec(ONLINE, namespace)
+    report = check("00.2", namespace["online_update"])
+    assert report.verdict == "error" and "no source text" in repr(report) and "my/00_2_online_update.py" in repr(report)
+
+
+def test_a_blank_function_of_a_notebook():
+    def online_update(m, l, O, s, v_j):
+        """Takes in one key."""
+        raise Blank
+
+    assert check("00.2", online_update).verdict == "blank"
+
+
+# Hunts.
+
+WANTED = "    want = attention.forward(q, k, v, causal=True)[0]\n    assert (out - want).abs().max() < 1e-5, 'out differs'\n"
+CALL = "import torch\nfrom reference import attention\n\ndef test(forward):\n    q, k, v = torch.randn(3, 1, 1, 100, 8)\n"
+HUNT_ERRORS = {
+    "passes on both": (CALL + "    forward(q, k, v)\n", "wrong", ("WRONG: passes on the broken kernel too",)),
+    "fails on both": (CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n", "wrong", ("own forward too", "line 6:", "> 1e9")),
+    "raises": (CALL + "    forward(q, k, v, mask=None)\n", "error", ("line 6:", "TypeError", "mask")),
+    "no test": ("import torch\n", "error", ("no function test(forward)",)),
+    "right": (CALL + "    out, _ = forward(q, k, v, causal=True)\n" + WANTED, "passed", ("AssertionError: out differs",)),
+}
+
+
+@pytest.mark.parametrize("name", HUNT_ERRORS)
+def test_a_hunt_is_judged(name):
+    if "00.bug1" not in HUNTS:
+        pytest.skip("no hunt in stage 00")
+    text, verdict, words = HUNT_ERRORS[name]
+    report = check("00.bug1", text)
+    assert report.verdict == verdict and all(word in repr(report) for word in words), report
+
+
+# Notebooks do not give solutions away.
+
+
+def normalised(text):
+    """The lines of code without comments, whitespace and bare brackets; in a script's markdown cells, too."""
+    lines = (re.sub(r"\s+|(//|#(?!pragma|include)).*", "", re.sub(r"^# ?", "", line)) for line in text.splitlines())
+    return [line for line in lines if re.search(r"\w", line)]
+
+
+def notebook_text(path):
+    """A notebook's cells and outputs, or a script, as text."""
+    if path.suffix == ".py":
+        return path.read_text()
+    parts = []
+
+    def collect(value):
+        if isinstance(value, str):
+            parts.append(value)
+        elif isinstance(value, list) and all(isinstance(x, str) for x in value):
+            parts.append("".join(value))
+        else:
+            for x in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+                collect(x)
+
+    collect([{name: x for name, x in cell.items() if name != "metadata"} for cell in json.loads(path.read_text())["cells"]])
+    return "\n".join(parts)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")) + sorted((ROOT / "notebooks").glob("src/*.py")),
+                         ids=lambda path: path.name)  # fmt: skip
+def test_no_notebook_contains_a_solution(path):
+    there = "\n".join(["", *normalised(notebook_text(path)), ""])
+    for id, task in EXERCISES.items():
+        lines = normalised(str(solution(id)).split("{\n", 1)[1] if task.path.suffix != ".py" else body(task))
+        size = min(3, len(lines))
+        shown = [lines[i : i + size] for i in range(len(lines) - size + 1) if "\n".join(["", *lines[i : i + size], ""]) in there]
+        assert not shown, f"{path.name} shows of {id}: {shown}"
+
+
+# The commands.
+
+
+def test_check_hint_and_solution_on_the_command_line(my):
+    run = lambda *words: CliRunner().invoke(__main__.app, words)  # noqa: E731
+    first = run("check", "00")
+    assert first.exit_code == 0 and first.output.count(": blank") == len(exercises.of_stage("00"))
+    assert len(list(my.iterdir())) == len(exercises.of_stage("00"))
+    exercises.find("00.2").mine.write_text(ONLINE)
+    second = run("check", "00.2")
+    assert second.exit_code == 0 and "passed" in second.output
+    exercises.find("00.2").mine.write_text(ONLINE.replace("alpha * l", "l"))
+    third = run("check", "00")
+    assert third.exit_code == 1 and "00.2 Take in one key: WRONG" in third.output and "l is not rescaled" in third.output
+    assert "What do you" in run("hint", "00.2").output and "m_new = max(m, s)" in run("hint", "00.2", "3").output
+    assert "alpha = (m - unit).exp()" in run("solution", "00.2").output
+    unknown = run("check", "00.9")
+    assert unknown.exit_code == 2 and "00.1, 00.2" in unknown.output
+
+
+def test_mine_knows_what_is_filled_in():
+    nothing = Mine()
+    assert nothing.rungs("step00_naive") == [] and "python -m steps check 00" in nothing.nothing("00")
+    check("00.1")
+    exercises.find("00.2").mine.write_text(ONLINE)
+    mine = Mine()
+    assert mine.rungs("step00_naive") == ["online"] and mine.nothing("00") is None and mine.nothing("03")
+    assert "00.1-softmax" in mine.blanks("step00_naive") and "00.2-online_update" not in mine.blanks("step00_naive")
+    exercises.find("00.2").mine.write_text("def")
+    with pytest.raises(answer.Problem, match="my/00_2_online_update.py, line 1"):
+        Mine()
+
+
+def test_pytest_mine_names_the_misconception_and_skips_the_blanks(tmp_path):
+    """In a copy of the course: stage 00 with one wrong function, stage 02 with none."""
+    for name in ("steps", "tests", "reference"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "00_2_online_update.py").write_text(ONLINE.replace("alpha * l", "l"))
+    command = [sys.executable, "-m", "pytest", "tests/test_step00_naive.py", "tests/test_step02_fa2_cuda.py", "--mine", "-rs"]
+    command += ["-p", "no:cacheprovider", "-k", "TestContract and (ragged_causal or softmax or bit_equal)"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    for words in (
+        "This equals what you get when l is not rescaled when the running maximum moves",
+        "test_case[ragged_causal-float32-online]",
+        "my/00_1_softmax.py is blank: python -m steps hint 00.1",
+        "nothing of stage 02 is filled in under my/: python -m steps check 02",
+    ):
+        assert words in done.stdout, done.stdout
+    assert "matrix" not in done.stdout
+
+
+def test_where_nothing_can_be_forked(monkeypatch):
+    monkeypatch.setattr(runner, "FORK", False)
+    runner.stop()
+    assert check("00.2", ONLINE).verdict == "passed"
+    report = check("00.2", ONLINE.replace("    alpha =", "    import os; os.abort()\n    alpha ="))
+    assert report.verdict == "error" and "SIGABRT" in repr(report)
