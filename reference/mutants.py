@@ -8,7 +8,7 @@ so that a wrong answer can be given the name of its cause.
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from itertools import combinations
 
 import torch
@@ -708,7 +708,7 @@ def diagnose(rows, order):
     Such a mutant agrees with the results on every case that it applies to, and every wrong result lies on such a case. While out
     or lse is wrong the forward's mutants are compared, on out and lse; otherwise the backward's, on dq, dk and dv.
     """
-    rows = [(_on_cpu(inputs), tuple(tile), {n: x.cpu() for n, x in got.items()}, want) for inputs, tile, got, want in rows]
+    rows = [(_on_cpu(inputs), tuple(tile), _on_cpu(got), _on_cpu(want)) for inputs, tile, got, want in rows]
     wrong = [error.failures(got, want) for _, _, got, want in rows]
     names = ("out", "lse") if any("out" in w or "lse" in w for w in wrong) else ("dq", "dk", "dv")
     kind = Forward if "out" in names else Backward
@@ -736,8 +736,13 @@ def _tolerances(mistaken, want):
     return {name: max(1, growth) * want.tolerance[name] for name, growth in grown.items()}
 
 
-def _on_cpu(inputs):
-    return replace(inputs, **{name: getattr(inputs, name).cpu() for name in ("q", "k", "v", "dout")})
+def _on_cpu(x):
+    """Tensors, and dictionaries and dataclasses that hold some, on the CPU; anything else as it is."""
+    if isinstance(x, torch.Tensor):
+        return x.cpu()
+    if isinstance(x, dict):
+        return {name: _on_cpu(value) for name, value in x.items()}
+    return replace(x, **{name: _on_cpu(value) for name, value in vars(x).items()}) if is_dataclass(x) else x
 
 
 # ---- who is killed by what -------------------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ def pytest_generate_tests(metafunc):
         skips = mine.blanks(stage.SUPPORTS["stage"]) if mine else {}
         rows += [pytest.param(*[None] * 3, id=id, marks=pytest.mark.skip(reason=reason)) for id, reason in skips.items()]
         metafunc.parametrize("case, dtype, rung", rows)
+    if "every_rung" in metafunc.fixturenames:
+        metafunc.parametrize("every_rung", stage.SUPPORTS["rungs"])
     if "bad" in metafunc.fixturenames:
         rows = BAD_INPUT | lacking(stage.SUPPORTS)
         metafunc.parametrize("bad", list(rows.values()), ids=list(rows))

@@ -143,6 +143,6 @@ def store_rows(out, lse, O_i, l, m, head, i, D):
     for r in range(cuda.threadIdx.y, min(O_i.shape[0], out.shape[1] - i), cuda.blockDim.y):
         l_row = l[r]
         for d in range(cuda.threadIdx.x, D, cuda.blockDim.x):
-            out[head, i + r, d] = O_i[r, d] / l_row if l_row > ZERO else ZERO
+            out[head, i + r, d] = ZERO if l_row == ZERO else O_i[r, d] / l_row
         if cuda.threadIdx.x == 0:
-            lse[head, i + r] = m[r] + math.log(l_row) if l_row > ZERO else MINUS_INF
+            lse[head, i + r] = MINUS_INF if l_row == ZERO else m[r] + math.log(l_row)

@@ -235,7 +235,7 @@ def online_update(S, O, l, m, scratch, X, Y):
         m_new = m[r]
         for other in range(X):
             m_new = max(m_new, scratch[r * Y + y, other])
-        unit = m_new if m_new > MINUS_INF else ZERO  # a row that has seen no key: -inf - (-inf) would be NaN
+        unit = ZERO if m_new == MINUS_INF else m_new  # a row that has seen no key: -inf - (-inf) would be NaN
         alpha = math.exp(m[r] - unit)
         m[r] = m_new
         l[r] *= alpha
@@ -268,6 +268,6 @@ def store_rows(out, lse, O, l, m, N, D, head, i, X, Y):
         if row < N:
             for c in range(O.shape[1]):
                 if c * X + x < D:
-                    out[(head * N + row) * D + c * X + x] = O[r, c] / l[r] if l[r] > ZERO else ZERO
+                    out[(head * N + row) * D + c * X + x] = ZERO if l[r] == ZERO else O[r, c] / l[r]
             if x == 0:
-                lse[head, row] = m[r] + math.log(l[r]) if l[r] > ZERO else MINUS_INF
+                lse[head, row] = MINUS_INF if l[r] == ZERO else m[r] + math.log(l[r])
