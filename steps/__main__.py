@@ -84,7 +84,7 @@ def results(rows):
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=CAPTION)
     speeds = any("tflops" in row for row in rows)
     table.add_column("stage", no_wrap=True)
-    for name in ("out", "lse", "dq", "dk", "dv", "loss", "params", "s", *["TFLOP/s"] * speeds):
+    for name in ("out", "lse", "dq", "dk", "dv", "loss", "params", "s", *["TFLOP\n/s"] * speeds):
         table.add_column(name, justify="right")
     table.add_column("verdict")
     for row in rows:
@@ -94,7 +94,7 @@ def results(rows):
             continue
         pairs = [(row["errors"][n], row["tolerances"][n]) for n in ("out", "lse", "dq", "dk", "dv")]
         pairs += [(row["loss_difference"], row["loss_tolerance"]), (row["gradient"]["difference"], row["gradient"]["tolerance"])]
-        cells += [f"{error:.0e}\n{tolerance:.0e}" for error, tolerance in pairs]
+        cells += [f"{error:.0e}\n{tolerance:.0e}".replace("e-0", "e-") for error, tolerance in pairs]
         cells.append(f"{row['seconds']:.1f}")
         if speeds:
             cells.append(f"{row['tflops']:.3g}\n({row['sdpa_tflops']:.3g})" if "tflops" in row else "")

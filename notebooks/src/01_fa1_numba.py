@@ -12,16 +12,17 @@
 # ---
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# # 01. FlashAttention-1, a kernel in Numba
+# # 01. FlashAttention-1, kernels in Numba
 #
 # ## 1. The question
 #
-# *How does a GPU hold attention's tiles on the chip, and what does FlashAttention-1's loop order cost?*
+# *How does a GPU hold attention's tiles on the chip, what does FlashAttention-1's loop order cost, and what must a thread
+# keep to itself?*
 #
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
-# - **Time:** about 45 minutes to read, an hour more with the exercise.
+# - **Time:** about 45 minutes to read, two hours more with the exercises.
 # - **Hardware:** any. Without a GPU the kernels run in Numba's simulator: the same source, slowly, on tiny sizes.
-# - **Code:** `steps/step01_fa1_numba/`. **Tests:** `pytest tests/test_step01_fa1_numba.py`.
+# - **Code:** `steps/step01_fa1_numba/`, one file a rung. **Tests:** `pytest tests/test_step01_fa1_numba.py`.
 # - **Paper:** FlashAttention (2205.14135), restated in `papers/flash_attention.md`. Words: `reference/glossary.md`.
 
 # %% slideshow={"slide_type": "skip"}
@@ -31,28 +32,33 @@ import math
 import os
 import subprocess
 import sys
+import textwrap
 import time
-import warnings
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import numba
 import numpy as np
 import torch
+from matplotlib.colors import ListedColormap
 from numba import cuda
 
-from reference import attention, cases, error, mutants
-from reference.bench import cost, plots, rows
-from reference.bench.plots import COLOURS, FAINT, INK, style
+from reference import cases, error
+from reference.bench import cost, rows
+from reference.bench.plots import COLOURS, FAINT, GREYS, INK, style
 from steps import step01_fa1_numba as step01
-from steps.step00_naive import fwd_1_matrix
-from steps.step01_fa1_numba import fwd_0_published as fwd
-from steps.workbook import picture, show
+from steps.step00_naive import fwd_1_matrix, io_count
 
 # %% slideshow={"slide_type": "skip"}
+from steps.step01_fa1_numba import bwd_0_published, bwd_2_registers, fwd_1_loops_swapped, fwd_2_registers, resources
+from steps.step01_fa1_numba import fwd_0_published as fwd
+from steps.workbook import Blank, check, exercises, hint, picture, show, solution  # noqa: F401  for part 5
+
 torch.set_num_threads(1)  # small tensors: one thread is faster, and its times are steadier
 torch.set_printoptions(precision=2, sci_mode=False)
 style()
+compiling = ThreadPoolExecutor().submit(resources.table, 64, only="fwd")  # takes some seconds; part 4 asks for it
 print(steps.engine.describe())
 print(f"numba {numba.__version__}, numpy {np.__version__}; simulated: {fwd.SIMULATED}")
 
@@ -61,29 +67,35 @@ print(f"numba {numba.__version__}, numpy {np.__version__}; simulated: {fwd.SIMUL
 #
 # ### Where numbers live
 #
-# A GPU is a set of streaming multiprocessors (SMs). What a thread computes with lies in its **registers**. The threads
-# of one block can also reach a piece of **shared memory** on their SM, which the program fills by hand. Behind the
-# **L2** cache, common to all SMs, lies **device memory** (HBM on data-centre GPUs), where tensors live.
+# A GPU is a set of streaming multiprocessors (SMs), each of which runs threads in **warps** of 32. What a thread computes
+# with lies in its **registers**. The threads of one block also reach a piece of **shared memory** on their SM, which the
+# program fills by hand; it has 32 banks, and each gives out one number a cycle. Behind the **L2** cache, common to all
+# SMs, lies **device memory**, where tensors live.
 
 # %% slideshow={"slide_type": "fragment"}
-for gpu in (cost.GPUS["NVIDIA H200"], cost.GPUS["Tesla T4"]):
-    sm = gpu.multiprocessor
-    print(f"{gpu.name}, {gpu.sms} SMs")
-    for name, size in (("registers", 4 * sm.registers), ("shared memory", sm.shared)):
-        print(f"  {name:13}  {size / 2**10:4.0f} KiB an SM   {size * gpu.sms / 2**20:4.1f} MiB in all")
-    per_byte = [round(cost.ridge(gpu, dtype)) for dtype in ("fp32", "fp16")]
-    print(f"  device memory  {gpu.bandwidth:4.2f} TB/s; in the time of one byte: ", end="")
-    print("{} float32 operations, {} on fp16 tensor cores".format(*per_byte))
+gpu, BANKS, LANES = cost.GPUS["NVIDIA H200"], 32, 128  # numbers, and float32 multiply-adds, of an SM in a cycle
+sm, multiply_adds = gpu.multiprocessor, gpu.fp32_tflops / 2  # in 10^12 a second, all SMs together
+delivers = {"shared memory": multiply_adds * BANKS / LANES, "device memory": gpu.bandwidth / 4}  # 10^12 numbers a second
+print(f"{gpu.name}: {gpu.sms} SMs, {multiply_adds:.1f} x 10^12 multiply-adds a second in float32")
+for name, size in (("registers", 4 * sm.registers), ("shared memory", sm.shared)):
+    print(f"{name:13}  {size / 2**10:.0f} KiB an SM, {size * gpu.sms / 2**20:.1f} MiB in all")
+for name, numbers in delivers.items():
+    print(f"{name:13}  {4 * numbers:4.1f} TB/s: one number in the time of {multiply_adds / numbers:2.0f} multiply-adds")
+tensor_cores = gpu.half_tflops / 2 / (gpu.bandwidth / 2)
+print(f"in fp16 on tensor cores (stage 02), device memory: one number in the time of {tensor_cores:.0f}")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# So there are two fences. A number from device memory costs as much as 28 multiply-adds, one from shared memory as much
+# as 4. The first fence is FlashAttention's subject; what rung 2 does about the second is how any matrix product is made
+# fast.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# While one byte arrives from device memory, an H200 can do 14 float32 operations, or 206 on tensor cores. Numbers that
-# are fetched for one or two operations each leave the arithmetic idle.
+# ### What standard attention spends its time on
 #
-# Standard attention, rung 1 of stage 00, writes S, reads it for the softmax, writes P, reads it for P V: four times
-# $N^2$ numbers beyond the inputs and the output. Left: rung 1 on the machine this ran on, its operations and its time.
-# Right, calculated for an H200: what arithmetic and traffic take at the datasheet's rates.
+# Rung 1 of stage 00 writes S, reads it for the softmax, writes P, reads it for P V: four times $N^2$ numbers beyond inputs
+# and output. Below, its operations and its time on the machine that ran this.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "skip"}
 def seconds(function, *arguments):
     """The shortest of seven runs."""
     times = []
@@ -96,7 +108,6 @@ def seconds(function, *arguments):
     return min(times)
 
 
-# %% slideshow={"slide_type": "fragment"}
 N, D = 1024, 64
 q, k, v = torch.randn(3, N, D, device=steps.engine.device)
 S = q @ k.mT
@@ -104,45 +115,28 @@ P = fwd_1_matrix.softmax(S)[0]
 taken = [seconds(torch.matmul, q, k.mT), seconds(fwd_1_matrix.softmax, S), seconds(torch.matmul, P, v)]
 operations = [2 * N * N * D, 4 * N * N, 2 * N * N * D]  # softmax: maximum, exp(S - m), sum, division
 
-gpu, H = cost.GPUS["NVIDIA H200"], 16
-lengths = [512 * 2**x for x in range(6)]
-least = [cost.compulsory_bytes(1, H, n, D, dtype="fp16") for n in lengths]
-standard = [b + 4 * H * n * n * cost.BYTES["fp16"] for b, n in zip(least, lengths, strict=True)]
-flops = [cost.flops(1, H, n, D) for n in lengths]
-peak = cost.peak_tflops(gpu, "fp16")
-print(f"N = 4096: standard moves {standard[3] / least[3]:.0f} times the least; its traffic takes", end=" ")
-print(f"{standard[3] / gpu.bandwidth / (flops[3] / peak):.1f} times as long as the arithmetic")
-
 # %% slideshow={"slide_type": "fragment"}
-fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.3), layout="constrained")
+n, moved = 4096, sum(io_count.standard_count(4096, D))
+print(f"N = {n}: {moved / (4 * n * D + n):.0f} times the least traffic. On an H200, in times of the arithmetic:")
+for dtype, rate, numbers in (("float32", multiply_adds, gpu.bandwidth / 4), ("fp16", gpu.half_tflops / 2, gpu.bandwidth / 2)):
+    print(f"    {dtype}: {moved / numbers / (2 * n * n * D / rate):.1f}")
+fig, ax = plt.subplots(figsize=(7.2, 2.2), layout="constrained")
 for y, what in enumerate((operations, taken)):
     start = 0
     for x, name, colour in zip(what, ("Q Kᵀ", "softmax", "P V"), COLOURS[:3], strict=True):
         percent = 100 * x / sum(what)
-        left.barh(y, percent, left=start, color=colour, height=0.5, label=name if y == 0 else None)
+        ax.barh(y, percent, left=start, color=colour, height=0.5, label=name if y == 0 else None)
         start += percent
-left.set_yticks([0, 1], ["operations", "time"])
-left.set(xlabel="%", title="rung 1, N = 1024, d = 64", ylim=(-0.5, 2))
-left.legend(ncols=3, loc="upper left", fontsize=8)
-curves = (("standard: traffic", [b / gpu.bandwidth / 1e9 for b in standard], COLOURS[1], "o-"),
-          ("arithmetic", [f / peak / 1e9 for f in flops], INK, "--"),
-          ("q, k, v, out once: traffic", [b / gpu.bandwidth / 1e9 for b in least], COLOURS[0], "s-"))  # fmt: skip
-for name, ms, colour, look in curves:
-    right.loglog(lengths, ms, look, color=colour, label=name)
-right.set(xlabel="N", title="H200, 16 heads, d = 64, fp16: ms, calculated")
-right.set_xticks(lengths, lengths)
-right.minorticks_off()
-right.legend(fontsize=8)
-picture(fig, """Left: two bars split into Q K transposed, softmax and P V. Softmax is a sliver of the
-operations and a far larger part of the time. Right: calculated times on an H200 against N on log
-axes. The traffic of standard attention lies above the arithmetic at every N; reading the inputs and
-writing the output once lies far below both for long sequences.""")
+ax.set_yticks([0, 1], ["operations", "time"])
+ax.set(xlabel="%", title="standard attention, N = 1024, d = 64", ylim=(-0.5, 1.9))
+ax.legend(ncols=3, loc="upper left", fontsize=8)
+picture(fig, """Two bars split into Q K transposed, softmax and P V. Softmax is a sliver of the operations
+and a far larger part of the time.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Softmax is a sliver of the operations and a large part of the time: each of its steps passes over all $N^2$ numbers
-# once more, and exp is no cheap operation. At N = 4096 standard attention moves 65 times the least, and its traffic
-# takes 6.5 times as long as the arithmetic. FlashAttention's answer: a tile of S is made, used and forgotten in shared
-# memory.
+# Softmax is a sliver of the operations and a large part of the time: each of its steps passes over all $N^2$ numbers once
+# more. On an H200 the traffic takes about as long as the arithmetic in float32, and 6.5 times as long in fp16.
+# FlashAttention's answer: a tile of S is made, used and forgotten on the chip.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: O is finished after every visit
@@ -160,7 +154,8 @@ writing the output once lies far below both for long sequences.""")
 #
 # **Why.** By notebook 00 the sum $\sum e^{s - m} v$ over the old keys is $l\, O$, in the unit $e^m$; over the new ones
 # it is $P V_j$, in the unit $e^{m_b}$. $\alpha$ and $\beta$ change both to the unit $e^{m_{new}}$; divide by all of $l$.
-#
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # The numbers of notebook 00, N = 6 and d = 2, three tiles of two keys; we follow query 5. First with a mistake that is
 # easy to make: O rescaled by $\alpha$ as in notebook 00, though this O has been divided by l.
 
@@ -217,8 +212,8 @@ the new tile alone, nearer to the tile's.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # With l forgotten the row ends at (6.35, 1.01). Done right, O equals the attention over the keys seen so far after
-# every visit, and ends at (6.83, 1.34) as in notebook 00. The shares of the old O and of the tile alone add up to 1, so the
-# new O lies between the two: at visit 2 the old O keeps 0.23, at visit 3 0.39.
+# every visit, and ends at (6.83, 1.34) as in notebook 00. The new O lies between the old O and the tile alone: at
+# visit 2 the old O keeps a share of 0.23, at visit 3 one of 0.39.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
@@ -252,9 +247,12 @@ def launch(kernel, blocks, threads):
 print(launch(backwards, 2, 3))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
+# ### An index out of bounds
+#
 # The simulator starts a Python thread for each GPU thread and runs one block after the other. `print` and the debugger
-# work in a kernel, and reading or writing past an array's end is an error that says which thread did it (a GPU would
-# read or overwrite whatever lies there). Three blocks are one too many:
+# work in a kernel, and an index past an array's end is an error; a GPU would read or overwrite whatever lies there. Three
+# blocks are one too many. The message says who did it: `ctaid` is the block, `tid` the thread. Block 2 starts at index 6,
+# past the end: what is missing is `if n < x.shape[0]`.
 
 # %% slideshow={"slide_type": "fragment"}
 if fwd.SIMULATED:
@@ -265,12 +263,12 @@ if fwd.SIMULATED:
 else:
     print("not tried: on a GPU nothing checks the index")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# `ctaid` is the block: number 2 starts at index 6, past the end. `tid` is the thread that was the first to fall. What
-# is missing is `if n < x.shape[0]`.
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What the simulator cannot show
 #
-# **What the simulator cannot show.** Two kernels that are wrong on a GPU: one has no barrier, in the other only three
-# of six threads reach it. The simulator reports neither.
+# Two kernels that are wrong on a GPU: one has no barrier, in the other only three of six threads reach it. The simulator
+# reports neither, and a right result proves nothing. It knows no warps and no types either, and says nothing about speed.
+# NVIDIA's `compute-sanitizer` finds races, on a GPU; so do you, in 01.bug1.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -295,11 +293,8 @@ for kernel in (no_barrier, divergent_barrier) if fwd.SIMULATED else ():
     right = sum(launch(kernel, 1, 6).tolist() == [0, 0, 1, 2, 3, 4] for _ in range(20))
     print(f"{kernel.__name__}: right in {right} of 20 runs")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# The counts change from run to run: a right result proves nothing here. The simulator also knows no warps and no types,
-# and says nothing about speed. NVIDIA's `compute-sanitizer` looks for races, on a GPU.
-#
-# ### Algorithm 1, line by line
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Rung 0: Algorithm 1, line by line
 #
 # In brackets the paper's lines; scale and mask come from its Algorithm 2. One block handles one head.
 #
@@ -311,58 +306,53 @@ for kernel in (no_barrier, divergent_barrier) if fwd.SIMULATED else ():
 # | [9] | S = scale Q_i K_jᵀ, masked | `scores`, `keys_seen` |
 # | [10–11], l, m of [13] | P, m_new, l_new; reads and writes l_i, m_i | `online_update` (yours, in part 5) |
 # | [12] | O_i, read and written | `update_output` |
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### The budget, before any launch
 #
-# First the budget, before any launch: which tiles fit in shared memory, and how many blocks an SM then holds.
+# Arrays of a fixed size may take 48 KiB of a block's shared memory. `check_shared` adds up those of a kernel, and refuses
+# a tile that does not fit while there is still a message to read. The paper's line 1 gives K, V, Q and O all the room and
+# S none (`papers/errata.md`, E4).
 
 # %% slideshow={"slide_type": "fragment"}
 def shared_bytes(Br, Bc, D):
-    """Q_i, K_j, V_j and S, each with a spare column, and two numbers a row: as in forward_kernel."""
+    """Q_i, K_j, V_j and S, each with a spare column, and two factors a row: what rung 0 hands to check_shared."""
     return 4 * ((Br + 2 * Bc) * (D + 1) + Br * (Bc + 1) + 2 * Br)
 
 
-STATIC = 48 * 1024  # the most that arrays of a fixed size may take in a block
-for tile in ((16, 16), (16, 32), (32, 16), (32, 64), (64, 64)):
+for tile in ((16, 16), (16, 32), (32, 64), (64, 64)):
     need = shared_bytes(*tile, 64)
     fits = cost.occupancy((9, 0), threads=256, shared=need)
-    verdict = f"{fits.blocks} blocks an SM, limited by {fits.limited_by}" if need <= STATIC else "too much"
-    print(f"tile {str(tile):8}  d = 64: {need / 1024:4.1f} KiB  {verdict}")
-
-sm = cost.GPUS["NVIDIA H200"].multiprocessor
+    print(f"tile {str(tile):8}  {need / 1024:4.1f} KiB", f"{fits.blocks} blocks an SM" * (need <= fwd.SHARED_BYTES))
+try:
+    fwd.forward_kernel(64, 64, 64)
+except ValueError as refusal:
+    print(textwrap.fill(f"ValueError: {refusal}", 110))
 for d in (64, 128):  # Alg. 1, line 1, for all that a block of an H200 can ask for
-    limit = sm.shared_per_block
-    Bc = math.ceil(limit / 4 / (4 * d))
+    Bc = math.ceil(sm.shared_per_block / 4 / (4 * d))
     Br = min(Bc, d)
-    KVQO, with_S = (cost.shared_bytes(Br, Bc, d, tiles=t) / limit for t in ("QKVO", "QKVOS"))
-    print(f"paper, d = {d}: Br {Br}, Bc {Bc}: K, V, Q, O take {KVQO:.0%} of a block's limit, with S {with_S:.0%}")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# The paper's line 1 chooses Br and Bc so that K, V, Q and O fit, and counts no room for S: at d = 128 the sum comes to
-# 123% of the limit. This rung keeps no O in shared memory (each thread updates its numbers in place) and stays below
-# 48 KiB.
-
-# %% slideshow={"slide_type": "subslide"}
-show("fwd_0_published", "forward_kernel")
-
-# %% slideshow={"slide_type": "subslide"}
-show("fwd_0_published", "scores")
-
-# %% slideshow={"slide_type": "fragment"}
-show("fwd_0_published", "update_output")
+    KVQO, with_S = (cost.shared_bytes(Br, Bc, d, tiles=t) / sm.shared_per_block for t in ("QKVO", "QKVOS"))
+    print(f"line 1, d = {d}: Br {Br}, Bc {Bc}: K, V, Q, O take {KVQO:.0%} of a block's limit, with S {with_S:.0%}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Read the barriers first: each says which threads wait for what. In `scores`, x runs along a row, so neighbouring
-# threads touch neighbouring addresses; the spare column D + 1 shifts each row of K_j by one bank.
-#
+# Read the barriers first: each says which threads wait for what. Of a tile's numbers each thread (x, y) takes those of
+# rows y, y + 16, … and columns x, x + 16, …; neighbours in x touch neighbouring addresses.
+
+# %% slideshow={"slide_type": "fragment"}
+show("fwd_0_published", "kernel")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The order of the visits
 #
 # Tiles of 8 for 24 queries and 32 keys: FlashAttention-1 goes through S column by column, FlashAttention-2 row by row.
-# Below, when each row of O is written.
+# In rows, what a query tile adds up can stay on the chip until it is finished; O need not be divided on every visit, and
+# notebook 00's update, one $\alpha$ and no $\beta$, is enough. Below, when each row of O is written.
 
 # %% slideshow={"slide_type": "fragment"}
 Tr, Tc = 3, 4
 orders = {"FA1: keys outside": [(i, j) for j in range(Tc) for i in range(Tr)],
           "FA2: queries outside": [(i, j) for i in range(Tr) for j in range(Tc)]}  # fmt: skip
-fig, axes = plt.subplots(2, 2, figsize=(8, 4.8), layout="constrained", height_ratios=(1.1, 1))
+fig, axes = plt.subplots(2, 2, figsize=(8, 4.4), layout="constrained", height_ratios=(1.1, 1))
 for (name, order), top, bottom in zip(orders.items(), *axes, strict=True):
     for visit, (i, j) in enumerate(order, 1):
         top.add_patch(plt.Rectangle((8 * j, 8 * i), 8, 8, facecolor=COLOURS[i], edgecolor="white", lw=2))
@@ -383,116 +373,217 @@ one of the 12 visits, so each row four times; FA2 writes each row once, at visit
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the order costs
 #
-# Count elements moved between device memory and the chip for one head, with $T_r = N_q / B_r$ and $T_c = N_k / B_c$
-# rounded up:
-#
-# | | read | written |
-# |---|---|---|
-# | FA1 | $2 N_k d$ (K, V once) $+\; T_c N_q (2 d + 2)$ (Q, O, l, m) | $T_c N_q (d + 2)$ (O, l, m) |
-# | FA2 | $N_q d$ (Q once) $+\; 2\, T_r N_k d$ (K, V) | $N_q d + N_q$ (O, lse) |
-# | standard | $3 N d + 2 N^2$ | $N d + 2 N^2$ |
-#
-# In the simulator the first line can be checked: the kernel takes anything that can be indexed, so we hand it arrays
-# that count.
+# Notebook 00 counted both orders in torch. The kernels themselves can be counted, too: the simulator takes anything that
+# can be indexed, so we hand them arrays that count.
 
 # %% slideshow={"slide_type": "fragment"}
 class Counted:
-    """An array for the simulator that counts the elements read and written."""
+    """Stands for an array in the simulator, and counts the numbers loaded from it and stored to it."""
 
-    def __init__(self, *shape, value=None):
-        self.data = torch.randn(shape).numpy() if value is None else np.full(shape, value, np.float32)
-        self.shape, self.read, self.written = shape, 0, 0
+    def __init__(self, *shape, value=1):
+        self.data, self.shape, self.loads, self.stores = np.full(shape, value, np.float32), shape, 0, 0
 
     def __getitem__(self, index):
-        self.read += 1
+        self.loads += 1
         return self.data[index]
 
     def __setitem__(self, index, value):
-        self.written += 1
+        self.stores += 1
         self.data[index] = value
 
 
-def counted(N, D, B):
-    """{name: (read, written)} of the forward kernel, one head, tiles (B, B)."""
-    arrays = {name: Counted(1, N, D) for name in "qkv"}
-    arrays |= {"O": Counted(1, N, D, value=0), "l": Counted(1, N, value=0), "m": Counted(1, N, value=-math.inf)}
-    fwd.forward_kernel(B, B, D)[1, fwd.THREADS](*arrays.values(), False, np.float32(1))
-    return {name: (a.read, a.written) for name, a in arrays.items()}
+def counted(rung, blocks, N, D, B):
+    """(loads, stores) of device memory by a rung's kernel, one head, tiles (B, B)."""
+    arrays = [Counted(1, N, D) for _ in "qkv"] + [Counted(1, N, D, value=0), Counted(1, N, value=0)]
+    arrays += [Counted(1, N, value=-math.inf)] if rung is fwd else []  # q, k, v, O, l, m; in rung 1 out, lse
+    rung.forward_kernel(B, B, D)[blocks, fwd.THREADS](*arrays, False, np.float32(1))
+    return sum(a.loads for a in arrays), sum(a.stores for a in arrays)
 
-
-# %% slideshow={"slide_type": "fragment"}
-def fa1(N, D, Br, Bc):
-    """(read, written): elements of device memory, one head, Nq = Nk = N."""
-    Tc = math.ceil(N / Bc)
-    return 2 * N * D + Tc * N * (2 * D + 2), Tc * N * (D + 2)
-
-
-def fa2(N, D, Br, Bc):
-    return N * D + 2 * math.ceil(N / Br) * N * D, N * D + N
-
-
-def standard_attention(N, D):
-    return 3 * N * D + 2 * N * N, N * D + 2 * N * N
-
-
-for n in (16, 32) if fwd.SIMULATED else ():
-    each = counted(n, 4, 8)
-    print(f"N = {n}, d = 4, tiles (8, 8)", *(f"{name} {moved}" for name, moved in each.items()))
-    print("    sum", tuple(map(sum, zip(*each.values(), strict=True))), " formula", fa1(n, 4, 8, 8))
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Reads exceed the formula by the second read of m in the source, 2 N at N = 16 and 4 N at N = 32, which a compiler
-# keeps in a register; writes agree. Now larger sizes.
 
 # %% slideshow={"slide_type": "subslide"}
-D, B = 64, 128
-lengths = [2**x for x in range(9, 15)]
-lines = {"standard": ([standard_attention(n, D) for n in lengths], COLOURS[1], "o-"),
-         "FA1 order": ([fa1(n, D, B, B) for n in lengths], COLOURS[0], "s-"),
-         "FA2 order": ([fa2(n, D, B, B) for n in lengths], COLOURS[2], "D-")}  # fmt: skip
-fig, axes = plt.subplots(1, 2, figsize=(8.4, 3.4), layout="constrained", sharey=True)
-for side, (ax, title) in enumerate(zip(axes, ("elements read", "elements written"), strict=True)):
-    for name, (moved, colour, look) in lines.items():
-        ax.loglog(lengths, [x[side] for x in moved], look, color=colour, label=name)
-    ax.set(xlabel="N", title=f"{title}, d = {D}, tiles ({B}, {B})")
-    ax.set_xticks(lengths, lengths)
-    ax.minorticks_off()
-axes[0].legend(fontsize=8)
-for name, (moved, _, _) in lines.items():
-    read, written = (count / 1e6 for count in moved[lengths.index(4096)])
-    print(f"N = 4096, {name:9}: {read:4.1f} million read, {written:5.2f} million written")
-picture(fig, """Elements read and written against N on log axes. Read: the two orders lie together,
-below standard attention by a factor of about two. Written: FA1's order has the slope of standard
-attention, N squared, a factor of about four below it; FA2's order has slope 1 and lies far below.""")
+N, D, B = 16, 4, 8
+for name, rung, blocks, expected in (("rung 0", fwd, 1, io_count.fa1_count), ("rung 1", fwd_1_loops_swapped, N // B,
+                                                                             io_count.fa2_count)) * fwd.SIMULATED:  # fmt: skip
+    print(f"{name}: loads, stores {counted(rung, blocks, N, D, B)}, notebook 00 expects {expected(N, D, B, B)}")
+N, D = 4096, 64
+TILES = {"published": (16, 16), "loops_swapped": (16, 32), "registers": (128, 64)}  # the defaults on a GPU, d = 64
+moves = {"published": io_count.fa1_count(N, D, *TILES["published"])}
+moves |= {name: io_count.fa2_count(N, D, *TILES[name]) for name in ("loops_swapped", "registers")}
+loads, stores = moves["registers"]
+moves["registers"] = loads + (N // TILES["registers"][1] - 1) * N * D, stores  # it reads Q_i again for each key tile
+print(f"million numbers at N = {N}, d = {D}; standard attention: {sum(io_count.standard_count(N, D)) / 1e6:.0f}")
+for name, (loads, stores) in moves.items():
+    print(f"{name:13} tile {str(TILES[name]):9}  loads {loads / 1e6:5.1f}  stores {stores / 1e6:5.2f}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Reads are alike. Writes are not: 8.65 million against 0.27 million at N = 4096, because FA1's O comes and
-# goes $T_c$ times. In float16 the gap widens, as O stays float32 between visits. The second cost is not in this table:
-# two key tiles may not update one row of O at the same time, so a head stays in one block.
+# Rung 1 agrees to the number. Rung 0 looks at m twice (a compiler loads it once), and its first zeros are written by
+# torch. At N = 4096 swapping the loops makes 69.48 million stores 0.27 million. The loads fall less: with tiles of 16 both
+# orders ask for more than standard attention does, and only rung 2's large tiles end that. A part is answered by L2.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Who works
 #
-# ### The float64 trap
+# With keys outside, two key tiles may not update one row of O at the same time: a head stays in one block, and a block
+# stays on one SM. With queries outside every query tile can be a block. Below, what `forward` asks for when it launches,
+# and the first wave of blocks on the SMs.
+
+# %% slideshow={"slide_type": "fragment"}
+def grid(rung, tile, B, H, N=4096, D=1):
+    """The number of blocks that the rung's forward launches."""
+    asked, x = [], torch.empty(B, H, N, D)
+    no_launch = {"forward_kernel": lambda *sizes: None, "launch": lambda _, blocks, *rest: asked.append(blocks)}
+    with patch.multiple(rung, **no_launch):
+        rung.forward(x, x, x, tile=tile)
+    return asked[0]
+
+
+forwards = dict(zip(TILES, (fwd, fwd_1_loops_swapped, fwd_2_registers), strict=True))
+for batch, H in ((1, 16), (4, 16), (4, 32)):
+    asked = {name: grid(rung, TILES[name], batch, H) for name, rung in forwards.items()}
+    busy = (f"{name} {n} blocks, {min(1, n / gpu.sms):.0%} of the SMs" for name, n in asked.items())
+    print(f"{batch} x {H} heads:", "; ".join(busy))
+
+# %% slideshow={"slide_type": "subslide"}
+fig, axes = plt.subplots(1, 2, figsize=(8.4, 3.7), layout="constrained")
+for ax, (name, resident) in zip(axes, (("published", 1), ("registers", 2)), strict=True):
+    blocks = grid(forwards[name], TILES[name], 1, 16)
+    heads = np.arange(gpu.sms * resident) * 16 // blocks  # of the blocks of the first wave
+    places = np.ma.masked_greater(heads, 15).reshape(resident, 11, 12).transpose(1, 0, 2).reshape(-1, 12)
+    ax.pcolormesh(places % 6, cmap=ListedColormap(COLOURS), vmin=0, vmax=5, edgecolors=FAINT, lw=0.8)
+    ax.hlines(range(0, 11 * resident + 1, resident), 0, 12, color="white", lw=4)
+    for head in range(min(16, heads[-1] + 1)):
+        y, x = np.argwhere((places == head).filled(False))[0]
+        ax.text(x + 0.5, y + 0.5, f"{head}", ha="center", va="center", fontsize=8, color="white")
+    ax.set(title=f"{name}: {blocks} blocks", ylim=(11 * resident, 0), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+picture(fig, """The 132 multiprocessors of an H200 as a grid of 11 by 12, for one sequence of 4096 tokens with
+16 heads. Published: 16 are coloured, one for each head, the others are empty. Registers: each has two
+blocks; the first wave is heads 0 to 8.""")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# White SMs have nothing to do. On the right each SM has two blocks (why two: below), and a later wave brings the other
+# heads. A number is where a head begins. Which block goes where is the GPU's business; the drawing deals them out in turn.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Rung 1: the loops swapped
+
+# %% slideshow={"slide_type": "fragment"}
+show("fwd_1_loops_swapped", "kernel")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Rung 2: what a thread keeps to itself
 #
-# A Python number in a Numba kernel is a float64, and turns the arithmetic around it into float64. We compile two
-# functions to PTX, for which no GPU is needed, in a process that does not simulate.
+# The second fence. `dot`, in rungs 0 and 1, fetches both factors of every product from shared memory. In rung 2 a thread
+# owns a **patch** of 8 x 8 numbers of S, in its registers: for each column it fetches 8 numbers of Q_i and 8 of K_j, and
+# multiplies each with each, an outer product. Counted in one thread:
+
+# %% slideshow={"slide_type": "fragment"}
+Q_i, K_j, A, B, S = Counted(16, 65), Counted(32, 65), Counted(128, 17), Counted(64, 17), Counted(8, 8)
+
+
+@cuda.jit
+def one_thread():
+    fwd.dot(Q_i, 0, K_j, 0, 64)
+    fwd_2_registers.add_products(S, A, 0, B, 8, 16)
+
+
+loads_each = {"dot": 2.0, "add_products": 0.25}
+if fwd.SIMULATED:
+    one_thread[1, 1]()
+    loads_each = {"dot": (Q_i.loads + K_j.loads) / 64, "add_products": (A.loads + B.loads) / S.stores}
+for name, each in loads_each.items():
+    print(f"{name}: {each} loads a multiply-add; shared memory allows {delivers['shared memory'] * 2 / each:.1f} TFLOP/s")
+
+# %% slideshow={"slide_type": "subslide"}
+show("fwd_2_registers", "add_products")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### A patch, and the banks that a warp asks
+#
+# Thread (x, y) owns every 16th row from y on and every 8th column from x on, so that neighbours fetch neighbouring rows of
+# a tile. Address a lies in bank a mod 32. Different addresses in one bank are served one after the other: with rows of 16
+# numbers every other row begins in the same bank. A spare column makes the width 17, and all rows differ.
+
+# %% slideshow={"slide_type": "fragment"}
+fig, (left, *bars) = plt.subplots(1, 3, figsize=(8.6, 3.3), layout="constrained")
+owners = np.full((128, 64), np.nan)
+for index, (x, y) in enumerate(((0, 0), (1, 0), (3, 9))):
+    owners[y::16, x::8] = index
+    left.plot([], [], "s", color=COLOURS[index], label=f"thread {x, y}")
+left.imshow(owners, cmap=ListedColormap(COLOURS[:3]), aspect="auto", interpolation="nearest", extent=(0, 64, 128, 0))
+left.set(title="patches on S", xlabel="64 keys", ylabel="128 queries")
+left.set_xticks(range(0, 65, 8))
+left.set_yticks(range(0, 129, 16))
+left.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, handletextpad=0, columnspacing=0.6)
+for ax, width in zip(bars, (16, 17), strict=True):
+    addresses = {(0 * 8 + x) * width + 3 for x in range(8)}  # a warp's B[c * X + x, d] for c = 0, d = 3
+    asked = [sum(a % BANKS == bank for a in addresses) for bank in range(BANKS)]
+    ax.bar(range(BANKS), asked, color=[COLOURS[1] if n > 1 else COLOURS[0] for n in asked])
+    ax.set(title=f"rows of {width}: {max(asked)} in turn", xlabel="bank", ylim=(0, 4.4))
+bars[0].set(ylabel="addresses asked of a bank")
+picture(fig, """Left: the numbers of S that three threads own, each a regular grid of 8 by 8 points, 16
+rows and 8 columns apart. Right: addresses asked of each of the 32 banks when a warp fetches one
+column of B. With rows of 16 two banks are asked for four addresses each; with rows of 17 eight
+banks for one each.""")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What it takes: registers
+#
+# The patches of S and O, m and l are $8 \cdot 8 + 8 \cdot 8 + 8 \cdot 2 = 144$ of the 255 registers that a thread can have; the
+# rest is for factors and addresses. `check_registers` counts. What the compiler then makes of a kernel needs no GPU:
+
+# %% slideshow={"slide_type": "fragment"}
+try:
+    fwd_2_registers.check_registers("tile (128, 128), head_dim 128", (8, 16), (8, 16), (8, 2))
+except ValueError as refusal:
+    print(textwrap.fill(f"ValueError: {refusal}", 110))
+try:
+    compiled = compiling.result()
+except RuntimeError:
+    compiled = print("this installation of Numba has no CUDA compiler") or []
+for row in compiled:
+    assert tuple(row["tile"]) == TILES[row["kernel"].removeprefix("fwd_")[2:]]
+    print(f"{row['kernel']:19}  {row['registers']:3} registers, {row['spilled']} bytes spilled, {row['shared'] / 1024:.0f} KiB:",
+          f"{row['blocks']} blocks of {row['threads']} threads an SM ({row['limit']}), occupancy {row['occupancy']:.0%}")  # fmt: skip
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Rung 2 fills an eighth of the places for warps, the least of the three, and part 7 shows that it is the fastest. A second
+# warp helps while the first waits; a warp with 64 independent sums has work of its own.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### The float64 trap, and signed indices
+#
+# A Python number in a Numba kernel is a float64, and turns the arithmetic around it into float64. The simulator computes
+# with NumPy, where float32 wins, and cannot show it. And of a signed index Numba asks each time whether it is negative,
+# as in x[-1]. We compile four functions to PTX, in a process that does not simulate.
 
 # %% slideshow={"slide_type": "fragment"}
 def plain(x, y):
-    n = cuda.grid(1)
-    y[n] = 0.5 * x[n] + 1.0
+    y[0] = 0.5 * x[0] + 1.0
 
 
 def with_casts(x, y):
-    n = cuda.grid(1)
-    y[n] = np.float32(0.5) * x[n] + np.float32(1.0)
+    y[0] = np.float32(0.5) * x[0] + np.float32(1.0)
 
 
+def signed(x, y):
+    t = cuda.threadIdx.x
+    y[t] = x[t] + x[t + 16]
+
+
+def unsigned(x, y):
+    t = np.uint32(cuda.threadIdx.x)
+    y[t] = x[t] + x[t + 16]
+
+
+# %% slideshow={"slide_type": "fragment"}
 program = "import re\nimport numpy as np\nfrom numba import cuda, float32\n"
-program += inspect.getsource(plain) + inspect.getsource(with_casts)
+program += "".join(map(inspect.getsource, (plain, with_casts, signed, unsigned)))
 program += """
-for f in plain, with_casts:
+for f in plain, with_casts, signed, unsigned:
     ptx, _ = cuda.compile_ptx(f, (float32[::1], float32[::1]), cc=(8, 0))
-    print(f"{f.__name__}: .f64 occurs {ptx.count('.f64')} times")
-    print(*re.findall(r"^\\t(?:fma|cvt|mul|add).*f(?:32|64).*;", ptx, re.M), sep="\\n")
+    lines = re.findall(r"^\\t((?:fma|cvt.*f32|mul.f|setp|ld.global)\\S*\\s.*);", ptx, re.M)
+    print(f"{f.__name__:10}", " | ".join(re.sub(r"\\s+", " ", line) for line in lines))
 """
 environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}
 done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
@@ -500,89 +591,151 @@ print(done.stdout if done.returncode == 0 else "this installation of Numba has n
 print("with a Python number, NumPy (and so the simulator) gives", type(np.float32(1) * 0.5).__name__)
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Two conversions and a float64 multiply-add, where one float32 multiply-add would do; a float64 also takes two
-# registers. The simulator computes with NumPy, where the float32 wins, and cannot show it. Hence `ZERO` and
-# `np.float32(scale)` in the module, and a test that counts `.f64` in both kernels.
+# `plain` converts to float64 and back around a float64 multiply-add; hence `ZERO` and `np.float32(scale)` in the module, and
+# a test that finds no `.f64` in any kernel. `signed` asks twice (`setp`) and needs an address for each load; `unsigned` has
+# one address, and `+64` for the other number. A patch of constant distances wants the latter: `unsigned` in rung 2.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### A multiply-add too many
 #
-# ### The backward, in short
-#
-# Algorithm 4 keeps the loops: key tiles outside, so that dK_j and dV_j are finished in one visit. dQ now plays O's
-# part, and is read and written $T_c$ times. Nothing is rescaled, as lse is final.
+# GPUs compute $2^x$. Fast kernels therefore write $e^{x - m}$ as $2^{x c - m c}$ with $c = \log_2 e$: m c is there once for
+# a row, and x c - m c is one fused multiply-add, which does not round x c. But m c *has* been rounded, so the two no longer
+# cancel at x = m. Below, all else in float64: 256 rows of 4096 scores of about ±200, in tiles of 64.
 
 # %% slideshow={"slide_type": "fragment"}
-show("bwd_0_published", "backward_kernel")
+c = np.float32(math.log2(math.e))
+exact = lambda x, m: np.exp(np.float64(x) - np.float64(m))  # noqa: E731
+plain = lambda x, m: np.exp(np.float64(x - m))  # noqa: E731
+fused = lambda x, m: np.exp2(np.float64(np.float32(np.float64(x) * c - np.float64(m * c))))  # noqa: E731
+
+
+def online(in_alpha, in_P, x, v):
+    """(P at the maximum, out, lse) of rows of scores x (rows, N) in float32, and values v (N,), by tiles of 64."""
+    m, l, O = np.full(len(x), -np.inf, np.float32), 0, 0
+    for j in range(0, x.shape[1], 64):
+        m_new = np.maximum(m, x[:, j : j + 64].max(1))
+        alpha, P = in_alpha(m, m_new), in_P(x[:, j : j + 64], m_new[:, None])
+        m, l, O = m_new, alpha * l + P.sum(1), alpha * O + P @ v[j : j + 64]
+    return in_P(m, m), O / l, m + np.log(l)
+
+
+random = np.random.default_rng(0)
+x, v = random.normal(0, 55, (256, 4096)).astype(np.float32), random.normal(0, 1, 4096)
+right = online(exact, exact, x, v)
+for name, functions in {"exp(x - m)": (plain, plain), "fused, P": (plain, fused), "fused, alpha too": (fused, fused)}.items():
+    worst = (abs(a - b).max() for a, b in zip(online(*functions, x, v), right, strict=True))
+    print(f"{name:17} largest error: ", "  ".join(f"{what} {e:.1e}" for what, e in zip(("P at m", "out", "lse"), worst, strict=True)))
+print(f"float32's own rounding of a score of 200: {np.spacing(np.float32(200)) / 2:.1e}")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Near the maximum x - m is exact. Fused, P is off at the very maximum by as much again as a score's own rounding. All of
+# a tile's P is off by one factor, most of which cancels in O / l; lse keeps it, and the backward takes every P from lse.
+# With alpha written alike it is worse: alpha is no longer 1 where m stands still, and each of 64 tiles adds to the error.
+# FlashAttention-2's code fuses P only. Stage 01 pays a few instructions a score for exp(x - m).
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### The backward, in short
+#
+# Rung 0 is Algorithm 4: keys outside, so that dK_j and dV_j are finished in one visit, and dQ plays O's part, read and
+# written $T_c$ times. dQ adds up over keys, dK and dV over queries; registers can hold only what the outer loop stands
+# still for. So rung 2 has two kernels, each in the order that suits it:
+#
+# | kernel | outer loop | in registers | products |
+# |---|---|---|---|
+# | `queries_kernel` | queries | dQ_i | S, dP, dQ |
+# | `keys_kernel` | keys | dK_j, dV_j | Sᵀ, dPᵀ, dV, dK |
+#
+# Seven products instead of five, since S and dP are computed twice. In return nothing in device memory is added to, no
+# addition is atomic, and every run gives the same bits. All seven are `add_products`.
+
+# %% slideshow={"slide_type": "fragment"}
+q, k, v, dout = torch.randn(4, 1, 1, 9, 4, device=steps.engine.device)
+out, lse = step01.forward(q, k, v)
+for rung in (bwd_0_published, bwd_2_registers):
+    first, second = (rung.backward(dout, q, k, v, out, lse) for _ in range(2))
+    same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    print(f"{rung.__name__.rsplit('.')[-1]}: the same bits twice: {same}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 01.1: the online update.** Part 3's claim, up to the two factors of O, for the rows of a tile: about
-# fifteen lines, one thread a row. `S` arrives as scores and leaves as $P = e^{S - m_b}$; `l` and `m` of rows i, i + 1,
-# … of this head are updated; `old` and `new` receive the factors for `update_output`. Replace `pass`; the next cell
-# runs the stage's kernel with your function in it.
+# Write the body in place of `raise Blank` and run the cell: `check` puts your function in the place of the stage's, runs
+# some of the contract's cases, and names what fails. `hint("01.1")` asks a question, `hint("01.1", 2)` gives the formula,
+# `hint("01.1", 3)` pseudo-code, `solution("01.1")` the stage's function. Whatever the stage's file defines can be used:
+# `ZERO`, `MINUS_INF`, `dot`, and `exp_difference(x, m)`, which is exp(x - m), and 0 for x = -inf even where m is -inf too.
 #
-# <details><summary>Hint 1: a question</summary>
-#
-# The block has blockDim.x times blockDim.y threads, perhaps fewer or more than Br. Which rows does a thread take so
-# that each row is taken once? Which of them lie past the end of l?
-#
-# </details>
-# <details><summary>Hint 2: the formula</summary>
-#
-# The claim in part 3; Algorithm 1, lines 10 to 13. Read l and m of the row before you overwrite them.
-#
-# </details>
-# <details><summary>Hint 3: the trap</summary>
-#
-# A row that has seen no key has m = -inf and l_new = 0: use `exp_difference` instead of a subtraction in exp, and let
-# both factors be 0. Start sums at ZERO and maxima at MINUS_INF, or you get float64.
-#
-# </details>
-
-# %% slideshow={"slide_type": "skip"}
-def replaced(**functions):
-    """Puts functions in place of the forward module's own; compiled kernels are forgotten."""
-    fwd.forward_kernel.cache_clear()
-    return patch.multiple(fwd, **functions)
-
+# **Exercise 01.1: one tile of keys, with O kept normalised.** Part 3's claim, one thread a row. S arrives as scores and
+# leaves as $P = e^{S - m_b}$; l and m of this head are updated; `old` and `new` receive the two factors of O. Mind rows
+# past the end, and rows that have seen no key.
 
 # %% slideshow={"slide_type": "fragment"}
-ZERO, MINUS_INF, exp_difference = fwd.ZERO, fwd.MINUS_INF, fwd.exp_difference
-
-
 @cuda.jit(device=True)
-def my_online_update(S, old, new, l, m, head, i, Bc):
-    """S (Br, Bc), scores, then P, and old, new (Br,) in shared memory; l, m (heads, Nq) in device memory."""
-    pass  # yours
+def online_update(S, old, new, l, m, head, i, Bc):
+    """S (Br, Bc), scores, then P, and old, new (Br,) in shared memory; l, m (heads, Nq) in device memory; i: first row."""
+    raise Blank
 
+
+check("01.1", online_update)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 01.2: the same tile, with O not divided.** Rung 1: P is born in the unit of m_new, and `alpha` is O's factor.
+# l, m and alpha are in shared memory and have a place for every row of the tile.
 
 # %% slideshow={"slide_type": "fragment"}
-def check_update(mine):
-    """Runs the kernel with mine on four inputs, and names those that differ from the float64 reference."""
-    n = 2 * fwd.TILE[0] + 3
-    q, k, v = torch.randn(3, 1, 1, n, 4, generator=torch.Generator().manual_seed(0))
-    rising = torch.linspace(-10, 10, n)[:, None] * torch.ones(4)
-    tests = {"three tiles, the last one ragged": (q, k, False),
-             "scores that rise along the keys": (1 + 0 * q, k + rising, False),
-             "scores in the hundreds": (20 * q, 10 * k, False),
-             "rows that see no key": (q, k[..., :9, :], True)}  # fmt: skip
-    for says, (q_, k_, causal) in tests.items():
-        inputs = [x.to(steps.engine.device) for x in (q_, k_, v[..., : k_.shape[-2], :])]
-        with replaced(online_update=mine), warnings.catch_warnings(action="ignore"):  # of NaN
-            got = step01.forward(*inputs, causal=causal)
-        want = attention.forward(*inputs, causal=causal)
-        if got[1].isneginf().all():
-            return print("not written yet")
-        same = all(torch.allclose(a.double(), b, atol=1e-4) for a, b in zip(got, want, strict=True))
-        print("ok:" if same else "wrong:", says)
+@cuda.jit(device=True)
+def online_update(S, alpha, l, m, Bc):  # noqa: F811
+    """Turns S (Br, Bc) into P = exp(S - m_new) and takes it into l, m (Br,); alpha (Br,) is what O is multiplied with."""
+    raise Blank
 
 
-check_update(my_online_update)
-fwd.forward_kernel.cache_clear()  # the stage's own functions again
+check("01.2", online_update)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 01.3: the gradient of the scores.** Rung 0's backward has P of a tile; dS is wanted. Now all threads share
+# the tile: thread (x, y) takes rows y, y + blockDim.y, … and columns x, x + blockDim.x, …
+
+# %% slideshow={"slide_type": "fragment"}
+@cuda.jit(device=True)
+def score_gradients(dS, P, dO_i, V_j, delta, head, i, Bc, D):
+    """dS (Br, Bc) from P (Br, Bc), dO_i (Br, D), V_j (Bc, D) in shared memory and delta (heads, Nq); i: first row."""
+    raise Blank
+
+
+check("01.3", score_gradients)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Bug hunt 01.bug1.** What was reported about `steps/step01_fa1_numba/broken/bug1.py` is printed below. Find the cause,
+# and write the test that would have caught it: it has to fail on the broken forward and pass on the stage's own.
+
+# %% slideshow={"slide_type": "fragment"}
+print(textwrap.fill(exercises.find("01.bug1").symptom, 110))
+
+
+def test(forward):
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...), whoever wrote it."""
+    raise Blank
+
+
+check("01.bug1", test)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Bug hunt 01.bug2.** The same for `bug2.py`, which has no barrier, and needs none.
+
+# %% slideshow={"slide_type": "fragment"}
+print(textwrap.fill(exercises.find("01.bug2").symptom, 110))
+
+
+def test(forward):
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...), whoever wrote it."""
+    raise Blank
+
+
+check("01.bug2", test)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Four of the contract's cases, forward and backward (`pytest tests/test_step01_fa1_numba.py` runs all of them).
+# Three of the contract's cases, the forward of every rung (`pytest tests/test_step01_fa1_numba.py` runs all).
 
 # %% slideshow={"slide_type": "fragment"}
 def prepared(*names):
@@ -592,11 +745,12 @@ def prepared(*names):
         yield case, x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
 
 
-for case, x, want in prepared("ragged", "more_queries_causal", "no_key", "rising"):
-    got = cases.run(step01, case, x)
-    shares = [e / (want.tolerance[name] or 1) for name, e in error.errors(got, want).items()]
-    verdict = "wrong" if error.failures(got, want) else "ok"
-    print(f"{verdict}: {case.says}; largest error: {max(shares):.2f} of its tolerance")
+for case, x, want in prepared("more_queries_causal", "no_key", "rising"):
+    print(case.says)
+    for rung in TILES:
+        got = dict(zip(("out", "lse"), step01.forward(x.q, x.k, x.v, **x.options, rung=rung), strict=True))
+        share = max(e / (want.tolerance[name] or 1) for name, e in error.errors(got, want).items())
+        print(f"    {rung:13} {'wrong' if error.failures(got, want) else 'ok'}; largest error: {share:.2f} of its tolerance")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Now flip one thing. `first_query_tile` skips the query tiles above the diagonal: key j is first seen by query
@@ -616,125 +770,130 @@ def shift_forgotten(j, Nq, Nk, Br, causal):
     return j // Br * Br if causal else 0
 
 
+fwd.forward_kernel.cache_clear()  # compiled kernels are forgotten
 for case, x, want in prepared("ragged_causal", "fewer_queries_causal", "more_queries_causal"):
-    with replaced(first_query_tile=shift_forgotten):
-        out, lse = step01.forward(x.q, x.k, x.v, **x.options)
+    with patch.object(fwd, "first_query_tile", shift_forgotten):
+        out, lse = step01.forward(x.q, x.k, x.v, **x.options, rung="published")
     print("fails: " if error.failures({"out": out, "lse": lse}, want) else "passes:", case.says)
 fwd.forward_kernel.cache_clear()
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# The planted mistakes of `reference/mutants.py` follow a stage's loop order. Here are some in FA1's, which keeps O
-# normalised, and which of four cases notice them.
-
-# %% slideshow={"slide_type": "fragment"}
-mistakes = """no_rescale_of_o no_rescale_of_l tile_maximum first_maximum_kept normalised_twice no_maximum
-    no_guard dq_overwritten delta_of_the_tile stale_lse""".split()
-inputs = ("ragged", "more_queries_causal", "scores_200", "falling")
-noticed = {name: [] for name in mistakes}
-for case in (c for c in cases.CASES if c.name in inputs):
-    x = cases.build(case, step01.SUPPORTS, torch.float32)  # mutants are plain torch, on the CPU
-    want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-    for mutant in (m for m in mutants.MUTANTS if m.name in mistakes):
-        try:
-            wrong = error.failures(mutant.run(x, x.tile, step01.SUPPORTS["order"]), want)
-        except mutants.NotApplicable:
-            continue
-        noticed[mutant.name] += [case.name] if wrong else []
-for name, by in noticed.items():
-    print(f"{name:19} {', '.join(by)}")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# `first_maximum_kept` and `no_guard` are noticed by one case each. `falling` misses both kinds of forgotten rescaling:
-# there the first tile has the largest scores, and m never moves again.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# **Question 1.** At N = 4096 and d = 64, from which tile size b = Br = Bc on does FA1's order move fewer elements, read
-# and written together, than standard attention? And FA2's?
+# The rows were measured at N = 4096, not causal, with 4 x 32 heads at d = 64 and 4 x 16 at d = 128.
+#
+# **Question 1.** Rung 1 fills the GPU whatever the batch is. Is it faster than rung 0 by the same factor at d = 64 and at
+# d = 128? And what does rung 2 gain?
 #
 # <details><summary>Answer</summary>
 #
-# For long sequences FA1 moves about 3 N² d / b elements (Q and O read, O written) and FA2 about 2 N² d / b (K and V
-# read), against 4 N². So b must be about 3 d / 4 = 48, or d / 2 = 32. This rung's tiles of 16 are too small: the L2
-# cache has to help. Larger tiles need more than 48 KiB of shared memory, or registers: the next stage.
+# No: 128 heads already occupy 128 of 132 SMs, and little is gained; 64 heads leave half of them idle. Swapping the loops
+# alone makes no fast kernel. Eight times fewer loads from shared memory do.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-N, D = 4096, 64
-sizes = range(8, 257)
-limit = sum(standard_attention(N, D)) / 1e6
-fig, ax = plt.subplots(figsize=(6.4, 3.4))
-for name, count, colour in (("FA1 order", fa1, COLOURS[0]), ("FA2 order", fa2, COLOURS[2])):
-    moved = [sum(count(N, D, b, b)) / 1e6 for b in sizes]
-    ax.loglog(sizes, moved, color=colour, label=name)
-    first = next(b for b, x in zip(sizes, moved, strict=True) if x < limit)
-    print(f"{name}: fewer than standard attention from b = {first}")
-ax.axhline(limit, color=COLOURS[1], label="standard")
-ax.axvline(16, color=INK, ls=":", lw=1.2, label="this rung's tile on a GPU")
-ax.set(xlabel="tile size b", title=f"million elements read and written, N = {N}, d = {D}")
-ax.set_xticks([8, 16, 32, 64, 128, 256], [8, 16, 32, 64, 128, 256])
-ax.minorticks_off()
-ax.legend(fontsize=8)
-picture(fig, """Elements moved against the tile size on log axes. FA1's and FA2's orders fall with slope
--1, FA2's below FA1's by a constant factor. Both start above the horizontal line of standard
-attention and cross it between 32 and 64; this rung's tile of 16 lies left of both crossings.""")
+measured = {}  # {(pass, d): {kernel or peer: row}}
+for r in rows.latest(rows.read()):
+    if (r["gpu"], r["dtype"], r["N"], r["causal"]) == (gpu.name, "fp32", 4096, False) and (r["stage"] or "01")[:2] == "01":
+        measured.setdefault((r["pass"], r["D"]), {})[r["kernel"] or r["peer"]] = r
+
+
+def ladder(which):
+    """TFLOP/s of this stage's kernels and of PyTorch's, what that is of sdpa-efficient, and the error."""
+    print(f"{which}, TFLOP/s: ", *(f"d = {d:3}, of sdpa-efficient, error     " for d in (64, 128)))
+    for name in sorted(measured[which, 64]):
+        pair = [(measured[which, d][name], measured[which, d]["sdpa-efficient"]) for d in (64, 128)]
+        print(f"{name:20}", *(f"{r['tflops']:5.1f}  {r['tflops'] / best['tflops']:5.2f}  {r['error']:.0e}       " for r, best in pair))
+
+
+ladder("fwd")
+speed = {name: {d: measured["fwd", d][f"fwd_{n}_{name}"]["tflops"] for d in (64, 128)} for n, name in enumerate(TILES)}
+print("swapping the loops:", *(f"d = {d}: x {speed['loops_swapped'][d] / speed['published'][d]:.1f}" for d in (64, 128)))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 2.** One block a head: what share of an H200's SMs works on a batch of 1, 2, 4 and 8 with 16 heads? What
-# if a block took a tile of 64 queries of a head instead, N = 4096?
+# **Question 2.** Three roofs: float32 arithmetic, device memory, shared memory. Which is the lowest over each rung at
+# d = 64? Intensities are FLOPs for a byte that the kernel asks for, as counted in part 4.
 #
 # <details><summary>Answer</summary>
 #
-# With B H blocks at most B H SMs work, whatever N is. FlashAttention-2's order makes the rows of O independent, so that
-# every query tile can be a block of its own, and even a batch of 1 fills the GPU.
+# Shared memory over rungs 0 and 1: two loads a multiply-add. Over rung 2 shared memory and arithmetic meet, by design:
+# a quarter of a load costs one multiply-add. Device memory over none, even with tiles of 16.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-sms = cost.GPUS["NVIDIA H200"].sms
-for batch in (1, 2, 4, 8):
-    blocks = {"one block a head": batch * 16, "one a query tile": batch * 16 * 4096 // 64}
-    busy = (f"{name}: {n} blocks, {min(1, n / sms):.0%} of the SMs " for name, n in blocks.items())
-    print(f"batch {batch}: ", *busy)
+flops = 4 * 4096**2 * 64
+intensity = {name: (flops / (4 * sum(moves[name])), 2 / (4 * loads_each[how]))
+             for name, how in zip(TILES, ("dot", "dot", "add_products"), strict=True)}  # fmt: skip
+fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.8), layout="constrained", sharey=True)
+for side, (ax, (memory, numbers), ends) in enumerate(zip(axes, delivers.items(), ((0.1, 20), (1, 200)), strict=True)):
+    side = 1 - side  # shared memory is drawn first
+    xs = np.geomspace(*ends, 200)
+    ax.loglog(xs, np.minimum(4 * numbers * xs, gpu.fp32_tflops), color=INK, lw=1.2)
+    for name, colour, marker in zip(TILES, COLOURS, "osD", strict=False):
+        at, roof = intensity[name][side], min(4 * numbers * intensity[name][side], gpu.fp32_tflops)
+        ax.plot(at, speed[name][64], marker, color=colour, label=name)
+        if side == 1 or name != "loops_swapped":
+            ax.plot([at, at], [speed[name][64], roof], ":", color=colour, lw=1)
+        print(f"{name:13} {memory}: {at:5.2f} FLOPs a byte, roof {roof:4.1f}, measured {speed[name][64]:4.1f} TFLOP/s")
+    for look, peer in zip(("--", ":"), ("sdpa-efficient", "sdpa-math"), strict=True):
+        ax.axhline(measured["fwd", 64][peer]["tflops"], color=GREYS[1], ls=look, lw=1.2, label=peer)
+    ax.set(xlabel=f"FLOPs a byte of {memory}", title=memory)
+axes[0].set(ylabel="TFLOP/s")
+axes[1].legend(fontsize=8, loc="lower right")
+picture(fig, """Two rooflines of an H200 in float32.""")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# **Question 3.** How fast is this rung on a GPU, beside PyTorch's own attention? The recorded rows:
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Question 3.** TFLOP/s of the backward count five products, and rung 2 computes seven. If each product went as fast as in
+# the forward, what would the backward reach?
+#
+# <details><summary>Answer</summary>
+#
+# 5/7 of the forward's speed. It stays below that: three patches at a time leave fewer registers.
+#
+# </details>
 
 # %% slideshow={"slide_type": "fragment"}
-recorded = [r for r in rows.latest(rows.read()) if r["pass"] == "fwd" and not r["causal"] and r["D"] == 64]
-own = [r for r in recorded if r["stage"] == "01_fa1_numba"]
-beside = [r for r in recorded if r["peer"] and all(r[x] == own[0][x] for x in ("gpu", "dtype"))] if own else []
-own = [r for r in own if all(r[x] == own[0][x] for x in ("gpu", "dtype"))]
-picture(plots.speed_lines(own + beside), """TFLOP/s of this stage's forward against the sequence length
-N, with PyTorch's own kernels as dashed grey lines.""") if own else print("no rows yet")
+ladder("bwd")
+for d in (64, 128):
+    b = measured["bwd", d]["bwd_2_registers"]["tflops"]
+    print(f"d = {d}: 5/7 of the forward would be {5 / 7 * speed['registers'][d]:.1f}; measured {b:.1f}")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# The honest lines. Swapping the loops gains little at d = 64, where the published order almost fills the machine. All rungs
+# stay well below their roofs: a roof knows nothing of waiting, and in rungs 0 and 1 `online_update` keeps 16 of 256 threads
+# busy. Rung 2 reaches about half of PyTorch's memory-efficient kernel, its backward a third. The keys kernel spills
+# registers (`resources.table(64, only="keys")`) and was still the fastest of the tiles tried.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - Attention as three tensor operations is bound by the traffic of S and P; in tiles, S stays in shared memory.
-# - A block is a group of threads with shared memory and a barrier. Its budget is computed before the launch.
+# - Two fences: device memory, which tiles keep S away from, and shared memory, which patches of registers keep factors
+#   away from.
 # - FlashAttention-1 keeps O normalised: after every visit it is the attention over the keys so far.
-# - Keys outside: K and V are read once; O, l, m are read and written at every visit, and a head is bound to one block.
+# - Keys outside: O, l, m come and go at every visit, and a head is bound to one block. Queries outside: written once, a
+#   block for each query tile.
+# - Budgets of shared memory and registers are computed before the launch; low occupancy can be fast.
 # - The simulator checks indices and arithmetic, not races, barriers, types or speed.
 #
 # **Ask yourself**
 #
 # 1. Why must every thread of a block reach each barrier, even one that has no row?
 # 2. What would be saved by storing O undivided between visits? What would be lost?
-# 3. Which barrier may go if each row of S were computed and used by one thread?
-# 4. Why is O float32 between visits when q, k and v are float16?
-# 5. Why does FA1's read count depend on Bc, and FA2's on Br?
+# 3. Why is O float32 between rung 0's visits when q, k and v are float16?
+# 4. Which loads a multiply-add would a patch of 4 x 4 need, and of 16 x 16? What forbids the latter?
+# 5. Why does the backward of rung 2 need no atomic addition, and what does that cost?
 #
 # **Go further**
 #
-# - ★ (15 minutes) Extend `Counted` to the backward: which array is written most?
-# - ★★ (1 hour) In a copy of the kernel, let query i see only the last w keys. Which visits at the end of the inner loop
-#   can now be skipped? Check against `reference.attention.forward(..., causal=True, window=(w - 1, 0))`.
-# - ★★★ (a weekend) Swap the loops: a block for each query tile, O and l in shared memory. Compare the counts with
-#   `fa2` above, then with stage 02.
+# - ★ (15 minutes) Draw the banks that a warp asks in `store_transposed`. Which width would serve both it and
+#   `add_products`?
+# - ★★ (1 hour) In a copy of rung 1, let query i see only the last w keys. Which visits can now be skipped? Check against
+#   `reference.attention.forward(..., causal=True, window=(w - 1, 0))`.
+# - ★★★ (a weekend) Give rung 2 other tiles and patches, and predict from `resources.table` and the roofs which is the
+#   fastest; on a GPU, `python -m steps bench --stage 01` tells.
 #
 # **Read:** `papers/flash_attention.md`; Numba's pages on the CUDA simulator.
 #
-# **Next:** [02a_fa2_cuda_first_kernels.ipynb](02a_fa2_cuda_first_kernels.ipynb). The loops change places, in CUDA C++.
+# **Next:** [02a_fa2_cuda_first_kernels.ipynb](02a_fa2_cuda_first_kernels.ipynb). The order of rung 1 again, in CUDA C++.

@@ -9,12 +9,13 @@ import functools
 import io
 import json
 import re
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from . import cache
+from . import cache, wgmma
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")  # what the tests compile for: T4, A100, H100/H200
 
@@ -32,48 +33,71 @@ class Usage:
 class Compiled:
     cubin: bytes
     usage: dict  # {kernel: Usage}
+    serialised: list  # what ptxas says where it could not let wgmma run on, or ignored setmaxnreg
 
 
 def compile(file: Path, macros: dict, arch: str) -> Compiled:
-    """The file's kernels for one GPU architecture, such as "sm_90a". Raises RuntimeError where one spills beyond its budget.
+    """The file's kernels for one GPU architecture, such as "sm_90a".
 
     macros: {"D": 64, ...}. The result is kept on disk under a hash of the source, the macros, the architecture and the compiler.
+    Raises RuntimeError, with what was used in its attribute `usage`, where a kernel spills beyond its budget or ptxas makes
+    wgmma wait for each other: both run, several times slower.
     """
     from cuda.bindings import nvrtc
 
     source = _source(file)
-    parts = ("nvrtc", source, sorted(macros.items()), arch, nvrtc.nvrtcVersion()[1:], _OPTIONS)
+    parts = ("nvrtc", source, sorted(macros.items()), arch, nvrtc.nvrtcVersion()[1:], _OPTIONS, _SERIALISED)
     kept = cache.get(parts, ".json", lambda path: path.write_text(json.dumps(_compile(source, file.name, macros, arch))))
     made = json.loads(kept.read_text())
-    compiled = Compiled(bytes.fromhex(made["cubin"]), {name: Usage(**usage) for name, usage in made["usage"].items()})
+    usage = {name: Usage(**usage) for name, usage in made["usage"].items()}
+    compiled = Compiled(bytes.fromhex(made["cubin"]), usage, made["serialised"])
     budget = int(next(iter(re.findall(r"Spill budget: (\d+) bytes", source)), 0))
     for name, usage in compiled.usage.items():
         if usage.spills > budget:
-            raise RuntimeError(
-                f"{file.name}: {name} with {macros} on {arch} spills {usage.spills} bytes of registers a thread to memory, and "
-                f"its header allows {budget}. Use a smaller head_dim or tile."
-            )
+            problem = f"{name} spills {usage.spills} bytes of registers a thread to memory, and its header allows {budget}"
+            raise _slow(file, macros, arch, problem, compiled.usage)
+    if compiled.serialised:
+        raise _slow(file, macros, arch, "; ".join(compiled.serialised), compiled.usage)
     return compiled
 
 
+def _slow(file, macros, arch, problem, usage):
+    error = RuntimeError(f"{file.name} with {macros} on {arch}: {problem}. Use a smaller head_dim or tile.")
+    error.usage = usage
+    return error
+
+
 _OPTIONS = dict(std="c++17", lineinfo=True, ptxas_options=["-v"], device_as_default_execution_space=True)
+_SERIALISED = r"\(C75(?:0[89]|1[0-8])\) .*"  # C7519 only says that ptxas has put in a wgmma.fence
 
 
 def _compile(source, name, macros, arch):
-    from cuda.core import Program, ProgramOptions
-
+    Program, ProgramOptions = _cuda_core("Program", "ProgramOptions")
     log = io.StringIO()
     macros = [(key, str(value)) for key, value in macros.items()]
     options = ProgramOptions(name=name, arch=arch, define_macro=macros, **_OPTIONS)
     cubin = Program(source, "c++", options).compile("cubin", logs=log).code
-    return {"cubin": cubin.hex(), "usage": {name: asdict(usage) for name, usage in _usage(log.getvalue()).items()}}
+    usage = {name: asdict(usage) for name, usage in _usage(log.getvalue()).items()}
+    return {"cubin": cubin.hex(), "usage": usage, "serialised": re.findall(_SERIALISED, log.getvalue())}
+
+
+_importing = threading.Lock()
+
+
+def _cuda_core(*names):
+    """These members of cuda.core, whose first import must not happen in two threads at a time."""
+    with _importing:
+        import cuda.core
+    return [getattr(cuda.core, name) for name in names]
 
 
 def _source(file):
-    """The file's text with ptx.cuh in place of its #include: one string, so that NVRTC needs no path."""
+    """The file's text with ptx.cuh, and wgmma's wrappers if it uses them, in place of the #include: NVRTC needs no path."""
     header = file.parent / "ptx.cuh" if (file.parent / "ptx.cuh").exists() else Path(__file__).parent / "ptx.cuh"
     inlined = f'#line 1 "ptx.cuh"\n{header.read_text().replace("#pragma once", "")}\n'
     before, after = file.read_text().split('#include "ptx.cuh"\n')
+    if "wgmma_ss" in after or "wgmma_rs" in after:
+        inlined += f'#line 1 "wgmma.py"\n{wgmma.wrappers()}\n'
     return f'{before}{inlined}#line {before.count(chr(10)) + 2} "{file.name}"\n{after}'
 
 

@@ -18,15 +18,45 @@ from .. import cache
 
 HERE = Path(__file__).parent
 ORDERS = ("forward", "reverse", "random")
+TIMES = ("eager", "late", "lifo", "random")
 _FLAGS = ["-std=c++17", "-O1", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", "-w"]
-_schedule = {"threads": "forward", "blocks": "forward", "seed": 0}
+_counts = None  # a dictionary inside `count_conflicts`
+_schedule = {"threads": "forward", "blocks": "forward", "seed": 0, "copies": "late", "wgmma": "eager"}
+
+
+class TensorMap(ctypes.Structure):
+    """What the emulated TMA reads: the same 128 bytes as TensorMap in hopper.h."""
+
+    _fields_ = [
+        ("address", ctypes.c_void_p), ("stride", ctypes.c_longlong * 4), ("size", ctypes.c_int * 5), ("box", ctypes.c_int * 5),
+        ("element", ctypes.c_int), ("swizzled", ctypes.c_int), ("unused", ctypes.c_char * 40),
+    ]  # fmt: skip
+
+
+def tensor_map(x: torch.Tensor, box: tuple) -> TensorMap:
+    """How TMA sees a tensor view x of rank 5, its last dimension contiguous, and the box of it that a copy takes, in x's order.
+
+    In shared memory the box lies row after row; rows of 128 bytes are swizzled. A kernel's coordinates c0, ..., c4 count x's
+    dimensions from the last to the first. Pass the map to `launch` like any other argument; it keeps x alive.
+    """
+    size, *bytes_between = x.element_size(), *(n * x.element_size() for n in x.stride()[3::-1])
+    row = box[-1] * size
+    if x.dim() != 5 or len(box) != 5 or x.stride(4) != 1:
+        raise ValueError(f"TMA wants a view of rank 5 with its last dimension contiguous and a box of 5; got {x.shape} and {box}")
+    if x.data_ptr() % 16 or any(n % 16 or not 0 <= n < 2**40 for n in bytes_between):
+        raise ValueError(f"TMA wants an address and strides that are multiples of 16 bytes; got strides of {bytes_between}")
+    if not all(1 <= n <= 256 for n in box) or row % 16:
+        raise ValueError(f"TMA takes boxes of 1 to 256 elements each way, in rows of a multiple of 16 bytes; got {box}")
+    map = TensorMap(x.data_ptr(), tuple(bytes_between), tuple(x.shape[::-1]), tuple(box[::-1]), size, row == 128)
+    map.tensor = x
+    return map
 
 
 class _Launch(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_int), ("thread_order", ctypes.c_int),
-        ("block_order", ctypes.c_int), ("seed", ctypes.c_uint64), ("arguments", ctypes.POINTER(ctypes.c_void_p)),
-        ("elements", ctypes.POINTER(ctypes.c_longlong)),
+        ("block_order", ctypes.c_int), ("copy_time", ctypes.c_int), ("wgmma_time", ctypes.c_int), ("count", ctypes.c_int),
+        ("seed", ctypes.c_uint64), ("arguments", ctypes.POINTER(ctypes.c_void_p)), ("elements", ctypes.POINTER(ctypes.c_longlong)),
     ]  # fmt: skip
 
 
@@ -36,14 +66,33 @@ def available() -> bool:
 
 
 @contextlib.contextmanager
-def schedule(threads="forward", blocks="forward", seed=0):
-    """Inside `with`, threads and blocks take turns in these ORDERS; "random" is decided by the seed."""
+def schedule(threads="forward", blocks="forward", seed=0, copies="late", wgmma="eager"):
+    """Inside `with`, threads and blocks take turns in these ORDERS; "random" is decided by the seed.
+
+    copies and wgmma, of TIMES, say when what they start in the background is performed. The default finds waits that are missing;
+    copies="eager" and wgmma="late" find buffers that are filled again too early.
+    """
     before = dict(_schedule)
-    _schedule.update(threads=threads, blocks=blocks, seed=seed)
+    _schedule.update(threads=threads, blocks=blocks, seed=seed, copies=copies, wgmma=wgmma)
     try:
         yield
     finally:
         _schedule.update(before)
+
+
+@contextlib.contextmanager
+def count_conflicts():
+    """Inside `with`, counts every warp's accesses to shared memory: {"file:line": (accesses, wavefronts)}.
+
+    A wavefront is what the 32 banks serve at once. Without a conflict an access takes 1; of 8 bytes a lane 2; of 16 bytes, as by
+    ldmatrix, 4. Counted is what the text says: a GPU's compiler may join neighbouring loads, or hoist them out of a loop.
+    """
+    global _counts
+    before, _counts = _counts, {}
+    try:
+        yield _counts
+    finally:
+        _counts = before
 
 
 def compile(file: Path, macros: dict) -> Path:
@@ -51,15 +100,16 @@ def compile(file: Path, macros: dict) -> Path:
     if not available():
         raise RuntimeError("Without a GPU, stage 02 compiles its kernels with g++, and there is none: sudo apt install g++.")
     source = file.read_text()
-    kernels = re.findall(r"__global__(?:\s+void|\s+__launch_bounds__\([^)]*\))*\s+(\w+)\s*\(", source)
-    text = f'#line 1 "{file.name}"\n{source}\n' + "".join(f"EMULATOR_KERNEL({name})\n" for name in kernels)
-    flags = _FLAGS + [f"-D{name}={value}" for name, value in macros.items()]
+    kernels = re.findall(r"__global__(?:\s+void|\s+__launch_bounds__\((?:[^()]|\([^()]*\))*\))*\s+(\w+)\s*\(", source)
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())  # after the headers, which know other names
+    exports = "".join(f"EMULATOR_KERNEL({name})\n" for name in kernels)
+    text = f'#include "ptx.cuh"\n{defines}#line 1 "{file.name}"\n{source}\n{exports}'
     headers = [path.read_text() for path in (HERE.parent / "ptx.cuh", *sorted(HERE.glob("*.h")))]
-    return cache.get(("g++", _version(), text, flags, headers), ".so", functools.partial(_compile, text, flags, file.parent))
+    return cache.get(("g++", _version(), text, _FLAGS, headers), ".so", functools.partial(_compile, text, file.parent))
 
 
-def _compile(text, flags, folder, path):
-    command = ["g++", *flags, f"-I{HERE.parent}", "-x", "c++", "-", "-o", path]
+def _compile(text, folder, path):
+    command = ["g++", *_FLAGS, f"-I{HERE.parent}", "-x", "c++", "-", "-o", path]
     made = subprocess.run(command, input=text, text=True, capture_output=True, cwd=folder)  # debuggers look for sources there
     if made.returncode:
         raise RuntimeError(f"g++ cannot compile the kernel:\n{made.stderr}")
@@ -72,10 +122,12 @@ def _version():
 
 @functools.cache
 def _load(file, kernel, macros):
-    # PyDLL keeps Python's lock: the emulation has one launch at a time
-    function = getattr(ctypes.PyDLL(str(compile(file, dict(macros)))), f"emulate_{kernel}")
+    """The kernel's launch, and the report of what it counted."""
+    library = ctypes.PyDLL(str(compile(file, dict(macros))))  # PyDLL keeps Python's lock: the emulation has one launch at a time
+    function, report = getattr(library, f"emulate_{kernel}"), library.emulator_conflicts
     function.restype, function.argtypes = ctypes.c_char_p, [ctypes.POINTER(_Launch)]
-    return function
+    report.restype = ctypes.c_char_p
+    return function, report
 
 
 def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict):
@@ -86,14 +138,20 @@ def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_
     values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments]
     addresses = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]
     sizes = [_extent(x) if isinstance(x, torch.Tensor) else 0 for x in arguments]
-    error = _load(file, kernel, tuple(macros.items()))(
+    function, report = _load(file, kernel, tuple(macros.items()))
+    error = function(
         _Launch(
             (grid, 1, 1), (block, 1, 1), shared_bytes, ORDERS.index(_schedule["threads"]), ORDERS.index(_schedule["blocks"]),
-            _schedule["seed"], (ctypes.c_void_p * len(values))(*addresses), (ctypes.c_longlong * len(values))(*sizes),
+            TIMES.index(_schedule["copies"]), TIMES.index(_schedule["wgmma"]), _counts is not None, _schedule["seed"],
+            (ctypes.c_void_p * len(values))(*addresses), (ctypes.c_longlong * len(values))(*sizes),
         )
     )  # fmt: skip
     if error:
         raise RuntimeError(f"{kernel}: {error.decode()}")
+    if _counts is not None:
+        for line in report().decode().splitlines():
+            site, *counts = line.rsplit(maxsplit=2)
+            _counts[site] = tuple(a + int(b) for a, b in zip(_counts.get(site, (0, 0)), counts, strict=True))
 
 
 def _extent(x):

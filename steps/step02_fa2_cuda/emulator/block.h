@@ -31,10 +31,13 @@ struct Thread {
   dim3 index;
   int rank;  // in the block; rank / 32 is the warp, rank % 32 the lane
   bool done;
+  int polls;  // in a row, without any other wait
   const char* operation;  // what it waits at, for the report
   Site site;
   bool (*ready)(void*);  // whether it can go on; null if it does not wait
   void* ready_data;
+  std::string (*describe)(const void*);  // how far what it waits for is, for the report; null: nothing to add
+  const void* subject;
 };
 
 struct Meeting {
@@ -49,6 +52,7 @@ struct WarpMeeting : Meeting {
 };
 
 enum Order { FORWARD, REVERSE, RANDOM };
+enum When { EAGER, LATE, LIFO, RANDOM_TIME };  // see asynchronous.h
 
 struct Random {  // xorshift64*
   uint64_t state;
@@ -65,6 +69,7 @@ static Thread* current;  // the thread that runs; null between threads
 static Meeting block_meeting;
 static std::vector<std::list<WarpMeeting>> warp_meetings;  // of each warp, one for each mask in use
 static Random random_order;
+static When copy_time, wgmma_time;
 static std::string error;  // not empty: the launch has failed
 static void (*kernel_call)();
 static Stacks stacks;
@@ -78,6 +83,10 @@ static std::string name(const Site& s) {
   return std::string(slash ? slash + 1 : s.file) + ":" + std::to_string(s.line);
 }
 
+[[noreturn]] inline void stop() {
+  for (;;) current->fiber.pause();
+}
+
 // Ends the launch: the running thread stops here for good and the text becomes Python's exception.
 [[noreturn]] __attribute__((cold, noinline, format(printf, 2, 3))) static void fail(Site site, const char* format, ...) {
   char text[512];
@@ -86,13 +95,17 @@ static std::string name(const Site& s) {
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
   error = name(site) + ": " + text + " (block " + name(block_index) + ", thread " + name(current->index) + ")";
-  for (;;) current->fiber.pause();
+  stop();
 }
 
-template <class Ready> void wait(const char* operation, Site site, Ready ready) {
+template <class Ready>
+void wait(const char* operation, Site site, Ready ready, std::string (*describe)(const void*) = nullptr, const void* subject = nullptr) {
   Thread& t = *current;
   t.operation = operation;
   t.site = site;
+  t.polls = 0;
+  t.describe = describe;
+  t.subject = subject;
   t.ready_data = &ready;
   t.ready = [](void* r) { return bool((*static_cast<Ready*>(r))()); };
   t.fiber.pause();  // resumed once ready() is true
@@ -128,7 +141,8 @@ inline Meeting& warp_meeting(unsigned mask) {
 }
 
 inline std::string state(const Thread& t) {
-  return t.done ? "returned from the kernel" : std::string("wait at ") + t.operation + ", " + name(t.site);
+  if (t.done) return "returned from the kernel, and count as missing";
+  return std::string("wait at ") + t.operation + ", " + name(t.site) + (t.describe ? " (" + t.describe(t.subject) + ")" : "");
 }
 
 // One line a warp: which of its threads wait where.
@@ -160,6 +174,9 @@ static void put_in_order(std::vector<unsigned>& numbers, unsigned n, Order order
   for (unsigned i = n; order == RANDOM && i > 1; i--) std::swap(numbers[i - 1], numbers[random_order.below(i)]);
 }
 
+static void begin_work(), end_work();                // asynchronous.h: before and after the threads of a block
+static bool run_work(bool nobody_can_go_on);         // ... and between them: whether any was done
+
 // Runs the block block_index to its end; leaves `error` behind if it fails.
 static void run_block(Order order) {
   int n = int(block_size.x * block_size.y * block_size.z);
@@ -171,9 +188,11 @@ static void run_block(Order order) {
     t.index = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
     t.rank = i;
     t.done = false;
+    t.polls = 0;
     t.ready = nullptr;
     t.fiber.start(stacks.stack(i), Stacks::size, fiber_main);
   }
+  begin_work();
   std::vector<unsigned> turn;
   for (int left = n; left;) {
     bool progress = false;
@@ -188,11 +207,11 @@ static void run_block(Order order) {
       if (!error.empty()) return;
       left -= t.done;
     }
-    if (!progress) {
-      error = report();
-      return;
-    }
+    if (left && run_work(!progress)) progress = true;
+    if (error.empty() && !progress) error = report();
+    if (!error.empty()) return;
   }
+  end_work();
 }
 
 }  // namespace emulator

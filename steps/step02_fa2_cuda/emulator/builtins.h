@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: MIT
 // The names that CUDA C++ has built in.
 #pragma once
-#include <math.h>
+#include <type_traits>
 
 #include "memory.h"
+#include "numbers.h"
 
 #define __global__
 #define __device__
+#define __host__
+#define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define threadIdx (emulator::current->index)
 #define blockIdx (emulator::block_index)
 #define blockDim (emulator::block_size)
@@ -16,13 +20,15 @@
 
 #define EMULATOR_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()  // of the call, as default arguments
 
-template <class T> T min(T a, T b) { return a < b ? a : b; }
-template <class T> T max(T a, T b) { return a > b ? a : b; }
+template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) { return a < b ? a : b; }
+template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) { return a > b ? a : b; }
 
 inline void __syncthreads(EMULATOR_SITE) {
   using namespace emulator;
   meet(block_meeting, int(threads.size()), current->rank, nullptr, "__syncthreads", {file, line}, [](void**) {});
 }
+
+inline void __threadfence() {}  // all memory accesses happen in order here
 
 namespace emulator {
 
@@ -32,9 +38,9 @@ inline unsigned existing_lanes() {  // of this warp: the last one of a block may
 }
 
 // All lanes of the mask bring a value; each gets the one of its source lane.
-template <class T> T shuffle(const char* operation, unsigned mask, T value, int source, Site site) {
+template <class V> V shuffle(const char* operation, unsigned mask, V value, int source, Site site) {
   struct Offer {
-    T value;
+    V value;
     int source;
   } offer{value, source};
   int lane = current->rank % 32;
@@ -42,7 +48,7 @@ template <class T> T shuffle(const char* operation, unsigned mask, T value, int 
   if (!(mask >> lane & 1)) fail(site, "%s: lane %d is not in its own mask %#x", operation, lane, mask);
   if (!(mask >> source & 1)) fail(site, "%s reads lane %d, which is not in the mask %#x", operation, source, mask);
   meet(warp_meeting(mask), __builtin_popcount(mask), lane, &offer, operation, site, [mask](void** offers) {
-    T values[32];
+    V values[32];
     for (int i = 0; i < 32; i++)
       if (mask >> i & 1) values[i] = static_cast<Offer*>(offers[i])->value;
     for (int i = 0; i < 32; i++)
@@ -58,29 +64,22 @@ inline void __syncwarp(unsigned mask = ~0u, EMULATOR_SITE) {
 }
 
 // The lanes form groups of `width`, a power of two; a source outside the group means the lane itself.
-template <class T> T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMULATOR_SITE) {
+template <class V> V __shfl_sync(unsigned mask, V value, int source, int width = 32, EMULATOR_SITE) {
   int lane = emulator::current->rank % 32;
   return emulator::shuffle("__shfl_sync", mask, value, lane / width * width + source % width, {file, line});
 }
 
-template <class T> T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, EMULATOR_SITE) {
+template <class V> V __shfl_xor_sync(unsigned mask, V value, int lanes, int width = 32, EMULATOR_SITE) {
   int lane = emulator::current->rank % 32, source = lane ^ lanes;
   return emulator::shuffle("__shfl_xor_sync", mask, value, source / width > lane / width ? lane : source, {file, line});
 }
 
-template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, EMULATOR_SITE) {
+template <class V> V __shfl_up_sync(unsigned mask, V value, unsigned delta, int width = 32, EMULATOR_SITE) {
   int lane = emulator::current->rank % 32, source = lane - int(delta);
   return emulator::shuffle("__shfl_up_sync", mask, value, source < lane / width * width ? lane : source, {file, line});
 }
 
-template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, EMULATOR_SITE) {
+template <class V> V __shfl_down_sync(unsigned mask, V value, unsigned delta, int width = 32, EMULATOR_SITE) {
   int lane = emulator::current->rank % 32, source = lane + int(delta);
   return emulator::shuffle("__shfl_down_sync", mask, value, source / width > lane / width ? lane : source, {file, line});
-}
-
-// One fiber runs at a time, so that plain addition is atomic; returns the old value as CUDA's does.
-template <class T> T atomicAdd(T* address, T value) {
-  T old = *address;
-  *address = old + value;
-  return old;
 }

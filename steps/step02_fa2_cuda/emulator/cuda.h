@@ -17,23 +17,27 @@
 //
 // fiber.h switches stacks, block.h schedules, memory.h checks accesses, builtins.h has CUDA's names.
 #pragma once
-#include "builtins.h"
+#include "wgmma.h"
 
 namespace emulator {
 
 struct Launch {  // as emulator/__init__.py fills it
   unsigned grid[3], block[3];
-  int shared_bytes, thread_order, block_order;
+  int shared_bytes, thread_order, block_order, copy_time, wgmma_time, count_conflicts;
   uint64_t seed;
   void** arguments;           // where each argument lies, as for cuLaunchKernel
   const long long* elements;  // for a Global argument: bytes from its address to the end of its tensor
 };
 
 template <class A> struct Argument {
-  static A get(void* value, long long) { return *static_cast<A*>(value); }
+  static A get(const void* value, long long) {
+    A a;
+    memcpy(&a, value, sizeof a);  // Python aligns nothing to more than 8 bytes
+    return a;
+  }
 };
-template <class T> struct Argument<Global<T>> {
-  static Global<T> get(void* value, long long bytes) { return {*static_cast<T**>(value), bytes / (long long)sizeof(T)}; }
+template <class E> struct Argument<Global<E>> {
+  static Global<E> get(void* value, long long bytes) { return {*static_cast<E**>(value), bytes / (long long)sizeof(E)}; }
 };
 
 template <class... A, size_t... I>
@@ -45,6 +49,10 @@ const char* launch(void (*kernel)(A...), const Launch& l, std::integer_sequence<
   kernel_call = [] { the_kernel(Argument<A>::get(the_launch->arguments[I], the_launch->elements[I])...); };
   grid_size = {l.grid[0], l.grid[1], l.grid[2]};
   block_size = {l.block[0], l.block[1], l.block[2]};
+  copy_time = When(l.copy_time);
+  wgmma_time = When(l.wgmma_time);
+  counting_conflicts = l.count_conflicts;
+  sites.clear();
   random_order.state = (l.seed + 1) * 0x9e3779b97f4a7c15ull;  // any state but 0
   error.clear();
   if (!stacks.provide(int(l.block[0] * l.block[1] * l.block[2]))) return "no memory for the stacks of a block's threads";
@@ -65,6 +73,13 @@ template <class... A> const char* launch(void (*kernel)(A...), const Launch& l) 
 }
 
 }  // namespace emulator
+
+// What the last launch counted.
+extern "C" __attribute__((visibility("default"))) const char* emulator_conflicts() {
+  static std::string text;
+  text = emulator::conflict_report();
+  return text.c_str();
+}
 
 // Makes the kernel callable from Python; returns null, or what went wrong.
 #define EMULATOR_KERNEL(kernel)                                                                                    \

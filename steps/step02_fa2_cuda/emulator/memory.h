@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Global<T> and Shared<T>: pointers that know the array they belong to, and stop the launch where a kernel leaves it.
 #pragma once
-#include "block.h"
+#include "conflicts.h"
 
 namespace emulator {
 
@@ -12,47 +12,75 @@ struct Index {
   Index(long long i, const char* file = __builtin_FILE(), int line = __builtin_LINE()) : i(i), site{file, line} {}
 };
 
+static std::vector<char> shared_memory;  // of the running block; every byte 0xff at its start, which is NaN in every float type
+
 struct GlobalMemory {
   static constexpr const char* name = "an argument";
+  static uintptr_t address(const void* p) { return reinterpret_cast<uintptr_t>(p); }
+  static void log(const void*, int, Site) {}
 };
 struct BlockMemory {
   static constexpr const char* name = "a shared array";
+  static uintptr_t address(const void* p) { return static_cast<const char*>(p) - shared_memory.data(); }
+  static void log(const void* p, int bytes, Site site) {
+    if (__builtin_expect(counting_conflicts, 0)) log_access(site, int(address(p)), bytes);
+  }
 };
 
-template <class T, class Memory> struct Pointer {
-  T *at = nullptr, *begin = nullptr, *end = nullptr;
+template <class E, class Memory> struct Pointer {
+  E *at = nullptr, *begin = nullptr, *end = nullptr;
 
   Pointer() = default;
-  Pointer(T* begin, long long n) : at(begin), begin(begin), end(begin + n) {}
-  template <class U> Pointer(const Pointer<U, Memory>& p) : at(p.at), begin(p.begin), end(p.end) {}  // T* to const T*
+  Pointer(E* begin, long long n) : at(begin), begin(begin), end(begin + n) {}
+  template <class F> Pointer(const Pointer<F, Memory>& p) : at(p.at), begin(p.begin), end(p.end) {}  // T* to const T*
 
-  T& operator[](Index index) const {
-    T* address = at + index.i;
-    if (address < begin || address >= end)
-      fail(index.site, "access to element %lld of %s of %lld elements", (long long)(address - begin), Memory::name,
-           (long long)(end - begin));
+  E& operator[](Index index) const {
+    E* address = at + index.i;
+    if (address < begin || address >= end) outside(index.site, index.i);
+    Memory::log(address, sizeof(E), index.site);
     return *address;
   }
+  // The next n elements, which one instruction reads or writes: they must begin at a multiple of `alignment` bytes.
+  E* span(long long n, int alignment, Site site) const {
+    if (at < begin) outside(site, 0);
+    if (at + n > end) outside(site, n - 1);
+    if (Memory::address(at) % alignment) fail(site, "%s is accessed at an address that is no multiple of %d", Memory::name, alignment);
+    return at;
+  }
+  // The same for `bytes` bytes that one lane of a warp accesses.
+  E* vector(int bytes, Site site) const {
+    E* address = span(bytes / sizeof(E), bytes, site);
+    Memory::log(address, bytes, site);
+    return address;
+  }
+  [[noreturn]] __attribute__((cold, noinline)) void outside(Site site, long long i) const {
+    fail(site, "access to element %lld of %s of %lld elements", (long long)(at + i - begin), Memory::name, (long long)(end - begin));
+  }
   Pointer& operator+=(long long n) { return at += n, *this; }
+  Pointer& operator-=(long long n) { return at -= n, *this; }
   friend Pointer operator+(Pointer p, long long n) { return p += n; }
+  friend Pointer operator-(Pointer p, long long n) { return p -= n; }
 };
-
-static std::vector<char> shared_memory;  // of the running block; every byte 0xff at its start, which is NaN in every float type
 
 }  // namespace emulator
 
-template <class T> using Global = emulator::Pointer<T, emulator::GlobalMemory>;
-template <class T> using Shared = emulator::Pointer<T, emulator::BlockMemory>;
+template <class E> using Global = emulator::Pointer<E, emulator::GlobalMemory>;
+template <class E> using Shared = emulator::Pointer<E, emulator::BlockMemory>;
 
 struct SharedMemory {
   long long used = 0;  // bytes
 
-  template <class T> Shared<T> array(int n, emulator::Index site = 0) {
-    T* begin = reinterpret_cast<T*>(emulator::shared_memory.data() + used);
-    used += n * sizeof(T);
+  template <class E> Shared<E> array(int n, emulator::Index site = 0) {
+    E* begin = reinterpret_cast<E*>(emulator::shared_memory.data() + used);
+    if (used % alignof(E))
+      emulator::fail(site.site, "an array of elements of %zu bytes cannot begin at byte %lld of shared memory", sizeof(E), used);
+    used += n * sizeof(E);
     if (used > (long long)emulator::shared_memory.size())
       emulator::fail(site.site, "the kernel wants %lld bytes of shared memory so far, the launch gives %zu", used,
                      emulator::shared_memory.size());
-    return Shared<T>(begin, n);
+    return Shared<E>(begin, n);
   }
 };
+
+// Addresses in shared memory count from its beginning, as those that PTX instructions take.
+template <class E> uint32_t shared_address(Shared<E> p) { return uint32_t(emulator::BlockMemory::address(p.at)); }
