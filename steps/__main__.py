@@ -84,7 +84,7 @@ def results(rows):
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=CAPTION)
     speeds = any("tflops" in row for row in rows)
     table.add_column("stage", no_wrap=True)
-    for name in ("out", "lse", "dq", "dk", "dv", "loss", "params", "s", *["TFLOP\n/s"] * speeds):
+    for name in ("out", "lse", "dq", "dk", "dv", "loss", "model", "s", *["TFLOP\n/s"] * speeds):
         table.add_column(name, justify="right")
     table.add_column("verdict")
     for row in rows:
