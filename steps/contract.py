@@ -19,8 +19,9 @@ _HAS |= {torch.float64: "steps.step00_naive", torch.float16: "steps.step03_trito
 def entry_points(kernels, supports):
     """The stage's `forward`, `backward` and `attention`.
 
-    kernels   {rung: (forward, backward)}; the first rung is the default
-    supports  the stage's SUPPORTS: stage, devices, dtypes, head_dims, tiles, rungs, gqa, nq_ne_nk, deterministic, order
+    kernels   {rung: (forward, backward)}; the default is the first rung that takes the input's dtype and head_dim
+    supports  the stage's SUPPORTS: stage, devices, dtypes, head_dims, tiles, rungs, gqa, nq_ne_nk, deterministic, order; and
+              where rungs differ, limits: {rung: what of these is different for it}
     """
 
     def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None):
@@ -32,8 +33,8 @@ def entry_points(kernels, supports):
         scale: 1/sqrt(D) by default. tile: (Br, Bc) out of SUPPORTS["tiles"]. rung: a kernel out of SUPPORTS["rungs"].
         Raises TypeError, ValueError or NotImplementedError before anything is computed.
         """
-        kernel = pick_kernel(kernels, supports, rung, 0)
-        scale, options = check_call(supports, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
+        kernel, own = pick_kernel(kernels, supports, rung, 0, q)
+        scale, options = check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         with torch.no_grad():
             if q.numel() == 0 or k.numel() == 0:  # nothing to attend to: the sum of exp is empty
@@ -43,8 +44,8 @@ def entry_points(kernels, supports):
 
     def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None):
         """Gradients (dq, dk, dv), like q, k and v, from the gradient dout of out; out and lse as `forward` gave them."""
-        kernel = pick_kernel(kernels, supports, rung, 1)
-        scale, options = check_call(supports, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
+        kernel, own = pick_kernel(kernels, supports, rung, 1, q)
+        scale, options = check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         check_saved(q, dout, out, lse)
         with torch.no_grad():
             if q.numel() == 0 or k.numel() == 0:
@@ -89,16 +90,42 @@ def as_4d(x):
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def pick_kernel(kernels, supports, rung, direction):
-    """The rung's forward (direction 0) or backward (1), of the first rung for None; ValueError names the rungs there are."""
+def pick_kernel(kernels, supports, rung, direction, q):
+    """The rung's forward (direction 0) or backward (1), and SUPPORTS as it holds for the rung.
+
+    Without a rung: of the first that takes q's dtype and head_dim. ValueError names the rungs there are.
+    """
     if rung is not None and rung not in kernels:
         raise ValueError(f"{supports['stage']} has the rungs {', '.join(kernels)}; got rung={rung!r}.")
-    return kernels[rung or next(iter(kernels))][direction]
+    if rung is None:
+        rung = next((name for name in kernels if takes(limits(supports, name), q)), None)
+    if rung is None:  # check_call says what the whole stage takes; what is left is a combination that no rung takes
+        return (_no_rung(kernels, supports, q) if takes(supports, q) else kernels[next(iter(kernels))][direction]), supports
+    return kernels[rung][direction], limits(supports, rung)
+
+
+def limits(supports, rung):
+    """SUPPORTS as it holds for one rung."""
+    own = supports.get("limits", {}).get(rung)
+    return supports if own is None else supports | own | {"rung": rung}
+
+
+def takes(supports, q):
+    """Whether q's dtype and head_dim are among those of SUPPORTS."""
+    return isinstance(q, torch.Tensor) and q.ndim and q.dtype in supports["dtypes"] and q.shape[-1] in supports["head_dims"]
+
+
+def _no_rung(kernels, supports, q):
+    own = {rung: limits(supports, rung) for rung in kernels}
+    offers = [f"{rung} ({', '.join(map(_short, x['dtypes']))}; {_span(x['head_dims'])})" for rung, x in own.items()]
+    raise ValueError(
+        f"no rung of {supports['stage']} takes {_short(q.dtype)} with head_dim {q.shape[-1]}; there are {', '.join(offers)}."
+    )
 
 
 def check_call(supports, kernel, tensors, causal, scale, tile):
     """Raises for any input that the stage does not take; otherwise (scale, the kernel's further options)."""
-    stage = supports["stage"]
+    stage = supports["stage"] + (f" (rung {supports['rung']})" if "rung" in supports else "")
     for name, x in tensors:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
@@ -111,7 +138,8 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
                 f"{name} is {_short(x.dtype)} on {x.device}. Convert {name} with {name}.to(q)."
             )
     if q.dtype not in supports["dtypes"]:
-        other = f"; {_HAS[q.dtype]} takes {_short(q.dtype)}" if q.dtype in _HAS and _HAS[q.dtype] != f"steps.{stage}" else ""
+        has = _HAS.get(q.dtype, own := f"steps.{supports['stage']}")
+        other = "" if has == own else f"; {has} takes {_short(q.dtype)}"
         names = ", ".join(map(_short, supports["dtypes"]))
         raise TypeError(f"{stage} takes {names}; got {_short(q.dtype)}. Convert with .to(torch.float32){other}.")
     if q.device.type not in supports["devices"]:

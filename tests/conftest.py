@@ -24,8 +24,6 @@ BUDGETS = {  # seconds on 2 cores without a GPU; five times as much fails the ru
     "test_copy_out.py": 30, "test_emulator.py": 30, "test_engine.py": 20, "test_environment.py": 15, "test_bench.py": 10,
     "test_errata.py": 10, "test_slides.py": 15,
 }  # fmt: skip
-# Without a GPU the default rung runs every case, and each other rung these in its first dtype, the first in every dtype.
-FEW = ("ragged_causal", "more_queries_causal", "scores_200", "head_dim_odd")
 _seconds: dict[str, float] = {}
 
 
@@ -57,7 +55,7 @@ def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         mine = metafunc.config.mine
         rungs = mine.rungs(stage.SUPPORTS["stage"]) if mine else stage.SUPPORTS["rungs"]
-        rows = [_case(stage, rung, *row) for rung in rungs for row in _rows(stage, rung, everything=mine is not None)]
+        rows = [_case(stage, rung, *row) for rung in rungs for row in _rows(metafunc.cls, rung, everything=mine is not None)]
         skips = mine.blanks(stage.SUPPORTS["stage"]) if mine else {}
         rows += [pytest.param(*[None] * 3, id=id, marks=pytest.mark.skip(reason=reason)) for id, reason in skips.items()]
         metafunc.parametrize("case, dtype, rung", rows)
@@ -68,11 +66,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("bad", list(rows.values()), ids=list(rows))
 
 
-def _rows(stage, rung, everything):
-    """(case, dtype, reason) of what runs on a rung."""
-    supports = limits(stage, rung)
+def _rows(contract, rung, everything):
+    """(case, dtype, reason) of what runs on a rung: without a GPU every case on the first, a few on the others."""
+    stage, supports = contract.stage, limits(contract.stage, rung)
     for case, dtype, reason in cases.select(supports, gpu=engine.name == "cuda"):
-        few = FEW if dtype == supports["dtypes"][0] else FEW[:1]
+        few = contract.few if dtype == supports["dtypes"][0] else contract.few_in_other_dtypes
         if everything or engine.name == "cuda" or rung == stage.SUPPORTS["rungs"][0] or case.name in few:
             yield case, dtype, reason
 

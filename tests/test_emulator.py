@@ -168,7 +168,8 @@ def test_a_stuck_block_says_where_each_warp_waits(run):
     assert str(raised.value).split("\n") == [
         "stuck: block (0, 0, 0) is stuck, no thread can go on:",
         f"  warp 0: threads 0-31 wait at __syncthreads, {place('stuck')}",
-        f"  warp 1: threads 32-39 wait at __syncthreads, {place('stuck')}; threads 40-63 returned from the kernel",
+        f"  warp 1: threads 32-39 wait at __syncthreads, {place('stuck')}; threads 40-63 returned from the kernel, "
+        "and count as missing",
     ]
     run("stuck", block=40)  # and the next launch is not affected
 

@@ -19,6 +19,8 @@ needs_compiler = pytest.mark.skipif(no_compiler, reason="without a GPU stage 02 
 @needs_compiler
 class TestContract(Contract):
     stage = step02
+    few = ("ragged", "ragged_causal", "more_queries_causal", "scores_200")  # g++ takes seconds for each head_dim and dtype
+    few_in_other_dtypes = ()
 
 
 FORWARD, BACKWARD = kernels.HERE / "fwd_0_scalar.cu", kernels.HERE / "bwd_0_scalar.cu"
@@ -43,9 +45,26 @@ def test_kernels_fit_into_the_registers(file, D, tile, arch):
     assert usage and all(u.spills == 0 and u.stack == 0 and 0 < u.registers <= 255 for u in usage.values()), usage
 
 
+LADDER = [  # file, architecture, T, D, Br, Bc, other macros: the tiles that a GPU of that kind gets
+    ("fwd_1_warp", "sm_80", "float32", 64, 64, 64, {}),
+    *((file, arch, T, 128, 64, 64, {}) for file in ("fwd_2_mma", "fwd_3_ldmatrix", "fwd_4_cp_async")
+      for arch, T in (("sm_80", "bf16"), ("sm_75", "fp16"))),
+    *(("fwd_5_fa2", arch, T, D, *kernels.FA2_TILES[D], {}) for arch, T, D in
+      (("sm_80", "bf16", 64), ("sm_80", "bf16", 128), ("sm_90a", "bf16", 256), ("sm_75", "fp16", 64))),
+]  # fmt: skip
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("file, arch, T, D, Br, Bc, more", LADDER, ids=lambda x: str(x) if isinstance(x, int | str) else "")
+def test_the_ladder_compiles_within_its_spill_budgets(file, arch, T, D, Br, Bc, more):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
+    usage = nvrtc.compile(kernels.HERE / f"{file}.cu", {"T": T, "D": D, "Br": Br, "Bc": Bc, **more}, arch).usage
+    assert usage and all(u.registers > 0 for u in usage.values())
+
+
 @pytest.mark.compile
 def test_a_kernel_that_spills_is_refused():
-    with pytest.raises(RuntimeError, match=r"attention_forward with .*'D': 128.* on sm_90a spills \d+ bytes .* allows 0"):
+    with pytest.raises(RuntimeError, match=r"'D': 128.* on sm_90a: attention_forward spills \d+ bytes .* allows 0"):
         build(FORWARD, 128, (64, 32), "sm_90a")
 
 
@@ -64,7 +83,7 @@ def test_an_error_in_a_kernel_names_its_line(tmp_path):
 @pytest.mark.parametrize("name", ["ragged", "more_queries_causal"])
 def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
     case = next(c for c in cases.CASES if c.name == name)
-    inputs = replace(cases.build(case, step02.SUPPORTS, torch.float32), tile=tile)
+    inputs = replace(cases.build(case, step02.SUPPORTS, torch.float32), tile=tile)  # of the first rung, the scalar one
     want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal)
     first = cases.run(step02, case, inputs)
     for schedule in (("reverse", "reverse"), ("random", "random", 1), ("random", "random", 2), ("forward", "random", 3)):

@@ -16,8 +16,8 @@
 #
 # ## 1. The question
 #
-# *How does a GPU hold attention's tiles on the chip, what does FlashAttention-1's loop order cost, and what must a thread
-# keep to itself?*
+# *How does a GPU hold attention's tiles on the chip, what does FlashAttention-1's loop order cost, and what belongs in
+# registers?*
 #
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
 # - **Time:** about 45 minutes to read, two hours more with the exercises.
@@ -27,13 +27,12 @@
 
 # %% slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine, and tells Numba whether to simulate
-import inspect
 import math
 import os
 import subprocess
 import sys
 import textwrap
-import time
+import timeit
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
@@ -41,7 +40,7 @@ import matplotlib.pyplot as plt
 import numba
 import numpy as np
 import torch
-from matplotlib.colors import ListedColormap
+from matplotlib.collections import PatchCollection
 from numba import cuda
 
 from reference import cases, error
@@ -51,14 +50,14 @@ from steps import step01_fa1_numba as step01
 from steps.step00_naive import fwd_1_matrix, io_count
 
 # %% slideshow={"slide_type": "skip"}
-from steps.step01_fa1_numba import bwd_0_published, bwd_2_registers, fwd_1_loops_swapped, fwd_2_registers, resources
+from steps.step01_fa1_numba import fwd_1_loops_swapped, fwd_2_registers, resources
 from steps.step01_fa1_numba import fwd_0_published as fwd
 from steps.workbook import Blank, check, exercises, hint, picture, show, solution  # noqa: F401  for part 5
 
 torch.set_num_threads(1)  # small tensors: one thread is faster, and its times are steadier
 torch.set_printoptions(precision=2, sci_mode=False)
 style()
-compiling = ThreadPoolExecutor().submit(resources.table, 64, only="fwd")  # takes some seconds; part 4 asks for it
+compiling = ThreadPoolExecutor().submit(resources.table, 64, only="fwd_2")  # takes some seconds; part 4 asks for it
 print(steps.engine.describe())
 print(f"numba {numba.__version__}, numpy {np.__version__}; simulated: {fwd.SIMULATED}")
 
@@ -84,59 +83,38 @@ for name, numbers in delivers.items():
 tensor_cores = gpu.half_tflops / 2 / (gpu.bandwidth / 2)
 print(f"in fp16 on tensor cores (stage 02), device memory: one number in the time of {tensor_cores:.0f}")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# So there are two fences. A number from device memory costs as much as 28 multiply-adds, one from shared memory as much
-# as 4. The first fence is FlashAttention's subject; what rung 2 does about the second is how any matrix product is made
-# fast.
-
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### What standard attention spends its time on
+# ### Two fences
 #
-# Rung 1 of stage 00 writes S, reads it for the softmax, writes P, reads it for P V: four times $N^2$ numbers beyond inputs
-# and output. Below, its operations and its time on the machine that ran this.
-
-# %% slideshow={"slide_type": "skip"}
-def seconds(function, *arguments):
-    """The shortest of seven runs."""
-    times = []
-    for _ in range(7):
-        start = time.perf_counter()
-        function(*arguments)
-        if steps.engine.device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-N, D = 1024, 64
-q, k, v = torch.randn(3, N, D, device=steps.engine.device)
-S = q @ k.mT
-P = fwd_1_matrix.softmax(S)[0]
-taken = [seconds(torch.matmul, q, k.mT), seconds(fwd_1_matrix.softmax, S), seconds(torch.matmul, P, v)]
-operations = [2 * N * N * D, 4 * N * N, 2 * N * N * D]  # softmax: maximum, exp(S - m), sum, division
+# A number from device memory costs as much as 28 multiply-adds, one from shared memory as much as 4. Standard attention,
+# rung 1 of stage 00, meets the first fence: it writes S, reads it for the softmax, writes P, reads it for P V. The softmax
+# is a sliver of the operations, but passes over all $N^2$ numbers several times: below, on the machine that ran this. On an
+# H200 the traffic takes about as long as the arithmetic in float32, and 6.5 times as long in fp16. FlashAttention's answer:
+# a tile of S is made, used and forgotten on the chip.
 
 # %% slideshow={"slide_type": "fragment"}
+N, D = 1024, 64
+q, k, v = torch.randn(3, N, D)
+S = q @ k.mT
+P = fwd_1_matrix.softmax(S)[0]
+parts = {"Q Kᵀ": lambda: q @ k.mT, "softmax": lambda: fwd_1_matrix.softmax(S), "P V": lambda: P @ v}
+taken = [min(timeit.repeat(part, number=1, repeat=7)) for part in parts.values()]
+operations = [2 * N * N * D, 4 * N * N, 2 * N * N * D]  # softmax: maximum, exp(S - m), sum, division
 n, moved = 4096, sum(io_count.standard_count(4096, D))
 print(f"N = {n}: {moved / (4 * n * D + n):.0f} times the least traffic. On an H200, in times of the arithmetic:")
 for dtype, rate, numbers in (("float32", multiply_adds, gpu.bandwidth / 4), ("fp16", gpu.half_tflops / 2, gpu.bandwidth / 2)):
     print(f"    {dtype}: {moved / numbers / (2 * n * n * D / rate):.1f}")
+
 fig, ax = plt.subplots(figsize=(7.2, 2.2), layout="constrained")
 for y, what in enumerate((operations, taken)):
-    start = 0
-    for x, name, colour in zip(what, ("Q Kᵀ", "softmax", "P V"), COLOURS[:3], strict=True):
-        percent = 100 * x / sum(what)
-        ax.barh(y, percent, left=start, color=colour, height=0.5, label=name if y == 0 else None)
-        start += percent
+    percents = 100 * np.array(what) / sum(what)
+    for percent, end, name, colour in zip(percents, percents.cumsum(), parts, COLOURS, strict=False):
+        ax.barh(y, percent, left=end - percent, color=colour, height=0.5, label=name if y == 0 else None)
 ax.set_yticks([0, 1], ["operations", "time"])
 ax.set(xlabel="%", title="standard attention, N = 1024, d = 64", ylim=(-0.5, 1.9))
 ax.legend(ncols=3, loc="upper left", fontsize=8)
 picture(fig, """Two bars split into Q K transposed, softmax and P V. Softmax is a sliver of the operations
 and a far larger part of the time.""")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Softmax is a sliver of the operations and a large part of the time: each of its steps passes over all $N^2$ numbers once
-# more. On an H200 the traffic takes about as long as the arithmetic in float32, and 6.5 times as long in fp16.
-# FlashAttention's answer: a tile of S is made, used and forgotten on the chip.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: O is finished after every visit
@@ -156,8 +134,8 @@ and a far larger part of the time.""")
 # it is $P V_j$, in the unit $e^{m_b}$. $\alpha$ and $\beta$ change both to the unit $e^{m_{new}}$; divide by all of $l$.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The numbers of notebook 00, N = 6 and d = 2, three tiles of two keys; we follow query 5. First with a mistake that is
-# easy to make: O rescaled by $\alpha$ as in notebook 00, though this O has been divided by l.
+# Notebook 00's numbers, three tiles of two keys; we follow query 5. First a mistake that is easy to make: O rescaled by
+# $\alpha$ as in notebook 00, though this O has been divided by l.
 
 # %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
@@ -211,9 +189,8 @@ the first tile. At visits 2 and 3 the new O lies on the line from the old O to t
 the new tile alone, nearer to the tile's.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# With l forgotten the row ends at (6.35, 1.01). Done right, O equals the attention over the keys seen so far after
-# every visit, and ends at (6.83, 1.34) as in notebook 00. The new O lies between the old O and the tile alone: at
-# visit 2 the old O keeps a share of 0.23, at visit 3 one of 0.39.
+# With l forgotten the row ends at (6.35, 1.01). Done right, O is the attention over the keys seen so far after every visit,
+# and ends at (6.83, 1.34) as in notebook 00.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
@@ -223,8 +200,8 @@ the new tile alone, nearer to the tile's.""")
 # A **kernel** is launched as a **grid** of **blocks**, each of some **threads**: `kernel[blocks, threads](arguments)`.
 # Every thread runs the same function and asks where it is: `threadIdx` in its block, `blockIdx` in the grid,
 # `cuda.grid(1)` counted over all. A block runs on one SM; its threads share `cuda.shared.array`s, whose sizes the
-# compiler must know. `cuda.syncthreads()` is a barrier: no thread passes before all of the block have arrived.
-# Below, each of two blocks of three threads writes its three numbers backwards.
+# compiler must know. `cuda.syncthreads()` is a barrier: no thread passes before all of the block have arrived. Below, two
+# blocks of three threads.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -247,28 +224,15 @@ def launch(kernel, blocks, threads):
 print(launch(backwards, 2, 3))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### An index out of bounds
+# ### What the simulator shows, and what not
 #
-# The simulator starts a Python thread for each GPU thread and runs one block after the other. `print` and the debugger
-# work in a kernel, and an index past an array's end is an error; a GPU would read or overwrite whatever lies there. Three
-# blocks are one too many. The message says who did it: `ctaid` is the block, `tid` the thread. Block 2 starts at index 6,
-# past the end: what is missing is `if n < x.shape[0]`.
-
-# %% slideshow={"slide_type": "fragment"}
-if fwd.SIMULATED:
-    try:
-        launch(backwards, 3, 3)
-    except IndexError as mistake:
-        print("IndexError:", mistake)
-else:
-    print("not tried: on a GPU nothing checks the index")
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### What the simulator cannot show
+# The simulator starts a Python thread for each GPU thread and runs one block after the other. An index past
+# an array's end is an error; a GPU would read or overwrite whatever lies there. Below, three blocks are one too many. The
+# message says who did it: `ctaid` is the block, `tid` the thread. Block 2 starts at index 6, past the end:
+# `if n < x.shape[0]` is missing.
 #
-# Two kernels that are wrong on a GPU: one has no barrier, in the other only three of six threads reach it. The simulator
-# reports neither, and a right result proves nothing. It knows no warps and no types either, and says nothing about speed.
-# NVIDIA's `compute-sanitizer` finds races, on a GPU; so do you, in 01.bug1.
+# It does not show the race of `no_barrier`; a right result proves nothing. Nor does it know warps, types or speed. On a GPU
+# NVIDIA's `compute-sanitizer` finds races; you find one in 01.bug1.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -276,22 +240,16 @@ def no_barrier(x, out):
     tile = cuda.shared.array(6, np.float32)
     t = cuda.threadIdx.x
     tile[t] = x[t]
-    out[t] = tile[max(t - 1, 0)]  # a race: has the neighbour written yet?
+    out[t] = tile[max(t - 1, 0)]  # has the neighbour written yet?
 
 
-@cuda.jit
-def divergent_barrier(x, out):
-    tile = cuda.shared.array(6, np.float32)
-    t = cuda.threadIdx.x
-    tile[t] = x[t]
-    if t < 3:
-        cuda.syncthreads()  # undefined on a GPU: it may hang
-    out[t] = tile[max(t - 1, 0)]
-
-
-for kernel in (no_barrier, divergent_barrier) if fwd.SIMULATED else ():
-    right = sum(launch(kernel, 1, 6).tolist() == [0, 0, 1, 2, 3, 4] for _ in range(20))
-    print(f"{kernel.__name__}: right in {right} of 20 runs")
+if fwd.SIMULATED:  # on a GPU nothing checks the index
+    try:
+        launch(backwards, 3, 3)
+    except IndexError as mistake:
+        print("IndexError:", mistake)
+right = sum(launch(no_barrier, 1, 6).tolist() == [0, 0, 1, 2, 3, 4] for _ in range(20))
+print(f"no_barrier: right in {right} of 20 runs")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 0: Algorithm 1, line by line
@@ -306,13 +264,17 @@ for kernel in (no_barrier, divergent_barrier) if fwd.SIMULATED else ():
 # | [9] | S = scale Q_i K_jᵀ, masked | `scores`, `keys_seen` |
 # | [10–11], l, m of [13] | P, m_new, l_new; reads and writes l_i, m_i | `online_update` (yours, in part 5) |
 # | [12] | O_i, read and written | `update_output` |
+#
+# In the kernel, read the barriers first: each says which threads wait for what.
+
+# %% slideshow={"slide_type": "subslide"}
+show("fwd_0_published", "kernel")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The budget, before any launch
 #
-# Arrays of a fixed size may take 48 KiB of a block's shared memory. `check_shared` adds up those of a kernel, and refuses
-# a tile that does not fit while there is still a message to read. The paper's line 1 gives K, V, Q and O all the room and
-# S none (`papers/errata.md`, E4).
+# Arrays of a fixed size may take 48 KiB of a block's shared memory. `check_shared` adds up a kernel's, and refuses a tile
+# that does not fit. The paper's line 1 gives K, V, Q and O all the room and S none (`papers/errata.md`, E4).
 
 # %% slideshow={"slide_type": "fragment"}
 def shared_bytes(Br, Bc, D):
@@ -335,18 +297,11 @@ for d in (64, 128):  # Alg. 1, line 1, for all that a block of an H200 can ask f
     print(f"line 1, d = {d}: Br {Br}, Bc {Bc}: K, V, Q, O take {KVQO:.0%} of a block's limit, with S {with_S:.0%}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Read the barriers first: each says which threads wait for what. Of a tile's numbers each thread (x, y) takes those of
-# rows y, y + 16, … and columns x, x + 16, …; neighbours in x touch neighbouring addresses.
-
-# %% slideshow={"slide_type": "fragment"}
-show("fwd_0_published", "kernel")
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The order of the visits
 #
 # Tiles of 8 for 24 queries and 32 keys: FlashAttention-1 goes through S column by column, FlashAttention-2 row by row.
-# In rows, what a query tile adds up can stay on the chip until it is finished; O need not be divided on every visit, and
-# notebook 00's update, one $\alpha$ and no $\beta$, is enough. Below, when each row of O is written.
+# Then what a query tile adds up stays on the chip until it is finished, O is divided once, and notebook 00's update, one
+# $\alpha$ and no $\beta$, is enough. Below, when each row of O is written.
 
 # %% slideshow={"slide_type": "fragment"}
 Tr, Tc = 3, 4
@@ -373,8 +328,9 @@ one of the 12 visits, so each row four times; FA2 writes each row once, at visit
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the order costs
 #
-# Notebook 00 counted both orders in torch. The kernels themselves can be counted, too: the simulator takes anything that
-# can be indexed, so we hand them arrays that count.
+# Notebook 00 counted both orders in torch. The simulator takes anything that can be indexed, so we hand the kernels arrays
+# that count. Rung 1 will agree to the number. Rung 0 looks at m twice (a compiler loads it once), and torch writes its first
+# zeros.
 
 # %% slideshow={"slide_type": "fragment"}
 class Counted:
@@ -402,11 +358,11 @@ def counted(rung, blocks, N, D, B):
 
 # %% slideshow={"slide_type": "subslide"}
 N, D, B = 16, 4, 8
-for name, rung, blocks, expected in (("rung 0", fwd, 1, io_count.fa1_count), ("rung 1", fwd_1_loops_swapped, N // B,
-                                                                             io_count.fa2_count)) * fwd.SIMULATED:  # fmt: skip
+rungs = {"rung 0": (fwd, 1, io_count.fa1_count), "rung 1": (fwd_1_loops_swapped, N // B, io_count.fa2_count)}
+for name, (rung, blocks, expected) in rungs.items() if fwd.SIMULATED else ():
     print(f"{name}: loads, stores {counted(rung, blocks, N, D, B)}, notebook 00 expects {expected(N, D, B, B)}")
 N, D = 4096, 64
-TILES = {"published": (16, 16), "loops_swapped": (16, 32), "registers": (128, 64)}  # the defaults on a GPU, d = 64
+TILES = {"published": (16, 16), "loops_swapped": (16, 32), "registers": (128, 64)}  # on a GPU, d = 64
 moves = {"published": io_count.fa1_count(N, D, *TILES["published"])}
 moves |= {name: io_count.fa2_count(N, D, *TILES[name]) for name in ("loops_swapped", "registers")}
 loads, stores = moves["registers"]
@@ -416,16 +372,15 @@ for name, (loads, stores) in moves.items():
     print(f"{name:13} tile {str(TILES[name]):9}  loads {loads / 1e6:5.1f}  stores {stores / 1e6:5.2f}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Rung 1 agrees to the number. Rung 0 looks at m twice (a compiler loads it once), and its first zeros are written by
-# torch. At N = 4096 swapping the loops makes 69.48 million stores 0.27 million. The loads fall less: with tiles of 16 both
-# orders ask for more than standard attention does, and only rung 2's large tiles end that. A part is answered by L2.
+# At N = 4096 swapping the loops turns 69.48 million stores into 0.27 million. The loads hardly change: with tiles of 16 both
+# orders ask for more than standard attention does (L2 answers a part). Only rung 2's large tiles end that.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who works
 #
-# With keys outside, two key tiles may not update one row of O at the same time: a head stays in one block, and a block
-# stays on one SM. With queries outside every query tile can be a block. Below, what `forward` asks for when it launches,
-# and the first wave of blocks on the SMs.
+# With keys outside, two key tiles may not update one row of O at the same time: a head stays in one block, and a block on
+# one SM. With queries outside every query tile can be a block. Below, what `forward` asks for when it launches; then the
+# first blocks, dealt out to the SMs in turn (rung 2: two on each, see below), a number where a head begins.
 
 # %% slideshow={"slide_type": "fragment"}
 def grid(rung, tile, B, H, N=4096, D=1):
@@ -440,42 +395,39 @@ def grid(rung, tile, B, H, N=4096, D=1):
 forwards = dict(zip(TILES, (fwd, fwd_1_loops_swapped, fwd_2_registers), strict=True))
 for batch, H in ((1, 16), (4, 16), (4, 32)):
     asked = {name: grid(rung, TILES[name], batch, H) for name, rung in forwards.items()}
-    busy = (f"{name} {n} blocks, {min(1, n / gpu.sms):.0%} of the SMs" for name, n in asked.items())
-    print(f"{batch} x {H} heads:", "; ".join(busy))
+    busy = (f"{name} {n}, {min(1, n / gpu.sms):.0%}" for name, n in asked.items())
+    print(f"{batch} x {H} heads, blocks and SMs at work:", "; ".join(busy))
 
 # %% slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 2, figsize=(8.4, 3.7), layout="constrained")
 for ax, (name, resident) in zip(axes, (("published", 1), ("registers", 2)), strict=True):
     blocks = grid(forwards[name], TILES[name], 1, 16)
-    heads = np.arange(gpu.sms * resident) * 16 // blocks  # of the blocks of the first wave
-    places = np.ma.masked_greater(heads, 15).reshape(resident, 11, 12).transpose(1, 0, 2).reshape(-1, 12)
-    ax.pcolormesh(places % 6, cmap=ListedColormap(COLOURS), vmin=0, vmax=5, edgecolors=FAINT, lw=0.8)
-    ax.hlines(range(0, 11 * resident + 1, resident), 0, 12, color="white", lw=4)
-    for head in range(min(16, heads[-1] + 1)):
-        y, x = np.argwhere((places == head).filled(False))[0]
-        ax.text(x + 0.5, y + 0.5, f"{head}", ha="center", va="center", fontsize=8, color="white")
-    ax.set(title=f"{name}: {blocks} blocks", ylim=(11 * resident, 0), xticks=[], yticks=[])
+    boxes, colours = [], []
+    for place in range(gpu.sms * resident):
+        (y, x), head = divmod(place % gpu.sms, 12), place * 16 // blocks
+        y = y + 0.88 / resident * (place // gpu.sms)
+        boxes.append(plt.Rectangle((x, y), 0.88, 0.88 / resident))
+        colours.append(COLOURS[head % 6] if head < 16 else "white")
+        if head < 16 and place * 16 % blocks < 16:
+            ax.text(x + 0.44, y + 0.44 / resident, head, ha="center", va="center", fontsize=8, color="white")
+    ax.add_collection(PatchCollection(boxes, facecolor=colours, edgecolor=FAINT, lw=0.8))
+    ax.set(title=f"{name}: {blocks} blocks", xlim=(-0.1, 12), ylim=(11, -0.1), xticks=[], yticks=[])
+    ax.grid(False)
     ax.spines[:].set_visible(False)
 picture(fig, """The 132 multiprocessors of an H200 as a grid of 11 by 12, for one sequence of 4096 tokens with
 16 heads. Published: 16 are coloured, one for each head, the others are empty. Registers: each has two
 blocks; the first wave is heads 0 to 8.""")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# White SMs have nothing to do. On the right each SM has two blocks (why two: below), and a later wave brings the other
-# heads. A number is where a head begins. Which block goes where is the GPU's business; the drawing deals them out in turn.
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Rung 1: the loops swapped
-
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 show("fwd_1_loops_swapped", "kernel")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 2: what a thread keeps to itself
 #
-# The second fence. `dot`, in rungs 0 and 1, fetches both factors of every product from shared memory. In rung 2 a thread
+# Now the second fence. `dot`, in rungs 0 and 1, fetches both factors of every product from shared memory. In rung 2 a thread
 # owns a **patch** of 8 x 8 numbers of S, in its registers: for each column it fetches 8 numbers of Q_i and 8 of K_j, and
-# multiplies each with each, an outer product. Counted in one thread:
+# multiplies each with each, an outer product. (A row of S then lies with 8 threads, which tell each other their maxima in
+# shared memory.) Counted in one thread:
 
 # %% slideshow={"slide_type": "fragment"}
 Q_i, K_j, A, B, S = Counted(16, 65), Counted(32, 65), Counted(128, 17), Counted(64, 17), Counted(8, 8)
@@ -500,37 +452,38 @@ show("fwd_2_registers", "add_products")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A patch, and the banks that a warp asks
 #
-# Thread (x, y) owns every 16th row from y on and every 8th column from x on, so that neighbours fetch neighbouring rows of
-# a tile. Address a lies in bank a mod 32. Different addresses in one bank are served one after the other: with rows of 16
-# numbers every other row begins in the same bank. A spare column makes the width 17, and all rows differ.
+# Thread (x, y) owns every 16th row from y on and every 8th column from x on; a warp is 8 x 4 neighbours. Address a lies in
+# bank a mod 32, and a bank serves different addresses one after the other. With rows of 16 numbers every other row begins
+# in the same bank; with a spare column, width 17, they are spread.
 
 # %% slideshow={"slide_type": "fragment"}
-fig, (left, *bars) = plt.subplots(1, 3, figsize=(8.6, 3.3), layout="constrained")
-owners = np.full((128, 64), np.nan)
-for index, (x, y) in enumerate(((0, 0), (1, 0), (3, 9))):
-    owners[y::16, x::8] = index
-    left.plot([], [], "s", color=COLOURS[index], label=f"thread {x, y}")
-left.imshow(owners, cmap=ListedColormap(COLOURS[:3]), aspect="auto", interpolation="nearest", extent=(0, 64, 128, 0))
-left.set(title="patches on S", xlabel="64 keys", ylabel="128 queries")
-left.set_xticks(range(0, 65, 8))
-left.set_yticks(range(0, 129, 16))
-left.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, handletextpad=0, columnspacing=0.6)
+fig, (left, *bars) = plt.subplots(1, 3, figsize=(8.6, 3.6), layout="constrained")
+for rows_, columns, colour, name in (((0, 1, 2, 3), range(8), FAINT, "the first warp"), ((0,), (0,), COLOURS[0], "thread (0, 0)"),
+                                     ((3,), (2,), COLOURS[1], "thread (2, 3)")):  # fmt: skip
+    boxes = [plt.Rectangle((c, r), 1, 1) for y in rows_ for x in columns for r in range(y, 48, 16) for c in range(x, 24, 8)]
+    left.add_collection(PatchCollection(boxes, facecolor=colour, edgecolor="white", lw=0.4))
+    left.plot([], [], "s", color=colour, label=name)
+left.set(title="a corner of S", xlabel="key", ylabel="query", xlim=(0, 24), ylim=(48, 0))
+left.set(xticks=range(0, 25, 8), yticks=range(0, 49, 16))
+left.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.4, -0.17), ncols=3, handletextpad=0, columnspacing=0.5)
 for ax, width in zip(bars, (16, 17), strict=True):
     addresses = {(0 * 8 + x) * width + 3 for x in range(8)}  # a warp's B[c * X + x, d] for c = 0, d = 3
     asked = [sum(a % BANKS == bank for a in addresses) for bank in range(BANKS)]
     ax.bar(range(BANKS), asked, color=[COLOURS[1] if n > 1 else COLOURS[0] for n in asked])
-    ax.set(title=f"rows of {width}: {max(asked)} in turn", xlabel="bank", ylim=(0, 4.4))
+    ax.set(title=f"rows of {width}: {max(asked)} in turn", xlabel="bank", ylim=(0, 4.4), xticks=range(0, 33, 8), yticks=range(5))
 bars[0].set(ylabel="addresses asked of a bank")
-picture(fig, """Left: the numbers of S that three threads own, each a regular grid of 8 by 8 points, 16
-rows and 8 columns apart. Right: addresses asked of each of the 32 banks when a warp fetches one
+picture(fig, """Left: a corner of S, 48 queries by 24 keys. A thread owns single numbers 16 rows and 8 columns
+apart, a warp bands of 4 rows. Right: addresses asked of each of the 32 banks when a warp fetches one
 column of B. With rows of 16 two banks are asked for four addresses each; with rows of 17 eight
 banks for one each.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What it takes: registers
 #
-# The patches of S and O, m and l are $8 \cdot 8 + 8 \cdot 8 + 8 \cdot 2 = 144$ of the 255 registers that a thread can have; the
-# rest is for factors and addresses. `check_registers` counts. What the compiler then makes of a kernel needs no GPU:
+# The patches of S and O, m and l take $8 \cdot 8 + 8 \cdot 8 + 8 \cdot 2 = 144$ of a thread's 255 registers at d = 64;
+# `check_registers` counts. What the compiler uses needs no GPU to find out (`only="fwd"` shows all rungs). An SM holds two
+# blocks, an eighth of the warps it has room for, and rung 2 is fast all the same: with 64 sums, a warp need not wait for
+# one.
 
 # %% slideshow={"slide_type": "fragment"}
 try:
@@ -538,71 +491,56 @@ try:
 except ValueError as refusal:
     print(textwrap.fill(f"ValueError: {refusal}", 110))
 try:
-    compiled = compiling.result()
+    (row,) = compiling.result()
+    assert tuple(row["tile"]) == TILES["registers"]
+    print({what: row[what] for what in ("registers", "spilled", "shared", "threads", "blocks", "limit", "occupancy")})
 except RuntimeError:
-    compiled = print("this installation of Numba has no CUDA compiler") or []
-for row in compiled:
-    assert tuple(row["tile"]) == TILES[row["kernel"].removeprefix("fwd_")[2:]]
-    print(f"{row['kernel']:19}  {row['registers']:3} registers, {row['spilled']} bytes spilled, {row['shared'] / 1024:.0f} KiB:",
-          f"{row['blocks']} blocks of {row['threads']} threads an SM ({row['limit']}), occupancy {row['occupancy']:.0%}")  # fmt: skip
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Rung 2 fills an eighth of the places for warps, the least of the three, and part 7 shows that it is the fastest. A second
-# warp helps while the first waits; a warp with 64 independent sums has work of its own.
+    print("this installation of Numba has no CUDA compiler")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The float64 trap, and signed indices
 #
 # A Python number in a Numba kernel is a float64, and turns the arithmetic around it into float64. The simulator computes
-# with NumPy, where float32 wins, and cannot show it. And of a signed index Numba asks each time whether it is negative,
-# as in x[-1]. We compile four functions to PTX, in a process that does not simulate.
+# with NumPy, where float32 wins, and cannot show it. So we compile to PTX, NVIDIA's
+# assembly language: `plain` converts to float64 and back. Hence `ZERO` in the module, and a test that finds no `.f64`.
+#
+# Of a signed index Numba asks each time whether it is negative, as in x[-1]: two `setp` below, and two addresses. `unsigned`
+# has one address, and `+64` for the other number, as a patch of constant distances wants it.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
+program = """
+import re
+import numpy as np
+from numba import cuda, float32
+
 def plain(x, y):
     y[0] = 0.5 * x[0] + 1.0
-
-
 def with_casts(x, y):
     y[0] = np.float32(0.5) * x[0] + np.float32(1.0)
-
-
 def signed(x, y):
     t = cuda.threadIdx.x
     y[t] = x[t] + x[t + 16]
-
-
 def unsigned(x, y):
     t = np.uint32(cuda.threadIdx.x)
     y[t] = x[t] + x[t + 16]
-
-
-# %% slideshow={"slide_type": "fragment"}
-program = "import re\nimport numpy as np\nfrom numba import cuda, float32\n"
-program += "".join(map(inspect.getsource, (plain, with_casts, signed, unsigned)))
-program += """
 for f in plain, with_casts, signed, unsigned:
     ptx, _ = cuda.compile_ptx(f, (float32[::1], float32[::1]), cc=(8, 0))
-    lines = re.findall(r"^\\t((?:fma|cvt.*f32|mul.f|setp|ld.global)\\S*\\s.*);", ptx, re.M)
-    print(f"{f.__name__:10}", " | ".join(re.sub(r"\\s+", " ", line) for line in lines))
+    lines = re.findall(r"^\\t((?:fma|cvt.*f32|setp|ld.global)\\S*)\\s+(.*);", ptx, re.M)
+    print(f"{f.__name__:10}", " | ".join(" ".join(line) for line in lines))
 """
 environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}
 done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 print(done.stdout if done.returncode == 0 else "this installation of Numba has no CUDA compiler")
 print("with a Python number, NumPy (and so the simulator) gives", type(np.float32(1) * 0.5).__name__)
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# `plain` converts to float64 and back around a float64 multiply-add; hence `ZERO` and `np.float32(scale)` in the module, and
-# a test that finds no `.f64` in any kernel. `signed` asks twice (`setp`) and needs an address for each load; `unsigned` has
-# one address, and `+64` for the other number. A patch of constant distances wants the latter: `unsigned` in rung 2.
-
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A multiply-add too many
 #
-# GPUs compute $2^x$. Fast kernels therefore write $e^{x - m}$ as $2^{x c - m c}$ with $c = \log_2 e$: m c is there once for
-# a row, and x c - m c is one fused multiply-add, which does not round x c. But m c *has* been rounded, so the two no longer
-# cancel at x = m. Below, all else in float64: 256 rows of 4096 scores of about ±200, in tiles of 64.
+# GPUs compute $2^x$. Fast kernels therefore write $e^{x - m}$ as $2^{x c - m c}$ with $c = \log_2 e$: m c once a row, and then
+# a fused multiply-add, which does not round x c. But m c *was* rounded, so the two no longer cancel at x = m. Below, all
+# else in float64: 256 rows of 4096 scores of about ±200, in tiles of 64.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 c = np.float32(math.log2(math.e))
 exact = lambda x, m: np.exp(np.float64(x) - np.float64(m))  # noqa: E731
 plain = lambda x, m: np.exp(np.float64(x - m))  # noqa: E731
@@ -622,51 +560,41 @@ def online(in_alpha, in_P, x, v):
 random = np.random.default_rng(0)
 x, v = random.normal(0, 55, (256, 4096)).astype(np.float32), random.normal(0, 1, 4096)
 right = online(exact, exact, x, v)
+print("largest error        P at m      out      lse")
 for name, functions in {"exp(x - m)": (plain, plain), "fused, P": (plain, fused), "fused, alpha too": (fused, fused)}.items():
-    worst = (abs(a - b).max() for a, b in zip(online(*functions, x, v), right, strict=True))
-    print(f"{name:17} largest error: ", "  ".join(f"{what} {e:.1e}" for what, e in zip(("P at m", "out", "lse"), worst, strict=True)))
+    print(f"{name:18}", *(f"{abs(a - b).max():8.1e}" for a, b in zip(online(*functions, x, v), right, strict=True)))
 print(f"float32's own rounding of a score of 200: {np.spacing(np.float32(200)) / 2:.1e}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Near the maximum x - m is exact. Fused, P is off at the very maximum by as much again as a score's own rounding. All of
-# a tile's P is off by one factor, most of which cancels in O / l; lse keeps it, and the backward takes every P from lse.
-# With alpha written alike it is worse: alpha is no longer 1 where m stands still, and each of 64 tiles adds to the error.
-# FlashAttention-2's code fuses P only. Stage 01 pays a few instructions a score for exp(x - m).
+# Near the maximum x - m is exact. Fused, all of a tile's P is off by one factor, about as much as a score's own rounding.
+# Most of it cancels in O / l; lse keeps it, and the backward takes every P from lse. With alpha written alike, alpha is not
+# 1 where m stands still, and 64 tiles add up. FlashAttention-2's code fuses P only, stage 01 neither.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The backward, in short
 #
-# Rung 0 is Algorithm 4: keys outside, so that dK_j and dV_j are finished in one visit, and dQ plays O's part, read and
-# written $T_c$ times. dQ adds up over keys, dK and dV over queries; registers can hold only what the outer loop stands
-# still for. So rung 2 has two kernels, each in the order that suits it:
+# Rung 0 is Algorithm 4: keys outside, so that dK_j and dV_j are finished in one visit, and dQ goes to and fro as O did.
+# Registers can hold only what the outer loop stands still for, so rung 2 has two kernels:
 #
 # | kernel | outer loop | in registers | products |
 # |---|---|---|---|
 # | `queries_kernel` | queries | dQ_i | S, dP, dQ |
 # | `keys_kernel` | keys | dK_j, dV_j | Sᵀ, dPᵀ, dV, dK |
 #
-# Seven products instead of five, since S and dP are computed twice. In return nothing in device memory is added to, no
-# addition is atomic, and every run gives the same bits. All seven are `add_products`.
-
-# %% slideshow={"slide_type": "fragment"}
-q, k, v, dout = torch.randn(4, 1, 1, 9, 4, device=steps.engine.device)
-out, lse = step01.forward(q, k, v)
-for rung in (bwd_0_published, bwd_2_registers):
-    first, second = (rung.backward(dout, q, k, v, out, lse) for _ in range(2))
-    same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    print(f"{rung.__name__.rsplit('.')[-1]}: the same bits twice: {same}")
+# Seven products instead of five, as S and dP are computed twice. In return nothing in device memory is added to: no atomics,
+# and every run gives the same bits.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of `raise Blank` and run the cell: `check` puts your function in the place of the stage's, runs
-# some of the contract's cases, and names what fails. `hint("01.1")` asks a question, `hint("01.1", 2)` gives the formula,
-# `hint("01.1", 3)` pseudo-code, `solution("01.1")` the stage's function. Whatever the stage's file defines can be used:
-# `ZERO`, `MINUS_INF`, `dot`, and `exp_difference(x, m)`, which is exp(x - m), and 0 for x = -inf even where m is -inf too.
+# Write the body in place of `raise Blank` and run the cell: `check` runs some of the contract's cases with it. `hint("01.1")`
+# asks a question, `hint("01.1", 2)` gives the formula, `hint("01.1", 3)` pseudo-code, `solution("01.1")` the stage's
+# function. The stage's file offers `ZERO`, `MINUS_INF`, `dot`, and
+# `exp_difference(x, m)`: exp(x - m), and 0 for x = -inf even where m is -inf too.
 #
 # **Exercise 01.1: one tile of keys, with O kept normalised.** Part 3's claim, one thread a row. S arrives as scores and
-# leaves as $P = e^{S - m_b}$; l and m of this head are updated; `old` and `new` receive the two factors of O. Mind rows
-# past the end, and rows that have seen no key.
+# leaves as $P = e^{S - m_b}$; `old` and `new` receive the two factors of O. Mind rows past the end, and rows that have seen
+# no key.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -678,8 +606,8 @@ def online_update(S, old, new, l, m, head, i, Bc):
 check("01.1", online_update)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 01.2: the same tile, with O not divided.** Rung 1: P is born in the unit of m_new, and `alpha` is O's factor.
-# l, m and alpha are in shared memory and have a place for every row of the tile.
+# **Exercise 01.2: the same tile, with O not divided.** Rung 1: P is born in the unit of m_new. l, m and alpha are in shared
+# memory and have a place for every row of the tile.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -691,8 +619,8 @@ def online_update(S, alpha, l, m, Bc):  # noqa: F811
 check("01.2", online_update)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 01.3: the gradient of the scores.** Rung 0's backward has P of a tile; dS is wanted. Now all threads share
-# the tile: thread (x, y) takes rows y, y + blockDim.y, … and columns x, x + blockDim.x, …
+# **Exercise 01.3: the gradient of the scores.** Rung 0's backward has P of a tile; dS is wanted. All threads share the tile,
+# by rows and columns as in `scores`.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -705,7 +633,7 @@ check("01.3", score_gradients)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Bug hunt 01.bug1.** What was reported about `steps/step01_fa1_numba/broken/bug1.py` is printed below. Find the cause,
-# and write the test that would have caught it: it has to fail on the broken forward and pass on the stage's own.
+# and write a test that fails on it and passes on the stage's own forward.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("01.bug1").symptom, 110))
@@ -753,14 +681,13 @@ for case, x, want in prepared("more_queries_causal", "no_key", "rising"):
         print(f"    {rung:13} {'wrong' if error.failures(got, want) else 'ok'}; largest error: {share:.2f} of its tolerance")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now flip one thing. `first_query_tile` skips the query tiles above the diagonal: key j is first seen by query
-# j - (Nk - Nq). Suppose we forget Nk - Nq. **Which of the three causal cases fails: as many queries as keys, fewer, or
-# more?**
+# Now flip one thing. `first_query_tile` skips query tiles above the diagonal: key j is first seen by query j - (Nk - Nq).
+# Suppose we forget Nk - Nq. **Which causal case fails: as many queries as keys, fewer, or more?**
 #
 # <details><summary>Answer</summary>
 #
-# Only the one with fewer queries. There the loop starts too late, and rows miss keys they should see. With more queries
-# it starts too early: those tiles are masked throughout, and change nothing but the time.
+# Fewer. There the loop starts too late, and rows miss keys. With more queries it starts too early: those tiles are masked
+# throughout, and only cost time.
 #
 # </details>
 
@@ -780,120 +707,112 @@ fwd.forward_kernel.cache_clear()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# The rows were measured at N = 4096, not causal, with 4 x 32 heads at d = 64 and 4 x 16 at d = 128.
+# Rows at N = 4096, not causal, with 4 x 32 heads at d = 64 and 4 x 16 at d = 128. Of PyTorch's kernels `sdpa-math` is standard
+# attention, `sdpa-efficient` works by tiles; the shares are of the latter.
 #
-# **Question 1.** Rung 1 fills the GPU whatever the batch is. Is it faster than rung 0 by the same factor at d = 64 and at
-# d = 128? And what does rung 2 gain?
+# **Question 1.** Rung 1 fills the GPU whatever the batch is. Is it faster than rung 0 by the same factor at both d?
 #
-# <details><summary>Answer</summary>
+# **Question 2.** TFLOP/s of the backward count five products, and rung 2 computes seven. If each went as fast as in the
+# forward, what would the backward reach?
 #
-# No: 128 heads already occupy 128 of 132 SMs, and little is gained; 64 heads leave half of them idle. Swapping the loops
-# alone makes no fast kernel. Eight times fewer loads from shared memory do.
+# <details><summary>Answers</summary>
+#
+# 1: no. 128 heads are 128 blocks for 132 SMs even in the published order; 64 leave half of the SMs idle. 2: 5/7 of the
+# forward's speed. It stays below: three patches at a time leave fewer registers.
 #
 # </details>
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 measured = {}  # {(pass, d): {kernel or peer: row}}
+at = {"gpu": gpu.name, "dtype": "fp32", "N": 4096, "causal": False}
 for r in rows.latest(rows.read()):
-    if (r["gpu"], r["dtype"], r["N"], r["causal"]) == (gpu.name, "fp32", 4096, False) and (r["stage"] or "01")[:2] == "01":
+    if all(r[name] == value for name, value in at.items()) and r["stage"] in ("01_fa1_numba", None):
         measured.setdefault((r["pass"], r["D"]), {})[r["kernel"] or r["peer"]] = r
 
 
 def ladder(which):
-    """TFLOP/s of this stage's kernels and of PyTorch's, what that is of sdpa-efficient, and the error."""
-    print(f"{which}, TFLOP/s: ", *(f"d = {d:3}, of sdpa-efficient, error     " for d in (64, 128)))
+    """TFLOP/s of this stage's kernels and of PyTorch's, what that is of sdpa-efficient's, and the error."""
+    best = [measured[which, d]["sdpa-efficient"] for d in (64, 128)]
+    print(which, *(f"| d = {r['D']}, {r['B']} x {r['H']} heads: TFLOP/s, share, error" for r in best))
     for name in sorted(measured[which, 64]):
-        pair = [(measured[which, d][name], measured[which, d]["sdpa-efficient"]) for d in (64, 128)]
-        print(f"{name:20}", *(f"{r['tflops']:5.1f}  {r['tflops'] / best['tflops']:5.2f}  {r['error']:.0e}       " for r, best in pair))
+        pairs = [(measured[which, e["D"]][name], e) for e in best]
+        shares = (f"{r['tflops']:17.1f}     {r['tflops'] / e['tflops']:4.2f}   {r['error']:.0e}  " for r, e in pairs)
+        print(f"{name:20}", *shares)
 
 
-ladder("fwd")
 speed = {name: {d: measured["fwd", d][f"fwd_{n}_{name}"]["tflops"] for d in (64, 128)} for n, name in enumerate(TILES)}
-print("swapping the loops:", *(f"d = {d}: x {speed['loops_swapped'][d] / speed['published'][d]:.1f}" for d in (64, 128)))
+for which in ("fwd", "bwd"):
+    ladder(which)
+print("swapping the loops:", *(f"d = {d}: x {speed['loops_swapped'][d] / speed['published'][d]:.1f}" for d in (64, 128)),
+      f" 5/7 of the forward: {5 / 7 * speed['registers'][64]:.1f}")  # fmt: skip
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 2.** Three roofs: float32 arithmetic, device memory, shared memory. Which is the lowest over each rung at
-# d = 64? Intensities are FLOPs for a byte that the kernel asks for, as counted in part 4.
+# **Question 3.** Three roofs: float32 arithmetic, device memory, shared memory. Which is the lowest over each rung at
+# d = 64? (FLOPs a byte: of the bytes that a kernel asks for, by part 4.)
 #
 # <details><summary>Answer</summary>
 #
-# Shared memory over rungs 0 and 1: two loads a multiply-add. Over rung 2 shared memory and arithmetic meet, by design:
-# a quarter of a load costs one multiply-add. Device memory over none, even with tiles of 16.
+# Shared memory over rungs 0 and 1: two loads a multiply-add. Over rung 2 shared memory and arithmetic meet, by design.
+# Device memory over none, even with tiles of 16.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-flops = 4 * 4096**2 * 64
-intensity = {name: (flops / (4 * sum(moves[name])), 2 / (4 * loads_each[how]))
-             for name, how in zip(TILES, ("dot", "dot", "add_products"), strict=True)}  # fmt: skip
+intensity = {"shared memory": {name: 2 / (4 * loads_each["add_products" if name == "registers" else "dot"]) for name in TILES},
+             "device memory": {name: 4 * 4096**2 * 64 / (4 * sum(moves[name])) for name in TILES}}  # fmt: skip
 fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.8), layout="constrained", sharey=True)
-for side, (ax, (memory, numbers), ends) in enumerate(zip(axes, delivers.items(), ((0.1, 20), (1, 200)), strict=True)):
-    side = 1 - side  # shared memory is drawn first
-    xs = np.geomspace(*ends, 200)
-    ax.loglog(xs, np.minimum(4 * numbers * xs, gpu.fp32_tflops), color=INK, lw=1.2)
-    for name, colour, marker in zip(TILES, COLOURS, "osD", strict=False):
-        at, roof = intensity[name][side], min(4 * numbers * intensity[name][side], gpu.fp32_tflops)
-        ax.plot(at, speed[name][64], marker, color=colour, label=name)
-        if side == 1 or name != "loops_swapped":
-            ax.plot([at, at], [speed[name][64], roof], ":", color=colour, lw=1)
-        print(f"{name:13} {memory}: {at:5.2f} FLOPs a byte, roof {roof:4.1f}, measured {speed[name][64]:4.1f} TFLOP/s")
-    for look, peer in zip(("--", ":"), ("sdpa-efficient", "sdpa-math"), strict=True):
-        ax.axhline(measured["fwd", 64][peer]["tflops"], color=GREYS[1], ls=look, lw=1.2, label=peer)
-    ax.set(xlabel=f"FLOPs a byte of {memory}", title=memory)
+marks, speeds = ((0.25, 0.5, 1, 2, 4, 8), (4, 8, 16, 32, 64)), (1, 2, 5, 10, 20, 50, 100)
+for ax, (memory, at), ticks in zip(axes, intensity.items(), marks, strict=True):
+    rate = 4 * delivers[memory]  # TB/s
+    xs = np.geomspace(min(at.values()) / 2, 6 * gpu.fp32_tflops / rate, 200)
+    ax.loglog(xs, np.minimum(rate * xs, gpu.fp32_tflops), color=INK, lw=1.2)
+    ax.text(xs[-1], 1.1 * gpu.fp32_tflops, f"{gpu.fp32_tflops} TFLOP/s", ha="right")
+    for name, marker, colour in zip(TILES, "osD", COLOURS, strict=False):
+        roof = min(rate * at[name], gpu.fp32_tflops)
+        ax.plot([at[name]] * 2, [speed[name][64], roof], ":", color=colour, lw=1)
+        ax.plot(at[name], speed[name][64], marker, color=colour, label=name)
+        print(f"{name:13} {memory}: {at[name]:5.2f} FLOPs a byte, roof {roof:4.1f}, measured {speed[name][64]:4.1f} TFLOP/s")
+    for look, peer in (("--", "sdpa-efficient"), ("-.", "sdpa-math")):
+        ax.axhline(measured["fwd", 64][peer]["tflops"], color=GREYS[1], ls=look, lw=1, label=peer)
+    ax.set(title=f"{memory}, {rate:.1f} TB/s", xlabel="FLOPs a byte", ylim=(0.9, 110))
+    ax.set_xticks(ticks, ticks)
+    ax.set_yticks(speeds, speeds)
+    ax.minorticks_off()
 axes[0].set(ylabel="TFLOP/s")
 axes[1].legend(fontsize=8, loc="lower right")
-picture(fig, """Two rooflines of an H200 in float32.""")
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 3.** TFLOP/s of the backward count five products, and rung 2 computes seven. If each product went as fast as in
-# the forward, what would the backward reach?
-#
-# <details><summary>Answer</summary>
-#
-# 5/7 of the forward's speed. It stays below that: three patches at a time leave fewer registers.
-#
-# </details>
-
-# %% slideshow={"slide_type": "fragment"}
-ladder("bwd")
-for d in (64, 128):
-    b = measured["bwd", d]["bwd_2_registers"]["tflops"]
-    print(f"d = {d}: 5/7 of the forward would be {5 / 7 * speed['registers'][d]:.1f}; measured {b:.1f}")
+picture(fig, """Two rooflines of an H200 in float32, log axes, with the three rungs as marks. Shared memory: rungs 0
+and 1 under its slope, the registers rung under the corner. Device memory: all far below the roof.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The honest lines. Swapping the loops gains little at d = 64, where the published order almost fills the machine. All rungs
-# stay well below their roofs: a roof knows nothing of waiting, and in rungs 0 and 1 `online_update` keeps 16 of 256 threads
-# busy. Rung 2 reaches about half of PyTorch's memory-efficient kernel, its backward a third. The keys kernel spills
-# registers (`resources.table(64, only="keys")`) and was still the fastest of the tiles tried.
+# The honest lines. Swapping the loops gains little where the published order almost fills the machine. All rungs stay well
+# below their roofs: a roof knows nothing of waiting, and in rungs 0 and 1 `online_update` keeps 16 of 256 threads busy. Rung
+# 2 reaches half of PyTorch's memory-efficient kernel, its backward a third. Even standard attention is faster at d = 128
+# and in the backward: in float32 traffic decides little (part 2), and cuBLAS multiplies better. The keys kernel spills
+# registers (`resources.table(64, only="keys")`), and was still the fastest of the tiles tried.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - Two fences: device memory, which tiles keep S away from, and shared memory, which patches of registers keep factors
-#   away from.
+# - Two fences: tiles keep S away from device memory, patches in registers keep factors away from shared memory.
 # - FlashAttention-1 keeps O normalised: after every visit it is the attention over the keys so far.
-# - Keys outside: O, l, m come and go at every visit, and a head is bound to one block. Queries outside: written once, a
-#   block for each query tile.
-# - Budgets of shared memory and registers are computed before the launch; low occupancy can be fast.
-# - The simulator checks indices and arithmetic, not races, barriers, types or speed.
+# - Keys outside: O, l, m come and go at every visit, a block a head. Queries outside: written once, a block a query tile.
+# - The simulator checks indices and arithmetic, not races, types or speed.
 #
 # **Ask yourself**
 #
 # 1. Why must every thread of a block reach each barrier, even one that has no row?
-# 2. What would be saved by storing O undivided between visits? What would be lost?
-# 3. Why is O float32 between rung 0's visits when q, k and v are float16?
-# 4. Which loads a multiply-add would a patch of 4 x 4 need, and of 16 x 16? What forbids the latter?
-# 5. Why does the backward of rung 2 need no atomic addition, and what does that cost?
-#
+# 2. What would be saved by storing O undivided between rung 0's visits? What would be lost?
+# 3. Why is that O float32 when q, k and v are float16?
+# 4. How many loads a multiply-add does a patch of 4 x 4 need, and of 16 x 16? What forbids the latter?
+# 5. Why does rung 2's backward need no atomic addition, and what does that cost?
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # **Go further**
 #
-# - ★ (15 minutes) Draw the banks that a warp asks in `store_transposed`. Which width would serve both it and
-#   `add_products`?
-# - ★★ (1 hour) In a copy of rung 1, let query i see only the last w keys. Which visits can now be skipped? Check against
-#   `reference.attention.forward(..., causal=True, window=(w - 1, 0))`.
-# - ★★★ (a weekend) Give rung 2 other tiles and patches, and predict from `resources.table` and the roofs which is the
-#   fastest; on a GPU, `python -m steps bench --stage 01` tells.
+# - ★ (15 minutes) Draw the banks that a warp asks in `store_transposed`. Is 17 the right width for it?
+# - ★★ (1 hour) Put all threads to work in rung 1's `online_update`: several share a row and exchange their maxima.
+# - ★★★ (a weekend) Give rung 2 other tiles and patches. Predict the fastest from `resources.table`; on a GPU
+#   `python -m steps bench --stage 01` tells.
 #
-# **Read:** `papers/flash_attention.md`; Numba's pages on the CUDA simulator.
-#
-# **Next:** [02a_fa2_cuda_first_kernels.ipynb](02a_fa2_cuda_first_kernels.ipynb). The order of rung 1 again, in CUDA C++.
+# **Read:** `papers/flash_attention.md`. **Next:**
+# [02a_fa2_cuda_first_kernels.ipynb](02a_fa2_cuda_first_kernels.ipynb). Rung 1's order, in CUDA C++.

@@ -40,9 +40,10 @@ import torch
 from reference import cases, error, mutants
 from reference.bench import plots, rows
 from reference.bench.plots import COLOURS, FAINT, INK
+from steps import contract
 from steps import step02_fa2_cuda as step02
 from steps.step02_fa2_cuda import emulator, kernels, nvrtc
-from steps.workbook import check, hint, picture, show, solution  # noqa: F401  for part 5
+from steps.workbook import check, hint, picture, rungs, show, solution  # noqa: F401  for part 5
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -386,11 +387,12 @@ check("02.2", add_dQ)
 
 # %% slideshow={"slide_type": "fragment"}
 ran, failed, worst = 0, [], dict.fromkeys(("dq", "dk", "dv"), 0.0)
-for case, dtype, reason in cases.select(step02.SUPPORTS):
+scalar = contract.limits(step02.SUPPORTS, "scalar")
+for case, dtype, reason in cases.select(scalar):
     if reason is None and (case.D, case.tile) == (32, "square"):
-        x = cases.build(case, step02.SUPPORTS, dtype, steps.engine.device)
+        x = cases.build(case, scalar, dtype, steps.engine.device)
         want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-        got = cases.run(step02, case, x)
+        got = rungs.results(step02, "scalar", case, x)
         ran, failed = ran + 1, failed + [case.name] * bool(error.failures(got, want))
         for name in worst:
             worst[name] = max(worst[name], error.errors(got, want)[name] / (want.tolerance[name] or 1))
@@ -408,7 +410,7 @@ def planted(before, after):
         yield
 
 
-SMALL = step02.SUPPORTS | {"tiles": ((16, 16),)}  # sizes for the emulation, also on a machine with a GPU
+SMALL = scalar | {"tiles": ((16, 16),)}  # sizes for the emulation, also on a machine with a GPU
 
 
 def prepared(name):

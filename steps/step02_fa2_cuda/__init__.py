@@ -7,17 +7,18 @@ import torch
 
 from steps import contract, engine
 
-from . import kernels
+from . import rungs
 
-RUNGS = {"scalar": (kernels.scalar_forward, kernels.scalar_backward)}
+RUNGS = rungs.available(engine.name)
 SUPPORTS = {
     "stage": "step02_fa2_cuda",
     "devices": (engine.device,),
-    "dtypes": (torch.float32,),
-    "head_dims": range(1, 97),
+    "dtypes": (torch.float32, torch.bfloat16, torch.float16),
+    "head_dims": (*range(1, 97), 128, 256),
     "tiles": ((64, 32), (32, 32), (32, 64)) if engine.name == "cuda" else ((16, 16), (8, 16), (16, 8)),
     "rungs": tuple(RUNGS),
-    "gqa": False,
+    "limits": rungs.limits(engine.name),
+    "gqa": True,
     "nq_ne_nk": True,
     "deterministic": False,
     "order": "fa2",  # the order in which tiles are visited, for reference/mutants.py

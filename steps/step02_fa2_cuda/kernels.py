@@ -15,8 +15,9 @@ DELTA_ROWS = 128  # a block of attention_delta
 
 
 def scalar_forward(q, k, v, *, causal=False, scale=None, tile=None):
-    """(out, lse): float32 q (B, H, Nq, D), k and v (B, H, Nk, D), D contiguous; out like q, lse (B, H, Nq). tile is (Br, Bc)."""
+    """(out, lse): float32 q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq). tile is (Br, Bc)."""
     B, H, Nq, D = q.shape
+    k, v = (_a_head_for_each_query_head(x, H) for x in (k, v))
     Br, Bc = tile or ((64, 32) if q.is_cuda else (16, 16))
     out, lse = q.new_empty(B, H, Nq, D), q.new_empty(B, H, Nq)
     arguments = *_strided(q), *_strided(k), *_strided(v), out, lse, *_sizes(q, k, causal, scale)
@@ -28,9 +29,10 @@ def scalar_forward(q, k, v, *, causal=False, scale=None, tile=None):
 
 
 def scalar_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
-    """(dq, dk, dv) like q (B, H, Nq, D), k and v (B, H, Nk, D), from dout and out like q, lse (B, H, Nq)."""
+    """(dq, dk, dv) like q (B, H, Nq, D), k and v (B, Hk, Nk, D), from dout and out like q, lse (B, H, Nq)."""
     B, H, Nq, D = q.shape
-    Nk = k.shape[2]
+    Hk, Nk = k.shape[1:3]
+    k, v = (_a_head_for_each_query_head(x, H) for x in (k, v))
     Br, Bc = tile or ((32, 64) if q.is_cuda else (16, 16))
     lse, delta, dq = lse.contiguous(), q.new_empty(B, H, Nq), q.new_zeros(B, H, Nq, D)
     dk, dv = (k.new_empty(B, H, Nk, D) for _ in range(2))
@@ -45,60 +47,104 @@ def scalar_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=N
         grid=_tiles(Nk, Bc) * H * B, block=Bc, macros=macros,
         shared_bytes=4 * (2 * Bc * (D + 1) + 2 * Br * D + Br * Bc + 2 * Br),
     )  # fmt: skip
-    return dq, dk, dv
+    return dq, *(dx if H == Hk else dx.unflatten(1, (Hk, -1)).sum(2) for dx in (dk, dv))
 
 
-FA2_BACKWARD_TILES = {32: (128, 128), 64: (128, 128), 96: (64, 128), 128: (64, 128), 256: (64, 64)}  # FlashAttention-2's
+def _a_head_for_each_query_head(x, H):
+    """k or v (B, H, Nk, D) from (B, Hk, Nk, D): the simplest way to grouped heads, at the price of a copy."""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
+
+
+# Forward, rungs 1-5: by head_dim, the tile (Br, Bc) that is taken unless another is asked for.
+WARP_TILES = {32: (64, 64), 64: (64, 64), 96: (64, 32), 128: (64, 32)}
+MMA_TILES = {32: (64, 64), 64: (64, 64), 96: (64, 64), 128: (64, 64)}  # rungs 2-4
+FA2_TILES = {32: (128, 128), 64: (128, 128), 96: (128, 64), 128: (128, 64), 256: (64, 64)}  # FlashAttention-2's
+MACROS = {torch.float32: "float32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _forward(file, tiles, padding=0, size=2):
+    """The launcher of a forward kernel whose shared tiles have rows of D + padding numbers of `size` bytes."""
+
+    def forward(q, k, v, *, causal=False, scale=None, tile=None):
+        """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), H a multiple of Hk; out like q, lse (B, H, Nq) float32."""
+        (B, H, Nq, D), Hk = q.shape, k.shape[1]
+        if D not in tiles:
+            raise ValueError(f"{file} takes head_dim {', '.join(map(str, tiles))}; got {D}. fwd_5_fa2.cu takes the most.")
+        Br, Bc = tile or tiles[D]
+        out, lse = q.new_empty(B, H, Nq, D), q.new_empty(B, H, Nq, dtype=torch.float32)
+        H_, *sizes = _sizes(q, k, causal, scale)
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        _launch(
+            file, "attention_forward", (*_strided(q), *_strided(k), *_strided(v), out, lse, H_, c_int(H // Hk), *sizes),
+            grid=_tiles(Nq, Br) * H * B, block=32 * min(4, Br // 16), shared_bytes=size * (Br + 2 * Bc) * (D + padding),
+            macros={"T": MACROS[q.dtype], "D": D, "Br": Br, "Bc": Bc},
+        )  # fmt: skip
+        return out, lse
+
+    return forward
+
+
+warp_forward = _forward("fwd_1_warp.cu", WARP_TILES, padding=4, size=4)
+mma_forward = _forward("fwd_2_mma.cu", MMA_TILES)
+ldmatrix_forward = _forward("fwd_3_ldmatrix.cu", MMA_TILES)
+cp_async_forward = _forward("fwd_4_cp_async.cu", MMA_TILES)
+fa2_forward = _forward("fwd_5_fa2.cu", FA2_TILES)
+
+
+# FlashAttention-2's (Br, Bc) and warps a block; smaller ones for a GPU with less shared memory
+FA2_BACKWARD = {32: (128, 128, 8), 64: (128, 128, 8), 96: (64, 128, 8), 128: (64, 128, 8), 256: (64, 64, 8)}
+FA2_BACKWARD_SMALL = {32: (64, 64, 4), 64: (64, 64, 4), 96: (64, 64, 4), 128: (32, 64, 4), 256: (32, 32, 4)}
 
 
 def fa2_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, deterministic=False):
     """(dq, dk, dv) like q (B, H, Nq, D), k and v (B, Hk, Nk, D) in bfloat16 or float16, from dout and out like q, lse (B, H, Nq).
 
-    D is a multiple of 32, H of Hk. tile is (Br, Bc), multiples of 16 and 32. deterministic: dq, too, is bit-equal from run to run.
+    D is a key of FA2_BACKWARD, H a multiple of Hk. tile is (Br, Bc), multiples of 16 and of 32.
+    deterministic: dq, too, is bit-equal from run to run.
     """
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
-    Br, Bc = tile or _fa2_backward_tile(q)
+    Br, Bc, warps = (*tile, min(8, *(size // 8 for size in tile))) if tile else _fa2_backward_tile(q)
     scale = D**-0.5 if scale is None else scale
     dout, q, k, v, out = (_aligned(x) for x in (dout, q, k, v, out))
-    rows = _tiles(Nq, Br) * Br  # lse and delta as whole tiles
+    rows = _tiles(Nq, Br) * Br  # whole tiles
     lse_2, delta = (q.new_empty(B, H, rows, dtype=torch.float32) for _ in range(2))
-    dq_sum, dq = q.new_zeros(B, H, Nq, D, dtype=torch.float32), q.new_empty(B, H, Nq, D)
+    dq_sum, dq = q.new_zeros(B, H, rows, D, dtype=torch.float32), q.new_empty(B, H, Nq, D)
     dk, dv = (k.new_empty(B, Hk, Nk, D) for _ in range(2))
     turns = q.new_zeros(1 + B * H * rows // Br if deterministic else 1, dtype=torch.int32)
-    macros = {"T": "bf16" if q.dtype == torch.bfloat16 else "fp16", "D": D, "Br": Br, "Bc": Bc}
+    H_, *sizes = _sizes(q, k, causal, scale)
+    macros = {"T": MACROS[q.dtype], "D": D, "Br": Br, "Bc": Bc, "Warps": warps}
     _launch(
         "bwd_1_fa2.cu", "attention_delta",
-        (*_strided(dout), *_strided(out), lse.contiguous(), lse_2, delta, c_int(B), c_int(H), c_int(Nq), c_int(rows)),
-        grid=_tiles(B * H * rows * (16 if D == 96 else D // 8), 256), block=256, macros=macros,
+        (*_strided(dout), *_strided(out), lse.contiguous(), lse_2, delta, c_int(H), c_int(Nq), c_int(rows)),
+        grid=_tiles(rows, 16 if D == 96 else 2048 // D) * H * B, block=256, macros=macros,
     )  # fmt: skip
     _launch(
         "bwd_1_fa2.cu", "attention_backward",
         (
             *_strided(dout), *_strided(q), *_strided(k), *_strided(v), lse_2, delta, dq_sum, dk, dv, turns,
-            c_int(H), c_int(H // Hk), c_int(Nq), c_int(Nk), c_float(scale), c_int(causal), c_int(deterministic),
+            H_, c_int(H // Hk), *sizes, c_int(deterministic),
         ),
-        grid=_tiles(Nk, Bc) * Hk * B, block=min(256, 4 * Br, 4 * Bc), shared_bytes=_fa2_backward_bytes(D, Br, Bc), macros=macros,
+        grid=_tiles(Nk, Bc) * Hk * B, block=32 * warps, shared_bytes=_fa2_backward_bytes(D, Br, Bc), macros=macros,
     )  # fmt: skip
     _launch(
-        "bwd_1_fa2.cu", "attention_dq", (dq_sum, dq, c_longlong(dq.numel()), c_float(scale)),
-        grid=_tiles(dq.numel(), 1024), block=256, macros=macros,
+        "bwd_1_fa2.cu", "attention_dq", (dq_sum, dq, c_int(Nq), c_int(rows), c_float(scale)),
+        grid=_tiles(Nq * D, 1024) * H * B, block=256, macros=macros,
     )  # fmt: skip
     return dq, dk, dv
 
 
 def _fa2_backward_tile(q):
-    """The first tile that fits into the GPU's shared memory; the emulator's is small."""
+    """(Br, Bc, warps): what fits into the GPU's shared memory; in the emulator small ones."""
     D = q.shape[-1]
     if not q.is_cuda:
-        return 32, 32
+        return 32, 32, 4
     limit = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-    tiles = FA2_BACKWARD_TILES[D], (64, 64), (32, 32)
-    return next((tile for tile in tiles if _fa2_backward_bytes(D, *tile) <= limit), tiles[-1])
+    return (FA2_BACKWARD if _fa2_backward_bytes(D, *FA2_BACKWARD[D][:2]) <= limit else FA2_BACKWARD_SMALL)[D]
 
 
 def _fa2_backward_bytes(D, Br, Bc):
-    """K and V; two buffers of Q and dO; P and dS, in 16 bits; two buffers of lse and delta; the block's number."""
-    return 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * (4 * Br + 4)
+    """K and V, two buffers of Q and dO, P and dS in 16 bits; two buffers of lse and delta in float32."""
+    return 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * 4 * Br
 
 
 def _launch(file, kernel, arguments, **shape):

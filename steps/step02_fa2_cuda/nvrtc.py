@@ -5,6 +5,7 @@
 runs the same file on a CPU. CUDA is imported by the functions that need it: a machine without it can import this module.
 """
 
+import ctypes
 import functools
 import io
 import json
@@ -62,7 +63,7 @@ def compile(file: Path, macros: dict, arch: str) -> Compiled:
 
 
 def _slow(file, macros, arch, problem, usage):
-    error = RuntimeError(f"{file.name} with {macros} on {arch}: {problem}. Use a smaller head_dim or tile.")
+    error = RuntimeError(f"{file.name} with {macros} on {arch}: {problem.rstrip('.')}. Use a smaller head_dim or tile.")
     error.usage = usage
     return error
 
@@ -110,20 +111,51 @@ def _usage(log):
 
 
 def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict):
-    """Runs one kernel. arguments: tensors for Global<T> parameters, ctypes values for the others."""
-    from cuda.core import LaunchConfig, Stream, launch
+    """Runs one kernel. arguments: tensors for Global<T> parameters, tensor maps, ctypes values for the others."""
+    from cuda.bindings import driver  # cuda.core's launch takes no structures, and a tensor map is one
 
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
+    values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments]
+    addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     with torch.cuda.device(device):  # a context of that device must be current; afterwards the caller's is again
         function = _load(file, kernel, tuple(macros.items()), device.index, shared_bytes)
-        stream = Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
-        config = LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
-        launch(stream, config, function, *(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
+        stream = torch.cuda.current_stream(device).cuda_stream
+        (status,) = driver.cuLaunchKernel(
+            function, grid, 1, 1, block, 1, 1, shared_bytes, stream, ctypes.addressof(addresses), 0
+        )  # fmt: skip
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{kernel} with {macros}: {status.name} at its launch with {grid} blocks of {block} threads")
+
+
+class TensorMap(ctypes.Structure):
+    """How a tensor lies in memory, and which box of it a copy takes; passed to kernels by value."""
+
+    _fields_ = [("opaque", ctypes.c_char * 128)]
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_map(address: int, dtype: torch.dtype, shape: tuple, strides: tuple, box: tuple) -> TensorMap:
+    """The map of a tensor of rank 5 on a GPU (strides in elements, the last one 1) and of the box that a copy brings.
+
+    In shared memory the box lies row after row, in rows of 128 bytes whose 16-byte chunks are swizzled. A kernel's coordinates
+    c0, ..., c4 count the dimensions from the last to the first.
+    """
+    memory = ctypes.create_string_buffer(128 + 64)
+    aligned = -(-ctypes.addressof(memory) // 64) * 64  # the driver wants it so, and cuda.bindings' own CUtensorMap is not
+    kinds = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_...
+    status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned), kinds[dtype], 5, ctypes.c_void_p(address), (ctypes.c_uint64 * 5)(*reversed(shape)),
+        (ctypes.c_uint64 * 4)(*(n * dtype.itemsize for n in strides[3::-1])), (ctypes.c_uint32 * 5)(*reversed(box)),
+        (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1), 0, 3, 2, 0,  # no interleave, SWIZZLE_128B, L2_PROMOTION_L2_128B, zeros outside
+    )  # fmt: skip
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: error {status} for shape {shape}, strides {strides} and box {box}")
+    return TensorMap.from_buffer_copy(ctypes.string_at(aligned, 128))
 
 
 @functools.cache
 def _load(file, kernel, macros, device, shared_bytes):
-    """The kernel, ready to run on a device with that much dynamic shared memory."""
+    """The kernel's handle, ready to run on a device with that much dynamic shared memory."""
     from cuda.bindings import driver
 
     function = _module(file, macros, _architecture(device)).get_kernel(kernel)
@@ -138,13 +170,12 @@ def _load(file, kernel, macros, device, shared_bytes):
         (status,) = driver.cuKernelSetAttribute(what, limit, function.handle, device)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{kernel}: {status.name} when asking for up to {limit} bytes of shared memory a block")
-    return function
+    return int(function.handle)
 
 
 @functools.cache
 def _module(file, macros, arch):
-    from cuda.core import ObjectCode
-
+    (ObjectCode,) = _cuda_core("ObjectCode")
     return ObjectCode.from_cubin(compile(file, dict(macros), arch).cubin, name=file.name)
 
 

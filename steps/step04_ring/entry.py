@@ -93,7 +93,7 @@ def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, saved=())
     """The keyword arguments of the two loops in ring.py. Checks this rank's arguments, then that all ranks' fit together."""
     comm, problem, call, size = Comm(group), None, {}, None
     try:
-        contract.pick_kernel({"ring": (forward, backward)}, SUPPORTS, rung, 0)
+        contract.pick_kernel({"ring": (forward, backward)}, SUPPORTS, rung, 0, q)
         offered = tile if block is None else None  # another block may have other tiles, and checks them itself
         scale, _ = contract.check_call(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), causal, scale, offered)
         if saved:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from reference import cases
 from reference.error import NAMES
+from steps import contract
 
 
 def stage(name):
@@ -45,7 +46,7 @@ def compared(stage, rung):
 
 def limits(stage, rung):
     """SUPPORTS as it holds for one rung."""
-    return stage.SUPPORTS
+    return contract.limits(stage.SUPPORTS, rung)
 
 
 def _call(function, rung, tiles):

@@ -29,25 +29,24 @@ class TensorMap(ctypes.Structure):
 
     _fields_ = [
         ("address", ctypes.c_void_p), ("stride", ctypes.c_longlong * 4), ("size", ctypes.c_int * 5), ("box", ctypes.c_int * 5),
-        ("element", ctypes.c_int), ("swizzled", ctypes.c_int), ("unused", ctypes.c_char * 40),
+        ("element", ctypes.c_int), ("unused", ctypes.c_char * 44),
     ]  # fmt: skip
 
 
 def tensor_map(x: torch.Tensor, box: tuple) -> TensorMap:
     """How TMA sees a tensor view x of rank 5, its last dimension contiguous, and the box of it that a copy takes, in x's order.
 
-    In shared memory the box lies row after row; rows of 128 bytes are swizzled. A kernel's coordinates c0, ..., c4 count x's
-    dimensions from the last to the first. Pass the map to `launch` like any other argument; it keeps x alive.
+    In shared memory the box lies row after row, in rows of 128 bytes whose 16-byte chunks are swizzled. A kernel's coordinates
+    c0, ..., c4 count x's dimensions from the last to the first. Pass the map to `launch` like other arguments; it keeps x alive.
     """
     size, *bytes_between = x.element_size(), *(n * x.element_size() for n in x.stride()[3::-1])
-    row = box[-1] * size
     if x.dim() != 5 or len(box) != 5 or x.stride(4) != 1:
         raise ValueError(f"TMA wants a view of rank 5 with its last dimension contiguous and a box of 5; got {x.shape} and {box}")
     if x.data_ptr() % 16 or any(n % 16 or not 0 <= n < 2**40 for n in bytes_between):
         raise ValueError(f"TMA wants an address and strides that are multiples of 16 bytes; got strides of {bytes_between}")
-    if not all(1 <= n <= 256 for n in box) or row % 16:
-        raise ValueError(f"TMA takes boxes of 1 to 256 elements each way, in rows of a multiple of 16 bytes; got {box}")
-    map = TensorMap(x.data_ptr(), tuple(bytes_between), tuple(x.shape[::-1]), tuple(box[::-1]), size, row == 128)
+    if not all(1 <= n <= 256 for n in box) or box[-1] * size != 128:
+        raise ValueError(f"The box must have 1 to 256 elements each way and rows of 128 bytes; got {box} of {size} bytes")
+    map = TensorMap(x.data_ptr(), tuple(bytes_between), tuple(x.shape[::-1]), tuple(box[::-1]), size)
     map.tensor = x
     return map
 
@@ -56,7 +55,8 @@ class _Launch(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_int), ("thread_order", ctypes.c_int),
         ("block_order", ctypes.c_int), ("copy_time", ctypes.c_int), ("wgmma_time", ctypes.c_int), ("count", ctypes.c_int),
-        ("seed", ctypes.c_uint64), ("arguments", ctypes.POINTER(ctypes.c_void_p)), ("elements", ctypes.POINTER(ctypes.c_longlong)),
+        ("seed", ctypes.c_uint64), ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("elements", ctypes.POINTER(ctypes.c_longlong)),
     ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ struct Thread {
   Site site;
   bool (*ready)(void*);  // whether it can go on; null if it does not wait
   void* ready_data;
-  std::string (*describe)(const void*);  // how far what it waits for is, for the report; null: nothing to add
+  std::string (*describe)(const void*);  // of the subject: how far what it waits for is, for the report; null: nothing to add
   const void* subject;
 };
 
@@ -74,13 +74,26 @@ static std::string error;  // not empty: the launch has failed
 static void (*kernel_call)();
 static Stacks stacks;
 
-static std::string name(const dim3& i) {
-  return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
+static std::string write(const char* format, va_list arguments) {
+  char text[512];
+  vsnprintf(text, sizeof text, format, arguments);
+  return text;
 }
+
+// A text by printf's rules: much quicker to compile than C++'s concatenation of strings.
+__attribute__((cold, noinline, format(printf, 1, 2))) static std::string text(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  std::string made = write(format, arguments);
+  va_end(arguments);
+  return made;
+}
+
+static std::string name(const dim3& i) { return text("(%u, %u, %u)", i.x, i.y, i.z); }
 
 static std::string name(const Site& s) {
   const char* slash = strrchr(s.file, '/');
-  return std::string(slash ? slash + 1 : s.file) + ":" + std::to_string(s.line);
+  return text("%s:%d", slash ? slash + 1 : s.file, s.line);
 }
 
 [[noreturn]] inline void stop() {
@@ -89,17 +102,18 @@ static std::string name(const Site& s) {
 
 // Ends the launch: the running thread stops here for good and the text becomes Python's exception.
 [[noreturn]] __attribute__((cold, noinline, format(printf, 2, 3))) static void fail(Site site, const char* format, ...) {
-  char text[512];
   va_list arguments;
   va_start(arguments, format);
-  vsnprintf(text, sizeof text, format, arguments);
+  std::string what = write(format, arguments), where = name(site), block = name(block_index), thread = name(current->index);
   va_end(arguments);
-  error = name(site) + ": " + text + " (block " + name(block_index) + ", thread " + name(current->index) + ")";
+  error = text("%s: %s (block %s, thread %s)", where.c_str(), what.c_str(), block.c_str(), thread.c_str());
   stop();
 }
 
+using Describe = std::string (*)(const void*);
+
 template <class Ready>
-void wait(const char* operation, Site site, Ready ready, std::string (*describe)(const void*) = nullptr, const void* subject = nullptr) {
+void wait(const char* operation, Site site, Ready ready, Describe describe = nullptr, const void* subject = nullptr) {
   Thread& t = *current;
   t.operation = operation;
   t.site = site;
@@ -140,25 +154,27 @@ inline Meeting& warp_meeting(unsigned mask) {
   return all.back();
 }
 
-inline std::string state(const Thread& t) {
+static std::string state(const Thread& t) {
   if (t.done) return "returned from the kernel, and count as missing";
-  return std::string("wait at ") + t.operation + ", " + name(t.site) + (t.describe ? " (" + t.describe(t.subject) + ")" : "");
+  std::string how_far = t.describe ? text(" (%s)", t.describe(t.subject).c_str()) : "";
+  return text("wait at %s, %s%s", t.operation, name(t.site).c_str(), how_far.c_str());
 }
 
 // One line a warp: which of its threads wait where.
 static std::string report() {
-  std::string text = "block " + name(block_index) + " is stuck, no thread can go on:";
+  std::string all = text("block %s is stuck, no thread can go on:", name(block_index).c_str());
   for (size_t begin = 0; begin < threads.size(); begin += 32) {
     size_t end = begin + 32 < threads.size() ? begin + 32 : threads.size();
-    text += "\n  warp " + std::to_string(begin / 32) + ": ";
+    all += text("\n  warp %zu: ", begin / 32);
     for (size_t i = begin, next; i < end; i = next) {
-      for (next = i + 1; next < end && state(threads[next]) == state(threads[i]);) next++;
-      text += (i > begin ? "; threads " : "threads ") + std::to_string(i);
-      if (next > i + 1) text += "-" + std::to_string(next - 1);
-      text += " " + state(threads[i]);
+      std::string here = state(threads[i]);
+      for (next = i + 1; next < end && state(threads[next]) == here;) next++;
+      all += text(i > begin ? "; threads %zu" : "threads %zu", i);
+      if (next > i + 1) all += text("-%zu", next - 1);
+      all += text(" %s", here.c_str());
     }
   }
-  return text;
+  return all;
 }
 
 static void fiber_main() {
@@ -174,8 +190,8 @@ static void put_in_order(std::vector<unsigned>& numbers, unsigned n, Order order
   for (unsigned i = n; order == RANDOM && i > 1; i--) std::swap(numbers[i - 1], numbers[random_order.below(i)]);
 }
 
-static void begin_work(), end_work();                // asynchronous.h: before and after the threads of a block
-static bool run_work(bool nobody_can_go_on);         // ... and between them: whether any was done
+static void begin_work(), end_work();         // wgmma.h: before and after a block
+static bool run_work(bool nobody_can_go_on);  // asynchronous.h: between the threads' turns; whether any work was done
 
 // Runs the block block_index to its end; leaves `error` behind if it fails.
 static void run_block(Order order) {
@@ -193,13 +209,16 @@ static void run_block(Order order) {
     t.fiber.start(stacks.stack(i), Stacks::size, fiber_main);
   }
   begin_work();
-  std::vector<unsigned> turn;
-  for (int left = n; left;) {
-    bool progress = false;
+  std::vector<unsigned> turn, slowness((n + 31) / 32);  // in a random order some warps are slow: they sit out most rounds
+  for (auto& s : slowness) s = order == RANDOM ? random_order.below(4) : 0;
+  for (int left = n, progress = true; left;) {
+    unsigned long sit_out = 0;
+    for (size_t w = 0; progress && w < slowness.size(); w++) sit_out |= (random_order.below(4) < slowness[w]) * 1ul << w;
+    progress = false;
     put_in_order(turn, n, order);
     for (unsigned i : turn) {
       Thread& t = threads[i];
-      if (t.done || (t.ready && !t.ready(t.ready_data))) continue;
+      if (sit_out >> (i / 32) & 1 || t.done || (t.ready && !t.ready(t.ready_data))) continue;
       progress = true;
       current = &t;
       t.fiber.resume();
@@ -207,8 +226,8 @@ static void run_block(Order order) {
       if (!error.empty()) return;
       left -= t.done;
     }
-    if (left && run_work(!progress)) progress = true;
-    if (error.empty() && !progress) error = report();
+    if (left && run_work(!progress && !sit_out)) progress = true;
+    if (error.empty() && !progress && !sit_out) error = report();
     if (!error.empty()) return;
   }
   end_work();

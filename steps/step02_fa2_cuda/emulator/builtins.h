@@ -74,6 +74,12 @@ template <class V> V __shfl_xor_sync(unsigned mask, V value, int lanes, int widt
   return emulator::shuffle("__shfl_xor_sync", mask, value, source / width > lane / width ? lane : source, {file, line});
 }
 
+// Whether the predicate holds for any lane of the full warp.
+inline int __any_sync(unsigned mask, int predicate, EMULATOR_SITE) {
+  for (int lanes = 1; lanes < 32; lanes *= 2) predicate |= __shfl_xor_sync(mask, predicate, lanes, 32, file, line);
+  return predicate;
+}
+
 template <class V> V __shfl_up_sync(unsigned mask, V value, unsigned delta, int width = 32, EMULATOR_SITE) {
   int lane = emulator::current->rank % 32, source = lane - int(delta);
   return emulator::shuffle("__shfl_up_sync", mask, value, source < lane / width * width ? lane : source, {file, line});

@@ -1,21 +1,29 @@
 // SPDX-License-Identifier: MIT
 // CUDA on a CPU: compiles a kernel's own text with g++ and runs it, one block after the other, one fiber a thread.
 //
-// It finds, with the place in the kernel's text: accesses outside the arguments or a shared array, reads of shared memory that
-// nobody wrote (NaN), barriers and shuffles that some threads never reach, and, by running the threads in several orders, many
-// races. It is stricter than a GPU in two ways: a thread that has returned counts as missing at a barrier, and all threads of
-// a barrier must be at the same line.
+// It finds, with the place in the kernel's text: accesses outside the arguments or a shared array, misaligned ones of several
+// numbers, reads of shared memory that nobody wrote (NaN), barriers and shuffles that some threads never reach, and, by running
+// the threads in several orders, many races. Copies and wgmma run as early or as late as they may: missing waits, swapped
+// parities, wrong counts of arrivals or bytes, and buffers filled again too early show in one schedule or another; accumulators
+// that are touched while wgmma has them, always. It is stricter than a GPU: a thread that has returned counts as missing at a
+// barrier, all threads of a barrier must be at the same line, a warp comes to a named barrier as a whole, and a block that ends
+// must have left no named barrier half full and no copy or wgmma under way.
 //
 // What it cannot find:
 //   - a race that no order of whole steps shows: a thread is only interrupted where it waits, never between two accesses, so
-//     that two threads adding to one address without atomicAdd go unnoticed
+//     that two threads adding to one address without atomicAdd go unnoticed; nor one that none of the schedules tried shows
+//   - a missing fence_async, barrier_init_fence or __threadfence: here everybody sees every write at once
+//   - a missing wgmma_fence, unless none came since the accumulators' last wgmma; registers of A are not looked at
+//   - bulk_wait_read in place of bulk_wait_done: a copy reads and writes in one step
 //   - code that needs the threads of a warp to run in lockstep is wrong here and may be right on a GPU, or the reverse
 //   - an access that stays between a tensor's first and last element, but in the gap between two of its rows or heads
 //   - anything between blocks: they run one after the other and never wait for each other
-//   - registers, spills, shared-memory limits of a GPU, misaligned vector accesses, speed
-//   - rounding: the CPU's expf and the order of additions differ from the GPU's in the last bits
+//   - registers, spills, setmaxnreg's sums, shared-memory limits of a GPU, speed
+//   - rounding: the CPU's expf and the order of additions differ from the GPU's in the last bits; tensor cores cut sums off
+//   - a misreading of the ISA that the emulator shares: tests/test_emulator_hopper.py runs the same kernels on a GPU
 //
-// fiber.h switches stacks, block.h schedules, memory.h checks accesses, builtins.h has CUDA's names.
+// fiber.h switches stacks, block.h schedules, conflicts.h counts bank conflicts, memory.h checks accesses, numbers.h rounds,
+// builtins.h has CUDA's names; ptx.cuh's are in warp.h, asynchronous.h (what runs while the threads go on), hopper.h, wgmma.h.
 #pragma once
 #include "wgmma.h"
 

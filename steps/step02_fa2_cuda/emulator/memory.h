@@ -17,14 +17,14 @@ static std::vector<char> shared_memory;  // of the running block; every byte 0xf
 struct GlobalMemory {
   static constexpr const char* name = "an argument";
   static uintptr_t address(const void* p) { return reinterpret_cast<uintptr_t>(p); }
+  static constexpr bool logging = false;
   static void log(const void*, int, Site) {}
 };
 struct BlockMemory {
   static constexpr const char* name = "a shared array";
   static uintptr_t address(const void* p) { return static_cast<const char*>(p) - shared_memory.data(); }
-  static void log(const void* p, int bytes, Site site) {
-    if (__builtin_expect(counting_conflicts, 0)) log_access(site, int(address(p)), bytes);
-  }
+  static constexpr bool& logging = counting_conflicts;
+  static void log(const void* p, int bytes, Site site) { log_access(site, int(address(p)), bytes); }
 };
 
 template <class E, class Memory> struct Pointer {
@@ -36,25 +36,30 @@ template <class E, class Memory> struct Pointer {
 
   E& operator[](Index index) const {
     E* address = at + index.i;
-    if (address < begin || address >= end) outside(index.site, index.i);
-    Memory::log(address, sizeof(E), index.site);
+    if (__builtin_expect(address < begin || address >= end || Memory::logging, 0)) unusual(index);
     return *address;
   }
   // The next n elements, which one instruction reads or writes: they must begin at a multiple of `alignment` bytes.
   E* span(long long n, int alignment, Site site) const {
+    if (Memory::address(at) % alignment)
+      fail(site, "%s is accessed at an address that is no multiple of %d", Memory::name, alignment);
     if (at < begin) outside(site, 0);
     if (at + n > end) outside(site, n - 1);
-    if (Memory::address(at) % alignment) fail(site, "%s is accessed at an address that is no multiple of %d", Memory::name, alignment);
     return at;
   }
   // The same for `bytes` bytes that one lane of a warp accesses.
   E* vector(int bytes, Site site) const {
     E* address = span(bytes / sizeof(E), bytes, site);
-    Memory::log(address, bytes, site);
+    if (Memory::logging) Memory::log(address, bytes, site);
     return address;
   }
+  __attribute__((cold, noinline)) void unusual(const Index& index) const {
+    if (at + index.i < begin || at + index.i >= end) outside(index.site, index.i);
+    Memory::log(at + index.i, sizeof(E), index.site);
+  }
   [[noreturn]] __attribute__((cold, noinline)) void outside(Site site, long long i) const {
-    fail(site, "access to element %lld of %s of %lld elements", (long long)(at + i - begin), Memory::name, (long long)(end - begin));
+    long long element = at + i - begin, elements = end - begin;
+    fail(site, "access to element %lld of %s of %lld elements", element, Memory::name, elements);
   }
   Pointer& operator+=(long long n) { return at += n, *this; }
   Pointer& operator-=(long long n) { return at -= n, *this; }
