@@ -20,7 +20,7 @@
 # registers?*
 #
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
-# - **Time:** about 45 minutes to read, two hours more with the exercises.
+# - **Time:** about an hour to read, two hours more with the exercises.
 # - **Hardware:** any. Without a GPU the kernels run in Numba's simulator: the same source, slowly, on tiny sizes.
 # - **Code:** `steps/step01_fa1_numba/`, one file a rung. **Tests:** `pytest tests/test_step01_fa1_numba.py`.
 # - **Paper:** FlashAttention (2205.14135), restated in `papers/flash_attention.md`. Words: `reference/glossary.md`.

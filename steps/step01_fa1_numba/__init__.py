@@ -29,7 +29,7 @@ SUPPORTS = {
     "order": "fa1" if engine.name == "cpu" else "fa2",  # in which the default rung visits tiles, for reference/mutants.py
     "title": "FlashAttention-1 in Numba CUDA",
     "notebooks": ("01_fa1_numba",),
-    "minutes": 45,  # to read
+    "minutes": 60,  # to read
     "hardware": "any; an NVIDIA GPU for its speed",
 }
 forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)

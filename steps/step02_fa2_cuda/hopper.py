@@ -22,43 +22,68 @@ def wgmma_forward(q, k, v, *, causal=False, scale=None, tile=None):
 
     D is 32, 64, 96, 128 or 256, H a multiple of Hk. tile is (Br, Bc), multiples of 64 and 16. Rung 6.
     """
-    return _forward("fwd_6_wgmma.cu", q, k, v, causal, scale, tile or (128, min(128, TILES[q.shape[-1]][1])), producer=0)
+    return _forward("fwd_6_wgmma.cu", q, k, v, causal, scale, tile or (128, TILES[q.shape[-1]][1]))
 
 
 def roles_forward(q, k, v, *, causal=False, scale=None, tile=None):
     """The same by rung 7."""
-    return _forward("fwd_7_roles.cu", q, k, v, causal, scale, tile or TILES[q.shape[-1]], producer=128)
+    return _forward("fwd_7_roles.cu", q, k, v, causal, scale, tile or TILES[q.shape[-1]])
 
 
 def hopper_forward(q, k, v, *, causal=False, scale=None, tile=None, **switches):
     """The same by rung 8. switches: macros at the head of fwd_8_hopper.cu, where other values are to be measured."""
     switches = SWITCHES.get((q.shape[-1], causal), {}) | switches
-    return _forward("fwd_8_hopper.cu", q, k, v, causal, scale, tile or TILES[q.shape[-1]], producer=128, **switches)
+    return _forward("fwd_8_hopper.cu", q, k, v, causal, scale, tile or TILES[q.shape[-1]], **switches)
 
 
 SWITCHES = {}  # of fwd_8_hopper.cu, by (head_dim, causal), where they differ from its defaults
+_launches = {}  # those that have been put together, by everything that they depend on but out and lse
 
 
-def _forward(file, q, k, v, causal, scale, tile, producer, **switches):
-    (B, H, Nq, D), (Hk, Nk), (Br, Bc) = q.shape, k.shape[1:3], tile
-    persistent, queries = switches.get("PERSISTENT", 1) and file == "fwd_8_hopper.cu", switches.get("Q_STAGES", 1)
-    q, k, v = map(_aligned, (q, k, v))
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(B, H, Nq, dtype=torch.float32)
-    tiles = -(-Nq // Br) * H * B
-    arguments = (
-        tensor_map(q, Br), tensor_map(k, Bc), tensor_map(v, Bc), out, lse, c_int(H), c_int(H // Hk), c_int(Nq), c_int(Nk),
-        c_float(D**-0.5 if scale is None else scale),
-    )  # fmt: skip
-    if file == "fwd_8_hopper.cu":
-        # A causal section has half as many heads as there are blocks: two share a head's keys at a time, and since a tile's
-        # length decides its turn, a section ends with full rounds and the blocks finish together.
-        arguments += c_int(tiles), c_int(max(1, multiprocessors(q.device) // 2))
-    _launch(
-        HERE / file, "attention_forward", arguments, grid=min(tiles, multiprocessors(q.device)) if persistent else tiles,
-        block=producer + 2 * Br, shared_bytes=(queries * Br + 4 * Bc) * -(-D // 64) * 128 + 128,
-        macros={"T": TYPES[q.dtype], "D": D, "Br": Br, "Bc": Bc, "CAUSAL": int(causal), **switches},
-    )  # fmt: skip
+def _forward(file, q, k, v, causal, scale, tile, **switches):
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if not q.is_cuda:
+        from . import emulator
+
+        arguments, shape = _plan(file, *map(_aligned, (q, k, v)), out, lse, causal, scale, tile, switches)
+        emulator.launch(HERE / file, "attention_forward", arguments, **shape)
+        return out, lse
+
+    layout = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.data_ptr(), k.data_ptr(), v.data_ptr()
+    key = file, q.dtype, q.device, causal, scale, tile, *switches.items(), layout
+    launch = _launches.get(key)
+    if launch is None:
+        from .nvrtc import Launch
+
+        aligned = [_aligned(x) for x in (q, k, v)]
+        arguments, shape = _plan(file, *aligned, out, lse, causal, scale, tile, switches)
+        launch = Launch(HERE / file, "attention_forward", arguments, **shape)
+        if all(x is y for x, y in zip(aligned, (q, k, v), strict=True)):  # copies have other addresses the next time
+            if len(_launches) >= 1000:
+                _launches.clear()
+            _launches[key] = launch
+    launch(((3, out), (4, lse)))
     return out, lse
+
+
+def _plan(file, q, k, v, out, lse, causal, scale, tile, switches):
+    """The kernel's arguments, and the launch's shape."""
+    (B, H, Nq, D), (Hk, Nk), (Br, Bc) = q.shape, k.shape[1:3], tile
+    tiles, blocks = -(-Nq // Br) * H * B, multiprocessors(q.device)
+    arguments = [tensor_map(q, Br), tensor_map(k, Bc), tensor_map(v, Bc), out, lse]
+    arguments += c_int(H), c_int(H // Hk), c_int(Nq), c_int(Nk), c_float(D**-0.5 if scale is None else scale)
+    if file == "fwd_8_hopper.cu":
+        # A causal section has half as many heads as there are blocks: two blocks share a head's keys at a time, and because the
+        # tiles of all its heads are taken in order of their length, the blocks finish it together.
+        arguments += c_int(tiles), c_int(max(1, blocks // 2))
+    persistent = file == "fwd_8_hopper.cu" and switches.get("PERSISTENT", 1)
+    return arguments, {
+        "grid": min(tiles, blocks) if persistent else tiles,
+        "block": 2 * Br + (0 if file == "fwd_6_wgmma.cu" else 128),
+        "shared_bytes": (switches.get("Q_STAGES", 1) * Br + 4 * Bc) * -(-D // 64) * 128 + 128,
+        "macros": {"T": TYPES[q.dtype], "D": D, "Br": Br, "Bc": Bc, "CAUSAL": int(causal), **switches},
+    }
 
 
 BACKWARD_TILES = {64: (128, 128), 128: (64, 128)}  # (Br, Bc) by head_dim; the others take kernels.fa2_backward
@@ -119,7 +144,7 @@ def _aligned(x):
 def tensor_map(x, rows):
     """The map by which TMA copies `rows` rows of one head of x (B, H, N, D), `_aligned`, as ceil(D / 64) slabs of 128-byte rows.
 
-    A kernel's coordinates are (0, row, 0, head, batch). If 64 does not divide D, one copy brings one slab: (64 * slab, row, 0, ...).
+    A kernel's coordinates are (0, row, 0, head, batch). If 64 does not divide D, a copy brings one slab: (64 * slab, row, ...).
     """
     B, H, N, D = x.shape
     batch, head, row = (x.stride(i) if x.shape[i] > 1 else D for i in range(3))  # a stride that does not matter may be anything

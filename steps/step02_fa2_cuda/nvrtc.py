@@ -110,21 +110,38 @@ def _usage(log):
     return {name: Usage(int(registers), int(stack), int(spills)) for name, stack, spills, registers in found}
 
 
-def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict):
-    """Runs one kernel. arguments: tensors for Global<T> parameters, tensor maps, ctypes values for the others."""
-    from cuda.bindings import driver  # cuda.core's launch takes no structures, and a tensor map is one
+class Launch:
+    """A kernel with its arguments, put together once and run as often as needed.
 
-    device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
-    values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments]
-    addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    with torch.cuda.device(device):  # a context of that device must be current; afterwards the caller's is again
-        function = _load(file, kernel, tuple(macros.items()), device.index, shared_bytes)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        (status,) = driver.cuLaunchKernel(
-            function, grid, 1, 1, block, 1, 1, shared_bytes, stream, ctypes.addressof(addresses), 0
-        )  # fmt: skip
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{kernel} with {macros}: {status.name} at its launch with {grid} blocks of {block} threads")
+    arguments: tensors for Global<T> parameters, tensor maps, ctypes values for the others.
+    """
+
+    def __init__(self, file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict):
+        self.device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
+        with torch.cuda.device(self.device):
+            function = _load(file, kernel, tuple(macros.items()), self.device.index, shared_bytes)
+        self.name = f"{kernel} with {macros}, {grid} blocks of {block} threads"
+        self.values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments]
+        self.addresses = (ctypes.c_void_p * len(self.values))(*map(ctypes.addressof, self.values))
+        self.what = function, grid, 1, 1, block, 1, 1, shared_bytes
+        self.lock = threading.Lock()
+
+    def __call__(self, tensors=()):
+        """Runs it on torch's current stream; tensors: (position, tensor) of arguments that are others than at first."""
+        from cuda.bindings import driver  # cuda.core's launch takes no structures, and a tensor map is one
+
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with self.lock, torch.cuda.device(self.device):  # a context of that device must be current
+            for position, x in tensors:
+                self.values[position].value = x.data_ptr()
+            (status,) = driver.cuLaunchKernel(*self.what, stream, ctypes.addressof(self.addresses), 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{self.name}: {status.name} at the launch")
+
+
+def launch(file: Path, kernel: str, arguments, **shape):
+    """Runs one kernel once; shape: grid, block, shared_bytes and macros as for Launch."""
+    Launch(file, kernel, arguments, **shape)()
 
 
 class TensorMap(ctypes.Structure):

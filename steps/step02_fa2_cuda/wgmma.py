@@ -11,7 +11,7 @@ g = 16 * (t / 32) + t % 32 / 4 and c = 2 * (t % 4):
 [PTX ISA: wgmma.mma_async]
 """
 
-WIDTHS = (*range(16, 193, 16), 256)  # every multiple of 8 up to 256 exists; these are in use
+WIDTHS = tuple(range(16, 257, 16))  # every multiple of 8 up to 256 exists; these are in use
 TYPES = {"is_bf16<Type>::value": "bf16", "!is_bf16<Type>::value": "f16"}  # `Type`, because kernels define T as a macro
 
 HEAD = """

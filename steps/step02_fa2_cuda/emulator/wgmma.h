@@ -28,6 +28,13 @@ struct Warpgroup {
   int group = 0, fences = 0;             // the open group
   std::list<Accumulators> accumulators;  // in flight
   std::vector<Delivered> delivered;
+
+  Delivered& last_delivery(float* registers) {
+    for (auto& x : delivered)
+      if (x.registers == registers) return x;
+    delivered.push_back({registers, 0});
+    return delivered.back();
+  }
 };
 static std::vector<Warpgroup> warpgroups;
 
@@ -93,10 +100,8 @@ inline Accumulators& take(Warpgroup& g, WgmmaOffer** lanes, int n, bool add, Sit
       if (x.n != n) fail(site, "accumulators of a wgmma of %d columns under way (%s) in one of %d", x.n, name(x.site).c_str(), n);
       return x;
     }
-  int fences = 0;
-  for (auto& x : g.delivered)
-    if (x.registers == lanes[0]->d) fences = x.fences;
-  if (g.fences == fences) fail(site, "wgmma_fence is missing between the threads' last use of these accumulators and wgmma");
+  if (g.fences == g.last_delivery(lanes[0]->d).fences)
+    fail(site, "wgmma_fence is missing between the threads' last use of these accumulators and wgmma");
   g.accumulators.emplace_back();
   Accumulators& x = g.accumulators.back();
   x.n = n;
@@ -124,7 +129,7 @@ inline void deliver(Warpgroup& g, int group, Site site) {
           fail(site, "accumulator %d of thread %d was written while a wgmma (%s) was under way", i, t, name(x->site).c_str());
         x->registers[t][i] = x->at(t, i);
       }
-    g.delivered.push_back({x->registers[0], g.fences});
+    g.last_delivery(x->registers[0]).fences = g.fences;
     x = g.accumulators.erase(x);
   }
 }
