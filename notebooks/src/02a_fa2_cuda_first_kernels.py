@@ -40,8 +40,7 @@ import torch
 from reference import attention, cases, error
 from reference.bench import cost, plots, rows
 from reference.bench.plots import COLOURS, FAINT, INK
-from steps import contract
-from steps import step02_fa2_cuda as step02
+from steps import contract, step02_fa2_cuda as step02  # noqa: I001
 from steps.step00_naive import fwd_3_tiled
 from steps.step02_fa2_cuda import emulator, kernels, nvrtc
 from steps.workbook import check, hint, picture, show, solution  # noqa: F401  for part 5

@@ -103,16 +103,24 @@ def compile(file: Path, macros: dict) -> Path:
     kernels = re.findall(r"__global__(?:\s+void|\s+__launch_bounds__\((?:[^()]|\([^()]*\))*\))*\s+(\w+)\s*\(", source)
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())  # after the headers, which know other names
     exports = "".join(f"EMULATOR_KERNEL({name})\n" for name in kernels)
-    text = f'#include "ptx.cuh"\n{defines}#line 1 "{file.name}"\n{source}\n{exports}'
+    text = f'{defines}#line 1 "{file.name}"\n{source}\n{exports}'
     headers = [path.read_text() for path in (HERE.parent / "ptx.cuh", *sorted(HERE.glob("*.h")))]
-    return cache.get(("g++", _version(), text, _FLAGS, headers), ".so", functools.partial(_compile, text, file.parent))
+    common = "g++", _version(), _FLAGS, headers
+    make = functools.partial(_compile, text, common, file.parent)
+    return cache.get((*common, text), ".so", make)
 
 
-def _compile(text, folder, path):
-    command = ["g++", *_FLAGS, f"-I{HERE.parent}", "-x", "c++", "-", "-o", path]
+def _compile(text, common, folder, path):
+    # The headers, which take longer than a kernel, are compiled once; g++ finds name.h.gch where it is told to include name.h.
+    headers = cache.get((*common, "headers"), ".h.gch", _compile_headers)
+    command = ["g++", *_FLAGS, f"-I{HERE.parent}", "-include", headers.with_suffix(""), "-x", "c++", "-", "-o", path]
     made = subprocess.run(command, input=text, text=True, capture_output=True, cwd=folder)  # debuggers look for sources there
     if made.returncode:
         raise RuntimeError(f"g++ cannot compile the kernel:\n{made.stderr}")
+
+
+def _compile_headers(path):
+    subprocess.run(["g++", *_FLAGS, "-x", "c++-header", HERE.parent / "ptx.cuh", "-o", path], check=True)
 
 
 @functools.cache
