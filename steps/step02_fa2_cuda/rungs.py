@@ -66,10 +66,11 @@ def limits(engine):
     old = gpu and torch.cuda.get_device_capability() < (8, 0)  # bf16 came with sm_80
     half = {"dtypes": (FP16,) if old else (BF16, FP16)}
     mma, fa2 = ((64, 64), (32, 64), (64, 32)), ((128, 128), (64, 64), (64, 128), (128, 64))
+    hopper_tiles = ((128, 128), (128, 64)) if gpu else ((192, 128),)
     return {
         "scalar": {"dtypes": (FP32,), "head_dims": range(1, 97)},
         "warp": {"head_dims": (32, 64, 96), "tiles": mma if gpu else mma[:1]},
         **{rung: half | {"head_dims": tuple(kernels.MMA_TILES), "tiles": mma if gpu else mma[:1]} for rung in TENSOR_CORES},
         "fa2": half | {"head_dims": tuple(kernels.FA2_TILES), "tiles": fa2 if gpu else fa2[:1]},
-        **{rung: half | {"head_dims": tuple(hopper.TILES), "tiles": ((192, 128), (128, 128))} for rung in HOPPER},
+        **{rung: half | {"head_dims": tuple(hopper.TILES), "tiles": hopper_tiles} for rung in HOPPER},
     }
