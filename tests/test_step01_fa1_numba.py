@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,11 @@ def test_resources_of_a_compiled_kernel():
     (row,) = resources.table(64, only="fwd_1_loops_swapped")
     words = 2 * 16 * 65 + 2 * 32 * 65 + 16 * 33 + 3 * 16  # Q, O; K, V; S; m, l, alpha
     assert row["threads"] == 256 and row["shared"] == 4 * words and row["spilled"] == 0 and 32 <= row["registers"] <= 255
+    kept = resources.recorded()
+    before = next(x for x in kept["kernels"] if (x["kernel"], x["D"]) == (row["kernel"], 64))
+    assert all(before[name] == row[name] for name in ("tile", "threads", "shared"))
+    if kept["versions"] == {name: metadata.version(name) for name in kept["versions"]}:  # another compiler, other registers
+        assert before == {"D": 64} | row
 
 
 @pytest.mark.parametrize(

@@ -481,9 +481,9 @@ banks for one each.""")
 # ### What it takes: registers
 #
 # The patches of S and O, m and l take $8 \cdot 8 + 8 \cdot 8 + 8 \cdot 2 = 144$ of a thread's 255 registers at d = 64;
-# `check_registers` counts. What the compiler uses needs no GPU to find out (`only="fwd"` shows all rungs). An SM holds two
-# blocks, an eighth of the warps it has room for, and rung 2 is fast all the same: with 64 sums, a warp need not wait for
-# one.
+# `check_registers` counts. What the compiler uses needs no GPU to find out: all kernels took a minute and are kept in
+# `resources.json`; the last line has just been compiled. An SM holds two blocks of rung 2, an eighth of the warps it has
+# room for, and it is fast all the same: with 64 sums, a warp need not wait for one.
 
 # %% slideshow={"slide_type": "fragment"}
 try:
@@ -491,9 +491,11 @@ try:
 except ValueError as refusal:
     print(textwrap.fill(f"ValueError: {refusal}", 110))
 try:
-    (row,) = compiling.result()
-    assert tuple(row["tile"]) == TILES["registers"]
-    print({what: row[what] for what in ("registers", "spilled", "shared", "threads", "blocks", "limit", "occupancy")})
+    kept = resources.recorded()["kernels"]
+    columns = ("registers", "spilled", "shared", "threads", "blocks", "occupancy", "limit")
+    print(f"{'d = 64':25}", *(f"{name:>9}" for name in columns))
+    for row in [row for row in kept if row["D"] == 64] + compiling.result():
+        print(f"{row['kernel']:25}", *(f"{row[name]:>9}" for name in columns))
 except RuntimeError:
     print("this installation of Numba has no CUDA compiler")
 
@@ -788,7 +790,7 @@ and 1 under its slope, the registers rung under the corner. Device memory: all f
 # below their roofs: a roof knows nothing of waiting, and in rungs 0 and 1 `online_update` keeps 16 of 256 threads busy. Rung
 # 2 reaches half of PyTorch's memory-efficient kernel, its backward a third. Even standard attention is faster at d = 128
 # and in the backward: in float32 traffic decides little (part 2), and cuBLAS multiplies better. The keys kernel spills
-# registers (`resources.table(64, only="keys")`), and was still the fastest of the tiles tried.
+# registers (part 4's table), and was still the fastest of the tiles tried.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary

@@ -3,14 +3,17 @@
 
 Numba's compiler (libNVVM) turns a kernel into PTX, NVIDIA's linker (nvJitLink) turns that into machine code and reports what it
 used. Both are libraries that need neither a GPU nor a driver. A process that simulates cannot compile, so `table` starts one that
-does not. Needs the kernel files beside it, numba-cuda and cuda.core.
+does not. Needs the kernel files beside it, numba-cuda and cuda.core. `python resources.py` compiles everything in a minute or two
+and writes resources.json, which `recorded` reads.
 """
 
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 THREADS_A_WARP, WARPS, BLOCKS, REGISTERS = 32, 64, 32, 65536  # what a multiprocessor of compute capability 8.0 or 9.0 holds
@@ -29,6 +32,22 @@ def table(D=64, dtype="float32", cc=(9, 0), only=""):
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
     return json.loads(done.stdout)
+
+
+def recorded():
+    """The rows of `table` for every kernel at head_dim 64 and 128, each with its D, and versions, as resources.json keeps them.
+
+    Raises RuntimeError where the kernels have changed since.
+    """
+    kept = json.loads(RECORD.read_text())
+    if kept["sources"] != sources():
+        raise RuntimeError(f"the kernels have changed since {RECORD.name} was written; python {__file__} writes it anew.")
+    return kept
+
+
+def sources():
+    """A hash of the kernels' files."""
+    return hashlib.sha256("".join((RECORD.parent / f"{name}.py").read_text() for name in FILES).encode()).hexdigest()[:16]
 
 
 def occupancy(threads, registers, shared, cc=(9, 0)):
@@ -90,6 +109,7 @@ def compile_kernel(kernel, arguments, cc):
     }
 
 
+RECORD = Path(__file__).with_name("resources.json")
 STAGE = "step01_fa1_numba"
 FILES = ("fwd_0_published", "bwd_0_published", "fwd_1_loops_swapped", "fwd_2_registers", "bwd_2_registers")
 
@@ -109,5 +129,11 @@ def main(D, dtype, major, minor, only):
     print(json.dumps(rows))
 
 
+def record():
+    versions = {name: metadata.version(name) for name in ("numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")}
+    kernels = [{"D": D} | row for D in (64, 128) for row in table(D)]
+    RECORD.write_text(json.dumps({"sources": sources(), "versions": versions, "kernels": kernels}, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if len(sys.argv) > 1 else record()
