@@ -40,13 +40,20 @@ def entry_points(kernels, supports):
             if q.numel() == 0 or k.numel() == 0:  # nothing to attend to: the sum of exp is empty
                 return torch.zeros_like(q), torch.full(q.shape[:-1], -math.inf, dtype=lse_dtype, device=q.device)
             out, lse = kernel(*map(as_4d, (q, k, v)), causal=causal, scale=scale, **options)
-        return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+        return (out, lse) if q.ndim == 4 else (out.reshape(q.shape), lse.reshape(q.shape[:-1]))
 
-    def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None):
-        """Gradients (dq, dk, dv), like q, k and v, from the gradient dout of out; out and lse as `forward` gave them."""
+    def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None, deterministic=False):
+        """Gradients (dq, dk, dv), like q, k and v, from the gradient dout of out; out and lse as `forward` gave them.
+
+        deterministic: bit-equal from run to run, which they are anyway where SUPPORTS["deterministic"].
+        """
         kernel, own = pick_kernel(kernels, supports, rung, 1, q)
         scale, options = check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         check_saved(q, dout, out, lse)
+        if not isinstance(deterministic, bool):
+            raise TypeError(f"deterministic must be True or False, got {deterministic!r}.")
+        if deterministic and not supports["deterministic"]:
+            options["deterministic"] = True
         with torch.no_grad():
             if q.numel() == 0 or k.numel() == 0:
                 return tuple(map(torch.zeros_like, (q, k, v)))
@@ -65,28 +72,30 @@ def differentiable(forward, backward):
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, options):
+        def forward(ctx, q, k, v, options, deterministic):
             out, lse = forward(q, k, v, **options)
             ctx.save_for_backward(q, k, v, out, lse)
-            ctx.options = options
+            ctx.options = options | {"deterministic": deterministic}
             return out
 
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx, dout):
-            return *backward(dout, *ctx.saved_tensors, **ctx.options), None
+            return *backward(dout, *ctx.saved_tensors, **ctx.options), None, None
 
-    def attention(q, k, v, **options):
-        """Attention as one differentiable call: `forward` without the log-sum-exp, with gradients for q, k and v."""
-        return Attention.apply(q, k, v, options)
+    def attention(q, k, v, *, deterministic=False, **options):
+        """Attention as one differentiable call: `forward` without the log-sum-exp, with gradients as of `backward`."""
+        return Attention.apply(q, k, v, options, deterministic)
 
-    attention.__signature__ = inspect.signature(forward)
+    parameters = inspect.signature(backward).parameters.items()
+    attention.__signature__ = inspect.Signature([x for name, x in parameters if name not in ("dout", "out", "lse")])
     return attention
 
 
 def as_4d(x):
     """(B, H, N, D) with D contiguous, by one reshape; a copy only where D is not contiguous (a stride of 0, say)."""
-    x = x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
+    if x.ndim < 4:
+        x = x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

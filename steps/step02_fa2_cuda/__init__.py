@@ -20,7 +20,7 @@ SUPPORTS = {
     "limits": rungs.limits(engine.name),
     "gqa": True,
     "nq_ne_nk": True,
-    "deterministic": False,
+    "deterministic": False,  # unless it is asked for: rung scalar cannot
     "order": "fa2",  # the order in which tiles are visited, for reference/mutants.py
     "title": "FlashAttention-2 in CUDA C++, forward and backward",
     "notebooks": (

@@ -50,6 +50,13 @@ __device__ void store_row(Global<float> to, const float (&row)[D], float factor)
   for (int d = 0; d < D; d++) to[d] = factor * row[d];
 }
 
+// delta of one query; dO and O are its rows.
+__device__ float row_delta(Global<const float> dO, Global<const float> O) {
+  float sum = 0;
+  for (int d = 0; d < D; d++) sum += dO[d] * O[d];
+  return sum;
+}
+
 // delta (B, H, Nq) = rowsum(dout * out): one thread a row.
 extern "C" __global__ void __launch_bounds__(128) attention_delta(
     Global<const float> dout, int64_t dout_batch, int64_t dout_head, int64_t dout_row,
@@ -59,9 +66,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_delta(
   int i = row % Nq, head = row / Nq % H, batch = row / Nq / H;
   dout += batch * dout_batch + head * dout_head + i * dout_row;
   out += batch * out_batch + head * out_head + i * out_row;
-  float sum = 0;
-  for (int d = 0; d < D; d++) sum += dout[d] * out[d];
-  delta[row] = sum;
+  delta[row] = row_delta(dout, out);
 }
 
 // dout and q (B, H, Nq, D), k and v (B, H, Nk, D) with any strides (in elements; D is contiguous); lse, delta (B, H, Nq),

@@ -37,30 +37,32 @@ __device__ int at(int rows, int row, int column) {
 
 constexpr int Eight_rows = 1024;  // bytes: what a descriptor calls its stride
 
-// C (64 x Br) = A B^T; A is 64 rows of a tile of Bc x D, B a tile of Br x D. Starts it.
+// C (64 x Br) = A B^T; A is 64 rows of a tile of Bc x D, B a tile of Br x D. Starts it. A descriptor's lowest bits are an
+// address / 16, so that the next 16 columns are a few more.
 __device__ void start_product(float (&C)[Br / 2], Shared<T> A, Shared<T> B) {
   wgmma_fence();
+  uint64_t a = descriptor(A, 16, Eight_rows), b = descriptor(B, 16, Eight_rows);
 #pragma unroll
   for (int d = 0; d < D; d += 16)
-    wgmma_ss<T, Br, 0, 0>(C, descriptor(A + d / 64 * Bc * 64 + d % 64, 16, Eight_rows),
-                          descriptor(B + d / 64 * Br * 64 + d % 64, 16, Eight_rows), d > 0);
+    wgmma_ss<T, Br, 0, 0>(C, a + (d / 64 * Bc * 128 + d % 64 * 2) / 16, b + (d / 64 * Br * 128 + d % 64 * 2) / 16, d > 0);
   wgmma_commit();
 }
 
 // C (64 x D) += A B; A (64 x Br) in registers, B a tile of Br x D. Starts it.
 __device__ void start_product(float (&C)[D / 2], const uint32_t (&A)[Br / 16][4], Shared<T> B) {
   wgmma_fence();
+  uint64_t b = descriptor(B, Br * 128, Eight_rows);
 #pragma unroll
-  for (int i = 0; i < Br; i += 16) wgmma_rs<T, D, 1>(C, A[i / 16], descriptor(B + i * 64, Br * 128, Eight_rows), true);
+  for (int i = 0; i < Br / 16; i++) wgmma_rs<T, D, 1>(C, A[i], b + i * 16 * 128 / 16, true);
   wgmma_commit();
 }
 
 // dQ (64 x 64) = A^T B; A and B are slabs of 128 keys, of dS^T and of K. Starts it.
 __device__ void start_dQ(float (&dQ)[32], Shared<T> A, Shared<T> B) {
   wgmma_fence();
+  uint64_t a = descriptor(A, Bc * 128, Eight_rows), b = descriptor(B, Bc * 128, Eight_rows);
 #pragma unroll
-  for (int j = 0; j < Bc; j += 16)
-    wgmma_ss<T, 64, 1, 1>(dQ, descriptor(A + j * 64, Bc * 128, Eight_rows), descriptor(B + j * 64, Bc * 128, Eight_rows), j > 0);
+  for (int j = 0; j < Bc / 16; j++) wgmma_ss<T, 64, 1, 1>(dQ, a + j * 16 * 128 / 16, b + j * 16 * 128 / 16, j > 0);
   wgmma_commit();
 }
 
@@ -216,7 +218,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     load_queries(0, head, i);
   }
 
-  int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // The shuffle tells the compiler that a warp agrees on its warpgroup: what follows from it costs no registers.
+  int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int row = 16 * warp + lane / 4, column = lane % 4 * 2;  // this lane's first key and first query in a tile
   Shared<T> K_rows = K + warpgroup * 64 * 64, V_rows = V + warpgroup * 64 * 64;
   // Of dQ_i = dS_i K_j this warpgroup computes 64 columns (D = 128) or 64 rows (D = 64).

@@ -1,42 +1,25 @@
 // SPDX-License-Identifier: MIT
-// Rung 3, "hopper": roles, and products that are started before their operands are needed.
+// Rung 3, "hopper": the copy engine adds dQ_i to dq.
 //
-//   delta = rowsum(dO * O), lse * log2(e); dq = 0   a kernel of its own
-//   producer, one thread: K_j, V_j; then Q_i and lse_i into a ring of 3 buffers, dO_i and delta_i into a ring of 2
-//   consumers, two warpgroups, 64 of the block's 128 keys each, dK_j = 0 and dV_j = 0 in registers:
-//     S^T = K_j Q_i^T of the first tile
-//     for each query head that uses these keys, for each tile of Br queries, from the last to the first:
-//                                                          the tensor cores meanwhile:
-//       P^T = exp2(scale * log2(e) * S^T - lse_i), half      dK_j += dS^T Q_i of the tile before
-//       P^T, the other half                                  dP^T = V_j dO_i^T
-//       dS^T = P^T * (dP^T - delta_i), to shared memory      dV_j += P^T dO_i
-//       wait for the other warpgroup's half of dS            dQ_i = dS_i K_j, half of it
-//       dq += dQ_i, float32                                  S^T of the next tile, then dK_j
-//   dq * scale in 16 bits, in the right order       a kernel of its own
+// Rung 2's lanes add dQ_i to dq by atomic additions, and wait until the memory system has taken each. Here a warp leaves its part
+// of dQ_i in shared memory, and the copy engine adds it (bulk_add) while the warp goes on; every warp sends its own 4 KB, so that
+// none waits for another. The algorithm is rung 2's.
 //
-// Rung 2 started S^T and dP^T together, and the tensor cores had nothing to do while it computed exponentials. Here a product is
-// always in hand: dK_j is started last, when nobody needs it soon, and S^T a tile ahead. The price is registers, which the
-// producer gives away (setmaxnreg).
-//
-// The copy engine adds dQ_i to dq (bulk_add) from shared memory; each warp sends its own 4 KB, so that no warp waits for another.
-// dk and dv are bit-equal from run to run. dq is, too, if DETERMINISTIC: then the blocks take turns at each dQ_i.
+// That is no more than a draw: a little faster for head_dim 128, a little slower for 64. But one lane can wait where 32 could not,
+// and so dq, too, can be bit-equal from run to run: if DETERMINISTIC, the blocks take turns at each dQ_i.
+// Left out, because it was slower: a producer with a warp of its own, as in the forward's rung 7.
 //
 // Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, DETERMINISTIC (0 or 1). sm_90a.
 // Launch: attention_delta, attention_dq: grid B * H * ceil(Nq / Br), block 256. attention_backward: grid B * Hk * ceil(Nk / Bc),
-// block 384, 2 * (2 * Bc * D + 5 * Br * D + 2 * Br * Bc) + 4 * Br * D + 20 * Br + 112 bytes of dynamic shared memory. Needs
+// block 256, 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * Br * D + 16 * Br + 40 bytes of dynamic shared memory. Needs
 // ptx.cuh, wgmma.py. Spill budget: 0 bytes. The limit: shared memory. S^T, dP^T and dQ_i read both operands from it, at D = 128
 // as many bytes a clock as it can give.
 #include "ptx.cuh"
 
-#ifndef BULK
-#define BULK 1
-#endif
-
-constexpr bool Bulk = BULK || DETERMINISTIC;  // who adds dQ_i to dq: the copy engine, or the lanes
 constexpr float log2_e = 1.4426950408889634f;
-constexpr int Q_Stages = 3, dO_Stages = 2, dS_Stages = 2;  // how many buffers there are of each
-constexpr int Warps = 8;                                   // of the consumers
-constexpr int Part = Br * D / Warps;                       // numbers of dQ_i that a warp computes
+constexpr int Stages = 2;           // buffers of Q, dO, lse, delta, and of dS
+constexpr int Warps = 8;
+constexpr int Part = Br * D / Warps;  // numbers of dQ_i that a warp computes
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192, "each warpgroup computes 64 x 64 of dQ_i");
 
 // A tile of 16-bit numbers in shared memory is cut into slabs of 64 columns; a slab's rows of 128 bytes follow each other, and
@@ -47,48 +30,48 @@ __device__ int at(int rows, int row, int column) {
 
 constexpr int Eight_rows = 1024;  // bytes: what a descriptor calls its stride
 
-// C (64 x Br) = A B^T; A is 64 rows of a tile of Bc x D, B a tile of Br x D. Starts it.
+// C (64 x Br) = A B^T; A is 64 rows of a tile of Bc x D, B a tile of Br x D. Starts it. A descriptor's lowest bits are an
+// address / 16, so that the next 16 columns are a few more.
 __device__ void start_product(float (&C)[Br / 2], Shared<T> A, Shared<T> B) {
   wgmma_fence();
+  uint64_t a = descriptor(A, 16, Eight_rows), b = descriptor(B, 16, Eight_rows);
 #pragma unroll
   for (int d = 0; d < D; d += 16)
-    wgmma_ss<T, Br, 0, 0>(C, descriptor(A + d / 64 * Bc * 64 + d % 64, 16, Eight_rows),
-                          descriptor(B + d / 64 * Br * 64 + d % 64, 16, Eight_rows), d > 0);
+    wgmma_ss<T, Br, 0, 0>(C, a + (d / 64 * Bc * 128 + d % 64 * 2) / 16, b + (d / 64 * Br * 128 + d % 64 * 2) / 16, d > 0);
   wgmma_commit();
 }
 
-// C (64 x D) = A B, or += if add; A (64 x Br) in registers, B a tile of Br x D. Starts it.
-__device__ void start_product(float (&C)[D / 2], const uint32_t (&A)[Br / 16][4], Shared<T> B, bool add) {
+// C (64 x D) += A B; A (64 x Br) in registers, B a tile of Br x D. Starts it.
+__device__ void start_product(float (&C)[D / 2], const uint32_t (&A)[Br / 16][4], Shared<T> B) {
   wgmma_fence();
+  uint64_t b = descriptor(B, Br * 128, Eight_rows);
 #pragma unroll
-  for (int i = 0; i < Br; i += 16) wgmma_rs<T, D, 1>(C, A[i / 16], descriptor(B + i * 64, Br * 128, Eight_rows), add || i > 0);
+  for (int i = 0; i < Br / 16; i++) wgmma_rs<T, D, 1>(C, A[i], b + i * 16 * 128 / 16, true);
   wgmma_commit();
 }
 
 // dQ (64 x 64) = A^T B; A and B are slabs of 128 keys, of dS^T and of K. Starts it.
 __device__ void start_dQ(float (&dQ)[32], Shared<T> A, Shared<T> B) {
   wgmma_fence();
+  uint64_t a = descriptor(A, Bc * 128, Eight_rows), b = descriptor(B, Bc * 128, Eight_rows);
 #pragma unroll
-  for (int j = 0; j < Bc; j += 16)
-    wgmma_ss<T, 64, 1, 1>(dQ, descriptor(A + j * 64, Bc * 128, Eight_rows), descriptor(B + j * 64, Bc * 128, Eight_rows), j > 0);
+  for (int j = 0; j < Bc / 16; j++) wgmma_ss<T, 64, 1, 1>(dQ, a + j * 16 * 128 / 16, b + j * 16 * 128 / 16, j > 0);
   wgmma_commit();
 }
 
 // Register 4 i + e of a lane holds the row lane / 4 + e / 2 * 8 of its warp's 16 and the column 8 i + lane % 4 * 2 + e % 2. The
 // functions below count columns, which are queries, from this lane's first one.
 
-// S = -inf where the query does not see the key; the lane's two keys are seen from the columns seen_0 and seen_1 on. This and
-// the next work on the columns From to To.
-template <int From, int To> __device__ void mask(float (&S)[Br / 2], int seen_0, int seen_1) {
+// S = -inf where the query does not see the key; the lane's two keys are seen from the columns seen_0 and seen_1 on.
+__device__ void mask(float (&S)[Br / 2], int seen_0, int seen_1) {
 #pragma unroll
-  for (int n = From / 2; n < To / 2; n++) S[n] = n / 4 * 8 + n % 2 >= (n % 4 < 2 ? seen_0 : seen_1) ? S[n] : -INFINITY;
+  for (int n = 0; n < Br / 2; n++) S[n] = n / 4 * 8 + n % 2 >= (n % 4 < 2 ? seen_0 : seen_1) ? S[n] : -INFINITY;
 }
 
 // P = exp2(scale_2 * S - lse), packed as an operand.
-template <int From, int To>
 __device__ void probabilities(uint32_t (&P)[Br / 16][4], const float (&S)[Br / 2], Shared<float> lse, float scale_2) {
 #pragma unroll
-  for (int i = From / 8; i < To / 8; i++) {
+  for (int i = 0; i < Br / 8; i++) {
     float l[2] = {lse[8 * i], lse[8 * i + 1]}, p[4];
 #pragma unroll
     for (int e = 0; e < 4; e++) p[e] = exp2_approx(S[4 * i + e] * scale_2 - l[e % 2]);
@@ -120,15 +103,8 @@ template <int Columns> __device__ void store_tile(Shared<T> tile, int rows, int 
   for (int c = 0; c < Columns; c += 16) stmatrix_x4(tile + at(rows, row + lane % 16, c + lane / 16 * 8), x[c / 16]);
 }
 
-// What a warp has of dQ_i is added to its 1024 numbers of dq, in the order of the registers: 16 bytes a lane, 8 times. Either
-// the lanes do it, by atomic additions, ...
-__device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
-  int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < 32; i += 4) atomic_add_4(dq + (i * 32 + lane * 4), dQ[i], dQ[i + 1], dQ[i + 2], dQ[i + 3]);
-}
-
-// ... or the copy engine does, from shared memory. turn, if DETERMINISTIC, counts the tiles of keys that have been added.
+// What a warp has of dQ_i is added to its 1024 numbers of dq, in the order of the registers, by the copy engine, from shared
+// memory. turn, if DETERMINISTIC, counts the tiles of keys that have been added.
 __device__ void add_dQ(Global<float> dq, const float (&dQ)[32], Shared<float> staging, Global<int> turn, int tile) {
   int lane = threadIdx.x % 32;
 #pragma unroll
@@ -174,14 +150,6 @@ __device__ void store_rows(const TensorMap& map, Shared<T> tile, const float (&C
   __syncwarp();  // all lanes' numbers are there, for the copy engine too
   if (threadIdx.x % 32 == 0) tma_store(map, tile, 0, row, 0, head, batch), bulk_commit();
 }
-
-// Where a ring of buffers stands: the buffer in use, and the parity of its barrier's phase.
-template <int Stages> struct Ring {
-  int stage = 0, phase = 0;
-  __device__ void next() {
-    if (++stage == Stages) stage = 0, phase ^= 1;
-  }
-};
 
 // delta = rowsum(dout * out) and lse * log2(e), (B, H, Rows), Rows being Nq rounded up to whole tiles; dq = 0, of a tile. A row
 // without keys has lse = -inf; there, and from Nq on, lse becomes +inf, so that P = exp2(... - lse) = 0. D / 8 threads a row.
@@ -229,26 +197,22 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
 
 // Tensor maps, boxes: q, dout (B, H, Nq, D): Br rows; k, v (B, H / group, Nk, D): Bc rows; dk, dv like k: 16 rows. lse_2,
 // delta and dq of attention_delta. turns, if DETERMINISTIC: 1 + 8 * B * H * ceil(Nq / Br) zeros.
-extern "C" __global__ void __launch_bounds__(384, 1) attention_backward(
+extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
     Global<const float> lse_2, Global<const float> delta, Global<float> dq, Global<int> turns,
     int H, int group, int Nq, int Nk, float scale, int causal) {
   SharedMemory smem;
   Shared<T> K = smem.array<T>(Bc * D), V = smem.array<T>(Bc * D);  // arrays that TMA and wgmma use come first: 1024-byte aligned
-  Shared<T> Q = smem.array<T>(Q_Stages * Br * D), dO = smem.array<T>(dO_Stages * Br * D);
-  Shared<T> dS_i = smem.array<T>(dS_Stages * Br * Bc);
-  Shared<float> staging = smem.array<float>(Bulk ? Br * D : 0);
-  Shared<float> lse_i = smem.array<float>(Q_Stages * Br), delta_i = smem.array<float>(dO_Stages * Br);
-  Shared<Barrier> K_full = smem.array<Barrier>(1), V_full = smem.array<Barrier>(1);
-  Shared<Barrier> Q_full = smem.array<Barrier>(Q_Stages), Q_empty = smem.array<Barrier>(Q_Stages);
-  Shared<Barrier> dO_full = smem.array<Barrier>(dO_Stages), dO_empty = smem.array<Barrier>(dO_Stages);
+  Shared<T> Q = smem.array<T>(Stages * Br * D), dO = smem.array<T>(Stages * Br * D), dS_i = smem.array<T>(Stages * Br * Bc);
+  Shared<float> staging = smem.array<float>(Br * D);  // each warp's part of dQ_i, on its way to dq
+  Shared<float> lse_i = smem.array<float>(Stages * Br), delta_i = smem.array<float>(Stages * Br);
+  Shared<Barrier> keys_full = smem.array<Barrier>(1), queries_full = smem.array<Barrier>(Stages);
   Shared<int> number = smem.array<int>(4);
 
   if (threadIdx.x == 0) {
-    barrier_init(K_full, 1), barrier_init(V_full, 1);
-    for (int s = 0; s < Q_Stages; s++) barrier_init(Q_full + s, 1), barrier_init(Q_empty + s, Warps);
-    for (int s = 0; s < dO_Stages; s++) barrier_init(dO_full + s, 1), barrier_init(dO_empty + s, Warps);
+    barrier_init(keys_full, 1);
+    for (int s = 0; s < Stages; s++) barrier_init(queries_full + s, 1);
     barrier_init_fence();
     // Blocks that wait for those before them are numbered as they start: a GPU does not promise the order of blockIdx.x.
     if (DETERMINISTIC) number[0] = atomicAdd(&turns[0], 1);
@@ -263,113 +227,76 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_backward(
   int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile of queries that sees any of these keys
   int steps = (query_tiles - first) * group;
 
-  if (threadIdx.x < 128) {  // the producer
-    registers_decrease<24>();
-    if (threadIdx.x == 0) {
-      Ring<Q_Stages> q;
-      Ring<dO_Stages> o;
-      int head = k_head * group, i = query_tiles - 1;
-      barrier_expect(K_full, 2 * Bc * D);
-      tma_load(K, k_map, K_full, 0, tile * Bc, 0, k_head, batch);
-      for (int step = 0; step < steps; step++) {
-        int64_t column = (int64_t(batch * H + head) * query_tiles + i) * Br;
-        barrier_wait(Q_empty + q.stage, q.phase ^ 1);  // passes at once the first time round
-        barrier_expect(Q_full + q.stage, 2 * Br * D + 4 * Br);
-        tma_load(Q + q.stage * Br * D, q_map, Q_full + q.stage, 0, i * Br, 0, head, batch);
-        bulk_load(lse_i + q.stage * Br, lse_2 + column, Br, Q_full + q.stage);
-        if (step == 0) {  // only now, because K and Q are needed first
-          barrier_expect(V_full, 2 * Bc * D);
-          tma_load(V, v_map, V_full, 0, tile * Bc, 0, k_head, batch);
-        }
-        barrier_wait(dO_empty + o.stage, o.phase ^ 1);
-        barrier_expect(dO_full + o.stage, 2 * Br * D + 4 * Br);
-        tma_load(dO + o.stage * Br * D, dout_map, dO_full + o.stage, 0, i * Br, 0, head, batch);
-        bulk_load(delta_i + o.stage * Br, delta + column, Br, dO_full + o.stage);
-        q.next(), o.next();
-        if (--i < first) i = query_tiles - 1, head++;
-      }
-    }
-  } else {  // a consumer
-    registers_increase<240>();
-    int warpgroup = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
-    int row = 16 * warp + lane / 4, column = lane % 4 * 2;  // this lane's first key and first query in a tile
-    Shared<T> K_rows = K + warpgroup * 64 * 64, V_rows = V + warpgroup * 64 * 64;
-    // Of dQ_i = dS_i K_j this warpgroup computes 64 columns (D = 128) or 64 rows (D = 64).
-    int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
-    Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
-    Shared<float> own_staging = staging + (Bulk ? warp * Part : 0);
-    dq += warp * Part;
+  auto load_queries = [&](int stage, int head, int i) {
+    int64_t column = (int64_t(batch * H + head) * query_tiles + i) * Br;
+    barrier_expect(queries_full + stage, 2 * (2 * Br * D + 4 * Br));
+    tma_load(Q + stage * Br * D, q_map, queries_full + stage, 0, i * Br, 0, head, batch);
+    tma_load(dO + stage * Br * D, dout_map, queries_full + stage, 0, i * Br, 0, head, batch);
+    bulk_load(lse_i + stage * Br, lse_2 + column, Br, queries_full + stage);
+    bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
+  };
 
-    int key = tile * Bc + row;  // this lane's keys, key and key + 8, are seen from these queries on, counted from its first one
-    int seen_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
-    int seen_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
-    int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;  // from here on all keys are seen
-
-    float dK[D / 2], dV[D / 2], S[Br / 2];
-    uint32_t P[Br / 16][4];
-    Ring<Q_Stages> q;
-    Ring<dO_Stages> o;
-    int head = k_head * group, i = query_tiles - 1;
-    Global<int> turn = turns;
-
-    barrier_wait(K_full, 0);
-    barrier_wait(Q_full, 0);
-    start_product(S, K_rows, Q);
-    wgmma_wait<0>();
-    if (i * Br < masked_below) mask<0, Br / 2>(S, seen_0 - i * Br, seen_1 - i * Br);
-    probabilities<0, Br / 2>(P, S, lse_i + column, scale * log2_e);
-    barrier_wait(V_full, 0);
-    barrier_wait(dO_full, 0);
-
-    for (int step = 0; step < steps; step++) {
-      Shared<T> Q_i = Q + q.stage * Br * D, dO_i = dO + o.stage * Br * D, dS_t = dS_i + step % dS_Stages * Br * Bc;
-      float dP[Br / 2];
-      start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
-      if (i * Br < masked_below) mask<Br / 2, Br>(S, seen_0 - i * Br, seen_1 - i * Br);
-      probabilities<Br / 2, Br>(P, S, lse_i + (q.stage * Br + column), scale * log2_e);
-      start_product(dV, P, dO_i, step > 0);  // dV_j += P^T dO_i
-      wgmma_wait<1>();                       // dP^T is there
-      uint32_t dS[Br / 16][4];
-      score_gradients(dS, P, dP, delta_i + (o.stage * Br + column));
-      store_tile<Br>(dS_t, Bc, 16 * warp, dS);
-      fence_async();
-      named_barrier_sync(1, 256);  // both warpgroups have written dS^T; and have used up what it held two tiles ago
-
-      float dQ[32];
-      start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
-      wgmma_wait<1>();                       // dV has taken in dO_i
-      if (lane == 0) barrier_arrive(dO_empty + o.stage);
-      o.next();
-      int Q_stage = q.stage;
-      int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
-      if (--i < first) i = query_tiles - 1, head++;
-      if (step + 1 < steps) {
-        q.next();  // after the last tile S^T is computed once more, for nothing: a branch around it would be slower
-        barrier_wait(Q_full + q.stage, q.phase);
-      }
-      start_product(S, K_rows, Q + q.stage * Br * D);  // S^T of the next tile
-      start_product(dK, dS, Q_i, step > 0);            // dK_j += dS^T Q_i
-      wgmma_wait<2>();                                 // dQ_i is there
-      if (Bulk) {
-        finish_dQ(turn, step > 0);  // of the tile before
-        turn = turns + (1 + dq_tile * Warps + warp);
-        add_dQ(dq + dq_tile * Br * D, dQ, own_staging, turn, tile);
-      } else {
-        add_dQ(dq + dq_tile * Br * D, dQ);
-      }
-      wgmma_wait<1>();  // S^T is there
-      if (i * Br < masked_below) mask<0, Br / 2>(S, seen_0 - i * Br, seen_1 - i * Br);
-      probabilities<0, Br / 2>(P, S, lse_i + (q.stage * Br + column), scale * log2_e);
-      if (step + 1 < steps) barrier_wait(dO_full + o.stage, o.phase);  // here, because ptxas moves no wgmma_wait up across it
-      wgmma_wait<0>();                                                 // dK has taken in Q_i
-      if (lane == 0) barrier_arrive(Q_empty + Q_stage);
-    }
-    if (Bulk) finish_dQ(turn, true);
-    named_barrier_sync(1, 256);  // nobody still reads K and V, whose place dK and dV take
-    store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, k_head, batch);
-    store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, k_head, batch);
-    if (lane == 0) bulk_wait_read<0>();  // shared memory must outlive what the copy engine reads
+  int head = k_head * group, i = query_tiles - 1;
+  if (threadIdx.x == 0) {
+    barrier_expect(keys_full, 2 * 2 * Bc * D);
+    tma_load(K, k_map, keys_full, 0, tile * Bc, 0, k_head, batch);
+    tma_load(V, v_map, keys_full, 0, tile * Bc, 0, k_head, batch);
+    load_queries(0, head, i);
   }
+
+  // The shuffle tells the compiler that a warp agrees on its warpgroup: what follows from it costs no registers.
+  int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int row = 16 * warp + lane / 4, column = lane % 4 * 2;  // this lane's first key and first query in a tile
+  Shared<T> K_rows = K + warpgroup * 64 * 64, V_rows = V + warpgroup * 64 * 64;
+  // Of dQ_i = dS_i K_j this warpgroup computes 64 columns (D = 128) or 64 rows (D = 64).
+  int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
+  Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
+  dq += warp * Part, staging += warp * Part, turns += 1 + warp;
+
+  int key = tile * Bc + row;  // this lane's keys, key and key + 8, are seen from these queries on, counted from its first one
+  int seen_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
+  int seen_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
+  int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;  // from here on all keys are seen
+
+  float dK[D / 2] = {}, dV[D / 2] = {};
+  Global<int> turn = turns;  // of the tile of dq that this warp is adding to
+  barrier_wait(keys_full, 0);
+  for (int step = 0; step < steps; step++) {
+    int stage = step % Stages;
+    Shared<T> Q_i = Q + stage * Br * D, dO_i = dO + stage * Br * D, dS_t = dS_i + stage * Br * Bc;
+    float S[Br / 2], dP[Br / 2], dQ[32];
+    uint32_t P[Br / 16][4], dS[Br / 16][4];
+
+    barrier_wait(queries_full + stage, step / Stages % 2);
+    start_product(S, K_rows, Q_i);    // S^T = K_j Q_i^T
+    start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
+    wgmma_wait<1>();                  // S^T is there
+    if (i * Br < masked_below) mask(S, seen_0 - i * Br, seen_1 - i * Br);
+    probabilities(P, S, lse_i + (stage * Br + column), scale * log2_e);
+    wgmma_wait<0>();  // dP^T is there
+    score_gradients(dS, P, dP, delta_i + (stage * Br + column));
+    store_tile<Br>(dS_t, Bc, 16 * warp, dS);
+    fence_async();
+    __syncthreads();  // both warpgroups have written dS^T; and all products of the tile before have ended
+
+    int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
+    if (--i < first) i = query_tiles - 1, head++;
+    if (threadIdx.x == 0 && step + 1 < steps) load_queries((step + 1) % Stages, head, i);
+
+    start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
+    start_product(dV, P, dO_i);            // dV_j += P^T dO_i
+    start_product(dK, dS, Q_i);            // dK_j += dS^T Q_i
+    wgmma_wait<2>();                       // dQ_i is there
+    finish_dQ(turn, step > 0);             // of the tile before
+    turn = turns + dq_tile * Warps;
+    add_dQ(dq + dq_tile * Br * D, dQ, staging, turn, tile);
+    wgmma_wait<0>();
+  }
+  finish_dQ(turn, true);
+  __syncthreads();  // nobody still reads K and V, whose place dK and dV take
+  store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, k_head, batch);
+  store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, k_head, batch);
+  if (lane == 0) bulk_wait_read<0>();  // shared memory must outlive what the copy engine reads
 }
 
 // out (B, H, Nq, D) = scale * dq in 16 bits. A warp's part of a tile of dq is [i][lane][4] with the numbers

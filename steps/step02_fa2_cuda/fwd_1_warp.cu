@@ -119,6 +119,13 @@ __device__ void add_PV(float (&O)[ROWS][COLUMNS][4], const float (&P)[ROWS][KEYS
 __device__ float32 rounded(float x, float32) { return x; }
 template <class Half> __device__ Half rounded(float x, Half) { return {uint16_t(pack<Half>(x, 0))}; }
 
+// How many keys the loop visits: those that some row of the block sees. Causal is aligned at the bottom right: query i sees the
+// keys 0 .. i + Nk - Nq.
+__device__ int keys_seen(int tile, int Nq, int Nk, int causal) {
+  int last = min(tile * Br + Br, Nq) - 1;  // the block's last row
+  return causal ? min(Nk, max(0, last + 1 + Nk - Nq)) : Nk;
+}
+
 // q (B, H, Nq, D), k and v (B, H / group, Nk, D) with any strides (in elements; D is contiguous); out (B, H, Nq, D) and lse
 // (B, H, Nq) contiguous. Only the grid's x dimension goes beyond 65535, so it counts tiles, heads and batches in one.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
@@ -136,10 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
   Shared<float> Q_i = smem.array<float>(Br * STRIDE), K_j = smem.array<float>(Bc * STRIDE), V_j = smem.array<float>(Bc * STRIDE);
 
   int warp = threadIdx.x / 32, a = threadIdx.x % 32 / 8, b = threadIdx.x % 8;
-  int i = tile * Br + 16 * warp + a, last = min(tile * Br + Br, Nq) - 1;  // this lane's rows are i, i + 4, ...
-  // Causal is aligned at the bottom right: query i sees the keys 0 .. i + Nk - Nq.
-  int keys = causal ? min(Nk, max(0, last + 1 + Nk - Nq)) : Nk;  // that any row of this block sees
-  int seen[ROWS];                                                // that this lane's rows see
+  int i = tile * Br + 16 * warp + a;           // this lane's rows are i, i + 4, ...
+  int keys = keys_seen(tile, Nq, Nk, causal);  // that any row of this block sees
+  int seen[ROWS];                              // that this lane's rows see
 #pragma unroll
   for (int r = 0; r < ROWS; r++) seen[r] = causal ? min(Nk, i + 4 * r + 1 + Nk - Nq) : Nk;
 

@@ -102,13 +102,21 @@ __device__ void online_update(float (&m)[2], float (&l)[2], float (&O)[D / 8][4]
   }
 }
 
+// P of 16 keys as operand A, out of what this lane has of the first 8 of them and of the other 8.
+__device__ void to_operand(uint32_t (&A)[4], const float (&near)[4], const float (&far)[4]) {
+  A[0] = pack<T>(near[0], near[1]);
+  A[1] = pack<T>(near[2], near[3]);
+  A[2] = pack<T>(far[0], far[1]);
+  A[3] = pack<T>(far[2], far[3]);
+}
+
 // O (16 x D) += P V for the tile's Bc keys, 16 at a time.
 __device__ void add_PV(float (&O)[D / 8][4], const float (&P)[Bc / 8][4], Shared<T> V) {
   int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < Bc / 16; j++) {
-    const float(&near)[4] = P[2 * j], (&far)[4] = P[2 * j + 1];
-    uint32_t A[4] = {pack<T>(near[0], near[1]), pack<T>(near[2], near[3]), pack<T>(far[0], far[1]), pack<T>(far[2], far[3])};
+    uint32_t A[4];
+    to_operand(A, P[2 * j], P[2 * j + 1]);
 #pragma unroll
     for (int d = 0; d < D / 8; d += 2) {
       uint32_t B[4];  // of 16 columns of V; transposed, because B's pairs run down the keys
@@ -134,6 +142,13 @@ __device__ void store_rows(Global<T> out, Global<float> lse, const float (&O)[D 
   }
 }
 
+// How many keys the loop visits: those that some row of the block sees. Causal is aligned at the bottom right: query i sees the
+// keys 0 .. i + Nk - Nq.
+__device__ int keys_seen(int tile, int Nq, int Nk, int causal) {
+  int last = min(tile * Br + Br, Nq) - 1;  // the block's last row
+  return causal ? min(Nk, max(0, last + 1 + Nk - Nq)) : Nk;
+}
+
 // q (B, H, Nq, D), k and v (B, H / group, Nk, D) with any strides (in elements; D is contiguous); out (B, H, Nq, D) and lse
 // (B, H, Nq) contiguous. Only the grid's x dimension goes beyond 65535, so it counts tiles, heads and batches in one.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
@@ -149,11 +164,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
   SharedMemory smem;
   Shared<T> Q_i = smem.array<T>(Br * D), K_j = smem.array<T>(Bc * D), V_j = smem.array<T>(Bc * D);
 
-  int first = tile * Br + threadIdx.x / 32 * ROWS, last = min(tile * Br + Br, Nq) - 1;  // the warp's first row, the block's last
-  int g = threadIdx.x % 32 / 4;
-  // Causal is aligned at the bottom right: query i sees the keys 0 .. i + Nk - Nq.
-  int keys = causal ? min(Nk, max(0, last + 1 + Nk - Nq)) : Nk;  // that any row of this block sees
-  int seen[2];                                                   // that this lane's rows see
+  int first = tile * Br + threadIdx.x / 32 * ROWS, g = threadIdx.x % 32 / 4;  // the warp's first row
+  int keys = keys_seen(tile, Nq, Nk, causal);                                 // that any row of this block sees
+  int seen[2];                                                                // that this lane's rows see
 #pragma unroll
   for (int r = 0; r < 2; r++) seen[r] = causal ? min(Nk, first + g + 8 * r + 1 + Nk - Nq) : Nk;
 

@@ -163,6 +163,13 @@ __device__ void store_rows(Global<T> out, Global<float> lse, const float (&O)[D 
   }
 }
 
+// How many keys the loop visits: those that some row of the block sees. Causal is aligned at the bottom right: query i sees the
+// keys 0 .. i + Nk - Nq.
+__device__ int keys_seen(int tile, int Nq, int Nk, int causal) {
+  int last = min(tile * Br + Br, Nq) - 1;  // the block's last row
+  return causal ? min(Nk, max(0, last + 1 + Nk - Nq)) : Nk;
+}
+
 // q (B, H, Nq, D), k and v (B, H / group, Nk, D) with any strides (in elements; D is contiguous); out (B, H, Nq, D) and lse
 // (B, H, Nq) contiguous. Only the grid's x dimension goes beyond 65535, so it counts tiles, heads and batches in one.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
@@ -189,9 +196,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
   lane_rows(K_lane, K_j, at(Bc, lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
   lane_rows(V_lane, V_j, at(Bc, lane % 16, lane / 16 * 8));
 
-  int first = tile * Br + warp_row, last = min(tile * Br + Br, Nq) - 1;  // the warp's first row, the block's last
-  // Causal is aligned at the bottom right: query i sees the keys 0 .. i + Nk - Nq.
-  int keys = causal ? min(Nk, max(0, last + 1 + Nk - Nq)) : Nk;  // that any row of this block sees
+  int first = tile * Br + warp_row;                  // the warp's first row
+  int keys = keys_seen(tile, Nq, Nk, causal);        // that any row of this block sees
   int diagonal = causal ? first + 1 + Nk - Nq : Nk;  // keys that the warp's first row sees, not counting those beyond Nk
 
   float O_i[M][D / 8][4] = {}, m[M][2], l[M][2] = {}, c = scale * LOG2_E;

@@ -7,10 +7,9 @@
 //                first S, and its stores run under that tile's products: there is no beginning and no end
 //   LAZY         O is rescaled only when some row's maximum has grown by more than 8 in log2: until then P <= 2^8 does no harm
 //   WIDE_STORES  the 4 lanes of a quad exchange what they hold of a row, so that each stores 16 bytes instead of 4 x 4
-//   POLYNOMIAL   of every 8 pairs of exponentials, so many are computed by multiplications instead of the special-function units
 //
-// Compiled for T (bf16 or fp16), D = 32, 64, 96, 128 or 256, Br x Bc (multiples of 64 and 16) and CAUSAL; switches and tiles that
-// were the fastest: hopper.py. sm_90a. Launch: block 128 + 2 * Br, grid one block a multiprocessor but not more than tiles, or
+// Compiled for T (bf16 or fp16), D = 32, 64, 96, 128 or 256, Br x Bc (multiples of 64 and 16; the fastest: hopper.py) and CAUSAL.
+// sm_90a. Launch: block 128 + 2 * Br, grid one block a multiprocessor but not more than tiles, or
 // without PERSISTENT ceil(Nq / Br) * H * B, and (Q_STAGES * Br + 4 * Bc) * ceil(D / 64) * 128 + 128 bytes of dynamic shared memory.
 // Needs ptx.cuh and wgmma.py's wrappers. Spill budget: 0 bytes.
 #include "ptx.cuh"
@@ -30,20 +29,12 @@
 #ifndef WIDE_STORES
 #define WIDE_STORES 1
 #endif
-#ifndef POLYNOMIAL
-#define POLYNOMIAL 0
-#endif
-#ifndef Q_STAGES  // tiles of Q in shared memory; with 2 the next one comes while this one is in use
-#define Q_STAGES 1
-#endif
-#ifndef LATE  // 1 keeps the compiler from waiting for O before it computes the exponentials
-#define LATE 0
-#endif
 
-constexpr int STAGES = 2;                // tiles of K and of V in shared memory: one in use, one on its way
-constexpr int SLABS = (D + 63) / 64;     // of 64 columns, 128 bytes a row
-constexpr int BOX = D % 64 ? 1 : SLABS;  // slabs that one copy brings
-constexpr int WARPGROUPS = Br / 64;      // consumers; each has 64 rows of Q
+constexpr int STAGES = 2;                  // tiles of K and of V in shared memory: one in use, one on its way
+constexpr int Q_STAGES = D > 128 ? 1 : 2;  // tiles of Q: with 2 the next one comes while this one is in use
+constexpr int SLABS = (D + 63) / 64;       // of 64 columns, 128 bytes a row
+constexpr int BOX = D % 64 ? 1 : SLABS;    // slabs that one copy brings
+constexpr int WARPGROUPS = Br / 64;        // consumers; each has 64 rows of Q
 // The registers of 128 (WARPGROUPS + 1) threads, 64K in all, go to those who need them.
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 1 ? 56 : WARPGROUPS == 2 ? 24 : 32;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 256 : WARPGROUPS == 2 ? 240 : 160;
@@ -92,8 +83,8 @@ template <int PLACES, int ROWS> struct Ring {
 struct Turn {
   int mine, next;
   __device__ Turn(int w) : mine(1 + w), next(1 + (w + 1) % WARPGROUPS) {}
-  __device__ void wait() const { if (PINGPONG) named_barrier_sync(mine, 256); }
-  __device__ void pass() const { if (PINGPONG) named_barrier_arrive(next, 256); }
+  __device__ void wait() const { if (PINGPONG && WARPGROUPS > 1) named_barrier_sync(mine, 256); }
+  __device__ void pass() const { if (PINGPONG && WARPGROUPS > 1) named_barrier_arrive(next, 256); }
 };
 
 // x, on which all lanes of the warp agree, in a way that tells the compiler so: what follows from it then costs no registers.
@@ -127,16 +118,6 @@ __device__ void mask(float (&S)[Bc / 2], int first_key, int i, int Nq, int Nk) {
   }
 }
 
-// 2^x for -126 <= x by the units that multiply: 2^n (n = x to the nearest integer) shifted into the exponent of 2^(x - n), a
-// polynomial good to 4e-6.
-__device__ float exp2_polynomial(float x) {
-  x = fmaxf(x, -126.f);
-  float n = x + 12582912.f;  // 1.5 * 2^23: the integer lands in the lowest bits
-  float f = x - (n - 12582912.f);
-  float y = fmaf(fmaf(fmaf(fmaf(0.00958285294f, f, 0.0559064262f), f, 0.240240991f), f, 0.693124175f), f, 1.0f);
-  return __int_as_float(__float_as_int(y) + (__float_as_int(n) << 23));
-}
-
 // Turns the scores of two rows into P and takes them into m (in units of the scores) and l, which each lane sums over its own
 // columns only. FA2 Alg. 1, line 9. Returns whether O must be multiplied by alpha. MASKED: a row may not have seen any key yet.
 template <bool MASKED>
@@ -159,9 +140,8 @@ __device__ bool online_softmax(float (&S)[Bc / 2], float (&m)[2], float (&l)[2],
     l[r] *= alpha[r];
 #pragma unroll
     for (int e = 2 * r; e < Bc / 2; e += 4) {
-      bool polynomial = !MASKED && e / 4 % 8 < POLYNOMIAL;
-      S[e] = polynomial ? exp2_polynomial(S[e] * scale_log2 - shift) : exp2_approx(S[e] * scale_log2 - shift);
-      S[e + 1] = polynomial ? exp2_polynomial(S[e + 1] * scale_log2 - shift) : exp2_approx(S[e + 1] * scale_log2 - shift);
+      S[e] = exp2_approx(S[e] * scale_log2 - shift);
+      S[e + 1] = exp2_approx(S[e + 1] * scale_log2 - shift);
       l[r] += S[e] + S[e + 1];
     }
   }
@@ -304,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       K.release();
     };
     auto finish_output = [&] {
-      if (LATE) V.get();  // at once: but the compiler moves no wait across it
+      if (D == 128) V.get();  // is there already. But without it the compiler waits for O before it computes the exponentials
       wgmma_wait<0>();
       V.release();
     };

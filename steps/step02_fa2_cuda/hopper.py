@@ -14,7 +14,7 @@ import torch
 
 HERE = Path(__file__).parent
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-TILES = {32: (192, 128), 64: (192, 128), 96: (128, 128), 128: (128, 128), 256: (128, 80)}  # (Br, Bc) by head_dim
+TILES = {32: (192, 128), 64: (192, 128), 96: (192, 96), 128: (128, 128), 256: (128, 80)}  # (Br, Bc) by head_dim
 
 
 def wgmma_forward(q, k, v, *, causal=False, scale=None, tile=None):
@@ -31,18 +31,15 @@ def roles_forward(q, k, v, *, causal=False, scale=None, tile=None):
 
 
 def hopper_forward(q, k, v, *, causal=False, scale=None, tile=None, **switches):
-    """The same by rung 8. switches: macros at the head of fwd_8_hopper.cu, where other values are to be measured."""
-    switches = SWITCHES.get((q.shape[-1], causal), {}) | switches
+    """The same by rung 8. switches: macros at the head of fwd_8_hopper.cu, such as PINGPONG=0, to measure what they bring."""
     return _forward("fwd_8_hopper.cu", q, k, v, causal, scale, tile or TILES[q.shape[-1]], **switches)
 
 
-SWITCHES = {}  # of fwd_8_hopper.cu, by (head_dim, causal), where they differ from its defaults
 _launches = {}  # those that have been put together, by everything that they depend on but out and lse
 
 
 def _forward(file, q, k, v, causal, scale, tile, **switches):
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
     if not q.is_cuda:
         from . import emulator
 
@@ -77,11 +74,12 @@ def _plan(file, q, k, v, out, lse, causal, scale, tile, switches):
         # A causal section has half as many heads as there are blocks: two blocks share a head's keys at a time, and because the
         # tiles of all its heads are taken in order of their length, the blocks finish it together.
         arguments += c_int(tiles), c_int(max(1, blocks // 2))
+    Q_tiles = 2 if file == "fwd_8_hopper.cu" and D <= 128 else 1
     persistent = file == "fwd_8_hopper.cu" and switches.get("PERSISTENT", 1)
     return arguments, {
         "grid": min(tiles, blocks) if persistent else tiles,
         "block": 2 * Br + (0 if file == "fwd_6_wgmma.cu" else 128),
-        "shared_bytes": (switches.get("Q_STAGES", 1) * Br + 4 * Bc) * -(-D // 64) * 128 + 128,
+        "shared_bytes": (Q_tiles * Br + 4 * Bc) * -(-D // 64) * 128 + 128,
         "macros": {"T": TYPES[q.dtype], "D": D, "Br": Br, "Bc": Bc, "CAUSAL": int(causal), **switches},
     }
 
@@ -97,23 +95,21 @@ def wgmma_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=No
     return _backward("bwd_2_wgmma.cu", dout, q, k, v, out, lse, causal, scale, tile)
 
 
-def hopper_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, deterministic=False, **switches):
-    """The same by rung 3. deterministic: dq, too, is bit-equal from run to run. switches: macros of bwd_3_hopper.cu."""
-    switches = {"DETERMINISTIC": int(deterministic), **switches}
-    return _backward("bwd_3_hopper.cu", dout, q, k, v, out, lse, causal, scale, tile, **switches)
+def hopper_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, deterministic=False):
+    """The same by rung 3. deterministic: dq, too, is bit-equal from run to run."""
+    return _backward("bwd_3_hopper.cu", dout, q, k, v, out, lse, causal, scale, tile, DETERMINISTIC=int(deterministic))
 
 
 def _backward(file, dout, q, k, v, out, lse, causal, scale, tile, **switches):
     (B, H, Nq, D), (Hk, Nk), (Br, Bc) = q.shape, k.shape[1:3], tile or BACKWARD_TILES[q.shape[-1]]
     if (Br, Bc) != BACKWARD_TILES.get(D):
         raise ValueError(f"{file} has one tile for each head_dim, {BACKWARD_TILES}; got {(Br, Bc)} for head_dim {D}.")
-    roles, scale = file != "bwd_2_wgmma.cu", D**-0.5 if scale is None else scale
-    bulk, deterministic = roles and switches.get("BULK", 1), switches.get("DETERMINISTIC", 0)
+    bulk, scale = file == "bwd_3_hopper.cu", D**-0.5 if scale is None else scale
     dout, q, k, v, out = map(_aligned, (dout, q, k, v, out))
     tiles = -(-Nq // Br)
     dq_sum, lse_2, delta = (q.new_empty(B, H, tiles * Br, n, dtype=torch.float32) for n in (D, 1, 1))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    turns = (q.new_zeros(1 + 8 * B * H * tiles if deterministic else 1, dtype=torch.int32),) if roles else ()
+    turns = (q.new_zeros(1 + 8 * B * H * tiles * switches["DETERMINISTIC"], dtype=torch.int32),) if bulk else ()
     macros = {"T": TYPES[q.dtype], "D": D, "Br": Br, "Bc": Bc, **switches}
     strided = (y for x in (dout, out) for y in (x, *map(c_longlong, x.stride()[:3])))
     _launch(
@@ -124,8 +120,8 @@ def _backward(file, dout, q, k, v, out, lse, causal, scale, tile, **switches):
     numbers = c_int(H), c_int(H // Hk), c_int(Nq), c_int(Nk), c_float(scale), c_int(causal)
     _launch(
         HERE / file, "attention_backward", (*(tensor_map(x, rows) for x, rows in boxes), lse_2, delta, dq_sum, *turns, *numbers),
-        grid=-(-Nk // Bc) * Hk * B, block=384 if roles else 256, macros=macros,
-        shared_bytes=2 * (2 * Bc * D + (5 if roles else 4) * Br * D + 2 * Br * Bc) + 4 * (Br * D * bool(bulk) + 5 * Br) + 128,
+        grid=-(-Nk // Bc) * Hk * B, block=256, macros=macros,
+        shared_bytes=2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * (Br * D * bulk + 4 * Br) + 128,
     )  # fmt: skip
     _launch(
         HERE / file, "attention_dq", (dq_sum, dq, c_int(Nq), c_float(scale)),

@@ -28,8 +28,13 @@ def scalar_forward(q, k, v, *, causal=False, scale=None, tile=None):
     return out, lse
 
 
-def scalar_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
+def scalar_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, deterministic=False):
     """(dq, dk, dv) like q (B, H, Nq, D), k and v (B, Hk, Nk, D), from dout and out like q, lse (B, H, Nq)."""
+    if deterministic:
+        raise NotImplementedError(
+            "rung scalar adds to dq in any order; rung fa2 takes deterministic=True, in bfloat16 and float16. In float32 "
+            "steps.step03_triton is always deterministic."
+        )
     B, H, Nq, D = q.shape
     Hk, Nk = k.shape[1:3]
     k, v = (_a_head_for_each_query_head(x, H) for x in (k, v))
@@ -94,6 +99,7 @@ fa2_forward = _forward("fwd_5_fa2.cu", FA2_TILES)
 # FlashAttention-2's (Br, Bc) and warps a block; smaller ones for a GPU with less shared memory
 FA2_BACKWARD = {32: (128, 128, 8), 64: (128, 128, 8), 96: (64, 128, 8), 128: (64, 128, 8), 256: (64, 64, 8)}
 FA2_BACKWARD_SMALL = {32: (64, 64, 4), 64: (64, 64, 4), 96: (64, 64, 4), 128: (32, 64, 4), 256: (32, 32, 4)}
+FA2_BACKWARD_SMALLEST = (32, 32, 4)
 
 
 def fa2_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, deterministic=False):
@@ -134,12 +140,11 @@ def fa2_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None
 
 
 def _fa2_backward_tile(q):
-    """(Br, Bc, warps): what fits into the GPU's shared memory; in the emulator small ones."""
+    """(Br, Bc, warps): what fits into the GPU's shared memory; in the emulator the smallest."""
     D = q.shape[-1]
-    if not q.is_cuda:
-        return 32, 32, 4
-    limit = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-    return (FA2_BACKWARD if _fa2_backward_bytes(D, *FA2_BACKWARD[D][:2]) <= limit else FA2_BACKWARD_SMALL)[D]
+    limit = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if q.is_cuda else 0
+    tiles = FA2_BACKWARD[D], FA2_BACKWARD_SMALL[D]
+    return next((tile for tile in tiles if _fa2_backward_bytes(D, *tile[:2]) <= limit), FA2_BACKWARD_SMALLEST)
 
 
 def _fa2_backward_bytes(D, Br, Bc):

@@ -14,19 +14,22 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def _without_tile(backward):
     """The backward at its own tile, whatever the forward's is."""
 
-    def call(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
-        return backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+    def call(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, deterministic=False):
+        return backward(dout, q, k, v, out, lse, causal=causal, scale=scale, deterministic=deterministic)
 
     call.__module__, call.__name__ = backward.__module__, backward.__name__
     return call
 
 
 def _hopper_or_fa2(backward):
-    """Hopper's backward for the head_dims that it has tiles for, FlashAttention-2's for the others."""
+    """One of Hopper's backwards for the head_dims that they have tiles for, FlashAttention-2's for the others."""
 
-    def call(dout, q, k, v, out, lse, **options):
-        best = backward if q.shape[-1] in hopper.BACKWARD_TILES else kernels.fa2_backward
-        return best(dout, q, k, v, out, lse, **options)
+    def call(dout, q, *tensors, deterministic, **options):
+        if q.shape[-1] not in hopper.BACKWARD_TILES:
+            return kernels.fa2_backward(dout, q, *tensors, deterministic=deterministic, **options)
+        if deterministic:  # rung 2 adds to dq in any order
+            return hopper.hopper_backward(dout, q, *tensors, deterministic=True, **options)
+        return backward(dout, q, *tensors, **options)
 
     call.__module__, call.__name__ = backward.__module__, backward.__name__
     return call
@@ -56,7 +59,7 @@ def available(engine):
     """{rung: (forward, backward)} of what this GPU can run, the best first; in the emulation everything, the simplest first."""
     if engine == "cpu":
         return dict(reversed(LADDER.items()))
-    hidden = () if torch.cuda.get_device_capability() >= (9, 0) else HOPPER
+    hidden = () if torch.cuda.get_device_capability() == (9, 0) else HOPPER  # newer GPUs have no wgmma
     return {rung: kernel for rung, kernel in LADDER.items() if rung not in hidden}
 
 

@@ -19,7 +19,7 @@ from .. import cache
 HERE = Path(__file__).parent
 ORDERS = ("forward", "reverse", "random")
 TIMES = ("eager", "late", "lifo", "random")
-_FLAGS = ["-std=c++17", "-O1", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", "-w"]
+_FLAGS = ["-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
 _counts = None  # a dictionary inside `count_conflicts`
 _schedule = {"threads": "forward", "blocks": "forward", "seed": 0, "copies": "late", "wgmma": "eager"}
 
@@ -104,19 +104,27 @@ def compile(file: Path, macros: dict) -> Path:
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())  # after the headers, which know other names
     exports = "".join(f"EMULATOR_KERNEL({name})\n" for name in kernels)
     text = f'{defines}#line 1 "{file.name}"\n{source}\n{exports}'
-    headers = [path.read_text() for path in (HERE.parent / "ptx.cuh", *sorted(HERE.glob("*.h")))]
-    common = "g++", _version(), _FLAGS, headers
+    emulation = [path.read_text() for path in (HERE.parent / "ptx.cuh", *sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp")))]
+    common = "g++", _version(), _FLAGS, emulation
     make = functools.partial(_compile, text, common, file.parent)
     return cache.get((*common, text), ".so", make)
 
 
 def _compile(text, common, folder, path):
-    # The headers, which take longer than a kernel, are compiled once; g++ finds name.h.gch where it is told to include name.h.
-    headers = cache.get((*common, "headers"), ".h.gch", _compile_headers)
-    command = ["g++", *_FLAGS, f"-I{HERE.parent}", "-include", headers.with_suffix(""), "-x", "c++", "-", "-o", path]
+    # The emulation, which takes longer than a kernel, is compiled once. g++ finds name.h.gch where it is told to include name.h.
+    headers = cache.get((*common, "headers"), ".h.gch", _compile_headers).with_suffix("")
+    rest = cache.get((*common, "rest"), ".o", functools.partial(_compile_rest, headers))
+    options = *_FLAGS, f"-I{HERE.parent}", "-include", headers
+    command = ["g++", *options, "-shared", "-x", "c++", "-", "-x", "none", rest, "-o", path]
     made = subprocess.run(command, input=text, text=True, capture_output=True, cwd=folder)  # debuggers look for sources there
     if made.returncode:
         raise RuntimeError(f"g++ cannot compile the kernel:\n{made.stderr}")
+
+
+def _compile_rest(headers, path):
+    sources = "".join(f'#include "{source.name}"\n' for source in sorted(HERE.glob("*.cpp")))
+    command = ["g++", *_FLAGS, f"-I{HERE}", "-include", headers, "-c", "-x", "c++", "-", "-o", path]
+    subprocess.run(command, input=sources, text=True, check=True)
 
 
 def _compile_headers(path):

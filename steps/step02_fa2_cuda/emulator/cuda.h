@@ -9,7 +9,7 @@
 // barrier, all threads of a barrier must be at the same line, a warp comes to a named barrier as a whole, and a block that ends
 // must have left no named barrier half full and no copy or wgmma under way.
 //
-// What it cannot find:
+// What it cannot find (tests/test_emulator.py plants bugs of both kinds in the kernels):
 //   - a race that no order of whole steps shows: a thread is only interrupted where it waits, never between two accesses, so
 //     that two threads adding to one address without atomicAdd go unnoticed; nor one that none of the schedules tried shows
 //   - a missing fence_async, barrier_init_fence or __threadfence: here everybody sees every write at once
@@ -22,8 +22,9 @@
 //   - rounding: the CPU's expf and the order of additions differ from the GPU's in the last bits; tensor cores cut sums off
 //   - a misreading of the ISA that the emulator shares: tests/test_emulator_hopper.py runs the same kernels on a GPU
 //
-// fiber.h switches stacks, block.h schedules, conflicts.h counts bank conflicts, memory.h checks accesses, numbers.h rounds,
+// fiber.h switches stacks, block.h schedules, conflicts.cpp counts bank conflicts, memory.h checks accesses, numbers.h rounds,
 // builtins.h has CUDA's names; ptx.cuh's are in warp.h, asynchronous.h (what runs while the threads go on), hopper.h, wgmma.h.
+// What does not depend on a kernel's types is in the .cpp beside a header, compiled once and linked with every kernel.
 #pragma once
 #include "wgmma.h"
 
@@ -36,6 +37,9 @@ struct Launch {  // as emulator/__init__.py fills it
   void** arguments;           // where each argument lies, as for cuLaunchKernel
   const long long* elements;  // for a Global argument: bytes from its address to the end of its tensor
 };
+
+// Runs all blocks, with call() for each thread; returns null, or what went wrong.
+const char* run(const Launch& l, void (*call)());
 
 template <class A> struct Argument {
   static A get(const void* value, long long) {
@@ -54,26 +58,7 @@ const char* launch(void (*kernel)(A...), const Launch& l, std::integer_sequence<
   static const Launch* the_launch;
   the_kernel = kernel;
   the_launch = &l;
-  kernel_call = [] { the_kernel(Argument<A>::get(the_launch->arguments[I], the_launch->elements[I])...); };
-  grid_size = {l.grid[0], l.grid[1], l.grid[2]};
-  block_size = {l.block[0], l.block[1], l.block[2]};
-  copy_time = When(l.copy_time);
-  wgmma_time = When(l.wgmma_time);
-  counting_conflicts = l.count_conflicts;
-  sites.clear();
-  random_order.state = (l.seed + 1) * 0x9e3779b97f4a7c15ull;  // any state but 0
-  error.clear();
-  if (!stacks.provide(int(l.block[0] * l.block[1] * l.block[2]))) return "no memory for the stacks of a block's threads";
-
-  std::vector<unsigned> turn;
-  put_in_order(turn, l.grid[0] * l.grid[1] * l.grid[2], Order(l.block_order));
-  for (unsigned b : turn) {
-    block_index = {b % l.grid[0], b / l.grid[0] % l.grid[1], b / l.grid[0] / l.grid[1]};
-    shared_memory.assign(l.shared_bytes, char(0xff));
-    run_block(Order(l.thread_order));
-    if (!error.empty()) return error.c_str();
-  }
-  return nullptr;
+  return run(l, [] { the_kernel(Argument<A>::get(the_launch->arguments[I], the_launch->elements[I])...); });
 }
 
 template <class... A> const char* launch(void (*kernel)(A...), const Launch& l) {
@@ -81,13 +66,6 @@ template <class... A> const char* launch(void (*kernel)(A...), const Launch& l) 
 }
 
 }  // namespace emulator
-
-// What the last launch counted.
-extern "C" __attribute__((visibility("default"))) const char* emulator_conflicts() {
-  static std::string text;
-  text = emulator::conflict_report();
-  return text.c_str();
-}
 
 // Makes the kernel callable from Python; returns null, or what went wrong.
 #define EMULATOR_KERNEL(kernel)                                                                                    \

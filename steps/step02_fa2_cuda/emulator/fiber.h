@@ -14,16 +14,6 @@ namespace emulator {
 
 // Pushes what a function must preserve, leaves the stack pointer in *from, and goes on where the stack `to` was left.
 extern "C" void emulator_switch(void** from, void* to);
-asm(R"(
-  .text
-emulator_switch:
-  pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
-  ret
-)");
-
 struct Fiber {
   void *inside = nullptr, *outside = nullptr;  // the stack pointers of the fiber and of its caller while they rest
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Global<T> and Shared<T>: pointers that know the array they belong to, and stop the launch where a kernel leaves it.
 #pragma once
-#include "conflicts.h"
+#include "block.h"
 
 namespace emulator {
 
@@ -12,7 +12,11 @@ struct Index {
   Index(long long i, const char* file = __builtin_FILE(), int line = __builtin_LINE()) : i(i), site{file, line} {}
 };
 
-static std::vector<char> shared_memory;  // of the running block; every byte 0xff at its start, which is NaN in every float type
+extern bool counting_conflicts;
+__attribute__((cold)) void log_access(Site site, int address, int bytes);
+void clear_conflicts();
+void close_accesses();  // at the end of a block: what only some lanes of a warp did counts as well
+extern std::vector<char> shared_memory;  // of the running block; every byte 0xff at its start, which is NaN in every float type
 
 struct GlobalMemory {
   static constexpr const char* name = "an argument";

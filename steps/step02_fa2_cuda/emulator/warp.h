@@ -17,63 +17,19 @@ struct MmaOffer {
   float* d;
   const uint32_t *a, b0, b1;
 };
+template <class Half> void mma_of_warp(MmaOffer& offer, Site site);
 
-template <class Half> void mma_of_warp(MmaOffer** lanes) {
-  float A[16][16], B[16][8];
-  for (int t = 0; t < 32; t++) {
-    int g = t / 4, c = 2 * (t % 4);
-    for (int i = 0; i < 4; i++) {
-      A[g + i % 2 * 8][c + i / 2 * 8] = low<Half>(lanes[t]->a[i]);
-      A[g + i % 2 * 8][c + i / 2 * 8 + 1] = high<Half>(lanes[t]->a[i]);
-    }
-    B[c][g] = low<Half>(lanes[t]->b0), B[c + 1][g] = high<Half>(lanes[t]->b0);
-    B[c + 8][g] = low<Half>(lanes[t]->b1), B[c + 9][g] = high<Half>(lanes[t]->b1);
-  }
-  for (int t = 0; t < 32; t++)
-    for (int i = 0; i < 4; i++) {
-      int row = t / 4 + i / 2 * 8, column = 2 * (t % 4) + i % 2;
-      float sum = lanes[t]->d[i];
-      for (int k = 0; k < 16; k++) sum += A[row][k] * B[k][column];
-      lanes[t]->d[i] = sum;
-    }
-}
-
-struct MatrixOffer {
-  uint32_t* r;
-  char* row;
-};
-
-// Number [row][column] of matrix i.
-inline uint16_t& matrix(MatrixOffer** lanes, int i, int row, int column) {
-  return reinterpret_cast<uint16_t*>(lanes[8 * i + row]->row)[column];
-}
-
-inline void ldmatrix(const char* operation, uint32_t (&r)[4], const void* row, bool transposed, Site site) {
-  MatrixOffer offer{r, static_cast<char*>(const_cast<void*>(row))};
-  whole_warp(operation, offer, site, [transposed](MatrixOffer** lanes) {
-    for (int t = 0; t < 32; t++)
-      for (int i = 0; i < 4; i++) {
-        int g = t / 4, c = 2 * (t % 4);
-        uint32_t low = transposed ? matrix(lanes, i, c, g) : matrix(lanes, i, g, c);
-        uint32_t high = transposed ? matrix(lanes, i, c + 1, g) : matrix(lanes, i, g, c + 1);
-        lanes[t]->r[i] = low | high << 16;
-      }
-  });
-}
+void ldmatrix(const char* operation, uint32_t (&r)[4], const void* row, bool transposed, Site site);
+void stmatrix(const uint32_t (&r)[4], void* row, Site site);
 
 // An addition of 0 looks what others have done, in a loop: they get their turn, but not for ever.
-inline void poll(Site site) {
-  int polls = current->polls + 1;
-  if (polls > 100000) fail(site, "this thread polls for ever; blocks run one after the other, and none can wait for a later one");
-  wait("a loop of atomicAdd", site, [] { return true; });
-  current->polls = polls;
-}
+void poll(Site site);
 
 }  // namespace emulator
 
 template <class Half> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, EMULATOR_SITE) {
   emulator::MmaOffer offer{d, a, b0, b1};
-  emulator::whole_warp("mma", offer, {file, line}, emulator::mma_of_warp<Half>);
+  emulator::mma_of_warp<Half>(offer, {file, line});
 }
 
 template <class Half> void ldmatrix_x4(uint32_t (&r)[4], Shared<Half> row, EMULATOR_SITE) {
@@ -85,15 +41,7 @@ template <class Half> void ldmatrix_x4_trans(uint32_t (&r)[4], Shared<Half> row,
 }
 
 template <class Half> void stmatrix_x4(Shared<Half> row, const uint32_t (&r)[4], EMULATOR_SITE) {
-  using namespace emulator;
-  MatrixOffer offer{const_cast<uint32_t*>(r), reinterpret_cast<char*>(row.vector(16, {file, line}))};
-  whole_warp("stmatrix_x4", offer, {file, line}, [](MatrixOffer** lanes) {
-    for (int t = 0; t < 32; t++)
-      for (int i = 0; i < 4; i++) {
-        matrix(lanes, i, t / 4, 2 * (t % 4)) = uint16_t(lanes[t]->r[i]);
-        matrix(lanes, i, t / 4, 2 * (t % 4) + 1) = uint16_t(lanes[t]->r[i] >> 16);
-      }
-  });
+  emulator::stmatrix(r, row.vector(16, {file, line}), {file, line});
 }
 
 template <class To, class M, class From, class N>

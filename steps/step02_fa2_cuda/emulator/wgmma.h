@@ -6,63 +6,6 @@
 
 namespace emulator {
 
-constexpr uint32_t in_flight = 0x7fa5a5a5;  // a signalling NaN: whatever is computed from it is another number
-
-// The accumulators of one or more wgmma, as long as they are not the threads' own.
-struct Accumulators {
-  float* registers[128];
-  int n, group;  // columns; the last group that uses them
-  Site site;
-  std::vector<float> value;  // [64][n]
-
-  float& at(int t, int i) { return value[(t / 32 * 16 + t % 32 / 4 + i % 4 / 2 * 8) * n + i / 4 * 8 + t % 4 * 2 + i % 2]; }
-};
-
-struct Delivered {  // accumulators that came back to the threads
-  float* registers;   // thread 0's
-  int fences;         // that there had been
-};
-
-struct Warpgroup {
-  Meeting meeting;
-  int group = 0, fences = 0;             // the open group
-  std::list<Accumulators> accumulators;  // in flight
-  std::vector<Delivered> delivered;
-
-  Delivered& last_delivery(float* registers) {
-    for (auto& x : delivered)
-      if (x.registers == registers) return x;
-    delivered.push_back({registers, 0});
-    return delivered.back();
-  }
-};
-static std::vector<Warpgroup> warpgroups;
-
-// All 128 threads bring an offer; the last one runs work(warpgroup, offers).
-template <class Offer, class Work> void whole_warpgroup(const char* operation, Offer& offer, Site site, Work work) {
-  int w = current->rank / 128;
-  if (int(threads.size()) < 128 * (w + 1)) fail(site, "%s needs a warpgroup of 128 threads", operation);
-  meet(warpgroups[w].meeting, 128, current->rank % 128, &offer, operation, site,
-       [w, &work](void** offers) { work(warpgroups[w], reinterpret_cast<Offer**>(offers)); });
-}
-
-struct Descriptor {
-  int start, leading, stride;
-  bool rows_along_sum;  // _mn: a row of shared memory holds 64 neighbours of one k, not 64 k of one neighbour
-
-  Descriptor(uint64_t bits, bool rows_along_sum) : rows_along_sum(rows_along_sum) {
-    start = int(bits & 0x3fff) << 4;
-    leading = int(bits >> 16 & 0x3fff) << 4;
-    stride = int(bits >> 32 & 0x3fff) << 4;
-  }
-  // Where element k of row (of A) or column (of B) i lies.
-  int address(int i, int k) const {
-    int a = rows_along_sum ? start + i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
-                           : start + i / 8 * stride + i % 8 * 128 + k * 2;
-    return a ^ (a >> 3 & 0x70);
-  }
-};
-
 struct WgmmaOffer {
   const char* name;
   float* d;
@@ -71,127 +14,11 @@ struct WgmmaOffer {
   bool add;
 };
 
-template <class Half> void read_operand(const Descriptor& x, int rows, float* to, Site site) {  // to[16][rows]
-  for (int k = 0; k < 16; k++)
-    for (int i = 0; i < rows; i++) {
-      size_t a = x.address(i, k);
-      if (a + 2 > shared_memory.size()) {
-        error = text("%s: the descriptor leads beyond the end of shared memory, to byte %zu", name(site).c_str(), a);
-        return;
-      }
-      Half half;
-      memcpy(&half, &shared_memory[a], 2);
-      to[k * rows + i] = to_float(half);
-    }
-}
-
-__attribute__((optimize("O3"))) static void multiply(float* D, const float* A, const float* B, int n) {
-  for (int row = 0; row < 64; row++)
-    for (int k = 0; k < 16; k++) {
-      float a = A[k * 64 + row];
-      for (int column = 0; column < n; column++) D[row * n + column] += a * B[k * n + column];
-    }
-}
-
-// Takes the accumulators from the threads, unless an earlier wgmma under way has done so.
-inline Accumulators& take(Warpgroup& g, WgmmaOffer** lanes, int n, bool add, Site site) {
-  for (auto& x : g.accumulators)
-    if (x.registers[0] == lanes[0]->d) {
-      if (x.n != n) fail(site, "accumulators of a wgmma of %d columns under way (%s) in one of %d", x.n, name(x.site).c_str(), n);
-      return x;
-    }
-  if (g.fences == g.last_delivery(lanes[0]->d).fences)
-    fail(site, "wgmma_fence is missing between the threads' last use of these accumulators and wgmma");
-  g.accumulators.emplace_back();
-  Accumulators& x = g.accumulators.back();
-  x.n = n;
-  x.value.assign(64 * n, 0);
-  for (int t = 0; t < 128; t++) {
-    x.registers[t] = lanes[t]->d;
-    for (int i = 0; i < n / 2; i++) {
-      if (add) x.at(t, i) = lanes[t]->d[i];
-      memcpy(&lanes[t]->d[i], &in_flight, 4);
-    }
-  }
-  return x;
-}
-
-// Gives them back once no group before `group` is under way.
-inline void deliver(Warpgroup& g, int group, Site site) {
-  for (auto x = g.accumulators.begin(); x != g.accumulators.end();) {
-    if (x->group >= group) {
-      ++x;
-      continue;
-    }
-    for (int t = 0; t < 128; t++)
-      for (int i = 0; i < x->n / 2; i++) {
-        if (memcmp(&x->registers[t][i], &in_flight, 4))
-          fail(site, "accumulator %d of thread %d was written while a wgmma (%s) was under way", i, t, name(x->site).c_str());
-        x->registers[t][i] = x->at(t, i);
-      }
-    g.last_delivery(x->registers[0]).fences = g.fences;
-    x = g.accumulators.erase(x);
-  }
-}
-
-template <class Half> void start_wgmma(WgmmaOffer& offer, int n, bool trans_a, bool trans_b, Site site) {
-  uint64_t bits = offer.b_bits | (offer.a ? 0 : offer.a_bits);
-  if (offer.b_bits >> 62 != 1 || (!offer.a && offer.a_bits >> 62 != 1) || (bits >> 49 & 7))
-    fail(site, "a descriptor that `descriptor` does not make: the emulator knows the swizzle of 128 bytes only");
-  whole_warpgroup(offer.name, offer, site, [=](Warpgroup& g, WgmmaOffer** lanes) {
-    WgmmaOffer first = *lanes[0];
-    for (int t = 1; t < 128; t++)
-      if (lanes[t]->b_bits != first.b_bits || lanes[t]->add != first.add || (!first.a && lanes[t]->a_bits != first.a_bits))
-        fail(site, "%s: thread %d of the warpgroup gives other descriptors than thread 0", first.name, t);
-    Accumulators& x = take(g, lanes, n, first.add, site);
-    x.group = g.group;
-    x.site = site;
-    std::vector<float> A;  // [16][64], if it comes from registers
-    for (int t = 0; first.a && t < 128; t++)
-      for (int i = 0; i < 4; i++) {
-        int row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8, k = 2 * (t % 4) + i / 2 * 8;
-        A.resize(16 * 64);
-        A[k * 64 + row] = low<Half>(lanes[t]->a[i]);
-        A[(k + 1) * 64 + row] = high<Half>(lanes[t]->a[i]);
-      }
-    start(current->rank / 128, g.group, true, [=, &x, A = std::move(A)]() mutable {
-      std::vector<float> B(16 * n);
-      if (A.empty()) {
-        A.resize(16 * 64);
-        read_operand<Half>(Descriptor(first.a_bits, trans_a), 64, A.data(), site);
-      }
-      read_operand<Half>(Descriptor(first.b_bits, trans_b), n, B.data(), site);
-      if (!first.add) x.value.assign(64 * n, 0);
-      multiply(x.value.data(), A.data(), B.data(), n);
-    });
-  });
-}
-
-inline void warpgroup_step(const char* operation, Site site, void (*step)(Warpgroup&)) {
-  int nothing = 0;
-  whole_warpgroup(operation, nothing, site, [step](Warpgroup& g, int**) { step(g); });
-}
-
-static void begin_work() {
-  work_under_way.clear();
-  thread_copies.clear();
-  thread_copies.resize(threads.size());
-  warpgroups.clear();
-  warpgroups.resize((threads.size() + 127) / 128);
-  for (auto& b : named_barriers) b = {};
-}
-
-// What a block must not leave behind.
-static void end_work() {
-  close_accesses();
-  std::string left;
-  for (auto& g : warpgroups)
-    if (!g.accumulators.empty()) left = text("before wgmma_wait for the wgmma at %s", name(g.accumulators.front().site).c_str());
-  for (auto& b : named_barriers)
-    if (b.arrived) left = text("while %s to the named barrier at %s", describe_named(&b).c_str(), name(b.site).c_str());
-  if (!work_under_way.empty()) left = "while copies to or from its shared memory are under way";
-  if (!left.empty()) error = text("block %s has ended %s", name(block_index).c_str(), left.c_str());
-}
+template <class Half> void start_wgmma(WgmmaOffer& offer, int n, bool trans_a, bool trans_b, Site site);
+void fence_wgmma(Site site);
+void commit_wgmma(Site site);
+void wait_for_wgmma(int groups_left, Site site);
+void change_registers(const char* operation, Site site);
 
 }  // namespace emulator
 
@@ -212,25 +39,13 @@ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add, E
   emulator::start_wgmma<Half>(offer, N, false, TRANS_B, {file, line});
 }
 
-inline void wgmma_fence(EMULATOR_SITE) {
-  emulator::warpgroup_step("wgmma_fence", {file, line}, [](emulator::Warpgroup& g) { g.fences++; });
-}
-inline void wgmma_commit(EMULATOR_SITE) {
-  emulator::warpgroup_step("wgmma_commit", {file, line}, [](emulator::Warpgroup& g) { g.group++; });
-}
-
-template <int N> void wgmma_wait(EMULATOR_SITE) {
-  using namespace emulator;
-  Site site{file, line};
-  int w = current->rank / 128, nothing = 0;
-  whole_warpgroup("wgmma_wait", nothing, site, [](Warpgroup&, int**) {});
-  wait("wgmma_wait", site, [w] { return !under_way(w, warpgroups[w].group - N); });
-  whole_warpgroup("wgmma_wait", nothing, site, [site](Warpgroup& g, int**) { deliver(g, g.group - N, site); });
-}
+inline void wgmma_fence(EMULATOR_SITE) { emulator::fence_wgmma({file, line}); }
+inline void wgmma_commit(EMULATOR_SITE) { emulator::commit_wgmma({file, line}); }
+template <int N> void wgmma_wait(EMULATOR_SITE) { emulator::wait_for_wgmma(N, {file, line}); }
 
 template <int N> void registers_of_warpgroup(const char* operation, emulator::Site site) {
   static_assert(N >= 24 && N <= 256 && N % 8 == 0, "setmaxnreg takes 24, 32, ..., 256");
-  emulator::warpgroup_step(operation, site, [](emulator::Warpgroup&) {});
+  emulator::change_registers(operation, site);
 }
 template <int N> void registers_decrease(EMULATOR_SITE) { registers_of_warpgroup<N>("registers_decrease", {file, line}); }
 template <int N> void registers_increase(EMULATOR_SITE) { registers_of_warpgroup<N>("registers_increase", {file, line}); }

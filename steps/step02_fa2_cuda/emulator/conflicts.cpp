@@ -2,8 +2,7 @@
 // Counts bank conflicts in shared memory, if switched on. Shared memory has 32 banks, each 4 bytes wide; in one wavefront a bank
 // serves one word, to any number of lanes. Lanes of a warp that reach the same place in the kernel's text for the same n-th time
 // form one access; one of 8 or 16 bytes a lane goes by half or quarter warps.
-#pragma once
-#include "block.h"
+#include <list>
 
 namespace emulator {
 
@@ -22,7 +21,7 @@ struct SiteLog {
   std::vector<Warp> warps;
 };
 
-static bool counting_conflicts;
+bool counting_conflicts;
 static std::list<SiteLog> sites;
 
 static int wavefronts(const Access& a) {
@@ -59,7 +58,7 @@ static SiteLog& log_of(Site site) {
   return sites.back();
 }
 
-__attribute__((cold, noinline)) static void log_access(Site site, int address, int bytes) {
+void log_access(Site site, int address, int bytes) {
   SiteLog& log = log_of(site);
   log.warps.resize((threads.size() + 31) / 32);
   SiteLog::Warp& warp = log.warps[current->rank / 32];
@@ -73,8 +72,9 @@ __attribute__((cold, noinline)) static void log_access(Site site, int address, i
   while (!warp.open.empty() && warp.open[0].lanes == ~0u) count_first(log, warp);
 }
 
-// At the end of a block: what only some lanes of a warp did counts as well.
-static void close_accesses() {
+void clear_conflicts() { sites.clear(); }
+
+void close_accesses() {
   for (auto& log : sites) {
     for (auto& warp : log.warps)
       while (!warp.open.empty()) count_first(log, warp);
@@ -82,7 +82,6 @@ static void close_accesses() {
   }
 }
 
-// One line for each place: file:line, accesses, wavefronts.
 static std::string conflict_report() {
   std::string all;
   for (auto& log : sites) all += text("%s %lld %lld\n", name(log.site).c_str(), log.accesses, log.wavefronts);
@@ -90,3 +89,10 @@ static std::string conflict_report() {
 }
 
 }  // namespace emulator
+
+// What the last launch counted, one line for each place: file:line, accesses, wavefronts.
+extern "C" __attribute__((visibility("default"))) const char* emulator_conflicts() {
+  static std::string text;
+  text = emulator::conflict_report();
+  return text.c_str();
+}
