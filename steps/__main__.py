@@ -2,7 +2,7 @@
 
 import json
 import string
-from functools import partial
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -190,52 +190,42 @@ def bench(
     peer: Annotated[list[str] | None, typer.Option(help="Peers, such as sdpa-flash; by default all.")] = None,
     limit: Annotated[float, typer.Option(help="Milliseconds; who takes longer for one call is left out.")] = 1000,
     record: Annotated[bool, typer.Option(help="For maintainers: write to the committed rows.")] = False,
+    plan: Annotated[list[str] | None, typer.Option(help="For maintainers: a part of what is recorded of stage 02.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Another folder for the rows.")] = None,
+    minutes: Annotated[float, typer.Option(help="After these no more sizes are begun.")] = 60,
+    runs: Annotated[int, typer.Option(help="How often a plan is measured, each time as a run of its own.")] = 1,
     commit: Annotated[str | None, typer.Option(help="The commit to note where there is no git history.")] = None,
 ):
     """Measures the stages' kernels beside PyTorch's own on this GPU: rows to my/results, shown beside the committed ones."""
     from reference.bench import grid as grids
     from reference.bench import report, rows
     from reference.bench.peers import PEERS
+    from reference.bench.plans import PLANS
+    from steps.bench import entrants, record_parts
 
+    for option, values, known in (("peer", peer or (), PEERS), ("grid", [grid], grids.GRIDS), ("plan", plan or (), PLANS)):
+        if unknown := set(values) - set(known):
+            raise typer.BadParameter(f"there is no {unknown.pop()!r}; there are {', '.join(known)}", param_hint=f"--{option}")
     if engine.name != "cuda":
         console.print("bench needs a GPU: simulators say nothing about speed. The committed rows are in reference/bench/results.")
         raise typer.Exit(1)
-    if unknown := set(peer or ()) - set(PEERS):
-        raise typer.BadParameter(f"there is no peer {unknown.pop()!r}; there are {', '.join(PEERS)}", param_hint="--peer")
-    if grid not in grids.GRIDS:
-        raise typer.BadParameter(f"there is no grid {grid!r}; there are {', '.join(grids.GRIDS)}", param_hint="--grid")
-    candidates = [c for number in chosen(stage) if number in ("01", "02", "03") for c in entrants(number, kernel)]
-    best = {"bf16" if "bf16" in c.dtypes else "fp32" for c in candidates}
-    dtypes = dtype or sorted(best)
-    options = dict(passes=("fwd", "bwd"), dtypes=dtypes, limit_ms=limit, commit=commit, say=console.print)
+    options = dict(limit_ms=limit, until=time.monotonic() + 60 * minutes, commit=commit, say=console.print)
+    if plan:
+        found = record_parts([part for name in plan for part in PLANS[name]] * runs, **options)
+    else:
+        candidates = [c for number in chosen(stage) if number in ("01", "02", "03") for c in entrants(number, kernel)]
+        best = {"bf16" if "bf16" in c.dtypes else "fp32" for c in candidates}
+        options |= dict(passes=("fwd", "bwd"), dtypes=dtype or sorted(best))
+        found = grids.measure(candidates, peer or tuple(PEERS), grids.GRIDS[grid], **options)
     committed, measured = rows.read(), []
-    for row in grids.measure(candidates, peer or tuple(PEERS), grids.GRIDS[grid], **options):
-        rows.append([row], rows.COMMITTED if record else rows.OWN)
+    for row in found:
+        rows.append([row], out or (rows.COMMITTED if record else rows.OWN))
         measured.append(row)
     console.print(report.table(measured, "measured now"))
     setting = [{name: row[name] for name in rows.SETTING} for row in measured]
     beside = [row for row in rows.latest(committed) if {name: row[name] for name in rows.SETTING} in setting]
-    if beside:
+    if beside and not plan:
         console.print(report.table(beside, "committed, the same sizes on the same GPU"))
-
-
-def entrants(number, rung):
-    """The stage's rungs, or one of them, as candidates for the benchmark."""
-    from reference.bench.grid import Candidate
-    from reference.bench.rows import DTYPES
-
-    module, supports = compare.stage(number), compare.stage(number).SUPPORTS
-    folder = Path(module.__file__).parent
-    stem = lambda prefix, word: next((p.stem for p in folder.glob(f"{prefix}_*_{word}.*")), None)  # noqa: E731
-    for word in supports["rungs"]:
-        if rung in (None, word):
-            yield Candidate(
-                supports["stage"].removeprefix("step"),
-                stem("fwd", word), partial(module.forward, rung=word),
-                (backward := stem("bwd", word)), backward and partial(module.backward, rung=word),
-                dtypes=[name for name, dtype in DTYPES.items() if dtype in supports["dtypes"]],
-                head_dims=supports["head_dims"], gqa=supports["gqa"],
-            )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reference import attention
-from reference.bench import cost, gpu_check, grid, peers, plots, report, rows, source, timing
+import sanitized as sanitized_kernels
+from reference import attention, error
+from reference.bench import cost, gpu_check, grid, peers, plans, plots, profile, report, rows, source, timing
+from steps import bench, compare
 
 
 def row(**changes):
@@ -207,6 +210,7 @@ def test_rows_survive_writing_and_reading(tmp_path):
         ({"ms_p20": 2.1}, "ms_p20 <= ms_median"),
         ({"reps": 29}, "fewer than 30"),
         ({"tflops": 0.0}, "tflops must be"),
+        ({"pass": "matmul"}, "the pass matmul"),
     ],
 )
 def test_a_bad_row_is_refused(tmp_path, changes, word):
@@ -227,6 +231,12 @@ def test_provenance_fills_its_fields_and_takes_a_commit():
     found = rows.provenance("cpu", commit="abc123")
     assert found["commit"] == "abc123" and found["gpu"] == "CPU" and found["n_gpus"] == 0
     assert rows.validate({**row(), **found})
+
+
+def test_rows_with_a_switch_turned_are_read_only_when_asked_for(tmp_path):
+    rows.append([row(), row(kernel="fwd_0_scalar:LAZY=0")], tmp_path)
+    assert [r["kernel"] for r in rows.read(tmp_path)] == ["fwd_0_scalar"]
+    assert [r["kernel"] for r in rows.read(tmp_path, switched=True)] == ["fwd_0_scalar", "fwd_0_scalar:LAZY=0"]
 
 
 def test_the_latest_row_of_a_subject_wins():
@@ -299,23 +309,28 @@ def a_stage(root):
         "fwd_1_warp.py",
         "bwd_0_scalar.py",
         "common.cuh",
-        "build.py",
+        "cache.py",
+        "other.py",
         "__init__.py",
     )
     for name in names:
         (folder / name).write_text("x = 1\n")
+    (folder / "build.py").write_text('from . import cache\nfiles = "fwd_0_scalar.cu", "bwd_0_scalar.cu"\n')
     return source.source_hash(source.source_files("01_fa1_numba", "fwd_0_scalar", root))
 
 
-def test_a_kernel_is_its_stem_and_in_cuda_what_the_stage_shares(tmp_path):
+def test_a_kernel_is_its_stem_and_in_cuda_the_headers_and_its_host_side(tmp_path):
     a_stage(tmp_path)
 
     def names(kernel):
         return {path.name for path in source.source_files("01_fa1_numba", kernel, tmp_path)}
 
-    assert names("fwd_0_scalar") == {"fwd_0_scalar.py", "fwd_0_scalar.cu", "common.cuh", "build.py"}
+    assert names("fwd_0_scalar") == {"fwd_0_scalar.py", "fwd_0_scalar.cu", "common.cuh", "build.py", "cache.py"}
     assert names("fwd_1_warp+bwd_0_scalar") == {"fwd_1_warp.py", "bwd_0_scalar.py"}
+    assert names("fwd_0_scalar:LAZY=0") == names("fwd_0_scalar")
     assert names("build") == {"common.cuh", "build.py"}
+    files = source.source_files("02_fa2_cuda", "fwd_8_hopper")
+    assert {path.name for path in files} == {"fwd_8_hopper.cu", "ptx.cuh", "hopper.py", "nvrtc.py", "cache.py", "wgmma.py"}
     assert names("fwd_0") == names("fwd_1_warp+bwd_9_none") == set()
 
 
@@ -434,6 +449,21 @@ def test_who_is_too_slow_is_not_tried_at_larger_sizes(hashed):
     assert "more than the limit" in said[0] and "too slow at a smaller size" in said[1]
 
 
+def test_a_matrix_product_is_measured_with_every_group(hashed, monkeypatch):
+    monkeypatch.setattr(peers, "MATMUL_SIZE", 48)
+    monkeypatch.setattr(grid, "MATMUL_SIZE", 48)
+    found, _ = measured([candidate()], points=SMALL * 2, peers=(), with_matmul=True)
+    product = [r for r in found if r["peer"] == "matmul"]
+    assert [r["kernel"] for r in found] == ["fwd_1_matrix", None] * 2 and len({r["run"] for r in found}) == 1
+    assert all((r["pass"], r["N"], r["D"], r["causal"]) == ("matmul", 48, 48, False) for r in product)
+    assert product[0]["tflops"] == pytest.approx(2 * 48**3 / product[0]["ms_median"] / 1e9) and product[0]["error"] < 1e-4
+
+
+def test_no_point_is_begun_when_the_time_is_up(hashed):
+    found, said = measured([candidate()], until=0.0)
+    assert not found and "out of time" in said[0]
+
+
 def test_inputs_are_random_and_repeatable():
     first, again = (grid.make_inputs(SMALL[0], "bf16", "cpu", seed=1) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -493,6 +523,73 @@ def test_a_changed_kernel_leaves_readme(repository):
     assert "fwd_0_scalar" not in text and "sdpa-flash" in text
 
 
+def ladder_rows(root, tflops=50.0):
+    """Rows of three rungs of a stage 02 under root, with their peers and a matrix product."""
+    folder = root / "steps" / "step02_fa2_cuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    for kernel, changes in {
+        "fwd_0_scalar": dict(tflops=4.0, dtype="fp32", D=64),
+        "fwd_2_mma": dict(tflops=tflops, D=128),
+        "bwd_0_scalar": {"tflops": 1.5, "dtype": "fp32", "D": 64, "pass": "bwd"},
+    }.items():
+        (folder / f"{kernel}.cu").write_text("x = 1\n")
+        hash = source.source_hash(source.source_files("02_fa2_cuda", kernel, root))
+        found.append(row(stage="02_fa2_cuda", kernel=kernel, source=hash, N=4096, **changes))
+    product = row(stage=None, kernel=None, source=None, peer="matmul", N=8192, D=8192, H=1, Hk=1, tflops=800.0)
+    return [*found, peer_row(N=4096, D=128, tflops=340.0), {**product, "pass": "matmul"}]
+
+
+def test_the_ladder_shows_each_rung_once_and_says_what_differs(tmp_path):
+    more = [
+        row(stage="02_fa2_cuda", kernel="fwd_2_mma", N=4096, D=64, tflops=1.0),  # D=128 there is
+        row(stage="02_fa2_cuda", kernel="fwd_2_mma", N=512, D=128, tflops=2.0),
+        row(stage="02_fa2_cuda", kernel="fwd_2_mma", N=4096, D=128, causal=True, tflops=3.0),
+        row(stage="03_triton", kernel="fwd_0_fused", N=4096, D=128, tflops=5.0),
+        peer_row(N=4096, D=64, tflops=6.0),
+        row(gpu="Tesla T4", stage="02_fa2_cuda", kernel="fwd_2_mma", N=4096, D=128, tflops=7.0),
+    ]
+    some = [*more, *ladder_rows(tmp_path)]
+    numbers = plots.ladder_numbers(some)
+    assert numbers == {
+        "gpu": "NVIDIA H200",
+        "matmul": 800.0,
+        "fwd": {"rungs": [("scalar", 4.0, "fp32\nD=64"), ("mma", 50.0, "")], "peers": {"sdpa-flash": 340.0}},
+        "bwd": {"rungs": [("scalar", 1.5, "fp32\nD=64")], "peers": {}},
+    }
+    forward, backward = plots.ladder(some).axes
+    assert [bar.get_height() for bar in forward.patches] == [4.0, 50.0] and [line.get_ydata()[0] for line in forward.lines] == [
+        340
+    ]
+    assert [bar.get_height() for bar in backward.patches] == [1.5] and forward.get_ylim()[1] >= 800
+    assert plots.ladder_numbers(more) is None
+    with pytest.raises(ValueError, match="forward and backward"):
+        plots.ladder(more)
+
+
+def test_readme_shows_the_ladder_only_of_the_rows_that_there_are(tmp_path):
+    readme, picture = tmp_path / "README.md", tmp_path / report.PICTURE
+    marked = README + "<!-- ladder -->\nold\n<!-- /ladder -->\n"
+    readme.write_text(marked)
+    report.main(["--root", str(tmp_path)])
+    assert not picture.exists() and f"<!-- ladder -->\n{report.EMPTY}<!-- /ladder -->" in readme.read_text()
+
+    results = tmp_path / "reference" / "bench" / "results"
+    rows.append(ladder_rows(tmp_path), results)
+    assert report.main(["--root", str(tmp_path), "--check"]) == 1 and not picture.exists()
+    assert report.main(["--root", str(tmp_path)]) == 0 and picture.exists()
+    assert f"({report.PICTURE})" in readme.read_text() and report.main(["--root", str(tmp_path), "--check"]) == 0
+
+    rows.append(ladder_rows(tmp_path, tflops=60.0), results)  # README says the same, the picture does not
+    assert report.main(["--root", str(tmp_path), "--check"]) == 1
+    report.main(["--root", str(tmp_path)])
+    assert json.loads(report.ladder_in(picture))["fwd"]["rungs"][1][1] == 60.0
+
+    (tmp_path / "steps" / "step02_fa2_cuda" / "bwd_0_scalar.cu").write_text("x = 2\n")
+    report.main(["--root", str(tmp_path)])
+    assert not picture.exists() and "ladder.png" not in readme.read_text()
+
+
 def test_the_share_of_a_peer_is_taken_within_one_run():
     everything = [
         row(run="r1", tflops=50.0),
@@ -500,6 +597,12 @@ def test_the_share_of_a_peer_is_taken_within_one_run():
         peer_row(run="r2", tflops=400.0),
     ]
     assert "| 50 | 50% |" in report.markdown(everything)
+
+
+def test_the_caption_names_a_machine_once_with_all_commits():
+    shown = report.markdown([row(N=512, commit="a" * 40), row(N=1024, commit="b" * 12), row(N=2048, commit="a" * 40)])
+    assert shown.count("NVIDIA H200") == 1 and "commits aaaaaaa, bbbbbbb." in shown
+    assert shown.count("\n\n") == 1 and report.markdown([row()]).endswith("2026-01-31, commit abc.\n")
 
 
 def test_a_readme_without_sections_is_left_alone(tmp_path, capsys):
@@ -562,12 +665,63 @@ def test_a_sanitizer_is_clean_only_if_it_finished_and_tests_ran(output, code, st
     assert gpu_check.verdict(gpu_check.parse_sanitizer(output), code) == status
 
 
+RACE = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at attention_backward+0x430 in ptx.cuh:{line}
+=========     and Read access at attention_backward+0x770 in bwd_2_wgmma.cu:55 [248 hazards]
+=========
+========= Warning: Race reported between Read access at attention_backward+0x70 in bwd_2_wgmma.cu:55
+=========     and Write access at attention_backward+0x90 in ptx.cuh:{line} [8 hazards]
+4 passed
+========= ERROR SUMMARY: 669 errors were not printed. Use --print-limit option to adjust the number of printed errors
+========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
+"""
+PTX = (rows.ROOT / "steps/step02_fa2_cuda/ptx.cuh").read_text().splitlines()
+BULK, OTHER = (next(n for n, line in enumerate(PTX, 1) if word in line) for word in ("cp.async.bulk.shared", "ldmatrix.sync"))
+
+
+def test_reports_are_kept_without_addresses_and_counts():
+    found = gpu_check.parse_sanitizer(RACE.format(line=7))
+    assert found["problems"] == 2 and found["passed"] == 4 and len(found["summaries"]) == 1
+    assert found["reports"][0] == (
+        "Error: Race reported between Write access at attention_backward in ptx.cuh:7 "
+        "and Read access at attention_backward in bwd_2_wgmma.cu:55"
+    )
+    assert len(found["reports"]) == 2 and "+0x" not in str(found)
+
+
+def sanitized(monkeypatch, output, planted="", tool="racecheck", what="02_fa2_cuda/bwd_2_wgmma"):
+    """The outcome if the tool prints `output`, and `planted` for the copy with a barrier less."""
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: "compute-sanitizer")
+    run = lambda command, limit, **_: (0, planted if "--planted" in command else output, 1.0)  # noqa: E731
+    monkeypatch.setattr(gpu_check, "run_limited", run)
+    return gpu_check.sanitize(tool, what, 300)
+
+
+def test_a_report_is_listed_only_at_the_lines_that_are_known(monkeypatch):
+    known = sanitized(monkeypatch, RACE.format(line=BULK))
+    assert known["status"] == "listed" and "RACECHECK_TMA_HAZARD" in known["listed"] and known["problems"] == 2
+    assert sanitized(monkeypatch, RACE.format(line=OTHER))["status"] == "problems"
+    one_of_two = RACE.format(line=BULK).replace(f"ptx.cuh:{BULK} [8", f"ptx.cuh:{OTHER} [8")
+    assert sanitized(monkeypatch, one_of_two)["status"] == "problems"
+    assert sanitized(monkeypatch, RACE.format(line=BULK), tool="memcheck")["status"] == "problems"
+
+
+def test_a_planted_race_is_seen_only_if_it_adds_a_report(monkeypatch):
+    clean = CLEAN.replace("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
+    assert sanitized(monkeypatch, clean, planted=RACE)["planted"] == "seen"
+    assert sanitized(monkeypatch, clean, planted=clean)["planted"] == "not seen"
+    assert sanitized(monkeypatch, RACE, planted=RACE)["planted"] == "not seen"
+    assert sanitized(monkeypatch, clean, planted="Traceback: it does not compile")["planted"] == "failed"
+    assert "planted" not in sanitized(monkeypatch, CLEAN, tool="memcheck")
+    assert "planted" not in sanitized(monkeypatch, clean, what="03_triton")
+
+
 def test_a_time_limit_is_recorded_as_a_time_limit(monkeypatch):
     assert gpu_check.run_limited([sys.executable, "-c", "print('x'); import time; time.sleep(60)"], 0.5)[0] is None
     monkeypatch.setattr(gpu_check, "run_limited", lambda *_, **__: (None, CLEAN, 300.0))
     monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: "compute-sanitizer")
     assert gpu_check.sanitize("memcheck", "03_triton", 300)["status"] == "timeout"
-    assert gpu_check.run_suite(300)["status"] == "timeout"
+    assert gpu_check.run_suite("suite", 300, 2)["status"] == "timeout"
 
 
 def test_junit_counts():
@@ -596,26 +750,54 @@ def test_without_a_gpu_nothing_is_written(tmp_path, monkeypatch):
 
 
 def test_the_outcomes_are_written_and_decide_the_exit_code(tmp_path, monkeypatch, capsys):
-    status = {"memcheck": "clean", "racecheck": "clean"}
+    status = dict.fromkeys(gpu_check.TOOLS, "clean")
     machine = rows.provenance("cpu", commit="c") | {"gpu": "NVIDIA H200"}
     monkeypatch.setattr(gpu_check, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
     monkeypatch.setattr(rows, "provenance", lambda **_: machine)
-    monkeypatch.setattr(gpu_check, "run_suite", lambda limit: {"status": "passed", "passed": 7, "seconds": 1})
-    monkeypatch.setattr(gpu_check, "sanitize", lambda tool, stage, limit: {"status": status[tool]})
+    monkeypatch.setattr(gpu_check, "kernel_hashes", lambda: {"02_fa2_cuda/fwd_0_scalar": "1" * 12})
+    monkeypatch.setattr(gpu_check, "run_suite", lambda name, limit, jobs: {"status": "passed", "passed": 7, "seconds": 1})
+    monkeypatch.setattr(gpu_check, "sanitize", lambda tool, what, limit: {"status": status[tool]})
     assert gpu_check.main(["--folder", str(tmp_path)]) == 0
     status["racecheck"] = "timeout"
     assert gpu_check.main(["--folder", str(tmp_path), "--only", "racecheck", "--stages", "03_triton"]) == 1
     written = json.loads((tmp_path / "nvidia-h200.checks.json").read_text())
-    assert len(written["outcomes"]) == 1 + 2 * len(gpu_check.SANITIZED)
+    assert len(written["outcomes"]) == 2 + 4 * len(gpu_check.SANITIZED)
     assert written["outcomes"]["racecheck 03_triton"] == {"status": "timeout"}
     assert written["outcomes"]["suite"]["passed"] == 7 and "timeout" in capsys.readouterr().out
     assert written["sources"] == gpu_check.kernel_hashes() and written["commit"] == "c"
+    status["racecheck"] = "listed"
+    assert gpu_check.main(["--folder", str(tmp_path), "--only", "racecheck"]) == 0
+    assert gpu_check.main(["--folder", str(tmp_path), "--minutes", "0"]) == 1
+    assert "no time for: suite" in capsys.readouterr().out
 
 
-def test_the_sanitized_stages_have_their_test_files_named_alike():
-    for stage, arguments in gpu_check.SANITIZED.items():
-        assert f"tests/test_step{stage}.py" in arguments
-        assert (rows.ROOT / "steps" / f"step{stage}").is_dir()
+def test_every_kernel_of_the_gpu_stages_is_sanitized_alone_or_with_its_stage():
+    for what, arguments in gpu_check.SANITIZED.items():
+        stage, _, kernel = what.partition("/")
+        assert (rows.ROOT / "steps" / f"step{stage}").is_dir() and stage in gpu_check.STAGES
+        assert arguments[2] == kernel if kernel else f"tests/test_step{stage}.py" in arguments
+    folder = rows.ROOT / "steps" / "step02_fa2_cuda"
+    assert {f"02_fa2_cuda/{path.stem}" for path in folder.glob("*.cu")} <= set(gpu_check.SANITIZED)
+    assert set(sanitized_kernels.PLANTED) == {path.stem for path in folder.glob("*.cu")}
+
+
+@pytest.mark.parametrize("kernel", sanitized_kernels.PLANTED)
+def test_the_planted_copy_lacks_one_barrier_and_no_line_moves(kernel):
+    text = (sanitized_kernels.STAGE / f"{kernel}.cu").read_text()
+    planted = sanitized_kernels.without_a_barrier(text, kernel)
+    changed = [(a, b) for a, b in zip(text.splitlines(), planted.splitlines(), strict=True) if a != b]
+    assert len(changed) == 1 and re.search("barrier|syncthreads", changed[0][0])
+    with pytest.raises(ValueError, match="0 lines"):
+        sanitized_kernels.without_a_barrier(planted, kernel)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="without a GPU stage 02 needs g++, and there is none")
+def test_what_runs_under_the_sanitizers_checks_its_results(monkeypatch):
+    assert sanitized_kernels.check("fwd_0_scalar", N=40, head_dims=(64, 128)) == 2  # scalar takes no head_dim 128
+    assert sanitized_kernels.check("fwd_0_scalar", planted=True, N=40, head_dims=(64,)) == 0
+    monkeypatch.setattr(error, "failures", lambda got, want: {"out": (1.0, 0.1)} if list(got) == ["out", "lse"] else {})
+    with pytest.raises(AssertionError, match="fwd_0_scalar, D=64, causal=False"):
+        sanitized_kernels.check("fwd_0_scalar", N=40, head_dims=(64,))
 
 
 def test_every_kernel_in_the_course_has_a_hash():
@@ -626,3 +808,117 @@ def test_every_kernel_in_the_course_has_a_hash():
 def test_the_reference_imports_nothing_of_steps():
     for path in (rows.ROOT / "reference").rglob("*.py"):
         assert not re.search(r"^\s*(from|import) steps", path.read_text(), re.M), path
+
+
+# --- profile and plans --------------------------------------------------------------------------------------
+
+NCU = """==PROF== Connected to process 4242 (/usr/bin/python3)
+==PROF== Profiling "attention_forward" - 2: 0%....50%....100% - 8 passes
+"ID","Process ID","Kernel Name","Block Size","sm__pipe_tensor_cycles_active.avg.pct","l1tex__conflicts.sum","launch__registers"
+"","","","","%","","register/thread"
+"0","4242","attention_forward","(128, 1, 1)","41.25","1,234,567","n/a"
+==PROF== Disconnected
+"""
+METRICS = {
+    "tensor_pipe": "sm__pipe_tensor_cycles_active.avg.pct",
+    "bank_conflicts": "l1tex__conflicts.sum",
+    "registers": "launch__registers",
+    "missing": "not__there.sum",
+}
+
+
+def test_ncus_table_is_parsed_without_its_units_and_what_has_no_value():
+    assert profile.parse(NCU, METRICS) == {"tensor_pipe": 41.25, "bank_conflicts": 1234567.0}
+    line = next(line for line in NCU.splitlines() if line.startswith('"0"'))
+    for output in (NCU.replace(line, f"{line}\n{line}"), NCU.replace(line + "\n", ""), "==ERROR== no device"):
+        with pytest.raises(ValueError, match="kernels, not 1"):
+            profile.parse(output, METRICS)
+
+
+def test_the_first_counter_that_ncu_knows_is_read():
+    chosen = profile.choose(
+        {"sm__pipe_tensor_op_gmma_cycles_active", "sm__pipe_tensor_op_hmma_cycles_active", "dram__throughput"}
+    )
+    assert chosen == {
+        "tensor_pipe": "sm__pipe_tensor_op_gmma_cycles_active.avg.pct_of_peak_sustained_active",
+        "dram_throughput": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+        "registers": "launch__registers_per_thread",
+    }
+    command = profile.command("ncu", "fa2", chosen)
+    assert ",".join(chosen.values()) in command and command[-1] == "fa2" and "none" == command[2]
+
+
+def test_a_profile_is_shown_only_for_files_as_they_were(tmp_path):
+    fresh = {"kernel": "fwd_5_fa2", "source": source.source_hash(source.source_files("02_fa2_cuda", "fwd_5_fa2"))}
+    rungs = {
+        "fa2": {**fresh, "counters": {"tensor_pipe": 40.0}},
+        "mma": {"kernel": "fwd_2_mma", "source": "0" * 12, "counters": {"tensor_pipe": 9.0}},
+    }
+    (tmp_path / "x.profile.json").write_text(json.dumps({"rungs": rungs}))
+    assert profile.read(tmp_path / "x.profile.json") == {"fa2": {"tensor_pipe": 40.0}}
+    assert profile.read(tmp_path / "missing.json") == {}
+    assert all(name in (*profile.RUNGS,) for name in profile.read()), "the committed file"
+
+
+def test_a_rung_that_ncu_fails_on_is_left_out_with_the_reason(monkeypatch):
+    def run(words, limit):
+        if "--version" in words:
+            return "Version 2025.3.1.0"
+        if "--query-metrics" in words:
+            return "sm__pipe_tensor_cycles_active   Counter   cycle   # of cycles"
+        if words[-1] == "mma":
+            raise RuntimeError("ncu ... failed")
+        return NCU.replace("active.avg.pct", "active.avg.pct_of_peak_sustained_active")
+
+    said = []
+    monkeypatch.setattr(profile, "run", run)
+    found = profile.profile("ncu", ("mma", "fa2"), 9, said.append)
+    assert list(found["rungs"]) == ["fa2"] and said == ["mma: ncu ... failed"] and found["ncu"] == "2025.3.1.0"
+    assert found["rungs"]["fa2"]["counters"] == {"tensor_pipe": 41.25} and found["rungs"]["fa2"]["kernel"] == "fwd_5_fa2"
+
+
+def test_the_plan_names_rungs_and_peers_that_there_are():
+    folder = rows.ROOT / "steps" / "step02_fa2_cuda"
+    for parts in plans.PLANS.values():
+        for part in parts:
+            assert set(part.peers) <= set(peers.PEERS) and set(part.dtypes) <= set(rows.DTYPES)
+            for rung in part.rungs:
+                assert list(folder.glob(f"fwd_*_{rung}.cu"))
+                assert "bwd" not in part.passes or list(folder.glob(f"bwd_*_{rung}.cu"))
+    measured_forward = {rung for parts in plans.PLANS.values() for part in parts if "fwd" in part.passes for rung in part.rungs}
+    assert measured_forward == {path.stem.split("_", 2)[2] for path in folder.glob("fwd_*.cu")}
+
+
+def test_a_backward_is_measured_only_under_the_rung_that_owns_it():
+    forward = {c.fwd_kernel for c in bench.entrants("02")}
+    backward = {c.bwd_kernel for c in bench.entrants("02") if c.backward}
+    folder = rows.ROOT / "steps" / "step02_fa2_cuda"
+    there = {path.stem for path in folder.glob("?wd_*.cu")}
+    assert forward | backward <= there and {"fwd_0_scalar", "bwd_0_scalar", "bwd_1_fa2"} <= forward | backward
+    (scalar,) = bench.entrants("02", "scalar")
+    assert scalar.dtypes == ["fp32"] and 128 not in scalar.head_dims and scalar.kernel("bwd") == "bwd_0_scalar"
+    (mma,) = bench.entrants("02", "mma")
+    assert mma.bwd_kernel is None and mma.backward is None and "fp32" not in mma.dtypes
+
+
+def test_switches_are_the_macros_that_are_0_or_1_unless_defined():
+    text = "#ifndef LAZY\n#define LAZY 1\n#endif\n#ifndef LATE  // why\n#define LATE 0\n#endif\n#ifndef N\n#define N 2\n#endif\n"
+    assert bench.switches(text) == {"LAZY": 1, "LATE": 0}
+    hopper = grid.Candidate("02_fa2_cuda", "fwd_8_hopper", None)
+    found = bench.switches((rows.ROOT / "steps" / "step02_fa2_cuda" / "fwd_8_hopper.cu").read_text())
+    turned = list(bench.switched(hopper))
+    assert [c.fwd_kernel for c in turned] == [f"fwd_8_hopper:{name}={1 - usual}" for name, usual in found.items()]
+    assert [c.forward.keywords for c in turned] == [{name: 1 - usual} for name, usual in found.items()]
+    assert all(c.backward is None and source.source_files(c.stage, c.fwd_kernel) for c in turned)
+
+
+@pytest.mark.skipif(bool(compare.unavailable("02")), reason="stage 02 cannot run here")
+def test_a_part_of_the_plan_gives_the_rows_of_its_rungs(monkeypatch):
+    part = plans.Part(("scalar",), (grid.Point(1, 1, 40, 32),), ("fwd", "bwd"), ("fp32",), ("sdpa-math",))
+    assert len(list(bench._jobs(part))) == 1
+    ahead = []
+    monkeypatch.setattr(bench, "compile_ahead", ahead.extend)
+    found = list(bench.record_parts([part, part], device=bench.engine.device, commit="c", warmup=0, limit_ms=1e5))
+    assert [r["kernel"] or r["peer"] for r in found] == ["fwd_0_scalar", "sdpa-math", "bwd_0_scalar", "sdpa-math"] * 2
+    assert len(ahead) == 1 and all(r["error"] < 1e-4 for r in found)
+    bench._compile(ahead[0])

@@ -1,6 +1,12 @@
 """README and the other pages say what is so: the generated parts, the links, the commands, the names."""
 
+import importlib.util
+import os
 import re
+import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -45,3 +51,26 @@ def test_commands_are_those_of_the_makefile_and_the_command_line():
 
     commands = {c.name or c.callback.__name__ for c in app.registered_commands}
     assert set(re.findall(r"python -m steps (\w+)", README)) <= commands
+    from reference.bench.plans import PLANS
+
+    names = re.search(r"--plan (\w+) --record` \(then ([\w, ]+)\)", README)
+    assert {names[1], *names[2].split(", ")} == set(PLANS)
+    assert all(importlib.util.find_spec(name) for name in re.findall(r"python -m ((?:reference|steps)\.[\w.]*\w)", README))
+
+
+@pytest.mark.skipif(not (shutil.which("gdb") and shutil.which("g++")), reason="needs gdb and g++")
+def test_the_debugger_stops_in_a_kernel_as_readme_shows():
+    block = re.search(r"```\n( *STEPS_ENGINE=cpu gdb .*?) *```", README, re.S)[1]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    keys = "next\nnext\nprint m_new\nup\ninfo locals\nkill\nquit\n"
+    command = textwrap.dedent(block)
+    done = subprocess.run(
+        command, shell=True, input=keys, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=300
+    )
+    if "ptrace: Operation not permitted" in done.stderr:
+        pytest.skip("this machine lets no debugger run")
+    assert "hit Breakpoint 1, online_update" in done.stdout, done.stdout + done.stderr
+    shown = re.search(r"shows this row's maximum, and `up`, `info locals` the thread: (.*)\.", README)[1]
+    assert float(re.search(r"\$1 = (\S+)", done.stdout)[1]) > 0  # m_new
+    for fact in re.findall(r"`(.+?)`", shown):
+        assert f"\n{fact}\n" in done.stdout, fact

@@ -1,10 +1,13 @@
 """`python -m reference.bench.gpu_check`: the proof that the course is right on this GPU, as a file to commit.
 
-Runs the test suite and, over every kernel at small sizes, compute-sanitizer's memcheck (accesses out of
-bounds) and racecheck (unsynchronised shared memory), and writes reference/bench/results/<gpu>.checks.json:
-what passed, failed and was skipped, the sanitizers' summaries, versions, and the hash of each kernel's files.
-Nothing counts as clean that did not run to its end: a time limit, a missing summary or a run in which no test
-passed is recorded as such.
+Runs the test suite and, over every kernel at small sizes, compute-sanitizer's tools: memcheck (accesses out of bounds), racecheck
+(unsynchronised shared memory), initcheck (reads of what nobody wrote) and synccheck (barriers misused). Writes
+reference/bench/results/<gpu>.checks.json: what passed, failed and was skipped, the sanitizers' summaries and reports, versions,
+and the hash of each kernel's files. Nothing counts as clean that did not run to its end: a time limit, a missing summary or a run
+in which no test passed is recorded as such.
+
+Whether racecheck looks at a kernel at all is tried, too: each kernel of stage 02 is run with one barrier less, and its outcome's
+`planted` says whether that was seen.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,25 +32,42 @@ from rich.table import Table
 from reference.bench import rows
 from reference.bench.source import source_files, source_hash
 
-SUITE = ("-m", "pytest", "tests", "-q")
-# What runs under the sanitizers, as arguments of Python: every rung of a stage, and the ragged cases in all
-# its dtypes. Stage 00 has no kernels, and stage 04's are stage 03's.
+STAGE_02 = "tests/test_step02_fa2_cuda.py"  # takes longer than all others: its tests are dealt out one by one, not by file
+SUITES = {
+    "suite": ("tests", f"--ignore={STAGE_02}", "--dist", "loadfile"),
+    "suite 02_fa2_cuda": (STAGE_02, "--dist", "load"),
+}
+# What runs under the sanitizers, as arguments of Python: every rung of a stage, and the ragged cases in all its dtypes; of stage
+# 02 each kernel alone. Stage 00 has no kernels, and stage 04's are stage 03's.
 _SMALL = ("-q", "-p", "no:cacheprovider", "-k", "every_rung or ragged")
 SANITIZED = {
     "01_fa1_numba": ("-m", "pytest", "tests/test_step01_fa1_numba.py", *_SMALL),
-    "02_fa2_cuda": ("-m", "pytest", "tests/test_step02_fa2_cuda.py", *_SMALL),
+    **{
+        f"02_fa2_cuda/{path.stem}": ("-m", "tests.sanitized", path.stem)
+        for path in sorted((rows.ROOT / "steps" / "step02_fa2_cuda").glob("?wd_*.cu"))
+    },
     "03_triton": ("-m", "pytest", "tests/test_step03_triton.py", *_SMALL),
 }
+STAGES = ("01_fa1_numba", "02_fa2_cuda", "03_triton")
 # memcheck would count refused driver calls too: torch asks for functions that a driver may lack, and handles the answer.
-TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
+TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck": (), "synccheck": ()}
 PARTS = ("suite", *TOOLS)
+# By tool: source lines whose reports are no mistakes of the kernel, and why; the page has minimal examples.
+LISTED = {
+    "racecheck": (
+        r"\bbulk_load\(|cp\.async\.bulk\.shared",
+        "racecheck does not see that an mbarrier orders a plain bulk copy before other warps' reads: "
+        "https://github.com/Dao-AILab/flash-attention/blob/main/AI/RACECHECK_TMA_HAZARD.md",
+    )
+}
 
 
-def run_suite(limit):
-    """The test suite's outcome: counts, the failures by name, the skips by reason."""
+def run_suite(name, limit, processes):
+    """The outcome of a part of the test suite: counts, the failures by name, the skips by reason."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        code, output, seconds = run_limited([sys.executable, *SUITE, f"--junitxml={report}"], limit)
+        command = [sys.executable, "-m", "pytest", *SUITES[name], "-q", "-n", str(processes), f"--junitxml={report}"]
+        code, output, seconds = run_limited(command, limit)
         outcome = parse_junit(report.read_text()) if report.exists() else {}
     status = "timeout" if code is None else "passed" if code == 0 and outcome.get("passed") else "failed"
     tail = {} if status == "passed" else {"tail": output.splitlines()[-20:]}
@@ -69,31 +90,60 @@ def parse_junit(xml):
     return {**counts, "failures": failures, "skips": dict(skips)}
 
 
-def sanitize(tool, stage, limit):
-    """One sanitizer over one stage's kernels."""
+def sanitize(tool, what, limit):
+    """One sanitizer over one of SANITIZED; racecheck over a kernel of stage 02 also says whether it sees a planted race."""
+    found, code, seconds, output = run_sanitizer(tool, SANITIZED[what], limit)
+    status = "timeout" if code is None else verdict(found, code)
+    extra = {} if status == "clean" else {"tail": output.splitlines()[-20:]}
+    if status == "problems" and is_listed(tool, found["reports"]):
+        extra |= {"status": "listed", "listed": LISTED[tool][1]}
+    if tool == "racecheck" and SANITIZED[what][1] == "tests.sanitized":
+        planted, code, *_ = run_sanitizer(tool, (*SANITIZED[what], "--planted"), limit)
+        new, ended = set(planted["reports"]) - set(found["reports"]), code == 0 and planted["summaries"]
+        extra["planted"] = "timeout" if code is None else "seen" if new else "not seen" if ended else "failed"
+    return {"status": status, **found, "seconds": round(seconds), **extra}
+
+
+def is_listed(tool, reports, folder=rows.ROOT / "steps" / "step02_fa2_cuda"):
+    """Whether each report names a source line that LISTED has for the tool."""
+    if tool not in LISTED:
+        return False
+    places = [re.findall(r"(\w+\.cuh?):(\d+)", report) for report in reports]
+    lines = [[_line(folder / file, int(n)) for file, n in found] for found in places]
+    return bool(reports) and all(any(re.search(LISTED[tool][0], line) for line in found) for found in lines)
+
+
+def _line(file, number):
+    return file.read_text().splitlines()[number - 1] if file.exists() else ""
+
+
+def run_sanitizer(tool, arguments, limit):
+    """(what it found, exit code, seconds, output) of a Python program under one of TOOLS."""
     sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     if sanitizer is None:
-        return {"status": "missing"}
-    command = [sanitizer, "--tool", tool, *TOOLS[tool], "--target-processes", "all", sys.executable, *SANITIZED[stage]]
+        return parse_sanitizer(""), 127, 0.0, "there is no compute-sanitizer"
+    command = [sanitizer, "--tool", tool, *TOOLS[tool], "--target-processes", "all", sys.executable, *arguments]
     # PyTorch's allocator hands out pieces of large blocks: out of a tensor's bounds would be inside a block.
     code, output, seconds = run_limited(command, limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    found = parse_sanitizer(output)
-    status = "timeout" if code is None else verdict(found, code)
-    tail = {} if status == "clean" else {"tail": output.splitlines()[-20:]}
-    return {"status": status, **found, "seconds": round(seconds), **tail}
+    return parse_sanitizer(output), code, seconds, output
 
 
 def parse_sanitizer(output):
-    """What compute-sanitizer and pytest print at their ends: {"summaries", "problems", "passed"}.
+    """What compute-sanitizer and the tests print at their ends: {"summaries", "problems", "passed", "reports"}.
 
-    problems: memcheck's errors, or racecheck's hazards (errors and warnings), of all processes together.
+    problems: errors, or racecheck's hazards (errors and warnings), of all processes together. reports: the different ones, their
+    first lines without addresses.
     """
-    summaries = list(re.finditer(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)[^\n]*", output))
+    summaries = [m for m in re.finditer(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)[^\n]*", output) if "not printed" not in m[0]]
     passed = re.findall(r"(\d+) passed", output)
+    reports = re.findall(r"^=+ ((?:Error|Warning|Invalid|Uninitialized|Barrier error|Potential|Program hit)[^\n]*"
+                         r"(?:\n=+ {4,}(?:at|and) [^\n]*){0,2})", output, re.M)  # fmt: skip
+    plain = [re.sub(r"\n=+ +| \[\d+ hazards?\]|\+0x\w+|0x\w+", " ", report).strip() for report in reports]
     return {
         "summaries": [match[0] for match in summaries],
         "problems": sum(int(match[1]) for match in summaries),
         "passed": int(passed[-1]) if passed else 0,
+        "reports": list(dict.fromkeys(" ".join(report.split()) for report in plain)),
     }
 
 
@@ -138,28 +188,39 @@ def merge(old, new):
     return {**new, "outcomes": {**(old["outcomes"] if same else {}), **new["outcomes"]}}
 
 
-def check(parts, stages, suite_limit, limit):
-    """{name: outcome} of the suite and of each sanitizer over each stage, as far as they are asked for."""
-    outcomes = {"suite": run_suite(suite_limit)} if "suite" in parts else {}
-    for tool in TOOLS:
-        for stage in stages if tool in parts else ():
-            outcomes[f"{tool} {stage}"] = sanitize(tool, stage, limit)
-    return outcomes
+def tasks(parts, stages):
+    """[(the outcome's name, a function of the seconds it may take)] of what is asked for."""
+    suites = [(name, lambda limit, p, name=name: run_suite(name, limit, p)) for name in SUITES if "suite" in parts]
+    pairs = [(tool, what) for what in SANITIZED for tool in TOOLS if tool in parts and what.partition("/")[0] in stages]
+    return suites + [(f"{tool} {what}", lambda limit, _, t=tool, w=what: sanitize(t, w, limit)) for tool, what in pairs]
+
+
+def run_tasks(todo, limits, jobs, seconds):
+    """Yields (name, outcome) as they end: first the suites, one after the other, then the sanitizers, `jobs` at a time.
+
+    Begins nothing after `seconds`, and gives nothing more than what is left of them: the outcome of what was not begun is None.
+    """
+    end = time.monotonic() + seconds
+
+    def run(name, function):
+        left, kind = end - time.monotonic(), "suite" if name.startswith("suite") else "sanitizer"
+        return name, function(min(left, limits[kind]), jobs) if left > 10 else None
+
+    suites = [task for task in todo if task[0].startswith("suite")]
+    yield from (run(*task) for task in suites)
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from (future.result() for future in as_completed([pool.submit(run, *task) for task in todo[len(suites) :]]))
 
 
 def main(arguments=None):
-    """Exit code: 0 if everything asked for passed and was clean."""
+    """Exit code: 0 if everything asked for passed and was clean, or is listed."""
     parser = argparse.ArgumentParser(prog="python -m reference.bench.gpu_check", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="run these; keep the others' last outcome")
-    parser.add_argument(
-        "--stages",
-        nargs="+",
-        choices=tuple(SANITIZED),
-        default=tuple(SANITIZED),
-        help="whose kernels to sanitize",
-    )
-    parser.add_argument("--suite-limit", type=float, default=1800, metavar="S", help="seconds for the suite (1800)")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="whose kernels to sanitize")
+    parser.add_argument("--suite-limit", type=float, default=1800, metavar="S", help="seconds for each part of the suite (1800)")
     parser.add_argument("--limit", type=float, default=300, metavar="S", help="seconds for each sanitizer run (300)")
+    parser.add_argument("--minutes", type=float, default=60, help="for everything; what is not begun by then is left out (60)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes side by side (2)")
     parser.add_argument("--commit", help="what is checked, for a machine without the git history")
     parser.add_argument("--folder", type=Path, default=rows.COMMITTED, help="where the file goes")
     options = parser.parse_args(arguments)
@@ -168,28 +229,36 @@ def main(arguments=None):
         console.print("gpu-check needs a GPU, and torch sees none here.")
         return 1
 
-    origin = {
-        **rows.provenance(commit=options.commit),
-        "python": sys.version.split()[0],
-        "sources": kernel_hashes(),
-    }
-    outcomes = check(options.only, options.stages, options.suite_limit, options.limit)
-    path = options.folder / f"{rows.slug(origin['gpu'])}.checks.json"
-    checks = merge(json.loads(path.read_text()) if path.exists() else {}, {**origin, "outcomes": outcomes})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(checks, indent=1) + "\n")
-    console.print(table(checks))
-    console.print(f"written: {path}")
-    return 0 if all(one["status"] in ("passed", "clean") for one in outcomes.values()) else 1
+    origin = {**rows.provenance(commit=options.commit), "python": sys.version.split()[0], "sources": kernel_hashes()}
+    name = f"{rows.slug(origin['gpu'])}.checks.json"
+    path = options.folder / name
+    old = next((json.loads(p.read_text()) for p in (path, rows.COMMITTED / name) if p.exists()), {})
+    limits = {"suite": options.suite_limit, "sanitizer": options.limit}
+    outcomes, left_out = {}, []
+    for name, outcome in run_tasks(tasks(options.only, options.stages), limits, options.jobs, 60 * options.minutes):
+        if outcome is None:
+            left_out.append(name)
+            continue
+        outcomes[name] = outcome
+        path.parent.mkdir(parents=True, exist_ok=True)  # written at once: whoever stops the run keeps what there is
+        path.write_text(json.dumps(merge(old, {**origin, "outcomes": outcomes}), indent=1) + "\n")
+        console.print(f"{name}: {outcome['status']} {outcome.get('planted', '')}", highlight=False)
+    if path.exists():
+        console.print(table(json.loads(path.read_text())))
+        console.print(f"written: {path}")
+    if left_out:
+        console.print(f"no time for: {', '.join(left_out)}")
+    bad = [one for one in outcomes.values() if one["status"] not in ("passed", "clean", "listed")]
+    return 1 if bad or left_out else 0
 
 
 def table(checks):
     """The outcomes as a rich Table."""
     shown = Table(title=f"{checks['gpu']}, torch {checks['torch']}, triton {checks['triton']}", title_justify="left")
-    fields = ("status", "passed", "failed", "skipped", "problems", "seconds")
+    fields = ("status", "passed", "failed", "skipped", "problems", "planted", "seconds")
     for name in ("check", *fields):
         shown.add_column(name)
-    for name, outcome in checks["outcomes"].items():
+    for name, outcome in sorted(checks["outcomes"].items()):
         shown.add_row(name, *(str(outcome.get(field, "")) for field in fields))
     return shown
 

@@ -4,13 +4,14 @@ For every size, dtype and pass, all candidates get the same random-normal inputs
 real data: they draw less power), are checked against float64, and are then timed interleaved with the peers.
 """
 
+import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
 
 from reference.bench import cost, rows, source, timing
-from reference.bench.peers import PEERS, why_not
+from reference.bench.peers import MATMUL_SIZE, PEERS, matmul, why_not
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ class _Entrant:
     prepare: Callable  # (inputs, causal, pass_) -> call; call() -> the pass's results, a tuple of tensors
 
 
+_NOBODY = dict(stage=None, kernel=None, peer=None, source=None, layout=None)
+
+
 def measure(
     candidates,
     peers=tuple(PEERS),
@@ -94,6 +98,8 @@ def measure(
     warmup=3,
     limit_ms=1000.0,
     seed=0,
+    with_matmul=False,
+    until=float("inf"),
     commit=None,
     say=print,
 ):
@@ -102,24 +108,41 @@ def measure(
     Who cannot take part at a point (dtype, head_dim, out of memory, a result that is not finite, a call
     longer than limit_ms) is left out there, and `say` is called with one line that gives the reason. Larger
     points are not even tried for who was too slow at a smaller one. The rows of one call share one `run`.
+
+    with_matmul: a plain matrix product is timed with every group, and has a row each time. until: the moment on
+    time.monotonic()'s clock after which no more points are begun.
     """
     origin = rows.provenance(device, commit=commit)
     guard = _Guard(limit_ms, device, say)
     for dtype in dtypes:
+        product = matmul(rows.DTYPES[dtype], device, seed) if with_matmul else None
         for point in grid:
+            if time.monotonic() > until:
+                say(f"out of time before {dtype} {point}")
+                return
             inputs = make_inputs(point, dtype, device, seed)
             truth = sample_truth(inputs, point.causal, backward=any("bwd" in pass_ for pass_ in passes))
             for pass_ in passes:
                 entrants = _entrants(candidates, peers, point, dtype, pass_, device)
                 admitted = guard.admit(entrants, inputs, truth, point, dtype, pass_)
                 calls = {entrant.name: call for entrant, call, _ in admitted}
+                if product and calls:
+                    calls[rows.MATMUL] = product[0]
                 times = timing.interleaved(calls, reps=reps, warmup=warmup, device=device)
                 for entrant, _, error in admitted:
-                    t = times[entrant.name]
                     setting = {**point.sizes, "pass": pass_, "dtype": dtype}
-                    speed = {**vars(t), "tflops": point.flops(pass_) / t.ms_median / 1e9, "error": error}
+                    speed = _speed(times[entrant.name], point.flops(pass_), error)
                     yield rows.validate({**origin, **entrant.subject, **setting, **speed})
+                if rows.MATMUL in calls:
+                    n = MATMUL_SIZE
+                    setting = {**Point(1, 1, n, n).sizes, "pass": rows.MATMUL, "dtype": dtype}
+                    speed = _speed(times[rows.MATMUL], 2 * n**3, product[1])
+                    yield rows.validate({**origin, **_NOBODY, "peer": rows.MATMUL, **setting, **speed})
                 del admitted, calls  # a backward holds its forward's results: make room for the next
+
+
+def _speed(timing, flops, error):
+    return {**vars(timing), "tflops": flops / timing.ms_median / 1e9, "error": error}
 
 
 def make_inputs(point, dtype, device, seed=0):
@@ -133,10 +156,9 @@ def make_inputs(point, dtype, device, seed=0):
 
 def _entrants(candidates, peers, point, dtype, pass_, device):
     """Everybody for this point and pass, with a refusal for who does not take it. Stages first."""
-    none = dict(stage=None, kernel=None, peer=None, source=None, layout=None)
     for c in candidates:
         kernel = c.kernel(pass_)
-        subject = {**none, "stage": c.stage, "kernel": kernel}
+        subject = {**_NOBODY, "stage": c.stage, "kernel": kernel}
         refusal = _refusal(c, point, dtype, pass_)
         if not refusal:
             files = source.source_files(c.stage, kernel)
@@ -145,7 +167,7 @@ def _entrants(candidates, peers, point, dtype, pass_, device):
         yield _Entrant(f"{c.stage} {kernel}", subject, refusal, _stage_call(c))
     for name in peers:
         refusal = why_not(name, rows.DTYPES[dtype], point.D, torch.device(device).type)
-        yield _Entrant(name, {**none, "peer": name}, refusal, _peer_call(PEERS[name]))
+        yield _Entrant(name, {**_NOBODY, "peer": name}, refusal, _peer_call(PEERS[name]))
 
 
 def _refusal(candidate, point, dtype, pass_):

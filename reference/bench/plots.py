@@ -6,6 +6,7 @@ does not swallow it.
 """
 
 import math
+import statistics
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter
@@ -116,6 +117,80 @@ def roofline(rows, gpu, title=""):
         title=title or gpu.name,
     )
     return _finish(fig, ax)
+
+
+LADDER = {"N": 4096, "D": 128, "causal": False, "dtype": "bf16"}  # what the ladder compares, where a rung takes it
+
+
+def ladder_numbers(rows):
+    """What the ladder of stage 02 shows of these rows, or None if there are not rungs of both passes.
+
+    {"gpu", "matmul": TFLOP/s or None, "fwd": ..., "bwd": {"rungs": [(word, TFLOP/s, what differs from LADDER)], "peers":
+    {name: TFLOP/s}}}. Of several GPUs the one measured last; of several rows of one subject the last.
+    """
+    here = [row for row in rows if row["n_gpus"] == 1 and (row["stage"] == "02_fa2_cuda" or row["peer"])]
+    mine = [row for row in here if row["stage"] and row["N"] == LADDER["N"] and row["causal"] == LADDER["causal"]]
+    here = [row for row in here if mine and row["gpu"] == mine[-1]["gpu"]]
+    products = [row["tflops"] for row in here if row["peer"] == "matmul" and row["dtype"] == LADDER["dtype"]]
+    numbers = {"gpu": mine[-1]["gpu"] if mine else None, "matmul": statistics.median(products) if products else None}
+    for pass_ in ("fwd", "bwd"):
+        rungs = {}
+        for row in sorted((row for row in mine if row in here and row["pass"] == pass_), key=_likeness):
+            rungs[row["kernel"]] = (row["kernel"].split("_", 2)[2], row["tflops"], _difference(row))
+        peers = {row["peer"]: row["tflops"] for row in here if row["pass"] == pass_ and _likeness(row) == (True,) * len(LADDER)}
+        peers = {name: peers[name] for name in ("sdpa-flash", "sdpa-cudnn") if name in peers}
+        numbers[pass_] = {"rungs": [rungs[kernel] for kernel in sorted(rungs)], "peers": peers}
+    return numbers if numbers["fwd"]["rungs"] and numbers["bwd"]["rungs"] else None
+
+
+def ladder(rows, title=""):
+    """TFLOP/s of stage 02's rungs, one after the other, forward and backward; FlashAttention-2 and cuDNN as lines.
+
+    The right axis is the share of the measured matrix product. A rung that does not take the ladder's head_dim or dtype is shown
+    with another, and says so.
+    """
+    numbers = ladder_numbers(rows)
+    if numbers is None:
+        raise ValueError("no rows of stage 02's rungs, forward and backward: `python -m steps bench --plan fast`, and bwd.")
+    style()
+    counts = [len(numbers[pass_]["rungs"]) for pass_ in ("fwd", "bwd")]
+    fig, axes = plt.subplots(1, 2, figsize=(10.8, 4.4), sharey=True, layout="constrained", width_ratios=[n + 1.5 for n in counts])
+    for ax, pass_, name in zip(axes, ("fwd", "bwd"), ("forward", "backward"), strict=True):
+        words, tflops, notes = zip(*numbers[pass_]["rungs"], strict=True)
+        bars = ax.bar(range(len(words)), tflops, width=0.66, color=COLOURS[0])
+        for bar, note in zip(bars, notes, strict=True):
+            bar.set_alpha(0.55 if note else 1)
+        plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # no line runs through a number
+        ax.bar_label(bars, fmt="%.3g", padding=3, color=INK, fontsize=9, bbox=plain)
+        ax.set_xticks(range(len(words)), [f"{word}\n{note}" if note else word for word, note in zip(words, notes, strict=True)])
+        ax.tick_params(axis="x", labelsize=9)
+        ax.grid(axis="x", visible=False)
+        for (peer, speed), line, colour in zip(numbers[pass_]["peers"].items(), ("--", "-"), COLOURS[1:3], strict=False):
+            about = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN"}[peer]
+            ax.axhline(speed, color=colour, linestyle=line, lw=1.4, label=f"{about} {speed:.3g}")
+        if numbers[pass_]["peers"]:
+            ax.legend(loc="upper left")
+        ax.set_title(name)
+    axes[0].set_ylabel("TFLOP/s")
+    if ceiling := numbers["matmul"]:
+        axes[0].set_ylim(0, 1.05 * max(ceiling, *axes[0].get_ylim()))
+        share = axes[1].secondary_yaxis("right", functions=(lambda y: 100 * y / ceiling, lambda y: y * ceiling / 100))
+        share.set_ylabel(f"% of a measured matrix product, {ceiling:.3g} TFLOP/s")
+    size = f"N={LADDER['N']}, D={LADDER['D']}, {LADDER['dtype']}, not causal"
+    fig.suptitle(title or f"{numbers['gpu']}, {size} unless a rung says otherwise", x=0.01, ha="left", fontsize=11)
+    plt.close(fig)
+    return fig
+
+
+def _likeness(row):
+    """Compares by how much a row is what the ladder compares: dtype first, then D."""
+    return row["dtype"] == LADDER["dtype"], row["D"] == LADDER["D"], row["N"] == LADDER["N"], row["causal"] == LADDER["causal"]
+
+
+def _difference(row):
+    """The row's dtype and D, a line each, where they are not the ladder's."""
+    words = [row["dtype"]] * (row["dtype"] != LADDER["dtype"]) + [f"D={row['D']}"] * (row["D"] != LADDER["D"])
+    return "\n".join(words)
 
 
 def subtitle(rows):

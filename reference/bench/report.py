@@ -5,16 +5,21 @@ A table stands between two markers; the first says by field=value pairs which ro
     <!-- results: gpu=nvidia-h200 pass=fwd dtype=bf16 D=128 causal=false -->
     <!-- /results -->
 
+The picture of stage 02's rungs, notebooks/figures/ladder.png, stands between <!-- ladder --> and <!-- /ladder -->; it carries
+its numbers inside, so that a picture of other rows is noticed.
+
 Rows whose kernel has changed since they were measured are stale: they are listed, README shows none of them.
---check writes nothing and exits with 1 if README would change.
+--check writes nothing and exits with 1 if README or the picture would change.
 """
 
 import argparse
+import json
 import re
 import statistics
 import sys
 from pathlib import Path
 
+from PIL import Image
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -23,17 +28,49 @@ from reference.bench import rows as results
 from reference.bench.source import is_stale
 
 _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
+_LADDER = re.compile(r"(<!-- ladder -->\n).*?(<!-- /ladder -->)", re.S)
 EMPTY = "_Not measured yet._\n"
+PICTURE = Path("notebooks/figures/ladder.png")
+ALT = "TFLOP/s of stage 02's rungs, forward and backward, FlashAttention-2 and cuDNN as lines; right axis: % of a matrix product."
 
 
 def render(text, rows):
     """`text` with each marked section filled from `rows` (no stale ones). ValueError for an unknown field."""
+    numbers = ladder(rows)
+    text = _LADDER.sub(lambda match: match[1] + (f"![{ALT}]({PICTURE})\n" if numbers else EMPTY) + match[2], text)
 
     def filled(match):
         begin, conditions, end = match.groups()
         return begin + markdown(select(rows, _conditions(conditions))) + end
 
     return _SECTION.sub(filled, text)
+
+
+def ladder(rows):
+    """What the picture of stage 02's rungs shows, as JSON; "" if the rows do not suffice for one."""
+    from reference.bench.plots import ladder_numbers
+
+    numbers = ladder_numbers(rows)
+    return json.dumps(numbers) if numbers else ""
+
+
+def ladder_in(picture):
+    """The numbers that a picture was drawn from; "" if there is no such file."""
+    if not picture.exists():
+        return ""
+    with Image.open(picture) as image:
+        return image.text.get("Description", "")
+
+
+def draw(rows, picture):
+    """Writes the picture with its numbers inside, or removes it where the rows do not suffice."""
+    from reference.bench import plots
+
+    if numbers := ladder(rows):
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        plots.ladder(rows).savefig(picture, dpi=110, metadata={"Description": numbers})
+    else:
+        picture.unlink(missing_ok=True)
 
 
 def _conditions(marker):
@@ -95,17 +132,15 @@ def _side_by_side(row, other):
 
 
 def _caption(rows):
-    """Units, hardware and versions of the rows, each run once."""
-    runs = {row["run"]: row for row in rows}.values()
-    where = "; ".join(
-        dict.fromkeys(
-            f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}, torch {row['torch']}, "
-            f"triton {row['triton']}, {row['date']}, commit {row['commit']}"
-            for row in runs
-        )
-    )
+    """Units, hardware and versions of the rows; of runs on the same machine only the commits are told apart."""
+    commits = {}
+    for row in rows:
+        versions = f"driver {row['driver']}, CUDA {row['cuda']}, torch {row['torch']}, triton {row['triton']}"
+        where = f"{row['gpu']}, {versions}, {row['date']}"
+        commits.setdefault(where, {})[(row["commit"] or "unknown")[:7]] = True
+    machines = (f"{where}, commit{'s' * (len(found) > 1)} {', '.join(found)}" for where, found in commits.items())
     how = f"TFLOP/s, medians of at least {results.MIN_REPS} interleaved calls"
-    return f"{how}; error: largest difference from float64. {where}."
+    return f"{how}; error: largest difference from float64. {'; '.join(machines)}."
 
 
 def table(rows, title=""):
@@ -143,14 +178,15 @@ def main(arguments=None):
         what = "no section between <!-- results: ... --> and <!-- /results -->: nothing to write"
         console.print(f"{readme} has {what}.", soft_wrap=True)
         return 0
-    new = render(text, fresh)
-    if new == text:
-        console.print("README.md is up to date.")
+    new, picture = render(text, fresh), options.root / PICTURE
+    if new == text and ladder_in(picture) == ladder(fresh):
+        console.print("README.md and its pictures are up to date.")
         return 0
     if options.check:
-        console.print("README.md is out of date: run `make report`.")
+        console.print("README.md or its picture is out of date: run `make report`.")
         return 1
     readme.write_text(new)
+    draw(fresh, picture)
     console.print("README.md rewritten.")
     return 0
 

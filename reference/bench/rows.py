@@ -23,6 +23,7 @@ COMMITTED = ROOT / "reference" / "bench" / "results"
 OWN = ROOT / "my" / "results"
 
 PASSES = ("fwd", "bwd", "fwd+bwd")
+MATMUL = "matmul"  # a peer and its pass: no attention but a plain product, (N, D) times (D, N), the ceiling beside the others
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
@@ -38,7 +39,8 @@ FIELDS = {
     "torch": _TEXT,
     "triton": _TEXT_OR_NULL,
     "stage": _TEXT_OR_NULL,  # "02_fa2_cuda"; null for a peer
-    "kernel": _TEXT_OR_NULL,  # the stem of the kernel's file; "fwd_0_scalar+bwd_0_scalar" for fwd+bwd
+    # The stem of the kernel's file; "fwd_0_scalar+bwd_0_scalar" for fwd+bwd; "fwd_8_hopper:LAZY=0" with a switch turned.
+    "kernel": _TEXT_OR_NULL,
     "peer": _TEXT_OR_NULL,
     "source": _TEXT_OR_NULL,  # hash of the kernel's files, see source.py
     "pass": _TEXT,
@@ -69,7 +71,7 @@ def validate(row):
     known = {name: value for name, value in row.items() if name in FIELDS}
     wrong += [f"{name} is {value!r}" for name, value in known.items() if not _has_type(value, FIELDS[name])]
     _raise_if(wrong, row)
-    wrong += [f"pass is {row['pass']!r}, not one of {PASSES}"] * (row["pass"] not in PASSES)
+    wrong += [f"pass is {row['pass']!r}, not one of {PASSES}"] * (row["pass"] not in (*PASSES, MATMUL))
     wrong += [f"dtype is {row['dtype']!r}, not one of {tuple(DTYPES)}"] * (row["dtype"] not in DTYPES)
     wrong += [f"layout is {row['layout']!r}, not one of {LAYOUTS}"] * (row["layout"] not in (None, *LAYOUTS))
     wrong += _wrong_subject(row)
@@ -98,6 +100,8 @@ def _has_type(value, types):
 def _wrong_subject(row):
     """A row is about a kernel or about a peer."""
     of_kernel = [row["stage"], row["kernel"], row["source"]]
+    if (row["pass"] == MATMUL) != (row["peer"] == MATMUL):
+        return ["the pass matmul is the peer matmul's, and its only one"]
     if row["peer"] is not None:
         return ["a peer's row has no stage, kernel or source"] * (of_kernel != [None] * 3)
     if None in of_kernel:
@@ -125,8 +129,11 @@ def append(rows, folder=OWN):
     return list(lines)
 
 
-def read(where=COMMITTED):
-    """The rows of a .jsonl file, or of all in a folder. ValueError names a bad row's file and line."""
+def read(where=COMMITTED, *, switched=False):
+    """The rows of a .jsonl file, or of all in a folder. ValueError names a bad row's file and line.
+
+    switched: also those of kernels with a switch turned, which answer another question than the others do.
+    """
     where = Path(where)
     rows = []
     for path in sorted(where.glob("*.jsonl")) if where.is_dir() else [where] if where.exists() else []:
@@ -135,7 +142,7 @@ def read(where=COMMITTED):
                 rows.append(validate(json.loads(line)))
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
-    return rows
+    return [row for row in rows if switched or ":" not in (row["kernel"] or "")]
 
 
 def latest(rows):

@@ -19,28 +19,30 @@ _CUDA = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?
 def source_files(stage, kernel, root=ROOT):
     """A kernel's files, sorted; empty if there is no such kernel.
 
-    stage: "02_fa2_cuda". kernel: a file stem, or two joined by "+". To a kernel in Python belong the files beside
-    it that it imports; to one in CUDA the headers and helpers that its stage shares, but not other kernels, the
-    package's front (`__init__.py`, `__main__.py`) or its demo.
+    stage: "02_fa2_cuda". kernel: a file stem, or two joined by "+"; what follows a ":" does not count. To a kernel in Python
+    belong the files beside it that it imports; to one in CUDA the headers beside it, and its host side: the files that name
+    it (`"fwd_5_fa2.cu"`), and what these import.
     """
-    folder, stems = Path(root) / "steps" / f"step{stage}", kernel.split("+")
+    folder, stems = Path(root) / "steps" / f"step{stage}", kernel.partition(":")[0].split("+")
     own = [path for stem in stems for path in folder.glob(f"{stem}.*")]
     if {path.stem for path in own} != set(stems):
         return []
     if all(re.match(r"(fwd|bwd)_.*\.py$", path.name) for path in own):
         return sorted(with_imports(own))
-    shared = [path for suffix in ("py", "h", "cuh") for path in folder.glob(f"*.{suffix}")]
-    return sorted({*own, *(path for path in shared if not re.match(r"fwd_|bwd_|__|demo", path.name))})
+    headers = [path for suffix in ("h", "cuh") for path in folder.glob(f"*.{suffix}")]
+    hosts = [path for path in folder.glob("*.py") if any(f'"{stem}.cu"' in path.read_text() for stem in stems)]
+    return sorted({*own, *headers, *with_imports(hosts)})
 
 
 def with_imports(files):
-    """The files and those beside them that they import (`from .fwd_0_published import ...`), and what these import."""
+    """The files and those beside them that they import (`from .cache import get`, `from . import cache`), and so on."""
     found, waiting = set(), set(files)
     while waiting:
         path = waiting.pop()
         found.add(path)
-        names = re.findall(r"^from \.(\w+) import", path.read_text(), re.M)
-        waiting |= {path.with_name(f"{name}.py") for name in names} - found
+        imports = re.findall(r"^ *from \.(?:(\w+) import| import ([\w, ]+))", path.read_text(), re.M)
+        beside = {path.with_name(f"{name}.py") for one, several in imports for name in (one or several).split(", ")}
+        waiting |= {path for path in beside - found if path.exists()}
     return found
 
 

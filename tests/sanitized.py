@@ -1,0 +1,92 @@
+"""One kernel of stage 02 at small sizes, compared with the reference: what runs under NVIDIA's sanitizers.
+
+    python -m tests.sanitized fwd_5_fa2              prints "4 passed"
+    python -m tests.sanitized fwd_5_fa2 --planted    the same with one barrier less, in a copy; what it computes does not count
+
+Plain tensors, each an allocation of its own, so that one element too far is outside. Inputs and reference are computed on the
+CPU, so that next to nothing but our kernels is watched. Hopper's persistent kernel gets 3 blocks: each takes several tiles.
+"""
+
+import importlib
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from reference import error
+from steps import engine
+
+STAGE = Path(__file__).parents[1] / "steps" / "step02_fa2_cuda"
+# The line that the planted copy lacks: who waits there no longer does.
+PLANTED = {
+    "fwd_0_scalar": "__syncthreads();  // every thread reads rows that other threads have loaded",
+    "fwd_1_warp": "__syncthreads();  // every thread reads rows that other threads have loaded",
+    "fwd_2_mma": "__syncthreads();  // every thread reads rows that other threads have loaded",
+    "fwd_3_ldmatrix": "__syncthreads();  // every thread reads rows that other threads have loaded",
+    "fwd_4_cp_async": "__syncthreads();  // V_j is there, and no thread still reads K_j",
+    "fwd_5_fa2": "__syncthreads();  // V_j is there, and no thread still reads K_j",
+    "fwd_6_wgmma": "__syncthreads();  // no warpgroup still reads the stage that the next line overwrites",
+    "fwd_7_roles": "barrier_wait(full + place(), parity());",
+    "fwd_8_hopper": "barrier_wait(full + place(), parity());",
+    "bwd_0_scalar": "__syncthreads();  // dS is complete",
+    "bwd_1_fa2": "__syncthreads();  // P and dS are complete",
+    "bwd_2_wgmma": "__syncthreads();  // both warpgroups have written dS^T",
+    "bwd_3_hopper": "__syncthreads();  // both warpgroups have written dS^T",
+}
+
+
+def without_a_barrier(text, kernel):
+    """The kernel's text with its line of PLANTED empty; ValueError if it has not exactly one such line."""
+    line = PLANTED[kernel]
+    if text.count(line) != 1:
+        raise ValueError(f"{kernel}.cu has {text.count(line)} lines with {line!r}, not one")
+    return text.replace(line, "//", 1)
+
+
+def package(kernel, planted):
+    """The stage's modules: its own, or those of a copy of its files in which `kernel` lacks a barrier."""
+    if not planted:
+        return "steps.step02_fa2_cuda"
+    folder = Path(tempfile.mkdtemp()) / "planted"
+    shutil.copytree(STAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "__init__.py").unlink()  # it needs the rest of the course
+    file = folder / f"{kernel}.cu"
+    file.write_text(without_a_barrier(file.read_text(), kernel))
+    sys.path.insert(0, str(folder.parent))
+    return "planted"
+
+
+def inputs(D, dtype, N):
+    """q (1, 2, N, D), k and v (1, 1, N, D), dout like q."""
+    generator = torch.Generator().manual_seed(D)
+    return [torch.randn(1, heads, N, D, generator=generator).to(dtype) for heads in (2, 1, 1, 2)]
+
+
+def check(kernel, planted=False, N=261, head_dims=(64, 128)):
+    """Runs the kernel for these head_dims, causal and not; how often its results were right, or 0 for a planted copy."""
+    rungs = importlib.import_module(f"{package(kernel, planted)}.rungs")
+    word = kernel.split("_", 2)[2]
+    forward, backward = rungs.LADDER[word]
+    own = rungs.limits(engine.name)[word]
+    dtype, passed = own.get("dtypes", (torch.bfloat16,))[0], 0
+    for D in [D for D in head_dims if D in own["head_dims"]]:
+        for causal in (False, True):
+            on_cpu = inputs(D, dtype, N)
+            q, k, v, dout = (x.to(engine.device) for x in on_cpu)
+            with mock.patch.object(rungs.hopper, "multiprocessors", lambda device: 3):
+                out, lse = forward(q, k, v, causal=causal)
+                got = {"out": out, "lse": lse}
+                if kernel.startswith("bwd"):
+                    got = dict(zip(("dq", "dk", "dv"), backward(dout, q, k, v, out, lse, causal=causal), strict=True))
+            if not planted:
+                bad = error.failures({name: x.cpu() for name, x in got.items()}, error.expected(*on_cpu, causal=causal))
+                assert not bad, f"{kernel}, D={D}, causal={causal}: {bad}"
+                passed += 1
+    return passed
+
+
+if __name__ == "__main__":
+    print(f"{check(sys.argv[1], '--planted' in sys.argv[2:])} passed")
