@@ -8,6 +8,7 @@ CPU, so that next to nothing but our kernels is watched. Hopper's persistent ker
 """
 
 import importlib
+import re
 import shutil
 import sys
 import tempfile
@@ -43,7 +44,7 @@ def without_a_barrier(text, kernel):
     line = PLANTED[kernel]
     if text.count(line) != 1:
         raise ValueError(f"{kernel}.cu has {text.count(line)} lines with {line!r}, not one")
-    return text.replace(line, "//", 1)
+    return re.sub(r"Spill budget: \d+", "Spill budget: 999", text.replace(line, "//", 1))  # more may be alive without it
 
 
 def package(kernel, planted):
@@ -89,4 +90,5 @@ def check(kernel, planted=False, N=261, head_dims=(64, 128)):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # under a sanitizer the CPU's threads wait for each other, half a minute for one small reference
     print(f"{check(sys.argv[1], '--planted' in sys.argv[2:])} passed")

@@ -666,21 +666,19 @@ def test_a_sanitizer_is_clean_only_if_it_finished_and_tests_ran(output, code, st
 
 
 RACE = """========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at attention_backward+0x430 in ptx.cuh:{line}
+========= Error: Race reported between Write access at attention_backward+0x430 in ptx.cuh:7
 =========     and Read access at attention_backward+0x770 in bwd_2_wgmma.cu:55 [248 hazards]
 =========
 ========= Warning: Race reported between Read access at attention_backward+0x70 in bwd_2_wgmma.cu:55
-=========     and Write access at attention_backward+0x90 in ptx.cuh:{line} [8 hazards]
+=========     and Write access at attention_backward+0x90 in ptx.cuh:7 [8 hazards]
 4 passed
 ========= ERROR SUMMARY: 669 errors were not printed. Use --print-limit option to adjust the number of printed errors
 ========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
 """
-PTX = (rows.ROOT / "steps/step02_fa2_cuda/ptx.cuh").read_text().splitlines()
-BULK, OTHER = (next(n for n, line in enumerate(PTX, 1) if word in line) for word in ("cp.async.bulk.shared", "ldmatrix.sync"))
 
 
 def test_reports_are_kept_without_addresses_and_counts():
-    found = gpu_check.parse_sanitizer(RACE.format(line=7))
+    found = gpu_check.parse_sanitizer(RACE)
     assert found["problems"] == 2 and found["passed"] == 4 and len(found["summaries"]) == 1
     assert found["reports"][0] == (
         "Error: Race reported between Write access at attention_backward in ptx.cuh:7 "
@@ -697,13 +695,19 @@ def sanitized(monkeypatch, output, planted="", tool="racecheck", what="02_fa2_cu
     return gpu_check.sanitize(tool, what, 300)
 
 
-def test_a_report_is_listed_only_at_the_lines_that_are_known(monkeypatch):
-    known = sanitized(monkeypatch, RACE.format(line=BULK))
-    assert known["status"] == "listed" and "RACECHECK_TMA_HAZARD" in known["listed"] and known["problems"] == 2
-    assert sanitized(monkeypatch, RACE.format(line=OTHER))["status"] == "problems"
-    one_of_two = RACE.format(line=BULK).replace(f"ptx.cuh:{BULK} [8", f"ptx.cuh:{OTHER} [8")
-    assert sanitized(monkeypatch, one_of_two)["status"] == "problems"
-    assert sanitized(monkeypatch, RACE.format(line=BULK), tool="memcheck")["status"] == "problems"
+HOST = """========= Host API memory access error at host access to 0x7f11cc884200 of size 33,408 bytes
+=========     Uninitialized access to 0x7f11cc884200 on access by cudaMemcpy source
+4 passed
+========= ERROR SUMMARY: 1 error
+"""
+
+
+def test_a_report_is_listed_only_if_it_is_of_a_known_kind(monkeypatch):
+    known = sanitized(monkeypatch, HOST, tool="initcheck")
+    assert known["status"] == "listed" and "test_tma" in known["listed"] and known["problems"] == 1
+    unknown = "========= Uninitialized __global__ memory read of size 4 bytes\n"
+    assert sanitized(monkeypatch, unknown + HOST, tool="initcheck")["status"] == "problems"
+    assert sanitized(monkeypatch, HOST, tool="memcheck")["status"] == "problems"
 
 
 def test_a_planted_race_is_seen_only_if_it_adds_a_report(monkeypatch):
@@ -786,7 +790,7 @@ def test_the_planted_copy_lacks_one_barrier_and_no_line_moves(kernel):
     text = (sanitized_kernels.STAGE / f"{kernel}.cu").read_text()
     planted = sanitized_kernels.without_a_barrier(text, kernel)
     changed = [(a, b) for a, b in zip(text.splitlines(), planted.splitlines(), strict=True) if a != b]
-    assert len(changed) == 1 and re.search("barrier|syncthreads", changed[0][0])
+    assert len([a for a, _ in changed if "Spill budget" not in a]) == 1 and re.search("barrier|syncthreads", changed[-1][0])
     with pytest.raises(ValueError, match="0 lines"):
         sanitized_kernels.without_a_barrier(planted, kernel)
 
@@ -830,7 +834,7 @@ METRICS = {
 def test_ncus_table_is_parsed_without_its_units_and_what_has_no_value():
     assert profile.parse(NCU, METRICS) == {"tensor_pipe": 41.25, "bank_conflicts": 1234567.0}
     line = next(line for line in NCU.splitlines() if line.startswith('"0"'))
-    for output in (NCU.replace(line, f"{line}\n{line}"), NCU.replace(line + "\n", ""), "==ERROR== no device"):
+    for output in (NCU.replace(line, f"7\n7"), NCU.replace(line + "\n", ""), "==ERROR== no device"):
         with pytest.raises(ValueError, match="kernels, not 1"):
             profile.parse(output, METRICS)
 

@@ -188,9 +188,9 @@ PRODUCTS = [(64, 0, 0), (128, 0, 1), (64, 1, 0), (192, 1, 1), (16, 0, 0), (96, 0
 COPIES = """
 #include "ptx.cuh"
 
-// raw[2 * 16 * 64] = the box at (c0, c1, c2, c3, c4) as it lies in shared memory; then it is copied to the same place of `to`.
+// raw[2 * 16 * 64] = the box at (c0, c1, c2, c3, c4) as it lies in shared memory; if `store`, it goes to the same place of `to`.
 extern "C" __global__ void box(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to, Global<T> raw,
-                               int c0, int c1, int c2, int c3, int c4) {
+                               int store, int c0, int c1, int c2, int c3, int c4) {
   SharedMemory smem;
   Shared<T> tile = smem.array<T>(2 * 16 * 64);
   Shared<Barrier> full = smem.array<Barrier>(1);
@@ -206,7 +206,7 @@ extern "C" __global__ void box(const __grid_constant__ TensorMap from, const __g
   }
   barrier_wait(full, 0);
   for (int i = threadIdx.x; i < 2 * 16 * 64; i += blockDim.x) raw[i] = tile[i];
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && store) {
     tma_store(to, tile, c0, c1, c2, c3, c4);
     bulk_commit();
     bulk_wait_done<0>();
@@ -260,7 +260,9 @@ __device__ int at(int row, int column) { return row * 64 + (column / 8 ^ row % 8
 
 // out (64 x 64) = A B^T, A and B (64 x 64 * tiles) by 64 columns at a time. Warpgroup 0 loads, warpgroup 1 multiplies.
 extern "C" __global__ void __launch_bounds__(256, 1) pipeline(
-    const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out, int tiles) {
+    const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out,
+    Global<const int> count) {
+  int tiles = count[0];
   SharedMemory smem;
   Shared<T> A = smem.array<T>(Stages * Tile), B = smem.array<T>(Stages * Tile), C = smem.array<T>(Tile);
   Shared<Barrier> full = smem.array<Barrier>(Stages), empty = smem.array<Barrier>(Stages);
@@ -373,6 +375,8 @@ extern "C" __global__ void staging(const __grid_constant__ TensorMap map, int wh
   if (what == 0) tma_store(map, tile + 1, 0, 0, 0, 0, 0);
   if (what == 1) tma_store(map, tile + 64, 0, 0, 0, 0, 0);
   if (what == 2) tma_store(map, tile, 0, 0, 0, 0, 0), bulk_commit();
+  if (what == 3) tma_store(map, tile, 0, -3, 0, 0, 0);
+  if (what == 4) tma_store(map, tile, 4, 0, 0, 0, 0);
 }
 """
 
@@ -547,28 +551,35 @@ def test_wgmma(files, T, kind, device):
     assert torch.equal(d, 1 + A.float() @ B.float())
 
 
-BOXES = [(0, 0, 0, 0, 0), (0, 8, 0, 1, 1), (0, -3, 1, 0, 1), (32, 20, -1, 2, 0), (-8, 0, 0, 0, 0), (0, 0, 0, 0, 2)]
+BOXES = [
+    (0, 0, 0, 0, 0), (0, 8, 0, 1, 1), (0, 8, 1, 0, 1), (32, 20, 1, 2, 0), (0, 0, 0, 0, 2),
+    (0, -3, 1, 0, 1), (32, 20, -1, 2, 0), (-8, 0, 0, 0, 0),
+]  # fmt: skip
 
 
 @on(9, 0)
 @times
 @pytest.mark.parametrize("at", BOXES)
 def test_tma(files, at, device, copies, wgmma):
-    """q (2, 3, 21, 128) as (2, 3, 2, 21, 64), boxes of 2 slabs of 16 rows: inside, across and beyond every edge."""
-    if device == "cuda" and at[2] != 0:
-        pytest.skip("open: an H200 stops at a box of two slabs that begins at the second one or before the first")
+    """q (2, 3, 21, 128) as (2, 3, 2, 21, 64), boxes of 2 slabs of 16 rows: inside, across and beyond every edge.
+
+    A box that begins before the tensor may be loaded but not stored: an H200 stops with an illegal instruction.
+    """
+    store = min(at) >= 0
     x = torch.arange(2 * 3 * 21 * 128).remainder(251).to(device, torch.bfloat16).view(2, 21, 3, 128).transpose(1, 2)
     y, raw = torch.full_like(x, -1), torch.zeros(2 * 16 * 64, device=device, dtype=torch.bfloat16)
     x, y = (a.unflatten(3, (2, 64)).transpose(2, 3) for a in (x, y))
     box = (1, 1, 2, 16, 64)
     with emulator.schedule(copies=copies, wgmma=wgmma):
-        run(files["COPIES"], "box", tensor_map(x, box), tensor_map(y, box), raw, *at, shared_bytes=4096 + 8, T="bf16")
+        run(files["COPIES"], "box", tensor_map(x, box), tensor_map(y, box), raw, store, *at, shared_bytes=4096 + 8, T="bf16")
     slab, row, column = (i.flatten() for i in torch.meshgrid(*(torch.arange(n) for n in (2, 16, 64)), indexing="ij"))
     index = at[4] + 0 * slab, at[3] + 0 * slab, at[2] + slab, at[1] + row, at[0] + column
     inside = torch.stack([(i >= 0) & (i < n) for i, n in zip(index, x.shape, strict=True)]).all(0)
     index = tuple(i[inside] for i in index)
     tile, want = torch.zeros(2 * 16 * 64, dtype=torch.bfloat16), torch.full_like(y, -1).cpu()
-    tile[inside] = want[index] = x.cpu()[index]
+    tile[inside] = x.cpu()[index]
+    if store:
+        want[index] = tile[inside]
     assert torch.equal(y.cpu(), want)
     swizzled = 1024 * slab + 64 * row + (column // 8 ^ row % 8) * 8 + column % 8
     assert torch.equal(raw.cpu()[swizzled], tile)
@@ -592,12 +603,13 @@ def test_named_barriers(files, device, threads):
     assert order.tolist() == [0, 1] * 4
 
 
-def pipeline(file, device="cpu", tiles=5, **bug):
+def pipeline(file, device, tiles):
     """Whether the kernel's product is right."""
     A, B = (integers(64, 64 * tiles, dtype=torch.bfloat16, device=device, seed=seed, largest=1) for seed in (1, 2))
     out, box = torch.zeros(64, 64, device=device, dtype=torch.bfloat16), (1, 1, 1, 64, 64)
     maps = [tensor_map(x.view(1, 1, 64, -1, 64).transpose(2, 3), box) for x in (A, B, out)]
-    run(file, "pipeline", *maps, tiles, *bug.values(), block=256, shared_bytes=2 * 5 * 64 * 64 + 32, T="bf16")
+    count = torch.tensor([tiles], dtype=torch.int32, device=device)  # a tensor, by which the launch knows where to run
+    run(file, "pipeline", *maps, count, block=256, shared_bytes=2 * 5 * 64 * 64 + 32, T="bf16")
     return torch.equal(out.float(), A.float() @ B.float().T)
 
 
@@ -614,62 +626,6 @@ def test_a_pipeline_in_every_schedule(files, device):
         for schedule in SCHEDULES if device == "cpu" else [{}]:
             with emulator.schedule(**schedule):
                 assert pipeline(files["PIPELINE"], device, tiles), schedule
-
-
-WAIT_FULL, WAIT_EMPTY = "barrier_wait(full + s, j / Stages % 2);", "barrier_wait(empty + s, j / Stages % 2 ^ 1);"
-RELEASE = "if (j > 0 && t == 0) barrier_arrive(empty + (j - 1) % Stages);"
-MULTIPLY = next(line for line in PIPELINE.split("\n") if "wgmma_ss" in line)
-PLANTED = {  # name: the statement that is replaced, and by what
-    "no wait for the tiles": (WAIT_FULL, ""),
-    "no wait for a free buffer": (WAIT_EMPTY, ""),
-    "the consumer's parity is swapped": (WAIT_FULL, WAIT_FULL.replace("% 2", "% 2 ^ 1")),
-    "the producer's parity is swapped": (WAIT_EMPTY, WAIT_EMPTY.replace(" ^ 1", "")),
-    "only one tile's bytes are expected": ("barrier_expect(full + s, 2 * Tile * sizeof(T));", "barrier_expect(full + s, 8192);"),
-    "a buffer is released while wgmma reads it": (RELEASE, "if (t == 0) barrier_arrive(empty + s);"),
-    "every thread releases the buffer": (RELEASE, RELEASE.replace(" && t == 0", "")),
-    "nobody releases a buffer": (RELEASE, ""),
-    "wrong stride in a descriptor": (MULTIPLY, MULTIPLY.replace("1024)", "512)")),
-    "half of the sum is left out": (MULTIPLY, "if (k < 32) " + MULTIPLY),
-    "no wait for the last wgmma": ("wgmma_wait<0>();", ""),
-    "wgmma is never committed": ("wgmma_commit();", ""),
-    "no wgmma_fence": ("wgmma_fence();", ""),
-    "no barrier before the tile is stored": ("named_barrier_sync(1, 128);", ""),
-    "a named barrier for too many threads": ("named_barrier_sync(1, 128);", "named_barrier_sync(1, 256);"),
-    "the block ends before its store": ("bulk_wait_done<0>();", ""),
-    "no fence_async": ("fence_async();", ""),
-    "no barrier_init_fence": ("barrier_init_fence();", ""),
-}
-NOT_CAUGHT = {"no fence_async", "no barrier_init_fence"}  # here everybody sees every write at once
-
-
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory):
-    """The pipeline with all bugs at once in its text; `bug` chooses the one that is executed."""
-    text = PIPELINE.replace("int tiles)", "int tiles, int bug)")
-    for statement in {before for before, _ in PLANTED.values()}:
-        assert PIPELINE.count(statement) == 1
-        bugs = [(n, after) for n, (before, after) in enumerate(PLANTED.values()) if before == statement]
-        branches = "".join(f"if (bug == {n}) {{ {after} }} else " for n, after in bugs)
-        text = text.replace(statement, f"{branches}{{ {statement} }}")
-    return write(tmp_path_factory.mktemp("PLANTED"), text)
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_bugs(name, planted):
-    assert not caught(planted, -1)
-    assert caught(planted, list(PLANTED).index(name)) == (name not in NOT_CAUGHT)
-
-
-def caught(file, bug):
-    """Whether any schedule ends in an error or a wrong result."""
-    for schedule in SCHEDULES:
-        try:
-            with emulator.schedule(**schedule):
-                if not pipeline(file, bug=bug):
-                    return True
-        except RuntimeError:
-            return True
-    return False
 
 
 BARRIERS = [
@@ -730,6 +686,8 @@ STAGING = [
     "accessed at an address that is no multiple of 128",
     "access to element 1087 of a shared array of 1024 elements",
     "has ended while copies to or from its shared memory are under way",
+    "tma_store at -3 in dimension 1: only a load may begin before the tensor",
+    "a box begins at column 4: that must be a multiple of 16 bytes",
 ]
 
 
@@ -776,6 +734,6 @@ def test_speed(call):
 
 
 def test_the_emulator_stays_small():
-    for path in emulator.HERE.glob("*.h"):
+    for path in (*emulator.HERE.glob("*.h"), *emulator.HERE.glob("*.cpp")):
         lines = path.read_text().splitlines()
         assert len(lines) <= 400 and max(map(len, lines)) <= 130, path

@@ -1,17 +1,22 @@
 """Stage 02: the contract; registers and spills, which need no GPU; and what only a GPU, or only the emulation, can show."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import steps.step02_fa2_cuda as step02
-from reference import cases, error
-from steps import engine
-from steps.step02_fa2_cuda import emulator, kernels, nvrtc
+from reference import attention, cases, error
+from steps import contract, engine
+from steps.step02_fa2_cuda import emulator, hopper, kernels, nvrtc
 from suite import Contract
 
+GPU = engine.name == "cuda"
 no_compiler = engine.name == "cpu" and not emulator.available()
 needs_compiler = pytest.mark.skipif(no_compiler, reason="without a GPU stage 02 needs g++, and there is none")
 
@@ -23,58 +28,94 @@ class TestContract(Contract):
     few_in_other_dtypes = ()
 
 
-FORWARD, BACKWARD = kernels.HERE / "fwd_0_scalar.cu", kernels.HERE / "bwd_0_scalar.cu"
-BUILDS = [  # file, D, tile, architectures: the default tile everywhere, the others where registers are shortest
-    *((file, D, tile, arch) for file, tile in ((FORWARD, (64, 32)), (BACKWARD, (32, 64)))
-      for D in (64, 96) for arch in nvrtc.ARCHITECTURES),
-    (FORWARD, 96, (32, 32), "sm_90a"), (FORWARD, 96, (32, 64), "sm_90a"),
-    (BACKWARD, 96, (32, 32), "sm_90a"), (BACKWARD, 96, (64, 32), "sm_90a"),
+def build(file, arch, D, tile, **macros):
+    """What a compilation depends on."""
+    return file, arch, (("D", D), ("Br", tile[0]), ("Bc", tile[1]), *macros.items())
+
+
+HALF = {"sm_75": "fp16", "sm_80": "bf16", "sm_90a": "bf16"}  # T4, A100, H100
+BUILDS = [  # every kernel for every GPU that it is for, at tiles that such a GPU gets, where registers are shortest
+    *(build("fwd_0_scalar", arch, 96, (64, 32)) for arch in HALF),
+    *(build("bwd_0_scalar", arch, 96, (32, 64)) for arch in HALF),
+    *(build("fwd_0_scalar", "sm_90a", 96, tile) for tile in ((32, 32), (32, 64))),
+    *(build("bwd_0_scalar", "sm_90a", 96, tile) for tile in ((32, 32), (64, 32))),
+    build("fwd_1_warp", "sm_75", 96, kernels.WARP_TILES[96], T="float32"),
+    build("fwd_1_warp", "sm_80", 64, kernels.WARP_TILES[64], T="float32"),
+    build("fwd_1_warp", "sm_90a", 96, kernels.WARP_TILES[96], T="bf16"),
+    *(build(file, arch, 128, kernels.MMA_TILES[128], T=HALF[arch])
+      for file in ("fwd_2_mma", "fwd_3_ldmatrix", "fwd_4_cp_async") for arch in HALF),
+    *(build("fwd_5_fa2", arch, D, kernels.FA2_TILES[D], T=HALF[arch])
+      for arch, D in (("sm_75", 64), ("sm_80", 64), ("sm_80", 128), ("sm_90a", 128), ("sm_90a", 256))),
+    *(build(file, "sm_90a", 128, (128, hopper.TILES[128][1]), T="bf16", CAUSAL=1) for file in ("fwd_6_wgmma", "fwd_7_roles")),
+    *(build("fwd_8_hopper", "sm_90a", D, hopper.TILES[D], T="bf16", CAUSAL=causal) for D, causal in ((128, 1), (256, 0))),
+    build("bwd_1_fa2", "sm_75", 128, kernels.FA2_BACKWARD_SMALLEST, T="fp16", Warps=4),
+    *(build("bwd_1_fa2", arch, D, kernels.FA2_BACKWARD[D], T="bf16", Warps=8)
+      for arch, D in (("sm_80", 64), ("sm_90a", 64), ("sm_90a", 256))),
+    build("bwd_2_wgmma", "sm_90a", 128, hopper.BACKWARD_TILES[128], T="bf16"),
+    *(build("bwd_3_hopper", "sm_90a", D, hopper.BACKWARD_TILES[D], T="bf16", DETERMINISTIC=n) for D, n in ((64, 0), (128, 1))),
 ]  # fmt: skip
 
 
-def build(file, D, tile, arch):
+def compile(file, arch, macros):
+    path = file if isinstance(file, Path) else kernels.HERE / f"{file}.cu"
+    return nvrtc.compile(path, dict(macros), arch)
+
+
+@pytest.fixture(scope="module")
+def compiled(request):
+    """{build: its future}: those that the selected tests want are compiled in the background, two at a time."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
-    return nvrtc.compile(file, {"D": D, "Br": tile[0], "Bc": tile[1]}, arch)
+    parameters = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    wanted = [call.params["made_of"] for call in parameters if call and "made_of" in call.params]
+    with ThreadPoolExecutor(2) as pool:
+        yield {made_of: pool.submit(compile, *made_of) for made_of in wanted}
+
+
+def test_every_kernel_is_compiled():
+    assert {file for file, *_ in BUILDS} == {file.stem for file in kernels.HERE.glob("?wd_*.cu")}
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("file, D, tile, arch", BUILDS, ids=[f"{f.stem}-D{D}-{t[0]}x{t[1]}-{a}" for f, D, t, a in BUILDS])
-def test_kernels_fit_into_the_registers(file, D, tile, arch):
-    usage = build(file, D, tile, arch).usage
-    print(f"{file.name} D={D} tile={tile} {arch}:", ", ".join(f"{name} {u.registers} registers" for name, u in usage.items()))
-    assert usage and all(u.spills == 0 and u.stack == 0 and 0 < u.registers <= 255 for u in usage.values()), usage
-
-
-LADDER = [  # file, architecture, T, D, Br, Bc, other macros: the tiles that a GPU of that kind gets
-    ("fwd_1_warp", "sm_80", "float32", 64, 64, 64, {}),
-    *((file, arch, T, 128, 64, 64, {}) for file in ("fwd_2_mma", "fwd_3_ldmatrix", "fwd_4_cp_async")
-      for arch, T in (("sm_80", "bf16"), ("sm_75", "fp16"))),
-    *(("fwd_5_fa2", arch, T, D, *kernels.FA2_TILES[D], {}) for arch, T, D in
-      (("sm_80", "bf16", 64), ("sm_80", "bf16", 128), ("sm_90a", "bf16", 256), ("sm_75", "fp16", 64))),
-]  # fmt: skip
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("file, arch, T, D, Br, Bc, more", LADDER, ids=lambda x: str(x) if isinstance(x, int | str) else "")
-def test_the_ladder_compiles_within_its_spill_budgets(file, arch, T, D, Br, Bc, more):
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
-    usage = nvrtc.compile(kernels.HERE / f"{file}.cu", {"T": T, "D": D, "Br": Br, "Bc": Bc, **more}, arch).usage
-    assert usage and all(u.registers > 0 for u in usage.values())
+@pytest.mark.parametrize("made_of", BUILDS, ids=["-".join((f, a, *(f"{k}{v}" for k, v in macros))) for f, a, macros in BUILDS])
+def test_kernels_fit_into_the_registers(made_of, compiled):
+    """Within the spill budget at their head, or nvrtc.compile raises; and no array is in memory because an index varies."""
+    usage = compiled[made_of].result().usage
+    print(*made_of[:2], dict(made_of[2]), {name: (u.registers, u.spills) for name, u in usage.items()})
+    assert usage and all(0 < u.registers <= 255 and (u.stack == 0 or u.spills > 0) for u in usage.values()), usage
 
 
 @pytest.mark.compile
 def test_a_kernel_that_spills_is_refused():
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
     with pytest.raises(RuntimeError, match=r"'D': 128.* on sm_90a: attention_forward spills \d+ bytes .* allows 0"):
-        build(FORWARD, 128, (64, 32), "sm_90a")
+        compile(*build("fwd_0_scalar", "sm_90a", 128, (64, 32)))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "before, after, problem",
+    [
+        ("__launch_bounds__(128 + 2 * Br, 1) ", "", r"\(C7508\) .*setmaxnreg"),
+        ("wgmma_wait<0>();\n      V.release();", "V.release();", r"\(C7517\) .*wait\w* is injected"),
+    ],
+)
+def test_wgmma_that_cannot_run_on_is_refused(before, after, problem, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
+    text = (kernels.HERE / "fwd_7_roles.cu").read_text()
+    assert text.count(before) == 1
+    (tmp_path / "slow.cu").write_text(text.replace(before, after))
+    with pytest.raises(RuntimeError, match=problem):
+        compile(*build(tmp_path / "slow.cu", "sm_90a", 64, (128, 64), T="bf16", CAUSAL=0))
 
 
 @pytest.mark.compile
 def test_an_error_in_a_kernel_names_its_line(tmp_path):
-    text = FORWARD.read_text()
-    (tmp_path / FORWARD.name).write_text(text.replace("float m_new = fmaxf(", "float m_new = no_such_function("))
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
+    file, text = tmp_path / "fwd_0_scalar.cu", (kernels.HERE / "fwd_0_scalar.cu").read_text()
+    file.write_text(text.replace("float m_new = fmaxf(", "float m_new = no_such_function("))
     line = 1 + next(n for n, row in enumerate(text.split("\n")) if "m_new = fmaxf(" in row)
     with pytest.raises(Exception, match=rf"fwd_0_scalar.cu\({line}\).*no_such_function"):
-        build(tmp_path / FORWARD.name, 64, (64, 32), "sm_80")
+        compile(*build(file, "sm_80", 64, (64, 32)))
 
 
 @needs_compiler
@@ -92,6 +133,97 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
         assert not error.failures(got, want)
         for result in ("out", "lse", "dk", "dv"):  # dq is a sum of atomic additions, in the order of the blocks
             assert torch.equal(got[result], first[result]), (schedule, result)
+
+
+def random_inputs(B, H, Hk, Nq, Nk, D, dtype):
+    """q, k, v and dout."""
+    rng = torch.Generator().manual_seed(Nq + Nk)
+    shapes = (B, H, Nq, D), (B, Hk, Nk, D), (B, Hk, Nk, D), (B, H, Nq, D)
+    return [torch.randn(shape, generator=rng).to(engine.device, dtype) for shape in shapes]
+
+
+@st.composite
+def random_problems(draw):
+    """Arguments of random_inputs, and options of forward and backward. Without a GPU, of what g++ has compiled already."""
+    dtype = draw(st.sampled_from(step02.SUPPORTS["dtypes"] if GPU else (torch.float32, torch.bfloat16)))
+    D = draw(st.sampled_from((1, 32, 40, 64, 96) if dtype == torch.float32 else (32, 64, 96, 128, 256))) if GPU else 32
+    B, Hk, group = (draw(st.integers(1, largest)) for largest in ((2, 3, 4) if GPU else (1, 2, 2)))
+    Nq, Nk = (draw(st.integers(1, 700 if GPU else 100)) for _ in range(2))
+    return (B, Hk * group, Hk, Nq, Nk, D, dtype), draw(st.booleans()), dtype != torch.float32 and draw(st.booleans())
+
+
+@needs_compiler
+@settings(max_examples=200 if GPU else 10, deadline=None, derandomize=True, database=None)
+@given(random_problems())
+def test_random_shapes(problem):
+    """On the default rung, and on every rung that takes them; a backward that rungs share once."""
+    shape, causal, deterministic = problem
+    q, k, v, dout = random_inputs(*shape)
+    want, known = error.expected(q, k, v, dout, causal=causal), set()
+    for rung in (None, *(rung for rung in step02.RUNGS if contract.takes(contract.limits(step02.SUPPORTS, rung), q))):
+        out, lse = step02.forward(q, k, v, causal=causal, rung=rung)
+        got = {"out": out, "lse": lse}
+        kernel = step02.RUNGS[rung][1] if rung else None
+        if kernel not in known:
+            options = dict(causal=causal, rung=rung, deterministic=deterministic)
+            got |= zip(("dq", "dk", "dv"), step02.backward(dout, q, k, v, out, lse, **options), strict=True)
+        known.add(kernel)
+        assert not error.failures(got, want), rung
+
+
+FORWARDS, BACKWARDS = dict(blocks="forward"), dict(threads="reverse", blocks="reverse")
+SCHEDULES = FORWARDS, BACKWARDS, *(dict(threads="random", blocks="random", seed=seed) for seed in (1, 2, 3))
+HEAD_DIMS = {"fa2": (64, 256), "wgmma": (64,), "hopper": (64, 128)} if GPU else {"fa2": (32,), "wgmma": (64,), "hopper": (64,)}
+
+
+def gradients(schedules, rung, D, causal, Nq, Nk, **options):
+    """Those of several runs, without a GPU under several schedules.
+
+    The blocks add large numbers to each dq, which nearly cancel, because rows of dS sum to 0: so the order shows in the sum.
+    """
+    q, k, v, dout = random_inputs(1, 2, 1, Nq, Nk, D, torch.bfloat16)
+    k += 30
+    out, lse = attention.forward(q, k, v, causal=causal)
+    for schedule in schedules:
+        with emulator.schedule(**schedule):
+            yield step02.backward(dout, q, k, v, out.to(q.dtype), lse.float(), causal=causal, rung=rung, **options)
+
+
+@needs_compiler
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rung, D", [(rung, D) for rung, Ds in HEAD_DIMS.items() for D in Ds if rung in step02.RUNGS])
+def test_deterministic_gradients_are_bit_equal(rung, D, causal):
+    problem = rung, D, causal, *((1000, 5000) if GPU else (70, 350) if rung == "fa2" else (150, 700))
+    first, *others = gradients(SCHEDULES, *problem, deterministic=True)
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+    if not GPU:  # there the schedule decides what a GPU may do
+        first, other = gradients((FORWARDS, BACKWARDS), *problem)
+        assert not torch.equal(first[0], other[0])
+
+
+@needs_compiler
+def test_attention_passes_deterministic_on():
+    q, k, v, dout = random_inputs(1, 2, 1, 100, 300, 32, torch.bfloat16)
+    k += 30
+
+    def gradient(schedule, **options):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        with emulator.schedule(**schedule):
+            return torch.autograd.grad(step02.attention(*inputs, rung="fa2", **options), inputs, dout)[0]
+
+    assert torch.equal(gradient(FORWARDS, deterministic=True), gradient(BACKWARDS, deterministic=True))
+    assert GPU or not torch.equal(gradient(FORWARDS), gradient(BACKWARDS))
+
+
+@needs_compiler
+def test_what_cannot_be_deterministic_is_refused():
+    q, k, v, dout = random_inputs(1, 1, 1, 20, 20, 32, torch.float32)
+    out, lse = step02.forward(q, k, v, rung="scalar")
+    for rung in (None, "scalar", "warp"):
+        with pytest.raises(NotImplementedError, match="rung fa2 .* bfloat16 .*step03_triton"):
+            step02.backward(dout, q, k, v, out, lse, rung=rung, deterministic=True)
+    with pytest.raises(TypeError, match="deterministic must be True or False, got 1"):
+        step02.backward(dout, q, k, v, out, lse, deterministic=1)
 
 
 @needs_compiler

@@ -50,14 +50,15 @@ SANITIZED = {
 }
 STAGES = ("01_fa1_numba", "02_fa2_cuda", "03_triton")
 # memcheck would count refused driver calls too: torch asks for functions that a driver may lack, and handles the answer.
-TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck": (), "synccheck": ()}
+_ALL = ("--show-backtrace", "no", "--print-limit", "100000")  # of a kind that is listed there can be many
+TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck": _ALL, "synccheck": ()}
 PARTS = ("suite", *TOOLS)
-# By tool: source lines whose reports are no mistakes of the kernel, and why; the page has minimal examples.
+# By tool: reports that are no mistakes of the kernel, and why.
 LISTED = {
-    "racecheck": (
-        r"\bbulk_load\(|cp\.async\.bulk\.shared",
-        "racecheck does not see that an mbarrier orders a plain bulk copy before other warps' reads: "
-        "https://github.com/Dao-AILab/flash-attention/blob/main/AI/RACECHECK_TMA_HAZARD.md",
+    "initcheck": (
+        "^Host API memory access error .* cudaMemcpy source$",
+        "initcheck does not see what the copy engine stores (cp.async.bulk.tensor): dk and dv, whose every number is compared "
+        "with the reference in the same run. test_tma in tests/test_emulator_hopper.py, a kernel of a few lines, is reported, too.",
     )
 }
 
@@ -98,23 +99,15 @@ def sanitize(tool, what, limit):
     if status == "problems" and is_listed(tool, found["reports"]):
         extra |= {"status": "listed", "listed": LISTED[tool][1]}
     if tool == "racecheck" and SANITIZED[what][1] == "tests.sanitized":
-        planted, code, *_ = run_sanitizer(tool, (*SANITIZED[what], "--planted"), limit)
+        planted, code, *_ = run_sanitizer(tool, (*SANITIZED[what], "--planted"), min(limit, 60))
         new, ended = set(planted["reports"]) - set(found["reports"]), code == 0 and planted["summaries"]
-        extra["planted"] = "timeout" if code is None else "seen" if new else "not seen" if ended else "failed"
+        extra["planted"] = "hangs" if code is None else "seen" if new else "not seen" if ended else "failed"
     return {"status": status, **found, "seconds": round(seconds), **extra}
 
 
-def is_listed(tool, reports, folder=rows.ROOT / "steps" / "step02_fa2_cuda"):
-    """Whether each report names a source line that LISTED has for the tool."""
-    if tool not in LISTED:
-        return False
-    places = [re.findall(r"(\w+\.cuh?):(\d+)", report) for report in reports]
-    lines = [[_line(folder / file, int(n)) for file, n in found] for found in places]
-    return bool(reports) and all(any(re.search(LISTED[tool][0], line) for line in found) for found in lines)
-
-
-def _line(file, number):
-    return file.read_text().splitlines()[number - 1] if file.exists() else ""
+def is_listed(tool, reports):
+    """Whether LISTED has every report of the tool."""
+    return tool in LISTED and bool(reports) and all(re.search(LISTED[tool][0], report) for report in reports)
 
 
 def run_sanitizer(tool, arguments, limit):
@@ -136,8 +129,8 @@ def parse_sanitizer(output):
     """
     summaries = [m for m in re.finditer(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)[^\n]*", output) if "not printed" not in m[0]]
     passed = re.findall(r"(\d+) passed", output)
-    reports = re.findall(r"^=+ ((?:Error|Warning|Invalid|Uninitialized|Barrier error|Potential|Program hit)[^\n]*"
-                         r"(?:\n=+ {4,}(?:at|and) [^\n]*){0,2})", output, re.M)  # fmt: skip
+    reports = re.findall(r"^=+ ((?:Host API|Error|Warning|Invalid|Uninitialized|Barrier error|Potential|Program hit)[^\n]*"
+                         r"(?:\n=+ {4,}(?:at|and|Uninitialized) [^\n]*){0,2})", output, re.M)  # fmt: skip
     plain = [re.sub(r"\n=+ +| \[\d+ hazards?\]|\+0x\w+|0x\w+", " ", report).strip() for report in reports]
     return {
         "summaries": [match[0] for match in summaries],

@@ -21,7 +21,7 @@
 // registers of a thread. Launch: attention_delta with grid ceil(Rows / (2048 / D)) * H * B, for D = 96 ceil(Rows / 16) * H * B,
 // block 256; attention_backward with grid ceil(Nk / Bc) * (H / group) * B, block 32 * Warps, and
 // 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br bytes of dynamic shared memory; attention_dq with grid
-// ceil(Nq * D / 1024) * H * B, block 256. sm_80 and newer. Needs ptx.cuh.
+// ceil(Nq * D / 1024) * H * B, block 256. sm_80; sm_75 in fp16. Needs ptx.cuh.
 // Spill budget: 64 bytes. With D = 64, S, dP, dK and dV take 192 of 255 registers, and some addresses, needed once a step, make way.
 // Left out: Hopper's tensor cores, which take their operands from shared memory without ldmatrix (rung 2).
 // The limit: a block fills a multiprocessor, so that all of its warps wait at each of the two barriers a step.

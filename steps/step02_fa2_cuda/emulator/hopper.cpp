@@ -50,6 +50,8 @@ void wait_for(const Barrier& b, int parity, Site site) {
        describe_barrier, &b);
 }
 
+// ---- named barriers ---------------------------------------------------------------------------------------------------
+
 NamedBarrier named_barriers[16];
 
 std::string describe_named(const void* p) {
@@ -79,6 +81,8 @@ NamedBarrier& arrive_named(const char* operation, int id, int threads, Site site
   });
   return b;
 }
+
+// ---- the copy engine --------------------------------------------------------------------------------------------------
 
 void check(const TensorMap& map, Site site) {
   if (map.element != 2 && map.element != 4) fail(site, "this is no tensor map: make one with emulator.tensor_map");

@@ -12,7 +12,7 @@ struct Index {
   Index(long long i, const char* file = __builtin_FILE(), int line = __builtin_LINE()) : i(i), site{file, line} {}
 };
 
-extern bool counting_conflicts;
+extern bool counting_conflicts;  // this and the next three: conflicts.cpp
 __attribute__((cold)) void log_access(Site site, int address, int bytes);
 void clear_conflicts();
 void close_accesses();  // at the end of a block: what only some lanes of a warp did counts as well

@@ -180,8 +180,7 @@ void wait_for_wgmma(int groups_left, Site site) {
   int w = current->rank / 128, nothing = 0;
   whole_warpgroup("wgmma_wait", nothing, site, [](Warpgroup&, int**) {});
   wait("wgmma_wait", site, [w, groups_left] { return !under_way(w, warpgroups[w].group - groups_left); });
-  whole_warpgroup("wgmma_wait", nothing, site,
-                  [=](Warpgroup& g, int**) { deliver(g, g.group - groups_left, site); });
+  whole_warpgroup("wgmma_wait", nothing, site, [=](Warpgroup& g, int**) { deliver(g, g.group - groups_left, site); });
 }
 
 void begin_work() {
