@@ -834,7 +834,7 @@ METRICS = {
 def test_ncus_table_is_parsed_without_its_units_and_what_has_no_value():
     assert profile.parse(NCU, METRICS) == {"tensor_pipe": 41.25, "bank_conflicts": 1234567.0}
     line = next(line for line in NCU.splitlines() if line.startswith('"0"'))
-    for output in (NCU.replace(line, f"7\n7"), NCU.replace(line + "\n", ""), "==ERROR== no device"):
+    for output in (NCU.replace(line, f"{line}\n{line}"), NCU.replace(line + "\n", ""), "==ERROR== no device"):
         with pytest.raises(ValueError, match="kernels, not 1"):
             profile.parse(output, METRICS)
 
