@@ -47,10 +47,11 @@ class Forward:
             Q_i = q[..., i : i + self.Br, :]
             m = torch.full(Q_i.shape[:-1], self.m_start)
             l, O = torch.zeros_like(m), torch.zeros_like(Q_i)
+            end = self.end_of_keys(i) if self.x.causal else self.Nk
             for j in self.key_tiles():
-                if self.x.causal and j >= i + self.Br + self.Nk - self.Nq:
+                if j >= end:
                     continue  # masked throughout: no stage visits such a tile
-                K_j, V_j = self.load(self.K, j), self.load(self.V, j)
+                K_j, V_j = self.load(self.K, j, end), self.load(self.V, j, end)
                 S = self.scale * (Q_i @ K_j.mT)  # (B, H, Br, Bc)
                 S = self.mask_tail(self.mask_causal(S, i, j) if self.x.causal else S, j)
                 m, l, O = self.update(m, l, O, S, V_j)
@@ -63,7 +64,7 @@ class Forward:
         P, alpha = self.exp(S - unit[..., None]), self.alpha(m, unit)
         l_new = self.rescale_l(l, alpha) + P.sum(-1)
         O = O * l[..., None] if self.order == "fa1" else O
-        O = self.rescale_O(O, alpha) + P @ V_j
+        O = self.rescale_O(O, alpha) + self.operand(P) @ V_j
         O = self.normalise_step(O, l_new)
         return m_new, l_new.to(self.accumulator).float(), O.to(self.accumulator).float()
 
@@ -78,8 +79,12 @@ class Forward:
         tiles = range(0, self.Nk, self.Bc)
         return reversed(tiles) if self.order == "backwards" else tiles
 
-    def load(self, x, j):
-        """Keys j ... j + Bc, zeros beyond the last one."""
+    def end_of_keys(self, i):
+        """The first key that none of the queries i ... i + Br sees under a causal mask."""
+        return i + self.Br + self.Nk - self.Nq
+
+    def load(self, x, j, end):
+        """Keys j ... j + Bc, zeros beyond the last one; `end` is where the loop over the tiles ends."""
         tile = x[..., j : j + self.Bc, :]
         return torch.nn.functional.pad(tile, (0, 0, 0, self.Bc - tile.shape[-2]))
 
@@ -109,6 +114,10 @@ class Forward:
 
     def alpha(self, m, unit):
         return (m - unit).exp()
+
+    def operand(self, P):
+        """P as it goes into the product with V."""
+        return P
 
     def rescale_l(self, l, alpha):
         return alpha * l
@@ -153,7 +162,7 @@ class Backward:
         x = self.x
         K, V, out, lse = _saved(x, (self.Br, self.Bc), self.order)
         Q, dO = x.q.float(), x.dout.float()
-        delta = (dO * out).sum(-1)
+        delta = self.delta(dO, out)
         dq, dk, dv = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
         for j in range(0, self.Nk, self.Bc):
             keys = slice(j, min(j + self.Bc, self.Nk))
@@ -179,6 +188,9 @@ class Backward:
 
     def dk_scale(self):
         return self.scale
+
+    def delta(self, dO, O):
+        return (dO * O).sum(-1)
 
     def probabilities(self, S, lse, rows):
         return (S - lse[..., rows].nan_to_num(neginf=math.inf)[..., None]).exp()
@@ -428,6 +440,81 @@ class DiagonalTilesNotMasked(Forward):
         return torch.full_like(S, -math.inf) if j >= i + self.Br + self.Nk - self.Nq else S
 
 
+class LoopEndsEarly(Forward):
+    """A causal loop over the keys that ends too early: keys from there on that some row sees come as zeros, or not at all."""
+
+    def check(self):
+        if not self.x.causal:
+            raise NotApplicable
+
+    def load(self, x, j, end):
+        return super().load(x[..., :end, :], j, end)
+
+
+@mutant("the causal loop over the keys ends at the diagonal of the top left")
+class LoopEndsAtTopLeft(LoopEndsEarly):
+    def check(self):
+        if not self.x.causal or self.Nq >= self.Nk:  # with more queries than keys it ends too late, which the mask makes good
+            raise NotApplicable
+
+    def end_of_keys(self, i):
+        return min(i + self.Br, self.Nq)
+
+
+@mutant("the causal loop over the keys ends with those that the block's first query sees")
+class LoopEndsAtFirstQuery(LoopEndsEarly):
+    def end_of_keys(self, i):
+        return max(0, i + 1 + self.Nk - self.Nq)
+
+
+@mutant("the causal loop over the keys ends one key early: the block's last query does not get its own")
+class LoopEndsOneEarly(LoopEndsEarly):
+    def end_of_keys(self, i):
+        return max(0, min(i + self.Br, self.Nq) - 1 + self.Nk - self.Nq)
+
+
+class OperandMixedUp(Forward):
+    """P goes into the product with V as operand A of the tensor cores, 16 x 16, with its numbers in other places."""
+
+    def check(self):
+        if self.Br % 16 or self.Bc % 16:
+            raise NotApplicable
+
+    def run(self):
+        """Of whole 16 rows: the zeros beyond the last query come into their neighbours' products."""
+        self.x = replace(self.x, q=torch.nn.functional.pad(self.x.q, (0, 0, 0, -self.Nq % 16)))
+        return {name: x[:, :, : self.Nq] for name, x in super().run().items()}
+
+    def operand(self, P):
+        # (..., rows / 16, row / 8 % 2, row % 8, keys / 16, key / 8 % 2, key / 2 % 4, key % 2)
+        split = P.unflatten(-1, (-1, 2, 4, 2)).unflatten(-5, (-1, 2, 8))
+        return self.mixed_up(split).reshape(P.shape)
+
+
+@mutant("operand A's two middle registers are exchanged: the rows 8 to 15 of P stand where the keys 8 to 15 belong")
+class OperandRowsForKeys(OperandMixedUp):
+    def mixed_up(self, P):
+        return P.transpose(-6, -3)
+
+
+@mutant("operand A's registers are packed the wrong way round: the second of two neighbouring keys in the lower half")
+class OperandHalvesExchanged(OperandMixedUp):
+    def mixed_up(self, P):
+        return P.flip(-1)
+
+
+@mutant("operand A's registers pair numbers of the rows g and g + 8 instead of two neighbouring keys")
+class OperandPairsOfRows(OperandMixedUp):
+    def mixed_up(self, P):
+        return P.transpose(-6, -1)
+
+
+@mutant("operand A has P of the first 8 keys in the place of the other 8, too")
+class OperandFirstKeysTwice(OperandMixedUp):
+    def mixed_up(self, P):
+        return P[..., :1, :, :].expand(P.shape)
+
+
 # ---- the backward ----------------------------------------------------------------------------------------------------
 
 
@@ -447,6 +534,18 @@ class DeltaOfTheTile(Backward):
 class DeltaAdded(Backward):
     def gradient(self, P, dP, delta):
         return P * (dP + delta[..., None])
+
+
+@mutant("delta is the last column of dO * O instead of the row's sum")
+class DeltaOfTheLastColumn(Backward):
+    def delta(self, dO, O):
+        return (dO * O)[..., -1]
+
+
+@mutant("delta is the product of the sums of dO and O instead of the sum of the products")
+class DeltaProductOfSums(Backward):
+    def delta(self, dO, O):
+        return dO.sum(-1) * O.sum(-1)
 
 
 @mutant("dS lacks the factor P")
@@ -712,12 +811,13 @@ def diagnose(rows, order):
     wrong = [error.failures(got, want) for _, _, got, want in rows]
     names = ("out", "lse") if any("out" in w or "lse" in w for w in wrong) else ("dq", "dk", "dv")
     kind = Forward if "out" in names else Backward
-    return [m for m in MUTANTS if issubclass(m.kind, kind) and any(wrong) and _explains(m, rows, wrong, names, order)]
+    rows = sorted(zip(rows, wrong, strict=True), key=lambda row: not row[1])  # on a wrong result most mutants drop out
+    return [m for m in MUTANTS if issubclass(m.kind, kind) and any(wrong) and _explains(m, rows, names, order)]
 
 
-def _explains(mutant, rows, wrong, names, order):
+def _explains(mutant, rows, names, order):
     differs = False
-    for (inputs, tile, got, want), failures in zip(rows, wrong, strict=True):
+    for (inputs, tile, got, want), failures in rows:
         try:
             mistaken = mutant.run(inputs, tile, order)
         except NotApplicable:

@@ -2,6 +2,7 @@
 
     python -m tests.sanitized fwd_5_fa2              prints "4 passed"
     python -m tests.sanitized fwd_5_fa2 --planted    the same with one barrier less, in a copy; what it computes does not count
+    python -m tests.sanitized tma_store              the least that initcheck reports, wrongly, of bwd_2 and bwd_3: "1 passed"
 
 Plain tensors, each an allocation of its own, so that one element too far is outside. Inputs and reference are computed on the
 CPU, so that next to nothing but our kernels is watched. Hopper's persistent kernel gets 3 blocks: each takes several tiles.
@@ -89,6 +90,30 @@ def check(kernel, planted=False, N=261, head_dims=(64, 128)):
     return passed
 
 
+TMA_STORE = """#include "ptx.cuh"
+extern "C" __global__ void store(const __grid_constant__ TensorMap map, Global<const T> ones) {
+  SharedMemory smem;
+  Shared<T> tile = smem.array<T>(16 * 64);
+  for (int e = threadIdx.x; e < 16 * 64; e += 32) tile[e] = ones[e];
+  fence_async();
+  __syncwarp();  // all lanes' numbers are there, for the copy engine too
+  if (threadIdx.x == 0) tma_store(map, tile, 0, 0, 0, 0, 0), bulk_commit(), bulk_wait_read<0>();
+}
+"""
+
+
+def tma_store():
+    """1, if a tile that the copy engine has stored arrives in a tensor that nobody had written."""
+    hopper = importlib.import_module("steps.step02_fa2_cuda.hopper")
+    file = Path(tempfile.mkdtemp()) / "store.cu"
+    file.write_text(TMA_STORE)
+    ones = torch.ones(1, 1, 16, 64, dtype=torch.bfloat16).to(engine.device)
+    stored = torch.empty_like(ones)
+    arguments = hopper.tensor_map(stored, 16), ones
+    hopper._launch(file, "store", arguments, grid=1, block=32, shared_bytes=2048 + 128, macros={"T": "bf16"})
+    return int(torch.equal(stored.cpu(), ones.cpu()))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)  # under a sanitizer the CPU's threads wait for each other, half a minute for one small reference
-    print(f"{check(sys.argv[1], '--planted' in sys.argv[2:])} passed")
+    print(f"{tma_store() if sys.argv[1] == 'tma_store' else check(sys.argv[1], '--planted' in sys.argv[2:])} passed")

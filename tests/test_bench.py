@@ -704,7 +704,7 @@ HOST = """========= Host API memory access error at host access to 0x7f11cc88420
 
 def test_a_report_is_listed_only_if_it_is_of_a_known_kind(monkeypatch):
     known = sanitized(monkeypatch, HOST, tool="initcheck")
-    assert known["status"] == "listed" and "test_tma" in known["listed"] and known["problems"] == 1
+    assert known["status"] == "listed" and "tma_store" in known["listed"] and known["problems"] == 1
     unknown = "========= Uninitialized __global__ memory read of size 4 bytes\n"
     assert sanitized(monkeypatch, unknown + HOST, tool="initcheck")["status"] == "problems"
     assert sanitized(monkeypatch, HOST, tool="memcheck")["status"] == "problems"
@@ -799,6 +799,7 @@ def test_the_planted_copy_lacks_one_barrier_and_no_line_moves(kernel):
 def test_what_runs_under_the_sanitizers_checks_its_results(monkeypatch):
     assert sanitized_kernels.check("fwd_0_scalar", N=40, head_dims=(64, 128)) == 2  # scalar takes no head_dim 128
     assert sanitized_kernels.check("fwd_0_scalar", planted=True, N=40, head_dims=(64,)) == 0
+    assert sanitized_kernels.tma_store() == 1
     monkeypatch.setattr(error, "failures", lambda got, want: {"out": (1.0, 0.1)} if list(got) == ["out", "lse"] else {})
     with pytest.raises(AssertionError, match="fwd_0_scalar, D=64, causal=False"):
         sanitized_kernels.check("fwd_0_scalar", N=40, head_dims=(64,))

@@ -1,5 +1,7 @@
 """`check`, `hint` and `solution`: what a reader calls."""
 
+import functools
+import shutil
 import tempfile
 
 from steps.workbook import answer as answers
@@ -85,8 +87,38 @@ def _exercise(task, text, folder, limit):
         verdict = "wrong" if any(row.get("failures") for row in rows) else "passed"
     if says := rows[-1].get("equals") if rows else None:
         lines.append("This equals what you get when " + ", or when ".join(says) + ".")
+    if verdict == "passed" and task.cost and shutil.which("g++"):
+        verdict, *cost = _cost(task, text, limit)
+        lines += cost
     names = rows[-1].get("mutants", []) if rows else []
     return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
+
+
+def _cost(task, text, limit):
+    """The verdict on how long the kernel keeps shared memory busy, and lines that tell it; counted in the emulation."""
+    yours, own = _count(task, text, limit), _own_count(task.id, limit)
+    says = "{turns:,} turns of shared memory for {accesses:,} accesses".format
+    if yours["turns"] <= own["turns"]:
+        return "passed", f"ok     {says(**yours)}: no more than with the stage's own"
+    wrong = f"WRONG  the results are right, but it takes {says(**yours)}; {own['turns']:,} are enough"
+    return "wrong", wrong, " " * 9 + task.cost
+
+
+def _count(task, text, limit):
+    """{"accesses" of warps to shared memory, "turns" that it takes} over the exercise's cases; text: the answer, or None."""
+    with tempfile.TemporaryDirectory(prefix="steps-") as folder:
+        splice.copy_of_steps(folder, [(task, text)] if text else [])
+        job = {name: getattr(task, name) for name in ("stage", "rung", "cases")} | {"kind": "cost", "module": _module(task)}
+        rows, how, _ = runner.run(job, folder, limit, on="cpu")
+    if bad := _ending(rows, how, task, text or answers.Answer("", "the stage's own"), {}, limit):
+        raise Problem("\n".join(bad))
+    return rows[-1]
+
+
+@functools.cache
+def _own_count(id, limit):
+    """The same with the stage's own function."""
+    return _count(exercises.find(id), None, limit)
 
 
 def _hunt(task, text, folder, limit):
@@ -94,7 +126,7 @@ def _hunt(task, text, folder, limit):
         raise Problem(f"{text.label} has no function test(forward).")
     splice.copy_of_steps(folder, [])
     job = {"kind": "hunt", "stage": task.stage, "module": _module(task), "path": str(task.path), "label": text.label}
-    rows, how, printed = runner.run(job | {"text": text.text, "helpers": text.helpers}, folder, limit)
+    rows, how, printed = runner.run(job | {"text": text.text, "helpers": text.helpers}, folder, limit, on=task.engine)
     bad = _ending(rows, how, task, text, {}, limit)
     good, broken = (any(key in row for row in rows) for key in ("good", "broken"))
     if good and broken and not bad:

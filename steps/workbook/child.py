@@ -6,6 +6,7 @@ so that the last line tells where a job was that had to be stopped.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -81,6 +82,8 @@ def account(e, folder, label=None):
         return e.account
     while type(e).__name__ == "InterpreterError" and e.__cause__:  # Triton's own, raised from the reader's
         e = e.__cause__
+    while type(e).__name__ == type(e.__cause__).__name__ == "CompilationError":  # Triton's, from the caller's to the innermost
+        e = e.__cause__
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(e.__traceback__)]
     inside = [(name.removeprefix(f"{folder}/"), line) for name, line in frames if name.startswith(str(folder)) or name == label]
     return {"type": type(e).__name__, "message": str(e), "frames": inside}
@@ -94,4 +97,5 @@ if __name__ == "__main__":
 
     if os.environ["STEPS_ENGINE"] == "cpu":
         torch.set_num_threads(1)
+    gc.freeze()  # what is here is shared with the forks as long as nobody writes to it, which looking for garbage does
     serve(numbers)

@@ -44,7 +44,11 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Exercise(Task):
-    """Write this function. `cases` run on `rung`; `order` and `tile` tell the diagnosis how that rung visits its tiles."""
+    """Write this function. `cases` run on `rung`; `order` and `tile` tell the diagnosis how that rung visits its tiles.
+
+    cost: what is wrong with a function whose results are right, but with which shared memory is busy for longer than with the
+    stage's own; counted where `cost` is given.
+    """
 
     function: str
     lines: int
@@ -52,6 +56,7 @@ class Exercise(Task):
     cases: list
     order: str | None = None
     tile: list | None = None
+    cost: str | None = None
 
     @property
     def mine_name(self):
@@ -60,9 +65,10 @@ class Exercise(Task):
 
 @dataclass(frozen=True, eq=False)
 class Hunt(Task):
-    """Find what is wrong with the kernel in `file`, and write the test that catches it."""
+    """Find what is wrong with the kernel in `file`, and write the test that catches it. engine: the one it runs on everywhere."""
 
     symptom: str
+    engine: str | None = None
 
     @property
     def mine_name(self):

@@ -23,29 +23,49 @@ def exercise(job, tell):
     if job["own"]:
         watch_returns(job["module"], job["function"], job["own"])
     rows = []
-    for name in job["cases"]:
-        case = next(c for c in cases.CASES if c.name == name)
-        inputs = cases.build(case, supports, supports["dtypes"][0], engine.device)
-        want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal, scale=inputs.scale)
+    for case, inputs, want in _cases(job, supports):
         says = case.says + (f" ({inputs.ring[0]} ranks, {inputs.ring[1]})" if inputs.ring else "")
         tell(running=says)
-        got = _results(stage, job, case, inputs)
+        got = _results(stage, job, case, inputs, want)
         tell(says=says, failures=error.failures(got, want))
         rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
     found = mutants.diagnose(rows, job["order"] or supports["order"])
     tell(mutants=[m.name for m in found], equals=[m.says for m in found])
 
 
-def _results(stage, job, case, inputs):
-    """Results by name; only out and lse where the function stands in a forward's file, and the backward is the stage's."""
+def cost(job, tell):
+    """Tells how often the cases access the emulated shared memory, and for how many of its turns ("wavefronts")."""
+    stage, emulator = rungs.stage(job["stage"]), importlib.import_module(f"steps.{job['stage']}.emulator")
+    with emulator.count_conflicts() as counts:
+        for case, inputs, want in _cases(job, rungs.limits(stage, job["rung"])):
+            _results(stage, job, case, inputs, want)
+    accesses, turns = map(sum, zip(*counts.values(), strict=True))
+    tell(accesses=accesses, turns=turns)
+
+
+def _cases(job, supports):
+    """(case, inputs, what is right) for the exercise's cases."""
+    for name in job["cases"]:
+        case = next(c for c in cases.CASES if c.name == name)
+        x = cases.build(case, supports, supports["dtypes"][0], engine.device)
+        yield case, x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+
+
+def _results(stage, job, case, inputs, want):
+    """Results by name; of a function in a forward's or in a backward's file only those of that pass.
+
+    A backward then gets out and lse as they should be: the stage's own forward would take as long, and is not asked about.
+    """
     if inputs.ring:
         from steps.workbook.ring import on_new_ranks
 
         return on_new_ranks(case, inputs)
+    kernel, tensors = rungs.on_rung(stage, job["rung"]), (inputs.q, inputs.k, inputs.v)
     if ".fwd_" in job["module"]:
-        forward = rungs.on_rung(stage, job["rung"]).forward
-        return dict(zip(error.NAMES, forward(inputs.q, inputs.k, inputs.v, **inputs.options), strict=False))
-    return rungs.results(stage, job["rung"], case, inputs)
+        return dict(zip(error.NAMES[:2], kernel.forward(*tensors, **inputs.options), strict=True))
+    single = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+    out, lse = want.value["out"].to(inputs.q.dtype), want.value["lse"].to(single)
+    return dict(zip(error.NAMES[2:], kernel.backward(inputs.dout, *tensors, out, lse, **inputs.options), strict=True))
 
 
 def watch_returns(module, name, own_text):

@@ -18,21 +18,22 @@ PRELOAD = {  # what takes long to import, by stage and by kind of job; torch.tes
     "step01_fa1_numba": ["numba.cuda"], "step03_triton": ["triton", "triton.language"], "hunt": ["torch.distributed.tensor"],
 }  # fmt: skip
 FORK = sys.platform == "linux"  # elsewhere a fork after importing torch may crash: there each job imports it again
-_server = None
+_servers = {}  # by engine
 
 
-def run(job, folder, limit):
-    """(rows, how it ended, what was printed): how is None for an orderly end, "time" or a signal's name."""
+def run(job, folder, limit, on=None):
+    """(rows, how it ended, what was printed): how is None for an orderly end, "time" or a signal's name. on: an engine."""
     preload = PRELOAD.get(job["stage"], []) + PRELOAD.get(job["kind"], [])
-    how = _supervise(job | {"folder": str(folder), "limit": int(limit), "preload": preload, "fork": FORK}, limit)
+    job = job | {"folder": str(folder), "limit": int(limit), "preload": preload, "fork": FORK}
+    how = _supervise(job, limit, on or engine.name)
     results, printed = Path(folder) / "results.jsonl", Path(folder) / "printed.txt"
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     return rows, how, printed.read_text(errors="replace") if printed.exists() else ""
 
 
-def _supervise(job, limit):
-    """Has the server do the job; how it ended."""
-    server, pid, ended = _started(), None, False
+def _supervise(job, limit, on):
+    """Has the engine's server do the job; how it ended."""
+    server, pid, ended = _started(on), None, False
     try:
         server.stdin.write(json.dumps(job).encode() + b"\n")
         pid = _number(server, 120)  # the time that the imports may take
@@ -69,25 +70,25 @@ def _number(server, limit):
     return int(line)
 
 
-def _started():
-    """The server, started at the first job and again after it has ended."""
-    global _server
-    if _server is None or _server.poll() is not None:
-        environment = os.environ | {"STEPS_ENGINE": engine.name, "PYTHONPATH": _path()}
+def _started(on):
+    """The engine's server, started at the first job and again after it has ended."""
+    if on not in _servers or _servers[on].poll() is not None:
+        simulated = "1" if on == "cpu" else "0"  # as steps.engine will want it, whatever it is in this process
+        environment = os.environ | {"STEPS_ENGINE": on, "NUMBA_ENABLE_CUDASIM": simulated, "TRITON_INTERPRET": simulated}
+        environment["PYTHONPATH"] = _path()
         command = [sys.executable, "-P", str(SERVER)]  # -P: the script's folder does not go on the path
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        _server = subprocess.Popen(command, env=environment, bufsize=0, start_new_session=True, **pipes)
+        _servers[on] = subprocess.Popen(command, env=environment, bufsize=0, start_new_session=True, **pipes)
         atexit.register(stop)
-    return _server
+    return _servers[on]
 
 
 def stop():
-    """Ends the server."""
-    global _server
-    if _server is not None:
-        _server.kill()
-        _server.wait()
-        _server = None
+    """Ends the servers."""
+    while _servers:
+        _, server = _servers.popitem()
+        server.kill()
+        server.wait()
 
 
 def _path():

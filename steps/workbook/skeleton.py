@@ -76,6 +76,7 @@ def _hunt(task):
         task.symptom,
         "",
         f"The kernel is steps/{task.file}. Find the cause, and write the test that would have caught it.",
+        *["It is checked on the CPU, also where there is a GPU."] * (task.engine == "cpu"),
         "What is right: attention.forward(q, k, v, causal=..., scale=...) of `from reference import attention`, in float64.",
         f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}",
     ]

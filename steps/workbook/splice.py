@@ -3,6 +3,7 @@
 import ast
 import shutil
 from dataclasses import dataclass, field
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from steps.workbook import answer as answers
@@ -19,13 +20,17 @@ class Spliced:
 
 
 def copy_of_steps(folder, pairs):
-    """Copies steps/ into the folder and puts each pair's answer in place of its exercise's function; {exercise id: Spliced}."""
-    shutil.copytree(STEPS, Path(folder) / "steps", ignore=shutil.ignore_patterns("__pycache__"))
+    """Copies steps/ into the folder and puts each pair's answer in place of its exercise's function; {exercise id: Spliced}.
+
+    What Python has compiled comes along, apart from those files: most of a short check would be compiling the rest.
+    """
+    shutil.copytree(STEPS, Path(folder) / "steps")
     spliced = {}
     for task, answer in pairs:
         path = Path(folder) / "steps" / task.file
         spliced[task.id] = splice(path.read_text(), answer, task)
         path.write_text(spliced[task.id].text)
+        Path(cache_from_source(path)).unlink(missing_ok=True)
     return spliced
 
 
