@@ -234,13 +234,22 @@ def test_provenance_fills_its_fields_and_takes_a_commit():
 
 
 def test_rows_with_a_switch_turned_are_read_only_when_asked_for(tmp_path):
-    rows.append([row(), row(kernel="fwd_0_scalar:LAZY=0")], tmp_path)
-    assert [r["kernel"] for r in rows.read(tmp_path)] == ["fwd_0_scalar"]
-    assert [r["kernel"] for r in rows.read(tmp_path, switched=True)] == ["fwd_0_scalar", "fwd_0_scalar:LAZY=0"]
+    """With all of their run: what stood beside them would replace what others were compared with."""
+    rows.append([row(run="r1"), row(run="r2"), peer_row(run="r2"), row(kernel="fwd_0_scalar:LAZY=0", run="r2")], tmp_path)
+    assert [r["run"] for r in rows.read(tmp_path)] == ["r1"]
+    assert [r["kernel"] for r in rows.read(tmp_path, switched=True)][-1] == "fwd_0_scalar:LAZY=0"
 
 
 def test_the_latest_row_of_a_subject_wins():
     assert rows.latest([row(run="r1"), peer_row(), row(run="r2")]) == [row(run="r2"), peer_row()]
+
+
+def test_a_peer_s_row_is_the_last_of_the_runs_that_measured_most():
+    beside_two = [row(run="r1"), row(kernel="other", run="r1"), peer_row(run="r1")]
+    again = [{**one, "run": "r2"} for one in beside_two]
+    beside_one = [row(kernel="third", run="r3"), peer_row(run="r3")]
+    found = rows.latest(beside_two + again + beside_one)
+    assert [(r["kernel"], r["run"]) for r in found] == [("fwd_0_scalar", "r2"), ("other", "r2"), (None, "r2"), ("third", "r3")]
 
 
 # --- source -------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter
 
 from reference.bench import cost
+from reference.bench import rows as results
 from reference.bench.report import label
 
 INK, FAINT = "#1a1a1a", "#c8c8c8"
@@ -137,7 +138,8 @@ def ladder_numbers(rows):
         rungs = {}
         for row in sorted((row for row in mine if row in here and row["pass"] == pass_), key=_likeness):
             rungs[row["kernel"]] = (row["kernel"].split("_", 2)[2], row["tflops"], _difference(row))
-        peers = {row["peer"]: row["tflops"] for row in here if row["pass"] == pass_ and _likeness(row) == (True,) * len(LADDER)}
+        like = [row for row in here if row["pass"] == pass_ and _likeness(row) == (True,) * len(LADDER)]
+        peers = {row["peer"]: row["tflops"] for row in results.latest(like)}
         peers = {name: peers[name] for name in ("sdpa-flash", "sdpa-cudnn") if name in peers}
         numbers[pass_] = {"rungs": [rungs[kernel] for kernel in sorted(rungs)], "peers": peers}
     return numbers if numbers["fwd"]["rungs"] and numbers["bwd"]["rungs"] else None

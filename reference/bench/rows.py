@@ -10,6 +10,7 @@ import math
 import os
 import re
 import subprocess
+from collections import Counter
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -132,7 +133,7 @@ def append(rows, folder=OWN):
 def read(where=COMMITTED, *, switched=False):
     """The rows of a .jsonl file, or of all in a folder. ValueError names a bad row's file and line.
 
-    switched: also those of kernels with a switch turned, which answer another question than the others do.
+    switched: also those of runs in which a kernel's switches were turned, which answer another question than the others do.
     """
     where = Path(where)
     rows = []
@@ -142,12 +143,23 @@ def read(where=COMMITTED, *, switched=False):
                 rows.append(validate(json.loads(line)))
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
-    return [row for row in rows if switched or ":" not in (row["kernel"] or "")]
+    turned = {row["run"] for row in rows if ":" in (row["kernel"] or "")}
+    return [row for row in rows if switched or row["run"] not in turned]
 
 
 def latest(rows):
-    """One row for each subject: the last one measured, in the order of first appearance."""
-    return list({tuple(row[name] for name in SUBJECT): row for row in rows}.values())
+    """One row for each subject, in the order of first appearance: the last one measured.
+
+    Of a peer it is the last one of the runs that measured most there: beside the kernels that it is compared with.
+    """
+    company = Counter((row["run"], *(row[name] for name in SETTING)) for row in rows)
+    beside = lambda row: company[row["run"], *(row[name] for name in SETTING)]  # noqa: E731
+    chosen = {}
+    for row in rows:
+        subject = tuple(row[name] for name in SUBJECT)
+        if not (row["peer"] and subject in chosen and beside(row) < beside(chosen[subject])):
+            chosen[subject] = row
+    return list(chosen.values())
 
 
 def provenance(device="cuda", *, commit=None, n_gpus=1):

@@ -80,5 +80,5 @@ def python_code(text):
             if any(t.type not in (tokenize.STRING, tokenize.NEWLINE) for t in statement):  # else a docstring
                 code += [block.get(t.type, t.string) for t in statement]
             statement = []
-    # From Python 3.12 on an f-string comes in pieces, its doubled braces single: make 3.11 do the same.
-    return "".join("".join(code).split()).replace("{{", "{").replace("}}", "}")
+    # From Python 3.12 on an f-string comes in pieces, its doubled braces single: of braces in a row only one counts.
+    return re.sub(r"([{}])\1+", r"\1", "".join("".join(code).split()))
