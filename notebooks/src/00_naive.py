@@ -709,7 +709,7 @@ for b, counts in by_tile.items():
     ratios = (f"{order} {counts[order] / counts['standard']:.2f}" for order in ("fa1", "fa2"))
     print(f"N = 500, M = {4 * 64 * b:5}:", *ratios, "times standard")
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 d = 64
 papers = {
     "standard": ("4 (N d + N^2)", lambda N, b: 4 * (N * d + N * N)),

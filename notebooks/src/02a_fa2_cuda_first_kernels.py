@@ -12,175 +12,185 @@
 # ---
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# # 02a. FlashAttention-2 in CUDA C++: the first kernel
+# # 02a. CUDA C++: the first kernels
 #
 # ## 1. The question
 #
-# *What does FlashAttention-2 change about the loops, and what does the result look like as a real CUDA C++ kernel?*
+# *How does attention look in CUDA C++, what does the compiler make of it, and who should own a row of S: a thread, or some
+# lanes of a warp?*
 #
 # - **Before you start:** notebooks 00 and 01; reading C. No CUDA C++ yet.
-# - **Time:** about 45 minutes to read, an hour more with the exercise.
-# - **Hardware:** any computer with Linux (or WSL2) and g++. The kernel is compiled for three GPUs without having one,
-#   and runs on the CPU behind an emulation of CUDA; a GPU adds the runs marked "engine".
+# - **Time:** about an hour to read, an hour more with the exercise.
+# - **Hardware:** any computer with Linux (or WSL2) and g++. The kernels are compiled for three GPUs without having one, and
+#   run on the CPU behind an emulation of CUDA; with a GPU, one launch in part 4 and the checks of part 6 run there.
 # - **Code:** `steps/step02_fa2_cuda/`. **Tests:** `pytest tests/test_step02_fa2_cuda.py tests/test_emulator.py`.
+# - **Paper:** FlashAttention-2 (2307.08691), restated in `papers/flash_attention_2.md`. Words: `reference/glossary.md`.
 
 # %% slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
+import ctypes
+import json
 import math
+import os
 import re
+import subprocess
+import sys
 import tempfile
+import textwrap
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-import matplotlib
 import matplotlib.pyplot as plt
 import torch
+from IPython.display import display
+from matplotlib.colors import ListedColormap
 
+# %% slideshow={"slide_type": "skip"}
 from reference import attention, cases, error
-from reference.bench import cost, plots, rows
+from reference.bench import cost, plots, rows, source
 from reference.bench.plots import COLOURS, FAINT, INK
 from steps import contract, step02_fa2_cuda as step02  # noqa: I001
-from steps.step00_naive import fwd_3_tiled
-from steps.step02_fa2_cuda import emulator, kernels, nvrtc
+from steps.step02_fa2_cuda import cache, emulator, kernels, nvrtc
 from steps.workbook import check, hint, picture, show, solution  # noqa: F401  for part 5
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
 plots.style()
+gpu = cost.GPUS["NVIDIA H200"]
 print(steps.engine.describe())
-print("matplotlib", matplotlib.__version__)
+print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
 #
-# Stage 01 loops over key tiles outside and query tiles inside, as FlashAttention-1 was published. So O_i, l and m come
-# from device memory and go back on *every* visit; and since two key tiles change the same O_i, one head cannot be shared
-# out among blocks. The next cell runs both loop nests, counts the bytes that cross the chip's border, and counts the
-# blocks that can work at the same time.
-
+# Stage 01's rungs: `published` has FlashAttention-1's loops, keys outside; two key tiles then change the same O_i, and a head has
+# to stay in one block. `loops_swapped` has queries outside, as FlashAttention-2: a block is a *query tile*, and so it stays.
+# In `registers` a thread also keeps a patch of 8 x 8 numbers of S and of O. Beside them, PyTorch's kernel for float32.
 
 # %% slideshow={"slide_type": "fragment"}
-def traffic(order, N, D=64, Br=64, Bc=64):
-    """(MB read, MB written) by one head, float32, one loop nest or the other."""
-    row, read, written = 4 * D, 0, 0
-    if order == "keys outside":
-        for _ in range(0, N, Bc):
-            read += 2 * Bc * row  # K_j, V_j
-            for _ in range(0, N, Br):
-                read += Br * (2 * row + 8)  # Q_i, O_i, l, m
-                written += Br * (row + 8)  # O_i, l, m
-    else:
-        for _ in range(0, N, Br):
-            read += Br * row  # Q_i
-            for _ in range(0, N, Bc):
-                read += 2 * Bc * row  # K_j, V_j
-            written += Br * (row + 4)  # O_i, lse
-    return read / 1e6, written / 1e6
+AT = {"gpu": gpu.name, "n_gpus": 1, "pass": "fwd", "N": 4096, "D": 64, "causal": False}
 
 
-orders = ("keys outside", "queries outside")
-for order in orders:
-    read, written = traffic(order, 4096)
-    print(f"{order:15}: N = 4096, D = 64: read {read:.0f} MB, written {written:.0f} MB")
-sms = cost.GPUS["NVIDIA H200"].sms
-print(f"one sequence of 16384 tokens, 32 heads, on an H200's {sms} multiprocessors:")
-print(f"keys outside 32 blocks, {sms - 32} idle; queries outside {32 * 16384 // 64} blocks")
+def speeds(dtype, kernels, peer):
+    """A bar for each of these kernels and for the peer, from the committed rows of the files as they are now."""
+    at = AT | {"dtype": dtype}
+    found = [r for r in rows.latest(rows.read()) if all(r[name] == value for name, value in at.items())]
+    found = [r for r in found if r["peer"] == peer or r["kernel"] in kernels and not source.is_stale(r)]
+    missing = [name for name in kernels if name not in [r["kernel"] for r in found]]
+    if missing:
+        print(f"not measured yet: {', '.join(missing)} in {dtype}")
+    if len(missing) < len(kernels):
+        text = ", ".join(f"{r['peer'] or r['kernel']} {r['tflops']:.3g}" for r in found)
+        return picture(plots.speed_bars(found), f"TFLOP/s of the forward as bars: {text}.")
 
-# %% slideshow={"slide_type": "fragment"}
-lengths = (512, 1024, 2048, 4096, 8192, 16384)
-fig, (left, right) = plt.subplots(1, 2, figsize=(7.8, 3.3), layout="constrained")
-for order, colour, line in zip(orders, (COLOURS[1], COLOURS[0]), ("o-", "o--"), strict=True):
-    read, written = zip(*(traffic(order, N) for N in lengths), strict=True)
-    left.loglog(lengths, read, line, color=colour, label=f"{order}: read")
-    left.loglog(lengths, written, "s:", color=colour, label=f"{order}: written")
-least = [cost.compulsory_bytes(1, 1, N, 64, dtype="fp32") / 1e6 for N in lengths]
-left.loglog(lengths, least, "--", color=INK, lw=1, label="q, k, v, out, lse once")
-left.set(title="one head's traffic, MB", xlabel="N")
-heads = [32 * 16384 // N for N in lengths]  # 16k tokens in all, hidden size 2048, D = 64
-right.loglog(lengths, heads, "o-", color=COLOURS[1], label="keys outside: a head a block")
-tiles = [h * N // 64 for h, N in zip(heads, lengths, strict=True)]
-right.loglog(lengths, tiles, "o-", color=COLOURS[0], label="queries outside: 64 rows a block")
-right.axhline(sms, color=INK, ls="--", lw=1)
-right.text(512, sms * 1.1, "multiprocessors of an H200", fontsize=8)
-right.set(title="blocks, 16k tokens of 32 heads", xlabel="N", ylim=(20, 40000))
-for ax in (left, right):
-    ax.set_xticks(lengths, ["512", "1k", "2k", "4k", "8k", "16k"])
-    ax.minorticks_off()
-    ax.legend(fontsize=7, loc="upper left")
-picture(fig, """Left: bytes against N. With keys outside a head reads and writes with slope 2;
-with queries outside it reads with slope 2 too, but writes only as much as the compulsory line,
-slope 1. Right: with keys outside the number of blocks falls from 1024 to 32, below the 132
-multiprocessors of an H200; with queries outside it stays at 8192.""")
+
+STAGE_01 = ("fwd_0_published", "fwd_1_loops_swapped", "fwd_2_registers")
+print(f"One sequence of 16384 tokens, 32 heads. Keys outside: 32 blocks, {gpu.sms - 32} of {gpu.sms} multiprocessors idle.")
+print(f"Queries outside, 64 rows a block: {32 * 16384 // 64} blocks. The float32 units could reach {gpu.fp32_tflops} TFLOP/s.")
+speeds("fp32", STAGE_01, "sdpa-efficient")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Query tiles outside: the 69 MB written become 1, and what is read over and over (K and V) is the same for all blocks of
-# a head, so that the chip's cache can serve it. The right plot matters more. On one sequence of 16384 tokens, stage 01
-# has 32 blocks, and 100 of the 132 multiprocessors have nothing to do. With query tiles outside there are 8192 blocks.
-
-# %% [markdown] slideshow={"slide_type": "slide"}
-# ## 3. The idea: a block owns its rows
+# ### What Numba keeps from you
 #
-# **Claim.** What row i has collected after some keys, $(m_i, l_i, O_i)$, depends on $q_i$, K and V and on no other row:
-#
-# $$O_i = \frac{\sum_j e^{S_{ij} - m_i} V_j}{\sum_j e^{S_{ij} - m_i}}$$
-#
-# So the outer loop over *queries* may become blocks that run side by side, in any order. The outer loop over *keys* may
-# not. First the failing variant, on notebook 00's six tokens: two blocks, each with three of the keys, take the same
-# state, update it, and write it back.
+# For 64 multiply-adds, the inner loop of `registers` fetches 8 + 8 numbers from shared memory. One instruction of a GPU can
+# fetch *four* neighbouring numbers. Below, the loop alone, the numbers side by side and aligned to 16 bytes, as Numba
+# compiles it to **PTX**, NVIDIA's assembly language.
 
 # %% slideshow={"slide_type": "fragment"}
-N, d = 6, 2
+PROGRAM = """
+import re, numpy as np
+from collections import Counter
+from numba import cuda, float32
+
+def patch(x, y):
+    A = cuda.shared.array(1024, np.float32, alignment=16)
+    B = cuda.shared.array(1024, np.float32, alignment=16)
+    a, b, S = (cuda.local.array(8, np.float32), cuda.local.array(8, np.float32), cuda.local.array(64, np.float32))
+    t, w = np.uint32(cuda.threadIdx.x), np.uint32(64)  # unsigned: notebook 01, part 4
+    for d in range(16): A[t + d * w] = B[t + d * w] = x[t + d * w]
+    cuda.syncthreads()
+    for i in range(64): S[i] = np.float32(0)
+    for d in range(16):
+        for r in range(8): a[r], b[r] = A[d * w + t // 8 * np.uint32(8) + r], B[d * w + t % 8 * np.uint32(8) + r]
+        for i in range(64): S[i] += a[i // 8] * b[i % 8]
+    for i in range(64): y[t + i * w] = S[i]
+
+ptx, _ = cuda.compile_ptx(patch, (float32[::1], float32[::1]), cc=(9, 0))
+print(dict(Counter(re.findall(r"^\\t(fma\\S*|ld.shared\\S*)", ptx, re.M))))
+"""
+run = {"env": os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}, "capture_output": True, "text": True}
+output = lambda: subprocess.run([sys.executable, "-c", PROGRAM], **run).stdout or "this Numba has no CUDA compiler"  # noqa: E731
+print(cache.get(("02a", PROGRAM), ".txt", lambda path: path.write_text(output())).read_text())  # kept, as all that is compiled
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# 16 loads, one number each. In CUDA C++ the same loop will take 4; there the next notebooks also find tensor cores, copies
+# in the background and 16-bit numbers.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 3. The idea: owners who agree on m
+#
+# **Claim.** For *any* m, the same above and below,
+#
+# $$O_i = \frac{\sum_j e^{S_{ij} - m}\, V_j}{\sum_j e^{S_{ij} - m}}$$
+#
+# No other row occurs in it: rows can be shared out among workers without a word. The *keys* of a row can, too, if all who share
+# it use one m: then their parts of both sums simply add up. First the failing variants, on notebook 00's six tokens: two
+# workers have three keys each, and start from nothing.
+
+# %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
 K = torch.tensor([[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]])
 V = torch.tensor([[0.0, 6], [2, 0], [4, 6], [6, 4], [8, 0], [10, 6]])
+S = Q @ K.T / math.sqrt(2)
 
 
-def visit(state, j):
-    """The state (m, l, O) of all rows after the keys j, j + 1, j + 2 have been taken in too."""
-    return fwd_3_tiled.online_update(*state, Q @ K[j : j + 3].T / math.sqrt(d), V[j : j + 3])
+def part(keys, m=None):
+    """(m, l, O) of row 5 over some keys: sums in the unit e^m; m is their own maximum unless it is given."""
+    m = S[5, keys].max() if m is None else m
+    P = (S[5, keys] - m).exp()
+    return m, P.sum(), P @ V[keys]
 
 
-start = torch.full((N,), -math.inf), torch.zeros(N), torch.zeros(N, d)
-one_after_the_other, side_by_side = (
-    visit(visit(start, 0), 3),
-    visit(start, 3),
-)  # the last one to write wins
-for says, (_, l, O) in {"one after the other": one_after_the_other, "side by side": side_by_side}.items():
-    print(f"keys outside, {says:19}: O[5] / l = ({O[5, 0] / l[5]:.2f}, {O[5, 1] / l[5]:.2f})")
-
+first, second = slice(0, 3), slice(3, 6)
+agreed = torch.maximum(part(first)[0], part(second)[0])
+answers = {"the last one to write wins": [part(second)], "added, each with its own m": [part(first), part(second)],
+           "added, with one m": [part(first, agreed), part(second, agreed)]}  # fmt: skip
+for says, parts in answers.items():
+    out = sum(O for _, _, O in parts) / sum(l for _, l, _ in parts)
+    print(f"{says:27} out[5] = ({out[0]:.2f}, {out[1]:.2f})")
 q, k, v = (x[None, None] for x in (Q, K, V))  # (B, H, N, D), on the CPU: emulated on any machine
 for order in ("forward", "reverse"):
     with emulator.schedule(blocks=order):
         out, lse = kernels.scalar_forward(q, k, v, tile=(2, 3))  # three blocks of two rows
-    print(f"queries outside, blocks {order:9}: out[5] = ({out[0, 0, 5, 0]:.2f}, {out[0, 0, 5, 1]:.2f})")
+    print(f"this stage's CUDA kernel, blocks {order}: out[5] = ({out[0, 0, 5, 0]:.2f}, {out[0, 0, 5, 1]:.2f})")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Row 5 should be (6.83, 1.34), as in notebook 00. Side by side, the first three keys are lost: (7.35, 1.34). The last two
-# lines come from this stage's CUDA kernel, with a block for each two rows: forwards or backwards, the same.
+# Row 5 should be (6.83, 1.34), as in notebook 00. If the second worker overwrites what the first has left, it is (7.35,
+# 1.34); added in different units, (4.74, 1.32). The CUDA kernel has a block for two rows, and any may go first.
 #
-# FlashAttention-2 changes a second thing: O is divided by l once, at the end, instead of on every visit. Divisions run
-# outside the tensor cores, whose arithmetic is scarce.
+# The same choice comes again *inside* a block. FlashAttention-1 gave each warp some keys of every row, and its warps added up
+# O through shared memory. FlashAttention-2 gives each warp some rows (section 3.3). This notebook's kernels go further down:
+#
+# - rung 0, `scalar`: a thread owns a row. Nothing to agree on.
+# - rung 1, `warp`: eight lanes of a warp own four rows. They agree on m by three shuffles.
 
 # %% slideshow={"slide_type": "fragment"}
-fig, axes = plt.subplots(1, 2, figsize=(7.8, 3.2), layout="constrained")
-for ax, swapped in zip(axes, (True, False), strict=True):
-    for i in range(4):
-        for j in range(4):
-            colour = COLOURS[5] if swapped else COLOURS[i]
-            ax.add_patch(plt.Rectangle((j, i), 1, 1, facecolor=colour, alpha=0.55, edgecolor="white", lw=2))
-            ax.text(j + 0.5, i + 0.5, 1 + (4 * j + i if swapped else j), ha="center", va="center")
-    for n in range(4):
-        end, begin = ((n + 0.2, 3.85), (n + 0.2, 0.15)) if swapped else ((3.85, n + 0.2), (0.15, n + 0.2))
-        ax.annotate("", end, begin, arrowprops={"arrowstyle": "->", "color": INK})
-    ax.set(xlim=(0, 4), ylim=(4, 0), aspect="equal", xticks=[], yticks=[])
-    ax.set(xlabel="key tiles j", ylabel="query tiles i")
+row, key = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
+owners = {"FlashAttention-1: a warp, some keys": key // 16, "FlashAttention-2: a warp, some rows": row // 16,
+          "rung 0: a thread, a row": row % 6}  # fmt: skip
+fig, axes = plt.subplots(1, 3, figsize=(8.4, 3.1), layout="constrained", sharey=True)
+for ax, (title, owner) in zip(axes, owners.items(), strict=True):
+    ax.imshow(owner, cmap=ListedColormap(COLOURS[: owner.max() + 1]), extent=(0, 64, 64, 0), interpolation="nearest")
+    ax.set(xlabel="key", xticks=range(0, 65, 16), yticks=range(0, 65, 16))
+    ax.set_title(title, fontsize=9)
     ax.grid(False)
-axes[0].set_title("FlashAttention-1: one block, 16 steps")
-axes[1].set_title("FlashAttention-2: four blocks, 4 steps each")
-picture(fig, """Two grids of four query tiles by four key tiles. Left, one colour: one block
-walks down the columns in 16 steps, meeting each query tile four times. Right, a colour for each
-row: four blocks walk along their own rows at the same time, four steps each.""")
+axes[0].set_ylabel("query")
+picture(fig, """A tile of S, 64 queries by 64 keys, coloured by owner, three times. FlashAttention-1: four bands of
+keys, one for each warp, so that every row has four owners. FlashAttention-2: four bands of rows, one owner each. Rung 0:
+every row is a band of its own.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
@@ -189,20 +199,22 @@ row: four blocks walk along their own rows at the same time, four steps each."""
 #
 # | Numba | here | meaning |
 # |---|---|---|
-# | `@cuda.jit` | `extern "C" __global__ void` | a kernel |
+# | `@cuda.jit` | `extern "C" __global__ void` | a kernel; `extern "C"` keeps its name findable |
 # | `@cuda.jit(device=True)` | `__device__` | a function of a kernel |
 # | `cuda.threadIdx.x`, `cuda.blockIdx.x` | `threadIdx.x`, `blockIdx.x` | who am I |
-# | `cuda.shared.array(n, float32)` | `smem.array<float>(n)` | shared memory |
+# | an array `x` | `Global<const float> x` | memory of the GPU: a pointer, without a length |
+# | `cuda.shared.array(n, float32)` | `smem.array<float>(n)`, a `Shared<float>` | shared memory |
+# | `cuda.local.array(n, float32)` | `float O[n]` | registers, if all goes well |
+# | arrays are passed as they are | `float (&O)[n]`, `float& m` | the function gets the caller's variable itself |
 # | `cuda.syncthreads()` | `__syncthreads()` | the barrier of a block |
-# | a factory with `Br`, `Bc`, `D` | macros `Br`, `Bc`, `D` | sizes known to the compiler |
+# | a factory with `Br`, `Bc`, `D` | macros `Br`, `Bc`, `D`; in rung 1 a type, `T` | known to the compiler |
 #
-# `Global<T>` and `Shared<T>` (in `ptx.cuh`) are plain pointers on a GPU. Under g++ they carry their bounds. A first
-# kernel reverses an array, and notes at which turn each thread passed before and after the barrier:
+# On a GPU `Global` and `Shared` (in `ptx.cuh`) are plain pointers; under g++ they carry their bounds. A first kernel reverses
+# an array, and notes at which turn each thread passed before and after the barrier:
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 MIRROR = """#include "ptx.cuh"
-extern "C" __global__ void mirror(Global<const float> x, Global<float> y,
-                                  Global<int> turn, Global<int> clock) {
+extern "C" __global__ void mirror(Global<const float> x, Global<float> y, Global<int> turn, Global<int> clock) {
   SharedMemory smem;
   Shared<float> tile = smem.array<float>(blockDim.x);
   int t = threadIdx.x, n = blockDim.x;
@@ -214,22 +226,27 @@ extern "C" __global__ void mirror(Global<const float> x, Global<float> y,
 }"""
 
 
-# %% slideshow={"slide_type": "fragment"}
-def mirror(order):
-    """(y, turns) of eight threads that take turns in this order."""
+def mirror(order="forward", before="", after=""):
+    """(y, turns) of eight threads that take turns in this order; the text with `after` in place of `before`."""
     y, turn, clock = torch.zeros(8), torch.zeros(2, 8, dtype=torch.int32), torch.zeros(1).int()
-    shape = {"grid": 1, "block": 8, "shared_bytes": 32, "macros": {}}
     with tempfile.TemporaryDirectory() as folder, emulator.schedule(threads=order, seed=1):
         file = Path(folder) / "mirror.cu"
-        file.write_text(MIRROR)
-        emulator.launch(file, "mirror", [torch.arange(8.0), y, turn, clock], **shape)
+        file.write_text(MIRROR.replace(before, after))
+        emulator.launch(file, "mirror", [torch.arange(8.0), y, turn, clock], grid=1, block=8, shared_bytes=32, macros={})
     return y, turn
 
 
 turns = {order: mirror(order)[1] for order in emulator.ORDERS}
-print("y =", mirror("forward")[0])
+print("y =", mirror()[0])
 
-# %% slideshow={"slide_type": "subslide"}
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### The same text on a CPU
+#
+# g++ compiles the .cu file unchanged. Each CUDA thread is a **fiber**: a function with its own stack that runs until it
+# waits, and goes on when all have come. One fiber runs at a time, so any order can be asked for: a mistake that one order
+# hides, another may show.
+
+# %% slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 3, figsize=(7.8, 3.0), sharey=True, layout="constrained")
 for ax, (order, (before, after)) in zip(axes, turns.items(), strict=True):
     for t in range(8):
@@ -240,128 +257,35 @@ for ax, (order, (before, after)) in zip(axes, turns.items(), strict=True):
     ax.set(title=f"threads {order}", xlabel="turn", yticks=range(8))
 axes[0].set_ylabel("thread")
 fig.legend(*axes[0].get_legend_handles_labels(), fontsize=8, ncols=2, loc="outside lower center")
-picture(fig, """Turns of eight threads in three orders. In each, all eight threads take their
-turn before the barrier before any takes one after it; the orders differ in who goes first. Grey
-lines are the times a thread waits.""")
+picture(fig, """Turns of eight threads in three orders. In each, all eight threads take their turn before the barrier
+before any takes one after it; the orders differ in who goes first. Grey lines are the times a thread waits.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### The same text on a CPU
-#
-# g++ compiles the .cu file unchanged. Each CUDA thread is a **fiber**: a function with its own stack that runs until it
-# waits (orange), and goes on when all have come (blue); the grey line is the waiting. The last to come goes straight on.
-# Since one fiber runs at a time, any order can be asked for: a mistake that one order hides, another may show. What the
-# emulation says of itself:
+# Three mistakes in `mirror`. Shared memory starts as NaN, so that what nobody has written cannot look right. Then what the
+# emulation says of itself, in the head of `emulator/cuda.h`; names you do not know yet belong to 02b and 02d.
 
 # %% slideshow={"slide_type": "fragment"}
-import textwrap
+for says, change in {
+    "n - t": ("tile[n - 1 - t]", "tile[n - t]"),
+    "no barrier": ("  __syncthreads();\n", ""),
+    "thread 5 returns": ("  __syncthreads", "  if (t == 5) return;\n  __syncthreads"),
+}.items():
+    try:
+        print(f"{says}: y = {mirror('forward', *change)[0]}")
+    except RuntimeError as report:
+        print(f"{says}: {report}")
 
+# %% slideshow={"slide_type": "subslide"}
 head, _ = (kernels.HERE / "emulator" / "cuda.h").read_text().replace("//", "").split("#pragma")
 head = head.split("\n", 1)[1]  # without the licence
-for part in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
-    print(textwrap.fill(" ".join(part.split()), 100, subsequent_indent="  "))
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### The same text for a GPU that is not here
-#
-# NVRTC, NVIDIA's run-time compiler, turns a string of CUDA C++ into a *cubin*, the machine code of one GPU architecture:
-# sm_75 is a T4, sm_80 an A100, sm_90a an H100 or H200. It needs no GPU. Its last step, `ptxas`, reports what decides
-# whether a kernel can be fast: registers a thread, and **spills**, bytes of variables that did not fit.
-#
-# First the budget. A thread keeps q and O, 2 D registers, and counts on 30 to 50 more for addresses and counters; 255 is
-# the most it can have. The block keeps K_j, V_j and S in shared memory. Where should the kernel end?
-
-# %% slideshow={"slide_type": "fragment"}
-import cuda.core  # noqa: F401  imported here, because two threads must not do it at once
-from concurrent.futures import ThreadPoolExecutor
-
-FORWARD, Br, Bc = kernels.HERE / "fwd_0_scalar.cu", 64, 32  # the tile that a GPU gets by default
-
-
-def registers_and_spills(D, arch):
-    """What ptxas reports, also for a kernel that the loader refuses."""
-    try:
-        usage = nvrtc.compile(FORWARD, {"D": D, "Br": Br, "Bc": Bc}, arch).usage
-        return usage["attention_forward"].registers, 0
-    except RuntimeError as refused:
-        return 255, int(re.search(r"spills (\d+) bytes", str(refused))[1])
-
-
-head_dims = (32, 64, 96, 128)
-print("  D  2 D + 40   registers, sm_75 / sm_80 / sm_90a    shared bytes, K_j V_j S")
-builds = [(D, arch) for D in head_dims for arch in nvrtc.ARCHITECTURES if arch == "sm_90a" or D in (64, 96)]
-with ThreadPoolExecutor(2) as pool:
-    measured = dict(zip(builds, pool.map(registers_and_spills, *zip(*builds, strict=True)), strict=True))
-for D in (64, 96):
-    found = " / ".join(str(measured[D, arch][0]) for arch in nvrtc.ARCHITECTURES)
-    print(f"{D:3}  {2 * D + 40:8}   {found:36} {cost.shared_bytes(Br, Bc, D, tiles='KVS')}")
-cubin = nvrtc.compile(FORWARD, {"D": 64, "Br": Br, "Bc": Bc}, "sm_90a").cubin
-print(f"the cubin for sm_90a: {len(cubin)} bytes, starting with {cubin[:4]}")
-
-# %% slideshow={"slide_type": "fragment"}
-fig, ax = plt.subplots(figsize=(6.8, 3.3), layout="constrained")
-found = [measured[D, "sm_90a"] for D in head_dims]
-ax.plot(head_dims, [r for r, _ in found], "o-", color=COLOURS[0], label="registers, ptxas for sm_90a")
-ax.plot(head_dims, [2 * D for D in head_dims], "--", color=INK, lw=1, label="q and O: 2 D")
-ax.axhline(255, color=COLOURS[1], lw=1.2)
-ax.text(31, 259, "the most a thread can have: 255", fontsize=8, color=COLOURS[1])
-for D, (registers, spills) in zip(head_dims, found, strict=True):
-    below = f"{spills} bytes\nspilled" if spills else registers
-    ax.annotate(
-        below, (D, registers), (0, -8), textcoords="offset points", ha="center", va="top", fontsize=8
-    )
-ax.set(xlabel="head_dim D", title="registers a thread", ylim=(0, 285), xticks=head_dims)
-ax.legend(fontsize=8, loc="lower right")
-picture(fig, """Registers a thread against D, as ptxas reports them: they lie some 60 to 80
-above the line 2 D, reach 255 at D = 96, and stay there at 128, where bytes are spilled to
-memory instead.""")
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ptxas takes more than the budget as long as there is more: 206 instead of 168 at D = 64. At D = 96 all 255 are in use,
-# and beyond it moves variables to memory (another version of NVRTC may need a few more or fewer). The loader refuses
-# such a kernel rather than running it slowly:
-
-# %% slideshow={"slide_type": "fragment"}
-try:
-    nvrtc.compile(FORWARD, {"D": 128, "Br": Br, "Bc": Bc}, "sm_90a")
-except RuntimeError as refused:
-    print(refused)
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# `steps/step02_fa2_cuda/nvrtc.py` does this through `cuda.core`. Below is the raw interface, once: every call returns a
-# status first. It stops one step earlier, at PTX, the assembly text that all NVIDIA GPUs share; then we count.
-
-# %% slideshow={"slide_type": "fragment"}
-from cuda.bindings import nvrtc as raw  # `from cuda import nvrtc`, in older tutorials, is gone
-
-
-def checked(result):
-    status, *rest = result
-    assert status == raw.nvrtcResult.NVRTC_SUCCESS, status
-    return rest[0] if rest else None
-
-
-header = (kernels.HERE / "ptx.cuh").read_bytes()
-text = FORWARD.read_bytes()
-program = checked(raw.nvrtcCreateProgram(text, b"fwd_0_scalar.cu", 1, [header], [b"ptx.cuh"]))
-options = "--gpu-architecture=compute_90 --device-as-default-execution-space".split()
-options += "-DD=64 -DBr=64 -DBc=32".split()
-checked(raw.nvrtcCompileProgram(program, len(options), [o.encode() for o in options]))
-ptx = bytes(checked(raw.nvrtcGetPTXSize(program)))
-checked(raw.nvrtcGetPTX(program, ptx))
-print("NVRTC", *raw.nvrtcVersion()[1:])
-for instruction in ("fma.rn.f32", "ld.shared.v4.f32", "ld.global.f32", "bar.sync"):
-    print(f"{instruction:17}", len(re.findall(re.escape(instruction) + r"\s", ptx.decode())))
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# The two loops over the keys hold 64 multiply-adds each (D = 64); the rest of the 146 belongs to exp and log.
-# They are fed by 32 loads of four floats: one load from shared memory for every four multiply-adds. Keep this ratio in
-# mind.
+for paragraph in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
+    print(textwrap.fill(" ".join(paragraph.split()), 110, subsequent_indent="  "))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### The kernel, line by line
 #
-# One thread owns one query row, one block Br of them. FlashAttention-2, Algorithm 1; in brackets the paper's lines.
-# Line 10 is printed with an inverse that does not belong there (notebook 00).
+# Rung 0: a thread owns a query row, a block Br of them. FlashAttention-2, Algorithm 1; in brackets the paper's lines. Line 10
+# is printed with an inverse that does not belong there (`papers/errata.md`).
 #
 # | line | what it does | in `fwd_0_scalar.cu` |
 # |---|---|---|
@@ -369,40 +293,383 @@ for instruction in ("fma.rn.f32", "ld.shared.v4.f32", "ld.global.f32", "bar.sync
 # | [4–5] | Q_i; m = -inf, l = 0, O = 0, on the chip | `Q_i`, `O_i`, `m`, `l`: registers of a thread |
 # | [6] | for each tile of Bc keys | the loop over `j`, up to `keys` |
 # | [7] | K_j, V_j to shared memory | `load_tile`, between two barriers |
-# | [8] | S = scale Q_i K_jᵀ, (Bc,) a thread | `scores`, which finds max S as well |
+# | [8] | S = scale Q_i K_jᵀ, Bc numbers a thread | `scores`, which finds max S as well |
 # | [9–10] | m_new, P, alpha; new l and O | `online_update` (yours, in part 5) |
 # | [12–15] | O / l and lse, written once | `store_row`, and the last line |
+#
+# **The budget.** q and O take 2 D registers of a thread; count on 30 to 50 more for addresses and counters; a thread can
+# have 255. So D = 96 should be about the end, and S has to lie in shared memory, beside K_j and V_j.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 show("fwd_0_scalar", "load_tile")
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_0_scalar", "scores")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# All threads read the same `K[j * D + d]` at the same time: one read serves a whole warp. S has no room among the
-# registers; it lies in shared memory, a column a thread, so that the 32 threads of a warp meet 32 different banks.
-
-# %% slideshow={"slide_type": "fragment"}
-show("fwd_0_scalar", "store_row")
-
 # %% slideshow={"slide_type": "subslide"}
 show("fwd_0_scalar", "attention_forward")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# `keys` is where the *block* stops and `seen` where the *row* stops. The barriers stand in the block's loop, which all
-# threads run equally often. Only the arithmetic between them is behind the row's own `if`.
+# In `scores` all threads read the same `K[j * D + d]` at once: one read serves a warp. S is a column a thread, so that a warp
+# meets 32 different banks. `keys` is where the *block* stops, `seen` where the *row* stops: the barriers stand in the block's
+# loop, which all threads run equally often, and only the arithmetic between them is behind the row's own `if`.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ### The same text for a GPU that is not here
+#
+# NVRTC, NVIDIA's run-time compiler, turns a string of CUDA C++ into a *cubin*, the machine code of one architecture: sm_75 is
+# a T4, sm_80 an A100, sm_90a an H100 or H200. It needs no GPU. Its last step, `ptxas`, hands out the registers, and reports
+# how many a thread got, and how many bytes **spilled**: what did not fit goes to the thread's *local memory*, which in truth is
+# device memory behind the caches.
+
+# %% slideshow={"slide_type": "fragment"}
+FORWARD, Br, Bc = kernels.HERE / "fwd_0_scalar.cu", 64, 32  # the tile that a GPU gets by default
+
+
+def usage(D, arch="sm_90a", change=("", "")):
+    """What ptxas reports of rung 0, or of a changed copy, also where the loader refuses it: registers, stack, spills."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / FORWARD.name
+        file.write_text(FORWARD.read_text().replace(*change))
+        try:
+            found = nvrtc.compile(file, {"D": D, "Br": Br, "Bc": Bc}, arch).usage
+        except RuntimeError as refused:
+            found = refused.usage
+    return found["attention_forward"]
+
+
+head_dims = (32, 64, 96, 128)
+builds = [(D, arch) for D in head_dims for arch in nvrtc.ARCHITECTURES if arch == "sm_90a" or D in (64, 96)]
+with ThreadPoolExecutor(2) as pool:
+    measured = dict(zip(builds, pool.map(usage, *zip(*builds, strict=True)), strict=True))
+for D in (64, 96):  # another version of NVRTC may need a few more or fewer
+    found = " / ".join(str(measured[D, arch].registers) for arch in nvrtc.ARCHITECTURES)
+    print(f"D = {D}: 2 D + 40 = {2 * D + 40}, registers on {' / '.join(nvrtc.ARCHITECTURES)}: {found}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### By hand, with `cuda.bindings`
+#
+# On sm_90a D = 96 takes all 255 registers. `nvrtc.py` does this through `cuda.core`, the interface to learn today. Older
+# tutorials use the raw calls, with a status before every result. We need them once: without a driver cuda.core 1.2 makes no PTX.
+
+# %% slideshow={"slide_type": "fragment"}
+from cuda.bindings import nvrtc as raw  # `from cuda import nvrtc`, in older tutorials, is gone
+
+
+def checked(result):  # a status, which must be 0, and then what was asked for
+    status, *rest = result
+    assert int(status) == 0, status
+    return rest[0] if rest else None
+
+
+def fetched(size, get, program):
+    text = bytes(checked(size(program)))
+    checked(get(program, text))  # fills it in
+    return text
+
+
+def compile_raw(text, *options, arch="sm_90a"):
+    """(PTX, what the compilers say, cubin) of a text that may include ptx.cuh."""
+    header = (kernels.HERE / "ptx.cuh").read_bytes()
+    program = checked(raw.nvrtcCreateProgram(text.encode(), b"kernel.cu", 1, [header], [b"ptx.cuh"]))
+    options = f"--gpu-architecture={arch}", "--device-as-default-execution-space", "--ptxas-options=-v", *options
+    (failed,) = raw.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+    log = fetched(raw.nvrtcGetProgramLogSize, raw.nvrtcGetProgramLog, program).decode()
+    assert int(failed) == 0, log
+    ptx = fetched(raw.nvrtcGetPTXSize, raw.nvrtcGetPTX, program).decode()
+    return ptx, log, fetched(raw.nvrtcGetCUBINSize, raw.nvrtcGetCUBIN, program)
+
+
+# %% slideshow={"slide_type": "subslide"}
+def launch_raw(cubin, kernel, tensors, grid, block, shared_bytes):
+    """Loads a cubin and runs one of its kernels on torch's stream."""
+    from cuda.bindings import driver
+
+    module = checked(driver.cuModuleLoadData(cubin))
+    function = checked(driver.cuModuleGetFunction(module, kernel))
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in tensors]  # the driver wants to know where each argument lies
+    arguments = (ctypes.c_void_p * len(pointers))(*map(ctypes.addressof, pointers))
+    stream = torch.cuda.current_stream().cuda_stream
+    checked(driver.cuLaunchKernel(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, ctypes.addressof(arguments), 0))
+
+
+on_gpu = steps.engine.name == "cuda"
+major, minor = torch.cuda.get_device_capability() if on_gpu else (9, 0)
+ptx, log, cubin = compile_raw(MIRROR, arch=f"sm_{major}{minor}")
+print("NVRTC", *raw.nvrtcVersion()[1:], f"made {len(ptx)} characters of PTX and {len(cubin)} bytes of cubin:", cubin[:4])
+if on_gpu:
+    x, y = torch.arange(8.0, device="cuda"), torch.zeros(8, device="cuda")  # torch also makes the driver's context
+    launch_raw(cubin, b"mirror", [x, y, x.new_zeros(16).int(), x.new_zeros(1).int()], grid=1, block=8, shared_bytes=32)
+    print("y =", y.cpu())
+else:
+    print("no GPU here: not launched")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Three ways to lose the registers
+#
+# **Too many numbers**: D = 128. **An index that is not constant**: registers have no addresses, so an array can live there only
+# if the compiler knows every index. Hence `#pragma unroll`, which writes loops over q and O out in full; `#pragma unroll 8`
+# keeps a loop around eight turns. **A promise**: `__launch_bounds__(Br, blocks)` says how many blocks are to fit on a
+# multiprocessor, and so how many of its 65536 registers a thread may take.
+#
+# **Which shows in the PTX, which only in ptxas's log? And how many blocks of 64 threads can be promised before a thread spills?**
+#
+# <details><summary>Answer</summary>
+#
+# PTX has as many registers as it likes, so the first and the third show in the log alone. The second shows in the PTX:
+# `__local_depot0`, 512 bytes, is q and O. There the log is treacherous: the fewest registers of all, and few bytes *spilled*.
+# Read the *stack frame*, too. Five blocks can be promised, seven not. The loader refuses spills that a header does not allow.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+def kept(text, *options, arch="sm_90a"):
+    """(PTX, log) of compile_raw, kept on disk as all else that the stage compiles."""
+    parts = "02a", text, (kernels.HERE / "ptx.cuh").read_text(), options, arch, raw.nvrtcVersion()
+    write = lambda path: path.write_text(json.dumps(compile_raw(text, *options, arch=arch)[:2]))  # noqa: E731
+    return json.loads(cache.get(parts, ".json", write).read_text())
+
+
+scalar_text = FORWARD.read_text()
+ways = {
+    "as it is, D = 64": (64, scalar_text),
+    "too many numbers, D = 128": (128, scalar_text),
+    "an index, D = 64": (64, scalar_text.replace("#pragma unroll\n", "#pragma unroll 8\n")),
+    "a promise, D = 64": (64, scalar_text.replace("__launch_bounds__(Br)", "__launch_bounds__(Br, 8)")),
+}
+for says, (D, text) in ways.items():
+    ptx, log = kept(text, f"-DD={D}", f"-DBr={Br}", f"-DBc={Bc}")
+    numbers = re.search(r"\.reg \.f32\s+%f<(\d+)>", ptx)[1]
+    depot = re.findall(r"\.local.*(__local_depot0\[\d+\])", ptx) or ["no local memory"]
+    print(f"{says}\n    PTX: {numbers} float variables,", *depot)
+    for line in re.findall(r"\d+ bytes stack.*|Used \d+ registers", log):
+        print("    ptxas:", line)
+
+# %% slideshow={"slide_type": "subslide"}
+promises = (1, 5, 7, 10, 16)
+with ThreadPoolExecutor(2) as pool:
+    bounded = list(pool.map(lambda n: usage(64, change=("__launch_bounds__(Br)", f"__launch_bounds__(Br, {n})")), promises))
+room = [min(255, 65536 // (Br * n)) for n in promises]
+fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4), layout="constrained", sharey=True)
+for ax, xs, found in ((left, head_dims, [measured[D, "sm_90a"] for D in head_dims]), (right, promises, bounded)):
+    ax.plot(xs, [u.registers for u in found], "o-", color=COLOURS[0], label="registers, ptxas for sm_90a")
+    for x, u in zip(xs, found, strict=True):
+        what = f"{u.registers}, {u.spills}\nbytes spilled" if u.spills else u.registers
+        ax.annotate(what, (x, u.registers), (0, -8), textcoords="offset points", ha="center", va="top", fontsize=7.5)
+    ax.axhline(255, color=COLOURS[1], lw=1.2)
+    ax.set(ylim=(0, 285), xticks=xs)
+left.text(31, 259, "the most a thread can have: 255", fontsize=8, color=COLOURS[1])
+left.plot(head_dims, [2 * D for D in head_dims], "--", color=INK, lw=1, label="q and O: 2 D")
+right.plot(promises, room, ":", color=INK, lw=1.2, label="a thread's share")
+left.set(xlabel="head_dim D", ylabel="registers a thread", title="too many numbers")
+right.set(xlabel="blocks promised, D = 64", title="a promise", xlim=(0, 18))
+left.legend(fontsize=8, loc="lower right")
+right.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.88))
+picture(fig, """Registers a thread. Left, against D: 60 to 80 above the line 2 D, 255 at D = 96 and at 128, where bytes
+are spilled. Right, at D = 64, against the blocks promised: the registers fall with a thread's share of 65536, and from 7 blocks
+on bytes are spilled, more and more.""")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What a multiply-add costs
+#
+# The loop of part 2 in CUDA C++, and rung 0 (its 18 multiply-adds beyond 2 x 64 are exp's and log's).
+
+# %% slideshow={"slide_type": "fragment"}
+PATCH_CU = """#include "ptx.cuh"
+extern "C" __global__ void patch(Global<const float> x, Global<float> y) {
+  SharedMemory smem;
+  Shared<float> A = smem.array<float>(1024), B = smem.array<float>(1024);
+  int t = threadIdx.x;
+  for (int d = 0; d < 16; d++) A[t + d * 64] = B[t + d * 64] = x[t + d * 64];
+  __syncthreads();
+  float a[8], b[8], S[8][8] = {};
+  for (int d = 0; d < 16; d++) {
+    for (int r = 0; r < 8; r++) a[r] = A[d * 64 + t / 8 * 8 + r], b[r] = B[d * 64 + t % 8 * 8 + r];
+    for (int r = 0; r < 8; r++)
+      for (int c = 0; c < 8; c++) S[r][c] += a[r] * b[c];
+  }
+  for (int r = 0; r < 8; r++)
+    for (int c = 0; c < 8; c++) y[t + (8 * r + c) * 64] = S[r][c];
+}"""
+
+
+def instructions(text, *options):
+    """How often the PTX of a text has each kind of multiply-add, load from shared memory and shuffle."""
+    return dict(Counter(re.findall(r"^\s(fma\.rn\S*|ld\.shared\S*|shfl\S*)\s", kept(text, *options)[0], re.M)))
+
+
+in_patch, in_rung_0 = instructions(PATCH_CU), instructions(scalar_text, "-DD=64", "-DBr=64", "-DBc=32")
+print(f"patch:  {in_patch}\nrung 0: {in_rung_0}")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ### Rung 1: a warp owns 16 rows
+#
+# In CUDA C++ the patch takes 4 loads. Rung 0 loads by fours, too, but uses each number *once*: 32 loads for 128 multiply-adds.
+# And in `scores` each multiply-add of a key waits for the one before, as all add to one `s`.
+#
+# `fwd_1_warp.cu` has a patch a lane, and lanes who agree on m. Lane (a, b) of a warp, 4 x 8 of them, owns four rows; of S every
+# eighth key, of O some columns. Nobody but its eight lanes needs a row, so S stays in registers, and between the two barriers
+# of a tile the warps go their own ways.
+
+# %% slideshow={"slide_type": "fragment"}
+warp_text = (kernels.HERE / "fwd_1_warp.cu").read_text()
+a, b, rows_of_a = 1, 2, range(1, 16, 4)
+S_owner, O_owner = torch.zeros(16, 64), torch.zeros(16, 64)
+S_owner[1::4], O_owner[1::4] = 1, 1
+for i in rows_of_a:
+    S_owner[i, b::8] = 2
+    O_owner[i, 4 * b : 4 * b + 4] = O_owner[i, 32 + 4 * b : 36 + 4 * b] = 2
+fig, axes = plt.subplots(1, 2, figsize=(8.4, 2.5), layout="constrained", sharey=True)
+for ax, (title, owner, xlabel) in zip(axes, (("S", S_owner, "key of the tile"), ("O", O_owner, "column")), strict=True):
+    ax.pcolormesh(owner, cmap=ListedColormap(["white", COLOURS[5], COLOURS[0]]), edgecolors=FAINT, linewidth=0.3)
+    ax.set(title=title, xlabel=xlabel, ylim=(16, 0), xticks=range(0, 65, 8), yticks=range(0, 17, 4))
+    ax.grid(False)
+axes[0].set_ylabel("row of the warp")
+handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (COLOURS[0], COLOURS[5])]
+fig.legend(handles, [f"lane (a, b) = ({a}, {b})", f"the other lanes of a = {a}"], fontsize=8, ncols=2, loc="outside lower center")
+picture(fig, """A warp's 16 rows of S and of O at D = 64. Lane (1, 2) owns the rows 1, 5, 9 and 13: of S the keys 2, 10,
+18 and so on, eight of them; of O the columns 8 to 11 and 40 to 43. The rest of these four rows belongs to the seven other lanes
+of a = 1.""")
+
+# %% slideshow={"slide_type": "subslide"}
+show("fwd_1_warp", "scores")
+
+# %% slideshow={"slide_type": "fragment"}
+show("fwd_1_warp", "row_max")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Eight lanes agree
+#
+# `__shfl_xor_sync(mask, x, 4)` gives a lane the x of the lane whose number differs in the bit of 4: another thread's register,
+# with no memory between. After 4, 2 and 1 every lane has met all eight. `mask` names who takes part, here all 32; all of
+# them must come. Recorded in the emulation; then with half of the warp staying away.
+
+# %% slideshow={"slide_type": "fragment"}
+BUTTERFLY = """#include "ptx.cuh"
+extern "C" __global__ void butterfly(Global<float> x) {
+  if (threadIdx.x >= TAKE_PART) return;
+  float m = x[threadIdx.x];
+  for (int step = 1, lanes = 4; lanes > 0; lanes /= 2, step++) {
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, lanes));
+    x[32 * step + threadIdx.x] = m;
+  }
+}"""
+
+
+def butterfly(take_part=32):
+    """(4, 32): each lane's number at first and after each shuffle."""
+    x = torch.zeros(4, 32)
+    x[0] = torch.randperm(32, generator=torch.Generator().manual_seed(3))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "butterfly.cu").write_text(BUTTERFLY)
+        macros = {"TAKE_PART": take_part}
+        emulator.launch(Path(folder) / "butterfly.cu", "butterfly", [x], grid=1, block=32, macros=macros)
+    return x
+
+
+# %% slideshow={"slide_type": "fragment"}
+x = butterfly()[:, :8]
+fig, ax = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
+for step, lanes in enumerate((4, 2, 1)):
+    for lane in range(8):
+        for partner in (lane, lane ^ lanes):
+            ax.plot([partner, lane], [step, step + 1], color=FAINT, lw=1.3, zorder=0)
+for step in range(4):
+    for lane in range(8):
+        best = x[step, lane] == x[0].max()
+        look = {"boxstyle": "circle,pad=0.25", "fc": COLOURS[0] if best else "white", "ec": INK, "lw": 0.8}
+        ax.text(lane, step, int(x[step, lane]), ha="center", va="center", color="white" if best else INK, fontsize=9, bbox=look)
+ax.set(xlabel="lane", xlim=(-0.5, 7.5), ylim=(3.45, -0.45), xticks=range(8))
+ax.set_yticks(range(4), ["its own", "after 4", "after 2", "after 1"])
+ax.grid(False)
+try:
+    butterfly(16)
+except RuntimeError as report:
+    print(report)
+picture(fig, """Eight lanes with a number each. After the exchange with the lane 4 away two lanes hold the maximum, after
+the one 2 away four, after the one 1 away all eight.""")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What cooperative groups make of it
+#
+# CUDA's headers have a word for this: `cg::reduce` over a tile of 8 lanes. **Is it the same, or something better?** The headers
+# come with the pinned packages; the PTX tells, moves, loads and stores left out. Also an int over 8 lanes and over a warp.
+
+# %% slideshow={"slide_type": "fragment"}
+from cuda import pathfinder
+
+GROUPS = """#include <cooperative_groups.h>
+#include <cooperative_groups/reduce.h>
+namespace cg = cooperative_groups;
+template <int lanes, class T, class Op> __device__ T reduced(T x, Op op) {
+  return cg::reduce(cg::tiled_partition<lanes>(cg::this_thread_block()), x, op);
+}
+extern "C" __global__ void groups(float* x) { x[threadIdx.x] = reduced<8>(x[threadIdx.x], cg::greater<float>()); }
+extern "C" __global__ void groups_int(int* x) { x[threadIdx.x] = reduced<8>(x[threadIdx.x], cg::plus<int>()); }
+extern "C" __global__ void groups_int_32(int* x) { x[threadIdx.x] = reduced<32>(x[threadIdx.x], cg::plus<int>()); }
+"""
+OURS = f"{show('fwd_1_warp', 'row_max')}\n" + """
+extern "C" __global__ void ours(float* x) { x[threadIdx.x] = row_max(x[threadIdx.x]); }
+"""
+folders = [pathfinder.find_nvidia_header_directory(name) for name in ("cudart", "cccl")]
+texts = [(OURS, []), (GROUPS, [f"-I{folder}" for folder in folders])] if all(folders) else [(OURS, [])]
+for text, options in texts:
+    for entry in kept(text, *options)[0].split(".entry ")[1:]:
+        words = re.findall(r"^\s(?!mov|ld|st|cvta|mul\.wide|add\.s64|bar|ret)([a-z]\w+)(?:\.\S+)?\s", entry, re.M)
+        print(f"{entry.split('(')[0]:14}", *words)
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# The same three shuffles. `cg::reduce` also works out the mask of its eight lanes each time (and, shl), and compares and selects
+# where we have `max` (setp, selp). Only the int over a whole warp has an instruction of its own, `redux`. So nothing is
+# hidden there that we lack; and without CUDA's headers g++ can read our kernels, too.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### The micro-tile's gain
+#
+# At D = 64 and Bc = 64 a lane has 4 rows, 8 keys and 8 columns. For a column of S it loads 4 + 8 numbers and multiplies 32
+# times; for a key, in `add_PV`, it loads 8 numbers of V, gets 4 of P from other lanes by shuffles, and multiplies 32 times. The
+# text writes out four columns, and two keys out of each eight. Is it so in the PTX?
+
+# %% slideshow={"slide_type": "fragment"}
+ROWS, KEYS, COLUMNS = 4, 8, 2 * 4
+in_rung_1 = instructions(warp_text, "-DT=float32", "-DD=64", "-DBr=64", "-DBc=64")
+print("rung 1:", in_rung_1)
+print(f"expected: {ROWS + KEYS} loads of four for S and {16 * COLUMNS // 4} for O; {16 * ROWS} shuffles of P")
+multiply_adds = 64 * ROWS * KEYS + 64 * ROWS * COLUMNS  # one tile: 64 columns of S, 64 keys for O
+numbers, shuffles = 64 * (ROWS + KEYS) + 64 * COLUMNS, 64 * ROWS
+loads = in_rung_0["ld.shared.v4.f32"] / 128
+a_multiply_add = {  # numbers fetched, instructions that fetch them
+    "stage 01, dot": (2, 2),  # notebook 01 counted these two
+    "stage 01, patch": (16 / 64, 16 / 64),
+    "rung 0, scalar": (4 * loads, loads),
+    "rung 1, warp": (numbers / multiply_adds, (numbers / 4 + shuffles) / multiply_adds),
+}
+fig, axes = plt.subplots(1, 2, figsize=(8.4, 2.3), layout="constrained", sharey=True)
+for ax, n, title in zip(axes, (0, 1), ("numbers from shared memory", "instructions that fetch, with shuffles"), strict=True):
+    bars = ax.barh(list(a_multiply_add), [x[n] for x in a_multiply_add.values()], color=[*COLOURS[4:], *COLOURS[:2]], height=0.65)
+    ax.bar_label(bars, fmt="%.2f", padding=3)
+    ax.set(title=title, xlabel="a multiply-add", xlim=(0, 2.3), ylim=(3.5, -0.5))
+    ax.grid(axis="y", visible=False)
+picture(fig, "Bars. " + "; ".join(f"{name}: {x:.2f} numbers, {y:.2f} instructions" for name, (x, y) in a_multiply_add.items()))
+
+# %% slideshow={"slide_type": "subslide"}
+show("fwd_1_warp", "attention_forward")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Compare with rung 0. The loads write zeros beyond the last row, and `mask` does what `if (n > 0)` did: a shuffle wants all
+# lanes. m starts at a large negative number, so that m - m is 0, not NaN, for a row that has seen no key. l stays each lane's
+# share; all eight use one m, so it is added up once, at the end.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of the line with `#error`, and run the cell: `check` compiles the kernel with your text in the
-# place of the stage's function, runs some of the contract's cases, and names what fails. `hint("02.1")` asks a question,
-# `hint("02.1", 2)` gives the formula, `hint("02.1", 3)` pseudo-code, `solution("02.1")` the stage's function.
+# Write the body in place of the line with `#error`, and run the cell: `check` compiles the kernel with your text in the place of
+# the stage's function, runs some of the contract's cases, and names what fails. `hint("02.1")`, `hint("02.1", 2)` and
+# `hint("02.1", 3)` tell more and more, `solution("02.1")` all.
 #
-# **Exercise 02.1: take in a tile of keys, in registers.** Lines [9–10] for one thread, in about ten lines. `S[j * Br]` is
+# **Exercise 02.1: take in a tile of keys, in registers.** Rung 0, lines [9–10], in about ten lines. `S[j * Br]` is
 # this thread's score of key j, row j of V begins at `V[j * D]`, and `max_S` is the largest of the n scores; there is at
-# least one. O is not divided by l. `float&`: the caller sees what you assign.
+# least one. O is not divided by l. What you assign to m, l and O the caller sees.
 
 # %% slideshow={"slide_type": "fragment"}
 online_update = r"""
@@ -415,70 +682,70 @@ check("02.1", online_update)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# The contract's cases, as far as they use head_dim 32 and square tiles (`pytest tests/test_step02_fa2_cuda.py` runs
-# all), on this process's engine:
+# Some of the contract's cases, both rungs (`pytest tests/test_step02_fa2_cuda.py` runs all), on this process's engine:
 
 # %% slideshow={"slide_type": "fragment"}
-ran, failed, worst = 0, [], 0.0
-scalar = contract.limits(step02.SUPPORTS, "scalar")
-for case, dtype, reason in cases.select(scalar):
-    if reason is None and (case.D, case.tile) == (32, "square"):
-        x = cases.build(case, scalar, dtype, steps.engine.device)
-        want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-        got = dict(zip(("out", "lse"), step02.forward(x.q, x.k, x.v, **x.options, rung="scalar"), strict=True))
-        ran, failed = ran + 1, failed + [case.name] * bool(error.failures(got, want))
-        errors = error.errors(got, want)
-        worst = max([worst, *(e / (want.tolerance[name] or 1) for name, e in errors.items())])
-print(f"engine {steps.engine.name}: {ran} cases, {len(failed)} failed,", end=" ")
-print(f"largest error {worst:.2f} of the tolerance")
-
-# %% slideshow={"slide_type": "skip"}
-@contextmanager
-def planted(before, after):
-    """Inside `with`, the forward kernel comes from a copy of its file with `after` for `before`."""
-    text = FORWARD.read_text()
-    assert text.count(before) == 1, before
-    with tempfile.TemporaryDirectory() as folder, patch.object(kernels, "HERE", Path(folder)):
-        (Path(folder) / FORWARD.name).write_text(text.replace(before, after))
-        yield
+inputs = """ragged ragged_causal fewer_queries_causal more_queries_causal one_key
+    scores_200 negative_row""".split()
 
 
-def emulated(name):
-    """(results, what is expected) of the kernel, as planted, on one of the contract's cases."""
+def prepared(name, rung, device="cpu"):
+    """A case's inputs in float32, at the rung's smallest tile, and what is expected."""
+    small = {"scalar": (16, 16), "warp": (16, 16)} if device == "cpu" else {"scalar": (32, 32), "warp": (64, 64)}
     case = next(c for c in cases.CASES if c.name == name)
-    x = cases.build(case, scalar | {"tiles": ((16, 16),)}, torch.float32)  # on the CPU
-    want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-    out, lse = kernels.scalar_forward(x.q, x.k, x.v, causal=x.causal, scale=x.scale, tile=(16, 16))
-    return {"out": out, "lse": lse}, want
+    x = cases.build(case, contract.limits(step02.SUPPORTS, rung) | {"tiles": (small[rung],)}, torch.float32, device)
+    return x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
 
+
+def results(x, rung):
+    return dict(zip(("out", "lse"), getattr(kernels, f"{rung}_forward")(x.q, x.k, x.v, **x.options), strict=True))
+
+
+for rung in ("scalar", "warp"):
+    found = [(results(x, rung), want) for x, want in (prepared(name, rung, steps.engine.device) for name in inputs)]
+    share = max(e / want.tolerance[name] for got, want in found for name, e in error.errors(got, want).items())
+    wrong = sum(bool(error.failures(*pair)) for pair in found)
+    print(f"engine {steps.engine.name}, {rung:6}: {len(found)} cases, {wrong} wrong; largest error {share:.2f} of its tolerance")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck
 #
-# A thread beyond the last query has nothing to compute. Let it return at once, as a first CUDA kernel often does.
-# **What happens?**
+# A thread beyond the last query has nothing to compute. In rung 0, let it return at once, as a first CUDA kernel often does; in
+# rung 1, skip its rows a line earlier, before `row_sum`. **What happens?**
 
 # %% slideshow={"slide_type": "fragment"}
+@contextmanager
+def planted(before, after, file="fwd_0_scalar.cu"):
+    """Inside `with`, that forward comes from a copy of its file with `after` for `before`."""
+    text = (kernels.HERE / file).read_text()
+    assert text.count(before) == 1, before
+    with tempfile.TemporaryDirectory() as folder, patch.object(kernels, "HERE", Path(folder)):
+        (Path(folder) / file).write_text(text.replace(before, after))
+        yield text.replace(before, after).splitlines()
+
+
 early_return = ("  float Q_i[D], O_i", "  if (i >= Nq) return;\n  float Q_i[D], O_i")
-try:
-    with planted(*early_return):
-        changed = (kernels.HERE / FORWARD.name).read_text().splitlines()
-        emulated("ragged")
-except RuntimeError as stuck:
-    print(stuck)
-    place = int(re.search(r"\.cu:(\d+)", str(stuck))[1])
-    print(f"\nline {place}: {changed[place - 1].strip()}")
+early_continue = ("    float sum = row_sum(l[r]);\n", "    if (i + 4 * r >= Nq) continue;\n    float sum = row_sum(l[r]);\n")
+for rung, file, change in (("scalar", "fwd_0_scalar.cu", early_return), ("warp", "fwd_1_warp.cu", early_continue)):
+    x, _ = prepared("ragged", rung)
+    with planted(*change, file) as lines:
+        try:
+            results(x, rung)
+        except RuntimeError as stuck:
+            print(stuck)
+            place = int(re.search(r"\.cu:(\d+)", str(stuck))[1])
+            print(f"    line {place}: {lines[place - 1].strip()}\n")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The last block has five rows left. Its other threads returned, and these five wait at the loop's first barrier for
-# company. A GPU is kinder, and the result worse: its barrier waits only for threads that have not returned, so the block
-# goes on, without the elements of K_j and V_j that the others should have loaded. Threads without a row must stay and
-# help.
-#
+# The last block has five rows left. In rung 0 their threads wait at a barrier for company that has returned. A GPU is kinder,
+# and the result worse: its barrier waits only for threads that have not returned, so the block goes on, without what the
+# others should have loaded of K_j and V_j. In rung 1 lanes wait for a shuffle. Whoever has no row must stay and help.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A missing barrier
 #
-# Take away the barrier *after* the loads, with D = 1, twelve causal tokens and one tile: thread t loads key t and reads
-# the keys 0 to t. Run it in three orders. **In which one is all well?**
+# Take away rung 0's barrier *after* the loads, with D = 1, twelve causal tokens and one tile: thread t loads key t and reads
+# the keys 0 to t. **In which of three orders is all well?**
 
 # %% slideshow={"slide_type": "fragment"}
 no_barrier = ("    __syncthreads();  // every thread", "    // every thread")
@@ -491,42 +758,17 @@ for order in emulator.ORDERS:
     right[order] = torch.isclose(out.double(), truth).flatten()
     print(f"threads {order:7}: {out.isnan().sum()} of 12 rows are nan, {right[order].sum()} right")
 
-
-# %% slideshow={"slide_type": "fragment"}
-def coloured_table(ax, lines, columns, found, colours):
-    """A cell for each (line, column), with the word found[line, column] in that word's colour."""
-    for y, line in enumerate(lines):
-        for x, column in enumerate(columns):
-            word = found[line, column]
-            ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=colours[word], edgecolor="white"))
-            ink = {"ha": "center", "va": "center", "color": INK if word == "lives" else "white"}
-            ax.text(x + 0.5, y + 0.5, word, fontsize=8, **ink)
-    ax.set(xlim=(0, len(columns)), ylim=(len(lines), 0))
-    ax.set_xticks([x + 0.5 for x in range(len(columns))], columns, fontsize=8)
-    ax.set_yticks([y + 0.5 for y in range(len(lines))], lines, fontsize=8)
-    ax.grid(False)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-
-
-fig, ax = plt.subplots(figsize=(6.4, 1.9), layout="constrained")
-words = {(order, i): "ok" if right[order][i] else "nan" for order in right for i in range(12)}
-coloured_table(ax, right, range(12), words, {"ok": COLOURS[0], "nan": COLOURS[1]})
-ax.set(xlabel="row, one thread each", title="without the barrier after the loads")
-picture(fig, """Twelve rows under three orders of threads. Forward: all are right. Reverse and
-random: most are nan, because a thread reads keys that threads after it have not loaded yet.""")
-
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Forwards, every thread finds the keys it needs, because those before it have been there: a test in one order would have
-# passed. Shared memory that nobody wrote is NaN, so that the other orders cannot miss it.
+# ### The mistake that lives
 #
-# Now six mistakes of one line each, in forward and reverse order. **One survives everything. Which, and why?**
+# Forwards, every thread finds its keys, because those before it have been there: a test in one order would have passed. Now six
+# mistakes of one line each, forward and reverse. **One survives everything. Which, and why?**
 #
 # <details><summary>Answer</summary>
 #
 # If all threads write S to one column, they overwrite each other's scores: on a GPU, where they run at the same time, a
-# grave mistake. Here a fiber is only interrupted at barriers, and between `scores` and `online_update` there is none. The
-# list above says so in its first point. On a GPU `compute-sanitizer --tool racecheck` finds it.
+# grave mistake. Here a fiber is only interrupted where it waits, and between `scores` and `online_update` it does not: the
+# first point of the list in part 4. On a GPU `compute-sanitizer --tool racecheck` finds it.
 #
 # </details>
 
@@ -540,113 +782,104 @@ mistakes = {
     "l = 0 is divided by": ("l == 0 ? 0 : O[d] / l", "O[d] / l"),
     "one column of S for all": ("smem.array<float>(Bc * Br) + threadIdx.x", "smem.array<float>(Bc * Br)"),
 }
-inputs = """ragged ragged_causal fewer_queries_causal more_queries_causal one_key
-    scores_200 negative_row""".split()
 
 
 def verdict(name):
+    x, want = prepared(name, "scalar")
     try:
         for order in ("forward", "reverse"):
             with emulator.schedule(threads=order):
-                if error.failures(*emulated(name)):
+                if error.failures(results(x, "scalar"), want):
                     return "wrong"
     except RuntimeError as report:
         return "stuck" if "stuck" in str(report) else "outside"
     return "lives"
 
 
-# %% slideshow={"slide_type": "skip"}
-def build(change):
-    """Compiles the changed kernel ahead of its use; what g++ makes of a text is kept on disk."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / FORWARD.name
-        file.write_text(FORWARD.read_text().replace(*change))
-        emulator.compile(file, {"D": 32, "Br": 16, "Bc": 16})
-
-
-with ThreadPoolExecutor(2) as pool:
-    list(pool.map(build, mistakes.values()))
+# %% slideshow={"slide_type": "fragment"}
 verdicts = {}
 for says, change in mistakes.items():
     with planted(*change):
         verdicts |= {(says, name): verdict(name) for name in inputs}
-for says in mistakes:
-    print(f"{says:29}", *(f"{verdicts[says, name]:8}" for name in inputs))
-
-# %% slideshow={"slide_type": "fragment"}
 colours = {"stuck": COLOURS[3], "outside": COLOURS[2], "wrong": COLOURS[0], "lives": COLOURS[4]}
 fig, ax = plt.subplots(figsize=(7.8, 2.8), layout="constrained")
-coloured_table(ax, mistakes, inputs, verdicts, colours)
-plt.setp(ax.get_xticklabels(), rotation=20, ha="right", rotation_mode="anchor")
-picture(fig, """Six mistakes against seven cases. Early return is stuck, and V loaded too far
-is outside, in all of them. The missing first barrier lives only with one key. m = 0 is wrong in
-negative_row alone, l = 0 in more_queries_causal alone. One column of S for all threads lives
-everywhere.""")
+for y, says in enumerate(mistakes):
+    for x, name in enumerate(inputs):
+        word = verdicts[says, name]
+        ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=colours[word], edgecolor="white"))
+        ink = INK if word in ("lives", "stuck") else "white"
+        ax.text(x + 0.5, y + 0.5, word, fontsize=8, ha="center", va="center", color=ink)
+ax.set(xlim=(0, len(inputs)), ylim=(len(mistakes), 0))
+ax.set_xticks([x + 0.5 for x in range(len(inputs))], inputs, rotation=20, ha="right", rotation_mode="anchor", fontsize=8)
+ax.set_yticks([y + 0.5 for y in range(len(mistakes))], mistakes, fontsize=8)
+ax.grid(False)
+ax.tick_params(length=0)
+ax.spines[:].set_visible(False)
+picture(fig, """Six mistakes against seven cases. Early return is stuck, and V loaded too far is outside, in all of
+them. The missing first barrier lives only with one key. m = 0 is wrong in negative_row alone, l = 0 in more_queries_causal alone.
+One column of S for all threads lives everywhere.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# **Question 1.** An H200's multiprocessor has 65536 registers, 228 KiB of shared memory and room for 2048 threads. Our
-# block has 64 threads. How many blocks fit at D = 32, 64 and 96, and what refuses one more?
+# **Question 1.** An H200's multiprocessor has 65536 registers, 228 KiB of shared memory and room for 2048 threads. Rung 0's
+# blocks have 64 threads, rung 1's 128. How many fit, and what refuses one more?
 
 # %% slideshow={"slide_type": "fragment"}
 for D in (32, 64, 96):
     shared = cost.shared_bytes(Br, Bc, D, tiles="KVS")
-    fit = cost.occupancy((9, 0), threads=Br, shared=shared, registers=measured[D, "sm_90a"][0])
-    print(f"D = {D}: {fit.blocks} blocks, limited by {fit.limited_by}, {fit.fraction:.1%} of the threads")
+    fit = cost.occupancy((9, 0), threads=Br, shared=shared, registers=measured[D, "sm_90a"].registers)
+    print(f"rung 0, D = {D}: {fit.blocks} blocks, limited by {fit.limited_by}, {fit.fraction:.1%} of the threads")
+D, (Q_rows, K_rows) = 64, kernels.WARP_TILES[64]
+macros = {"T": "float32", "D": D, "Br": Q_rows, "Bc": K_rows}
+took = nvrtc.compile(kernels.HERE / "fwd_1_warp.cu", macros, "sm_90a").usage["attention_forward"]
+shared = 4 * (D + 4) * (Q_rows + 2 * K_rows)  # Q_i, K_j and V_j, as float32
+fit = cost.occupancy((9, 0), threads=2 * Q_rows, shared=shared, registers=took.registers)
+print(f"rung 1, D = {D}: {took.registers} registers, {shared} bytes: {fit.blocks} blocks, limited by {fit.limited_by},",
+      f"{fit.fraction:.1%} of the threads")  # fmt: skip
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Registers are the limit, not shared memory: at D = 64 four blocks fit, 12.5% of the threads that the multiprocessor
-# could hold. It hides the wait for one thread's data by running another, and there are few others.
+# Registers are the limit, not shared memory. A multiprocessor hides one warp's wait by running another, and there are few. And
+# both rungs wait for K_j and V_j at every tile.
 #
-# **Question 2.** On a GPU, does this kernel come near torch's SDPA in float32?
+# **Question 2.** Rung 0 loads by fours; `registers` of stage 01 uses each number eight times. Which is faster in float32? And
+# rung 1, given bf16, beside FlashAttention-2's own code?
 #
 # <details><summary>Answer</summary>
 #
-# Expect a small part of it. Every four multiply-adds need a load from shared memory, few threads are there to hide the
-# wait for it, and K_j and V_j are not fetched while the tile before is worked on.
+# The bars of part 4 speak for `registers`. Rung 1 computes in float32 whatever it is given, on the ordinary units, and
+# FlashAttention-2 on tensor cores: it should stay a small part of it.
 #
 # </details>
 
-
 # %% slideshow={"slide_type": "fragment"}
-def measured_speed(kernel, pass_):
-    """TFLOP/s of a kernel and its peers, from the committed measurements."""
-    at = {"pass": pass_, "dtype": "fp32", "D": 64, "causal": False, "n_gpus": 1}
-    found = [r for r in rows.latest(rows.read()) if all(r[name] == value for name, value in at.items())]
-    gpus = [r["gpu"] for r in found if r["kernel"] == kernel]
-    found = [r for r in found if gpus and r["gpu"] == gpus[0] and (r["kernel"] == kernel or r["peer"])]
-    if not found:
-        return print("no rows yet")
-    return picture(plots.speed_lines(found), f"TFLOP/s against N of {kernel} and its peers on {gpus[0]}.")
-
-
-measured_speed("fwd_0_scalar", "fwd")
+display(speeds("fp32", (*STAGE_01, "fwd_0_scalar"), "sdpa-efficient"))
+speeds("bf16", ("fwd_1_warp",), "sdpa-flash")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - Query tiles outside: a block owns its rows, needs no other block, and writes O once. There are as many blocks as query
-#   tiles, not as heads.
+# - Rows can be shared out freely; a row's keys can, among those who agree on m first. Eight lanes do so with three shuffles.
 # - The .cu text is one; NVRTC makes a cubin of it for any architecture, g++ runs it thread by thread on a CPU.
-# - q and O in registers: 2 D of 255. D = 96 is the end, and ptxas says so before a GPU is needed.
-# - Barriers stand where all threads pass. What one order of threads hides another shows; some races none shows.
+# - Registers are lost to too many numbers, to an index that is not constant, to a promise of blocks. Read registers, stack frame
+#   and spills together.
+# - Use a number often once it is fetched: rung 1 fetches 0.31 for a multiply-add, rung 0 one.
+# - Barriers and shuffles stand where all come. What one order of threads hides another shows; some races none shows.
 #
 # **Ask yourself**
 #
-# 1. Why does the loop need two barriers a tile, and not one?
-# 2. Which of Br and Bc could grow at no cost in registers? What would it cost instead?
-# 3. Why may `load_tile` leave the rows beyond the last key unwritten?
-# 4. What in this kernel makes the result bit-equal from run to run?
-# 5. `seen` differs from thread to thread. Why is that no danger for the barriers?
+# 1. Why does rung 0's loop need two barriers a tile, and not one?
+# 2. Which of rung 0's Br and Bc could grow at no cost in registers? What would it cost instead?
+# 3. Why may rung 0 leave the rows beyond the last key unwritten, and rung 1 not?
+# 4. Why may l stay divided among eight lanes until the end, and m not?
+# 5. `seen` differs from thread to thread. Why is that no danger for rung 0's barriers?
 #
 # **Go further**
 #
-# - ★ (15 minutes) Compile for `sm_120` too. Do registers change? And with Br = 128?
-# - ★★ (1 hour) Let two threads share a row, each with half of D. How many registers are left at D = 128, and what
-#   must the two exchange for each key?
-# - ★★★ (a weekend) Load the next K_j and V_j while this tile is worked on, into a second pair of arrays. How many
-#   barriers are left?
+# - ★ (15 minutes) Set rung 1's `STRIDE` to D, and count with `emulator.count_conflicts()` what a warp's loads of K then cost.
+# - ★★ (1 hour) Give rung 0 four sums in `scores` instead of one. Do the registers still suffice at D = 64? Does it pay?
+# - ★★★ (a weekend) Load the next K_j and V_j, into a second pair of arrays, while this tile is worked on. How many barriers are
+#   left?
 #
 # **Read:** `papers/flash_attention_2.md`; the head of `emulator/cuda.h`.
 #

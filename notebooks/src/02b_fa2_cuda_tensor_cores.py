@@ -16,425 +16,841 @@
 #
 # ## 1. The question
 #
-# *Why can the scalar kernel never be fast, and what must a warp know before it can use the tensor cores?*
+# *Why can the scalar kernel never be fast, and what does each of five changes remove from its way?*
 #
-# > **Note** This is an outline. The kernels it leads to (`warp`, `mma`, `ldmatrix`, `cp_async`, `fa2`; and `wgmma`,
-# > `roles`, `hopper` of 02d) are not in `steps/step02_fa2_cuda/` yet; only `scalar` is. What runs here today is the
-# > arithmetic behind them, and a model of one warp, number by number.
-#
-# - **Before you start:** 02a, the scalar kernel. **Time:** about 30 minutes, as much again for the exercises.
-# - **Hardware:** any. Only part 6 launches a kernel; a GPU runs it natively.
-# - **Code:** `steps/step02_fa2_cuda/`. **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
+# - **Before you start:** 02a, the scalar kernel and the emulation. **Time:** about an hour to read, two more with the exercises.
+# - **Hardware:** any computer with Linux (or WSL2) and g++. Accesses are counted in the emulation of CUDA, registers by the real
+#   compiler, speeds are drawn from recorded rows.
+# - **Code:** `steps/step02_fa2_cuda/fwd_1_warp.cu` to `fwd_5_fa2.cu`. **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
+# - **Paper:** FlashAttention-2 (2307.08691), restated in `papers/flash_attention_2.md`. Words: `reference/glossary.md`.
 
 # %% slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
-import math
+import difflib
+import functools
+import heapq
+import re
+import shlex
+import sys
+import tempfile
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
 
-import matplotlib
 import matplotlib.pyplot as plt
 import torch
 
-from reference import error
-from reference.bench import cost, plots, rows
-from reference.bench.plots import COLOURS, FAINT, INK, style
+from reference import cases, error
+from reference.bench import cost, plots, profile, rows
+from reference.bench.plots import COLOURS, FAINT, INK
+from steps import contract
 from steps import step02_fa2_cuda as step02
-from steps.workbook import picture, show
+from steps.step02_fa2_cuda import emulator, kernels, nvrtc
 
-style()
+# %% slideshow={"slide_type": "skip"}
+from steps.workbook import Blank, check, diff, exercises, hint, picture, show, solution  # noqa: F401  for part 5
+from steps.workbook.source import Source
+
+torch.set_num_threads(1)
+plots.style()
+gpu = cost.GPUS["NVIDIA H200"]
 print(steps.engine.describe())
-print("matplotlib", matplotlib.__version__)
-print("rungs of stage 02 today:", ", ".join(step02.SUPPORTS["rungs"]))
+print(f"torch {torch.__version__.split('+')[0]}; rungs of stage 02: {', '.join(step02.SUPPORTS['rungs'])}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, counted
 #
-# The scalar kernel's inner loop takes one number from shared memory for each multiply-add:
+# ### Which memory is the wall?
+#
+# A roofline: at x FLOP for each byte moved, a kernel cannot do more than bandwidth times x. Attention moves q, k, v and out at
+# least once. Shared memory gives each multiprocessor (SM) one **wavefront** a cycle, a turn of its 32 banks: a 4-byte word
+# from each. The cycle comes from the peak: 4096 FLOP a cycle and SM in bf16, by NVIDIA's Hopper whitepaper.
 
 # %% slideshow={"slide_type": "fragment"}
-show("fwd_0_scalar", "scores")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# That is 2 FLOP for 4 bytes. Shared memory has 32 banks of 4 bytes a clock (CUDA C++ Programming Guide): we count 128
-# bytes a clock for all threads of a multiprocessor (SM) together. Its arithmetic units could do far more (the rates
-# below are from NVIDIA's architecture whitepapers; with the datasheets' TFLOP/s they give plausible clocks):
-
-# %% slideshow={"slide_type": "fragment"}
-SHARED = 32 * 4  # bytes a clock and SM
-A100 = "NVIDIA A100-SXM4-80GB"
-# FLOP a clock and SM: ordinary float32, tensor cores in 16 bit
-RATES = {"Tesla T4": (128, 1024), A100: (128, 2048), "NVIDIA H200": (256, 4096)}
-for name, (fp32, tensor) in RATES.items():
-    gpu = cost.GPUS[name]
-    clocks = [1e3 * peak / gpu.sms / rate for peak, rate in ((gpu.fp32_tflops, fp32), (gpu.half_tflops, tensor))]
-    print(f"{name.split()[1]:14} fp32 {fp32}, tensor {tensor} FLOP a clock: {clocks[0]:.2f} and {clocks[1]:.2f} GHz;",
-          f"{tensor // SHARED} FLOP a byte for the tensor peak")  # fmt: skip
-
-# FLOP a byte that a kernel takes from shared memory
-per_byte = {"scalar": 2 / 4, "warp, 4 x 4 scores a thread": 2 * 16 / (4 * 8),
-            "mma, 16 rows a warp": 2 * 16 / 2, "fa2, 32 rows a warp": 2 * 32 / 2}  # fmt: skip
-for name, intensity in per_byte.items():
-    most = min(SHARED * intensity, RATES[A100][name[0] in "mf"])  # mma and fa2 use tensor cores
-    print(f"A100, {name:27}: {intensity:4.1f} FLOP a byte, at most {most:4.0f} FLOP a clock")
+for N in (512, 4096, 16384):
+    needs = cost.flops(1, 16, N, 128) / cost.compulsory_bytes(1, 16, N, 128)
+    print(f"N = {N:5}: {needs:5.0f} FLOP a byte of device memory; the H200's corner is at {cost.ridge(gpu, 'bf16'):.0f}")
+CYCLES = gpu.half_tflops / 4096  # of all SMs, 10^12 a second
+print(f"{gpu.sms} SMs at {1e3 * CYCLES / gpu.sms:.2f} GHz: {CYCLES:.3f} x 10^12 wavefronts a second")
+peaks = {"float32 units": gpu.fp32_tflops, "tensor cores": gpu.half_tflops}
+for name, peak in peaks.items():
+    print(f"{name}: {peak} TFLOP/s need {peak / CYCLES:.0f} FLOP from each wavefront")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The last two: with Q in registers, a warp of 16 rows uses each 2-byte number of K or V 16 times.
+# ### Counted
 #
-# Is device memory a limit too? A roofline says: at x FLOP a byte of traffic no more than bandwidth times x is possible.
+# Long sequences lie right of the corner: device memory is no wall for a kernel that keeps its tiles on the chip. The wall is
+# what its inner loop takes from shared memory.
+#
+# `emulator.count_conflicts()` logs every access of a warp to shared memory: from which line, and how many wavefronts the banks
+# need for it. We run a rung with one tile of keys and with two; the difference is what a tile costs.
+#
+# The count follows the text. `scalar` and `warp` read word by word, and a compiler may join four neighbouring words into one
+# load: they may do somewhat better than counted. From rung 2 on the text names the instructions.
 
 # %% slideshow={"slide_type": "fragment"}
-fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-xs = [2 ** (e / 8) for e in range(-16, 104)]
-for name, colour in zip(RATES, (COLOURS[4], COLOURS[1], COLOURS[0]), strict=True):
-    gpu = cost.GPUS[name]
-    for dtype, line in (("fp16", "-"), ("fp32", "--")):
-        label = f"{name.split()[1][:4]} {dtype}: {cost.peak_tflops(gpu, dtype):g}"
-        ceiling = [cost.roofline_tflops(x, gpu, dtype) for x in xs]
-        left.loglog(xs, ceiling, line, color=colour, lw=1.4, label=label)
-for N in (512, 4096):
-    x = cost.flops(1, 16, N, 128) / cost.compulsory_bytes(1, 16, N, 128)
-    left.axvline(x, color=INK, lw=1, ls=":")
-    left.text(x * 0.9, 0.35, f"N = {N}", rotation=90, ha="right", fontsize=8)
-left.set(xlabel="FLOP a byte of device memory", title="TFLOP/s; dotted: attention forward, 16 bit")
-left.set(xlim=(1, 8192), ylim=(0.3, 3000))
-left.legend(fontsize=7, loc="upper left")
-for top, line, text in zip(RATES[A100], ("--", "-"), ("fp32 pipe", "tensor cores"), strict=True):
-    right.loglog(xs[:72], [min(SHARED * x, top) for x in xs[:72]], line, color=COLOURS[1], lw=1.4)
-    right.text(120, top * 1.12, f"{text}: {top}", ha="right", fontsize=8)
-for (name, x), mark in zip(per_byte.items(), "osD^", strict=True):
-    right.plot(x, min(SHARED * x, 128 if x < 10 else 2048), mark, color=COLOURS[0], ms=8, label=name)
-right.set(xlabel="FLOP a byte of shared memory", title="A100: FLOP a clock and SM", ylim=(20, 6000))
-right.legend(fontsize=8, loc="lower right")
-picture(fig, """Left: rooflines of T4, A100 and H200, half precision and float32; attention at N = 512 and 4096 lies right
-of all corners. Right: the A100's roofline for shared memory. The scalar kernel is on the slope, below even the float32
-ceiling; mma with 16 rows sits on the corner of the tensor cores' ceiling; fa2 with 32 rows is past it.""")
+FORWARD = {name: getattr(kernels, f"{name}_forward") for name in ("scalar", "warp", "mma", "ldmatrix", "cp_async", "fa2")}
+TILES = {"scalar": {64: (64, 32)}, "warp": kernels.WARP_TILES, "fa2": kernels.FA2_TILES}  # (Br, Bc) on a GPU, by head_dim
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Device memory is not the wall of a long sequence: both dotted lines lie right of the corners, at the flat part.
-# Shared memory is the wall: the scalar kernel reaches at most 64 of 2048 FLOP a clock on an A100. Two things must
-# change together: more work for each byte, and units that can do it.
+
+def tensors(rung, Nq, Nk, D):
+    dtype = torch.float32 if rung == "scalar" else torch.bfloat16
+    return (torch.zeros(1, 1, N, D, dtype=dtype) for N in (Nq, Nk, Nk))
+
+
+@functools.cache
+def tile_cost(rung, D):
+    """({function: (accesses, wavefronts)}, FLOP) of one more tile of keys, for one block."""
+    Br, Bc = tile = TILES.get(rung, kernels.MMA_TILES)[D]
+    total = {}
+    for sign, Nk in ((1, 2 * Bc), (-1, Bc)):
+        with emulator.count_conflicts() as counted:
+            FORWARD[rung](*tensors(rung, Br, Nk, D), tile=tile)
+        for place, found in counted.items():
+            function = function_at(*place.split(":"))
+            total[function] = [a + sign * b for a, b in zip(total.get(function, (0, 0)), found, strict=True)]
+    return {name: found for name, found in total.items() if any(found)}, 4 * Br * Bc * D
+
+
+# %% slideshow={"slide_type": "subslide"}
+def function_at(file, line):
+    """The name of the function that this line of a kernel file is in."""
+    before = (kernels.HERE / file).read_text().splitlines()[: int(line)]
+    return re.findall(r"^__device__ .*?(\w+)\(", "\n".join(before), re.M)[-1]
+
+
+def per_wavefront(rung, D):
+    """FLOP that one wavefront feeds."""
+    found, flop = tile_cost(rung, D)
+    return flop / sum(wavefronts for _, wavefronts in found.values())
+
+
+def ceiling(rung, D):
+    """TFLOP/s that shared memory allows on the H200."""
+    return CYCLES * per_wavefront(rung, D)
+
+
+for function, (accesses, wavefronts) in tile_cost("scalar", 64)[0].items():
+    print(f"{function:13} {accesses} accesses of a warp, {wavefronts} wavefronts")
+print(f"scalar: {per_wavefront('scalar', 64):.0f} FLOP a wavefront, at most {ceiling('scalar', 64):.0f} TFLOP/s")
+
+# %% slideshow={"slide_type": "subslide"}
+def shared_roof(ax):
+    """The H200's roofline for shared memory."""
+    xs = [2 ** (e / 4) for e in range(20, 53)]
+    ax.loglog(xs, [min(CYCLES * x, gpu.half_tflops) for x in xs], color=INK, lw=1.4)
+    ax.axhline(gpu.fp32_tflops, color=INK, lw=1, ls="--")
+    ax.text(xs[-1], 1.1 * gpu.half_tflops, f"tensor cores {gpu.half_tflops}", ha="right", fontsize=8)
+    ax.text(xs[-1], 1.1 * gpu.fp32_tflops, f"float32 units {gpu.fp32_tflops}", ha="right", fontsize=8)
+    ax.set(xlabel="FLOP a wavefront of shared memory", ylabel="TFLOP/s", ylim=(3, 2000))
+    ax.set_xticks([2**e for e in range(5, 14)], [2**e for e in range(5, 14)])
+    ax.set_yticks([10, 100, 1000], [10, 100, 1000])
+    ax.minorticks_off()
+
+
+fig, ax = plt.subplots(figsize=(6.6, 3.2), layout="constrained")
+shared_roof(ax)
+ax.plot(per_wavefront("scalar", 64), ceiling("scalar", 64), "o", ms=9, color=COLOURS[1], label="scalar, at its ceiling")
+ax.legend(fontsize=8, loc="upper left")
+picture(fig, """Roofline of an H200 for shared memory, log axes: a slope up to the tensor cores' peak at 4096 FLOP a
+wavefront, with the float32 units' peak as a dashed line. The scalar kernel's ceiling lies at the slope's foot, below the
+float32 units' peak and far below the tensor cores'.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: a warp holds a matrix
 #
-# `mma.m16n8k16` multiplies A (16 x 16) with B (16 x 8) and adds C (16 x 8). The matrices lie in the registers of the 32
-# threads of a warp: thread `lane` holds 8 numbers of A, 4 of B, 4 of C. Which ones, the PTX ISA fixes ("Matrix
-# Fragments for mma.m16n8k16 with floating point type"). The same rules as index tables, a row a thread, a column a
-# register; a pair of 16-bit numbers shares one 32-bit register:
+# Two things must change together: more work for each wavefront, and units that can do it.
+#
+# `mma.m16n8k16` multiplies A (16 x 16) with B (16 x 8) and adds the product to C (16 x 8), for a whole warp. The matrices lie in
+# the registers of its 32 threads, its **lanes**: a lane's share is a **fragment**, 8 numbers of A, 4 of B, 4 of C.
+#
+# **Claim.** Two C fragments side by side are an A fragment: what S leaves behind is what P V wants.
+#
+# We ask the kernel. Behind the text of `fwd_2_mma.cu` goes a kernel of our own, which calls its functions. X holds numbers
+# that identify their place, X[r][c] = 16 r + c, and X times the identity is X again.
 
 # %% slideshow={"slide_type": "fragment"}
-lane, i = torch.arange(32)[:, None], torch.arange(8)[None]
-group, member = lane // 4, lane % 4  # the warp as 8 groups of 4
+WHO = """
+extern "C" __global__ void who_holds_what(Global<const T> x, Global<const T> one, Global<float> held) {
+  SharedMemory smem;
+  Shared<T> X = smem.array<T>(256), I = smem.array<T>(256);
+  load_tile(X, x, 16, 16, 16);
+  load_tile(I, one, 16, 16, 16);
+  __syncthreads();
+  uint32_t A[1][4];
+  float S[2][4], product[4] = {};
+  load_Q(A, X);
+  scores(S, A, I);  // X times the identity, by mma
+  Shared<T> B = X + (threadIdx.x / 4 * 16 + threadIdx.x % 4 * 2);  // as `scores` does it
+  uint32_t pairs[6] = {A[0][0], A[0][1], A[0][2], A[0][3], load_pair(B), load_pair(B + 8)};
+  mma<T>(product, A[0], pairs[4], pairs[5]);
+  held += 24 * threadIdx.x;
+  for (int i = 0; i < 12; i++) held[i] = to_float(T{uint16_t(pairs[i / 2] >> 16 * (i % 2))});
+  for (int i = 0; i < 8; i++) held[12 + i] = S[i / 4][i % 4];
+  for (int i = 0; i < 4; i++) held[20 + i] = product[i];
+}
+"""
 
-A_ROW, A_COL = group + 8 * (i // 2 % 2), 2 * member + i % 2 + 8 * (i // 4)  # (32, 8)
-i = i[:, :4]
-B_ROW, B_COL = 2 * member + i % 2 + 8 * (i // 2), group + 0 * i  # (32, 4)
-C_ROW, C_COL = group + 8 * (i // 2), 2 * member + i % 2  # (32, 4)
-
-for name, r, c, width in (("A", A_ROW, A_COL, 16), ("B", B_ROW, B_COL, 8), ("C", C_ROW, C_COL, 8)):
-    covered = sorted((r * width + c).flatten().tolist())
-    print(f"{name}: each of the {16 * width} entries once:", covered == list(range(16 * width)))
-print("thread 5 holds of A:", list(zip(A_ROW[5].tolist(), A_COL[5].tolist(), strict=True)))
-two_tiles = torch.cat([C_ROW, C_ROW], 1), torch.cat([C_COL, C_COL + 8], 1)
-same = torch.equal(two_tiles[0], A_ROW) and torch.equal(two_tiles[1], A_COL)
-print("two accumulators side by side are laid out as A:", same)
 
 # %% slideshow={"slide_type": "subslide"}
-def draw_fragment(ax, r, c, title):
-    """Each entry: the number of its thread; the colour says which pair of that thread's registers."""
+def probe(file, kernel, text, *arguments, block=32, **macros):
+    """Runs a kernel written behind a file's text, in the emulation."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / f"{file}.cu"
+        copy.write_text((kernels.HERE / f"{file}.cu").read_text() + text)
+        emulator.launch(copy, kernel, arguments, grid=1, block=block, shared_bytes=1024, macros={"T": "bf16"} | macros)
+
+
+X, held = torch.arange(256.0).view(16, 16), torch.zeros(32, 24)
+probe("fwd_2_mma", "who_holds_what", WHO, X.bfloat16(), torch.eye(16).bfloat16(), held, D=16, Br=16, Bc=16)
+A, B, S, product = held.int().split((8, 4, 8, 4), 1)
+for name, fragment in (("A", A), ("two C", S), ("B", B)):
+    print(f"lane 5 holds of {name:5}:", *(f"{n:3}" for n in fragment[5].tolist()))
+print("each number of X once in A:", torch.equal(A.flatten().sort().values, torch.arange(256).int()))
+print("two C fragments of S are the A fragment:", torch.equal(A, S))
+C = S[:, :4]
+print("A times B from these numbers is X times X transposed:", torch.equal(product, (X @ X.T)[C // 16, C % 16].int()))
+
+# %% slideshow={"slide_type": "subslide"}
+def draw_fragment(ax, rows_, columns, title):
+    """Each entry: the number of its lane; the colour says in which pair of that lane's numbers it lies."""
     for t in range(32):
-        for n in range(r.shape[1]):
-            x, y = c[t, n].item(), r[t, n].item()
+        for n, (y, x) in enumerate(zip(rows_[t].tolist(), columns[t].tolist(), strict=True)):
             colour = COLOURS[(0, 4, 2, 3)[n // 2]]
             ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=colour, alpha=0.55, edgecolor="white"))
             bold = {"fontsize": 8, "fontweight": "bold"} if t == 5 else {"fontsize": 6.5}
             ax.text(x + 0.5, y + 0.52, t, ha="center", va="center", **bold)
-    ax.set(xlim=(0, c.max() + 1), ylim=(16, 0), aspect="equal", title=title)
-    marks = [0, 7, 8, 15]
-    ax.set_xticks([x + 0.5 for x in marks if x <= c.max()], [x for x in marks if x <= c.max()])
-    ax.set_yticks([y + 0.5 for y in marks], marks)
+    width = columns.max().item() + 1
+    marks = [m for m in (0, 7, 8, 15) if m < width]
+    ax.set(xlim=(0, width), ylim=(16, 0), aspect="equal", title=title)
+    ax.set_xticks([m + 0.5 for m in marks], marks)
+    ax.set_yticks([m + 0.5 for m in (0, 7, 8, 15)], (0, 7, 8, 15))
     ax.grid(False)
 
 
 fig, axes = plt.subplots(1, 3, figsize=(9.2, 3.9), width_ratios=(2, 2, 1), layout="constrained")
-draw_fragment(axes[0], *two_tiles, "S: two accumulators, 16 x 8 each")
+draw_fragment(axes[0], S // 16, S % 16, "S: two C fragments")
 axes[0].axvline(8, color=INK, lw=2)
-draw_fragment(axes[1], A_ROW, A_COL, "P: operand A of P V, 16 x 16")
-draw_fragment(axes[2], B_ROW, B_COL, "K^T or V: operand B")
-picture(fig, """Grids of thread numbers, coloured by register, thread 5 in bold. Two neighbouring 16 x 8 accumulators
-of S and the 16 x 16 operand A look
-exactly alike: thread 5 has columns 2, 3, 10 and 11 of rows 1 and 9. Operand B, 16 x 8, runs down the columns.""")
+draw_fragment(axes[1], A // 16, A % 16, "P: an A fragment")
+draw_fragment(axes[2], B % 16, B // 16, "K$^T$ or V: B")
+picture(fig, """Grids of lane numbers, coloured by pair, lane 5 in bold. Two neighbouring 16 x 8 C fragments of S and the
+16 x 16 A fragment look exactly alike: lane 5 has columns 2, 3, 10 and 11 of rows 1 and 9. In B, 16 x 8, lane 5 has rows 2, 3,
+10 and 11 of column 1.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The first two pictures are the same. Keys 0 to 7 are one accumulator, keys 8 to 15 the next, and after exp each thread
-# already holds, register for register, what it needs as operand A for P V. It rounds pairs to 16 bits and issues the
-# next `mma`: **no shuffle, no shared memory.** A row belongs to four neighbouring threads (row 1: threads 4 to 7), so its
-# maximum takes two shuffles. Now one warp in torch, with nothing but fragments:
-
-# %% slideshow={"slide_type": "subslide"}
-def bf16(x):
-    return x.bfloat16().float()
-
-
-def load(x, fragment):
-    return x[fragment]  # what each thread of the warp holds of the matrix x: (32, registers)
-
-
-def store(x, fragment, shape):
-    matrix = torch.full(shape, math.nan)
-    matrix[fragment] = x
-    return matrix
-
-
-def mma(a, b, c):
-    """Fragments in, fragment out: a (32, 8), b (32, 4), c (32, 4)."""
-    return load(bf16(store(a, A, (16, 16))) @ bf16(store(b, B, (16, 8))) + store(c, C, (16, 8)), C)
-
-
-A, B, C = (A_ROW, A_COL), (B_ROW, B_COL), (C_ROW, C_COL)
-torch.manual_seed(0)
-a, b, c = bf16(torch.randn(16, 16)), bf16(torch.randn(16, 8)), torch.randn(16, 8)
-product = mma(load(a, A), load(b, B), load(c, C))
-print("mma on fragments equals A B + C:", torch.allclose(store(product, C, (16, 8)), a @ b + c))
-
-
-# %% [markdown] slideshow={"slide_type": "slide"}
-# ### Fetching fragments: bank conflicts
+# Lane 5 holds 18, 19 (row 1, columns 2 and 3), 146, 147 (row 9), and both again 8 columns on. A colour is a pair; as 16-bit
+# numbers, a pair is one register. After exp, a lane rounds its pairs and has its share of P: **no number moves to another lane**.
 #
-# `ldmatrix` brings 8 x 8 pieces of 16-bit numbers from shared memory into this layout: eight rows of 16 bytes at a time.
-# The rule: 32 banks of 4 bytes; a bank gives one word a clock, so two different words of one bank take two clocks. A
-# tile with D = 64 has rows of 128 bytes, all banks once. Laid out plainly, a column of eight 16-byte chunks hits the
-# same four banks. The XOR swizzle stores chunk c of row r in place c ^ (r % 8) of its row:
+# A row lies with four neighbours, so its maximum needs them all. `__shfl_xor_sync(~0u, x, 1)` hands a lane the x of lane ^ 1, its
+# number XOR 1. First one shuffle, then a second:
 
 # %% slideshow={"slide_type": "fragment"}
-def clocks(addresses):
-    """Clocks for 16-byte reads at these byte addresses by the rule of 32 banks."""
-    words = {a // 4 + w for a in addresses for w in range(4)}
-    return max(sum(word % 32 == bank for word in words) for bank in range(32))
-
-
-def plain(row, chunk, D):
-    return row * 2 * D + 16 * chunk
-
-
-def swizzled(row, chunk, D):
-    return row * 2 * D + 16 * (chunk ^ row % 8)
-
-
-for place in (plain, swizzled):
-    for D in (64, 128):
-        column = max(clocks([place(r, c, D) for r in range(8)]) for c in range(D // 8))
-        line = max(clocks([place(r, c, D) for c in range(8)]) for r in range(8))
-        print(f"{place.__name__:8} D = {D:3}: clocks for 8 rows of one chunk {column}, for 8 chunks of one row {line}")
-
-# %% slideshow={"slide_type": "subslide"}
-fig, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-for ax, place in zip(axes, (plain, swizzled), strict=True):
-    for row in range(8):
-        for chunk in range(8):
-            x = place(row, chunk, 64) % 128 // 16
-            read = chunk == 2
-            colour, ink = (COLOURS[1], "white") if read else (FAINT, INK)
-            ax.add_patch(plt.Rectangle((x, row), 1, 1, facecolor=colour, edgecolor="white"))
-            ax.text(x + 0.5, row + 0.52, chunk, ha="center", va="center", color=ink, fontsize=9)
-    taken = clocks([place(row, 2, 64) for row in range(8)])
-    ax.set(xlim=(0, 8), ylim=(8, 0), xlabel="banks", ylabel="row")
-    ax.set_title(f"{place.__name__}; clocks for chunk 2 of 8 rows: {taken}")
-    ax.set_xticks([x + 0.5 for x in range(8)], [f"{4 * x}-{4 * x + 3}" for x in range(8)], fontsize=8)
-    ax.set_yticks([y + 0.5 for y in range(8)], range(8))
-    ax.grid(False)
-picture(fig, """Two maps of 8 rows against the 32 banks, four a column. Plain: chunk 2 stands in the same column in all
-rows, 8 clocks. Swizzled: it stands in a different column in every row, 1 clock.""")
+lane = torch.arange(32)
+maximum = S[:, [0, 1, 4, 5]].amax(1)  # of the lane's numbers of row lane / 4
+for distance in (1, 2):
+    maximum = torch.maximum(maximum, maximum[lane ^ distance])
+    right = (maximum == X.int().amax(1)[lane // 4]).sum()
+    print(f"after the shuffle with lane ^ {distance}: lanes 4 to 7 say {maximum[4:8].tolist()}; right in {right} of 32 lanes")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
 #
-# What each rung to come changes. Algorithm 1 of FlashAttention-2 stays the same throughout.
+# ### Algorithm 1, and where it is
 #
-# | rung | idea | what it removes |
+# All rungs compute Algorithm 1 of FlashAttention-2 (line 10 without its misprinted inverse, `papers/errata.md`). What changes
+# is who holds what, and when it comes.
+#
+# | line | what it does | in `fwd_2_mma.cu` |
 # |---|---|---|
-# | `warp` | a warp owns rows; each thread a small piece of S | one load a multiply-add; barriers in the softmax |
-# | `mma` | S and O as fragments, P straight from S | the float32 pipe as the ceiling |
-# | `ldmatrix` | fragments by `ldmatrix` from a swizzled tile | bank conflicts, many small loads |
-# | `cp_async` | the next tile is copied while this one is used | waiting for device memory |
-# | `fa2` | 32 rows a warp, long causal tiles first, exp2 | half of the shared reads; idle SMs at the end |
-# | `wgmma` | 128 threads multiply straight from shared memory | registers and instructions for K and V |
-# | `roles` | a producer warp copies, consumers compute | address arithmetic among the products |
-# | `hopper` | softmax under the other's products | tensor cores that wait for exp (02d) |
+# | [3–5] | a block a query tile, a warp 16 rows of it; Q_i, O, m, l in registers | `load_tile`, `load_Q` |
+# | [6–7] | for each tile of Bc keys that is seen: K_j, V_j to shared memory | `keys_seen` (yours, in part 5), `load_tile` |
+# | [8] | S = Q_i K_jᵀ, masked | `scores`, `mask` |
+# | [9] | m_new, P, l; O times alpha | `online_update`, `row_max` |
+# | [10] | O += P V_j | `to_operand` (yours), `add_PV` |
+# | [12–15] | O / l and lse, written once | `store_rows` |
+
+# %% slideshow={"slide_type": "skip"}
+ALL = [("scalar", 64), ("warp", 64), *((rung, 128) for rung in FORWARD if rung not in ("scalar", "warp"))]  # rung, head_dim
+
+
+def launched(rung, D):
+    """What the launcher asks for on a GPU: file, grid, block, shared_bytes, macros."""
+    seen, tile = [], TILES.get(rung, kernels.MMA_TILES)[D]
+    with patch.object(kernels, "_launch", lambda file, *_, **shape: seen.append({"file": file} | shape)):
+        FORWARD[rung](*tensors(rung, 4096, 4096, D), tile=tile)
+    return seen[0]
+
+
+def registers(key):
+    """Of a thread, as the compiler for Hopper reports them; it needs no GPU."""
+    shape = launches[key]
+    return nvrtc.compile(kernels.HERE / shape["file"], shape["macros"], "sm_90a").usage["attention_forward"].registers
+
+
+launches = {key: launched(*key) for key in ALL}
+with ThreadPoolExecutor(2) as pool:
+    budgets = dict(zip(ALL, pool.map(registers, ALL), strict=True))
+
+
+# %% slideshow={"slide_type": "skip"}
+def account(rung, D=128):
+    """Prints the rung's budget on an H200, and what it takes from shared memory."""
+    shape, used = launches[rung, D], budgets[rung, D]
+    fit = cost.occupancy(gpu.capability, threads=shape["block"], shared=shape["shared_bytes"], registers=used)
+    Br, Bc = shape["macros"]["Br"], shape["macros"]["Bc"]
+    print(f"{rung}, D = {D}: tile ({Br}, {Bc}), {shape['block']} threads of {used} registers,",
+          f"{shape['shared_bytes'] / 1024:.0f} KiB shared: {fit.blocks} blocks an SM, limited by {fit.limited_by}")  # fmt: skip
+    print("  wavefronts a tile:", ", ".join(f"{name} {n} for {a} accesses" for name, (a, n) in tile_cost(rung, D)[0].items()))
+    print(f"  {per_wavefront(rung, D):.0f} FLOP a wavefront: at most {ceiling(rung, D):.0f} TFLOP/s")
+
+
+def changes(old, new, *functions):
+    """diff(old, new), of these functions only."""
+    lines = []
+    for name in functions:
+        before, after = (show(file, name).splitlines() for file in (old, new))
+        lines += [f"@@ {name} @@", *list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]]
+    result = Source("\n".join(line for line in lines if line.startswith("@@ ") <= line.endswith("@@")))
+    result.language = "diff"
+    return result
+
+
+# %% slideshow={"slide_type": "skip"}
+measured = {}  # {(rung, D, causal): TFLOP/s} at N = 4096
+for r in rows.latest(rows.read()):
+    if (r["gpu"], r["stage"], r["pass"], r["N"]) == (gpu.name, "02_fa2_cuda", "fwd", 4096):
+        rung = re.sub(r"^fwd_\d_", "", r["kernel"])
+        if r["dtype"] == ("fp32" if rung == "scalar" else "bf16"):
+            measured[rung, r["D"], r["causal"]] = r["tflops"]
+
+
+def step(before, rung):
+    """Prints what a rung gained over the one before, and how far the count foresaw it."""
+    D = 64 if before in ("scalar", "warp") else 128  # which they do not take
+    for causal in (False, True):
+        old, new = (measured.get((name, D, causal)) for name in (before, rung))
+        if old is None or new is None:
+            missing = " and ".join(name for name, found in ((before, old), (rung, new)) if found is None)
+            return print(f"no row yet of {missing} at N = 4096, D = {D}; on an H200: python -m steps bench --stage 02")
+        print(f"D = {D}, {'causal' if causal else 'not causal'}: {old:.3g} -> {new:.3g} TFLOP/s, x {new / old:.2f}")
+        if not causal:
+            gain = ceiling(rung, D) / ceiling(before, D)
+            print(f"    the count foresaw x {gain:.2f}: measured over foreseen {new / old / gain:.2f}. Of its ceiling",
+                  f"{before} reached {old / ceiling(before, D):.0%}, {rung} {new / ceiling(rung, D):.0%}")  # fmt: skip
+
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ### Rung 1, `warp`: a value serves a row of products
 #
-# The budget comes first. O and S are accumulators, P is packed beside S; addresses, m and l come on top. A thread can
-# have 255 registers. With four warps:
+# **Claim.** A lane that owns a x b scores fetches a + b numbers for a b multiply-adds. So each warp owns 16 rows, and each lane
+# 4 x 4 or 4 x 8 scores in registers (stage 01's patches). No row is shared by two warps: between the barriers of a tile each
+# goes its own way. FlashAttention-1 dealt the *keys* to the warps, who then had to add up O through shared memory.
 
 # %% slideshow={"slide_type": "fragment"}
-for Br, Bc, D in ((64, 64, 64), (64, 64, 128), (128, 64, 128), (128, 128, 128)):
-    registers = cost.accumulator_registers(Br, Bc, D, "bf16", threads=128)
-    shared = cost.shared_bytes(Br, Bc, D, "bf16", stages=1)
-    verdict = "tight: P must take the place of S" if registers + 40 > 255 else "fits"
-    verdict = "too many" if registers > 255 else verdict
-    print(f"tile ({Br}, {Bc}), D = {D}: {shared // 1024} KiB shared, {registers} registers + about 40: {verdict}")
+account("warp", 64)
+show("fwd_1_warp", "scores")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Predict 1.** At D = 64, what do the counts allow `warp` over `scalar`, and which roof comes next?
+#
+# <details><summary>Answer</summary>
+#
+# FLOP a wavefront grow from 62 to 195, three times, if both stay equally near their ceilings. The next roof is close: the
+# float32 units, 66.9 TFLOP/s, whatever shared memory does. And the count leaves something out: `add_PV` hands P round by
+# shuffles, which take turns with the loads.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+step("scalar", "warp")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ### Rung 2, `mma`: tensor cores
+#
+# **Claim.** Q, S, P and O live in fragments; only B operands come from shared memory. One `mma` is 4096 FLOP for the two
+# registers of B that each lane fetches. A pair of K's row is one load; of V's column two loads and a packing.
+
+# %% slideshow={"slide_type": "fragment"}
+account("mma")
+show("fwd_2_mma", "scores")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Predict 2.** The tensor cores are 15 times as fast as the float32 units. Will rung 2 be 15 times as fast as rung 1?
+#
+# <details><summary>Answer</summary>
+#
+# No. `scores` needs 4096 wavefronts for 512 accesses: 8 for each, where 1 would do. `add_PV` needs 4 for each. So a wavefront
+# feeds 248 FLOP, at D = 64 as well; rung 1's fed 195 there: 1.27 times as many. The tensor cores wait for shared memory.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+step("warp", "mma")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ### Rung 3, `ldmatrix`: no two rows in one bank
+#
+# Why 8? The 8 lanes of a row of B read 8 rows of K, and rows of 128 or 256 bytes begin in the same bank.
+#
+# **Claim.** Let row r keep its 16-byte chunk c at place c XOR (r mod 8). Then any 8 rows have a chunk in 8 different places, and
+# 8 places are all 32 banks.
+#
+# `ldmatrix` fetches just that: 8 x 8 numbers, as 8 rows of one chunk, four such matrices at once, and deals them out as
+# fragments. With `.trans` it transposes on the way, as V wants it. We ask the kernel's `at` for places, then count with it as it
+# is and with rows as they come.
+
+# %% slideshow={"slide_type": "fragment"}
+PLACES = """
+extern "C" __global__ void places(Global<int> place) {
+  for (int e = threadIdx.x; e < Bc * D; e += THREADS) place[e] = at(Bc, e / D, e % D);
+}
+"""
+
+
+@contextmanager
+def edited(file, *edits):
+    """Inside `with`, the launchers find a copy of the kernel file with each (old, new) of edits made in it."""
+    text = (kernels.HERE / file).read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / file).write_text(text)
+        with patch.object(kernels, "HERE", Path(folder)):
+            yield
+
+
+head = "__device__ int at(int rows, int row, int column) {\n"
+plain = ("fwd_3_ldmatrix.cu", (head, head + "  return row * D + column;\n"))
+
+# %% slideshow={"slide_type": "subslide"}
+def places():
+    """The bytes at which rung 3 puts the elements (64 x 64) of a tile."""
+    place = torch.zeros(64, 64, dtype=torch.int32)
+    probe("fwd_3_ldmatrix", "places", PLACES, place, block=128, D=64, Br=64, Bc=64)
+    return 2 * place
+
+
+layouts, found = {"swizzled": places()}, {"mma": tile_cost("mma", 128)[0]}
+with edited(*plain):
+    layouts["plain"], found["ldmatrix, plain"] = places(), tile_cost.__wrapped__("ldmatrix", 128)[0]
+found["ldmatrix"] = tile_cost("ldmatrix", 128)[0]
+for name, place in layouts.items():
+    assert place.unique().numel() == place.numel()  # every element has a place of its own
+    print(f"{name:8}: bank in which chunk 2 begins, rows 0 to 7:", (place[:8, 16] // 4 % 32).tolist())
+for name, functions in found.items():
+    print(f"{name:15}", "; ".join(f"{f} {n} wavefronts, {n / a:g} each" for f, (a, n) in functions.items()))
+
+# %% slideshow={"slide_type": "subslide"}
+fig, axes = plt.subplots(1, 3, figsize=(9.6, 3.4), width_ratios=(2, 2, 3), layout="constrained")
+for ax, name in zip(axes, ("plain", "swizzled"), strict=False):
+    for row in range(8):
+        for chunk in range(8):
+            x = layouts[name][row, 8 * chunk].item() // 16 % 8
+            colour, ink = (COLOURS[1], "white") if chunk == 2 else (FAINT, INK)
+            ax.add_patch(plt.Rectangle((x, row), 1, 1, facecolor=colour, edgecolor="white"))
+            ax.text(x + 0.5, row + 0.52, chunk, ha="center", va="center", color=ink, fontsize=9)
+    ax.set(xlim=(0, 8), ylim=(8, 0), aspect="equal", xlabel="bank", ylabel="row", title=f"chunks, {name}")
+    ax.set_xticks(range(9), range(0, 33, 4))
+    ax.set_yticks([y + 0.5 for y in range(8)], range(8))
+    ax.grid(False)
+left = [0] * 3
+for function, colour in zip(("load_tile", "scores", "add_PV"), COLOURS, strict=False):
+    counts = [found[name][function][1] for name in found]
+    axes[2].bar(range(3), counts, 0.6, bottom=left, color=colour, label=function)
+    left = [a + b for a, b in zip(left, counts, strict=True)]
+axes[2].set_xticks(range(3), [name.replace(", ", ",\n") for name in found])
+axes[2].set(title="wavefronts a tile")
+axes[2].grid(axis="x", visible=False)
+axes[2].legend(fontsize=8)
+picture(fig, """Left and middle: 8 rows of 8 chunks against the banks. Plain, chunk 2 of every row stands in the same four banks;
+swizzled, in eight different places. Right: wavefronts a tile: mma and ldmatrix with plain rows need more than 8000, nearly all in
+scores and add_PV; ldmatrix with swizzled rows about 1300.""")
+
+# %% slideshow={"slide_type": "subslide"}
+account("ldmatrix")
+changes("fwd_2_mma", "fwd_3_ldmatrix", "scores")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Alone, `ldmatrix` gains nothing: four matrices of 8 rows in one place take 32 wavefronts. Swizzled they take 4, as few as 32
+# banks need for 512 bytes. `diff("fwd_2_mma", "fwd_3_ldmatrix")` shows the whole change, with `at`, which is exercise 02.4.
+#
+# **Predict 3.** The ceiling rises from 60 to 396 TFLOP/s, 6.6 times. Will the speed?
+#
+# <details><summary>Answer</summary>
+#
+# Less: another wall comes first. In every tile all warps of a block wait until K_j and V_j have come from device memory or L2,
+# and only the SM's other blocks go on meanwhile. And between its two products a warp computes exponentials, while its tensor
+# cores wait. A count of shared memory says nothing of waiting.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+step("mma", "ldmatrix")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ### Rung 4, `cp_async`: the next tile travels meanwhile
+#
+# **Claim.** K_j is needed in S, V_j in P V; while one is used the other can come, with one buffer for each. `cp_async_16` starts
+# a copy from device to shared memory, past the registers, and the thread goes on. `cp_async_wait<0>` waits for the thread's *own*
+# copies; only the barrier after it says that all threads' copies are there.
+
+# %% slideshow={"slide_type": "fragment"}
+account("cp_async")
+changes("fwd_3_ldmatrix", "fwd_4_cp_async", "attention_forward")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Predict 4.** The wavefronts are rung 3's to the last one. How much can rung 4 gain?
+#
+# <details><summary>Answer</summary>
+#
+# Whatever rung 3 spent waiting for tiles, less what the SM's other block already filled in. No count tells, it has to be
+# measured: if the speed grows by x, at least 1 - 1/x of rung 3's time was waiting.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+step("ldmatrix", "cp_async")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ### Rung 5, `fa2`: 32 rows a warp, and nothing idle
+#
+# **Claim.** What `ldmatrix` brings for 16 rows serves 32 just as well. A warp owns two tiles of 16 rows; each B operand feeds two
+# `mma`. The price is registers: the fragments of S and O double, so Q goes back to shared memory. Beside that:
+# exponentials of 16 keys are computed while `mma` works on the 16 before, no addresses are computed in the loop, and only
+# tiles at the end or on the diagonal are masked.
+
+# %% slideshow={"slide_type": "fragment"}
+account("fa2")
+accumulators = cost.accumulator_registers(128, 64, 128, "fp32", threads=128)
+print(f"  S and O alone: {accumulators} of the 255 registers that a thread can have")
+changes("fwd_4_cp_async", "fwd_5_fa2", "scores")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Causal blocks are unequal: the last has the whole row of key tiles, the first almost none. Where long ones start last, a few
+# SMs still work when all others are done. So here they go first. The cell below deals blocks to free places in both orders.
+#
+# **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow? And which mask gains more?
+#
+# <details><summary>Answer</summary>
+#
+# Not nearly: shared memory is no longer the lowest roof. Its ceiling is 660 TFLOP/s now, about what `mma` itself can reach on
+# Hopper: two thirds of 989.4, by FlashAttention-3's authors. Causal should gain more: the order of the blocks and the skipped
+# masks help only there.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+def finished(blocks, places):
+    """When the last of the blocks ends, if each takes as long as it has key tiles and goes to the first free place."""
+    free = [0] * places
+    for length in blocks:
+        heapq.heappush(free, heapq.heappop(free) + length)
+    return max(free)
+
+
+Br, Bc = kernels.FA2_TILES[128]
+for N, heads in ((4096, 16), (4096, 64), (16384, 16)):
+    lengths = heads * [(i + 1) * Br // Bc for i in range(N // Br)]  # key tiles of query tile i; two blocks on an SM
+    ideal = sum(lengths) / (2 * gpu.sms)
+    up, down = (finished(order, 2 * gpu.sms) / ideal for order in (lengths, sorted(lengths, reverse=True)))
+    print(f"N = {N:5}, {heads} heads: {up:.2f} of the ideal time head by head, {down:.2f} with the longest first")
+# %% slideshow={"slide_type": "fragment"}
+step("cp_async", "fa2")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 1: addresses for ldmatrix.** `ldmatrix.x4` loads four 8 x 8 pieces. Lanes 0 to 7 point at the rows of piece
-# 0, lanes 8 to 15 at those of piece 1, and so on; every lane then gets two numbers of each piece, those of registers 0
-# and 1, 2 and 3, 4 and 5, 6 and 7. Which row and first column must each lane point at, so that operand A arrives?
+# Write the body in place of the line with `#error` and run the cell: `check` compiles the kernel with your text in place of the
+# stage's function, runs some of the contract's cases, and names what fails; for 02.4 and 02.6 it counts the turns of shared
+# memory, too. `hint("02.4")` asks a question, `hint("02.4", 2)` gives the formula, `hint("02.4", 3)` pseudo-code,
+# `solution("02.4")` the stage's function.
 #
-# <details><summary>Hint: a question</summary>
-#
-# In the middle picture, which colour is which quarter of A? The pieces come in the order of the registers.
-#
-# </details>
-#
-# **Exercise 2: a swizzle for D = 32.** Rows have 64 bytes, four chunks; two rows share the banks' full width. With
-# `c ^ r % 8` the chunk would leave its row. Find a place for every chunk that makes columns free of conflicts.
-#
-# <details><summary>Hint: a question</summary>
-#
-# Which rows collide when chunks stand plainly, and by what bits of their numbers do they differ?
-#
-# </details>
+# **Exercise 02.4: where a chunk goes.** A tile of `rows` rows lies in slabs of W columns, one after the other: 64 columns, 128
+# bytes a row, or 32 columns where D is no multiple of 64. Return where the element (row, column) lies, counted in elements, such
+# that rows 8 n to 8 n + 7 have a chunk in 8 different places. With W = 32 two rows share the banks, and c XOR (r mod 8) would
+# leave the row.
 
 # %% slideshow={"slide_type": "fragment"}
-my_address = None  # my_address(lane) -> (row, first column) in the 16 x 16 matrix A
-my_place = None  # my_place(row, chunk) -> the chunk's place 0..3 in its row of 64 bytes
+at = r"""
+__device__ int at(int rows, int row, int column) {
+#error Blank 02.4
+}"""
+
+check("02.4", at)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 02.5: from S to an A operand.** `near` is what this lane has of P for 8 keys, `far` for the next 8: each a C fragment
+# in float32. `pack<T>(low, high)` rounds two numbers into one register; above `mma`, `ptx.cuh` says what A wants where.
+
+# %% slideshow={"slide_type": "fragment"}
+to_operand = r"""
+__device__ void to_operand(uint32_t (&A)[4], const float (&near)[4], const float (&far)[4]) {
+#error Blank 02.5
+}"""
+
+check("02.5", to_operand)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 02.6: how far the loop runs.** The block has the rows from `tile * Br` on, at most Br of them, and none beyond Nq.
+# How many keys does it visit, so that every row gets all that it sees, and no tile comes for nothing? Causal is aligned at the
+# bottom right; with more queries than keys some blocks see nothing.
+
+# %% slideshow={"slide_type": "fragment"}
+keys_seen = r"""
+__device__ int keys_seen(int tile, int Nq, int Nk, int causal) {
+#error Blank 02.6
+}"""
+
+check("02.6", keys_seen)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Bug hunt 02.bug1.** What was reported about a broken kernel is printed below, with its file. Find the cause, and write a test
+# that fails on it and passes on the stage's own forward.
+
+# %% slideshow={"slide_type": "fragment"}
+print(textwrap.fill(f"{exercises.find('02.bug1').file}: {exercises.find('02.bug1').symptom}", 110))
 
 
-def ldmatrix_x4(x, address):
-    """What the 32 lanes receive: register pair p of lane t is from row t // 4 of piece p."""
-    row_of = [x[r, c : c + 8] for r, c in map(address, range(32))]
-    return torch.stack([torch.cat([row_of[8 * p + t // 4][t % 4 * 2 :][:2] for p in range(4)]) for t in range(32)])
+def test(forward):
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...), whoever wrote it."""
+    raise Blank
 
 
-if my_address is None:
-    print("exercise 1: not written yet")
-else:
-    print("exercise 1:", "ok" if torch.equal(ldmatrix_x4(a, my_address), load(a, A)) else "not operand A")
-if my_place is None:
-    print("exercise 2: not written yet")
-else:
-    inside = all(sorted(my_place(r, ch) for ch in range(4)) == [0, 1, 2, 3] for r in range(64))
-    rows_of_8 = [range(r0, r0 + 8) for r0 in range(0, 64, 8)]
-    worst = max(clocks([64 * r + 16 * my_place(r, ch) for r in eight]) for eight in rows_of_8 for ch in range(4))
-    print("exercise 2: every row keeps its chunks:", inside, " clocks:", worst, "(aim: 1)")
+check("02.bug1", test)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# One warp's attention: 16 queries, 16 keys a step, everything in fragments. In a thread, registers 0 and 1 of an
-# accumulator belong to one row, 2 and 3 to another; so m and l are two numbers a thread.
+# Three of the contract's cases, the forward of each rung of this notebook:
 
 # %% slideshow={"slide_type": "fragment"}
-def quad(x, combine, shuffles=(1, 2)):
-    """x (32, 2) combined over the four threads of a group, by shuffles with lane ^ 1 and lane ^ 2."""
-    for mask in shuffles:
-        x = combine(x, x[torch.arange(32) ^ mask])
-    return x
+def prepared(rung, names, device="cpu"):
+    """(case, its inputs for this rung, what is expected) for the named cases."""
+    limits = contract.limits(step02.SUPPORTS, rung)
+    for case in (c for c in cases.CASES if c.name in names):
+        x = cases.build(case, limits, torch.bfloat16, device)
+        yield case, x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
 
 
-# %% slideshow={"slide_type": "fragment"}
-def warp_attention(Q, K, V, order=(0, 1, 2, 3, 4, 5, 6, 7), shuffles=(1, 2), sum_late=False):
-    """out (16, D). order: which accumulator register becomes which register of operand A."""
-    D, rows_of = Q.shape[1], [0, 0, 1, 1]  # register -> which of the thread's two rows
-    m, l, O = torch.full((32, 2), -math.inf), torch.zeros(32, 2), torch.zeros(D // 8, 32, 4)
-    for j in range(0, len(K), 16):
-        S = torch.zeros(2, 32, 4)  # two accumulators: keys j .. j+7 and j+8 .. j+15
-        for n in range(2):
-            for d in range(0, D, 16):
-                K_j = K[j + 8 * n : j + 8 * n + 8, d : d + 16]
-                S[n] = mma(load(Q[:, d : d + 16], A), load(K_j.T, B), S[n])
-        S = S / D**0.5
-        m_new = torch.maximum(m, quad(S.reshape(2, 32, 2, 2).amax((0, 3)), torch.maximum, shuffles))
-        alpha, P = (m - m_new).exp(), (S - m_new[:, rows_of]).exp()
-        part = P.reshape(2, 32, 2, 2).sum((0, 3))
-        l, m = alpha * l + (part if sum_late else quad(part, torch.add, shuffles)), m_new
-        P = torch.cat([P[0], P[1]], 1)[:, list(order)]  # (32, 8): the accumulators are operand A
-        V_j = [load(V[j : j + 16, d : d + 8], B) for d in range(0, D, 8)]
-        O = torch.stack([mma(P, V_jd, alpha[:, rows_of] * O_d) for V_jd, O_d in zip(V_j, O, strict=True)])
-    l = quad(l, torch.add) if sum_late else l
-    return torch.cat([store(o / l[:, rows_of], C, (16, 8)) for o in O], 1)
-
+for rung in list(FORWARD)[1:]:
+    says = []
+    for case, x, want in prepared(rung, ("ragged", "more_queries_causal", "scores_200"), steps.engine.device):
+        got = dict(zip(("out", "lse"), step02.forward(x.q, x.k, x.v, **x.options, rung=rung), strict=True))
+        share = max(e / (want.tolerance[name] or 1) for name, e in error.errors(got, want).items())
+        says.append(f"{case.name} {'wrong' if error.failures(got, want) else 'ok'}, {share:.2f} of its tolerance")
+    print(f"{rung:9}", "; ".join(says))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# It must be within the contract's tolerance for bfloat16 inputs, and close to the scalar kernel, which gets the same
-# numbers in float32. Then four changes. **Which ones do no harm?**
-#
-# 1. Registers 1 and 2 change places on the way from S to P.
-# 2. The two accumulators change places.
-# 3. The maximum and the sum forget their second shuffle.
-# 4. The threads' sums are combined only once, after the last tile.
+# A copy may land at any moment between its start and its wait. The emulation performs it as late as it can, or eagerly.
+# Seven edits of `fwd_4_cp_async.cu`, on six cases, in both orders. **One edit does no harm. One is never seen in a causal case,
+# one in a single case only, one in all but a single case, one never with eager copies. Which?**
 #
 # <details><summary>Answer</summary>
 #
-# Only the fourth: all four threads of a group rescale by the same alpha, so their partial sums can wait. That saves two
-# shuffles a row and tile. The second would be harmless too if V's rows were exchanged in the same way: the order of
-# keys does not matter, as long as P and V agree.
+# No harm: beyond the last tile `inside` is false, zeros come, nothing is read. Never causal: zeros after the last key have scores
+# of 0, and a causal mask hides them anyway. A single case: with m = -infinity, m - m is NaN in rows that see no key. All but one:
+# over a single key four lanes cannot disagree. Not with eager copies: K was there in time. On a GPU it often is, and the mistake
+# shows on busy days.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-Q, K, V = (bf16(torch.randn(n, 32)) for n in (16, 48, 48))
-wide = [x[None, None] for x in (Q, K, V)]
-want = error.expected(*(x.bfloat16() for x in wide), torch.randn(1, 1, 16, 32).bfloat16())
-scalar, _ = step02.forward(*(x.to(steps.engine.device) for x in wide), rung="scalar")
-distance = (warp_attention(Q, K, V) - scalar[0, 0].cpu()).abs().max()
-print(f"tolerance {want.tolerance['out']:.4f}; one warp's distance from the scalar kernel {distance:.4f}")
-variants = {"as it should be": {}, "1 registers swapped": {"order": (0, 2, 1, 3, 4, 5, 6, 7)},
-            "2 accumulators swapped": {"order": (4, 5, 6, 7, 0, 1, 2, 3)},
-            "3 one shuffle": {"shuffles": (1,)}, "4 sum combined late": {"sum_late": True}}  # fmt: skip
-for name, change in variants.items():
-    e = error.errors({"out": warp_attention(Q, K, V, **change)[None, None]}, want)["out"]
-    print(f"{name:23} error {e:.4f}  {'ok' if e <= want.tolerance['out'] else 'wrong'}")
+mistakes = {
+    "tile written without the swizzle": ("tile + at(size, row, slab + column)", "tile + (row * D + slab + column)"),
+    "Q fetched by K's addresses": (
+        "row + lane % 16, 16 * d + lane / 16 * 8)", "row + lane / 16 * 8 + lane % 8, 16 * d + lane / 8 % 2 * 8)",
+    ),
+    "one shuffle for the maximum": ("  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));", "  return x;"),
+    "m starts at -infinity": ("constexpr float LOWEST = -3.4e38f;", "constexpr float LOWEST = -INFINITY;"),
+    "no wait for K": ("    cp_async_wait<0>();\n    __syncthreads();  // K_j", "    __syncthreads();  // K_j"),
+    "no mask unless causal": ("    mask(S, j, seen);", "    if (causal) mask(S, j, seen);"),
+    "a tile fetched beyond the last": ("    if (j + Bc < keys) load_tile(", "    load_tile("),
+}  # fmt: skip
+inputs = ["one_key", "ragged", "scores_200", "ragged_causal", "fewer_queries_causal", "more_queries_causal"]
+
+
+def build(edit):
+    """Compiles the changed kernel ahead of its use; what g++ makes of a text is kept on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "fwd_4_cp_async.cu"
+        file.write_text((kernels.HERE / file.name).read_text().replace(*edit))
+        emulator.compile(file, {"T": "bf16", "D": 32, "Br": 64, "Bc": 64})
+
+
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(build, mistakes.values()))
+
+
+# %% slideshow={"slide_type": "subslide"}
+def verdict(x, want):
+    """Of the kernel as it is now: in which order of copies it is wrong."""
+    wrong = []
+    for copies in ("late", "eager"):
+        with emulator.schedule(copies=copies):
+            out, lse = kernels.cp_async_forward(x.q, x.k, x.v, causal=x.causal, scale=x.scale)
+        wrong += [copies] * bool(error.failures({"out": out, "lse": lse}, want))
+    return "wrong" if len(wrong) == 2 else f"if {wrong[0]}" if wrong else "lives"
+
+
+verdicts, ready = {}, list(prepared("cp_async", inputs))
+for says, edit in mistakes.items():
+    with edited("fwd_4_cp_async.cu", edit):
+        verdicts |= {(says, case.name): verdict(x, want) for case, x, want in ready}
+print(" " * 33, *inputs)
+for says in mistakes:
+    print(f"{says:33}", *(verdicts[says, name].ljust(len(name)) for name in inputs))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# **Question.** The right-hand roofline gives the scalar kernel half of the A100's float32 rate. Will it reach that?
+# ### The ladder
+#
+# **Predict 6.** Order the five steps by what each brought, before you look.
 #
 # <details><summary>Answer</summary>
 #
-# No, it is a ceiling: exp, the staging of tiles, barriers and the scores' round trip through shared memory all cost time
-# that the count leaves out. The distance from the ceiling is what a profiler is for.
+# By the counts: `ldmatrix` 6.6, `warp` 3.1, `fa2` 1.67, `mma` 1.27, `cp_async` 1. The measured order is printed below; the
+# picture goes on to Hopper's rungs of 02d.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-measured = rows.latest([row for row in rows.read() if row["pass"] == "fwd"])
-mine = [row for row in measured if row["stage"] == "02_fa2_cuda"]
-if mine:
-    like = max(mine, key=lambda row: (row["N"], row["D"], not row["causal"]))
-    at = [row for row in measured if all(row[name] == like[name] for name in rows.SETTING)]
-    at = [row for row in at if row["peer"] or row in mine]
-    result = picture(plots.speed_bars(at), f"TFLOP/s of stage 02's kernels and their peers, {plots.subtitle([like])}.")
+gains = {}
+names = [*dict.fromkeys(rung for rung, _ in ALL)]
+for before, rung in zip(names, names[1:], strict=False):
+    D = 64 if before in ("scalar", "warp") else 128
+    old, new = measured.get((before, D, False)), measured.get((rung, D, False))
+    if old and new:
+        gains[rung] = new / old
+print("measured:", ", ".join(f"{r} x {gains[r]:.2f}" for r in sorted(gains, key=gains.get, reverse=True)) or "nothing yet")
+if gains and plots.ladder_numbers(rows.latest(rows.read())):
+    result = picture(plots.ladder(rows.latest(rows.read())), """The ladder of stage 02, rung by rung, forward and backward:
+TFLOP/s and the share of a measured matrix product, with FlashAttention-2 and cuDNN as lines.""")  # fmt: skip
 else:
-    result = print("no rows yet for stage 02")
+    result = print("no rows yet of stage 02's ladder: on an H200, python -m steps bench --plan fast, then --plan slow")
+result
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Counted and measured
+#
+# All rungs on the roofline of part 2: an open mark where the count puts the ceiling, a full one where the rung was measured.
+
+# %% slideshow={"slide_type": "fragment"}
+fig, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
+shared_roof(ax)
+print("FLOP a wavefront, ceiling and measured TFLOP/s, not causal")
+for n, (rung, D) in enumerate(ALL):
+    x, most, got = per_wavefront(rung, D), min(ceiling(rung, D), gpu.half_tflops), measured.get((rung, D, False))
+    looks = {"marker": "osD^vP*"[n], "color": (*COLOURS, INK)[n], "ls": "", "ms": 8}
+    ax.plot(x, most, mfc="white", **looks, label=None if got else f"{rung}, D = {D}")
+    if got:
+        ax.plot([x, x], [got, most], ":", color=looks["color"], lw=1)
+        ax.plot(x, got, **looks, label=f"{rung}, D = {D}")
+    print(f"{rung:9} D = {D:3}: {x:5.0f} {most:6.0f} ", f"{got:6.1f}  {got / most:.0%}" if got else "  no row yet")
+ax.legend(fontsize=8, loc="lower right")
+picture(fig, """The roofline for shared memory with a mark for each rung: scalar, warp and mma on the slope, below the
+float32 units' peak or near it; ldmatrix and cp_async at one place six times further right; fa2 beyond them. Below each
+ceiling, on a dotted line, what was measured.""")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ### Profile a rung
+#
+# A rung near its open mark is bound by shared memory: only layout or reuse helps. One far below waits for something
+# else. For what, the hardware's counters tell.
+#
+# Nsight Compute's `ncu` runs a kernel several times and reads the counters of every SM. Below, one rung's command (`python -m
+# reference.bench.profile` runs four; counters may need a permission that shared machines do not give). Then the wavefronts that
+# the emulation expects, beside those that the hardware counted.
+
+# %% slideshow={"slide_type": "fragment"}
+FIVE = ("tensor_pipe", "issue_slots", "shared_wavefronts", "bank_conflicts", "dram_throughput")
+command = profile.command("ncu", "fa2", {name: profile.COUNTERS[name][0] for name in FIVE})
+command = ["python" if word == sys.executable else word for word in command]
+print(textwrap.fill(shlex.join(command), 120, break_long_words=False, break_on_hyphens=False), "\n")
+counters = {rung: c for rung, c in profile.read().items() if all(name in c for name in (*FIVE, "nanoseconds"))}
+size = profile.SIZE
+for rung in ("mma", "ldmatrix", "fa2"):
+    found, _ = tile_cost(rung, size["D"])
+    Br, Bc = TILES.get(rung, kernels.MMA_TILES)[size["D"]]
+    tiles = size["B"] * size["H"] * (size["N"] // Br) * (size["N"] // Bc)
+    expected = tiles * sum(wavefronts for _, wavefronts in found.values())
+    hardware = f"hardware {counters[rung]['shared_wavefronts'] / 1e6:.1f}" if rung in counters else "no profile yet"
+    print(f"{rung:9} {tiles} tiles; million wavefronts: expected {expected / 1e6:.1f}, {hardware}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Five counters, in the order in which to ask:
+#
+# | counter | says | conclude |
+# |---|---|---|
+# | `tensor_pipe` | cycles in which tensor cores work | the goal; high: only other instructions help (02d) |
+# | `shared_wavefronts` | turns of the banks | near one a cycle: shared memory is the wall |
+# | `bank_conflicts` | turns that only conflicts cost | many: first of all change the layout |
+# | `issue_slots` | cycles in which an instruction is issued | high: too many instructions; low: warps wait, so overlap |
+# | `dram_throughput` | share of device memory's bandwidth | high: larger tiles; low: leave the traffic alone |
+#
+# **Predict 7.** For `mma`, `ldmatrix` and `fa2`: which counter is the highest in each?
+#
+# <details><summary>Answer</summary>
+#
+# Expect by the counts: the banks' turns in `mma`, most of them conflicts. In `ldmatrix` no conflicts are left, and nothing should
+# be near its limit: it waits. In `fa2` the tensor cores should lead. Device memory should be low in all.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+def shares(rung):
+    """The five counters in %, of the rung's time or of its wavefronts."""
+    c = counters[rung]
+    turns = c["shared_wavefronts"] / (1e3 * CYCLES * c["nanoseconds"])
+    conflicts = c["bank_conflicts"] / c["shared_wavefronts"]
+    return [c["tensor_pipe"], 100 * turns, 100 * conflicts, c["issue_slots"], c["dram_throughput"]]
+
+
+names = ["tensor cores\nwork", "turns of\nthe banks", "of them\nconflicts", "issue slots\nused", "device memory\nbandwidth"]
+if counters:
+    fig, ax = plt.subplots(figsize=(8.4, 3.4), layout="constrained")
+    for n, rung in enumerate(counters):
+        x = [i + (n - (len(counters) - 1) / 2) * 0.2 for i in range(5)]
+        bars = ax.bar(x, shares(rung), 0.19, color=COLOURS[n], label=rung)
+        ax.bar_label(bars, fmt="%.0f", fontsize=8)
+    ax.set_xticks(range(5), names)
+    ax.set(ylabel="%", ylim=(0, 105), title=gpu.name + ": {B} x {H} heads, N = {N}, D = {D}".format(**profile.SIZE))
+    ax.grid(axis="x", visible=False)
+    ax.legend(fontsize=8, ncols=4)
+    result = picture(fig, "Bars of five counters in percent for each profiled rung of stage 02.")
+else:
+    result = print("no profile yet: on a GPU with ncu, python -m reference.bench.profile")
 result
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - The scalar kernel is bound by shared memory: 2 FLOP a 4-byte number. Tensor cores need 16 FLOP a byte on an A100.
-# - A fragment is a matrix dealt to the 32 threads of a warp; the rule is a formula of thread and register.
-# - Two accumulators of S are, as they lie, the operand A of P V.
-# - Eight rows read at one column collide in a plain tile; c ^ (r % 8) makes them hit all banks once.
+# - A wavefront of shared memory is the unit to count: what it feeds bounds the speed, known before a GPU has run the kernel.
+# - A fragment is a matrix dealt to the 32 lanes of a warp. Two C fragments of S are, as they lie, an A fragment of P.
+# - Eight rows in one column collide in a plain tile. Chunk c of row r at c XOR (r mod 8) makes them hit all banks once.
+# - Copies in the background need two things: the thread's own wait, then everybody's barrier.
+# - When nothing is near its limit, a kernel waits: overlap. When shared memory is, reuse. When the tensor cores are, stop.
 #
 # **Ask yourself**
 #
-# 1. Why does a bigger head dimension not help the scalar kernel?
-# 2. Which threads hold row 9 of S, and how many of its numbers has each?
-# 3. Why does a row's maximum need two shuffles, not five?
-# 4. Would rows padded by 16 bytes be free of conflicts? What would that cost?
-# 5. Why may the sum wait until the end, and the maximum not?
+# 1. Which lanes hold row 9 of S, and how many of its numbers has each?
+# 2. Why may P and V both have their keys in another order, as long as it is the same one?
+# 3. Would rows padded by 16 bytes be free of conflicts? What would that cost?
+# 4. Why does rung 4 need no second buffer for K, and what would one be good for?
+# 5. Why must the sum l not be combined among four lanes in every tile, and the maximum must?
 #
 # **Go further**
 #
-# - ★ (15 minutes) Change `clocks` to 4-byte reads by 32 threads, and count them for the scalar kernel's S, where thread
-#   t reads S[j * Br + t], and for the transposed S[t * Bc + j].
-# - ★★ (1 hour) Give `warp_attention` a causal mask, using C_ROW and C_COL to find each register's key and query.
-# - ★★★ (a weekend) Keep K and V in one swizzled array of bytes, fetch every fragment by a model of `ldmatrix` (V
-#   transposed on the way), and count the clocks that a tile costs with and without the swizzle.
+# - ★ (15 minutes) Count `fa2` with tiles (64, 64) and (128, 128) at D = 64. Which feeds more FLOP a wavefront, and what does it
+#   cost in registers?
+# - ★★ (1 hour) Pad the rows of `fwd_2_mma.cu` by 8 numbers instead of swizzling, and count. Where do conflicts remain?
+# - ★★★ (a weekend) Give rung 4 a second buffer for K and V and one barrier a tile. Predict what that gains and costs; on a
+#   GPU `python -m steps bench --stage 02` tells.
 #
-# **Read:** `papers/flash_attention_2.md` (sections 3.1 and 3.3 of the paper); `papers/flash_attention_3.md`; the PTX ISA
-# on `mma` and `ldmatrix`.
+# **Read:** `papers/flash_attention_2.md` (sections 3.1 and 3.3 of the paper); the PTX ISA on `mma` and `ldmatrix`.
 #
-# **Next:** [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb), the backward pass. Hopper is
+# **Next:** [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb), the backward pass. Hopper's own tensor cores are in
 # [02d](02d_fa2_cuda_hopper.ipynb).

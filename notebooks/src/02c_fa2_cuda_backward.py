@@ -19,37 +19,59 @@
 # *The gradients need P, and P was never stored. What is kept instead, who adds up which gradient, and why are two runs
 # not equal to the last bit?*
 #
-# - **Before you start:** notebook 00, part 4 (the derivation at length), and 02a (the forward kernel, the emulation).
-# - **Time:** about 40 minutes to read, an hour more with the exercise.
-# - **Hardware:** any computer with Linux (or WSL2) and g++; a GPU adds the runs marked "engine".
-# - **Code:** `steps/step02_fa2_cuda/bwd_0_scalar.cu`. **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
+# - **Before you start:** notebook 00, *The backward, by hand*; 02a (a kernel in CUDA C++, the emulation); for rung 1 also
+#   02b (`mma`, `ldmatrix`).
+# - **Time:** about an hour to read, an hour more with the exercises.
+# - **Hardware:** any computer with Linux (or WSL2) and g++; on a GPU the cells that say "engine" run on it.
+# - **Code:** `steps/step02_fa2_cuda/`, rungs `bwd_0_scalar.cu` and `bwd_1_fa2.cu`. Notebook 02d has `bwd_2_wgmma.cu` and
+#   `bwd_3_hopper.cu`. **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
+# - **Paper:** FlashAttention-2 (2307.08691), restated in `papers/flash_attention_2.md`. Words: `reference/glossary.md`.
 
 # %% slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
+import heapq
+import itertools
 import math
 import re
 import tempfile
+import textwrap
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-import matplotlib
 import matplotlib.pyplot as plt
 import torch
 
 from reference import cases, error, mutants
-from reference.bench import plots, rows
-from reference.bench.plots import COLOURS, FAINT, INK
+from reference.bench import cost, rows, source, timing
+from reference.bench.plots import COLOURS, FAINT, GREYS, INK, style
 from steps import contract
 from steps import step02_fa2_cuda as step02
 from steps.step02_fa2_cuda import emulator, kernels, nvrtc
 from steps.workbook import check, hint, picture, rungs, show, solution  # noqa: F401  for part 5
+from steps.workbook.source import Source
 
-torch.set_num_threads(1)
+# %% slideshow={"slide_type": "skip"}
+torch.set_num_threads(1)  # small tensors: one thread is faster
 torch.set_printoptions(precision=2, sci_mode=False)
-plots.style()
+style()
+gpu = cost.GPUS["NVIDIA H200"]
 print(steps.engine.describe())
-print("matplotlib", matplotlib.__version__)
+
+
+def code(file, *parts):
+    """Functions of a kernel's file as one block; of (function, first, last) only the lines from one text to the other."""
+    texts = []
+    for part in parts:
+        function, first, last = part if isinstance(part, tuple) else (part, None, None)
+        lines = show(file, function).splitlines()
+        begin = next(n for n, line in enumerate(lines) if first in line) if first else 0
+        end = next(n for n, line in enumerate(lines) if n >= begin and last in line) if last else len(lines)
+        texts.append(textwrap.dedent("\n".join(lines[begin : end + 1])))
+    block = Source("\n\n".join(texts))
+    block.language = "cpp"
+    return block
+
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
@@ -83,20 +105,21 @@ for n, N in enumerate(lengths):
     print(f"N = {N:4}: standard keeps {kept['standard'][n]:5.0f} KiB, stage 02 {kept['attention'][n]:4.0f}")
 print(f"of which lse at N = 1024: {4 * 1024 / 1024:.0f} KiB, and P would be {4 * 1024**2 / 1024:.0f} KiB")
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 fig, ax = plt.subplots(figsize=(6.4, 3.3), layout="constrained")
 ax.loglog(lengths, kept["standard"], "o-", color=COLOURS[1], label="standard: q, k, v and P")
 ax.loglog(lengths, kept["attention"], "D-", color=COLOURS[0], label="stage 02: q, k, v, out and lse")
 ax.loglog(lengths, [4 * N / 1024 for N in lengths], ":", color=INK, label="lse alone: one number a row")
 ax.set(xlabel="N", title="kept for the backward, one head of D = 32, KiB")
 ax.set_xticks(lengths, lengths)
+ax.set_yticks((1, 10, 100, 1000), (1, 10, 100, 1000))
 ax.minorticks_off()
 ax.legend(fontsize=8)
 picture(fig, """Bytes kept for the backward against N on log-log axes. Standard attention bends
-up to slope 2, stage 02 rises with slope 1 and stays below from N = 128 on. A dotted line for
+up to slope 2, stage 02 rises with slope 1 and stays below throughout. A dotted line for
 lse alone lies far under both.""")
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
+# %% [markdown] slideshow={"slide_type": "fragment"}
 # At N = 1024 standard attention keeps 4480 KiB for one head and stage 02 keeps 516. What replaces P is lse: 4 KiB. The
 # price is arithmetic: S has to be multiplied out again.
 
@@ -110,17 +133,22 @@ lse alone lies far under both.""")
 # $$\mathit{delta}_i = \sum_x dO_{ix} O_{ix} \qquad dS = P \circ (dP - \mathit{delta}) \qquad
 # dQ = \mathit{scale}\, dS\, K \qquad dK = \mathit{scale}\, dS^\top Q$$
 #
-# In short: O = P V gives dV and dP as products. In the softmax, raising one score lowers every other weight of the row,
-# and delta is the row's share in that. S = scale Q Kᵀ is a product again. Notebook 00 derives each line; here each is
-# checked against autograd on its six tokens, the tempting one, without delta, first.
+# **Why lse suffices.** Softmax is $e^{S - m} / l$; as $m + \log l = \mathit{lse}$, one number a row does for the two:
+# $e^{S - \mathit{lse}}$. And lse is final, so nothing is rescaled.
+#
+# **Why delta.** Raising one score lowers every other weight of the row. The row's share in that is
+# $\sum_j P_{ij} dP_{ij}$, and as $dP = dO\,V^\top$ this is $dO_i \cdot O_i$, which needs no P.
+#
+# Notebook 00 derives each line; here each is checked against autograd on its six tokens, the tempting one, without delta,
+# first.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 N, d = 6, 2
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
 K = torch.tensor([[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]])
 V = torch.tensor([[0.0, 6], [2, 0], [4, 6], [6, 4], [8, 0], [10, 6]])
 dO = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0], [0, -1], [1, -1]])
-scale = 1 / math.sqrt(d)
+scale, close = 1 / math.sqrt(d), lambda a, b: torch.allclose(a, b, atol=1e-5)
 
 leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
 want_dQ, want_dK, want_dV = torch.autograd.grad(standard(*leaves), leaves, dO)
@@ -130,14 +158,14 @@ O = S.softmax(-1) @ V  # (N, d), kept too
 
 P = (S - lse[:, None]).exp()  # recomputed
 dV, dP = P.T @ dO, dO @ V.T  # (N, d), (N, N)
-print("dV:", torch.allclose(dV, want_dV))
-print("dQ without delta:", torch.allclose(scale * (P * dP) @ K, want_dQ, atol=1e-5), end="; ")
+print("P:", close(P, S.softmax(-1)), " dV:", close(dV, want_dV))
+print("dQ without delta:", close(scale * (P * dP) @ K, want_dQ), end="; ")
 print(f"row 5 is {(scale * (P * dP) @ K)[5]}, should be {want_dQ[5]}")
 delta = (dO * O).sum(-1)  # (N,)
 dS = P * (dP - delta[:, None])  # (N, N)
 dQ, dK = scale * dS @ K, scale * dS.T @ Q
-print("dQ:", torch.allclose(dQ, want_dQ, atol=1e-5), " dK:", torch.allclose(dK, want_dK, atol=1e-5))
-print("delta:", delta, " row sums of dS are 0:", torch.allclose(dS.sum(-1), torch.zeros(N), atol=1e-5))
+print("dQ:", close(dQ, want_dQ), " dK:", close(dK, want_dK), " delta = rowsum(P dP):", close(delta, (P * dP).sum(-1)))
+print("delta:", delta, " row sums of dS are 0:", close(dS.sum(-1), torch.zeros(N)))
 
 # %% slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 3, figsize=(8.4, 3.0), layout="constrained")
@@ -157,10 +185,11 @@ picture(fig, """Three 6 x 6 tables of numbers on blue for positive and red for n
 minus delta, and their product dS. dS is large only where P is not small: in row 5, +1.52 at key
 4 and -1.04 at key 3.""")
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
+# %% [markdown] slideshow={"slide_type": "fragment"}
 # Row 5 of dS: a larger score of key 4 raises the loss (1.52), a larger one of key 3 takes weight from it and lowers the
 # loss (-1.04). The row adds up to 0, since weights are only moved.
-#
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Whose gradient stays on the chip?
 #
 # A tile of P and dS adds to dV_j and dK_j (a sum over queries) *and* to dQ_i (a sum over keys). Whichever loop is
@@ -179,22 +208,22 @@ for ax, by_keys in zip(axes, (True, False), strict=True):
         side, below = (4.4, n + 0.5), (n + 0.5, 4.35)
         own, shared = ("dK dV", "dQ +=") if by_keys else ("dQ", "dK dV\n+=")
         looks = {"fontsize": 8, "ha": "center", "va": "center"}
-        ax.text(*(below if by_keys else side), own, color=COLOURS[n], weight="bold", **looks)
-        ax.text(*(side if by_keys else below), shared, color=INK, **looks)
+        box = {"facecolor": COLOURS[n], "alpha": 0.5, "edgecolor": "none"}
+        ax.text(*(below if by_keys else side), own, bbox=box, **looks)
+        ax.text(*(side if by_keys else below), shared, **looks)
     ax.set(xlim=(0, 5), ylim=(4.7, 0), aspect="equal", xticks=[], yticks=[], ylabel="query tiles i")
     ax.set_title("key tiles outside" if by_keys else "query tiles outside")
     ax.grid(False)
     ax.spines[:].set_visible(False)
 picture(fig, """Two grids of four query tiles by four key tiles. Left: a colour a column, one
-block each, walking down; dK and dV stand below each column in its colour, and dQ += stands at
-the end of each row in black, since all four blocks add to it. Right: a colour a row; dQ in its
-colour at the end of each row, dK dV += below the columns.""")
+block each, walking down; dK and dV stand below each column on its colour, and dQ += stands at
+the end of each row on white, since all four blocks add to it. Right: a colour a row; dQ on its
+colour at the end of each row, dK dV += on white below the columns.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# In its own colour: kept in the block's registers, written once. In black: added to by *all* blocks, which needs
-# **atomic additions**, since a plain `dq[e] += x` reads, adds and writes, and another block may write in between. Key
-# tiles outside is cheaper: one matrix is added to instead of two. A third way is both orders, in two kernels, without any
-# atomics.
+# On its colour: kept in the block's registers, written once. On white: added to by *all* blocks, which needs **atomic
+# additions**: in a plain `dq[e] += x` another block may write between the read and the write. Key tiles outside is cheaper:
+# one matrix is added to instead of two. A third way, that of stages 01 and 03, is both orders, in two kernels.
 
 
 # %% slideshow={"slide_type": "fragment"}
@@ -209,27 +238,13 @@ def count(Nq, Nk, D, Br, Bc):
 
 
 for order, (products, atomics) in count(4096, 4096, 64, 64, 64).items():
-    print(f"{order:26} {products:6} tile products, {atomics / 1e6:5.1f} million atomic additions")
+    print(f"{order:26} {products:6} tile products, {atomics / 1e6:5.1f} million numbers added atomically")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What atomics cost: the last bits
 #
-# An atomic addition loses nothing, but the order is whoever comes first, and in floating point the order counts:
-
-# %% slideshow={"slide_type": "fragment"}
-large, one = torch.tensor(1e8), torch.tensor(1.0)
-print("(1e8 + 1) - 1e8 =", ((large + one) - large).item(), end="    ")
-print("(1e8 - 1e8) + 1 =", ((large - large) + one).item())
-terms = torch.randn(5, 2000, generator=torch.Generator().manual_seed(0))
-forwards, backwards = terms[0], terms[4]
-for n in range(1, 5):
-    forwards, backwards = forwards + terms[n], backwards + terms[4 - n]
-print(f"2000 sums of five terms, forwards and backwards: {(forwards != backwards).sum()} differ", end=", ")
-print(f"by at most {(forwards - backwards).abs().max():.1e}")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# The emulation runs one block after the other in an order that we choose. So we can do what a GPU does by itself, and
-# watch:
+# An atomic addition loses nothing, but the order is first come, first served, and in floating point the order counts. The
+# emulation runs one block after the other in an order that we choose, so we can watch:
 
 
 # %% slideshow={"slide_type": "fragment"}
@@ -241,58 +256,34 @@ def gradients(n, blocks, seed=0):
         return kernels.scalar_backward(dout, q, k, v, out, lse)
 
 
+large, one = torch.tensor(1e8), torch.tensor(1.0)
+print(f"(1e8 + 1) - 1e8 = {large + one - large:.0f}    (1e8 - 1e8) + 1 = {large - large + one:.0f}")
 first = gradients(67, "forward")
 orders = {"forward again": ("forward", 0), "reverse": ("reverse", 0)}
-orders |= {f"random {seed}": ("random", seed) for seed in range(1, 5)}
-changed = {}
-for says, order in orders.items():
-    changed[says] = [int((x != y).sum()) for x, y in zip(gradients(67, *order), first, strict=True)]
+orders |= {f"random {seed}": ("random", seed) for seed in range(1, 4)}
 print(f"elements whose bits change, of {first[0].numel()}, against blocks in order:")
-for says, (dq, dk, dv) in changed.items():
+for says, order in orders.items():
+    dq, dk, dv = (int((x != y).sum()) for x, y in zip(gradients(67, *order), first, strict=True))
     print(f"  {says:14} dq {dq:5}   dk {dk}   dv {dv}")
-difference = first[0] - gradients(67, "reverse")[0]
-print(f"dq, forward against reverse: at most {difference.abs().max():.1e},", end=" ")
-print(f"largest entry {first[0].abs().max():.2f}")
+difference = (first[0] - gradients(67, "reverse")[0]).abs().max()
+print(f"dq, forward against reverse: at most {difference:.1e}, largest entry {first[0].abs().max():.2f}")
 
-# %% slideshow={"slide_type": "fragment"}
-fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.3), layout="constrained", width_ratios=(1, 1.4))
-for n, name in enumerate(("dq", "dk", "dv")):
-    places = [y + 0.25 * (n - 1) for y in range(len(orders))]
-    left.barh(places, [c[n] for c in changed.values()], 0.25, color=COLOURS[n], label=name)
-left.set_yticks(range(len(orders)), orders, fontsize=8)
-left.set(
-    title="elements with other bits", xlim=(0, 3400), xticks=(0, 1000, 2000), ylim=(len(orders) - 0.4, -0.6)
-)
-left.grid(axis="y", visible=False)
-left.legend(fontsize=8, loc="upper right")
-limit = difference.abs().max()
-shown = right.imshow(
-    difference[0, 0].T, cmap=plt.get_cmap("RdBu", 9), vmin=-limit, vmax=limit, aspect="auto"
-)
-right.set(title="dq forward minus dq reverse, head 0", xlabel="query", ylabel="column of dq")
-right.grid(False)
-fig.colorbar(shown, ax=right, format=lambda x, _: f"{x:.0e}")
-picture(fig, """Left: bars for six orders of blocks. Forward again changes nothing, reverse and
-random orders change about half of dq's elements and none of dk and dv. Right: the difference of
-dq between forward and reverse as a map, specks of blue and red without a pattern.""")
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
+# %% [markdown] slideshow={"slide_type": "fragment"}
 # dk and dv keep every bit: each is summed by one thread, in one order. In dq about half of the elements change, by at
-# most 1.2e-07 where the largest entry is 1.04. For training that is noise; for finding a bug it can be a plague. That is
-# why the contract asks a stage to say:
-
-# %% slideshow={"slide_type": "fragment"}
-print('step02.SUPPORTS["deterministic"] =', step02.SUPPORTS["deterministic"])
+# most 1.2e-07 where the largest entry is 1.04: noise for training, a plague for whoever looks for a bug. Part 4 ends with
+# the cure.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
 #
-# FlashAttention-2, Algorithm 2; in brackets the paper's lines, with scale put back. In the forward a thread owned a query
-# row. Now it owns a key row.
+# ### Rung 0, `scalar`: a thread owns a key row
+#
+# FlashAttention-2, Algorithm 2; in brackets the paper's lines, corrected (`papers/errata.md`, E14: delta has N entries, not
+# d; E15: the scale is put back).
 #
 # | line | what it does | in `bwd_0_scalar.cu` |
 # |---|---|---|
-# | [4] | delta = rowsum(dO ∘ O) | `attention_delta`, a kernel of its own |
+# | [4] | delta = rowsum(dO ∘ O) | `attention_delta`, a kernel of its own; `row_delta` (yours, in part 5) |
 # | [5–7] | for each tile of Bc keys: K_j, V_j; dK_j = dV_j = 0 | the launch; `load_tile`; registers `dK_j`, `dV_j` |
 # | [8–9] | for each tile of Br queries: Q_i, dO_i, lse_i, delta_i | the loop over `i`; `load_tile`, `load_column` |
 # | [10–11] | S, then P = exp(S - lse_i) | `dot`, `expf` |
@@ -304,70 +295,312 @@ print('step02.SUPPORTS["deterministic"] =', step02.SUPPORTS["deterministic"])
 # First the budget: dK_j and dV_j take 2 D registers, so that Q_i, dO_i, K_j, V_j and dS have to lie in shared memory.
 
 # %% slideshow={"slide_type": "fragment"}
-BACKWARD, Br, Bc = kernels.HERE / "bwd_0_scalar.cu", 32, 64  # the tile that a GPU gets by default
+SCALAR, Br, Bc = kernels.HERE / "bwd_0_scalar.cu", 32, 64  # the tile that a GPU gets by default
 for D in (32, 64, 96, 128):
     shared = 4 * (2 * Bc * (D + 1) + 2 * Br * D + Br * Bc + 2 * Br)
     try:
-        usage = nvrtc.compile(BACKWARD, {"D": D, "Br": Br, "Bc": Bc}, "sm_90a").usage
-        says = f"{usage['attention_backward'].registers} registers"
+        registers = nvrtc.compile(SCALAR, {"D": D, "Br": Br, "Bc": Bc}, "sm_90a").usage["attention_backward"].registers
+        fits = cost.occupancy(gpu.capability, threads=Bc, shared=shared, registers=registers)
+        says = f"{registers} registers, {fits.blocks} blocks of {Bc // 32} warps an SM"
     except RuntimeError as refused:
         says = "refused: " + re.search(r"spills \d+ bytes", str(refused))[0]
-    print(f"D = {D:3}: 2 D = {2 * D:3}, ptxas for sm_90a: {says:27} shared memory {shared} bytes")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# D = 96 is the end here too. Above 48 KiB a launch must ask for shared memory expressly; `nvrtc.py` does.
-#
-# ### delta, before everything
-#
-# Every block of keys needs delta of all queries. Computed once, it costs one pass over dO and O, and then one number is
-# loaded for each row where O would have been.
-
-# %% slideshow={"slide_type": "fragment"}
-show("bwd_0_scalar", "attention_delta")
-
-# %% slideshow={"slide_type": "subslide"}
-show("bwd_0_scalar", "load_tile")
-
-# %% slideshow={"slide_type": "fragment"}
-show("bwd_0_scalar", "load_column")
-
-# %% slideshow={"slide_type": "fragment"}
-show("bwd_0_scalar", "dot")
+    print(f"D = {D:3}: 2 D = {2 * D:3}; shared memory {shared / 1024:5.1f} KiB; ptxas for sm_90a: {says}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# In the forward all threads read the same key. Here thread t reads *its own* row of K, at `t * K_row + d`. Shared memory
-# has 32 banks, each serving one word at a time. The spare word in `K_row = D + 1` is there for this:
-
-# %% slideshow={"slide_type": "fragment"}
-for K_row in (64, 65):
-    banks = {(t * K_row + 5) % 32 for t in range(32)}
-    print(f"rows of {K_row} words: the 32 threads of a warp meet {len(banks)} of the 32 banks")
+# D = 96 is the end here. Every block of keys needs delta of all queries: computed once, before everything, it costs one
+# pass over dO and O, and then a tile loads one number a row where O would have been.
+#
+# The small functions, the kernel up to its loop, and the loop. Thread t reads *its own* row of K, where in the forward all
+# read the same: the spare word in `K_row = D + 1` spreads a warp's 32 rows over the 32 banks, as in stage 01. `seen_from` is
+# the causal diagonal, seen from the key: query i sees key j if i >= j - (Nk - Nq).
 
 # %% slideshow={"slide_type": "subslide"}
-show("bwd_0_scalar", "attention_backward")
+code("bwd_0_scalar", "load_tile", "load_column", "dot", "store_row", ("attention_backward", "int tiles =", "float dK_j[D]"))
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Nothing is rescaled: lse is final. `seen_from` is the causal diagonal seen from the key: query i sees key j if
-# i >= j - (Nk - Nq). A row that sees no key has lse = -inf, but then no thread computes its P. The second barrier is what
-# `add_dQ` needs: it sums over the keys of the *block*, and every key belongs to another thread.
+# %% slideshow={"slide_type": "subslide"}
+code("bwd_0_scalar", ("attention_backward", "for (int i = first", "add_dQ("))
 
-# %% slideshow={"slide_type": "fragment"}
-show("bwd_0_scalar", "store_row")
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# A row that sees no key has lse = -inf, but then no thread computes its P. The second barrier is what `add_dQ` needs: it sums
+# over the keys of the *block*, and every key belongs to another thread. On our six tokens, two blocks of three keys:
 
 # %% slideshow={"slide_type": "fragment"}
 q, k, v, dout = (x[None, None] for x in (Q, K, V, dO))  # on the CPU: emulated on any machine
 out, lse = kernels.scalar_forward(q, k, v, tile=(2, 3))
-got = kernels.scalar_backward(dout, q, k, v, out, lse, tile=(2, 3))  # two blocks of three keys
-same = [torch.allclose(a[0, 0], b, atol=1e-5) for a, b in zip(got, (dQ, dK, dV), strict=True)]
-print("six tokens, dq dk dv:", same)
+got = kernels.scalar_backward(dout, q, k, v, out, lse, tile=(2, 3))
+print("six tokens, dq dk dv:", [close(a[0, 0], b) for a, b in zip(got, (dQ, dK, dV), strict=True)])
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Rung 1, `fa2`: five products on tensor cores
+#
+# 16-bit operands, sums in float32, as in 02b. A register of an `mma` operand holds two numbers that are neighbours along the
+# index that is *summed*. In shared memory Q_i, dO_i, K_j and V_j have a token a row, P and dS a query a row. Where the
+# summed index runs down the columns, the operand has to be transposed on its way:
+#
+# | product | sums over | first operand | second operand |
+# |---|---|---|---|
+# | S = Q_i K_jᵀ | d | Q_i as stored | K_j as stored |
+# | dP = dO_i V_jᵀ | d | dO_i as stored | V_j as stored |
+# | dV_j += Pᵀ dO_i | queries | P transposed | dO_i transposed |
+# | dQ_i += dS K_j | keys | dS as stored | K_j transposed |
+# | dK_j += dSᵀ Q_i | queries | dS transposed | Q_i transposed |
+#
+# K_j, Q_i, dO_i and dS are needed both ways, from one copy each: `ldmatrix.trans` hands out the transpose of each 8 x 8
+# piece. With it a lane of P has two neighbouring queries of one key, as dV_j, a sum over queries, asks for. Below, one warp
+# and a tile that counts 0, 1, 2, ...; then `add_product`, which serves all five.
+
+# %% slideshow={"slide_type": "fragment"}
+PIECES = """#include "ptx.cuh"
+extern "C" __global__ void pieces(Global<const bf16> x, Global<uint32_t> stored, Global<uint32_t> transposed) {
+  SharedMemory smem;
+  Shared<bf16> tile = smem.array<bf16>(32 * 8);  // four pieces of 8 x 8, one below the other
+  int t = threadIdx.x;
+  copy_16(tile + 8 * t, x + 8 * t, true);
+  __syncthreads();  // a lane gets numbers of rows that others have copied
+  uint32_t r[4];
+  ldmatrix_x4(r, tile + 8 * t);
+  stored[t] = r[0];  // of the first piece
+  ldmatrix_x4_trans(r, tile + 8 * t);
+  transposed[t] = r[0];
+}"""
+x, held = torch.arange(256.0).bfloat16(), torch.zeros(2, 32, dtype=torch.int32)
+with tempfile.TemporaryDirectory() as folder:
+    (Path(folder) / "pieces.cu").write_text(PIECES)
+    emulator.launch(Path(folder) / "pieces.cu", "pieces", [x, *held], grid=1, block=32, shared_bytes=512, macros={})
+as_stored, transposed = held.view(torch.bfloat16).reshape(2, 32, 2).int()  # the two numbers of each lane's register
+for t in (0, 1, 4):
+    print(f"lane {t}: {as_stored[t].tolist()} as stored, {transposed[t].tolist()} transposed")
+
+# %% slideshow={"slide_type": "subslide"}
+fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.7), layout="constrained")
+for ax, held, title in zip(axes, (as_stored, transposed), ("ldmatrix", "ldmatrix.trans"), strict=True):
+    for t, pair in enumerate(held.tolist()):
+        colour = COLOURS[t] if t < 4 else FAINT
+        for number in pair:
+            i, j = divmod(number, 8)
+            ax.add_patch(plt.Rectangle((j, i), 1, 1, facecolor=colour, alpha=0.7, edgecolor="white"))
+            ax.text(j + 0.5, i + 0.5, t, ha="center", va="center", fontsize=9, color=INK)
+    ax.set(title=f"{title}: which lane gets it", xlim=(0, 8), ylim=(8, 0), aspect="equal", xticks=[], yticks=[])
+    ax.set(xlabel="key", ylabel="query")
+    ax.grid(False)
+picture(fig, """An 8 x 8 piece of P, a query a row, with the number of the lane that gets each entry. By
+ldmatrix lanes 0 to 3 share the first row, two neighbouring keys each. By ldmatrix.trans they share
+the first column, two neighbouring queries each.""")
+
+# %% slideshow={"slide_type": "subslide"}
+show("bwd_1_fa2", "add_product")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What stays in registers, what goes through shared memory
+#
+# In the forward P never left the registers: the warp that made 16 rows of S multiplied them with V. Here dV_j sums over
+# queries, and dQ_i over keys, that *other warps* hold. So P and dS go to shared memory in 16 bits, and all read them back:
+# hence a second barrier a step. dK_j and dV_j stay in registers throughout; dQ_i takes its own when S and dP are done with.
+# `Part` deals a product out to the warps. The budget, with FlashAttention-2's tiles:
+
+
+# %% slideshow={"slide_type": "fragment"}
+def piece(M, N, warps):
+    """Rows and columns of an M x N product that one warp holds: Part<M, N> of bwd_1_fa2.cu."""
+    down = max(1, M // 32)
+    while N % (warps // down * 16):
+        down *= 2
+    return M // down, N // (warps // down)
+
+
+FA2 = kernels.HERE / "bwd_1_fa2.cu"
+for D, (Br, Bc, warps) in kernels.FA2_BACKWARD.items():
+    keeps = [math.prod(piece(*size, warps)) // 32 for size in ((Br, Bc), (Bc, D), (Br, D))]
+    macros = {"T": "bf16", "D": D, "Br": Br, "Bc": Bc, "Warps": warps}
+    usage = nvrtc.compile(FA2, macros, "sm_90a").usage["attention_backward"]
+    shared = kernels._fa2_backward_bytes(D, Br, Bc)
+    blocks = cost.occupancy(gpu.capability, threads=32 * warps, shared=shared, registers=usage.registers).blocks
+    print(f"D = {D:3}, tile {Br:3} x {Bc:3}: registers: S, dP {2 * keeps[0]:3}, dV, dK {2 * keeps[1]:3}, dQ {keeps[2]};",
+          f"ptxas {usage.registers}, spills {usage.spills:2} bytes; {shared / 1024:.0f} KiB; {blocks} block an SM")  # fmt: skip
+print(f"a warp's piece at D = 64: {piece(128, 128, 8)} of S, {piece(128, 64, 8)} of dV")
+
+# %% slideshow={"slide_type": "subslide"}
+code("bwd_1_fa2", ("attention_backward", "Part<Bc, D> dK", "i = next_i"))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Before and after: delta, lse, dq
+#
+# `attention_delta` gives a row D / 8 lanes, which add up by shuffles. It also hands the loop lse times log₂ e, as the chip
+# computes 2ˣ, and lse = +inf for a row that sees no key or lies past the end: there P = 0, and the loop need not ask.
+#
+# dq is added up in float32. Of 16 columns a lane owns c, c + 1, c + 8, c + 9; stored side by side they are one addition of
+# 16 bytes on Hopper. Afterwards `attention_dq` puts them in order, multiplies by the scale and rounds, once.
+
+# %% slideshow={"slide_type": "fragment"}
+code("bwd_1_fa2", "add_dQ", ("attention_dq", "uint32_t x[4]", "store_pair(to + 8"))
+
+# %% slideshow={"slide_type": "fragment"}
+terms = torch.randn(32, 4000, generator=torch.Generator().manual_seed(0)).bfloat16()  # 32 key tiles of 128: N = 4096
+in_bf16 = torch.zeros(4000, dtype=torch.bfloat16)
+for term in terms:
+    in_bf16 += term
+exact = terms.double().sum(0)
+for says, total in {"rounded once": terms.float().sum(0).bfloat16(), "rounded 32 times": in_bf16}.items():
+    print(f"sums of 32 in bf16, {says:16}: largest error {(total.double() - exact).abs().max():.3f}")
+numbers = 4096 // 128 * 4096 * 64
+print(f"a head of N = 4096, D = 64: {numbers / 1e6:.1f} million numbers in {numbers / 4e6:.1f} million additions of 16 bytes")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What it buys: shared memory
+#
+# The emulation counts **wavefronts**: what the 32 banks give in one cycle (of the text: a compiler may join neighbouring
+# loads). Multiply-adds a wavefront, times the wavefronts a second of all SMs, is a roof over a rung. One `ldmatrix` feeds
+# several `mma`s, a scalar load one multiply-add a lane. Keep the roofs for part 7.
+
+
+# %% slideshow={"slide_type": "fragment"}
+def roof(rung, D, N, tile):
+    """TFLOP/s on an H200 if its shared memory never rests, by the wavefronts of one head."""
+    dtype = torch.float32 if rung == "scalar" else torch.bfloat16
+    q, k, v, dout = torch.randn(4, 1, 1, N, D, generator=torch.Generator().manual_seed(0)).to(dtype)
+    out, lse = getattr(kernels, f"{rung}_forward")(q, k, v)
+    with emulator.count_conflicts() as counted:
+        getattr(kernels, f"{rung}_backward")(dout, q, k, v, out, lse, tile=tile)
+    wavefronts = sum(wavefronts for _, wavefronts in counted.values())
+    multiply_adds = 5 * N * N * D / wavefronts
+    tflops = gpu.fp32_tflops / 256 * 2 * multiply_adds  # an SM does 256 float32 operations, or 1 wavefront, a cycle
+    print(f"{rung:6} D = {D:3}: {multiply_adds:3.0f} multiply-adds a wavefront, roof {tflops:5.1f} TFLOP/s")
+    return tflops
+
+
+roofs = {("scalar", 64): roof("scalar", 64, 64, (32, 64))}
+roofs |= {("fa2", D): roof("fa2", D, 256, kernels.FA2_BACKWARD[D][:2]) for D in (64, 128)}
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Grouped heads
+#
+# With Hk < H, several query heads share a key head, and dK, dV are sums over them too. Rung 0 copies k and v for every
+# query head and adds up afterwards. Rung 1 has a block for each tile of a *key* head, and its loop runs over the group's
+# query heads: dK_j and dV_j stay in registers longer, and the blocks are fewer.
+
+# %% slideshow={"slide_type": "fragment"}
+q, dout = torch.randn(2, 1, 8, 40, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+k, v = torch.randn(2, 1, 2, 40, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+out, lse = kernels.fa2_forward(q, k, v)
+want = error.expected(q, k, v, dout)
+got = dict(zip(("dq", "dk", "dv"), kernels.fa2_backward(dout, q, k, v, out, lse), strict=True))
+print("8 query heads, 2 key heads:", {name: tuple(x.shape) for name, x in got.items()}, "wrong:", error.failures(got, want))
+for H, Hk in ((32, 32), (32, 8), (32, 1)):
+    copies = 4 * H * 4096 * 128 * 4 / 2**20 if H > Hk else 0  # k, v, dk, dv in float32
+    blocks = 4096 // 128 * Hk  # of rung 1
+    print(f"H = {H}, Hk = {Hk:2}, N = 4096, D = 128: rung 0 adds {copies:3.0f} MiB, rung 1 none, in {blocks:4} blocks")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Bit by bit: `deterministic=True`
+#
+# The cure for the last bits is an order: each dQ_i takes the key tiles one after the other, and a counter says whose turn
+# it is. A GPU full of blocks that wait for one that has not started would wait for ever, and nothing promises that blocks
+# start in the order of `blockIdx.x`. So a block takes its number when it starts.
+#
+# Below: by default the float32 sums depend on the order, as in rung 0; rounding to 16 bits hides most of it, not all. In
+# turn every bit stays. (The waiting itself cannot be seen here, as emulated blocks never run at the same time.)
+
+# %% slideshow={"slide_type": "fragment"}
+code("bwd_1_fa2", "wait_for_turn", "pass_turn_on", "block_number")
+
+
+# %% slideshow={"slide_type": "subslide"}
+def fa2_gradients(blocks, seed=0, deterministic=False):
+    """(dq before its rounding, dq, dk, dv) of two heads of 160 tokens in fp16, five key tiles, in the emulation."""
+    q, k, v, dout = torch.randn(4, 1, 2, 160, 32, generator=torch.Generator().manual_seed(0)).half()
+    out, lse = kernels.fa2_forward(q, k, v)
+    sums, launch = [], kernels._launch
+
+    def spy(file, kernel, arguments, **shape):
+        launch(file, kernel, arguments, **shape)
+        sums.extend([arguments[0].clone()] * (kernel == "attention_dq"))
+
+    with emulator.schedule(blocks=blocks, seed=seed), patch.object(kernels, "_launch", spy):
+        got = kernels.fa2_backward(dout, q, k, v, out, lse, deterministic=deterministic)
+    return *sums, *got
+
+
+for deterministic in (False, True):
+    first = fa2_gradients("forward", deterministic=deterministic)
+    print(f"deterministic={deterministic}: elements with other bits, of {first[0].numel()}; dq's sum in float32, dq, dk, dv")
+    for order in (("reverse", 0), ("random", 1), ("random", 2)):
+        other = fa2_gradients(*order, deterministic=deterministic)
+        print(f"    {order[0]} {order[1] or ' '}", [int((a != b).sum()) for a, b in zip(other, first, strict=True)])
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **What do turns cost?** All blocks of a head start at the same dQ_i, and have to queue. A model: a step takes time 1, and of
+# that the turn, the additions and one product of five, takes 0.2. An SM takes the next block when it is free.
+
+
+# %% slideshow={"slide_type": "subslide"}
+def run(in_turn, tiles, heads, sms, causal):
+    """(time until all is done, [(tile, i, start, wait from, turn from)] of every step) of heads of tiles x tiles."""
+    free, done, visits = [0.0] * sms, {}, []
+    for head, tile in itertools.product(range(heads), range(tiles)):
+        now = heapq.heappop(free)
+        for i in range(tiles - 1, tile - 1 if causal else -1, -1):  # from the last queries to the first
+            ready = now + 0.8
+            begin = max(ready, done.get((head, i), 0)) if in_turn else ready
+            visits.append((tile, i, now, ready, begin))
+            now = done[head, i] = begin + 0.2
+        heapq.heappush(free, now)
+    return max(free), visits
+
+
+fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.0), layout="constrained", sharex=True, sharey=True)
+for ax, causal in zip(axes, (False, True), strict=True):
+    for tile, i, start, ready, begin in run(True, 6, 1, 6, causal)[1]:
+        spans = {"own work": (start, ready), "waiting": (ready, begin), "its turn": (begin, begin + 0.2)}
+        for (what, (a, b)), colour in zip(spans.items(), (COLOURS[0], COLOURS[1], INK), strict=True):
+            ax.barh(tile, b - a, left=a, height=0.7, color=colour, label=what if (tile, i) == (1, 5) else None)
+    ax.set(title="causal" if causal else "not causal", xlabel="time, in steps", ylim=(5.6, -0.6), yticks=range(6))
+axes[0].set_ylabel("key tile")
+fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+picture(fig, """Six blocks of one head over time. Not causal: in its first step block j waits j fifths of a step, later
+none; the last ends one step late. Causal: the same queue, bars that get shorter with j.""")
+
+# %% slideshow={"slide_type": "subslide"}
+print("time in turn, of the time in any order, by the model: 16k tokens, 32 heads, tiles of 128, an H200's SMs")
+for N in (512, 1024, 2048, 4096):
+    shape = dict(tiles=N // 128, heads=32 * 16384 // N, sms=gpu.sms)
+    ratios = [run(True, **shape, causal=c)[0] / run(False, **shape, causal=c)[0] for c in (False, True)]
+    print(f"N = {N:4}: not causal x {ratios[0]:.2f}, causal x {ratios[1]:.2f}")
+print(f"counters: {32 * 16384 // 128}, one for each dQ_i")
+if steps.engine.name == "cuda":
+    for causal in (False, True):
+        q, k, v, dout = torch.randn(4, 4, 32, 4096, 64, device="cuda").bfloat16()
+        given = (dout, q, k, v, *step02.forward(q, k, v, causal=causal, rung="fa2"))
+        ways = {d: {"causal": causal, "rung": "fa2", "deterministic": d} for d in (False, True)}
+        calls = {d: lambda given=given, options=options: step02.backward(*given, **options) for d, options in ways.items()}
+        ms = {d: t.ms_median for d, t in timing.interleaved(calls, device="cuda").items()}
+        print(f"measured here, N = 4096, causal {causal}: x {ms[True] / ms[False]:.2f}")
+else:
+    print("measured here: nothing, without a GPU")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# The queue forms once; then each block runs a turn behind the one before. That shows where blocks are short: few tiles, a
+# causal mask. The model leaves out what else a turn costs: two barriers a step, and additions that must have arrived before
+# the counter moves.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
 # Write the body in place of the line with `#error`, and run the cell: `check` compiles the kernel with your text in the
-# place of the stage's function, runs some of the contract's cases, and names what fails. `hint("02.2")` asks a question,
-# `hint("02.2", 2)` gives the formula, `hint("02.2", 3)` pseudo-code, `solution("02.2")` the stage's function.
+# place of the stage's function, runs some of the contract's cases, and names what fails. `hint("02.3")` asks a question,
+# `hint("02.3", 2)` gives the formula, `hint("02.3", 3)` pseudo-code, `solution("02.3")` the stage's function.
 #
+# **Exercise 02.3: delta of one query.** Line [4] for one row, by one thread, in about three lines: dO and O point at the
+# row's first number.
+
+# %% slideshow={"slide_type": "fragment"}
+row_delta = r"""
+__device__ float row_delta(Global<const float> dO, Global<const float> O) {
+#error Blank 02.3
+}"""
+
+check("02.3", row_delta)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.2: one gradient that all blocks add to.** Line [15] for one tile, by all Bc threads of the block, in about
 # five lines: dQ_i (rows, D) += scale dS (rows, keys) K_j (keys, D). `dS[r * Bc + j]` and `K[j * K_row + d]` lie in shared
 # memory; `dq` points at the tile's first row, and its rows are D apart.
@@ -383,58 +616,63 @@ check("02.2", add_dQ)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# The contract's cases, as far as they use head_dim 32 and square tiles, on this process's engine:
+# The contract's cases for rung 0, as far as they use head_dim 32 and square tiles, and some for rung 1, on this process's
+# engine:
 
 # %% slideshow={"slide_type": "fragment"}
-ran, failed, worst = 0, [], dict.fromkeys(("dq", "dk", "dv"), 0.0)
-scalar = contract.limits(step02.SUPPORTS, "scalar")
-for case, dtype, reason in cases.select(scalar):
-    if reason is None and (case.D, case.tile) == (32, "square"):
-        x = cases.build(case, scalar, dtype, steps.engine.device)
-        want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-        got = rungs.results(step02, "scalar", case, x)
-        ran, failed = ran + 1, failed + [case.name] * bool(error.failures(got, want))
-        for name in worst:
-            worst[name] = max(worst[name], error.errors(got, want)[name] / (want.tolerance[name] or 1))
-print(f"engine {steps.engine.name}: {ran} cases, {len(failed)} failed")
-print("largest error in units of the tolerance:", {name: round(w, 2) for name, w in worst.items()})
+own = {rung: contract.limits(step02.SUPPORTS, rung) for rung in ("scalar", "fa2")}
+SOME = ("ragged_causal", "scores_200", "grouped_heads")
+for rung, supports in own.items():
+    ran, failed, worst = 0, [], dict.fromkeys(("dq", "dk", "dv"), 0.0)
+    for case, dtype, reason in cases.select(supports):
+        chosen = case.name in SOME if rung == "fa2" else (case.D, case.tile) == (32, "square")
+        if reason is None and chosen and dtype != torch.float16:
+            x = cases.build(case, supports, dtype, steps.engine.device)
+            want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+            got = rungs.results(step02, rung, case, x)
+            ran, failed = ran + 1, failed + [case.name] * bool(error.failures(got, want))
+            worst = {name: max(w, error.errors(got, want)[name] / (want.tolerance[name] or 1)) for name, w in worst.items()}
+    print(f"{rung}, engine {steps.engine.name}: {ran} cases, {len(failed)} failed; largest errors in units of the tolerance:",
+          {name: round(w, 2) for name, w in worst.items()})  # fmt: skip
+
 
 # %% slideshow={"slide_type": "skip"}
 @contextmanager
-def planted(before, after):
-    """Inside `with`, the backward kernel comes from a copy of its file with `after` for `before`."""
-    text = BACKWARD.read_text()
+def planted(file, before, after):
+    """Inside `with`, this kernel comes from a copy of its file with `after` for `before`."""
+    text = file.read_text()
     assert text.count(before) == 1, before
     with tempfile.TemporaryDirectory() as folder, patch.object(kernels, "HERE", Path(folder)):
-        (Path(folder) / BACKWARD.name).write_text(text.replace(before, after))
+        (Path(folder) / file.name).write_text(text.replace(before, after))
         yield
 
 
-SMALL = scalar | {"tiles": ((16, 16),)}  # sizes for the emulation, also on a machine with a GPU
+TILE = {"scalar": (16, 16), "fa2": (32, 32)}  # small, also on a machine with a GPU
 
 
-def prepared(name):
+def prepared(rung, name):
     """(inputs, what is expected, out, lse) of one of the contract's cases, on the CPU."""
-    case = next(c for c in cases.CASES if c.name == name)
-    x = cases.build(case, SMALL, torch.float32)
+    case, dtype = next(c for c in cases.CASES if c.name == name), own[rung]["dtypes"][0]
+    x = cases.build(case, own[rung] | {"tiles": (TILE[rung],)}, dtype)
     want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-    return (x, want, *kernels.scalar_forward(x.q, x.k, x.v, causal=x.causal, scale=x.scale, tile=(16, 16)))
+    options = {"tile": (16, 16)} if rung == "scalar" else {}
+    return (x, want, *getattr(kernels, f"{rung}_forward")(x.q, x.k, x.v, causal=x.causal, scale=x.scale, **options))
 
 
 # %% slideshow={"slide_type": "skip"}
-def grads(x, out, lse):
+def grads(rung, x, out, lse):
     """The emulated kernel's gradients by name, with whatever is planted in it."""
-    options = {"causal": x.causal, "scale": x.scale, "tile": (16, 16)}
-    got = kernels.scalar_backward(x.dout, x.q, x.k, x.v, out, lse, **options)
+    options = {"causal": x.causal, "scale": x.scale, "tile": TILE[rung]}
+    got = getattr(kernels, f"{rung}_backward")(x.dout, x.q, x.k, x.v, out, lse, **options)
     return dict(zip(("dq", "dk", "dv"), got, strict=True))
 
 
-def misconceptions(x, want, got):
-    """Which of the reference's mutants give these wrong gradients."""
+def misconceptions(rung, x, want, got):
+    """Which of the reference's mutants, the same mistakes in plain torch, give these wrong gradients."""
     found = []
     for m in (m for m in mutants.MUTANTS if issubclass(m.kind, mutants.Backward)):
         try:
-            wrong = m.run(x, (16, 16), "fa2")
+            wrong = m.run(x, TILE[rung], "fa2")
         except mutants.NotApplicable:
             continue
         if all((got[name] - wrong[name]).abs().max() <= 2 * want.tolerance[name] for name in got):
@@ -443,74 +681,40 @@ def misconceptions(x, want, got):
 
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now three mistakes of one line each, planted in the CUDA text. **Which gradients will each spoil?** Then the reference's
-# mutants, the same mistakes in plain torch, are asked whether they recognise the result.
+# Now mistakes of one line each, planted in the CUDA text. **Which gradients will each spoil, and which of three cases
+# notice?** Then the reference's mutants, the same mistakes in plain torch, are asked whether they recognise the result.
 #
 # <details><summary>Answer</summary>
 #
-# dv needs neither delta nor a scale of its own, so only a wrong P can spoil it: of the three, the diagonal. Without delta
-# dS is wrong, and with it dq and dk. A scale left out touches its own gradient alone.
+# dv needs neither delta nor a scale; a wrong P spoils it, but the diagonal is wrong only where a causal case has Nq != Nk. A
+# scale left out touches its own gradient, P not transposed dv. Without the barrier a warp reads what others have yet to
+# write: P at once, for dv; whether dS comes in time depends on the order of the threads (try
+# `emulator.schedule(threads="random")` around `grads`). Of a group only a case with groups knows.
 #
 # </details>
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 mistakes = {
-    "delta left out": ("P * (dP - delta_i[r])", "P * dP"),
-    "dq without scale": ("dS, K, rows, keys, scale);", "dS, K, rows, keys, 1);"),
-    "diagonal at the top left": ("max(0, tile * Bc + t - (Nk - Nq))", "tile * Bc + t"),
+    ("scalar", "delta left out"): ("P * (dP - delta_i[r])", "P * dP"),
+    ("scalar", "dq without scale"): ("dS, K, rows, keys, scale);", "dS, K, rows, keys, 1);"),
+    ("scalar", "diagonal at the top left"): ("max(0, tile * Bc + t - (Nk - Nq))", "tile * Bc + t"),
+    ("fa2", "second barrier left out"): ("__syncthreads();  // P and dS are complete", ""),
+    ("fa2", "P not transposed"): ("<Br, true, false>(dV, P_i", "<Br, false, false>(dV, P_i"),
+    ("fa2", "one head of the group"): ("((last - first) / Br + 1) * group", "((last - first) / Br + 1)"),
 }
-x, want, out, lse = prepared("fewer_queries_causal")
-for says, change in mistakes.items():
-    with planted(*change):
-        got = grads(x, out, lse)
-    print(f"{says}: spoils {', '.join(error.failures(got, want))}")
-    print("    recognised:", "; ".join(misconceptions(x, want, got)))
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# All of the backward's mutants against some cases: which input notices what?
-
-# %% slideshow={"slide_type": "fragment"}
-inputs = """ragged ragged_causal fewer_queries_causal one_key explicit_scale
-    scores_200 falling negative_row""".split()
-backward_mutants = [m for m in mutants.MUTANTS if issubclass(m.kind, mutants.Backward)]
-backward_mutants = [m for m in backward_mutants if m.name != "heads_not_summed"]  # needs grouped heads
-verdicts = {}
-for name in inputs:
-    case = next(c for c in cases.CASES if c.name == name)
-    x = cases.build(case, SMALL, torch.float32)
-    want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-    for m in backward_mutants:
-        try:
-            spoilt = error.failures(m.run(x, (16, 16), "fa2"), want)
-            verdicts[m.name, name] = " ".join(spoilt) or "lives"
-        except mutants.NotApplicable:
-            verdicts[m.name, name] = ""
-
-# %% slideshow={"slide_type": "fragment"}
-fig, ax = plt.subplots(figsize=(8.2, 4.4), layout="constrained")
-for y, m in enumerate(backward_mutants):
-    for c, name in enumerate(inputs):
-        found = verdicts[m.name, name]
-        colour = {"": FAINT, "lives": COLOURS[4]}.get(found, COLOURS[0])
-        ax.add_patch(plt.Rectangle((c, y), 1, 1, facecolor=colour, edgecolor="white"))
-        ink = INK if found == "lives" else "white"
-        ax.text(c + 0.5, y + 0.5, found, color=ink, ha="center", va="center", fontsize=7)
-ax.set_title("what is spoilt    lives: not noticed    grey: cannot matter here")
-ax.set(xlim=(0, len(inputs)), ylim=(len(backward_mutants), 0))
-slanted = {"rotation": 20, "ha": "right", "rotation_mode": "anchor", "fontsize": 8}
-names = [m.name for m in backward_mutants]
-ax.set_xticks([c + 0.5 for c in range(len(inputs))], inputs, **slanted)
-ax.set_yticks([y + 0.5 for y in range(len(names))], names, fontsize=8)
-ax.grid(False)
-ax.tick_params(length=0)
-ax.spines[:].set_visible(False)
-picture(fig, """A table of the backward's mistakes against eight cases, naming the gradients
-that each spoils. In most cases most are noticed. With one key most of those in dq and dk live. A
-mask aligned at the top left is noticed in one case only, causal with fewer queries than keys.""")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# With a single key P is 1 and dS is 0, so that most mistakes in dq and dk have nothing to work on: look down the column
-# `one_key`. And `top_left_in_backward` is seen by one column only, the one where causal and Nq != Nk meet.
+inputs = {(rung, name): prepared(rung, name) for rung in TILE for name in ("ragged", "fewer_queries_causal", "grouped_heads")}
+for (rung, says), change in mistakes.items():
+    recognised = None
+    print(f"{rung}: {says}")
+    for (of, name), (x, want, out, lse) in inputs.items():
+        if of == rung:
+            with planted(SCALAR if rung == "scalar" else FA2, *change):
+                got = grads(rung, x, out, lse)
+            spoilt = error.failures(got, want)
+            if spoilt and recognised is None:
+                recognised = misconceptions(rung, x, want, got)
+            print(f"    {name:21}{'spoils ' + ', '.join(spoilt) if spoilt else 'does not notice'}")
+    print("    recognised:", "; ".join(recognised or ()) or "by none")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
@@ -534,69 +738,116 @@ for n in tiles:
 fig, ax = plt.subplots(figsize=(6.0, 2.8), layout="constrained")
 bars = ax.bar([str(n) for n in tiles], shares, color=COLOURS[0], width=0.6)
 ax.bar_label(bars, [f"{share:.0%}" for share in shares], padding=2, fontsize=8)
-ax.set(title="share of dq that changes when blocks run backwards", ylim=(0, 0.8), yticks=[])
+ax.set(title="rung 0: share of dq that changes when blocks run backwards", ylim=(0, 0.8), yticks=[])
 ax.set_xlabel("key tiles of 16")
 ax.grid(False)
 picture(fig, """Bars: with one and with two key tiles no element of dq changes when the blocks
 run in reverse; from three tiles on a share that grows to well over half at eight tiles.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 2.** On a GPU, does running the same backward twice give the same dq? And how does its speed compare with
-# torch's?
+# **Question 2.** On a GPU, does the same backward, run twice, give the same dq? Rung 0, rung 1, and rung 1 with
+# `deterministic=True`; three key tiles and more.
 #
 # <details><summary>Answer</summary>
 #
-# Not the same dq, as soon as three blocks meet: there the order is the hardware's. In the emulation it is the schedule's,
-# so two runs agree. As for speed, this kernel has the forward's walls, and its threads read their own rows of K and V
-# where the forward's shared one.
+# Rung 0: no, the order is the hardware's. Rung 1: rounding hides most, so that single elements differ, or none. In turn:
+# yes. In the emulation the order is the schedule's, so that two runs always agree.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-q, k, v, dout = torch.randn(4, 1, 4, 300, 32).to(steps.engine.device)
-out, lse = step02.forward(q, k, v)
-once, again = (step02.backward(dout, q, k, v, out, lse) for _ in range(2))
-differ = [int((x != y).sum()) for x, y in zip(once, again, strict=True)]
-print(f"engine {steps.engine.name}, two runs: elements of dq, dk, dv that differ: {differ}")
+ways = {"scalar": (torch.float32, {}), "fa2": (torch.float16, {}), "fa2, in turn": (torch.float16, {"deterministic": True})}
+for says, (dtype, options) in ways.items():
+    q, k, v, dout = torch.randn(4, 1, 1, 400, 32, generator=torch.Generator().manual_seed(0)).to(steps.engine.device, dtype)
+    options["rung"] = says.split(",")[0]
+    out, lse = step02.forward(q, k, v, rung=options["rung"])
+    once, again = (step02.backward(dout, q, k, v, out, lse, **options) for _ in range(2))
+    differ = [int((x != y).sum()) for x, y in zip(once, again, strict=True)]
+    print(f"engine {steps.engine.name}, two runs of {says}: elements of dq, dk, dv that differ: {differ}")
+try:
+    step02.backward(*(x.float() for x in (dout, q, k, v, out)), lse, rung="scalar", deterministic=True)
+except NotImplementedError as refusal:
+    print(textwrap.fill(f"NotImplementedError: {refusal}", 110))
 
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Question 3.** Part 4 put a roof over each rung. Which of them comes near its roof? And where do PyTorch's kernels lie,
+# `sdpa-flash` (FlashAttention-2) and `sdpa-cudnn`: which may pass the roof over rung 1?
+#
+# <details><summary>Answer</summary>
+#
+# Not rung 0: an SM holds three blocks of two warps (D = 64), too few to hide that each multiply-add waits for its load.
+# Rung 1 and `sdpa-flash` are one design and should lie together, below the roof: at two barriers a step all wait for the
+# last. cuDNN can use Hopper's own tensor-core instruction, which takes operands from shared memory without `ldmatrix`: it
+# stands under another roof, as do rungs 2 and 3, in 02d.
+#
+# </details>
 
-def measured_speed(kernel, pass_):
-    """TFLOP/s of a kernel and its peers, from the committed measurements."""
-    at = {"pass": pass_, "dtype": "fp32", "D": 64, "causal": False, "n_gpus": 1}
-    found = [r for r in rows.latest(rows.read()) if all(r[name] == value for name, value in at.items())]
-    gpus = [r["gpu"] for r in found if r["kernel"] == kernel]
-    found = [r for r in found if gpus and r["gpu"] == gpus[0] and (r["kernel"] == kernel or r["peer"])]
-    if not found:
-        return print("no rows yet")
-    return picture(plots.speed_lines(found), f"TFLOP/s against N of {kernel} and its peers on {gpus[0]}.")
+# %% slideshow={"slide_type": "fragment"}
+WHO = {"bwd_0_scalar": "fp32", "bwd_1_fa2": "bf16", "sdpa-flash": "bf16", "sdpa-cudnn": "bf16"}
+measured = {}  # {who: {(D, causal, N): row}}, of the files as they are
+for r in rows.latest(rows.read()):
+    who = r["peer"] or r["kernel"]
+    standard_grid = (r["gpu"], r["n_gpus"], r["B"] * r["N"]) == (gpu.name, 1, 16384)
+    if standard_grid and (r["pass"], r["dtype"]) == ("bwd", WHO.get(who)) and not source.is_stale(r):
+        measured.setdefault(who, {})[r["D"], r["causal"], r["N"]] = r
+for who in WHO:
+    of = measured.get(who, {})
+    if not of:
+        print(f"no rows of {who}, {WHO[who]}, yet; on a GPU: python -m steps bench --stage 02")
+    for D, causal in [(D, causal) for D in (64, 128) for causal in (False, True) if (D, causal, 4096) in of]:
+        r, rung = of[D, causal, 4096], who.split("_")[-1]
+        share = f", {r['tflops'] / roofs[rung, D]:4.0%} of its roof" if (rung, D) in roofs else ""
+        print(f"{who:12} {WHO[who]} D = {D:3}, {'causal' if causal else 'full':6} {r['tflops']:6.1f} TFLOP/s, "
+              f"error {r['error']:.0e}{share}")  # fmt: skip
 
-
-measured_speed("bwd_0_scalar", "bwd")
+# %% slideshow={"slide_type": "subslide"}
+fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.5), layout="constrained", sharey=True)
+colours, markers, lines = (COLOURS[1], COLOURS[0], GREYS[1], GREYS[2]), "Dos^", ("-", "-", "--", "--")
+looks = dict(zip(WHO, zip(markers, colours, lines, strict=True), strict=True))
+for ax, D in zip(axes, (64, 128), strict=True):
+    for who, of in measured.items():
+        at = sorted((N, r["tflops"]) for (size, causal, N), r in of.items() if (size, causal) == (D, False))
+        marker, colour, line = looks[who]
+        ax.plot(*zip(*at, strict=True) if at else ((), ()), marker=marker, color=colour, ls=line, label=f"{who}, {WHO[who]}")
+    ax.axhline(roofs["fa2", D], color=INK, lw=1, ls=":")
+    ax.text(17000, roofs["fa2", D] - 8, f"roof over rung 1: {roofs['fa2', D]:.0f}", fontsize=8, ha="right", va="top")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks((512, 1024, 2048, 4096, 8192, 16384), ("512", "1k", "2k", "4k", "8k", "16k"))
+    ax.set(title=f"backward, D = {D}, not causal", xlabel="N", ylim=(0, 700))
+axes[0].set_ylabel("TFLOP/s, H200")
+if measured:
+    fig.legend(*max((ax.get_legend_handles_labels() for ax in axes), key=lambda x: len(x[0])), loc="outside lower center",
+               ncols=4, fontsize=8)  # fmt: skip
+picture(fig, """TFLOP/s of the backward against N on an H200 for D = 64 and 128: the measured kernels as lines, the
+roof that shared memory puts over rung 1 as a dotted line.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
 # - The forward keeps lse, one number a row; the backward makes P again from it, tile by tile, and rescales nothing.
 # - delta, one number a row, is dO times O, computed by a kernel of its own before the rest.
-# - One of the three gradients crosses blocks. With key tiles outside it is dq, added to atomically.
-# - Atomic additions come in any order. From three key tiles on the last bits of dq depend on it; dk and dv keep theirs.
-# - A suite needs causal cases with Nq != Nk in the backward too.
+# - One of the three gradients crosses blocks. With key tiles outside it is dq, added to atomically, in float32.
+# - Tensor cores want operands along the summed index; three of the five products transpose. P and dS go through shared
+#   memory, since the sums run over what other warps hold.
+# - Atomic additions come in any order: from three key tiles on the last bits of dq depend on it. Turns fix them.
 #
 # **Ask yourself**
 #
-# 1. Why is dk multiplied by the scale once at the end, and dq at every visit?
-# 2. Which barrier of `attention_backward` would be superfluous if dq were left out?
+# 1. Why is dk multiplied by the scale once at the end, and dq, in rung 0, at every visit?
+# 2. Suppose rung 0 left dq out. Why must both barriers of its loop stay all the same?
 # 3. Why must dq be zero at the start, while dk and dv may hold anything?
-# 4. With query tiles outside, what would a thread own, and what would lie in its registers?
-# 5. The loop has no barrier at its end. Why can no thread load the next Q_i too early?
-#
+# 4. With query tiles outside, what would a block own, and what would lie in its registers?
+# 5. Suppose rung 1 computed Sᵀ = K_j Q_iᵀ, each warp with its own keys. Which product could take its operand straight from
+#    registers? (Rung 2 does this.)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # **Go further**
 #
-# - ★ (15 minutes) Plant a `dq[e] +=` instead of the atomic addition. No schedule of the emulation notices. Why?
-# - ★★ (1 hour) Write delta's row sum with a warp a row instead of a thread a row, with `__shfl_xor_sync`. What changes
-#   in how dO and O are read?
+# - ★ (15 minutes) Plant a `dq[e] +=` in rung 0 instead of the atomic addition. No schedule of the emulation notices. Why?
+# - ★★ (1 hour) Blocks queue because all start at the last dQ_i. Let each start at another one, and let the turns of dQ_i
+#   begin with another tile. Try it in `run`; which order is free of waiting? What about a causal mask?
 # - ★★★ (a weekend) Write the third way: a second kernel with query tiles outside that computes dq alone. Check that it
-#   is bit-equal under every schedule.
+#   is bit-equal under every schedule, and count its products.
 #
 # **Read:** `papers/flash_attention_2.md`, Algorithm 2 and question 2 of the discussion.
 #

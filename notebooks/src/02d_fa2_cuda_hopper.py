@@ -16,41 +16,74 @@
 #
 # ## 1. The question
 #
-# *On an H100 or H200, what keeps the tensor cores idle, and what do its asynchronous units change?*
+# *An H100 or H200 copies, multiplies and computes exponentials in three different units. How does a kernel keep all three
+# at work at the same time, and how does it stay right?*
 #
-# > **Note** This is an outline. The kernels it leads to (`wgmma`, `roles`, `hopper`, and before them the tensor-core
-# > rungs of 02b) are not in `steps/step02_fa2_cuda/` yet; only `scalar` is. What runs here today are small models of
-# > what those kernels must get right: clocks, barriers, the swizzle, registers, the order of tiles.
-#
-# - **Before you start:** 02b. **Time:** about 30 minutes, as much again for the exercises.
-# - **Hardware:** any; nothing here is launched on a GPU.
-# - **Code:** `steps/step02_fa2_cuda/`. **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
+# - **Before you start:** 02b (fragments, swizzle, `cp_async`); 02c for the last kernel.
+# - **Time:** about an hour to read, another for the exercises.
+# - **Hardware:** any computer with Linux (or WSL2) and g++: Hopper's copy engine, barriers and tensor cores are emulated.
+#   Speeds, clocks and watts are recordings from an H200.
+# - **Code:** in `steps/step02_fa2_cuda/`, forward `fwd_6_wgmma.cu`, `fwd_7_roles.cu`, `fwd_8_hopper.cu`, backward
+#   `bwd_2_wgmma.cu`, `bwd_3_hopper.cu`. **Tests:** `pytest tests/test_step02_fa2_cuda.py tests/test_emulator_hopper.py`.
+# - **Paper:** FlashAttention-3 (2407.08608), restated in `papers/flash_attention_3.md`.
 
 # %% slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
+import functools
 import heapq
+import re
+import tempfile
+import textwrap
+from contextlib import contextmanager
+from ctypes import c_int
+from pathlib import Path
+from unittest.mock import patch
 
 import matplotlib
 import matplotlib.pyplot as plt
+import torch
 
-from reference.bench import cost, plots, rows
-from reference.bench.plots import COLOURS, FAINT, INK, style
-from steps import step02_fa2_cuda as step02
-from steps.workbook import picture
+from reference import cases, error
+from reference.bench import cost, plots, rows, timeline
+from reference.bench.plots import COLOURS, FAINT, GREYS, INK
+from steps import contract, step02_fa2_cuda as step02  # noqa: I001
+from steps.step02_fa2_cuda import emulator, hopper
+from steps.workbook import Blank, check, exercises, hint, picture, show, solution  # noqa: F401  for part 5
+from steps.workbook.source import Source
 
-style()
+# %% slideshow={"slide_type": "skip"}
+plots.style()
+torch.set_num_threads(1)
+h200 = cost.GPUS["NVIDIA H200"]
+recorded = [row for row in rows.latest(rows.read()) if row["gpu"] == h200.name]
+clocked = timeline.read()
+NO_CLOCKS = "nvidia-h200.timeline.json is missing: `python -m reference.bench.timeline` writes it, on an H200."
+scratch = Path(tempfile.mkdtemp())
+
+
+def excerpt(file, *parts):
+    """Parts of a kernel file, each from the line with one text to the one before the next with another."""
+    lines, found = str(show(file)).splitlines(), []
+    for first, last in parts:
+        begin = next(n for n, line in enumerate(lines) if first in line)
+        end = next(n for n, line in enumerate(lines) if n > begin and last in line)
+        found.append(textwrap.dedent("\n".join(lines[begin:end])).rstrip())
+    result = Source("\n\n".join(found))
+    result.language = "cpp"
+    return result
+
+
 print(steps.engine.describe())
-print("matplotlib", matplotlib.__version__)
-print("rungs of stage 02 today:", ", ".join(step02.SUPPORTS["rungs"]))
+print(f"torch {torch.__version__}, matplotlib {matplotlib.__version__}")
+print("rungs of stage 02:", ", ".join(step02.SUPPORTS["rungs"]))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, counted
 #
-# Take one 128 x 128 tile of scores on one multiprocessor (SM) and count clocks: 4 x 128 x 128 x D FLOP for S and P V on
-# the tensor cores, one exp a score on the special-function units, and four float32 instructions a score (scale and
-# subtract, maximum, sum, convert) plus the rescaling of O. The rates a clock are in NVIDIA's H100 whitepaper and the
-# CUDA C++ Programming Guide's table of arithmetic throughput. All four instructions count at the full rate, which
-# flatters maximum and conversion.
+# FlashAttention-2's kernel runs on Hopper as it is. How much of the chip can it use? Count clocks for a tile of 128 x 128
+# scores on one multiprocessor (SM): 4 x 128 x 128 x D FLOP on the tensor cores, an exp a score on the special-function units,
+# and about four float32 instructions a score (scale and subtract, maximum, sum, convert) besides the rescaling of O. The
+# rates are from NVIDIA's H100 whitepaper and the CUDA C++ Programming Guide's table of arithmetic throughput.
 
 # %% slideshow={"slide_type": "fragment"}
 TENSOR, EXP, FP32 = 4096, 16, 128  # FLOP, results, instructions: a clock and SM
@@ -61,16 +94,21 @@ def tile_clocks(D, Br=128, Bc=128):
     return 4 * Br * Bc * D // TENSOR, Br * Bc // EXP, (4 * Br * Bc + Br * D) // FP32
 
 
-h200 = cost.GPUS["NVIDIA H200"]
-ghz = 1e3 * h200.half_tflops / h200.sms / TENSOR
-print(f"check: {h200.half_tflops} TFLOP/s / ({h200.sms} SMs x {TENSOR}) = {ghz:.2f} GHz")
+def row_of(name, which="fwd", D=128, N=4096, causal=False):
+    """The recorded row of a kernel ("fwd_5_fa2") or a peer, or None."""
+    at = {"pass": which, "D": D, "N": N, "causal": causal, "dtype": "bf16"}
+    return next((r for r in recorded if name in (r["kernel"], r["peer"]) and all(r[k] == at[k] for k in at)), None)
+
+
+print(f"check: {h200.half_tflops} TFLOP/s / ({h200.sms} SMs x {TENSOR}) = {1e3 * h200.half_tflops / h200.sms / TENSOR:.2f} GHz")
 for D in (64, 128, 256):
     tensor, exp, fp32 = tile_clocks(D)
     after, under = tensor / (tensor + exp + fp32), tensor / max(tensor, exp + fp32)
-    print(f"D = {D:3}: tensor {tensor}, exp {exp}, fp32 {fp32}. Tensor cores busy {after:.0%};",
-          f"{under:.0%} if softmax runs under the products")  # fmt: skip
+    measured = row_of("sdpa-flash", D=D)
+    print(f"D = {D:3}: tensor {tensor}, exp {exp}, fp32 {fp32}. Tensor cores busy {after:.0%}, {under:.0%} if softmax is hidden;",
+          f"PyTorch's FlashAttention-2: {measured['tflops'] / h200.half_tflops:.0%}" if measured else "")  # fmt: skip
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 fig, ax = plt.subplots(figsize=(7.6, 2.9), layout="constrained")
 for y, D in enumerate((64, 128, 256)):
     start = 0
@@ -87,19 +125,19 @@ picture(fig, """Bars of clocks a tile. Tensor cores take 1024, 2048 and 4096 at 
 1024; the float32 pipe 576, 640 and 768. At D = 64 exp takes as long as the products, at D = 128 half as long.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 3. The idea: take turns
+# ## 3. The idea: start, go on, and know when
 #
-# At D = 128 the exponentials cost half of the products' clocks (FlashAttention-3, section 3.1), and a kernel that does
-# one thing after the other keeps the tensor cores busy only 55 % of the time. The units are separate; only the *program*
-# makes them wait. Hopper lets it go on: TMA copies a tile while no thread attends, and `wgmma`, a product of 128
-# threads (a warpgroup), runs while its threads compute something else.
+# At D = 128 exponentials take half as long as the products (FlashAttention-3, section 3.1), and whoever does one after the
+# other keeps the tensor cores busy 55 % of the time, however fast the copies are. But they are different units. Ampere's
+# `mma` is an instruction whose warp waits for the result; on Hopper **TMA** copies a tile that one thread has asked for,
+# and **wgmma** multiplies for a *warpgroup*, 128 threads, which meanwhile compute something else.
 #
-# **Claim.** If two warpgroups take turns, one's softmax can hide under the other's products (**ping-pong**). First
-# without turns: both ask for the same unit at once, each gets half of it, and both finish late.
+# **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. Without, both do
+# the same at the same time, and nothing is gained. A model; part 7 has the same picture from a real run:
 
 # %% slideshow={"slide_type": "fragment"}
 def lockstep(product, softmax, steps):
-    """(unit, warpgroup, start, end): both in the same phase, sharing its unit."""
+    """(unit, warpgroup, start, end): both in the same phase, each with half of its unit."""
     timeline, period = [], 2 * product + 2 * softmax
     for start in range(0, steps * period, period):
         for wg in (0, 1):
@@ -122,353 +160,748 @@ def ping_pong(product, softmax, steps):
     return timeline
 
 
-# %% slideshow={"slide_type": "fragment"}
-for D in (64, 128, 256):
-    tensor, exp, fp32 = tile_clocks(D, Br=64)  # each warpgroup has 64 rows
-    last = [max(end for *_, end in plan(tensor, exp + fp32, 100)) for plan in (lockstep, ping_pong)]
-    busy = [2 * 100 * tensor / end for end in last]
-    print(f"D = {D:3}: tensor cores busy {busy[0]:.0%} in lockstep, {busy[1]:.0%} in ping-pong (100 steps)")
-
 # %% slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(2, 2, figsize=(9, 3.8), sharex=True, layout="constrained")
 for column, D in zip(axes.T, (64, 128), strict=True):
-    tensor, exp, fp32 = tile_clocks(D, Br=64)
+    tensor, exp, fp32 = tile_clocks(D, Br=64)  # each warpgroup has 64 rows
     for ax, plan in zip(column, (lockstep, ping_pong), strict=True):
         for unit, wg, start, end in plan(tensor, exp + fp32, 3):
             colour = COLOURS[unit == "softmax"]
             ax.barh(wg, end - start, left=start, height=0.7, edgecolor="white", color=colour)
-        ax.set(title=f"D = {D}, {plan.__name__.replace('_', '-')}", ylim=(1.6, -0.6), xlim=(0, 11500))
+        busy = 2 * 100 * tensor / max(end for *_, end in plan(tensor, exp + fp32, 100))
+        title = f"D = {D}, {plan.__name__.replace('_', '-')}: tensor cores busy {busy:.0%}"
+        ax.set(title=title, ylim=(1.6, -0.6), xlim=(0, 11500))
         ax.set_yticks((0, 1), ("group 0", "group 1"))
         ax.grid(axis="y", visible=False)
 for ax in axes[1]:
     ax.set_xlabel("clocks, three steps a warpgroup")
 fig.legend(ax.patches[:2], ("products", "softmax"), ncols=2, loc="outside upper center")
 picture(fig, """Timelines of two warpgroups over three steps. In lockstep both do products, then both softmax, and tensor cores
-rest meanwhile. In ping-pong one's softmax lies under the other's products: at D = 128 the products follow each other
-without a gap, at D = 64 the softmaxes do.""")
+rest meanwhile: busy 39 % at D = 64, 55 % at D = 128. In ping-pong one's softmax lies under the other's products: 64 %
+and 100 % over a hundred steps.""")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# With turns, D = 128 keeps the tensor cores busy; at D = 64 softmax is the wall, whatever the schedule. These are
-# ceilings of a model: nothing is said about power, memory or the cost of a barrier.
-
-# %% [markdown] slideshow={"slide_type": "slide"}
-# ### How to wait: a barrier with a parity
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### A copy that nobody attends
 #
-# A producer copies tiles into a ring of stages; a consumer computes. Each stage has two mbarriers, `full` and `empty`.
-# An mbarrier counts arrivals; when all have come, its **phase** is complete and the next begins. The wait asks only: "is
-# the phase of parity p complete?" (`mbarrier.try_wait.parity`, PTX ISA). On a fresh barrier parity 1 counts as complete
-# ("the phase before the first"), parity 0 does not. So the consumer starts waiting with 0, the producer with 1, and
-# both flip when the ring wraps.
+# TMA needs a *tensor map*, made by the host: where the tensor lies, its strides, the size of a box. In the kernel a single
+# thread asks for the box at some coordinates and names a barrier, which will count the bytes. Then it is free. A small
+# kernel copies 16 rows of x (21, 128), from row 13 on, and looks at what lies in shared memory:
 
 # %% slideshow={"slide_type": "fragment"}
-class Mbarrier:
-    """Completes a phase with every arrival (a real one counts to any number)."""
-
-    def __init__(self):
-        self.phase, self.history = 0, [(0, 0)]  # the phase under way; (clock, phase)
-
-    def complete(self, parity):
-        return parity != self.phase
-
-    def arrive(self, clock):
-        self.phase ^= 1
-        self.history.append((clock, self.phase))
-
-
-class Ring:
-    def __init__(self, stages=2, tiles=6, copy=3, compute=2):
-        self.stages, self.tiles, self.takes = stages, tiles, {"producer": copy, "consumer": compute}
-        self.full, self.empty = ([Mbarrier() for _ in range(stages)] for _ in range(2))
-        self.holds, self.clock = [None] * stages, 0  # which tile a stage holds
-        self.timeline, self.waits, self.wrong = [], {}, []
-
-
-# %% slideshow={"slide_type": "fragment"}
-def role(ring, name, parity):
-    """The code of one side. Each `yield` hands back a condition and goes on when it holds."""
-    wait_on, signal = (ring.empty, ring.full) if name == "producer" else (ring.full, ring.empty)
-    for n in range(ring.tiles):
-        stage = n % ring.stages
-        ring.waits[name] = f"stage {stage} for tile {n}, parity {parity}"
-        yield lambda barrier=wait_on[stage], parity=parity: barrier.complete(parity)
-        if name == "consumer" and ring.holds[stage] != n:
-            ring.wrong.append(f"clock {ring.clock}: reads stage {stage} for tile {n}; it holds {ring.holds[stage]}")
-        done = ring.clock + ring.takes[name]
-        ring.timeline.append((name, n, ring.clock, done))
-        yield lambda done=done: ring.clock >= done
-        if name == "producer":
-            ring.holds[stage] = n
-        signal[stage].arrive(ring.clock)
-        parity ^= stage == ring.stages - 1  # the ring wraps
-
-
-# %% slideshow={"slide_type": "fragment"}
-def run(ring, producer_parity=1, consumer_parity=0):
-    """Runs both sides until they are done, or stuck; returns the ring with its timeline and what went wrong."""
-    parities = {"producer": producer_parity, "consumer": consumer_parity}
-    sides = {name: role(ring, name, parity) for name, parity in parities.items()}
-    condition = {name: next(side) for name, side in sides.items()}
-    while any(condition.values()) and ring.clock < 40:
-        for name in 2 * list(sides):  # twice: an arrival may let the other side go on
-            while condition[name] and condition[name]():
-                condition[name] = next(sides[name], None)
-        ring.clock += any(condition.values())
-    ring.wrong += [f"stuck: {name} waits on {ring.waits[name]}" for name in sides if condition[name]]
-    return ring
-
-
-two, one = run(Ring(stages=2)), run(Ring(stages=1))
-print(f"two stages: {two.clock} clocks, wrong: {two.wrong}")
-print(f"one stage:  {one.clock} clocks, wrong: {one.wrong}")
-for says, parities in {"producer starts with 0": (0, 0), "consumer starts with 1": (1, 1)}.items():
-    print(f"{says}:", *run(Ring(), *parities).wrong, sep="\n   ")
-
-# %% slideshow={"slide_type": "skip"}
-def draw_ring(ax, ring, title, end):
-    ax.barh(["producer", "consumer"], 0)
-    for name, n, start, stop in ring.timeline:
-        colour = COLOURS[(0, 1)[n % ring.stages]]
-        ax.barh(name, stop - start, left=start, height=0.7, color=colour, edgecolor="white")
-        ax.text((start + stop) / 2, name, n, ha="center", va="center", color="white")
-    for kind, stage in (("full", 0), ("full", 1), ("empty", 0), ("empty", 1)):
-        changes, y = [*getattr(ring, kind)[stage].history, (end, None)], f"{kind}[{stage}]"
-        for (start, phase), (stop, _) in zip(changes, changes[1:], strict=False):
-            ax.barh(y, stop - start, left=start, height=0.55, color=(FAINT, "#6a6a6a")[phase], edgecolor="white")
-            ax.text(start + 0.2, y, phase, va="center", fontsize=8, color=(INK, "white")[phase])
-    for n, wrong in enumerate(ring.wrong):
-        ax.text(0.5, n, wrong, va="center", fontsize=9, color=COLOURS[1])
-    ax.set(title=title, xlim=(0, end), xticks=range(0, end + 1, 2))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-
+copy = scratch / "copy.cu"
+_ = copy.write_text(r"""#include "ptx.cuh"
+extern "C" __global__ void copied(const __grid_constant__ TensorMap x, Global<T> y, int first, int waits) {
+  SharedMemory smem;
+  Shared<T> tile = smem.array<T>(2 * 16 * 64);
+  Shared<Barrier> full = smem.array<Barrier>(1);
+  if (threadIdx.x == 0) {
+    barrier_init(full, 1);  // a phase ends with one arrival ...
+    barrier_init_fence();
+    barrier_expect(full, 2 * 16 * 64 * sizeof(T));  // ... this one, and when so many bytes have come
+    tma_load(tile, x, full, 0, first, 0, 0, 0);
+  }
+  __syncthreads();  // the barrier exists
+  if (waits) barrier_wait(full, 0);
+  for (int e = threadIdx.x; e < 2 * 16 * 64; e += blockDim.x) y[e] = tile[e];
+  barrier_wait(full, 0);
+}
+extern "C" __global__ void passes(int ended, int parity) {
+  SharedMemory smem;
+  Shared<Barrier> b = smem.array<Barrier>(1);
+  barrier_init(b, 1);
+  for (int i = 0; i < ended; i++) barrier_arrive(b);  // ends a phase
+  barrier_wait(b, parity);
+}""")
 
 # %% slideshow={"slide_type": "subslide"}
-fig, axes = plt.subplots(2, 1, figsize=(8.4, 5), sharex=True, layout="constrained")
-draw_ring(axes[0], two, "two stages (blue: 0, orange: 1); numbers: tiles, and the phase of each barrier", 22)
-draw_ring(axes[1], run(Ring(), producer_parity=0), "the producer starts with parity 0: nothing ever happens", 22)
-axes[1].set_xlabel("clock")
-picture(fig, """Above, a ring of two stages: the producer copies tiles back to back, the consumer works on each as soon
-as it has arrived, and a barrier's phase bit flips at every arrival on it. Below, with the wrong parity, producer and
-consumer wait for each other for ever, and all phases stay 0.""")
+def launch(file, kernel, *arguments, block=32, shared_bytes=8192):
+    """Runs a kernel of this file in the emulation, one block."""
+    arguments = [c_int(x) if isinstance(x, int) else x for x in arguments]
+    emulator.launch(file, kernel, arguments, grid=1, block=block, shared_bytes=shared_bytes, macros={"T": "bf16"})
+
+
+x = (10 * torch.arange(21)[:, None] + torch.arange(128) // 8).bfloat16()  # 10 x row + number of the 16-byte chunk
+y = torch.empty(2 * 16, 64).bfloat16()
+for waits in (0, 1):
+    launch(copy, "copied", hopper.tensor_map(x[None, None], 16), y, 13, waits)
+    print(f"waits: {bool(waits)!s:5}: {y.isnan().sum()} of {y.numel()} numbers are nan; row 2 begins", y[2, :64:8].tolist())
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# With the right parities the copies run back to back; with one stage, copy and compute alternate. The two mistakes are
-# of different kinds. A producer that starts with 0 waits for a consumer that waits for it. A consumer that starts with
-# 1 does not wait: it computes with what lies there, an older tile or nothing, and is stuck only in the end.
+# Without the wait the threads read what nobody has written yet (the emulation fills shared memory with NaN and lets copies
+# come late; a GPU gives you what was there). With it, all has come. But row 2, row 15 of x, does not begin with chunk 0.
+
+# %% slideshow={"slide_type": "subslide"}
+fig, axes = plt.subplots(1, 2, figsize=(8.6, 4), sharey=True, layout="constrained")
+chunks = y.view(2, 16, 8, 8)[..., 0]  # slab, row, place
+for slab, ax in enumerate(axes):
+    for row in range(16):
+        for place in range(8):
+            inside, chunk = 13 + row < 21, int(chunks[slab, row, place]) - 10 * (13 + row)
+            marked = inside and chunk == 2 + 8 * slab
+            colour = COLOURS[1] if marked else FAINT if inside else "white"
+            ax.add_patch(plt.Rectangle((place, row), 1, 1, facecolor=colour, edgecolor="white"))
+            ink = "white" if marked else INK
+            ax.text(place + 0.5, row + 0.55, chunk if inside else "0", ha="center", va="center", fontsize=8, color=ink)
+    ax.set(xlim=(0, 8), ylim=(16, 0), xlabel="banks", title=f"slab {slab}: columns {64 * slab} to {64 * slab + 63}")
+    ax.set_xticks([p + 0.5 for p in range(8)], [f"{4 * p}-{4 * p + 3}" for p in range(8)], fontsize=8)
+    ax.set_yticks([row + 0.5 for row in range(16)], range(16), fontsize=8)
+    ax.grid(False)
+axes[0].set_ylabel("row of 128 bytes")
+everywhere = [(slab, r, c) for slab in range(2) for r in range(8) for c in range(8)]
+moved = all(chunks[slab, r, c ^ r % 8] == 10 * (13 + r) + 8 * slab + c for slab, r, c in everywhere)
+print("chunk c of row r is in place c ^ (r % 8):", moved)
+picture(fig, """What TMA wrote: two slabs of 16 rows of 128 bytes, each cell a 16-byte chunk with its number in the row of x.
+In each slab one chunk is marked; it stands in another place in each of eight rows. Rows 8 to 15, beyond x, are zero.""")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# A row of 128 numbers in 16 bits becomes two *slabs* of 128-byte rows. Within a slab chunk c of row r goes to place
+# c ^ (r % 8): the swizzle of 02b, done by hardware, so that eight rows of one chunk hit 32 banks. Rows beyond the tensor
+# come as zeros, and no thread has computed an address.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### How to wait: phases
+#
+# The barrier in shared memory, an *mbarrier*, counts arrivals and bytes. When all have come its **phase** ends and the
+# next begins. The wait asks with one bit: "has the phase of parity p ended?", p = 0, 1, 0, ... In truth it compares p with
+# the parity of the phase that is running. **Claim 2.** One bit is enough to tell *this* phase from the one before, and from
+# no other. `passes` (above) ends so many phases and waits:
+
+# %% slideshow={"slide_type": "fragment"}
+@functools.cache
+def goes_on(ended, parity):
+    """Whether barrier_wait(parity) returns when so many phases have ended; else the emulation finds the thread stuck."""
+    try:
+        launch(copy, "passes", ended, parity, block=1)
+    except RuntimeError as stuck:
+        assert "is stuck" in str(stuck), stuck
+        return False
+    return True
+
+
+print("phases ended   wait for 0   wait for 1")
+for ended in range(5):
+    print(f"{ended:7}      ", *(f"{'goes on' if goes_on(ended, parity) else 'waits':12}" for parity in (0, 1)))
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# The first line matters: on a fresh barrier parity 1 goes on ("the phase before the first has ended"). And whoever falls
+# two phases behind is fooled, because line 2 looks like line 0. A kernel must never let that happen.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### A ring of places
+#
+# One thread, the **producer**, copies tiles into `PLACES` places in turn; the **consumers** use them. A place has two
+# barriers: `full`, the bytes have come, and `empty`, the consumers have done with it. The consumer first waits on `full`
+# for parity 0. The producer first waits on `empty` for parity 1 and goes on, as nothing needs to be emptied.
+
+# %% slideshow={"slide_type": "fragment"}
+def ring(places, tiles=6, copy=3, use=2):
+    """[(start, end)] of each tile's copy and use: a copy needs an empty place, a use needs the tile."""
+    copies, uses = [], []
+    for n in range(tiles):
+        begin = max(copies[-1][1] if copies else 0, uses[n - places][1] if n >= places else 0)
+        copies.append((begin, begin + copy))
+        begin = max(copies[n][1], uses[-1][1] if uses else 0)
+        uses.append((begin, begin + use))
+    return copies, uses
+
+
+print("clocks for 6 tiles with 1, 2 and 3 places:", *(ring(places)[1][-1][1] for places in (1, 2, 3)))
+
+# %% slideshow={"slide_type": "fragment"}
+fig, ax = plt.subplots(figsize=(8.4, 2.7), layout="constrained")
+copies, uses = ring(2)
+last = uses[-1][1] + 1
+for side, barrier, spans in (("producer", "full", copies), ("consumer", "empty", uses)):
+    for n, (start, end) in enumerate(spans):
+        ax.barh(side, end - start, left=start, height=0.7, color=COLOURS[n % 2], edgecolor="white")
+        ax.text((start + end) / 2, side, n, ha="center", va="center", color="white")
+    for place in (0, 1):
+        times = [0, *(end for _, end in spans[place::2]), last]  # full's phases end with copies, empty's with uses
+        for phase, (start, end) in enumerate(zip(times, times[1:], strict=False)):
+            shade, ink = ((FAINT, INK), (GREYS[1], "white"))[phase % 2]
+            ax.barh(f"{barrier}[{place}]", end - start, left=start, height=0.55, color=shade, edgecolor="white")
+            ax.text(start + 0.2, f"{barrier}[{place}]", phase % 2, va="center", fontsize=8, color=ink)
+ax.set(xlabel="clock", xlim=(0, last), xticks=range(0, last, 2))
+ax.set_title("two places (blue, orange): tiles, and the parity of each barrier's running phase")
+ax.invert_yaxis()
+ax.grid(axis="y", visible=False)
+picture(fig, """A ring of two places. The producer copies tiles 0 to 5 back to back into places 0, 1, 0, 1 ...; the consumer
+uses each as soon as it has come. The parity of full flips when a copy ends, that of empty when a use ends.""")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What a descriptor says
+#
+# wgmma reads its operands from shared memory. Where they lie, it learns from a *descriptor* of 64 bits. To see what it reads,
+# let the first operand be the unit matrix, in registers: then the product *is* the second operand, as the instruction found
+# it. The tile holds 64 rows of 64 numbers; an instruction takes 16 x 64.
+
+# %% slideshow={"slide_type": "fragment"}
+reads = scratch / "reads.cu"
+_ = reads.write_text(r"""#include "ptx.cuh"
+extern "C" __global__ void __launch_bounds__(128) reads(Global<const T> raw, Global<float> d, Global<int> word, int V, int step) {
+  SharedMemory smem;
+  Shared<T> tile = smem.array<T>(64 * 64);
+  for (int e = threadIdx.x; e < 64 * 64; e += 128) tile[e] = raw[e];
+  fence_async();
+  __syncthreads();  // the tile is there, for the tensor cores too
+  int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+  uint32_t unit[4];
+  for (int i = 0; i < 4; i++) unit[i] = pack<T>(row + i % 2 * 8 == column + i / 2 * 8, row + i % 2 * 8 == column + i / 2 * 8 + 1);
+  uint64_t b = V ? descriptor(tile + step * 16 * 64, 64 * 128, 1024) : descriptor(tile + step * 16, 16, 1024);
+  float D[32];
+  wgmma_fence();
+  if (V) wgmma_rs<T, 64, 1>(D, unit, b, false);
+  else wgmma_rs<T, 64, 0>(D, unit, b, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  if (row < 16)
+    for (int i = 0; i < 32; i++) d[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + column + i % 2] = D[i];
+  word[0] = int(b), word[1] = int(b >> 32);
+}""")
+
+# %% slideshow={"slide_type": "subslide"}
+def address(bits, i, k, is_v):
+    """The byte where wgmma finds element i of the sum's row k. [PTX ISA: matrix descriptor]"""
+    start, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    if is_v:  # a row of shared memory holds 64 neighbours of one k; else 64 k of one i
+        a = start + i // 64 * leading + k // 8 * stride + k % 8 * 128 + i % 64 * 2
+    else:
+        a = start + i // 8 * stride + i % 8 * 128 + k * 2
+    return a ^ (a >> 3 & 0x70)  # the swizzle, on the whole address
+
+
+read = {}  # (operand, step): the bytes that the instruction read, [16][64]
+print("start, leading, stride in bytes, swizzle (1: of 128 bytes); does `address` say what was read?")
+for is_v in (0, 1):
+    for step in range(4):
+        found, word = torch.empty(2, 16, 64), torch.empty(2, dtype=torch.int32)
+        for d, number in zip(found, (torch.arange(64)[:, None], torch.arange(64)), strict=True):  # of a row, of a column
+            launch(reads, "reads", number.expand(64, 64).bfloat16().contiguous(), d, word, is_v, step, block=128)
+        read["KV"[is_v], step] = (128 * found[0] + 2 * found[1]).int()
+        bits = sum((half & 0xFFFFFFFF) << 32 * n for n, half in enumerate(word.tolist()))
+        said = [[address(bits, i, k, is_v) for i in range(64)] for k in range(16)]
+        parts = *((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32)), bits >> 62
+        print(f"    {'KV'[is_v]}, instruction {step}: {parts}", said == read["KV"[is_v], step].tolist())
+
+# %% slideshow={"slide_type": "subslide"}
+fig, axes = plt.subplots(1, 2, figsize=(8.6, 4.2), sharey=True, layout="constrained")
+four = matplotlib.colors.ListedColormap(COLOURS[:4])
+for ax, operand, title in zip(axes, "KV", ("K: 16 columns an instruction", "V: 16 keys an instruction"), strict=True):
+    reader = torch.empty(64 * 8)
+    for step in range(4):
+        reader[read[operand, step].flatten() // 16] = step
+    ax.pcolormesh(reader.view(64, 8), cmap=four, edgecolors="white", lw=0.5)
+    ax.set(ylim=(32, 0), xlabel="16-byte place in the row", title=title)
+    ax.set_yticks(range(0, 33, 8))
+    ax.grid(False)
+axes[0].set_ylabel("row of 128 bytes, the first 32 of 64")
+fig.legend([plt.Rectangle((0, 0), 1, 1, color=c) for c in COLOURS[:4]], [f"instruction {s}" for s in range(4)], ncols=4,
+           loc="outside lower center")  # fmt: skip
+picture(fig, """Which 16-byte chunks of a tile the four instructions read, the first 32 of its 64 rows. Of K each reads two
+chunks of every row, which the swizzle moves about in a pattern that repeats after eight rows. Of V each reads 16 whole rows:
+here those of instructions 0 and 1.""")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# **Claim 3.** Three numbers and one XOR describe both. For S = Q Kᵀ the sum runs along a row: the next instruction starts
+# 32 bytes further, *inside* the pattern, and that works because the XOR is applied to the address itself, at the end. The
+# pattern repeats every 1024 bytes of addresses, so tiles start at multiples of 1024. For P V the sum runs down the rows: V
+# needs no transposing copy.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
 #
-# FlashAttention-3's Algorithms 1 and 2 are restated, corrected, in `papers/flash_attention_3.md`. The rungs to come:
+# FlashAttention-3's Algorithms 1 and 2, corrected; the lines are those of `papers/flash_attention_3.md`.
 #
-# | rung | idea | lines there | what it must get right |
-# |---|---|---|---|
-# | `wgmma` | TMA copies, warpgroups multiply from shared memory | 5, 10, 11 | the 128-byte swizzle |
-# | `roles` | one producer, two consumer warpgroups | 1 to 6, 16 | parities; registers |
-# | `hopper` | softmax under products, ping-pong, persistent blocks | 9 to 17 | turns; the order of tiles |
-#
-# **The swizzle.** TMA writes, and `wgmma` reads, rows of 128 bytes with 16-byte chunks permuted: byte address a goes to
-# `a ^ ((a >> 3) & 0x70)`. It is the XOR of 02b, done by hardware: bits 4 to 6, the chunk, are XORed with bits 7 to 9, the
-# row modulo 8.
-
-# %% slideshow={"slide_type": "fragment"}
-def swizzle(a):
-    return a ^ ((a >> 3) & 0x70)
-
-
-def banks(chunk, place=swizzle):
-    """The banks of this 16-byte chunk, in each of 8 rows of 128 bytes."""
-    return [place(128 * row + 16 * chunk) // 4 % 32 + word for row in range(8) for word in range(4)]
-
-
-print("its own inverse:", all(swizzle(swizzle(a)) == a for a in range(4096)))
-by_chunk = {128 * row + 16 * c: 128 * row + 16 * (c ^ row % 8) for row in range(64) for c in range(8)}
-print("the same as chunk ^ (row % 8):", all(swizzle(a) == place for a, place in by_chunk.items()))
-print("8 rows of any chunk hit 32 distinct banks:", all(len(set(banks(c))) == 32 for c in range(8)))
-print("without it:", len(set(banks(0, place=int))), "banks")
-
-# %% slideshow={"slide_type": "fragment"}
-fig, ax = plt.subplots(figsize=(5.4, 3), layout="constrained")
-grid = [[swizzle(128 * row + 16 * x) // 16 % 8 for x in range(8)] for row in range(8)]  # its own inverse
-two_colours = matplotlib.colors.ListedColormap([FAINT, COLOURS[1]])
-ax.imshow([[chunk == 0 for chunk in line] for line in grid], cmap=two_colours, aspect="auto")
-for row, line in enumerate(grid):
-    for x, chunk in enumerate(line):
-        ax.text(x, row, chunk, ha="center", va="center", color="white" if chunk == 0 else INK)
-ax.set_xticks(range(8), [f"{4 * x}-{4 * x + 3}" for x in range(8)], fontsize=8)
-ax.set(xlabel="banks", ylabel="row", title="which chunk lies where; orange: chunk 0")
-ax.grid(False)
-picture(fig, """Eight rows of eight chunks. Chunk 0 lies on the diagonal: in row r it stands in place r, so the eight rows
-cover all banks.""")
+# | lines | what | `wgmma` | `roles` | `hopper` |
+# |---|---|---|---|---|
+# | 1, 6 | registers given and taken | | `registers_decrease`, `registers_increase` | same |
+# | 2–5 | Q_i, K_j, V_j on their way | lambda `load`, thread 0 | `Ring::load`, a warp of its own | same, tile after tile |
+# | 7, 10 | S = Q_i K_jᵀ | `start_scores`, then wait | same | `start_both` |
+# | 11 | O += P V | `start_output`, then wait | same | `start_both`, for the block before |
+# | 13, 14 | m, l, P, alpha | `online_softmax` | same | same, under line 11 |
+# | 15 | O *= alpha | `rescale`, before P V | same | `step`, after P V, if needed |
+# | 16 | the place is empty | `__syncthreads` | `Ring::release` | same |
+# | 19 | O / l, lse | `store_rows` | same | same, under the next tile |
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Registers.** 384 threads share 65536 registers evenly at the launch, in multiples of 8. A producer needs few, so
-# `setmaxnreg` moves them: 24 for each of its 128 threads, 240 for the consumers. A consumer thread holds D/2 of O, Bc/2
-# of S and Bc/4 of P, and needs about 40 more:
+# ### Rung 6, `wgmma`: fewer hands
+#
+# The loop of rung 5 with new instructions. `wgmma_fence`: registers written so far may be read. *Start* does not wait;
+# `wgmma_commit` closes a group, `wgmma_wait<N>` waits until at most N groups are under way, and until then nobody may touch
+# their registers. Here every start is followed by its wait.
 
 # %% slideshow={"slide_type": "fragment"}
-threads = 384
-at_launch = cost.MULTIPROCESSORS[9, 0].registers // threads // 8 * 8
-print(f"at the launch {at_launch} a thread, {at_launch * threads} of {cost.MULTIPROCESSORS[9, 0].registers}")
-print(f"after setmaxnreg 240 * 256 + 24 * 128 = {240 * 256 + 24 * 128}")
-for D, Bc in ((64, 128), (128, 128), (128, 176), (256, 80), (256, 128)):
-    need = D // 2 + Bc // 2 + Bc // 4 + 40
-    fits = f"fits in {at_launch}" if need <= at_launch else "needs the 240" if need <= 240 else "does not fit"
-    print(f"D = {D:3}, Bc = {Bc:3}: about {need} registers: {fits}")
+excerpt("fwd_6_wgmma", ("for (int n = 0; n < blocks; n++) {", "int64_t first ="))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **The order of tiles.** A causal query tile further down has more keys. Persistent blocks, one an SM, fetch the next
-# tile when they are done; the order decides how long the last one runs alone. Sixteen heads, N = 4096, tiles of 128:
+# ### Rung 7, `roles`: a producer
+#
+# The `__syncthreads()` at the loop's end makes every warpgroup wait for the slowest, so that one thread can load. Now
+# loading is the only work of one thread, in a warpgroup of its own, and waiting is a matter between two. The consumers' loop
+# is rung 6's, with `K.get()` and `V.get()` before the products and `release()` after.
 
 # %% slideshow={"slide_type": "fragment"}
-def schedule(work, sms=132):
-    """[(SM, start, end)]: each tile, in the given order, goes to the SM that is free first."""
-    free = [(0, sm) for sm in range(sms)]
-    timeline = []
+excerpt("fwd_7_roles", ("// The producer: starts to copy ROWS rows", "};"))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **The budget.** At the launch all threads of a block get equally many registers, in multiples of 8; then `setmaxnreg` lets
+# one warpgroup give back what another takes. The 128 threads of a consumer share 64 rows of O and S, with P packed beside S,
+# and need some 30 registers each besides.
+
+# %% slideshow={"slide_type": "fragment"}
+lines = str(excerpt("fwd_8_hopper", ("constexpr int PRODUCER_REGISTERS", "// Tiles on their way"))).splitlines()
+kept, taken = ([int(n) for n in re.findall(r"[?:] (\d+)", line)] for line in lines)  # for 1, 2, 3 consumers
+print(*lines, sep="\n")
+sm = h200.multiprocessor
+for D, (Br, Bc) in hopper.TILES.items():
+    x = torch.empty(1, 1, 1, D).bfloat16()
+    plan = hopper._plan("fwd_8_hopper.cu", x, x, x, x, x[..., 0].float(), False, None, (Br, Bc), {})[1]
+    need = cost.accumulator_registers(64, Bc, D, "bf16", threads=128)
+    n = Br // 64 - 1
+    print(f"D = {D:3}, tile {Br} x {Bc:3}: {plan['shared_bytes'] / 1024:5.1f} of {sm.shared_per_block // 1024} KB;",
+          f"{need} + 30 registers; {sm.registers // plan['block'] // 8 * 8} at the launch, then {taken[n]}",
+          f"({128 * (kept[n] + Br // 64 * taken[n])} of {sm.registers} in all)")  # fmt: skip
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Rung 8, `hopper`: overlap and turns
+#
+# Two things at once. *Within* a warpgroup, S of the next block is started together with O of the one before, whose P is
+# ready; then softmax runs beside O's product. *Between* warpgroups, a turn decides who may start products.
+
+# %% slideshow={"slide_type": "fragment"}
+excerpt("fwd_8_hopper", ("// The warpgroups' turns.", "// x, on which all lanes"),
+        ("// S of one block of keys, beside O", "// The first block of the first tile"))  # fmt: skip
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# `turn.pass()` comes as soon as the products are *started*: the other's queue up behind them. At a named barrier one
+# warpgroup arrives (128 threads that go on) and the other waits: 256. O lags one block behind S and m: P and O are in units of
+# the same m when they meet, and `rescale` comes after the product.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Persistent blocks
+#
+# A block takes nearly all registers, so one runs on an SM at a time; when it ends, the next begins with empty places. Rung 8
+# starts one block an SM, which takes tile after tile: the producer already loads the next while the consumers store. Which
+# tiles? Causal ones are of different length, and no counter is asked:
+
+# %% slideshow={"slide_type": "fragment"}
+show("fwd_8_hopper", "tile_number")
+
+# %% slideshow={"slide_type": "fragment"}
+def first_free(work, sms=132):
+    """[(SM, start, end)]: each tile, in this order, goes to the SM that is free first, as a GPU deals blocks."""
+    free, spans = [(0, sm) for sm in range(sms)], []
     for w in work:
         start, sm = heapq.heappop(free)
         heapq.heappush(free, (start + w, sm))
-        timeline.append((sm, start, start + w))
-    return timeline
+        spans.append((sm, start, start + w))
+    return spans
 
+
+def dealt(work, reverse, sms=132):
+    """[(SM, start, end)]: SM b takes tile_number(0), tile_number(1), ..."""
+    spans, now = [], [0] * sms
+    for n, w in enumerate(work):
+        turn, b = divmod(n, sms)
+        sm = sms - 1 - b if reverse and turn % 2 else b
+        spans.append((sm, now[sm], now[sm] + w))
+        now[sm] += w
+    return spans
+
+
+# %% slideshow={"slide_type": "subslide"}
+tiles = 4096 // 128
+head_by_head = [tiles - i for _ in range(16) for i in range(tiles)]  # blocks of keys, the longest of a head first
+longest_first = sorted(head_by_head, reverse=True)
+plans = {"a block a tile, head by head": first_free(head_by_head), "longest first, dealt": dealt(longest_first, False),
+         "... and reversed every other round": dealt(longest_first, True)}  # fmt: skip
+ideal = sum(head_by_head) / 132
+fig, axes = plt.subplots(1, 3, figsize=(9.4, 3.2), sharex=True, sharey=True, layout="constrained")
+for ax, (name, spans) in zip(axes, plans.items(), strict=True):
+    end = max(stop for *_, stop in spans)
+    picture_of = torch.full((132, end), float("nan"))  # [SM][time]: the length of the tile under way
+    for sm, start, stop in spans:
+        picture_of[sm, start:stop] = stop - start
+    ax.imshow(picture_of, aspect="auto", cmap="cividis", interpolation="nearest", extent=(0, end, 132, 0))
+    ax.axvline(ideal, color=COLOURS[1], lw=1.5, ls="--")
+    ax.set_title(f"{name}:\n{end} steps, SMs busy {ideal / end:.0%}", fontsize=9)
+    ax.set(xlabel=f"blocks of keys; dashed: ideal, {ideal:.0f}", xlim=(0, 85))
+    ax.grid(False)
+axes[0].set_ylabel("SM")
+picture(fig, """Timelines of 132 SMs, dark for short tiles and yellow for long ones. Head by head: SMs end at different
+times. Longest first, dealt in the same direction each round: SM 0 gets the longest every time and ends last. With every
+other round reversed all SMs end close to the ideal.""")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### The backward
+#
+# `bwd_2_wgmma` carries TMA and wgmma to 02c's loop: keys outside, dK_j and dV_j in registers, the next Q_i and dO_i on their
+# way. It computes Sᵀ instead of S, so that Pᵀ and dSᵀ lie in registers as wgmma wants them. All blocks of a head add to
+# dQ_i, in float32. `bwd_3_hopper` leaves that to the copy engine, which can *add* while it copies (`bulk_add`); its header
+# also says what was tried there and left out. The order of additions is anybody's guess, so dq varies in its last bits;
+# with DETERMINISTIC the blocks take turns at each dQ_i, by a counter in device memory. `fence_async` makes what the lanes
+# have stored visible to the copy engine.
 
 # %% slideshow={"slide_type": "fragment"}
-in_order = [i + 1 for _ in range(16) for i in range(4096 // 128)]  # key tiles to visit, head by head
-orders = {"in order": in_order, "longest first": sorted(in_order, reverse=True)}
-ideal = sum(in_order) / 132
-fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.2), sharex=True, sharey=True, layout="constrained")
-for ax, (name, work) in zip(axes, orders.items(), strict=True):
-    end = max(stop for *_, stop in schedule(work))
-    for sm, start, stop in schedule(work):
-        ax.barh(sm, stop - start, left=start, height=1, color=plt.cm.cividis((stop - start) / 32), lw=0)
-    ax.axvline(ideal, color=COLOURS[1], lw=1.5, ls="--")
-    ax.set(title=f"{name}: {end} steps, SMs busy {ideal / end:.0%}", ylim=(132, 0))
-    ax.set_xlabel("time in key tiles; dashed: ideal")
-    ax.grid(False)
-    print(f"{name}: {end} steps, ideal {ideal:.1f}")
-axes[0].set_ylabel("SM")
-picture(fig, """Timelines of 132 SMs, dark for short tiles and yellow for long ones. In order, long tiles of the last
-heads end well after the ideal time, and most SMs are idle meanwhile. Longest first, short tiles fill the gaps, and all
-SMs end near the ideal.""")
+show("bwd_3_hopper", "add_dQ")
+
+# %% slideshow={"slide_type": "subslide"}
+q, k, v, dout = torch.randn(4, 1, 1, 512, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+out, lse = hopper.hopper_forward(q, k, v)
+want = error.expected(q, k, v, dout)
+for deterministic in (False, True):
+    grads = []
+    for blocks in emulator.ORDERS:
+        with emulator.schedule(blocks=blocks, threads="random", copies="random", seed=3):
+            grads.append(hopper.hopper_backward(dout, q, k, v, out, lse, deterministic=deterministic))
+    same = {name: all(torch.equal(g[i], grads[0][i]) for g in grads) for i, name in enumerate(("dq", "dk", "dv"))}
+    failed = [error.failures(dict(zip(("dq", "dk", "dv"), g, strict=True)), want) for g in grads]
+    print(f"deterministic={deterministic!s:5}: bit-equal in three orders: {same}; failures: {sum(map(bool, failed))}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 1: stage and parity without a flip.** The model flips a bit when the ring wraps. Compute both from the
-# running number n of a tile instead, as a kernel does that enters the ring in the middle.
+# **Exercise 1: place and parity.** Both sides of a ring count tiles in an n of their own. In which place is tile n, for
+# which parity does the consumer wait on `full`, and for which the producer on `empty`? Write it for any number of places.
+# The cell tries it on real barriers: when tile n's turn has come, the producer must go on and the consumer must wait.
 #
-# <details><summary>Hint: a question</summary>
+# <details><summary>Hint</summary>
 #
-# How often has the ring wrapped before tile n? When is that number odd?
-#
-# </details>
-#
-# **Exercise 2: a schedule without a counter.** A static schedule lets SM b take, in turn n, a tile it computes itself,
-# so nobody has to ask. With tiles sorted longest first and `b + n * sms`, SM 0 gets the longest tile of every turn. Do
-# better.
-#
-# <details><summary>Hint: a question</summary>
-#
-# How are cards dealt so that nobody is first twice in a row?
+# How often has the ring wrapped before tile n? So many phases of `full[place]` had ended before it, and of `empty[place]`?
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-my_stage_and_parity = None  # (n, stages) -> (stage, the consumer's parity, the producer's parity)
-my_tile = None  # (b, n, sms) -> index into the tiles, longest first; an index past the last: no tile
+def place_and_parity(n, places):
+    """(place, the consumer's parity, the producer's parity) of tile n."""
+    raise Blank
 
-if my_stage_and_parity is None:
-    print("exercise 1: not written yet")
-else:
-    for stages in (1, 2, 3, 4):
-        parity, good = 0, True
-        for n in range(20):
-            good &= tuple(my_stage_and_parity(n, stages)) == (n % stages, parity, 1 - parity)
-            parity ^= n % stages == stages - 1
-        print(f"exercise 1, {stages} stages:", "ok" if good else "wrong")
-if my_tile is None:
-    print("exercise 2: not written yet")
-else:
-    tiles, turns = orders["longest first"], range(-(-len(in_order) // 132))
-    mine = [[i for n in turns if (i := my_tile(b, n, 132)) < len(tiles)] for b in range(132)]
-    once = sorted(i for own in mine for i in own) == list(range(len(tiles)))
-    strided = max(sum(tiles[b::132]) for b in range(132))
-    steps_taken = max(sum(tiles[i] for i in own) for own in mine)
-    print("exercise 2: every tile once:", once, " steps:", steps_taken, " strided:", strided)
+
+def verdict(function):
+    """Tile n's turn has come: its copy has not; the tile before it in its place has been used."""
+    for places in (1, 2, 3):
+        ended = [0] * places  # phases of full[place], and of empty[place]
+        for n in range(12):
+            place, consumer, producer = function(n, places)
+            if ended[place] > min(ended) or goes_on(ended[place], consumer) or not goes_on(ended[place], producer):
+                return f"wrong for tile {n} of a ring of {places}"
+            ended[place] += 1
+    return "right for rings of 1, 2 and 3 places"
+
+
+try:
+    print(verdict(place_and_parity))
+except Blank:
+    print("exercise 1 is still blank")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Bug hunt 02.bug2.** What was reported about `steps/step02_fa2_cuda/broken/bug2.cu` is printed below. Find the cause, and
+# write a test that fails on it and passes on the stage's own forward. `hint("02.bug2")` helps, in three levels.
+
+# %% slideshow={"slide_type": "fragment"}
+print(textwrap.fill(exercises.find("02.bug2").symptom, 110))
+
+
+def test(forward):
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...), whoever wrote it."""
+    raise Blank
+
+
+check("02.bug2", test)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# The models are checked where they stand. Now flip one thing in the swizzle. The hardware applies it to *absolute*
-# shared-memory addresses. Suppose your code computes the place from the offset within the tile, and adds the tile's
-# base. **For which bases do the two agree?**
+# A kernel of this kind can be right by luck: nothing in its text says *when* copies and products happen. The emulation
+# decides, by a schedule, and the kernel must be right in all of them. Three of the contract's cases, three schedules:
+
+# %% slideshow={"slide_type": "fragment"}
+SCHEDULES = {
+    "copies late": {},  # the default: finds waits that are missing
+    "products late": dict(copies="eager", wgmma="late"),  # finds places that are filled again too early
+    "random": dict(threads="random", copies="random", wgmma="random", seed=1),
+}
+RUNGS = {"wgmma": hopper.wgmma_forward, "roles": hopper.roles_forward, "hopper": hopper.hopper_forward}
+small = contract.limits(step02.SUPPORTS, "hopper") | {"tiles": ((128, 64),)}
+chosen = [c for c in cases.CASES if c.name in ("ragged_causal", "fewer_queries_causal", "scores_200")]
+for rung, forward in RUNGS.items():
+    failed, worst = 0, 0.0
+    for case in chosen:
+        x = cases.build(case, small, torch.bfloat16)  # on the CPU
+        want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+        for how in SCHEDULES.values():
+            with emulator.schedule(**how):
+                got = dict(zip(("out", "lse"), forward(x.q, x.k, x.v, **x.options), strict=True))
+            failed += bool(error.failures(got, want))
+            worst = max([worst, *(e / (want.tolerance[name] or 1) for name, e in error.errors(got, want).items())])
+    print(f"{rung:7} {len(chosen) * len(SCHEDULES)} runs, {failed} failed, largest error {worst:.2f} of the tolerance")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Stuck
+#
+# Now flip one thing in rung 7: the producer waits on `empty` for parity 0 first. **Who waits for whom?**
+
+# %% slideshow={"slide_type": "fragment"}
+@contextmanager
+def planted(before, after, file="fwd_7_roles.cu"):
+    """Inside `with`, the kernel comes from a copy of its file with `after` for `before`."""
+    text = (hopper.HERE / file).read_text()
+    assert text.count(before) == 1, before
+    with tempfile.TemporaryDirectory() as folder, patch.object(hopper, "HERE", Path(folder)):
+        (Path(folder) / file).write_text(text.replace(before, after))
+        yield
+
+
+wrong_parity = "barrier_wait(empty + place(), parity() ^ 1);", "barrier_wait(empty + place(), parity());"
+q, k, v = torch.randn(3, 1, 1, 300, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+try:
+    with planted(*wrong_parity):
+        hopper.roles_forward(q, k, v, tile=(64, 64))
+except RuntimeError as stuck:
+    print(str(stuck).replace("; threads 1-31 returned from the kernel, and count as missing", "; ..."))
+    for line in sorted({int(n) for n in re.findall(r"\.cu:(\d+)", str(stuck))}):
+        print(f"line {line}: {show('fwd_7_roles').splitlines()[line - 1].strip()}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Wrong, and not always
+#
+# Thread 0, the producer, waited for the consumers to empty a place that was never filled, and they wait for Q. A GPU would
+# hang, and say nothing. Five more mistakes of one line each, in the three schedules; "refused" is a misuse that the emulation
+# reports. **One lives under the first schedule. Which, and why?**
 #
 # <details><summary>Answer</summary>
 #
-# Only if the base has zeros in bits 4 to 9: multiples of 1024. That is why tiles are aligned to 1024 bytes. With another
-# base nothing crashes, the product is just made of the wrong numbers.
+# K released before its products have ended. If products are performed as soon as they are started, K is not needed any
+# more. Late products and early copies show that the producer overwrites a tile that is still being read. On a GPU it would
+# go wrong now and then.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-offsets = range(0, 64 * 128, 16)
-for base in (0, 1024, 5 * 1024, 512, 128, 16):
-    wrong = sum(base + swizzle(o) != swizzle(base + o) for o in offsets)
-    print(f"base {base:4}: {wrong} of {len(offsets)} chunks are looked for in the wrong place")
-flips = {"a >> 3, & 0x70": swizzle, "a >> 4, & 0x70": lambda a: a ^ ((a >> 4) & 0x70),
-         "a >> 3, & 0x30": lambda a: a ^ ((a >> 3) & 0x30)}  # fmt: skip
-for says, place in flips.items():
-    whole = sorted(map(place, offsets)) == list(offsets)
-    print(f"a ^ ({says}): each chunk once: {whole}; 8 rows of a chunk hit {len(set(banks(0, place)))} of 32 banks")
+wait_full, wait_S, release = "barrier_wait(full + place(), parity()", "      wgmma_wait<0>();\n", "      K.release();\n"
+mistakes = {
+    "the consumer begins with parity 1": (wait_full, wait_full + " ^ 1"),
+    "the parity never flips": ("return n / PLACES % 2;", "return 0;"),
+    "every lane releases a place": ("if (threadIdx.x % 32 == 0) barrier_arrive", "barrier_arrive"),
+    "no wait for S": (wait_S + release, release),
+    "K released before its products end": (wait_S + release, release + wait_S),
+}
+want = error.expected(q, k, v, torch.zeros_like(q))
+
+
+def outcome(how):
+    try:
+        with emulator.schedule(**how):
+            got = dict(zip(("out", "lse"), hopper.roles_forward(q, k, v, tile=(64, 64)), strict=True))
+        return "wrong" if error.failures(got, want) else "lives"
+    except RuntimeError as report:
+        return "stuck" if "stuck" in str(report) else "refused"
+
+
+print(f"{'':36}", *(f"{name:14}" for name in SCHEDULES))
+for name, change in mistakes.items():
+    with planted(*change):
+        print(f"{name:36}", *(f"{outcome(how):14}" for how in SCHEDULES.values()))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# **Question.** By the model, for which head dimension does ping-pong gain most, and for which least?
+# ### The timeline
+#
+# `reference/bench/timeline.py` writes clocks into a copy of rung 8's text: when each warpgroup of one block asks for its
+# turn, gets it, has S, its exponentials, and O. A bar of products lasts from their start until O is there, and so includes
+# waiting behind the other's. **Question 1.** Both runs overlap softmax with O's product; one has no turns (PINGPONG = 0).
+# Will its two warpgroups compute exponentials at the same time?
 #
 # <details><summary>Answer</summary>
 #
-# In part 3, D = 128 goes from 55 % to 100 %, D = 64 from 39 % to 64 %, D = 256 from 70 % to 100 %: as a ratio most at
-# 128, where products and softmax are nearly equal, least at 256, where products dominate.
+# Nothing keeps them apart on purpose. But the tensor cores serve both, and whoever comes second gets its S later. The table
+# says how often both were in softmax, how often *no* product was under way, and what the clocks cost.
+#
+# </details>
+
+# %% slideshow={"slide_type": "subslide"}
+def spans(one, begin, end):
+    """[(start, end)] between two of the events of a timeline, for each warpgroup."""
+    a, b = (clocked["events"].index(event) for event in (begin, end))
+    return [[(step[wg][a], step[wg][b]) for step in one["marks"]] for wg in (0, 1)]
+
+
+def covered(*sets):
+    """Clocks in which all of these sets of spans are under way."""
+    edges = sorted((at, change, n) for n, found in enumerate(sets) for a, b in found for at, change in ((a, 1), (b, -1)))
+    running, total, before = [0] * len(sets), 0, 0
+    for at, change, n in edges:
+        total += at - before if all(running) else 0
+        running[n], before = running[n] + change, at
+    return total
+
+
+columns = "clocks a step", "both in softmax", "no product", "TFLOP/s", "with clocks"
+print(NO_CLOCKS if not clocked else f"{'':28}" + "".join(f"{column:>16}" for column in columns))
+for one in clocked.get("timelines", ()):
+    marks, softmax, products = one["marks"], spans(one, "scores", "exponentials"), spans(one, "starts", "output")
+    total = marks[-1][0][0] - marks[0][0][0]
+    shares = covered(*softmax) / total, max(0, 1 - covered(sum(products, [])) / total)
+    print(f"{', '.join(f'{name} = {value}' for name, value in one['switches'].items()):28}{total / (len(marks) - 1):16.0f}",
+          *(f"{share:15.0%}" for share in shares), f"{one['tflops']:15.0f} {one['tflops_timed']:15.0f}")  # fmt: skip
+
+# %% slideshow={"slide_type": "subslide"}
+def draw_timelines(first=8, steps=5):
+    shown = [one for one in clocked["timelines"] if one["switches"].get("OVERLAP", 1)]
+    fig, axes = plt.subplots(len(shown), 1, figsize=(9, 2 * len(shown)), layout="constrained", squeeze=False)
+    bars = ("asks", "starts", 0, FAINT), ("starts", "output", 0, COLOURS[0]), ("scores", "exponentials", 0.4, COLOURS[1])
+    for ax, one in zip(axes[:, 0], shown, strict=True):
+        origin, end = (one["marks"][n][0][0] for n in (first, first + steps))
+        for begin, stop, shift, colour in bars:
+            for wg, found in enumerate(spans(one, begin, stop)):
+                for start, till in found:
+                    ax.barh(wg + shift, till - start, left=start - origin, height=0.36, color=colour, edgecolor="white")
+        ax.set_yticks((0, 0.4, 1, 1.4), ("group 0: products", "softmax", "group 1: products", "softmax"), fontsize=8)
+        ax.set(ylim=(1.7, -0.3), xlim=(0, end - origin), xlabel="clocks of the SM")
+        ax.set_title(", ".join(f"{name} = {value}" for name, value in one["switches"].items()))
+        ax.grid(axis="y", visible=False)
+    return picture(fig, """Recorded timelines of two warpgroups over five steps, without and with turns: grey, waiting for a
+    turn; blue, from the start of the products to O; orange, from S to the last exponential.""")
+
+
+draw_timelines() if clocked else print(NO_CLOCKS)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### The ladder's last rungs
+#
+# **Question 2.** By part 2's model, which step gains more: copies without threads (`fa2` to `wgmma`, `roles`), or softmax
+# under products (`roles` to `hopper`)? At which D can the latter gain more?
+#
+# <details><summary>Answer</summary>
+#
+# The model sees no difference between `fa2` and `roles`: it counts neither addresses nor waiting, and takes for granted
+# that `mma` can fill Hopper's tensor cores. What these rungs gain is the model's error. Softmax under products can gain
+# 1 / 0.55, a factor of 1.8, at D = 128, and 0.64 / 0.39, 1.6, at D = 64.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-measured = rows.latest([row for row in rows.read() if row["pass"] == "fwd" and row["dtype"] != "fp32"])
-mine = [row for row in measured if any(idea in str(row["kernel"]) for idea in ("wgmma", "roles", "hopper"))]
-if mine:
-    like = max(mine, key=lambda row: (row["N"], row["D"], not row["causal"]))
-    at = [row for row in measured if all(row[name] == like[name] for name in rows.SETTING)]
-    at = [row for row in at if row["peer"] or row["stage"] == "02_fa2_cuda"]
-    result = picture(plots.speed_bars(at), f"TFLOP/s of stage 02's kernels and their peers, {plots.subtitle([like])}.")
-else:
-    result = print("no rows yet for the Hopper kernels")
-result
+LADDER = {"fwd": ("fwd_5_fa2", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper", "sdpa-flash", "sdpa-cudnn"),
+          "bwd": ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper", "sdpa-flash", "sdpa-cudnn")}  # fmt: skip
+matmul = next((row["tflops"] for row in reversed(recorded) if row["pass"] == rows.MATMUL and row["dtype"] == "bf16"), None)
+
+
+def draw_ladder(N=4096):
+    fig, axes = plt.subplots(1, 2, figsize=(9.4, 3.6), sharey=True, layout="constrained")
+    for ax, (which, names) in zip(axes, LADDER.items(), strict=True):
+        for i, D in enumerate((64, 128)):
+            heights = [row_of(name, which, D, N)["tflops"] for name in names]
+            colours = [(GREYS[3], GREYS[1])[i] if "sdpa" in name else (COLOURS[5], COLOURS[0])[i] for name in names]
+            bars = ax.bar([n + 0.4 * i - 0.2 for n in range(len(names))], heights, width=0.38, color=colours, label=f"D = {D}")
+            ax.bar_label(bars, fmt="%.0f", fontsize=7)
+        ax.set_xticks(range(len(names)), [name.split("_")[-1] for name in names], rotation=20)
+        ax.set(title=f"{which}, N = {N}, not causal, bf16, TFLOP/s")
+        ax.axhline(matmul, color=INK, ls="--", lw=1, label=f"a matrix product: {matmul:.0f}")
+        ax.grid(axis="x", visible=False)
+    axes[0].set_ylim(0, 1.15 * axes[0].get_ylim()[1])
+    axes[0].legend(fontsize=8, loc="upper left", ncols=3)
+    return picture(fig, """Bars of TFLOP/s at D = 64 and 128. Forward: the rungs fa2, wgmma, roles and hopper, and PyTorch's
+    FlashAttention-2 and cuDNN. Backward: fa2, wgmma, hopper and the same peers. A dashed line: a plain matrix product.""")
+
+
+complete = matmul and all(row_of(name, which, D) for which in LADDER for name in LADDER[which] for D in (64, 128))
+draw_ladder() if complete else print("rows of these rungs are missing: python -m steps bench --plan fast, and bwd, on an H200")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### One switch at a time
+#
+# The head of `fwd_8_hopper.cu` names its ideas, each a macro. The table turns off one at a time: by how much does the kernel
+# take longer (+) or less (-), beside the whole kernel in the same run? **Question 3.** Which switch should bring more with a
+# causal mask than without?
+#
+# <details><summary>Answer</summary>
+#
+# PERSISTENT, which deals out tiles of different length. It also hides each tile's beginning and end, so it should bring
+# something without a mask, most where tiles are short. A minus sign is an honest line: there, the idea does not pay.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+def beside(row):
+    """The time of the whole kernel in the same run, at the same size."""
+    same = ("run", "D", "N", "causal", "dtype", "pass")
+    found = (r for r in with_switches if r["kernel"] == "fwd_8_hopper" and all(r[name] == row[name] for name in same))
+    return next(found)["ms_median"]
+
+
+with_switches = [row for row in rows.read(switched=True) if row["gpu"] == h200.name]
+turned = [row for row in rows.latest(with_switches) if (row["kernel"] or "").startswith("fwd_8_hopper:")]
+changes = {(r["kernel"].partition(":")[2], r["D"], r["N"], r["causal"]): r["ms_median"] / beside(r) - 1 for r in turned}
+settings = sorted({key[1:] for key in changes})
+print("" if turned else "no rows of the switches yet: python -m steps bench --plan switches, on an H200")
+for title, values in zip(("D", "N", "causal"), zip(*settings, strict=True), strict=False):
+    print(f"{title:16}", *(f"{value!s:>8}" for value in values))
+for switch in dict.fromkeys(name for name, *_ in changes):
+    print(f"{switch:16}", *(f"{changes[switch, *at]:+8.1%}" if (switch, *at) in changes else " " * 8 for at in settings))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What the power limit does
+#
+# The datasheet's TFLOP/s belong to a clock that the chip holds only while it stays below its power limit. Above it, it
+# lowers the clock. **Question 4.** The same matrix product, the same shapes: once on random normal numbers, once on zeros.
+# Same time? (Everything else in this course is measured on random normal numbers. This is why.)
+#
+# <details><summary>Answer</summary>
+#
+# No. A circuit draws much of its power when bits change, and between zeros none do. So the clock falls less, or not at all,
+# and the same kernel gets "faster" on data that nobody has. The second share in the table is the one that a kernel's author
+# can work on; the clock is what the limit leaves. It drifts with heat, and so the course measures candidates in turns.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+def draw_power(loads):
+    fig, axes = plt.subplots(1, 3, figsize=(9.4, 2.5), sharey=True, layout="constrained")
+    labels = [f"{one['load']},\n{one['data']}" for one in loads]
+    for ax, (field, title) in zip(axes, {"tflops": "TFLOP/s", "sm_mhz": "clock, MHz", "watts": "power, W"}.items(), strict=True):
+        colours = [GREYS[3] if one["data"] == "zeros" else COLOURS[0] for one in loads]
+        ax.bar_label(ax.barh(labels, [one[field] or 0 for one in loads], height=0.65, color=colours), fmt="%.0f", padding=3)
+        ax.set_title(title)
+        ax.margins(x=0.2)
+        ax.grid(axis="y", visible=False)
+    axes[0].invert_yaxis()
+    return picture(fig, """TFLOP/s, clock and power of an 8192 cubed matrix product and of the hopper forward, each on random
+    normal numbers and on zeros.""")
+
+
+for one in clocked.get("power", ()):
+    there = h200.sms * TENSOR * (one["sm_mhz"] or float("nan")) / 1e6
+    print(f"{one['load']:14} {one['data']:13}: {one['tflops'] / h200.half_tflops:.0%} of the datasheet's TFLOP/s,",
+          f"{one['tflops'] / there:.0%} of what {one['sm_mhz']} MHz allow; {one['watts']} W of {one['limit_watts']}")  # fmt: skip
+draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - At D = 128 exp needs half of the products' clocks, at D = 64 all of them: waiting in turn wastes the tensor cores.
-# - Two warpgroups in turn hide softmax under products, as far as softmax is shorter.
-# - An mbarrier tells phases apart by one bit. A wrong first parity is a deadlock on one side, wrong data on the other.
-# - The swizzle is one XOR on absolute addresses, so tiles start at multiples of 1024 bytes.
-# - Registers go where the accumulators are; long causal tiles go first.
+# - At D = 128 exponentials need half of the products' clocks, at D = 64 all of them: doing one after the other wastes the
+#   tensor cores.
+# - TMA and wgmma are started and waited for. Between the two, nobody may touch what they use.
+# - An mbarrier tells a phase from the one before by one bit. A wrong parity hangs, or reads what is not there.
+# - A descriptor is three numbers; the swizzle is one XOR on the address, so tiles begin at multiples of 1024 bytes.
+# - Roles: a producer that needs few registers, consumers that get the rest and never wait for each other, but take turns.
+# - Persistent blocks hide beginnings and ends; long causal tiles go first, dealt to and fro.
 #
 # **Ask yourself**
 #
 # 1. Which line of part 2's count would a cheaper exp change, and for which D would it pay?
 # 2. Why is one parity bit enough although a barrier goes through many phases?
-# 3. What does a third stage gain in the ring, when copies take 3 clocks and computing 2? And with 2 and 3?
-# 4. Why can two consumer warpgroups not have 256 registers a thread each?
-# 5. Why does in-order scheduling hurt less at 16 times as many heads?
-#
+# 3. What does a third place gain in part 3's ring, when a copy takes 3 clocks and its use 2? And 2 and 3?
+# 4. Suppose tiles began at multiples of 512 bytes. What would K's instruction 1 read?
+# 5. Why does `hopper` release K before O is there, and V after?
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # **Go further**
 #
-# - ★ (15 minutes) Write the swizzle for rows of 64 bytes (exercise 2 of 02b) as one XOR on the address, and check it.
-# - ★★ (1 hour) Give the ring two consumers whose arrivals both count before a stage is empty.
-# - ★★★ (a weekend) Model the pipeline within one warpgroup (lines 9 to 17) and combine it with ping-pong. What is left?
+# - ★ (15 minutes) Set `tile + step * 16` in `reads` to start 8 numbers further. Predict the picture, then draw it.
+# - ★★ (1 hour) Give `fwd_7_roles.cu` three places and find out, in the emulation and by arithmetic, for which D they fit.
+# - ★★★ (a weekend) Three consumer warpgroups in ping-pong at D = 128: what must the tile be, and do the registers suffice?
 #
-# **Read:** `papers/flash_attention_3.md`, `papers/flash_attention_2.md`; the PTX ISA on `mbarrier`, `wgmma` and
-# `setmaxnreg`.
+# **Read:** `papers/flash_attention_3.md`; the PTX ISA on `mbarrier`, `cp.async.bulk.tensor`, `wgmma` and `setmaxnreg`.
 #
 # **Next:** [03_triton.ipynb](03_triton.ipynb). A compiler decides most of this for you.

@@ -320,7 +320,7 @@ for size, dtype in ((2, "bf16"), (4, "fp32")):
 # %% slideshow={"slide_type": "fragment"}
 show("step03_triton/fwd_0_fused", "online_update")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # Here it is on fixed numbers: notebook 00's six tokens in tiles of 16 x 16, keys 0 to 2 first and 3 to 5 second.
 # Whatever is not there is loaded as 0, and `mask` hides it as a key.
 
@@ -351,7 +351,7 @@ for j in (0, 3):
     print(f"keys to {j + 2}: row 5 has m {m[5]:.2f}, l {l[5]:.2f}, O / l ({O[5, 0] / l[5]:.2f}, {O[5, 1] / l[5]:.2f});",
           f"m, l, O as stage 00's: {same}")  # fmt: skip
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # Row 5 ends at (6.83, 1.34), as in notebook 00.
 #
 # ### Which tiles are visited, and which need a mask
@@ -411,7 +411,7 @@ show("step03_triton/fwd_0_fused", "visit_keys")
 # %% slideshow={"slide_type": "subslide"}
 show("step03_triton/fwd_0_fused", "forward_kernel")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who reads what
 #
 # `head` turns (b, h) into a pointer with the tensor's own strides, so that a transposed (B, N, H, D) needs no copy. The
@@ -454,7 +454,7 @@ print("exit code", compiler.returncode)
 print("K and V, three stages:", cost.shared_bytes(64, 32, 64, "bf16", tiles="KV", stages=3), "bytes;", end=" ")
 print("Q:", cost.shared_bytes(64, 32, 64, "bf16", tiles="Q"), "bytes")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # The same text became `mma.sync` on one GPU and `wgmma` on the other, instructions that differ in who holds what (02b,
 # 02d). `cp.async` copies K and V ahead of their use. No line of code mentions any of it: `num_stages=3` asked for the
 # copies, and the shared memory follows. The difference of the two is Q, which `wgmma` reads from there.
@@ -520,7 +520,7 @@ print("stage 03 twice, the same bits:", all(torch.equal(a, b) for a, b in zip(*r
 # %% slideshow={"slide_type": "subslide"}
 show("step03_triton/bwd_0_fused", "visit_queries")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # `tile_gradients`, which makes P and dS, is yours in part 5. S and dP are computed twice: 7 products instead of 5, for
 # the same bits on every run. And grouped heads come for free:
 # the owner of a key tile visits the queries of all heads that share it, instead of summing their results later.
@@ -637,7 +637,7 @@ def planted(before, after):
     return module
 
 
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 def diagnosis(out, x, want):
     """The names of the mutants of the forward that give this out."""
     found = []

@@ -411,7 +411,7 @@ a score and numbered with the step. Contiguous: four bands of rows, the last muc
 and step 3 is a block of rank 3 alone. Zigzag: rank 0 has the first and the last band. Striped: rows
 alternate between the ranks.""")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # A rank's *total* is only half of the matter. In every step each rank waits for a neighbour's keys, so the slowest rank
 # of the step sets the pace. Work is counted in units of c², c = S / N, and a square on the diagonal as half:
 
@@ -439,7 +439,7 @@ for N in (2, 4, 8, 64):
     values = "  ".join(f"{kind} {efficiency(work_table(kind, N)):.4f}" for kind in kinds)
     print(f"{N:2} ranks: {values}   N / (2N - 1) = {N / (2 * N - 1):.4f}")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # Contiguous: rank N - 1 does N - 1/2 units, the mean is N / 2. Their ratio, N / (2N - 1), is 0.5714 for four ranks and
 # tends to a half. Zigzag is at 1: every rank does half a unit in every step. Striped is a little below, as its
 # triangles with the keys of later ranks have one row and one column less.
