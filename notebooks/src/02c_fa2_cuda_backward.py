@@ -775,10 +775,11 @@ except NotImplementedError as refusal:
 #
 # <details><summary>Answer</summary>
 #
-# Rung 0 does, though an SM holds only three blocks of two warps (D = 64): its loads do not depend on each other, and many are
-# under way at once. It is as fast as its count of loads allows. Rung 1 and `sdpa-flash` are one design and should lie together, below the roof: at two barriers a step all wait for the
-# last. cuDNN can use Hopper's own tensor-core instruction, which takes operands from shared memory without `ldmatrix`: it
-# stands under another roof, as do rungs 2 and 3, in 02d.
+# Rung 0 does, though an SM holds only three blocks of two warps (D = 64): its loads do not depend on each other, and
+# many are under way at once. It is as fast as its count of loads allows. Rung 1 and `sdpa-flash` are one design and
+# should lie together, below the roof: at two barriers a step all wait for the last. cuDNN can use Hopper's own
+# tensor-core instruction, which takes operands from shared memory without `ldmatrix`: it stands under another roof,
+# as do rungs 2 and 3, in 02d.
 #
 # </details>
 

@@ -780,6 +780,9 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 # 1 / 0.55, a factor of 1.8, at D = 128, and 0.64 / 0.39, 1.6, at D = 64.
 #
 # </details>
+#
+# FlashAttention-3 itself comes in no package and is not in the picture. Its paper says, of an H100 in fp16, D = 128,
+# N = 8448, not causal: 661 TFLOP/s in full, 570 without its roles (Table 2). Quoted, not measured here.
 
 # %% slideshow={"slide_type": "fragment"}
 LADDER = {"fwd": ("fwd_5_fa2", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper", "sdpa-flash", "sdpa-cudnn"),
