@@ -169,7 +169,7 @@ def main(arguments=None):
     readme = options.root / "README.md"
     measured = results.read(options.root / results.COMMITTED.relative_to(results.ROOT))
     stale = [row for row in measured if is_stale(row, options.root)]
-    fresh = [row for row in measured if not is_stale(row, options.root)]
+    fresh = [row for row in measured if row not in stale]
     if stale:
         console.print(table(stale, "Stale: these kernels have changed since they were measured"))
     console.print(f"{len(measured)} rows, {len(stale)} of them stale.")

@@ -3,6 +3,7 @@
 Comments, docstrings and layout do not count: who explains a kernel better need not measure it again.
 """
 
+import functools
 import hashlib
 import io
 import re
@@ -64,11 +65,13 @@ def is_stale(row, root=ROOT):
     return not files or source_hash(files) != row["source"]
 
 
+@functools.cache  # many rows are of one kernel
 def cuda_code(text):
     """C++ without comments and whitespace."""
     return "".join(_CUDA.sub(lambda match: match[1] or " ", text).split())
 
 
+@functools.cache
 def python_code(text):
     """Python without comments, docstrings and whitespace; a block's begin and end are kept, as » and «."""
     block = {tokenize.INDENT: "»", tokenize.DEDENT: "«", tokenize.NEWLINE: ";"}
