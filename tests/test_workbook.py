@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from reference import cases, mutants
 from steps import __main__, compare, engine
-from steps.workbook import Blank, answer, check, exercises, hint, runner, skeleton, solution, splice
+from steps.workbook import Blank, answer, check, exercises, hint, runner, skeleton, solution, source, splice
 from steps.workbook.child import account
 from steps.workbook.exercises import Exercise
 from steps.workbook.explain import explain
@@ -450,3 +450,16 @@ def test_where_nothing_can_be_forked(monkeypatch):
     assert check("00.2", ONLINE).verdict == "passed"  # by the server itself, which ends with it
     report = check("00.2", ONLINE.replace("    alpha =", "    import os; os.abort()\n    alpha ="))
     assert report.verdict == "error" and "SIGABRT" in repr(report)
+
+
+def test_a_kernel_s_text_is_edited_in_a_copy_and_only_there():
+    from steps.step02_fa2_cuda import kernels
+
+    here, old = kernels.HERE, "float max_S = -INFINITY;"
+    with source.edited(kernels, "fwd_2_mma.cu", (old, "float max_S = 0;")) as lines:
+        assert kernels.HERE != here and (kernels.HERE / "fwd_2_mma.cu").read_text().splitlines() == lines
+        assert not any(old in line for line in lines)
+    assert kernels.HERE == here and old in (here / "fwd_2_mma.cu").read_text()
+    with pytest.raises(ValueError, match="fwd_2_mma.cu has 0 places"):
+        with source.edited(kernels, "fwd_2_mma.cu", ("no such text", "")):
+            pass

@@ -39,9 +39,7 @@ import tempfile
 import textwrap
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
@@ -54,7 +52,7 @@ from reference.bench import cost, plots, rows, source
 from reference.bench.plots import COLOURS, FAINT, INK
 from steps import contract, step02_fa2_cuda as step02  # noqa: I001
 from steps.step02_fa2_cuda import cache, emulator, kernels, nvrtc
-from steps.workbook import check, hint, picture, show, solution  # noqa: F401  for part 5
+from steps.workbook import check, edited, hint, picture, show, solution  # noqa: F401  for part 5
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -714,21 +712,11 @@ for rung in ("scalar", "warp"):
 # rung 1, skip its rows a line earlier, before `row_sum`. **What happens?**
 
 # %% slideshow={"slide_type": "fragment"}
-@contextmanager
-def planted(before, after, file="fwd_0_scalar.cu"):
-    """Inside `with`, that forward comes from a copy of its file with `after` for `before`."""
-    text = (kernels.HERE / file).read_text()
-    assert text.count(before) == 1, before
-    with tempfile.TemporaryDirectory() as folder, patch.object(kernels, "HERE", Path(folder)):
-        (Path(folder) / file).write_text(text.replace(before, after))
-        yield text.replace(before, after).splitlines()
-
-
 early_return = ("  float Q_i[D], O_i", "  if (i >= Nq) return;\n  float Q_i[D], O_i")
 early_continue = ("    float sum = row_sum(l[r]);\n", "    if (i + 4 * r >= Nq) continue;\n    float sum = row_sum(l[r]);\n")
 for rung, file, change in (("scalar", "fwd_0_scalar.cu", early_return), ("warp", "fwd_1_warp.cu", early_continue)):
     x, _ = prepared("ragged", rung)
-    with planted(*change, file) as lines:
+    with edited(kernels, file, change) as lines:
         try:
             results(x, rung)
         except RuntimeError as stuck:
@@ -753,7 +741,7 @@ q1, k1, v1 = torch.randn(3, 1, 1, 12, 1, generator=torch.Generator().manual_seed
 truth = attention.forward(q1, k1, v1, causal=True)[0]
 right = {}
 for order in emulator.ORDERS:
-    with planted(*no_barrier), emulator.schedule(threads=order, seed=1):
+    with edited(kernels, "fwd_0_scalar.cu", no_barrier), emulator.schedule(threads=order, seed=1):
         out, _ = kernels.scalar_forward(q1, k1, v1, causal=True)
     right[order] = torch.isclose(out.double(), truth).flatten()
     print(f"threads {order:7}: {out.isnan().sum()} of 12 rows are nan, {right[order].sum()} right")
@@ -799,7 +787,7 @@ def verdict(name):
 # %% slideshow={"slide_type": "fragment"}
 verdicts = {}
 for says, change in mistakes.items():
-    with planted(*change):
+    with edited(kernels, "fwd_0_scalar.cu", change):
         verdicts |= {(says, name): verdict(name) for name in inputs}
 colours = {"stuck": COLOURS[3], "outside": COLOURS[2], "wrong": COLOURS[0], "lives": COLOURS[4]}
 fig, ax = plt.subplots(figsize=(7.8, 2.8), layout="constrained")

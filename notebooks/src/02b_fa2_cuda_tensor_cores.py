@@ -35,7 +35,6 @@ import sys
 import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -50,7 +49,7 @@ from steps import step02_fa2_cuda as step02
 from steps.step02_fa2_cuda import emulator, kernels, nvrtc
 
 # %% slideshow={"slide_type": "skip"}
-from steps.workbook import Blank, check, diff, exercises, hint, picture, show, solution  # noqa: F401  for part 5
+from steps.workbook import Blank, check, diff, edited, exercises, hint, picture, show, solution  # noqa: F401  for part 5
 from steps.workbook.source import Source
 
 torch.set_num_threads(1)
@@ -409,19 +408,6 @@ extern "C" __global__ void places(Global<int> place) {
 """
 
 
-@contextmanager
-def edited(file, *edits):
-    """Inside `with`, the launchers find a copy of the kernel file with each (old, new) of edits made in it."""
-    text = (kernels.HERE / file).read_text()
-    for old, new in edits:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / file).write_text(text)
-        with patch.object(kernels, "HERE", Path(folder)):
-            yield
-
-
 head = "__device__ int at(int rows, int row, int column) {\n"
 plain = ("fwd_3_ldmatrix.cu", (head, head + "  return row * D + column;\n"))
 
@@ -434,7 +420,7 @@ def places():
 
 
 layouts, found = {"swizzled": places()}, {"mma": tile_cost("mma", 128)[0]}
-with edited(*plain):
+with edited(kernels, *plain):
     layouts["plain"], found["ldmatrix, plain"] = places(), tile_cost.__wrapped__("ldmatrix", 128)[0]
 found["ldmatrix"] = tile_cost("ldmatrix", 128)[0]
 for name, place in layouts.items():
@@ -697,7 +683,7 @@ def verdict(x, want):
 
 verdicts, ready = {}, list(prepared("cp_async", inputs))
 for says, edit in mistakes.items():
-    with edited("fwd_4_cp_async.cu", edit):
+    with edited(kernels, "fwd_4_cp_async.cu", edit):
         verdicts |= {(says, case.name): verdict(x, want) for case, x, want in ready}
 print(" " * 33, *inputs)
 for says in mistakes:

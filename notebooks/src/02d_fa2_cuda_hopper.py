@@ -34,10 +34,8 @@ import heapq
 import re
 import tempfile
 import textwrap
-from contextlib import contextmanager
 from ctypes import c_int
 from pathlib import Path
-from unittest.mock import patch
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -48,7 +46,7 @@ from reference.bench import cost, plots, rows, timeline
 from reference.bench.plots import COLOURS, FAINT, GREYS, INK
 from steps import contract, step02_fa2_cuda as step02  # noqa: I001
 from steps.step02_fa2_cuda import emulator, hopper
-from steps.workbook import Blank, check, exercises, hint, picture, show, solution  # noqa: F401  for part 5
+from steps.workbook import Blank, check, edited, exercises, hint, picture, show, solution  # noqa: F401  for part 5
 from steps.workbook.source import Source
 
 # %% slideshow={"slide_type": "skip"}
@@ -642,20 +640,10 @@ for rung, forward in RUNGS.items():
 # Now flip one thing in rung 7: the producer waits on `empty` for parity 0 first. **Who waits for whom?**
 
 # %% slideshow={"slide_type": "fragment"}
-@contextmanager
-def planted(before, after, file="fwd_7_roles.cu"):
-    """Inside `with`, the kernel comes from a copy of its file with `after` for `before`."""
-    text = (hopper.HERE / file).read_text()
-    assert text.count(before) == 1, before
-    with tempfile.TemporaryDirectory() as folder, patch.object(hopper, "HERE", Path(folder)):
-        (Path(folder) / file).write_text(text.replace(before, after))
-        yield
-
-
 wrong_parity = "barrier_wait(empty + place(), parity() ^ 1);", "barrier_wait(empty + place(), parity());"
 q, k, v = torch.randn(3, 1, 1, 300, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
 try:
-    with planted(*wrong_parity):
+    with edited(hopper, "fwd_7_roles.cu", wrong_parity):
         hopper.roles_forward(q, k, v, tile=(64, 64))
 except RuntimeError as stuck:
     print(str(stuck).replace("; threads 1-31 returned from the kernel, and count as missing", "; ..."))
@@ -700,7 +688,7 @@ def outcome(how):
 
 print(f"{'':36}", *(f"{name:14}" for name in SCHEDULES))
 for name, change in mistakes.items():
-    with planted(*change):
+    with edited(hopper, "fwd_7_roles.cu", change):
         print(f"{name:36}", *(f"{outcome(how):14}" for how in SCHEDULES.values()))
 
 # %% [markdown] slideshow={"slide_type": "slide"}

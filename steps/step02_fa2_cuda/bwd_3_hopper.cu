@@ -5,8 +5,8 @@
 // of dQ_i in shared memory, and the copy engine adds it (bulk_add) while the warp goes on; every warp sends its own 4 KB, so that
 // none waits for another. The algorithm is rung 2's.
 //
-// That is no more than a draw. But one lane can wait where 32 could not, and so dq, too, can be bit-equal from run to run: if
-// DETERMINISTIC, the blocks take turns at each dQ_i.
+// That is no more than a draw. But now a warp's part of dQ_i is sent by one lane, which can wait for a turn while the others go on:
+// if DETERMINISTIC, the blocks take turns at each dQ_i, and dq, too, is bit-equal from run to run.
 // Left out, because it was slower: a producer with a warp of its own, as in the forward's rung 7.
 //
 // Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, DETERMINISTIC (0 or 1). sm_90a.

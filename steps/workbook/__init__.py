@@ -4,4 +4,4 @@ writing functions oneself (`check`, `hint`, `solution`) and having them run insi
 from steps.workbook.answer import Blank  # noqa: F401
 from steps.workbook.checks import check, hint, solution  # noqa: F401
 from steps.workbook.figures import picture  # noqa: F401
-from steps.workbook.source import diff, show  # noqa: F401
+from steps.workbook.source import diff, edited, show  # noqa: F401

@@ -1,10 +1,13 @@
-"""Shows kernel source from the stages' files, so that a notebook never carries a second copy of it."""
+"""Shows kernel source from the stages' files, or plants a mistake in it, so that a notebook never carries a second copy."""
 
 import ast
 import difflib
 import re
+import tempfile
 import textwrap
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 STEPS = Path(__file__).parents[1]
 
@@ -41,6 +44,23 @@ def diff(old, new):
     result = Source("\n".join(lines))
     result.language = "diff"
     return result
+
+
+@contextmanager
+def edited(launchers, file, *edits):
+    """Inside `with`, the launchers of a module of stage 02 find a copy of a kernel file, and none of the others; gives its lines.
+
+    launchers: step02_fa2_cuda.kernels or .hopper. file: such as "fwd_0_scalar.cu". edits: (old, new); ValueError unless each old
+    stands there exactly once.
+    """
+    text = (launchers.HERE / file).read_text()
+    for old, new in edits:
+        if text.count(old) != 1:
+            raise ValueError(f"{file} has {text.count(old)} places with {old!r}, not one.")
+        text = text.replace(old, new)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(launchers, "HERE", Path(folder)):
+        (Path(folder) / file).write_text(text)
+        yield text.splitlines()
 
 
 def find(file):
