@@ -1,14 +1,17 @@
 """How far a result may be from float64, derived from the inputs instead of a flat 1e-2.
 
     error     = max |result - float64|
-    tolerance = 2 e + eps(dtype) max|float64| + 4 eps(float32) M,    for lse + D/16 eps(float32) M where tensor cores may be used
+    tolerance = 2 e + eps(dtype) max|float64| + eps(float32) M
 
 e is the error of plain attention: the matrix form in float32 with P, out and dS rounded to the dtype and delta taken from the
-rounded out. It is computed twice, by torch's products and with every sum added term by term, as a simple kernel does; the larger
-error counts. M is the largest entry of the same formula on absolute values: how much float32 summation can lose to cancellation.
-The factor 2 is the rule of FlashAttention's own tests. Tensor cores multiply 16-bit inputs and cut off, instead of rounding, the
-sum once every 16 products (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores"); lse alone, which is float32
-whatever the dtype, is exact enough to show it.
+rounded out. It is computed twice, and the larger error counts: the forward sums up by torch's products and the backward by one
+addition a term, as a simple kernel does, then the other way round, because scores that are computed again need not be those that
+lse was made of. The factor 2 is the rule of FlashAttention's own tests.
+M is the largest entry of the same formula on absolute values, each P counted 4 + |S| times: what float32 can lose to cancellation
+and to the rounding of a score and of lse, half an eps of their size each, which exp turns into a relative error of P. That plain
+attention is spared it on one processor does not help a kernel on another. lse is counted 4 times and, for 16-bit inputs, D/16
+times more: tensor cores, which multiply those, cut off the sum instead of rounding it, once every 16 products (Fasi et al. 2021,
+"Numerical behavior of NVIDIA tensor cores"), and lse alone, float32 whatever the dtype, is exact enough to show it.
 float64 input gets the tolerance of the same numbers in float32, times eps(float64) / eps(float32): the reference, being float64
 itself, cannot measure e there.
 """
@@ -40,7 +43,8 @@ def expected(q, k, v, dout, *, causal=False, scale=None) -> Expected:
         single = expected(*(x.float() for x in (q, k, v, dout)), **options).tolerance
         tolerance = {name: t * _eps(torch.float64) / _eps(torch.float32) for name, t in single.items()}
     else:
-        plains = [_plain(q, k, v, dout, product, **options) for product in (torch.matmul, _one_by_one)]
+        orders = (torch.matmul, _one_by_one), (_one_by_one, torch.matmul)
+        plains = [_plain(q, k, v, dout, *order, **options) for order in orders]
         e = {name: max(_distance(plain[name], ref) for plain in plains) for name, ref in value.items()}
         tolerance = _tolerances(value, e, _absolute(q, k, v, dout, **options), q.dtype)
     seen = attention.visible(q.shape[-2], k.shape[-2], causal, device=q.device)
@@ -52,12 +56,9 @@ def expected(q, k, v, dout, *, causal=False, scale=None) -> Expected:
 
 def _tolerances(value, e, absolute, dtype):
     """The formula at the head of this file, by name."""
-    single, D, tolerance = _eps(torch.float32), value["dq"].shape[-1], {}
-    for name, ref in value.items():
-        rounding = single if name == "lse" else _eps(dtype)
-        sums = 4 + (D / 16 if name == "lse" and dtype != torch.float32 else 0)
-        tolerance[name] = 2 * e[name] + rounding * _largest(ref) + sums * single * absolute[name]
-    return tolerance
+    single = _eps(torch.float32)
+    rounding = {name: single if name == "lse" else _eps(dtype) for name in value}
+    return {name: 2 * e[name] + rounding[name] * _largest(ref) + single * absolute[name] for name, ref in value.items()}
 
 
 def errors(got: dict, want: Expected) -> dict:
@@ -84,35 +85,36 @@ def _one_by_one(A, B):
     return total
 
 
-def _plain(q, k, v, dout, product=torch.matmul, *, causal, scale):
-    """The same results by standard attention in float32, rounding what it would store."""
+def _plain(q, k, v, dout, product=torch.matmul, again=torch.matmul, *, causal, scale):
+    """The same results by standard attention in float32, rounding what it would store; `again` is the backward's product."""
     scale = attention._scale(scale, q)
     Q, dO = q.float(), dout.float()
     K, V = (attention._repeat(x.float(), q) for x in (k, v))
     seen = attention.visible(q.shape[-2], k.shape[-2], causal, device=q.device)
-    S = (scale * product(Q, K.mT)).masked_fill(~seen, -math.inf)
+    S, S_again = ((scale * sum_up(Q, K.mT)).masked_fill(~seen, -math.inf) for sum_up in (product, again))
     lse = S.logsumexp(-1) if S.shape[-1] else S.new_full(S.shape[:-1], -math.inf)
-    P = (S - lse.nan_to_num(neginf=0.0)[..., None]).exp()
-    P_stored = P.to(q.dtype).float()
-    out = product(P_stored, V).to(q.dtype)
+    P, P_again = ((x - lse.nan_to_num(neginf=0.0)[..., None]).exp() for x in (S, S_again))
+    out = product(P.to(q.dtype).float(), V).to(q.dtype)
     delta = (dO * out.float()).sum(-1, keepdim=True)
-    dS = (P * (product(dO, V.mT) - delta)).to(q.dtype).float()
-    dk = attention._sum_groups(scale * product(dS.mT, Q), k)
-    dv = attention._sum_groups(product(P_stored.mT, dO), v)
-    return dict(zip(NAMES, (out, lse, scale * product(dS, K), dk, dv), strict=True))
+    dS = (P_again * (again(dO, V.mT) - delta)).to(q.dtype).float()
+    dk = attention._sum_groups(scale * again(dS.mT, Q), k)
+    dv = attention._sum_groups(again(P_again.to(q.dtype).float().mT, dO), v)
+    return dict(zip(NAMES, (out, lse, scale * again(dS, K), dk, dv), strict=True))
 
 
 def _absolute(q, k, v, dout, *, causal, scale):
-    """The largest entry of each formula with every factor replaced by its absolute value."""
+    """M at the head of this file, by name."""
     scale = attention._scale(scale, q)
     Q, dO = q.double().abs(), dout.double().abs()
     K, V = (attention._repeat(x.double().abs(), q) for x in (k, v))
     P, _, _ = attention._probabilities(q, k, causal=causal, scale=scale)
     seen = attention.visible(q.shape[-2], k.shape[-2], causal, device=q.device)
-    S = (scale * Q @ K.mT).masked_fill(~seen, -math.inf)
-    dS = P * (dO @ V.mT + (dO * (P @ V)).sum(-1, keepdim=True))
+    S, cut_off = scale * Q @ K.mT, 0 if q.dtype == torch.float32 else q.shape[-1] / 16
+    dP = dO @ V.mT + (dO * (P @ V)).sum(-1, keepdim=True)
+    P = P * (4 + S)
+    dS = P * dP
     dk, dv = attention._sum_groups(scale * dS.mT @ Q, k), attention._sum_groups(P.mT @ dO, v)
-    lse = S.logsumexp(-1) if S.shape[-1] else S.new_zeros(S.shape[:-1])
+    lse = (4 + cut_off) * S.masked_fill(~seen, -math.inf).logsumexp(-1) if S.shape[-1] else S.new_zeros(S.shape[:-1])
     return {name: _largest(x) for name, x in zip(NAMES, (P @ V, lse, scale * dS @ K, dk, dv), strict=True)}
 
 

@@ -36,7 +36,7 @@ def test_without_a_mistake_nothing_is_killed(order):
             want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
             for kind in (mutants.Forward, mutants.Backward):
                 for name, e in error.errors(kind(x, x.tile or (16, 16), order).run(), want).items():
-                    assert e <= 0.95 * want.tolerance[name], (case.name, name)
+                    assert e <= 0.8 * want.tolerance[name], (case.name, name)
 
 
 def test_the_ring_without_a_mistake_passes_too():
@@ -46,7 +46,7 @@ def test_the_ring_without_a_mistake_passes_too():
             x = cases.build(case, supports, dtype)
             want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
             for name, e in error.errors(mutants.Ring(x, x.tile or (16, 16), "fa2").run(), want).items():
-                assert e <= 0.95 * want.tolerance[name], (case.name, name)
+                assert e <= 0.8 * want.tolerance[name], (case.name, name)
 
 
 def test_there_are_enough_and_each_says_what_it_is():

@@ -269,6 +269,53 @@ def test_the_current_stream_is_used():
     assert torch.equal(out, expected)
 
 
+def rungs_with_inputs(D=64, Nq=300, Nk=700):
+    """(rung, its q, k, v and dout) of every rung here, in the dtype that it likes best."""
+    for rung in step02.RUNGS:
+        dtype = contract.limits(step02.SUPPORTS, rung)["dtypes"][0]
+        yield rung, random_inputs(2, 4, 4, Nq, Nk, D, dtype)
+
+
+def asked_for(function):
+    """(its result, the bytes of GPU memory that it asked for) at its peak and beyond what was in use."""
+    function()  # compiles
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    result = function()
+    return result, torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+
+
+@pytest.mark.gpu
+def test_memory():
+    """Forward: out and lse. Backward: dq, dk, dv; for whole tiles delta, lse and a float32 dq; counters, a few for each tile."""
+    for rung, (q, k, v, dout) in rungs_with_inputs():
+        (out, lse), bytes = asked_for(lambda q=q, k=k, v=v, rung=rung: step02.forward(q, k, v, causal=True, rung=rung))
+        assert bytes == out.nbytes + lse.nbytes, rung
+        inputs = dout, q, k, v, out, lse
+        grads, bytes = asked_for(lambda inputs=inputs, rung=rung: step02.backward(*inputs, causal=True, rung=rung))
+        padded = 2 * 4 * -(-300 // 128) * 128 * 4  # of one float32 a row
+        assert bytes <= sum(x.nbytes for x in grads) + padded * (64 + 2) + 8 * padded // 128, rung
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_it():
+    for rung, (q, k, v, dout) in rungs_with_inputs():
+
+        def both(q=q, k=k, v=v, dout=dout, rung=rung):
+            out, lse = step02.forward(q, k, v, causal=True, rung=rung)
+            return out, lse, *step02.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
+
+        both()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = both()
+        for x in (q, k, v, dout):
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        want = error.expected(q, k, v, dout, causal=True)
+        assert not error.failures(dict(zip(error.NAMES, replayed, strict=True)), want), rung
+
+
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
     B, H, N, D = 600, 1000, 64, 64  # 2.46e9 elements, 9.8 GB; k, v and dout are expanded and take no memory
