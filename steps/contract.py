@@ -189,14 +189,13 @@ def check_shapes(supports, q, k, v):
             raise ValueError(f"q, k and v need the same number of dimensions; got q {tuple(q.shape)}, {name} {tuple(x.shape)}.")
     if k.shape != v.shape:
         raise ValueError(f"k and v must have the same shape; got k {tuple(k.shape)}, v {tuple(v.shape)}.")
-    shapes = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have the same head_dim (last dimension); {shapes}.")
+        raise ValueError(f"q and k must have the same head_dim (last dimension); {_shapes(q, k)}.")
     if q.ndim == 4 and q.shape[0] != k.shape[0]:
-        raise ValueError(f"q and k must have the same batch size (first dimension); {shapes}.")
+        raise ValueError(f"q and k must have the same batch size (first dimension); {_shapes(q, k)}.")
     if q.ndim >= 3 and (H := q.shape[-3]) != (Hk := k.shape[-3]):
         if Hk == 0 or H % Hk:
-            raise ValueError(f"the number of query heads must be a multiple of the number of key heads; {shapes}.")
+            raise ValueError(f"the number of query heads must be a multiple of the number of key heads; {_shapes(q, k)}.")
         if not supports["gqa"]:
             raise NotImplementedError(
                 f"{supports['stage']} has no grouped heads (H = {H}, Hk = {Hk}); {_HAS['gqa']} has, "
@@ -204,7 +203,7 @@ def check_shapes(supports, q, k, v):
             )
     if q.shape[-2] != k.shape[-2] and not supports["nq_ne_nk"]:
         raise NotImplementedError(
-            f"{supports['stage']} is for self-attention, Nq = Nk; {shapes}. {_HAS['nq_ne_nk']} takes Nq != Nk."
+            f"{supports['stage']} is for self-attention, Nq = Nk; {_shapes(q, k)}. {_HAS['nq_ne_nk']} takes Nq != Nk."
         )
 
 
@@ -220,6 +219,10 @@ def check_saved(q, dout, out, lse):
             raise ValueError(f"{name} must have shape {tuple(shape)} as forward returned it; got {tuple(x.shape)}.")
         if x.dtype != dtype or x.device != q.device:
             raise TypeError(f"{name} must be {_short(dtype)} on {q.device}; got {_short(x.dtype)} on {x.device}.")
+
+
+def _shapes(q, k):
+    return f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
 
 
 def _short(dtype):

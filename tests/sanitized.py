@@ -1,7 +1,7 @@
 """One kernel of stage 02 at small sizes, compared with the reference: what runs under NVIDIA's sanitizers.
 
     python -m tests.sanitized fwd_5_fa2              prints "4 passed"
-    python -m tests.sanitized fwd_5_fa2 --planted    the same with one barrier less, in a copy; what it computes does not count
+    python -m tests.sanitized fwd_5_fa2 --planted    the same with a race, in a copy; what it computes does not count
     python -m tests.sanitized tma_store              the least that initcheck reports, wrongly, of bwd_2 and bwd_3: "1 passed"
 
 Plain tensors, each an allocation of its own, so that one element too far is outside. Inputs and reference are computed on the
@@ -22,41 +22,48 @@ from reference import error
 from steps import engine
 
 STAGE = Path(__file__).parents[1] / "steps" / "step02_fa2_cuda"
-# The line that the planted copy lacks: who waits there no longer does.
+EVERY_ROW = "__syncthreads();  // every thread reads rows that other threads have loaded"
+V_IS_THERE = "__syncthreads();  // V_j is there, and no thread still reads K_j"
+# Rungs 6 to 8 touch shared memory by the copy engine and wgmma only. racecheck gives no thread the former's stores
+# (cp.async.bulk.tensor) and does not see the latter's reads (flash-attention, AI/RACECHECK_TMA_HAZARD.md), so that a missing wait
+# is for tests/test_emulator.py to find. That it looks at these kernels at all, two warps that store to one place can show.
+BARRIERS = "__syncthreads();  // the barriers exist"
+TWO_STORE = "__syncthreads(), {}[threadIdx.x % 32] = T{{uint16_t(threadIdx.x)}};"
+# By kernel: its line, and what is there in the planted copy. Without a barrier, who waits there no longer does.
 PLANTED = {
-    "fwd_0_scalar": "__syncthreads();  // every thread reads rows that other threads have loaded",
-    "fwd_1_warp": "__syncthreads();  // every thread reads rows that other threads have loaded",
-    "fwd_2_mma": "__syncthreads();  // every thread reads rows that other threads have loaded",
-    "fwd_3_ldmatrix": "__syncthreads();  // every thread reads rows that other threads have loaded",
-    "fwd_4_cp_async": "__syncthreads();  // V_j is there, and no thread still reads K_j",
-    "fwd_5_fa2": "__syncthreads();  // V_j is there, and no thread still reads K_j",
-    "fwd_6_wgmma": "__syncthreads();  // no warpgroup still reads the stage that the next line overwrites",
-    "fwd_7_roles": "barrier_wait(full + place(), parity());",
-    "fwd_8_hopper": "barrier_wait(full + place(), parity());",
-    "bwd_0_scalar": "__syncthreads();  // dS is complete",
-    "bwd_1_fa2": "__syncthreads();  // P and dS are complete",
-    "bwd_2_wgmma": "__syncthreads();  // both warpgroups have written dS^T",
-    "bwd_3_hopper": "__syncthreads();  // both warpgroups have written dS^T",
+    "fwd_0_scalar": (EVERY_ROW, "//"),
+    "fwd_1_warp": (EVERY_ROW, "//"),
+    "fwd_2_mma": (EVERY_ROW, "//"),
+    "fwd_3_ldmatrix": (EVERY_ROW, "//"),
+    "fwd_4_cp_async": (V_IS_THERE, "//"),
+    "fwd_5_fa2": (V_IS_THERE, "//"),
+    "fwd_6_wgmma": (BARRIERS, TWO_STORE.format("Q")),
+    "fwd_7_roles": (BARRIERS, TWO_STORE.format("Q.tiles")),
+    "fwd_8_hopper": (BARRIERS, TWO_STORE.format("Q.tiles")),
+    "bwd_0_scalar": ("__syncthreads();  // dS is complete", "//"),
+    "bwd_1_fa2": ("__syncthreads();  // P and dS are complete", "//"),
+    "bwd_2_wgmma": ("__syncthreads();  // both warpgroups have written dS^T", "//"),
+    "bwd_3_hopper": ("__syncthreads();  // both warpgroups have written dS^T", "//"),
 }
 
 
-def without_a_barrier(text, kernel):
-    """The kernel's text with its line of PLANTED empty; ValueError if it has not exactly one such line."""
-    line = PLANTED[kernel]
+def with_a_race(text, kernel):
+    """The kernel's text with its line of PLANTED changed; ValueError if it has not exactly one such line."""
+    line, planted = PLANTED[kernel]
     if text.count(line) != 1:
         raise ValueError(f"{kernel}.cu has {text.count(line)} lines with {line!r}, not one")
-    return re.sub(r"Spill budget: \d+", "Spill budget: 999", text.replace(line, "//", 1))  # more may be alive without it
+    return re.sub(r"Spill budget: \d+", "Spill budget: 999", text.replace(line, planted))  # more may be alive without a barrier
 
 
 def package(kernel, planted):
-    """The stage's modules: its own, or those of a copy of its files in which `kernel` lacks a barrier."""
+    """The stage's modules: its own, or those of a copy of its files in which `kernel` has a race."""
     if not planted:
         return "steps.step02_fa2_cuda"
     folder = Path(tempfile.mkdtemp()) / "planted"
     shutil.copytree(STAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "__init__.py").unlink()  # it needs the rest of the course
     file = folder / f"{kernel}.cu"
-    file.write_text(without_a_barrier(file.read_text(), kernel))
+    file.write_text(with_a_race(file.read_text(), kernel))
     sys.path.insert(0, str(folder.parent))
     return "planted"
 

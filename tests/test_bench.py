@@ -697,7 +697,7 @@ def test_reports_are_kept_without_addresses_and_counts():
 
 
 def sanitized(monkeypatch, output, planted="", tool="racecheck", what="02_fa2_cuda/bwd_2_wgmma"):
-    """The outcome if the tool prints `output`, and `planted` for the copy with a barrier less."""
+    """The outcome if the tool prints `output`, and `planted` for the copy with a race."""
     monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: "compute-sanitizer")
     run = lambda command, limit, **_: (0, planted if "--planted" in command else output, 1.0)  # noqa: E731
     monkeypatch.setattr(gpu_check, "run_limited", run)
@@ -795,13 +795,13 @@ def test_every_kernel_of_the_gpu_stages_is_sanitized_alone_or_with_its_stage():
 
 
 @pytest.mark.parametrize("kernel", sanitized_kernels.PLANTED)
-def test_the_planted_copy_lacks_one_barrier_and_no_line_moves(kernel):
+def test_the_planted_copy_has_one_other_line(kernel):
     text = (sanitized_kernels.STAGE / f"{kernel}.cu").read_text()
-    planted = sanitized_kernels.without_a_barrier(text, kernel)
+    planted = sanitized_kernels.with_a_race(text, kernel)
     changed = [(a, b) for a, b in zip(text.splitlines(), planted.splitlines(), strict=True) if a != b]
     assert len([a for a, _ in changed if "Spill budget" not in a]) == 1 and re.search("barrier|syncthreads", changed[-1][0])
     with pytest.raises(ValueError, match="0 lines"):
-        sanitized_kernels.without_a_barrier(planted, kernel)
+        sanitized_kernels.with_a_race(planted, kernel)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="without a GPU stage 02 needs g++, and there is none")

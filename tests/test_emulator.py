@@ -299,6 +299,7 @@ PLANTED = {
         ("no fence after the barriers are made", "if (threadIdx.x == 0) barrier_init_fence();", "", NOTHING),
     ],
     "fwd_8_hopper": [
+        ("a tile is read before it is there", "barrier_wait(full + place(), parity());", "", "more arrivals"),
         ("nobody has the first turn", "if (w == WARPGROUPS - 1) turn.pass();", "", f"{STUCK}(.*\n)+.* wait at named_barrier"),
         ("the last turn is not taken", "if (w == 0) turn.wait();", "", "128 of 256 threads have come to the named barrier"),
         ("no wait for O", "wgmma_wait<0>();\n      V.release();", "V.release();", "has ended before wgmma_wait"),

@@ -6,8 +6,8 @@ reference/bench/results/<gpu>.checks.json: what passed, failed and was skipped, 
 and the hash of each kernel's files. Nothing counts as clean that did not run to its end: a time limit, a missing summary or a run
 in which no test passed is recorded as such.
 
-Whether racecheck looks at a kernel at all is tried, too: each kernel of stage 02 is run with one barrier less, and its outcome's
-`planted` says whether that was seen.
+Whether racecheck looks at a kernel at all is tried, too: each kernel of stage 02 is run with a race planted in it, and its
+outcome's `planted` says whether that was seen.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from rich.table import Table
 from reference.bench import rows
 from reference.bench.source import source_files, source_hash
 
-STAGE_02 = "tests/test_step02_fa2_cuda.py"  # takes longer than all others: its tests are dealt out one by one, not by file
+LONGEST = ("tests/test_step02_fa2_cuda.py", "tests/test_workbook.py")  # their tests are dealt out one by one, not by file
 SUITES = {
-    "suite": ("tests", f"--ignore={STAGE_02}", "--dist", "loadfile"),
-    "suite 02_fa2_cuda": (STAGE_02, "--dist", "load"),
+    "suite": ("tests", *(f"--ignore={file}" for file in LONGEST), "--dist", "loadfile"),
+    "suite, longest files": (*LONGEST, "--dist", "load"),
 }
 # What runs under the sanitizers, as arguments of Python: every rung of a stage, and the ragged cases in all its dtypes; of stage
 # 02 each kernel alone. Stage 00 has no kernels, and stage 04's are stage 03's.

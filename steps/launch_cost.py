@@ -1,0 +1,73 @@
+"""`python -m steps.launch_cost`: what a call of a forward costs the CPU that launches it, as a file to commit.
+
+Calls are not waited for. The kernel (B=1 H=1 N=128 D=64, bfloat16) is shorter than its launch, so that the GPU keeps up and the
+time of a call is the host's. Written to reference/bench/results/<gpu>.host.json.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from reference.bench import rows
+from reference.bench.peers import PEERS
+from steps import step02_fa2_cuda, step03_triton
+from steps.step02_fa2_cuda import hopper
+
+SIZE = {"B": 1, "H": 1, "N": 128, "D": 64, "dtype": "bf16"}
+ROUNDS, CALLS = 50, 100
+
+
+def calls(q, k, v):
+    """{name: a forward without arguments}: the launcher alone, the stage's checked function, Triton's, and SDPA."""
+    ours = {"02 kernel": hopper.hopper_forward, "02": step02_fa2_cuda.forward, "03": step03_triton.forward}
+    everybody = ours | {name: PEERS[name] for name in ("sdpa-flash", "sdpa-cudnn")}
+    return {name: partial(function, q, k, v) for name, function in everybody.items()}
+
+
+def microseconds(function):
+    """Of the CPU for one call, the GPU's work not waited for."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        function()
+    return 1e6 * (time.perf_counter() - start) / CALLS
+
+
+def measure(functions):
+    """{name: the median over ROUNDS, in which everybody takes turns, in microseconds}."""
+    found = {name: [] for name in functions}
+    for n in range(ROUNDS + 2):
+        for name, function in functions.items():
+            found[name] += [microseconds(function)] * (n >= 2)
+    return {name: round(statistics.median(times), 1) for name, times in found.items()}
+
+
+def main(arguments=None):
+    """Exit code: 0 if it was measured."""
+    parser = argparse.ArgumentParser(prog="python -m steps.launch_cost", description=__doc__.partition("\n")[0])
+    parser.add_argument("--commit", help="what is measured, for a machine without the git history")
+    parser.add_argument("--out", type=Path, default=rows.COMMITTED, help="the folder of the file")
+    options = parser.parse_args(arguments)
+    console = Console()
+    if not torch.cuda.is_available():
+        console.print("launch_cost needs a GPU: without one there is nothing to launch.")
+        return 1
+    origin = rows.provenance(commit=options.commit)
+    shape = [SIZE[name] for name in "BHND"]
+    found = measure(calls(*torch.randn(3, *shape, device="cuda").to(rows.DTYPES[SIZE["dtype"]])))
+    path = options.out / f"{rows.slug(origin['gpu'])}.host.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**origin, "size": SIZE, "microseconds": found}, indent=1) + "\n")
+    console.print(f"{found}\nwritten: {path}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
