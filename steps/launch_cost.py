@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 
 from reference.bench import rows
-from reference.bench.peers import PEERS
 from steps import step02_fa2_cuda, step03_triton
 from steps.step02_fa2_cuda import hopper
 
@@ -25,10 +25,14 @@ ROUNDS, CALLS = 50, 100
 
 
 def calls(q, k, v):
-    """{name: a forward without arguments}: the launcher alone, the stage's checked function, Triton's, and SDPA."""
-    ours = {"02 kernel": hopper.hopper_forward, "02": step02_fa2_cuda.forward, "03": step03_triton.forward}
-    everybody = ours | {name: PEERS[name] for name in ("sdpa-flash", "sdpa-cudnn")}
-    return {name: partial(function, q, k, v) for name, function in everybody.items()}
+    """{name: a forward without arguments}: stage 02's launcher alone and with all checks, stage 03, and torch's SDPA."""
+    forwards = {
+        "02 hopper_forward": hopper.hopper_forward,
+        "02 forward": step02_fa2_cuda.forward,
+        "03 forward": step03_triton.forward,
+        "sdpa": F.scaled_dot_product_attention,
+    }
+    return {name: partial(forward, q, k, v) for name, forward in forwards.items()}
 
 
 def microseconds(function):

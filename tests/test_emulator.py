@@ -302,7 +302,7 @@ PLANTED = {
         ("a tile is read before it is there", "barrier_wait(full + place(), parity());", "", "more arrivals"),
         ("nobody has the first turn", "if (w == WARPGROUPS - 1) turn.pass();", "", f"{STUCK}(.*\n)+.* wait at named_barrier"),
         ("the last turn is not taken", "if (w == 0) turn.wait();", "", "128 of 256 threads have come to the named barrier"),
-        ("no wait for O", "wgmma_wait<0>();\n      V.release();", "V.release();", "has ended before wgmma_wait"),
+        ("no wait for O", "wgmma_wait<0>();\n      V.release();", "V.release();", "was written while a wgmma"),
     ],
     "bwd_2_wgmma": [
         ("no wait for S", "wgmma_wait<1>();                  // S^T", "// S^T", "was written while a wgmma .* was under way"),

@@ -414,8 +414,8 @@ here those of instructions 0 and 1.""")
 # |---|---|---|---|---|
 # | 1, 6 | registers given and taken | | `registers_decrease`, `registers_increase` | same |
 # | 2–5 | Q_i, K_j, V_j on their way | lambda `load`, thread 0 | `Ring::load`, a warp of its own | same, tile after tile |
-# | 7, 10 | S = Q_i K_jᵀ | `start_scores`, then wait | same | `start_both` |
-# | 11 | O += P V | `start_output`, then wait | same | `start_both`, for the block before |
+# | 7, 10 | S = Q_i K_jᵀ | `start_scores`, then wait | same | `start` |
+# | 11 | O += P V | `start_output`, then wait | same | `start`, for the block before |
 # | 13, 14 | m, l, P, alpha | `online_softmax` | same | same, under line 11 |
 # | 15 | O *= alpha | `rescale`, before P V | same | `step`, after P V, if needed |
 # | 16 | the place is empty | `__syncthreads` | `Ring::release` | same |
@@ -468,7 +468,7 @@ for D, (Br, Bc) in hopper.TILES.items():
 
 # %% slideshow={"slide_type": "fragment"}
 excerpt("fwd_8_hopper", ("// The warpgroups' turns.", "// x, on which all lanes"),
-        ("// S of one block of keys, beside O", "// The first block of the first tile"))  # fmt: skip
+        ("// S of one block of keys, alone or beside O", "auto first_step"))  # fmt: skip
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `turn.pass()` comes as soon as the products are *started*: the other's queue up behind them. At a named barrier one
@@ -529,6 +529,26 @@ axes[0].set_ylabel("SM")
 picture(fig, """Timelines of 132 SMs, dark for short tiles and yellow for long ones. Head by head: SMs end at different
 times. Longest first, dealt in the same direction each round: SM 0 gets the longest every time and ends last. With every
 other round reversed all SMs end close to the ideal.""")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Blocks that a warpgroup does not need
+#
+# A tile of Br queries needs a block of keys if *one* of its rows sees it; a warpgroup has 64 of the rows. At D = 64 a tile has
+# 192: with a causal mask the first warpgroup sees nothing of the last block, and in the last tile a warpgroup may have no rows
+# at all. With SKIP it gives such a place back at once, and passes its turn on. **For which N is that much?**
+
+# %% slideshow={"slide_type": "fragment"}
+def products(N, causal, skip, Br=192, Bc=128):
+    """How many products of 64 rows and Bc keys the warpgroups of one head start."""
+    tiles = [range(first, first + Br, 64) for first in range(0, N, Br)]  # each warpgroup's first row
+    seen = lambda row: -(-min(row + 64, N) // Bc) if causal else -(-N // Bc)  # noqa: E731
+    return sum((seen(row) if row < N else 0) if skip else seen(tile[-1]) for tile in tiles for row in tile)
+
+
+for N in (512, 1024, 4096, 16384):
+    counts = [(products(N, causal, False), products(N, causal, True)) for causal in (False, True)]
+    full, causal = (f"{all_} products, {all_ - left} skipped ({1 - left / all_:.0%})" for all_, left in counts)
+    print(f"N = {N:5}: {full}; causal {causal}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The backward
@@ -808,8 +828,9 @@ draw_ladder() if complete else print("rows of these rungs are missing: python -m
 #
 # <details><summary>Answer</summary>
 #
-# PERSISTENT, which deals out tiles of different length. It also hides each tile's beginning and end, so it should bring
-# something without a mask, most where tiles are short. A minus sign is an honest line: there, the idea does not pay.
+# PERSISTENT, which deals out tiles of different length; it also hides each tile's beginning and end, so it should bring
+# something without a mask, most where tiles are short. And SKIP, where the tile is 192 rows (D = 64) and N is small. A minus
+# sign is an honest line: there, the idea does not pay.
 #
 # </details>
 

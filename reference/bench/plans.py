@@ -36,5 +36,5 @@ PLANS = {
         Part(("hopper", "fa2"), _at(4096, 16384, D=(256,))),
         Part(("hopper", "fa2"), _at(4096), ("fwd", "bwd"), ("fp16",)),
     ),
-    "switches": (Part(("hopper",), _at(4096, 16384), switches=True),),
+    "switches": (Part(("hopper",), _at(512, 4096, 16384), switches=True),),
 }

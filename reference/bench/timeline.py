@@ -53,7 +53,7 @@ def instrumented(text, first=FIRST, steps=STEPS):
         "      turn.pass();\n": f"      turn.pass();\n{_clock(2)}",
         "      K.release();\n    };": f"{_clock(3)}      K.release();\n    }};",  # S is there
         "      finish_output();\n      to_operand": f"{_clock(4)}      finish_output();\n      to_operand",
-        "        finish_output();\n        to_operand": f"{_clock(4)}        finish_output();\n        to_operand",
+        "      if (beside.value) finish_output();": f"{_clock(4)}      if (beside.value) finish_output();",
         "      V.release();\n    };": f"{_clock(5)}      V.release();\n    }};",
     }
     for old, new in edits.items():

@@ -6,11 +6,12 @@
 //   PERSISTENT   one block a multiprocessor takes tile after tile. A tile's last O += P V starts together with the next tile's
 //                first S, and its stores run under that tile's products: there is no beginning and no end
 //   LAZY         O is rescaled only when some row's maximum has grown by more than 8 in log2: until then P <= 2^8 does no harm
+//   SKIP         a warpgroup passes over the blocks of keys that none of its own 64 rows sees, and over rows that do not exist
 //   WIDE_STORES  the 4 lanes of a quad exchange what they hold of a row, so that each stores 16 bytes instead of 4 x 4
 //
 // Compiled for T (bf16 or fp16), D = 32, 64, 96, 128 or 256, Br x Bc (multiples of 64 and 16; the fastest: hopper.py) and CAUSAL.
-// sm_90a. Launch: block 128 + 2 * Br, grid one block a multiprocessor but not more than tiles, or
-// without PERSISTENT ceil(Nq / Br) * H * B, and (Q_STAGES * Br + 4 * Bc) * ceil(D / 64) * 128 + 128 bytes of dynamic shared memory.
+// sm_90a. Launch: block 128 + 2 * Br; grid one block a multiprocessor but not more than tiles, or without PERSISTENT
+// ceil(Nq / Br) * H * B; (Q_STAGES * Br + 2 * STAGES * Bc) * ceil(D / 64) * 128 + 128 bytes of dynamic shared memory.
 // Needs ptx.cuh and wgmma.py's wrappers. Spill budget: 0 bytes.
 #include "ptx.cuh"
 
@@ -26,11 +27,14 @@
 #ifndef LAZY
 #define LAZY 1
 #endif
+#ifndef SKIP
+#define SKIP 1
+#endif
 #ifndef WIDE_STORES
 #define WIDE_STORES 1
 #endif
 
-constexpr int STAGES = 2;                  // tiles of K and of V in shared memory: one in use, one on its way
+constexpr int STAGES = D > 64 ? 2 : 3;     // tiles of K and of V in shared memory: one in use, the others on their way
 constexpr int Q_STAGES = D > 128 ? 1 : 2;  // tiles of Q: with 2 the next one comes while this one is in use
 constexpr int SLABS = (D + 63) / 64;       // of 64 columns, 128 bytes a row
 constexpr int BOX = D % 64 ? 1 : SLABS;    // slabs that one copy brings
@@ -206,21 +210,30 @@ struct Problem {
   int H, group, Nq, Nk, tiles, section;  // tiles: of all heads
 };
 
-// One tile of Br query rows: which, and the blocks of keys it needs.
+// One tile of Br query rows: which, the blocks of keys that it needs, and those of them that a warpgroup w needs.
 struct Tile {
-  int first, head, batch, blocks, whole;  // the first row; the blocks 0 .. whole - 1 are seen by every row
+  int first, head, blocks;  // the first row; the head, counted over all batches; the blocks 0 .. blocks - 1 are loaded
+  int seen, whole;          // 0 .. seen - 1 are seen by some of the warpgroup's rows, 0 .. whole - 1 by all
 
-  __device__ Tile(const Problem& p, int n) {
-    int each = (p.Nq + Br - 1) / Br, heads = p.tiles / each, h = n / each, i = n % each;
+  __device__ Tile(const Problem& p, int n, int w = 0) {
+    int each = (p.Nq + Br - 1) / Br, heads = p.tiles / each, i = n % each;
+    head = n / each;
     if (CAUSAL) {  // the longest first, over the heads of a section, which use the L2 cache together
       int begin = n / (p.section * each) * p.section, width = min(p.section, heads - begin), m = n - begin * each;
-      h = begin + m % width, i = each - 1 - m / width;
+      head = begin + m % width, i = each - 1 - m / width;
     }
-    first = i * Br, head = h % p.H, batch = h / p.H;
-    int keys = CAUSAL ? min(p.Nk, min(first + Br, p.Nq) + p.Nk - p.Nq) : p.Nk;  // that some row sees
-    blocks = max(1, (keys + Bc - 1) / Bc);  // one, masked throughout, if there is no key to see
-    whole = (CAUSAL ? min(p.Nk, max(0, first + 1 + p.Nk - p.Nq)) : p.Nk) / Bc;
+    first = i * Br;
+    blocks = blocks_of(keys(p, first + Br - 1));
+    int row = first + 64 * w, last = SKIP ? row + 63 : first + Br - 1;
+    seen = SKIP && row >= p.Nq ? 0 : blocks_of(keys(p, last));
+    whole = keys(p, row) / Bc;
   }
+  // How many keys a row sees, or the last row if there is no such row.
+  static __device__ int keys(const Problem& p, int row) {
+    return CAUSAL ? min(p.Nk, max(0, min(row + 1, p.Nq) + p.Nk - p.Nq)) : p.Nk;
+  }
+  // One, masked throughout, if there is no key to see.
+  static __device__ int blocks_of(int keys) { return max(1, (keys + Bc - 1) / Bc); }
 };
 
 // The tiles of this block, one after the other. In every other round the blocks choose in reverse order: nobody always gets the
@@ -254,11 +267,12 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     if (threadIdx.x == 0) {
       for (int round = 0, n; (n = tile_number(round)) < tiles; round++) {
         Tile tile(p, n);
+        int head = tile.head % H, batch = tile.head / H;
 #pragma unroll 1  // few registers
         for (int j = tile.blocks - 1; j >= 0; j--) {
-          K.load(k_map, j * Bc, tile.head / group, tile.batch);
-          if (j == tile.blocks - 1) Q.load(q_map, tile.first, tile.head, tile.batch);
-          V.load(v_map, j * Bc, tile.head / group, tile.batch);
+          K.load(k_map, j * Bc, head / group, batch);
+          if (j == tile.blocks - 1) Q.load(q_map, tile.first, head, batch);
+          V.load(v_map, j * Bc, head / group, batch);
         }
       }
     }
@@ -270,17 +284,16 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     Turn turn(w);
     if (w == WARPGROUPS - 1) turn.pass();  // warpgroup 0 may begin
 
-    // S of one block of keys, beside O of the block before it, whose P is ready.
-    auto start_both = [&](Shared<T> Q_i) {
-      Shared<T> K_j = K.get(), V_before = V.get();
+    // S of one block of keys, alone or beside O of the block before it, whose P is ready.
+    auto start = [&](Shared<T> Q_i, auto beside) {
+      Shared<T> K_j = K.get(), V_before = beside.value ? V.get() : K_j;
       turn.wait();
       wgmma_fence();  // O and P were written by ordinary instructions
       start_scores(S, Q_i, K_j);
       wgmma_commit();
-      start_output(O, P, V_before);
-      wgmma_commit();
+      if (beside.value) start_output(O, P, V_before), wgmma_commit();
       turn.pass();
-      wgmma_wait<OVERLAP>();  // S is there, O still on its way
+      wgmma_wait<(OVERLAP && beside.value)>();  // S is there, O still on its way
       K.release();
     };
     auto finish_output = [&] {
@@ -289,29 +302,38 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       V.release();
     };
     auto step = [&](const Tile& tile, int j, auto masked, Shared<T> Q_i) {
-      start_both(Q_i);
+      start(Q_i, Bool<true>());
       if (masked.value) mask(S, j * Bc, tile.first + i, Nq, Nk);
       bool grown = online_softmax<masked.value>(S, m, l, alpha, scale_log2);
       finish_output();
       to_operand(P, S);
       if (grown) rescale(O, alpha);
     };
+    auto first_step = [&](const Tile& tile, auto beside, Shared<T> Q_i) {
+      start(Q_i, beside);
+      if (tile.seen > tile.whole) mask(S, (tile.seen - 1) * Bc, tile.first + i, Nq, Nk);
+      m[0] = m[1] = -INFINITY, l[0] = l[1] = 0;
+      online_softmax<true>(S, m, l, alpha, scale_log2);
+      if (beside.value) finish_output();
+      to_operand(P, S);
+    };
+    auto skip = [&] {  // a block that no row of this warpgroup sees
+      K.get(), K.release();
+      turn.wait(), turn.pass();
+      V.get(), V.release();
+    };
 
-    // The first block of the first tile has no other beside it.
     int round = 0, n = tile_number(0);
-    Tile tile(p, n);
-    Shared<T> Q_i = Q.get() + w * 64 * 64, K_j = K.get();
-    wgmma_fence();
-    start_scores(S, Q_i, K_j);
-    wgmma_commit();
-    wgmma_wait<0>();
-    K.release();
-    mask(S, (tile.blocks - 1) * Bc, tile.first + i, Nq, Nk);
-    online_softmax<true>(S, m, l, alpha, scale_log2);
-    to_operand(P, S);
-
+    Tile tile(p, n, w);
+    bool alone = true;  // no O of the tile before is left to start beside this tile's first S
     while (n < tiles) {
-      int j = tile.blocks - 2;
+      Shared<T> Q_i = Q.get() + w * 64 * 64;
+      if (alone) {
+#pragma unroll 1  // few registers
+        for (int j = tile.blocks; j > tile.seen; j--) skip();
+        if (tile.seen) first_step(tile, Bool<false>(), Q_i);
+      }
+      int j = tile.seen - 2;
       if (CAUSAL)
         for (; j >= tile.whole; j--) step(tile, j, Bool<true>(), Q_i);
       for (; j >= 0; j--) step(tile, j, Bool<false>(), Q_i);
@@ -321,15 +343,11 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       Tile done = tile;
       float m_done[2] = {m[0], m[1]}, l_done[2] = {l[0], l[1]};
       n = tile_number(++round);
-      if (n < tiles) {
-        tile = Tile(p, n);
-        Q_i = Q.get() + w * 64 * 64;
-        start_both(Q_i);
-        mask(S, (tile.blocks - 1) * Bc, tile.first + i, Nq, Nk);
-        m[0] = m[1] = -INFINITY, l[0] = l[1] = 0;
-        online_softmax<true>(S, m, l, alpha, scale_log2);
-        finish_output();
-        to_operand(P, S);
+      if (n < tiles) tile = Tile(p, n, w);
+      alone = !done.seen || n >= tiles || tile.seen < tile.blocks;
+      if (!done.seen) continue;
+      if (!alone) {
+        first_step(tile, Bool<true>(), Q.get() + w * 64 * 64);
       } else {
         Shared<T> V_before = V.get();
         wgmma_fence();
@@ -337,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
         wgmma_commit();
         finish_output();
       }
-      int64_t first = (int64_t(done.batch) * H + done.head) * Nq;
+      int64_t first = int64_t(done.head) * Nq;
       store_rows(out + first * D, lse + first, O, m_done, l_done, done.first + i, Nq, scale);
 #pragma unroll
       for (int e = 0; e < D / 2; e++) O[e] = 0;

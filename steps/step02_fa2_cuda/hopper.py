@@ -75,11 +75,12 @@ def _plan(file, q, k, v, out, lse, causal, scale, tile, switches):
         # tiles of all its heads are taken in order of their length, the blocks finish it together.
         arguments += c_int(tiles), c_int(max(1, blocks // 2))
     Q_tiles = 2 if file == "fwd_8_hopper.cu" and D <= 128 else 1
+    KV_tiles = 6 if file == "fwd_8_hopper.cu" and D <= 64 else 4
     persistent = file == "fwd_8_hopper.cu" and switches.get("PERSISTENT", 1)
     return arguments, {
         "grid": min(tiles, blocks) if persistent else tiles,
         "block": 2 * Br + (0 if file == "fwd_6_wgmma.cu" else 128),
-        "shared_bytes": (Q_tiles * Br + 4 * Bc) * -(-D // 64) * 128 + 128,
+        "shared_bytes": (Q_tiles * Br + KV_tiles * Bc) * -(-D // 64) * 128 + 128,
         "macros": {"T": TYPES[q.dtype], "D": D, "Br": Br, "Bc": Bc, "CAUSAL": int(causal), **switches},
     }
 
