@@ -39,7 +39,9 @@ _launches = {}  # those that have been put together, by everything that they dep
 
 
 def _forward(file, q, k, v, causal, scale, tile, **switches):
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    B, H, Nq, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(B, H, Nq, dtype=torch.float32, device=q.device)  # half the time of q.new_empty(q.shape[:3], ...)
     if not q.is_cuda:
         from . import emulator
 
@@ -48,7 +50,7 @@ def _forward(file, q, k, v, causal, scale, tile, **switches):
         return out, lse
 
     layout = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.data_ptr(), k.data_ptr(), v.data_ptr()
-    key = file, q.dtype, q.device, causal, scale, tile, *switches.items(), layout
+    key = file, q.dtype, q.device, causal, scale, tile, *layout, *switches.items()
     launch = _launches.get(key)
     if launch is None:
         from .nvrtc import Launch

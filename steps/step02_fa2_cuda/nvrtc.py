@@ -120,6 +120,9 @@ class Launch:
     """
 
     def __init__(self, file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict):
+        from cuda.bindings import driver  # cuda.core's launch takes no structures, and a tensor map is one
+
+        self.driver = driver
         self.device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
         with torch.cuda.device(self.device):
             function = _load(file, kernel, tuple(macros.items()), self.device.index, shared_bytes)
@@ -131,8 +134,6 @@ class Launch:
 
     def __call__(self, tensors=()):
         """Runs it on torch's current stream; tensors: (position, tensor) of arguments that are others than at first."""
-        from cuda.bindings import driver  # cuda.core's launch takes no structures, and a tensor map is one
-
         if torch.cuda.current_device() != self.device.index:  # a context of that device must be current
             with torch.cuda.device(self.device):
                 return self(tensors)
@@ -140,8 +141,8 @@ class Launch:
         with self.lock:
             for position, x in tensors:
                 self.values[position].value = x.data_ptr()
-            (status,) = driver.cuLaunchKernel(*self.what, stream, ctypes.addressof(self.addresses), 0)
-        if status != driver.CUresult.CUDA_SUCCESS:
+            (status,) = self.driver.cuLaunchKernel(*self.what, stream, ctypes.addressof(self.addresses), 0)
+        if status != self.driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{self.name}: {status.name} at the launch")
 
 
