@@ -415,7 +415,7 @@ else:
 # <details><summary>Answer</summary>
 #
 # PTX has as many registers as it likes, so the first and the third show in the log alone. The second shows in the PTX:
-# `__local_depot0`, 512 bytes, is q and O. There the log is treacherous: the fewest registers of all, and few bytes *spilled*.
+# `__local_depot0`, 512 bytes, is q and O. There the log is treacherous: the fewest registers of all, and hardly a byte *spilled*.
 # Read the *stack frame*, too. Five blocks can be promised, seven not. The loader refuses spills that a header does not allow.
 #
 # </details>

@@ -31,6 +31,7 @@
 import steps  # first: it chooses the engine
 import functools
 import heapq
+import json
 import re
 import tempfile
 import textwrap
@@ -851,6 +852,22 @@ for title, values in zip(("D", "N", "causal"), zip(*settings, strict=True), stri
     print(f"{title:16}", *(f"{value!s:>8}" for value in values))
 for switch in dict.fromkeys(name for name, *_ in changes):
     print(f"{switch:16}", *(f"{changes[switch, *at]:+8.1%}" if (switch, *at) in changes else " " * 8 for at in settings))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What a launch costs
+#
+# Whoever launches a kernel does not wait for it. The host works only until the launch is on its way, and as long as that
+# takes less than the kernel, the GPU is never idle. `hopper_forward` allocates out and lse, finds the launch that it put
+# together for tensors in the same place, tensor maps included, and calls the driver; `forward` checks its arguments first.
+
+# %% slideshow={"slide_type": "fragment"}
+host = rows.COMMITTED / "nvidia-h200.host.json"
+for name, us in json.loads(host.read_text())["microseconds"].items() if host.exists() else ():
+    print(f"{name:20} {us:5.1f} us of the host's time a call")
+shortest = min((row for row in recorded if row["kernel"] == "fwd_8_hopper"), key=lambda row: row["ms_median"], default=None)
+if shortest:
+    print("shortest hopper forward on the standard grid: {:.0f} us, at N = {N}, D = {D}".format(
+        1e3 * shortest["ms_median"], **shortest))  # fmt: skip
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the power limit does

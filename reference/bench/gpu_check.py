@@ -32,10 +32,11 @@ from rich.table import Table
 from reference.bench import rows
 from reference.bench.source import source_files, source_hash
 
-LONGEST = ("tests/test_step02_fa2_cuda.py", "tests/test_workbook.py")  # their tests are dealt out one by one, not by file
+STAGE_02, WORKBOOK = "tests/test_step02_fa2_cuda.py", "tests/test_workbook.py"  # take longer than all others
 SUITES = {
-    "suite": ("tests", *(f"--ignore={file}" for file in LONGEST), "--dist", "loadfile"),
-    "suite, longest files": (*LONGEST, "--dist", "load"),
+    "suite": ("tests", f"--ignore={STAGE_02}", f"--ignore={WORKBOOK}", "--dist", "loadfile"),
+    "suite 02_fa2_cuda": (STAGE_02, "--dist", "load"),  # test by test, not by file
+    "suite workbook": (WORKBOOK, "--dist", "loadfile"),
 }
 # What runs under the sanitizers, as arguments of Python: every rung of a stage, and the ragged cases in all its dtypes; of stage
 # 02 each kernel alone. Stage 00 has no kernels, and stage 04's are stage 03's.
