@@ -1,11 +1,6 @@
 """Stage 01: the contract, what the kernels compile to, and what only a GPU can show."""
 
-import os
-import shutil
-import subprocess
-import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,51 +15,11 @@ class TestContract(Contract):
     stage = step01
 
 
-def package(tmp_path):
-    """The kernel files alone: `steps` would choose the simulator, which cannot compile."""
-    folder = tmp_path / "kernels"
-    folder.mkdir()
-    for file in Path(step01.__file__).parent.glob("?wd_*.py"):
-        shutil.copy(file, folder)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": path}
-
-
-COMPILE = """
-from types import SimpleNamespace
-from numba import cuda, float32, types
-from numba.cuda import dispatcher, types as cuda_types
-from kernels import bwd_0_published as b0, bwd_2_registers as b2, fwd_0_published as f0, fwd_1_loops_swapped as f1
-from kernels import fwd_2_registers as f2
-
-f3, f2D, size = types.Array(float32, 3, "C"), types.Array(float32, 2, "C"), types.int64
-for cc, dtype, first in ((8, 0), float32, 3), ((9, 0), cuda_types.float16, 0):
-    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=cc)  # asked for each device function
-    x, x1 = types.Array(dtype, 3, "C"), types.Array(dtype, 1, "C")
-    for kernel, arrays in (
-        (f0.forward_kernel(16, 32, 64), (x, x, x, f3, f2D, f2D)),
-        (f1.forward_kernel(16, 32, 64), (x, x, x, x, f2D)),
-        (f2.forward_kernel(128, 64, 64), (x1, x1, x1, x1, f2D, size, size)),
-        (f2.forward_kernel(64, 128, 128), (x1, x1, x1, x1, f2D, size, size)),
-        (b0.backward_kernel(16, 32, 64), (x, x, x, x, x, f2D, f2D, f3, x, x)),
-        (b2.queries_kernel(64, 64, 128), (x1, x1, x1, x1, x1, f2D, f2D, x1, size, size)),
-        (b2.keys_kernel(64, 64, 128), (x1, x1, x1, x1, f2D, f2D, x1, x1, size, size)),
-    )[first : 7 - first]:
-        ptx, _ = cuda.compile_ptx(kernel.py_func, (*arrays, types.boolean, float32), cc=cc)
-        print(ptx.count(".f64"), ptx.count(".local"), ptx.count("sm_%d%d" % cc))
-"""
-
-
-@pytest.mark.compile
-def test_no_float64_and_no_local_memory_in_the_compiled_kernels(tmp_path):
-    """Local memory would mean that patches lie in device memory instead of registers."""
-    environment = package(tmp_path)
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(rows) == 8
-    for doubles, local, target in rows:
-        assert doubles == 0 and local == 0 and target > 0
+@pytest.mark.parametrize("D, dtype, cc", resources.RECORDED)
+def test_no_float64_and_no_local_memory_in_the_compiled_kernels(D, dtype, cc):
+    """Of the files as they are, or `recorded` raises. Local memory would mean that patches lie there instead of in registers."""
+    rows = [row for row in resources.recorded()["kernels"] if (row["D"], row["dtype"], tuple(row["cc"])) == (D, dtype, cc)]
+    assert len(rows) == 6 and all(row["float64"] == row["local"] == 0 for row in rows)
 
 
 @pytest.mark.compile
@@ -73,11 +28,11 @@ def test_resources_of_a_compiled_kernel():
     words = 2 * 16 * 65 + 2 * 32 * 65 + 16 * 33 + 3 * 16  # Q, O; K, V; S; m, l, alpha
     assert row["threads"] == 256 and row["shared"] == 4 * words and row["spilled"] == 0 and 32 <= row["registers"] <= 255
     kept = resources.recorded()
-    before = next(x for x in kept["kernels"] if (x["kernel"], x["D"]) == (row["kernel"], 64))
-    assert all(before[name] == row[name] for name in ("tile", "threads", "shared"))
+    before = next(x for x in kept["kernels"] if (x["kernel"], x["D"], x["dtype"]) == (row["kernel"], 64, "float32"))
+    assert all(before[name] == row[name] for name in ("tile", "threads", "shared", "float64", "local"))
     here = {d.name: d.version for d in metadata.distributions()}
     if kept["versions"].items() <= here.items():  # another compiler, other registers
-        assert before == {"D": 64} | row
+        assert before == {"D": 64, "dtype": "float32", "cc": [9, 0]} | row
 
 
 @pytest.mark.parametrize(

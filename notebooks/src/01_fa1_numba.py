@@ -494,7 +494,8 @@ try:
     kept = resources.recorded()["kernels"]
     columns = ("registers", "spilled", "shared", "threads", "blocks", "occupancy", "limit")
     print(f"{'d = 64':25}", *(f"{name:>9}" for name in columns))
-    for row in [row for row in kept if row["D"] == 64] + compiling.result():
+    shown = [row for row in kept if (row["D"], row["dtype"]) == (64, "float32")]
+    for row in shown + compiling.result():
         print(f"{row['kernel']:25}", *(f"{row[name]:>9}" for name in columns))
 except RuntimeError:
     print("this installation of Numba has no CUDA compiler")

@@ -23,8 +23,9 @@ SHARED = {(8, 0): 164 * 1024, (9, 0): 228 * 1024}  # bytes of shared memory of a
 def table(D=64, dtype="float32", cc=(9, 0), only=""):
     """One dict for each kernel whose name contains `only`, at its default tile for a GPU. A few seconds a kernel.
 
-    kernel, tile, threads (of a block), registers (of a thread), spilled (bytes), shared (bytes of a block), blocks (on a
-    multiprocessor), limit (what keeps a further one out), occupancy (share of the 64 warps that a multiprocessor can hold).
+    kernel, tile, threads (of a block), registers (of a thread), spilled (bytes), shared (bytes of a block), float64 and local
+    (how often the PTX computes in float64, and names local memory, which is device memory), blocks (on a multiprocessor), limit
+    (what keeps a further one out), occupancy (share of the 64 warps that a multiprocessor can hold).
     """
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}
     command = [sys.executable, __file__, str(D), dtype, *map(str, cc), only]
@@ -35,7 +36,7 @@ def table(D=64, dtype="float32", cc=(9, 0), only=""):
 
 
 def recorded():
-    """The rows of `table` for every kernel at head_dim 64 and 128, each with its D, and versions, as resources.json keeps them.
+    """What resources.json keeps: versions, and the rows of `table` for each of RECORDED, with their D, dtype and cc.
 
     Raises RuntimeError where the kernels have changed since.
     """
@@ -92,7 +93,7 @@ def kernels(D, dtype, only):
 
 
 def compile_kernel(kernel, arguments, cc):
-    """{"registers", "spilled", "shared"} of the machine code, from the linker's report."""
+    """{"registers", "spilled", "shared", "float64", "local"}, from the PTX and the linker's report on the machine code."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
     from numba import cuda
 
@@ -106,10 +107,13 @@ def compile_kernel(kernel, arguments, cc):
         "registers": number(r"Used (\d+) registers"),
         "spilled": number(r"(\d+) bytes spill stores"),
         "shared": sum(map(int, re.findall(r"\.shared .*\[(\d+)\];", ptx))),
+        "float64": ptx.count(".f64"),
+        "local": ptx.count(".local"),
     }
 
 
 RECORD = Path(__file__).with_name("resources.json")
+RECORDED = (64, "float32", (9, 0)), (128, "float32", (9, 0)), (64, "float16", (8, 0))
 STAGE = "step01_fa1_numba"
 FILES = ("fwd_0_published", "bwd_0_published", "fwd_1_loops_swapped", "fwd_2_registers", "bwd_2_registers")
 
@@ -131,7 +135,7 @@ def main(D, dtype, major, minor, only):
 
 def record():
     versions = {name: metadata.version(name) for name in ("numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")}
-    kernels = [{"D": D} | row for D in (64, 128) for row in table(D)]
+    kernels = [{"D": D, "dtype": dtype, "cc": cc} | row for D, dtype, cc in RECORDED for row in table(D, dtype, cc)]
     RECORD.write_text(json.dumps({"sources": sources(), "versions": versions, "kernels": kernels}, indent=1) + "\n")
 
 
