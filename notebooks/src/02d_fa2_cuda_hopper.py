@@ -131,8 +131,8 @@ picture(fig, """Bars of clocks a tile. Tensor cores take 1024, 2048 and 4096 at 
 # `mma` is an instruction whose warp waits for the result; on Hopper **TMA** copies a tile that one thread has asked for,
 # and **wgmma** multiplies for a *warpgroup*, 128 threads, which meanwhile compute something else.
 #
-# **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. Without, both do
-# the same at the same time, and nothing is gained. A model; part 7 has the same picture from a real run:
+# **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. Without, if
+# both do the same at the same time, nothing is gained. A model; part 7 shows what a real run does:
 
 # %% slideshow={"slide_type": "fragment"}
 def lockstep(product, softmax, steps):
@@ -414,7 +414,7 @@ here those of instructions 0 and 1.""")
 # | lines | what | `wgmma` | `roles` | `hopper` |
 # |---|---|---|---|---|
 # | 1, 6 | registers given and taken | | `registers_decrease`, `registers_increase` | same |
-# | 2–5 | Q_i, K_j, V_j on their way | lambda `load`, thread 0 | `Ring::load`, a warp of its own | same, tile after tile |
+# | 2–5 | Q_i, K_j, V_j on their way | lambda `load`, thread 0 | `Ring::load`, a warpgroup of its own | same, tile after tile |
 # | 7, 10 | S = Q_i K_jᵀ | `start_scores`, then wait | same | `start` |
 # | 11 | O += P V | `start_output`, then wait | same | `start`, for the block before |
 # | 13, 14 | m, l, P, alpha | `online_softmax` | same | same, under line 11 |
@@ -473,15 +473,15 @@ excerpt("fwd_8_hopper", ("// The warpgroups' turns.", "// x, on which all lanes"
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `turn.pass()` comes as soon as the products are *started*: the other's queue up behind them. At a named barrier one
-# warpgroup arrives (128 threads that go on) and the other waits: 256. O lags one block behind S and m: P and O are in units of
-# the same m when they meet, and `rescale` comes after the product.
+# warpgroup arrives (128 threads that go on) and the other waits: 256. O lags one block behind S: P V is added in the units of
+# the old m, and then `rescale` brings O to the new one. With LAZY only if m has grown by more than 8 in log2.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Persistent blocks
 #
 # A block takes nearly all registers, so one runs on an SM at a time; when it ends, the next begins with empty places. Rung 8
 # starts one block an SM, which takes tile after tile: the producer already loads the next while the consumers store. Which
-# tiles? Causal ones are of different length, and no counter is asked:
+# tiles? Causal ones are of different length, and the order is fixed beforehand:
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_8_hopper", "tile_number")
@@ -512,10 +512,11 @@ def dealt(work, reverse, sms=132):
 tiles = 4096 // 128
 head_by_head = [tiles - i for _ in range(16) for i in range(tiles)]  # blocks of keys, the longest of a head first
 longest_first = sorted(head_by_head, reverse=True)
-plans = {"a block a tile, head by head": first_free(head_by_head), "longest first, dealt": dealt(longest_first, False),
-         "... and reversed every other round": dealt(longest_first, True)}  # fmt: skip
+plans = {"a block a tile,\nhead by head": first_free(head_by_head), "a block a tile,\nlongest first": first_free(longest_first),
+         "persistent,\nlongest first": dealt(longest_first, False),
+         "persistent, reversed\nevery other round": dealt(longest_first, True)}  # fmt: skip
 ideal = sum(head_by_head) / 132
-fig, axes = plt.subplots(1, 3, figsize=(9.4, 3.2), sharex=True, sharey=True, layout="constrained")
+fig, axes = plt.subplots(1, 4, figsize=(9.4, 3.2), sharex=True, sharey=True, layout="constrained")
 for ax, (name, spans) in zip(axes, plans.items(), strict=True):
     end = max(stop for *_, stop in spans)
     picture_of = torch.full((132, end), float("nan"))  # [SM][time]: the length of the tile under way
@@ -524,19 +525,19 @@ for ax, (name, spans) in zip(axes, plans.items(), strict=True):
     ax.imshow(picture_of, aspect="auto", cmap="cividis", interpolation="nearest", extent=(0, end, 132, 0))
     ax.axvline(ideal, color=COLOURS[1], lw=1.5, ls="--")
     ax.set_title(f"{name}:\n{end} steps, SMs busy {ideal / end:.0%}", fontsize=9)
-    ax.set(xlabel=f"blocks of keys; dashed: ideal, {ideal:.0f}", xlim=(0, 85))
+    ax.set(xlabel=f"blocks; dashed: ideal, {ideal:.0f}", xlim=(0, 85))
     ax.grid(False)
 axes[0].set_ylabel("SM")
-picture(fig, """Timelines of 132 SMs, dark for short tiles and yellow for long ones. Head by head: SMs end at different
-times. Longest first, dealt in the same direction each round: SM 0 gets the longest every time and ends last. With every
-other round reversed all SMs end close to the ideal.""")
+picture(fig, """Timelines of 132 SMs, dark for short tiles and yellow for long ones. A block a tile, head by head: SMs end at
+different times; longest first: close to the ideal. Persistent, dealt in the same direction each round: SM 0 gets the longest
+every time and ends last. With every other round reversed all SMs end close to the ideal, too.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Blocks that a warpgroup does not need
 #
 # A tile of Br queries needs a block of keys if *one* of its rows sees it; a warpgroup has 64 of the rows. At D = 64 a tile has
 # 192: with a causal mask the first warpgroup sees nothing of the last block, and in the last tile a warpgroup may have no rows
-# at all. With SKIP it gives such a place back at once, and passes its turn on. **For which N is that much?**
+# at all. With the switch SKIP it gives such a place back at once, and passes its turn on. **For which N is that much?**
 
 # %% slideshow={"slide_type": "fragment"}
 def products_started(N, causal, skip, Br=192, Bc=128):
@@ -558,8 +559,8 @@ for N in (512, 1024, 4096, 16384):
 # way. It computes Sᵀ instead of S, so that Pᵀ and dSᵀ lie in registers as wgmma wants them. All blocks of a head add to
 # dQ_i, in float32. `bwd_3_hopper` leaves that to the copy engine, which can *add* while it copies (`bulk_add`); its header
 # also says what was tried there and left out. The order of additions is anybody's guess, so dq varies in its last bits;
-# with DETERMINISTIC the blocks take turns at each dQ_i, by a counter in device memory. `fence_async` makes what the lanes
-# have stored visible to the copy engine.
+# with DETERMINISTIC the blocks take turns at each dQ_i, by a counter in device memory. That is what it is for: part 7 shows
+# it no faster than `bwd_2_wgmma`. `fence_async` makes what the lanes have stored visible to the copy engine.
 
 # %% slideshow={"slide_type": "fragment"}
 show("bwd_3_hopper", "add_dQ")
@@ -658,7 +659,7 @@ for rung, forward in RUNGS.items():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck
 #
-# Now flip one thing in rung 7: the producer waits on `empty` for parity 0 first. **Who waits for whom?**
+# Flip one thing in rung 7: the producer waits on `empty` for parity 0 first. **Who waits for whom?**
 
 # %% slideshow={"slide_type": "fragment"}
 wrong_parity = "barrier_wait(empty + place(), parity() ^ 1);", "barrier_wait(empty + place(), parity());"
@@ -668,14 +669,18 @@ try:
         hopper.roles_forward(q, k, v, tile=(64, 64))
 except RuntimeError as stuck:
     print(str(stuck).replace("; threads 1-31 returned from the kernel, and count as missing", "; ..."))
+    lines = show("fwd_7_roles").replace(*wrong_parity).splitlines()
     for line in sorted({int(n) for n in re.findall(r"\.cu:(\d+)", str(stuck))}):
-        print(f"line {line}: {show('fwd_7_roles').splitlines()[line - 1].strip()}")
+        print(f"line {line}: {lines[line - 1].strip()}")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Thread 0, the producer, waits for the consumers to empty a place that was never filled, and they wait for Q. A GPU would
+# hang, and say nothing.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Wrong, and not always
 #
-# Thread 0, the producer, waited for the consumers to empty a place that was never filled, and they wait for Q. A GPU would
-# hang, and say nothing. Five more mistakes of one line each, in the three schedules; "refused" is a misuse that the emulation
+# Five more mistakes of one line each, in the three schedules; "refused" is a misuse that the emulation
 # reports. **One lives under the first schedule. Which, and why?**
 #
 # <details><summary>Answer</summary>
@@ -718,14 +723,15 @@ for name, change in mistakes.items():
 # ### The timeline
 #
 # `reference/bench/timeline.py` writes clocks into a copy of rung 8's text: when each warpgroup of one block asks for its
-# turn, gets it, has S, its exponentials, and O. A bar of products lasts from their start until O is there, and so includes
-# waiting behind the other's. **Question 1.** Both runs overlap softmax with O's product; one has no turns (PINGPONG = 0).
-# Will its two warpgroups compute exponentials at the same time?
+# turn, gets it, has S, its exponentials, and O (D = 128, N = 16384). With OVERLAP a bar of products lasts until the warpgroup,
+# its exponentials done, looks for O: the products may end earlier. **Question 1.** Both runs below overlap softmax with O's
+# product; one has no turns (PINGPONG = 0). Will its two warpgroups compute exponentials at the same time?
 #
 # <details><summary>Answer</summary>
 #
-# Nothing keeps them apart on purpose. But the tensor cores serve both, and whoever comes second gets its S later. The table
-# says how often both were in softmax, how often *no* product was under way, and what the clocks cost.
+# Seldom. The tensor cores serve both, and whoever comes second gets its S later, so that the two drift apart by themselves.
+# The table says how often both were in softmax, how often *no* product was under way, and what the clocks cost: turns bring
+# little here, OVERLAP more.
 #
 # </details>
 
@@ -749,7 +755,8 @@ def covered(*sets):
 columns = "clocks a step", "both in softmax", "no product", "TFLOP/s", "with clocks"
 print(NO_CLOCKS if not clocked else f"{'':28}" + "".join(f"{column:>16}" for column in columns))
 for one in clocked.get("timelines", ()):
-    marks, softmax, products = one["marks"], spans(one, "scores", "exponentials"), spans(one, "starts", "output")
+    done = "output" if one["switches"].get("OVERLAP", 1) else "scores"  # without OVERLAP both products have ended by then
+    marks, softmax, products = one["marks"], spans(one, "scores", "exponentials"), spans(one, "starts", done)
     total = marks[-1][0][0] - marks[0][0][0]
     shares = covered(*softmax) / total, max(0, 1 - covered(sum(products, [])) / total)
     print(f"{', '.join(f'{name} = {value}' for name, value in one['switches'].items()):28}{total / (len(marks) - 1):16.0f}",
@@ -786,7 +793,8 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 #
 # The model sees no difference between `fa2` and `roles`: it counts neither addresses nor waiting, and takes for granted
 # that `mma` can fill Hopper's tensor cores. What these rungs gain is the model's error. Softmax under products can gain
-# 1 / 0.55, a factor of 1.8, at D = 128, and 0.64 / 0.39, 1.6, at D = 64.
+# 1 / 0.55, a factor of 1.8, at D = 128, and 0.64 / 0.39, 1.6, at D = 64. The bars say: copies 1.5, softmax 1.3 at D = 128; 1.4
+# and 1.2 at D = 64.
 #
 # </details>
 #
@@ -823,15 +831,15 @@ draw_ladder() if complete else print("rows of these rungs are missing: python -m
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### One switch at a time
 #
-# The head of `fwd_8_hopper.cu` names its ideas, each a macro. The table turns off one at a time: by how much does the kernel
-# take longer (+) or less (-), beside the whole kernel in the same run? **Question 3.** Which switch should bring more with a
+# The head of `fwd_8_hopper.cu` names its ideas, each a macro. The table turns off one at a time: + is slower than the whole
+# kernel in the same run, - faster. **Question 3.** Which switch should bring more with a
 # causal mask than without?
 #
 # <details><summary>Answer</summary>
 #
-# PERSISTENT, which deals out tiles of different length; it also hides each tile's beginning and end, so it should bring
-# something without a mask, most where tiles are short. And SKIP, where the tile is 192 rows (D = 64) and N is small. A minus
-# sign is an honest line: there, the idea does not pay.
+# PERSISTENT: it hides each tile's beginning and end, which weigh more where tiles are short, as causal ones are. And SKIP,
+# where the tile is 192 rows (D = 64) and N is small. At D = 128 nothing is skipped, so that about 1 % is noise. A larger
+# minus is an honest line: there, the idea does not pay.
 #
 # </details>
 
@@ -856,8 +864,8 @@ count = lambda D, N, causal, skip: products_started(N, causal, skip, *hopper.TIL
 print("SKIP=0, foreseen", *(f"{count(*at, False) / count(*at, True) - 1:+8.1%}" for at in settings))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The last line is part 4's count, of products alone, and foresees too much. A tile lasts as long as its busiest warpgroup,
-# whatever the others skip; they only stand less in its way.
+# The last line is part 4's count, as a slowdown: 36 products are 12.5 % more than 32. It foresees too much. A tile lasts as
+# long as its busiest warpgroup, whatever the others skip; they only stand less in its way.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What a launch costs
@@ -865,6 +873,7 @@ print("SKIP=0, foreseen", *(f"{count(*at, False) / count(*at, True) - 1:+8.1%}" 
 # Whoever launches a kernel does not wait for it. The host works only until the launch is on its way, and as long as that
 # takes less than the kernel, the GPU is never idle. `hopper_forward` allocates out and lse, finds the launch that it put
 # together for tensors in the same place, tensor maps included, and calls the driver; `forward` checks its arguments first.
+# Measured with a kernel too short to be waited for (one head, N = 128, D = 64). Less than a kernel takes is enough.
 
 # %% slideshow={"slide_type": "fragment"}
 host = rows.COMMITTED / "nvidia-h200.host.json"
@@ -872,21 +881,23 @@ for name, us in json.loads(host.read_text())["microseconds"].items() if host.exi
     print(f"{name:20} {us:5.1f} us of the host's time a call")
 shortest = min((row for row in recorded if row["kernel"] == "fwd_8_hopper"), key=lambda row: row["ms_median"], default=None)
 if shortest:
-    print("shortest hopper forward on the standard grid: {:.0f} us, at N = {N}, D = {D}".format(
+    print("the shortest hopper forward of the tables: {:.0f} us, at B = {B}, H = {H}, N = {N}, D = {D}, causal = {causal}".format(
         1e3 * shortest["ms_median"], **shortest))  # fmt: skip
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the power limit does
 #
-# The datasheet's TFLOP/s belong to a clock that the chip holds only while it stays below its power limit. Above it, it
-# lowers the clock. **Question 4.** The same matrix product, the same shapes: once on random normal numbers, once on zeros.
-# Same time? (Everything else in this course is measured on random normal numbers. This is why.)
+# The datasheet's TFLOP/s belong to a clock that the chip does not always hold. Near its power limit it lowers the clock.
+# **Question 4.** The same matrix product, the same shapes: once on random normal numbers, once on zeros. Same time?
 #
 # <details><summary>Answer</summary>
 #
-# No. A circuit draws much of its power when bits change, and between zeros none do. So the clock falls less, or not at all,
-# and the same kernel gets "faster" on data that nobody has. The second share in the table is the one that a kernel's author
-# can work on; the clock is what the limit leaves. It drifts with heat, and so the course measures candidates in turns.
+# No. A circuit draws much of its power when bits change, and between zeros none do. So the clock falls less, and the same
+# kernel gets "faster" on data that nobody has: this is why everything else in the course is measured on random normal
+# numbers. The second share in the table is the one that a kernel's author can work on; the clock is what the limit
+# leaves. It drifts with heat, and so the course measures candidates in turns: here each load runs alone for two seconds,
+# and comes out slower than in the tables. And power is not all: zeros keep the product far below the limit, and still not
+# at the datasheet's clock.
 #
 # </details>
 
@@ -908,7 +919,8 @@ def draw_power(loads):
 for one in clocked.get("power", ()):
     there = h200.sms * TENSOR * (one["sm_mhz"] or float("nan")) / 1e6
     print(f"{one['load']:14} {one['data']:13}: {one['tflops'] / h200.half_tflops:.0%} of the datasheet's TFLOP/s,",
-          f"{one['tflops'] / there:.0%} of what {one['sm_mhz']} MHz allow; {one['watts']} W of {one['limit_watts']}")  # fmt: skip
+          f"{one['tflops'] / there:.0%} of what {one['sm_mhz']:.0f} MHz allow;",
+          f"{one['watts']:.0f} W of {one['limit_watts']:.0f}")  # fmt: skip
 draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -919,7 +931,7 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # - TMA and wgmma are started and waited for. Between the two, nobody may touch what they use.
 # - An mbarrier tells a phase from the one before by one bit. A wrong parity hangs, or reads what is not there.
 # - A descriptor is three numbers; the swizzle is one XOR on the address, so tiles begin at multiples of 1024 bytes.
-# - Roles: a producer that needs few registers, consumers that get the rest and never wait for each other, but take turns.
+# - Roles: a producer that needs few registers, consumers that get the rest and meet only to take turns.
 # - Persistent blocks hide beginnings and ends; long causal tiles go first, dealt to and fro.
 #
 # **Ask yourself**
