@@ -469,7 +469,7 @@ for D, (Br, Bc) in hopper.TILES.items():
 
 # %% slideshow={"slide_type": "fragment"}
 excerpt("fwd_8_hopper", ("// The warpgroups' turns.", "// x, on which all lanes"),
-        ("// S of one block of keys, alone or beside O", "auto first_step"))  # fmt: skip
+        ("// S of one block of keys, alone or beside O", "// A tile's first block"))  # fmt: skip
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `turn.pass()` comes as soon as the products are *started*: the other's queue up behind them. At a named barrier one

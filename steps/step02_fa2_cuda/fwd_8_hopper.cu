@@ -4,7 +4,7 @@
 //   OVERLAP      a warpgroup starts S = Q K_j^T and O += P V_(j+1) together and computes the exponentials of S under the second
 //   PINGPONG     the warpgroups start their products in turn, so that one's exponentials run under the other's products
 //   PERSISTENT   one block a multiprocessor takes tile after tile. A tile's last O += P V starts together with the next tile's
-//                first S, and its stores run under that tile's products: there is no beginning and no end
+//                first S (unless SKIP passes over that), and its stores run under that tile's products: no beginning, no end
 //   LAZY         O is rescaled only when some row's maximum has grown by more than 8 in log2: until then P <= 2^8 does no harm
 //   SKIP         a warpgroup passes over the blocks of keys that none of its own 64 rows sees, and over rows that do not exist
 //   WIDE_STORES  the 4 lanes of a quad exchange what they hold of a row, so that each stores 16 bytes instead of 4 x 4
@@ -213,7 +213,7 @@ struct Problem {
 // One tile of Br query rows: which, the blocks of keys that it needs, and those of them that a warpgroup w needs.
 struct Tile {
   int first, head, blocks;  // the first row; the head, counted over all batches; the blocks 0 .. blocks - 1 are loaded
-  int seen, whole;          // 0 .. seen - 1 are seen by some of the warpgroup's rows, 0 .. whole - 1 by all
+  int seen, whole;          // 0 .. seen - 1 hold all keys that the warpgroup's rows see; every row sees all of 0 .. whole - 1
 
   __device__ Tile(const Problem& p, int n, int w = 0) {
     int each = (p.Nq + Br - 1) / Br, heads = p.tiles / each, i = n % each;
@@ -228,7 +228,7 @@ struct Tile {
     seen = SKIP && row >= p.Nq ? 0 : blocks_of(keys(p, last));
     whole = keys(p, row) / Bc;
   }
-  // How many keys a row sees, or the last row if there is no such row.
+  // How many keys a row sees; a row beyond the last, as many as the last.
   static __device__ int keys(const Problem& p, int row) {
     return CAUSAL ? min(p.Nk, max(0, min(row + 1, p.Nq) + p.Nk - p.Nq)) : p.Nk;
   }
@@ -309,6 +309,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       to_operand(P, S);
       if (grown) rescale(O, alpha);
     };
+    // A tile's first block: m and l begin anew, while O may still be that of the tile before.
     auto first_step = [&](const Tile& tile, auto beside, Shared<T> Q_i) {
       start(Q_i, beside);
       if (tile.seen > tile.whole) mask(S, (tile.seen - 1) * Bc, tile.first + i, Nq, Nk);
@@ -317,7 +318,10 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       if (beside.value) finish_output();
       to_operand(P, S);
     };
-    auto skip = [&] {  // a block that no row of this warpgroup sees
+    // A block that no row of this warpgroup sees. It is waited for all the same: a return before it has come would count for the
+    // tile before it in its place. And the others count on a turn for each block. Lane 0 returns for all: Hopper's wait is one
+    // instruction a warp, and no lane still waits. PTX does not promise it; __syncwarp() between get and release would.
+    auto skip = [&] {
       K.get(), K.release();
       turn.wait(), turn.pass();
       V.get(), V.release();
@@ -339,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       for (; j >= 0; j--) step(tile, j, Bool<false>(), Q_i);
       Q.release();
 
-      // O of this tile's last block, beside S of the next tile's first one; then this tile can be stored.
+      // O of this tile's last block: beside S of the next tile's first one, or alone if that is skipped or there is none.
       Tile done = tile;
       float m_done[2] = {m[0], m[1]}, l_done[2] = {l[0], l[1]};
       n = tile_number(++round);
