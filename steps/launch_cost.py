@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from reference.bench import rows
-from steps import step02_fa2_cuda, step03_triton
-from steps.step02_fa2_cuda import hopper
 
 SIZE = {"B": 1, "H": 1, "N": 128, "D": 64, "dtype": "bf16"}
 ROUNDS, CALLS = 50, 100
@@ -26,6 +24,9 @@ ROUNDS, CALLS = 50, 100
 
 def calls(q, k, v):
     """{name: a forward without arguments}: stage 02's launcher alone and with all checks, stage 03, and torch's SDPA."""
+    from steps import step02_fa2_cuda, step03_triton  # Triton is not everywhere
+    from steps.step02_fa2_cuda import hopper
+
     forwards = {
         "02 hopper_forward": hopper.hopper_forward,
         "02 forward": step02_fa2_cuda.forward,

@@ -14,7 +14,7 @@ import torch
 import sanitized as sanitized_kernels
 from reference import attention, error
 from reference.bench import cost, gpu_check, grid, peers, plans, plots, profile, report, rows, source, timing
-from steps import bench, compare
+from steps import bench, compare, launch_cost
 
 
 def row(**changes):
@@ -936,3 +936,22 @@ def test_a_part_of_the_plan_gives_the_rows_of_its_rungs(monkeypatch):
     assert [r["kernel"] or r["peer"] for r in found] == ["fwd_0_scalar", "sdpa-math", "bwd_0_scalar", "sdpa-math"] * 2
     assert len(ahead) == 1 and all(r["error"] < 1e-4 for r in found)
     bench._compile(ahead[0])
+
+
+# --- what a launch costs the host ---------------------------------------------------------------------------
+
+
+def test_what_a_launch_costs_is_the_median_of_rounds_in_turns(monkeypatch, capsys):
+    asked = []
+    times = {"a": iter([9.0, 9.0, *range(launch_cost.ROUNDS)]), "b": iter([9.0] * (launch_cost.ROUNDS + 2))}  # two to warm up
+    monkeypatch.setattr(launch_cost, "microseconds", lambda name: asked.append(name) or float(next(times[name])))
+    assert launch_cost.measure({"a": "a", "b": "b"}) == {"a": (launch_cost.ROUNDS - 1) / 2, "b": 9.0}
+    assert asked[:4] == ["a", "b", "a", "b"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert launch_cost.main([]) == 1 and "needs a GPU" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(bool(compare.unavailable("03")), reason="there is no Triton")
+def test_the_recorded_launch_takes_at_most_15_microseconds():
+    recorded = json.loads((rows.COMMITTED / "nvidia-h200.host.json").read_text())["microseconds"]
+    assert 0 < recorded["02 hopper_forward"] <= 15 and set(recorded) == set(launch_cost.calls(*torch.zeros(3, 1, 1, 1, 1)))
