@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 function = lambda path: getattr(importlib.import_module("lifted." + path.split(".")[0]), path.split(".")[1])
 forward, backward = function("{forward}"), function("{backward}")
-q, k, v, dout = torch.randn(4, 1, 2, 19, {D}, device="{device}").to(torch.{dtype})
+q, k, v, dout = torch.randn(4, 1, 1, 19, {D}, device="{device}").to(torch.{dtype})
 out, lse = forward(q, k, v, causal=True)
 leaves = [x.float().requires_grad_() for x in (q, k, v)]
 sdpa = F.scaled_dot_product_attention(*leaves, is_causal=True)
