@@ -519,6 +519,7 @@ def test_the_report_fills_readme_from_fresh_rows_only(repository, capsys):
     assert "| 01 fwd_0_scalar | 100 | 123 | 50% | 1.0e-03 |" in text
     assert "| sdpa-flash | 200 | 247 | – | 1.0e-03 |" in text
     assert "777" not in text and "5.5" not in text and "\nold\n" not in text
+    assert "Changed since it was measured, and not shown: 01 fwd_1_warp." in text
     assert text.startswith("# Title\n<!-- results:") and text.endswith("<!-- /results -->\nend\n")
     assert "fwd_1_warp" in (said := capsys.readouterr().out) and "1 of them stale" in said
     assert report.main(["--root", str(repository), "--check"]) == 0
@@ -529,7 +530,8 @@ def test_a_changed_kernel_leaves_readme(repository):
     (repository / "steps" / "step01_fa1_numba" / "fwd_0_scalar.cu").write_text("x = 2\n")
     report.main(["--root", str(repository)])
     text = (repository / "README.md").read_text()
-    assert "fwd_0_scalar" not in text and "sdpa-flash" in text
+    assert "| 01 fwd_0_scalar" not in text and "sdpa-flash" in text
+    assert "\nChanged since it was measured, and not shown: 01 fwd_0_scalar, 01 fwd_1_warp.\n" in text
 
 
 def ladder_rows(root, tflops=50.0):

@@ -221,6 +221,7 @@ CALLS = {  # kernel: launcher, dtype, Nq, Nk, D, tile: several tiles each way, t
 TIMES = [
     dict(),
     dict(copies="eager", wgmma="late"),
+    dict(threads="reverse", copies="eager"),
     dict(threads="reverse", blocks="reverse", copies="lifo", wgmma="lifo"),
     *(dict(threads="random", blocks="random", copies="random", wgmma="random", seed=seed) for seed in (1, 2, 3)),
 ]
@@ -300,6 +301,7 @@ PLANTED = {
     ],
     "fwd_8_hopper": [
         ("a tile is read before it is there", "barrier_wait(full + place(), parity());", "", "more arrivals"),
+        ("a place is returned before all lanes saw it", "K.get(), __syncwarp(), K.release();", "K.get(), K.release();", STUCK),
         ("nobody has the first turn", "if (w == WARPGROUPS - 1) turn.pass();", "", f"{STUCK}(.*\n)+.* wait at named_barrier"),
         ("the last turn is not taken", "if (w == 0) turn.wait();", "", "128 of 256 threads have come to the named barrier"),
         ("no wait for O", "wgmma_wait<0>();\n      V.release();", "V.release();", "was written while a wgmma"),

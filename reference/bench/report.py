@@ -8,7 +8,7 @@ A table stands between two markers; the first says by field=value pairs which ro
 The picture of stage 02's rungs, notebooks/figures/ladder.png, stands between <!-- ladder --> and <!-- /ladder -->; it carries
 its numbers inside, so that a picture of other rows is noticed.
 
-Rows whose kernel has changed since they were measured are stale: they are listed, README shows none of them.
+Rows whose kernel has changed since they were measured are stale: they are listed, README shows none of them, and says so.
 --check writes nothing and exits with 1 if README or the picture would change.
 """
 
@@ -34,14 +34,17 @@ PICTURE = Path("notebooks/figures/ladder.png")
 ALT = "TFLOP/s of stage 02's rungs, forward and backward, FlashAttention-2 and cuDNN as lines; right axis: % of a matrix product."
 
 
-def render(text, rows):
-    """`text` with each marked section filled from `rows` (no stale ones). ValueError for an unknown field."""
+def render(text, rows, stale=()):
+    """`text` with each section filled from `rows`, naming those who have stale ones only. ValueError for an unknown field."""
     numbers = ladder(rows)
     text = _LADDER.sub(lambda match: match[1] + (f"![{ALT}]({PICTURE})\n" if numbers else EMPTY) + match[2], text)
 
     def filled(match):
         begin, conditions, end = match.groups()
-        return begin + markdown(select(rows, _conditions(conditions))) + end
+        shown, hidden = (select(some, _conditions(conditions)) for some in (rows, stale))
+        changed = sorted({label(row) for row in hidden if row["kernel"]} - set(map(label, shown)))
+        note = f"\nChanged since it was measured, and not shown: {', '.join(changed)}.\n" if changed else ""
+        return begin + markdown(shown) + note + end
 
     return _SECTION.sub(filled, text)
 
@@ -178,7 +181,7 @@ def main(arguments=None):
         what = "no section between <!-- results: ... --> and <!-- /results -->: nothing to write"
         console.print(f"{readme} has {what}.", soft_wrap=True)
         return 0
-    new, picture = render(text, fresh), options.root / PICTURE
+    new, picture = render(text, fresh, stale), options.root / PICTURE
     if new == text and ladder_in(picture) == ladder(fresh):
         console.print("README.md and its pictures are up to date.")
         return 0

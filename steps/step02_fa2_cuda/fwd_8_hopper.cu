@@ -207,13 +207,13 @@ __device__ void store_rows(Global<T> out, Global<float> lse, const float (&O)[D 
 }
 
 struct Problem {
-  int H, group, Nq, Nk, tiles, section;  // tiles: of all heads
+  int Nq, Nk, tiles, section;  // tiles: of all heads
 };
 
 // One tile of Br query rows: which, the blocks of keys that it needs, and those of them that a warpgroup w needs.
 struct Tile {
   int first, head, blocks;  // the first row; the head, counted over all batches; the blocks 0 .. blocks - 1 are loaded
-  int seen, whole;          // 0 .. seen - 1 hold all keys that the warpgroup's rows see; every row sees all of 0 .. whole - 1
+  int needed, whole;        // 0 .. needed - 1 hold all keys that the warpgroup's rows see; every row sees all of 0 .. whole - 1
 
   __device__ Tile(const Problem& p, int n, int w = 0) {
     int each = (p.Nq + Br - 1) / Br, heads = p.tiles / each, i = n % each;
@@ -225,7 +225,7 @@ struct Tile {
     first = i * Br;
     blocks = blocks_of(keys(p, first + Br - 1));
     int row = first + 64 * w, last = SKIP ? row + 63 : first + Br - 1;
-    seen = SKIP && row >= p.Nq ? 0 : blocks_of(keys(p, last));
+    needed = SKIP && row >= p.Nq ? 0 : blocks_of(keys(p, last));
     whole = keys(p, row) / Bc;
   }
   // How many keys a row sees; a row beyond the last, as many as the last.
@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
     Global<T> out, Global<float> lse, int H, int group, int Nq, int Nk, float scale, int tiles,
     int section) {
-  Problem p{H, group, Nq, Nk, tiles, section};
+  Problem p{Nq, Nk, tiles, section};
   SharedMemory smem;
   Ring<Q_STAGES, Br> Q(smem);
   Ring<STAGES, Bc> K(smem), V(smem);
@@ -312,19 +312,18 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     // A tile's first block: m and l begin anew, while O may still be that of the tile before.
     auto first_step = [&](const Tile& tile, auto beside, Shared<T> Q_i) {
       start(Q_i, beside);
-      if (tile.seen > tile.whole) mask(S, (tile.seen - 1) * Bc, tile.first + i, Nq, Nk);
+      if (tile.needed > tile.whole) mask(S, (tile.needed - 1) * Bc, tile.first + i, Nq, Nk);
       m[0] = m[1] = -INFINITY, l[0] = l[1] = 0;
       online_softmax<true>(S, m, l, alpha, scale_log2);
       if (beside.value) finish_output();
       to_operand(P, S);
     };
-    // A block that no row of this warpgroup sees. It is waited for all the same: a return before it has come would count for the
-    // tile before it in its place. And the others count on a turn for each block. Lane 0 returns for all: Hopper's wait is one
-    // instruction a warp, and no lane still waits. PTX does not promise it; __syncwarp() between get and release would.
+    // A block that this warpgroup does not need. It is waited for all the same: a return before every lane has seen it come would
+    // count for the tile before it in its place. And the others count on a turn for each block.
     auto skip = [&] {
-      K.get(), K.release();
+      K.get(), __syncwarp(), K.release();
       turn.wait(), turn.pass();
-      V.get(), V.release();
+      V.get(), __syncwarp(), V.release();
     };
 
     int round = 0, n = tile_number(0);
@@ -334,13 +333,14 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       Shared<T> Q_i = Q.get() + w * 64 * 64;
       if (alone) {
 #pragma unroll 1  // few registers
-        for (int j = tile.blocks; j > tile.seen; j--) skip();
-        if (tile.seen) first_step(tile, Bool<false>(), Q_i);
+        for (int j = tile.blocks; j > tile.needed; j--) skip();
+        if (tile.needed) first_step(tile, Bool<false>(), Q_i);
       }
-      int j = tile.seen - 2;
+      int j = tile.needed - 2;
       if (CAUSAL)
         for (; j >= tile.whole; j--) step(tile, j, Bool<true>(), Q_i);
       for (; j >= 0; j--) step(tile, j, Bool<false>(), Q_i);
+      __syncwarp();  // where there was no product, not every lane may have seen Q come
       Q.release();
 
       // O of this tile's last block: beside S of the next tile's first one, or alone if that is skipped or there is none.
@@ -348,8 +348,8 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       float m_done[2] = {m[0], m[1]}, l_done[2] = {l[0], l[1]};
       n = tile_number(++round);
       if (n < tiles) tile = Tile(p, n, w);
-      alone = !done.seen || n >= tiles || tile.seen < tile.blocks;
-      if (!done.seen) continue;
+      alone = !done.needed || n >= tiles || tile.needed < tile.blocks;
+      if (!done.needed) continue;
       if (!alone) {
         first_step(tile, Bool<true>(), Q.get() + w * 64 * 64);
       } else {
