@@ -680,8 +680,8 @@ except RuntimeError as stuck:
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Wrong, and not always
 #
-# Five more mistakes of one line each, in the three schedules; "refused" is a misuse that the emulation
-# reports. **One lives under the first schedule. Which, and why?**
+# Five more mistakes of one line each, in the three schedules; "refused" is a misuse that the emulation reports. **One
+# lives under the first schedule. Which, and why?**
 #
 # <details><summary>Answer</summary>
 #
@@ -793,8 +793,7 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 #
 # The model sees no difference between `fa2` and `roles`: it counts neither addresses nor waiting, and takes for granted
 # that `mma` can fill Hopper's tensor cores. What these rungs gain is the model's error. Softmax under products can gain
-# 1 / 0.55, a factor of 1.8, at D = 128, and 0.64 / 0.39, 1.6, at D = 64. The bars say: copies 1.5, softmax 1.3 at D = 128; 1.4
-# and 1.2 at D = 64.
+# 1 / 0.55, a factor of 1.8, at D = 128, and 0.64 / 0.39, 1.6, at D = 64. What either step did gain, the bars below say.
 #
 # </details>
 #

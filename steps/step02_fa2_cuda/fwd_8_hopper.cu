@@ -72,7 +72,8 @@ template <int PLACES, int ROWS> struct Ring {
     n++;
   }
 
-  // The consumers: the next tile, once it is there; and, once this warp's products with it have ended, its return.
+  // The consumers: the next tile, once it is there; and its return by one lane, once the warp's products with it have ended, or
+  // without any, once every lane has it: whoever still waited would wait for the next tile there.
   __device__ Shared<T> get() const {
     barrier_wait(full + place(), parity());
     return tiles + place() * ROWS * 64 * SLABS;
