@@ -38,18 +38,19 @@ def stem(module, prefix, word):
 
 
 def switched(candidate):
-    """fwd_8_hopper with each of its switches turned, one at a time, as candidates."""
+    """fwd_8_hopper with one of its switches turned at a time, as candidates."""
     from steps.step02_fa2_cuda import hopper
 
-    for name, usual in switches((hopper.HERE / f"{candidate.fwd_kernel}.cu").read_text()).items():
-        turned = partial(hopper.hopper_forward, **{name: 1 - usual})
-        kernel = f"{candidate.fwd_kernel}:{name}={1 - usual}"
-        yield replace(candidate, fwd_kernel=kernel, forward=turned, bwd_kernel=None, backward=None)
+    for name, values in switches((hopper.HERE / f"{candidate.fwd_kernel}.cu").read_text()).items():
+        for value in values:
+            turned, kernel = partial(hopper.hopper_forward, **{name: value}), f"{candidate.fwd_kernel}:{name}={value}"
+            yield replace(candidate, fwd_kernel=kernel, forward=turned, bwd_kernel=None, backward=None)
 
 
 def switches(text):
-    """{name: default} of a .cu file's switches: macros that are 0 or 1 unless defined."""
-    return {name: int(value) for name, value in re.findall(r"^#ifndef (\w+).*\n#define \1 ([01])$", text, re.M)}
+    """{name: values} of a .cu file's switches: a macro that is 0 or 1 unless defined can be the other, an (expression) either."""
+    found = re.findall(r"^#ifndef (\w+).*\n#define \1 ([01]|\(.*\))$", text, re.M)
+    return {name: (0, 1) if usual.startswith("(") else (1 - int(usual),) for name, usual in found}
 
 
 def record_parts(parts, **options):

@@ -917,14 +917,17 @@ def test_a_backward_is_measured_only_under_the_rung_that_owns_it():
     assert mma.bwd_kernel is None and mma.backward is None and "fp32" not in mma.dtypes
 
 
-def test_switches_are_the_macros_that_are_0_or_1_unless_defined():
+def test_switches_are_the_macros_that_are_0_or_1_or_an_expression_unless_defined():
     text = "#ifndef LAZY\n#define LAZY 1\n#endif\n#ifndef LATE  // why\n#define LATE 0\n#endif\n#ifndef N\n#define N 2\n#endif\n"
-    assert bench.switches(text) == {"LAZY": 1, "LATE": 0}
+    text += "#ifndef WIDE\n#define WIDE (D > 1)\n#endif\n"
+    assert bench.switches(text) == {"LAZY": (0,), "LATE": (1,), "WIDE": (0, 1)}
     hopper = grid.Candidate("02_fa2_cuda", "fwd_8_hopper", None)
     found = bench.switches((rows.ROOT / "steps" / "step02_fa2_cuda" / "fwd_8_hopper.cu").read_text())
+    settings = [(name, value) for name, values in found.items() for value in values]
+    assert {"OVERLAP", "PINGPONG", "PERSISTENT", "LAZY", "SKIP", "WIDE_STORES"} == set(found)
     turned = list(bench.switched(hopper))
-    assert [c.fwd_kernel for c in turned] == [f"fwd_8_hopper:{name}={1 - usual}" for name, usual in found.items()]
-    assert [c.forward.keywords for c in turned] == [{name: 1 - usual} for name, usual in found.items()]
+    assert [c.fwd_kernel for c in turned] == [f"fwd_8_hopper:{name}={value}" for name, value in settings]
+    assert [c.forward.keywords for c in turned] == [{name: value} for name, value in settings]
     assert all(c.backward is None and source.source_files(c.stage, c.fwd_kernel) for c in turned)
 
 

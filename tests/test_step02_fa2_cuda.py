@@ -172,6 +172,20 @@ def test_random_shapes(problem):
         assert not error.failures(got, want), rung
 
 
+TURNED = dict(OVERLAP=0, PINGPONG=0, PERSISTENT=0, LAZY=1, SKIP=0, WIDE_STORES=0)
+
+
+@needs_compiler
+@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
+@pytest.mark.parametrize("switches", [dict(LAZY=1), TURNED], ids=["LAZY", "all"])
+def test_switches_change_the_time_alone(switches):
+    q, k, v, dout = random_inputs(1, 2, 1, 330, 330, 64, torch.float16)
+    q = 4 * q  # maxima that grow from tile to tile, by more than LAZY's 8 and by less
+    want = error.expected(q, k, v, dout, causal=True)
+    got = hopper.hopper_forward(q, k, v, causal=True, tile=(128, 32), **switches)
+    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+
+
 FORWARDS, BACKWARDS = dict(blocks="forward"), dict(threads="reverse", blocks="reverse")
 SCHEDULES = FORWARDS, BACKWARDS, *(dict(threads="random", blocks="random", seed=seed) for seed in (1, 2, 3))
 HEAD_DIMS = {"fa2": (64, 256), "wgmma": (64,), "hopper": (64, 128)} if GPU else {"fa2": (32,), "wgmma": (64,), "hopper": (64,)}

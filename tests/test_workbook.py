@@ -103,7 +103,8 @@ def test_the_stages_own_body_passes(id):
     else:
         text = text.replace("    raise Blank\n", body(EXERCISES[id]))
     EXERCISES[id].mine.write_text(text)
-    report = check(id, limit=15)  # seconds: a reader waits for it, again and again
+    # A reader waits for it, again and again. With a GPU each of stage 04's ranks is a process that begins anew in every case.
+    report = check(id, limit=60 if engine.name == "cuda" and id.startswith("04") else 15)  # seconds
     assert report.verdict == "passed", report
     assert repr(report).count("  ok  ") == len(EXERCISES[id].cases) + bool(EXERCISES[id].cost)
 

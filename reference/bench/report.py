@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reference.bench import rows as results
-from reference.bench.source import is_stale
+from reference.bench.source import fresh
 
 _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
 _LADDER = re.compile(r"(<!-- ladder -->\n).*?(<!-- /ladder -->)", re.S)
@@ -171,8 +171,8 @@ def main(arguments=None):
     console = Console()
     readme = options.root / "README.md"
     measured = results.read(options.root / results.COMMITTED.relative_to(results.ROOT))
-    stale = [row for row in measured if is_stale(row, options.root)]
-    fresh = [row for row in measured if row not in stale]
+    shown = fresh(measured, options.root)
+    stale = [row for row in measured if row not in shown]
     if stale:
         console.print(table(stale, "Stale: these kernels have changed since they were measured"))
     console.print(f"{len(measured)} rows, {len(stale)} of them stale.")
@@ -181,15 +181,15 @@ def main(arguments=None):
         what = "no section between <!-- results: ... --> and <!-- /results -->: nothing to write"
         console.print(f"{readme} has {what}.", soft_wrap=True)
         return 0
-    new, picture = render(text, fresh, stale), options.root / PICTURE
-    if new == text and ladder_in(picture) == ladder(fresh):
+    new, picture = render(text, shown, stale), options.root / PICTURE
+    if new == text and ladder_in(picture) == ladder(shown):
         console.print("README.md and its pictures are up to date.")
         return 0
     if options.check:
         console.print("README.md or its picture is out of date: run `make report`.")
         return 1
     readme.write_text(new)
-    draw(fresh, picture)
+    draw(shown, picture)
     console.print("README.md rewritten.")
     return 0
 

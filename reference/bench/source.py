@@ -65,6 +65,11 @@ def is_stale(row, root=ROOT):
     return not files or source_hash(files) != row["source"]
 
 
+def fresh(rows, root=ROOT):
+    """Those of the rows that are not stale: what may be shown beside the files as they are."""
+    return [row for row in rows if not is_stale(row, root)]
+
+
 @functools.cache  # many rows are of one kernel
 def cuda_code(text):
     """C++ without comments and whitespace."""

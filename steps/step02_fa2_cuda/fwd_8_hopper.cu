@@ -5,7 +5,8 @@
 //   PINGPONG     the warpgroups start their products in turn, so that one's exponentials run under the other's products
 //   PERSISTENT   one block a multiprocessor takes tile after tile. A tile's last O += P V starts together with the next tile's
 //                first S (unless SKIP passes over that), and its stores run under that tile's products: no beginning, no end
-//   LAZY         O is rescaled only when some row's maximum has grown by more than 8 in log2: until then P <= 2^8 does no harm
+//   LAZY         O is rescaled only when some row's maximum has grown by more than 8 in log2: until then P <= 2^8 does no harm.
+//                Not where D <= 64: there O is so small that asking all lanes costs more than it saves
 //   SKIP         a warpgroup passes over the blocks of keys that none of its own 64 rows sees, and over rows that do not exist
 //   WIDE_STORES  the 4 lanes of a quad exchange what they hold of a row, so that each stores 16 bytes instead of 4 x 4
 //
@@ -25,7 +26,7 @@
 #define PERSISTENT 1
 #endif
 #ifndef LAZY
-#define LAZY 1
+#define LAZY (D > 64)
 #endif
 #ifndef SKIP
 #define SKIP 1
