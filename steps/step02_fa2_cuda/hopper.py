@@ -49,8 +49,10 @@ def _forward(file, q, k, v, causal, scale, tile, **switches):
         emulator.launch(HERE / file, "attention_forward", arguments, **shape)
         return out, lse
 
-    layout = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.data_ptr(), k.data_ptr(), v.data_ptr()
-    key = file, q.dtype, q.device, causal, scale, tile, *layout, *switches.items()
+    key = (
+        file, q.dtype, q.device, causal, scale, tile, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), *switches.items(),
+    )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
         from .nvrtc import Launch

@@ -129,20 +129,21 @@ class Launch:
         self.name = f"{kernel} with {macros}, {grid} blocks of {block} threads"
         self.values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments]
         self.addresses = (ctypes.c_void_p * len(self.values))(*map(ctypes.addressof, self.values))
-        self.what = function, grid, 1, 1, block, 1, 1, shared_bytes
+        self.what = driver.CUfunction(function), grid, 1, 1, block, 1, 1, shared_bytes
         self.lock = threading.Lock()
 
     def __call__(self, tensors=()):
         """Runs it on torch's current stream; tensors: (position, tensor) of arguments that are others than at first."""
-        if torch.cuda.current_device() != self.device.index:  # a context of that device must be current
-            with torch.cuda.device(self.device):
+        device = self.device.index
+        if torch._C._cuda_getDevice() != device:  # a context of that device must be current
+            with torch.cuda.device(device):
                 return self(tensors)
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)  # as Triton does: torch.cuda.current_stream takes 2 us
+        stream = torch._C._cuda_getCurrentRawStream(device)  # as Triton does: torch.cuda.current_stream takes 2 us
         with self.lock:
             for position, x in tensors:
                 self.values[position].value = x.data_ptr()
             (status,) = self.driver.cuLaunchKernel(*self.what, stream, ctypes.addressof(self.addresses), 0)
-        if status != self.driver.CUresult.CUDA_SUCCESS:
+        if status:
             raise RuntimeError(f"{self.name}: {status.name} at the launch")
 
 
