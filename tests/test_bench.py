@@ -610,10 +610,11 @@ def test_the_share_of_a_peer_is_taken_within_one_run():
     assert "| 50 | 50% |" in report.markdown(everything)
 
 
-def test_the_caption_names_a_machine_once_with_all_commits():
-    shown = report.markdown([row(N=512, commit="a" * 40), row(N=1024, commit="b" * 12), row(N=2048, commit="a" * 40)])
-    assert shown.count("NVIDIA H200") == 1 and "commits aaaaaaa, bbbbbbb." in shown
-    assert shown.count("\n\n") == 1 and report.markdown([row()]).endswith("2026-01-31, commit abc.\n")
+def test_the_caption_names_a_machine_once_with_all_commits_and_days():
+    later = row(N=1024, commit="b" * 12, date="2026-02-01")
+    shown = report.markdown([row(N=512, commit="a" * 40), later, row(N=2048, commit="a" * 40)])
+    assert shown.count("NVIDIA H200") == 1 and shown.endswith("commits aaaaaaa (2026-01-31), bbbbbbb (2026-02-01).\n")
+    assert shown.count("\n\n") == 1 and report.markdown([row()]).endswith("triton 3.6.0, commit abc (2026-01-31).\n")
 
 
 def test_a_readme_without_sections_is_left_alone(tmp_path, capsys):

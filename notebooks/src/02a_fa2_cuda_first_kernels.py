@@ -75,8 +75,8 @@ AT = {"gpu": gpu.name, "n_gpus": 1, "pass": "fwd", "N": 4096, "D": 64, "causal":
 def speeds(dtype, kernels, peer):
     """A bar for each of these kernels and for the peer, from the committed rows of the files as they are now."""
     at = AT | {"dtype": dtype}
-    found = [r for r in rows.latest(rows.read()) if all(r[name] == value for name, value in at.items())]
-    found = [r for r in found if r["peer"] == peer or r["kernel"] in kernels and not source.is_stale(r)]
+    found = [r for r in rows.latest(source.fresh(rows.read())) if all(r[name] == value for name, value in at.items())]
+    found = [r for r in found if r["peer"] == peer or r["kernel"] in kernels]
     missing = [name for name in kernels if name not in [r["kernel"] for r in found]]
     if missing:
         print(f"not measured yet: {', '.join(missing)} in {dtype}")

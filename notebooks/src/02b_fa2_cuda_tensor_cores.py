@@ -42,7 +42,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from reference import cases, error
-from reference.bench import cost, plots, profile, rows
+from reference.bench import cost, plots, profile, rows, source
 from reference.bench.plots import COLOURS, FAINT, INK
 from steps import contract
 from steps import step02_fa2_cuda as step02
@@ -317,8 +317,9 @@ def changes(old, new, *functions):
 
 
 # %% slideshow={"slide_type": "skip"}
+recorded = source.fresh(rows.read())  # of the files as they are
 measured = {}  # {(rung, D, causal): TFLOP/s} at N = 4096
-for r in rows.latest(rows.read()):
+for r in rows.latest(recorded):
     if (r["gpu"], r["stage"], r["pass"], r["N"]) == (gpu.name, "02_fa2_cuda", "fwd", 4096):
         rung = re.sub(r"^fwd_\d_", "", r["kernel"])
         if r["dtype"] == ("fp32" if rung == "scalar" else "bf16"):
@@ -712,8 +713,8 @@ for before, rung in zip(names, names[1:], strict=False):
     if old and new:
         gains[rung] = new / old
 print("measured:", ", ".join(f"{r} x {gains[r]:.2f}" for r in sorted(gains, key=gains.get, reverse=True)) or "nothing yet")
-if gains and plots.ladder_numbers(rows.latest(rows.read())):
-    result = picture(plots.ladder(rows.latest(rows.read())), """The ladder of stage 02, rung by rung, forward and backward:
+if gains and plots.ladder_numbers(recorded):
+    result = picture(plots.ladder(recorded), """The ladder of stage 02, rung by rung, forward and backward:
 TFLOP/s and the share of a measured matrix product, with FlashAttention-2 and cuDNN as lines.""")  # fmt: skip
 else:
     result = print("no rows yet of stage 02's ladder: on an H200, python -m steps bench --plan fast, then --plan slow")

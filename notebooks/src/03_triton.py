@@ -47,7 +47,7 @@ import triton.language as tl
 from torch.nn.functional import scaled_dot_product_attention
 
 from reference import attention, cases, error, mutants
-from reference.bench import cost, plots, rows
+from reference.bench import cost, plots, rows, source
 from reference.bench.plots import COLOURS, FAINT, INK
 from steps import step00_naive as step00, step03_triton as step03
 from steps.step00_naive import fwd_3_tiled
@@ -753,7 +753,7 @@ for N in (512, 2048, 4096):
 def measured_speed(kernel, pass_):
     """TFLOP/s of a kernel and its peers, from the committed measurements."""
     at = {"pass": pass_, "dtype": "bf16", "D": 128, "causal": False, "n_gpus": 1}
-    found = [r for r in rows.latest(rows.read()) if all(r[name] == value for name, value in at.items())]
+    found = [r for r in rows.latest(source.fresh(rows.read())) if all(r[name] == value for name, value in at.items())]
     gpus = [r["gpu"] for r in found if r["kernel"] == kernel]
     found = [r for r in found if gpus and r["gpu"] == gpus[0] and (r["kernel"] == kernel or r["peer"])]
     if not found:

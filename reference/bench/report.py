@@ -135,15 +135,14 @@ def _side_by_side(row, other):
 
 
 def _caption(rows):
-    """Units, hardware and versions of the rows; of runs on the same machine only the commits are told apart."""
-    commits = {}
+    """Units, hardware and versions of the rows; of runs on the same machine only the commits and days are told apart."""
+    machines = {}
     for row in rows:
-        versions = f"driver {row['driver']}, CUDA {row['cuda']}, torch {row['torch']}, triton {row['triton']}"
-        where = f"{row['gpu']}, {versions}, {row['date']}"
-        commits.setdefault(where, {})[(row["commit"] or "unknown")[:7]] = True
-    machines = (f"{where}, commit{'s' * (len(found) > 1)} {', '.join(found)}" for where, found in commits.items())
+        where = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}, torch {row['torch']}, triton {row['triton']}"
+        machines.setdefault(where, {})[f"{(row['commit'] or 'unknown')[:7]} ({row['date']})"] = True
+    origins = (f"{where}, commit{'s' * (len(found) > 1)} {', '.join(found)}" for where, found in machines.items())
     how = f"TFLOP/s, medians of at least {results.MIN_REPS} interleaved calls"
-    return f"{how}; error: largest difference from float64. {'; '.join(machines)}."
+    return f"{how}; error: largest difference from float64. {'; '.join(origins)}."
 
 
 def table(rows, title=""):
