@@ -21,7 +21,7 @@ def entry_points(kernels, supports):
 
     kernels   {rung: (forward, backward)}; the default is the first rung that takes the input's dtype and head_dim
     supports  the stage's SUPPORTS: stage, devices, dtypes, head_dims, tiles, rungs, gqa, nq_ne_nk, deterministic, order; and
-              where rungs differ, limits: {rung: what of these is different for it}
+              where rungs differ, limits: {rung: what of these is different for it}, elsewhere: {rung: what it needs to run}
     """
 
     def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None):
@@ -45,7 +45,8 @@ def entry_points(kernels, supports):
     def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None, deterministic=False):
         """Gradients (dq, dk, dv), like q, k and v, from the gradient dout of out; out and lse as `forward` gave them.
 
-        deterministic: bit-equal from run to run, which they are anyway where SUPPORTS["deterministic"].
+        tile: the forward's; a backward that has tiles of its own uses them. deterministic: bit-equal from run to run, which
+        gradients are anyway where SUPPORTS["deterministic"].
         """
         kernel, own = pick_kernel(kernels, supports, rung, 1, q)
         scale, options = check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
@@ -104,8 +105,9 @@ def pick_kernel(kernels, supports, rung, direction, q):
 
     Without a rung: of the first that takes q's dtype and head_dim. ValueError names the rungs there are.
     """
-    if rung is not None and rung not in kernels:
-        raise ValueError(f"{supports['stage']} has the rungs {', '.join(kernels)}; got rung={rung!r}.")
+    if rung is not None and rung not in tuple(kernels):
+        needs = [f": it needs {what}" for name, what in supports.get("elsewhere", {}).items() if name == rung]
+        raise ValueError(f"{supports['stage']} has the rungs {', '.join(kernels)} here; got rung={rung!r}{''.join(needs)}.")
     if rung is None:
         rung = next((name for name in kernels if takes(limits(supports, name), q)), None)
     if rung is None:  # check_call says what the whole stage takes; what is left is a combination that no rung takes
@@ -230,5 +232,11 @@ def _short(dtype):
 
 
 def _span(values):
-    """`range(1, 97)` reads as "1 to 96", other collections as a list."""
-    return f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
+    """Increasing numbers, with neighbours joined: "1 to 96, 128"."""
+    runs = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

@@ -714,12 +714,13 @@ HOST = """========= Host API memory access error at host access to 0x7f11cc88420
 """
 
 
-def test_a_report_is_listed_only_if_it_is_of_a_known_kind(monkeypatch):
+def test_a_report_is_listed_only_if_it_is_of_a_known_kind_and_kernel(monkeypatch):
     known = sanitized(monkeypatch, HOST, tool="initcheck")
     assert known["status"] == "listed" and "tma_store" in known["listed"] and known["problems"] == 1
     unknown = "========= Uninitialized __global__ memory read of size 4 bytes\n"
     assert sanitized(monkeypatch, unknown + HOST, tool="initcheck")["status"] == "problems"
     assert sanitized(monkeypatch, HOST, tool="memcheck")["status"] == "problems"
+    assert sanitized(monkeypatch, HOST, tool="initcheck", what="02_fa2_cuda/bwd_1_fa2")["status"] == "problems"
 
 
 def test_a_planted_race_is_seen_only_if_it_adds_a_report(monkeypatch):

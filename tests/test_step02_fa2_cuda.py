@@ -15,6 +15,7 @@ import steps.step02_fa2_cuda as step02
 from reference import attention, cases, error
 from steps import contract, engine
 from steps.step02_fa2_cuda import emulator, hopper, kernels, nvrtc
+from steps.workbook import rungs
 from suite import Contract
 
 GPU = engine.name == "cuda"
@@ -40,7 +41,7 @@ BUILDS = [  # every kernel for every GPU that it is for, at tiles that such a GP
     *(build("bwd_0_scalar", arch, 96, (32, 64)) for arch in HALF),
     *(build("fwd_0_scalar", "sm_90a", 96, tile) for tile in ((32, 32), (32, 64))),
     *(build("bwd_0_scalar", "sm_90a", 96, tile) for tile in ((32, 32), (64, 32))),
-    build("fwd_1_warp", "sm_75", 96, kernels.WARP_TILES[96], T="float32"),
+    *(build("fwd_1_warp", "sm_75", 96, kernels.WARP_TILES[96], T=T) for T in ("float32", "fp16")),
     build("fwd_1_warp", "sm_80", 64, kernels.WARP_TILES[64], T="float32"),
     build("fwd_1_warp", "sm_90a", 96, kernels.WARP_TILES[96], T="bf16"),
     *(build(file, arch, 128, kernels.MMA_TILES[128], T=HALF[arch])
@@ -136,6 +137,21 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
             assert torch.equal(got[result], first[result]), (schedule, result)
 
 
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0)], ids=str)
+def test_what_a_gpu_takes(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    there, own = step02.rungs.available("cuda"), step02.rungs.limits("cuda")
+    assert next(iter(there)) == ("hopper" if capability == (9, 0) else "fa2") and ("wgmma" in there) == (capability == (9, 0))
+    assert {rung for rung in there if torch.bfloat16 in own[rung]["dtypes"]} == {
+        rung for rung in there if rung != "scalar" and capability >= (8, 0)
+    }
+    assert (256 in own["fa2"]["head_dims"]) == (capability >= (8, 0))
+    if capability != (9, 0):
+        supports = step02.SUPPORTS | {"elsewhere": step02.rungs.elsewhere("cuda")}
+        with pytest.raises(ValueError, match=r"has the rungs fa2, .* here; got rung='hopper': it needs .* 9\.0"):
+            contract.pick_kernel(there, supports, "hopper", 0, torch.randn(1, 1, 4, 64).bfloat16())
+
+
 def random_inputs(B, H, Hk, Nq, Nk, D, dtype):
     """q, k, v and dout."""
     rng = torch.Generator().manual_seed(Nq + Nk)
@@ -170,6 +186,19 @@ def test_random_shapes(problem):
             got |= zip(("dq", "dk", "dv"), step02.backward(dout, q, k, v, out, lse, **options), strict=True)
         known.add(kernel)
         assert not error.failures(got, want), rung
+
+
+@needs_compiler
+@pytest.mark.parametrize("D", hopper.BACKWARD_TILES)
+@pytest.mark.parametrize("rung", [rung for rung in ("wgmma", "hopper") if rung in step02.RUNGS])
+def test_the_contract_where_hoppers_backwards_are_used(rung, D):
+    """The cases at their head_dims: at the contract's own, gradients are mostly fa2's. In the emulation not all, to save time."""
+    supports = contract.limits(step02.SUPPORTS, rung)
+    for case, dtype, reason in cases.select(supports, GPU):
+        if reason is None and (GPU or dtype == torch.bfloat16 and (D == 64 or case.name in TestContract.few)):
+            inputs = cases.build(replace(case, D=D), supports, dtype, engine.device)
+            want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal, scale=inputs.scale)
+            assert not error.failures(rungs.results(step02, rung, case, inputs), want), case.says
 
 
 TURNED = dict(OVERLAP=0, PINGPONG=0, PERSISTENT=0, LAZY=1, SKIP=0, WIDE_STORES=0)

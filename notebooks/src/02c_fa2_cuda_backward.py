@@ -462,7 +462,7 @@ def roof(rung, D, N, tile):
         getattr(kernels, f"{rung}_backward")(dout, q, k, v, out, lse, tile=tile)
     wavefronts = sum(wavefronts for _, wavefronts in counted.values())
     multiply_adds = 5 * N * N * D / wavefronts
-    tflops = gpu.fp32_tflops / 256 * 2 * multiply_adds  # an SM does 256 float32 operations, or 1 wavefront, a cycle
+    tflops = gpu.half_tflops / 4096 * 2 * multiply_adds  # an SM does 4096 bf16 operations, or 1 wavefront, a cycle
     print(f"{rung:6} D = {D:3}: {multiply_adds:3.0f} multiply-adds a wavefront, roof {tflops:5.1f} TFLOP/s")
     return tflops
 
@@ -485,9 +485,9 @@ want = error.expected(q, k, v, dout)
 got = dict(zip(("dq", "dk", "dv"), kernels.fa2_backward(dout, q, k, v, out, lse), strict=True))
 print("8 query heads, 2 key heads:", {name: tuple(x.shape) for name, x in got.items()}, "wrong:", error.failures(got, want))
 for H, Hk in ((32, 32), (32, 8), (32, 1)):
-    copies = 4 * H * 4096 * 128 * 4 / 2**20 if H > Hk else 0  # k, v, dk, dv in float32
+    copies = 4 * H * 4096 * 64 * 4 / 2**20 if H > Hk else 0  # k, v, dk, dv in float32
     blocks = 4096 // 128 * Hk  # of rung 1
-    print(f"H = {H}, Hk = {Hk:2}, N = 4096, D = 128: rung 0 adds {copies:3.0f} MiB, rung 1 none, in {blocks:4} blocks")
+    print(f"H = {H}, Hk = {Hk:2}, N = 4096, D = 64: rung 0 adds {copies:3.0f} MiB, rung 1 none, in {blocks:4} blocks")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Bit by bit: `deterministic=True`
@@ -524,7 +524,7 @@ for deterministic in (False, True):
     print(f"deterministic={deterministic}: elements with other bits, of {first[0].numel()}; dq's sum in float32, dq, dk, dv")
     for order in (("reverse", 0), ("random", 1), ("random", 2)):
         other = fa2_gradients(*order, deterministic=deterministic)
-        print(f"    {order[0]} {order[1] or ' '}", [int((a != b).sum()) for a, b in zip(other, first, strict=True)])
+        print(f"    {order[0]:7} {order[1] or ' '}", [int((a != b).sum()) for a, b in zip(other, first, strict=True)])
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **What do turns cost?** All blocks of a head start at the same dQ_i, and have to queue. A model: a step takes time 1, and of
@@ -678,7 +678,8 @@ def misconceptions(rung, x, want, got):
 # dv needs neither delta nor a scale; a wrong P spoils it, but the diagonal is wrong only where a causal case has Nq != Nk. A
 # scale left out touches its own gradient, P not transposed dv. Without the barrier a warp reads what others have yet to
 # write: P at once, for dv; whether dS comes in time depends on the order of the threads (try
-# `emulator.schedule(threads="random")` around `grads`). Of a group only a case with groups knows.
+# `emulator.schedule(threads="random")` around `grads`). Of a group only a case with groups knows. Recognised by none are
+# mistakes that no mutant makes.
 #
 # </details>
 

@@ -54,7 +54,8 @@ from steps.workbook.source import Source
 plots.style()
 torch.set_num_threads(1)
 h200 = cost.GPUS["NVIDIA H200"]
-recorded = [row for row in rows.latest(source.fresh(rows.read())) if row["gpu"] == h200.name]
+fresh = source.fresh(rows.read())
+recorded = [row for row in rows.latest(fresh) if row["gpu"] == h200.name]
 clocked = timeline.read()
 NO_CLOCKS = "nvidia-h200.timeline.json is missing: `python -m reference.bench.timeline` writes it, on an H200."
 scratch = Path(tempfile.mkdtemp())
@@ -225,10 +226,6 @@ for waits in (0, 1):
     launch(copy, "copied", hopper.tensor_map(x[None, None], 16), y, 13, waits)
     print(f"waits: {bool(waits)!s:5}: {y.isnan().sum()} of {y.numel()} numbers are nan; row 2 begins", y[2, :64:8].tolist())
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Without the wait the threads read what nobody has written yet (the emulation fills shared memory with NaN and lets copies
-# come late; a GPU gives you what was there). With it, all has come. But row 2, row 15 of x, does not begin with chunk 0.
-
 # %% slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 2, figsize=(8.6, 4), sharey=True, layout="constrained")
 chunks = y.view(2, 16, 8, 8)[..., 0]  # slab, row, place
@@ -253,6 +250,9 @@ picture(fig, """What TMA wrote: two slabs of 16 rows of 128 bytes, each cell a 1
 In each slab one chunk is marked; it stands in another place in each of eight rows. Rows 8 to 15, beyond x, are zero.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
+# Without the wait the threads read what nobody has written yet (the emulation fills shared memory with NaN and lets copies
+# come late; a GPU gives you what was there). With it, all has come. But row 2, row 15 of x, does not begin with chunk 0.
+#
 # A row of 128 numbers in 16 bits becomes two *slabs* of 128-byte rows. Within a slab chunk c of row r goes to place
 # c ^ (r % 8): the swizzle of 02b, done by hardware, so that eight rows of one chunk hit 32 banks. Rows beyond the tensor
 # come as zeros, and no thread has computed an address.
@@ -263,7 +263,10 @@ In each slab one chunk is marked; it stands in another place in each of eight ro
 # The barrier in shared memory, an *mbarrier*, counts arrivals and bytes. When all have come its **phase** ends and the
 # next begins. The wait asks with one bit: "has the phase of parity p ended?", p = 0, 1, 0, ... In truth it compares p with
 # the parity of the phase that is running. **Claim 2.** One bit is enough to tell *this* phase from the one before, and from
-# no other. `passes` (above) ends so many phases and waits:
+# no other. `passes` (above) ends so many phases and waits.
+#
+# The first line of its output matters: on a fresh barrier parity 1 goes on ("the phase before the first has ended"). And
+# whoever falls two phases behind is fooled, because line 2 looks like line 0. A kernel must never let that happen.
 
 # %% slideshow={"slide_type": "fragment"}
 @functools.cache
@@ -280,10 +283,6 @@ def goes_on(ended, parity):
 print("phases ended   wait for 0   wait for 1")
 for ended in range(5):
     print(f"{ended:7}      ", *(f"{'goes on' if goes_on(ended, parity) else 'waits':12}" for parity in (0, 1)))
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# The first line matters: on a fresh barrier parity 1 goes on ("the phase before the first has ended"). And whoever falls
-# two phases behind is fooled, because line 2 looks like line 0. A kernel must never let that happen.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A ring of places
@@ -332,7 +331,10 @@ uses each as soon as it has come. The parity of full flips when a copy ends, tha
 #
 # wgmma reads its operands from shared memory. Where they lie, it learns from a *descriptor* of 64 bits. To see what it reads,
 # let the first operand be the unit matrix, in registers: then the product *is* the second operand, as the instruction found
-# it. The tile holds 64 rows of 64 numbers; an instruction takes 16 x 64.
+# it. The tile holds 64 rows of 64 numbers; an instruction takes 16 x 64. (Its calls are explained in part 4.)
+#
+# A descriptor says where the tile *starts*, how far the next 8 rows are (*stride*), how far the next slab of 64 columns is
+# (*leading*, which K here does not need), and that the rows are swizzled.
 
 # %% slideshow={"slide_type": "fragment"}
 reads = scratch / "reads.cu"
@@ -418,7 +420,7 @@ here those of instructions 0 and 1.""")
 # | 7, 10 | S = Q_i K_jᵀ | `start_scores`, then wait | same | `start` |
 # | 11 | O += P V | `start_output`, then wait | same | `start`, for the block before |
 # | 13, 14 | m, l, P, alpha | `online_softmax` | same | same, under line 11 |
-# | 15 | O *= alpha | `rescale`, before P V | same | `step`, after P V, if needed |
+# | 15 | O *= alpha | `rescale`, before P V | same | `step`, after P V; D > 64: only if needed |
 # | 16 | the place is empty | `__syncthreads` | `Ring::release` | same |
 # | 19 | O / l, lse | `store_rows` | same | same, under the next tile |
 
@@ -457,7 +459,7 @@ for D, (Br, Bc) in hopper.TILES.items():
     plan = hopper._plan("fwd_8_hopper.cu", x, x, x, x, x[..., 0].float(), False, None, (Br, Bc), {})[1]
     need = cost.accumulator_registers(64, Bc, D, "bf16", threads=128)
     n = Br // 64 - 1
-    print(f"D = {D:3}, tile {Br} x {Bc:3}: {plan['shared_bytes'] / 1024:5.1f} of {sm.shared_per_block // 1024} KB;",
+    print(f"D = {D:3}, tile {Br} x {Bc:3}: {plan['shared_bytes'] / 1024:5.1f} of {sm.shared_per_block // 1024} KiB;",
           f"{need} + 30 registers; {sm.registers // plan['block'] // 8 * 8} at the launch, then {taken[n]}",
           f"({128 * (kept[n] + Br // 64 * taken[n])} of {sm.registers} in all)")  # fmt: skip
 
@@ -466,22 +468,21 @@ for D, (Br, Bc) in hopper.TILES.items():
 #
 # Two things at once. *Within* a warpgroup, S of the next block is started together with O of the one before, whose P is
 # ready; then softmax runs beside O's product. *Between* warpgroups, a turn decides who may start products.
+#
+# `turn.pass()` comes as soon as the products are *started*: the other's queue up behind them. At a named barrier one
+# warpgroup arrives (128 threads that go on) and the other waits: 256. O lags one block behind S: P V is added in the units of
+# the old m, and then `rescale` brings O to the new one. With LAZY, at D > 64, only if m has grown by more than 8 in log2.
 
 # %% slideshow={"slide_type": "fragment"}
 excerpt("fwd_8_hopper", ("// The warpgroups' turns.", "// x, on which all lanes"),
         ("// S of one block of keys, alone or beside O", "// A tile's first block"))  # fmt: skip
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# `turn.pass()` comes as soon as the products are *started*: the other's queue up behind them. At a named barrier one
-# warpgroup arrives (128 threads that go on) and the other waits: 256. O lags one block behind S: P V is added in the units of
-# the old m, and then `rescale` brings O to the new one. With LAZY, at D > 64, only if m has grown by more than 8 in log2.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Persistent blocks
 #
 # A block takes nearly all registers, so one runs on an SM at a time; when it ends, the next begins with empty places. Rung 8
 # starts one block an SM, which takes tile after tile: the producer already loads the next while the consumers store. Which
-# tiles? Causal ones are of different length, and the order is fixed beforehand:
+# tiles? Causal ones are of different length, and the order is fixed beforehand. (In the picture long ones are yellow.)
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_8_hopper", "tile_number")
@@ -560,7 +561,7 @@ for N in (512, 1024, 4096, 16384):
 # dQ_i, in float32. `bwd_3_hopper` leaves that to the copy engine, which can *add* while it copies (`bulk_add`); its header
 # also says what was tried there and left out. The order of additions is anybody's guess, so dq varies in its last bits;
 # with DETERMINISTIC the blocks take turns at each dQ_i, by a counter in device memory. That is what it is for: part 7 shows
-# it no faster than `bwd_2_wgmma`. `fence_async` makes what the lanes have stored visible to the copy engine.
+# the two level. `fence_async` makes what the lanes have stored visible to the copy engine.
 
 # %% slideshow={"slide_type": "fragment"}
 show("bwd_3_hopper", "add_dQ")
@@ -660,6 +661,13 @@ for rung, forward in RUNGS.items():
 # ### Stuck
 #
 # Flip one thing in rung 7: the producer waits on `empty` for parity 0 first. **Who waits for whom?**
+#
+# <details><summary>Answer</summary>
+#
+# Thread 0, the producer, waits for the consumers to empty a place that was never filled, and they wait for Q. A GPU would
+# hang, and say nothing.
+#
+# </details>
 
 # %% slideshow={"slide_type": "fragment"}
 wrong_parity = "barrier_wait(empty + place(), parity() ^ 1);", "barrier_wait(empty + place(), parity());"
@@ -672,10 +680,6 @@ except RuntimeError as stuck:
     lines = show("fwd_7_roles").replace(*wrong_parity).splitlines()
     for line in sorted({int(n) for n in re.findall(r"\.cu:(\d+)", str(stuck))}):
         print(f"line {line}: {lines[line - 1].strip()}")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Thread 0, the producer, waits for the consumers to empty a place that was never filled, and they wait for Q. A GPU would
-# hang, and say nothing.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Wrong, and not always
@@ -724,14 +728,15 @@ for name, change in mistakes.items():
 #
 # `reference/bench/timeline.py` writes clocks into a copy of rung 8's text: when each warpgroup of one block asks for its
 # turn, gets it, has S, its exponentials, and O (D = 128, N = 16384). With OVERLAP a bar of products lasts until the warpgroup,
-# its exponentials done, looks for O: the products may end earlier. **Question 1.** Both runs below overlap softmax with O's
+# its exponentials done, looks for O: the products may end earlier. All but one of the table's columns are of the text with
+# clocks. **Question 1.** Both runs below overlap softmax with O's
 # product; one has no turns (PINGPONG = 0). Will its two warpgroups compute exponentials at the same time?
 #
 # <details><summary>Answer</summary>
 #
-# Seldom. The tensor cores serve both, and whoever comes second gets its S later, so that the two drift apart by themselves.
-# The table says how often both were in softmax, how often *no* product was under way, and what the clocks cost: turns bring
-# little here, OVERLAP more.
+# Now and then. The tensor cores serve both, and whoever comes second gets its S later, so that the two drift apart by
+# themselves. The table says how often both were in softmax, how often *no* product was under way, and what the clocks cost:
+# turns bring little here, OVERLAP more. (Compare within the table: the GPU's clock is another from run to run.)
 #
 # </details>
 
@@ -777,6 +782,8 @@ def draw_timelines(first=8, steps=5):
         ax.set(ylim=(1.7, -0.3), xlim=(0, end - origin), xlabel="clocks of the SM")
         ax.set_title(", ".join(f"{name} = {value}" for name, value in one["switches"].items()))
         ax.grid(axis="y", visible=False)
+    boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (FAINT, *COLOURS[:2])]
+    fig.legend(boxes, ("waits for its turn", "products", "softmax"), ncols=3, loc="outside lower center", fontsize=8)
     return picture(fig, """Recorded timelines of two warpgroups over five steps, without and with turns: grey, waiting for a
     turn; blue, from the start of the products to O; orange, from S to the last exponential.""")
 
@@ -803,7 +810,7 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 # %% slideshow={"slide_type": "fragment"}
 LADDER = {"fwd": ("fwd_5_fa2", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper", "sdpa-flash", "sdpa-cudnn"),
           "bwd": ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper", "sdpa-flash", "sdpa-cudnn")}  # fmt: skip
-matmul = next((row["tflops"] for row in reversed(recorded) if row["pass"] == rows.MATMUL and row["dtype"] == "bf16"), None)
+matmul = (plots.ladder_numbers(fresh) or {}).get("matmul")
 
 
 def draw_ladder(N=4096):
@@ -838,10 +845,16 @@ draw_ladder() if complete else print("rows of these rungs are missing: python -m
 # <details><summary>Answer</summary>
 #
 # PERSISTENT: it hides each tile's beginning and end, which weigh more where tiles are short, as causal ones are. And SKIP,
-# where the tile is 192 rows (D = 64) and N is small; at D = 128 nothing is skipped. A minus beyond the noise is an honest
-# line: there, the idea does not pay. Turns do not where tiles are short and the warpgroups have different blocks to skip.
-# LAZY did not at D = 64, and is off there since: a thread has 32 numbers of O to multiply, for which no vote of all lanes
-# and no branch is worth it.
+# where the tile is 192 rows (D = 64) and N is small; at D = 128 nothing is skipped. OVERLAP does at D = 64, too, which
+# nothing above foretells.
+#
+# A minus beyond the noise is an honest line: there, the idea does not pay. At N = 512, D = 64, causal, neither turns do, as
+# warpgroups have different blocks to skip, nor WIDE_STORES, for which four lanes first exchange what they hold of a row.
+# LAZY did not at D = 64 with a causal mask, and made no difference without: a thread has 32 numbers of O to multiply, for
+# which no vote of all lanes is worth it. So it is off there.
+#
+# The last line is part 4's count, as a slowdown: 36 products are 12.5 % more than 32. It foresees too much. A tile lasts as
+# long as its busiest warpgroup, whatever the others skip; they only stand less in its way.
 #
 # </details>
 
@@ -857,17 +870,14 @@ with_switches = [row for row in source.fresh(rows.read(switched=True)) if row["g
 turned = [row for row in rows.latest(with_switches) if (row["kernel"] or "").startswith("fwd_8_hopper:")]
 changes = {(r["kernel"].partition(":")[2], r["D"], r["N"], r["causal"]): r["ms_median"] / beside(r) - 1 for r in turned}
 settings = sorted({key[1:] for key in changes})
-print("" if turned else "no rows of the switches yet: python -m steps bench --plan switches, on an H200")
+if not turned:
+    print("no rows of the switches yet: python -m steps bench --plan switches, on an H200")
 for title, values in zip(("D", "N", "causal"), zip(*settings, strict=True), strict=False):
     print(f"{title:16}", *(f"{value!s:>8}" for value in values))
 for switch in dict.fromkeys(name for name, *_ in changes):
     print(f"{switch:16}", *(f"{changes[switch, *at]:+8.1%}" if (switch, *at) in changes else " " * 8 for at in settings))
 count = lambda D, N, causal, skip: products_started(N, causal, skip, *hopper.TILES[D])  # noqa: E731
 print("SKIP=0, foreseen", *(f"{count(*at, False) / count(*at, True) - 1:+8.1%}" for at in settings))
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# The last line is part 4's count, as a slowdown: 36 products are 12.5 % more than 32. It foresees too much. A tile lasts as
-# long as its busiest warpgroup, whatever the others skip; they only stand less in its way.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What a launch costs
@@ -899,7 +909,7 @@ if shortest:
 # numbers. The second share in the table is the one that a kernel's author can work on; the clock is what the limit
 # leaves. It drifts with heat, and so the course measures candidates in turns: here each load runs alone for two seconds,
 # and comes out slower than in the tables. And power is not all: zeros keep the product far below the limit, and still not
-# at the datasheet's clock.
+# at the datasheet's clock, while the forward passes it.
 #
 # </details>
 

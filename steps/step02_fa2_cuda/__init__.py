@@ -18,6 +18,7 @@ SUPPORTS = {
     "tiles": ((64, 32), (32, 32), (32, 64)) if engine.name == "cuda" else ((16, 16), (8, 16), (16, 8)),
     "rungs": tuple(RUNGS),
     "limits": rungs.limits(engine.name),
+    "elsewhere": rungs.elsewhere(engine.name),
     "gqa": True,
     "nq_ne_nk": True,
     "deterministic": False,  # unless it is asked for: rung scalar cannot

@@ -11,9 +11,9 @@
 // needed by another warp. Between the two barriers of a tile the warps go their own ways. (FlashAttention-1 split the keys
 // among the warps instead, and had to add up O through shared memory: FlashAttention-2, section 3.3.)
 //
-// T is bf16, fp16 or float32, and everything is computed in float32. Launch: grid ceil(Nq / Br) * H * B, block 2 * Br threads,
-// 4 * (D + 4) * (Br + 2 * Bc) bytes of dynamic shared memory. D a multiple of 32, Br of 16, Bc of 8. Any GPU. Needs ptx.cuh.
-// Spill budget: 0 bytes.
+// T is bf16 (from sm_80 on), fp16 or float32, and everything is computed in float32. Launch: grid ceil(Nq / Br) * H * B, block
+// 2 * Br threads, 4 * (D + 4) * (Br + 2 * Bc) bytes of dynamic shared memory. D a multiple of 32, Br of 16, Bc of 8. sm_75 and
+// newer. Needs ptx.cuh. Spill budget: 0 bytes.
 // Left out: tensor cores (rung 2), which take 16-bit numbers. The wall: the multiply-add units themselves, 1/15 of the speed of
 // the tensor cores on an H200.
 #include "ptx.cuh"

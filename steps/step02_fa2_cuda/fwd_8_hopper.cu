@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Rung 8, "hopper": the tensor cores never wait. FlashAttention-3, section 3, and a little more; each idea is a switch.
+// Rung 8, "hopper": the tensor cores hardly wait. FlashAttention-3, section 3, and a little more; each idea is a switch.
 //
 //   OVERLAP      a warpgroup starts S = Q K_j^T and O += P V_(j+1) together and computes the exponentials of S under the second
 //   PINGPONG     the warpgroups start their products in turn, so that one's exponentials run under the other's products

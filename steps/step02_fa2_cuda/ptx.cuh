@@ -45,6 +45,7 @@ struct fp16 {
   uint16_t bits;
 };
 
+// Exact. [PTX ISA: cvt]
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bf16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 __device__ inline float to_float(fp16 x) {
@@ -190,6 +191,7 @@ __device__ inline void atomic_add_4(float* p, float a, float b, float c, float d
 // An mbarrier counts arrivals and bytes; when both have come its phase ends and the next begins. [PTX ISA: mbarrier]
 typedef uint64_t Barrier;
 
+// A phase of this barrier ends after so many arrivals. One thread, once. [PTX ISA: mbarrier.init]
 __device__ inline void barrier_init(Barrier* b, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
@@ -197,16 +199,18 @@ __device__ inline void barrier_init(Barrier* b, int arrivals) {
 // Makes the barriers' initial state visible to the copy engine. One thread, before a __syncthreads. [fence.mbarrier_init]
 __device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// One arrival, without waiting; what the thread did before it is done for those who wait. [PTX ISA: mbarrier.arrive]
 __device__ inline void barrier_arrive(Barrier* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
 
-// Arrives, and tells the barrier to expect so many bytes of copies in this phase.
+// Arrives, and tells the barrier to expect so many bytes of copies in this phase. [PTX ISA: mbarrier.arrive.expect_tx]
 __device__ inline void barrier_expect(Barrier* b, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
 
 // Waits until the phase of this parity (0, 1, 0, ...) has ended. Parity 1 of a fresh barrier passes at once.
+// [PTX ISA: mbarrier.try_wait]
 __device__ inline void barrier_wait(Barrier* b, int parity) {
   asm volatile(
       "{ .reg .pred done;\n"
@@ -229,6 +233,7 @@ struct alignas(64) TensorMap {
   char opaque[128];
 };
 
+// Fetches the map itself, which the first copy would wait for. [PTX ISA: prefetch.tensormap]
 __device__ inline void tma_prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // One thread starts to copy the box at (c0, ..., c4) to shared memory, zeros where it leaves the tensor; the bytes are counted
@@ -240,6 +245,7 @@ __device__ void tma_load(T* to, const TensorMap& map, Barrier* b, int c0, int c1
 }
 
 // One thread starts to copy a box from shared memory to the tensor; what would leave it is left out.
+// [PTX ISA: cp.async.bulk.tensor, .bulk_group]
 template <class T> __device__ void tma_store(const TensorMap& map, const T* from, int c0, int c1, int c2, int c3, int c4) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
                ::"l"(&map), "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
@@ -258,7 +264,8 @@ __device__ inline void bulk_add(float* to, const float* from, int n) {
                ::"l"(to), "r"(shared_address(from)), "r"(4 * n) : "memory");
 }
 
-// Groups of tma_store and bulk_add: waits until at most N have still to read shared memory, or (done) to be written.
+// Groups of tma_store and bulk_add, of this thread: closes one; waits until at most N have still to read shared memory, or (done)
+// to be written. [PTX ISA: cp.async.bulk.commit_group, cp.async.bulk.wait_group]
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int N> __device__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
 template <int N> __device__ void bulk_wait_done() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory"); }
@@ -280,9 +287,9 @@ __device__ inline bool elect_one() {
   return yes;
 }
 
-// wgmma reads its operands from shared memory by descriptor: where a tile of 128-byte rows begins (swizzled, see `swizzle`) and
-// how far the next groups of rows lie, in bytes. leading: between slabs of 64 columns, for an operand that is stored with
-// its rows along the sum (_mn); stride: between groups of 8 rows. [PTX ISA: matrix descriptor]
+// wgmma reads its operands from shared memory by descriptor: where a tile of 128-byte rows begins (its 16-byte chunks swizzled, as
+// TMA leaves them) and how far the next groups of rows lie, in bytes. leading: between slabs of 64 columns, for an operand whose
+// rows lie along the sum, as V's; stride: between groups of 8 rows. [PTX ISA: matrix descriptor]
 template <class T> __device__ uint64_t descriptor(const T* tile, int leading, int stride) {
   uint64_t address = (shared_address(tile) & 0x3ffff) >> 4;
   return address | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | 1ull << 62;
@@ -290,7 +297,8 @@ template <class T> __device__ uint64_t descriptor(const T* tile, int leading, in
 
 // Registers written by ordinary code may be read by the next wgmma. [PTX ISA: wgmma.fence]
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Closes a group of wgmma; waits until at most N groups, the newest, are still under way. [PTX ISA: wgmma.wait_group]
+// Closes a group of wgmma; waits until at most N groups, the newest, are still under way. [PTX ISA: wgmma.commit_group,
+// wgmma.wait_group]
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 

@@ -59,8 +59,14 @@ def available(engine):
     """{rung: (forward, backward)} of what this GPU can run, the best first; in the emulation everything, the simplest first."""
     if engine == "cpu":
         return dict(reversed(LADDER.items()))
-    hidden = () if torch.cuda.get_device_capability() == (9, 0) else HOPPER  # newer GPUs have no wgmma
-    return {rung: kernel for rung, kernel in LADDER.items() if rung not in hidden}
+    return {rung: kernel for rung, kernel in LADDER.items() if rung not in elsewhere(engine)}
+
+
+def elsewhere(engine):
+    """{rung: what it needs} of those that this GPU cannot run."""
+    if engine == "cpu" or torch.cuda.get_device_capability() == (9, 0):
+        return {}
+    return dict.fromkeys(HOPPER, "a GPU of compute capability 9.0 (H100, H200)")  # newer ones have no wgmma
 
 
 def limits(engine):
@@ -68,12 +74,13 @@ def limits(engine):
     gpu = engine == "cuda"
     old = gpu and torch.cuda.get_device_capability() < (8, 0)  # bf16 came with sm_80
     half = {"dtypes": (FP16,) if old else (BF16, FP16)}
+    fa2_head_dims = tuple(D for D in kernels.FA2_TILES if D < 256 or not old)  # which a T4 has too little shared memory for
     mma, fa2 = ((64, 64), (32, 64), (64, 32)), ((128, 128), (64, 64), (64, 128), (128, 64))
     hopper_tiles = ((128, 128), (128, 64)) if gpu else ((192, 128),)
     return {
         "scalar": {"dtypes": (FP32,), "head_dims": range(1, 97)},
-        "warp": {"head_dims": (32, 64, 96), "tiles": mma if gpu else mma[:1]},
+        "warp": {"dtypes": (FP32, *half["dtypes"]), "head_dims": (32, 64, 96), "tiles": mma if gpu else mma[:1]},
         **{rung: half | {"head_dims": tuple(kernels.MMA_TILES), "tiles": mma if gpu else mma[:1]} for rung in TENSOR_CORES},
-        "fa2": half | {"head_dims": tuple(kernels.FA2_TILES), "tiles": fa2 if gpu else fa2[:1]},
+        "fa2": half | {"head_dims": fa2_head_dims, "tiles": fa2 if gpu else fa2[:1]},
         **{rung: half | {"head_dims": tuple(hopper.TILES), "tiles": hopper_tiles} for rung in HOPPER},
     }

@@ -16,6 +16,7 @@
 //   - a missing wgmma_fence, unless none came since the accumulators' last wgmma; registers of A are not looked at
 //   - bulk_wait_read in place of bulk_wait_done: a copy reads and writes in one step
 //   - code that needs the threads of a warp to run in lockstep is wrong here and may be right on a GPU, or the reverse
+//   - an access beyond the end of a thread's own array; a loop that waits for plain memory to change, which never ends here
 //   - an access that stays between a tensor's first and last element, but in the gap between two of its rows or heads
 //   - anything between blocks: they run one after the other and never wait for each other
 //   - registers, spills, setmaxnreg's sums, shared-memory limits of a GPU, speed
