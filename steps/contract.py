@@ -172,13 +172,13 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
 
 
 def check_scale(scale, D):
-    """The scale to use: 1/sqrt(D) for None. Raises TypeError or ValueError unless it is a finite number > 0."""
+    """The scale to use: 1/sqrt(D) for None. Raises unless it is a number > 0 that float32, in which kernels take it, can hold."""
     if scale is None:
         return 1 / math.sqrt(D)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number or None for 1/sqrt(D), got {scale!r}.")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale must be a finite number > 0, or None for 1/sqrt(D); got {scale}.")
+    if not torch.finfo(torch.float32).tiny <= scale <= torch.finfo(torch.float32).max:
+        raise ValueError(f"scale must be a finite number > 0 that float32 can hold, or None for 1/sqrt(D); got {scale}.")
     return float(scale)
 
 

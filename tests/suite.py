@@ -150,6 +150,7 @@ BAD_INPUT = {
     "scale negative": (lambda q, k, v, s: (q, k, v, {"scale": -1.0}), ValueError, ("scale", "> 0")),
     "scale nan": (lambda q, k, v, s: (q, k, v, {"scale": math.nan}), ValueError, ("scale", "finite")),
     "scale inf": (lambda q, k, v, s: (q, k, v, {"scale": math.inf}), ValueError, ("scale", "finite")),
+    "scale 1e-46": (lambda q, k, v, s: (q, k, v, {"scale": 1e-46}), ValueError, ("scale", "float32")),
     "scale a string": (lambda q, k, v, s: (q, k, v, {"scale": "0.1"}), TypeError, ("scale", "number")),
     "scale a bool": (lambda q, k, v, s: (q, k, v, {"scale": True}), TypeError, ("scale", "number")),
     "causal a number": (lambda q, k, v, s: (q, k, v, {"causal": 1}), TypeError, ("causal", "True or False")),

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ BUILDS = [  # every kernel for every GPU that it is for, at tiles that such a GP
     *(build("fwd_0_scalar", "sm_90a", 96, tile) for tile in ((32, 32), (32, 64))),
     *(build("bwd_0_scalar", "sm_90a", 96, tile) for tile in ((32, 32), (64, 32))),
     *(build("fwd_1_warp", "sm_75", 96, kernels.WARP_TILES[96], T=T) for T in ("float32", "fp16")),
-    build("fwd_1_warp", "sm_80", 64, kernels.WARP_TILES[64], T="float32"),
+    *(build("fwd_1_warp", "sm_80", 64, tile, T="float32") for tile in (kernels.WARP_TILES[64], (64, 32))),
     build("fwd_1_warp", "sm_90a", 96, kernels.WARP_TILES[96], T="bf16"),
     *(build(file, arch, 128, kernels.MMA_TILES[128], T=HALF[arch])
       for file in ("fwd_2_mma", "fwd_3_ldmatrix", "fwd_4_cp_async") for arch in HALF),
@@ -137,15 +138,17 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
             assert torch.equal(got[result], first[result]), (schedule, result)
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0)], ids=str)
-def test_what_a_gpu_takes(capability, monkeypatch):
+@pytest.mark.parametrize("capability, KiB", [((7, 5), 64), ((8, 0), 163), ((8, 6), 99), ((9, 0), 227), ((10, 0), 227)], ids=str)
+def test_what_a_gpu_takes(capability, KiB, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    memory = SimpleNamespace(shared_memory_per_block_optin=1024 * KiB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: memory)
     there, own = step02.rungs.available("cuda"), step02.rungs.limits("cuda")
     assert next(iter(there)) == ("hopper" if capability == (9, 0) else "fa2") and ("wgmma" in there) == (capability == (9, 0))
     assert {rung for rung in there if torch.bfloat16 in own[rung]["dtypes"]} == {
         rung for rung in there if rung != "scalar" and capability >= (8, 0)
     }
-    assert (256 in own["fa2"]["head_dims"]) == (capability >= (8, 0))
+    assert 128 in own["fa2"]["head_dims"] and (256 in own["fa2"]["head_dims"]) == (KiB > 100)
     if capability != (9, 0):
         supports = step02.SUPPORTS | {"elsewhere": step02.rungs.elsewhere("cuda")}
         with pytest.raises(ValueError, match=r"has the rungs fa2, .* here; got rung='hopper': it needs .* 9\.0"):

@@ -16,13 +16,13 @@
 //
 // dk and dv are bit-equal from run to run. dq is, too, if `deterministic`: then the blocks take turns at each dQ_i.
 //
-// Compiled for T (bf16 or fp16), D, a tile Br x Bc and Warps (macros); D and Bc multiples of 32, Br of 16. FlashAttention-2's
-// choice, with 8 warps: 128 x 128 for D = 64, 64 x 128 for D = 128, 64 x 64 for D = 256. dK and dV take Bc * D / (16 * Warps)
-// registers of a thread. Launch: attention_delta with grid ceil(Rows / (2048 / D)) * H * B, for D = 96 ceil(Rows / 16) * H * B,
-// block 256; attention_backward with grid ceil(Nk / Bc) * (H / group) * B, block 32 * Warps, and
-// 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br bytes of dynamic shared memory; attention_dq with grid
-// ceil(Nq * D / 1024) * H * B, block 256. sm_80; sm_75 in fp16. Needs ptx.cuh.
-// Spill budget: 64 bytes. With D = 64, S, dP, dK and dV take 192 of 255 registers, and some addresses, needed once a step, make way.
+// Compiled for T (bf16 or fp16), D, a tile Br x Bc and Warps (macros); D a multiple of 32, Br >= 16 and Bc >= 32 powers of 2 with
+// Bc <= 4 * Br, Nq * D < 2^31. FlashAttention-2's choice, with 8 warps: 128 x 128 for D = 64, 64 x 128 for D = 128, 64 x 64 for
+// D = 256. dK and dV take Bc * D / (16 * Warps) registers of a thread. Launch: attention_delta with grid
+// ceil(Rows / (2048 / D)) * H * B, for D = 96 ceil(Rows / 16) * H * B, block 256; attention_backward with grid
+// ceil(Nk / Bc) * (H / group) * B, block 32 * Warps, and 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br bytes of dynamic
+// shared memory; attention_dq with grid ceil(Nq * D / 1024) * H * B, block 256. sm_80; sm_75 in fp16. Needs ptx.cuh.
+// Spill budget: 64 bytes. With D = 64, S, dP, dK and dV take 192 of 255 registers, and some addresses, needed once a step, yield.
 // Left out: Hopper's tensor cores, which take their operands from shared memory without ldmatrix (rung 2).
 // The limit: a block fills a multiprocessor, so that all of its warps wait at each of the two barriers a step.
 #include "ptx.cuh"

@@ -24,7 +24,7 @@
 #include "ptx.cuh"
 
 constexpr float log2_e = 1.4426950408889634f;
-constexpr int Stages = 2;           // buffers of Q, dO, lse, delta, and of dS
+constexpr int Stages = 2;  // buffers of Q, dO, lse, delta, and of dS
 constexpr int Warps = 8;
 constexpr int Part = Br * D / Warps;  // numbers of dQ_i that a warp computes
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192, "each warpgroup computes 64 x 64 of dQ_i");

@@ -5,7 +5,7 @@
 // of dQ_i in shared memory, and the copy engine adds it (bulk_add) while the warp goes on; every warp sends its own 4 KB, so that
 // none waits for another. The algorithm is rung 2's.
 //
-// That is no more than a draw. But now a warp's part of dQ_i is sent by one lane, which can wait for a turn while the others go on:
+// That is no more than a draw. But now one lane sends a warp's part of dQ_i, and can wait for its turn while dV and dK are made:
 // if DETERMINISTIC, the blocks take turns at each dQ_i, and dq, too, is bit-equal from run to run.
 // Left out, because it was slower: a producer with a warp of its own, as in the forward's rung 7.
 //
@@ -17,7 +17,7 @@
 #include "ptx.cuh"
 
 constexpr float log2_e = 1.4426950408889634f;
-constexpr int Stages = 2;           // buffers of Q, dO, lse, delta, and of dS
+constexpr int Stages = 2;  // buffers of Q, dO, lse, delta, and of dS
 constexpr int Warps = 8;
 constexpr int Part = Br * D / Warps;  // numbers of dQ_i that a warp computes
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192, "each warpgroup computes 64 x 64 of dQ_i");

@@ -11,8 +11,8 @@
 // it in the same place. It costs no memory, as padding would, and chunks stay whole. (For head_dim 32 and 96 the slabs have 32
 // columns: two rows share the banks, and chunk XOR (i / 2 mod 4) does the same.)
 //
-// Launch and limits as in rung 2, but D and Bc are multiples of 32. Needs ptx.cuh. Spill budget: 16 bytes (12 with D = 96 on
-// sm_75: the loads of a whole tile are under way at once, in registers).
+// Launch and limits as in rung 2, but Br is 16, 32 or 64, D and Bc are multiples of 32. Needs ptx.cuh. Spill budget: 16 bytes (12
+// with D = 96 on sm_75: the loads of a whole tile are under way at once, in registers).
 // Left out: loading while computing. The wall: for every tile, all warps wait until it has come from global memory (rung 4).
 #include "ptx.cuh"
 

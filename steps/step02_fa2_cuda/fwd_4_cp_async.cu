@@ -10,8 +10,8 @@
 // A wait is two things: cp_async_wait for the thread's own copies, and a barrier, after which all threads' copies are there
 // and, by the same barrier, nobody still reads the buffer that the next copies overwrite.
 //
-// Launch and limits as in rung 3. Before sm_80 the copy is a load and a store. Needs ptx.cuh. Spill budget: 16 bytes (8 with
-// D = 32 on sm_80, where 5 blocks fit at 96 registers).
+// Launch and limits as in rung 3. Before sm_80 the copy is a load and a store. Needs ptx.cuh. Spill budget: 16 bytes (on sm_80 12
+// with D = 32 and Br = 32, 8 with D = 96 and Bc = 32; none at 64 x 64).
 // Left out: large tiles. The wall: 16 rows a warp; each K or V operand that ldmatrix brings from shared memory serves one `mma`,
 // and shared memory delivers no more (rung 5).
 #include "ptx.cuh"

@@ -12,8 +12,9 @@
 //     heads go in groups whose K and V fit into the L2 cache.
 //
 // Launch: grid ceil(Nq / Br) * H * B, block 128 threads (2 * Br if Br < 64), 2 * (Br + 2 * Bc) * D bytes of dynamic shared
-// memory; D <= 128, or 256 with Br = 64. Needs ptx.cuh. Spill budget: 96 bytes: S and O take 192 of the 255 registers, and what
-// the loop needs once a tile or never may wait in memory (D = 128 on sm_90: at most 11 of the loop's 1100 instructions).
+// memory; Br is 32 or a multiple of 64, Bc of 32; D <= 128, or 256 with Br = 64. Needs ptx.cuh. Spill budget: 96 bytes: S and O
+// take 192 of the 255 registers, and what the loop needs once a tile or never may wait in memory (D = 128 on sm_90: at most 11 of
+// the loop's 1100 instructions).
 // Left out: what only Hopper has. The wall: `mma` reaches 2/3 of what Hopper's tensor cores can do (rung 6).
 #include "ptx.cuh"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Rung 6, "wgmma": Hopper's tensor cores and its copy engine. FlashAttention-2, Algorithm 1, with the tiles of rung 5.
+// Rung 6, "wgmma": Hopper's tensor cores and its copy engine. FlashAttention-2, Algorithm 1, in tiles of 128 queries.
 //
 //   one thread asks the copy engine (TMA) for whole tiles; a barrier in shared memory counts their bytes as they come
 //   for each block of Bc keys, from the last to the first:

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Rung 7, "roles": one thread brings the tiles, the warpgroups only compute. FlashAttention-3, section 3.1.
 //
-//   producer, one thread:                         consumers, 2 or 3 warpgroups of 64 query rows each:
-//     Q                                             wait for Q
+//   producer, one thread:                         consumers, 1 to 3 warpgroups of 64 query rows each:
+//     Q, behind the first K_j                       wait for Q
 //     for each block of keys:                       for each block of keys:
 //       wait until K's place is empty; K_j            wait for K_j; S = Q K_j^T; K's place is empty
 //       wait until V's place is empty; V_j            P, m, l; O *= alpha
@@ -12,10 +12,10 @@
 // of another, and the tensor cores then work for one while the other computes exponentials. The producer needs few registers,
 // and setmaxnreg gives the others' threads what it leaves.
 //
-// Compiled for T (bf16 or fp16), D = 32, 64, 96, 128 or 256, Br x Bc (multiples of 64 and 16) and CAUSAL. sm_90a. Launch: grid
+// Compiled for T (bf16 or fp16), D = 32, 64, 96, 128 or 256, Br x Bc (64, 128 or 192 x 16 n) and CAUSAL. sm_90a. Launch: grid
 // ceil(Nq / Br) * H * B, block 128 + 2 * Br, (Br + 4 * Bc) * ceil(D / 64) * 128 + 128 bytes of dynamic shared memory. Needs
 // ptx.cuh and wgmma.py's wrappers. Spill budget: 0 bytes.
-// The wall: within a warpgroup products and exponentials still take turns; when both warpgroups do the same, half the chip idles.
+// The wall: within a warpgroup products and exponentials still take turns; when all warpgroups do the same, half the chip idles.
 #include "ptx.cuh"
 
 constexpr int STAGES = 2;                // tiles of K and of V in shared memory: one in use, one on its way

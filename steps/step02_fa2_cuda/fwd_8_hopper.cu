@@ -10,7 +10,7 @@
 //   SKIP         a warpgroup passes over the blocks of keys that none of its own 64 rows sees, and over rows that do not exist
 //   WIDE_STORES  the 4 lanes of a quad exchange what they hold of a row, so that each stores 16 bytes instead of 4 x 4
 //
-// Compiled for T (bf16 or fp16), D = 32, 64, 96, 128 or 256, Br x Bc (multiples of 64 and 16; the fastest: hopper.py) and CAUSAL.
+// Compiled for T (bf16 or fp16), D = 32, 64, 96, 128 or 256, Br x Bc (64, 128 or 192 x 16 n; the fastest: hopper.py) and CAUSAL.
 // sm_90a. Launch: block 128 + 2 * Br; grid one block a multiprocessor but not more than tiles, or without PERSISTENT
 // ceil(Nq / Br) * H * B; (Q_STAGES * Br + 2 * STAGES * Bc) * ceil(D / 64) * 128 + 128 bytes of dynamic shared memory.
 // Needs ptx.cuh and wgmma.py's wrappers. Spill budget: 0 bytes.
@@ -125,7 +125,7 @@ __device__ void mask(float (&S)[Bc / 2], int first_key, int i, int Nq, int Nk) {
 }
 
 // Turns the scores of two rows into P and takes them into m (in units of the scores) and l, which each lane sums over its own
-// columns only. FA2 Alg. 1, line 9. Returns whether O must be multiplied by alpha. MASKED: a row may not have seen any key yet.
+// columns only. FA2 Alg. 1, line 9. Returns whether O must be multiplied by alpha. MASKED: some row may have seen no key yet.
 template <bool MASKED>
 __device__ bool online_softmax(float (&S)[Bc / 2], float (&m)[2], float (&l)[2], float (&alpha)[2], float scale_log2) {
   float m_new[2] = {m[0], m[1]};
@@ -238,8 +238,8 @@ struct Tile {
   static __device__ int blocks_of(int keys) { return max(1, (keys + Bc - 1) / Bc); }
 };
 
-// The tiles of this block, one after the other. In every other round the blocks choose in reverse order: nobody always gets the
-// longest that is left.
+// The tiles of this block, one after the other. If CAUSAL, the blocks choose in reverse order in every other round: nobody always
+// gets the longest that is left.
 __device__ int tile_number(int round) {
   if (!PERSISTENT) return round == 0 ? int(blockIdx.x) : 0x7fffffff;
   return round * gridDim.x + (CAUSAL && round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -253,8 +253,7 @@ template <bool Value> struct Bool {
 // and lse (B, H, Nq) are contiguous.
 extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-    Global<T> out, Global<float> lse, int H, int group, int Nq, int Nk, float scale, int tiles,
-    int section) {
+    Global<T> out, Global<float> lse, int H, int group, int Nq, int Nk, float scale, int tiles, int section) {
   Problem p{Nq, Nk, tiles, section};
   SharedMemory smem;
   Ring<Q_STAGES, Br> Q(smem);

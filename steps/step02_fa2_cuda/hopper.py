@@ -20,7 +20,7 @@ TILES = {32: (192, 128), 64: (192, 128), 96: (192, 96), 128: (128, 128), 256: (1
 def wgmma_forward(q, k, v, *, causal=False, scale=None, tile=None):
     """(out, lse): bfloat16 or float16 q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
-    D is 32, 64, 96, 128 or 256, H a multiple of Hk. tile is (Br, Bc), multiples of 64 and 16. Rung 6.
+    D is 32, 64, 96, 128 or 256, H a multiple of Hk. tile is (Br, Bc): Br 64, 128 or 192, Bc a multiple of 16. Rung 6.
     """
     return _forward("fwd_6_wgmma.cu", q, k, v, causal, scale, tile or (128, TILES[q.shape[-1]][1]))
 

@@ -60,7 +60,8 @@ def _a_head_for_each_query_head(x, H):
     return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
 
 
-# Forward, rungs 1-5: by head_dim, the tile (Br, Bc) that is taken unless another is asked for.
+# Forward, rungs 1-5: by head_dim, the tile (Br, Bc) that is taken unless another is asked for. Rungs 1-4 take Br up to 64 (they
+# are launched with at most 4 warps), rung 5 Br = 32 or multiples of 64.
 WARP_TILES = {32: (64, 64), 64: (64, 64), 96: (64, 32), 128: (64, 32)}
 MMA_TILES = {32: (64, 64), 64: (64, 64), 96: (64, 64), 128: (64, 64)}  # rungs 2-4
 FA2_TILES = {32: (128, 128), 64: (128, 128), 96: (128, 64), 128: (128, 64), 256: (64, 64)}  # FlashAttention-2's
@@ -96,7 +97,8 @@ cp_async_forward = _forward("fwd_4_cp_async.cu", MMA_TILES)
 fa2_forward = _forward("fwd_5_fa2.cu", FA2_TILES)
 
 
-# FlashAttention-2's (Br, Bc) and warps a block; smaller ones for a GPU with less shared memory
+# FlashAttention-2's (Br, Bc) and warps a block; smaller ones for a GPU with less shared memory (D = 256 needs
+# 100.5 KiB: no GeForce, no T4)
 FA2_BACKWARD = {32: (128, 128, 8), 64: (128, 128, 8), 96: (64, 128, 8), 128: (64, 128, 8), 256: (64, 64, 8)}
 FA2_BACKWARD_SMALL = {32: (64, 64, 4), 64: (64, 64, 4), 96: (64, 64, 4), 128: (32, 64, 4), 256: (32, 32, 4)}
 FA2_BACKWARD_SMALLEST = (32, 32, 4)
@@ -105,7 +107,7 @@ FA2_BACKWARD_SMALLEST = (32, 32, 4)
 def fa2_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, deterministic=False):
     """(dq, dk, dv) like q (B, H, Nq, D), k and v (B, Hk, Nk, D) in bfloat16 or float16, from dout and out like q, lse (B, H, Nq).
 
-    D is a key of FA2_BACKWARD, H a multiple of Hk. tile is (Br, Bc), multiples of 16 and of 32.
+    D is a key of FA2_BACKWARD, H a multiple of Hk. tile is (Br, Bc), powers of 2 from 16 and from 32 on, Bc <= 4 Br.
     deterministic: dq, too, is bit-equal from run to run.
     """
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]

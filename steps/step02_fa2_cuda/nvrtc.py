@@ -148,7 +148,10 @@ class Launch:
 
 
 def launch(file: Path, kernel: str, arguments, **shape):
-    """Runs one kernel once; shape: grid, block, shared_bytes and macros as for Launch."""
+    """Runs one kernel once; shape: grid, block, shared_bytes and macros as for Launch.
+
+    A file is read once a process: after an edit, start Python anew.
+    """
     Launch(file, kernel, arguments, **shape)()
 
 

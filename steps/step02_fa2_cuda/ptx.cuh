@@ -7,7 +7,7 @@
 // On a GPU both are plain pointers. Under g++ (emulator/) they carry their bounds, and shared memory starts as NaN.
 #pragma once
 
-typedef float float32;  // a kernel's macro T is bf16, fp16 or float32; `float` would turn every `template <class T>` into nonsense
+typedef float float32;  // a kernel's macro T is bf16, fp16 or float32; `float` would turn `template <class T>` into nonsense
 
 #ifndef __CUDACC__
 #include "emulator/cuda.h"
@@ -138,7 +138,8 @@ template <class T> __device__ void stmatrix_x4(T* row, const uint32_t (&r)[4]) {
 // [PTX ISA: cp.async; before sm_80 a load and a store]
 template <class T> __device__ void cp_async_16(T* to, const T* from, bool inside) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               ::"r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
 #else
   *reinterpret_cast<uint4*>(to) = inside ? *reinterpret_cast<const uint4*>(from) : uint4{};
 #endif
@@ -163,7 +164,7 @@ template <class T> __device__ void copy_16(T* to, const T* from, bool inside) {
   *reinterpret_cast<uint4*>(to) = inside ? *reinterpret_cast<const uint4*>(from) : uint4{};
 }
 
-// Two neighbouring 16-bit numbers as one register, 4-byte aligned: from shared memory, and to global memory.
+// Two neighbouring 16-bit numbers as one register, 4-byte aligned: from shared memory, and to shared or global memory.
 template <class T> __device__ uint32_t load_pair(const T* p) { return *reinterpret_cast<const uint32_t*>(p); }
 template <class T> __device__ void store_pair(T* p, uint32_t pair) { *reinterpret_cast<uint32_t*>(p) = pair; }
 
@@ -240,8 +241,9 @@ __device__ inline void tma_prefetch(const TensorMap& map) { asm volatile("prefet
 // by the barrier. [PTX ISA: cp.async.bulk.tensor]
 template <class T>
 __device__ void tma_load(T* to, const TensorMap& map, Barrier* b, int c0, int c1, int c2, int c3, int c4) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
-               ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(b)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+      ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(b)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
 }
 
 // One thread starts to copy a box from shared memory to the tensor; what would leave it is left out.
@@ -251,14 +253,15 @@ template <class T> __device__ void tma_store(const TensorMap& map, const T* from
                ::"l"(&map), "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
 }
 
-// One thread starts to copy n float32, 16-byte aligned, from global to shared memory; the bytes are counted by the barrier.
-// [PTX ISA: cp.async.bulk]
+// One thread starts to copy n float32 (a multiple of 4), 16-byte aligned, from global to shared memory; the bytes are counted by
+// the barrier. [PTX ISA: cp.async.bulk]
 __device__ inline void bulk_load(float* to, const float* from, int n, Barrier* b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(4 * n), "r"(shared_address(b)) : "memory");
 }
 
-// One thread starts to add n float32 of shared memory to global memory, each atomically. [PTX ISA: cp.reduce.async.bulk]
+// One thread starts to add n float32 (a multiple of 4) of shared memory to global memory, each atomically.
+// [PTX ISA: cp.reduce.async.bulk]
 __device__ inline void bulk_add(float* to, const float* from, int n) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                ::"l"(to), "r"(shared_address(from)), "r"(4 * n) : "memory");
@@ -287,9 +290,9 @@ __device__ inline bool elect_one() {
   return yes;
 }
 
-// wgmma reads its operands from shared memory by descriptor: where a tile of 128-byte rows begins (its 16-byte chunks swizzled, as
-// TMA leaves them) and how far the next groups of rows lie, in bytes. leading: between slabs of 64 columns, for an operand whose
-// rows lie along the sum, as V's; stride: between groups of 8 rows. [PTX ISA: matrix descriptor]
+// wgmma reads its operands from shared memory by descriptor: where a tile of 128-byte rows begins (its 16-byte chunks swizzled,
+// as TMA leaves them) and how far the next groups of rows lie, in bytes. leading: between slabs of 64 columns, for an operand
+// that is stored with its rows along the sum (TRANS = 1), as V is; stride: between groups of 8 rows. [PTX ISA: matrix descriptor]
 template <class T> __device__ uint64_t descriptor(const T* tile, int leading, int stride) {
   uint64_t address = (shared_address(tile) & 0x3ffff) >> 4;
   return address | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | 1ull << 62;

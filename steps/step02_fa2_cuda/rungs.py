@@ -70,17 +70,18 @@ def elsewhere(engine):
 
 
 def limits(engine):
-    """What a rung takes where it differs from the stage's SUPPORTS; tiles: some of many, in the emulation the default one."""
+    """What a rung takes where it differs from the stage's SUPPORTS; tiles: some of many; in the emulation one."""
     gpu = engine == "cuda"
     old = gpu and torch.cuda.get_device_capability() < (8, 0)  # bf16 came with sm_80
     half = {"dtypes": (FP16,) if old else (BF16, FP16)}
-    fa2_head_dims = tuple(D for D in kernels.FA2_TILES if D < 256 or not old)  # which a T4 has too little shared memory for
+    memory = torch.cuda.get_device_properties().shared_memory_per_block_optin if gpu else float("inf")
+    fits = lambda D: kernels._fa2_backward_bytes(D, *kernels.FA2_BACKWARD_SMALLEST[:2]) <= memory  # noqa: E731
     mma, fa2 = ((64, 64), (32, 64), (64, 32)), ((128, 128), (64, 64), (64, 128), (128, 64))
     hopper_tiles = ((128, 128), (128, 64)) if gpu else ((192, 128),)
     return {
         "scalar": {"dtypes": (FP32,), "head_dims": range(1, 97)},
         "warp": {"dtypes": (FP32, *half["dtypes"]), "head_dims": (32, 64, 96), "tiles": mma if gpu else mma[:1]},
         **{rung: half | {"head_dims": tuple(kernels.MMA_TILES), "tiles": mma if gpu else mma[:1]} for rung in TENSOR_CORES},
-        "fa2": half | {"head_dims": fa2_head_dims, "tiles": fa2 if gpu else fa2[:1]},
+        "fa2": half | {"head_dims": tuple(filter(fits, kernels.FA2_TILES)), "tiles": fa2 if gpu else fa2[:1]},
         **{rung: half | {"head_dims": tuple(hopper.TILES), "tiles": hopper_tiles} for rung in HOPPER},
     }

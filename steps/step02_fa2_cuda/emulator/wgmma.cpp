@@ -46,7 +46,7 @@ template <class Offer, class Work> static void whole_warpgroup(const char* opera
 
 struct Descriptor {
   int start, leading, stride;
-  bool rows_along_sum;  // _mn: a row of shared memory holds 64 neighbours of one k, not 64 k of one neighbour
+  bool rows_along_sum;  // TRANS = 1: a row of shared memory holds 64 neighbours of one k, not 64 k of one neighbour
 
   Descriptor(uint64_t bits, bool rows_along_sum) : rows_along_sum(rows_along_sum) {
     start = int(bits & 0x3fff) << 4;
