@@ -172,7 +172,7 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
 
 
 def check_scale(scale, D):
-    """The scale to use: 1/sqrt(D) for None. Raises unless it is a number > 0 that float32, in which kernels take it, can hold."""
+    """The scale to use: 1/sqrt(D) for None. TypeError unless it is a number, ValueError unless > 0 and float32 can hold it."""
     if scale is None:
         return 1 / math.sqrt(D)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):

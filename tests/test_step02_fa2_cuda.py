@@ -138,6 +138,15 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
             assert torch.equal(got[result], first[result]), (schedule, result)
 
 
+@needs_compiler
+def test_a_refusal_names_the_choices():
+    q, k, v = torch.randn(3, 1, 1, 8, 100, device=engine.device)
+    with pytest.raises(ValueError, match="takes head_dim 1 to 96, 128, 256; got 100"):
+        step02.forward(q, k, v)
+    with pytest.raises(ValueError, match=r"has the rungs .*scalar.*; got rung=\['fa2'\]"):
+        step02.forward(q, k, v, rung=["fa2"])
+
+
 @pytest.mark.parametrize("capability, KiB", [((7, 5), 64), ((8, 0), 163), ((8, 6), 99), ((9, 0), 227), ((10, 0), 227)], ids=str)
 def test_what_a_gpu_takes(capability, KiB, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

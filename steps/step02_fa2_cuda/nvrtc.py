@@ -135,7 +135,8 @@ class Launch:
     def __call__(self, tensors=()):
         """Runs it on torch's current stream; tensors: (position, tensor) of arguments that are others than at first."""
         device = self.device.index
-        if torch._C._cuda_getDevice() != device:  # a context of that device must be current
+        # A context of that device must be current. (torch.cuda.current_device first asks whether CUDA has been set up.)
+        if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 return self(tensors)
         stream = torch._C._cuda_getCurrentRawStream(device)  # as Triton does: torch.cuda.current_stream takes 2 us
@@ -143,7 +144,7 @@ class Launch:
             for position, x in tensors:
                 self.values[position].value = x.data_ptr()
             (status,) = self.driver.cuLaunchKernel(*self.what, stream, ctypes.addressof(self.addresses), 0)
-        if status:
+        if status:  # CUDA_SUCCESS is 0
             raise RuntimeError(f"{self.name}: {status.name} at the launch")
 
 
