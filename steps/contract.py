@@ -58,9 +58,9 @@ def entry_points(kernels, supports):
         with torch.no_grad():
             if q.numel() == 0 or k.numel() == 0:
                 return tuple(map(torch.zeros_like, (q, k, v)))
-            tensors = (*map(as_4d, (dout, q, k, v, out)), as_4d(lse.unsqueeze(-1)).squeeze(-1))
-            grads = kernel(*tensors, causal=causal, scale=scale, **options)
-        return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+            rows = lse if q.ndim == 4 else lse.reshape((1,) * (4 - q.ndim) + lse.shape)
+            grads = kernel(*map(as_4d, (dout, q, k, v, out)), rows, causal=causal, scale=scale, **options)
+        return tuple(grads) if q.ndim == 4 else tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
 
     return forward, backward, differentiable(forward, backward)
 
@@ -108,11 +108,13 @@ def pick_kernel(kernels, supports, rung, direction, q):
     if rung is not None and rung not in tuple(kernels):
         needs = [f": it needs {what}" for name, what in supports.get("elsewhere", {}).items() if name == rung]
         raise ValueError(f"{supports['stage']} has the rungs {', '.join(kernels)} here; got rung={rung!r}{''.join(needs)}.")
-    if rung is None:
-        rung = next((name for name in kernels if takes(limits(supports, name), q)), None)
-    if rung is None:  # check_call says what the whole stage takes; what is left is a combination that no rung takes
-        return (_no_rung(kernels, supports, q) if takes(supports, q) else kernels[next(iter(kernels))][direction]), supports
-    return kernels[rung][direction], limits(supports, rung)
+    for name in kernels if rung is None else (rung,):
+        own = limits(supports, name)
+        if rung is not None or takes(own, q):
+            return kernels[name][direction], own
+    if takes(supports, q):  # check_call says what the whole stage takes; what is left is a combination that no rung takes
+        _no_rung(kernels, supports, q)
+    return kernels[next(iter(kernels))][direction], supports
 
 
 def limits(supports, rung):
@@ -140,8 +142,8 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
     for name, x in tensors:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
-    check_shapes(supports, *(x for _, x in tensors))
     (_, q), *others = tensors
+    check_shapes(supports, q.shape, *(x.shape for _, x in others))
     for name, x in others:
         if x.dtype != q.dtype or x.device != q.device:
             raise TypeError(
@@ -183,19 +185,19 @@ def check_scale(scale, D):
 
 
 def check_shapes(supports, q, k, v):
-    """Raises unless q (..., H, Nq, D), k and v (..., Hk, Nk, D) fit together and the stage takes such a combination."""
+    """Raises unless the shapes q (..., H, Nq, D), k and v (..., Hk, Nk, D) fit together and the stage takes them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not 2 <= x.ndim <= 4:
-            raise ValueError(f"{name} must be (B, H, N, D), (H, N, D) or (N, D); got shape {tuple(x.shape)}.")
-        if x.ndim != q.ndim:
-            raise ValueError(f"q, k and v need the same number of dimensions; got q {tuple(q.shape)}, {name} {tuple(x.shape)}.")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape; got k {tuple(k.shape)}, v {tuple(v.shape)}.")
-    if q.shape[-1] != k.shape[-1]:
+        if not 2 <= len(x) <= 4:
+            raise ValueError(f"{name} must be (B, H, N, D), (H, N, D) or (N, D); got shape {tuple(x)}.")
+        if len(x) != len(q):
+            raise ValueError(f"q, k and v need the same number of dimensions; got q {tuple(q)}, {name} {tuple(x)}.")
+    if k != v:
+        raise ValueError(f"k and v must have the same shape; got k {tuple(k)}, v {tuple(v)}.")
+    if q[-1] != k[-1]:
         raise ValueError(f"q and k must have the same head_dim (last dimension); {_shapes(q, k)}.")
-    if q.ndim == 4 and q.shape[0] != k.shape[0]:
+    if len(q) == 4 and q[0] != k[0]:
         raise ValueError(f"q and k must have the same batch size (first dimension); {_shapes(q, k)}.")
-    if q.ndim >= 3 and (H := q.shape[-3]) != (Hk := k.shape[-3]):
+    if len(q) >= 3 and (H := q[-3]) != (Hk := k[-3]):
         if Hk == 0 or H % Hk:
             raise ValueError(f"the number of query heads must be a multiple of the number of key heads; {_shapes(q, k)}.")
         if not supports["gqa"]:
@@ -203,7 +205,7 @@ def check_shapes(supports, q, k, v):
                 f"{supports['stage']} has no grouped heads (H = {H}, Hk = {Hk}); {_HAS['gqa']} has, "
                 "or repeat k and v with .repeat_interleave(H // Hk, dim=-3)."
             )
-    if q.shape[-2] != k.shape[-2] and not supports["nq_ne_nk"]:
+    if q[-2] != k[-2] and not supports["nq_ne_nk"]:
         raise NotImplementedError(
             f"{supports['stage']} is for self-attention, Nq = Nk; {_shapes(q, k)}. {_HAS['nq_ne_nk']} takes Nq != Nk."
         )
@@ -224,7 +226,7 @@ def check_saved(q, dout, out, lse):
 
 
 def _shapes(q, k):
-    return f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
+    return f"q is {tuple(q)}, k is {tuple(k)}"
 
 
 def _short(dtype):

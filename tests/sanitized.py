@@ -111,13 +111,13 @@ extern "C" __global__ void store(const __grid_constant__ TensorMap map, Global<c
 
 def tma_store():
     """1, if a tile that the copy engine has stored arrives in a tensor that nobody had written."""
-    hopper = importlib.import_module("steps.step02_fa2_cuda.hopper")
+    hopper, kernels = (importlib.import_module(f"steps.step02_fa2_cuda.{name}") for name in ("hopper", "kernels"))
     file = Path(tempfile.mkdtemp()) / "store.cu"
     file.write_text(TMA_STORE)
     ones = torch.ones(1, 1, 16, 64, dtype=torch.bfloat16).to(engine.device)
     stored = torch.empty_like(ones)
     arguments = hopper.tensor_map(stored, 16), ones
-    hopper._launch(file, "store", arguments, grid=1, block=32, shared_bytes=2048 + 128, macros={"T": "bf16"})
+    kernels._launch(file, "store", arguments, grid=1, block=32, shared_bytes=2048 + 128, macros={"T": "bf16"})
     return int(torch.equal(stored.cpu(), ones.cpu()))
 
 

@@ -414,7 +414,7 @@ def integers(*shape, dtype, device, seed=0, largest=4):
 
 
 def tensor_map(x, box):
-    return nvrtc.tensor_map(x.data_ptr(), x.dtype, x.shape, x.stride(), box) if x.is_cuda else emulator.tensor_map(x, box)
+    return (nvrtc if x.is_cuda else emulator).tensor_map(x, box)
 
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}

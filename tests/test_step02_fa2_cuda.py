@@ -164,6 +164,44 @@ def test_what_a_gpu_takes(capability, KiB, monkeypatch):
             contract.pick_kernel(there, supports, "hopper", 0, torch.randn(1, 1, 4, 64).bfloat16())
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "launcher, D, options, refusal",
+    [
+        (hopper.hopper_forward, 40, {}, "fwd_8_hopper.cu takes head_dim 32, 64, 96, 128, 256; got 40"),
+        (hopper.wgmma_forward, 48, {}, "fwd_6_wgmma.cu takes head_dim .* got 48"),
+        (kernels.warp_forward, 256, {}, "fwd_1_warp.cu takes head_dim 32, 64, 96, 128; got 256"),
+        (hopper.hopper_backward, 32, {}, "bwd_3_hopper.cu takes head_dim 64, 128; got 32"),
+        (hopper.wgmma_backward, 64, {"tile": (64, 64)}, "bwd_2_wgmma.cu has one tile for each head_dim, .* got .64, 64."),
+        (kernels.fa2_backward, 40, {}, "bwd_1_fa2.cu takes head_dim 32, 64, 96, 128, 256; got 40"),
+        (hopper.hopper_forward, 64, {"PINPONG": 0}, "fwd_8_hopper.cu has no switch PINPONG"),
+        (hopper.hopper_forward, 40, {"tile": (128, 64)}, "fwd_8_hopper.cu takes head_dim"),
+        (hopper.hopper_forward, 64, {"tile": (256, 64)}, "more would wait for registers for ever"),
+        (hopper.roles_forward, 64, {"tile": (96, 64)}, "1 to 3 warpgroups"),
+        (kernels.fa2_forward, 32, {"tile": (16, 64)}, "4 warps have whole tiles of 16 rows"),
+        (kernels.cp_async_forward, 32, {"tile": (48, 64)}, "which share a tile evenly"),
+        (kernels.ldmatrix_forward, 32, {"tile": (64, 48)}, "which share a tile evenly"),
+        (kernels.mma_forward, 32, {"tile": (128, 64)}, "at most 4 warps of 16 rows"),
+        (kernels.mma_forward, 32, {"tile": (64, 40)}, "`mma` takes 16 keys of V"),
+        (hopper.wgmma_forward, 64, {"tile": (96, 64)}, "warpgroups have 64 rows"),
+        (kernels.warp_forward, 32, {"tile": (24, 64)}, "at most 4 warps of 16 rows"),
+    ],
+)  # fmt: skip
+def test_a_launcher_on_its_own_names_what_it_takes(launcher, D, options, refusal):
+    if launcher.__module__ == hopper.__name__ and "hopper" not in step02.RUNGS:
+        pytest.skip("needs a Hopper GPU, or none")
+    q, k, v, dout = random_inputs(1, 1, 1, 8, 8, D, torch.bfloat16)
+    saved = (q, torch.zeros(1, 1, 8, device=q.device)) if "backward" in launcher.__name__ else ()
+    with pytest.raises(Exception, match=refusal):
+        launcher(*((dout,) if saved else ()), q, k, v, *saved, **options)
+
+
+def test_hoppers_launchers_need_a_hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    with pytest.raises(RuntimeError, match=r"fwd_8_hopper.cu needs a GPU of compute capability 9\.0 .*; kernels.py"):
+        hopper._check_gpu("fwd_8_hopper.cu", SimpleNamespace(is_cuda=True, device="cuda:0"))
+
+
 def random_inputs(B, H, Hk, Nq, Nk, D, dtype):
     """q, k, v and dout."""
     rng = torch.Generator().manual_seed(Nq + Nk)
@@ -350,6 +388,42 @@ def test_memory():
         grads, used = asked_for(partial(step02.backward, dout, q, k, v, out, lse, causal=True, rung=rung))
         padded = 2 * 4 * -(-300 // 128) * 128 * 4  # of one float32 a row
         assert used <= sum(x.nbytes for x in grads) + padded * (64 + 2) + 8 * padded // 128, rung
+
+
+@pytest.mark.gpu
+def test_a_launch_that_is_kept_serves_other_tensors():
+    """Of the same shapes: one in all four places first, then others, then such as 16-byte loads cannot read; and keeps none."""
+
+    def moved(x):
+        return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+    for rung, inputs in rungs_with_inputs(Nq=310, Nk=310):
+        before, kept = torch.cuda.memory_allocated(), []
+        for q, k, v, dout in (4 * inputs[:1], inputs, [x.flip(2) for x in inputs], list(map(moved, inputs)), inputs):
+            out, lse = step02.forward(q, k, v, causal=True, rung=rung)
+            got = out, lse, *step02.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
+            want = error.expected(*(x.cpu() for x in (q, k, v, dout)), causal=True)
+            assert not error.failures(dict(zip(error.NAMES, (x.cpu() for x in got), strict=True)), want), rung
+            kept.append(len(nvrtc._runs))
+        assert kept[0] == kept[1] == kept[2] and kept[3] == kept[4], rung
+        del q, k, v, dout, out, lse, got
+        assert torch.cuda.memory_allocated() == before, rung
+
+
+@pytest.mark.gpu
+def test_a_thread_that_has_not_used_the_gpu():
+    """A launch makes no call but the driver's, which needs a context, if the allocator has the memory already."""
+
+    def both(q, k, v, dout, rung):
+        out, lse = step02.forward(q, k, v, rung=rung)
+        return out, lse, *step02.backward(dout, q, k, v, out, lse, rung=rung)
+
+    for rung, inputs in rungs_with_inputs(Nq=320, Nk=320):
+        want = error.expected(*inputs)
+        both(*inputs, rung)
+        with ThreadPoolExecutor(1) as thread:
+            got = thread.submit(both, *inputs, rung).result()
+        assert not error.failures(dict(zip(error.NAMES, got, strict=True)), want), rung
 
 
 @pytest.mark.gpu

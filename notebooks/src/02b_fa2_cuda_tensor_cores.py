@@ -277,7 +277,7 @@ ALL = [("scalar", 64), ("warp", 64), *((rung, 128) for rung in FORWARD if rung n
 def launched(rung, D):
     """What the launcher asks for on a GPU: file, grid, block, shared_bytes, macros."""
     seen, tile = [], TILES.get(rung, kernels.MMA_TILES)[D]
-    with patch.object(kernels, "_launch", lambda file, *_, **shape: seen.append({"file": file} | shape)):
+    with patch.object(kernels, "_run", lambda plan, inputs, others, options: seen.extend(plan(*inputs, *others, *options))):
         FORWARD[rung](*tensors(rung, 4096, 4096, D), tile=tile)
     return seen[0]
 
@@ -285,7 +285,7 @@ def launched(rung, D):
 def registers(key):
     """Of a thread, as the compiler for Hopper reports them; it needs no GPU."""
     shape = launches[key]
-    return nvrtc.compile(kernels.HERE / shape["file"], shape["macros"], "sm_90a").usage["attention_forward"].registers
+    return nvrtc.compile(shape["file"], shape["macros"], "sm_90a").usage["attention_forward"].registers
 
 
 launches = {key: launched(*key) for key in ALL}

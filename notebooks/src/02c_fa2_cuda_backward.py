@@ -510,9 +510,9 @@ def fa2_gradients(blocks, seed=0, deterministic=False):
     out, lse = kernels.fa2_forward(q, k, v)
     sums, launch = [], kernels._launch
 
-    def spy(file, kernel, arguments, **shape):
-        launch(file, kernel, arguments, **shape)
-        sums.extend([arguments[0].clone()] * (kernel == "attention_dq"))
+    def spy(**what):
+        launch(**what)
+        sums.extend([what["arguments"][0].clone()] * (what["kernel"] == "attention_dq"))
 
     with emulator.schedule(blocks=blocks, seed=seed), patch.object(kernels, "_launch", spy):
         got = kernels.fa2_backward(dout, q, k, v, out, lse, deterministic=deterministic)

@@ -456,7 +456,7 @@ print(*lines, sep="\n")
 sm = h200.multiprocessor
 for D, (Br, Bc) in hopper.TILES.items():
     x = torch.empty(1, 1, 1, D).bfloat16()
-    plan = hopper._plan("fwd_8_hopper.cu", x, x, x, x, x[..., 0].float(), False, None, (Br, Bc), {})[1]
+    (plan,) = hopper._forward_plan(x, x, x, x, x[..., 0].float(), "fwd_8_hopper.cu", False, None, (Br, Bc))
     need = cost.accumulator_registers(64, Bc, D, "bf16", threads=128)
     n = Br // 64 - 1
     print(f"D = {D:3}, tile {Br} x {Bc:3}: {plan['shared_bytes'] / 1024:5.1f} of {sm.shared_per_block // 1024} KiB;",
@@ -884,13 +884,14 @@ print("SKIP=0, foreseen", *(f"{count(*at, False) / count(*at, True) - 1:+8.1%}" 
 #
 # Whoever launches a kernel does not wait for it. The host works only until the launch is on its way, and as long as that
 # takes less than the kernel, the GPU is never idle. `hopper_forward` allocates out and lse, finds the launch that it put
-# together for tensors in the same place, tensor maps included, and calls the driver; `forward` checks its arguments first.
-# Measured with a kernel too short to be waited for (one head, N = 128, D = 64). Less than a kernel takes is enough.
+# together for such shapes, puts the new addresses into it and calls the driver; `forward` checks its arguments first.
+# *Elsewhere*: every call has its tensors at other addresses, and three tensor maps change too. Measured with a kernel too
+# short to be waited for (one head, N = 128, D = 64). Less than a kernel takes is enough.
 
 # %% slideshow={"slide_type": "fragment"}
 host = rows.COMMITTED / "nvidia-h200.host.json"
 for name, us in json.loads(host.read_text())["microseconds"].items() if host.exists() else ():
-    print(f"{name:20} {us:5.1f} us of the host's time a call")
+    print(f"{name:27} {us:5.1f} us of the host's time a call")
 shortest = min((row for row in recorded if row["kernel"] == "fwd_8_hopper"), key=lambda row: row["ms_median"], default=None)
 if shortest:
     print("the shortest hopper forward of the tables: {:.0f} us, at B = {B}, H = {H}, N = {N}, D = {D}, causal = {causal}".format(

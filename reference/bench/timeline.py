@@ -81,14 +81,12 @@ def timed_launch(hopper, q, k, v, switches, steps=STEPS):
     """(a call of the instrumented kernel, out, lse, marks (steps, 2, 6) int32)."""
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     marks = torch.zeros(steps, 2, len(EVENTS), dtype=torch.int32, device=q.device)
-    plan = hopper._plan(f"{KERNEL}.cu", q, k, v, out, lse, False, None, hopper.TILES[q.shape[-1]], switches)
-    arguments, shape = [*plan[0], marks], plan[1]
-    file = hopper.HERE / "fwd_8_timed.cu"
+    tile = hopper.TILES[q.shape[-1]]
+    (what,) = hopper._forward_plan(q, k, v, out, lse, f"{KERNEL}.cu", False, None, tile, *switches.items())
+    what |= {"file": hopper.HERE / "fwd_8_timed.cu", "arguments": [*what["arguments"], marks]}
     if q.is_cuda:
-        nvrtc = importlib.import_module("timed.nvrtc")
-        return nvrtc.Launch(file, "attention_forward", arguments, **shape), out, lse, marks
-    emulator = importlib.import_module("timed.emulator")
-    return partial(emulator.launch, file, "attention_forward", arguments, **shape), out, lse, marks
+        return importlib.import_module("timed.nvrtc").Launch(**what), out, lse, marks
+    return partial(importlib.import_module("timed.emulator").launch, **what), out, lse, marks
 
 
 def timelines(hopper, q, k, v):

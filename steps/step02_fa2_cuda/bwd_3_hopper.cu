@@ -120,7 +120,8 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32], Shared<float> st
   if (DETERMINISTIC) {
     while (atomicAdd(&turn[0], 0) != tile) {
     }
-    __threadfence();  // what the blocks before have added comes before what follows
+    __threadfence();  // what the blocks before have added comes before what follows,
+    fence_async_global();  // and before what the copy engine does
   }
   bulk_add(dq, staging, Part);
   bulk_commit();

@@ -57,17 +57,17 @@ __device__ void store_row(Global<float> out, const float (&O)[D], float l) {
   for (int d = 0; d < D; d++) out[d] = l == 0 ? 0 : O[d] / l;
 }
 
-// q (B, H, Nq, D), k and v (B, H, Nk, D) with any strides (in elements; D is contiguous); out (B, H, Nq, D) and lse (B, H, Nq)
+// q (B, H, Nq, D), k and v (B, H / group, Nk, D) with any strides (in elements; D is contiguous); out (B, H, Nq, D) and lse (B, H, Nq)
 // contiguous. Only the grid's x dimension goes beyond 65535, so it counts tiles, heads and batches in one; offsets are 64-bit.
 extern "C" __global__ void __launch_bounds__(Br) attention_forward(
     Global<const float> q, int64_t q_batch, int64_t q_head, int64_t q_row,
     Global<const float> k, int64_t k_batch, int64_t k_head, int64_t k_row,
     Global<const float> v, int64_t v_batch, int64_t v_head, int64_t v_row,
-    Global<float> out, Global<float> lse, int H, int Nq, int Nk, float scale, int causal) {
+    Global<float> out, Global<float> lse, int H, int group, int Nq, int Nk, float scale, int causal) {
   int tiles = (Nq + Br - 1) / Br, tile = blockIdx.x % tiles, head = blockIdx.x / tiles % H, batch = blockIdx.x / tiles / H;
   q += batch * q_batch + head * q_head;
-  k += batch * k_batch + head * k_head;
-  v += batch * v_batch + head * v_head;
+  k += batch * k_batch + head / group * k_head;
+  v += batch * v_batch + head / group * v_head;
   int64_t first_row = int64_t(batch * H + head) * Nq;
 
   SharedMemory smem;

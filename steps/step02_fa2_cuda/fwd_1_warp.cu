@@ -19,6 +19,7 @@
 // the tensor cores on an H200.
 #include "ptx.cuh"
 
+static_assert(Br % 16 == 0 && Br <= 64 && Bc % 8 == 0, "at most 4 warps of 16 rows; a lane has every 8th key");
 constexpr int THREADS = 2 * Br, ROWS = 4, KEYS = Bc / 8, COLUMNS = D / 32;  // a lane's micro-tiles; COLUMNS of 4 each
 constexpr int STRIDE = D + 4;  // of a row in shared memory: the 8 lanes of one a then read 8 rows from different banks
 constexpr float LOWEST = -3.4e38f;  // where m starts: with -inf, m - m of a row that has seen no key yet would be NaN

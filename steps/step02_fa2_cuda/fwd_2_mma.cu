@@ -19,6 +19,7 @@
 // the same banks, and each load takes 8 turns (rung 3).
 #include "ptx.cuh"
 
+static_assert(Br % 16 == 0 && Br <= 64 && Bc % 16 == 0, "at most 4 warps of 16 rows; `mma` takes 16 keys of V");
 constexpr int ROWS = 16, THREADS = Br / ROWS * 32;  // a warp has 16 rows
 constexpr float LOWEST = -3.4e38f;  // where m starts: with -inf, m - m of a row that has seen no key yet would be NaN
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;

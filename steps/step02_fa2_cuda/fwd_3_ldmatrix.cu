@@ -16,6 +16,7 @@
 // Left out: loading while computing. The wall: for every tile, all warps wait until it has come from global memory (rung 4).
 #include "ptx.cuh"
 
+static_assert((Br == 16 || Br == 32 || Br == 64) && Bc % 32 == 0, "at most 4 warps of 16 rows, which share a tile evenly");
 constexpr int ROWS = 16, THREADS = Br / ROWS * 32;  // a warp has 16 rows
 constexpr float LOWEST = -3.4e38f;  // where m starts: with -inf, m - m of a row that has seen no key yet would be NaN
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;

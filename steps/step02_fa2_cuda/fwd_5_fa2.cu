@@ -18,6 +18,7 @@
 // Left out: what only Hopper has. The wall: `mma` reaches 2/3 of what Hopper's tensor cores can do (rung 6).
 #include "ptx.cuh"
 
+static_assert((Br == 32 || Br % 64 == 0) && Bc % 32 == 0, "4 warps have whole tiles of 16 rows, and share a tile evenly");
 constexpr int WARPS = Br < 64 ? Br / 16 : 4, THREADS = 32 * WARPS, ROWS = Br / WARPS, M = ROWS / 16;  // M tiles of 16 rows a warp
 constexpr float LOWEST = -3.4e38f;  // where m starts: with -inf, m - m of a row that has seen no key yet would be NaN
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;

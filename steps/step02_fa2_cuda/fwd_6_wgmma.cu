@@ -19,6 +19,7 @@
 // The wall: at the end of every block all warpgroups wait for the slowest, before one thread may ask for the next.
 #include "ptx.cuh"
 
+static_assert(Br % 64 == 0 && Bc % 16 == 0, "warpgroups have 64 rows; `wgmma` takes 16 keys of V");
 constexpr int STAGES = 2;                // tiles of K and of V in shared memory: one in use, one on its way
 constexpr int SLABS = (D + 63) / 64;     // of 64 columns, 128 bytes a row
 constexpr int BOX = D % 64 ? 1 : SLABS;  // slabs that one copy brings

@@ -39,6 +39,7 @@ constexpr int STAGES = D > 64 ? 2 : 3;     // tiles of K and of V in shared memo
 constexpr int Q_STAGES = D > 128 ? 1 : 2;  // tiles of Q: with 2 the next one comes while this one is in use
 constexpr int SLABS = (D + 63) / 64;       // of 64 columns, 128 bytes a row
 constexpr int BOX = D % 64 ? 1 : SLABS;    // slabs that one copy brings
+static_assert(Br % 64 == 0 && Br <= 192 && Bc % 16 == 0, "1 to 3 warpgroups: more would wait for registers for ever");
 constexpr int WARPGROUPS = Br / 64;        // consumers; each has 64 rows of Q
 // The registers of 128 (WARPGROUPS + 1) threads, 64K in all, go to those who need them.
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 1 ? 56 : WARPGROUPS == 2 ? 24 : 32;

@@ -2,7 +2,7 @@
 """The host side of Hopper's kernels: tensor maps, tiles, shared memory, grids.
 
 The tensors' device decides: on a GPU (sm_90) the files are compiled with NVRTC, on a CPU with g++ behind an emulation of CUDA.
-Needs torch; beside it the .cu files, ptx.cuh, wgmma.py and cache.py; on a GPU nvrtc.py, cuda.core and NVRTC; on a CPU emulator/
+Needs torch; beside it the .cu files, ptx.cuh, wgmma.py, nvrtc.py and cache.py; on a GPU cuda.core and NVRTC; on a CPU emulator/
 and g++.
 """
 
@@ -11,6 +11,8 @@ from ctypes import c_float, c_int, c_longlong
 from pathlib import Path
 
 import torch
+
+from . import nvrtc
 
 HERE = Path(__file__).parent
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -22,55 +24,33 @@ def wgmma_forward(q, k, v, *, causal=False, scale=None, tile=None):
 
     D is 32, 64, 96, 128 or 256, H a multiple of Hk. tile is (Br, Bc): Br 64, 128 or 192, Bc a multiple of 16. Rung 6.
     """
-    return _forward("fwd_6_wgmma.cu", q, k, v, causal, scale, tile or (128, TILES[q.shape[-1]][1]))
+    return _forward(q, k, v, "fwd_6_wgmma.cu", causal, scale, tile or (128, _tile("fwd_6_wgmma.cu", q, TILES)[1]))
 
 
 def roles_forward(q, k, v, *, causal=False, scale=None, tile=None):
     """The same by rung 7."""
-    return _forward("fwd_7_roles.cu", q, k, v, causal, scale, tile or TILES[q.shape[-1]])
+    return _forward(q, k, v, "fwd_7_roles.cu", causal, scale, tile)
 
 
 def hopper_forward(q, k, v, *, causal=False, scale=None, tile=None, **switches):
     """The same by rung 8. switches: macros at the head of fwd_8_hopper.cu, such as PINGPONG=0, to measure what they bring."""
-    return _forward("fwd_8_hopper.cu", q, k, v, causal, scale, tile or TILES[q.shape[-1]], **switches)
+    return _forward(q, k, v, "fwd_8_hopper.cu", causal, scale, tile, *switches.items())
 
 
-_launches = {}  # those that have been put together, by everything that they depend on but out and lse
-
-
-def _forward(file, q, k, v, causal, scale, tile, **switches):
-    B, H, Nq, _ = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(B, H, Nq, dtype=torch.float32, device=q.device)  # half the time of q.new_empty(q.shape[:3], ...)
-    if not q.is_cuda:
-        from . import emulator
-
-        arguments, shape = _plan(file, *map(_aligned, (q, k, v)), out, lse, causal, scale, tile, switches)
-        emulator.launch(HERE / file, "attention_forward", arguments, **shape)
-        return out, lse
-
-    key = (
-        file, q.dtype, q.device, causal, scale, tile, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), *switches.items(),
-    )  # fmt: skip
-    launch = _launches.get(key)
-    if launch is None:
-        from .nvrtc import Launch
-
-        aligned = [_aligned(x) for x in (q, k, v)]
-        arguments, shape = _plan(file, *aligned, out, lse, causal, scale, tile, switches)
-        launch = Launch(HERE / file, "attention_forward", arguments, **shape)
-        if all(x is y for x, y in zip(aligned, (q, k, v), strict=True)):  # copies have other addresses the next time
-            if len(_launches) >= 1000:
-                _launches.clear()
-            _launches[key] = launch
-    launch(((3, out), (4, lse)))
+def _forward(q, k, v, *options):
+    B, H, Nq, D = q.shape  # apart, as a shape in one piece doubles the time of new_empty
+    out, lse = q.new_empty(B, H, Nq, D), q.new_empty(B, H, Nq, dtype=torch.float32)
+    _run(_forward_plan, (q, k, v), (out, lse), options)
     return out, lse
 
 
-def _plan(file, q, k, v, out, lse, causal, scale, tile, switches):
-    """The kernel's arguments, and the launch's shape."""
-    (B, H, Nq, D), (Hk, Nk), (Br, Bc) = q.shape, k.shape[1:3], tile
+def _forward_plan(q, k, v, out, lse, file, causal, scale, tile, *switches):
+    _check_gpu(file, q)
+    usual, switches = _tile(file, q, TILES), dict(switches)
+    if unknown := [name for name in switches if f"#ifndef {name}\n" not in (HERE / file).read_text()]:
+        raise TypeError(f"{file} has no switch {', '.join(unknown)}.")
+    q, k, v, (Br, Bc) = *map(_aligned, (q, k, v)), tile or usual
+    (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     tiles, blocks = -(-Nq // Br) * H * B, multiprocessors(q.device)
     arguments = [tensor_map(q, Br), tensor_map(k, Bc), tensor_map(v, Bc), out, lse]
     arguments += c_int(H), c_int(H // Hk), c_int(Nq), c_int(Nk), c_float(D**-0.5 if scale is None else scale)
@@ -81,12 +61,12 @@ def _plan(file, q, k, v, out, lse, causal, scale, tile, switches):
     Q_tiles = 2 if file == "fwd_8_hopper.cu" and D <= 128 else 1
     KV_tiles = 6 if file == "fwd_8_hopper.cu" and D <= 64 else 4
     persistent = file == "fwd_8_hopper.cu" and switches.get("PERSISTENT", 1)
-    return arguments, {
-        "grid": min(tiles, blocks) if persistent else tiles,
-        "block": 2 * Br + (0 if file == "fwd_6_wgmma.cu" else 128),
-        "shared_bytes": (Q_tiles * Br + KV_tiles * Bc) * -(-D // 64) * 128 + 128,
-        "macros": {"T": TYPES[q.dtype], "D": D, "Br": Br, "Bc": Bc, "CAUSAL": int(causal), **switches},
-    }
+    yield dict(
+        file=HERE / file, kernel="attention_forward", arguments=arguments,
+        grid=min(tiles, blocks) if persistent else tiles, block=2 * Br + (0 if file == "fwd_6_wgmma.cu" else 128),
+        shared_bytes=(Q_tiles * Br + KV_tiles * Bc) * -(-D // 64) * 128 + 128,
+        macros={"T": TYPES[q.dtype], "D": D, "Br": Br, "Bc": Bc, "CAUSAL": int(causal), **switches},
+    )  # fmt: skip
 
 
 BACKWARD_TILES = {64: (128, 128), 128: (64, 128)}  # (Br, Bc) by head_dim; the others take kernels.fa2_backward
@@ -106,33 +86,50 @@ def hopper_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=N
 
 
 def _backward(file, dout, q, k, v, out, lse, causal, scale, tile, **switches):
-    (B, H, Nq, D), (Hk, Nk), (Br, Bc) = q.shape, k.shape[1:3], tile or BACKWARD_TILES[q.shape[-1]]
-    if (Br, Bc) != BACKWARD_TILES.get(D):
+    (B, H, Nq, D), usual = q.shape, _tile(file, q, BACKWARD_TILES)
+    Br, Bc = tile or usual
+    if (Br, Bc) != usual:
         raise ValueError(f"{file} has one tile for each head_dim, {BACKWARD_TILES}; got {(Br, Bc)} for head_dim {D}.")
-    bulk, scale = file == "bwd_3_hopper.cu", D**-0.5 if scale is None else scale
-    dout, q, k, v, out = map(_aligned, (dout, q, k, v, out))
     tiles = -(-Nq // Br)
     dq_sum, lse_2, delta = (q.new_empty(B, H, tiles * Br, n, dtype=torch.float32) for n in (D, 1, 1))
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    turns = (q.new_zeros(1 + 8 * B * H * tiles * switches["DETERMINISTIC"], dtype=torch.int32),) if bulk else ()
-    macros = {"T": TYPES[q.dtype], "D": D, "Br": Br, "Bc": Bc, **switches}
-    strided = (y for x in (dout, out) for y in (x, *map(c_longlong, x.stride()[:3])))
-    _launch(
-        HERE / file, "attention_delta", (*strided, lse.contiguous(), lse_2, delta, dq_sum, c_int(H), c_int(Nq)),
-        grid=tiles * H * B, block=256, macros=macros,
-    )  # fmt: skip
-    boxes = (dout, Br), (q, Br), (k, Bc), (v, Bc), (dk, 16), (dv, 16)
-    numbers = c_int(H), c_int(H // Hk), c_int(Nq), c_int(Nk), c_float(scale), c_int(causal)
-    _launch(
-        HERE / file, "attention_backward", (*(tensor_map(x, rows) for x, rows in boxes), lse_2, delta, dq_sum, *turns, *numbers),
-        grid=-(-Nk // Bc) * Hk * B, block=256, macros=macros,
-        shared_bytes=2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * (Br * D * bulk + 4 * Br) + 128,
-    )  # fmt: skip
-    _launch(
-        HERE / file, "attention_dq", (dq_sum, dq, c_int(Nq), c_float(scale)),
-        grid=tiles * H * B, block=256, macros=macros,
-    )  # fmt: skip
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    bulk = file == "bwd_3_hopper.cu"
+    turns = q.new_zeros(bulk * (1 + 8 * B * H * tiles * switches.get("DETERMINISTIC", 0)), dtype=torch.int32)
+    others = lse.contiguous(), lse_2, delta, dq_sum, dq, dk, dv, turns
+    _run(_backward_plan, (dout, q, k, v, out), others, (file, causal, scale, Br, Bc, *switches.items()))
     return dq, dk, dv
+
+
+def _backward_plan(dout, q, k, v, out, lse, lse_2, delta, dq_sum, dq, dk, dv, turns, file, causal, scale, Br, Bc, *switches):
+    _check_gpu(file, q)
+    dout, q, k, v, out = map(_aligned, (dout, q, k, v, out))
+    (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
+    bulk, scale, tiles = file == "bwd_3_hopper.cu", D**-0.5 if scale is None else scale, -(-Nq // Br)
+    common = {"file": HERE / file, "block": 256, "macros": {"T": TYPES[q.dtype], "D": D, "Br": Br, "Bc": Bc, **dict(switches)}}
+    strided = (y for x in (dout, out) for y in (x, *map(c_longlong, x.stride()[:3])))
+    numbers = c_int(H), c_int(Nq)
+    yield dict(kernel="attention_delta", arguments=(*strided, lse, lse_2, delta, dq_sum, *numbers), grid=tiles * H * B, **common)
+    boxes = (dout, Br), (q, Br), (k, Bc), (v, Bc), (dk, 16), (dv, 16)
+    sums = lse_2, delta, dq_sum, *[turns] * bulk
+    numbers = c_int(H), c_int(H // Hk), c_int(Nq), c_int(Nk), c_float(scale), c_int(causal)
+    yield dict(
+        kernel="attention_backward", arguments=(*(tensor_map(x, rows) for x, rows in boxes), *sums, *numbers),
+        grid=-(-Nk // Bc) * Hk * B, shared_bytes=2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * (Br * D * bulk + 4 * Br) + 128,
+        **common,
+    )  # fmt: skip
+    yield dict(kernel="attention_dq", arguments=(dq_sum, dq, c_int(Nq), c_float(scale)), grid=tiles * H * B, **common)
+
+
+def _tile(file, q, tiles):
+    """(Br, Bc) for q's head_dim."""
+    if (D := q.shape[-1]) not in tiles:
+        raise ValueError(f"{file} takes head_dim {', '.join(map(str, tiles))}; got {D}.")
+    return tiles[D]
+
+
+def _check_gpu(file, x):
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) != (9, 0):
+        raise RuntimeError(f"{file} needs a GPU of compute capability 9.0 (H100, H200); kernels.py's launchers run on others.")
 
 
 def _aligned(x):
@@ -147,17 +144,15 @@ def tensor_map(x, rows):
 
     A kernel's coordinates are (0, row, 0, head, batch). If 64 does not divide D, a copy brings one slab: (64 * slab, row, ...).
     """
+    tensor_map = nvrtc.tensor_map
+    if not x.is_cuda:
+        from .emulator import tensor_map
     B, H, N, D = x.shape
     batch, head, row = (x.stride(i) if x.shape[i] > 1 else D for i in range(3))  # a stride that does not matter may be anything
     slabs, columns = (D // 64, 64) if D % 64 == 0 else (1, D)
-    shape, strides, box = (B, H, slabs, N, columns), (batch, head, 64, row, 1), (1, 1, slabs, rows, 64)
-    if not x.is_cuda:
-        from .emulator import tensor_map
-
-        return tensor_map(x.as_strided(shape, strides), box)
-    from .nvrtc import tensor_map
-
-    return tensor_map(x.data_ptr(), x.dtype, shape, strides, box)
+    map = tensor_map(x.as_strided((B, H, slabs, N, columns), (batch, head, 64, row, 1)), (1, 1, slabs, rows, 64))
+    map.tensor = x  # keeps it alive, and tells Launch whose address to replace
+    return map
 
 
 @functools.cache
@@ -166,9 +161,12 @@ def multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def _launch(file, kernel, arguments, **shape):
-    if any(x.is_cuda for x in arguments if isinstance(x, torch.Tensor)):
-        from .nvrtc import launch
-    else:
-        from .emulator import launch
-    launch(file, kernel, arguments, **shape)
+def _run(plan, inputs, others, options):
+    """Launches the kernels that plan(*inputs, *others, *options) yields; on a GPU what is yielded is kept for the next call."""
+    if inputs[0].is_cuda:
+        nvrtc.run(plan, inputs, others, options)
+        return
+    from .emulator import launch
+
+    for what in plan(*inputs, *others, *options):
+        launch(**what)

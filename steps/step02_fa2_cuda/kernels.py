@@ -2,7 +2,7 @@
 """The host side of the kernels: which file, how many blocks and threads, how much shared memory, which arguments.
 
 The tensors' device decides: on a GPU the files are compiled with NVRTC, on a CPU with g++ behind an emulation of CUDA.
-Needs torch; beside it the .cu files, ptx.cuh and cache.py; on a GPU nvrtc.py, cuda.core and NVRTC; on a CPU emulator/ and g++.
+Needs torch; beside it the .cu files, ptx.cuh, nvrtc.py and cache.py; on a GPU cuda.core and NVRTC; on a CPU emulator/ and g++.
 """
 
 from ctypes import c_float, c_int, c_longlong
@@ -10,22 +10,27 @@ from pathlib import Path
 
 import torch
 
+from . import nvrtc
+
 HERE = Path(__file__).parent
 DELTA_ROWS = 128  # a block of attention_delta
 
 
 def scalar_forward(q, k, v, *, causal=False, scale=None, tile=None):
     """(out, lse): float32 q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq). tile is (Br, Bc)."""
-    B, H, Nq, D = q.shape
-    k, v = (_a_head_for_each_query_head(x, H) for x in (k, v))
-    Br, Bc = tile or ((64, 32) if q.is_cuda else (16, 16))
+    B, H, Nq, D = q.shape  # apart, as a shape in one piece doubles the time of new_empty
     out, lse = q.new_empty(B, H, Nq, D), q.new_empty(B, H, Nq)
-    arguments = *_strided(q), *_strided(k), *_strided(v), out, lse, *_sizes(q, k, causal, scale)
-    _launch(
-        "fwd_0_scalar.cu", "attention_forward", arguments,
+    _run(_scalar_plan, (q, k, v), (out, lse), (causal, scale, tile or ((64, 32) if q.is_cuda else (16, 16))))
+    return out, lse
+
+
+def _scalar_plan(q, k, v, out, lse, causal, scale, tile):
+    (B, H, Nq, D), (Br, Bc) = q.shape, tile
+    yield dict(
+        file=HERE / "fwd_0_scalar.cu", kernel="attention_forward",
+        arguments=(*_strided(q), *_strided(k), *_strided(v), out, lse, *_sizes(q, k, causal, scale)),
         grid=_tiles(Nq, Br) * H * B, block=Br, shared_bytes=4 * (2 * Bc * D + Bc * Br), macros={"D": D, "Br": Br, "Bc": Bc},
     )  # fmt: skip
-    return out, lse
 
 
 def scalar_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, deterministic=False):
@@ -35,24 +40,26 @@ def scalar_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=N
             "rung scalar adds to dq in any order; rung fa2 takes deterministic=True, in bfloat16 and float16. In float32 "
             "steps.step03_triton is always deterministic."
         )
-    B, H, Nq, D = q.shape
-    Hk, Nk = k.shape[1:3]
+    H, Hk = q.shape[1], k.shape[1]
     k, v = (_a_head_for_each_query_head(x, H) for x in (k, v))
-    Br, Bc = tile or ((32, 64) if q.is_cuda else (16, 16))
-    lse, delta, dq = lse.contiguous(), q.new_empty(B, H, Nq), q.new_zeros(B, H, Nq, D)
-    dk, dv = (k.new_empty(B, H, Nk, D) for _ in range(2))
-    macros = {"D": D, "Br": Br, "Bc": Bc}
-    _launch(
-        "bwd_0_scalar.cu", "attention_delta", (*_strided(dout), *_strided(out), delta, c_int(B), c_int(H), c_int(Nq)),
-        grid=_tiles(B * H * Nq, DELTA_ROWS), block=DELTA_ROWS, macros=macros,
-    )  # fmt: skip
-    arguments = *_strided(dout), *_strided(q), *_strided(k), *_strided(v), lse, delta, dq, dk, dv, *_sizes(q, k, causal, scale)
-    _launch(
-        "bwd_0_scalar.cu", "attention_backward", arguments,
-        grid=_tiles(Nk, Bc) * H * B, block=Bc, macros=macros,
-        shared_bytes=4 * (2 * Bc * (D + 1) + 2 * Br * D + Br * Bc + 2 * Br),
-    )  # fmt: skip
+    delta, dq, dk, dv = q.new_empty(q.shape[:3]), q.new_zeros(q.shape), k.new_empty(k.shape), k.new_empty(k.shape)
+    tile = tile or ((32, 64) if q.is_cuda else (16, 16))
+    _run(_scalar_backward_plan, (dout, q, k, v, out), (lse.contiguous(), delta, dq, dk, dv), (causal, scale, tile))
     return dq, *(dx if H == Hk else dx.unflatten(1, (Hk, -1)).sum(2) for dx in (dk, dv))
+
+
+def _scalar_backward_plan(dout, q, k, v, out, lse, delta, dq, dk, dv, causal, scale, tile):
+    (B, H, Nq, D), Nk, (Br, Bc) = q.shape, k.shape[2], tile
+    common = {"file": HERE / "bwd_0_scalar.cu", "macros": {"D": D, "Br": Br, "Bc": Bc}}
+    yield dict(
+        kernel="attention_delta", arguments=(*_strided(dout), *_strided(out), delta, c_int(B), c_int(H), c_int(Nq)),
+        grid=_tiles(B * H * Nq, DELTA_ROWS), block=DELTA_ROWS, **common,
+    )  # fmt: skip
+    strided, (H_, _, *sizes) = (y for x in (dout, q, k, v) for y in _strided(x)), _sizes(q, k, causal, scale)
+    yield dict(
+        kernel="attention_backward", arguments=(*strided, lse, delta, dq, dk, dv, H_, *sizes),
+        grid=_tiles(Nk, Bc) * H * B, block=Bc, shared_bytes=4 * (2 * Bc * (D + 1) + 2 * Br * D + Br * Bc + 2 * Br), **common,
+    )  # fmt: skip
 
 
 def _a_head_for_each_query_head(x, H):
@@ -73,19 +80,22 @@ def _forward(file, tiles, padding=0, size=2):
 
     def forward(q, k, v, *, causal=False, scale=None, tile=None):
         """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), H a multiple of Hk; out like q, lse (B, H, Nq) float32."""
-        (B, H, Nq, D), Hk = q.shape, k.shape[1]
-        if D not in tiles:
-            raise ValueError(f"{file} takes head_dim {', '.join(map(str, tiles))}; got {D}. fwd_5_fa2.cu takes the most.")
-        Br, Bc = tile or tiles[D]
+        B, H, Nq, D = q.shape
         out, lse = q.new_empty(B, H, Nq, D), q.new_empty(B, H, Nq, dtype=torch.float32)
-        H_, *sizes = _sizes(q, k, causal, scale)
-        q, k, v = (_aligned(x) for x in (q, k, v))
-        _launch(
-            file, "attention_forward", (*_strided(q), *_strided(k), *_strided(v), out, lse, H_, c_int(H // Hk), *sizes),
+        _run(plan, (q, k, v), (out, lse), (causal, scale, tile))
+        return out, lse
+
+    def plan(q, k, v, out, lse, causal, scale, tile):
+        B, H, Nq, D = q.shape
+        if D not in tiles:
+            raise ValueError(f"{file} takes head_dim {', '.join(map(str, tiles))}; got {D}.")
+        q, k, v, (Br, Bc) = *map(_aligned, (q, k, v)), tile or tiles[D]
+        yield dict(
+            file=HERE / file, kernel="attention_forward",
+            arguments=(*_strided(q), *_strided(k), *_strided(v), out, lse, *_sizes(q, k, causal, scale)),
             grid=_tiles(Nq, Br) * H * B, block=32 * min(4, Br // 16), shared_bytes=size * (Br + 2 * Bc) * (D + padding),
             macros={"T": MACROS[q.dtype], "D": D, "Br": Br, "Bc": Bc},
         )  # fmt: skip
-        return out, lse
 
     return forward
 
@@ -97,8 +107,8 @@ cp_async_forward = _forward("fwd_4_cp_async.cu", MMA_TILES)
 fa2_forward = _forward("fwd_5_fa2.cu", FA2_TILES)
 
 
-# FlashAttention-2's (Br, Bc) and warps a block; smaller ones for a GPU with less shared memory (D = 256 needs
-# 100.5 KiB: no GeForce, no T4)
+# FlashAttention-2's (Br, Bc) and warps a block; smaller ones for a GPU with less shared memory (D = 256 needs 100.5 KiB: no
+# GeForce, no T4)
 FA2_BACKWARD = {32: (128, 128, 8), 64: (128, 128, 8), 96: (64, 128, 8), 128: (64, 128, 8), 256: (64, 64, 8)}
 FA2_BACKWARD_SMALL = {32: (64, 64, 4), 64: (64, 64, 4), 96: (64, 64, 4), 128: (32, 64, 4), 256: (32, 32, 4)}
 FA2_BACKWARD_SMALLEST = (32, 32, 4)
@@ -110,35 +120,41 @@ def fa2_backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None
     D is a key of FA2_BACKWARD, H a multiple of Hk. tile is (Br, Bc), powers of 2 from 16 and from 32 on, Bc <= 4 Br.
     deterministic: dq, too, is bit-equal from run to run.
     """
-    (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
-    Br, Bc, warps = (*tile, min(8, *(size // 8 for size in tile))) if tile else _fa2_backward_tile(q)
-    scale = D**-0.5 if scale is None else scale
-    dout, q, k, v, out = (_aligned(x) for x in (dout, q, k, v, out))
-    rows = _tiles(Nq, Br) * Br  # whole tiles
+    B, H, Nq, D = q.shape
+    if D not in FA2_BACKWARD:
+        raise ValueError(f"bwd_1_fa2.cu takes head_dim {', '.join(map(str, FA2_BACKWARD))}; got {D}.")
+    tile = (*tile, min(8, *(size // 8 for size in tile))) if tile else _fa2_backward_tile(q)
+    rows = _tiles(Nq, tile[0]) * tile[0]  # whole tiles
     lse_2, delta = (q.new_empty(B, H, rows, dtype=torch.float32) for _ in range(2))
-    dq_sum, dq = q.new_zeros(B, H, rows, D, dtype=torch.float32), q.new_empty(B, H, Nq, D)
-    dk, dv = (k.new_empty(B, Hk, Nk, D) for _ in range(2))
-    turns = q.new_zeros(1 + B * H * rows // Br if deterministic else 1, dtype=torch.int32)
-    H_, *sizes = _sizes(q, k, causal, scale)
-    macros = {"T": MACROS[q.dtype], "D": D, "Br": Br, "Bc": Bc, "Warps": warps}
-    _launch(
-        "bwd_1_fa2.cu", "attention_delta",
-        (*_strided(dout), *_strided(out), lse.contiguous(), lse_2, delta, c_int(H), c_int(Nq), c_int(rows)),
-        grid=_tiles(rows, 16 if D == 96 else 2048 // D) * H * B, block=256, macros=macros,
-    )  # fmt: skip
-    _launch(
-        "bwd_1_fa2.cu", "attention_backward",
-        (
-            *_strided(dout), *_strided(q), *_strided(k), *_strided(v), lse_2, delta, dq_sum, dk, dv, turns,
-            H_, c_int(H // Hk), *sizes, c_int(deterministic),
-        ),
-        grid=_tiles(Nk, Bc) * Hk * B, block=32 * warps, shared_bytes=_fa2_backward_bytes(D, Br, Bc), macros=macros,
-    )  # fmt: skip
-    _launch(
-        "bwd_1_fa2.cu", "attention_dq", (dq_sum, dq, c_int(Nq), c_int(rows), c_float(scale)),
-        grid=_tiles(Nq * D, 1024) * H * B, block=256, macros=macros,
-    )  # fmt: skip
+    dq_sum = q.new_zeros(B, H, rows, D, dtype=torch.float32)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    turns = q.new_zeros(1 + B * H * rows // tile[0] if deterministic else 1, dtype=torch.int32)
+    others = lse.contiguous(), lse_2, delta, dq_sum, dq, dk, dv, turns
+    _run(_fa2_backward_plan, (dout, q, k, v, out), others, (causal, scale, tile, deterministic))
     return dq, dk, dv
+
+
+def _fa2_backward_plan(dout, q, k, v, out, lse, lse_2, delta, dq_sum, dq, dk, dv, turns, causal, scale, tile, deterministic):
+    (B, H, Nq, D), (Hk, Nk), (Br, Bc, warps) = q.shape, k.shape[1:3], tile
+    dout, q, k, v, out = map(_aligned, (dout, q, k, v, out))
+    rows, sizes = _tiles(Nq, Br) * Br, _sizes(q, k, causal, scale)
+    macros = {"T": MACROS[q.dtype], "D": D, "Br": Br, "Bc": Bc, "Warps": warps}
+    common = {"file": HERE / "bwd_1_fa2.cu", "macros": macros}
+    yield dict(
+        kernel="attention_delta",
+        arguments=(*_strided(dout), *_strided(out), lse, lse_2, delta, c_int(H), c_int(Nq), c_int(rows)),
+        grid=_tiles(rows, 16 if D == 96 else 2048 // D) * H * B, block=256, **common,
+    )  # fmt: skip
+    strided = (y for x in (dout, q, k, v) for y in _strided(x))
+    yield dict(
+        kernel="attention_backward",
+        arguments=(*strided, lse_2, delta, dq_sum, dk, dv, turns, *sizes, c_int(deterministic)),
+        grid=_tiles(Nk, Bc) * Hk * B, block=32 * warps, shared_bytes=_fa2_backward_bytes(D, Br, Bc), **common,
+    )  # fmt: skip
+    yield dict(
+        kernel="attention_dq", arguments=(dq_sum, dq, c_int(Nq), c_int(rows), sizes[4]),
+        grid=_tiles(Nq * D, 1024) * H * B, block=256, **common,
+    )  # fmt: skip
 
 
 def _fa2_backward_tile(q):
@@ -154,12 +170,20 @@ def _fa2_backward_bytes(D, Br, Bc):
     return 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * 4 * Br
 
 
+def _run(plan, inputs, others, options):
+    """Launches the kernels that plan(*inputs, *others, *options) yields; on a GPU what is yielded is kept for the next call."""
+    if inputs[0].is_cuda:
+        nvrtc.run(plan, inputs, others, options)
+        return
+    for what in plan(*inputs, *others, *options):
+        _launch(**what)
+
+
 def _launch(file, kernel, arguments, **shape):
-    if any(x.is_cuda for x in arguments if isinstance(x, torch.Tensor)):
-        from .nvrtc import launch
-    else:
+    launch = nvrtc.launch
+    if not any(x.is_cuda for x in arguments if isinstance(x, torch.Tensor)):
         from .emulator import launch
-    launch(HERE / file, kernel, arguments, **shape)
+    launch(file, kernel, arguments, **shape)
 
 
 def _strided(x):
@@ -168,9 +192,9 @@ def _strided(x):
 
 
 def _sizes(q, k, causal, scale):
-    """H, Nq, Nk, scale, causal: how every attention kernel's arguments end."""
+    """H, H / Hk, Nq, Nk, scale, causal: how an attention kernel's arguments end."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return c_int(q.shape[1]), c_int(q.shape[2]), c_int(k.shape[2]), c_float(scale), c_int(causal)
+    return *map(c_int, (q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2])), c_float(scale), c_int(causal)
 
 
 def _tiles(n, size):

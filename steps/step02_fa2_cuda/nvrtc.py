@@ -116,36 +116,57 @@ def _usage(log):
 class Launch:
     """A kernel with its arguments, put together once and run as often as needed.
 
-    arguments: tensors for Global<T> parameters, tensor maps, ctypes values for the others.
+    arguments: tensors for Global<T> parameters, tensor maps, ctypes values for the others. tensors: those whose addresses each
+    run replaces; an argument, or what a tensor map was made of.
     """
 
-    def __init__(self, file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict):
+    def __init__(
+        self, file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict, tensors=()
+    ):
         from cuda.bindings import driver  # cuda.core's launch takes no structures, and a tensor map is one
 
-        self.driver = driver
-        self.device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
-        with torch.cuda.device(self.device):
-            function = _load(file, kernel, tuple(macros.items()), self.device.index, shared_bytes)
-        self.name = f"{kernel} with {macros}, {grid} blocks of {block} threads"
+        self.device = next(x.device.index for x in arguments if isinstance(x, torch.Tensor))
+        function = _load(file, kernel, tuple(macros.items()), self.device, shared_bytes)
+        self.shape = kernel, macros, grid, block
         self.values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments]
+        places = {id(x): n for n, x in enumerate(tensors)}
+        pairs = [(value, places.get(id(getattr(x, "tensor", x)))) for value, x in zip(self.values, arguments, strict=True)]
+        self.maps = [(value, n) for value, n in pairs if n is not None and isinstance(value, TensorMap)]
+        self.pointers = [(value, n) for value, n in pairs if n is not None and not isinstance(value, TensorMap)]
         self.addresses = (ctypes.c_void_p * len(self.values))(*map(ctypes.addressof, self.values))
+        self.launch, self.arguments = driver.cuLaunchKernel, ctypes.addressof(self.addresses)
         self.what = driver.CUfunction(function), grid, 1, 1, block, 1, 1, shared_bytes
         self.lock = threading.Lock()
 
     def __call__(self, tensors=()):
-        """Runs it on torch's current stream; tensors: (position, tensor) of arguments that are others than at first."""
-        device = self.device.index
+        """Runs it on torch's current stream, on these in place of the tensors that __init__ was given, if any."""
         # A context of that device must be current. (torch.cuda.current_device first asks whether CUDA has been set up.)
-        if torch._C._cuda_getDevice() != device:
-            with torch.cuda.device(device):
+        if torch._C._cuda_getDevice() != self.device:
+            with torch.cuda.device(self.device):
                 return self(tensors)
-        stream = torch._C._cuda_getCurrentRawStream(device)  # as Triton does: torch.cuda.current_stream takes 2 us
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # as Triton does: torch.cuda.current_stream takes 2 us
         with self.lock:
-            for position, x in tensors:
-                self.values[position].value = x.data_ptr()
-            (status,) = self.driver.cuLaunchKernel(*self.what, stream, ctypes.addressof(self.addresses), 0)
+            for pointer, n in self.pointers if tensors else ():
+                pointer.value = tensors[n].data_ptr()
+            for map, n in self.maps if tensors else ():
+                if map.address != (address := tensors[n].data_ptr()):
+                    map.move(address)
+            (status,) = self.launch(*self.what, stream, self.arguments, 0)
         if status:  # CUDA_SUCCESS is 0
-            raise RuntimeError(f"{self.name}: {status.name} at the launch")
+            if _bind_context(self.device):
+                return self(tensors)
+            kernel, macros, grid, block = self.shape
+            raise RuntimeError(f"{kernel} with {macros}, {grid} blocks of {block} threads: {status.name} at the launch")
+
+
+def _bind_context(device):
+    """Makes the GPU's context current in a thread that has none, because it has not used CUDA yet; whether it had none."""
+    from cuda.bindings import driver
+
+    if int(driver.cuCtxGetCurrent()[1]):
+        return False
+    driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(device)[1])
+    return True
 
 
 def launch(file: Path, kernel: str, arguments, **shape):
@@ -156,30 +177,68 @@ def launch(file: Path, kernel: str, arguments, **shape):
     Launch(file, kernel, arguments, **shape)()
 
 
+_runs = {}  # by everything that a plan depends on: its launches
+
+
+def run(plan, inputs, others, options):
+    """Launches the kernels that plan(*inputs, *others, *options) yields, each as a dictionary of `launch`'s arguments.
+
+    A plan may depend on the options, and on the inputs' shapes, strides, 16-byte alignment, and common type and device. A call
+    that agrees with an earlier one in these only puts other addresses into its launches, unless the plan copies an input.
+    """
+    q = inputs[0]
+    key = plan, options, q.dtype, q.device, *[(x.shape, x.is_contiguous() or x.stride(), x.data_ptr() % 16) for x in inputs]
+    tensors, launches = (*inputs, *others), _runs.get(key)
+    if launches is None:
+        own = [x.view_as(x) for x in tensors]  # each an object of its own, also where q, k and v are one tensor
+        planned = list(plan(*own, *options))  # holds copies until they are in use
+        launches = [Launch(**what, tensors=own) for what in planned]
+        maps = [pair for launch in launches for pair in launch.maps]
+        if {n for _, n in (*maps, *(pair for launch in launches for pair in launch.pointers))}.issuperset(range(len(inputs))):
+            for map, _ in maps:
+                map.tensor = None  # it would fill memory
+            if len(_runs) >= 1000:
+                _runs.clear()
+            _runs[key] = launches
+    for launch in launches:
+        launch(tensors)
+
+
 class TensorMap(ctypes.Structure):
     """How a tensor lies in memory, and which box of it a copy takes; passed to kernels by value."""
 
     _fields_ = [("opaque", ctypes.c_char * 128)]
 
+    def move(self, address):
+        """From now on it shows the same at another address."""
+        if status := _driver().cuTensorMapReplaceAddress(ctypes.byref(self), ctypes.c_void_p(address)):
+            raise RuntimeError(f"cuTensorMapReplaceAddress: error {status} for {address:#x}")
+        self.address = address
 
-@functools.lru_cache(maxsize=4096)
-def tensor_map(address: int, dtype: torch.dtype, shape: tuple, strides: tuple, box: tuple) -> TensorMap:
-    """The map of a tensor of rank 5 on a GPU (strides in elements, the last one 1) and of the box that a copy brings.
+
+def tensor_map(x: torch.Tensor, box: tuple) -> TensorMap:
+    """The map of a tensor view x of rank 5 on a GPU, its last dimension contiguous, and of the box that a copy brings.
 
     In shared memory the box lies row after row, in rows of 128 bytes whose 16-byte chunks are swizzled. A kernel's coordinates
     c0, ..., c4 count the dimensions from the last to the first.
     """
-    memory = ctypes.create_string_buffer(128 + 64)
-    aligned = -(-ctypes.addressof(memory) // 64) * 64  # the driver wants it so, and cuda.bindings' own CUtensorMap is not
+    memory = ctypes.create_string_buffer(2 * 128)  # the driver wants it aligned, and cuda.bindings' own CUtensorMap is not
+    map = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 128)
+    map.address = x.data_ptr()
     kinds = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_...
-    status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(aligned), kinds[dtype], 5, ctypes.c_void_p(address), (ctypes.c_uint64 * 5)(*reversed(shape)),
-        (ctypes.c_uint64 * 4)(*(n * dtype.itemsize for n in strides[3::-1])), (ctypes.c_uint32 * 5)(*reversed(box)),
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.byref(map), kinds[x.dtype], 5, ctypes.c_void_p(map.address), (ctypes.c_uint64 * 5)(*reversed(x.shape)),
+        (ctypes.c_uint64 * 4)(*(n * x.element_size() for n in x.stride()[3::-1])), (ctypes.c_uint32 * 5)(*reversed(box)),
         (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1), 0, 3, 2, 0,  # no interleave, SWIZZLE_128B, L2_PROMOTION_L2_128B, zeros outside
     )  # fmt: skip
     if status:
-        raise RuntimeError(f"cuTensorMapEncodeTiled: error {status} for shape {shape}, strides {strides} and box {box}")
-    return TensorMap.from_buffer_copy(ctypes.string_at(aligned, 128))
+        raise RuntimeError(f"cuTensorMapEncodeTiled: error {status} for {x.shape}, strides {x.stride()} and box {box}")
+    return map
+
+
+@functools.cache
+def _driver():
+    return ctypes.CDLL("libcuda.so.1")
 
 
 @functools.cache
@@ -187,7 +246,8 @@ def _load(file, kernel, macros, device, shared_bytes):
     """The kernel's handle, ready to run on a device with that much dynamic shared memory."""
     from cuda.bindings import driver
 
-    function = _module(file, macros, _architecture(device)).get_kernel(kernel)
+    with torch.cuda.device(device):
+        function = _module(file, macros, _architecture(device)).get_kernel(kernel)
     if shared_bytes > 48 * 1024:  # more has to be asked for, and cuda.core has no call for it
         limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         if shared_bytes > limit:

@@ -277,6 +277,9 @@ template <int N> __device__ void bulk_wait_done() { asm volatile("cp.async.bulk.
 // must follow. [PTX ISA: fence.proxy.async]
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// What this thread knows to be in global memory comes before what it then asks of the copy engine. [PTX ISA: fence.proxy.async]
+__device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // ---- Hopper: registers and tensor cores of a warpgroup (128 threads) ---------------------------------------------------
 
 // The warpgroup gives registers back, or takes some that others have given back. [PTX ISA: setmaxnreg]

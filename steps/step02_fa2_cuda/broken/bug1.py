@@ -13,7 +13,7 @@ def forward(q, k, v, *, causal=False, scale=None):
     B, H, Nq, D = q.shape
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = torch.empty_like(q), q.new_empty(B, H, Nq)
-    _, *sizes = kernels._sizes(q, k, causal, scale)
+    _, _, *sizes = kernels._sizes(q, k, causal, scale)
     kernels._launch(
         Path(__file__).with_suffix(".cu"), "attention_forward", (q, k, v, out, lse, *sizes),
         grid=kernels._tiles(Nq, 32) * H * B, block=128, shared_bytes=4 * 2 * 32 * (D + 2), macros={"D": D},

@@ -16,7 +16,7 @@ def forward(q, k, v, *, causal=False, scale=None):
     B, H, Nq, D = q.shape
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = torch.empty_like(q), q.new_empty(B, H, Nq)
-    _, *sizes = kernels._sizes(q, k, causal, scale)
+    _, _, *sizes = kernels._sizes(q, k, causal, scale)
     at_once = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
     kernels._launch(
         Path(__file__).with_suffix(".cu"), "attention_forward", (q, k, v, out, lse, c_int(H * B), *sizes),

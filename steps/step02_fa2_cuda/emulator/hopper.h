@@ -123,6 +123,7 @@ template <int N> void bulk_wait_read(EMULATOR_SITE) { emulator::wait_for_bulk("b
 template <int N> void bulk_wait_done(EMULATOR_SITE) { emulator::wait_for_bulk("bulk_wait_done", N, {file, line}); }
 
 inline void fence_async() {}
+inline void fence_async_global() {}
 
 inline bool elect_one(EMULATOR_SITE) {
   int nothing = 0;
