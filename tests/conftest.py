@@ -96,6 +96,11 @@ def pytest_runtest_setup(item):
         pytest.skip("needs two GPUs")
 
 
+def pytest_runtest_teardown():
+    if engine.name == "cuda":
+        torch.cuda.empty_cache()  # tests of other processes need the GPU's memory too
+
+
 def pytest_runtest_logreport(report):
     file = report.nodeid.split("::")[0].split("/")[-1]
     _seconds[file] = _seconds.get(file, 0) + report.duration

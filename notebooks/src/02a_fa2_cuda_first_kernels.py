@@ -295,7 +295,7 @@ for paragraph in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
 # | [9–10] | m_new, P, alpha; new l and O | `online_update` (yours, in part 5) |
 # | [12–15] | O / l and lse, written once | `store_row`, and the last line |
 #
-# **The budget.** q and O take 2 D registers of a thread; count on 60 to 80 more for addresses, counters and numbers on
+# **The budget.** q and O take 2 D registers of a thread; count on 60 to 90 more for addresses, counters and numbers on
 # their way; a thread can have 255. So D = 96 should be about the end, and S has to lie in shared memory, beside K_j and V_j.
 
 # %% slideshow={"slide_type": "subslide"}
@@ -463,7 +463,7 @@ left.set(xlabel="head_dim D", ylabel="registers a thread", title="too many numbe
 right.set(xlabel="blocks promised, D = 64", title="a promise", xlim=(0, 18))
 left.legend(fontsize=8, loc="lower right")
 right.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.88))
-picture(fig, """Registers a thread. Left, against D: 60 to 80 above the line 2 D, 255 at D = 96 and at 128, where bytes
+picture(fig, """Registers a thread. Left, against D: 60 to 90 above the line 2 D, 255 at D = 96 and at 128, where bytes
 are spilled. Right, at D = 64, against the blocks promised: the registers fall with a thread's share of 65536, and from 7 blocks
 on bytes are spilled, more and more.""")
 

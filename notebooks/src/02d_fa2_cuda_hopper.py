@@ -848,10 +848,10 @@ draw_ladder() if complete else print("rows of these rungs are missing: python -m
 # where the tile is 192 rows (D = 64) and N is small; at D = 128 nothing is skipped. OVERLAP does at D = 64, too, which
 # nothing above foretells.
 #
-# A minus beyond the noise is an honest line: there, the idea does not pay. At N = 512, D = 64, causal, neither turns do, as
-# warpgroups have different blocks to skip, nor WIDE_STORES, for which four lanes first exchange what they hold of a row.
-# LAZY did not at D = 64 with a causal mask, and made no difference without: a thread has 32 numbers of O to multiply, for
-# which no vote of all lanes is worth it. So it is off there.
+# A minus beyond the noise is an honest line: there, the idea does not pay. At N = 512, D = 64, causal, turns do not, as
+# warpgroups have different blocks to skip. WIDE_STORES, for which four lanes first exchange what they hold of a row, brings
+# nothing at D = 64. LAZY did not pay there with a causal mask, and made no difference without: a thread has 32 numbers of O to
+# multiply, for which no vote of all lanes is worth it. So it is off there.
 #
 # The last line is part 4's count, as a slowdown: 36 products are 12.5 % more than 32. It foresees too much. A tile lasts as
 # long as its busiest warpgroup, whatever the others skip; they only stand less in its way.
@@ -886,7 +886,8 @@ print("SKIP=0, foreseen", *(f"{count(*at, False) / count(*at, True) - 1:+8.1%}" 
 # takes less than the kernel, the GPU is never idle. `hopper_forward` allocates out and lse, finds the launch that it put
 # together for such shapes, puts the new addresses into it and calls the driver; `forward` checks its arguments first.
 # *Elsewhere*: every call has its tensors at other addresses, and three tensor maps change too. Measured with a kernel too
-# short to be waited for (one head, N = 128, D = 64). Less than a kernel takes is enough.
+# short to be waited for (one head, N = 128, D = 64); the lowest of 50 rounds, as whatever else a host does only adds. Less
+# than a kernel takes is enough.
 
 # %% slideshow={"slide_type": "fragment"}
 host = rows.COMMITTED / "nvidia-h200.host.json"
