@@ -113,3 +113,17 @@ def test_a_kept_launch_keeps_no_tensor(launched):
     assert not any(storage.expired() for storage in held)
     del q, k, v, dout, out, lse, grads
     assert len(nvrtc._runs) == 2 and all(storage.expired() for storage in held)
+
+
+def test_a_thread_without_a_context_gets_one_and_an_error_is_told(launched, monkeypatch):
+    bound, answers = [], [driver.CUresult.CUDA_ERROR_INVALID_CONTEXT, driver.CUresult.CUDA_SUCCESS]
+    monkeypatch.setattr(driver, "cuLaunchKernel", lambda *arguments: (answers.pop(0),))
+    monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda: (0, len(bound)))  # 0: none
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: (0, "its primary context"))
+    monkeypatch.setattr(driver, "cuCtxSetCurrent", bound.append)
+    q, k, v, _ = (torch.zeros(shape).bfloat16() for shape in SHAPES)
+    kernels.fa2_forward(q, k, v)
+    assert bound == ["its primary context"] and not answers
+    answers += [driver.CUresult.CUDA_ERROR_INVALID_VALUE]
+    with pytest.raises(RuntimeError, match="attention_forward with .*blocks of 128 threads: CUDA_ERROR_INVALID_VALUE"):
+        kernels.fa2_forward(q, k, v)
