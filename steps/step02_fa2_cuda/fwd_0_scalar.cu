@@ -57,8 +57,9 @@ __device__ void store_row(Global<float> out, const float (&O)[D], float l) {
   for (int d = 0; d < D; d++) out[d] = l == 0 ? 0 : O[d] / l;
 }
 
-// q (B, H, Nq, D), k and v (B, H / group, Nk, D) with any strides (in elements; D is contiguous); out (B, H, Nq, D) and lse (B, H, Nq)
-// contiguous. Only the grid's x dimension goes beyond 65535, so it counts tiles, heads and batches in one; offsets are 64-bit.
+// q (B, H, Nq, D), k and v (B, H / group, Nk, D) with any strides (in elements; D is contiguous); out (B, H, Nq, D) and lse
+// (B, H, Nq) contiguous. Only the grid's x dimension goes beyond 65535, so it counts tiles, heads and batches in one; offsets are
+// 64-bit.
 extern "C" __global__ void __launch_bounds__(Br) attention_forward(
     Global<const float> q, int64_t q_batch, int64_t q_head, int64_t q_row,
     Global<const float> k, int64_t k_batch, int64_t k_head, int64_t k_row,
