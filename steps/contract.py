@@ -108,13 +108,15 @@ def pick_kernel(kernels, supports, rung, direction, q):
     if rung is not None and rung not in tuple(kernels):
         needs = [f": it needs {what}" for name, what in supports.get("elsewhere", {}).items() if name == rung]
         raise ValueError(f"{supports['stage']} has the rungs {', '.join(kernels)} here; got rung={rung!r}{''.join(needs)}.")
-    for name in kernels if rung is None else (rung,):
+    if rung is not None:
+        return kernels[rung][direction], limits(supports, rung)
+    for name in kernels:
         own = limits(supports, name)
-        if rung is not None or takes(own, q):
+        if takes(own, q):
             return kernels[name][direction], own
-    if takes(supports, q):  # check_call says what the whole stage takes; what is left is a combination that no rung takes
-        _no_rung(kernels, supports, q)
-    return kernels[next(iter(kernels))][direction], supports
+    if takes(supports, q):
+        raise _no_rung(kernels, supports, q)
+    return kernels[next(iter(kernels))][direction], supports  # check_call says what the stage does not take
 
 
 def limits(supports, rung):
@@ -131,7 +133,7 @@ def takes(supports, q):
 def _no_rung(kernels, supports, q):
     own = {rung: limits(supports, rung) for rung in kernels}
     offers = [f"{rung} ({', '.join(map(_short, x['dtypes']))}; {_span(x['head_dims'])})" for rung, x in own.items()]
-    raise ValueError(
+    return ValueError(
         f"no rung of {supports['stage']} takes {_short(q.dtype)} with head_dim {q.shape[-1]}; there are {', '.join(offers)}."
     )
 

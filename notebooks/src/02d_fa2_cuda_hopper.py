@@ -891,8 +891,9 @@ print("SKIP=0, foreseen", *(f"{count(*at, False) / count(*at, True) - 1:+8.1%}" 
 
 # %% slideshow={"slide_type": "fragment"}
 host = rows.COMMITTED / "nvidia-h200.host.json"
-for name, us in json.loads(host.read_text())["microseconds"].items() if host.exists() else ():
-    print(f"{name:27} {us:5.1f} us of the host's time a call")
+took = json.loads(host.read_text()) if host.exists() else {"microseconds": {}}
+for name, us in took["microseconds"].items():
+    print(f"{name:27} {us:5.1f} us of the host's time a call, in the median round {took['medians'][name]:5.1f}")
 shortest = min((row for row in recorded if row["kernel"] == "fwd_8_hopper"), key=lambda row: row["ms_median"], default=None)
 if shortest:
     print("the shortest hopper forward of the tables: {:.0f} us, at B = {B}, H = {H}, N = {N}, D = {D}, causal = {causal}".format(

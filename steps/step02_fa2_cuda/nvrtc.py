@@ -193,6 +193,7 @@ def run(plan, inputs, others, options):
         own = [x.view_as(x) for x in tensors]  # each an object of its own, also where q, k and v are one tensor
         planned = list(plan(*own, *options))  # holds copies until they are in use
         launches = [Launch(**what, tensors=own) for what in planned]
+        # An input that has no place has been copied, and a launch that is kept would go on with the copy.
         maps = [pair for launch in launches for pair in launch.maps]
         if {n for _, n in (*maps, *(pair for launch in launches for pair in launch.pointers))}.issuperset(range(len(inputs))):
             for map, _ in maps:
