@@ -107,10 +107,10 @@ lint: setup ## ruff
 	$(call run,$(PY) -m ruff check $(ARGS))
 
 report: setup ## tables and figures, from the measured rows
-	$(call run,$(PY) -m reference.bench.report $(ARGS))
+	$(call run,$(PY) -m steps.bench.report $(ARGS))
 
 gpu-check: setup ## the tests and the sanitizers on this machine's GPU, recorded; JOBS=2 at a time
-	$(call run,$(PY) -m reference.bench.gpu_check --jobs $(JOBS) $(ARGS))
+	$(call run,$(PY) -m steps.bench.gpu_check --jobs $(JOBS) $(ARGS))
 
 clean: ## remove .venv, the slides and the caches; my/ stays
 	rm -rf .venv build slides *.egg-info .pytest_cache .ruff_cache .hypothesis

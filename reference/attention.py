@@ -6,8 +6,8 @@ Written to be read next to the papers, not to be fast: the N x N matrices are fo
     dV = (P . Z)^T dO     dP = (dO V^T) . Z     delta = rowsum(dO . O)     dS = P . (dP - delta)
     dQ = scale dS K       dK = scale dS^T Q
 
-with Z = 1 without dropout, otherwise the given keep-mask over (1 - p). Source: FlashAttention, arXiv 2205.14135, section 3.1
-and appendix B.2.
+with Z = 1 without dropout, otherwise the given keep-mask divided by 1 - p. Source: FlashAttention, arXiv 2205.14135,
+section 3.1 and appendix B.2.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 def forward(q, k, v, **options):
     """(out, lse) in float64: out like q, lse (B, H, Nq), natural logarithm. Options: see `visible` and `scores`.
 
-    q (B, H, Nq, D), k and v (B, Hk, Nk, D), any real dtype and device. A query that sees no key gets out 0 and lse -inf.
+    q (B, H, Nq, D), k and v (B, Hk, Nk, D), of any real dtype and device. A query without a key gets out 0, lse -inf.
     """
     P, Z, lse = _probabilities(q, k, **options)
     return (P * Z) @ _repeat(v.double(), q), lse
@@ -39,9 +39,10 @@ def backward(dout, q, k, v, **options):
 
 
 def visible(Nq, Nk, causal=False, window=None, device="cpu"):
-    """(Nq, Nk) bool: which keys each query sees. Query i stands at position i + Nk - Nq: aligned at the bottom right.
+    """(Nq, Nk) bool: which keys each query sees. Query i stands at position i + Nk - Nq, aligned at the bottom right.
 
-    causal: keys up to the query's position. window (left, right): keys from `left` before to `right` after it, None: no limit.
+    causal: a query sees the keys up to its position. window (left, right): it sees the keys from `left` positions
+    before to `right` positions after its own; None is no limit.
     """
     row = torch.arange(Nq, device=device)[:, None] + (Nk - Nq)
     col = torch.arange(Nk, device=device)[None, :]
@@ -73,10 +74,10 @@ def scores(q, k, *, causal=False, scale=None, mask=None, alibi_slopes=None, wind
 
 
 def _probabilities(q, k, *, dropout_mask=None, dropout_p=0.0, **options):
-    """P (B, H, Nq, Nk), the dropout factor Z, and lse (B, H, Nq). dropout_mask: bool like P, True keeps."""
+    """P (B, H, Nq, Nk), the dropout factor Z, and lse (B, H, Nq). dropout_mask: bool, like P; True keeps."""
     S = scores(q, k, **options)
     lse = S.logsumexp(-1) if S.shape[-1] else S.new_full(S.shape[:-1], -math.inf)
-    P = (S - lse.nan_to_num(neginf=0.0)[..., None]).exp()  # exp(-inf - 0) = 0: a row without keys stays zero
+    P = (S - lse.nan_to_num(neginf=0.0)[..., None]).exp()  # in a row without keys exp(-inf - 0) = 0
     Z = torch.ones_like(P) if dropout_mask is None else dropout_mask.double() / (1 - dropout_p)
     return P, Z, lse
 
@@ -87,7 +88,8 @@ def _scale(scale, q):
 
 def _repeat(x, q):
     """k or v (B, Hk, N, D) with each head repeated for its H / Hk query heads."""
-    return x if x.shape[-3] == q.shape[-3] else x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3)
+    H, Hk = q.shape[-3], x.shape[-3]
+    return x if Hk == H else x.repeat_interleave(H // Hk, dim=-3)
 
 
 def _sum_groups(grad, x):

@@ -1,7 +1,7 @@
 """The contract's inputs: named cases that every stage is run on, chosen so that together they kill every mutant.
 
-Sizes are given in tiles and scaled to the smallest tiles that a stage offers, so that a simulator and a GPU cross the same tile
-borders. Each input lies in a larger buffer filled with NaN: whatever reads outside its tensor shows.
+Sizes are given in tiles and scaled to the smallest tiles that a stage offers, so that a simulator and a GPU cross the
+same tile borders. Each input lies in a larger buffer filled with NaN, so a read outside the tensor shows in the result.
 """
 
 import math
@@ -16,29 +16,29 @@ from reference.error import NAMES
 
 @dataclass(frozen=True)
 class Case:
-    """One named input. `says` is the property it checks, in the words a failure is reported with."""
+    """One named input. `says` is the property that it checks, in the words that report a failure."""
 
     name: str
     says: str
-    Nq: Callable = lambda T: 2 * T + 5  # at least three tiles with a ragged last one; T is the tile's longer side
+    Nq: Callable = lambda T: 2 * T + 5  # at least three tiles, the last one ragged; T is the tile's longer side
     Nk: Callable | None = None  # like Nq
     B: int = 1
     H: int = 2
     Hk: int | None = None
-    D: int = 32  # 0: the smallest head_dim of the stage that is no power of two
+    D: int = 32  # 0 stands for the stage's smallest head_dim that is no power of two
     causal: bool = False
     scale: float | None = None
     tile: str = "square"  # "square", "wide" (Br < Bc), "tall" (Br > Bc), or "default" for the stage's own choice
-    values: Callable | None = None  # (q, k, scale) -> (q, k): what is special about the numbers
-    place: str = "contiguous"  # "heads inside", "expanded", "offset": how the tensors lie in memory
+    values: Callable | None = None  # (q, k, scale) -> (q, k) with the case's special numbers
+    place: str = "contiguous"  # or "heads inside", "expanded", "offset": how the tensors lie in memory
     through_autograd: bool = False  # attention(q, k, v).sum().backward() instead of forward and backward
-    low_precision: bool = False  # run in float16 and bfloat16 too
+    low_precision: bool = False  # whether the case is run in float16 and bfloat16 too
     gpu: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What a case comes to for one stage and dtype; `options` are forward's and backward's keyword arguments."""
+    """A case's tensors and arguments for one stage and dtype; `options` are the arguments of forward and backward."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -47,7 +47,7 @@ class Inputs:
     causal: bool
     scale: float | None
     tile: tuple | None
-    ring: tuple | None = None  # (ranks, layout) where the stage deals the sequence out
+    ring: tuple | None = None  # (ranks, layout) where the stage divides the sequence among ranks
 
     @property
     def options(self):
@@ -61,7 +61,7 @@ def _scores_200(q, k, scale):
 
 
 def _ramp(direction):
-    """Scores that run from -100 to 100 along the keys (direction 1), or down again (-1)."""
+    """Scores that rise from -100 to 100 along the keys (direction 1), or fall from 100 to -100 (direction -1)."""
 
     def values(q, k, scale):
         q, k = 0.3 * q, 0.3 * k
@@ -73,7 +73,7 @@ def _ramp(direction):
 
 
 def _negative_row(q, k, scale):
-    """Row 3 scores around -200 with every key: a maximum that starts at 0, or at a tiny number, makes it 0/0."""
+    """All scores of row 3 are around -200. A running maximum that starts at 0, or just above, makes the row 0/0."""
     k[..., 0] = math.sqrt(200 / scale)
     q[..., 0] = 0
     q[..., 3, 0] = -math.sqrt(200 / scale)
@@ -106,7 +106,8 @@ CASES = (
     Case("rising", "scores that rise by 200 along the keys", values=_ramp(1), low_precision=True),
     Case("falling", "scores that fall by 200 along the keys", values=_ramp(-1), low_precision=True),
     Case("negative_row", "a row whose scores are all very negative", values=_negative_row),
-    Case("heads_inside", "non-contiguous batch and head strides, as (B, N, H, D) transposed", B=2, H=3, place="heads inside"),
+    Case("heads_inside", "non-contiguous batch and head strides, as (B, N, H, D) transposed", B=2, H=3,
+         place="heads inside"),
     Case("expanded", "k and v expanded over the heads (stride 0)", H=3, place="expanded"),
     Case("offset", "a storage offset of one element", place="offset"),
     Case("sum_backward", "out.sum().backward(): a gradient whose strides are 0", causal=True, through_autograd=True),
@@ -118,9 +119,9 @@ CASES = (
 
 
 def select(supports, gpu=False):
-    """[(case, dtype, reason)]: every case in the stage's first dtype and some in each other one.
+    """[(case, dtype, reason)]: every case in the stage's first dtype, and the low-precision ones in each other dtype.
 
-    reason is None where the stage runs the case, otherwise why it does not (what SUPPORTS lacks).
+    reason is None where the stage runs the case; otherwise it says what SUPPORTS lacks for the case.
     """
     rows = []
     for dtype in supports["dtypes"]:
@@ -141,7 +142,7 @@ def _missing(case, supports, gpu):
 
 
 def build(case, supports, dtype, device="cpu") -> Inputs:
-    """The case's tensors for a stage, the same ones every time, each inside a buffer of NaN."""
+    """The case's tensors for a stage, each inside a buffer of NaN. Every call gives the same numbers."""
     tile = _tile(case.tile, supports["tiles"])
     T = max(tile or supports["tiles"][0])
     Nq = case.Nq(T)
@@ -155,8 +156,7 @@ def build(case, supports, dtype, device="cpu") -> Inputs:
         k, v = k[:, :1], v[:, :1]
     if case.values:
         q, k = case.values(q, k, case.scale or 1 / math.sqrt(D))
-    q, k, v, dout = (surround_with_nan(x.to(dtype), case.place).to(device) if device == "cpu" else
-                     surround_with_nan(x.to(dtype).to(device), case.place) for x in (q, k, v, dout))  # fmt: skip
+    q, k, v, dout = (surround_with_nan(x.to(dtype).to(device), case.place) for x in (q, k, v, dout))
     if case.place == "expanded":
         k, v = (x.expand(-1, case.H, -1, -1) for x in (k, v))
     if case.through_autograd:
@@ -165,7 +165,7 @@ def build(case, supports, dtype, device="cpu") -> Inputs:
 
 
 def surround_with_nan(x, place="contiguous"):
-    """x (B, H, N, D) copied into a larger buffer of NaN, as a view of the wanted strides."""
+    """x (B, H, N, D) copied into a larger buffer of NaN, as a view with the strides of `place`."""
     B, H, N, D = x.shape
     if place == "heads inside":  # (B, N, H, D) in memory, with a NaN head and a NaN row beside the data
         view = x.new_full((B, N + 1, H + 1, D), math.nan)[:, :N, :H].transpose(1, 2)
@@ -189,13 +189,16 @@ def run(stage, case, inputs) -> dict:
 
 
 def _tile(kind, tiles):
-    """The smallest tile (Br, Bc) of a kind; None, the stage's own choice, for "default" or where the kind is not offered."""
+    """The smallest tile (Br, Bc) of a kind.
+
+    None, which leaves the choice to the stage, for "default" and where the stage has no tile of the kind.
+    """
     sign = {"wide": -1, "square": 0, "tall": 1}.get(kind)
     return min((t for t in tiles if (t[0] > t[1]) - (t[0] < t[1]) == sign), key=sum, default=None)
 
 
 def _ring(case, supports, dtype):
-    """(ranks, layout) for a stage that has layouts: 1 to 4 ranks and each layout in turn, so that every pair occurs."""
+    """(ranks, layout) for a stage with layouts, else None. From case to case both change, so that every pair occurs."""
     if "layouts" not in supports:
         return None
     number = [c.name for c in CASES].index(case.name) + supports["dtypes"].index(dtype)

@@ -1,9 +1,9 @@
-"""Mistakes that people make in FlashAttention, planted one at a time: tests of the tests, and diagnoses for learners.
+"""Mistakes that people make in FlashAttention, planted one at a time: they test the tests and name a learner's mistake.
 
-A mutant is the tiled forward or backward below, or the ring, with one step overridden. Tile sizes, loop order, ranks and layout
-come from the stage under test, so a mutant gives what that stage's own code would give with the mistake. The contract's cases
-must kill every mutant that applies to a stage (some result out of tolerance on some case), and must tell every two of them apart,
-so that a wrong answer can be given the name of its cause.
+A mutant is the tiled forward or backward below, or the ring, with one step overridden. Tile sizes, loop order, ranks
+and layout come from the stage under test, so a mutant gives what that stage's own code would give with the mistake. The
+contract's cases must kill every mutant that applies to a stage, that is, on some case some result is out of tolerance.
+They must also tell every two mutants apart, so that a wrong result can be given the name of its cause.
 """
 
 import functools
@@ -23,7 +23,8 @@ class NotApplicable(Exception):
 class Forward:
     """The tiled forward in float32, one method a step.
 
-    order: "fa1" (O kept normalised), "fa2" (divided at the end) or "backwards" (fa2 from the last key tile to the first).
+    order: "fa1" (O is kept normalised), "fa2" (O is divided at the end) or "backwards" (fa2, from the last key tile to
+    the first).
     """
 
     m_start = -math.inf
@@ -50,7 +51,7 @@ class Forward:
             end = self.end_of_keys(i) if self.x.causal else self.Nk
             for j in self.key_tiles():
                 if j >= end:
-                    continue  # masked throughout: no stage visits such a tile
+                    continue  # every score of the tile would be masked, and no stage visits such a tile
                 K_j, V_j = self.load(self.K, j, end), self.load(self.V, j, end)
                 S = self.scale * (Q_i @ K_j.mT)  # (B, H, Br, Bc)
                 S = self.mask_tail(self.mask_causal(S, i, j) if self.x.causal else S, j)
@@ -80,11 +81,11 @@ class Forward:
         return reversed(tiles) if self.order == "backwards" else tiles
 
     def end_of_keys(self, i):
-        """The first key that none of the queries i ... i + Br sees under a causal mask."""
+        """The first key that none of the queries i ... i + Br - 1 sees under a causal mask."""
         return i + self.Br + self.Nk - self.Nq
 
     def load(self, x, j, end):
-        """Keys j ... j + Bc, zeros beyond the last one; `end` is where the loop over the tiles ends."""
+        """Keys j ... j + Bc - 1, and zeros beyond the last key; `end` is where the loop over the tiles ends."""
         tile = x[..., j : j + self.Bc, :]
         return torch.nn.functional.pad(tile, (0, 0, 0, self.Bc - tile.shape[-2]))
 
@@ -116,7 +117,7 @@ class Forward:
         return (m - unit).exp()
 
     def operand(self, P):
-        """P as it goes into the product with V."""
+        """P in the form in which it is multiplied with V."""
         return P
 
     def rescale_l(self, l, alpha):
@@ -137,7 +138,7 @@ class Forward:
 
 @functools.lru_cache(maxsize=1)  # every mutant of the backward starts from the same forward
 def _saved(inputs, tile, order):
-    """(K, V, out, lse) of the forward without a mistake; K and V with a head for each query head."""
+    """(K, V, out, lse) of the forward without a mistake. K and V have one head for each query head."""
     forward = Forward(inputs, tile, order)
     results = forward.run()
     return forward.K, forward.V, results["out"], results["lse"]
@@ -221,7 +222,7 @@ class Backward:
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    says: str  # what a learner is told: "equals what you get when ..."
+    says: str  # completes the sentence for the learner: "equals what you get when ..."
     kind: type
     sources: str = ""  # where it is printed or was seen
 
@@ -259,8 +260,10 @@ class NoRescaleOfL(Forward):
         return l
 
 
-@mutant("O is rescaled by exp(m_new - m), the inverse of what it needs",
-        "FlashAttention-2, Algorithm 1, line 10 prints diag(...)^-1; Dao-AILab/flash-attention issue 991")
+@mutant(
+    "O is rescaled by exp(m_new - m), the inverse of what it needs",
+    "FlashAttention-2, Algorithm 1, line 10 prints diag(...)^-1; Dao-AILab/flash-attention issue 991",
+)
 class InverseRescaleOfO(Forward):
     def rescale_O(self, O, alpha):
         return torch.where(alpha[..., None] == 0, 0, O / alpha[..., None])
@@ -280,8 +283,10 @@ class NoMaximum(Forward):
         return m
 
 
-@mutant("the running maximum starts at 0 instead of -inf",
-        "gpu-mode/lectures, lecture_012/flash_attention.cu starts at 1e-30, to the same effect")
+@mutant(
+    "the running maximum starts at 0 instead of -inf",
+    "gpu-mode/lectures, lecture_012/flash_attention.cu starts at 1e-30, to the same effect",
+)
 class MaximumStartsAtZero(Forward):
     m_start = 0.0
 
@@ -428,7 +433,7 @@ class MaximumForLse(Forward):
         return super().finish(m, l, O)[0], m
 
 
-@mutant("m is overwritten before alpha is taken from it, so neither O nor l is rescaled")
+@mutant("m is overwritten before alpha is computed from it, so neither O nor l is rescaled")
 class NothingRescaled(Forward):
     def alpha(self, m, unit):
         return torch.ones_like(m)
@@ -441,7 +446,10 @@ class DiagonalTilesNotMasked(Forward):
 
 
 class LoopEndsEarly(Forward):
-    """A causal loop over the keys that ends too early: keys from there on that some row sees come as zeros, or not at all."""
+    """A causal loop over the keys that ends too early.
+
+    Some rows see keys beyond its end. Those in the last visited tile are zeros, and the others are left out.
+    """
 
     def check(self):
         if not self.x.causal:
@@ -454,34 +462,34 @@ class LoopEndsEarly(Forward):
 @mutant("the causal loop over the keys ends at the diagonal of the top left")
 class LoopEndsAtTopLeft(LoopEndsEarly):
     def check(self):
-        if not self.x.causal or self.Nq >= self.Nk:  # with more queries than keys it ends too late, which the mask makes good
+        if not self.x.causal or self.Nq >= self.Nk:  # with Nq > Nk it ends too late, and the mask hides the extra keys
             raise NotApplicable
 
     def end_of_keys(self, i):
         return min(i + self.Br, self.Nq)
 
 
-@mutant("the causal loop over the keys ends with those that the block's first query sees")
+@mutant("the causal loop over the keys ends with the keys that the block's first query sees")
 class LoopEndsAtFirstQuery(LoopEndsEarly):
     def end_of_keys(self, i):
         return max(0, i + 1 + self.Nk - self.Nq)
 
 
-@mutant("the causal loop over the keys ends one key early: the block's last query does not get its own")
+@mutant("the causal loop over the keys ends one key early: the block's last query does not see its own key")
 class LoopEndsOneEarly(LoopEndsEarly):
     def end_of_keys(self, i):
         return max(0, min(i + self.Br, self.Nq) - 1 + self.Nk - self.Nq)
 
 
 class OperandMixedUp(Forward):
-    """P goes into the product with V as operand A of the tensor cores, 16 x 16, with its numbers in other places."""
+    """P is multiplied with V as operand A of the tensor cores, 16 x 16, with its numbers in the wrong positions."""
 
     def check(self):
         if self.Br % 16 or self.Bc % 16:
             raise NotApplicable
 
     def run(self):
-        """Of whole 16 rows: the zeros beyond the last query come into their neighbours' products."""
+        """As the forward, but for whole groups of 16 rows, because zeros beyond the last query change places too."""
         self.x = replace(self.x, q=torch.nn.functional.pad(self.x.q, (0, 0, 0, -self.Nq % 16)))
         return {name: x[:, :, : self.Nq] for name, x in super().run().items()}
 
@@ -491,25 +499,25 @@ class OperandMixedUp(Forward):
         return self.mixed_up(split).reshape(P.shape)
 
 
-@mutant("operand A's two middle registers are exchanged: the rows 8 to 15 of P stand where the keys 8 to 15 belong")
+@mutant("operand A's two middle registers are exchanged: P's rows 8 to 15 are where its keys 8 to 15 belong")
 class OperandRowsForKeys(OperandMixedUp):
     def mixed_up(self, P):
         return P.transpose(-6, -3)
 
 
-@mutant("operand A's registers are packed the wrong way round: the second of two neighbouring keys in the lower half")
+@mutant("operand A's registers have two neighbouring keys in the wrong order: the second is in the lower half")
 class OperandHalvesExchanged(OperandMixedUp):
     def mixed_up(self, P):
         return P.flip(-1)
 
 
-@mutant("operand A's registers pair numbers of the rows g and g + 8 instead of two neighbouring keys")
+@mutant("operand A's registers hold the rows g and g + 8 of one key instead of two neighbouring keys of one row")
 class OperandPairsOfRows(OperandMixedUp):
     def mixed_up(self, P):
         return P.transpose(-6, -1)
 
 
-@mutant("operand A has P of the first 8 keys in the place of the other 8, too")
+@mutant("operand A has P of its first 8 keys where that of the other 8 belongs, too")
 class OperandFirstKeysTwice(OperandMixedUp):
     def mixed_up(self, P):
         return P[..., :1, :, :].expand(P.shape)
@@ -594,14 +602,16 @@ class DvWrongTranspose(Backward):
         return self.untransposed(P, dO_i)
 
     def untransposed(self, A, x):
-        """A x for a tile A (rows, keys) and x (rows, D), both filled up with zeros to a full tile as a kernel's are."""
+        """A x for a tile A (rows, keys) and x (rows, D), both padded with zeros to a full tile, as in a kernel."""
         rows, keys = A.shape[-2:]
         A = torch.nn.functional.pad(A, (0, self.Bc - keys, 0, self.Br - rows))
         return (A @ torch.nn.functional.pad(x, (0, 0, 0, self.Br - rows)))[..., :keys, :]
 
 
-@mutant("dk is multiplied with dS instead of its transpose",
-        "FlashAttention-2 prints dK = Q dS^T in section 2.2; Dao-AILab/flash-attention issue 373")
+@mutant(
+    "dk is multiplied with dS instead of its transpose",
+    "FlashAttention-2 prints dK = Q dS^T in section 2.2; Dao-AILab/flash-attention issue 373",
+)
 class DkWrongTranspose(DvWrongTranspose):
     def dk_product(self, dS, Q_i):
         return self.untransposed(dS, Q_i)
@@ -665,7 +675,7 @@ class DqScaledTwice(Backward):
         return self.scale**2
 
 
-@mutant("each of the Bc threads adds one element of the tile of dq, and nobody adds the others")
+@mutant("each of the Bc threads adds one element of the tile of dq, and the other elements are never added")
 class DqOneElementAThread(Backward):
     def add_dq(self, total, term):
         added = torch.arange(term.shape[-2:].numel()).reshape(term.shape[-2:]) < self.Bc
@@ -676,8 +686,11 @@ class DqOneElementAThread(Backward):
 
 
 class Ring(Forward):
-    """The forward of a sequence that is dealt out to ranks, in float32: each merges the blocks of its own keys, of those of the
-    rank before it, and so on. A block is computed at once, whatever its tiles: that changes rounding only."""
+    """The forward of a sequence that is divided among ranks, in float32.
+
+    Each rank merges the block of its own keys, then that of the previous rank's keys, and so on. A block is computed at
+    once and not tile by tile, which changes only the rounding.
+    """
 
     def check(self):
         if self.x.ring is None:
@@ -697,14 +710,14 @@ class Ring(Forward):
                 S = (self.scale * (q[..., rows, :] @ self.K[..., keys, :].mT)).masked_fill(~seen, -math.inf)
                 lse_block = S.logsumexp(-1)
                 out_block = self.exp(S - self.unit(lse_block)[..., None]) @ self.V[..., keys, :]
-                computed = seen.any(-1)  # a rank merges the rows that see something of the block
+                computed = seen.any(-1)  # a rank merges only the rows that see a key of the block
                 O_new, L_new = self.merge(O, L, out_block, lse_block)
                 O, L = torch.where(computed[:, None], O_new, O), torch.where(computed, L_new, L)
             out[..., rows, :], lse[..., rows] = O, L
         return {"out": out, "lse": lse}
 
     def held(self, rank):
-        """The rank's positions: a chunk; for zigzag an early and a late one; striped, every so many."""
+        """The rank's positions: one chunk, for zigzag an early and a late chunk, striped every `ranks`-th position."""
         positions, twice = torch.arange(self.Nk), 2 * self.ranks
         if self.layout == "striped":
             return positions[rank :: self.ranks]
@@ -738,7 +751,7 @@ class PartsAveraged(Ring):
         return torch.full_like(lse, 0.5)
 
 
-@mutant("out gets the new part's weight and the new part gets out's")
+@mutant("the weights are exchanged: out has the new part's weight, and the new part has that of out")
 class WeightsExchanged(Ring):
     def weight(self, lse, lse_block, lse_new):
         return 1 - super().weight(lse, lse_block, lse_new)
@@ -750,13 +763,16 @@ class WeightsOverflow(Ring):
         return lse_block.exp() / (lse.exp() + lse_block.exp())
 
 
-@mutant("lse is not updated by the merge, so that each block outweighs all before it")
+@mutant("the merge does not update lse, so each block's result replaces that of all blocks before it")
 class LseNotMerged(Ring):
     def next_lse(self, lse, lse_new):
         return lse
 
 
-@mutant("the last block is left out: as many blocks as hops", "Ring Attention, Algorithm 1 prints N - 1 rounds")
+@mutant(
+    "the last block is left out: there are as many blocks as hops, and not one more",
+    "Ring Attention, Algorithm 1 prints N - 1 rounds",
+)
 class LastBlockLeftOut(Ring):
     def steps(self):
         return self.ranks - 1
@@ -768,14 +784,14 @@ class OwnBlockNotCausal(Ring):
         return torch.ones_like(super().seen(me, src)) if me == src else super().seen(me, src)
 
 
-@mutant("ranks are compared instead of positions: all keys of earlier ranks are seen, none of later ones")
+@mutant("ranks are compared instead of positions: all keys of earlier ranks are seen, and none of later ranks")
 class RanksForPositions(Ring):
     def seen(self, me, src):
         seen = super().seen(me, src)
         return seen if me == src else torch.full_like(seen, src < me)
 
 
-@mutant("zigzag's early and late chunks are exchanged where two ranks meet")
+@mutant("zigzag's early and late chunks are exchanged in blocks of two different ranks")
 class ZigzagChunksExchanged(Ring):
     def check(self):
         super().check()
@@ -786,7 +802,7 @@ class ZigzagChunksExchanged(Ring):
         return super().seen(me, src) if me == src else ~super().seen(me, src)
 
 
-@mutant("striped, the diagonal is seen of later ranks' keys too")
+@mutant("with the striped layout, queries see the diagonal in blocks of later ranks' keys too")
 class StripedDiagonalSeen(Ring):
     def check(self):
         super().check()
@@ -802,16 +818,17 @@ class StripedDiagonalSeen(Ring):
 
 
 def diagnose(rows, order):
-    """The mutants whose results a wrong kernel's equal. rows: (inputs, tile, results, expected) of every case that it ran.
+    """The mutants that a wrong kernel's results equal. rows: (inputs, tile, results, expected) of every case it ran.
 
-    Such a mutant agrees with the results on every case that it applies to, and every wrong result lies on such a case. While out
-    or lse is wrong the forward's mutants are compared, on out and lse; otherwise the backward's, on dq, dk and dv.
+    Such a mutant agrees with the results on every case that it applies to, and it applies to every case with a wrong
+    result. If out or lse is wrong, the forward's mutants are compared, on out and lse; otherwise the backward's, on dq,
+    dk and dv.
     """
     rows = [(_on_cpu(inputs), tuple(tile), _on_cpu(got), _on_cpu(want)) for inputs, tile, got, want in rows]
     wrong = [error.failures(got, want) for _, _, got, want in rows]
     names = ("out", "lse") if any("out" in w or "lse" in w for w in wrong) else ("dq", "dk", "dv")
     kind = Forward if "out" in names else Backward
-    rows = sorted(zip(rows, wrong, strict=True), key=lambda row: not row[1])  # on a wrong result most mutants drop out
+    rows = sorted(zip(rows, wrong, strict=True), key=lambda row: not row[1])  # wrong rows first: they exclude most
     return [m for m in MUTANTS if issubclass(m.kind, kind) and any(wrong) and _explains(m, rows, names, order)]
 
 
@@ -831,13 +848,13 @@ def _explains(mutant, rows, names, order):
 
 
 def _tolerances(mistaken, want):
-    """The tolerances, larger in proportion where the mistake makes results larger than they should be."""
+    """The tolerances, increased in proportion where the mistake makes results larger than they should be."""
     grown = {name: error._largest(x) / max(error._largest(want.value[name]), 1e-30) for name, x in mistaken.items()}
     return {name: max(1, growth) * want.tolerance[name] for name, growth in grown.items()}
 
 
 def _on_cpu(x):
-    """Tensors, and dictionaries and dataclasses that hold some, on the CPU; anything else as it is."""
+    """x on the CPU, if it is a tensor or a dictionary or dataclass that holds tensors; anything else unchanged."""
     if isinstance(x, torch.Tensor):
         return x.cpu()
     if isinstance(x, dict):
@@ -849,9 +866,10 @@ def _on_cpu(x):
 
 
 def kill_matrix(supports, dtype=None):
-    """{mutant name: {case name: verdict}} for a stage's cases in one dtype (its first): "killed", "survives" or "n/a".
+    """(matrix, twins) for a stage's cases in one dtype, by default its first.
 
-    Also the pairs of mutants that no case tells apart: (matrix, twins).
+    matrix is {mutant name: {case name: "killed", "survives" or "n/a"}}; twins are the pairs of mutants that no case
+    tells apart.
     """
     dtype = dtype or supports["dtypes"][0]
     matrix, results = {m.name: {} for m in MUTANTS}, {m.name: {} for m in MUTANTS}
@@ -883,7 +901,7 @@ def _prepared(supports, dtype):
 
 
 def _twins(results):
-    """Pairs of mutants of one kind whose results agree within tolerance on every case that both apply to."""
+    """The pairs of mutants of one kind whose results agree within tolerance on every case that both apply to."""
     twins = []
     for a, b in combinations(results, 2):
         shared = [(results[a][c], results[b][c]) for c in results[a].keys() & results[b].keys()]
@@ -894,15 +912,17 @@ def _twins(results):
 
 
 def _differ(a, b, tolerance):
-    """Whether two results differ by more than twice the tolerance anywhere; NaN equals NaN here, inf its like.
+    """Whether two results differ by more than twice the tolerance anywhere. Entries that are not finite count as equal.
 
-    A mistake can make results much larger than the right ones, which the tolerance is for; a row's rounding is allowed for too.
+    The tolerance is made for right results. A mistake can make results much larger, so 1e-6 of a row's largest entry is
+    allowed for their rounding.
     """
     for name in a:
         x, y = a[name].double(), b[name].double()
         finite = x.isfinite()
         size = y.abs().where(y.isfinite(), 0)
         largest = size.amax(-1, keepdim=True) if size.numel() else size
-        if not torch.equal(finite, y.isfinite()) or ((x - y).abs() > 2 * tolerance[name] + 1e-6 * largest)[finite].any():
+        allowed = 2 * tolerance[name] + 1e-6 * largest
+        if not torch.equal(finite, y.isfinite()) or ((x - y).abs() > allowed)[finite].any():
             return True
     return False

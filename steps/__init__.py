@@ -1,6 +1,13 @@
 """FlashAttention in five stages; `python -m steps demo` runs them all.
 
-Importing anything of this package first decides the engine (GPU or CPU), because Numba and Triton read it at import.
+    step00_naive ... step04_ring   the stages: each with its kernels, and with forward, backward and attention
+    contract.py                    what every stage promises: checks of the arguments, autograd
+    engine.py                      decides whether the kernels run on a GPU or on the CPU
+    catalogue.py                   which stages there are, and which of them can run here
+    demo, workbook, bench          the demo; exercises and hints; everything that measures
+
+Numba and Triton read the choice of the engine while they are imported. Therefore importing anything of this package
+first imports `engine`.
 """
 
 from steps import engine  # noqa: F401

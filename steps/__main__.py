@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from steps import compare, engine
+from steps import catalogue, engine
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="FlashAttention in five stages.", rich_markup_mode=None)
+ABOUT = "FlashAttention in five stages."
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=ABOUT, rich_markup_mode=None)
 console = Console()
 Stage = Annotated[str | None, typer.Option(help="One stage only: 00, 01, 02, 03 or 04.")]
 
@@ -24,14 +25,15 @@ Stage = Annotated[str | None, typer.Option(help="One stage only: 00, 01, 02, 03 
 def settings():
     """FlashAttention in five stages."""
     if engine.name == "cpu":
-        torch.set_num_threads(1)  # the tensors are tiny: waking a second thread costs more than it computes
+        torch.set_num_threads(1)  # The tensors are so small that starting a second thread costs more than it saves.
 
 
 def chosen(stage):
     """The numbers of the stages to run; ends the program for one that does not exist."""
-    if stage is not None and stage not in compare.STAGES:
-        raise typer.BadParameter(f"there is no stage {stage!r}; there are {', '.join(compare.STAGES)}", param_hint="--stage")
-    return [stage] if stage else list(compare.STAGES)
+    if stage is not None and stage not in catalogue.STAGES:
+        known = ", ".join(catalogue.STAGES)
+        raise typer.BadParameter(f"there is no stage {stage!r}; there are {known}", param_hint="--stage")
+    return [stage] if stage else list(catalogue.STAGES)
 
 
 @app.command()
@@ -40,7 +42,8 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file too.")] = None,
 ):
     """Every stage on a trained model's attention, forward and backward, compared with the float64 reference."""
-    from steps.demo import LARGE, SMALL
+    from steps.demo import compare
+    from steps.demo.model import LARGE, SMALL
 
     console.print(engine.describe(), highlight=False)
     numbers = chosen(stage)
@@ -55,7 +58,7 @@ def demo(
             progress.update(task, description=f"training a model on {size.N} bytes at a time, {size.H} heads")
             subject = compare.Subject(size, lambda: progress.advance(task, 1 / 50))
             for number in wanted:
-                progress.update(task, description=f"{compare.STAGES[number]}, N = {size.N}")
+                progress.update(task, description=f"{catalogue.STAGES[number]}, N = {size.N}")
                 rows.append(compare.compare(number, subject, timed))
                 progress.advance(task)
     console.print(results(rows))
@@ -80,20 +83,24 @@ CAPTION = "Under each error: its tolerance. Under a speed: SDPA's."
 
 
 def results(rows):
-    """The demo's table, 80 columns wide: in each cell the error, below it the tolerance."""
+    """The demo's table, 80 columns wide. Each cell has an error, and below it the tolerance."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=CAPTION)
     speeds = any("tflops" in row for row in rows)
     table.add_column("stage", no_wrap=True)
-    for name in ("out", "lse", "dq", "dk", "dv", "loss", "model", "s", *["TFLOP\n/s"] * speeds):
+    for name in ("out", "lse", "dq", "dk", "dv", "loss", "model", "s"):
         table.add_column(name, justify="right")
+    if speeds:
+        table.add_column("TFLOP\n/s", justify="right")
     table.add_column("verdict")
     for row in rows:
         cells = [f"{row['stage'].removeprefix('step')}\n{row['engine']}\n{'x'.join(map(str, row['shape']))}"]
         if row["verdict"] == "skipped":
-            table.add_row(*cells, *[""] * (8 + speeds), "skipped", end_section=True)
+            empty = [""] * (len(table.columns) - 2)
+            table.add_row(*cells, *empty, "skipped", end_section=True)
             continue
         pairs = [(row["errors"][n], row["tolerances"][n]) for n in ("out", "lse", "dq", "dk", "dv")]
-        pairs += [(row["loss_difference"], row["loss_tolerance"]), (row["gradient"]["difference"], row["gradient"]["tolerance"])]
+        pairs.append((row["loss_difference"], row["loss_tolerance"]))
+        pairs.append((row["gradient"]["difference"], row["gradient"]["tolerance"]))
         cells += [f"{error:.0e}\n{tolerance:.0e}".replace("e-0", "e-") for error, tolerance in pairs]
         cells.append(f"{row['seconds']:.1f}")
         if speeds:
@@ -103,11 +110,15 @@ def results(rows):
 
 
 Task = Annotated[str, typer.Argument(metavar="EXERCISE", help="Such as 00.2, or 00.bug1 for a hunt.")]
+Several = Annotated[
+    str, typer.Argument(metavar="EXERCISE|STAGE", help="Such as 00.2, 00.bug1, or 00 for a whole stage.")
+]
+Level = Annotated[int, typer.Argument(help="1 a question, 2 the formula, 3 pseudo-code.", min=1, max=3)]
 
 
 @app.command()
-def check(what: Annotated[str, typer.Argument(metavar="EXERCISE|STAGE", help="Such as 00.2, 00.bug1, or 00 for a whole stage.")]):
-    """Runs what you have written in my/ inside the stage; the first call writes the files to fill in."""
+def check(what: Several):
+    """Runs what you have written in my/ inside the stage. The first call writes the files to fill in."""
     from steps import workbook
     from steps.workbook import exercises
 
@@ -123,7 +134,7 @@ def check(what: Annotated[str, typer.Argument(metavar="EXERCISE|STAGE", help="Su
 
 
 @app.command()
-def hint(id: Task, level: Annotated[int, typer.Argument(help="1 a question, 2 the formula, 3 pseudo-code.", min=1, max=3)] = 1):
+def hint(id: Task, level: Level = 1):
     """A hint for an exercise."""
     from steps import workbook
 
@@ -150,17 +161,17 @@ def task(id):
 
 @app.command()
 def mutants(stage: Stage = None):
-    """Which of the contract's cases kills which planted mistake, stage by stage."""
+    """Shows which of the contract's cases kills which planted mistake, stage by stage."""
     from reference import mutants as planted
 
     failed = False
     for number in chosen(stage):
-        if reason := compare.unavailable(number):
-            console.print(f"{compare.STAGES[number]}: {reason}")
+        if reason := catalogue.unavailable(number):
+            console.print(f"{catalogue.STAGES[number]}: {reason}")
             continue
-        supports = compare.stage(number).SUPPORTS
+        supports = catalogue.stage(number).SUPPORTS
         matrix, twins = planted.kill_matrix(supports)
-        console.print(kill_table(compare.STAGES[number], matrix), highlight=False)
+        console.print(kill_table(catalogue.STAGES[number], matrix), highlight=False)
         survivors = planted.survivors(matrix)
         failed |= bool(survivors or twins)
         for name in survivors:
@@ -171,7 +182,7 @@ def mutants(stage: Stage = None):
 
 
 def kill_table(title, matrix):
-    """Mutants as rows, one letter a case as columns: x killed, . survives, blank where the mistake makes no difference."""
+    """The kill matrix as text, with a row a mutant and a column a case. The first line explains the marks."""
     names = list(next(iter(matrix.values())))
     letters = (string.ascii_lowercase + string.ascii_uppercase)[: len(names)]
     marks = {"killed": "x", "survives": ".", "n/a": " "}
@@ -186,34 +197,38 @@ def bench(
     stage: Stage = None,
     kernel: Annotated[str | None, typer.Option(help="One rung's word, such as fused.")] = None,
     grid: Annotated[str, typer.Option(help="quick, or standard: the papers' sizes.")] = "quick",
-    dtype: Annotated[list[str] | None, typer.Option(help="fp32, fp16, bf16; by default bf16, fp32 for who lacks it.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="fp32, fp16, bf16; by default bf16 or else fp32.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Peers, such as sdpa-flash; by default all.")] = None,
     limit: Annotated[float, typer.Option(help="Milliseconds; who takes longer for one call is left out.")] = 1000,
     record: Annotated[bool, typer.Option(help="For maintainers: write to the committed rows.")] = False,
-    plan: Annotated[list[str] | None, typer.Option(help="For maintainers: a part of what is recorded of stage 02.")] = None,
+    plan: Annotated[list[str] | None, typer.Option(help="For maintainers: a part of what is recorded.")] = None,
     out: Annotated[Path | None, typer.Option(help="Another folder for the rows.")] = None,
     minutes: Annotated[float, typer.Option(help="After these no more sizes are begun.")] = 60,
     runs: Annotated[int, typer.Option(help="How often a plan is measured, each time as a run of its own.")] = 1,
     commit: Annotated[str | None, typer.Option(help="The commit to note where there is no git history.")] = None,
 ):
-    """Measures the stages' kernels beside PyTorch's own on this GPU: rows to my/results, shown beside the committed ones."""
-    from reference.bench import grid as grids
-    from reference.bench import report, rows
-    from reference.bench.peers import PEERS
-    from reference.bench.plans import PLANS
-    from steps.bench import entrants, record_parts
+    """Measures the stages' kernels beside PyTorch's own on this GPU, and shows them beside the committed rows.
 
-    for option, values, known in (("peer", peer or (), PEERS), ("grid", [grid], grids.GRIDS), ("plan", plan or (), PLANS)):
+    What is measured is added to my/results.
+    """
+    from steps.bench import grid as grids
+    from steps.bench import plans, report, rows
+    from steps.bench.peers import PEERS
+
+    asked = {"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS), "plan": (plan or (), plans.PLANS)}
+    for option, (values, known) in asked.items():
         if unknown := set(values) - set(known):
-            raise typer.BadParameter(f"there is no {unknown.pop()!r}; there are {', '.join(known)}", param_hint=f"--{option}")
+            problem = f"there is no {unknown.pop()!r}; there are {', '.join(known)}"
+            raise typer.BadParameter(problem, param_hint=f"--{option}")
     if engine.name != "cuda":
-        console.print("bench needs a GPU: simulators say nothing about speed. The committed rows are in reference/bench/results.")
+        console.print("bench needs a GPU, because simulators say nothing about speed. Rows are in steps/bench/results.")
         raise typer.Exit(1)
     options = dict(limit_ms=limit, until=time.monotonic() + 60 * minutes, commit=commit, say=console.print)
     if plan:
-        found = record_parts([part for name in plan for part in PLANS[name]] * runs, **options)
+        found = plans.record_parts([part for name in plan for part in plans.PLANS[name]] * runs, **options)
     else:
-        candidates = [c for number in chosen(stage) if number in ("01", "02", "03") for c in entrants(number, kernel)]
+        numbers = [number for number in chosen(stage) if number in ("01", "02", "03")]
+        candidates = [candidate for number in numbers for candidate in plans.entrants(number, kernel)]
         best = {"bf16" if "bf16" in c.dtypes else "fp32" for c in candidates}
         options |= dict(passes=("fwd", "bwd"), dtypes=dtype or sorted(best))
         found = grids.measure(candidates, peer or tuple(PEERS), grids.GRIDS[grid], **options)
@@ -222,8 +237,8 @@ def bench(
         rows.append([row], out or (rows.COMMITTED if record else rows.OWN))
         measured.append(row)
     console.print(report.table(measured, "measured now"))
-    setting = [{name: row[name] for name in rows.SETTING} for row in measured]
-    beside = [row for row in rows.latest(committed) if {name: row[name] for name in rows.SETTING} in setting]
+    settings = set(map(rows.setting, measured))
+    beside = [row for row in rows.latest(committed) if rows.setting(row) in settings]
     if beside and not plan:
         console.print(report.table(beside, "committed, the same sizes on the same GPU"))
 

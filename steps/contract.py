@@ -1,8 +1,9 @@
 """What every stage promises: argument checks, the two entry points around a stage's kernels, and autograd.
 
-A kernel file knows nothing of this module: it offers `forward(q, k, v, *, causal, scale, tile)` and
-`backward(dout, q, k, v, out, lse, *, causal, scale, tile)` for 4-D tensors with a contiguous last dimension. `entry_points`
-turns them into the stage's public functions.
+A kernel file knows nothing of this module. It offers two functions for 4-D tensors with a contiguous last dimension:
+    forward(q, k, v, *, causal, scale, tile)
+    backward(dout, q, k, v, out, lse, *, causal, scale, tile)
+`entry_points` turns them into the stage's public functions.
 """
 
 import inspect
@@ -11,42 +12,51 @@ import numbers
 
 import torch
 
-# Which stage to name when another one lacks a feature.
-_HAS = {"gqa": "steps.step03_triton", "nq_ne_nk": "steps.step03_triton"}
-_HAS |= {torch.float64: "steps.step00_naive", torch.float16: "steps.step03_triton", torch.bfloat16: "steps.step03_triton"}
+from steps import engine
+
+# The stage that an error message recommends where another stage lacks a feature or a dtype.
+_HAS = {
+    "gqa": "steps.step03_triton",
+    "nq_ne_nk": "steps.step03_triton",
+    torch.float64: "steps.step00_naive",
+    torch.float16: "steps.step03_triton",
+    torch.bfloat16: "steps.step03_triton",
+}
 
 
 def entry_points(kernels, supports):
-    """The stage's `forward`, `backward` and `attention`.
+    """The stage's `forward`, `backward` and `attention`, which check their arguments and then call a kernel.
 
-    kernels   {rung: (forward, backward)}; the default is the first rung that takes the input's dtype and head_dim
-    supports  the stage's SUPPORTS: stage, devices, dtypes, head_dims, tiles, rungs, gqa, nq_ne_nk, deterministic, order; and
-              where rungs differ, limits: {rung: what of these is different for it}, elsewhere: {rung: what it needs to run}
+    kernels: {rung: (forward, backward)}. Where a call names no rung, the first one is used that takes the input's dtype
+    and head_dim.
+    supports: the stage's SUPPORTS, with the keys stage, devices, dtypes, head_dims, tiles, rungs, gqa, nq_ne_nk,
+    deterministic, order and own_backward, the rungs whose backward is their own. A stage whose rungs differ also has
+    limits, {rung: the keys that are different for it}, and elsewhere, {rung: what a machine needs to run it}.
     """
 
     def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None):
         """Attention and its log-sum-exp: (out, lse).
 
-        q (B, H, Nq, D), k and v (B, Hk, Nk, D); fewer leading dimensions are accepted. out like q; lse (B, H, Nq) float32
-        (float64 for float64 input), the natural logarithm of the sum of exp of the scaled scores. causal: a query sees the
-        keys up to its own position, aligned at the bottom right; a query that sees none gets out 0 and lse -inf.
-        scale: 1/sqrt(D) by default. tile: (Br, Bc) out of SUPPORTS["tiles"]. rung: a kernel out of SUPPORTS["rungs"].
-        Raises TypeError, ValueError or NotImplementedError before anything is computed.
+        q (B, H, Nq, D), k and v (B, Hk, Nk, D); fewer leading dimensions are accepted. out like q; lse (B, H, Nq)
+        float32 (float64 for float64 input), the natural logarithm of the sum of exp of the scaled scores. causal: a
+        query sees the keys up to its own position, aligned at the bottom right; a query that sees none gets out 0 and
+        lse -inf. scale: 1/sqrt(D) by default. tile: (Br, Bc) out of SUPPORTS["tiles"]. rung: a kernel out of
+        SUPPORTS["rungs"]. Raises TypeError, ValueError or NotImplementedError before anything is computed.
         """
         kernel, own = pick_kernel(kernels, supports, rung, 0, q)
         scale, options = check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         with torch.no_grad():
-            if q.numel() == 0 or k.numel() == 0:  # nothing to attend to: the sum of exp is empty
+            if q.numel() == 0 or k.numel() == 0:  # There is no query, or no key to sum over.
                 return torch.zeros_like(q), torch.full(q.shape[:-1], -math.inf, dtype=lse_dtype, device=q.device)
             out, lse = kernel(*map(as_4d, (q, k, v)), causal=causal, scale=scale, **options)
         return (out, lse) if q.ndim == 4 else (out.reshape(q.shape), lse.reshape(q.shape[:-1]))
 
     def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None, deterministic=False):
-        """Gradients (dq, dk, dv), like q, k and v, from the gradient dout of out; out and lse as `forward` gave them.
+        """Gradients (dq, dk, dv), like q, k and v, from dout, the gradient of out; out and lse are what `forward` gave.
 
-        tile: the forward's; a backward that has tiles of its own uses them. deterministic: bit-equal from run to run, which
-        gradients are anyway where SUPPORTS["deterministic"].
+        tile: the forward's; it does not change a backward that has tiles of its own. deterministic: the gradients are
+        bit-equal from run to run, as they always are where SUPPORTS["deterministic"] is True.
         """
         kernel, own = pick_kernel(kernels, supports, rung, 1, q)
         scale, options = check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
@@ -60,7 +70,9 @@ def entry_points(kernels, supports):
                 return tuple(map(torch.zeros_like, (q, k, v)))
             rows = lse if q.ndim == 4 else lse.reshape((1,) * (4 - q.ndim) + lse.shape)
             grads = kernel(*map(as_4d, (dout, q, k, v, out)), rows, causal=causal, scale=scale, **options)
-        return tuple(grads) if q.ndim == 4 else tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+        if q.ndim == 4:
+            return tuple(grads)
+        return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
 
     return forward, backward, differentiable(forward, backward)
 
@@ -68,7 +80,8 @@ def entry_points(kernels, supports):
 def differentiable(forward, backward):
     """`attention(q, k, v, **options) -> out` from a forward that saves (out, lse) and a backward that uses them.
 
-    Differentiable once. Only q, k, v, out and lse are kept for the backward: memory grows with N, not with N^2.
+    It can be differentiated once. Only q, k, v, out and lse are kept for the backward, so that memory grows with N and
+    not with N^2.
     """
 
     class Attention(torch.autograd.Function):
@@ -85,7 +98,7 @@ def differentiable(forward, backward):
             return *backward(dout, *ctx.saved_tensors, **ctx.options), None, None
 
     def attention(q, k, v, *, deterministic=False, **options):
-        """Attention as one differentiable call: `forward` without the log-sum-exp, with gradients as of `backward`."""
+        """out as of `forward`, differentiable with the gradients of `backward`."""
         return Attention.apply(q, k, v, options, deterministic)
 
     parameters = inspect.signature(backward).parameters.items()
@@ -94,20 +107,22 @@ def differentiable(forward, backward):
 
 
 def as_4d(x):
-    """(B, H, N, D) with D contiguous, by one reshape; a copy only where D is not contiguous (a stride of 0, say)."""
+    """x as (B, H, N, D) with D contiguous. It is copied only where D is not, as after out.sum().backward()."""
     if x.ndim < 4:
         x = x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def pick_kernel(kernels, supports, rung, direction, q):
-    """The rung's forward (direction 0) or backward (1), and SUPPORTS as it holds for the rung.
+    """(the rung's forward for direction 0 or backward for 1, SUPPORTS as it holds for the rung).
 
-    Without a rung: of the first that takes q's dtype and head_dim. ValueError names the rungs there are.
+    rung None stands for the first rung that takes q's dtype and head_dim. Raises ValueError that names the rungs.
     """
     if rung is not None and rung not in tuple(kernels):
         needs = [f": it needs {what}" for name, what in supports.get("elsewhere", {}).items() if name == rung]
-        raise ValueError(f"{supports['stage']} has the rungs {', '.join(kernels)} here; got rung={rung!r}{''.join(needs)}.")
+        raise ValueError(
+            f"{supports['stage']} has the rungs {', '.join(kernels)} here; got rung={rung!r}{''.join(needs)}."
+        )
     if rung is not None:
         return kernels[rung][direction], limits(supports, rung)
     for name in kernels:
@@ -116,7 +131,7 @@ def pick_kernel(kernels, supports, rung, direction, q):
             return kernels[name][direction], own
     if takes(supports, q):
         raise _no_rung(kernels, supports, q)
-    return kernels[next(iter(kernels))][direction], supports  # check_call says what the stage does not take
+    return kernels[next(iter(kernels))][direction], supports  # check_call will say what the stage does not take.
 
 
 def limits(supports, rung):
@@ -127,19 +142,21 @@ def limits(supports, rung):
 
 def takes(supports, q):
     """Whether q's dtype and head_dim are among those of SUPPORTS."""
-    return isinstance(q, torch.Tensor) and q.ndim and q.dtype in supports["dtypes"] and q.shape[-1] in supports["head_dims"]
+    if not isinstance(q, torch.Tensor) or q.ndim == 0:
+        return False
+    return q.dtype in supports["dtypes"] and q.shape[-1] in supports["head_dims"]
 
 
 def _no_rung(kernels, supports, q):
     own = {rung: limits(supports, rung) for rung in kernels}
     offers = [f"{rung} ({', '.join(map(_short, x['dtypes']))}; {_span(x['head_dims'])})" for rung, x in own.items()]
-    return ValueError(
-        f"no rung of {supports['stage']} takes {_short(q.dtype)} with head_dim {q.shape[-1]}; there are {', '.join(offers)}."
-    )
+    asked = f"{_short(q.dtype)} with head_dim {q.shape[-1]}"
+    return ValueError(f"no rung of {supports['stage']} takes {asked}; there are {', '.join(offers)}.")
 
 
 def check_call(supports, kernel, tensors, causal, scale, tile):
-    """Raises for any input that the stage does not take; otherwise (scale, the kernel's further options)."""
+    """(scale, the kernel's further options) of a call. Raises for any input that the stage does not take."""
+    engine.check_runs()
     stage = supports["stage"] + (f" (rung {supports['rung']})" if "rung" in supports else "")
     for name, x in tensors:
         if not isinstance(x, torch.Tensor):
@@ -159,8 +176,8 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
         raise TypeError(f"{stage} takes {names}; got {_short(q.dtype)}. Convert with .to(torch.float32){other}.")
     if q.device.type not in supports["devices"]:
         raise ValueError(
-            f"{stage} runs on {' or '.join(supports['devices'])} in this process; the tensors are on {q.device}. Move them "
-            "with .to(...), or start Python with STEPS_ENGINE=cpu or STEPS_ENGINE=cuda to choose the engine."
+            f"{stage} runs on {' or '.join(supports['devices'])} in this process; the tensors are on {q.device}. "
+            "Move them with .to(...), or start Python with STEPS_ENGINE=cpu or STEPS_ENGINE=cuda to choose the engine."
         )
     D = q.shape[-1]
     if D not in supports["head_dims"]:
@@ -176,13 +193,17 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
 
 
 def check_scale(scale, D):
-    """The scale to use: 1/sqrt(D) for None. TypeError unless it is a number, ValueError unless > 0 and float32 can hold it."""
+    """The scale to use, which for None is 1/sqrt(D).
+
+    Raises TypeError unless it is a number, and ValueError unless it is greater than 0 and float32 can hold it.
+    """
     if scale is None:
         return 1 / math.sqrt(D)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number or None for 1/sqrt(D), got {scale!r}.")
     if not torch.finfo(torch.float32).tiny <= scale <= torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be a finite number > 0 that float32 can hold, or None for 1/sqrt(D); got {scale}.")
+        must_be = "a finite number > 0 that float32 can hold, or None for 1/sqrt(D)"
+        raise ValueError(f"scale must be {must_be}; got {scale}.")
     return float(scale)
 
 
@@ -201,7 +222,9 @@ def check_shapes(supports, q, k, v):
         raise ValueError(f"q and k must have the same batch size (first dimension); {_shapes(q, k)}.")
     if len(q) >= 3 and (H := q[-3]) != (Hk := k[-3]):
         if Hk == 0 or H % Hk:
-            raise ValueError(f"the number of query heads must be a multiple of the number of key heads; {_shapes(q, k)}.")
+            raise ValueError(
+                f"the number of query heads must be a multiple of the number of key heads; {_shapes(q, k)}."
+            )
         if not supports["gqa"]:
             raise NotImplementedError(
                 f"{supports['stage']} has no grouped heads (H = {H}, Hk = {Hk}); {_HAS['gqa']} has, "

@@ -1,12 +1,13 @@
-"""Decides once per process whether the kernels run on a GPU or on the CPU, before Numba and Triton are imported.
+"""Decides once per process where the kernels run, before Numba and Triton are imported.
 
-    name     device   stage 01            stage 02                    stage 03              stage 04
-    "cuda"   "cuda"   Numba CUDA          NVRTC                       compiled Triton       NCCL
-    "cpu"    "cpu"    Numba's simulator   g++ behind an emulation     Triton's interpreter  gloo
+    name        device   stage 01            stage 02                    stage 03              stage 04
+    "cuda"      "cuda"   Numba CUDA          NVRTC                       compiled Triton       NCCL
+    "cpu"       "cpu"    Numba's simulator   g++ behind an emulation     Triton's interpreter  gloo
+    "compile"   "cpu"    nothing runs; Numba and Triton compile for GPUs that need not be there
 
-With a GPU the engine is "cuda"; the environment variable STEPS_ENGINE=cpu|cuda overrides. Numba and Triton read
-NUMBA_ENABLE_CUDASIM and TRITON_INTERPRET while they are being imported, so they are set here, and importing this module
-too late is an error rather than a silent mixture of engines.
+With a GPU the engine is "cuda", otherwise "cpu"; the environment variable STEPS_ENGINE=cpu|cuda|compile overrides.
+Numba and Triton read NUMBA_ENABLE_CUDASIM and TRITON_INTERPRET while they are being imported. Therefore they are set
+here, and importing this module too late is an error rather than a silent mixture of engines.
 """
 
 import os
@@ -17,10 +18,12 @@ import torch
 
 def _choose(asked: str | None, gpu: bool) -> str:
     """The engine for the STEPS_ENGINE setting `asked` on a machine with or without a GPU."""
-    if asked not in (None, "", "cpu", "cuda"):
-        raise RuntimeError(f"STEPS_ENGINE is {asked!r}; it may be 'cpu' or 'cuda', or unset to use a GPU where there is one.")
+    if asked not in (None, "", "cpu", "cuda", "compile"):
+        raise RuntimeError(
+            f"STEPS_ENGINE is {asked!r}; it may be 'cpu', 'cuda' or 'compile'. Unset, a GPU is used where there is one."
+        )
     if asked == "cuda" and not gpu:
-        raise RuntimeError("STEPS_ENGINE=cuda, but torch sees no GPU. Unset it or set STEPS_ENGINE=cpu to run without one.")
+        raise RuntimeError("STEPS_ENGINE=cuda, but torch sees no GPU. Unset it, or set STEPS_ENGINE=cpu.")
     return asked or ("cuda" if gpu else "cpu")
 
 
@@ -41,10 +44,19 @@ device: str = "cuda" if name == "cuda" else "cpu"
 _configure(name)
 
 
+def check_runs() -> None:
+    """RuntimeError under the engine "compile", for whoever is about to compute something."""
+    if name == "compile":
+        raise RuntimeError("under STEPS_ENGINE=compile nothing is computed. Unset it to run a stage.")
+
+
 def describe() -> str:
     """One line for people: the engine, the hardware and the versions behind it."""
     if name == "cuda":
-        hardware = torch.cuda.get_device_name() + (f" x {torch.cuda.device_count()}" if torch.cuda.device_count() > 1 else "")
+        count = torch.cuda.device_count()
+        hardware = torch.cuda.get_device_name() + (f" x {count}" if count > 1 else "")
+    elif name == "compile":
+        hardware = "neither runs nor simulates: Numba and Triton compile for GPUs that need not be there"
     else:
         hardware = f"no GPU in use, {os.cpu_count()} CPU cores: simulator, emulation, interpreter and gloo stand in"
     return f"engine {name}: {hardware} | Python {sys.version.split()[0]}, torch {torch.__version__}"

@@ -1,6 +1,6 @@
-"""Turns a stage's SUPPORTS into test parameters, and ends a run with what was skipped and how long each file took.
+"""Makes test parameters from a stage's SUPPORTS, and ends a run with the time that each file took, beside its budget.
 
-With --mine the stages' tests run on what a reader wrote in my/, and the others are skipped.
+With --mine the stages' tests run on the functions that a reader wrote in my/, and all other tests are skipped.
 """
 
 import re
@@ -8,27 +8,30 @@ import re
 import pytest
 import torch
 
-import steps  # noqa: F401  decides the engine before anything imports Numba or Triton
+import steps  # noqa: F401  This import decides the engine, before anything imports Numba or Triton.
 from reference import cases
 from steps import engine
 from steps.workbook.answer import Problem
 from steps.workbook.mine import Mine
-from steps.workbook.rungs import limits
-from suite import BAD_INPUT, lacking
+from steps.workbook.one_rung import limits
+from support.contract_suite import BAD_INPUT, lacking
 
-torch.set_num_threads(1)  # the tensors are tiny: waking a second thread costs more than it computes
+torch.set_num_threads(1)  # The tensors are so small that starting a second thread costs more than it saves.
 
-BUDGETS = {  # seconds on 2 cores without a GPU; five times as much fails the run
-    "test_step00_naive.py": 10, "test_step01_fa1_numba.py": 45, "test_step02_fa2_cuda.py": 75, "test_step03_triton.py": 30,
-    "test_step04_ring.py": 30, "test_workbook.py": 60, "test_notebooks.py": 120, "test_mutants.py": 30, "test_demo.py": 30,
-    "test_copy_out.py": 30, "test_emulator.py": 40, "test_engine.py": 20, "test_environment.py": 15, "test_bench.py": 10,
-    "test_errata.py": 10, "test_slides.py": 15, "test_emulator_hopper.py": 40,
+BUDGETS = {  # in seconds on 2 cores without a GPU; a file that takes five times its budget fails the run
+    "test_step00_naive.py": 10, "test_step01_fa1_numba.py": 45, "test_step02_fa2_cuda.py": 90,
+    "test_step03_triton.py": 60, "test_step04_ring.py": 60, "test_workbook.py": 60, "test_notebooks.py": 120,
+    "test_bench.py": 10, "test_copy_out.py": 30, "test_demo.py": 30, "test_emulator.py": 40,
+    "test_emulator_hopper.py": 40, "test_engine.py": 20, "test_environment.py": 15, "test_errata.py": 10,
+    "test_launch.py": 10, "test_mutants.py": 30, "test_readme.py": 15, "test_reference.py": 10, "test_slides.py": 15,
+    "test_structure.py": 10, "test_timeline.py": 10,
 }  # fmt: skip
 _seconds: dict[str, float] = {}
 
 
 def pytest_addoption(parser):
-    parser.addoption("--mine", action="store_true", help="put the functions that you wrote in my/ in place of the stages'")
+    help = "put the functions that you wrote in my/ in place of the stages' own"
+    parser.addoption("--mine", action="store_true", help=help)
 
 
 def pytest_configure(config):
@@ -40,7 +43,7 @@ def pytest_configure(config):
             raise pytest.UsageError(str(problem)) from None
         config.mine.install()
         if config.option.tbstyle == "auto":
-            config.option.tbstyle = "short"  # the message says it all
+            config.option.tbstyle = "short"  # A reader needs the message, not the code of the test.
 
 
 def pytest_unconfigure(config):
@@ -55,9 +58,12 @@ def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         mine = metafunc.config.mine
         rungs = mine.rungs(stage.SUPPORTS["stage"]) if mine else stage.SUPPORTS["rungs"]
-        rows = [_case(stage, rung, *row) for rung in rungs for row in _rows(metafunc.cls, rung, everything=mine is not None)]
+        rows = []
+        for rung in rungs:
+            rows += [_case(stage, rung, *row) for row in _rows(metafunc.cls, rung, everything=mine is not None)]
         skips = mine.blanks(stage.SUPPORTS["stage"]) if mine else {}
-        rows += [pytest.param(*[None] * 3, id=id, marks=pytest.mark.skip(reason=reason)) for id, reason in skips.items()]
+        for id, reason in skips.items():
+            rows.append(pytest.param(None, None, None, id=id, marks=pytest.mark.skip(reason=reason)))
         metafunc.parametrize("case, dtype, rung", rows)
     if "every_rung" in metafunc.fixturenames:
         metafunc.parametrize("every_rung", stage.SUPPORTS["rungs"])
@@ -67,8 +73,9 @@ def pytest_generate_tests(metafunc):
 
 
 def _rows(contract, rung, everything):
-    """(case, dtype, reason) of what runs on a rung: without a GPU every case on the first, a few on the others."""
-    stage, supports = contract.stage, limits(contract.stage, rung)
+    """Yields (case, dtype, reason to skip) of a rung. Without a GPU the rungs beyond the first run only a few cases."""
+    stage = contract.stage
+    supports = limits(stage, rung)
     for case, dtype, reason in cases.select(supports, gpu=engine.name == "cuda"):
         few = contract.few if dtype == supports["dtypes"][0] else contract.few_in_other_dtypes
         if everything or engine.name == "cuda" or rung == stage.SUPPORTS["rungs"][0] or case.name in few:
@@ -77,13 +84,17 @@ def _rows(contract, rung, everything):
 
 def _case(stage, rung, case, dtype, reason):
     marks = [pytest.mark.skip(reason=reason)] if reason else []
-    name = f"{case.name}-{str(dtype).removeprefix('torch.')}" + f"-{rung}" * (rung != stage.SUPPORTS["rungs"][0])
+    name = f"{case.name}-{str(dtype).removeprefix('torch.')}"
+    if rung != stage.SUPPORTS["rungs"][0]:
+        name += f"-{rung}"
     return pytest.param(case, dtype, rung, id=name, marks=marks)
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --mine: skips the files that no stage has, and those of stages in which everything is still blank."""
-    for item in items if config.mine else ():
+    """With --mine, skips the tests that are of no stage, and those of stages in which every exercise is still blank."""
+    if not config.mine:
+        return
+    for item in items:
         number = re.match(r"test_step(\d\d)_", item.path.name)
         if reason := config.mine.nothing(number[1]) if number else "--mine is for the stages' tests":
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -98,7 +109,7 @@ def pytest_runtest_setup(item):
 
 def pytest_runtest_teardown():
     if engine.name == "cuda":
-        torch.cuda.empty_cache()  # tests of other processes need the GPU's memory too
+        torch.cuda.empty_cache()  # Tests in other processes need the GPU's memory, too.
 
 
 def pytest_runtest_logreport(report):
@@ -107,7 +118,7 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    """A file that takes five times its budget fails the run: something hangs or has become far too slow."""
+    """Fails the run if a file took five times its budget, because then something hangs or has become far too slow."""
     if engine.name == "cpu" and any(_seconds.get(file, 0) > 5 * budget for file, budget in BUDGETS.items()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

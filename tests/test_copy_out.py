@@ -1,5 +1,7 @@
-"""Each advertised set of files, copied alone into an empty folder, computes attention without the rest of the course."""
+"""Each set of files that README advertises computes attention in an empty folder, without the rest of the course."""
 
+import itertools
+import json
 import os
 import re
 import shutil
@@ -8,83 +10,154 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from steps import compare, engine
+from steps import catalogue, engine
+from steps.step02_fa2_cuda import ladder
 
 STEPS = Path(__file__).parents[1] / "steps"
-HOST = ("cache.py", "nvrtc.py", "ptx.cuh", "emulator")
-# What to copy, and the file and function names of its forward and backward. README advertises the same sets.
-SETS = {
+PUBLISHED = "step01_fa1_numba/fwd_0_published.py"
+SETS = {  # What to copy, and the file and function names of its forward and backward.
     "00 matrix": (["step00_naive/fwd_1_matrix.py", "step00_naive/bwd_1_matrix.py"],
                   "fwd_1_matrix.forward", "bwd_1_matrix.backward"),
-    "00 tiled": (["step00_naive/fwd_3_tiled.py", "step00_naive/bwd_3_tiled.py"], "fwd_3_tiled.forward", "bwd_3_tiled.backward"),
-    "01 published": (["step01_fa1_numba/fwd_0_published.py", "step01_fa1_numba/bwd_0_published.py"],
+    "00 tiled": (["step00_naive/fwd_3_tiled.py", "step00_naive/bwd_3_tiled.py"],
+                 "fwd_3_tiled.forward", "bwd_3_tiled.backward"),
+    "01 published": ([PUBLISHED, "step01_fa1_numba/bwd_0_published.py"],
                      "fwd_0_published.forward", "bwd_0_published.backward"),
-    "01 loops_swapped": ([f"step01_fa1_numba/{f}.py" for f in ("fwd_0_published", "fwd_1_loops_swapped", "bwd_0_published")],
+    "01 loops_swapped": ([PUBLISHED, "step01_fa1_numba/fwd_1_loops_swapped.py", "step01_fa1_numba/bwd_0_published.py"],
                          "fwd_1_loops_swapped.forward", "bwd_0_published.backward"),
-    "01 registers": ([f"step01_fa1_numba/{f}.py" for f in ("fwd_0_published", "fwd_2_registers", "bwd_2_registers")],
+    "01 registers": ([PUBLISHED, "step01_fa1_numba/fwd_2_registers.py", "step01_fa1_numba/bwd_2_registers.py"],
                      "fwd_2_registers.forward", "bwd_2_registers.backward"),
-    "02 scalar": ([f"step02_fa2_cuda/{file}" for file in ("fwd_0_scalar.cu", "bwd_0_scalar.cu", "kernels.py", *HOST)],
-                  "kernels.scalar_forward", "kernels.scalar_backward"),
-    "02 fa2": ([f"step02_fa2_cuda/{file}" for file in ("fwd_5_fa2.cu", "bwd_1_fa2.cu", "kernels.py", *HOST)],
-               "kernels.fa2_forward", "kernels.fa2_backward"),
-    "02 hopper": ([f"step02_fa2_cuda/{file}" for file in ("fwd_8_hopper.cu", "bwd_3_hopper.cu", "hopper.py", "wgmma.py", *HOST)],
-                  "hopper.hopper_forward", "hopper.hopper_backward"),
-    "03 fused": (["step03_triton/fwd_0_fused.py", "step03_triton/bwd_0_fused.py"], "fwd_0_fused.forward", "bwd_0_fused.backward"),
+    "03 fused": (["step03_triton/fwd_0_fused.py", "step03_triton/bwd_0_fused.py"],
+                 "fwd_0_fused.forward", "bwd_0_fused.backward"),
 }  # fmt: skip
-TENSOR_CORES = ("02 fa2", "02 hopper")  # bfloat16, head_dim 64; the others float32 and 32
+# What every rung of stage 02 needs beside its own .cu files.
+HOST = [f"step02_fa2_cuda/{file}" for file in ("ladder.py", "launch.py", "nvrtc.py", "cache.py", "wgmma.py", "ptx.cuh")]
+HOST.append("step02_fa2_cuda/emulator")  # where there is no GPU
+# A Python that runs one copy after another, because importing torch for each would take longer than all of them. A line
+# of its input is a folder and the call of `check`; a line of its output is the traceback, empty if all is well.
 USE = """
-import importlib, sys
-sys.modules["steps"] = sys.modules["reference"] = None  # importing them is an error now
+import functools, importlib, json, sys, traceback
+sys.modules["steps"] = sys.modules["reference"] = None  # From now on their import is an error.
 import torch
 import torch.nn.functional as F
-function = lambda path: getattr(importlib.import_module("lifted." + path.split(".")[0]), path.split(".")[1])
-forward, backward = function("{forward}"), function("{backward}")
-q, k, v, dout = torch.randn(4, 1, 1, 19, {D}, device="{device}").to(torch.{dtype})
-out, lse = forward(q, k, v, causal=True)
-leaves = [x.float().requires_grad_() for x in (q, k, v)]
-sdpa = F.scaled_dot_product_attention(*leaves, is_causal=True)
-near = dict(rtol=1e-4, atol=1e-5) if out.dtype == torch.float32 else dict(rtol=0.03, atol=0.03)
-torch.testing.assert_close(out.float(), sdpa, **near)
-for mine, its in zip(backward(dout, q, k, v, out, lse, causal=True), torch.autograd.grad(sdpa, leaves, dout.float())):
-    torch.testing.assert_close(mine.float(), its, **near)
+
+def lifted(path):
+    file, function = path.split(".")
+    return getattr(importlib.import_module("lifted." + file), function)
+
+def check(forward, backward, D=32, dtype="float32", forward_options={}, backward_options={}):
+    forward, backward = lifted(forward), lifted(backward)
+    q, k, v, dout = torch.randn(4, 1, 1, 19, D).to(device, getattr(torch, dtype))
+    out, lse = forward(q, k, v, causal=True, **forward_options)
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    sdpa = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    near = dict(rtol=1e-4, atol=1e-5) if dtype == "float32" else dict(rtol=0.03, atol=0.03)
+    torch.testing.assert_close(out.float(), sdpa, **near)
+    gradients = backward(dout, q, k, v, out, lse, causal=True, **backward_options)
+    for mine, its in zip(gradients, torch.autograd.grad(sdpa, leaves, dout.float())):
+        torch.testing.assert_close(mine.float(), its, **near)
+
+device = sys.argv[1]
+for line in sys.stdin:
+    folder, options = json.loads(line)
+    for name in [name for name in sys.modules if name.split(".")[0] == "lifted"]:
+        del sys.modules[name]
+    sys.path[0] = folder
+    problem = ""
+    try:
+        check(**options)
+    except Exception:
+        problem = traceback.format_exc()
+    print(json.dumps(problem), flush=True)
 """
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_copied_files_work_alone(name, tmp_path):
-    if reason := compare.unavailable(name[:2]):
-        pytest.skip(reason)
-    if name == "02 hopper" and engine.name == "cuda" and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("needs a GPU of Hopper's kind, or none")
-    files, forward, backward = SETS[name]
-    (tmp_path / "lifted").mkdir()
-    for file in files:
-        copy = shutil.copytree if (STEPS / file).is_dir() else shutil.copy
-        copy(STEPS / file, tmp_path / "lifted" / Path(file).name)
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
     simulated = "1" if engine.name == "cpu" else "0"
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "NUMBA_ENABLE_CUDASIM": simulated}
-    environment |= {"TRITON_INTERPRET": simulated, "OMP_NUM_THREADS": "1"}  # small tensors: one thread is faster
-    D, dtype = (64, "bfloat16") if name in TENSOR_CORES else (32, "float32")
-    code = USE.format(forward=forward, backward=backward, device=engine.device, D=D, dtype=dtype)
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": simulated, "TRITON_INTERPRET": simulated}
+    environment["OMP_NUM_THREADS"] = "1"  # The tensors are so small that one thread is faster than two.
+    command = [sys.executable, "-c", USE, engine.device]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    folder = tmp_path_factory.mktemp("elsewhere")
+    with subprocess.Popen(command, cwd=folder, env=environment, **pipes) as process:
+        yield process
+        process.stdin.close()
+
+
+def copy(files, folder):
+    """Copies these files and folders of steps/ into folder/lifted."""
+    (folder / "lifted").mkdir()
+    for file in files:
+        copy_one = shutil.copytree if (STEPS / file).is_dir() else shutil.copy
+        copy_one(STEPS / file, folder / "lifted" / Path(file).name)
+
+
+def use(python, folder, **options):
+    """Has `check` called with these options on the copy in the folder."""
+    python.stdin.write(json.dumps([str(folder), options]) + "\n")
+    python.stdin.flush()
+    problem = json.loads(python.stdout.readline())
+    assert not problem, problem
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_copied_files_work_alone(name, tmp_path, python):
+    if reason := catalogue.unavailable(name[:2]):
+        pytest.skip(reason)
+    files, forward, backward = SETS[name]
+    copy(files, tmp_path)
+    use(python, tmp_path, forward=forward, backward=backward)
+
+
+def inputs(rung, dtypes):
+    """{(dtype, D, deterministic): the file of the backward that the rung uses for it}, one for each backward."""
+    row = ladder.FORWARD[rung]
+    found = {}
+    for dtype, D, deterministic in itertools.product(dtypes, (32, 64), (False, True)):
+        if any(ladder.BACKWARD[word].takes(dtype, D, deterministic) for word in row.backwards):
+            backward = ladder.backward_row(rung, dtype, D, deterministic)
+            if backward.file not in found.values():
+                found[dtype, D, deterministic] = backward.file
+    return found
+
+
+@pytest.mark.parametrize("rung", ladder.FORWARD)
+def test_a_rung_of_stage_02_works_alone(rung, tmp_path, python):
+    supports = catalogue.stage("02").SUPPORTS
+    if reason := catalogue.unavailable("02") or supports["elsewhere"].get(rung):
+        pytest.skip(reason)
+    backwards = inputs(rung, supports["limits"][rung]["dtypes"])
+    assert set(backwards.values()) == {ladder.BACKWARD[word].file for word in ladder.FORWARD[rung].backwards}
+    cuda = [ladder.FORWARD[rung].file, *backwards.values()]
+    copy([*HOST, *(f"step02_fa2_cuda/{file}" for file in cuda)], tmp_path)
+    for dtype, D, deterministic in backwards:
+        input = {"D": D, "dtype": str(dtype).removeprefix("torch.")}
+        options = {"forward_options": {"rung": rung}}
+        options["backward_options"] = {"rung": rung, "deterministic": deterministic}
+        use(python, tmp_path, forward="launch.forward", backward="launch.backward", **input, **options)
 
 
 def test_a_cuda_file_needs_no_other_than_ptx_cuh():
-    """So that the other rungs lift out with the same helpers as those of SETS."""
     files = sorted((STEPS / "step02_fa2_cuda").glob("*.cu"))
     assert files
     for file in files:
         assert set(re.findall(r'#include [<"](.+)[>"]', file.read_text())) <= {"ptx.cuh"}, file
 
 
-@pytest.mark.parametrize("name", ["00 tiled", "01 registers", "02 scalar", "02 fa2", "02 hopper", "03 fused"])
+def names_in_readme(call):
+    """The names of files and folders in the row of README's table with this call."""
+    readme = (STEPS.parent / "README.md").read_text()
+    (line,) = [line for line in readme.splitlines() if line.startswith("|") and f"`{call}(" in line]
+    return {Path(file).name for file in re.findall(r"`([^`]+)`", line.split("|")[2])}
+
+
+@pytest.mark.parametrize("name", ["00 tiled", "01 registers", "03 fused"])
 def test_readme_names_the_files_of_a_set(name):
     files, forward, _ = SETS[name]
-    readme = (STEPS.parent / "README.md").read_text()
-    (line,) = [line for line in readme.splitlines() if line.startswith("|") and f"`{forward}(" in line]
-    named = {Path(file).name for file in re.findall(r"`([^`]+)`", line.split("|")[2])}
-    assert named - {file.split("/")[0] for file in files} == {Path(file).name for file in files}
+    stages = {file.split("/")[0] for file in files}
+    assert names_in_readme(forward) - stages == {Path(file).name for file in files}
+
+
+def test_readme_names_the_files_that_every_rung_needs():
+    assert names_in_readme("launch.forward") == {"step02_fa2_cuda", *(Path(file).name for file in HOST)}

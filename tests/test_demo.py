@@ -1,4 +1,4 @@
-"""The main job: `python -m steps demo` on the command line, and that it can fail."""
+"""`python -m steps demo` on the command line: every stage agrees with the reference, and a wrong stage fails."""
 
 import json
 import subprocess
@@ -8,9 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from steps import __main__, compare, demo
+from reference import attention
+from steps import __main__, catalogue, engine
+from steps.demo import compare, model
 
-QUICK = demo.Size(N=40, H=2, D=32, steps=20)
+QUICK = model.Size(N=40, H=2, D=32, steps=20)
+without_a_gpu = pytest.mark.skipif(engine.name != "cpu", reason="there is a GPU in use")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def test_the_command_runs_one_stage_and_writes_its_row(tmp_path):
     assert all(0 < row["errors"][n] <= row["tolerances"][n] for n in ("out", "lse", "dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("number", compare.STAGES)
+@pytest.mark.parametrize("number", catalogue.STAGES)
 def test_every_stage_agrees_with_the_reference(number, subject):
     row = compare.compare(number, subject)
     if "reason" in row:
@@ -38,7 +41,7 @@ def test_every_stage_agrees_with_the_reference(number, subject):
 
 
 def test_a_wrong_stage_fails_the_command(subject, monkeypatch):
-    right = compare.stage("00")
+    right = catalogue.stage("00")
 
     class Wrong:
         forward = right.forward
@@ -59,7 +62,7 @@ def test_a_wrong_stage_fails_the_command(subject, monkeypatch):
 
 
 def test_a_wrong_gradient_inside_the_model_fails_too(subject, monkeypatch):
-    right = compare.stage("00")
+    right = catalogue.stage("00")
 
     class Wrong:
         forward, backward = right.forward, right.backward
@@ -70,11 +73,11 @@ def test_a_wrong_gradient_inside_the_model_fails_too(subject, monkeypatch):
     assert row["verdict"] == "FAILS" and row["errors"]["out"] <= row["tolerances"]["out"]
 
 
+@without_a_gpu
 def test_a_missing_compiler_is_a_reason_to_skip_not_to_fail(subject, monkeypatch):
-    monkeypatch.setattr(compare.shutil, "which", lambda name: None)
-    if compare.engine.name == "cpu":
-        row = compare.compare("02", subject)
-        assert row["verdict"] == "skipped" and "apt install g++" in row["reason"]
+    monkeypatch.setattr(catalogue.shutil, "which", lambda name: None)
+    row = compare.compare("02", subject)
+    assert row["verdict"] == "skipped" and "apt install g++" in row["reason"]
 
 
 def test_there_is_no_stage_05():
@@ -86,12 +89,10 @@ def test_trained_attention_is_peaked_and_the_same_every_time(subject):
     q, k, _, _ = subject.inputs()
     again = compare.Subject(QUICK, lambda: None).inputs()
     assert torch.equal(q, again[0])
-    N = q.shape[-2]
-    S = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(torch.ones(N, N, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
-    untrained = demo.Model(QUICK.H, QUICK.D).to(q.device)
-    q0, k0, _, _ = demo.attention_input(untrained, subject.tokens)
-    S0 = (q0 @ k0.mT / q.shape[-1] ** 0.5).masked_fill(S.isneginf(), -torch.inf)
-    assert S.softmax(-1).amax(-1).mean() > S0.softmax(-1).amax(-1).mean()
+    untrained = model.Model(QUICK.H, QUICK.D).to(q.device)
+    q0, k0, _, _ = model.attention_input(untrained, subject.tokens)
+    weights, weights0 = (attention.scores(*pair, causal=True).softmax(-1) for pair in ((q, k), (q0, k0)))
+    assert weights.amax(-1).mean() > weights0.amax(-1).mean()
 
 
 def test_the_kill_matrix_on_the_command_line():
@@ -99,7 +100,7 @@ def test_the_kill_matrix_on_the_command_line():
     assert result.exit_code == 0 and "no_rescale_of_o" in result.output and "survives every case" not in result.output
 
 
+@without_a_gpu
 def test_bench_without_a_gpu_says_so():
-    if compare.engine.name == "cpu":
-        result = CliRunner().invoke(__main__.app, ["bench"])
-        assert result.exit_code == 1 and "needs a GPU" in result.output
+    result = CliRunner().invoke(__main__.app, ["bench"])
+    assert result.exit_code == 1 and "needs a GPU" in result.output

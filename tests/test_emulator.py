@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reference import error
-from steps.step02_fa2_cuda import emulator, hopper, kernels
+from steps.step02_fa2_cuda import emulator, launch
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SCHEDULES = [("forward", "forward", 0), ("reverse", "reverse", 0), ("random", "random", 1), ("random", "random", 2)]
@@ -92,12 +92,13 @@ def run(tmp_path_factory):
 
 
 def place(mark):
-    """kernels.cu:N for the line of KERNELS that ends with a comment."""
-    return next(f"kernels.cu:{n}" for n, text in enumerate(KERNELS.lstrip().split("\n"), 1) if text.endswith(f"// mark: {mark}"))
+    """kernels.cu:N for the line of KERNELS that ends with the comment "// mark: ..."."""
+    lines = enumerate(KERNELS.lstrip().split("\n"), 1)
+    return next(f"kernels.cu:{n}" for n, text in lines if text.endswith(f"// mark: {mark}"))
 
 
 def test_without_the_assembly(run, monkeypatch):
-    """Processors other than x86-64 switch fibers by ucontext."""
+    """On processors other than x86-64, ucontext switches the fibers."""
     monkeypatch.setattr(emulator, "_FLAGS", [*emulator._FLAGS, "-U__ELF__"])
     x, y = torch.arange(80.0), torch.zeros(80)
     run("mirror", x, y, grid=2, block=40, shared_bytes=160, UCONTEXT=1)
@@ -122,7 +123,8 @@ def test_access_outside_a_shared_array(run):
     y = torch.zeros(1)
     run("shared_access", y, 3, block=1, shared_bytes=32)
     for i in (4, -1):  # element 4 would be b[0]
-        with pytest.raises(RuntimeError, match=f"{place('outside')}: access to element {i} of a shared array of 4 elements"):
+        report = f"{place('outside')}: access to element {i} of a shared array of 4 elements"
+        with pytest.raises(RuntimeError, match=report):
             run("shared_access", y, i, block=1, shared_bytes=32)
 
 
@@ -175,7 +177,8 @@ def test_a_stuck_block_says_where_each_warp_waits(run):
 
 
 def test_a_barrier_at_two_places_is_reported(run):
-    with pytest.raises(RuntimeError, match=f"{place('second')}: divergent threads: .*, others are at .*, {place('first')}"):
+    report = f"{place('second')}: divergent threads: .*, others are at .*, {place('first')}"
+    with pytest.raises(RuntimeError, match=report):
         run("two_barriers")
 
 
@@ -203,20 +206,20 @@ def test_a_kernel_that_does_not_compile(tmp_path):
         emulator.launch(tmp_path / "wrong.cu", "wrong", [], grid=1, block=1, macros={})
 
 
-CALLS = {  # kernel: launcher, dtype, Nq, Nk, D, tile: several tiles each way, the last ones ragged
-    "fwd_0_scalar": (kernels.scalar_forward, torch.float32, 37, 43, 8, None),
-    "fwd_1_warp": (kernels.warp_forward, torch.float32, 70, 100, 32, (64, 32)),
-    "fwd_2_mma": (kernels.mma_forward, torch.bfloat16, 70, 100, 32, (64, 32)),
-    "fwd_3_ldmatrix": (kernels.ldmatrix_forward, torch.bfloat16, 70, 100, 32, (64, 32)),
-    "fwd_4_cp_async": (kernels.cp_async_forward, torch.bfloat16, 70, 100, 32, (64, 32)),
-    "fwd_5_fa2": (kernels.fa2_forward, torch.bfloat16, 70, 100, 32, (64, 32)),
-    "fwd_6_wgmma": (hopper.wgmma_forward, torch.bfloat16, 150, 150, 64, (128, 32)),
-    "fwd_7_roles": (hopper.roles_forward, torch.bfloat16, 150, 150, 64, (128, 32)),
-    "fwd_8_hopper": (hopper.hopper_forward, torch.bfloat16, 150, 150, 64, (128, 32)),
-    "bwd_0_scalar": (kernels.scalar_backward, torch.float32, 37, 43, 8, None),
-    "bwd_1_fa2": (kernels.fa2_backward, torch.bfloat16, 70, 100, 32, None),
-    "bwd_2_wgmma": (hopper.wgmma_backward, torch.bfloat16, 300, 150, 64, None),
-    "bwd_3_hopper": (hopper.hopper_backward, torch.bfloat16, 300, 150, 64, None),
+CALLS = {  # kernel: rung, dtype, Nq, Nk, D, tile: several tiles each way, the last ones ragged
+    "fwd_0_scalar": ("scalar", torch.float32, 37, 43, 8, None),
+    "fwd_1_warp": ("warp", torch.float32, 70, 100, 32, (64, 32)),
+    "fwd_2_mma": ("mma", torch.bfloat16, 70, 100, 32, (64, 32)),
+    "fwd_3_ldmatrix": ("ldmatrix", torch.bfloat16, 70, 100, 32, (64, 32)),
+    "fwd_4_cp_async": ("cp_async", torch.bfloat16, 70, 100, 32, (64, 32)),
+    "fwd_5_fa2": ("fa2", torch.bfloat16, 70, 100, 32, (64, 32)),
+    "fwd_6_wgmma": ("wgmma", torch.bfloat16, 150, 150, 64, (128, 32)),
+    "fwd_7_roles": ("roles", torch.bfloat16, 150, 150, 64, (128, 32)),
+    "fwd_8_hopper": ("hopper", torch.bfloat16, 150, 150, 64, (128, 32)),
+    "bwd_0_scalar": ("scalar", torch.float32, 37, 43, 8, None),
+    "bwd_1_fa2": ("fa2", torch.bfloat16, 70, 100, 32, None),
+    "bwd_2_wgmma": ("wgmma", torch.bfloat16, 300, 150, 64, None),
+    "bwd_3_hopper": ("hopper", torch.bfloat16, 300, 150, 64, None),
 }
 TIMES = [
     dict(),
@@ -239,16 +242,18 @@ def problem(kernel):
 
 
 def problems(kernel):
-    """What goes wrong in the first schedule in which anything does: a report's text, or WRONG; "" if nothing does."""
-    launcher, dtype, *_, tile = CALLS[kernel]
+    """What goes wrong in the first schedule in which anything does: the report, or WRONG; "" if all is right."""
+    rung, dtype, *_, tile = CALLS[kernel]
     q, k, v, dout, want = problem(kernel)
-    names = error.NAMES[:2] if kernel.startswith("fwd") else error.NAMES[2:]
     saved = want.value["out"].to(dtype), want.value["lse"].float()
-    tensors = (q, k, v) if kernel.startswith("fwd") else (dout, q, k, v, *saved)
+    if kernel.startswith("fwd"):
+        names, call = error.NAMES[:2], functools.partial(launch.forward, q, k, v, tile=tile)
+    else:
+        names, call = error.NAMES[2:], functools.partial(launch.backward, dout, q, k, v, *saved)
     for schedule in TIMES:
         try:
             with emulator.schedule(**schedule):
-                got = launcher(*tensors, causal=True, tile=tile)
+                got = call(rung=rung, causal=True)
         except RuntimeError as e:
             assert "cannot compile" not in str(e)
             return str(e)
@@ -259,19 +264,20 @@ def problems(kernel):
 
 @pytest.mark.parametrize("kernel", CALLS)
 def test_every_kernel_in_several_schedules(kernel):
-    assert {file.stem for file in kernels.HERE.glob("*.cu")} == set(CALLS)
+    assert {file.stem for file in launch.HERE.glob("*.cu")} == set(CALLS)
     assert problems(kernel) == ""
 
 
-# By kernel: the bug, what is changed in the text, what it becomes, and how it is caught: by words of a report, as WRONG, or by
-# nothing, because threads are never interrupted between a read and a write and see every write at once (cuda.h): for those it
-# takes a GPU.
+# By kernel: the bug's name, the text that is replaced, the new text, and how the bug is caught: by the words of a
+# report, by WRONG results, or by NOTHING. The emulation cannot find the last kind, because a thread is never
+# interrupted between a read and a write, and sees every write at once (cuda.h). To find these takes a GPU.
 NOTHING, STUCK, OUTSIDE = "", "no thread can go on", "access to element .* of a"
 PLANTED = {
     "fwd_0_scalar": [
         ("a tile is read before it is loaded", "__syncthreads();  // every thread reads rows", "//", WRONG),
         ("a tile is loaded while it is read", "__syncthreads();  // no thread", "//", WRONG),
-        ("a barrier inside a branch", "__syncthreads();  // every", "if (i < Nq) __syncthreads();  //", "divergent threads"),
+        ("a barrier inside a branch",
+         "__syncthreads();  // every", "if (i < Nq) __syncthreads();  //", "divergent threads"),
         ("a load beyond the last key", "v_row, min(Bc, keys - j))", "v_row, Bc)", f"{OUTSIDE}n argument"),
         ("rows of the tile overlap", "array<float>(Bc * Br)", "array<float>(Bc)", f"{OUTSIDE} shared array"),
     ],
@@ -288,26 +294,33 @@ PLANTED = {
     ],
     "fwd_6_wgmma": [
         ("wrong stride in a descriptor", "descriptor(V, Bc * 128, 1024)", "descriptor(V, Bc * 128, 512)", WRONG),
-        ("Q's bytes are not expected", "(2 * Bc + (n == 0 ? Br : 0))", "2 * Bc", "more bytes were copied than expected"),
+        ("Q's bytes are not expected",
+         "(2 * Bc + (n == 0 ? Br : 0))", "2 * Bc", "more bytes were copied than expected"),
         ("a stage is loaded while it is read", "__syncthreads();  // no warpgroup still reads", "//", WRONG),
         ("no fence between O's rescaling and wgmma", "wgmma_fence();  // O and P", "// O and P", NOTHING),
     ],
     "fwd_7_roles": [
-        ("the consumers' parity is swapped", "full + place(), parity());", "full + place(), parity() ^ 1);", "more arrivals"),
-        ("the producer's parity is swapped", "empty + place(), parity() ^ 1);", "empty + place(), parity());", STUCK),
-        ("V is released while it is read", "wgmma_wait<0>();\n      V.release();", "V.release();\n      wgmma_wait<0>();", WRONG),
+        ("the consumers' parity is swapped",
+         "full + stage(), parity());", "full + stage(), parity() ^ 1);", "more arrivals"),
+        ("the producer's parity is swapped", "empty + stage(), parity() ^ 1);", "empty + stage(), parity());", STUCK),
+        ("V is released while it is read",
+         "wgmma_wait<0>();\n      V.release();", "V.release();\n      wgmma_wait<0>();", WRONG),
         ("every lane releases the tile", "if (threadIdx.x % 32 == 0) barrier_arrive", "barrier_arrive", STUCK),
         ("no fence after the barriers are made", "if (threadIdx.x == 0) barrier_init_fence();", "", NOTHING),
     ],
     "fwd_8_hopper": [
-        ("a tile is read before it is there", "barrier_wait(full + place(), parity());", "", "more arrivals"),
-        ("a place is returned before all lanes saw it", "K.get(), __syncwarp(), K.release();", "K.get(), K.release();", STUCK),
-        ("nobody has the first turn", "if (w == WARPGROUPS - 1) turn.pass();", "", f"{STUCK}(.*\n)+.* wait at named_barrier"),
-        ("the last turn is not taken", "if (w == 0) turn.wait();", "", "128 of 256 threads have come to the named barrier"),
+        ("a tile is read before it is there", "barrier_wait(full + stage(), parity());", "", "more arrivals"),
+        ("a stage is released before all lanes saw it",
+         "K.get(), __syncwarp(), K.release();", "K.get(), K.release();", STUCK),
+        ("nobody has the first turn",
+         "if (w == WARPGROUPS - 1) turn.pass();", "", f"{STUCK}(.*\n)+.* wait at named_barrier"),
+        ("the last turn is not taken",
+         "if (w == 0) turn.wait();", "", "128 of 256 threads have come to the named barrier"),
         ("no wait for O", "wgmma_wait<0>();\n      V.release();", "V.release();", "was written while a wgmma"),
     ],
     "bwd_2_wgmma": [
-        ("no wait for S", "wgmma_wait<1>();                  // S^T", "// S^T", "was written while a wgmma .* was under way"),
+        ("no wait for S",
+         "wgmma_wait<1>();                  // S^T", "// S^T", "was written while a wgmma .* was under way"),
     ],
     "bwd_3_hopper": [
         ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", STUCK),
@@ -321,9 +334,9 @@ BUGS = [pytest.param(kernel, *edit, id=f"{kernel}: {name}") for kernel, bugs in 
 
 @pytest.mark.parametrize("kernel, before, after, caught", BUGS)
 def test_planted_bugs(kernel, before, after, caught, tmp_path, monkeypatch):
-    text = (kernels.HERE / f"{kernel}.cu").read_text()
+    text = (launch.HERE / f"{kernel}.cu").read_text()
     assert text.count(before) == 1, f"{kernel}.cu has changed: plant the bug in its new text"
     (tmp_path / f"{kernel}.cu").write_text(text.replace(before, after))
-    monkeypatch.setattr(kernels, "HERE", tmp_path)
-    monkeypatch.setattr(hopper, "HERE", tmp_path)
+    monkeypatch.setattr(launch, "HERE", tmp_path)
+    monkeypatch.setattr(launch, "kept", {})
     assert re.search(caught, problems(kernel)) if caught else problems(kernel) == ""

@@ -1,7 +1,7 @@
 """Stage 02's emulation of what tensor-core kernels use, instruction by instruction, on small integers.
 
-The expected layouts are written down here from the PTX ISA, apart from the emulator's own code. With a GPU the same kernels run
-on it too and must agree: that is what shows that the emulator's reading of the ISA is right.
+The expected layouts are written down here once more from the PTX ISA, independently of the emulator's code. If there is
+a GPU, the same kernels run on it, too, and must agree, which shows that the emulator reads the ISA correctly.
 """
 
 import functools
@@ -12,7 +12,7 @@ from ctypes import c_int
 import pytest
 import torch
 
-from steps.step02_fa2_cuda import emulator, kernels, nvrtc, rungs
+from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -33,7 +33,8 @@ extern "C" __global__ void product(Global<const T> A, Global<const T> B, Global<
   for (int i = 0; i < 4; i++) D[(g + i / 2 * 8) * 8 + c + i % 2] = d[i];
 }
 
-// y[lane][8] = what ldmatrix, with and without _trans, reads of x (32 x 8); z (32 x 8) = what stmatrix makes of the former.
+// y[lane][8] and y_trans[lane][8] = what ldmatrix reads of x (32 x 8), without and with _trans; z (32 x 8) = what
+// stmatrix stores of y.
 extern "C" __global__ void matrices(Global<const T> x, Global<T> y, Global<T> y_trans, Global<T> z) {
   SharedMemory smem;
   Shared<T> tile = smem.array<T>(256), tile_2 = smem.array<T>(256);
@@ -52,7 +53,7 @@ extern "C" __global__ void matrices(Global<const T> x, Global<T> y, Global<T> y_
 #endif
 }
 
-// y[0] = x, y[1] = x again, but zeros from thread 16 on, 8 numbers a thread.
+// y[0] = x; y[1] = x with zeros from thread 16 on. A thread copies 8 numbers.
 extern "C" __global__ void copies(Global<const T> x, Global<T> y) {
   SharedMemory smem;
   Shared<T> a = smem.array<T>(256), b = smem.array<T>(256);
@@ -66,7 +67,7 @@ extern "C" __global__ void copies(Global<const T> x, Global<T> y) {
   int from = 8 * (31 - t);
   for (int i = 0; i < 8; i++) y[from + i] = a[from + i];
   cp_async_wait<0>();
-  __syncthreads();  // ... and the second
+  __syncthreads();  // everybody's second copy has come
   uint32_t r[4];
   load_16(r, b + from);
   store_16(y + 256 + from, r);
@@ -79,7 +80,9 @@ extern "C" __global__ void sums(Global<float> y, Global<int> n) {
   atomicAdd(&n[0], 1);
 }
 
-extern "C" __global__ void powers(Global<const float> x, Global<float> y) { y[threadIdx.x] = exp2_approx(x[threadIdx.x]); }
+extern "C" __global__ void powers(Global<const float> x, Global<float> y) {
+  y[threadIdx.x] = exp2_approx(x[threadIdx.x]);
+}
 
 extern "C" __global__ void rounded(Global<const float> x, Global<T> y) {
   int t = blockIdx.x * blockDim.x + threadIdx.x;
@@ -138,8 +141,8 @@ __device__ void load_tile(Shared<T> tile, Global<const T> x, int rows, int colum
   for (int e = threadIdx.x; e < rows * columns; e += 128) tile[at(rows, e / columns, e % columns)] = x[e];
 }
 
-// d (64 x N) = 1 + A B, the sum over 64. a is A, or, if TRANS_A, its transpose; b is B^T, or, if TRANS_B, B.
-template <int N, int TRANS_A, int TRANS_B, bool from_registers>
+// d (64 x N) = 1 + A B, with a sum over 64. a holds A, or, if TRANS_A, its transpose. b holds B^T, or, if TRANS_B, B.
+template <int N, int TRANS_A, int TRANS_B, bool FROM_REGISTERS>
 __device__ void multiply(Shared<T> A, Shared<T> B, Global<const T> a, Global<const T> b, Global<float> d) {
   load_tile(A, a, 64, 64);
   load_tile(B, b, TRANS_B ? 64 : N, TRANS_B ? N : 64);
@@ -154,7 +157,7 @@ __device__ void multiply(Shared<T> A, Shared<T> B, Global<const T> a, Global<con
 #pragma unroll
   for (int k = 0; k < 64; k += 16) {
     uint64_t b_k = descriptor(B + (TRANS_B ? 64 * k : k), 64 * 128, 1024);
-    if constexpr (from_registers) {
+    if constexpr (FROM_REGISTERS) {
       uint32_t a_k[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) a_k[i] = load_pair(a + (row + i % 2 * 8) * 64 + k + column + i / 2 * 8);
@@ -169,7 +172,8 @@ __device__ void multiply(Shared<T> A, Shared<T> B, Global<const T> a, Global<con
   for (int i = 0; i < N / 2; i++) d[(row + i / 2 % 2 * 8) * N + 8 * (i / 4) + column + i % 2] = D[i];
 }
 
-extern "C" __global__ void __launch_bounds__(128) product(Global<const T> a, Global<const T> b, Global<float> d, int kind) {
+extern "C" __global__ void __launch_bounds__(128) product(
+    Global<const T> a, Global<const T> b, Global<float> d, int kind) {
   SharedMemory smem;
   Shared<T> A = smem.array<T>(64 * 64), B = smem.array<T>(64 * 192);
   if (kind == 0) multiply<64, 0, 0, false>(A, B, a, b, d);
@@ -188,14 +192,14 @@ PRODUCTS = [(64, 0, 0), (128, 0, 1), (64, 1, 0), (192, 1, 1), (16, 0, 0), (96, 0
 COPIES = """
 #include "ptx.cuh"
 
-// raw[2 * 16 * 64] = the box at (c0, c1, c2, c3, c4) as it lies in shared memory; if `store`, it goes to the same place of `to`.
-extern "C" __global__ void box(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to, Global<T> raw,
-                               int store, int c0, int c1, int c2, int c3, int c4) {
+// raw[2 * 16 * 64] = the box at (c0, c1, c2, c3, c4) as it lies in shared memory. If `store`, the box is also stored at
+// the same coordinates of `to`.
+extern "C" __global__ void box(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to,
+                               Global<T> raw, int store, int c0, int c1, int c2, int c3, int c4) {
   SharedMemory smem;
   Shared<T> tile = smem.array<T>(2 * 16 * 64);
   Shared<Barrier> full = smem.array<Barrier>(1);
   if (threadIdx.x == 0) {
-    tma_prefetch(from);
     barrier_init(full, 1);
     barrier_init_fence();
   }
@@ -213,13 +217,13 @@ extern "C" __global__ void box(const __grid_constant__ TensorMap from, const __g
   }
 }
 
-// Two warps add x[0 .. 64) and x[64 .. 128) to y[0 .. 64); y[64] counts the elected lanes.
+// Two warps add x[0 .. 64) and x[64 .. 128) to y[0 .. 64).
 extern "C" __global__ void bulk(Global<const float> x, Global<float> y) {
   SharedMemory smem;
   Shared<float> tile = smem.array<float>(128);
   Shared<Barrier> full = smem.array<Barrier>(2);
   int warp = threadIdx.x / 32;
-  bool leader = elect_one();
+  bool leader = threadIdx.x % 32 == 0;
   if (leader) {
     barrier_init(full + warp, 1);
     barrier_init_fence();
@@ -229,14 +233,13 @@ extern "C" __global__ void bulk(Global<const float> x, Global<float> y) {
   __syncwarp();  // the barrier is there
   barrier_wait(full + warp, 0);
   if (leader) {
-    atomicAdd(&y[64], 1);
     bulk_add(y, tile + 64 * warp, 64);
     bulk_commit();
     bulk_wait_read<0>();
   }
 }
 
-// Warpgroups take turns by named barriers: order[0 .. 8) is 0 1 0 1 ...
+// Two warpgroups run one after the other by named barriers: order[0 .. 8) becomes 0 1 0 1 ...
 extern "C" __global__ void __launch_bounds__(256, 1) turns(Global<int> order, Global<int> n) {
   int me = threadIdx.x / 128, other = 1 - me;
   if (me == 0) registers_decrease<40>();
@@ -254,7 +257,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) turns(Global<int> order, Gl
 PIPELINE = """
 #include "ptx.cuh"
 
-constexpr int Stages = 2, Tile = 64 * 64;
+constexpr int STAGES = 2;
+constexpr int TILE = 64 * 64;
 
 __device__ int at(int row, int column) { return row * 64 + (column / 8 ^ row % 8) * 8 + column % 8; }  // swizzled
 
@@ -264,10 +268,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) pipeline(
     Global<const int> count) {
   int tiles = count[0];
   SharedMemory smem;
-  Shared<T> A = smem.array<T>(Stages * Tile), B = smem.array<T>(Stages * Tile), C = smem.array<T>(Tile);
-  Shared<Barrier> full = smem.array<Barrier>(Stages), empty = smem.array<Barrier>(Stages);
+  Shared<T> A = smem.array<T>(STAGES * TILE), B = smem.array<T>(STAGES * TILE), C = smem.array<T>(TILE);
+  Shared<Barrier> full = smem.array<Barrier>(STAGES), empty = smem.array<Barrier>(STAGES);
   if (threadIdx.x == 0) {
-    for (int s = 0; s < Stages; s++) barrier_init(full + s, 1), barrier_init(empty + s, 1);
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(full + s, 1);
+      barrier_init(empty + s, 1);
+    }
     barrier_init_fence();
   }
   __syncthreads();  // the barriers are there
@@ -275,26 +282,27 @@ extern "C" __global__ void __launch_bounds__(256, 1) pipeline(
   if (threadIdx.x < 128) {
     if (threadIdx.x == 0) {
       for (int j = 0; j < tiles; j++) {
-        int s = j % Stages;
-        barrier_wait(empty + s, j / Stages % 2 ^ 1);
-        barrier_expect(full + s, 2 * Tile * sizeof(T));
-        tma_load(A + s * Tile, a, full + s, 0, 0, j, 0, 0);
-        tma_load(B + s * Tile, b, full + s, 0, 0, j, 0, 0);
+        int s = j % STAGES;
+        barrier_wait(empty + s, j / STAGES % 2 ^ 1);
+        barrier_expect(full + s, 2 * TILE * sizeof(T));
+        tma_load(A + s * TILE, a, full + s, 0, 0, j, 0, 0);
+        tma_load(B + s * TILE, b, full + s, 0, 0, j, 0, 0);
       }
     }
   } else {
     int t = threadIdx.x % 128;
     float D[32];
     for (int j = 0; j < tiles; j++) {
-      int s = j % Stages;
-      barrier_wait(full + s, j / Stages % 2);
+      int s = j % STAGES;
+      barrier_wait(full + s, j / STAGES % 2);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 64; k += 16)
-        wgmma_ss<T, 64, 0, 0>(D, descriptor(A + s * Tile + k, 16, 1024), descriptor(B + s * Tile + k, 16, 1024), j > 0 || k > 0);
+        wgmma_ss<T, 64, 0, 0>(D, descriptor(A + s * TILE + k, 16, 1024), descriptor(B + s * TILE + k, 16, 1024),
+                              j > 0 || k > 0);
       wgmma_commit();
       wgmma_wait<1>();
-      if (j > 0 && t == 0) barrier_arrive(empty + (j - 1) % Stages);  // the tiles before are used up
+      if (j > 0 && t == 0) barrier_arrive(empty + (j - 1) % STAGES);  // the tiles before are used up
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -395,7 +403,9 @@ def files(tmp_path_factory):
 
 def run(file, kernel, *arguments, grid=1, block=32, shared_bytes=0, **macros):
     arguments = [c_int(x) if isinstance(x, int) else x for x in arguments]
-    kernels._launch(file, kernel, arguments, grid=grid, block=block, shared_bytes=shared_bytes, macros=macros)
+    on_gpu = any(x.is_cuda for x in arguments if isinstance(x, torch.Tensor))
+    run_once = (nvrtc if on_gpu else emulator).launch
+    run_once(file, kernel, arguments, grid=grid, block=block, shared_bytes=shared_bytes, macros=macros)
 
 
 def run_warp(files, kernel, *arguments, T="bf16", **shape):
@@ -404,8 +414,9 @@ def run_warp(files, kernel, *arguments, T="bf16", **shape):
 
 
 def place(text, mark):
-    """kernels.cu:N for the line that ends with a comment."""
-    return next(f"kernels.cu:{n}" for n, line in enumerate(text.lstrip().split("\n"), 1) if line.endswith(f"// mark: {mark}"))
+    """kernels.cu:N for the line that ends with the comment "// mark: ..."."""
+    lines = enumerate(text.lstrip().split("\n"), 1)
+    return next(f"kernels.cu:{n}" for n, line in lines if line.endswith(f"// mark: {mark}"))
 
 
 def integers(*shape, dtype, device, seed=0, largest=4):
@@ -433,7 +444,8 @@ times = pytest.mark.parametrize("copies, wgmma", TIMES)
 @halves
 def test_mma(files, T, device):
     options = dict(dtype=HALVES[T], device=device)
-    A, B, D = integers(16, 16, **options), integers(16, 8, seed=1, **options), torch.arange(128.0, device=device).view(16, 8)
+    A, B = integers(16, 16, **options), integers(16, 8, seed=1, **options)
+    D = torch.arange(128.0, device=device).view(16, 8)
     want = D + A.float() @ B.float()
     run_warp(files, "product", A, B, D, T=T)
     assert torch.equal(D, want)
@@ -482,10 +494,11 @@ def test_atomic_additions(files, device):
 @on(8, 0)
 @halves
 def test_rounding(files, T, device):
-    """Every kind of number, ties included, rounds as torch's conversion does; exp2 is exact to a few ulp."""
+    """Every kind of number rounds as in torch's conversion, ties included, and exp2 is exact to a few ulp."""
     exponents = torch.arange(-30, 20).repeat_interleave(40)
     x = torch.randint(0, 1 << 13, exponents.shape, generator=torch.Generator().manual_seed(0)) / 2.0**12
-    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 65504, 65519, 65520, 1e9, 2**-25, 2**-26, 1.5 * 2**-24, 2**-14])
+    special = [0.0, -0.0, torch.inf, -torch.inf, 65504, 65519, 65520, 1e9, 2**-25, 2**-26, 1.5 * 2**-24, 2**-14]
+    special = torch.tensor(special)
     x = torch.cat([x * 2.0**exponents, -x * 2.0**exponents, special, special.new_zeros(-len(special) % 64)])
     x = torch.cat([x, x.new_zeros(-len(x) % 64)]).to(device)
     y = torch.empty_like(x, dtype=HALVES[T])
@@ -531,8 +544,8 @@ def test_bank_conflicts(files):
     with emulator.count_conflicts() as counts:
         run_warp(files, "banks", torch.zeros(32), shared_bytes=4096)
     want = {
-        "row": (32, 32), "column": (32, 32 * 32), "diagonal": (32, 32), "broadcast": (1, 1), "some": (1, 8), "16 bytes": (1, 4),
-        "ldmatrix": (1, 32), "swizzled": (1, 4),
+        "row": (32, 32), "column": (32, 32 * 32), "diagonal": (32, 32), "broadcast": (1, 1), "some": (1, 8),
+        "16 bytes": (1, 4), "ldmatrix": (1, 32), "swizzled": (1, 4),
     }  # fmt: skip
     assert counts == {place(WARP, mark): n for mark, n in want.items()}
     run_warp(files, "banks", torch.zeros(32), shared_bytes=4096)
@@ -561,9 +574,9 @@ BOXES = [
 @times
 @pytest.mark.parametrize("at", BOXES)
 def test_tma(files, at, device, copies, wgmma):
-    """q (2, 3, 21, 128) as (2, 3, 2, 21, 64), boxes of 2 slabs of 16 rows: inside, across and beyond every edge.
+    """q (2, 3, 21, 128) as (2, 3, 2, 21, 64), with boxes of 2 slabs of 16 rows inside, across and beyond every edge.
 
-    A box that begins before the tensor may be loaded but not stored: an H200 stops with an illegal instruction.
+    A box that begins before the tensor may be loaded, but not stored: there an H200 reports an illegal instruction.
     """
     store = min(at) >= 0
     x = torch.arange(2 * 3 * 21 * 128).remainder(251).to(device, torch.bfloat16).view(2, 21, 3, 128).transpose(1, 2)
@@ -571,7 +584,8 @@ def test_tma(files, at, device, copies, wgmma):
     x, y = (a.unflatten(3, (2, 64)).transpose(2, 3) for a in (x, y))
     box = (1, 1, 2, 16, 64)
     with emulator.schedule(copies=copies, wgmma=wgmma):
-        run(files["COPIES"], "box", tensor_map(x, box), tensor_map(y, box), raw, store, *at, shared_bytes=4096 + 8, T="bf16")
+        maps = tensor_map(x, box), tensor_map(y, box)
+        run(files["COPIES"], "box", *maps, raw, store, *at, shared_bytes=4096 + 8, T="bf16")
     slab, row, column = (i.flatten() for i in torch.meshgrid(*(torch.arange(n) for n in (2, 16, 64)), indexing="ij"))
     index = at[4] + 0 * slab, at[3] + 0 * slab, at[2] + slab, at[1] + row, at[0] + column
     inside = torch.stack([(i >= 0) & (i < n) for i, n in zip(index, x.shape, strict=True)]).all(0)
@@ -587,11 +601,11 @@ def test_tma(files, at, device, copies, wgmma):
 
 @on(9, 0)
 @times
-def test_bulk_copies_and_elect_one(files, device, copies, wgmma):
-    x, y = torch.arange(128.0, device=device), torch.zeros(68, device=device)
+def test_bulk_copies(files, device, copies, wgmma):
+    x, y = torch.arange(128.0, device=device), torch.zeros(64, device=device)
     with emulator.schedule(threads="random", seed=2, copies=copies, wgmma=wgmma):
         run(files["COPIES"], "bulk", x, y, block=64, shared_bytes=512 + 16, T="bf16")
-    assert torch.equal(y[:64], x[:64] + x[64:]) and y[64] == 2
+    assert torch.equal(y, x[:64] + x[64:])
 
 
 @on(9, 0)
@@ -608,7 +622,7 @@ def pipeline(file, device, tiles):
     A, B = (integers(64, 64 * tiles, dtype=torch.bfloat16, device=device, seed=seed, largest=1) for seed in (1, 2))
     out, box = torch.zeros(64, 64, device=device, dtype=torch.bfloat16), (1, 1, 1, 64, 64)
     maps = [tensor_map(x.view(1, 1, 64, -1, 64).transpose(2, 3), box) for x in (A, B, out)]
-    count = torch.tensor([tiles], dtype=torch.int32, device=device)  # a tensor, by which the launch knows where to run
+    count = torch.tensor([tiles], dtype=torch.int32, device=device)  # a tensor, because it tells `run` the device
     run(file, "pipeline", *maps, count, block=256, shared_bytes=2 * 5 * 64 * 64 + 32, T="bf16")
     return torch.equal(out.float(), A.float() @ B.float().T)
 
@@ -679,7 +693,7 @@ def test_misuse_of_wgmma(files, what):
             run(files["MISUSE"], "warpgroup", what, y, block=128, shared_bytes=8192)
     else:
         run(files["MISUSE"], "warpgroup", what, y, block=128, shared_bytes=8192)
-        assert y.isnan().all()  # accumulators that were read too early
+        assert y.isnan().all()  # because the accumulators were read too early
 
 
 STAGING = [
@@ -714,17 +728,18 @@ def test_tensors_that_tma_cannot_read():
 
 def one_by_one():
     """Each kernel of the ladder once, with a call on float32 or bfloat16 B=1 H=2 N=128 D=64."""
-    for rung, (forward, backward) in rungs.LADDER.items():
+    for rung in ladder.FORWARD:
         dtype = torch.float32 if rung == "scalar" else torch.bfloat16
         q, k, v = (torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(0)).to(dtype) for _ in range(3))
-        yield f"{rung} forward", functools.partial(forward, q, k, v)
-        if rung in ("hopper", "wgmma", "fa2", "scalar"):  # the others share theirs
-            yield f"{rung} backward", functools.partial(backward, q, q, k, v, torch.zeros_like(q), torch.zeros(1, 2, 128))
+        yield f"{rung} forward", functools.partial(launch.forward, q, k, v, rung=rung)
+        if rung in ladder.OWN_BACKWARD:
+            lse = torch.zeros(1, 2, 128)
+            yield f"{rung} backward", functools.partial(launch.backward, q, q, k, v, q, lse, rung=rung)
 
 
 @pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in one_by_one()])
 def test_speed(call):
-    """0.1 s of processor time, and 6 s for g++ if it has to run: five times that fails."""
+    """A call takes 0.1 s of processor time, and g++ takes 6 s if it has to run. Five times as much fails."""
     before = os.times().children_user
     call()
     assert os.times().children_user - before < 5 * 6
@@ -736,4 +751,4 @@ def test_speed(call):
 def test_the_emulator_stays_small():
     for path in (*emulator.HERE.glob("*.h"), *emulator.HERE.glob("*.cpp")):
         lines = path.read_text().splitlines()
-        assert len(lines) <= 400 and max(map(len, lines)) <= 130, path
+        assert len(lines) <= 400 and max(map(len, lines)) <= 110, path

@@ -11,12 +11,23 @@ from steps import engine
 
 def python(code, **environment):
     """(exit code, stdout, stderr) of code in a fresh interpreter."""
-    env = {k: v for k, v in os.environ.items() if k not in ("STEPS_ENGINE", "NUMBA_ENABLE_CUDASIM", "TRITON_INTERPRET")}
+    ours = ("STEPS_ENGINE", "NUMBA_ENABLE_CUDASIM", "TRITON_INTERPRET")
+    env = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env | environment)
     return done.returncode, done.stdout.strip(), done.stderr
 
 
-@pytest.mark.parametrize("asked, gpu, chosen", [(None, False, "cpu"), (None, True, "cuda"), ("", True, "cuda"), ("cpu", True, "cpu"), ("cuda", True, "cuda")])  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize(
+    "asked, gpu, chosen",
+    [
+        (None, False, "cpu"),
+        (None, True, "cuda"),
+        ("", True, "cuda"),
+        ("cpu", True, "cpu"),
+        ("cuda", True, "cuda"),
+        ("compile", True, "compile"),
+    ],
+)
 def test_choice(asked, gpu, chosen):
     assert engine._choose(asked, gpu) == chosen
 
@@ -30,6 +41,15 @@ def test_impossible_choices_say_what_is_possible(asked, words):
 def test_sets_the_modes_of_numba_and_triton():
     code = "import os, steps; from numba import cuda; print(os.environ['TRITON_INTERPRET'], cuda.is_available())"
     assert python(code, STEPS_ENGINE="cpu")[1] == "1 True"  # the simulator is always available
+
+
+def test_an_engine_that_only_compiles_neither_simulates_nor_computes():
+    modes = "os.environ['NUMBA_ENABLE_CUDASIM'], os.environ['TRITON_INTERPRET']"
+    code = f"import os; from steps import engine; print(engine.device, {modes}, engine.describe()); engine.check_runs()"
+    status, said, stderr = python(code, STEPS_ENGINE="compile")
+    assert said.startswith("cpu 0 0 engine compile: neither runs nor simulates")
+    assert status != 0 and "RuntimeError: under STEPS_ENGINE=compile nothing is computed" in stderr
+    engine.check_runs()  # here something is computed
 
 
 @pytest.mark.parametrize("module, variable", [("numba", "NUMBA_ENABLE_CUDASIM"), ("triton", "TRITON_INTERPRET")])

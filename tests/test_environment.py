@@ -1,6 +1,6 @@
-"""The pins agree with each other and with what is installed, and `make` sets up what it says it does.
+"""The pinned versions agree with each other and with what is installed, and `make` sets up what it says.
 
-`make` is tried in an empty folder with stand-ins for Python, so nothing is downloaded or installed here.
+`make` runs in a folder of its own with stand-ins for Python, so that these tests download and install nothing.
 """
 
 import os
@@ -60,7 +60,7 @@ def test_ranges_admit_the_pins():
         if name in RANGES and pin.specifier and pinned_version(pin) not in RANGES[name].specifier
     ]
     assert not outside
-    # What is not pinned by name comes with a package that is, so it is compared with what that one brought.
+    # The two that are not pinned by name come with a package that is.
     assert RANGES.keys() - PINS.keys() == {"cuda-core", "cuda-bindings"}
 
 
@@ -79,12 +79,12 @@ set_up_here = pytest.mark.skipif(STEPS_ENV == "none", reason="this interpreter w
 def test_installed_versions_are_the_pins():
     pins = dict(PINS)
     if STEPS_ENV == "active":
-        del pins["torch"]  # a CPU-only torch that was there first stays; the next test looks at its range
+        del pins["torch"]  # A CPU-only torch that was installed before stays. Its range is tested below.
     assert not installed_outside(pins)
 
 
 @set_up_here
-def test_extras_are_installed():  # which `pip check` does not look at
+def test_extras_are_installed():  # `pip check` does not look at extras.
     for name, pin in PINS.items():
         if applies(pin):
             for needed in map(Requirement, metadata.requires(name) or []):
@@ -128,7 +128,7 @@ class Course:
             (self.bin / name).symlink_to(shutil.which(name))
 
     def python(self, path, pretend=""):
-        """Make a Python that answers `-c CODE` as if PRETEND had run, and writes down all else."""
+        """Makes a stand-in for Python that runs `-c CODE` after the code PRETEND, and logs all other calls."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
             f"""#!/bin/sh
@@ -144,7 +144,7 @@ class Course:
         path.chmod(0o755)
 
     def make(self, *arguments, **environment):
-        """Run make with nothing of our own environment; return it and what its Pythons were asked to do."""
+        """(make's process, the log of its Pythons) after a run of make without our own environment."""
         self.log.write_text("")
         environment = {"PATH": str(self.bin), "LC_ALL": "C", **environment}
         command = [shutil.which("make"), *arguments]
@@ -187,7 +187,7 @@ def test_environment_is_made_once(course):
     assert log.endswith("-m steps demo --stage 03\n")
 
     assert course.make("demo")[1] == "-m steps demo\n"
-    # The same when the reader has activated it, and from a shell that is in conda's base.
+    # The same holds when the reader has activated it, and in a shell with conda's base environment.
     assert course.make("demo", VIRTUAL_ENV=str(course.folder / ".venv"))[1] == "-m steps demo\n"
     assert course.make("demo", CONDA_PREFIX="/conda", CONDA_DEFAULT_ENV="base")[1] == "-m steps demo\n"
 

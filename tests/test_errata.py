@@ -1,7 +1,7 @@
-"""papers/errata.md, executed: what a paper prints goes wrong on a small example, and the corrected form does not.
+"""Executes papers/errata.md: on a small example the printed form of each entry fails, and the corrected form does not.
 
-One test an entry, named after its id, in the paper's symbols, for one head and in float64. Where the paper leaves the scale out,
-so does the test: scale=1.0.
+There is one test for an entry, named after its number. It uses the paper's symbols and computes one head in float64.
+Where the paper leaves the scale out, the test has scale=1.0.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from reference import attention, cases, error, mutants
-from reference.bench import cost
+from steps.bench import cost
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "papers" / "errata.md").read_text()
@@ -38,23 +38,23 @@ def backward(dO, Q, K, V, **options):
 
 
 def equal(x, want):
-    """Within rounding."""
+    """Whether x is what is wanted, within rounding."""
     return x.shape == want.shape and bool(((x - want).abs() <= 1e-12 * want.abs().max()).all())
 
 
 def wrong(x, want):
-    """Off by more than a thousandth of the largest number, or NaN: no rounding does that."""
+    """Whether x is off by more than a thousandth of the largest number, or NaN, which no rounding explains."""
     return x.shape == want.shape and not bool(((x - want).abs() <= 1e-3 * want.abs().max()).all())
 
 
 def two_blocks():
-    """(S1, S2, V1, V2, O): one row block of S in two pieces, as in FlashAttention-2, section 2.3.1, and its attention."""
+    """(S1, S2, V1, V2, O): one row block of S in two pieces, as in FlashAttention-2, section 2.3.1, and its output."""
     Q, K, V = draw(4, 6, 6)
     return Q @ K[:3].T, Q @ K[3:].T, V[:3], V[3:], forward(Q, K, V, scale=1.0)[0]
 
 
 def column(x):
-    """diag(x) A is column(x) * A."""
+    """x as a column, so that column(x) * A is the papers' diag(x) A."""
     return x[:, None]
 
 
@@ -80,8 +80,8 @@ def test_e2_rows_not_columns():
     Q, K, V = draw(N, N, N, d=d)
     O, _ = forward(Q, K, V, scale=1.0)
     with_columns = torch.stack([torch.stack([Q[:, i] @ K[:, j] for j in range(d)]) for i in range(d)])
-    assert with_columns.shape == (d, d)  # but S has N rows and columns
-    q, k, v = Q, K, V  # q[i] is row i
+    assert with_columns.shape == (d, d)  # S has N rows and N columns.
+    q, k, v = Q, K, V  # q[i] is row i of Q.
     e = torch.stack([torch.stack([(q[i] @ k[j]).exp() for j in range(N)]) for i in range(N)])
     o = torch.stack([sum(e[i, j] / e[i].sum() * v[j] for j in range(N)) for i in range(N)])
     assert equal(o, O)
@@ -94,7 +94,7 @@ def test_e3_the_backward_costs_n_squared_d():
         return counter.get_total_flops()
 
     assert flops(64, 8) == 4 * flops(32, 8)
-    assert flops(32, 16) == 2 * flops(32, 8)  # O(N^2) would leave it as it was
+    assert flops(32, 16) == 2 * flops(32, 8)  # For O(N^2) it would not depend on d.
 
 
 def test_e4_the_tiles_do_not_fit():
@@ -108,7 +108,7 @@ def test_e4_the_tiles_do_not_fit():
             assert (on_chip <= M) == (M >= 8 * d * d)
             assert 2 * on_chip > M  # with dQ, dK, dV, dO, and dP beside P
     M = 100 * 1024 // 4  # the paper's "around 100KB"
-    assert M < 8 * 64 * 64  # so that its own example does not fit
+    assert M < 8 * 64 * 64  # Therefore the paper's own example does not fit.
     assert elements(64, 64, 64, "QKVOS") <= M and 2 * elements(32, 32, 64, "QKVOS") <= M
 
 
@@ -141,11 +141,11 @@ def test_e5_a_tile_that_is_masked_throughout():
 
 def test_e6_the_gflops_of_figure_2():
     size = dict(B=64, H=16, N=1024, D=64)
-    standard = 3 * cost.flops(**size) / 1e9  # 2 matrix products forward, 4 backward
-    flash = cost.flops(**size, pass_="fwd+bwd") / 1e9  # 5 backward
+    standard = 3 * cost.flops(**size) / 1e9  # 2 matrix products in the forward, 4 in the backward
+    flash = cost.flops(**size, pass_="fwd+bwd") / 1e9  # 2 in the forward, 5 in the backward
     assert (round(standard), round(flash)) == (825, 962)
     assert standard / 66.6 > 12 and flash / 75.2 > 12
-    assert round(75.2 / 7.3) == 10 and round(flash / 7.3) == 132  # TFLOP/s in the 7.3 ms of the same table
+    assert round(75.2 / 7.3) == 10 and round(flash / 7.3) == 132  # TFLOP/s, with the 7.3 ms of the same table
 
 
 # ---- FlashAttention-2 ------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_e8_the_product_in_dk():
     want = backward(dO, Q, K, V, scale=1.0)[1]
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         Q @ dS.T  # (N, d) (N, N)
-    assert wrong(dS @ Q, want)  # what has the right shape and is near at hand
+    assert wrong(dS @ Q, want)  # This is the similar product that has the right shape.
     assert equal(dS.T @ Q, want)
 
 
@@ -185,7 +185,10 @@ def test_e9_the_brackets_of_the_standard_softmax():
 
 
 def online():
-    """(m1, m2, l1, l2, O1, tile, O) of the online softmax over two blocks: O1 is normalised, tile = exp(S2 - m2) V2 is not."""
+    """(m1, m2, l1, l2, O1, tile, O) of the online softmax over two blocks.
+
+    O1 is normalised, tile = exp(S2 - m2) V2 is not.
+    """
     S1, S2, V1, V2, O = two_blocks()
     m1, m2 = S1.amax(1), torch.maximum(S1.amax(1), S2.amax(1))
     l1 = (S1 - column(m1)).exp().sum(1)
@@ -207,7 +210,10 @@ def test_e11_the_output_that_is_not_scaled():
 
 
 def algorithm_1(Q_i, K, V, Bc=2, *, power, start=-math.inf):
-    """(O_i, L_i): FlashAttention-2, lines 5 to 13; FlashAttention-3, lines 13 to 24. exp(m_old - m)^power rescales O."""
+    """(O_i, L_i) as in FlashAttention-2, lines 5 to 13, and FlashAttention-3, lines 13 to 24.
+
+    O is rescaled by exp(m_old - m)^power.
+    """
     O, l, m = torch.zeros_like(Q_i), Q_i.new_zeros(len(Q_i)), Q_i.new_full((len(Q_i),), start)
     for K_j, V_j in zip(K.split(Bc), V.split(Bc), strict=True):
         S = Q_i @ K_j.T
@@ -226,8 +232,8 @@ def test_e12_the_inverse_in_the_rescale():
 
     Q, K, V = draw(4, 6, 6)
     want, lse = forward(Q, K, V, scale=1.0)
-    assert algorithm_1(Q, K, V, power=-1)[0].isnan().all()  # the first tile: 1 / exp(-inf) * 0
-    assert wrong(algorithm_1(Q, K, V, power=-1, start=-50.0)[0], want)  # and no better from a finite start
+    assert algorithm_1(Q, K, V, power=-1)[0].isnan().all()  # The first tile gives 1 / exp(-inf) * 0.
+    assert wrong(algorithm_1(Q, K, V, power=-1, start=-50.0)[0], want)  # A finite start is wrong, too.
     assert all(map(equal, algorithm_1(Q, K, V, power=1), (want, lse)))
 
 
@@ -238,7 +244,7 @@ def test_e13_which_causal_tiles_need_no_mask():
     tiles = [(range(i, i + B), range(j, j + B)) for i in range(0, N, B) for j in range(0, N, B)]
 
     def run(needs_no_mask, skips):
-        """(O, tiles that were masked); skips: item 1, leave out the tiles whose columns all lie after their rows."""
+        """(O, number of masked tiles). skips: leaves out the tiles whose columns all come after their rows (item 1)."""
         S, masked = Q.new_full((N, N), -math.inf), 0
         for rows, cols in tiles:
             if skips and min(cols) > max(rows):
@@ -256,9 +262,9 @@ def test_e13_which_causal_tiles_need_no_mask():
     def corrected(rows, cols):
         return max(cols) <= min(rows)
 
-    assert wrong(run(printed, skips=False)[0], want)  # sees the future
+    assert wrong(run(printed, skips=False)[0], want)  # Queries see later keys.
     O, masked = run(printed, skips=True)
-    assert equal(O, want) and masked == 10  # right again, but then no tile is spared
+    assert equal(O, want) and masked == 10  # This is right again, but every tile is masked.
     O, masked = run(corrected, skips=True)
     assert equal(O, want) and masked == 4  # one tile in each row of tiles, as the paper says
 
@@ -272,7 +278,7 @@ def test_e14_the_shape_of_d():
         dP - (dO * (P @ V)).sum(0)
     assert equal(P * (dP - column(D)) @ K, want)
 
-    dO, Q, K, V = draw(8, 8, 8, 8)  # N = d: now the wrong sum fits
+    dO, Q, K, V = draw(8, 8, 8, 8)  # With N = d the wrong sum has the right shape.
     P, dP, D = probabilities(dO, Q, K, V)
     want = backward(dO, Q, K, V, scale=1.0)[0]
     assert wrong(P * (dP - (dO * (P @ V)).sum(0)) @ K, want)
@@ -285,7 +291,7 @@ def test_e15_the_scale_in_the_gradients():
     (O, L), (dQ, dK, dV) = forward(Q, K, V), backward(dO, Q, K, V)
     assert wrong((Q @ K.T).softmax(1) @ V, O)  # FlashAttention-3 as printed
 
-    P = (scale * Q @ K.T - column(L)).exp()  # put back where footnote 2 says, and nowhere else
+    P = (scale * Q @ K.T - column(L)).exp()  # The scale is only where footnote 2 says.
     dS = P * (dO @ V.T - column((dO * O).sum(1)))
     assert wrong(dS @ K, dQ) and wrong(dS.T @ Q, dK)
     assert equal(scale * dS @ K, dQ) and equal(scale * dS.T @ Q, dK) and equal(P.T @ dO, dV)
@@ -302,14 +308,14 @@ def test_e16_the_inverse_in_the_rescale_again():
 
 
 def softmax_step(m, l, S):
-    """(m, l, P, scale_o): "compute m, P and l based on S", and the factor that O then needs."""
+    """(m, l, P, scale_o): what the paper calls "compute m, P and l based on S", and the factor that rescales O."""
     m_new = torch.maximum(m, S.amax(1))
     scale_o, P = column((m - m_new).exp()), (S - column(m_new)).exp()
     return m_new, scale_o[:, 0] * l + P.sum(1), P, scale_o
 
 
 def algorithm_2(Q_i, K, V, *, stop=0, copies="P", epilogue=lambda O, m, l: O / column(l)):
-    """(O_i, L_i): FlashAttention-3's two-stage pipeline for tiles of two keys; the loop ends before j = Tc - stop."""
+    """(O_i, L_i) by FlashAttention-3's two-stage pipeline, for tiles of two keys; its loop ends before Tc - stop."""
     K, V = K.split(2), V.split(2)
     O, l, m = torch.zeros_like(Q_i), Q_i.new_zeros(len(Q_i)), Q_i.new_full((len(Q_i),), -math.inf)
     m, l, P_cur, _ = softmax_step(m, l, Q_i @ K[0].T)  # lines 4 and 6
@@ -318,14 +324,14 @@ def algorithm_2(Q_i, K, V, *, stop=0, copies="P", epilogue=lambda O, m, l: O / c
         O = O + P_cur @ V[j - 1]  # line 11
         m, l, P_last, scale_o = softmax_step(m, l, Q_i @ K[j].T)  # lines 9 and 13
         O = scale_o * O  # line 14
-        if copies == "P":  # line 16; a copy of S is never looked at
+        if copies == "P":  # line 16; nothing reads a copy of S
             P_cur = P_last
     O = O + P_last @ V[-1]  # line 19
     return epilogue(O, m, l), m + l.log()  # line 20
 
 
 def algorithm_4(Q_i, K, V, *, stop=0):
-    """(O_i, L_i): FlashAttention-3's three-stage pipeline, likewise."""
+    """(O_i, L_i) by FlashAttention-3's three-stage pipeline, like `algorithm_2`."""
     K, V = K.split(2), V.split(2)
     O, l, m = torch.zeros_like(Q_i), Q_i.new_zeros(len(Q_i)), Q_i.new_full((len(Q_i),), -math.inf)
     m, l, P, scale_o = softmax_step(m, l, Q_i @ K[0].T)  # lines 3 and 4
@@ -350,7 +356,7 @@ def test_e18_what_is_carried_to_the_next_round():
     Q, K, V = draw(4, 10, 10)
     O, lse = forward(Q, K, V, scale=1.0)
     printed, L = algorithm_2(Q, K, V, copies="S")
-    assert wrong(printed, O) and equal(L, lse)  # lse is right, so only O shows it
+    assert wrong(printed, O) and equal(L, lse)  # lse is right, so only O shows the mistake.
     assert equal(algorithm_2(Q, K, V, copies="P")[0], O)
 
 
@@ -373,7 +379,7 @@ def test_e20_stages_that_nobody_releases():
             else:
                 return consumed
 
-    assert tiles_consumed(Tr=8, s=2, releases=0) == 2  # and all wait for each other
+    assert tiles_consumed(Tr=8, s=2, releases=0) == 2  # Then all wait for each other.
     assert tiles_consumed(Tr=8, s=2, releases=1) == 8
 
 
@@ -386,7 +392,7 @@ def test_e21_one_round_more():
     want = forward(torch.cat(Q), torch.cat(K), torch.cat(V))[0].split(c)
 
     def run(host, rounds):
-        """Attention over the blocks that come by: compute, then send on and receive."""
+        """Attention over the blocks that reach this host in so many rounds of computing, sending and receiving."""
         seen = [(host - count) % hosts for count in range(rounds)]
         return forward(Q[host], torch.cat([K[i] for i in seen]), torch.cat([V[i] for i in seen]))[0]
 
@@ -413,7 +419,7 @@ def test_e24_gigabytes_over_teraflops():
     d, bandwidth, flops = 4096, 186e9, 0.4 * 196e12
     assert round(186 / (0.4 * 196), 1) == 2.4  # as printed, in GB/s over TFLOP/s
     assert bandwidth / flops < 0.0024
-    assert (2 * d**2 / bandwidth) / (d**2 / flops) > 800  # the hop takes that many times the computation
+    assert (2 * d**2 / bandwidth) / (d**2 / flops) > 800  # A hop takes so many times as long as the computation.
 
 
 # ---- Striped Attention -----------------------------------------------------------------------------------------------
@@ -448,7 +454,8 @@ def test_entries_and_tests_are_the_same():
     tests = [int(n) for n in re.findall(r"^def test_e(\d+)_", Path(__file__).read_text(), re.M)]
     assert sorted(entries) == sorted(tests) == list(range(1, len(entries) + 1))
     for text in PAGE.split("\n### ")[1:]:
-        assert all(f"**{part}**" in text for part in ("Place", "Printed", "Corrected", "Why it matters", "In the course")), text
+        for part in ("Place", "Printed", "Corrected", "Why it matters", "In the course"):
+            assert f"**{part}**" in text, text
 
 
 def test_functions_of_the_course_that_the_page_names_exist():
@@ -460,9 +467,9 @@ def test_functions_of_the_course_that_the_page_names_exist():
     assert len(names) >= 20
 
 
-CAUGHT = {
-    (name, case) for names, case in re.findall(r"\*\*Mutant\*\*: `(.+)`; case `(\w+)`", PAGE) for name in names.split("`, `")
-}
+CAUGHT = set()  # (mutant, the case that kills it), as the page says
+for names, case in re.findall(r"\*\*Mutant\*\*: `(.+)`; case `(\w+)`", PAGE):
+    CAUGHT |= {(name, case) for name in names.split("`, `")}
 
 
 @pytest.mark.parametrize("name, case", sorted(CAUGHT))
@@ -472,7 +479,7 @@ def test_the_case_catches_the_mutant(name, case):
 
 def test_a_maximum_that_does_not_move_hides_the_inverse():
     assert len(CAUGHT) >= 7
-    assert not catches("falling", "inverse_rescale_of_o")  # as E12 says
+    assert not catches("falling", "inverse_rescale_of_o")  # E12 says so.
 
 
 def catches(case, name):

@@ -1,5 +1,6 @@
-"""What nvrtc.run hands to the driver, on CPU tensors: the driver here only notes it."""
+"""What launch.py checks, plans, keeps and hands to the driver; on CPU tensors, with a driver that only takes notes."""
 
+import pickle
 import weakref
 from ctypes import c_uint64, c_void_p
 from types import SimpleNamespace
@@ -9,15 +10,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from steps import engine
-from steps.step02_fa2_cuda import emulator, hopper, kernels, nvrtc
+from steps.step02_fa2_cuda import RUNGS, emulator, ladder, launch, nvrtc
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-python")
-pytestmark = pytest.mark.skipif(engine.name == "cuda", reason="there the driver itself is used")
+on_cpu = pytest.mark.skipif(engine.name == "cuda", reason="there the driver itself is used")
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """[(the addresses among the arguments, which copies of unaligned tensors are alive)], one for each launch."""
+    """[(the addresses among the arguments, which copies of inputs are alive)], one for each launch."""
     calls, copies, sizes, init = [], [], {}, nvrtc.Launch.__init__
 
     def noted_init(self, *arguments, **options):
@@ -29,101 +30,305 @@ def launched(monkeypatch):
         calls.append(({c_uint64.from_address(x).value for x in pointers}, [x() is not None for x in copies]))
         return (0,)
 
-    def write(map, *arguments):  # a tensor map has its address in its first 8 bytes, here
+    def write(map, *arguments):  # here a tensor map has its address in its first 8 bytes
         c_uint64.from_buffer(map._obj).value = next(x.value for x in arguments if isinstance(x, c_void_p))
 
-    def watched(aligned):
-        def call(x):
-            if (y := aligned(x)) is not x:
-                copies.append(weakref.ref(y))
-            return y
+    def watched(needed):
+        def copy_needed(size, name, x):
+            copy = needed(size, name, x)
+            return copy and (lambda x: noted_copy(copy(x)))
 
-        return call
+        return copy_needed
 
+    def noted_copy(x):
+        copies.append(weakref.ref(x))
+        return x
+
+    def bind(works, tensors):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "device", SimpleNamespace(type="cuda", index=0))
+            return launch_bind(works, tensors)
+
+    launch_bind = launch.bind
+    monkeypatch.setattr(launch, "bind", bind)
     monkeypatch.setattr(driver, "cuLaunchKernel", cuLaunchKernel)
-    monkeypatch.setattr(nvrtc, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=write, cuTensorMapReplaceAddress=write))
+    monkeypatch.setattr(
+        nvrtc, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=write, cuTensorMapReplaceAddress=write)
+    )
     monkeypatch.setattr(nvrtc.Launch, "__init__", noted_init)
     monkeypatch.setattr(nvrtc, "_load", lambda *arguments: 1)
-    monkeypatch.setattr(nvrtc, "_runs", {})
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(nvrtc, "bind_context", lambda device: False)
+    monkeypatch.setattr(launch, "copy_needed", watched(launch.copy_needed))
+    monkeypatch.setattr(launch, "kept", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(emulator, "tensor_map", nvrtc.tensor_map)
-    for host in (hopper, kernels):
-        monkeypatch.setattr(host, "_run", nvrtc.run)
-        monkeypatch.setattr(host, "_aligned", watched(host._aligned))
     return calls
 
 
-LAUNCHERS = [(hopper.hopper_forward, hopper.hopper_backward), (kernels.fa2_forward, kernels.fa2_backward)]
 SHAPES = [(1, 4, 40, 64), (1, 2, 70, 64), (1, 2, 70, 64), (1, 4, 40, 64)]  # q, k, v, dout
+BOTH = pytest.mark.parametrize("rung", ["hopper", "fa2"])
+
+
+def inputs():
+    return [torch.zeros(shape).bfloat16() for shape in SHAPES]
 
 
 def unaligned(shape):
     return torch.zeros(torch.Size(shape).numel() + 1).bfloat16()[1:].view(shape)
 
 
-@pytest.mark.parametrize("forward, backward", LAUNCHERS, ids=["hopper", "fa2"])
-def test_a_kept_launch_gets_the_addresses_of_this_call(forward, backward, launched):
+def addresses(tensors):
+    return {x.data_ptr() for x in tensors}
+
+
+@on_cpu
+@BOTH
+def test_a_kept_launch_gets_the_addresses_of_this_call(rung, launched):
     for times in range(3):
-        q, k, v, dout = (torch.zeros(shape).bfloat16() for shape in SHAPES)
-        if times == 0:  # later v and dout are others
+        q, k, v, dout = inputs()
+        if times == 0:  # later v and dout are tensors of their own
             v, dout = k, q
-        out, lse = forward(q, k, v, causal=True)
-        *_, (addresses, _) = launched
-        assert {x.data_ptr() for x in (q, k, v, out, lse)} <= addresses
-        grads = backward(dout, q, k, v, out, lse, causal=True)
-        addresses = set().union(*(addresses for addresses, _ in launched[-3:]))
-        assert {x.data_ptr() for x in (dout, q, k, v, out, lse, *grads)} <= addresses
-        assert len(nvrtc._runs) == 2 and len(launched) == 4 * (times + 1)
+        out, lse = launch.forward(q, k, v, rung=rung, causal=True)
+        assert addresses((q, k, v, out, lse)) <= launched[-1][0]
+        grads = launch.backward(dout, q, k, v, out, lse, rung=rung, causal=True)
+        given = set().union(*(there for there, _ in launched[-3:]))
+        assert addresses((dout, q, k, v, out, lse, *grads)) <= given
+        assert len(launch.kept) == 2 and len(launched) == 4 * (times + 1)
 
 
-@pytest.mark.parametrize("forward, backward", LAUNCHERS, ids=["hopper", "fa2"])
-def test_what_it_depends_on_makes_another_launch(forward, backward, launched):
-    q, k, v, _ = (torch.zeros(shape).bfloat16() for shape in SHAPES)
+@on_cpu
+@BOTH
+def test_what_a_launch_depends_on_makes_another_plan(rung, launched):
+    q, k, v, _ = inputs()
     strided = torch.zeros(1, 70, 2, 64).bfloat16().transpose(1, 2)
     calls = [
         dict(q=q, k=k, v=v),
         dict(q=q, k=k, v=strided),
+        dict(q=q, k=strided, v=v),
         dict(q=q.half(), k=k.half(), v=v.half()),
         dict(q=q, k=k[:, :1], v=v[:, :1]),
+        dict(q=q, k=k, v=unaligned(v.shape)),
     ]
     calls += [dict(q=q, k=k, v=v, **options) for options in (dict(causal=True), dict(scale=2.0), dict(tile=(64, 64)))]
+    calls += [dict(q=q, k=k, v=v, LAZY=n) for n in (0, 1) if rung == "hopper"]
     for n, arguments in enumerate(calls, 1):
-        forward(**arguments)
-        assert len(nvrtc._runs) == n
+        for _ in range(2):
+            launch.forward(**arguments, rung=rung)
+            assert len(launch.kept) == n
 
 
-@pytest.mark.parametrize("forward, backward", LAUNCHERS, ids=["hopper", "fa2"])
-def test_copies_live_until_they_are_used_and_are_made_anew(forward, backward, launched):
-    forward(*(torch.zeros(shape).bfloat16() for shape in SHAPES[:3]))  # the same, but aligned
+@on_cpu
+@BOTH
+def test_copies_of_unaligned_inputs_live_until_they_are_used_and_the_launch_is_kept(rung, launched):
     for times in (1, 2):
         q, k, v, dout = map(unaligned, SHAPES)
-        out, lse = forward(q, k, v)
-        assert launched[-1][1][-3:] == [True] * 3 and not {x.data_ptr() for x in (q, k, v)} & launched[-1][0]
-        backward(dout, q, k, v, out, lse)
-        assert all(alive[-4:] == [True] * 4 for _, alive in launched[-3:]) and len(launched) == 1 + 4 * times
-    assert len(nvrtc._runs) == 1
+        out, lse = launch.forward(q, k, v, rung=rung)
+        there, alive = launched[-1]
+        assert alive[-3:] == [True] * 3 and not addresses((q, k, v)) & there and addresses((out, lse)) <= there
+        launch.backward(dout, q, k, v, out, lse, rung=rung)
+        assert all(alive[-4:] == [True] * 4 for _, alive in launched[-3:])
+        assert len(launched) == 4 * times and len(launch.kept) == 2
 
 
+@on_cpu
+def test_expanded_inputs_are_copied_for_the_copy_engine_alone(launched):
+    q, k, v, _ = inputs()
+    k, v = (x[:, :1].expand(-1, 4, -1, -1) for x in (k, v))
+    for rung, copied in (("hopper", True), ("fa2", False)):
+        launch.forward(q, k, v, rung=rung)
+        there, _ = launched[-1]
+        assert addresses((q,)) <= there and bool(addresses((k, v)) & there) is not copied
+
+
+@on_cpu
+@BOTH
+def test_the_stride_of_a_dimension_of_size_1_does_not_matter(rung, launched):
+    q, k, v, _ = inputs()
+    q = q.as_strided(q.shape, (1, *q.stride()[1:]))
+    launch.forward(q, k, v, rung=rung)
+    assert addresses((q, k, v)) <= launched[-1][0]
+
+
+@on_cpu
+@BOTH
+def test_rows_that_are_not_contiguous_are_copied(rung, launched):
+    q, k, v, _ = inputs()
+    v = v.transpose(2, 3).contiguous().transpose(2, 3)
+    launch.forward(q, k, v, rung=rung)
+    assert addresses((q, k)) <= launched[-1][0] and not addresses((v,)) & launched[-1][0]
+
+
+@on_cpu
 def test_a_kept_launch_keeps_no_tensor(launched):
-    q, k, v, dout = (torch.zeros(shape).bfloat16() for shape in SHAPES)
-    out, lse = hopper.hopper_forward(q, k, v)
-    grads = hopper.hopper_backward(dout, q, k, v, out, lse)
+    q, k, v, dout = inputs()
+    out, lse = launch.forward(q, k, v, rung="hopper")
+    grads = launch.backward(dout, q, k, v, out, lse, rung="hopper")
     held = [StorageWeakRef(x.untyped_storage()) for x in (q, k, v, dout, out, lse, *grads)]
     assert not any(storage.expired() for storage in held)
     del q, k, v, dout, out, lse, grads
-    assert len(nvrtc._runs) == 2 and all(storage.expired() for storage in held)
+    assert len(launch.kept) == 2 and all(storage.expired() for storage in held)
 
 
+@on_cpu
 def test_a_thread_without_a_context_gets_one_and_an_error_is_told(launched, monkeypatch):
     bound, answers = [], [driver.CUresult.CUDA_ERROR_INVALID_CONTEXT, driver.CUresult.CUDA_SUCCESS]
-    monkeypatch.setattr(driver, "cuLaunchKernel", lambda *arguments: (answers.pop(0),))
+    monkeypatch.undo()
     monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda: (0, len(bound)))  # 0: none
     monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: (0, "its primary context"))
     monkeypatch.setattr(driver, "cuCtxSetCurrent", bound.append)
-    q, k, v, _ = (torch.zeros(shape).bfloat16() for shape in SHAPES)
-    kernels.fa2_forward(q, k, v)
+    monkeypatch.setattr(driver, "cuLaunchKernel", lambda *arguments: (answers.pop(0),))
+    monkeypatch.setattr(nvrtc, "_load", lambda *arguments: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    run = nvrtc.Launch(
+        "fwd.cu", "attention_forward", [("q", c_void_p())], device=0, grid=1, block=128, macros={"D": 64}
+    )
+    run({"q": torch.zeros(1)})
     assert bound == ["its primary context"] and not answers
     answers += [driver.CUresult.CUDA_ERROR_INVALID_VALUE]
     with pytest.raises(RuntimeError, match="attention_forward with .*blocks of 128 threads: CUDA_ERROR_INVALID_VALUE"):
-        kernels.fa2_forward(q, k, v)
+        run({"q": torch.zeros(1)})
+
+
+# ---- what a launcher that is lifted out refuses ----------------------------------------------------------------------
+
+WRONG = {  # name: (the arguments that are changed, exception, words of the message)
+    "k in another dtype": (lambda q, k, v: {"k": k.half()}, TypeError, "k must be torch.bfloat16"),
+    "v on another device": (lambda q, k, v: {"v": v.to("meta")}, TypeError, "v must be .* on .*; got .* on meta"),
+    "v too short": (lambda q, k, v: {"v": v[:, :, 1:]}, ValueError, r"v must have shape \(1, 2, 70, 64\)"),
+    "another batch": (lambda q, k, v: {"q": q.expand(2, -1, -1, -1)}, ValueError, r"k must have shape \(2, "),
+    "heads": (lambda q, k, v: {"q": q[:, :3]}, ValueError, "multiple of k's heads; got 3 and 2"),
+    "no K/V head": (lambda q, k, v: {"k": k[:, :0], "v": v[:, :0]}, ValueError, "multiple of k's heads; got 4 and 0"),
+    "rank": (lambda q, k, v: {"q": q[0]}, ValueError, r"q must be \(B, H, N, D\)"),
+    "a list": (lambda q, k, v: {"q": q.tolist()}, TypeError, "must be a torch.Tensor; got list, Tensor, Tensor"),
+    "scale 0": (lambda q, k, v: {"scale": 0.0}, ValueError, "scale must be a finite number > 0"),
+    "scale -1": (lambda q, k, v: {"scale": -1}, ValueError, "scale must be a finite number > 0"),
+    "scale inf": (lambda q, k, v: {"scale": float("inf")}, ValueError, "scale must be a finite number > 0"),
+    "scale a word": (lambda q, k, v: {"scale": "1"}, ValueError, "scale must be a finite number > 0"),
+    "rung": (lambda q, k, v: {"rung": "warp9"}, ValueError, "the rungs are scalar, .*; got 'warp9'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@BOTH
+def test_a_launcher_refuses_what_its_kernel_would_get_wrong(name, rung, monkeypatch):
+    monkeypatch.setattr(launch, "bind", lambda *_: pytest.fail("something was launched"))
+    change, exception, words = WRONG[name]
+    q, k, v = (x.to(engine.device) for x in inputs()[:3])
+    arguments = {"q": q, "k": k, "v": v, "rung": rung} | change(q, k, v)
+    with pytest.raises(exception, match=words):
+        launch.forward(**arguments)
+    saved = {"dout": torch.zeros_like(q), "out": torch.zeros_like(q), "lse": torch.zeros(1, 4, 40, device=q.device)}
+    with pytest.raises(exception):
+        launch.backward(**arguments, **saved)
+
+
+@pytest.mark.parametrize("name", ["dout", "out", "lse"])
+def test_a_launcher_refuses_saved_tensors_that_do_not_fit(name, monkeypatch):
+    monkeypatch.setattr(launch, "bind", lambda *_: pytest.fail("something was launched"))
+    q, k, v, dout = (x.to(engine.device) for x in inputs())
+    good = {"dout": dout, "q": q, "k": k, "v": v, "out": q, "lse": torch.zeros(1, 4, 40, device=q.device)}
+    with pytest.raises(ValueError, match=f"{name} must have shape"):
+        launch.backward(**good | {name: good[name][:, :, 1:]})
+    with pytest.raises(TypeError, match=f"{name} must be"):
+        launch.backward(**good | {name: good[name].double()})
+
+
+@pytest.mark.parametrize("rung", ladder.FORWARD)
+def test_no_keys_and_no_queries_give_nothing(rung):
+    dtype = ladder.FORWARD[rung].dtypes[0]
+    for Nq, Nk in ((5, 0), (0, 5)):
+        q, k = torch.ones(1, 2, Nq, 64, dtype=dtype), torch.ones(1, 2, Nk, 64, dtype=dtype)
+        out, lse = launch.forward(q, k, k, rung=rung)
+        assert out.shape == q.shape and not out.any() and torch.equal(lse, torch.full((1, 2, Nq), -torch.inf))
+        grads = launch.backward(q, q, k, k, out, lse, rung=rung)
+        assert [x.shape for x in grads] == [q.shape, k.shape, k.shape] and not any(x.any() for x in grads)
+
+
+def test_a_rung_s_functions_can_be_pickled():
+    for functions in RUNGS.values():
+        assert [f.keywords for f in pickle.loads(pickle.dumps(functions))] == [f.keywords for f in functions]
+
+
+# ---- the table, and launches as data ---------------------------------------------------------------------------------
+
+
+def test_every_kernel_file_has_one_row():
+    rows = (*ladder.ROWS, *ladder.BACKWARD_ROWS)
+    assert sorted(row.file for row in rows) == sorted(path.name for path in launch.HERE.glob("?wd_*.cu"))
+    for row in rows:
+        assert row.file.endswith(f"_{row.word}.cu") and len({tuple(table) for table in row.tiles}) == 1
+
+
+def test_which_backward_a_rung_has():
+    pick = lambda *arguments: ladder.backward_row(*arguments).file[:5]  # noqa: E731
+    assert pick("hopper", torch.bfloat16, 64) == "bwd_3" and pick("hopper", torch.bfloat16, 32) == "bwd_1"
+    assert pick("roles", torch.float16, 128) == "bwd_2" and pick("roles", torch.float16, 128, True) == "bwd_3"
+    assert pick("warp", torch.float32, 64) == "bwd_0" and pick("warp", torch.float16, 64) == "bwd_1"
+    assert ladder.OWN_BACKWARD == ("scalar", "fa2", "wgmma", "hopper")
+    with pytest.raises(NotImplementedError, match="adds to dq in any order"):
+        pick("scalar", torch.float32, 64, True)
+    with pytest.raises(
+        ValueError, match="no backward for float32 and head_dim 128: .*bwd_0_scalar.cu takes .* 1 to 96"
+    ):
+        pick("warp", torch.float32, 128)
+
+
+def test_the_geometry_of_a_launch():
+    """By hand, from the head of each file."""
+    sizes = dict(
+        B=2,
+        H=16,
+        Hk=4,
+        Nq=1000,
+        Nk=700,
+        D=64,
+        causal=True,
+        dtype=torch.bfloat16,
+        processors=132,
+        shared_limit=227 * 1024,
+    )
+    macros = {"T": "bf16", "D": 64}
+    (forward,) = launch.geometry("fwd_8_hopper", **sizes, LAZY=0)
+    shared = (2 * 192 + 6 * 128) * 128 + 128
+    assert forward == ("attention_forward", 132, 512, shared, macros | {"Br": 192, "Bc": 128, "CAUSAL": 1, "LAZY": 0})
+    (forward,) = launch.geometry("fwd_5_fa2", **sizes)
+    assert forward == ("attention_forward", 8 * 32, 128, 2 * 384 * 64, macros | {"Br": 128, "Bc": 128})
+    delta, gradients, dq = launch.geometry("bwd_1_fa2", **sizes)
+    macros |= {"Br": 128, "Bc": 128, "WARPS": 8}
+    assert delta == ("attention_delta", 1024 // 32 * 32, 256, 0, macros)
+    assert gradients == (
+        "attention_backward",
+        6 * 8,
+        256,
+        2 * (2 * 128 * 64 + 4 * 128 * 64 + 2 * 128 * 128) + 16 * 128,
+        macros,
+    )
+    assert dq == ("attention_dq", -(-1000 * 64 // 1024) * 32, 256, 0, macros)
+    small = launch.geometry("bwd_1_fa2", **sizes | {"shared_limit": 99 * 1024})[1]
+    assert small[1:3] == (11 * 8, 128) and small[4] == {"T": "bf16", "D": 64, "Br": 64, "Bc": 64, "WARPS": 4}
+
+
+@pytest.mark.skipif(engine.name == "cpu" and not emulator.available(), reason="without a GPU stage 02 needs g++")
+@pytest.mark.parametrize("rung, D", [("fa2", 32), ("hopper", 64)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_slices_add_up_to_those_of_the_whole(rung, D, deterministic):
+    """The parts of the backward over two slices of the queries and of the keys, as a ring of two ranks calls them."""
+    if rung not in RUNGS:
+        pytest.skip("needs a Hopper GPU, or none")
+    rng = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, H, 150, D, generator=rng).to(engine.device, torch.bfloat16) for H in (2, 1, 1, 2))
+    out, lse = launch.forward(q, k, v, rung=rung, causal=True)
+    whole = launch.backward(dout, q, k, v, out, lse, rung=rung, causal=True, deterministic=deterministic)
+    dq, dk, dv = [], torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+    halves = slice(0, 75), slice(75, 150)  # of one layout, so that a plan must know whether it is causal
+    for n, rows in enumerate(halves):
+        mine = dout[:, :, rows], q[:, :, rows]
+        sums = launch.start_gradients(mine[0], out[:, :, rows], lse[:, :, rows], rung=rung, deterministic=deterministic)
+        for m, keys in enumerate(halves[: n + 1]):
+            parts = launch.add_gradients(sums, *mine, k[:, :, keys], v[:, :, keys], causal=n == m)
+            dk[:, :, keys] += parts[0]
+            dv[:, :, keys] += parts[1]
+        dq.append(launch.finish_dq(sums))
+    for got, want in zip((torch.cat(dq, 2), dk, dv), whole, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02)

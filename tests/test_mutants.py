@@ -1,4 +1,4 @@
-"""Tests of the tests: the contract's cases kill every planted mistake, stage by stage, and tell them apart."""
+"""A test of the contract's cases: stage by stage they kill every planted mistake, and tell the mistakes apart."""
 
 import importlib
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_no_case_is_skipped_by_every_stage():
 
 @pytest.mark.parametrize("order", ["fa1", "fa2", "backwards"])
 def test_without_a_mistake_nothing_is_killed(order):
-    """The unmutated loops pass every case with a margin: what kills a mutant is its mistake."""
+    """Without a mistake the mutants' loops pass every case with a margin. So only its mistake kills a mutant."""
     supports = importlib.import_module("steps.step00_naive").SUPPORTS | {"gqa": True}
     for case, dtype, reason in cases.select(supports):
         if reason is None and dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""The reference against independent authorities: torch's SDPA, autograd, finite differences; and the tolerance's teeth."""
+"""The reference agrees with torch's SDPA, autograd and finite differences, and the tolerance refuses small mistakes."""
 
 import math
 
@@ -11,8 +11,8 @@ from reference import attention, cases, error
 
 def tensors(B=2, H=4, Hk=2, Nq=5, Nk=7, D=3):
     rng = torch.Generator().manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)  # noqa: E731
-    return make(B, H, Nq, D), make(B, Hk, Nk, D), make(B, Hk, Nk, D), make(B, H, Nq, D)
+    shapes = (B, H, Nq, D), (B, Hk, Nk, D), (B, Hk, Nk, D), (B, H, Nq, D)
+    return [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
 
 
 def dropout_mask():
@@ -38,12 +38,15 @@ OPTIONS = {
 def test_backward_by_formula_equals_autograd_and_finite_differences(options):
     q, k, v, dout = tensors()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    attend = lambda q, k, v: attention.forward(q, k, v, **options)[0]  # noqa: E731
+
+    def attend(q, k, v):
+        return attention.forward(q, k, v, **options)[0]
+
     by_autograd = torch.autograd.grad(attend(*leaves), leaves, dout)
     for formula, autograd in zip(attention.backward(dout, q, k, v, **options), by_autograd, strict=True):
         torch.testing.assert_close(formula, autograd, rtol=1e-12, atol=1e-13)
     small = [x[:1, :, :3, :2].detach().clone().requires_grad_() for x in (q, k, v)]
-    if not options.keys() & {"mask", "dropout_mask"}:  # those have the large shape
+    if not options.keys() & {"mask", "dropout_mask"}:  # These masks do not fit to the small tensors.
         assert torch.autograd.gradcheck(attend, small)
 
 
@@ -79,12 +82,18 @@ def test_a_query_that_sees_no_key():
 
 
 def plain(inputs):
-    """Plain attention's own results in the inputs' dtype."""
+    """The results of plain attention in the inputs' dtype."""
     return error._plain(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal, scale=inputs.scale)
 
 
-SUPPORTS = {"stage": "test", "dtypes": (torch.float32, torch.float16, torch.bfloat16), "head_dims": range(1, 65), "gqa": True,
-            "nq_ne_nk": True, "tiles": ((16, 16), (8, 16), (16, 8))}  # fmt: skip
+SUPPORTS = {
+    "stage": "test",
+    "dtypes": (torch.float32, torch.float16, torch.bfloat16),
+    "head_dims": range(1, 65),
+    "gqa": True,
+    "nq_ne_nk": True,
+    "tiles": ((16, 16), (8, 16), (16, 8)),
+}
 
 
 @pytest.mark.parametrize("dtype", SUPPORTS["dtypes"], ids=str)
@@ -125,7 +134,7 @@ def test_every_case_is_what_it_says(case):
     assert all(t.isfinite().all() for t in (x.q, x.k, x.v, x.dout))
     Br, Bc = x.tile or SUPPORTS["tiles"][0]
     Nq, Nk = x.q.shape[-2], x.k.shape[-2]
-    if min(Nq, Nk) > 3:  # not one of the tiny ones
+    if min(Nq, Nk) > 3:  # The tiny cases may have fewer tiles.
         assert Nq > 2 * Br and Nk > 2 * Bc and (Nq % Br or Nk % Bc)
     assert x.q.stride(-1) == 1 or x.q.shape[-1] == 1
     if not case.through_autograd and x.q.numel():

@@ -1,4 +1,4 @@
-"""`make slides`: what the slides load lies beside them. The lecture plan: it names sections and exercises that there are."""
+"""The slides of `make slides` load only files beside them. The lecture plan names sections and exercises that exist."""
 
 import json
 import os
@@ -20,16 +20,17 @@ needs_make = pytest.mark.skipif(not MAKE, reason="make is not installed")
 
 
 def make(*arguments, cwd=ROOT, path=os.environ["PATH"]):
-    """make with nothing of our own environment that it would heed, and this Python."""
+    """Runs `make slides` with this Python, and without the variables of our own environment that it would read."""
     command = [MAKE, *arguments, "slides", "ENV=none", f"PYTHON={sys.executable}"]
     return subprocess.run(command, cwd=cwd, env={"PATH": path, "LC_ALL": "C"}, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """Notebook 00 as slides, by the Makefile's own command."""
-    printed = make("--dry-run", "--assume-old=slides/assets").stdout  # as if they had been fetched
-    command = shlex.split(next(line for line in printed.splitlines() if "nbconvert" in line).partition(";")[2].partition(";")[0])
+    """The slides of notebook 00, made by the Makefile's own command."""
+    printed = make("--dry-run", "--assume-old=slides/assets").stdout  # as if the assets had been fetched
+    recipe = next(line for line in printed.splitlines() if "nbconvert" in line)
+    command = shlex.split(recipe.split(";")[1])
     folder = tmp_path_factory.mktemp("slides")
     command[command.index("slides", command.index("--output-dir"))] = str(folder)
     command[-1] = "notebooks/00_naive.ipynb"
@@ -39,7 +40,7 @@ def page(tmp_path_factory):
 
 
 class Tags(HTMLParser):
-    """(tag, attributes) of all elements of a page."""
+    """The elements of a page; `found` has (tag, attributes) of each."""
 
     def __init__(self, page):
         super().__init__()
@@ -56,10 +57,10 @@ def test_slides_load_what_make_fetches_and_nothing_else(page):
     loaded = {attributes.get(names[tag]) for tag, attributes in Tags(page).found if tag in names} - {None}
     loaded = {url for url in loaded if not url.startswith("data:")}
     fetched = re.search(r"^SLIDES_ASSETS := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
-    fetched.remove("mathjax/LICENSE")  # for those who hand the slides on; reveal.js carries its own in each file
+    fetched.remove("mathjax/LICENSE")  # It is there for those who pass the slides on. No page loads it.
     assert loaded == {f"assets/{file}" for file in [*fetched, "reveal.js/dist/theme/course.css"]}
-    theme = (ROOT / "notebooks/slides/course.css").read_text()
-    assert not re.search(r"""@import|url\(['"]?(?!data:)|\bimport\b.*\bfrom\b.*//""", page.partition("<body")[0] + theme)
+    styles = page.partition("<body")[0] + (ROOT / "notebooks/slides/course.css").read_text()
+    assert not re.search(r"""@import|url\(['"]?(?!data:)|\bimport\b.*\bfrom\b.*//""", styles)
 
 
 @needs_make
@@ -73,7 +74,8 @@ def test_pictures_keep_their_words_and_links_lead_to_slides(page):
 
 def test_packages_are_pinned():
     packages = json.loads((ROOT / "notebooks/slides/package.json").read_text())["dependencies"]
-    assert packages.keys() == {"reveal.js", "mathjax"} and all(re.fullmatch(r"\d+\.\d+\.\d+", v) for v in packages.values())
+    assert packages.keys() == {"reveal.js", "mathjax"}
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in packages.values())
 
 
 @needs_make

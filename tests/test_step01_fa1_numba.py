@@ -7,8 +7,9 @@ import torch
 
 import steps.step01_fa1_numba as step01
 from reference import error
-from steps.step01_fa1_numba import bwd_0_published, fwd_0_published, fwd_1_loops_swapped, fwd_2_registers, resources
-from suite import Contract
+from steps.bench import resources
+from steps.step01_fa1_numba import bwd_0_published, fwd_0_published, fwd_1_loops_swapped, fwd_2_registers
+from support.contract_suite import Contract
 
 
 class TestContract(Contract):
@@ -17,8 +18,9 @@ class TestContract(Contract):
 
 @pytest.mark.parametrize("D, dtype, cc", resources.RECORDED)
 def test_no_float64_and_no_local_memory_in_the_compiled_kernels(D, dtype, cc):
-    """Of the files as they are, or `recorded` raises. Local memory would mean that patches lie there instead of in registers."""
-    rows = [row for row in resources.recorded()["kernels"] if (row["D"], row["dtype"], tuple(row["cc"])) == (D, dtype, cc)]
+    """`recorded` raises if the kernels have changed since. With local memory the patches would not lie in registers."""
+    kernels = resources.recorded()["kernels"]
+    rows = [row for row in kernels if (row["D"], row["dtype"], tuple(row["cc"])) == (D, dtype, cc)]
     assert len(rows) == 6 and all(row["float64"] == row["local"] == 0 for row in rows)
 
 
@@ -26,30 +28,18 @@ def test_no_float64_and_no_local_memory_in_the_compiled_kernels(D, dtype, cc):
 def test_resources_of_a_compiled_kernel():
     (row,) = resources.table(64, only="fwd_1_loops_swapped")
     words = 2 * 16 * 65 + 2 * 32 * 65 + 16 * 33 + 3 * 16  # Q, O; K, V; S; m, l, alpha
-    assert row["threads"] == 256 and row["shared"] == 4 * words and row["spilled"] == 0 and 32 <= row["registers"] <= 255
+    assert row["threads"] == 256 and row["shared"] == 4 * words
+    assert row["spilled"] == 0 and 32 <= row["registers"] <= 255
     kept = resources.recorded()
     before = next(x for x in kept["kernels"] if (x["kernel"], x["D"], x["dtype"]) == (row["kernel"], 64, "float32"))
     assert all(before[name] == row[name] for name in ("tile", "threads", "shared", "float64", "local"))
     here = {d.name: d.version for d in metadata.distributions()}
-    if kept["versions"].items() <= here.items():  # another compiler, other registers
+    if kept["versions"].items() <= here.items():  # another compiler version may use other registers
         assert before == {"D": 64, "dtype": "float32", "cc": [9, 0]} | row
 
 
 @pytest.mark.parametrize(
-    "threads, registers, shared, expected",
-    [
-        (128, 168, 46336, (3, "registers", 3 * 4 / 64)),  # 65536 / (4 warps * 168 * 32) = 3.05
-        (128, 40, 46336, (4, "shared memory", 4 * 4 / 64)),  # 233472 / (46336 + 1024) = 4.9
-        (256, 32, 0, (8, "registers", 1.0)),
-        (32, 16, 0, (32, "blocks", 0.5)),
-    ],
-)
-def test_occupancy(threads, registers, shared, expected):
-    assert resources.occupancy(threads, registers, shared) == expected
-
-
-@pytest.mark.parametrize(
-    "rung, tile, D, words",
+    "kernels, tile, D, words",
     [
         (fwd_0_published, (128, 128), 64, ("Q 128 x 65 + K 128 x 65", "166,912 bytes", "49,152")),
         (fwd_1_loops_swapped, (64, 64), 128, ("O 64 x 129", "49,152")),
@@ -57,10 +47,13 @@ def test_occupancy(threads, registers, shared, expected):
         (bwd_0_published, (64, 64), 64, ("dV 64 x 65", "49,152")),
     ],
 )
-def test_an_impossible_tile_raises_with_the_sum(rung, tile, D, words):
+def test_an_impossible_tile_raises_with_the_sum(kernels, tile, D, words):
     x = torch.zeros(1, 1, 4, D)
     with pytest.raises(ValueError) as raised:
-        rung.forward(x, x, x, tile=tile) if hasattr(rung, "forward") else rung.backward(x, x, x, x, x, x[..., 0], tile=tile)
+        if hasattr(kernels, "forward"):
+            kernels.forward(x, x, x, tile=tile)
+        else:
+            kernels.backward(x, x, x, x, x, x[..., 0], tile=tile)
     for word in words:
         assert word in str(raised.value)
 
@@ -109,7 +102,7 @@ def test_more_than_2_to_the_31_elements():
 
 
 def check(q, k, v, heads=slice(None)):
-    """Forward and backward of all, of which the given heads are compared with the reference."""
+    """Runs forward and backward of all heads, and compares the given heads with the reference."""
     out, lse = step01.forward(q, k, v)
     grads = step01.backward(q, q, k, v, out, lse)  # dout = q
     got = dict(zip(error.NAMES, (x[:, heads] for x in (out, lse, *grads)), strict=True))

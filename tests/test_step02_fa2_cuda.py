@@ -1,11 +1,11 @@
-"""Stage 02: the contract; registers and spills, which need no GPU; and what only a GPU, or only the emulation, can show."""
+"""Stage 02: the contract; registers and spills, which need no GPU; what only a GPU or only the emulation can show."""
 
+import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import steps.step02_fa2_cuda as step02
 from reference import attention, cases, error
 from steps import contract, engine
-from steps.step02_fa2_cuda import emulator, hopper, kernels, nvrtc
-from steps.workbook import rungs
-from suite import Contract
+from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
+from steps.workbook import one_rung
+from support.contract_suite import Contract
 
 GPU = engine.name == "cuda"
 no_compiler = engine.name == "cpu" and not emulator.available()
@@ -27,40 +27,49 @@ needs_compiler = pytest.mark.skipif(no_compiler, reason="without a GPU stage 02 
 @needs_compiler
 class TestContract(Contract):
     stage = step02
-    few = ("ragged", "ragged_causal", "more_queries_causal", "scores_200")  # g++ takes seconds for each head_dim and dtype
+    few = (
+        "ragged",
+        "ragged_causal",
+        "more_queries_causal",
+        "scores_200",
+    )  # g++ takes seconds for each head_dim and dtype
     few_in_other_dtypes = ()
 
 
-def build(file, arch, D, tile, **macros):
-    """What a compilation depends on."""
-    return file, arch, (("D", D), ("Br", tile[0]), ("Bc", tile[1]), *macros.items())
+def build(file, arch, D, dtype=None, *, tile=None, **options):
+    """What a compilation of one of the ladder's files depends on, at the tile of a GPU with much shared memory."""
+    (row,) = (row for row in (*ladder.ROWS, *ladder.BACKWARD_ROWS) if row.file == f"{file}.cu")
+    dtype = dtype or {"sm_75": torch.float16}.get(arch, torch.bfloat16)
+    dtype = dtype if dtype in row.dtypes else torch.float32
+    Br, Bc = tile or row.tile(D, math.inf)
+    like = dict(causal=False, scale=1, Br=Br, Bc=Bc, processors=1) | options
+    problem = launch.Problem(row, B=1, H=1, Hk=1, Nq=1, Nk=1, D=D, dtype=dtype, **like)
+    return file, arch, (("D", D), ("Br", Br), ("Bc", Bc), *row.macros(problem).items())
 
 
-HALF = {"sm_75": "fp16", "sm_80": "bf16", "sm_90a": "bf16"}  # T4, A100, H100
+ALL = ("sm_75", "sm_80", "sm_90a")  # T4, A100, H100
 BUILDS = [  # every kernel for every GPU that it is for, at tiles that such a GPU gets, where registers are shortest
-    *(build("fwd_0_scalar", arch, 96, (64, 32)) for arch in HALF),
-    *(build("bwd_0_scalar", arch, 96, (32, 64)) for arch in HALF),
-    *(build("fwd_0_scalar", "sm_90a", 96, tile) for tile in ((32, 32), (32, 64))),
-    *(build("bwd_0_scalar", "sm_90a", 96, tile) for tile in ((32, 32), (64, 32))),
-    *(build("fwd_1_warp", "sm_75", 96, kernels.WARP_TILES[96], T=T) for T in ("float32", "fp16")),
-    *(build("fwd_1_warp", "sm_80", 64, tile, T="float32") for tile in (kernels.WARP_TILES[64], (64, 32))),
-    build("fwd_1_warp", "sm_90a", 96, kernels.WARP_TILES[96], T="bf16"),
-    *(build(file, arch, 128, kernels.MMA_TILES[128], T=HALF[arch])
-      for file in ("fwd_2_mma", "fwd_3_ldmatrix", "fwd_4_cp_async") for arch in HALF),
-    *(build("fwd_5_fa2", arch, D, kernels.FA2_TILES[D], T=HALF[arch])
+    *(build("fwd_0_scalar", arch, 96) for arch in ALL),
+    *(build("bwd_0_scalar", arch, 96) for arch in ALL),
+    *(build("fwd_0_scalar", "sm_90a", 96, tile=tile) for tile in ((32, 32), (32, 64))),
+    *(build("bwd_0_scalar", "sm_90a", 96, tile=tile) for tile in ((32, 32), (64, 32))),
+    *(build("fwd_1_warp", "sm_75", 96, dtype) for dtype in (torch.float32, torch.float16)),
+    *(build("fwd_1_warp", "sm_80", 64, torch.float32, tile=tile) for tile in (None, (64, 32))),
+    build("fwd_1_warp", "sm_90a", 96),
+    *(build(file, arch, 128) for file in ("fwd_2_mma", "fwd_3_ldmatrix", "fwd_4_cp_async") for arch in ALL),
+    *(build("fwd_5_fa2", arch, D)
       for arch, D in (("sm_75", 64), ("sm_80", 64), ("sm_80", 128), ("sm_90a", 128), ("sm_90a", 256))),
-    *(build(file, "sm_90a", 128, (128, hopper.TILES[128][1]), T="bf16", CAUSAL=1) for file in ("fwd_6_wgmma", "fwd_7_roles")),
-    *(build("fwd_8_hopper", "sm_90a", D, hopper.TILES[D], T="bf16", CAUSAL=causal) for D, causal in ((128, 1), (256, 0))),
-    build("bwd_1_fa2", "sm_75", 128, kernels.FA2_BACKWARD_SMALLEST, T="fp16", Warps=4),
-    *(build("bwd_1_fa2", arch, D, kernels.FA2_BACKWARD[D], T="bf16", Warps=8)
-      for arch, D in (("sm_80", 64), ("sm_90a", 64), ("sm_90a", 256))),
-    build("bwd_2_wgmma", "sm_90a", 128, hopper.BACKWARD_TILES[128], T="bf16"),
-    *(build("bwd_3_hopper", "sm_90a", D, hopper.BACKWARD_TILES[D], T="bf16", DETERMINISTIC=n) for D, n in ((64, 0), (128, 1))),
+    *(build(file, "sm_90a", 128, causal=True) for file in ("fwd_6_wgmma", "fwd_7_roles")),
+    *(build("fwd_8_hopper", "sm_90a", D, causal=causal) for D, causal in ((128, True), (256, False))),
+    build("bwd_1_fa2", "sm_75", 128, tile=(32, 32)),
+    *(build("bwd_1_fa2", arch, D) for arch, D in (("sm_80", 64), ("sm_90a", 64), ("sm_90a", 256))),
+    build("bwd_2_wgmma", "sm_90a", 128),
+    *(build("bwd_3_hopper", "sm_90a", D, deterministic=there) for D, there in ((64, False), (128, True))),
 ]  # fmt: skip
 
 
 def compile(file, arch, macros):
-    path = file if isinstance(file, Path) else kernels.HERE / f"{file}.cu"
+    path = file if isinstance(file, Path) else launch.HERE / f"{file}.cu"
     return nvrtc.compile(path, dict(macros), arch)
 
 
@@ -75,13 +84,15 @@ def compiled(request):
 
 
 def test_every_kernel_is_compiled():
-    assert {file for file, *_ in BUILDS} == {file.stem for file in kernels.HERE.glob("?wd_*.cu")}
+    assert {file for file, *_ in BUILDS} == {file.stem for file in launch.HERE.glob("?wd_*.cu")}
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("made_of", BUILDS, ids=["-".join((f, a, *(f"{k}{v}" for k, v in macros))) for f, a, macros in BUILDS])
+@pytest.mark.parametrize(
+    "made_of", BUILDS, ids=["-".join((f, a, *(f"{k}{v}" for k, v in macros))) for f, a, macros in BUILDS]
+)
 def test_kernels_fit_into_the_registers(made_of, compiled):
-    """Within the spill budget at their head, or nvrtc.compile raises; and no array is in memory because an index varies."""
+    """nvrtc.compile raises beyond a spill budget. A stack without spills is an array indexed at run time."""
     usage = compiled[made_of].result().usage
     print(*made_of[:2], dict(made_of[2]), {name: (u.registers, u.spills) for name, u in usage.items()})
     assert usage and all(0 < u.registers <= 255 and (u.stack == 0 or u.spills > 0) for u in usage.values()), usage
@@ -91,7 +102,7 @@ def test_kernels_fit_into_the_registers(made_of, compiled):
 def test_a_kernel_that_spills_is_refused():
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
     with pytest.raises(RuntimeError, match=r"'D': 128.* on sm_90a: attention_forward spills \d+ bytes .* allows 0"):
-        compile(*build("fwd_0_scalar", "sm_90a", 128, (64, 32)))
+        compile(*build("fwd_0_scalar", "sm_90a", 128, tile=(64, 32)))
 
 
 @pytest.mark.compile
@@ -104,21 +115,22 @@ def test_a_kernel_that_spills_is_refused():
 )
 def test_wgmma_that_cannot_run_on_is_refused(before, after, problem, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
-    text = (kernels.HERE / "fwd_7_roles.cu").read_text()
+    text = (launch.HERE / "fwd_7_roles.cu").read_text()
     assert text.count(before) == 1
     (tmp_path / "slow.cu").write_text(text.replace(before, after))
     with pytest.raises(RuntimeError, match=problem):
-        compile(*build(tmp_path / "slow.cu", "sm_90a", 64, (128, 64), T="bf16", CAUSAL=0))
+        _, arch, macros = build("fwd_7_roles", "sm_90a", 64, tile=(128, 64))
+        compile(tmp_path / "slow.cu", arch, macros)
 
 
 @pytest.mark.compile
 def test_an_error_in_a_kernel_names_its_line(tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
-    file, text = tmp_path / "fwd_0_scalar.cu", (kernels.HERE / "fwd_0_scalar.cu").read_text()
+    file, text = tmp_path / "fwd_0_scalar.cu", (launch.HERE / "fwd_0_scalar.cu").read_text()
     file.write_text(text.replace("float m_new = fmaxf(", "float m_new = no_such_function("))
     line = 1 + next(n for n, row in enumerate(text.split("\n")) if "m_new = fmaxf(" in row)
     with pytest.raises(Exception, match=rf"fwd_0_scalar.cu\({line}\).*no_such_function"):
-        compile(*build(file, "sm_80", 64, (64, 32)))
+        compile(file, *build("fwd_0_scalar", "sm_80", 64)[1:])
 
 
 @needs_compiler
@@ -130,7 +142,12 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
     inputs = replace(cases.build(case, step02.SUPPORTS, torch.float32), tile=tile)  # of the first rung, the scalar one
     want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal)
     first = cases.run(step02, case, inputs)
-    for schedule in (("reverse", "reverse"), ("random", "random", 1), ("random", "random", 2), ("forward", "random", 3)):
+    for schedule in (
+        ("reverse", "reverse"),
+        ("random", "random", 1),
+        ("random", "random", 2),
+        ("forward", "random", 3),
+    ):
         with emulator.schedule(*schedule):
             got = cases.run(step02, case, inputs)
         assert not error.failures(got, want)
@@ -147,59 +164,57 @@ def test_a_refusal_names_the_choices():
         step02.forward(q, k, v, rung=["fa2"])
 
 
-@pytest.mark.parametrize("capability, KiB", [((7, 5), 64), ((8, 0), 163), ((8, 6), 99), ((9, 0), 227), ((10, 0), 227)], ids=str)
-def test_what_a_gpu_takes(capability, KiB, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    memory = SimpleNamespace(shared_memory_per_block_optin=1024 * KiB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: memory)
-    there, own = step02.rungs.available("cuda"), step02.rungs.limits("cuda")
-    assert next(iter(there)) == ("hopper" if capability == (9, 0) else "fa2") and ("wgmma" in there) == (capability == (9, 0))
+@pytest.mark.parametrize(
+    "capability, KiB", [((7, 5), 64), ((8, 0), 163), ((8, 6), 99), ((9, 0), 227), ((10, 0), 227)], ids=str
+)
+def test_what_a_gpu_takes(capability, KiB):
+    there, own = ladder.available(capability), ladder.limits(capability, 1024 * KiB)
+    assert there[0] == ("hopper" if capability == (9, 0) else "fa2") and ("wgmma" in there) == (capability == (9, 0))
     assert {rung for rung in there if torch.bfloat16 in own[rung]["dtypes"]} == {
         rung for rung in there if rung != "scalar" and capability >= (8, 0)
     }
     assert 128 in own["fa2"]["head_dims"] and (256 in own["fa2"]["head_dims"]) == (KiB > 100)
     if capability != (9, 0):
-        supports = step02.SUPPORTS | {"elsewhere": step02.rungs.elsewhere("cuda")}
+        supports = step02.SUPPORTS | {"elsewhere": ladder.elsewhere(capability)}
         with pytest.raises(ValueError, match=r"has the rungs fa2, .* here; got rung='hopper': it needs .* 9\.0"):
             contract.pick_kernel(there, supports, "hopper", 0, torch.randn(1, 1, 4, 64).bfloat16())
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "launcher, D, options, refusal",
+    "rung, D, options, refusal",
     [
-        (hopper.hopper_forward, 40, {}, "fwd_8_hopper.cu takes head_dim 32, 64, 96, 128, 256; got 40"),
-        (hopper.wgmma_forward, 48, {}, "fwd_6_wgmma.cu takes head_dim .* got 48"),
-        (kernels.warp_forward, 256, {}, "fwd_1_warp.cu takes head_dim 32, 64, 96, 128; got 256"),
-        (hopper.hopper_backward, 32, {}, "bwd_3_hopper.cu takes head_dim 64, 128; got 32"),
-        (hopper.wgmma_backward, 64, {"tile": (64, 64)}, "bwd_2_wgmma.cu has one tile for each head_dim, .* got .64, 64."),
-        (kernels.fa2_backward, 40, {}, "bwd_1_fa2.cu takes head_dim 32, 64, 96, 128, 256; got 40"),
-        (hopper.hopper_forward, 64, {"PINPONG": 0}, "fwd_8_hopper.cu has no switch PINPONG"),
-        (hopper.hopper_forward, 40, {"tile": (128, 64)}, "fwd_8_hopper.cu takes head_dim"),
-        (hopper.hopper_forward, 64, {"tile": (256, 64)}, "more would wait for registers for ever"),
-        (hopper.roles_forward, 64, {"tile": (96, 64)}, "1 to 3 warpgroups"),
-        (kernels.fa2_forward, 32, {"tile": (16, 64)}, "4 warps have whole tiles of 16 rows"),
-        (kernels.cp_async_forward, 32, {"tile": (48, 64)}, "which share a tile evenly"),
-        (kernels.ldmatrix_forward, 32, {"tile": (64, 48)}, "which share a tile evenly"),
-        (kernels.mma_forward, 32, {"tile": (128, 64)}, "at most 4 warps of 16 rows"),
-        (kernels.mma_forward, 32, {"tile": (64, 40)}, "`mma` takes 16 keys of V"),
-        (hopper.wgmma_forward, 64, {"tile": (96, 64)}, "warpgroups have 64 rows"),
-        (kernels.warp_forward, 32, {"tile": (24, 64)}, "at most 4 warps of 16 rows"),
+        ("hopper", 40, {}, "fwd_8_hopper.cu takes bfloat16 or float16 and head_dim 32, 64, 96, 128, 256; got .* 40"),
+        ("wgmma", 48, {}, "fwd_6_wgmma.cu takes .* 48"),
+        ("warp", 256, {}, "fwd_1_warp.cu takes float32 or bfloat16 or float16 and head_dim 32, .*, 128; got .* 256"),
+        ("hopper", 64, {"PINPONG": 0}, "fwd_8_hopper.cu has no switch PINPONG"),
+        ("fa2", 64, {"PINGPONG": 0}, "fwd_5_fa2.cu has no switch PINGPONG"),
+        ("hopper", 40, {"tile": (128, 64)}, "fwd_8_hopper.cu takes .* 40"),
+        ("hopper", 64, {"tile": (256, 64)}, "more would wait for registers for ever"),
+        ("roles", 64, {"tile": (96, 64)}, "1 to 3 warpgroups"),
+        ("fa2", 32, {"tile": (16, 64)}, "4 warps have whole tiles of 16 rows"),
+        ("cp_async", 32, {"tile": (48, 64)}, "which share a tile evenly"),
+        ("ldmatrix", 32, {"tile": (64, 48)}, "which share a tile evenly"),
+        ("mma", 32, {"tile": (128, 64)}, "at most 4 warps of 16 rows"),
+        ("mma", 32, {"tile": (64, 40)}, "takes 16 keys of V"),
+        ("wgmma", 64, {"tile": (96, 64)}, "warpgroups have 64 rows"),
+        ("warp", 32, {"tile": (24, 64)}, "at most 4 warps of 16 rows"),
     ],
 )  # fmt: skip
-def test_a_launcher_on_its_own_names_what_it_takes(launcher, D, options, refusal):
-    if launcher.__module__ == hopper.__name__ and "hopper" not in step02.RUNGS:
+def test_a_rung_on_its_own_names_what_it_takes(rung, D, options, refusal):
+    if rung not in step02.RUNGS:
         pytest.skip("needs a Hopper GPU, or none")
-    q, k, v, dout = random_inputs(1, 1, 1, 8, 8, D, torch.bfloat16)
-    saved = (q, torch.zeros(1, 1, 8, device=q.device)) if "backward" in launcher.__name__ else ()
+    q, k, v, _ = random_inputs(1, 1, 1, 8, 8, D, torch.bfloat16)
     with pytest.raises(Exception, match=refusal):
-        launcher(*((dout,) if saved else ()), q, k, v, *saved, **options)
+        launch.forward(q, k, v, rung=rung, **options)
 
 
-def test_hoppers_launchers_need_a_hopper(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    with pytest.raises(RuntimeError, match=r"fwd_8_hopper.cu needs a GPU of compute capability 9\.0 .*; kernels.py"):
-        hopper._check_gpu("fwd_8_hopper.cu", SimpleNamespace(is_cuda=True, device="cuda:0"))
+@pytest.mark.parametrize("capability, there", [((9, 0), True), ((8, 0), False), ((10, 0), False)])
+def test_hoppers_rungs_need_a_hopper(capability, there):
+    assert (
+        ladder.FORWARD["hopper"].runs_on(capability) is there and ladder.BACKWARD["wgmma"].runs_on(capability) is there
+    )
+    assert ("hopper" in ladder.available(capability)) is there is ("hopper" not in ladder.elsewhere(capability))
 
 
 def random_inputs(B, H, Hk, Nq, Nk, D, dtype):
@@ -211,7 +226,7 @@ def random_inputs(B, H, Hk, Nq, Nk, D, dtype):
 
 @st.composite
 def random_problems(draw):
-    """Arguments of random_inputs, and options of forward and backward. Without a GPU, of what g++ has compiled already."""
+    """Arguments of random_inputs, and options of forward and backward. Without a GPU, compiled ones."""
     dtype = draw(st.sampled_from(step02.SUPPORTS["dtypes"] if GPU else (torch.float32, torch.bfloat16)))
     D = draw(st.sampled_from((1, 32, 40, 64, 96) if dtype == torch.float32 else (32, 64, 96, 128, 256))) if GPU else 32
     B, Hk, group = (draw(st.integers(1, largest)) for largest in ((2, 3, 4) if GPU else (1, 2, 2)))
@@ -230,7 +245,7 @@ def test_random_shapes(problem):
     for rung in (None, *(rung for rung in step02.RUNGS if contract.takes(contract.limits(step02.SUPPORTS, rung), q))):
         out, lse = step02.forward(q, k, v, causal=causal, rung=rung)
         got = {"out": out, "lse": lse}
-        kernel = step02.RUNGS[rung][1] if rung else None
+        kernel = rung and ladder.backward_row(rung, q.dtype, q.shape[3], deterministic).file
         if kernel not in known:
             options = dict(causal=causal, rung=rung, deterministic=deterministic)
             got |= zip(("dq", "dk", "dv"), step02.backward(dout, q, k, v, out, lse, **options), strict=True)
@@ -239,16 +254,19 @@ def test_random_shapes(problem):
 
 
 @needs_compiler
-@pytest.mark.parametrize("D", hopper.BACKWARD_TILES)
+@pytest.mark.parametrize("D", ladder.HOPPER_BACKWARD)
 @pytest.mark.parametrize("rung", [rung for rung in ("wgmma", "hopper") if rung in step02.RUNGS])
 def test_the_contract_where_hoppers_backwards_are_used(rung, D):
-    """The cases at their head_dims: at the contract's own, gradients are mostly fa2's. In the emulation not all, to save time."""
+    """The cases at the backwards' own head_dims, because at the contract's other ones the gradients are fa2's.
+
+    In the emulation only some of them, to save time.
+    """
     supports = contract.limits(step02.SUPPORTS, rung)
     for case, dtype, reason in cases.select(supports, GPU):
         if reason is None and (GPU or dtype == torch.bfloat16 and (D == 64 or case.name in TestContract.few)):
             inputs = cases.build(replace(case, D=D), supports, dtype, engine.device)
             want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal, scale=inputs.scale)
-            assert not error.failures(rungs.results(step02, rung, case, inputs), want), case.says
+            assert not error.failures(one_rung.results(step02, rung, case, inputs), want), case.says
 
 
 TURNED = dict(OVERLAP=0, PINGPONG=0, PERSISTENT=0, LAZY=1, SKIP=0, WIDE_STORES=0)
@@ -261,19 +279,22 @@ def test_switches_change_the_time_alone(switches):
     q, k, v, dout = random_inputs(1, 2, 1, 330, 330, 64, torch.float16)
     q = 4 * q  # maxima that grow from tile to tile, by more than LAZY's 8 and by less
     want = error.expected(q, k, v, dout, causal=True)
-    got = hopper.hopper_forward(q, k, v, causal=True, tile=(128, 32), **switches)
+    got = launch.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32), **switches)
     assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
 
 
 FORWARDS, BACKWARDS = dict(blocks="forward"), dict(threads="reverse", blocks="reverse")
 SCHEDULES = FORWARDS, BACKWARDS, *(dict(threads="random", blocks="random", seed=seed) for seed in (1, 2, 3))
-HEAD_DIMS = {"fa2": (64, 256), "wgmma": (64,), "hopper": (64, 128)} if GPU else {"fa2": (32,), "wgmma": (64,), "hopper": (64,)}
+HEAD_DIMS = (
+    {"fa2": (64, 256), "wgmma": (64,), "hopper": (64, 128)} if GPU else {"fa2": (32,), "wgmma": (64,), "hopper": (64,)}
+)
 
 
 def gradients(schedules, rung, D, causal, Nq, Nk, **options):
     """Those of several runs, without a GPU under several schedules.
 
-    The blocks add large numbers to each dq, which nearly cancel, because rows of dS sum to 0: so the order shows in the sum.
+    The blocks add large numbers to each dq, which nearly cancel, because rows of dS sum to 0: so the order shows in the
+    sum.
     """
     q, k, v, dout = random_inputs(1, 2, 1, Nq, Nk, D, torch.bfloat16)
     k += 30
@@ -324,16 +345,16 @@ def test_what_cannot_be_deterministic_is_refused():
 def test_files_work_when_copied_out(tmp_path, monkeypatch):
     """The folder without its __init__.py, anywhere: nothing of steps is needed."""
     folder = tmp_path / "lifted_fa2"
-    shutil.copytree(kernels.HERE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(launch.HERE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "__init__.py").unlink()
     assert not any("from steps" in path.read_text() for path in folder.glob("**/*.py"))
     monkeypatch.syspath_prepend(tmp_path)
-    import lifted_fa2.kernels as lifted
+    import lifted_fa2.launch as lifted
 
     q, k, v = TestContract().example(rung="scalar")
-    out, lse = lifted.scalar_forward(q, k, v, causal=True)
+    out, lse = lifted.forward(q, k, v, rung="scalar", causal=True)
     want = error.expected(q, k, v, torch.ones_like(q), causal=True)
-    grads = lifted.scalar_backward(torch.ones_like(q), q, k, v, out, lse, causal=True)
+    grads = lifted.backward(torch.ones_like(q), q, k, v, out, lse, rung="scalar", causal=True)
     assert not error.failures(dict(zip(error.NAMES, (out, lse, *grads), strict=True)), want)
 
 
@@ -381,7 +402,7 @@ def asked_for(function):
 
 @pytest.mark.gpu
 def test_memory():
-    """Forward: out and lse. Backward: dq, dk, dv; for whole tiles delta, lse and a float32 dq; counters, a few for each tile."""
+    """Forward: out and lse. Backward: dq, dk, dv, for whole tiles delta, lse and a float32 dq, and counters."""
     for rung, (q, k, v, dout) in rungs_with_inputs():
         (out, lse), used = asked_for(partial(step02.forward, q, k, v, causal=True, rung=rung))
         assert used == out.nbytes + lse.nbytes, rung
@@ -392,7 +413,7 @@ def test_memory():
 
 @pytest.mark.gpu
 def test_a_launch_that_is_kept_serves_other_tensors():
-    """Of the same shapes: one in all four places first, then others, then such as 16-byte loads cannot read; and keeps none."""
+    """Tensors of the same shapes: first one tensor four times, then others, then unaligned ones; none is kept."""
 
     def moved(x):
         return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
@@ -404,7 +425,7 @@ def test_a_launch_that_is_kept_serves_other_tensors():
             got = out, lse, *step02.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
             want = error.expected(*(x.cpu() for x in (q, k, v, dout)), causal=True)
             assert not error.failures(dict(zip(error.NAMES, (x.cpu() for x in got), strict=True)), want), rung
-            kept.append(len(nvrtc._runs))
+            kept.append(len(launch.kept))
         assert kept[0] == kept[1] == kept[2] and kept[3] == kept[4], rung
         del q, k, v, dout, out, lse, got
         assert torch.cuda.memory_allocated() == before, rung

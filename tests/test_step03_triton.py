@@ -14,7 +14,7 @@ import triton
 import steps.step03_triton as step03
 from reference import error
 from steps import engine
-from suite import Contract
+from support.contract_suite import Contract
 
 PINNED = "3.7.1"  # requirements.txt
 
@@ -25,8 +25,11 @@ class TestContract(Contract):
 
 @pytest.fixture(scope="module", autouse=True)
 def faster_interpreter():
-    """Saves a third of the interpreter's time: it replaces triton.language's functions again at each call of a helper, and
-    checks each integer addition for overflow by an assertion that always holds."""
+    """Saves a third of the interpreter's time.
+
+    The interpreter replaces triton.language's functions anew at each call of a helper, and checks each integer addition
+    for overflow. The first replacement is enough, and the check never fails here.
+    """
     if engine.name == "cuda":
         yield
         return
@@ -35,11 +38,14 @@ def faster_interpreter():
     call = interpreter.InterpretedFunction.__call__
 
     def helper(self, *args, **kwargs):
-        return call(self, *args, **kwargs) if self.fn.__module__.startswith("triton") else self.rewrite()(*args, **kwargs)
+        if self.fn.__module__.startswith("triton"):
+            return call(self, *args, **kwargs)
+        return self.rewrite()(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpretedFunction, "__call__", helper)
-        patch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
+        unchecked = interpreter.InterpreterOptions(sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", unchecked)
         yield
 
 
@@ -48,7 +54,7 @@ def random(*shape, dtype=torch.float32):
     return torch.randn(*shape, generator=rng).to(engine.device, dtype).requires_grad_()
 
 
-# Shapes of query, key and value, and options: all that torch's function takes and sdpa has.
+# Shapes of query, key and value, and options: one of each kind that torch's function takes and sdpa offers.
 SDPA = {
     "plain": ((2, 2, 7, 32), (2, 2, 9, 32), (2, 2, 9, 32), {}),
     "scale": ((1, 1, 7, 32), (1, 1, 9, 32), (1, 1, 9, 32), {"scale": 0.3}),
@@ -117,7 +123,7 @@ def test_the_ends_of_the_head_dims(D, dtype):
     assert not error.failures(got, error.expected(q, k, v, dout, causal=True))
 
 
-# Compiles what the launchers launch, for one GPU after the other; prints a line of JSON for each kernel.
+# Compiles the kernels that the launchers launch, for one GPU after the other; prints a line of JSON for each kernel.
 COMPILE = """
 import importlib, json, re, subprocess, sys, torch, triton
 from triton.backends.compiler import GPUTarget
@@ -134,16 +140,17 @@ triton.runtime.driver.set_active(driver)
 
 def compile_only(kernel, *args, grid, warmup, **options):
     compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
-    arch = f"sm_{driver.arch}" + "a" * (driver.arch >= 90)
+    arch = f"sm_{driver.arch}a" if driver.arch >= 90 else f"sm_{driver.arch}"
     ptxas = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=" + arch, "-o", "/dev/null", "/dev/stdin"]
     log = subprocess.run(ptxas, input=compiled.asm["ptx"], capture_output=True, text=True, check=True).stderr
     spilled = int(re.search(r"(\\d+) bytes spill stores", log)[1])
     counts = {name: compiled.asm["ptx"].count(name) for name in ("mma.sync", "wgmma.mma_async", "cp.async")}
-    print(json.dumps(dict(arch=driver.arch, kernel=kernel.__name__, spilled=spilled, shared=compiled.metadata.shared, **counts)))
+    row = dict(arch=driver.arch, kernel=kernel.__name__, spilled=spilled, shared=compiled.metadata.shared)
+    print(json.dumps(row | counts))
 
 JITFunction.run = compile_only
-forward, backward = (importlib.import_module(name).forward if name[0] == "f" else importlib.import_module(name).backward
-                     for name in ("fwd_0_fused", "bwd_0_fused"))
+forward = importlib.import_module("fwd_0_fused").forward
+backward = importlib.import_module("bwd_0_fused").backward
 x, lse = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 64)
 for driver.arch in (80, 90):
     forward(x, x, x, causal=True)
@@ -153,7 +160,7 @@ for driver.arch in (80, 90):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
-    """The process that compiles: one of its own, since Triton may interpret in this one; started first, to work meanwhile."""
+    """The process that compiles. Triton may interpret in this one, and the other one works while the tests run here."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(step03.__file__).parent)}
     process = subprocess.Popen([sys.executable, "-c", COMPILE], env=environment, stdout=subprocess.PIPE, text=True)
     yield process
@@ -174,7 +181,7 @@ def test_compiles_to_tensor_core_instructions(compiled, kernel, arch, instructio
     row = compiled[arch, kernel]
     assert row[instruction] > 0 and row["cp.async"] > 0  # copies run ahead of their use
     assert row["shared"] <= shared * 1024
-    if triton.__version__ == PINNED:  # older ones spill a register or two
+    if triton.__version__ == PINNED:  # older versions spill a register or two
         assert row["spilled"] == 0, row
 
 
@@ -182,7 +189,8 @@ def test_compiles_to_tensor_core_instructions(compiled, kernel, arch, instructio
 @pytest.mark.parametrize("shape", [(2, 1, 2**25, 64), (1, 1, 2**7, 2**25)], ids=["batch", "row"])
 def test_more_than_2_to_the_31_elements(shape):
     """2^32 elements: the second batch entry, or the rows from 64 on, begin 2^31 or more elements after the first."""
-    x = torch.empty(shape, dtype=torch.float16, device="cuda")[:, :, :70, :64].copy_(random(*shape[:2], 70, 64).detach())
+    x = torch.empty(shape, dtype=torch.float16, device="cuda")[:, :, :70, :64]
+    x.copy_(random(*shape[:2], 70, 64).detach())
     out, lse = step03.forward(x, x, x, causal=True)
     got = dict(zip(error.NAMES, (out, lse, *step03.backward(x, x, x, x, out, lse, causal=True)), strict=True))
     assert not error.failures(got, error.expected(x, x, x, x, causal=True))
@@ -191,7 +199,8 @@ def test_more_than_2_to_the_31_elements(shape):
 @pytest.mark.gpu
 @pytest.mark.multigpu
 def test_a_device_that_is_not_the_current_one():
-    q, k, v = (x.detach().to("cuda:1") for x in (random(1, 2, 40, 64), random(1, 2, 41, 64), random(1, 2, 42, 64)[:, :, 1:]))
+    random_tensors = random(1, 2, 40, 64), random(1, 2, 41, 64), random(1, 2, 42, 64)[:, :, 1:]
+    q, k, v = (x.detach().to("cuda:1") for x in random_tensors)
     assert torch.cuda.current_device() == 0
     out, lse = step03.forward(q, k, v)
     got = dict(zip(error.NAMES, (out, lse, *step03.backward(q, q, k, v, out, lse)), strict=True))

@@ -1,6 +1,6 @@
 """Stage 04: the contract on 1 to 4 ranks; layouts, merge, agreement of the ranks, failures, the launcher and the demo.
 
-Without a GPU the ranks are processes over gloo. One pool of four serves the whole file, smaller worlds are groups within it.
+Without a GPU the ranks are processes over gloo. One pool of four serves the whole file; smaller worlds are its groups.
 """
 
 import ast
@@ -26,8 +26,8 @@ from steps import engine, step00_naive
 from steps.step04_ring import Layout, launch
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import merge
-from steps.workbook.ring import PlainBlock, group_of, outputs
-from suite import Contract
+from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
+from support.contract_suite import Contract
 
 
 @functools.cache
@@ -58,8 +58,8 @@ class TestContract(Contract):
         return self.results(q, k, v, rung)["out"]
 
     def outputs(self, case, inputs, rung=None):
-        ranks, layout = inputs.ring or (4, "zigzag")  # tensors that no case gave
-        # Triton's interpreter takes its time; without a GPU the block is the default one, in its own tile, in two cases a dtype.
+        ranks, layout = inputs.ring or (4, "zigzag")  # inputs.ring is None for tensors that do not come from a case
+        # Triton's interpreter is slow. Without a GPU only two cases a dtype use the default block, with its own tile.
         options = {"block": None if engine.name == "cuda" or case.name in ("ragged", "ragged_causal") else PlainBlock}
         if engine.name == "cpu" and options["block"] is None:
             options["tile"] = None
@@ -99,13 +99,15 @@ def test_every_visible_pair_is_computed_once(kind, S, N, causal):
 
 @pytest.mark.parametrize("N", [2, 4, 8])
 def test_zigzag_balances_a_causal_mask_and_contiguous_does_not(N):
+    def area(rows, keys, causal):
+        return (rows.stop - rows.start) * (keys.stop - keys.start) / (2 if causal else 1)
+
     def areas(kind):
         layout = Layout(kind, 64 * N, N, causal=True)
         rows = [[layout.work(me, (me - step) % N) for step in range(N)] for me in range(N)]
-        size = lambda part: part.stop - part.start  # noqa: E731
-        return [[size(w[0]) * size(w[1]) / (2 if w[2] else 1) if w else 0 for w in row] for row in rows]
+        return [[area(*work) if work else 0 for work in row] for row in rows]
 
-    assert {area for row in areas("zigzag") for area in row} == {64 * 64 / 2}
+    assert {x for row in areas("zigzag") for x in row} == {64 * 64 / 2}
     work = [sum(row) for row in areas("contiguous")]
     assert sum(work) / N / max(work) == pytest.approx(N / (2 * N - 1))
 
@@ -156,7 +158,10 @@ def test_any_length_on_any_number_of_ranks():
 
 
 def compare_with_one_device():
-    """The largest difference between the ring and one device: every world size and layout, S below, at and above it; float32."""
+    """The largest difference between the ring and one device in float32.
+
+    Over every world size and layout, with S below, at and above the world size.
+    """
     worst = 0.0
     for members in [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3)]:
         group = group_of(members)
@@ -201,15 +206,17 @@ def test_ranks_that_disagree_all_raise():
 
 
 def disagree():
-    """{what rank 2 does differently: the message that this rank raised}; a call in order must work afterwards."""
+    """{what rank 2 does differently: the message that this rank raised}; a correct call must work afterwards."""
     messages, other = {}, dist.get_rank() == 2
     for name in DISAGREEMENTS:
         n = (4 if other else 3) if name == "length" else 3
         x = torch.zeros(1, 4 if other and name == "heads" else 2, n, 16, device=engine.device)
-        options = {"S": 12} if other and name == "S" else {}
-        options |= {"causal": True} if other and name == "causal" else {"scale": 0.5} if other and name == "scale" else {}
-        options |= {"layout": "striped"} if other and name == "layout" else {}
-        x = x.half() if other and name == "dtype" else x.int() if other and name == "integer" else x
+        different = {"S": 12, "causal": True, "scale": 0.5, "layout": "striped"}
+        options = {name: different[name]} if other and name in different else {}
+        if other and name == "dtype":
+            x = x.half()
+        if other and name == "integer":
+            x = x.int()
         with pytest.raises((ValueError, TypeError)) as raised:
             step04.forward(x, x, x, block=step00_naive, **options)
         messages[name] = str(raised.value)
@@ -234,7 +241,7 @@ def call_from_outside():
     return str(raised.value)
 
 
-# Failures. Each of these has ranks of its own, since they do not survive.
+# Failures. Each of these tests starts ranks of its own, because they do not survive it.
 
 
 def test_a_rank_that_dies_is_named():
@@ -245,7 +252,7 @@ def test_a_rank_that_dies_is_named():
     assert "killed by SIGKILL" in outcomes[2][1]
     if engine.name == "cpu":  # NCCL's watchdog may end the survivors before they can raise
         assert all("RingError" in outcomes[rank][1] for rank in (0, 1, 3))  # every survivor raised ...
-        assert all("rank 2" in outcomes[rank][1] for rank in (1, 3))  # ... and the neighbours say who it was
+        assert all("rank 2" in outcomes[rank][1] for rank in (1, 3))  # ... and rank 2's neighbours name it
     assert time.monotonic() - start < 40
 
 
@@ -327,8 +334,8 @@ def test_demo():
 
 def test_the_stage_imports_no_other_stage_and_no_triton_until_it_runs():
     for path in Path(step04.__file__).parent.glob("*.py"):
-        if path.name != "demo.py":  # which stands above the stages
-            for node in ast.parse(path.read_text()).body:  # the imports that run when the module is imported
+        if path.name != "demo.py":  # the demo is a command, and may import stages
+            for node in ast.parse(path.read_text()).body:  # only the imports that run when the module is imported
                 if isinstance(node, ast.Import | ast.ImportFrom):
                     assert not re.search("triton|step0[0-3]", ast.unparse(node)), path
 

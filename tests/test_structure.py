@@ -1,58 +1,146 @@
-"""Who may import whom: what makes a stage readable alone and a kernel file liftable."""
+"""Who may import whom: what keeps a stage readable by itself and its kernel files usable without the course."""
 
 import ast
 import re
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 STAGES = sorted(path.parent for path in (ROOT / "steps").glob("step0*/__init__.py"))
-# The parts of a stage that tie it to the course: entry points, process launching and the command line. All else can be lifted.
-TIES = {"__init__.py", "sdpa.py", "entry.py", "launch.py", "demo.py"}
-
-
-def imported(path):
-    """The modules that a file imports, relative ones resolved, wherever in the file the import stands."""
-    package = list(path.relative_to(ROOT).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+# The files that tie a stage to the course: its entry points, and what starts processes or is a command. The others can
+# be lifted out.
+TIES = {
+    "step00_naive": {"__init__.py"},
+    "step01_fa1_numba": {"__init__.py"},
+    "step02_fa2_cuda": {"__init__.py"},
+    "step03_triton": {"__init__.py", "sdpa.py"},
+    "step04_ring": {"__init__.py", "entry.py", "launch.py", "demo.py"},
+}
+# What each part of steps/ may import of the others. `stages` stands for all five, none of which imports another, except
+# as OTHER_STAGES says. A check of an exercise runs in a copy of steps/ without bench and demo, so the workbook must not
+# need them.
+BELOW = {
+    "engine": set(),
+    "contract": {"engine"},
+    "stages": {"contract", "engine"},
+    "catalogue": {"engine", "stages"},
+    "workbook": {"contract", "engine", "stages", "catalogue"},
+    "bench": {"contract", "engine", "stages", "catalogue"},
+    "demo": {"contract", "engine", "stages", "catalogue", "bench"},
+    "__main__": {"contract", "engine", "stages", "catalogue", "workbook", "bench", "demo"},
+}
+OTHER_STAGES = {
+    "steps.step04_ring.entry": {"step03_triton"},  # the default block
+    "steps.step04_ring.demo": {"step00_naive", "step03_triton"},  # the block of the demo, without and with a GPU
+}
+# Names that two modules may share, because they mean the same in both.
+SHARED_NAMES = {
+    "launch": "starts what the stage runs, kernels or ranks",
+    "demo": "shows what it stands beside, the course or the ring, on one input",
+    "broken": "the stage's kernels for bug hunts",
+    "bug1": "the first of them",
+    "bug2": "the second",
+}
 
 
 def python_files(folder):
     return sorted(folder.rglob("*.py"))
 
 
-def test_the_reference_imports_nothing_of_the_stages():
-    for path in python_files(ROOT / "reference"):
-        if path.name != "gpu_check.py":  # names the stages' tests, imports none of them
-            assert not [m for m in imported(path) if m.split(".")[0] == "steps"], path
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for folder in ("steps", "reference") for path in python_files(ROOT / folder)}
+
+
+def imported(path):
+    """The modules of the course that a file imports, wherever in the file the import stands."""
+    package = list(path.relative_to(ROOT).parts[:-1])
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base += [node.module] if node.module else []
+            names += [".".join([*base, alias.name]) for alias in node.names]
+    found = set()
+    for name in names:
+        while name and name not in MODULES:  # The end of the name is an attribute of the module.
+            name = name.rpartition(".")[0]
+        if name:
+            found.add(name)
+    return found - {module_name(path)}
+
+
+IMPORTS = {name: imported(path) for name, path in MODULES.items()}
+
+
+def part(module):
+    """The part of steps/ that a module belongs to, as BELOW names it; None for `steps` itself and for the reference."""
+    words = module.split(".")
+    if words[0] != "steps" or len(words) == 1:
+        return None
+    return "stages" if words[1].startswith("step0") else words[1]
+
+
+def test_the_reference_imports_nothing_of_steps():
+    for module, others in IMPORTS.items():
+        if module.split(".")[0] == "reference":
+            assert not [other for other in others if other.split(".")[0] == "steps"], module
+
+
+def test_the_parts_of_steps_import_downwards_only():
+    for module, others in IMPORTS.items():
+        above = part(module)
+        if above is not None:
+            below = {part(other) for other in others} - {None, above}
+            assert below <= BELOW[above], module
+
+
+def test_no_stage_imports_the_reference():
+    for module, others in IMPORTS.items():
+        if part(module) == "stages":
+            assert not [other for other in others if other.split(".")[0] == "reference"], module
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda p: p.name)
 def test_no_stage_imports_another(stage):
     for path in python_files(stage):
-        others = {m for m in imported(path) if m.startswith("steps.step") and not m.startswith(f"steps.{stage.name}")}
-        if stage.name == "step04_ring":  # its default block, and the demo's on a CPU
-            others -= {m for m in others if m.startswith("steps.step03_triton")}
-            others = set() if path.name == "demo.py" else others
-        assert not others, path
+        module = module_name(path)
+        others = {other.split(".")[1] for other in IMPORTS[module] if part(other) == "stages"} - {stage.name}
+        assert others <= OTHER_STAGES.get(module, set()), path
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda p: p.name)
 def test_kernel_files_import_nothing_of_the_course(stage):
     for path in python_files(stage):
-        if path.name not in TIES:
-            own = f"steps.{stage.name}"
-            foreign = [m for m in imported(path) if m.split(".")[0] in ("steps", "reference") and not m.startswith(own)]
-            foreign = [m for m in foreign if not (stage.name == "step04_ring" and m.startswith("steps.step03_triton"))]
+        if path.name not in TIES[stage.name]:
+            module = module_name(path)
+            foreign = [other for other in IMPORTS[module] if not other.startswith(f"steps.{stage.name}")]
+            foreign = [other for other in foreign if other.split(".")[1] not in OTHER_STAGES.get(module, set())]
             assert not foreign, path
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports inside of functions count, too: a circle that only they hide is still one for a reader."""
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as e:
+        pytest.fail(" <- ".join(e.args[1]))
+
+
+def test_no_two_modules_share_a_name():
+    paths = defaultdict(list)
+    for module in MODULES:
+        paths[module.split(".")[-1]].append(module)
+    shared = {name for name, modules in paths.items() if len(modules) > 1}
+    assert shared - {"__main__"} == SHARED_NAMES.keys(), {name: paths[name] for name in shared ^ SHARED_NAMES.keys()}
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda p: p.name)
@@ -61,8 +149,17 @@ def test_a_stage_opens_with_its_story(stage):
     assert len(init.splitlines()) <= 40
     assert "Notebook" in ast.get_docstring(ast.parse(init))
     for path in stage.rglob("*"):
-        if path.suffix in (".py", ".cu", ".cuh", ".h") and path.name not in TIES and "build" not in path.parts:
+        lifts = path.suffix in (".py", ".cu", ".cuh", ".h") and path.name not in TIES[stage.name]
+        if lifts and "build" not in path.parts:
             assert "SPDX-License-Identifier: MIT" in path.read_text().splitlines()[0], path
+
+
+def test_lines_of_kernels_fit_beside_each_other():
+    """Two kernel files can be read side by side. ruff looks at the lines of Python files."""
+    for path in (ROOT / "steps").rglob("*"):
+        if path.suffix in (".cu", ".cuh", ".h", ".cpp"):
+            long = [line for line in path.read_text().splitlines() if len(line) > 110]
+            assert not long, (path, long)
 
 
 def symbols():
@@ -71,15 +168,17 @@ def symbols():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("|") and len(cells) == 9 and cells[4] not in ("00", "---"):
             for stage, cell in zip(STAGES, cells[4:], strict=True):
-                yield from ((stage, name) for quoted in re.findall(r"`([^`]+)`", cell) for name in quoted.split(", "))
+                for quoted in re.findall(r"`([^`]+)`", cell):
+                    yield from ((stage, name) for name in quoted.split(", "))
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda p: p.name)
 def test_the_names_in_the_table_of_symbols_exist_in_the_code(stage):
     names = {name for at, name in symbols() if at == stage}
-    files = [ROOT / "steps" / "contract.py"]  # the entry points of all stages
-    files += [path for path in stage.rglob("*") if path.suffix in (".py", ".cu", ".cuh") and "emulator" not in path.parts]
-    code = "\n".join(path.read_text() for path in files)
-    identifiers = set(re.findall(r"\w+", re.sub(r'""".*?"""|(?://|#).*?$', "", code, flags=re.S | re.M)))
+    files = [ROOT / "steps" / "contract.py"]  # It has the entry points of all stages.
+    files += [path for path in stage.rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+    text = "\n".join(path.read_text() for path in files if "emulator" not in path.parts)
+    without_comments = re.sub(r'""".*?"""|(?://|#).*?$', "", text, flags=re.S | re.M)
+    identifiers = set(re.findall(r"\w+", without_comments))
     assert len(names) >= 15
     assert names - identifiers == set()

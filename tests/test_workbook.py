@@ -1,4 +1,4 @@
-"""The workbook: skeletons, the checker's verdicts and diagnoses, its answers to what learners get wrong, and `pytest --mine`."""
+"""The workbook: the files it writes, its verdicts and diagnoses, its answers to mistakes, and `pytest --mine`."""
 
 import ast
 import json
@@ -15,23 +15,23 @@ import torch
 from typer.testing import CliRunner
 
 from reference import cases, mutants
-from steps import __main__, compare, engine
-from steps.workbook import Blank, answer, check, exercises, hint, runner, skeleton, solution, source, splice
-from steps.workbook.child import account
+from steps import __main__, catalogue, engine
+from steps.workbook import Blank, answer, check, exercises, hint, listing, runner, skeleton, solution, splice
 from steps.workbook.exercises import Exercise
 from steps.workbook.explain import explain
+from steps.workbook.failure import account
 from steps.workbook.mine import Mine
 
 ROOT = Path(__file__).parents[1]
 TASKS = exercises.load()
 EXERCISES = {id: task for id, task in TASKS.items() if isinstance(task, Exercise)}
 HUNTS = {id: task for id, task in TASKS.items() if id not in EXERCISES}
-PLANTED = tomllib.loads((ROOT / "tests" / "planted.toml").read_text())["planted"]
+PLANTED = tomllib.loads((ROOT / "tests" / "support" / "planted_mistakes.toml").read_text())["planted"]
 
 
 @pytest.fixture(autouse=True)
 def my(tmp_path, monkeypatch):
-    """An empty my/."""
+    """An empty folder in place of my/."""
     monkeypatch.setattr(exercises, "MY", tmp_path / "my")
     return tmp_path / "my"
 
@@ -43,13 +43,13 @@ def end_of_server():
 
 
 def runnable(task):
-    if reason := compare.unavailable(task.number):
+    if reason := catalogue.unavailable(task.number):
         pytest.skip(reason)
     if getattr(task, "engine", None) == "cpu" and task.number == "02" and not shutil.which("g++"):
         pytest.skip("runs in the emulation, which g++ compiles")
 
 
-# What there is.
+# The exercises and hunts.
 
 
 @pytest.mark.parametrize("id", EXERCISES)
@@ -60,9 +60,9 @@ def test_an_exercise_is_complete(id):
     assert task.cases and set(task.cases) <= known
     assert len([p for p in PLANTED if p["exercise"] == id]) >= 3
     text = answer.Answer(skeleton.text(task), "skeleton")
-    answer.require(text, task)  # the stage's function exists, and the skeleton has its signature
+    answer.require(text, task)  # The stage's function exists, and the skeleton has its signature.
     assert answer.is_blank(text, task.function, task.path.suffix)
-    assert f"check {id}" in text.text and max(map(len, text.text.splitlines())) <= 132
+    assert f"check {id}" in text.text and max(map(len, text.text.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("id", TASKS)
@@ -90,7 +90,7 @@ def test_there_is_no_exercise_of_that_name():
         hint("00.2", 4)
 
 
-# What the checker says of right and of wrong answers.
+# The verdicts on right and on wrong answers.
 
 
 @pytest.mark.parametrize("id", EXERCISES)
@@ -103,14 +103,15 @@ def test_the_stages_own_body_passes(id):
     else:
         text = text.replace("    raise Blank\n", body(EXERCISES[id]))
     EXERCISES[id].mine.write_text(text)
-    # A reader waits for it, again and again. With a GPU each of stage 04's ranks is a process that begins anew in every case.
+    # A reader waits for a check again and again, so it has to be fast. Only with a GPU stage 04 takes longer, because
+    # each of its ranks is a new process in every case.
     report = check(id, limit=60 if engine.name == "cuda" and id.startswith("04") else 15)  # seconds
     assert report.verdict == "passed", report
     assert repr(report).count("  ok  ") == len(EXERCISES[id].cases) + bool(EXERCISES[id].cost)
 
 
 def body(task):
-    """The lines of the stage's own function after its docstring."""
+    """The lines of the stage's own function below its docstring."""
     text = task.path.read_text()
     own = answer.top_level(ast.parse(text), task.function)
     first = own.body[ast.get_docstring(own) is not None]
@@ -119,7 +120,10 @@ def body(task):
 
 @pytest.mark.parametrize("planted", PLANTED, ids=[f"{p['exercise']}-{p.get('mutant', p['new'])}" for p in PLANTED])
 def test_a_planted_misconception_is_named(planted):
-    """By a mutant; or, where it is a matter of memory, in `words`. `emulated`: a GPU only shows that something is wrong."""
+    """As the mutant of that name, or in `words` where the mistake concerns memory and not the results.
+
+    `emulated`: only the emulation recognises the mistake; on a GPU the check only has to fail.
+    """
     runnable(EXERCISES[planted["exercise"]])
     text = str(solution(planted["exercise"]))
     assert text.count(planted["old"]) == 1
@@ -150,7 +154,7 @@ def test_a_hunt_is_won_by_its_reference_test(id):
     assert report.verdict == "passed" and "fails on the broken kernel" in repr(report), report
 
 
-CURES = {  # an edit of the broken kernel with which, so the last hint says, all is well
+CURES = {  # The edit that, as the last hint says, repairs the broken kernel.
     "00.bug1": ("bug1.py", "SLICE = 32", "SLICE = 1 << 30"),
     "01.bug1": ("bug1.py", "load_tile(K_j,", "cuda.syncthreads(); load_tile(K_j,"),
     "01.bug2": ("bug2.py", "m, l = SMALLEST", "m, l = MINUS_INF"),
@@ -172,7 +176,7 @@ def test_the_cause_of_a_hunt_is_the_one_that_is_told(id, tmp_path, monkeypatch):
     assert "WRONG: passes on the broken kernel too" in repr(check(id, test))
 
 
-# The answers to what learners get wrong.
+# The answers to learners' mistakes.
 
 ONLINE = """
 import torch
@@ -185,26 +189,33 @@ def online_update(m, l, O, s, v_j):
     return m_new, alpha * l + p, alpha[..., None] * O + p[..., None] * v_j
 """
 RETURN = "return m_new, alpha * l + p, alpha[..., None] * O + p[..., None] * v_j"
-ERRORS = {
-    # name: (exercise, text, words of the report)
-    "syntax": ("00.2", ONLINE.replace("(m - unit)", "(m - unit"), ("line 7:", "alpha = (m - unit.exp()", "SyntaxError")),
+MERGE = "def merge(out, lse, out_block, lse_block):\n    "
+ERRORS = {  # name: (exercise, the answer's text, words of the report)
+    "syntax": ("00.2", ONLINE.replace("(m - unit)", "(m - unit"),
+               ("line 7:", "alpha = (m - unit.exp()", "SyntaxError")),
     "no function": ("00.2", "def update(m):\n    pass", ("has update", "def online_update(m, l, O, s, v_j)")),
-    "parameters": ("00.2", ONLINE.replace("s, v_j)", "s, v)"), ("line 4:", "expected", "online_update(m, l, O, s, v_j)")),
-    "exception": ("00.2", ONLINE.replace("alpha * l", "beta * l"), ("line 9:", "return m_new, beta * l", "NameError", "'beta'")),
+    "parameters": ("00.2", ONLINE.replace("s, v_j)", "s, v)"),
+                   ("line 4:", "expected", "online_update(m, l, O, s, v_j)")),
+    "exception": ("00.2", ONLINE.replace("alpha * l", "beta * l"),
+                  ("line 9:", "return m_new, beta * l", "NameError", "'beta'")),
     "left over": ("00.2", ONLINE.replace(RETURN, "raise Blank"), ("line 9:", "raise Blank")),
-    "no return": ("00.2", ONLINE.replace(RETURN, "pass"), ("online_update returned None; expected (a tensor (1, 2, 35),",)),
-    "too few": ("00.2", ONLINE.replace("m_new, alpha * l + p, ", "m_new, "), ("returned (a tensor", "expected (a tensor")),
-    "a shape": ("00.2", ONLINE.replace("m_new, alpha", "m_new[..., None], alpha"), ("returned (a tensor (1, 2, 35, 1)",)),
-    "not in place": ("04.1", "def merge(out, lse, out_block, lse_block):\n    return out, lse", ("returned (a", "expected None")),
-    "in a rank": ("04.1", "def merge(out, lse, out_block, lse_block):\n    lse += typo", ("line 2:", "lse += typo", "'typo'")),
-    "in a simulated thread": ("01.3", "{own}".replace("- delta_i", "- delt_i"), ("NameError", "delt_i", "dS[r, c] =")),
-    "in an interpreted kernel": ("03.1", "{own}", ("NameError", "colum", "seen = colum < Nk")),
-    "CUDA": ("02.1", "{own}", ("line 4:", "float alpha = expf(m - m_neu);", "the compiler says:", "m_neu")),
-    "CUDA brace": ("02.1", "{own}", ("The compiler stumbles behind your function",)),
-    "CUDA at run time": ("02.1", "{own}", ("line 9:", "float P = expf(S[-1] - m_new);", "access to element -1 of a shared")),
+    "no return": ("00.2", ONLINE.replace(RETURN, "pass"),
+                  ("online_update returned None; expected (a tensor (1, 2, 35),",)),
+    "too few": ("00.2", ONLINE.replace("m_new, alpha * l + p, ", "m_new, "),
+                ("returned (a tensor", "expected (a tensor")),
+    "a shape": ("00.2", ONLINE.replace("m_new, alpha", "m_new[..., None], alpha"),
+                ("returned (a tensor (1, 2, 35, 1)",)),
+    "not in place": ("04.1", MERGE + "return out, lse", ("returned (a", "expected None")),
+    "in a rank": ("04.1", MERGE + "lse += typo", ("line 2:", "lse += typo", "'typo'")),
+    "in a simulated thread": ("01.3", None, ("NameError", "delt_i", "dS[r, c] =")),
+    "in an interpreted kernel": ("03.1", None, ("NameError", "colum", "seen = colum < Nk")),
+    "CUDA": ("02.1", None, ("{line}:", "float alpha = expf(m - m_neu);", "the compiler says:", "m_neu")),
+    "CUDA brace": ("02.1", None, ("The compiler finds this error behind your function",)),
+    "CUDA at run time": ("02.1", None,
+                         ("{line}:", "float P = expf(S[-1] - m_new);", "access to element -1 of a shared")),
     "CUDA no function": ("02.1", "__device__ void update() {}", ("has no function online_update",)),
 }  # fmt: skip
-EDITS = {
+EDITS = {  # Where ERRORS has no text, it is the stage's own function with this edit; {line} is the edited line.
     "in a simulated thread": ("- delta_i", "- delt_i"),
     "in an interpreted kernel": ("seen = column < Nk", "seen = colum < Nk"),
     "CUDA": ("expf(m - m_new)", "expf(m - m_neu)"),
@@ -213,19 +224,32 @@ EDITS = {
 }
 
 
+def line_of(text, part):
+    """Such as "line 3", the first line with that part of the text."""
+    return f"line {text[: text.index(part)].count(chr(10)) + 1}"
+
+
+def edited(name):
+    """(text, words) of an entry of EDITS."""
+    id, _, words = ERRORS[name]
+    old, new = EDITS[name]
+    own = str(solution(id))
+    assert own.count(old) >= 1
+    return own.replace(old, new), [word.replace("{line}", line_of(own, old)) for word in words]
+
+
 on_cpu = pytest.mark.skipif(engine.name != "cpu", reason="the words of the simulator, the interpreter and g++")
-# "not in place": with a GPU each rank is a new process, in which nobody compares what a function returns; its results are wrong.
+# "not in place" is among them because with a GPU each rank is a new process, in which nothing compares what the
+# function returns. There the check finds wrong results instead.
 ON_CPU = ("in a simulated thread", "in an interpreted kernel", "CUDA at run time", "not in place")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[on_cpu] * (name in ON_CPU)) for name in ERRORS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_cpu if name in ON_CPU else ()) for name in ERRORS])
 def test_an_error_is_answered_in_the_readers_lines(name):
     id, text, words = ERRORS[name]
     runnable(EXERCISES[id])
-    if name in EDITS:
-        text = str(solution(id))
-        assert EDITS[name][0] in text
-        text = text.replace(*EDITS[name])
+    if text is None:
+        text, words = edited(name)
     report = check(id, text)
     assert report.verdict == "error" and report.failed, report
     assert all(word in repr(report) for word in words), report
@@ -237,8 +261,9 @@ def test_an_error_of_nvrtc_is_answered_in_the_readers_lines(name, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
     from steps.step02_fa2_cuda import nvrtc
 
-    id, _, words = ERRORS[name]
-    text = answer.Answer(str(solution(id)).replace(*EDITS[name]), "your text")
+    id, _, _ = ERRORS[name]
+    text, words = edited(name)
+    text = answer.Answer(text, "your text")
     (tmp_path / "fwd_0_scalar.cu").write_text(splice.splice(EXERCISES[id].path.read_text(), text, EXERCISES[id]).text)
     with pytest.raises(Exception, match="error") as e:
         nvrtc.compile(tmp_path / "fwd_0_scalar.cu", {"D": 32, "Br": 16, "Bc": 16}, "sm_90a")
@@ -254,19 +279,23 @@ def score_gradients(dS, P, dO_i, V_j, delta, head, i, Bc, D):
 """
 UNDEFINED = "Failed in cuda mode pipeline (step: nopython frontend)\nNameError: name 'delta_i' is not defined"
 COMPILATION = "at 4:11:\ndef mask(S, i, j, Nq, Nk):\n    ...\n           ^\nNameError('colum is not defined')"
-COMPILED = {  # what Numba and Triton say where they compile for a GPU
+# What Numba and Triton say when they compile for a GPU, what the answer to it contains, and what it does not.
+COMPILED = {
     "a line of Numba's": ("01.3", "TypingError", TYPING, ("line 3:", "Unknown attribute 'size2'"), "/tmp"),
-    "a name of Numba's": ("01.3", "TypingError", UNDEFINED, ("line 5:", "delta_i = delta", "'delta_i' is not defined"), "/tmp"),
-    "Triton's": ("03.1", "CompilationError", COMPILATION, ("line 5:", "seen = column", "NameError('colum is"), "at 4"),
+    "a name of Numba's": ("01.3", "TypingError", UNDEFINED, ("{line}:", "delta_i = delta", "'delta_i' is not"), "/tmp"),
+    "Triton's": ("03.1", "CompilationError", COMPILATION, ("line 5:", "NameError('colum is"), "at 4"),
 }
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_what_compilers_for_a_gpu_say_is_answered_in_the_readers_lines(name):
     id, kind, message, words, hidden = COMPILED[name]
-    text = answer.Answer(str(solution(id)), "your text")
+    own = str(solution(id))
+    if id == "01.3":
+        words = [word.replace("{line}", line_of(own, "delta_i = delta")) for word in words]
     error = {"type": kind, "message": message, "frames": []}
-    says = "\n".join(explain(error, EXERCISES[id], text, {43 + n: n for n in range(1, 9)}))
+    lines = {43 + n: n for n in range(1, 9)}
+    says = "\n".join(explain(error, EXERCISES[id], answer.Answer(own, "your text"), lines))
     assert all(word in says for word in words) and hidden not in says, says
 
 
@@ -275,7 +304,7 @@ def test_an_endless_loop_is_stopped_and_its_case_is_named():
     assert report.verdict == "error"
     assert "stopped after 1 s in the case: causal with more queries than keys" in repr(report)
     assert "does a barrier wait for a thread that has left?" in repr(report)
-    assert check("00.2", ONLINE).verdict == "passed"  # and the next check works
+    assert check("00.2", ONLINE).verdict == "passed"  # The next check works again.
 
 
 @on_cpu
@@ -293,7 +322,8 @@ def test_a_crash_is_survived():
 
 def test_what_an_answer_prints_is_shown():
     report = check("00.2", ONLINE.replace("    alpha =", "    print('shape', m.shape)\n    alpha ="))
-    assert report.verdict == "passed" and "shape torch.Size([1, 2, 35])" in repr(report) and "lines more" in repr(report)
+    assert report.verdict == "passed"
+    assert "shape torch.Size([1, 2, 35])" in repr(report) and "lines more" in repr(report)
 
 
 # Functions from a notebook.
@@ -332,14 +362,22 @@ def test_a_blank_function_of_a_notebook():
 
 # Hunts.
 
-WANTED = "    want = attention.forward(q, k, v, causal=True)[0]\n    assert (out - want).abs().max() < 1e-5, 'out differs'\n"
-CALL = "import torch\nfrom reference import attention\n\ndef test(forward):\n    q, k, v = torch.randn(3, 1, 1, 100, 8)\n"
+CALL = """import torch
+from reference import attention
+
+def test(forward):
+    q, k, v = torch.randn(3, 1, 1, 100, 8)
+"""
+RIGHT = """    out, _ = forward(q, k, v, causal=True)
+    want = attention.forward(q, k, v, causal=True)[0]
+    assert (out - want).abs().max() < 1e-5, 'out differs'
+"""
 HUNT_ERRORS = {
     "passes on both": (CALL + "    forward(q, k, v)\n", "wrong", ("WRONG: passes on the broken kernel too",)),
-    "fails on both": (CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n", "wrong", ("own forward too", "line 6:", "> 1e9")),
+    "fails on both": (CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n", "wrong", ("own forward too", "line 6:")),
     "raises": (CALL + "    forward(q, k, v, mask=None)\n", "error", ("line 6:", "TypeError", "mask")),
     "no test": ("import torch\n", "error", ("no function test(forward)",)),
-    "right": (CALL + "    out, _ = forward(q, k, v, causal=True)\n" + WANTED, "passed", ("AssertionError: out differs",)),
+    "right": (CALL + RIGHT, "passed", ("AssertionError: out differs",)),
 }
 
 
@@ -356,13 +394,13 @@ def test_a_hunt_is_judged(name):
 
 
 def normalised(text):
-    """The lines of code without comments, whitespace and bare brackets; in a script's markdown cells, too."""
+    """The lines of code, in markdown cells too, without comments, whitespace and lines that have only brackets."""
     lines = (re.sub(r"\s+|(//|#(?!pragma|include)).*", "", re.sub(r"^# ?", "", line)) for line in text.splitlines())
     return [line for line in lines if re.search(r"\w", line)]
 
 
 def notebook_text(path):
-    """A notebook's cells and outputs, or a script, as text."""
+    """The text of a notebook's cells and outputs, or of a script."""
     if path.suffix == ".py":
         return path.read_text()
     parts = []
@@ -372,22 +410,29 @@ def notebook_text(path):
             parts.append(value)
         elif isinstance(value, list) and all(isinstance(x, str) for x in value):
             parts.append("".join(value))
-        else:
-            for x in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        elif isinstance(value, dict):
+            for x in value.values():
+                collect(x)
+        elif isinstance(value, list):
+            for x in value:
                 collect(x)
 
-    collect([{name: x for name, x in cell.items() if name != "metadata"} for cell in json.loads(path.read_text())["cells"]])
+    for cell in json.loads(path.read_text())["cells"]:
+        collect({name: x for name, x in cell.items() if name != "metadata"})
     return "\n".join(parts)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")) + sorted((ROOT / "notebooks").glob("src/*.py")),
-                         ids=lambda path: path.name)  # fmt: skip
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb")) + sorted((ROOT / "notebooks").glob("src/*.py"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_no_notebook_contains_a_solution(path):
     there = "\n".join(["", *normalised(notebook_text(path)), ""])
     for id, task in EXERCISES.items():
         lines = normalised(str(solution(id)).split("{\n", 1)[1] if task.path.suffix != ".py" else body(task))
         size = min(3, len(lines))
-        shown = [lines[i : i + size] for i in range(len(lines) - size + 1) if "\n".join(["", *lines[i : i + size], ""]) in there]
+        pieces = [lines[i : i + size] for i in range(len(lines) - size + 1)]
+        shown = [piece for piece in pieces if "\n".join(["", *piece, ""]) in there]
         assert not shown, f"{path.name} shows of {id}: {shown}"
 
 
@@ -395,7 +440,9 @@ def test_no_notebook_contains_a_solution(path):
 
 
 def test_check_hint_and_solution_on_the_command_line(my):
-    run = lambda *words: CliRunner().invoke(__main__.app, words)  # noqa: E731
+    def run(*words):
+        return CliRunner().invoke(__main__.app, words)
+
     first = run("check", "00")
     assert first.exit_code == 0 and first.output.count(": blank") == len(exercises.of_stage("00"))
     assert len(list(my.iterdir())) == len(exercises.of_stage("00"))
@@ -404,7 +451,8 @@ def test_check_hint_and_solution_on_the_command_line(my):
     assert second.exit_code == 0 and "passed" in second.output
     exercises.find("00.2").mine.write_text(ONLINE.replace("alpha * l", "l"))
     third = run("check", "00")
-    assert third.exit_code == 1 and "00.2 Take in one key: WRONG" in third.output and "l is not rescaled" in third.output
+    assert third.exit_code == 1
+    assert "00.2 Add one key to m, l and O: WRONG" in third.output and "l is not rescaled" in third.output
     assert "What do you" in run("hint", "00.2").output and "m_new = max(m, s)" in run("hint", "00.2", "3").output
     assert "alpha = (m - unit).exp()" in run("solution", "00.2").output
     unknown = run("check", "00.9")
@@ -425,15 +473,17 @@ def test_mine_knows_what_is_filled_in():
 
 
 def test_pytest_mine_names_the_misconception_and_skips_the_blanks(tmp_path):
-    """In a copy of the course: stage 00 with one wrong function, stage 02 with none."""
+    """A run of pytest in a copy of the course, in which one function of stage 00 is wrong and stage 02 has none."""
     for name in ("steps", "tests", "reference"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("results"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "00_2_online_update.py").write_text(ONLINE.replace("alpha * l", "l"))
-    command = [sys.executable, "-m", "pytest", "tests/test_step00_naive.py", "tests/test_step02_fa2_cuda.py", "--mine", "-rs"]
-    command += ["-p", "no:cacheprovider", "-k", "TestContract and (ragged_causal or softmax or bit_equal)"]
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # it needs none, and they take half its time to import
+    command = [sys.executable, "-m", "pytest", "tests/test_step00_naive.py", "tests/test_step02_fa2_cuda.py"]
+    command += ["--mine", "-rs", "-p", "no:cacheprovider"]
+    command += ["-k", "TestContract and (ragged_causal or softmax or bit_equal)"]
+    # The run needs no plugins, and their import would double its time.
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     for words in (
@@ -448,19 +498,23 @@ def test_pytest_mine_names_the_misconception_and_skips_the_blanks(tmp_path):
 
 def test_where_nothing_can_be_forked(monkeypatch):
     monkeypatch.setattr(runner, "FORK", False)
-    assert check("00.2", ONLINE).verdict == "passed"  # by the server itself, which ends with it
+    assert check("00.2", ONLINE).verdict == "passed"  # The server itself did the job, and has ended.
     report = check("00.2", ONLINE.replace("    alpha =", "    import os; os.abort()\n    alpha ="))
     assert report.verdict == "error" and "SIGABRT" in repr(report)
 
 
 def test_a_kernel_s_text_is_edited_in_a_copy_and_only_there():
-    from steps.step02_fa2_cuda import kernels
+    from steps.step02_fa2_cuda import launch
 
-    here, old = kernels.HERE, "float max_S = -INFINITY;"
-    with source.edited(kernels, "fwd_2_mma.cu", (old, "float max_S = 0;")) as lines:
-        assert kernels.HERE != here and (kernels.HERE / "fwd_2_mma.cu").read_text().splitlines() == lines
+    here, old = launch.HERE, "float max_S = -INFINITY;"
+    launch.kept["a launch of the kernel as it was"] = ()
+    with listing.edited("fwd_2_mma.cu", (old, "float max_S = 0;")) as lines:
+        assert launch.HERE != here and (launch.HERE / "fwd_2_mma.cu").read_text().splitlines() == lines
         assert not any(old in line for line in lines)
-    assert kernels.HERE == here and old in (here / "fwd_2_mma.cu").read_text()
-    with pytest.raises(ValueError, match="fwd_2_mma.cu has 0 places"):
-        with source.edited(kernels, "fwd_2_mma.cu", ("no such text", "")):
+        assert (launch.HERE / "fwd_5_fa2.cu").read_text() == (here / "fwd_5_fa2.cu").read_text()
+        assert not launch.kept
+    assert launch.HERE == here and old in (here / "fwd_2_mma.cu").read_text()
+    assert launch.kept.pop("a launch of the kernel as it was") == ()
+    with pytest.raises(ValueError, match="fwd_2_mma.cu contains 'no such text' 0 times"):
+        with listing.edited("fwd_2_mma.cu", ("no such text", "")):
             pass

@@ -25,30 +25,31 @@
 # - **Symbols** are the papers': `reference/symbols.md`. Words: `reference/glossary.md`.
 
 # %% slideshow={"slide_type": "skip"}
-import steps  # first: it chooses the engine
+import steps  # comes first, because it chooses the engine
 import math
 import textwrap
 import time
 import weakref
+from functools import partial
 from unittest.mock import patch
 
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
 from reference import cases, error, mutants
-from reference.bench import cost
-from reference.bench.plots import COLOURS, FAINT, INK, style
+from steps.bench import cost
+from steps.bench.plots import COLOURS, FAINT, INK, style
 from steps import step00_naive as step00
-from steps.step00_naive import bwd_1_matrix, fwd_1_matrix, fwd_2_online, fwd_3_tiled, io_count
-from steps.workbook import Blank, check, exercises, hint, picture, show, solution  # noqa: F401  for part 5
+from steps.step00_naive import bwd_1_matrix, fwd_1_matrix, fwd_2_online
+from steps.step00_naive import fwd_3_tiled, io_count
+from steps.workbook import Blank, check, exercises, picture, show
+from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 
-torch.set_num_threads(1)  # small tensors: one thread is faster, and its times are steadier
+torch.set_num_threads(1)  # small tensors are faster on one thread, and the times steadier
 torch.set_printoptions(precision=2, sci_mode=False)
 style()
-print(steps.engine.describe())
-print("matplotlib", matplotlib.__version__)
+print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
@@ -60,15 +61,16 @@ print("matplotlib", matplotlib.__version__)
 #
 # $$S = \mathit{scale}\; Q K^\top \qquad P_{ij} = \frac{e^{S_{ij}}}{\sum_{j'} e^{S_{ij'}}} \qquad O = P V$$
 #
-# Read it as a classifier: row $K_j$ is the **embedding of class j**, the score $S_{ij}$ says how well query i fits it, and
-# softmax turns a row of scores into probabilities; $O_i$ is the value to expect. The scale, by default $1/\sqrt d$, keeps
-# scores from growing with d (last lines below). Here are six animals in d = 2 dimensions, water and air; their values are
-# points in the plane. In self-attention the rows of Q, K and V are made from the same N tokens: here N = 6.
+# Read it as a classifier: row $K_j$ is the **embedding of class j**, the score $S_{ij}$ says how well query i fits it,
+# and softmax turns a row of scores into probabilities; $O_i$ is the value to expect. The scale, by default $1/\sqrt d$,
+# keeps scores from growing with d (last lines below). Here are six animals in d = 2 dimensions, water and air; their
+# values are points in the plane. In self-attention the rows of Q, K and V are made from the same N tokens: here N = 6.
 
 # %% slideshow={"slide_type": "fragment"}
 N, d = 6, 2
 names = ["sparrow", "frog", "eagle", "gull", "trout", "mole"]
-K = torch.tensor([[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]])  # at home in (water, air)
+# How much each animal is at home in (water, air).
+K = torch.tensor([[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]])
 V = torch.tensor([[0.0, 6], [2, 0], [4, 6], [6, 4], [8, 0], [10, 6]])
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
 scale = 1 / math.sqrt(d)
@@ -77,41 +79,50 @@ S = fwd_1_matrix.scores(Q, K, False, scale)  # (N, N)
 P, lse = fwd_1_matrix.softmax(S)  # (N, N), (N,)
 O = P @ V  # (N, d)
 for j, name in enumerate(names):
-    print(f"k{j} {name:7} q5 . k{j} = {Q[5] @ K[j]:2.0f}   S[5,{j}] = {S[5, j]:5.2f}   P[5,{j}] = {P[5, j]:.2f}")
-print("S[5,4] - S[5,3] =", S[5, 4] - S[5, 3], " P[5,4] / P[5,3] =", P[5, 4] / P[5, 3], " sum of P[5] =", P[5].sum())
+    print(f"k{j} {name:7} q5 . k{j} = {Q[5] @ K[j]:2.0f}", end="   ")
+    print(f"S[5,{j}] = {S[5, j]:5.2f}   P[5,{j}] = {P[5, j]:.2f}")
+print("S[5,4] - S[5,3] =", S[5, 4] - S[5, 3], end="  ")
+print("P[5,4] / P[5,3] =", P[5, 4] / P[5, 3], " sum of P[5] =", P[5].sum())
 print("O[5] =", O[5])
 for n in (16, 256):
-    products = torch.randn(2, 1000, n, generator=torch.Generator().manual_seed(0)).prod(0).sum(1)
-    print(f"random q, k with d = {n:3}: products spread by {products.std():.1f}, scaled by {products.std() / n**0.5:.1f}")
+    seeded = torch.Generator().manual_seed(0)
+    spread = torch.randn(2, 1000, n, generator=seeded).prod(0).sum(1).std()
+    print(f"random q, k with d = {n:3}: products spread by {spread:.1f}", end=", ")
+    print(f"scaled by {spread / n**0.5:.1f}")
+
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Query 5 is (3, 1): much water, some air. It fits the trout best, with a scalar product of 6, then the gull with 5;
 # scaled, 4.24 and 3.54. A difference of 0.71 between scores is a factor of 2.03 between probabilities: 0.61 and 0.30.
-# The result (6.83, 1.34) lies between the trout's value (8, 0) and the gull's (6, 4), drawn a little towards the others.
-# The scale decides how soft the lookup is: at 0 all keys count the same, and as it grows the best takes all.
+# The result (6.83, 1.34) lies between the trout's value (8, 0) and the gull's (6, 4), drawn a little towards the
+# others. The scale decides how soft the lookup is: at 0 all keys count the same, and as it grows the best takes all.
 
 # %% slideshow={"slide_type": "fragment"}
 fig, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.4))
-for j in range(N):
-    left.annotate("", K[j].tolist(), (0, 0), arrowprops={"arrowstyle": "->", "color": COLOURS[0], "lw": 1.6})
+arrow = {"arrowstyle": "->", "color": COLOURS[0], "lw": 1.6}
+for j, name in enumerate(names):
+    left.annotate("", K[j].tolist(), (0, 0), arrowprops=arrow)
     x, y = (K[j] + torch.tensor([0.42, 0.25]) * K[j] / K[j].norm()).tolist()
-    left.text(x, y - 0.25 * (j == 1), names[j], color=COLOURS[0], ha="center", va="center")
-left.annotate("", Q[5].tolist(), (0, 0), arrowprops={"arrowstyle": "->", "color": COLOURS[1], "lw": 2.5})
+    left.text(x, y - 0.25 * (j == 1), name, color=COLOURS[0], ha="center", va="center")
+    x, y = V[j, 0], V[j, 1] + (-1.7 if j == 4 else 0.7)
+    right.text(x, y, f"{name} {P[5, j]:.2f}", ha="center", fontsize=8)
+left.annotate("", Q[5].tolist(), (0, 0), arrowprops=arrow | dict(color=COLOURS[1], lw=2.5))
 left.text(3.05, 1.12, "q5", color=COLOURS[1])
-left.set(xlim=(-2, 3.6), ylim=(-1.6, 2.8), title="keys, and query 5", xlabel="water", ylabel="air", aspect="equal")
-path = torch.stack([fwd_1_matrix.softmax(Q[5] @ K.T * s)[0] @ V for s in torch.linspace(0, 8, 400)])
+left.set(xlim=(-2, 3.6), ylim=(-1.6, 2.8), xlabel="water", ylabel="air", aspect="equal")
+left.set(title="keys, and query 5")
 right.scatter(*V.T, s=1500 * P[5] + 6, color=COLOURS[0], alpha=0.5, lw=0)
+path = fwd_1_matrix.softmax(torch.linspace(0, 8, 400)[:, None] * (Q[5] @ K.T))[0] @ V
 right.plot(*path.T, color=INK, lw=1.2, label="O[5] as the scale goes from 0 to 8")
-for j in range(N):
-    right.text(V[j, 0], V[j, 1] + (-1.7 if j == 4 else 0.7), f"{names[j]} {P[5, j]:.2f}", ha="center", fontsize=8)
 right.plot(*V.mean(0), "s", color=COLOURS[2], label="scale 0: the mean")
 right.plot(*O[5], "X", color=COLOURS[1], ms=10, label="scale 1/sqrt(2)")
-right.set(xlim=(-2.6, 12), ylim=(-5.5, 7.6), title="values; area: the probability", yticks=range(-4, 8, 2))
+right.set(xlim=(-2.6, 12), ylim=(-5.5, 7.6), yticks=range(-4, 8, 2))
+right.set_title("values; area: the probability")
 right.legend(loc="lower left", fontsize=8)
-picture(fig, """Left: six key arrows and query 5 on the axes water and air; the query points between the
-trout and the gull, whose keys are long. Right: the six values as discs whose areas are their
-probabilities, 0.61 for the trout and 0.30 for the gull. The output moves from the mean of all
-values at scale 0 past its place at scale 1/sqrt(2) to the trout's value as the scale grows.""")
+picture(fig, """Left: six key arrows and query 5 on the axes water and air; the query points
+between the trout and the gull, whose keys are long. Right: the six values as discs whose
+areas are their probabilities, 0.61 for the trout and 0.30 for the gull. The output moves
+from the mean of all values at scale 0 past its place at scale 1/sqrt(2) to the trout's
+value as the scale grows.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Rung 0 is the definition, number by number; `show` prints a function from its file. Rung 1, which you just called, has
@@ -133,16 +144,21 @@ show("fwd_0_loops", "attend")
 
 # %% slideshow={"slide_type": "skip"}
 class AliveBytes(TorchDispatchMode):
-    """`with AliveBytes(q, k, v) as memory`: memory.peak is the most bytes of new tensors alive at once."""
+    """Counts the bytes of new tensors: `with AliveBytes(q, k, v) as memory`.
+
+    memory.peak is the most bytes alive at once. The inputs q, k and v do not count.
+    """
 
     def __init__(self, *inputs):
         super().__init__()
-        self.now, self.peak, self.known = 0, 0, weakref.WeakSet(x.untyped_storage() for x in inputs)
+        self.now = self.peak = 0
+        self.known = weakref.WeakSet(x.untyped_storage() for x in inputs)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         storage = result.untyped_storage() if isinstance(result, torch.Tensor) else None
-        if storage is not None and storage not in self.known:  # not a view of a tensor seen before
+        # If the storage is known, the result is a view of an earlier tensor.
+        if storage is not None and storage not in self.known:
             self.known.add(storage)
             self.change(storage.nbytes())
             weakref.finalize(storage, self.change, -storage.nbytes())
@@ -155,7 +171,7 @@ class AliveBytes(TorchDispatchMode):
 
 # %% slideshow={"slide_type": "subslide"}
 def peak_bytes(function, n, d=64):
-    """The most bytes that function(q, k, v) has in use beyond its inputs, one head of n tokens."""
+    """The most bytes that function(q, k, v) uses beyond its inputs, one head, n tokens."""
     q, k, v = torch.randn(3, 1, 1, n, d)
     with AliveBytes(q, k, v) as memory:
         function(q, k, v)
@@ -165,8 +181,12 @@ def peak_bytes(function, n, d=64):
 def seconds(function, n, d=64):
     """The shortest of three runs."""
     q, k, v = torch.randn(3, 1, 1, n, d)
-    starts = [(time.perf_counter(), function(q, k, v))[0] for _ in range(3)] + [time.perf_counter()]
-    return min(b - a for a, b in zip(starts, starts[1:], strict=False))
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        function(q, k, v)
+        taken.append(time.perf_counter() - start)
+    return min(taken)
 
 
 lengths = (128, 256, 512, 1024, 2048)
@@ -178,8 +198,9 @@ print(f"one head's S at N = 16384: {4 * 16384**2 / 2**30:.0f} GiB of float32")
 
 # %% slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.2), layout="constrained")
-for ax, y, title in zip(axes, (times, peaks), ("time, ms", "peak memory, MiB"), strict=True):
-    y = [value * (1e3 if y is times else 2**-20) for value in y]
+ms = [1e3 * t for t in times]
+mib = [peak / 2**20 for peak in peaks]
+for ax, y, title in zip(axes, (ms, mib), ("time, ms", "peak memory, MiB"), strict=True):
     square = [y[-1] * (n / lengths[-1]) ** 2 for n in lengths]
     ax.loglog(lengths, y, "o-", color=COLOURS[1], label="rung 1, matrix")
     ax.loglog(lengths, square, "--", color=INK, lw=1, label="$N^2$ line")
@@ -191,10 +212,10 @@ for ax in axes:
     ax.set_xticks(lengths, lengths)
     ax.minorticks_off()
     ax.legend(fontsize=8)
-picture(fig, """Two log-log plots of the matrix rung against N from 128 to 2048, each with a line of
-slope N squared through its last point. Time climbs slowly at first, then at least as steeply as
-that line. Peak memory lies on it, and leaves the dotted line of inputs and output, which has slope N, further and further
-below.""")
+picture(fig, """Two log-log plots of the matrix rung against N from 128 to 2048, each with a
+line of slope N squared through its last point. Time climbs slowly at first, then at least
+as steeply as that line. Peak memory lies on it, and leaves the dotted line of inputs and
+output, which has slope N, further and further below.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Memory lies on the $N^2$ line: at the peak four N x N matrices are alive (scores, exponentials, quotient, P). Inputs
@@ -226,8 +247,8 @@ print(f"float16 at exp({math.log(torch.finfo(torch.float16).max):.1f})")
 # Scores above 88.7 overflow float32 to inf, and inf / inf is nan.
 #
 # **Claim 1.** Softmax does not change when one constant c is subtracted from all scores:
-# $e^{s_j - c} / \sum e^{s_{j'} - c} = e^{-c} e^{s_j} / (e^{-c} \sum e^{s_{j'}})$. Choose c = m, the row's maximum: the largest
-# exponent is 0, nothing overflows, and the sum is at least 1.
+# $e^{s_j - c} / \sum e^{s_{j'} - c} = e^{-c} e^{s_j} / (e^{-c} \sum e^{s_{j'}})$. Choose c = m, the row's maximum: the
+# largest exponent is 0, nothing overflows, and the sum is at least 1.
 
 # %% slideshow={"slide_type": "fragment"}
 m = s.max()
@@ -237,19 +258,20 @@ print("safe, x50:", naive_softmax(50 * s - (50 * s).max()))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Then, m must not be needed in advance
 #
-# Scores arrive one by one. Let m be the maximum *so far* and $l = \sum e^{s_j - m}$. When a larger score comes, m moves.
-# Just going on with the new m is wrong:
+# Scores arrive one by one. Let m be the maximum *so far* and $l = \sum e^{s_j - m}$. When a larger score comes, m
+# moves. Just going on with the new m is wrong:
 
 # %% slideshow={"slide_type": "fragment"}
 m, l = -math.inf, 0.0
 for s_j in s.tolist():
     m = max(m, s_j)
-    l = l + math.exp(s_j - m)  # what was summed before used an older m
+    l = l + math.exp(s_j - m)  # the terms summed before used an older m
 print(f"l without correction: {l:.2f}, should be {(s - s.max()).exp().sum():.2f}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# **Claim 2.** When m moves to m_new, one factor mends the whole sum: $\sum e^{s_j - m_{new}} = \alpha \sum e^{s_j - m}$ with
-# $\alpha = e^{m - m_{new}} \le 1$. Think of $e^m$ as the unit that l is counted in: a larger unit, a smaller count.
+# **Claim 2.** When m moves to m_new, one factor mends the whole sum: $\sum e^{s_j - m_{new}} = \alpha \sum e^{s_j - m}$
+# with $\alpha = e^{m - m_{new}} \le 1$. Think of $e^m$ as the unit that l is counted in: a larger unit, a smaller
+# count.
 #
 # **Claim 3.** The output is a sum of the same kind, $O = \sum e^{s_j - m} v_j$, so the same factor mends it. At the end
 # O / l is the row of the result, exactly, and no row of S or P was stored.
@@ -260,8 +282,10 @@ print(f"l without correction: {l:.2f}, should be {(s - s.max()).exp().sum():.2f}
 # %% slideshow={"slide_type": "fragment"}
 old, new = s[:3].max(), s[:4].max()
 alpha = (old - new).exp()
-before, after = (s[:3] - old).exp(), (s[:3] - new).exp()  # the first three terms, in the old unit and in the new
-print(f"m {old:.2f} -> {new:.2f}, alpha {alpha:.2f}; l over three keys: {before.sum():.2f} -> {after.sum():.2f}")
+before = (s[:3] - old).exp()  # the first three terms, in the old unit
+after = (s[:3] - new).exp()  # the same terms, in the new unit
+print(f"m {old:.2f} -> {new:.2f}, alpha {alpha:.2f}", end="; ")
+print(f"l over three keys: {before.sum():.2f} -> {after.sum():.2f}")
 print("claim 2:", torch.allclose(alpha * before.sum(), after.sum()))
 print("claim 3:", torch.allclose(alpha * (before @ V[:3]), after @ V[:3]))
 
@@ -279,32 +303,34 @@ print("O / l is row 5 of the result:", torch.allclose(o / l, O[5]))
 fig, axes = plt.subplots(3, 1, figsize=(7, 5.2), sharex=True, layout="constrained")
 ms, alphas, ls, rows = zip(*trace, strict=True)
 axes[0].bar(range(N), s, width=0.35, color=COLOURS[5], label="score s_j")
-axes[0].plot(range(N), ms, "o-", drawstyle="steps-post", color=COLOURS[0], label="running maximum m")
+axes[0].step(range(N), ms, "o-", where="post", color=COLOURS[0], label="running maximum m")
 axes[0].legend(fontsize=8, loc="upper left")
 axes[0].set_title("m follows the largest score")
 axes[1].plot(range(N), ls, "o-", color=COLOURS[1])
-for j in (j for j in range(1, N) if alphas[j] < 1):
-    text = f"x {alphas[j]:.2f}, then + 1"
-    axes[1].annotate(text, (j, ls[j]), (j, max(ls) + 0.15), ha="center", fontsize=8,
-                     arrowprops={"arrowstyle": "-", "color": FAINT})  # fmt: skip
+line = {"arrowstyle": "-", "color": FAINT}
+for j in range(1, N):
+    if alphas[j] < 1:
+        text, above = f"x {alphas[j]:.2f}, then + 1", (j, max(ls) + 0.15)
+        axes[1].annotate(text, (j, ls[j]), above, ha="center", fontsize=8, arrowprops=line)
 axes[1].set(ylim=(0.9, max(ls) + 0.4), title="l, and its factor alpha where m moves")
 for c in range(d):
-    colour = COLOURS[2 + c]
-    axes[2].plot(range(N), [row[c] for row in rows], "os"[c] + "-", color=colour, label=f"component {c}")
+    colour, so_far = COLOURS[2 + c], [row[c] for row in rows]
+    axes[2].plot(range(N), so_far, "os"[c] + "-", color=colour, label=f"component {c}")
     axes[2].axhline(O[5, c], color=colour, lw=1, ls="--")
 axes[2].legend(fontsize=8)
-axes[2].set(xlabel="key j", xticks=range(N), title="O / l, over the keys so far; dashed: the final row")
-picture(fig, """Three plots over keys 0 to 5. The running maximum steps up at keys 1, 3 and 4; the
-sum l is multiplied by alpha, 0.24, 0.24 and 0.49, there; the two components of O / l move from the
-first value to the final row of the output and end on it.""")
+axes[2].set_title("O / l, over the keys so far; dashed: the final row")
+axes[2].set(xlabel="key j", xticks=range(N))
+picture(fig, """Three plots over keys 0 to 5. The running maximum steps up at keys 1, 3 and
+4; the sum l is multiplied by alpha, 0.24, 0.24 and 0.49, there; the two components of O / l
+move from the first value to the final row of the output and end on it.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# m moves at keys 1, 3 and 4, where alpha is 0.24, 0.24 and 0.49. At every key O / l *is* the attention over the keys seen
-# so far; the last, (6.83, 1.34), is the value from above.
+# m moves at keys 1, 3 and 4, where alpha is 0.24, 0.24 and 0.49. At every key O / l *is* the attention over the keys
+# seen so far; the last, (6.83, 1.34), is the value from above.
 #
-# **Claim 4.** Keys may come in groups of any size: Bc keys move m to their largest score if that is larger, and add a sum
-# to l and a matrix product to O. Br queries can go side by side. The piece of S for Br queries and Bc keys is a **tile**,
-# the only piece that ever exists.
+# **Claim 4.** Keys may come in groups of any size: Bc keys move m to their largest score if that is larger, and add a
+# sum to l and a matrix product to O. Br queries can go side by side. The piece of S for Br queries and Bc keys is a
+# **tile**, the only piece that ever exists.
 
 # %% slideshow={"slide_type": "fragment"}
 for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):
@@ -316,14 +342,15 @@ for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):
 #
 # In the end m and l belong together: $m + \log l = \log \sum_j e^{s_j}$ is the **log-sum-exp** of the row, `lse`.
 #
-# **Claim 5.** $P_{ij} = e^{S_{ij} - \mathit{lse}_i}$. With lse, any entry of P can be made again from q and k, in any order,
-# without a sum over the row. The backward will live on this.
+# **Claim 5.** $P_{ij} = e^{S_{ij} - \mathit{lse}_i}$. With lse, any entry of P can be made again from q and k, in any
+# order, without a sum over the row. The backward will live on this.
 
 # %% slideshow={"slide_type": "fragment"}
 print(f"row 5: m + log l = {m + l.log():.2f}, lse = {lse[5]:.2f}")
 print("claim 5:", torch.allclose((S - lse[:, None]).exp(), P))
 print(f"P[5, 4] alone: exp({S[5, 4]:.2f} - {lse[5]:.2f}) = {(S[5, 4] - lse[5]).exp():.2f}")
-print(f"kept for N = 16384: lse {4 * 16384 / 2**10:.0f} KiB, P {4 * 16384**2 / 2**20:.0f} MiB")
+print(f"kept for N = 16384: lse {4 * 16384 / 2**10:.0f} KiB", end=", ")
+print(f"P {4 * 16384**2 / 2**20:.0f} MiB")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
@@ -358,8 +385,8 @@ show("fwd_3_tiled", "forward")
 #
 # Causal: a query sees keys up to its own position. If Nq and Nk differ, the *last* query sees every key: the diagonal
 # (dashed below) is aligned at the bottom right. `last_key` ends the inner loop where all further tiles would be masked
-# throughout (white). `mask` matters only in tiles that the diagonal crosses (orange). With more queries than keys, on the
-# right, the first queries see no key: `out = 0` and `lse = -inf`, the value and the logarithm of an empty sum.
+# throughout (white). `mask` matters only in tiles that the diagonal crosses (orange). With more queries than keys, on
+# the right, the first queries see no key: `out = 0` and `lse = -inf`, the value and the logarithm of an empty sum.
 
 # %% slideshow={"slide_type": "fragment"}
 def draw_tiles(ax, Nq, Nk, Br, Bc):
@@ -369,24 +396,29 @@ def draw_tiles(ax, Nq, Nk, Br, Bc):
         end = fwd_3_tiled.last_key(i + Br, Nq, Nk, True)
         for j in range(0, Nk, Bc):
             height, width = min(Br, Nq - i), min(Bc, Nk - j)
-            crossed = fwd_3_tiled.mask(torch.zeros(height, width), i, j, Nk - Nq).isinf().any()
+            S = torch.zeros(height, width)
+            crossed = fwd_3_tiled.mask(S, i, j, Nk - Nq).isinf().any()
             colour = "white" if j >= end else COLOURS[4] if crossed else COLOURS[0]
+            look = {"facecolor": colour, "edgecolor": INK, "lw": 0.8}
+            ax.add_patch(plt.Rectangle((j, i), width, height, **look))
             count += j < end
-            ax.add_patch(plt.Rectangle((j, i), width, height, facecolor=colour, edgecolor=INK, lw=0.8))
     ax.plot([Nk - Nq, Nk], [0, Nq], color=INK, lw=1.5, ls="--")
     tiles = -(-Nq // Br) * -(-Nk // Bc)
-    ax.set(xlim=(0, Nk), ylim=(Nq, 0), aspect="equal", xlabel=f"{Nk} keys", ylabel=f"{Nq} queries")
     ax.set_title(f"tile ({Br}, {Bc}): {count} of {tiles}")
+    ax.set(xlim=(0, Nk), ylim=(Nq, 0), aspect="equal")
+    ax.set(xlabel=f"{Nk} keys", ylabel=f"{Nq} queries")
     ax.grid(False)
 
 
+# %% slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 3, figsize=(8.4, 3.2), layout="constrained")
-for ax, sizes in zip(axes, ((80, 80, 16, 16), (56, 88, 8, 16), (88, 56, 16, 8)), strict=True):
-    draw_tiles(ax, *sizes)
-picture(fig, """Three maps of S cut into tiles. Nq = Nk: the lower left triangle is visited, its
-tiles on the diagonal masked in part. Fewer queries than keys: the diagonal ends at the bottom
-right, so a block of early keys is visited by all. More queries than keys: the first queries see no
-key, and their tiles are never visited.""")
+draw_tiles(axes[0], 80, 80, 16, 16)
+draw_tiles(axes[1], 56, 88, 8, 16)
+draw_tiles(axes[2], 88, 56, 16, 8)
+picture(fig, """Three maps of S cut into tiles. Nq = Nk: the lower left triangle is visited,
+its tiles on the diagonal masked in part. Fewer queries than keys: the diagonal ends at the
+bottom right, so a block of early keys is visited by all. More queries than keys: the first
+queries see no key, and their tiles are never visited.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### The backward, by hand
@@ -409,15 +441,15 @@ P.retain_grad()
 dO = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0], [0, -1], [1, -1]], dtype=torch.float64)
 O.backward(dO)
 want = {"dQ": q.grad, "dK": k.grad, "dV": v.grad, "dP": P.grad, "dS": S.grad}
-q, k, v, P, O, lse = (x.detach() for x in (q, k, v, P, O, lse))  # from here on by hand
+q, k, v, P, O, lse = (x.detach() for x in (q, k, v, P, O, lse))  # the rest is done by hand
 
 dV = P.mT @ dO  # (N, d)
 dP = dO @ v.mT  # (N, N)
 print("dV:", torch.allclose(dV, want["dV"]), " dP:", torch.allclose(dP, want["dP"]))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **P = softmax(S).** From $P_{ij}=e^{S_{ij}-\mathit{lse}_i}$ and $\partial\,\mathit{lse}_i/\partial S_{ik}=P_{ik}$ follows
-# $\partial P_{ij}/\partial S_{ik}=P_{ij}([j=k]-P_{ik})$, where $[j=k]$ is 1 if j = k, else 0. Therefore
+# **P = softmax(S).** From $P_{ij}=e^{S_{ij}-\mathit{lse}_i}$ and $\partial\,\mathit{lse}_i/\partial S_{ik}=P_{ik}$
+# follows $\partial P_{ij}/\partial S_{ik}=P_{ij}([j=k]-P_{ik})$, where $[j=k]$ is 1 if j = k, else 0. Therefore
 #
 # $$dS_{ik} = \sum_j dP_{ij}\, P_{ij} ([j = k] - P_{ik}) = P_{ik}\, (dP_{ik} - \mathit{delta}_i), \qquad
 # \mathit{delta}_i = \sum_j P_{ij}\, dP_{ij}.$$
@@ -429,7 +461,8 @@ print("dV:", torch.allclose(dV, want["dV"]), " dP:", torch.allclose(dP, want["dP
 
 # %% slideshow={"slide_type": "fragment"}
 x = S.detach().requires_grad_()
-print("d lse / d S is P:", torch.allclose(torch.autograd.grad(x.logsumexp(-1).sum(), x)[0], P))
+(d_lse,) = torch.autograd.grad(x.logsumexp(-1).sum(), x)
+print("d lse / d S is P:", torch.allclose(d_lse, P))
 delta = (dO * O).sum(-1)  # (N,)
 dS = P * (dP - delta[:, None])  # (N, N)
 print("delta:", torch.allclose(delta, (P * dP).sum(-1)), delta)
@@ -461,28 +494,34 @@ show("bwd_3_tiled", "backward")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of `raise Blank` and run the cell: `check` puts your function in the place of the module's, runs
-# some of the contract's cases, and names what fails. `hint("00.1")` asks a question, `hint("00.1", 2)` gives the formula,
-# `hint("00.1", 3)` pseudo-code, `solution("00.1")` the module's function.
+# Write the body in place of `raise Blank` and run the cell: `check` puts your function in the place of the module's,
+# runs some of the contract's cases, and names what fails. `hint("00.1")` asks a question, `hint("00.1", 2)` gives the
+# formula, `hint("00.1", 3)` pseudo-code, `solution("00.1")` the module's function.
 #
 # **Exercise 00.1: a softmax that cannot overflow.** Claims 1 and 5 for all rows of S at once. Mind a row that is masked
 # throughout.
 
 # %% slideshow={"slide_type": "fragment"}
 def softmax(S):
-    """(P, lse) over the last dimension; a row that is masked throughout gets P = 0 and lse = -inf, not NaN."""
+    """(P, lse) over the last dimension of S.
+
+    A row that is masked throughout gets P = 0 and lse = -inf, not NaN.
+    """
     raise Blank
 
 
 check("00.1", softmax)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 00.2: take in one key.** Claims 2 and 3 for all queries at once, each with its own m. Mind a query that has
-# seen no key yet.
+# **Exercise 00.2: add one key to m, l and O.** Claims 2 and 3 for all queries at once, each with its own m. Mind a
+# query that has seen no key yet.
 
 # %% slideshow={"slide_type": "fragment"}
 def online_update(m, l, O, s, v_j):
-    """(m, l, O) after one more key: scores s (B, H, Nq), value v_j (B, H, 1, D); m, l (B, H, Nq), O (B, H, Nq, D)."""
+    """(m, l, O) after one more key, with scores s (B, H, Nq) and value v_j (B, H, 1, D).
+
+    m and l are (B, H, Nq), O is (B, H, Nq, D).
+    """
     raise Blank
 
 
@@ -493,7 +532,10 @@ check("00.2", online_update)
 
 # %% slideshow={"slide_type": "fragment"}
 def mask(S, i, j, shift):
-    """S (..., Br, Bc), -inf where the key lies after the query. It starts at query i, key j; query i stands at i + shift."""
+    """S (..., Br, Bc), with -inf where the key lies after the query.
+
+    The tile starts at query i and key j; query i stands at position i + shift.
+    """
     raise Blank
 
 
@@ -512,15 +554,18 @@ def tile_gradients(dout, q, k, v, lse, delta, rows, keys, causal, scale):
 check("00.4", tile_gradients)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 00.bug1.** What was reported about `steps/step00_naive/broken/bug1.py` is printed below. Find the cause, and
-# write the test that would have caught it: it has to fail on the broken forward and pass on the stage's own.
+# **Bug hunt 00.bug1.** What was reported about `steps/step00_naive/broken/bug1.py` is printed below. Find the cause,
+# and write the test that would have caught it: it has to fail on the broken forward and pass on the stage's own.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("00.bug1").symptom, 110))
 
 
 def test(forward):
-    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...), whoever wrote it."""
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...).
+
+    forward may be the stage's own or a broken one.
+    """
     raise Blank
 
 
@@ -529,8 +574,9 @@ check("00.bug1", test)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# All stages answer to one contract: named cases, compared with a float64 reference. The tolerance follows from the inputs:
-# twice plain attention's error in the same precision, plus what rounding may add. Here is stage 00 on every case.
+# All stages answer to one contract: named cases, compared with a float64 reference. The tolerance follows from the
+# inputs: twice plain attention's error in the same precision, plus what rounding may add. Here is stage 00 on every
+# case.
 
 # %% slideshow={"slide_type": "fragment"}
 def run_case(case, dtype=torch.float32):
@@ -540,22 +586,25 @@ def run_case(case, dtype=torch.float32):
     return cases.run(step00, case, x), want
 
 
-runs, failed, worst = 0, [], dict.fromkeys(error.NAMES, 0.0)
+runs, failed = 0, []
+worst = dict.fromkeys(error.NAMES, 0.0)
 for case, dtype, reason in cases.select(step00.SUPPORTS):
     if reason:
         print(f"not run: {case.name} ({reason})")
         continue
     got, want = run_case(case, dtype)
     runs += 1
-    failed += [case.name] if error.failures(got, want) else []
+    if error.failures(got, want):
+        failed.append(case.name)
     for name, e in error.errors(got, want).items():
         worst[name] = max(worst[name], e / (want.tolerance[name] or 1))
 print(f"{runs} runs, {len(failed)} failed")
-print("largest error in units of the tolerance:", {name: round(ratio, 2) for name, ratio in worst.items()})
+in_units = {name: round(ratio, 2) for name, ratio in worst.items()}
+print("largest error in units of the tolerance:", in_units)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now flip one thing. `forward` tells `mask` by `Nk - Nq` where the diagonal lies. Suppose someone passes 0: it starts at
-# the top left. **Which kind of case will fail?**
+# Now flip one thing. `forward` tells `mask` by `Nk - Nq` where the diagonal lies. Suppose someone passes 0: it starts
+# at the top left. **Which kind of case will fail?**
 #
 # <details><summary>Answer</summary>
 #
@@ -571,16 +620,17 @@ with patch.object(fwd_3_tiled, "mask", lambda S, i, j, shift: right_mask(S, i, j
             print("fails:", case.name, "-", case.says)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# `reference/mutants.py` holds such mistakes ready made: a test suite is as good as the mutants it kills. Below, a row is a
-# mistake, a column one of the contract's cases. `no_maximum` never subtracts m, and lives through every case with
+# `reference/mutants.py` holds such mistakes ready made: a test suite is as good as the mutants it kills. Below, a row
+# is a mistake, a column one of the contract's cases. `no_maximum` never subtracts m, and lives through every case with
 # ordinary random scores. `maximum_starts_at_zero` (m = 0 instead of -inf) dies in one case alone, where a row's scores
 # are all very negative: every exponential underflows.
 
 # %% slideshow={"slide_type": "fragment"}
-mistakes = """no_rescale_of_o inverse_alpha first_maximum_kept no_maximum maximum_starts_at_zero
-    tile_local_mask top_left tail_not_masked hard_coded_scale delta_missing dq_scale_missing""".split()
-inputs = """ragged ragged_causal fewer_queries_causal more_queries_causal one_key head_dim_64
-    scores_200 rising falling negative_row""".split()
+mistakes = """no_rescale_of_o inverse_alpha first_maximum_kept no_maximum
+    maximum_starts_at_zero tile_local_mask top_left tail_not_masked hard_coded_scale
+    delta_missing dq_scale_missing""".split()
+inputs = """ragged ragged_causal fewer_queries_causal more_queries_causal one_key
+    head_dim_64 scores_200 rising falling negative_row""".split()
 verdicts = {}
 for case in (c for c in cases.CASES if c.name in inputs):
     x = cases.build(case, step00.SUPPORTS, torch.float32)
@@ -588,19 +638,22 @@ for case in (c for c in cases.CASES if c.name in inputs):
     for mutant in (m for m in mutants.MUTANTS if m.name in mistakes):
         try:
             got = mutant.run(x, x.tile, step00.SUPPORTS["order"])
-            verdicts[mutant.name, case.name] = "killed" if error.failures(got, want) else "survives"
+            verdict = "killed" if error.failures(got, want) else "survives"
         except mutants.NotApplicable:
-            verdicts[mutant.name, case.name] = "n/a"
+            verdict = "n/a"
+        verdicts[mutant.name, case.name] = verdict
+
 
 # %% slideshow={"slide_type": "fragment"}
-looks = {"killed": (COLOURS[0], "x", "white"), "survives": (COLOURS[4], "lives", INK),
+looks = {"killed": (COLOURS[0], "x", "white"),
+         "survives": (COLOURS[4], "lives", INK),
          "n/a": (FAINT, "", INK)}  # fmt: skip
 fig, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
-for row, mutant in enumerate(mistakes):
-    for column, case in enumerate(inputs):
+for r, mutant in enumerate(mistakes):
+    for c, case in enumerate(inputs):
         colour, text, ink = looks[verdicts[mutant, case]]
-        ax.add_patch(plt.Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white"))
-        ax.text(column + 0.5, row + 0.5, text, color=ink, ha="center", va="center", fontsize=8)
+        ax.add_patch(plt.Rectangle((c, r), 1, 1, facecolor=colour, edgecolor="white"))
+        ax.text(c + 0.5, r + 0.5, text, color=ink, ha="center", va="center", fontsize=8)
 ax.set_title("x: killed    lives: not noticed    grey: cannot matter here")
 ax.set(xlim=(0, len(inputs)), ylim=(len(mistakes), 0))
 slanted = {"rotation": 35, "ha": "right", "rotation_mode": "anchor", "fontsize": 8}
@@ -609,10 +662,10 @@ ax.set_yticks([r + 0.5 for r in range(len(mistakes))], mistakes, fontsize=8)
 ax.grid(False)
 ax.tick_params(length=0)
 ax.spines[:].set_visible(False)
-picture(fig, """A table of eleven mistakes against ten cases. Several die almost everywhere. Leaving
-out the maximum lives through all cases but those with scores of 100 and more; starting the maximum
-at zero dies only in the case with a row of very negative scores; the top-left mask only where Nq
-and Nk differ.""")
+picture(fig, """A table of eleven mistakes against ten cases. Several die almost everywhere.
+Leaving out the maximum lives through all cases but those with scores of 100 and more;
+starting the maximum at zero dies only in the case with a row of very negative scores; the
+top-left mask only where Nq and Nk differ.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
@@ -622,38 +675,37 @@ and Nk differ.""")
 #
 # <details><summary>Answer</summary>
 #
-# Rung 2: by 2, as it holds a few tensors like O. Rung 3: by less; only out and lse grow with N, and a tile's needs are the
-# larger part at first. Faster: not with small tiles. The products are the same, but $32^2$ tiles of (16, 16) mean as many
-# rounds of torch calls, each dearer than its arithmetic. Only a kernel makes saved memory into saved time.
+# Rung 2: by 2, as it holds a few tensors like O. Rung 3: by less; only out and lse grow with N, and a tile's needs are
+# the larger part at first. Faster: not with small tiles. The products are the same, but $32^2$ tiles of (16, 16) mean
+# as many rounds of torch calls, each dearer than its arithmetic. Only a kernel makes saved memory into saved time.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-def tiled(b):
-    return lambda q, k, v: fwd_3_tiled.forward(q, k, v, tile=(b, b))
-
-
-rungs = {"rung 1, matrix": (fwd_1_matrix.forward, COLOURS[1], "o-"),
-         "rung 2, online": (fwd_2_online.forward, COLOURS[2], "s-"),
-         "rung 3, (64, 64)": (tiled(64), COLOURS[0], "D-")}  # fmt: skip
+rungs = {"rung 1, matrix": fwd_1_matrix.forward, "rung 2, online": fwd_2_online.forward,
+         "rung 3, (64, 64)": partial(fwd_3_tiled.forward, tile=(64, 64))}  # fmt: skip
+looks = (COLOURS[1], "o-"), (COLOURS[2], "s-"), (COLOURS[0], "D-")
 short, sizes = (64, 128, 256, 512), (16, 32, 64, 128, 256)
 fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-for name, (function, colour, look) in rungs.items():
+for (name, function), (colour, look) in zip(rungs.items(), looks, strict=True):
     mib = [peak_bytes(function, n) / 2**20 for n in short]
     left.loglog(short, mib, look, color=colour, label=name)
     print(f"{name}: from N = 256 to 512 by {mib[3] / mib[2]:.2f}")
-right.loglog(sizes, [1e3 * seconds(tiled(b), 512) for b in sizes], "D-", label="rung 3, tiles of (b, b)")
-right.axhline(1e3 * seconds(fwd_1_matrix.forward, 512), color=COLOURS[1], ls="--", label="rung 1, matrix")
-for ax, name, ticks, title in ((left, "N", short, "peak memory, MiB"), (right, "b", sizes, "time at N = 512, ms")):
-    ax.set(xlabel=name, title=title)
+ms = [1e3 * seconds(partial(fwd_3_tiled.forward, tile=(b, b)), 512) for b in sizes]
+matrix_ms = 1e3 * seconds(fwd_1_matrix.forward, 512)
+right.loglog(sizes, ms, "D-", label="rung 3, tiles of (b, b)")
+right.axhline(matrix_ms, color=COLOURS[1], ls="--", label="rung 1, matrix")
+left.set(xlabel="N", title="peak memory, MiB")
+right.set(xlabel="b", title="time at N = 512, ms")
+for ax, ticks in ((left, short), (right, sizes)):
     ax.set_xticks(ticks, ticks)
     ax.minorticks_off()
     ax.legend(fontsize=8)
-picture(fig, """Left: peak memory against N on log-log axes: the matrix rung rises with slope 2, the
-online rung with slope 1, and the tiled rung, highest at N = 64 where one tile is all, lies lowest
-from N = 256 on with a slope below 1. Right: time of the tiled rung at N = 512 against its tile
-size, falling as the tiles grow from 16; the matrix rung's time is far below that of small
-tiles.""")
+picture(fig, """Left: peak memory against N on log-log axes: the matrix rung rises with
+slope 2, the online rung with slope 1, and the tiled rung, highest at N = 64 where one tile
+is all, lies lowest from N = 256 on with a slope below 1. Right: time of the tiled rung at N
+= 512 against its tile size, falling as the tiles grow from 16; the matrix rung's time is
+far below that of small tiles.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The traffic, counted
@@ -666,14 +718,15 @@ tiles.""")
 # | order | loads | stores |
 # |---|---|---|
 # | standard: S, P, O in three steps | Q, K, V; S, P: $3Nd+2N^2$ | S, P; O; lse: $2N^2+Nd+N$ |
-# | FA1: key tiles outside | K, V; Q, O, l, m for each: $2Nd+T_cN(2d+2)$ | O, l, m at first and for each: $(1+T_c)N(d+2)$ |
-# | FA2: query tiles outside | Q; K, V for each: $Nd+2NdT_r$ | O, lse: $Nd+N$ |
+# | FA1: keys outside | K, V; Q, O, l, m for each: $2Nd+T_cN(2d+2)$ | O, l, m at first and for each: $(1+T_c)N(d+2)$ |
+# | FA2: queries outside | Q; K, V for each: $Nd+2NdT_r$ | O, lse: $Nd+N$ |
 #
 # A short last tile changes nothing: all tiles' rows add up to N. FA2's order is rung 3. Here is FA1's:
 
 # %% slideshow={"slide_type": "fragment"}
 gpu = cost.GPUS["NVIDIA H200"]
-print(f"{gpu.name}: {4 * gpu.fp32_tflops / gpu.bandwidth:.0f} float32 operations for each float32 from device memory")
+each = 4 * gpu.fp32_tflops / gpu.bandwidth
+print(f"{gpu.name}: {each:.0f} float32 operations for each float32 from device memory")
 show("io_count", "fa1")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -690,60 +743,66 @@ show("io_count", "fa1")
 def moved(order, N, *tile, d=64):
     """Elements that one run loads and stores: counted, and equal to the formula."""
     memory = io_count.Memory()
-    getattr(io_count, order)(memory, *torch.randn(3, N, d), **({"tile": tile} if tile else {}))
-    assert (memory.loads, memory.stores) == getattr(io_count, order + "_count")(N, d, *tile)
+    run, formula = getattr(io_count, order), getattr(io_count, order + "_count")
+    run(memory, *torch.randn(3, N, d), **({"tile": tile} if tile else {}))
+    assert (memory.loads, memory.stores) == formula(N, d, *tile)
     return memory.loads + memory.stores
 
 
-def all_three(N, b):
-    """The counts of the three orders. FA1's tile is its paper's choice for M = 4 d b: Bc = M / (4 d), Br = min(Bc, d)."""
-    return {"standard": moved("standard", N), "fa1": moved("fa1", N, min(b, 64), b), "fa2": moved("fa2", N, b, b)}
+def all_three(N, M, d=64):
+    """The counts of the three orders; FA1's tile is the one that its paper takes for M."""
+    Bc = M // (4 * d)
+    fa1, fa2 = moved("fa1", N, min(Bc, d), Bc), moved("fa2", N, Bc, Bc)
+    return {"standard": moved("standard", N), "fa1": fa1, "fa2": fa2}
 
 
-by_length = {N: all_three(N, 64) for N in (100, 200, 500, 1000)}
-by_tile = {b: all_three(500, b) for b in (16, 32, 64, 128)}
+by_length = {N: all_three(N, 16384) for N in (100, 200, 500, 1000)}
+by_memory = {M: all_three(500, M) for M in (4096, 8192, 16384, 32768)}
 for N, counts in by_length.items():
-    print(f"N = {N:4}, M = 16384:", *(f"{order} {c} = {c / N**2:.2f} N^2 " for order, c in counts.items()))
+    ratios = (f"{order} {c} = {c / N**2:.2f} N^2 " for order, c in counts.items())
+    print(f"N = {N:4}, M = 16384:", *ratios)
 print("d (3 d + 4) =", 64 * (3 * 64 + 4))
-for b, counts in by_tile.items():
-    ratios = (f"{order} {counts[order] / counts['standard']:.2f}" for order in ("fa1", "fa2"))
-    print(f"N = 500, M = {4 * 64 * b:5}:", *ratios, "times standard")
+for M, counts in by_memory.items():
+    ratios = (f"{name} {counts[name] / counts['standard']:.2f}" for name in ("fa1", "fa2"))
+    print(f"N = 500, M = {M:5}:", *ratios, "times standard")
+
 
 # %% slideshow={"slide_type": "subslide"}
 d = 64
 papers = {
-    "standard": ("4 (N d + N^2)", lambda N, b: 4 * (N * d + N * N)),
-    "fa1": ("12 N^2 d^2 / M", lambda N, b: 12 * N**2 * d**2 / (4 * d * b)),
-    "fa2": ("2 N d ceil(N / Br)", lambda N, b: 2 * N * d * math.ceil(N / b)),
+    "standard": ("4 (N d + N^2)", lambda N, M: 4 * (N * d + N * N), COLOURS[1]),
+    "fa1": ("12 N^2 d^2 / M", lambda N, M: 12 * N**2 * d**2 / M, COLOURS[2]),
+    "fa2": ("2 N d ceil(N / Br)", lambda N, M: 2 * N * d * -(-4 * d * N // M), COLOURS[0]),
 }
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.6), layout="constrained")
-for (order, (label, formula)), marker, colour in zip(papers.items(), "osD", (1, 2, 0), strict=True):
-    colour = COLOURS[colour]
-    left.plot(range(100, 1001), [formula(N, 64) for N in range(100, 1001)], color=colour, lw=1, label=label)
-    right.plot([4 * d * b for b in range(16, 129)], [formula(500, b) for b in range(16, 129)], color=colour, lw=1)
-    left.plot(list(by_length), [c[order] for c in by_length.values()], marker, color=colour, label=f"{order}, counted")
-    right.plot([4 * d * b for b in by_tile], [c[order] for c in by_tile.values()], marker, color=colour)
+lengths, memories = range(100, 1001), range(4 * d * 16, 4 * d * 129, 4 * d)
+for (order, (text, formula, colour)), marker in zip(papers.items(), "osD", strict=True):
+    left.plot(lengths, [formula(N, 16384) for N in lengths], color=colour, lw=1, label=text)
+    right.plot(memories, [formula(500, M) for M in memories], color=colour, lw=1)
+    for ax, counts in ((left, by_length), (right, by_memory)):
+        elements = [c[order] for c in counts.values()]
+        ax.plot(list(counts), elements, marker, color=colour, label=f"{order}, counted")
 right.axvline(d * (3 * d + 4), color=INK, lw=1, ls=":")
-for ax, name, ticks in ((left, "N, with M = 16384", by_length), (right, "M, with N = 500", [4 * d * b for b in by_tile])):
-    ax.set(xscale="log", yscale="log", xlabel=name, ylim=(2e4, 6e6))
-    ax.set_xticks(list(ticks), list(ticks))
+for ax, ticks in ((left, list(by_length)), (right, list(by_memory))):
+    ax.set(xscale="log", yscale="log", ylim=(2e4, 6e6), xticks=ticks, xticklabels=ticks)
     ax.xaxis.minorticks_off()
-left.set_title("elements moved")
+left.set(xlabel="N, with M = 16384", title="elements moved")
+right.set(xlabel="M, with N = 500")
 left.legend(fontsize=8)
-picture(fig, """Elements moved on log-log axes, counts as markers on the papers' expressions as lines. Left,
-against N: all three rise with a slope near 2, standard attention highest, FA1 a little below, FA2
-lowest. Right, against M: standard is flat; FA1 and FA2 fall like 1 / M, FA1 from far above standard
-to below it near the dotted line at M = 12544.""")
+picture(fig, """Elements moved on log-log axes, counts as markers on the papers' expressions
+as lines. Left, against N: all three rise with a slope near 2, standard attention highest,
+FA1 a little below, FA2 lowest. Right, against M: standard is flat; FA1 and FA2 fall like 1
+/ M, FA1 from far above standard to below it near the dotted line at M = 12544.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Every count equals its formula to the element. With $M=4dB_c$, room for Q_i, O_i, K_j and V_j, they follow the
-# papers' expressions (lines): $\Theta(Nd+N^2)$ with the constant 4 (S and P, written and read), $\Theta(N^2d^2/M)$ with 12
-# (Q and O loaded, O stored, $4Nd/M$ times), $NdT_r$ with 2 (K and V). Terms of lower order lift marks off their lines.
+# Every count equals its formula to the element. With $M=4dB_c$, room for Q_i, O_i, K_j and V_j, they follow the papers'
+# expressions (lines): $\Theta(Nd+N^2)$ with the constant 4 (S and P, written and read), $\Theta(N^2d^2/M)$ with 12 (Q
+# and O loaded, O stored, $4Nd/M$ times), $NdT_r$ with 2 (K and V). Terms of lower order lift marks off their lines.
 #
-# All grow like $N^2$; the tile decides the factor. With tiles of 64, at N = 1000, FA1's order saves little: 3.33 N² against
-# 4.26 N²; FA2's moves 2.18 N². Left of M = d (3d + 4) = 12544, dotted, FA1 is no better than standard attention: 1.48 times
-# as much at M = 8192. At M = 32768 it is 0.43, and 0.28 for FA2. The theorem promises an order of growth, not the
-# constant; and standard attention was granted whatever each of its steps wants on the chip.
+# All grow like $N^2$; the tile decides the factor. With tiles of 64, at N = 1000, FA1's order saves little: 3.33 N²
+# against 4.26 N²; FA2's moves 2.18 N². Left of M = d (3d + 4) = 12544, dotted, FA1 is no better than standard
+# attention: 1.48 times as much at M = 8192. At M = 32768 it is 0.43, and 0.28 for FA2. The theorem promises an order of
+# growth, not the constant; and standard attention was granted whatever each of its steps wants on the chip.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary

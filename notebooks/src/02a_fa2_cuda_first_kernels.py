@@ -29,6 +29,7 @@
 # %% slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import ctypes
+import functools
 import json
 import math
 import os
@@ -48,11 +49,12 @@ from matplotlib.colors import ListedColormap
 
 # %% slideshow={"slide_type": "skip"}
 from reference import attention, cases, error
-from reference.bench import cost, plots, rows, source
-from reference.bench.plots import COLOURS, FAINT, INK
-from steps import contract, step02_fa2_cuda as step02  # noqa: I001
-from steps.step02_fa2_cuda import cache, emulator, kernels, nvrtc
-from steps.workbook import check, edited, hint, picture, show, solution  # noqa: F401  for part 5
+from steps import contract
+from steps import step02_fa2_cuda as step02
+from steps.bench import cost, fingerprint, plots, rows
+from steps.bench.plots import COLOURS, FAINT, INK
+from steps.step02_fa2_cuda import cache, emulator, ladder, launch, nvrtc
+from steps.workbook import check, edited, hint, picture, show, solution  # noqa: F401
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -70,12 +72,14 @@ print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")
 
 # %% slideshow={"slide_type": "fragment"}
 AT = {"gpu": gpu.name, "n_gpus": 1, "pass": "fwd", "N": 4096, "D": 64, "causal": False}
+AT |= {"options": {}, "timing": "interleaved"}
 
 
 def speeds(dtype, kernels, peer):
-    """A bar for each of these kernels and for the peer, from the committed rows of the files as they are now."""
+    """A bar for each of these kernels and for the peer, from the committed rows."""
     at = AT | {"dtype": dtype}
-    found = [r for r in rows.latest(source.fresh(rows.read())) if all(r[name] == value for name, value in at.items())]
+    found = rows.latest(fingerprint.fresh(rows.read()))
+    found = [r for r in found if all(r[name] == value for name, value in at.items())]
     found = [r for r in found if r["peer"] == peer or r["kernel"] in kernels]
     missing = [name for name in kernels if name not in [r["kernel"] for r in found]]
     if missing:
@@ -86,8 +90,10 @@ def speeds(dtype, kernels, peer):
 
 
 STAGE_01 = ("fwd_0_published", "fwd_1_loops_swapped", "fwd_2_registers")
-print(f"One sequence of 16384 tokens, 32 heads. Keys outside: 32 blocks, {gpu.sms - 32} of {gpu.sms} multiprocessors idle.")
-print(f"Queries outside, 64 rows a block: {32 * 16384 // 64} blocks. The float32 units could reach {gpu.fp32_tflops} TFLOP/s.")
+print("One sequence of 16384 tokens, 32 heads. Keys outside: 32 blocks,",
+      f"{gpu.sms - 32} of {gpu.sms} multiprocessors idle.")
+print(f"Queries outside, 64 rows a block: {32 * 16384 // 64} blocks.",
+      f"The float32 units could reach {gpu.fp32_tflops} TFLOP/s.")
 speeds("fp32", STAGE_01, "sdpa-efficient")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -99,29 +105,41 @@ speeds("fp32", STAGE_01, "sdpa-efficient")
 
 # %% slideshow={"slide_type": "fragment"}
 PROGRAM = """
-import re, numpy as np
+import re
 from collections import Counter
+
+import numpy as np
 from numba import cuda, float32
 
 def patch(x, y):
     A = cuda.shared.array(1024, np.float32, alignment=16)
     B = cuda.shared.array(1024, np.float32, alignment=16)
-    a, b, S = (cuda.local.array(8, np.float32), cuda.local.array(8, np.float32), cuda.local.array(64, np.float32))
+    a, b = cuda.local.array(8, np.float32), cuda.local.array(8, np.float32)
+    S = cuda.local.array(64, np.float32)
     t, w = np.uint32(cuda.threadIdx.x), np.uint32(64)  # unsigned: notebook 01, part 4
     for d in range(16): A[t + d * w] = B[t + d * w] = x[t + d * w]
     cuda.syncthreads()
     for i in range(64): S[i] = np.float32(0)
     for d in range(16):
-        for r in range(8): a[r], b[r] = A[d * w + t // 8 * np.uint32(8) + r], B[d * w + t % 8 * np.uint32(8) + r]
+        for r in range(8): a[r] = A[d * w + t // 8 * np.uint32(8) + r]
+        for r in range(8): b[r] = B[d * w + t % 8 * np.uint32(8) + r]
         for i in range(64): S[i] += a[i // 8] * b[i % 8]
     for i in range(64): y[t + i * w] = S[i]
 
 ptx, _ = cuda.compile_ptx(patch, (float32[::1], float32[::1]), cc=(9, 0))
 print(dict(Counter(re.findall(r"^\\t(fma\\S*|ld.shared\\S*)", ptx, re.M))))
 """
-run = {"env": os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}, "capture_output": True, "text": True}
-output = lambda: subprocess.run([sys.executable, "-c", PROGRAM], **run).stdout or "this Numba has no CUDA compiler"  # noqa: E731
-print(cache.get(("02a", PROGRAM), ".txt", lambda path: path.write_text(output())).read_text())  # kept, as all that is compiled
+
+# %% slideshow={"slide_type": "fragment"}
+def write_output(path):
+    """Runs the program in its own process, because Numba may be simulating in this one."""
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    path.write_text(done.stdout or "this Numba has no CUDA compiler")
+
+
+print(cache.get(("02a", PROGRAM), ".txt", write_output).read_text())  # kept on disk
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # 16 loads, one number each. In CUDA C++ the same loop will take 4; there the next notebooks also find tensor cores, copies
@@ -146,7 +164,7 @@ S = Q @ K.T / math.sqrt(2)
 
 
 def part(keys, m=None):
-    """(m, l, O) of row 5 over some keys: sums in the unit e^m; m is their own maximum unless it is given."""
+    """(m, l, O) of row 5 over some keys, in the unit e^m. m: by default their maximum."""
     m = S[5, keys].max() if m is None else m
     P = (S[5, keys] - m).exp()
     return m, P.sum(), P @ V[keys]
@@ -154,16 +172,22 @@ def part(keys, m=None):
 
 first, second = slice(0, 3), slice(3, 6)
 agreed = torch.maximum(part(first)[0], part(second)[0])
-answers = {"the last one to write wins": [part(second)], "added, each with its own m": [part(first), part(second)],
-           "added, with one m": [part(first, agreed), part(second, agreed)]}  # fmt: skip
+answers = {
+    "the last one to write wins": [part(second)],
+    "added, each with its own m": [part(first), part(second)],
+    "added, with one m": [part(first, agreed), part(second, agreed)],
+}
 for says, parts in answers.items():
     out = sum(O for _, _, O in parts) / sum(l for _, l, _ in parts)
     print(f"{says:27} out[5] = ({out[0]:.2f}, {out[1]:.2f})")
-q, k, v = (x[None, None] for x in (Q, K, V))  # (B, H, N, D), on the CPU: emulated on any machine
+
+# %% slideshow={"slide_type": "fragment"}
+q, k, v = (x[None, None] for x in (Q, K, V))  # (B, H, N, D); on the CPU, so it is emulated
 for order in ("forward", "reverse"):
     with emulator.schedule(blocks=order):
-        out, lse = kernels.scalar_forward(q, k, v, tile=(2, 3))  # three blocks of two rows
-    print(f"this stage's CUDA kernel, blocks {order}: out[5] = ({out[0, 0, 5, 0]:.2f}, {out[0, 0, 5, 1]:.2f})")
+        out, lse = launch.forward(q, k, v, rung="scalar", tile=(2, 3))  # 3 blocks of 2 rows
+    x, y = out[0, 0, 5]
+    print(f"this stage's CUDA kernel, blocks {order}: out[5] = ({x:.2f}, {y:.2f})")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Row 5 should be (6.83, 1.34), as in notebook 00. If the second worker overwrites what the first has left, it is (7.35,
@@ -177,18 +201,23 @@ for order in ("forward", "reverse"):
 
 # %% slideshow={"slide_type": "fragment"}
 row, key = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
-owners = {"FlashAttention-1: a warp, some keys": key // 16, "FlashAttention-2: a warp, some rows": row // 16,
-          "rung 0: a thread, a row": row % 6}  # fmt: skip
+owners = {
+    "FlashAttention-1: a warp, some keys": key // 16,
+    "FlashAttention-2: a warp, some rows": row // 16,
+    "rung 0: a thread, a row": row % 6,
+}
 fig, axes = plt.subplots(1, 3, figsize=(8.4, 3.1), layout="constrained", sharey=True)
 for ax, (title, owner) in zip(axes, owners.items(), strict=True):
-    ax.imshow(owner, cmap=ListedColormap(COLOURS[: owner.max() + 1]), extent=(0, 64, 64, 0), interpolation="nearest")
+    colours = ListedColormap(COLOURS[: owner.max() + 1])
+    ax.imshow(owner, cmap=colours, extent=(0, 64, 64, 0), interpolation="nearest")
     ax.set(xlabel="key", xticks=range(0, 65, 16), yticks=range(0, 65, 16))
     ax.set_title(title, fontsize=9)
     ax.grid(False)
 axes[0].set_ylabel("query")
-picture(fig, """A tile of S, 64 queries by 64 keys, coloured by owner, three times. FlashAttention-1: four bands of
-keys, one for each warp, so that every row has four owners. FlashAttention-2: four bands of rows, one owner each. Rung 0:
-every row is a band of its own.""")
+picture(fig, """A tile of S, 64 queries by 64 keys, coloured by owner, three times.
+FlashAttention-1: four bands of keys, one for each warp, so that every row has four owners.
+FlashAttention-2: four bands of rows, one owner each. Rung 0: every row is a band of its
+own.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
@@ -208,34 +237,34 @@ every row is a band of its own.""")
 # | a factory with `Br`, `Bc`, `D` | macros `Br`, `Bc`, `D`; in rung 1 a type, `T` | known to the compiler |
 #
 # On a GPU `Global` and `Shared` (in `ptx.cuh`) are plain pointers; under g++ they carry their bounds. A first kernel reverses
-# an array, and notes at which turn each thread passed before and after the barrier:
+# an array, and numbers the threads in the order in which they come, before and after the barrier:
 
 # %% slideshow={"slide_type": "subslide"}
 MIRROR = """#include "ptx.cuh"
-extern "C" __global__ void mirror(Global<const float> x, Global<float> y, Global<int> turn, Global<int> clock) {
+extern "C" __global__ void mirror(Global<const float> x, Global<float> y, Global<int> order,
+                                  Global<int> counter) {
   SharedMemory smem;
   Shared<float> tile = smem.array<float>(blockDim.x);
   int t = threadIdx.x, n = blockDim.x;
   tile[t] = x[t];
-  turn[t] = atomicAdd(&clock[0], 1);
+  order[t] = atomicAdd(&counter[0], 1);
   __syncthreads();
   y[t] = tile[n - 1 - t];  // written by another thread
-  turn[n + t] = atomicAdd(&clock[0], 1);
+  order[n + t] = atomicAdd(&counter[0], 1);
 }"""
 
 
-def mirror(order="forward", before="", after=""):
-    """(y, turns) of eight threads that take turns in this order; the text with `after` in place of `before`."""
-    y, turn, clock = torch.zeros(8), torch.zeros(2, 8, dtype=torch.int32), torch.zeros(1).int()
-    with tempfile.TemporaryDirectory() as folder, emulator.schedule(threads=order, seed=1):
+def mirror(threads="forward", before="", after=""):
+    """(y, order) of eight threads; `after` stands in the text in place of `before`."""
+    y, order = torch.zeros(8), torch.zeros(2, 8).int()
+    tensors = [torch.arange(8.0), y, order, torch.zeros(1).int()]
+    shape = {"grid": 1, "block": 8, "shared_bytes": 32, "macros": {}}
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "mirror.cu"
         file.write_text(MIRROR.replace(before, after))
-        emulator.launch(file, "mirror", [torch.arange(8.0), y, turn, clock], grid=1, block=8, shared_bytes=32, macros={})
-    return y, turn
-
-
-turns = {order: mirror(order)[1] for order in emulator.ORDERS}
-print("y =", mirror()[0])
+        with emulator.schedule(threads=threads, seed=1):
+            emulator.launch(file, "mirror", tensors, **shape)
+    return y, order
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The same text on a CPU
@@ -245,18 +274,22 @@ print("y =", mirror()[0])
 # hides, another may show.
 
 # %% slideshow={"slide_type": "fragment"}
+print("y =", mirror()[0])
+orders = {threads: mirror(threads)[1] for threads in emulator.ORDERS}
 fig, axes = plt.subplots(1, 3, figsize=(7.8, 3.0), sharey=True, layout="constrained")
-for ax, (order, (before, after)) in zip(axes, turns.items(), strict=True):
+for ax, (threads, (before, after)) in zip(axes, orders.items(), strict=True):
     for t in range(8):
         ax.plot([before[t], after[t]], [t, t], color=FAINT, lw=1.5, zorder=1)
     ax.plot(before, range(8), "o", color=COLOURS[1], label="before the barrier")
     ax.plot(after, range(8), "s", color=COLOURS[0], label="after it")
     ax.axvline(7.5, color=INK, ls="--", lw=1)
-    ax.set(title=f"threads {order}", xlabel="turn", yticks=range(8))
+    ax.set(title=f"threads {threads}", xlabel="order in time", yticks=range(8))
 axes[0].set_ylabel("thread")
-fig.legend(*axes[0].get_legend_handles_labels(), fontsize=8, ncols=2, loc="outside lower center")
-picture(fig, """Turns of eight threads in three orders. In each, all eight threads take their turn before the barrier
-before any takes one after it; the orders differ in who goes first. Grey lines are the times a thread waits.""")
+handles = axes[0].get_legend_handles_labels()
+fig.legend(*handles, fontsize=8, ncols=2, loc="outside lower center")
+picture(fig, """When each of eight threads comes to run, in three orders. In each, all
+eight threads run up to the barrier before any goes on after it; the orders differ in who
+comes first. Grey lines are the times a thread waits.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Three mistakes in `mirror`. Shared memory starts as NaN, so that what nobody has written cannot look right. Then what the
@@ -271,11 +304,13 @@ for says, change in {
     try:
         print(f"{says}: y = {mirror('forward', *change)[0]}")
     except RuntimeError as report:
-        print(f"{says}:", *(textwrap.fill(line, 120, subsequent_indent="    ") for line in str(report).splitlines()), sep="\n")
+        print(f"{says}:")
+        for line in str(report).splitlines():
+            print(textwrap.fill(line, 120, subsequent_indent="    "))
 
 # %% slideshow={"slide_type": "subslide"}
-head, _ = (kernels.HERE / "emulator" / "cuda.h").read_text().replace("//", "").split("#pragma")
-head = head.split("\n", 1)[1]  # without the licence
+head, _ = (launch.HERE / "emulator" / "cuda.h").read_text().split("#pragma")
+head = head.replace("//", "").split("\n", 1)[1]  # without the licence
 for paragraph in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
     print(textwrap.fill(" ".join(paragraph.split()), 110, subsequent_indent="  "))
 
@@ -287,7 +322,7 @@ for paragraph in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
 #
 # | line | what it does | in `fwd_0_scalar.cu` |
 # |---|---|---|
-# | [3] | for each tile of Br queries | the launch: `tile` out of `blockIdx.x` |
+# | [3] | for each tile of Br queries | the grid, set by `launch.py`: `tile` out of `blockIdx.x` |
 # | [4–5] | Q_i; m = -inf, l = 0, O = 0, on the chip | `Q_i`, `O_i`, `m`, `l`: registers of a thread |
 # | [6] | for each tile of Bc keys | the loop over `j`, up to `keys` |
 # | [7] | K_j, V_j to shared memory | `load_tile`, between two barriers |
@@ -299,10 +334,7 @@ for paragraph in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
 # their way; a thread can have 255. So D = 96 should be about the end, and S has to lie in shared memory, beside K_j and V_j.
 
 # %% slideshow={"slide_type": "subslide"}
-show("fwd_0_scalar", "load_tile")
-
-# %% slideshow={"slide_type": "fragment"}
-show("fwd_0_scalar", "scores")
+display(show("fwd_0_scalar", "load_tile"), show("fwd_0_scalar", "scores"))
 
 # %% slideshow={"slide_type": "subslide"}
 show("fwd_0_scalar", "attention_forward")
@@ -321,14 +353,17 @@ show("fwd_0_scalar", "attention_forward")
 # device memory behind the caches.
 
 # %% slideshow={"slide_type": "fragment"}
-FORWARD, Br, Bc = kernels.HERE / "fwd_0_scalar.cu", 64, 32  # the tile that a GPU gets by default
+scalar = ladder.FORWARD["scalar"]  # its row in the ladder
+FORWARD = launch.HERE / scalar.file
+Br, Bc = scalar.tiles[0][64]  # the tile that a GPU gets, at every head_dim
 
 
-def usage(D, arch="sm_90a", change=("", "")):
-    """What ptxas reports of rung 0, or of a changed copy, also where the loader refuses it: registers, stack, spills."""
+def usage(D, arch="sm_90a", bounds="Br"):
+    """Registers, stack and spills of rung 0 by ptxas, also where the loader refuses it."""
+    text = FORWARD.read_text().replace("_bounds__(Br)", f"_bounds__({bounds})")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / FORWARD.name
-        file.write_text(FORWARD.read_text().replace(*change))
+        file.write_text(text)
         try:
             found = nvrtc.compile(file, {"D": D, "Br": Br, "Bc": Bc}, arch).usage
         except RuntimeError as refused:
@@ -336,22 +371,24 @@ def usage(D, arch="sm_90a", change=("", "")):
     return found["attention_forward"]
 
 
-head_dims = (32, 64, 96, 128)
-builds = [(D, arch) for D in head_dims for arch in nvrtc.ARCHITECTURES if arch == "sm_90a" or D in (64, 96)]
+head_dims, archs = (32, 64, 96, 128), nvrtc.ARCHITECTURES  # sm_75, sm_80, sm_90a
+builds = [(D, arch) for D in (64, 96) for arch in archs] + [(32, archs[2]), (128, archs[2])]
 with ThreadPoolExecutor(2) as pool:
     measured = dict(zip(builds, pool.map(usage, *zip(*builds, strict=True)), strict=True))
 for D in (64, 96):  # another version of NVRTC may need a few more or fewer
-    found = " / ".join(str(measured[D, arch].registers) for arch in nvrtc.ARCHITECTURES)
-    print(f"D = {D}: 2 D + 70 = {2 * D + 70}, registers on {' / '.join(nvrtc.ARCHITECTURES)}: {found}")
+    found = " / ".join(str(measured[D, arch].registers) for arch in archs)
+    print(f"D = {D}: 2 D + 70 = {2 * D + 70}, registers on {' / '.join(archs)}: {found}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### By hand, with `cuda.bindings`
 #
-# On sm_90a D = 96 takes all 255 registers. `nvrtc.py` does this through `cuda.core`, the interface to learn today. Older
-# tutorials use the raw calls, with a status before every result. We need them once: without a driver cuda.core 1.2 makes no PTX.
+# On sm_90a D = 96 takes all 255 registers. A call of `forward` passes the contract's checks and comes to `launch.py`, which
+# takes tile, threads and shared memory from the kernel's row in `ladder.py`; `nvrtc.py` compiles and launches, through
+# `cuda.core`, the interface to learn today. Older tutorials use the raw calls, with a status before every result. We need them
+# once: without a driver cuda.core 1.2 makes no PTX.
 
 # %% slideshow={"slide_type": "fragment"}
-from cuda.bindings import nvrtc as raw  # `from cuda import nvrtc`, in older tutorials, is gone
+from cuda.bindings import nvrtc as raw  # older tutorials' `from cuda import nvrtc` is gone
 
 
 def checked(result):  # a status, which must be 0, and then what was asked for
@@ -368,12 +405,12 @@ def fetched(size, get, program):
 
 def compile_raw(text, *options, arch="sm_90a"):
     """(PTX, what the compilers say, cubin) of a text that may include ptx.cuh."""
-    header = (kernels.HERE / "ptx.cuh").read_bytes()
-    program = checked(raw.nvrtcCreateProgram(text.encode(), b"kernel.cu", 1, [header], [b"ptx.cuh"]))
-    options = f"--gpu-architecture={arch}", "--device-as-default-execution-space", "--ptxas-options=-v", *options
-    (failed,) = raw.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+    names, headers = [b"ptx.cuh"], [(launch.HERE / "ptx.cuh").read_bytes()]
+    program = checked(raw.nvrtcCreateProgram(text.encode(), b"text.cu", 1, headers, names))
+    options = f"-arch={arch}", "-default-device", "--ptxas-options=-v", *options
+    status = raw.nvrtcCompileProgram(program, len(options), [x.encode() for x in options])
     log = fetched(raw.nvrtcGetProgramLogSize, raw.nvrtcGetProgramLog, program).decode()
-    assert int(failed) == 0, log
+    assert int(status[0]) == 0, log
     ptx = fetched(raw.nvrtcGetPTXSize, raw.nvrtcGetPTX, program).decode()
     return ptx, log, fetched(raw.nvrtcGetCUBINSize, raw.nvrtcGetCUBIN, program)
 
@@ -385,29 +422,30 @@ def launch_raw(cubin, kernel, tensors, grid, block, shared_bytes):
 
     module = checked(driver.cuModuleLoadData(cubin))
     function = checked(driver.cuModuleGetFunction(module, kernel))
-    pointers = [ctypes.c_void_p(x.data_ptr()) for x in tensors]  # the driver wants to know where each argument lies
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+    # The driver wants the address at which each argument lies.
     arguments = (ctypes.c_void_p * len(pointers))(*map(ctypes.addressof, pointers))
-    stream = torch.cuda.current_stream().cuda_stream
-    checked(driver.cuLaunchKernel(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, ctypes.addressof(arguments), 0))
+    shape = grid, 1, 1, block, 1, 1, shared_bytes, torch.cuda.current_stream().cuda_stream
+    checked(driver.cuLaunchKernel(function, *shape, ctypes.addressof(arguments), 0))
 
 
 on_gpu = steps.engine.name == "cuda"
 major, minor = torch.cuda.get_device_capability() if on_gpu else (9, 0)
 ptx, log, cubin = compile_raw(MIRROR, arch=f"sm_{major}{minor}")
-print("NVRTC", *raw.nvrtcVersion()[1:], f"made {len(ptx)} characters of PTX and {len(cubin)} bytes of cubin:", cubin[:4])
+says = f"made {len(ptx)} characters of PTX and {len(cubin)} bytes of cubin:"
+print("NVRTC", *raw.nvrtcVersion()[1:], says, cubin[:4])
 if on_gpu:
-    x, y = torch.arange(8.0, device="cuda"), torch.zeros(8, device="cuda")  # torch also makes the driver's context
-    launch_raw(cubin, b"mirror", [x, y, x.new_zeros(16).int(), x.new_zeros(1).int()], grid=1, block=8, shared_bytes=32)
-    print("y =", y.cpu())
-else:
-    print("no GPU here: not launched")
+    x = torch.arange(8.0, device="cuda")  # torch also makes the driver's context
+    y, order, counter = x.new_zeros(8), x.new_zeros(16).int(), x.new_zeros(1).int()
+    launch_raw(cubin, b"mirror", [x, y, order, counter], grid=1, block=8, shared_bytes=32)
+print("y =", y.cpu()) if on_gpu else print("no GPU here: not launched")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Three ways to lose the registers
 #
 # **Too many numbers**: D = 128. **An index that is not constant**: registers have no addresses, so an array can live there only
 # if the compiler knows every index. Hence `#pragma unroll`, which writes loops over q and O out in full; `#pragma unroll 8`
-# keeps a loop around eight turns. **A promise**: `__launch_bounds__(Br, blocks)` says how many blocks are to fit on a
+# keeps a loop around eight iterations. **A promise**: `__launch_bounds__(Br, blocks)` says how many blocks are to fit on a
 # multiprocessor, and so how many of its 65536 registers a thread may take.
 #
 # **Which shows in the PTX, which only in ptxas's log? And how many blocks of 64 threads can be promised before a thread spills?**
@@ -423,17 +461,20 @@ else:
 # %% slideshow={"slide_type": "fragment"}
 def kept(text, *options, arch="sm_90a"):
     """(PTX, log) of compile_raw, kept on disk as all else that the stage compiles."""
-    parts = "02a", text, (kernels.HERE / "ptx.cuh").read_text(), options, arch, raw.nvrtcVersion()
-    write = lambda path: path.write_text(json.dumps(compile_raw(text, *options, arch=arch)[:2]))  # noqa: E731
-    return json.loads(cache.get(parts, ".json", write).read_text())
+    header = (launch.HERE / "ptx.cuh").read_text()
+    parts = "02a", text, header, options, arch, raw.nvrtcVersion()
+    made = functools.partial(compile_raw, text, *options, arch=arch)
+    file = cache.get(parts, ".json", lambda path: path.write_text(json.dumps(made()[:2])))
+    return json.loads(file.read_text())
 
 
 scalar_text = FORWARD.read_text()
+unrolled, bounds = "#pragma unroll\n", "__launch_bounds__(Br)"
 ways = {
     "as it is, D = 64": (64, scalar_text),
     "too many numbers, D = 128": (128, scalar_text),
-    "an index, D = 64": (64, scalar_text.replace("#pragma unroll\n", "#pragma unroll 8\n")),
-    "a promise, D = 64": (64, scalar_text.replace("__launch_bounds__(Br)", "__launch_bounds__(Br, 8)")),
+    "an index, D = 64": (64, scalar_text.replace(unrolled, "#pragma unroll 8\n")),
+    "a promise, D = 64": (64, scalar_text.replace(bounds, "__launch_bounds__(Br, 8)")),
 }
 for says, (D, text) in ways.items():
     ptx, log = kept(text, f"-DD={D}", f"-DBr={Br}", f"-DBc={Bc}")
@@ -445,27 +486,30 @@ for says, (D, text) in ways.items():
 
 # %% slideshow={"slide_type": "subslide"}
 promises = (1, 6, 7, 10, 16)
+builds = [(64, "sm_90a", f"Br, {blocks}") for blocks in promises]
 with ThreadPoolExecutor(2) as pool:
-    bounded = list(pool.map(lambda n: usage(64, change=("__launch_bounds__(Br)", f"__launch_bounds__(Br, {n})")), promises))
+    bounded = list(pool.map(usage, *zip(*builds, strict=True)))
+fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained", sharey=True)
+at_D = [measured[D, "sm_90a"] for D in head_dims]
+left.plot(head_dims, [2 * D for D in head_dims], "--", color=INK, lw=1, label="q, O: 2 D")
 room = [min(255, 65536 // (Br * n)) for n in promises]
-fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4), layout="constrained", sharey=True)
-for ax, xs, found in ((left, head_dims, [measured[D, "sm_90a"] for D in head_dims]), (right, promises, bounded)):
-    ax.plot(xs, [u.registers for u in found], "o-", color=COLOURS[0], label="registers, ptxas for sm_90a")
+right.plot(promises, room, ":", color=INK, lw=1.2, label="a thread's share")
+for ax, xs, found in ((left, head_dims, at_D), (right, promises, bounded)):
+    ax.plot(xs, [u.registers for u in found], "o-", color=COLOURS[0], label="ptxas, sm_90a")
+    looks = {"textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 7.5}
     for x, u in zip(xs, found, strict=True):
         what = f"{u.registers}, {u.spills}\nbytes spilled" if u.spills else u.registers
-        ax.annotate(what, (x, u.registers), (0, -8), textcoords="offset points", ha="center", va="top", fontsize=7.5)
+        ax.annotate(what, (x, u.registers), (0, -8), **looks)
     ax.axhline(255, color=COLOURS[1], lw=1.2)
     ax.set(ylim=(0, 285), xticks=xs)
 left.text(31, 259, "the most a thread can have: 255", fontsize=8, color=COLOURS[1])
-left.plot(head_dims, [2 * D for D in head_dims], "--", color=INK, lw=1, label="q and O: 2 D")
-right.plot(promises, room, ":", color=INK, lw=1.2, label="a thread's share")
 left.set(xlabel="head_dim D", ylabel="registers a thread", title="too many numbers")
 right.set(xlabel="blocks promised, D = 64", title="a promise", xlim=(0, 18))
 left.legend(fontsize=8, loc="lower right")
 right.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.88))
-picture(fig, """Registers a thread. Left, against D: 60 to 90 above the line 2 D, 255 at D = 96 and at 128, where bytes
-are spilled. Right, at D = 64, against the blocks promised: the registers fall with a thread's share of 65536, and from 7 blocks
-on bytes are spilled, more and more.""")
+picture(fig, """Registers a thread. Left, against D: 60 to 90 above the line 2 D, 255 at D
+= 96 and 128, where bytes are spilled. Right, at D = 64, against the blocks promised: they
+fall with a thread's share of 65536, and from 7 blocks on bytes are spilled, ever more.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What a multiply-add costs
@@ -480,24 +524,24 @@ extern "C" __global__ void patch(Global<const float> x, Global<float> y) {
   int t = threadIdx.x;
   for (int d = 0; d < 16; d++) A[t + d * 64] = B[t + d * 64] = x[t + d * 64];
   __syncthreads();
-  float a[8], b[8], S[8][8] = {};
+  float a[8], b[8], S[64] = {};
   for (int d = 0; d < 16; d++) {
-    for (int r = 0; r < 8; r++) a[r] = A[d * 64 + t / 8 * 8 + r], b[r] = B[d * 64 + t % 8 * 8 + r];
-    for (int r = 0; r < 8; r++)
-      for (int c = 0; c < 8; c++) S[r][c] += a[r] * b[c];
+    for (int r = 0; r < 8; r++) a[r] = A[d * 64 + t / 8 * 8 + r];
+    for (int r = 0; r < 8; r++) b[r] = B[d * 64 + t % 8 * 8 + r];
+    for (int i = 0; i < 64; i++) S[i] += a[i / 8] * b[i % 8];
   }
-  for (int r = 0; r < 8; r++)
-    for (int c = 0; c < 8; c++) y[t + (8 * r + c) * 64] = S[r][c];
+  for (int i = 0; i < 64; i++) y[t + i * 64] = S[i];
 }"""
 
 
 def instructions(text, *options):
-    """How often the PTX of a text has each kind of multiply-add, load from shared memory and shuffle."""
-    return dict(Counter(re.findall(r"^\s(fma\.rn\S*|ld\.shared\S*|shfl\S*)\s", kept(text, *options)[0], re.M)))
+    """How often the PTX has each kind of multiply-add, load from shared memory, shuffle."""
+    kinds = r"^\s(fma\.rn\S*|ld\.shared\S*|shfl\S*)\s"
+    return dict(Counter(re.findall(kinds, kept(text, *options)[0], re.M)))
 
 
-in_patch, in_rung_0 = instructions(PATCH_CU), instructions(scalar_text, "-DD=64", "-DBr=64", "-DBc=32")
-print(f"patch:  {in_patch}\nrung 0: {in_rung_0}")
+in_rung_0 = instructions(scalar_text, "-DD=64", "-DBr=64", "-DBc=32")
+print(f"patch:  {instructions(PATCH_CU)}\nrung 0: {in_rung_0}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 1: a warp owns 16 rows
@@ -510,30 +554,31 @@ print(f"patch:  {in_patch}\nrung 0: {in_rung_0}")
 # of a tile the warps go their own ways.
 
 # %% slideshow={"slide_type": "fragment"}
-warp_text = (kernels.HERE / "fwd_1_warp.cu").read_text()
-a, b, rows_of_a = 1, 2, range(1, 16, 4)
+warp_text = (launch.HERE / "fwd_1_warp.cu").read_text()
+a, b = 1, 2
 S_owner, O_owner = torch.zeros(16, 64), torch.zeros(16, 64)
 S_owner[1::4], O_owner[1::4] = 1, 1
-for i in rows_of_a:
+for i in range(1, 16, 4):  # the rows of a = 1
     S_owner[i, b::8] = 2
     O_owner[i, 4 * b : 4 * b + 4] = O_owner[i, 32 + 4 * b : 36 + 4 * b] = 2
 fig, axes = plt.subplots(1, 2, figsize=(8.4, 2.5), layout="constrained", sharey=True)
-for ax, (title, owner, xlabel) in zip(axes, (("S", S_owner, "key of the tile"), ("O", O_owner, "column")), strict=True):
-    ax.pcolormesh(owner, cmap=ListedColormap(["white", COLOURS[5], COLOURS[0]]), edgecolors=FAINT, linewidth=0.3)
-    ax.set(title=title, xlabel=xlabel, ylim=(16, 0), xticks=range(0, 65, 8), yticks=range(0, 17, 4))
+colours = ListedColormap(["white", COLOURS[5], COLOURS[0]])
+panels = (("S", S_owner, "key of the tile"), ("O", O_owner, "column"))
+for ax, (title, owner, xlabel) in zip(axes, panels, strict=True):
+    ax.pcolormesh(owner, cmap=colours, edgecolors=FAINT, linewidth=0.3)
+    ax.set(title=title, xlabel=xlabel, ylim=(16, 0))
+    ax.set(xticks=range(0, 65, 8), yticks=range(0, 17, 4))
     ax.grid(False)
 axes[0].set_ylabel("row of the warp")
 handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (COLOURS[0], COLOURS[5])]
-fig.legend(handles, [f"lane (a, b) = ({a}, {b})", f"the other lanes of a = {a}"], fontsize=8, ncols=2, loc="outside lower center")
-picture(fig, """A warp's 16 rows of S and of O at D = 64. Lane (1, 2) owns the rows 1, 5, 9 and 13: of S the keys 2, 10,
-18 and so on, eight of them; of O the columns 8 to 11 and 40 to 43. The rest of these four rows belongs to the seven other lanes
-of a = 1.""")
+labels = [f"lane (a, b) = ({a}, {b})", f"the other lanes of a = {a}"]
+fig.legend(handles, labels, fontsize=8, ncols=2, loc="outside lower center")
+picture(fig, """A warp's 16 rows of S and of O at D = 64. Lane (1, 2) owns the rows 1, 5, 9
+and 13: of S the keys 2, 10, 18 and so on, eight of them; of O the columns 8 to 11 and 40
+to 43. The rest of these four rows belongs to the seven other lanes of a = 1.""")
 
 # %% slideshow={"slide_type": "subslide"}
-show("fwd_1_warp", "scores")
-
-# %% slideshow={"slide_type": "fragment"}
-show("fwd_1_warp", "row_max")
+display(show("fwd_1_warp", "scores"), show("fwd_1_warp", "row_max"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Eight lanes agree
@@ -559,9 +604,10 @@ def butterfly(take_part=32):
     x = torch.zeros(4, 32)
     x[0] = torch.randperm(32, generator=torch.Generator().manual_seed(3))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "butterfly.cu").write_text(BUTTERFLY)
+        file = Path(folder) / "butterfly.cu"
+        file.write_text(BUTTERFLY)
         macros = {"TAKE_PART": take_part}
-        emulator.launch(Path(folder) / "butterfly.cu", "butterfly", [x], grid=1, block=32, macros=macros)
+        emulator.launch(file, "butterfly", [x], grid=1, block=32, macros=macros)
     return x
 
 
@@ -574,9 +620,10 @@ for step, lanes in enumerate((4, 2, 1)):
             ax.plot([partner, lane], [step, step + 1], color=FAINT, lw=1.3, zorder=0)
 for step in range(4):
     for lane in range(8):
-        best = x[step, lane] == x[0].max()
-        look = {"boxstyle": "circle,pad=0.25", "fc": COLOURS[0] if best else "white", "ec": INK, "lw": 0.8}
-        ax.text(lane, step, int(x[step, lane]), ha="center", va="center", color="white" if best else INK, fontsize=9, bbox=look)
+        fill, ink = (COLOURS[0], "white") if x[step, lane] == x[0].max() else ("white", INK)
+        circle = {"boxstyle": "circle,pad=0.25", "fc": fill, "ec": INK, "lw": 0.8}
+        looks = {"ha": "center", "va": "center", "color": ink, "fontsize": 9}
+        ax.text(lane, step, int(x[step, lane]), bbox=circle, **looks)
 ax.set(xlabel="lane", xlim=(-0.5, 7.5), ylim=(3.45, -0.45), xticks=range(8))
 ax.set_yticks(range(4), ["its own", "after 4", "after 2", "after 1"])
 ax.grid(False)
@@ -584,8 +631,8 @@ try:
     butterfly(16)
 except RuntimeError as report:
     print(report)
-picture(fig, """Eight lanes with a number each. After the exchange with the lane 4 away two lanes hold the maximum, after
-the one 2 away four, after the one 1 away all eight.""")
+picture(fig, """Eight lanes with a number each. After the exchange with the lane 4 away two
+lanes hold the maximum, after the one 2 away four, after the one 1 away all eight.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What cooperative groups make of it
@@ -602,19 +649,23 @@ namespace cg = cooperative_groups;
 template <int lanes, class T, class Op> __device__ T reduced(T x, Op op) {
   return cg::reduce(cg::tiled_partition<lanes>(cg::this_thread_block()), x, op);
 }
-extern "C" __global__ void groups(float* x) { x[threadIdx.x] = reduced<8>(x[threadIdx.x], cg::greater<float>()); }
-extern "C" __global__ void groups_int(int* x) { x[threadIdx.x] = reduced<8>(x[threadIdx.x], cg::plus<int>()); }
-extern "C" __global__ void groups_int_32(int* x) { x[threadIdx.x] = reduced<32>(x[threadIdx.x], cg::plus<int>()); }
+#define KERNEL(name, lanes, T, Op) extern "C" __global__ void name(T* x) { \
+  x[threadIdx.x] = reduced<lanes>(x[threadIdx.x], cg::Op<T>()); }
+KERNEL(groups, 8, float, greater)
+KERNEL(groups_int, 8, int, plus)
+KERNEL(groups_int_32, 32, int, plus)
 """
 OURS = f"{show('fwd_1_warp', 'row_max')}\n" + """
 extern "C" __global__ void ours(float* x) { x[threadIdx.x] = row_max(x[threadIdx.x]); }
 """
 folders = [pathfinder.find_nvidia_header_directory(name) for name in ("cudart", "cccl")]
-texts = [(OURS, []), (GROUPS, [f"-I{folder}" for folder in folders])] if all(folders) else [(OURS, [])]
-for text, options in texts:
+texts = {OURS: []}
+if all(folders):
+    texts[GROUPS] = [f"-I{folder}" for folder in folders]
+word = r"^\s(?!mov|ld|st|cvta|mul\.wide|add\.s64|bar|ret)([a-z]\w+)(?:\.\S+)?\s"
+for text, options in texts.items():
     for entry in kept(text, *options)[0].split(".entry ")[1:]:
-        words = re.findall(r"^\s(?!mov|ld|st|cvta|mul\.wide|add\.s64|bar|ret)([a-z]\w+)(?:\.\S+)?\s", entry, re.M)
-        print(f"{entry.split('(')[0]:14}", *words)
+        print(f"{entry.split('(')[0]:14}", *re.findall(word, entry, re.M))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The same three shuffles. `cg::reduce` also works out the mask of its eight lanes each time (and, shl), and compares and selects
@@ -632,8 +683,9 @@ for text, options in texts:
 ROWS, KEYS, COLUMNS = 4, 8, 2 * 4
 in_rung_1 = instructions(warp_text, "-DT=float32", "-DD=64", "-DBr=64", "-DBc=64")
 print("rung 1:", in_rung_1)
-print(f"expected: {ROWS + KEYS} loads of four for S and {16 * COLUMNS // 4} for O; {16 * ROWS} shuffles of P")
-multiply_adds = 64 * ROWS * KEYS + 64 * ROWS * COLUMNS  # one tile: 64 columns of S, 64 keys for O
+print(f"expected: {ROWS + KEYS} loads of four for S and {16 * COLUMNS // 4} for O;",
+      f"{16 * ROWS} shuffles of P")
+multiply_adds = 64 * ROWS * (KEYS + COLUMNS)  # one tile: 64 columns of S, 64 keys for O
 numbers, shuffles = 64 * (ROWS + KEYS) + 64 * COLUMNS, 64 * ROWS
 loads = in_rung_0["ld.shared.v4.f32"] / 128
 a_multiply_add = {  # numbers fetched, instructions that fetch them
@@ -643,12 +695,15 @@ a_multiply_add = {  # numbers fetched, instructions that fetch them
     "rung 1, warp": (numbers / multiply_adds, (numbers / 4 + shuffles) / multiply_adds),
 }
 fig, axes = plt.subplots(1, 2, figsize=(8.4, 2.3), layout="constrained", sharey=True)
-for ax, n, title in zip(axes, (0, 1), ("numbers from shared memory", "instructions that fetch, with shuffles"), strict=True):
-    bars = ax.barh(list(a_multiply_add), [x[n] for x in a_multiply_add.values()], color=[*COLOURS[4:], *COLOURS[:2]], height=0.65)
+titles = "numbers from shared memory", "instructions that fetch, with shuffles"
+heights = zip(*a_multiply_add.values(), strict=True)
+for ax, title, x in zip(axes, titles, heights, strict=True):
+    bars = ax.barh(list(a_multiply_add), x, color=[*COLOURS[4:], *COLOURS[:2]], height=0.65)
     ax.bar_label(bars, fmt="%.2f", padding=3)
     ax.set(title=title, xlabel="a multiply-add", xlim=(0, 2.3), ylim=(3.5, -0.5))
     ax.grid(axis="y", visible=False)
-picture(fig, "Bars. " + "; ".join(f"{name}: {x:.2f} numbers, {y:.2f} instructions" for name, (x, y) in a_multiply_add.items()))
+alt = "{}: {:.2f} numbers, {:.2f} instructions".format
+picture(fig, "Bars. " + "; ".join(alt(name, *x) for name, x in a_multiply_add.items()))
 
 # %% slideshow={"slide_type": "subslide"}
 show("fwd_1_warp", "attention_forward")
@@ -671,7 +726,8 @@ show("fwd_1_warp", "attention_forward")
 
 # %% slideshow={"slide_type": "fragment"}
 online_update = r"""
-__device__ void online_update(float& m, float& l, float (&O)[D], Shared<float> S, float max_S, Shared<float> V, int n) {
+__device__ void online_update(float& m, float& l, float (&O)[D], Shared<float> S,
+                              float max_S, Shared<float> V, int n) {
 #error Blank 02.1
 }"""
 
@@ -689,21 +745,25 @@ inputs = """ragged ragged_causal fewer_queries_causal more_queries_causal one_ke
 
 def prepared(name, rung, device="cpu"):
     """A case's inputs in float32, at the rung's smallest tile, and what is expected."""
-    small = {"scalar": (16, 16), "warp": (16, 16)} if device == "cpu" else {"scalar": (32, 32), "warp": (64, 64)}
+    tile = (16, 16) if device == "cpu" else {"scalar": (32, 32), "warp": (64, 64)}[rung]
+    limits = contract.limits(step02.SUPPORTS, rung) | {"tiles": (tile,)}
     case = next(c for c in cases.CASES if c.name == name)
-    x = cases.build(case, contract.limits(step02.SUPPORTS, rung) | {"tiles": (small[rung],)}, torch.float32, device)
+    x = cases.build(case, limits, torch.float32, device)
     return x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
 
 
 def results(x, rung):
-    return dict(zip(("out", "lse"), getattr(kernels, f"{rung}_forward")(x.q, x.k, x.v, **x.options), strict=True))
+    out, lse = launch.forward(x.q, x.k, x.v, rung=rung, **x.options)
+    return {"out": out, "lse": lse}
 
 
 for rung in ("scalar", "warp"):
-    found = [(results(x, rung), want) for x, want in (prepared(name, rung, steps.engine.device) for name in inputs)]
-    share = max(e / want.tolerance[name] for got, want in found for name, e in error.errors(got, want).items())
+    pairs = [prepared(name, rung, steps.engine.device) for name in inputs]
+    found = [(results(x, rung), want) for x, want in pairs]
     wrong = sum(bool(error.failures(*pair)) for pair in found)
-    print(f"engine {steps.engine.name}, {rung:6}: {len(found)} cases, {wrong} wrong; largest error {share:.2f} of its tolerance")
+    shares = [e / w.tolerance[n] for x, w in found for n, e in error.errors(x, w).items()]
+    print(f"engine {steps.engine.name}, {rung:6}: {len(inputs)} cases, {wrong} wrong;",
+          f"largest error {max(shares):.2f} of its tolerance")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck
@@ -713,16 +773,17 @@ for rung in ("scalar", "warp"):
 
 # %% slideshow={"slide_type": "fragment"}
 early_return = ("  float Q_i[D], O_i", "  if (i >= Nq) return;\n  float Q_i[D], O_i")
-early_continue = ("    float sum = row_sum(l[r]);\n", "    if (i + 4 * r >= Nq) continue;\n    float sum = row_sum(l[r]);\n")
-for rung, file, change in (("scalar", "fwd_0_scalar.cu", early_return), ("warp", "fwd_1_warp.cu", early_continue)):
+sum_of_row = "    float sum = row_sum(l[r]);\n"
+early_continue = (sum_of_row, "    if (i + 4 * r >= Nq) continue;\n" + sum_of_row)
+for rung, change in {"scalar": early_return, "warp": early_continue}.items():
     x, _ = prepared("ragged", rung)
-    with edited(kernels, file, change) as lines:
+    with edited(ladder.FORWARD[rung].file, change) as lines:
         try:
             results(x, rung)
         except RuntimeError as stuck:
             print(stuck)
-            place = int(re.search(r"\.cu:(\d+)", str(stuck))[1])
-            print(f"    line {place}: {lines[place - 1].strip()}\n")
+            line = int(re.search(r"\.cu:(\d+)", str(stuck))[1])
+            print(f"    line {line}: {lines[line - 1].strip()}\n")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The last block has five rows left. In rung 0 their threads wait at a barrier for company that has returned. A GPU is kinder,
@@ -741,10 +802,11 @@ q1, k1, v1 = torch.randn(3, 1, 1, 12, 1, generator=torch.Generator().manual_seed
 truth = attention.forward(q1, k1, v1, causal=True)[0]
 right = {}
 for order in emulator.ORDERS:
-    with edited(kernels, "fwd_0_scalar.cu", no_barrier), emulator.schedule(threads=order, seed=1):
-        out, _ = kernels.scalar_forward(q1, k1, v1, causal=True)
+    with edited(scalar.file, no_barrier), emulator.schedule(threads=order, seed=1):
+        out, _ = launch.forward(q1, k1, v1, rung="scalar", causal=True)
     right[order] = torch.isclose(out.double(), truth).flatten()
-    print(f"threads {order:7}: {out.isnan().sum()} of 12 rows are nan, {right[order].sum()} right")
+    wrong = f"{out.isnan().sum()} of 12 rows are nan"
+    print(f"threads {order:7}: {wrong}, {right[order].sum()} right")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The mistake that lives
@@ -761,19 +823,19 @@ for order in emulator.ORDERS:
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-v_load = "load_tile(V, v + j * v_row, v_row, {})"
+loop = "load_tile(V, v + j * v_row, v_row, "
 mistakes = {
     "idle threads return early": early_return,
-    "no barrier before the loads": ("    __syncthreads();  // no thread", "    // no thread"),
-    "V loaded beyond the last key": (v_load.format("min(Bc, keys - j)"), v_load.format("Bc")),
+    "no barrier before the loads": ("    __syncthreads();  // no ", "    // no "),
+    "V loaded beyond the last key": (loop + "min(Bc, keys - j)", loop + "Bc"),
     "m starts at 0": ("m = -INFINITY, l = 0;", "m = 0, l = 0;"),
     "l = 0 is divided by": ("l == 0 ? 0 : O[d] / l", "O[d] / l"),
-    "one column of S for all": ("smem.array<float>(Bc * Br) + threadIdx.x", "smem.array<float>(Bc * Br)"),
+    "one column of S for all": ("<float>(Bc * Br) + threadIdx.x", "<float>(Bc * Br)"),
 }
 
 
 def verdict(name):
-    x, want = prepared(name, "scalar")
+    x, want = prepared(name, "scalar")  # on the CPU
     try:
         for order in ("forward", "reverse"):
             with emulator.schedule(threads=order):
@@ -787,25 +849,28 @@ def verdict(name):
 # %% slideshow={"slide_type": "fragment"}
 verdicts = {}
 for says, change in mistakes.items():
-    with edited(kernels, "fwd_0_scalar.cu", change):
+    with edited(scalar.file, change):
         verdicts |= {(says, name): verdict(name) for name in inputs}
-colours = {"stuck": COLOURS[3], "outside": COLOURS[2], "wrong": COLOURS[0], "lives": COLOURS[4]}
+colours = dict(zip(("stuck", "outside", "wrong", "lives"), (3, 2, 0, 4), strict=True))
 fig, ax = plt.subplots(figsize=(7.8, 2.8), layout="constrained")
 for y, says in enumerate(mistakes):
     for x, name in enumerate(inputs):
         word = verdicts[says, name]
-        ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=colours[word], edgecolor="white"))
+        colour = COLOURS[colours[word]]
+        ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white"))
         ink = INK if word in ("lives", "stuck") else "white"
         ax.text(x + 0.5, y + 0.5, word, fontsize=8, ha="center", va="center", color=ink)
 ax.set(xlim=(0, len(inputs)), ylim=(len(mistakes), 0))
-ax.set_xticks([x + 0.5 for x in range(len(inputs))], inputs, rotation=20, ha="right", rotation_mode="anchor", fontsize=8)
+ax.set_xticks([x + 0.5 for x in range(len(inputs))], inputs, rotation=20, fontsize=8)
+plt.setp(ax.get_xticklabels(), ha="right", rotation_mode="anchor")
 ax.set_yticks([y + 0.5 for y in range(len(mistakes))], mistakes, fontsize=8)
 ax.grid(False)
 ax.tick_params(length=0)
 ax.spines[:].set_visible(False)
-picture(fig, """Six mistakes against seven cases. Early return is stuck, and V loaded too far is outside, in all of
-them. The missing first barrier lives only with one key. m = 0 is wrong in negative_row alone, l = 0 in more_queries_causal alone.
-One column of S for all threads lives everywhere.""")
+picture(fig, """Six mistakes against seven cases. Early return is stuck, and V loaded too
+far is outside, in all of them. The missing first barrier lives only with one key. m = 0 is
+wrong in negative_row alone, l = 0 in more_queries_causal alone. One column of S for all
+threads lives everywhere.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
@@ -814,17 +879,17 @@ One column of S for all threads lives everywhere.""")
 # blocks have 64 threads, rung 1's 128. How many fit, and what refuses one more?
 
 # %% slideshow={"slide_type": "fragment"}
-for D in (32, 64, 96):
-    shared = cost.shared_bytes(Br, Bc, D, tiles="KVS")
-    fit = cost.occupancy((9, 0), threads=Br, shared=shared, registers=measured[D, "sm_90a"].registers)
-    print(f"rung 0, D = {D}: {fit.blocks} blocks, limited by {fit.limited_by}, {fit.fraction:.1%} of the threads")
-D, (Q_rows, K_rows) = 64, kernels.WARP_TILES[64]
-macros = {"T": "float32", "D": D, "Br": Q_rows, "Bc": K_rows}
-took = nvrtc.compile(kernels.HERE / "fwd_1_warp.cu", macros, "sm_90a").usage["attention_forward"]
-shared = 4 * (D + 4) * (Q_rows + 2 * K_rows)  # Q_i, K_j and V_j, as float32
-fit = cost.occupancy((9, 0), threads=2 * Q_rows, shared=shared, registers=took.registers)
-print(f"rung 1, D = {D}: {took.registers} registers, {shared} bytes: {fit.blocks} blocks, limited by {fit.limited_by},",
-      f"{fit.fraction:.1%} of the threads")  # fmt: skip
+sizes = {"B": 1, "H": 32, "Hk": 32, "Nq": 4096, "Nk": 4096, "dtype": torch.float32}
+sizes |= {"causal": False, "processors": gpu.sms}
+sizes |= {"shared_limit": gpu.multiprocessor.shared_per_block}
+for rung, D in (("scalar", 32), ("scalar", 64), ("scalar", 96), ("warp", 64)):
+    file = launch.HERE / ladder.FORWARD[rung].file
+    ((kernel, _, threads, shared, macros),) = launch.geometry(file.stem, D=D, **sizes)
+    registers = nvrtc.compile(file, macros, "sm_90a").usage[kernel].registers
+    per_block = {"threads": threads, "shared": shared, "registers": registers}
+    fit = cost.occupancy(gpu.capability, **per_block)
+    print(f"{rung:6}, D = {D}: {registers} registers, {shared} bytes: {fit.blocks} blocks,",
+          f"limited by {fit.limited_by}, {fit.fraction:.1%} of the threads")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Registers are the limit, not shared memory. A multiprocessor hides one warp's wait by running another, and there are few. And

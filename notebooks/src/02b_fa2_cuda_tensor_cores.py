@@ -29,50 +29,53 @@ import steps  # first: it chooses the engine
 import difflib
 import functools
 import heapq
+import itertools
 import re
 import shlex
 import sys
 import tempfile
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
 
 from reference import cases, error
-from reference.bench import cost, plots, profile, rows, source
-from reference.bench.plots import COLOURS, FAINT, INK
 from steps import contract
 from steps import step02_fa2_cuda as step02
-from steps.step02_fa2_cuda import emulator, kernels, nvrtc
+from steps.bench import cost, fingerprint, plots, profile, rows
+from steps.bench.plots import COLOURS, FAINT, INK
+from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 
 # %% slideshow={"slide_type": "skip"}
-from steps.workbook import Blank, check, diff, edited, exercises, hint, picture, show, solution  # noqa: F401  for part 5
-from steps.workbook.source import Source
+from steps.workbook import Blank, check, edited, exercises, picture, show
+from steps.workbook import diff, hint, solution  # noqa: F401  for you, in parts 4 and 5
+from steps.workbook.listing import Source
 
 torch.set_num_threads(1)
 plots.style()
 gpu = cost.GPUS["NVIDIA H200"]
 print(steps.engine.describe())
-print(f"torch {torch.__version__.split('+')[0]}; rungs of stage 02: {', '.join(step02.SUPPORTS['rungs'])}")
+print(f"torch {torch.__version__.split('+')[0]};",
+      f"rungs of stage 02: {', '.join(step02.SUPPORTS['rungs'])}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, counted
 #
-# ### Which memory is the wall?
+# ### Which memory is the bottleneck?
 #
 # A roofline: at x FLOP for each byte moved, a kernel cannot do more than bandwidth times x. Attention moves q, k, v and out at
-# least once. Shared memory gives each multiprocessor (SM) one **wavefront** a cycle, a turn of its 32 banks: a 4-byte word
-# from each. The cycle comes from the peak: 4096 FLOP a cycle and SM in bf16, by NVIDIA's Hopper whitepaper.
+# least once. Shared memory gives each multiprocessor (SM) one **wavefront** a cycle: a 4-byte word from each of its 32 banks.
+# The cycle comes from the peak: 4096 FLOP a cycle and SM in bf16, by NVIDIA's Hopper whitepaper.
 
 # %% slideshow={"slide_type": "fragment"}
 for N in (512, 4096, 16384):
     needs = cost.flops(1, 16, N, 128) / cost.compulsory_bytes(1, 16, N, 128)
-    print(f"N = {N:5}: {needs:5.0f} FLOP a byte of device memory; the H200's corner is at {cost.ridge(gpu, 'bf16'):.0f}")
+    print(f"N = {N:5}: {needs:5.0f} FLOP a byte of device memory;",
+          f"the H200's corner is at {cost.ridge(gpu, 'bf16'):.0f}")
 CYCLES = gpu.half_tflops / 4096  # of all SMs, 10^12 a second
-print(f"{gpu.sms} SMs at {1e3 * CYCLES / gpu.sms:.2f} GHz: {CYCLES:.3f} x 10^12 wavefronts a second")
+clock = 1e3 * CYCLES / gpu.sms
+print(f"{gpu.sms} SMs at {clock:.2f} GHz: {CYCLES:.3f} x 10^12 wavefronts a second")
 peaks = {"float32 units": gpu.fp32_tflops, "tensor cores": gpu.half_tflops}
 for name, peak in peaks.items():
     print(f"{name}: {peak} TFLOP/s need {peak / CYCLES:.0f} FLOP from each wavefront")
@@ -80,8 +83,8 @@ for name, peak in peaks.items():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Counted
 #
-# Long sequences lie right of the corner: device memory is no wall for a kernel that keeps its tiles on the chip. The wall is
-# what its inner loop takes from shared memory.
+# Long sequences lie right of the corner: device memory is no limit for a kernel that keeps its tiles on the chip. The
+# bottleneck is what its inner loop takes from shared memory.
 #
 # `emulator.count_conflicts()` logs every access of a warp to shared memory: from which line, and how many wavefronts the banks
 # need for it. We run a rung with one tile of keys and with two; the difference is what a tile costs.
@@ -90,33 +93,35 @@ for name, peak in peaks.items():
 # load: they may do somewhat better than counted. From rung 2 on the text names the instructions.
 
 # %% slideshow={"slide_type": "fragment"}
-FORWARD = {name: getattr(kernels, f"{name}_forward") for name in ("scalar", "warp", "mma", "ldmatrix", "cp_async", "fa2")}
-TILES = {"scalar": {64: (64, 32)}, "warp": kernels.WARP_TILES, "fa2": kernels.FA2_TILES}  # (Br, Bc) on a GPU, by head_dim
+RUNGS = ("scalar", "warp", "mma", "ldmatrix", "cp_async", "fa2")
 
 
-def tensors(rung, Nq, Nk, D):
-    dtype = torch.float32 if rung == "scalar" else torch.bfloat16
-    return (torch.zeros(1, 1, N, D, dtype=dtype) for N in (Nq, Nk, Nk))
+def tile_of(rung, D):
+    """(Br, Bc) on a GPU."""
+    return ladder.FORWARD[rung].tiles[0][D]
 
 
 @functools.cache
 def tile_cost(rung, D):
-    """({function: (accesses, wavefronts)}, FLOP) of one more tile of keys, for one block."""
-    Br, Bc = tile = TILES.get(rung, kernels.MMA_TILES)[D]
+    """({function: [accesses, wavefronts]}, FLOP) of one more tile of keys for a block."""
+    Br, Bc = tile_of(rung, D)
+    dtype = torch.float32 if rung == "scalar" else torch.bfloat16
     total = {}
     for sign, Nk in ((1, 2 * Bc), (-1, Bc)):
+        q, k, v = (torch.zeros(1, 1, N, D, dtype=dtype) for N in (Br, Nk, Nk))
         with emulator.count_conflicts() as counted:
-            FORWARD[rung](*tensors(rung, Br, Nk, D), tile=tile)
-        for place, found in counted.items():
-            function = function_at(*place.split(":"))
-            total[function] = [a + sign * b for a, b in zip(total.get(function, (0, 0)), found, strict=True)]
+            launch.forward(q, k, v, rung=rung, tile=(Br, Bc))
+        for site, found in counted.items():
+            function = function_at(*site.split(":"))
+            before = total.get(function, (0, 0))
+            total[function] = [a + sign * b for a, b in zip(before, found, strict=True)]
     return {name: found for name, found in total.items() if any(found)}, 4 * Br * Bc * D
 
 
 # %% slideshow={"slide_type": "subslide"}
 def function_at(file, line):
     """The name of the function that this line of a kernel file is in."""
-    before = (kernels.HERE / file).read_text().splitlines()[: int(line)]
+    before = (launch.HERE / file).read_text().splitlines()[: int(line)]
     return re.findall(r"^__device__ .*?(\w+)\(", "\n".join(before), re.M)[-1]
 
 
@@ -133,7 +138,8 @@ def ceiling(rung, D):
 
 for function, (accesses, wavefronts) in tile_cost("scalar", 64)[0].items():
     print(f"{function:13} {accesses} accesses of a warp, {wavefronts} wavefronts")
-print(f"scalar: {per_wavefront('scalar', 64):.0f} FLOP a wavefront, at most {ceiling('scalar', 64):.0f} TFLOP/s")
+print(f"scalar: {per_wavefront('scalar', 64):.0f} FLOP a wavefront,",
+      f"at most {ceiling('scalar', 64):.0f} TFLOP/s")
 
 # %% slideshow={"slide_type": "subslide"}
 def shared_roof(ax):
@@ -141,8 +147,8 @@ def shared_roof(ax):
     xs = [2 ** (e / 4) for e in range(20, 53)]
     ax.loglog(xs, [min(CYCLES * x, gpu.half_tflops) for x in xs], color=INK, lw=1.4)
     ax.axhline(gpu.fp32_tflops, color=INK, lw=1, ls="--")
-    ax.text(xs[-1], 1.1 * gpu.half_tflops, f"tensor cores {gpu.half_tflops}", ha="right", fontsize=8)
-    ax.text(xs[-1], 1.1 * gpu.fp32_tflops, f"float32 units {gpu.fp32_tflops}", ha="right", fontsize=8)
+    for name, peak in peaks.items():
+        ax.text(xs[-1], 1.1 * peak, f"{name} {peak}", ha="right", fontsize=8)
     ax.set(xlabel="FLOP a wavefront of shared memory", ylabel="TFLOP/s", ylim=(3, 2000))
     ax.set_xticks([2**e for e in range(5, 14)], [2**e for e in range(5, 14)])
     ax.set_yticks([10, 100, 1000], [10, 100, 1000])
@@ -151,11 +157,13 @@ def shared_roof(ax):
 
 fig, ax = plt.subplots(figsize=(6.6, 3.2), layout="constrained")
 shared_roof(ax)
-ax.plot(per_wavefront("scalar", 64), ceiling("scalar", 64), "o", ms=9, color=COLOURS[1], label="scalar, at its ceiling")
+found = per_wavefront("scalar", 64), ceiling("scalar", 64)
+ax.plot(*found, "o", ms=9, color=COLOURS[1], label="scalar, at its ceiling")
 ax.legend(fontsize=8, loc="upper left")
-picture(fig, """Roofline of an H200 for shared memory, log axes: a slope up to the tensor cores' peak at 4096 FLOP a
-wavefront, with the float32 units' peak as a dashed line. The scalar kernel's ceiling lies at the slope's foot, below the
-float32 units' peak and far below the tensor cores'.""")
+picture(fig, """Roofline of an H200 for shared memory, log axes: a slope up to the tensor
+cores' peak at 4096 FLOP a wavefront, with the float32 units' peak as a dashed line. The
+scalar kernel's ceiling lies at the slope's foot, below the peak of the float32 units and
+far below the tensor cores'.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: a warp holds a matrix
@@ -172,7 +180,8 @@ float32 units' peak and far below the tensor cores'.""")
 
 # %% slideshow={"slide_type": "fragment"}
 WHO = """
-extern "C" __global__ void who_holds_what(Global<const T> x, Global<const T> one, Global<float> held) {
+extern "C" __global__ void who_holds_what(Global<const T> x, Global<const T> one,
+                                          Global<float> held) {
   SharedMemory smem;
   Shared<T> X = smem.array<T>(256), I = smem.array<T>(256);
   load_tile(X, x, 16, 16, 16);
@@ -186,7 +195,8 @@ extern "C" __global__ void who_holds_what(Global<const T> x, Global<const T> one
   uint32_t pairs[6] = {A[0][0], A[0][1], A[0][2], A[0][3], load_pair(B), load_pair(B + 8)};
   mma<T>(product, A[0], pairs[4], pairs[5]);
   held += 24 * threadIdx.x;
-  for (int i = 0; i < 12; i++) held[i] = to_float(T{uint16_t(pairs[i / 2] >> 16 * (i % 2))});
+  for (int i = 0; i < 12; i++)
+    held[i] = to_float(T{uint16_t(pairs[i / 2] >> 16 * (i % 2))});
   for (int i = 0; i < 8; i++) held[12 + i] = S[i / 4][i % 4];
   for (int i = 0; i < 4; i++) held[20 + i] = product[i];
 }
@@ -196,31 +206,35 @@ extern "C" __global__ void who_holds_what(Global<const T> x, Global<const T> one
 # %% slideshow={"slide_type": "subslide"}
 def probe(file, kernel, text, *arguments, block=32, **macros):
     """Runs a kernel written behind a file's text, in the emulation."""
+    shape = {"grid": 1, "block": block, "shared_bytes": 1024}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / f"{file}.cu"
-        copy.write_text((kernels.HERE / f"{file}.cu").read_text() + text)
-        emulator.launch(copy, kernel, arguments, grid=1, block=block, shared_bytes=1024, macros={"T": "bf16"} | macros)
+        copy.write_text((launch.HERE / copy.name).read_text() + text)
+        emulator.launch(copy, kernel, arguments, macros={"T": "bf16"} | macros, **shape)
 
 
 X, held = torch.arange(256.0).view(16, 16), torch.zeros(32, 24)
-probe("fwd_2_mma", "who_holds_what", WHO, X.bfloat16(), torch.eye(16).bfloat16(), held, D=16, Br=16, Bc=16)
+arguments = X.bfloat16(), torch.eye(16).bfloat16(), held
+probe("fwd_2_mma", "who_holds_what", WHO, *arguments, D=16, Br=16, Bc=16)
 A, B, S, product = held.int().split((8, 4, 8, 4), 1)
 for name, fragment in (("A", A), ("two C", S), ("B", B)):
     print(f"lane 5 holds of {name:5}:", *(f"{n:3}" for n in fragment[5].tolist()))
-print("each number of X once in A:", torch.equal(A.flatten().sort().values, torch.arange(256).int()))
+in_A = A.flatten().sort().values
+print("each number of X once in A:", torch.equal(in_A, torch.arange(256).int()))
 print("two C fragments of S are the A fragment:", torch.equal(A, S))
 C = S[:, :4]
-print("A times B from these numbers is X times X transposed:", torch.equal(product, (X @ X.T)[C // 16, C % 16].int()))
+right = torch.equal(product, (X @ X.T)[C // 16, C % 16].int())
+print("A times B from these numbers is X times X transposed:", right)
 
 # %% slideshow={"slide_type": "subslide"}
 def draw_fragment(ax, rows_, columns, title):
-    """Each entry: the number of its lane; the colour says in which pair of that lane's numbers it lies."""
+    """Each entry: the number of its lane; the colour tells which of the lane's pairs."""
     for t in range(32):
-        for n, (y, x) in enumerate(zip(rows_[t].tolist(), columns[t].tolist(), strict=True)):
-            colour = COLOURS[(0, 4, 2, 3)[n // 2]]
-            ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=colour, alpha=0.55, edgecolor="white"))
-            bold = {"fontsize": 8, "fontweight": "bold"} if t == 5 else {"fontsize": 6.5}
-            ax.text(x + 0.5, y + 0.52, t, ha="center", va="center", **bold)
+        looks = {"weight": "bold", "fontsize": 8} if t == 5 else {"fontsize": 6.5}
+        for n, (y, x) in enumerate(torch.stack((rows_[t], columns[t]), 1).tolist()):
+            looks_of_pair = {"facecolor": COLOURS[(0, 4, 2, 3)[n // 2]], "alpha": 0.55}
+            ax.add_patch(plt.Rectangle((x, y), 1, 1, edgecolor="white", **looks_of_pair))
+            ax.text(x + 0.5, y + 0.52, t, ha="center", va="center", **looks)
     width = columns.max().item() + 1
     marks = [m for m in (0, 7, 8, 15) if m < width]
     ax.set(xlim=(0, width), ylim=(16, 0), aspect="equal", title=title)
@@ -229,14 +243,15 @@ def draw_fragment(ax, rows_, columns, title):
     ax.grid(False)
 
 
-fig, axes = plt.subplots(1, 3, figsize=(9.2, 3.9), width_ratios=(2, 2, 1), layout="constrained")
+fig, axes = plt.subplots(1, 3, figsize=(9, 4), width_ratios=(2, 2, 1), layout="constrained")
 draw_fragment(axes[0], S // 16, S % 16, "S: two C fragments")
 axes[0].axvline(8, color=INK, lw=2)
 draw_fragment(axes[1], A // 16, A % 16, "P: an A fragment")
 draw_fragment(axes[2], B % 16, B // 16, "K$^T$ or V: B")
-picture(fig, """Grids of lane numbers, coloured by pair, lane 5 in bold. Two neighbouring 16 x 8 C fragments of S and the
-16 x 16 A fragment look exactly alike: lane 5 has columns 2, 3, 10 and 11 of rows 1 and 9. In B, 16 x 8, lane 5 has rows 2, 3,
-10 and 11 of column 1.""")
+picture(fig, """Grids of lane numbers, coloured by pair, lane 5 in bold. Two neighbouring
+16 x 8 C fragments of S and the 16 x 16 A fragment look exactly alike: lane 5 has columns
+2, 3, 10 and 11 of rows 1 and 9. In B, 16 x 8, lane 5 has rows 2, 3, 10 and 11 of column
+1.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Lane 5 holds 18, 19 (row 1, columns 2 and 3), 146, 147 (row 9), and both again 8 columns on. A colour is a pair; as 16-bit
@@ -251,7 +266,8 @@ maximum = S[:, [0, 1, 4, 5]].amax(1)  # of the lane's numbers of row lane / 4
 for distance in (1, 2):
     maximum = torch.maximum(maximum, maximum[lane ^ distance])
     right = (maximum == X.int().amax(1)[lane // 4]).sum()
-    print(f"after the shuffle with lane ^ {distance}: lanes 4 to 7 say {maximum[4:8].tolist()}; right in {right} of 32 lanes")
+    print(f"after the shuffle with lane ^ {distance}: lanes 4 to 7 say",
+          f"{maximum[4:8].tolist()}; right in {right} of 32 lanes")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
@@ -271,38 +287,45 @@ for distance in (1, 2):
 # | [12–15] | O / l and lse, written once | `store_rows` |
 
 # %% slideshow={"slide_type": "skip"}
-ALL = [("scalar", 64), ("warp", 64), *((rung, 128) for rung in FORWARD if rung not in ("scalar", "warp"))]  # rung, head_dim
+ALL = [("scalar", 64), ("warp", 64), *((rung, 128) for rung in RUNGS[2:])]  # rung, head_dim
+SIZES = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "causal": False}
+SIZES |= {"processors": gpu.sms, "shared_limit": gpu.multiprocessor.shared_per_block}
 
 
-def launched(rung, D):
-    """What the launcher asks for on a GPU: file, grid, block, shared_bytes, macros."""
-    seen, tile = [], TILES.get(rung, kernels.MMA_TILES)[D]
-    with patch.object(kernels, "_run", lambda plan, inputs, others, options: seen.extend(plan(*inputs, *others, *options))):
-        FORWARD[rung](*tensors(rung, 4096, 4096, D), tile=tile)
-    return seen[0]
+def budget(rung, D):
+    """What a block has on an H200: threads, bytes of shared memory, registers a thread."""
+    file = launch.HERE / ladder.FORWARD[rung].file
+    dtype = torch.float32 if rung == "scalar" else torch.bfloat16
+    (launched,) = launch.geometry(file.stem, D=D, dtype=dtype, **SIZES)
+    kernel, _, threads, shared, macros = launched
+    usage = nvrtc.compile(file, macros, "sm_90a").usage[kernel]  # needs no GPU
+    return {"threads": threads, "shared": shared, "registers": usage.registers}
 
 
-def registers(key):
-    """Of a thread, as the compiler for Hopper reports them; it needs no GPU."""
-    shape = launches[key]
-    return nvrtc.compile(shape["file"], shape["macros"], "sm_90a").usage["attention_forward"].registers
-
-
-launches = {key: launched(*key) for key in ALL}
-with ThreadPoolExecutor(2) as pool:
-    budgets = dict(zip(ALL, pool.map(registers, ALL), strict=True))
+recorded = fingerprint.fresh(rows.read())  # of the files as they are
+measured = {}  # {(rung, D, causal): TFLOP/s} at N = 4096
+for r in rows.latest(recorded):
+    at = r["gpu"], r["stage"], r["pass"], r["N"], r["options"], r["timing"]
+    if at == (gpu.name, "02_fa2_cuda", "fwd", 4096, {}, "interleaved"):
+        rung = re.sub(r"^fwd_\d_", "", r["kernel"])
+        if r["dtype"] == ("fp32" if rung == "scalar" else "bf16"):
+            measured[rung, r["D"], r["causal"]] = r["tflops"]
 
 
 # %% slideshow={"slide_type": "skip"}
 def account(rung, D=128):
     """Prints the rung's budget on an H200, and what it takes from shared memory."""
-    shape, used = launches[rung, D], budgets[rung, D]
-    fit = cost.occupancy(gpu.capability, threads=shape["block"], shared=shape["shared_bytes"], registers=used)
-    Br, Bc = shape["macros"]["Br"], shape["macros"]["Bc"]
-    print(f"{rung}, D = {D}: tile ({Br}, {Bc}), {shape['block']} threads of {used} registers,",
-          f"{shape['shared_bytes'] / 1024:.0f} KiB shared: {fit.blocks} blocks an SM, limited by {fit.limited_by}")  # fmt: skip
-    print("  wavefronts a tile:", ", ".join(f"{name} {n} for {a} accesses" for name, (a, n) in tile_cost(rung, D)[0].items()))
-    print(f"  {per_wavefront(rung, D):.0f} FLOP a wavefront: at most {ceiling(rung, D):.0f} TFLOP/s")
+    block = budget(rung, D)
+    fit = cost.occupancy(gpu.capability, **block)
+    print(f"{rung}, D = {D}: tile {tile_of(rung, D)},",
+          f"{block['threads']} threads of {block['registers']} registers,",
+          f"{block['shared'] / 1024:.0f} KiB shared: {fit.blocks} blocks an SM,",
+          f"limited by {fit.limited_by}")
+    counts = tile_cost(rung, D)[0].items()
+    says = ", ".join(f"{name} {n} for {a} accesses" for name, (a, n) in counts)
+    print(f"  wavefronts a tile: {says}")
+    print(f"  {per_wavefront(rung, D):.0f} FLOP a wavefront:",
+          f"at most {ceiling(rung, D):.0f} TFLOP/s")
 
 
 def changes(old, new, *functions):
@@ -310,35 +333,32 @@ def changes(old, new, *functions):
     lines = []
     for name in functions:
         before, after = (show(file, name).splitlines() for file in (old, new))
-        lines += [f"@@ {name} @@", *list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]]
-    result = Source("\n".join(line for line in lines if line.startswith("@@ ") <= line.endswith("@@")))
+        lines.append(f"@@ {name} @@")
+        lines += list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
+    result = Source("\n".join(lines))
     result.language = "diff"
     return result
 
 
 # %% slideshow={"slide_type": "skip"}
-recorded = source.fresh(rows.read())  # of the files as they are
-measured = {}  # {(rung, D, causal): TFLOP/s} at N = 4096
-for r in rows.latest(recorded):
-    if (r["gpu"], r["stage"], r["pass"], r["N"]) == (gpu.name, "02_fa2_cuda", "fwd", 4096):
-        rung = re.sub(r"^fwd_\d_", "", r["kernel"])
-        if r["dtype"] == ("fp32" if rung == "scalar" else "bf16"):
-            measured[rung, r["D"], r["causal"]] = r["tflops"]
-
-
 def step(before, rung):
     """Prints what a rung gained over the one before, and how far the count foresaw it."""
     D = 64 if before in ("scalar", "warp") else 128  # which they do not take
     for causal in (False, True):
-        old, new = (measured.get((name, D, causal)) for name in (before, rung))
-        if old is None or new is None:
-            missing = " and ".join(name for name, found in ((before, old), (rung, new)) if found is None)
-            return print(f"no row yet of {missing} at N = 4096, D = {D}; on an H200: python -m steps bench --stage 02")
-        print(f"D = {D}, {'causal' if causal else 'not causal'}: {old:.3g} -> {new:.3g} TFLOP/s, x {new / old:.2f}")
+        missing = [name for name in (before, rung) if (name, D, causal) not in measured]
+        if missing:
+            print(f"no row yet of {' and '.join(missing)} at N = 4096, D = {D};",
+                  "on an H200: python -m steps bench --stage 02")
+            return
+        old, new = (measured[name, D, causal] for name in (before, rung))
+        mask = "causal" if causal else "not causal"
+        print(f"D = {D}, {mask}: {old:.3g} -> {new:.3g} TFLOP/s, x {new / old:.2f}")
         if not causal:
-            gain = ceiling(rung, D) / ceiling(before, D)
-            print(f"    the count foresaw x {gain:.2f}: measured over foreseen {new / old / gain:.2f}. Of its ceiling",
-                  f"{before} reached {old / ceiling(before, D):.0%}, {rung} {new / ceiling(rung, D):.0%}")  # fmt: skip
+            roof, higher = ceiling(before, D), ceiling(rung, D)
+            share = new / old / (higher / roof)
+            print(f"    the count foresaw x {higher / roof:.2f}: measured over foreseen",
+                  f"{share:.2f}. Of its ceiling {before} reached {old / roof:.0%},",
+                  f"{rung} {new / higher:.0%}")
 
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -359,7 +379,7 @@ show("fwd_1_warp", "scores")
 #
 # FLOP a wavefront grow from 62 to 195, three times, if both stay equally near their ceilings. The next roof is close: the
 # float32 units, 66.9 TFLOP/s, whatever shared memory does. And the count leaves something out: `add_PV` hands P round by
-# shuffles, which take turns with the loads.
+# shuffles, which compete with the loads.
 #
 # </details>
 
@@ -394,17 +414,17 @@ step("warp", "mma")
 #
 # Why 8? The 8 lanes of a row of B read 8 rows of K, and rows of 128 or 256 bytes begin in the same bank.
 #
-# **Claim.** Let row r keep its 16-byte chunk c at place c XOR (r mod 8). Then any 8 neighbouring rows have it in 8 different
-# places, and 8 places are all 32 banks.
+# **Claim.** Let row r keep its 16-byte chunk c at position c XOR (r mod 8). Then any 8 neighbouring rows have it at 8 different
+# positions, and 8 positions are all 32 banks.
 #
 # `ldmatrix` fetches just that: 8 x 8 numbers, as 8 rows of one chunk, four such matrices at once, and deals them out as
-# fragments. With `.trans` it transposes on the way, as V wants it. We ask the kernel's `at` for places, then count with it as it
+# fragments. With `.trans` it transposes on the way, as V wants it. We ask the kernel's `at` for positions, then count with it as it
 # is and with rows as they come.
 
 # %% slideshow={"slide_type": "fragment"}
-PLACES = """
-extern "C" __global__ void places(Global<int> place) {
-  for (int e = threadIdx.x; e < Bc * D; e += THREADS) place[e] = at(Bc, e / D, e % D);
+POSITIONS = """
+extern "C" __global__ void positions(Global<int> position) {
+  for (int e = threadIdx.x; e < Bc * D; e += THREADS) position[e] = at(Bc, e / D, e % D);
 }
 """
 
@@ -413,47 +433,51 @@ head = "__device__ int at(int rows, int row, int column) {\n"
 plain = ("fwd_3_ldmatrix.cu", (head, head + "  return row * D + column;\n"))
 
 # %% slideshow={"slide_type": "subslide"}
-def places():
+def positions():
     """The bytes at which rung 3 puts the elements (64 x 64) of a tile."""
-    place = torch.zeros(64, 64, dtype=torch.int32)
-    probe("fwd_3_ldmatrix", "places", PLACES, place, block=128, D=64, Br=64, Bc=64)
-    return 2 * place
+    found = torch.zeros(64, 64, dtype=torch.int32)
+    probe("fwd_3_ldmatrix", "positions", POSITIONS, found, block=128, D=64, Br=64, Bc=64)
+    return 2 * found
 
 
-layouts, found = {"swizzled": places()}, {"mma": tile_cost("mma", 128)[0]}
-with edited(kernels, *plain):
-    layouts["plain"], found["ldmatrix, plain"] = places(), tile_cost.__wrapped__("ldmatrix", 128)[0]
+layouts, found = {"swizzled": positions()}, {"mma": tile_cost("mma", 128)[0]}
+with edited(*plain):
+    layouts["plain"] = positions()
+    found["ldmatrix, plain"] = tile_cost.__wrapped__("ldmatrix", 128)[0]
 found["ldmatrix"] = tile_cost("ldmatrix", 128)[0]
-for name, place in layouts.items():
-    assert place.unique().numel() == place.numel()  # every element has a place of its own
-    print(f"{name:8}: bank in which chunk 2 begins, rows 0 to 7:", (place[:8, 16] // 4 % 32).tolist())
+for name, layout in layouts.items():
+    assert layout.unique().numel() == layout.numel()  # every element at one of its own
+    banks = layout[:8, 16] // 4 % 32
+    print(f"{name:8}: bank in which chunk 2 begins, rows 0 to 7:", banks.tolist())
 for name, functions in found.items():
-    print(f"{name:15}", "; ".join(f"{f} {n} wavefronts, {n / a:g} each" for f, (a, n) in functions.items()))
+    each = [f"{f} {n} wavefronts, {n / a:g} each" for f, (a, n) in functions.items()]
+    print(f"{name:15}", "; ".join(each))
 
 # %% slideshow={"slide_type": "subslide"}
-fig, axes = plt.subplots(1, 3, figsize=(9.6, 3.4), width_ratios=(2, 2, 3), layout="constrained")
+fig, axes = plt.subplots(1, 3, figsize=(9, 3), width_ratios=(2, 2, 3), layout="constrained")
 for ax, name in zip(axes, ("plain", "swizzled"), strict=False):
-    for row in range(8):
-        for chunk in range(8):
-            x = layouts[name][row, 8 * chunk].item() // 16 % 8
-            colour, ink = (COLOURS[1], "white") if chunk == 2 else (FAINT, INK)
-            ax.add_patch(plt.Rectangle((x, row), 1, 1, facecolor=colour, edgecolor="white"))
-            ax.text(x + 0.5, row + 0.52, chunk, ha="center", va="center", color=ink, fontsize=9)
-    ax.set(xlim=(0, 8), ylim=(8, 0), aspect="equal", xlabel="bank", ylabel="row", title=f"chunks, {name}")
+    for row, chunk in itertools.product(range(8), range(8)):
+        x = layouts[name][row, 8 * chunk].item() // 16 % 8
+        colour, ink = (COLOURS[1], "white") if chunk == 2 else (FAINT, INK)
+        ax.add_patch(plt.Rectangle((x, row), 1, 1, facecolor=colour, edgecolor="white"))
+        ax.text(x + 0.5, row + 0.52, chunk, ha="center", va="center", color=ink, fontsize=9)
+    ax.set(xlim=(0, 8), ylim=(8, 0), aspect="equal", title=f"chunks, {name}")
+    ax.set(xlabel="bank", ylabel="row")
     ax.set_xticks(range(9), range(0, 33, 4))
     ax.set_yticks([y + 0.5 for y in range(8)], range(8))
     ax.grid(False)
-left = [0] * 3
+bottom = torch.zeros(3)
 for function, colour in zip(("load_tile", "scores", "add_PV"), COLOURS, strict=False):
-    counts = [found[name][function][1] for name in found]
-    axes[2].bar(range(3), counts, 0.6, bottom=left, color=colour, label=function)
-    left = [a + b for a, b in zip(left, counts, strict=True)]
+    counts = torch.tensor([functions[function][1] for functions in found.values()])
+    axes[2].bar(range(3), counts, 0.6, bottom=bottom, color=colour, label=function)
+    bottom += counts
 axes[2].set_xticks(range(3), [name.replace(", ", ",\n") for name in found])
-axes[2].set(title="wavefronts a tile")
+axes[2].set_title("wavefronts a tile")
 axes[2].grid(axis="x", visible=False)
 axes[2].legend(fontsize=8)
-picture(fig, """Left and middle: 8 rows of 8 chunks against the banks. Plain, chunk 2 of every row stands in the same four banks;
-swizzled, in eight different places. Right: wavefronts a tile: mma and ldmatrix with plain rows need more than 8000, nearly all in
+picture(fig, """Left and middle: 8 rows of 8 chunks against the banks. Plain, chunk 2 of
+every row stands in the same four banks; swizzled, at eight different positions. Right:
+wavefronts a tile: mma and ldmatrix with plain rows need more than 8000, nearly all in
 scores and add_PV; ldmatrix with swizzled rows about 1300.""")
 
 # %% slideshow={"slide_type": "subslide"}
@@ -461,14 +485,14 @@ account("ldmatrix")
 changes("fwd_2_mma", "fwd_3_ldmatrix", "scores")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Alone, `ldmatrix` gains nothing: four matrices of 8 rows in one place take 32 wavefronts. Swizzled they take 4, as few as 32
+# Alone, `ldmatrix` gains nothing: four matrices of 8 rows at one position take 32 wavefronts. Swizzled they take 4, as few as 32
 # banks need for 512 bytes. `diff("fwd_2_mma", "fwd_3_ldmatrix")` shows the whole change, with `at`, which is exercise 02.4.
 #
 # **Predict 3.** The ceiling rises from 60 to 396 TFLOP/s, 6.6 times. Will the speed?
 #
 # <details><summary>Answer</summary>
 #
-# Less: another wall comes first. In every tile all warps of a block wait until K_j and V_j have come from device memory or L2,
+# Less: another limit comes first. In every tile all warps of a block wait until K_j and V_j have come from device memory or L2,
 # and only the SM's other blocks go on meanwhile. And between its two products a warp computes exponentials, while its tensor
 # cores wait. A count of shared memory says nothing of waiting.
 #
@@ -517,7 +541,7 @@ changes("fwd_4_cp_async", "fwd_5_fa2", "scores")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Causal blocks are unequal: the last has the whole row of key tiles, the first almost none. Where long ones start last, a few
-# SMs still work when all others are done. So here they go first. The cell below deals blocks to free places in both orders.
+# SMs still work when all others are done. So here they go first. The cell below deals blocks to free slots in both orders.
 #
 # **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow? And which mask gains more?
 #
@@ -530,34 +554,37 @@ changes("fwd_4_cp_async", "fwd_5_fa2", "scores")
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-def finished(blocks, places):
-    """When the last of the blocks ends, if each takes as long as it has key tiles and goes to the first free place."""
-    free = [0] * places
+def finished(blocks, slots):
+    """When the last block ends, if each takes as long as it has key tiles and goes to the
+    slot that is free first."""
+    free = [0] * slots
     for length in blocks:
         heapq.heappush(free, heapq.heappop(free) + length)
     return max(free)
 
 
-Br, Bc = kernels.FA2_TILES[128]
+Br, Bc = tile_of("fa2", 128)
+slots = 2 * gpu.sms  # two blocks on an SM
 for N, heads in ((4096, 16), (4096, 64), (16384, 16)):
-    lengths = heads * [(i + 1) * Br // Bc for i in range(N // Br)]  # key tiles of query tile i; two blocks on an SM
-    ideal = sum(lengths) / (2 * gpu.sms)
-    up, down = (finished(order, 2 * gpu.sms) / ideal for order in (lengths, sorted(lengths, reverse=True)))
-    print(f"N = {N:5}, {heads} heads: {up:.2f} of the ideal time head by head, {down:.2f} with the longest first")
-# %% slideshow={"slide_type": "fragment"}
+    lengths = heads * [(i + 1) * Br // Bc for i in range(N // Br)]  # in tiles of keys
+    ideal = sum(lengths) / slots
+    up = finished(lengths, slots) / ideal
+    down = finished(sorted(lengths, reverse=True), slots) / ideal
+    print(f"N = {N:5}, {heads} heads: {up:.2f} of the ideal time head by head,",
+          f"{down:.2f} with the longest first")
 step("cp_async", "fa2")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
 # Write the body in place of the line with `#error` and run the cell: `check` compiles the kernel with your text in place of the
-# stage's function, runs some of the contract's cases, and names what fails; for 02.4 and 02.6 it counts the turns of shared
-# memory, too. `hint("02.4")` asks a question, `hint("02.4", 2)` gives the formula, `hint("02.4", 3)` pseudo-code,
+# stage's function, runs some of the contract's cases, and names what fails; for 02.4 and 02.6 it counts the wavefronts of
+# shared memory, too. `hint("02.4")` asks a question, `hint("02.4", 2)` gives the formula, `hint("02.4", 3)` pseudo-code,
 # `solution("02.4")` the stage's function.
 #
 # **Exercise 02.4: where a chunk goes.** A tile of `rows` rows lies in slabs of W columns, one after the other: 64 columns, 128
 # bytes a row, or 32 columns where D is no multiple of 64. Return where the element (row, column) lies, counted in elements, such
-# that rows 8 n to 8 n + 7 have a chunk in 8 different places. With W = 32 two rows share the banks, and c XOR (r mod 8) would
+# that rows 8 n to 8 n + 7 have a chunk at 8 different positions. With W = 32 two rows share the banks, and c XOR (r mod 8) would
 # leave the row.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -574,7 +601,8 @@ check("02.4", at)
 
 # %% slideshow={"slide_type": "fragment"}
 to_operand = r"""
-__device__ void to_operand(uint32_t (&A)[4], const float (&near)[4], const float (&far)[4]) {
+__device__ void to_operand(uint32_t (&A)[4], const float (&near)[4],
+                           const float (&far)[4]) {
 #error Blank 02.5
 }"""
 
@@ -598,11 +626,12 @@ check("02.6", keys_seen)
 # that fails on it and passes on the stage's own forward.
 
 # %% slideshow={"slide_type": "fragment"}
-print(textwrap.fill(f"{exercises.find('02.bug1').file}: {exercises.find('02.bug1').symptom}", 110))
+bug = exercises.find("02.bug1")
+print(textwrap.fill(f"{bug.file}: {bug.symptom}", 110))
 
 
 def test(forward):
-    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...), whoever wrote it."""
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...)."""
     raise Blank
 
 
@@ -622,12 +651,16 @@ def prepared(rung, names, device="cpu"):
         yield case, x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
 
 
-for rung in list(FORWARD)[1:]:
+names = "ragged", "more_queries_causal", "scores_200"
+for rung in RUNGS[1:]:
     says = []
-    for case, x, want in prepared(rung, ("ragged", "more_queries_causal", "scores_200"), steps.engine.device):
-        got = dict(zip(("out", "lse"), step02.forward(x.q, x.k, x.v, **x.options, rung=rung), strict=True))
-        share = max(e / (want.tolerance[name] or 1) for name, e in error.errors(got, want).items())
-        says.append(f"{case.name} {'wrong' if error.failures(got, want) else 'ok'}, {share:.2f} of its tolerance")
+    for case, x, want in prepared(rung, names, steps.engine.device):
+        out, lse = step02.forward(x.q, x.k, x.v, **x.options, rung=rung)
+        got = {"out": out, "lse": lse}
+        errors = error.errors(got, want).items()
+        share = max(e / (want.tolerance[name] or 1) for name, e in errors)
+        verdict = "wrong" if error.failures(got, want) else "ok"
+        says.append(f"{case.name} {verdict}, {share:.2f} of its tolerance")
     print(f"{rung:9}", "; ".join(says))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -646,29 +679,25 @@ for rung in list(FORWARD)[1:]:
 
 # %% slideshow={"slide_type": "fragment"}
 mistakes = {
-    "tile written without the swizzle": ("tile + at(size, row, slab + column)", "tile + (row * D + slab + column)"),
-    "Q fetched by K's addresses": (
-        "row + lane % 16, 16 * d + lane / 16 * 8)", "row + lane / 16 * 8 + lane % 8, 16 * d + lane / 8 % 2 * 8)",
+    "tile written without the swizzle": (
+        "tile + at(size, row, slab + column)", "tile + (row * D + slab + column)"
     ),
-    "one shuffle for the maximum": ("  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));", "  return x;"),
-    "m starts at -infinity": ("constexpr float LOWEST = -3.4e38f;", "constexpr float LOWEST = -INFINITY;"),
-    "no wait for K": ("    cp_async_wait<0>();\n    __syncthreads();  // K_j", "    __syncthreads();  // K_j"),
+    "Q fetched by K's addresses": (
+        "row + lane % 16, 16 * d + lane / 16 * 8)",
+        "row + lane / 16 * 8 + lane % 8, 16 * d + lane / 8 % 2 * 8)",
+    ),
+    "one shuffle for the maximum": (
+        "  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));", "  return x;"
+    ),
+    "m starts at -infinity": ("LOWEST = -3.4e38f;", "LOWEST = -INFINITY;"),
+    "no wait for K": (
+        "    cp_async_wait<0>();\n    __syncthreads();  // K", "    __syncthreads();  // K"
+    ),
     "no mask unless causal": ("    mask(S, j, seen);", "    if (causal) mask(S, j, seen);"),
-    "a tile fetched beyond the last": ("    if (j + Bc < keys) load_tile(", "    load_tile("),
-}  # fmt: skip
-inputs = ["one_key", "ragged", "scores_200", "ragged_causal", "fewer_queries_causal", "more_queries_causal"]
-
-
-def build(edit):
-    """Compiles the changed kernel ahead of its use; what g++ makes of a text is kept on disk."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "fwd_4_cp_async.cu"
-        file.write_text((kernels.HERE / file.name).read_text().replace(*edit))
-        emulator.compile(file, {"T": "bf16", "D": 32, "Br": 64, "Bc": 64})
-
-
-with ThreadPoolExecutor(2) as pool:
-    list(pool.map(build, mistakes.values()))
+    "a tile fetched beyond the last": ("    if (j + Bc < keys) load_tile", "    load_tile"),
+}
+inputs = ["one_key", "ragged", "scores_200"]
+inputs += ["ragged_causal", "fewer_queries_causal", "more_queries_causal"]
 
 
 # %% slideshow={"slide_type": "subslide"}
@@ -677,14 +706,17 @@ def verdict(x, want):
     wrong = []
     for copies in ("late", "eager"):
         with emulator.schedule(copies=copies):
-            out, lse = kernels.cp_async_forward(x.q, x.k, x.v, causal=x.causal, scale=x.scale)
-        wrong += [copies] * bool(error.failures({"out": out, "lse": lse}, want))
+            out, lse = launch.forward(
+                x.q, x.k, x.v, rung="cp_async", causal=x.causal, scale=x.scale
+            )
+        if error.failures({"out": out, "lse": lse}, want):
+            wrong.append(copies)
     return "wrong" if len(wrong) == 2 else f"if {wrong[0]}" if wrong else "lives"
 
 
 verdicts, ready = {}, list(prepared("cp_async", inputs))
 for says, edit in mistakes.items():
-    with edited(kernels, "fwd_4_cp_async.cu", edit):
+    with edited("fwd_4_cp_async.cu", edit):
         verdicts |= {(says, case.name): verdict(x, want) for case, x, want in ready}
 print(" " * 33, *inputs)
 for says in mistakes:
@@ -706,18 +738,20 @@ for says in mistakes:
 
 # %% slideshow={"slide_type": "fragment"}
 gains = {}
-names = [*dict.fromkeys(rung for rung, _ in ALL)]
-for before, rung in zip(names, names[1:], strict=False):
+for before, rung in itertools.pairwise(RUNGS):
     D = 64 if before in ("scalar", "warp") else 128
     old, new = measured.get((before, D, False)), measured.get((rung, D, False))
     if old and new:
         gains[rung] = new / old
-print("measured:", ", ".join(f"{r} x {gains[r]:.2f}" for r in sorted(gains, key=gains.get, reverse=True)) or "nothing yet")
+ordered = sorted(gains, key=gains.get, reverse=True)
+print("measured:", ", ".join(f"{r} x {gains[r]:.2f}" for r in ordered) or "nothing yet")
 if gains and plots.ladder_numbers(recorded):
-    result = picture(plots.ladder(recorded), """The ladder of stage 02, rung by rung, forward and backward:
-TFLOP/s and the share of a measured matrix product, with FlashAttention-2 and cuDNN as lines.""")  # fmt: skip
+    result = picture(plots.ladder(recorded), """The ladder of stage 02, rung by rung,
+    forward and backward: TFLOP/s and the share of a measured matrix product, with
+    FlashAttention-2 and cuDNN as lines.""")
 else:
-    result = print("no rows yet of stage 02's ladder: on an H200, python -m steps bench --plan fast, then --plan slow")
+    result = print("no rows yet of stage 02's ladder: on an H200, python -m steps bench",
+                   "--plan fast, then --plan slow")
 result
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -730,17 +764,20 @@ fig, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
 shared_roof(ax)
 print("FLOP a wavefront, ceiling and measured TFLOP/s, not causal")
 for n, (rung, D) in enumerate(ALL):
-    x, most, got = per_wavefront(rung, D), min(ceiling(rung, D), gpu.half_tflops), measured.get((rung, D, False))
+    x, most = per_wavefront(rung, D), min(ceiling(rung, D), gpu.half_tflops)
+    got, name = measured.get((rung, D, False)), f"{rung}, D = {D}"
     looks = {"marker": "osD^vP*"[n], "color": (*COLOURS, INK)[n], "ls": "", "ms": 8}
-    ax.plot(x, most, mfc="white", **looks, label=None if got else f"{rung}, D = {D}")
+    ax.plot(x, most, mfc="white", **looks, label=None if got else name)
     if got:
         ax.plot([x, x], [got, most], ":", color=looks["color"], lw=1)
-        ax.plot(x, got, **looks, label=f"{rung}, D = {D}")
-    print(f"{rung:9} D = {D:3}: {x:5.0f} {most:6.0f} ", f"{got:6.1f}  {got / most:.0%}" if got else "  no row yet")
+        ax.plot(x, got, **looks, label=name)
+    says = f"{got:6.1f}  {got / most:.0%}" if got else "  no row yet"
+    print(f"{rung:9} D = {D:3}: {x:5.0f} {most:6.0f} ", says)
 ax.legend(fontsize=8, loc="lower right")
-picture(fig, """The roofline for shared memory with a mark for each rung: scalar, warp and mma on the slope, below the
-float32 units' peak or near it; ldmatrix and cp_async at one place six times further right; fa2 beyond them. At the end of a
-dotted line what was measured: below the ceiling, except scalar, whose loads the compiler has joined.""")
+picture(fig, """The roofline for shared memory with a mark for each rung: scalar, warp and
+mma on the slope, below the float32 units' peak or near it; ldmatrix and cp_async together,
+six times further right; fa2 beyond them. At the end of a dotted line what was measured:
+below the ceiling, except scalar, whose loads the compiler has joined.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Profile a rung
@@ -749,24 +786,28 @@ dotted line what was measured: below the ceiling, except scalar, whose loads the
 # else. For what, the hardware's counters tell.
 #
 # Nsight Compute's `ncu` runs a kernel several times and reads the counters of every SM. Below, one rung's command (`python -m
-# reference.bench.profile` runs four; counters may need a permission that shared machines do not give). Then the wavefronts that
+# steps.bench.profile` runs four; counters may need a permission that shared machines do not give). Then the wavefronts that
 # the emulation expects, beside those that the hardware counted.
 
 # %% slideshow={"slide_type": "fragment"}
-FIVE = ("tensor_pipe", "issue_slots", "shared_wavefronts", "bank_conflicts", "dram_throughput")
-command = profile.command("ncu", "fa2", {name: profile.COUNTERS[name][0] for name in FIVE})
-command = ["python" if word == sys.executable else word for word in command]
-lines = textwrap.fill(shlex.join(command), 120, break_long_words=False, break_on_hyphens=False)
-print(lines.replace(",", ",\\\n"), "\n")  # a counter a line
-counters = {rung: c for rung, c in profile.read().items() if all(name in c for name in (*FIVE, "nanoseconds"))}
+FIVE = "tensor_pipe issue_slots shared_wavefronts bank_conflicts dram_throughput".split()
+command = profile.command("ncu", "fa2", {name: profile.COUNTERS[name] for name in FIVE})
+command = shlex.join("python" if word == sys.executable else word for word in command)
+wrap = {"break_long_words": False, "break_on_hyphens": False}
+print(textwrap.fill(command, 120, **wrap).replace(",", ",\\\n"), "\n")  # a counter a line
+needed = {*FIVE, "nanoseconds"}
+counters = {rung: c for rung, c in profile.read().items() if needed <= set(c)}
 size = profile.SIZE
 for rung in ("mma", "ldmatrix", "fa2"):
     found, _ = tile_cost(rung, size["D"])
-    Br, Bc = TILES.get(rung, kernels.MMA_TILES)[size["D"]]
+    Br, Bc = tile_of(rung, size["D"])
     tiles = size["B"] * size["H"] * (size["N"] // Br) * (size["N"] // Bc)
-    expected = tiles * sum(wavefronts for _, wavefronts in found.values())
-    hardware = f"hardware {counters[rung]['shared_wavefronts'] / 1e6:.1f}" if rung in counters else "no profile yet"
-    print(f"{rung:9} {tiles} tiles; million wavefronts: expected {expected / 1e6:.1f}, {hardware}")
+    expected = tiles * sum(wavefronts for _, wavefronts in found.values()) / 1e6
+    says = f"{rung:9} {tiles} tiles; million wavefronts: expected {expected:.1f}"
+    if rung in counters:
+        print(f"{says}, hardware {counters[rung]['shared_wavefronts'] / 1e6:.1f}")
+    else:
+        print(f"{says}, no profile yet")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # For `fa2` the hardware counts fewer wavefronts than the emulation, which takes `cp.async` for stores of 16 bytes a lane. How the
@@ -777,8 +818,8 @@ for rung in ("mma", "ldmatrix", "fa2"):
 # | counter | says | conclude |
 # |---|---|---|
 # | `tensor_pipe` | cycles in which tensor cores work | the goal; high: only other instructions help (02d) |
-# | `shared_wavefronts` | turns of the banks | near one a cycle: shared memory is the wall |
-# | `bank_conflicts` | turns that only conflicts cost | many: first of all change the layout |
+# | `shared_wavefronts` | wavefronts of shared memory | near one a cycle: shared memory is the bottleneck |
+# | `bank_conflicts` | wavefronts that only conflicts cost | many: first of all change the layout |
 # | `issue_slots` | cycles in which an instruction is issued | high: too many instructions; low: warps wait, so overlap |
 # | `dram_throughput` | share of device memory's bandwidth | high: larger tiles; low: leave the traffic alone |
 #
@@ -786,8 +827,8 @@ for rung in ("mma", "ldmatrix", "fa2"):
 #
 # <details><summary>Answer</summary>
 #
-# Expect by the counts: the banks' turns in `mma`, most of them conflicts. In `ldmatrix` no conflicts are left: still the banks'
-# turns, but nothing near its limit: it waits. In `fa2` the tensor cores should lead, in 02d's `hopper` still more. Device
+# Expect by the counts: the wavefronts in `mma`, most of them conflicts. In `ldmatrix` no conflicts are left: still the
+# wavefronts, but nothing near its limit: it waits. In `fa2` the tensor cores should lead, in 02d's `hopper` still more. Device
 # memory should be low in all.
 #
 # </details>
@@ -796,12 +837,13 @@ for rung in ("mma", "ldmatrix", "fa2"):
 def shares(rung):
     """The five counters in %, of the rung's time or of its wavefronts."""
     c = counters[rung]
-    turns = c["shared_wavefronts"] / (1e3 * CYCLES * c["nanoseconds"])
-    conflicts = c["bank_conflicts"] / c["shared_wavefronts"]
-    return [c["tensor_pipe"], 100 * turns, 100 * conflicts, c["issue_slots"], c["dram_throughput"]]
+    wavefronts = 100 * c["shared_wavefronts"] / (1e3 * CYCLES * c["nanoseconds"])
+    conflicts = 100 * c["bank_conflicts"] / c["shared_wavefronts"]
+    return [c["tensor_pipe"], wavefronts, conflicts, c["issue_slots"], c["dram_throughput"]]
 
 
-names = ["tensor cores\nwork", "turns of\nthe banks", "of them\nconflicts", "issue slots\nused", "device memory\nbandwidth"]
+names = ["tensor cores\nwork", "shared memory\nwavefronts", "of them\nconflicts"]
+names += ["issue slots\nused", "device memory\nbandwidth"]
 if counters:
     fig, ax = plt.subplots(figsize=(8.4, 3.4), layout="constrained")
     for n, rung in enumerate(counters):
@@ -809,12 +851,13 @@ if counters:
         bars = ax.bar(x, shares(rung), 0.19, color=COLOURS[n], label=rung)
         ax.bar_label(bars, fmt="%.0f", fontsize=8)
     ax.set_xticks(range(5), names)
-    ax.set(ylabel="%", ylim=(0, 105), title=gpu.name + ": {B} x {H} heads, N = {N}, D = {D}".format(**profile.SIZE))
+    ax.set(ylabel="%", ylim=(0, 105))
+    ax.set_title(gpu.name + ": {B} x {H} heads, N = {N}, D = {D}".format(**profile.SIZE))
     ax.grid(axis="x", visible=False)
     ax.legend(fontsize=8, ncols=4)
-    result = picture(fig, "Bars of five counters in percent for each profiled rung of stage 02.")
+    result = picture(fig, "Bars of five counters in percent for each profiled rung.")
 else:
-    result = print("no profile yet: on a GPU with ncu, python -m reference.bench.profile")
+    result = print("no profile yet: on a GPU with ncu, python -m steps.bench.profile")
 result
 
 # %% [markdown] slideshow={"slide_type": "slide"}

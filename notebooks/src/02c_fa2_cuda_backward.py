@@ -29,6 +29,7 @@
 
 # %% slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
+import functools
 import heapq
 import itertools
 import math
@@ -36,19 +37,20 @@ import re
 import tempfile
 import textwrap
 from pathlib import Path
-from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
+from IPython.display import display
 
 from reference import cases, error, mutants
-from reference.bench import cost, rows, source, timing
-from reference.bench.plots import COLOURS, FAINT, GREYS, INK, style
 from steps import contract
 from steps import step02_fa2_cuda as step02
-from steps.step02_fa2_cuda import emulator, kernels, nvrtc
-from steps.workbook import check, edited, hint, picture, rungs, show, solution  # noqa: F401  for part 5
-from steps.workbook.source import Source
+from steps.bench import cost, fingerprint, rows, timing
+from steps.bench.plots import COLOURS, FAINT, GREYS, INK, style
+from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
+from steps.workbook import check, edited, one_rung, picture, show
+from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
+from steps.workbook.listing import Source
 
 # %% slideshow={"slide_type": "skip"}
 torch.set_num_threads(1)  # small tensors: one thread is faster
@@ -59,13 +61,16 @@ print(steps.engine.describe())
 
 
 def code(file, *parts):
-    """Functions of a kernel's file as one block; of (function, first, last) only the lines from one text to the other."""
+    """Functions of a kernel's file as one block; of (function, first, last) only the lines
+    from the one that contains the text `first` to the one that contains `last`."""
     texts = []
     for part in parts:
-        function, first, last = part if isinstance(part, tuple) else (part, None, None)
+        function, first, last = part if isinstance(part, tuple) else (part, "", None)
         lines = show(file, function).splitlines()
-        begin = next(n for n, line in enumerate(lines) if first in line) if first else 0
-        end = next(n for n, line in enumerate(lines) if n >= begin and last in line) if last else len(lines)
+        begin = next(n for n, line in enumerate(lines) if first in line)
+        end = len(lines)
+        if last:
+            end = next(n for n, line in enumerate(lines) if n >= begin and last in line)
         texts.append(textwrap.dedent("\n".join(lines[begin : end + 1])))
     block = Source("\n\n".join(texts))
     block.language = "cpp"
@@ -85,8 +90,9 @@ def standard(q, k, v):
 
 
 def kept_bytes(attention, N, D=32):
-    """Bytes that autograd keeps for the backward of one head."""
-    q, k, v = (torch.randn(1, 1, N, D, device=steps.engine.device, requires_grad=True) for _ in range(3))
+    """KiB that autograd keeps for the backward of one head."""
+    options = {"device": steps.engine.device, "requires_grad": True}
+    q, k, v = (torch.randn(1, 1, N, D, **options) for _ in range(3))
     kept = {}
 
     def note(x):
@@ -95,28 +101,33 @@ def kept_bytes(attention, N, D=32):
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         attention(q, k, v)
-    return sum(kept.values())
+    return sum(kept.values()) / 1024
 
 
 lengths = (64, 128, 256, 512, 1024)
-kept = {f.__name__: [kept_bytes(f, N) / 1024 for N in lengths] for f in (standard, step02.attention)}
-for n, N in enumerate(lengths):
-    print(f"N = {N:4}: standard keeps {kept['standard'][n]:5.0f} KiB, stage 02 {kept['attention'][n]:4.0f}")
-print(f"of which lse at N = 1024: {4 * 1024 / 1024:.0f} KiB, and P would be {4 * 1024**2 / 1024:.0f} KiB")
+kept = {"standard": [kept_bytes(standard, N) for N in lengths]}
+kept["attention"] = [kept_bytes(step02.attention, N) for N in lengths]
+for N, most, least in zip(lengths, *kept.values(), strict=True):
+    print(f"N = {N:4}: standard keeps {most:5.0f} KiB, stage 02 {least:4.0f}")
+print("of which lse at N = 1024: 4 KiB, and P would be", f"{4 * 1024**2 / 1024:.0f} KiB")
 
 # %% slideshow={"slide_type": "subslide"}
 fig, ax = plt.subplots(figsize=(6.4, 3.3), layout="constrained")
-ax.loglog(lengths, kept["standard"], "o-", color=COLOURS[1], label="standard: q, k, v and P")
-ax.loglog(lengths, kept["attention"], "D-", color=COLOURS[0], label="stage 02: q, k, v, out and lse")
-ax.loglog(lengths, [4 * N / 1024 for N in lengths], ":", color=INK, label="lse alone: one number a row")
+for name, look, colour, says in (
+    ("standard", "o-", COLOURS[1], "standard: q, k, v and P"),
+    ("attention", "D-", COLOURS[0], "stage 02: q, k, v, out and lse"),
+):
+    ax.loglog(lengths, kept[name], look, color=colour, label=says)
+lse_alone = [4 * N / 1024 for N in lengths]
+ax.loglog(lengths, lse_alone, ":", color=INK, label="lse alone: one number a row")
 ax.set(xlabel="N", title="kept for the backward, one head of D = 32, KiB")
 ax.set_xticks(lengths, lengths)
 ax.set_yticks((1, 10, 100, 1000), (1, 10, 100, 1000))
 ax.minorticks_off()
 ax.legend(fontsize=8)
-picture(fig, """Bytes kept for the backward against N on log-log axes. Standard attention bends
-up to slope 2, stage 02 rises with slope 1 and stays below throughout. A dotted line for
-lse alone lies far under both.""")
+picture(fig, """Bytes kept for the backward against N on log-log axes. Standard attention
+bends up to slope 2, stage 02 rises with slope 1 and stays below throughout. A dotted line
+for lse alone lies far under both.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # At N = 1024 standard attention keeps 4480 KiB for one head and stage 02 keeps 516. What replaces P is lse: 4 KiB. The
@@ -147,7 +158,7 @@ Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
 K = torch.tensor([[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]])
 V = torch.tensor([[0.0, 6], [2, 0], [4, 6], [6, 4], [8, 0], [10, 6]])
 dO = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0], [0, -1], [1, -1]])
-scale, close = 1 / math.sqrt(d), lambda a, b: torch.allclose(a, b, atol=1e-5)
+scale, close = 1 / math.sqrt(d), functools.partial(torch.allclose, atol=1e-5)
 
 leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
 want_dQ, want_dK, want_dV = torch.autograd.grad(standard(*leaves), leaves, dO)
@@ -158,12 +169,14 @@ O = S.softmax(-1) @ V  # (N, d), kept too
 P = (S - lse[:, None]).exp()  # recomputed
 dV, dP = P.T @ dO, dO @ V.T  # (N, d), (N, N)
 print("P:", close(P, S.softmax(-1)), " dV:", close(dV, want_dV))
-print("dQ without delta:", close(scale * (P * dP) @ K, want_dQ), end="; ")
-print(f"row 5 is {(scale * (P * dP) @ K)[5]}, should be {want_dQ[5]}")
+tempting = scale * (P * dP) @ K
+print("dQ without delta:", close(tempting, want_dQ), end="; ")
+print(f"row 5 is {tempting[5]}, should be {want_dQ[5]}")
 delta = (dO * O).sum(-1)  # (N,)
 dS = P * (dP - delta[:, None])  # (N, N)
 dQ, dK = scale * dS @ K, scale * dS.T @ Q
-print("dQ:", close(dQ, want_dQ), " dK:", close(dK, want_dK), " delta = rowsum(P dP):", close(delta, (P * dP).sum(-1)))
+print("dQ:", close(dQ, want_dQ), " dK:", close(dK, want_dK), end="  ")
+print("delta = rowsum(P dP):", close(delta, (P * dP).sum(-1)))
 print("delta:", delta, " row sums of dS are 0:", close(dS.sum(-1), torch.zeros(N)))
 
 # %% slideshow={"slide_type": "subslide"}
@@ -180,9 +193,9 @@ for ax, (title, matrix) in zip(axes, panels.items(), strict=True):
     ax.set(title=title, xlabel="key j", xticks=range(N), yticks=range(N))
     ax.grid(False)
 axes[0].set_ylabel("query i")
-picture(fig, """Three 6 x 6 tables of numbers on blue for positive and red for negative: P, dP
-minus delta, and their product dS. dS is large only where P is not small: in row 5, +1.52 at key
-4 and -1.04 at key 3.""")
+picture(fig, """Three 6 x 6 tables of numbers on blue for positive and red for negative: P,
+dP minus delta, and their product dS. dS is large only where P is not small: in row 5,
++1.52 at key 4 and -1.04 at key 3.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Row 5 of dS: a larger score of key 4 raises the loss (1.52), a larger one of key 3 takes weight from it and lowers the
@@ -197,27 +210,28 @@ minus delta, and their product dS. dS is large only where P is not small: in row
 # %% slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
 for ax, by_keys in zip(axes, (True, False), strict=True):
-    for i in range(4):
-        for j in range(4):
-            colour = COLOURS[j if by_keys else i]
-            ax.add_patch(plt.Rectangle((j, i), 1, 1, facecolor=colour, alpha=0.5, edgecolor="white", lw=2))
+    own, shared = ("dK dV", "dQ +=") if by_keys else ("dQ", "dK dV\n+=")
+    looks = {"fontsize": 8, "ha": "center", "va": "center"}
     for n in range(4):
-        ends = ((n + 0.5, 3.9), (n + 0.5, 0.1)) if by_keys else ((3.9, n + 0.5), (0.1, n + 0.5))
+        box = {"facecolor": COLOURS[n], "alpha": 0.5, "edgecolor": "white"}
+        for m in range(4):
+            corner = (n, m) if by_keys else (m, n)
+            ax.add_patch(plt.Rectangle(corner, 1, 1, lw=2, **box))
+        ends = ((n + 0.5, 3.9), (n + 0.5, 0.1))
+        ends = ends if by_keys else [end[::-1] for end in ends]
         ax.annotate("", *ends, arrowprops={"arrowstyle": "->", "color": INK})
         side, below = (4.4, n + 0.5), (n + 0.5, 4.35)
-        own, shared = ("dK dV", "dQ +=") if by_keys else ("dQ", "dK dV\n+=")
-        looks = {"fontsize": 8, "ha": "center", "va": "center"}
-        box = {"facecolor": COLOURS[n], "alpha": 0.5, "edgecolor": "none"}
         ax.text(*(below if by_keys else side), own, bbox=box, **looks)
         ax.text(*(side if by_keys else below), shared, **looks)
-    ax.set(xlim=(0, 5), ylim=(4.7, 0), aspect="equal", xticks=[], yticks=[], ylabel="query tiles i")
+    ax.set(xlim=(0, 5), ylim=(4.7, 0), aspect="equal", xticks=[], yticks=[])
+    ax.set_ylabel("query tiles i")
     ax.set_title("key tiles outside" if by_keys else "query tiles outside")
     ax.grid(False)
     ax.spines[:].set_visible(False)
-picture(fig, """Two grids of four query tiles by four key tiles. Left: a colour a column, one
-block each, walking down; dK and dV stand below each column on its colour, and dQ += stands at
-the end of each row on white, since all four blocks add to it. Right: a colour a row; dQ on its
-colour at the end of each row, dK dV += on white below the columns.""")
+picture(fig, """Two grids of four query tiles by four key tiles. Left: a colour a column,
+one block each, walking down; dK and dV stand below each column on its colour, and dQ += at
+the end of each row on white, since all four blocks add to it. Right: a colour a row; dQ on
+its colour at the end of each row, dK dV += on white below.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # On its colour: kept in the block's registers, written once. On white: added to by *all* blocks, which needs **atomic
@@ -228,16 +242,19 @@ colour at the end of each row, dK dV += on white below the columns.""")
 # %% slideshow={"slide_type": "fragment"}
 def count(Nq, Nk, D, Br, Bc):
     """{order: (products of Br x Bc x D, atomic additions)} of one head."""
-    tiles = -(-Nq // Br) * -(-Nk // Bc)
+    query_tiles, key_tiles = -(-Nq // Br), -(-Nk // Bc)
+    tiles = query_tiles * key_tiles
     return {
-        "key tiles outside": (5 * tiles, -(-Nk // Bc) * Nq * D),  # S, dP, dV, dK, dQ; dQ is added to
-        "query tiles outside": (5 * tiles, -(-Nq // Br) * 2 * Nk * D),  # dK and dV are
+        # S, dP, dV, dK and dQ; blocks add to dQ, or else to dK and dV
+        "key tiles outside": (5 * tiles, key_tiles * Nq * D),
+        "query tiles outside": (5 * tiles, query_tiles * 2 * Nk * D),
         "both, one after the other": (7 * tiles, 0),  # S and dP are needed twice
     }
 
 
 for order, (products, atomics) in count(4096, 4096, 64, 64, 64).items():
-    print(f"{order:26} {products:6} tile products, {atomics / 1e6:5.1f} million numbers added atomically")
+    print(f"{order:26} {products:6} tile products,",
+          f"{atomics / 1e6:5.1f} million numbers added atomically")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What atomics cost: the last bits
@@ -250,22 +267,25 @@ for order, (products, atomics) in count(4096, 4096, 64, 64, 64).items():
 def gradients(n, blocks, seed=0):
     """(dq, dk, dv) of two heads of n tokens, D = 32, in the emulation, tile (16, 16)."""
     q, k, v, dout = torch.randn(4, 1, 2, n, 32, generator=torch.Generator().manual_seed(0))
-    out, lse = kernels.scalar_forward(q, k, v)
+    out, lse = launch.forward(q, k, v, rung="scalar")
     with emulator.schedule(blocks=blocks, seed=seed):
-        return kernels.scalar_backward(dout, q, k, v, out, lse)
+        return launch.backward(dout, q, k, v, out, lse, rung="scalar")
 
 
 large, one = torch.tensor(1e8), torch.tensor(1.0)
-print(f"(1e8 + 1) - 1e8 = {large + one - large:.0f}    (1e8 - 1e8) + 1 = {large - large + one:.0f}")
+print(f"(1e8 + 1) - 1e8 = {large + one - large:.0f}   ",
+      f"(1e8 - 1e8) + 1 = {large - large + one:.0f}")
 first = gradients(67, "forward")
 orders = {"forward again": ("forward", 0), "reverse": ("reverse", 0)}
 orders |= {f"random {seed}": ("random", seed) for seed in range(1, 4)}
 print(f"elements whose bits change, of {first[0].numel()}, against blocks in order:")
 for says, order in orders.items():
-    dq, dk, dv = (int((x != y).sum()) for x, y in zip(gradients(67, *order), first, strict=True))
+    pairs = zip(gradients(67, *order), first, strict=True)
+    dq, dk, dv = (int((x != y).sum()) for x, y in pairs)
     print(f"  {says:14} dq {dq:5}   dk {dk}   dv {dv}")
 difference = (first[0] - gradients(67, "reverse")[0]).abs().max()
-print(f"dq, forward against reverse: at most {difference:.1e}, largest entry {first[0].abs().max():.2f}")
+largest = first[0].abs().max()
+print(f"dq, forward against reverse: at most {difference:.1e}, largest entry {largest:.2f}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # dk and dv keep every bit: each is summed by one thread, in one order. In dq about half of the elements change, by at
@@ -294,27 +314,32 @@ print(f"dq, forward against reverse: at most {difference:.1e}, largest entry {fi
 # First the budget: dK_j and dV_j take 2 D registers, so that Q_i, dO_i, K_j, V_j and dS have to lie in shared memory.
 
 # %% slideshow={"slide_type": "fragment"}
-SCALAR, Br, Bc = kernels.HERE / "bwd_0_scalar.cu", 32, 64  # the tile that a GPU gets by default
+scalar = ladder.BACKWARD["scalar"]  # its row in the ladder
+SCALAR = launch.HERE / scalar.file
+Br, Bc = scalar.tiles[0][64]  # the tile that a GPU gets by default
 for D in (32, 64, 96, 128):
-    shared = 4 * (2 * Bc * (D + 1) + 2 * Br * D + Br * Bc + 2 * Br)
+    block = {"threads": scalar.threads(D, Br, Bc), "shared": scalar.shared_bytes(D, Br, Bc)}
     try:
-        registers = nvrtc.compile(SCALAR, {"D": D, "Br": Br, "Bc": Bc}, "sm_90a").usage["attention_backward"].registers
-        fits = cost.occupancy(gpu.capability, threads=Bc, shared=shared, registers=registers)
-        says = f"{registers} registers, {fits.blocks} blocks of {Bc // 32} warps an SM"
+        usage = nvrtc.compile(SCALAR, {"D": D, "Br": Br, "Bc": Bc}, "sm_90a").usage
+        block["registers"] = usage["attention_backward"].registers
+        blocks = cost.occupancy(gpu.capability, **block).blocks
+        says = f"{block['registers']} registers, {blocks} blocks of {Bc // 32} warps an SM"
     except RuntimeError as refused:
         says = "refused: " + re.search(r"spills \d+ bytes", str(refused))[0]
-    print(f"D = {D:3}: 2 D = {2 * D:3}; shared memory {shared / 1024:5.1f} KiB; ptxas for sm_90a: {says}")
+    print(f"D = {D:3}: 2 D = {2 * D:3}; shared memory {block['shared'] / 1024:5.1f} KiB;",
+          f"ptxas for sm_90a: {says}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # D = 96 is the end here. Every block of keys needs delta of all queries: computed once, before everything, it costs one
 # pass over dO and O, and then a tile loads one number a row where O would have been.
 #
 # The small functions, the kernel up to its loop, and the loop. Thread t reads *its own* row of K, where in the forward all
-# read the same: the spare word in `K_row = D + 1` spreads a warp's 32 rows over the 32 banks, as in stage 01. `seen_from` is
+# read the same: the spare word in `STRIDE = D + 1` spreads a warp's 32 rows over the 32 banks, as in stage 01. `seen_from` is
 # the causal diagonal, seen from the key: query i sees key j if i >= j - (Nk - Nq).
 
 # %% slideshow={"slide_type": "subslide"}
-code("bwd_0_scalar", "load_tile", "load_column", "dot", "store_row", ("attention_backward", "int tiles =", "float dK_j[D]"))
+setup = ("attention_backward", "int tiles =", "float dK_j[D]")
+code("bwd_0_scalar", "load_tile", "load_column", "dot", "store_row", setup)
 
 # %% slideshow={"slide_type": "subslide"}
 code("bwd_0_scalar", ("attention_backward", "for (int i = first", "add_dQ("))
@@ -324,10 +349,11 @@ code("bwd_0_scalar", ("attention_backward", "for (int i = first", "add_dQ("))
 # over the keys of the *block*, and every key belongs to another thread. On our six tokens, two blocks of three keys:
 
 # %% slideshow={"slide_type": "fragment"}
-q, k, v, dout = (x[None, None] for x in (Q, K, V, dO))  # on the CPU: emulated on any machine
-out, lse = kernels.scalar_forward(q, k, v, tile=(2, 3))
-got = kernels.scalar_backward(dout, q, k, v, out, lse, tile=(2, 3))
-print("six tokens, dq dk dv:", [close(a[0, 0], b) for a, b in zip(got, (dQ, dK, dV), strict=True)])
+q, k, v, dout = (x[None, None] for x in (Q, K, V, dO))  # on the CPU, so it is emulated
+out, lse = launch.forward(q, k, v, rung="scalar", tile=(2, 3))
+got = launch.backward(dout, q, k, v, out, lse, rung="scalar", tile=(2, 3))
+right = [close(a[0, 0], b) for a, b in zip(got, (dQ, dK, dV), strict=True)]
+print("six tokens, dq dk dv:", right)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 1, `fa2`: five products on tensor cores
@@ -350,9 +376,10 @@ print("six tokens, dq dk dv:", [close(a[0, 0], b) for a, b in zip(got, (dQ, dK, 
 
 # %% slideshow={"slide_type": "fragment"}
 PIECES = """#include "ptx.cuh"
-extern "C" __global__ void pieces(Global<const bf16> x, Global<uint32_t> stored, Global<uint32_t> transposed) {
+extern "C" __global__ void pieces(Global<const bf16> x, Global<uint32_t> stored,
+                                  Global<uint32_t> transposed) {
   SharedMemory smem;
-  Shared<bf16> tile = smem.array<bf16>(32 * 8);  // four pieces of 8 x 8, one below the other
+  Shared<bf16> tile = smem.array<bf16>(32 * 8);  // four pieces of 8 x 8, in a column
   int t = threadIdx.x;
   copy_16(tile + 8 * t, x + 8 * t, true);
   __syncthreads();  // a lane gets numbers of rows that others have copied
@@ -364,27 +391,31 @@ extern "C" __global__ void pieces(Global<const bf16> x, Global<uint32_t> stored,
 }"""
 x, held = torch.arange(256.0).bfloat16(), torch.zeros(2, 32, dtype=torch.int32)
 with tempfile.TemporaryDirectory() as folder:
-    (Path(folder) / "pieces.cu").write_text(PIECES)
-    emulator.launch(Path(folder) / "pieces.cu", "pieces", [x, *held], grid=1, block=32, shared_bytes=512, macros={})
-as_stored, transposed = held.view(torch.bfloat16).reshape(2, 32, 2).int()  # the two numbers of each lane's register
+    file = Path(folder) / "pieces.cu"
+    file.write_text(PIECES)
+    shape = {"grid": 1, "block": 32, "shared_bytes": 512, "macros": {}}
+    emulator.launch(file, "pieces", [x, *held], **shape)
+numbers = held.view(torch.bfloat16).reshape(2, 32, 2).int()  # two in each lane's register
+as_stored, transposed = numbers.tolist()
 for t in (0, 1, 4):
-    print(f"lane {t}: {as_stored[t].tolist()} as stored, {transposed[t].tolist()} transposed")
+    print(f"lane {t}: {as_stored[t]} as stored, {transposed[t]} transposed")
 
 # %% slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.7), layout="constrained")
-for ax, held, title in zip(axes, (as_stored, transposed), ("ldmatrix", "ldmatrix.trans"), strict=True):
-    for t, pair in enumerate(held.tolist()):
-        colour = COLOURS[t] if t < 4 else FAINT
+panels = {"ldmatrix": as_stored, "ldmatrix.trans": transposed}
+for ax, (title, held) in zip(axes, panels.items(), strict=True):
+    for t, pair in enumerate(held):
+        look = {"facecolor": COLOURS[t] if t < 4 else FAINT, "edgecolor": "white"}
         for number in pair:
             i, j = divmod(number, 8)
-            ax.add_patch(plt.Rectangle((j, i), 1, 1, facecolor=colour, alpha=0.7, edgecolor="white"))
+            ax.add_patch(plt.Rectangle((j, i), 1, 1, alpha=0.7, **look))
             ax.text(j + 0.5, i + 0.5, t, ha="center", va="center", fontsize=9, color=INK)
-    ax.set(title=f"{title}: which lane gets it", xlim=(0, 8), ylim=(8, 0), aspect="equal", xticks=[], yticks=[])
-    ax.set(xlabel="key", ylabel="query")
+    ax.set(xlim=(0, 8), ylim=(8, 0), aspect="equal", xticks=[], yticks=[])
+    ax.set(title=f"{title}: which lane gets it", xlabel="key", ylabel="query")
     ax.grid(False)
-picture(fig, """An 8 x 8 piece of P, a query a row, with the number of the lane that gets each entry. By
-ldmatrix lanes 0 to 3 share the first row, two neighbouring keys each. By ldmatrix.trans they share
-the first column, two neighbouring queries each.""")
+picture(fig, """An 8 x 8 piece of P, a query a row, with the number of the lane that gets
+each entry. By ldmatrix lanes 0 to 3 share the first row, two neighbouring keys each. By
+ldmatrix.trans they share the first column, two neighbouring queries each.""")
 
 # %% slideshow={"slide_type": "subslide"}
 show("bwd_1_fa2", "add_product")
@@ -400,22 +431,27 @@ show("bwd_1_fa2", "add_product")
 
 # %% slideshow={"slide_type": "fragment"}
 def piece(M, N, warps):
-    """Rows and columns of an M x N product that one warp holds: Part<M, N> of bwd_1_fa2.cu."""
+    """Rows and columns of an M x N product that a warp has: Part<M, N> of bwd_1_fa2.cu."""
     down = max(1, M // 32)
     while N % (warps // down * 16):
         down *= 2
     return M // down, N // (warps // down)
 
 
-FA2 = kernels.HERE / "bwd_1_fa2.cu"
-for D, (Br, Bc, warps) in kernels.FA2_BACKWARD.items():
-    keeps = [math.prod(piece(*size, warps)) // 32 for size in ((Br, Bc), (Bc, D), (Br, D))]
-    macros = {"T": "bf16", "D": D, "Br": Br, "Bc": Bc, "Warps": warps}
-    usage = nvrtc.compile(FA2, macros, "sm_90a").usage["attention_backward"]
-    shared = kernels._fa2_backward_bytes(D, Br, Bc)
-    blocks = cost.occupancy(gpu.capability, threads=32 * warps, shared=shared, registers=usage.registers).blocks
-    print(f"D = {D:3}, tile {Br:3} x {Bc:3}: registers: S, dP {2 * keeps[0]:3}, dV, dK {2 * keeps[1]:3}, dQ {keeps[2]};",
-          f"ptxas {usage.registers}, spills {usage.spills:2} bytes; {shared / 1024:.0f} KiB; {blocks} block an SM")  # fmt: skip
+FA2 = launch.HERE / "bwd_1_fa2.cu"
+sizes = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "dtype": torch.bfloat16}
+sizes |= {"shared_limit": gpu.multiprocessor.shared_per_block, "processors": gpu.sms}
+for D in ladder.BACKWARD["fa2"].head_dims:
+    _, launched, _ = launch.geometry(FA2.stem, D=D, causal=False, **sizes)
+    kernel, _, threads, shared, macros = launched
+    Br, Bc, warps = macros["Br"], macros["Bc"], threads // 32
+    S, dV, dQ_i = (math.prod(piece(*x, warps)) // 32 for x in ((Br, Bc), (Bc, D), (Br, D)))
+    usage = nvrtc.compile(FA2, macros, "sm_90a").usage[kernel]
+    block = {"threads": threads, "shared": shared, "registers": usage.registers}
+    blocks = cost.occupancy(gpu.capability, **block).blocks
+    print(f"D = {D:3}, tile {Br:3} x {Bc:3}: registers: S, dP {2 * S:3},",
+          f"dV, dK {2 * dV:3}, dQ {dQ_i}; ptxas {usage.registers}, spills {usage.spills:2}",
+          f"bytes; {shared / 1024:.0f} KiB; {blocks} block an SM")
 print(f"a warp's piece at D = 64: {piece(128, 128, 8)} of S, {piece(128, 64, 8)} of dV")
 
 # %% slideshow={"slide_type": "subslide"}
@@ -431,18 +467,21 @@ code("bwd_1_fa2", ("attention_backward", "Part<Bc, D> dK", "i = next_i"))
 # 16 bytes on Hopper. Afterwards `attention_dq` puts them in order, multiplies by the scale and rounds, once.
 
 # %% slideshow={"slide_type": "fragment"}
-code("bwd_1_fa2", "add_dQ", ("attention_dq", "uint32_t x[4]", "store_pair(to + 8"))
-
-# %% slideshow={"slide_type": "fragment"}
-terms = torch.randn(32, 4000, generator=torch.Generator().manual_seed(0)).bfloat16()  # 32 key tiles of 128: N = 4096
+in_order = ("attention_dq", "uint32_t x[4]", "store_pair(to + 8")
+display(code("bwd_1_fa2", "add_dQ", in_order))
+generator = torch.Generator().manual_seed(0)
+terms = torch.randn(32, 4000, generator=generator).bfloat16()  # of 32 key tiles: N = 4096
 in_bf16 = torch.zeros(4000, dtype=torch.bfloat16)
 for term in terms:
     in_bf16 += term
 exact = terms.double().sum(0)
-for says, total in {"rounded once": terms.float().sum(0).bfloat16(), "rounded 32 times": in_bf16}.items():
-    print(f"sums of 32 in bf16, {says:16}: largest error {(total.double() - exact).abs().max():.3f}")
-numbers = 4096 // 128 * 4096 * 64
-print(f"a head of N = 4096, D = 64: {numbers / 1e6:.1f} million numbers in {numbers / 4e6:.1f} million additions of 16 bytes")
+sums = {"rounded once": terms.float().sum(0).bfloat16(), "rounded 32 times": in_bf16}
+for says, total in sums.items():
+    largest = (total.double() - exact).abs().max()
+    print(f"sums of 32 in bf16, {says:16}: largest error {largest:.3f}")
+numbers = 4096 // 128 * 4096 * 64 / 1e6
+print(f"a head of N = 4096, D = 64: {numbers:.1f} million numbers",
+      f"in {numbers / 4:.1f} million additions of 16 bytes")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What it buys: shared memory
@@ -453,22 +492,26 @@ print(f"a head of N = 4096, D = 64: {numbers / 1e6:.1f} million numbers in {numb
 
 
 # %% slideshow={"slide_type": "fragment"}
-def roof(rung, D, N, tile):
-    """TFLOP/s on an H200 if its shared memory never rests, by the wavefronts of one head."""
+def roof(rung, D, N):
+    """TFLOP/s on an H200 if its shared memory never rests, by one head's wavefronts."""
     dtype = torch.float32 if rung == "scalar" else torch.bfloat16
-    q, k, v, dout = torch.randn(4, 1, 1, N, D, generator=torch.Generator().manual_seed(0)).to(dtype)
-    out, lse = getattr(kernels, f"{rung}_forward")(q, k, v)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, 1, N, D, generator=generator).to(dtype)
+    out, lse = launch.forward(q, k, v, rung=rung)
+    tile = ladder.BACKWARD[rung].tiles[0][D]  # on a GPU
     with emulator.count_conflicts() as counted:
-        getattr(kernels, f"{rung}_backward")(dout, q, k, v, out, lse, tile=tile)
+        launch.backward(dout, q, k, v, out, lse, rung=rung, own_tile=tile)
     wavefronts = sum(wavefronts for _, wavefronts in counted.values())
     multiply_adds = 5 * N * N * D / wavefronts
-    tflops = gpu.half_tflops / 4096 * 2 * multiply_adds  # an SM does 4096 bf16 operations, or 1 wavefront, a cycle
-    print(f"{rung:6} D = {D:3}: {multiply_adds:3.0f} multiply-adds a wavefront, roof {tflops:5.1f} TFLOP/s")
+    # An SM does 4096 bf16 operations, or 1 wavefront, a cycle.
+    tflops = gpu.half_tflops / 4096 * 2 * multiply_adds
+    print(f"{rung:6} D = {D:3}: {multiply_adds:3.0f} multiply-adds a wavefront,",
+          f"roof {tflops:5.1f} TFLOP/s")
     return tflops
 
 
-roofs = {("scalar", 64): roof("scalar", 64, 64, (32, 64))}
-roofs |= {("fa2", D): roof("fa2", D, 256, kernels.FA2_BACKWARD[D][:2]) for D in (64, 128)}
+roofs = {("scalar", 64): roof("scalar", 64, 64)}
+roofs |= {("fa2", D): roof("fa2", D, 256) for D in (64, 128)}
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Grouped heads
@@ -478,16 +521,20 @@ roofs |= {("fa2", D): roof("fa2", D, 256, kernels.FA2_BACKWARD[D][:2]) for D in 
 # query heads: dK_j and dV_j stay in registers longer, and the blocks are fewer.
 
 # %% slideshow={"slide_type": "fragment"}
-q, dout = torch.randn(2, 1, 8, 40, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-k, v = torch.randn(2, 1, 2, 40, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-out, lse = kernels.fa2_forward(q, k, v)
+one, two = (torch.Generator().manual_seed(seed) for seed in (0, 1))
+q, dout = torch.randn(2, 1, 8, 40, 32, generator=one).bfloat16()
+k, v = torch.randn(2, 1, 2, 40, 32, generator=two).bfloat16()
+out, lse = launch.forward(q, k, v, rung="fa2")
 want = error.expected(q, k, v, dout)
-got = dict(zip(("dq", "dk", "dv"), kernels.fa2_backward(dout, q, k, v, out, lse), strict=True))
-print("8 query heads, 2 key heads:", {name: tuple(x.shape) for name, x in got.items()}, "wrong:", error.failures(got, want))
+got = launch.backward(dout, q, k, v, out, lse, rung="fa2")
+got = dict(zip(("dq", "dk", "dv"), got, strict=True))
+shapes = {name: tuple(x.shape) for name, x in got.items()}
+print("8 query heads, 2 key heads:", shapes, "wrong:", error.failures(got, want))
 for H, Hk in ((32, 32), (32, 8), (32, 1)):
     copies = 4 * H * 4096 * 64 * 4 / 2**20 if H > Hk else 0  # k, v, dk, dv in float32
     blocks = 4096 // 128 * Hk  # of rung 1
-    print(f"H = {H}, Hk = {Hk:2}, N = 4096, D = 64: rung 0 adds {copies:3.0f} MiB, rung 1 none, in {blocks:4} blocks")
+    print(f"H = {H}, Hk = {Hk:2}, N = 4096, D = 64: rung 0 adds {copies:3.0f} MiB,",
+          f"rung 1 none, in {blocks:4} blocks")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Bit by bit: `deterministic=True`
@@ -505,26 +552,25 @@ code("bwd_1_fa2", "wait_for_turn", "pass_turn_on", "block_number")
 
 # %% slideshow={"slide_type": "subslide"}
 def fa2_gradients(blocks, seed=0, deterministic=False):
-    """(dq before its rounding, dq, dk, dv) of two heads of 160 tokens in fp16, five key tiles, in the emulation."""
-    q, k, v, dout = torch.randn(4, 1, 2, 160, 32, generator=torch.Generator().manual_seed(0)).half()
-    out, lse = kernels.fa2_forward(q, k, v)
-    sums, launch = [], kernels._launch
-
-    def spy(**what):
-        launch(**what)
-        sums.extend([what["arguments"][0].clone()] * (what["kernel"] == "attention_dq"))
-
-    with emulator.schedule(blocks=blocks, seed=seed), patch.object(kernels, "_launch", spy):
-        got = kernels.fa2_backward(dout, q, k, v, out, lse, deterministic=deterministic)
-    return *sums, *got
+    """(dq before its rounding, dq, dk, dv) of two heads of 160 tokens in fp16, five key
+    tiles, in the emulation: the three kernels of the backward, called one by one."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, 2, 160, 32, generator=generator).half()
+    out, lse = launch.forward(q, k, v, rung="fa2")
+    with emulator.schedule(blocks=blocks, seed=seed):
+        sums = launch.start_gradients(dout, out, lse, deterministic=deterministic)
+        dk, dv = launch.add_gradients(sums, dout, q, k, v)
+        return sums.dq_sum, launch.finish_dq(sums), dk, dv
 
 
 for deterministic in (False, True):
     first = fa2_gradients("forward", deterministic=deterministic)
-    print(f"deterministic={deterministic}: elements with other bits, of {first[0].numel()}; dq's sum in float32, dq, dk, dv")
+    print(f"deterministic={deterministic}: elements with other bits,",
+          f"of {first[0].numel()}; dq's sum in float32, dq, dk, dv")
     for order in (("reverse", 0), ("random", 1), ("random", 2)):
         other = fa2_gradients(*order, deterministic=deterministic)
-        print(f"    {order[0]:7} {order[1] or ' '}", [int((a != b).sum()) for a, b in zip(other, first, strict=True)])
+        changed = [int((a != b).sum()) for a, b in zip(other, first, strict=True)]
+        print(f"    {order[0]:7} {order[1] or ' '}", changed)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **What do turns cost?** All blocks of a head start at the same dQ_i, and have to queue. A model: a step takes time 1, and of
@@ -533,11 +579,13 @@ for deterministic in (False, True):
 
 # %% slideshow={"slide_type": "subslide"}
 def run(in_turn, tiles, heads, sms, causal):
-    """(time until all is done, [(tile, i, start, wait from, turn from)] of every step) of heads of tiles x tiles."""
+    """(time until all is done, [(tile, i, start, wait from, turn from)] of every step) of
+    heads of tiles x tiles."""
     free, done, visits = [0.0] * sms, {}, []
     for head, tile in itertools.product(range(heads), range(tiles)):
         now = heapq.heappop(free)
-        for i in range(tiles - 1, tile - 1 if causal else -1, -1):  # from the last queries to the first
+        last = tile if causal else 0
+        for i in range(tiles - 1, last - 1, -1):  # from the last queries to the first
             ready = now + 0.8
             begin = max(ready, done.get((head, i), 0)) if in_turn else ready
             visits.append((tile, i, now, ready, begin))
@@ -545,32 +593,42 @@ def run(in_turn, tiles, heads, sms, causal):
         heapq.heappush(free, now)
     return max(free), visits
 
-
-fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.0), layout="constrained", sharex=True, sharey=True)
+# %% slideshow={"slide_type": "subslide"}
+fig = plt.figure(figsize=(8.6, 3), layout="constrained")
+axes = fig.subplots(1, 2, sharex=True, sharey=True)
 for ax, causal in zip(axes, (False, True), strict=True):
     for tile, i, start, ready, begin in run(True, 6, 1, 6, causal)[1]:
-        spans = {"own work": (start, ready), "waiting": (ready, begin), "its turn": (begin, begin + 0.2)}
-        for (what, (a, b)), colour in zip(spans.items(), (COLOURS[0], COLOURS[1], INK), strict=True):
-            ax.barh(tile, b - a, left=a, height=0.7, color=colour, label=what if (tile, i) == (1, 5) else None)
-    ax.set(title="causal" if causal else "not causal", xlabel="time, in steps", ylim=(5.6, -0.6), yticks=range(6))
+        for what, a, b, colour in (
+            ("own work", start, ready, COLOURS[0]),
+            ("waiting", ready, begin, COLOURS[1]),
+            ("its turn", begin, begin + 0.2, INK),
+        ):
+            label = what if (tile, i) == (1, 5) else None
+            ax.barh(tile, b - a, left=a, height=0.7, color=colour, label=label)
+    ax.set(title="causal" if causal else "not causal", xlabel="time, in steps")
+    ax.set(ylim=(5.6, -0.6), yticks=range(6))
 axes[0].set_ylabel("key tile")
-fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-picture(fig, """Six blocks of one head over time. Not causal: in its first step block j waits j fifths of a step, later
-none; the last ends one step late. Causal: the same queue, bars that get shorter with j.""")
+handles = axes[0].get_legend_handles_labels()
+fig.legend(*handles, loc="outside lower center", ncols=3, fontsize=8)
+picture(fig, """Six blocks of one head over time. Not causal: in its first step block j
+waits j fifths of a step, later none; the last ends one step late. Causal: the same queue,
+bars that get shorter with j.""")
 
 # %% slideshow={"slide_type": "subslide"}
-print("time in turn, of the time in any order, by the model: 16k tokens, 32 heads, tiles of 128, an H200's SMs")
+print("time in turn, of the time in any order, by the model: 16k tokens, 32 heads,",
+      "tiles of 128, an H200's SMs")
 for N in (512, 1024, 2048, 4096):
-    shape = dict(tiles=N // 128, heads=32 * 16384 // N, sms=gpu.sms)
-    ratios = [run(True, **shape, causal=c)[0] / run(False, **shape, causal=c)[0] for c in (False, True)]
+    time = functools.partial(run, tiles=N // 128, heads=32 * 16384 // N, sms=gpu.sms)
+    ratios = [time(True, causal=c)[0] / time(False, causal=c)[0] for c in (False, True)]
     print(f"N = {N:4}: not causal x {ratios[0]:.2f}, causal x {ratios[1]:.2f}")
 print(f"counters: {32 * 16384 // 128}, one for each dQ_i")
 if steps.engine.name == "cuda":
     for causal in (False, True):
         q, k, v, dout = torch.randn(4, 4, 32, 4096, 64, device="cuda").bfloat16()
-        given = (dout, q, k, v, *step02.forward(q, k, v, causal=causal, rung="fa2"))
-        ways = {d: {"causal": causal, "rung": "fa2", "deterministic": d} for d in (False, True)}
-        calls = {d: lambda given=given, options=options: step02.backward(*given, **options) for d, options in ways.items()}
+        options = {"causal": causal, "rung": "fa2"}
+        out, lse = step02.forward(q, k, v, **options)
+        call = functools.partial(step02.backward, dout, q, k, v, out, lse, **options)
+        calls = {d: functools.partial(call, deterministic=d) for d in (False, True)}
         ms = {d: t.ms_median for d, t in timing.interleaved(calls, device="cuda").items()}
         print(f"measured here, N = 4096, causal {causal}: x {ms[True] / ms[False]:.2f}")
 else:
@@ -601,12 +659,13 @@ check("02.3", row_delta)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.2: one gradient that all blocks add to.** Line [15] for one tile, by all Bc threads of the block, in about
-# five lines: dQ_i (rows, D) += scale dS (rows, keys) K_j (keys, D). `dS[r * Bc + j]` and `K[j * K_row + d]` lie in shared
+# five lines: dQ_i (rows, D) += scale dS (rows, keys) K_j (keys, D). `dS[r * Bc + j]` and `K[j * STRIDE + d]` lie in shared
 # memory; `dq` points at the tile's first row, and its rows are D apart.
 
 # %% slideshow={"slide_type": "fragment"}
 add_dQ = r"""
-__device__ void add_dQ(Global<float> dq, Shared<float> dS, Shared<float> K, int rows, int keys, float scale) {
+__device__ void add_dQ(Global<float> dq, Shared<float> dS, Shared<float> K, int rows,
+                       int keys, float scale) {
 #error Blank 02.2
 }"""
 
@@ -619,20 +678,27 @@ check("02.2", add_dQ)
 # engine:
 
 # %% slideshow={"slide_type": "fragment"}
-own = {rung: contract.limits(step02.SUPPORTS, rung) for rung in ("scalar", "fa2")}
 SOME = ("ragged_causal", "scores_200", "grouped_heads")
+NAMES = "dq", "dk", "dv"
+own = {rung: contract.limits(step02.SUPPORTS, rung) for rung in ("scalar", "fa2")}
 for rung, supports in own.items():
-    ran, failed, worst = 0, [], dict.fromkeys(("dq", "dk", "dv"), 0.0)
+    ran, failed, worst = 0, 0, dict.fromkeys(NAMES, 0.0)
     for case, dtype, reason in cases.select(supports):
-        chosen = case.name in SOME if rung == "fa2" else (case.D, case.tile) == (32, "square")
+        chosen = (case.D, case.tile) == (32, "square")
+        if rung == "fa2":
+            chosen = case.name in SOME
         if reason is None and chosen and dtype != torch.float16:
             x = cases.build(case, supports, dtype, steps.engine.device)
             want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-            got = rungs.results(step02, rung, case, x)
-            ran, failed = ran + 1, failed + [case.name] * bool(error.failures(got, want))
-            worst = {name: max(w, error.errors(got, want)[name] / (want.tolerance[name] or 1)) for name, w in worst.items()}
-    print(f"{rung}, engine {steps.engine.name}: {ran} cases, {len(failed)} failed; largest errors in units of the tolerance:",
-          {name: round(w, 2) for name, w in worst.items()})  # fmt: skip
+            got = one_rung.results(step02, rung, case, x)
+            ran += 1
+            failed += bool(error.failures(got, want))
+            errors = error.errors(got, want)
+            for name in NAMES:
+                worst[name] = max(worst[name], errors[name] / (want.tolerance[name] or 1))
+    worst = {name: round(x, 2) for name, x in worst.items()}
+    print(f"{rung}, engine {steps.engine.name}: {ran} cases, {failed} failed;",
+          "largest errors in units of the tolerance:", worst)
 
 
 # %% slideshow={"slide_type": "skip"}
@@ -644,27 +710,28 @@ def prepared(rung, name):
     case, dtype = next(c for c in cases.CASES if c.name == name), own[rung]["dtypes"][0]
     x = cases.build(case, own[rung] | {"tiles": (TILE[rung],)}, dtype)
     want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-    options = {"tile": (16, 16)} if rung == "scalar" else {}
-    return (x, want, *getattr(kernels, f"{rung}_forward")(x.q, x.k, x.v, causal=x.causal, scale=x.scale, **options))
+    out, lse = launch.forward(x.q, x.k, x.v, rung=rung, causal=x.causal, scale=x.scale)
+    return x, want, out, lse
 
 
 # %% slideshow={"slide_type": "skip"}
 def grads(rung, x, out, lse):
     """The emulated kernel's gradients by name, with whatever is planted in it."""
-    options = {"causal": x.causal, "scale": x.scale, "tile": TILE[rung]}
-    got = getattr(kernels, f"{rung}_backward")(x.dout, x.q, x.k, x.v, out, lse, **options)
-    return dict(zip(("dq", "dk", "dv"), got, strict=True))
+    options = {"causal": x.causal, "scale": x.scale, "own_tile": TILE[rung]}
+    got = launch.backward(x.dout, x.q, x.k, x.v, out, lse, rung=rung, **options)
+    return dict(zip(NAMES, got, strict=True))
 
 
 def misconceptions(rung, x, want, got):
-    """Which of the reference's mutants, the same mistakes in plain torch, give these wrong gradients."""
+    """Which of the reference's mutants give these wrong gradients."""
     found = []
     for m in (m for m in mutants.MUTANTS if issubclass(m.kind, mutants.Backward)):
         try:
             wrong = m.run(x, TILE[rung], "fa2")
         except mutants.NotApplicable:
             continue
-        if all((got[name] - wrong[name]).abs().max() <= 2 * want.tolerance[name] for name in got):
+        distances = {name: (got[name] - wrong[name]).abs().max() for name in got}
+        if all(distances[name] <= 2 * want.tolerance[name] for name in got):
             found.append(m.says)
     return found
 
@@ -686,24 +753,26 @@ def misconceptions(rung, x, want, got):
 # %% slideshow={"slide_type": "subslide"}
 mistakes = {
     ("scalar", "delta left out"): ("P * (dP - delta_i[r])", "P * dP"),
-    ("scalar", "dq without scale"): ("dS, K, rows, keys, scale);", "dS, K, rows, keys, 1);"),
-    ("scalar", "diagonal at the top left"): ("max(0, tile * Bc + t - (Nk - Nq))", "tile * Bc + t"),
+    ("scalar", "dq without scale"): ("K, rows, keys, scale);", "K, rows, keys, 1);"),
+    ("scalar", "diagonal at the top left"): ("tile * Bc + t - (Nk - Nq)", "tile * Bc + t"),
     ("fa2", "second barrier left out"): ("__syncthreads();  // P and dS are complete", ""),
-    ("fa2", "P not transposed"): ("<Br, true, false>(dV, P_i", "<Br, false, false>(dV, P_i"),
-    ("fa2", "one head of the group"): ("((last - first) / Br + 1) * group", "((last - first) / Br + 1)"),
+    ("fa2", "P not transposed"): ("true, false>(dV, P_i", "false, false>(dV, P_i"),
+    ("fa2", "one head of the group"): (" / Br + 1) * group", " / Br + 1)"),
 }
-inputs = {(rung, name): prepared(rung, name) for rung in TILE for name in ("ragged", "fewer_queries_causal", "grouped_heads")}
+names = ("ragged", "fewer_queries_causal", "grouped_heads")
+inputs = {(rung, name): prepared(rung, name) for rung in TILE for name in names}
 for (rung, says), change in mistakes.items():
     recognised = None
     print(f"{rung}: {says}")
-    for (of, name), (x, want, out, lse) in inputs.items():
-        if of == rung:
-            with edited(kernels, (SCALAR if rung == "scalar" else FA2).name, change):
-                got = grads(rung, x, out, lse)
-            spoilt = error.failures(got, want)
-            if spoilt and recognised is None:
-                recognised = misconceptions(rung, x, want, got)
-            print(f"    {name:21}{'spoils ' + ', '.join(spoilt) if spoilt else 'does not notice'}")
+    for name in names:
+        x, want, out, lse = inputs[rung, name]
+        with edited(ladder.BACKWARD[rung].file, change):
+            got = grads(rung, x, out, lse)
+        spoilt = error.failures(got, want)
+        if spoilt and recognised is None:
+            recognised = misconceptions(rung, x, want, got)
+        verdict = f"spoils {', '.join(spoilt)}" if spoilt else "does not notice"
+        print(f"    {name:21}{verdict}")
     print("    recognised:", "; ".join(recognised or ()) or "by none")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -723,16 +792,17 @@ for (rung, says), change in mistakes.items():
 tiles = (1, 2, 3, 4, 6, 8)
 shares = []
 for n in tiles:
-    dq_forward, dq_reverse = (gradients(16 * n, blocks)[0] for blocks in ("forward", "reverse"))
-    shares.append((dq_forward != dq_reverse).float().mean().item())
+    dq = [gradients(16 * n, blocks)[0] for blocks in ("forward", "reverse")]
+    shares.append((dq[0] != dq[1]).float().mean().item())
 fig, ax = plt.subplots(figsize=(6.0, 2.8), layout="constrained")
 bars = ax.bar([str(n) for n in tiles], shares, color=COLOURS[0], width=0.6)
 ax.bar_label(bars, [f"{share:.0%}" for share in shares], padding=2, fontsize=8)
-ax.set(title="rung 0: share of dq that changes when blocks run backwards", ylim=(0, 0.8), yticks=[])
-ax.set_xlabel("key tiles of 16")
+ax.set(title="rung 0: share of dq that changes when blocks run backwards")
+ax.set(xlabel="key tiles of 16", ylim=(0, 0.8), yticks=[])
 ax.grid(False)
-picture(fig, """Bars: with one and with two key tiles no element of dq changes when the blocks
-run in reverse; from three tiles on a share that grows to well over half at eight tiles.""")
+picture(fig, """Bars: with one and with two key tiles no element of dq changes when the
+blocks run in reverse; from three tiles on a share that grows to well over half at eight
+tiles.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Question 2.** On a GPU, does the same backward, run twice, give the same dq? Rung 0, rung 1, and rung 1 with
@@ -746,16 +816,23 @@ run in reverse; from three tiles on a share that grows to well over half at eigh
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-ways = {"scalar": (torch.float32, {}), "fa2": (torch.float16, {}), "fa2, in turn": (torch.float16, {"deterministic": True})}
+ways = {
+    "scalar": (torch.float32, {}),
+    "fa2": (torch.float16, {}),
+    "fa2, in turn": (torch.float16, {"deterministic": True}),
+}
 for says, (dtype, options) in ways.items():
-    q, k, v, dout = torch.randn(4, 1, 1, 400, 32, generator=torch.Generator().manual_seed(0)).to(steps.engine.device, dtype)
-    options["rung"] = says.split(",")[0]
-    out, lse = step02.forward(q, k, v, rung=options["rung"])
-    once, again = (step02.backward(dout, q, k, v, out, lse, **options) for _ in range(2))
-    differ = [int((x != y).sum()) for x, y in zip(once, again, strict=True)]
-    print(f"engine {steps.engine.name}, two runs of {says}: elements of dq, dk, dv that differ: {differ}")
+    random = torch.randn(4, 1, 1, 400, 32, generator=torch.Generator().manual_seed(0))
+    q, k, v, dout = random.to(steps.engine.device, dtype)
+    rung = says.split(",")[0]
+    out, lse = step02.forward(q, k, v, rung=rung)
+    call = functools.partial(step02.backward, dout, q, k, v, out, lse, rung=rung, **options)
+    differ = [int((x != y).sum()) for x, y in zip(call(), call(), strict=True)]
+    print(f"engine {steps.engine.name}, two runs of {says}:",
+          f"elements of dq, dk, dv that differ: {differ}")
+in_float32 = [x.float() for x in (dout, q, k, v, out)]
 try:
-    step02.backward(*(x.float() for x in (dout, q, k, v, out)), lse, rung="scalar", deterministic=True)
+    step02.backward(*in_float32, lse, rung="scalar", deterministic=True)
 except NotImplementedError as refusal:
     print(textwrap.fill(f"NotImplementedError: {refusal}", 110))
 
@@ -774,43 +851,50 @@ except NotImplementedError as refusal:
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-WHO = {"bwd_0_scalar": "fp32", "bwd_1_fa2": "bf16", "sdpa-flash": "bf16", "sdpa-cudnn": "bf16"}
-measured = {}  # {who: {(D, causal, N): row}}, of the files as they are
-for r in rows.latest(source.fresh(rows.read())):
+WHO = {name: "bf16" for name in ("bwd_0_scalar", "bwd_1_fa2", "sdpa-flash", "sdpa-cudnn")}
+WHO["bwd_0_scalar"] = "fp32"
+measured = {who: {} for who in WHO}  # {who: {(D, causal, N): row}}, of files as they are
+for r in rows.latest(fingerprint.fresh(rows.read())):
     who = r["peer"] or r["kernel"]
-    standard_grid = (r["gpu"], r["n_gpus"], r["B"] * r["N"]) == (gpu.name, 1, 16384)
-    if standard_grid and (r["pass"], r["dtype"]) == ("bwd", WHO.get(who)):
-        measured.setdefault(who, {})[r["D"], r["causal"], r["N"]] = r
-for who in WHO:
-    of = measured.get(who, {})
+    at = r["gpu"], r["n_gpus"], r["pass"], r["B"] * r["N"], r["options"], r["timing"]
+    standard_grid = at == (gpu.name, 1, "bwd", 16384, {}, "interleaved")
+    if standard_grid and r["dtype"] == WHO.get(who):
+        measured[who][r["D"], r["causal"], r["N"]] = r
+for who, of in measured.items():
     if not of:
-        print(f"no rows of {who}, {WHO[who]}, yet; on a GPU: python -m steps bench --stage 02")
-    for D, causal in [(D, causal) for D in (64, 128) for causal in (False, True) if (D, causal, 4096) in of]:
-        r, rung = of[D, causal, 4096], who.split("_")[-1]
-        share = f", {r['tflops'] / roofs[rung, D]:4.0%} of its roof" if (rung, D) in roofs else ""
-        print(f"{who:12} {WHO[who]} D = {D:3}, {'causal' if causal else 'full':6} {r['tflops']:6.1f} TFLOP/s, "
-              f"error {r['error']:.0e}{share}")  # fmt: skip
+        print(f"no rows of {who}, {WHO[who]}: on a GPU, python -m steps bench --stage 02")
+    for D, causal in itertools.product((64, 128), (False, True)):
+        r, roof_of_it = of.get((D, causal, 4096)), roofs.get((who.split("_")[-1], D))
+        if r:
+            share = f", {r['tflops'] / roof_of_it:4.0%} of its roof" if roof_of_it else ""
+            print(f"{who:12} {WHO[who]} D = {D:3}, {'causal' if causal else 'full':6}",
+                  f"{r['tflops']:6.1f} TFLOP/s, error {r['error']:.0e}{share}")
 
 # %% slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.5), layout="constrained", sharey=True)
-colours, markers, lines = (COLOURS[1], COLOURS[0], GREYS[1], GREYS[2]), "Dos^", ("-", "-", "--", "--")
-looks = dict(zip(WHO, zip(markers, colours, lines, strict=True), strict=True))
+looks = {
+    "bwd_0_scalar": {"marker": "D", "color": COLOURS[1]},
+    "bwd_1_fa2": {"marker": "o", "color": COLOURS[0]},
+    "sdpa-flash": {"marker": "s", "color": GREYS[1], "ls": "--"},
+    "sdpa-cudnn": {"marker": "^", "color": GREYS[2], "ls": "--"},
+}
 for ax, D in zip(axes, (64, 128), strict=True):
-    for who, of in measured.items():
-        at = sorted((N, r["tflops"]) for (size, causal, N), r in of.items() if (size, causal) == (D, False))
-        marker, colour, line = looks[who]
-        ax.plot(*zip(*at, strict=True) if at else ((), ()), marker=marker, color=colour, ls=line, label=f"{who}, {WHO[who]}")
+    for who in [who for who, of in measured.items() if of]:
+        at = {N: r["tflops"] for (*at, N), r in measured[who].items() if at == [D, False]}
+        ordered = sorted(at)
+        ax.plot(ordered, [at[N] for N in ordered], label=f"{who}, {WHO[who]}", **looks[who])
     ax.axhline(roofs["fa2", D], color=INK, lw=1, ls=":")
-    ax.text(17000, roofs["fa2", D] - 8, f"roof over rung 1: {roofs['fa2', D]:.0f}", fontsize=8, ha="right", va="top")
+    says = f"roof over rung 1: {roofs['fa2', D]:.0f}"
+    ax.text(17000, roofs["fa2", D] - 8, says, fontsize=8, ha="right", va="top")
     ax.set_xscale("log", base=2)
-    ax.set_xticks((512, 1024, 2048, 4096, 8192, 16384), ("512", "1k", "2k", "4k", "8k", "16k"))
+    ax.set_xticks([512 * 2**n for n in range(6)], ("512", "1k", "2k", "4k", "8k", "16k"))
     ax.set(title=f"backward, D = {D}, not causal", xlabel="N", ylim=(0, 700))
 axes[0].set_ylabel("TFLOP/s, H200")
-if measured:
-    fig.legend(*max((ax.get_legend_handles_labels() for ax in axes), key=lambda x: len(x[0])), loc="outside lower center",
-               ncols=4, fontsize=8)  # fmt: skip
-picture(fig, """TFLOP/s of the backward against N on an H200 for D = 64 and 128: the measured kernels as lines, the
-roof that shared memory puts over rung 1 as a dotted line.""")
+handles = axes[0].get_legend_handles_labels()
+fig.legend(*handles, loc="outside lower center", ncols=4, fontsize=8)
+picture(fig, """TFLOP/s of the backward against N on an H200 for D = 64 and 128: the
+measured kernels as lines, the roof that shared memory puts over rung 1 as a dotted
+line.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary

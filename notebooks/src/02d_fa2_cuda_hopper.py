@@ -31,7 +31,7 @@
 import steps  # first: it chooses the engine
 import functools
 import heapq
-import json
+import itertools
 import re
 import tempfile
 import textwrap
@@ -41,29 +41,32 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
+from IPython.display import display
 
 from reference import cases, error
-from reference.bench import cost, plots, rows, source, timeline
-from reference.bench.plots import COLOURS, FAINT, GREYS, INK
-from steps import contract, step02_fa2_cuda as step02  # noqa: I001
-from steps.step02_fa2_cuda import emulator, hopper
-from steps.workbook import Blank, check, edited, exercises, hint, picture, show, solution  # noqa: F401  for part 5
-from steps.workbook.source import Source
+from steps import contract
+from steps import step02_fa2_cuda as step02
+from steps.bench import cost, fingerprint, plots, rows, timeline
+from steps.bench.plots import COLOURS, FAINT, GREYS, INK
+from steps.step02_fa2_cuda import emulator, ladder, launch
+from steps.workbook import Blank, check, edited, exercises, picture, show
+from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
+from steps.workbook.listing import Source
 
 # %% slideshow={"slide_type": "skip"}
 plots.style()
 torch.set_num_threads(1)
 h200 = cost.GPUS["NVIDIA H200"]
-fresh = source.fresh(rows.read())
+fresh = fingerprint.fresh(rows.read())
 recorded = [row for row in rows.latest(fresh) if row["gpu"] == h200.name]
 clocked = timeline.read()
-NO_CLOCKS = "nvidia-h200.timeline.json is missing: `python -m reference.bench.timeline` writes it, on an H200."
-scratch = Path(tempfile.mkdtemp())
+NO_CLOCKS = "no timeline of this kernel: on an H200, python -m steps.bench.timeline"
 
 
 def excerpt(file, *parts):
-    """Parts of a kernel file, each from the line with one text to the one before the next with another."""
-    lines, found = str(show(file)).splitlines(), []
+    """Parts of a kernel file, each from the line that contains one text to the line before
+    the next that contains another."""
+    lines, found = show(file).splitlines(), []
     for first, last in parts:
         begin = next(n for n, line in enumerate(lines) if first in line)
         end = next(n for n, line in enumerate(lines) if n > begin and last in line)
@@ -90,39 +93,45 @@ TENSOR, EXP, FP32 = 4096, 16, 128  # FLOP, results, instructions: a clock and SM
 
 
 def tile_clocks(D, Br=128, Bc=128):
-    """Clocks on the tensor cores, the special-function units and the float32 pipe for one tile of scores."""
+    """Clocks of tensor cores, special-function units and float32 pipe for one tile."""
     return 4 * Br * Bc * D // TENSOR, Br * Bc // EXP, (4 * Br * Bc + Br * D) // FP32
 
 
 def row_of(name, which="fwd", D=128, N=4096, causal=False):
     """The recorded row of a kernel ("fwd_5_fa2") or a peer, or None."""
     at = {"pass": which, "D": D, "N": N, "causal": causal, "dtype": "bf16"}
-    return next((r for r in recorded if name in (r["kernel"], r["peer"]) and all(r[k] == at[k] for k in at)), None)
+    at |= {"options": {}, "timing": "interleaved"}
+    found = (r for r in recorded if name in (r["kernel"], r["peer"]))
+    return next((r for r in found if at.items() <= r.items()), None)
 
 
-print(f"check: {h200.half_tflops} TFLOP/s / ({h200.sms} SMs x {TENSOR}) = {1e3 * h200.half_tflops / h200.sms / TENSOR:.2f} GHz")
+clock = 1e3 * h200.half_tflops / h200.sms / TENSOR
+print(f"check: {h200.half_tflops} TFLOP/s / ({h200.sms} SMs x {TENSOR}) = {clock:.2f} GHz")
 for D in (64, 128, 256):
     tensor, exp, fp32 = tile_clocks(D)
     after, under = tensor / (tensor + exp + fp32), tensor / max(tensor, exp + fp32)
-    measured = row_of("sdpa-flash", D=D)
-    print(f"D = {D:3}: tensor {tensor}, exp {exp}, fp32 {fp32}. Tensor cores busy {after:.0%}, {under:.0%} if softmax is hidden;",
-          f"PyTorch's FlashAttention-2: {measured['tflops'] / h200.half_tflops:.0%}" if measured else "")  # fmt: skip
+    measured = row_of("sdpa-flash", D=D) or {"tflops": float("nan")}
+    print(f"D = {D:3}: tensor {tensor}, exp {exp}, fp32 {fp32}. Tensor cores busy",
+          f"{after:.0%}, {under:.0%} if softmax is hidden;",
+          f"PyTorch's FlashAttention-2: {measured['tflops'] / h200.half_tflops:.0%}")
 
 # %% slideshow={"slide_type": "subslide"}
 fig, ax = plt.subplots(figsize=(7.6, 2.9), layout="constrained")
+names = ("tensor cores", "exp", "fp32 pipe")
 for y, D in enumerate((64, 128, 256)):
     start = 0
-    names = ("tensor cores", "exp", "fp32 pipe")
-    for clocks, colour, name in zip(tile_clocks(D), COLOURS[:3], names, strict=True):
-        ax.barh(y, clocks, left=start, height=0.6, color=colour, label=name if y == 0 else None)
+    for clocks, colour, name in zip(tile_clocks(D), COLOURS, names, strict=False):
+        label = name if y == 0 else None
+        ax.barh(y, clocks, left=start, height=0.6, color=colour, label=label)
         ax.text(start + clocks / 2, y, clocks, ha="center", va="center", color="white")
         start += clocks
 ax.set_yticks(range(3), ["D = 64", "D = 128", "D = 256"])
 ax.set(xlabel="clocks for one 128 x 128 tile, one after the other", ylim=(2.5, -0.5))
 ax.grid(axis="y", visible=False)
 ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
-picture(fig, """Bars of clocks a tile. Tensor cores take 1024, 2048 and 4096 at D = 64, 128 and 256; exp always
-1024; the float32 pipe 576, 640 and 768. At D = 64 exp takes as long as the products, at D = 128 half as long.""")
+picture(fig, """Bars of clocks a tile. Tensor cores take 1024, 2048 and 4096 at D = 64, 128
+and 256; exp always 1024; the float32 pipe 576, 640 and 768. At D = 64 exp takes as long as
+the products, at D = 128 half as long.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: start, go on, and know when
@@ -137,27 +146,28 @@ picture(fig, """Bars of clocks a tile. Tensor cores take 1024, 2048 and 4096 at 
 
 # %% slideshow={"slide_type": "fragment"}
 def lockstep(product, softmax, steps):
-    """(unit, warpgroup, start, end): both in the same phase, each with half of its unit."""
-    timeline, period = [], 2 * product + 2 * softmax
+    """[(unit, warpgroup, start, end)]: both do the same, each with half of the unit."""
+    spans, period = [], 2 * product + 2 * softmax
     for start in range(0, steps * period, period):
+        middle, end = start + 2 * product, start + period
         for wg in (0, 1):
-            turn = start + 2 * product
-            timeline += [("products", wg, start, turn), ("softmax", wg, turn, start + period)]
-    return timeline
+            spans += [("products", wg, start, middle), ("softmax", wg, middle, end)]
+    return spans
 
 
 def ping_pong(product, softmax, steps):
     """The same with turns: each unit serves one warpgroup at a time, and they alternate."""
     tensor_free = softmax_free = 0
-    ready, timeline = [0, 0], []
+    ready, spans = [0, 0], []
     for _ in range(steps):
         for wg in (0, 1):
             start = max(tensor_free, ready[wg])
             tensor_free = start + product
             begin = max(tensor_free, softmax_free)
             ready[wg] = softmax_free = begin + softmax
-            timeline += [("products", wg, start, tensor_free), ("softmax", wg, begin, ready[wg])]
-    return timeline
+            spans.append(("products", wg, start, tensor_free))
+            spans.append(("softmax", wg, begin, ready[wg]))
+    return spans
 
 
 # %% slideshow={"slide_type": "subslide"}
@@ -166,8 +176,8 @@ for column, D in zip(axes.T, (64, 128), strict=True):
     tensor, exp, fp32 = tile_clocks(D, Br=64)  # each warpgroup has 64 rows
     for ax, plan in zip(column, (lockstep, ping_pong), strict=True):
         for unit, wg, start, end in plan(tensor, exp + fp32, 3):
-            colour = COLOURS[unit == "softmax"]
-            ax.barh(wg, end - start, left=start, height=0.7, edgecolor="white", color=colour)
+            look = {"edgecolor": "white", "color": COLOURS[unit == "softmax"]}
+            ax.barh(wg, end - start, left=start, height=0.7, **look)
         busy = 2 * 100 * tensor / max(end for *_, end in plan(tensor, exp + fp32, 100))
         title = f"D = {D}, {plan.__name__.replace('_', '-')}: tensor cores busy {busy:.0%}"
         ax.set(title=title, ylim=(1.6, -0.6), xlim=(0, 11500))
@@ -176,9 +186,10 @@ for column, D in zip(axes.T, (64, 128), strict=True):
 for ax in axes[1]:
     ax.set_xlabel("clocks, three steps a warpgroup")
 fig.legend(ax.patches[:2], ("products", "softmax"), ncols=2, loc="outside upper center")
-picture(fig, """Timelines of two warpgroups over three steps. In lockstep both do products, then both softmax, and tensor cores
-rest meanwhile: busy 39 % at D = 64, 55 % at D = 128. In ping-pong one's softmax lies under the other's products: 64 %
-and 100 % over a hundred steps.""")
+picture(fig, """Timelines of two warpgroups over three steps. In lockstep both do products,
+then both softmax, and tensor cores rest meanwhile: busy 39 % at D = 64, 55 % at D = 128.
+In ping-pong one's softmax lies under the other's products: 64 % and 100 % over a hundred
+steps.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A copy that nobody attends
@@ -188,16 +199,16 @@ and 100 % over a hundred steps.""")
 # kernel copies 16 rows of x (21, 128), from row 13 on, and looks at what lies in shared memory:
 
 # %% slideshow={"slide_type": "fragment"}
-copy = scratch / "copy.cu"
-_ = copy.write_text(r"""#include "ptx.cuh"
-extern "C" __global__ void copied(const __grid_constant__ TensorMap x, Global<T> y, int first, int waits) {
+COPY = r"""#include "ptx.cuh"
+extern "C" __global__ void copied(const __grid_constant__ TensorMap x, Global<T> y,
+                                  int first, int waits) {
   SharedMemory smem;
   Shared<T> tile = smem.array<T>(2 * 16 * 64);
   Shared<Barrier> full = smem.array<Barrier>(1);
   if (threadIdx.x == 0) {
     barrier_init(full, 1);  // a phase ends with one arrival ...
     barrier_init_fence();
-    barrier_expect(full, 2 * 16 * 64 * sizeof(T));  // ... this one, and when so many bytes have come
+    barrier_expect(full, 2 * 16 * 64 * sizeof(T));  // ... this one, and so many bytes
     tma_load(tile, x, full, 0, first, 0, 0, 0);
   }
   __syncthreads();  // the barrier exists
@@ -211,49 +222,59 @@ extern "C" __global__ void passes(int ended, int parity) {
   barrier_init(b, 1);
   for (int i = 0; i < ended; i++) barrier_arrive(b);  // ends a phase
   barrier_wait(b, parity);
-}""")
+}"""
 
 # %% slideshow={"slide_type": "subslide"}
-def launch(file, kernel, *arguments, block=32, shared_bytes=8192):
-    """Runs a kernel of this file in the emulation, one block."""
+def emulate(text, kernel, *arguments, block=32):
+    """Runs a kernel of this text in the emulation, one block."""
     arguments = [c_int(x) if isinstance(x, int) else x for x in arguments]
-    emulator.launch(file, kernel, arguments, grid=1, block=block, shared_bytes=shared_bytes, macros={"T": "bf16"})
+    shape = {"grid": 1, "block": block, "shared_bytes": 8192, "macros": {"T": "bf16"}}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{kernel}.cu"
+        file.write_text(text)
+        emulator.launch(file, kernel, arguments, **shape)
 
 
-x = (10 * torch.arange(21)[:, None] + torch.arange(128) // 8).bfloat16()  # 10 x row + number of the 16-byte chunk
+# 10 x the row, plus the number of the 16-byte chunk
+x = (10 * torch.arange(21)[:, None] + torch.arange(128) // 8).bfloat16()
+x_map = launch.tensor_map(emulator.tensor_map, x[None, None], 16)
 y = torch.empty(2 * 16, 64).bfloat16()
 for waits in (0, 1):
-    launch(copy, "copied", hopper.tensor_map(x[None, None], 16), y, 13, waits)
-    print(f"waits: {bool(waits)!s:5}: {y.isnan().sum()} of {y.numel()} numbers are nan; row 2 begins", y[2, :64:8].tolist())
+    emulate(COPY, "copied", x_map, y, 13, waits)
+    print(f"waits: {bool(waits)!s:5}: {y.isnan().sum()} of {y.numel()} numbers are nan;",
+          "row 2 begins", y[2, :64:8].tolist())
 
 # %% slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 2, figsize=(8.6, 4), sharey=True, layout="constrained")
-chunks = y.view(2, 16, 8, 8)[..., 0]  # slab, row, place
+chunks = y.view(2, 16, 8, 8)[..., 0]  # slab, row, position in the row
 for slab, ax in enumerate(axes):
-    for row in range(16):
-        for place in range(8):
-            inside, chunk = 13 + row < 21, int(chunks[slab, row, place]) - 10 * (13 + row)
-            marked = inside and chunk == 2 + 8 * slab
-            colour = COLOURS[1] if marked else FAINT if inside else "white"
-            ax.add_patch(plt.Rectangle((place, row), 1, 1, facecolor=colour, edgecolor="white"))
-            ink = "white" if marked else INK
-            ax.text(place + 0.5, row + 0.55, chunk if inside else "0", ha="center", va="center", fontsize=8, color=ink)
-    ax.set(xlim=(0, 8), ylim=(16, 0), xlabel="banks", title=f"slab {slab}: columns {64 * slab} to {64 * slab + 63}")
-    ax.set_xticks([p + 0.5 for p in range(8)], [f"{4 * p}-{4 * p + 3}" for p in range(8)], fontsize=8)
+    for row, at in itertools.product(range(16), range(8)):
+        inside, chunk = 13 + row < 21, int(chunks[slab, row, at]) - 10 * (13 + row)
+        marked = inside and chunk == 2 + 8 * slab
+        colour = COLOURS[1] if marked else FAINT if inside else "white"
+        ax.add_patch(plt.Rectangle((at, row), 1, 1, facecolor=colour, edgecolor="white"))
+        looks = {"fontsize": 8, "color": "white" if marked else INK}
+        says = chunk if inside else "0"
+        ax.text(at + 0.5, row + 0.55, says, ha="center", va="center", **looks)
+    ax.set(xlim=(0, 8), ylim=(16, 0), xlabel="banks")
+    ax.set_title(f"slab {slab}: columns {64 * slab} to {64 * slab + 63}")
+    banks = [f"{4 * at}-{4 * at + 3}" for at in range(8)]
+    ax.set_xticks([at + 0.5 for at in range(8)], banks, fontsize=8)
     ax.set_yticks([row + 0.5 for row in range(16)], range(16), fontsize=8)
     ax.grid(False)
 axes[0].set_ylabel("row of 128 bytes")
-everywhere = [(slab, r, c) for slab in range(2) for r in range(8) for c in range(8)]
-moved = all(chunks[slab, r, c ^ r % 8] == 10 * (13 + r) + 8 * slab + c for slab, r, c in everywhere)
-print("chunk c of row r is in place c ^ (r % 8):", moved)
-picture(fig, """What TMA wrote: two slabs of 16 rows of 128 bytes, each cell a 16-byte chunk with its number in the row of x.
-In each slab one chunk is marked; it stands in another place in each of eight rows. Rows 8 to 15, beyond x, are zero.""")
+moved = all(chunks[s, r, c ^ r % 8] == 10 * (13 + r) + 8 * s + c
+            for s, r, c in itertools.product(range(2), range(8), range(8)))
+print("chunk c of row r is at position c ^ (r % 8):", moved)
+picture(fig, """What TMA wrote: two slabs of 16 rows of 128 bytes, each cell a 16-byte
+chunk with its number in the row of x. In each slab one chunk is marked; it stands at
+another position in each of eight rows. Rows 8 to 15, beyond x, are zero.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Without the wait the threads read what nobody has written yet (the emulation fills shared memory with NaN and lets copies
 # come late; a GPU gives you what was there). With it, all has come. But row 2, row 15 of x, does not begin with chunk 0.
 #
-# A row of 128 numbers in 16 bits becomes two *slabs* of 128-byte rows. Within a slab chunk c of row r goes to place
+# A row of 128 numbers in 16 bits becomes two *slabs* of 128-byte rows. Within a slab chunk c of row r goes to position
 # c ^ (r % 8): the swizzle of 02b, done by hardware, so that eight rows of one chunk hit 32 banks. Rows beyond the tensor
 # come as zeros, and no thread has computed an address.
 
@@ -271,9 +292,12 @@ In each slab one chunk is marked; it stands in another place in each of eight ro
 # %% slideshow={"slide_type": "fragment"}
 @functools.cache
 def goes_on(ended, parity):
-    """Whether barrier_wait(parity) returns when so many phases have ended; else the emulation finds the thread stuck."""
+    """Whether barrier_wait(parity) returns when so many phases have ended.
+
+    Otherwise the emulation finds the thread stuck.
+    """
     try:
-        launch(copy, "passes", ended, parity, block=1)
+        emulate(COPY, "passes", ended, parity, block=1)
     except RuntimeError as stuck:
         assert "is stuck" in str(stuck), stuck
         return False
@@ -282,49 +306,57 @@ def goes_on(ended, parity):
 
 print("phases ended   wait for 0   wait for 1")
 for ended in range(5):
-    print(f"{ended:7}      ", *(f"{'goes on' if goes_on(ended, parity) else 'waits':12}" for parity in (0, 1)))
+    says = ["goes on" if goes_on(ended, parity) else "waits" for parity in (0, 1)]
+    print(f"{ended:7}       {says[0]:12} {says[1]:12}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### A ring of places
+# ### A ring of stages
 #
-# One thread, the **producer**, copies tiles into `PLACES` places in turn; the **consumers** use them. A place has two
-# barriers: `full`, the bytes have come, and `empty`, the consumers have done with it. The consumer first waits on `full`
+# One thread, the **producer**, copies tiles into a ring buffer of `DEPTH` **stages**; the **consumers** use them. A stage has
+# two barriers: `full`, the bytes have come, and `empty`, the consumers have done with it. The consumer first waits on `full`
 # for parity 0. The producer first waits on `empty` for parity 1 and goes on, as nothing needs to be emptied.
 
 # %% slideshow={"slide_type": "fragment"}
-def ring(places, tiles=6, copy=3, use=2):
-    """[(start, end)] of each tile's copy and use: a copy needs an empty place, a use needs the tile."""
+def ring(stages, tiles=6, copy=3, use=2):
+    """[(start, end)] of each tile's copy, and of its use: a copy needs an empty stage, a
+    use needs the tile."""
     copies, uses = [], []
     for n in range(tiles):
-        begin = max(copies[-1][1] if copies else 0, uses[n - places][1] if n >= places else 0)
+        begin = max(copies[-1][1] if n else 0, uses[n - stages][1] if n >= stages else 0)
         copies.append((begin, begin + copy))
-        begin = max(copies[n][1], uses[-1][1] if uses else 0)
+        begin = max(copies[n][1], uses[-1][1] if n else 0)
         uses.append((begin, begin + use))
     return copies, uses
 
 
-print("clocks for 6 tiles with 1, 2 and 3 places:", *(ring(places)[1][-1][1] for places in (1, 2, 3)))
+ends = [ring(stages)[1][-1][1] for stages in (1, 2, 3)]
+print("clocks for 6 tiles with 1, 2 and 3 stages:", *ends)
 
 # %% slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(8.4, 2.7), layout="constrained")
 copies, uses = ring(2)
 last = uses[-1][1] + 1
+shades = (FAINT, INK), (GREYS[1], "white")
 for side, barrier, spans in (("producer", "full", copies), ("consumer", "empty", uses)):
     for n, (start, end) in enumerate(spans):
-        ax.barh(side, end - start, left=start, height=0.7, color=COLOURS[n % 2], edgecolor="white")
+        look = {"left": start, "color": COLOURS[n % 2], "edgecolor": "white"}
+        ax.barh(side, end - start, height=0.7, **look)
         ax.text((start + end) / 2, side, n, ha="center", va="center", color="white")
-    for place in (0, 1):
-        times = [0, *(end for _, end in spans[place::2]), last]  # full's phases end with copies, empty's with uses
-        for phase, (start, end) in enumerate(zip(times, times[1:], strict=False)):
-            shade, ink = ((FAINT, INK), (GREYS[1], "white"))[phase % 2]
-            ax.barh(f"{barrier}[{place}]", end - start, left=start, height=0.55, color=shade, edgecolor="white")
-            ax.text(start + 0.2, f"{barrier}[{place}]", phase % 2, va="center", fontsize=8, color=ink)
+    for stage in (0, 1):
+        y = f"{barrier}[{stage}]"
+        # The phases of full end with copies, those of empty with uses.
+        times = [0, *(end for _, end in spans[stage::2]), last]
+        for phase, (start, end) in enumerate(itertools.pairwise(times)):
+            shade, ink = shades[phase % 2]
+            ax.barh(y, end - start, left=start, height=0.55, color=shade, edgecolor="white")
+            ax.text(start + 0.2, y, phase % 2, va="center", fontsize=8, color=ink)
 ax.set(xlabel="clock", xlim=(0, last), xticks=range(0, last, 2))
-ax.set_title("two places (blue, orange): tiles, and the parity of each barrier's running phase")
+ax.set_title("two stages (blue, orange): tiles, and the parity of each barrier's phase")
 ax.invert_yaxis()
 ax.grid(axis="y", visible=False)
-picture(fig, """A ring of two places. The producer copies tiles 0 to 5 back to back into places 0, 1, 0, 1 ...; the consumer
-uses each as soon as it has come. The parity of full flips when a copy ends, that of empty when a use ends.""")
+picture(fig, """A ring of two stages. The producer copies tiles 0 to 5 back to back into
+stages 0, 1, 0, 1 ...; the consumer uses each as soon as it has come. The parity of full
+flips when a copy ends, that of empty when a use ends.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What a descriptor says
@@ -337,9 +369,9 @@ uses each as soon as it has come. The parity of full flips when a copy ends, tha
 # (*leading*, which K here does not need), and that the rows are swizzled.
 
 # %% slideshow={"slide_type": "fragment"}
-reads = scratch / "reads.cu"
-_ = reads.write_text(r"""#include "ptx.cuh"
-extern "C" __global__ void __launch_bounds__(128) reads(Global<const T> raw, Global<float> d, Global<int> word, int V, int step) {
+READS = r"""#include "ptx.cuh"
+extern "C" __global__ void __launch_bounds__(128) reads(
+    Global<const T> raw, Global<float> d, Global<uint64_t> bits, int V, int step) {
   SharedMemory smem;
   Shared<T> tile = smem.array<T>(64 * 64);
   for (int e = threadIdx.x; e < 64 * 64; e += 128) tile[e] = raw[e];
@@ -347,23 +379,25 @@ extern "C" __global__ void __launch_bounds__(128) reads(Global<const T> raw, Glo
   __syncthreads();  // the tile is there, for the tensor cores too
   int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
   uint32_t unit[4];
-  for (int i = 0; i < 4; i++) unit[i] = pack<T>(row + i % 2 * 8 == column + i / 2 * 8, row + i % 2 * 8 == column + i / 2 * 8 + 1);
-  uint64_t b = V ? descriptor(tile + step * 16 * 64, 64 * 128, 1024) : descriptor(tile + step * 16, 16, 1024);
+  for (int i = 0; i < 4; i++) {
+    int r = row + i % 2 * 8, c = column + i / 2 * 8;
+    unit[i] = pack<T>(r == c, r == c + 1);
+  }
+  bits[0] = V ? descriptor(tile + step * 16 * 64, 64 * 128, 1024)
+              : descriptor(tile + step * 16, 16, 1024);
   float D[32];
   wgmma_fence();
-  if (V) wgmma_rs<T, 64, 1>(D, unit, b, false);
-  else wgmma_rs<T, 64, 0>(D, unit, b, false);
+  if (V) wgmma_rs<T, 64, 1>(D, unit, bits[0], false);
+  else wgmma_rs<T, 64, 0>(D, unit, bits[0], false);
   wgmma_commit();
   wgmma_wait<0>();
-  if (row < 16)
-    for (int i = 0; i < 32; i++) d[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + column + i % 2] = D[i];
-  word[0] = int(b), word[1] = int(b >> 32);
-}""")
+  for (int i = 0; row < 16 && i < 32; i++)
+    d[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + column + i % 2] = D[i];
+}"""
 
 # %% slideshow={"slide_type": "subslide"}
-def address(bits, i, k, is_v):
-    """The byte where wgmma finds element i of the sum's row k. [PTX ISA: matrix descriptor]"""
-    start, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+def address(start, leading, stride, i, k, is_v):
+    """The byte where wgmma finds element i of the sum's row k. [PTX: matrix descriptor]"""
     if is_v:  # a row of shared memory holds 64 neighbours of one k; else 64 k of one i
         a = start + i // 64 * leading + k // 8 * stride + k % 8 * 128 + i % 64 * 2
     else:
@@ -372,35 +406,40 @@ def address(bits, i, k, is_v):
 
 
 read = {}  # (operand, step): the bytes that the instruction read, [16][64]
-print("start, leading, stride in bytes, swizzle (1: of 128 bytes); does `address` say what was read?")
-for is_v in (0, 1):
-    for step in range(4):
-        found, word = torch.empty(2, 16, 64), torch.empty(2, dtype=torch.int32)
-        for d, number in zip(found, (torch.arange(64)[:, None], torch.arange(64)), strict=True):  # of a row, of a column
-            launch(reads, "reads", number.expand(64, 64).bfloat16().contiguous(), d, word, is_v, step, block=128)
-        read["KV"[is_v], step] = (128 * found[0] + 2 * found[1]).int()
-        bits = sum((half & 0xFFFFFFFF) << 32 * n for n, half in enumerate(word.tolist()))
-        said = [[address(bits, i, k, is_v) for i in range(64)] for k in range(16)]
-        parts = *((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32)), bits >> 62
-        print(f"    {'KV'[is_v]}, instruction {step}: {parts}", said == read["KV"[is_v], step].tolist())
+numbers = torch.arange(64)[:, None].expand(64, 64)  # of rows; transposed, of columns
+print("start, leading, stride in bytes, swizzle (1: of 128 bytes);",
+      "does `address` say what was read?")
+for is_v, step in itertools.product((0, 1), range(4)):
+    found, bits = torch.empty(2, 16, 64), torch.empty(1, dtype=torch.int64)
+    for d, raw in zip(found, (numbers, numbers.T), strict=True):
+        raw = raw.bfloat16().contiguous()
+        emulate(READS, "reads", raw, d, bits, is_v, step, block=128)
+    read["KV"[is_v], step] = (128 * found[0] + 2 * found[1]).int()
+    where = [(bits.item() >> shift & 0x3FFF) << 4 for shift in (0, 16, 32)]
+    said = [[address(*where, i, k, is_v) for i in range(64)] for k in range(16)]
+    right = said == read["KV"[is_v], step].tolist()
+    print(f"    {'KV'[is_v]}, instruction {step}: {(*where, bits.item() >> 62)}", right)
 
 # %% slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 2, figsize=(8.6, 4.2), sharey=True, layout="constrained")
 four = matplotlib.colors.ListedColormap(COLOURS[:4])
-for ax, operand, title in zip(axes, "KV", ("K: 16 columns an instruction", "V: 16 keys an instruction"), strict=True):
+titles = {"K": "K: 16 columns an instruction", "V": "V: 16 keys an instruction"}
+for ax, (operand, title) in zip(axes, titles.items(), strict=True):
     reader = torch.empty(64 * 8)
     for step in range(4):
         reader[read[operand, step].flatten() // 16] = step
     ax.pcolormesh(reader.view(64, 8), cmap=four, edgecolors="white", lw=0.5)
-    ax.set(ylim=(32, 0), xlabel="16-byte place in the row", title=title)
+    ax.set(ylim=(32, 0), xlabel="16-byte chunk of the row", title=title)
     ax.set_yticks(range(0, 33, 8))
     ax.grid(False)
 axes[0].set_ylabel("row of 128 bytes, the first 32 of 64")
-fig.legend([plt.Rectangle((0, 0), 1, 1, color=c) for c in COLOURS[:4]], [f"instruction {s}" for s in range(4)], ncols=4,
-           loc="outside lower center")  # fmt: skip
-picture(fig, """Which 16-byte chunks of a tile the four instructions read, the first 32 of its 64 rows. Of K each reads two
-chunks of every row, which the swizzle moves about in a pattern that repeats after eight rows. Of V each reads 16 whole rows:
-here those of instructions 0 and 1.""")
+boxes = [plt.Rectangle((0, 0), 1, 1, color=c) for c in COLOURS[:4]]
+labels = [f"instruction {step}" for step in range(4)]
+fig.legend(boxes, labels, ncols=4, loc="outside lower center")
+picture(fig, """Which 16-byte chunks of a tile the four instructions read, the first 32 of
+its 64 rows. Of K each reads two chunks of every row, which the swizzle moves about in a
+pattern that repeats after eight rows. Of V each reads 16 whole rows: here those of
+instructions 0 and 1.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # **Claim 3.** Three numbers and one XOR describe both. For S = Q Kᵀ the sum runs along a row: the next instruction starts
@@ -421,7 +460,7 @@ here those of instructions 0 and 1.""")
 # | 11 | O += P V | `start_output`, then wait | same | `start`, for the block before |
 # | 13, 14 | m, l, P, alpha | `online_softmax` | same | same, under line 11 |
 # | 15 | O *= alpha | `rescale`, before P V | same | `step`, after P V; D > 64: only if needed |
-# | 16 | the place is empty | `__syncthreads` | `Ring::release` | same |
+# | 16 | the stage is empty | `__syncthreads` | `Ring::release` | same |
 # | 19 | O / l, lse | `store_rows` | same | same, under the next tile |
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -450,18 +489,21 @@ excerpt("fwd_7_roles", ("// The producer: starts to copy ROWS rows", "};"))
 # and need some 30 registers each besides.
 
 # %% slideshow={"slide_type": "fragment"}
-lines = str(excerpt("fwd_8_hopper", ("constexpr int PRODUCER_REGISTERS", "// Tiles on their way"))).splitlines()
-kept, taken = ([int(n) for n in re.findall(r"[?:] (\d+)", line)] for line in lines)  # for 1, 2, 3 consumers
-print(*lines, sep="\n")
-sm = h200.multiprocessor
-for D, (Br, Bc) in hopper.TILES.items():
-    x = torch.empty(1, 1, 1, D).bfloat16()
-    (plan,) = hopper._forward_plan(x, x, x, x, x[..., 0].float(), "fwd_8_hopper.cu", False, None, (Br, Bc))
+row, sm = ladder.FORWARD["hopper"], h200.multiprocessor
+registers = excerpt("fwd_8_hopper", ("constexpr int PRODUCER_REGISTERS", "// Tiles on"))
+lines = registers.splitlines()
+print(registers)
+# for 1, 2 and 3 consumers
+kept, taken = ([int(n) for n in re.findall(r"[?:] (\d+)", line)] for line in lines)
+for D, (Br, Bc) in row.tiles[0].items():
+    shared, threads = row.shared_bytes(D, Br, Bc), row.threads(D, Br, Bc)
     need = cost.accumulator_registers(64, Bc, D, "bf16", threads=128)
     n = Br // 64 - 1
-    print(f"D = {D:3}, tile {Br} x {Bc:3}: {plan['shared_bytes'] / 1024:5.1f} of {sm.shared_per_block // 1024} KiB;",
-          f"{need} + 30 registers; {sm.registers // plan['block'] // 8 * 8} at the launch, then {taken[n]}",
-          f"({128 * (kept[n] + Br // 64 * taken[n])} of {sm.registers} in all)")  # fmt: skip
+    total = 128 * (kept[n] + (n + 1) * taken[n])
+    print(f"D = {D:3}, tile {Br} x {Bc:3}: {shared / 1024:5.1f} of",
+          f"{sm.shared_per_block // 1024} KiB; {need} + 30 registers;",
+          f"{sm.registers // threads // 8 * 8} at the launch, then {taken[n]}",
+          f"({total} of {sm.registers} in all)")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 8, `hopper`: overlap and turns
@@ -474,23 +516,26 @@ for D, (Br, Bc) in hopper.TILES.items():
 # the old m, and then `rescale` brings O to the new one. With LAZY, at D > 64, only if m has grown by more than 8 in log2.
 
 # %% slideshow={"slide_type": "fragment"}
-excerpt("fwd_8_hopper", ("// The warpgroups' turns.", "// x, on which all lanes"),
-        ("// S of one block of keys, alone or beside O", "// A tile's first block"))  # fmt: skip
+excerpt(
+    "fwd_8_hopper",
+    ("// The warpgroups' turns.", "// x, on which all lanes"),
+    ("// S of one block of keys, alone or beside O", "// A tile's first block"),
+)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Persistent blocks
 #
-# A block takes nearly all registers, so one runs on an SM at a time; when it ends, the next begins with empty places. Rung 8
+# A block takes nearly all registers, so one runs on an SM at a time; when it ends, the next begins with empty stages. Rung 8
 # starts one block an SM, which takes tile after tile: the producer already loads the next while the consumers store. Which
 # tiles? Causal ones are of different length, and the order is fixed beforehand. (In the picture long ones are yellow.)
 
 # %% slideshow={"slide_type": "fragment"}
-show("fwd_8_hopper", "tile_number")
+display(show("fwd_8_hopper", "tile_number"))
 
-# %% slideshow={"slide_type": "fragment"}
+
 def first_free(work, sms=132):
-    """[(SM, start, end)]: each tile, in this order, goes to the SM that is free first, as a GPU deals blocks."""
-    free, spans = [(0, sm) for sm in range(sms)], []
+    """[(SM, start, end)]: each tile, in this order, goes to the SM that is free first."""
+    free, spans = [(0, sm) for sm in range(sms)], []  # as a GPU deals blocks
     for w in work:
         start, sm = heapq.heappop(free)
         heapq.heappush(free, (start + w, sm))
@@ -502,56 +547,73 @@ def dealt(work, reverse, sms=132):
     """[(SM, start, end)]: SM b takes tile_number(0), tile_number(1), ..."""
     spans, now = [], [0] * sms
     for n, w in enumerate(work):
-        turn, b = divmod(n, sms)
-        sm = sms - 1 - b if reverse and turn % 2 else b
+        sm = n % sms
+        if reverse and n // sms % 2:
+            sm = sms - 1 - sm
         spans.append((sm, now[sm], now[sm] + w))
         now[sm] += w
     return spans
 
 
 # %% slideshow={"slide_type": "subslide"}
-tiles = 4096 // 128
-head_by_head = [tiles - i for _ in range(16) for i in range(tiles)]  # blocks of keys, the longest of a head first
-longest_first = sorted(head_by_head, reverse=True)
-plans = {"a block a tile,\nhead by head": first_free(head_by_head), "a block a tile,\nlongest first": first_free(longest_first),
-         "persistent,\nlongest first": dealt(longest_first, False),
-         "persistent, reversed\nevery other round": dealt(longest_first, True)}  # fmt: skip
-ideal = sum(head_by_head) / 132
-fig, axes = plt.subplots(1, 4, figsize=(9.4, 3.2), sharex=True, sharey=True, layout="constrained")
+blocks_of_keys = 16 * list(range(4096 // 128, 0, -1))  # head by head, longest tiles first
+longest_first = sorted(blocks_of_keys, reverse=True)
+plans = {
+    "a block a tile,\nhead by head": first_free(blocks_of_keys),
+    "a block a tile,\nlongest first": first_free(longest_first),
+    "persistent,\nlongest first": dealt(longest_first, False),
+    "persistent, reversed\nevery other round": dealt(longest_first, True),
+}
+ideal = sum(blocks_of_keys) / 132
+fig, axes = plt.subplots(1, 4, figsize=(9.4, 3.2), sharey=True, layout="constrained")
 for ax, (name, spans) in zip(axes, plans.items(), strict=True):
     end = max(stop for *_, stop in spans)
-    picture_of = torch.full((132, end), float("nan"))  # [SM][time]: the length of the tile under way
+    lengths = torch.full((132, end), float("nan"))  # [SM][time]: of the tile under way
     for sm, start, stop in spans:
-        picture_of[sm, start:stop] = stop - start
-    ax.imshow(picture_of, aspect="auto", cmap="cividis", interpolation="nearest", extent=(0, end, 132, 0))
+        lengths[sm, start:stop] = stop - start
+    ax.pcolormesh(lengths, cmap="cividis")
     ax.axvline(ideal, color=COLOURS[1], lw=1.5, ls="--")
     ax.set_title(f"{name}:\n{end} steps, SMs busy {ideal / end:.0%}", fontsize=9)
-    ax.set(xlabel=f"blocks; dashed: ideal, {ideal:.0f}", xlim=(0, 85))
+    ax.set(xlabel=f"blocks; dashed: ideal, {ideal:.0f}", xlim=(0, 85), ylim=(132, 0))
     ax.grid(False)
 axes[0].set_ylabel("SM")
-picture(fig, """Timelines of 132 SMs, dark for short tiles and yellow for long ones. A block a tile, head by head: SMs end at
-different times; longest first: close to the ideal. Persistent, dealt in the same direction each round: SM 0 gets the longest
-every time and ends last. With every other round reversed all SMs end close to the ideal, too.""")
+picture(fig, """Timelines of 132 SMs, dark for short tiles and yellow for long ones. A
+block a tile, head by head: SMs end at different times; longest first: close to the ideal.
+Persistent, dealt in the same direction each round: SM 0 gets the longest every time and
+ends last. With every other round reversed all SMs end close to the ideal, too.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Blocks that a warpgroup does not need
 #
 # A tile of Br queries needs a block of keys if *one* of its rows sees it; a warpgroup has 64 of the rows. At D = 64 a tile has
 # 192: with a causal mask the first warpgroup sees nothing of the last block, and in the last tile a warpgroup may have no rows
-# at all. With the switch SKIP it gives such a place back at once, and passes its turn on. **For which N is that much?**
+# at all. With the switch SKIP it gives such a stage back at once, and passes its turn on. **For which N is that much?**
 
 # %% slideshow={"slide_type": "fragment"}
 def products_started(N, causal, skip, Br=192, Bc=128):
     """How many products of 64 rows and Bc keys the warpgroups of one head start."""
-    tiles = [range(first, first + Br, 64) for first in range(0, N, Br)]  # each warpgroup's first row
-    seen = lambda row: -(-min(row + 64, N) // Bc) if causal else -(-N // Bc)  # noqa: E731
-    return sum((seen(row) if row < N else 0) if skip else seen(tile[-1]) for tile in tiles for row in tile)
+    started = 0
+    for row in range(0, -(-N // Br) * Br, 64):  # each warpgroup's first row
+        if row < N or not skip:
+            last = row if skip else row // Br * Br + Br - 64  # whose blocks it visits
+            keys = min(last + 64, N) if causal else N
+            started += -(-keys // Bc)
+    return started
+
+
+def foreseen(D, N, causal):
+    """By how much more products the kernel would be slower without SKIP."""
+    tile = ladder.FORWARD["hopper"].tiles[0][D]
+    all_, left = (products_started(N, causal, skip, *tile) for skip in (False, True))
+    return all_ / left - 1
 
 
 for N in (512, 1024, 4096, 16384):
-    counts = [(products_started(N, causal, False), products_started(N, causal, True)) for causal in (False, True)]
-    full, causal = (f"{all_} products, {all_ - left} skipped ({1 - left / all_:.0%})" for all_, left in counts)
-    print(f"N = {N:5}: {full}; causal {causal}")
+    says = []
+    for causal in (False, True):
+        all_, left = (products_started(N, causal, skip) for skip in (False, True))
+        says.append(f"{all_} products, {all_ - left} skipped ({1 - left / all_:.0%})")
+    print(f"N = {N:5}: {says[0]}; causal {says[1]}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The backward
@@ -564,54 +626,59 @@ for N in (512, 1024, 4096, 16384):
 # the two level. `fence_async` makes what the lanes have stored visible to the copy engine.
 
 # %% slideshow={"slide_type": "fragment"}
-show("bwd_3_hopper", "add_dQ")
-
-# %% slideshow={"slide_type": "subslide"}
-q, k, v, dout = torch.randn(4, 1, 1, 512, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-out, lse = hopper.hopper_forward(q, k, v)
+display(show("bwd_3_hopper", "add_dQ"))
+generator = torch.Generator().manual_seed(0)
+q, k, v, dout = torch.randn(4, 1, 1, 512, 64, generator=generator).bfloat16()
+out, lse = launch.forward(q, k, v, rung="hopper")
 want = error.expected(q, k, v, dout)
+options = {"rung": "hopper"}
 for deterministic in (False, True):
-    grads = []
+    options["deterministic"] = deterministic
+    found = []
     for blocks in emulator.ORDERS:
         with emulator.schedule(blocks=blocks, threads="random", copies="random", seed=3):
-            grads.append(hopper.hopper_backward(dout, q, k, v, out, lse, deterministic=deterministic))
-    same = {name: all(torch.equal(g[i], grads[0][i]) for g in grads) for i, name in enumerate(("dq", "dk", "dv"))}
-    failed = [error.failures(dict(zip(("dq", "dk", "dv"), g, strict=True)), want) for g in grads]
-    print(f"deterministic={deterministic!s:5}: bit-equal in three orders: {same}; failures: {sum(map(bool, failed))}")
+            grads = launch.backward(dout, q, k, v, out, lse, **options)
+        found.append(dict(zip(("dq", "dk", "dv"), grads, strict=True)))
+    failed = sum(bool(error.failures(g, want)) for g in found)
+    same = {x: all(torch.equal(g[x], found[0][x]) for g in found) for x in found[0]}
+    print(f"deterministic={deterministic!s:5}: bit-equal in three orders: {same};",
+          f"failures: {failed}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 1: place and parity.** Both sides of a ring count tiles in an n of their own. In which place is tile n, for
-# which parity does the consumer wait on `full`, and for which the producer on `empty`? Write it for any number of places.
-# The cell tries it on real barriers: when tile n's turn has come, the producer must go on and the consumer must wait.
+# **Exercise 1: stage and parity.** Both sides of a ring count tiles in an n of their own. In which stage is tile n, for
+# which parity does the consumer wait on `full`, and for which the producer on `empty`? Write it for any number of stages.
+# The cell tries it on real barriers: when tile n is the next one, the producer must go on and the consumer must wait.
 #
 # <details><summary>Hint</summary>
 #
-# How often has the ring wrapped before tile n? So many phases of `full[place]` had ended before it, and of `empty[place]`?
+# How often has the ring wrapped before tile n? So many phases of `full[stage]` had ended before it, and of `empty[stage]`?
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-def place_and_parity(n, places):
-    """(place, the consumer's parity, the producer's parity) of tile n."""
+def stage_and_parity(n, stages):
+    """(stage, the consumer's parity, the producer's parity) of tile n."""
     raise Blank
 
 
 def verdict(function):
-    """Tile n's turn has come: its copy has not; the tile before it in its place has been used."""
-    for places in (1, 2, 3):
-        ended = [0] * places  # phases of full[place], and of empty[place]
+    """Tile n has not been copied yet, and the tile before it in its stage has been used."""
+    for stages in (1, 2, 3):
+        ended = [0] * stages  # phases of full[stage], and of empty[stage]
         for n in range(12):
-            place, consumer, producer = function(n, places)
-            if ended[place] > min(ended) or goes_on(ended[place], consumer) or not goes_on(ended[place], producer):
-                return f"wrong for tile {n} of a ring of {places}"
-            ended[place] += 1
-    return "right for rings of 1, 2 and 3 places"
+            stage, consumer, producer = function(n, stages)
+            in_order = ended[stage] == min(ended)
+            waits = not goes_on(ended[stage], consumer)
+            if not (in_order and waits and goes_on(ended[stage], producer)):
+                return f"wrong for tile {n} of a ring of {stages}"
+            ended[stage] += 1
+    return "right for rings of 1, 2 and 3 stages"
 
 
 try:
-    print(verdict(place_and_parity))
+    print(verdict(stage_and_parity))
 except Blank:
     print("exercise 1 is still blank")
 
@@ -624,7 +691,7 @@ print(textwrap.fill(exercises.find("02.bug2").symptom, 110))
 
 
 def test(forward):
-    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...), whoever wrote it."""
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...)."""
     raise Blank
 
 
@@ -639,23 +706,26 @@ check("02.bug2", test)
 # %% slideshow={"slide_type": "fragment"}
 SCHEDULES = {
     "copies late": {},  # the default: finds waits that are missing
-    "products late": dict(copies="eager", wgmma="late"),  # finds places that are filled again too early
-    "random": dict(threads="random", copies="random", wgmma="random", seed=1),
+    # finds stages that are filled again too early
+    "products late": {"copies": "eager", "wgmma": "late"},
+    "random": {"threads": "random", "copies": "random", "wgmma": "random", "seed": 1},
 }
-RUNGS = {"wgmma": hopper.wgmma_forward, "roles": hopper.roles_forward, "hopper": hopper.hopper_forward}
 small = contract.limits(step02.SUPPORTS, "hopper") | {"tiles": ((128, 64),)}
-chosen = [c for c in cases.CASES if c.name in ("ragged_causal", "fewer_queries_causal", "scores_200")]
-for rung, forward in RUNGS.items():
-    failed, worst = 0, 0.0
-    for case in chosen:
+names = ("ragged_causal", "fewer_queries_causal", "scores_200")
+for rung in ("wgmma", "roles", "hopper"):
+    failed, shares = 0, []
+    for case in (case for case in cases.CASES if case.name in names):
         x = cases.build(case, small, torch.bfloat16)  # on the CPU
         want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
         for how in SCHEDULES.values():
             with emulator.schedule(**how):
-                got = dict(zip(("out", "lse"), forward(x.q, x.k, x.v, **x.options), strict=True))
+                out, lse = launch.forward(x.q, x.k, x.v, rung=rung, **x.options)
+            got = {"out": out, "lse": lse}
             failed += bool(error.failures(got, want))
-            worst = max([worst, *(e / (want.tolerance[name] or 1) for name, e in error.errors(got, want).items())])
-    print(f"{rung:7} {len(chosen) * len(SCHEDULES)} runs, {failed} failed, largest error {worst:.2f} of the tolerance")
+            errors = error.errors(got, want)
+            shares += [errors[name] / (want.tolerance[name] or 1) for name in got]
+    print(f"{rung:7} {len(names) * len(SCHEDULES)} runs, {failed} failed,",
+          f"largest error {max(shares):.2f} of the tolerance")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck
@@ -664,20 +734,22 @@ for rung, forward in RUNGS.items():
 #
 # <details><summary>Answer</summary>
 #
-# Thread 0, the producer, waits for the consumers to empty a place that was never filled, and they wait for Q. A GPU would
+# Thread 0, the producer, waits for the consumers to empty a stage that was never filled, and they wait for Q. A GPU would
 # hang, and say nothing.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-wrong_parity = "barrier_wait(empty + place(), parity() ^ 1);", "barrier_wait(empty + place(), parity());"
-q, k, v = torch.randn(3, 1, 1, 300, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+wait_empty = "barrier_wait(empty + stage(), parity()"
+wrong_parity = (f"{wait_empty} ^ 1);", f"{wait_empty});")
+generator = torch.Generator().manual_seed(0)
+q, k, v = torch.randn(3, 1, 1, 300, 32, generator=generator).bfloat16()
 try:
-    with edited(hopper, "fwd_7_roles.cu", wrong_parity):
-        hopper.roles_forward(q, k, v, tile=(64, 64))
+    with edited("fwd_7_roles.cu", wrong_parity) as lines:
+        launch.forward(q, k, v, rung="roles", tile=(64, 64))
 except RuntimeError as stuck:
-    print(str(stuck).replace("; threads 1-31 returned from the kernel, and count as missing", "; ..."))
-    lines = show("fwd_7_roles").replace(*wrong_parity).splitlines()
+    returned = "; threads 1-31 returned from the kernel, and count as missing"
+    print(str(stuck).replace(returned, "; ..."))
     for line in sorted({int(n) for n in re.findall(r"\.cu:(\d+)", str(stuck))}):
         print(f"line {line}: {lines[line - 1].strip()}")
 
@@ -696,11 +768,12 @@ except RuntimeError as stuck:
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-wait_full, wait_S, release = "barrier_wait(full + place(), parity()", "      wgmma_wait<0>();\n", "      K.release();\n"
+wait_full, wait_S = "barrier_wait(full + stage(), parity()", "      wgmma_wait<0>();\n"
+release = "      K.release();\n"
 mistakes = {
     "the consumer begins with parity 1": (wait_full, wait_full + " ^ 1"),
-    "the parity never flips": ("return n / PLACES % 2;", "return 0;"),
-    "every lane releases a place": ("if (threadIdx.x % 32 == 0) barrier_arrive", "barrier_arrive"),
+    "the parity never flips": ("return n / DEPTH % 2;", "return 0;"),
+    "every lane releases a stage": ("if (threadIdx.x % 32 == 0) barrier_a", "barrier_a"),
     "no wait for S": (wait_S + release, release),
     "K released before its products end": (wait_S + release, release + wait_S),
 }
@@ -710,15 +783,15 @@ want = error.expected(q, k, v, torch.zeros_like(q))
 def outcome(how):
     try:
         with emulator.schedule(**how):
-            got = dict(zip(("out", "lse"), hopper.roles_forward(q, k, v, tile=(64, 64)), strict=True))
-        return "wrong" if error.failures(got, want) else "lives"
+            out, lse = launch.forward(q, k, v, rung="roles", tile=(64, 64))
+        return "wrong" if error.failures({"out": out, "lse": lse}, want) else "lives"
     except RuntimeError as report:
         return "stuck" if "stuck" in str(report) else "refused"
 
 
 print(f"{'':36}", *(f"{name:14}" for name in SCHEDULES))
 for name, change in mistakes.items():
-    with edited(hopper, "fwd_7_roles.cu", change):
+    with edited("fwd_7_roles.cu", change):
         print(f"{name:36}", *(f"{outcome(how):14}" for how in SCHEDULES.values()))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -726,7 +799,7 @@ for name, change in mistakes.items():
 #
 # ### The timeline
 #
-# `reference/bench/timeline.py` writes clocks into a copy of rung 8's text: when each warpgroup of one block asks for its
+# `steps/bench/timeline.py` writes clocks into a copy of rung 8's text: when each warpgroup of one block asks for its
 # turn, gets it, has S, its exponentials, and O (D = 128, N = 16384). With OVERLAP a bar of products lasts until the warpgroup,
 # its exponentials done, looks for O: the products may end earlier. All but one of the table's columns are of the text with
 # clocks. **Question 1.** Both runs below overlap softmax with O's
@@ -749,43 +822,58 @@ def spans(one, begin, end):
 
 def covered(*sets):
     """Clocks in which all of these sets of spans are under way."""
-    edges = sorted((at, change, n) for n, found in enumerate(sets) for a, b in found for at, change in ((a, 1), (b, -1)))
+    edges = [(a, 1, n) for n, found in enumerate(sets) for a, _ in found]
+    edges += [(b, -1, n) for n, found in enumerate(sets) for _, b in found]
     running, total, before = [0] * len(sets), 0, 0
-    for at, change, n in edges:
-        total += at - before if all(running) else 0
-        running[n], before = running[n] + change, at
+    for at, change, n in sorted(edges):
+        if all(running):
+            total += at - before
+        running[n] += change
+        before = at
     return total
 
 
+def switches(one):
+    return ", ".join(f"{name} = {value}" for name, value in one["switches"].items())
+
+# %% slideshow={"slide_type": "subslide"}
 columns = "clocks a step", "both in softmax", "no product", "TFLOP/s", "with clocks"
-print(NO_CLOCKS if not clocked else f"{'':28}" + "".join(f"{column:>16}" for column in columns))
+heading = " " * 28 + "".join(f"{column:>16}" for column in columns)
+print(heading if clocked else NO_CLOCKS)
 for one in clocked.get("timelines", ()):
-    done = "output" if one["switches"].get("OVERLAP", 1) else "scores"  # without OVERLAP both products have ended by then
-    marks, softmax, products = one["marks"], spans(one, "scores", "exponentials"), spans(one, "starts", done)
+    # Without OVERLAP both products have ended when the scores are there.
+    done = "output" if one["switches"].get("OVERLAP", 1) else "scores"
+    softmax, products = spans(one, "scores", "exponentials"), spans(one, "starts", done)
+    marks = one["marks"]
     total = marks[-1][0][0] - marks[0][0][0]
     shares = covered(*softmax) / total, max(0, 1 - covered(sum(products, [])) / total)
-    print(f"{', '.join(f'{name} = {value}' for name, value in one['switches'].items()):28}{total / (len(marks) - 1):16.0f}",
-          *(f"{share:15.0%}" for share in shares), f"{one['tflops']:15.0f} {one['tflops_timed']:15.0f}")  # fmt: skip
+    print(f"{switches(one):28}{total / (len(marks) - 1):16.0f}",
+          *(f"{share:15.0%}" for share in shares),
+          f"{one['tflops']:15.0f} {one['tflops_timed']:15.0f}")
 
 # %% slideshow={"slide_type": "subslide"}
 def draw_timelines(first=8, steps=5):
     shown = [one for one in clocked["timelines"] if one["switches"].get("OVERLAP", 1)]
-    fig, axes = plt.subplots(len(shown), 1, figsize=(9, 2 * len(shown)), layout="constrained", squeeze=False)
-    bars = ("asks", "starts", 0, FAINT), ("starts", "output", 0, COLOURS[0]), ("scores", "exponentials", 0.4, COLOURS[1])
-    for ax, one in zip(axes[:, 0], shown, strict=True):
+    fig, axes = plt.subplots(len(shown), 1, figsize=(9, 4), layout="constrained")
+    bars = (("asks", "starts", 0, FAINT), ("starts", "output", 0, COLOURS[0]),
+            ("scores", "exponentials", 0.4, COLOURS[1]))  # fmt: skip
+    for ax, one in zip(axes, shown, strict=True):
         origin, end = (one["marks"][n][0][0] for n in (first, first + steps))
         for begin, stop, shift, colour in bars:
             for wg, found in enumerate(spans(one, begin, stop)):
-                for start, till in found:
-                    ax.barh(wg + shift, till - start, left=start - origin, height=0.36, color=colour, edgecolor="white")
-        ax.set_yticks((0, 0.4, 1, 1.4), ("group 0: products", "softmax", "group 1: products", "softmax"), fontsize=8)
+                pieces = [(start - origin, till - start) for start, till in found]
+                ax.broken_barh(pieces, (wg + shift - 0.18, 0.36), fc=colour, ec="white")
+        labels = ("group 0: products", "softmax", "group 1: products", "softmax")
+        ax.set_yticks((0, 0.4, 1, 1.4), labels, fontsize=8)
         ax.set(ylim=(1.7, -0.3), xlim=(0, end - origin), xlabel="clocks of the SM")
-        ax.set_title(", ".join(f"{name} = {value}" for name, value in one["switches"].items()))
+        ax.set_title(switches(one))
         ax.grid(axis="y", visible=False)
-    boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (FAINT, *COLOURS[:2])]
-    fig.legend(boxes, ("waits for its turn", "products", "softmax"), ncols=3, loc="outside lower center", fontsize=8)
-    return picture(fig, """Recorded timelines of two warpgroups over five steps, without and with turns: grey, waiting for a
-    turn; blue, from the start of the products to O; orange, from S to the last exponential.""")
+    boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for *_, colour in bars]
+    labels = ("waits for its turn", "products", "softmax")
+    fig.legend(boxes, labels, ncols=3, loc="outside lower center", fontsize=8)
+    return picture(fig, """Recorded timelines of two warpgroups over five steps, without
+    and with turns: grey, waiting for a turn; blue, from the start of the products to O;
+    orange, from S to the last exponential.""")
 
 
 draw_timelines() if clocked else print(NO_CLOCKS)
@@ -808,31 +896,43 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 # N = 8448, not causal: 661 TFLOP/s in full, 570 without its roles (Table 2). Quoted, not measured here.
 
 # %% slideshow={"slide_type": "fragment"}
-LADDER = {"fwd": ("fwd_5_fa2", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper", "sdpa-flash", "sdpa-cudnn"),
-          "bwd": ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper", "sdpa-flash", "sdpa-cudnn")}  # fmt: skip
+LADDER = {
+    "fwd": "fwd_5_fa2 fwd_6_wgmma fwd_7_roles fwd_8_hopper sdpa-flash sdpa-cudnn".split(),
+    "bwd": "bwd_1_fa2 bwd_2_wgmma bwd_3_hopper sdpa-flash sdpa-cudnn".split(),
+}
 matmul = (plots.ladder_numbers(fresh) or {}).get("matmul")
+LOOKS = {64: (COLOURS[5], GREYS[3], -0.2), 128: (COLOURS[0], GREYS[1], 0.2)}  # ours, theirs
 
 
 def draw_ladder(N=4096):
     fig, axes = plt.subplots(1, 2, figsize=(9.4, 3.6), sharey=True, layout="constrained")
     for ax, (which, names) in zip(axes, LADDER.items(), strict=True):
-        for i, D in enumerate((64, 128)):
+        for D, (ours, theirs, shift) in LOOKS.items():
             heights = [row_of(name, which, D, N)["tflops"] for name in names]
-            colours = [(GREYS[3], GREYS[1])[i] if "sdpa" in name else (COLOURS[5], COLOURS[0])[i] for name in names]
-            bars = ax.bar([n + 0.4 * i - 0.2 for n in range(len(names))], heights, width=0.38, color=colours, label=f"D = {D}")
+            colours = [theirs if "sdpa" in name else ours for name in names]
+            x = [n + shift for n in range(len(names))]
+            bars = ax.bar(x, heights, width=0.38, color=colours, label=f"D = {D}")
             ax.bar_label(bars, fmt="%.0f", fontsize=7)
-        ax.set_xticks(range(len(names)), [name.split("_")[-1] for name in names], rotation=20)
+        words = [name.split("_")[-1] for name in names]
+        ax.set_xticks(range(len(names)), words, rotation=20)
         ax.set(title=f"{which}, N = {N}, not causal, bf16, TFLOP/s")
-        ax.axhline(matmul, color=INK, ls="--", lw=1, label=f"a matrix product: {matmul:.0f}")
+        ax.axhline(matmul, color=INK, ls="--", lw=1, label=f"matrix product: {matmul:.0f}")
         ax.grid(axis="x", visible=False)
     axes[0].set_ylim(0, 1.15 * axes[0].get_ylim()[1])
     axes[0].legend(fontsize=8, loc="upper left", ncols=3)
-    return picture(fig, """Bars of TFLOP/s at D = 64 and 128. Forward: the rungs fa2, wgmma, roles and hopper, and PyTorch's
-    FlashAttention-2 and cuDNN. Backward: fa2, wgmma, hopper and the same peers. A dashed line: a plain matrix product.""")
+    return fig
 
-
-complete = matmul and all(row_of(name, which, D) for which in LADDER for name in LADDER[which] for D in (64, 128))
-draw_ladder() if complete else print("rows of these rungs are missing: python -m steps bench --plan fast, and bwd, on an H200")
+# %% slideshow={"slide_type": "fragment"}
+bars = itertools.product(LADDER, LOOKS)
+shown = [row_of(name, which, D) for which, D in bars for name in LADDER[which]]
+if matmul and all(shown):
+    result = picture(draw_ladder(), """Bars of TFLOP/s at D = 64 and 128. Forward: the
+    rungs fa2, wgmma, roles and hopper, and PyTorch's FlashAttention-2 and cuDNN. Backward:
+    fa2, wgmma, hopper and the same peers. A dashed line: a plain matrix product.""")
+else:
+    result = print("rows of these rungs are missing: on an H200,",
+                   "python -m steps bench --plan fast, and bwd")
+result
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### One switch at a time
@@ -862,42 +962,48 @@ draw_ladder() if complete else print("rows of these rungs are missing: python -m
 def beside(row):
     """The time of the whole kernel in the same run, at the same size."""
     same = ("run", "D", "N", "causal", "dtype", "pass")
-    found = (r for r in with_switches if r["kernel"] == "fwd_8_hopper" and all(r[name] == row[name] for name in same))
-    return next(found)["ms_median"]
+    whole = (r for r in with_switches if r["kernel"] == "fwd_8_hopper")
+    return next(r["ms_median"] for r in whole if all(r[name] == row[name] for name in same))
 
 
-with_switches = [row for row in source.fresh(rows.read(switched=True)) if row["gpu"] == h200.name]
-turned = [row for row in rows.latest(with_switches) if (row["kernel"] or "").startswith("fwd_8_hopper:")]
-changes = {(r["kernel"].partition(":")[2], r["D"], r["N"], r["causal"]): r["ms_median"] / beside(r) - 1 for r in turned}
+switched = fingerprint.fresh(rows.read(switched=True))
+with_switches = [row for row in switched if row["gpu"] == h200.name]
+changes = {}  # {(switch, D, N, causal): by how much slower the kernel is}
+for row in rows.latest(with_switches):
+    kernel, _, switch = (row["kernel"] or "").partition(":")
+    if kernel == "fwd_8_hopper" and switch:
+        at = row["D"], row["N"], row["causal"]
+        changes[switch, *at] = row["ms_median"] / beside(row) - 1
 settings = sorted({key[1:] for key in changes})
-if not turned:
-    print("no rows of the switches yet: python -m steps bench --plan switches, on an H200")
+if not changes:
+    print("no rows of the switches yet: on an H200, python -m steps bench --plan switches")
 for title, values in zip(("D", "N", "causal"), zip(*settings, strict=True), strict=False):
     print(f"{title:16}", *(f"{value!s:>8}" for value in values))
 for switch in dict.fromkeys(name for name, *_ in changes):
-    print(f"{switch:16}", *(f"{changes[switch, *at]:+8.1%}" if (switch, *at) in changes else " " * 8 for at in settings))
-count = lambda D, N, causal, skip: products_started(N, causal, skip, *hopper.TILES[D])  # noqa: E731
-print("SKIP=0, foreseen", *(f"{count(*at, False) / count(*at, True) - 1:+8.1%}" for at in settings))
+    found = [changes.get((switch, *at)) for at in settings]
+    print(f"{switch:16}", *(" " * 8 if x is None else f"{x:+8.1%}" for x in found))
+print("SKIP=0, foreseen", *(f"{foreseen(*at):+8.1%}" for at in settings))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What a launch costs
 #
 # Whoever launches a kernel does not wait for it. The host works only until the launch is on its way, and as long as that
-# takes less than the kernel, the GPU is never idle. `hopper_forward` allocates out and lse, finds the launch that it put
-# together for such shapes, puts the new addresses into it and calls the driver; `forward` checks its arguments first.
+# takes less than the kernel, the GPU is never idle. `launch.forward` allocates out and lse, finds the plan that it made for
+# inputs of this layout, puts the new addresses into its launch and calls the driver; `forward` checks its arguments first.
 # *Elsewhere*: every call has its tensors at other addresses, and three tensor maps change too. Measured with a kernel too
 # short to be waited for (one head, N = 128, D = 64); the lowest of 50 rounds, as whatever else a host does only adds. Less
 # than a kernel takes is enough.
 
 # %% slideshow={"slide_type": "fragment"}
-host = rows.COMMITTED / "nvidia-h200.host.json"
-took = json.loads(host.read_text()) if host.exists() else {"microseconds": {}}
-for name, us in took["microseconds"].items():
-    print(f"{name:27} {us:5.1f} us of the host's time a call, in the median round {took['medians'][name]:5.1f}")
-shortest = min((row for row in recorded if row["kernel"] == "fwd_8_hopper"), key=lambda row: row["ms_median"], default=None)
-if shortest:
-    print("the shortest hopper forward of the tables: {:.0f} us, at B = {B}, H = {H}, N = {N}, D = {D}, causal = {causal}".format(
-        1e3 * shortest["ms_median"], **shortest))  # fmt: skip
+host = rows.read_record("host")
+for name, us in host.get("microseconds", {}).items():
+    print(f"{name:27} {us:5.1f} us of the host's time a call,",
+          f"in the median round {host['medians'][name]:5.1f}")
+of_hopper = [row for row in recorded if row["kernel"] == "fwd_8_hopper"]
+if of_hopper:
+    row = min(of_hopper, key=lambda row: row["ms_median"])
+    print(f"the shortest hopper forward of the tables: {1e3 * row['ms_median']:.0f} us,",
+          "at B = {B}, H = {H}, N = {N}, D = {D}, causal = {causal}".format(**row))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the power limit does
@@ -907,10 +1013,10 @@ if shortest:
 #
 # <details><summary>Answer</summary>
 #
-# No. A circuit draws much of its power when bits change, and between zeros none do. So the clock falls less, and the same
+# No. A circuit consumes much of its power when bits change, and between zeros none do. So the clock falls less, and the same
 # kernel gets "faster" on data that nobody has: this is why everything else in the course is measured on random normal
 # numbers. The second share in the table is the one that a kernel's author can work on; the clock is what the limit
-# leaves. It drifts with heat, and so the course measures candidates in turns: here each load runs alone for two seconds,
+# leaves. It drifts with heat, and so the course interleaves the candidates that it measures: here each load runs alone for two seconds,
 # and comes out slower than in the tables. And power is not all: zeros keep the product far below the limit, and still not
 # at the datasheet's clock, while the forward passes it.
 #
@@ -920,22 +1026,26 @@ if shortest:
 def draw_power(loads):
     fig, axes = plt.subplots(1, 3, figsize=(9.4, 2.5), sharey=True, layout="constrained")
     labels = [f"{one['load']},\n{one['data']}" for one in loads]
-    for ax, (field, title) in zip(axes, {"tflops": "TFLOP/s", "sm_mhz": "clock, MHz", "watts": "power, W"}.items(), strict=True):
-        colours = [GREYS[3] if one["data"] == "zeros" else COLOURS[0] for one in loads]
-        ax.bar_label(ax.barh(labels, [one[field] or 0 for one in loads], height=0.65, color=colours), fmt="%.0f", padding=3)
+    colours = [GREYS[3] if one["data"] == "zeros" else COLOURS[0] for one in loads]
+    panels = {"tflops": "TFLOP/s", "sm_mhz": "clock, MHz", "watts": "power, W"}
+    for ax, (field, title) in zip(axes, panels.items(), strict=True):
+        values = [one[field] or 0 for one in loads]
+        bars = ax.barh(labels, values, height=0.65, color=colours)
+        ax.bar_label(bars, fmt="%.0f", padding=3)
         ax.set_title(title)
         ax.margins(x=0.2)
         ax.grid(axis="y", visible=False)
     axes[0].invert_yaxis()
-    return picture(fig, """TFLOP/s, clock and power of an 8192 cubed matrix product and of the hopper forward, each on random
-    normal numbers and on zeros.""")
+    return picture(fig, """TFLOP/s, clock and power of an 8192 cubed matrix product and of
+    the hopper forward, each on random normal numbers and on zeros.""")
 
 
 for one in clocked.get("power", ()):
     there = h200.sms * TENSOR * (one["sm_mhz"] or float("nan")) / 1e6
-    print(f"{one['load']:14} {one['data']:13}: {one['tflops'] / h200.half_tflops:.0%} of the datasheet's TFLOP/s,",
+    share = one["tflops"] / h200.half_tflops
+    print(f"{one['load']:14} {one['data']:13}: {share:.0%} of the datasheet's TFLOP/s,",
           f"{one['tflops'] / there:.0%} of what {one['sm_mhz']:.0f} MHz allow;",
-          f"{one['watts']:.0f} W of {one['limit_watts']:.0f}")  # fmt: skip
+          f"{one['watts']:.0f} W of {one['limit_watts']:.0f}")
 draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -953,7 +1063,7 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 #
 # 1. Which line of part 2's count would a cheaper exp change, and for which D would it pay?
 # 2. Why is one parity bit enough although a barrier goes through many phases?
-# 3. What does a third place gain in part 3's ring, when a copy takes 3 clocks and its use 2? And 2 and 3?
+# 3. What does a third stage gain in part 3's ring, when a copy takes 3 clocks and its use 2? And 2 and 3?
 # 4. Suppose tiles began at multiples of 512 bytes. What would K's instruction 1 read?
 # 5. Why does `hopper` release K before O is there, and V after?
 
@@ -961,7 +1071,7 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # **Go further**
 #
 # - ★ (15 minutes) Set `tile + step * 16` in `reads` to start 8 numbers further. Predict the picture, then draw it.
-# - ★★ (1 hour) Give `fwd_7_roles.cu` three places and find out, in the emulation and by arithmetic, for which D they fit.
+# - ★★ (1 hour) Give `fwd_7_roles.cu` three stages and find out, in the emulation and by arithmetic, for which D they fit.
 # - ★★★ (a weekend) Three consumer warpgroups in ping-pong at D = 128: what must the tile be, and do the registers suffice?
 #
 # **Read:** `papers/flash_attention_3.md`; the PTX ISA on `mbarrier`, `cp.async.bulk.tensor`, `wgmma` and `setmaxnreg`.

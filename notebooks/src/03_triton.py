@@ -26,7 +26,7 @@
 #   `reference/symbols.md`.
 
 # %% slideshow={"slide_type": "skip"}
-import steps  # first: it chooses the engine
+import steps  # comes first, because it chooses the engine
 import importlib.util
 import itertools
 import json
@@ -47,8 +47,8 @@ import triton.language as tl
 from torch.nn.functional import scaled_dot_product_attention
 
 from reference import attention, cases, error, mutants
-from reference.bench import cost, plots, rows, source
-from reference.bench.plots import COLOURS, FAINT, INK
+from steps.bench import cost, fingerprint, plots, rows
+from steps.bench.plots import COLOURS, FAINT, INK
 from steps import step00_naive as step00, step03_triton as step03
 from steps.step00_naive import fwd_3_tiled
 
@@ -56,7 +56,8 @@ from steps.step00_naive import fwd_3_tiled
 import matplotlib
 
 from steps.step03_triton import fwd_0_fused
-from steps.workbook import Blank, check, hint, picture, show, solution  # noqa: F401  for part 5
+from steps.workbook import Blank, check, picture, show
+from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -73,10 +74,11 @@ def box(ax, x, y, text, colour, ink=INK):
 
 
 def bare(ax):
-    """No grid, ticks or frame."""
+    """Takes the grid, the ticks and the frame away."""
     ax.grid(False)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
+
 
 # %% [markdown] slideshow={"slide_type": "skip"}
 # Triton decides at import whether it interprets or compiles, for the whole process. So a second process compiles: it
@@ -95,15 +97,17 @@ class Driver:  # stands in for a GPU
 triton.runtime.driver.set_active(Driver())
 x, lse = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 64)
 for arch in (80, 90):
-    kernel = fwd_0_fused.forward_kernel.warmup(  # compiles, and does not launch
+    kernel = fwd_0_fused.forward_kernel.warmup(  # it compiles, and does not launch
         x, x, x, x, lse, *[x.stride()[:3]] * 4, 1, 1, 64, 64, 0.125, grid=(1,),
         CAUSAL=True, D=64, D_pad=64, Br=64, Bc=32, num_warps=4, num_stages=3)
     names = ("mma.sync", "wgmma.mma_async", "cp.async.cg")
     counts = {name: kernel.asm["ptx"].count(name) for name in names}
     print(json.dumps({"arch": f"sm_{arch}", "shared": kernel.metadata.shared, **counts}))
 """
-environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(fwd_0_fused.__file__).parent)}
-compiler = subprocess.Popen([sys.executable, "-c", COMPILE], env=environment, stdout=subprocess.PIPE, text=True)
+here = str(Path(fwd_0_fused.__file__).parent)
+environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": here}
+command = [sys.executable, "-c", COMPILE]
+compiler = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, counted
@@ -113,21 +117,29 @@ compiler = subprocess.Popen([sys.executable, "-c", COMPILE], env=environment, st
 
 # %% slideshow={"slide_type": "fragment"}
 h200 = cost.GPUS["NVIDIA H200"]
-print(f"H200, TFLOP/s: {h200.fp32_tflops} in float32, {h200.half_tflops} in 16 bit on the tensor cores,", end=" ")
+print(f"H200, TFLOP/s: {h200.fp32_tflops} in float32,", end=" ")
+print(f"{h200.half_tflops} in 16 bit on the tensor cores,", end=" ")
 print(f"{h200.half_tflops / h200.fp32_tflops:.1f} times as much")
-HARDWARE = r"threadIdx|blockIdx|program_id|__syncthreads|Shared|smem|unroll|__launch_bounds__|num_warps|num_stages"
+HARDWARE = r"threadIdx|blockIdx|program_id|__syncthreads|Shared|smem|unroll"
+HARDWARE += r"|__launch_bounds__|num_warps|num_stages"
 counted = {}
 for file in ("fwd_0_scalar", "fwd_0_fused"):
     text = re.sub(r'""".*?"""', "", str(show(file)), flags=re.S)  # without docstrings
-    lines = [line for line in text.splitlines() if line.strip() and not re.match(r"\s*(//|# )", line)]
-    counted[file] = [sum(bool(re.search(HARDWARE, line)) is about for line in lines) for about in (True, False)]
-    print(f"{file}: {counted[file][0]} of {sum(counted[file])} lines are about threads, barriers or shared memory")
+    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not re.match(r"\s*(//|# )", line)]  # nor comments
+    about = sum(bool(re.search(HARDWARE, line)) for line in lines)
+    counted[file] = about, len(lines) - about
+    print(f"{file}: {about} of {len(lines)} lines", end=" ")
+    print("are about threads, barriers or shared memory")
+
 
 # %% slideshow={"slide_type": "fragment"}
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 2.8), layout="constrained")
 lengths = [2**i for i in range(9, 18)]
-for dtype, name, colour in (("fp32", "float32", COLOURS[1]), ("bf16", "bfloat16, tensor cores", COLOURS[0])):
-    ms = [1e3 * cost.flops(1, 16, N, 128) / (1e12 * cost.peak_tflops(h200, dtype)) for N in lengths]
+lines = {"fp32": ("float32", COLOURS[1]), "bf16": ("bfloat16, tensor cores", COLOURS[0])}
+for dtype, (name, colour) in lines.items():
+    peak = 1e12 * cost.peak_tflops(h200, dtype)
+    ms = [1e3 * cost.flops(1, 16, N, 128) / peak for N in lengths]
     left.loglog(lengths, ms, "o-", color=colour, label=name)
 left.set(xlabel="N", title="16 heads, D = 128, at an H200's peak, ms")
 left.set_xticks(lengths[::2], [f"{N // 1024}k" if N >= 1024 else N for N in lengths[::2]])
@@ -136,13 +148,15 @@ left.legend(fontsize=8)
 names = ["stage 02, CUDA C++", "stage 03, Triton"]
 about, other = zip(*counted.values(), strict=True)
 right.barh(names, about, color=COLOURS[1], label="about threads, barriers, shared memory")
-right.barh(names, other, left=about, color=COLOURS[5], label="the rest; in stage 03 with its launcher")
+rest = "the rest; in stage 03 with its launcher"
+right.barh(names, other, left=about, color=COLOURS[5], label=rest)
 right.set(title="lines of code", ylim=(2.6, -0.6))
 right.grid(axis="y", visible=False)
 right.legend(fontsize=8, loc="lower left")
-picture(fig, """Left: time of the forward at an H200's peak against N; float32 and bfloat16 on tensor cores
-are parallel lines of slope two, more than a factor of ten apart. Right: about a quarter of the lines of
-stage 02's kernel are about threads, barriers or shared memory, and few of stage 03's.""")
+picture(fig, """Left: time of the forward at an H200's peak against N; float32 and bfloat16
+on tensor cores are parallel lines of slope two, more than a factor of ten apart. Right:
+about a quarter of the lines of stage 02's kernel are about threads, barriers or shared
+memory, and few of stage 03's.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # To use the tensor cores in CUDA C++ you say which thread holds which number (02b), and differently for each generation
@@ -169,7 +183,8 @@ x, y = torch.arange(8.0).to(device), torch.full((8,), 10.0).to(device)
 for masked in (False, True):
     memory = torch.full((8,), -1.0).to(device)  # 6 numbers of out, 2 of somebody else
     add[(2,)](x, y, memory, 6, MASKED=masked, BLOCK=4)
-    print(f"masked {masked!s:5}: out {memory[:6].tolist()}, its neighbours {memory[6:].tolist()}")
+    result, neighbours = memory[:6].tolist(), memory[6:].tolist()
+    print(f"masked {masked!s:5}: out {result}, its neighbours {neighbours}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Nobody complained: the neighbours became 16 and 17, the sum is right, and the fault shows elsewhere or never. Masks
@@ -193,7 +208,8 @@ S = scale * Q @ K.T
 for other in (0.0, -math.inf):
     P = torch.empty_like(S)
     row_softmax[(6,)](S, P, 6, other, BLOCK=8)
-    print(f"other = {other}: P[5]", P[5].cpu(), f"sums {P[5].sum():.2f} and {P[2].sum():.2f} (rows 5 and 2)")
+    print(f"other = {other}: P[5]", P[5].cpu(), end=" ")
+    print(f"sums {P[5].sum():.2f} and {P[2].sum():.2f} (rows 5 and 2)")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # With 0 the two missing keys score 0 like real ones: row 5, whose best score is 4.24, hardly shows it, row 2 loses
@@ -210,7 +226,9 @@ show("step03_triton/fwd_0_fused", "load_tile")
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
-def fetch(x, tile, first, N, stride, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
+def fetch(
+    x, tile, first, N, stride, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr
+):
     at = tl.arange(0, ROWS)[:, None] * D_pad + tl.arange(0, D_pad)[None, :]
     tl.store(tile + at, fwd_0_fused.load_tile(x, first, N, stride, ROWS, D, D_pad))
 
@@ -221,28 +239,39 @@ fetch[(1,)](memory, tile, 4, 6, 3, ROWS=4, D=2, D_pad=4)
 asked = 3 * torch.arange(4, 8)[:, None] + torch.arange(4)[None, :]
 print("addresses asked for:", asked.tolist(), "\nreturned:           ", tile.int().tolist())
 
+
+def kind(address):
+    """What lies at an address, and whether the load touched it."""
+    if address and address in tile:  # address 0 is not asked for; masked entries are 0
+        return "touched"
+    if address >= 18:
+        return "beyond the end"
+    return "somebody else's" if address % 3 == 2 else "the matrix"
+
 # %% slideshow={"slide_type": "fragment"}
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 2.6), width_ratios=(4, 13))
-
 for r, c in itertools.product(range(4), range(4)):
-    touched = tile[r, c].item() > 0
-    box(left, c, r, asked[r, c].item(), COLOURS[0] if touched else FAINT, "white" if touched else INK)
+    fill, ink = (COLOURS[0], "white") if tile[r, c] > 0 else (FAINT, INK)
+    box(left, c, r, asked[r, c].item(), fill, ink)
+colours = {"touched": COLOURS[0], "the matrix": COLOURS[5],
+           "somebody else's": COLOURS[4], "beyond the end": "#ededed"}  # fmt: skip
 for address in range(24):
-    kind = 0 if address and address in tile else 2 if address >= 18 else 3 if address % 3 == 2 else 1
-    box(right, address % 12, 1.5 * (address // 12), address, (COLOURS[0], COLOURS[5], "#ededed", COLOURS[4])[kind],
-        "white" if kind == 0 else INK)  # fmt: skip
-left.set(xlim=(0, 4), ylim=(4, 0), title="asked for", aspect="equal")
+    what = kind(address)
+    ink = "white" if what == "touched" else INK
+    box(right, address % 12, 1.5 * (address // 12), address, colours[what], ink)
+left.set(xlim=(0, 4), ylim=(4, 0), title="asked for", aspect="equal", xticks=[])
 left.set_yticks([r + 0.5 for r in range(4)], [f"row {4 + r}" for r in range(4)])
-right.set(xlim=(0, 12), ylim=(3.6, -0.1), title="memory, 24 numbers", aspect="equal", yticks=[])
-marks = {"touched": COLOURS[0], "the matrix": COLOURS[5], "somebody else's": COLOURS[4], "beyond the end": "#ededed"}
-right.legend([plt.Rectangle((0, 0), 1, 1, color=c) for c in marks.values()], marks, fontsize=8, ncols=4, loc="lower center",
-             bbox_to_anchor=(0.5, -0.25))  # fmt: skip
+right.set(xlim=(0, 12), ylim=(3.6, -0.1), title="memory, 24 numbers", aspect="equal")
+right.set(xticks=[], yticks=[])
+squares = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours.values()]
+below = {"loc": "lower center", "bbox_to_anchor": (0.5, -0.25), "ncols": 4}
+right.legend(squares, colours, fontsize=8, **below)
 for ax in (left, right):
-    ax.set(xticks=[])
     bare(ax)
-picture(fig, """Left: a tile of 4 by 4 entries with the address that each asks for; only 12, 13, 15 and 16, the
-two columns of rows 4 and 5, are loaded, the other twelve are masked. Right: memory as 24 cells, with those four
-marked; the masked addresses lie in the gaps of the stride, in another row, or beyond the end.""")
+picture(fig, """Left: a tile of 4 by 4 entries with the address that each asks for; only 12,
+13, 15 and 16, the two columns of rows 4 and 5, are loaded, the other twelve are masked.
+Right: memory as 24 cells, with those four marked; the masked addresses lie in the gaps of
+the stride, in another row, or beyond the end.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Of 16 addresses 4 are touched. The others yield 0 without a visit: they lie in the gaps (14, 17), in the next row (15
@@ -309,8 +338,9 @@ for size, dtype in ((2, "bf16"), (4, "fp32")):
     for D, (Br, Bc, warps, stages) in fwd_0_fused.TILES[size].items():
         registers = cost.accumulator_registers(Br, Bc, D, dtype, threads=32 * warps)
         shared = cost.shared_bytes(Br, Bc, D, dtype, stages=stages) / 1024
-        print(f"{dtype} D <= {D:3}: tile {Br:3} x {Bc}, {warps} warps, {stages} stages: O, S, P {registers:3.0f}"
-              f" of 255 registers; Q, K, V at most {shared:3.0f} KiB")  # fmt: skip
+        print(f"{dtype} D <= {D:3}: tile {Br:3} x {Bc}, {warps} warps,", end=" ")
+        print(f"{stages} stages: O, S, P {registers:3.0f} of 255 registers;", end=" ")
+        print(f"Q, K, V at most {shared:3.0f} KiB")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### One tile's update
@@ -327,7 +357,7 @@ show("step03_triton/fwd_0_fused", "online_update")
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
 def visit(m, l, O, q, k, v, scale, j, end, D: tl.constexpr, SIDE: tl.constexpr):
-    """m, l (SIDE,) and O (SIDE, SIDE) after the keys from j to end - 1 too; q, k and v are (6, D)."""
+    """m, l (SIDE,) and O (SIDE, SIDE) after keys j to end - 1 too; q, k, v are (6, D)."""
     i = tl.arange(0, SIDE)
     at = i[:, None] * SIDE + i[None, :]
     Q_i = fwd_0_fused.load_tile(q, 0, 6, D, SIDE, D, SIDE)
@@ -335,21 +365,27 @@ def visit(m, l, O, q, k, v, scale, j, end, D: tl.constexpr, SIDE: tl.constexpr):
     V_j = fwd_0_fused.load_tile(v, j, end, D, SIDE, D, SIDE)
     S = scale * tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")
     S = fwd_0_fused.mask(S, 0, j, 6, end, False, SIDE, SIDE)
-    m_new, l_new, O_new = fwd_0_fused.online_update(tl.load(m + i), tl.load(l + i), tl.load(O + at), S, V_j)
+    m_i, l_i, O_i = tl.load(m + i), tl.load(l + i), tl.load(O + at)
+    m_new, l_new, O_new = fwd_0_fused.online_update(m_i, l_i, O_i, S, V_j)
     tl.store(m + i, m_new)
     tl.store(l + i, l_new)
     tl.store(O + at, O_new)
 
 
 # %% slideshow={"slide_type": "fragment"}
-m, l, O = (x.to(device) for x in (torch.full((16,), -math.inf), torch.zeros(16), torch.zeros(16, 16)))
-want = torch.full((6,), -math.inf).to(device), torch.zeros(6).to(device), torch.zeros(6, 2).to(device)
+m = torch.full((16,), -math.inf).to(device)
+l = torch.zeros(16).to(device)
+O = torch.zeros(16, 16).to(device)
+want = m[:6].clone(), l[:6].clone(), O[:6, :2].clone()
 for j in (0, 3):
     visit[(1,)](m, l, O, Q, K, V, scale, j, j + 3, D=2, SIDE=16)
     want = fwd_3_tiled.online_update(*want, scale * Q @ K[j : j + 3].T, V[j : j + 3])
-    same = [torch.allclose(a, b) for a, b in zip((m[:6], l[:6], O[:6, :2]), want, strict=True)]
-    print(f"keys to {j + 2}: row 5 has m {m[5]:.2f}, l {l[5]:.2f}, O / l ({O[5, 0] / l[5]:.2f}, {O[5, 1] / l[5]:.2f});",
-          f"m, l, O as stage 00's: {same}")  # fmt: skip
+    pairs = zip((m[:6], l[:6], O[:6, :2]), want, strict=True)
+    same = [torch.allclose(a, b) for a, b in pairs]
+    print(f"keys to {j + 2}: row 5 has m {m[5]:.2f}, l {l[5]:.2f},", end=" ")
+    print(f"O / l ({O[5, 0] / l[5]:.2f}, {O[5, 1] / l[5]:.2f});", end=" ")
+    print(f"m, l, O as stage 00's: {same}")
+
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Row 5 ends at (6.83, 1.34), as in notebook 00.
@@ -374,32 +410,38 @@ def tiles(Nq, Nk, causal, Br, Bc):
     """[(i, j, masked)] of the tiles that are visited, in a program's order."""
     found = torch.zeros(triton.cdiv(Nq, Br), 2, dtype=torch.int32, device=device)
     ranges[(len(found),)](found, Nq, Nk, CAUSAL=causal, Br=Br, Bc=Bc)
-    return [(n * Br, j, masked) for n, (full, end) in enumerate(found.tolist())
-            for masked, span in enumerate((range(0, full, Bc), range(full, end, Bc))) for j in span]  # fmt: skip
+    visited = []
+    for n, (full, end) in enumerate(found.tolist()):
+        visited += [(n * Br, j, False) for j in range(0, full, Bc)]
+        visited += [(n * Br, j, True) for j in range(full, end, Bc)]
+    return visited
 
 
 # %% slideshow={"slide_type": "fragment"}
-shapes = {"not causal": (14, 14, False), "causal": (14, 14, True), "causal, fewer queries": (10, 18, True),
+shapes = {"not causal": (14, 14, False), "causal": (14, 14, True),
+          "causal, fewer queries": (10, 18, True),
           "causal, more queries": (18, 10, True)}  # fmt: skip
 fig, axes = plt.subplots(1, 4, figsize=(9.6, 3.2))
 for ax, (name, (Nq, Nk, causal)) in zip(axes, shapes.items(), strict=True):
     visited = tiles(Nq, Nk, causal, 4, 4)
     for i, j, masked in visited:
-        ax.add_patch(plt.Rectangle((j, i), 4, 4, facecolor=COLOURS[4 if masked else 5], edgecolor="white", lw=2))
-    seen = attention.visible(Nq, Nk, causal)
-    i, j = seen.nonzero(as_tuple=True)
+        colour = COLOURS[4 if masked else 5]
+        ax.add_patch(plt.Rectangle((j, i), 4, 4, facecolor=colour, edgecolor="white", lw=2))
+    i, j = attention.visible(Nq, Nk, causal).nonzero(as_tuple=True)
     ax.plot(j + 0.5, i + 0.5, ".", color=INK, ms=3)
     ax.add_patch(plt.Rectangle((0, 0), Nk, Nq, fill=False, edgecolor=INK, lw=1))
-    ax.set(xlim=(-0.5, 20.5), ylim=(20.5, -0.5), aspect="equal", xlabel="key", title=f"{name}\n{Nq} x {Nk}")
-    ax.title.set_fontsize(9)
+    ax.set(xlim=(-0.5, 20.5), ylim=(20.5, -0.5), aspect="equal", xlabel="key")
+    ax.set_title(f"{name}\n{Nq} x {Nk}", fontsize=9)
     ax.set(xticks=range(0, 21, 4), yticks=range(0, 21, 4))
     masked = sum(tile[2] for tile in visited)
-    print(f"{name:22}: {len(visited) - masked} tiles without a mask, {masked} with one, of {-(-Nq // 4) * -(-Nk // 4)}")
+    print(f"{name:22}: {len(visited) - masked} tiles without a mask,", end=" ")
+    print(f"{masked} with one, of {triton.cdiv(Nq, 4) * triton.cdiv(Nk, 4)}")
 axes[0].set_ylabel("query")
-picture(fig, """Four drawings of queries against keys in tiles of 4 by 4; dots are the pairs that are seen. Not causal:
-only the last, ragged column of tiles is masked. Causal: tiles on the diagonal are masked, those below it are not, and
-those above it are not visited. With 10 queries and 18 keys the diagonal ends in the lower right corner; with 18
-queries and 10 keys the first 8 queries see nothing and their tiles are not visited.""")
+picture(fig, """Four drawings of queries against keys in tiles of 4 by 4; dots are the pairs
+that are seen. Not causal: only the last, ragged column of tiles is masked. Causal: tiles on
+the diagonal are masked, those below it are not, and those above it are not visited. With 10
+queries and 18 keys the diagonal ends in the lower right corner; with 18 queries and 10 keys
+the first 8 queries see nothing and their tiles are not visited.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Blue tiles are the first loop, orange ones the second, dots the pairs to be seen. The diagonal ends at the bottom
@@ -419,7 +461,8 @@ show("step03_triton/fwd_0_fused", "forward_kernel")
 # `h // group` is the key head. Let every value of key head n be n; then `out` tells which head a program has read:
 
 # %% slideshow={"slide_type": "fragment"}
-print("2^25 * 64 in 32 bits:", torch.tensor(2**25, dtype=torch.int32).mul(64).item(), " in 64 bits:", 2**25 * 64)
+in_32_bits = torch.tensor(2**25, dtype=torch.int32).mul(64).item()
+print("2^25 * 64 in 32 bits:", in_32_bits, " in 64 bits:", 2**25 * 64)
 H, Hk, N = 4, 2, 40
 q, k = (torch.randn(1, N, heads, 16).to(device).transpose(1, 2) for heads in (H, Hk))
 v = torch.arange(Hk).to(q)[None, :, None, None].expand(1, Hk, N, 16)
@@ -429,14 +472,17 @@ print("strides of q:", q.stride(), " key head read by query heads 0 to 3:", head
 fig, ax = plt.subplots(figsize=(5.6, 2.3))
 count_tiles = triton.cdiv(N, 16)
 for program in range(H * count_tiles):
-    i, h = count_tiles - 1 - program % count_tiles, program // count_tiles  # as in forward_kernel
+    i = count_tiles - 1 - program % count_tiles  # numbered as in forward_kernel
+    h = program // count_tiles
     box(ax, i, h, f"program {program}", COLOURS[(5, 4)[heads_read[h]]])
 ax.set(xlim=(0, count_tiles), ylim=(H, 0), title="blue reads key head 0, orange key head 1")
-ax.set_xticks([i + 0.5 for i in range(count_tiles)], [f"queries from {16 * i}" for i in range(count_tiles)])
+names = [f"queries from {16 * i}" for i in range(count_tiles)]
+ax.set_xticks([i + 0.5 for i in range(count_tiles)], names)
 ax.set_yticks([h + 0.5 for h in range(H)], [f"head {h}" for h in range(H)])
 bare(ax)
-picture(fig, """Four heads by three tiles of queries: twelve programs. Program 0 has the last queries of head 0, program 2
-the first. Heads 0 and 1 read key head 0, heads 2 and 3 key head 1.""")
+picture(fig, """Four heads by three tiles of queries: twelve programs. Program 0 has the
+last queries of head 0, program 2 the first. Heads 0 and 1 read key head 0, heads 2 and 3
+key head 1.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Programs with neighbouring numbers run at about the same time: they share a key head, which then is in the cache, and
@@ -451,8 +497,9 @@ the first. Heads 0 and 1 read key head 0, heads 2 and 3 key head 1.""")
 for line in compiler.communicate()[0].splitlines():
     print(*(f"{name} {value}  " for name, value in json.loads(line).items()))
 print("exit code", compiler.returncode)
-print("K and V, three stages:", cost.shared_bytes(64, 32, 64, "bf16", tiles="KV", stages=3), "bytes;", end=" ")
-print("Q:", cost.shared_bytes(64, 32, 64, "bf16", tiles="Q"), "bytes")
+KV_bytes = cost.shared_bytes(64, 32, 64, "bf16", tiles="KV", stages=3)
+Q_bytes = cost.shared_bytes(64, 32, 64, "bf16", tiles="Q")
+print(f"K and V, three stages: {KV_bytes} bytes; Q: {Q_bytes} bytes")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # The same text became `mma.sync` on one GPU and `wgmma` on the other, instructions that differ in who holds what (02b,
@@ -478,9 +525,11 @@ def tf32(x):
 
 a, b = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0))
 exact = a.double() @ b.double().T
-for name, rounded in (("ieee", lambda x: x), ("tf32", tf32), ("bfloat16", lambda x: x.bfloat16().float())):
+roundings = {"ieee": lambda x: x, "tf32": tf32, "bfloat16": lambda x: x.bfloat16().float()}
+for name, rounded in roundings.items():
     product = rounded(a) @ rounded(b).T
     print(f"{name:8}: largest error of q k^T {(product - exact).abs().max():.1e}")
+
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The backward: three kernels and no atomics
@@ -497,33 +546,47 @@ for ax, by_keys in zip(axes, (True, False), strict=True):
             owner = j if by_keys else i
             box(ax, j, i, owner, COLOURS[2 + owner])
     for n in range(4):
-        begin, end = ((n + 0.15, n + 0.08), (n + 0.15, 3.92)) if by_keys else ((0.08, n + 0.85), (n + 0.92, n + 0.85))
+        if by_keys:
+            begin, end = (n + 0.15, n + 0.08), (n + 0.15, 3.92)
+        else:
+            begin, end = (0.08, n + 0.85), (n + 0.92, n + 0.85)
         ax.annotate("", end, begin, arrowprops={"arrowstyle": "->", "color": INK})
-    ax.set(xlim=(0, 4), ylim=(4, 0), aspect="equal", xticks=[], yticks=[], xlabel="tiles of keys", ylabel="tiles of queries")
+    ax.set(xlim=(0, 4), ylim=(4, 0), aspect="equal", xticks=[], yticks=[])
+    ax.set(xlabel="tiles of keys", ylabel="tiles of queries")
     ax.grid(False)
 axes[0].set_title("keys_kernel: dK_j, dV_j\nS, dP, dV, dK: 4 products", fontsize=10)
 axes[1].set_title("queries_kernel: dQ_i\nS, dP, dQ: 3 products", fontsize=10)
-picture(fig, """Two causal triangles of tiles. Left: each column has one colour, the program that owns those keys and walks
-down the queries. Right: each row has one colour, the program that owns those queries and walks along the keys.""")
+picture(fig, """Two causal triangles of tiles. Left: each column has one colour, the program
+that owns those keys and walks down the queries. Right: each row has one colour, the program
+that owns those queries and walks along the keys.""")
 
 # %% slideshow={"slide_type": "fragment"}
-products = {name: str(show("step03_triton/bwd_0_fused", name)).count("tl.dot(") for name in ("visit_queries", "visit_keys")}
+products = {}
+for name in ("visit_queries", "visit_keys"):
+    products[name] = str(show("step03_triton/bwd_0_fused", name)).count("tl.dot(")
 print("matrix products a tile:", products, "together", sum(products.values()))
-q, k, v, dout = torch.randn(4, 1, 1, 64, 16, generator=torch.Generator().manual_seed(0)).to(device)
+seeded = torch.Generator().manual_seed(0)
+q, k, v, dout = torch.randn(4, 1, 1, 64, 16, generator=seeded).to(device)
 out, lse = step03.forward(q, k, v)
-parts = [step00.backward(dout, q, k[:, :, j : j + 16], v[:, :, j : j + 16], out, lse, rung="matrix")[0] for j in range(0, 64, 16)]
-sums = {sum(order[1:], order[0]).cpu().numpy().tobytes() for order in itertools.permutations(parts)}
+parts = []
+for j in range(0, 64, 16):
+    k_j, v_j = k[:, :, j : j + 16], v[:, :, j : j + 16]
+    parts.append(step00.backward(dout, q, k_j, v_j, out, lse, rung="matrix")[0])
+sums = set()
+for order in itertools.permutations(parts):
+    sums.add(sum(order[1:], order[0]).cpu().numpy().tobytes())
 print(f"dQ from 4 tiles of keys, added in 24 orders: {len(sums)} different results")
 runs = [step03.backward(dout, q, k, v, out, lse, tile=(32, 32)) for _ in range(2)]
-print("stage 03 twice, the same bits:", all(torch.equal(a, b) for a, b in zip(*runs, strict=True)))
+same = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+print("stage 03 twice, the same bits:", same)
 
 # %% slideshow={"slide_type": "subslide"}
 show("step03_triton/bwd_0_fused", "visit_queries")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # `tile_gradients`, which makes P and dS, is yours in part 5. S and dP are computed twice: 7 products instead of 5, for
-# the same bits on every run. And grouped heads come for free:
-# the owner of a key tile visits the queries of all heads that share it, instead of summing their results later.
+# the same bits on every run. And grouped heads come for free: the owner of a key tile visits the queries of all heads
+# that share it, instead of summing their results later.
 #
 # ### sdpa: torch's function, and torch's diagonal
 #
@@ -535,37 +598,43 @@ fig, axes = plt.subplots(1, 4, figsize=(9, 2.7), layout="constrained")
 for n, (Nq, Nk) in enumerate(((4, 7), (7, 4))):
     q, k = torch.zeros(1, 1, Nq, 16).to(device), torch.zeros(1, 1, Nk, 16).to(device)
     v = torch.eye(Nk, 16).to(device)[None, None]
-    ours, contract = step03.sdpa(q, k, v, is_causal=True), step03.attention(q, k, v, causal=True)
+    ours = step03.sdpa(q, k, v, is_causal=True)
+    contract = step03.attention(q, k, v, causal=True)
     theirs = scaled_dot_product_attention(q, k, v, is_causal=True)
-    print(f"Nq {Nq}, Nk {Nk}: sdpa as torch: {torch.allclose(ours, theirs)}, as attention: {torch.allclose(ours, contract)}")
-    for ax, P, name in zip(axes[2 * n :], (ours, contract), ("sdpa", "attention"), strict=False):
+    print(f"Nq {Nq}, Nk {Nk}: sdpa as torch: {torch.allclose(ours, theirs)}", end=", ")
+    print(f"as attention: {torch.allclose(ours, contract)}")
+    panels = {"sdpa": ours, "attention": contract}
+    for ax, (name, P) in zip(axes[2 * n :], panels.items(), strict=False):
         for i, j in itertools.product(range(Nq), range(Nk)):
             box(ax, j, i, "", COLOURS[0] if P[0, 0, i, j] > 0 else FAINT)
-        ax.set(xlim=(0, 7), ylim=(7, 0), aspect="equal", xticks=[], yticks=[], title=f"{name}, {Nq} x {Nk}")
-        ax.title.set_fontsize(10)
+        ax.set(xlim=(0, 7), ylim=(7, 0), aspect="equal", xticks=[], yticks=[])
+        ax.set_title(f"{name}, {Nq} x {Nk}", fontsize=10)
         bare(ax)
 fig.supxlabel("rows: queries, columns: keys; blue: seen", fontsize=9)
-picture(fig, """Which keys a query sees. With 4 queries and 7 keys, sdpa's first query sees key 0 alone, attention's
-sees keys 0 to 3. With 7 queries and 4 keys, sdpa's last queries see all keys from query 3 on, while attention's first
-three queries see none.""")
+picture(fig, """Which keys a query sees. With 4 queries and 7 keys, sdpa's first query sees
+key 0 alone, attention's sees keys 0 to 3. With 7 queries and 4 keys, sdpa's last queries
+see all keys from query 3 on, while attention's first three queries see none.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of `raise Blank` and run the cell: `check` puts your function in the place of the stage's, runs
-# some of the contract's cases, and names what fails. `hint("03.1")` asks a question, `hint("03.1", 2)` gives the formula,
-# `hint("03.1", 3)` pseudo-code, `solution("03.1")` the stage's function.
+# Write the body in place of `raise Blank` and run the cell: `check` puts your function in the place of the stage's,
+# runs some of the contract's cases, and names what fails. `hint("03.1")` asks a question, `hint("03.1", 2)` gives the
+# formula, `hint("03.1", 3)` pseudo-code, `solution("03.1")` the stage's function.
 #
-# **Exercise 03.1: what a tile may not see.** The orange tiles of part 4: no key, or, if CAUSAL, one after the query.
+# **Exercise 03.1: the scores that are hidden.** The orange tiles of part 4: no key, or, if CAUSAL, one after the query.
 #
-# **Exercise 03.2: P and dS of one tile, either way up.** Both kernels of the backward call it: `queries_kernel` with
-# queries down and keys across, `keys_kernel` with everything transposed. `lse`, `delta`, `query` and `key` come as a
-# column or a row to match, and `query` and `key` are positions in q and k.
+# **Exercise 03.2: P and dS of one tile or of its transpose.** Both kernels of the backward call it: `queries_kernel`
+# with queries down and keys across, `keys_kernel` with everything transposed. `lse`, `delta`, `query` and `key` come as
+# a column or a row to match, and `query` and `key` are positions in q and k.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
 def mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
-    """-inf where there is no key, or where it lies after the query. S (Br, Bc) starts at query i and key j."""
+    """S (Br, Bc), with -inf where there is no key, or where it lies after the query.
+
+    The tile starts at query i and key j.
+    """
     raise Blank
 
 
@@ -573,8 +642,10 @@ check("03.1", mask)
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
-def tile_gradients(S, dP, lse, delta, query, key, Nq, Nk, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
-    """(P, dS) of one tile, from S and dP, the gradient of P. Also for everything transposed."""
+def tile_gradients(
+    S, dP, lse, delta, query, key, Nq, Nk, MASKED: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """(P, dS) of one tile, from S and dP, the gradient of P; also with all transposed."""
     raise Blank
 
 
@@ -587,13 +658,13 @@ check("03.2", tile_gradients)
 # (`pytest tests/test_step03_triton.py` runs all, whole, in three dtypes):
 
 # %% slideshow={"slide_type": "fragment"}
-one, two, three = lambda T: 5, lambda T: T + 5, lambda T: 2 * T + 3  # noqa: E731
+# T is the longer side of the stage's smallest tile.
 cut = {
-    "ragged": dict(H=1, Nq=two),
-    "fewer_queries_causal": dict(H=1, Nq=two, Nk=three),
-    "more_queries_causal": dict(H=1, Nq=three, Nk=two),
-    "head_dim_odd": dict(H=1, Nq=one),
-    "grouped_heads": dict(H=4, Hk=2, Nq=one),
+    "ragged": dict(H=1, Nq=lambda T: T + 5),
+    "fewer_queries_causal": dict(H=1, Nq=lambda T: T + 5, Nk=lambda T: 2 * T + 3),
+    "more_queries_causal": dict(H=1, Nq=lambda T: 2 * T + 3, Nk=lambda T: T + 5),
+    "head_dim_odd": dict(H=1, Nq=lambda T: 5),
+    "grouped_heads": dict(H=4, Hk=2, Nq=lambda T: 5),
 }
 built, worst = {}, {}
 for case in (replace(case, **cut[case.name]) for case in cases.CASES if case.name in cut):
@@ -603,10 +674,12 @@ for case in (replace(case, **cut[case.name]) for case in cases.CASES if case.nam
     results = step03.forward(q, k, v, **x.options)
     if case.name == "grouped_heads":
         results += step03.backward(dout, q, k, v, *results, **x.options)
-    errors = error.errors({name: r.cpu() for name, r in zip(error.NAMES, results, strict=False)}, want)
+    named = zip(error.NAMES, results, strict=False)
+    errors = error.errors({name: r.cpu() for name, r in named}, want)
     worst[case.name] = max(e / want.tolerance[name] for name, e in errors.items())
     built[case.name] = x, want
-print(f"engine {steps.engine.name}: {len(worst)} cases, {sum(ratio > 1 for ratio in worst.values())} failed,", end=" ")
+failed = sum(ratio > 1 for ratio in worst.values())
+print(f"engine {steps.engine.name}: {len(worst)} cases, {failed} failed,", end=" ")
 print(f"largest error {max(worst.values()):.2f} of the tolerance")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -626,9 +699,10 @@ folder = tempfile.TemporaryDirectory()
 
 
 def planted(before, after):
-    """A copy of the stage's forward with `after` for `before`, as a module; Triton reads its text from a file."""
+    """A copy of the stage's forward, as a module, with `after` in place of `before`."""
     text = Path(fwd_0_fused.__file__).read_text()
     assert before in text, before
+    # Triton reads a kernel's text from its file, so the copy is a file too.
     file = Path(folder.name) / f"planted_{len(os.listdir(folder.name))}.py"
     file.write_text(text.replace(before, after))
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -646,18 +720,21 @@ def diagnosis(out, x, want):
             theirs = mutant.run(x, x.tile, step03.SUPPORTS["order"])["out"]
         except mutants.NotApplicable:
             continue
-        found += [mutant.name] * torch.allclose(out, theirs, atol=2 * want.tolerance["out"], equal_nan=True)
+        if torch.allclose(out, theirs, atol=2 * want.tolerance["out"], equal_nan=True):
+            found.append(mutant.name)
     return "\n".join(found) or "dies"
 
 
 verdicts = {}
-warnings.filterwarnings("ignore", message="All-NaN")  # numpy's, where the interpreter meets the NaN that we look for
+# numpy warns where the interpreter meets the NaN that we look for.
+warnings.filterwarnings("ignore", message="All-NaN")
 for says, change in mistakes.items():
     broken = planted(*change)
     for name, (x, want) in built.items():
         out, lse = broken.forward(*(t.to(device) for t in (x.q, x.k, x.v)), **x.options)
         wrong = error.failures({"out": out.cpu(), "lse": lse.cpu()}, want)
         verdicts[says, name] = diagnosis(out.cpu(), x, want) if wrong else "lives"
+
 
 # %% slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(9.6, 3.2))
@@ -672,10 +749,11 @@ ax.set_xticks([c + 0.5 for c in range(len(built))], built, fontsize=8)
 ax.set_yticks([r + 0.5 for r in range(len(mistakes))], mistakes, fontsize=8)
 ax.set_title("blue: dies; with a mutant's name where out equals that mutant's")
 bare(ax)
-picture(fig, """Five mistakes against five cases. full rounded up dies in all of them, and in ragged equals the mutant
-tail_not_masked. end aligned at the top left dies only with fewer queries than keys, key head h % Hk only with
-grouped heads, where it equals heads_interleaved, and columns not masked only where head_dim is no power of
-two. Offsets in 32 bits live everywhere.""")
+picture(fig, """Five mistakes against five cases. full rounded up dies in all of them, and
+in ragged equals the mutant tail_not_masked. end aligned at the top left dies only with
+fewer queries than keys, key head h % Hk only with grouped heads, where it equals
+heads_interleaved, and columns not masked only where head_dim is no power of two. Offsets in
+32 bits live everywhere.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `full rounded up` leaves the ragged tile without its mask, which is `tail_not_masked`; when causal the diagonal loses
@@ -710,13 +788,14 @@ for size in sizes:
 fig, ax = plt.subplots(figsize=(6.2, 3.2))
 for (name, errors), colour, look in zip(found.items(), COLOURS, ("o-", "s-"), strict=False):
     ax.loglog(sizes, errors, look, color=colour, label=name)
-    print(f"{name:14}: error of out at scores of 2 {errors[0]:.1e}, at 200 {errors[-1]:.1e}")
+    at_2, at_200 = errors[0], errors[-1]
+    print(f"{name:14}: error of out at scores of 2 {at_2:.1e}, at 200 {at_200:.1e}")
 ax.set(xlabel="largest score", title="largest error of out")
 ax.set_xticks(sizes, sizes)
 ax.minorticks_off()
 ax.legend(fontsize=8)
-picture(fig, """Largest error of out against the largest score from 2 to 200, log-log: both lines climb, that of
-tf32 two to three decimal digits above that of float32.""")
+picture(fig, """Largest error of out against the largest score from 2 to 200, log-log: both
+lines climb, that of tf32 two to three decimal digits above that of float32.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Question 2.** A causal mask hides half of the scores. With the default tile for D = 64, which part of the tiles is
@@ -733,8 +812,10 @@ tf32 two to three decimal digits above that of float32.""")
 Br, Bc = fwd_0_fused.TILES[2][64][:2]
 for N in (512, 2048, 4096):
     visited = tiles(N, N, True, Br, Bc)
-    masked = sum(tile[2] for tile in visited)
-    print(f"N = {N:4}: {len(visited) / (N // Br * (N // Bc)):.1%} visited, of these {masked / len(visited):.1%} with the mask")
+    share = len(visited) / (N // Br * (N // Bc))
+    masked = sum(tile[2] for tile in visited) / len(visited)
+    print(f"N = {N:4}: {share:.1%} visited, of these {masked:.1%} with the mask")
+
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Question 3.** On a GPU, in bfloat16 with D = 128: which of torch's own kernels does the forward come near? And the
@@ -753,14 +834,19 @@ for N in (512, 2048, 4096):
 def measured_speed(kernel, pass_):
     """TFLOP/s of a kernel and its peers, from the committed measurements."""
     at = {"pass": pass_, "dtype": "bf16", "D": 128, "causal": False, "n_gpus": 1}
-    found = [r for r in rows.latest(source.fresh(rows.read())) if all(r[name] == value for name, value in at.items())]
+    at |= {"options": {}, "timing": "interleaved"}
+    fresh = rows.latest(fingerprint.fresh(rows.read()))
+    found = [r for r in fresh if all(r[name] == value for name, value in at.items())]
     gpus = [r["gpu"] for r in found if r["kernel"] == kernel]
-    found = [r for r in found if gpus and r["gpu"] == gpus[0] and (r["kernel"] == kernel or r["peer"])]
-    if not found:
+    if not gpus:
         return print("no rows yet")
+    found = [r for r in found if r["gpu"] == gpus[0] and r["kernel"] in (kernel, None)]
     longest = max(r["N"] for r in found)
-    print(f"N = {longest}, TFLOP/s:", {r["kernel"] or r["peer"]: round(r["tflops"]) for r in found if r["N"] == longest})
-    return picture(plots.speed_lines(found), f"TFLOP/s against N of {kernel} and its peers on {gpus[0]}.")
+    at_longest = [r for r in found if r["N"] == longest]
+    tflops = {r["kernel"] or r["peer"]: round(r["tflops"]) for r in at_longest}
+    print(f"N = {longest}, TFLOP/s:", tflops)
+    alt = f"TFLOP/s against N of {kernel} and its peers on {gpus[0]}."
+    return picture(plots.speed_lines(found), alt)
 
 
 measured_speed("fwd_0_fused", "fwd")

@@ -25,7 +25,7 @@
 # - **Code:** `steps/step04_ring/`. **Tests:** `pytest tests/test_step04_ring.py`. **Symbols:** `reference/symbols.md`.
 
 # %% slideshow={"slide_type": "skip"}
-import steps  # first: it chooses the engine
+import steps  # comes first, because it chooses the engine
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -38,17 +38,30 @@ import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 from reference import attention, cases, error
-from reference.bench import cost, rows, source
-from reference.bench.plots import COLOURS, GREYS, INK, style
+from steps.bench import cost, fingerprint, rows
+from steps.bench.plots import COLOURS, GREYS, INK, style
 from steps import step00_naive as step00, step04_ring as step04
 from steps.step04_ring import Layout, demo, launch, ring
 from steps.step04_ring.merge import merge as merge_parts
-from steps.workbook import Blank, check, hint, picture, show, solution  # noqa: F401  for part 5
+from steps.workbook import Blank, check, picture, show
+from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 
-torch.set_num_threads(1)  # the ranks below are threads or processes of their own
+torch.set_num_threads(1)  # the ranks below are threads or processes themselves
 torch.set_printoptions(precision=2, sci_mode=False)
 style()
 print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
+
+# %% slideshow={"slide_type": "skip"}
+RANK = (*COLOURS[:3], GREYS[1])  # a colour for each of four ranks
+WHITE = {"ha": "center", "va": "center", "color": "white"}  # text in the middle of a box
+
+
+def bare(ax):
+    """Takes the grid, the ticks and the frame away."""
+    ax.grid(False)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem: the memory of one device
@@ -62,40 +75,47 @@ h200 = cost.GPUS["NVIDIA H200"]
 
 
 def kept(N):
-    """Bytes of q, k, v, out and lse of all layers: what the forward reads and writes, each once."""
+    """Bytes of q, k, v, out and lse of all layers; the forward moves each of them once."""
     return layers * cost.compulsory_bytes(N=N, **shape)
 
 
 def at_peak(N):
-    """Seconds of attention alone, forward and backward of all layers, causal, at an H200's datasheet peak."""
+    """Seconds of all layers' causal attention, both passes, at an H200's datasheet peak."""
     operations = cost.flops(1, shape["H"], N, shape["D"], causal=True, pass_="fwd+bwd")
     return layers * operations / (1e12 * h200.half_tflops)
 
 
 for N in (2**13, 2**17, 2**20):
     one_head = 2 * N * N / 1e9
-    print(f"N = {N:9,}: kept {kept(N) / 1e9:5.1f} GB, S of one head {one_head:7,.1f} GB, at peak {at_peak(N):6.1f} s")
+    print(f"N = {N:9,}: kept {kept(N) / 1e9:5.1f} GB,", end=" ")
+    print(f"S of one head {one_head:7,.1f} GB, at peak {at_peak(N):6.1f} s")
+
 
 # %% slideshow={"slide_type": "fragment"}
 lengths = [2**i for i in range(12, 23)]
 fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.2))
-for ranks, colour, look in ((1, COLOURS[1], "o-"), (8, COLOURS[0], "s-"), (64, COLOURS[2], "D-")):
-    name = f"on {ranks} device{'s' * (ranks > 1)}"
-    axes[0].loglog(lengths, [kept(N) / ranks / 1e9 for N in lengths], look, color=colour, label=name)
-    axes[1].loglog(lengths, [at_peak(N) / ranks for N in lengths], look, color=colour, label=name)
-for gigabytes, name in ((16, "T4"), (141, "H200")):
-    axes[0].axhline(gigabytes, color=INK, lw=0.8, ls="--")
-    axes[0].text(4500, gigabytes * 1.08, f"{name}, {gigabytes} GB", fontsize=8)
+looks = {1: ("o-", COLOURS[1]), 8: ("s-", COLOURS[0]), 64: ("D-", COLOURS[2])}
+for ranks, (look, colour) in looks.items():
+    name = "on 1 device" if ranks == 1 else f"on {ranks} devices"
+    gigabytes = [kept(N) / ranks / 1e9 for N in lengths]
+    seconds = [at_peak(N) / ranks for N in lengths]
+    axes[0].loglog(lengths, gigabytes, look, color=colour, label=name)
+    axes[1].loglog(lengths, seconds, look, color=colour, label=name)
+for memory, name in ((16, "T4"), (141, "H200")):
+    axes[0].axhline(memory, color=INK, lw=0.8, ls="--")
+    axes[0].text(4500, memory * 1.08, f"{name}, {memory} GB", fontsize=8)
 axes[0].set_title("q, k, v, out, lse of all layers, GB a device")
 axes[1].set_title("attention of a training step at peak, s")
+names = [f"{N // 1024}k" if N < 2**20 else f"{N // 2**20}M" for N in lengths[::2]]
 for ax in axes:
     ax.set(xlabel="N")
-    ax.set_xticks(lengths[::2], [f"{N // 1024}k" if N < 2**20 else f"{N // 2**20}M" for N in lengths[::2]])
+    ax.set_xticks(lengths[::2], names)
     ax.minorticks_off()
 axes[1].legend(fontsize=8)
-picture(fig, """Left: what attention keeps, in gigabytes a device, rises with slope 1 against N; on one
-device it passes the memory of an H200 between 128k and 256k tokens, on 8 and 64 devices 8 and 64
-times later. Right: the seconds of a step at peak rise with slope 2 and fall with the number of devices.""")
+picture(fig, """Left: what attention keeps, in gigabytes a device, rises with slope 1
+against N; on one device it passes the memory of an H200 between 128k and 256k tokens, on 8
+and 64 devices 8 and 64 times later. Right: the seconds of a step at peak rise with slope 2
+and fall with the number of devices.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # At a million tokens the layers keep 691.5 GB, several times the H200's memory; and attention alone takes 1019.6 s a
@@ -127,7 +147,8 @@ out_B, lse_B = step00.forward(Q[5:], K[3:], V[3:])
 lse = (lse_A.exp() + lse_B.exp()).log()
 w = (lse_B - lse).exp()
 out = (1 - w) * out_A + w * out_B
-print(f"A   lse {lse_A.item():.2f}  out {out_A[0]}\nB   lse {lse_B.item():.2f}  out {out_B[0]}")
+print(f"A   lse {lse_A.item():.2f}  out {out_A[0]}")
+print(f"B   lse {lse_B.item():.2f}  out {out_B[0]}")
 print(f"w = {w.item():.2f}: lse {lse.item():.2f}  out {out[0]}")
 print("claim 1:", torch.allclose(out, want), torch.allclose(lse, want_lse))
 print("the plain mean of both:", (out_A[0] + out_B[0]) / 2)
@@ -158,16 +179,18 @@ pairs = [(0.0, 1.0), (100.0, 100.0), (-inf, 1.0), (1.0, -inf), (-inf, -inf)]
 print("(lse, lse_block)  ", "".join(f"{f'({a:g}, {b:g})':>16}" for a, b in pairs))
 for form in (typed_in, sigmoid, stable_log):
     answers = [form(torch.tensor(a), torch.tensor(b)) for a, b in pairs]
-    print(f"{form.__name__:11} w, lse", "".join(f"{f'{w:.2f}, {l:.2f}':>16}" for w, l in answers))
+    texts = [f"{w:.2f}, {l:.2f}" for w, l in answers]
+    print(f"{form.__name__:11} w, lse", "".join(f"{text:>16}" for text in texts))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `typed_in` overflows. `sigmoid` breaks at the very first merge, (-inf, 1). `stable_log` fails only where both are
-# -inf, as -inf - (-inf) is nan. The stage's `merge`, yours to write in part 5, guards that one place:
+# -inf, as -inf - (-inf) is nan. The stage's `merge`, yours to write in part 5, guards that one case:
 
 # %% slideshow={"slide_type": "fragment"}
 for a, b in pairs:
     o, l = torch.zeros(1, 1), torch.tensor([a])
-    merge_parts(o, l, torch.ones(1, 1), torch.tensor([b]))  # out 0 and out_block 1: the result is w
+    # With out = 0 and out_block = 1 the result is w.
+    merge_parts(o, l, torch.ones(1, 1), torch.tensor([b]))
     print(f"merge ({a:g}, {b:g}): w {o.item():.2f}, lse {l.item():.2f}")
 parts = [step00.forward(Q, K[i : i + 2], V[i : i + 2]) for i in (0, 2, 4)]
 results = []
@@ -176,7 +199,8 @@ for order in itertools.permutations(parts):
     for part in order:
         merge_parts(o, l, *part)
     results.append(o)
-print(f"6 orders of 3 parts, largest difference: {max((o - results[0]).abs().max() for o in results):.1e}")
+largest = max((o - results[0]).abs().max() for o in results)
+print(f"6 orders of 3 parts, largest difference: {largest:.1e}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Claim 2.** Parts may be merged in any order, up to rounding. So no rank needs the keys in sequence order, and each
@@ -190,26 +214,39 @@ print(f"6 orders of 3 parts, largest difference: {max((o - results[0]).abs().max
 
 # %% slideshow={"slide_type": "fragment"}
 def ring_in_lists(q, k, v, layout, holds=None):
-    """(out, lse), lists by rank, of shards q, k, v (n, D), lists by rank; holds, a list, gets who holds whose keys."""
+    """(out, lse) of shards q, k, v (n, D); each of the five is a list by rank.
+
+    If holds is a list, it receives for each step whose keys each rank holds.
+    """
     out = [torch.zeros_like(x) for x in q]
     lse = [x.new_full((len(x),), -inf) for x in q]
-    at_hand = [(src, k[src], v[src]) for src in range(layout.N)]  # every rank starts with its own
+    # Every rank starts with its own keys.
+    at_hand = [(src, k[src], v[src]) for src in range(layout.N)]
     for _ in range(layout.N):
         if holds is not None:
             holds.append([src for src, _, _ in at_hand])
-        for me, (src, K, V) in enumerate(at_hand):  # on real devices: all at once
+        for me, (src, K, V) in enumerate(at_hand):  # real devices do this at the same time
             if work := layout.work(me, src):
                 rows, keys, causal = work
-                part = step00.forward(q[me][rows], K[keys], V[keys], causal=causal, rung="matrix")
+                options = {"causal": causal, "rung": "matrix"}
+                part = step00.forward(q[me][rows], K[keys], V[keys], **options)
                 merge_parts(out[me][rows], lse[me][rows], *part)
-        at_hand = at_hand[-1:] + at_hand[:-1]  # the hop: rank r gets what rank r - 1 had
+        at_hand = at_hand[-1:] + at_hand[:-1]  # in the hop rank r gets what r - 1 had
     return out, lse
 
 
 # %% slideshow={"slide_type": "fragment"}
 device = steps.engine.device
-S, D = 53, 16  # not a multiple of anything
-q, k, v, dout = (torch.randn(S, D, generator=torch.Generator().manual_seed(i)).to(device) for i in range(4))
+S, D = 53, 16  # 53 is prime, so the shards differ in length
+
+
+def random_inputs(*shape):
+    """q, k, v and dout of one shape, the same numbers in every call."""
+    seeded = [torch.Generator().manual_seed(i) for i in range(4)]
+    return [torch.randn(shape, generator=generator).to(device) for generator in seeded]
+
+
+q, k, v, dout = random_inputs(S, D)
 for kind in step04.SUPPORTS["layouts"]:
     worst = 0
     for N, causal in itertools.product((1, 2, 4, 7), (False, True)):
@@ -217,38 +254,42 @@ for kind in step04.SUPPORTS["layouts"]:
         shards = [[layout.shard(x, rank) for rank in range(N)] for x in (q, k, v)]
         out, lse = (layout.unshard(x, dim=0) for x in ring_in_lists(*shards, layout))
         want, want_lse = step00.forward(q, k, v, causal=causal)
-        worst = max(worst, (out - want).abs().max().item(), (lse - want_lse).abs().max().item())
-    print(f"{kind:10} 1, 2, 4 and 7 ranks, causal or not: largest difference to one device {worst:.0e}")
+        for difference in (out - want, lse - want_lse):
+            worst = max(worst, difference.abs().max().item())
+    print(f"{kind:10} 1, 2, 4 and 7 ranks, causal or not:", end=" ")
+    print(f"largest difference to one device {worst:.0e}")
+
 
 # %% slideshow={"slide_type": "subslide"}
 N, forward_holds = 4, []
-RANK = (*COLOURS[:3], GREYS[1])  # a colour for each of four ranks
 layout = Layout("zigzag", 16, N)
-ring_in_lists(*[[layout.shard(x[:16], rank) for rank in range(N)] for x in (q, k, v)], layout, forward_holds)
-backward_holds = [[(rank + 1 + step) % N for rank in range(N)] for step in range(N)]  # as in part 4
+shards = [[layout.shard(x[:16], rank) for rank in range(N)] for x in (q, k, v)]
+ring_in_lists(*shards, layout, forward_holds)
+# The backward's order is explained in part 4.
+backward_holds = [[(rank + 1 + step) % N for rank in range(N)] for step in range(N)]
+holds = {"forward: keys go to rank + 1": forward_holds,
+         "backward: they return to rank - 1": backward_holds}  # fmt: skip
 fig, axes = plt.subplots(1, 2, figsize=(8, 2.6))
-names = "forward: keys go to rank + 1", "backward: they return to rank - 1"
-for ax, holds, name in zip(axes, (forward_holds, backward_holds), names, strict=True):
+for ax, (name, sources) in zip(axes, holds.items(), strict=True):
     for step, rank in itertools.product(range(N), range(N)):
-        src = holds[step][rank]
-        ax.add_patch(plt.Rectangle((step + 0.05, rank + 0.05), 0.9, 0.9, facecolor=RANK[src]))
-        ax.text(step + 0.5, rank + 0.5, f"K{src} V{src}", ha="center", va="center", color="white", weight="bold")
+        src, corner = sources[step][rank], (step + 0.05, rank + 0.05)
+        ax.add_patch(plt.Rectangle(corner, 0.9, 0.9, facecolor=RANK[src]))
+        ax.text(step + 0.5, rank + 0.5, f"K{src} V{src}", weight="bold", **WHITE)
     ax.set(xlim=(0, N), ylim=(N, 0), xlabel="step", title=name)
     ax.set_xticks([i + 0.5 for i in range(N)], range(N))
     ax.set_yticks([i + 0.5 for i in range(N)], [f"rank {i}" for i in range(N)])
-    ax.grid(False)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-picture(fig, """Two tables of 4 ranks by 4 steps that say whose K and V a rank holds. Forward: rank 0 holds
-those of rank 0, 3, 2, 1; each colour moves down one rank a step. Backward: rank 0 begins with those of
-rank 1, where the forward ended, then has 2, 3, and last its own 0; each colour moves up.""")
+    bare(ax)
+picture(fig, """Two tables of 4 ranks by 4 steps that say whose K and V a rank holds.
+Forward: rank 0 holds those of rank 0, 3, 2, 1; each colour moves down one rank a step.
+Backward: rank 0 begins with those of rank 1, where the forward ended, then has 2, 3, and
+last its own 0; each colour moves up.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
 #
 # First the budget: what a rank holds, of one layer. Of all K and V it needs the pair at hand and the one that is
 # arriving, 2 / N. In the backward, dK and dV exist three times: computed, on the way out, and arriving.
-#
+
 # %% slideshow={"slide_type": "fragment"}
 S, N, H, Hk, D = 2**20, 8, 32, 8, 128
 row = S // N * D  # elements of one head's shard
@@ -282,8 +323,8 @@ show("step04_ring/ring", "forward")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The backward
 #
-# Notebook 00: $P_{ij} = e^{S_{ij} - \mathit{lse}_i}$ and $dS_{ij} = P_{ij}\,(dP_{ij} - \mathit{delta}_i)$. Besides row i of
-# q and dO and row j of k and v, an entry needs two numbers, and these belong to the *whole row* of scores: lse and
+# Notebook 00: $P_{ij} = e^{S_{ij} - \mathit{lse}_i}$ and $dS_{ij} = P_{ij}\,(dP_{ij} - \mathit{delta}_i)$. Besides row
+# i of q and dO and row j of k and v, an entry needs two numbers, and these belong to the *whole row* of scores: lse and
 # $\mathit{delta}_i = dO_i \cdot O_i$.
 #
 # **Claim 3.** With the final lse and out every block's gradients are right, and are simply added: no merge. With a
@@ -294,11 +335,13 @@ dO = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0], [0, -1], [1, -1]])
 out, lse = step00.forward(Q, K, V)
 dq, dk, dv = step00.backward(dO, Q, K, V, out, lse)
 halves = [(K[:3], V[:3]), (K[3:], V[3:])]
-for name, saved in (("own lse", lambda k, v: step00.forward(Q, k, v)), ("final lse", lambda k, v: (out, lse))):
-    blocks = [step00.backward(dO, Q, k, v, *saved(k, v)) for k, v in halves]
-    same_dq = torch.allclose(blocks[0][0] + blocks[1][0], dq)
+own = [step00.forward(Q, *half) for half in halves]
+for name, saved in (("own lse", own), ("final lse", [(out, lse), (out, lse)])):
+    blocks = [step00.backward(dO, Q, *kv, *s) for kv, s in zip(halves, saved, strict=True)]
+    dq_sum = blocks[0][0] + blocks[1][0]
+    same_dq = torch.allclose(dq_sum, dq)
     same_dk = torch.allclose(torch.cat([blocks[0][1], blocks[1][1]]), dk)
-    print(f"{name:9}  dq right: {same_dq}, dk right: {same_dk};  dq of query 5", blocks[0][0][5] + blocks[1][0][5])
+    print(f"{name:9}  dq right: {same_dq}, dk right: {same_dk};  dq of query 5", dq_sum[5])
 print("all keys at once                   dq of query 5", dq[5])
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
@@ -315,19 +358,25 @@ show("step04_ring/ring", "backward")
 
 # %% slideshow={"slide_type": "fragment"}
 class Wire:
-    """Stands in for comm.Comm where ranks are threads: a hop is a queue, and `log` lists (rank, what was sent)."""
+    """Stands in for comm.Comm where ranks are threads: a hop is a queue.
+
+    `log` lists (rank, what was sent).
+    """
 
     def __init__(self, rank, size, queues, log):
-        self.rank, self.size, self.queues, self.log = rank, size, queues, log
+        self.rank, self.size = rank, size
+        self.queues, self.log = queues, log
 
     def post(self, x, shape, towards):
         self.log.append((self.rank, x))
         self.queues[(self.rank + towards) % self.size, towards].put(x.clone())
-        return SimpleNamespace(wait=partial(self.queues[self.rank, towards].get, timeout=30))
+        arriving = self.queues[self.rank, towards]
+        return SimpleNamespace(wait=partial(arriving.get, timeout=30))
 
 
+# %% slideshow={"slide_type": "fragment"}
 class Plain:
-    """Stage 00 as the block, in float32; results in the type of q, as a real block kernel hands them over."""
+    """Stage 00 as the block, in float32; the results have the type of q, as a kernel's."""
 
     @staticmethod
     def forward(q, *kv, **options):
@@ -336,31 +385,37 @@ class Plain:
 
     @staticmethod
     def backward(dout, q, *rest, **options):
-        grads = step00.backward(*(x.float() for x in (dout, q, *rest)), rung="matrix", **options)
+        inputs = (x.float() for x in (dout, q, *rest))
+        grads = step00.backward(*inputs, rung="matrix", **options)
         return [x.to(q.dtype) for x in grads]
 
 
 # %% slideshow={"slide_type": "fragment"}
 def dry_run(q, k, v, dout, layout, block=Plain, scale=None):
-    """({name: the whole out, lse, dq, dk, dv}, log) of ring.forward and ring.backward, on layout.N threads."""
-    queues, log = {(rank, way): Queue() for rank in range(layout.N) for way in (1, -1)}, []
+    """({name: result of the whole sequence}, log) by ring.py's loops; ranks are threads."""
+    queues = {(rank, way): Queue() for rank in range(layout.N) for way in (1, -1)}
+    log = []
 
     def life(rank):
         q_r, k_r, v_r, dout_r = (layout.shard(x, rank) for x in (q, k, v, dout))
-        options = dict(layout=layout, comm=Wire(rank, layout.N, queues, log), block=block, scale=scale)
+        comm = Wire(rank, layout.N, queues, log)
+        options = dict(layout=layout, comm=comm, block=block, scale=scale)
         out, lse, kv = ring.forward(q_r, k_r, v_r, **options)
         return out, lse, *ring.backward(dout_r, q_r, kv, out, lse, **options)
 
     with ThreadPoolExecutor(layout.N) as pool:
         shards = zip(*pool.map(life, range(layout.N)), strict=True)
-        return {name: layout.unshard(x, dim=2) for name, x in zip(error.NAMES, shards, strict=True)}, log
+        results = zip(error.NAMES, shards, strict=True)
+        return {name: layout.unshard(x, dim=2) for name, x in results}, log
 
 
-four, S = [x[None, None] for x in (q, k, v, dout)], len(q)  # (B, H, S, D)
+four = [x[None, None] for x in (q, k, v, dout)]  # (B, H, S, D)
 want = error.expected(*four, causal=True)
 for N in (4, 16):
-    got, log = dry_run(*four, Layout("zigzag", S, N, causal=True))
-    print(f"{N:2} ranks:", {name: f"{e:.0e}" for name, e in error.errors(got, want).items()}, f"{len(log)} messages")
+    got, log = dry_run(*four, Layout("zigzag", len(q), N, causal=True))
+    errors = {name: f"{e:.0e}" for name, e in error.errors(got, want).items()}
+    print(f"{N:2} ranks:", errors, f"{len(log)} messages")
+
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who waits for whom
@@ -369,14 +424,14 @@ for N in (4, 16):
 
 # %% slideshow={"slide_type": "fragment"}
 def owners(layout):
-    """(S, S) tensors: the rank that computes each score, and in which step; -1 for masked ones."""
+    """(S, S) tensors: the rank that computes each score, and the step; -1 where masked."""
     who, when = (torch.full((layout.S, layout.S), -1) for _ in range(2))
     for me, step in itertools.product(range(layout.N), range(layout.N)):
         src = (me - step) % layout.N
         if work := layout.work(me, src):
             rows, keys = layout.positions(me)[work[0]], layout.positions(src)[work[1]]
             for i, j in itertools.product(range(len(rows)), range(len(keys))):
-                if not work[2] or j <= i:  # causal: below the block's own diagonal
+                if not work[2] or j <= i:  # causal scores end at the block's diagonal
                     assert who[rows[i], keys[j]] == -1  # nothing is computed twice
                     who[rows[i], keys[j]], when[rows[i], keys[j]] = me, step
     return who, when
@@ -386,17 +441,20 @@ kinds = ("contiguous", "zigzag", "striped")
 for kind in kinds:
     layout = Layout(kind, 8, 4, causal=True)
     who, _ = owners(layout)
-    held = "".join(str(next(r for r in range(4) if i in layout.positions(r))) for i in range(8))
+    held = [next(r for r in range(4) if i in layout.positions(r)) for i in range(8)]
     triangle = torch.equal(who >= 0, torch.ones(8, 8).tril().bool())
-    print(f"{kind:10} positions 0..7 on ranks {held}; every visible score once: {triangle}")
+    print(f"{kind:10} positions 0..7 on ranks", "".join(map(str, held)), end="; ")
+    print("every visible score once:", triangle)
+
 
 # %% slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 3, figsize=(9, 2.9))
 for ax, kind in zip(axes, kinds, strict=True):
     who, when = owners(Layout(kind, 8, 4, causal=True))
     for i, j in (who >= 0).nonzero().tolist():
-        ax.add_patch(plt.Rectangle((j, i), 1, 1, facecolor=RANK[who[i, j]], edgecolor="white", lw=0.5))
-        ax.text(j + 0.5, i + 0.54, when[i, j].item(), ha="center", va="center", fontsize=9, color="white")
+        look = {"facecolor": RANK[who[i, j]], "edgecolor": "white", "lw": 0.5}
+        ax.add_patch(plt.Rectangle((j, i), 1, 1, **look))
+        ax.text(j + 0.5, i + 0.54, when[i, j].item(), fontsize=9, **WHITE)
     ax.set(xlim=(0, 8), ylim=(8, 0), aspect="equal", xlabel="keys", title=kind)
     ax.set_xticks([i + 0.5 for i in range(8)], range(8))
     ax.set_yticks([i + 0.5 for i in range(8)], range(8))
@@ -405,11 +463,12 @@ axes[0].set_ylabel("queries")
 handles = [plt.Rectangle((0, 0), 1, 1, facecolor=RANK[r]) for r in range(4)]
 below = {"loc": "lower center", "bbox_to_anchor": (0.5, -0.13), "ncols": 4, "fontsize": 9}
 fig.legend(handles, [f"rank {r}" for r in range(4)], **below)
-fig.suptitle("who computes which score; the number is the step", x=0.12, y=1.06, ha="left", fontsize=11)
-picture(fig, """The causal triangle of 8 by 8 scores for three layouts, coloured by the rank that computes
-a score and numbered with the step. Contiguous: four bands of rows, the last much larger than the first,
-and step 3 is a block of rank 3 alone. Zigzag: rank 0 has the first and the last band. Striped: rows
-alternate between the ranks.""")
+title = "who computes which score; the number is the step"
+fig.suptitle(title, x=0.12, y=1.06, ha="left", fontsize=11)
+picture(fig, """The causal triangle of 8 by 8 scores for three layouts, coloured by the rank
+that computes a score and numbered with the step. Contiguous: four bands of rows, the last
+much larger than the first, and step 3 is a block of rank 3 alone. Zigzag: rank 0 has the
+first and the last band. Striped: rows alternate between the ranks.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # A rank's *total* is only half of the matter. In every step each rank waits for a neighbour's keys, so the slowest rank
@@ -425,19 +484,21 @@ def area(part, c):
 
 
 def work_table(kind, N, c=1024):
-    """Work of each rank (row) in each step (column), from the table that the ring runs by."""
+    """Each rank's work (row) in each step (column), from the table that the ring uses."""
     layout = Layout(kind, N * c, N, causal=True)
-    return torch.tensor([[area(layout.work(me, (me - step) % N), c) for step in range(N)] for me in range(N)])
+    parts = [[layout.work(me, (me - step) % N) for step in range(N)] for me in range(N)]
+    return torch.tensor([[area(part, c) for part in row] for row in parts])
 
 
 def efficiency(table):
-    """The mean rank's work over the time that the ring takes if each step lasts as long as its slowest rank."""
+    """The mean rank's work over the ring's time; a step takes its slowest rank's time."""
     return (table.sum(1).mean() / table.max(0).values.sum()).item()
 
 
 for N in (2, 4, 8, 64):
     values = "  ".join(f"{kind} {efficiency(work_table(kind, N)):.4f}" for kind in kinds)
     print(f"{N:2} ranks: {values}   N / (2N - 1) = {N / (2 * N - 1):.4f}")
+
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Contiguous: rank N - 1 does N - 1/2 units, the mean is N / 2. Their ratio, N / (2N - 1), is 0.5714 for four ranks and
@@ -450,33 +511,40 @@ for N in (2, 4, 8, 64):
 # %% slideshow={"slide_type": "fragment"}
 def timeline(kind, N, hop):
     """[(rank, step, begin, end)] of all blocks, in units of c^2 work; a hop lasts `hop`."""
-    table, ready, bars = work_table(kind, N), [0.0] * N, []
+    table = work_table(kind, N)
+    ready, bars = [0.0] * N, []
     for step in range(N):
         end = [ready[r] + table[r, step].item() for r in range(N)]
         bars += [(r, step, ready[r], end[r]) for r in range(N)]
         if step < N - 1:
-            arrived = [max(ready[r], ready[r - 1]) + hop for r in range(N)]  # from rank r - 1
+            # The time at which the hop from rank r - 1 to rank r is through.
+            arrived = [max(ready[r], ready[r - 1]) + hop for r in range(N)]
             ready = [max(end[r], arrived[r], arrived[(r + 1) % N]) for r in range(N)]
     return bars
 
 
 # %% slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(3, 1, figsize=(8, 5.2), sharex=True, gridspec_kw={"hspace": 0.4})
-for ax, (kind, hop) in zip(axes, (("contiguous", 0.3), ("zigzag", 0.3), ("zigzag", 0.8)), strict=True):
+runs = ("contiguous", 0.3), ("zigzag", 0.3), ("zigzag", 0.8)
+for ax, (kind, hop) in zip(axes, runs, strict=True):
     bars = timeline(kind, 4, hop)
     for r, step, begin, end in bars:
-        ax.barh(r, end - begin, left=begin, height=0.8, color=RANK[(r - step) % 4], edgecolor="white")
+        src = (r - step) % 4
+        ax.barh(r, end - begin, left=begin, height=0.8, color=RANK[src], edgecolor="white")
         if end > begin:
-            ax.text((begin + end) / 2, r, f"K{(r - step) % 4}", ha="center", va="center", color="white", fontsize=8)
+            ax.text((begin + end) / 2, r, f"K{src}", fontsize=8, **WHITE)
     last = max(end for *_, end in bars)
-    ax.set(yticks=range(4), yticklabels=[f"rank {r}" for r in range(4)], ylim=(3.6, -0.6), xlim=(0, 3.6))
-    ax.set_title(f"{kind}, a hop lasts {hop}: done at {last:.1f}, efficiency {2 / last:.2f}")
+    ax.set_yticks(range(4), [f"rank {r}" for r in range(4)])
+    ax.set(ylim=(3.6, -0.6), xlim=(0, 3.6))
+    share = 2 / last
+    ax.set_title(f"{kind}, a hop lasts {hop}: done at {last:.1f}, efficiency {share:.2f}")
     busy = sum(end - begin for r, _, begin, end in bars if r == 0)
     print(f"{kind}, hop {hop}: rank 0 works {busy:.1f} of {last:.1f}")
 axes[-1].set_xlabel("time, in blocks of c²")
-picture(fig, """Three timelines of four ranks. Contiguous: rank 0 works half a unit and then idles to the
-end at 3.5, rank 3 works throughout. Zigzag with a hop of 0.3: all ranks work without a gap and end at
-2.0. Zigzag with a hop of 0.8, longer than a step's half unit: all ranks wait after every step.""")
+picture(fig, """Three timelines of four ranks. Contiguous: rank 0 works half a unit and then
+idles to the end at 3.5, rank 3 works throughout. Zigzag with a hop of 0.3: all ranks work
+without a gap and end at 2.0. Zigzag with a hop of 0.8, longer than a step's half unit: all
+ranks wait after every step.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What travels, and when it is free
@@ -488,7 +556,8 @@ end at 3.5, rank 3 works throughout. Zigzag with a hop of 0.3: all ranks work wi
 N, c = 4, 16
 half = [torch.randn(1, 2, N * c, 32, device=device).bfloat16() for _ in range(4)]
 _, log = dry_run(*half, Layout("zigzag", N * c, N, causal=True))
-sent = [(tuple(x.shape), str(x.dtype).removeprefix("torch."), x.nbytes) for rank, x in log if rank == 0]
+from_0 = [x for rank, x in log if rank == 0]
+sent = [(tuple(x.shape), str(x.dtype).removeprefix("torch."), x.nbytes) for x in from_0]
 for message in dict.fromkeys(sent):
     print(f"{sent.count(message)} x shape {message[0]} {message[1]}: {message[2]:,} bytes")
 kv, dkv = (2 * 2 * c * 32 * size for size in (2, 4))  # K and V, H c D each
@@ -497,38 +566,49 @@ print(f"formula: K, V {kv:,}; dK, dV in float32 {dkv:,}")
 
 # %% slideshow={"slide_type": "fragment"}
 def break_even(F, W, share=1.0, pass_="fwd"):
-    """Tokens a rank, c, from which zigzag's hops are hidden: F FLOP/s, W bytes/s each way, share Hk / H; bfloat16."""
-    operations = cost.flops(1, 1, 1, 1, causal=True, pass_=pass_)  # of a step, in units of H c^2 D
-    sent = {"fwd": 2 * 2, "bwd": 2 * 2 + 2 * 4}[pass_]  # K, V; and dK, dV: bytes in units of Hk c D
+    """Tokens a rank, c, from which zigzag's hops are hidden, in bfloat16.
+
+    F is in FLOP/s, W in bytes/s each way, and share is Hk / H.
+    """
+    # The operations of a step, in units of H c^2 D.
+    operations = cost.flops(1, 1, 1, 1, causal=True, pass_=pass_)
+    # The bytes of K and V, and in the backward of dK and dV, in units of Hk c D.
+    sent = {"fwd": 2 * 2, "bwd": 2 * 2 + 2 * 4}[pass_]
     return sent / operations * share * F / W
 
 
 peak = 1e12 * h200.half_tflops
 links = {"NVLink, 450 GB/s": 450e9, "network, 400 Gb/s": 50e9, "Ethernet, 10 Gb/s": 1.25e9}
 for name, W in links.items():
-    each = [break_even(peak, W), break_even(peak, W, pass_="bwd"), break_even(peak, W, share=1 / 4)]
-    print(f"{name:18} fwd {each[0]:11,.0f}   bwd {each[1]:11,.0f}   fwd with Hk = H / 4 {each[2]:9,.0f} tokens a rank")
+    fwd, bwd = break_even(peak, W), break_even(peak, W, pass_="bwd")
+    grouped = break_even(peak, W, share=1 / 4)
+    print(f"{name:18} fwd {fwd:11,.0f}   bwd {bwd:11,.0f}", end="   ")
+    print(f"fwd with Hk = H / 4 {grouped:9,.0f} tokens a rank")
+
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Work grows like c², bytes like c, so there is a c from which the hop is hidden: $c \ge 2\,(F/W)\,(H_k/H)$ forward,
-# with 12/5 in place of 2 backward. B, D and N cancel. At the datasheets' rates that is 4,397 tokens a rank over NVLink and
-# 39,576 over a 400 Gb/s network; a kernel below peak needs fewer. Fewer K/V heads help in proportion.
+# with 12/5 in place of 2 backward. B, D and N cancel. At the datasheets' rates that is 4,397 tokens a rank over NVLink
+# and 39,576 over a 400 Gb/s network; a kernel below peak needs fewer. Fewer K/V heads help in proportion.
 
 # %% slideshow={"slide_type": "fragment"}
 tokens = [2**i for i in range(8, 23)]
 fig, ax = plt.subplots(figsize=(7.2, 3.6))
 step_ms = [1e3 * cost.flops(1, 32, c, 128, causal=True) / peak for c in tokens]
 ax.loglog(tokens, step_ms, "o-", color=COLOURS[1], label="a step's block, at peak")
-for (name, W), colour, look in zip(links.items(), (COLOURS[0], COLOURS[2], COLOURS[3]), ("-", "--", ":"), strict=True):
-    ax.loglog(tokens, [1e3 * 2 * 2 * 32 * 128 * c / W for c in tokens], look, color=colour, label=f"hop: {name}")
+looks = (COLOURS[0], "-"), (COLOURS[2], "--"), (COLOURS[3], ":")
+for (name, W), (colour, look) in zip(links.items(), looks, strict=True):
+    hop_ms = [1e3 * 2 * 2 * 32 * 128 * c / W for c in tokens]
+    ax.loglog(tokens, hop_ms, look, color=colour, label=f"hop: {name}")
     c = break_even(peak, W)
     ax.plot(c, 1e3 * 2 * 2 * 32 * 128 * c / W, "X", color=INK, ms=8)
-ax.set(xlabel="c, tokens a rank", title="ms; H = Hk = 32, D = 128, zigzag, forward. X: break-even")
+ax.set_title("ms; H = Hk = 32, D = 128, zigzag, forward. X: break-even")
+ax.set(xlabel="c, tokens a rank")
 ax.minorticks_off()
 ax.legend(fontsize=8)
-picture(fig, """Milliseconds against tokens a rank on log-log axes. The step's block rises with slope 2, the
-hop over each of three links with slope 1; they cross further to the right the slower the link is:
-at about 4 thousand, 40 thousand, and beyond a million tokens.""")
+picture(fig, """Milliseconds against tokens a rank on log-log axes. The step's block rises
+with slope 2, the hop over each of three links with slope 1; they cross further to the right
+the slower the link is: at about 4 thousand, 40 thousand, and beyond a million tokens.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Real processes
@@ -538,13 +618,16 @@ at about 4 thousand, 40 thousand, and beyond a million tokens.""")
 # rank's shard forward and backward, and compares with one device.
 
 # %% slideshow={"slide_type": "fragment"}
-globals().pop("__file__", None)  # run as a plain script: the new processes must not run this file again
+# When this runs as a plain script, the new processes must not run the file again.
+globals().pop("__file__", None)
 for size, chosen in ((2, ("zigzag",)), (4, kinds)):
     with launch.Ranks(size) as ranks:
         print("ranks", ranks.run(dist.get_rank))
         for kind in chosen:
-            lines = ranks.run(demo.report, 259, 32, 2, True, kind, "float32")[0]  # S, D, H, causal
+            arguments = 259, 32, 2, True, kind, "float32"  # S, D, H, causal, layout, dtype
+            lines = ranks.run(demo.report, *arguments)[0]
             print(f"  {kind:10}", lines[-1].removeprefix("largest "))
+
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # All five results agree with one device to float32 rounding. And when a rank dies? Its neighbours might wait for ever.
@@ -564,33 +647,34 @@ with launch.Ranks(2, timeout=10) as ranks:
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of `raise Blank` and run the cell: `check` puts your function in the place of the stage's, runs
-# some of the contract's cases on 2 to 4 processes, and names what fails. `hint("04.1")` asks a question, `hint("04.1", 2)`
-# gives the formula, `hint("04.1", 3)` pseudo-code, `solution("04.1")` the stage's function.
+# Write the body in place of `raise Blank` and run the cell: `check` puts your function in the place of the stage's,
+# runs some of the contract's cases on 2 to 4 processes, and names what fails. `hint("04.1")` asks a question,
+# `hint("04.1", 2)` gives the formula, `hint("04.1", 3)` pseudo-code, `solution("04.1")` the stage's function.
 #
-# **Exercise 04.1: put two blocks of keys together.** Claim 1, stable and in place. Mind rows where one lse or both are
-# -inf, and blocks whose out is not float32.
+# **Exercise 04.1: merge the results of two blocks of keys.** Claim 1, stable and in place. Mind rows where one lse or
+# both are -inf, and blocks whose out is not float32.
 
 # %% slideshow={"slide_type": "fragment"}
 def merge(out, lse, out_block, lse_block):
-    """Takes a block's result into out (..., N, D) and lse (..., N), both float32, in place."""
+    """Merges a block's result into out (..., N, D) and lse (..., N), float32, in place."""
     raise Blank
 
 
 check("04.1", merge)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 04.2: who has to compute what.** The table behind `Layout.work`, for one pair of ranks: the ranges of rank
-# me's q queries and of rank src's k keys, and whether there is a diagonal. The figure *who computes which score* has the
-# answer for 4 ranks and 8 positions; in general chunks differ in length, so that q and k need not be equal.
+# **Exercise 04.2: which part each rank computes.** The table behind `Layout.work`, for one pair of ranks: the ranges of
+# rank me's q queries and of rank src's k keys, and whether there is a diagonal. The figure *who computes which score*
+# has the answer for 4 ranks and 8 positions; in general chunks differ in length, so that q and k need not be equal.
 
 # %% slideshow={"slide_type": "fragment"}
 def visible_part(kind, me, src, q, k, early_q, early_k):
-    """(q_start, q_stop, k_start, k_stop, causal): which of rank me's q queries see which of rank src's k keys.
+    """(q_start, q_stop, k_start, k_stop, causal) for the queries of me and the keys of src.
 
-    kind: a layout under a causal mask, or "full" without a mask. causal: whether a diagonal hides part of what is named;
-    a block with one is square. zigzag: the early chunks are the first early_q of the queries and early_k of the keys.
-    Where nothing is to be seen, start = stop.
+    It says which of rank me's q queries see which of rank src's k keys. kind is a layout
+    under a causal mask, or "full" without a mask. causal says whether a diagonal hides part
+    of what is named; a block with one is square. In zigzag, the early chunks are the first
+    early_q of the queries and early_k of the keys. If nothing is seen, start = stop.
     """
     raise Blank
 
@@ -608,12 +692,15 @@ def failures(case, kind, block=Plain, N=4):
     """What is out of tolerance on one of the contract's cases: {} or names with errors."""
     x = cases.build(case, step04.SUPPORTS, torch.float32, device)
     want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-    got, _ = dry_run(x.q, x.k, x.v, x.dout, Layout(kind, x.q.shape[2], N, x.causal), block, x.scale)
+    layout = Layout(kind, x.q.shape[2], N, x.causal)
+    got, _ = dry_run(x.q, x.k, x.v, x.dout, layout, block, x.scale)
     return error.failures(got, want)
 
 
-chosen = [row[0] for row in cases.select(step04.SUPPORTS) if row[1] == torch.float32 and row[2] is None]
-chosen = [case for case in chosen if case.Hk in (None, case.H)]
+chosen = []
+for case, dtype, reason in cases.select(step04.SUPPORTS):
+    if dtype == torch.float32 and reason is None and case.Hk in (None, case.H):
+        chosen.append(case)
 runs = [(case, kind) for case in chosen for kind in (kinds if case.causal else ("zigzag",))]
 failed = [(case.name, kind) for case, kind in runs if failures(case, kind)]
 print(f"{len(chosen)} cases, {len(runs)} runs, failed: {failed}")
@@ -647,11 +734,13 @@ def bfloat16_merge(out, lse, *part):
 
 
 def own_lse(dout, q, k, v, out, lse, **options):
-    return Plain.backward(dout, q, k, v, out, Plain.forward(q, k, v, **options)[1], **options)
+    _, lse_block = Plain.forward(q, k, v, **options)
+    return Plain.backward(dout, q, k, v, out, lse_block, **options)
 
 
 def own_delta(dout, q, k, v, out, lse, **options):
-    return Plain.backward(dout, q, k, v, Plain.forward(q, k, v, **options)[0], lse, **options)
+    out_block, _ = Plain.forward(q, k, v, **options)
+    return Plain.backward(dout, q, k, v, out_block, lse, **options)
 
 
 # %% slideshow={"slide_type": "skip"}
@@ -674,36 +763,44 @@ def striped_leak(layout, me, src):
 # %% slideshow={"slide_type": "skip"}
 changes = {f.__name__: (ring, "merge", f) for f in (mean, sigmoid_merge, bfloat16_merge)}
 changes |= {f.__name__: (Layout, "work", f) for f in (no_diagonal, striped_leak)}
-blocks = {f.__name__: SimpleNamespace(forward=Plain.forward, backward=f) for f in (own_lse, own_delta)}
-columns = [("ragged", "zigzag"), *(("ragged_causal", kind) for kind in kinds), ("one_token", "zigzag"),
-           ("scores_200", "zigzag"), ("rising", "zigzag"), ("negative_row", "zigzag")]  # fmt: skip
+blocks = {}
+for f in (own_lse, own_delta):
+    blocks[f.__name__] = SimpleNamespace(forward=Plain.forward, backward=f)
+columns = [("ragged", "zigzag"), *(("ragged_causal", kind) for kind in kinds)]
+for name in ("one_token", "scores_200", "rising", "negative_row"):
+    columns.append((name, "zigzag"))
 named = {case.name: case for case in chosen}
-died = {(name, c): failures(named[c[0]], c[1], block) for name, block in blocks.items() for c in columns}
+died = {}
+for name, block in blocks.items():
+    died |= {(name, c): failures(named[c[0]], c[1], block) for c in columns}
 for name, change in changes.items():
     with patch.object(*change):
         died |= {(name, c): failures(named[c[0]], c[1]) for c in columns}
 
+
 # %% slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(8.4, 3))
-for row, name in enumerate((*changes, *blocks)):
+names = (*changes, *blocks)
+for row, name in enumerate(names):
     for column, c in enumerate(columns):
         wrong = died[name, c]
-        colour = COLOURS[0] if wrong else COLOURS[4]
-        ax.add_patch(plt.Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white"))
+        colour, ink = (COLOURS[0], "white") if wrong else (COLOURS[4], INK)
+        corner = column, row
+        ax.add_patch(plt.Rectangle(corner, 1, 1, facecolor=colour, edgecolor="white"))
         text = "all" if len(wrong) == 5 else " ".join(wrong) if wrong else "lives"
-        ax.text(column + 0.5, row + 0.5, text, color="white" if wrong else INK, ha="center", va="center", fontsize=7.5)
+        ax.text(column + 0.5, row + 0.5, text, fontsize=7.5, **WHITE | {"color": ink})
 ax.set_title("blue: killed, and what was out of tolerance")
-ax.set(xlim=(0, len(columns)), ylim=(len(changes) + len(blocks), 0))
+ax.set(xlim=(0, len(columns)), ylim=(len(names), 0))
 slanted = {"rotation": 30, "ha": "right", "rotation_mode": "anchor", "fontsize": 8}
-ax.set_xticks([i + 0.5 for i in range(len(columns))], [f"{case}, {kind}" for case, kind in columns], **slanted)
-ax.set_yticks([i + 0.5 for i in range(len(changes) + len(blocks))], (*changes, *blocks))
-ax.grid(False)
-ax.tick_params(length=0)
-ax.spines[:].set_visible(False)
-picture(fig, """A table of seven mistakes against eight pairs of case and layout. The wrong merges die
-everywhere, except that the plain mean lives with one token. no_diagonal lives in every case without
-a causal mask, striped_leak in all but the striped causal one. A wrong lse or delta in the backward spoils
-gradients only, and lives with one token; the wrong delta also in the case with rising scores.""")
+labels = [f"{case}, {kind}" for case, kind in columns]
+ax.set_xticks([i + 0.5 for i in range(len(columns))], labels, **slanted)
+ax.set_yticks([i + 0.5 for i in range(len(names))], names)
+bare(ax)
+picture(fig, """A table of seven mistakes against eight pairs of case and layout. The wrong
+merges die everywhere, except that the plain mean lives with one token. no_diagonal lives in
+every case without a causal mask, striped_leak in all but the striped causal one. A wrong
+lse or delta in the backward spoils gradients only, and lives with one token; the wrong
+delta also in the case with rising scores.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
@@ -721,42 +818,62 @@ gradients only, and lives with one token; the wrong delta also in the case with 
 
 # %% slideshow={"slide_type": "fragment"}
 S, ranks = 1024, (1, 2, 4, 8, 16, 32, 64)
-q, k, v, dout = (torch.randn(1, 1, S, 64, generator=torch.Generator().manual_seed(i)).to(device) for i in range(4))
+q, k, v, dout = random_inputs(1, 1, S, 64)
 exact, exact_lse = attention.forward(q, k, v)
-exact_dk = attention.backward(dout, q, k, v)[1]
-rounded = lambda x: x.bfloat16().float()  # noqa: E731
-forms = {"float32 throughout": "", "blocks rounded": "b", "out rounded each step": "o", "out and lse each step": "ol"}
-out_error, dk_error = {name: [] for name in forms}, {name: [] for name in list(forms)[:2] + ["dK rounded each step"]}
+# What is rounded to bfloat16: b a block's out, o the merged out, l the merged lse.
+forms = {"float32 throughout": "", "blocks rounded": "b",
+         "out rounded each step": "o", "out and lse each step": "ol"}  # fmt: skip
+out_error = {name: [] for name in forms}
+
+
+def rounded(x):
+    return x.bfloat16().float()
+
+
 for N in ranks:
     parts = [Plain.forward(q, *kv) for kv in zip(k.chunk(N, 2), v.chunk(N, 2), strict=True)]
     for name, what in forms.items():
         out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -inf)
         for o, l in parts:
             merge_parts(out, lse, rounded(o) if "b" in what else o, l)
-            out, lse = rounded(out) if "o" in what else out, rounded(lse) if "l" in what else lse
+            if "o" in what:
+                out = rounded(out)
+            if "l" in what:
+                lse = rounded(lse)
         out_error[name].append(((out - exact).abs().max() / exact.abs().max()).item())
-    grads = zip(*(x.chunk(N, 2) for x in (dout, q, exact.float(), exact_lse.float())), strict=True)
-    dk_parts = [Plain.backward(do, q_r, k, v, o, l)[1] for do, q_r, o, l in grads]
-    for name in dk_error:
+
+# %% slideshow={"slide_type": "fragment"}
+exact_dk = attention.backward(dout, q, k, v)[1]
+dk_error = {"float32 throughout": [], "blocks rounded": [], "dK rounded each step": []}
+for N in ranks:
+    chunks = (x.chunk(N, 2) for x in (dout, q, exact.float(), exact_lse.float()))
+    parts = []
+    for dout_r, q_r, out_r, lse_r in zip(*chunks, strict=True):
+        parts.append(Plain.backward(dout_r, q_r, k, v, out_r, lse_r)[1])
+    for name, errors in dk_error.items():
         dk = torch.zeros_like(k)
-        for part in dk_parts:
+        for part in parts:
             dk += rounded(part) if name == "blocks rounded" else part
-            dk = rounded(dk) if name == "dK rounded each step" else dk
-        dk_error[name].append(((dk - exact_dk).abs().max() / exact_dk.abs().max()).item())
+            if name == "dK rounded each step":
+                dk = rounded(dk)
+        errors.append(((dk - exact_dk).abs().max() / exact_dk.abs().max()).item())
+
 
 # %% slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, gridspec_kw={"wspace": 0.1})
+looks = (INK, "o-"), (COLOURS[0], "s-"), (COLOURS[1], "D-"), (COLOURS[2], "^-")
 for ax, found, title in zip(axes, (out_error, dk_error), ("out", "dK"), strict=True):
-    for (name, values), colour, look in zip(found.items(), (INK, *COLOURS), ("o-", "s-", "D-", "^-"), strict=False):
+    for (name, values), (colour, look) in zip(found.items(), looks, strict=False):
         ax.loglog(ranks, values, look, color=colour, label=name)
         print(f"{title:3} {name:26} 1 rank {values[0]:.1e}, 64 ranks {values[-1]:.1e}")
     ax.set(xlabel="ranks", title=f"error of {title}, relative to its largest entry")
     ax.set_xticks(ranks, ranks)
     ax.minorticks_off()
     ax.legend(fontsize=8)
-picture(fig, """Errors against 1 to 64 ranks, log-log. With float32 throughout, below 2e-6 and level. With
-blocks rounded to bfloat16, level at about 2e-3. With the accumulator rounded in each step the error
-climbs with the number of ranks, for out and for dK, and most where lse is rounded too.""")
+picture(fig, """Errors against 1 to 64 ranks, log-log. With float32 throughout, below 2e-6
+and level. With blocks rounded to bfloat16, level at about 2e-3. With the accumulator
+rounded in each step the error climbs with the number of ranks, for out and for dK, and most
+where lse is rounded too.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # On 64 ranks, out is off by 1.7e-02 of its largest entry if rounded each step, by 1.7e-03 if only the blocks are.
@@ -771,26 +888,29 @@ climbs with the number of ranks, for out and for dK, and most where lse is round
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-recorded = rows.latest(source.fresh(rows.read()))
-ring_rows = [row for row in recorded if (row["stage"] or "").startswith("04") and row["layout"]]
+recorded = rows.latest(fingerprint.fresh(rows.read()))
+ring_rows = [row for row in recorded if row["stage"] == "04_ring" and row["layout"]]
 
 
 def draw_rows(all_rows):
-    """TFLOP/s a GPU against the sequence length, a line a layout, at the last row's setting."""
-    same = [name for name in rows.SETTING if name != "N"]
-    own = [row for row in all_rows if all(row[name] == all_rows[-1][name] for name in same)]
+    """TFLOP/s a GPU against the length, one line a layout, at the last row's setting."""
+    last = all_rows[-1]
+    same = [name for name in rows.SETTING if name not in ("N", "Nk")]
+    own = [row for row in all_rows if all(row[name] == last[name] for name in same)]
     fig, ax = plt.subplots()
     for kind, colour in zip(kinds, COLOURS, strict=False):
-        line = sorted((row["N"], row["tflops"] / row["n_gpus"]) for row in own if row["layout"] == kind)
-        ax.semilogx([n for n, _ in line], [speed for _, speed in line], "o-", base=2, color=colour, label=kind)
-    last = own[-1]
-    ax.set_title(f"{last['n_gpus']} x {last['gpu']}, {last['pass']}, {last['dtype']}, D = {last['D']}")
+        line = [(r["N"], r["tflops"] / r["n_gpus"]) for r in own if r["layout"] == kind]
+        lengths, speeds = [N for N, _ in sorted(line)], [speed for _, speed in sorted(line)]
+        ax.semilogx(lengths, speeds, "o-", base=2, color=colour, label=kind)
+    where = f"{last['n_gpus']} x {last['gpu']}"
+    ax.set_title(f"{where}, {last['pass']}, {last['dtype']}, D = {last['D']}")
     ax.set(xlabel="S", ylabel="TFLOP/s a GPU")
     ax.legend()
-    return picture(fig, "Measured TFLOP/s a GPU against the sequence length, one line for each layout.")
+    return picture(fig, "TFLOP/s a GPU against the sequence length, one line a layout.")
 
 
-draw_rows(ring_rows) if ring_rows else print("no rows yet: this stage has not been measured on GPUs")
+nothing = "no rows yet: this stage has not been measured on GPUs"
+draw_rows(ring_rows) if ring_rows else print(nothing)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary

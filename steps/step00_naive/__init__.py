@@ -22,6 +22,7 @@ SUPPORTS = {
     "head_dims": range(1, 1025),
     "tiles": ((16, 16), (8, 8), (8, 16), (16, 8)),
     "rungs": tuple(RUNGS),
+    "own_backward": ("tiled", "matrix"),  # the other two rungs use matrix's backward
     "gqa": False,
     "nq_ne_nk": True,
     "deterministic": True,

@@ -5,8 +5,9 @@
     P = softmax(S)   gives   dS = P * (dP - delta)   delta_i = sum_j P_ij dP_ij = sum_d dO_id O_id
     S = scale Q K^T  gives   dQ = scale dS K         dK = scale dS^T Q
 
-The idea: P need not be kept from the forward. lse, one number a row, gives it back: P = exp(S - lse). Source: FlashAttention,
-appendix B.2. The wall: P, dP and dS are Nq x Nk each (rung 3). Needs fwd_1_matrix.py beside it, and torch.
+The idea: P need not be kept from the forward, because lse, one number a row, gives it back: P = exp(S - lse).
+Source: FlashAttention, appendix B.2. The bottleneck: P, dP and dS have Nq x Nk entries each; rung 3 forms one tile of
+them at a time. Needs fwd_1_matrix.py beside it, and torch.
 """
 
 import torch
@@ -26,5 +27,5 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None):
 
 
 def probabilities(S, lse):
-    """P = exp(S - lse), rows that see no key (lse = -inf) zero."""
+    """P = exp(S - lse). A row that sees no key has lse = -inf, and its P is 0."""
     return (S - lse[..., None]).exp().masked_fill(torch.isneginf(lse)[..., None], 0)

@@ -8,7 +8,7 @@
             dV_j += P^T dO_i
             dP   = dO_i V_j^T
             dS   = P * (dP - delta_i)
-            dQ_i += scale * dS K_j                    every key tile adds to it: on a GPU an atomic addition
+            dQ_i += scale * dS K_j                    every key tile adds to it: on a GPU by atomic additions
             dK_j += scale * dS^T Q_i
 
 The idea: recomputing a tile of S costs less than reading it. Source: FlashAttention-2, Algorithm 2. Needs torch only.
@@ -18,7 +18,10 @@ import torch
 
 
 def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=(16, 16)):
-    """(dq, dk, dv) like q (B, H, Nq, D), k and v (B, H, Nk, D), from dout and out like q, lse (B, H, Nq). tile is (Br, Bc)."""
+    """(dq, dk, dv) like q (B, H, Nq, D), k and v (B, H, Nk, D), from dout and out like q, lse (B, H, Nq).
+
+    tile is (Br, Bc).
+    """
     Br, Bc = tile
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     Nq, Nk = q.shape[-2], k.shape[-2]
@@ -36,11 +39,11 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=(16, 16)
 
 
 def tile_gradients(dout, q, k, v, lse, delta, rows, keys, causal, scale):
-    """(P, dS) of one tile, both (B, H, Br, Bc): the probabilities recomputed from lse, and the gradient of the scores."""
+    """(P, dS) of one tile, both (B, H, Br, Bc): P is recomputed from lse, dS is the gradient of the scores."""
     S = scale * (q[..., rows, :] @ k[..., keys, :].mT)
     P = (S - lse[..., rows, None]).exp()
     row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (k.shape[-2] - q.shape[-2])
     col = torch.arange(keys.start, keys.stop, device=q.device)[None, :]
-    P = P.masked_fill(causal & (col > row), 0)  # also where lse = -inf: such a row sees no key
+    P = P.masked_fill(causal & (col > row), 0)  # this covers lse = -inf too, because such a row sees no key
     dP = dout[..., rows, :] @ v[..., keys, :].mT
     return P, P * (dP - delta[..., rows, None])

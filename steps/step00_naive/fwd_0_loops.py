@@ -7,8 +7,8 @@
         p_j   = exp(s_j - max s) / sum of exp(s - max s)      softmax: scores become weights that add up to 1
         out_i = sum over j of p_j * v_j                       the weighted mean of the values
 
-The idea: attention is a soft lookup, and nothing in it is more than this. Left out: speed (rung 1) and any thought of memory.
-Needs torch only to unpack and pack the tensors.
+The idea: attention is a lookup with soft weights, and these three loops are all of it. Left out: speed, which begins
+with rung 1, and any care for memory. Torch is needed only to unpack and pack the tensors.
 """
 
 import math
@@ -33,7 +33,8 @@ def attend(Q, K, V, causal, scale):
     """One head: lists of Nq queries, Nk keys, Nk values -> (Nq rows of out, Nq numbers lse)."""
     out, lse = [], []
     for i, q_i in enumerate(Q):
-        last = i + len(K) - len(Q) if causal else len(K) - 1  # the last key that query i sees: aligned at the bottom right
+        # The last key that query i sees. When causal, the diagonal ends in the bottom right corner.
+        last = i + len(K) - len(Q) if causal else len(K) - 1
         scores = [scale * dot(q_i, k_j) for k_j in K[: last + 1]] if last >= 0 else []
         weights, lse_i = softmax(scores)
         out.append([sum(p * v_j[d] for p, v_j in zip(weights, V, strict=False)) for d in range(len(q_i))])
@@ -47,10 +48,11 @@ def dot(a, b):
 
 
 def softmax(scores):
-    """(weights that add up to 1, log of the sum of exp); no scores at all give ([], -inf)."""
+    """(weights that add up to 1, log of the sum of exp); an empty list of scores gives ([], -inf)."""
     if not scores:
         return [], -math.inf
-    m = max(scores)  # exp of a large score overflows; the largest of these exponents is 0, and m cancels in the quotient
+    # exp of a large score overflows. Minus the maximum, the largest exponent is 0, and exp(-m) cancels in the quotient.
+    m = max(scores)
     exps = [math.exp(s - m) for s in scores]
     l = sum(exps)
     return [e / l for e in exps], m + math.log(l)

@@ -5,8 +5,9 @@
     P = softmax(S)       (Nq, Nk)  read, written
     O = P V              (Nq, D)   read
 
-The idea: the three loops are two matrix products, which hardware is good at. The wall: S and P have Nq x Nk entries; at N = 16384
-one head's S is 1 GiB of float32, moved through memory several times. Needs torch only.
+The idea: the three loops are two matrix products, which hardware is good at. The bottleneck: S and P have Nq x Nk
+entries each. At N = 16384 one head's S is 1 GiB of float32, and it moves through memory several times.
+Needs torch only.
 """
 
 import math
@@ -23,7 +24,7 @@ def forward(q, k, v, *, causal=False, scale=None):
 
 
 def scores(q, k, causal, scale):
-    """S = scale Q K^T, -inf above the diagonal when causal. The diagonal ends in the bottom right corner."""
+    """S = scale Q K^T; when causal, -inf above the diagonal, which ends in the bottom right corner."""
     S = scale * (q @ k.mT)
     if causal:
         Nq, Nk = S.shape[-2:]
@@ -33,8 +34,8 @@ def scores(q, k, causal, scale):
 
 
 def softmax(S):
-    """(P, lse) over the last dimension; a row that is masked throughout gets P = 0 and lse = -inf, not NaN."""
-    m = S.amax(-1, keepdim=True).nan_to_num(neginf=0.0)  # -inf - (-inf) would be NaN
+    """(P, lse) over the last dimension; a row whose entries are all masked gets P = 0 and lse = -inf, not NaN."""
+    m = S.amax(-1, keepdim=True).nan_to_num(neginf=0.0)  # in a masked row -inf - (-inf) would be NaN
     E = (S - m).exp()
     l = E.sum(-1, keepdim=True)
     P = torch.where(l == 0, 0, E / l)

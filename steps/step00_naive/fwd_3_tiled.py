@@ -12,8 +12,9 @@
             O     = alpha * O + P V_j
         out = O / l,  lse = m + log l                 written once
 
-The idea: rung 2's update for a whole tile at a time, so that K and V are read Nq / Br times instead of Nq times and the products
-are matrix products again. Source: FlashAttention-2, Algorithm 1. Left out: everything that makes it fast. Needs torch only.
+The idea: rung 2's update, made for a whole tile of queries and keys at a time. K and V are read Nq / Br times instead
+of Nq times, and the products are matrix products again. Source: FlashAttention-2, Algorithm 1. Left out: everything
+that makes it fast. Needs torch only.
 """
 
 import math
@@ -43,21 +44,27 @@ def forward(q, k, v, *, causal=False, scale=None, tile=(16, 16)):
 
 
 def last_key(row_end, Nq, Nk, causal):
-    """One past the last key that any query before row_end sees: tiles beyond it would be masked throughout."""
+    """One past the last key that any query before row_end sees. In a tile from there on every score would be masked."""
     return min(Nk, max(0, row_end + Nk - Nq)) if causal else Nk
 
 
 def mask(S, i, j, shift):
-    """-inf where the key lies after the query. S (..., Br, Bc) starts at query i, key j; query i stands at position i + shift."""
+    """S with -inf where the key lies after the query. S (..., Br, Bc) starts at query i and key j.
+
+    Query i stands at position i + shift among the keys.
+    """
     row = torch.arange(S.shape[-2], device=S.device)[:, None] + i + shift
     col = torch.arange(S.shape[-1], device=S.device)[None, :] + j
     return S.masked_fill(col > row, -math.inf)
 
 
 def online_update(m, l, O, S, V_j):
-    """Takes in one tile of keys: S (..., Br, Bc), V_j (..., Bc, D); m and l (..., Br), O (..., Br, D) not yet divided by l."""
+    """(m, l, O) after one more tile of keys, with the scores S (..., Br, Bc) and the values V_j (..., Bc, D).
+
+    m and l (..., Br); O (..., Br, D) is not yet divided by l.
+    """
     m_new = torch.maximum(m, S.amax(-1))
-    unit = m_new.nan_to_num(neginf=0.0)  # a row that has seen no key: -inf - (-inf) would be NaN
+    unit = m_new.nan_to_num(neginf=0.0)  # before the first visible key m_new is -inf, and -inf - (-inf) would be NaN
     alpha = (m - unit).exp()
     P = (S - unit[..., None]).exp()
     return m_new, alpha * l + P.sum(-1), alpha[..., None] * O + P @ V_j

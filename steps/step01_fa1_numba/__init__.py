@@ -14,7 +14,7 @@ RUNGS = {
     "loops_swapped": (fwd_1_loops_swapped.forward, bwd_0_published.backward),
     "published": (fwd_0_published.forward, bwd_0_published.backward),
 }
-if engine.name == "cpu":  # the first is the default: on a GPU the fastest, in the simulator the one with the fewest barriers
+if engine.name == "cpu":  # The first rung is the default: the fastest on a GPU, here the one with the fewest barriers.
     RUNGS = dict(reversed(RUNGS.items()))
 SUPPORTS = {
     "stage": "step01_fa1_numba",
@@ -23,10 +23,11 @@ SUPPORTS = {
     "head_dims": range(1, 129),  # a thread's patch of O has D / 8 or D / 16 columns, at most 8
     "tiles": ((8, 8), (8, 16), (16, 8)) if engine.name == "cpu" else ((128, 64), (16, 16), (16, 32), (32, 16)),
     "rungs": tuple(RUNGS),
+    "own_backward": ("registers", "published"),  # loops_swapped uses published's backward
     "gqa": False,
     "nq_ne_nk": True,
     "deterministic": True,
-    "order": "fa1" if engine.name == "cpu" else "fa2",  # in which the default rung visits tiles, for reference/mutants.py
+    "order": "fa1" if engine.name == "cpu" else "fa2",  # the default rung's order of tiles, for reference/mutants.py
     "title": "FlashAttention-1 in Numba CUDA",
     "notebooks": ("01_fa1_numba",),
     "minutes": 60,  # to read

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Rung 0, "published": FlashAttention's backward as printed. Key tiles outside, query tiles inside, one thread block a head.
+"""Rung 0, "published": FlashAttention's backward as printed. Key tiles outside, query tiles inside, a block a head.
 
     dQ = 0                                        in device memory
     delta = rowsum(dO * O)                        one number a query
@@ -14,10 +14,12 @@
             dK_j += scale * dS^T Q_i
         dK_j, dV_j go to device memory            once
 
-The idea: lse, one number a query, is all that the backward needs of P. With a head in one block nobody else adds to its dQ: no
-atomics, and the same bits on every run. Source: FlashAttention (2205.14135), Algorithm 4, without dropout. Changed: the paper
-keeps m and l, and its exp(S - m) / l is exp(S - lse); it forms delta_i again on every visit, here that is done once, as it does
-not depend on j. dQ is float32 between visits. The wall is the forward's. Needs fwd_0_published.py beside it.
+The idea: lse, one number a query, is all that the backward needs to recompute P. One block computes a whole head, so no
+other block adds to the head's dQ. The additions need no atomics, and every run gives the same bits. Source:
+FlashAttention (2205.14135), Algorithm 4, without dropout. Two things are changed. The paper keeps m and l and computes
+exp(S - m) / l, which equals exp(S - lse). The paper forms delta_i again on every visit; here it is formed once, because
+it does not depend on j. dQ is float32 between visits. The bottleneck is the forward's: one block a head. Needs
+fwd_0_published.py beside it.
 """
 
 import functools
@@ -43,7 +45,7 @@ from .fwd_0_published import (
 def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
     """(dq, dk, dv) like q (B, H, Nq, D), k and v (B, H, Nk, D), from dout and out like q, lse (B, H, Nq).
 
-    tile is (Br, Bc). Raises ValueError, with the sum, when the tiles do not fit into shared memory.
+    tile is (Br, Bc). Raises ValueError, which shows the sum, when the tiles do not fit into shared memory.
     """
     D = q.shape[-1]
     scale = D**-0.5 if scale is None else scale
@@ -56,7 +58,7 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
 
 
 def default_tile(D):
-    """(Br, Bc) that fits shared memory."""
+    """A (Br, Bc) that fits into shared memory."""
     return (8, 8) if SIMULATED else (16, 16) if D <= 96 else (16, 8)
 
 
@@ -95,8 +97,8 @@ def backward_kernel(Br, Bc, D):
                 add_transposed(dV_j, P, dO_i, np.float32(1), D)
                 add_transposed(dK_j, dS, Q_i, scale, D)
                 add_query_gradient(dq, dS, K_j, head, i, Bc, D, scale)
-                cuda.syncthreads()  # done with Q_i, dO_i, K_j and V_j: they may be overwritten
-            store_tile(dk, dK_j, head, j, D)  # no barrier: each thread stores the numbers that it added up itself
+                cuda.syncthreads()  # all have read Q_i, dO_i, K_j and V_j, which may now be overwritten
+            store_tile(dk, dK_j, head, j, D)  # no barrier, because each thread stores the sums that it formed itself
             store_tile(dv, dV_j, head, j, D)
 
     return kernel
@@ -115,7 +117,7 @@ def row_delta(delta, dout, out, head):
 
 @cuda.jit(device=True)
 def clear(tile, D):
-    """tile (rows, D) = 0."""
+    """Sets tile (rows, D) to 0."""
     for r in range(cuda.threadIdx.y, tile.shape[0], cuda.blockDim.y):
         for d in range(cuda.threadIdx.x, D, cuda.blockDim.x):
             tile[r, d] = ZERO
@@ -123,7 +125,7 @@ def clear(tile, D):
 
 @cuda.jit(device=True)
 def store_tile(x, tile, head, start, D):
-    """x[head, start : start + rows] = tile (rows, D), as far as x goes."""
+    """x[head, start : start + rows] = tile (rows, D), for the rows that x has."""
     for r in range(cuda.threadIdx.y, min(tile.shape[0], x.shape[1] - start), cuda.blockDim.y):
         for d in range(cuda.threadIdx.x, D, cuda.blockDim.x):
             x[head, start + r, d] = tile[r, d]

@@ -14,11 +14,12 @@
             dS^T = P^T * (V_j dO_i^T - delta_i)
             dK_j += scale * dS^T Q_i
 
-The idea: dQ adds up over keys, dK and dV over queries, and registers can hold only what the outer loop stands still for. So each
-gets the loop order that suits it, at the price of computing S and dP twice: seven matrix products instead of five, but no number
-is added to in device memory, nothing is atomic, and every run gives the same bits. FlashAttention-2 (Algorithm 2) pays the other
-price: one kernel, five products, dQ by atomic additions (stage 02). Every product is rung 2's add_products.
-Needs fwd_2_registers.py and fwd_0_published.py beside it.
+The idea: dQ is a sum over keys, dK and dV are sums over queries, and registers can hold a sum only while the inner loop
+runs over its terms. So each kernel has the loop order that its sums need. The price is that S and dP are computed
+twice: seven matrix products instead of five. In return no sum is formed in device memory, nothing is atomic, and every
+run gives the same bits. FlashAttention-2 (Algorithm 2) chooses otherwise: one kernel, five products, and dQ by atomic
+additions (stage 02). Every product is made by the forward's add_products. Needs fwd_2_registers.py and
+fwd_0_published.py beside it.
 """
 
 import functools
@@ -43,7 +44,7 @@ from .fwd_2_registers import (
 def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
     """(dq, dk, dv) like q (B, H, Nq, D), k and v (B, H, Nk, D), from dout and out like q, lse (B, H, Nq).
 
-    tile is (Br, Bc). Raises ValueError, with the sum, when shared memory or registers do not hold the tiles.
+    tile is (Br, Bc). Raises ValueError, which shows the sum, when shared memory or registers do not hold the tiles.
     """
     D = q.shape[-1]
     scale = D**-0.5 if scale is None else scale
@@ -61,7 +62,7 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
 
 
 def default_tile(D):
-    """(Br, Bc): as large as registers and shared memory allow in both kernels."""
+    """The largest (Br, Bc) that registers and shared memory allow in both kernels."""
     return (8, 8) if SIMULATED else (64, 128) if D <= 64 else (64, 64)
 
 
@@ -87,7 +88,7 @@ def queries_kernel(Br, Bc, D):
         tiles = (Nq + Br - 1) // Br
         head = cuda.blockIdx.x // tiles
         i = (tiles - 1 - cuda.blockIdx.x % tiles) * Br
-        row_delta(delta_i, delta, dout, out, Nq, D, head, i)  # the loop's first barrier comes before its use
+        row_delta(delta_i, delta, dout, out, Nq, D, head, i)  # the loop has a barrier before delta_i is read
         clear(dQ)
         for j in range(0, keys_seen(min(i + Br, Nq) - 1, Nq, Nk, causal), Bc):
             multiply(P, q, Nq, i, k, Nk, j, A, B, head, D, X, Y)
@@ -117,8 +118,8 @@ def keys_kernel(Br, Bc, D):
     def kernel(q, k, v, dout, lse, delta, dk, dv, Nq, Nk, causal, scale):
         A = cuda.shared.array(A_shape, np.float32)  # STEP columns of K_j or V_j
         B = cuda.shared.array(B_shape, np.float32)  # STEP columns of Q_i or dO_i, or STEP queries of them, transposed
-        T = cuda.shared.array(T_shape, np.float32)  # P^T, then dS^T in place
-        patch = cuda.local.array((R, C), np.float32)  # of S^T, then of dP^T
+        T = cuda.shared.array(T_shape, np.float32)  # P^T, which dS^T overwrites
+        patch = cuda.local.array((R, C), np.float32)  # a part of S^T, then of dP^T
         dK = cuda.local.array((R, C_D), np.float32)
         dV = cuda.local.array((R, C_D), np.float32)
         x, y = unsigned(cuda.threadIdx.x), unsigned(cuda.threadIdx.y)
@@ -163,7 +164,7 @@ def row_delta(delta_i, delta, dout, out, N, D, head, i):
 
 @cuda.jit(device=True)
 def store_rows(t, patch, factor, N, D, head, start, X, Y):
-    """t[head, start ...] = factor * patch (R, C) as far as t (B * H, N, D) goes."""
+    """t[head, start ...] = factor * patch (R, C), for the rows and columns that t (B * H, N, D) has."""
     x, y = unsigned(cuda.threadIdx.x), unsigned(cuda.threadIdx.y)
     for r in range(patch.shape[0]):
         for c in range(patch.shape[1]):

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: MIT
-"""Rung 0, "published": FlashAttention's forward as printed. Key tiles outside, query tiles inside, one thread block a head.
+"""Rung 0, "published": FlashAttention's forward as printed. Key tiles outside, query tiles inside, a block a head.
 
     O = 0, l = 0, m = -inf                        in device memory
     for each tile of Bc keys:                     K_j and V_j are loaded once
         for each tile of Br queries:              Q_i, O_i, l_i, m_i are loaded on every visit
             S       = scale * Q_i K_j^T           (Br, Bc), in shared memory
             m_block = rowmax S                    this tile's own maximum ...
-            P       = exp(S - m_block)            ... is the unit of P and l_block
+            P       = exp(S - m_block)            ... P and l_block are relative to it
             l_block = rowsum P
-            m_new   = max(m, m_block)             alpha and beta change both units to the new one
+            m_new   = max(m, m_block)             alpha and beta make old and new sums relative to m_new
             alpha   = exp(m - m_new),  beta = exp(m_block - m_new)
             l_new   = alpha * l + beta * l_block
             O_i     = (l * alpha * O_i + beta * P V_j) / l_new
             O_i, l_i = l_new, m_i = m_new         go back to device memory on every visit
 
-The idea: O stays normalised, so after every visit it is the attention over the keys seen so far, and S never leaves the chip.
-The wall: O is written Nk / Bc times, and a head keeps one multiprocessor busy while the others wait (the next rung swaps the
-loops). Source: FlashAttention (2205.14135), Algorithms 1 and 2. Not printed there: rows that see no key, tiles skipped above the
-diagonal, lse = m + log l, and float32 for O between visits whatever the input (one rounding at the end, not one a visit).
+The idea: O stays normalised, so after every visit it is the attention over the keys seen so far, and S never leaves the
+chip. The bottleneck: O is written Nk / Bc times, and a head keeps one multiprocessor busy while the others wait. The
+next rung swaps the loops. Source: FlashAttention (2205.14135), Algorithms 1 and 2. Not printed there: rows that see no
+key, tiles skipped above the diagonal, lse = m + log l, and O in float32 between visits whatever the input's type, so
+that it is rounded once at the end and not on every visit.
 
-Threads: x runs along a row of a tile, so that neighbours touch neighbouring addresses; y runs over the rows.
+Threads: x runs along a row of a tile, so that neighbouring threads access neighbouring addresses; y runs over the rows.
 Needs torch, numpy and numba-cuda only; runs on a GPU, or in Numba's simulator under NUMBA_ENABLE_CUDASIM=1.
 """
 
@@ -32,17 +33,22 @@ import numpy as np
 import torch
 from numba import config, cuda
 
-warnings.filterwarnings("ignore", message=".*Grid size .* low occupancy")  # one block a head, however few: this rung's wall
+# Numba warns of a grid with few blocks. This rung launches one block a head, and there may be few heads.
+warnings.filterwarnings("ignore", message=".*Grid size .* low occupancy")
 SIMULATED = bool(config.ENABLE_CUDASIM)
 THREADS = (4, 2) if SIMULATED else (16, 16)  # (x, y) of a block; the simulator starts a Python thread for each
-SHARED_BYTES = 48 * 1024  # that a block may have without asking the driver for more
-ZERO, MINUS_INF = np.float32(0), np.float32(-math.inf)  # a Python literal would turn the arithmetic around it into float64
+SHARED_BYTES = 48 * 1024  # what a block may have without asking the driver for more
+# A literal such as 0.0 is float64 for Numba, and the arithmetic with it would be float64 too.
+ZERO, MINUS_INF = np.float32(0), np.float32(-math.inf)
 
 if SIMULATED:
     from numba.cuda.simulator.kernelapi import FakeCUDAShared
 
     def shared_array(self, shape, dtype):
-        """In place of the simulator's own, which looks an array up and then creates it: two threads could get one each."""
+        """Replaces the simulator's function, which first looks an array up and then creates it.
+
+        Between these two steps another thread could create the same array, and each thread would have one of its own.
+        """
         line = sys._getframe(1)
         key = line.f_code.co_filename, line.f_lineno
         return self._allocations.setdefault(key, np.full(shape, math.nan, dtype))
@@ -53,7 +59,7 @@ if SIMULATED:
 def forward(q, k, v, *, causal=False, scale=None, tile=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, H, Nk, D), float32 or float16; out like q, lse (B, H, Nq) float32.
 
-    tile is (Br, Bc). Raises ValueError, with the sum, when the tiles do not fit into shared memory.
+    tile is (Br, Bc). Raises ValueError, which shows the sum, when the tiles do not fit into shared memory.
     """
     D = q.shape[-1]
     scale = D**-0.5 if scale is None else scale
@@ -72,17 +78,17 @@ def check_shared(what, **arrays):
     if 4 * words > SHARED_BYTES:
         listed = " + ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in arrays.items())
         raise ValueError(
-            f"{what}: {listed} = {words:,} float32 = {4 * words:,} bytes of shared memory, and a block has {SHARED_BYTES:,}. "
+            f"{what}: {listed} = {words:,} float32 = {4 * words:,} bytes of shared memory, and a block has {SHARED_BYTES:,}. "  # noqa: E501
             "Take a smaller tile or head_dim."
         )
 
 
 def launch(kernel, blocks, threads, tensors, *scalars):
-    """Runs the kernel with so many blocks of threads (x, y), on the tensors' device and on torch's stream."""
+    """Runs the kernel in that many blocks of threads (x, y), on the tensors' device and on torch's stream."""
     device = tensors[0].device
     if SIMULATED:
         interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-4)  # the simulator waits for its threads in a busy loop: let them interrupt it sooner
+        sys.setswitchinterval(1e-4)  # the simulator waits for its threads in a busy loop; they may interrupt it sooner
         try:
             kernel[blocks, threads](*(x.detach().numpy() for x in tensors), *scalars)
         finally:
@@ -94,14 +100,14 @@ def launch(kernel, blocks, threads, tensors, *scalars):
 
 
 def default_tile(D):
-    """(Br, Bc) that fits shared memory."""
+    """A (Br, Bc) that fits into shared memory."""
     return (8, 8) if SIMULATED else (16, 16)
 
 
 @functools.cache
 def forward_kernel(Br, Bc, D):
-    """The kernel for one tile and head_dim: the sizes of shared memory must be known to the compiler."""
-    row_tile, key_tile = (Br, D + 1), (Bc, D + 1)  # the spare column puts the rows of a column into different banks
+    """The kernel for one tile and head_dim, because the compiler must know the sizes of shared memory."""
+    row_tile, key_tile = (Br, D + 1), (Bc, D + 1)  # the spare column puts the entries of a column into different banks
     score_tile = (Br, Bc + 1)
     check_shared(f"tile {Br, Bc}, head_dim {D}", Q=row_tile, K=key_tile, V=key_tile, S=score_tile, factors=(2, Br))
 
@@ -110,13 +116,13 @@ def forward_kernel(Br, Bc, D):
         Q_i = cuda.shared.array(row_tile, np.float32)
         K_j = cuda.shared.array(key_tile, np.float32)
         V_j = cuda.shared.array(key_tile, np.float32)
-        S = cuda.shared.array(score_tile, np.float32)  # then P, in place
+        S = cuda.shared.array(score_tile, np.float32)  # P overwrites it
         old = cuda.shared.array(Br, np.float32)  # l * alpha / l_new: the share of the old O in the new one
         new = cuda.shared.array(Br, np.float32)  # beta / l_new
         head = cuda.blockIdx.x
         Nq, Nk = q.shape[1], k.shape[1]
         for j in range(0, Nk, Bc):  # Alg. 1, line 5
-            cuda.syncthreads()  # other threads may still be using the V_j of the last round
+            cuda.syncthreads()  # other threads may still be reading the V_j of the last iteration
             load_tile(K_j, k, head, j, D)
             load_tile(V_j, v, head, j, D)
             for i in range(first_query_tile(j, Nq, Nk, Br, causal), Nq, Br):  # Alg. 1, line 7
@@ -127,7 +133,7 @@ def forward_kernel(Br, Bc, D):
                 online_update(S, old, new, l, m, head, i, Bc)
                 cuda.syncthreads()  # every thread needs P, old and new
                 update_output(O, S, V_j, old, new, head, i, Bc, D)
-                # no barrier: until all have passed the next one, only Q_i is written, which was last read two barriers ago
+                # No barrier is needed here. Before the next one only Q_i is written, last read two barriers ago.
 
     return kernel
 
@@ -143,7 +149,7 @@ def load_tile(tile, x, head, start, D):
 
 @cuda.jit(device=True)
 def first_query_tile(j, Nq, Nk, Br, causal):
-    """Where the first tile of queries starts that sees a key of the tile at j; those before it are masked throughout."""
+    """The start of the first query tile that sees a key of the tile at j; in earlier tiles every score is masked."""
     return max(0, j - (Nk - Nq)) // Br * Br if causal else 0
 
 
@@ -166,7 +172,7 @@ def dot(A, a, B, b, D):
 
 @cuda.jit(device=True)
 def exp_difference(x, m):
-    """exp(x - m), and 0 for x = -inf even where m is -inf too: -inf - (-inf) would be NaN."""
+    """exp(x - m), and 0 for x = -inf. Where m is -inf too, x - m would be NaN."""
     return ZERO if x == MINUS_INF else math.exp(x - m)
 
 
@@ -181,7 +187,10 @@ def scores(S, Q_i, K_j, i, j, Nq, Nk, Bc, D, causal, scale):
 
 @cuda.jit(device=True)
 def online_update(S, old, new, l, m, head, i, Bc):
-    """Turns S (Br, Bc) into P = exp(S - rowmax S) and takes it into l and m; one thread a row. old, new (Br,) are O's factors."""
+    """Replaces S (Br, Bc) by P = exp(S - rowmax S) and updates l and m with it; one thread a row.
+
+    old and new (Br,) are the factors of the old O and of P V_j in the new O.
+    """
     thread = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x
     for r in range(thread, min(S.shape[0], l.shape[1] - i), cuda.blockDim.x * cuda.blockDim.y):
         m_block = MINUS_INF
@@ -196,7 +205,7 @@ def online_update(S, old, new, l, m, head, i, Bc):
         beta = exp_difference(m_block, m_new)
         l_old = l[head, i + r]
         l_new = alpha * l_old + beta * l_block
-        old[r] = ZERO if l_new == ZERO else l_old * alpha / l_new  # l_new = 0: no key seen yet, O stays 0
+        old[r] = ZERO if l_new == ZERO else l_old * alpha / l_new  # with l_new = 0 no key is seen yet, and O stays 0
         new[r] = ZERO if l_new == ZERO else beta / l_new
         l[head, i + r] = l_new
         m[head, i + r] = m_new

@@ -6,16 +6,17 @@
         for each tile of Bc keys:                 K_j, V_j are loaded on every visit
             S     = scale * Q_i K_j^T             (Br, Bc)
             m_new = max(m, rowmax S)
-            alpha = exp(m - m_new)                one change of unit: l and O are kept in that of m ...
-            P     = exp(S - m_new)                ... and P is born in it, so there is no beta
+            alpha = exp(m - m_new)                l and O are relative to m, and alpha makes them relative to m_new
+            P     = exp(S - m_new)                P is relative to m_new from the start, so there is no beta
             l     = alpha * l + rowsum P
             O_i   = alpha * O_i + P V_j           not divided by l on every visit
         out = O_i / l,  lse = m + log l           written once
 
-The idea: what a query tile adds up stays on the chip until it is finished. O, l and m are no longer written Nk / Bc times, and
-blocks need nothing of each other, so there are as many as query tiles. This is the order of FlashAttention-2 (2307.08691, section
-3.1 and Algorithm 1), in the shape in which it is usually first taught. The wall: every product reads both factors from shared
-memory, two loads for one multiplication (rung 2). Needs fwd_0_published.py beside it.
+The idea: the sums of a query tile stay on the chip until they are finished. O, l and m are no longer written Nk / Bc
+times. Blocks need nothing of each other, so there are as many blocks as query tiles. This is the order of
+FlashAttention-2 (2307.08691, section 3.1 and Algorithm 1), in the form in which it is usually first taught. The
+bottleneck: every multiplication loads both its factors from shared memory; rung 2 loads each number once for eight
+multiplications. Needs fwd_0_published.py beside it.
 """
 
 import functools
@@ -42,7 +43,7 @@ from .fwd_0_published import (
 def forward(q, k, v, *, causal=False, scale=None, tile=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, H, Nk, D), float32 or float16; out like q, lse (B, H, Nq) float32.
 
-    tile is (Br, Bc). Raises ValueError, with the sum, when the tiles do not fit into shared memory.
+    tile is (Br, Bc). Raises ValueError, which shows the sum, when the tiles do not fit into shared memory.
     """
     D = q.shape[-1]
     scale = D**-0.5 if scale is None else scale
@@ -55,7 +56,7 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None):
 
 
 def default_tile(D):
-    """(Br, Bc) that fits shared memory."""
+    """A (Br, Bc) that fits into shared memory."""
     return (8, 8) if SIMULATED else (16, 32) if D <= 96 else (16, 16)
 
 
@@ -72,18 +73,19 @@ def forward_kernel(Br, Bc, D):
         O_i = cuda.shared.array(row_tile, np.float32)
         K_j = cuda.shared.array(key_tile, np.float32)
         V_j = cuda.shared.array(key_tile, np.float32)
-        S = cuda.shared.array(score_tile, np.float32)  # then P, in place
+        S = cuda.shared.array(score_tile, np.float32)  # P overwrites it
         m = cuda.shared.array(Br, np.float32)
         l = cuda.shared.array(Br, np.float32)
         alpha = cuda.shared.array(Br, np.float32)
         Nq, Nk = q.shape[1], k.shape[1]
         tiles = (Nq + Br - 1) // Br
         head = cuda.blockIdx.x // tiles
-        i = (tiles - 1 - cuda.blockIdx.x % tiles) * Br  # when causal, the last tile has most to do: it starts first
+        i = (tiles - 1 - cuda.blockIdx.x % tiles) * Br  # the last tile starts first: when causal, it sees most keys
         load_tile(Q_i, q, head, i, D)
         start_rows(O_i, m, l, D)
-        cuda.syncthreads()  # every thread needs m and l, at once where no key is seen
-        for j in range(0, keys_seen(min(i + Br, Nq) - 1, Nq, Nk, causal), Bc):  # Alg. 1, line 6; up to the last key seen
+        cuda.syncthreads()  # every thread needs m and l; where the loop below is empty, store_rows reads them at once
+        # Alg. 1, line 6. The loop ends with the last key that the tile's last query sees.
+        for j in range(0, keys_seen(min(i + Br, Nq) - 1, Nq, Nk, causal), Bc):
             load_tile(K_j, k, head, j, D)
             load_tile(V_j, v, head, j, D)
             cuda.syncthreads()  # every thread needs rows that others have loaded
@@ -92,7 +94,7 @@ def forward_kernel(Br, Bc, D):
             online_update(S, alpha, l, m, Bc)
             cuda.syncthreads()  # every thread needs P and alpha
             update_output(O_i, S, V_j, alpha, Bc, D)
-            cuda.syncthreads()  # done with V_j and P: they may be overwritten
+            cuda.syncthreads()  # all have read V_j and P, which may now be overwritten
         store_rows(out, lse, O_i, l, m, head, i, D)
 
     return kernel
@@ -100,7 +102,7 @@ def forward_kernel(Br, Bc, D):
 
 @cuda.jit(device=True)
 def start_rows(O_i, m, l, D):
-    """O_i (Br, D) = 0, l (Br,) = 0, m (Br,) = -inf: nothing seen yet. A thread sets the O_i that it will add to."""
+    """O_i (Br, D) = 0, l (Br,) = 0, m (Br,) = -inf, before the first key. A thread sets the entries of O_i it owns."""
     for r in range(cuda.threadIdx.y, O_i.shape[0], cuda.blockDim.y):
         for d in range(cuda.threadIdx.x, D, cuda.blockDim.x):
             O_i[r, d] = ZERO
@@ -111,7 +113,10 @@ def start_rows(O_i, m, l, D):
 
 @cuda.jit(device=True)
 def online_update(S, alpha, l, m, Bc):
-    """Turns S (Br, Bc) into P = exp(S - m_new) and takes it into l and m (Br,); one thread a row. alpha (Br,) is O's factor."""
+    """Replaces S (Br, Bc) by P = exp(S - m_new) and updates l and m (Br,) with it; one thread a row.
+
+    alpha (Br,) is the factor of O.
+    """
     thread = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x
     for r in range(thread, S.shape[0], cuda.blockDim.x * cuda.blockDim.y):
         m_new = m[r]

@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: MIT
-"""Rung 2, "registers": what a thread adds up lives in its registers; shared memory only passes factors between threads.
+"""Rung 2, "registers": a thread keeps its sums in registers; shared memory only passes factors between threads.
 
-    threads (x, y) of a block share a tile out:       thread (x, y) owns the rows y, y + 16, ... and the columns x, x + 8, ...
+    a tile is divided among a block's threads:        thread (x, y) owns rows y, y + 16, ... and columns x, x + 8, ...
         S, O    a patch of 8 x 8 of each, in registers
         m, l    of the patch's rows; l over the patch's own columns, added up over x at the end
     for each tile of Bc keys:
         S = 0
         for 16 columns of Q_i and K_j at a time, in shared memory:
             for each column:  S += (8 numbers of Q_i) (8 numbers of K_j)^T      16 loads for 64 multiplications
-        m_new = max(m, rowmax S)                      threads tell each other their patch's maxima in shared memory
+        m_new = max(m, rowmax S)                      threads exchange the maxima of their patches in shared memory
         P     = exp(S - m_new)                        goes to shared memory, because O's products run over all keys
         l, O  = alpha * l + rowsum P, alpha * O
         for 16 keys of V_j at a time, in shared memory:
             for each key:  O += (8 numbers of P) (8 numbers of V_j)^T           the same function
     out = O / l,  lse = m + log l
 
-The idea: an outer product. Rung 1 loads two numbers for each multiplication, and shared memory delivers a number a thread in the
-time of four multiplications. In a patch of 8 x 8 every number loaded is used eight times: the two are in balance. That is how a
-matrix product is made fast, and attention is two of them. The next 16 columns are on their way to registers while the last ones
-are multiplied. Neighbouring threads read neighbouring rows of tiles of odd width, hence different banks. Q_i is read again for
-each key tile, from the cache: kept in shared memory it would leave no room for a second block. Left out: tensor cores (stage 02).
+The idea: an outer product. Rung 1 loads two numbers for each multiplication, but shared memory needs the time of four
+multiplications to deliver one number to each thread. In a patch of 8 x 8 every loaded number is used eight times, and
+loads and multiplications are in balance. That is how a matrix product is made fast, and attention is two matrix
+products. While 16 columns are multiplied, the next 16 are being loaded into registers. Neighbouring threads read
+neighbouring rows, and because the tiles have an odd width, these lie in different banks. Q_i is read again for each key
+tile, from the cache; in shared memory it would leave no room for a second block. Left out: tensor cores (stage 02).
 
-A thread's number is made unsigned: of a signed index Numba asks each time whether it is negative, and then the compiler no longer
-sees that the rows of a patch lie a constant distance apart. Needs fwd_0_published.py beside it.
+The thread indices x and y are made unsigned. For a signed index Numba adds a test whether it is negative, and with that
+test the compiler no longer sees that the rows of a patch lie a constant distance apart.
+Needs fwd_0_published.py beside it.
 """
 
 import functools
@@ -35,15 +37,15 @@ from numba import cuda
 from .fwd_0_published import MINUS_INF, SIMULATED, ZERO, check_shared, keys_seen, launch
 
 STEP = 8 if SIMULATED else 16  # columns of Q_i and K_j, or keys of V_j, that are in shared memory at a time
-PATCH = 16  # at least the sides of a thread's patch
-REGISTERS = 255  # that a thread can have
+PATCH = 16  # the longest side that a thread's patch may have
+REGISTERS = 255  # the most that a thread can have
 unsigned = int if SIMULATED else np.uint32
 
 
 def forward(q, k, v, *, causal=False, scale=None, tile=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, H, Nk, D), float32 or float16; out like q, lse (B, H, Nq) float32.
 
-    tile is (Br, Bc). Raises ValueError, with the sum, when shared memory or registers do not hold the tiles.
+    tile is (Br, Bc). Raises ValueError, which shows the sum, when shared memory or registers do not hold the tiles.
     """
     D = q.shape[-1]
     scale = D**-0.5 if scale is None else scale
@@ -51,13 +53,14 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None):
     q_, k_, v_ = (x.flatten(0, 1).contiguous() for x in (q, k, v))  # (B * H, N, D)
     out, lse = torch.empty_like(q_), torch.empty(q_.shape[:2], dtype=torch.float32, device=q.device)
     (heads, Nq, _), Nk = q_.shape, k_.shape[1]
-    flat = tuple(x.view(-1) for x in (q_, k_, v_, out))  # with D a constant of the kernel, all offsets within a patch are, too
+    # Flat tensors, because D is a constant of the kernel: then the offsets within a patch are constants as well.
+    flat = tuple(x.view(-1) for x in (q_, k_, v_, out))
     launch(forward_kernel(Br, Bc, D), heads * -(-Nq // Br), threads(D), (*flat, lse), Nq, Nk, causal, np.float32(scale))
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
 def threads(D):
-    """(x, y) of a block: as many columns of threads as give O's patch eight columns at head_dim 64 and 128."""
+    """(x, y) of a block, chosen so that O's patch has eight columns at head_dim 64 and 128."""
     return (4, 2) if SIMULATED else (8, 16) if D <= 64 else (16, 8)
 
 
@@ -67,11 +70,11 @@ def default_tile(D):
 
 
 def patch_shape(Br, Bc, D):
-    """(rows, columns of S, columns of O) of a thread's patch. Raises ValueError where a tile cannot be shared out."""
+    """(rows, columns of S, columns of O) of a thread's patch. Raises ValueError where a tile does not divide evenly."""
     x, y = threads(D)
     if Br % y or Bc % y or Bc % x or Bc % STEP:
         raise ValueError(
-            f"tile {Br, Bc}, head_dim {D}: {x} x {y} threads share {Br} rows and {Bc} columns out and take {STEP} of those "
+            f"tile {Br, Bc}, head_dim {D}: {x} x {y} threads share {Br} rows and {Bc} columns out and take {STEP} of those "  # noqa: E501
             f"at a time, so the rows must be a multiple of {y} and the columns of {math.lcm(x, STEP)}."
         )
     return Br // y, Bc // x, -(-D // x)
@@ -83,7 +86,7 @@ def check_registers(what, *patches):
     if max(map(max, patches)) > PATCH or words > REGISTERS - 60:
         listed = " + ".join(f"{rows} x {columns}" for rows, columns in patches)
         raise ValueError(
-            f"{what}: patches of {listed} = {words} numbers in registers, and a thread has {REGISTERS}, of which about 60 "
+            f"{what}: patches of {listed} = {words} numbers in registers, and a thread has {REGISTERS}, of which about 60 "  # noqa: E501
             f"go to factors and addresses; no side may exceed {PATCH}. Take a smaller tile or head_dim."
         )
 
@@ -99,7 +102,7 @@ def forward_kernel(Br, Bc, D):
 
     @cuda.jit
     def kernel(q, k, v, out, lse, Nq, Nk, causal, scale):
-        A = cuda.shared.array(A_shape, np.float32)  # STEP columns of Q_i; between products, scratch
+        A = cuda.shared.array(A_shape, np.float32)  # STEP columns of Q_i; between the products, scratch memory
         B = cuda.shared.array(B_shape, np.float32)  # STEP columns of K_j, or STEP keys of V_j, transposed
         P = cuda.shared.array(P_shape, np.float32)
         S = cuda.local.array((R, C), np.float32)
@@ -108,7 +111,7 @@ def forward_kernel(Br, Bc, D):
         l = cuda.local.array(R, np.float32)
         tiles = (Nq + Br - 1) // Br
         head = cuda.blockIdx.x // tiles
-        i = (tiles - 1 - cuda.blockIdx.x % tiles) * Br  # when causal, the last tile has most to do: it starts first
+        i = (tiles - 1 - cuda.blockIdx.x % tiles) * Br  # the last tile starts first: when causal, it sees most keys
         clear(O)
         for r in range(R):
             m[r], l[r] = MINUS_INF, ZERO
@@ -126,7 +129,7 @@ def forward_kernel(Br, Bc, D):
 
 @cuda.jit(device=True)
 def clear(patch):
-    """patch (R, C) = 0."""
+    """Sets patch (R, C) to 0."""
     for r in range(patch.shape[0]):
         for c in range(patch.shape[1]):
             patch[r, c] = ZERO
@@ -134,18 +137,21 @@ def clear(patch):
 
 @cuda.jit(device=True)
 def multiply(patch, t, Nt, start, u, Nu, first, A, B, head, D, X, Y):
-    """patch (R, C) = this thread's part of t[head, start ...] u[head, first ...]^T; t (B * H, Nt, D), u (B * H, Nu, D)."""
+    """patch (R, C) = this thread's part of t[head, start ...] u[head, first ...]^T.
+
+    t (B * H, Nt, D) and u (B * H, Nu, D) are flat. A and B are tiles in shared memory.
+    """
     a, b = cuda.local.array((PATCH, PATCH), np.float32), cuda.local.array((PATCH, PATCH), np.float32)
     a_rows, b_rows, columns = patch.shape[0], patch.shape[1] * X // Y, STEP // X
     clear(patch)
     fetch(a, a_rows, columns, t, Nt, D, head, start, 0, X, Y)
     fetch(b, b_rows, columns, u, Nu, D, head, first, 0, X, Y)
     for d in range(0, D, STEP):
-        cuda.syncthreads()  # done with A and B: they may be overwritten
+        cuda.syncthreads()  # all have read A and B, which may now be overwritten
         store(A, a, a_rows, columns, X, Y)
         store(B, b, b_rows, columns, X, Y)
         cuda.syncthreads()  # every thread needs numbers that others have stored
-        if d + STEP < D:  # what the next round needs is under way while this one multiplies
+        if d + STEP < D:  # the loads for the next iteration run while this one multiplies
             fetch(a, a_rows, columns, t, Nt, D, head, start, d + STEP, X, Y)
             fetch(b, b_rows, columns, u, Nu, D, head, first, d + STEP, X, Y)
         add_products(patch, A, 0, B, X, Y)
@@ -153,12 +159,12 @@ def multiply(patch, t, Nt, start, u, Nu, first, A, B, head, D, X, Y):
 
 @cuda.jit(device=True)
 def multiply_rows(total, P, t, Nt, first, B, head, D, X, Y):
-    """total (R, C), this thread's patch, += P (rows, keys) t[head, first : first + keys]; t (B * H, Nt, D)."""
+    """total (R, C) += this thread's part of P (rows, keys) t[head, first : first + keys]; t (B * H, Nt, D), flat."""
     held = cuda.local.array((PATCH, PATCH), np.float32)
     keys, rows, columns = P.shape[1] - 1, STEP // Y, total.shape[1]  # P has a spare column
     fetch(held, rows, columns, t, Nt, D, head, first, 0, X, Y)
     for c in range(0, keys, STEP):
-        cuda.syncthreads()  # done with B: it may be overwritten
+        cuda.syncthreads()  # all have read B, which may now be overwritten
         store_transposed(B, held, rows, columns, X, Y)
         cuda.syncthreads()  # every thread needs numbers that others have stored, in P too
         if c + STEP < keys:
@@ -168,7 +174,10 @@ def multiply_rows(total, P, t, Nt, first, B, head, D, X, Y):
 
 @cuda.jit(device=True)
 def fetch(held, rows, columns, t, N, D, head, start, first, X, Y):
-    """held[:rows, :columns] = this thread's part of t[head, start ..., first ...]; t (B * H, N, D), flat; 0 beyond its edges."""
+    """held[:rows, :columns] = this thread's part of t[head, start ..., first ...], and 0 beyond the edges of t.
+
+    t (B * H, N, D) is flat.
+    """
     x, y = unsigned(cuda.threadIdx.x), unsigned(cuda.threadIdx.y)
     for r in range(rows):
         for c in range(columns):
@@ -187,7 +196,7 @@ def store(tile, patch, rows, columns, X, Y):
 
 @cuda.jit(device=True)
 def store_transposed(tile, patch, rows, columns, X, Y):
-    """The same for a tile whose rows are the patch's columns."""
+    """As `store`, for a tile whose rows are the patch's columns."""
     x, y = unsigned(cuda.threadIdx.x), unsigned(cuda.threadIdx.y)
     for r in range(rows):
         for c in range(columns):
@@ -196,7 +205,7 @@ def store_transposed(tile, patch, rows, columns, X, Y):
 
 @cuda.jit(device=True)
 def add_products(total, A, first, B, X, Y):
-    """total (R, C), this thread's patch, += its rows of A[:, first : first + STEP] times its rows of B (.., STEP), transposed."""
+    """total (R, C) += this thread's rows of A[:, first : first + STEP] times its rows of B (.., STEP), transposed."""
     x, y = unsigned(cuda.threadIdx.x), unsigned(cuda.threadIdx.y)
     a = cuda.local.array(PATCH, np.float32)
     b = cuda.local.array(PATCH, np.float32)
@@ -212,7 +221,7 @@ def add_products(total, A, first, B, X, Y):
 
 @cuda.jit(device=True)
 def scale_and_mask(S, i, j, Nq, Nk, causal, scale, X, Y):
-    """S (R, C) times scale, -inf where the query does not see the key; the tile begins at query i and key j."""
+    """Scales S (R, C), and sets -inf where the query does not see the key; the tile begins at query i and key j."""
     x, y = unsigned(cuda.threadIdx.x), unsigned(cuda.threadIdx.y)
     for r in range(S.shape[0]):
         seen = keys_seen(i + r * Y + y, Nq, Nk, causal)
@@ -222,9 +231,9 @@ def scale_and_mask(S, i, j, Nq, Nk, causal, scale, X, Y):
 
 @cuda.jit(device=True)
 def online_update(S, O, l, m, scratch, X, Y):
-    """Turns the patch S (R, C) into P = exp(S - m_new) and takes it into l, m (R,), and alpha into O (R, C_O)."""
+    """Replaces the patch S (R, C) by P = exp(S - m_new), updates l and m (R,) with it, and rescales O (R, C_O)."""
     x, y = unsigned(cuda.threadIdx.x), unsigned(cuda.threadIdx.y)
-    cuda.syncthreads()  # done with the products' factors: they become scratch
+    cuda.syncthreads()  # all have read the products' factors, so their memory may serve as scratch memory
     for r in range(S.shape[0]):
         m_patch = MINUS_INF
         for c in range(S.shape[1]):
@@ -235,7 +244,7 @@ def online_update(S, O, l, m, scratch, X, Y):
         m_new = m[r]
         for other in range(X):
             m_new = max(m_new, scratch[r * Y + y, other])
-        unit = ZERO if m_new == MINUS_INF else m_new  # a row that has seen no key: -inf - (-inf) would be NaN
+        unit = ZERO if m_new == MINUS_INF else m_new  # in a row that has seen no key, -inf - (-inf) would be NaN
         alpha = math.exp(m[r] - unit)
         m[r] = m_new
         l[r] *= alpha
@@ -248,7 +257,7 @@ def online_update(S, O, l, m, scratch, X, Y):
 
 @cuda.jit(device=True)
 def add_up_row_sums(l, scratch, X, Y):
-    """l (R,) of this thread's columns becomes that of the whole rows."""
+    """Replaces l (R,), the sums over this thread's columns, by the sums over whole rows."""
     x, y = unsigned(cuda.threadIdx.x), unsigned(cuda.threadIdx.y)
     for r in range(l.shape[0]):
         scratch[r * Y + y, x] = l[r]
@@ -261,7 +270,7 @@ def add_up_row_sums(l, scratch, X, Y):
 
 @cuda.jit(device=True)
 def store_rows(out, lse, O, l, m, N, D, head, i, X, Y):
-    """out = O / l and lse = m + log l for the patch's rows that exist; a row that saw no key gets 0 and -inf."""
+    """out = O / l and lse = m + log l for the patch's rows before row N; a row that saw no key gets 0 and -inf."""
     x, y = unsigned(cuda.threadIdx.x), unsigned(cuda.threadIdx.y)
     for r in range(O.shape[0]):
         row = i + r * Y + y

@@ -1,35 +1,39 @@
 """Stage 02: FlashAttention-2 in CUDA C++, compiled at run time; without a GPU the same files run behind an emulation.
 
+A call goes from here through steps/contract.py (checks, autograd) to launch.py (arguments, grid), which reads the
+rung's row in ladder.py and has nvrtc.py or emulator/ compile and launch the kernel.
 Notebooks: notebooks/02a_fa2_cuda_first_kernels.ipynb to 02d. Tests: tests/test_step02_fa2_cuda.py.
 """
+
+from functools import partial
 
 import torch
 
 from steps import contract, engine
 
-from . import rungs
+from . import ladder, launch
 
-RUNGS = rungs.available(engine.name)
+GPU = launch.gpu() if engine.name == "cuda" else (None, float("inf"))  # its compute capability and shared memory
+RUNGS = {
+    rung: (partial(launch.forward, rung=rung), partial(launch.backward, rung=rung)) for rung in ladder.available(GPU[0])
+}
 SUPPORTS = {
     "stage": "step02_fa2_cuda",
     "devices": (engine.device,),
     "dtypes": (torch.float32, torch.bfloat16, torch.float16),
     "head_dims": (*range(1, 97), 128, 256),
-    "tiles": ((64, 32), (32, 32), (32, 64)) if engine.name == "cuda" else ((16, 16), (8, 16), (16, 8)),
+    "tiles": ladder.limits(*GPU)["scalar"]["tiles"],
     "rungs": tuple(RUNGS),
-    "limits": rungs.limits(engine.name),
-    "elsewhere": rungs.elsewhere(engine.name),
+    "limits": ladder.limits(*GPU),
+    "elsewhere": ladder.elsewhere(GPU[0]),
+    "own_backward": ladder.OWN_BACKWARD,
     "gqa": True,
     "nq_ne_nk": True,
     "deterministic": False,  # unless it is asked for: rung scalar cannot
     "order": "fa2",  # the order in which tiles are visited, for reference/mutants.py
     "title": "FlashAttention-2 in CUDA C++, forward and backward",
-    "notebooks": (
-        "02a_fa2_cuda_first_kernels",
-        "02b_fa2_cuda_tensor_cores",
-        "02c_fa2_cuda_backward",
-        "02d_fa2_cuda_hopper",
-    ),
+    "notebooks": ("02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
+                  "02d_fa2_cuda_hopper"),  # fmt: skip
     "minutes": 150,  # to read
     "hardware": "any with g++; an NVIDIA GPU for its speed",
 }

@@ -1,88 +1,102 @@
 // SPDX-License-Identifier: MIT
 // Rung 3, "hopper": the copy engine adds dQ_i to dq.
 //
-// Rung 2's lanes add dQ_i to dq by atomic additions, and wait until the memory system has taken each. Here a warp leaves its part
-// of dQ_i in shared memory, and the copy engine adds it (bulk_add) while the warp goes on; every warp sends its own 4 KB, so that
-// none waits for another. The algorithm is rung 2's.
+// The lanes of rung 2 add dQ_i to dq by atomic additions, and wait until the memory system has accepted each
+// of them. Here a warp leaves its part of dQ_i in shared memory, and the copy engine adds it (bulk_add) while
+// the warp goes on. Every warp sends its own 4 KB, so that none waits for another. Otherwise the algorithm is
+// that of rung 2.
 //
-// That is no more than a draw. But now one lane sends a warp's part of dQ_i, and can wait for its turn while dV and dK are made:
-// if DETERMINISTIC, the blocks take turns at each dQ_i, and dq, too, is bit-equal from run to run.
+// This alone makes it no faster than rung 2. But now a single lane sends a warp's part of dQ_i, and it can
+// wait until the blocks before have added theirs, while the warpgroup computes dV and dK. So, if
+// DETERMINISTIC, the blocks add to each dQ_i one after the other, in the order of their keys, and dq, too, is
+// bit-equal from run to run.
+//
+// Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, DETERMINISTIC (0 or
+// 1). sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
+// Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
+// with grid B * Hk * ceil(Nk / Bc), block 256,
+// 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * Br * D + 16 * Br + 40 bytes of dynamic shared memory.
+// Spill budget: 0 bytes.
 // Left out, because it was slower: a producer with a warp of its own, as in the forward's rung 7.
-//
-// Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, DETERMINISTIC (0 or 1). sm_90a.
-// Launch: attention_delta, attention_dq: grid B * H * ceil(Nq / Br), block 256. attention_backward: grid B * Hk * ceil(Nk / Bc),
-// block 256, 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * Br * D + 16 * Br + 40 bytes of dynamic shared memory. Needs
-// ptx.cuh, wgmma.py. Spill budget: 0 bytes. The limit: shared memory. S^T, dP^T and dQ_i read both operands from it, at D = 128
-// as many bytes a clock as it can give.
+// Bottleneck: shared memory. S^T, dP^T and dQ_i read both operands from it, at D = 128 as many bytes a clock
+// as it can deliver.
 #include "ptx.cuh"
 
-constexpr float log2_e = 1.4426950408889634f;
-constexpr int Stages = 2;  // buffers of Q, dO, lse, delta, and of dS
-constexpr int Warps = 8;
-constexpr int Part = Br * D / Warps;  // numbers of dQ_i that a warp computes
-static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192, "each warpgroup computes 64 x 64 of dQ_i");
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr int STAGES = 2;  // buffers for Q, dO, lse and delta of a tile of queries, and for dS
+constexpr int WARPS = 8;
+constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
+static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
+              "each warpgroup computes 64 x 64 of dQ_i");
 
-// A tile of 16-bit numbers in shared memory is cut into slabs of 64 columns; a slab's rows of 128 bytes follow each other, and
-// the 16-byte chunks of a row are permuted as TMA and wgmma do it ("128-byte swizzle").
+// The index of the element (row, column) in a tile of `rows` rows of 16-bit numbers. The tile consists of
+// slabs of 64 columns. The rows of a slab, 128 bytes each, follow each other, and their 16-byte chunks are
+// permuted as TMA and wgmma do it ("128-byte swizzle").
 __device__ int at(int rows, int row, int column) {
   return column / 64 * rows * 64 + row * 64 + (column / 8 % 8 ^ row % 8) * 8 + column % 8;
 }
 
-constexpr int Eight_rows = 1024;  // bytes: what a descriptor calls its stride
+constexpr int EIGHT_ROWS = 1024;  // bytes of 8 rows of a slab, which is what a descriptor calls its stride
 
-// C (64 x Br) = A B^T; A is 64 rows of a tile of Bc x D, B a tile of Br x D. Starts it. A descriptor's lowest bits are an
-// address / 16, so that the next 16 columns are a few more.
+// Starts C (64 x Br) = A B^T. A is 64 rows of a tile of Bc x D, B is a tile of Br x D. The lowest bits of a
+// descriptor are an address / 16, so that an addition moves it on to the next 16 columns.
 __device__ void start_product(float (&C)[Br / 2], Shared<T> A, Shared<T> B) {
   wgmma_fence();
-  uint64_t a = descriptor(A, 16, Eight_rows), b = descriptor(B, 16, Eight_rows);
+  uint64_t a = descriptor(A, 16, EIGHT_ROWS), b = descriptor(B, 16, EIGHT_ROWS);
 #pragma unroll
   for (int d = 0; d < D; d += 16)
-    wgmma_ss<T, Br, 0, 0>(C, a + (d / 64 * Bc * 128 + d % 64 * 2) / 16, b + (d / 64 * Br * 128 + d % 64 * 2) / 16, d > 0);
+    wgmma_ss<T, Br, 0, 0>(C, a + (d / 64 * Bc * 128 + d % 64 * 2) / 16,
+                          b + (d / 64 * Br * 128 + d % 64 * 2) / 16, d > 0);
   wgmma_commit();
 }
 
-// C (64 x D) += A B; A (64 x Br) in registers, B a tile of Br x D. Starts it.
+// Starts C (64 x D) += A B. A (64 x Br) is in registers, B is a tile of Br x D.
 __device__ void start_product(float (&C)[D / 2], const uint32_t (&A)[Br / 16][4], Shared<T> B) {
   wgmma_fence();
-  uint64_t b = descriptor(B, Br * 128, Eight_rows);
+  uint64_t b = descriptor(B, Br * 128, EIGHT_ROWS);
 #pragma unroll
   for (int i = 0; i < Br / 16; i++) wgmma_rs<T, D, 1>(C, A[i], b + i * 16 * 128 / 16, true);
   wgmma_commit();
 }
 
-// dQ (64 x 64) = A^T B; A and B are slabs of 128 keys, of dS^T and of K. Starts it.
+// Starts dQ (64 x 64) = A^T B. A and B are slabs of 128 keys, A of dS^T and B of K.
 __device__ void start_dQ(float (&dQ)[32], Shared<T> A, Shared<T> B) {
   wgmma_fence();
-  uint64_t a = descriptor(A, Bc * 128, Eight_rows), b = descriptor(B, Bc * 128, Eight_rows);
+  uint64_t a = descriptor(A, Bc * 128, EIGHT_ROWS), b = descriptor(B, Bc * 128, EIGHT_ROWS);
 #pragma unroll
-  for (int j = 0; j < Bc / 16; j++) wgmma_ss<T, 64, 1, 1>(dQ, a + j * 16 * 128 / 16, b + j * 16 * 128 / 16, j > 0);
+  for (int j = 0; j < Bc / 16; j++)
+    wgmma_ss<T, 64, 1, 1>(dQ, a + j * 16 * 128 / 16, b + j * 16 * 128 / 16, j > 0);
   wgmma_commit();
 }
 
-// Register 4 i + e of a lane holds the row lane / 4 + e / 2 * 8 of its warp's 16 and the column 8 i + lane % 4 * 2 + e % 2. The
-// functions below count columns, which are queries, from this lane's first one.
+// Register 4 i + e of a lane holds the row lane / 4 + e / 2 * 8 of its warp's 16 rows, and the column
+// 8 i + lane % 4 * 2 + e % 2. Rows are keys, and columns are queries. The functions below count the columns
+// from this lane's first one.
 
-// S = -inf where the query does not see the key; the lane's two keys are seen from the columns seen_0 and seen_1 on.
-__device__ void mask(float (&S)[Br / 2], int seen_0, int seen_1) {
+// Sets S = -inf where the query does not see the key. The lane has two keys. The first of them is seen from
+// the column seen_from_0 on, the second from seen_from_1 on.
+__device__ void mask(float (&S)[Br / 2], int seen_from_0, int seen_from_1) {
 #pragma unroll
-  for (int n = 0; n < Br / 2; n++) S[n] = n / 4 * 8 + n % 2 >= (n % 4 < 2 ? seen_0 : seen_1) ? S[n] : -INFINITY;
+  for (int n = 0; n < Br / 2; n++)
+    S[n] = n / 4 * 8 + n % 2 >= (n % 4 < 2 ? seen_from_0 : seen_from_1) ? S[n] : -INFINITY;
 }
 
-// P = exp2(scale_2 * S - lse), packed as an operand.
-__device__ void probabilities(uint32_t (&P)[Br / 16][4], const float (&S)[Br / 2], Shared<float> lse, float scale_2) {
+// P = exp2(scale_log2 * S - lse), packed as an operand.
+__device__ void probabilities(uint32_t (&P)[Br / 16][4], const float (&S)[Br / 2], Shared<float> lse,
+                              float scale_log2) {
 #pragma unroll
   for (int i = 0; i < Br / 8; i++) {
     float l[2] = {lse[8 * i], lse[8 * i + 1]}, p[4];
 #pragma unroll
-    for (int e = 0; e < 4; e++) p[e] = exp2_approx(S[4 * i + e] * scale_2 - l[e % 2]);
+    for (int e = 0; e < 4; e++) p[e] = exp2_approx(S[4 * i + e] * scale_log2 - l[e % 2]);
     P[i / 2][i % 2 * 2] = pack<T>(p[0], p[1]);
     P[i / 2][i % 2 * 2 + 1] = pack<T>(p[2], p[3]);
   }
 }
 
-// dS = P * (dP - delta), packed.
-__device__ void score_gradients(uint32_t (&dS)[Br / 16][4], const uint32_t (&P)[Br / 16][4], const float (&dP)[Br / 2],
-                                Shared<float> delta) {
+// dS = P * (dP - delta), packed as an operand.
+__device__ void score_gradients(uint32_t (&dS)[Br / 16][4], const uint32_t (&P)[Br / 16][4],
+                                const float (&dP)[Br / 2], Shared<float> delta) {
 #pragma unroll
   for (int i = 0; i < Br / 8; i++) {
     float d[2] = {delta[8 * i], delta[8 * i + 1]};
@@ -96,16 +110,21 @@ __device__ void score_gradients(uint32_t (&dS)[Br / 16][4], const uint32_t (&P)[
   }
 }
 
-// Writes 16 x Columns packed numbers, a warp's part of a product, to a tile of `rows` rows from `row` on.
-template <int Columns> __device__ void store_tile(Shared<T> tile, int rows, int row, const uint32_t (&x)[Columns / 16][4]) {
+// Stores 16 x COLUMNS packed numbers, a warp's part of a product, in a tile of `rows` rows, from `row` on.
+template <int COLUMNS>
+__device__ void store_tile(Shared<T> tile, int rows, int row, const uint32_t (&x)[COLUMNS / 16][4]) {
   int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int c = 0; c < Columns; c += 16) stmatrix_x4(tile + at(rows, row + lane % 16, c + lane / 16 * 8), x[c / 16]);
+  for (int c = 0; c < COLUMNS; c += 16)
+    stmatrix_x4(tile + at(rows, row + lane % 16, c + lane / 16 * 8), x[c / 16]);
 }
 
-// What a warp has of dQ_i is added to its 1024 numbers of dq, in the order of the registers, by the copy engine, from shared
-// memory. turn, if DETERMINISTIC, counts the tiles of keys that have been added.
-__device__ void add_dQ(Global<float> dq, const float (&dQ)[32], Shared<float> staging, Global<int> turn, int tile) {
+// Adds the warp's part of dQ_i to its 1024 numbers of dq, in the order of the registers: the lanes store it
+// in shared memory, and the copy engine adds it from there. If DETERMINISTIC, `added` counts the tiles of
+// keys that have been added to this part of dQ_i, and the warp waits until that is the number of its own
+// tile.
+__device__ void add_dQ(Global<float> dq, const float (&dQ)[32], Shared<float> staging, Global<int> added,
+                       int tile) {
   int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < 32; i += 4) {
@@ -115,58 +134,69 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32], Shared<float> st
     store_16(staging + (i * 32 + lane * 4), x);
   }
   fence_async();
-  __syncwarp();  // all lanes' numbers are there, for the copy engine too
+  __syncwarp();  // the numbers of all lanes are in shared memory, and the copy engine sees them
   if (lane > 0) return;
   if (DETERMINISTIC) {
-    while (atomicAdd(&turn[0], 0) != tile) {
+    while (atomicAdd(&added[0], 0) != tile) {
     }
-    __threadfence();  // what the blocks before have added comes before what follows,
-    fence_async_global();  // and before what the copy engine does
+    __threadfence();       // the additions of the blocks before come before what this thread does next,
+    fence_async_global();  // and before what the copy engine does for it
   }
-  bulk_add(dq, staging, Part);
+  bulk_add(dq, staging, DQ_PER_WARP);
   bulk_commit();
 }
 
-// The copy engine has read, and if DETERMINISTIC also added, what the staging buffer held; then it is the next block's turn.
-__device__ void finish_dQ(Global<int> turn, bool pass_on) {
+// Waits until the copy engine has read the staging buffer. If DETERMINISTIC, waits until it has also added
+// the numbers, and lets the next block have its turn.
+__device__ void finish_dQ(Global<int> added, bool pass_on) {
   if (threadIdx.x % 32 == 0) {
     if (!DETERMINISTIC) bulk_wait_read<0>();
     else bulk_wait_done<0>();
     if (DETERMINISTIC && pass_on) {
-      __threadfence();  // this block's addition comes before the turn
-      atomicAdd(&turn[0], 1);
+      __threadfence();  // this block's addition comes before the next block's turn
+      atomicAdd(&added[0], 1);
     }
   }
   __syncwarp();  // the other lanes wait for lane 0
 }
 
-// dK or dV of a warp's 16 keys goes out through shared memory: the copy engine writes whole rows, and none beyond the last key.
-__device__ void store_rows(const TensorMap& map, Shared<T> tile, const float (&C)[D / 2], float factor, int row, int head,
-                           int batch) {
+// Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
+// whole rows, and no rows beyond the last key.
+__device__ void store_rows(const TensorMap& map, Shared<T> tile, const float (&C)[D / 2], float factor,
+                           int row, int head, int batch) {
   uint32_t x[D / 16][4];
 #pragma unroll
   for (int i = 0; i < D / 4; i++) x[i / 4][i % 4] = pack<T>(factor * C[2 * i], factor * C[2 * i + 1]);
   store_tile<D>(tile, 16, 0, x);
   fence_async();
-  __syncwarp();  // all lanes' numbers are there, for the copy engine too
-  if (threadIdx.x % 32 == 0) tma_store(map, tile, 0, row, 0, head, batch), bulk_commit();
+  __syncwarp();  // the numbers of all lanes are in shared memory, and the copy engine sees them
+  if (threadIdx.x % 32 == 0) {
+    tma_store(map, tile, 0, row, 0, head, batch);
+    bulk_commit();
+  }
 }
 
-// delta = rowsum(dout * out) and lse * log2(e), (B, H, Rows), Rows being Nq rounded up to whole tiles; dq = 0, of a tile. A row
-// without keys has lse = -inf; there, and from Nq on, lse becomes +inf, so that P = exp2(... - lse) = 0. D / 8 threads a row.
+// Computes delta = rowsum(dout * out) and lse_2 = lse * log2(e), both (B, H, padded_rows), which is Nq
+// rounded up to whole tiles, and sets dq to 0. lse of a row that saw no key is -inf. For such a row, and for
+// the rows from Nq on, lse_2 becomes +inf, so that P = exp2(... - lse_2) = 0. A block computes a tile
+// of Br rows, D / 8 threads a row.
 extern "C" __global__ void __launch_bounds__(256) attention_delta(
     Global<const T> dout, int64_t dout_batch, int64_t dout_head, int64_t dout_row,
     Global<const T> out, int64_t out_batch, int64_t out_head, int64_t out_row,
     Global<const float> lse, Global<float> lse_2, Global<float> delta, Global<float> dq, int H, int Nq) {
-  constexpr int lanes = D / 8, rows = 256 / lanes;  // rows at a time
-  int tiles = (Nq + Br - 1) / Br, tile = blockIdx.x % tiles, head = blockIdx.x / tiles % H, batch = blockIdx.x / tiles / H;
-  int lane = threadIdx.x % lanes;
+  constexpr int ROW_LANES = D / 8;       // threads that share a row, 8 numbers each
+  constexpr int ROWS = 256 / ROW_LANES;  // rows at a time
+  int tiles = (Nq + Br - 1) / Br;
+  int tile = blockIdx.x % tiles;
+  int head = blockIdx.x / tiles % H;
+  int batch = blockIdx.x / tiles / H;
+  int lane = threadIdx.x % ROW_LANES;  // of those that share the row
   dout += batch * dout_batch + head * dout_head + 8 * lane;
   out += batch * out_batch + head * out_head + 8 * lane;
-  float sum[Br / rows] = {};
+  float sum[Br / ROWS] = {};
 #pragma unroll
-  for (int r = 0; r < Br / rows; r++) {
-    int i = tile * Br + r * rows + threadIdx.x / lanes;
+  for (int r = 0; r < Br / ROWS; r++) {
+    int i = tile * Br + r * ROWS + threadIdx.x / ROW_LANES;
     if (i < Nq) {
       uint32_t x[4], y[4];
       load_16(x, dout + i * dout_row);
@@ -184,48 +214,61 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
     store_16(dq + (int64_t(blockIdx.x) * Br * D + e), zeros);
   }
 #pragma unroll
-  for (int r = 0; r < Br / rows; r++) {
+  for (int r = 0; r < Br / ROWS; r++) {
 #pragma unroll
-    for (int other = 1; other < lanes; other *= 2) sum[r] += __shfl_xor_sync(0xffffffff, sum[r], other);
-    int row = r * rows + threadIdx.x / lanes, i = tile * Br + row;
+    for (int other = 1; other < ROW_LANES; other *= 2) sum[r] += __shfl_xor_sync(0xffffffff, sum[r], other);
+    int row = r * ROWS + threadIdx.x / ROW_LANES;
+    int i = tile * Br + row;
     if (lane == 0) {
       float l = i < Nq ? lse[(int64_t(batch) * H + head) * Nq + i] : -INFINITY;
       delta[int64_t(blockIdx.x) * Br + row] = sum[r];
-      lse_2[int64_t(blockIdx.x) * Br + row] = l == -INFINITY ? INFINITY : l * log2_e;
+      lse_2[int64_t(blockIdx.x) * Br + row] = l == -INFINITY ? INFINITY : l * LOG2_E;
     }
   }
 }
 
-// Tensor maps, boxes: q, dout (B, H, Nq, D): Br rows; k, v (B, H / group, Nk, D): Bc rows; dk, dv like k: 16 rows. lse_2,
-// delta and dq of attention_delta. turns, if DETERMINISTIC: 1 + 8 * B * H * ceil(Nq / Br) zeros.
+// The tensor maps describe dout and q (B, H, Nq, D) with boxes of Br rows, k and v (B, H / group, Nk, D) with
+// boxes of Bc rows, and dk and dv like k with boxes of 16 rows. lse_2, delta and dq are those of
+// attention_delta. counters, if DETERMINISTIC, are 1 + 8 * B * H * ceil(Nq / Br) zeros: one for the blocks
+// that have started, and one for each warp's part of each dQ_i, for the tiles of keys that have been added to
+// it.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
-    const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
-    Global<const float> lse_2, Global<const float> delta, Global<float> dq, Global<int> turns,
+    const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap q_map,
+    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+    const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
+    Global<const float> lse_2, Global<const float> delta, Global<float> dq, Global<int> counters,
     int H, int group, int Nq, int Nk, float scale, int causal) {
   SharedMemory smem;
-  Shared<T> K = smem.array<T>(Bc * D), V = smem.array<T>(Bc * D);  // arrays that TMA and wgmma use come first: 1024-byte aligned
-  Shared<T> Q = smem.array<T>(Stages * Br * D), dO = smem.array<T>(Stages * Br * D), dS_i = smem.array<T>(Stages * Br * Bc);
+  // The arrays that TMA and wgmma use come first, because they must begin at multiples of 1024 bytes.
+  Shared<T> K = smem.array<T>(Bc * D), V = smem.array<T>(Bc * D);
+  Shared<T> Q = smem.array<T>(STAGES * Br * D), dO = smem.array<T>(STAGES * Br * D);
+  Shared<T> dS_i = smem.array<T>(STAGES * Br * Bc);
   Shared<float> staging = smem.array<float>(Br * D);  // each warp's part of dQ_i, on its way to dq
-  Shared<float> lse_i = smem.array<float>(Stages * Br), delta_i = smem.array<float>(Stages * Br);
-  Shared<Barrier> keys_full = smem.array<Barrier>(1), queries_full = smem.array<Barrier>(Stages);
+  Shared<float> lse_i = smem.array<float>(STAGES * Br), delta_i = smem.array<float>(STAGES * Br);
+  Shared<Barrier> keys_full = smem.array<Barrier>(1), queries_full = smem.array<Barrier>(STAGES);
   Shared<int> number = smem.array<int>(4);
 
   if (threadIdx.x == 0) {
     barrier_init(keys_full, 1);
-    for (int s = 0; s < Stages; s++) barrier_init(queries_full + s, 1);
+    for (int s = 0; s < STAGES; s++) barrier_init(queries_full + s, 1);
     barrier_init_fence();
-    // Blocks that wait for those before them are numbered as they start: a GPU does not promise the order of blockIdx.x.
-    if (DETERMINISTIC) number[0] = atomicAdd(&turns[0], 1);
+    // A GPU does not promise to start the blocks in the order of blockIdx.x, and a block must not wait for
+    // one that has not started. So blocks that wait for those before them are numbered as they start.
+    if (DETERMINISTIC) number[0] = atomicAdd(&counters[0], 1);
   }
   __syncthreads();  // the barriers are ready
 
-  // The first tiles come first: with a causal mask they have the most queries.
-  int block = DETERMINISTIC ? number[0] : blockIdx.x, tiles = (Nk + Bc - 1) / Bc, tile = block % tiles;
-  int Hk = H / group, k_head = block / tiles % Hk, batch = block / tiles / Hk;
+  // The tiles of a head are taken from the first to the last, because with a causal mask the first keys have
+  // the most queries.
+  int block = DETERMINISTIC ? number[0] : blockIdx.x;
+  int tiles = (Nk + Bc - 1) / Bc;
+  int tile = block % tiles;
+  int Hk = H / group;
+  int head_k = block / tiles % Hk;
+  int batch = block / tiles / Hk;
   int query_tiles = (Nq + Br - 1) / Br;
-  // Causal is aligned at the bottom right: key j is seen by the queries from j - (Nk - Nq) on.
-  int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile of queries that sees any of these keys
+  // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
+  int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile of queries that sees a key
   int steps = (query_tiles - first) * group;
 
   auto load_queries = [&](int stage, int head, int i) {
@@ -237,73 +280,90 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
   };
 
-  int head = k_head * group, i = query_tiles - 1;
+  int head = head_k * group, i = query_tiles - 1;
   if (threadIdx.x == 0) {
     barrier_expect(keys_full, 2 * 2 * Bc * D);
-    tma_load(K, k_map, keys_full, 0, tile * Bc, 0, k_head, batch);
-    tma_load(V, v_map, keys_full, 0, tile * Bc, 0, k_head, batch);
+    tma_load(K, k_map, keys_full, 0, tile * Bc, 0, head_k, batch);
+    tma_load(V, v_map, keys_full, 0, tile * Bc, 0, head_k, batch);
     load_queries(0, head, i);
   }
 
-  // The shuffle tells the compiler that a warp agrees on its warpgroup: what follows from it costs no registers.
-  int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int row = 16 * warp + lane / 4, column = lane % 4 * 2;  // this lane's first key and first query in a tile
+  // The shuffle lets the compiler know that all lanes of a warp have the same warpgroup: what is computed
+  // from it then takes no registers of the threads.
+  int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  int warp = threadIdx.x / 32;
+  int lane = threadIdx.x % 32;
+  int row = 16 * warp + lane / 4;  // this lane's first key in a tile
+  int column = lane % 4 * 2;       // this lane's first query in a tile
   Shared<T> K_rows = K + warpgroup * 64 * 64, V_rows = V + warpgroup * 64 * 64;
-  // Of dQ_i = dS_i K_j this warpgroup computes 64 columns (D = 128) or 64 rows (D = 64).
+  // Of dQ_i = dS_i K_j this warpgroup computes 64 columns if D = 128, and 64 rows if D = 64.
   int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
   Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
-  dq += warp * Part, staging += warp * Part, turns += 1 + warp;
+  dq += warp * DQ_PER_WARP;
+  staging += warp * DQ_PER_WARP;
+  counters += 1 + warp;
 
-  int key = tile * Bc + row;  // this lane's keys, key and key + 8, are seen from these queries on, counted from its first one
-  int seen_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
-  int seen_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
-  int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;  // from here on all keys are seen
+  // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
+  // seen_from_1 on, or by none if the key does not exist. Both are counted from the lane's first query, as
+  // `mask` wants them.
+  int key = tile * Bc + row;
+  int seen_from_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
+  int seen_from_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
+  // The queries from masked_below on see all keys of this tile. Those below it need the mask.
+  int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;
 
   float dK[D / 2] = {}, dV[D / 2] = {};
-  Global<int> turn = turns;  // of the tile of dq that this warp is adding to
+  Global<int> added = counters;  // the counter of the part of dQ_i that this warp adds to
   barrier_wait(keys_full, 0);
   for (int step = 0; step < steps; step++) {
-    int stage = step % Stages;
-    Shared<T> Q_i = Q + stage * Br * D, dO_i = dO + stage * Br * D, dS_t = dS_i + stage * Br * Bc;
+    int stage = step % STAGES;
+    Shared<T> Q_i = Q + stage * Br * D, dO_i = dO + stage * Br * D;
+    Shared<T> dS_t = dS_i + stage * Br * Bc;
     float S[Br / 2], dP[Br / 2], dQ[32];
     uint32_t P[Br / 16][4], dS[Br / 16][4];
 
-    barrier_wait(queries_full + stage, step / Stages % 2);
+    barrier_wait(queries_full + stage, step / STAGES % 2);
     start_product(S, K_rows, Q_i);    // S^T = K_j Q_i^T
     start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
     wgmma_wait<1>();                  // S^T is there
-    if (i * Br < masked_below) mask(S, seen_0 - i * Br, seen_1 - i * Br);
-    probabilities(P, S, lse_i + (stage * Br + column), scale * log2_e);
+    if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
+    probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
     wgmma_wait<0>();  // dP^T is there
     score_gradients(dS, P, dP, delta_i + (stage * Br + column));
     store_tile<Br>(dS_t, Bc, 16 * warp, dS);
     fence_async();
-    __syncthreads();  // both warpgroups have written dS^T; and all products of the tile before have ended
+    __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
 
     int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
-    if (--i < first) i = query_tiles - 1, head++;
-    if (threadIdx.x == 0 && step + 1 < steps) load_queries((step + 1) % Stages, head, i);
+    if (--i < first) {
+      i = query_tiles - 1;
+      head++;
+    }
+    if (threadIdx.x == 0 && step + 1 < steps) load_queries((step + 1) % STAGES, head, i);
 
     start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
     start_product(dV, P, dO_i);            // dV_j += P^T dO_i
     start_product(dK, dS, Q_i);            // dK_j += dS^T Q_i
     wgmma_wait<2>();                       // dQ_i is there
-    finish_dQ(turn, step > 0);             // of the tile before
-    turn = turns + dq_tile * Warps;
-    add_dQ(dq + dq_tile * Br * D, dQ, staging, turn, tile);
+    finish_dQ(added, step > 0);            // of the tile before
+    added = counters + dq_tile * WARPS;
+    add_dQ(dq + dq_tile * Br * D, dQ, staging, added, tile);
     wgmma_wait<0>();
   }
-  finish_dQ(turn, true);
-  __syncthreads();  // nobody still reads K and V, whose place dK and dV take
-  store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, k_head, batch);
-  store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, k_head, batch);
-  if (lane == 0) bulk_wait_read<0>();  // shared memory must outlive what the copy engine reads
+  finish_dQ(added, true);
+  __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
+  store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, head_k, batch);
+  store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, head_k, batch);
+  if (lane == 0) bulk_wait_read<0>();  // shared memory must exist until the copy engine has read it
 }
 
-// out (B, H, Nq, D) = scale * dq in 16 bits. A warp's part of a tile of dq is [i][lane][4] with the numbers
-// [row lane / 4, + 8][column 8 i + lane % 4 * 2, + 1]. A thread takes four neighbouring lanes: 8 columns of two rows.
-extern "C" __global__ void __launch_bounds__(256) attention_dq(Global<const float> dq, Global<T> out, int Nq, float scale) {
-  int tiles = (Nq + Br - 1) / Br, tile = blockIdx.x % tiles;
+// out (B, H, Nq, D) = scale * dq in 16 bits. A warp's part of a tile of dq is stored as [i][lane][4]. The
+// four numbers are the rows lane / 4 and lane / 4 + 8, and in each of them the columns 8 i + lane % 4 * 2 and
+// the next one. A thread takes the numbers of four neighbouring lanes, which are 8 columns of two rows.
+extern "C" __global__ void __launch_bounds__(256) attention_dq(
+    Global<const float> dq, Global<T> out, int Nq, float scale) {
+  int tiles = (Nq + Br - 1) / Br;
+  int tile = blockIdx.x % tiles;
   out += int64_t(blockIdx.x / tiles) * Nq * D;
   dq += int64_t(blockIdx.x) * Br * D;
 #pragma unroll
@@ -311,8 +371,9 @@ extern "C" __global__ void __launch_bounds__(256) attention_dq(Global<const floa
     int i = n % 8, g = n / 8 % 8, warp = n / 64;  // neighbouring threads write neighbouring columns
     uint32_t x[4][4];
 #pragma unroll
-    for (int c = 0; c < 4; c++) load_16(x[c], dq + (warp * Part + (i * 32 + g * 4 + c) * 4));
-    int row = tile * Br + (D == 64 ? 16 * warp : 16 * (warp % 4)) + g, column = (D == 64 ? 0 : warp / 4 * 64) + 8 * i;
+    for (int c = 0; c < 4; c++) load_16(x[c], dq + (warp * DQ_PER_WARP + (i * 32 + g * 4 + c) * 4));
+    int row = tile * Br + (D == 64 ? 16 * warp : 16 * (warp % 4)) + g;
+    int column = (D == 64 ? 0 : warp / 4 * 64) + 8 * i;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       uint32_t y[4];

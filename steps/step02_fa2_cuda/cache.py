@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Files kept from run to run, named by a hash of everything that they were made from."""
+"""Files that are kept from run to run, each under a hash of everything that it was made from."""
 
 import functools
 import hashlib
@@ -21,7 +21,10 @@ def folder() -> Path:
 
 
 def get(parts: tuple, suffix: str, make) -> Path:
-    """The file for `parts`; if there is none yet, make(path) writes it, aside first, so that no other process sees half of it."""
+    """The file for `parts`. If there is none yet, make(path) writes it.
+
+    It is written in a folder of its own and then moved, so that no other process sees an incomplete file.
+    """
     path = folder() / (hashlib.sha256(repr(parts).encode()).hexdigest()[:24] + suffix)
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder()) as aside:

@@ -10,19 +10,23 @@
 //     O      = alpha * O + sum exp(S - m_new) V_j
 //   O / l and m + log l leave the chip once, at the end.
 //
-// Compiled for one head_dim D and one tile Br x Bc (macros). Launch: grid ceil(Nq / Br) * H * B, block Br threads,
-// (2 * Bc * D + Bc * Br) * 4 bytes of dynamic shared memory. Any GPU. Needs ptx.cuh. Spill budget: 0 bytes.
-// The limit: q and O take 2 D of the 255 registers that a thread can have, so D <= 96 and S has no room among them.
-// Left out: tensor cores (rung 2). The wall: every thread reads the whole K/V tile from shared memory, 2 FLOP a 4-byte load.
+// Compiled for one head_dim D and one tile Br x Bc (macros). Any GPU. Needs ptx.cuh.
+// Launch: grid ceil(Nq / Br) * H * B, block Br threads, (2 * Bc * D + Bc * Br) * 4 bytes of dynamic shared
+// memory.
+// Spill budget: 0 bytes.
+// Limit: q and O take 2 D of a thread's at most 255 registers. So D is at most 96, and S has no room there.
+// Left out: tensor cores (rung 2).
+// Bottleneck: every thread reads the whole tiles of K and V from shared memory, one 4-byte load for 2 FLOP.
 #include "ptx.cuh"
 
-// tile[0 .. rows)[D] = x[0 .. rows)[D], by all threads of the block; neighbouring threads read neighbouring addresses.
+// Copies x[0 .. rows)[D] to the tile. All threads of the block take part, and neighbouring threads read
+// neighbouring addresses.
 __device__ void load_tile(Shared<float> tile, Global<const float> x, int64_t stride, int rows) {
   for (int e = threadIdx.x; e < rows * D; e += Br) tile[e] = x[e / D * stride + e % D];
 }
 
-// S = scale * q . K_j for the first n keys of the tile; returns max S. This thread's S lies in a column of width Br:
-// neighbouring threads then touch neighbouring banks.
+// Computes S = scale * q . K_j for the first n keys of the tile, and returns max S. A thread's scores lie Br
+// numbers apart, so that neighbouring threads access neighbouring banks.
 __device__ float scores(Shared<float> S, const float (&q)[D], Shared<float> K, int n, float scale) {
   float max_S = -INFINITY;
   for (int j = 0; j < n; j++) {
@@ -35,8 +39,10 @@ __device__ float scores(Shared<float> S, const float (&q)[D], Shared<float> K, i
   return max_S;
 }
 
-// Takes in the n keys whose scores are S: m, l and O (not yet divided by l) become those of all keys so far.
-__device__ void online_update(float& m, float& l, float (&O)[D], Shared<float> S, float max_S, Shared<float> V, int n) {
+// Adds the n keys whose scores are S to the row: m, l and O become those of all keys so far. O is not yet
+// divided by l.
+__device__ void online_update(float& m, float& l, float (&O)[D], Shared<float> S, float max_S,
+                              Shared<float> V, int n) {
   float m_new = fmaxf(m, max_S);
   float alpha = expf(m - m_new);  // 0 for the first tile, where m is still -inf
   l *= alpha;
@@ -51,35 +57,42 @@ __device__ void online_update(float& m, float& l, float (&O)[D], Shared<float> S
   m = m_new;
 }
 
-// out = O / l; a row that saw no key (l = 0) gets 0.
+// Stores out = O / l. A row that saw no key has l = 0 and gets 0.
 __device__ void store_row(Global<float> out, const float (&O)[D], float l) {
 #pragma unroll
   for (int d = 0; d < D; d++) out[d] = l == 0 ? 0 : O[d] / l;
 }
 
-// q (B, H, Nq, D), k and v (B, H / group, Nk, D) with any strides (in elements; D is contiguous); out (B, H, Nq, D) and lse
-// (B, H, Nq) contiguous. Only the grid's x dimension goes beyond 65535, so it counts tiles, heads and batches in one; offsets are
-// 64-bit.
+// q is (B, H, Nq, D), k and v are (B, H / group, Nk, D). Their strides, counted in elements, are arbitrary,
+// but D is contiguous. out (B, H, Nq, D) and lse (B, H, Nq) are contiguous. The grid's x dimension counts
+// tiles, heads and batches in one, because y and z end at 65535.
 extern "C" __global__ void __launch_bounds__(Br) attention_forward(
     Global<const float> q, int64_t q_batch, int64_t q_head, int64_t q_row,
     Global<const float> k, int64_t k_batch, int64_t k_head, int64_t k_row,
     Global<const float> v, int64_t v_batch, int64_t v_head, int64_t v_row,
     Global<float> out, Global<float> lse, int H, int group, int Nq, int Nk, float scale, int causal) {
-  int tiles = (Nq + Br - 1) / Br, tile = blockIdx.x % tiles, head = blockIdx.x / tiles % H, batch = blockIdx.x / tiles / H;
+  int tiles = (Nq + Br - 1) / Br;
+  int tile = blockIdx.x % tiles;
+  int head = blockIdx.x / tiles % H;
+  int batch = blockIdx.x / tiles / H;
   q += batch * q_batch + head * q_head;
   k += batch * k_batch + head / group * k_head;
   v += batch * v_batch + head / group * v_head;
   int64_t first_row = int64_t(batch * H + head) * Nq;
 
   SharedMemory smem;
-  Shared<float> K = smem.array<float>(Bc * D), V = smem.array<float>(Bc * D), S = smem.array<float>(Bc * Br) + threadIdx.x;
+  Shared<float> K = smem.array<float>(Bc * D);
+  Shared<float> V = smem.array<float>(Bc * D);
+  Shared<float> S = smem.array<float>(Bc * Br) + threadIdx.x;
 
-  // Causal is aligned at the bottom right: query i sees the keys 0 .. i + Nk - Nq.
-  int i = tile * Br + threadIdx.x, last = min(tile * Br + Br, Nq) - 1;
-  int keys = causal ? min(Nk, max(0, last + 1 + Nk - Nq)) : Nk;     // that any row of this block sees
-  int seen = i >= Nq ? 0 : causal ? min(Nk, i + 1 + Nk - Nq) : Nk;  // that this row sees
+  // The causal mask is aligned at the bottom right, so that query i sees the keys 0 .. i + Nk - Nq.
+  int i = tile * Br + threadIdx.x;                                  // this thread's query
+  int last = min(tile * Br + Br, Nq) - 1;                           // the block's last query
+  int keys = causal ? min(Nk, max(0, last + 1 + Nk - Nq)) : Nk;     // keys that some row of this block sees
+  int seen = i >= Nq ? 0 : causal ? min(Nk, i + 1 + Nk - Nq) : Nk;  // keys that this row sees
 
-  float Q_i[D], O_i[D] = {}, m = -INFINITY, l = 0;
+  float Q_i[D], O_i[D] = {};
+  float m = -INFINITY, l = 0;
 #pragma unroll
   for (int d = 0; d < D; d++) Q_i[d] = i < Nq ? q[i * q_row + d] : 0;
 

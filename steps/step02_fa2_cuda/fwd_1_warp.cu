@@ -1,36 +1,50 @@
 // SPDX-License-Identifier: MIT
-// Rung 1, "warp": a warp owns 16 query rows ("split-Q"), and its lanes share them out in micro-tiles.
+// Rung 1, "warp": a warp owns 16 query rows ("split-Q"), and each of its lanes owns a patch of them.
 //
-// The algorithm is rung 0's. What changes is who computes what. The 32 lanes of a warp stand in 4 rows of 8:
+// The algorithm is that of rung 0. What changes is which thread computes what. The 32 lanes of a warp form a
+// grid of 4 rows of 8 lanes. Lane (a, b), with a = lane / 8 and b = lane % 8, owns
 //
-//   lane (a, b), a = lane / 8, b = lane % 8, owns the rows a, a + 4, ... of the warp; of S the keys b, b + 8, ...,
-//   of O the columns 4 b ... 4 b + 3, 4 b + 32 ..., all of them in registers: a value read from shared memory serves a whole
-//   row or column of the micro-tile, not a single multiplication.
+//   the rows a, a + 4, a + 8 and a + 12 of the warp;
+//   of S, in these rows, the keys b, b + 8, ... of a tile;
+//   of O, in these rows, the columns 4 b ... 4 b + 3, 4 b + 32 ... 4 b + 35, ...
 //
-// The 8 lanes of one a hold a whole row of S between them: its maximum and its sum take three shuffles, and no row is ever
-// needed by another warp. Between the two barriers of a tile the warps go their own ways. (FlashAttention-1 split the keys
-// among the warps instead, and had to add up O through shared memory: FlashAttention-2, section 3.3.)
+// It holds all of them in registers. A number that is read from shared memory then serves a whole row or
+// column of the lane's patch, not a single multiplication.
 //
-// T is bf16 (from sm_80 on), fp16 or float32, and everything is computed in float32. Launch: grid ceil(Nq / Br) * H * B, block
-// 2 * Br threads, 4 * (D + 4) * (Br + 2 * Bc) bytes of dynamic shared memory. D a multiple of 32, Br of 16, Bc of 8. sm_75 and
-// newer. Needs ptx.cuh.
-// Spill budget: 20 bytes: used by some tiles before sm_90, and with D = 96 on sm_120; none on sm_90.
-// Left out: tensor cores (rung 2), which take 16-bit numbers. The wall: the multiply-add units themselves, 1/15 of the speed of
-// the tensor cores on an H200.
+// The 8 lanes with the same a hold whole rows of S between them. Maximum and sum of a row take three shuffles
+// each. No other warp ever needs the row, so between the two barriers of a tile no warp waits for another.
+// (FlashAttention-1 divided the keys among the warps instead, and had to add up O through shared memory:
+// FlashAttention-2, section 3.3.)
+//
+// T is bf16 (from sm_80 on), fp16 or float32, and everything is computed in float32. D is a multiple of 32,
+// Br of 16, Bc of 8. sm_75 and newer. Needs ptx.cuh.
+// Launch: grid ceil(Nq / Br) * H * B, block 2 * Br threads, 4 * (D + 4) * (Br + 2 * Bc) bytes of dynamic
+// shared memory.
+// Spill budget: 20 bytes. On sm_90 nothing is spilled; before it some tiles are, and on sm_120 D = 96 is.
+// Left out: tensor cores (rung 2), which take 16-bit numbers.
+// Bottleneck: the units for multiply-add, which on an H200 have 1/15 of the speed of the tensor cores.
 #include "ptx.cuh"
 
-static_assert(Br % 16 == 0 && Br <= 64 && Bc % 8 == 0, "at most 4 warps of 16 rows; a lane has every 8th key");
-constexpr int THREADS = 2 * Br, ROWS = 4, KEYS = Bc / 8, COLUMNS = D / 32;  // a lane's micro-tiles; COLUMNS of 4 each
-constexpr int STRIDE = D + 4;  // of a row in shared memory: the 8 lanes of one a then read 8 rows from different banks
-constexpr float LOWEST = -3.4e38f;  // where m starts: with -inf, m - m of a row that has seen no key yet would be NaN
+static_assert(Br % 16 == 0 && Br <= 64 && Bc % 8 == 0,
+              "at most 4 warps of 16 rows; a lane has every 8th key");
+constexpr int THREADS = 2 * Br;
+constexpr int ROWS = 4;          // of a lane
+constexpr int KEYS = Bc / 8;     // of a lane, in a tile
+constexpr int COLUMNS = D / 32;  // of a lane, in groups of 4 neighbours
+// Numbers from one row to the next in shared memory. With 4 more than D the 8 lanes with the same a, which
+// read 8 rows at once, read from different banks.
+constexpr int STRIDE = D + 4;
+// m starts at LOWEST. If it started at -inf, m - m_new of a row that has not seen a key yet would be NaN.
+constexpr float LOWEST = -3.4e38f;
 
-// tile[0 .. size)[D] = x[0 .. rows)[D], then zeros; neighbouring threads read neighbouring addresses.
+// Copies x[0 .. rows)[D] to the tile, and zeros from there to row `size`. Neighbouring threads read
+// neighbouring addresses.
 __device__ void load_tile(Shared<float> tile, Global<const T> x, int64_t stride, int size, int rows) {
   for (int e = threadIdx.x; e < size * D; e += THREADS)
     tile[e / D * STRIDE + e % D] = e / D < rows ? to_float(x[e / D * stride + e % D]) : 0;
 }
 
-// S = scale * Q K^T; Q and K begin at this lane's first row and key.
+// S = scale * Q K^T. Q and K point to this lane's first row and first key.
 __device__ void scores(float (&S)[ROWS][KEYS], Shared<float> Q, Shared<float> K, float scale) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
@@ -54,7 +68,8 @@ __device__ void scores(float (&S)[ROWS][KEYS], Shared<float> Q, Shared<float> K,
     for (int j = 0; j < KEYS; j++) S[r][j] *= scale;
 }
 
-// Row r of this lane sees the first seen[r] keys of the tile. A select, not a product with 0, which would let NaN through.
+// Row r of this lane sees the keys below seen[r]. Other scores are replaced by -inf, because arithmetic with
+// a mask would let NaN through.
 __device__ void mask(float (&S)[ROWS][KEYS], const int (&seen)[ROWS], int first_key) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
@@ -62,7 +77,7 @@ __device__ void mask(float (&S)[ROWS][KEYS], const int (&seen)[ROWS], int first_
     for (int j = 0; j < KEYS; j++) S[r][j] = first_key + 8 * j < seen[r] ? S[r][j] : -INFINITY;
 }
 
-// The largest, or the sum, of x over the 8 lanes that share a row; each of them gets it.
+// The maximum, or the sum, of x over the 8 lanes that share a row. Each of the 8 lanes gets the result.
 __device__ float row_max(float x) {
 #pragma unroll
   for (int lanes = 4; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
@@ -74,8 +89,10 @@ __device__ float row_sum(float x) {
   return x;
 }
 
-// Takes in the tile's scores: m, l (this lane's share) and O (not yet divided by l) become those of all keys so far; S becomes P.
-__device__ void online_update(float (&m)[ROWS], float (&l)[ROWS], float (&O)[ROWS][COLUMNS][4], float (&S)[ROWS][KEYS]) {
+// Adds the tile's keys, whose scores are S, to the rows: m, l and O become those of all keys so far, and S
+// becomes P. O is not yet divided by l, and l is only this lane's share of the sum.
+__device__ void online_update(float (&m)[ROWS], float (&l)[ROWS], float (&O)[ROWS][COLUMNS][4],
+                              float (&S)[ROWS][KEYS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     float m_new = m[r];
@@ -97,7 +114,8 @@ __device__ void online_update(float (&m)[ROWS], float (&l)[ROWS], float (&O)[ROW
   }
 }
 
-// O += P V. P[r][j] for the key 8 * j + b lies in the lane (a, b): a shuffle hands it to the row's other lanes.
+// O += P V. P[r][j] for the key 8 * j + b lies in lane (a, b), and a shuffle hands it to the other lanes of
+// the row.
 __device__ void add_PV(float (&O)[ROWS][COLUMNS][4], const float (&P)[ROWS][KEYS], Shared<float> V) {
   int lane = threadIdx.x % 32;
 #pragma unroll
@@ -118,36 +136,43 @@ __device__ void add_PV(float (&O)[ROWS][COLUMNS][4], const float (&P)[ROWS][KEYS
     }
 }
 
+// x in the type of the second argument.
 __device__ float32 rounded(float x, float32) { return x; }
 template <class Half> __device__ Half rounded(float x, Half) { return {uint16_t(pack<Half>(x, 0))}; }
 
-// How many keys the loop visits: those that some row of the block sees. Causal is aligned at the bottom right: query i sees the
-// keys 0 .. i + Nk - Nq.
+// How many keys the loop visits: all that some row of the block sees. The causal mask is aligned at the
+// bottom right, so that query i sees the keys 0 .. i + Nk - Nq.
 __device__ int keys_seen(int tile, int Nq, int Nk, int causal) {
   int last = min(tile * Br + Br, Nq) - 1;  // the block's last row
   return causal ? min(Nk, max(0, last + 1 + Nk - Nq)) : Nk;
 }
 
-// q (B, H, Nq, D), k and v (B, H / group, Nk, D) with any strides (in elements; D is contiguous); out (B, H, Nq, D) and lse
-// (B, H, Nq) contiguous. Only the grid's x dimension goes beyond 65535, so it counts tiles, heads and batches in one.
+// q is (B, H, Nq, D), k and v are (B, H / group, Nk, D). Their strides, counted in elements, are arbitrary,
+// but D is contiguous. out (B, H, Nq, D) and lse (B, H, Nq) are contiguous. The grid's x dimension counts
+// tiles, heads and batches in one, because y and z end at 65535.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
     Global<const T> q, int64_t q_batch, int64_t q_head, int64_t q_row,
     Global<const T> k, int64_t k_batch, int64_t k_head, int64_t k_row,
     Global<const T> v, int64_t v_batch, int64_t v_head, int64_t v_row,
     Global<T> out, Global<float> lse, int H, int group, int Nq, int Nk, float scale, int causal) {
-  int tiles = (Nq + Br - 1) / Br, tile = blockIdx.x % tiles, head = blockIdx.x / tiles % H, batch = blockIdx.x / tiles / H;
+  int tiles = (Nq + Br - 1) / Br;
+  int tile = blockIdx.x % tiles;
+  int head = blockIdx.x / tiles % H;
+  int batch = blockIdx.x / tiles / H;
   q += batch * q_batch + head * q_head + tile * Br * q_row;
   k += batch * k_batch + head / group * k_head;
   v += batch * v_batch + head / group * v_head;
   int64_t first_row = int64_t(batch * H + head) * Nq;
 
   SharedMemory smem;
-  Shared<float> Q_i = smem.array<float>(Br * STRIDE), K_j = smem.array<float>(Bc * STRIDE), V_j = smem.array<float>(Bc * STRIDE);
+  Shared<float> Q_i = smem.array<float>(Br * STRIDE);
+  Shared<float> K_j = smem.array<float>(Bc * STRIDE);
+  Shared<float> V_j = smem.array<float>(Bc * STRIDE);
 
   int warp = threadIdx.x / 32, a = threadIdx.x % 32 / 8, b = threadIdx.x % 8;
   int i = tile * Br + 16 * warp + a;           // this lane's rows are i, i + 4, ...
-  int keys = keys_seen(tile, Nq, Nk, causal);  // that any row of this block sees
-  int seen[ROWS];                              // that this lane's rows see
+  int keys = keys_seen(tile, Nq, Nk, causal);  // keys that some row of this block sees
+  int seen[ROWS];                              // keys that each of this lane's rows sees
 #pragma unroll
   for (int r = 0; r < ROWS; r++) seen[r] = causal ? min(Nk, i + 4 * r + 1 + Nk - Nq) : Nk;
 
@@ -175,7 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) out[row * D + 32 * c + 4 * b + e] = rounded(sum == 0 ? 0 : O_i[r][c][e] / sum, T());
+      for (int e = 0; e < 4; e++)
+        out[row * D + 32 * c + 4 * b + e] = rounded(sum == 0 ? 0 : O_i[r][c][e] / sum, T());
     if (b == 0) lse[row] = m[r] + logf(sum);
   }
 }

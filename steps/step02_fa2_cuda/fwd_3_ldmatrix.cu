@@ -1,34 +1,43 @@
 // SPDX-License-Identifier: MIT
-// Rung 3, "ldmatrix": operands of the tensor cores come from shared memory by ldmatrix, and no two rows in the same banks.
+// Rung 3, "ldmatrix": ldmatrix loads the operands from shared memory, without bank conflicts.
 //
-// ldmatrix hands a warp four 8 x 8 matrices at once, each lane naming the address of one row of 16 bytes; the lanes get them
-// just as `mma` wants its operands: K as it lies, V transposed on the way. One instruction replaces four loads of rung 2 (for V,
-// eight and four packings).
+// ldmatrix gives a warp four 8 x 8 matrices at once. Each lane names the address of one row of 16 bytes, and
+// the lanes get the numbers just as `mma` wants its operands: K as it is stored, V transposed on the way. One
+// instruction replaces four loads of rung 2; for V it replaces eight loads and four packings.
 //
-// It reads a matrix in one turn if its 8 rows lie in different banks; the 32 banks of 4 bytes are 8 places for a row. So a tile
-// is stored in slabs of 64 columns, whose rows are 128 bytes, all banks once, and row i has its 8 chunks of 16 bytes in the
-// order chunk XOR (i mod 8): any 8 rows have a given chunk in 8 different places ("swizzle"). Without it, every row would have
-// it in the same place. It costs no memory, as padding would, and chunks stay whole. (For head_dim 32 and 96 the slabs have 32
-// columns: two rows share the banks, and chunk XOR (i / 2 mod 4) does the same.)
+// ldmatrix reads a matrix in one wavefront if the 8 rows of the matrix lie in different banks. There are 32
+// banks of 4 bytes, 8 groups for a row of 16 bytes. So a tile is stored in slabs of 64 columns, whose rows of
+// 128 bytes cover every bank once, and row i stores its chunk c of 16 bytes at position c XOR (i mod 8). This
+// order is called a swizzle: 8 neighbouring rows have a given chunk in 8 different groups of banks, while
+// without it they would have it in the same group. A swizzle costs no memory, as padding would, and chunks
+// stay whole. For head_dim 32 and 96 the slabs have 32 columns. There two rows share the banks, and the
+// position is c XOR (i / 2 mod 4).
 //
-// Launch and limits as in rung 2, but Br is 16, 32 or 64, D and Bc are multiples of 32. Needs ptx.cuh. Spill budget: 16 bytes (12
-// with D = 96 on sm_75: the loads of a whole tile are under way at once, in registers).
-// Left out: loading while computing. The wall: for every tile, all warps wait until it has come from global memory (rung 4).
+// Launch and limits as in rung 2, but Br is 16, 32 or 64, D and Bc are multiples of 32. Needs ptx.cuh.
+// Spill budget: 16 bytes. D = 96 takes 12 of them on sm_75, where the loads of a whole tile are under way at
+// once, in registers.
+// Left out: loading while computing.
+// Bottleneck: for every tile, all warps wait until it has come from global memory (rung 4).
 #include "ptx.cuh"
 
-static_assert((Br == 16 || Br == 32 || Br == 64) && Bc % 32 == 0, "at most 4 warps of 16 rows, which share a tile evenly");
-constexpr int ROWS = 16, THREADS = Br / ROWS * 32;  // a warp has 16 rows
-constexpr float LOWEST = -3.4e38f;  // where m starts: with -inf, m - m of a row that has seen no key yet would be NaN
+static_assert((Br == 16 || Br == 32 || Br == 64) && Bc % 32 == 0,
+              "at most 4 warps of 16 rows, which share a tile evenly");
+constexpr int ROWS = 16;  // of a warp
+constexpr int THREADS = Br / ROWS * 32;
+// m starts at LOWEST. If it started at -inf, m - m_new of a row that has not seen a key yet would be NaN.
+constexpr float LOWEST = -3.4e38f;
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 constexpr int W = D % 64 == 0 ? 64 : 32;  // columns of a slab
 
-// Where the element (row, column) of a tile of `rows` rows lies: which slab, which row of it, and the swizzled column.
+// The index of the element (row, column) in a tile of `rows` rows. It consists of the slab, the row in the
+// slab, and the swizzled column.
 __device__ int at(int rows, int row, int column) {
   int chunk = W == 64 ? row % 8 : row / 2 % 4;
   return (column / W * rows + row) * W + (column % W ^ 8 * chunk);
 }
 
-// tile[0 .. size)[D] = x[0 .. rows)[D], then zeros. 8 (or 4) threads copy a slab's row, 16 bytes each.
+// Copies x[0 .. rows)[D] to the tile, and zeros from there to row `size`. 8 threads (4 if W = 32) copy a row
+// of a slab, 16 bytes each.
 __device__ void load_tile(Shared<T> tile, Global<const T> x, int64_t stride, int size, int rows) {
   int first_row = threadIdx.x / (W / 8), column = threadIdx.x % (W / 8) * 8;
 #pragma unroll
@@ -38,14 +47,15 @@ __device__ void load_tile(Shared<T> tile, Global<const T> x, int64_t stride, int
       copy_16(tile + at(size, row, slab + column), x + (row * stride + slab + column), row < rows);
 }
 
-// The warp's Q (16 x D) as A operands; its first row is `row`.
+// Loads the warp's 16 rows of Q, from `row` on, as A operands.
 __device__ void load_Q(uint32_t (&A)[D / 16][4], Shared<T> Q, int row) {
   int lane = threadIdx.x % 32;
 #pragma unroll
   for (int d = 0; d < D / 16; d++) ldmatrix_x4(A[d], Q + at(Br, row + lane % 16, 16 * d + lane / 16 * 8));
 }
 
-// S (16 x Bc) = Q K^T. One ldmatrix brings the B operands of 16 keys: b0 and b1 of the first 8, then of the others.
+// S (16 x Bc) = Q K^T. One ldmatrix brings the B operands of 16 keys: b0 and b1 of the first 8 keys, then
+// those of the other 8.
 __device__ void scores(float (&S)[Bc / 8][4], const uint32_t (&Q)[D / 16][4], Shared<T> K) {
   int lane = threadIdx.x % 32;
 #pragma unroll
@@ -61,7 +71,8 @@ __device__ void scores(float (&S)[Bc / 8][4], const uint32_t (&Q)[D / 16][4], Sh
     }
 }
 
-// This lane's row g (or g + 8) sees the first seen[0] (or [1]) keys. A select: a product with 0 would let NaN through.
+// This lane's row g sees the keys below seen[0], its row g + 8 those below seen[1]. Other scores are replaced
+// by -inf, because arithmetic with a mask would let NaN through.
 __device__ void mask(float (&S)[Bc / 8][4], int first_key, const int (&seen)[2]) {
   int c = 2 * (threadIdx.x % 4);
 #pragma unroll
@@ -70,7 +81,7 @@ __device__ void mask(float (&S)[Bc / 8][4], int first_key, const int (&seen)[2])
     for (int i = 0; i < 4; i++) S[n][i] = first_key + 8 * n + c + i % 2 < seen[i / 2] ? S[n][i] : -INFINITY;
 }
 
-// The largest, or the sum, of x over the 4 lanes that share a row; each of them gets it.
+// The maximum, or the sum, of x over the 4 lanes that share a row. Each of the 4 lanes gets the result.
 __device__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -80,30 +91,36 @@ __device__ float row_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Takes in the tile's scores: m, l (this lane's share) and O (not yet divided by l) become those of all keys so far; S becomes P.
-__device__ void online_update(float (&m)[2], float (&l)[2], float (&O)[D / 8][4], float (&S)[Bc / 8][4], float c) {
+// Adds the tile's keys, whose scores are S, to the rows: m, l and O become those of all keys so far, and S
+// becomes P. O is not yet divided by l, and l is only this lane's share of the sum.
+__device__ void online_update(float (&m)[2], float (&l)[2], float (&O)[D / 8][4], float (&S)[Bc / 8][4],
+                              float scale_log2) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {  // the rows g and g + 8
     float max_S = -INFINITY;
 #pragma unroll
     for (int n = 0; n < Bc / 8; n++) max_S = fmaxf(max_S, fmaxf(S[n][2 * r], S[n][2 * r + 1]));
-    float m_new = fmaxf(m[r], c * row_max(max_S));
+    float m_new = fmaxf(m[r], scale_log2 * row_max(max_S));
     float alpha = exp2_approx(m[r] - m_new);
     m[r] = m_new;
     l[r] *= alpha;
 #pragma unroll
-    for (int d = 0; d < D / 8; d++) O[d][2 * r] *= alpha, O[d][2 * r + 1] *= alpha;
+    for (int d = 0; d < D / 8; d++) {
+      O[d][2 * r] *= alpha;
+      O[d][2 * r + 1] *= alpha;
+    }
 #pragma unroll
     for (int n = 0; n < Bc / 8; n++)
 #pragma unroll
       for (int i = 2 * r; i < 2 * r + 2; i++) {
-        S[n][i] = exp2_approx(c * S[n][i] - m_new);
+        S[n][i] = exp2_approx(scale_log2 * S[n][i] - m_new);
         l[r] += S[n][i];
       }
   }
 }
 
-// P of 16 keys as operand A, out of what this lane has of the first 8 of them and of the other 8.
+// P of 16 keys as operand A. `near` is what this lane has of the first 8 keys, `far` what it has of the other
+// 8.
 __device__ void to_operand(uint32_t (&A)[4], const float (&near)[4], const float (&far)[4]) {
   A[0] = pack<T>(near[0], near[1]);
   A[1] = pack<T>(near[2], near[3]);
@@ -120,7 +137,7 @@ __device__ void add_PV(float (&O)[D / 8][4], const float (&P)[Bc / 8][4], Shared
     to_operand(A, P[2 * j], P[2 * j + 1]);
 #pragma unroll
     for (int d = 0; d < D / 8; d += 2) {
-      uint32_t B[4];  // of 16 columns of V; transposed, because B's pairs run down the keys
+      uint32_t B[4];  // of 16 columns of V, transposed, because a pair of B is two keys in one column
       ldmatrix_x4_trans(B, V + at(Bc, 16 * j + lane % 16, 8 * d + lane / 16 * 8));
       mma<T>(O[d], A, B[0], B[1]);
       mma<T>(O[d + 1], A, B[2], B[3]);
@@ -128,46 +145,57 @@ __device__ void add_PV(float (&O)[D / 8][4], const float (&P)[Bc / 8][4], Shared
   }
 }
 
-// out = O / l for this lane's rows below `rows`, and lse; a row that saw no key (l = 0) gets 0 and -inf.
+// Stores out = O / l and lse of this lane's rows, if they are below `rows`. A row that saw no key has l = 0,
+// and gets out = 0 and lse = -inf.
 __device__ void store_rows(Global<T> out, Global<float> lse, const float (&O)[D / 8][4], const float (&m)[2],
                            const float (&l)[2], int rows) {
   int g = threadIdx.x % 32 / 4, c = 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float sum = row_sum(l[r]), inverse = sum == 0 ? 0 : 1 / sum;
+    float sum = row_sum(l[r]);
+    float inverse = sum == 0 ? 0 : 1 / sum;
     if (g + 8 * r >= rows) continue;
 #pragma unroll
-    for (int d = 0; d < D / 8; d++)
-      store_pair(out + (int64_t(g + 8 * r) * D + 8 * d + c), pack<T>(O[d][2 * r] * inverse, O[d][2 * r + 1] * inverse));
+    for (int d = 0; d < D / 8; d++) {
+      uint32_t pair = pack<T>(O[d][2 * r] * inverse, O[d][2 * r + 1] * inverse);
+      store_pair(out + (int64_t(g + 8 * r) * D + 8 * d + c), pair);
+    }
     if (c == 0) lse[g + 8 * r] = m[r] * LN_2 + logf(sum);
   }
 }
 
-// How many keys the loop visits: those that some row of the block sees. Causal is aligned at the bottom right: query i sees the
-// keys 0 .. i + Nk - Nq.
+// How many keys the loop visits: all that some row of the block sees. The causal mask is aligned at the
+// bottom right, so that query i sees the keys 0 .. i + Nk - Nq.
 __device__ int keys_seen(int tile, int Nq, int Nk, int causal) {
   int last = min(tile * Br + Br, Nq) - 1;  // the block's last row
   return causal ? min(Nk, max(0, last + 1 + Nk - Nq)) : Nk;
 }
 
-// q (B, H, Nq, D), k and v (B, H / group, Nk, D) with any strides (in elements; D is contiguous); out (B, H, Nq, D) and lse
-// (B, H, Nq) contiguous. Only the grid's x dimension goes beyond 65535, so it counts tiles, heads and batches in one.
+// q is (B, H, Nq, D), k and v are (B, H / group, Nk, D). Their strides, counted in elements, are arbitrary,
+// but D is contiguous. out (B, H, Nq, D) and lse (B, H, Nq) are contiguous. The grid's x dimension counts
+// tiles, heads and batches in one, because y and z end at 65535.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
     Global<const T> q, int64_t q_batch, int64_t q_head, int64_t q_row,
     Global<const T> k, int64_t k_batch, int64_t k_head, int64_t k_row,
     Global<const T> v, int64_t v_batch, int64_t v_head, int64_t v_row,
     Global<T> out, Global<float> lse, int H, int group, int Nq, int Nk, float scale, int causal) {
-  int tiles = (Nq + Br - 1) / Br, tile = blockIdx.x % tiles, head = blockIdx.x / tiles % H, batch = blockIdx.x / tiles / H;
+  int tiles = (Nq + Br - 1) / Br;
+  int tile = blockIdx.x % tiles;
+  int head = blockIdx.x / tiles % H;
+  int batch = blockIdx.x / tiles / H;
   q += batch * q_batch + head * q_head + tile * Br * q_row;
   k += batch * k_batch + head / group * k_head;
   v += batch * v_batch + head / group * v_head;
 
   SharedMemory smem;
-  Shared<T> Q_i = smem.array<T>(Br * D), K_j = smem.array<T>(Bc * D), V_j = smem.array<T>(Bc * D);
+  Shared<T> Q_i = smem.array<T>(Br * D);
+  Shared<T> K_j = smem.array<T>(Bc * D);
+  Shared<T> V_j = smem.array<T>(Bc * D);
 
-  int first = tile * Br + threadIdx.x / 32 * ROWS, g = threadIdx.x % 32 / 4;  // the warp's first row
-  int keys = keys_seen(tile, Nq, Nk, causal);                                 // that any row of this block sees
-  int seen[2];                                                                // that this lane's rows see
+  int first = tile * Br + threadIdx.x / 32 * ROWS;  // the warp's first row
+  int g = threadIdx.x % 32 / 4;
+  int keys = keys_seen(tile, Nq, Nk, causal);       // keys that some row of this block sees
+  int seen[2];                                      // keys that each of this lane's rows sees
 #pragma unroll
   for (int r = 0; r < 2; r++) seen[r] = causal ? min(Nk, first + g + 8 * r + 1 + Nk - Nq) : Nk;
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Compiles a .cu file at run time with NVRTC and launches it on a GPU, through cuda.core.
 
-`compile` needs no GPU; `launch` runs a kernel on torch's current stream of the tensors' device. The same `launch` in emulator/
-runs the same file on a CPU. CUDA is imported by the functions that need it: a machine without it can import this module.
+`compile` needs no GPU. A `Launch` runs a kernel on torch's current stream. CUDA is imported by the functions that need
+it, so that a machine without it can import this module.
 """
 
 import ctypes
@@ -23,39 +23,42 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")  # what the tests compile for: T4, 
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas reports for one kernel: registers a thread, and bytes of local memory a thread."""
+    """What ptxas reports for one kernel, for each of its threads."""
 
     registers: int
-    stack: int
-    spills: int  # bytes stored because the registers did not suffice
+    stack: int  # bytes of local memory
+    spills: int  # bytes that are stored there because the registers did not suffice
 
 
 @dataclass(frozen=True)
 class Compiled:
     cubin: bytes
     usage: dict  # {kernel: Usage}
-    serialised: list  # what ptxas says where it could not let wgmma run on, or ignored setmaxnreg
+    serialised: list  # ptxas's messages that it makes wgmma instructions wait, or ignores setmaxnreg
 
 
 def compile(file: Path, macros: dict, arch: str) -> Compiled:
     """The file's kernels for one GPU architecture, such as "sm_90a".
 
-    macros: {"D": 64, ...}. The result is kept on disk under a hash of the source, the macros, the architecture and the compiler.
-    Raises RuntimeError, with what was used in its attribute `usage`, where a kernel spills beyond its budget or ptxas makes
-    wgmma wait for each other: both run, several times slower.
+    macros: {"D": 64, ...}. The result is kept on disk under a hash of the source, the macros, the architecture and the
+    compiler. Raises RuntimeError where a kernel spills more than the budget in its header allows, or where ptxas makes
+    wgmma instructions wait for each other. Such kernels would run, but several times slower. The error's attribute
+    `usage` is {kernel: Usage}.
     """
     from cuda.bindings import nvrtc
 
     source = _source(file)
     parts = ("nvrtc", source, sorted(macros.items()), arch, nvrtc.nvrtcVersion()[1:], _OPTIONS, _SERIALISED)
-    kept = cache.get(parts, ".json", lambda path: path.write_text(json.dumps(_compile(source, file.name, macros, arch))))
-    made = json.loads(kept.read_text())
+    make = functools.partial(_compile, source, file.name, macros, arch)
+    made = json.loads(cache.get(parts, ".json", lambda path: path.write_text(json.dumps(make()))).read_text())
     usage = {name: Usage(**usage) for name, usage in made["usage"].items()}
     compiled = Compiled(bytes.fromhex(made["cubin"]), usage, made["serialised"])
     budget = int(next(iter(re.findall(r"Spill budget: (\d+) bytes", source)), 0))
     for name, usage in compiled.usage.items():
         if usage.spills > budget:
-            problem = f"{name} spills {usage.spills} bytes of registers a thread to memory, and its header allows {budget}"
+            problem = (
+                f"{name} spills {usage.spills} bytes of registers a thread to memory, and its header allows {budget}"
+            )
             raise _slow(file, macros, arch, problem, compiled.usage)
     if compiled.serialised:
         raise _slow(file, macros, arch, "; ".join(compiled.serialised), compiled.usage)
@@ -94,7 +97,10 @@ def _cuda_core(*names):
 
 
 def _source(file):
-    """The file's text with ptx.cuh, and wgmma's wrappers if it uses them, in place of the #include: NVRTC needs no path."""
+    """The file's text with ptx.cuh, and wgmma's wrappers if it uses them, in place of the #include.
+
+    So NVRTC needs no path, and the text is all that a compilation depends on.
+    """
     header = file.parent / "ptx.cuh" if (file.parent / "ptx.cuh").exists() else Path(__file__).parent / "ptx.cuh"
     inlined = f'#line 1 "ptx.cuh"\n{header.read_text().replace("#pragma once", "")}\n'
     before, after = file.read_text().split('#include "ptx.cuh"\n')
@@ -108,59 +114,86 @@ def _source(file):
 def _usage(log):
     """{kernel: Usage} out of the log of `ptxas -v`."""
     found = re.findall(
-        r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?\n.*?Used (\d+) registers", log
+        r"Function properties for (\w+)\n"
+        r".*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?\n"
+        r".*?Used (\d+) registers",
+        log,
     )
     return {name: Usage(int(registers), int(stack), int(spills)) for name, stack, spills, registers in found}
 
 
 class Launch:
-    """A kernel with its arguments, put together once and run as often as needed.
-
-    arguments: tensors for Global<T> parameters, tensor maps, ctypes values for the others. tensors: those whose addresses each
-    run replaces; an argument, or what a tensor map was made of.
-    """
+    """A kernel with its arguments, put together once and run as often as needed, each time on other tensors."""
 
     def __init__(
-        self, file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict, tensors=()
+        self,
+        file: Path,
+        kernel: str,
+        arguments,
+        *,
+        device: int,
+        grid: int,
+        block: int,
+        shared_bytes: int = 0,
+        macros: dict,
     ):
-        from cuda.bindings import driver  # cuda.core's launch takes no structures, and a tensor map is one
+        """arguments: pairs (name of a tensor or None, ctypes value).
 
-        self.device = next(x.device.index for x in arguments if isinstance(x, torch.Tensor))
-        function = _load(file, kernel, tuple(macros.items()), self.device, shared_bytes)
+        A value with a name is a c_void_p or a TensorMap, into which each run puts the address of the tensor of that
+        name. The others stay as they are.
+        """
+        from cuda.bindings import driver  # cuda.core's launch takes no structures, such as tensor maps.
+
+        self.device = device
+        function = _load(file, kernel, tuple(macros.items()), device, shared_bytes)
         self.shape = kernel, macros, grid, block
-        self.values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments]
-        places = {id(x): n for n, x in enumerate(tensors)}
-        pairs = [(value, places.get(id(getattr(x, "tensor", x)))) for value, x in zip(self.values, arguments, strict=True)]
-        self.maps = [(value, n) for value, n in pairs if n is not None and isinstance(value, TensorMap)]
-        self.pointers = [(value, n) for value, n in pairs if n is not None and not isinstance(value, TensorMap)]
+        self.values = [value for _, value in arguments]
+        named = [pair for pair in arguments if pair[0] is not None]
+        self.maps = [(value, name) for name, value in named if isinstance(value, TensorMap)]
+        self.pointers = [(value, name) for name, value in named if not isinstance(value, TensorMap)]
         self.addresses = (ctypes.c_void_p * len(self.values))(*map(ctypes.addressof, self.values))
-        self.launch, self.arguments = driver.cuLaunchKernel, ctypes.addressof(self.addresses)
+        self.launch = driver.cuLaunchKernel
         self.what = driver.CUfunction(function), grid, 1, 1, block, 1, 1, shared_bytes
+        self.arguments = ctypes.addressof(self.addresses)
         self.lock = threading.Lock()
 
-    def __call__(self, tensors=()):
-        """Runs it on torch's current stream, on these in place of the tensors that __init__ was given, if any."""
-        # A context of that device must be current. (torch.cuda.current_device first asks whether CUDA has been set up.)
+    def __call__(self, tensors):
+        """Runs the kernel on torch's current stream. tensors: {name: tensor, or None for a null pointer}."""
+        # A context of that device must be current. This is torch.cuda.current_device, less its check of CUDA's set-up.
         if torch._C._cuda_getDevice() != self.device:
             with torch.cuda.device(self.device):
                 return self(tensors)
-        stream = torch._C._cuda_getCurrentRawStream(self.device)  # as Triton does: torch.cuda.current_stream takes 2 us
-        with self.lock:
-            for pointer, n in self.pointers if tensors else ():
-                pointer.value = tensors[n].data_ptr()
-            for map, n in self.maps if tensors else ():
-                if map.address != (address := tensors[n].data_ptr()):
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # 2 us less than torch.cuda.current_stream
+        with self.lock:  # The values are read by the launch itself, so that the next thread may change them after it.
+            for pointer, name in self.pointers:
+                tensor = tensors[name]
+                pointer.value = None if tensor is None else tensor.data_ptr()
+            for map, name in self.maps:
+                address = tensors[name].data_ptr()
+                if map.address != address:
                     map.move(address)
             (status,) = self.launch(*self.what, stream, self.arguments, 0)
         if status:  # CUDA_SUCCESS is 0
-            if _bind_context(self.device):
+            if bind_context(self.device):
                 return self(tensors)
             kernel, macros, grid, block = self.shape
             raise RuntimeError(f"{kernel} with {macros}, {grid} blocks of {block} threads: {status.name} at the launch")
 
 
-def _bind_context(device):
-    """Makes the GPU's context current in a thread that has none, because it has not used CUDA yet; whether it had none."""
+def launch(file: Path, kernel: str, arguments, **shape):
+    """Runs one kernel once, as emulator.launch does on the CPU.
+
+    arguments: tensors for Global<T> parameters, tensor maps, ctypes values. shape: grid, block, shared_bytes and
+    macros.
+    """
+    tensors = {n: x for n, x in enumerate(arguments) if isinstance(x, torch.Tensor)}
+    values = [(n, ctypes.c_void_p()) if n in tensors else (None, x) for n, x in enumerate(arguments)]
+    device = next(x.device.index for x in tensors.values())
+    Launch(file, kernel, values, device=device, **shape)(tensors)
+
+
+def bind_context(device: int) -> bool:
+    """Makes the GPU's context current in a thread that has not used CUDA yet, and so has none; whether it had none."""
     from cuda.bindings import driver
 
     if int(driver.cuCtxGetCurrent()[1]):
@@ -169,50 +202,15 @@ def _bind_context(device):
     return True
 
 
-def launch(file: Path, kernel: str, arguments, **shape):
-    """Runs one kernel once; shape: grid, block, shared_bytes and macros as for Launch.
-
-    A file is read once a process: after an edit, start Python anew.
-    """
-    Launch(file, kernel, arguments, **shape)()
-
-
-_runs = {}  # by everything that a plan depends on: its launches
-
-
-def run(plan, inputs, others, options):
-    """Launches the kernels that plan(*inputs, *others, *options) yields, each as a dictionary of `launch`'s arguments.
-
-    A plan may depend on the options, and on the inputs' shapes, strides, 16-byte alignment, and common type and device. A call
-    that agrees with an earlier one in these only puts other addresses into its launches, unless the plan copies an input.
-    """
-    q = inputs[0]
-    key = plan, options, q.dtype, q.device, *[(x.shape, x.is_contiguous() or x.stride(), x.data_ptr() % 16) for x in inputs]
-    tensors, launches = (*inputs, *others), _runs.get(key)
-    if launches is None:
-        own = [x.view_as(x) for x in tensors]  # each an object of its own, also where q, k and v are one tensor
-        planned = list(plan(*own, *options))  # holds copies until they are in use
-        launches = [Launch(**what, tensors=own) for what in planned]
-        # An input that has no place has been copied, and a launch that is kept would go on with the copy.
-        maps = [pair for launch in launches for pair in launch.maps]
-        if {n for _, n in (*maps, *(pair for launch in launches for pair in launch.pointers))}.issuperset(range(len(inputs))):
-            for map, _ in maps:
-                map.tensor = None  # it would fill memory
-            if len(_runs) >= 1000:
-                _runs.clear()
-            _runs[key] = launches
-    for launch in launches:
-        launch(tensors)
-
-
 class TensorMap(ctypes.Structure):
-    """How a tensor lies in memory, and which box of it a copy takes; passed to kernels by value."""
+    """How a tensor lies in memory, and which box of it a copy takes. Kernels get it by value."""
 
     _fields_ = [("opaque", ctypes.c_char * 128)]
 
     def move(self, address):
-        """From now on it shows the same at another address."""
-        if status := _driver().cuTensorMapReplaceAddress(ctypes.byref(self), ctypes.c_void_p(address)):
+        """Describes a tensor of the same shape and strides at another address from now on."""
+        status = _driver().cuTensorMapReplaceAddress(ctypes.byref(self), ctypes.c_void_p(address))
+        if status:
             raise RuntimeError(f"cuTensorMapReplaceAddress: error {status} for {address:#x}")
         self.address = address
 
@@ -220,18 +218,21 @@ class TensorMap(ctypes.Structure):
 def tensor_map(x: torch.Tensor, box: tuple) -> TensorMap:
     """The map of a tensor view x of rank 5 on a GPU, its last dimension contiguous, and of the box that a copy brings.
 
-    In shared memory the box lies row after row, in rows of 128 bytes whose 16-byte chunks are swizzled. A kernel's coordinates
-    c0, ..., c4 count the dimensions from the last to the first.
+    In shared memory the box lies row after row, in rows of 128 bytes whose 16-byte chunks are swizzled. A kernel's
+    coordinates c0, ..., c4 count the dimensions from the last to the first.
     """
-    memory = ctypes.create_string_buffer(2 * 128)  # the driver wants it aligned, and cuda.bindings' own CUtensorMap is not
+    memory = ctypes.create_string_buffer(2 * 128)  # The driver wants 128 aligned bytes; cuda.bindings' own are not.
     map = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 128)
     map.address = x.data_ptr()
     kinds = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_...
+    sizes = (ctypes.c_uint64 * 5)(*reversed(x.shape))
+    strides = (ctypes.c_uint64 * 4)(*(n * x.element_size() for n in x.stride()[3::-1]))  # in bytes
+    boxes, steps = (ctypes.c_uint32 * 5)(*reversed(box)), (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1)
+    modes = 0, 3, 2, 0  # no interleave, SWIZZLE_128B, L2_PROMOTION_L2_128B, zeros outside of the tensor
+    address = ctypes.c_void_p(map.address)
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.byref(map), kinds[x.dtype], 5, ctypes.c_void_p(map.address), (ctypes.c_uint64 * 5)(*reversed(x.shape)),
-        (ctypes.c_uint64 * 4)(*(n * x.element_size() for n in x.stride()[3::-1])), (ctypes.c_uint32 * 5)(*reversed(box)),
-        (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1), 0, 3, 2, 0,  # no interleave, SWIZZLE_128B, L2_PROMOTION_L2_128B, zeros outside
-    )  # fmt: skip
+        ctypes.byref(map), kinds[x.dtype], 5, address, sizes, strides, boxes, steps, *modes
+    )
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled: error {status} for {x.shape}, strides {x.stride()} and box {box}")
     return map
@@ -249,12 +250,12 @@ def _load(file, kernel, macros, device, shared_bytes):
 
     with torch.cuda.device(device):
         function = _module(file, macros, _architecture(device)).get_kernel(kernel)
-    if shared_bytes > 48 * 1024:  # more has to be asked for, and cuda.core has no call for it
+    if shared_bytes > 48 * 1024:  # A kernel has to ask for more than this, and cuda.core has no call for it.
         limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         if shared_bytes > limit:
             raise RuntimeError(
-                f"{kernel} with {dict(macros)} needs {shared_bytes} bytes of shared memory a block; this GPU has {limit}. "
-                "Use a smaller head_dim or tile."
+                f"{kernel} with {dict(macros)} needs {shared_bytes} bytes of shared memory for a block; this GPU has "
+                f"{limit}. Use a smaller head_dim or tile."
             )
         what = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuKernelSetAttribute(what, limit, function.handle, device)

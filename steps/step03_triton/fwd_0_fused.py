@@ -2,7 +2,7 @@
 """Rung 0, "fused": FlashAttention-2's forward as one Triton kernel; a program owns one tile of Br queries of one head.
 
     Q_i stays on the chip; m = -inf, l = 0, O = 0
-    for each tile of Bc keys:                         first those that every query of the tile sees, then the masked ones
+    for each tile of Bc keys:                         first those that all Br queries see, then those that need a mask
         S     = scale * Q_i K_j^T                     tensor cores for float16 and bfloat16, exact float32 for float32
         m_new = max(m, rowmax S)
         alpha = exp(m - m_new)
@@ -11,10 +11,11 @@
         O     = alpha * O + P V_j
     out = O / l,  lse = m + log l                     written once
 
-The idea: Triton works on tiles, so the kernel is the algorithm. Which thread holds which entry, shared memory, the copies ahead
-of their use (num_stages) and the tensor core instructions are the compiler's. Source: FlashAttention-2, Algorithm 1.
-Launch: grid (B * H * ceil(Nq / Br),). Left out: autotuning, TMA, warp specialisation, and exp2 with
-scale * log2(e) folded in: forward and backward now round S alike, which float32 shows at scores of 200. Needs torch, Triton.
+The idea: Triton works on tiles, so the kernel reads like the algorithm. The compiler decides which thread holds which
+entry, what lies in shared memory, how early tiles are copied there (num_stages), and which tensor core instructions
+multiply them. Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Left out: autotuning, TMA,
+warp specialisation, and exp2 with scale * log2(e) folded into its argument. Without exp2 forward and backward round S
+alike, and in float32 at scores of 200 a difference would show. Needs torch and Triton only.
 """
 
 import torch
@@ -30,13 +31,13 @@ TILES = {
 
 @triton.jit
 def head(x, strides, b, h):
-    """Where head h of batch entry b begins; in 64 bits, since a tensor may have more than 2^31 entries."""
+    """Where head h of batch entry b begins, computed in 64 bits because a tensor may have more than 2^31 entries."""
     return x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
 
 
 @triton.jit
 def load_tile(x, first, N, stride, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
-    """ROWS rows of a matrix (N, D) from `first` on, (ROWS, D_pad); zeros beyond its edges."""
+    """ROWS rows of a matrix (N, D) from row `first` on, as a tile (ROWS, D_pad) with zeros beyond the edges."""
     row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
     return tl.load(x + row.to(tl.int64) * stride + column, mask=(row < N) & (column < D), other=0.0)
 
@@ -49,7 +50,7 @@ def store_tile(x, tile, first, N, stride, ROWS: tl.constexpr, D: tl.constexpr, D
 
 @triton.jit
 def key_ranges(i, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
-    """(full, end): the tiles before key `full` are seen whole by the Br queries from i on, none from key `end` on at all."""
+    """(full, end) for the Br queries from i on: all of them see all keys before full, none sees a key from end on."""
     full, end = Nk, Nk
     if CAUSAL:  # query i stands at position i + Nk - Nq
         full = tl.minimum(Nk, tl.maximum(0, i + 1 + Nk - Nq))
@@ -59,7 +60,7 @@ def key_ranges(i, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constex
 
 @triton.jit
 def mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
-    """-inf where there is no key, or where it lies after the query. S (Br, Bc) starts at query i and key j."""
+    """S with -inf where there is no key, or the key lies after the query. S (Br, Bc) starts at query i and key j."""
     row, column = i + tl.arange(0, Br)[:, None], j + tl.arange(0, Bc)[None, :]
     seen = column < Nk
     if CAUSAL:
@@ -69,9 +70,12 @@ def mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constex
 
 @triton.jit
 def online_update(m, l, O, S, V_j):
-    """Takes in one tile of keys: S (Br, Bc), V_j (Bc, D); m and l (Br,), O (Br, D) not yet divided by l."""
+    """(m, l, O) after one more tile of keys, with the scores S (Br, Bc) and the values V_j (Bc, D).
+
+    m and l (Br,); O (Br, D) is not yet divided by l.
+    """
     m_new = tl.maximum(m, tl.max(S, 1))
-    unit = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - (-inf) would be NaN
+    unit = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
     alpha = tl.exp(m - unit)
     P = tl.exp(S - unit[:, None])
     O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
@@ -79,9 +83,10 @@ def online_update(m, l, O, S, V_j):
 
 
 @triton.jit
-def visit_keys(m, l, O, Q_i, k, v, k_stride, v_stride, i, begin, end, Nq, Nk, scale,
-               MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-               D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):  # fmt: skip
+def visit_keys(
+    m, l, O, Q_i, k, v, k_stride, v_stride, i, begin, end, Nq, Nk, scale,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+):
     for j in range(begin, end, Bc):
         K_j = load_tile(k, j, Nk, k_stride, Bc, D, D_pad)  # (Bc, D)
         V_j = load_tile(v, j, Nk, v_stride, Bc, D, D_pad)
@@ -92,11 +97,14 @@ def visit_keys(m, l, O, Q_i, k, v, k_stride, v_stride, i, begin, end, Nq, Nk, sc
     return m, l, O
 
 
-@triton.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # one compiled kernel for every length
-def forward_kernel(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, H, group, Nq, Nk, scale,
-                   CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
+def forward_kernel(
+    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, H, group, Nq, Nk, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+):
     program, tiles = tl.program_id(0), tl.cdiv(Nq, Br)
-    # Neighbours share a head, so its K and V are in the L2 cache. The last queries, which have most to do when causal, go first.
+    # Neighbouring programs work on the same head, so they find its K and V in the L2 cache. The last queries start
+    # first: when causal, they see most keys.
     i, bh = (tiles - 1 - program % tiles) * Br, program // tiles
     b, h = bh // H, bh % H
     k, v = head(k, k_strides, b, h // group), head(v, v_strides, b, h // group)  # `group` query heads share a key head
@@ -105,20 +113,25 @@ def forward_kernel(q, k, v, out, lse, q_strides, k_strides, v_strides, out_strid
     m = tl.full((Br,), float("-inf"), tl.float32)
     l, O = tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
     full, end = key_ranges(i, Nq, Nk, CAUSAL, Br, Bc)
-    m, l, O = visit_keys(m, l, O, Q_i, k, v, k_strides[2], v_strides[2], i, 0, full, Nq, Nk, scale,
-                         False, CAUSAL, D, D_pad, Br, Bc)  # fmt: skip
-    m, l, O = visit_keys(m, l, O, Q_i, k, v, k_strides[2], v_strides[2], i, full, end, Nq, Nk, scale,
-                         True, CAUSAL, D, D_pad, Br, Bc)  # fmt: skip
+    m, l, O = visit_keys(
+        m, l, O, Q_i, k, v, k_strides[2], v_strides[2], i, 0, full, Nq, Nk, scale, False, CAUSAL, D, D_pad, Br, Bc
+    )
+    m, l, O = visit_keys(
+        m, l, O, Q_i, k, v, k_strides[2], v_strides[2], i, full, end, Nq, Nk, scale, True, CAUSAL, D, D_pad, Br, Bc
+    )
 
     row = i + tl.arange(0, Br)
-    l = tl.where(l == 0, 1.0, l)  # a row that saw no key: out = 0 / 1, lse = -inf + log 1
+    l = tl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
     store_tile(head(out, out_strides, b, h), O / l[:, None], i, Nq, out_strides[2], Br, D, D_pad)
     tl.store(lse + bh.to(tl.int64) * Nq + row, m + tl.log(l), mask=row < Nq)
 
 
 def forward(q, k, v, *, causal=False, scale=None, tile=None):
-    """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32. tile is (Br, Bc)."""
-    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # numpy, which interprets, has no bfloat16
+    """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
+
+    tile is (Br, Bc).
+    """
+    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
         out, lse = forward(q.float(), k.float(), v.float(), causal=causal, scale=scale, tile=tile)
         return out.to(q.dtype), lse
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
@@ -130,5 +143,5 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None):
         forward_kernel[(B * H * triton.cdiv(Nq, Br),)](
             q, k, v, out, lse, *(x.stride()[:3] for x in (q, k, v, out)), H, H // Hk, Nq, Nk, scale,
             CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages,
-        )  # fmt: skip
+        )
     return out, lse

@@ -1,29 +1,41 @@
 # SPDX-License-Identifier: MIT
-"""torch.nn.functional.scaled_dot_product_attention on this stage's kernels: its arguments, alignment and broadcasting."""
+"""torch.nn.functional.scaled_dot_product_attention on a stage's kernels: its arguments, alignment and broadcasting."""
 
 import torch
 
-from steps import step03_triton
 
+def sdpa_of(attention):
+    """`sdpa`, which computes what torch's function computes, by a stage's `attention`."""
 
-def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """What torch's function of this signature computes, differentiable: query (..., H, Nq, D), key and value (..., Hk, Nk, D).
+    def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        """What torch's function of this signature computes, differentiable.
 
-    Leading dimensions broadcast. is_causal is aligned at the top left: query i sees the keys 0 to i, whatever Nq and Nk
-    (`attention` aligns at the bottom right). enable_gqa: H may be a multiple of Hk.
-    Raises NotImplementedError for attn_mask, dropout_p > 0 and a value whose last dimension is not the query's; RuntimeError, as
-    torch does, where leading dimensions do not fit; and what `attention` raises for other bad input.
-    """
-    if attn_mask is not None or dropout_p:
-        raise NotImplementedError("sdpa has no attn_mask and no dropout_p yet; torch's scaled_dot_product_attention has.")
-    if value.shape[-1] != key.shape[-1]:
-        raise NotImplementedError(f"sdpa needs key and value of one head_dim; got {key.shape[-1]} and {value.shape[-1]}.")
-    query, key, value = broadcast(query, key, value, enable_gqa)
-    leading = query.shape[:-2]
-    if query.ndim > 4:
-        query, key, value = (x.flatten(0, -4) for x in (query, key, value))
-    out = top_left_causal(query, key, value, scale) if is_causal else step03_triton.attention(query, key, value, scale=scale)
-    return out.reshape(*leading, *out.shape[-2:])
+        query (..., H, Nq, D), key and value (..., Hk, Nk, D); leading dimensions broadcast.
+        is_causal: query i sees the keys 0 to i, whatever Nq and Nk. This is torch's alignment at the top left;
+        `attention` aligns at the bottom right. enable_gqa: H may be a multiple of Hk.
+        Raises NotImplementedError for attn_mask, dropout_p > 0 and a value whose last dimension is not the query's;
+        RuntimeError, as torch does, where leading dimensions do not fit; and what `attention` raises for other bad
+        input.
+        """
+        if attn_mask is not None or dropout_p:
+            raise NotImplementedError(
+                "sdpa has no attn_mask and no dropout_p yet; torch's scaled_dot_product_attention has."
+            )
+        if value.shape[-1] != key.shape[-1]:
+            raise NotImplementedError(
+                f"sdpa needs key and value of one head_dim; got {key.shape[-1]} and {value.shape[-1]}."
+            )
+        query, key, value = broadcast(query, key, value, enable_gqa)
+        leading = query.shape[:-2]
+        if query.ndim > 4:
+            query, key, value = (x.flatten(0, -4) for x in (query, key, value))
+        if is_causal:
+            out = top_left_causal(attention, query, key, value, scale)
+        else:
+            out = attention(query, key, value, scale=scale)
+        return out.reshape(*leading, *out.shape[-2:])
+
+    return sdpa
 
 
 def broadcast(query, key, value, enable_gqa):
@@ -31,7 +43,9 @@ def broadcast(query, key, value, enable_gqa):
     if enable_gqa:
         H, heads = query.shape[-3], (key.shape[-3], value.shape[-3])
         if any(Hk == 0 or H % Hk for Hk in heads):
-            raise RuntimeError(f"enable_gqa: the numbers of key and value heads {heads} must divide that of query heads, {H}.")
+            raise RuntimeError(
+                f"enable_gqa: the numbers of key and value heads {heads} must divide that of query heads, {H}."
+            )
         Hk = max(heads) if max(heads) % min(heads) == 0 else H
         key, value = (x.repeat_interleave(Hk // x.shape[-3], dim=-3) if x.shape[-3] != Hk else x for x in (key, value))
         batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
@@ -40,10 +54,13 @@ def broadcast(query, key, value, enable_gqa):
     return tuple(x.expand(*leading, *x.shape[-2:]) for x in (query, key, value))
 
 
-def top_left_causal(query, key, value, scale):
-    """Query i sees the keys 0 to i: a square, in which both alignments agree, and below it queries that see every key."""
+def top_left_causal(attention, query, key, value, scale):
+    """Attention in which query i sees the keys 0 to i.
+
+    The first min(Nq, Nk) queries and keys form a square, for which both alignments agree. Later queries see every key.
+    """
     n = min(query.shape[-2], key.shape[-2])
-    square = step03_triton.attention(query[..., :n, :], key[..., :n, :], value[..., :n, :], causal=True, scale=scale)
+    square = attention(query[..., :n, :], key[..., :n, :], value[..., :n, :], causal=True, scale=scale)
     if n == query.shape[-2]:
         return square
-    return torch.cat([square, step03_triton.attention(query[..., n:, :], key, value, scale=scale)], dim=-2)
+    return torch.cat([square, attention(query[..., n:, :], key, value, scale=scale)], dim=-2)

@@ -1,7 +1,7 @@
-"""Stage 04: ring attention. The sequence is dealt out to several processes or GPUs; keys and values travel in a ring.
+"""Stage 04: ring attention. The sequence is divided among several processes or GPUs; keys and values travel in a ring.
 
-Each call takes this rank's shard, and all ranks of the process group call together; without a process group the ring has one
-rank. Start ranks with torchrun and `launch.init()`, or from Python with `launch.spawn`.
+Each call takes this rank's shard, and all ranks of the process group call together. Without a process group the ring
+has one rank. Start ranks with torchrun and `launch.init()`, or from Python with `launch.spawn`.
 
     from steps.step04_ring import Layout, attention
     shards = Layout("zigzag", S, ranks)                     # q (B, H, S, D) of the whole sequence

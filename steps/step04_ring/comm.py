@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""A process's place in the ring: hops to and from its two neighbours, and the check that all ranks mean the same call.
+"""A process in the ring: hops to and from its two neighbours, and the check that all ranks make the same call.
 
-A hop is one message out and one message in, posted together: neither neighbour waits for the other to receive first, so no order
-of the ranks can deadlock. It is posted before the work that hides it and waited for after it. Ranks here are ranks of the process
-group, which need not be the world. Without a process group the ring has one rank and no hop.
+A hop is one message sent and one message received, posted together. No rank has to receive before its neighbour can
+send, so the hop cannot deadlock. It is posted before the computation that hides it, and waited for afterwards. Ranks
+here are ranks of the process group, which need not be the world. Without a process group the ring has one rank and
+makes no hop.
 
-    NCCL   the pair is one kernel on a stream of its own; wait() makes the current stream wait, the host runs ahead
-    gloo   two messages over sockets; wait() blocks the host. GPU tensors go through host memory (several ranks on one GPU)
+    NCCL   the two messages are one kernel on a stream of its own; wait() makes the current stream wait, not the host
+    gloo   two messages over sockets; wait() blocks the host. GPU tensors pass through host memory, so that several
+           ranks may share a GPU
 
-The idea: size and order of every message follow from the arguments, so nothing is negotiated. The price is that ranks which
-disagree would hang, or read stale bytes without an error; hence `agree`. Left out: finding the rank at which a failure began (a
-neighbour that is named may be a victim itself). Needs torch only.
+The idea: the size and order of every message follow from the arguments, so the ranks need not negotiate. The price is
+that ranks with different arguments would hang, or read stale bytes without an error; `agree` prevents that. Left out:
+finding the rank at which a failure began. The rank that an error names may have failed only because its own neighbour
+did. Needs torch only.
 """
 
 import contextlib
@@ -21,7 +24,7 @@ import torch.distributed as dist
 
 
 class RingError(RuntimeError):
-    """An exchange failed or timed out; the message says on which rank, and with which one."""
+    """An exchange failed or timed out; the message says on which rank, and with which neighbour."""
 
 
 class Comm:
@@ -33,16 +36,20 @@ class Comm:
         self.rank, self.size = 0, 1
         if not (dist.is_available() and dist.is_initialized()):
             if group is not None:
-                raise ValueError("group needs torch.distributed: call steps.step04_ring.launch.init() first, or leave group out.")
+                raise ValueError(
+                    "group needs torch.distributed: call steps.step04_ring.launch.init() first, or leave group out."
+                )
             return
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not in the group that it passed; only the group's members may call.")
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the group that it passed; only the group's members may call."
+            )
         self.through_host = dist.get_backend(self.group) == "gloo"
 
     def post(self, x, shape, towards):
-        """Starts sending x (contiguous) to rank + towards and receiving `shape` from rank - towards; returns the Hop.
+        """Starts to send x (contiguous) to rank + towards and to receive `shape` from rank - towards; returns the Hop.
 
         Both neighbours know both shapes beforehand. Empty tensors are not sent.
         """
@@ -58,16 +65,17 @@ class Comm:
             names.append(f"receiving from rank {source}")
         with self.explained(" and ".join(names)):
             works = dist.batch_isend_irecv(ops) if ops else []
-        if len(works) < len(names):  # NCCL: one work for the pair
+        if len(works) < len(names):  # NCCL returns one work for the two messages
             names = [" and ".join(names)]
         return Hop(self, list(zip(works, names, strict=True)), sent, received, x.device)
 
     def agree(self, call, size, always=False, problem=None):
-        """Compares `call`, a dict, with every other rank's; returns each rank's `size`, or None for a call agreed on before.
+        """Compares `call`, a dict, with every other rank's; returns each rank's `size`.
 
-        Raises the same ValueError on every rank if the calls differ. Collective, unless every rank has agreed on `call` before;
-        `always` compares nevertheless. `problem`, an exception, is what this rank found wrong with its arguments: it is raised
-        here, and where ranks compare always, the others raise a ValueError that quotes it.
+        A call that the ranks have agreed on before is not compared again unless `always` is set, and gives None.
+        Comparing is collective. If the calls differ, every rank raises the same ValueError.
+        `problem` is the exception for what this rank found wrong with its own arguments, or None. It is raised here.
+        With `always` the ranks compare first, so that the other ranks raise a ValueError that quotes it.
         """
         if problem and (self.size == 1 or not always):
             raise problem
@@ -94,7 +102,7 @@ class Comm:
 
     @contextlib.contextmanager
     def explained(self, doing):
-        """Turns the backend's RuntimeError into one that says what this rank was doing, and with whom."""
+        """Replaces the backend's RuntimeError by a RingError that says what this rank was doing with which rank."""
         try:
             yield
         except RuntimeError as error:
@@ -105,13 +113,13 @@ class Comm:
 
 
 class Hop:
-    """An exchange under way. It keeps both buffers alive until `wait`."""
+    """An exchange that is under way. It keeps both buffers alive until `wait`."""
 
     def __init__(self, comm, works, sent, received, device):
         self.comm, self.works, self.sent, self.received, self.device = comm, works, sent, received, device
 
     def wait(self):
-        """The tensor that arrived. The buffer that was sent may be overwritten from now on."""
+        """The tensor that arrived. After this call the buffer that was sent may be overwritten."""
         for work, name in self.works:
             with self.comm.explained(name):
                 work.wait()

@@ -4,8 +4,8 @@
     python -m steps.step04_ring.demo --seq 2048 --dim 64 --gpus 4        starts its own ranks
     torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo --seq 2048
 
-Without a GPU the ranks are processes over gloo that share the CPU, and a block is computed by stage 00's tiles in plain torch,
-because Triton's interpreter would take minutes. Every rank also computes the whole on its own, one after the other, to compare.
+Without a GPU the ranks are processes over gloo that share the CPU, and stage 00's tiles in plain torch compute a block,
+because Triton's interpreter would take minutes. For the comparison every rank also computes the whole sequence alone.
 """
 
 import os
@@ -31,9 +31,9 @@ def main(
     heads: int = 2,
     causal: bool = False,
     layout: str = typer.Option("zigzag", help="zigzag, contiguous or striped"),
-    dtype: str = typer.Option("", help="float32, float16 or bfloat16; by default float32 without a GPU and bfloat16 with one"),
+    dtype: str = typer.Option("", help="float32, float16 or bfloat16; default: bfloat16 with a GPU, float32 without"),
 ):
-    """Runs attention on one device and as a ring, and prints both times and how far the results are apart."""
+    """Runs attention on one device and as a ring, and prints both times and the largest differences."""
     dtype = dtype or ("float32" if engine.name == "cpu" else "bfloat16")
     arguments = (seq, dim, heads, causal, layout, dtype)
     if "RANK" in os.environ:  # torchrun started this process as one of its ranks
@@ -51,7 +51,8 @@ def report(seq, dim, heads, causal, layout, dtype):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     block, block_name = choose_block(dtype)
     random = torch.Generator().manual_seed(0)  # the same numbers on every rank
-    q, k, v, dout = (torch.randn(1, heads, seq, dim, generator=random).to(engine.device, getattr(torch, dtype)) for _ in range(4))
+    shape, kind = (1, heads, seq, dim), getattr(torch, dtype)
+    q, k, v, dout = (torch.randn(shape, generator=random).to(engine.device, kind) for _ in range(4))
 
     def alone():
         out, lse = block.forward(q, k, v, causal=causal)
@@ -67,7 +68,7 @@ def report(seq, dim, heads, causal, layout, dtype):
         out.backward(mine[3])
         return out.detach(), *(x.grad for x in leaves)
 
-    if rank == 0:  # undisturbed by the others, who need the result only
+    if rank == 0:  # timed while the other ranks wait; these need only the result
         single_seconds, want = timed(alone)
     dist.barrier()
     if rank != 0:
@@ -75,7 +76,7 @@ def report(seq, dim, heads, causal, layout, dtype):
     ring_seconds, (out, *grads) = timed(together, dist.barrier)
     got = (out, forward(*mine[:3], **options)[1], *grads)
     shards = [whole.shard(x, rank, dim=2) for x in want]
-    differences = [(a.float() - b.float()).abs().max().item() if a.numel() else 0.0 for a, b in zip(got, shards, strict=True)]
+    differences = [largest_difference(a, b) for a, b in zip(got, shards, strict=True)]
 
     everyone = [None] * ranks
     dist.all_gather_object(everyone, (ring_seconds, differences))
@@ -83,21 +84,29 @@ def report(seq, dim, heads, causal, layout, dtype):
         return []
     ring_seconds = max(seconds for seconds, _ in everyone)
     largest = [max(column) for column in zip(*(row for _, row in everyone), strict=True)]
+    listed = ", ".join(f"{name} {x:.1e}" for name, x in zip(NAMES, largest, strict=True))
+    cores = f"    ({os.cpu_count()} CPU cores)" if engine.name == "cpu" else ""
+    threads = torch.get_num_threads()
     return [
         engine.describe(),
-        f"{ranks} ranks over {dist.get_backend()}, {layout}, block {block_name}, {torch.get_num_threads()} CPU threads a rank",
+        f"{ranks} ranks over {dist.get_backend()}, {layout}, block {block_name}, {threads} CPU threads a rank",
         f"B 1, H {heads}, S {seq}, D {dim}, {dtype}, {'causal' if causal else 'not causal'}, forward + backward",
         f"one device   {1e3 * single_seconds:9.1f} ms",
         f"ring         {1e3 * ring_seconds:9.1f} ms   (slowest rank)",
-        f"speed-up     {single_seconds / ring_seconds:9.2f} x" + f"    ({os.cpu_count()} CPU cores)" * (engine.name == "cpu"),
-        "largest differences to one device: " + ", ".join(f"{name} {x:.1e}" for name, x in zip(NAMES, largest, strict=True)),
+        f"speed-up     {single_seconds / ring_seconds:9.2f} x{cores}",
+        f"largest differences to one device: {listed}",
     ]
 
 
+def largest_difference(a, b):
+    """max |a - b| in float32; 0 for empty tensors."""
+    return (a.float() - b.float()).abs().max().item() if a.numel() else 0.0
+
+
 def choose_block(dtype):
-    """(block, its name): the default one, or without a GPU what computes float32 fast."""
+    """(block, its name): the default block, but without a GPU one that computes float32 faster."""
     if engine.name == "cpu" and dtype == "float32":
-        tile = (256, 256)  # far larger than the stage's own, which show the algorithm
+        tile = (256, 256)  # far larger than stage 00's own tiles, which are small to show the algorithm
         forward, backward = partial(fwd_3_tiled.forward, tile=tile), partial(bwd_3_tiled.backward, tile=tile)
         return SimpleNamespace(forward=forward, backward=backward), f"step00_naive's tiles, {tile[0]} x {tile[1]}"
     from steps import step03_triton
@@ -106,7 +115,10 @@ def choose_block(dtype):
 
 
 def timed(work, before=lambda: None, repeats=2):
-    """(least seconds of some calls, the result), after one call to warm up; before each call `before` is called."""
+    """(the fewest seconds that one of `repeats` calls took, the result), after one call to warm up.
+
+    `before` is called before each timed call.
+    """
     result, seconds = work(), []
     for _ in range(repeats):
         before()
@@ -119,7 +131,7 @@ def timed(work, before=lambda: None, repeats=2):
 
 
 def synchronize():
-    """Kernels are launched without waiting for them; a clock has to."""
+    """Waits for the GPU. A kernel launch returns before the kernel has finished, so the clock must not be read yet."""
     if engine.name == "cuda":
         torch.cuda.synchronize()
 

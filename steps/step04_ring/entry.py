@@ -13,9 +13,10 @@ SUPPORTS = {
     "stage": "step04_ring",
     "devices": (engine.device,),
     "dtypes": (torch.float32, torch.float16, torch.bfloat16),
-    "head_dims": range(1, 257),  # head_dims and tiles are those of the default block, step03's
+    "head_dims": range(1, 257),  # head_dims and tiles are those of the default block, stage 03
     "tiles": ((16, 16), (16, 32), (32, 16)),
     "rungs": ("ring",),
+    "own_backward": ("ring",),
     "layouts": LAYOUTS,
     "gqa": True,
     "nq_ne_nk": False,
@@ -28,27 +29,33 @@ SUPPORTS = {
 }
 
 
-def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None):
-    """Self-attention over a sequence that is dealt out to the ranks of a process group: (out, lse) of this rank's positions.
+def forward(
+    q, k, v, *, causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None
+):
+    """Self-attention over a sequence divided among the ranks of a process group: (out, lse) of this rank's positions.
 
-    q, out (B, H, n, D), k and v (B, Hk, n, D): this rank's shard, n = Layout(layout, S, ranks).size(rank) of S positions; fewer
-    leading dimensions are accepted. lse (B, H, n) float32. causal: over the whole sequence. scale: 1/sqrt(D) by default.
-    layout: "zigzag", "contiguous" or "striped". group: a process group, by default the world, or this process alone.
-    block: an object with forward and backward of one block, by default steps.step03_triton; tile (Br, Bc) is handed to it.
-    S: the length of the whole sequence. Without it the ranks compare their arguments at every call, which also adds up S; with
-    it only the first time that they see these shapes and options. Collective: every rank of the group has to call it.
-    Raises TypeError, ValueError or NotImplementedError before anything is computed, RingError when a neighbour fails.
+    q, out (B, H, n, D), k and v (B, Hk, n, D): this rank's shard, n = Layout(layout, S, ranks).size(rank) of S
+    positions; fewer leading dimensions are accepted. lse (B, H, n) float32.
+    causal: over the whole sequence. scale: 1/sqrt(D) by default. layout: "zigzag", "contiguous" or "striped".
+    group: a process group; by default the world, or this process alone.
+    block: an object with forward and backward of one block, by default steps.step03_triton; tile (Br, Bc) is passed
+    to it.
+    S: the length of the whole sequence. Without S the ranks compare their arguments at every call, which also adds up
+    S. With S they compare only the first time that they see these shapes and options.
+    Collective: every rank of the group must call. Raises TypeError, ValueError or NotImplementedError before anything
+    is computed, RingError when a neighbour fails.
     """
     out, lse, _ = _forward(q, k, v, _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S))
     return out, lse
 
 
 def backward(
-    dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None
-):  # fmt: skip
-    """Gradients (dq, dk, dv) of this rank's positions, from dout, and out and lse as `forward` gave them.
+    dout, q, k, v, out, lse, *,
+    causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None
+):
+    """Gradients (dq, dk, dv) of this rank's positions, from dout, and from out and lse as `forward` gave them.
 
-    Costs one hop more than the backward of `attention`, which has kept the k and v that the forward ended with.
+    It makes one hop more than the backward of `attention`, which has kept the k and v that the forward ended with.
     """
     plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, (dout, out, lse))
     with torch.no_grad():
@@ -56,8 +63,10 @@ def backward(
     return _backward(dout, q, kv, out, lse, k.shape, plan)
 
 
-def attention(q, k, v, *, causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None):
-    """out of `forward`, differentiable once: one more argument of memory (the next rank's k and v) saves the backward a hop."""
+def attention(
+    q, k, v, *, causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None
+):
+    """out of `forward`, differentiable once. It keeps the next rank's k and v, which saves the backward a hop."""
     return _Attention.apply(q, k, v, _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S))
 
 
@@ -90,12 +99,15 @@ def _backward(dout, q, kv, out, lse, k_shape, plan):
 
 
 def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, saved=()):
-    """The keyword arguments of the two loops in ring.py. Checks this rank's arguments, then that all ranks' fit together."""
+    """The keyword arguments of the two loops in ring.py.
+
+    Checks this rank's arguments first, and then that the arguments of all ranks fit together.
+    """
     comm, problem, call, size = Comm(group), None, {}, None
     try:
         contract.pick_kernel({"ring": (forward, backward)}, SUPPORTS, rung, 0, q)
-        offered = tile if block is None else None  # another block may have other tiles, and checks them itself
-        scale, _ = contract.check_call(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), causal, scale, offered)
+        checked_tile = tile if block is None else None  # a block that the caller passes checks its own tiles
+        scale, _ = contract.check_call(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), causal, scale, checked_tile)
         if saved:
             contract.check_saved(q, *saved)
         Layout(layout, 0, 1)
@@ -112,9 +124,9 @@ def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, saved=())
     expected = [whole.size(rank) for rank in range(comm.size)]
     if expected != (sizes or expected) or expected[comm.rank] != size:
         raise ValueError(
-            f"the {layout} shards of S = {whole.S} on {comm.size} ranks have {expected} positions; got {sizes or size}. "
-            f"Cut them with Layout({layout!r}, {whole.S}, {comm.size}).shard(x, rank)."
+            f"the {layout} shards of S = {whole.S} on {comm.size} ranks have {expected} positions; "
+            f"got {sizes or size}. Cut them with Layout({layout!r}, {whole.S}, {comm.size}).shard(x, rank)."
         )
     if block is None:
-        from steps import step03_triton as block  # here, so that this stage can be read and imported without Triton
+        from steps import step03_triton as block  # imported here, so that importing this stage needs no Triton
     return {"layout": whole, "comm": comm, "block": block, "scale": scale} | ({} if tile is None else {"tile": tile})

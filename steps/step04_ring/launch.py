@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Starts the ranks: `init` joins those that torchrun started, `spawn` and `Ranks` start processes from Python.
 
-    torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo      each process calls init()
-    spawn(worker, 4, seq)                                                   worker(seq) in four processes, their results by rank
+    torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo    each process calls init()
+    spawn(worker, 4, seq)                                                 worker(seq) in four processes, results by rank
 
-The backend is NCCL with a GPU for each rank, otherwise gloo. Whatever happens to a rank, the caller hears of it: every wait has a
-limit, and an error carries the rank's number and traceback. A worker is a function of an importable module (processes look it up
-by name), so not one typed into a notebook; a script starts ranks under `if __name__ == "__main__":`, because every rank imports
-it. Left out: several machines, which are torchrun's business.
+The backend is NCCL where each rank has a GPU, otherwise gloo. The caller is told of every failure of a rank: every wait
+has a time limit, and an error carries the rank's number and traceback. A worker must be a function of an importable
+module, because processes look it up by name; a function typed into a notebook is not found. A script starts ranks under
+`if __name__ == "__main__":`, because every rank imports the script. Left out: several machines; torchrun starts those.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ TORCHRUN = "torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo"
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or ran out of time. `outcomes`: {rank: (result or None, None or what went wrong)}."""
+    """A rank raised, died or ran out of time. `outcomes`: {rank: (result, None) or (None, what went wrong)}."""
 
     def __init__(self, message, outcomes):
         super().__init__(message)
@@ -40,10 +40,11 @@ class RankError(RuntimeError):
 def init(timeout=60):
     """Joins the process group that torchrun's environment variables describe; returns this rank's device.
 
-    timeout: seconds after which an exchange that does not complete raises. Raises RuntimeError or ValueError, with the command
-    to use, when a variable is missing or out of range.
+    timeout: seconds after which an exchange that has not completed raises.
+    Raises RuntimeError or ValueError, with the command to use, when a variable is missing or out of range.
     """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not os.environ.get(name)]
     if missing:
         raise RuntimeError(f"{', '.join(missing)} not set; torchrun sets them: {TORCHRUN}")
     world_size = _integer("WORLD_SIZE", 1)
@@ -65,9 +66,9 @@ def _integer(name, low, high=None):
 
 
 def _join(rank, world_size, local_rank, backend, timeout, store):
-    """Initialises the default process group, through torchrun's variables or a store; returns this rank's device."""
+    """Initialises the default process group from torchrun's variables or from a store; returns this rank's device."""
     device = torch.device(engine.device)
-    if engine.device == "cuda":  # before anything of NCCL, or all ranks would take the first GPU
+    if engine.device == "cuda":  # The device is set before NCCL starts; otherwise all ranks would use the first GPU.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -78,22 +79,22 @@ def _join(rank, world_size, local_rank, backend, timeout, store):
 
 
 def spawn(fn, world_size, *args, timeout=60, limit=600):
-    """[fn(*args) of rank 0, 1, ...], each in a process of its own, all in one process group. Raises RankError if a rank fails.
+    """[fn(*args) of rank 0, 1, ...], each in a process of its own, all in one process group.
 
-    timeout: seconds for one exchange between ranks; limit: seconds for the whole.
+    timeout: seconds for one exchange between ranks; limit: seconds for the whole. Raises RankError if a rank fails.
     """
     with Ranks(world_size, timeout) as ranks:
         return ranks.run(fn, *args, limit=limit)
 
 
 class Ranks:
-    """world_size processes in one process group, which stay for several `run`s. Use in a `with` statement, or call `close`.
+    """world_size processes in one process group, which live through several `run`s and end with a RankError.
 
-    After a RankError they are gone.
+    Use it in a `with` statement, or call `close`.
     """
 
     def __init__(self, world_size, timeout=60):
-        # forkserver: torch is imported once and the ranks are forked from there. CUDA does not survive a fork.
+        # With "forkserver" one process imports torch, and the ranks are forked from it. CUDA does not survive a fork.
         context = multiprocessing.get_context("spawn" if engine.name == "cuda" else "forkserver")
         context.set_forkserver_preload(["steps.step04_ring.entry", "steps.step03_triton"])
         self._folder = tempfile.TemporaryDirectory()
@@ -103,24 +104,24 @@ class Ranks:
             job = (theirs, rank, world_size, timeout, os.path.join(self._folder.name, "store"))
             process = context.Process(target=_rank, args=job, daemon=True)
             process.start()
-            theirs.close()  # so that the pipe ends with the process
+            theirs.close()  # so that only the process holds this end, and the pipe closes when it ends
             self.pipes.append(ours)
             self.processes.append(process)
 
     def run(self, fn, *args, limit=600):
         """[fn(*args) of rank 0, 1, ...]; RankError if a rank raises, dies, or takes more than `limit` seconds."""
-        task = pickle.dumps((fn, args))  # tensors travel by value, not as shared memory that dies with its process
+        task = pickle.dumps((fn, args))  # by value: tensors in shared memory would be lost when their process ends
         for pipe in self.pipes:
             try:
                 pipe.send_bytes(task)
-            except OSError:  # that rank has died; its pipe says so below
+            except OSError:  # that rank has died, which reading from its pipe reports below
                 pass
         outcomes, deadline = {}, time.monotonic() + limit
         while len(outcomes) < len(self.pipes) and (left := deadline - time.monotonic()) > 0:
             for pipe in wait([pipe for rank, pipe in enumerate(self.pipes) if rank not in outcomes], left):
                 rank = self.pipes.index(pipe)
                 outcomes[rank] = self._outcome(rank)
-                if outcomes[rank][1]:  # a little time for the others to say what they saw of it
+                if outcomes[rank][1]:  # the other ranks get 5 s to report what they saw of this failure
                     deadline = min(deadline, time.monotonic() + 5)
         if len(outcomes) < len(self.pipes) or any(problem for _, problem in outcomes.values()):
             self.close(kill=True)
@@ -134,10 +135,11 @@ class Ranks:
         except (EOFError, OSError):
             self.processes[rank].join(5)
             code = self.processes[rank].exitcode
-            return None, f"died: {f'killed by {signal.Signals(-code).name}' if code and code < 0 else f'exit code {code}'}"
+            how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+            return None, f"died: {how}"
 
     def close(self, kill=False):
-        """Ends the processes: politely, or at once."""
+        """Ends the processes: each gets 10 s to end by itself, or with `kill` none."""
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -155,9 +157,9 @@ class Ranks:
 
 
 def _rank(pipe, rank, world_size, timeout, path):
-    """A rank's life: joins, then does what comes through the pipe until it closes."""
+    """What a rank's process runs: it joins the group, then runs the tasks from the pipe until the pipe closes."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    # All ranks are on this machine; the loopback interface needs no host name that resolves.
+    # All ranks are on this machine, and the loopback interface works even where the host's name does not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     enough = engine.device == "cuda" and torch.cuda.device_count() >= world_size
     joined = False
@@ -180,15 +182,22 @@ def _rank(pipe, rank, world_size, timeout, path):
 
 
 def _explain(outcomes, world_size, limit):
-    """One line a rank, and in full what went wrong at the one where, by all signs, it began."""
+    """One line a rank, and in full what went wrong at the rank where the failure most likely began."""
     silent = f"no answer within {limit:g} s, or 5 s after another rank's failure"
-    problems = {rank: problem for rank, (_, problem) in outcomes.items() if problem}  # in the order in which they came in
+    problems = {rank: problem for rank, (_, problem) in outcomes.items() if problem}  # in the order of their arrival
     problems |= {rank: silent for rank in range(world_size) if rank not in outcomes}
 
     def how_late(rank):
-        """A death comes first, then an error of its own, then silence; an exchange that failed is what the others see of it."""
+        """0 for a rank that died, 1 for an error of its own, 2 for silence, 3 for an exchange that failed.
+
+        A failed exchange is how the other ranks see a failure, so it is the least likely beginning.
+        """
         problem = problems[rank]
-        return 0 if problem.startswith("died") else 3 if "RingError" in problem else 2 if problem == silent else 1
+        if problem.startswith("died"):
+            return 0
+        if "RingError" in problem:
+            return 3
+        return 2 if problem == silent else 1
 
     first = min(problems, key=how_late)
     last_lines = (problems.get(rank, "fine").strip().splitlines()[-1] for rank in range(world_size))

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
 """Which rank holds which positions of the sequence, and which part of a block of scores it has to compute.
 
-S positions over N ranks; q, k and v are dealt out alike. Here S = 16, N = 4, each position with the rank that holds it:
+S positions are divided among N ranks, q, k and v alike. With S = 16 and N = 4, each digit is the rank of a position:
 
     contiguous   0000 1111 2222 3333            rank r holds chunk r of N
     zigzag       00 11 22 33 33 22 11 00        rank r holds chunks r and 2N-1-r of 2N
     striped      0123 0123 0123 0123            rank r holds r, r + N, r + 2N, ...
 
-The idea: a causal mask lets late positions see much and early ones little, so a contiguous rank 0 idles while rank N-1 works all
-the time. Zigzag gives every rank an early and a late chunk, striping a bit of everything. The ring's loops are the same for the
-three: the layouts differ in `pieces` and in one table, `visible_part`. Chunks may differ in length by one and may be empty, so
-that any S will do, S < N too. Sources: Ring Attention (2310.01889), Striped Attention (2311.09431); zigzag:
-zhuzilin/ring-flash-attention. Needs torch only.
+The idea: under a causal mask late positions see many keys and early ones few. With contiguous chunks rank 0 idles while
+rank N-1 works all the time. Zigzag gives every rank an early and a late chunk; striping gives it every N-th position.
+The ring's loops are the same for the three layouts, which differ in `pieces` and in one table, `visible_part`. Chunks
+may differ in length by one and may be empty, so any S is allowed, S < N too. Sources: Ring Attention (2310.01889),
+Striped Attention (2311.09431); zigzag: zhuzilin/ring-flash-attention. Needs torch only.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ LAYOUTS = ("zigzag", "contiguous", "striped")
 
 @dataclass(frozen=True)
 class Layout:
-    """S positions dealt out to N ranks. `causal` is the mask of the whole sequence; it matters to `work` only."""
+    """S positions divided among N ranks. `causal` is the mask of the whole sequence; only `work` depends on it."""
 
     kind: str
     S: int
@@ -53,7 +53,7 @@ class Layout:
         return sum(map(len, self.pieces(rank)))
 
     def positions(self, rank):
-        """The rank's positions (size(rank),), rising: what rotary embeddings and labels need in place of arange."""
+        """The rank's positions (size(rank),), rising. Rotary embeddings and labels need them in place of arange."""
         return torch.tensor([i for piece in self.pieces(rank) for i in piece], dtype=torch.long)
 
     def shard(self, x, rank, dim=-2):
@@ -68,11 +68,12 @@ class Layout:
     def work(self, me, src):
         """What rank `me` computes with the keys of rank `src`: (rows of its q, rows of k, causal), or None for nothing.
 
-        A block that is causal is square, so it does not matter in which corner a kernel aligns the diagonal.
+        A causal block is square, so it does not matter in which corner a kernel aligns the diagonal.
         """
         early_q, early_k = len(self.pieces(me)[0]), len(self.pieces(src)[0])
         kind = self.kind if self.causal else "full"
-        q_start, q_stop, k_start, k_stop, causal = visible_part(kind, me, src, self.size(me), self.size(src), early_q, early_k)
+        sizes = self.size(me), self.size(src), early_q, early_k
+        q_start, q_stop, k_start, k_stop, causal = visible_part(kind, me, src, *sizes)
         if q_start >= q_stop or k_start >= k_stop:
             return None
         return slice(q_start, q_stop), slice(k_start, k_stop), causal
@@ -81,9 +82,9 @@ class Layout:
 def visible_part(kind, me, src, q, k, early_q, early_k):
     """(q_start, q_stop, k_start, k_stop, causal): which of rank me's q queries see which of rank src's k keys.
 
-    kind: a layout under a causal mask, or "full" without a mask. causal: whether a diagonal hides part of what is named; a block
-    with one is square. zigzag: the early chunks are the first early_q of the queries and early_k of the keys. Where nothing is to
-    be seen, start = stop.
+    kind: a layout under a causal mask, or "full" without a mask. causal: whether the part named has a causal diagonal
+    itself; such a part is square. For zigzag the early chunks are the first early_q queries and the first early_k keys.
+    Where no query sees a key, start = stop.
     """
     #                src == me              src < me: earlier keys         src > me: later keys
     table = {

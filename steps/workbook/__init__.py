@@ -1,7 +1,11 @@
-"""The reader's side of the course: looking at a kernel's source (`show`, `diff`) and at figures (`picture`) in the notebook,
-writing functions oneself (`check`, `hint`, `solution`) and having them run inside the stages."""
+"""The learner's side of the course.
+
+A notebook looks at the kernels' source with `show` and `diff`, runs a kernel with a mistake planted by `edited`, and
+shows figures with `picture`. A reader writes functions and has them run inside a stage with `check`, `hint` and
+`solution`; the same three are commands of `python -m steps`. The exercises are listed in exercises.toml.
+"""
 
 from steps.workbook.answer import Blank  # noqa: F401
 from steps.workbook.checks import check, hint, solution  # noqa: F401
 from steps.workbook.figures import picture  # noqa: F401
-from steps.workbook.source import diff, edited, show  # noqa: F401
+from steps.workbook.listing import diff, edited, show  # noqa: F401

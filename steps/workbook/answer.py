@@ -1,4 +1,8 @@
-"""The reader's answer as text: where it comes from, whether it is still blank, and whether it has the shape that is asked for."""
+"""The reader's answer as source text.
+
+This module reads it, tells whether it is still blank, and checks that it defines the function with the parameters that
+the exercise asks for.
+"""
 
 import ast
 import inspect
@@ -8,11 +12,11 @@ import textwrap
 import types
 from dataclasses import dataclass
 
-from steps.workbook.source import cuda_span
+from steps.workbook.listing import cuda_span
 
 
 class Blank(Exception):
-    """What an exercise that nobody has written yet raises."""
+    """Raised by an exercise that nobody has written yet."""
 
 
 class Problem(Exception):
@@ -21,7 +25,7 @@ class Problem(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """Source text and how messages call it. `helpers` is text that a notebook's other cells contribute."""
+    """Source text, and the name that messages give it. helpers: the text that a notebook's other cells contribute."""
 
     text: str
     label: str
@@ -40,20 +44,22 @@ def read(task, given=None):
         return Answer(task.mine.read_text(), task.label)
     if isinstance(given, str):
         return Answer(given, "your text")
-    function = getattr(given, "py_func", getattr(given, "fn", given))  # what Numba's and Triton's decorators wrapped
+    # Numba's and Triton's decorators wrap the function.
+    function = getattr(given, "py_func", getattr(given, "fn", given))
     try:
         text = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         raise Problem(
-            f"Python has no source text of what was handed over ({given!r}): a function typed at a plain prompt leaves none. "
-            f'Write it in {task.label}, then check("{task.id}") finds it there.'
+            f"Python has no source text of what was handed over ({given!r}). A function that is typed at a plain "
+            f'prompt leaves none. Write it in {task.label}, where check("{task.id}") finds it.'
         ) from None
     return Answer(text, f"your {name}", _companions(function) if isinstance(function, types.FunctionType) else "")
 
 
 def _companions(function, done=()):
-    """What a notebook's function uses of other cells: imports, and the text of its helper functions."""
-    text, own = "", ast.parse(textwrap.dedent(inspect.getsource(function)))
+    """The text that a notebook's function needs from other cells: imports and helper functions."""
+    text = ""
+    own = ast.parse(textwrap.dedent(inspect.getsource(function)))
     for name in sorted({node.id for node in ast.walk(own) if isinstance(node, ast.Name)}):
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
@@ -68,7 +74,7 @@ def _companions(function, done=()):
 
 
 def parse(answer):
-    """The syntax tree of a Python answer; Problem cites the line that is no Python."""
+    """The syntax tree of a Python answer. Raises Problem, which cites the line, where the text is not Python."""
     try:
         return ast.parse(answer.text)
     except SyntaxError as e:
@@ -76,16 +82,22 @@ def parse(answer):
 
 
 def top_level(tree, name):
-    """The top-level function of that name, the last if there are several, or None."""
+    """The top-level function of that name, or None. Where there are several it is the last, as it is for Python."""
     return next((n for n in reversed(tree.body) if isinstance(n, ast.FunctionDef) and n.name == name), None)
 
 
 def is_blank(answer, name, suffix=".py"):
-    """Whether nobody has written it yet: the body, docstring apart, is `raise Blank`; in CUDA an `#error Blank` is left."""
+    """Whether nobody has written the answer yet.
+
+    In Python the function's body, apart from its docstring, is then only `raise Blank`. In CUDA an `#error Blank` is
+    left.
+    """
     if suffix != ".py":
         return re.search(r"^\s*#error Blank\b", answer.text, re.M) is not None
     node = top_level(parse(answer), name)
-    body = node.body[1:] if node and ast.get_docstring(node) is not None else node.body if node else []
+    if node is None:
+        return False
+    body = node.body if ast.get_docstring(node) is None else node.body[1:]
     return len(body) == 1 and isinstance(body[0], ast.Raise) and ast.unparse(body[0]).startswith("raise Blank")
 
 
@@ -110,7 +122,7 @@ def _parameters(node):
 
 
 def plain_source(task):
-    """The text of the stage's own function where it is plain Python, which can be called by itself; None for a kernel's."""
+    """The text of the stage's own function, or None if it belongs to a kernel and cannot be called by itself."""
     if task.path.suffix != ".py":
         return None
     text = task.path.read_text()

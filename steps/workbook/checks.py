@@ -1,25 +1,26 @@
-"""`check`, `hint` and `solution`: what a reader calls."""
+"""`check`, `hint` and `solution`, the three functions that a reader calls."""
 
 import functools
 import shutil
 import tempfile
 
+from steps import catalogue
 from steps.workbook import answer as answers
 from steps.workbook import exercises, runner, skeleton, splice
 from steps.workbook.answer import Problem
 from steps.workbook.exercises import Exercise
 from steps.workbook.explain import explain
-from steps.workbook.report import Report, case_line
-from steps.workbook.source import show
+from steps.workbook.listing import show
+from steps.workbook.outcome import Report, case_line
 
 LIMIT = 60  # seconds for one check
 
 
 def check(id, answer=None, limit=LIMIT):
-    """Runs the reader's answer inside the stage and says what is right, what is wrong and, where it is known, why.
+    """Runs the reader's answer inside the stage. The report says what is right, what is wrong and, if known, why.
 
-    id: "00.2", or "00.bug1" for a hunt. answer: a function of the notebook, or the text of a CUDA function; by default the file
-    under my/, which is written at the first call and never overwritten. limit: seconds.
+    id: "00.2", or "00.bug1" for a hunt. answer: a function of the notebook, or the text of a CUDA function; by default
+    the file under my/, which the first call writes and no later call overwrites. limit: seconds.
     """
     try:
         task = exercises.find(id)
@@ -29,7 +30,8 @@ def check(id, answer=None, limit=LIMIT):
         skeleton.write(task)
     try:
         text = answers.read(task, answer)
-        if answers.is_blank(text, getattr(task, "function", "test"), task.path.suffix if _is_exercise(task) else ".py"):
+        function, suffix = (task.function, task.path.suffix) if _is_exercise(task) else ("test", ".py")
+        if answers.is_blank(text, function, suffix):
             return Report(id, task.title, "blank", [f"still to be written: {text.label}", _pointer(task)])
         with tempfile.TemporaryDirectory(prefix="steps-") as folder:
             return (_exercise if _is_exercise(task) else _hunt)(task, text, folder, limit)
@@ -40,7 +42,7 @@ def check(id, answer=None, limit=LIMIT):
 
 
 def hint(id, level=1):
-    """The exercise's hint: level 1 a question, 2 the formula and where it is in the paper, 3 pseudo-code."""
+    """A hint for the exercise. Level 1 is a question, 2 the formula and its place in the paper, 3 pseudo-code."""
     hints = exercises.find(id).hints
     if level not in range(1, len(hints) + 1):
         raise ValueError(f"there are hints 1 to {len(hints)} for {id}; got {level!r}")
@@ -49,17 +51,19 @@ def hint(id, level=1):
 
 
 def solution(id):
-    """The stage's own function; for a hunt its last hint."""
+    """The stage's own function. For a hunt it is the last hint, which tells the cause and the test."""
     task = exercises.find(id)
-    return show(f"{task.stage}/{task.path.stem}", task.function) if _is_exercise(task) else hint(id, len(task.hints))
+    if not _is_exercise(task):
+        return hint(id, len(task.hints))
+    return show(f"{task.stage}/{task.path.stem}", task.function)
 
 
 class Unavailable(Exception):
-    """Why the stage does not run on this machine."""
+    """The stage does not run on this machine; the message is the reason."""
 
 
 class Text(str):
-    """A string that a notebook shows as it is."""
+    """A string that a notebook shows without quotation marks and escapes."""
 
     def __repr__(self):
         return str(self)
@@ -95,20 +99,27 @@ def _exercise(task, text, folder, limit):
 
 
 def _cost(task, text, limit):
-    """The verdict on how long the kernel keeps shared memory busy, and lines that tell it; counted in the emulation."""
+    """(verdict, lines of text ...): whether shared memory is used as well as by the stage's own function.
+
+    The emulation counts the wavefronts. A wavefront is what the 32 banks of shared memory serve at once.
+    """
     yours, own = _count(task, text, limit), _own_count(task.id, limit)
-    says = "{turns:,} turns of shared memory for {accesses:,} accesses".format
-    if yours["turns"] <= own["turns"]:
-        return "passed", f"ok     {says(**yours)}: no more than with the stage's own"
-    wrong = f"WRONG  the results are right, but it takes {says(**yours)}; {own['turns']:,} are enough"
+    says = f"{yours['wavefronts']:,} wavefronts of shared memory for {yours['accesses']:,} accesses"
+    if yours["wavefronts"] <= own["wavefronts"]:
+        return "passed", f"ok     {says}: no more than with the stage's own function"
+    wrong = f"WRONG  the results are right, but it takes {says}; {own['wavefronts']:,} wavefronts are enough"
     return "wrong", wrong, " " * 9 + task.cost
 
 
 def _count(task, text, limit):
-    """{"accesses" of warps to shared memory, "turns" that it takes} over the exercise's cases; text: the answer, or None."""
+    """{"accesses", "wavefronts"}: how often warps access shared memory in the exercise's cases, and what that takes.
+
+    text: the answer, or None for the stage's own function.
+    """
     with tempfile.TemporaryDirectory(prefix="steps-") as folder:
         splice.copy_of_steps(folder, [(task, text)] if text else [])
-        job = {name: getattr(task, name) for name in ("stage", "rung", "cases")} | {"kind": "cost", "module": _module(task)}
+        job = {name: getattr(task, name) for name in ("stage", "rung", "cases")}
+        job |= {"kind": "cost", "module": _module(task)}
         rows, how, _ = runner.run(job, folder, limit, on="cpu")
     if bad := _ending(rows, how, task, text or answers.Answer("", "the stage's own"), {}, limit):
         raise Problem("\n".join(bad))
@@ -117,7 +128,7 @@ def _count(task, text, limit):
 
 @functools.cache
 def _own_count(id, limit):
-    """The same with the stage's own function."""
+    """`_count` with the stage's own function, counted once in a process."""
     return _count(exercises.find(id), None, limit)
 
 
@@ -130,46 +141,57 @@ def _hunt(task, text, folder, limit):
     bad = _ending(rows, how, task, text, {}, limit)
     good, broken = (any(key in row for row in rows) for key in ("good", "broken"))
     if good and broken and not bad:
-        lines, verdict = ["passes on the stage's own forward", f"fails on the broken kernel: {rows[-1]['broken']}"], "passed"
+        verdict = "passed"
+        lines = ["passes on the stage's own forward", f"fails on the broken kernel: {rows[-1]['broken']}"]
     elif good and not bad:
-        lines, verdict = ["passes on the stage's own forward", "WRONG: passes on the broken kernel too"], "wrong"
+        verdict = "wrong"
+        lines = ["passes on the stage's own forward", "WRONG: passes on the broken kernel too"]
     elif bad and rows[-1].get("error", {}).get("type") == "AssertionError":
-        lines, verdict = ["WRONG: fails on the stage's own forward too, which is right:", *bad], "wrong"
+        verdict = "wrong"
+        lines = ["WRONG: fails on the stage's own forward too, which is right:", *bad]
     else:
-        lines, verdict = bad, "error"
+        verdict = "error"
+        lines = bad
     return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)])
 
 
 def _ending(rows, how, task, text, lines, limit):
-    """What there is to say when the child did not come to an orderly end: an exception, a time-out or a crash."""
+    """The lines of text about an exception, a time-out or a crash of the child; [] if it came to an orderly end."""
     if rows and "error" in rows[-1]:
-        from steps import compare  # here, because it imports the stage
-
-        if reason := compare.unavailable(task.number):
+        if reason := catalogue.unavailable(task.number):
             raise Unavailable(reason)
         running = [row["running"] for row in rows if "running" in row]
         case = [f"(in the case: {running[-1]})"] if running and _is_exercise(task) else []
         return [*explain(rows[-1]["error"], task, text, lines), *case]
     where = next((f"in the case: {row['running']}" for row in rows[::-1] if "running" in row), "before the first case")
     if how == "time":
-        return [f"stopped after {limit} s {where}", "Does a loop never end, or does a barrier wait for a thread that has left?"]
+        question = "Does a loop never end, or does a barrier wait for a thread that has left?"
+        return [f"stopped after {limit} s {where}", question]
     if how or not rows:
         return [f"the process ended without a result ({how or 'no reason given'}) {where}"]
     return []
 
 
 def _after(task, verdict):
-    """What to do next."""
+    """What the reader can do next, as lines of text."""
     if verdict != "passed":
         return [_pointer(task)]
-    return [f"All of the stage's cases: python -m pytest tests/test_{task.stage}.py --mine"] if _is_exercise(task) else []
+    if not _is_exercise(task):
+        return []
+    return [f"All of the stage's cases: python -m pytest tests/test_{task.stage}.py --mine"]
 
 
 def _printed(text, most=20):
+    """What the answer has printed, as lines of text, at most so many."""
     lines = text.splitlines()
-    more = [f"... and {len(lines) - most} lines more"] if len(lines) > most else []
-    return ["it printed:", *(f"  {line}" for line in lines[:most]), *more] if lines else []
+    if not lines:
+        return []
+    shown = ["it printed:", *(f"  {line}" for line in lines[:most])]
+    if len(lines) > most:
+        shown.append(f"... and {len(lines) - most} lines more")
+    return shown
 
 
 def _module(task):
+    """The name of the module in whose file the exercise's function stands."""
     return ".".join(("steps", *task.file.removesuffix(task.path.suffix).split("/")))

@@ -1,8 +1,10 @@
-"""The process in which answers run. It imports torch once; each job gets a fork of it, in which `steps` is the job's own copy.
+"""The process in which answers run: a server that imports torch once and forks one process for each job.
 
-Run as a script (the real `steps` must not be imported here). Jobs come in as lines of JSON; a line with the fork's number goes
-out, and one with its exit status when it has ended. What a job finds out it writes to results.jsonl in its folder, line by line,
-so that the last line tells where a job was that had to be stopped.
+In the fork `steps` is the copy of the course in the job's folder. This file is therefore run as a script: the process
+must not import the real `steps`. runner.py starts it and sends each job as a line of JSON. For each job the server
+answers with two lines, the number of the forked process, and its exit status when it has ended. The job writes what it
+finds out to results.jsonl in its folder, line by line, so that the last line of a job that had to be stopped tells how
+far it came.
 """
 
 import contextlib
@@ -12,16 +14,15 @@ import json
 import os
 import signal
 import sys
-import traceback
 import warnings
 from pathlib import Path
 
-SPARE = 10  # seconds after the time limit at which a job ends itself, should nobody have stopped it
-IDLE = 600  # seconds without a job after which the server ends: it holds some 300 MB
+SPARE = 10  # A job that nobody has stopped ends itself this many seconds after its time limit.
+IDLE = 600  # After this many seconds without a job the server ends, because it holds some 300 MB.
 
 
 def serve(out):
-    """Forks one process a job; where that is not safe, does one job in this process and ends."""
+    """Forks a process for each job. Where a fork is not safe, does one job in this process and ends."""
     signal.alarm(IDLE)
     for line in sys.stdin:
         signal.alarm(0)
@@ -32,12 +33,12 @@ def serve(out):
             say(out, pid)
             status = os.waitpid(pid, 0)[1]
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what it has left behind: stage 04's ranks, after a crash
+                os.killpg(pid, signal.SIGKILL)  # After a crash, stage 04's ranks may still be running.
             say(out, status)
             signal.alarm(IDLE)
             continue
         if job["fork"]:
-            os.setsid()  # a group of its own, which can be killed as a whole
+            os.setsid()  # A group of its own can be killed as a whole.
         else:
             say(out, os.getpid())
         signal.alarm(job["limit"] + SPARE)
@@ -47,19 +48,20 @@ def serve(out):
 
 
 def say(out, number):
+    """Sends a number to runner.py."""
     os.write(out, f"{number}\n".encode())
 
 
 def work(job):
-    """Does the job with the copy of `steps` in its folder."""
+    """Does the job with the copy of `steps` in its folder. An exception becomes the job's last result."""
     folder = Path(job["folder"])
     printed = os.open(folder / "printed.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # `input()` must not read the next job
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # `input()` in an answer must not read the next job.
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     sys.path.insert(0, str(folder))
     sys.dont_write_bytecode = True
-    warnings.simplefilter("ignore")  # numpy's, about overflow, would name lines of the copy
+    warnings.simplefilter("ignore")  # numpy's warnings about overflow would name lines of the copy.
     with open(folder / "results.jsonl", "w", buffering=1) as file:
 
         def tell(**row):
@@ -69,24 +71,14 @@ def work(job):
             import steps
 
             assert Path(steps.__file__).is_relative_to(folder), f"{steps.__file__} is not the copy in {folder}"
-            from steps.workbook import jobs
-
+            from steps.workbook import failure, jobs
+        except BaseException as e:  # Without the copy there is no failure.account either.
+            tell(error={"type": type(e).__name__, "message": str(e), "frames": []})
+            return
+        try:
             getattr(jobs, job["kind"])(job, tell)
         except BaseException as e:
-            tell(error=account(e, folder, job.get("label")))
-
-
-def account(e, folder, label=None):
-    """An exception as {"type", "message", "frames"}: (file of the copy or the answer's label, line), innermost last."""
-    if hasattr(e, "account"):  # of another process
-        return e.account
-    while type(e).__name__ == "InterpreterError" and e.__cause__:  # Triton's own, raised from the reader's
-        e = e.__cause__
-    while type(e).__name__ == type(e.__cause__).__name__ == "CompilationError":  # Triton's, from the caller's to the innermost
-        e = e.__cause__
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(e.__traceback__)]
-    inside = [(name.removeprefix(f"{folder}/"), line) for name, line in frames if name.startswith(str(folder)) or name == label]
-    return {"type": type(e).__name__, "message": str(e), "frames": inside}
+            tell(error=failure.account(e, folder, job.get("label")))
 
 
 if __name__ == "__main__":
@@ -97,5 +89,7 @@ if __name__ == "__main__":
 
     if os.environ["STEPS_ENGINE"] == "cpu":
         torch.set_num_threads(1)
-    gc.freeze()  # what is here is shared with the forks as long as nobody writes to it, which looking for garbage does
+    # The forks share this memory until somebody writes to it. The garbage collector would write to each object, so it
+    # leaves those out that exist by now.
+    gc.freeze()
     serve(numbers)

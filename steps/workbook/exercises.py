@@ -1,4 +1,4 @@
-"""What there is to write: the entries of exercises.toml, and where the reader's answers lie."""
+"""The exercises and bug hunts: the entries of exercises.toml, and where the reader's answers lie."""
 
 import tomllib
 from dataclasses import dataclass
@@ -10,7 +10,11 @@ MY = STEPS.parent / "my"
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What exercises and hunts share. `file` lies under steps/; `hints` are a question, a formula and pseudo-code."""
+    """What exercises and hunts have in common.
+
+    file is a path under steps/. hints are three: for an exercise a question, the formula with its place in the paper,
+    and pseudo-code; for a hunt the last one is its solution.
+    """
 
     id: str
     file: str
@@ -44,10 +48,12 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Exercise(Task):
-    """Write this function. `cases` run on `rung`; `order` and `tile` tell the diagnosis how that rung visits its tiles.
+    """An exercise: write this function.
 
-    cost: what is wrong with a function whose results are right, but with which shared memory is busy for longer than with the
-    stage's own; counted where `cost` is given.
+    The contract's `cases` are run on `rung`. order and tile say in which order that rung visits tiles of which size;
+    with them the diagnosis compares a wrong result with that of known mistakes. If `cost` is given, the accesses to
+    shared memory are counted too: `cost` is the message for a function whose results are right, but with which they
+    take more wavefronts than with the stage's own.
     """
 
     function: str
@@ -65,7 +71,10 @@ class Exercise(Task):
 
 @dataclass(frozen=True, eq=False)
 class Hunt(Task):
-    """Find what is wrong with the kernel in `file`, and write the test that catches it. engine: the one it runs on everywhere."""
+    """A bug hunt: find what is wrong with the kernel in `file`, and write the test that catches it.
+
+    engine: the engine that it always runs on; by default the one that is in force.
+    """
 
     symptom: str
     engine: str | None = None
@@ -76,23 +85,25 @@ class Hunt(Task):
 
 
 def load(text=None):
-    """{id: Exercise or Hunt} in the order of their ids, out of exercises.toml."""
+    """{id: Exercise or Hunt} in the order of the ids, from exercises.toml or from text in its place."""
     entries = tomllib.loads(text or (STEPS / "workbook" / "exercises.toml").read_text())
     tasks = [Exercise(**e) for e in entries.get("exercise", ())] + [Hunt(**h) for h in entries.get("hunt", ())]
     return {task.id: task for task in sorted(tasks, key=lambda task: task.id)}
 
 
 def find(id):
-    """The exercise or hunt; KeyError names those there are."""
+    """The exercise or hunt of that id. The KeyError for an unknown one lists those that exist."""
     if id not in (tasks := load()):
         raise KeyError(f"there is no exercise {id!r}; there are {', '.join(tasks)}")
     return tasks[id]
 
 
 def visits(stage, rung):
-    """(order, tile) by which this rung visits its tiles, so far as an exercise says so: for the diagnosis."""
+    """(order, tile): how this rung visits its tiles, for the diagnosis. None for what no exercise says."""
     known = [t for t in load().values() if isinstance(t, Exercise) and (t.stage, t.rung) == (stage, rung)]
-    return next((t.order for t in known if t.order), None), next((t.tile for t in known if t.tile), None)
+    order = next((t.order for t in known if t.order), None)
+    tile = next((t.tile for t in known if t.tile), None)
+    return order, tile
 
 
 def of_stage(number):

@@ -1,18 +1,24 @@
-"""What went wrong inside an answer, in the reader's own lines."""
+"""Explains an exception inside an answer: which line of the reader's text raised it, and why."""
 
 import ast
 import re
 
 from steps.workbook.answer import top_level
 
+# Where the compilers and the emulation name a line.
 COMPILER = r"^{file}[:(](\d+)[:)].*?error: (.*)"  # g++ and NVRTC
 EMULATION = r"\b{file}:(\d+): (.*)"
 NUMBA = r'^File ".*{file}", line (\d+):'
 TRITON = r"at (\d+):\d+:\ndef {name}\((?:.*\n)*(.*)"
 
+CONSEQUENCE = "as a consequence of what your function returned or stored"
+
 
 def explain(error, task, answer, lines):
-    """The child's account of an exception as lines of text. lines: {line of the copy: line of the answer}."""
+    """The lines of text that tell a reader about an exception.
+
+    error: what failure.account returned in the child process. lines: {line of the copy: line of the answer}.
+    """
     kind, message = error["type"], error["message"].strip()
     if kind == "WrongReturn":
         return [f"{task.function} {message}."]
@@ -22,37 +28,42 @@ def explain(error, task, answer, lines):
     if kind == "Blank":
         what = "`raise Blank` is still there: delete it."
     where = [lines[line] for file, line in error["frames"] if file == f"steps/{task.file}" and line in lines]
-    where += [line for file, line in error["frames"] if file == answer.label]  # a hunt's test is not spliced into anything
+    where += [line for file, line in error["frames"] if file == answer.label]  # A hunt's test runs under its own name.
     if not where and lines:
         where, what = _in_compiled_python(what, task, answer, lines)
     if where:
         return [*answer.line(where[-1]).splitlines(), *what.splitlines()]
-    stage = [f"{file}, line {line}" for file, line in error["frames"] if file.startswith(f"steps/{task.stage}/")]
-    return [*what.splitlines(), *[f"raised in {place}, by what your function returned or left behind" for place in stage[-1:]]]
+    inside_stage = [f"{file}, line {line}" for file, line in error["frames"] if file.startswith(f"steps/{task.stage}/")]
+    if not inside_stage:
+        return what.splitlines()
+    return [*what.splitlines(), f"raised in {inside_stage[-1]}, {CONSEQUENCE}"]
 
 
 def _in_cuda(message, task, answer):
-    """What the compiler or the emulation says of a line of the answer, or else of the text around it; None if neither does."""
-    find = lambda pattern, file: re.search(pattern.format(file=re.escape(file)), message, re.M)  # noqa: E731
+    """What the compiler or the emulation says of a line of the answer or of the text around it; None if nothing."""
+
+    def find(pattern, file):
+        return re.search(pattern.format(file=re.escape(file)), message, re.M)
+
     if found := find(COMPILER, answer.label):
         return [*answer.line(int(found[1])).splitlines(), f"the compiler says: {found[2]}"]
     if found := find(COMPILER, task.path.name):
-        return [found[0], "The compiler stumbles behind your function: is a brace missing in it?"]
+        return [found[0], "The compiler finds this error behind your function: is a brace missing in it?"]
     if found := find(EMULATION, answer.label.split("/")[-1]):
         return [*answer.line(int(found[1])).splitlines(), found[2]]
     if found := find(EMULATION, task.path.name):
-        return [f"{task.file}, line {found[1]}: {found[2]}", "by what your function returned or left behind"]
+        return [f"{task.file}, line {found[1]}: {found[2]}", CONSEQUENCE]
     return None
 
 
 def _in_compiled_python(what, task, answer, lines):
-    """(the answer's line, in a list, and what is wrong) as Numba's or Triton's compiler says it; ([], what) if it does not."""
+    """([line of the answer], what is wrong), as Numba's or Triton's compiler says it; ([], what) without a line."""
     if found := re.search(TRITON.format(name=task.function), what):
         return [top_level(ast.parse(answer.text), task.function).lineno + int(found[1]) - 1], found[2]
     for found in re.finditer(NUMBA.format(file=re.escape(task.file)), what, re.M):
         if int(found[1]) in lines:
             return [lines[int(found[1])]], what[: found.start()].rstrip()
-    if found := re.search(r"name '(\w+)' is not defined", what):  # Numba says no more than this
+    if found := re.search(r"name '(\w+)' is not defined", what):  # Numba names no line here.
         names = (node for node in ast.walk(ast.parse(answer.text)) if isinstance(node, ast.Name))
         return sorted(node.lineno for node in names if node.id == found[1])[:1], what
     return [], what

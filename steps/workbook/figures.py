@@ -1,4 +1,4 @@
-"""Figures in notebooks: a PNG that carries its description."""
+"""Figures in notebooks: a PNG together with a description in words."""
 
 import base64
 import io
@@ -7,8 +7,9 @@ import io
 class Picture:
     """A PNG with alt text, as the value of a notebook cell.
 
-    The description travels in the output's metadata (`image/png` -> `alt`) and as its plain text, so that readers who do not see
-    the picture get the words. PNG is what every viewer shows of a notebook that it does not trust.
+    The description is in the output's metadata (`image/png` -> `alt`) and in its plain text, so that readers who do not
+    see the picture get the words. The picture is a PNG because every viewer shows PNG, even in a notebook that it does
+    not trust.
     """
 
     def __init__(self, png, alt):
@@ -22,18 +23,19 @@ class Picture:
 
 
 def picture(fig, alt, dpi=110):
-    """The matplotlib figure as a `Picture` on opaque white, legible on light and dark pages; the figure itself is closed.
+    """The matplotlib figure as a `Picture`. Its opaque white ground keeps it legible on light and on dark pages.
 
-    alt says what is to be seen, for those who do not see it. Raises ValueError when it is empty.
+    The figure is closed. alt says what the figure shows, for those who do not see it; an empty one raises ValueError.
     """
-    import matplotlib.pyplot as plt  # here, so that `python -m steps` need not wait for it
+    import matplotlib.pyplot as plt  # Imported here, because its import would delay `python -m steps`.
     import PIL.Image
 
     if not alt.strip():
         raise ValueError("picture needs alt text: one or two sentences that say what the figure shows.")
     drawn, png = io.BytesIO(), io.BytesIO()
     fig.savefig(drawn, format="png", dpi=dpi, facecolor="white", bbox_inches="tight")
-    plt.close(fig)  # or Jupyter would show it a second time
-    # 64 colours are enough for lines, bars and text, and make a quarter of the file.
-    PIL.Image.open(drawn).convert("RGB").quantize(64, dither=PIL.Image.Dither.NONE).save(png, format="png", optimize=True)
+    plt.close(fig)  # Jupyter would show an open figure a second time.
+    # 64 colours are enough for lines, bars and text, and make the file four times smaller.
+    image = PIL.Image.open(drawn).convert("RGB").quantize(64, dither=PIL.Image.Dither.NONE)
+    image.save(png, format="png", optimize=True)
     return Picture(png.getvalue(), " ".join(alt.split()))

@@ -1,4 +1,8 @@
-"""What a child process does with the reader's function: an exercise's cases, or a hunt's two kernels."""
+"""What a child process does with an answer: the jobs "exercise", "cost" and "hunt".
+
+child.py calls the function of the job's kind as (job, tell). job is the dictionary that checks.py made;
+tell(name=value, ...) reports one row of results.
+"""
 
 import importlib
 import importlib.util
@@ -9,17 +13,20 @@ import torch
 
 from reference import cases, error, mutants
 from steps import engine
-from steps.workbook import rungs
+from steps.workbook import one_rung
 
 
 class WrongReturn(Exception):
-    """The reader's function returned something of another structure or shape than the stage's own."""
+    """The reader's function returned something of another structure or shape than the stage's own function does."""
 
 
 def exercise(job, tell):
-    """Runs the cases, telling before each its name and after it what is out of tolerance; then the diagnosis."""
-    stage = rungs.stage(job["stage"])
-    supports = rungs.limits(stage, job["rung"])
+    """Runs the exercise's cases.
+
+    Tells the name of each case before it runs, what is out of tolerance after it, and the diagnosis last.
+    """
+    stage = one_rung.stage(job["stage"])
+    supports = one_rung.limits(stage, job["rung"])
     if job["own"]:
         watch_returns(job["module"], job["function"], job["own"])
     rows = []
@@ -34,17 +41,18 @@ def exercise(job, tell):
 
 
 def cost(job, tell):
-    """Tells how often the cases access the emulated shared memory, and for how many of its turns ("wavefronts")."""
-    stage, emulator = rungs.stage(job["stage"]), importlib.import_module(f"steps.{job['stage']}.emulator")
+    """Tells how often the cases access the emulated shared memory, and how many wavefronts these accesses take."""
+    stage = one_rung.stage(job["stage"])
+    emulator = importlib.import_module(f"steps.{job['stage']}.emulator")
     with emulator.count_conflicts() as counts:
-        for case, inputs, want in _cases(job, rungs.limits(stage, job["rung"])):
+        for case, inputs, want in _cases(job, one_rung.limits(stage, job["rung"])):
             _results(stage, job, case, inputs, want)
-    accesses, turns = map(sum, zip(*counts.values(), strict=True))
-    tell(accesses=accesses, turns=turns)
+    accesses, wavefronts = map(sum, zip(*counts.values(), strict=True))
+    tell(accesses=accesses, wavefronts=wavefronts)
 
 
 def _cases(job, supports):
-    """(case, inputs, what is right) for the exercise's cases."""
+    """Yields (case, inputs, expected results) of the exercise's cases."""
     for name in job["cases"]:
         case = next(c for c in cases.CASES if c.name == name)
         x = cases.build(case, supports, supports["dtypes"][0], engine.device)
@@ -52,15 +60,16 @@ def _cases(job, supports):
 
 
 def _results(stage, job, case, inputs, want):
-    """Results by name; of a function in a forward's or in a backward's file only those of that pass.
+    """{name: tensor}: the case's results, only of the pass in whose file the function stands.
 
-    A backward then gets out and lse as they should be: the stage's own forward would take as long, and is not asked about.
+    For a function of a backward file, the backward gets the reference's out and lse. To compute them with the stage's
+    forward would take as long as the backward itself, and the forward is not what the exercise checks.
     """
     if inputs.ring:
-        from steps.workbook.ring import on_new_ranks
+        from steps.workbook.case_on_ranks import on_new_ranks
 
         return on_new_ranks(case, inputs)
-    kernel, tensors = rungs.on_rung(stage, job["rung"]), (inputs.q, inputs.k, inputs.v)
+    kernel, tensors = one_rung.on_rung(stage, job["rung"]), (inputs.q, inputs.k, inputs.v)
     if ".fwd_" in job["module"]:
         return dict(zip(error.NAMES[:2], kernel.forward(*tensors, **inputs.options), strict=True))
     single = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
@@ -69,11 +78,11 @@ def _results(stage, job, case, inputs, want):
 
 
 def watch_returns(module, name, own_text):
-    """Compares the structure of what the reader's function returns with the stage's own, wherever the stage calls it."""
+    """From now on a call of the reader's function raises WrongReturn if the stage's own returns another structure."""
     module = importlib.import_module(module)
     theirs = getattr(module, name)
     if not isinstance(theirs, types.FunctionType):
-        return  # a kernel's function: it cannot be called from here
+        return  # A kernel's function cannot be called from here.
     namespace = dict(vars(module))
     exec(own_text, namespace)
     own = namespace[name]
@@ -116,13 +125,13 @@ def _describe(value):
 
 
 def hunt(job, tell):
-    """Runs the reader's test on the stage's forward, then on the broken one."""
+    """Runs the reader's test on the stage's forward, then on that of the broken kernel."""
     namespace = {"__name__": "hunt"}
     exec(job["helpers"], namespace)
     exec(compile(job["text"], job["label"], "exec"), namespace)
     test = namespace["test"]
     tell(running="the stage's own forward")
-    test(rungs.stage(job["stage"]).forward)
+    test(one_rung.stage(job["stage"]).forward)
     tell(good="passes", running="the broken kernel")
     spec = importlib.util.spec_from_file_location(job["module"], job["path"])
     broken = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""`pytest --mine`: the reader's functions in place of the stages', for a whole run of the tests."""
+"""`pytest --mine`: a whole run of the tests with the reader's functions in place of the stages' own."""
 
 import shutil
 import sys
@@ -10,31 +10,34 @@ from steps.workbook.exercises import Exercise
 
 
 class Mine:
-    """What is filled in under my/. Raises answer.Problem for a file that is no Python or lacks its function."""
+    """The exercises that are filled in under my/. Raises answer.Problem if one is no Python or lacks its function."""
 
     def __init__(self):
         self.tasks = [task for task in exercises.load().values() if isinstance(task, Exercise)]
         self.filled = {task: answer for task in self.tasks if (answer := _answer(task))}
 
     def install(self):
-        """Puts it into a copy of `steps`, which is what gets imported from now on. `close` removes the copy."""
+        """Puts the answers into a copy of steps/, which Python imports from now on. `close` removes the copy."""
         self.folder = tempfile.mkdtemp(prefix="steps-")
-        splice.copy_of_steps(self.folder, self.filled.items())
+        splice.copy_of_steps(self.folder, self.filled.items(), whole=True)  # Tests of the rest are collected, too.
         sys.path.insert(0, self.folder)
         for name in [name for name in sys.modules if name.split(".")[0] == "steps"]:
             del sys.modules[name]
 
     def rungs(self, stage):
-        """The rungs of the stage's filled exercises."""
+        """The rungs that the stage's filled exercises belong to."""
         return list(dict.fromkeys(task.rung for task in self.filled if task.stage == stage))
 
     def blanks(self, stage):
-        """{name: why it is skipped} of the stage's other exercises."""
-        tasks = [task for task in self.tasks if task.stage == stage and task not in self.filled]
-        return {f"{task.id}-{task.function}": f"{task.label} is blank: python -m steps hint {task.id}" for task in tasks}
+        """{name: the reason to skip it} of the stage's exercises that are not filled in."""
+        reasons = {}
+        for task in self.tasks:
+            if task.stage == stage and task not in self.filled:
+                reasons[f"{task.id}-{task.function}"] = f"{task.label} is blank: python -m steps hint {task.id}"
+        return reasons
 
     def nothing(self, number):
-        """Why the stage's tests are skipped: nothing is filled in. None if something is."""
+        """The reason to skip all of the stage's tests if none of its exercises is filled in, otherwise None."""
         if any(task.number == number for task in self.filled):
             return None
         return f"nothing of stage {number} is filled in under my/: python -m steps check {number}"
@@ -47,7 +50,7 @@ class Mine:
 
 
 def _answer(task):
-    """The reader's answer, None where there is none yet."""
+    """The reader's answer to the task, or None if there is none yet."""
     if not task.mine.exists():
         return None
     answer = answers.read(task)

@@ -1,4 +1,7 @@
-"""Runs a job in a child process with a time limit: endless loops, barriers that wait forever and crashes end there."""
+"""Runs a job in a child process with a time limit.
+
+An endless loop, a barrier that waits for ever and a crash end with that process, and not with the reader's own.
+"""
 
 import atexit
 import contextlib
@@ -14,15 +17,23 @@ from pathlib import Path
 from steps import engine
 
 SERVER = Path(__file__).with_name("child.py")
-PRELOAD = {  # what takes long to import, by stage and by kind of job; torch.testing.assert_close imports the last one
-    "step01_fa1_numba": ["numba.cuda"], "step03_triton": ["triton", "triton.language"], "hunt": ["torch.distributed.tensor"],
-}  # fmt: skip
-FORK = sys.platform == "linux"  # elsewhere a fork after importing torch may crash: there each job imports it again
-_servers = {}  # by engine
+# Modules that take long to import, by stage and by kind of job. The server imports them once, before it forks.
+# torch.testing.assert_close, which hunts' tests use, imports torch.distributed.tensor.
+PRELOAD = {
+    "step01_fa1_numba": ["numba.cuda"],
+    "step03_triton": ["triton", "triton.language"],
+    "hunt": ["torch.distributed.tensor"],
+}
+FORK = sys.platform == "linux"  # Elsewhere a fork after the import of torch may crash, so each job gets its own server.
+_servers = {}  # {engine: its server}
 
 
 def run(job, folder, limit, on=None):
-    """(rows, how it ended, what was printed): how is None for an orderly end, "time" or a signal's name. on: an engine."""
+    """Runs the job in the folder: (rows of results, how it ended, what was printed).
+
+    How it ended is None for an orderly end, "time" for the time limit, or the name of a signal. limit: seconds. on: an
+    engine, by default the one of this process.
+    """
     preload = PRELOAD.get(job["stage"], []) + PRELOAD.get(job["kind"], [])
     job = job | {"folder": str(folder), "limit": int(limit), "preload": preload, "fork": FORK}
     how = _supervise(job, limit, on or engine.name)
@@ -32,11 +43,13 @@ def run(job, folder, limit, on=None):
 
 
 def _supervise(job, limit, on):
-    """Has the engine's server do the job; how it ended."""
-    server, pid, ended = _started(on), None, False
+    """Sends the job to the engine's server and waits until it has ended; returns how it ended."""
+    server = _started(on)
+    pid = None
+    ended = False
     try:
         server.stdin.write(json.dumps(job).encode() + b"\n")
-        pid = _number(server, 120)  # the time that the imports may take
+        pid = _number(server, 120)  # The server's imports may take this long.
         status = _number(server, limit)
         ended = True
         return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else None
@@ -46,9 +59,10 @@ def _supervise(job, limit, on):
             _number(server, 10)
             ended = True
         return "time"
-    except EOFError:  # the server itself has ended: it did the job, or crashed
-        return signal.Signals(-code).name if (code := server.wait()) < 0 else None
-    finally:  # also after Ctrl-C: nothing is left running
+    except EOFError:  # The server itself has ended, because it did the job without a fork, or because it crashed.
+        code = server.wait()
+        return signal.Signals(-code).name if code < 0 else None
+    finally:  # Nothing is left running, also after Ctrl-C.
         if not ended:
             if pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -57,7 +71,7 @@ def _supervise(job, limit, on):
 
 
 def _number(server, limit):
-    """The next number that the server says. TimeoutError when there is none in time, EOFError when the server has ended."""
+    """The next number that the server sends. TimeoutError after `limit` seconds, EOFError if the server has ended."""
     deadline, line = time.monotonic() + limit, b""
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([server.stdout], [], [], max(0, deadline - time.monotonic()))
@@ -71,12 +85,12 @@ def _number(server, limit):
 
 
 def _started(on):
-    """The engine's server, started at the first job and again after it has ended."""
+    """The engine's server. It is started for the first job, and again for a job after it has ended."""
     if on not in _servers or _servers[on].poll() is not None:
-        simulated = "1" if on == "cpu" else "0"  # as steps.engine will want it, whatever it is in this process
-        environment = os.environ | {"STEPS_ENGINE": on, "NUMBA_ENABLE_CUDASIM": simulated, "TRITON_INTERPRET": simulated}
-        environment["PYTHONPATH"] = _path()
-        command = [sys.executable, "-P", str(SERVER)]  # -P: the script's folder does not go on the path
+        simulated = "1" if on == "cpu" else "0"  # steps.engine asks for this value. In this process it may be another.
+        environment = os.environ | {"STEPS_ENGINE": on, "PYTHONPATH": _path()}
+        environment |= {"NUMBA_ENABLE_CUDASIM": simulated, "TRITON_INTERPRET": simulated}
+        command = [sys.executable, "-P", str(SERVER)]  # -P keeps the script's folder off the import path.
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         _servers[on] = subprocess.Popen(command, env=environment, bufsize=0, start_new_session=True, **pipes)
         atexit.register(stop)
@@ -84,7 +98,7 @@ def _started(on):
 
 
 def stop():
-    """Ends the servers."""
+    """Ends all servers."""
     while _servers:
         _, server = _servers.popitem()
         server.kill()
@@ -92,4 +106,5 @@ def stop():
 
 
 def _path():
+    """PYTHONPATH for a server, which imports `reference` from the course's folder."""
     return os.pathsep.join([str(SERVER.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])

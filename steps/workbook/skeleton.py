@@ -1,25 +1,28 @@
-"""Makes the reader's files under my/ from the stage's own, so that the two cannot drift apart."""
+"""Writes the files that a reader fills in, under my/.
+
+Their signatures and docstrings are taken from the stage's own files, so that the two always agree.
+"""
 
 import ast
 import textwrap
 
 from steps.workbook.answer import top_level
 from steps.workbook.exercises import Exercise
-from steps.workbook.source import cuda_span
+from steps.workbook.listing import cuda_span
 
 
 def write(task):
-    """The task's file under my/, written unless it is there already."""
+    """Writes the task's file under my/, unless there is one already."""
     if not task.mine.exists():
         task.mine.parent.mkdir(exist_ok=True)
         task.mine.write_text(text(task))
 
 
 def text(task):
-    """The file that a reader starts from."""
+    """The text of the file that a reader starts from."""
     if not isinstance(task, Exercise):
         return _hunt(task)
-    return (_python if task.path.suffix == ".py" else _cuda)(task)
+    return _python(task) if task.path.suffix == ".py" else _cuda(task)
 
 
 def _header(task, comment):
@@ -27,18 +30,18 @@ def _header(task, comment):
         f"{task.id} {task.title}. About {task.lines} lines.",
         "",
         f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}",
-        f"It runs inside steps/{task.file}: everything defined there can be used{_used(task)}.",
+        f"Your function runs inside steps/{task.file}, so you can use everything that is defined there{_used(task)}.",
     ]
     return _comment(lines, comment)
 
 
 def _comment(lines, mark):
-    wrapped = [part for line in lines for part in textwrap.wrap(line, 126) or [""]]
+    wrapped = [part for line in lines for part in textwrap.wrap(line, 116) or [""]]
     return "\n".join(f"{mark} {line}".rstrip() for line in wrapped)
 
 
 def _used(task):
-    """Which of its file's functions and constants the stage's solution uses, as the end of a sentence."""
+    """The functions and constants of its file that the stage's own function uses, as the end of a sentence."""
     if task.path.suffix != ".py":
         return ""
     tree = ast.parse(task.path.read_text())
@@ -70,16 +73,13 @@ def _cuda(task):
 
 
 def _hunt(task):
-    lines = [
-        f"{task.id} {task.title}.",
-        "",
-        task.symptom,
-        "",
-        f"The kernel is steps/{task.file}. Find the cause, and write the test that would have caught it.",
-        *["It is checked on the CPU, also where there is a GPU."] * (task.engine == "cpu"),
-        "What is right: attention.forward(q, k, v, causal=..., scale=...) of `from reference import attention`, in float64.",
-        f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}",
-    ]
+    lines = [f"{task.id} {task.title}.", "", task.symptom, ""]
+    lines.append(f"The kernel is steps/{task.file}. Find the cause, and write the test that would have caught it.")
+    if task.engine == "cpu":
+        lines.append("It is checked on the CPU, also where there is a GPU.")
+    lines.append("The right results are those of attention.forward(q, k, v, causal=..., scale=...), in float64, "
+                 "after `from reference import attention`.")  # fmt: skip
+    lines.append(f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}")
     return f'''{_comment(lines, "#")}
 
 import torch
@@ -88,6 +88,9 @@ from steps.workbook import Blank
 
 
 def test(forward):
-    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=False, scale=None); q (B, H, Nq, D), k, v (B, H, Nk, D)."""
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=False, scale=None).
+
+    q is (B, H, Nq, D), k and v are (B, H, Nk, D).
+    """
     raise Blank
 '''

@@ -1,4 +1,4 @@
-"""A copy of the stages in which the reader's functions stand in place of the stage's: text for text, nothing is imported."""
+"""Copies steps/ and replaces functions of the stages by the reader's, as text. Nothing is imported to do so."""
 
 import ast
 import shutil
@@ -8,23 +8,29 @@ from pathlib import Path
 
 from steps.workbook import answer as answers
 from steps.workbook.exercises import STEPS
-from steps.workbook.source import cuda_span
+from steps.workbook.listing import cuda_span
 
 
 @dataclass
 class Spliced:
-    """A file of the copy, and which of the answer's lines its lines are: {line of the copy: line of the answer}."""
+    """The text of a file of the copy.
+
+    lines: which of its lines are the answer's, as {line of the copy: line of the answer}.
+    """
 
     text: str
     lines: dict = field(default_factory=dict)
 
 
-def copy_of_steps(folder, pairs):
-    """Copies steps/ into the folder and puts each pair's answer in place of its exercise's function; {exercise id: Spliced}.
+def copy_of_steps(folder, pairs, whole=False):
+    """Copies steps/ into the folder and replaces functions in the copy. Returns {exercise id: Spliced}.
 
-    What Python has compiled comes along, apart from those files: most of a short check would be compiling the rest.
+    pairs: (exercise, answer); the answer replaces the exercise's function. whole: also copies what no check needs, that
+    is the measurements with their results, and the demo. The files that Python has compiled are copied too, except
+    those of the changed files: to compile the others again would take longer than a short check itself.
     """
-    shutil.copytree(STEPS, Path(folder) / "steps")
+    ignore = None if whole else _no_check_needs
+    shutil.copytree(STEPS, Path(folder) / "steps", ignore=ignore)
     spliced = {}
     for task, answer in pairs:
         path = Path(folder) / "steps" / task.file
@@ -34,13 +40,21 @@ def copy_of_steps(folder, pairs):
     return spliced
 
 
+def _no_check_needs(folder, names):
+    return {"bench", "demo"} if Path(folder) == STEPS else set()
+
+
 def splice(text, answer, task):
-    """The stage's text with the answer in place of the exercise's function."""
+    """The text of the stage's file with the answer in place of the exercise's function."""
     return (_python if task.path.suffix == ".py" else _cuda)(text, answer, task)
 
 
 def _python(text, answer, task):
-    """The stage's decorators stay, the reader's go. What else the answer defines or imports comes first, but for names taken."""
+    """The function keeps the stage's decorators and loses the reader's.
+
+    What else the answer defines or imports is inserted above it, except for names that the stage's file already
+    defines.
+    """
     lines, tree = text.splitlines(), ast.parse(text)
     own = answers.top_level(tree, task.function)
     node = answers.top_level(ast.parse(answer.text), task.function)
@@ -50,7 +64,7 @@ def _python(text, answer, task):
         for extra in ast.parse(source).body:
             if isinstance(extra, _TRAVELS) and not _names(extra) & taken:
                 _append(result, source, _first_line(extra), extra.end_lineno, mapped if source is answer.text else {})
-    result += lines[_first_line(own) - 1 : own.lineno - 1]  # the decorators
+    result += lines[_first_line(own) - 1 : own.lineno - 1]  # the stage's decorators
     _append(result, answer.text, node.lineno, node.end_lineno, mapped)
     return Spliced("\n".join([*result, *lines[own.end_lineno :], ""]), mapped)
 
@@ -68,20 +82,21 @@ def _names(node):
 
 
 def _first_line(node):
-    """The number of the first line, decorators included."""
+    """The number of the statement's first line, including its decorators."""
     return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
 
 
 def _append(result, source, first, last, mapped):
-    """Adds the source's lines first ... last to the result and notes which they are."""
+    """Appends the source's lines from first to last to the result, and records in `mapped` where each of them went."""
     for number in range(first, last + 1):
         result.append(source.splitlines()[number - 1])
         mapped[len(result)] = number
 
 
 def _cuda(text, answer, task):
-    """The whole answer instead of the function and its comment; #line makes the compiler cite the reader's file."""
-    lines, span = text.splitlines(), cuda_span(text, task.function)
-    around = f'#line 1 "{answer.label}"', f'#line {span.stop + 1} "{task.path.name}"'
-    result = [*lines[: span.start], around[0], *answer.text.splitlines(), around[1], *lines[span.stop :], ""]
-    return Spliced("\n".join(result))
+    """The answer replaces the function and its comment. `#line` makes the compiler cite lines of the reader's file."""
+    lines = text.splitlines()
+    span = cuda_span(text, task.function)
+    yours = [f'#line 1 "{answer.label}"', *answer.text.splitlines()]
+    rest = [f'#line {span.stop + 1} "{task.path.name}"', *lines[span.stop :]]
+    return Spliced("\n".join([*lines[: span.start], *yours, *rest, ""]))

@@ -25,12 +25,12 @@ def forward(q, k, v, *, causal=False, scale=None):
 
 
 def attend(Q, K, V, causal, scale):
-    """The same for all the queries at once."""
+    """(out, lse) of all the queries in Q at once."""
     S = scale * (Q @ K.mT)  # (B, H, Nq, Nk)
     if causal:
         Nq, Nk = S.shape[-2:]
         seen = torch.ones(Nq, Nk, dtype=torch.bool, device=Q.device).tril(Nk - Nq)  # the last query sees every key
         S = S.masked_fill(~seen, -math.inf)
     lse = S.logsumexp(-1)
-    P = (S - lse[..., None]).exp().masked_fill(lse[..., None] == -math.inf, 0)  # a row that sees no key
+    P = (S - lse[..., None]).exp().masked_fill(lse[..., None] == -math.inf, 0)  # in a row that sees no key, P is 0
     return P @ V, lse

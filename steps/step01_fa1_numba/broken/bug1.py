@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Bug hunt 01.bug1: one thread a query row, K and V through shared memory. Something is wrong with it.
 
-    one block a head; each of its threads takes a query, then the next of as many:
+    one block of T threads a head; thread t takes the queries t, t + T, t + 2 T, ...:
         for each tile of Bc keys, copied to shared memory by all threads:
             for each of its keys that the query sees:
                 s     = scale * q_i . k_j
@@ -46,7 +46,7 @@ def forward_kernel(D):
         head, threads = cuda.blockIdx.x, cuda.blockDim.x * cuda.blockDim.y
         Nq, Nk = q.shape[1], k.shape[1]
         for first in range(0, Nq, threads):
-            i = first + cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x  # a thread beyond Nq only helps to copy
+            i = first + cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x  # a thread beyond Nq only copies K and V
             seen = keys_seen(i, Nq, Nk, causal)
             m, l = MINUS_INF, ZERO
             for d in range(D):

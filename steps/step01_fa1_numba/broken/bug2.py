@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Bug hunt 01.bug2: a softmax in two passes over the keys, without shared memory. Something is wrong with it.
 
-    one block a head; each of its threads takes a query, then the next of as many:
+    one block of T threads a head; thread t takes the queries t, t + T, t + 2 T, ...:
         m   = max of the scores
         for each key that the query sees:
             p    = exp(s - m)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: MIT
 """Bug hunt 02.bug1: the launcher of bug1.cu, which has the bug."""
 
+from ctypes import c_float, c_int
 from pathlib import Path
 
 import torch
 
-from .. import kernels
+from .. import launch
+
+FILE = Path(__file__).with_suffix(".cu")
 
 
 def forward(q, k, v, *, causal=False, scale=None):
@@ -13,9 +16,15 @@ def forward(q, k, v, *, causal=False, scale=None):
     B, H, Nq, D = q.shape
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = torch.empty_like(q), q.new_empty(B, H, Nq)
-    _, _, *sizes = kernels._sizes(q, k, causal, scale)
-    kernels._launch(
-        Path(__file__).with_suffix(".cu"), "attention_forward", (q, k, v, out, lse, *sizes),
-        grid=kernels._tiles(Nq, 32) * H * B, block=128, shared_bytes=4 * 2 * 32 * (D + 2), macros={"D": D},
-    )  # fmt: skip
+    scale = D**-0.5 if scale is None else scale
+    work = launch.Work(
+        FILE,
+        "attention_forward",
+        ("q", "k", "v", "out", "lse", c_int(Nq), c_int(k.shape[2]), c_float(scale), c_int(causal)),
+        grid=-(-Nq // 32) * H * B,
+        block=128,
+        shared_bytes=4 * 2 * 32 * (D + 2),
+        macros={"D": D},
+    )
+    launch.run([work], {"q": q, "k": k, "v": v, "out": out, "lse": lse})
     return out, lse

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Compiles a .cu file with g++ and runs its kernels on the CPU. What the emulation checks and what it cannot: cuda.h.
+"""Compiles a .cu file with g++ and runs its kernels on the CPU. cuda.h lists what the emulation finds and what not.
 
-`launch` is called like nvrtc.launch. `schedule` chooses in which order the threads of a block, and the blocks, take their turns.
+`launch` runs one kernel. `schedule` chooses the order in which the threads of a block, and the blocks, run.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 ORDERS = ("forward", "reverse", "random")
 TIMES = ("eager", "late", "lifo", "random")
 _FLAGS = ["-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
-_counts = None  # a dictionary inside `count_conflicts`
+_counts = None  # inside `count_conflicts`: {"file:line": (accesses, wavefronts)}
 _schedule = {"threads": "forward", "blocks": "forward", "seed": 0, "copies": "late", "wgmma": "eager"}
 
 
@@ -28,35 +28,43 @@ class TensorMap(ctypes.Structure):
     """What the emulated TMA reads: the same 128 bytes as TensorMap in hopper.h."""
 
     _fields_ = [
-        ("address", ctypes.c_void_p), ("stride", ctypes.c_longlong * 4), ("size", ctypes.c_int * 5), ("box", ctypes.c_int * 5),
-        ("element", ctypes.c_int), ("unused", ctypes.c_char * 44),
+        ("address", ctypes.c_void_p), ("stride", ctypes.c_longlong * 4), ("size", ctypes.c_int * 5),
+        ("box", ctypes.c_int * 5), ("element", ctypes.c_int), ("unused", ctypes.c_char * 44),
     ]  # fmt: skip
 
 
 def tensor_map(x: torch.Tensor, box: tuple) -> TensorMap:
-    """How TMA sees a tensor view x of rank 5, its last dimension contiguous, and the box of it that a copy takes, in x's order.
+    """How TMA sees a view x of rank 5, whose last dimension is contiguous, and the box of it that one copy takes.
 
-    In shared memory the box lies row after row, in rows of 128 bytes whose 16-byte chunks are swizzled. A kernel's coordinates
-    c0, ..., c4 count x's dimensions from the last to the first. Pass the map to `launch` like other arguments; it keeps x alive.
+    box: its sizes in the order of x's dimensions. In shared memory the box lies row after row, in rows of 128 bytes
+    whose 16-byte chunks are swizzled. A kernel's coordinates c0, ..., c4 count the dimensions of x from the last to the
+    first. The map is an argument of `launch` like others, and it keeps x alive.
     """
-    size, *bytes_between = x.element_size(), *(n * x.element_size() for n in x.stride()[3::-1])
     if x.dim() != 5 or len(box) != 5 or x.stride(4) != 1:
-        raise ValueError(f"TMA wants a view of rank 5 with its last dimension contiguous and a box of 5; got {x.shape} and {box}")
-    if x.data_ptr() % 16 or any(n % 16 or not 0 <= n < 2**40 for n in bytes_between):
-        raise ValueError(f"TMA wants an address and strides that are multiples of 16 bytes; got strides of {bytes_between}")
+        raise ValueError(
+            f"TMA wants a view of rank 5 with its last dimension contiguous and a box of 5; got {x.shape} and {box}"
+        )
+    size = x.element_size()
+    strides = [n * size for n in x.stride()[3::-1]]  # in bytes
+    if x.data_ptr() % 16 or any(n % 16 or not 0 <= n < 2**40 for n in strides):
+        raise ValueError(f"TMA wants an address and strides that are multiples of 16 bytes; got strides of {strides}")
     if not all(1 <= n <= 256 for n in box) or box[-1] * size != 128:
-        raise ValueError(f"The box must have 1 to 256 elements each way and rows of 128 bytes; got {box} of {size} bytes")
-    map = TensorMap(x.data_ptr(), tuple(bytes_between), tuple(x.shape[::-1]), tuple(box[::-1]), size)
+        raise ValueError(
+            f"The box must have 1 to 256 elements each way and rows of 128 bytes; got {box} of {size} bytes"
+        )
+    map = TensorMap(x.data_ptr(), tuple(strides), tuple(x.shape[::-1]), tuple(box[::-1]), size)
     map.tensor = x
     return map
 
 
 class _Launch(ctypes.Structure):
+    """The structure Launch of cuda.h."""
+
     _fields_ = [
-        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_int), ("thread_order", ctypes.c_int),
-        ("block_order", ctypes.c_int), ("copy_time", ctypes.c_int), ("wgmma_time", ctypes.c_int), ("count", ctypes.c_int),
-        ("seed", ctypes.c_uint64), ("arguments", ctypes.POINTER(ctypes.c_void_p)),
-        ("elements", ctypes.POINTER(ctypes.c_longlong)),
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_int),
+        ("thread_order", ctypes.c_int), ("block_order", ctypes.c_int), ("copy_time", ctypes.c_int),
+        ("wgmma_time", ctypes.c_int), ("count", ctypes.c_int), ("seed", ctypes.c_uint64),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)), ("elements", ctypes.POINTER(ctypes.c_longlong)),
     ]  # fmt: skip
 
 
@@ -67,10 +75,10 @@ def available() -> bool:
 
 @contextlib.contextmanager
 def schedule(threads="forward", blocks="forward", seed=0, copies="late", wgmma="eager"):
-    """Inside `with`, threads and blocks take turns in these ORDERS; "random" is decided by the seed.
+    """Inside `with`, threads and blocks run in these ORDERS; the seed decides what "random" gives.
 
-    copies and wgmma, of TIMES, say when what they start in the background is performed. The default finds waits that are missing;
-    copies="eager" and wgmma="late" find buffers that are filled again too early.
+    copies and wgmma, of TIMES, say when an asynchronous copy or product is performed. The default finds waits that are
+    missing; copies="eager" and wgmma="late" find buffers that are filled again too early.
     """
     before = dict(_schedule)
     _schedule.update(threads=threads, blocks=blocks, seed=seed, copies=copies, wgmma=wgmma)
@@ -82,10 +90,11 @@ def schedule(threads="forward", blocks="forward", seed=0, copies="late", wgmma="
 
 @contextlib.contextmanager
 def count_conflicts():
-    """Inside `with`, counts every warp's accesses to shared memory: {"file:line": (accesses, wavefronts)}.
+    """Inside `with`, counts the accesses of all warps to shared memory: {"file:line": (accesses, wavefronts)}.
 
-    A wavefront is what the 32 banks serve at once. Without a conflict an access takes 1; of 8 bytes a lane 2; of 16 bytes, as by
-    ldmatrix, 4. Counted is what the text says: a GPU's compiler may join neighbouring loads, or hoist them out of a loop.
+    A wavefront is what the 32 banks serve at once. Without bank conflicts an access takes 1 wavefront; an access of 8
+    bytes a lane takes 2, and one of 16 bytes, as by ldmatrix, takes 4. The accesses of the kernel's text are counted,
+    while a GPU's compiler may join neighbouring loads or move them out of a loop.
     """
     global _counts
     before, _counts = _counts, {}
@@ -96,27 +105,35 @@ def count_conflicts():
 
 
 def compile(file: Path, macros: dict) -> Path:
-    """The shared library made from a .cu file, kept on disk under a hash of all its sources. macros: {"D": 64, ...}."""
+    """The shared library made from a .cu file, kept on disk under a hash of all its sources. macros: {"D": 64, ...}.
+
+    Raises RuntimeError if there is no g++, or if it cannot compile the file.
+    """
     if not available():
-        raise RuntimeError("Without a GPU, stage 02 compiles its kernels with g++, and there is none: sudo apt install g++.")
+        raise RuntimeError(
+            "Without a GPU, stage 02 compiles its kernels with g++, and there is none: sudo apt install g++."
+        )
     source = file.read_text()
     kernels = re.findall(r"__global__(?:\s+void|\s+__launch_bounds__\((?:[^()]|\([^()]*\))*\))*\s+(\w+)\s*\(", source)
-    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())  # after the headers, which know other names
+    # The macros stand after the headers, which use such names themselves.
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     exports = "".join(f"EMULATOR_KERNEL({name})\n" for name in kernels)
     text = f'{defines}#line 1 "{file.name}"\n{source}\n{exports}'
-    emulation = [path.read_text() for path in (HERE.parent / "ptx.cuh", *sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp")))]
-    common = "g++", _version(), _FLAGS, emulation
+    emulation = [HERE.parent / "ptx.cuh", *sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]
+    common = "g++", _version(), _FLAGS, [path.read_text() for path in emulation]
     make = functools.partial(_compile, text, common, file.parent)
     return cache.get((*common, text), ".so", make)
 
 
 def _compile(text, common, folder, path):
-    # The emulation, which takes longer than a kernel, is compiled once. g++ finds name.h.gch where it is told to include name.h.
+    # The emulation takes longer to compile than a kernel, so it is compiled once. When g++ is told to include name.h,
+    # it looks for name.h.gch first.
     headers = cache.get((*common, "headers"), ".h.gch", _compile_headers).with_suffix("")
     rest = cache.get((*common, "rest"), ".o", functools.partial(_compile_rest, headers))
     options = *_FLAGS, f"-I{HERE.parent}", "-include", headers
     command = ["g++", *options, "-shared", "-x", "c++", "-", "-x", "none", rest, "-o", path]
-    made = subprocess.run(command, input=text, text=True, capture_output=True, cwd=folder)  # debuggers look for sources there
+    # The working directory is where debuggers look for the source.
+    made = subprocess.run(command, input=text, text=True, capture_output=True, cwd=folder)
     if made.returncode:
         raise RuntimeError(f"g++ cannot compile the kernel:\n{made.stderr}")
 
@@ -138,8 +155,9 @@ def _version():
 
 @functools.cache
 def _load(file, kernel, macros):
-    """The kernel's launch, and the report of what it counted."""
-    library = ctypes.PyDLL(str(compile(file, dict(macros))))  # PyDLL keeps Python's lock: the emulation has one launch at a time
+    """(a function that launches the kernel, a function that returns what the launch counted)"""
+    # PyDLL keeps Python's lock during a call, because the emulation can run one launch at a time.
+    library = ctypes.PyDLL(str(compile(file, dict(macros))))
     function, report = getattr(library, f"emulate_{kernel}"), library.emulator_conflicts
     function.restype, function.argtypes = ctypes.c_char_p, [ctypes.POINTER(_Launch)]
     report.restype = ctypes.c_char_p
@@ -147,9 +165,10 @@ def _load(file, kernel, macros):
 
 
 def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict):
-    """Runs one kernel. arguments: CPU tensors for Global<T> parameters, ctypes values for the others.
+    """Runs one kernel. arguments: CPU tensors for Global<T> parameters, tensor maps, ctypes values for the others.
 
-    Raises RuntimeError where a block is stuck or a thread leaves a tensor or an array in shared memory.
+    Raises RuntimeError if a block is stuck, if a thread leaves a tensor or an array in shared memory, or for other
+    mistakes that cuda.h lists.
     """
     values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments]
     addresses = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]
@@ -157,7 +176,8 @@ def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_
     function, report = _load(file, kernel, tuple(macros.items()))
     error = function(
         _Launch(
-            (grid, 1, 1), (block, 1, 1), shared_bytes, ORDERS.index(_schedule["threads"]), ORDERS.index(_schedule["blocks"]),
+            (grid, 1, 1), (block, 1, 1), shared_bytes,
+            ORDERS.index(_schedule["threads"]), ORDERS.index(_schedule["blocks"]),
             TIMES.index(_schedule["copies"]), TIMES.index(_schedule["wgmma"]), _counts is not None, _schedule["seed"],
             (ctypes.c_void_p * len(values))(*addresses), (ctypes.c_longlong * len(values))(*sizes),
         )

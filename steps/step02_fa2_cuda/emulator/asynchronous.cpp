@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What runs in the background, and when: see asynchronous.h.
+// Performs asynchronous work when the schedule says so: see asynchronous.h.
 
 namespace emulator {
 
@@ -20,7 +20,8 @@ bool under_way(int queue, int group) {
   return false;
 }
 
-// The number of the work that runs next, by the schedule, or -1.
+// The number of the work that is performed next by the schedule, or -1 if there is none. random_only: only
+// work whose time is random.
 static int choose(bool random_only) {
   std::vector<int> copies, wgmmas;
   unsigned long queues_seen = 0;
@@ -28,11 +29,15 @@ static int choose(bool random_only) {
     Work& w = *work_under_way[i];
     if (random_only && time_of(w) != RANDOM_TIME) continue;
     if (!w.is_wgmma) copies.push_back(i);
-    else if (!(queues_seen >> w.queue & 1)) wgmmas.push_back(i), queues_seen |= 1ul << w.queue;
+    else if (!(queues_seen >> w.queue & 1)) {
+      wgmmas.push_back(i);
+      queues_seen |= 1ul << w.queue;
+    }
   }
   if (copies.empty() && wgmmas.empty()) return -1;
   bool mixed = copy_time == RANDOM_TIME && wgmma_time == RANDOM_TIME;
-  bool take_wgmma = copies.empty() || (mixed && random_order.below(copies.size() + wgmmas.size()) < wgmmas.size());
+  size_t all = copies.size() + wgmmas.size();
+  bool take_wgmma = copies.empty() || (mixed && random_order.below(all) < wgmmas.size());
   auto& from = take_wgmma ? wgmmas : copies;
   When when = take_wgmma ? wgmma_time : copy_time;
   return when == LATE ? from.front() : when == LIFO ? from.back() : from[random_order.below(from.size())];

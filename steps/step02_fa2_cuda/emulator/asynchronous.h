@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Work that runs while the threads go on: copies and wgmma. A kernel must be right whenever it runs, so the schedule says when:
+// Asynchronous work: copies and wgmma, which run while the threads go on. A kernel must be right whenever
+// this work is performed. The schedule decides when that is:
 //   eager     at once
-//   late      when no thread can go on without it, the oldest first; wgmma after every copy
-//   lifo      the same, the newest first
+//   late      when no thread can go on without it, the oldest first; wgmma after all copies
+//   lifo      when no thread can go on without it, the newest first
 //   random    at any time, in any order
-// cp.async belongs to one thread, and its last moment is that thread's own wait.
+// A cp.async belongs to one thread, and is performed at the latest when this thread waits for it.
 #pragma once
 #include <memory>
 
@@ -13,16 +14,17 @@
 namespace emulator {
 
 struct Work {
-  int queue, group;  // who waits for it; see `under_way`
-  bool is_wgmma;     // of one warpgroup: in order
+  int queue, group;  // they tell who waits for it, see `under_way`
+  bool is_wgmma;     // the wgmma of one warpgroup are performed in their order
   Work(int queue, int group, bool is_wgmma) : queue(queue), group(group), is_wgmma(is_wgmma) {}
   virtual void run() = 0;
   virtual ~Work() = default;
 };
 using WorkPointer = std::unique_ptr<Work>;
 
-// The queues: wgmma of warpgroup w in queue w, bulk copies of thread t in queue bulk_queue + t, and loads that a barrier counts.
-constexpr int bulk_queue = 64, load_queue = -1;
+// Queue w holds the wgmma of warpgroup w, queue BULK_QUEUE + t the bulk copies of thread t that it waits for
+// itself, and LOAD_QUEUE the loads that a barrier counts.
+constexpr int BULK_QUEUE = 64, LOAD_QUEUE = -1;
 extern std::vector<WorkPointer> work_under_way;  // in the order of issue
 
 void start(WorkPointer w);
@@ -30,25 +32,26 @@ void start(WorkPointer w);
 template <class Run> void start(int queue, int group, bool is_wgmma, Run run) {
   struct This : Work {
     Run action;
-    This(int queue, int group, bool is_wgmma, Run run) : Work(queue, group, is_wgmma), action(std::move(run)) {}
+    This(int queue, int group, bool is_wgmma, Run run)
+        : Work(queue, group, is_wgmma), action(std::move(run)) {}
     void run() override { action(); }
   };
   start(WorkPointer(new This(queue, group, is_wgmma, std::move(run))));
 }
 
-// Whether a queue still has work of a group before this one.
+// Whether a queue still holds work of a group before this one.
 bool under_way(int queue, int group);
 
-// A thread's cp.async that have not been performed.
+// One cp.async that has not been performed.
 struct Copy {
   char* to;
-  const char* from;  // null: zeros
+  const char* from;  // null if zeros are to be written
   int group;
 };
 
 struct ThreadCopies {
   std::vector<Copy> under_way;
-  int group = 0, bulk_group = 0;  // the open one, of cp.async and of bulk copies
+  int group = 0, bulk_group = 0;  // the numbers of the groups that are not closed yet
 };
 extern std::vector<ThreadCopies> thread_copies;
 
@@ -57,7 +60,8 @@ void wait_for_copies(int groups_left);
 
 }  // namespace emulator
 
-template <class To, class From> void cp_async_16(Shared<To> to, Global<From> from, bool inside, EMULATOR_SITE) {
+template <class To, class From>
+void cp_async_16(Shared<To> to, Global<From> from, bool inside, EMULATOR_SITE) {
   using namespace emulator;
   static_assert(sizeof(To) == sizeof(From), "");
   char* bytes = reinterpret_cast<char*>(to.vector(16, {file, line}));

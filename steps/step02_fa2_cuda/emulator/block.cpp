@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The scheduling of one block's threads, what they say when they are stuck or wrong, and the launch.
+// Schedules the threads of one block, reports what is wrong when they are stuck, and launches a kernel.
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -31,7 +31,7 @@ When copy_time, wgmma_time;
 std::string error;
 std::vector<char> shared_memory;
 
-static std::vector<std::list<WarpMeeting>> warp_meetings;  // of each warp, one for each mask in use
+static std::vector<std::list<WarpMeeting>> warp_meetings;  // by warp, one for each mask in use
 static Stacks stacks;
 static void (*kernel_call)();
 
@@ -59,8 +59,9 @@ std::string name(const Site& s) {
 void fail(Site site, const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  std::string what = write(format, arguments), where = name(site), block = name(block_index), thread = name(current->index);
+  std::string what = write(format, arguments);
   va_end(arguments);
+  std::string where = name(site), block = name(block_index), thread = name(current->index);
   error = text("%s: %s (block %s, thread %s)", where.c_str(), what.c_str(), block.c_str(), thread.c_str());
   stop();
 }
@@ -70,7 +71,8 @@ bool comes_last(Meeting& m, int wanted, int rank, void* offer, const char* opera
     m.operation = operation;
     m.site = site;
   } else if (m.site.line != site.line || strcmp(m.site.file, site.file) || strcmp(m.operation, operation)) {
-    fail(site, "divergent threads: this one is at %s, others are at %s, %s", operation, m.operation, name(m.site).c_str());
+    fail(site, "divergent threads: this one is at %s, others are at %s, %s", operation, m.operation,
+         name(m.site).c_str());
   }
   if (rank >= int(m.offers.size())) m.offers.resize(rank + 1);
   m.offers[rank] = offer;
@@ -88,7 +90,7 @@ Meeting& warp_meeting(unsigned mask) {
   auto& all = warp_meetings[current->rank / 32];
   for (auto& m : all)
     if (m.mask == mask) return m;
-  all.emplace_back();  // in a list, because waiting threads keep references
+  all.emplace_back();  // `all` is a list, because waiting threads keep references to its elements
   all.back().mask = mask;
   return all.back();
 }
@@ -99,7 +101,7 @@ static std::string state(const Thread& t) {
   return text("wait at %s, %s%s", t.operation, name(t.site).c_str(), how_far.c_str());
 }
 
-// One line a warp: which of its threads wait where.
+// Says in one line for each warp which of its threads wait where.
 static std::string report() {
   std::string all = text("block %s is stuck, no thread can go on:", name(block_index).c_str());
   for (size_t begin = 0; begin < threads.size(); begin += 32) {
@@ -122,11 +124,12 @@ static void fiber_main() {
   current->fiber.pause();
 }
 
-// The numbers 0 .. n-1 in the wanted order, into `numbers`.
+// Sets `numbers` to 0 .. n-1 in the wanted order.
 static void put_in_order(std::vector<unsigned>& numbers, unsigned n, Order order) {
   numbers.resize(n);
   for (unsigned i = 0; i < n; i++) numbers[i] = order == REVERSE ? n - 1 - i : i;
-  for (unsigned i = n; order == RANDOM && i > 1; i--) std::swap(numbers[i - 1], numbers[random_order.below(i)]);
+  if (order != RANDOM) return;
+  for (unsigned i = n; i > 1; i--) std::swap(numbers[i - 1], numbers[random_order.below(i)]);
 }
 
 // Runs the block block_index to its end; leaves `error` behind if it fails.
@@ -142,19 +145,22 @@ static void run_block(Order order) {
     t.done = false;
     t.polls = 0;
     t.ready = nullptr;
-    t.fiber.start(stacks.stack(i), Stacks::size, fiber_main);
+    t.fiber.start(stacks.stack(i), Stacks::SIZE, fiber_main);
   }
   begin_work();
-  std::vector<unsigned> turn, slowness((n + 31) / 32);  // in a random order some warps are slow: they sit out most rounds
+  // In each round every thread that can go on runs once. In a random order some warps are slow: they pause in
+  // most rounds.
+  std::vector<unsigned> round, slowness((n + 31) / 32);
   for (auto& s : slowness) s = order == RANDOM ? random_order.below(4) : 0;
   for (int left = n, progress = true; left;) {
-    unsigned long sit_out = 0;
-    for (size_t w = 0; progress && w < slowness.size(); w++) sit_out |= (random_order.below(4) < slowness[w]) * 1ul << w;
+    unsigned long paused = 0;  // a bit for each warp
+    for (size_t w = 0; progress && w < slowness.size(); w++)
+      paused |= (random_order.below(4) < slowness[w]) * 1ul << w;
     progress = false;
-    put_in_order(turn, n, order);
-    for (unsigned i : turn) {
+    put_in_order(round, n, order);
+    for (unsigned i : round) {
       Thread& t = threads[i];
-      if (sit_out >> (i / 32) & 1 || t.done || (t.ready && !t.ready(t.ready_data))) continue;
+      if (paused >> (i / 32) & 1 || t.done || (t.ready && !t.ready(t.ready_data))) continue;
       progress = true;
       current = &t;
       t.fiber.resume();
@@ -162,8 +168,8 @@ static void run_block(Order order) {
       if (!error.empty()) return;
       left -= t.done;
     }
-    if (left && run_work(!progress && !sit_out)) progress = true;
-    if (error.empty() && !progress && !sit_out) error = report();
+    if (left && run_work(!progress && !paused)) progress = true;
+    if (error.empty() && !progress && !paused) error = report();
     if (!error.empty()) return;
   }
   end_work();
@@ -177,13 +183,14 @@ const char* run(const Launch& l, void (*call)()) {
   wgmma_time = When(l.wgmma_time);
   counting_conflicts = l.count_conflicts;
   clear_conflicts();
-  random_order.state = (l.seed + 1) * 0x9e3779b97f4a7c15ull;  // any state but 0
+  random_order.state = (l.seed + 1) * 0x9e3779b97f4a7c15ull;  // any state but 0 will do
   error.clear();
-  if (!stacks.provide(int(l.block[0] * l.block[1] * l.block[2]))) return "no memory for the stacks of a block's threads";
+  if (!stacks.provide(int(l.block[0] * l.block[1] * l.block[2])))
+    return "no memory for the stacks of a block's threads";
 
-  std::vector<unsigned> turn;
-  put_in_order(turn, l.grid[0] * l.grid[1] * l.grid[2], Order(l.block_order));
-  for (unsigned b : turn) {
+  std::vector<unsigned> blocks;
+  put_in_order(blocks, l.grid[0] * l.grid[1] * l.grid[2], Order(l.block_order));
+  for (unsigned b : blocks) {
     block_index = {b % l.grid[0], b / l.grid[0] % l.grid[1], b / l.grid[0] / l.grid[1]};
     shared_memory.assign(l.shared_bytes, char(0xff));
     run_block(Order(l.thread_order));

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: MIT
-// The threads of one block: who runs next, who waits for what and where, and the report when nobody can go on.
+// The threads of one block: which of them runs next, which waits for what and where, and the report when no
+// thread can go on.
 //
-// One fiber a thread, one at a time: a thread runs until it waits for others. All that waits is built on two functions:
-//   wait(operation, site, ready)    goes on when ready() is true: barriers with phases, asynchronous copies
-//   meet(meeting, ...)              goes on when all partners have come; the last one does the work for all: barriers, shuffles
+// Every thread is a fiber, and one fiber runs at a time, until it waits for others. There are two ways to
+// wait:
+//   wait(operation, site, ready)    until ready() is true; for barriers with phases and asynchronous copies
+//   meet(meeting, ...)              until all partners have come, the last of whom does the work for all; for
+//                                   barriers and shuffles
 #pragma once
 #include <string>
 #include <vector>
@@ -16,7 +19,7 @@ struct dim3 {
 
 namespace emulator {
 
-struct Site {  // a place in the kernel's text
+struct Site {  // a line of the kernel's text
   const char* file;
   int line;
 };
@@ -26,20 +29,20 @@ struct Thread {
   dim3 index;
   int rank;  // in the block; rank / 32 is the warp, rank % 32 the lane
   bool done;
-  int polls;  // in a row, without any other wait
-  const char* operation;  // what it waits at, for the report
+  int polls;              // how often it has polled since its last wait
+  const char* operation;  // where it waits, for the report
   Site site;
-  bool (*ready)(void*);  // whether it can go on; null if it does not wait
+  bool (*ready)(void*);   // whether it can go on; null if it does not wait
   void* ready_data;
-  std::string (*describe)(const void*);  // of the subject: how far what it waits for is, for the report; null: nothing to add
-  const void* subject;
+  const void* subject;    // what it waits for
+  std::string (*describe)(const void*);  // says how far the subject is, for the report; may be null
 };
 
 struct Meeting {
   int arrived = 0, generation = 0;
   const char* operation;
   Site site;
-  std::vector<void*> offers;  // what each one brought, by rank
+  std::vector<void*> offers;  // what each partner has brought, by rank
 };
 
 struct WarpMeeting : Meeting {
@@ -52,25 +55,27 @@ enum When { EAGER, LATE, LIFO, RANDOM_TIME };  // see asynchronous.h
 struct Random {  // xorshift64*
   uint64_t state;
   unsigned below(unsigned n) {
-    state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+    state ^= state >> 12;
+    state ^= state << 25;
+    state ^= state >> 27;
     return unsigned((state * 0x2545f4914f6cdd1dull) >> 33) % n;
   }
 };
 
-// Of this library's one launch at a time.
+// The state of the launch. A library runs one launch at a time.
 extern dim3 grid_size, block_size, block_index;
 extern std::vector<Thread> threads;
 extern Thread* current;  // the thread that runs; null between threads
 extern Meeting block_meeting;
 extern Random random_order;
 extern When copy_time, wgmma_time;
-extern std::string error;  // not empty: the launch has failed
+extern std::string error;  // if it is not empty, the launch has failed
 
-// A text by printf's rules: much quicker to compile than C++'s concatenation of strings.
+// Makes a text by the rules of printf, which compiles much faster than C++'s concatenation of strings.
 __attribute__((cold, format(printf, 1, 2))) std::string text(const char* format, ...);
 std::string name(const Site& s);
 
-// Ends the launch: the running thread stops here for good and the text becomes Python's exception.
+// Ends the launch. The running thread never goes on, and the text becomes an exception in Python.
 [[noreturn]] __attribute__((cold, format(printf, 2, 3))) void fail(Site site, const char* format, ...);
 
 [[noreturn]] inline void stop() {
@@ -80,7 +85,8 @@ std::string name(const Site& s);
 using Describe = std::string (*)(const void*);
 
 template <class Ready>
-void wait(const char* operation, Site site, Ready ready, Describe describe = nullptr, const void* subject = nullptr) {
+void wait(const char* operation, Site site, Ready ready, Describe describe = nullptr,
+          const void* subject = nullptr) {
   Thread& t = *current;
   t.operation = operation;
   t.site = site;
@@ -93,12 +99,14 @@ void wait(const char* operation, Site site, Ready ready, Describe describe = nul
   t.ready = nullptr;
 }
 
-// Brings `offer` as number `rank` of `wanted` partners, who must all come by the same call. True for the last one, who then works
-// for all; the others come back once it has called `end`.
+// The running thread comes to a meeting as number `rank` of `wanted` partners and brings an offer. All of
+// them must come by the same call. Returns true for the last one, who then does the work for all; the others
+// come back when it has called `end`.
 bool comes_last(Meeting& m, int wanted, int rank, void* offer, const char* operation, Site site);
 void end(Meeting& m);
 
-template <class Work> void meet(Meeting& m, int wanted, int rank, void* offer, const char* operation, Site site, Work work) {
+template <class Work>
+void meet(Meeting& m, int wanted, int rank, void* offer, const char* operation, Site site, Work work) {
   if (!comes_last(m, wanted, rank, offer, operation, site)) return;
   work(m.offers.data());
   end(m);
@@ -106,7 +114,7 @@ template <class Work> void meet(Meeting& m, int wanted, int rank, void* offer, c
 
 Meeting& warp_meeting(unsigned mask);  // of the running thread's warp
 
-void begin_work(), end_work();         // wgmma.cpp: before and after a block
-bool run_work(bool nobody_can_go_on);  // asynchronous.cpp: between the threads' turns; whether any work was done
+void begin_work(), end_work();         // wgmma.cpp; called before and after a block
+bool run_work(bool nobody_can_go_on);  // asynchronous.cpp; called after each round; whether it did any work
 
 }  // namespace emulator

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Counts bank conflicts in shared memory, if switched on. Shared memory has 32 banks, each 4 bytes wide; in one wavefront a bank
-// serves one word, to any number of lanes. Lanes of a warp that reach the same place in the kernel's text for the same n-th time
-// form one access; one of 8 or 16 bytes a lane goes by half or quarter warps.
+// Counts bank conflicts in shared memory, if this is switched on. Shared memory has 32 banks, each 4 bytes
+// wide. In one wavefront a bank serves one word, to any number of lanes. The lanes of a warp that come to the
+// same line of the kernel's text for the n-th time form one access. An access of 8 bytes a lane is served by
+// half warps, one of 16 bytes by quarter warps.
 #include <list>
 
 namespace emulator {
@@ -13,7 +14,8 @@ struct Access {  // of one warp
 
 struct SiteLog {
   struct Warp {
-    int reached[32] = {}, closed = 0;  // how often each lane was here; accesses that are complete and counted
+    int reached[32] = {};  // how often each lane was here
+    int closed = 0;        // how many accesses are complete and counted
     std::vector<Access> open;
   };
   Site site;
@@ -27,7 +29,7 @@ static std::list<SiteLog> sites;
 static int wavefronts(const Access& a) {
   int lanes_at_once = a.bytes > 4 ? 128 / a.bytes : 32, all = 0;
   for (int first = 0; first < 32; first += lanes_at_once) {
-    std::vector<int> words_of[32];  // that each bank has to serve
+    std::vector<int> words_of[32];  // the words that each bank has to serve
     size_t most = 0;
     for (int lane = first; lane < first + lanes_at_once; lane++)
       for (int byte = 0; a.lanes >> lane & 1 && byte < a.bytes; byte += 4) {
@@ -90,7 +92,7 @@ static std::string conflict_report() {
 
 }  // namespace emulator
 
-// What the last launch counted, one line for each place: file:line, accesses, wavefronts.
+// What the last launch counted, a line of text for each line of the kernel: file:line, accesses, wavefronts.
 extern "C" __attribute__((visibility("default"))) const char* emulator_conflicts() {
   static std::string text;
   text = emulator::conflict_report();

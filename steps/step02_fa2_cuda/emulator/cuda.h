@@ -1,56 +1,72 @@
 // SPDX-License-Identifier: MIT
-// CUDA on a CPU: compiles a kernel's own text with g++ and runs it, one block after the other, one fiber a thread.
+// CUDA on a CPU: g++ compiles a kernel's own text, and the kernel runs one block after the other, with a
+// fiber for each thread.
 //
-// It finds, with the place in the kernel's text: accesses outside the arguments or a shared array, misaligned ones of several
-// numbers, reads of shared memory that nobody wrote (NaN), barriers and shuffles that some threads never reach, and, by running
-// the threads in several orders, many races. Copies and wgmma run as early or as late as they may: missing waits, swapped
-// parities, wrong counts of arrivals or bytes, and buffers filled again too early show in one schedule or another; accumulators
-// that are touched while wgmma has them, always. It is stricter than a GPU: a thread that has returned counts as missing at a
-// barrier, all threads of a barrier must be at the same line, a warp comes to a named barrier as a whole, and a block that ends
-// must have left no named barrier half full and no copy or wgmma under way.
+// The emulation finds these mistakes, and names the line of the kernel:
+//   - an access outside an argument or a shared array, and a misaligned access of several numbers
+//   - a read of shared memory that nobody has written: shared memory starts as NaN
+//   - a barrier or a shuffle that some threads never reach
+//   - many races, because it can run the threads in several orders
+//   - missing waits, swapped parities, wrong counts of arrivals or bytes, and buffers that are filled again
+//     too early: copies and wgmma are performed as early or as late as they may, and each of these mistakes
+//     shows in some schedule
+//   - accumulators that are used while a wgmma has them, in every schedule
 //
-// What it cannot find (tests/test_emulator.py plants bugs of both kinds in the kernels):
-//   - a race that no order of whole steps shows: a thread is only interrupted where it waits, never between two accesses, so
-//     that two threads adding to one address without atomicAdd go unnoticed; nor one that none of the schedules tried shows
-//   - a missing fence_async, barrier_init_fence or __threadfence: here everybody sees every write at once
-//   - a missing wgmma_fence, unless none came since the accumulators' last wgmma; registers of A are not looked at
-//   - bulk_wait_read in place of bulk_wait_done: a copy reads and writes in one step
-//   - code that needs the threads of a warp to run in lockstep is wrong here and may be right on a GPU, or the reverse
-//   - an access beyond the end of a thread's own array; a loop that waits for plain memory to change, which never ends here
-//   - an access that stays between a tensor's first and last element, but in the gap between two of its rows or heads
-//   - anything between blocks: they run one after the other and never wait for each other
-//   - registers, spills, setmaxnreg's sums, shared-memory limits of a GPU, speed
-//   - rounding: the CPU's expf and the order of additions differ from the GPU's in the last bits; tensor cores cut sums off
-//   - a misreading of the ISA that the emulator shares: tests/test_emulator_hopper.py runs the same kernels on a GPU
+// In some points it is stricter than a GPU. A thread that has returned counts as missing at a barrier. All
+// threads of a barrier must be at the same line. A warp comes to a named barrier as a whole. A block that
+// ends must leave no named barrier half full, and no copy or wgmma under way.
 //
-// fiber.h switches stacks, block.h schedules, conflicts.cpp counts bank conflicts, memory.h checks accesses, numbers.h rounds,
-// builtins.h has CUDA's names; ptx.cuh's are in warp.h, asynchronous.h (what runs while the threads go on), hopper.h, wgmma.h.
-// What does not depend on a kernel's types is in the .cpp beside a header, compiled once and linked with every kernel.
+// It cannot find the following (tests/test_emulator.py plants bugs of both kinds in the kernels):
+//   - a race that none of the tried schedules shows, or that no schedule can show: a thread is only
+//     interrupted where it waits, never between two accesses, so that two threads may add to one address
+//     without atomicAdd and nobody notices
+//   - a missing fence_async, barrier_init_fence or __threadfence, because all threads see every write at once
+//   - a missing wgmma_fence, unless there was none since the last wgmma with these accumulators; the
+//     registers of A are not checked
+//   - bulk_wait_read where bulk_wait_done is needed, because a copy reads and writes in one step
+//   - code that needs the threads of a warp to run in lockstep: it is wrong here and may be right on a GPU,
+//     or the reverse
+//   - an access beyond the end of a thread's own array
+//   - a loop that waits for plain memory to change; here it never ends
+//   - an access between a tensor's first and last element, but in the gap between two of its rows or heads
+//   - anything between blocks, which run one after the other and never wait for each other
+//   - registers, spills, the sums of setmaxnreg, the limits of a GPU's shared memory, speed
+//   - rounding: the CPU's expf and its order of additions differ from the GPU's in the last bits, and tensor
+//     cores truncate sums
+//   - a misreading of the ISA in the emulation itself, therefore tests/test_emulator_hopper.py runs the same
+//     kernels on a GPU
+//
+// fiber.h switches stacks, block.h schedules, conflicts.cpp counts bank conflicts, memory.h checks accesses,
+// numbers.h rounds, and builtins.h has the names of CUDA. The names of ptx.cuh are in warp.h, asynchronous.h,
+// hopper.h and wgmma.h. What does not depend on a kernel's types is in the .cpp beside a header, which is
+// compiled once and linked with every kernel.
 #pragma once
 #include "wgmma.h"
 
 namespace emulator {
 
-struct Launch {  // as emulator/__init__.py fills it
+struct Launch {  // emulator/__init__.py has the same structure
   unsigned grid[3], block[3];
   int shared_bytes, thread_order, block_order, copy_time, wgmma_time, count_conflicts;
   uint64_t seed;
   void** arguments;           // where each argument lies, as for cuLaunchKernel
-  const long long* elements;  // for a Global argument: bytes from its address to the end of its tensor
+  const long long* elements;  // for a Global argument, the bytes from its address to the end of its tensor
 };
 
-// Runs all blocks, with call() for each thread; returns null, or what went wrong.
+// Runs all blocks; each of their threads calls call(). Returns null, or what went wrong.
 const char* run(const Launch& l, void (*call)());
 
 template <class A> struct Argument {
   static A get(const void* value, long long) {
     A a;
-    memcpy(&a, value, sizeof a);  // Python aligns nothing to more than 8 bytes
+    memcpy(&a, value, sizeof a);  // not a reference, because Python aligns values to at most 8 bytes
     return a;
   }
 };
 template <class E> struct Argument<Global<E>> {
-  static Global<E> get(void* value, long long bytes) { return {*static_cast<E**>(value), bytes / (long long)sizeof(E)}; }
+  static Global<E> get(void* value, long long bytes) {
+    return {*static_cast<E**>(value), bytes / (long long)sizeof(E)};
+  }
 };
 
 template <class... A, size_t... I>
@@ -68,8 +84,9 @@ template <class... A> const char* launch(void (*kernel)(A...), const Launch& l) 
 
 }  // namespace emulator
 
-// Makes the kernel callable from Python; returns null, or what went wrong.
-#define EMULATOR_KERNEL(kernel)                                                                                    \
-  extern "C" __attribute__((visibility("default"))) const char* emulate_##kernel(const emulator::Launch* launch) { \
-    return emulator::launch(kernel, *launch);                                                                      \
+// Defines a function that Python calls to launch the kernel. It returns null, or what went wrong.
+#define EMULATOR_KERNEL(kernel)                                       \
+  extern "C" __attribute__((visibility("default")))                   \
+  const char* emulate_##kernel(const emulator::Launch* launch) {      \
+    return emulator::launch(kernel, *launch);                         \
   }

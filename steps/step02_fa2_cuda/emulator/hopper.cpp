@@ -5,30 +5,33 @@ namespace emulator {
 
 Barrier& check(Shared<Barrier> b, const char* operation, Site site) {
   Barrier& barrier = *b.span(1, 8, site);
-  if (barrier.mark != Barrier::initialised) fail(site, "%s of a barrier that is not initialised", operation);
+  if (barrier.mark != Barrier::INITIALISED) fail(site, "%s of a barrier that is not initialised", operation);
   return barrier;
 }
 
 void init(Barrier& b, int arrivals, Site site) {
-  if (b.mark == Barrier::initialised) fail(site, "barrier_init of a barrier that is initialised already");
-  if (arrivals < 1 || arrivals > int(Barrier::most_arrivals)) fail(site, "barrier_init for %d arrivals", arrivals);
+  if (b.mark == Barrier::INITIALISED) fail(site, "barrier_init of a barrier that is initialised already");
+  if (arrivals < 1 || arrivals > Barrier::MOST_ARRIVALS) fail(site, "barrier_init for %d arrivals", arrivals);
   b.bytes = 0;
   b.arrivals = b.missing = arrivals;
   b.phase = 0;
-  b.mark = Barrier::initialised;
+  b.mark = Barrier::INITIALISED;
 }
 
 // Ends the phase if nothing is missing any more.
 static void settle(Barrier& b, Site site) {
   if (b.missing) return;
-  if (b.bytes < 0 && error.empty()) error = text("%s: more bytes were copied than expected", name(site).c_str());
+  if (b.bytes < 0 && error.empty())
+    error = text("%s: more bytes were copied than expected", name(site).c_str());
   if (b.bytes) return;
   b.phase ^= 1;
   b.missing = b.arrivals;
 }
 
 void arrive(Barrier& b, Site site) {
-  if (!b.missing) fail(site, "more arrivals than the %d of the barrier: this phase waits for %d bytes only", b.arrivals, b.bytes);
+  if (!b.missing)
+    fail(site, "more arrivals than the %d of the barrier: this phase waits for %d bytes only", b.arrivals,
+         b.bytes);
   b.missing--;
   settle(b, site);
   if (!error.empty()) stop();
@@ -46,11 +49,11 @@ static std::string describe_barrier(const void* p) {
 
 void wait_for(const Barrier& b, int parity, Site site) {
   if (parity != 0 && parity != 1) fail(site, "barrier_wait for parity %d: it must be 0 or 1", parity);
-  wait(parity ? "barrier_wait for parity 1" : "barrier_wait for parity 0", site, [&b, parity] { return int(b.phase) != parity; },
-       describe_barrier, &b);
+  const char* operation = parity ? "barrier_wait for parity 1" : "barrier_wait for parity 0";
+  wait(operation, site, [&b, parity] { return int(b.phase) != parity; }, describe_barrier, &b);
 }
 
-// ---- named barriers ---------------------------------------------------------------------------------------------------
+// ---- named barriers ---------------------------------------------------------------------------------------
 
 NamedBarrier named_barriers[16];
 
@@ -59,7 +62,7 @@ std::string describe_named(const void* p) {
   return text("%d of %d threads have come", b.arrived, b.threads);
 }
 
-// A warp arrives as a whole: hardware counts 32, however many of its threads execute the instruction.
+// A warp arrives as a whole. The hardware counts 32 threads, however many of them execute the instruction.
 NamedBarrier& arrive_named(const char* operation, int id, int threads, Site site) {
   if (id < 0 || id > 15) fail(site, "%s: there is no barrier %d, only 0 to 15", operation, id);
   if (threads <= 0 || threads % 32) fail(site, "%s: %d threads is no multiple of 32", operation, threads);
@@ -67,9 +70,11 @@ NamedBarrier& arrive_named(const char* operation, int id, int threads, Site site
   int warp = current->rank / 32, nothing = 0;
   whole_warp(operation, nothing, site, [&](int**) {
     if (b.arrived && b.threads != threads)
-      fail(site, "barrier %d waits for %d threads here and %d at %s", id, threads, b.threads, name(b.site).c_str());
+      fail(site, "barrier %d waits for %d threads here and %d at %s", id, threads, b.threads,
+           name(b.site).c_str());
     for (int w : b.warps)
-      if (w == warp) fail(site, "warp %d arrives at barrier %d for the second time before it is complete", warp, id);
+      if (w == warp)
+        fail(site, "warp %d arrives at barrier %d for the second time before it is complete", warp, id);
     b.threads = threads;
     b.site = site;
     b.warps.push_back(warp);
@@ -82,17 +87,21 @@ NamedBarrier& arrive_named(const char* operation, int id, int threads, Site site
   return b;
 }
 
-// ---- the copy engine --------------------------------------------------------------------------------------------------
+// ---- the copy engine --------------------------------------------------------------------------------------
 
 void check(const TensorMap& map, Site site) {
-  if (map.element != 2 && map.element != 4) fail(site, "this is no tensor map: make one with emulator.tensor_map");
+  if (map.element != 2 && map.element != 4)
+    fail(site, "this is no tensor map: make one with emulator.tensor_map");
 }
 
-// Where a box may begin: at a multiple of 16 bytes, and that of a store not before the tensor. [CUDA Programming Guide: TMA]
+// Checks where a box begins: at a multiple of 16 bytes, and the box of a store not before the tensor.
+// [CUDA Programming Guide: TMA]
 static void check(const TensorMap& map, const Coordinates& at, bool store, Site site) {
-  if (at.c[0] * map.element % 16) fail(site, "a box begins at column %d: that must be a multiple of 16 bytes", at.c[0]);
+  if (at.c[0] * map.element % 16)
+    fail(site, "a box begins at column %d: that must be a multiple of 16 bytes", at.c[0]);
   for (int i = 0; store && i < 5; i++)
-    if (at.c[i] < 0) fail(site, "tma_store at %d in dimension %d: only a load may begin before the tensor", at.c[i], i);
+    if (at.c[i] < 0)
+      fail(site, "tma_store at %d in dimension %d: only a load may begin before the tensor", at.c[i], i);
 }
 
 int box_bytes(const TensorMap& map) {
@@ -101,12 +110,15 @@ int box_bytes(const TensorMap& map) {
   return n;
 }
 
-static char* swizzled(char* p) {  // 16-byte chunk XOR row of 128 bytes mod 8, on addresses
+// Where the swizzle puts a byte: in the 16-byte chunk whose number is its own chunk XOR (row of 128 bytes mod
+// 8).
+static char* swizzled(char* p) {
   auto a = BlockMemory::address(p);
   return shared_memory.data() + (a ^ (a >> 3 & 0x70));
 }
 
-// Calls act(address in shared memory, address in the tensor or null, bytes) for all pieces, up to 16 bytes, of the box at `from`.
+// Calls act(address in shared memory, address in the tensor or null, bytes) for each piece of up to 16 bytes
+// of the box at `from`. The address is null outside the tensor.
 template <class Act> static void walk(const TensorMap& map, const Coordinates& from, char* tile, Act act) {
   int n[5] = {};
   for (;;) {
@@ -124,7 +136,8 @@ template <class Act> static void walk(const TensorMap& map, const Coordinates& f
         act(to, row + (long long)first * map.element, 16);
       } else {
         for (int i = first; i <= last; i++, to += map.element)
-          act(to, inside && i >= 0 && i < map.size[0] ? row + (long long)i * map.element : nullptr, map.element);
+          act(to, inside && i >= 0 && i < map.size[0] ? row + (long long)i * map.element : nullptr,
+              map.element);
       }
     }
     int d = 1;
@@ -133,7 +146,7 @@ template <class Act> static void walk(const TensorMap& map, const Coordinates& f
   }
 }
 
-// The bytes have come: the barrier counts them.
+// Tells the barrier that so many bytes have come.
 static void deliver(Barrier& b, int bytes, Site site) {
   b.bytes -= bytes;
   settle(b, site);
@@ -141,7 +154,7 @@ static void deliver(Barrier& b, int bytes, Site site) {
 
 void load_box(char* tile, const TensorMap& map, Barrier& barrier, Coordinates from, Site site) {
   check(map, from, false, site);
-  start(load_queue, 0, false, [map, from, tile, &barrier, site] {
+  start(LOAD_QUEUE, 0, false, [map, from, tile, &barrier, site] {
     walk(map, from, tile, [](char* to, const char* from, int bytes) {
       if (from) memcpy(to, from, bytes);
       else memset(to, 0, bytes);
@@ -152,18 +165,18 @@ void load_box(char* tile, const TensorMap& map, Barrier& barrier, Coordinates fr
 
 void load_numbers(float* to, const float* from, int n, Barrier& barrier, Site site) {
   if (n % 4) fail(site, "bulk_load of %d numbers: it must be a multiple of 4", n);
-  start(load_queue, 0, false, [to, from, n, &barrier, site] {
+  start(LOAD_QUEUE, 0, false, [to, from, n, &barrier, site] {
     memcpy(to, from, 4 * n);
     deliver(barrier, 4 * n, site);
   });
 }
 
 template <class Run> static void start_bulk(Run run) {
-  start(bulk_queue + current->rank, thread_copies[current->rank].bulk_group, false, std::move(run));
+  start(BULK_QUEUE + current->rank, thread_copies[current->rank].bulk_group, false, std::move(run));
 }
 
 void wait_for_bulk(const char* operation, int groups_left, Site site) {
-  int queue = bulk_queue + current->rank, before = thread_copies[current->rank].bulk_group - groups_left;
+  int queue = BULK_QUEUE + current->rank, before = thread_copies[current->rank].bulk_group - groups_left;
   wait(operation, site, [queue, before] { return !under_way(queue, before); });
 }
 

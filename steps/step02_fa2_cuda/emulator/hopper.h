@@ -1,22 +1,27 @@
 // SPDX-License-Identifier: MIT
-// Hopper's barriers and its copy engine, TMA. What the names do is said in ptx.cuh.
+// Hopper's barriers and its copy engine, TMA. ptx.cuh says what each name does.
 #pragma once
 #include "asynchronous.h"
 
-// 8 bytes of shared memory, as on a GPU. It counts what is still missing in the running phase.
+// A barrier takes 8 bytes of shared memory, as on a GPU. It counts what is still missing in the running
+// phase.
 struct Barrier {
-  int bytes;
-  unsigned arrivals : 11, missing : 12, phase : 1, mark : 8;  // mark: that it has been initialised
+  int bytes;               // that are still missing
+  unsigned arrivals : 11;  // of a phase
+  unsigned missing : 12;   // arrivals that are still missing
+  unsigned phase : 1;      // its parity
+  unsigned mark : 8;       // INITIALISED after barrier_init
 
-  static constexpr unsigned initialised = 0x5a, most_arrivals = 1024;
+  static constexpr unsigned INITIALISED = 0x5a;
+  static constexpr int MOST_ARRIVALS = 1024;
 };
 
-// What emulator.tensor_map puts into the 128 bytes. Dimension 0 is the innermost, contiguous.
+// What emulator.tensor_map puts into the 128 bytes. Dimension 0 is the innermost, which is contiguous.
 struct TensorMap {
   char* address;
-  long long stride[4];  // of the dimensions 1 ... 4, in bytes
-  int size[5], box[5];  // elements
-  int element;          // bytes of an element
+  long long stride[4];  // of the dimensions 1 to 4, in bytes
+  int size[5], box[5];  // in elements
+  int element;          // the bytes of an element
   char unused[128 - 8 - 4 * 8 - 2 * 5 * 4 - 4];
 };
 static_assert(sizeof(Barrier) == 8 && sizeof(TensorMap) == 128, "as on a GPU");
@@ -29,18 +34,18 @@ void arrive(Barrier& b, Site site);
 void expect(Barrier& b, int bytes, Site site);
 void wait_for(const Barrier& b, int parity, Site site);
 
-// ---- named barriers ---------------------------------------------------------------------------------------------------
+// ---- named barriers ---------------------------------------------------------------------------------------
 
 struct NamedBarrier {
   int threads = 0, arrived = 0, generation = 0;
   Site site;
-  std::vector<int> warps;  // that have arrived
+  std::vector<int> warps;  // those that have arrived
 };
 extern NamedBarrier named_barriers[16];
 std::string describe_named(const void* barrier);
 NamedBarrier& arrive_named(const char* operation, int id, int threads, Site site);
 
-// ---- the copy engine --------------------------------------------------------------------------------------------------
+// ---- the copy engine --------------------------------------------------------------------------------------
 
 struct Coordinates {
   int c[5];
@@ -51,8 +56,10 @@ int box_bytes(const TensorMap& map);
 
 template <class E> char* box_in_shared_memory(Shared<E> tile, const TensorMap& map, Site site) {
   check(map, site);
-  if (map.element != sizeof(E)) fail(site, "the tensor has elements of %d bytes, the tile of %zu", map.element, sizeof(E));
-  return reinterpret_cast<char*>(const_cast<std::remove_const_t<E>*>(tile.span(box_bytes(map) / sizeof(E), 128, site)));
+  if (map.element != sizeof(E))
+    fail(site, "the tensor has elements of %d bytes, the tile of %zu", map.element, sizeof(E));
+  auto* begin = const_cast<std::remove_const_t<E>*>(tile.span(box_bytes(map) / sizeof(E), 128, site));
+  return reinterpret_cast<char*>(begin);
 }
 
 void load_box(char* to, const TensorMap& map, Barrier& b, Coordinates from, Site site);
@@ -85,17 +92,17 @@ inline void named_barrier_sync(int id, int threads, EMULATOR_SITE) {
   using namespace emulator;
   int before = id >= 0 && id < 16 ? named_barriers[id].generation : 0;
   NamedBarrier& b = arrive_named("named_barrier_sync", id, threads, {file, line});
-  wait("named_barrier_sync", {file, line}, [&b, before] { return b.generation != before; }, describe_named, &b);
+  auto open = [&b, before] { return b.generation != before; };
+  wait("named_barrier_sync", {file, line}, open, describe_named, &b);
 }
 
 inline void named_barrier_arrive(int id, int threads, EMULATOR_SITE) {
   emulator::arrive_named("named_barrier_arrive", id, threads, {file, line});
 }
 
-inline void tma_prefetch(const TensorMap& map, EMULATOR_SITE) { emulator::check(map, {file, line}); }
-
 template <class E>
-void tma_load(Shared<E> to, const TensorMap& map, Shared<Barrier> b, int c0, int c1, int c2, int c3, int c4, EMULATOR_SITE) {
+void tma_load(Shared<E> to, const TensorMap& map, Shared<Barrier> b, int c0, int c1, int c2, int c3, int c4,
+              EMULATOR_SITE) {
   using namespace emulator;
   Site site{file, line};
   load_box(box_in_shared_memory(to, map, site), map, check(b, "tma_load", site), {c0, c1, c2, c3, c4}, site);
@@ -110,7 +117,9 @@ template <class E> void bulk_load(Shared<float> to, Global<E> from, int n, Share
 
 template <class E>
 void tma_store(const TensorMap& map, Shared<E> from, int c0, int c1, int c2, int c3, int c4, EMULATOR_SITE) {
-  emulator::store_box(map, emulator::box_in_shared_memory(from, map, {file, line}), {c0, c1, c2, c3, c4}, {file, line});
+  using namespace emulator;
+  Site site{file, line};
+  store_box(map, box_in_shared_memory(from, map, site), {c0, c1, c2, c3, c4}, site);
 }
 
 template <class E> void bulk_add(Global<float> to, Shared<E> from, int n, EMULATOR_SITE) {
@@ -119,14 +128,12 @@ template <class E> void bulk_add(Global<float> to, Shared<E> from, int n, EMULAT
 }
 
 inline void bulk_commit() { emulator::thread_copies[emulator::current->rank].bulk_group++; }
-template <int N> void bulk_wait_read(EMULATOR_SITE) { emulator::wait_for_bulk("bulk_wait_read", N, {file, line}); }
-template <int N> void bulk_wait_done(EMULATOR_SITE) { emulator::wait_for_bulk("bulk_wait_done", N, {file, line}); }
+template <int N> void bulk_wait_read(EMULATOR_SITE) {
+  emulator::wait_for_bulk("bulk_wait_read", N, {file, line});
+}
+template <int N> void bulk_wait_done(EMULATOR_SITE) {
+  emulator::wait_for_bulk("bulk_wait_done", N, {file, line});
+}
 
 inline void fence_async() {}
 inline void fence_async_global() {}
-
-inline bool elect_one(EMULATOR_SITE) {
-  int nothing = 0;
-  emulator::whole_warp("elect_one", nothing, {file, line}, [](int**) {});
-  return emulator::current->rank % 32 == 0;
-}

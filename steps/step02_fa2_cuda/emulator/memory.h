@@ -1,22 +1,28 @@
 // SPDX-License-Identifier: MIT
-// Global<T> and Shared<T>: pointers that know the array they belong to, and stop the launch where a kernel leaves it.
+// Global<T> and Shared<T> are pointers that know their array, and stop the launch where a kernel leaves it.
 #pragma once
 #include "block.h"
 
 namespace emulator {
 
-// An index together with the place in the kernel's text where it is used: x[i] makes one from i, and g++ fills in the place.
+// An index, and the line of the kernel's text where it is used. x[i] makes an Index from i, and g++ fills in
+// the line.
 struct Index {
   long long i;
   Site site;
-  Index(long long i, const char* file = __builtin_FILE(), int line = __builtin_LINE()) : i(i), site{file, line} {}
+  Index(long long i, const char* file = __builtin_FILE(), int line = __builtin_LINE())
+      : i(i), site{file, line} {}
 };
 
-extern bool counting_conflicts;  // this and the next three: conflicts.cpp
+// conflicts.cpp defines these four.
+extern bool counting_conflicts;
 __attribute__((cold)) void log_access(Site site, int address, int bytes);
 void clear_conflicts();
-void close_accesses();  // at the end of a block: what only some lanes of a warp did counts as well
-extern std::vector<char> shared_memory;  // of the running block; every byte 0xff at its start, which is NaN in every float type
+void close_accesses();  // at the end of a block: counts accesses that only some lanes of a warp made, too
+
+// The shared memory of the running block. At its start every byte is 0xff, which makes NaN in every float
+// type.
+extern std::vector<char> shared_memory;
 
 struct GlobalMemory {
   static constexpr const char* name = "an argument";
@@ -36,14 +42,16 @@ template <class E, class Memory> struct Pointer {
 
   Pointer() = default;
   Pointer(E* begin, long long n) : at(begin), begin(begin), end(begin + n) {}
-  template <class F> Pointer(const Pointer<F, Memory>& p) : at(p.at), begin(p.begin), end(p.end) {}  // T* to const T*
+  // As from T* to const T*.
+  template <class F> Pointer(const Pointer<F, Memory>& p) : at(p.at), begin(p.begin), end(p.end) {}
 
   E& operator[](Index index) const {
     E* address = at + index.i;
     if (__builtin_expect(address < begin || address >= end || Memory::logging, 0)) unusual(index);
     return *address;
   }
-  // The next n elements, which one instruction reads or writes: they must begin at a multiple of `alignment` bytes.
+  // The next n elements, which one instruction reads or writes. They must begin at a multiple of `alignment`
+  // bytes.
   E* span(long long n, int alignment, Site site) const {
     if (Memory::address(at) % alignment)
       fail(site, "%s is accessed at an address that is no multiple of %d", Memory::name, alignment);
@@ -82,14 +90,18 @@ struct SharedMemory {
   template <class E> Shared<E> array(int n, emulator::Index site = 0) {
     E* begin = reinterpret_cast<E*>(emulator::shared_memory.data() + used);
     if (used % alignof(E))
-      emulator::fail(site.site, "an array of elements of %zu bytes cannot begin at byte %lld of shared memory", sizeof(E), used);
+      emulator::fail(site.site,
+                     "an array of elements of %zu bytes cannot begin at byte %lld of shared memory",
+                     sizeof(E), used);
     used += n * sizeof(E);
     if (used > (long long)emulator::shared_memory.size())
-      emulator::fail(site.site, "the kernel wants %lld bytes of shared memory so far, the launch gives %zu", used,
-                     emulator::shared_memory.size());
+      emulator::fail(site.site, "the kernel wants %lld bytes of shared memory so far, the launch gives %zu",
+                     used, emulator::shared_memory.size());
     return Shared<E>(begin, n);
   }
 };
 
-// Addresses in shared memory count from its beginning, as those that PTX instructions take.
-template <class E> uint32_t shared_address(Shared<E> p) { return uint32_t(emulator::BlockMemory::address(p.at)); }
+// An address in shared memory, counted from its beginning, as PTX instructions take it.
+template <class E> uint32_t shared_address(Shared<E> p) {
+  return uint32_t(emulator::BlockMemory::address(p.at));
+}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// bf16, fp16 and CUDA's small vectors. Conversions round to nearest, ties to even, and NaN stays NaN.
+// bf16, fp16 and the small vectors of CUDA. Conversions round to nearest, ties to even, and NaN stays NaN.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -35,7 +35,8 @@ inline float to_float(bf16 x) { return __uint_as_float(uint32_t(x.bits) << 16); 
 inline float to_float(fp16 x) {
   uint32_t magnitude = (x.bits & 0x7fffu) << 13, sign = (x.bits & 0x8000u) << 16;
   if (magnitude >= 0x0f800000) return __uint_as_float(magnitude | 0x7f800000 | sign);  // infinite, or NaN
-  return __uint_as_float(__float_as_uint(__uint_as_float(magnitude) * 0x1p112f) | sign);  // moves the exponent's bias
+  // The factor makes up for the different bias of the exponents.
+  return __uint_as_float(__float_as_uint(__uint_as_float(magnitude) * 0x1p112f) | sign);
 }
 
 namespace emulator {
@@ -52,14 +53,14 @@ template <> inline fp16 round_to<fp16>(float x) {
   uint32_t bits = __float_as_uint(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   if (x != x) return {0x7fff};
   if (magnitude >= 0x477ff000) return {uint16_t(sign | 0x7c00)};  // 65520 and above become infinite
-  if (magnitude < 0x38800000) {  // below 2^-14 fp16 counts in steps of 2^-24; so does float32 between 0.5 and 1
+  if (magnitude < 0x38800000) {  // below 2^-14 fp16 has steps of 2^-24, as float32 has between 0.5 and 1
     float steps = __uint_as_float(magnitude) + 0.5f;
     return {uint16_t(sign | (__float_as_uint(steps) - 0x3f000000))};
   }
   return {uint16_t(sign | (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13)};
 }
 
-// What the lower and the upper half of a register hold.
+// The numbers in the lower and in the upper half of a register.
 template <class Half> float low(uint32_t pair) { return to_float(Half{uint16_t(pair)}); }
 template <class Half> float high(uint32_t pair) { return to_float(Half{uint16_t(pair >> 16)}); }
 
@@ -71,5 +72,5 @@ template <class Half> uint32_t pack(float low, float high) {
 
 inline float exp2_approx(float x) {
   float y = exp2f(x);
-  return y < 0x1p-126f ? 0 : y;  // the GPU's unit has no subnormal numbers
+  return y < 0x1p-126f ? 0 : y;  // the GPU's unit knows no subnormal numbers
 }

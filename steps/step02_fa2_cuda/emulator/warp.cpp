@@ -11,8 +11,10 @@ template <class Half> static void multiply(MmaOffer** lanes) {
       A[g + i % 2 * 8][c + i / 2 * 8] = low<Half>(lanes[t]->a[i]);
       A[g + i % 2 * 8][c + i / 2 * 8 + 1] = high<Half>(lanes[t]->a[i]);
     }
-    B[c][g] = low<Half>(lanes[t]->b0), B[c + 1][g] = high<Half>(lanes[t]->b0);
-    B[c + 8][g] = low<Half>(lanes[t]->b1), B[c + 9][g] = high<Half>(lanes[t]->b1);
+    B[c][g] = low<Half>(lanes[t]->b0);
+    B[c + 1][g] = high<Half>(lanes[t]->b0);
+    B[c + 8][g] = low<Half>(lanes[t]->b1);
+    B[c + 9][g] = high<Half>(lanes[t]->b1);
   }
   for (int t = 0; t < 32; t++)
     for (int i = 0; i < 4; i++) {
@@ -23,7 +25,9 @@ template <class Half> static void multiply(MmaOffer** lanes) {
     }
 }
 
-template <class Half> void mma_of_warp(MmaOffer& offer, Site site) { whole_warp("mma", offer, site, multiply<Half>); }
+template <class Half> void mma_of_warp(MmaOffer& offer, Site site) {
+  whole_warp("mma", offer, site, multiply<Half>);
+}
 template void mma_of_warp<bf16>(MmaOffer&, Site);
 template void mma_of_warp<fp16>(MmaOffer&, Site);
 
@@ -32,7 +36,7 @@ struct MatrixOffer {
   char* row;
 };
 
-// Number [row][column] of matrix i.
+// The number [row][column] of matrix i.
 static uint16_t& matrix(MatrixOffer** lanes, int i, int row, int column) {
   return reinterpret_cast<uint16_t*>(lanes[8 * i + row]->row)[column];
 }
@@ -63,7 +67,9 @@ void stmatrix(const uint32_t (&r)[4], void* row, Site site) {
 
 void poll(Site site) {
   int polls = current->polls + 1;
-  if (polls > 100000) fail(site, "this thread polls for ever; blocks run one after the other, and none can wait for a later one");
+  if (polls > 100000)
+    fail(site,
+         "this thread polls for ever; blocks run one after the other, and none can wait for a later one");
   wait("a loop of atomicAdd", site, [] { return true; });
   current->polls = polls;
 }

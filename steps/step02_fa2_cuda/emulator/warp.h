@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: MIT
-// What a warp does together with registers and shared memory: mma, ldmatrix, stmatrix; and accesses of several numbers at once.
-// Layouts as ptx.cuh documents them.
+// What a warp does together, mma, ldmatrix and stmatrix, and accesses of several numbers at once. ptx.cuh
+// documents the layouts.
 #pragma once
 #include "builtins.h"
 
 namespace emulator {
 
-// All 32 lanes bring an offer; the last one runs work(offers), an array of 32.
-template <class Offer, class Work> void whole_warp(const char* operation, Offer& offer, Site site, Work work) {
-  if (existing_lanes() != ~0u) fail(site, "%s needs 32 lanes, and this is the last, incomplete warp of the block", operation);
+// All 32 lanes bring an offer, and the last of them runs work(offers), an array of 32.
+template <class Offer, class Work>
+void whole_warp(const char* operation, Offer& offer, Site site, Work work) {
+  if (existing_lanes() != ~0u)
+    fail(site, "%s needs 32 lanes, and this is the last, incomplete warp of the block", operation);
   meet(warp_meeting(~0u), 32, current->rank % 32, &offer, operation, site,
        [&work](void** offers) { work(reinterpret_cast<Offer**>(offers)); });
 }
@@ -22,12 +24,14 @@ template <class Half> void mma_of_warp(MmaOffer& offer, Site site);
 void ldmatrix(const char* operation, uint32_t (&r)[4], const void* row, bool transposed, Site site);
 void stmatrix(const uint32_t (&r)[4], void* row, Site site);
 
-// An addition of 0 looks what others have done, in a loop: they get their turn, but not for ever.
+// A thread that adds 0 waits in a loop for what other threads do. This lets the others run, but fails if the
+// thread loops for ever.
 void poll(Site site);
 
 }  // namespace emulator
 
-template <class Half> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, EMULATOR_SITE) {
+template <class Half>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, EMULATOR_SITE) {
   emulator::MmaOffer offer{d, a, b0, b1};
   emulator::mma_of_warp<Half>(offer, {file, line});
 }
@@ -70,18 +74,22 @@ template <class E, class M> void store_16(emulator::Pointer<E, M> p, const uint3
   memcpy(p.vector(16, {file, line}), r, 16);
 }
 
-// One fiber runs at a time, so that plain addition is atomic; returns the old value as CUDA's does.
+// One fiber runs at a time, so that a plain addition is atomic. Returns the old value, as CUDA does.
 template <class E> E atomicAdd(E* address, std::common_type_t<E> value, EMULATOR_SITE) {
   if (std::is_integral<E>::value && value == 0) emulator::poll({file, line});
   E old = *address;
   *address = old + value;
   return old;
 }
-template <class E, class M> E atomicAdd(emulator::Pointer<E, M> p, std::common_type_t<E> value, EMULATOR_SITE) {
+template <class E, class M>
+E atomicAdd(emulator::Pointer<E, M> p, std::common_type_t<E> value, EMULATOR_SITE) {
   return atomicAdd(p.vector(sizeof(E), {file, line}), value, file, line);
 }
 
 inline void atomic_add_4(Global<float> p, float a, float b, float c, float d, EMULATOR_SITE) {
   float* x = p.vector(16, {file, line});
-  x[0] += a, x[1] += b, x[2] += c, x[3] += d;
+  x[0] += a;
+  x[1] += b;
+  x[2] += c;
+  x[3] += d;
 }

@@ -4,26 +4,33 @@
 
 namespace emulator {
 
-constexpr uint32_t in_flight = 0x7fa5a5a5;  // a signalling NaN: whatever is computed from it is another number
+// The mark of accumulators that a wgmma has. It is a signalling NaN, which no computation gives, so that
+// every write is noticed.
+constexpr uint32_t IN_FLIGHT = 0x7fa5a5a5;
 
-// The accumulators of one or more wgmma, as long as they are not the threads' own.
+// The accumulators of one or more wgmma, from their start until the threads get them back.
 struct Accumulators {
   float* registers[128];
-  int n, group;  // columns; the last group that uses them
+  int n;      // columns
+  int group;  // the last group that uses them
   Site site;
   std::vector<float> value;  // [64][n]
 
-  float& at(int t, int i) { return value[(t / 32 * 16 + t % 32 / 4 + i % 4 / 2 * 8) * n + i / 4 * 8 + t % 4 * 2 + i % 2]; }
+  float& at(int t, int i) {  // register i of thread t
+    int row = t / 32 * 16 + t % 32 / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + t % 4 * 2 + i % 2;
+    return value[row * n + column];
+  }
 };
 
-struct Delivered {  // accumulators that came back to the threads
-  float* registers;   // thread 0's
-  int fences;         // that there had been
+struct Delivered {   // accumulators that the threads have got back
+  float* registers;  // those of thread 0
+  int fences;        // how many fences there had been until then
 };
 
 struct Warpgroup {
   Meeting meeting;
-  int group = 0, fences = 0;             // the open group
+  int group = 0;                         // the number of the group that is not closed yet
+  int fences = 0;                        // how many fences there have been
   std::list<Accumulators> accumulators;  // in flight
   std::vector<Delivered> delivered;
 
@@ -36,8 +43,9 @@ struct Warpgroup {
 };
 static std::vector<Warpgroup> warpgroups;
 
-// All 128 threads bring an offer; the last one runs work(warpgroup, offers).
-template <class Offer, class Work> static void whole_warpgroup(const char* operation, Offer& offer, Site site, Work work) {
+// All 128 threads bring an offer, and the last of them runs work(warpgroup, offers).
+template <class Offer, class Work>
+static void whole_warpgroup(const char* operation, Offer& offer, Site site, Work work) {
   int w = current->rank / 128;
   if (int(threads.size()) < 128 * (w + 1)) fail(site, "%s needs a warpgroup of 128 threads", operation);
   meet(warpgroups[w].meeting, 128, current->rank % 128, &offer, operation, site,
@@ -46,27 +54,31 @@ template <class Offer, class Work> static void whole_warpgroup(const char* opera
 
 struct Descriptor {
   int start, leading, stride;
-  bool rows_along_sum;  // TRANS = 1: a row of shared memory holds 64 neighbours of one k, not 64 k of one neighbour
+  // TRANS: the sum runs down the rows of the tile, so that a row of shared memory holds 64 rows of A (or
+  // columns of B) for one k. Otherwise it holds 64 values of k for one row of A (or column of B).
+  bool sum_down_rows;
 
-  Descriptor(uint64_t bits, bool rows_along_sum) : rows_along_sum(rows_along_sum) {
+  Descriptor(uint64_t bits, bool sum_down_rows) : sum_down_rows(sum_down_rows) {
     start = int(bits & 0x3fff) << 4;
     leading = int(bits >> 16 & 0x3fff) << 4;
     stride = int(bits >> 32 & 0x3fff) << 4;
   }
-  // Where element k of row (of A) or column (of B) i lies.
+  // The address of element k in row i of A, or in column i of B.
   int address(int i, int k) const {
-    int a = rows_along_sum ? start + i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
-                           : start + i / 8 * stride + i % 8 * 128 + k * 2;
+    int a = sum_down_rows ? start + i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
+                          : start + i / 8 * stride + i % 8 * 128 + k * 2;
     return a ^ (a >> 3 & 0x70);
   }
 };
 
-template <class Half> static void read_operand(const Descriptor& x, int rows, float* to, Site site) {  // to[16][rows]
+// Reads an operand into to[16][rows].
+template <class Half> static void read_operand(const Descriptor& x, int rows, float* to, Site site) {
   for (int k = 0; k < 16; k++)
     for (int i = 0; i < rows; i++) {
       size_t a = x.address(i, k);
       if (a + 2 > shared_memory.size()) {
-        error = text("%s: the descriptor leads beyond the end of shared memory, to byte %zu", name(site).c_str(), a);
+        error = text("%s: the descriptor leads beyond the end of shared memory, to byte %zu",
+                     name(site).c_str(), a);
         return;
       }
       Half half;
@@ -83,11 +95,13 @@ __attribute__((optimize("O3"))) static void multiply(float* D, const float* A, c
     }
 }
 
-// Takes the accumulators from the threads, unless an earlier wgmma under way has done so.
+// Takes the accumulators from the threads, unless an earlier wgmma that is still under way has done so.
 static Accumulators& take(Warpgroup& g, WgmmaOffer** lanes, int n, bool add, Site site) {
   for (auto& x : g.accumulators)
     if (x.registers[0] == lanes[0]->d) {
-      if (x.n != n) fail(site, "accumulators of a wgmma of %d columns under way (%s) in one of %d", x.n, name(x.site).c_str(), n);
+      if (x.n != n)
+        fail(site, "accumulators of a wgmma of %d columns under way (%s) in one of %d", x.n,
+             name(x.site).c_str(), n);
       return x;
     }
   if (g.fences == g.last_delivery(lanes[0]->d).fences)
@@ -100,13 +114,13 @@ static Accumulators& take(Warpgroup& g, WgmmaOffer** lanes, int n, bool add, Sit
     x.registers[t] = lanes[t]->d;
     for (int i = 0; i < n / 2; i++) {
       if (add) x.at(t, i) = lanes[t]->d[i];
-      memcpy(&lanes[t]->d[i], &in_flight, 4);
+      memcpy(&lanes[t]->d[i], &IN_FLIGHT, 4);
     }
   }
   return x;
 }
 
-// Gives them back once no group before `group` is under way.
+// Gives accumulators back to the threads, if no group before `group` uses them any more.
 static void deliver(Warpgroup& g, int group, Site site) {
   for (auto x = g.accumulators.begin(); x != g.accumulators.end();) {
     if (x->group >= group) {
@@ -115,8 +129,9 @@ static void deliver(Warpgroup& g, int group, Site site) {
     }
     for (int t = 0; t < 128; t++)
       for (int i = 0; i < x->n / 2; i++) {
-        if (memcmp(&x->registers[t][i], &in_flight, 4))
-          fail(site, "accumulator %d of thread %d was written while a wgmma (%s) was under way", i, t, name(x->site).c_str());
+        if (memcmp(&x->registers[t][i], &IN_FLIGHT, 4))
+          fail(site, "accumulator %d of thread %d was written while a wgmma (%s) was under way", i, t,
+               name(x->site).c_str());
         x->registers[t][i] = x->at(t, i);
       }
     g.last_delivery(x->registers[0]).fences = g.fences;
@@ -127,16 +142,18 @@ static void deliver(Warpgroup& g, int group, Site site) {
 template <class Half> void start_wgmma(WgmmaOffer& offer, int n, bool trans_a, bool trans_b, Site site) {
   uint64_t bits = offer.b_bits | (offer.a ? 0 : offer.a_bits);
   if (offer.b_bits >> 62 != 1 || (!offer.a && offer.a_bits >> 62 != 1) || (bits >> 49 & 7))
-    fail(site, "a descriptor that `descriptor` does not make: the emulator knows the swizzle of 128 bytes only");
+    fail(site,
+         "a descriptor that `descriptor` does not make: the emulator knows the swizzle of 128 bytes only");
   whole_warpgroup(offer.name, offer, site, [=](Warpgroup& g, WgmmaOffer** lanes) {
     WgmmaOffer first = *lanes[0];
     for (int t = 1; t < 128; t++)
-      if (lanes[t]->b_bits != first.b_bits || lanes[t]->add != first.add || (!first.a && lanes[t]->a_bits != first.a_bits))
+      if (lanes[t]->b_bits != first.b_bits || lanes[t]->add != first.add ||
+          (!first.a && lanes[t]->a_bits != first.a_bits))
         fail(site, "%s: thread %d of the warpgroup gives other descriptors than thread 0", first.name, t);
     Accumulators& x = take(g, lanes, n, first.add, site);
     x.group = g.group;
     x.site = site;
-    std::vector<float> A;  // [16][64], if it comes from registers
+    std::vector<float> A;  // [16][64]; empty if A lies in shared memory
     for (int t = 0; first.a && t < 128; t++)
       for (int i = 0; i < 4; i++) {
         int row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8, k = 2 * (t % 4) + i / 2 * 8;
@@ -160,7 +177,7 @@ template <class Half> void start_wgmma(WgmmaOffer& offer, int n, bool trans_a, b
 template void start_wgmma<bf16>(WgmmaOffer&, int, bool, bool, Site);
 template void start_wgmma<fp16>(WgmmaOffer&, int, bool, bool, Site);
 
-// A step that the warpgroup takes together.
+// A step that all threads of the warpgroup take together.
 static void together(const char* operation, Site site, void (*step)(Warpgroup&)) {
   int nothing = 0;
   whole_warpgroup(operation, nothing, site, [step](Warpgroup& g, int**) { step(g); });
@@ -180,7 +197,8 @@ void wait_for_wgmma(int groups_left, Site site) {
   int w = current->rank / 128, nothing = 0;
   whole_warpgroup("wgmma_wait", nothing, site, [](Warpgroup&, int**) {});
   wait("wgmma_wait", site, [w, groups_left] { return !under_way(w, warpgroups[w].group - groups_left); });
-  whole_warpgroup("wgmma_wait", nothing, site, [=](Warpgroup& g, int**) { deliver(g, g.group - groups_left, site); });
+  whole_warpgroup("wgmma_wait", nothing, site,
+                  [=](Warpgroup& g, int**) { deliver(g, g.group - groups_left, site); });
 }
 
 void begin_work() {
@@ -192,14 +210,16 @@ void begin_work() {
   for (auto& b : named_barriers) b = {};
 }
 
-// What a block must not leave behind.
+// Reports what a block must not leave behind when it ends.
 void end_work() {
   close_accesses();
   std::string left;
   for (auto& g : warpgroups)
-    if (!g.accumulators.empty()) left = text("before wgmma_wait for the wgmma at %s", name(g.accumulators.front().site).c_str());
+    if (!g.accumulators.empty())
+      left = text("before wgmma_wait for the wgmma at %s", name(g.accumulators.front().site).c_str());
   for (auto& b : named_barriers)
-    if (b.arrived) left = text("while %s to the named barrier at %s", describe_named(&b).c_str(), name(b.site).c_str());
+    if (b.arrived)
+      left = text("while %s to the named barrier at %s", describe_named(&b).c_str(), name(b.site).c_str());
   if (!work_under_way.empty()) left = "while copies to or from its shared memory are under way";
   if (!left.empty()) error = text("block %s has ended %s", name(block_index).c_str(), left.c_str());
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Hopper's tensor cores: wgmma by a warpgroup of 128 threads, with operands that descriptors point to. From its start until
-// wgmma_wait the accumulators hold a mark that is NaN: whoever reads them gets NaN, and whoever writes them is reported.
+// Hopper's tensor cores: wgmma by a warpgroup of 128 threads, whose operands are found by descriptors. From
+// its start until wgmma_wait the accumulators hold a mark that is NaN, so that a thread that reads them gets
+// NaN, and one that writes them is reported.
 #pragma once
 #include "hopper.h"
 
@@ -9,7 +10,7 @@ namespace emulator {
 struct WgmmaOffer {
   const char* name;
   float* d;
-  const uint32_t* a;  // null: by descriptor
+  const uint32_t* a;  // null if A is given by a descriptor
   uint64_t a_bits, b_bits;
   bool add;
 };
@@ -47,5 +48,9 @@ template <int N> void registers_of_warpgroup(const char* operation, emulator::Si
   static_assert(N >= 24 && N <= 256 && N % 8 == 0, "setmaxnreg takes 24, 32, ..., 256");
   emulator::change_registers(operation, site);
 }
-template <int N> void registers_decrease(EMULATOR_SITE) { registers_of_warpgroup<N>("registers_decrease", {file, line}); }
-template <int N> void registers_increase(EMULATOR_SITE) { registers_of_warpgroup<N>("registers_increase", {file, line}); }
+template <int N> void registers_decrease(EMULATOR_SITE) {
+  registers_of_warpgroup<N>("registers_decrease", {file, line});
+}
+template <int N> void registers_increase(EMULATOR_SITE) {
+  registers_of_warpgroup<N>("registers_increase", {file, line});
+}

@@ -1,11 +1,11 @@
-# 00.bug1: every slice but the last sees later keys, so the sequence has to be longer than one slice.
+# 00.bug1: every slice but the last sees later keys. Only a sequence that is longer than one slice shows this.
 import torch
 
 from reference import attention
 
 
 def test(forward):
-    """A causal mask over enough queries for any slicing to show."""
+    """A causal call with so many queries that they are cut into several slices."""
     q, k, v = torch.randn(3, 1, 1, 300, 8, generator=torch.Generator().manual_seed(0))
     out, lse = forward(q, k, v, causal=True)
     want, want_lse = attention.forward(q, k, v, causal=True)

@@ -1,4 +1,4 @@
-# 01.bug1: nothing keeps a fast thread from loading the next tile of keys while a slow one still reads this one.
+# 01.bug1: a fast thread may load the next tile of keys while a slow thread still reads the current one.
 import torch
 
 from reference import attention
@@ -6,7 +6,7 @@ from steps import engine
 
 
 def test(forward):
-    """More keys than one tile holds, so that a tile is overwritten; and more than one run, since a race need not show in each."""
+    """There are more keys than one tile holds, so that a tile is overwritten. A race need not show in every run."""
     q, k, v = torch.randn(3, 1, 2, 20, 16, generator=torch.Generator().manual_seed(0)).to(engine.device)
     want, want_lse = attention.forward(q, k, v)
     for _ in range(3):

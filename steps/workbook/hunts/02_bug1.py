@@ -1,4 +1,4 @@
-# 02.bug1: a warp hands over into a slot that another one is still reading; only an order in which it comes first shows that.
+# 02.bug1: a warp writes to a slot that another warp may still be reading. It shows only if the writing warp runs first.
 import torch
 
 from reference import attention
@@ -6,7 +6,7 @@ from steps.step02_fa2_cuda import emulator
 
 
 def test(forward):
-    """The same call with the threads taking turns in other orders: a kernel whose barriers suffice gives the same each time."""
+    """The same call with the threads run in several orders. A kernel with all its barriers gives the same each time."""
     q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     want, want_lse = attention.forward(q, k, v)
     for order in emulator.ORDERS:

@@ -1,0 +1,172 @@
+"""What attention must cost: arithmetic, memory traffic, and room on a multiprocessor.
+
+Everything here is arithmetic on sizes; nothing is measured. Sizes are those of the contract: q (B, H, N, D) and k, v
+(B, Hk, Nk, D). A pass is "fwd", "bwd" or "fwd+bwd"; a dtype is "fp64", "fp32", "fp16" or "bf16".
+"""
+
+import math
+from dataclasses import dataclass
+
+BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
+# The backward multiplies five N x N x D matrices (S, dP, dV, dQ, dK) where the forward multiplies two (S, O).
+FORWARDS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
+
+
+def flops(B, H, N, D, *, Nk=None, causal=False, pass_="fwd"):
+    """Floating-point operations by the papers' convention: 4 B H N Nk D forward, half when causal.
+
+    The softmax is not counted, and recomputing S in the backward is.
+    """
+    return 4.0 * B * H * N * (N if Nk is None else Nk) * D * (0.5 if causal else 1.0) * FORWARDS[pass_]
+
+
+def compulsory_bytes(B, H, N, D, *, Hk=None, Nk=None, dtype="bf16", pass_="fwd"):
+    """The least traffic with device memory: every input read once, every output written once.
+
+    fwd reads q, k, v and writes out, lse. bwd reads dout, q, k, v, out, lse and writes dq, dk, dv. fwd+bwd is their
+    sum, because a second launch finds nothing of the first one on the chip.
+    """
+    queries = B * H * N * D * BYTES[dtype]  # q, out, dout or dq
+    keys = B * (Hk or H) * (N if Nk is None else Nk) * D * BYTES[dtype]  # k, v, dk or dv
+    lse = B * H * N * max(4, BYTES[dtype])  # float32, or float64 for float64 input
+    forward = 2 * queries + 2 * keys + lse
+    backward = 4 * queries + 4 * keys + lse
+    return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[pass_]
+
+
+# --- one thread block ---------------------------------------------------------------------------------------
+
+
+def shared_bytes(Br, Bc, D, dtype="fp32", *, tiles="QKV", stages=1):
+    """Bytes of shared memory that one block needs for its tiles.
+
+    tiles: which of Q, K, V (in dtype), O and S (accumulated in float32) stay in shared memory. FlashAttention-1 keeps
+    "QKVOS" there, FlashAttention-2 holds O and S in registers. stages: copies of the K and V tiles, 2 when the next
+    tile lands while this one is used.
+    """
+    element = BYTES[dtype]
+    accumulator = max(4, element)
+    size = {"Q": Br * D * element, "O": Br * D * accumulator, "S": Br * Bc * accumulator}
+    size["K"] = size["V"] = stages * Bc * D * element
+    return sum(size[tile] for tile in tiles)
+
+
+def accumulator_registers(Br, Bc, D, dtype="fp32", *, threads):
+    """32-bit registers a thread for O, S and P, when `threads` threads share a Br x Bc tile evenly.
+
+    A 16-bit P is packed in pairs beside S; a float32 P overwrites S. Addresses, loop counters, m and l come on top:
+    count on 30 to 50 more. A thread can have at most 255.
+    """
+    packed = Br * Bc / 2 if BYTES[dtype] == 2 else 0
+    return math.ceil((Br * D + Br * Bc + packed) / threads)
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What the blocks on one streaming multiprocessor (SM) share. Memory in bytes."""
+
+    threads: int
+    blocks: int
+    shared: int  # all blocks together
+    shared_per_block: int  # the most that one block may ask for
+    shared_reserved: int  # taken by the system for every block
+    shared_unit: int  # an allocation is rounded up to this
+    registers: int = 65536
+
+
+# By compute capability. CUDA C++ Programming Guide, "Compute Capabilities", table "Technical Specifications"; the
+# allocation units are those of NVIDIA's occupancy calculator.
+_KB = 1024
+MULTIPROCESSORS = {
+    (7, 5): Multiprocessor(1024, 16, 64 * _KB, 64 * _KB, 0, 256),
+    (8, 0): Multiprocessor(2048, 32, 164 * _KB, 163 * _KB, 1 * _KB, 128),
+    (8, 6): Multiprocessor(1536, 16, 100 * _KB, 99 * _KB, 1 * _KB, 128),
+    (8, 9): Multiprocessor(1536, 24, 100 * _KB, 99 * _KB, 1 * _KB, 128),
+    (9, 0): Multiprocessor(2048, 32, 228 * _KB, 227 * _KB, 1 * _KB, 128),
+}
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """Blocks resident on one multiprocessor, the resource that refuses one more, the share of its threads."""
+
+    blocks: int
+    limited_by: str
+    fraction: float
+
+
+def occupancy(capability, *, threads, shared=0, registers=0):
+    """How many blocks of this size fit on one multiprocessor: an Occupancy.
+
+    threads: in a block. shared: bytes of shared memory of a block. registers: of a thread. 0: not considered.
+    capability: (major, minor), as torch.cuda.get_device_capability() gives it; ValueError for one not listed. 0 blocks:
+    the kernel cannot be launched.
+    """
+    if capability not in MULTIPROCESSORS:
+        raise ValueError(f"compute capability {capability} is not among {', '.join(map(str, MULTIPROCESSORS))}")
+    sm = MULTIPROCESSORS[capability]
+    warps = -(-threads // 32)
+    fits = {"threads": sm.threads // (32 * warps), "blocks": sm.blocks}
+    if shared:
+        taken = _round_up(shared + sm.shared_reserved, sm.shared_unit)
+        fits["shared memory"] = sm.shared // taken if shared <= sm.shared_per_block else 0
+    if registers:
+        # Handed out a warp at a time in units of 256, out of four equal register files: by fours of warps.
+        resident_warps = sm.registers // _round_up(32 * registers, 256) // 4 * 4
+        fits["registers"] = resident_warps // warps if registers <= 255 else 0
+    limited_by = min(fits, key=fits.get)
+    blocks = fits[limited_by]
+    return Occupancy(blocks, limited_by, 32 * warps * blocks / sm.threads)
+
+
+def _round_up(n, unit):
+    return -(-n // unit) * unit
+
+
+# --- the whole chip -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Datasheet rates: what nothing exceeds, not what anything reaches."""
+
+    name: str
+    capability: tuple[int, int]
+    sms: int
+    half_tflops: float  # dense matrix products of fp16 or bf16, summed in float32
+    fp32_tflops: float  # ordinary float32 multiply-adds, no tensor cores
+    bandwidth: float  # device memory, TB/s
+
+    @property
+    def multiprocessor(self):
+        return MULTIPROCESSORS[self.capability]
+
+
+# Keyed by the exact name that torch.cuda.get_device_name() gives: a laptop or NVL part of the same family is slower.
+# Sources: NVIDIA's datasheets (H200, H100, A100, L4, T4) and architecture whitepapers (Ada for the RTX 4090, Ampere
+# GA102 for the RTX 3090), figures with sparsity halved to dense.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("NVIDIA H200", (9, 0), 132, 989.4, 66.9, 4.8),
+        Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 989.4, 66.9, 3.35),
+        Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 312.0, 19.5, 2.039),
+        Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 312.0, 19.5, 1.555),
+        Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 165.2, 82.6, 1.008),
+        Gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 71.0, 35.6, 0.936),
+        Gpu("NVIDIA L4", (8, 9), 58, 121.0, 30.3, 0.300),
+        Gpu("Tesla T4", (7, 5), 40, 65.0, 8.1, 0.320),  # fp16 only: its tensor cores know no bf16
+    )
+}
+
+
+def peak_tflops(gpu, dtype):
+    """The chip's arithmetic ceiling for matrix products of this dtype, TFLOP/s."""
+    if dtype not in ("fp32", "fp16", "bf16") or (dtype == "bf16" and gpu.capability < (8, 0)):
+        raise ValueError(f"no peak listed for {dtype} on {gpu.name}.")
+    return gpu.fp32_tflops if dtype == "fp32" else gpu.half_tflops
+
+
+def ridge(gpu, dtype):
+    """The corner of the roofline: FLOPs a byte above which arithmetic, not device memory, is the limit."""
+    return peak_tflops(gpu, dtype) / gpu.bandwidth

@@ -1,0 +1,249 @@
+"""`python -m steps.bench.gpu_check`: the proof that the course is right on this GPU, as a file to commit.
+
+Runs the test suite and, over every kernel at small sizes, compute-sanitizer's tools: memcheck (accesses out of bounds),
+racecheck (unsynchronised shared memory), initcheck (reads of memory that nobody wrote) and synccheck (barriers
+misused). Writes steps/bench/results/<gpu>.checks.json: what passed, failed and was skipped, the sanitizers' summaries
+and reports, versions, and the hash of each kernel's files. Nothing counts as clean that did not run to its end: a time
+limit, a missing summary or a run in which no test passed is recorded as such.
+
+Each kernel of stage 02 also runs with a race planted in it, because it is not certain that racecheck looks at a kernel
+at all; the outcome's `planted` says whether the race was seen.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+from xml.etree import ElementTree
+
+import torch
+import typer
+from rich.console import Console
+
+from steps.bench import rows
+from steps.bench.fingerprint import code_hash
+
+STAGE_02, WORKBOOK = "tests/test_step02_fa2_cuda.py", "tests/test_workbook.py"  # take longer than all others
+SUITES = {
+    "suite": ("tests", f"--ignore={STAGE_02}", f"--ignore={WORKBOOK}", "--dist", "loadfile"),
+    "suite 02_fa2_cuda": (STAGE_02, "--dist", "load"),  # test by test, not by file
+    "suite workbook": (WORKBOOK, "--dist", "loadfile"),
+}
+# What runs under the sanitizers, as arguments of Python: every rung of a stage, and the ragged cases in all its dtypes;
+# of stage 02 each kernel alone. Stage 00 has no kernels, and stage 04's are stage 03's.
+_SMALL = ("-q", "-p", "no:cacheprovider", "-k", "every_rung or ragged")
+SANITIZED = {
+    "01_fa1_numba": ("-m", "pytest", "tests/test_step01_fa1_numba.py", *_SMALL),
+    **{
+        f"02_fa2_cuda/{path.stem}": ("-m", "tests.support.sanitized_kernels", path.stem)
+        for path in sorted((rows.ROOT / "steps" / "step02_fa2_cuda").glob("?wd_*.cu"))
+    },
+    "03_triton": ("-m", "pytest", "tests/test_step03_triton.py", *_SMALL),
+}
+# memcheck would also count refused driver calls, but torch asks for what a driver may lack, and handles the answer.
+_ALL = ("--show-backtrace", "no", "--print-limit", "100000")  # one kernel can have many reports of the kind in LISTED
+TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck": _ALL, "synccheck": ()}
+PARTS, STAGES = ("suite", *TOOLS), ("01_fa1_numba", "02_fa2_cuda", "03_triton")
+COUNTED = ("passed", "failed", "skipped", "problems", "planted")  # of an outcome, what is printed
+# By tool: reports that are no mistakes, of which kernels, and why.
+LISTED = {
+    "initcheck": (
+        ("02_fa2_cuda/bwd_2_wgmma", "02_fa2_cuda/bwd_3_hopper"),
+        "^Host API memory access error .* cudaMemcpy source$",
+        "initcheck does not see what the copy engine stores (cp.async.bulk.tensor): dk and dv, whose every number is "
+        "compared with the reference in the same run. It says the same of a few lines, `python -m "
+        "tests.support.sanitized_kernels tma_store`. racecheck does not see such copies either, as flash-attention's "
+        "AI/RACECHECK_TMA_HAZARD.md tells.",
+    )
+}
+
+
+def run_suite(name, processes, limit):
+    """The outcome of a part of the test suite: counts, the failures by name, the skips by reason."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", *SUITES[name], "-q", "-n", str(processes), f"--junitxml={report}"]
+        code, output, seconds = run_limited(command, limit)
+        outcome = parse_junit(report.read_text()) if report.exists() else {}
+    status = "timeout" if code is None else "passed" if code == 0 and outcome.get("passed") else "failed"
+    tail = {} if status == "passed" else {"tail": output.splitlines()[-20:]}
+    return {"status": status, "seconds": round(seconds), **outcome, **tail}
+
+
+def parse_junit(xml):
+    """Counts of passed, failed and skipped tests in a JUnit report; a fixture's error counts as failed."""
+    counts = Counter(passed=0, failed=0, skipped=0)
+    skips, failures = Counter(), []
+    for test in ElementTree.fromstring(xml).iter("testcase"):
+        skipped = test.find("skipped")
+        if test.find("failure") is not None or test.find("error") is not None:
+            counts["failed"] += 1
+            failures.append(f"{test.get('classname')}::{test.get('name')}")
+        elif skipped is not None:
+            counts["skipped"] += 1
+            skips[skipped.get("message", "")] += 1
+        else:
+            counts["passed"] += 1
+    return {**counts, "failures": failures, "skips": dict(skips)}
+
+
+def sanitize(tool, what, limit):
+    """One sanitizer over one of SANITIZED; of racecheck and stage 02 also whether it sees a planted race."""
+    found, code, seconds, output = run_sanitizer(tool, SANITIZED[what], limit)
+    status = "timeout" if code is None else verdict(found, code)
+    extra = {} if status == "clean" else {"tail": output.splitlines()[-20:]}
+    if status == "problems" and is_listed(tool, what, found["reports"]):
+        extra |= {"status": "listed", "listed": LISTED[tool][-1]}
+    if tool == "racecheck" and SANITIZED[what][1] == "tests.support.sanitized_kernels":
+        planted, code, *_ = run_sanitizer(tool, (*SANITIZED[what], "--planted"), min(limit, 60))
+        new, ended = set(planted["reports"]) - set(found["reports"]), code == 0 and planted["summaries"]
+        extra["planted"] = "hangs" if code is None else "seen" if new else "not seen" if ended else "failed"
+    return {"status": status, **found, "seconds": round(seconds), **extra}
+
+
+def is_listed(tool, what, reports):
+    """Whether LISTED has every report of the tool on one of SANITIZED."""
+    kernels, pattern, _ = LISTED.get(tool, ((), "", ""))
+    return what in kernels and bool(reports) and all(re.search(pattern, report) for report in reports)
+
+
+def run_sanitizer(tool, arguments, limit):
+    """(what it found, exit code, seconds, output) of a Python program under one of TOOLS."""
+    sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    if sanitizer is None:
+        return parse_sanitizer(""), 127, 0.0, "there is no compute-sanitizer"
+    command = [sanitizer, "--tool", tool, *TOOLS[tool], "--target-processes", "all", sys.executable, *arguments]
+    # PyTorch's allocator hands out pieces of large blocks: what is outside a tensor would still be inside its block.
+    code, output, seconds = run_limited(command, limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    return parse_sanitizer(output), code, seconds, output
+
+
+def parse_sanitizer(output):
+    """What compute-sanitizer and the tests print at their ends: {"summaries", "problems", "passed", "reports"}.
+
+    problems: errors, or racecheck's hazards (errors and warnings), of all processes together. reports: the different
+    ones, their first lines without addresses.
+    """
+    found = re.finditer(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)[^\n]*", output)
+    summaries = [match for match in found if "not printed" not in match[0]]
+    passed = re.findall(r"(\d+) passed", output)
+    kinds = "Host API|Error|Warning|Invalid|Uninitialized|Barrier error|Potential|Program hit"
+    pattern = rf"^=+ ((?:{kinds})[^\n]*(?:\n=+ {{4,}}(?:at|and|Uninitialized) [^\n]*){{0,2}})"
+    reports = re.findall(pattern, output, re.M)
+    plain = [re.sub(r"\n=+ +| \[\d+ hazards?\]|\+0x\w+|0x\w+", " ", report).strip() for report in reports]
+    return {
+        "summaries": [match[0] for match in summaries],
+        "problems": sum(int(match[1]) for match in summaries),
+        "passed": int(passed[-1]) if passed else 0,
+        "reports": list(dict.fromkeys(" ".join(report.split()) for report in plain)),
+    }
+
+
+def verdict(found, code):
+    """The status: "clean" only if the tool came to its summary, found nothing, and tests passed under it."""
+    if not found["summaries"]:
+        return "no summary"
+    if found["problems"]:
+        return "problems"
+    if not found["passed"]:
+        return "nothing ran"
+    return "clean" if code == 0 else "tests failed"
+
+
+def run_limited(command, limit, **environment):
+    """(exit code, output, seconds); no exit code when the time limit ended it, along with its children."""
+    start = time.monotonic()
+    environment = {**os.environ, "STEPS_ENGINE": "cuda", **environment}
+    process = subprocess.Popen(
+        command, cwd=rows.ROOT, env=environment, text=True, errors="replace", start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, code = process.communicate()[0], None
+    return code, output, time.monotonic() - start
+
+
+def kernel_hashes():
+    """{"02_fa2_cuda/fwd_0_scalar": hash of its code} of every kernel in the course."""
+    files = rows.ROOT.glob("steps/step*/?wd_*")
+    kernels = sorted({(path.parent.name.removeprefix("step"), path.stem) for path in files})
+    return {f"{stage}/{name}": code_hash(stage, name) for stage, name in kernels}
+
+
+def merge(old, new):
+    """`new` with the outcomes that only `old` has, where both speak of the same code and the same machine."""
+    same = all(old.get(name) == new[name] for name in ("gpu", "driver", "cuda", "torch", "triton", "python", "sources"))
+    return {**new, "outcomes": {**(old["outcomes"] if same else {}), **new["outcomes"]}}
+
+
+def run_all(parts, stages, jobs, suite_limit, limit, seconds):
+    """Yields (name, outcome) as they end: first the suites, one after the other, then the sanitizers, `jobs` at a time.
+
+    After `seconds` nothing more is begun, and the outcome of what was not begun is None.
+    """
+    end = time.monotonic() + seconds
+
+    def run(name, function, limit):
+        left = end - time.monotonic()
+        return name, function(min(left, limit)) if left > 10 else None
+
+    for name in SUITES if "suite" in parts else ():
+        yield run(name, partial(run_suite, name, jobs), suite_limit)
+    pairs = [(tool, what) for what in SANITIZED for tool in TOOLS if tool in parts and what.partition("/")[0] in stages]
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = [pool.submit(run, f"{tool} {what}", partial(sanitize, tool, what), limit) for tool, what in pairs]
+        yield from (future.result() for future in as_completed(waiting))
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Run these; keep the others' last outcome.")] = ",".join(PARTS),
+    stages: Annotated[str, typer.Option(help="Whose kernels to sanitize.")] = ",".join(STAGES),
+    suite_limit: Annotated[float, typer.Option(help="Seconds for each part of the suite.")] = 1800,
+    limit: Annotated[float, typer.Option(help="Seconds for each sanitizer run.")] = 300,
+    minutes: Annotated[float, typer.Option(help="For everything; what is not begun by then is left out.")] = 60,
+    jobs: Annotated[int, typer.Option(help="Processes side by side.")] = 2,
+    commit: rows.Commit = None,
+    out: rows.Folder = rows.COMMITTED,
+):
+    """The proof that the course is right on this GPU. Exit code 0 if all outcomes are passed, clean or listed."""
+    console = Console(soft_wrap=True, highlight=False)
+    for option, asked, known in (("--only", only, PARTS), ("--stages", stages, STAGES)):
+        if set(asked.split(",")) - set(known):
+            raise typer.BadParameter(f"it takes {', '.join(known)}, separated by commas", param_hint=option)
+    if not torch.cuda.is_available():
+        console.print("gpu-check needs a GPU, and torch sees none here.")
+        raise typer.Exit(1)
+    origin = {**rows.provenance(commit=commit), "python": sys.version.split()[0], "sources": kernel_hashes()}
+    old = rows.read_record("checks", origin["gpu"], out) or rows.read_record("checks", origin["gpu"])
+    outcomes, left_out = {}, []
+    for name, outcome in run_all(only.split(","), stages.split(","), jobs, suite_limit, limit, 60 * minutes):
+        if outcome is None:
+            left_out.append(name)
+            continue
+        outcomes[name] = outcome  # written at once, so that who stops the run keeps what there is
+        path = rows.write_record("checks", merge(old, {**origin, "outcomes": outcomes}), out)
+        counts = (f"{key} {outcome[key]}" for key in COUNTED if key in outcome)
+        console.print(f"{name}: {', '.join([outcome['status'], *counts])}")
+    if outcomes:
+        console.print(f"written: {path}")
+    if left_out:
+        console.print(f"no time for: {', '.join(left_out)}")
+    bad = [one for one in outcomes.values() if one["status"] not in ("passed", "clean", "listed")]
+    raise typer.Exit(1 if bad or left_out else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,171 @@
+"""Figures from results rows, and the one style that all of the course's figures share.
+
+Every function returns a closed matplotlib Figure, so that a notebook shows it once, as the value of its cell. Kernels
+are drawn in colours and solid, peers in greys and dashed. The background is opaque white, because a dark page would
+swallow dark text.
+"""
+
+import statistics
+
+import matplotlib.pyplot as plt
+
+from steps.bench.rows import label, latest
+
+INK, FAINT = "#1a1a1a", "#c8c8c8"
+# Okabe and Ito's palette without yellow: told apart with any kind of colour vision.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+GREYS = ("#222222", "#5f5f5f", "#8a8a8a", "#ababab")
+MARKERS = "osD^vP"
+STYLE = {
+    "figure.figsize": (7.2, 4.0), "figure.dpi": 110, "figure.facecolor": "white", "font.size": 10, "text.color": INK,
+    "savefig.facecolor": "white", "savefig.transparent": False, "savefig.bbox": "tight", "legend.frameon": False,
+    "axes.facecolor": "white", "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "axes.titlesize": 11, "axes.prop_cycle": plt.cycler(color=COLOURS), "grid.color": FAINT, "grid.linewidth": 0.6,
+    "xtick.color": INK, "ytick.color": INK, "lines.linewidth": 1.8, "lines.markersize": 5,
+}  # fmt: skip
+
+
+def style():
+    """Sets matplotlib's defaults in this process: dark text on opaque white, no frame, a faint grid."""
+    plt.rcParams.update(STYLE)
+
+
+def speed_lines(rows, title=""):
+    """TFLOP/s against N, a line for each kernel and peer. Rows: alike in what is compared but for B, H and N."""
+    if len({(subtitle([row]), str(row["options"]), row["timing"]) for row in rows}) > 1:
+        raise ValueError("speed_lines needs rows of one GPU, pass, dtype, D, mask, options and timing: choose first.")
+    fig, ax = _figure(rows)
+    for name, looks in _looks(rows).items():
+        own = sorted((row for row in rows if label(row) == name), key=lambda row: row["N"])
+        ax.plot([row["N"] for row in own], [row["tflops"] for row in own], label=name, **looks)
+    lengths = sorted({row["N"] for row in rows})
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, [f"{N // 1024}k" if N % 1024 == 0 else str(N) for N in lengths])
+    ax.set(xlabel="sequence length N", ylabel="TFLOP/s", title=title or subtitle(rows))
+    ax.set_ylim(bottom=0)
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    plt.close(fig)
+    return fig
+
+
+def speed_bars(rows, title=""):
+    """TFLOP/s as bars with their values, fastest on top. Rows: one for each kernel and peer, at one size."""
+    if len({label(row) for row in rows}) < len(rows):
+        raise ValueError("speed_bars needs one row for each kernel and peer: choose one size first.")
+    fig, ax = _figure(rows)
+    looks = _looks(rows)
+    ordered = sorted(rows, key=lambda row: row["tflops"])
+    bars = ax.barh([label(row) for row in ordered], [row["tflops"] for row in ordered], height=0.7)
+    for bar, row in zip(bars, ordered, strict=True):
+        bar.set_color(looks[label(row)]["color"])
+    ax.bar_label(bars, fmt="%.3g", padding=4, color=INK)
+    ax.margins(x=0.1)  # room for the values
+    ax.grid(axis="y", visible=False)
+    ax.set(xlabel="TFLOP/s", title=title or f"{subtitle(rows)}, N={rows[0]['N']}")
+    plt.close(fig)
+    return fig
+
+
+LADDER = {"N": 4096, "D": 128, "causal": False, "dtype": "bf16"}  # what the ladder compares, where a rung takes it
+PEERS = {"sdpa-flash": ("FlashAttention-2", "--", COLOURS[1]), "sdpa-cudnn": ("cuDNN", "-", COLOURS[2])}
+
+
+def ladder_numbers(rows):
+    """What the ladder of stage 02 shows of these rows, or None if there are not rungs of both passes.
+
+    {"gpu", "matmul": TFLOP/s or None, "fwd": ..., "bwd": {"rungs": [(word, TFLOP/s, what differs from LADDER)],
+    "peers": {name: TFLOP/s}}}. Of several GPUs the one measured last; of several rows of one subject the last.
+    """
+    plain = [row for row in rows if row["n_gpus"] == 1 and not row["options"] and row["timing"] == "interleaved"]
+    here = [row for row in plain if row["stage"] == "02_fa2_cuda" or row["peer"]]
+    mine = [row for row in here if row["stage"] and row["N"] == LADDER["N"] and row["causal"] == LADDER["causal"]]
+    here = [row for row in here if mine and row["gpu"] == mine[-1]["gpu"]]
+    products = [row["tflops"] for row in here if row["peer"] == "matmul" and row["dtype"] == LADDER["dtype"]]
+    numbers = {"gpu": mine[-1]["gpu"] if mine else None, "matmul": statistics.median(products) if products else None}
+    for pass_ in ("fwd", "bwd"):
+        rungs = {}
+        for row in sorted((row for row in mine if row in here and row["pass"] == pass_), key=_likeness):
+            rungs[row["kernel"]] = (row["kernel"].split("_", 2)[2], row["tflops"], _difference(row))
+        like = [row for row in here if row["pass"] == pass_ and all(_likeness(row))]
+        peers = {row["peer"]: row["tflops"] for row in latest(like)}
+        peers = {name: peers[name] for name in PEERS if name in peers}
+        numbers[pass_] = {"rungs": [rungs[kernel] for kernel in sorted(rungs)], "peers": peers}
+    return numbers if numbers["fwd"]["rungs"] and numbers["bwd"]["rungs"] else None
+
+
+def ladder(rows, title=""):
+    """TFLOP/s of stage 02's rungs, one after the other, forward and backward; FlashAttention-2 and cuDNN as lines.
+
+    The right axis is the share of the measured matrix product. A rung that does not take the ladder's head_dim or dtype
+    is shown with another, and says so.
+    """
+    numbers = ladder_numbers(rows)
+    if numbers is None:
+        raise ValueError("no rows of stage 02's rungs in both passes: `python -m steps bench --plan fast`, and bwd.")
+    style()
+    counts = [len(numbers[pass_]["rungs"]) for pass_ in ("fwd", "bwd")]
+    how = dict(figsize=(10.8, 4.4), sharey=True, layout="constrained", width_ratios=[n + 1.5 for n in counts])
+    fig, axes = plt.subplots(1, 2, **how)
+    for ax, pass_, name in zip(axes, ("fwd", "bwd"), ("forward", "backward"), strict=True):
+        words, tflops, notes = zip(*numbers[pass_]["rungs"], strict=True)
+        bars = ax.bar(range(len(words)), tflops, width=0.66, color=COLOURS[0])
+        for bar, note in zip(bars, notes, strict=True):
+            bar.set_alpha(0.55 if note else 1)
+        plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # no line runs through a number
+        ax.bar_label(bars, fmt="%.3g", padding=3, color=INK, fontsize=9, bbox=plain)
+        ax.set_xticks(range(len(words)), [f"{word}\n{note}".strip() for word, note in zip(words, notes, strict=True)])
+        ax.tick_params(axis="x", labelsize=9)
+        ax.grid(axis="x", visible=False)
+        for peer, speed in numbers[pass_]["peers"].items():
+            about, line, colour = PEERS[peer]
+            ax.axhline(speed, color=colour, linestyle=line, lw=1.4, label=f"{about} {speed:.3g}")
+        if numbers[pass_]["peers"]:
+            ax.legend(loc="upper left")
+        ax.set_title(name)
+    axes[0].set_ylabel("TFLOP/s")
+    if ceiling := numbers["matmul"]:
+        axes[0].set_ylim(0, 1.05 * max(ceiling, *axes[0].get_ylim()))
+        share = axes[1].secondary_yaxis("right", functions=(lambda y: 100 * y / ceiling, lambda y: y * ceiling / 100))
+        share.set_ylabel(f"% of a measured matrix product, {ceiling:.3g} TFLOP/s")
+    size = f"N={LADDER['N']}, D={LADDER['D']}, {LADDER['dtype']}, not causal"
+    fig.suptitle(title or f"{numbers['gpu']}, {size} unless a rung says otherwise", x=0.01, ha="left", fontsize=11)
+    plt.close(fig)
+    return fig
+
+
+def _likeness(row):
+    """Compares by how much a row is what the ladder compares: dtype first, then D."""
+    return tuple(row[name] == LADDER[name] for name in ("dtype", "D", "N", "causal"))
+
+
+def _difference(row):
+    """The row's dtype and D, a line each, where they are not the ladder's."""
+    shown = {"dtype": row["dtype"], "D": f"D={row['D']}"}
+    return "\n".join(text for name, text in shown.items() if row[name] != LADDER[name])
+
+
+def subtitle(rows):
+    """What the rows have in common: "NVIDIA H200, fwd, bf16, D=128, causal"."""
+    row = rows[0]
+    mask = "causal" if row["causal"] else "not causal"
+    return f"{row['gpu']}, {row['pass']}, {row['dtype']}, D={row['D']}, {mask}"
+
+
+def _looks(rows):
+    """{label: line style}: kernels first, in colours, then peers, in greys; the same for the same labels."""
+    kernels = sorted({label(row) for row in rows if row["peer"] is None})
+    peers = sorted({label(row) for row in rows if row["peer"] is not None})
+    looks = {name: _look(COLOURS, i, "-") for i, name in enumerate(kernels)}
+    return looks | {name: _look(GREYS, i, "--") for i, name in enumerate(peers)}
+
+
+def _look(colours, i, line):
+    return {"color": colours[i % len(colours)], "marker": MARKERS[i % len(MARKERS)], "linestyle": line}
+
+
+def _figure(rows):
+    if not rows:
+        raise ValueError("no results rows to draw; measure some with `python -m steps bench`.")
+    style()
+    return plt.subplots(layout="constrained")

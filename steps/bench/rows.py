@@ -1,0 +1,236 @@
+"""A measurement as one line of JSON: its fields, how it is checked, written and read, and where it comes from.
+
+A row is a dict with exactly the keys of FIELDS. It describes either a stage's kernel (`stage`, `kernel` and `source`
+are set) or a peer (`peer` is set). Committed rows are in steps/bench/results/<gpu>.jsonl, a reader's own in
+my/results/. What else is recorded of a GPU is in <gpu>.<kind>.json beside them.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+from collections import Counter
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from steps.bench.timing import MIN_REPS
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMITTED = ROOT / "steps" / "bench" / "results"
+OWN = ROOT / "my" / "results"
+
+PASSES = ("fwd", "bwd", "fwd+bwd")
+MATMUL = "matmul"  # a peer and its pass: a plain product, (N, D) times (D, N), as a ceiling for attention
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LAYOUTS = ("contiguous", "zigzag", "striped")
+TIMINGS = ("interleaved", "sustained")
+
+_TEXT, _TEXT_OR_NULL, _COUNT, _NUMBER = (str,), (str, type(None)), (int,), (float, int)
+_NUMBER_OR_NULL = (*_NUMBER, type(None))
+FIELDS = {
+    "run": _TEXT,  # the same for all rows measured together
+    "commit": _TEXT_OR_NULL,
+    "date": _TEXT,  # YYYY-MM-DD, UTC
+    "gpu": _TEXT,  # as torch names it; "CPU" without one
+    "n_gpus": _COUNT,
+    "driver": _TEXT_OR_NULL,
+    "cuda": _TEXT_OR_NULL,
+    "torch": _TEXT,
+    "triton": _TEXT_OR_NULL,
+    "stage": _TEXT_OR_NULL,  # "02_fa2_cuda"; null for a peer
+    "kernel": _TEXT_OR_NULL,  # the stem of its file; "fwd_a+bwd_b" for fwd+bwd; "fwd_a:LAZY=0" with a switch turned
+    "peer": _TEXT_OR_NULL,
+    "source": _TEXT_OR_NULL,  # a hash of the kernel and its launch, see fingerprint.py
+    "pass": _TEXT,
+    "dtype": _TEXT,
+    "B": _COUNT,
+    "H": _COUNT,
+    "Hk": _COUNT,
+    "N": _COUNT,  # queries
+    "Nk": _COUNT,  # keys
+    "D": _COUNT,
+    "causal": (bool,),
+    "layout": _TEXT_OR_NULL,  # stage 04: how the sequence is distributed over the ranks
+    "options": (dict,),  # what else was asked for, by name: window, mask, dropout, transport, strategy, graph, ...
+    "timing": _TEXT,  # interleaved: single calls of all candidates in turn; sustained: a second of calls of one
+    "clock_mhz": _NUMBER_OR_NULL,  # medians under sustained load
+    "watts": _NUMBER_OR_NULL,
+    "ms_median": _NUMBER,
+    "ms_p20": _NUMBER,
+    "ms_p80": _NUMBER,
+    "reps": _COUNT,
+    "tflops": _NUMBER,
+    "error": _NUMBER,  # max |result - float64| over the results of the pass
+}
+# What a kernel and a peer are compared at, and what two rows that measure the same thing share.
+SETTING = ("gpu", "n_gpus", "pass", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal", "options", "timing")
+SUBJECT = ("stage", "kernel", "peer", "layout")
+
+
+def setting(row):
+    """The row's values of SETTING as a tuple that can be the key of a dictionary."""
+    return tuple(json.dumps(row[name], sort_keys=True) if name == "options" else row[name] for name in SETTING)
+
+
+def label(row):
+    """Who a row is about: "02 fwd_0_scalar", or the peer's name."""
+    return row["peer"] or f"{row['stage'][:2]} {row['kernel']}"
+
+
+def validate(row):
+    """The row itself. Raises ValueError that lists all that is wrong with it."""
+    wrong = [f"{name} is missing" for name in FIELDS if name not in row]
+    wrong += [f"{name} is not a field" for name in row if name not in FIELDS]
+    known = {name: value for name, value in row.items() if name in FIELDS}
+    wrong += [f"{name} is {value!r}" for name, value in known.items() if not _has_type(value, FIELDS[name])]
+    wrong = wrong or list(_problems(row))
+    if wrong:
+        raise ValueError(f"not a results row: {'; '.join(wrong)}. Row: {row}")
+    return row
+
+
+def _has_type(value, types):
+    """bool counts as no number, and a number must be finite (JSON has no NaN)."""
+    if isinstance(value, bool) != (types == (bool,)) or not isinstance(value, types):
+        return False
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _problems(row):
+    """What is wrong with the values of a row whose fields have the right types."""
+    choices = {"pass": (*PASSES, MATMUL), "dtype": DTYPES, "layout": (None, *LAYOUTS), "timing": TIMINGS}
+    for name, known in choices.items():
+        if row[name] not in known:
+            yield f"{name} is {row[name]!r}, not one of {', '.join(map(str, known))}"
+    of_kernel = [row["stage"], row["kernel"], row["source"]]
+    if (row["pass"] == MATMUL) != (row["peer"] == MATMUL):
+        yield "the pass matmul belongs to the peer matmul, which has no other"
+    elif row["peer"] is not None:
+        if of_kernel != [None] * 3:
+            yield "a peer's row has no stage, kernel or source"
+    elif None in of_kernel:
+        yield "a row without a peer needs stage, kernel and source"
+    elif not re.fullmatch(r"\d\d_\w+", row["stage"]):
+        yield f"stage is {row['stage']!r}, not a stem like '02_fa2_cuda'"
+    if not 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]:
+        yield "0 < ms_p20 <= ms_median <= ms_p80 does not hold"
+    if row["reps"] < MIN_REPS:
+        yield f"reps is {row['reps']}, fewer than {MIN_REPS}"
+    if row["tflops"] <= 0 or row["error"] < 0:
+        yield "tflops must be > 0 and error >= 0"
+
+
+def append(rows, folder=OWN):
+    """Adds rows to <folder>/<gpu>.jsonl; returns those files. Nothing is written if a row is not valid."""
+    lines = {}
+    for row in rows:
+        ordered = {name: validate(row)[name] for name in FIELDS}
+        lines.setdefault(Path(folder) / f"{slug(row['gpu'])}.jsonl", []).append(json.dumps(ordered) + "\n")
+    for path, text in lines.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.writelines(text)
+    return list(lines)
+
+
+def read(folder=COMMITTED, *, switched=False):
+    """The rows of all .jsonl files in a folder. ValueError names a bad row's file and line.
+
+    switched: also those of runs in which a kernel's switches were turned, which answer another question.
+    """
+    rows = []
+    for path in sorted(Path(folder).glob("*.jsonl")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                rows.append(validate(json.loads(line)))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+    turned = {row["run"] for row in rows if ":" in (row["kernel"] or "")}
+    return [row for row in rows if switched or row["run"] not in turned]
+
+
+def latest(rows):
+    """One row for each subject at each setting, in the order of first appearance: the last one measured.
+
+    Of a peer it is the last one of the runs that measured most there: beside the kernels that it is compared with.
+    """
+    company = Counter((row["run"], setting(row)) for row in rows)
+    chosen = {}
+    for row in rows:
+        subject = *(row[name] for name in SUBJECT), setting(row)
+        before = chosen.get(subject)
+        in_smaller_run = before and company[row["run"], setting(row)] < company[before["run"], setting(row)]
+        if not (row["peer"] and in_smaller_run):
+            chosen[subject] = row
+    return list(chosen.values())
+
+
+# --- where and with what something was measured -------------------------------------------------------------
+
+
+def provenance(device="cuda", *, commit=None, n_gpus=1):
+    """The fields of a row that say where and with what it was measured, the same for a whole run.
+
+    commit: for a machine without the git history; otherwise git is asked, and null where it does not know.
+    """
+    now = datetime.now(UTC)
+    on_gpu = torch.device(device).type == "cuda"
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
+    return {
+        "run": f"{now:%Y%m%dT%H%M%SZ}-{os.getpid()}",
+        "commit": commit or _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
+        "date": f"{now:%Y-%m-%d}",
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        "n_gpus": n_gpus if on_gpu else 0,
+        "driver": driver and driver.splitlines()[0],
+        "cuda": torch.version.cuda if on_gpu else None,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+    }
+
+
+def _version(package):
+    """Without importing it: Triton decides at import whether to compile or to interpret."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command):
+    """What a command prints, or None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def slug(gpu):
+    """The GPU's name as a file name: "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+# The options of every command that writes a record.
+Commit = Annotated[str | None, typer.Option(help="What is measured, for a machine without the git history.")]
+Folder = Annotated[Path, typer.Option(help="The folder of the file.")]
+
+
+def write_record(kind, record, folder=COMMITTED, **how):
+    """Writes what is not rows, such as the "profile" of a GPU, to <folder>/<gpu>.<kind>.json; returns that path."""
+    path = Path(folder) / f"{slug(record['gpu'])}.{kind}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, **{"indent": 1, **how}) + "\n")
+    return path
+
+
+def read_record(kind, gpu="NVIDIA H200", folder=COMMITTED):
+    """What `write_record` wrote, or {} where there is no such file."""
+    path = Path(folder) / f"{slug(gpu)}.{kind}.json"
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -1,0 +1,130 @@
+"""`python -m steps.demo.readme` writes README.md's tables of stages and of stage 02's rungs, and its first picture.
+
+The tables are made from the stages' SUPPORTS and from the ladder. For the picture all five stages are run, so that the
+errors in its text are computed ones. With --tables only the tables are written.
+"""
+
+import sys
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
+
+from reference import attention
+from steps import catalogue
+from steps.bench.plots import style
+from steps.demo import compare
+from steps.demo.model import ROOT, SMALL
+from steps.step02_fa2_cuda import ladder
+from steps.step04_ring.layout import Layout
+
+README, PICTURE = ROOT / "README.md", ROOT / "notebooks" / "figures" / "five_stages.png"
+# The picture shows 64 bytes of text in tiles of 8 x 8, on 4 ranks.
+N = 64
+TILE = 8
+RANKS = 4
+
+
+def stages():
+    """The stages as a markdown table."""
+    lines = ["| stage | notebook | module | test command | minutes | hardware |", "|---|---|---|---|---|---|"]
+    for number, name in catalogue.STAGES.items():
+        s = catalogue.stage(number).SUPPORTS
+        links = ", ".join(f"[{n.split('_')[0]}](notebooks/{n}.ipynb)" for n in s["notebooks"])
+        module, test = f"[`steps/{name}`](steps/{name})", f"`make test ARGS=tests/test_{name}.py`"
+        lines.append(f"| {number} {s['title']} | {links} | {module} | {test} | {s['minutes']} | {s['hardware']} |")
+    return "\n".join(lines)
+
+
+def rungs():
+    """Stage 02's ladder as a markdown table."""
+    lines = ["| rung | forward | backward | dtypes | head_dim | compute capability |", "|---|---|---|---|---|---|"]
+    for row in ladder.ROWS:
+        backwards = ", else ".join(ladder.BACKWARD[word].file for word in row.backwards)
+        needs = f"{row.needs[0]}.{row.needs[1]}" + ("" if row.needs == ladder.HOPPER else " and newer")
+        takes = f"{row.dtype_names()} | {row.head_dim_span()}"
+        lines.append(f"| {row.word} | {row.file} | {backwards} | {takes} | {needs} |")
+    return "\n".join(lines)
+
+
+def render(text):
+    """README's text with the current tables between their markers."""
+    for name, table in (("stages", stages()), ("rungs", rungs())):
+        before, rest = text.split(f"<!-- {name} -->\n")
+        _, after = rest.split(f"<!-- /{name} -->")
+        text = f"{before}<!-- {name} -->\n{table}\n<!-- /{name} -->{after}"
+    return text
+
+
+def draw():
+    """Draws the picture: the attention of the demo's model on the first bytes of README, as each stage computes it."""
+    style()
+    subject = compare.Subject(SMALL, lambda: None).upto(N)
+    q, k, v, _ = subject.inputs()
+    truth, _ = attention.forward(q, k, v, causal=True)
+    P = attention.scores(q, k, causal=True).softmax(-1)[0, 0].cpu()
+    figure, axes = plt.subplots(1, 5, figsize=(15, 3.9))
+    for (number, name), axis, (paint, words) in zip(catalogue.STAGES.items(), axes, PANELS, strict=True):
+        axis.imshow(P.sqrt(), cmap="Greys", vmin=0, vmax=0.9, extent=(0, N, N, 0))
+        paint(axis)
+        out, _ = catalogue.stage(number).forward(q, k, v, causal=True)
+        error = (out - truth).abs().max().item()
+        axis.set_title(f"{number}  {name.split('_', 1)[1]}", fontweight="bold")
+        axis.set_xlabel(f"{words}\nlargest error of out: {error:.0e}", fontsize=9)
+        axis.set(xticks=[], yticks=[])
+    figure.tight_layout()
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, dpi=110, facecolor="white")
+
+
+def square(axis, i, j, colour, label=""):
+    """Paints the tile in row i and column j."""
+    corner = (j * TILE, i * TILE)
+    axis.add_patch(Rectangle(corner, TILE, TILE, facecolor=colour, edgecolor="white", alpha=0.55))
+    axis.text((j + 0.5) * TILE, (i + 0.5) * TILE, label, ha="center", va="center", fontsize=7)
+
+
+def in_order(tiles, colours):
+    """A function that paints the tiles, numbered in the order of the visits. colours(i, j) is a number from 0 to 1."""
+
+    def paint(axis):
+        for step, (i, j) in enumerate(tiles, 1):
+            square(axis, i, j, plt.cm.viridis(colours(i, j)), step)
+
+    return paint
+
+
+def nothing(axis):
+    """Leaves the matrix of weights as it is."""
+
+
+def fused(axis):
+    """Tells the tiles on the diagonal, which need a mask, from the others."""
+    for i, j in BY_ROW:
+        square(axis, i, j, "tab:orange" if i == j else "tab:blue", "mask" if i == j else "")
+
+
+def ring(axis):
+    """Paints each tile in the colour of its queries' rank, with the number of the ring step that brings its keys."""
+    layout = Layout("zigzag", N, RANKS, causal=True)
+    rank_of = {p: rank for rank in range(RANKS) for p in layout.positions(rank).tolist()}
+    for i, j in BY_ROW:
+        me, src = rank_of[i * TILE], rank_of[j * TILE]
+        square(axis, i, j, plt.cm.tab10(me), (me - src) % RANKS)
+
+
+T = N // TILE
+BY_ROW = [(i, j) for i in range(T) for j in range(i + 1)]  # the tiles that a causal mask leaves
+BY_COLUMN = [(i, j) for j in range(T) for i in range(j, T)]
+PANELS = (
+    (nothing, "all of S and P in memory at once"),
+    (in_order(BY_COLUMN, lambda i, j: j / T), "keys outside: O is written back\nfor every column of tiles"),
+    (in_order(BY_ROW, lambda i, j: i / T), "queries outside: a row of tiles\nis one block, O is written once"),
+    (fused, "whole tiles without a mask,\nthe diagonal with one, the rest skipped"),
+    (ring, "colour: the rank that computes it;\nnumber: the ring step in which it does"),
+)
+
+
+if __name__ == "__main__":
+    if "--tables" not in sys.argv:
+        draw()
+    README.write_text(render(README.read_text()))

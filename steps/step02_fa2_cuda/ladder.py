@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: MIT
+"""The ladder: one table of all kernels of this stage, a row for each, with what a kernel takes and how it is launched.
+
+launch.py turns a row into a launch, and what the stage says about itself (SUPPORTS, error messages, README's table,
+exercises) is read from the rows. Needs torch and no other file.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+FP32 = (torch.float32,)
+HALF = (torch.bfloat16, torch.float16)
+MACRO_T = {
+    torch.float32: "float32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}  # how a kernel's macro T names a dtype
+TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)  # compute capabilities
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A row of the table: one .cu file, which holds the forward or the backward of a rung.
+
+    Br and Bc below are the rows and columns of a tile of S, which are queries and keys.
+    """
+
+    word: str  # the rung's name, as `rung="fa2"` asks for it
+    file: str
+    dtypes: tuple
+    tiles: tuple  # tables {head_dim: (Br, Bc)}, the best first; the first that fits into the shared memory is used
+    threads: Callable  # (D, Br, Bc) -> threads of a block
+    shared_bytes: Callable  # (D, Br, Bc) -> bytes of dynamic shared memory of a block
+    macros: Callable = lambda problem: {}  # (launch.Problem) -> what the file is compiled for, besides D, Br and Bc
+    needs: tuple = TURING  # the compute capability
+    loads: str = (
+        "elements"  # how tensors are read: one number at a time, "16 bytes" at a time, or by the copy engine, "tma"
+    )
+    persistent: bool = False  # whether a block computes several tiles, one after the other
+    deterministic: bool = True  # whether dq can be bit-equal from run to run; out, lse, dk and dv always are
+    backwards: tuple = ()  # of a forward: words of the backwards that fit to it; the first that takes the input is used
+    choices: tuple = ()  # of a forward: the tiles that `tile=` may name
+    emulated_choices: tuple = ()  # the same in the emulation, where every tile costs seconds to compile
+
+    @property
+    def head_dims(self):
+        return tuple(self.tiles[0])
+
+    def tile(self, D, memory):
+        """(Br, Bc) for a GPU whose blocks can have `memory` bytes of shared memory; the smallest if none fits."""
+        fitting = (table[D] for table in self.tiles if self.shared_bytes(D, *table[D]) <= memory)
+        return next(fitting, self.tiles[-1][D])
+
+    def fits(self, D, memory):
+        """Whether the smallest tile for this head_dim fits into so many bytes of shared memory."""
+        return self.shared_bytes(D, *self.tiles[-1][D]) <= memory
+
+    def takes(self, dtype, D, deterministic=False):
+        return dtype in self.dtypes and D in self.head_dims and (self.deterministic or not deterministic)
+
+    def describe(self):
+        """ "fwd_5_fa2.cu takes bfloat16 or float16 and head_dim 32, 64"."""
+        return f"{self.file} takes {self.dtype_names()} and head_dim {self.head_dim_span()}"
+
+    def dtype_names(self):
+        return " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+
+    def head_dim_span(self):
+        D = self.head_dims
+        neighbours = len(D) > 2 and D == tuple(range(D[0], D[-1] + 1))
+        return f"{D[0]} to {D[-1]}" if neighbours else ", ".join(map(str, D))
+
+    def runs_on(self, capability):
+        """Newer GPUs run what older ones do, except Hopper's own instructions: Blackwell has no wgmma."""
+        return capability == HOPPER if self.needs == HOPPER else capability >= self.needs
+
+
+def same(tile, head_dims):
+    """One tile for all of these head_dims."""
+    return dict.fromkeys(head_dims, tile)
+
+
+# ---- formulas of the rows: threads of a block, bytes of its shared memory, macros ------------------------------------
+
+
+def warps_of_16_rows(D, Br, Bc):
+    return 32 * min(4, Br // 16)
+
+
+def warpgroups_of_64_rows(D, Br, Bc):
+    return 2 * Br
+
+
+def and_a_producer(D, Br, Bc):
+    return warpgroups_of_64_rows(D, Br, Bc) + 128
+
+
+def two_warpgroups(D, Br, Bc):
+    return 256
+
+
+def fa2_backward_threads(D, Br, Bc):
+    """4 warps share a tile of up to 64 x 64; a larger one, or head_dim 256, needs the registers of 8."""
+    warps = 8 if D > 128 or Br * Bc > 64 * 64 else 4
+    return 32 * min(warps, Br // 8, Bc // 8)
+
+
+def tiles_of_half(D, Br, Bc):
+    """Q, K and V in 16 bits."""
+    return 2 * (Br + 2 * Bc) * D
+
+
+def swizzled_tiles(Q_tiles, KV_tiles, D, Br, Bc):
+    """Tiles as the copy engine writes them, in slabs of 64 columns (128 bytes), and 128 bytes of barriers."""
+    slabs = -(-D // 64)
+    return (Q_tiles * Br + KV_tiles * Bc) * slabs * 128 + 128
+
+
+def two_stages(D, Br, Bc):
+    """One Q; K and V twice, so that the next tiles arrive while these are used."""
+    return swizzled_tiles(1, 4, D, Br, Bc)
+
+
+def hopper_stages(D, Br, Bc):
+    """As many as fit: Q twice up to head_dim 128; K and V three times up to head_dim 64, otherwise twice."""
+    return swizzled_tiles(2 if D <= 128 else 1, 6 if D <= 64 else 4, D, Br, Bc)
+
+
+def backward_tiles(D, Br, Bc):
+    """K and V, two stages of Q and dO, and P and dS in 16 bits; two stages of lse and delta in float32."""
+    return 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * 4 * Br
+
+
+def dtype_macro(problem):
+    return {"T": MACRO_T[problem.dtype]}
+
+
+def hopper_macros(problem):
+    return {"T": MACRO_T[problem.dtype], "CAUSAL": int(problem.causal), **dict(problem.switches)}
+
+
+def fa2_backward_macros(problem):
+    warps = fa2_backward_threads(problem.D, problem.Br, problem.Bc) // 32
+    return {"T": MACRO_T[problem.dtype], "WARPS": warps}
+
+
+def hopper_backward_macros(problem):
+    return {"T": MACRO_T[problem.dtype], "DETERMINISTIC": int(problem.deterministic)}
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+SMALL = range(1, 97)
+MMA = same((64, 64), (32, 64, 96, 128))
+WGMMA = {32: (128, 128), 64: (128, 128), 96: (128, 96), 128: (128, 128), 256: (128, 80)}
+HOPPER_FORWARD = {32: (192, 128), 64: (192, 128), 96: (192, 96), 128: (128, 128), 256: (128, 80)}
+HOPPER_BACKWARD = {64: (128, 128), 128: (64, 128)}
+# FlashAttention-2's tiles, then smaller ones for GPUs with less shared memory (GeForce, then the T4).
+FA2_FORWARD = {32: (128, 128), 64: (128, 128), 96: (128, 64), 128: (128, 64), 256: (64, 64)}
+FA2_BACKWARD = {32: (128, 128), 64: (128, 128), 96: (64, 128), 128: (64, 128), 256: (64, 64)}
+FA2_BACKWARD_SMALL = {32: (64, 64), 64: (64, 64), 96: (64, 64), 128: (32, 64), 256: (32, 32)}
+FA2_BACKWARD_SMALLEST = same((32, 32), FA2_BACKWARD)
+
+# What rows have in common.
+WARPS_OF_MMA = dict(
+    threads=warps_of_16_rows, loads="16 bytes", macros=dtype_macro,
+    choices=((64, 64), (32, 64), (64, 32)), emulated_choices=((64, 64),),
+)  # fmt: skip
+ON_HOPPER = dict(needs=HOPPER, loads="tma")
+WARPGROUPS = ON_HOPPER | dict(
+    macros=hopper_macros, choices=((128, 128), (128, 64)), emulated_choices=((192, 128),)
+)
+
+ROWS = (  # forward, the simplest first
+    Kernel("scalar", "fwd_0_scalar.cu", FP32, (same((64, 32), SMALL), same((16, 16), SMALL)),
+           threads=lambda D, Br, Bc: Br, shared_bytes=lambda D, Br, Bc: 4 * (2 * Bc * D + Bc * Br),
+           choices=((64, 32), (32, 32), (32, 64)), emulated_choices=((16, 16), (8, 16), (16, 8)),
+           backwards=("scalar",)),
+    Kernel("warp", "fwd_1_warp.cu", FP32 + HALF, ({32: (64, 64), 64: (64, 64), 96: (64, 32), 128: (64, 32)},),
+           shared_bytes=lambda D, Br, Bc: 4 * (Br + 2 * Bc) * (D + 4),  # Rows are padded by 4 numbers.
+           backwards=("fa2", "scalar"), **WARPS_OF_MMA),
+    Kernel("mma", "fwd_2_mma.cu", HALF, (MMA,), shared_bytes=tiles_of_half, backwards=("fa2",), **WARPS_OF_MMA),
+    Kernel("ldmatrix", "fwd_3_ldmatrix.cu", HALF, (MMA,), shared_bytes=tiles_of_half, backwards=("fa2",),
+           **WARPS_OF_MMA),
+    Kernel("cp_async", "fwd_4_cp_async.cu", HALF, (MMA,), shared_bytes=tiles_of_half, backwards=("fa2",),
+           **WARPS_OF_MMA),
+    Kernel("fa2", "fwd_5_fa2.cu", HALF, (FA2_FORWARD,), shared_bytes=tiles_of_half, backwards=("fa2",),
+           **WARPS_OF_MMA | dict(choices=((128, 128), (64, 64), (64, 128), (128, 64)), emulated_choices=((128, 128),))),
+    Kernel("wgmma", "fwd_6_wgmma.cu", HALF, (WGMMA,), warpgroups_of_64_rows, two_stages,
+           backwards=("wgmma", "hopper", "fa2"), **WARPGROUPS),
+    Kernel("roles", "fwd_7_roles.cu", HALF, (HOPPER_FORWARD,), and_a_producer, two_stages,
+           backwards=("wgmma", "hopper", "fa2"), **WARPGROUPS),
+    Kernel("hopper", "fwd_8_hopper.cu", HALF, (HOPPER_FORWARD,), and_a_producer, hopper_stages, persistent=True,
+           backwards=("hopper", "fa2"), **WARPGROUPS),
+)  # fmt: skip
+BACKWARD_ROWS = (
+    Kernel("scalar", "bwd_0_scalar.cu", FP32, (same((32, 64), SMALL), same((16, 16), SMALL)),
+           threads=lambda D, Br, Bc: Bc, deterministic=False,
+           shared_bytes=lambda D, Br, Bc: 4 * (2 * Bc * (D + 1) + 2 * Br * D + Br * Bc + 2 * Br)),
+    Kernel("fa2", "bwd_1_fa2.cu", HALF, (FA2_BACKWARD, FA2_BACKWARD_SMALL, FA2_BACKWARD_SMALLEST),
+           fa2_backward_threads, backward_tiles, macros=fa2_backward_macros, loads="16 bytes"),
+    Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), two_warpgroups, deterministic=False,
+           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128, macros=dtype_macro, **ON_HOPPER),
+    Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), two_warpgroups,
+           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 4 * Br * D + 128,  # dQ_i in float32, too
+           macros=hopper_backward_macros, **ON_HOPPER),
+)  # fmt: skip
+FORWARD = {row.word: row for row in ROWS}
+BACKWARD = {row.word: row for row in BACKWARD_ROWS}
+OWN_BACKWARD = tuple(word for word, row in FORWARD.items() if row.backwards[0] == word)
+
+
+def forward_row(rung):
+    """The row of a rung's forward; ValueError names the rungs there are."""
+    if rung not in FORWARD:
+        raise ValueError(f"the rungs are {', '.join(FORWARD)}; got {rung!r}.")
+    return FORWARD[rung]
+
+
+def backward_row(rung, dtype, D, deterministic=False):
+    """The row of the backward that a rung uses for this input: the first of its `backwards` that takes it.
+
+    Raises NotImplementedError where only `deterministic` is in the way, otherwise ValueError.
+    """
+    rows = [BACKWARD[word] for word in FORWARD[rung].backwards]
+    for row in rows:
+        if row.takes(dtype, D, deterministic):
+            return row
+    if any(row.takes(dtype, D) for row in rows):
+        raise NotImplementedError(
+            f"the backward of rung {rung} adds to dq in any order; rung fa2 takes deterministic=True, in bfloat16 and "
+            "float16. In float32 steps.step03_triton is always deterministic."
+        )
+    there = "; ".join(row.describe() for row in rows)
+    raise ValueError(f"rung {rung} has no backward for {str(dtype).removeprefix('torch.')} and head_dim {D}: {there}.")
+
+
+# ---- what the stage says about itself: of this GPU, or of the emulation, which has capability None and runs everything
+
+
+def available(capability):
+    """The words of the rungs that run there, in the order in which one is chosen by default.
+
+    On a GPU the best comes first. In the emulation it is the simplest, which compiles fastest.
+    """
+    if capability is None:
+        return tuple(FORWARD)
+    return tuple(word for word in reversed(FORWARD) if FORWARD[word].runs_on(capability))
+
+
+def elsewhere(capability):
+    """{word: what it needs} of the rungs that do not run there."""
+    missing = [] if capability is None else [row for row in ROWS if not row.runs_on(capability)]
+    return {row.word: f"a GPU of compute capability {row.needs[0]}.{row.needs[1]} (H100, H200)" for row in missing}
+
+
+def limits(capability, memory):
+    """{word: what SUPPORTS says of the rung}: its dtypes, head_dims and the tiles that can be asked for.
+
+    memory: bytes of shared memory that a block can have; infinite in the emulation.
+    """
+    return {word: _limits(row, capability, memory) for word, row in FORWARD.items()}
+
+
+def _limits(row, capability, memory):
+    bf16 = capability is None or capability >= AMPERE
+    dtypes = tuple(dtype for dtype in row.dtypes if bf16 or dtype != torch.bfloat16)
+    head_dims = tuple(D for D in row.head_dims if row.fits(D, memory) and _has_backward(row, dtypes, D, memory))
+    return {
+        "dtypes": dtypes,
+        "head_dims": head_dims,
+        "tiles": row.emulated_choices if capability is None else row.choices,
+    }
+
+
+def _has_backward(row, dtypes, D, memory):
+    backwards = [BACKWARD[word] for word in row.backwards]
+    return all(any(b.takes(dtype, D) and b.fits(D, memory) for b in backwards) for dtype in dtypes)
