@@ -61,3 +61,9 @@ def test_too_late_is_an_error(module, variable):
 
 def test_description_names_the_engine():
     assert engine.describe().startswith(f"engine {engine.name}:")
+
+
+def test_a_stage_refuses_to_compute_where_it_can_only_be_compiled():
+    code = "import torch; from steps import step00_naive; step00_naive.forward(*torch.randn(3, 4, 8))"
+    status, _, stderr = python(code, STEPS_ENGINE="compile")
+    assert status != 0 and "nothing is computed" in stderr

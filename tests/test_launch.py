@@ -190,6 +190,20 @@ def test_a_thread_without_a_context_gets_one_and_an_error_is_told(launched, monk
         run({"q": torch.zeros(1)})
 
 
+@on_cpu
+def test_a_context_is_bound_before_the_driver_makes_a_tensor_map(launched, monkeypatch):
+    """Autograd's thread may never have used CUDA: then cuTensorMapEncodeTiled would fail with error 201."""
+    order, tensor_map = [], nvrtc.tensor_map
+    monkeypatch.setattr(nvrtc, "bind_context", lambda device: order.append("context"))
+    monkeypatch.setattr(nvrtc, "tensor_map", lambda *arguments: order.append("map") or tensor_map(*arguments))
+    q, k, v, dout = inputs()
+    out, lse = launch.forward(q, k, v, rung="hopper")
+    assert order == ["context", "map", "map", "map"]
+    order.clear()
+    launch.backward(dout, q, k, v, out, lse, rung="hopper")
+    assert order[0] == "context" and order.count("map") == 6
+
+
 # ---- what a launcher that is lifted out refuses ----------------------------------------------------------------------
 
 WRONG = {  # name: (the arguments that are changed, exception, words of the message)
@@ -307,6 +321,21 @@ def test_the_geometry_of_a_launch():
     assert dq == ("attention_dq", -(-1000 * 64 // 1024) * 32, 256, 0, macros)
     small = launch.geometry("bwd_1_fa2", **sizes | {"shared_limit": 99 * 1024})[1]
     assert small[1:3] == (11 * 8, 128) and small[4] == {"T": "bf16", "D": 64, "Br": 64, "Bc": 64, "WARPS": 4}
+
+
+@pytest.mark.parametrize("what, sizes", [
+    ("queries and keys", dict(Nq=2**31 - 2**16, Nk=1)),
+    ("tiles", dict(B=2**13, H=2**13, Nq=2**13)),
+])  # fmt: skip
+@BOTH
+def test_more_than_a_kernel_can_count_is_refused(rung, what, sizes, monkeypatch):
+    """The tensors are views of one element, which take no memory."""
+    monkeypatch.setattr(launch, "bind", lambda *_: pytest.fail("something was launched"))
+    sizes = dict(B=1, H=1, Nq=8, Nk=8) | sizes
+    q, k = (torch.ones(1).bfloat16().expand(sizes["B"], sizes["H"], sizes[n], 64) for n in ("Nq", "Nk"))
+    monkeypatch.setattr(launch, "readable", lambda *_: True)
+    with pytest.raises(ValueError, match=f"{what} are more than a kernel can count"):
+        launch.forward(q, k, k, rung=rung)
 
 
 @pytest.mark.skipif(engine.name == "cpu" and not emulator.available(), reason="without a GPU stage 02 needs g++")

@@ -2,6 +2,8 @@
 
 import math
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -447,6 +449,28 @@ def test_a_thread_that_has_not_used_the_gpu():
         assert not error.failures(dict(zip(error.NAMES, got, strict=True)), want), rung
 
 
+FIRST_WORK_OF_AUTOGRADS_THREAD = """
+import torch
+from steps.step02_fa2_cuda import attention
+qkv = torch.randn(1, 384, 3, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+q, k, v = qkv.permute(2, 0, 3, 1, 4)
+out = attention(q, k, v, causal=True, rung="{rung}")
+dout = torch.randn_like(out)
+spare = [torch.empty(2**24, device="cuda") for _ in range(8)]
+del spare  # the allocator now has memory for the backward, which therefore makes no call of the CUDA runtime
+out.backward(dout)
+assert qkv.grad.isfinite().all()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", [rung for rung in ("wgmma", "roles", "hopper", "fa2") if rung in step02.RUNGS])
+def test_a_backward_is_the_first_work_of_autograds_thread(rung):
+    code = FIRST_WORK_OF_AUTOGRADS_THREAD.format(rung=rung)
+    done = subprocess.run([sys.executable, "-c", code], cwd=launch.HERE.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_it():
     def both(q, k, v, dout, **options):
@@ -463,6 +487,27 @@ def test_a_cuda_graph_replays_it():
         graph.replay()
         want = error.expected(q, k, v, dout, causal=True)
         assert not error.failures(dict(zip(error.NAMES, replayed, strict=True)), want), rung
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_numbers_in_one_head():
+    Nq, Nk, D = 2**25 + 100, 40, 64  # q has 2^31 + 6400 numbers, 4.3 GB
+    if torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB of free GPU memory")
+    for rung in step02.RUNGS:
+        dtype = contract.limits(step02.SUPPORTS, rung)["dtypes"][0]
+        dtype = torch.float16 if torch.float16 in ladder.FORWARD[rung].dtypes else dtype
+        q, dout = (torch.randn(1, 1, n, D, device="cuda", dtype=dtype) for n in (Nq, 1))
+        k, v = torch.randn(2, 1, 1, Nk, D, device="cuda", dtype=dtype)
+        dout = dout.expand_as(q)
+        out, lse = step02.forward(q, k, v, rung=rung)
+        dq, dk, dv = step02.backward(dout, q, k, v, out, lse, rung=rung)
+        for rows in (slice(0, 100), slice(Nq - 100, Nq)):
+            own = [x[:, :, rows] for x in (q, dout, out, lse, dq)]
+            want = error.expected(own[0], k, v, own[1])
+            assert not error.failures({"out": own[2], "lse": own[3], "dq": own[4]}, want), rung
+        assert dk.isfinite().all() and dv.isfinite().all(), rung
+        del q, dout, out, lse, dq
 
 
 @pytest.mark.gpu

@@ -126,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(Bc) attention_backward(
           dS[r * Bc + t] = 0;
           continue;
         }
-        float P = expf(scale * dot(Q + r * D, K + t * STRIDE) - lse_i[r]);
+        // P is at most 1. For scores of 1e11 the rounding of lse alone would make it infinite.
+        float P = expf(fminf(scale * dot(Q + r * D, K + t * STRIDE) - lse_i[r], 0));
         float dP = dot(dO + r * D, V + t * STRIDE);
         float dS_rt = P * (dP - delta_i[r]);
         dS[r * Bc + t] = dS_rt;

@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
     int64_t row = int64_t(blockIdx.x / tiles);
     float l = i < Nq ? lse[row * Nq + i] : -INFINITY;
     delta[row * padded_rows + i] = sum;
-    lse_2[row * padded_rows + i] = l == -INFINITY ? INFINITY : l * LOG2_E;
+    lse_2[row * padded_rows + i] = lse_in_base_2(l);
   }
 }
 
@@ -331,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward(
     Part<Br, Bc> P, dS;  // at first these are S and dP
     add_product<D, false, true>(P, Q_i, K);
     add_product<D, false, true>(dS, dO_i, V);
-    P.each([&](float s, int row, int) { return exp2_approx(s * (scale * LOG2_E) - l[row]); });
+    P.each([&](float s, int row, int) { return exp2_approx(fminf(s * (scale * LOG2_E) - l[row], 0)); });
     if (masked)
       P.each([&](float p, int row, int column) { return column < min(keys, i + row + sees) ? p : 0; });
     store_tile(P_i, P);
@@ -360,13 +360,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward(
 // takes four neighbours of dq.
 extern "C" __global__ void __launch_bounds__(256) attention_dq(
     Global<const float> dq, Global<T> out, int Nq, int padded_rows, float scale) {
-  int blocks = (Nq * D + 1023) / 1024;
-  int e = (blockIdx.x % blocks * 256 + threadIdx.x) * 4;
+  int64_t numbers = int64_t(Nq) * D;
+  int64_t blocks = (numbers + 1023) / 1024;
+  int64_t e = (blockIdx.x % blocks * 256 + threadIdx.x) * 4;
   int64_t head = blockIdx.x / blocks;
-  if (e >= Nq * D) return;
+  if (e >= numbers) return;
   uint32_t x[4];
   load_16(x, dq + head * padded_rows * D + e);
-  Global<T> to = out + head * Nq * D + e / 16 * 16 + e % 16 / 2;
+  Global<T> to = out + head * numbers + e / 16 * 16 + e % 16 / 2;
   store_pair(to, pack<T>(scale * __uint_as_float(x[0]), scale * __uint_as_float(x[1])));
   store_pair(to + 8, pack<T>(scale * __uint_as_float(x[2]), scale * __uint_as_float(x[3])));
 }

@@ -93,7 +93,7 @@ __device__ void probabilities(uint32_t (&P)[Br / 16][4], const float (&S)[Br / 2
   for (int i = 0; i < Br / 8; i++) {
     float l[2] = {lse[8 * i], lse[8 * i + 1]}, p[4];
 #pragma unroll
-    for (int e = 0; e < 4; e++) p[e] = exp2_approx(S[4 * i + e] * scale_log2 - l[e % 2]);
+    for (int e = 0; e < 4; e++) p[e] = exp2_approx(fminf(S[4 * i + e] * scale_log2 - l[e % 2], 0));
     P[i / 2][i % 2 * 2] = pack<T>(p[0], p[1]);
     P[i / 2][i % 2 * 2 + 1] = pack<T>(p[2], p[3]);
   }
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
     if (lane == 0) {
       float l = i < Nq ? lse[(int64_t(batch) * H + head) * Nq + i] : -INFINITY;
       delta[int64_t(blockIdx.x) * Br + row] = sum[r];
-      lse_2[int64_t(blockIdx.x) * Br + row] = l == -INFINITY ? INFINITY : l * LOG2_E;
+      lse_2[int64_t(blockIdx.x) * Br + row] = lse_in_base_2(l);
     }
   }
 }

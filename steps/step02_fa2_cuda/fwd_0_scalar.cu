@@ -26,9 +26,10 @@ __device__ void load_tile(Shared<float> tile, Global<const float> x, int64_t str
 }
 
 // Computes S = scale * q . K_j for the first n keys of the tile, and returns max S. A thread's scores lie Br
-// numbers apart, so that neighbouring threads access neighbouring banks.
+// numbers apart, so that neighbouring threads access neighbouring banks. The maximum starts at the lowest
+// finite number, because -inf - (-inf) would be NaN where all scores are -inf.
 __device__ float scores(Shared<float> S, const float (&q)[D], Shared<float> K, int n, float scale) {
-  float max_S = -INFINITY;
+  float max_S = -3.4e38f;
   for (int j = 0; j < n; j++) {
     float s = 0;
 #pragma unroll

@@ -130,14 +130,15 @@ __device__ void online_softmax(float (&S)[Bc / 2], float (&m)[2], float (&l)[2],
     for (int e = 2 * r; e < Bc / 2; e += 4) m_new = fmaxf(m_new, fmaxf(S[e], S[e + 1]));
     m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 1));  // the 4 lanes of a quad share a row
     m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 2));
-    float shift = m_new == -INFINITY ? 0 : m_new * scale_log2;  // no key seen yet: -inf - (-inf) would be NaN
-    alpha[r] = exp2_approx(m[r] * scale_log2 - shift);
+    float base = m_new == -INFINITY ? 0 : m_new;  // no key seen yet: -inf - (-inf) would be NaN
+    float factor = exponent_factor(base, scale_log2), shift = base * factor;
+    alpha[r] = exp2_approx((m[r] - base) * factor);
     m[r] = m_new;
     l[r] *= alpha[r];
 #pragma unroll
     for (int e = 2 * r; e < Bc / 2; e += 4) {
-      S[e] = exp2_approx(S[e] * scale_log2 - shift);
-      S[e + 1] = exp2_approx(S[e + 1] * scale_log2 - shift);
+      S[e] = exp2_approx(S[e] * factor - shift);
+      S[e + 1] = exp2_approx(S[e + 1] * factor - shift);
       l[r] += S[e] + S[e + 1];
     }
   }

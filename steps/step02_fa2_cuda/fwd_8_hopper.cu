@@ -171,14 +171,15 @@ __device__ bool online_softmax(float (&S)[Bc / 2], float (&m)[2], float (&l)[2],
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     m_new[r] = grown ? m_new[r] : m[r];
-    float shift = MASKED && m_new[r] == -INFINITY ? 0 : m_new[r] * scale_log2;  // -inf - (-inf) would be NaN
-    alpha[r] = exp2_approx(m[r] * scale_log2 - shift);
+    float base = MASKED && m_new[r] == -INFINITY ? 0 : m_new[r];  // -inf - (-inf) would be NaN
+    float factor = exponent_factor(base, scale_log2), shift = base * factor;
+    alpha[r] = exp2_approx((m[r] - base) * factor);
     m[r] = m_new[r];
     l[r] *= alpha[r];
 #pragma unroll
     for (int e = 2 * r; e < Bc / 2; e += 4) {
-      S[e] = exp2_approx(S[e] * scale_log2 - shift);
-      S[e + 1] = exp2_approx(S[e + 1] * scale_log2 - shift);
+      S[e] = exp2_approx(S[e] * factor - shift);
+      S[e + 1] = exp2_approx(S[e + 1] * factor - shift);
       l[r] += S[e] + S[e + 1];
     }
   }

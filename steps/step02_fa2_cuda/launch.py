@@ -28,6 +28,7 @@ from . import ladder, nvrtc
 
 HERE = Path(__file__).parent  # where the .cu files are
 DELTA_THREADS = 128  # of rung scalar's attention_delta, each for one row
+MOST = 2**31 - 2**16  # kernels count rows, tiles and blocks in 32 bits, and sometimes add a tile or a round to a count
 kept = {}  # {what a plan depends on: the Plan}
 
 
@@ -255,8 +256,15 @@ def problem_of(row, q, k, causal=False, scale=None, tile=None, deterministic=Fal
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     Br, Bc = tile or row.tile(D, shared_memory(q.device))
     scale = scale_or_default(scale, D)
+    check_count("queries and keys", Nq + Nk)
     sizes = B, H, Hk, Nq, Nk, D
     return Problem(row, *sizes, q.dtype, causal, scale, Br, Bc, processors(q.device), deterministic, tuple(switches))
+
+
+def check_count(what, number):
+    """ValueError unless a kernel can count to this number."""
+    if number > MOST:
+        raise ValueError(f"{number} {what} are more than a kernel can count ({MOST}). Split the batch or the queries.")
 
 
 def scale_or_default(scale, D):
@@ -304,6 +312,7 @@ def forward_works(problem, strides):
     check_switches(problem.row, problem.switches)
     outputs = "out", "lse", *heads_and_lengths(problem), c_float(problem.scale)
     tiles = problem.query_tiles * problem.H * problem.B
+    check_count("tiles", tiles)
     if problem.row.loads != "tma":
         arguments = *strided(("q", "k", "v"), strides), *outputs, c_int(problem.causal)
         return [work(problem, "attention_forward", arguments, tiles)]
@@ -380,6 +389,7 @@ def dq_works(problem, strides):
 
 def work(problem, kernel, arguments, grid, block=None, shared_bytes=None):
     """The Work of one of the row's kernels; with the row's threads and shared memory unless it is given others."""
+    check_count("blocks", grid)
     D, Br, Bc = problem.D, problem.Br, problem.Bc
     block = problem.row.threads(D, Br, Bc) if block is None else block
     shared_bytes = problem.row.shared_bytes(D, Br, Bc) if shared_bytes is None else shared_bytes

@@ -362,3 +362,26 @@ template <int N> __device__ void wgmma_wait() {
 }
 
 #endif
+
+// ---- exponents, large ones too ----------------------------------------------------------------------------
+
+// The factor f of a row's scores in P = 2^(f * S - f * m), where m is the row maximum; in general scale_log2.
+// The compiler makes `S * f - shift` one FMA, which does not round the product, while shift = f * m has been
+// rounded before. At S = m the exponent is then up to shift / 2^24 instead of 0, and P is infinite for scores
+// of 1e11. So from 2^26 on f is the power of two below scale_log2, whose products are exact. No information
+// is lost: neighbouring float32 numbers of that size differ by so much that P is 1 for the maximum and small
+// for all other scores.
+__device__ inline float exponent_factor(float m, float scale_log2) {
+  if (fabsf(m * scale_log2) < 67108864.0f) return scale_log2;
+  return __int_as_float(__float_as_int(scale_log2) & 0x7f800000);  // without its mantissa
+}
+
+// lse in base 2 for the backward's P = 2^(scale_log2 * S - lse_2), which is at most 1. lse_2 and the product
+// have gone through four roundings, so that their difference may be wrong by 2^-22 of them. From 2^22 on,
+// where that is 1 and more, lse_2 is reduced by it. Then P, which the kernels limit to 1, is 1 for the largest
+// scores and never infinite. A row that saw no key gets P = 0.
+__device__ inline float lse_in_base_2(float lse) {
+  float lse_2 = lse * 1.4426950408889634f;
+  if (lse == -INFINITY) return INFINITY;
+  return fabsf(lse_2) < 4194304.0f ? lse_2 : lse_2 - fabsf(lse_2) / 4194304.0f;
+}
