@@ -29,8 +29,8 @@ class Case:
     causal: bool = False
     scale: float | None = None
     tile: str = "square"  # "square", "wide" (Br < Bc), "tall" (Br > Bc), or "default" for the stage's own choice
-    values: Callable | None = None  # (q, k, scale) -> (q, k) with the case's special numbers
-    place: str = "contiguous"  # or "heads inside", "expanded", "offset": how the tensors lie in memory
+    values: Callable | None = None  # (q, k, scale, dtype) -> (q, k) with the case's special numbers
+    place: str = "contiguous"  # or another of `surround_with_nan`, or "expanded": how the tensors lie in memory
     through_autograd: bool = False  # attention(q, k, v).sum().backward() instead of forward and backward
     low_precision: bool = False  # whether the case is run in float16 and bfloat16 too
     gpu: bool = False
@@ -54,7 +54,7 @@ class Inputs:
         return {"causal": self.causal, "scale": self.scale} | ({} if self.tile is None else {"tile": self.tile})
 
 
-def _scores_200(q, k, scale):
+def _scores_200(q, k, scale, dtype):
     """Scores around +-200: exp overflows float32 at 88."""
     gain = math.sqrt(200 / (scale * (q @ k.mT)).abs().max().item()) if q.numel() and k.numel() else 1
     return q * gain, k * gain
@@ -63,7 +63,7 @@ def _scores_200(q, k, scale):
 def _ramp(direction):
     """Scores that rise from -100 to 100 along the keys (direction 1), or fall from 100 to -100 (direction -1)."""
 
-    def values(q, k, scale):
+    def values(q, k, scale, dtype):
         q, k = 0.3 * q, 0.3 * k
         q[..., 0] = math.sqrt(100 / scale)
         k[..., 0] = direction * math.sqrt(100 / scale) * torch.linspace(-1, 1, k.shape[-2])
@@ -72,12 +72,24 @@ def _ramp(direction):
     return values
 
 
-def _negative_row(q, k, scale):
+def _negative_row(q, k, scale, dtype):
     """All scores of row 3 are around -200. A running maximum that starts at 0, or just above, makes the row 0/0."""
     k[..., 0] = math.sqrt(200 / scale)
     q[..., 0] = 0
     q[..., 3, 0] = -math.sqrt(200 / scale)
     return q, k
+
+
+def _large_scores(q, k, scale, dtype):
+    """Scores of 10^11, or of 10^9 in float16, whose largest number is 65,504. Half of the rows have negative ones only.
+
+    In a head all columns of a row are equal, so every order of summation gives the same float32 score. Two scores of a
+    row differ by far more than float32 rounds them, so a row's whole weight lies on one key.
+    """
+    largest = 2.0**15 if dtype == torch.float16 else 2.0**17
+    rank = k[..., :1].argsort(-2).argsort(-2)  # (B, H, Nk, 1): a random order of the keys
+    size = 64.0 ** (rank / max(1, k.shape[-2] - 1) - 1)  # from 1 / 64 to 1
+    return largest * q[..., :1].sign().expand_as(q), largest * size.expand_as(k)
 
 
 CASES = (
@@ -106,9 +118,13 @@ CASES = (
     Case("rising", "scores that rise by 200 along the keys", values=_ramp(1), low_precision=True),
     Case("falling", "scores that fall by 200 along the keys", values=_ramp(-1), low_precision=True),
     Case("negative_row", "a row whose scores are all very negative", values=_negative_row),
+    Case("large_scores", "scores of 10^11: S - m is exactly 0 at the maximum, and everything is finite",
+         values=_large_scores, causal=True, low_precision=True),
     Case("heads_inside", "non-contiguous batch and head strides, as (B, N, H, D) transposed", B=2, H=3,
          place="heads inside"),
     Case("expanded", "k and v expanded over the heads (stride 0)", H=3, place="expanded"),
+    Case("own_layouts", "q, k, v, dout, out and lse each lie in memory in a layout of their own", B=2,
+         place="own layouts"),
     Case("offset", "a storage offset of one element", place="offset"),
     Case("sum_backward", "out.sum().backward(): a gradient whose strides are 0", causal=True, through_autograd=True),
     Case("grouped_heads", "grouped heads: 4 query heads share each key head", H=8, Hk=2, causal=True),
@@ -155,8 +171,9 @@ def build(case, supports, dtype, device="cpu") -> Inputs:
     if case.place == "expanded":
         k, v = k[:, :1], v[:, :1]
     if case.values:
-        q, k = case.values(q, k, case.scale or 1 / math.sqrt(D))
-    q, k, v, dout = (surround_with_nan(x.to(dtype).to(device), case.place) for x in (q, k, v, dout))
+        q, k = case.values(q, k, case.scale or 1 / math.sqrt(D), dtype)
+    tensors = (x.to(dtype).to(device) for x in (q, k, v, dout))
+    q, k, v, dout = (surround_with_nan(x, case.place, name) for name, x in zip(ORDERS, tensors, strict=False))
     if case.place == "expanded":
         k, v = (x.expand(-1, case.H, -1, -1) for x in (k, v))
     if case.through_autograd:
@@ -164,8 +181,17 @@ def build(case, supports, dtype, device="cpu") -> Inputs:
     return Inputs(q, k, v, dout, case.causal, case.scale, tile, _ring(case, supports, dtype))
 
 
-def surround_with_nan(x, place="contiguous"):
-    """x (B, H, N, D) copied into a larger buffer of NaN, as a view with the strides of `place`."""
+# For the place "own layouts": the order in which the dimensions (B, H, N) of each tensor lie in memory.
+ORDERS = {"q": "BHN", "k": "BNH", "v": "HBN", "dout": "HNB", "out": "NBH", "lse": "NHB"}
+
+
+def surround_with_nan(x, place="contiguous", name="q"):
+    """x (B, H, N, D) copied into a larger buffer of NaN, as a view with the strides of `place`.
+
+    place is "contiguous", "heads inside", "offset" or "own layouts", where `name` says which tensor of ORDERS x is.
+    """
+    if place == "own layouts":
+        return _own_layout(x, name)
     B, H, N, D = x.shape
     if place == "heads inside":  # (B, N, H, D) in memory, with a NaN head and a NaN row beside the data
         view = x.new_full((B, N + 1, H + 1, D), math.nan)[:, :N, :H].transpose(1, 2)
@@ -173,6 +199,24 @@ def surround_with_nan(x, place="contiguous"):
         margin = 1 if place == "offset" else 4 * D  # 4 D elements keep any alignment
         view = x.new_full((x.numel() + margin + 4 * D,), math.nan)[margin : margin + x.numel()].view(x.shape)
     return view.copy_(x)
+
+
+def _own_layout(x, name):
+    """x (B, H, N, D), or lse (B, H, N), in its own order in memory, with its own distance between neighbours.
+
+    A tensor that is read with the strides of another one gives NaN or other rows, but the address stays in the buffer.
+    All strides but the last are multiples of 8 elements, so that copies of 16 bytes are possible.
+    """
+    order = ["BHN".index(dimension) for dimension in ORDERS[name]]
+    padding = 8 * (1 + list(ORDERS).index(name))
+    sizes = [x.shape[d] for d in order]
+    rows = x[..., None] if x.ndim == 3 else x
+    largest = math.prod(sizes) * (rows.shape[-1] + 8 * len(ORDERS))  # the size with the widest padding
+    pitch = rows.shape[-1] + padding
+    buffer = x.new_full((2 * largest,), math.nan)
+    view = buffer[: math.prod(sizes) * pitch].view(*sizes, pitch)[..., : rows.shape[-1]]
+    view = view.permute(*(order.index(d) for d in range(3)), 3).copy_(rows)
+    return view[..., 0] if x.ndim == 3 else view
 
 
 def run(stage, case, inputs) -> dict:
@@ -185,7 +229,10 @@ def run(stage, case, inputs) -> dict:
         _, lse = stage.forward(x.q, x.k, x.v, **x.options)
         return dict(zip(NAMES, (out.detach(), lse, *(t.grad for t in leaves)), strict=True))
     out, lse = stage.forward(x.q, x.k, x.v, **x.options)
-    return dict(zip(NAMES, (out, lse, *stage.backward(x.dout, x.q, x.k, x.v, out, lse, **x.options)), strict=True))
+    saved = out, lse
+    if case.place == "own layouts":
+        saved = _own_layout(out, "out"), _own_layout(lse, "lse")
+    return dict(zip(NAMES, (out, lse, *stage.backward(x.dout, x.q, x.k, x.v, *saved, **x.options)), strict=True))
 
 
 def _tile(kind, tiles):

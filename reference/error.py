@@ -14,7 +14,10 @@
 3. eps(float32) M allows for what float32 can lose on the way, even where plain attention happens to lose nothing on
    the processor that runs this. M is the largest entry of the same formulas on absolute values, so it shows how large
    the terms are that may cancel. Each P in it counts 4 + |S| times: rounding a score and lse changes each by up to
-   half an eps of its size, and exp turns such a change into a relative error of P.
+   half an eps of its size, and exp turns such a change into a relative error of P. A P between 0 and 1 cannot be off
+   by more than 1, so with scores of 10^11 it counts 1 / eps(float32) times and no more. The forward divides by the sum
+   of the same P, and where one P is nearly 1 this hardly depends on the scores: for out |S| is at most 2 (1 - P) times
+   the row's largest |S|. So a single key gives out = v, however large its score.
    For lse, M is 4 times the log-sum-exp of the absolute scores, and for 16-bit inputs 4 + D / 16 times. Such inputs
    are multiplied by tensor cores, which truncate the sum once every 16 products instead of rounding it (Fasi et al.
    2021, "Numerical behavior of NVIDIA tensor cores"). Only lse shows this, because only lse is float32 whatever the
@@ -141,10 +144,16 @@ def _absolute(q, k, v, dout, *, causal, scale):
     times = 4 if q.dtype == torch.float32 else 4 + q.shape[-1] / 16
     lse = times * S.masked_fill(~seen, -math.inf).logsumexp(-1) if S.shape[-1] else S.new_zeros(S.shape[:-1])
     dP = dO @ V.mT + (dO * (P @ V)).sum(-1, keepdim=True)
-    P = P * (4 + S)
+    divided = P * (4 + S.minimum(2 * (1 - P) * _row_max(S.masked_fill(~seen, 0))))
+    P = (P * (4 + S)).clamp(max=1 / _eps(torch.float32))
     dS = P * dP
     dk, dv = attention._sum_groups(scale * dS.mT @ Q, k), attention._sum_groups(P.mT @ dO, v)
-    return {name: _largest(x) for name, x in zip(NAMES, (P @ V, lse, scale * dS @ K, dk, dv), strict=True)}
+    return {name: _largest(x) for name, x in zip(NAMES, (divided @ V, lse, scale * dS @ K, dk, dv), strict=True)}
+
+
+def _row_max(x):
+    """The maximum over the last dimension, which is kept; 0 if that dimension is empty."""
+    return x.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
 
 
 def _distance(a, b):

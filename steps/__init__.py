@@ -1,10 +1,10 @@
 """FlashAttention in five stages; `python -m steps demo` runs them all.
 
     step00_naive ... step04_ring   the stages: each with its kernels, and with forward, backward and attention
-    contract.py                    what every stage promises: checks of the arguments, autograd
+    contract.py, operators.py      what every stage promises: checks of the arguments, autograd, torch's operators
     engine.py                      decides whether the kernels run on a GPU or on the CPU
     catalogue.py                   which stages there are, and which of them can run here
-    demo, workbook, bench          the demo; exercises and hints; everything that measures
+    demo, workbook, verify, bench  the demo; exercises and hints; the contract on your own attention; all measurements
 
 Numba and Triton read the choice of the engine while they are imported. Therefore importing anything of this package
 first imports `engine`.

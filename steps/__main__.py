@@ -1,4 +1,4 @@
-"""The command line: python -m steps demo | check | hint | solution | mutants | bench."""
+"""The command line: python -m steps demo | check | hint | solution | verify | mutants | bench."""
 
 import json
 import string
@@ -12,11 +12,24 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from typer.core import TyperGroup
 
 from steps import catalogue, engine
 
 ABOUT = "FlashAttention in five stages."
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=ABOUT, rich_markup_mode=None)
+
+
+class Commands(TyperGroup):
+    """The commands, listed with the whole first paragraph of their help, which would otherwise be cut off."""
+
+    def get_command(self, context, name):
+        command = super().get_command(context, name)
+        if command and command.help:
+            command.short_help = " ".join(command.help.split("\n\n")[0].split())
+        return command
+
+
+app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, help=ABOUT, rich_markup_mode=None)
 console = Console()
 Stage = Annotated[str | None, typer.Option(help="One stage only: 00, 01, 02, 03 or 04.")]
 
@@ -79,13 +92,11 @@ What next
   test      make test ARGS=tests/test_step00_naive.py: what the stage promises, case by case"""
 
 
-CAPTION = "Under each error: its tolerance. Under a speed: SDPA's."
-
-
 def results(rows):
     """The demo's table, 80 columns wide. Each cell has an error, and below it the tolerance."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=CAPTION)
     speeds = any("tflops" in row for row in rows)
+    caption = "Under each error: its tolerance." + (" Under a speed: SDPA's." if speeds else "")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
     table.add_column("stage", no_wrap=True)
     for name in ("out", "lse", "dq", "dk", "dv", "loss", "model", "s"):
         table.add_column(name, justify="right")
@@ -232,15 +243,103 @@ def bench(
         best = {"bf16" if "bf16" in c.dtypes else "fp32" for c in candidates}
         options |= dict(passes=("fwd", "bwd"), dtypes=dtype or sorted(best))
         found = grids.measure(candidates, peer or tuple(PEERS), grids.GRIDS[grid], **options)
-    committed, measured = rows.read(), []
+    committed, settings = rows.latest(rows.read()), set()
     for row in found:
         rows.append([row], out or (rows.COMMITTED if record else rows.OWN))
-        measured.append(row)
-    console.print(report.table(measured, "measured now"))
-    settings = set(map(rows.setting, measured))
-    beside = [row for row in rows.latest(committed) if rows.setting(row) in settings]
-    if beside and not plan:
-        console.print(report.table(beside, "committed, the same sizes on the same GPU"))
+        print(report.line(row))
+        settings.add(rows.setting(row))
+    for row in committed if not plan else ():
+        if rows.setting(row) in settings:
+            print("committed:", report.line(row))
+
+
+@app.command()
+def verify(
+    target: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="Or package.module:function.")],
+    dtype: Annotated[list[str] | None, typer.Option(help="Once for each; the first, float32, runs every case.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Once for each; by default 32, 64 and 40.")] = None,
+    tile: Annotated[int, typer.Option(help="The longer side of its tiles: N is several of them, and ragged.")] = 64,
+    multiple_of: Annotated[int, typer.Option(help="Every N is a multiple of this.")] = 1,
+    top_left: Annotated[bool, typer.Option("--top-left", help="Causal with Nq != Nk is aligned as in SDPA.")] = False,
+    causal: Annotated[bool, typer.Option(help="Takes causal or is_causal; aligned at the bottom right.")] = True,
+    scale: Annotated[bool, typer.Option(help="Takes scale, softmax_scale or sm_scale.")] = True,
+    gqa: Annotated[bool, typer.Option(help="Takes fewer heads in k and v than in q.")] = True,
+    nq_ne_nk: Annotated[bool, typer.Option(help="Takes another number of queries than of keys.")] = True,
+    empty: Annotated[bool, typer.Option(help="Takes N, B or H of 0.")] = True,
+    strides: Annotated[bool, typer.Option(help="Takes any strides.")] = True,
+    offset: Annotated[bool, typer.Option(help="Takes tensors that begin at any element.")] = True,
+    large_scores: Annotated[bool, typer.Option(help="Takes scores of 10^11.")] = True,
+    backward: Annotated[bool, typer.Option(help="Can be differentiated by autograd.")] = True,
+    limit: Annotated[float, typer.Option(help="Seconds for one case.")] = 60,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file too.")] = None,
+):
+    """Runs the contract's cases on your own attention, and names the mistake that its failures equal.
+
+    The function takes q (B, H, Nq, D), k and v (B, Hk, Nk, D) and returns out or (out, lse). It may have the arguments
+    of torch's scaled_dot_product_attention. The options say what it claims to take. On a GPU its speed is measured
+    beside SDPA's. A function of another form is wrapped in a file of yours. flash_attn, with --dtype bfloat16 --dtype
+    float16 --no-empty --no-offset:
+
+    \b
+    from flash_attn import flash_attn_func    # (B, N, H, D)
+    def attention(q, k, v, causal, scale):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attn_func(q, k, v, causal=causal, softmax_scale=scale).transpose(1, 2)
+
+    A copy of Triton's tutorial 06, with --dtype float16 --head-dim 64 --head-dim 128 --multiple-of 128 --no-gqa
+    --no-nq-ne-nk --no-empty --no-strides --no-offset:
+
+    \b
+    from tutorial import attention as theirs
+    def attention(q, k, v, causal, scale):
+        return theirs(q, k, v, causal, scale, False)
+    """
+    from steps.verify import anybody, verdict
+    from steps.workbook.outcome import case_lines
+
+    console.print(engine.describe(), highlight=False)
+    dtypes = [getattr(torch, name, None) for name in dtype or ["float32"]]
+    if not all(isinstance(x, torch.dtype) and x.is_floating_point for x in dtypes):
+        raise typer.BadParameter("there are float32, bfloat16, float16 and float64", param_hint="--dtype")
+    takes = dict(causal=causal, scale=scale, gqa=gqa, nq_ne_nk=nq_ne_nk, empty=empty, strides=strides)
+    takes |= dict(offset=offset, large_scores=large_scores, backward=backward)
+    takes |= dict(top_left=top_left, tile=tile, multiple_of=multiple_of)
+    claims = anybody.Claims(tuple(dtypes), tuple(head_dim or (32, 64, 40)), **takes)
+    rows, kept = [], []
+    try:
+        function = anybody.load(target)
+        for row in verdict.judge(function, claims, limit, kept):
+            rows.append(row)
+            say(*case_lines(row))
+    except anybody.Problem as problem:
+        say(f"{target}: {problem}")
+        raise typer.Exit(1) from None
+    named = verdict.mistakes(kept, tile)
+    for where, equal in named:
+        about = f"{where}: this" if where else "This"
+        say(f"{about} equals what you get when {', or when '.join(m.says for m in equal)}.")
+    speeds = []
+    try:
+        for row in verdict.speed(function, claims) if engine.name == "cuda" else ():
+            speeds.append(row)
+            say("{pass}: {ms:.3f} ms, {tflops:.1f} TFLOP/s; SDPA: {sdpa_tflops:.1f} TFLOP/s".format(**row))
+    except RuntimeError as e:  # Too little memory, or the GPU's context is lost after a kernel's error.
+        say(f"The speed could not be measured: {anybody.told(e)}")
+    failed = sum(bool(row["wrong"]) for row in rows)
+    say(f"{len(rows) - failed} of {len(rows)} properties hold." + (FEWER if failed else ""))
+    if json_file:
+        equals = [{"case": where, "mutants": [m.name for m in equal]} for where, equal in named]
+        json_file.write_text(json.dumps({"cases": rows, "equals": equals, "speed": speeds}, indent=1))
+    raise typer.Exit(1 if failed else 0)
+
+
+FEWER = " What it does not claim to take, an option leaves out: python -m steps verify --help"
+
+
+def say(*lines):
+    """Prints lines as they are."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

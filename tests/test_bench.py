@@ -4,9 +4,9 @@ import json
 import math
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def row(**changes):
 
 
 def peer_row(**changes):
-    return row(stage=None, kernel=None, source=None, peer="sdpa-flash", **changes)
+    return row(stage=None, kernel=None, source=None, **{"peer": "sdpa-flash", **changes})
 
 
 def of_02(kernel="fwd_5_fa2", **changes):
@@ -66,21 +66,23 @@ def exit_code(main, **options):
 # --- cost ---------------------------------------------------------------------------------------------------
 
 
-def test_flops_by_the_papers_convention():
+def test_operations_bytes_and_rates_worked_by_hand():
     assert cost.flops(2, 3, 10, 4) == 4 * 2 * 3 * 10 * 10 * 4
     assert cost.flops(2, 3, 10, 4, Nk=5) == 4 * 2 * 3 * 10 * 5 * 4
     assert cost.flops(1, 1, 8, 2, causal=True) == 256
     assert cost.flops(1, 1, 8, 2, pass_="bwd") == 1280
     assert cost.flops(1, 1, 8, 2, pass_="fwd+bwd") == 1792
-
-
-def test_compulsory_bytes_count_each_tensor_once():
     # q, k, v, out: 4 x 10 x 4 elements of 2 bytes; lse: 10 of 4.
     assert cost.compulsory_bytes(1, 1, 10, 4, dtype="bf16") == 4 * 80 + 40
     assert cost.compulsory_bytes(1, 1, 10, 4, dtype="bf16", pass_="bwd") == 8 * 80 + 40
     assert cost.compulsory_bytes(1, 1, 10, 4, dtype="bf16", pass_="fwd+bwd") == 12 * 80 + 80
     assert cost.compulsory_bytes(1, 4, 10, 4, Hk=2, dtype="fp32") == (4 + 2 + 2 + 4) * 160 + 160
     assert cost.compulsory_bytes(1, 1, 10, 4, Nk=5, dtype="fp64") == 2 * 320 + 2 * 160 + 80
+    h200 = cost.GPUS["NVIDIA H200"]
+    assert cost.peak_tflops(h200, "fp32") == 66.9 and cost.ridge(h200, "bf16") == pytest.approx(206.1, abs=0.1)
+    assert all(name == gpu.name and gpu.multiprocessor for name, gpu in cost.GPUS.items())
+    with pytest.raises(ValueError, match="bf16"):
+        cost.peak_tflops(cost.GPUS["Tesla T4"], "bf16")
 
 
 def test_shared_memory_and_registers_of_a_tile():
@@ -102,7 +104,6 @@ def test_shared_memory_and_registers_of_a_tile():
         (dict(threads=128, shared=113 * 1024 + 1), (1, "shared memory", 0.0625)),
         (dict(threads=128, shared=227 * 1024 + 1), (0, "shared memory", 0.0)),  # more than a block may have
         (dict(threads=128, shared=46336, registers=168), (3, "registers", 0.1875)),  # 65536 / (128 * 168) = 3.05
-        (dict(threads=128, shared=46336, registers=40), (4, "shared memory", 0.25)),  # 233472 / (46336 + 1024) = 4.9
         (dict(threads=256, registers=129), (1, "registers", 0.125)),  # 136 after rounding up
         (dict(threads=32, registers=96), (20, "registers", 0.3125)),  # 5 in each of 4 register files, not 21
     ],
@@ -113,22 +114,7 @@ def test_occupancy_names_the_resource_that_runs_out(block, expected):
         cost.occupancy((1, 0), **block)
 
 
-def test_peaks_and_the_ridge_between_them():
-    h200 = cost.GPUS["NVIDIA H200"]
-    assert cost.peak_tflops(h200, "fp32") == 66.9 and cost.ridge(h200, "bf16") == pytest.approx(206.1, abs=0.1)
-    with pytest.raises(ValueError, match="bf16"):
-        cost.peak_tflops(cost.GPUS["Tesla T4"], "bf16")
-    assert all(name == gpu.name and gpu.multiprocessor for name, gpu in cost.GPUS.items())
-
-
-def test_a_record_of_other_kernels_is_refused(monkeypatch):
-    assert {row["D"] for row in resources.recorded()["kernels"]} == {64, 128}
-    monkeypatch.setattr(resources, "sources", dict)
-    with pytest.raises(RuntimeError, match="have changed"):
-        resources.recorded()
-
-
-# --- timing -------------------------------------------------------------------------------------------------
+# --- timing and peers ---------------------------------------------------------------------------------------
 
 
 def test_candidates_take_turns_and_each_comes_first():
@@ -170,38 +156,27 @@ def test_the_recorded_launch_takes_at_most_15_microseconds():
     assert set(recorded) == set(launch_cost.calls(*torch.zeros(3, 1, 1, 1, 1)))
 
 
-# --- peers --------------------------------------------------------------------------------------------------
-
-
-def test_peers_compute_attention():
+def test_peers_compute_attention_and_never_fall_back():
     q, k, v = (torch.randn(1, 4, 40, 32) for _ in range(3))
     for name in ("sdpa-flash", "sdpa-math"):
-        assert peers.why_not(name, torch.float32, 32, "cpu") is None
         for heads in (4, 2):
             want, _ = attention.forward(q, k[:, :heads], v[:, :heads], causal=True)
             assert (peers.PEERS[name](q, k[:, :heads], v[:, :heads], True) - want).abs().max() < 1e-5
-
-
-def test_a_peer_says_why_not_and_never_falls_back():
-    assert "GPU" in peers.why_not("sdpa-cudnn", torch.bfloat16, 64, "cpu")
-    x = torch.randn(1, 1, 8, 32)
     with pytest.raises(RuntimeError):
-        peers.PEERS["sdpa-cudnn"](x, x, x)
-    with pytest.raises(ValueError, match="as many queries as keys"):
-        peers.PEERS["sdpa-math"](x[:, :, 1:], x, x, causal=True)
+        peers.PEERS["sdpa-cudnn"](q, k, v)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", peers.PEERS)
 def test_peers_on_the_gpu(name):
-    assert peers.why_not(name, torch.bfloat16, 64) is None
     inputs = grid.make_inputs(grid.Point(1, 2, 100, 64, causal=True), "bf16", "cuda")
     truth = grid.sample_truth(inputs, True)
     for pass_, names in grid.RESULTS.items():
         got = dict(zip(names, grid.Beside(name).call(inputs, True, pass_)(), strict=True))
         assert grid.sample_error(got, truth) < 0.05
     if name in ("sdpa-flash", "sdpa-cudnn"):
-        assert peers.why_not(name, torch.float32, 64)
+        with pytest.raises(RuntimeError):
+            peers.PEERS[name](*(x.float() for x in inputs[1:]))
 
 
 # --- rows ---------------------------------------------------------------------------------------------------
@@ -209,10 +184,10 @@ def test_peers_on_the_gpu(name):
 
 def test_rows_survive_writing_and_reading(tmp_path):
     written = [row(options={"window": 128}), peer_row(), row(gpu="Tesla T4", timing="sustained", watts=70.5)]
-    files = rows.append(written[:1], tmp_path) + rows.append(written[1:], tmp_path)
+    files = rows.append(written, tmp_path)
     assert {file.name for file in files} == {"nvidia-h200.jsonl", "tesla-t4.jsonl"}
     assert rows.read(tmp_path) == written and rows.read(tmp_path / "missing") == []
-    assert list(json.loads(files[0].read_text().splitlines()[0])) == list(rows.FIELDS)
+    assert rows.validate(row() | rows.provenance("cpu", commit="abc123"))["commit"] == "abc123"
     with files[0].open("a") as file:
         file.write(json.dumps({name: value for name, value in row().items() if name != "options"}))
     with pytest.raises(ValueError, match=r"h200\.jsonl:3: .*options is missing"):
@@ -229,16 +204,13 @@ def test_rows_survive_writing_and_reading(tmp_path):
         ({"error": math.nan}, "error is nan"),
         ({"options": None}, "options is None"),
         ({"pass": "forward"}, "pass is"),
-        ({"dtype": "float32"}, "dtype is"),
-        ({"layout": "ring"}, "layout is"),
-        ({"timing": "once"}, "timing is"),
-        ({"watts": "700"}, "watts is"),
-        ({"stage": "step01_fa1_numba"}, "stage is"),
-        ({"peer": "sdpa-math"}, "a peer's row"),
-        ({"source": None}, "needs stage, kernel and source"),
+        ({"stage": "step01_fa1_numba"}, "rule: stage like"),
+        ({"peer": "sdpa-math"}, "either a peer, or stage"),
+        ({"source": None}, "either a peer, or stage"),
         ({"ms_p20": 2.1}, "ms_p20 <= ms_median"),
-        ({"reps": 29}, "fewer than 30"),
-        ({"tflops": 0.0}, "tflops must be"),
+        ({"reps": 29}, "reps >= 30"),
+        ({"tflops": 0.0}, "tflops > 0"),
+        ({"error": -1}, "error >= 0"),
         ({"pass": "matmul"}, "the pass matmul"),
     ],
 )
@@ -248,12 +220,6 @@ def test_a_bad_row_is_refused(tmp_path, changes, word):
     assert not list(tmp_path.iterdir())
 
 
-def test_provenance_fills_its_fields_and_takes_a_commit():
-    found = rows.provenance("cpu", commit="abc123")
-    assert found["commit"] == "abc123" and found["gpu"] == "CPU" and found["n_gpus"] == 0
-    assert rows.validate({**row(), **found})
-
-
 def test_rows_with_a_switch_turned_are_read_only_when_asked_for(tmp_path):
     """With all of their run: what stood beside them would replace what others were compared with."""
     turned = row(kernel="fwd_0_scalar:LAZY=0", run="r2")
@@ -261,12 +227,9 @@ def test_rows_with_a_switch_turned_are_read_only_when_asked_for(tmp_path):
     assert [r["run"] for r in rows.read(tmp_path)] == ["r1"] and rows.read(tmp_path, switched=True)[-1] == turned
 
 
-def test_the_latest_row_of_a_subject_wins():
+def test_the_latest_row_wins_and_a_peer_s_of_the_runs_that_measured_most():
     others = [peer_row(), row(options={"window": 64}), row(timing="sustained"), row(Nk=256)]
     assert rows.latest([row(run="r1"), *others, row(run="r2")]) == [row(run="r2"), *others]
-
-
-def test_a_peer_s_row_is_the_last_of_the_runs_that_measured_most():
     beside_two = [row(run="r1"), row(kernel="other", run="r1"), peer_row(run="r1")]
     again = [{**one, "run": "r2"} for one in beside_two]
     beside_one = [row(kernel="third", run="r3"), peer_row(run="r3")]
@@ -294,7 +257,6 @@ CUDA = '// says\nint f(int x) { /* why\n */ return x + 1; }  const char *s = "a 
         (fingerprint.python_code, PYTHON, "def f(x):", "\n\ndef f( x ):", True),
         (fingerprint.python_code, PYTHON, "    return y", "        return y", False),
         (fingerprint.python_code, PYTHON, "#1", "#2", False),
-        (fingerprint.python_code, PYTHON, "if x", "if not x", False),
         (fingerprint.cuda_code, CUDA, "// says", "// says more\n// than one line", True),
         (fingerprint.cuda_code, CUDA, "why", 'it\'s "why"', True),
         (fingerprint.cuda_code, CUDA, "x + 1", "x+1", True),
@@ -304,9 +266,7 @@ CUDA = '// says\nint f(int x) { /* why\n */ return x + 1; }  const char *s = "a 
 )
 def test_only_code_counts(code, text, old, new, same):
     assert old in text and (code(text.replace(old, new)) == code(text)) == same
-
-
-def test_python_code_is_the_same_text_for_every_python_version():
+    # The same text for every version of Python.
     assert fingerprint.python_code(PYTHON) == 'deff(x):;»ifx:;»y=f"{x}{}";y+="#1";«returny;«'
 
 
@@ -314,7 +274,6 @@ def test_python_code_is_the_same_text_for_every_python_version():
     "stage, kernel, files",
     [
         ("01_fa1_numba", "bwd_2_registers", {"bwd_2_registers.py", "fwd_2_registers.py", "fwd_0_published.py"}),
-        ("02_fa2_cuda", "fwd_5_fa2", {"fwd_5_fa2.cu", "ptx.cuh"}),
         ("02_fa2_cuda", "fwd_8_hopper:LAZY=0", {"fwd_8_hopper.cu", "ptx.cuh", "wgmma.py"}),
         ("02_fa2_cuda", "fwd_0_scalar+bwd_0_scalar", {"fwd_0_scalar.cu", "bwd_0_scalar.cu", "ptx.cuh"}),
         ("02_fa2_cuda", "fwd_5_fa2+bwd_9_none", set()),
@@ -346,30 +305,33 @@ def test_a_launch_is_that_of_the_row_s_switches_and_gpu():
     assert small != large
 
 
-def test_what_is_gone_or_has_changed_is_stale():
+def test_what_is_gone_or_has_changed_is_stale(monkeypatch):
     assert not fingerprint.is_stale(of_02(source=fingerprint.row_hash(of_02())))
     assert fingerprint.fresh([peer_row(), of_02()]) == [peer_row()] and fingerprint.is_stale(of_02())
     for gone in (of_02(D=7), of_02("fwd_9_none"), row(kernel="fwd_9_none"), row(stage="09_none")):
         assert fingerprint.row_hash(gone) is None and fingerprint.is_stale(gone)
+    monkeypatch.setattr(resources, "sources", dict)
+    with pytest.raises(RuntimeError, match="have changed"):
+        resources.recorded()
 
 
 def test_a_record_is_signed_only_if_it_was_fresh_and_launches_and_compiles_alike(monkeypatch):
     def record(**changes):
         return {name: of_02()[name] for name in sign.FIELDS} | changes
 
-    launches = json.loads(json.dumps(fingerprint.launches(record())))
-    monkeypatch.setattr(sign, "inside", lambda tree, *_: ([launches, launches, None, {}, {}, {}], {"fwd_5_fa2": tree}))
-    builds = []
-
-    def compiled(text, macros, arch):
-        builds.append(macros)
-        return text if dict(macros)["T"] == "fp16" else b"the same"
-
-    monkeypatch.setattr(sign, "compiled", compiled)
-    tried = [record(), record(D=128), record(D=96), record(D=7), record(dtype="fp16"), record(stage="03_triton")]
-    stale, code = "stale in the old tree, too", "other code"
-    reasons = [None, "another launch", stale, code, "other machine code", code]
-    assert sign.verdicts(tried, "old tree") == reasons and len(builds) == 4  # two builds, each once in a tree
+    cases = [
+        (record(), None),
+        (record(D=128), "other machine code"),  # compiled() below
+        (record(D=96), "stale in the old tree, too"),
+        (record(dtype="fp16"), "another launch"),
+        (record(D=7), "other code"),
+        (record(stage="03_triton"), "other code"),
+    ]
+    tried = [one for one, _ in cases]
+    launched = [json.loads(json.dumps(fingerprint.launches(one))) for one in tried[:2]] + [None, {}, {}, {}]
+    monkeypatch.setattr(sign, "inside", lambda tree, *_: (launched, {"fwd_5_fa2": tree}))
+    monkeypatch.setattr(sign, "compiled", lambda text, macros, arch: text if ("D", "128") in macros else b"the same")
+    assert sign.verdicts(tried, "old tree") == [reason for _, reason in cases]
 
 
 @pytest.mark.compile
@@ -383,27 +345,21 @@ def test_machine_code_depends_on_code_and_macros_only():
     assert sign.compiled(text, (), "sm_80") is None and sign.compiled(None, (), "sm_80") is None
 
 
-# --- measure ------------------------------------------------------------------------------------------------
+# --- measure and plans --------------------------------------------------------------------------------------
 
 
-def matrix(q, k, v, *, causal=False, scale=None):
-    out, lse = attention.forward(q, k, v, causal=causal, scale=scale)
+def matrix(q, k, v, *, causal=False):
+    out, lse = attention.forward(q, k, v, causal=causal)
     return out.to(q.dtype), lse.float()
 
 
-def matrix_backward(dout, q, k, v, out, lse, *, causal=False, scale=None):
-    return tuple(x.to(q.dtype) for x in attention.backward(dout, q, k, v, causal=causal, scale=scale))
+def matrix_backward(dout, q, k, v, out, lse, *, causal=False):
+    return tuple(x.to(q.dtype) for x in attention.backward(dout, q, k, v, causal=causal))
 
 
 def candidate(**changes):
     kernels = dict(stage="00_naive", fwd_kernel="fwd_1_matrix", bwd_kernel="bwd_1_matrix")
     return grid.Candidate(**{**kernels, "forward": matrix, "backward": matrix_backward, **changes})
-
-
-@pytest.fixture
-def hashed(monkeypatch):
-    """Every kernel name has a file."""
-    monkeypatch.setattr(fingerprint, "source_files", lambda *_: [Path(__file__)])
 
 
 SMALL = (grid.Point(2, 4, 20, 8, causal=True, Hk=2),)
@@ -416,11 +372,10 @@ def measured(candidates, points=SMALL, **options):
     return list(grid.measure(candidates, grid=points, say=said.append, **{**how, **options})), said
 
 
-def test_measure_yields_a_row_for_each_pass_with_the_peer_in_the_same_run(hashed):
+def test_measure_yields_a_row_for_each_pass_with_the_peer_in_the_same_run():
     found, said = measured([candidate()], passes=("fwd", "bwd"))
-    own = {"fwd": "fwd_1_matrix", "bwd": "bwd_1_matrix"}
-    both = [(name, pass_) for pass_, kernel in own.items() for name in (kernel, "sdpa-math")]
-    assert [(r["kernel"] or r["peer"], r["pass"]) for r in found] == both
+    who = [("fwd_1_matrix", "fwd"), ("sdpa-math", "fwd"), ("bwd_1_matrix", "bwd"), ("sdpa-math", "bwd")]
+    assert [(r["kernel"] or r["peer"], r["pass"]) for r in found] == who
     assert len({r["run"] for r in found}) == 1 and not said
     for r in found:
         assert r["error"] < 1e-5 and r["commit"] == "c" and r["timing"] == "interleaved"
@@ -428,7 +383,7 @@ def test_measure_yields_a_row_for_each_pass_with_the_peer_in_the_same_run(hashed
         assert r["tflops"] == pytest.approx(flops / (r["ms_median"] * 1e-3) / 1e12)
 
 
-def test_keys_may_be_more_or_fewer_than_queries(hashed):
+def test_keys_may_be_more_or_fewer_than_queries():
     points = [grid.Point(1, 2, 20, 8, Nk=30), grid.Point(1, 2, 20, 8, causal=True, Nk=30)]
     found, said = measured([candidate()], points)
     assert [(r["peer"], r["N"], r["Nk"]) for r in found] == [(None, 20, 30), ("sdpa-math", 20, 30), (None, 20, 30)]
@@ -437,7 +392,7 @@ def test_keys_may_be_more_or_fewer_than_queries(hashed):
 
 
 @pytest.mark.parametrize("pass_, name", [("fwd", "forward"), ("bwd", "backward")])
-def test_the_error_is_the_kernels_own(hashed, pass_, name):
+def test_the_error_is_the_kernels_own(pass_, name):
     def off(*args, **options):
         first, *others = (matrix if name == "forward" else matrix_backward)(*args, **options)
         first[-1, -1, -1, -1] += 0.25
@@ -447,7 +402,7 @@ def test_the_error_is_the_kernels_own(hashed, pass_, name):
     assert found[0]["error"] == pytest.approx(0.25, abs=1e-4) and found[1]["error"] < 1e-5
 
 
-def test_who_cannot_take_part_is_left_out_with_a_reason(hashed):
+def test_who_cannot_take_part_is_left_out_with_a_reason_given_once():
     def broken(*args, **options):
         raise RuntimeError("out of paper\nsecond line")
 
@@ -457,22 +412,17 @@ def test_who_cannot_take_part_is_left_out_with_a_reason(hashed):
 
     wrong = {
         "take fp32": dict(dtypes=("bf16",)),
-        "head_dim 8": dict(head_dims=(64,)),
-        "K/V heads": dict(gqa=False),
         "RuntimeError: out of paper": dict(forward=broken),
         "not finite": dict(forward=nan),
+        "no kernel of this name": dict(fwd_kernel="fwd_9_none"),
     }
-    tried = [candidate(fwd_kernel=f"fwd_{n}", **changes) for n, changes in enumerate(wrong.values())]
-    found, said = measured(tried, points=SMALL * 2, peers=("sdpa-cudnn",))
-    assert not found and all(reason in line for reason, line in zip([*wrong, "NVIDIA GPU"], said, strict=True))
+    for reason, changes in wrong.items():
+        found, said = measured([candidate(**changes)], points=SMALL * 2, peers=())
+        assert not found and len(said) == 1 and reason in said[0]
     assert "has no backward" in measured([candidate(backward=None)], passes=("bwd",))[1][0]
 
 
-def test_a_kernel_without_files_is_left_out():
-    assert "no kernel of this name" in measured([candidate(fwd_kernel="fwd_9_none")])[1][0]
-
-
-def test_who_is_too_slow_is_not_tried_at_larger_sizes(hashed):
+def test_who_is_too_slow_is_not_tried_at_larger_sizes():
     tried = []
 
     def slow(q, k, v, *, causal=False):
@@ -486,15 +436,14 @@ def test_who_is_too_slow_is_not_tried_at_larger_sizes(hashed):
     assert measured([candidate()], until=0.0)[0] == [], "no point is begun when the time is up"
 
 
-def test_a_matrix_product_is_measured_with_every_group(hashed, monkeypatch):
+def test_a_matrix_product_is_measured_with_every_group(monkeypatch):
     monkeypatch.setattr(peers, "MATMUL_SIZE", 48)
     monkeypatch.setattr(grid, "MATMUL_SIZE", 48)
     found, _ = measured([candidate()], points=SMALL * 2, peers=(), with_matmul=True)
-    product = [r for r in found if r["peer"] == "matmul"]
-    assert [r["kernel"] for r in found] == ["fwd_1_matrix", None] * 2 and len({r["run"] for r in found}) == 1
-    assert all((r["pass"], r["N"], r["Nk"], r["D"], r["causal"]) == ("matmul", 48, 48, 48, False) for r in product)
-    assert product[0]["tflops"] == pytest.approx(2 * 48**3 / product[0]["ms_median"] / 1e9)
-    assert product[0]["error"] < 1e-4
+    assert [r["kernel"] or r["peer"] for r in found] == ["fwd_1_matrix", "matmul"] * 2
+    product = found[1]
+    assert product["run"] == found[0]["run"] and [product[name] for name in ("N", "Nk", "D")] == [48] * 3
+    assert product["tflops"] == pytest.approx(2 * 48**3 / product["ms_median"] / 1e9) and product["error"] < 1e-4
 
 
 def test_inputs_are_random_and_repeatable():
@@ -504,28 +453,21 @@ def test_inputs_are_random_and_repeatable():
     assert all(abs(x.float().std() - 1) < 0.1 for x in first) and not torch.equal(first[0], first[1])
 
 
-# --- plans --------------------------------------------------------------------------------------------------
-
-
 def test_the_plan_names_rungs_and_peers_that_there_are():
     parts = [part for parts in plans.PLANS.values() for part in parts]
     for part in parts:
         assert set(part.peers) <= set(peers.PEERS) and set(part.dtypes) <= set(rows.DTYPES)
         assert {(p.B * p.N, p.H * p.D) for p in part.grid} == {(16384, 2048)}, "the papers'"
-        for rung in part.rungs:
-            assert list(STAGE_02.glob(f"fwd_*_{rung}.cu"))
-            assert "bwd" not in part.passes or list(STAGE_02.glob(f"bwd_*_{rung}.cu"))
+        assert all(list(STAGE_02.glob(f"{pass_}_*_{rung}.cu")) for pass_ in part.passes for rung in part.rungs)
     measured_forward = {rung for part in parts if "fwd" in part.passes for rung in part.rungs}
     assert measured_forward == {path.stem.split("_", 2)[2] for path in STAGE_02.glob("fwd_*.cu")}
 
 
 def test_a_backward_is_measured_only_under_the_rung_that_owns_it():
-    backward = {c.fwd_kernel: c.bwd_kernel for c in plans.entrants("02") if c.backward}
-    assert backward["fwd_0_scalar"] == "bwd_0_scalar" and backward["fwd_5_fa2"] == "bwd_1_fa2"
+    found = {c.fwd_kernel: c for c in plans.entrants("02")}
+    assert found["fwd_5_fa2"].bwd_kernel == "bwd_1_fa2" and found["fwd_2_mma"].backward is None
     (scalar,) = plans.entrants("02", "scalar")
-    assert scalar.dtypes == ["fp32"] and 128 not in scalar.head_dims and scalar.kernel("bwd") == "bwd_0_scalar"
-    (mma,) = plans.entrants("02", "mma")
-    assert mma.bwd_kernel is None and mma.backward is None and "fp32" not in mma.dtypes
+    assert scalar.dtypes == ["fp32"] and scalar.kernel("bwd") == "bwd_0_scalar"
 
 
 def test_switches_are_the_macros_that_are_0_or_1_or_an_expression_unless_defined():
@@ -567,39 +509,39 @@ old
 def test_the_report_fills_readme_from_fresh_rows_only(tmp_path):
     folder, readme = tmp_path / "steps" / "step01_fa1_numba", tmp_path / "README.md"
     folder.mkdir(parents=True)
-    for name in ("fwd_0_scalar.py", "fwd_1_warp.py"):
-        (folder / name).write_text("x = 1\n")
+    (folder / "fwd_0_scalar.py").write_text("x = 1\n")
     readme.write_text(README)
-    fresh = row(source=fingerprint.code_hash("01_fa1_numba", "fwd_0_scalar", tmp_path), tflops=888.0)
-    found = [fresh | other for other in ({"dtype": "fp32"}, {"options": {"window": 64}}, {"timing": "sustained"})]
-    for N, tflops in ((512, 100.0), (1024, 123.4)):
-        found += [fresh | dict(N=N, Nk=N, tflops=tflops), peer_row(N=N, Nk=N, tflops=2 * tflops)]
-    rows.append([*found, row(kernel="fwd_1_warp", tflops=777.0)], tmp_path / "steps" / "bench" / "results")
+    fresh = row(source=fingerprint.code_hash("01_fa1_numba", "fwd_0_scalar", tmp_path))
+    others = ({"dtype": "fp32"}, {"options": {"window": 64}}, {"timing": "sustained"}, {"kernel": "fwd_1_warp"})
+    found = [fresh | other | {"tflops": 888.0} for other in others]
+    found += [fresh | dict(N=512, tflops=100.0), fresh | dict(N=1024, tflops=123.4)]
+    # The peer's row at N = 1024 is of another run, and its row with another Nk of another setting.
+    found += [peer_row(tflops=200.0), peer_row(N=1024, tflops=150.0, run="r2"), peer_row(tflops=400.0, Nk=9, D=80)]
+    rows.append(found, tmp_path / "steps" / "bench" / "results")
 
     assert exit_code(report.main, check=True, root=tmp_path) == 1 and readme.read_text() == README
     assert exit_code(report.main, root=tmp_path) == 0 == exit_code(report.main, check=True, root=tmp_path)
     text = readme.read_text()
-    assert "| 01 fwd_0_scalar | 100 | 123 | 50% | 1.0e-03 |\n| sdpa-flash | 200 | 247 | – | 1.0e-03 |" in text
+    assert "| 01 fwd_0_scalar | 100 | 123 | 50% | 1.0e-03 |\n| sdpa-flash | 200 | 150 | – | 1.0e-03 |" in text
     assert "Changed since it was measured, and not shown: 01 fwd_1_warp." in text
-    assert not re.search("777|888|\nold\n", text) and f"<!-- ladder -->\n{report.EMPTY}" in text
+    assert not re.search("888|\nold\n", text) and f"<!-- ladder -->\n{report.EMPTY}" in text
 
     (folder / "fwd_0_scalar.py").write_text("x = 2\n")
     report.main(root=tmp_path)
-    text = readme.read_text()
-    assert "| 01 fwd_0_scalar" not in text and "sdpa-flash" in text
-    assert "and not shown: 01 fwd_0_scalar, 01 fwd_1_warp." in text
+    assert "and not shown: 01 fwd_0_scalar, 01 fwd_1_warp." in readme.read_text()
+    with pytest.raises(ValueError, match="no such field: head"):
+        report.render(README.replace("D=64", "head=64"), [])
 
 
 def ladder_rows(tflops=50.0):
     """Rows of three rungs of stage 02, with their peers and a matrix product."""
     at = dict(N=4096, Nk=4096)
-    product = peer_row(N=8192, Nk=8192, D=8192, H=1, Hk=1, tflops=800.0) | {"peer": "matmul", "pass": "matmul"}
     return [
         of_02("fwd_0_scalar", tflops=4.0, dtype="fp32", **at),
         of_02("fwd_2_mma", tflops=tflops, D=128, **at),
         of_02("bwd_0_scalar", tflops=1.5, dtype="fp32", **at, **{"pass": "bwd"}),
         peer_row(**at, D=128, tflops=340.0),
-        product,
+        peer_row(N=8192, Nk=8192, D=8192, tflops=800.0, peer="matmul", **{"pass": "matmul"}),
     ]
 
 
@@ -616,12 +558,9 @@ def test_the_ladder_shows_each_rung_once_and_says_what_differs():
     assert plots.ladder_numbers(more) is None and plots.ladder_numbers(some) == {
         "gpu": "NVIDIA H200",
         "matmul": 800.0,
-        "fwd": {"rungs": [("scalar", 4.0, "fp32\nD=64"), ("mma", 50.0, "")], "peers": {"sdpa-flash": 340.0}},
-        "bwd": {"rungs": [("scalar", 1.5, "fp32\nD=64")], "peers": {}},
+        "fwd": {"rungs": [["scalar", 4.0, "fp32\nD=64"], ["mma", 50.0, ""]], "peers": {"sdpa-flash": 340.0}},
+        "bwd": {"rungs": [["scalar", 1.5, "fp32\nD=64"]], "peers": {}},
     }
-    forward, backward = plots.ladder(some).axes
-    assert [bar.get_height() for bar in forward.patches] == [4.0, 50.0] and forward.lines[0].get_ydata()[0] == 340
-    assert [bar.get_height() for bar in backward.patches] == [1.5] and forward.get_ylim()[1] >= 800
 
 
 def test_the_picture_is_drawn_again_when_only_its_numbers_change(tmp_path, monkeypatch):
@@ -634,24 +573,13 @@ def test_the_picture_is_drawn_again_when_only_its_numbers_change(tmp_path, monke
     rows.append(ladder_rows(tflops=60.0), results)  # README says the same, the picture does not
     assert exit_code(report.main, check=True, root=tmp_path) == 1
     report.main(root=tmp_path)
-    assert json.loads(report.ladder_in(picture))["fwd"]["rungs"][1][1] == 60.0
+    assert report.ladder_in(picture)["fwd"]["rungs"][1][1] == 60.0
     monkeypatch.setattr(report, "fresh", lambda found, root: found[:1])
     report.main(root=tmp_path)
     assert not picture.exists() and "ladder.png" not in readme.read_text()
 
 
-def test_the_share_of_a_peer_is_taken_within_one_run_and_setting():
-    others = [peer_row(run="r2", tflops=400.0), peer_row(run="r1", Nk=9, tflops=400.0)]
-    beside = [peer_row(run="r1", tflops=100.0), *others]
-    assert report._of_best_peer([row(run="r1", tflops=50.0)], beside) == "50%"
-
-
-def test_an_unknown_field_in_a_marker_raises():
-    with pytest.raises(ValueError, match="no such field: head"):
-        report.render(README.replace("D=64", "head=64"), [])
-
-
-def test_figures_show_every_kernel_and_peer_and_mix_no_settings():
+def test_figures_show_every_number_and_mix_no_settings():
     some = [row(N=512), row(N=1024, tflops=4.0), peer_row(N=512), peer_row(N=1024)]
     lines = plots.speed_lines(some).axes[0].lines
     assert [line.get_label() for line in lines] == ["01 fwd_0_scalar", "sdpa-flash"]
@@ -663,6 +591,13 @@ def test_figures_show_every_kernel_and_peer_and_mix_no_settings():
     assert [bar.get_width() for bar in bars.patches] == [3.0, 9.0]
     with pytest.raises(ValueError, match="one row for each"):
         plots.speed_bars(some)
+    forward, backward = plots.ladder(ladder_rows()).axes
+    assert [bar.get_height() for bar in forward.patches] == [4.0, 50.0] and forward.lines[0].get_ydata()[0] == 340
+    assert [bar.get_height() for bar in backward.patches] == [1.5] and forward.get_ylim()[1] >= 800
+
+
+def test_a_line_of_text_shows_the_speed_its_spread_and_the_error():
+    assert report.line(row()).endswith("2 ms ±25.0%, 3 TFLOP/s, error 1e-03")
 
 
 # --- gpu_check ----------------------------------------------------------------------------------------------
@@ -681,6 +616,8 @@ HOST = """========= Host API memory access error at host access to 0x7f11cc88420
 4 passed
 ========= ERROR SUMMARY: 1 error
 """
+UNKNOWN = "========= Uninitialized __global__ memory read of size 4 bytes\n"
+READER = "02_fa2_cuda/bwd_2_wgmma"
 
 
 @pytest.mark.parametrize(
@@ -688,7 +625,6 @@ HOST = """========= Host API memory access error at host access to 0x7f11cc88420
     [
         (CLEAN, 0, "clean"),
         (NO_RACE, 0, "clean"),
-        (CLEAN.replace("0 errors", "1 error"), 0, "problems"),
         (CLEAN + "========= ERROR SUMMARY: 4 errors\n", 0, "problems"),
         (NO_RACE.replace("0 hazards displayed (0 errors, 0", "2 hazards displayed (0 errors, 2"), 0, "problems"),
         (CLEAN.replace("12 passed", "12 skipped"), 0, "nothing ran"),
@@ -700,39 +636,30 @@ def test_a_sanitizer_is_clean_only_if_it_finished_and_tests_ran(output, code, st
     assert gpu_check.verdict(gpu_check.parse_sanitizer(output), code) == status
 
 
-def test_reports_are_kept_without_addresses_and_counts():
-    found = gpu_check.parse_sanitizer(RACE)
-    assert found["problems"] == 1 and found["passed"] == 4 and len(found["summaries"]) == 1
-    where = "Write access at attention_backward in ptx.cuh:7 and Read access at attention_backward in bwd_2_wgmma.cu:55"
-    assert found["reports"] == [f"Error: Race reported between {where}"]
-
-
-def sanitized(monkeypatch, output, planted="", tool="racecheck", what="02_fa2_cuda/bwd_2_wgmma"):
-    """The outcome if the tool prints `output`, and `planted` for the copy with a race."""
-
+@pytest.mark.parametrize(
+    "tool, what, output, with_a_race, outcome",
+    [
+        ("initcheck", READER, HOST, "", {"status": "listed", "problems": 1}),  # a known report of a known kernel
+        ("initcheck", READER, UNKNOWN + HOST, "", {"status": "problems"}),
+        ("initcheck", "02_fa2_cuda/bwd_1_fa2", HOST, "", {"status": "problems"}),
+        ("memcheck", READER, HOST, "", {"status": "problems"}),
+        ("racecheck", READER, NO_RACE, RACE, {"planted": "seen"}),  # a planted race has to add a report
+        ("racecheck", READER, NO_RACE, NO_RACE, {"planted": "not seen"}),
+        ("racecheck", READER, RACE, RACE, {"planted": "not seen", "problems": 1, "passed": 4}),
+        ("racecheck", READER, NO_RACE, "Traceback: it does not compile", {"planted": "failed"}),
+    ],
+)
+def test_what_is_known_is_listed_and_what_is_planted_is_seen(monkeypatch, tool, what, output, with_a_race, outcome):
     def run(command, limit, **_):
-        return 0, planted if "--planted" in command else output, 1.0
+        return 0, with_a_race if "--planted" in command else output, 1.0
 
     monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: "compute-sanitizer")
     monkeypatch.setattr(gpu_check, "run_limited", run)
-    return gpu_check.sanitize(tool, what, 300)
-
-
-def test_a_report_is_listed_only_if_it_is_of_a_known_kind_and_kernel(monkeypatch):
-    known = sanitized(monkeypatch, HOST, tool="initcheck")
-    assert known["status"] == "listed" and "tma_store" in known["listed"] and known["problems"] == 1
-    unknown = "========= Uninitialized __global__ memory read of size 4 bytes\n"
-    assert sanitized(monkeypatch, unknown + HOST, tool="initcheck")["status"] == "problems"
-    assert sanitized(monkeypatch, HOST, tool="memcheck")["status"] == "problems"
-    assert sanitized(monkeypatch, HOST, tool="initcheck", what="02_fa2_cuda/bwd_1_fa2")["status"] == "problems"
-
-
-def test_a_planted_race_is_seen_only_if_it_adds_a_report(monkeypatch):
-    assert sanitized(monkeypatch, NO_RACE, planted=RACE)["planted"] == "seen"
-    assert sanitized(monkeypatch, NO_RACE, planted=NO_RACE)["planted"] == "not seen"
-    assert sanitized(monkeypatch, RACE, planted=RACE)["planted"] == "not seen"
-    assert sanitized(monkeypatch, NO_RACE, planted="Traceback: it does not compile")["planted"] == "failed"
-    assert "planted" not in sanitized(monkeypatch, CLEAN, tool="memcheck")
+    found = gpu_check.sanitize(tool, what, 300)
+    assert found | outcome == found and ("planted" in found) == (tool == "racecheck")
+    if output == RACE:  # without addresses and counts, which differ from run to run
+        where = "Write access at attention_backward in ptx.cuh:7 and Read access at attention_backward in bwd_2_wgmma"
+        assert found["reports"] == [f"Error: Race reported between {where}.cu:55"]
 
 
 def test_a_time_limit_is_recorded_as_a_time_limit(monkeypatch):
@@ -743,63 +670,63 @@ def test_a_time_limit_is_recorded_as_a_time_limit(monkeypatch):
     assert gpu_check.run_suite("suite", 2, 300)["status"] == "timeout"
 
 
-def test_junit_counts():
-    kinds = "", "<failure/>", "<error/>", '<skipped message="needs a GPU"/>'
-    cases = (f'<testcase classname="a" name="t{n}">{kind}</testcase>' for n, kind in enumerate(kinds))
-    found = gpu_check.parse_junit(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    counts = {"passed": 1, "failed": 2, "skipped": 1}
-    assert found == {**counts, "failures": ["a::t1", "a::t2"], "skips": {"needs a GPU": 1}}
+def test_a_suite_passes_only_if_tests_passed_and_none_failed(monkeypatch):
+    ends = "FAILED a.py::t[a b] - assert 0\nERROR a.py::u\nSKIPPED [3] a.py:9: needs a GPU: yes\n1 passed in 1s"
+    found = {"passed": 1, "failed": 2, "skipped": 3, "failures": ["a.py::t[a b]", "a.py::u"]}
+    assert gpu_check.parse_suite(ends) == {**found, "skips": {"needs a GPU: yes": 3}}
+    for code, output, status in ((0, "1 passed", "passed"), (0, "1 skipped", "failed"), (1, ends, "failed")):
+        monkeypatch.setattr(gpu_check, "run_limited", lambda *_, end=(code, output, 1.0): end)
+        assert gpu_check.run_suite("suite", 2, 300)["status"] == status
 
 
-def test_outcomes_are_kept_only_for_the_same_code():
+def test_outcomes_are_kept_only_for_the_same_code_and_machine():
     machine = dict(gpu="g", driver="d", cuda="c", torch="t", triton="x", python="p")
     old = {**machine, "sources": {"k": "1"}, "outcomes": {"suite": "old", "memcheck a": "old"}}
     new = {**machine, "sources": {"k": "1"}, "outcomes": {"suite": "new"}}
     assert gpu_check.merge(old, new)["outcomes"] == {"suite": "new", "memcheck a": "old"}
-    assert gpu_check.merge(old, {**new, "sources": {"k": "2"}})["outcomes"] == {"suite": "new"}
+    for other in ({"sources": {"k": "2"}}, {"driver": "e"}):
+        assert gpu_check.merge(old, new | other)["outcomes"] == {"suite": "new"}
     assert gpu_check.merge({}, new) == new
 
 
 def test_the_outcomes_are_written_and_decide_the_exit_code(tmp_path, monkeypatch, capsys):
     status = dict.fromkeys(gpu_check.TOOLS, "clean")
-    machine = rows.provenance("cpu", commit="c") | {"gpu": "NVIDIA H200"}
+    machine = rows.provenance("cpu", commit="c")
     monkeypatch.setattr(rows, "provenance", lambda **_: machine)
     monkeypatch.setattr(gpu_check, "run_suite", lambda *_: {"status": "passed", "passed": 7, "seconds": 1})
     monkeypatch.setattr(gpu_check, "sanitize", lambda tool, what, *_: {"status": status[tool]})
-    if engine.name == "cpu":
-        assert exit_code(gpu_check.main, out=tmp_path) == 1 and not list(tmp_path.iterdir())
-    monkeypatch.setattr(gpu_check, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        gpu_check.main(out=tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert exit_code(gpu_check.main, out=tmp_path) == 0
     status["racecheck"] = "timeout"
-    assert exit_code(gpu_check.main, out=tmp_path, only="racecheck", stages="03_triton") == 1
-    written = rows.read_record("checks", folder=tmp_path)
+    assert exit_code(gpu_check.main, out=tmp_path, only="racecheck 03_triton") == 1
+    written = rows.read_record("checks", "CPU", tmp_path)
     assert len(written["outcomes"]) == len(gpu_check.SUITES) + 4 * len(gpu_check.SANITIZED)
-    assert written["outcomes"]["racecheck 03_triton"] == {"status": "timeout"}
-    assert written["outcomes"]["suite"]["passed"] == 7 and written["commit"] == "c"
-    assert written["sources"] == gpu_check.kernel_hashes() and "00_naive/fwd_3_tiled" in written["sources"]
-    assert all(re.fullmatch("[0-9a-f]{12}", source) for source in written["sources"].values())
+    assert written["outcomes"]["racecheck 03_triton"] == {"status": "timeout"} and written["commit"] == "c"
+    assert written["sources"]["00_naive/fwd_3_tiled"] == fingerprint.code_hash("00_naive", "fwd_3_tiled")
     status["racecheck"] = "listed"
     assert exit_code(gpu_check.main, out=tmp_path, only="racecheck") == 0
+    assert exit_code(gpu_check.main, out=tmp_path, only="no such check") == 1
     assert exit_code(gpu_check.main, out=tmp_path, minutes=0) == 1
-    assert "no time for: suite" in capsys.readouterr().out
+    assert "suite: no time left" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_check, "run_all", lambda *_: [("suite", {"status": "passed"}), ("racecheck a", None)])
+    assert exit_code(gpu_check.main, out=tmp_path) == 1
 
 
-def test_every_kernel_of_the_gpu_stages_is_sanitized_alone_or_with_its_stage():
+def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
     kernels = {path.stem for path in STAGE_02.glob("*.cu")}
     assert {f"02_fa2_cuda/{kernel}" for kernel in kernels} | {"01_fa1_numba", "03_triton"} == set(gpu_check.SANITIZED)
-    assert all(f"test_step{what}.py" in "".join(how) for what, how in gpu_check.SANITIZED.items() if "/" not in what)
     assert set(sanitized_kernels.PLANTED) == kernels
-
-
-@pytest.mark.parametrize("kernel", sanitized_kernels.PLANTED)
-def test_the_planted_copy_has_one_other_line(kernel):
-    text = (sanitized_kernels.STAGE / f"{kernel}.cu").read_text()
-    planted = sanitized_kernels.with_a_race(text, kernel)
-    changed = [(a, b) for a, b in zip(text.splitlines(), planted.splitlines(), strict=True) if a != b]
-    assert len([a for a, _ in changed if "Spill budget" not in a]) == 1
-    assert re.search("barrier|syncthreads", changed[-1][0])
-    with pytest.raises(ValueError, match="0 lines"):
-        sanitized_kernels.with_a_race(planted, kernel)
+    for kernel in kernels:
+        text = (STAGE_02 / f"{kernel}.cu").read_text()
+        planted = sanitized_kernels.with_a_race(text, kernel)
+        changed = [a for a, b in zip(text.splitlines(), planted.splitlines(), strict=True) if a != b]
+        (line,) = (a for a in changed if "Spill budget" not in a)
+        assert re.search("barrier|syncthreads", line)
+        with pytest.raises(ValueError, match="0 lines"):
+            sanitized_kernels.with_a_race(planted, kernel)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="without a GPU stage 02 needs g++, and there is none")
@@ -825,22 +752,21 @@ NCU = """==PROF== Profiling "attention_forward" - 2: 0%....50%....100% - 8 passe
 def test_ncus_table_is_parsed_without_its_units_and_what_has_no_value():
     metrics = {"bank_conflicts": "l1.sum", "registers": "launch__registers", "missing": "not__there.sum"}
     assert profile.parse(NCU, metrics) == {"bank_conflicts": 1234567.0}
-    line = next(line for line in NCU.splitlines() if line.startswith('"0"'))
-    for output in (NCU.replace(line, f"{line}\n{line}"), NCU.replace(line + "\n", ""), "==ERROR== no device"):
+    line = '"0","attention_forward","41.25","1,234,567","n/a"\n'
+    for output in (NCU.replace(line, 2 * line), NCU.replace(line, ""), "==ERROR== no device"):
         with pytest.raises(ValueError, match="kernels, not 1"):
             profile.parse(output, metrics)
 
 
-def test_a_profile_is_of_the_rungs_that_ncu_read_and_shown_while_they_are_as_they_were(tmp_path, monkeypatch):
-    def run(words, limit):
+def test_a_profile_is_of_the_rungs_that_ncu_read_and_shown_while_they_are_as_they_were(tmp_path, monkeypatch, capsys):
+    def run(words):
         if words[-1] == "mma":
-            raise RuntimeError("ncu ... failed")
+            raise subprocess.CalledProcessError(1, "ncu", "==ERROR== no permission")
         return NCU if "--metrics" in words else "Version 2025.3.1.0"
 
-    said = []
     monkeypatch.setattr(profile, "run", run)
-    found = profile.profile("ncu", "NVIDIA H200", 9, said.append)
-    assert set(found["rungs"]) == set(profile.RUNGS) - {"mma"} and said == ["mma: ncu ... failed"]
+    found = profile.profile("ncu", "NVIDIA H200")
+    assert set(found["rungs"]) == set(profile.RUNGS) - {"mma"} and "no permission" in capsys.readouterr().out
     found["rungs"]["hopper"]["source"] = "0" * 12
     rows.write_record("profile", found, tmp_path)
     assert profile.read(tmp_path) == dict.fromkeys(("ldmatrix", "fa2"), {"tensor_pipe": 41.25})

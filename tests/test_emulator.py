@@ -1,8 +1,12 @@
 """Stage 02's CPU emulation of CUDA: what it computes, what it refuses, and which planted bugs it catches."""
 
 import functools
+import platform
 import re
-from ctypes import c_int
+import signal
+import time
+from ctypes import c_float, c_int
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,9 @@ SCHEDULES = [("forward", "forward", 0), ("reverse", "reverse", 0), ("random", "r
 
 KERNELS = """
 #include "ptx.cuh"
+#ifndef T
+#define T bf16
+#endif
 
 extern "C" __global__ void mirror(Global<const float> x, Global<float> y) {
   SharedMemory smem;
@@ -28,6 +35,16 @@ extern "C" __global__ void mirror(Global<const float> x, Global<float> y) {
 extern "C" __global__ void unwritten(Global<float> y) {
   SharedMemory smem;
   y[threadIdx.x] = smem.array<float>(blockDim.x)[threadIdx.x];
+}
+
+extern "C" __global__ void used(Global<const T> x, Global<T> y, Global<float> sum, int written) {
+  SharedMemory smem;
+  Shared<T> tile = smem.array<T>(32);
+  int t = threadIdx.x;
+  if (written) tile[t] = x[t];
+  float number = 3 - 2 * to_float(tile[t]);
+  atomicAdd(&sum[0], number);
+  y[t] = T{uint16_t(pack<T>(number, number))};
 }
 
 extern "C" __global__ void shared_access(Global<float> y, int i) {
@@ -75,6 +92,24 @@ extern "C" __global__ void two_barriers() {
 extern "C" __global__ void take_turns(Global<int> turns, Global<int> counter) {
   turns[atomicAdd(&counter[0], 1)] = blockIdx.x * blockDim.x + threadIdx.x;
 }
+
+extern "C" __global__ void rounded_once(Global<float> y, float a, float b, float c) {
+  y[0] = a * b - c;
+  y[1] = __fmul_rn(a, b) - c;
+}
+
+extern "C" __global__ void two_blocks(Global<float> y, int how, Global<int> turn) {
+  if (how == 0) y[blockIdx.x] = 1;
+  if (how == 1) atomicAdd(&y[0], 1);
+  if (how == 2) atomic_add_4(y, 1, 1, 1, 1);
+  if (how == 3) y[blockIdx.x / 2] += 1;  // the blocks 0 and 1, and the blocks 2 and 3
+  if (how == 4) store_16(y, {1 + blockIdx.x, 1, 1, 1});
+  if (how == 5) atomicAdd(&turn[0], 1), y[0] = blockIdx.x + 1;  // only the other array is added to atomically
+}
+
+extern "C" __global__ void endless() {
+  for (int i = 0; i < 300000; i++) __syncthreads();
+}
 """
 
 
@@ -117,6 +152,20 @@ def test_shared_memory_starts_as_nan(run):
     y = torch.zeros(32)
     run("unwritten", y, shared_bytes=128)
     assert y.isnan().all()
+
+
+@pytest.mark.parametrize("T, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_shared_memory_that_nobody_wrote_is_named(run, T, dtype):
+    """Even after arithmetic and a conversion. A NaN that was an argument is something else."""
+    x, y = torch.full((2, 32), torch.nan, dtype=dtype)
+    with emulator.find_unwritten() as found:
+        run("used", x, y, torch.zeros(1), 1, shared_bytes=64, T=T)
+    assert y.isnan().all() and found == []
+    with emulator.find_unwritten() as found:
+        run("unwritten", torch.zeros(32), shared_bytes=128)
+        run("used", x, y, torch.zeros(1), 0, shared_bytes=64, T=T)
+    where = "element 0 of y comes from shared memory that nobody had written (block (0, 0, 0))"
+    assert found == [f"unwritten: {where}", f"used: {where}"]
 
 
 def test_access_outside_a_shared_array(run):
@@ -180,6 +229,45 @@ def test_a_barrier_at_two_places_is_reported(run):
     report = f"{place('second')}: divergent threads: .*, others are at .*, {place('first')}"
     with pytest.raises(RuntimeError, match=report):
         run("two_barriers")
+
+
+def has_fma():
+    return platform.machine() != "x86_64" or " fma " in Path("/proc/cpuinfo").read_text()
+
+
+@pytest.mark.skipif(not has_fma(), reason="the processor has no FMA")
+def test_a_product_and_a_difference_are_rounded_once(run):
+    """As by NVRTC. Rounded twice, (1 + e)^2 - (1 + 2 e) with e = 2^-12 is 0, because the product loses e^2."""
+    y, e = torch.full((2,), -1.0), 2.0**-12
+    run("rounded_once", y, c_float(1 + e), c_float(1 + e), c_float(1 + 2 * e), block=1)
+    assert y.tolist() == [e * e, 0]
+
+
+@pytest.mark.parametrize("how", range(6))
+def test_two_blocks_that_write_to_one_element(run, how):
+    y, turn = torch.zeros(4), torch.zeros(1, dtype=torch.int32)
+    if how < 3:
+        run("two_blocks", y, how, turn, grid=4, block=1)
+        assert y.tolist() == [[1, 1, 1, 1], [4, 0, 0, 0], [4, 4, 4, 4]][how]
+    else:
+        report = r"two blocks write to one element: blocks \(0, 0, 0\) and \(1, 0, 0\) to element 0 of y\."
+        with pytest.raises(RuntimeError, match=report):
+            run("two_blocks", y, how, turn, grid=4, block=1)
+
+
+def test_ctrl_c_ends_a_kernel(run):
+    test_shared_memory_starts_as_nan(run)  # From here on nothing has to be compiled.
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # what Ctrl-C calls
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            run("endless", block=256)
+        assert time.monotonic() - start < 0.3 + 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    test_shared_memory_starts_as_nan(run)  # The next launch is not affected.
 
 
 def turns(run, *schedule):
@@ -283,7 +371,8 @@ PLANTED = {
     ],
     "bwd_0_scalar": [
         ("dS is read before it is complete", "__syncthreads();  // dS is", "//", WRONG),
-        ("dq without an atomic addition", "atomicAdd(&dq[e], scale * sum)", "dq[e] += scale * sum", NOTHING),
+        ("dq without an atomic addition", "atomicAdd(&dq[e], scale * sum)", "dq[e] += scale * sum",
+         r"two blocks write to one element: blocks \(0, 0, 0\) and \(1, 0, 0\) to element .* of dq"),
     ],
     "fwd_5_fa2": [
         ("no wait for V", "cp_async_wait<0>();\n    __syncthreads();  // V_j", "__syncthreads();  // V_j", WRONG),

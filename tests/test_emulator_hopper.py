@@ -98,9 +98,28 @@ extern "C" __global__ void not_copied_yet(Global<const T> x, Global<T> y) {
   y[threadIdx.x] = a[8 * threadIdx.x];
 }
 
-extern "C" __global__ void misaligned(Global<T> x) {
-  uint32_t r[4];
-  load_16(r, x + 4);
+extern "C" __global__ void misaligned(Global<T> x, Global<float> y, int what) {
+  SharedMemory smem;
+  Shared<T> tile = smem.array<T>(8 * 40);
+  uint32_t r[4] = {};
+  int row = threadIdx.x * 36;  // 72 bytes
+  if (what == 0) load_16(r, x + 4);
+  if (what == 1) load_16(r, x + row);
+  if (what == 2) load_16(r, tile + 4);
+  if (what == 3) store_16(x + 4, r);
+  if (what == 4) copy_16(tile, x + 4, true);
+  if (what == 5) copy_16(tile, x + 4, false);
+  if (what == 6) copy_16(tile + 4, x, true);
+  if (what == 7) cp_async_16(tile, x + 4, true);
+  if (what == 8) cp_async_16(tile, x + 4, false);
+  if (what == 9) cp_async_16(tile + 4, x, true);
+  if (what == 10) ldmatrix_x4(r, tile + threadIdx.x % 8 * 36);
+  if (what == 11) ldmatrix_x4_trans(r, tile + 4);
+  if (what == 12) atomic_add_4(y + 1, 1, 1, 1, 1);
+#if HOPPER
+  if (what == 13) stmatrix_x4(tile + 4, r);
+  if (what == 14) bulk_add(y + 1, smem.array<float>(4), 4);
+#endif
 }
 
 extern "C" __global__ void beyond(Global<T> x) { load_pair(x + 256); }
@@ -385,6 +404,12 @@ extern "C" __global__ void staging(const __grid_constant__ TensorMap map, int wh
   if (what == 2) tma_store(map, tile, 0, 0, 0, 0, 0), bulk_commit();
   if (what == 3) tma_store(map, tile, 0, -3, 0, 0, 0);
   if (what == 4) tma_store(map, tile, 4, 0, 0, 0, 0);
+  if (what == 5) {
+    tile[0] = {uint16_t(1 + blockIdx.x)};
+    tma_store(map, tile, 0, 0, 0, 0, 0);
+    bulk_commit();
+    bulk_wait_done<0>();
+  }
 }
 """
 
@@ -529,10 +554,17 @@ extern "C" __global__ void widened(Global<const T> x, Global<float> y) {
 
 def test_accesses_of_several_numbers_are_checked(files):
     x = torch.zeros(256).bfloat16()
-    with pytest.raises(RuntimeError, match="an argument is accessed at an address that is no multiple of 16"):
-        run_warp(files, "misaligned", x, block=1)
     with pytest.raises(RuntimeError, match="access to element 257 of an argument of 256 elements"):
         run_warp(files, "beyond", x[:256], block=1)
+
+
+@pytest.mark.parametrize("what", range(15))
+def test_what_takes_16_bytes_at_a_time_refuses_other_addresses(files, what):
+    """Addresses in the middle of 16 bytes, and rows whose distance is no multiple of 16 bytes."""
+    x, y = torch.zeros(40 * 32).bfloat16(), torch.zeros(8)
+    memory = "a shared array" if what in (2, 6, 9, 10, 11, 13) else "an argument"
+    with pytest.raises(RuntimeError, match=f"{memory} is accessed at an address that is no multiple of 16"):
+        run(files["WARP"], "misaligned", x, y, what, T="bf16", HOPPER=1, shared_bytes=1024)
 
 
 def test_a_thread_that_polls_for_ever_is_stopped(files):
@@ -604,8 +636,8 @@ def test_tma(files, at, device, copies, wgmma):
 def test_bulk_copies(files, device, copies, wgmma):
     x, y = torch.arange(128.0, device=device), torch.zeros(64, device=device)
     with emulator.schedule(threads="random", seed=2, copies=copies, wgmma=wgmma):
-        run(files["COPIES"], "bulk", x, y, block=64, shared_bytes=512 + 16, T="bf16")
-    assert torch.equal(y, x[:64] + x[64:])
+        run(files["COPIES"], "bulk", x, y, grid=2, block=64, shared_bytes=512 + 16, T="bf16")
+    assert torch.equal(y, 2 * (x[:64] + x[64:]))
 
 
 @on(9, 0)
@@ -702,6 +734,7 @@ STAGING = [
     "has ended while copies to or from its shared memory are under way",
     "tma_store at -3 in dimension 1: only a load may begin before the tensor",
     "a box begins at column 4: that must be a multiple of 16 bytes",
+    "two blocks write to one element: .* to element 0 of map",
 ]
 
 
@@ -709,7 +742,7 @@ STAGING = [
 def test_misuse_of_the_copy_engine(files, what):
     map = emulator.tensor_map(torch.zeros(1, 1, 1, 16, 64).bfloat16(), (1, 1, 1, 16, 64))
     with pytest.raises(RuntimeError, match=STAGING[what]):
-        run(files["MISUSE"], "staging", map, what, block=1, shared_bytes=2048)
+        run(files["MISUSE"], "staging", map, what, grid=2, block=1, shared_bytes=2048)
 
 
 def test_tensors_that_tma_cannot_read():

@@ -175,7 +175,7 @@ def test_a_thread_without_a_context_gets_one_and_an_error_is_told(launched, monk
     monkeypatch.undo()
     monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda: (0, len(bound)))  # 0: none
     monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: (0, "its primary context"))
-    monkeypatch.setattr(driver, "cuCtxSetCurrent", bound.append)
+    monkeypatch.setattr(driver, "cuCtxSetCurrent", lambda context: (bound.append(context) or 0,))
     monkeypatch.setattr(driver, "cuLaunchKernel", lambda *arguments: (answers.pop(0),))
     monkeypatch.setattr(nvrtc, "_load", lambda *arguments: 1)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -218,7 +218,12 @@ WRONG = {  # name: (the arguments that are changed, exception, words of the mess
     "scale 0": (lambda q, k, v: {"scale": 0.0}, ValueError, "scale must be a finite number > 0"),
     "scale -1": (lambda q, k, v: {"scale": -1}, ValueError, "scale must be a finite number > 0"),
     "scale inf": (lambda q, k, v: {"scale": float("inf")}, ValueError, "scale must be a finite number > 0"),
-    "scale a word": (lambda q, k, v: {"scale": "1"}, ValueError, "scale must be a finite number > 0"),
+    "scale 1e-50": (lambda q, k, v: {"scale": 1e-50}, ValueError, "scale must be .* float32 can hold"),
+    "scale 1e39": (lambda q, k, v: {"scale": 1e39}, ValueError, "scale must be .* float32 can hold"),
+    "scale a word": (lambda q, k, v: {"scale": "1"}, TypeError, "scale must be a number"),
+    "causal a tensor": (lambda q, k, v: {"causal": torch.tensor(True)}, TypeError, "causal must be True or False"),
+    "a tile of one": (lambda q, k, v: {"tile": (64,)}, TypeError, "tile must be a pair of integers"),
+    "a device": (lambda q, k, v: {"q": q.to("meta"), "k": k.to("meta"), "v": v.to("meta")}, ValueError, "on meta"),
     "rung": (lambda q, k, v: {"rung": "warp9"}, ValueError, "the rungs are scalar, .*; got 'warp9'"),
 }
 
@@ -234,7 +239,42 @@ def test_a_launcher_refuses_what_its_kernel_would_get_wrong(name, rung, monkeypa
         launch.forward(**arguments)
     saved = {"dout": torch.zeros_like(q), "out": torch.zeros_like(q), "lse": torch.zeros(1, 4, 40, device=q.device)}
     with pytest.raises(exception):
-        launch.backward(**arguments, **saved)
+        device = arguments["v"].device if name == "a device" else engine.device
+        launch.backward(**arguments, **{name: x.to(device) for name, x in saved.items()})
+
+
+def test_the_parts_of_a_backward_refuse_other_queries(monkeypatch):
+    monkeypatch.setattr(launch, "bind", lambda works, tensors: [])
+    q, k, v, dout = (x.to(engine.device) for x in inputs())
+    lse = torch.zeros(1, 4, 40, device=q.device)
+    sums = launch.start_gradients(dout, q, lse)
+    launch.add_gradients(sums, dout, q, k, v)
+    for wrong in (q[:, :, :20], q[:, :2], q.half()):
+        same = [x.to(wrong.dtype) for x in (k, v)]
+        with pytest.raises(ValueError, match=r"queries that start_gradients was called for, \(\(1, 4, 40, 64\)"):
+            launch.add_gradients(sums, wrong, wrong, *same)
+    with pytest.raises(ValueError, match="scale"):
+        launch.start_gradients(dout, q, lse, scale=-1.0)
+    with pytest.raises(NotImplementedError, match="no parts"):
+        launch.start_gradients(dout.float(), q.float(), lse, rung="scalar")
+
+
+def test_parts_without_queries_or_keys_give_zeros(monkeypatch):
+    monkeypatch.setattr(launch, "bind", lambda works, tensors: [])
+    q, k, v, dout = (x.to(engine.device) for x in inputs())
+    none = launch.start_gradients(dout[:, :, :0], q[:, :, :0], torch.zeros(1, 4, 0, device=q.device))
+    dk, dv = launch.add_gradients(none, dout[:, :, :0], q[:, :, :0], k, v)
+    assert dk.shape == k.shape and not dk.any() and not dv.any() and launch.finish_dq(none).shape == (1, 4, 0, 64)
+    sums = launch.start_gradients(dout, q, torch.zeros(1, 4, 40, device=q.device))
+    assert [x.shape for x in launch.add_gradients(sums, dout, q, k[:, :, :0], v[:, :, :0])] == [(1, 2, 0, 64)] * 2
+
+
+def test_a_plan_belongs_to_one_device():
+    """Every key holds the device, by which two equal GPUs differ; here the CPU and one without memory."""
+    row = ladder.BACKWARD["fa2"]
+    q = torch.zeros(1, 1, 8, 64).bfloat16()
+    problems = [launch.problem_of(row, x, x) for x in (q, q.to("meta"))]
+    assert problems[0] != problems[1] and problems[0] == launch.problem_of(row, q.clone(), q)
 
 
 @pytest.mark.parametrize("name", ["dout", "out", "lse"])

@@ -29,13 +29,9 @@ needs_compiler = pytest.mark.skipif(no_compiler, reason="without a GPU stage 02 
 @needs_compiler
 class TestContract(Contract):
     stage = step02
-    few = (
-        "ragged",
-        "ragged_causal",
-        "more_queries_causal",
-        "scores_200",
-    )  # g++ takes seconds for each head_dim and dtype
-    few_in_other_dtypes = ()
+    # g++ takes seconds for each head_dim and dtype.
+    few = ("ragged", "ragged_causal", "more_queries_causal", "scores_200", "large_scores", "own_layouts")
+    few_in_other_dtypes = ("large_scores",)
 
 
 def build(file, arch, D, dtype=None, *, tile=None, **options):
@@ -501,12 +497,11 @@ def test_more_than_2_to_the_31_numbers_in_one_head():
         k, v = torch.randn(2, 1, 1, Nk, D, device="cuda", dtype=dtype)
         dout = dout.expand_as(q)
         out, lse = step02.forward(q, k, v, rung=rung)
-        dq, dk, dv = step02.backward(dout, q, k, v, out, lse, rung=rung)
+        dq, _, _ = step02.backward(dout, q, k, v, out, lse, rung=rung)
         for rows in (slice(0, 100), slice(Nq - 100, Nq)):
             own = [x[:, :, rows] for x in (q, dout, out, lse, dq)]
             want = error.expected(own[0], k, v, own[1])
             assert not error.failures({"out": own[2], "lse": own[3], "dq": own[4]}, want), rung
-        assert dk.isfinite().all() and dv.isfinite().all(), rung
         del q, dout, out, lse, dq
 
 

@@ -60,7 +60,7 @@ SDPA = {
     "scale": ((1, 1, 7, 32), (1, 1, 9, 32), (1, 1, 9, 32), {"scale": 0.3}),
     "causal": ((1, 2, 9, 32), (1, 2, 9, 32), (1, 2, 9, 32), {"is_causal": True}),
     "causal, fewer queries": ((1, 1, 5, 32), (1, 1, 40, 32), (1, 1, 40, 32), {"is_causal": True}),
-    "causal, more queries": ((1, 1, 40, 32), (1, 1, 5, 32), (1, 1, 5, 32), {"is_causal": True}),
+    "causal, more queries": ((1, 1, 40, 32), (1, 1, 5, 32), (1, 1, 5, 32), {"is_causal": True, "scale": 0.3}),
     "causal, no key": ((1, 1, 4, 32), (1, 1, 0, 32), (1, 1, 0, 32), {"is_causal": True}),
     "2-D": ((7, 32), (9, 32), (9, 32), {}),
     "3-D": ((2, 7, 32), (2, 9, 32), (2, 9, 32), {"is_causal": True}),
@@ -70,7 +70,7 @@ SDPA = {
     "ranks differ": ((2, 7, 32), (9, 32), (9, 32), {}),
     "grouped heads": ((1, 4, 7, 32), (1, 2, 9, 32), (1, 2, 9, 32), {"enable_gqa": True}),
     "grouped heads, 3-D": ((4, 7, 32), (2, 9, 32), (2, 9, 32), {"enable_gqa": True, "is_causal": True}),
-    "grouped heads, key and value differ": ((1, 4, 7, 32), (1, 2, 9, 32), (1, 1, 9, 32), {"enable_gqa": True}),
+    "grouped heads, key and value differ": ((3, 4, 7, 32), (3, 2, 9, 32), (3, 1, 9, 32), {"enable_gqa": True}),
 }  # fmt: skip
 
 

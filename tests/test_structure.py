@@ -24,13 +24,15 @@ TIES = {
 # need them.
 BELOW = {
     "engine": set(),
-    "contract": {"engine"},
+    "operators": set(),
+    "contract": {"engine", "operators"},
     "stages": {"contract", "engine"},
     "catalogue": {"engine", "stages"},
     "workbook": {"contract", "engine", "stages", "catalogue"},
     "bench": {"contract", "engine", "stages", "catalogue"},
     "demo": {"contract", "engine", "stages", "catalogue", "bench"},
-    "__main__": {"contract", "engine", "stages", "catalogue", "workbook", "bench", "demo"},
+    "verify": {"engine", "workbook", "bench"},
+    "__main__": {"contract", "engine", "stages", "catalogue", "workbook", "bench", "demo", "verify"},
 }
 OTHER_STAGES = {
     "steps.step04_ring.entry": {"step03_triton"},  # the default block

@@ -32,3 +32,8 @@ def test_clocks_cost_no_spills(tmp_path):
     pytest.importorskip("cuda.core", reason="cuda.core is not installed")
     macros = {"T": "bf16", "D": 128, "Br": 128, "Bc": 128, "CAUSAL": 0}
     assert nvrtc.compile(timed(tmp_path), macros, "sm_90a").usage["attention_forward"].spills == 0
+
+
+def test_the_median_of_a_column_is_over_the_lines_that_hold_a_number_there():
+    printed = "1755, 690.0, [N/A]\n1745, [N/A], [N/A]\n1750, 680.0, [N/A]\nno line of numbers\n"
+    assert timeline.medians(printed) == [1750, 685, None]

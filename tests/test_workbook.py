@@ -176,6 +176,36 @@ def test_the_cause_of_a_hunt_is_the_one_that_is_told(id, tmp_path, monkeypatch):
     assert "WRONG: passes on the broken kernel too" in repr(check(id, test))
 
 
+# Where it is wrong, and how.
+
+WRONG = {  # name: (exercise, an edit of the stage's own function, lines of the report)
+    "off": ("00.2", ("(m - unit).exp()", "torch.where(torch.arange(m.shape[-1]) == 20, 1, (m - unit).exp())"),
+            ("out is off by", "(tolerance ", "first such entry: out[0, 0, 20, 0] is ",
+             f"queries 0 to 34             {'.' * 20}x{'.' * 14}", f"columns 0 to 31             {'x' * 32}")),
+    "one head": ("00.2", ("p[..., None] * v_j", "p[..., None] * v_j * torch.tensor([1, 2])[:, None, None]"),
+                 ("first such entry: out[0, 1, 14, 0] is ", "heads 0 to 1                .x")),
+    "NaN": ("00.2", ("m_new.nan_to_num(neginf=0.0)", "m_new"),
+            ("out is NaN in 896 of 2240 entries", "first such entry: out[0, 0, 0, 0] is nan, expected 0",
+             "lse is NaN in 28 of 70 entries", "lse[0, 0, 0] is nan, expected -inf")),
+    "infinite": ("00.1", ("(m + l.log())", "(m + l.log() + math.inf)"),
+                 ("lse is infinite in 42 of 42 entries where it must not be", "lse[0, 0, 0] is inf, expected")),
+    "not masked": ("00.3", ("-math.inf", "-1e9"),
+                   ("out should have been masked in", "a query that sees no key has out = 0",
+                    "lse should have been masked in", "lse = -inf")),
+    "dk": ("00.4", (" - delta[..., rows, None]", ""), ("dk is off by", "dk[0, 0, 0, 0] is", "keys 0 to ")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_failure_shows_where_and_what(name):
+    id, (old, new), words = WRONG[name]
+    own = str(solution(id))
+    assert old in own
+    report = check(id, own.replace(old, new))
+    assert report.verdict == "wrong" and all(word in repr(report) for word in words), report
+    assert max(map(len, repr(report).splitlines())) <= 120 or "equals" in repr(report)
+
+
 # The answers to learners' mistakes.
 
 ONLINE = """
@@ -320,6 +350,23 @@ def test_a_crash_is_survived():
     assert report.verdict == "error" and "SIGABRT" in repr(report)
 
 
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("where", ["    alpha =", "    return"])
+def test_an_answer_that_ends_the_process_does_not_pass(code, where):
+    report = check("00.2", ONLINE.replace(where, f"    import os; os._exit({code})\n{where}"))
+    words = f"exit code {code}" if code else "it left before the check was complete"
+    assert report.verdict == "error" and words in repr(report), report
+
+
+def test_an_answer_that_takes_too_much_memory_is_stopped(monkeypatch):
+    monkeypatch.setattr(runner, "MEMORY", 2**30)
+    endless = "    more = []\n    while True: more.append(torch.ones(2**22))\n    alpha ="
+    report = check("00.2", ONLINE.replace("    alpha =", endless))
+    assert report.verdict == "error", report
+    assert "took more than 1 GB of memory" in repr(report) and "in the case: causal with more" in repr(report)
+    assert check("00.2", ONLINE).verdict == "passed"
+
+
 def test_what_an_answer_prints_is_shown():
     report = check("00.2", ONLINE.replace("    alpha =", "    print('shape', m.shape)\n    alpha ="))
     assert report.verdict == "passed"
@@ -377,7 +424,11 @@ HUNT_ERRORS = {
     "fails on both": (CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n", "wrong", ("own forward too", "line 6:")),
     "raises": (CALL + "    forward(q, k, v, mask=None)\n", "error", ("line 6:", "TypeError", "mask")),
     "no test": ("import torch\n", "error", ("no function test(forward)",)),
-    "right": (CALL + RIGHT, "passed", ("AssertionError: out differs",)),
+    "returns": (CALL + RIGHT.replace("assert (", "return (").replace(", 'out differs'", ""), "error",
+                ("test returned tensor(True); it has to assert, because what a test returns is ignored.",)),
+    "no cause": (CALL + RIGHT, "blank", ("The test is right. Still to be answered: what is the cause?", "  b  the ")),
+    "wrong cause": ('CAUSE = "a"\n' + CALL + RIGHT, "wrong", ("WRONG: the cause is not 'a'", "  b  the causal mask")),
+    "right": ('CAUSE = "b"\n' + CALL + RIGHT, "passed", ("AssertionError: out differs", "the cause: the causal mask")),
 }
 
 
@@ -388,6 +439,18 @@ def test_a_hunt_is_judged(name):
     text, verdict, words = HUNT_ERRORS[name]
     report = check("00.bug1", text)
     assert report.verdict == verdict and all(word in repr(report) for word in words), report
+
+
+@pytest.mark.parametrize("id", HUNTS)
+def test_a_hunt_offers_causes_and_one_is_right(id):
+    task = HUNTS[id]
+    assert list(task.causes) == list("abcd") and task.cause in task.causes
+    text = skeleton.text(task)
+    assert 'CAUSE = ""' in text and all(f"{letter}  {says[:40]}" in text for letter, says in task.causes.items())
+
+
+def test_a_notebook_gives_the_cause_as_an_argument():
+    assert check("00.bug1", CALL + RIGHT, cause="b").verdict == "passed"
 
 
 # Notebooks do not give solutions away.
@@ -457,6 +520,44 @@ def test_check_hint_and_solution_on_the_command_line(my):
     assert "alpha = (m - unit).exp()" in run("solution", "00.2").output
     unknown = run("check", "00.9")
     assert unknown.exit_code == 2 and "00.1, 00.2" in unknown.output
+
+
+def test_a_hint_ends_with_the_command_to_type_next():
+    for level, following in (1, "hint 00.2 2"), (2, "hint 00.2 3"), (3, "check 00.2"):
+        last = CliRunner().invoke(__main__.app, ["hint", "00.2", str(level)]).output.splitlines()[-1]
+        assert last.startswith(f"Next: python -m steps {following}"), last
+        words = following.split()
+        assert CliRunner().invoke(__main__.app, words).exit_code == 0
+
+
+def test_the_help_of_all_commands_is_printed_whole():
+    output = CliRunner().invoke(__main__.app, ["--help"]).output.split("Commands:")[1]
+    assert "..." not in output
+    assert "Runs what you have written in my/ inside the stage. The first call writes" in " ".join(output.split())
+
+
+def test_the_demo_explains_only_the_numbers_that_it_shows():
+    row = {"stage": "step00_naive", "engine": "torch", "shape": [1], "verdict": "agrees", "seconds": 1.0}
+    row |= {name: dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 1e-6) for name in ("errors", "tolerances")}
+    row |= {"loss_difference": 1e-6, "loss_tolerance": 1e-6, "gradient": {"difference": 1e-6, "tolerance": 1e-6}}
+    assert __main__.results([row]).caption == "Under each error: its tolerance."
+    assert "Under a speed" in __main__.results([row | {"tflops": 1.0, "sdpa_tflops": 2.0}]).caption
+
+
+def test_what_a_reader_is_told_suffices(my):
+    """The numbering of a two-dimensional block, an example of shared work, and the names that an answer may need."""
+    for id in ("01.1", "01.2"):
+        told = " ".join(skeleton.text(EXERCISES[id]).replace("#", "").split())
+        assert "cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x" in told
+    assert "threadIdx.y * blockDim.x + threadIdx.x" in hint("01.1")
+    assert "# def scores(S, Q_i, K_j" in skeleton.text(EXERCISES["01.3"])
+    lines = body(EXERCISES["00.4"]).splitlines()
+    own = "\n".join(line for line in lines if "row =" not in line and "col =" not in line)
+    own = own.replace("P.masked_fill(causal & (col > row), 0)", MASKED)
+    assert check("00.4", skeleton.text(EXERCISES["00.4"]).replace("    raise Blank", own)).verdict == "passed"
+
+
+MASKED = "P.masked_fill(mask(S, rows.start, keys.start, k.shape[-2] - q.shape[-2]) == -math.inf, 0) if causal else P"
 
 
 def test_mine_knows_what_is_filled_in():

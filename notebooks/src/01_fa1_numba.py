@@ -682,7 +682,8 @@ print(f"float32's own rounding of a score of 200: {np.spacing(np.float32(200)) /
 #
 # **Exercise 01.1: one tile of keys, with O kept normalised.** Part 3's claim, one thread a row. S arrives as scores and
 # leaves as $P = e^{S - m_b}$; `old` and `new` receive the two factors of O. Mind rows past the end, and rows that have
-# seen no key.
+# seen no key. The block of threads is two-dimensional: its threads are numbered by
+# `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -715,7 +716,7 @@ check("01.2", online_update)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 01.3: the gradient of the scores.** Rung 0's backward has P of a tile; dS is wanted. All threads share the
-# tile, by rows and columns as in `scores`.
+# tile, by rows and columns as in `show("fwd_0_published", "scores")`.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -731,7 +732,7 @@ check("01.3", score_gradients)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Bug hunt 01.bug1.** What was reported about `steps/step01_fa1_numba/broken/bug1.py` is printed below. Find the
-# cause, and write a test that fails on it and passes on the stage's own forward.
+# cause, and write a test that fails on it and passes on the stage's own forward. `check` then asks which of four causes it is.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("01.bug1").symptom, 110))

@@ -18,7 +18,7 @@
 #
 # *Why can the scalar kernel never be fast, and what does each of five changes remove from its way?*
 #
-# - **Before you start:** 02a, the scalar kernel and the emulation. **Time:** about an hour to read, two more with the exercises.
+# - **Before you start:** 02a, the scalar kernel and the emulation. **Time:** about an hour to read, two hours more with the exercises.
 # - **Hardware:** any computer with Linux (or WSL2) and g++. Accesses are counted in the emulation of CUDA, registers by the real
 #   compiler, speeds are drawn from recorded rows.
 # - **Code:** `steps/step02_fa2_cuda/fwd_1_warp.cu` to `fwd_5_fa2.cu`. **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
@@ -29,9 +29,11 @@ import steps  # first: it chooses the engine
 import difflib
 import functools
 import heapq
+import importlib.util
 import itertools
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -292,14 +294,15 @@ SIZES = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "causal": False}
 SIZES |= {"processors": gpu.sms, "shared_limit": gpu.multiprocessor.shared_per_block}
 
 
-def budget(rung, D):
-    """What a block has on an H200: threads, bytes of shared memory, registers a thread."""
+def compiled(rung, D):
+    """(threads, shared bytes, registers) of a block on an H200, and NVRTC's result."""
     file = launch.HERE / ladder.FORWARD[rung].file
     dtype = torch.float32 if rung == "scalar" else torch.bfloat16
     (launched,) = launch.geometry(file.stem, D=D, dtype=dtype, **SIZES)
     kernel, _, threads, shared, macros = launched
-    usage = nvrtc.compile(file, macros, "sm_90a").usage[kernel]  # needs no GPU
-    return {"threads": threads, "shared": shared, "registers": usage.registers}
+    made = nvrtc.compile(file, macros, "sm_90a")  # needs no GPU
+    registers = made.usage[kernel].registers  # a thread
+    return {"threads": threads, "shared": shared, "registers": registers}, made
 
 
 recorded = fingerprint.fresh(rows.read())  # of the files as they are
@@ -315,7 +318,7 @@ for r in rows.latest(recorded):
 # %% slideshow={"slide_type": "skip"}
 def account(rung, D=128):
     """Prints the rung's budget on an H200, and what it takes from shared memory."""
-    block = budget(rung, D)
+    block, _ = compiled(rung, D)
     fit = cost.occupancy(gpu.capability, **block)
     print(f"{rung}, D = {D}: tile {tile_of(rung, D)},",
           f"{block['threads']} threads of {block['registers']} registers,",
@@ -539,7 +542,35 @@ accumulators = cost.accumulator_registers(128, 64, 128, "fp32", threads=128)
 print(f"  S and O alone: {accumulators} of the 255 registers that a thread can have")
 changes("fwd_4_cp_async", "fwd_5_fa2", "scores")
 
+# %% slideshow={"slide_type": "fragment"}
+def instructions(rung, D=128):
+    """A rung's machine code for an H200; empty without nvdisasm, which Triton brings."""
+    triton = importlib.util.find_spec("triton")
+    tool = triton and Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
+    if not (tool and tool.exists()):
+        return []
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled(rung, D)[1].cubin)
+        ran = subprocess.run([tool, "-c", file.name], capture_output=True, text=True)
+    return re.findall(r"/\*[0-9a-f]{4}\*/ +(.*?) *;", ran.stdout)
+
+
+code = instructions("fa2")
+kinds = "".join("m" if "HMMA" in x else "e" if "MUFU.EX2" in x else "." for x in code)
+near = [("m" in kinds[max(0, n - 10) : n], "m" in kinds[n : n + 11])
+        for n, kind in enumerate(kinds) if kind == "e"]
+if code:
+    print(f"{kinds.count('m')} HMMA and {kinds.count('e')} MUFU.EX2;",
+          f"{near.count((True, True))} of them have HMMAs close by, both before and after")
+    both = [min(kinds.count(k, n, n + 14) for k in "me") for n in range(len(code))]
+    print("...", *code[both.index(max(both)) :][:14], "...", sep="\n")
+else:
+    print("there is no nvdisasm here, so the machine code is not shown")
+
 # %% [markdown] slideshow={"slide_type": "subslide"}
+# This machine code is for an H200. `HMMA` is `mma`, and `MUFU.EX2` is an exponential. The warp issues an `mma` and goes on; only an
+# instruction that needs the result has to wait, and the exponentials of the next 16 keys do not need it.
+#
 # Causal blocks are unequal: the last has the whole row of key tiles, the first almost none. Where long ones start last, a few
 # SMs still work when all others are done. So here they go first. The cell below deals blocks to free slots in both orders.
 #
@@ -623,7 +654,7 @@ check("02.6", keys_seen)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Bug hunt 02.bug1.** What was reported about a broken kernel is printed below, with its file. Find the cause, and write a test
-# that fails on it and passes on the stage's own forward.
+# that fails on it and passes on the stage's own forward. `check` then asks which of four causes it is.
 
 # %% slideshow={"slide_type": "fragment"}
 bug = exercises.find("02.bug1")
@@ -665,8 +696,8 @@ for rung in RUNGS[1:]:
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # A copy may land at any moment between its start and its wait. The emulation performs it as late as it can, or eagerly.
-# Seven edits of `fwd_4_cp_async.cu`, on six cases, in both orders. **One edit does no harm. One is never seen in a causal case,
-# one in a single case only, one in all but a single case, one never with eager copies. Which?**
+# Eight edits of `fwd_4_cp_async.cu`, on seven cases, in both orders. **One edit does no harm. One is never seen in a causal case,
+# two in a single case only, one in all but one or two cases, one never with eager copies. Which?**
 #
 # <details><summary>Answer</summary>
 #
@@ -674,6 +705,13 @@ for rung in RUNGS[1:]:
 # of 0, and a causal mask hides them anyway. A single case: with m = -infinity, m - m is NaN in rows that see no key. All but one:
 # over a single key four lanes cannot disagree. Not with eager copies: K was there in time. On a GPU it often is, and the mistake
 # shows on busy days.
+#
+# The other one with a single case is **an FMA that harms a softmax**. A compiler makes `c * S - m` one fused multiply-add, which
+# does not round the product. But m is the *rounded* product at the maximum. The exponent there should be 0, and is the rounding
+# error of m: about 4,000 for scores of 10^11, so that P is infinite or 0, and O is NaN. `__fmul_rn` rounds the product by itself,
+# at the price of one instruction a score. Hopper's rungs, which have no such instruction to spare, multiply by a power of two
+# where scores are that large, because such a product is exact (`exponent_factor` in `ptx.cuh`). The emulation fuses as NVRTC does
+# if this processor has an FMA; otherwise the column shows nothing.
 #
 # </details>
 
@@ -690,6 +728,7 @@ mistakes = {
         "  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));", "  return x;"
     ),
     "m starts at -infinity": ("LOWEST = -3.4e38f;", "LOWEST = -INFINITY;"),
+    "S * c - m as one FMA": ("__fmul_rn(scale_log2, S[n][i])", "scale_log2 * S[n][i]"),
     "no wait for K": (
         "    cp_async_wait<0>();\n    __syncthreads();  // K", "    __syncthreads();  // K"
     ),
@@ -697,7 +736,7 @@ mistakes = {
     "a tile fetched beyond the last": ("    if (j + Bc < keys) load_tile", "    load_tile"),
 }
 inputs = ["one_key", "ragged", "scores_200"]
-inputs += ["ragged_causal", "fewer_queries_causal", "more_queries_causal"]
+inputs += ["ragged_causal", "fewer_queries_causal", "more_queries_causal", "large_scores"]
 
 
 # %% slideshow={"slide_type": "subslide"}

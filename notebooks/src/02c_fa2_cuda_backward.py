@@ -500,7 +500,7 @@ def roof(rung, D, N):
     out, lse = launch.forward(q, k, v, rung=rung)
     tile = ladder.BACKWARD[rung].tiles[0][D]  # on a GPU
     with emulator.count_conflicts() as counted:
-        launch.backward(dout, q, k, v, out, lse, rung=rung, own_tile=tile)
+        launch.backward(dout, q, k, v, out, lse, rung=rung, backward_tile=tile)
     wavefronts = sum(wavefronts for _, wavefronts in counted.values())
     multiply_adds = 5 * N * N * D / wavefronts
     # An SM does 4096 bf16 operations, or 1 wavefront, a cycle.
@@ -717,7 +717,7 @@ def prepared(rung, name):
 # %% slideshow={"slide_type": "skip"}
 def grads(rung, x, out, lse):
     """The emulated kernel's gradients by name, with whatever is planted in it."""
-    options = {"causal": x.causal, "scale": x.scale, "own_tile": TILE[rung]}
+    options = {"causal": x.causal, "scale": x.scale, "backward_tile": TILE[rung]}
     got = launch.backward(x.dout, x.q, x.k, x.v, out, lse, rung=rung, **options)
     return dict(zip(NAMES, got, strict=True))
 
@@ -845,8 +845,8 @@ except NotImplementedError as refusal:
 # Rung 0 does, though an SM holds only three blocks of two warps (D = 64): its loads do not depend on each other, and
 # many are under way at once. It is as fast as its count of loads allows. Rung 1 and `sdpa-flash` are one design and
 # should lie together, below the roof: at two barriers a step all wait for the last. cuDNN can use Hopper's own
-# tensor-core instruction, which takes operands from shared memory without `ldmatrix`: it stands under another roof,
-# as do rungs 2 and 3, in 02d.
+# tensor-core instruction, which takes operands from shared memory without `ldmatrix`: this roof is not over it, nor over
+# rungs 2 and 3 (02d), which use that instruction too. How high their own roof is, this course has not counted.
 #
 # </details>
 

@@ -20,7 +20,7 @@
 # at work at the same time, and how does it stay right?*
 #
 # - **Before you start:** 02b (fragments, swizzle, `cp_async`); 02c for the last kernel.
-# - **Time:** about an hour to read, another for the exercises.
+# - **Time:** about an hour to read, an hour more with the exercises.
 # - **Hardware:** any computer with Linux (or WSL2) and g++: Hopper's copy engine, barriers and tensor cores are emulated.
 #   Speeds, clocks and watts are recordings from an H200.
 # - **Code:** in `steps/step02_fa2_cuda/`, forward `fwd_6_wgmma.cu`, `fwd_7_roles.cu`, `fwd_8_hopper.cu`, backward
@@ -109,10 +109,10 @@ clock = 1e3 * h200.half_tflops / h200.sms / TENSOR
 print(f"check: {h200.half_tflops} TFLOP/s / ({h200.sms} SMs x {TENSOR}) = {clock:.2f} GHz")
 for D in (64, 128, 256):
     tensor, exp, fp32 = tile_clocks(D)
-    after, under = tensor / (tensor + exp + fp32), tensor / max(tensor, exp + fp32)
+    after, at_once = tensor / (tensor + exp + fp32), tensor / max(tensor, exp, fp32)
     measured = row_of("sdpa-flash", D=D) or {"tflops": float("nan")}
     print(f"D = {D:3}: tensor {tensor}, exp {exp}, fp32 {fp32}. Tensor cores busy",
-          f"{after:.0%}, {under:.0%} if softmax is hidden;",
+          f"{after:.0%} one after the other, {at_once:.0%} if all three work at once;",
           f"PyTorch's FlashAttention-2: {measured['tflops'] / h200.half_tflops:.0%}")
 
 # %% slideshow={"slide_type": "subslide"}
@@ -137,59 +137,68 @@ the products, at D = 128 half as long.""")
 # ## 3. The idea: start, go on, and know when
 #
 # At D = 128 exponentials take half as long as the products (FlashAttention-3, section 3.1), and whoever does one after the
-# other keeps the tensor cores busy 55 % of the time, however fast the copies are. But they are different units. Ampere's
-# `mma` is an instruction whose warp waits for the result; on Hopper **TMA** copies a tile that one thread has asked for,
-# and **wgmma** multiplies for a *warpgroup*, 128 threads, which meanwhile compute something else.
+# other keeps the tensor cores busy 55 % of the time, however fast the copies are. But they are different units, and no warp
+# has to wait for an `mma` whose result it does not need yet: `fa2` places exponentials between them (02b shows its machine
+# code). But an `mma` multiplies only 16 x 8 x 16 numbers, which the warp must have in registers, and the order of all these
+# instructions is the compiler's. On Hopper **TMA** copies a tile that one thread has asked for, and **wgmma** multiplies
+# for a *warpgroup*, 128 threads: 64 x 128 x 16 numbers, say, and from shared memory. It is *asynchronous*: the program says
+# where to wait, and until then the threads compute something else.
 #
 # **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. Without, if
-# both do the same at the same time, nothing is gained. A model; part 7 shows what a real run does:
+# both do the same at the same time, nothing is gained. This is a model: it counts clocks of units, and no waiting for
+# results. In a real run the tensor cores rest, too. The lines over the picture are measured, and part 7 asks for the reason:
 
 # %% slideshow={"slide_type": "fragment"}
-def lockstep(product, softmax, steps):
+def lockstep(work, steps):  # work: {unit: clocks} of a warpgroup's step, in this order
     """[(unit, warpgroup, start, end)]: both do the same, each with half of the unit."""
-    spans, period = [], 2 * product + 2 * softmax
-    for start in range(0, steps * period, period):
-        middle, end = start + 2 * product, start + period
-        for wg in (0, 1):
-            spans += [("products", wg, start, middle), ("softmax", wg, middle, end)]
+    spans, now = [], 0
+    for unit, clocks in steps * [*work.items()]:
+        spans += [(unit, wg, now, now + 2 * clocks) for wg in (0, 1)]
+        now += 2 * clocks
     return spans
 
 
-def ping_pong(product, softmax, steps):
+def ping_pong(work, steps):
     """The same with turns: each unit serves one warpgroup at a time, and they alternate."""
-    tensor_free = softmax_free = 0
-    ready, spans = [0, 0], []
-    for _ in range(steps):
-        for wg in (0, 1):
-            start = max(tensor_free, ready[wg])
-            tensor_free = start + product
-            begin = max(tensor_free, softmax_free)
-            ready[wg] = softmax_free = begin + softmax
-            spans.append(("products", wg, start, tensor_free))
-            spans.append(("softmax", wg, begin, ready[wg]))
+    free, ready, spans = dict.fromkeys(work, 0), [0, 0], []
+    for wg, (unit, clocks) in itertools.product(steps * (0, 1), work.items()):
+        start = max(free[unit], ready[wg])
+        free[unit] = ready[wg] = start + clocks
+        spans.append((unit, wg, start, start + clocks))
     return spans
+
+
+def clocks_a_step(one):
+    """Of a recorded timeline: from one block of keys to the next, both warpgroups."""
+    marks = one["marks"]
+    return (marks[-1][0][0] - marks[0][0][0]) / (len(marks) - 1)
 
 
 # %% slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(2, 2, figsize=(9, 3.8), sharex=True, layout="constrained")
+colours = {"products": COLOURS[0], "float32": COLOURS[2], "exp": COLOURS[1]}
+print("measured, D = 128:" if clocked else NO_CLOCKS)
 for column, D in zip(axes.T, (64, 128), strict=True):
     tensor, exp, fp32 = tile_clocks(D, Br=64)  # each warpgroup has 64 rows
+    work = {"products": tensor, "float32": fp32, "exp": exp}
     for ax, plan in zip(column, (lockstep, ping_pong), strict=True):
-        for unit, wg, start, end in plan(tensor, exp + fp32, 3):
-            look = {"edgecolor": "white", "color": COLOURS[unit == "softmax"]}
+        for unit, wg, start, end in plan(work, 3):
+            look = {"edgecolor": "white", "color": colours[unit]}
             ax.barh(wg, end - start, left=start, height=0.7, **look)
-        busy = 2 * 100 * tensor / max(end for *_, end in plan(tensor, exp + fp32, 100))
-        title = f"D = {D}, {plan.__name__.replace('_', '-')}: tensor cores busy {busy:.0%}"
-        ax.set(title=title, ylim=(1.6, -0.6), xlim=(0, 11500))
+        share = 100 * 2 * tensor / max(end for *_, end in plan(work, 100))
+        name = plan.__name__.replace("_", "-")
+        ax.set_title(f"model, D = {D}, {name}: tensor cores busy {share:.0%}", fontsize=10)
+        ax.set(ylim=(1.6, -0.6), xlim=(0, 11500))
         ax.set_yticks((0, 1), ("group 0", "group 1"))
-        ax.grid(axis="y", visible=False)
-for ax in axes[1]:
-    ax.set_xlabel("clocks, three steps a warpgroup")
-fig.legend(ax.patches[:2], ("products", "softmax"), ncols=2, loc="outside upper center")
-picture(fig, """Timelines of two warpgroups over three steps. In lockstep both do products,
-then both softmax, and tensor cores rest meanwhile: busy 39 % at D = 64, 55 % at D = 128.
-In ping-pong one's softmax lies under the other's products: 64 % and 100 % over a hundred
-steps.""")
+fig.supxlabel("clocks, three steps a warpgroup", fontsize=9)
+boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
+fig.legend(boxes, colours, ncols=3, loc="outside upper center")
+for one in clocked.get("timelines", ()):
+    share = tile_clocks(128)[0] / clocks_a_step(one)
+    print(f"    {one['switches']}: tensor cores busy {share:.0%}")
+picture(fig, """A model's timelines of two warpgroups over three steps, in lockstep and in
+ping-pong. In lockstep tensor cores are busy 39 % of the time at D = 64, 55 % at D = 128; in
+ping-pong, where one's softmax lies under the other's products, 78 % and 100 %.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A copy that nobody attends
@@ -237,7 +246,7 @@ def emulate(text, kernel, *arguments, block=32):
 
 # 10 x the row, plus the number of the 16-byte chunk
 x = (10 * torch.arange(21)[:, None] + torch.arange(128) // 8).bfloat16()
-x_map = launch.tensor_map(emulator.tensor_map, x[None, None], 16)
+x_map = emulator.tensor_map(*launch.view_and_box(x[None, None], 16))
 y = torch.empty(2 * 16, 64).bfloat16()
 for waits in (0, 1):
     emulate(COPY, "copied", x_map, y, 13, waits)
@@ -684,7 +693,8 @@ except Blank:
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Bug hunt 02.bug2.** What was reported about `steps/step02_fa2_cuda/broken/bug2.cu` is printed below. Find the cause, and
-# write a test that fails on it and passes on the stage's own forward. `hint("02.bug2")` helps, in three levels.
+# write a test that fails on it and passes on the stage's own forward. `check` then asks which of four causes it is.
+# `hint("02.bug2")` helps, in three levels.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("02.bug2").symptom, 110))
@@ -801,15 +811,22 @@ for name, change in mistakes.items():
 #
 # `steps/bench/timeline.py` writes clocks into a copy of rung 8's text: when each warpgroup of one block asks for its
 # turn, gets it, has S, its exponentials, and O (D = 128, N = 16384). With OVERLAP a bar of products lasts until the warpgroup,
-# its exponentials done, looks for O: the products may end earlier. All but one of the table's columns are of the text with
-# clocks. **Question 1.** Both runs below overlap softmax with O's
-# product; one has no turns (PINGPONG = 0). Will its two warpgroups compute exponentials at the same time?
+# its exponentials done, looks for O: the products may end earlier, and when no product is under way cannot be said. *Busy*
+# is the clocks that a step's products need at the datasheet's rate, as a share of the clocks that it took. All but one of
+# the columns are of the text with clocks. **Question 1.** Both runs drawn below overlap softmax with O's product; one has no
+# turns (PINGPONG = 0). Will its two warpgroups compute exponentials at the same time?
 #
 # <details><summary>Answer</summary>
 #
 # Now and then. The tensor cores serve both, and whoever comes second gets its S later, so that the two drift apart by
-# themselves. The table says how often both were in softmax, how often *no* product was under way, and what the clocks cost:
-# turns bring little here, OVERLAP more. (Compare within the table: the GPU's clock is another from run to run.)
+# themselves. The table says how often both were in softmax, and what the clocks cost: turns bring little here, OVERLAP more.
+# (Compare within the table: the GPU's clock is another from run to run.)
+#
+# Where is the rest? Part 3's ping-pong is the second line: OVERLAP = 0, PINGPONG = 1. There the model foresaw tensor cores
+# that never rest. The marks show one reason: from S until it asks for its next turn (*S to turn*: the median of each warpgroup)
+# a warpgroup takes many more clocks than the model's softmax, so its next products start late. How much of this is waiting
+# for results, and how much is instructions that the count leaves out, the marks do not show. Where the rest goes in the whole
+# kernel, the last line, is not known either: there nothing marks the end of a product.
 #
 # </details>
 
@@ -837,19 +854,22 @@ def switches(one):
     return ", ".join(f"{name} = {value}" for name, value in one["switches"].items())
 
 # %% slideshow={"slide_type": "subslide"}
-columns = "clocks a step", "both in softmax", "no product", "TFLOP/s", "with clocks"
-heading = " " * 28 + "".join(f"{column:>16}" for column in columns)
+columns = "clocks a step", "busy", "no product", "both softmax", "S to turn", "TFLOP/s"
+heading = " " * 27 + "".join(f"{column:>14}" for column in (*columns, "with clocks"))
 print(heading if clocked else NO_CLOCKS)
 for one in clocked.get("timelines", ()):
-    # Without OVERLAP both products have ended when the scores are there.
-    done = "output" if one["switches"].get("OVERLAP", 1) else "scores"
-    softmax, products = spans(one, "scores", "exponentials"), spans(one, "starts", done)
-    marks = one["marks"]
-    total = marks[-1][0][0] - marks[0][0][0]
-    shares = covered(*softmax) / total, max(0, 1 - covered(sum(products, [])) / total)
-    print(f"{switches(one):28}{total / (len(marks) - 1):16.0f}",
-          *(f"{share:15.0%}" for share in shares),
-          f"{one['tflops']:15.0f} {one['tflops_timed']:15.0f}")
+    marks, took = one["marks"], clocks_a_step(one)
+    total = took * (len(marks) - 1)
+    softmax = covered(*spans(one, "scores", "exponentials")) / total
+    # Without OVERLAP O's product has ended when S is there; with it, nothing marks its end.
+    none = "-"
+    if not one["switches"]["OVERLAP"]:
+        none = f"{1 - covered(sum(spans(one, 'starts', 'scores'), [])) / total:.0%}"
+    late = [[b[wg][0] - a[wg][3] for a, b in itertools.pairwise(marks)] for wg in (0, 1)]
+    late = "/".join(str(sorted(clocks)[len(clocks) // 2]) for clocks in late)
+    print(f"{switches(one):27}{took:14.0f}{tile_clocks(128)[0] / took:14.0%}{none:>14}",
+          f"{softmax:13.0%}{late:>14}{one['tflops']:14.0f}{one['tflops_timed']:14.0f}")
+print("the model's softmax of a warpgroup:", sum(tile_clocks(128, Br=64)[1:]), "clocks")
 
 # %% slideshow={"slide_type": "subslide"}
 def draw_timelines(first=8, steps=5):
@@ -881,14 +901,19 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The ladder's last rungs
 #
-# **Question 2.** By part 2's model, which step gains more: copies without threads (`fa2` to `wgmma`, `roles`), or softmax
+# **Question 2.** By part 2's count, which step gains more: copies without threads (`fa2` to `wgmma`, `roles`), or softmax
 # under products (`roles` to `hopper`)? At which D can the latter gain more?
 #
 # <details><summary>Answer</summary>
 #
-# The model sees no difference between `fa2` and `roles`: it counts neither addresses nor waiting, and takes for granted
-# that `mma` can fill Hopper's tensor cores. What these rungs gain is the model's error. Softmax under products can gain
-# 1 / 0.55, a factor of 1.8, at D = 128, and 0.64 / 0.39, 1.6, at D = 64. What either step did gain, the bars below say.
+# The count sees no difference between `fa2` and `roles`: it knows neither addresses nor waiting, and takes for granted
+# that `mma` can fill Hopper's tensor cores. What these rungs gain is the count's error. If softmax is under products
+# throughout, the count allows a step from all three units one after the other to the slowest alone, and that is more at
+# D = 64, where exp takes as long as the products. The lines under the bars say what each step did gain: far less.
+# `roles` was not one after the other: nothing keeps its warpgroups in step, so that one can compute exponentials while
+# another multiplies; and question 1 shows how much `hopper` leaves. Some steps change more than one thing. `hopper` is persistent, too.
+# And tiles differ: `wgmma` to `roles` is the gain of the roles alone at D = 128, but not at D = 64, where `roles` has a larger
+# tile; `fa2` to `wgmma` has another tile at D = 128.
 #
 # </details>
 #
@@ -929,6 +954,13 @@ if matmul and all(shown):
     result = picture(draw_ladder(), """Bars of TFLOP/s at D = 64 and 128. Forward: the
     rungs fa2, wgmma, roles and hopper, and PyTorch's FlashAttention-2 and cuDNN. Backward:
     fa2, wgmma, hopper and the same peers. A dashed line: a plain matrix product.""")
+    for D, (old, new) in itertools.product(LOOKS, itertools.pairwise(LADDER["fwd"][:4])):
+        gain = row_of(new, D=D)["tflops"] / row_of(old, D=D)["tflops"]
+        tiles = (ladder.FORWARD[name.split("_")[-1]].tiles[0][D] for name in (old, new))
+        print(f"D = {D:3}: {old} {next(tiles)} to {new} {next(tiles)}: x {gain:.2f}")
+    for D in LOOKS:
+        most = sum(tile_clocks(D)) / max(tile_clocks(D))
+        print(f"D = {D:3}: the count allows softmax under products x {most:.2f} at most")
 else:
     result = print("rows of these rungs are missing: on an H200,",
                    "python -m steps bench --plan fast, and bwd")

@@ -19,7 +19,7 @@
 # *How do several GPUs share one sequence, and who waits for whom?*
 #
 # - **Before you start:** notebook 00 (tiles, lse, delta). No experience with distributed programs.
-# - **Time:** about 45 minutes to read, an hour more with the exercises.
+# - **Time:** about an hour to read, an hour more with the exercises.
 # - **Hardware:** any. Without GPUs the ranks are processes that talk over sockets (gloo), and here compute with stage
 #   00's tiles, to be quick. With a GPU for each rank the same files use NCCL and stage 03's kernels.
 # - **Code:** `steps/step04_ring/`. **Tests:** `pytest tests/test_step04_ring.py`. **Symbols:** `reference/symbols.md`.
@@ -578,25 +578,30 @@ def break_even(F, W, share=1.0, pass_="fwd"):
 
 
 peak = 1e12 * h200.half_tflops
-links = {"NVLink, 450 GB/s": 450e9, "network, 400 Gb/s": 50e9, "Ethernet, 10 Gb/s": 1.25e9}
+links = {  # bytes/s each way: two measured between 4 H200, and two datasheets'
+    "copy engine, 370 GB/s": 370e9, "NCCL, 155 GB/s": 155e9,
+    "network, 400 Gb/s": 50e9, "Ethernet, 10 Gb/s": 1.25e9,
+}  # fmt: skip
 for name, W in links.items():
     fwd, bwd = break_even(peak, W), break_even(peak, W, pass_="bwd")
     grouped = break_even(peak, W, share=1 / 4)
-    print(f"{name:18} fwd {fwd:11,.0f}   bwd {bwd:11,.0f}", end="   ")
+    print(f"{name:21} fwd {fwd:11,.0f}   bwd {bwd:11,.0f}", end="   ")
     print(f"fwd with Hk = H / 4 {grouped:9,.0f} tokens a rank")
 
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Work grows like c², bytes like c, so there is a c from which the hop is hidden: $c \ge 2\,(F/W)\,(H_k/H)$ forward,
-# with 12/5 in place of 2 backward. B, D and N cancel. At the datasheets' rates that is 4,397 tokens a rank over NVLink
-# and 39,576 over a 400 Gb/s network; a kernel below peak needs fewer. Fewer K/V heads help in proportion.
+# with 12/5 in place of 2 backward. B, D and N cancel. F is the datasheet's peak here; a kernel below it needs fewer tokens.
+# W is not the datasheet's 450 GB/s of NVLink: between the 4 H200 of one machine we have measured 155 GB/s each way with
+# NCCL, which `ring.py` sends with, and 370 with the GPUs' copy engines. (Of this there is no recorded row yet.) So NVLink
+# hides hops from the second line's c on, and could from the first line's. Fewer K/V heads help in proportion.
 
 # %% slideshow={"slide_type": "fragment"}
 tokens = [2**i for i in range(8, 23)]
 fig, ax = plt.subplots(figsize=(7.2, 3.6))
 step_ms = [1e3 * cost.flops(1, 32, c, 128, causal=True) / peak for c in tokens]
 ax.loglog(tokens, step_ms, "o-", color=COLOURS[1], label="a step's block, at peak")
-looks = (COLOURS[0], "-"), (COLOURS[2], "--"), (COLOURS[3], ":")
+looks = (COLOURS[0], "-"), (COLOURS[4], "-."), (COLOURS[2], "--"), (COLOURS[3], ":")
 for (name, W), (colour, look) in zip(links.items(), looks, strict=True):
     hop_ms = [1e3 * 2 * 2 * 32 * 128 * c / W for c in tokens]
     ax.loglog(tokens, hop_ms, look, color=colour, label=f"hop: {name}")
@@ -607,8 +612,8 @@ ax.set(xlabel="c, tokens a rank")
 ax.minorticks_off()
 ax.legend(fontsize=8)
 picture(fig, """Milliseconds against tokens a rank on log-log axes. The step's block rises
-with slope 2, the hop over each of three links with slope 1; they cross further to the right
-the slower the link is: at about 4 thousand, 40 thousand, and beyond a million tokens.""")
+with slope 2, the hop over each of four links with slope 1; they cross further to the right
+the slower the link is: at about 5, 13 and 40 thousand, and beyond a million tokens.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Real processes

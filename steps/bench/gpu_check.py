@@ -16,18 +16,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from pathlib import Path
 from typing import Annotated
-from xml.etree import ElementTree
 
 import torch
 import typer
-from rich.console import Console
 
 from steps.bench import rows
 from steps.bench.fingerprint import code_hash
@@ -52,8 +48,9 @@ SANITIZED = {
 # memcheck would also count refused driver calls, but torch asks for what a driver may lack, and handles the answer.
 _ALL = ("--show-backtrace", "no", "--print-limit", "100000")  # one kernel can have many reports of the kind in LISTED
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck": _ALL, "synccheck": ()}
-PARTS, STAGES = ("suite", *TOOLS), ("01_fa1_numba", "02_fa2_cuda", "03_triton")
-COUNTED = ("passed", "failed", "skipped", "problems", "planted")  # of an outcome, what is printed
+SUITE_SECONDS, SANITIZER_SECONDS = 1800, 300  # the limits of one part of the suite, and of one run of a sanitizer
+PRINTED = ("status", "passed", "failed", "skipped", "problems", "planted")  # of an outcome
+GOOD = ("passed", "clean", "listed")  # the statuses that prove something
 # By tool: reports that are no mistakes, of which kernels, and why.
 LISTED = {
     "initcheck": (
@@ -69,31 +66,28 @@ LISTED = {
 
 def run_suite(name, processes, limit):
     """The outcome of a part of the test suite: counts, the failures by name, the skips by reason."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", *SUITES[name], "-q", "-n", str(processes), f"--junitxml={report}"]
-        code, output, seconds = run_limited(command, limit)
-        outcome = parse_junit(report.read_text()) if report.exists() else {}
-    status = "timeout" if code is None else "passed" if code == 0 and outcome.get("passed") else "failed"
+    command = [sys.executable, "-m", "pytest", *SUITES[name], "-q", "-rfEs", "-n", str(processes)]
+    code, output, seconds = run_limited(command, limit)
+    outcome = parse_suite(output)
+    status = "timeout" if code is None else "passed" if code == 0 and outcome["passed"] else "failed"
     tail = {} if status == "passed" else {"tail": output.splitlines()[-20:]}
     return {"status": status, "seconds": round(seconds), **outcome, **tail}
 
 
-def parse_junit(xml):
-    """Counts of passed, failed and skipped tests in a JUnit report; a fixture's error counts as failed."""
-    counts = Counter(passed=0, failed=0, skipped=0)
-    skips, failures = Counter(), []
-    for test in ElementTree.fromstring(xml).iter("testcase"):
-        skipped = test.find("skipped")
-        if test.find("failure") is not None or test.find("error") is not None:
-            counts["failed"] += 1
-            failures.append(f"{test.get('classname')}::{test.get('name')}")
-        elif skipped is not None:
-            counts["skipped"] += 1
-            skips[skipped.get("message", "")] += 1
-        else:
-            counts["passed"] += 1
+def parse_suite(output):
+    """What pytest prints at its end with -rfEs; a fixture's error counts as failed."""
+    failures = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.M)
+    skips = Counter()
+    for count, reason in re.findall(r"^SKIPPED \[(\d+)\] \S+ (.+)$", output, re.M):
+        skips[reason] += int(count)
+    counts = {"passed": count_passed(output), "failed": len(failures), "skipped": skips.total()}
     return {**counts, "failures": failures, "skips": dict(skips)}
+
+
+def count_passed(output):
+    """How many tests passed, as the last summary in the output says."""
+    found = re.findall(r"(\d+) passed", output)
+    return int(found[-1]) if found else 0
 
 
 def sanitize(tool, what, limit):
@@ -135,7 +129,6 @@ def parse_sanitizer(output):
     """
     found = re.finditer(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)[^\n]*", output)
     summaries = [match for match in found if "not printed" not in match[0]]
-    passed = re.findall(r"(\d+) passed", output)
     kinds = "Host API|Error|Warning|Invalid|Uninitialized|Barrier error|Potential|Program hit"
     pattern = rf"^=+ ((?:{kinds})[^\n]*(?:\n=+ {{4,}}(?:at|and|Uninitialized) [^\n]*){{0,2}})"
     reports = re.findall(pattern, output, re.M)
@@ -143,7 +136,7 @@ def parse_sanitizer(output):
     return {
         "summaries": [match[0] for match in summaries],
         "problems": sum(int(match[1]) for match in summaries),
-        "passed": int(passed[-1]) if passed else 0,
+        "passed": count_passed(output),
         "reports": list(dict.fromkeys(" ".join(report.split()) for report in plain)),
     }
 
@@ -189,7 +182,7 @@ def merge(old, new):
     return {**new, "outcomes": {**(old["outcomes"] if same else {}), **new["outcomes"]}}
 
 
-def run_all(parts, stages, jobs, suite_limit, limit, seconds):
+def run_all(only, jobs, seconds):
     """Yields (name, outcome) as they end: first the suites, one after the other, then the sanitizers, `jobs` at a time.
 
     After `seconds` nothing more is begun, and the outcome of what was not begun is None.
@@ -200,49 +193,39 @@ def run_all(parts, stages, jobs, suite_limit, limit, seconds):
         left = end - time.monotonic()
         return name, function(min(left, limit)) if left > 10 else None
 
-    for name in SUITES if "suite" in parts else ():
-        yield run(name, partial(run_suite, name, jobs), suite_limit)
-    pairs = [(tool, what) for what in SANITIZED for tool in TOOLS if tool in parts and what.partition("/")[0] in stages]
+    for name in SUITES:
+        if re.search(only, name):
+            yield run(name, partial(run_suite, name, jobs), SUITE_SECONDS)
+    sanitizers = {f"{tool} {what}": partial(sanitize, tool, what) for what in SANITIZED for tool in TOOLS}
+    asked = [(name, function, SANITIZER_SECONDS) for name, function in sanitizers.items() if re.search(only, name)]
     with ThreadPoolExecutor(jobs) as pool:
-        waiting = [pool.submit(run, f"{tool} {what}", partial(sanitize, tool, what), limit) for tool, what in pairs]
+        waiting = [pool.submit(run, *one) for one in asked]
         yield from (future.result() for future in as_completed(waiting))
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Run these; keep the others' last outcome.")] = ",".join(PARTS),
-    stages: Annotated[str, typer.Option(help="Whose kernels to sanitize.")] = ",".join(STAGES),
-    suite_limit: Annotated[float, typer.Option(help="Seconds for each part of the suite.")] = 1800,
-    limit: Annotated[float, typer.Option(help="Seconds for each sanitizer run.")] = 300,
+    only: Annotated[str, typer.Option(help="A pattern of names, suite or 'racecheck 03'; the others stay.")] = "",
     minutes: Annotated[float, typer.Option(help="For everything; what is not begun by then is left out.")] = 60,
     jobs: Annotated[int, typer.Option(help="Processes side by side.")] = 2,
     commit: rows.Commit = None,
     out: rows.Folder = rows.COMMITTED,
 ):
     """The proof that the course is right on this GPU. Exit code 0 if all outcomes are passed, clean or listed."""
-    console = Console(soft_wrap=True, highlight=False)
-    for option, asked, known in (("--only", only, PARTS), ("--stages", stages, STAGES)):
-        if set(asked.split(",")) - set(known):
-            raise typer.BadParameter(f"it takes {', '.join(known)}, separated by commas", param_hint=option)
     if not torch.cuda.is_available():
-        console.print("gpu-check needs a GPU, and torch sees none here.")
-        raise typer.Exit(1)
+        raise SystemExit("gpu-check needs a GPU, and torch sees none here.")
     origin = {**rows.provenance(commit=commit), "python": sys.version.split()[0], "sources": kernel_hashes()}
     old = rows.read_record("checks", origin["gpu"], out) or rows.read_record("checks", origin["gpu"])
-    outcomes, left_out = {}, []
-    for name, outcome in run_all(only.split(","), stages.split(","), jobs, suite_limit, limit, 60 * minutes):
+    outcomes, bad = {}, []
+    for name, outcome in run_all(only, jobs, 60 * minutes):
         if outcome is None:
-            left_out.append(name)
-            continue
-        outcomes[name] = outcome  # written at once, so that who stops the run keeps what there is
-        path = rows.write_record("checks", merge(old, {**origin, "outcomes": outcomes}), out)
-        counts = (f"{key} {outcome[key]}" for key in COUNTED if key in outcome)
-        console.print(f"{name}: {', '.join([outcome['status'], *counts])}")
-    if outcomes:
-        console.print(f"written: {path}")
-    if left_out:
-        console.print(f"no time for: {', '.join(left_out)}")
-    bad = [one for one in outcomes.values() if one["status"] not in ("passed", "clean", "listed")]
-    raise typer.Exit(1 if bad or left_out else 0)
+            print(f"{name}: no time left")
+        else:
+            outcomes[name] = outcome  # written at once, so that who stops the run keeps what there is
+            rows.write_record("checks", merge(old, {**origin, "outcomes": outcomes}), out)
+            print(f"{name}:", ", ".join(f"{key} {outcome[key]}" for key in PRINTED if key in outcome), flush=True)
+        if outcome is None or outcome["status"] not in GOOD:
+            bad.append(name)
+    raise typer.Exit(1 if bad or not outcomes else 0)
 
 
 if __name__ == "__main__":

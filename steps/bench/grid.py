@@ -12,7 +12,7 @@ import torch
 
 from reference import attention
 from steps.bench import cost, fingerprint, rows, timing
-from steps.bench.peers import MATMUL_SIZE, PEERS, matmul, why_not
+from steps.bench.peers import MATMUL_SIZE, PEERS, matmul
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Candidate:
     """A stage's kernel as plain functions with the contract's signatures.
 
     stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files, for the rows. Without backward (and
-    bwd_kernel) only "fwd" is measured. dtypes: names out of rows.DTYPES. head_dims: anything that answers `D in
-    head_dims`, or None for all.
+    bwd_kernel) only "fwd" is measured. dtypes: names out of rows.DTYPES. Whatever else a kernel does
+    not take, it refuses itself with an exception.
     """
 
     stage: str
@@ -66,8 +66,6 @@ class Candidate:
     bwd_kernel: str | None = None
     backward: Callable | None = None
     dtypes: Container[str] = tuple(rows.DTYPES)
-    head_dims: Container[int] | None = None
-    gqa: bool = True
 
     def kernel(self, pass_):
         return {"fwd": self.fwd_kernel, "bwd": self.bwd_kernel}[pass_]
@@ -86,10 +84,6 @@ class Candidate:
             return "has no backward"
         if where["dtype"] not in self.dtypes:
             return f"does not take {where['dtype']}"
-        if self.head_dims is not None and point.D not in self.head_dims:
-            return f"does not take head_dim {point.D}"
-        if not self.gqa and point.sizes["Hk"] != point.H:
-            return "does not take fewer K/V heads than query heads"
         if self.subject(where)["source"] is None:
             return f"steps/step{self.stage} has no kernel of this name, or none for this size"
         return None
@@ -116,7 +110,7 @@ class Beside:
         return {"stage": None, "kernel": None, "peer": self.peer, "source": None}
 
     def refusal(self, point, where):
-        return why_not(self.peer, rows.DTYPES[where["dtype"]], point.D, "cpu" if where["gpu"] == "CPU" else "cuda")
+        return None  # what it does not take, it refuses itself
 
     def call(self, inputs, causal, pass_):
         dout, *qkv = inputs
@@ -187,10 +181,6 @@ def make_inputs(point, dtype, device):
     return tuple(x.to(rows.DTYPES[dtype]) for x in normal)
 
 
-class _LeftOut(Exception):
-    """Why somebody does not take part at a point."""
-
-
 class _Guard:
     """Decides who takes part, says who does not, and remembers who was too slow."""
 
@@ -201,36 +191,36 @@ class _Guard:
 
     def admit(self, entrants, inputs, truth, point, where):
         """[(entrant, call, error)] of those who can run the pass of `where` in time."""
-        admitted, pass_, dtype = [], where["pass"], where["dtype"]
+        admitted = []
         for entrant in entrants:
-            key = (entrant.name(pass_), pass_, dtype, point.D)
-            try:
-                if refusal := entrant.refusal(point, where):
-                    raise _LeftOut(refusal)
-                admitted.append((entrant, *self._try(entrant, key, inputs, truth, point, pass_)))
-            except _LeftOut as reason:
-                if (key, str(reason)) not in self.said:  # the same at every N: once is enough
-                    self.said.add((key, str(reason)))
-                    self.say(f"left out: {entrant.name(pass_)}, {pass_} {dtype} {point}: {reason}")
+            who = entrant.name(where["pass"]), where["pass"], where["dtype"], point.D
+            call, error, reason = self._try(entrant, who, inputs, truth, point, where)
+            if reason is None:
+                admitted.append((entrant, call, error))
+            elif (who, reason) not in self.said:  # the same at every N: once is enough
+                self.said.add((who, reason))
+                self.say(f"left out: {who[0]}, {where['pass']} {where['dtype']} {point}: {reason}")
         return admitted
 
-    def _try(self, entrant, key, inputs, truth, point, pass_):
-        """(call, error). The first call compiles and is checked, the second is timed."""
-        if point.flops(pass_) >= self.too_slow.get(key, float("inf")):
-            raise _LeftOut("too slow at a smaller size")
+    def _try(self, entrant, who, inputs, truth, point, where):
+        """(call, error, None), or (None, None, why it does not take part). The second call is timed."""
+        pass_ = where["pass"]
+        if reason := entrant.refusal(point, where):
+            return None, None, reason
+        if point.flops(pass_) >= self.too_slow.get(who, float("inf")):
+            return None, None, "too slow at a smaller size"
         try:
             call = entrant.call(inputs, point.causal, pass_)
-            results = dict(zip(RESULTS[pass_], call(), strict=True))
-            error = sample_error(results, truth)
+            error = sample_error(dict(zip(RESULTS[pass_], call(), strict=True)), truth)
             ms = timing.one_call(call, device=self.device)
         except Exception as problem:  # whatever one kernel raises, the others are still to be measured
-            raise _LeftOut(f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}") from problem
+            return None, None, f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
         if error is None:
-            raise _LeftOut("its result is not finite")
+            return None, None, "its result is not finite"
         if ms > self.limit_ms:
-            self.too_slow[key] = point.flops(pass_)
-            raise _LeftOut(f"one call takes {ms:.0f} ms, more than the limit of {self.limit_ms:g} ms")
-        return call, error
+            self.too_slow[who] = point.flops(pass_)
+            return None, None, f"one call takes {ms:.0f} ms, more than the limit of {self.limit_ms:g} ms"
+        return call, error, None
 
 
 # --- the error column ---------------------------------------------------------------------------------------

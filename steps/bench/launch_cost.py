@@ -14,7 +14,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 import typer
-from rich.console import Console
 
 from steps import step02_fa2_cuda
 from steps.bench import rows
@@ -64,16 +63,14 @@ def measure(functions, warmup=2):
 
 def main(commit: rows.Commit = None, out: rows.Folder = rows.COMMITTED):
     """What a call of a forward costs the CPU that launches it."""
-    console = Console(soft_wrap=True)
     if not torch.cuda.is_available():
-        console.print("launch_cost needs a GPU: without one there is nothing to launch.")
-        raise typer.Exit(1)
+        raise SystemExit("launch_cost needs a GPU: without one there is nothing to launch.")
     origin = rows.provenance(commit=commit)
     shape = [SIZE[name] for name in "BHND"]
     found = measure(calls(*torch.randn(3, *shape, device="cuda").to(rows.DTYPES[SIZE["dtype"]])))
     lowest, medians = ({name: round(of(times), 1) for name, times in found.items()} for of in (min, statistics.median))
     path = rows.write_record("host", {**origin, "size": SIZE, "microseconds": lowest, "medians": medians}, out)
-    console.print(f"{lowest}\nmedians: {medians}\nwritten: {path}")
+    print(f"{lowest}\nmedians: {medians}\nwritten: {path}")
 
 
 if __name__ == "__main__":

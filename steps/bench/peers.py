@@ -1,13 +1,10 @@
 """What the stages are measured against: PyTorch's own attention, one peer for each of its backends.
 
 A peer is called as `peer(q, k, v, causal) -> out`, is differentiable, and never falls back to another backend: what it
-cannot do is an error. `why_not` finds out beforehand by trying, because what a backend takes changes with torch's
-version.
+cannot do is an error.
 """
 
-import functools
-import warnings
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,44 +13,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 MATMUL_SIZE = 8192
 
 
-@dataclass(frozen=True)
-class Peer:
-    """One backend of torch.nn.functional.scaled_dot_product_attention (SDPA)."""
-
-    backend: SDPBackend
-
-    def __call__(self, q, k, v, causal=False):
-        """out, like q (B, H, N, D), for k and v (B, Hk, Nk, D). RuntimeError where the backend declines."""
-        if causal and q.shape[-2] != k.shape[-2]:
-            # SDPA would align the mask at the top left, the course at the bottom right: another computation.
-            raise ValueError("SDPA's causal mask equals the contract's only for as many queries as keys.")
-        with sdpa_kernel(self.backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+def sdpa(backend, q, k, v, causal=False):
+    """out, like q (B, H, N, D), for k and v (B, Hk, Nk, D). RuntimeError where the backend declines."""
+    if causal and q.shape[-2] != k.shape[-2]:
+        # SDPA would align the mask at the top left, the course at the bottom right: another computation.
+        raise ValueError("SDPA's causal mask equals the contract's only for as many queries as keys.")
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 PEERS = {
-    "sdpa-flash": Peer(SDPBackend.FLASH_ATTENTION),  # FlashAttention-2; fp16 and bf16 on a GPU, torch's own on a CPU
-    "sdpa-cudnn": Peer(SDPBackend.CUDNN_ATTENTION),  # NVIDIA's closed kernels; fp16 and bf16
-    "sdpa-efficient": Peer(SDPBackend.EFFICIENT_ATTENTION),  # xFormers' memory-efficient kernels; fp32 too
-    "sdpa-math": Peer(SDPBackend.MATH),  # the matrix form, N x N in memory; every dtype and device
+    "sdpa-flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),  # FlashAttention-2, fp16 and bf16; torch's own on a CPU
+    "sdpa-cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION),  # NVIDIA's closed kernels; fp16 and bf16
+    "sdpa-efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),  # xFormers' memory-efficient kernels; fp32 too
+    "sdpa-math": partial(sdpa, SDPBackend.MATH),  # the matrix form, N x N in memory; every dtype and device
 }
-
-
-@functools.cache
-def why_not(name, dtype, D, device="cuda"):
-    """None if the peer takes this torch dtype, head_dim and device type both ways; otherwise the reason."""
-    if device != "cuda" and name in ("sdpa-cudnn", "sdpa-efficient"):
-        return "needs an NVIDIA GPU"
-    if device == "cuda" and not torch.cuda.is_available():
-        return "torch sees no GPU"
-    q, k, v = (torch.randn(1, 1, 64, D, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch remarks on every backend that it does not use
-        try:
-            PEERS[name](q, k, v).sum().backward()
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
-    return None
 
 
 def matmul(dtype, device):

@@ -69,7 +69,6 @@ def entrants(number, rung=None):
                 stem(module, "fwd", word), partial(module.forward, rung=word),
                 backward, backward and partial(module.backward, rung=word),
                 dtypes=[name for name, dtype in DTYPES.items() if dtype in own["dtypes"]],
-                head_dims=own["head_dims"], gqa=own["gqa"],
             )  # fmt: skip
 
 

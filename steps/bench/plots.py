@@ -5,6 +5,7 @@ are drawn in colours and solid, peers in greys and dashed. The background is opa
 swallow dark text.
 """
 
+import itertools
 import statistics
 
 import matplotlib.pyplot as plt
@@ -31,7 +32,7 @@ def style():
     plt.rcParams.update(STYLE)
 
 
-def speed_lines(rows, title=""):
+def speed_lines(rows):
     """TFLOP/s against N, a line for each kernel and peer. Rows: alike in what is compared but for B, H and N."""
     if len({(subtitle([row]), str(row["options"]), row["timing"]) for row in rows}) > 1:
         raise ValueError("speed_lines needs rows of one GPU, pass, dtype, D, mask, options and timing: choose first.")
@@ -42,14 +43,14 @@ def speed_lines(rows, title=""):
     lengths = sorted({row["N"] for row in rows})
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{N // 1024}k" if N % 1024 == 0 else str(N) for N in lengths])
-    ax.set(xlabel="sequence length N", ylabel="TFLOP/s", title=title or subtitle(rows))
+    ax.set(xlabel="sequence length N", ylabel="TFLOP/s", title=subtitle(rows))
     ax.set_ylim(bottom=0)
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     plt.close(fig)
     return fig
 
 
-def speed_bars(rows, title=""):
+def speed_bars(rows):
     """TFLOP/s as bars with their values, fastest on top. Rows: one for each kernel and peer, at one size."""
     if len({label(row) for row in rows}) < len(rows):
         raise ValueError("speed_bars needs one row for each kernel and peer: choose one size first.")
@@ -62,7 +63,7 @@ def speed_bars(rows, title=""):
     ax.bar_label(bars, fmt="%.3g", padding=4, color=INK)
     ax.margins(x=0.1)  # room for the values
     ax.grid(axis="y", visible=False)
-    ax.set(xlabel="TFLOP/s", title=title or f"{subtitle(rows)}, N={rows[0]['N']}")
+    ax.set(xlabel="TFLOP/s", title=f"{subtitle(rows)}, N={rows[0]['N']}")
     plt.close(fig)
     return fig
 
@@ -74,7 +75,7 @@ PEERS = {"sdpa-flash": ("FlashAttention-2", "--", COLOURS[1]), "sdpa-cudnn": ("c
 def ladder_numbers(rows):
     """What the ladder of stage 02 shows of these rows, or None if there are not rungs of both passes.
 
-    {"gpu", "matmul": TFLOP/s or None, "fwd": ..., "bwd": {"rungs": [(word, TFLOP/s, what differs from LADDER)],
+    {"gpu", "matmul": TFLOP/s or None, "fwd": ..., "bwd": {"rungs": [[word, TFLOP/s, what differs from LADDER]],
     "peers": {name: TFLOP/s}}}. Of several GPUs the one measured last; of several rows of one subject the last.
     """
     plain = [row for row in rows if row["n_gpus"] == 1 and not row["options"] and row["timing"] == "interleaved"]
@@ -86,7 +87,7 @@ def ladder_numbers(rows):
     for pass_ in ("fwd", "bwd"):
         rungs = {}
         for row in sorted((row for row in mine if row in here and row["pass"] == pass_), key=_likeness):
-            rungs[row["kernel"]] = (row["kernel"].split("_", 2)[2], row["tflops"], _difference(row))
+            rungs[row["kernel"]] = [row["kernel"].split("_", 2)[2], row["tflops"], _difference(row)]
         like = [row for row in here if row["pass"] == pass_ and all(_likeness(row))]
         peers = {row["peer"]: row["tflops"] for row in latest(like)}
         peers = {name: peers[name] for name in PEERS if name in peers}
@@ -94,7 +95,7 @@ def ladder_numbers(rows):
     return numbers if numbers["fwd"]["rungs"] and numbers["bwd"]["rungs"] else None
 
 
-def ladder(rows, title=""):
+def ladder(rows):
     """TFLOP/s of stage 02's rungs, one after the other, forward and backward; FlashAttention-2 and cuDNN as lines.
 
     The right axis is the share of the measured matrix product. A rung that does not take the ladder's head_dim or dtype
@@ -129,7 +130,7 @@ def ladder(rows, title=""):
         share = axes[1].secondary_yaxis("right", functions=(lambda y: 100 * y / ceiling, lambda y: y * ceiling / 100))
         share.set_ylabel(f"% of a measured matrix product, {ceiling:.3g} TFLOP/s")
     size = f"N={LADDER['N']}, D={LADDER['D']}, {LADDER['dtype']}, not causal"
-    fig.suptitle(title or f"{numbers['gpu']}, {size} unless a rung says otherwise", x=0.01, ha="left", fontsize=11)
+    fig.suptitle(f"{numbers['gpu']}, {size} unless a rung says otherwise", x=0.01, ha="left", fontsize=11)
     plt.close(fig)
     return fig
 
@@ -153,15 +154,13 @@ def subtitle(rows):
 
 
 def _looks(rows):
-    """{label: line style}: kernels first, in colours, then peers, in greys; the same for the same labels."""
-    kernels = sorted({label(row) for row in rows if row["peer"] is None})
-    peers = sorted({label(row) for row in rows if row["peer"] is not None})
-    looks = {name: _look(COLOURS, i, "-") for i, name in enumerate(kernels)}
-    return looks | {name: _look(GREYS, i, "--") for i, name in enumerate(peers)}
-
-
-def _look(colours, i, line):
-    return {"color": colours[i % len(colours)], "marker": MARKERS[i % len(MARKERS)], "linestyle": line}
+    """{label: how its line is drawn}: kernels in colours, peers in greys; the same for the same labels."""
+    looks = {}
+    for is_peer, colours, line in ((False, COLOURS, "-"), (True, GREYS, "--")):
+        names = sorted({label(row) for row in rows if (row["peer"] is not None) == is_peer})
+        for name, colour, marker in zip(names, itertools.cycle(colours), itertools.cycle(MARKERS)):
+            looks[name] = {"color": colour, "marker": marker, "linestyle": line}
+    return looks
 
 
 def _figure(rows):

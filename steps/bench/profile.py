@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import typer
-from rich.console import Console
 
 from steps.bench import fingerprint, rows
 from steps.bench.grid import Point
@@ -36,6 +35,7 @@ COUNTERS = {  # ncu's names by ours
     "registers": "launch__registers_per_thread",
 }
 WARM_UP = 2
+SECONDS = 200  # the limit of each run of ncu
 FORWARDS = (
     "import sys, torch; from steps.step02_fa2_cuda import forward; "
     f"qkv = torch.randn(3, {SIZE['B']}, {SIZE['H']}, {SIZE['N']}, {SIZE['D']}, device='cuda', dtype=torch.bfloat16); "
@@ -52,8 +52,7 @@ def command(ncu, rung, metrics):
 
 
 def parse(output, metrics):
-    """{our name: number} out of what `ncu --csv --page raw` prints, other lines around it; counters without a value are
-    left out.
+    """{our name: number} out of what `ncu --csv --page raw` prints, without the counters that have no value.
 
     ValueError if there is not exactly one kernel.
     """
@@ -67,21 +66,21 @@ def parse(output, metrics):
     return {name: float(cell) for name, cell in cells.items() if re.fullmatch(r"-?\d+(\.\d+)?([eE][-+]?\d+)?", cell)}
 
 
-def profile(ncu, gpu, limit, say):
+def profile(ncu, gpu):
     """What the file says besides its origin: ncu's version, the counters' names, and what each rung's run gave.
 
-    A rung that ncu fails on is left out, and `say` is called with the reason. limit: seconds for each run of ncu.
+    A rung that ncu fails on is left out, and the reason is printed.
     """
-    (version,) = re.findall(r"Version (\S+)", run([ncu, "--version"], limit))
+    (version,) = re.findall(r"Version (\S+)", run([ncu, "--version"]))
     found = {"gpu": gpu, "ncu": version, "size": SIZE, "metrics": COUNTERS, "rungs": {}}
     for rung in RUNGS:
         one = {"kernel": Path(ladder.FORWARD[rung].file).stem}
         one["source"] = fingerprint.row_hash(subject(found, one))
         try:
-            one["counters"] = parse(run(command(ncu, rung, COUNTERS), limit), COUNTERS)
+            one["counters"] = parse(run(command(ncu, rung, COUNTERS)), COUNTERS)
             found["rungs"][rung] = one
-        except (RuntimeError, ValueError, subprocess.TimeoutExpired) as problem:
-            say(f"{rung}: {problem}")
+        except (subprocess.SubprocessError, ValueError) as problem:
+            print(f"{rung}: {problem} {getattr(problem, 'output', '')}")
     return found
 
 
@@ -90,14 +89,10 @@ def subject(record, one):
     return {"stage": "02_fa2_cuda", "peer": None, "gpu": record["gpu"], **record["size"], **one}
 
 
-def run(words, limit):
-    """What a command prints; RuntimeError with the end of it if it fails."""
-    environment = os.environ | {"STEPS_ENGINE": "cuda"}
-    how = dict(cwd=rows.ROOT, env=environment, capture_output=True, text=True, errors="replace")
-    done = subprocess.run(words, timeout=limit, **how)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words[:4])} ... failed: {(done.stdout + done.stderr)[-800:]}")
-    return done.stdout
+def run(words):
+    """What a command prints. subprocess.SubprocessError if it fails or takes longer than SECONDS."""
+    how = dict(cwd=rows.ROOT, env=os.environ | {"STEPS_ENGINE": "cuda"}, text=True, errors="replace")
+    return subprocess.check_output(words, stderr=subprocess.STDOUT, timeout=SECONDS, **how)
 
 
 def read(folder=rows.COMMITTED):
@@ -107,20 +102,15 @@ def read(folder=rows.COMMITTED):
     return {rung: one["counters"] for rung, one in rungs.items() if not fingerprint.is_stale(subject(record, one))}
 
 
-def main(commit: rows.Commit = None, out: rows.Folder = rows.COMMITTED, limit: float = 200):
-    """What the hardware counters say about four rungs of stage 02. --limit: seconds for each run of ncu."""
-    console = Console(soft_wrap=True, markup=False)
+def main(commit: rows.Commit = None, out: rows.Folder = rows.COMMITTED):
+    """What the hardware counters say about four rungs of stage 02."""
     folders = ["/usr/local/cuda/bin", *map(str, Path("/opt/nvidia/nsight-compute").glob("*"))]
     ncu = shutil.which("ncu", path=os.pathsep.join([os.environ.get("PATH", ""), *folders]))
     if not ncu or not torch.cuda.is_available():
-        console.print("profile needs a GPU and Nsight Compute's ncu on the PATH.")
-        raise typer.Exit(1)
+        raise SystemExit("profile needs a GPU and Nsight Compute's ncu on the PATH.")
     origin = rows.provenance(commit=commit)
-    measured = {**origin, **profile(ncu, origin["gpu"], limit, console.print)}
-    path = rows.write_record("profile", measured, out)
-    for rung, one in measured["rungs"].items():
-        console.print(f"{rung}: {one['counters']}")
-    console.print(f"written: {path}")
+    measured = {**origin, **profile(ncu, origin["gpu"])}
+    print(measured["rungs"], f"written: {rows.write_record('profile', measured, out)}", sep="\n")
     raise typer.Exit(0 if len(measured["rungs"]) == len(RUNGS) else 1)
 
 

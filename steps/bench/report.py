@@ -21,9 +21,6 @@ from typing import Annotated
 
 import typer
 from PIL import Image
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from steps.bench import plots
 from steps.bench import rows as results
@@ -44,7 +41,7 @@ USUAL = {"options": "{}", "timing": "interleaved"}  # what a marker means that n
 
 def render(text, rows, stale=()):
     """`text` with each section filled from `rows`, and a note of who has only stale ones."""
-    picture = f"![{ALT}]({PICTURE})\n" if ladder(rows) else EMPTY
+    picture = f"![{ALT}]({PICTURE})\n" if plots.ladder_numbers(rows) else EMPTY
     text = _LADDER.sub(lambda match: match[1] + picture + match[2], text)
 
     def filled(match):
@@ -115,43 +112,29 @@ def _caption(rows):
     return f"{how}; error: largest difference from float64. {'; '.join(origins)}."
 
 
-def ladder(rows):
-    """What the picture of stage 02's rungs shows, as JSON; "" if the rows do not suffice for one."""
-    numbers = plots.ladder_numbers(rows)
-    return json.dumps(numbers) if numbers else ""
-
-
 def ladder_in(picture):
-    """The numbers that a picture was drawn from; "" if there is no such file."""
+    """What the picture was drawn from, as `plots.ladder_numbers` gives it; None if there is no such file."""
     if not picture.exists():
-        return ""
+        return None
     with Image.open(picture) as image:
-        return image.text.get("Description", "")
+        return json.loads(image.text.get("Description", "null"))
 
 
 def draw(rows, picture):
     """Writes the picture with its numbers inside, or removes it where the rows do not suffice."""
-    if numbers := ladder(rows):
+    if numbers := plots.ladder_numbers(rows):
         picture.parent.mkdir(parents=True, exist_ok=True)
-        plots.ladder(rows).savefig(picture, dpi=110, metadata={"Description": numbers})
+        plots.ladder(rows).savefig(picture, dpi=110, metadata={"Description": json.dumps(numbers)})
     else:
         picture.unlink(missing_ok=True)
 
 
-def table(rows, title=""):
-    """The rows as a rich Table, in the order given. spread: half the way from p20 to p80, in % of ms."""
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("kernel or peer", overflow="fold")
-    shown.add_column("pass, dtype")
-    shown.add_column("B, H, N, D")
-    for name in ("ms", "spread", "TFLOP/s", "error"):
-        shown.add_column(name, justify="right")
-    for row in rows:
-        size = ", ".join(str(row[name]) for name in ("B", "H", "N", "D")) + (" causal" if row["causal"] else "")
-        spread = f"±{50 * (row['ms_p80'] - row['ms_p20']) / row['ms_median']:.1f}%"
-        speed = (f"{row['ms_median']:.3g}", spread, f"{row['tflops']:.3g}", f"{row['error']:.0e}")
-        shown.add_row(label(row), f"{row['pass']}, {row['dtype']}", size, *speed)
-    return shown
+def line(row):
+    """A row as a line of text. The ± is half the way from the 20th to the 80th percentile, in % of the median."""
+    size = " ".join(f"{name}={row[name]}" for name in ("B", "H", "N", "D"))
+    spread = 50 * (row["ms_p80"] - row["ms_p20"]) / row["ms_median"]
+    speed = f"{row['ms_median']:8.3g} ms ±{spread:.1f}%, {row['tflops']:.3g} TFLOP/s, error {row['error']:.0e}"
+    return f"{label(row):24} {row['pass']} {row['dtype']} {size}{' causal' if row['causal'] else ''}: {speed}"
 
 
 def main(
@@ -159,25 +142,25 @@ def main(
     root: Annotated[Path, typer.Option(help="The repository.")] = results.ROOT,
 ):
     """Writes the measured rows into README.md's tables."""
-    console, readme, picture = Console(soft_wrap=True), root / "README.md", root / PICTURE
+    readme, picture = root / "README.md", root / PICTURE
     measured = results.read(root / results.COMMITTED.relative_to(results.ROOT))
     shown = fresh(measured, root)
     kept = set(map(id, shown))
     stale = [row for row in measured if id(row) not in kept]
-    console.print(f"{len(measured)} rows, {len(stale)} of them stale: their kernels have changed since.")
+    print(f"{len(measured)} rows, {len(stale)} of them stale: their kernels have changed since.")
     for name, count in Counter(map(label, stale)).items():
-        console.print(f"  {name}: {count}")
+        print(f"  {name}: {count}")
     text = readme.read_text()
     new = render(text, shown, stale)
-    if new == text and ladder_in(picture) == ladder(shown):
-        console.print("README.md and its pictures are up to date.")
+    if new == text and ladder_in(picture) == plots.ladder_numbers(shown):
+        print("README.md and its pictures are up to date.")
     elif check:
-        console.print("README.md or its picture is out of date: run `make report`.")
+        print("README.md or its picture is out of date: run `make report`.")
         raise typer.Exit(1)
     else:
         readme.write_text(new)
         draw(shown, picture)
-        console.print("README.md rewritten.")
+        print("README.md rewritten.")
 
 
 if __name__ == "__main__":

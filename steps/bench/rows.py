@@ -13,6 +13,7 @@ import subprocess
 from collections import Counter
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -25,48 +26,42 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "steps" / "bench" / "results"
 OWN = ROOT / "my" / "results"
 
-PASSES = ("fwd", "bwd", "fwd+bwd")
 MATMUL = "matmul"  # a peer and its pass: a plain product, (N, D) times (D, N), as a ceiling for attention
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-LAYOUTS = ("contiguous", "zigzag", "striped")
-TIMINGS = ("interleaved", "sustained")
-
-_TEXT, _TEXT_OR_NULL, _COUNT, _NUMBER = (str,), (str, type(None)), (int,), (float, int)
-_NUMBER_OR_NULL = (*_NUMBER, type(None))
-FIELDS = {
-    "run": _TEXT,  # the same for all rows measured together
-    "commit": _TEXT_OR_NULL,
-    "date": _TEXT,  # YYYY-MM-DD, UTC
-    "gpu": _TEXT,  # as torch names it; "CPU" without one
-    "n_gpus": _COUNT,
-    "driver": _TEXT_OR_NULL,
-    "cuda": _TEXT_OR_NULL,
-    "torch": _TEXT,
-    "triton": _TEXT_OR_NULL,
-    "stage": _TEXT_OR_NULL,  # "02_fa2_cuda"; null for a peer
-    "kernel": _TEXT_OR_NULL,  # the stem of its file; "fwd_a+bwd_b" for fwd+bwd; "fwd_a:LAZY=0" with a switch turned
-    "peer": _TEXT_OR_NULL,
-    "source": _TEXT_OR_NULL,  # a hash of the kernel and its launch, see fingerprint.py
-    "pass": _TEXT,
-    "dtype": _TEXT,
-    "B": _COUNT,
-    "H": _COUNT,
-    "Hk": _COUNT,
-    "N": _COUNT,  # queries
-    "Nk": _COUNT,  # keys
-    "D": _COUNT,
-    "causal": (bool,),
-    "layout": _TEXT_OR_NULL,  # stage 04: how the sequence is distributed over the ranks
-    "options": (dict,),  # what else was asked for, by name: window, mask, dropout, transport, strategy, graph, ...
-    "timing": _TEXT,  # interleaved: single calls of all candidates in turn; sustained: a second of calls of one
-    "clock_mhz": _NUMBER_OR_NULL,  # medians under sustained load
-    "watts": _NUMBER_OR_NULL,
-    "ms_median": _NUMBER,
-    "ms_p20": _NUMBER,
-    "ms_p80": _NUMBER,
-    "reps": _COUNT,
-    "tflops": _NUMBER,
-    "error": _NUMBER,  # max |result - float64| over the results of the pass
+FIELDS = {  # by name: the type of the value, or a tuple of all values that there are
+    "run": str,  # the same for all rows measured together
+    "commit": str | None,
+    "date": str,  # YYYY-MM-DD, UTC
+    "gpu": str,  # as torch names it; "CPU" without one
+    "n_gpus": int,
+    "driver": str | None,
+    "cuda": str | None,
+    "torch": str,
+    "triton": str | None,
+    "stage": str | None,  # "02_fa2_cuda"; null for a peer
+    "kernel": str | None,  # the stem of its file; "fwd_a+bwd_b" for fwd+bwd; "fwd_a:LAZY=0" with a switch turned
+    "peer": str | None,
+    "source": str | None,  # a hash of the kernel and its launch, see fingerprint.py
+    "pass": ("fwd", "bwd", "fwd+bwd", MATMUL),
+    "dtype": tuple(DTYPES),
+    "B": int,
+    "H": int,
+    "Hk": int,
+    "N": int,  # queries
+    "Nk": int,  # keys
+    "D": int,
+    "causal": bool,
+    "layout": (None, "contiguous", "zigzag", "striped"),  # stage 04: how the sequence is distributed over the ranks
+    "options": dict,  # what else was asked for, by name: window, mask, dropout, transport, strategy, graph, ...
+    "timing": ("interleaved", "sustained"),  # single calls of all candidates in turn, or a second of calls of one
+    "clock_mhz": float | int | None,  # medians under sustained load
+    "watts": float | int | None,
+    "ms_median": float | int,
+    "ms_p20": float | int,
+    "ms_p80": float | int,
+    "reps": int,
+    "tflops": float | int,
+    "error": float | int,  # max |result - float64| over the results of the pass
 }
 # What a kernel and a peer are compared at, and what two rows that measure the same thing share.
 SETTING = ("gpu", "n_gpus", "pass", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal", "options", "timing")
@@ -87,43 +82,33 @@ def validate(row):
     """The row itself. Raises ValueError that lists all that is wrong with it."""
     wrong = [f"{name} is missing" for name in FIELDS if name not in row]
     wrong += [f"{name} is not a field" for name in row if name not in FIELDS]
-    known = {name: value for name, value in row.items() if name in FIELDS}
-    wrong += [f"{name} is {value!r}" for name, value in known.items() if not _has_type(value, FIELDS[name])]
-    wrong = wrong or list(_problems(row))
+    wrong += [f"{name} is {row[name]!r}" for name in FIELDS if name in row and not _fits(row[name], FIELDS[name])]
+    wrong = wrong or [f"against the rule: {rule}" for rule, kept in _rules(row).items() if not kept]
     if wrong:
         raise ValueError(f"not a results row: {'; '.join(wrong)}. Row: {row}")
     return row
 
 
-def _has_type(value, types):
-    """bool counts as no number, and a number must be finite (JSON has no NaN)."""
-    if isinstance(value, bool) != (types == (bool,)) or not isinstance(value, types):
-        return False
-    return not isinstance(value, float) or math.isfinite(value)
+def _fits(value, kind):
+    """Whether FIELDS allows it. bool counts as no number, and a number must be finite (JSON has no NaN)."""
+    if isinstance(kind, tuple):
+        return value in kind
+    if isinstance(value, bool) or kind is bool:
+        return type(value) is kind
+    return isinstance(value, kind) and not (isinstance(value, float) and not math.isfinite(value))
 
 
-def _problems(row):
-    """What is wrong with the values of a row whose fields have the right types."""
-    choices = {"pass": (*PASSES, MATMUL), "dtype": DTYPES, "layout": (None, *LAYOUTS), "timing": TIMINGS}
-    for name, known in choices.items():
-        if row[name] not in known:
-            yield f"{name} is {row[name]!r}, not one of {', '.join(map(str, known))}"
-    of_kernel = [row["stage"], row["kernel"], row["source"]]
-    if (row["pass"] == MATMUL) != (row["peer"] == MATMUL):
-        yield "the pass matmul belongs to the peer matmul, which has no other"
-    elif row["peer"] is not None:
-        if of_kernel != [None] * 3:
-            yield "a peer's row has no stage, kernel or source"
-    elif None in of_kernel:
-        yield "a row without a peer needs stage, kernel and source"
-    elif not re.fullmatch(r"\d\d_\w+", row["stage"]):
-        yield f"stage is {row['stage']!r}, not a stem like '02_fa2_cuda'"
-    if not 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]:
-        yield "0 < ms_p20 <= ms_median <= ms_p80 does not hold"
-    if row["reps"] < MIN_REPS:
-        yield f"reps is {row['reps']}, fewer than {MIN_REPS}"
-    if row["tflops"] <= 0 or row["error"] < 0:
-        yield "tflops must be > 0 and error >= 0"
+def _rules(row):
+    """{rule: whether the row keeps it}, for a row whose fields fit."""
+    of_kernel = [row[name] is not None for name in ("stage", "kernel", "source")]
+    return {
+        "either a peer, or stage, kernel and source": of_kernel == [row["peer"] is None] * 3,
+        "the pass matmul belongs to the peer matmul": (row["pass"] == MATMUL) == (row["peer"] == MATMUL),
+        "stage like '02_fa2_cuda'": row["stage"] is None or bool(re.fullmatch(r"\d\d_\w+", row["stage"])),
+        "0 < ms_p20 <= ms_median <= ms_p80": 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"],
+        f"reps >= {MIN_REPS}": row["reps"] >= MIN_REPS,
+        "tflops > 0 and error >= 0": row["tflops"] > 0 and row["error"] >= 0,
+    }
 
 
 def append(rows, folder=OWN):
@@ -191,16 +176,8 @@ def provenance(device="cuda", *, commit=None, n_gpus=1):
         "driver": driver and driver.splitlines()[0],
         "cuda": torch.version.cuda if on_gpu else None,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": metadata.version("triton") if find_spec("triton") else None,  # not imported, which sets its mode
     }
-
-
-def _version(package):
-    """Without importing it: Triton decides at import whether to compile or to interpret."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _output(*command):

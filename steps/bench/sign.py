@@ -4,7 +4,7 @@ What is recorded of a kernel carries a hash of its text (fingerprint.py), and a 
 the same. A stale record, which is a row, a profiled rung or the timeline, gets the hash of the files as they are if
 
 - it was fresh in OLD_TREE, another checkout of the course, as that checkout's own code judges;
-- both trees launch the kernel alike at the record's sizes (a tree without launch.geometry cannot tell; do it by hand);
+- both trees launch the kernel alike at the record's sizes;
 - NVRTC compiles both trees' texts, with the macros of that launch and without line information, to the same machine
   code and constants. Only the names of symbols may differ.
 
@@ -27,17 +27,12 @@ from steps.bench import fingerprint, profile, rows
 
 # What a hash depends on.
 FIELDS = ("stage", "kernel", "peer", "source", "gpu", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal")
-OLD_NAMES = {"WARPS": "Warps"}  # of macros that were renamed; every text gets both
 # Runs inside a tree with its modules. Prints each record's launches, None for a stale one, and the kernels' texts.
 INSIDE = """
 import json, sys
 from pathlib import Path
 from steps.step02_fa2_cuda import nvrtc
-try:
-    from steps.bench.fingerprint import is_stale, launches
-except ImportError:  # a tree in which measuring was a part of reference/
-    from reference.bench.source import is_stale
-    launches = lambda record: {}
+from steps.bench.fingerprint import is_stale, launches
 records, stems = json.load(sys.stdin)
 files = [Path(nvrtc.__file__).with_name(f"{stem}.cu") for stem in stems]
 texts = {file.stem: nvrtc._source(file) for file in files if file.exists()}
@@ -70,8 +65,7 @@ def builds(record):
     major, minor = fingerprint.gpu_of(record).capability
     arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"
     works = [(stem, macros) for stem, found in fingerprint.launches(record).items() for *_, macros in found]
-    both = [(stem, macros | {OLD_NAMES[n]: macros[n] for n in OLD_NAMES.keys() & macros}) for stem, macros in works]
-    return {(stem, tuple((name, str(value)) for name, value in macros.items()), arch) for stem, macros in both}
+    return {(stem, tuple((name, str(value)) for name, value in macros.items()), arch) for stem, macros in works}
 
 
 def compiled(text, macros, arch):
@@ -105,7 +99,7 @@ def refusal(record, before):
         return "other code"
     if before is None:
         return "stale in the old tree, too"
-    if before and before != json.loads(json.dumps(fingerprint.launches(record))):
+    if before != json.loads(json.dumps(fingerprint.launches(record))):
         return "another launch"
     return None
 

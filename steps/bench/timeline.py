@@ -9,7 +9,7 @@ power       TFLOP/s, clock and power under seconds of load: a matrix product and
 """
 
 import itertools
-import shutil
+import re
 import statistics
 import subprocess
 import tempfile
@@ -123,9 +123,13 @@ def power(q, k, v):
 def _under(flop, call):
     """TFLOP/s, clock, power and the power's limit under SECONDS of `call`, after a second of it."""
     _calls_within(1, call)
-    seen = _watch()
-    calls, seconds = _calls_within(SECONDS, call)
-    clock, watts, limit = _medians(seen)
+    which = f"GPU-{str(torch.cuda.get_device_properties(0).uuid).removeprefix('GPU-')}"
+    fields = "clocks.sm,power.draw,enforced.power.limit"
+    command = ["nvidia-smi", "-i", which, f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-lms", "100"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        calls, seconds = _calls_within(SECONDS, call)
+        watching.terminate()
+        clock, watts, limit = medians(watching.communicate()[0])
     return {"tflops": calls * flop / seconds / 1e12, "sm_mhz": clock, "watts": watts, "limit_watts": limit}
 
 
@@ -139,21 +143,10 @@ def _calls_within(seconds, call):
     return calls, time.perf_counter() - start
 
 
-def _watch():
-    """nvidia-smi's process, which prints clock, power and limit ten times a second; None where there is none."""
-    fields = "clocks.sm,power.draw,enforced.power.limit"
-    which = f"GPU-{str(torch.cuda.get_device_properties(0).uuid).removeprefix('GPU-')}"
-    command = ["nvidia-smi", "-i", which, f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-lms", "100"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True) if shutil.which("nvidia-smi") else None
-
-
-def _medians(process):
-    if process is None:
-        return None, None, None
-    process.terminate()
-    lines = [line for line in process.communicate()[0].splitlines() if line.count(", ") == 2]
-    columns = zip(*(line.split(", ") for line in lines), strict=True)
-    numbers = [[float(x) for x in column if x.replace(".", "", 1).isdigit()] for column in columns] or [[]] * 3
+def medians(printed):
+    """The medians of nvidia-smi's three columns; None for a column in which it gives no numbers."""
+    lines = [line.split(", ") for line in printed.splitlines() if line.count(", ") == 2]
+    numbers = [[float(line[n]) for line in lines if re.fullmatch(r"[\d.]+", line[n])] for n in range(3)]
     return [statistics.median(column) if column else None for column in numbers]
 
 
@@ -169,8 +162,7 @@ def read(folder=rows.COMMITTED):
 def main(commit: rows.Commit = None, out: rows.Folder = rows.COMMITTED):
     """When Hopper's kernel does what, and how much power it consumes."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("A timeline needs a GPU of Hopper's kind, and torch sees none here.")
-        raise typer.Exit(1)
+        raise SystemExit("A timeline needs a GPU of Hopper's kind, and torch sees none here.")
     q, k, v = (torch.randn([POINT.B, POINT.H, POINT.N, POINT.D], dtype=torch.bfloat16, device="cuda") for _ in range(3))
     subject = {"stage": "02_fa2_cuda", "kernel": KERNEL, "peer": None, "dtype": "bf16", **POINT.sizes}
     found = {**rows.provenance(commit=commit), **subject}

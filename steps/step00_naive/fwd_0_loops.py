@@ -48,11 +48,11 @@ def dot(a, b):
 
 
 def softmax(scores):
-    """(weights that add up to 1, log of the sum of exp); an empty list of scores gives ([], -inf)."""
-    if not scores:
-        return [], -math.inf
+    """(weights that add up to 1, log of the sum of exp). Without a score above -inf: weights 0, and -inf."""
     # exp of a large score overflows. Minus the maximum, the largest exponent is 0, and exp(-m) cancels in the quotient.
-    m = max(scores)
+    m = max(scores, default=-math.inf)
+    if m == -math.inf:
+        return [0.0] * len(scores), -math.inf  # -inf - (-inf) would be NaN
     exps = [math.exp(s - m) for s in scores]
     l = sum(exps)
     return [e / l for e in exps], m + math.log(l)

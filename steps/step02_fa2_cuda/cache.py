@@ -1,33 +1,79 @@
 # SPDX-License-Identifier: MIT
 """Files that are kept from run to run, each under a hash of everything that it was made from."""
 
+import errno
 import functools
 import hashlib
 import os
 import tempfile
 from pathlib import Path
 
+NAME = "flash-attention-steps"
+
 
 @functools.cache
 def folder() -> Path:
-    """~/.cache/flash-attention-steps, or a temporary folder where that cannot be written."""
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash-attention-steps"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
+    """$XDG_CACHE_HOME/flash-attention-steps, by default in ~/.cache; a temporary folder where that cannot be used.
+
+    The folder belongs to this user, because files in it are executed. Raises RuntimeError where there is none.
+    """
+    for path in _places():
+        if _can_be_used(path):
             return path
+    raise RuntimeError("No folder can keep the compiled kernels: set XDG_CACHE_HOME to one that is yours to write to.")
+
+
+def _places():
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        # The specification of XDG_CACHE_HOME says that a relative path is ignored.
+        yield (given if given.is_absolute() else Path.home() / ".cache") / NAME
+    except RuntimeError:  # There is no home directory.
+        pass
+    yield Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}"
+
+
+def _can_be_used(path):
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path.stat().st_uid == os.getuid()
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="flash-attention-steps-"))
+        return False
 
 
 def get(parts: tuple, suffix: str, make) -> Path:
-    """The file for `parts`. If there is none yet, make(path) writes it.
+    """The file for `parts`. If there is none yet, or only a damaged one, make(path) writes it.
 
-    It is written in a folder of its own and then moved, so that no other process sees an incomplete file.
+    It is written in a folder of its own and then moved, so that no other process sees an incomplete file. Its name
+    ends with a hash of its bytes, which shows whether it has been damaged since. Raises RuntimeError if the disk is
+    full.
     """
-    path = folder() / (hashlib.sha256(repr(parts).encode()).hexdigest()[:24] + suffix)
-    if not path.exists():
+    key = _hash(repr(parts).encode())
+    for path in folder().glob(f"{key}-*{suffix}"):
+        if path.name == f"{key}-{_hash_of_file(path)}{suffix}":
+            return path
+        path.unlink(missing_ok=True)
+    try:
         with tempfile.TemporaryDirectory(dir=folder()) as aside:
-            make(Path(aside) / path.name)
-            os.replace(Path(aside) / path.name, path)
-    return path
+            made = Path(aside) / (key + suffix)
+            make(made)
+            return made.replace(folder() / f"{key}-{_hash_of_file(made)}{suffix}")
+    except (OSError, RuntimeError) as problem:
+        # This is in the message of Python as well as in that of a compiler.
+        if any(os.strerror(number) in str(problem) for number in (errno.ENOSPC, errno.EDQUOT)):
+            raise RuntimeError(
+                f"The disk has no room for a compiled kernel: free some of it, or move {folder()} by XDG_CACHE_HOME."
+            ) from None
+        raise
+
+
+def _hash(bytes):
+    return hashlib.sha256(bytes).hexdigest()[:24]
+
+
+def _hash_of_file(path):
+    try:
+        return _hash(path.read_bytes())
+    except OSError:  # Another process has just deleted it.
+        return None

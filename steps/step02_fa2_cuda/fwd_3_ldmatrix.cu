@@ -24,7 +24,9 @@ static_assert((Br == 16 || Br == 32 || Br == 64) && Bc % 32 == 0,
               "at most 4 warps of 16 rows, which share a tile evenly");
 constexpr int ROWS = 16;  // of a warp
 constexpr int THREADS = Br / ROWS * 32;
-constexpr float LOG2_E = 1.44269504f;
+// m starts at LOWEST. If it started at -inf, m - m_new of a row that has not seen a key yet would be NaN.
+constexpr float LOWEST = -3.4e38f;
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 constexpr int W = D % 64 == 0 ? 64 : 32;  // columns of a slab
 
 // The index of the element (row, column) in a tile of `rows` rows. It consists of the slab, the row in the
@@ -98,10 +100,8 @@ __device__ void online_update(float (&m)[2], float (&l)[2], float (&O)[D / 8][4]
     float max_S = -INFINITY;
 #pragma unroll
     for (int n = 0; n < Bc / 8; n++) max_S = fmaxf(max_S, fmaxf(S[n][2 * r], S[n][2 * r + 1]));
-    float m_new = fmaxf(m[r], row_max(max_S));
-    float base = m_new == -INFINITY ? 0 : m_new;  // no key seen yet: -inf - (-inf) would be NaN
-    float factor = exponent_factor(base, scale_log2), shift = base * factor;
-    float alpha = exp2_approx((m[r] - base) * factor);
+    float m_new = fmaxf(m[r], scale_log2 * row_max(max_S));
+    float alpha = exp2_approx(m[r] - m_new);
     m[r] = m_new;
     l[r] *= alpha;
 #pragma unroll
@@ -113,7 +113,9 @@ __device__ void online_update(float (&m)[2], float (&l)[2], float (&O)[D / 8][4]
     for (int n = 0; n < Bc / 8; n++)
 #pragma unroll
       for (int i = 2 * r; i < 2 * r + 2; i++) {
-        S[n][i] = exp2_approx(S[n][i] * factor - shift);
+        // The product is rounded before the subtraction. As one FMA it would not be, although m_new was; then
+        // the exponent of the maximum would not be 0, and for scores of 1e11 P would be infinite.
+        S[n][i] = exp2_approx(__fmul_rn(scale_log2, S[n][i]) - m_new);
         l[r] += S[n][i];
       }
   }
@@ -148,7 +150,7 @@ __device__ void add_PV(float (&O)[D / 8][4], const float (&P)[Bc / 8][4], Shared
 // Stores out = O / l and lse of this lane's rows, if they are below `rows`. A row that saw no key has l = 0,
 // and gets out = 0 and lse = -inf.
 __device__ void store_rows(Global<T> out, Global<float> lse, const float (&O)[D / 8][4], const float (&m)[2],
-                           const float (&l)[2], int rows, float scale) {
+                           const float (&l)[2], int rows) {
   int g = threadIdx.x % 32 / 4, c = 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -160,7 +162,7 @@ __device__ void store_rows(Global<T> out, Global<float> lse, const float (&O)[D 
       uint32_t pair = pack<T>(O[d][2 * r] * inverse, O[d][2 * r + 1] * inverse);
       store_pair(out + (int64_t(g + 8 * r) * D + 8 * d + c), pair);
     }
-    if (c == 0) lse[g + 8 * r] = m[r] * scale + logf(sum);
+    if (c == 0) lse[g + 8 * r] = m[r] * LN_2 + logf(sum);
   }
 }
 
@@ -204,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
   uint32_t Q[D / 16][4];
   load_Q(Q, Q_i, threadIdx.x / 32 * ROWS);
 
-  float O_i[D / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+  float O_i[D / 8][4] = {}, m[2] = {LOWEST, LOWEST}, l[2] = {};
   for (int j = 0; j < keys; j += Bc) {
     __syncthreads();  // no thread still reads the tile that the next line overwrites
     load_tile(K_j, k + j * k_row, k_row, Bc, keys - j);
@@ -217,5 +219,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
     add_PV(O_i, S, V_j);
   }
   int64_t row = int64_t(batch * H + head) * Nq + first;
-  store_rows(out + row * D, lse + row, O_i, m, l, Nq - first, scale);
+  store_rows(out + row * D, lse + row, O_i, m, l, Nq - first);
 }

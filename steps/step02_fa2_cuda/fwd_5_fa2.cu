@@ -28,7 +28,9 @@ constexpr int WARPS = Br < 64 ? Br / 16 : 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROWS = Br / WARPS;  // of a warp
 constexpr int M = ROWS / 16;      // tiles of 16 rows that a warp has
-constexpr float LOG2_E = 1.44269504f;
+// m starts at LOWEST. If it started at -inf, m - m_new of a row that has not seen a key yet would be NaN.
+constexpr float LOWEST = -3.4e38f;
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 constexpr int W = D % 64 == 0 ? 64 : 32;  // columns of a slab
 
 // The index of the element (row, column) in a tile of `rows` rows. It consists of the slab, the row in the
@@ -113,9 +115,8 @@ __device__ float row_sum(float x) {
 }
 
 // Updates the row maximum m with the tile's scores, and rescales l and O to it. O is not yet divided by l.
-// Then P = 2^(factor * S - shift).
-__device__ void update_max(float (&m)[M][2], float (&l)[M][2], float (&O)[M][D / 8][4], float (&factor)[M][2],
-                           float (&shift)[M][2], const float (&S)[M][Bc / 8][4], float scale_log2) {
+__device__ void update_max(float (&m)[M][2], float (&l)[M][2], float (&O)[M][D / 8][4],
+                           const float (&S)[M][Bc / 8][4], float scale_log2) {
 #pragma unroll
   for (int i = 0; i < M; i++)
 #pragma unroll
@@ -123,11 +124,8 @@ __device__ void update_max(float (&m)[M][2], float (&l)[M][2], float (&O)[M][D /
       float max_S = -INFINITY;
 #pragma unroll
       for (int n = 0; n < Bc / 8; n++) max_S = fmaxf(max_S, fmaxf(S[i][n][2 * r], S[i][n][2 * r + 1]));
-      float m_new = fmaxf(m[i][r], row_max(max_S));
-      float base = m_new == -INFINITY ? 0 : m_new;  // no key seen yet: -inf - (-inf) would be NaN
-      factor[i][r] = exponent_factor(base, scale_log2);
-      shift[i][r] = base * factor[i][r];
-      float alpha = exp2_approx((m[i][r] - base) * factor[i][r]);
+      float m_new = fmaxf(m[i][r], scale_log2 * row_max(max_S));
+      float alpha = exp2_approx(m[i][r] - m_new);
       m[i][r] = m_new;
       l[i][r] *= alpha;
 #pragma unroll
@@ -141,13 +139,14 @@ __device__ void update_max(float (&m)[M][2], float (&l)[M][2], float (&O)[M][D /
 // P of 16 keys as operand A. `near` holds this lane's scores of the first 8 keys, `far` those of the other 8.
 // P is also added to l, this lane's share of the sum.
 __device__ void probabilities(uint32_t (&A)[4], float (&l)[2], const float (&near)[4], const float (&far)[4],
-                              const float (&factor)[2], const float (&shift)[2]) {
+                              const float (&m)[2], float scale_log2) {
   float P[8];
 #pragma unroll
   for (int e = 0; e < 8; e++) {
-    int r = e / 2 % 2;
-    P[e] = exp2_approx((e < 4 ? near[e] : far[e - 4]) * factor[r] - shift[r]);
-    l[r] += P[e];
+    // The product is rounded before the subtraction. As one FMA it would not be, although m was; then the
+    // exponent of the maximum would not be 0, and for scores of 1e11 P would be infinite.
+    P[e] = exp2_approx(__fmul_rn(scale_log2, e < 4 ? near[e] : far[e - 4]) - m[e / 2 % 2]);
+    l[e / 2 % 2] += P[e];
   }
 #pragma unroll
   for (int a = 0; a < 4; a++) A[a] = pack<T>(P[2 * a], P[2 * a + 1]);
@@ -155,13 +154,12 @@ __device__ void probabilities(uint32_t (&A)[4], float (&l)[2], const float (&nea
 
 // O (ROWS x D) += P V for the tile's Bc keys, 16 at a time.
 __device__ void add_PV(float (&O)[M][D / 8][4], float (&l)[M][2], const float (&S)[M][Bc / 8][4],
-                       const float (&factor)[M][2], const float (&shift)[M][2], const LaneRows& V) {
+                       const float (&m)[M][2], const LaneRows& V, float scale_log2) {
 #pragma unroll
   for (int j = 0; j < Bc; j += 16) {
     uint32_t A[M][4];
 #pragma unroll
-    for (int i = 0; i < M; i++)
-      probabilities(A[i], l[i], S[i][j / 8], S[i][j / 8 + 1], factor[i], shift[i]);
+    for (int i = 0; i < M; i++) probabilities(A[i], l[i], S[i][j / 8], S[i][j / 8 + 1], m[i], scale_log2);
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
       uint32_t B[4];  // of 16 columns of V, transposed, because a pair of B is two keys in one column
@@ -178,7 +176,7 @@ __device__ void add_PV(float (&O)[M][D / 8][4], float (&l)[M][2], const float (&
 // Stores out = O / l and lse of this lane's rows, if they are below `rows`. A row that saw no key has l = 0,
 // and gets out = 0 and lse = -inf.
 __device__ void store_rows(Global<T> out, Global<float> lse, const float (&O)[D / 8][4], const float (&m)[2],
-                           const float (&l)[2], int rows, float scale) {
+                           const float (&l)[2], int rows) {
   int g = threadIdx.x % 32 / 4, c = 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -190,7 +188,7 @@ __device__ void store_rows(Global<T> out, Global<float> lse, const float (&O)[D 
       uint32_t pair = pack<T>(O[d][2 * r] * inverse, O[d][2 * r + 1] * inverse);
       store_pair(out + (int64_t(g + 8 * r) * D + 8 * d + c), pair);
     }
-    if (c == 0) lse[g + 8 * r] = m[r] * scale + logf(sum);
+    if (c == 0) lse[g + 8 * r] = m[r] * LN_2 + logf(sum);
   }
 }
 
@@ -244,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
   float O_i[M][D / 8][4] = {}, m[M][2], l[M][2] = {};
   float scale_log2 = scale * LOG2_E;
 #pragma unroll
-  for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
+  for (int i = 0; i < M; i++) m[i][0] = m[i][1] = LOWEST;
   int j = (keys - 1) / Bc * Bc;  // the last tile of keys
   int copy_row = threadIdx.x / (W / 8);  // the first row that this thread copies
   int copy_column = threadIdx.x % (W / 8) * 8;
@@ -268,13 +266,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
     v += -Bc * v_row;
     if (j > 0) load_tile(K_j, copy_at, k, k_row, Bc, Bc);
     cp_async_commit();
-    float factor[M][2], shift[M][2];
-    update_max(m, l, O_i, factor, shift, S, scale_log2);
-    add_PV(O_i, l, S, factor, shift, V_rows);
+    update_max(m, l, O_i, S, scale_log2);
+    add_PV(O_i, l, S, m, V_rows, scale_log2);
   }
 #pragma unroll
   for (int i = 0; i < M; i++) {
     int64_t row = int64_t(batch * H + head) * Nq + first + 16 * i;
-    store_rows(out + row * D, lse + row, O_i[i], m[i], l[i], Nq - first - 16 * i, scale);
+    store_rows(out + row * D, lse + row, O_i[i], m[i], l[i], Nq - first - 16 * i);
   }
 }

@@ -12,11 +12,8 @@ import torch
 
 FP32 = (torch.float32,)
 HALF = (torch.bfloat16, torch.float16)
-MACRO_T = {
-    torch.float32: "float32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}  # how a kernel's macro T names a dtype
+# How a kernel's macro T names a dtype.
+MACRO_T = {torch.float32: "float32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)  # compute capabilities
 
 
@@ -33,14 +30,12 @@ class Kernel:
     tiles: tuple  # tables {head_dim: (Br, Bc)}, the best first; the first that fits into the shared memory is used
     threads: Callable  # (D, Br, Bc) -> threads of a block
     shared_bytes: Callable  # (D, Br, Bc) -> bytes of dynamic shared memory of a block
-    macros: Callable = lambda problem: {}  # (launch.Problem) -> what the file is compiled for, besides D, Br and Bc
+    macros: Callable = lambda problem: {}  # (Problem) -> what the file is compiled for, besides D, Br and Bc
     needs: tuple = TURING  # the compute capability
-    loads: str = (
-        "elements"  # how tensors are read: one number at a time, "16 bytes" at a time, or by the copy engine, "tma"
-    )
+    loads: str = "elements"  # how tensors are read: a number at a time, "16 bytes" at a time, or by TMA, "tma"
     persistent: bool = False  # whether a block computes several tiles, one after the other
-    deterministic: bool = True  # whether dq can be bit-equal from run to run; out, lse, dk and dv always are
-    backwards: tuple = ()  # of a forward: words of the backwards that fit to it; the first that takes the input is used
+    deterministic: bool = True  # of a backward: whether dq can be bit-equal from run to run, as dk and dv always are
+    backwards: tuple = ()  # of a forward: the backwards that go with it, by word; the first that takes it is used
     choices: tuple = ()  # of a forward: the tiles that `tile=` may name
     emulated_choices: tuple = ()  # the same in the emulation, where every tile costs seconds to compile
 
@@ -49,13 +44,18 @@ class Kernel:
         return tuple(self.tiles[0])
 
     def tile(self, D, memory):
-        """(Br, Bc) for a GPU whose blocks can have `memory` bytes of shared memory; the smallest if none fits."""
-        fitting = (table[D] for table in self.tiles if self.shared_bytes(D, *table[D]) <= memory)
-        return next(fitting, self.tiles[-1][D])
+        """(Br, Bc) for a GPU whose blocks can have `memory` bytes of shared memory.
+
+        It is the smallest tile if none fits, and in the emulation, where memory is None.
+        """
+        for table in self.tiles if memory is not None else ():
+            if self.shared_bytes(D, *table[D]) <= memory:
+                return table[D]
+        return self.tiles[-1][D]
 
     def fits(self, D, memory):
         """Whether the smallest tile for this head_dim fits into so many bytes of shared memory."""
-        return self.shared_bytes(D, *self.tiles[-1][D]) <= memory
+        return memory is None or self.shared_bytes(D, *self.tiles[-1][D]) <= memory
 
     def takes(self, dtype, D, deterministic=False):
         return dtype in self.dtypes and D in self.head_dims and (self.deterministic or not deterministic)
@@ -75,6 +75,56 @@ class Kernel:
     def runs_on(self, capability):
         """Newer GPUs run what older ones do, except Hopper's own instructions: Blackwell has no wgmma."""
         return capability == HOPPER if self.needs == HOPPER else capability >= self.needs
+
+    def needed(self):
+        """The compute capability in words."""
+        number = f"{self.needs[0]}.{self.needs[1]}"
+        return f"exactly {number} (H100, H200)" if self.needs == HOPPER else f"{number} or newer"
+
+    def check(self, dtype, D, device):
+        """TypeError, ValueError or RuntimeError unless the kernel takes this dtype and head_dim and runs there."""
+        if dtype not in self.dtypes:
+            raise TypeError(f"{self.describe()}; got {dtype}.")
+        if D not in self.head_dims:
+            raise ValueError(f"{self.describe()}; got head_dim {D}.")
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{self.file} runs on a GPU or on the CPU; the tensors are on {device}.")
+        if device.type == "cuda" and not self.runs_on(torch.cuda.get_device_capability(device)):
+            raise RuntimeError(f"{self.file} needs a GPU of compute capability {self.needed()}.")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a launch is made for: the row, the sizes of the tensors, the tile."""
+
+    row: Kernel
+    B: int
+    H: int
+    Hk: int
+    Nq: int
+    Nk: int
+    D: int
+    dtype: torch.dtype
+    causal: bool
+    scale: float
+    Br: int
+    Bc: int
+    processors: int  # multiprocessors of the GPU
+    device: torch.device = None
+    deterministic: bool = False
+    switches: tuple = ()  # pairs (macro, value)
+
+    def queries(self):
+        """What a tensor like q is: (shape, dtype, device)."""
+        return (self.B, self.H, self.Nq, self.D), self.dtype, self.device
+
+    @property
+    def query_tiles(self):
+        return -(-self.Nq // self.Br)
+
+    @property
+    def key_tiles(self):
+        return -(-self.Nk // self.Bc)
 
 
 def same(tile, head_dims):
@@ -169,9 +219,7 @@ WARPS_OF_MMA = dict(
     choices=((64, 64), (32, 64), (64, 32)), emulated_choices=((64, 64),),
 )  # fmt: skip
 ON_HOPPER = dict(needs=HOPPER, loads="tma")
-WARPGROUPS = ON_HOPPER | dict(
-    macros=hopper_macros, choices=((128, 128), (128, 64)), emulated_choices=((192, 128),)
-)
+WARPGROUPS = ON_HOPPER | dict(macros=hopper_macros, choices=((128, 128), (128, 64)), emulated_choices=((192, 128),))
 
 ROWS = (  # forward, the simplest first
     Kernel("scalar", "fwd_0_scalar.cu", FP32, (same((64, 32), SMALL), same((16, 16), SMALL)),
@@ -253,13 +301,13 @@ def available(capability):
 def elsewhere(capability):
     """{word: what it needs} of the rungs that do not run there."""
     missing = [] if capability is None else [row for row in ROWS if not row.runs_on(capability)]
-    return {row.word: f"a GPU of compute capability {row.needs[0]}.{row.needs[1]} (H100, H200)" for row in missing}
+    return {row.word: f"a GPU of compute capability {row.needed()}" for row in missing}
 
 
 def limits(capability, memory):
     """{word: what SUPPORTS says of the rung}: its dtypes, head_dims and the tiles that can be asked for.
 
-    memory: bytes of shared memory that a block can have; infinite in the emulation.
+    memory: bytes of shared memory that a block can have; None in the emulation.
     """
     return {word: _limits(row, capability, memory) for word, row in FORWARD.items()}
 

@@ -18,16 +18,18 @@ import math
 import numbers
 from collections import defaultdict
 from ctypes import c_float, c_int, c_longlong, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from . import ladder, nvrtc
+from .ladder import Problem
 
 HERE = Path(__file__).parent  # where the .cu files are
 DELTA_THREADS = 128  # of rung scalar's attention_delta, each for one row
+FLOAT32 = torch.finfo(torch.float32)
 MOST = 2**31 - 2**16  # kernels count rows, tiles and blocks in 32 bits, and sometimes add a tile or a round to a count
 kept = {}  # {what a plan depends on: the Plan}
 
@@ -44,11 +46,12 @@ def forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None, **switc
     plan = kept.get(key)
     if plan is None:
         row = ladder.forward_row(rung)
-        check(row, scale, q=q, k=k, v=v)
+        check(row, scale=scale, causal=causal, tile=tile, q=q, k=k, v=v)
+        check_switches(row, switches)
         if q.numel() == 0 or k.numel() == 0:
             return attention_to_nothing(q)
         problem = problem_of(row, q, k, causal, scale, tile, switches=switches.items())
-        plan = kept[key] = Plan(problem, forward_works, q=q, k=k, v=v)
+        plan = keep(key, Plan(problem, forward_works, q=q, k=k, v=v))
     B, H, Nq, D = q.shape  # The sizes are handed over one by one, because a whole shape doubles the time of new_empty.
     out = q.new_empty(B, H, Nq, D)
     lse = q.new_empty(B, H, Nq, dtype=torch.float32)
@@ -57,32 +60,31 @@ def forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None, **switc
 
 
 def backward(
-    dout, q, k, v, out, lse, *, rung="fa2", causal=False, scale=None, tile=None, own_tile=None, deterministic=False
+    dout, q, k, v, out, lse, *, rung="fa2", causal=False, scale=None, tile=None, backward_tile=None, deterministic=False
 ):
     """(dq, dk, dv), contiguous, like q, k, v, by the first of the rung's backwards that takes this dtype and head_dim.
 
-    dout and out are like q (B, H, Nq, D), and lse (B, H, Nq) is float32, as `forward` returned it. The rest is as for
-    `forward`, except that tile is the forward's, which only rung scalar uses for its backward too. own_tile: (Br, Bc)
+    dout and out are like q (B, H, Nq, D), and lse (B, H, Nq) is float32, as `forward` returned it; q, k, v, causal and
+    scale are as for `forward`. tile: the forward's; only rung scalar's backward uses it. backward_tile: (Br, Bc)
     instead of the backward row's. deterministic: dq, too, is bit-equal from run to run.
     """
-    key = "backward", rung, causal, scale, tile, own_tile, deterministic, *layouts(dout, q, k, v, out, lse)
+    key = "backward", rung, causal, scale, tile, backward_tile, deterministic, *layouts(dout, q, k, v, out, lse)
     plan = kept.get(key)
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if plan is None:
-        check(ladder.forward_row(rung), scale, **inputs)
+        row = ladder.forward_row(rung)
+        check(row, scale=scale, causal=causal, tile=backward_tile or tile, deterministic=deterministic, **inputs)
         if q.numel() == 0 or k.numel() == 0:
-            return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+            return zeros_like(q), zeros_like(k), zeros_like(v)
         row = ladder.backward_row(rung, q.dtype, q.shape[3], deterministic)
-        own_tile = tile if rung == "scalar" and own_tile is None else own_tile
-        problem = problem_of(row, q, k, causal, scale, own_tile, deterministic=deterministic)
-        plan = kept[key] = Plan(problem, backward_works, **inputs)
+        backward_tile = tile if rung == "scalar" and backward_tile is None else backward_tile
+        problem = problem_of(row, q, k, causal, scale, backward_tile, deterministic=deterministic)
+        plan = keep(key, Plan(problem, backward_works, **inputs))
     if plan.problem.row.word == "scalar":
         return scalar_gradients(plan, inputs)
-    sums = Sums(plan.problem, q.device)
+    sums = Sums(plan.problem)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    plan.run(
-        inputs | sums.tensors() | {"counters": zero_counters(plan.problem, q.device), "dq": dq, "dk": dk, "dv": dv}
-    )
+    plan.run(inputs | sums.tensors() | {"counters": zero_counters(plan.problem), "dq": dq, "dk": dk, "dv": dv})
     return dq, dk, dv
 
 
@@ -99,118 +101,44 @@ def scalar_gradients(plan, inputs):
     return dq, dk, dv
 
 
-# ---- the parts of a backward -----------------------------------------------------------------------------------------
-
-
-class Sums:
-    """What the parts of a backward hand on to each other, for one call's queries, padded to whole tiles of Br rows.
-
-    All are float32. lse_2 (B, H, rows): lse in base 2. delta (B, H, rows): the row sums of dout * out.
-    dq_sum (B, H, rows, D): the sum over keys that becomes dq, in the order of the kernel's registers.
-    """
-
-    def __init__(self, problem, device):
-        rows = problem.query_tiles * problem.Br
-        empty = partial(torch.empty, dtype=torch.float32, device=device)
-        self.problem = problem
-        self.lse_2 = empty(problem.B, problem.H, rows)
-        self.delta = empty(problem.B, problem.H, rows)
-        self.dq_sum = empty(problem.B, problem.H, rows, problem.D)
-        if problem.row.word == "fa2":  # The others' attention_delta writes these zeros.
-            self.dq_sum.zero_()
-
-    def tensors(self):
-        return {"lse_2": self.lse_2, "delta": self.delta, "dq_sum": self.dq_sum}
-
-
-def start_gradients(dout, out, lse, *, rung="fa2", deterministic=False):
-    """The Sums of these queries, with dq_sum = 0. Arguments as for `backward`; float32 has no parts."""
-    key = "start", rung, deterministic, *layouts(dout, out, lse)
-    plan = kept.get(key)
-    inputs = {"dout": dout, "out": out, "lse": lse}
-    if plan is None:
-        check(ladder.forward_row(rung), None, **inputs)
-        row = ladder.backward_row(rung, out.dtype, out.shape[3], deterministic)
-        if row.word == "scalar":
-            raise NotImplementedError(
-                "rung scalar has no parts: its kernel adds to dq itself. Use bfloat16 or float16."
-            )
-        plan = kept[key] = Plan(problem_of(row, out, out, deterministic=deterministic), delta_works, **inputs)
-    sums = Sums(plan.problem, out.device)
-    plan.run(inputs | sums.tensors())
-    return sums
-
-
-def add_gradients(sums, dout, q, k, v, *, causal=False, scale=None):
-    """(dk, dv) of these queries and keys alone, like k and v; what the keys give to dq is added to sums.dq_sum.
-
-    sums: of `start_gradients`, whose lse and delta are those of all keys that the queries see, in this call or another.
-    """
-    row, deterministic = sums.problem.row, sums.problem.deterministic
-    key = "add", row.word, deterministic, causal, scale, *layouts(dout, q, k, v)
-    plan = kept.get(key)
-    inputs = {"dout": dout, "q": q, "k": k, "v": v}
-    if plan is None:
-        check(row, scale, **inputs)
-        problem = problem_of(row, q, k, causal, scale, deterministic=deterministic)
-        plan = kept[key] = Plan(problem, gradient_works, **inputs)
-    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    plan.run(inputs | sums.tensors() | {"counters": zero_counters(plan.problem, q.device), "dk": dk, "dv": dv})
-    return dk, dv
-
-
-def finish_dq(sums, *, scale=None):
-    """dq (B, H, Nq, D) = scale * sums.dq_sum, in the dtype of the queries."""
-    problem = replace(sums.problem, scale=scale_or_default(scale, sums.problem.D))
-    key = "finish", problem
-    plan = kept.get(key)
-    if plan is None:
-        plan = kept[key] = Plan(problem, dq_works)
-    dq = sums.dq_sum.new_empty(problem.B, problem.H, problem.Nq, problem.D, dtype=problem.dtype)
-    plan.run(sums.tensors() | {"dq": dq})
-    return dq
-
-
-def zero_counters(problem, device):
-    """Counters by which the blocks add to dq in a fixed order; None if dq need not be bit-equal from run to run."""
-    if not problem.deterministic:
-        return None
-    counters = problem.B * problem.H * problem.query_tiles
-    if problem.row.word == "hopper":  # There each of the 8 warps of a block has a counter of its own.
-        counters *= 8
-    return torch.zeros(1 + counters, dtype=torch.int32, device=device)
-
-
 # ---- what is checked, and what a call depends on ---------------------------------------------------------------------
 
 
-def check(row, scale, **inputs):
+def check(row, *, scale=None, causal=False, tile=None, deterministic=False, **inputs):
     """Raises an error that names the argument unless the row's kernel takes these tensors, {name: tensor}."""
     for name, x in inputs.items():
         rank = 3 if name == "lse" else 4
         if x.ndim != rank:
-            raise ValueError(
-                f"{name} must be {'(B, H, N, D)' if rank == 4 else '(B, H, N)'}; got shape {tuple(x.shape)}."
-            )
-    q = inputs.get("q", inputs.get("out"))
+            raise ValueError(f"{name} must be {'(B, H, N, D)' if rank == 4 else '(B, H, N)'}; got {tuple(x.shape)}.")
+    like = "q" if "q" in inputs else "out"
+    q = inputs[like]
     keys = (q.shape[0], *inputs["k"].shape[1:3], q.shape[3]) if "k" in inputs else None
     for name, x in inputs.items():
         shape = {"k": keys, "v": keys, "lse": q.shape[:3]}.get(name, q.shape)
         dtype = torch.float32 if name == "lse" else q.dtype
         if x.dtype != dtype or x.device != q.device:
-            raise TypeError(f"{name} must be {dtype} on {q.device} as q is; got {x.dtype} on {x.device}.")
+            raise TypeError(f"{name} must be {dtype} on {q.device}, to match {like}; got {x.dtype} on {x.device}.")
         if x.shape != shape:
-            raise ValueError(f"{name} must have shape {tuple(shape)} to fit to the others; got {tuple(x.shape)}.")
-    if q.dtype not in row.dtypes:
-        raise TypeError(f"{row.describe()}; got {q.dtype}.")
-    if q.shape[3] not in row.head_dims:
-        raise ValueError(f"{row.describe()}; got head_dim {q.shape[3]}.")
+            raise ValueError(f"{name} must have shape {tuple(shape)} to match the others; got {tuple(x.shape)}.")
     if keys and (keys[1] == 0 or q.shape[1] % keys[1]):
         raise ValueError(f"q's heads must be a multiple of k's heads; got {q.shape[1]} and {keys[1]}.")
-    if scale is not None and not (isinstance(scale, numbers.Real) and 0 < scale < math.inf):
-        raise ValueError(f"scale must be a finite number > 0, or None for 1/sqrt(D); got {scale!r}.")
-    if q.is_cuda and not row.runs_on(torch.cuda.get_device_capability(q.device)):
-        raise RuntimeError(f"{row.file} needs a GPU of compute capability {row.needs[0]}.{row.needs[1]} (H100, H200).")
+    row.check(q.dtype, q.shape[3], q.device)
+    check_options(scale, causal, tile, deterministic)
+
+
+def check_options(scale, causal, tile, deterministic):
+    """Raises TypeError or ValueError that names the option unless a kernel can be given it."""
+    for name, value in (("causal", causal), ("deterministic", deterministic)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}.")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
+        raise TypeError(f"scale must be a number, or None for 1/sqrt(D); got {scale!r}.")
+    if scale is not None and not FLOAT32.tiny <= scale <= FLOAT32.max:
+        raise ValueError(
+            f"scale must be a finite number > 0 that float32 can hold, or None for 1/sqrt(D); got {scale}."
+        )
+    if tile is not None and not (len(tile) == 2 and all(isinstance(size, int) for size in tile)):
+        raise TypeError(f"tile must be a pair of integers (Br, Bc), or None; got {tile!r}.")
 
 
 def layouts(*tensors):
@@ -222,35 +150,6 @@ def layouts(*tensors):
         raise TypeError(f"every input must be a torch.Tensor; got {given}.") from None
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What a launch is made for: the row, the sizes of the tensors, the tile."""
-
-    row: ladder.Kernel
-    B: int
-    H: int
-    Hk: int
-    Nq: int
-    Nk: int
-    D: int
-    dtype: torch.dtype
-    causal: bool
-    scale: float
-    Br: int
-    Bc: int
-    processors: int  # multiprocessors of the GPU
-    deterministic: bool = False
-    switches: tuple = ()  # pairs (macro, value)
-
-    @property
-    def query_tiles(self):
-        return -(-self.Nq // self.Br)
-
-    @property
-    def key_tiles(self):
-        return -(-self.Nk // self.Bc)
-
-
 def problem_of(row, q, k, causal=False, scale=None, tile=None, deterministic=False, switches=()):
     """The Problem of a call on these tensors."""
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
@@ -258,7 +157,8 @@ def problem_of(row, q, k, causal=False, scale=None, tile=None, deterministic=Fal
     scale = scale_or_default(scale, D)
     check_count("queries and keys", Nq + Nk)
     sizes = B, H, Hk, Nq, Nk, D
-    return Problem(row, *sizes, q.dtype, causal, scale, Br, Bc, processors(q.device), deterministic, tuple(switches))
+    switches = tuple((name, int(value)) for name, value in switches)
+    return Problem(row, *sizes, q.dtype, causal, scale, Br, Bc, processors(q.device), q.device, deterministic, switches)
 
 
 def check_count(what, number):
@@ -279,8 +179,138 @@ def processors(device):
 
 @functools.cache
 def shared_memory(device):
-    """Bytes of shared memory that a block can have; 0 in the emulation, which so takes the smallest tiles."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+    """Bytes of shared memory that a block can have; None in the emulation, which takes the smallest tiles."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else None
+
+
+def gpu():
+    """((major, minor) compute capability, bytes of shared memory that a block can have) of the current GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return torch.cuda.get_device_capability(device), shared_memory(device)
+
+
+def attention_to_nothing(q):
+    """(out, lse) where there is no query or no key: the sum over no key is 0, and its logarithm -inf."""
+    lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
+    return zeros_like(q), lse
+
+
+def zeros_like(x):
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+# ---- plans: what is prepared once for a layout -----------------------------------------------------------------------
+
+
+class Plan:
+    """The launches for inputs of one layout, and which of the inputs have to be copied before each call."""
+
+    def __init__(self, problem, make_works, **inputs):
+        self.problem = problem
+        self.copies = {name: copy for name, x in inputs.items() if (copy := copy_needed(problem, name, x))}
+        # Copies of tensors without memory have the strides that the real copies will have.
+        read = {name: self.copies[name](x.to("meta")) if name in self.copies else x for name, x in inputs.items()}
+        self.works = make_works(problem, {name: x.stride()[:3] for name, x in read.items()})
+        self.launches = None
+
+    def run(self, tensors):
+        """Launches on these tensors, {name: tensor}; a name without a tensor is None."""
+        for name, copy in self.copies.items():
+            tensors[name] = copy(tensors[name])
+        if self.launches is None:
+            self.launches = bind(self.works, tensors)
+        for launch in self.launches:
+            launch(tensors)
+
+
+def keep(key, plan):
+    """The plan, which later calls will find under this key. With more than 1000 plans all are forgotten."""
+    if len(kept) >= 1000:
+        kept.clear()
+    kept[key] = plan
+    return plan
+
+
+def copy_needed(problem, name, x):
+    """A function that copies an input which the kernel cannot read where it lies; None if it can."""
+    if name in ("k", "v") and problem.row.file == "bwd_0_scalar.cu" and problem.H > problem.Hk:
+        return partial(torch.Tensor.repeat_interleave, repeats=problem.H // problem.Hk, dim=1)
+    return (
+        None if readable(problem.row, name, x) else partial(torch.Tensor.clone, memory_format=torch.contiguous_format)
+    )
+
+
+def readable(row, name, x):
+    """Whether the kernel can read x where it lies.
+
+    Rows have to be contiguous. Loads of 16 bytes and the copy engine want every row to begin at a multiple of 16 bytes,
+    and the copy engine refuses strides of 0. The stride of a dimension of size 1 does not matter.
+    """
+    if name == "lse":
+        return x.is_contiguous()
+    if x.stride(3) != 1 and x.shape[3] > 1:
+        return False
+    if row.loads == "elements":
+        return True
+    strides = [stride * x.element_size() for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
+    aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+    return aligned and (row.loads != "tma" or 0 not in strides)
+
+
+def run(works, tensors):
+    """Launches the works one after the other on these tensors, {name: tensor}."""
+    for launch in bind(works, tensors):
+        launch(tensors)
+
+
+def bind(works, tensors):
+    """A function of {name: tensor} for each work. On a GPU this compiles; the emulation compiles at the first call."""
+    device = next(iter(tensors.values())).device
+    if device.type == "cpu":
+        return [partial(emulate, work) for work in works]
+    nvrtc.bind_context(device.index)  # A tensor map needs a context, and a thread that has not used CUDA has none.
+    return [
+        nvrtc.Launch(
+            work.file, work.kernel, [on_gpu(argument, tensors) for argument in work.arguments], device=device.index,
+            grid=work.grid, block=work.block, shared_bytes=work.shared_bytes, macros=work.macros,
+        )
+        for work in works
+    ]  # fmt: skip
+
+
+def on_gpu(argument, tensors):
+    """(name of the tensor whose address goes there at each run, or None; the value that the kernel gets)."""
+    if isinstance(argument, Box):
+        return argument.name, nvrtc.tensor_map(*view_and_box(tensors[argument.name], argument.rows))
+    return (argument, c_void_p()) if isinstance(argument, str) else (None, argument)
+
+
+def emulate(work, tensors):
+    """Runs one kernel on the CPU."""
+    from . import emulator
+
+    def in_emulation(argument):
+        if isinstance(argument, Box):
+            return emulator.tensor_map(*view_and_box(tensors[argument.name], argument.rows))
+        value = tensors[argument] if isinstance(argument, str) else argument
+        return c_void_p(None) if value is None else value
+
+    emulator.launch(
+        work.file, work.kernel, list(map(in_emulation, work.arguments)),
+        grid=work.grid, block=work.block, shared_bytes=work.shared_bytes, macros=work.macros,
+    )  # fmt: skip
+
+
+def view_and_box(x, rows):
+    """What a tensor map is made of by which the copy engine moves `rows` rows of one head of x (B, H, N, D).
+
+    In shared memory they lie as ceil(D / 64) slabs of 128-byte rows. A kernel's coordinates are (0, row, 0, head,
+    batch). If 64 does not divide D, a copy brings one slab, and the coordinates are (64 * slab, row, 0, head, batch).
+    """
+    B, H, N, D = x.shape
+    batch, head, row = (stride if n > 1 else D for stride, n in zip(x.stride()[:3], x.shape, strict=False))
+    slabs, columns = (D // 64, 64) if D % 64 == 0 else (1, D)
+    return x.as_strided((B, H, slabs, N, columns), (batch, head, 64, row, 1)), (1, 1, slabs, rows, 64)
 
 
 # ---- launches as data ------------------------------------------------------------------------------------------------
@@ -309,7 +339,6 @@ class Box:
 
 def forward_works(problem, strides):
     """The one launch of a forward. strides: {name: those of batch, head and row, in elements}."""
-    check_switches(problem.row, problem.switches)
     outputs = "out", "lse", *heads_and_lengths(problem), c_float(problem.scale)
     tiles = problem.query_tiles * problem.H * problem.B
     check_count("tiles", tiles)
@@ -409,9 +438,101 @@ def heads_and_lengths(problem):
 def check_switches(row, switches):
     """TypeError unless each is a macro that the file defines where the launch does not."""
     text = (HERE / row.file).read_text() if switches else ""
-    unknown = [name for name, _ in switches if f"#ifndef {name}\n" not in text]
+    unknown = [name for name in switches if f"#ifndef {name}\n" not in text]
     if unknown:
         raise TypeError(f"{row.file} has no switch {', '.join(unknown)}.")
+
+
+# ---- the parts of a backward -----------------------------------------------------------------------------------------
+
+
+class Sums:
+    """What the parts of a backward hand on to each other, for one call's queries, padded to whole tiles of Br rows.
+
+    All are float32. lse_2 (B, H, rows): lse in base 2. delta (B, H, rows): the row sums of dout * out.
+    dq_sum (B, H, rows, D): the sum over keys that becomes dq, in the order of the kernel's registers.
+    """
+
+    def __init__(self, problem):
+        rows = problem.query_tiles * problem.Br
+        empty = partial(torch.empty, dtype=torch.float32, device=problem.device)
+        self.problem = problem
+        self.lse_2 = empty(problem.B, problem.H, rows)
+        self.delta = empty(problem.B, problem.H, rows)
+        self.dq_sum = empty(problem.B, problem.H, rows, problem.D)
+        if problem.row.word == "fa2":  # The others' attention_delta writes these zeros.
+            self.dq_sum.zero_()
+
+    def tensors(self):
+        return {"lse_2": self.lse_2, "delta": self.delta, "dq_sum": self.dq_sum}
+
+
+def zero_counters(problem):
+    """Counters by which the blocks add to dq in a fixed order; None if dq need not be bit-equal from run to run."""
+    if not problem.deterministic:
+        return None
+    counters = problem.B * problem.H * problem.query_tiles
+    if problem.row.word == "hopper":  # There each of the 8 warps of a block has a counter of its own.
+        counters *= 8
+    return torch.zeros(1 + counters, dtype=torch.int32, device=problem.device)
+
+
+def start_gradients(dout, out, lse, *, rung="fa2", scale=None, deterministic=False):
+    """The Sums of these queries, with dq_sum = 0. Arguments as for `backward`; float32 has no parts."""
+    key = "start", rung, scale, deterministic, *layouts(dout, out, lse)
+    plan = kept.get(key)
+    inputs = {"dout": dout, "out": out, "lse": lse}
+    if plan is None:
+        check(ladder.forward_row(rung), scale=scale, deterministic=deterministic, **inputs)
+        row = ladder.backward_row(rung, out.dtype, out.shape[3], deterministic)
+        if row.word == "scalar":
+            raise NotImplementedError(
+                "rung scalar has no parts: its kernel adds to dq itself. Use bfloat16 or float16."
+            )
+        plan = keep(
+            key, Plan(problem_of(row, out, out, scale=scale, deterministic=deterministic), delta_works, **inputs)
+        )
+    sums = Sums(plan.problem)
+    if dout.numel():
+        plan.run(inputs | sums.tensors())
+    return sums
+
+
+def add_gradients(sums, dout, q, k, v, *, causal=False):
+    """(dk, dv) of these queries and keys alone, like k and v; what the keys give to dq is added to sums.dq_sum.
+
+    sums: what `start_gradients` returned for the same queries. Its out and lse must be those over all keys that the
+    queries see, not over the keys of this call alone. Other queries, or a slice of these, need Sums of their own.
+    """
+    start = sums.problem
+    key = "add", start, causal, *layouts(dout, q, k, v)
+    plan = kept.get(key)
+    inputs = {"dout": dout, "q": q, "k": k, "v": v}
+    if plan is None:
+        check(start.row, causal=causal, **inputs)
+        queries, given = start.queries(), (tuple(q.shape), q.dtype, q.device)
+        if given != queries:
+            raise ValueError(f"q must be the queries that start_gradients was called for, {queries}; got {given}.")
+        if q.numel() == 0 or k.numel() == 0:
+            return zeros_like(k), zeros_like(v)
+        problem = problem_of(start.row, q, k, causal, start.scale, deterministic=start.deterministic)
+        plan = keep(key, Plan(problem, gradient_works, **inputs))
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    plan.run(inputs | sums.tensors() | {"counters": zero_counters(plan.problem), "dk": dk, "dv": dv})
+    return dk, dv
+
+
+def finish_dq(sums):
+    """dq (B, H, Nq, D) = scale * sums.dq_sum, in the dtype of the queries."""
+    problem = sums.problem
+    dq = sums.dq_sum.new_empty(problem.B, problem.H, problem.Nq, problem.D, dtype=problem.dtype)
+    key = "finish", problem
+    plan = kept.get(key)
+    if plan is None:
+        plan = keep(key, Plan(problem, dq_works))
+    if dq.numel():
+        plan.run(sums.tensors() | {"dq": dq})
+    return dq
 
 
 def geometry(stem, *, B, H, Hk, Nq, Nk, D, causal, dtype, processors, shared_limit, **switches):
@@ -426,123 +547,3 @@ def geometry(stem, *, B, H, Hk, Nq, Nk, D, causal, dtype, processors, shared_lim
     )
     works = (forward_works if row in ladder.ROWS else backward_works)(problem, defaultdict(lambda: (0, 0, 0)))
     return [(work.kernel, work.grid, work.block, work.shared_bytes, work.macros) for work in works]
-
-
-# ---- plans: what is prepared once for a layout -----------------------------------------------------------------------
-
-
-class Plan:
-    """The launches for inputs of one layout, and which of the inputs have to be copied before each call."""
-
-    def __init__(self, problem, works, **inputs):
-        self.problem = problem
-        self.copies = {name: copy for name, x in inputs.items() if (copy := copy_needed(problem, name, x))}
-        read = {name: self.copies[name](x) if name in self.copies else x for name, x in inputs.items()}
-        self.works = works(problem, {name: x.stride()[:3] for name, x in read.items()})
-        self.launches = None
-        if len(kept) >= 1000:
-            kept.clear()
-
-    def run(self, tensors):
-        """Launches on these tensors, {name: tensor}; a name without a tensor is None."""
-        for name, copy in self.copies.items():
-            tensors[name] = copy(tensors[name])
-        if self.launches is None:
-            self.launches = bind(self.works, tensors)
-        for launch in self.launches:
-            launch(tensors)
-
-
-def copy_needed(problem, name, x):
-    """A function that copies an input which the kernel cannot read where it lies; None if it can."""
-    if name in ("k", "v") and problem.row.file == "bwd_0_scalar.cu" and problem.H > problem.Hk:
-        return partial(torch.Tensor.repeat_interleave, repeats=problem.H // problem.Hk, dim=1)
-    return (
-        None if readable(problem.row, name, x) else partial(torch.Tensor.clone, memory_format=torch.contiguous_format)
-    )
-
-
-def readable(row, name, x):
-    """Whether the kernel can read x where it lies.
-
-    Rows have to be contiguous. Loads of 16 bytes and the copy engine want every row to begin at a multiple of 16 bytes,
-    and the copy engine refuses strides of 0. The stride of a dimension of size 1 does not matter.
-    """
-    if name == "lse":
-        return x.is_contiguous()
-    if x.stride(3) != 1 and x.shape[3] > 1:
-        return False
-    if row.loads == "elements":
-        return True
-    strides = [stride * x.element_size() for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
-    aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
-    return aligned and (row.loads != "tma" or 0 not in strides)
-
-
-def run(works, tensors):
-    """Launches the works one after the other on these tensors, {name: tensor}."""
-    for launch in bind(works, tensors):
-        launch(tensors)
-
-
-def bind(works, tensors):
-    """A function of {name: tensor} for each work. On a GPU this compiles; the emulation compiles at the first call."""
-    device = next(iter(tensors.values())).device
-    if device.type == "cpu":
-        return [partial(emulate, work) for work in works]
-    nvrtc.bind_context(device.index)  # A tensor map needs a context, and a thread that has not used CUDA has none.
-    return [
-        nvrtc.Launch(
-            work.file, work.kernel, [on_gpu(argument, tensors) for argument in work.arguments], device=device.index,
-            grid=work.grid, block=work.block, shared_bytes=work.shared_bytes, macros=work.macros,
-        )
-        for work in works
-    ]  # fmt: skip
-
-
-def on_gpu(argument, tensors):
-    """(name of the tensor whose address goes there at each run, or None; the value that the kernel gets)."""
-    if isinstance(argument, Box):
-        return argument.name, tensor_map(nvrtc.tensor_map, tensors[argument.name], argument.rows)
-    return (argument, c_void_p()) if isinstance(argument, str) else (None, argument)
-
-
-def emulate(work, tensors):
-    """Runs one kernel on the CPU."""
-    from . import emulator
-
-    def in_emulation(argument):
-        if isinstance(argument, Box):
-            return tensor_map(emulator.tensor_map, tensors[argument.name], argument.rows)
-        value = tensors[argument] if isinstance(argument, str) else argument
-        return c_void_p(None) if value is None else value
-
-    emulator.launch(
-        work.file, work.kernel, list(map(in_emulation, work.arguments)),
-        grid=work.grid, block=work.block, shared_bytes=work.shared_bytes, macros=work.macros,
-    )  # fmt: skip
-
-
-def tensor_map(make, x, rows):
-    """The map by which the copy engine moves `rows` rows of one head of x (B, H, N, D).
-
-    In shared memory they lie as ceil(D / 64) slabs of 128-byte rows. A kernel's coordinates are (0, row, 0, head,
-    batch). If 64 does not divide D, a copy brings one slab, and the coordinates are (64 * slab, row, 0, head, batch).
-    make: nvrtc.tensor_map or emulator.tensor_map.
-    """
-    B, H, N, D = x.shape
-    batch, head, row = (stride if n > 1 else D for stride, n in zip(x.stride()[:3], x.shape, strict=False))
-    slabs, columns = (D // 64, 64) if D % 64 == 0 else (1, D)
-    return make(x.as_strided((B, H, slabs, N, columns), (batch, head, 64, row, 1)), (1, 1, slabs, rows, 64))
-
-
-def attention_to_nothing(q):
-    """(out, lse) where there is no query or no key: the sum over no key is 0, and its logarithm -inf."""
-    lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
-    return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
-
-
-def gpu():
-    """((major, minor) compute capability, bytes of shared memory that a block can have) of the current GPU."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    return torch.cuda.get_device_capability(device), shared_memory(device)

@@ -34,7 +34,7 @@ class Usage:
 class Compiled:
     cubin: bytes
     usage: dict  # {kernel: Usage}
-    serialised: list  # ptxas's messages that it makes wgmma instructions wait, or ignores setmaxnreg
+    serialised: list  # ptxas's warnings that it serialises wgmma or ignores setmaxnreg
 
 
 def compile(file: Path, macros: dict, arch: str) -> Compiled:
@@ -54,12 +54,10 @@ def compile(file: Path, macros: dict, arch: str) -> Compiled:
     usage = {name: Usage(**usage) for name, usage in made["usage"].items()}
     compiled = Compiled(bytes.fromhex(made["cubin"]), usage, made["serialised"])
     budget = int(next(iter(re.findall(r"Spill budget: (\d+) bytes", source)), 0))
-    for name, usage in compiled.usage.items():
-        if usage.spills > budget:
-            problem = (
-                f"{name} spills {usage.spills} bytes of registers a thread to memory, and its header allows {budget}"
-            )
-            raise _slow(file, macros, arch, problem, compiled.usage)
+    for name, used in compiled.usage.items():
+        if used.spills > budget:
+            what = f"{name} spills {used.spills} bytes of registers a thread to memory, and its header allows {budget}"
+            raise _slow(file, macros, arch, what, compiled.usage)
     if compiled.serialised:
         raise _slow(file, macros, arch, "; ".join(compiled.serialised), compiled.usage)
     return compiled
@@ -101,7 +99,7 @@ def _source(file):
 
     So NVRTC needs no path, and the text is all that a compilation depends on.
     """
-    header = file.parent / "ptx.cuh" if (file.parent / "ptx.cuh").exists() else Path(__file__).parent / "ptx.cuh"
+    header = Path(__file__).with_name("ptx.cuh")
     inlined = f'#line 1 "ptx.cuh"\n{header.read_text().replace("#pragma once", "")}\n'
     before, after = file.read_text().split('#include "ptx.cuh"\n')
     if "wgmma_ss" in after or "wgmma_rs" in after:
@@ -146,14 +144,14 @@ class Launch:
 
         self.device = device
         function = _load(file, kernel, tuple(macros.items()), device, shared_bytes)
-        self.shape = kernel, macros, grid, block
+        self.described = kernel, macros, grid, block
         self.values = [value for _, value in arguments]
         named = [pair for pair in arguments if pair[0] is not None]
         self.maps = [(value, name) for name, value in named if isinstance(value, TensorMap)]
         self.pointers = [(value, name) for name, value in named if not isinstance(value, TensorMap)]
         self.addresses = (ctypes.c_void_p * len(self.values))(*map(ctypes.addressof, self.values))
         self.launch = driver.cuLaunchKernel
-        self.what = driver.CUfunction(function), grid, 1, 1, block, 1, 1, shared_bytes
+        self.configuration = driver.CUfunction(function), grid, 1, 1, block, 1, 1, shared_bytes
         self.arguments = ctypes.addressof(self.addresses)
         self.lock = threading.Lock()
 
@@ -172,11 +170,11 @@ class Launch:
                 address = tensors[name].data_ptr()
                 if map.address != address:
                     map.move(address)
-            (status,) = self.launch(*self.what, stream, self.arguments, 0)
+            (status,) = self.launch(*self.configuration, stream, self.arguments, 0)
         if status:  # CUDA_SUCCESS is 0
             if bind_context(self.device):
                 return self(tensors)
-            kernel, macros, grid, block = self.shape
+            kernel, macros, grid, block = self.described
             raise RuntimeError(f"{kernel} with {macros}, {grid} blocks of {block} threads: {status.name} at the launch")
 
 
@@ -193,12 +191,16 @@ def launch(file: Path, kernel: str, arguments, **shape):
 
 
 def bind_context(device: int) -> bool:
-    """Makes the GPU's context current in a thread that has not used CUDA yet, and so has none; whether it had none."""
+    """Gives a thread that has not used CUDA yet the GPU's context. Returns whether it had none."""
     from cuda.bindings import driver
 
     if int(driver.cuCtxGetCurrent()[1]):
         return False
-    driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(device)[1])
+    status, context = driver.cuDevicePrimaryCtxRetain(device)
+    if not status:  # CUDA_SUCCESS is 0
+        (status,) = driver.cuCtxSetCurrent(context)
+    if status:
+        raise RuntimeError(f"GPU {device} gives this thread no context: {status.name}")
     return True
 
 

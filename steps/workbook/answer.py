@@ -86,6 +86,14 @@ def top_level(tree, name):
     return next((n for n in reversed(tree.body) if isinstance(n, ast.FunctionDef) and n.name == name), None)
 
 
+def constant(answer, name):
+    """The value that the answer's top level gives to a name, if it is a plain one such as "b"; otherwise None."""
+    for node in parse(answer).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return node.value.value if isinstance(node.value, ast.Constant) else None
+    return None
+
+
 def is_blank(answer, name, suffix=".py"):
     """Whether nobody has written the answer yet.
 

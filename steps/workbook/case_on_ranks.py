@@ -78,7 +78,8 @@ def run_shard(members, layout, tensors, place, through_autograd, options):
     if place == "expanded":
         tensors = [x[:, :1] if i in (1, 2) else x for i, x in enumerate(tensors)]
     whole = Layout(layout, S, len(members))
-    shards = [cases.surround_with_nan(whole.shard(x, dist.get_rank(group)).to(engine.device), place) for x in tensors]
+    own = [whole.shard(x, dist.get_rank(group)).to(engine.device) for x in tensors]
+    shards = [cases.surround_with_nan(x, place, name) for x, name in zip(own, ("q", "k", "v", "dout"), strict=True)]
     if place == "expanded":
         shards = [x.expand(-1, H, -1, -1) for x in shards]
     before = [x.clone() for x in shards]
@@ -86,7 +87,7 @@ def run_shard(members, layout, tensors, place, through_autograd, options):
     names = "forward", "backward", "attention"
     stage = SimpleNamespace(**{name: functools.partial(getattr(step04_ring, name), **more) for name in names})
     inputs = cases.Inputs(*shards, options["causal"], options["scale"], options.get("tile"))
-    case = cases.Case("shard", "a rank's part", through_autograd=through_autograd)
+    case = cases.Case("shard", "a rank's part", through_autograd=through_autograd, place=place)
     results = cases.run(stage, case, inputs)
     for x, y in zip(before, shards, strict=True):
         assert torch.equal(x.nan_to_num(), y.nan_to_num()), "an input was overwritten"

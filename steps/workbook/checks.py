@@ -11,16 +11,17 @@ from steps.workbook.answer import Problem
 from steps.workbook.exercises import Exercise
 from steps.workbook.explain import explain
 from steps.workbook.listing import show
-from steps.workbook.outcome import Report, case_line
+from steps.workbook.outcome import Report, case_lines
 
 LIMIT = 60  # seconds for one check
 
 
-def check(id, answer=None, limit=LIMIT):
+def check(id, answer=None, limit=LIMIT, cause=None):
     """Runs the reader's answer inside the stage. The report says what is right, what is wrong and, if known, why.
 
     id: "00.2", or "00.bug1" for a hunt. answer: a function of the notebook, or the text of a CUDA function; by default
-    the file under my/, which the first call writes and no later call overwrites. limit: seconds.
+    the file under my/, which the first call writes and no later call overwrites. limit: seconds. cause: for a hunt, the
+    letter of its cause; by default that of CAUSE in the answer's text.
     """
     try:
         task = exercises.find(id)
@@ -34,7 +35,9 @@ def check(id, answer=None, limit=LIMIT):
         if answers.is_blank(text, function, suffix):
             return Report(id, task.title, "blank", [f"still to be written: {text.label}", _pointer(task)])
         with tempfile.TemporaryDirectory(prefix="steps-") as folder:
-            return (_exercise if _is_exercise(task) else _hunt)(task, text, folder, limit)
+            if _is_exercise(task):
+                return _exercise(task, text, folder, limit)
+            return _hunt(task, text, folder, limit, cause or answers.constant(text, "CAUSE"))
     except Unavailable as reason:
         return Report(id, task.title, "skipped", [f"cannot be checked here: {reason}"])
     except Problem as problem:
@@ -42,12 +45,19 @@ def check(id, answer=None, limit=LIMIT):
 
 
 def hint(id, level=1):
-    """A hint for the exercise. Level 1 is a question, 2 the formula and its place in the paper, 3 pseudo-code."""
+    """A hint for the exercise, and the command to type next.
+
+    Level 1 is a question, 2 the formula and its place in the paper, 3 pseudo-code.
+    """
     hints = exercises.find(id).hints
     if level not in range(1, len(hints) + 1):
         raise ValueError(f"there are hints 1 to {len(hints)} for {id}; got {level!r}")
-    more = f"\n(next: hint {level + 1} of {len(hints)})" if level < len(hints) else ""
-    return Text(hints[level - 1] + more)
+    following = f"check {id}"
+    in_a_notebook = ""
+    if level < len(hints):
+        following = f"hint {id} {level + 1}"
+        in_a_notebook = f'    (in a notebook: hint("{id}", {level + 1}))'
+    return Text(f"{hints[level - 1]}\nNext: python -m steps {following}{in_a_notebook}")
 
 
 def solution(id):
@@ -83,19 +93,28 @@ def _exercise(task, text, folder, limit):
     job = {name: getattr(task, name) for name in ("stage", "function", "rung", "cases", "order", "tile")}
     job |= {"kind": "exercise", "module": _module(task), "own": answers.plain_source(task)}
     rows, how, printed = runner.run(job, folder, limit)
-    lines = [case_line(row) for row in rows if "failures" in row]
+    lines = [line for row in rows if "wrong" in row for line in case_lines(row)]
     if bad := _ending(rows, how, task, text, spliced.lines, limit):
         verdict = "error"
         lines += bad
     else:
-        verdict = "wrong" if any(row.get("failures") for row in rows) else "passed"
+        verdict = "wrong" if any(row.get("wrong") for row in rows) else "passed"
     if says := rows[-1].get("equals") if rows else None:
         lines.append("This equals what you get when " + ", or when ".join(says) + ".")
+    elif verdict != "passed":
+        lines += _slips(task, text)
     if verdict == "passed" and task.cost and shutil.which("g++"):
         verdict, *cost = _cost(task, text, limit)
         lines += cost
     names = rows[-1].get("mutants", []) if rows else []
     return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
+
+
+def _slips(task, text):
+    """A line for each known slip that the answer's text contains, spaces aside."""
+    answer = "".join(text.text.split())
+    found = [slip for slip in task.slips if "".join(slip["text"].split()) in answer]
+    return [f"Look at `{slip['text']}`: {slip['says']}." for slip in found]
 
 
 def _cost(task, text, limit):
@@ -132,7 +151,7 @@ def _own_count(id, limit):
     return _count(exercises.find(id), None, limit)
 
 
-def _hunt(task, text, folder, limit):
+def _hunt(task, text, folder, limit, cause):
     if answers.top_level(answers.parse(text), "test") is None:
         raise Problem(f"{text.label} has no function test(forward).")
     splice.copy_of_steps(folder, [])
@@ -141,8 +160,8 @@ def _hunt(task, text, folder, limit):
     bad = _ending(rows, how, task, text, {}, limit)
     good, broken = (any(key in row for row in rows) for key in ("good", "broken"))
     if good and broken and not bad:
-        verdict = "passed"
-        lines = ["passes on the stage's own forward", f"fails on the broken kernel: {rows[-1]['broken']}"]
+        verdict, *judged = _judge_cause(task, cause)
+        lines = ["passes on the stage's own forward", f"fails on the broken kernel: {rows[-1]['broken']}", *judged]
     elif good and not bad:
         verdict = "wrong"
         lines = ["passes on the stage's own forward", "WRONG: passes on the broken kernel too"]
@@ -153,6 +172,17 @@ def _hunt(task, text, folder, limit):
         verdict = "error"
         lines = bad
     return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)])
+
+
+def _judge_cause(task, cause):
+    """(verdict, lines of text ...) on the letter that the reader gives as the cause of a hunt."""
+    if cause == task.cause:
+        return "passed", f"the cause: {task.causes[cause]}"
+    listed = [f"  {letter}  {says}" for letter, says in task.causes.items()]
+    if not cause:
+        how = f'Write its letter as CAUSE = "" above the test, or in a notebook check("{task.id}", test, cause="").'
+        return "blank", "The test is right. Still to be answered: what is the cause?", *listed, how
+    return "wrong", f"The test is right. WRONG: the cause is not {cause!r}. It is another one of these:", *listed
 
 
 def _ending(rows, how, task, text, lines, limit):
@@ -167,8 +197,11 @@ def _ending(rows, how, task, text, lines, limit):
     if how == "time":
         question = "Does a loop never end, or does a barrier wait for a thread that has left?"
         return [f"stopped after {limit} s {where}", question]
-    if how or not rows:
-        return [f"the process ended without a result ({how or 'no reason given'}) {where}"]
+    if how == "memory":
+        says = f"stopped {where}: its processes took more than {runner.MEMORY / 2**30:.0f} GB of memory"
+        return [says, "Does a loop append to a list for ever, or does a tensor have one dimension too many?"]
+    if how:
+        return [f"the process ended without a result ({how}) {where}"]
     return []
 
 

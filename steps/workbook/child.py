@@ -4,7 +4,7 @@ In the fork `steps` is the copy of the course in the job's folder. This file is 
 must not import the real `steps`. runner.py starts it and sends each job as a line of JSON. For each job the server
 answers with two lines, the number of the forked process, and its exit status when it has ended. The job writes what it
 finds out to results.jsonl in its folder, line by line, so that the last line of a job that had to be stopped tells how
-far it came.
+far it came. The line {"done": true} is written only after the whole job.
 """
 
 import contextlib
@@ -77,6 +77,7 @@ def work(job):
             return
         try:
             getattr(jobs, job["kind"])(job, tell)
+            tell(done=True)
         except BaseException as e:
             tell(error=failure.account(e, folder, job.get("label")))
 

@@ -1,7 +1,7 @@
 """The exercises and bug hunts: the entries of exercises.toml, and where the reader's answers lie."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 STEPS = Path(__file__).parents[1]
@@ -54,6 +54,10 @@ class Exercise(Task):
     with them the diagnosis compares a wrong result with that of known mistakes. If `cost` is given, the accesses to
     shared memory are counted too: `cost` is the message for a function whose results are right, but with which they
     take more wavefronts than with the stage's own.
+    note is a sentence that the reader's file begins with, and imports are lines that it has beside those of the stage's
+    file. like = [file, function] names a function of the stage that the file shows as an example. slips are mistakes
+    that no mutant equals, because they read memory that nobody wrote or do not exist as an address: a report of a
+    failure `says` so where the answer contains the `text`.
     """
 
     function: str
@@ -63,6 +67,10 @@ class Exercise(Task):
     order: str | None = None
     tile: list | None = None
     cost: str | None = None
+    note: str | None = None
+    imports: list = field(default_factory=list)
+    like: list | None = None
+    slips: list = field(default_factory=list)
 
     @property
     def mine_name(self):
@@ -71,12 +79,15 @@ class Exercise(Task):
 
 @dataclass(frozen=True, eq=False)
 class Hunt(Task):
-    """A bug hunt: find what is wrong with the kernel in `file`, and write the test that catches it.
+    """A bug hunt: find what is wrong with the kernel in `file`, write the test that catches it, and name the cause.
 
-    engine: the engine that it always runs on; by default the one that is in force.
+    causes are the ones to choose from, as {letter: what it says}; `cause` is the letter of the right one. engine:
+    the engine that it always runs on; by default the one that is in force.
     """
 
     symptom: str
+    causes: dict
+    cause: str
     engine: str | None = None
 
     @property

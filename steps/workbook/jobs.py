@@ -13,7 +13,7 @@ import torch
 
 from reference import cases, error, mutants
 from steps import engine
-from steps.workbook import one_rung
+from steps.workbook import differences, one_rung
 
 
 class WrongReturn(Exception):
@@ -23,7 +23,7 @@ class WrongReturn(Exception):
 def exercise(job, tell):
     """Runs the exercise's cases.
 
-    Tells the name of each case before it runs, what is out of tolerance after it, and the diagnosis last.
+    Tells the name of each case before it runs, what is wrong and where after it, and the diagnosis last.
     """
     stage = one_rung.stage(job["stage"])
     supports = one_rung.limits(stage, job["rung"])
@@ -34,7 +34,7 @@ def exercise(job, tell):
         says = case.says + (f" ({inputs.ring[0]} ranks, {inputs.ring[1]})" if inputs.ring else "")
         tell(running=says)
         got = _results(stage, job, case, inputs, want)
-        tell(says=says, failures=error.failures(got, want))
+        tell(says=says, wrong=differences.lines(got, want))
         rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
     found = mutants.diagnose(rows, job["order"] or supports["order"])
     tell(mutants=[m.name for m in found], equals=[m.says for m in found])
@@ -125,13 +125,17 @@ def _describe(value):
 
 
 def hunt(job, tell):
-    """Runs the reader's test on the stage's forward, then on that of the broken kernel."""
+    """Runs the reader's test on the stage's forward, then on that of the broken kernel.
+
+    Raises WrongReturn if the test returns something: a test asserts, and pytest ignores what it returns.
+    """
     namespace = {"__name__": "hunt"}
     exec(job["helpers"], namespace)
     exec(compile(job["text"], job["label"], "exec"), namespace)
     test = namespace["test"]
     tell(running="the stage's own forward")
-    test(one_rung.stage(job["stage"]).forward)
+    if (returned := test(one_rung.stage(job["stage"]).forward)) is not None:
+        raise WrongReturn(f"returned {returned!r:.40}; it has to assert, because what a test returns is ignored")
     tell(good="passes", running="the broken kernel")
     spec = importlib.util.spec_from_file_location(job["module"], job["path"])
     broken = importlib.util.module_from_spec(spec)

@@ -1,9 +1,6 @@
 """The outcome of a check, as the text that its reader sees."""
 
 from dataclasses import dataclass, field
-from math import inf
-
-NOT_A_NUMBER = "is NaN or infinite, or not what masking leaves (out 0, lse -inf)"
 
 
 @dataclass(frozen=True)
@@ -28,15 +25,8 @@ class Report:
         return "\n".join([f"{self.id} {self.title}: {verdict}", *(f"  {line}" for line in self.lines)])
 
 
-def case_line(row):
-    """One line with the case's property, and below it, where the case fails, what is out of tolerance."""
-    failures = row["failures"]
-    if not failures:
-        return f"ok     {row['says']}"
-    if set(failures) & {"out", "lse"}:  # The gradients are computed from these, and wrong with them.
-        failures = {name: failures[name] for name in failures if name in ("out", "lse")}
-    off = ", ".join(
-        f"{name} is off by {e:.1e} (tolerance {tolerance:.0e})" if e < inf else f"{name} {NOT_A_NUMBER}"
-        for name, (e, tolerance) in failures.items()
-    )
-    return f"WRONG  {row['says']}\n{' ' * 9}{off}"
+def case_lines(row):
+    """A line with the case's property, and below it, where the case fails, what is wrong and where."""
+    if not row["wrong"]:
+        return [f"ok     {row['says']}"]
+    return [f"WRONG  {row['says']}", *(" " * 9 + line for line in row["wrong"])]

@@ -1,4 +1,4 @@
-"""Runs a job in a child process with a time limit.
+"""Runs a job in a child process with a limit of time and of memory.
 
 An endless loop, a barrier that waits for ever and a crash end with that process, and not with the reader's own.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from steps import engine
 
 SERVER = Path(__file__).with_name("child.py")
+MEMORY = 4 * 2**30  # bytes that the job's processes may have in memory together
 # Modules that take long to import, by stage and by kind of job. The server imports them once, before it forks.
 # torch.testing.assert_close, which hunts' tests use, imports torch.distributed.tensor.
 PRELOAD = {
@@ -31,14 +32,19 @@ _servers = {}  # {engine: its server}
 def run(job, folder, limit, on=None):
     """Runs the job in the folder: (rows of results, how it ended, what was printed).
 
-    How it ended is None for an orderly end, "time" for the time limit, or the name of a signal. limit: seconds. on: an
-    engine, by default the one of this process.
+    How it ended is None for an orderly end, "time" or "memory" for a limit, or in words such as "SIGABRT" or "exit code
+    3". An end is orderly if the exit code is 0 and the whole job was done. limit: seconds. on: an engine, by default
+    the one of this process.
     """
     preload = PRELOAD.get(job["stage"], []) + PRELOAD.get(job["kind"], [])
     job = job | {"folder": str(folder), "limit": int(limit), "preload": preload, "fork": FORK}
     how = _supervise(job, limit, on or engine.name)
     results, printed = Path(folder) / "results.jsonl", Path(folder) / "printed.txt"
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    if rows and rows[-1] == {"done": True}:
+        rows.pop()
+    elif how is None and not (rows and "error" in rows[-1]):
+        how = "it left before the check was complete"
     return rows, how, printed.read_text(errors="replace") if printed.exists() else ""
 
 
@@ -50,18 +56,17 @@ def _supervise(job, limit, on):
     try:
         server.stdin.write(json.dumps(job).encode() + b"\n")
         pid = _number(server, 120)  # The server's imports may take this long.
-        status = _number(server, limit)
+        status = _number(server, limit, group=pid)
         ended = True
-        return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else None
-    except TimeoutError:
+        return _in_words(os.waitstatus_to_exitcode(status))
+    except (TimeoutError, MemoryError) as e:
         if pid and job["fork"]:
             os.killpg(pid, signal.SIGKILL)
             _number(server, 10)
             ended = True
-        return "time"
+        return "time" if isinstance(e, TimeoutError) else "memory"
     except EOFError:  # The server itself has ended, because it did the job without a fork, or because it crashed.
-        code = server.wait()
-        return signal.Signals(-code).name if code < 0 else None
+        return _in_words(server.wait())
     finally:  # Nothing is left running, also after Ctrl-C.
         if not ended:
             if pid:
@@ -70,18 +75,50 @@ def _supervise(job, limit, on):
             stop()
 
 
-def _number(server, limit):
-    """The next number that the server sends. TimeoutError after `limit` seconds, EOFError if the server has ended."""
+def _in_words(code):
+    """How a process with this exit code has ended: None for 0, otherwise its code or the name of its signal."""
+    if code < 0:
+        return signal.Signals(-code).name
+    return f"exit code {code}" if code else None
+
+
+def _number(server, limit, group=None):
+    """The next number that the server sends.
+
+    Raises TimeoutError after `limit` seconds, EOFError if the server has ended, and MemoryError as soon as the
+    processes of the group have more than MEMORY bytes in memory.
+    """
     deadline, line = time.monotonic() + limit, b""
     while not line.endswith(b"\n"):
-        ready, _, _ = select.select([server.stdout], [], [], max(0, deadline - time.monotonic()))
-        if not ready:
+        left = max(0, deadline - time.monotonic())
+        ready, _, _ = select.select([server.stdout], [], [], min(left, 0.2))
+        if ready:
+            byte = os.read(server.stdout.fileno(), 1)
+            if not byte:
+                raise EOFError
+            line += byte
+        elif left == 0:
             raise TimeoutError
-        byte = os.read(server.stdout.fileno(), 1)
-        if not byte:
-            raise EOFError
-        line += byte
+        elif group and resident_memory(group) > MEMORY:
+            raise MemoryError
     return int(line)
+
+
+def resident_memory(group):
+    """The bytes that the processes of a process group have in memory together.
+
+    On Linux a page that several of them share is divided among them. Elsewhere `ps` counts it for each.
+    """
+    if sys.platform != "linux":
+        rows = subprocess.run(["ps", "-A", "-o", "pgid=,rss="], capture_output=True, text=True).stdout.splitlines()
+        return sum(1024 * int(row.split()[1]) for row in rows if int(row.split()[0]) == group)
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # The process may have ended meanwhile.
+            if os.getpgid(int(process.name)) == group:
+                lines = (process / "smaps_rollup").read_text().splitlines()
+                total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
 
 
 def _started(on):

@@ -8,7 +8,7 @@ import textwrap
 
 from steps.workbook.answer import top_level
 from steps.workbook.exercises import Exercise
-from steps.workbook.listing import cuda_span
+from steps.workbook.listing import cuda_span, show
 
 
 def write(task):
@@ -32,7 +32,14 @@ def _header(task, comment):
         f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}",
         f"Your function runs inside steps/{task.file}, so you can use everything that is defined there{_used(task)}.",
     ]
-    return _comment(lines, comment)
+    if task.note:
+        lines += ["", task.note]
+    header = _comment(lines, comment)
+    if task.like:
+        file, function = task.like
+        example = [f"{comment} {line}" for line in str(show(*task.like)).splitlines()]
+        header += f"\n{comment}\n{comment} For example, `{function}` of steps/{file}.py:\n" + "\n".join(example)
+    return header
 
 
 def _comment(lines, mark):
@@ -58,7 +65,8 @@ def _python(task):
     tree, lines = ast.parse(source), source.splitlines()
     own = top_level(tree, task.function)
     imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-    imported = "\n".join("\n".join(lines[n.lineno - 1 : n.end_lineno]) for n in imports)
+    imported = ["\n".join(lines[n.lineno - 1 : n.end_lineno]) for n in imports] + task.imports
+    imported = "\n".join(sorted(imported, key=lambda text: (text.startswith("from"), text)))
     body = own.body[0] if ast.get_docstring(own) is not None else None
     until = body.end_lineno if body else own.body[0].lineno - 1
     signature = "\n".join(lines[own.lineno - 1 : until])
@@ -74,17 +82,21 @@ def _cuda(task):
 
 def _hunt(task):
     lines = [f"{task.id} {task.title}.", "", task.symptom, ""]
-    lines.append(f"The kernel is steps/{task.file}. Find the cause, and write the test that would have caught it.")
+    lines.append(f"The kernel is steps/{task.file}. Write the test that would have caught it, and find the cause.")
     if task.engine == "cpu":
         lines.append("It is checked on the CPU, also where there is a GPU.")
     lines.append("The right results are those of attention.forward(q, k, v, causal=..., scale=...), in float64, "
                  "after `from reference import attention`.")  # fmt: skip
     lines.append(f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}")
+    lines += ["", "What is the cause? CAUSE is the letter of one of these:"]
+    lines += [f"  {letter}  {says}" for letter, says in task.causes.items()]
     return f'''{_comment(lines, "#")}
 
 import torch
 
 from steps.workbook import Blank
+
+CAUSE = ""
 
 
 def test(forward):

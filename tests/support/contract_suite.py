@@ -5,8 +5,11 @@ stage's SUPPORTS.
 """
 
 import functools
+import inspect
 import math
+import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +23,8 @@ class Contract:
 
     stage = None
     # The cases that are run without a GPU on the rungs beyond the first.
-    few = ("ragged_causal", "more_queries_causal", "scores_200", "head_dim_odd")
-    few_in_other_dtypes = ("ragged_causal",)
+    few = ("ragged_causal", "more_queries_causal", "scores_200", "large_scores", "head_dim_odd", "own_layouts")
+    few_in_other_dtypes = ("ragged_causal", "large_scores")
 
     def outputs(self, case, inputs, rung=None):
         """The results of a rung, by default the first, on a case. Stage 04 overrides it to run on several ranks."""
@@ -49,6 +52,44 @@ class Contract:
             assert x.dtype == (lse_dtype if name == "lse" else dtype), name
         after = (inputs.q, inputs.k, inputs.v, inputs.dout)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "an input was overwritten"
+
+    def test_sizes_around_the_tiles(self, every_rung):
+        """One query or key less than whole tiles, whole tiles, and one more: a mask that is off by one shows here."""
+        supports = one_rung.limits(self.stage, every_rung)
+        whole = {name: x for name, x in supports.items() if name != "layouts"}  # Stage 04 then takes 4 ranks.
+        for Nq, Nk, causal in around_the_tiles(*smallest_tile(supports), supports["nq_ne_nk"]):
+            case = cases.Case("around", "N around a tile", lambda T, N=Nq: N, lambda T, N=Nk: N, H=1, causal=causal)
+            x = cases.build(case, whole, supports["dtypes"][0], engine.device)
+            got = self.outputs(case, x, every_rung)
+            bad = error.failures(got, error.expected(x.q, x.k, x.v, x.dout, causal=causal))
+            assert not bad, f"{Nq} queries, {Nk} keys, causal={causal}: (error, tolerance) = {bad}"
+
+    @pytest.mark.filterwarnings("ignore:invalid value")  # The backward runs too, and its gradients are NaN: 0 * -inf.
+    def test_a_row_whose_scores_are_all_minus_infinity(self, every_rung):
+        q, k, v = self.example(rung=every_rung)
+        q[..., 0], k[..., 0] = 1, 1
+        q[1, 0, 5, 0] = -math.inf  # one row
+        k[0, 1, :, 0] = -math.inf  # all rows of a head
+        k[0, 0, :9, 0] = -math.inf  # the first keys, as if they were masked
+        got = self.results(q, k, v, every_rung)
+        for row in ((1, 0, 5), (0, 1)):
+            assert (got["out"][row] == 0).all() and (got["lse"][row] == -math.inf).all()
+        first, seen = q[:1, :1], slice(9, None)
+        want = error.expected(first, k[:1, :1, seen], v[:1, :1, seen], first)
+        assert not error.failures({name: got[name][:1, :1] for name in ("out", "lse")}, want)
+
+    def test_a_kernel_alone_has_the_default_scale(self, every_rung):
+        kernels = getattr(self.stage, "RUNGS", None)
+        if kernels is None:
+            pytest.skip("the stage's functions are its kernels")
+        q, k, v = (x[:1, :1, :9] for x in self.example(rung=every_rung))
+        forward, backward = kernels[every_rung]
+        saved = self.stage.forward(q, k, v, rung=every_rung)
+        for alone, whole in zip(forward(q, k, v), saved, strict=True):
+            assert torch.equal(alone, whole)
+        grads = self.stage.backward(q, q, k, v, *saved, rung=every_rung)
+        for alone, whole in zip(backward(q, q, k, v, *saved), grads, strict=True):
+            torch.testing.assert_close(alone, whole)  # Not bit-equal where dq is added in any order.
 
     def test_forward_is_bit_equal_from_run_to_run(self, every_rung):
         q, k, v = (x[:1] for x in self.example(rung=every_rung))
@@ -82,7 +123,9 @@ class Contract:
         full, full_lse = self.stage.forward(*(x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v)), causal=True)
         assert torch.equal(out, full.reshape(q.shape)) and torch.equal(lse, full_lse.reshape(q.shape[:-1]))
         grads = self.stage.backward(torch.ones_like(q), q, k, v, out, lse, causal=True)
-        assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+        rows = [x.reshape(1, -1, *x.shape[-2:]) for x in (torch.ones_like(q), q, k, v)]
+        for grad, whole in zip(grads, self.stage.backward(*rows, full, full_lse, causal=True), strict=True):
+            torch.testing.assert_close(grad, whole.reshape(q.shape))  # Not bit-equal where dq is added in any order.
 
     def test_supports_has_what_the_course_promises(self):
         supports = self.stage.SUPPORTS
@@ -121,6 +164,77 @@ class Contract:
         dtype = one_rung.limits(self.stage, rung or self.stage.SUPPORTS["rungs"][0])["dtypes"][0]
         return tuple(torch.randn(2, 2, N, D, generator=rng).to(engine.device, dtype) for _ in range(3))
 
+    @pytest.mark.parametrize("ndim", [2, 3])
+    def test_gradients_with_fewer_leading_dimensions(self, ndim):
+        q, k, v = (x[:1, :1] if ndim == 2 else x[:1] for x in self.example())
+        got = self.gradients(*(x.reshape(x.shape[4 - ndim :]) for x in (q, k, v)), causal=True, scale=0.3)
+        want = error.expected(q, k, v, torch.ones_like(q), causal=True, scale=0.3)
+        grads = {name: got[name].reshape(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+        assert not error.failures(grads, want)
+
+    def test_gradients_of_attention_have_its_scale(self):
+        q, k, v = self.example()
+        want = error.expected(q, k, v, torch.ones_like(q), causal=True, scale=0.3)
+        assert not error.failures(self.gradients(q, k, v, causal=True, scale=0.3), want)
+
+    def gradients(self, q, k, v, **options):
+        """{name: tensor}: the gradients that `attention` gives for dout = 1."""
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        self.stage.attention(*leaves, **options).backward(torch.ones_like(q))
+        return dict(zip(("dq", "dk", "dv"), (x.grad for x in leaves), strict=True))
+
+    def test_results_are_contiguous(self, every_rung):
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in self.example(N=5, rung=every_rung))
+        out, lse = self.stage.forward(q, k, v, rung=every_rung)
+        for x in (out, lse, *self.stage.backward(q, q, k, v, out, lse, rung=every_rung)):
+            assert x.is_contiguous()
+
+    def test_tensors_that_are_negated_when_they_are_read(self):
+        q, k, v = self.example(N=5)
+        out, lse = self.stage.forward(q, k, v)
+        grads = self.stage.backward(q, q, k, v, out, lse)
+        negated = [torch._neg_view(-x) for x in (q, q, k, v, out, lse)]
+        for x, y in zip(self.stage.forward(*negated[1:4]), (out, lse), strict=True):
+            assert torch.equal(x, y)
+        for x, y in zip(self.stage.backward(*negated), grads, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("name", ["q", "k", "v"])
+    @pytest.mark.parametrize("kind", ["sparse_coo", "nested", "jagged"])
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+    def test_tensors_that_are_not_dense(self, kind, name):
+        tensors = dict(zip("qkv", self.example(), strict=True))
+        if kind == "sparse_coo":
+            tensors[name] = tensors[name].to_sparse()
+        else:
+            layout = torch.strided if kind == "nested" else torch.jagged
+            tensors[name] = torch.nested.nested_tensor(list(tensors[name]), layout=layout)
+        with pytest.raises(TypeError, match=f"{name} must be a dense tensor, got .*{kind.replace('jagged', 'nested')}"):
+            self.stage.forward(**tensors)
+
+    def test_tensors_without_memory(self):
+        with pytest.raises(TypeError, match="no memory"):
+            torch.func.functionalize(self.stage.forward)(*self.example())
+
+    @pytest.mark.parametrize("name", ["dout", "out", "lse"])
+    def test_saved_tensors_on_another_device(self, name):
+        q, k, v = self.example()
+        saved = {"dout": q, "out": q, "lse": q[..., 0].float()}
+        with pytest.raises(TypeError, match=f"{name} must be .* on {q.device}; got .* on meta"):
+            self.stage.backward(**saved | {name: saved[name].to("meta")}, q=q, k=k, v=v)
+
+    def test_a_tile_of_numpy_integers(self):
+        q, k, v = self.example()
+        tile = self.stage.SUPPORTS["tiles"][0]
+        out, _ = self.stage.forward(q, k, v, tile=np.array(tile))
+        assert torch.equal(out, self.stage.forward(q, k, v, tile=tile)[0])
+
+    @pytest.mark.parametrize("name", ["forward", "backward", "attention"])
+    def test_functions_can_be_pickled(self, name):
+        function = getattr(self.stage, name)
+        assert pickle.loads(pickle.dumps(function)) is function
+        assert function.__doc__ and {"q", "k", "v", "causal", "scale"} <= inspect.signature(function).parameters.keys()
+
 
 def diagnosis(supports, rung, inputs, got, want):
     """The known mistake whose results are equal to these, in words, or "" if there is none."""
@@ -130,6 +244,23 @@ def diagnosis(supports, rung, inputs, got, want):
     row = inputs, tile or inputs.tile or supports["tiles"][0], got, want
     found = mutants.diagnose([row], order or supports["order"])
     return "".join(f"\nThis equals what you get when {m.says}." for m in found)
+
+
+def smallest_tile(supports):
+    """(Br, Bc): the square tile that `cases.build` takes for most cases, or the first tile if none is square."""
+    return min((tile for tile in supports["tiles"] if tile[0] == tile[1]), default=supports["tiles"][0])
+
+
+def around_the_tiles(Br, Bc, nq_ne_nk):
+    """Yields (Nq, Nk, causal) around one tile of queries and one or two tiles of keys.
+
+    Causal, Nk - Nq takes every value from 2 below to 2 above whole tiles. Smaller tiles that divide Br and Bc, such as
+    a backward's own, have borders at these sizes too.
+    """
+    for a, b in ((1, -1), (0, -1), (0, 0), (0, 1), (-1, 1)):
+        yield (Br + a, 2 * Bc + b, True) if nq_ne_nk else (Br + b, Br + b, True)
+    for a in (-1, 0, 1):
+        yield Br + a, (Bc if nq_ne_nk else Br) + a, False
 
 
 def wider(times, *tensors):
@@ -163,6 +294,12 @@ BAD_INPUT = {
     "scale a string": (lambda q, k, v, s: (q, k, v, {"scale": "0.1"}), TypeError, ("scale", "number")),
     "scale a bool": (lambda q, k, v, s: (q, k, v, {"scale": True}), TypeError, ("scale", "number")),
     "causal a number": (lambda q, k, v, s: (q, k, v, {"causal": 1}), TypeError, ("causal", "True or False")),
+    "k and v differ in heads": (lambda q, k, v, s: (q, k, v[:, :1]), ValueError, ("k and v", "same shape")),
+    "k and v differ in batch": (lambda q, k, v, s: (q, k, v[:1]), ValueError, ("k and v", "same shape")),
+    "scale 1e39": (lambda q, k, v, s: (q, k, v, {"scale": 1e39}), ValueError, ("scale", "float32")),
+    "tile of floats": (lambda q, k, v, s: (q, k, v, {"tile": tuple(map(float, s["tiles"][0]))}), TypeError,
+                       ("tile", "pair of integers")),
+    "tile a number": (lambda q, k, v, s: (q, k, v, {"tile": 16}), TypeError, ("tile", "pair of integers")),
     "tile not offered": (lambda q, k, v, s: (q, k, v, {"tile": (7, 11)}), ValueError, ("tile", "(7, 11)", "Br, Bc")),
     "rung not offered": (lambda q, k, v, s: (q, k, v, {"rung": "warp9"}), ValueError, ("rung", "warp9")),
 }  # fmt: skip

@@ -7,6 +7,7 @@
 import contextlib
 import ctypes
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -19,8 +20,13 @@ from .. import cache
 HERE = Path(__file__).parent
 ORDERS = ("forward", "reverse", "random")
 TIMES = ("eager", "late", "lifo", "random")
-_FLAGS = ["-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
+# NVRTC makes one FMA of a * b - c, and with these flags so does g++. Of the processors with AVX2 all have FMA.
+_CONTRACTION = ["-ffp-contract=fast", "-fexpensive-optimizations"]
+if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+    _CONTRACTION.append("-mfma")
+_FLAGS = ["-std=c++17", "-O1", *_CONTRACTION, "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
 _counts = None  # inside `count_conflicts`: {"file:line": (accesses, wavefronts)}
+_unwritten = None  # inside `find_unwritten`: [what was found]
 _schedule = {"threads": "forward", "blocks": "forward", "seed": 0, "copies": "late", "wgmma": "eager"}
 
 
@@ -65,6 +71,7 @@ class _Launch(ctypes.Structure):
         ("thread_order", ctypes.c_int), ("block_order", ctypes.c_int), ("copy_time", ctypes.c_int),
         ("wgmma_time", ctypes.c_int), ("count", ctypes.c_int), ("seed", ctypes.c_uint64),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)), ("elements", ctypes.POINTER(ctypes.c_longlong)),
+        ("names", ctypes.POINTER(ctypes.c_char_p)), ("interrupted", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -104,6 +111,21 @@ def count_conflicts():
         _counts = before
 
 
+@contextlib.contextmanager
+def find_unwritten():
+    """Inside `with`, lists for each launch the first result that is NaN because of shared memory nobody had written.
+
+    Without a list a launch says nothing of this, because a result that is NaN can be seen. A kernel that hides such a
+    NaN, as by fmaxf, is not found.
+    """
+    global _unwritten
+    before, _unwritten = _unwritten, []
+    try:
+        yield _unwritten
+    finally:
+        _unwritten = before
+
+
 def compile(file: Path, macros: dict) -> Path:
     """The shared library made from a .cu file, kept on disk under a hash of all its sources. macros: {"D": 64, ...}.
 
@@ -114,7 +136,7 @@ def compile(file: Path, macros: dict) -> Path:
             "Without a GPU, stage 02 compiles its kernels with g++, and there is none: sudo apt install g++."
         )
     source = file.read_text()
-    kernels = re.findall(r"__global__(?:\s+void|\s+__launch_bounds__\((?:[^()]|\([^()]*\))*\))*\s+(\w+)\s*\(", source)
+    kernels = _parameters(source)
     # The macros stand after the headers, which use such names themselves.
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     exports = "".join(f"EMULATOR_KERNEL({name})\n" for name in kernels)
@@ -125,27 +147,37 @@ def compile(file: Path, macros: dict) -> Path:
     return cache.get((*common, text), ".so", make)
 
 
+def _parameters(source):
+    """{kernel: the names of its parameters}"""
+    kernel = r"__global__(?:\s+void|\s+__launch_bounds__\((?:[^()]|\([^()]*\))*\))*\s+(\w+)\s*\(([^()]*)\)"
+    found = re.findall(kernel, re.sub("//.*", "", source))
+    return {name: re.findall(r"(\w+)\s*(?:,|$)", parameters) for name, parameters in found}
+
+
 def _compile(text, common, folder, path):
     # The emulation takes longer to compile than a kernel, so it is compiled once. When g++ is told to include name.h,
     # it looks for name.h.gch first.
     headers = cache.get((*common, "headers"), ".h.gch", _compile_headers).with_suffix("")
     rest = cache.get((*common, "rest"), ".o", functools.partial(_compile_rest, headers))
     options = *_FLAGS, f"-I{HERE.parent}", "-include", headers
-    command = ["g++", *options, "-shared", "-x", "c++", "-", "-x", "none", rest, "-o", path]
     # The working directory is where debuggers look for the source.
-    made = subprocess.run(command, input=text, text=True, capture_output=True, cwd=folder)
-    if made.returncode:
-        raise RuntimeError(f"g++ cannot compile the kernel:\n{made.stderr}")
+    _run_compiler(*options, "-shared", "-x", "c++", "-", "-x", "none", rest, "-o", path, input=text, cwd=folder)
 
 
 def _compile_rest(headers, path):
     sources = "".join(f'#include "{source.name}"\n' for source in sorted(HERE.glob("*.cpp")))
-    command = ["g++", *_FLAGS, f"-I{HERE}", "-include", headers, "-c", "-x", "c++", "-", "-o", path]
-    subprocess.run(command, input=sources, text=True, check=True)
+    _run_compiler(*_FLAGS, f"-I{HERE}", "-include", headers, "-c", "-x", "c++", "-", "-o", path, input=sources)
 
 
 def _compile_headers(path):
-    subprocess.run(["g++", *_FLAGS, "-x", "c++-header", HERE.parent / "ptx.cuh", "-o", path], check=True)
+    _run_compiler(*_FLAGS, "-x", "c++-header", HERE.parent / "ptx.cuh", "-o", path)
+
+
+def _run_compiler(*options, **run):
+    english = os.environ | {"LC_ALL": "C"}
+    made = subprocess.run(["g++", *options], text=True, capture_output=True, env=english, **run)
+    if made.returncode:
+        raise RuntimeError(f"g++ cannot compile the kernel:\n{made.stderr}")
 
 
 @functools.cache
@@ -155,35 +187,40 @@ def _version():
 
 @functools.cache
 def _load(file, kernel, macros):
-    """(a function that launches the kernel, a function that returns what the launch counted)"""
+    """(a function that launches the kernel, two that return what it counted and found, the names of its parameters)"""
     # PyDLL keeps Python's lock during a call, because the emulation can run one launch at a time.
     library = ctypes.PyDLL(str(compile(file, dict(macros))))
     function, report = getattr(library, f"emulate_{kernel}"), library.emulator_conflicts
     function.restype, function.argtypes = ctypes.c_char_p, [ctypes.POINTER(_Launch)]
-    report.restype = ctypes.c_char_p
-    return function, report
+    unwritten = library.emulator_unwritten
+    report.restype = unwritten.restype = ctypes.c_char_p
+    return function, report, unwritten, _parameters(file.read_text())[kernel]
 
 
 def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict):
     """Runs one kernel. arguments: CPU tensors for Global<T> parameters, tensor maps, ctypes values for the others.
 
-    Raises RuntimeError if a block is stuck, if a thread leaves a tensor or an array in shared memory, or for other
-    mistakes that cuda.h lists.
+    Raises RuntimeError if a block is stuck, if a thread leaves a tensor or an array in shared memory, if two blocks
+    write to one element of a tensor, or for other mistakes that cuda.h lists.
     """
     values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments]
     addresses = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]
     sizes = [_extent(x) if isinstance(x, torch.Tensor) else 0 for x in arguments]
-    function, report = _load(file, kernel, tuple(macros.items()))
+    function, report, unwritten, names = _load(file, kernel, tuple(macros.items()))
     error = function(
         _Launch(
             (grid, 1, 1), (block, 1, 1), shared_bytes,
             ORDERS.index(_schedule["threads"]), ORDERS.index(_schedule["blocks"]),
             TIMES.index(_schedule["copies"]), TIMES.index(_schedule["wgmma"]), _counts is not None, _schedule["seed"],
             (ctypes.c_void_p * len(values))(*addresses), (ctypes.c_longlong * len(values))(*sizes),
+            (ctypes.c_char_p * len(names))(*map(str.encode, names)),
+            ctypes.cast(ctypes.pythonapi.PyErr_CheckSignals, ctypes.c_void_p),
         )
     )  # fmt: skip
     if error:
         raise RuntimeError(f"{kernel}: {error.decode()}")
+    if _unwritten is not None and unwritten():
+        _unwritten.append(f"{kernel}: {unwritten().decode()}")
     if _counts is not None:
         for line in report().decode().splitlines():
             site, *counts = line.rsplit(maxsplit=2)

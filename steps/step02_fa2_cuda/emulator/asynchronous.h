@@ -65,6 +65,7 @@ void cp_async_16(Shared<To> to, Global<From> from, bool inside, EMULATOR_SITE) {
   using namespace emulator;
   static_assert(sizeof(To) == sizeof(From), "");
   char* bytes = reinterpret_cast<char*>(to.vector(16, {file, line}));
+  from.check_alignment(16, {file, line});  // even if nothing is read
   start_copy(bytes, inside ? reinterpret_cast<const char*>(from.vector(16, {file, line})) : nullptr);
 }
 

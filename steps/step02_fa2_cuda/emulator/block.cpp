@@ -34,6 +34,7 @@ std::vector<char> shared_memory;
 static std::vector<std::list<WarpMeeting>> warp_meetings;  // by warp, one for each mask in use
 static Stacks stacks;
 static void (*kernel_call)();
+static int (*interrupted)();
 
 static std::string write(const char* format, va_list arguments) {
   char text[512];
@@ -49,7 +50,7 @@ std::string text(const char* format, ...) {
   return made;
 }
 
-static std::string name(const dim3& i) { return text("(%u, %u, %u)", i.x, i.y, i.z); }
+std::string name(const dim3& i) { return text("(%u, %u, %u)", i.x, i.y, i.z); }
 
 std::string name(const Site& s) {
   const char* slash = strrchr(s.file, '/');
@@ -157,6 +158,8 @@ static void run_block(Order order) {
     for (size_t w = 0; progress && w < slowness.size(); w++)
       paused |= (random_order.below(4) < slowness[w]) * 1ul << w;
     progress = false;
+    if (interrupted()) error = "interrupted";  // Python has an exception for the caller
+    if (!error.empty()) return;
     put_in_order(round, n, order);
     for (unsigned i : round) {
       Thread& t = threads[i];
@@ -177,6 +180,7 @@ static void run_block(Order order) {
 
 const char* run(const Launch& l, void (*call)()) {
   kernel_call = call;
+  interrupted = l.interrupted;
   grid_size = {l.grid[0], l.grid[1], l.grid[2]};
   block_size = {l.block[0], l.block[1], l.block[2]};
   copy_time = When(l.copy_time);

@@ -74,6 +74,7 @@ extern std::string error;  // if it is not empty, the launch has failed
 // Makes a text by the rules of printf, which compiles much faster than C++'s concatenation of strings.
 __attribute__((cold, format(printf, 1, 2))) std::string text(const char* format, ...);
 std::string name(const Site& s);
+std::string name(const dim3& i);
 
 // Ends the launch. The running thread never goes on, and the text becomes an exception in Python.
 [[noreturn]] __attribute__((cold, format(printf, 2, 3))) void fail(Site site, const char* format, ...);

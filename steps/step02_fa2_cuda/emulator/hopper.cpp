@@ -192,6 +192,7 @@ void store_box(const TensorMap& map, char* tile, Coordinates to, Site site) {
 void add_numbers(float* to, const float* from, int n, Site site) {
   if (n % 4) fail(site, "bulk_add of %d numbers: it must be a multiple of 4", n);
   start_bulk([to, from, n] {
+    note_addition(to, n);
     for (int i = 0; i < n; i++) to[i] += from[i];
   });
 }

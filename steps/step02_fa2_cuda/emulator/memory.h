@@ -20,6 +20,12 @@ __attribute__((cold)) void log_access(Site site, int address, int bytes);
 void clear_conflicts();
 void close_accesses();  // at the end of a block: counts accesses that only some lanes of a warp made, too
 
+// writes.cpp defines these four.
+void watch_writes(const char* name, void* begin, long long bytes, int element, bool integers);
+void stop_watching();                             // forgets all arguments
+void note_addition(const void* to, int numbers);  // an atomic addition to so many numbers of 4 bytes
+void check_writes();                              // at the end of a block
+
 // The shared memory of the running block. At its start every byte is 0xff, which makes NaN in every float
 // type.
 extern std::vector<char> shared_memory;
@@ -50,11 +56,14 @@ template <class E, class Memory> struct Pointer {
     if (__builtin_expect(address < begin || address >= end || Memory::logging, 0)) unusual(index);
     return *address;
   }
+  void check_alignment(int bytes, Site site) const {
+    if (Memory::address(at) % bytes)
+      fail(site, "%s is accessed at an address that is no multiple of %d", Memory::name, bytes);
+  }
   // The next n elements, which one instruction reads or writes. They must begin at a multiple of `alignment`
   // bytes.
   E* span(long long n, int alignment, Site site) const {
-    if (Memory::address(at) % alignment)
-      fail(site, "%s is accessed at an address that is no multiple of %d", Memory::name, alignment);
+    check_alignment(alignment, site);
     if (at < begin) outside(site, 0);
     if (at + n > end) outside(site, n - 1);
     return at;

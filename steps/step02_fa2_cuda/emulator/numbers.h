@@ -30,6 +30,15 @@ inline int __float_as_int(float x) { return emulator_bits<int>(x); }
 inline float __uint_as_float(unsigned x) { return emulator_bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulator_bits<unsigned>(x); }
 
+// The same number, but g++ does not know so. Thus it cannot join what comes before and after.
+inline float emulator_opaque(float x) {
+  int bits = __float_as_int(x);
+  asm("" : "+r"(bits));
+  return __int_as_float(bits);
+}
+// A product that is rounded before anything is added to it, while a * b + c becomes an FMA.
+inline float __fmul_rn(float a, float b) { return emulator_opaque(emulator_opaque(a) * b); }
+
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 inline float to_float(fp16 x) {
@@ -41,17 +50,21 @@ inline float to_float(fp16 x) {
 
 namespace emulator {
 
+// Whether a NaN comes from shared memory that nobody has written. There all bits are ones, and arithmetic
+// keeps the upper 16 of them.
+inline bool is_unwritten(float x) { return __float_as_uint(x) >> 16 == 0xffff; }
+
 template <class To> To round_to(float x);
 
 template <> inline bf16 round_to<bf16>(float x) {
   uint32_t bits = __float_as_uint(x);
-  if (x != x) return {0x7fff};
+  if (x != x) return {uint16_t(is_unwritten(x) ? 0xffff : 0x7fff)};
   return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
 template <> inline fp16 round_to<fp16>(float x) {
   uint32_t bits = __float_as_uint(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-  if (x != x) return {0x7fff};
+  if (x != x) return {uint16_t(is_unwritten(x) ? 0xffff : 0x7fff)};
   if (magnitude >= 0x477ff000) return {uint16_t(sign | 0x7c00)};  // 65520 and above become infinite
   if (magnitude < 0x38800000) {  // below 2^-14 fp16 has steps of 2^-24, as float32 has between 0.5 and 1
     float steps = __uint_as_float(magnitude) + 0.5f;

@@ -52,6 +52,7 @@ template <class To, class M, class From, class N>
 void copy_16(emulator::Pointer<To, M> to, emulator::Pointer<From, N> from, bool inside, EMULATOR_SITE) {
   static_assert(sizeof(To) == sizeof(From), "");
   char* bytes = reinterpret_cast<char*>(to.vector(16, {file, line}));
+  from.check_alignment(16, {file, line});  // even if nothing is read
   if (inside) memcpy(bytes, from.vector(16, {file, line}), 16);
   else memset(bytes, 0, 16);
 }
@@ -77,6 +78,7 @@ template <class E, class M> void store_16(emulator::Pointer<E, M> p, const uint3
 // One fiber runs at a time, so that a plain addition is atomic. Returns the old value, as CUDA does.
 template <class E> E atomicAdd(E* address, std::common_type_t<E> value, EMULATOR_SITE) {
   if (std::is_integral<E>::value && value == 0) emulator::poll({file, line});
+  emulator::note_addition(address, 1);
   E old = *address;
   *address = old + value;
   return old;
@@ -88,6 +90,7 @@ E atomicAdd(emulator::Pointer<E, M> p, std::common_type_t<E> value, EMULATOR_SIT
 
 inline void atomic_add_4(Global<float> p, float a, float b, float c, float d, EMULATOR_SITE) {
   float* x = p.vector(16, {file, line});
+  emulator::note_addition(x, 4);
   x[0] += a;
   x[1] += b;
   x[2] += c;

@@ -222,6 +222,7 @@ void end_work() {
       left = text("while %s to the named barrier at %s", describe_named(&b).c_str(), name(b.site).c_str());
   if (!work_under_way.empty()) left = "while copies to or from its shared memory are under way";
   if (!left.empty()) error = text("block %s has ended %s", name(block_index).c_str(), left.c_str());
+  else check_writes();
 }
 
 }  // namespace emulator

@@ -3,6 +3,8 @@ import torch
 
 from reference import attention
 
+CAUSE = "b"
+
 
 def test(forward):
     """A causal call with so many queries that they are cut into several slices."""

@@ -4,6 +4,8 @@ import torch
 from reference import attention
 from steps import engine
 
+CAUSE = "c"
+
 
 def test(forward):
     """There are more keys than one tile holds, so that a tile is overwritten. A race need not show in every run."""

@@ -4,6 +4,8 @@ import torch
 from reference import attention
 from steps.step02_fa2_cuda import emulator
 
+CAUSE = "d"
+
 
 def test(forward):
     """The same call with the threads run in several orders. A kernel with all its barriers gives the same each time."""

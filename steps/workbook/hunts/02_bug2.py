@@ -3,6 +3,8 @@ import torch
 
 from reference import attention
 
+CAUSE = "a"
+
 
 def test(forward):
     """More tiles of queries than blocks, so that a block takes a second one, and an odd number of tiles of keys."""

@@ -1,0 +1,149 @@
+"""Judges somebody's attention case by case, names the mistake that its failures equal, and measures it on a GPU."""
+
+import contextlib
+import os
+import threading
+from functools import partial
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+
+from reference import cases, error, mutants
+from steps import engine
+from steps.bench import cost, timing
+from steps.verify.anybody import Problem, by_its_names, results, told
+from steps.workbook import differences
+
+# (Br, Bc) that are tried to name a mistake, beside the tile that was given.
+TILES = tuple(pair for pair in product((128, 64, 32, 16), repeat=2) if max(pair) <= 2 * min(pair))
+
+
+def judge(function, claims, limit, kept):
+    """Yields a row for each case: {"name", "says", "errors", "wrong"}.
+
+    errors: {result: (error, tolerance)}. wrong: lines that say what is wrong, none where the property holds. kept: a
+    list to which is added what `mistakes` takes. Raises Problem if the first, plain case has one.
+    """
+    call = by_its_names(function, claims)
+    for number, (case, dtype) in enumerate(claims.cases(engine.name == "cuda")):
+        x = cases.build(case, claims.supports, dtype, engine.device)
+        row = {"name": case.name, "says": f"{case.says}, {str(dtype).removeprefix('torch.')}", "errors": {}}
+        try:
+            with time_limit(limit, case.says):
+                got = results(call, x, claims.backward)
+                if number == 0 and not torch.equal(got["out"], results(call, x, False)["out"]):
+                    yield row | {"name": "bit_equal", "wrong": ["two runs of the forward differ"]}
+        except (Exception, SystemExit) as e:
+            if number == 0:
+                raise Problem(told(e, function)) from e
+            if "CUDA error" not in str(e):
+                yield row | {"wrong": [told(e, function)]}
+                continue
+            yield row | {"wrong": [told(e, function), "The GPU does no more work in this process: no more cases."]}
+            return
+        top_left = claims.top_left and case.causal and case.Nk is not None
+        want = expected_top_left(x) if top_left else expected(x.q, x.k, x.v, x.dout, x.causal, x.scale)
+        if not top_left and dtype != torch.float64 and x.q.numel() < 10**6:  # as far as the mutants are computed
+            kept.append((row["says"], tuple(map(mutants._on_cpu, (x, got, want)))))
+        errors = {name: (e, want.tolerance[name]) for name, e in error.errors(got, want).items()}
+        yield row | {"errors": errors, "wrong": differences.lines(got, want)}
+
+
+def expected(q, k, v, dout, causal, scale):
+    """The reference's results and their tolerances."""
+    return error.expected(q, k, v, dout, causal=causal, scale=scale)
+
+
+def expected_top_left(x):
+    """The same where query i sees the keys 0 to i, whatever Nq and Nk, as in torch's SDPA.
+
+    The first n = min(Nq, Nk) queries and keys form a square, in which both alignments agree. Later queries see every
+    key.
+    """
+    n = min(x.q.shape[-2], x.k.shape[-2])
+    square = expected(*(t[:, :, :n] for t in (x.q, x.k, x.v, x.dout)), True, x.scale)
+    rest = expected(x.q[:, :, n:], x.k, x.v, x.dout[:, :, n:], False, x.scale)
+    for name in error.NAMES:
+        rest.tolerance[name] += square.tolerance[name]
+        if name in ("dk", "dv"):
+            rest.value[name][:, :, :n] += square.value[name]
+            rest.exact[name] = rest.exact[name].clone()
+            rest.exact[name][:, :, :n] = False
+        else:
+            rest.value[name] = torch.cat([square.value[name], rest.value[name]], 2)
+            rest.exact[name] = torch.cat([square.exact[name], rest.exact[name]], 2)
+    return rest
+
+
+@contextlib.contextmanager
+def time_limit(seconds, says):
+    """Ends the program after so many seconds: a kernel that hangs cannot be stopped in any other way."""
+
+    def give_up():
+        print(f"stopped after {seconds} s in the case: {says}. --limit gives more time, --tile changes N.", flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def mistakes(kept, tile):
+    """[(cases, mutants)]: what the results of these cases equal. If no mistake explains all cases, one wrong case each.
+
+    kept: [(says, (inputs, results, expected))]. The tiles and the order of loops are not known, so the first are taken
+    for which there is such a mistake.
+    """
+    rows = [(says, row, error.failures(*row[1:])) for says, row in kept]
+    rows.sort(key=lambda row: (not row[2], row[1][0].q.numel()))  # Small wrong cases exclude most in the least time.
+    wrong = [row for row in rows if row[2]]
+    likely = [pair for pair in TILES if max(pair) <= 2 * tile]
+    for pair, order in product([(tile, tile), *likely], ("fa2", "fa1")):
+        if wrong and (found := _equal(rows, pair, order)):
+            return [("", found)]
+    found = [(row[0], _equal([row], (tile, tile), "fa2")) for row in wrong]
+    return [(says, equal) for says, equal in found if equal]
+
+
+def _equal(rows, tile, order):
+    """The mutants that the results of all the rows equal, with these tiles and this order of loops."""
+    wrong = {name for _, _, failures in rows for name in failures}
+    forward = wrong & {"out", "lse"}  # The gradients are computed from these, and wrong with them.
+    kind, names = (mutants.Forward, ("out", "lse")) if forward else (mutants.Backward, ("dq", "dk", "dv"))
+    names = [name for name in names if name in rows[0][1][1]]
+    rows = [((x, tile, got, want), failures) for _, (x, got, want), failures in rows]
+    return [m for m in mutants.MUTANTS if issubclass(m.kind, kind) and mutants._explains(m, rows, names, order)]
+
+
+def speed(function, claims):
+    """[{"pass", "ms", "tflops", "sdpa_tflops"}] for 16k tokens of hidden size 2048, beside SDPA in the same run."""
+    call = by_its_names(function, claims)
+    dtype = next((t for t in claims.dtypes if t in (torch.bfloat16, torch.float16)), claims.dtypes[0])
+    D = 64 if 64 in claims.head_dims else claims.head_dims[0]
+    B, H, N = 4, 2048 // D, -(-4096 // claims.multiple_of) * claims.multiple_of
+    options = dict(device="cuda", dtype=dtype, requires_grad=claims.backward)
+    tensors = [torch.randn(B, H, N, D, **options) for _ in range(4)]
+
+    def theirs(q, k, v):
+        out = call(q, k, v, claims.causal, None)
+        return out[0] if isinstance(out, tuple | list) else out
+
+    rows, sdpa = [], partial(F.scaled_dot_product_attention, is_causal=claims.causal)
+    for pass_ in ("fwd", "fwd+bwd") if claims.backward else ("fwd",):
+        calls = {name: partial(_pass, pass_, f, *tensors) for name, f in (("theirs", theirs), ("sdpa", sdpa))}
+        calls["theirs"]()  # The first call may compile.
+        if timing.one_call(calls["theirs"], device="cuda") > 1000:
+            break
+        ms = {name: t.ms_median for name, t in timing.interleaved(calls, device="cuda").items()}
+        tflops = {name: cost.flops(B, H, N, D, causal=claims.causal, pass_=pass_) / 1e9 / t for name, t in ms.items()}
+        rows.append({"pass": pass_, "ms": ms["theirs"], "tflops": tflops["theirs"], "sdpa_tflops": tflops["sdpa"]})
+    return rows
+
+
+def _pass(pass_, attention, q, k, v, dout):
+    out = attention(q, k, v)
+    return out if pass_ == "fwd" else torch.autograd.grad(out, (q, k, v), dout)

@@ -1,0 +1,69 @@
+"""Where a result is wrong, and how: the lines of text below a case that fails."""
+
+import torch
+
+from reference import error
+
+WIDTH = 64  # characters of a strip, at most
+ROWS = {"out": "queries", "lse": "queries", "dq": "queries", "dk": "keys", "dv": "keys"}
+MASKED = {
+    "out": "a query that sees no key has out = 0",
+    "lse": "a query that sees no key has lse = -inf",
+    "dq": "a query that sees no key has dq = 0",
+    "dk": "a key that no query sees has dk = 0",
+    "dv": "a key that no query sees has dv = 0",
+}
+
+
+def lines(got, want):
+    """The lines about all results in `got` that are out of tolerance; [] if none is.
+
+    got: {name: tensor}. want: error.Expected. If out or lse is wrong, the gradients are left out: they are computed
+    from these, and wrong with them.
+    """
+    failures = error.failures(got, want)
+    names = [name for name in failures if name in ("out", "lse")] or list(failures)
+    return [line for name in names for line in _about(name, got[name], want, *failures[name])]
+
+
+def _about(name, got, want, distance, tolerance):
+    ref, exact = want.value[name], want.exact[name]
+    if got.shape != ref.shape:
+        return [f"{name} has the shape {tuple(got.shape)}; expected {tuple(ref.shape)}"]
+    got = got.double()
+    wrong = torch.where(exact, got != ref, ~((got - ref).abs() <= tolerance))
+    is_nan, is_infinite, is_visible = got.isnan(), got.isinf() & wrong, exact & wrong
+    total = got.numel()
+    if is_nan.any():
+        kind = is_nan
+        sentence = f"{name} is NaN in {kind.sum()} of {total} entries"
+    elif is_infinite.any():
+        kind = is_infinite
+        sentence = f"{name} is infinite in {kind.sum()} of {total} entries where it must not be"
+    elif is_visible.any():
+        kind = is_visible
+        sentence = f"{name} should have been masked in {kind.sum()} of {total} entries: {MASKED[name]}"
+    else:
+        kind = wrong
+        sentence = f"{name} is off by {distance:.1e} (tolerance {tolerance:.0e})"
+    first = tuple(kind.nonzero()[0].tolist())
+    place = ", ".join(map(str, first))
+    entry = f"  first such entry: {name}[{place}] is {got[first]:.6g}, expected {ref[first]:.6g}"
+    return [sentence, entry, *_strips(name, wrong)]
+
+
+def _strips(name, wrong):
+    """The wrong heads, rows and columns as strips of text. wrong: bool (B, H, N, D), for lse (B, H, N)."""
+    by_head, by_row = wrong.flatten(2).any(-1), wrong.any(1).any(0)
+    strips = [_strip("heads", by_head.any(0))] if not by_head.all() else []
+    if name == "lse":
+        return [*strips, _strip(ROWS[name], by_row)]
+    return [*strips, _strip(ROWS[name], by_row.any(1)), _strip("columns", by_row.any(0))]
+
+
+def _strip(what, wrong):
+    """A line with a character for each entry of wrong (n,), or for several that follow each other: x wrong, . right."""
+    each = -(-len(wrong) // WIDTH)
+    marks = "".join("x" if part.any() else "." for part in wrong.split(each))
+    scale = f", {each} a character" if each > 1 else ""
+    return f"  {f'{what} 0 to {len(wrong) - 1}{scale}':27} {marks}"

@@ -1,0 +1,216 @@
+"""Changes the stages' code in small ways, one change at a time, and counts the changes that the stages' tests notice.
+
+    python -m tests.mutate                          20 changes in each of the five stages; up to an hour on 2 cores
+    python -m tests.mutate --stage 02 --count 5 --seed 7
+
+A change replaces an operator (+ by -), a constant (0 by 1) or a name by one of like kind (k by v). It is made in a copy
+of the tree, and then the stage's tests run up to the first failure. A change that no test notices survives: a test is
+missing, or the change makes no difference. The same seed gives the same changes as long as the code stays the same.
+"""
+
+import argparse
+import ast
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+ROOT = Path(__file__).parents[1]
+STAGES = ("00", "01", "02", "03", "04")
+OPERATORS = {
+    "+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "+", "<": "<=", "<=": "<", ">": ">=", ">=": ">",
+    "==": "!=", "!=": "==", "and": "or", "or": "and", "&&": "||", "||": "&&", "&": "|", "|": "&", "@": "*",
+}  # fmt: skip
+PAIRS = (
+    ("k", "v"), ("q", "dout"), ("dk", "dv"), ("Nq", "Nk"), ("Br", "Bc"), ("row", "col"), ("i", "j"), ("b", "h"),
+    ("m", "l"), ("m", "m_new"), ("lse", "delta"), ("P", "S"), ("P", "dS"), ("H", "Hk"), ("B", "H"), ("r", "c"),
+    ("k_strides", "v_strides"), ("k_stride", "v_stride"), ("q_strides", "dout_strides"), ("k_row", "v_row"),
+    ("q_row", "dout_row"), ("k_head", "v_head"), ("q_head", "dout_head"), ("K", "V"), ("Q", "dO"), ("me", "src"),
+)  # fmt: skip
+ALIKE = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
+NOT_RUN_HERE = {"__init__.py", "nvrtc.py", "ptx.cuh", "demo.py"}  # what tests without a GPU do not see
+
+
+@dataclass(frozen=True)
+class Change:
+    """In this file, relative to the root, the text from start to end is replaced."""
+
+    file: str
+    start: int
+    end: int
+    new: str
+
+    def apply(self, text):
+        return text[: self.start] + self.new + text[self.end :]
+
+    def describe(self):
+        """The file with the number of the line, and the line before and after."""
+        text = (ROOT / self.file).read_text()
+        number = text.count("\n", 0, self.start)
+        before, after = (t.splitlines()[number].strip() for t in (text, self.apply(text)))
+        return f"{self.file}:{number + 1}\n    - {before}\n    + {after}"
+
+
+def python_changes(file, text):
+    """Every change of a Python file. Errors that are raised and the argument `strict`, a check too, stay."""
+    line_starts = [0]
+    for line in text.splitlines(keepends=True):
+        line_starts.append(line_starts[-1] + len(line))
+
+    def offset(line, column):  # ast counts columns in bytes of UTF-8
+        start = line_starts[line - 1]
+        return start + len(text[start : line_starts[line]].encode()[:column].decode())
+
+    def span(node):
+        return offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset)
+
+    def visit(node, names):
+        if isinstance(node, (ast.Raise, ast.JoinedStr)) or isinstance(node, ast.keyword) and node.arg == "strict":
+            return
+        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} | {a.arg for a in node.args.args}
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and ALIKE.get(node.id) in names:
+            yield Change(file, *span(node), ALIKE[node.id])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
+            yield Change(file, *span(node), changed_constant(node.value))
+        elif isinstance(node, (ast.BinOp, ast.Compare, ast.BoolOp)):
+            operands = node.values if isinstance(node, ast.BoolOp) else [node.left]
+            operands = operands[:2] + ([node.right] if isinstance(node, ast.BinOp) else [])
+            operands += node.comparators[:1] if isinstance(node, ast.Compare) else []
+            start, end = span(operands[0])[1], span(operands[1])[0]
+            found = re.search(r"\*\*|//|[<>=!]=|[-+*/%<>&|@]|\band\b|\bor\b", text[start:end])
+            if found and found[0] in OPERATORS:
+                yield Change(file, start + found.start(), start + found.end(), OPERATORS[found[0]])
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, names)
+
+    yield from visit(ast.parse(text), set())
+
+
+def changed_constant(value):
+    if isinstance(value, bool):
+        return str(not value)
+    return str(value + 1 if isinstance(value, int) else 2 * value + 1)
+
+
+def cuda_changes(file, text):
+    """Every change of a .cu or .cuh file. Comments, strings, macros and lines of the preprocessor stay."""
+    code = re.sub(r"//[^\n]*|\"[^\"\n]*\"|^ *#[^\n]*", lambda found: " " * len(found[0]), text, flags=re.M)
+    names = set(re.findall(r"\w+", code))
+    for found in re.finditer(r"(?<= )(&&|\|\||[<>=!]=|[-+*/%<>&|])(?= )", code):
+        yield Change(file, *found.span(), OPERATORS[found[0]])
+    for found in re.finditer(r"(?<![\w.])\d+(?![\w.])", code):
+        yield Change(file, *found.span(), changed_constant(int(found[0])))
+    for found in re.finditer(r"\b[A-Za-z_]+\b", code):
+        if ALIKE.get(found[0]) in names:
+            yield Change(file, *found.span(), ALIKE[found[0]])
+
+
+def changes(stage):
+    """Every change of the stage's own files, which are the first level of its folder."""
+    (folder,) = (ROOT / "steps").glob(f"step{stage}_*/")
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".py", ".cu", ".cuh") and path.name not in NOT_RUN_HERE:
+            kind = python_changes if path.suffix == ".py" else cuda_changes
+            found += kind(str(path.relative_to(ROOT)), path.read_text())
+    return found
+
+
+def sample(stage, count, seed):
+    """`count` changes of the stage; a file is drawn first, so that a long one has no more of them than a short one."""
+    rng, by_file = random.Random(f"{seed} {stage}"), {}
+    for change in changes(stage):
+        by_file.setdefault(change.file, []).append(change)
+    drawn = []
+    while len(drawn) < count and by_file:
+        file = rng.choice(sorted(by_file))
+        drawn.append(by_file[file].pop(rng.randrange(len(by_file[file]))))
+        by_file = {name: rest for name, rest in by_file.items() if rest}
+    return drawn
+
+
+def notices(tree, stage, limit):
+    """Whether the stage's tests fail in this copy. A run that does not end in `limit` seconds has failed."""
+    (tests,) = (tree / "tests").glob(f"test_step{stage}_*.py")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not compile", str(tests)]
+    environment = os.environ | {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(tree.parent / "cache")}
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **quiet)
+    try:
+        return process.wait(limit) != 0
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # the tests and every process that they started
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__.split("\n")[0])
+    parser.add_argument("--stage", choices=STAGES, help="one stage only")
+    parser.add_argument("--count", type=int, default=20, help="changes in a stage (20)")
+    parser.add_argument("--seed", type=int, default=random.randrange(1000), help="of a run that is to be repeated")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for the tests of one change (240)")
+    parser.add_argument("--minutes", type=float, default=60, help="for everything; no change is begun later (60)")
+    options = parser.parse_args()
+    stages = [options.stage] if options.stage else STAGES
+    print(f"seed {options.seed}")
+    deadline = time.monotonic() + 60 * options.minutes
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        trees = Queue()
+        for number in range(2):
+            tree = Path(folder) / str(number)
+            shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "my", "*.ipynb"))
+            trees.put(tree)
+
+        def judge(stage, change):
+            """True if the change was noticed, False if not, None if there was no time left."""
+            if time.monotonic() > deadline:
+                return None
+            tree = trees.get()
+            path = tree / change.file
+            text = path.read_text()
+            try:
+                path.write_text(change.apply(text))
+                return notices(tree, stage, options.limit)
+            finally:
+                path.write_text(text)
+                trees.put(tree)
+
+        for stage in stages:
+            if notices(Path(folder) / "0", stage, 4 * options.limit):
+                sys.exit(f"the tests of stage {stage} fail without any change")
+        rows = [(stage, change) for stage in stages for change in sample(stage, options.count, options.seed)]
+        verdicts = list(pool.map(lambda row: judge(*row), rows))
+    report(rows, verdicts)
+
+
+def report(rows, verdicts):
+    """Prints the changes that survived, and what part was noticed, stage by stage."""
+    for (_, change), noticed in zip(rows, verdicts, strict=True):
+        if noticed is False:
+            print(f"survived: {change.describe()}")
+    for stage in sorted({stage for stage, _ in rows}):
+        of_stage = [noticed for (s, _), noticed in zip(rows, verdicts, strict=True) if s == stage]
+        print(f"stage {stage}: {of_stage.count(True)} of {len(of_stage) - of_stage.count(None)} changes noticed")
+    judged = len(rows) - verdicts.count(None)
+    print(f"score: {verdicts.count(True)} of {judged}" + (f" = {verdicts.count(True) / judged:.0%}" if judged else ""))
+    if verdicts.count(None):
+        print(f"{verdicts.count(None)} changes were not tried: the time was over")
+
+
+if __name__ == "__main__":
+    main()

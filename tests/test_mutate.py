@@ -1,0 +1,51 @@
+"""The changes of tests/mutate.py: each is small, leaves a program, and stays out of comments and messages."""
+
+import pytest
+
+from tests import mutate
+
+PYTHON = '''
+def f(k, v, n=1):
+    """k + v"""
+    if n < 2 and k:
+        raise ValueError("k - v", 3)
+    return k * v + n  # k + 1
+'''
+CUDA = """
+// k + 1
+__device__ int f(int k, int v) { return k < v ? k + 1 : 0; }
+"""
+
+
+def results(make, text):
+    return [change.apply(text) for change in make("file", text)]
+
+
+def test_changes_of_python():
+    new = {
+        "n=1": ["n=2"],
+        "n < 2 and k": ["n <= 2 and k", "n < 3 and k", "n < 2 or k", "n < 2 and v"],
+        "k * v + n": ["v * v + n", "k * k + n", "k + v + n", "k * v - n"],
+    }
+    wanted = [PYTHON.replace(before, after) for before in new for after in new[before]]
+    assert sorted(results(mutate.python_changes, PYTHON)) == sorted(wanted)
+
+
+def test_changes_of_cuda():
+    found = results(mutate.cuda_changes, CUDA)
+    body = ("k <= v ? k + 1 : 0", "k < v ? k - 1 : 0", "k < v ? k + 2 : 0", "k < v ? k + 1 : 1", "v < v ? k + 1 : 0",
+            "k < k ? k + 1 : 0", "k < v ? v + 1 : 0")  # fmt: skip
+    in_body = [text for text in found if "int k, int v" in text]
+    assert sorted(in_body) == sorted(CUDA.replace("k < v ? k + 1 : 0", new) for new in body)
+    assert all("// k + 1" in text for text in found)
+
+
+@pytest.mark.parametrize("stage", mutate.STAGES)
+def test_a_seed_gives_the_same_changes_of_every_stage(stage):
+    drawn = mutate.sample(stage, 20, seed=3)
+    assert drawn == mutate.sample(stage, 20, seed=3) and len(set(drawn)) == 20
+    for change in drawn:
+        text = (mutate.ROOT / change.file).read_text()
+        assert change.apply(text) != text
+        if change.file.endswith(".py"):
+            compile(change.apply(text), change.file, "exec")

@@ -1,0 +1,231 @@
+"""The stages as operators of torch: torch.compile, torch.export, fake tensors; what reaches a kernel on each way."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+import steps.step00_naive as step00
+import steps.step01_fa1_numba as step01
+import steps.step02_fa2_cuda as step02
+import steps.step03_triton as step03
+from steps import contract, engine
+from steps.step02_fa2_cuda import emulator
+
+no_compiler = pytest.mark.skipif(engine.name == "cpu" and not emulator.available(), reason="there is no g++")
+STAGES = [pytest.param(stage, id=stage.SUPPORTS["stage"]) for stage in (step00, step01, step03)]
+STAGES.insert(2, pytest.param(step02, id="step02_fa2_cuda", marks=no_compiler))
+every_stage = pytest.mark.parametrize("stage", STAGES)
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_compiled():
+    torch._dynamo.reset()
+
+
+def example(N=5, count=3, D=32, H=1):
+    """Tensors (1, H, N, D) that require gradients."""
+    rng = torch.Generator().manual_seed(N)
+    return [torch.randn(1, H, N, D, generator=rng).to(engine.device).requires_grad_() for _ in range(count)]
+
+
+def gradients(function, *tensors):
+    """(out, dq, dk, dv) for dout = out."""
+    out = function(*tensors)
+    return out, *torch.autograd.grad(out, tensors, out.detach())
+
+
+def same(got, want):
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
+        assert x.requires_grad == y.requires_grad
+
+
+def operators(stage):
+    name = stage.SUPPORTS["stage"]
+    return getattr(torch.ops.steps, f"{name}_forward"), getattr(torch.ops.steps, f"{name}_backward")
+
+
+@every_stage
+def test_opcheck(stage):
+    forward, backward = operators(stage)
+    q, k, v = example()
+    torch.library.opcheck(forward, (q, k, v), {"causal": True, "scale": 0.3})
+    out, lse = forward(q, k, v)
+    assert out.requires_grad and not lse.requires_grad  # there is no gradient through lse
+    q, k, v = (x.detach() for x in (q, k, v))
+    out, lse = stage.forward(q, k, v)
+    torch.library.opcheck(backward, (q, q, k, v, out, lse))
+
+
+@every_stage
+def test_compile_gives_the_same(stage):
+    def attend(q, k, v):
+        return stage.attention(q * 2, k, v, causal=True, scale=0.3).sin()
+
+    tensors = example()
+    same(gradients(torch.compile(attend, fullgraph=True, backend="aot_eager"), *tensors), gradients(attend, *tensors))
+
+
+@every_stage
+def test_forward_and_backward_are_compiled_too(stage):
+    def both(dout, q, k, v):
+        out, lse = stage.forward(q, k, v, scale=0.3)
+        return out, lse, *stage.backward(dout, q, k, v, out, lse, scale=0.3)
+
+    tensors = example(count=4)
+    same(torch.compile(both, fullgraph=True, backend="eager")(*tensors), both(*tensors))
+
+
+@every_stage
+def test_one_graph_serves_every_size(stage):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    attend = torch.compile(stage.attention, fullgraph=True, dynamic=True, backend=count)
+    for N in (5, 6, 9):
+        q, *_ = example(N)
+        _, k, v = example(N + 3)
+        same([attend(q, k, v, causal=True, scale=0.3)], [stage.attention(q, k, v, causal=True, scale=0.3)])
+    assert len(graphs) == 1
+
+
+@every_stage
+def test_export(stage):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return stage.attention(q, k, v, causal=True)
+
+    N = torch.export.Dim("N", min=2, max=64)
+    exported = torch.export.export(Model(), tuple(example()), dynamic_shapes=[{2: N}] * 3).module()
+    tensors = [x.detach() for x in example(9)]
+    same([exported(*tensors)], [stage.attention(*tensors, causal=True)])
+
+
+@every_stage
+def test_a_mode_of_torch_sees_one_operator(stage):
+    q, k, v = (x.detach() for x in example())
+    nodes = make_fx(lambda *x: stage.attention(*x))(q, k, v).graph.nodes
+    assert sum(node.target is operators(stage)[0].default for node in nodes) == 1
+
+
+@every_stage
+@pytest.mark.parametrize("shape", [(1, 2, 7, 32), (2, 7, 32), (7, 32), (0, 2, 7, 32)], ids=len)
+def test_fake_tensors_give_fake_results(stage, shape):
+    with FakeTensorMode():
+        q, k, v = (torch.empty(shape, device=engine.device, requires_grad=True) for _ in range(3))
+        out = stage.attention(q, k, v)
+        grads = torch.autograd.grad(out, (q, k, v), out)
+    outside = stage.attention(q, k, v)
+    for x in (out, outside, *grads):
+        assert type(x) is type(q) and (x.shape, x.dtype, x.device) == (q.shape, q.dtype, q.device)
+
+
+@every_stage
+def test_fake_tensors_are_refused_elsewhere(stage):
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 1, 7, 32, device=engine.device) for _ in range(3))
+    with pytest.raises(TypeError, match="FakeTensor has no memory"):
+        stage.forward(q, k, v)
+    with pytest.raises(TypeError, match="FakeTensor has no memory"):
+        stage.backward(q, q, k, v, q, q[..., 0])
+    real, _, _ = example(7)
+    with pytest.raises(TypeError, match="FakeTensor has no memory"):
+        stage.backward(real, real, real, real, real, q[..., 0])
+
+
+@every_stage
+def test_bad_input_is_refused_while_it_is_traced(stage):
+    q, k, v = example()
+    with pytest.raises(Exception, match="scale must be a finite number"):
+        torch.compile(stage.attention, fullgraph=True, backend="eager")(q, k, v, scale=-1.0)
+    with FakeTensorMode(), pytest.raises(ValueError, match="k and v must have the same shape"):
+        stage.attention(*(torch.empty(1, 1, N, 32, device=engine.device) for N in (7, 7, 8)))
+
+
+@every_stage
+def test_a_checkpoint_gives_the_same(stage):
+    tensors = example()
+    same(
+        gradients(lambda *x: checkpoint(stage.attention, *x, use_reentrant=False), *tensors),
+        gradients(stage.attention, *tensors),
+    )
+
+
+@every_stage
+def test_autocast_leaves_the_dtype_as_it_is(stage):
+    q, k, v = example()
+    want = gradients(stage.attention, q, k, v)
+    with torch.autocast(engine.device, torch.bfloat16):
+        same(gradients(stage.attention, q, k, v), want)
+        compiled = torch.compile(stage.attention, fullgraph=True, backend="aot_eager")
+        same(gradients(compiled, q, k, v), want)
+
+
+def test_sdpa_with_a_scale_and_more_queries_than_keys():
+    def ours(q, k, v):
+        return step03.sdpa(q, k, v, is_causal=True, scale=0.9)
+
+    def theirs(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.9)
+
+    (q,), (_, k, v) = example(9, 1), example(4)
+    want = gradients(theirs, q, k, v)
+    for function in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
+        for x, y in zip(gradients(function, q, k, v), want, strict=True):
+            torch.testing.assert_close(x, y, atol=2e-5, rtol=1e-5)
+
+
+def stub_stage(calls):
+    """A stage with two rungs whose kernels only write down how they are called."""
+
+    def rung(name):
+        def forward(q, k, v, *, causal, scale, tile=None):
+            calls.append((name, "forward", causal, scale, tile))
+            return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+        def backward(dout, q, k, v, out, lse, *, causal, scale, tile=None, deterministic=False):
+            calls.append((name, "backward", causal, scale, tile, deterministic))
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+        return forward, backward
+
+    supports = step00.SUPPORTS | {"stage": "stub", "deterministic": False}
+    return contract.entry_points({"first": rung("first"), "second": rung("second")}, supports)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_options_reach_both_kernels(compiled):
+    calls = []
+    _, _, attention = stub_stage(calls)
+    attention = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    for options in ({}, {"causal": True, "scale": 0.3, "tile": (8, 16), "rung": "second", "deterministic": True}):
+        q, k, v = example()
+        attention(q, k, v, **options).sum().backward()
+    defaults = "first", False, 1 / math.sqrt(32), None
+    given = "second", True, 0.3, (8, 16)
+    assert calls == [call for rung, *rest in (defaults, given)
+                     for call in ((rung, "forward", *rest), (rung, "backward", *rest, rung == "second"))]  # fmt: skip
+    assert all(type(number) is int for call in calls for number in call[4] or ())
+
+
+def test_a_tile_reaches_the_kernel_as_integers():
+    calls = []
+    forward, _, _ = stub_stage(calls)
+    q, k, v = example()
+    forward(q, k, v, tile=torch.tensor([8, 16]).numpy())
+    assert [type(number) for number in calls[0][4]] == [int, int]
+
+
+def test_an_eager_call_takes_no_operator():
+    """An operator would cost 10 microseconds more."""
+    q, k, v = example()
+    node = step00.attention(q, k, v).grad_fn
+    assert type(node).__name__ == "AttentionBackward"

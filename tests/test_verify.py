@@ -1,0 +1,346 @@
+"""`python -m steps verify` on functions as somebody else writes them: right, mistaken, and of the wrong form."""
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from reference import cases, error, mutants
+from steps import engine
+from steps.__main__ import app
+from steps.verify import anybody, verdict
+
+SDPA = "torch.nn.functional:scaled_dot_product_attention"
+here = sys.modules[__name__]
+
+
+def verify(target, *options):
+    """(exit code, text, what --json wrote) of the command."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        done = CliRunner().invoke(app, ["verify", target, *options, "--json", str(file)])
+        written = json.loads(file.read_text()) if file.exists() else None
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output, written
+
+
+def verify_function(monkeypatch, function, *options):
+    """The same for a function of this file's, which is found here under the name `given`."""
+    monkeypatch.setattr(here, "given", function, raising=False)
+    return verify(f"{__name__}:given", *options)
+
+
+def says(name):
+    """What the planted mistake of this name says."""
+    return next(m.says for m in mutants.MUTANTS if m.name == name)
+
+
+# torch's float32 backward takes exp(S - lse) with an lse of 10^11, which gives NaN. On a GPU torch's kernels end with
+# "misaligned address" for tensors that begin at any element, and have no backward for H = 0.
+MORE = ("--no-offset", "--no-empty") if engine.name == "cuda" else ()
+FITS_SDPA = ("--no-large-scores", *MORE, "--top-left")
+
+
+def test_sdpa_passes_where_its_causal_mask_is_claimed():
+    code, text, written = verify(SDPA, *FITS_SDPA, "--dtype", "float32", "--dtype", "bfloat16")
+    assert code == 0, text
+    assert "WRONG" not in text and "equals what you get" not in text and written["equals"] == []
+    names = [row["name"] for row in written["cases"]]
+    assert {"more_queries_causal", "grouped_heads", "expanded", "head_dim_40"} <= set(names)
+    assert "ok     causal with more queries than keys: aligned at the top left, float32" in text
+    assert names.count("ragged") == 2 and "wide_tile" not in names
+    assert {"out", "dq", "dk", "dv"} == set(written["cases"][0]["errors"])  # SDPA returns no lse.
+
+
+def test_sdpa_fails_where_its_causal_mask_is_not_claimed():
+    code, text, written = verify(SDPA, *FITS_SDPA[:-1])
+    assert code == 1
+    wrong = {row["name"] for row in written["cases"] if row["wrong"]}
+    assert wrong == {"fewer_queries_causal", "more_queries_causal"}
+    assert written["equals"] == [{"case": "", "mutants": ["top_left"]}]
+    assert "This equals what you get when the causal mask is aligned at the top left." in text
+
+
+def test_a_function_that_makes_two_mistakes_has_both_named(monkeypatch):
+    def top_left_without_a_scale(q, k, v, is_causal=False, scale=None, enable_gqa=False):
+        scale = None if scale == 0.3 else scale
+        options = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    _, _, written = verify_function(monkeypatch, top_left_without_a_scale, *MORE, "--no-backward", "--tile", "16")
+    named = {name for equal in written["equals"] for name in equal["mutants"]}
+    assert {"top_left", "scale_ignored"} <= named
+
+
+def test_what_is_not_claimed_is_left_out():
+    options = "--no-causal", "--no-scale", "--no-gqa", "--no-nq-ne-nk", "--no-empty", "--no-strides", "--no-offset"
+    code, _, written = verify(
+        SDPA, *options, "--no-large-scores", "--no-backward", "--head-dim", "16", "--multiple-of", "32"
+    )
+    assert code == 0
+    names = [row["name"] for row in written["cases"]]
+    assert names == ["ragged", "scores_200", "rising", "falling", "negative_row", "head_dim_16"]
+    assert written["cases"][0]["says"] == "N is a multiple of 32, float32"
+    assert set(written["cases"][0]["errors"]) == {"out"}
+    assert not any(case.causal for case, _ in anybody.Claims((torch.float32,), (32,), causal=False).cases(gpu=True))
+    claims = anybody.Claims((torch.float32,), (16,), tile=32, multiple_of=48)
+    shapes = [cases.build(case, claims.supports, dtype).q.shape for case, dtype in claims.cases(gpu=True)]
+    assert all(N % 48 == 0 and D == 16 for _, _, N, D in shapes) and len(shapes) > 15
+
+
+def test_the_reference_at_the_top_left_is_that_of_the_formula():
+    """A causal mask at the top left, row by row: query i sees the keys 0 to i."""
+    for Nq, Nk in ((5, 9), (9, 5), (6, 6)):
+        rng = torch.Generator().manual_seed(0)
+        q, dout = torch.randn(2, 1, 2, Nq, 8, generator=rng, dtype=torch.float64)
+        k, v = torch.randn(2, 1, 2, Nk, 8, generator=rng, dtype=torch.float64)
+        want = verdict.expected_top_left(cases.Inputs(q, k, v, dout, True, None, None))
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        S = (leaves[0] @ leaves[1].mT / math.sqrt(8)).masked_fill(~torch.ones(Nq, Nk).tril().bool(), -math.inf)
+        out = S.softmax(-1) @ leaves[2]
+        out.backward(dout)
+        got = out.detach(), S.logsumexp(-1).detach(), *(x.grad for x in leaves)
+        assert error.failures(dict(zip(error.NAMES, got, strict=True)), want) == {}
+        assert all(0 < tolerance < 1e-12 for tolerance in want.tolerance.values())
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def published(q, k, v, causal, scale, Br=64, Bc=64):
+    """FlashAttention's Algorithm 2 without dropout, whose rows that see no key papers/errata.md tells of, in E5.
+
+    Key tiles outside, O kept divided by l. The tiles that are masked throughout are skipped.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // max(1, x.shape[1]), 1) for x in (k, v))
+    O, l, m = torch.zeros_like(q), torch.zeros_like(q[..., :1]), torch.full_like(q[..., :1], -math.inf)
+    shift = k.shape[-2] - q.shape[-2]
+    for j in range(0, k.shape[-2], Bc):
+        for i in range(0, q.shape[-2], Br):
+            if causal and j > i + Br - 1 + shift:
+                continue
+            rows, keys = slice(i, i + Br), slice(j, j + Bc)
+            S = scale * q[:, :, rows] @ k[:, :, keys].mT
+            if causal:
+                row = torch.arange(S.shape[-2], device=q.device)[:, None] + i + shift
+                S = S.masked_fill(torch.arange(S.shape[-1], device=q.device) + j > row, -math.inf)
+            m_new = torch.maximum(m[:, :, rows], S.amax(-1, keepdim=True))
+            P, alpha = (S - m_new).exp(), (m[:, :, rows] - m_new).exp()
+            l_new = alpha * l[:, :, rows] + P.sum(-1, keepdim=True)
+            O[:, :, rows] = (l[:, :, rows] * alpha * O[:, :, rows] + P @ v[:, :, keys]) / l_new
+            l[:, :, rows], m[:, :, rows] = l_new, m_new
+    return O, (m + l.log())[..., 0]
+
+
+def test_the_published_algorithm_fails_in_rows_that_see_no_key(monkeypatch):
+    code, text, written = verify_function(monkeypatch, published, "--no-backward")
+    assert code == 1
+    assert [row["name"] for row in written["cases"] if row["wrong"]] == ["more_queries_causal"]
+    assert written["equals"] == [{"case": "", "mutants": ["no_guard"]}]
+    assert "out is NaN" in text and f"This equals what you get when {says('no_guard')}." in text
+
+
+def mistaken(name, tile, order, returns_lse):
+    """Somebody's attention with the planted mistake: a function that autograd can differentiate."""
+    kind = next(m.kind for m in mutants.MUTANTS if m.name == name)
+
+    def run(base, q, k, v, dout, causal, scale):
+        inputs = cases.Inputs(q, k, v, dout, causal, scale, None)
+        try:
+            chosen = kind if issubclass(kind, base) else base
+            return chosen(inputs, tile, order).run()
+        except mutants.NotApplicable:
+            return base(inputs, tile, order).run()
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, causal, scale):
+            ctx.save_for_backward(q, k, v)
+            ctx.options = causal, scale
+            got = run(mutants.Forward, q, k, v, None, causal, scale)
+            ctx.mark_non_differentiable(got["lse"])
+            return got["out"], got["lse"]
+
+        @staticmethod
+        def backward(ctx, dout, _):
+            grads = run(mutants.Backward, *ctx.saved_tensors, dout, *ctx.options)
+            return grads["dq"], grads["dk"], grads["dv"], None, None
+
+    def attention(q, k, v, causal=False, scale=None):
+        out, lse = Attention.apply(q, k, v, causal, scale)
+        return (out, lse) if returns_lse else out
+
+    return attention
+
+
+TEN = (
+    ("no_rescale_of_o", (32, 32), "fa2", True),
+    ("first_maximum_kept", (16, 16), "fa2", False),
+    ("tile_local_mask", (32, 16), "fa2", False),
+    ("strict_mask", (16, 16), "fa2", False),
+    ("tail_not_masked", (32, 32), "fa2", True),
+    ("not_normalised", (32, 32), "fa1", False),
+    ("lse_in_base2", (32, 32), "fa2", True),
+    ("delta_missing", (32, 32), "fa2", False),
+    ("dk_wrong_transpose", (16, 16), "fa2", False),
+    ("heads_not_summed", (32, 32), "fa2", True),
+)
+
+
+@pytest.mark.skipif(engine.name != "cpu", reason="the mutants are computed on the CPU")
+@pytest.mark.parametrize("name, tile, order, returns_lse", TEN, ids=[row[0] for row in TEN])
+def test_a_planted_mistake_is_named(monkeypatch, name, tile, order, returns_lse):
+    function = mistaken(name, tile, order, returns_lse)
+    code, text, written = verify_function(monkeypatch, function, "--no-large-scores", "--tile", "32")
+    assert code == 1
+    (equal,) = written["equals"]
+    assert equal["case"] == "" and name in equal["mutants"], text
+
+
+# ---- functions of the wrong form -------------------------------------------------------------------------------------
+
+FORMS = """
+    import torch
+    import torch.nn.functional as F
+
+    value = 3
+
+    def raises(q, k, v, causal, scale):
+        raise ValueError("head_dim 32\\nis not mine")
+
+    def nothing(q, k, v, causal, scale):
+        pass
+
+    def three(q, k, v, causal, scale):
+        return q, q, q
+
+    def other_layout(q, k, v, causal, scale):
+        return q.transpose(1, 2)
+
+    def wrong_lse(q, k, v, causal, scale):
+        return q + k + v, q
+
+    def wide(q, k, v, causal, scale):
+        return (q + k + v).double()
+
+    def cut(q, k, v, causal, scale):
+        return (q + k + v).detach()
+
+    def no_way_to_v(q, k, v, causal, scale):
+        return q + k + v.detach()
+
+    def no_causal(q, k, v, scale=None):
+        return q
+
+    def no_scale(q, k, v, causal):
+        return q
+
+    def overwrites(q, k, v, causal, scale):
+        return F.scaled_dot_product_attention(q.mul_(scale), k, v, is_causal=causal, scale=1.0)
+
+    def leaves(q, k, v, causal, scale):
+        raise SystemExit(0)
+
+    def only_even(q, k, v, causal, scale, enable_gqa=False):
+        if q.shape[1] != k.shape[1]:
+            raise NotImplementedError("no groups")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+    calls = []
+
+    def drifts(q, k, v, causal, scale, enable_gqa=False):
+        calls.append(1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=enable_gqa)
+        return out * (1 + 2.0**-23 * (len(calls) % 2))
+
+    def never(q, k, v, causal, scale):
+        import time
+        time.sleep(600)
+"""
+SAYS = {
+    "raises": "ValueError: head_dim 32 (forms.py, line 8)",
+    "nothing": "it must return out or (out, lse), tensors; it returned NoneType",
+    "three": "it must return out or (out, lse), tensors; it returned Tensor, Tensor, Tensor",
+    "other_layout": "out must be (1, 2, 133, 32) for q (1, 2, 133, 32); it is (1, 133, 2, 32)",
+    "wrong_lse": "lse must be (1, 2, 133) for q (1, 2, 133, 32); it is (1, 2, 133, 32)",
+    "wide": "out must be torch.float32 like q; it is torch.float64",
+    "cut": "out does not require grad, so there is no backward: mend that, or say --no-backward",
+    "no_way_to_v": "no gradient reaches v",
+    "no_causal": "it has no parameter causal or is_causal: wrap it, or say --no-causal",
+    "no_scale": "it has no parameter scale or softmax_scale or sm_scale: wrap it, or say --no-scale",
+    "leaves": "SystemExit: 0",
+    "value": "there is no function value in",
+    "absent": "there is no function absent in",
+}
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    file = tmp_path_factory.mktemp("theirs") / "forms.py"
+    file.write_text(textwrap.dedent(FORMS))
+    return file
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_a_function_of_another_form_is_told_in_one_line(forms, name):
+    code, text, written = verify(f"{forms}:{name}")
+    *_, last = text.splitlines()
+    assert code == 1 and written is None
+    assert last.startswith(f"{forms}:{name}: {SAYS[name]}") and "ok " not in text
+
+
+@pytest.mark.parametrize(
+    "target, says",
+    [
+        ("absent.py:f", "there is no file absent.py"),
+        ("absent.module:f", "ModuleNotFoundError: No module named 'absent'"),
+        ("attention", "write FILE.py:function or package.module:function"),
+        ("{folder}/broken.py:f", "SyntaxError"),
+    ],
+)
+def test_a_target_that_is_not_there_is_told_in_one_line(tmp_path, target, says):
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    code, text, _ = verify(target.format(folder=tmp_path))
+    assert code == 1 and says in text.splitlines()[-1]
+
+
+def test_what_goes_wrong_in_a_later_case_is_told_beside_it(forms):
+    code, text, written = verify(f"{forms}:only_even", *FITS_SDPA)
+    assert code == 1
+    wrong = {row["name"]: row["wrong"] for row in written["cases"] if row["wrong"]}
+    assert wrong.keys() == {"grouped_heads", "one_kv_head"}
+    assert wrong["one_kv_head"][0].startswith("NotImplementedError: no groups (forms.py, line ")
+    assert "python -m steps verify --help" in text.splitlines()[-1]
+
+
+def test_a_forward_that_differs_from_run_to_run_is_noticed(forms):
+    _, _, written = verify(f"{forms}:drifts", *FITS_SDPA, "--no-backward")
+    assert [row["name"] for row in written["cases"] if row["wrong"]] == ["bit_equal"]
+
+
+def test_an_overwritten_input_is_noticed(forms):
+    _, text, _ = verify(f"{forms}:overwrites", "--no-backward")
+    assert text.splitlines()[-1].endswith("it overwrites its input q")
+
+
+def test_a_function_that_never_returns_is_stopped(forms):
+    command = [sys.executable, "-m", "steps", "verify", f"{forms}:never", "--limit", "0.5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].startswith("stopped after 0.5 s in the case: N is not a multiple of the tile")
+
+
+@pytest.mark.gpu
+def test_a_gpu_shows_the_speed_beside_that_of_sdpa():
+    code, text, written = verify(SDPA, *FITS_SDPA, "--dtype", "bfloat16", "--head-dim", "64")
+    assert code == 0, text
+    assert [row["pass"] for row in written["speed"]] == ["fwd", "fwd+bwd"]
+    assert all(0.8 < row["tflops"] / row["sdpa_tflops"] < 1.25 for row in written["speed"]), written["speed"]
