@@ -918,7 +918,8 @@ line.""")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Go further**
 #
-# - ★ (15 minutes) Plant a `dq[e] +=` in rung 0 instead of the atomic addition. No schedule of the emulation notices. Why?
+# - ★ (15 minutes) Plant a `dq[e] +=` in rung 0 instead of the atomic addition. What does the emulation report, though it runs
+#   one block after the other? What would a GPU compute?
 # - ★★ (1 hour) Blocks queue because all start at the last dQ_i. Let each start at another one, and let the turns of dQ_i
 #   begin with another tile. Try it in `run`; which order is free of waiting? What about a causal mask?
 # - ★★★ (a weekend) Write the third way: a second kernel with query tiles outside that computes dq alone. Check that it

@@ -34,7 +34,7 @@ def explain(error, task, answer, lines):
     if where:
         return [*answer.line(where[-1]).splitlines(), *what.splitlines()]
     inside_stage = [f"{file}, line {line}" for file, line in error["frames"] if file.startswith(f"steps/{task.stage}/")]
-    if not inside_stage:
+    if not inside_stage or "/emulator/" in inside_stage[-1]:  # The emulation's own message says where and why.
         return what.splitlines()
     return [*what.splitlines(), f"raised in {inside_stage[-1]}, {CONSEQUENCE}"]
 

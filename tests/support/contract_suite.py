@@ -225,9 +225,10 @@ class Contract:
 
     def test_a_tile_of_numpy_integers(self):
         q, k, v = self.example()
-        tile = self.stage.SUPPORTS["tiles"][0]
-        out, _ = self.stage.forward(q, k, v, tile=np.array(tile))
-        assert torch.equal(out, self.stage.forward(q, k, v, tile=tile)[0])
+        rung = self.stage.SUPPORTS["rungs"][0]
+        tile = one_rung.limits(self.stage, rung)["tiles"][0]
+        out, _ = self.stage.forward(q, k, v, tile=np.array(tile), rung=rung)
+        assert torch.equal(out, self.stage.forward(q, k, v, tile=tile, rung=rung)[0])
 
     @pytest.mark.parametrize("name", ["forward", "backward", "attention"])
     def test_functions_can_be_pickled(self, name):
