@@ -30,8 +30,8 @@ FLOAT32 = torch.finfo(torch.float32)
 def entry_points(kernels, supports):
     """The stage's `forward`, `backward` and `attention`, which check their arguments and then call a kernel.
 
-    kernels: {rung: (forward, backward)}. Where a call names no rung, the first one is used that takes the input's dtype
-    and head_dim.
+    kernels: {rung: (forward, backward)}. A call that names no rung gets the first that takes the input's dtype and
+    head_dim.
     supports: the stage's SUPPORTS, with the keys stage, devices, dtypes, head_dims, tiles, rungs, gqa, nq_ne_nk,
     deterministic, order and own_backward, the rungs whose backward is their own. A stage whose rungs differ also has
     limits, {rung: the keys that are different for it}, and elsewhere, {rung: what a machine needs to run it}.
@@ -337,8 +337,10 @@ def check_saved(q, dout, out, lse):
     """Raises unless dout and out are like q, and lse is (..., H, Nq) in the type that `forward` returns."""
     like_q, device = (q.shape, q.dtype), q.device
     for name, x, (shape, dtype) in (
-        ("dout", dout, like_q), ("out", out, like_q), ("lse", lse, (q.shape[:-1], lse_dtype(q)))
-    ):  # fmt: skip
+        ("dout", dout, like_q),
+        ("out", out, like_q),
+        ("lse", lse, (q.shape[:-1], lse_dtype(q))),
+    ):
         check_dense(name, x)
         if x.shape != shape:
             raise ValueError(f"{name} must have shape {tuple(shape)} as forward returned it; got {tuple(x.shape)}.")

@@ -128,7 +128,7 @@ def _round_up(n, unit):
 
 @dataclass(frozen=True)
 class Gpu:
-    """Datasheet rates: what nothing exceeds, not what anything reaches."""
+    """Peak rates from the datasheet: upper bounds that no kernel reaches."""
 
     name: str
     capability: tuple[int, int]

@@ -157,9 +157,15 @@ def run_limited(command, limit, **environment):
     start = time.monotonic()
     environment = {**os.environ, "STEPS_ENGINE": "cuda", **environment}
     process = subprocess.Popen(
-        command, cwd=rows.ROOT, env=environment, text=True, errors="replace", start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        cwd=rows.ROOT,
+        env=environment,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         output, _ = process.communicate(timeout=limit)
         code = process.returncode

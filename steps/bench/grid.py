@@ -123,9 +123,20 @@ class Beside:
 
 
 def measure(
-    candidates, peers=tuple(PEERS), grid=STANDARD_GRID, *, passes=("fwd",), dtypes=("bf16",), device="cuda", warmup=3,
-    limit_ms=1000.0, with_matmul=False, until=float("inf"), commit=None, say=print,
-):  # fmt: skip
+    candidates,
+    peers=tuple(PEERS),
+    grid=STANDARD_GRID,
+    *,
+    passes=("fwd",),
+    dtypes=("bf16",),
+    device="cuda",
+    warmup=3,
+    limit_ms=1000.0,
+    with_matmul=False,
+    until=float("inf"),
+    commit=None,
+    say=print,
+):
     """Yields a valid results row for every candidate and peer (names out of PEERS) at every point.
 
     Who cannot take part at a point (dtype, head_dim, out of memory, a result that is not finite, a call longer than

@@ -1,9 +1,9 @@
 """`python -m steps.bench.launch_cost`: what a call of a forward costs the CPU that launches it, as a file to commit.
 
 The caller does not wait for the kernel. The kernel (B=1 H=1 N=128 D=64, bfloat16) is shorter than its launch, so that
-the GPU keeps up and the time of a call is the host's. Reported are the lowest of many rounds, because whatever else a
-host does at the time only adds to it, and the median, which shows how much that was. Written to
-steps/bench/results/<gpu>.host.json.
+the GPU keeps up and the time of a call is the host's. Two numbers are written to steps/bench/results/<gpu>.host.json.
+The lowest of many rounds is the cost itself, because anything else that the host does only adds time. The median shows
+how much was added.
 """
 
 import itertools

@@ -66,10 +66,12 @@ def entrants(number, rung=None):
             backward = stem(module, "bwd", word)
             yield Candidate(
                 module.SUPPORTS["stage"].removeprefix("step"),
-                stem(module, "fwd", word), partial(module.forward, rung=word),
-                backward, backward and partial(module.backward, rung=word),
+                stem(module, "fwd", word),
+                partial(module.forward, rung=word),
+                backward,
+                backward and partial(module.backward, rung=word),
                 dtypes=[name for name, dtype in DTYPES.items() if dtype in own["dtypes"]],
-            )  # fmt: skip
+            )
 
 
 def stem(module, prefix, word):

@@ -204,7 +204,7 @@ __device__ void wait_for_turn(Global<int> added, int tile) {
   if (threadIdx.x == 0) {
     while (atomicAdd(&added[0], 0) != tile) {
     }
-    __threadfence();  // the additions of the blocks before come before those that follow here
+    __threadfence();  // the earlier blocks' additions become visible before those that follow here
   }
   __syncthreads();  // the other threads wait for thread 0
 }
@@ -215,9 +215,9 @@ __device__ void pass_turn_on(Global<int> added) {
   if (threadIdx.x == 0) atomicAdd(&added[0], 1);
 }
 
-// The block's number: blockIdx.x, or, if blocks wait for those before them, how many blocks have started
-// before this one. A GPU does not promise to start the blocks in the order of blockIdx.x, and a block must
-// not wait for one that has not started.
+// The number of this block. It is blockIdx.x, but if blocks wait for each other it is the number of blocks
+// that started earlier. A GPU does not promise to start the blocks in the order of blockIdx.x, and a block
+// must not wait for one that has not started.
 __device__ int block_number(Global<int> started, Shared<float> number, int deterministic) {
   if (!deterministic) return blockIdx.x;
   if (threadIdx.x == 0) number[0] = __int_as_float(atomicAdd(&started[0], 1));

@@ -18,8 +18,8 @@
 // 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * Br * D + 16 * Br + 40 bytes of dynamic shared memory.
 // Spill budget: 0 bytes.
 // Left out, because it was slower: a producer with a warp of its own, as in the forward's rung 7.
-// Bottleneck: shared memory. S^T, dP^T and dQ_i read both operands from it, at D = 128 as many bytes a clock
-// as it can deliver.
+// Bottleneck: shared memory. S^T, dP^T and dQ_i read both operands from it. At D = 128 these are all the
+// bytes that it can deliver in a clock.
 #include "ptx.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -139,7 +139,7 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32], Shared<float> st
   if (DETERMINISTIC) {
     while (atomicAdd(&added[0], 0) != tile) {
     }
-    __threadfence();       // the additions of the blocks before come before what this thread does next,
+    __threadfence();       // the earlier blocks' additions become visible before what this thread does next,
     fence_async_global();  // and before what the copy engine does for it
   }
   bulk_add(dq, staging, DQ_PER_WARP);

@@ -11,7 +11,7 @@
 // It holds all of them in registers. A number that is read from shared memory then serves a whole row or
 // column of the lane's patch, not a single multiplication.
 //
-// The 8 lanes with the same a hold whole rows of S between them. Maximum and sum of a row take three shuffles
+// The 8 lanes with the same a together hold whole rows of S. Maximum and sum of a row take three shuffles
 // each. No other warp ever needs the row, so between the two barriers of a tile no warp waits for another.
 // (FlashAttention-1 divided the keys among the warps instead, and had to add up O through shared memory:
 // FlashAttention-2, section 3.3.)

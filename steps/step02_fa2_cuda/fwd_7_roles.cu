@@ -56,8 +56,8 @@ template <int DEPTH, int ROWS> struct Ring {
   __device__ int parity() const { return n / DEPTH % 2; }
 
   // The producer: starts to copy ROWS rows of one head, from row `first` on. Rows and columns outside the
-  // tensor come as zeros. The wait is for the consumers to finish with the tile before in this stage; the
-  // first tile in a stage has none before it, and its wait passes at once.
+  // tensor come as zeros. First it waits until the consumers have finished with the previous tile of this
+  // stage. A stage that is used for the first time is empty, and the wait ends at once.
   __device__ void load(const TensorMap& map, int first, int head, int batch) {
     barrier_wait(empty + stage(), parity() ^ 1);
     barrier_expect(full + stage(), ROWS * 128 * SLABS);

@@ -79,8 +79,8 @@ template <int DEPTH, int ROWS> struct Ring {
   __device__ int parity() const { return n / DEPTH % 2; }
 
   // The producer: starts to copy ROWS rows of one head, from row `first` on. Rows and columns outside the
-  // tensor come as zeros. The wait is for the consumers to finish with the tile before in this stage; the
-  // first tile in a stage has none before it, and its wait passes at once.
+  // tensor come as zeros. First it waits until the consumers have finished with the previous tile of this
+  // stage. A stage that is used for the first time is empty, and the wait ends at once.
   __device__ void load(const TensorMap& map, int first, int head, int batch) {
     barrier_wait(empty + stage(), parity() ^ 1);
     barrier_expect(full + stage(), ROWS * 128 * SLABS);
@@ -402,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       if (CAUSAL)
         for (; j >= tile.unmasked; j--) step(tile, j, Bool<true>(), Q_i);
       for (; j >= 0; j--) step(tile, j, Bool<false>(), Q_i);
-      __syncwarp();  // if there was no product, some lanes may not have seen yet that Q has come
+      __syncwarp();  // lanes of a warp without a product may still be inside Q.get()
       Q.release();
 
       // O of this tile's last block is started beside S of the next tile's first block; or alone, if that

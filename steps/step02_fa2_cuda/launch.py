@@ -271,11 +271,17 @@ def bind(works, tensors):
     nvrtc.bind_context(device.index)  # A tensor map needs a context, and a thread that has not used CUDA has none.
     return [
         nvrtc.Launch(
-            work.file, work.kernel, [on_gpu(argument, tensors) for argument in work.arguments], device=device.index,
-            grid=work.grid, block=work.block, shared_bytes=work.shared_bytes, macros=work.macros,
+            work.file,
+            work.kernel,
+            [on_gpu(argument, tensors) for argument in work.arguments],
+            device=device.index,
+            grid=work.grid,
+            block=work.block,
+            shared_bytes=work.shared_bytes,
+            macros=work.macros,
         )
         for work in works
-    ]  # fmt: skip
+    ]
 
 
 def on_gpu(argument, tensors):
@@ -296,9 +302,14 @@ def emulate(work, tensors):
         return c_void_p(None) if value is None else value
 
     emulator.launch(
-        work.file, work.kernel, list(map(in_emulation, work.arguments)),
-        grid=work.grid, block=work.block, shared_bytes=work.shared_bytes, macros=work.macros,
-    )  # fmt: skip
+        work.file,
+        work.kernel,
+        list(map(in_emulation, work.arguments)),
+        grid=work.grid,
+        block=work.block,
+        shared_bytes=work.shared_bytes,
+        macros=work.macros,
+    )
 
 
 def view_and_box(x, rows):
@@ -417,7 +428,7 @@ def dq_works(problem, strides):
 
 
 def work(problem, kernel, arguments, grid, block=None, shared_bytes=None):
-    """The Work of one of the row's kernels; with the row's threads and shared memory unless it is given others."""
+    """One launch of a kernel of this row. Unless they are given, block and shared_bytes are the row's."""
     check_count("blocks", grid)
     D, Br, Bc = problem.D, problem.Br, problem.Bc
     block = problem.row.threads(D, Br, Bc) if block is None else block

@@ -20,7 +20,7 @@ class Blank(Exception):
 
 
 class Problem(Exception):
-    """Something to tell the reader about the answer, before or instead of running it."""
+    """The answer cannot be run, or needs a remark. The message says why."""
 
 
 @dataclass(frozen=True)

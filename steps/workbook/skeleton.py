@@ -85,8 +85,10 @@ def _hunt(task):
     lines.append(f"The kernel is steps/{task.file}. Write the test that would have caught it, and find the cause.")
     if task.engine == "cpu":
         lines.append("It is checked on the CPU, also where there is a GPU.")
-    lines.append("The right results are those of attention.forward(q, k, v, causal=..., scale=...), in float64, "
-                 "after `from reference import attention`.")  # fmt: skip
+    lines.append(
+        "The right results are those of attention.forward(q, k, v, causal=..., scale=...), in float64, "
+        "after `from reference import attention`."
+    )
     lines.append(f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}")
     lines += ["", "What is the cause? CAUSE is the letter of one of these:"]
     lines += [f"  {letter}  {says}" for letter, says in task.causes.items()]
