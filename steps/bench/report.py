@@ -109,7 +109,8 @@ def _caption(rows):
     runs = {where: f"commit{'' if len(found) == 1 else 's'} {', '.join(found)}" for where, found in machines.items()}
     origins = (f"{where}, {found}" for where, found in runs.items())
     how = f"TFLOP/s, medians of at least {results.MIN_REPS} {rows[0]['timing']} calls"
-    return f"{how}; error: largest difference from float64. {'; '.join(origins)}."
+    share = "of the best peer: median over N of the speed divided by the fastest peer's in the same run"
+    return f"{how}; {share}; error: largest difference from float64. {'; '.join(origins)}."
 
 
 def ladder_in(picture):
