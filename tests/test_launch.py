@@ -3,6 +3,7 @@
 import pickle
 import weakref
 from ctypes import c_uint64, c_void_p
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -326,6 +327,32 @@ def test_which_backward_a_rung_has():
         ValueError, match="no backward for float32 and head_dim 128: .*bwd_0_scalar.cu takes .* 1 to 96"
     ):
         pick("warp", torch.float32, 128)
+
+
+def test_a_tile_fits_into_the_shared_memory():
+    fa2 = ladder.BACKWARD["fa2"]
+    needed = fa2.shared_bytes(64, 128, 128)
+    tiles = [fa2.tile(64, memory) for memory in (needed, needed - 1, 0, None)]
+    assert tiles == [(128, 128), (64, 64), (32, 32), (32, 32)]
+    for row in (*ladder.ROWS, *ladder.BACKWARD_ROWS):
+        assert all(row.shared_bytes(D, *tile) <= 227 * 1024 for D, tile in row.tiles[0].items()), row.file  # H100
+
+
+def test_a_section_of_heads_keeps_half_of_the_blocks_busy():
+    """So that two blocks at a time share the keys of a head in the L2 cache."""
+    q = torch.zeros(2, 8, 400, 64).bfloat16()
+    problem = launch.problem_of(ladder.FORWARD["hopper"], q, q, causal=True)
+    (work,) = launch.forward_works(replace(problem, processors=132), {})
+    assert [x.value for x in work.arguments[-2:]] == [3 * 16, 66] and work.grid == 48
+
+
+@on_cpu
+def test_no_more_than_a_thousand_plans_are_kept(launched):
+    launch.kept.update(dict.fromkeys(range(1000)))
+    q, k, v, _ = inputs()
+    for _ in range(2):
+        launch.forward(q, k, v, rung="fa2")
+        assert len(launch.kept) == 1
 
 
 def test_the_geometry_of_a_launch():
