@@ -708,7 +708,8 @@ for rung in RUNGS[1:]:
 #
 # The other one with a single case is **an FMA that harms a softmax**. A compiler makes `c * S - m` one fused multiply-add, which
 # does not round the product. But m is the *rounded* product at the maximum. The exponent there should be 0, and is the rounding
-# error of m: about 4,000 for scores of 10^11, so that P is infinite or 0, and O is NaN. `__fmul_rn` rounds the product by itself,
+# error of m. A float32 of that size, 1.44 x 10^11, is 2^14 away from the next one, so that the error is up to 2^13 = 8,192. Then P
+# is infinite or 0, and O is NaN. `__fmul_rn` rounds the product by itself,
 # at the price of one instruction a score. Hopper's rungs, which have no such instruction to spare, multiply by a power of two
 # where scores are that large, because such a product is exact (`exponent_factor` in `ptx.cuh`). The emulation fuses as NVRTC does
 # if this processor has an FMA; otherwise the column shows nothing.
