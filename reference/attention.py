@@ -2,84 +2,86 @@
 
 Written to be read next to the papers, not to be fast: the N x N matrices are formed.
 
-    S = scale Q K^T (+ bias, masked)    lse = log rowsum exp S    P = exp(S - lse)    O = (P . Z) V
-    dV = (P . Z)^T dO     dP = (dO V^T) . Z     delta = rowsum(dO . O)     dS = P . (dP - delta)
-    dQ = scale dS K       dK = scale dS^T Q
+    X = scale Q K^T    S = what reference/options.py makes of X    lse = log rowsum exp S    P = exp(S - lse)
+    O = (P . Z) V
+    dV = (P . Z)^T dO     dP = (dO V^T) . Z     delta = rowsum(dO . O)     dS = P . (dP - delta)     dX = dS . dS/dX
+    dQ = scale dX K       dK = scale dX^T Q     dmask = dS, summed over what the mask was broadcast over
 
-with Z = 1 without dropout, otherwise the given keep-mask divided by 1 - p. Source: FlashAttention, arXiv 2205.14135,
-section 3.1 and appendix B.2.
+with Z = 1 without dropout, otherwise the given mask of the kept entries divided by 1 - p, and dS/dX = 1 without a
+soft-cap. Source: FlashAttention, arXiv 2205.14135, section 3.1 and appendix B.2.
 """
 
 import math
 
-import torch
+from reference.options import Features
+
+LARGE = 2.0**24  # From here on float32 holds whole numbers only, and in lse = m + log l the log l is lost.
 
 
-def forward(q, k, v, **options):
-    """(out, lse) in float64: out like q, lse (B, H, Nq), natural logarithm. Options: see `visible` and `scores`.
+def forward(q, k, v, *, scale=None, **features):
+    """(out, lse) in float64: out like q, lse (B, H, Nq), natural logarithm, of the final scores before dropout.
 
-    q (B, H, Nq, D), k and v (B, Hk, Nk, D), of any real dtype and device. A query without a key gets out 0, lse -inf.
+    q (B, H, Nq, D), k and v (B, Hk, Nk, D), of any real dtype and device; without B too.
+    `features`: the fields of `reference.options.Features`. A query without a key gets out 0, lse -inf.
     """
-    P, Z, lse = _probabilities(q, k, **options)
+    P, Z, lse = _probabilities(q, k, scale=scale, **features)
     return (P * Z) @ _repeat(v.double(), q), lse
 
 
-def backward(dout, q, k, v, **options):
-    """(dq, dk, dv) in float64, shaped like q, k and v, by the formulas above (no autograd)."""
-    scale = _scale(options.get("scale"), q)
-    P, Z, _ = _probabilities(q, k, **options)
+def backward(dout, q, k, v, *, scale=None, mask_gradient=False, **features):
+    """(dq, dk, dv) in float64, shaped like q, k and v, by the formulas above (no autograd).
+
+    With mask_gradient=True (dq, dk, dv, dmask), dmask shaped like the additive mask.
+    """
+    feature = Features(**features)
+    P, Z, _ = _probabilities(q, k, scale=scale, **features)
     dO, Q, K, V = dout.double(), q.double(), _repeat(k.double(), q), _repeat(v.double(), q)
     O = (P * Z) @ V  # (B, H, Nq, D)
     dV = (P * Z).mT @ dO  # (B, H, Nk, D)
     dP = (dO @ V.mT) * Z  # (B, H, Nq, Nk)
     delta = (dO * O).sum(-1, keepdim=True)  # (B, H, Nq, 1)
     dS = P * (dP - delta)
-    dQ, dK = scale * dS @ K, scale * dS.mT @ Q
-    return dQ, _sum_groups(dK, k), _sum_groups(dV, v)
+    scale = _scale(scale, q)
+    dX = dS * feature.slope(scale * Q @ K.mT)
+    dQ, dK = scale * dX @ K, scale * dX.mT @ Q
+    gradients = dQ, _sum_groups(dK, k), _sum_groups(dV, v)
+    return (*gradients, feature.sum_to_mask(dS)) if mask_gradient else gradients
 
 
-def visible(Nq, Nk, causal=False, window=None, device="cpu"):
-    """(Nq, Nk) bool: which keys each query sees. Query i stands at position i + Nk - Nq, aligned at the bottom right.
+def visible(Nq, Nk, causal=False, window=None, device="cpu", first_query=None, first_key=0):
+    """(Nq, Nk) bool: which keys each query sees, by position alone. The arguments are those of `Features`."""
+    feature = Features(causal=causal, window=window, first_query=first_query, first_key=first_key)
+    return feature.seen(Nq, Nk, device)[0, 0]
 
-    causal: a query sees the keys up to its position. window (left, right): it sees the keys from `left` positions
-    before to `right` positions after its own; None is no limit.
+
+def scores(q, k, *, scale=None, **features):
+    """S (B, H, Nq, Nk) in float64, -inf where a key is hidden. `features`: the fields of `Features`."""
+    return Features(**features).scores(_scale(scale, q) * q.double() @ _repeat(k.double(), q).mT)
+
+
+def log_sum_exp(S):
+    """(large, rest), each (..., Nq, 1), whose sum is lse; 0 and -inf for a row of -inf.
+
+    `large` is the row's maximum m where |m| is so large that lse = m + log l has no room for log l, otherwise 0.
     """
-    row = torch.arange(Nq, device=device)[:, None] + (Nk - Nq)
-    col = torch.arange(Nk, device=device)[None, :]
-    left, right = window or (None, None)
-    seen = col <= row if causal else torch.ones(Nq, Nk, dtype=torch.bool, device=device)
-    if left is not None:
-        seen = seen & (col >= row - left)
-    if right is not None:
-        seen = seen & (col <= row + right)
-    return seen
+    if not S.shape[-1]:
+        return S.new_zeros(*S.shape[:-1], 1), S.new_full((*S.shape[:-1], 1), -math.inf)
+    m = S.detach().amax(-1, keepdim=True)
+    large = m.where(m.isfinite() & (m.abs() > LARGE), 0)
+    return large, (S - large).logsumexp(-1, keepdim=True)
 
 
-def scores(q, k, *, causal=False, scale=None, mask=None, alibi_slopes=None, window=None):
-    """S (B, H, Nq, Nk) in float64, -inf where masked.
-
-    mask: bool (True keeps) or additive, broadcast to S. alibi_slopes (H,) or (B, H): adds -slope |i + Nk - Nq - j|.
-    """
-    Nq, Nk = q.shape[-2], k.shape[-2]
-    S = _scale(scale, q) * q.double() @ _repeat(k.double(), q).mT
-    if alibi_slopes is not None:
-        row = torch.arange(Nq, device=q.device)[:, None] + (Nk - Nq)
-        distance = (row - torch.arange(Nk, device=q.device)).abs()
-        S = S - alibi_slopes.double()[..., None, None] * distance
-    if mask is not None and mask.dtype != torch.bool:
-        S = S + mask.double()
-    elif mask is not None:
-        S = S.masked_fill(~mask, -math.inf)
-    return S.masked_fill(~visible(Nq, Nk, causal, window, q.device), -math.inf)
+def probabilities(S, large, rest):
+    """P = exp(S - lse) for lse = large + rest, and 0 in a row without keys, where it is exp(-inf - 0)."""
+    return (S - large - rest.nan_to_num(neginf=0.0)).exp()
 
 
-def _probabilities(q, k, *, dropout_mask=None, dropout_p=0.0, **options):
-    """P (B, H, Nq, Nk), the dropout factor Z, and lse (B, H, Nq). dropout_mask: bool, like P; True keeps."""
-    S = scores(q, k, **options)
-    lse = S.logsumexp(-1) if S.shape[-1] else S.new_full(S.shape[:-1], -math.inf)
-    P = (S - lse.nan_to_num(neginf=0.0)[..., None]).exp()  # in a row without keys exp(-inf - 0) = 0
-    Z = torch.ones_like(P) if dropout_mask is None else dropout_mask.double() / (1 - dropout_p)
-    return P, Z, lse
+def _probabilities(q, k, *, scale=None, **features):
+    """P (B, H, Nq, Nk), the dropout factor Z, and lse (B, H, Nq)."""
+    S = scores(q, k, scale=scale, **features)
+    large, rest = log_sum_exp(S)
+    P = probabilities(S, large, rest)
+    return P, Features(**features).dropped(P), (large + rest)[..., 0]
 
 
 def _scale(scale, q):
@@ -96,5 +98,5 @@ def _sum_groups(grad, x):
     """The gradient of `_repeat`: (B, H, N, D) summed over each group of query heads, to the shape of x."""
     if grad.shape == x.shape:
         return grad
-    B, Hk, N, D = x.shape
-    return grad.reshape(B, Hk, -1, N, D).sum(2)
+    H, Hk = grad.shape[-3], x.shape[-3]
+    return grad.unflatten(-3, (Hk, H // Hk)).sum(-3)

@@ -137,6 +137,7 @@ def is_traced(q):
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or isinstance(q, FakeTensor)
 
 
+@engine.one_at_a_time
 def run(kernel, *tensors, **options):
     """The kernel's results, contiguous. Autograd does not see them, and autocast does not change the kernel's dtype."""
     device = "cuda" if tensors[0].is_cuda else "cpu"
@@ -188,8 +189,9 @@ def as_4d(x):
 def pick_kernel(kernels, supports, rung, direction, q, whole=None):
     """(the rung's forward for direction 0 or backward for 1, SUPPORTS as it holds for the rung).
 
-    rung None stands for the first rung that takes q's dtype and head_dim. whole: {rung: `limits` of it}, for a caller
-    that keeps them. Raises ValueError that names the rungs.
+    rung None stands for the first rung that takes q's dtype and head_dim. A rung may take head_dims for which another
+    one is faster: those it is picked for are its best_head_dims. whole: {rung: `limits` of it}, for a caller that keeps
+    them. Raises ValueError that names the rungs.
     """
     whole = whole or {rung: limits(supports, rung) for rung in kernels}
     if rung is not None and rung not in tuple(kernels):
@@ -200,7 +202,7 @@ def pick_kernel(kernels, supports, rung, direction, q, whole=None):
     if rung is not None:
         return kernels[rung][direction], whole[rung]
     for name, own in whole.items():
-        if takes(own, q):
+        if takes(own, q) and q.shape[-1] in own.get("best_head_dims", own["head_dims"]):
             return kernels[name][direction], own
     if takes(supports, q):
         raise _no_rung(whole, supports, q)

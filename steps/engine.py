@@ -10,8 +10,10 @@ Numba and Triton read NUMBA_ENABLE_CUDASIM and TRITON_INTERPRET while they are b
 here, and importing this module too late is an error rather than a silent mixture of engines.
 """
 
+import functools
 import os
 import sys
+import threading
 
 import torch
 
@@ -48,6 +50,27 @@ def check_runs() -> None:
     """RuntimeError under the engine "compile", for whoever is about to compute something."""
     if name == "compile":
         raise RuntimeError("under STEPS_ENGINE=compile nothing is computed. Unset it to run a stage.")
+
+
+_lock = threading.RLock()  # A thread that has it can take it again.
+
+
+def one_at_a_time(function):
+    """The function, which under the engine "cpu" only one thread at a time can be in. Else the function unchanged.
+
+    While a kernel runs, Numba's simulator replaces names in the kernel's module, Triton's interpreter replaces
+    functions of triton.language, and the emulation of stage 02 keeps its threads in global variables. A second call at
+    the same time would use what the first one has put there. All functions share one lock.
+    """
+    if name != "cpu":
+        return function
+
+    @functools.wraps(function)
+    def alone(*args, **options):
+        with _lock:
+            return function(*args, **options)
+
+    return alone
 
 
 def describe() -> str:

@@ -158,10 +158,10 @@ def test_the_recorded_launch_takes_at_most_15_microseconds():
 
 def test_peers_compute_attention_and_never_fall_back():
     q, k, v = (torch.randn(1, 4, 40, 32) for _ in range(3))
-    for name in ("sdpa-flash", "sdpa-math"):
+    for peer in (peers.PEERS["sdpa-flash"], peers.PEERS["sdpa-math"], peers.matrix_form):
         for heads in (4, 2):
             want, _ = attention.forward(q, k[:, :heads], v[:, :heads], causal=True)
-            assert (peers.PEERS[name](q, k[:, :heads], v[:, :heads], True) - want).abs().max() < 1e-5
+            assert (peer(q, k[:, :heads], v[:, :heads], True) - want).abs().max() < 1e-5
     with pytest.raises(RuntimeError):
         peers.PEERS["sdpa-cudnn"](q, k, v)
 
@@ -458,9 +458,9 @@ def test_the_plan_names_rungs_and_peers_that_there_are():
     for part in parts:
         assert set(part.peers) <= set(peers.PEERS) and set(part.dtypes) <= set(rows.DTYPES)
         assert {(p.B * p.N, p.H * p.D) for p in part.grid} == {(16384, 2048)}, "the papers'"
-        assert all(list(STAGE_02.glob(f"{pass_}_*_{rung}.cu")) for pass_ in part.passes for rung in part.rungs)
-    measured_forward = {rung for part in parts if "fwd" in part.passes for rung in part.rungs}
-    assert measured_forward == {path.stem.split("_", 2)[2] for path in STAGE_02.glob("fwd_*.cu")}
+    for number, files in (("02", STAGE_02.glob("fwd_*.cu")), ("03", (STAGE_02.parent / "step03_triton").glob("fwd_*"))):
+        of_stage = [part for part in parts if part.stage == number and "fwd" in part.passes]
+        assert {rung for part in of_stage for rung in part.rungs} == {path.stem.split("_", 2)[2] for path in files}
 
 
 def test_a_backward_is_measured_only_under_the_rung_that_owns_it():

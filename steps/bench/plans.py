@@ -1,4 +1,4 @@
-"""Who is measured: the stages' rungs as candidates, alone or with a switch turned, and what is recorded of stage 02.
+"""Who is measured: the stages' rungs as candidates, alone or with a switch turned, and what is recorded of 02 and 03.
 
 `python -m steps bench --plan fast` measures one of PLANS, in parts of a few minutes on an H200. A rung is named by its
 word; it is measured forward at its own kernel, and backward only where it has one of its own. The slow rungs are
@@ -32,9 +32,10 @@ class Part:
     dtypes: tuple[str, ...] = ("bf16",)
     peers: tuple[str, ...] = ("sdpa-flash", "sdpa-cudnn")
     switches: bool = False  # each rung also with each of its switches turned, and only forward
+    stage: str = "02"
 
     def candidates(self):
-        found = [candidate for rung in self.rungs for candidate in entrants("02", rung)]
+        found = [candidate for rung in self.rungs for candidate in entrants(self.stage, rung)]
         return [one for c in found for one in (c, *switched(c))] if self.switches else found
 
 
@@ -54,6 +55,14 @@ PLANS = {
         Part(("hopper", "fa2"), _at(4096), ("fwd", "bwd"), ("fp16",)),
     ),
     "switches": (Part(("hopper",), _at(512, 4096, 16384), switches=True),),
+    "triton": (
+        Part(("gluon", "tma", "roles", "fused"), stage="03"),
+        Part(("tma", "fused"), passes=("bwd",), stage="03"),
+        Part(("fused",), _at(512, 4096, 16384), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",), stage="03"),
+    ),
+    "compilers": (
+        Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), peers=("flex", "compiled", "sdpa-cudnn"), stage="03"),
+    ),
 }
 
 
@@ -123,7 +132,7 @@ def compile_ahead(jobs):
 def _compile(job):
     part, n, dtype, D, causal = job
     one = part.candidates()[n]
-    dout, q, k, v = make_inputs(Point(1, 1, 64, D), dtype, engine.device)
+    dout, q, k, v = make_inputs(Point(1, 1, 128, D), dtype, engine.device)  # enough for every rung's own tile
     with contextlib.suppress(RuntimeError, TypeError, ValueError):
         out, lse = one.forward(q, k, v, causal=causal)
         if "bwd" in part.passes:

@@ -7,18 +7,21 @@ import torch
 
 from steps import contract, engine
 
-from . import bwd_0_fused, fwd_0_fused
+from . import rungs
 from .sdpa import sdpa_of
 
-RUNGS = {"fused": (fwd_0_fused.forward, bwd_0_fused.backward)}
+GPU = torch.cuda.get_device_capability() if engine.name == "cuda" else None
+RUNGS, (DTYPES, HEAD_DIMS) = rungs.available(GPU), rungs.taken(GPU)
 SUPPORTS = {
     "stage": "step03_triton",
     "devices": (engine.device,),
-    "dtypes": (torch.float32, torch.float16, torch.bfloat16),
-    "head_dims": range(1, 257),
+    "dtypes": DTYPES,
+    "head_dims": HEAD_DIMS,
     "tiles": ((64, 32), (16, 16), (16, 32), (32, 16), (32, 32)),
     "rungs": tuple(RUNGS),
-    "own_backward": tuple(RUNGS),
+    "limits": {rung: limits for rung, limits in rungs.LIMITS.items() if rung in RUNGS},
+    "elsewhere": {rung: needs for rung, needs in rungs.NEEDS.items() if rung not in RUNGS},
+    "own_backward": ("tma", "fused"),  # gluon and roles have tma's backward
     "gqa": True,
     "nq_ne_nk": True,
     "deterministic": True,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Rung 0, "fused": FlashAttention-2's backward in three Triton kernels, without atomics: the same bits on every run.
 
-    delta_kernel   delta = rowsum(dO * O)             one number a query, before the loops
+    delta_kernel   delta = rowsum(dO * O), and lse in base 2: one number each a query, before the loops
     keys_kernel    a program owns Bc keys of one key head and visits the queries; dK_j, dV_j stay on the chip
     queries_kernel a program owns Br queries of one head and visits the keys; dQ_i stays on the chip
 
     in each tile of the last two
-        P  = exp(scale * Q_i K_j^T - lse_i)           recomputed, never stored
+        P  = 2^(c Q_i K_j^T - lse_2)                  recomputed, never stored; c = scale log2(e), lse_2 = lse log2(e)
         dP = dO_i V_j^T
         dS = P * (dP - delta_i)
         dV_j += P^T dO_i     dK_j += scale * dS^T Q_i                 keys_kernel
@@ -15,8 +15,8 @@
 The idea: in a single pass over the tiles many programs contribute to every dQ_i. They would need atomic additions,
 whose order changes from run to run. In two passes each result has one owner; the price is that S and dP are computed
 twice, in 7 matrix products instead of 5. Grouped heads cost nothing extra, because the owner of a key tile visits the
-queries of all heads that share it. Source: FlashAttention-2, Algorithm 2. Left out: the single pass, autotuning, TMA.
-Needs torch and Triton only.
+queries of all heads that share it. Source: FlashAttention-2, Algorithm 2. Left out: the single pass, TMA (rung 1),
+autotuning. Needs torch and Triton only.
 """
 
 import torch
@@ -25,63 +25,85 @@ import triton.language as tl
 
 # (Br, Bc, num_warps, num_stages) of the last two kernels, by bytes an entry and head_dim: up to 64, 128, 256.
 KEYS_TILES = {
-    2: {64: (32, 128, 8, 3), 128: (32, 128, 8, 2), 256: (32, 64, 8, 1)},
-    4: {64: (32, 64, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    2: {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 8, 1)},
+    4: {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 4, 1)},
 }
 QUERIES_TILES = {
-    2: {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)},
-    4: {64: (64, 32, 8, 2), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
+    2: {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
+    4: {64: (64, 64, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
 }
 
 
 @triton.jit
-def head(x, strides, b, h):
-    """Where head h of batch entry b begins, computed in 64 bits because a tensor may have more than 2^31 entries."""
-    return x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-
-
-@triton.jit
-def load_tile(x, first, N, stride, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
-    """ROWS rows of a matrix (N, D) from row `first` on, as a tile (ROWS, D_pad) with zeros beyond the edges."""
+def load_tile(x, strides, b, h, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
+    """The rows of head h from `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns."""
     row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
-    return tl.load(x + row.to(tl.int64) * stride + column, mask=(row < N) & (column < D), other=0.0)
+    # Offsets have 64 bits, because a tensor may have more than 2^31 entries.
+    head = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    return tl.load(x + head + row.to(tl.int64) * strides[2] + column, mask=(row < N) & (column < D), other=0.0)
 
 
 @triton.jit
-def store_tile(x, tile, first, N, stride, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
+def store_tile(x, strides, tile, b, h, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
     row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
-    tl.store(x + row.to(tl.int64) * stride + column, tile, mask=(row < N) & (column < D))
+    head = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    tl.store(x + head + row.to(tl.int64) * strides[2] + column, tile, mask=(row < N) & (column < D))
 
 
 @triton.jit
-def tile_gradients(S, dP, lse, delta, query, key, Nq, Nk, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
+def load_numbers(x, bh, first, N, Br: tl.constexpr):
+    """The numbers of x (B * H, N) that belong to the queries of head bh from `first` on (Br,), and 0 beyond N."""
+    row = first + tl.arange(0, Br)
+    return tl.load(x + bh.to(tl.int64) * N + row, mask=row < N, other=0.0)
+
+
+@triton.jit
+def tile_gradients(S, dP, lse_2, delta, query, key, Nq, Nk, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
     """(P, dS) of one tile, from S and from dP, the gradient of P; all of them may be transposed."""
-    S = S - lse
+    # No P is larger than 1. Rounding could make it larger where the scores are huge, and even infinite.
+    P = tl.exp2(tl.minimum(S * scale_log2 - lse_2, 0.0))
     if MASKED:
         seen = key < Nk
         if CAUSAL:  # query i stands at position i + Nk - Nq
             seen = seen & (key <= query + Nk - Nq)
-        S = tl.where(seen, S, float("-inf"))  # this covers lse = -inf too, because such a row sees no key
-    P = tl.exp(S)
+        P = tl.where(seen, P, 0.0)
     return P, P * (dP - delta)
+
+
+@triton.jit
+def in_base_2(lse):
+    """lse * log2(e) for P = 2^(c S - lse_2), and infinity for a row that saw no key, whose P is then 0.
+
+    This product, c S and lse itself are rounded, so that c S - lse_2 may be wrong by 2^-22 of it. From 2^22 on, where
+    that is 1 and more, lse_2 is made smaller by as much. Then P is 1 for the largest scores of the row, to which
+    `tile_gradients` limits it.
+    """
+    lse_2 = lse * 1.4426950408889634
+    size = tl.abs(lse_2)
+    lse_2 = tl.where(size < 4194304.0, lse_2, lse_2 - size / 4194304.0)
+    return tl.where(lse == float("-inf"), float("inf"), lse_2)
 
 
 @triton.jit(do_not_specialize=["H", "Nq"])
 def delta_kernel(
-    dout, out, delta, dout_strides, out_strides, H, Nq, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr
+    dout, out, lse, lse_2, delta, dout_strides, out_strides, H, Nq,
+    D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr
 ):
     program, tiles = tl.program_id(0), tl.cdiv(Nq, Br)
     i, bh = program % tiles * Br, program // tiles
     b, h = bh // H, bh % H
-    dO = load_tile(head(dout, dout_strides, b, h), i, Nq, dout_strides[2], Br, D, D_pad).to(tl.float32)
-    O = load_tile(head(out, out_strides, b, h), i, Nq, out_strides[2], Br, D, D_pad).to(tl.float32)
+    dO = load_tile(dout, dout_strides, b, h, i, Nq, Br, D, D_pad).to(tl.float32)
+    O = load_tile(out, out_strides, b, h, i, Nq, Br, D, D_pad).to(tl.float32)
     row = i + tl.arange(0, Br)
-    tl.store(delta + bh.to(tl.int64) * Nq + row, tl.sum(dO * O, 1), mask=row < Nq)
+    lse_i = load_numbers(lse, bh, i, Nq, Br)
+    rows = bh.to(tl.int64) * Nq + row
+    tl.store(delta + rows, tl.sum(dO * O, 1), mask=row < Nq)
+    tl.store(lse_2 + rows, in_base_2(lse_i), mask=row < Nq)
 
 
 @triton.jit
 def visit_queries(
-    dK, dV, K_j, V_j, q, dout, lse, delta, q_stride, dout_stride, j, begin, end, Nq, Nk, scale,
+    dK, dV, K_j, V_j, q, dout, lse_2, delta, q_strides, dout_strides, b, h, bh, j, begin, end, Nq, Nk, scale_log2,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
     """(dK, dV) with the queries from `begin` to `end` added.
@@ -90,31 +112,33 @@ def visit_queries(
     left factors of the products for dV and dK.
     """
     for i in range(begin, end, Br):
-        Q_i = load_tile(q, i, Nq, q_stride, Br, D, D_pad)  # (Br, D)
-        dO_i = load_tile(dout, i, Nq, dout_stride, Br, D, D_pad)  # beyond Nq dO and delta are 0 and add nothing
+        Q_i = load_tile(q, q_strides, b, h, i, Nq, Br, D, D_pad)  # (Br, D)
+        dO_i = load_tile(dout, dout_strides, b, h, i, Nq, Br, D, D_pad)  # beyond Nq it is 0, and adds nothing
+        lse_i = load_numbers(lse_2, bh, i, Nq, Br)  # (Br,)
+        delta_i = load_numbers(delta, bh, i, Nq, Br)
         query, key = i + tl.arange(0, Br), j + tl.arange(0, Bc)
-        lse_i = tl.load(lse + query, mask=query < Nq, other=0.0)  # (Br,)
-        delta_i = tl.load(delta + query, mask=query < Nq, other=0.0)
-        S_T = scale * tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (Bc, Br)
+        S_T = tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (Bc, Br)
         dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision="ieee")  # (Bc, Br)
         P_T, dS_T = tile_gradients(
-            S_T, dP_T, lse_i[None, :], delta_i[None, :], query[None, :], key[:, None], Nq, Nk, MASKED, CAUSAL
+            S_T, dP_T, lse_i[None, :], delta_i[None, :], query[None, :], key[:, None], Nq, Nk, scale_log2,
+            MASKED, CAUSAL
         )
         dV = tl.dot(P_T.to(dO_i.dtype), dO_i, dV, input_precision="ieee")
         dK = tl.dot(dS_T.to(Q_i.dtype), Q_i, dK, input_precision="ieee")
     return dK, dV
 
 
-@triton.jit(do_not_specialize=["Hk", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
+@triton.jit(do_not_specialize=["Hk", "Nq", "Nk"])  # so that one compiled kernel serves every length
 def keys_kernel(
-    dout, q, k, v, lse, delta, dk, dv, dout_strides, q_strides, k_strides, v_strides, dk_strides, Hk, group, Nq, Nk,
-    scale, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+    dout, q, k, v, lse_2, delta, dk, dv, dout_strides, q_strides, k_strides, v_strides, dk_strides,
+    Hk, group, Nq, Nk, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
     program, tiles = tl.program_id(0), tl.cdiv(Nk, Bc)
-    j, bh = program % tiles * Bc, program // tiles  # the first keys start first: when causal, most queries see them
-    b, hk = bh // Hk, bh % Hk
-    K_j = load_tile(head(k, k_strides, b, hk), j, Nk, k_strides[2], Bc, D, D_pad)  # (Bc, D)
-    V_j = load_tile(head(v, v_strides, b, hk), j, Nk, v_strides[2], Bc, D, D_pad)
+    j, bhk = program % tiles * Bc, program // tiles  # the first keys start first: when causal, most queries see them
+    b, hk = bhk // Hk, bhk % Hk
+    K_j = load_tile(k, k_strides, b, hk, j, Nk, Bc, D, D_pad)  # (Bc, D)
+    V_j = load_tile(v, v_strides, b, hk, j, Nk, Bc, D, D_pad)
     dK, dV = tl.zeros((Bc, D_pad), tl.float32), tl.zeros((Bc, D_pad), tl.float32)
     begin, full = 0, 0  # no query before `begin` sees any of these keys, every query from `full` on sees all of them
     if CAUSAL:
@@ -122,77 +146,76 @@ def keys_kernel(
         full = tl.minimum(Nq, tl.cdiv(tl.maximum(0, j + Bc - 1 + Nq - Nk), Br) * Br)
     if j + Bc > Nk:  # the ragged last tile of keys is masked for every query
         full = Nq
-    for g in range(0, group):  # the query heads that share this key head
+    scale_log2 = scale * 1.4426950408889634
+    for g in range(0, group):  # the query heads that share this key head; with group = 1 Triton drops the loop
         h = hk * group + g
-        q_h, dout_h = head(q, q_strides, b, h), head(dout, dout_strides, b, h)
-        rows = (bh.to(tl.int64) * group + g) * Nq
         dK, dV = visit_queries(
-            dK, dV, K_j, V_j, q_h, dout_h, lse + rows, delta + rows, q_strides[2], dout_strides[2],
-            j, begin, full, Nq, Nk, scale, True, CAUSAL, D, D_pad, Br, Bc
+            dK, dV, K_j, V_j, q, dout, lse_2, delta, q_strides, dout_strides, b, h, bhk * group + g,
+            j, begin, full, Nq, Nk, scale_log2, True, CAUSAL, D, D_pad, Br, Bc
         )
         dK, dV = visit_queries(
-            dK, dV, K_j, V_j, q_h, dout_h, lse + rows, delta + rows, q_strides[2], dout_strides[2],
-            j, full, Nq, Nq, Nk, scale, False, CAUSAL, D, D_pad, Br, Bc
+            dK, dV, K_j, V_j, q, dout, lse_2, delta, q_strides, dout_strides, b, h, bhk * group + g,
+            j, full, Nq, Nq, Nk, scale_log2, False, CAUSAL, D, D_pad, Br, Bc
         )
-    store_tile(head(dk, dk_strides, b, hk), dK * scale, j, Nk, dk_strides[2], Bc, D, D_pad)
-    store_tile(head(dv, dk_strides, b, hk), dV, j, Nk, dk_strides[2], Bc, D, D_pad)
+    store_tile(dk, dk_strides, dK * scale, b, hk, j, Nk, Bc, D, D_pad)
+    store_tile(dv, dk_strides, dV, b, hk, j, Nk, Bc, D, D_pad)
 
 
 @triton.jit
 def visit_keys(
-    dQ, Q_i, dO_i, lse_i, delta_i, query, k, v, k_stride, v_stride, begin, end, Nq, Nk, scale,
+    dQ, Q_i, dO_i, lse_i, delta_i, k, v, k_strides, v_strides, b, hk, i, begin, end, Nq, Nk, scale_log2,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
     """dQ with the keys from `begin` to `end` added."""
     for j in range(begin, end, Bc):
-        K_j = load_tile(k, j, Nk, k_stride, Bc, D, D_pad)  # (Bc, D)
-        V_j = load_tile(v, j, Nk, v_stride, Bc, D, D_pad)
-        key = j + tl.arange(0, Bc)
-        S = scale * tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
+        K_j = load_tile(k, k_strides, b, hk, j, Nk, Bc, D, D_pad)  # (Bc, D)
+        V_j = load_tile(v, v_strides, b, hk, j, Nk, Bc, D, D_pad)
+        query, key = i + tl.arange(0, Br), j + tl.arange(0, Bc)
+        S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
         dP = tl.dot(dO_i, tl.trans(V_j), input_precision="ieee")  # (Br, Bc)
         _, dS = tile_gradients(
-            S, dP, lse_i[:, None], delta_i[:, None], query[:, None], key[None, :], Nq, Nk, MASKED, CAUSAL
+            S, dP, lse_i[:, None], delta_i[:, None], query[:, None], key[None, :], Nq, Nk, scale_log2, MASKED, CAUSAL
         )
         dQ = tl.dot(dS.to(K_j.dtype), K_j, dQ, input_precision="ieee")
     return dQ
 
 
-@triton.jit(do_not_specialize=["H", "group", "Nq", "Nk"])
+@triton.jit(do_not_specialize=["H", "Nq", "Nk"])
 def queries_kernel(
-    dout, q, k, v, lse, delta, dq, dout_strides, q_strides, k_strides, v_strides, dq_strides, H, group, Nq, Nk,
-    scale, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+    dout, q, k, v, lse_2, delta, dq, dout_strides, q_strides, k_strides, v_strides, dq_strides,
+    H, group, Nq, Nk, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
     program, tiles = tl.program_id(0), tl.cdiv(Nq, Br)
     # The last queries start first: when causal, they see most keys.
     i, bh = (tiles - 1 - program % tiles) * Br, program // tiles
     b, h = bh // H, bh % H
-    k, v = head(k, k_strides, b, h // group), head(v, v_strides, b, h // group)
-    Q_i = load_tile(head(q, q_strides, b, h), i, Nq, q_strides[2], Br, D, D_pad)  # (Br, D)
-    dO_i = load_tile(head(dout, dout_strides, b, h), i, Nq, dout_strides[2], Br, D, D_pad)
-    rows, query = bh.to(tl.int64) * Nq, i + tl.arange(0, Br)
-    lse_i = tl.load(lse + rows + query, mask=query < Nq, other=0.0)  # (Br,)
-    delta_i = tl.load(delta + rows + query, mask=query < Nq, other=0.0)
+    Q_i = load_tile(q, q_strides, b, h, i, Nq, Br, D, D_pad)  # (Br, D)
+    dO_i = load_tile(dout, dout_strides, b, h, i, Nq, Br, D, D_pad)
+    lse_i = load_numbers(lse_2, bh, i, Nq, Br)  # (Br,)
+    delta_i = load_numbers(delta, bh, i, Nq, Br)
     full, end = Nk, Nk  # all of these queries see all keys before `full`, none sees a key from `end` on
     if CAUSAL:
         full = tl.minimum(Nk, tl.maximum(0, i + 1 + Nk - Nq))
         end = tl.minimum(Nk, tl.maximum(0, i + Br + Nk - Nq))
     full = full // Bc * Bc
+    scale_log2 = scale * 1.4426950408889634
     dQ = tl.zeros((Br, D_pad), tl.float32)
     dQ = visit_keys(
-        dQ, Q_i, dO_i, lse_i, delta_i, query, k, v, k_strides[2], v_strides[2], 0, full, Nq, Nk, scale,
+        dQ, Q_i, dO_i, lse_i, delta_i, k, v, k_strides, v_strides, b, h // group, i, 0, full, Nq, Nk, scale_log2,
         False, CAUSAL, D, D_pad, Br, Bc
     )
     dQ = visit_keys(
-        dQ, Q_i, dO_i, lse_i, delta_i, query, k, v, k_strides[2], v_strides[2], full, end, Nq, Nk, scale,
+        dQ, Q_i, dO_i, lse_i, delta_i, k, v, k_strides, v_strides, b, h // group, i, full, end, Nq, Nk, scale_log2,
         True, CAUSAL, D, D_pad, Br, Bc
     )
-    store_tile(head(dq, dq_strides, b, h), dQ * scale, i, Nq, dq_strides[2], Br, D, D_pad)
+    store_tile(dq, dq_strides, dQ * scale, b, h, i, Nq, Br, D, D_pad)
 
 
 def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
     """(dq, dk, dv) from dout and out like q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous.
 
-    lse (B, H, Nq) is float32. tile is (Br, Bc).
+    lse (B, H, Nq) is float32. scale > 0; None is 1/sqrt(D). tile is (Br, Bc).
     """
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
         grads = backward(*(x.float() for x in (dout, q, k, v, out)), lse, causal=causal, scale=scale, tile=tile)
@@ -200,7 +223,7 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     scale = D**-0.5 if scale is None else scale
     D_pad = max(16, triton.next_power_of_2(D))  # tiles are powers of two, and a tensor core takes 16 columns
-    lse, delta = lse.contiguous(), torch.empty_like(lse, memory_format=torch.contiguous_format)
+    lse_2, delta = torch.empty(2, B * H, Nq, dtype=torch.float32, device=q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     strides = [x.stride()[:3] for x in (dout, q, k, v)]
     numbers = (H // Hk, Nq, Nk, scale)
@@ -211,12 +234,14 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
 
     with torch.cuda.device_of(q):  # Triton launches on the current device
         delta_kernel[(B * H * triton.cdiv(Nq, 64),)](
-            dout, out, delta, strides[0], out.stride()[:3], H, Nq, D=D, D_pad=D_pad, Br=64
+            dout, out, lse.contiguous(), lse_2, delta, strides[0], out.stride()[:3], H, Nq, D=D, D_pad=D_pad, Br=64
         )
-        keys_kernel[lambda META: (B * Hk * triton.cdiv(Nk, META["Bc"]),)](
-            dout, q, k, v, lse, delta, dk, dv, *strides, dk.stride()[:3], Hk, *numbers, **options(KEYS_TILES)
+        how = options(KEYS_TILES)
+        keys_kernel[(B * Hk * triton.cdiv(Nk, how["Bc"]),)](
+            dout, q, k, v, lse_2, delta, dk, dv, *strides, dk.stride()[:3], Hk, *numbers, **how
         )
-        queries_kernel[lambda META: (B * H * triton.cdiv(Nq, META["Br"]),)](
-            dout, q, k, v, lse, delta, dq, *strides, dq.stride()[:3], H, *numbers, **options(QUERIES_TILES)
+        how = options(QUERIES_TILES)
+        queries_kernel[(B * H * triton.cdiv(Nq, how["Br"]),)](
+            dout, q, k, v, lse_2, delta, dq, *strides, dq.stride()[:3], H, *numbers, **how
         )
     return dq, dk, dv

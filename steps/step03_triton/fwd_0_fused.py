@@ -3,19 +3,21 @@
 
     Q_i stays on the chip; m = -inf, l = 0, O = 0
     for each tile of Bc keys:                         first those that all Br queries see, then those that need a mask
-        S     = scale * Q_i K_j^T                     tensor cores for float16 and bfloat16, exact float32 for float32
+        S     = Q_i K_j^T                             tensor cores for float16 and bfloat16, exact float32 for float32
         m_new = max(m, rowmax S)
-        alpha = exp(m - m_new)
-        P     = exp(S - m_new)
+        alpha = 2^(c m - c m_new)                     c = scale log2(e): exp is computed as a power of 2
+        P     = 2^(c S - c m_new)                     one fused multiply-add and one exp2 an entry
         l     = alpha * l + rowsum P
         O     = alpha * O + P V_j
-    out = O / l,  lse = m + log l                     written once
+    out = O / l,  lse = scale m + log l               written once
 
 The idea: Triton works on tiles, so the kernel reads like the algorithm. The compiler decides which thread holds which
 entry, what lies in shared memory, how early tiles are copied there (num_stages), and which tensor core instructions
-multiply them. Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Left out: autotuning, TMA,
-warp specialisation, and exp2 with scale * log2(e) folded into its argument. Without exp2 forward and backward round S
-alike, and in float32 at scores of 200 a difference would show. Needs torch and Triton only.
+multiply them. What is left to choose is the tile. Small tiles of few warps are the fastest here: two or three programs
+then share a multiprocessor, and one multiplies while another one computes its softmax.
+
+Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Left out: TMA (rung 1), warp
+specialisation (rung 2), autotuning. Needs torch and Triton only.
 """
 
 import torch
@@ -24,28 +26,33 @@ import triton.language as tl
 
 # (Br, Bc, num_warps, num_stages) by bytes an entry and head_dim: up to 64, 128, 256.
 TILES = {
-    2: {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
-    4: {64: (64, 32, 8, 2), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
+    2: {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 8, 2)},
+    4: {64: (64, 64, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
 }
 
 
 @triton.jit
-def head(x, strides, b, h):
-    """Where head h of batch entry b begins, computed in 64 bits because a tensor may have more than 2^31 entries."""
-    return x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+def pointers(x, strides, b, h, first, ROWS: tl.constexpr, D_pad: tl.constexpr):
+    """Where the entries of a tile (ROWS, D_pad) lie that begins with row `first` of head h of x (B, H, N, D)."""
+    row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
+    # Offsets have 64 bits, because a tensor may have more than 2^31 entries.
+    head = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    return x + head + row.to(tl.int64) * strides[2] + column
 
 
 @triton.jit
-def load_tile(x, first, N, stride, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
-    """ROWS rows of a matrix (N, D) from row `first` on, as a tile (ROWS, D_pad) with zeros beyond the edges."""
-    row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
-    return tl.load(x + row.to(tl.int64) * stride + column, mask=(row < N) & (column < D), other=0.0)
+def inside(first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
+    """Which entries of a tile exist: those within the N rows and D columns."""
+    return (first + tl.arange(0, ROWS)[:, None] < N) & (tl.arange(0, D_pad)[None, :] < D)
 
 
 @triton.jit
-def store_tile(x, tile, first, N, stride, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
-    row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
-    tl.store(x + row.to(tl.int64) * stride + column, tile, mask=(row < N) & (column < D))
+def load_tile(tile, first, N, MASKED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
+    """The tile (ROWS, D_pad) at these pointers, with zeros beyond the edges. Without MASKED all of its rows exist."""
+    if MASKED or D < D_pad:
+        return tl.load(tile, mask=inside(first, N, ROWS, D, D_pad), other=0.0)
+    else:
+        return tl.load(tile)
 
 
 @triton.jit
@@ -69,31 +76,50 @@ def mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constex
 
 
 @triton.jit
-def online_update(m, l, O, S, V_j):
-    """(m, l, O) after one more tile of keys, with the scores S (Br, Bc) and the values V_j (Bc, D).
+def factor_and_shift(m, scale_log2):
+    """(f, f m) of P = 2^(f S - f m), two numbers a row; f is scale_log2 unless m is huge.
 
-    m and l (Br,); O (Br, D) is not yet divided by l.
+    The compiler makes one fused multiply-add of f S - f m, in which f S is exact and f m was rounded before. At S = m
+    the exponent is then up to f m / 2^24 instead of 0, and P is infinite for scores of 1e11. So from 2^26 on f is the
+    power of two below scale_log2, whose products are exact. Neighbouring float32 numbers of that size differ by so much
+    that with either factor P is 1 for the maximum and small for all other scores.
+    """
+    power_of_two = (scale_log2.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    small = tl.abs(m * scale_log2) < 67108864.0
+    return tl.where(small, scale_log2, power_of_two), tl.where(small, m * scale_log2, m * power_of_two)
+
+
+@triton.jit
+def online_update(m, l, O, S, V_j, scale_log2):
+    """(m, l, O) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled, and the values V_j (Bc, D).
+
+    m (Br,) is the maximum of S. l (Br,); O (Br, D) is not yet divided by l.
     """
     m_new = tl.maximum(m, tl.max(S, 1))
     unit = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
-    alpha = tl.exp(m - unit)
-    P = tl.exp(S - unit[:, None])
+    factor, shift = factor_and_shift(unit, scale_log2)
+    alpha = tl.exp2((m - unit) * factor)
+    P = tl.exp2(S * factor[:, None] - shift[:, None])
     O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
     return m_new, alpha * l + tl.sum(P, 1), O
 
 
 @triton.jit
 def visit_keys(
-    m, l, O, Q_i, k, v, k_stride, v_stride, i, begin, end, Nq, Nk, scale,
+    m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, begin, end, Nq, Nk, scale_log2,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
+    k_tile = pointers(k, k_strides, b, hk, begin, Bc, D_pad)  # They move on with j, which is cheaper than
+    v_tile = pointers(v, v_strides, b, hk, begin, Bc, D_pad)  # to multiply rows by strides for each tile.
     for j in range(begin, end, Bc):
-        K_j = load_tile(k, j, Nk, k_stride, Bc, D, D_pad)  # (Bc, D)
-        V_j = load_tile(v, j, Nk, v_stride, Bc, D, D_pad)
-        S = scale * tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
+        K_j = load_tile(k_tile, j, Nk, MASKED, Bc, D, D_pad)  # (Bc, D)
+        V_j = load_tile(v_tile, j, Nk, MASKED, Bc, D, D_pad)
+        S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
         if MASKED:
             S = mask(S, i, j, Nq, Nk, CAUSAL, Br, Bc)
-        m, l, O = online_update(m, l, O, S, V_j)
+        m, l, O = online_update(m, l, O, S, V_j, scale_log2)
+        k_tile += Bc * tl.cast(k_strides[2], tl.int64)
+        v_tile += Bc * tl.cast(v_strides[2], tl.int64)
     return m, l, O
 
 
@@ -107,29 +133,33 @@ def forward_kernel(
     # first: when causal, they see most keys.
     i, bh = (tiles - 1 - program % tiles) * Br, program // tiles
     b, h = bh // H, bh % H
-    k, v = head(k, k_strides, b, h // group), head(v, v_strides, b, h // group)  # `group` query heads share a key head
+    hk = h // group  # `group` query heads share a key head
+    scale_log2 = scale * 1.4426950408889634
 
-    Q_i = load_tile(head(q, q_strides, b, h), i, Nq, q_strides[2], Br, D, D_pad)  # (Br, D)
+    Q_i = load_tile(pointers(q, q_strides, b, h, i, Br, D_pad), i, Nq, True, Br, D, D_pad)  # (Br, D)
     m = tl.full((Br,), float("-inf"), tl.float32)
     l, O = tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
     full, end = key_ranges(i, Nq, Nk, CAUSAL, Br, Bc)
     m, l, O = visit_keys(
-        m, l, O, Q_i, k, v, k_strides[2], v_strides[2], i, 0, full, Nq, Nk, scale, False, CAUSAL, D, D_pad, Br, Bc
+        m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, 0, full, Nq, Nk, scale_log2,
+        False, CAUSAL, D, D_pad, Br, Bc
     )
     m, l, O = visit_keys(
-        m, l, O, Q_i, k, v, k_strides[2], v_strides[2], i, full, end, Nq, Nk, scale, True, CAUSAL, D, D_pad, Br, Bc
+        m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, full, end, Nq, Nk, scale_log2,
+        True, CAUSAL, D, D_pad, Br, Bc
     )
 
     row = i + tl.arange(0, Br)
     l = tl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
-    store_tile(head(out, out_strides, b, h), O / l[:, None], i, Nq, out_strides[2], Br, D, D_pad)
-    tl.store(lse + bh.to(tl.int64) * Nq + row, m + tl.log(l), mask=row < Nq)
+    out_tile = pointers(out, out_strides, b, h, i, Br, D_pad)
+    tl.store(out_tile, O / l[:, None], mask=inside(i, Nq, Br, D, D_pad))
+    tl.store(lse + bh.to(tl.int64) * Nq + row, m * scale + tl.log(l), mask=row < Nq)
 
 
 def forward(q, k, v, *, causal=False, scale=None, tile=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
-    tile is (Br, Bc).
+    scale > 0; None is 1/sqrt(D). tile is (Br, Bc).
     """
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
         out, lse = forward(q.float(), k.float(), v.float(), causal=causal, scale=scale, tile=tile)

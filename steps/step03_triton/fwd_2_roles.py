@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: MIT
+"""Rung 2, "roles": rung 1, with its warps divided by the compiler into one that copies and two groups that compute.
+
+    for j in tl.range(begin, end, Bc, warp_specialize=True):
+
+The idea: in rung 1 every warp starts copies, waits for them, multiplies, and computes the softmax. With this one
+argument the compiler cuts the loop in two: a warp of its own copies K and V and signals by barriers in shared memory
+that a tile has come, and two groups of four warps wait for the signal and compute, with 64 rows of the tile each. The
+groups drift apart, so that one multiplies while the other one computes exponentials, and a tile of 128 x 128 fits into
+the registers.
+
+The compiler does this under conditions that it does not name. The kernel may have one loop only, so a mask has no place
+of its own: roles are used without a causal mask, where Nk is a multiple of Bc and head_dim is 65 to 128. Everything
+else takes two loops, as in rung 1, and the tiles of rung 1. Q, K and V need descriptors that are made in the kernel,
+and num_warps must be 4.
+
+The trap: the compiler divides a tile's rows between the groups by adding 64 to the row number of the second one. A
+number that is the coordinate of a descriptor has been moved already. If the same number is also used to compute
+addresses, they are moved twice, and then half of lse is never written, without any message. Therefore rows are counted
+from the first row of the tile here: lse + i + row, with row < Nq - i.
+
+Source: FlashAttention-2, Algorithm 1; the roles are FlashAttention-3's (section 3.1). Launch: grid
+(B * H * ceil(Nq / Br),). Left out: products and softmax of one group at the same time (rung 3). Needs torch and Triton
+only.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# (Br, Bc, num_warps, num_stages) by head_dim: up to 64, 128, 256.
+TILES = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
+ROLES_TILES = {128: (128, 128, 4, 2)}  # the same with roles, which pay off at these head_dims only
+
+
+@triton.jit
+def describe(x, strides, b, h, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
+    """Head h of x: if TMA a descriptor of its matrix (N, D) with boxes of ROWS rows, else a pointer."""
+    # Offsets have 64 bits, because a tensor may have more than 2^31 entries.
+    head = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    if TMA:
+        return tl.make_tensor_descriptor(head, [N, D], [strides[2], 1], [ROWS, D_pad])
+    else:
+        return head
+
+
+@triton.jit
+def load_tile(x, stride, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
+    """The rows of a head from `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns.
+
+    x is what `describe` gives.
+    """
+    if TMA:
+        return x.load([first, 0])
+    else:
+        row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
+        return tl.load(x + row.to(tl.int64) * stride + column, mask=(row < N) & (column < D), other=0.0)
+
+
+@triton.jit
+def store_tile(x, stride, tile, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
+    if TMA:
+        x.store([first, 0], tile.to(x.dtype))
+    else:
+        row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
+        tl.store(x + row.to(tl.int64) * stride + column, tile, mask=(row < N) & (column < D))
+
+
+@triton.jit
+def key_ranges(i, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
+    """(full, end) for the Br queries from i on: all of them see all keys before full, none sees a key from end on."""
+    full, end = Nk, Nk
+    if CAUSAL:  # query i stands at position i + Nk - Nq
+        full = tl.minimum(Nk, tl.maximum(0, i + 1 + Nk - Nq))
+        end = tl.minimum(Nk, tl.maximum(0, i + Br + Nk - Nq))
+    return full // Bc * Bc, end
+
+
+@triton.jit
+def mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
+    """S with -inf where there is no key, or the key lies after the query. S (Br, Bc) starts at query i and key j."""
+    row, column = tl.arange(0, Br)[:, None], tl.arange(0, Bc)[None, :]
+    seen = column < Nk - j
+    if CAUSAL:
+        seen = seen & (column - row <= i + Nk - Nq - j)
+    return tl.where(seen, S, float("-inf"))
+
+
+@triton.jit
+def factor_and_shift(m, scale_log2):
+    """(f, f m) of P = 2^(f S - f m), two numbers a row; f is scale_log2 unless m is huge.
+
+    The compiler makes one fused multiply-add of f S - f m, in which f S is exact and f m was rounded before. At S = m
+    the exponent is then up to f m / 2^24 instead of 0, and P is infinite for scores of 1e11. So from 2^26 on f is the
+    power of two below scale_log2, whose products are exact. Neighbouring float32 numbers of that size differ by so much
+    that with either factor P is 1 for the maximum and small for all other scores.
+    """
+    power_of_two = (scale_log2.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    small = tl.abs(m * scale_log2) < 67108864.0
+    return tl.where(small, scale_log2, power_of_two), tl.where(small, m * scale_log2, m * power_of_two)
+
+
+@triton.jit
+def online_update(m, l, O, S, V_j, scale_log2):
+    """(m, l, O) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled, and the values V_j (Bc, D).
+
+    m (Br,) is the maximum of S. l (Br,); O (Br, D) is not yet divided by l.
+    """
+    m_new = tl.maximum(m, tl.max(S, 1))
+    unit = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
+    factor, shift = factor_and_shift(unit, scale_log2)
+    alpha = tl.exp2((m - unit) * factor)
+    P = tl.exp2(S * factor[:, None] - shift[:, None])
+    O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
+    return m_new, alpha * l + tl.sum(P, 1), O
+
+
+@triton.jit
+def visit_keys(
+    m, l, O, Q_i, k, v, k_stride, v_stride, i, begin, end, Nq, Nk, scale_log2,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr,
+    Br: tl.constexpr, Bc: tl.constexpr, TMA: tl.constexpr, ROLES: tl.constexpr
+):
+    for j in tl.range(begin, end, Bc, warp_specialize=ROLES):
+        K_j = load_tile(k, k_stride, j, Nk, Bc, D, D_pad, TMA)  # (Bc, D)
+        V_j = load_tile(v, v_stride, j, Nk, Bc, D, D_pad, TMA)
+        S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
+        if MASKED:
+            S = mask(S, i, j, Nq, Nk, CAUSAL, Br, Bc)
+        m, l, O = online_update(m, l, O, S, V_j, scale_log2)
+    return m, l, O
+
+
+@triton.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
+def forward_kernel(
+    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, H, group, Nq, Nk, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr, TMA: tl.constexpr,
+    ROLES: tl.constexpr
+):
+    program, tiles = tl.program_id(0), tl.cdiv(Nq, Br)
+    # Neighbouring programs work on the same head, so they find its K and V in the L2 cache. The last queries start
+    # first: when causal, they see most keys.
+    i, bh = (tiles - 1 - program % tiles) * Br, program // tiles
+    b, h = bh // H, bh % H
+    hk = h // group  # `group` query heads share a key head
+    scale_log2 = scale * 1.4426950408889634
+
+    q = describe(q, q_strides, b, h, Nq, Br, D, D_pad, TMA)
+    k = describe(k, k_strides, b, hk, Nk, Bc, D, D_pad, TMA)
+    v = describe(v, v_strides, b, hk, Nk, Bc, D, D_pad, TMA)
+    out = describe(out, out_strides, b, h, Nq, Br, D, D_pad, TMA)
+    Q_i = load_tile(q, q_strides[2], i, Nq, Br, D, D_pad, TMA)  # (Br, D)
+    m = tl.full((Br,), float("-inf"), tl.float32)
+    l, O = tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
+    full, end = key_ranges(i, Nq, Nk, CAUSAL, Br, Bc)
+    m, l, O = visit_keys(
+        m, l, O, Q_i, k, v, k_strides[2], v_strides[2], i, 0, full, Nq, Nk, scale_log2,
+        False, CAUSAL, D, D_pad, Br, Bc, TMA, ROLES
+    )
+    if not ROLES:
+        m, l, O = visit_keys(
+            m, l, O, Q_i, k, v, k_strides[2], v_strides[2], i, full, end, Nq, Nk, scale_log2,
+            True, CAUSAL, D, D_pad, Br, Bc, TMA, ROLES
+        )
+
+    row = tl.arange(0, Br)
+    l = tl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
+    store_tile(out, out_strides[2], O / l[:, None], i, Nq, Br, D, D_pad, TMA)
+    tl.store(lse + (bh.to(tl.int64) * Nq + i) + row, m * scale + tl.log(l), mask=row < Nq - i)
+
+
+def is_aligned(x):
+    """Whether a descriptor can describe the heads of x (B, H, N, D): address and strides are multiples of 16 bytes."""
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in steps)
+
+
+def allocate(size, alignment, stream):
+    """Memory in which Triton keeps the descriptors that a kernel makes."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def forward(q, k, v, *, causal=False, scale=None, tile=None):
+    """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
+
+    scale > 0; None is 1/sqrt(D). tile is (Br, Bc).
+    """
+    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
+        out, lse = forward(q.float(), k.float(), v.float(), causal=causal, scale=scale, tile=tile)
+        return out.to(q.dtype), lse
+    (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
+    scale = D**-0.5 if scale is None else scale
+    D_pad = max(16, triton.next_power_of_2(D))  # tiles are powers of two, and a tensor core takes 16 columns
+    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((B, H, Nq), dtype=torch.float32)
+    interpreted = triton.knobs.runtime.interpret  # The interpreter has descriptors, too, and ignores roles.
+    hopper = not interpreted and torch.cuda.get_device_capability(q.device)[0] == 9
+    TMA = (interpreted or hopper) and all(map(is_aligned, (q, k, v, out)))
+    Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else TILES[max(64, D_pad)]
+    ROLES = TMA and not causal and not tile and D_pad in ROLES_TILES and Nk % ROLES_TILES[D_pad][1] == 0
+    if ROLES:
+        Br, Bc, num_warps, num_stages = ROLES_TILES[D_pad]
+    if TMA:
+        triton.set_allocator(allocate)  # It holds for this thread only; autograd's backward has threads of its own.
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        forward_kernel[(B * H * triton.cdiv(Nq, Br),)](
+            q, k, v, out, lse, *(x.stride()[:3] for x in (q, k, v, out)), H, H // Hk, Nq, Nk, scale, CAUSAL=causal,
+            D=D, D_pad=D_pad, Br=Br, Bc=Bc, TMA=TMA, ROLES=ROLES, num_warps=num_warps, num_stages=num_stages,
+        )
+    return out, lse

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: MIT
+"""Rung 3, "gluon": the roles that the compiler gives out in rung 2, written by hand, and two products in flight.
+
+    producer, one warp:                       consumers, two warpgroups of 64 query rows each:
+      load Q behind the first K_n               start S = Q K_n^T and, behind it, O += P V_(n-1)
+      for each tile of Bc keys:                 wait until S is ready; the room of K_n is free
+        wait until there is room; load K_n      m, l and P from S, while O is still being computed
+        wait until there is room; load V_n      wait until O is ready; the room of V_(n-1) is free; O *= alpha
+
+The idea: Gluon is the layer below Triton in the same compiler. Here the kernel says which warps do what, where tiles
+lie in shared memory, when a copy or a product starts, and who waits for it. Triton waits for a tl.dot whose result the
+same iteration uses, so that no product runs beside the exponentials; here O is computed beside them. Tiles are visited
+from the last key backwards, so that those that need a mask come first. Compared with stage 02's fwd_8_hopper.cu there
+are no turns, no persistent blocks and no lazy rescaling.
+
+Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 12 warps, one program a
+multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not
+run Gluon. Needs torch and Triton only: 3.6.0 or 3.7.1, because Gluon is experimental and may change.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+Br = gl.constexpr(128)  # the rows of two consumers
+STAGES = gl.constexpr(2)  # tiles of K and of V in shared memory: one in use, one on its way
+TILES = {64: (128, 128), 128: (128, 128), 256: (128, 64)}  # (Br, Bc) by the columns of a tile in shared memory
+
+
+# A ring is (tiles, full, empty): room for a few tiles in shared memory, and two barriers for each. A phase of "full" is
+# complete when all bytes of a tile have come, one of "empty" when the consumers have finished with the tile. Tile n has
+# room n % DEPTH and phase n // DEPTH; a wait names the phase by its parity. The phase before the first is complete.
+@gluon.jit
+def make_ring(x, DEPTH: gl.constexpr, CONSUMERS: gl.constexpr):
+    tiles = gl.allocate_shared_memory(x.dtype, [DEPTH] + x.block_type.shape, x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    for room in gl.static_range(DEPTH):
+        mbarrier.init(full.index(room), count=1)
+        mbarrier.init(empty.index(room), count=CONSUMERS)
+    return tiles, full, empty
+
+
+@gluon.jit
+def load(x, ring, n, b, h, first):
+    """The producer: starts to copy tile n, the rows of one head from `first` on. TMA writes zeros beyond the edges."""
+    tiles, full, empty = ring
+    room, phase = n % tiles.shape[0], n // tiles.shape[0] & 1
+    mbarrier.wait(empty.index(room), phase ^ 1)
+    mbarrier.expect(full.index(room), x.block_type.nbytes)
+    tma.async_copy_global_to_shared(x, [b, h, first, 0], full.index(room), tiles.index(room))
+
+
+@gluon.jit
+def get(ring, n):
+    """A consumer: waits until tile n has come, and returns it as a matrix in shared memory."""
+    tiles, full, empty = ring
+    mbarrier.wait(full.index(n % tiles.shape[0]), n // tiles.shape[0] & 1)
+    return tiles.index(n % tiles.shape[0]).reshape((tiles.shape[3], tiles.shape[4]))
+
+
+@gluon.jit
+def release(ring, n):
+    """A consumer: has finished with tile n."""
+    tiles, full, empty = ring
+    mbarrier.arrive(empty.index(n % tiles.shape[0]), count=1)
+
+
+@gluon.jit
+def produce(q, k, v, Q, K, V, b, h, hk, i, blocks):
+    for n in range(blocks):
+        j = (blocks - 1 - n) * k.block_type.shape[2]
+        load(k, K, n, b, hk, j)
+        if n == 0:
+            load(q, Q, 0, b, h, i)
+            load(q, Q, 1, b, h, i + 64)
+        load(v, V, n, b, hk, j)
+
+
+@gluon.constexpr_function
+def layout(columns):
+    """Which thread holds which entries of a product (64, columns), as wgmma prescribes it: a warp has 16 rows."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.jit
+def start_scores(Q_i, K_n):
+    zeros = gl.full((64, K_n.shape[0]), 0, gl.float32, layout(K_n.shape[0]))
+    return warpgroup_mma(Q_i, K_n.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (64, Bc)
+
+
+@gluon.jit
+def start_output(O, P, V_n):
+    # P stays float32 until here: if pairs of 16-bit numbers went around the loop, ptxas would swap each of them twice.
+    P = gl.convert_layout(P.to(V_n.dtype), gl.DotOperandLayout(0, O.type.layout, 2))  # every number stays in its thread
+    return warpgroup_mma(P, V_n, O, is_async=True)  # (64, D_pad)
+
+
+@gluon.jit
+def mask(S, i, j, Nq, Nk, CAUSAL: gl.constexpr):
+    """S with -inf where there is no key, or the key lies after the query. S (64, Bc) starts at query i and key j."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, S.type.layout))
+    column = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))
+    seen = gl.zeros_like(row) + (Nk - j)  # the row sees the columns before this one
+    if CAUSAL:  # query i stands at position i + Nk - Nq
+        seen = gl.minimum(seen, row + (i + 1 + Nk - Nq - j))
+    return gl.where(column[None, :] < seen[:, None], S, float("-inf"))
+
+
+@gluon.jit
+def factor_and_shift(m, scale_log2):
+    """(f, f m) of P = 2^(f S - f m), two numbers a row; f is scale_log2 unless m is huge. fwd_0_fused.py says why."""
+    power_of_two = (scale_log2.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    factor = gl.where(gl.abs(m * scale_log2) < 67108864.0, scale_log2, power_of_two)
+    return factor, m * factor
+
+
+@gluon.jit
+def online_softmax(m, l, S, scale_log2):
+    """(m, l, alpha, P) after one more tile of keys, with S = Q_i K_n^T (64, Bc), not scaled, whose maximum m is."""
+    m_new = gl.maximum(m, gl.max(S, 1))
+    unit = gl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
+    factor, shift = factor_and_shift(unit, scale_log2)
+    alpha = gl.exp2((m - unit) * factor)
+    P = gl.exp2(S * factor[:, None] - shift[:, None])
+    return m_new, alpha * l + gl.sum(P, 1), alpha, P
+
+
+@gluon.jit
+def step(m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """Tile n of the keys, which starts at key j: its S, and O of the tile before it."""
+    S = start_scores(Q_i, get(K, n))
+    O = start_output(O, P, get(V, n - 1))
+    S = warpgroup_mma_wait(1, (S,))  # all products but the last one have ended
+    release(K, n)
+    if MASKED:
+        S = mask(S, i, j, Nq, Nk, CAUSAL)
+    m, l, alpha, P = online_softmax(m, l, S, scale_log2)
+    get(V, n - 1)  # returns at once, but keeps ptxas from moving the wait for O before the exponentials
+    O = warpgroup_mma_wait(0, (O,))
+    release(V, n - 1)
+    return m, l, P, O * gl.convert_layout(alpha, gl.SliceLayout(1, O.type.layout))[:, None]
+
+
+@gluon.jit
+def consume(w, CAUSAL: gl.constexpr, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk, scale):
+    """Warpgroup w: the 64 queries from i on."""
+    Bc: gl.constexpr = K[0].shape[3]
+    D_pad: gl.constexpr = K[0].shape[4]
+    rows: gl.constexpr = gl.SliceLayout(1, layout(Bc))
+    m, l = gl.full((64,), float("-inf"), gl.float32, rows), gl.full((64,), 0, gl.float32, rows)
+    O = gl.full((64, D_pad), 0, gl.float32, layout(D_pad))  # not yet divided by l
+    scale_log2 = scale * 1.4426950408889634  # exp is computed as a power of 2
+    whole = Nk // Bc  # the first tiles of the keys, which need no mask
+    if CAUSAL:
+        whole = gl.minimum(Nk, gl.maximum(0, i + 1 + Nk - Nq)) // Bc
+    if blocks > 0:  # otherwise nothing comes to wait for
+        Q_i = get(Q, w)
+        S = warpgroup_mma_wait(0, (start_scores(Q_i, get(K, 0)),))
+        release(K, 0)
+        S = mask(S, i, (blocks - 1) * Bc, Nq, Nk, CAUSAL)
+        m, l, alpha, P = online_softmax(m, l, S, scale_log2)
+        masked = gl.maximum(1, blocks - whole)
+        if CAUSAL:  # otherwise only the first tile needs a mask
+            for n in range(1, masked):
+                j = (blocks - 1 - n) * Bc
+                m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, True, CAUSAL)
+        for n in range(masked, blocks):
+            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, 0, Nq, Nk, scale_log2, False, CAUSAL)
+        O = warpgroup_mma_wait(0, (start_output(O, P, get(V, blocks - 1)),))
+    l = gl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
+    row = gl.arange(0, 64, rows)
+    gl.store(lse + i + row, m * scale + gl.log(l), mask=row < Nq - i)
+    tile = Q[0].index(w)  # Q_i is not needed any more, so out leaves the chip from its place
+    inverse = gl.convert_layout(1 / l, gl.SliceLayout(1, layout(D_pad)))
+    tile.reshape((64, D_pad)).store((O * inverse[:, None]).to(out.dtype))
+    hopper.fence_async_shared()  # TMA must see what was stored
+    tma.async_copy_shared_to_global(out, [b, h, i, 0], tile)
+    tma.store_wait(0)  # the shared memory must live until TMA has read it
+
+
+@gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
+def forward_kernel(q, k, v, out, lse, H, group, Nq, Nk, scale, CAUSAL: gl.constexpr):
+    program, tiles = gl.program_id(0), gl.cdiv(Nq, Br)
+    # Neighbouring programs work on the same head, so they find its K and V in the L2 cache. The last queries start
+    # first: when causal, they see most keys.
+    i, bh = (tiles - 1 - program % tiles) * Br, program // tiles
+    b, h = bh // H, bh % H
+    end = Nk  # none of the Br queries sees a key from here on
+    if CAUSAL:
+        end = gl.minimum(Nk, gl.maximum(0, i + Br + Nk - Nq))
+    blocks = gl.cdiv(end, k.block_type.shape[2])
+    lse += bh.to(gl.int64) * Nq  # in 64 bits because a tensor may have more than 2^31 entries
+    Q, K, V = make_ring(q, 2, 1), make_ring(k, STAGES, 2), make_ring(v, STAGES, 2)
+    # The first function runs on the kernel's own 4 warps, the others on 4 and 1 warps of their own. That takes three
+    # warpgroups with maxnreg=168 registers a thread. The others ask for 240 and 24, and leave 240 to the first.
+    gl.warp_specialize([
+        (consume, (0, CAUSAL, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk, scale)),
+        (consume, (1, CAUSAL, out, lse, Q, K, V, b, h, i + 64, blocks, Nq, Nk, scale)),
+        (produce, (q, k, v, Q, K, V, b, h, h // group, i, blocks)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def refusal(q):
+    """Why this kernel does not take q, shaped as in forward; None if it does."""
+    D = q.shape[3]
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if q.dtype not in (torch.float16, torch.bfloat16) or D % 8 or not 0 < D <= 256:
+        return f"takes float16 and bfloat16 with a head_dim of 8, 16, ... 256; got {q.dtype} and {D}"
+    return None
+
+
+def aligned(x):
+    """x, copied if its address or a stride is no multiple of 16 bytes, because a descriptor could not describe it."""
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    fits = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in steps)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def describe(x, rows, D_pad):
+    """A descriptor of x (B, H, N, D) whose boxes have so many rows."""
+    # The stride of a dimension of size 1 is never used, but must be a multiple of 16 bytes too.
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    swizzled = gl.NVMMASharedLayout.get_default_for([1, 1, rows, D_pad], gl.float16)  # bfloat16 has the same size
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, D_pad], swizzled)
+
+
+def forward(q, k, v, *, causal=False, scale=None, tile=None):
+    """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
+
+    scale > 0; None is 1/sqrt(D). tile is (128, Bc): Bc 64, or 128 up to head_dim 128. Raises ValueError with the
+    `refusal`.
+    """
+    (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
+    if reason := refusal(q):
+        raise ValueError(f"rung gluon {reason}.")
+    q, k, v = map(aligned, (q, k, v))
+    scale = D**-0.5 if scale is None else scale
+    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((B, H, Nq), dtype=torch.float32)
+    if Nk == 0 or out.numel() == 0:  # there is no descriptor of an empty tensor
+        return out.zero_(), lse.fill_(float("-inf"))
+    D_pad = max(64, triton.next_power_of_2(D))
+    _, Bc = tile or TILES[D_pad]
+    descriptors = [describe(x, rows, D_pad) for x, rows in ((q, 64), (k, Bc), (v, Bc), (out, 64))]
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        forward_kernel[(B * H * triton.cdiv(Nq, Br.value),)](
+            *descriptors, lse, H, H // Hk, Nq, Nk, float(scale), CAUSAL=causal, num_warps=4, maxnreg=168
+        )
+    return out, lse

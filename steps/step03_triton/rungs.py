@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: MIT
+"""The rungs of stage 03: which kernels belong to a word, what they take, and what a machine needs to run them."""
+
+import torch
+
+from . import bwd_0_fused, bwd_1_tma, fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon
+
+
+def backward_of_gluon(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
+    """The backward of rung tma. It has tiles of its own, which the forward's `tile` does not change."""
+    return bwd_1_tma.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+
+
+# The fastest first: a call that names no rung gets the first one that takes its input.
+KERNELS = {
+    "gluon": (fwd_3_gluon.forward, backward_of_gluon),
+    "tma": (fwd_1_tma.forward, bwd_1_tma.backward),
+    "roles": (fwd_2_roles.forward, bwd_1_tma.backward),
+    "fused": (fwd_0_fused.forward, bwd_0_fused.backward),
+}
+NEEDS = {"gluon": "a Hopper GPU", "tma": "a Hopper GPU", "roles": "a Hopper GPU"}
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+LIMITS = {
+    "gluon": {
+        "dtypes": SIXTEEN_BITS,
+        "head_dims": range(8, 257, 8),
+        "best_head_dims": range(72, 257, 8),  # below, rung tma is faster
+        "tiles": ((128, 64),),
+    },
+    "tma": {"dtypes": SIXTEEN_BITS},
+    "roles": {"dtypes": SIXTEEN_BITS},
+}
+
+
+def available(capability):
+    """{word: (forward, backward)} for a GPU of this compute capability, or without a GPU for Triton's interpreter."""
+    if capability is None:  # Gluon does not run in the interpreter. The first rung is the simplest one there.
+        words = "fused", "tma", "roles"
+    else:
+        words = tuple(KERNELS) if capability[0] == 9 else ("fused",)
+    return {word: KERNELS[word] for word in words}
+
+
+def taken(capability):
+    """(dtypes, head_dims) of a GPU of this compute capability.
+
+    Triton does not use the tensor cores of GPUs before Ampere. Without them the 16-bit kernels do not fit into the
+    registers, nor the larger head_dims into the shared memory.
+    """
+    if capability and capability[0] < 8:
+        return (torch.float32,), range(1, 129)
+    return (torch.float32, *SIXTEEN_BITS), range(1, 257)

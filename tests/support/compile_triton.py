@@ -1,0 +1,74 @@
+"""Compiles stage 03's kernels as their launchers launch them, for GPUs that need not be there.
+
+    python tests/support/compile_triton.py '[["fused", 80, "bfloat16", 128, true], ...]'
+
+An entry is (rung, compute capability, dtype, head_dim, causal). Prints a line of JSON for each kernel: what was asked,
+the kernel's name, its bytes of shared memory, the bytes of registers that ptxas spills, whether ptxas serialises
+wgmma instructions, and how often some instructions stand in the PTX.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+INSTRUCTIONS = "mma.sync", "wgmma.mma_async", "cp.async.cg", "cp.async.bulk.tensor", "setmaxnreg"
+
+
+class Driver:
+    """Stands in for a GPU: Triton asks it what to compile for."""
+
+    capability = 80
+
+    def get_current_device(self):
+        return self.capability
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def assemble(ptx, capability):
+    """What ptxas says about a kernel: its use of registers, and its warnings."""
+    tools = triton.knobs.nvidia
+    ptxas = tools.ptxas_blackwell if capability >= 100 and hasattr(tools, "ptxas_blackwell") else tools.ptxas
+    target = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+    command = [ptxas.path, "-v", f"--gpu-name={target}", "-o", "/dev/null", "/dev/stdin"]
+    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+
+
+def main(wanted):
+    driver, launch = Driver(), JITFunction.run
+    triton.runtime.driver.set_active(driver)
+    torch.cuda.get_device_capability = lambda device=None: divmod(driver.capability, 10)
+    from steps.step03_triton import fwd_3_gluon, rungs  # now that Triton has its driver
+
+    def compile_only(kernel, *args, grid, warmup, **options):
+        compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+        ptx = compiled.asm["ptx"]
+        log = assemble(ptx, driver.capability)
+        found = dict(zip(("rung", "capability", "dtype", "D", "causal"), entry, strict=True), kernel=kernel.__name__)
+        found |= dict(shared=compiled.metadata.shared, spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]))
+        found |= dict(serialised="serialized" in log) | {name: ptx.count(name) for name in INSTRUCTIONS}
+        print(json.dumps(found), flush=True)
+
+    JITFunction.run = compile_only
+    fwd_3_gluon.refusal = lambda q: None  # it looks for a GPU
+    for entry in wanted:
+        rung, driver.capability, dtype, D, causal = entry
+        forward, backward = rungs.KERNELS[rung]
+        x, lse = torch.zeros(1, 1, 128, D, dtype=getattr(torch, dtype)), torch.zeros(1, 1, 128)
+        forward(x, x, x, causal=causal)
+        if rung in ("fused", "tma"):  # the others have tma's
+            backward(x, x, x, x, x, lse, causal=causal)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
