@@ -45,7 +45,7 @@ need_venv = $(if $(shell $(1) -c 'import ensurepip, venv; print(1)' 2>/dev/null)
   $(error $(1) cannot make virtual environments. Install the package $(notdir $(1))-venv))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab notebooks slides lint report gpu-check clean setup force
+.PHONY: help demo test test-all lab notebooks slides lint report gpu-check clean setup force
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=python3.12] [ENV=none]'
@@ -59,6 +59,9 @@ demo: setup ## every stage on real input, compared with the float64 reference
 
 test: setup ## the tests, two files at a time (JOBS=2); ARGS="tests/test_step03_triton.py -k causal" picks
 	$(call run,$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS))
+
+test-all: setup ## the tests, and those that take too long for `make test`, such as random inputs
+	$(call run,$(PY) -m pytest -n $(JOBS) --dist loadfile --long $(ARGS))
 
 lab: setup ## JupyterLab on your own copies of the notebooks, in my/
 	@mkdir -p my

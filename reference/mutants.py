@@ -341,6 +341,28 @@ class NoGuard(Forward):
         return m_new
 
 
+@mutant("the tile's own maximum is subtracted, and for a row that sees no key of the tile exp(-inf - (-inf)) is NaN")
+class MaskedRowNotGuarded(Forward):
+    def check(self):
+        if not self.x.causal or self.Nk <= self.Bc:  # with a single tile of keys it is the mistake no_guard
+            raise NotApplicable
+
+    def probabilities(self, S, m, unit):
+        """P is relative to the tile's own maximum and then multiplied by beta, as in FlashAttention, Algorithm 2."""
+        m_tile = S.amax(-1)
+        beta = (m_tile - unit).exp()
+        return beta[..., None] * self.exp(S - m_tile[..., None])
+
+
+@mutant(
+    "a tile that is masked throughout is neither skipped nor guarded: its P = exp(-inf - (-inf)) is NaN",
+    "FlashAttention, Algorithm 2, line 12; also Algorithm 5",
+)
+class MaskedTileVisited(MaskedRowNotGuarded):
+    def end_of_keys(self, i):
+        return self.Nk
+
+
 @mutant("the causal mask compares positions within the tile")
 class TileLocalMask(Forward):
     def positions(self, S, i, j):

@@ -1,6 +1,7 @@
 """Makes test parameters from a stage's SUPPORTS, and ends a run with the time that each file took, beside its budget.
 
-With --mine the stages' tests run on the functions that a reader wrote in my/, and all other tests are skipped.
+With --mine the stages' tests run on the functions that a reader wrote in my/, and all other tests are skipped. With
+--long the tests marked `long` run too.
 """
 
 import re
@@ -33,6 +34,7 @@ _seconds: dict[str, float] = {}
 def pytest_addoption(parser):
     help = "put the functions that you wrote in my/ in place of the stages' own"
     parser.addoption("--mine", action="store_true", help=help)
+    parser.addoption("--long", action="store_true", help="run the tests marked `long` too, as `make test-all` does")
 
 
 def pytest_configure(config):
@@ -106,6 +108,8 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a GPU")
     if item.get_closest_marker("multigpu") and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
+    if item.get_closest_marker("long") and not item.config.getoption("--long"):
+        pytest.skip("takes long: make test-all runs it")
 
 
 def pytest_runtest_teardown():
@@ -115,7 +119,8 @@ def pytest_runtest_teardown():
 
 def pytest_runtest_logreport(report):
     file = report.nodeid.split("::")[0].split("/")[-1]
-    _seconds[file] = _seconds.get(file, 0) + report.duration
+    if "long" not in report.keywords:  # Long tests have no budget.
+        _seconds[file] = _seconds.get(file, 0) + report.duration
 
 
 def pytest_sessionfinish(session):

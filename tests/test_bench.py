@@ -500,7 +500,7 @@ README = """# Title
 <!-- results: gpu=nvidia-h200 pass=fwd dtype=bf16 D=64 causal=false -->
 old
 <!-- /results -->
-<!-- ladder -->
+<!-- ladder 02_fa2_cuda -->
 old
 <!-- /ladder -->
 """
@@ -524,7 +524,7 @@ def test_the_report_fills_readme_from_fresh_rows_only(tmp_path):
     text = readme.read_text()
     assert "| 01 fwd_0_scalar | 100 | 123 | 50% | 1.0e-03 |\n| sdpa-flash | 200 | 150 | – | 1.0e-03 |" in text
     assert "Changed since it was measured, and not shown: 01 fwd_1_warp." in text
-    assert not re.search("888|\nold\n", text) and f"<!-- ladder -->\n{report.EMPTY}" in text
+    assert not re.search("888|\nold\n", text) and f"<!-- ladder 02_fa2_cuda -->\n{report.EMPTY}" in text
 
     (folder / "fwd_0_scalar.py").write_text("x = 2\n")
     report.main(root=tmp_path)
@@ -553,8 +553,9 @@ def test_the_ladder_shows_each_rung_once_and_says_what_differs():
         row(stage="03_triton", kernel="fwd_0_fused", N=4096, D=128, tflops=5.0),
         peer_row(N=4096, D=64, tflops=6.0),
         of_02("fwd_2_mma", gpu="Tesla T4", N=4096, D=128, tflops=7.0),
+        peer_row(N=4096, Nk=4096, D=128, tflops=9.0, run="another"),  # beside other kernels
     ]
-    some = [*more, *ladder_rows(), of_02("fwd_2_mma", N=4096, D=128, tflops=8.0, timing="sustained")]
+    some = [*ladder_rows(), *more, *ladder_rows(), of_02("fwd_2_mma", N=4096, D=128, tflops=8.0, timing="sustained")]
     assert plots.ladder_numbers(more) is None and plots.ladder_numbers(some) == {
         "gpu": "NVIDIA H200",
         "matmul": 800.0,
@@ -565,11 +566,12 @@ def test_the_ladder_shows_each_rung_once_and_says_what_differs():
 
 def test_the_picture_is_drawn_again_when_only_its_numbers_change(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "fresh", lambda found, root: found)
-    readme, picture, results = (tmp_path / x for x in ("README.md", report.PICTURE, Path("steps/bench/results")))
+    path = report.PICTURES["02_fa2_cuda"]
+    readme, picture, results = (tmp_path / x for x in ("README.md", path, Path("steps/bench/results")))
     readme.write_text(README)
     rows.append(ladder_rows(), results)
     report.main(root=tmp_path)
-    assert f"({report.PICTURE})" in readme.read_text() and not exit_code(report.main, check=True, root=tmp_path)
+    assert f"({path})" in readme.read_text() and not exit_code(report.main, check=True, root=tmp_path)
     rows.append(ladder_rows(tflops=60.0), results)  # README says the same, the picture does not
     assert exit_code(report.main, check=True, root=tmp_path) == 1
     report.main(root=tmp_path)
@@ -577,6 +579,17 @@ def test_the_picture_is_drawn_again_when_only_its_numbers_change(tmp_path, monke
     monkeypatch.setattr(report, "fresh", lambda found, root: found[:1])
     report.main(root=tmp_path)
     assert not picture.exists() and "ladder.png" not in readme.read_text()
+
+
+def test_another_stage_has_a_ladder_of_its_own():
+    both = [*ladder_rows(), *(one | {"run": "r3"} for one in ladder_rows())]
+    for one in both[5:]:
+        if one["stage"]:
+            one |= {"stage": "03_triton", "kernel": one["kernel"].replace("scalar", "fused"), "tflops": 70.0}
+    assert plots.ladder_numbers(both, "03_triton")["fwd"]["rungs"][0][:2] == ["fused", 70.0]
+    assert plots.ladder_numbers(both)["fwd"]["rungs"][0][:2] == ["scalar", 4.0]
+    with pytest.raises(ValueError, match="no rows of 03_triton"):
+        plots.ladder(ladder_rows(), "03_triton")
 
 
 def test_figures_show_every_number_and_mix_no_settings():

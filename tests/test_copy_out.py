@@ -29,6 +29,9 @@ SETS = {  # What to copy, and the file and function names of its forward and bac
                      "fwd_2_registers.forward", "bwd_2_registers.backward"),
     "03 fused": (["step03_triton/fwd_0_fused.py", "step03_triton/bwd_0_fused.py"],
                  "fwd_0_fused.forward", "bwd_0_fused.backward"),
+    "03 tma": (["step03_triton/fwd_1_tma.py", "step03_triton/bwd_1_tma.py"], "fwd_1_tma.forward", "bwd_1_tma.backward"),
+    "03 roles": (["step03_triton/fwd_2_roles.py", "step03_triton/bwd_1_tma.py"],
+                 "fwd_2_roles.forward", "bwd_1_tma.backward"),
 }  # fmt: skip
 # What every rung of stage 02 needs beside its own .cu files.
 HOST = [f"step02_fa2_cuda/{file}" for file in ("ladder.py", "launch.py", "nvrtc.py", "cache.py", "wgmma.py", "ptx.cuh")]
@@ -152,7 +155,7 @@ def names_in_readme(call):
     return {Path(file).name for file in re.findall(r"`([^`]+)`", line.split("|")[2])}
 
 
-@pytest.mark.parametrize("name", ["00 tiled", "01 registers", "03 fused"])
+@pytest.mark.parametrize("name", ["00 tiled", "01 registers", "03 fused", "03 tma"])
 def test_readme_names_the_files_of_a_set(name):
     files, forward, _ = SETS[name]
     stages = {file.split("/")[0] for file in files}

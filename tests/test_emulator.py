@@ -107,6 +107,16 @@ extern "C" __global__ void two_blocks(Global<float> y, int how, Global<int> turn
   if (how == 5) atomicAdd(&turn[0], 1), y[0] = blockIdx.x + 1;  // only the other array is added to atomically
 }
 
+extern "C" __global__ void one_addition_a_block(Global<float> y) {
+  SharedMemory smem;
+  Shared<float> sum = smem.array<float>(1);
+  if (threadIdx.x == 0) sum[0] = 0;
+  __syncthreads();
+  atomicAdd(&sum[0], 1);
+  __syncthreads();
+  if (threadIdx.x == 0) atomicAdd(&y[0], sum[0]);
+}
+
 extern "C" __global__ void endless() {
   for (int i = 0; i < 300000; i++) __syncthreads();
 }
@@ -253,6 +263,16 @@ def test_two_blocks_that_write_to_one_element(run, how):
         report = r"two blocks write to one element: blocks \(0, 0, 0\) and \(1, 0, 0\) to element 0 of y\."
         with pytest.raises(RuntimeError, match=report):
             run("two_blocks", y, how, turn, grid=4, block=1)
+
+
+def test_atomic_additions_to_arguments_are_counted(run):
+    y, turn = torch.zeros(4), torch.zeros(1, dtype=torch.int32)
+    with emulator.count_additions() as counts:
+        for _ in range(2):
+            run("one_addition_a_block", y, grid=3, block=40, shared_bytes=4)
+        run("two_blocks", y, 2, turn, grid=4, block=1)  # four numbers at once
+        run("warp_sum", torch.zeros(32, dtype=torch.int32))
+    assert y[0] == 2 * 3 * 40 + 4 and counts == {"one_addition_a_block": 6, "two_blocks": 4, "warp_sum": 0}
 
 
 def test_ctrl_c_ends_a_kernel(run):

@@ -59,6 +59,35 @@ def test_too_late_is_an_error(module, variable):
     assert python(f"import {module}, steps", STEPS_ENGINE="cpu", **{variable: "1"})[0] == 0
 
 
+def test_one_thread_at_a_time_is_in_a_simulator():
+    code = """if True:
+        import threading
+        from steps import engine
+
+        inside, counts, both = [], [], threading.Event()
+
+        @engine.one_at_a_time
+        def outer():
+            inside.append(0)
+            counts.append(len(inside))
+            if len(inside) == 2:
+                both.set()
+            both.wait(1)  # second
+            inner()
+            inside.pop()
+
+        inner = engine.one_at_a_time(lambda: None)
+        threads = [threading.Thread(target=outer, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        print(counts, inside, engine.one_at_a_time(print) is print)
+    """
+    assert python(code, STEPS_ENGINE="cpu")[1] == "[1, 1] [] False"
+    assert python(code, STEPS_ENGINE="compile")[1] == "[1, 2] [] True"  # like "cuda": no lock, and so no cost
+
+
 def test_description_names_the_engine():
     assert engine.describe().startswith(f"engine {engine.name}:")
 

@@ -9,13 +9,17 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+import conftest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Set by the Makefile: "venv" (made by it), "active" (the reader's own) or "none" (nothing was installed).
@@ -218,11 +222,20 @@ def test_active_environment_is_used(course, tmp_path, variable, cuda, kept):
     assert course.make("lint", **environment)[1] == "-m ruff check\n"
 
 
-def test_interpreter_as_it_is(course):
+@pytest.mark.parametrize("target, more", [("test", ""), ("test-all", " --long")])
+def test_interpreter_as_it_is(course, target, more):
     course.python(course.bin / "python3", OLD)
-    done, log = course.make("test", "ENV=none", "JOBS=3", VIRTUAL_ENV="/somewhere")
-    assert log == "-m pytest -n 3 --dist loadfile\n"
+    done, log = course.make(target, "ENV=none", "JOBS=3", VIRTUAL_ENV="/somewhere")
+    assert log == f"-m pytest -n 3 --dist loadfile{more}\n"
     assert done.stdout.endswith("python3 was used as it is: nothing was installed.\n")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_long_tests_run_only_where_they_are_asked_for(asked):
+    config = SimpleNamespace(getoption=lambda name: name == "--long" and asked)
+    item = SimpleNamespace(get_closest_marker=lambda name: name == "long", config=config)
+    with nullcontext() if asked else pytest.raises(pytest.skip.Exception, match="make test-all"):
+        conftest.pytest_runtest_setup(item)
 
 
 def test_failure_reaches_the_exit_code(course):

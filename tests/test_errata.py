@@ -137,6 +137,7 @@ def test_e5_a_tile_that_is_masked_throughout():
     printed = algorithm_2(skips=False)
     assert printed[:4].isnan().all() and equal(printed[4:], want[4:])
     assert equal(algorithm_2(skips=True), want)
+    assert algorithm_2(Br=4, Bc=2, skips=True).isnan().any()  # In a visited tile two of the four rows see no key.
 
 
 def test_e6_the_gflops_of_figure_2():

@@ -1,5 +1,9 @@
 """The changes of tests/mutate.py: each is small, leaves a program, and stays out of comments and messages."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 
 from tests import mutate
@@ -49,3 +53,11 @@ def test_a_seed_gives_the_same_changes_of_every_stage(stage):
         assert change.apply(text) != text
         if change.file.endswith(".py"):
             compile(change.apply(text), change.file, "exec")
+
+
+@pytest.mark.long
+def test_a_run_of_one_change_ends_with_its_score():
+    command = [sys.executable, "-m", "tests.mutate", "--stage", "00", "--count", "1", "--seed", "1"]
+    done = subprocess.run(command, cwd=mutate.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("seed 1\n") and re.search(r"^score: [01] of 1 = ", done.stdout, re.M), done.stdout

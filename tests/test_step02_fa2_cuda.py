@@ -267,6 +267,19 @@ def test_the_contract_where_hoppers_backwards_are_used(rung, D):
             assert not error.failures(one_rung.results(step02, rung, case, inputs), want), case.says
 
 
+@needs_compiler
+@pytest.mark.parametrize("rung", [rung for rung in step02.RUNGS if rung != "scalar"])
+def test_the_stride_of_a_single_row_does_not_matter(rung):
+    """A kernel also computes the addresses of rows that it does not read, and these have to be aligned."""
+    wide = random_inputs(1, 1, 1, 1, 1, 33, torch.bfloat16)
+    rows = [x[..., :32] for x in wide]  # 66 bytes from row to row, if there were a second row
+    for q, k, v, dout in (rows, [x.clone() for x in rows]):
+        out, lse = step02.forward(q, k, v, causal=True, rung=rung)
+        got = out, lse, *step02.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
+        want = error.expected(q, k, v, dout, causal=True)
+        assert not error.failures(dict(zip(error.NAMES, got, strict=True)), want)
+
+
 TURNED = dict(OVERLAP=0, PINGPONG=0, PERSISTENT=0, LAZY=1, SKIP=0, WIDE_STORES=0)
 
 
@@ -465,6 +478,36 @@ def test_a_backward_is_the_first_work_of_autograds_thread(rung):
     code = FIRST_WORK_OF_AUTOGRADS_THREAD.format(rung=rung)
     done = subprocess.run([sys.executable, "-c", code], cwd=launch.HERE.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+TWO_THREADS_AND_A_SIGNAL = """
+import signal, threading, time, torch
+from steps.step02_fa2_cuda import forward
+
+def repeated(N, count):
+    q, k, v = torch.randn(3, 1, 1, N, 32, generator=torch.Generator().manual_seed(N))
+    first, _ = forward(q, k, v)
+    return all(torch.equal(forward(q, k, v)[0], first) for _ in range(count))
+
+repeated(70, 1)  # From here on nothing has to be compiled.
+signal.signal(signal.SIGALRM, lambda *_: time.sleep(1e-4))  # meanwhile the other thread runs
+thread = threading.Thread(target=repeated, args=(90, 200))
+signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)
+thread.start()
+right = repeated(70, 200)
+thread.join()
+signal.setitimer(signal.ITIMER_REAL, 0)
+print("right" if right else "wrong")
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(GPU, reason="a signal's handler runs inside a launch of the emulation alone")
+def test_a_signal_lets_no_second_thread_into_the_emulation():
+    """The emulation keeps Python's lock while a kernel runs, except where it lets Python handle a signal."""
+    command = [sys.executable, "-c", TWO_THREADS_AND_A_SIGNAL]
+    done = subprocess.run(command, cwd=launch.HERE.parents[1], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
 @pytest.mark.gpu

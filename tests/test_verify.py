@@ -1,11 +1,16 @@
 """`python -m steps verify` on functions as somebody else writes them: right, mistaken, and of the wrong form."""
 
+import inspect
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
 import textwrap
+import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +18,8 @@ import torch
 from typer.testing import CliRunner
 
 from reference import cases, error, mutants
-from steps import engine
+from steps import __main__, engine
+from steps import step00_naive as step00
 from steps.__main__ import app
 from steps.verify import anybody, verdict
 
@@ -115,37 +121,59 @@ def test_the_reference_at_the_top_left_is_that_of_the_formula():
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def published(q, k, v, causal, scale, Br=64, Bc=64):
-    """FlashAttention's Algorithm 2 without dropout, whose rows that see no key papers/errata.md tells of, in E5.
+def published(q, k, v, causal, scale, skips=False, Br=64, Bc=64):
+    """FlashAttention's Algorithm 2 as it is printed, without dropout. Without a mask it is Algorithm 1 with a scale.
 
-    Key tiles outside, O kept divided by l. The tiles that are masked throughout are skipped.
+    skips: whether tiles that are masked throughout are left out, which papers/errata.md advises in E5.
     """
     k, v = (x.repeat_interleave(q.shape[1] // max(1, x.shape[1]), 1) for x in (k, v))
     O, l, m = torch.zeros_like(q), torch.zeros_like(q[..., :1]), torch.full_like(q[..., :1], -math.inf)
     shift = k.shape[-2] - q.shape[-2]
-    for j in range(0, k.shape[-2], Bc):
-        for i in range(0, q.shape[-2], Br):
-            if causal and j > i + Br - 1 + shift:
+    for j in range(0, k.shape[-2], Bc):  # line 6
+        for i in range(0, q.shape[-2], Br):  # line 8
+            if skips and causal and j > i + Br - 1 + shift:
                 continue
             rows, keys = slice(i, i + Br), slice(j, j + Bc)
             S = scale * q[:, :, rows] @ k[:, :, keys].mT
             if causal:
                 row = torch.arange(S.shape[-2], device=q.device)[:, None] + i + shift
                 S = S.masked_fill(torch.arange(S.shape[-1], device=q.device) + j > row, -math.inf)
-            m_new = torch.maximum(m[:, :, rows], S.amax(-1, keepdim=True))
-            P, alpha = (S - m_new).exp(), (m[:, :, rows] - m_new).exp()
-            l_new = alpha * l[:, :, rows] + P.sum(-1, keepdim=True)
-            O[:, :, rows] = (l[:, :, rows] * alpha * O[:, :, rows] + P @ v[:, :, keys]) / l_new
+            m_tile = S.amax(-1, keepdim=True)
+            P = (S - m_tile).exp()  # line 12
+            m_new = torch.maximum(m[:, :, rows], m_tile)
+            alpha, beta = (m[:, :, rows] - m_new).exp(), (m_tile - m_new).exp()
+            l_new = alpha * l[:, :, rows] + beta * P.sum(-1, keepdim=True)
+            O[:, :, rows] = (alpha * l[:, :, rows] * O[:, :, rows] + beta * P @ v[:, :, keys]) / l_new  # line 15
             l[:, :, rows], m[:, :, rows] = l_new, m_new
     return O, (m + l.log())[..., 0]
 
 
-def test_the_published_algorithm_fails_in_rows_that_see_no_key(monkeypatch):
+def test_the_printed_algorithm_passes_without_a_mask(monkeypatch):
+    code, text, written = verify_function(monkeypatch, published, "--no-backward", "--no-causal")
+    assert code == 0, text
+    assert set(written["cases"][0]["errors"]) == {"out", "lse"}
+
+
+def test_the_printed_algorithm_fails_under_every_causal_mask(monkeypatch):
     code, text, written = verify_function(monkeypatch, published, "--no-backward")
     assert code == 1
-    assert [row["name"] for row in written["cases"] if row["wrong"]] == ["more_queries_causal"]
-    assert written["equals"] == [{"case": "", "mutants": ["no_guard"]}]
-    assert "out is NaN" in text and f"This equals what you get when {says('no_guard')}." in text
+    asked = anybody.Claims((torch.float32,), (32, 64, 40)).cases(engine.name == "cuda")
+    several_tiles = {case.name for case, _ in asked if case.causal and case.Nq(64) > 64}
+    assert {row["name"] for row in written["cases"] if row["wrong"]} == several_tiles > {"ragged_causal"}
+    assert written["equals"] == [{"case": "", "mutants": ["masked_tile_visited"]}]
+    assert "out is NaN" in text and f"This equals what you get when {says('masked_tile_visited')}." in text
+
+
+def test_the_printed_algorithm_that_skips_tiles_fails_where_the_diagonal_cuts_tiles(monkeypatch):
+    """If there are as many queries as keys, the diagonal goes through the corners of square tiles."""
+    skipping = partial(published, skips=True)
+    assert verify_function(monkeypatch, skipping, "--no-backward", "--no-nq-ne-nk")[0] == 0
+    code, text, written = verify_function(monkeypatch, skipping, "--no-backward")
+    assert code == 1
+    wrong = [row["name"] for row in written["cases"] if row["wrong"]]
+    assert wrong == ["fewer_queries_causal", "more_queries_causal"]
+    assert written["equals"] == [{"case": "", "mutants": ["masked_row_not_guarded"]}]
+    assert "out is NaN" in text and f"This equals what you get when {says('masked_row_not_guarded')}." in text
 
 
 def mistaken(name, tile, order, returns_lse):
@@ -203,6 +231,50 @@ def test_a_planted_mistake_is_named(monkeypatch, name, tile, order, returns_lse)
     assert code == 1
     (equal,) = written["equals"]
     assert equal["case"] == "" and name in equal["mutants"], text
+
+
+# ---- libraries that `verify --help` names ----------------------------------------------------------------------------
+
+
+def plain(q, k, v, causal, scale):
+    """Attention that autograd can differentiate, in float32."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return step00.attention(*(x.float() for x in (q, k, v)), causal=causal, scale=scale).to(q.dtype)
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+    """In place of the library's: (B, N, H, D), 16 bits, at least one token."""
+    assert q.dtype in (torch.float16, torch.bfloat16) and q.numel() and k.numel() and dropout_p == 0
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return plain(q, k, v, causal, softmax_scale).transpose(1, 2)
+
+
+def tutorial_attention(q, k, v, causal, sm_scale, warp_specialize=True):
+    """In place of the one of Triton's tutorial 06: (B, H, N, D), contiguous, whole tiles of 128 tokens."""
+    assert q.dtype == torch.float16 and q.shape == k.shape == v.shape and all(x.is_contiguous() for x in (q, k, v))
+    assert q.shape[2] % 128 == 0 < q.numel() and q.shape[3] in (16, 32, 64, 128, 256)
+    return plain(q, k, v, causal, sm_scale)
+
+
+LIBRARIES = {
+    "flash_attn": types.SimpleNamespace(flash_attn_func=flash_attn_func),
+    "tutorial": types.SimpleNamespace(attention=tutorial_attention),
+}
+
+
+@pytest.mark.skipif(engine.name != "cpu", reason="what stands for the libraries is slow on a GPU")
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_wrappers_that_the_help_shows_fit(monkeypatch, tmp_path, library):
+    """With the options that it names, the libraries' interfaces being played by the functions above."""
+    monkeypatch.setitem(sys.modules, library, LIBRARIES[library])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    paragraphs = inspect.cleandoc(__main__.verify.__doc__).split("\n\n")
+    ((before, wrapper),) = [pair for pair in itertools.pairwise(paragraphs) if f"from {library} import" in pair[1]]
+    (tmp_path / "mine.py").write_text(wrapper.removeprefix("\b"))
+    options = re.search(r"with (--[^:]*):$", before)[1].split()
+    code, text, written = verify(f"{tmp_path}/mine.py:attention", *options)
+    assert code == 0, text
+    assert {"dq", "dk", "dv"} < set(written["cases"][0]["errors"]) and len(written["cases"]) > 8
 
 
 # ---- functions of the wrong form -------------------------------------------------------------------------------------

@@ -72,14 +72,16 @@ LADDER = {"N": 4096, "D": 128, "causal": False, "dtype": "bf16"}  # what the lad
 PEERS = {"sdpa-flash": ("FlashAttention-2", "--", COLOURS[1]), "sdpa-cudnn": ("cuDNN", "-", COLOURS[2])}
 
 
-def ladder_numbers(rows):
-    """What the ladder of stage 02 shows of these rows, or None if there are not rungs of both passes.
+def ladder_numbers(rows, stage="02_fa2_cuda"):
+    """What a stage's ladder shows of these rows, or None if there are not rungs of both passes.
 
     {"gpu", "matmul": TFLOP/s or None, "fwd": ..., "bwd": {"rungs": [[word, TFLOP/s, what differs from LADDER]],
-    "peers": {name: TFLOP/s}}}. Of several GPUs the one measured last; of several rows of one subject the last.
+    "peers": {name: TFLOP/s}}}. Of several GPUs the one measured last; of several rows of one subject the last. Peers
+    are those of the runs in which the stage was measured.
     """
     plain = [row for row in rows if row["n_gpus"] == 1 and not row["options"] and row["timing"] == "interleaved"]
-    here = [row for row in plain if row["stage"] == "02_fa2_cuda" or row["peer"]]
+    runs = {row["run"] for row in plain if row["stage"] == stage}
+    here = [row for row in plain if row["run"] in runs and (row["stage"] == stage or row["peer"])]
     mine = [row for row in here if row["stage"] and row["N"] == LADDER["N"] and row["causal"] == LADDER["causal"]]
     here = [row for row in here if mine and row["gpu"] == mine[-1]["gpu"]]
     products = [row["tflops"] for row in here if row["peer"] == "matmul" and row["dtype"] == LADDER["dtype"]]
@@ -95,15 +97,15 @@ def ladder_numbers(rows):
     return numbers if numbers["fwd"]["rungs"] and numbers["bwd"]["rungs"] else None
 
 
-def ladder(rows):
-    """TFLOP/s of stage 02's rungs, one after the other, forward and backward; FlashAttention-2 and cuDNN as lines.
+def ladder(rows, stage="02_fa2_cuda"):
+    """TFLOP/s of a stage's rungs, one after the other, forward and backward; FlashAttention-2 and cuDNN as lines.
 
     The right axis is the share of the measured matrix product. A rung that does not take the ladder's head_dim or dtype
     is shown with another, and says so.
     """
-    numbers = ladder_numbers(rows)
+    numbers = ladder_numbers(rows, stage)
     if numbers is None:
-        raise ValueError("no rows of stage 02's rungs in both passes: `python -m steps bench --plan fast`, and bwd.")
+        raise ValueError(f"no rows of {stage} in both passes; `python -m steps bench --plan` measures them.")
     style()
     counts = [len(numbers[pass_]["rungs"]) for pass_ in ("fwd", "bwd")]
     how = dict(figsize=(10.8, 4.4), sharey=True, layout="constrained", width_ratios=[n + 1.5 for n in counts])

@@ -5,11 +5,11 @@ A table stands between two markers; the first says by field=value pairs which ro
     <!-- results: gpu=nvidia-h200 pass=fwd dtype=bf16 D=128 causal=false -->
     <!-- /results -->
 
-The picture of stage 02's rungs, notebooks/figures/ladder.png, stands between <!-- ladder --> and <!-- /ladder -->. It
-carries its numbers inside, so that a picture of other rows is noticed.
+A picture of a stage's rungs stands between <!-- ladder 02_fa2_cuda --> and <!-- /ladder -->. It carries its numbers
+inside, so that a picture of other rows is noticed.
 
 Rows whose kernel has changed since they were measured are stale: they are listed, README shows none of them, and says
-so. --check writes nothing and exits with 1 if README or the picture would change.
+so. --check writes nothing and exits with 1 if README or a picture would change.
 """
 
 import json
@@ -28,11 +28,11 @@ from steps.bench.fingerprint import fresh
 from steps.bench.rows import label
 
 _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
-_LADDER = re.compile(r"(<!-- ladder -->\n).*?(<!-- /ladder -->)", re.S)
+_LADDER = re.compile(r"(<!-- ladder (\w+) -->\n).*?(<!-- /ladder -->)", re.S)
 EMPTY = "_Not measured yet._\n"
-PICTURE = Path("notebooks/figures/ladder.png")
+PICTURES = {"02_fa2_cuda": "notebooks/figures/ladder.png", "03_triton": "notebooks/figures/ladder_triton.png"}
 ALT = (
-    "TFLOP/s of stage 02's rungs, forward and backward, FlashAttention-2 and cuDNN as lines; "
+    "TFLOP/s of the rungs of stage {}, forward and backward, FlashAttention-2 and cuDNN as lines; "
     "right axis: % of a matrix product."
 )
 VERSIONS = {"driver": "driver", "CUDA": "cuda", "torch": "torch", "triton": "triton"}
@@ -41,8 +41,11 @@ USUAL = {"options": "{}", "timing": "interleaved"}  # what a marker means that n
 
 def render(text, rows, stale=()):
     """`text` with each section filled from `rows`, and a note of who has only stale ones."""
-    picture = f"![{ALT}]({PICTURE})\n" if plots.ladder_numbers(rows) else EMPTY
-    text = _LADDER.sub(lambda match: match[1] + picture + match[2], text)
+
+    def pictured(match):
+        begin, stage, end = match.groups()
+        image = f"![{ALT.format(stage)}]({PICTURES[stage]})\n" if plots.ladder_numbers(rows, stage) else EMPTY
+        return begin + image + end
 
     def filled(match):
         begin, marker, end = match.groups()
@@ -51,7 +54,7 @@ def render(text, rows, stale=()):
         note = f"\nChanged since it was measured, and not shown: {', '.join(changed)}.\n" if changed else ""
         return begin + markdown(shown) + note + end
 
-    return _SECTION.sub(filled, text)
+    return _SECTION.sub(filled, _LADDER.sub(pictured, text))
 
 
 def select(rows, marker):
@@ -121,11 +124,11 @@ def ladder_in(picture):
         return json.loads(image.text.get("Description", "null"))
 
 
-def draw(rows, picture):
+def draw(rows, stage, picture):
     """Writes the picture with its numbers inside, or removes it where the rows do not suffice."""
-    if numbers := plots.ladder_numbers(rows):
+    if numbers := plots.ladder_numbers(rows, stage):
         picture.parent.mkdir(parents=True, exist_ok=True)
-        plots.ladder(rows).savefig(picture, dpi=110, metadata={"Description": json.dumps(numbers)})
+        plots.ladder(rows, stage).savefig(picture, dpi=110, metadata={"Description": json.dumps(numbers)})
     else:
         picture.unlink(missing_ok=True)
 
@@ -143,7 +146,7 @@ def main(
     root: Annotated[Path, typer.Option(help="The repository.")] = results.ROOT,
 ):
     """Writes the measured rows into README.md's tables."""
-    readme, picture = root / "README.md", root / PICTURE
+    readme, pictures = root / "README.md", {stage: root / path for stage, path in PICTURES.items()}
     measured = results.read(root / results.COMMITTED.relative_to(results.ROOT))
     shown = fresh(measured, root)
     kept = set(map(id, shown))
@@ -153,14 +156,16 @@ def main(
         print(f"  {name}: {count}")
     text = readme.read_text()
     new = render(text, shown, stale)
-    if new == text and ladder_in(picture) == plots.ladder_numbers(shown):
+    drawn = all(ladder_in(path) == plots.ladder_numbers(shown, stage) for stage, path in pictures.items())
+    if new == text and drawn:
         print("README.md and its pictures are up to date.")
     elif check:
-        print("README.md or its picture is out of date: run `make report`.")
+        print("README.md or a picture is out of date: run `make report`.")
         raise typer.Exit(1)
     else:
         readme.write_text(new)
-        draw(shown, picture)
+        for stage, path in pictures.items():
+            draw(shown, stage, path)
         print("README.md rewritten.")
 
 

@@ -1,7 +1,7 @@
-"""`python -m steps.demo.readme` writes README.md's tables of stages and of stage 02's rungs, and its first picture.
+"""`python -m steps.demo.readme` writes README.md's tables of stages and of rungs, and its first picture.
 
-The tables are made from the stages' SUPPORTS and from the ladder. For the picture all five stages are run, so that the
-errors in its text are computed ones. With --tables only the tables are written.
+The tables are made from the stages' SUPPORTS and from the ladders of stages 02 and 03. For the picture all five stages
+are run, so that the errors in its text are computed ones. With --tables only the tables are written.
 """
 
 import sys
@@ -15,6 +15,7 @@ from steps.bench.plots import style
 from steps.demo import compare
 from steps.demo.model import ROOT, SMALL
 from steps.step02_fa2_cuda import ladder
+from steps.step03_triton import rungs as triton_rungs
 from steps.step04_ring.layout import Layout
 
 README, PICTURE = ROOT / "README.md", ROOT / "notebooks" / "figures" / "five_stages.png"
@@ -46,9 +47,23 @@ def rungs():
     return "\n".join(lines)
 
 
+def rungs_of_triton():
+    """Stage 03's ladder as a markdown table, from the slowest rung to the fastest."""
+    lines = ["| rung | forward | backward | dtypes | head_dim | needs |", "|---|---|---|---|---|---|"]
+    for word, kernels in reversed(triton_rungs.KERNELS.items()):
+        forward, backward = (f"{kernel.__module__.rpartition('.')[2]}.py" for kernel in kernels)
+        takes = triton_rungs.LIMITS.get(word, {})
+        dtypes = "float16 or bfloat16" if "dtypes" in takes else "float32 or float16 or bfloat16"
+        dims = takes.get("head_dims", range(1, 257))
+        head_dims = f"{dims[0]} to {dims[-1]}" if dims.step == 1 else f"{dims[0]}, {dims[1]}, ... {dims[-1]}"
+        lines.append(f"| {word} | {forward} | {backward} | {dtypes} | {head_dims} | {triton_rungs.NEEDS[word]} |")
+    return "\n".join(lines)
+
+
 def render(text):
     """README's text with the current tables between their markers."""
-    for name, table in (("stages", stages()), ("rungs", rungs())):
+    tables = {"stages": stages(), "rungs": rungs(), "triton rungs": rungs_of_triton()}
+    for name, table in tables.items():
         before, rest = text.split(f"<!-- {name} -->\n")
         _, after = rest.split(f"<!-- /{name} -->")
         text = f"{before}<!-- {name} -->\n{table}\n<!-- /{name} -->{after}"

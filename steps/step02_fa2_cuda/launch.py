@@ -210,7 +210,7 @@ class Plan:
         self.copies = {name: copy for name, x in inputs.items() if (copy := copy_needed(problem, name, x))}
         # Copies of tensors without memory have the strides that the real copies will have.
         read = {name: self.copies[name](x.to("meta")) if name in self.copies else x for name, x in inputs.items()}
-        self.works = make_works(problem, {name: x.stride()[:3] for name, x in read.items()})
+        self.works = make_works(problem, {name: strides_of(x) for name, x in read.items()})
         self.launches = None
 
     def run(self, tensors):
@@ -255,6 +255,14 @@ def readable(row, name, x):
     strides = [stride * x.element_size() for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
     aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
     return aligned and (row.loads != "tma" or 0 not in strides)
+
+
+def strides_of(x):
+    """The strides of batch, head and row in elements. Where there is only one, its stride is that of whole rows.
+
+    A kernel computes the addresses of further rows too, which it does not read, and they have to be aligned.
+    """
+    return tuple(stride if n > 1 else x.shape[-1] for stride, n in zip(x.stride()[:3], x.shape, strict=False))
 
 
 def run(works, tensors):
@@ -319,7 +327,7 @@ def view_and_box(x, rows):
     batch). If 64 does not divide D, a copy brings one slab, and the coordinates are (64 * slab, row, 0, head, batch).
     """
     B, H, N, D = x.shape
-    batch, head, row = (stride if n > 1 else D for stride, n in zip(x.stride()[:3], x.shape, strict=False))
+    batch, head, row = strides_of(x)
     slabs, columns = (D // 64, 64) if D % 64 == 0 else (1, D)
     return x.as_strided((B, H, slabs, N, columns), (batch, head, 64, row, 1)), (1, 1, slabs, rows, 64)
 

@@ -169,10 +169,14 @@ def forward_kernel(
     tl.store(lse + (bh.to(tl.int64) * Nq + i) + row, m * scale + tl.log(l), mask=row < Nq - i)
 
 
+def strides_of(x):
+    """The strides of x (B, H, N, D) but the last. That of a dimension of size 1 is never used, and can be any: 16."""
+    return tuple(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+
+
 def is_aligned(x):
-    """Whether a descriptor can describe the heads of x (B, H, N, D): address and strides are multiples of 16 bytes."""
-    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in steps)
+    """Whether a descriptor can describe the heads of x: its address and strides are multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides_of(x))
 
 
 def allocate(size, alignment, stream):
@@ -203,7 +207,7 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None):
         triton.set_allocator(allocate)  # It holds for this thread only; autograd's backward has threads of its own.
     with torch.cuda.device_of(q):  # Triton launches on the current device
         forward_kernel[(B * H * triton.cdiv(Nq, Br),)](
-            q, k, v, out, lse, *(x.stride()[:3] for x in (q, k, v, out)), H, H // Hk, Nq, Nk, scale, CAUSAL=causal,
+            q, k, v, out, lse, *map(strides_of, (q, k, v, out)), H, H // Hk, Nq, Nk, scale, CAUSAL=causal,
             D=D, D_pad=D_pad, Br=Br, Bc=Bc, TMA=TMA, ROLES=ROLES, num_warps=num_warps, num_stages=num_stages,
         )
     return out, lse

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: MIT
 """The rungs of stage 03: which kernels belong to a word, what they take, and what a machine needs to run them."""
 
+import functools
+
 import torch
 
 from . import bwd_0_fused, bwd_1_tma, fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon
 
 
-def backward_of_gluon(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
+@functools.wraps(bwd_1_tma.backward)
+def backward_of_gluon(*tensors, tile=None, **options):
     """The backward of rung tma. It has tiles of its own, which the forward's `tile` does not change."""
-    return bwd_1_tma.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+    return bwd_1_tma.backward(*tensors, **options)
 
 
 # The fastest first: a call that names no rung gets the first one that takes its input.
@@ -18,7 +21,8 @@ KERNELS = {
     "roles": (fwd_2_roles.forward, bwd_1_tma.backward),
     "fused": (fwd_0_fused.forward, bwd_0_fused.backward),
 }
-NEEDS = {"gluon": "a Hopper GPU", "tma": "a Hopper GPU", "roles": "a Hopper GPU"}
+HOPPER = "a Hopper GPU"
+NEEDS = {"gluon": HOPPER, "tma": HOPPER, "roles": HOPPER, "fused": "Ampere or newer; float32 from Turing on"}
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 LIMITS = {
     "gluon": {

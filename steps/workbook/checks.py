@@ -14,6 +14,12 @@ from steps.workbook.listing import show
 from steps.workbook.outcome import Report, case_lines
 
 LIMIT = 60  # seconds for one check
+# What the emulation counts, by the name that `counted` of an exercise gives it, and how a report tells it. A wavefront
+# is what the 32 banks of shared memory serve at once.
+COUNTED = {
+    "wavefronts": "{wavefronts:,} wavefronts of shared memory for {accesses:,} accesses",
+    "additions": "{additions:,} atomic additions",
+}
 
 
 def check(id, answer=None, limit=LIMIT, cause=None):
@@ -118,20 +124,17 @@ def _slips(task, text):
 
 
 def _cost(task, text, limit):
-    """(verdict, lines of text ...): whether shared memory is used as well as by the stage's own function.
-
-    The emulation counts the wavefronts. A wavefront is what the 32 banks of shared memory serve at once.
-    """
+    """(verdict, lines of text ...): whether the answer takes more of what is counted than the stage's own."""
     yours, own = _count(task, text, limit), _own_count(task.id, limit)
-    says = f"{yours['wavefronts']:,} wavefronts of shared memory for {yours['accesses']:,} accesses"
-    if yours["wavefronts"] <= own["wavefronts"]:
+    says = COUNTED[task.counted].format(**yours)
+    if yours[task.counted] <= own[task.counted]:
         return "passed", f"ok     {says}: no more than with the stage's own function"
-    wrong = f"WRONG  the results are right, but it takes {says}; {own['wavefronts']:,} wavefronts are enough"
+    wrong = f"WRONG  the results are right, but it takes {says}; {own[task.counted]:,} {task.counted} are enough"
     return "wrong", wrong, " " * 9 + task.cost
 
 
 def _count(task, text, limit):
-    """{"accesses", "wavefronts"}: how often warps access shared memory in the exercise's cases, and what that takes.
+    """{"accesses", "wavefronts", "additions"}: what the emulation counts in the exercise's cases, see jobs.cost.
 
     text: the answer, or None for the stage's own function.
     """

@@ -4,6 +4,7 @@ child.py calls the function of the job's kind as (job, tell). job is the diction
 tell(name=value, ...) reports one row of results.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -33,22 +34,37 @@ def exercise(job, tell):
     for case, inputs, want in _cases(job, supports):
         says = case.says + (f" ({inputs.ring[0]} ranks, {inputs.ring[1]})" if inputs.ring else "")
         tell(running=says)
-        got = _results(stage, job, case, inputs, want)
-        tell(says=says, wrong=differences.lines(got, want))
+        with _find_unwritten(job["stage"]) as unwritten:
+            got = _results(stage, job, case, inputs, want)
+        wrong = differences.lines(got, want)
+        tell(says=says, wrong=wrong + unwritten if wrong else [])
         rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
     found = mutants.diagnose(rows, job["order"] or supports["order"])
     tell(mutants=[m.name for m in found], equals=[m.says for m in found])
 
 
+def _find_unwritten(stage):
+    """A context with a list of the results that come from shared memory nobody had written. Only stage 02 can tell."""
+    if stage == "step02_fa2_cuda" and engine.name == "cpu":
+        return _emulator(stage).find_unwritten()
+    return contextlib.nullcontext([])
+
+
+def _emulator(stage):
+    return importlib.import_module(f"steps.{stage}.emulator")
+
+
 def cost(job, tell):
-    """Tells how often the cases access the emulated shared memory, and how many wavefronts these accesses take."""
-    stage = one_rung.stage(job["stage"])
-    emulator = importlib.import_module(f"steps.{job['stage']}.emulator")
-    with emulator.count_conflicts() as counts:
+    """Tells what the emulation counts in the cases.
+
+    How often warps access shared memory, how many wavefronts that takes, and the atomic additions to global memory.
+    """
+    stage, emulator = one_rung.stage(job["stage"]), _emulator(job["stage"])
+    with emulator.count_conflicts() as counts, emulator.count_additions() as additions:
         for case, inputs, want in _cases(job, one_rung.limits(stage, job["rung"])):
             _results(stage, job, case, inputs, want)
     accesses, wavefronts = map(sum, zip(*counts.values(), strict=True))
-    tell(accesses=accesses, wavefronts=wavefronts)
+    tell(accesses=accesses, wavefronts=wavefronts, additions=sum(additions.values()))
 
 
 def _cases(job, supports):

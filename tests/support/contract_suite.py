@@ -8,6 +8,8 @@ import functools
 import inspect
 import math
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -176,6 +178,23 @@ class Contract:
         q, k, v = self.example()
         want = error.expected(q, k, v, torch.ones_like(q), causal=True, scale=0.3)
         assert not error.failures(self.gradients(q, k, v, causal=True, scale=0.3), want)
+
+    def test_two_threads_at_once(self):
+        """As where a model runs in a thread of its own. Autograd may run the backward in yet another one."""
+        inputs = [self.example(N=N) for N in (5, 9)]
+        alone = [self.gradients(*tensors) for tensors in inputs]
+        start = threading.Barrier(2)
+
+        def repeated(tensors):
+            start.wait()
+            return [self.gradients(*tensors) for _ in range(3)]
+
+        with ThreadPoolExecutor(2) as pool:
+            together = pool.map(repeated, inputs)
+            for want, runs in zip(alone, together, strict=True):
+                for got in runs:
+                    for name, x in got.items():
+                        torch.testing.assert_close(x, want[name], atol=1e-5, rtol=1e-5)
 
     def gradients(self, q, k, v, **options):
         """{name: tensor}: the gradients that `attention` gives for dout = 1."""

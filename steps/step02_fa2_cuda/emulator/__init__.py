@@ -26,6 +26,7 @@ if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     _CONTRACTION.append("-mfma")
 _FLAGS = ["-std=c++17", "-O1", *_CONTRACTION, "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
 _counts = None  # inside `count_conflicts`: {"file:line": (accesses, wavefronts)}
+_additions = None  # inside `count_additions`: {kernel: atomic additions}
 _unwritten = None  # inside `find_unwritten`: [what was found]
 _schedule = {"threads": "forward", "blocks": "forward", "seed": 0, "copies": "late", "wgmma": "eager"}
 
@@ -112,6 +113,20 @@ def count_conflicts():
 
 
 @contextlib.contextmanager
+def count_additions():
+    """Inside `with`, counts the atomic additions of each kernel to its arguments: {kernel: additions}.
+
+    Each lane of a warp counts by itself. Numbers that are added at once, as by atomic_add_4, count as one addition.
+    """
+    global _additions
+    before, _additions = _additions, {}
+    try:
+        yield _additions
+    finally:
+        _additions = before
+
+
+@contextlib.contextmanager
 def find_unwritten():
     """Inside `with`, lists for each launch the first result that is NaN because of shared memory nobody had written.
 
@@ -187,14 +202,14 @@ def _version():
 
 @functools.cache
 def _load(file, kernel, macros):
-    """(a function that launches the kernel, two that return what it counted and found, the names of its parameters)"""
+    """(the kernel's shared library, the function in it that launches the kernel, the names of its parameters)"""
     # PyDLL keeps Python's lock during a call, because the emulation can run one launch at a time.
     library = ctypes.PyDLL(str(compile(file, dict(macros))))
-    function, report = getattr(library, f"emulate_{kernel}"), library.emulator_conflicts
+    function = getattr(library, f"emulate_{kernel}")
     function.restype, function.argtypes = ctypes.c_char_p, [ctypes.POINTER(_Launch)]
-    unwritten = library.emulator_unwritten
-    report.restype = unwritten.restype = ctypes.c_char_p
-    return function, report, unwritten, _parameters(file.read_text())[kernel]
+    library.emulator_conflicts.restype = library.emulator_unwritten.restype = ctypes.c_char_p
+    library.emulator_additions.restype = ctypes.c_longlong
+    return library, function, _parameters(file.read_text())[kernel]
 
 
 def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_bytes: int = 0, macros: dict):
@@ -206,7 +221,7 @@ def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_
     values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments]
     addresses = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]
     sizes = [_extent(x) if isinstance(x, torch.Tensor) else 0 for x in arguments]
-    function, report, unwritten, names = _load(file, kernel, tuple(macros.items()))
+    library, function, names = _load(file, kernel, tuple(macros.items()))
     error = function(
         _Launch(
             (grid, 1, 1), (block, 1, 1), shared_bytes,
@@ -219,10 +234,12 @@ def launch(file: Path, kernel: str, arguments, *, grid: int, block: int, shared_
     )  # fmt: skip
     if error:
         raise RuntimeError(f"{kernel}: {error.decode()}")
-    if _unwritten is not None and unwritten():
-        _unwritten.append(f"{kernel}: {unwritten().decode()}")
+    if _unwritten is not None and (found := library.emulator_unwritten()):
+        _unwritten.append(f"{kernel}: {found.decode()}")
+    if _additions is not None:
+        _additions[kernel] = _additions.get(kernel, 0) + library.emulator_additions()
     if _counts is not None:
-        for line in report().decode().splitlines():
+        for line in library.emulator_conflicts().decode().splitlines():
             site, *counts = line.rsplit(maxsplit=2)
             _counts[site] = tuple(a + int(b) for a, b in zip(_counts.get(site, (0, 0)), counts, strict=True))
 

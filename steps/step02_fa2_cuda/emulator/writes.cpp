@@ -3,7 +3,7 @@
 // the two writes gets lost. Here they run one after the other. So what a block has written is what differs
 // from a copy made before it, less the elements to which it added atomically. A write of the value that was
 // there already does no harm, and is not noticed. The same comparison finds results that come from shared
-// memory that nobody has written.
+// memory that nobody has written. The atomic additions to arguments are counted.
 
 namespace emulator {
 
@@ -28,9 +28,12 @@ void watch_writes(const char* name, void* begin, long long bytes, int element, b
 
 static std::string unwritten;  // says which result came from shared memory that nobody had written
 
+static long long additions;  // atomic ones to arguments; several numbers that are added at once count as one
+
 void stop_watching() {
   all_watched.clear();
   unwritten.clear();
+  additions = 0;
 }
 
 static unsigned block_number() {
@@ -45,6 +48,7 @@ void note_addition(const void* to, int numbers) {
   for (auto& w : all_watched) {
     size_t first = static_cast<const char*>(to) - w.begin;  // huge if `to` lies before the argument
     if (first >= w.bytes) continue;
+    additions++;
     w.adder.resize(w.bytes / w.element);
     for (size_t i = first / w.element, end = i + numbers; i < end && i < w.adder.size(); i++)
       w.adder[i] = 1 + block_number();
@@ -88,4 +92,8 @@ void check_writes() {
 
 extern "C" __attribute__((visibility("default"))) const char* emulator_unwritten() {
   return emulator::unwritten.c_str();
+}
+
+extern "C" __attribute__((visibility("default"))) long long emulator_additions() {
+  return emulator::additions;
 }
