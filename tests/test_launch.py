@@ -1,6 +1,7 @@
 """What launch.py checks, plans, keeps and hands to the driver; on CPU tensors, with a driver that only takes notes."""
 
 import pickle
+import re
 import weakref
 from ctypes import c_uint64, c_void_p
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from steps import engine
-from steps.step02_fa2_cuda import RUNGS, emulator, ladder, launch, nvrtc
+from steps.step02_fa2_cuda import RUNGS, emulator, ladder, launch, nvrtc, wgmma
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-python")
 on_cpu = pytest.mark.skipif(engine.name == "cuda", reason="there the driver itself is used")
@@ -428,3 +429,36 @@ def test_gradients_of_slices_add_up_to_those_of_the_whole(rung, D, deterministic
         dq.append(launch.finish_dq(sums))
     for got, want in zip((torch.cat(dq, 2), dk, dv), whole, strict=True):
         torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02)
+
+
+def test_a_kernel_can_count_to_the_most():
+    launch.check_count("tiles", launch.MOST)
+    with pytest.raises(ValueError, match="more than a kernel can count"):
+        launch.check_count("tiles", launch.MOST + 1)
+
+
+def test_the_tiles_on_offer_are_whole_tensor_core_tiles():
+    for row in ladder.ROWS:
+        for Br, Bc in (*row.choices, *row.emulated_choices):
+            assert row.word == "scalar" or Br % 16 == Bc % 16 == 0, row.word
+
+
+@pytest.mark.parametrize("kind", ["ss", "rs"])
+def test_the_operands_of_wgmma_are_numbered_as_they_are_listed(kind):
+    """An operand with a wrong number would be read as another one, which only a Hopper GPU would show."""
+    text = wgmma.wrappers(widths=(16, 176))
+    body = text[text.index(f"wgmma_{kind}(") :].split("\n}\n")[0]
+    statements = re.findall(r'N == (\d+) && .*\n *asm volatile\("(.*?)" : (.*?) : (.*)\);', body)
+    assert [int(n) for n, *_ in statements] == [16, 16, 176, 176]
+    for n, instruction, outputs, inputs in statements:
+        registers = int(n) // 2
+        assert outputs == ", ".join(f'"+f"(d[{i}])' for i in range(registers))
+        a = ['"l"(a)'] if kind == "ss" else [f'"r"(a[{i}])' for i in range(4)]
+        trans = ['"n"(TRANS_A)', '"n"(TRANS_B)'] if kind == "ss" else ['"n"(TRANS_B)']
+        assert inputs.split(", ") == [*a, '"l"(b)', '"r"(int(add))', *trans]
+        add = registers + len(a) + 1
+        D, A = (", ".join(f"%{i}" for i in part) for part in (range(registers), range(registers, registers + len(a))))
+        A = A if kind == "ss" else f"{{{A}}}"
+        rest = "".join(f", %{add + 1 + i}" for i in range(len(trans)))
+        assert f"setp.ne.b32 add, %{add}, 0;" in instruction
+        assert instruction.endswith(f" {{{D}}}, {A}, %{add - 1}, add, 1, 1{rest}; }}")

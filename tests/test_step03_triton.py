@@ -278,3 +278,42 @@ def test_a_device_that_is_not_the_current_one():
     got = dict(zip(error.NAMES, (out, lse, *step03.backward(q, q, k, v, out, lse)), strict=True))
     assert not error.failures(got, error.expected(q, k, v, q))
     assert torch.cuda.current_device() == 0
+
+
+def forward_and_backward(q, k, v, dout, rung):
+    out, lse = step03.forward(q, k, v, causal=True, rung=rung)
+    return dict(
+        zip(error.NAMES, (out, lse, *step03.backward(dout, q, k, v, out, lse, causal=True, rung=rung)), strict=True)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", step03.SUPPORTS["rungs"])
+def test_a_cuda_graph_replays_it(rung):
+    inputs = [random(1, 2, 300, 128, dtype=torch.float16).detach() * (1 + i / 8) for i in range(4)]
+    forward_and_backward(*inputs, rung)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = forward_and_backward(*inputs, rung)
+    for x in inputs:
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    q, k, v, dout = inputs
+    assert not error.failures(replayed, error.expected(q, k, v, dout, causal=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", step03.SUPPORTS["rungs"])
+def test_it_runs_on_the_current_stream(rung):
+    """On another stream than its input's, a kernel would read what has not been written yet."""
+    inputs = [random(1, 2, 300, 128, dtype=torch.float16).detach() for _ in range(4)]
+    want = forward_and_backward(*inputs, rung)
+    stream, late = torch.cuda.Stream(), [torch.zeros_like(x) for x in inputs]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # about 10 ms
+        for x, y in zip(late, inputs, strict=True):
+            x.copy_(y)
+        got = forward_and_backward(*late, rung)
+    stream.synchronize()
+    assert all(torch.equal(got[name], want[name]) for name in want)

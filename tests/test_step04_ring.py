@@ -256,6 +256,17 @@ def test_a_rank_that_dies_is_named():
     assert time.monotonic() - start < 40
 
 
+def test_a_rank_that_ends_is_named_with_its_exit_code():
+    with pytest.raises(launch.RankError, match="rank 1 of 2 failed") as raised:
+        launch.spawn(leave, 2, timeout=3, limit=60)
+    assert raised.value.outcomes[1][1] == "died: exit code 3"
+
+
+def leave():
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
 def die():
     x = torch.zeros(1, 1, 3, 16, device=engine.device)
     step04.forward(x, x, x, S=12, block=step00_naive)

@@ -19,6 +19,17 @@ from reference import cases, error, mutants
 from steps import engine
 from steps.workbook import exercises, one_rung
 
+PEERS_SIZES = [  # (H, Hk, Nq, Nk, head_dim, causal, whether q, k and v are views of one packed tensor)
+    *((2, 2, 113, 113, D, True, False) for D in (8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224)),
+    (2, 2, 1, 239, 64, False, False),
+    (2, 2, 3, 799, 64, True, False),
+    (2, 2, 64, 8192, 64, True, False),
+    (16, 8, 128, 217, 64, True, False),
+    (10, 2, 113, 203, 128, True, False),
+    (4, 4, 384, 384, 64, True, True),
+    (4, 4, 256, 256, 128, False, True),
+]
+
 
 class Contract:
     """The whole contract, which pytest runs on the `stage` of a derived class."""
@@ -248,6 +259,52 @@ class Contract:
         tile = one_rung.limits(self.stage, rung)["tiles"][0]
         out, _ = self.stage.forward(q, k, v, tile=np.array(tile), rung=rung)
         assert torch.equal(out, self.stage.forward(q, k, v, tile=tile, rung=rung)[0])
+
+    @pytest.mark.parametrize("name", ["forward", "backward", "attention"])
+    def test_a_call_without_options_is_the_plain_one(self, name):
+        parameters = inspect.signature(getattr(self.stage, name)).parameters
+        assert parameters["causal"].default is False
+        assert all(parameters[option].default is None for option in ("scale", "tile", "rung"))
+
+    def test_the_least_that_a_stage_supports(self):
+        supports = self.stage.SUPPORTS
+        number = supports["stage"][4:6]
+        least = {"00": (torch.float32, torch.float64), "01": (torch.float32, torch.float16), "02": (torch.float32,)}
+        all_three = torch.float32, torch.float16, torch.bfloat16
+        old = engine.name == "cuda" and torch.cuda.get_device_capability()[0] < 8
+        if not old:
+            assert set(least.get(number, all_three)) <= set(supports["dtypes"])
+        assert {32, 64} | ({128} if number != "00" else set()) <= set(supports["head_dims"])
+        assert any(D & (D - 1) for D in supports["head_dims"]), "no head_dim but powers of two"
+        assert supports["gqa"] or number in ("00", "01")
+        assert supports["nq_ne_nk"] or number == "04"
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("sizes", PEERS_SIZES, ids=str)
+    def test_sizes_of_other_test_suites(self, every_rung, sizes):
+        """Those at which flash-attention, PyTorch's SDPA and CS336 test their kernels."""
+        H, Hk, Nq, Nk, D, causal, packed = sizes
+        own = one_rung.limits(self.stage, every_rung)
+        if D not in own["head_dims"] or Hk != H and not own["gqa"] or Nq != Nk and not own["nq_ne_nk"]:
+            pytest.skip("the rung does not take it")
+        rng = torch.Generator().manual_seed(D)
+        q, dout = (torch.randn(2, H, Nq, D, generator=rng) for _ in range(2))
+        k, v = (torch.randn(2, Hk, Nk, D, generator=rng) for _ in range(2))
+        if packed:
+            q, k, v = torch.randn(2, Nq, 3, H, D, generator=rng).unbind(2)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        for dtype in own["dtypes"]:
+            x = cases.Inputs(*(x.to(engine.device, dtype) for x in (q, k, v, dout)), causal, None, None)
+            got = self.outputs(cases.Case("given", "given tensors"), x, every_rung)
+            bad = error.failures(got, error.expected(x.q, x.k, x.v, x.dout, causal=causal))
+            assert not bad, (dtype, bad)
+
+    @pytest.mark.gpu
+    def test_40_runs_are_bit_equal(self, every_rung):
+        q, k, v = self.example(N=300, rung=every_rung)
+        runs = [self.results(q, k, v, every_rung, causal=True) for _ in range(40)]
+        for name in runs[0] if self.stage.SUPPORTS["deterministic"] else ("out", "lse"):
+            assert all(torch.equal(run[name], runs[0][name]) for run in runs), name
 
     @pytest.mark.parametrize("name", ["forward", "backward", "attention"])
     def test_functions_can_be_pickled(self, name):
