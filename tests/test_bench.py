@@ -694,11 +694,22 @@ def test_a_suite_passes_only_if_tests_passed_and_none_failed(monkeypatch):
 
 def test_outcomes_are_kept_only_for_the_same_code_and_machine():
     machine = dict(gpu="g", driver="d", cuda="c", torch="t", triton="x", python="p")
-    old = {**machine, "sources": {"k": "1"}, "outcomes": {"suite": "old", "memcheck a": "old"}}
-    new = {**machine, "sources": {"k": "1"}, "outcomes": {"suite": "new"}}
-    assert gpu_check.merge(old, new)["outcomes"] == {"suite": "new", "memcheck a": "old"}
-    for other in ({"sources": {"k": "2"}}, {"driver": "e"}):
-        assert gpu_check.merge(old, new | other)["outcomes"] == {"suite": "new"}
+    sources = {"01/a": "1", "01/b": "1", "02/c": "1"}
+    names = "suite", "suite 02", "memcheck 01", "racecheck 02/c"
+    old = {**machine, "sources": sources, "outcomes": dict.fromkeys(names, "old")}
+
+    def kept(**other):
+        new = {**machine, "sources": sources, "outcomes": {"suite": "new"}} | other
+        merged = gpu_check.merge(old, new)["outcomes"]
+        assert merged.pop("suite") == "new" and set(merged.values()) <= {"old"}
+        return set(merged)
+
+    assert kept() == set(names[1:])
+    assert kept(sources=sources | {"01/b": "2"}) == {"racecheck 02/c"}
+    assert kept(sources=sources | {"02/c": "2"}) == {"memcheck 01"}
+    assert kept(sources=sources | {"01/new": "1"}) == {"racecheck 02/c"}
+    assert kept(driver="e") == set()
+    new = {**machine, "sources": sources, "outcomes": {}}
     assert gpu_check.merge({}, new) == new
 
 

@@ -183,9 +183,20 @@ def kernel_hashes():
 
 
 def merge(old, new):
-    """`new` with the outcomes that only `old` has, where both speak of the same code and the same machine."""
-    same = all(old.get(name) == new[name] for name in ("gpu", "driver", "cuda", "torch", "triton", "python", "sources"))
-    return {**new, "outcomes": {**(old["outcomes"] if same else {}), **new["outcomes"]}}
+    """`new` with the outcomes that only `old` has, where both speak of the same machine and the same code.
+
+    The code of a sanitizer's run is that of the kernel, or of the stage, that it names; a suite's is all code.
+    """
+    if any(old.get(name) != new[name] for name in ("gpu", "driver", "cuda", "torch", "triton", "python")):
+        return new
+
+    def same_code(outcome):
+        what = outcome.split()[-1] if outcome.split()[0] in TOOLS else ""
+        of_old, of_new = ({k: v for k, v in x["sources"].items() if k.startswith(what)} for x in (old, new))
+        return of_old == of_new
+
+    kept = {name: outcome for name, outcome in old["outcomes"].items() if same_code(name)}
+    return {**new, "outcomes": {**kept, **new["outcomes"]}}
 
 
 def run_all(only, jobs, seconds):

@@ -221,19 +221,17 @@ def queries_kernel(
     store_tile(dq, dq_strides, dQ * scale, b, h, i, Nq, Br, D, D_pad, TMA)
 
 
-def strides_of(x):
-    """The strides of x (B, H, N, D) but the last. That of a dimension of size 1 is never used, and can be any: 16."""
-    return tuple(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-
-
 def is_aligned(x):
-    """Whether a descriptor can describe x: its address and strides are multiples of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides_of(x))
+    """Whether a descriptor can describe x (B, H, N, D): its address and strides are multiples of 16 bytes."""
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in steps)
 
 
 def describe(x, rows, D_pad):
     """A descriptor of x (B, H, N, D) whose boxes have so many rows."""
-    return TensorDescriptor(x, list(x.shape), [*strides_of(x), 1], [1, 1, rows, D_pad])
+    # The stride of a dimension of size 1 is never used, but must be a multiple of 16 bytes too.
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, D_pad])
 
 
 def has_tma(x):
@@ -256,7 +254,7 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
     stride = 4 * triton.cdiv(Nq, 4)  # each row of lse_2 and delta begins at a multiple of 16 bytes
     lse_2, delta = torch.empty(2, B * H, stride, dtype=torch.float32, device=q.device)
     tensors = dout, q, k, v
-    strides = [strides_of(x) for x in tensors]
+    strides = [x.stride()[:3] for x in tensors]
     TMA = has_tma(q) and all(map(is_aligned, (*tensors, dq, dk)))
 
     def options(table):

@@ -151,19 +151,17 @@ def forward_kernel(
     tl.store(lse + bh.to(tl.int64) * Nq + row, m * scale + tl.log(l), mask=row < Nq)
 
 
-def strides_of(x):
-    """The strides of x (B, H, N, D) but the last. That of a dimension of size 1 is never used, and can be any: 16."""
-    return tuple(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-
-
 def is_aligned(x):
-    """Whether a descriptor can describe x: its address and strides are multiples of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides_of(x))
+    """Whether a descriptor can describe x (B, H, N, D): its address and strides are multiples of 16 bytes."""
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in steps)
 
 
 def describe(x, rows, D_pad):
     """A descriptor of x (B, H, N, D) whose boxes have so many rows."""
-    return TensorDescriptor(x, list(x.shape), [*strides_of(x), 1], [1, 1, rows, D_pad])
+    # The stride of a dimension of size 1 is never used, but must be a multiple of 16 bytes too.
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, D_pad])
 
 
 def has_tma(x):
@@ -185,7 +183,7 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None):
     Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else TILES[max(64, D_pad)]
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((B, H, Nq), dtype=torch.float32)
     tensors, rows = (q, k, v, out), (Br, Bc, Bc, Br)
-    strides = [strides_of(x) for x in tensors]
+    strides = [x.stride()[:3] for x in tensors]
     TMA = has_tma(q) and all(map(is_aligned, tensors))
     if TMA:
         tensors = [describe(x, n, D_pad) for x, n in zip(tensors, rows, strict=True)]

@@ -11,8 +11,8 @@ the registers.
 
 The compiler does this under conditions that it does not name. The kernel may have one loop only, so a mask has no place
 of its own: roles are used without a causal mask, where Nk is a multiple of Bc and head_dim is 65 to 128. Everything
-else takes two loops, as in rung 1, and the tiles of rung 1. Q, K and V need descriptors that are made in the kernel,
-and num_warps must be 4.
+else takes two loops, as in rung 1, and the tiles of rung 1. Q, K and V need descriptors of two dimensions, one a head,
+which the kernel makes itself; that costs each program some time. num_warps must be 4.
 
 The trap: the compiler divides a tile's rows between the groups by adding 64 to the row number of the second one. A
 number that is the coordinate of a descriptor has been moved already. If the same number is also used to compute
@@ -58,12 +58,11 @@ def load_tile(x, stride, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: t
 
 
 @triton.jit
-def store_tile(x, stride, tile, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
-    if TMA:
-        x.store([first, 0], tile.to(x.dtype))
-    else:
-        row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
-        tl.store(x + row.to(tl.int64) * stride + column, tile, mask=(row < N) & (column < D))
+def store_tile(x, stride, tile, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
+    """Writes a tile to the rows of a head from `first` on. x is a pointer to the head."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
+    x += tl.cast(first, tl.int64) * stride
+    tl.store(x + (row.to(tl.int64) * stride + column), tile, mask=(row < N - first) & (column < D))
 
 
 @triton.jit
@@ -148,7 +147,7 @@ def forward_kernel(
     q = describe(q, q_strides, b, h, Nq, Br, D, D_pad, TMA)
     k = describe(k, k_strides, b, hk, Nk, Bc, D, D_pad, TMA)
     v = describe(v, v_strides, b, hk, Nk, Bc, D, D_pad, TMA)
-    out = describe(out, out_strides, b, h, Nq, Br, D, D_pad, TMA)
+    out = describe(out, out_strides, b, h, Nq, Br, D, D_pad, False)  # a descriptor would not pay for one tile
     Q_i = load_tile(q, q_strides[2], i, Nq, Br, D, D_pad, TMA)  # (Br, D)
     m = tl.full((Br,), float("-inf"), tl.float32)
     l, O = tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
@@ -165,7 +164,7 @@ def forward_kernel(
 
     row = tl.arange(0, Br)
     l = tl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
-    store_tile(out, out_strides[2], O / l[:, None], i, Nq, Br, D, D_pad, TMA)
+    store_tile(out, out_strides[2], O / l[:, None], i, Nq, Br, D, D_pad)
     tl.store(lse + (bh.to(tl.int64) * Nq + i) + row, m * scale + tl.log(l), mask=row < Nq - i)
 
 
