@@ -260,14 +260,13 @@ def check_compiled(row):
         assert row["spilled"] <= limit, row
     if row["kernel"] == "delta_kernel" or row["dtype"] == "float32":
         return
-    if row["capability"] == 90:
+    small = row["rung"] == "fused" and row["D"] > 128  # tiles with too few rows for wgmma, and no room to copy ahead
+    if row["capability"] == 90 and not small:
         assert row["wgmma.mma_async"] > 0 and row["mma.sync"] == 0, row
     else:
         assert row["mma.sync"] > 0, row
-    if row["rung"] != "fused":
-        assert row["cp.async.bulk.tensor"] > 0, row
-    elif row["D"] <= 128:  # Larger tiles leave no room for copies that run ahead.
-        assert row["cp.async.cg"] > 0, row
+    if not small:
+        assert row["cp.async.cg" if row["rung"] == "fused" else "cp.async.bulk.tensor"] > 0, row
 
 
 @pytest.mark.parametrize(
