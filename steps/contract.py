@@ -300,8 +300,8 @@ def check_scale(scale, D):
         return 1 / math.sqrt(D)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number or None for 1/sqrt(D), got {scale!r}.")
-    if not FLOAT32.tiny <= scale <= FLOAT32.max:
-        must_be = "a finite number > 0 that float32 can hold, or None for 1/sqrt(D)"
+    if not FLOAT32.tiny <= scale <= FLOAT32.max * math.log(2):  # Kernels multiply it by log2(e).
+        must_be = "a finite number > 0 that float32 can hold, times log2(e) too, or None for 1/sqrt(D)"
         raise ValueError(f"scale must be {must_be}; got {scale}.")
     return float(scale)
 

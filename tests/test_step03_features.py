@@ -55,7 +55,7 @@ FEATURES = {
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.0625], device=engine.device)},
     "alibi of each batch": {"alibi_slopes": random(B, H, seed=9).abs()},
     "dropout": {"dropout_p": 0.3, "seed": torch.tensor(2**35 + 11)},
-    "first": {"first_query": 9, "first_key": 16},
+    "first": {"first_query": 9, "first_key": 16, "causal": True},
     "nothing seen": {"first_query": 60, "window": (30, -1)},
     "packed": {"cu_seqlens_q": starts(0, 3, 3, 20), "cu_seqlens_k": starts(0, 17, 18, 35),
                "max_seqlen_q": 17, "max_seqlen_k": 17},
@@ -120,9 +120,9 @@ def check(names, dtype, tile, gain=1.0):
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_alone(name):
-    """In float32 with the wide tile, in float16 with the tall one, so that pointers and descriptors are used."""
-    check((name,), torch.float32, TILES[0], gain=3.0)
-    check((name,), torch.float16, TILES[1])
+    """Features in turn in float32, by pointers, and in float16, by descriptors; test_pairs has each in all dtypes."""
+    half = list(FEATURES).index(name) % 2
+    check((name,), *((torch.float16, TILES[1]) if half else (torch.float32, TILES[0], 3.0)))
 
 
 @pytest.mark.parametrize("names", MODELS, ids=" + ".join)
@@ -138,7 +138,8 @@ def test_pairs(names, dtype):
 
 
 def bits(results):
-    return {name: x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32) for name, x in results.items()}
+    sizes = {2: torch.int16, 4: torch.int32}
+    return {name: x.contiguous().view(sizes[x.element_size()]) for name, x in results.items()}
 
 
 def test_bit_equal_from_run_to_run():
@@ -195,11 +196,12 @@ def test_a_part_of_the_keys_at_a_time_equals_one_call(names):
     assert not error.failures(error._by_name(out, lse, dq, dk, dv), want)
 
 
-@pytest.mark.parametrize("first_query, first_key", [(None, 0), (5, 32), (3, 5), (2, -7)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype, first_query, first_key",
+    [(torch.float32, None, 0), (torch.float16, 5, 32), (torch.float32, 3, 5), (torch.float16, 2, -7)], ids=str,
+)  # fmt: skip
 def test_every_kernel_drops_the_same_entries(dtype, first_query, first_key):
     """With q = 0, and v, dout or k the identity, an entry of out, dv or dq is 0 exactly where P was dropped."""
-    n, p, seed = 33, 0.4, -5
+    n, p, seed = 18, 0.4, -5
     zero, one = torch.zeros(2, 2, n, n, dtype=dtype, device=engine.device), torch.ones(2, 2, n, n, dtype=dtype)
     eye, one = torch.eye(n, dtype=dtype, device=engine.device).expand(2, 2, n, n), one.to(engine.device)
     keep = philox.keep_mask(seed, 2, 2, n, n, p, first_query, first_key).to(engine.device)
@@ -233,7 +235,7 @@ def test_only_tiles_that_are_seen_are_visited():
     """Each tile once; with a mask if a row does not see all of its columns, and not at all if no row sees one."""
     OWN, T = 4, 2
     limits = itertools.product((None, 0, 1, 7, 40), (None, 0, 2, 9))
-    for (before, after), N, x, shift in itertools.product(limits, (1, 8, 13), (0, 4, 8), (-6, 0, 5)):
+    for (before, after), N, x, shift in itertools.product(limits, (1, 8, 13), (0, 8), (-6, 0, 5)):
         visits = torch.zeros(20, dtype=torch.int32, device=engine.device)
         visit_kernel[(1,)](visits, x, shift, before, after, N, OWN=OWN, T=T)
         row, column = torch.arange(x, x + OWN)[:, None] + shift, torch.arange(40)
@@ -243,9 +245,11 @@ def test_only_tiles_that_are_seen_are_visited():
         tiles = seen.T.reshape(20, -1)
         want = torch.where(tiles.all(1), 1, torch.where(tiles.any(1), 100, 0))
         visits = visits.cpu()
-        # A tile of a narrow window may be masked although it need not be, but never the other way.
-        fine = (visits == want) | ((visits == 100) & (want == 1)) | ((visits == 100) & (want == 0) & (N % T > 0))
-        assert torch.equal(visits == 0, want == 0) and fine.all(), (before, after, N, x, shift)
+        if N % T:  # The ragged last tile may be visited for columns that do not exist.
+            visits[N // T], want[N // T] = 0, 0
+        # A window that is narrower than two tiles may have a mask where it needs none, but never the other way.
+        assert torch.equal(visits > 0, want > 0) and (visits >= want).all(), (before, after, N, x, shift)
+        assert set(visits.tolist()) <= {0, 1, 100}
 
 
 # ---- what the kernels compile to, for GPUs that need not be there ----------------------------------------------------
@@ -255,8 +259,8 @@ SWITCHES = {
     "boolean": {"mask": torch.zeros(1, 1, 256, 256, dtype=torch.bool)},
     "additive": {"mask": torch.zeros(1, 1, 256, 256, dtype=torch.bfloat16), "mask_gradient": True},
     "alibi": {"alibi_slopes": torch.zeros(4)}, "dropout": {"dropout_p": 0.1, "seed": 3},
-    "packed": {"causal": True, "cu_seqlens_q": torch.tensor([0, 100, 256], dtype=torch.int32),
-               "cu_seqlens_k": torch.tensor([0, 100, 256], dtype=torch.int32), "max_seqlen_q": 156, "max_seqlen_k": 156},
+    "packed": {"cu_seqlens_q": torch.tensor([0, 100, 256], dtype=torch.int32), "max_seqlen_q": 156,
+               "cu_seqlens_k": torch.tensor([0, 100, 256], dtype=torch.int32), "max_seqlen_k": 156, "causal": True},
     "carried": {"first_query": 7, "first_key": 16, "causal": True},
 }  # fmt: skip
 
@@ -294,6 +298,17 @@ def compiled(wanted):
     command = [sys.executable, __file__, json.dumps(wanted)]
     lines = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
     return [json.loads(line) for line in lines.splitlines()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_switch_compiles(capability):
+    rows = compiled([(name, capability, D) for name in SWITCHES for D in (64, 128)])
+    assert {row["name"] for row in rows} == set(SWITCHES)
+    for row in rows:
+        assert not row["serialised"] and row["shared"] <= {80: 163, 90: 227}[capability] * 1024, row
+        if row["kernel"] != "delta_kernel":
+            assert row["wgmma.mma_async" if capability == 90 else "mma.sync"] > 0, row
 
 
 if __name__ == "__main__":

@@ -28,10 +28,12 @@ import typer
 from steps.bench import rows
 from steps.bench.fingerprint import code_hash
 
-STAGE_02, WORKBOOK = "tests/test_step02_fa2_cuda.py", "tests/test_workbook.py"  # take longer than all others
+# Each of these takes longer than all others together.
+STAGE_02, STAGE_03, WORKBOOK = "tests/test_step02_fa2_cuda.py", "tests/test_step03_triton.py", "tests/test_workbook.py"
 SUITES = {
-    "suite": ("tests", f"--ignore={STAGE_02}", f"--ignore={WORKBOOK}", "--dist", "loadfile"),
+    "suite": ("tests", *(f"--ignore={file}" for file in (STAGE_02, STAGE_03, WORKBOOK)), "--dist", "loadfile"),
     "suite 02_fa2_cuda": (STAGE_02, "--dist", "load"),  # test by test, not by file
+    "suite 03_triton": (STAGE_03, "--dist", "load"),
     "suite workbook": (WORKBOOK, "--dist", "loadfile"),
 }
 # What runs under the sanitizers, as arguments of Python: every rung of a stage, and the ragged cases in all its dtypes;

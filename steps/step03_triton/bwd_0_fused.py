@@ -14,8 +14,8 @@
 
 The idea: in a single pass over the tiles many programs contribute to every dQ_i. They would need atomic additions,
 whose order changes from run to run. In two passes each result has one owner; the price is that S and dP are computed
-twice, in 7 matrix products instead of 5. Grouped heads cost nothing extra, because the owner of a key tile visits the
-queries of all heads that share it. Source: FlashAttention-2, Algorithm 2. Left out: the single pass, TMA (rung 1),
+twice, in 7 matrix products instead of 5. Grouped heads need no second kernel, because the owner of a key tile visits
+the queries of all heads that share it. Source: FlashAttention-2, Algorithm 2. Left out: the single pass, TMA (rung 1),
 autotuning. Needs torch and Triton only.
 """
 
@@ -74,9 +74,9 @@ def tile_gradients(S, dP, lse_2, delta, query, key, Nq, Nk, scale_log2, MASKED: 
 def in_base_2(lse):
     """lse * log2(e) for P = 2^(c S - lse_2), and infinity for a row that saw no key, whose P is then 0.
 
-    This product, c S and lse itself are rounded, so that c S - lse_2 may be wrong by 2^-22 of it. From 2^22 on, where
-    that is 1 and more, lse_2 is made smaller by as much. Then P is 1 for the largest scores of the row, to which
-    `tile_gradients` limits it.
+    lse, c and this product are rounded, so that c S - lse_2 may be wrong by 2^-22 of lse_2. From 2^22 on, where that is
+    1 and more, lse_2 is made smaller by as much. Then the only largest score of a row gets P = 1, to which
+    `tile_gradients` limits it. If n keys share the largest score, each gets up to 1 there, and not 1 / n.
     """
     lse_2 = lse * 1.4426950408889634
     size = tl.abs(lse_2)

@@ -5,14 +5,14 @@
                                           a box of (1, 1, Br or Bc, D)
     load_tile is then:                    q.load([b, h, i, 0])
 
-The idea: fwd_1_tma.py tells it. In the backward a tile of queries also has two rows of numbers, lse and delta. In rung
-0 each thread of the program copies them in pieces of 4 bytes, once for each of its entries of the tile. Here they are
-boxes too, of (1, Br). A row of a descriptor must begin at a multiple of 16 bytes, so their rows are padded.
+The idea is explained in fwd_1_tma.py. In the backward a tile of queries also has two rows of numbers, lse and delta.
+In rung 0 each thread of the program copies them in pieces of 4 bytes, once for each of its entries of the tile. Here
+they are boxes too, of (1, Br). A row of a descriptor must begin at a multiple of 16 bytes, so their rows are padded.
 
 The three kernels are those of rung 0: delta_kernel, keys_kernel, queries_kernel. Tensors that are not aligned to 16
 bytes, and GPUs other than Hopper, take pointers as in rung 0. Where the limit lies: 7 products are computed where the
-backward needs 5, so no more than 5/7 of the tensor cores' speed can be reached. A single pass of 5 products with dQ
-added by atomics was tried, and is slower: dS has to go through shared memory for it, and registers do not suffice.
+backward needs 5, so no more than 5/7 of the tensor cores' speed can be reached. A single pass of 5 products would add
+to dQ by atomics, in an order that changes from run to run, and its dS would have to go through shared memory.
 
 Source: FlashAttention-2, Algorithm 2. Left out: the single pass, autotuning. Needs torch and Triton only.
 """
@@ -81,9 +81,9 @@ def tile_gradients(S, dP, lse_2, delta, query, key, Nq, Nk, scale_log2, MASKED: 
 def in_base_2(lse):
     """lse * log2(e) for P = 2^(c S - lse_2), and infinity for a row that saw no key, whose P is then 0.
 
-    This product, c S and lse itself are rounded, so that c S - lse_2 may be wrong by 2^-22 of it. From 2^22 on, where
-    that is 1 and more, lse_2 is made smaller by as much. Then P is 1 for the largest scores of the row, to which
-    `tile_gradients` limits it.
+    lse, c and this product are rounded, so that c S - lse_2 may be wrong by 2^-22 of lse_2. From 2^22 on, where that is
+    1 and more, lse_2 is made smaller by as much. Then the only largest score of a row gets P = 1, to which
+    `tile_gradients` limits it. If n keys share the largest score, each gets up to 1 there, and not 1 / n.
     """
     lse_2 = lse * 1.4426950408889634
     size = tl.abs(lse_2)

@@ -3,7 +3,7 @@
 
     Q_i stays on the chip; m = -inf, l = 0, O = 0
     for each tile of Bc keys:                         first those that all Br queries see, then those that need a mask
-        S     = Q_i K_j^T                             tensor cores for float16 and bfloat16, exact float32 for float32
+        S     = Q_i K_j^T                             tensor cores for float16 and bfloat16, not for float32
         m_new = max(m, rowmax S)
         alpha = 2^(c m - c m_new)                     c = scale log2(e): exp is computed as a power of 2
         P     = 2^(c S - c m_new)                     one fused multiply-add and one exp2 an entry
@@ -13,11 +13,12 @@
 
 The idea: Triton works on tiles, so the kernel reads like the algorithm. The compiler decides which thread holds which
 entry, what lies in shared memory, how early tiles are copied there (num_stages), and which tensor core instructions
-multiply them. What is left to choose is the tile. Small tiles of few warps are the fastest here: two or three programs
-then share a multiprocessor, and one multiplies while another one computes its softmax.
+multiply them. What is left to choose is the tile. Tiles are small, with few warps, so that two or three programs share
+a multiprocessor: one multiplies while another one computes its softmax.
 
 Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Left out: TMA (rung 1), warp
-specialisation (rung 2), autotuning. Needs torch and Triton only.
+specialisation (rung 2), autotuning. In float32 the products run without tensor cores, and at head_dim 128 the kernel is
+far behind PyTorch's: Triton keeps whole rows of both factors in registers. Needs torch and Triton only.
 """
 
 import torch
@@ -33,7 +34,7 @@ TILES = {
 
 @triton.jit
 def pointers(x, strides, b, h, first, ROWS: tl.constexpr, D_pad: tl.constexpr):
-    """Where the entries of a tile (ROWS, D_pad) lie that begins with row `first` of head h of x (B, H, N, D)."""
+    """Pointers to the entries of a tile (ROWS, D_pad) whose first row is row `first` of head h of x (B, H, N, D)."""
     row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
     # Offsets have 64 bits, because a tensor may have more than 2^31 entries.
     head = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
@@ -81,8 +82,8 @@ def factor_and_shift(m, scale_log2):
 
     The compiler makes one fused multiply-add of f S - f m, in which f S is exact and f m was rounded before. At S = m
     the exponent is then up to f m / 2^24 instead of 0, and P is infinite for scores of 1e11. So from 2^26 on f is the
-    power of two below scale_log2, whose products are exact. Neighbouring float32 numbers of that size differ by so much
-    that with either factor P is 1 for the maximum and small for all other scores.
+    power of two below scale_log2, whose products are exact. With either factor, neighbouring float32 scores of that
+    size differ by 2 or more in the exponent. That is no more than the error of the scores themselves.
     """
     power_of_two = (scale_log2.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     small = tl.abs(m * scale_log2) < 67108864.0
@@ -109,8 +110,9 @@ def visit_keys(
     m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, begin, end, Nq, Nk, scale_log2,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
-    k_tile = pointers(k, k_strides, b, hk, begin, Bc, D_pad)  # They move on with j, which is cheaper than
-    v_tile = pointers(v, v_strides, b, hk, begin, Bc, D_pad)  # to multiply rows by strides for each tile.
+    # Moving the pointers on is cheaper than computing them anew for each tile.
+    k_tile = pointers(k, k_strides, b, hk, begin, Bc, D_pad)
+    v_tile = pointers(v, v_strides, b, hk, begin, Bc, D_pad)
     for j in range(begin, end, Bc):
         K_j = load_tile(k_tile, j, Nk, MASKED, Bc, D, D_pad)  # (Bc, D)
         V_j = load_tile(v_tile, j, Nk, MASKED, Bc, D, D_pad)

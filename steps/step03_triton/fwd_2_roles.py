@@ -12,7 +12,7 @@ the registers.
 The compiler does this under conditions that it does not name. The kernel may have one loop only, so a mask has no place
 of its own: roles are used without a causal mask, where Nk is a multiple of Bc and head_dim is 65 to 128. Everything
 else takes two loops, as in rung 1, and the tiles of rung 1. Q, K and V need descriptors of two dimensions, one a head,
-which the kernel makes itself; that costs each program some time. num_warps must be 4.
+which the kernel makes itself, and num_warps must be 4.
 
 The trap: the compiler divides a tile's rows between the groups by adding 64 to the row number of the second one. A
 number that is the coordinate of a descriptor has been moved already. If the same number is also used to compute
@@ -30,7 +30,7 @@ import triton.language as tl
 
 # (Br, Bc, num_warps, num_stages) by head_dim: up to 64, 128, 256.
 TILES = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
-ROLES_TILES = {128: (128, 128, 4, 2)}  # the same with roles, which pay off at these head_dims only
+ROLES_TILES = {128: (128, 128, 4, 2)}  # the same with roles; at head_dim 64 the rows of rung 1 were faster
 
 
 @triton.jit
@@ -91,8 +91,8 @@ def factor_and_shift(m, scale_log2):
 
     The compiler makes one fused multiply-add of f S - f m, in which f S is exact and f m was rounded before. At S = m
     the exponent is then up to f m / 2^24 instead of 0, and P is infinite for scores of 1e11. So from 2^26 on f is the
-    power of two below scale_log2, whose products are exact. Neighbouring float32 numbers of that size differ by so much
-    that with either factor P is 1 for the maximum and small for all other scores.
+    power of two below scale_log2, whose products are exact. With either factor, neighbouring float32 scores of that
+    size differ by 2 or more in the exponent. That is no more than the error of the scores themselves.
     """
     power_of_two = (scale_log2.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     small = tl.abs(m * scale_log2) < 67108864.0
@@ -147,7 +147,7 @@ def forward_kernel(
     q = describe(q, q_strides, b, h, Nq, Br, D, D_pad, TMA)
     k = describe(k, k_strides, b, hk, Nk, Bc, D, D_pad, TMA)
     v = describe(v, v_strides, b, hk, Nk, Bc, D, D_pad, TMA)
-    out = describe(out, out_strides, b, h, Nq, Br, D, D_pad, False)  # a descriptor would not pay for one tile
+    out = describe(out, out_strides, b, h, Nq, Br, D, D_pad, False)
     Q_i = load_tile(q, q_strides[2], i, Nq, Br, D, D_pad, TMA)  # (Br, D)
     m = tl.full((Br,), float("-inf"), tl.float32)
     l, O = tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
@@ -203,7 +203,8 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None):
     if ROLES:
         Br, Bc, num_warps, num_stages = ROLES_TILES[D_pad]
     if TMA:
-        triton.set_allocator(allocate)  # It holds for this thread only; autograd's backward has threads of its own.
+        # Triton keeps an allocator for each thread, and a checkpoint calls `forward` in a thread of autograd.
+        triton.set_allocator(allocate)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         forward_kernel[(B * H * triton.cdiv(Nq, Br),)](
             q, k, v, out, lse, *map(strides_of, (q, k, v, out)), H, H // Hk, Nq, Nk, scale, CAUSAL=causal,

@@ -11,11 +11,11 @@ The idea: Gluon is the layer below Triton in the same compiler. Here the kernel 
 lie in shared memory, when a copy or a product starts, and who waits for it. Triton waits for a tl.dot whose result the
 same iteration uses, so that no product runs beside the exponentials; here O is computed beside them. Tiles are visited
 from the last key backwards, so that those that need a mask come first. Compared with stage 02's fwd_8_hopper.cu there
-are no turns, no persistent blocks and no lazy rescaling.
+is no ping-pong scheduling, no persistent blocks and no lazy rescaling.
 
 Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 12 warps, one program a
-multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not
-run Gluon. Needs torch and Triton only: 3.6.0 or 3.7.1, because Gluon is experimental and may change.
+multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run Gluon. Needs torch and
+Triton only: 3.6.0 or 3.7.1, because Gluon is experimental and may change.
 """
 
 import torch
@@ -33,7 +33,8 @@ TILES = {64: (128, 128), 128: (128, 128), 256: (128, 64)}  # (Br, Bc) by the col
 
 # A ring is (tiles, full, empty): room for a few tiles in shared memory, and two barriers for each. A phase of "full" is
 # complete when all bytes of a tile have come, one of "empty" when the consumers have finished with the tile. Tile n has
-# room n % DEPTH and phase n // DEPTH; a wait names the phase by its parity. The phase before the first is complete.
+# room n % DEPTH and phase n // DEPTH; a wait names the phase by its parity. A new barrier behaves as if the phase
+# before phase 0 were complete, so that the producer does not wait for its first rooms.
 @gluon.jit
 def make_ring(x, DEPTH: gl.constexpr, CONSUMERS: gl.constexpr):
     tiles = gl.allocate_shared_memory(x.dtype, [DEPTH] + x.block_type.shape, x.layout)
@@ -121,7 +122,7 @@ def factor_and_shift(m, scale_log2):
 
 @gluon.jit
 def online_softmax(m, l, S, scale_log2):
-    """(m, l, alpha, P) after one more tile of keys, with S = Q_i K_n^T (64, Bc), not scaled, whose maximum m is."""
+    """(m, l, alpha, P) after one more tile of keys, with S = Q_i K_n^T (64, Bc), not scaled; m is its maximum."""
     m_new = gl.maximum(m, gl.max(S, 1))
     unit = gl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
     factor, shift = factor_and_shift(unit, scale_log2)
@@ -132,7 +133,7 @@ def online_softmax(m, l, S, scale_log2):
 
 @gluon.jit
 def step(m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """Tile n of the keys, which starts at key j: its S, and O of the tile before it."""
+    """Computes S of tile n, which starts at key j, and beside it adds P V of tile n - 1 to O."""
     S = start_scores(Q_i, get(K, n))
     O = start_output(O, P, get(V, n - 1))
     S = warpgroup_mma_wait(1, (S,))  # all products but the last one have ended

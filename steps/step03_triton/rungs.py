@@ -14,7 +14,8 @@ def backward_of_gluon(*tensors, tile=None, **options):
     return bwd_1_tma.backward(*tensors, **options)
 
 
-# The fastest first: a call that names no rung gets the first one that takes its input.
+# In the order in which a call that names no rung tries them. tma takes all that roles takes, so that roles only runs if
+# it is named.
 KERNELS = {
     "gluon": (fwd_3_gluon.forward, backward_of_gluon),
     "tma": (fwd_1_tma.forward, bwd_1_tma.backward),

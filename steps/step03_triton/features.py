@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: MIT
+"""What may stand between Q K^T and the softmax, for the kernels of flash.py: one `scores` for both directions.
+
+    S = softcap tanh(scale X / softcap)  + mask  - slope |pos - key|    X = Q K^T; -inf where the key is hidden
+
+in this order. A feature is a field of `Features`. The kernels are compiled anew for each set of features, and for a
+field that is None not one instruction is made. Query i stands where key i + shift stands. It sees the keys from
+i + shift - left to i + shift + right, and `causal` is right = 0. Which tiles that concerns, `tile_ranges` says.
+
+Sources: soft-cap: Gemma 2, arXiv 2408.00118. ALiBi: arXiv 2108.12409. Window: Longformer, arXiv 2004.05150. Random
+numbers: Salmon and others, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. Needs torch and Triton only.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
+SWALLOWS = tl.constexpr(-(2.0**101))  # A mask of this or less absorbs every score, and counts as this number.
+
+
+class Features(NamedTuple):
+    """The features as a kernel takes them. None is off."""
+
+    scale: float
+    softcap: Any = None
+    approximate: Any = None  # whether the soft-cap may use the special function unit's tanh
+    bias: Any = None  # the additive mask, or `seen` the boolean one, of 8-bit integers; both with 4 strides
+    seen: Any = None
+    mask_strides: Any = None
+    slopes: Any = None  # of ALiBi
+    slope_strides: Any = None  # of batch (of the sequence, when packed) and head
+    seed: Any = None  # a tensor of one int64
+    threshold: Any = None  # dropout keeps where a random byte is less
+    kept_scale: Any = None  # 256 / threshold
+    aligned: Any = None  # whether the keys' numbers begin at a multiple of 16, as one random call needs
+    cu_seqlens_q: Any = None  # where the packed sequences begin
+    cu_seqlens_k: Any = None
+
+
+class Sequence(NamedTuple):
+    """One batch entry, or one of the packed sequences."""
+
+    f: Any
+    b: Any  # its index in the tensors, which is 0 when packed
+    number: Any
+    q_start: Any  # its first rows in the tensors
+    k_start: Any
+    Nq: Any
+    Nk: Any
+    shift: Any
+    left: Any  # None is no limit, and so is `right`
+    right: Any
+    first_query: Any  # the number of its first query, for the random numbers
+    first_key: Any
+    c: Any  # P = 2^(c S - c m): S is in units of X if no feature changes it, and otherwise in base 2
+    seed: Any
+
+
+class Head(NamedTuple):
+    h: Any
+    mask: Any  # a pointer to the mask of this head and sequence
+    slope: Any  # of ALiBi, in base 2
+
+
+class Ranges(NamedTuple):
+    """Tiles from `whole` to `full` need no mask; the others are those from `begin` to `end`, see `jump`."""
+
+    whole: Any
+    full: Any
+    begin: Any
+    end: Any
+
+
+@triton.jit
+def find_sequence(f, s, Nq, Nk, first_query, first_key, left, right):
+    b, q_start, k_start, first, seed, c = s, 0, 0, first_query, None, 1.0
+    if f.cu_seqlens_q is not None:
+        b = s - s
+        q_start, k_start = tl.load(f.cu_seqlens_q + s), tl.load(f.cu_seqlens_k + s)
+        Nq, Nk = tl.load(f.cu_seqlens_q + s + 1) - q_start, tl.load(f.cu_seqlens_k + s + 1) - k_start
+    if first_query is None:  # The last query stands at the last key.
+        first_query, first = Nk - Nq, 0
+    if f.seed is not None:
+        seed = tl.load(f.seed)
+    if (f.softcap is None) and ((f.bias is None) and (f.slopes is None)):
+        c = f.scale * LOG2_E
+    c *= tl.full((), 1.0, tl.float32)  # Now it is a tensor, also in the interpreter.
+    shift = first_query - first_key
+    return Sequence(f, b, s, q_start, k_start, Nq, Nk, shift, left, right, first, first_key, c, seed)
+
+
+@triton.jit
+def find_head(seq, h):
+    f, slope = seq.f, None
+    mask = f.bias if f.seen is None else f.seen
+    if mask is not None:
+        mask += seq.b.to(tl.int64) * f.mask_strides[0] + h.to(tl.int64) * f.mask_strides[1]
+        mask += tl.cast(seq.q_start, tl.int64) * f.mask_strides[2] + tl.cast(seq.k_start, tl.int64) * f.mask_strides[3]
+    if f.slopes is not None:
+        slope = tl.load(f.slopes + seq.number * f.slope_strides[0] + h * f.slope_strides[1]) * LOG2_E
+    return Head(h, mask, slope)
+
+
+@triton.jit
+def tile_ranges(x, shift, before, after, N, ragged, OWN: tl.constexpr, T: tl.constexpr):
+    """The tiles of T columns that the OWN rows from x on visit. Row x sees the columns x + shift - before ... + after.
+
+    With `ragged` all of them need a mask.
+    """
+    begin, whole, full, end = 0, 0, N, N
+    if before is not None:
+        begin = tl.maximum(0, x + shift - before) // T * T
+        whole = tl.cdiv(tl.maximum(0, x + OWN - 1 + shift - before), T) * T
+    if after is not None:
+        full = tl.minimum(N, tl.maximum(0, x + 1 + shift + after))
+        end = tl.minimum(N, tl.maximum(0, x + OWN + shift + after))
+    full = full // T * T
+    if before is not None:
+        whole = tl.minimum(whole, tl.cdiv(end, T) * T)
+        full = tl.maximum(full, whole)
+    if ragged:
+        full = whole
+    if before is None:
+        begin = full
+    else:
+        end -= full - whole
+    return Ranges(whole, full, begin, end)
+
+
+@triton.jit
+def jump(n, ranges, before):
+    """The column of a tile that needs a mask: the two edges of a window lie on both sides of the whole tiles."""
+    if before is None:
+        return n
+    else:
+        return tl.where(n < ranges.whole, n, n + ranges.full - ranges.whole)
+
+
+@triton.jit
+def tanh(x, approximate):
+    if approximate is not None:  # one instruction, wrong by up to 2^-11 of the result: less than 16-bit inputs are
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
+        large = (1 - e) / (1 + e)
+        y = x * x  # Near 0 the difference 1 - e would cancel.
+        series = ((-6.2074265e-3 * y + 2.1027217e-2) * y - 5.3842276e-2) * y + 1.3332500e-1
+        series = (series * y - 3.3333316e-1) * y  # tanh(x) / x - 1, to 2^-29
+        return tl.where(tl.abs(x) < 0.55, x + x * series, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def load_mask(i, j, row, column, head, seq, MASKED: tl.constexpr):
+    """The mask's tile at query i and key j. Entries that do not exist are 0. See `scores` for the arguments."""
+    strides, exists = seq.f.mask_strides, row < seq.Nq - i
+    if MASKED:
+        exists = exists & (column < seq.Nk - j)
+    corner = head.mask + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
+    return tl.load(corner + (row * strides[2] + column * strides[3]), mask=exists, other=0)
+
+
+@triton.jit
+def scores(X, M, i, j, row, column, head, seq, MASKED: tl.constexpr):
+    """(S, dS/dX) of the tile X at query i and key j, S in units of 1 / c. M is the mask's tile.
+
+    row and column count from i and j: (Br, 1) and (1, Bc), or (1, Br) and (Bc, 1) if X is transposed. If not MASKED,
+    position hides none of the keys.
+    """
+    f, S, derivative = seq.f, X, 1.0
+    if f.softcap is not None:
+        t = tanh(X * (f.scale / f.softcap), f.approximate)
+        S, derivative = t * (f.softcap * LOG2_E), 1 - t * t
+    elif (f.bias is not None) or (f.slopes is not None):
+        S = X * (f.scale * LOG2_E)
+    if f.bias is not None:
+        M = M.to(tl.float32)
+        S = tl.where(M == float("-inf"), float("-inf"), S + tl.maximum(M * LOG2_E, SWALLOWS))
+    if f.seen is not None:
+        S = tl.where(M != 0, S, float("-inf"))
+    if f.slopes is not None:  # Counted from the tile's first query the distance is a small number, and exact.
+        S -= head.slope * tl.abs(row.to(tl.float32) - (column + (j - i - seq.shift)).to(tl.float32))
+    if MASKED:
+        query, key = i + row, j + column
+        seen = key < seq.Nk
+        if seq.right is not None:
+            seen = seen & (key <= query + (seq.shift + seq.right))
+        if seq.left is not None:
+            seen = seen & (key >= query + (seq.shift - seq.left))
+        S = tl.where(seen, S, float("-inf"))
+    return S, derivative
+
+
+@triton.jit
+def kept(i, j, row, column, head, seq):
+    """Which entries of the tile dropout keeps: a function of seed, sequence, head, query and key alone.
+
+    The generator Philox turns the counter (key div 16, query, head, sequence) into sixteen bytes, one for each key.
+    """
+    TRANSPOSED: tl.constexpr = row.shape[0] == 1
+    key, query = j + seq.first_key + column, i + seq.first_query + row
+    if seq.f.aligned is not None:
+        CALLS: tl.constexpr = column.shape[0] * column.shape[1] // 16
+        call = ((j + seq.first_key) >> 4) + tl.arange(0, CALLS)
+        w0, w1, w2, w3 = tl.philox(seq.seed, call[:, None] if TRANSPOSED else call[None, :], query, head.h, seq.number)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [..., x, y] is word 2 x + y
+        words = words.reshape(words.shape[0], words.shape[1], 4, 1)
+        numbers = words >> (8 * tl.arange(0, 4)).to(tl.uint32)[None, None, None, :]  # (..., 4, 4): words, bytes
+        if TRANSPOSED:  # from (calls, queries, words, bytes) to (calls, words, bytes, queries)
+            numbers = numbers.permute(0, 2, 3, 1)
+        numbers = numbers.reshape(tl.broadcast(row, column)[0].shape)
+    else:  # A call for each entry, of which it takes its own byte.
+        w0, w1, w2, w3 = tl.philox(seq.seed, key >> 4, query, head.h, seq.number)
+        word = (key >> 2) & 3
+        numbers = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+        numbers = numbers >> (8 * (key & 3)).to(tl.uint32)
+    return (numbers & 255).to(tl.int32) < seq.f.threshold
