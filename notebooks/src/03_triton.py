@@ -20,7 +20,7 @@
 #
 # - **Before you start:** notebook 00 (tiles, lse, delta), and of 02a what a block and shared memory are; for the second
 #   half of part 4, 02d. No Triton.
-# - **Time:** about 60 minutes to read, an hour more with the exercises.
+# - **Time:** about an hour to read, an hour more with the exercises.
 # - **Hardware:** Linux. Without a GPU the kernels run in Triton's interpreter, slowly, and are compiled for two GPUs
 #   that need not be there; with one they run compiled. Speeds are recorded rows.
 # - **Code:** `steps/step03_triton/`, four forwards and two backwards. **Tests:** `pytest tests/test_step03_triton.py`.
