@@ -188,6 +188,16 @@ def test_a_single_key_gets_all_of_the_gradient_at_huge_scores(rung):
     torch.testing.assert_close(dv, torch.full_like(dv, 40), rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize("rung", step03.SUPPORTS["rungs"])
+def test_a_second_batch_entry_or_head_that_is_not_aligned(rung):
+    """Each begins at an odd number of elements after the first, where a descriptor cannot point."""
+    numbers = random(1200, dtype=torch.float16).detach()
+    for strides in ((289, 578, 32, 1), (578, 289, 32, 1)):
+        x = numbers.as_strided((2, 2, 9, 32), strides)
+        got = forward_and_backward(x, x, x, x, rung)
+        assert not error.failures(got, error.expected(x, x, x, x, causal=True))
+
+
 # Without a causal mask and with Nk a multiple of 128 rung roles gives its warps roles; the others are its other ways.
 WAYS_OF_ROLES = [(130, 256, False), (1, 128, False), (130, 200, False), (130, 128, True)]
 
