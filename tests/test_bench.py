@@ -581,6 +581,14 @@ def test_the_picture_is_drawn_again_when_only_its_numbers_change(tmp_path, monke
     assert not picture.exists() and "ladder.png" not in readme.read_text()
 
 
+def test_the_ladders_peers_are_those_of_the_run_with_most_rungs():
+    at = dict(N=4096, Nk=4096, D=128)
+    first = [of_02("fwd_3_ldmatrix", tflops=60.0, **at), *ladder_rows()]
+    later = [one | {"run": "r9"} for one in (of_02("fwd_7_roles", tflops=90.0, **at), peer_row(**at, tflops=999.0))]
+    for found in (first + later, later + first):
+        assert plots.ladder_numbers(found)["fwd"]["peers"] == {"sdpa-flash": 340.0}
+
+
 def test_another_stage_has_a_ladder_of_its_own():
     both = [*ladder_rows(), *(one | {"run": "r3"} for one in ladder_rows())]
     for one in both[5:]:

@@ -122,8 +122,9 @@ TWICE = (  # part 4: rows counted from the first row of the tensor, not of the t
     ("mask=row < Nq - i", "mask=row < Nq"),
 )
 # Br, Bc, num_warps, num_stages
-SWEEP = {128: ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 3), (128, 64, 4, 2),
-               (128, 64, 4, 3), (128, 128, 8, 2)), 64: ((64, 64, 4, 3), (128, 64, 4, 3))}  # fmt: skip
+SWEEP = {64: ((64, 64, 4, 3), (128, 64, 4, 3)),
+         128: ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 3), (128, 64, 4, 2),
+               (128, 64, 4, 3), (128, 128, 8, 2))}  # fmt: skip
 JOBS = [("fwd_0_fused", arch, 64, None) for arch in (80, 90)]
 JOBS += [(file, 90, 128, None) for file in ("fwd_2_roles", "roles_twice", "fwd_3_gluon")]
 JOBS += [("fwd_1_tma", 90, D, None) for D in (128, 64)]
@@ -547,8 +548,12 @@ for size in (1e2, 1e5, 1e8, 1e11):
 show("fwd_1_tma", "load_tile")
 
 # %% slideshow={"slide_type": "fragment"}
-GROUPS = {"products": r"HGMMA", "copies": r"LDGSTS|UTMALDG", "exp2": r"MUFU",
-          "addresses, comparisons": r"IMAD|IADD|LEA|ISETP|LOP3|SHF|PRMT|UIADD|ULEA"}  # fmt: skip
+GROUPS = {
+    "products": r"HGMMA",
+    "copies": r"LDGSTS|UTMALDG",
+    "exp2": r"MUFU",
+    "addresses, comparisons": r"IMAD|IADD|LEA|ISETP|LOP3|SHF|PRMT|UIADD|ULEA",
+}
 chosen = {"pointers": ("fwd_0_fused", 90, 128, SWEEP[128][0]),
           "descriptors": ("fwd_1_tma", 90, 128, ())}  # fmt: skip
 for name, key in chosen.items():

@@ -76,8 +76,8 @@ def ladder_numbers(rows, stage="02_fa2_cuda"):
     """What a stage's ladder shows of these rows, or None if there are not rungs of both passes.
 
     {"gpu", "matmul": TFLOP/s or None, "fwd": ..., "bwd": {"rungs": [[word, TFLOP/s, what differs from LADDER]],
-    "peers": {name: TFLOP/s}}}. Of several GPUs the one measured last; of several rows of one subject the last. Peers
-    are those of the runs in which the stage was measured.
+    "peers": {name: TFLOP/s}}}. Of several GPUs the one measured last; of several rows of one subject the last. The
+    peers are those of one run, in which most of the rungs were measured.
     """
     plain = [row for row in rows if row["n_gpus"] == 1 and not row["options"] and row["timing"] == "interleaved"]
     runs = {row["run"] for row in plain if row["stage"] == stage}
@@ -87,10 +87,11 @@ def ladder_numbers(rows, stage="02_fa2_cuda"):
     products = [row["tflops"] for row in here if row["peer"] == "matmul" and row["dtype"] == LADDER["dtype"]]
     numbers = {"gpu": mine[-1]["gpu"] if mine else None, "matmul": statistics.median(products) if products else None}
     for pass_ in ("fwd", "bwd"):
-        rungs = {}
-        for row in sorted((row for row in mine if row in here and row["pass"] == pass_), key=_likeness):
-            rungs[row["kernel"]] = [row["kernel"].split("_", 2)[2], row["tflops"], _difference(row)]
-        like = [row for row in here if row["pass"] == pass_ and all(_likeness(row))]
+        own = sorted((row for row in mine if row in here and row["pass"] == pass_), key=_likeness)
+        rungs = {row["kernel"]: [row["kernel"].split("_", 2)[2], row["tflops"], _difference(row)] for row in own}
+        run_of = [row["run"] for row in own if all(_likeness(row))]
+        most = max(reversed(run_of), key=run_of.count, default=None)
+        like = [row for row in here if row["run"] == most and row["pass"] == pass_ and all(_likeness(row))]
         peers = {row["peer"]: row["tflops"] for row in latest(like)}
         peers = {name: peers[name] for name in PEERS if name in peers}
         numbers[pass_] = {"rungs": [rungs[kernel] for kernel in sorted(rungs)], "peers": peers}

@@ -377,11 +377,12 @@ __device__ inline float exponent_factor(float m, float scale_log2) {
 }
 
 // lse in base 2 for the backward's P = 2^(scale_log2 * S - lse_2), which is at most 1. lse_2 and the product
-// have gone through four roundings, so that their difference may be wrong by 2^-22 of them. From 2^22 on,
-// where that is 1 and more, lse_2 is reduced by it. Then P, which the kernels limit to 1, is 1 for the
-// largest scores and never infinite. A row that saw no key gets P = 0.
+// have gone through four roundings, so that their difference may be wrong by 2^-22 of them. From 2^24 on
+// lse_2 is reduced by as much. Then P, which the kernels limit to 1, is 1 for a row's largest score and never
+// infinite, also where several keys share that score: neighbouring float32 numbers are so far apart there
+// that lse does not tell how many they are. A row that saw no key gets P = 0.
 __device__ inline float lse_in_base_2(float lse) {
   float lse_2 = lse * 1.4426950408889634f;
   if (lse == -INFINITY) return INFINITY;
-  return fabsf(lse_2) < 4194304.0f ? lse_2 : lse_2 - fabsf(lse_2) / 4194304.0f;
+  return fabsf(lse_2) < 16777216.0f ? lse_2 : lse_2 - fabsf(lse_2) / 4194304.0f;
 }

@@ -74,13 +74,13 @@ def tile_gradients(S, dP, lse_2, delta, query, key, Nq, Nk, scale_log2, MASKED: 
 def in_base_2(lse):
     """lse * log2(e) for P = 2^(c S - lse_2), and infinity for a row that saw no key, whose P is then 0.
 
-    lse, c and this product are rounded, so that c S - lse_2 may be wrong by 2^-22 of lse_2. From 2^22 on, where that is
-    1 and more, lse_2 is made smaller by as much. Then the only largest score of a row gets P = 1, to which
-    `tile_gradients` limits it. If n keys share the largest score, each gets up to 1 there, and not 1 / n.
+    lse, c and this product are rounded, so that c S - lse_2 may be wrong by 2^-22 of lse_2. From 2^24 on lse_2 is made
+    smaller by as much. Then a row's largest score gets P = 1, to which `tile_gradients` limits it, also where several
+    keys share it: neighbouring float32 numbers are so far apart there that lse does not tell how many they are.
     """
     lse_2 = lse * 1.4426950408889634
     size = tl.abs(lse_2)
-    lse_2 = tl.where(size < 4194304.0, lse_2, lse_2 - size / 4194304.0)
+    lse_2 = tl.where(size < 16777216.0, lse_2, lse_2 - size / 4194304.0)
     return tl.where(lse == float("-inf"), float("inf"), lse_2)
 
 

@@ -35,7 +35,7 @@ from .features import (
     load_mask,
     scores,
     tile_ranges,
-)  # fmt: skip
+)
 
 # (Br, Bc, num_warps, num_stages) by head_dim up to 64, 128, 256: of Hopper's copy engine, else by bytes an entry.
 TILES = {
@@ -232,7 +232,7 @@ def in_base_2(lse, seq):
     """lse * log2(e), less by what rounding may have added, and inf where no key is seen. bwd_0_fused.py tells why."""
     lse_2 = lse * LOG2_E
     size = tl.abs(lse_2)
-    lse_2 = tl.where(size < 4194304.0, lse_2, lse_2 - size / 4194304.0)
+    lse_2 = tl.where(size < 16777216.0, lse_2, lse_2 - size / 4194304.0)
     if seq.f.bias is not None:
         lse_2 = tl.where(is_swallowed(lse), lse, lse_2)
     return tl.where(lse == float("-inf"), float("inf"), lse_2)

@@ -18,7 +18,7 @@ a multiprocessor: one multiplies while another one computes its softmax.
 
 Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Left out: TMA (rung 1), warp
 specialisation (rung 2), autotuning. In float32 the products run without tensor cores, and at head_dim 128 the kernel is
-far behind PyTorch's: Triton keeps whole rows of both factors in registers. Needs torch and Triton only.
+far behind PyTorch's. Needs torch and Triton only.
 """
 
 import torch

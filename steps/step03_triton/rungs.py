@@ -8,7 +8,7 @@ import torch
 from . import bwd_0_fused, bwd_1_tma, fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon
 
 
-@functools.wraps(bwd_1_tma.backward)
+@functools.wraps(bwd_1_tma.backward, assigned=("__module__", "__name__"))
 def backward_of_gluon(*tensors, tile=None, **options):
     """The backward of rung tma. It has tiles of its own, which the forward's `tile` does not change."""
     return bwd_1_tma.backward(*tensors, **options)
@@ -29,7 +29,7 @@ LIMITS = {
     "gluon": {
         "dtypes": SIXTEEN_BITS,
         "head_dims": range(8, 257, 8),
-        "best_head_dims": range(72, 257, 8),  # below, rung tma is faster
+        "best_head_dims": range(72, 257, 8),  # at head_dim 64 rung tma is faster
         "tiles": ((128, 64),),
     },
     "tma": {"dtypes": SIXTEEN_BITS},
