@@ -37,29 +37,45 @@ def holes(*shape, seed, value):
     return mask
 
 
+def aligned(mask):
+    """The same mask in a tensor whose rows are longer, full of NaN, and begin at multiples of 16 bytes."""
+    keys = mask.shape[-1]
+    rows = mask.new_full((*mask.shape[:-1], keys // 16 * 16 + 32), True if mask.dtype == torch.bool else math.nan)
+    rows[..., :keys] = mask
+    return rows[..., :keys]
+
+
 def starts(*numbers):
     return torch.tensor(numbers, dtype=torch.int32, device=engine.device)
 
 
-FEATURES = {
-    "causal": {"causal": True},
-    "window": {"window": (6, 3)},
-    "left window": {"window": (18, -1)},
-    "narrow window": {"window": (0, 0)},
-    "softcap": {"softcap": 1.5},
-    "boolean": {"mask": holes(1, H, Nq, Nk, seed=1, value=-math.inf) > -0.5},
-    "additive": {"mask": holes(B, 1, Nq, Nk, seed=3, value=-math.inf)},
-    "additive for keys": {"mask": holes(H, 1, Nk, seed=5, value=-1e4)},
-    "additive for queries": {"mask": random(Nq, 1, seed=7)},
-    "additive for heads": {"mask": random(B, H, 1, 1, seed=8)},
-    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.0625], device=engine.device)},
-    "alibi of each batch": {"alibi_slopes": random(B, H, seed=9).abs()},
-    "dropout": {"dropout_p": 0.3, "seed": torch.tensor(2**35 + 11)},
-    "first": {"first_query": 9, "first_key": 16, "causal": True},
-    "nothing seen": {"first_query": 60, "window": (30, -1)},
-    "packed": {"cu_seqlens_q": starts(0, 3, 3, 20), "cu_seqlens_k": starts(0, 17, 18, 35),
-               "max_seqlen_q": 17, "max_seqlen_k": 17},
-}  # fmt: skip
+def every_feature(n=1):
+    """{name: options} for n Nq queries and n Nk keys."""
+    rows, keys, inf = n * Nq, n * Nk, math.inf
+    return {
+        "causal": {"causal": True},
+        "window": {"window": (6 * n, 3 * n)},
+        "left window": {"window": (18 * n, -1)},
+        "narrow window": {"window": (0, 0)},
+        "softcap": {"softcap": 1.5},
+        "boolean": {"mask": holes(1, H, rows, keys, seed=1, value=-inf) > -0.5},
+        "boolean of all heads": {"mask": aligned(holes(B, 1, rows, keys, seed=1, value=-inf) > -0.5)},
+        "additive": {"mask": holes(B, 1, rows, keys, seed=3, value=-inf)},
+        "additive of each head": {"mask": holes(1, H, rows, keys, seed=3, value=-inf)},
+        "additive for keys": {"mask": holes(H, 1, keys, seed=5, value=-1e4)},
+        "additive for queries": {"mask": random(rows, 1, seed=7)},
+        "additive for heads": {"mask": random(B, H, 1, 1, seed=8)},
+        "alibi": {"alibi_slopes": torch.tensor([0.5, 0.0625], device=engine.device)},
+        "alibi of each batch": {"alibi_slopes": random(B, H, seed=9).abs()},
+        "dropout": {"dropout_p": 0.3, "seed": torch.tensor(2**35 + 11)},
+        "first": {"first_query": 9 * n, "first_key": 16 * n, "causal": True},
+        "nothing seen": {"first_query": 60 * n, "window": (30 * n, -1)},
+        "packed": {"cu_seqlens_q": starts(0, 3 * n, 3 * n, 20 * n), "cu_seqlens_k": starts(0, 17 * n, 18 * n, 35 * n),
+                   "max_seqlen_q": 17 * n, "max_seqlen_k": 17 * n},
+    }  # fmt: skip
+
+
+FEATURES = every_feature()
 MODELS = [
     ("softcap", "window", "causal"), ("alibi", "packed", "causal"), ("alibi of each batch", "packed", "window"),
     ("additive", "dropout"), ("additive for keys", "packed"), ("additive for queries", "packed", "dropout"),
@@ -72,9 +88,10 @@ PAIRS = [
 ]
 
 
-def inputs(names, dtype=torch.float32, gain=1.0):
+def inputs(names, dtype=torch.float32, gain=1.0, n=1, D=D):
     """q, k, v, dout, each surrounded by NaN, and the options."""
-    options = {key: value for name in names for key, value in FEATURES[name].items()}
+    every = FEATURES if n == 1 else every_feature(n)
+    options = {key: value for name in names for key, value in every[name].items()}
     batch = 1 if "packed" in names else B
     if "packed" in names:
         for key in ("mask", "alibi_slopes"):
@@ -85,8 +102,9 @@ def inputs(names, dtype=torch.float32, gain=1.0):
     if "mask" in options and options["mask"].is_floating_point():
         mask = options["mask"].to(dtype)
         four = mask.view((1,) * (4 - mask.ndim) + mask.shape)
-        options["mask"] = cases.surround_with_nan(four, "heads inside").view_as(mask)
-    shapes = (H, Nq), (Hk, Nk), (Hk, Nk), (H, Nq)
+        alone = "additive of each head" in names
+        options["mask"] = aligned(mask) if alone else cases.surround_with_nan(four, "heads inside").view_as(mask)
+    shapes = (H, n * Nq), (Hk, n * Nk), (Hk, n * Nk), (H, n * Nq)
     tensors = (random(batch, *shape, D, seed=20 + n, dtype=dtype) for n, shape in enumerate(shapes))
     q, k, v, dout = (cases.surround_with_nan(x) for x in tensors)
     return q.mul_(gain), k, v, dout, options
@@ -135,6 +153,14 @@ def test_as_models_combine_them(names):
 @pytest.mark.parametrize("names", [*((name,) for name in FEATURES), *PAIRS, *MODELS], ids=" + ".join)
 def test_pairs(names, dtype):
     check(names, dtype, TILES[dtype == torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, D", [(torch.bfloat16, 128), (torch.float32, 64)], ids=str)
+@pytest.mark.parametrize("names", [*((name,) for name in FEATURES), *MODELS], ids=" + ".join)
+def test_with_the_tiles_of_the_tables(names, dtype, D):
+    x = inputs(names, dtype, n=15, D=D)
+    assert not error.failures(run(*x, None), reference(*x))
 
 
 def bits(results):

@@ -149,6 +149,17 @@ def test_the_ends_of_the_head_dims(D, dtype):
     assert not error.failures(got, error.expected(q, k, v, dout, causal=True))
 
 
+@pytest.mark.parametrize("rung", ["fused", "tma", "roles"])
+@pytest.mark.parametrize("Nq, Nk", [(0, 3), (3, 0)])
+def test_a_kernel_alone_takes_no_query_and_no_key(rung, Nq, Nk):
+    forward, backward = rungs.KERNELS[rung]
+    q, k = (torch.ones(1, 1, n, 16, dtype=torch.float16, device=engine.device) for n in (Nq, Nk))
+    out, lse = forward(q, k, k)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    for grad, x in zip(backward(q, q, k, k, out, lse), (q, k, k), strict=True):
+        assert grad.shape == x.shape and (grad == 0).all()
+
+
 @pytest.mark.parametrize("rung", step03.SUPPORTS["rungs"])
 def test_a_single_key_gets_all_of_the_gradient_at_huge_scores(rung):
     """P is 1 for the only key. Without what `in_base_2` takes off, rounding makes it 0 for some of these queries."""

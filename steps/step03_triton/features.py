@@ -25,11 +25,18 @@ class Features(NamedTuple):
     """The features as a kernel takes them. None is off."""
 
     scale: float
+    left: Any = None  # the window, in which 0 on the right is causal
+    right: Any = None
+    first_query: Any = None  # the position of the first query; None is that of Nk - Nq
+    first_key: Any = 0
+    tma: Any = None  # whether tiles are read by Hopper's copy engine
     softcap: Any = None
     approximate: Any = None  # whether the soft-cap may use the special function unit's tanh
-    bias: Any = None  # the additive mask, or `seen` the boolean one, of 8-bit integers; both with 4 strides
-    seen: Any = None
-    mask_strides: Any = None
+    added: Any = None  # whether there is an additive mask
+    seen: Any = None  # whether there is a boolean mask, of 8-bit integers
+    mask_strides: Any = None  # of batch, head, query and key
+    mask_tma: Any = None  # whether the copy engine reads the mask
+    heads_first: Any = None  # whether all heads have the same mask
     slopes: Any = None  # of ALiBi
     slope_strides: Any = None  # of batch (of the sequence, when packed) and head
     seed: Any = None  # a tensor of one int64
@@ -40,29 +47,29 @@ class Features(NamedTuple):
     cu_seqlens_k: Any = None
 
 
+class Part(NamedTuple):
+    """The rows of one sequence in a tensor (B, H, ., D): of batch entry b those from `start` to `start` + N."""
+
+    b: Any  # 0 when packed
+    start: Any  # 0 if not packed
+    N: Any
+
+
 class Sequence(NamedTuple):
     """One batch entry, or one of the packed sequences."""
 
-    f: Any
-    b: Any  # its index in the tensors, which is 0 when packed
     number: Any
-    q_start: Any  # its first rows in the tensors
-    k_start: Any
-    Nq: Any
-    Nk: Any
+    queries: Any
+    keys: Any
     shift: Any
-    left: Any  # None is no limit, and so is `right`
-    right: Any
-    first_query: Any  # the number of its first query, for the random numbers
-    first_key: Any
-    c: Any  # P = 2^(c S - c m): S is in units of X if no feature changes it, and otherwise in base 2
+    c: Any  # P = 2^(c S - c m): S is in the units in which a feature costs the least, see `find_sequence`
     seed: Any
 
 
 class Head(NamedTuple):
     h: Any
-    mask: Any  # a pointer to the mask of this head and sequence
-    slope: Any  # of ALiBi, in base 2
+    mask: Any  # a pointer to the mask of this head and sequence, or its descriptor
+    slope: Any  # of ALiBi, in units of S
 
 
 class Ranges(NamedTuple):
@@ -75,32 +82,37 @@ class Ranges(NamedTuple):
 
 
 @triton.jit
-def find_sequence(f, s, Nq, Nk, first_query, first_key, left, right):
-    b, q_start, k_start, first, seed, c = s, 0, 0, first_query, None, 1.0
+def find_sequence(s, Nq, Nk, f):
+    seed, c = 0, f.scale
     if f.cu_seqlens_q is not None:
-        b = s - s
         q_start, k_start = tl.load(f.cu_seqlens_q + s), tl.load(f.cu_seqlens_k + s)
-        Nq, Nk = tl.load(f.cu_seqlens_q + s + 1) - q_start, tl.load(f.cu_seqlens_k + s + 1) - k_start
-    if first_query is None:  # The last query stands at the last key.
-        first_query, first = Nk - Nq, 0
+        queries = Part(s - s, q_start, tl.load(f.cu_seqlens_q + s + 1) - q_start)
+        keys = Part(s - s, k_start, tl.load(f.cu_seqlens_k + s + 1) - k_start)
+    else:
+        queries, keys = Part(s, 0, Nq), Part(s, 0, Nk)
+    if f.first_query is None:  # The last query stands at the last key.
+        shift = keys.N - queries.N - f.first_key
+    else:
+        shift = tl.cast(f.first_query, tl.int32) - f.first_key
     if f.seed is not None:
         seed = tl.load(f.seed)
-    if (f.softcap is None) and ((f.bias is None) and (f.slopes is None)):
-        c = f.scale * LOG2_E
-    c *= tl.full((), 1.0, tl.float32)  # Now it is a tensor, also in the interpreter.
-    shift = first_query - first_key
-    return Sequence(f, b, s, q_start, k_start, Nq, Nk, shift, left, right, first, first_key, c, seed)
+    if f.softcap is not None:  # S is tanh(X scale / softcap)
+        c = f.softcap
+    if f.added is not None:  # S is in natural units, those of the mask
+        c = 1.0
+    return Sequence(s, queries, keys, shift, tl.full((), 1.0, tl.float32) * c * LOG2_E, seed)
 
 
 @triton.jit
-def find_head(seq, h):
-    f, slope = seq.f, None
-    mask = f.bias if f.seen is None else f.seen
-    if mask is not None:
-        mask += seq.b.to(tl.int64) * f.mask_strides[0] + h.to(tl.int64) * f.mask_strides[1]
-        mask += tl.cast(seq.q_start, tl.int64) * f.mask_strides[2] + tl.cast(seq.k_start, tl.int64) * f.mask_strides[3]
+def find_head(h, mask, f, seq):
+    slope = 0.0
+    if mask is None:
+        mask = 0
+    elif f.mask_tma is None:
+        strides, i, j = f.mask_strides, tl.cast(seq.queries.start, tl.int64), tl.cast(seq.keys.start, tl.int64)
+        mask += seq.queries.b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + i * strides[2] + j * strides[3]
     if f.slopes is not None:
-        slope = tl.load(f.slopes + seq.number * f.slope_strides[0] + h * f.slope_strides[1]) * LOG2_E
+        slope = tl.load(f.slopes + seq.number * f.slope_strides[0] + h * f.slope_strides[1]) * (LOG2_E / seq.c)
     return Head(h, mask, slope)
 
 
@@ -153,57 +165,71 @@ def tanh(x, approximate):
 
 
 @triton.jit
-def load_mask(i, j, row, column, head, seq, MASKED: tl.constexpr):
-    """The mask's tile at query i and key j. Entries that do not exist are 0. See `scores` for the arguments."""
-    strides, exists = seq.f.mask_strides, row < seq.Nq - i
-    if MASKED:
-        exists = exists & (column < seq.Nk - j)
-    corner = head.mask + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
-    return tl.load(corner + (row * strides[2] + column * strides[3]), mask=exists, other=0)
+def load_mask(i, j, row, column, f, seq, head, MASKED: tl.constexpr):
+    """The mask's tile at query i and key j, 0 without a mask and where it has no entry. For the rest see `scores`."""
+    strides = f.mask_strides
+    if strides is None:
+        return 0
+    elif f.mask_tma is not None:  # A stride of 0 stands for a size of 1.
+        b, h = tl.where(strides[0] == 0, 0, seq.queries.b), tl.where(strides[1] == 0, 0, head.h)
+        tile = head.mask.load([b, h, seq.queries.start + i, seq.keys.start + j])
+        if row.shape[0] == 1:
+            return tl.trans(tile.reshape(row.shape[1], column.shape[0]))
+        else:
+            return tile.reshape(row.shape[0], column.shape[1])
+    else:
+        exists = row < seq.queries.N - i
+        if MASKED:
+            exists = exists & (column < seq.keys.N - j)
+        corner = head.mask + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
+        return tl.load(corner + (row * strides[2] + column * strides[3]), mask=exists, other=0)
 
 
 @triton.jit
-def scores(X, M, i, j, row, column, head, seq, MASKED: tl.constexpr):
+def scores(X, M, i, j, row, column, f, seq, head, MASKED: tl.constexpr):
     """(S, dS/dX) of the tile X at query i and key j, S in units of 1 / c. M is the mask's tile.
 
     row and column count from i and j: (Br, 1) and (1, Bc), or (1, Br) and (Bc, 1) if X is transposed. If not MASKED,
     position hides none of the keys.
     """
-    f, S, derivative = seq.f, X, 1.0
+    S, derivative = X, 1.0
     if f.softcap is not None:
-        t = tanh(X * (f.scale / f.softcap), f.approximate)
-        S, derivative = t * (f.softcap * LOG2_E), 1 - t * t
-    elif (f.bias is not None) or (f.slopes is not None):
-        S = X * (f.scale * LOG2_E)
-    if f.bias is not None:
+        S = tanh(X * (f.scale / f.softcap), f.approximate)
+        derivative = 1 - S * S
+    if f.added is not None:
         M = M.to(tl.float32)
-        S = tl.where(M == float("-inf"), float("-inf"), S + tl.maximum(M * LOG2_E, SWALLOWS))
+        S = S * (f.scale if f.softcap is None else f.softcap) + M
+        S = tl.where(M == float("-inf"), float("-inf"), tl.maximum(S, SWALLOWS, propagate_nan=tl.PropagateNan.ALL))
     if f.seen is not None:
         S = tl.where(M != 0, S, float("-inf"))
     if f.slopes is not None:  # Counted from the tile's first query the distance is a small number, and exact.
-        S -= head.slope * tl.abs(row.to(tl.float32) - (column + (j - i - seq.shift)).to(tl.float32))
+        first = row.to(tl.float32) - (j - i - seq.shift).to(tl.float32)
+        S -= tl.abs(first * head.slope - column.to(tl.float32) * head.slope)
     if MASKED:
         query, key = i + row, j + column
-        seen = key < seq.Nk
-        if seq.right is not None:
-            seen = seen & (key <= query + (seq.shift + seq.right))
-        if seq.left is not None:
-            seen = seen & (key >= query + (seq.shift - seq.left))
+        seen = key < seq.keys.N
+        if f.right is not None:
+            seen = seen & (key <= query + (seq.shift + f.right))
+        if f.left is not None:
+            seen = seen & (key >= query + (seq.shift - f.left))
         S = tl.where(seen, S, float("-inf"))
     return S, derivative
 
 
 @triton.jit
-def kept(i, j, row, column, head, seq):
+def kept(i, j, row, column, f, seq, head):
     """Which entries of the tile dropout keeps: a function of seed, sequence, head, query and key alone.
 
     The generator Philox turns the counter (key div 16, query, head, sequence) into sixteen bytes, one for each key.
     """
     TRANSPOSED: tl.constexpr = row.shape[0] == 1
-    key, query = j + seq.first_key + column, i + seq.first_query + row
-    if seq.f.aligned is not None:
+    j += f.first_key
+    key, query = j + column, i + row
+    if f.first_query is not None:
+        query += f.first_query
+    if f.aligned is not None:
         CALLS: tl.constexpr = column.shape[0] * column.shape[1] // 16
-        call = ((j + seq.first_key) >> 4) + tl.arange(0, CALLS)
+        call = (j >> 4) + tl.arange(0, CALLS)
         w0, w1, w2, w3 = tl.philox(seq.seed, call[:, None] if TRANSPOSED else call[None, :], query, head.h, seq.number)
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [..., x, y] is word 2 x + y
         words = words.reshape(words.shape[0], words.shape[1], 4, 1)
@@ -216,4 +242,4 @@ def kept(i, j, row, column, head, seq):
         word = (key >> 2) & 3
         numbers = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
         numbers = numbers >> (8 * (key & 3)).to(tl.uint32)
-    return (numbers & 255).to(tl.int32) < seq.f.threshold
+    return (numbers & 255).to(tl.int32) < f.threshold

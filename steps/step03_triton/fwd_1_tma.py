@@ -154,7 +154,7 @@ def forward_kernel(
 def is_aligned(x):
     """Whether a descriptor can describe x (B, H, N, D): its address and strides are multiples of 16 bytes."""
     steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in steps)
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in steps)
 
 
 def describe(x, rows, D_pad):

@@ -175,7 +175,8 @@ def strides_of(x):
 
 def is_aligned(x):
     """Whether a descriptor can describe the heads of x: its address and strides are multiples of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides_of(x))
+    steps = x.data_ptr(), *(stride * x.element_size() for stride in strides_of(x))
+    return x.numel() > 0 and all(step % 16 == 0 for step in steps)
 
 
 def allocate(size, alignment, stream):

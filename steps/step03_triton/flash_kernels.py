@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: MIT
+"""The kernels of flash.py: those of fwd_1_tma.py and bwd_1_tma.py, with `scores` between Q K^T and the softmax.
+
+    forward_kernel   owns Br queries, visits the tiles of keys that they see         S, derivative = scores(Q_i K_j^T)
+    delta_kernel     delta = rowsum(dO * O), and lse in base 2
+    keys_kernel      owns Bc keys, visits the tiles of queries that see them         the same on S^T = K_j Q_i^T
+    queries_kernel   owns Br queries, for dQ                                         dX = P (dP - delta) derivative
+    mask_kernel      owns a tile of an additive mask, and sums dS = P (dP - delta) over all that the tile was added to
+
+features.py says what a feature does, tiles.py how tiles are read and written. Nothing is added by atomics, so results
+are equal to the bit from run to run. Sources: FlashAttention-2, Algorithms 1 and 2. Needs torch and Triton only.
+"""
+
+import triton
+import triton.language as tl
+
+from .features import LN_2, LOG2_E, SWALLOWS, find_head, find_sequence, jump, kept, load_mask, scores, tile_ranges
+from .tiles import load_numbers, load_rows, load_tile, number_rows, open_numbers, open_rows, store_rows
+
+LENGTHS = ["H", "Hk", "Nq", "Nk", "total_q", "stride"]
+
+
+@triton.jit
+def find_tile(tiles, heads, f):
+    """(n, s, h): this program owns tile n of head h of sequence s.
+
+    Neighbouring programs work on the same head, so they find its K and V in the L2 cache; or on the same tile of all
+    heads, if they share a mask there, which is larger than K and V.
+    """
+    program = tl.program_id(0)
+    if f.heads_first is None:
+        return program % tiles, program // tiles // heads, program // tiles % heads
+    else:
+        return program // heads % tiles, program // (heads * tiles), program % heads
+
+
+@triton.jit
+def factor_and_shift(m, c):
+    """(f, f m) of P = 2^(f S - f m), two numbers a row; f is c unless m is huge. fwd_0_fused.py tells the reason."""
+    power_of_two = (c.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    small = tl.abs(m * c) < 67108864.0
+    return tl.where(small, c, power_of_two), tl.where(small, m * c, m * power_of_two)
+
+
+@triton.jit
+def is_swallowed(x):
+    """Whether x, the maximum or the lse of a row, says that the mask absorbed all of its scores."""
+    return (x < SWALLOWS / 2) & (x > float("-inf"))
+
+
+@triton.jit
+def visit_keys(m, l, O, Q_i, K, V, hk, i, ranges, f, seq, head, MASKED: tl.constexpr):
+    row, column = tl.arange(0, Q_i.shape[0])[:, None], tl.arange(0, K.row.shape[0])[None, :]
+    first, last = ranges.whole, ranges.full
+    if MASKED:
+        first, last = ranges.begin, ranges.end
+    for n in range(first, last, K.row.shape[0]):
+        j = jump(n, ranges, f.left) if MASKED else n
+        K_j, V_j = load_tile(K, hk, j, f, MASKED), load_tile(V, hk, j, f, MASKED)  # (Bc, D)
+        M = load_mask(i, j, row, column, f, seq, head, MASKED)
+        X = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
+        S, _ = scores(X, M, i, j, row, column, f, seq, head, MASKED)
+        m_new = tl.maximum(m, tl.max(S, 1))
+        finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
+        factor, shift = factor_and_shift(finite, seq.c)
+        alpha = tl.exp2((m - finite) * factor)
+        P = tl.exp2(S * factor[:, None] - shift[:, None])
+        m, l = m_new, alpha * l + tl.sum(P, 1)
+        if f.seed is not None:  # after the sum, which dropout does not change
+            P = tl.where(kept(i, j, row, column, f, seq, head), P, 0.0)
+        O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
+    return m, l, O
+
+
+@triton.jit
+def carried_state(lse, O, f, seq):
+    """(m, l, O) after the keys of earlier calls: they count as one key, of score lse and value O."""
+    m, l = lse * (LOG2_E / seq.c), tl.full(lse.shape, 1.0, tl.float32)
+    if f.added is not None:
+        m, l = tl.where(is_swallowed(lse), SWALLOWS, m), tl.where(is_swallowed(lse), lse / SWALLOWS, l)
+    if f.seed is not None:
+        O = O * (f.threshold / 256)
+    return m, l, O * l[:, None]
+
+
+@triton.jit(do_not_specialize=LENGTHS)  # so that one compiled kernel serves every length
+def forward_kernel(
+    q, k, v, k_box, v_box, mask, out, lse, q_strides, k_strides, v_strides, out_strides, H, group, Nq, Nk, total_q,
+    f,
+    CARRIED: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+):
+    n, s, h = find_tile(tl.cdiv(Nq, Br), H, f)
+    i = (tl.cdiv(Nq, Br) - 1 - n) * Br  # The last queries start first: when causal, they see most keys.
+    hk = h // group  # `group` query heads share a key head
+    seq = find_sequence(s, Nq, Nk, f)
+    if f.cu_seqlens_q is not None:  # Nq is that of the longest sequence.
+        if i >= seq.queries.N:
+            return
+    K = open_rows(k, k_box, k_strides, seq.keys, Bc, D, D_pad)
+    V = open_rows(v, v_box, v_strides, seq.keys, Bc, D, D_pad)
+    out = open_rows(out, None, out_strides, seq.queries, Br, D, D_pad)
+    head = find_head(h, mask, f, seq)
+
+    Q_i = load_rows(open_rows(q, None, q_strides, seq.queries, Br, D, D_pad), h, i)  # (Br, D)
+    row = i + tl.arange(0, Br)
+    lse += (seq.queries.b.to(tl.int64) * H + h) * total_q + seq.queries.start
+    m = tl.full((Br,), float("-inf"), tl.float32)
+    l, O = tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
+    if CARRIED:
+        m, l, O = carried_state(tl.load(lse + row, mask=row < seq.queries.N, other=0.0), load_rows(out, h, i), f, seq)
+    ranges = tile_ranges(i, seq.shift, f.left, f.right, seq.keys.N, False, Br, Bc)
+    m, l, O = visit_keys(m, l, O, Q_i, K, V, hk, i, ranges, f, seq, head, False)
+    m, l, O = visit_keys(m, l, O, Q_i, K, V, hk, i, ranges, f, seq, head, True)
+
+    l = tl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
+    O = O / l[:, None]
+    if f.seed is not None:
+        O = O * f.kept_scale
+    lse_i = m * (seq.c * LN_2) + tl.log(l)
+    if f.added is not None:  # Beside a number as large as SWALLOWS log l would be lost, so it becomes a factor.
+        lse_i = tl.where(is_swallowed(m), SWALLOWS * l, lse_i)
+    store_rows(out, O, h, i)
+    tl.store(lse + row, lse_i, mask=row < seq.queries.N)
+
+
+@triton.jit
+def in_base_2(lse, f):
+    """lse * log2(e), less by what rounding may have added, and inf where no key is seen. bwd_0_fused.py tells why."""
+    lse_2 = lse * LOG2_E
+    size = tl.abs(lse_2)
+    lse_2 = tl.where(size < 16777216.0, lse_2, lse_2 - size / 4194304.0)
+    if f.added is not None:
+        lse_2 = tl.where(is_swallowed(lse), lse, lse_2)
+    return tl.where(lse == float("-inf"), float("inf"), lse_2)
+
+
+@triton.jit
+def tile_gradients(X, dP, M, lse_2, delta, i, j, row, column, f, seq, head, MASKED: tl.constexpr):
+    """(P after dropout, dS, dX) of one tile, from X and from dP, the gradient of that P; all may be transposed."""
+    factor = seq.c
+    S, derivative = scores(X, M, i, j, row, column, f, seq, head, MASKED)
+    if f.added is not None:  # Where lse_2 = SWALLOWS l, P is 1 / l. 2^-126 turns SWALLOWS into 0, and leaves -inf.
+        factor = tl.where(is_swallowed(lse_2), 1.1754944e-38, factor)
+        lse_2 = tl.where(is_swallowed(lse_2), tl.log2(tl.maximum(lse_2 / SWALLOWS, 1.0)), lse_2)
+    # No P is larger than 1. Rounding could make it larger where the scores are huge, and even infinite.
+    P = tl.exp2(tl.minimum(S * factor - lse_2, 0.0))
+    P_kept = P
+    if f.seed is not None:
+        keep = kept(i, j, row, column, f, seq, head)
+        P_kept, dP = tl.where(keep, P, 0.0), tl.where(keep, dP * f.kept_scale, 0.0)
+    dS = P * (dP - delta)
+    return P_kept, dS, dS * derivative
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def delta_kernel(
+    dout, out, lse, lse_2, delta, dout_strides, out_strides, stride, H, Nq, Nk, total_q, f,
+    D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr
+):
+    n, s, h = find_tile(tl.cdiv(Nq, Br), H, f)
+    i = n * Br
+    seq = find_sequence(s, Nq, Nk, f)
+    dO = load_rows(open_rows(dout, None, dout_strides, seq.queries, Br, D, D_pad), h, i)
+    O = load_rows(open_rows(out, None, out_strides, seq.queries, Br, D, D_pad), h, i)
+    row, head, exists = i + tl.arange(0, Br), seq.queries.b.to(tl.int64) * H + h, i + tl.arange(0, Br) < seq.queries.N
+    lse_i = tl.load(lse + head * total_q + seq.queries.start + row, mask=exists, other=0.0)
+    delta, lse_2 = open_numbers(delta, None, stride, H, seq, Br, f), open_numbers(lse_2, None, stride, H, seq, Br, f)
+    tl.store(delta.x + head * stride + row, tl.sum(dO.to(tl.float32) * O, 1), mask=exists)
+    tl.store(lse_2.x + head * stride + row, in_base_2(lse_i, f), mask=exists)
+
+
+@triton.jit
+def visit_queries(dK, dV, K_j, V_j, Q, dO, lse_2, delta, j, ranges, f, seq, head, MASKED: tl.constexpr):
+    """(dK, dV) with a range of queries added.
+
+    Every tile is computed transposed, with a row for each key and a column for each query, because P^T and dX^T are the
+    left factors of the products for dV and dK.
+    """
+    row, column = tl.arange(0, Q.row.shape[0])[None, :], tl.arange(0, K_j.shape[0])[:, None]
+    first, last = ranges.whole, ranges.full
+    if MASKED:
+        first, last = ranges.begin, ranges.end
+    for n in range(first, last, Q.row.shape[0]):
+        i = jump(n, ranges, f.right) if MASKED else n
+        Q_i = load_tile(Q, head.h, i, f, MASKED)  # (Br, D)
+        dO_i = load_tile(dO, head.h, i, f, MASKED)  # beyond Nq it is 0, and adds nothing
+        lse_i, delta_i = load_numbers(lse_2, head.h, i, f, MASKED), load_numbers(delta, head.h, i, f, MASKED)  # (Br,)
+        M_T = load_mask(i, j, row, column, f, seq, head, MASKED)
+        X_T = tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (Bc, Br)
+        dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision="ieee")  # (Bc, Br)
+        P_T, _, dX_T = tile_gradients(
+            X_T, dP_T, M_T, lse_i[None, :], delta_i[None, :], i, j, row, column, f, seq, head, MASKED
+        )
+        dV = tl.dot(P_T.to(dO_i.dtype), dO_i, dV, input_precision="ieee")
+        dK = tl.dot(dX_T.to(Q_i.dtype), Q_i, dK, input_precision="ieee")
+    return dK, dV
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def keys_kernel(
+    dout, q, k, v, lse_2, delta, dout_box, q_box, lse_box, delta_box, mask, dk, dv,
+    dout_strides, q_strides, k_strides, v_strides, dk_strides, stride, Hk, group, Nq, Nk, f,
+    D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+):
+    n, s, hk = find_tile(tl.cdiv(Nk, Bc), Hk, f)
+    j, H = n * Bc, Hk * group  # The first keys start first: when causal, most queries see them.
+    seq = find_sequence(s, Nq, Nk, f)
+    if f.cu_seqlens_q is not None:
+        if j >= seq.keys.N:
+            return
+    dO = open_rows(dout, dout_box, dout_strides, seq.queries, Br, D, D_pad)
+    Q = open_rows(q, q_box, q_strides, seq.queries, Br, D, D_pad)
+    K_j = load_rows(open_rows(k, None, k_strides, seq.keys, Bc, D, D_pad), hk, j)  # (Bc, D)
+    V_j = load_rows(open_rows(v, None, v_strides, seq.keys, Bc, D, D_pad), hk, j)
+    lse_2 = open_numbers(lse_2, lse_box, stride, H, seq, Br, f)
+    delta = open_numbers(delta, delta_box, stride, H, seq, Br, f)
+    dK, dV = tl.zeros((Bc, D_pad), tl.float32), tl.zeros((Bc, D_pad), tl.float32)
+    # Key j is seen by the queries from j - shift - right to j - shift + left. Those beyond Nq need no mask, because
+    # they are 0. The ragged last tile of keys is masked for every query.
+    end = tl.cdiv(seq.queries.N, Br) * Br if f.cu_seqlens_q is None else seq.queries.N
+    ranges = tile_ranges(j, -seq.shift, f.right, f.left, end, j + Bc > seq.keys.N, Bc, Br)
+    for g in range(0, group):  # the query heads that share this key head; with group = 1 Triton drops the loop
+        head = find_head(hk * group + g, mask, f, seq)
+        dK, dV = visit_queries(dK, dV, K_j, V_j, Q, dO, lse_2, delta, j, ranges, f, seq, head, True)
+        dK, dV = visit_queries(dK, dV, K_j, V_j, Q, dO, lse_2, delta, j, ranges, f, seq, head, False)
+    if f.seed is not None:
+        dV = dV * f.kept_scale
+    store_rows(open_rows(dk, None, dk_strides, seq.keys, Bc, D, D_pad), dK * f.scale, hk, j)
+    store_rows(open_rows(dv, None, dk_strides, seq.keys, Bc, D, D_pad), dV, hk, j)
+
+
+@triton.jit
+def add_keys(dQ, Q_i, dO_i, lse_i, delta_i, K, V, hk, i, ranges, f, seq, head, MASKED: tl.constexpr):
+    """dQ with a range of keys added."""
+    row, column = tl.arange(0, Q_i.shape[0])[:, None], tl.arange(0, K.row.shape[0])[None, :]
+    first, last = ranges.whole, ranges.full
+    if MASKED:
+        first, last = ranges.begin, ranges.end
+    for n in range(first, last, K.row.shape[0]):
+        j = jump(n, ranges, f.left) if MASKED else n
+        K_j, V_j = load_tile(K, hk, j, f, MASKED), load_tile(V, hk, j, f, MASKED)  # (Bc, D)
+        M = load_mask(i, j, row, column, f, seq, head, MASKED)
+        X = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
+        dP = tl.dot(dO_i, tl.trans(V_j), input_precision="ieee")  # (Br, Bc)
+        _, _, dX = tile_gradients(X, dP, M, lse_i[:, None], delta_i[:, None], i, j, row, column, f, seq, head, MASKED)
+        dQ = tl.dot(dX.to(K_j.dtype), K_j, dQ, input_precision="ieee")
+    return dQ
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def queries_kernel(
+    dout, q, k, v, lse_2, delta, k_box, v_box, mask, dq,
+    dout_strides, q_strides, k_strides, v_strides, dq_strides, stride, H, group, Nq, Nk, f,
+    D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+):
+    n, s, h = find_tile(tl.cdiv(Nq, Br), H, f)
+    i = (tl.cdiv(Nq, Br) - 1 - n) * Br
+    hk = h // group
+    seq = find_sequence(s, Nq, Nk, f)
+    if f.cu_seqlens_q is not None:
+        if i >= seq.queries.N:
+            return
+    dO_i = load_rows(open_rows(dout, None, dout_strides, seq.queries, Br, D, D_pad), h, i)
+    Q_i = load_rows(open_rows(q, None, q_strides, seq.queries, Br, D, D_pad), h, i)  # (Br, D)
+    K = open_rows(k, k_box, k_strides, seq.keys, Bc, D, D_pad)
+    V = open_rows(v, v_box, v_strides, seq.keys, Bc, D, D_pad)
+    lse_i = number_rows(open_numbers(lse_2, None, stride, H, seq, Br, f), h, i)  # (Br,)
+    delta_i = number_rows(open_numbers(delta, None, stride, H, seq, Br, f), h, i)
+    head, dQ = find_head(h, mask, f, seq), tl.zeros((Br, D_pad), tl.float32)
+    ranges = tile_ranges(i, seq.shift, f.left, f.right, seq.keys.N, False, Br, Bc)
+    dQ = add_keys(dQ, Q_i, dO_i, lse_i, delta_i, K, V, hk, i, ranges, f, seq, head, False)
+    dQ = add_keys(dQ, Q_i, dO_i, lse_i, delta_i, K, V, hk, i, ranges, f, seq, head, True)
+    store_rows(open_rows(dq, None, dq_strides, seq.queries, Br, D, D_pad), dQ * f.scale, h, i)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def mask_kernel(
+    dout, q, k, v, lse_2, delta, mask, dmask, dout_strides, q_strides, k_strides, v_strides, dmask_strides, stride,
+    H, group, Nq, Nk, f, batches, heads,
+    OVER_QUERIES: tl.constexpr, OVER_KEYS: tl.constexpr,
+    D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+):
+    """dmask: dS, summed over the `batches`, the `heads`, and, if OVER_ them, the queries or keys of a mask's entry."""
+    tiles_q, tiles_k = 1 if OVER_QUERIES else tl.cdiv(Nq, Br), 1 if OVER_KEYS else tl.cdiv(Nk, Bc)
+    program, Hm = tl.program_id(0), H // heads
+    j0, i0, sh = program % tiles_k * Bc, program // tiles_k % tiles_q * Br, program // (tiles_k * tiles_q)
+    seq = find_sequence(sh // Hm, Nq, Nk, f)
+    visits_q = tl.cdiv(seq.queries.N, Br) if OVER_QUERIES else 1
+    visits_k = tl.cdiv(seq.keys.N, Bc) if OVER_KEYS else 1
+    row, column = tl.arange(0, Br)[:, None], tl.arange(0, Bc)[None, :]
+    dM = tl.zeros((Br, Bc), tl.float32)
+    for n in range(0, batches * heads * visits_q * visits_k):
+        i, j, bh = i0 + n // visits_k % visits_q * Br, j0 + n % visits_k * Bc, n // (visits_k * visits_q)
+        h, hk = sh % Hm + bh % heads, (sh % Hm + bh % heads) // group
+        visit = find_sequence(sh // Hm + bh // heads, Nq, Nk, f)
+        Q_i = load_rows(open_rows(q, None, q_strides, visit.queries, Br, D, D_pad), h, i)
+        dO_i = load_rows(open_rows(dout, None, dout_strides, visit.queries, Br, D, D_pad), h, i)
+        K_j = load_rows(open_rows(k, None, k_strides, visit.keys, Bc, D, D_pad), hk, j)
+        V_j = load_rows(open_rows(v, None, v_strides, visit.keys, Bc, D, D_pad), hk, j)
+        lse_i = number_rows(open_numbers(lse_2, None, stride, H, visit, Br, f), h, i)[:, None]
+        delta_i = number_rows(open_numbers(delta, None, stride, H, visit, Br, f), h, i)[:, None]
+        head = find_head(h, mask, f, visit)
+        M = load_mask(i, j, row, column, f, visit, head, True)
+        X = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
+        dP = tl.dot(dO_i, tl.trans(V_j), input_precision="ieee")
+        dM += tile_gradients(X, dP, M, lse_i, delta_i, i, j, row, column, f, visit, head, True)[1]
+    if OVER_QUERIES:
+        dM, row = tl.sum(dM, 0, keep_dims=True), tl.zeros((1, 1), tl.int32)
+    if OVER_KEYS:
+        dM, column = tl.sum(dM, 1, keep_dims=True), tl.zeros((1, 1), tl.int32)
+    corner = seq.queries.b.to(tl.int64) * dmask_strides[0] + (sh % Hm).to(tl.int64) * dmask_strides[1]
+    query, key = tl.cast(seq.queries.start + i0, tl.int64) + row, tl.cast(seq.keys.start + j0, tl.int64) + column
+    exists = (row < seq.queries.N - i0) & (column < seq.keys.N - j0)
+    tl.store(dmask + corner + query * dmask_strides[2] + key * dmask_strides[3], dM, mask=exists)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+"""How the kernels of flash.py read and write tiles: by pointers or by Hopper's copy engine, dense or packed.
+
+    rows = open_rows(x, box, strides, part, ...)   the rows of one sequence in a tensor (B, H, ., D)
+    load_rows(rows, h, i), store_rows(rows, ...)   a tile from row i of head h on, by pointers, as in fwd_0_fused.py
+    load_tile(rows, h, i, f, MASKED)               the same by the copy engine, if f.tma is not None
+
+The idea: a kernel does not know whether its sequence is a batch entry, or one of many that are packed into one tensor.
+`box` is a descriptor of the whole tensor, made by the host. It does not stop where a packed sequence ends, so there the
+copy engine reads the tiles that lie within a sequence, and pointers read the others.
+
+Needs torch and Triton only.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Rows(NamedTuple):
+    """The rows of one sequence, as `open_rows` returns them."""
+
+    x: Any  # a pointer to its first row
+    box: Any  # a descriptor of the tensor, if the copy engine is used
+    strides: Any
+    b: Any
+    start: Any
+    N: Any
+    D: Any
+    row: Any  # the numbers of a tile's rows, (rows, 1), and columns, (1, D_pad)
+    column: Any
+
+
+@triton.jit
+def open_rows(x, box, strides, part, SIZE: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
+    if box is None:
+        box = 0
+    x += tl.cast(part.start, tl.int64) * strides[2]
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, D_pad)[None, :]
+    return Rows(x, box, strides, part.b, part.start, part.N, D, row, column)
+
+
+@triton.jit
+def open_numbers(x, box, stride, heads, seq, SIZE: tl.constexpr, f):
+    """The same for lse_2 and delta, (B * H, stride), where each sequence begins at a multiple of 16 bytes."""
+    queries, start = seq.queries, 0
+    if box is None:
+        box = 0
+    if f.cu_seqlens_q is not None:
+        start = (queries.start // 4 + seq.number) * 4
+    return Rows(x + start, box, stride, queries.b * heads, start, queries.N, 1, tl.arange(0, SIZE), 0)
+
+
+@triton.jit
+def pointers(rows, h, first):
+    """(pointers, which entries exist) of the tile of head h that begins with row `first`."""
+    row = first + rows.row
+    # Offsets have 64 bits, because a tensor may have more than 2^31 entries.
+    head = rows.b.to(tl.int64) * rows.strides[0] + h.to(tl.int64) * rows.strides[1]
+    pointer = rows.x + head + row.to(tl.int64) * rows.strides[2] + rows.column
+    return pointer, (row < rows.N) & (rows.column < rows.D)
+
+
+@triton.jit
+def load_rows(rows, h, first):
+    """The rows of head h from `first` on, as a tile (rows, D_pad) with zeros beyond the N rows and D columns."""
+    pointer, exists = pointers(rows, h, first)
+    return tl.load(pointer, mask=exists, other=0.0)
+
+
+@triton.jit
+def store_rows(rows, tile, h, first):
+    pointer, exists = pointers(rows, h, first)
+    tl.store(pointer, tile, mask=exists)
+
+
+@triton.jit
+def load_tile(rows, h, first, f, MASKED: tl.constexpr):
+    """What `load_rows` gives. If not MASKED, all rows of the tile belong to the sequence, or it is not packed."""
+    if (f.tma is None) or (MASKED and (f.cu_seqlens_q is not None)):
+        return load_rows(rows, h, first)
+    else:
+        return rows.box.load([rows.b, h, rows.start + first, 0]).reshape(rows.row.shape[0], rows.column.shape[1])
+
+
+@triton.jit
+def number_rows(numbers, h, first):
+    """The numbers (rows,) that belong to the queries of head h from `first` on, and 0 beyond N."""
+    row = first + numbers.row
+    return tl.load(numbers.x + (numbers.b + h).to(tl.int64) * numbers.strides + row, mask=row < numbers.N, other=0.0)
+
+
+@triton.jit
+def load_numbers(numbers, h, first, f, MASKED: tl.constexpr):
+    if (f.tma is None) or (MASKED and (f.cu_seqlens_q is not None)):
+        return number_rows(numbers, h, first)
+    else:
+        return numbers.box.load([numbers.b + h, numbers.start + first]).reshape(numbers.row.shape[0])
+
+
+def strides_of(x):
+    """Strides of batch, head and row. That of a dimension of size 1 is never used, but a descriptor checks it, too."""
+    return tuple(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+
+
+def is_aligned(x):
+    """Whether a descriptor can describe x (B, H, N, D): its address and strides are multiples of 16 bytes."""
+    return x.numel() > 0 and all(n % 16 == 0 for n in (x.data_ptr(), *(s * x.element_size() for s in strides_of(x))))
+
+
+def has_tma(x):
+    """Whether x lies on a Hopper GPU, which has the copy engine; Triton's interpreter has one, too."""
+    return triton.knobs.runtime.interpret or torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+def can_copy(tensors):
+    """Whether the copy engine can read the tensors."""
+    return tensors[0].element_size() == 2 and has_tma(tensors[0]) and all(map(is_aligned, tensors))
+
+
+def describe(x, rows, D_pad):
+    """A descriptor of x (B, H, N, D) whose boxes have so many rows."""
+    return TensorDescriptor(x, list(x.shape), [*strides_of(x), 1], [1, 1, rows, D_pad])
+
+
+def describe_numbers(x, N, rows):
+    """A descriptor of the first N numbers in each row of x (B * H, stride), with boxes of so many."""
+    return TensorDescriptor(x, [len(x), N], [x.stride(0), 1], [1, rows])
