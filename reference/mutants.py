@@ -246,12 +246,12 @@ class Mutant:
 MUTANTS: list[Mutant] = []
 
 
-def mutant(says, sources=""):
-    """Registers a subclass of Forward or Backward under its class name in snake case."""
+def mutant(says, sources="", among=MUTANTS):
+    """Registers a class under its name in snake case, by default a subclass of Forward or Backward."""
 
     def register(kind):
         name = "".join("_" + c.lower() if c.isupper() else c for c in kind.__name__).lstrip("_")
-        MUTANTS.append(Mutant(name, says, kind, sources))
+        among.append(Mutant(name, says, kind, sources))
         return kind
 
     return register

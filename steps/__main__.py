@@ -1,5 +1,6 @@
 """The command line: python -m steps demo | check | hint | solution | verify | mutants | bench."""
 
+import itertools
 import json
 import string
 import time
@@ -172,7 +173,8 @@ def task(id):
 
 @app.command()
 def mutants(stage: Stage = None):
-    """Shows which of the contract's cases kills which planted mistake, stage by stage."""
+    """Shows which of the contract's cases kills which planted mistake, stage by stage, features included."""
+    from reference import feature_mutants
     from reference import mutants as planted
 
     failed = False
@@ -181,15 +183,23 @@ def mutants(stage: Stage = None):
             console.print(f"{catalogue.STAGES[number]}: {reason}")
             continue
         supports = catalogue.stage(number).SUPPORTS
-        matrix, twins = planted.kill_matrix(supports)
-        console.print(kill_table(catalogue.STAGES[number], matrix), highlight=False)
-        survivors = planted.survivors(matrix)
-        failed |= bool(survivors or twins)
-        for name in survivors:
-            console.print(f"survives every case: {name}")
-        for pair in twins:
-            console.print(f"no case tells apart: {' and '.join(pair)}")
+        failed |= show_kills(catalogue.STAGES[number], *planted.kill_matrix(supports))
+        if number == "03":
+            failed |= show_kills("features", *feature_mutants.kill_matrix())
     raise typer.Exit(1 if failed else 0)
+
+
+def show_kills(title, matrix, twins):
+    """Prints the kill matrix, and what the cases do not notice; returns whether there is any."""
+    from reference import mutants as planted
+
+    console.print(kill_table(title, matrix), highlight=False)
+    survivors = planted.survivors(matrix)
+    for name in survivors:
+        console.print(f"survives every case: {name}")
+    for pair in twins:
+        console.print(f"no case tells apart: {' and '.join(pair)}")
+    return bool(survivors or twins)
 
 
 def kill_table(title, matrix):
@@ -213,24 +223,29 @@ def bench(
     limit: Annotated[float, typer.Option(help="Milliseconds; who takes longer for one call is left out.")] = 1000,
     record: Annotated[bool, typer.Option(help="For maintainers: write to the committed rows.")] = False,
     plan: Annotated[list[str] | None, typer.Option(help="For maintainers: a part of what is recorded.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Another folder for the rows.")] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Instead time the neighbours of stage 03's tiles.")] = False,
+    table: Annotated[list[str] | None, typer.Option(help="Of --tune: forward, keys, queries; by default all.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Of --tune.", min=1, max=256)] = 128,
+    out: Annotated[Path | None, typer.Option(help="Another folder for the rows; of --tune a file for JSON.")] = None,
     minutes: Annotated[float, typer.Option(help="After these no more sizes are begun.")] = 60,
     runs: Annotated[int, typer.Option(help="How often a plan is measured, each time as a run of its own.")] = 1,
     commit: Annotated[str | None, typer.Option(help="The commit to note where there is no git history.")] = None,
 ):
     """Measures the stages' kernels beside PyTorch's own on this GPU, and shows them beside the committed rows.
 
-    What is measured is added to my/results.
+    What is measured is added to my/results. Two peers take part where they are found: fa4, which is FlashAttention-4
+    from the package flash-attn-4, and tutorial, which is Triton's tutorial 06 from the file that STEPS_TUTORIAL names.
+
+    With --tune it measures instead whether other tiles than those in stage 03's tables are faster on this GPU: for
+    --kernel tma or fused, --table, --head-dim and --dtype.
     """
+    if tune:
+        return tune_tiles(kernel, table or [], head_dim, dtype or ["bf16"], out, commit)
     from steps.bench import grid as grids
     from steps.bench import plans, report, rows
     from steps.bench.peers import PEERS
 
-    asked = {"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS), "plan": (plan or (), plans.PLANS)}
-    for option, (values, known) in asked.items():
-        if unknown := set(values) - set(known):
-            problem = f"there is no {unknown.pop()!r}; there are {', '.join(known)}"
-            raise typer.BadParameter(problem, param_hint=f"--{option}")
+    check_known({"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS), "plan": (plan or (), plans.PLANS)})
     if engine.name != "cuda":
         console.print("bench needs a GPU, because simulators say nothing about speed. Rows are in steps/bench/results.")
         raise typer.Exit(1)
@@ -251,6 +266,44 @@ def bench(
     for row in committed if not plan else ():
         if rows.setting(row) in settings:
             print("committed:", report.line(row))
+
+
+def tune_tiles(rung, kernels, head_dim, dtypes, out, commit):
+    """bench --tune: sweeps the tables, shows what is found, and writes it to the file `out`."""
+    from steps.bench import rows, tune
+
+    rungs = [rung] if rung else []
+    check_known({"kernel": (rungs, tune.FILES), "table": (kernels, tune.KERNELS), "dtype": (dtypes, rows.DTYPES)})
+    if engine.name != "cuda":
+        console.print("--tune needs a GPU, because simulators say nothing about speed.")
+        raise typer.Exit(1)
+    hopper = "tma" in catalogue.stage("03").SUPPORTS["rungs"]
+    best = {dtype: "tma" if hopper and dtype != "fp32" else "fused" for dtype in dtypes}
+    if rung == "tma" and "fused" in best.values():
+        raise typer.BadParameter("rung tma needs a Hopper GPU and fp16 or bf16", param_hint="--kernel")
+    origin, sweeps = rows.provenance(commit=commit), []
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    for dtype, kernel in itertools.product(dtypes, kernels or tune.KERNELS):
+        target = tune.Target(rung or best[dtype], kernel, head_dim, dtype)
+        try:
+            with Progress(*columns, console=console, transient=True) as progress:
+                found = origin | tune.sweep(target, progress.track)
+        except RuntimeError as problem:  # The table's own row does not run, or the memory does not suffice.
+            say(str(problem), "")
+            continue
+        sweeps.append(found)
+        console.print(tune.table(found))
+        say(*filter(None, (tune.left_out(found), tune.verdict(found))), "")
+    if out:
+        out.write_text(json.dumps(sweeps, indent=1) + "\n")
+
+
+def check_known(asked):
+    """Ends the program if an option has an unknown value; asked is {option: (values, known values)}."""
+    for option, (values, known) in asked.items():
+        if unknown := set(values) - set(known):
+            problem = f"there is no {unknown.pop()!r}; there are {', '.join(known)}"
+            raise typer.BadParameter(problem, param_hint=f"--{option}")
 
 
 @app.command()

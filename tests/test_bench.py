@@ -6,16 +6,24 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import typer
+from rich.console import Console
+from torch.nn.attention import SDPBackend
+from typer.testing import CliRunner
 
 from reference import attention, error
 from steps import catalogue, engine
+from steps.__main__ import app
 from steps.bench import (
     cost,
+    feature_plan,
     fingerprint,
     gpu_check,
     grid,
@@ -29,6 +37,7 @@ from steps.bench import (
     rows,
     sign,
     timing,
+    tune,
 )
 from support import sanitized_kernels
 
@@ -78,6 +87,10 @@ def test_operations_bytes_and_rates_worked_by_hand():
     assert cost.compulsory_bytes(1, 1, 10, 4, dtype="bf16", pass_="fwd+bwd") == 12 * 80 + 80
     assert cost.compulsory_bytes(1, 4, 10, 4, Hk=2, dtype="fp32") == (4 + 2 + 2 + 4) * 160 + 160
     assert cost.compulsory_bytes(1, 1, 10, 4, Nk=5, dtype="fp64") == 2 * 320 + 2 * 160 + 80
+    # A new token reads k and v, 2 x 8 x 1000 x 4 elements of 2 bytes, in 2 ms; a copy of k reads and writes as much.
+    token = row(B=2, H=2, Hk=1, N=1, Nk=4000, D=4, ms_median=2.0)
+    assert cost.bandwidth(token) == pytest.approx((2 * 64000 + 2 * 32 + 16) / 2e-3 / 1e12)
+    assert cost.bandwidth(token | {"pass": "copy"}) == pytest.approx(2 * 64000 / 2e-3 / 1e12)
     h200 = cost.GPUS["NVIDIA H200"]
     assert cost.peak_tflops(h200, "fp32") == 66.9 and cost.ridge(h200, "bf16") == pytest.approx(206.1, abs=0.1)
     assert all(name == gpu.name and gpu.multiprocessor for name, gpu in cost.GPUS.items())
@@ -166,10 +179,98 @@ def test_peers_compute_attention_and_never_fall_back():
         peers.PEERS["sdpa-cudnn"](q, k, v)
 
 
+@pytest.mark.parametrize("heads", [4, 2])
+def test_masks_of_sdpa_are_those_of_the_contract(heads):
+    q, k, v = (torch.randn(1, n, 24, 16) for n in (4, heads, heads))
+    for mask in (torch.randn(1, 1, 24, 24), torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()):
+        want, _ = attention.forward(q, k, v, mask=mask)
+        assert (peers.sdpa(SDPBackend.MATH, q, k, v, mask=mask) - want).abs().max() < 1e-5
+
+
+@pytest.mark.long  # imports torch's compiler, though it does not use it
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_masks_of_flex_are_those_of_the_contract(monkeypatch):
+    monkeypatch.setattr(peers, "compiled", lambda function: function)
+    q, k, v = (torch.randn(1, n, 24, 16) for n in (4, 2, 2))
+    want, _ = attention.forward(q, k, v, window=(5, 0))
+    assert (peers.flex(q, k, v, seen=lambda b, h, i, j: (j <= i) & (j >= i - 5)) - want).abs().max() < 1e-5
+    want, _ = attention.forward(q, k, v, softcap=1.5)
+    assert (peers.flex(q, k, v, change=lambda s, *_: 1.5 * torch.tanh(s / 1.5)) - want).abs().max() < 1e-5
+    want, _ = attention.forward(q[:, :, :9], k, v, causal=True)
+    assert (peers.flex(q[:, :, :9], k, v, causal=True) - want).abs().max() < 1e-5
+
+
+TUTORIAL = """
+import torch
+
+class _attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal, sm_scale{switch}):
+        pass
+
+def attention(q, k, v, causal, scale{switch}):
+    assert not {value}
+    S = (q @ k.mT * scale).float()
+    return (S + torch.full(S.shape[-2:], -torch.inf).triu(1) * causal if causal else S).softmax(-1).to(q.dtype) @ v
+"""
+
+
+@pytest.mark.parametrize("switch, value", [(", warp_specialize=True", "warp_specialize"), ("", "False")])
+def test_the_tutorial_is_loaded_from_the_file_that_is_named(monkeypatch, tmp_path, switch, value):
+    peers.load_tutorial.cache_clear()
+    monkeypatch.delenv("STEPS_TUTORIAL", raising=False)
+    assert "STEPS_TUTORIAL names no file" in peers.absent("tutorial")
+    file = tmp_path / "06-fused-attention.py"
+    monkeypatch.setenv("STEPS_TUTORIAL", str(file))
+    assert "No such file" in peers.absent("tutorial")
+    file.write_text("1 / 0")
+    assert "ZeroDivisionError" in peers.absent("tutorial")
+    file.write_text(TUTORIAL.format(switch=switch, value=value))
+    assert peers.absent("tutorial") is None
+    q, k, v = torch.randn(3, 1, 2, 128, 16, dtype=torch.float16)
+    for causal in (False, True):
+        want, _ = attention.forward(q, k, v, causal=causal)
+        assert (peers.tutorial(q, k, v, causal) - want).abs().max() < 1e-2
+    for bad in ((q.float(), k, v), (q[:, :, :100], k[:, :, :100], v), (q, k[:, :1], v)):
+        with pytest.raises(ValueError, match="the tutorial takes"):
+            peers.tutorial(*bad)
+    peers.load_tutorial.cache_clear()
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_flash_attention_4_takes_heads_after_rows(monkeypatch, with_lse):
+    def flash_attn_func(q, k, v, causal):
+        out, lse = matrix(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+        return (out.transpose(1, 2), lse) if with_lse else out.transpose(1, 2)
+
+    peers.load_fa4.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert "ImportError" in peers.absent("fa4") or "ModuleNotFoundError" in peers.absent("fa4")
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=flash_attn_func))
+    assert peers.absent("fa4") is None
+    q, k, v = torch.randn(3, 1, 2, 24, 16)
+    assert (peers.fa4(q, k, v, True) - attention.forward(q, k, v, causal=True)[0]).abs().max() < 1e-5
+    peers.load_fa4.cache_clear()
+
+
+def test_an_absent_peer_is_said_once_and_the_others_are_measured(monkeypatch):
+    def missing():
+        raise ModuleNotFoundError("No module named 'flash_attn'")
+
+    monkeypatch.setitem(peers.FOUND_ELSEWHERE, "fa4", missing)
+    found, said = measured([candidate()], SMALL * 2, peers=("fa4", "sdpa-math"), passes=("fwd", "bwd"))
+    assert said == ["left out: fa4: ModuleNotFoundError: No module named 'flash_attn'"]
+    assert Counter(r["peer"] for r in found) == {None: 4, "sdpa-math": 4}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", peers.PEERS)
 def test_peers_on_the_gpu(name):
-    inputs = grid.make_inputs(grid.Point(1, 2, 100, 64, causal=True), "bf16", "cuda")
+    if reason := peers.absent(name):
+        pytest.skip(f"{name} is absent: {reason}")
+    N, dtype = (128, "fp16") if name == "tutorial" else (100, "bf16")
+    inputs = grid.make_inputs(grid.Point(1, 2, N, 64, causal=True), dtype, "cuda")
     truth = grid.sample_truth(inputs, True)
     for pass_, names in grid.RESULTS.items():
         got = dict(zip(names, grid.Beside(name).call(inputs, True, pass_)(), strict=True))
@@ -184,13 +285,14 @@ def test_peers_on_the_gpu(name):
 
 def test_rows_survive_writing_and_reading(tmp_path):
     written = [row(options={"window": 128}), peer_row(), row(gpu="Tesla T4", timing="sustained", watts=70.5)]
+    written[1:1] = [row(peak_bytes=2**40), peer_row(peer="copy", tflops=0.0, **{"pass": "copy"})]
     files = rows.append(written, tmp_path)
     assert {file.name for file in files} == {"nvidia-h200.jsonl", "tesla-t4.jsonl"}
     assert rows.read(tmp_path) == written and rows.read(tmp_path / "missing") == []
     assert rows.validate(row() | rows.provenance("cpu", commit="abc123"))["commit"] == "abc123"
     with files[0].open("a") as file:
         file.write(json.dumps({name: value for name, value in row().items() if name != "options"}))
-    with pytest.raises(ValueError, match=r"h200\.jsonl:3: .*options is missing"):
+    with pytest.raises(ValueError, match=r"h200\.jsonl:5: .*options is missing"):
         rows.read(tmp_path)
 
 
@@ -211,6 +313,10 @@ def test_rows_survive_writing_and_reading(tmp_path):
         ({"reps": 29}, "reps >= 30"),
         ({"tflops": 0.0}, "tflops > 0"),
         ({"error": -1}, "error >= 0"),
+        ({"peak_bytes": 1.5}, "peak_bytes is 1.5"),
+        ({"peak_bytes": None}, "peak_bytes is None"),
+        ({"pass": "copy"}, "the pass copy"),
+        ({**dict.fromkeys(("stage", "kernel", "source")), "peer": "copy", "pass": "copy"}, "but 0 of a copy"),
         ({"pass": "matmul"}, "the pass matmul"),
     ],
 )
@@ -373,8 +479,9 @@ def measured(candidates, points=SMALL, **options):
 
 
 def test_measure_yields_a_row_for_each_pass_with_the_peer_in_the_same_run():
-    found, said = measured([candidate()], passes=("fwd", "bwd"))
+    found, said = measured([candidate()], passes=("fwd", "bwd", "fwd+bwd"))
     who = [("fwd_1_matrix", "fwd"), ("sdpa-math", "fwd"), ("bwd_1_matrix", "bwd"), ("sdpa-math", "bwd")]
+    who += [("fwd_1_matrix+bwd_1_matrix", "fwd+bwd"), ("sdpa-math", "fwd+bwd")]
     assert [(r["kernel"] or r["peer"], r["pass"]) for r in found] == who
     assert len({r["run"] for r in found}) == 1 and not said
     for r in found:
@@ -391,7 +498,8 @@ def test_keys_may_be_more_or_fewer_than_queries():
     assert all(r["error"] < 1e-5 for r in found) and "as many queries as keys" in said[0]
 
 
-@pytest.mark.parametrize("pass_, name", [("fwd", "forward"), ("bwd", "backward")])
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+@pytest.mark.parametrize("name", ["forward", "backward"])
 def test_the_error_is_the_kernels_own(pass_, name):
     def off(*args, **options):
         first, *others = (matrix if name == "forward" else matrix_backward)(*args, **options)
@@ -399,7 +507,39 @@ def test_the_error_is_the_kernels_own(pass_, name):
         return first, *others
 
     found, _ = measured([candidate(**{name: off})], passes=(pass_,))
-    assert found[0]["error"] == pytest.approx(0.25, abs=1e-4) and found[1]["error"] < 1e-5
+    wrong = 0.25 if {"forward": "fwd", "backward": "bwd"}[name] in pass_ else 0
+    assert found[0]["error"] == pytest.approx(wrong, abs=1e-4) and found[1]["error"] < 1e-5
+
+
+def test_a_peer_may_have_a_function_of_its_own():
+    dout, q, k, v = inputs = grid.make_inputs(SMALL[0], "fp32", "cpu")
+    other = grid.Beside("sdpa-math", lambda q, k, v, causal: 3 * q + causal)
+    assert torch.equal(other.call(inputs, True, "fwd")()[0], 3 * q + 1)
+    for pass_ in ("bwd", "fwd+bwd"):
+        with pytest.raises(RuntimeError, match="not have been used"):  # k, without which it can do
+            other.call(inputs, False, pass_)()
+
+
+def test_a_sample_is_of_the_last_heads_and_if_asked_of_the_last_queries():
+    inputs = grid.make_inputs(SMALL[0], "fp32", "cpu")
+    dout, q, k, v = inputs
+    out, _ = attention.forward(q, k, v, causal=True)
+    names = dict(zip(grid.RESULTS["bwd"], attention.backward(dout, q, k, v, causal=True), strict=True)) | {"out": out}
+    whole, part = (grid.sample_truth(inputs, True, kv_heads=1, last=last) for last in (None, 5))
+    assert set(whole) == set(names) and set(part) == {"out", "dq"}
+    for name, want in names.items():
+        assert (whole[name] - want[-1:, -whole[name].shape[1] :]).abs().max() < 1e-12
+        assert whole[name].shape[1] == (1 if name in ("dk", "dv") else 2)
+    for name in part:
+        assert (part[name] - whole[name][:, :, -5:]).abs().max() < 1e-12
+        wrong = names[name].clone()
+        wrong[0], wrong[:, :2], wrong[:, :, :-5] = 9, 9, 9  # all outside the sample
+        assert grid.sample_error({name: wrong}, part) < 1e-12
+        wrong[-1, -2, -5] += 0.5
+        assert grid.sample_error({name: wrong}, part) == pytest.approx(0.5)
+    mine = []
+    grid.sample_truth(inputs, True, options=lambda heads: mine.append(heads) or {})
+    assert mine == [slice(0, 2), slice(2, 4)]
 
 
 def test_who_cannot_take_part_is_left_out_with_a_reason_given_once():
@@ -419,7 +559,8 @@ def test_who_cannot_take_part_is_left_out_with_a_reason_given_once():
     for reason, changes in wrong.items():
         found, said = measured([candidate(**changes)], points=SMALL * 2, peers=())
         assert not found and len(said) == 1 and reason in said[0]
-    assert "has no backward" in measured([candidate(backward=None)], passes=("bwd",))[1][0]
+    for pass_ in ("bwd", "fwd+bwd"):
+        assert "has no backward" in measured([candidate(backward=None)], passes=(pass_,))[1][0]
 
 
 def test_who_is_too_slow_is_not_tried_at_larger_sizes():
@@ -454,7 +595,8 @@ def test_inputs_are_random_and_repeatable():
 
 
 def test_the_plan_names_rungs_and_peers_that_there_are():
-    parts = [part for parts in plans.PLANS.values() for part in parts]
+    parts = [part for parts in plans.PLANS.values() for part in parts if isinstance(part, plans.Part)]
+    assert [part for name in plans.PLANS for part in plans.PLANS[name] if part not in parts] == [plans.FeaturePart()]
     for part in parts:
         assert set(part.peers) <= set(peers.PEERS) and set(part.dtypes) <= set(rows.DTYPES)
         assert {(p.B * p.N, p.H * p.D) for p in part.grid} == {(16384, 2048)}, "the papers'"
@@ -492,6 +634,433 @@ def test_a_part_of_the_plan_gives_the_rows_of_its_rungs(monkeypatch):
     assert [r["kernel"] or r["peer"] for r in found] == names * 2 and all(r["error"] < 1e-4 for r in found)
     assert len(ahead) == 1
     plans._compile(ahead[0])
+    assert ahead[0] == (part, 0, "fp32", grid.Point(1, 1, 128, 32))
+
+
+def test_peers_that_take_long_to_compile_are_compiled_ahead_at_their_own_sizes(monkeypatch):
+    called = []
+    points = grid.Point(2, 1, 16, 8), grid.Point(1, 1, 24, 8)
+    part = plans.Part(("scalar",), points, ("fwd", "bwd"), ("fp32",), ("sdpa-math", "flex", "compiled"))
+    monkeypatch.setattr(plans.Part, "candidates", lambda self: [candidate()])
+    monkeypatch.setitem(peers.PEERS, "flex", lambda q, k, v, causal: called.append(tuple(q.shape)) or q + k + v)
+    jobs = list(part.jobs())
+    assert [job[0] for job in jobs] == [0, 1, 1, 2, 2] and [job[2] for job in jobs[1:]] == [*points, *points]
+    monkeypatch.setattr(engine, "device", "cpu")
+    for job in jobs[:3]:
+        part.compile(*job)
+    assert called == [(2, 1, 16, 8)] * 2 + [(1, 1, 24, 8)] * 2
+
+
+def test_float32_has_the_time_that_its_longest_backward_takes(monkeypatch):
+    limits = {}
+
+    def note(candidates, peers, points, *, dtypes, limit_ms, **_):
+        limits.setdefault(dtypes, set()).add(limit_ms)
+        return ()
+
+    monkeypatch.setattr(plans, "measure", note)
+    monkeypatch.setattr(plans, "entrants", lambda *_: ())
+    monkeypatch.setattr(plans, "compile_ahead", lambda jobs: None)
+    assert not list(plans.record_parts(plans.PLANS["triton"], limit_ms=1000))
+    longest = cost.flops(1, 16, 16384, 128, pass_="bwd") / 4e12 * 1e3  # at 4 TFLOP/s
+    assert limits == {("bf16",): {1000}, ("fp32",): {3000}} and 1000 < longest < 3000
+
+
+# --- the plan of the features -------------------------------------------------------------------------------
+
+needs_triton = pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="there is no Triton")
+FEATURES = [feature.name for feature in feature_plan.features(8, 1, 16, "cpu")]
+
+
+def errors_of(feature, passes):
+    """{(who, pass): largest error} of those who can run here."""
+    inputs, found = grid.make_inputs(feature.point, "bf16", engine.device), {}
+    truth = feature.truth(inputs)
+    for entrant in feature.entrants():
+        for pass_ in passes:
+            try:
+                results = entrant.call(inputs, feature.point.causal, pass_)()
+            except (RuntimeError, NotImplementedError):  # a backend that needs a GPU
+                continue
+            results = dict(zip(grid.RESULTS[pass_], results, strict=True))
+            found[entrant.name(pass_), pass_] = grid.sample_error(results, truth)
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_computes_what_the_reference_does(monkeypatch, name):
+    monkeypatch.setattr(feature_plan, "SOFTCAP", 1.0)  # 50 hardly changes scores as small as these
+    (feature,) = (one for one in feature_plan.features(16, 2, 16, engine.device) if one.name == name)
+    found = errors_of(replace(feature, peers={}), ["fwd"])
+    assert list(found) == [("03_triton flash", "fwd")] and found["03_triton flash", "fwd"] < 0.02
+
+
+@needs_triton
+def test_decoding_and_long_contexts_compute_what_the_reference_does():
+    token = replace(feature_plan.decoding(40), point=grid.Point(2, 4, 1, 16, Hk=2, Nk=40), peers={})
+    long = replace(feature_plan.long_context(20), point=grid.Point(1, 1, 20, 16, causal=True), last=5, peers={})
+    assert "decode" in token.entrants()[0].forward.__module__
+    errors = errors_of(token, token.passes) | errors_of(long, long.passes)
+    assert list(errors) == [("03_triton decode", "fwd"), ("03_triton flash", "fwd+bwd")]
+    assert max(errors.values()) < 0.03
+
+
+@needs_triton
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_s_peers_and_backward_compute_what_the_reference_does(monkeypatch, name):
+    monkeypatch.setattr(peers, "compiled", lambda function: function)
+    monkeypatch.setattr(feature_plan, "SOFTCAP", 1.0)
+    (feature,) = (one for one in feature_plan.features(64, 2, 16, engine.device) if one.name == name)
+    found = errors_of(feature, ["fwd", "bwd", "fwd+bwd"])
+    own = {("03_triton flash", pass_) for pass_ in ("fwd", "bwd")} | {("03_triton flash", "fwd+bwd")}
+    assert own | {("flex", "fwd") for name in feature.peers if name == "flex"} <= set(found)
+    assert max(found.values()) < 0.03
+
+
+def test_a_feature_counts_the_scores_that_positions_leave_visible():
+    found = feature_plan.features(16, 2, 16, "cpu")
+    for feature in found:
+        point = feature.point
+        options = feature_plan.reference_options(feature, slice(1, 2))
+        by_position = {name: options[name] for name in options if "mask" not in name}
+        seen = point.B * int(attention.Features(**by_position).seen(point.N, point.N).sum())
+        counted = feature.share * point.flops("fwd") / (4 * point.H * point.D)
+        assert counted == (seen / 2 if point.causal else seen), feature.name
+        numbers = {"window": [2, 0], "softcap": 50.0, "dropout_p": 0.1}
+        assert {name: numbers[name] for name in feature.options if name in numbers}.items() <= feature.told.items()
+    assert len({json.dumps(feature.where("fwd")["options"]) for feature in found}) == len(found)
+
+
+called = []
+
+
+class Noted(grid.Beside):
+    """Notes in `called` that it is called, and computes nothing."""
+
+    def call(self, inputs, causal, pass_):
+        names = {"out": 1, "dq": 1, "dk": 2, "dv": 3}
+        return lambda: called.append((self.peer, pass_)) or tuple(inputs[names[x]] for x in grid.RESULTS[pass_])
+
+
+def test_all_features_of_a_pass_take_turns_in_one_run(monkeypatch):
+    def turns(calls, warmup, device):
+        called.clear()
+        for call in calls.values():
+            call()
+        rounds.append([pass_ for _, pass_ in called])
+        return {name: timing.Timing(2.0, 1.0, 3.0, 30) for name in calls}
+
+    rounds, copied = [], []
+    monkeypatch.setattr(feature_plan.timing, "interleaved", turns)
+    monkeypatch.setattr(feature_plan.Feature, "entrants", lambda self: [Noted(self.kernel), *map(Noted, self.peers)])
+    monkeypatch.setattr(feature_plan, "peak_bytes", lambda call: 7)
+    monkeypatch.setattr(feature_plan, "copy", lambda x: copied.append(tuple(x.shape)) or peers.copy(x))
+    part = feature_plan.FeaturePart(16, ((2, 16), (1, 8)), 32, 16)
+    how = dict(device="cpu", commit="c", say=print)
+    found = list(part.record(**how))
+    assert [set(one) for one in rounds] == [{"fwd"}, {"bwd"}] * 2 + [{"fwd"}, {"fwd+bwd"}]
+    assert len({r["run"] for r in found}) == 1
+    for (name, D, pass_), count in Counter((r["options"]["feature"], r["D"], r["pass"]) for r in found).items():
+        (feature,) = (one for group in part.groups("cpu") for one in group if (one.name, one.point.D) == (name, D))
+        assert count == (1 if pass_ == "copy" else 1 + len(feature.peers))
+    assert {r["options"]["feature"] for r in found if r["pass"] == "bwd"} == set(FEATURES)
+    assert {(r["options"]["feature"], r.get("peak_bytes")) for r in found if "peak_bytes" in r} == {("memory", 7)}
+    (copy,) = (r for r in found if r["pass"] == "copy")
+    assert copied == [(8, 8, 32, 128)] and copy["tflops"] == copy["error"] == 0
+    assert cost.bandwidth(copy) == pytest.approx(2 * 8 * 8 * 32 * 128 * 2 / 2e-3 / 1e12)
+    assert {r["D"] for r in found if r["peer"] == "flex" and r["N"] == 16} == {16}, "only beside the first size"
+    for r in found:
+        if r["options"]["feature"] == "window":
+            assert r["options"]["window"] == [2, 0]
+            flops = 4 * r["H"] * r["D"] * 45  # 1 + 2 + 14 * 3 scores
+            assert r["tflops"] == pytest.approx(flops * (1 if r["pass"] == "fwd" else 2.5) / 2e9)
+    assert list(part.record(**how, until=0.0)) == []
+
+
+@needs_triton
+def test_every_entrant_of_the_features_is_compiled_ahead(monkeypatch):
+    part = feature_plan.FeaturePart(16, ((2, 16), (1, 8)), 32, 16)
+    groups, jobs = list(part.groups("cpu")), list(part.jobs())
+    assert len(set(jobs)) == len(jobs) == sum(len(one.entrants()) for group in groups for one in group)
+    monkeypatch.setattr(engine, "device", "cpu")
+    numbered = lambda self: [Noted(f"{self.name} {n}") for n in range(1 + len(self.peers))]  # noqa: E731
+    monkeypatch.setattr(feature_plan.Feature, "entrants", numbered)
+    for g, f, n in jobs:
+        called.clear()
+        part.compile(g, f, n)
+        assert called == [(f"{groups[g][f].name} {n}", pass_) for pass_ in groups[g][f].passes]
+
+
+@pytest.mark.gpu
+def test_peak_memory_counts_results_and_not_the_inputs():
+    x = torch.zeros(2**20, device="cuda")
+    assert 2 * x.nbytes <= feature_plan.peak_bytes(lambda: (x + 1) * 2) <= 2 * x.nbytes + 2**21
+
+
+# --- tune ---------------------------------------------------------------------------------------------------
+
+
+def test_neighbours_are_a_step_away_and_the_row_itself_comes_first():
+    near = tune.neighbours((64, 128, 4, 2))
+    assert near[0] == (64, 128, 4, 2) and len(near) == len(set(near)) == 3 * 3 * 2 * 3
+    assert {row[0] for row in near} == {32, 64, 128} and {row[1] for row in near} == {64, 128, 256}
+    assert {row[2] for row in near} == {4, 8} and {row[3] for row in near} == {1, 2, 3}
+    assert {row[0] for row in tune.neighbours((16, 32, 16, 1))} == {16, 32}, "tensor cores take 16 rows"
+    assert {row[2:] for row in tune.neighbours((16, 32, 16, 1))} == {(w, s) for w in (4, 8, 16) for s in (1, 2)}
+
+
+def test_registers_are_those_of_sums_and_scores():
+    # The forward keeps O (128 x 128) and S (128 x 64), with 128 threads.
+    assert tune.registers(tune.Target("tma", "forward"), (128, 64, 4, 2)) == 128 + 64
+    # dK and dV (64 x 128 each), S and dP (32 x 64 each); dQ (32 x 128), S and dP.
+    assert tune.registers(tune.Target("tma", "keys"), (32, 64, 4, 2)) == 64 + 64 + 16 + 16
+    assert tune.registers(tune.Target("tma", "queries"), (32, 64, 8, 2)) == 16 + 8 + 8
+
+
+FAST, OWN = (32, 64, 4, 2), (64, 64, 4, 2)
+
+
+class Stage:
+    """A module whose kernel takes a time of its own for each row, on a clock of its own."""
+
+    def __init__(self):
+        self.now, self.launched = 0.0, []
+        self.TILES = {64: (1, 1, 1, 1), 128: OWN}
+        self.forward_kernel = self
+        self.milliseconds = {OWN: 1.0, FAST: 0.5}
+
+    def __getitem__(self, blocks):
+        return self.launch
+
+    def launch(self, row):
+        self.launched.append(row)
+        self.now += self.milliseconds.get(row, 2.0)
+
+    def forward(self, q, k, v):
+        row, self.now = self.TILES[128], self.now + 100.0  # The launcher also does other things.
+        self.forward_kernel["blocks"](row)
+        return (q * (math.nan if row[3] == 3 and row[2] == 8 else 1),)
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """A `Stage` in the place of rung tma's forward. Rows of one stage do not fit, and 32x32 with 8 warps takes long."""
+    stage = Stage()
+    stage.milliseconds |= {(32, 32, 8, n): 3.5 for n in (1, 2, 3)}
+    monkeypatch.setattr(tune, "module", lambda file: stage)
+    monkeypatch.setattr(timing, "clock", lambda device: (lambda: stage.now, lambda a, b: b - a))
+    monkeypatch.setattr(tune.Target, "point", grid.Point(1, 1, 16, 128))
+    monkeypatch.setattr(engine, "device", "cpu")
+    reason = "does not fit: shared memory"
+    monkeypatch.setattr(tune, "failures", lambda target, rows: [reason if row[3] == 1 else None for row in rows])
+    return stage
+
+
+def test_a_sweep_times_the_kernel_alone_and_all_take_turns(stage):
+    tracked = []
+
+    def track(items, total, description):
+        tracked.append((description, total, len(list(items := list(items)))))
+        return items
+
+    found = tune.sweep(tune.Target("tma", "forward"), track, reps=4, warmup=1)
+    assert isinstance(stage.forward_kernel, Stage) and stage.TILES == {64: (1, 1, 1, 1), 128: OWN}
+    times = {tuple(one["row"]): one["ms_median"] for one in found["candidates"]}
+    assert times[OWN] == 1.0 and times[FAST] == 0.5 and set(times.values()) == {0.5, 1.0, 2.0}
+    assert [*times][:2] == [FAST, OWN] and all(one["reps"] == 4 for one in found["candidates"])
+    flops = 4 * 16 * 16 * 128
+    assert found["candidates"][0]["tflops"] == pytest.approx(flops / 0.5e-3 / 1e12)
+    reasons = {tuple(one["row"]): one["reason"] for one in found["left_out"]}
+    assert times.keys() | reasons.keys() == set(tune.neighbours(OWN)) and not times.keys() & reasons.keys()
+    for row, reason in reasons.items():
+        Br, Bc, warps, stages = row
+        if (Br * 128 + Br * Bc) / (32 * warps) > 255:
+            assert reason == "needs more than 255 registers a thread"
+        elif stages == 1:
+            assert reason == "does not fit: shared memory"
+        elif (warps, stages) == (8, 3):
+            assert reason == "computes something else"
+        else:
+            assert row[:3] == (32, 32, 8) and reason == "more than 3 times as slow"
+    rounds = stage.launched[-5 * len(times) :]
+    for n in range(5):
+        turn = rounds[n * len(times) : (n + 1) * len(times)]
+        assert set(turn) == set(times) and turn[0] == [row for row in tune.neighbours(OWN) if row in times][n]
+    assert [total for _, total, count in tracked] == [count for _, total, count in tracked] and tracked[1][1] == 5
+    assert found["source"] == fingerprint.code_hash("03_triton", "fwd_1_tma") and found["N"] == 16
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_sweep_leaves_everything_as_it_was_when_something_fails(stage, monkeypatch):
+    before = vars(stage).copy()
+
+    def broken(q, k, v):
+        raise RuntimeError("no memory")
+
+    stage.forward = broken
+    with pytest.raises(RuntimeError, match="no memory"):
+        tune.sweep(tune.Target("tma", "forward"))
+    assert stage.TILES[128] == OWN and stage.forward_kernel is before["forward_kernel"]
+    monkeypatch.setattr(tune, "failures", lambda target, rows: ["does not fit: shared memory"] * len(rows))
+    with pytest.raises(RuntimeError, match="the table's own row, 64x64, 4 warps, 2 stages, does not fit"):
+        tune.sweep(tune.Target("tma", "forward"))
+
+
+def test_a_neighbour_is_faster_only_by_more_than_the_noise(stage):
+    found = tune.sweep(tune.Target("tma", "forward"))
+    best, own = found["candidates"][:2]
+    assert tune.verdict(found).startswith("32x64, 4 warps, 2 stages is 2.00 times as fast here as the table's 64x64")
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(tune.table(found))
+    lines = [line.split() for line in shown.get().splitlines()]
+    assert ["32x64", "4", "2", f"{best['tflops']:.4g}", "2.00"] in lines
+    assert ["64x64", "4", "2", f"{own['tflops']:.4g}", "its", "row"] in lines
+    assert tune.left_out(found).startswith("Left out: ") and " does not fit: shared memory" in tune.left_out(found)
+    assert tune.left_out(found | {"left_out": []}) == ""
+    best |= {"ms_p80": 1.05}
+    own |= {"ms_p20": 1.0, "ms_p80": 1.1}
+    assert tune.verdict(found).startswith("No neighbour is faster")
+
+
+def test_the_sweep_s_figure_has_a_point_for_each_candidate_and_a_ring_around_the_table_s_row(stage):
+    found = tune.sweep(tune.Target("tma", "forward")) | {"gpu": "NVIDIA H200"}
+    ax = plots.tiles(found).axes[0]
+    *points, line, ring = ax.lines
+    drawn = sorted(y for one in points for y in one.get_ydata())
+    assert drawn == sorted(one["tflops"] for one in found["candidates"])
+    own = tune.own_row(found)["tflops"]
+    assert list(line.get_ydata()) == [own, own] and list(ring.get_ydata()) == [own]
+    (same,) = (one for one in points if one.get_label() == "4 warps, 2 stages")
+    assert ring.get_xdata()[0] in list(same.get_xdata())
+    labels = [text.get_text() for text in ax.get_xticklabels()]
+    assert labels[round(ring.get_xdata()[0])] == "64x64" and "NVIDIA H200, fwd_1_tma" in ax.get_title("left")
+
+
+@needs_triton
+@pytest.mark.parametrize("rung", tune.FILES)
+@pytest.mark.parametrize("kernel", tune.KERNELS)
+def test_the_tables_of_the_stage_are_those_that_the_launchers_read(rung, kernel):
+    for D, dtype in ((128, "bf16"), (65, "fp16"), (64, "bf16"), (256, "fp16")):
+        target = tune.Target(rung, kernel, D, dtype)
+        assert target.key == max(64, 1 << (D - 1).bit_length()) and len(target.row) == 4
+        assert tune.registers(target, target.row) <= 255
+    target, launched = tune.Target(rung, kernel, 16, "fp32" if rung == "fused" else "fp16"), []
+    other, before = (16, 32, 8, 5), dict(target.table)
+    stage, name = vars(tune.module(target.file)), tune.KERNELS[kernel][2]
+    timed = tune.Timed(stage[name], lambda: len(launched))
+
+    class Watched:
+        def __getitem__(self, blocks):
+            return lambda *x, **options: launched.append(options) or timed[blocks](*x, **options)
+
+    inputs = target.inputs(grid.Point(1, 1, 32, 16))
+    with tune.replaced(stage, name, Watched()):
+        results = target.run(inputs, other)
+    (how,) = launched
+    assert (how["Br"], how["Bc"], how["num_warps"], how["num_stages"]) == other and timed.moments == (1, 1)
+    assert stage[name] is timed.kernel and target.table == before
+    assert len(results) == (2 if kernel == "forward" else 3) and all(bool(x.isfinite().all()) for x in results)
+
+
+def test_results_are_alike_but_for_rounding():
+    x, y = torch.randn(2, 100, dtype=torch.bfloat16)
+    assert tune.is_alike((x, y), (x * 1.004, y)) and not tune.is_alike((x, y), (x, y * 1.02))
+    assert not tune.is_alike((x * math.nan, y), (x, y))
+
+
+class OutOfResources(Exception):
+    name = "shared memory"
+
+
+def test_why_a_row_cannot_run_is_told_in_words(monkeypatch):
+    def run(target, inputs, row):
+        if row != OWN:
+            raise row
+
+    monkeypatch.setattr(tune.Target, "inputs", lambda self, point: ())
+    monkeypatch.setattr(tune.Target, "run", run)
+    monkeypatch.setattr(engine, "device", "cpu")
+    told = {OWN: None, OutOfResources(): "does not fit: shared memory", ValueError("x"): "does not compile: ValueError"}
+    for row, reason in told.items():
+        assert tune.failure(tune.Target("tma", "keys"), row) == reason
+
+
+def test_a_compiler_that_crashes_is_the_fault_of_one_row(monkeypatch):
+    class Pool:
+        """All results are lost with a process that ends in the middle."""
+
+        def __init__(self, workers, context):
+            self.asked, self.alone = [], workers == 1
+
+        def submit(self, function, target, row):
+            self.asked.append(row)
+            return SimpleNamespace(result=lambda: self.result(row))
+
+        def result(self, row):
+            if FAST in self.asked:
+                raise tune.BrokenProcessPool
+            assert self.alone
+            return f"{row} was tried alone"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *problem):
+            pass
+
+    monkeypatch.setattr(tune, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(tune.os, "cpu_count", lambda: 8)
+    found = list(tune.failures(tune.Target("tma", "keys"), [OWN, FAST, (32, 32, 4, 2)]))
+    assert found == [f"{OWN} was tried alone", "ends the compiler", "(32, 32, 4, 2) was tried alone"]
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, ["bench", *words])
+
+
+def test_tune_says_that_it_needs_a_gpu_and_what_there_is(monkeypatch):
+    monkeypatch.setattr(engine, "name", "cpu")
+    done = invoke("--tune")
+    assert done.exit_code == 1 and done.output == "--tune needs a GPU, because simulators say nothing about speed.\n"
+    for words in (["--table", "key"], ["--kernel", "gluon"], ["--dtype", "fp8"], ["--head-dim", "257"]):
+        assert invoke("--tune", *words).exit_code == 2
+
+
+def test_tune_sweeps_every_table_and_writes_what_it_finds(monkeypatch, tmp_path):
+    def sweep(target, track):
+        list(track([1], total=1, description="x"))
+        if target.kernel == "keys":
+            raise RuntimeError("the table's own row does not fit")
+        timed = [{"row": list(row), "tflops": 9.0, "ms_median": ms, "ms_p20": ms, "ms_p80": ms} for row, ms in times]
+        about = {name: getattr(target, name) for name in ("file", "kernel", "D", "dtype", "rung")}
+        return about | {"row": list(OWN), "candidates": timed, "left_out": []}
+
+    times = (FAST, 0.5), (OWN, 1.0)
+    supports = {"rungs": ("gluon", "tma", "roles", "fused")}
+    monkeypatch.setattr(engine, "name", "cuda")
+    monkeypatch.setattr(catalogue, "stage", lambda number: SimpleNamespace(SUPPORTS=supports))
+    monkeypatch.setattr(tune, "sweep", sweep)
+    monkeypatch.setattr(rows, "provenance", lambda commit: {"gpu": "NVIDIA H200", "commit": commit})
+    out = tmp_path / "sweep.json"
+    words = "--tune --head-dim 64 --dtype fp16 --dtype fp32 --commit c --out".split()
+    done = invoke(*words, str(out))
+    assert done.exit_code == 0 and done.output.count("is 2.00 times as fast") == 4
+    assert done.output.count("the table's own row does not fit") == 2
+    found = json.loads(out.read_text())
+    assert [(one["rung"], one["kernel"], one["dtype"], one["D"]) for one in found] == [
+        ("tma", "forward", "fp16", 64), ("tma", "queries", "fp16", 64),
+        ("fused", "forward", "fp32", 64), ("fused", "queries", "fp32", 64),
+    ]  # fmt: skip
+    assert all(one["gpu"] == "NVIDIA H200" and one["commit"] == "c" for one in found)
+    done = invoke("--tune", "--kernel", "fused", "--table", "forward")
+    assert done.exit_code == 0 and "fwd_0_fused, forward kernel, D = 128, bf16" in done.output
+    assert invoke("--tune", "--kernel", "tma", "--dtype", "fp32").exit_code == 2
+    supports["rungs"] = ("fused",)
+    assert invoke("--tune", "--kernel", "tma").exit_code == 2 and "fwd_0_fused" in invoke("--tune").output
 
 
 # --- report and plots ---------------------------------------------------------------------------------------
@@ -619,6 +1188,10 @@ def test_figures_show_every_number_and_mix_no_settings():
 
 def test_a_line_of_text_shows_the_speed_its_spread_and_the_error():
     assert report.line(row()).endswith("2 ms ±25.0%, 3 TFLOP/s, error 1e-03")
+    assert ", soft-cap: " in report.line(row(options={"feature": "soft-cap", "softcap": 50.0}))
+    assert "causal, {'window': 64}: " in report.line(row(causal=True, options={"window": 64}))
+    assert "3 TFLOP/s, 1.5 GiB, error" in report.line(row(peak_bytes=3 * 2**29))
+    assert "±25.0%, 0.0671 TB/s, error" in report.line(row(N=1, Nk=2**18))
 
 
 # --- gpu_check ----------------------------------------------------------------------------------------------

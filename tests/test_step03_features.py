@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import mmap
 import os
 import re
 import subprocess
@@ -14,133 +15,53 @@ import torch
 import triton
 import triton.language as tl
 
-from reference import cases, error, philox
+from reference import error, feature_cases, philox
+from reference.feature_cases import random
 from steps import engine
 from steps.step03_triton import features, flash
 from support import compile_triton
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
-B, H, Hk, Nq, Nk, D = 2, 2, 1, 21, 37, 24
 TILES = (16, 16), (32, 16)
-
-
-def random(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(engine.device, dtype)
-
-
-def holes(*shape, seed, value):
-    """An additive mask with some entries of `value`, and a row and a column of nothing else."""
-    mask = random(*shape, seed=seed).masked_fill(random(*shape, seed=seed + 1) > 0.7, value)
-    mask[..., 17] = value
-    if shape[-2] > 1:
-        mask[..., 4, :] = value
-    return mask
-
-
-def aligned(mask):
-    """The same mask in a tensor whose rows are longer, full of NaN, and begin at multiples of 16 bytes."""
-    keys = mask.shape[-1]
-    rows = mask.new_full((*mask.shape[:-1], keys // 16 * 16 + 32), True if mask.dtype == torch.bool else math.nan)
-    rows[..., :keys] = mask
-    return rows[..., :keys]
-
-
-def starts(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32, device=engine.device)
-
-
-def every_feature(n=1):
-    """{name: options} for n Nq queries and n Nk keys."""
-    rows, keys, inf = n * Nq, n * Nk, math.inf
-    return {
-        "causal": {"causal": True},
-        "window": {"window": (6 * n, 3 * n)},
-        "left window": {"window": (18 * n, -1)},
-        "narrow window": {"window": (0, 0)},
-        "softcap": {"softcap": 1.5},
-        "boolean": {"mask": holes(1, H, rows, keys, seed=1, value=-inf) > -0.5},
-        "boolean of all heads": {"mask": aligned(holes(B, 1, rows, keys, seed=1, value=-inf) > -0.5)},
-        "additive": {"mask": holes(B, 1, rows, keys, seed=3, value=-inf)},
-        "additive of each head": {"mask": holes(1, H, rows, keys, seed=3, value=-inf)},
-        "additive for keys": {"mask": holes(H, 1, keys, seed=5, value=-1e4)},
-        "additive for queries": {"mask": random(rows, 1, seed=7)},
-        "additive for heads": {"mask": random(B, H, 1, 1, seed=8)},
-        "alibi": {"alibi_slopes": torch.tensor([0.5, 0.0625], device=engine.device)},
-        "alibi of each batch": {"alibi_slopes": random(B, H, seed=9).abs()},
-        "dropout": {"dropout_p": 0.3, "seed": torch.tensor(2**35 + 11)},
-        "first": {"first_query": 9 * n, "first_key": 16 * n, "causal": True},
-        "nothing seen": {"first_query": 60 * n, "window": (30 * n, -1)},
-        "packed": {"cu_seqlens_q": starts(0, 3 * n, 3 * n, 20 * n), "cu_seqlens_k": starts(0, 17 * n, 18 * n, 35 * n),
-                   "max_seqlen_q": 17 * n, "max_seqlen_k": 17 * n},
-    }  # fmt: skip
-
-
-FEATURES = every_feature()
-MODELS = [
-    ("softcap", "window", "causal"), ("alibi", "packed", "causal"), ("alibi of each batch", "packed", "window"),
-    ("additive", "dropout"), ("additive for keys", "packed"), ("additive for queries", "packed", "dropout"),
-    ("causal", "first", "dropout", "left window"), ("softcap", "additive", "alibi"),
-]  # fmt: skip
+FEATURES = [name for (name,) in feature_cases.ALONE if name != "lengths"]  # decode.py has lengths_k
+MODELS = [names for names in feature_cases.COMBINED if "lengths" not in names]
+OPTIONS = feature_cases.features()
 PAIRS = [
     names
     for names in itertools.combinations(FEATURES, 2)
-    if not FEATURES[names[0]].keys() & FEATURES[names[1]].keys() and set(names) != {"nothing seen", "first"}
+    if not OPTIONS[names[0]].keys() & OPTIONS[names[1]].keys()
+    and set(names) not in ({"nothing seen", "first"}, {"nothing seen", "first key"}, {"parts", "packed"})
 ]
 
 
-def inputs(names, dtype=torch.float32, gain=1.0, n=1, D=D):
-    """q, k, v, dout, each surrounded by NaN, and the options."""
-    every = FEATURES if n == 1 else every_feature(n)
-    options = {key: value for name in names for key, value in every[name].items()}
-    batch = 1 if "packed" in names else B
-    if "packed" in names:
-        for key in ("mask", "alibi_slopes"):
-            if key in options and options[key].ndim == 4:
-                options[key] = options[key][:1]
-        if "alibi of each batch" in names:
-            options["alibi_slopes"] = random(3, H, seed=9).abs()  # of each sequence
-    if "mask" in options and options["mask"].is_floating_point():
-        mask = options["mask"].to(dtype)
-        four = mask.view((1,) * (4 - mask.ndim) + mask.shape)
-        alone = "additive of each head" in names
-        options["mask"] = aligned(mask) if alone else cases.surround_with_nan(four, "heads inside").view_as(mask)
-    shapes = (H, n * Nq), (Hk, n * Nk), (Hk, n * Nk), (H, n * Nq)
-    tensors = (random(batch, *shape, D, seed=20 + n, dtype=dtype) for n, shape in enumerate(shapes))
-    q, k, v, dout = (cases.surround_with_nan(x) for x in tensors)
-    return q.mul_(gain), k, v, dout, options
+def inputs(names, dtype=torch.float32, **options):
+    return feature_cases.inputs(names, dtype, device=engine.device, **options)
 
 
 def run(q, k, v, dout, options, tile):
-    mask = options.get("mask")
-    options = options | {"tile": tile}
-    out, lse = flash.forward(q, k, v, **options)
-    options["mask_gradient"] = mask is not None and mask.is_floating_point()
-    return error._by_name(out, lse, *flash.backward(dout, q, k, v, out, lse, **options))
+    """The results by name, from memory that is full of NaN until it is written."""
+    torch.use_deterministic_algorithms(True)  # This also fills what torch.empty returns.
+    try:
+        return feature_cases.run(flash, q, k, v, dout, options, tile=tile)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
-def reference(q, k, v, dout, options):
-    options = {name: value for name, value in options.items() if not name.startswith("max_seqlen")}
-    seed, mask = options.pop("seed", None), options.get("mask")
-    if seed is not None:
-        numbered = {x: options[x] for x in ("first_query", "first_key") if x in options}
-        packed = {x: options[x].cpu() for x in ("cu_seqlens_q", "cu_seqlens_k") if x in options}
-        shape, p = (q.shape[0], H, q.shape[2], k.shape[2]), options["dropout_p"]
-        options["dropout_mask"] = philox.keep_mask(int(seed), *shape, p, **numbered, **packed).to(q.device)
-        options["dropout_p"] = philox.rounded(p)
-    additive = mask is not None and mask.is_floating_point()
-    return error.expected(q, k, v, dout, mask_gradient=additive, **options)
+def check(names, dtype, tile, **options):
+    x = inputs(names, dtype, **options)
+    assert not error.failures(run(*x, tile), feature_cases.expected(*x))
 
 
-def check(names, dtype, tile, gain=1.0):
-    x = inputs(names, dtype, gain)
-    assert not error.failures(run(*x, tile), reference(*x))
+HALF = ("window", "narrow window", "boolean of all heads", "additive of each head", "alibi", "dropout", "packed")
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_alone(name):
-    """Features in turn in float32, by pointers, and in float16, by descriptors; test_pairs has each in all dtypes."""
-    half = list(FEATURES).index(name) % 2
-    check((name,), *((torch.float16, TILES[1]) if half else (torch.float32, TILES[0], 3.0)))
+    """Some in float16, by descriptors, the others in float32, by pointers; test_pairs has each in all dtypes."""
+    if name in HALF:
+        check((name,), torch.float16, TILES[1])
+    else:
+        check((name,), torch.float32, TILES[0], gain=3.0)
 
 
 @pytest.mark.parametrize("names", MODELS, ids=" + ".join)
@@ -159,8 +80,7 @@ def test_pairs(names, dtype):
 @pytest.mark.parametrize("dtype, D", [(torch.bfloat16, 128), (torch.float32, 64)], ids=str)
 @pytest.mark.parametrize("names", [*((name,) for name in FEATURES), *MODELS], ids=" + ".join)
 def test_with_the_tiles_of_the_tables(names, dtype, D):
-    x = inputs(names, dtype, n=15, D=D)
-    assert not error.failures(run(*x, None), reference(*x))
+    check(names, dtype, None, n=15, D=D)
 
 
 def bits(results):
@@ -175,14 +95,27 @@ def test_bit_equal_from_run_to_run():
 
 
 @pytest.mark.parametrize("value", ["finfo.min", -1e4], ids=str)
-def test_a_finite_mask_stays_finite(value):
+@pytest.mark.parametrize("names", [("causal", "additive"), ("additive", "window", "parts")], ids=" + ".join)
+def test_a_finite_mask_stays_finite(names, value):
     """A row of finfo.min has equal P, in the backward too: its log-sum-exp has no room for the number of keys."""
-    q, k, v, dout, options = inputs(("causal", "additive"))
+    q, k, v, dout, options = inputs(names)
     mask = options["mask"]
     mask[mask == -math.inf] = torch.finfo(mask.dtype).min if value == "finfo.min" else value
     got = run(q, k, v, dout, options, TILES[0])
-    assert not error.failures(got, reference(q, k, v, dout, options))
+    assert not error.failures(got, feature_cases.expected(q, k, v, dout, options))
     assert got["lse"].isfinite().all()
+
+
+def test_a_nan_in_the_mask_reaches_its_row_and_no_other():
+    q, k, v, _, options = inputs(("additive for keys",))
+    out, _ = flash.forward(q, k, v, tile=TILES[0], **options)
+    mask = options["mask"].expand(2, 2, *q.shape[2:3], k.shape[2]).clone()
+    mask[1, 0, 3, 20] = math.nan
+    wrong, lse = flash.forward(q, k, v, tile=TILES[0], mask=mask)
+    right = torch.ones(lse.shape, dtype=torch.bool, device=engine.device)
+    right[1, 0, 3] = False
+    assert torch.equal(lse.isfinite(), right) and torch.equal(wrong.isfinite().all(-1), right)
+    assert wrong[1, 0, 3].isnan().all() and torch.equal(wrong[right], out[right])
 
 
 def test_a_sequence_does_not_read_its_neighbours():
@@ -197,29 +130,6 @@ def test_a_sequence_does_not_read_its_neighbours():
     assert all(torch.equal(right[name][:, :, rows[name]], wrong[name][:, :, rows[name]]) for name in error.NAMES)
     for name in error.NAMES:  # rows after the last entry
         assert (wrong[name][:, :, rows[name].stop :] == (-math.inf if name == "lse" else 0)).all()
-
-
-@pytest.mark.parametrize("names", [("causal", "dropout"), ("softcap", "alibi"), ("additive", "window")], ids=" + ".join)
-def test_a_part_of_the_keys_at_a_time_equals_one_call(names):
-    """out and lse are carried; the gradients of the parts are those of all keys, and dq is their sum."""
-    q, k, v, dout, options = inputs(names)
-    if "mask" in options:
-        options["mask"][:, :, 5] = torch.finfo(torch.float32).min  # a row that is swallowed in each part
-    options |= {"first_query": Nk - Nq}
-    want = reference(q, k, v, dout, options)
-    out, lse = torch.zeros_like(dout), q.new_full(q.shape[:3], -math.inf)
-    parts = slice(0, 5), slice(5, 16), slice(16, Nk)
-    each = [options | {"first_key": keys.start, "tile": TILES[0]} for keys in parts]
-    for o, keys in zip(each, parts, strict=True):
-        o |= {"mask": options["mask"][..., keys]} if "mask" in o else {}
-        carried = flash.forward(q, k[:, :, keys], v[:, :, keys], out=out, lse=lse, **o)
-        assert carried[0] is out and carried[1] is lse
-    grads = [
-        flash.backward(dout, q, k[:, :, keys], v[:, :, keys], out, lse, **o)
-        for o, keys in zip(each, parts, strict=True)
-    ]
-    dq, dk, dv = sum(g[0] for g in grads), *(torch.cat([g[n] for g in grads], 2) for n in (1, 2))
-    assert not error.failures(error._by_name(out, lse, dq, dk, dv), want)
 
 
 @pytest.mark.parametrize("dtype, first_query, first_key",
@@ -241,10 +151,54 @@ def test_every_kernel_drops_the_same_entries(dtype, first_query, first_key):
         assert torch.equal(result != 0, keep)
 
 
+def far(x, *strides):
+    """x with these strides. Of the addresses between its rows only those that are written to take memory.
+
+    A distance of 2^31 entries and more, computed in 32 bits, would lead to another of these addresses, which has 0.
+    """
+    end = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)) + 1
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, a name that Python has from 3.13 on
+    memory = mmap.mmap(-1, (2**31 + end) * x.element_size(), flags=flags)
+    return torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, strides, 2**31).copy_(x)
+
+
+@pytest.mark.skipif(engine.name != "cpu", reason="a GPU has no addresses without memory")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mask_strides", [(2**27, 1), (1, 2**27)])
+def test_offsets_have_64_bits(mask_strides, packed):
+    """The last row, head and batch entry lie 2^31 elements or more after the first."""
+    B, H, N, D = (1, 3, 17, 16) if packed else (3, 1, 17, 16)
+    batch_and_head = 2**30 + 2**20, 2**30 + 2**10
+    tensors = [random(B, H, N, D, seed=n) for n in range(4)]
+    q, k, v, dout = (far(x, *batch_and_head, 2**27, 1) for x in tensors)
+    options = {"mask": far(random(B, H, N, N, seed=4), *batch_and_head, *mask_strides)}
+    if packed:
+        starts = torch.tensor([0, 16, 17], dtype=torch.int32)
+        options |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=16, max_seqlen_k=16)
+    want = feature_cases.expected(*tensors, options)
+    assert not error.failures(run(q, k, v, dout, options, TILES[0]), want)
+
+
 def test_dropping_everything_gives_zeros():
     q, k, v, dout, options = inputs(("dropout",))
     got = run(q, k, v, dout, options | {"dropout_p": 0.999}, TILES[0])
     assert got["lse"].isfinite().all() and all((got[name] == 0).all() for name in ("out", "dq", "dk", "dv"))
+
+
+@triton.jit
+def tanh_kernel(y, x, N: tl.constexpr):
+    column = tl.arange(0, N)
+    tl.store(y + column, features.tanh(tl.load(x + column), None))
+
+
+def test_tanh_is_exact():
+    """To a few roundings, near 0 and where it is 1, too."""
+    x = torch.cat([10.0 ** torch.linspace(-6, 2, 512), torch.linspace(0.3, 0.8, 512)]).to(engine.device)
+    y = torch.empty(2, 1024, device=engine.device)
+    for sign, result in zip((1, -1), y, strict=True):
+        tanh_kernel[(1,)](result, sign * x, N=1024)
+    want = x.double().tanh()
+    assert ((y[0] / want - 1).abs() < 2**-22).all() and torch.equal(y[1], -y[0])
 
 
 @triton.jit

@@ -16,7 +16,7 @@ TIES = {
     "step00_naive": {"__init__.py"},
     "step01_fa1_numba": {"__init__.py"},
     "step02_fa2_cuda": {"__init__.py"},
-    "step03_triton": {"__init__.py", "sdpa.py"},
+    "step03_triton": {"__init__.py", "sdpa.py", "public.py"},
     "step04_ring": {"__init__.py", "entry.py", "launch.py", "demo.py"},
 }
 # What each part of steps/ may import of the others. `stages` stands for all five, none of which imports another, except
@@ -42,6 +42,8 @@ OTHER_STAGES = {
 SHARED_NAMES = {
     "launch": "starts what the stage runs, kernels or ranks",
     "demo": "shows what it stands beside, the course or the ring, on one input",
+    "options": "what a call may ask for beside q, k and v: its definition, and its checks",
+    "operators": "what torch.compile sees of a stage",
     "broken": "the stage's kernels for bug hunts",
     "bug1": "the first of them",
     "bug2": "the second",

@@ -24,14 +24,20 @@ def compulsory_bytes(B, H, N, D, *, Hk=None, Nk=None, dtype="bf16", pass_="fwd")
     """The least traffic with device memory: every input read once, every output written once.
 
     fwd reads q, k, v and writes out, lse. bwd reads dout, q, k, v, out, lse and writes dq, dk, dv. fwd+bwd is their
-    sum, because a second launch finds nothing of the first one on the chip.
+    sum, because a second launch finds nothing of the first one on the chip. copy reads k and writes a second one.
     """
     queries = B * H * N * D * BYTES[dtype]  # q, out, dout or dq
     keys = B * (Hk or H) * (N if Nk is None else Nk) * D * BYTES[dtype]  # k, v, dk or dv
     lse = B * H * N * max(4, BYTES[dtype])  # float32, or float64 for float64 input
     forward = 2 * queries + 2 * keys + lse
     backward = 4 * queries + 4 * keys + lse
-    return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[pass_]
+    return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward, "copy": 2 * keys}[pass_]
+
+
+def bandwidth(row):
+    """TB/s that a measured row reached, by its compulsory bytes."""
+    sizes = {name: row[name] for name in ("B", "H", "N", "D", "Hk", "Nk", "dtype")}
+    return compulsory_bytes(**sizes, pass_=row["pass"]) / row["ms_median"] / 1e9
 
 
 # --- one thread block ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from reference import attention
 from steps.bench import cost, fingerprint, rows, timing
-from steps.bench.peers import MATMUL_SIZE, PEERS, matmul
+from steps.bench.peers import MATMUL_SIZE, PEERS, absent, matmul
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Candidate:
     dtypes: Container[str] = tuple(rows.DTYPES)
 
     def kernel(self, pass_):
-        return {"fwd": self.fwd_kernel, "bwd": self.bwd_kernel}[pass_]
+        both = "+".join(dict.fromkeys((self.fwd_kernel, self.bwd_kernel))) if self.bwd_kernel else None
+        return {"fwd": self.fwd_kernel, "bwd": self.bwd_kernel, "fwd+bwd": both}[pass_]
 
     def name(self, pass_):
         return f"{self.stage} {self.kernel(pass_)}"
@@ -80,7 +81,7 @@ class Candidate:
 
     def refusal(self, point, where):
         """Why it does not take part at this point, or None. where: as for `subject`."""
-        if where["pass"] == "bwd" and self.backward is None:
+        if where["pass"] != "fwd" and self.backward is None:
             return "has no backward"
         if where["dtype"] not in self.dtypes:
             return f"does not take {where['dtype']}"
@@ -93,15 +94,22 @@ class Candidate:
         dout, q, k, v = inputs
         if pass_ == "fwd":
             return lambda: self.forward(q, k, v, causal=causal)[:1]
+        if pass_ == "fwd+bwd":
+            return lambda: self._both(*inputs, causal)
         out, lse = self.forward(q, k, v, causal=causal)
         return lambda: tuple(self.backward(dout, q, k, v, out, lse, causal=causal))
+
+    def _both(self, dout, q, k, v, causal):
+        out, lse = self.forward(q, k, v, causal=causal)
+        return out, *self.backward(dout, q, k, v, out, lse, causal=causal)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A peer, which takes part as a Candidate does."""
+    """A peer, which takes part as a Candidate does. function: if it is not the one of this name in PEERS."""
 
     peer: str
+    function: Callable | None = None
 
     def name(self, pass_):
         return self.peer
@@ -114,12 +122,19 @@ class Beside:
 
     def call(self, inputs, causal, pass_):
         dout, *qkv = inputs
+        attend = self.function or PEERS[self.peer]
         if pass_ == "fwd":
-            return lambda: (PEERS[self.peer](*qkv, causal),)
+            return lambda: (attend(*qkv, causal),)
         leaves = [x.detach().requires_grad_() for x in qkv]
-        out = PEERS[self.peer](*leaves, causal)
+        if pass_ == "fwd+bwd":
+            return lambda: self._both(attend, dout, leaves, causal)
+        out = attend(*leaves, causal)
         # Not out.backward(), which would also add each result to the .grad of the one before.
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    def _both(self, attend, dout, leaves, causal):
+        out = attend(*leaves, causal)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
 def measure(
@@ -147,8 +162,8 @@ def measure(
     time.monotonic()'s clock after which no more points are begun.
     """
     origin = rows.provenance(device, commit=commit)
-    entrants = [*candidates, *map(Beside, peers)]
-    guard = _Guard(limit_ms, device, say)
+    entrants = [*candidates, *map(Beside, present(peers, say))]
+    guard = Guard(limit_ms, device, say)
     for dtype in dtypes:
         product, product_error = matmul(rows.DTYPES[dtype], device) if with_matmul else (None, None)
         for point in grid:
@@ -156,7 +171,7 @@ def measure(
                 say(f"out of time before {dtype} {point}")
                 return
             inputs = make_inputs(point, dtype, device)
-            truth = sample_truth(inputs, point.causal, backward="bwd" in passes)
+            truth = sample_truth(inputs, point.causal, backward=set(passes) != {"fwd"})
             for pass_ in passes:
                 where = {**origin, **point.sizes, "pass": pass_, "dtype": dtype, **HOW}
                 admitted = guard.admit(entrants, inputs, truth, point, where)
@@ -165,21 +180,30 @@ def measure(
                     calls[rows.MATMUL] = product
                 times = timing.interleaved(calls, warmup=warmup, device=device)
                 for entrant, _, error in admitted:
-                    speed = _speed(times[entrant.name(pass_)], point.flops(pass_), error)
+                    speed = speed_of(times[entrant.name(pass_)], point.flops(pass_), error)
                     yield rows.validate({**where, **entrant.subject(where), **speed})
                 if rows.MATMUL in calls:
                     n = MATMUL_SIZE
                     of_product = {**where, **Point(1, 1, n, n).sizes, "pass": rows.MATMUL}
-                    speed = _speed(times[rows.MATMUL], 2 * n**3, product_error)
+                    speed = speed_of(times[rows.MATMUL], 2 * n**3, product_error)
                     yield rows.validate({**of_product, **Beside(rows.MATMUL).subject(where), **speed})
                 del admitted, calls  # A backward holds its forward's results; this makes room for the next.
 
 
 HOW = dict(layout=None, options={}, timing="interleaved", clock_mhz=None, watts=None)
-RESULTS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv")}
+RESULTS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv"), "fwd+bwd": ("out", "dq", "dk", "dv")}
 
 
-def _speed(timing, flops, error):
+def present(peers, say):
+    """Those of the peers that are on this machine; of the others `say` gets the reason."""
+    reasons = {peer: absent(peer) for peer in peers}
+    for peer in filter(reasons.get, peers):
+        say(f"left out: {peer}: {reasons[peer]}")
+    return [peer for peer in peers if reasons[peer] is None]
+
+
+def speed_of(timing, flops, error):
+    """The fields of a row that say how fast and how exact it was."""
     return {**vars(timing), "tflops": flops / timing.ms_median / 1e9, "error": error}
 
 
@@ -192,7 +216,7 @@ def make_inputs(point, dtype, device):
     return tuple(x.to(rows.DTYPES[dtype]) for x in normal)
 
 
-class _Guard:
+class Guard:
     """Decides who takes part, says who does not, and remembers who was too slow."""
 
     def __init__(self, limit_ms, device, say):
@@ -237,32 +261,39 @@ class _Guard:
 # --- the error column ---------------------------------------------------------------------------------------
 
 
-def sample_truth(inputs, causal, *, backward=True, kv_heads=2):
+def sample_truth(inputs, causal, *, backward=True, kv_heads=2, last=None, options=lambda heads: {}):
     """{name: float64 result} for the last batch and its last K/V heads, with their query heads.
 
     The reference holds several N x N matrices in float64, 2 GB each at N = 16k. Therefore it computes a sample, one K/V
     head at a time, and on the CPU where the GPU's memory does not suffice. The sample is the last heads, because there
     a wrong stride has the largest effect.
+
+    last: only so many of the last queries, with out and dq, because dk and dv would need all of them.
+    options(heads): further options of the reference, for a slice of the query heads.
     """
     dout, q, k, v = (x[-1:] for x in inputs)
     group = q.shape[1] // k.shape[1]
+    if last:
+        dout, q = dout[:, :, -last:], q[:, :, -last:]
     parts = {name: [] for name in (*RESULTS["fwd"], *(RESULTS["bwd"] if backward else ()))}
     for head in range(max(0, k.shape[1] - kv_heads), k.shape[1]):
         queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
         head_inputs = dout[:, queries], q[:, queries], k[:, keys], v[:, keys]
+        how = dict(causal=causal, **options(queries))
         try:
-            results = _float64(head_inputs, causal, backward)
+            results = _float64(head_inputs, backward, **how)
         except torch.OutOfMemoryError:
-            on_cpu = _float64([x.cpu() for x in head_inputs], causal, backward)
+            how = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in how.items()}
+            on_cpu = _float64([x.cpu() for x in head_inputs], backward, **how)
             results = [x.to(q.device) for x in on_cpu]
         for name, result in zip(parts, results, strict=True):
             parts[name].append(result)
-    return {name: torch.cat(part, dim=1) for name, part in parts.items()}
+    return {name: torch.cat(part, dim=1) for name, part in parts.items() if not last or name in ("out", "dq")}
 
 
-def _float64(inputs, causal, backward):
-    out, _ = attention.forward(*inputs[1:], causal=causal)
-    return (out, *attention.backward(*inputs, causal=causal)) if backward else (out,)
+def _float64(inputs, backward, **how):
+    out, _ = attention.forward(*inputs[1:], **how)
+    return (out, *attention.backward(*inputs, **how)) if backward else (out,)
 
 
 def sample_error(got, truth):
@@ -271,6 +302,8 @@ def sample_error(got, truth):
     for name, result in got.items():
         if not bool(torch.isfinite(result).all()):
             return None
-        want = truth[name]
-        largest = max(largest, float((result[-1:, -want.shape[1] :].double() - want).abs().max()))
+        if name in truth:
+            want = truth[name]
+            sample = result[-1:, -want.shape[1] :, -want.shape[2] :]
+            largest = max(largest, float((sample.double() - want).abs().max()))
     return largest

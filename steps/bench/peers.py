@@ -1,9 +1,16 @@
-"""What the stages are measured against: PyTorch's own attention, one peer for each of its backends, and its compiler.
+"""What the stages are measured against: PyTorch's own attention, its compiler, and what others wrote for it.
 
 A peer is called as `peer(q, k, v, causal) -> out`, is differentiable, and never falls back to another backend: what it
-cannot do is an error.
+cannot do is an error. Two peers are not part of PyTorch, and take part where they are found:
+
+fa4       FlashAttention-4, from the package flash-attn-4
+tutorial  Triton's tutorial 06, float16 only, from the file that the environment variable STEPS_TUTORIAL names:
+          python/tutorials/06-fused-attention.py of github.com/triton-lang/triton
 """
 
+import importlib.util
+import inspect
+import os
 from functools import cache, partial
 
 import torch
@@ -13,25 +20,37 @@ from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 MATMUL_SIZE = 8192
 
 
-def sdpa(backend, q, k, v, causal=False):
+def sdpa(backend, q, k, v, causal=False, mask=None):
     """out, like q (B, H, N, D), for k and v (B, Hk, Nk, D). RuntimeError where the backend declines."""
     if causal and q.shape[-2] != k.shape[-2]:
         # SDPA would align the mask at the top left, the course at the bottom right: another computation.
         raise ValueError("SDPA's causal mask equals the contract's only for as many queries as keys.")
+    how = dict(attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, **how)
 
 
-def flex(q, k, v, causal=False):
-    """FlexAttention, which torch.compile turns into a Triton kernel; the mask skips blocks that see nothing."""
-    mask = causal_blocks(q.shape[-2], k.shape[-2], q.device) if causal else None
-    return compiled(flex_attention.flex_attention)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+def flex(q, k, v, causal=False, *, change=None, seen=None):
+    """FlexAttention, which torch.compile turns into a Triton kernel; it skips blocks of keys that nothing sees.
+
+    change(score, b, h, i, j) is a score as it enters the softmax, and seen(b, h, i, j) says whether query i sees key j.
+    """
+    seen = seen_causally(k.shape[-2] - q.shape[-2]) if causal else seen
+    blocks = seen and blocks_of(seen, q.shape[-2], k.shape[-2], q.device)
+    attend = compiled(flex_attention.flex_attention)
+    return attend(q, k, v, score_mod=change, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
 
 
 @cache
-def causal_blocks(Nq, Nk, device):
-    """FlexAttention's description of the contract's causal mask."""
-    return flex_attention.create_block_mask(lambda b, h, i, j: j <= i + Nk - Nq, None, None, Nq, Nk, device)
+def seen_causally(shift):
+    """The contract's causal mask, where query i stands at the key i + shift."""
+    return lambda b, h, i, j: j <= i + shift
+
+
+@cache
+def blocks_of(seen, Nq, Nk, device):
+    """FlexAttention's description of a mask."""
+    return flex_attention.create_block_mask(seen, None, None, Nq, Nk, device)
 
 
 def matrix_form(q, k, v, causal=False):
@@ -46,12 +65,48 @@ def matrix_form(q, k, v, causal=False):
 
 @cache
 def compiled(function):
-    """The function, compiled anew for each shape."""
-    return torch.compile(function, dynamic=False)
+    """The function, compiled anew for each shape and mask."""
+    # After this many compilations torch would run the function as it is; with fullgraph that is an error instead.
+    torch._dynamo.config.recompile_limit = 256
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def compiled_matrix_form(q, k, v, causal=False):
     return compiled(matrix_form)(q, k, v, causal)
+
+
+@cache
+def load_fa4():
+    from flash_attn.cute import flash_attn_func
+
+    return flash_attn_func
+
+
+def fa4(q, k, v, causal=False):
+    """FlashAttention-4, whose tensors are (B, N, H, D), and which in some versions returns lse too."""
+    out = load_fa4()(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+
+@cache
+def load_tutorial():
+    """The tutorial as a function (q, k, v, causal, scale) -> out."""
+    path = os.environ.get("STEPS_TUTORIAL")
+    if not path:
+        raise ImportError("STEPS_TUTORIAL names no file; it may be a copy of Triton's 06-fused-attention.py")
+    spec = importlib.util.spec_from_file_location("tutorial", path)
+    tutorial = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tutorial)
+    # Newer versions have a switch for warp specialisation, which their own benchmark leaves off on Hopper.
+    switch = "warp_specialize" in inspect.signature(tutorial._attention.forward).parameters
+    return lambda *arguments: tutorial.attention(*arguments, *([False] if switch else []))
+
+
+def tutorial(q, k, v, causal=False):
+    """Triton's tutorial, which checks little: it takes as many keys as queries, multiples of 128, and all heads."""
+    if q.shape != k.shape or q.shape[2] % 128 or q.dtype != torch.float16:
+        raise ValueError("the tutorial takes float16, and as many keys as queries, a multiple of 128.")
+    return load_tutorial()(q, k, v, causal, q.shape[-1] ** -0.5)
 
 
 PEERS = {
@@ -61,7 +116,21 @@ PEERS = {
     "sdpa-math": partial(sdpa, SDPBackend.MATH),  # the matrix form, N x N in memory; every dtype and device
     "flex": flex,  # FlexAttention, compiled
     "compiled": compiled_matrix_form,  # what torch.compile makes of the matrix form
+    "fa4": fa4,
+    "tutorial": tutorial,
 }
+FOUND_ELSEWHERE = {"fa4": load_fa4, "tutorial": load_tutorial}
+COMPILED = ("flex", "compiled", *FOUND_ELSEWHERE)  # take long at their first call
+
+
+def absent(name):
+    """Why a peer is not on this machine, or None."""
+    if load := FOUND_ELSEWHERE.get(name):
+        try:
+            load()
+        except Exception as problem:  # whatever somebody else's file raises
+            return f"{type(problem).__name__}: {problem}"
+    return None
 
 
 def matmul(dtype, device):
@@ -74,3 +143,10 @@ def matmul(dtype, device):
     out = torch.empty_like(a)
     torch.mm(a, b, out=out)
     return lambda: torch.mm(a, b, out=out), float((out[-1].double() - a[-1].double() @ b.double()).abs().max())
+
+
+def copy(x):
+    """(call, error) of a copy of x in device memory."""
+    out = torch.empty_like(x)
+    out.copy_(x)
+    return lambda: out.copy_(x), float((out - x).abs().max())

@@ -2,7 +2,7 @@
 
 `python -m steps bench --plan fast` measures one of PLANS, in parts of a few minutes on an H200. A rung is named by its
 word; it is measured forward at its own kernel, and backward only where it has one of its own. The slow rungs are
-measured at N = 4k alone.
+measured at N = 4k alone. The plan `features` is that of feature_plan.py.
 """
 
 import contextlib
@@ -15,8 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from steps import catalogue, contract, engine
-from steps.bench.grid import STANDARD_GRID, Candidate, Point, make_inputs, measure
+from steps.bench.feature_plan import FeaturePart
+from steps.bench.grid import STANDARD_GRID, Beside, Candidate, Point, make_inputs, measure
+from steps.bench.peers import COMPILED
 from steps.bench.rows import DTYPES
 from steps.bench.timing import synchronize
 from steps.step02_fa2_cuda import launch
@@ -33,10 +37,35 @@ class Part:
     peers: tuple[str, ...] = ("sdpa-flash", "sdpa-cudnn")
     switches: bool = False  # each rung also with each of its switches turned, and only forward
     stage: str = "02"
+    limit_ms: float | None = None  # of one call, instead of the command's
 
     def candidates(self):
         found = [candidate for rung in self.rungs for candidate in entrants(self.stage, rung)]
         return [one for c in found for one in (c, *switched(c))] if self.switches else found
+
+    def record(self, **options):
+        """Yields the rows, a matrix product beside those of 16 bits; options as for grid.measure."""
+        how = dict(passes=self.passes, dtypes=self.dtypes, with_matmul="fp32" not in self.dtypes)
+        limit = {"limit_ms": self.limit_ms} if self.limit_ms else {}
+        yield from measure(self.candidates(), self.peers, self.grid, **how, **options | limit)
+
+    def compiled(self):
+        """Who is compiled ahead: the candidates, and those of the peers that take long."""
+        return [*self.candidates(), *(Beside(peer) for peer in self.peers if peer in COMPILED)]
+
+    def jobs(self):
+        """What is compiled ahead, in small pieces: arguments of `compile`."""
+        # A small size is enough for every rung's own tile. A peer is compiled for its very sizes.
+        small = dict.fromkeys(Point(1, 1, 128, point.D, point.causal) for point in self.grid)
+        for dtype in self.dtypes:
+            for n, one in enumerate(self.compiled()):
+                yield from ((n, dtype, point) for point in (self.grid if isinstance(one, Beside) else small))
+
+    def compile(self, n, dtype, point):
+        """Calls one of `compiled` once."""
+        inputs = make_inputs(point, dtype, engine.device)
+        for pass_ in self.passes:
+            self.compiled()[n].call(inputs, point.causal, pass_)()
 
 
 def _at(*lengths, D=(64, 128)):
@@ -58,12 +87,17 @@ PLANS = {
     "triton": (
         Part(("gluon", "tma", "roles", "fused"), stage="03"),
         Part(("tma", "fused"), passes=("bwd",), stage="03"),
-        Part(("fused",), _at(512, 4096, 16384), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",), stage="03"),
+        Part(
+            ("fused",), _at(512, 4096, 16384), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",),
+            stage="03", limit_ms=3000,  # The backward with head_dim 128 takes more than a second at N = 16k.
+        ),
     ),
     "compilers": (
-        Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), peers=("flex", "compiled", "sdpa-cudnn"), stage="03"),
+        Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), peers=("flex", "compiled", "fa4", "sdpa-cudnn"), stage="03"),
+        Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), ("fp16",), ("tutorial", "sdpa-cudnn"), stage="03"),
     ),
-}
+    "features": (FeaturePart(),),
+}  # fmt: skip
 
 
 def entrants(number, rung=None):
@@ -104,25 +138,18 @@ def switches(text):
 
 
 def record_parts(parts, **options):
-    """Yields the rows of parts of PLANS, a matrix product beside those of 16 bits; options as for grid.measure."""
-    compile_ahead(list(dict.fromkeys(job for part in parts for job in _jobs(part))))
+    """Yields the rows of parts of PLANS; options as for grid.measure."""
+    compile_ahead([(part, *job) for part in dict.fromkeys(parts) for job in part.jobs()])
     for part in parts:
-        how = dict(passes=part.passes, dtypes=part.dtypes, with_matmul="fp32" not in part.dtypes)
-        yield from measure(part.candidates(), part.peers, part.grid, **how, **options)
-
-
-def _jobs(part):
-    """What a part compiles, in small pieces: (the part, which candidate, dtype, head_dim, causal)."""
-    for dtype in part.dtypes:
-        for D, causal in dict.fromkeys((point.D, point.causal) for point in part.grid):
-            yield from ((part, n, dtype, D, causal) for n in range(len(part.candidates())))
+        yield from part.record(**options)
 
 
 def compile_ahead(jobs):
-    """Calls every candidate once on a tiny input, in parallel processes, which leave what they compile on disk.
+    """Calls what is to be compiled once, in parallel processes, which leave what they compile on disk.
 
-    A candidate that fails here fails again when it is measured, and is left out there with the reason.
+    Who fails here fails again when it is measured, and is left out there with the reason.
     """
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise each process would start many more
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
     spawn = multiprocessing.get_context("spawn")
     with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(workers, spawn) as pool:
@@ -130,11 +157,8 @@ def compile_ahead(jobs):
 
 
 def _compile(job):
-    part, n, dtype, D, causal = job
-    one = part.candidates()[n]
-    dout, q, k, v = make_inputs(Point(1, 1, 128, D), dtype, engine.device)  # enough for every rung's own tile
-    with contextlib.suppress(RuntimeError, TypeError, ValueError):
-        out, lse = one.forward(q, k, v, causal=causal)
-        if "bwd" in part.passes:
-            one.backward(dout, q, k, v, out, lse, causal=causal)
+    part, *which = job
+    with contextlib.suppress(Exception):
+        part.compile(*which)
         synchronize(engine.device)
+    torch.cuda.empty_cache()  # The other processes need memory, too.

@@ -138,6 +138,44 @@ def ladder(rows, stage="02_fa2_cuda"):
     return fig
 
 
+def tiles(sweep):
+    """TFLOP/s of a row of a table of tiles and of its neighbours, a point for each. sweep: as `bench --tune` writes it.
+
+    Tiles stand side by side. Of each the markers tell the warps, and the colours the stages. A ring and a dashed line
+    show the table's own row.
+    """
+    style()
+    fig, ax = plt.subplots(figsize=(9.2, 3.8), layout="constrained")
+    candidates, own = sweep["candidates"], sweep["row"]
+    shapes = sorted({tuple(one["row"][:2]) for one in candidates})
+    warps, stages = (sorted({one["row"][n] for one in candidates}) for n in (2, 3))
+
+    def place(row):
+        return shapes.index(tuple(row[:2])) + 0.25 * (stages.index(row[3]) - (len(stages) - 1) / 2)
+
+    for w, s in itertools.product(warps, stages):
+        some = [one for one in candidates if one["row"][2:] == [w, s]]
+        looks = dict(marker=MARKERS[warps.index(w)], color=COLOURS[stages.index(s)], linestyle="none")
+        at, speeds = [place(one["row"]) for one in some], [one["tflops"] for one in some]
+        ax.plot(at, speeds, **looks, label=f"{w} warps, {s} stage{'s' if s > 1 else ''}")
+    speed = next(one["tflops"] for one in candidates if one["row"] == own)
+    dashed = dict(color=INK, linestyle="--", linewidth=1)
+    ax.axhline(speed, **dashed)
+    ring = dict(marker="o", markersize=13, fillstyle="none")
+    ax.plot(place(own), speed, **dashed, **ring, label=f"the table's row: {speed:.3g}")
+    ax.set_xticks(range(len(shapes)), [f"{Br}x{Bc}" for Br, Bc in shapes])
+    ax.set_xticks([n + 0.5 for n in range(len(shapes) - 1)], minor=True)  # lines between the tiles
+    ax.grid(axis="x", which="minor")
+    ax.grid(axis="x", which="major", visible=False)
+    ax.tick_params(axis="x", which="both", length=0)
+    ax.set_ylim(bottom=0)
+    about = f"{sweep['file']}, {sweep['kernel']} kernel, {sweep['dtype']}, D={sweep['D']}, N={sweep['N']}"
+    ax.set(xlabel="Br x Bc", ylabel="TFLOP/s", title=f"{sweep['gpu']}, {about}")
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    plt.close(fig)
+    return fig
+
+
 def _likeness(row):
     """Compares by how much a row is what the ladder compares: dtype first, then D."""
     return tuple(row[name] == LADDER[name] for name in ("dtype", "D", "N", "causal"))

@@ -27,6 +27,7 @@ COMMITTED = ROOT / "steps" / "bench" / "results"
 OWN = ROOT / "my" / "results"
 
 MATMUL = "matmul"  # a peer and its pass: a plain product, (N, D) times (D, N), as a ceiling for attention
+COPY = "copy"  # a peer and its pass: k (B, Hk, Nk, D) copied in device memory, as a ceiling for decoding
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FIELDS = {  # by name: the type of the value, or a tuple of all values that there are
     "run": str,  # the same for all rows measured together
@@ -42,7 +43,7 @@ FIELDS = {  # by name: the type of the value, or a tuple of all values that ther
     "kernel": str | None,  # the stem of its file; "fwd_a+bwd_b" for fwd+bwd; "fwd_a:LAZY=0" with a switch turned
     "peer": str | None,
     "source": str | None,  # a hash of the kernel and its launch, see fingerprint.py
-    "pass": ("fwd", "bwd", "fwd+bwd", MATMUL),
+    "pass": ("fwd", "bwd", "fwd+bwd", MATMUL, COPY),
     "dtype": tuple(DTYPES),
     "B": int,
     "H": int,
@@ -52,7 +53,7 @@ FIELDS = {  # by name: the type of the value, or a tuple of all values that ther
     "D": int,
     "causal": bool,
     "layout": (None, "contiguous", "zigzag", "striped"),  # stage 04: how the sequence is distributed over the ranks
-    "options": dict,  # what else was asked for, by name: window, mask, dropout, transport, strategy, graph, ...
+    "options": dict,  # what else was asked for, by name: feature, window, transport, strategy, graph, ...
     "timing": ("interleaved", "sustained"),  # single calls of all candidates in turn, or a second of calls of one
     "clock_mhz": float | int | None,  # medians under sustained load
     "watts": float | int | None,
@@ -60,9 +61,10 @@ FIELDS = {  # by name: the type of the value, or a tuple of all values that ther
     "ms_p20": float | int,
     "ms_p80": float | int,
     "reps": int,
-    "tflops": float | int,
+    "tflops": float | int,  # 0 for a copy
     "error": float | int,  # max |result - float64| over the results of the pass
 }
+OPTIONAL = {"peak_bytes": int}  # of device memory, beyond the inputs, that one call held at once; few rows have it
 # What a kernel and a peer are compared at, and what two rows that measure the same thing share.
 SETTING = ("gpu", "n_gpus", "pass", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal", "options", "timing")
 SUBJECT = ("stage", "kernel", "peer", "layout")
@@ -80,9 +82,10 @@ def label(row):
 
 def validate(row):
     """The row itself. Raises ValueError that lists all that is wrong with it."""
+    kinds = FIELDS | OPTIONAL
     wrong = [f"{name} is missing" for name in FIELDS if name not in row]
-    wrong += [f"{name} is not a field" for name in row if name not in FIELDS]
-    wrong += [f"{name} is {row[name]!r}" for name in FIELDS if name in row and not _fits(row[name], FIELDS[name])]
+    wrong += [f"{name} is not a field" for name in row if name not in kinds]
+    wrong += [f"{name} is {row[name]!r}" for name in kinds if name in row and not _fits(row[name], kinds[name])]
     wrong = wrong or [f"against the rule: {rule}" for rule, kept in _rules(row).items() if not kept]
     if wrong:
         raise ValueError(f"not a results row: {'; '.join(wrong)}. Row: {row}")
@@ -104,10 +107,12 @@ def _rules(row):
     return {
         "either a peer, or stage, kernel and source": of_kernel == [row["peer"] is None] * 3,
         "the pass matmul belongs to the peer matmul": (row["pass"] == MATMUL) == (row["peer"] == MATMUL),
+        "the pass copy belongs to the peer copy": (row["pass"] == COPY) == (row["peer"] == COPY),
         "stage like '02_fa2_cuda'": row["stage"] is None or bool(re.fullmatch(r"\d\d_\w+", row["stage"])),
         "0 < ms_p20 <= ms_median <= ms_p80": 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"],
         f"reps >= {MIN_REPS}": row["reps"] >= MIN_REPS,
-        "tflops > 0 and error >= 0": row["tflops"] > 0 and row["error"] >= 0,
+        "tflops > 0, but 0 of a copy": (row["tflops"] > 0) == (row["pass"] != COPY) and row["tflops"] >= 0,
+        "error >= 0": row["error"] >= 0,
     }
 
 
@@ -115,7 +120,8 @@ def append(rows, folder=OWN):
     """Adds rows to <folder>/<gpu>.jsonl; returns those files. Nothing is written if a row is not valid."""
     lines = {}
     for row in rows:
-        ordered = {name: validate(row)[name] for name in FIELDS}
+        validate(row)
+        ordered = {name: row[name] for name in FIELDS | OPTIONAL if name in row}
         lines.setdefault(Path(folder) / f"{slug(row['gpu'])}.jsonl", []).append(json.dumps(ordered) + "\n")
     for path, text in lines.items():
         path.parent.mkdir(parents=True, exist_ok=True)

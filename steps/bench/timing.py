@@ -32,7 +32,7 @@ def interleaved(calls, *, reps=MIN_REPS, warmup=3, device="cpu"):
     device: "cuda" times with events on the current stream, anything else with the host's clock. In a process group the
     time of a call is that of its slowest rank, and every rank must pass the same calls in the same order.
     """
-    mark, milliseconds = _clock(device)
+    mark, milliseconds = clock(device)
     names = list(calls)
     marks = {name: [] for name in names}
     for i in range(warmup + reps):
@@ -68,7 +68,7 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def _clock(device):
+def clock(device):
     """(mark, milliseconds): mark() notes a moment, milliseconds(a, b) is the time between two of them."""
     if torch.device(device).type != "cuda":
         return time.perf_counter, lambda a, b: 1e3 * (b - a)

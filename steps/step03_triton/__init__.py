@@ -5,9 +5,11 @@ Notebook: notebooks/03_triton.ipynb. Tests: tests/test_step03_triton.py.
 
 import torch
 
-from steps import contract, engine
+from steps import engine
 
 from . import rungs
+from .operators import dropout_mask, set_deterministic  # noqa: F401  They are public.
+from .public import functions
 from .sdpa import sdpa_of
 
 GPU = torch.cuda.get_device_capability() if engine.name == "cuda" else None
@@ -31,5 +33,5 @@ SUPPORTS = {
     "minutes": 60,  # to read
     "hardware": "Linux; an NVIDIA GPU for its speed",
 }
-forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)
+forward, backward, attention = functions(RUNGS, SUPPORTS)
 sdpa = sdpa_of(attention)  # with the arguments of torch's scaled_dot_product_attention

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: MIT
-"""torch.nn.functional.scaled_dot_product_attention on a stage's kernels: its arguments, alignment and broadcasting."""
+"""torch.nn.functional.scaled_dot_product_attention on the stage's kernels: its arguments, alignment, broadcasting."""
 
 import torch
 
 
 def sdpa_of(attention):
-    """`sdpa`, which computes what torch's function computes, by a stage's `attention`."""
+    """`sdpa`, which computes what torch's function computes, by an `attention` with masks and dropout."""
 
     def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        """What torch's function of this signature computes, differentiable.
+        """What torch's function of this signature computes, differentiable, also in a floating-point attn_mask.
 
         query (..., H, Nq, D), key and value (..., Hk, Nk, D); leading dimensions broadcast.
+        attn_mask: broadcast to (..., H, Nq, Nk) without being copied; bool (True is seen), or added to the scores.
+        dropout_p: the probability, in steps of 1/256, with which an entry of P is dropped. Pass 0 for inference.
         is_causal: query i sees the keys 0 to i, whatever Nq and Nk. This is torch's alignment at the top left;
         `attention` aligns at the bottom right. enable_gqa: H may be a multiple of Hk.
-        Raises NotImplementedError for attn_mask, dropout_p > 0 and a value whose last dimension is not the query's;
-        RuntimeError, as torch does, where leading dimensions do not fit; and what `attention` raises for other bad
+        Raises NotImplementedError for a value whose last dimension is not the query's; RuntimeError, as torch does,
+        where leading dimensions do not fit, and for is_causal with attn_mask; and what `attention` raises for other bad
         input.
         """
-        if attn_mask is not None or dropout_p:
-            raise NotImplementedError(
-                "sdpa has no attn_mask and no dropout_p yet; torch's scaled_dot_product_attention has."
-            )
+        if attn_mask is not None and is_causal:
+            raise RuntimeError("sdpa takes attn_mask or is_causal, not both. Hide in the mask what causal would hide.")
         if value.shape[-1] != key.shape[-1]:
             raise NotImplementedError(
                 f"sdpa needs key and value of one head_dim; got {key.shape[-1]} and {value.shape[-1]}."
@@ -28,11 +28,13 @@ def sdpa_of(attention):
         query, key, value = broadcast(query, key, value, enable_gqa)
         leading = query.shape[:-2]
         if query.ndim > 4:
+            if attn_mask is not None and attn_mask.ndim > 3:
+                attn_mask = attn_mask.expand(*leading[:-1], *attn_mask.shape[-3:]).flatten(0, -4)
             query, key, value = (x.flatten(0, -4) for x in (query, key, value))
-        if is_causal:
-            out = top_left_causal(attention, query, key, value, scale)
-        else:
-            out = attention(query, key, value, scale=scale)
+        options = {"scale": scale, "causal": is_causal, "mask": attn_mask, "dropout_p": dropout_p}
+        if is_causal and query.shape[-2] != key.shape[-2]:
+            options["first_query"] = 0
+        out = attention(query, key, value, **options)
         return out.reshape(*leading, *out.shape[-2:])
 
     return sdpa
@@ -52,15 +54,3 @@ def broadcast(query, key, value, enable_gqa):
         return tuple(x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))
     leading = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
     return tuple(x.expand(*leading, *x.shape[-2:]) for x in (query, key, value))
-
-
-def top_left_causal(attention, query, key, value, scale):
-    """Attention in which query i sees the keys 0 to i.
-
-    The first min(Nq, Nk) queries and keys form a square, for which both alignments agree. Later queries see every key.
-    """
-    n = min(query.shape[-2], key.shape[-2])
-    square = attention(query[..., :n, :], key[..., :n, :], value[..., :n, :], causal=True, scale=scale)
-    if n == query.shape[-2]:
-        return square
-    return torch.cat([square, attention(query[..., n:, :], key, value, scale=scale)], dim=-2)

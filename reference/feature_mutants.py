@@ -1,0 +1,610 @@
+"""Mistakes that people make in the features of attention, planted one at a time, as those of reference/mutants.py.
+
+A mutant is the attention below with one step overridden. It computes a sequence's scores at once and not tile by tile,
+because no mistake here depends on tiles. The cases of reference/feature_cases.py kill every mutant, that is, on some
+case some result is out of tolerance, and they tell every two mutants apart.
+"""
+
+import functools
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from reference import error, feature_cases, mutants, philox
+
+NOT_GIVEN = dict.fromkeys(
+    ("scale", "window", "softcap", "mask", "alibi_slopes", "seed", "first_query", "parts", "cu_seqlens_q", "lengths_k")
+) | {"causal": False, "first_key": 0, "dropout_p": 0.0}
+
+
+class Block(NamedTuple):
+    """The queries of one sequence, and a part of its keys."""
+
+    s: int  # the number of the sequence, which is the batch entry if sequences are not packed
+    b: int  # the batch entry
+    rows: range  # of the tensors
+    keys: range
+    first_query: int  # positions
+    first_key: int
+
+
+class Attention:
+    """Forward and backward of every feature in float32, one method a step."""
+
+    hidden_score = -math.inf
+
+    def __init__(self, q, k, v, dout, options):
+        self.q, self.k, self.v, self.dout = (x.float() for x in (q, k, v, dout))
+        self.o = SimpleNamespace(**NOT_GIVEN | options)
+        (self.B, self.H, self.Nq, D), self.Nk = q.shape, k.shape[2]
+        self.group = self.H // k.shape[1]
+        self.scale = D**-0.5 if self.o.scale is None else self.o.scale
+        self.additive = self.o.mask is not None and self.o.mask.is_floating_point()
+
+    def run(self):
+        """The results by name; with the gradient of the mask if it is additive."""
+        out, lse = self.new_results()
+        dq, dk, dv = (torch.zeros_like(x) for x in (self.q, self.k, self.v))
+        dS = torch.zeros(self.B, self.H, self.Nq, self.Nk)
+        for blocks in self.sequences():
+            rows = cut(blocks[0].b, blocks[0].rows)
+            O, L = torch.zeros_like(out[rows]), torch.full_like(lse[rows], -math.inf)
+            for x in blocks:
+                O, L = self.merge(O, L, *self.forward(x))
+            out[rows], lse[rows] = O, L
+            for x in blocks:
+                keys = cut(x.b, x.keys)
+                dQ, dK, dV, dS_x = self.backward(x, O, L)
+                dq[rows] += dQ
+                dk[keys] += self.sum_heads(dK)
+                dv[keys] += self.sum_heads(dV)
+                dS[(*rows, slice(x.keys.start, x.keys.stop))] += dS_x
+        return error._by_name(out, lse, dq, dk, dv, *([self.sum_to_mask(dS)] if self.additive else []))
+
+    def forward(self, x):
+        """(O, lse) of a block."""
+        S, _ = self.scores(x)
+        keep = self.keep(x)
+        L = self.log_sum_exp(S, keep)
+        P = self.probabilities(S, L)
+        return (P * keep * self.dropout_factor()) @ self.repeated(self.v, x), self.saved(L, S, keep)
+
+    def backward(self, x, O, L):
+        """(dQ, dK, dV, dS) of a block, with a dK and dV for each query head; O and L are of all its sequence's keys."""
+        S, derivative = self.scores(x)
+        Q, dO = self.q[cut(x.b, x.rows)], self.dout[cut(x.b, x.rows)]
+        K, V = self.repeated(self.k, x), self.repeated(self.v, x)
+        P = self.probabilities(S, L)
+        Z = self.keep_in_backward(x) * self.dropout_factor()
+        dS = P * (self.drop_dP(dO @ V.mT, Z) - self.delta(dO, O, P, V))
+        dX = self.scale * dS * self.derivative_in_backward(derivative)
+        return dX @ K, dX.mT @ Q, (P * Z).mT @ dO, dS
+
+    def scores(self, x):
+        """(S (H, Nq, Nk), dS/dX)"""
+        S, derivative = self.cap(self.scale * (self.q[cut(x.b, x.rows)] @ self.repeated(self.k, x).mT))
+        return self.hide(self.add_alibi(self.add_mask(S, x), x), x), derivative
+
+    # The steps that mutants override: sequences and positions.
+    def new_results(self):
+        """(out, lse) before they are written."""
+        return torch.zeros_like(self.q), torch.full(self.q.shape[:3], -math.inf)
+
+    def sequences(self):
+        """Yields for each sequence its blocks."""
+        if self.o.cu_seqlens_q is not None:
+            starts = self.o.cu_seqlens_q.tolist(), self.o.cu_seqlens_k.tolist()
+            for s, (rows, keys) in enumerate(zip(*(pairwise(x) for x in starts), strict=True)):
+                yield [self.block(s, 0, range(*rows), range(*keys))]
+            return
+        lengths = [self.Nk] * self.B if self.o.lengths_k is None else self.o.lengths_k.tolist()
+        for b, length in enumerate(lengths):
+            parts = [(0, length)] if self.o.parts is None else pairwise(self.o.parts)
+            yield [self.block(b, b, range(self.Nq), range(*part)) for part in parts]
+
+    def block(self, s, b, rows, keys):
+        first_key = self.o.first_key if self.o.parts is None else keys.start
+        return Block(s, b, rows, keys, self.first_query(rows, keys), first_key)
+
+    def first_query(self, rows, keys):
+        return len(keys) - len(rows) if self.o.first_query is None else self.o.first_query
+
+    def repeated(self, t, x):
+        """The block's rows of k or v, with a head for each query head."""
+        return t[cut(x.b, x.keys)].repeat_interleave(self.group, 0)
+
+    def sum_heads(self, grad):
+        return grad.unflatten(0, (-1, self.group)).sum(1)
+
+    def merge(self, O, L, O_x, L_x):
+        """(O, L) of the keys so far and of one more block."""
+        L_new = torch.logaddexp(L, L_x)
+        unit = self.unit(L_new)
+        return O * (L - unit).exp()[..., None] + O_x * (L_x - unit).exp()[..., None], L_new
+
+    # Scores.
+    def cap(self, X):
+        """(S, dS/dX)"""
+        if not self.o.softcap:
+            return X, 1.0
+        tanh = (X / self.o.softcap).tanh()
+        return self.o.softcap * tanh, 1 - tanh.square()
+
+    def derivative_in_backward(self, derivative):
+        return derivative
+
+    def mask(self, x):
+        """The mask of a block, (H, Nq, Nk)."""
+        mask = self.whole_mask()[cut(x.b, x.rows)]
+        return mask[..., x.keys.start : x.keys.stop]
+
+    def whole_mask(self):
+        return self.o.mask.expand(self.B, self.H, self.Nq, self.Nk)
+
+    def add_mask(self, S, x):
+        return S + self.mask_units() * self.mask(x) if self.additive else S
+
+    def mask_units(self):
+        return 1.0
+
+    def add_alibi(self, S, x):
+        if self.o.alibi_slopes is None:
+            return S
+        return S - self.slopes(x)[:, None, None] * self.distance(*positions(x))
+
+    def slopes(self, x):
+        slopes = self.o.alibi_slopes
+        return slopes if slopes.ndim == 1 else slopes[x.s]
+
+    def distance(self, query, key):
+        return (query - key).abs()
+
+    def hide(self, S, x):
+        seen = self.seen(x)
+        if self.o.mask is not None and not self.additive:
+            seen = seen & self.boolean(self.mask(x))
+        return S.masked_fill(~seen, self.hidden_score)
+
+    def boolean(self, mask):
+        return mask
+
+    def seen(self, x):
+        query, key = positions(x)
+        seen = self.in_window(query, key)
+        return seen & (key <= query) if self.o.causal else seen
+
+    def in_window(self, query, key):
+        left, right = (math.inf if limit in (None, -1) else limit for limit in self.o.window or (None, None))
+        return (key >= query - self.left(left)) & (key <= query + self.right(right))
+
+    def left(self, limit):
+        return limit
+
+    def right(self, limit):
+        return limit
+
+    # Softmax.
+    def log_sum_exp(self, S, keep):
+        return S.logsumexp(-1)
+
+    def saved(self, L, S, keep):
+        """lse as it is returned and used by the backward."""
+        return L
+
+    def unit(self, L):
+        """L, or 0 in a row that sees no key, where exp(-inf - (-inf)) would be NaN."""
+        return L.nan_to_num(neginf=0.0)
+
+    def probabilities(self, S, L):
+        return (S - self.unit(L)[..., None]).exp()
+
+    # Dropout.
+    def threshold(self):
+        return philox.threshold(self.o.dropout_p)
+
+    def dropout_factor(self):
+        return 256 / self.threshold() if self.o.dropout_p else 1.0
+
+    def keep(self, x):
+        """(H, Nq, Nk) bool: which entries dropout keeps."""
+        if not self.o.dropout_p:
+            return torch.ones((), dtype=torch.bool)
+        return self.draw(x, self.o.first_query or 0, x.first_key)
+
+    def draw(self, x, first_query, first_key):
+        sizes, p = (self.H, len(x.rows), len(x.keys)), 1 - self.threshold() / 256
+        return philox._dense(int(self.o.seed), np.array([x.s]), *sizes, p, first_query, first_key)[0]
+
+    def keep_in_backward(self, x):
+        return self.keep(x)
+
+    def drop_dP(self, dP, Z):
+        return dP * Z
+
+    def delta(self, dO, O, P, V):
+        return (dO * O).sum(-1, keepdim=True)
+
+    # The gradient of the mask.
+    def sum_to_mask(self, dS):
+        """dS (B, H, Nq, Nk), summed over the dimensions that the mask was broadcast over."""
+        shape = self.o.mask.shape
+        for dim, size in enumerate((1,) * (4 - len(shape)) + shape):
+            if size < dS.shape[dim]:
+                dS = self.sum_over(dS, dim)
+        return dS.reshape(shape)
+
+    def sum_over(self, dS, dim):
+        return dS.sum(dim, keepdim=True)
+
+
+def cut(b, rows):
+    """The index of all heads' rows in one batch entry of a tensor (B, H, ...)."""
+    return b, slice(None), slice(rows.start, rows.stop)
+
+
+def positions(x):
+    """Those of the queries, (Nq, 1), and of the keys, (1, Nk)."""
+    query, key = torch.arange(len(x.rows)) + x.first_query, torch.arange(len(x.keys)) + x.first_key
+    return query[:, None], key[None, :]
+
+
+MUTANTS: list[mutants.Mutant] = []
+mutant = functools.partial(mutants.mutant, among=MUTANTS)
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+@mutant("the mask is read with query and key exchanged")
+class MaskTransposed(Attention):
+    def whole_mask(self):
+        mask, n = super().whole_mask().clone(), min(self.Nq, self.Nk)  # What lies beyond these n is not in the mask.
+        mask[..., :n, :n] = mask[..., :n, :n].mT.clone()
+        return mask
+
+
+@mutant("the mask is broadcast over the wrong dimension: batch and head are exchanged")
+class MaskBatchAndHeadExchanged(Attention):
+    def whole_mask(self):
+        mask = super().whole_mask()
+        return mask.transpose(0, 1) if self.B == self.H else mask
+
+
+@mutant("the mask of a packed sequence is read from the first query and key on")
+class MaskWithoutStart(Attention):
+    def mask(self, x):
+        return super().mask(x._replace(rows=range(len(x.rows)), keys=range(len(x.keys))))
+
+
+@mutant("the boolean mask is inverted: True hides")
+class BooleanMaskInverted(Attention):
+    def boolean(self, mask):
+        return ~mask
+
+
+@mutant("hidden keys get the score -1e9, so a row that sees no key is a mean of v, and its lse is not -inf")
+class HiddenIsMinus1e9(Attention):
+    hidden_score = -1e9
+
+
+@mutant("the additive mask is multiplied by scale")
+class AdditiveMaskScaled(Attention):
+    def mask_units(self):
+        return self.scale
+
+
+@mutant("the additive mask is not converted to base 2, as the scores are")
+class AdditiveMaskInBase2(Attention):
+    def mask_units(self):
+        return math.log(2)
+
+
+@mutant("the additive mask is added before the soft-cap")
+class AdditiveMaskBeforeSoftcap(Attention):
+    def scores(self, x):
+        X = self.scale * (self.q[cut(x.b, x.rows)] @ self.repeated(self.k, x).mT)
+        S, derivative = self.cap(self.add_mask(X, x))
+        return self.hide(self.add_alibi(S, x), x), derivative
+
+
+@mutant("the gradient of the mask is multiplied by scale")
+class MaskGradientScaled(Attention):
+    def sum_to_mask(self, dS):
+        return self.scale * super().sum_to_mask(dS)
+
+
+@mutant("the gradient of the mask is multiplied by the derivative of the soft-cap")
+class MaskGradientOfX(Attention):
+    def backward(self, x, O, L):
+        dQ, dK, dV, dS = super().backward(x, O, L)
+        return dQ, dK, dV, dS * self.scores(x)[1]
+
+
+class OneOfMany(Attention):
+    """The base of four mutants: along `dim` the mask's gradient is that of the last entry instead of the sum."""
+
+    def sum_over(self, dS, dim):
+        return dS.narrow(dim, -1, 1) if dim == self.dim else super().sum_over(dS, dim)
+
+
+@mutant("the gradient of a mask that is broadcast over the batch is not summed over it")
+class MaskGradientOfOneBatch(OneOfMany):
+    dim = 0
+
+
+@mutant("the gradient of a mask that is broadcast over heads is not summed over them")
+class MaskGradientOfOneHead(OneOfMany):
+    dim = 1
+
+
+@mutant("the gradient of a mask that is broadcast over queries is not summed over them")
+class MaskGradientOfOneQuery(OneOfMany):
+    dim = 2
+
+
+@mutant("the gradient of a mask that is broadcast over keys is not summed over them")
+class MaskGradientOfOneKey(OneOfMany):
+    dim = 3
+
+
+# ---- windows and positions -------------------------------------------------------------------------------------------
+
+
+@mutant("the window's left limit is exclusive")
+class WindowLeftExclusive(Attention):
+    def left(self, limit):
+        return limit - 1
+
+
+@mutant("the window's right limit is exclusive")
+class WindowRightExclusive(Attention):
+    def right(self, limit):
+        return limit - 1
+
+
+@mutant("the window is one key wider on both sides")
+class WindowOneWider(Attention):
+    def left(self, limit):
+        return limit + 1
+
+    def right(self, limit):
+        return limit + 1
+
+
+@mutant("the window is counted from the top left: query i stands at key i")
+class WindowTopLeft(Attention):
+    def in_window(self, query, key):
+        return super().in_window(query - query[:1], key)
+
+
+@mutant("first_query is ignored")
+class FirstQueryIgnored(Attention):
+    def first_query(self, rows, keys):
+        return self.Nk - self.Nq if self.o.first_query is not None else super().first_query(rows, keys)
+
+
+@mutant("first_key is ignored: a call with later keys counts them from 0")
+class FirstKeyIgnored(Attention):
+    def seen(self, x):
+        return super().seen(x._replace(first_key=0))
+
+    def add_alibi(self, S, x):
+        return super().add_alibi(S, x._replace(first_key=0))
+
+
+@mutant("out of earlier calls is added as it is, without a factor that fits the new lse")
+class CarriedNotRescaled(Attention):
+    def merge(self, O, L, O_x, L_x):
+        return O + O_x, torch.logaddexp(L, L_x)
+
+
+@mutant("out and lse of earlier calls are overwritten")
+class CarriedOverwritten(Attention):
+    def merge(self, O, L, O_x, L_x):
+        return O_x, L_x
+
+
+@mutant("a row that sees no key is not guarded: exp(-inf - (-inf)) is NaN")
+class RowWithoutKeyIsNan(Attention):
+    def unit(self, L):
+        return L
+
+
+# ---- ALiBi -----------------------------------------------------------------------------------------------------------
+
+
+@mutant("ALiBi is added instead of subtracted")
+class AlibiAdded(Attention):
+    def slopes(self, x):
+        return -super().slopes(x)
+
+
+@mutant("ALiBi's distance is signed: keys behind the query gain")
+class AlibiSigned(Attention):
+    def distance(self, query, key):
+        return query - key
+
+
+@mutant("ALiBi's distance is counted from the top left: query i stands at key i")
+class AlibiTopLeft(Attention):
+    def distance(self, query, key):
+        return super().distance(query - query[:1], key)
+
+
+@mutant("ALiBi takes the slope of the key head instead of the query head")
+class AlibiOfKeyHead(Attention):
+    def slopes(self, x):
+        return super().slopes(x)[torch.arange(self.H) // self.group]
+
+
+@mutant("ALiBi takes the slopes of the first batch entry or sequence for all")
+class AlibiOfFirstBatch(Attention):
+    def slopes(self, x):
+        return super().slopes(x._replace(s=0))
+
+
+# ---- soft-cap --------------------------------------------------------------------------------------------------------
+
+
+@mutant("the backward lacks the derivative of the soft-cap")
+class SoftcapWithoutDerivative(Attention):
+    def derivative_in_backward(self, derivative):
+        return 1.0
+
+
+@mutant("the soft-cap is applied after hiding, so a hidden key gets the score -softcap")
+class SoftcapAfterHiding(Attention):
+    def hide(self, S, x):
+        return S.where(super().hide(S, x) > -math.inf, -self.o.softcap) if self.o.softcap else super().hide(S, x)
+
+
+@mutant("under the soft-cap the scale is missing")
+class SoftcapWithoutScale(Attention):
+    def cap(self, X):
+        return super().cap(X / self.scale) if self.o.softcap else super().cap(X)
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@mutant("the backward draws another dropout mask than the forward")
+class DropoutDrawnAnew(Attention):
+    def keep_in_backward(self, x):
+        return super().keep_in_backward(x._replace(s=x.s + 1))
+
+
+@mutant("what dropout keeps is not multiplied by 1 / (1 - p)")
+class DropoutNotScaled(Attention):
+    def dropout_factor(self):
+        return 1.0
+
+
+@mutant("what dropout keeps is multiplied by 1 / (1 - p), although a byte cannot drop exactly p")
+class DropoutFactorOfP(Attention):
+    def dropout_factor(self):
+        return 1 / (1 - self.o.dropout_p)
+
+
+@mutant("dropout's threshold is truncated instead of rounded")
+class DropoutThresholdTruncated(Attention):
+    def threshold(self):
+        return int(256 * (1 - self.o.dropout_p))
+
+
+@mutant("P is dropped before the sum l, so that what is kept adds up to 1, and lse is smaller")
+class DropoutBeforeSum(Attention):
+    def log_sum_exp(self, S, keep):
+        return S.masked_fill(~keep, -math.inf).logsumexp(-1)
+
+
+@mutant("lse is that of the scores after dropout")
+class DropoutInLse(Attention):
+    def saved(self, L, S, keep):
+        return S.masked_fill(~keep, -math.inf).logsumexp(-1)
+
+
+@mutant("delta is computed without dropout")
+class DropoutNotInDelta(Attention):
+    def delta(self, dO, O, P, V):
+        return (dO * (P @ V)).sum(-1, keepdim=True) if self.o.dropout_p else super().delta(dO, O, P, V)
+
+
+@mutant("dP is not dropped")
+class DropoutNotInDp(Attention):
+    def drop_dP(self, dP, Z):
+        return dP
+
+
+@mutant("dropout takes the byte of the next key")
+class DropoutOfNextKey(Attention):
+    def draw(self, x, first_query, first_key):
+        return super().draw(x, first_query, first_key + 1)
+
+
+@mutant("dropout numbers the keys of each call from 0")
+class DropoutWithoutFirstKey(Attention):
+    def draw(self, x, first_query, first_key):
+        return super().draw(x, first_query, 0)
+
+
+@mutant("dropout numbers the queries by their positions, by default from Nk - Nq on")
+class DropoutOfPositions(Attention):
+    def draw(self, x, first_query, first_key):
+        return super().draw(x, x.first_query, first_key)
+
+
+@mutant("all heads drop the same entries")
+class DropoutSameForHeads(Attention):
+    def draw(self, x, first_query, first_key):
+        return super().draw(x, first_query, first_key)[:1]
+
+
+@mutant("all batch entries, or packed sequences, drop the same entries")
+class DropoutSameForBatches(Attention):
+    def draw(self, x, first_query, first_key):
+        return super().draw(x._replace(s=0), first_query, first_key)
+
+
+# ---- packed sequences, and keys that do not exist --------------------------------------------------------------------
+
+
+@mutant("packed sequences are aligned at the top left")
+class PackedTopLeft(Attention):
+    def first_query(self, rows, keys):
+        return 0 if self.o.cu_seqlens_q is not None else super().first_query(rows, keys)
+
+
+@mutant("a packed sequence sees the keys of the next ones, as far as the longest sequence would reach")
+class PackedNeighbourSeen(Attention):
+    def block(self, s, b, rows, keys):
+        x = super().block(s, b, rows, keys)
+        if self.o.cu_seqlens_q is None:
+            return x
+        return x._replace(keys=range(keys.start, min(keys.start + self.o.max_seqlen_k, self.Nk)))
+
+
+@mutant("rows after the last packed sequence are never written")
+class PackedRestNotWritten(Attention):
+    def new_results(self):
+        return tuple(torch.full_like(x, math.nan) for x in super().new_results())
+
+
+@mutant("a sequence without keys gives 0 / 0")
+class EmptySequenceIsNan(Attention):
+    def forward(self, x):
+        O, L = super().forward(x)
+        return (O, L) if x.keys else (O + math.nan, L)
+
+
+@mutant("causal is aligned at the last key of the memory, not at the last one that exists")
+class LengthsIgnoredByCausal(Attention):
+    def first_query(self, rows, keys):
+        return self.Nk - self.Nq if self.o.lengths_k is not None else super().first_query(rows, keys)
+
+
+@mutant("keys that do not exist are seen")
+class LengthsIgnored(Attention):
+    def block(self, s, b, rows, keys):
+        x = super().block(s, b, rows, keys)
+        return x._replace(keys=range(self.Nk)) if self.o.lengths_k is not None else x
+
+
+# ---- who is killed by what -------------------------------------------------------------------------------------------
+
+
+def kill_matrix():
+    """(matrix, twins) of all cases, as mutants.kill_matrix gives them. A mutant that changes nothing is "n/a"."""
+    matrix, results = {m.name: {} for m in MUTANTS}, {m.name: {} for m in MUTANTS}
+    for names in feature_cases.CASES:
+        inputs, case = feature_cases.inputs(names), " + ".join(names)
+        right, want = Attention(*inputs).run(), feature_cases.expected(*inputs)
+        for m in MUTANTS:
+            got = m.kind(*inputs).run()
+            results[m.name][case] = got, want
+            verdict = "killed" if error.failures(got, want) else "survives"
+            matrix[m.name][case] = "n/a" if all(torch.equal(got[name], right[name]) for name in got) else verdict
+    return matrix, mutants._twins(results)

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: MIT
+"""Attention with every feature as people call it: checked, differentiable, and one operator for torch.compile.
+
+    attention(q, k, v, causal=True, dropout_p=0.1)       differentiable in q, k, v and in an additive mask
+    forward, backward                                    the two halves
+    set_deterministic(seed), dropout_mask(seed, ...)     for tests: which entries dropout keeps
+
+    torch.ops.steps.step03_triton_flash_forward    (q, k, v, options)                 -> (out, lse)
+    torch.ops.steps.step03_triton_flash_backward   (dout, q, k, v, out, lse, options) -> (dq, dk, dv, dmask)
+    torch.ops.steps.step03_triton_flash_carry      (q, k, v, out, lse, options)       changes out and lse in place
+
+torch.compile, torch.export and fake tensors see these operators as single nodes, and do not look into them. The
+functions check their arguments before they call an operator; while a call is traced, the operators do.
+
+The seed of dropout is a tensor that is drawn where q is. So Python does not wait for the GPU, torch.manual_seed decides
+what is drawn, a CUDA graph draws anew each time it is replayed, and a checkpoint repeats its draw. Needs flash.py,
+decode.py, options.py and the files that they name.
+"""
+
+import inspect
+
+import torch
+import triton
+import triton.language as tl
+
+from . import decode, flash, options
+from .features import Features, Head, find_sequence, kept
+
+SCHEMA = (
+    "bool causal=False, float? scale=None, int[]? tile=None, SymInt[]? window=None, float? softcap=None, "
+    "Tensor? mask=None, Tensor? alibi_slopes=None, float dropout_p=0.0, Tensor? seed=None, SymInt? first_query=None, "
+    "SymInt first_key=0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, "
+    "SymInt? max_seqlen_k=None, Tensor? lengths_k=None, bool check=False"
+)
+SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dmask"  # dmask is empty unless it is asked for
+NAMES = ("causal", "scale", "tile", *options.DEFAULTS)
+
+
+def run(kernel, *tensors, **arguments):
+    """The results of a kernel's launcher. A program whose kernels must wait for each other may replace this function.
+
+    Triton's interpreter, for example, serves one thread at a time.
+    """
+    return kernel(*tensors, **arguments)
+
+
+check_inputs = options.check_inputs  # A program that has finer rules may replace it, too.
+
+
+def with_features(function):
+    """The function with the names and defaults of the features in its signature, in the place of **features."""
+    signature = inspect.signature(function)
+    own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
+    more = [inspect.Parameter(name, own[-1].kind, default=default) for name, default in options.DEFAULTS.items()]
+    function.__signature__ = signature.replace(parameters=own + more)
+    return function
+
+
+@with_features
+def forward(q, k, v, *, causal=False, scale=None, tile=None, out=None, lse=None, **features):
+    """Attention and its log-sum-exp, (out, lse), without a gradient.
+
+    q (B, H, Nq, D), k and v (B, Hk, Nk, D), float32, float16 or bfloat16; fewer leading dimensions are accepted. H is a
+    multiple of Hk. out like q. lse (B, H, Nq) float32, the natural logarithm of the sum of exp of the final scores,
+    before dropout. The scores are made in this order, where query i stands at pos = i + first_query, and key j at
+    key = j + first_key:
+
+        scale              S = scale q . k, with 1/sqrt(D) by default
+        softcap            S = softcap tanh(S / softcap), for a number > 0
+        mask               S + mask, float16, bfloat16 or float32, or bool: True is seen. It broadcasts to
+                           (B, H, Nq, Nk) without being copied.
+        alibi_slopes       S - slope |pos - key|: floating point, (H,) or (B, H); (n, H) for n packed sequences
+        causal             keys after pos are hidden
+        window             (left, right): keys before pos - left or after pos + right are hidden; None is no limit
+        dropout_p, seed    P is 0 with probability dropout_p, in steps of 1/256, and else divided by 1 - dropout_p. The
+                           seed is an integer or an int64 tensor of one element; which entries are kept depends on it
+                           and on batch, head, query and key alone.
+        first_query, first_key    integers, by default Nk - Nq and 0: the last query stands at the last key
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k    n packed sequences: B is 1, and sequence s is the
+                           queries cu_seqlens_q[s] ... cu_seqlens_q[s + 1] - 1 and likewise the keys, in int32 tensors
+                           (n + 1,). Positions count from 0 in each. Rows after the last belong to none. No sequence is
+                           longer than the integer max_seqlen.
+        lengths_k          (B,) int32: only so many keys exist, and causal is aligned at the last of them. For decoding:
+                           without a gradient, and with no other feature.
+        check              True also checks the numbers in cu_seqlens and lengths_k, and waits for the GPU.
+
+    A query that sees no key gets out 0 and lse -inf. tile: (Br, Bc). out, lse: what earlier calls with other keys gave,
+    float32 and contiguous, at first 0 and -inf. They are changed in place to what one call with all keys gives, and
+    returned. Raises TypeError or ValueError before anything is computed.
+    """
+    f = read(q, k, v, causal, scale, tile, features)
+    with torch.no_grad():
+        if out is None and lse is None:
+            return forward_operator(q, k, v, *in_order(causal, scale, tile, f))
+        options.check_carried(q, out, lse)
+        if f["lengths_k"] is not None:
+            raise ValueError("lengths_k has no out and lse to carry; leave them out.")
+        carry_operator(q, k, v, out, lse, *in_order(causal, scale, tile, f))
+        return out, lse
+
+
+@with_features
+def backward(
+    dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, deterministic=False, mask_gradient=False,
+    **features
+):  # fmt: skip
+    """Gradients (dq, dk, dv), like q, k and v, and with mask_gradient=True also dmask, like the additive mask.
+
+    dout is the gradient of out; out and lse are what `forward` gave with the same features, for these keys or for more:
+    dq is then the part that comes from these keys. The results are equal to the bit from run to run, whether or not
+    `deterministic` asks for it.
+    """
+    f = read(q, k, v, causal, scale, tile, features)
+    if not torch.compiler.is_compiling():
+        options.check_saved(q, dout, out, lse)
+    if f["lengths_k"] is not None:
+        raise ValueError("lengths_k has no backward. Give the lengths as a mask.")
+    if mask_gradient and (f["mask"] is None or f["mask"].dtype == torch.bool):
+        raise ValueError("mask_gradient needs a mask of floating-point numbers. Leave it out.")
+    with torch.no_grad():
+        *grads, dmask = backward_operator(dout, q, k, v, out, lse, *in_order(causal, scale, tile, f), mask_gradient)
+    return (*grads, dmask) if mask_gradient else tuple(grads)
+
+
+@with_features
+def attention(q, k, v, *, causal=False, scale=None, tile=None, deterministic=False, **features):
+    """out as of `forward`, differentiable once in q, k, v and in an additive mask that requires a gradient.
+
+    The arguments are those of `forward`. dropout_p without a seed draws one from torch's generator on q's device; see
+    also `set_deterministic`. For the backward only the inputs, out and lse are kept, so that memory grows with N and
+    not with N^2. Autocast does not change the dtype.
+    """
+    f = read(q, k, v, causal, scale, tile, features, draw=True)
+    if torch.is_grad_enabled():
+        if f["alibi_slopes"] is not None and f["alibi_slopes"].requires_grad:
+            raise ValueError("alibi_slopes has no gradient. Detach it, or add the biases as a mask.")
+        if f["lengths_k"] is not None and any(x.requires_grad for x in (q, k, v)):
+            raise ValueError("lengths_k has no backward. Use torch.no_grad(), or give the lengths as a mask.")
+    return forward_operator(q, k, v, *in_order(causal, scale, tile, f))[0]
+
+
+def read(q, k, v, causal, scale, tile, features, draw=False):
+    """{name: value} of all features, checked, the seed as a tensor."""
+    f = options.read(features)
+    if not torch.compiler.is_compiling():
+        check(q, k, v, causal, scale, tile, f)
+    if isinstance(f["seed"], int):
+        f["seed"] = torch.full((), f["seed"], dtype=torch.int64, device=q.device)
+    elif f["dropout_p"] and f["seed"] is None:
+        if not draw:
+            raise ValueError("dropout_p needs a seed: forward and backward must get the same. `attention` draws one.")
+        f["seed"] = draw_seed(q.device)
+    return f
+
+
+def check(q, k, v, causal, scale, tile, f):
+    """Raises unless all arguments fit to each other."""
+    check_inputs((("q", q), ("k", k), ("v", v)), causal, scale, tile)
+    options.check(q, k, f)
+
+
+def in_order(causal, scale, tile, f):
+    """The options as the operators take them."""
+    return causal, None if scale is None else float(scale), None if tile is None else list(map(int, tile)), *f.values()
+
+
+def by_name(arguments):
+    """{name: value} of all options from an operator's arguments: torch leaves out the last ones if they are default."""
+    return {"causal": False, "scale": None, "tile": None} | options.DEFAULTS | dict(zip(NAMES, arguments, strict=False))
+
+
+# ---- the operators ---------------------------------------------------------------------------------------------------
+
+
+def as_4d(x):
+    """x as (B, H, N, D), copied only if D is not contiguous."""
+    x = x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def rows_4d(lse):
+    """lse as (B, H, N)."""
+    return lse.reshape((1,) * (3 - lse.ndim) + tuple(lse.shape))
+
+
+def for_kernels(q, k, arguments):
+    """The options {name: value} of flash.py, and lengths_k, from the arguments of an operator."""
+    f = by_name(arguments)
+    options.check_values(q, k, f)
+    for name in ("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "lengths_k"):
+        f[name] = None if f[name] is None else f[name].contiguous()
+    return {name: value for name, value in f.items() if name != "check"}
+
+
+def compute(q, k, v, f, **carried):
+    """(out, lse) like q, by the kernel for few queries if it is the faster one and takes the call."""
+    lengths_k = f.pop("lengths_k")
+    alone = not any(options.is_given(f.get(name), default) for name, default in options.DEFAULTS.items())
+    tensors = as_4d(q), as_4d(k), as_4d(v)
+    if lengths_k is not None or (alone and f["tile"] is None and not carried and decode.fits(*tensors[:2])):
+        out, lse = run(decode.forward, *tensors, causal=f["causal"], scale=f["scale"], lengths_k=lengths_k)
+    else:
+        out, lse = run(flash.forward, *tensors, **carried, **f)
+    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+
+
+def is_empty(q, k):
+    """Whether there is no query, or no key to sum over."""
+    return q.numel() == 0 or k.numel() == 0
+
+
+@torch.library.custom_op("steps::step03_triton_flash_forward", mutates_args=(),
+                         schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse)")  # fmt: skip
+def forward_operator(q, k, v, *arguments):
+    f = for_kernels(q, k, arguments)
+    if is_empty(q, k):
+        return q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+    return compute(q, k, v, f)
+
+
+@torch.library.custom_op("steps::step03_triton_flash_backward", mutates_args=(),
+                         schema=f"({SAVED}, {SCHEMA}, bool mask_gradient=False) -> ({GRADIENTS})")  # fmt: skip
+def backward_operator(dout, q, k, v, out, lse, *arguments):
+    f = for_kernels(q, k, arguments)
+    mask_gradient = len(arguments) > len(NAMES) and arguments[-1]
+    if is_empty(q, k):
+        tensors = q, k, v, f["mask"] if mask_gradient else q.new_empty(0)
+        return tuple(x.new_zeros(x.shape) for x in tensors)
+    del f["lengths_k"]
+    tensors = *map(as_4d, (dout, q, k, v, out)), rows_4d(lse)
+    grads = run(flash.backward, *tensors, mask_gradient=mask_gradient, **f)
+    dq, dk, dv = (grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=False))
+    return dq, dk, dv, grads[3] if mask_gradient else q.new_empty(0)
+
+
+@torch.library.custom_op("steps::step03_triton_flash_carry", mutates_args=("out", "lse"),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, {SCHEMA}) -> ()")  # fmt: skip
+def carry_operator(q, k, v, out, lse, *arguments):
+    f = for_kernels(q, k, arguments)
+    if not is_empty(q, k):
+        compute(q, k, v, f, out=as_4d(out), lse=rows_4d(lse))
+
+
+@forward_operator.register_fake
+def _(q, k, v, *arguments):
+    f = by_name(arguments)
+    check(q, k, v, f["causal"], f["scale"], f["tile"], f)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@backward_operator.register_fake
+def _(dout, q, k, v, out, lse, *arguments):
+    f = by_name(arguments)
+    mask_gradient = len(arguments) > len(NAMES) and arguments[-1]
+    check(q, k, v, f["causal"], f["scale"], f["tile"], f)
+    options.check_saved(q, dout, out, lse)
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, f["mask"] if mask_gradient else q.new_empty(0)))
+
+
+@carry_operator.register_fake
+def _(q, k, v, out, lse, *arguments):
+    f = by_name(arguments)
+    check(q, k, v, f["causal"], f["scale"], f["tile"], f)
+    options.check_carried(q, out, lse)
+
+
+def keep(ctx, inputs, output):
+    q, k, v, *arguments = inputs
+    ctx.options = by_name(arguments)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, *(ctx.options.pop(name) for name in options.TENSORS))
+
+
+def differentiate(ctx, dout, dlse):
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    f = ctx.options | dict(zip(options.TENSORS, tensors, strict=True))
+    place = 3 + NAMES.index("mask")
+    mask_gradient = any(ctx.needs_input_grad[place : place + 1])  # It is shorter where the last arguments are default.
+    arguments = [f[name] for name in NAMES]
+    *grads, dmask = backward_operator(dout, q, k, v, out, lse, *arguments, mask_gradient)
+    return *grads, *(dmask if mask_gradient and name == "mask" else None for name in NAMES)
+
+
+def refuse(ctx, *grads):
+    raise RuntimeError(
+        "attention can be differentiated once, and this asks for a gradient of its gradient. "
+        "steps.step00_naive or torch's own scaled_dot_product_attention in its math form has second derivatives."
+    )
+
+
+forward_operator.register_autograd(differentiate, setup_context=keep)
+backward_operator.register_autograd(refuse)
+
+
+# ---- which entries dropout keeps -------------------------------------------------------------------------------------
+
+_base, _calls = None, 0  # of set_deterministic
+
+
+def set_deterministic(seed):
+    """From now on dropout in `attention` uses the seeds seed * 2^32 + 0, 1, 2 ..., one for each call; None ends it.
+
+    So two layers never share a mask, whatever else draws random numbers. seed: an integer of 32 bits. Not for
+    checkpoints: they call a layer a second time, which would count as another call. torch.manual_seed is.
+    """
+    global _base, _calls
+    _base = None if seed is None else options.read_integer("seed", seed, -(2**31), 2**31, " or None")
+    _calls = 0
+
+
+def draw_seed(device):
+    """A seed for one call, as an int64 tensor on the device."""
+    global _calls
+    if _base is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # This runs inside of a backward.
+        raise RuntimeError(
+            "a checkpoint repeats a call with dropout, and set_deterministic would count it as another one. "
+            "Use torch.manual_seed, which checkpoints know about, and end set_deterministic with None."
+        )
+    _calls += 1
+    return torch.full((), (_base << 32) + _calls - 1, dtype=torch.int64, device=device)
+
+
+@triton.jit
+def dropout_kernel(keep, strides, H, Nq, Nk, f, Br: tl.constexpr, Bc: tl.constexpr):
+    tiles_q, tiles_k, program = tl.cdiv(Nq, Br), tl.cdiv(Nk, Bc), tl.program_id(0)
+    j, i, sh = program % tiles_k * Bc, program // tiles_k % tiles_q * Br, program // (tiles_k * tiles_q)
+    s, h = sh // H, sh % H
+    seq = find_sequence(s, Nq, Nk, f)
+    row, column = tl.arange(0, Br)[:, None], tl.arange(0, Bc)[None, :]
+    keeps = kept(i, j, row, column, f, seq, Head(h, 0, 0.0))
+    query, key = (seq.queries.start + i + row).to(tl.int64), seq.keys.start + j + column
+    corner = keep + seq.queries.b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    exists = (i + row < seq.queries.N) & (j + column < seq.keys.N)
+    tl.store(corner + query * strides[2] + key * strides[3], keeps.to(tl.int8), mask=exists)
+
+
+def dropout_mask(
+    seed, B, H, Nq, Nk, p, *, first_query=None, first_key=0, cu_seqlens_q=None, cu_seqlens_k=None, device=None
+):
+    """(B, H, Nq, Nk) bool: which entries dropout with this seed and p keeps. It is as large as the matrix of scores.
+
+    The arguments are those of `forward`. For packed sequences B is 1, Nq and Nk count all rows, and what belongs to no
+    sequence is False. device: by default that of the seed, or if it is an integer that of cu_seqlens_q, or the GPU.
+    """
+    place = next((x.device for x in (seed, cu_seqlens_q) if isinstance(x, torch.Tensor)), None)
+    device = device or place or ("cpu" if triton.knobs.runtime.interpret else "cuda")
+    given = options.read({"dropout_p": p, "seed": seed, "first_query": first_query, "first_key": first_key})
+    keep = torch.zeros(B, H, Nq, Nk, dtype=torch.int8, device=device)
+    sequences = B if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    f = Features(
+        1.0, first_query=given["first_query"], first_key=given["first_key"],
+        seed=torch.as_tensor(given["seed"], device=device), threshold=round(256 * (1 - given["dropout_p"])),
+        aligned=1 if given["first_key"] % 16 == 0 else None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
+    programs = sequences * H * triton.cdiv(Nq, 32) * triton.cdiv(Nk, 32)
+
+    def launch(keep):
+        with torch.cuda.device_of(keep):  # Triton launches on the current device
+            dropout_kernel[(programs,)](keep, keep.stride(), H, Nq, Nk, f, Br=32, Bc=32)
+        return (keep,)
+
+    return run(launch, keep)[0].bool()

@@ -1,0 +1,317 @@
+"""Stage 03's decode.py: few queries against a long cache, with keys in shares, compared with float64."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from reference import cases, error
+from steps import engine
+from steps.step03_triton import decode
+from support import compile_triton
+from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
+
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+SMALL = (16, 16, 4, 2)  # a tile with few keys, so that short inputs have many
+SUPPORTS = {"stage": "decode", "dtypes": DTYPES, "head_dims": range(1, 257), "tiles": ((16, 16), (16, 32), (32, 16)),
+            "gqa": True, "nq_ne_nk": True}  # fmt: skip
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(decode, "TILES", {size: dict.fromkeys((64, 128, 256), SMALL) for size in (2, 4)})
+
+
+def random(*shape, seed, dtype=torch.float32, place="heads inside"):
+    """Random numbers, surrounded by NaN. Like most caches it lies in memory as (B, N, H, D), unless `place` differs."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(engine.device, dtype)
+    return cases.surround_with_nan(x, place)
+
+
+def inputs(B=1, H=2, Hk=1, Nq=1, Nk=83, D=24, **options):
+    q = random(B, H, Nq, D, seed=1, **options)
+    return q, *(random(B, Hk, Nk, D, seed=seed, **options) for seed in (2, 3))
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32, device=engine.device)
+
+
+def run(q, k, v, **options):
+    """{"out", "lse"} of decode, whose memory is full of NaN until it is written."""
+    torch.use_deterministic_algorithms(True)  # This also fills what torch.empty returns.
+    try:
+        out, lse = decode.forward(q, k, v, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out.dtype == q.dtype and lse.dtype == torch.float32
+    return {"out": out, "lse": lse}
+
+
+def check(q, k, v, splits=None, **options):
+    got = run(q, k, v, splits=splits, **options)
+    bad = error.failures(got, error.expected(q, k, v, q, **options))
+    assert not bad, bad
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, None], ids=str)
+def test_every_number_of_splits(splits, dtype, small_tiles):
+    """No key, one key, exactly one tile and all keys. There are fewer tiles than splits, as many, and more."""
+    x = inputs(B=4, Nq=2, Nk=53, dtype=dtype)
+    check(*x, splits=splits, causal=True, lengths_k=int32(0, 1, 16, 53))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_tables_own_tiles(dtype):
+    check(*inputs(H=4, Nk=333, D=40, dtype=dtype), splits=2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("Nq", [1, 3, 5])
+def test_queries_and_groups(Nq, group, causal, small_tiles):
+    check(*inputs(H=2 * group, Hk=2, Nq=Nq), splits=3, causal=causal)
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 48, 82, 83])
+def test_lengths_around_the_tiles(length, small_tiles):
+    """In the second entry the queries see as many keys as exist, in the first one fewer than there are queries."""
+    check(*inputs(B=2, Nq=4), splits=4, causal=True, lengths_k=int32(3, length))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("Nq, splits", [(5, 1), (4, 3), (9, 2)])
+def test_more_rows_than_a_tile(Nq, splits, causal, small_tiles):
+    """4 heads times Nq queries are one tile and a part of another, exactly one tile, and three."""
+    check(*inputs(H=8, Hk=2, Nq=Nq, Nk=50), splits=splits, causal=causal, lengths_k=int32(41))
+
+
+CASES = [
+    pytest.param(case, dtype, id=f"{case.name}-{str(dtype).removeprefix('torch.')}")
+    for case, dtype, _ in cases.select(SUPPORTS, engine.name == "cuda")
+    if not case.gpu or engine.name == "cuda"
+]
+
+
+@pytest.mark.parametrize("case, dtype", CASES)
+def test_the_cases_of_the_contract(case, dtype, small_tiles):
+    """With their first queries only, because the merge of each query takes the interpreter some milliseconds."""
+    x = cases.build(case, SUPPORTS, dtype, engine.device)
+    check(x.q[:, :, :7], x.k, x.v, causal=x.causal, scale=x.scale, splits=3)
+
+
+@pytest.mark.parametrize("D", [1, 16, 33, 100])
+@pytest.mark.parametrize("place", ["contiguous", "heads inside", "offset"])
+def test_layouts_and_head_dims(place, D, small_tiles):
+    dtype = DTYPES[D % 2]
+    check(*inputs(B=2, H=2, Hk=2, Nq=2, Nk=20, D=D, place=place, dtype=dtype), causal=True, lengths_k=int32(20, 9))
+
+
+@pytest.mark.parametrize("dtype, poison", [*zip(DTYPES, (math.nan, math.inf, math.nan), strict=True)], ids=str)
+def test_what_lies_behind_the_lengths_does_not_matter(poison, dtype, small_tiles):
+    q, k, v = inputs(B=3, Nq=2, dtype=dtype)
+    options = {"lengths_k": int32(21, 0, 64), "causal": True, "splits": 3}
+    behind = (torch.arange(k.shape[2], device=k.device) >= options["lengths_k"][:, None])[:, None, :, None]
+    for x in (k, v):
+        x.masked_fill_(behind, 0)
+    clean = check(q, k, v, **options)
+    for x in (k, v):
+        x.masked_fill_(behind, poison)
+    poisoned = run(q, k, v, **options)
+    assert all(torch.equal(clean[name], poisoned[name]) for name in clean)
+
+
+def test_a_length_beyond_the_cache_is_the_cache(small_tiles):
+    """Nothing behind k and v is read, which is NaN here. The causal mask is aligned at the last key that exists."""
+    x = inputs(Nq=2, Nk=33, place="contiguous")
+    want = check(*x, causal=True, splits=2)
+    got = run(*x, causal=True, splits=2, lengths_k=int32(40))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_short_sequence_in_a_long_cache_is_divided_evenly(small_tiles, monkeypatch):
+    """Four tiles of keys for four shares: in each of them every query meets keys, and no share has more than a tile."""
+    merge, sums = decode.merge_kernel, []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            def launch(O_s, m_s, l_s, *arguments, **options):
+                sums.append(l_s)
+                return merge[grid](O_s, m_s, l_s, *arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(decode, "merge_kernel", Recorder())
+    q, k, v = inputs(B=2, Nq=2, Nk=300)
+    run(q * 0, k, v, splits=4, lengths_k=int32(64, 300))  # All scores are 0, so l counts the keys.
+    assert (sums[0][0] == 16).all()
+    assert (sums[0][1] == torch.tensor([80, 80, 80, 60], device=engine.device)).all()
+
+
+def test_shares_of_equal_huge_scores_are_weighted_by_their_keys(small_tiles):
+    """Scores of 4 million, in which float32 has no room for log l_s. Here l_s is 16, 16 and 5."""
+    q, k, v = inputs(Nk=37)
+    q.fill_(1)
+    k.fill_(4e6 / 24**0.5)
+    got = run(q, k, v, splits=3)
+    torch.testing.assert_close(got["out"], v.mean(2, keepdim=True).expand_as(q))
+    torch.testing.assert_close(got["lse"], torch.full_like(got["lse"], 4e6 + math.log(37)))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+def test_a_nan_stays_where_it_is(small_tiles):
+    q, k, v = inputs(B=2, H=4, Hk=2, Nq=3)
+    clean = run(q, k, v)["out"]
+    q[1, 2, 1, 5] = math.nan
+    out = run(q, k, v)["out"]
+    assert out[1, 2, 1].isnan().all()
+    out[1, 2, 1] = clean[1, 2, 1]
+    assert torch.equal(out, clean)
+    q[1, 2, 1, 5], v[0, 1, 40, 3], k[1, 0, 70, 2] = 0, math.nan, math.nan
+    seen = run(q, k, v)["out"].isnan().any(-1)
+    assert seen[0, 2:].all() and seen[1, :2].all() and seen.sum() == 12
+
+
+@pytest.mark.parametrize("B, H, Hk, Nq, Nk", [(0, 2, 2, 3, 5), (2, 0, 0, 3, 5), (2, 2, 2, 0, 5), (2, 2, 1, 3, 0)])
+def test_nothing_to_compute(B, H, Hk, Nq, Nk):
+    q, k, v = (torch.ones(B, *heads, 16, device=engine.device) for heads in ((H, Nq), (Hk, Nk), (Hk, Nk)))
+    got = run(q, k, v, causal=True, lengths_k=int32(*[Nk] * B))
+    assert got["out"].shape == q.shape and (got["out"] == 0).all()
+    assert got["lse"].shape == q.shape[:3] and (got["lse"] == -math.inf).all()
+
+
+def test_bit_equal_from_run_to_run(small_tiles):
+    x = inputs(H=4, Nq=2)
+    one, two = (run(*x, lengths_k=int32(70)) for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_how_many_splits_there_are(monkeypatch):
+    """About two programs a multiprocessor, but no more shares than tiles of keys, and at least one."""
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *arguments, **options: None
+
+    for kernel in ("split_kernel", "merge_kernel"):
+        monkeypatch.setattr(decode, kernel, Recorder())
+    monkeypatch.setattr(decode, "multiprocessors", lambda x: 132)
+    for B, H, Hk, Nq, Nk in [(8, 32, 8, 1, 32768), (1, 8, 8, 1, 200), (70, 4, 4, 1, 999), (1, 32, 1, 3, 9999)]:
+        q, k = (torch.empty(B, *heads, 64, dtype=torch.float16) for heads in ((H, Nq), (Hk, Nk)))
+        decode.forward(q, k, k)
+    assert grids[::2] == [(64, 4), (8, 4), (280, 1), (2, 132)]  # heads times tiles of rows, shares
+
+
+def test_fits(monkeypatch):
+    monkeypatch.setattr(decode, "multiprocessors", lambda x: 132)
+
+    def fits(B, H, Hk, Nq, Nk):
+        return decode.fits(torch.empty(B, H, Nq, 0), torch.empty(B, Hk, Nk, 0))
+
+    assert fits(8, 32, 8, 1, 32768) and fits(1, 32, 32, 1, 1024) and fits(1, 64, 1, 1, 4096) and fits(1, 8, 8, 64, 4096)
+    assert not fits(1, 32, 32, 1, 1023)  # few keys
+    assert not fits(132, 1, 1, 1, 4096)  # a program for each head fills the GPU
+    assert not fits(1, 65, 1, 1, 4096) and not fits(1, 8, 8, 65, 4096)  # more rows than a tile
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_reads_the_lengths_anew():
+    q, k, v = inputs(B=3, H=8, Hk=2, Nq=2, Nk=3000, D=64, dtype=torch.bfloat16)
+    lengths = int32(100, 3000, 1)
+    decode.forward(q, k, v, causal=True, lengths_k=lengths)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = decode.forward(q, k, v, causal=True, lengths_k=lengths)
+    for new in ((100, 3000, 1), (0, 2999, 1024)):
+        lengths.copy_(int32(*new))
+        graph.replay()
+        want = error.expected(q, k, v, q, causal=True, lengths_k=lengths)
+        assert not error.failures({"out": out, "lse": lse}, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dimension", [0, 1, 2], ids=["batch", "head", "row"])
+def test_more_than_2_to_the_31_elements(dimension):
+    """The third batch entry, head or row begins 2^31 elements after the first."""
+    shape, strides = [1, 1, 1, 64], [64, 64, 64, 1]
+    shape[dimension], strides[dimension] = 3, 2**30
+    x = torch.empty(2**31 + 64, dtype=torch.float16, device="cuda").as_strided(shape, strides)
+    x.copy_(torch.randn(shape))
+    check(x, x, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+def test_every_row_of_the_table(D, dtype):
+    x = inputs(B=2, H=16, Hk=2, Nq=3, Nk=1111, D=D, dtype=dtype)
+    check(*x, causal=True, lengths_k=int32(1111, 300))
+
+
+# ---- what the kernels compile to, for GPUs that need not be there ----------------------------------------------------
+
+
+def compile_kernels(wanted):
+    """Prints a line of JSON for each kernel of (compute capability, dtype, head_dim, rows, causal, with lengths_k)."""
+    driver, launch = compile_triton.Driver(), triton.runtime.jit.JITFunction.run
+    triton.runtime.driver.set_active(driver)
+    decode.multiprocessors = lambda x: 132
+
+    def compile_only(kernel, *args, grid, warmup, **options):
+        compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+        log = compile_triton.assemble(compiled.asm["ptx"], driver.capability)
+        found = dict(asked=asked, kernel=kernel.__name__, shared=compiled.metadata.shared)
+        found |= dict(spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]), serialised="serialized" in log)
+        found |= {word: compiled.asm["ptx"].count(word) for word in compile_triton.INSTRUCTIONS}
+        print(json.dumps(found), flush=True)
+
+    triton.runtime.jit.JITFunction.run = compile_only
+    for asked in wanted:
+        driver.capability, dtype, D, rows, causal, lengths = asked
+        q = torch.zeros(1, rows, 1, D, dtype=getattr(torch, dtype))
+        k = q.new_zeros(1, 1, 4096, D)
+        decode.forward(q, k, k, causal=causal, lengths_k=int32(7) if lengths else None)
+
+
+def compiled(wanted):
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join((str(root), str(root / "tests")))
+    environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    command = [sys.executable, __file__, json.dumps(wanted)]
+    lines = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [80, 86, 90])
+def test_every_row_of_the_table_compiles(capability):
+    """Without spills to speak of, and in no more than the 99 KB of shared memory that every GPU from Ampere on has."""
+    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    wanted = [(capability, dtype, D, rows, rows == 4, rows > 4) for dtype in names for D in (64, 128, 256)
+              for rows in (4, 32, 64)]  # fmt: skip
+    rows = compiled(wanted)
+    assert len(rows) == 2 * len(wanted)
+    for row in rows:
+        assert not row["serialised"] and row["spilled"] <= 16, row
+        assert row["shared"] <= (227 if capability == 90 else 99) * 1024, row
+        if row["kernel"] == "split_kernel":
+            assert row["cp.async.cg"] > 0, row
+            assert (row["mma.sync"] + row["wgmma.mma_async"] > 0) == (row["asked"][1] != "float32"), row
+
+
+if __name__ == "__main__":
+    compile_kernels(json.loads(sys.argv[1]))

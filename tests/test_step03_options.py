@@ -1,0 +1,779 @@
+"""Stage 03's features as people call them: the checks, torch's operators, autograd, sdpa; what reaches a kernel."""
+
+import inspect
+import itertools
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import steps.step03_triton as step03
+from reference import attention as exact
+from reference import error, philox
+from steps import engine
+from steps.step03_triton import decode, flash, operators, options
+from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
+
+B, H, Hk, Nq, Nk, D = 2, 2, 1, 20, 23, 16
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    yield
+    step03.set_deterministic(None)
+    torch._dynamo.reset()
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(engine.device, dtype)
+
+
+def example(*, batch=B, heads=(H, Hk), lengths=(Nq, Nk), dtype=torch.float32, gradient=False):
+    """q, k and v."""
+    shapes = (heads[0], lengths[0]), (heads[1], lengths[1]), (heads[1], lengths[1])
+    return [random(batch, *x, D, seed=n, dtype=dtype).requires_grad_(gradient) for n, x in enumerate(shapes)]
+
+
+def starts(*numbers, dtype=torch.int32):
+    return torch.tensor(numbers, dtype=dtype, device=engine.device)
+
+
+PACKED = {"cu_seqlens_q": starts(0, 4, 4, 18), "cu_seqlens_k": starts(0, 9, 12, 23),
+          "max_seqlen_q": 14, "max_seqlen_k": 11}  # fmt: skip
+FEATURES = {
+    "window": {"window": (5, None)},
+    "softcap": {"softcap": 2.0},
+    "bool": {"mask": random(B, 1, 1, Nk, seed=5) > -0.5},
+    "additive": {"mask": random(1, H, Nq, Nk, seed=6)},
+    "alibi": {"alibi_slopes": random(B, H, seed=7).abs()},
+    "dropout": {"dropout_p": 0.4, "seed": 7},
+    "first": {"first_query": 3, "first_key": -5, "causal": True},
+    "packed": PACKED,
+}  # fmt: skip
+SETS = [("additive", "dropout"), ("softcap", "window"), ("alibi", "packed"), ("bool", "first")]
+
+
+def features(names):
+    given = {key: value for name in names for key, value in FEATURES[name].items()}
+    if "packed" in names and "alibi" in names:
+        given["alibi_slopes"] = random(3, H, seed=7).abs()
+    return given
+
+
+def for_reference(q, k, given):
+    """The options as the reference takes them."""
+    given = {name: x for name, x in given.items() if not name.startswith("max_seqlen")}
+    if "seed" in given:
+        numbers = {x: given[x] for x in ("first_query", "first_key") if x in given}
+        packed = {x: given[x].cpu() for x in ("cu_seqlens_q", "cu_seqlens_k") if x in given}
+        seed, p = int(given.pop("seed")), given["dropout_p"]
+        keep = philox.keep_mask(seed, *q.shape[:3], k.shape[2], p, **numbers, **packed)
+        given |= {"dropout_mask": keep.to(q.device), "dropout_p": philox.rounded(p)}
+    return given
+
+
+def is_additive(given):
+    return "mask" in given and given["mask"].is_floating_point()
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def changed(name, change):
+    """Options with packed sequences of which one has changed."""
+    return PACKED | {name: change(PACKED[name])}
+
+
+def nested():
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+def Z(*shape, **options):
+    return torch.zeros(*shape, **{"device": engine.device} | options)
+
+
+ERRORS = {
+    # what is passed to `attention`; exception; words in its message
+    "mask, a list": ({"mask": [[True]]}, TypeError, "mask must be a torch.Tensor or None, got list"),
+    "mask, shape": ({"mask": Z(Nk, Nq)}, ValueError, r"broadcast to .*\(2, 2, 20, 23\); got \(23, 20\)"),
+    "mask, 5-D": ({"mask": Z(1, 1, 1, Nq, Nk)}, ValueError, "mask must broadcast"),
+    "mask, of keys": ({"mask": Z(B, Nk)}, ValueError, r"index it with mask\[:, None, None\]"),
+    "mask, dtype": ({"mask": Z(Nq, Nk, dtype=torch.float64)}, TypeError, "mask must be bool or .*float32.*got float64"),
+    "mask, integers": ({"mask": Z(Nq, Nk, dtype=torch.int64)}, TypeError, "mask must be bool or .*got int64"),
+    "mask, device": ({"mask": Z(Nq, Nk, device="meta")}, TypeError, r"where q is; got float32 on meta.*mask\.to"),
+    "mask, sparse": ({"mask": Z(Nq, Nk).to_sparse()}, TypeError, "mask must be a dense.*sparse_coo.*to_dense"),
+    "mask, nested": ({"mask": nested()}, TypeError, "mask must be a dense.*nested.*to_padded_tensor"),
+    "dropout 1": ({"dropout_p": 1.0}, ValueError, "0 <= dropout_p < 1; got 1.0"),
+    "dropout below 0": ({"dropout_p": -0.1}, ValueError, "0 <= dropout_p < 1; got -0.1"),
+    "dropout NaN": ({"dropout_p": math.nan}, ValueError, "0 <= dropout_p < 1; got nan"),
+    "dropout, words": ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number.*got '0.1'"),
+    "dropout, bool": ({"dropout_p": True}, TypeError, "dropout_p must be a number.*got True"),
+    "window, a number": ({"window": 4}, TypeError, r"pair \(left, right\) of integers.*got 4"),
+    "window, floats": ({"window": (4.0, 0)}, TypeError, r"pair .*got \(4.0, 0\)"),
+    "window, three": ({"window": (4, 0, 0)}, ValueError, r"pair .*got \(4, 0, 0\)"),
+    "window, -2": ({"window": (-2, 0)}, ValueError, r">= -1 or None; got \(-2, 0\)"),
+    "softcap 0": ({"softcap": 0}, ValueError, "softcap must be .* > 0.*got 0.0.*Leave it out"),
+    "softcap -1": ({"softcap": -1.0}, ValueError, "softcap must be .* > 0.*got -1.0"),
+    "softcap inf": ({"softcap": math.inf}, ValueError, "softcap must be .*finite.*got inf"),
+    "softcap NaN": ({"softcap": math.nan}, ValueError, "softcap must be .*finite.*got nan"),
+    "softcap, words": ({"softcap": "20"}, TypeError, "softcap must be .*got '20'"),
+    "slopes, a list": ({"alibi_slopes": [0.5, 0.25]}, TypeError, "alibi_slopes must be a torch.Tensor.*got list"),
+    "slopes, shape": ({"alibi_slopes": Z(3)}, ValueError, r"\(H,\) or \(B, H\) = \(2, 2\); got \(3,\)"),
+    "slopes, dtype": ({"alibi_slopes": Z(H).int()}, TypeError, "alibi_slopes must be float16 or .*got int32"),
+    "slopes, device": ({"alibi_slopes": Z(H, device="meta")}, TypeError, "alibi_slopes must be .*on meta"),
+    "slopes, gradient": ({"alibi_slopes": random(H).requires_grad_()}, ValueError, "alibi_slopes has no gradient"),
+    "seed, a float": ({"dropout_p": 0.1, "seed": 1.5}, TypeError, "seed must be an integer or an int64 tensor"),
+    "seed, too large": ({"dropout_p": 0.1, "seed": 2**63}, ValueError, "seed must be at least .*got 92233720"),
+    "seed, dtype": ({"dropout_p": 0.1, "seed": starts(1)}, TypeError, "seed must be int64 .*got int32"),
+    "seed, two": ({"dropout_p": 0.1, "seed": starts(1, 2).long()}, ValueError, "seed must have one element; got 2"),
+    "seed, device": ({"dropout_p": 0.1, "seed": Z((), dtype=torch.int64, device="meta")}, TypeError, "seed .*on meta"),
+    "first_query": ({"first_query": 0.5}, TypeError, "first_query must be an integer or None"),
+    "first_query, large": ({"first_query": 2**40}, ValueError, "first_query must be at least .*got 1099511627776"),
+    "first_key": ({"first_key": "5"}, TypeError, "first_key must be an integer; got '5'"),
+    "check": ({"check": 1, "softcap": 2.0}, TypeError, "check must be True or False, got 1"),
+    "a word": ({"softcap": 2.0, "windows": (3, 0)}, TypeError, "there is no option 'windows'.*window, softcap"),
+    "no rung has it": ({"softcap": 2.0, "rung": "fused"}, ValueError, "rungs have no softcap; got rung='fused'.*out"),
+    "q of the call": ({"softcap": 2.0, "scale": -1.0}, ValueError, "scale must be a finite number"),
+    "tile": ({"softcap": 2.0, "tile": (7, 7)}, ValueError, "has the tiles"),
+    "only one": ({"cu_seqlens_q": starts(0, 20)}, ValueError, "need cu_seqlens_q, .*; got no cu_seqlens_k"),
+    "no max_seqlen": (PACKED | {"max_seqlen_k": None}, ValueError, "got no max_seqlen_k.*all four or none"),
+    "only max_seqlen": ({"max_seqlen_q": 9}, ValueError, "got no cu_seqlens_q"),
+    "max_seqlen, words": (PACKED | {"max_seqlen_q": "9"}, TypeError, "max_seqlen_q must be an integer"),
+    "max_seqlen -1": (PACKED | {"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be at least 0"),
+    "packed, B": (PACKED, ValueError, "packed sequences have B = 1; got B = 2"),
+    "cu_seqlens, dtype": (changed("cu_seqlens_q", torch.Tensor.long), TypeError, "cu_seqlens_q must be int32 .*int64"),
+    "cu_seqlens, device": (changed("cu_seqlens_k", lambda x: x.to("meta")), TypeError, "cu_seqlens_k .*on meta"),
+    "cu_seqlens, 2-D": (changed("cu_seqlens_k", lambda x: x[None]), ValueError, r"cu_seqlens_k .*got \(1, 4\)"),
+    "cu_seqlens, empty": (changed("cu_seqlens_q", lambda x: x[:0]), ValueError, r"cu_seqlens_q .*got \(0,\)"),
+    "cu_seqlens, lengths": (changed("cu_seqlens_q", lambda x: x[:3]), ValueError, "the same length.*got 3 and 4"),
+    "cu_seqlens, start": (changed("cu_seqlens_q", lambda x: x + 1), ValueError, "cu_seqlens_q must begin with 0"),
+    "cu_seqlens, falls": (PACKED | {"cu_seqlens_k": starts(0, 12, 9, 23)}, ValueError, "never fall"),
+    "cu_seqlens, end": (changed("cu_seqlens_q", lambda x: x * 2), ValueError, "end at most at 20"),
+    "max_seqlen, short": (PACKED | {"max_seqlen_k": 10}, ValueError, "max_seqlen_k must be at least .* 11; got 10"),
+    "packed slopes": (PACKED | {"alibi_slopes": Z(2, H)}, ValueError, r"\(sequences, H\) = \(3, 2\); got \(2, 2\)"),
+    "lengths_k, dtype": ({"lengths_k": starts(3, 4).long()}, TypeError, "lengths_k must be int32 .*got int64"),
+    "lengths_k, shape": ({"lengths_k": starts(3)}, ValueError, r"\(B,\) = \(2,\); got \(1,\)"),
+    "lengths_k, values": ({"lengths_k": starts(3, 24)}, ValueError, r"between 0 and Nk = 23; got \[3, 24\]"),
+    "lengths_k, others": ({"lengths_k": starts(3, 4), "softcap": 2.0}, ValueError, "lengths_k goes with .*got softcap"),
+}  # fmt: skip
+ONE = ("packed slopes", "cu_seqlens", "max_seqlen", "no max", "only")  # These are called with B = 1.
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_is_refused(name, monkeypatch):
+    given, exception, words = ERRORS[name]
+    monkeypatch.setattr(operators, "run", None)  # Nothing is computed.
+    q, k, v = example(batch=1 if name.startswith(ONE) else B)
+    with pytest.raises(exception, match=words):
+        step03.attention(q, k, v, **given)
+
+
+OF_FORWARD = {
+    "no seed": ({"dropout_p": 0.1}, ValueError, "dropout_p needs a seed"),
+    "out alone": ({"out": Z(B, H, Nq, D)}, ValueError, "carried together; got no lse"),
+    "lse alone": ({"lse": Z(B, H, Nq)}, ValueError, "carried together; got no out"),
+    "out, dtype": ({"out": Z(B, H, Nq, D).half(), "lse": Z(B, H, Nq)}, TypeError, "out must be float32 .*got float16"),
+    "out, shape": ({"out": Z(B, H, Nq), "lse": Z(B, H, Nq)}, ValueError, r"out must be \(2, 2, 20, 16\).*\(2, 2, 20\)"),
+    "lse, layout": ({"out": Z(B, H, Nq, D), "lse": Z(B, Nq, H).mT}, ValueError, "lse must be .*, not contiguous"),
+    "lse, device": ({"out": Z(B, H, Nq, D), "lse": Z(B, H, Nq, device="meta")}, TypeError, "lse must be .*on meta"),
+    "carried lengths": ({"out": Z(B, H, Nq, D), "lse": Z(B, H, Nq), "lengths_k": starts(3, 4)}, ValueError,
+                        "lengths_k has no out and lse"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_FORWARD)
+def test_what_forward_refuses(name):
+    given, exception, words = OF_FORWARD[name]
+    with pytest.raises(exception, match=words):
+        step03.forward(*example(), **given)
+
+
+def test_what_backward_refuses():
+    q, k, v = example()
+    lse = q[..., 0].float()
+    for change, exception, words in (
+        ({"dout": q[:1]}, ValueError, "dout must have shape"),
+        ({"out": q.double()}, TypeError, "out must be float32"),
+        ({"lse": lse.half()}, TypeError, "lse must be float32 .*got float16"),
+        ({"lse": lse.to("meta")}, TypeError, "lse must be .*on meta"),
+        ({"mask_gradient": True}, ValueError, "mask_gradient needs a mask of floating-point"),
+        ({"lengths_k": starts(3, 4), "softcap": None}, ValueError, "lengths_k has no backward"),
+        ({"dropout_p": 0.1}, ValueError, "needs a seed"),
+    ):
+        given = {"dout": q, "out": q, "lse": lse, "softcap": 2.0} | change
+        with pytest.raises(exception, match=words):
+            step03.backward(q=q, k=k, v=v, **given)
+
+
+def test_lengths_k_and_a_gradient():
+    q, k, v = example(gradient=True)
+    with pytest.raises(ValueError, match="lengths_k has no backward"):
+        step03.attention(q, k, v, lengths_k=starts(3, 4))
+    with torch.no_grad():
+        step03.attention(q, k, v, lengths_k=starts(3, 4))
+
+
+def test_numbers_on_a_gpu_are_read_only_on_demand():
+    class OnGpu:
+        is_cuda, shape = True, (1, H, 9, D)
+
+    f = options.read({}) | PACKED
+    options.check_values(OnGpu, OnGpu, f)
+    with pytest.raises(ValueError, match="end at most at 9"):
+        options.check_values(OnGpu, OnGpu, f | {"check": True})
+    lengths = options.read({}) | {"lengths_k": starts(30)}
+    options.check_values(OnGpu, OnGpu, lengths)
+    with pytest.raises(ValueError, match="between 0 and Nk = 9"):
+        options.check_values(OnGpu, OnGpu, lengths | {"check": True})
+
+
+def test_files_that_are_lifted_out_check_q_k_and_v_too():
+    q, k, v = example()
+    options.check_inputs((("q", q), ("k", k), ("v", v)), False, None, None)
+    for bad in ((q, k, v[:, :, 1:]), (q, k[:1], v[:1]), (q, k[..., 1:], v[..., 1:]), (q[0], k, v), (q[:, :1], q, q)):
+        with pytest.raises(ValueError, match="q must be"):
+            options.check_inputs(tuple(zip("qkv", bad, strict=True)), False, None, None)
+    for bad in ((q, k.half(), v), (q, k, v.to("meta")), (q.int(), k.int(), v.int())):
+        with pytest.raises(TypeError, match="must be float"):
+            options.check_inputs(tuple(zip("qkv", bad, strict=True)), False, None, None)
+
+
+# ---- torch's operators -----------------------------------------------------------------------------------------------
+
+
+def arguments(given):
+    """The options as the operators take them, and copies of the tensors."""
+    f = options.read({name: x for name, x in given.items() if name != "causal"})
+    if isinstance(f["seed"], int):
+        f["seed"] = torch.tensor(f["seed"], device=engine.device)
+    f = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in f.items()}
+    return operators.in_order(given.get("causal", False), None, None, f)
+
+
+@pytest.mark.parametrize(
+    "names", [SETS[0], *(pytest.param(names, marks=pytest.mark.long) for names in SETS[1:])], ids=" + ".join
+)
+def test_opcheck(names):
+    given = features(names)
+    q, k, v = example(batch=1 if {"packed", "additive"} & {*names} else B)
+    out, lse = operators.forward_operator(q, k, v, *arguments(given))
+    torch.library.opcheck(operators.backward_operator, (q, q, k, v, out, lse, *arguments(given), is_additive(given)))
+    leaves, of_forward = [x.clone().requires_grad_() for x in (q, k, v)], list(arguments(given))
+    if is_additive(given):
+        of_forward[operators.NAMES.index("mask")].requires_grad_()
+    torch.library.opcheck(operators.forward_operator, (*leaves, *of_forward))
+    out, lse = operators.forward_operator(*leaves, *of_forward)
+    assert out.requires_grad and not lse.requires_grad  # there is no gradient through lse
+    if names == SETS[1]:
+        torch.library.opcheck(operators.carry_operator, (q, k, v, out.float(), lse, *arguments(given)))
+
+
+def attend(q, k, v, mask):
+    return step03.attention(q * 2, k, v, mask=mask, dropout_p=0.3, window=(9, 4)).sin()
+
+
+def gradients(function, *tensors, seed=3):
+    """(out, gradients) for dout = 1."""
+    torch.manual_seed(seed)
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    out.sum().backward()  # torch.autograd.grad does not go with checkpoints that use_reentrant.
+    return [out, *(x.grad for x in leaves)]
+
+
+def same(got, want):
+    return all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_compiled_it_is_one_graph_for_all_sizes_and_gives_the_same():
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for N in (20, 29):
+        tensors = [*example(batch=1, lengths=(N, N + 3)), random(N, N + 3, seed=8)]
+        assert same(gradients(compiled, *tensors), gradients(attend, *tensors))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_forward_backward_and_sdpa_are_compiled_too():
+    def both(dout, q, k, v, seed):
+        given = dict(dropout_p=0.3, seed=seed, alibi_slopes=dout[0, :, 0, 0], first_query=k.shape[2])
+        out, lse = step03.forward(q, k, v, **given)
+        carried = step03.forward(q, k, v, out=torch.zeros_like(out), lse=torch.full_like(lse, -math.inf), **given)
+        sdpa = step03.sdpa(q, k, v, attn_mask=k[0, 0, :, 0] > 0, enable_gqa=True)
+        return out, lse, *carried, sdpa, *step03.backward(dout, q, k, v, out, lse, **given)
+
+    q, k, v = example(batch=1)
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for seed in (5, torch.tensor(-6, device=engine.device)):
+        assert same(compiled(q, q, k, v, seed), both(q, q, k, v, seed))
+
+
+def test_bad_input_is_refused_while_it_is_traced():
+    for given, words in (({"window": (-2, 0)}, "window must be"), ({"mask": Z(3, 3)}, "mask must broadcast")):
+        compiled = torch.compile(lambda q, k, v, given=given: step03.attention(q, k, v, **given), backend="eager")
+        with pytest.raises(Exception, match=words):
+            compiled(*example())
+
+
+def test_autocast_leaves_the_dtype_as_it_is():
+    tensors = [*example(batch=1), random(Nq, Nk, seed=8)]
+    want = gradients(attend, *tensors)
+    with torch.autocast(engine.device, torch.bfloat16):
+        assert same(gradients(attend, *tensors), want)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_repeats_its_dropout(use_reentrant):
+    def layers(q, k, v, mask, run):
+        return run(attend, run(attend, q, k, v, mask), k, v, mask)
+
+    tensors = [*example(batch=1), random(Nq, Nk, seed=8)]
+    want = gradients(lambda *x: layers(*x, lambda f, *y: f(*y)), *tensors)
+    got = gradients(lambda *x: layers(*x, lambda f, *y: checkpoint(f, *y, use_reentrant=use_reentrant)), *tensors)
+    assert same(got, want)
+
+
+def test_every_call_draws_its_own_mask():
+    q, k, v = example()
+    calls = [step03.attention(q, k, v, dropout_p=0.5) for _ in range(2)]
+    assert not torch.equal(*calls)
+    torch.manual_seed(1)
+    one = step03.attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(1)
+    assert torch.equal(one, step03.attention(q, k, v, dropout_p=0.5))
+    torch.manual_seed(1)
+    assert torch.equal(one, step03.sdpa(q, k, v, dropout_p=0.5, enable_gqa=True))
+
+
+def test_set_deterministic_counts_calls():
+    q, k, v = example()
+    runs = []
+    for seed in (3, 3, 4):
+        step03.set_deterministic(seed)
+        runs.append([step03.attention(q, k, v, dropout_p=0.5) for _ in range(3)])
+    assert same(runs[0], runs[1])
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(runs[0] + runs[2], 2))
+    want = step03.forward(q, k, v, dropout_p=0.5, seed=(3 << 32) + 2)[0]
+    assert torch.equal(runs[0][2], want), "the third call has seed 3 * 2^32 + 2"
+    step03.set_deterministic(None)
+    assert not torch.equal(*(step03.attention(q, k, v, dropout_p=0.5) for _ in range(2)))
+    for bad, exception in ((2**31, ValueError), ("3", TypeError)):
+        with pytest.raises(exception, match="seed must be"):
+            step03.set_deterministic(bad)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_set_deterministic_refuses_checkpoints(use_reentrant):
+    """The second call of the same layer would get another mask, and the gradients would be wrong."""
+    step03.set_deterministic(3)
+    q, k, v = example(gradient=True)
+    out = checkpoint(lambda q: step03.attention(q, k, v, dropout_p=0.5), q, use_reentrant=use_reentrant)
+    with pytest.raises(RuntimeError, match="checkpoint repeats a call"):
+        out.sum().backward()
+
+
+PARTS = {
+    "plain": (11, {}), "negative seed": (-5, {"first_query": 4}), "64 bits": (2**40 + 7, {"first_key": 32}),
+    "odd": (5, {"first_query": -3, "first_key": 21}), "before 0": (5, {"first_key": -7}),
+    "packed": (6, {name: PACKED[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}),
+    "packed, odd": (6, {name: PACKED[name] for name in ("cu_seqlens_q", "cu_seqlens_k")} | {"first_key": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_dropout_mask_is_that_of_the_reference(name):
+    seed, given = PARTS[name]
+    shape = (1 if "packed" in name else B, H, 40, 50) if name == "plain" else (1, H, Nq, Nk)
+    got = step03.dropout_mask(seed, *shape, 0.3, **given)
+    cpu = {key: x.cpu() if isinstance(x, torch.Tensor) else x for key, x in given.items()}
+    assert got.dtype == torch.bool and got.device.type == engine.device
+    assert torch.equal(got.cpu(), philox.keep_mask(seed, *shape, 0.3, **cpu))
+    assert torch.equal(got, step03.dropout_mask(torch.tensor(seed, device=engine.device), *shape, 0.3, **given))
+
+
+def test_dropout_mask_of_nothing():
+    assert step03.dropout_mask(1, 0, H, Nq, Nk, 0.3).shape == (0, H, Nq, Nk)
+    assert step03.dropout_mask(1, 1, H, Nq, Nk, 0).all()
+    with pytest.raises(ValueError, match="dropout_p must be"):
+        step03.dropout_mask(1, 1, H, Nq, Nk, 1.5)
+
+
+def test_one_kernel_at_a_time_is_interpreted(monkeypatch):
+    """Triton's interpreter replaces functions of triton.language while a kernel runs."""
+    if engine.name == "cuda":
+        pytest.skip("a GPU runs kernels at the same time")
+    inside, most, kernels = [], [], {name: getattr(flash, name) for name in ("forward", "backward")}
+
+    def watched(name):
+        def launch(*tensors, **given):
+            inside.append(name)
+            most.append(len(inside))
+            try:
+                return kernels[name](*tensors, **given)
+            finally:
+                inside.pop()
+
+        return launch
+
+    for name in kernels:
+        monkeypatch.setattr(flash, name, watched(name))
+
+    def work():
+        q, k, v = example(gradient=True)
+        step03.attention(q, k, v, softcap=2.0).sum().backward()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 8
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu_and_a_cuda_graph_draws_anew():
+    tensors = [*example(batch=1), random(Nq, Nk, seed=8)]
+    leaves = [x.requires_grad_() for x in tensors]
+
+    def step():
+        out = step03.attention(*leaves[:3], mask=leaves[3], dropout_p=0.5, **PACKED)
+        fixed = step03.attention(*leaves[:3], dropout_p=0.5, seed=3, window=(4, 4))
+        return out, fixed, *torch.autograd.grad(out.sum() + fixed.sum(), leaves)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        want = step()  # compiles the kernels
+    stream.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    replays = []
+    for _ in range(2):
+        graph.replay()
+        replays.append([x.clone() for x in results])
+    assert not torch.equal(replays[0][0], replays[1][0]) and torch.equal(replays[0][1], replays[1][1])
+    assert torch.equal(replays[0][1], want[1])
+
+
+# ---- the stage's functions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names, dtype", [
+    *((names, torch.float32) for names in SETS), (SETS[0], torch.bfloat16), (SETS[2], torch.float16),
+], ids=str)  # fmt: skip
+def test_the_stage_s_functions_take_features(names, dtype):
+    given = features(names)
+    q, k, v = example(batch=1 if "packed" in names else B, dtype=dtype, gradient=True)
+    tensors, additive, dout = [q, k, v], is_additive(given), random(*q.shape, seed=9, dtype=dtype)
+    if additive:
+        given["mask"] = given["mask"].to(dtype).requires_grad_()
+        tensors.append(given["mask"])
+    out = step03.attention(q, k, v, **given)
+    grads = torch.autograd.grad(out, tensors, dout)
+    detached = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    q, k, v = (x.detach() for x in (q, k, v))
+    want = error.expected(q, k, v, dout, mask_gradient=additive, **for_reference(q, k, detached))
+    saved = step03.forward(q, k, v, **detached)
+    by_hand = step03.backward(dout, q, k, v, *saved, mask_gradient=additive, **detached)
+    assert same([out, *grads], [saved[0], *by_hand])
+    assert not error.failures(error._by_name(*saved, *grads), want)
+    assert [x.dtype for x in grads] == [dtype] * len(grads) and saved[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(Nq, Nk), (1, 1, 1, Nk), (B, 1, 1, 1), (H, Nq, 1), (B, H, Nq, Nk), ()], ids=str)
+def test_the_gradient_of_a_mask_is_summed_over_what_it_was_broadcast_over(shape):
+    """Compared with torch's autograd through the reference's forward in float64."""
+    mask = random(*shape, seed=4).requires_grad_()
+    q, k, v = example()
+    dout = random(*q.shape, seed=9)
+    (got,) = torch.autograd.grad(step03.attention(q, k, v, mask=mask, causal=True), mask, dout)
+    out, _ = exact.forward(q, k, v, mask=mask, causal=True)
+    (want,) = torch.autograd.grad(out, mask, dout.double())
+    tolerance = error.expected(q, k, v, dout, mask=mask.detach(), causal=True, mask_gradient=True).tolerance["dmask"]
+    assert got.shape == shape and (got - want).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_fewer_leading_dimensions(ndim):
+    q, k, v = (x[0, 0] if ndim == 2 else x[0] for x in example(gradient=True))
+    given = {"mask": random(Nq, Nk, seed=3), "window": (4, 4)}
+    out = step03.attention(q, k, v, **given)
+    full = [x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v)]
+    want, lse = step03.forward(*full, **given)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    wanted = [want, *step03.backward(torch.ones_like(want), *full, want, lse, **given)]
+    assert same([out, *grads], [x.reshape(y.shape) for x, y in zip(wanted, (q, q, k, v), strict=True)])
+    assert step03.forward(q, k, v, **given)[1].shape == q.shape[:-1]
+    carried = torch.zeros_like(q), lse.new_full(q.shape[:-1], -math.inf)
+    step03.forward(q, k, v, out=carried[0], lse=carried[1], **given)
+    torch.testing.assert_close(carried[0], out)
+
+
+def test_any_layout():
+    """A last dimension with gaps; numbers that torch negates only when it reads them; a mask with strides of 0."""
+    q, k, v = example()
+    strange = [
+        torch.complex(Z(x.shape), -x).conj().imag if n else x.mT.contiguous().mT for n, x in enumerate((q, k, v))
+    ]
+    slopes = random(H, seed=3).abs()
+    mask = random(Nk, seed=2)
+    strange_mask = torch.complex(Z(Nk), -mask).conj().imag
+    assert strange[1].is_neg() and strange_mask.is_neg() and strange[0].stride(-1) > 1
+    want = step03.forward(q, k, v, mask=mask, alibi_slopes=slopes)
+    wide = torch.stack([slopes, slopes], -1)[:, 0]
+    got = step03.forward(*strange, mask=strange_mask.expand(B, H, Nq, Nk), alibi_slopes=wide)
+    assert same(got, want)
+    cu = {name: x.repeat_interleave(2)[::2] if name.startswith("cu") else x for name, x in PACKED.items()}
+    assert not cu["cu_seqlens_q"].is_contiguous()
+    q, k, v = example(batch=1)
+    assert same(step03.forward(q, k, v, **cu), step03.forward(q, k, v, **PACKED))
+
+
+def test_numbers_of_any_kind():
+    q, k, v = example()
+    plain = {"scale": 0.5, "tile": (16, 32), "window": (4, -1), "softcap": 2.0, "first_query": 5, "dropout_p": 0.5}
+    numpy = {"scale": np.float32(0.5), "tile": np.array((16, 32)), "window": (np.int64(4), None),
+             "softcap": np.float32(2), "first_query": np.int32(5), "dropout_p": np.float64(0.5)}  # fmt: skip
+    assert same(step03.forward(q, k, v, seed=3, **plain), step03.forward(q, k, v, seed=np.int64(3), **numpy))
+    none, most = (step03.forward(q, k, v, window=window) for window in ((-1, None), (2**31 - 1, 2**63 - 1)))
+    assert same(none, most), "a window so large that the kernels' sums would overflow is no limit"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("shape", [(0, H, Nq, Nk), (B, 0, Nq, Nk), (B, H, 0, Nk), (B, H, Nq, 0)], ids=str)
+def test_tensors_of_no_element(name, shape):
+    batch, heads, queries, keys = shape
+    given = features([name])
+    if name == "packed":
+        if batch != B:
+            pytest.skip("packed sequences have B = 1")
+        batch, none = 1, Z(4, dtype=torch.int32)
+        given |= {"cu_seqlens_q": none} if queries == 0 else {"cu_seqlens_k": none} if keys == 0 else {}
+    if "mask" in given:
+        given["mask"] = Z(batch, 1, 1, keys, dtype=given["mask"].dtype)
+    if "alibi_slopes" in given:
+        given["alibi_slopes"] = Z(batch, heads)
+    q, k, v = example(batch=batch, heads=(heads, heads), lengths=(queries, keys), gradient=True)
+    tensors = [q, k, v]
+    if is_additive(given):
+        tensors.append(given["mask"].requires_grad_())
+    out, lse = step03.forward(q, k, v, **given)
+    assert out.shape == q.shape and (out == 0).all() and (lse == -math.inf).all()
+    for x, grad in zip(tensors, torch.autograd.grad(step03.attention(q, k, v, **given).sum(), tensors), strict=True):
+        assert grad.shape == x.shape and (grad == 0).all()
+    carried = torch.ones_like(q).detach(), torch.ones_like(lse)
+    step03.forward(q, k, v, out=carried[0], lse=carried[1], **given)
+    assert all((x == 1).all() for x in carried), "no key changes nothing"
+
+
+def test_no_sequence_at_all():
+    q, k, v = example(batch=1, gradient=True)
+    given = {"cu_seqlens_q": starts(0), "cu_seqlens_k": starts(0), "max_seqlen_q": 0, "max_seqlen_k": 0}
+    out = step03.attention(q, k, v, **given)
+    assert (out == 0).all() and all((grad == 0).all() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_nothing_is_saved_without_a_gradient():
+    q, k, v = example(gradient=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        with torch.no_grad():
+            out = step03.attention(q, k, v, softcap=2.0)
+        assert out.grad_fn is None and not saved
+        step03.attention(*(x.detach() for x in (q, k, v)), softcap=2.0)
+        out, lse = step03.forward(q, k, v, softcap=2.0)
+        grads = step03.backward(out, q, k, v, out, lse, softcap=2.0)
+        assert all(x.grad_fn is None for x in (out, lse, *grads)) and not saved
+        step03.attention(q, k, v, softcap=2.0)
+        assert saved
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    q, k, v = example(gradient=True)
+    out = step03.attention(q, k, v, softcap=2.0)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        dq.sum().backward()
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that torch makes, in elements of memory."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.size = max(self.size, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+@pytest.mark.parametrize("name", ["bool", "additive", "gradient", "packed", "dropout", "sdpa"])
+def test_no_memory_of_the_size_of_the_scores(name, monkeypatch):
+    N = 96
+    q, k, v = example(batch=1, heads=(1, 1), lengths=(N, N), gradient=True)
+    mask = {"bool": random(N) > -1, "gradient": random(N).requires_grad_()}.get(name, random(N))
+    wide = mask if name == "gradient" else mask.expand(1, 1, N, N)
+    run, largest = operators.run, Largest()
+
+    def watched(kernel, *tensors, **given):  # An operator leaves the mode, so it is entered again inside.
+        with largest:
+            return run(kernel, *tensors, **given)
+
+    monkeypatch.setattr(operators, "run", watched)
+    with largest:
+        if name == "sdpa":
+            out = step03.sdpa(q, k, v, attn_mask=wide)
+        elif name == "packed":
+            out = step03.attention(q, k, v, cu_seqlens_q=starts(0, N), cu_seqlens_k=starts(0, N), max_seqlen_q=N,
+                                   max_seqlen_k=N)  # fmt: skip
+        else:
+            out = step03.attention(q, k, v, mask=wide, dropout_p=0.1 if name == "dropout" else 0)
+        out.sum().backward()
+    assert N * D <= largest.size < N * N
+
+
+# ---- which kernel ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the launchers outside of the rungs that were called."""
+    names = []
+
+    def watch(module, name):
+        launcher = getattr(module, name)
+
+        def launch(*tensors, **given):
+            names.append(f"{module.__name__.rpartition('.')[2]}.{name}")
+            return launcher(*tensors, **given)
+
+        monkeypatch.setattr(module, name, launch)
+
+    for module, name in ((flash, "forward"), (flash, "backward"), (decode, "forward")):
+        watch(module, name)
+    return names
+
+
+def test_a_call_without_features_takes_the_rungs(launched):
+    q, k, v = example(gradient=True)
+    off = {name: default for name, default in options.DEFAULTS.items()} | {"dropout_p": 0, "rung": "fused"}
+    assert type(step03.attention(q, k, v).grad_fn).__name__ == "AttentionBackward"
+    out = step03.attention(q, k, v, **off)
+    out.sum().backward()
+    q, k, v = (x.detach() for x in (q, k, v))
+    saved = step03.forward(q, k, v, out=None, lse=None, **off)
+    step03.backward(q, q, k, v, *saved, mask_gradient=False, **off)
+    assert not launched
+    step03.attention(q, k, v, first_query=0)
+    assert launched == ["flash.forward"]
+
+
+def test_few_queries_are_decoded(launched):
+    q, k, v = example(batch=1, heads=(2, 1), lengths=(1, 1030))
+    want = step03.forward(q, k, v, rung="fused")
+    assert not launched
+    for got in (step03.forward(q, k, v), (step03.attention(q, k, v),), (step03.sdpa(q, k, v, enable_gqa=True),)):
+        for x, y in zip(got, want, strict=False):
+            torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
+    assert launched == ["decode.forward"] * 3
+    step03.forward(q, k, v, tile=(16, 32))
+    step03.attention(q.requires_grad_(), k, v)
+    assert launched == ["decode.forward"] * 3
+    step03.forward(q, k, v, window=(100, 0))
+    assert launched[3:] == ["flash.forward"]
+
+
+def test_lengths_k(launched):
+    q, k, v = example(lengths=(3, Nk))
+    lengths = starts(9, 20)
+    for causal in (False, True):
+        out, lse = step03.forward(q, k, v, causal=causal, lengths_k=lengths)
+        want = error.expected(q, k, v, q, causal=causal, lengths_k=lengths)
+        assert not error.failures({"out": out, "lse": lse}, want)
+        assert torch.equal(out, step03.attention(q, k, v, causal=causal, lengths_k=lengths))
+    assert launched == ["decode.forward"] * 4
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "attention"])
+def test_help_says_what_the_features_are(name):
+    function = getattr(step03, name)
+    parameters = inspect.signature(function).parameters
+    for feature, default in options.DEFAULTS.items():
+        assert parameters[feature].default is default and parameters[feature].kind == inspect.Parameter.KEYWORD_ONLY
+        assert feature in step03.forward.__doc__
+    assert parameters["rung"].default is None and "rung" in function.__doc__
+    assert ("deterministic" in parameters) == (name != "forward")
+    assert ("mask_gradient" in parameters) == (name == "backward") and ("out" in parameters) == (name != "attention")
+
+
+# ---- sdpa ------------------------------------------------------------------------------------------------------------
+
+HIDDEN = torch.zeros(Nq, Nk).masked_fill(torch.arange(Nq)[:, None] == 4, -math.inf).to(engine.device)
+SDPA = {  # shapes of query, key and value; the mask; other options
+    "bool, 2-D": ((B, H, Nq, D), (B, H, Nk, D), random(Nq, Nk, seed=1) > -0.5, {}),
+    "bool, 3-D": ((B, H, Nq, D), (B, H, Nk, D), random(H, Nq, Nk, seed=1) > -0.5, {"scale": 0.3}),
+    "of keys": ((B, H, Nq, D), (B, H, Nk, D), random(B, 1, 1, Nk, seed=1) > -0.5, {}),
+    "additive, 2-D": ((B, H, Nq, D), (B, H, Nk, D), random(Nq, Nk, seed=1), {}),
+    "additive, of heads": ((B, H, Nq, D), (B, H, Nk, D), random(1, H, 1, Nk, seed=1), {}),
+    "additive, 4-D": ((B, H, Nq, D), (B, H, Nk, D), random(B, H, Nq, Nk, seed=1), {"scale": 0.3}),
+    "grouped heads": ((B, H, Nq, D), (B, 1, Nk, D), random(Nq, Nk, seed=1), {"enable_gqa": True}),
+    "bool, hidden rows": ((B, H, Nq, D), (B, H, Nk, D), HIDDEN == 0, {}),
+    "additive, hidden rows": ((B, H, Nq, D), (B, H, Nk, D), HIDDEN, {}),
+    "3-D": ((H, Nq, D), (H, Nk, D), random(H, Nq, Nk, seed=1), {}),
+    "2-D": ((Nq, D), (Nk, D), random(Nq, Nk, seed=1), {}),
+    "5-D": ((2, B, H, Nq, D), (2, B, H, Nk, D), random(B, 1, Nq, Nk, seed=1), {}),
+    "batch broadcast": ((B, H, Nq, D), (1, H, Nk, D), random(B, 1, Nq, Nk, seed=1), {}),
+    "causal, fewer queries": ((B, H, Nq, D), (B, H, Nk, D), None, {"is_causal": True}),
+    "causal, more queries": ((B, H, Nk, D), (B, H, Nq, D), None, {"is_causal": True, "scale": 0.3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SDPA)
+def test_sdpa_is_torchs_function(name):
+    query, key, mask, given = SDPA[name]
+    tensors = [random(*shape, seed=n) for n, shape in enumerate((query, key, key))]
+    results = []
+    for function, dtype in ((step03.sdpa, torch.float32), (F.scaled_dot_product_attention, torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in tensors]
+        if mask is not None and mask.is_floating_point():
+            leaves.append(mask.to(dtype).requires_grad_())
+            mask_here = leaves[3]
+        else:
+            mask_here = mask
+        out = function(*leaves[:3], attn_mask=mask_here, **given)
+        results.append([out, *torch.autograd.grad(out, leaves, random(*out.shape, seed=9).to(dtype))])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_sdpa_s_dropout_is_that_of_its_seed():
+    q, k, v = (x.double() for x in example())
+    step03.set_deterministic(2)
+    out = step03.sdpa(*example(), dropout_p=0.3, attn_mask=random(Nq, Nk), enable_gqa=True)
+    keep = step03.dropout_mask(2 << 32, B, H, Nq, Nk, 0.3)
+    want, _ = exact.forward(q, k, v, mask=random(Nq, Nk), dropout_mask=keep, dropout_p=philox.rounded(0.3))
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_what_sdpa_refuses():
+    q, k, v = example(heads=(H, H))
+    for function in (F.scaled_dot_product_attention, step03.sdpa):
+        with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match="is_causal"):
+            function(q, k, v, attn_mask=Z(Nq, Nk), is_causal=True)
+    with pytest.raises(ValueError, match="mask must broadcast"):
+        step03.sdpa(q, k, v, attn_mask=Z(Nk, Nq))
+    with pytest.raises(ValueError, match="dropout_p must be"):
+        step03.sdpa(q, k, v, dropout_p=1.5)
