@@ -1,6 +1,8 @@
 """The workbook: the files it writes, its verdicts and diagnoses, its answers to mistakes, and `pytest --mine`."""
 
 import ast
+import importlib
+import itertools
 import json
 import os
 import re
@@ -16,16 +18,20 @@ from typer.testing import CliRunner
 
 from reference import cases, mutants
 from steps import __main__, catalogue, engine
-from steps.workbook import Blank, answer, check, exercises, hint, listing, runner, skeleton, solution, splice
-from steps.workbook.exercises import Exercise
+from steps.workbook import Blank, answer, check, exercises, hint, listing, puzzles, runner, skeleton, solution, splice
+from steps.workbook.capstone import Guarded
+from steps.workbook.differences import of_tensors
+from steps.workbook.exercises import Exercise, Hunt, Puzzle, Step
 from steps.workbook.explain import explain
 from steps.workbook.failure import account
 from steps.workbook.mine import Mine
 
 ROOT = Path(__file__).parents[1]
 TASKS = exercises.load()
-EXERCISES = {id: task for id, task in TASKS.items() if isinstance(task, Exercise)}
-HUNTS = {id: task for id, task in TASKS.items() if id not in EXERCISES}
+EXERCISES, PUZZLES, STEPS, HUNTS = (
+    {id: task for id, task in TASKS.items() if isinstance(task, kind)} for kind in (Exercise, Puzzle, Step, Hunt)
+)
+FUNCTIONS = EXERCISES | PUZZLES  # the tasks that ask for one function
 PLANTED = tomllib.loads((ROOT / "tests" / "support" / "planted_mistakes.toml").read_text())["planted"]
 
 
@@ -52,13 +58,14 @@ def runnable(task):
 # The exercises and hunts.
 
 
-@pytest.mark.parametrize("id", EXERCISES)
+@pytest.mark.parametrize("id", FUNCTIONS | STEPS)
 def test_an_exercise_is_complete(id):
-    task = EXERCISES[id]
+    task = TASKS[id]
     assert len(task.hints) == 3 and all(task.hints) and task.title and str(solution(id))
-    known = {case.name for case in cases.CASES}
-    assert task.cases and set(task.cases) <= known
-    assert len([p for p in PLANTED if p["exercise"] == id]) >= 3
+    if id in EXERCISES:
+        known = {case.name for case in cases.CASES}
+        assert task.cases and {case.split(":")[0] for case in task.cases} <= known
+    assert len([p for p in PLANTED if p["exercise"] == id]) >= (2 if id in STEPS else 3)
     text = answer.Answer(skeleton.text(task), "skeleton")
     answer.require(text, task)  # The stage's function exists, and the skeleton has its signature.
     assert answer.is_blank(text, task.function, task.path.suffix)
@@ -93,21 +100,28 @@ def test_there_is_no_exercise_of_that_name():
 # The verdicts on right and on wrong answers.
 
 
-@pytest.mark.parametrize("id", EXERCISES)
+@pytest.mark.parametrize("id", FUNCTIONS)
 def test_the_stages_own_body_passes(id):
-    runnable(EXERCISES[id])
-    EXERCISES[id].mine.parent.mkdir()
-    text = skeleton.text(EXERCISES[id])
+    task = FUNCTIONS[id]
+    runnable(task)
+    task.mine.parent.mkdir()
+    text = skeleton.text(task)
     if id.startswith("02"):
         text = text[: text.index("\n\n") + 2] + str(solution(id))
     else:
-        text = text.replace("    raise Blank\n", body(EXERCISES[id]))
-    EXERCISES[id].mine.write_text(text)
+        text = text.replace("    raise Blank\n", body(task))
+    task.mine.write_text(text)
     # A reader waits for a check again and again, so it has to be fast. Only with a GPU stage 04 takes longer, because
     # each of its ranks is a new process in every case.
     report = check(id, limit=60 if engine.name == "cuda" and id.startswith("04") else 15)  # seconds
     assert report.verdict == "passed", report
-    assert repr(report).count("  ok  ") == len(EXERCISES[id].cases) + bool(EXERCISES[id].cost)
+    ran = len(task.cases) + bool(task.cost) if id in EXERCISES else len(puzzle(id).CASES)
+    assert repr(report).count("  ok  ") == ran
+
+
+def puzzle(id):
+    """The module of a puzzle."""
+    return importlib.import_module(f"steps.workbook.puzzles.{PUZZLES[id].path.stem}")
 
 
 def body(task):
@@ -118,13 +132,24 @@ def body(task):
     return "\n".join(text.splitlines()[first.lineno - 1 : own.end_lineno]) + "\n"
 
 
-@pytest.mark.parametrize("planted", PLANTED, ids=[f"{p['exercise']}-{p.get('mutant', p['new'])}" for p in PLANTED])
+def name_of(planted):
+    return f"{planted['exercise']}-{planted.get('mutant', planted['new'])}"
+
+
+def marks(planted):
+    """A short run plants no mistake into 03.3 and the capstone, and of all the puzzles' mistakes only one."""
+    id = planted["exercise"]
+    in_short_run = id in EXERCISES and id != "03.3" or planted is next(p for p in PLANTED if p["exercise"] == "03.7")
+    return () if in_short_run else pytest.mark.long
+
+
+@pytest.mark.parametrize("planted", [pytest.param(p, marks=marks(p), id=name_of(p)) for p in PLANTED])
 def test_a_planted_misconception_is_named(planted):
     """As the mutant of that name, or in `words` where the mistake concerns memory and not the results.
 
     `emulated`: only the emulation recognises the mistake; on a GPU the check only has to fail.
     """
-    runnable(EXERCISES[planted["exercise"]])
+    runnable(TASKS[planted["exercise"]])
     text = str(solution(planted["exercise"]))
     assert text.count(planted["old"]) == 1
     report = check(planted["exercise"], text.replace(planted["old"], planted["new"]))
@@ -135,7 +160,10 @@ def test_a_planted_misconception_is_named(planted):
         assert report.failed and all(word in repr(report) for word in planted["words"]), report
         return
     assert report.verdict == "wrong" and report.mutants == [planted["mutant"]], report
-    says = next(m.says for m in mutants.MUTANTS if m.name == planted["mutant"])
+    if planted["exercise"] in PUZZLES:
+        says = puzzles.mistakes(puzzle(planted["exercise"]))[planted["mutant"]].says
+    else:
+        says = next(m.says for m in mutants.MUTANTS if m.name == planted["mutant"])
     assert "WRONG" in repr(report) and f"equals what you get when {says}" in repr(report)
 
 
@@ -160,6 +188,8 @@ CURES = {  # The edit that, as the last hint says, repairs the broken kernel.
     "01.bug2": ("bug2.py", "m, l = SMALLEST", "m, l = MINUS_INF"),
     "02.bug1": ("bug1.cu", "slots + w * SLOT);", "slots + w * SLOT); __syncthreads();"),
     "02.bug2": ("bug2.cu", "parity(j / Bc)", "parity(n)"),
+    "03.bug1": ("bug1.py", "row = i + group * ROWS + tl.arange", "row = i + tl.arange"),
+    "03.bug2": ("bug2.py", *HUNTS["03.bug2"].cure),
 }
 
 
@@ -174,6 +204,171 @@ def test_the_cause_of_a_hunt_is_the_one_that_is_told(id, tmp_path, monkeypatch):
     test = (Path(exercises.__file__).parent / "hunts" / HUNTS[id].mine.name).read_text()
     monkeypatch.setattr(exercises.Hunt, "path", tmp_path / "broken" / HUNTS[id].path.name, raising=False)
     assert "WRONG: passes on the broken kernel too" in repr(check(id, test))
+
+
+# Puzzles: the exercises that stand on their own.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("id", PUZZLES)
+def test_a_puzzle_asks_for_what_it_judges_by_and_tells_its_mistakes_apart(id):
+    runnable(PUZZLES[id])
+    module = puzzle(id)
+    arguments = [case.inputs() | case.how for case in module.CASES]
+    wants = [module.expected(**case.inputs()) for case in module.CASES]
+    made = {name: [run(**a) for a in arguments] for name, run in puzzles.mistakes(module).items()}
+    assert len(made) >= 2
+    for name, results in made.items():
+        assert any(of_tensors(got, want) for got, want in zip(results, wants, strict=True)), name
+    for a, b in itertools.combinations(made, 2):
+        pairs = zip(made[a], made[b], wants, strict=True)
+        assert any(puzzles._differ(x, y, want) for x, y, want in pairs), (a, b)
+    for case, want in zip(module.CASES, wants, strict=True):
+        for name, value in specified(module, **case.inputs()).items():
+            torch.testing.assert_close(value.double(), want[name][0].double(), rtol=1e-9, atol=1e-12)
+
+
+def specified(module, **inputs):
+    """What the specification says, in the form of the puzzle's `expected`."""
+    if "windows" not in inputs:
+        return module.specification(**inputs)
+    each = [module.specification(**inputs, left=left, right=right) for left, right in inputs.pop("windows")]
+    return {name: torch.nn.functional.pad(torch.stack([x[name] for x in each]), (1, 1)) for name in each[0]}
+
+
+@pytest.mark.long
+def test_a_wrong_tile_is_shown_in_words_and_as_a_picture():
+    runnable(PUZZLES["03.4"])
+    report = repr(check("03.4", str(solution("03.4")).replace("last - left", "first - left")))
+    for words in (
+        "6 of 11 windows are wrong; the first one is left = 4, right = 0:",
+        "is visited without a mask, but a key of it is hidden from a query",
+        "# no mask, / mask, . no visit",
+        "yours   right",
+    ):
+        assert words in report, report
+
+
+# Answers that are wrong in a way that has no name, or that return something else: none of them may pass.
+NEVER = {  # name: (exercise, an edit of the solution)
+    "log2(e) left out": ("03.3", "(unit, scale_log2)", "(unit, scale_log2 * 0.6931471805599453)"),
+    "alpha not scaled": ("03.3", "tl.exp2((m - unit) * factor)", "tl.exp2(m - unit)"),
+    "m of an empty row": ("03.3", "return m_new", "return unit"),
+    "O rescaled too late": ("03.3", "tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None],",
+                            "alpha[:, None] * tl.dot(P.to(V_j.dtype), V_j, O,"),
+    "P in float32": ("03.3", "P.to(V_j.dtype)", "P"),
+    "keys for tiles": ("03.4", "return begin, whole,", "return begin * Bc, whole * Bc,"),
+    "left and right exchanged": ("03.4", "first = i", "left, right = right, left\n    first = i"),
+    "one query too many": ("03.4", "+ Br - 1", "+ Br"),
+    "Bc queries": ("03.4", "+ Br - 1", "+ Bc - 1"),
+    "three numbers": ("03.4", "return begin, ", "return "),
+    "another threshold": ("03.5", "< threshold", "<= threshold"),
+    "seven rounds": ("03.5", "head, batch)", "head, batch, n_rounds=7)"),
+    "half of the seed": ("03.5", "tl.philox(seed,", "tl.philox(seed & 0xFFFFFFFF,"),
+    "eight keys a call": ("03.5", "key // 16", "key // 8"),
+    "a row for a column": ("03.5", "j + column", "j + tl.arange(0, 32)[None, :]"),
+    "the mask scaled": ("03.6", "scale * S + M", "scale * (S + M)"),
+    "P left out": ("03.6", "dM += P *", "dM +="),
+    "lse of another head": ("03.6", "(lse, b * H + h", "(lse, h"),
+    "always from the first": ("03.6", "range(bm, B, Bm)", "range(0, B, Bm)"),
+    "H for B": ("03.6", "b * H + h, i, j", "h * B + b, i, j"),
+    "the largest part": ("03.7", "tl.exp(lse_s - unit)", "tl.where(lse_s == m, 1.0, 0.0)"),
+    "logarithm to base 2": ("03.7", "m + tl.log(", "m + tl.log2("),
+    "a small number for no key": ("03.7", "m = tl.max(lse_s, 0)", "m = tl.maximum(tl.max(lse_s, 0), -1e9)"),
+    "something added to l": ("03.7", "out_s, 0) / tl.where(l == 0, 1.0, l)", "out_s, 0) / (l + 1e-3)"),
+    "exchanged": ("03.7", "return out, m + tl.log(tl.where(l == 0, 1.0, l))", "return m, out"),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NEVER)
+def test_a_wrong_answer_does_not_pass(name):
+    id, old, new = NEVER[name]
+    runnable(TASKS[id])
+    own = str(solution(id))
+    assert old in own
+    assert check(id, own.replace(old, new)).failed
+
+
+# The capstone: one file that grows in four steps.
+
+
+@pytest.mark.parametrize("id", [pytest.param(id, marks=pytest.mark.long if id[-1] in "23" else ()) for id in STEPS])
+def test_a_step_of_the_capstone_is_passed_by_its_solution(id, my):
+    task = STEPS[id]
+    runnable(task)
+    my.mkdir()
+    task.mine.write_text(str(solution(id)))
+    report = check(id, limit=15)
+    assert report.verdict == "passed", report
+    following = f"check {id[:-1]}{task.level + 1}" if task.level < len(STEPS) else "verify my/03_capstone.py:attention"
+    assert f"python -m steps {following}" in repr(report)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("level", [2, 3, 4])
+def test_a_step_of_the_capstone_asks_for_more_than_the_one_before(level):
+    runnable(STEPS["03.capstone.1"])
+    assert check(f"03.capstone.{level}", str(solution(f"03.capstone.{level - 1}"))).failed
+
+
+def test_a_step_of_the_capstone_points_to_the_first_one_that_is_not_right():
+    runnable(STEPS["03.capstone.1"])
+    wrong = str(solution("03.capstone.1")).replace("scale * tl.dot", "tl.dot")
+    report = check("03.capstone.3", wrong)
+    assert report.verdict == "blank", report
+    assert "Step 1 comes first, and is not right: python -m steps check 03.capstone.1" in repr(report)
+
+
+CAPSTONE_ERRORS = {  # name: (an edit of the first step's solution, lines of the report)
+    "no kernel": (("@triton.jit\n", ""), ("no function with @triton.jit",)),
+    "other parameters": (("scale=None)", "softmax_scale=None)"), ("expected other parameters: def attention(q, k, v",)),
+    "no tensor": (("    return out\n", ""), ("attention returned NoneType; in step 1 it has to return out",)),
+    "an exception": (("torch.empty_like(q)", "torch.empty_like(Q)"),
+                     ("my/03_capstone.py, {line}:", "out = torch.empty_like(Q)", "NameError")),
+    "in the kernel": (("tl.trans(K)", "tl.trans(k_tile)"), ("{line}:", "tl.trans(k_tile)")),
+    "an input overwritten": (("torch.empty_like(q)", "q"), ("q, k or v has been overwritten",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAPSTONE_ERRORS)
+def test_an_error_in_the_capstone_is_answered_in_the_readers_lines(name, my):
+    (old, new), words = CAPSTONE_ERRORS[name]
+    runnable(STEPS["03.capstone.1"])
+    own = str(solution("03.capstone.1"))
+    assert old in own
+    my.mkdir()
+    STEPS["03.capstone.1"].mine.write_text(own.replace(old, new))
+    report = check("03.capstone.1")
+    words = [word.replace("{line}", line_of(own, old)) for word in words]
+    assert report.failed and all(word in repr(report) for word in words), report
+
+
+def test_the_capstone_is_a_file():
+    runnable(STEPS["03.capstone.1"])
+    report = check("03.capstone.1", online_update)
+    assert report.verdict == "error" and "The capstone is a file: write it in my/03_capstone.py" in repr(report)
+
+
+def test_a_store_beside_a_tensor_is_seen():
+    x = torch.arange(6.0).reshape(2, 3)
+    with Guarded() as guarded:
+        made = torch.empty_like(x.T), x.new_zeros(4), torch.full((2,), 3.0), torch.empty(0)
+    assert made[0].stride() == x.T.stride() and made[1].tolist() == [0] * 4 and made[2].tolist() == [3, 3]
+    assert not guarded.overrun
+    made[0].as_strided((7,), (1,), made[0].storage_offset())[6] = 1
+    assert guarded.overrun
+
+
+@pytest.mark.long
+def test_the_last_step_holds_what_verify_asks(my):
+    runnable(STEPS["03.capstone.4"])
+    my.mkdir()
+    STEPS["03.capstone.4"].mine.write_text(str(solution("03.capstone.4")))
+    words = STEPS["03.capstone.4"].verify.split()[3:]
+    words[1] = f"{my}/{words[1].removeprefix('my/')}"
+    done = CliRunner().invoke(__main__.app, words)
+    assert done.exit_code == 0 and "properties hold" in done.output, done.output
 
 
 # Where it is wrong, and how.
@@ -314,7 +509,9 @@ COMPILED = {
     "a line of Numba's": ("01.3", "TypingError", TYPING, ("line 3:", "Unknown attribute 'size2'"), "/tmp"),
     "a name of Numba's": ("01.3", "TypingError", UNDEFINED, ("{line}:", "delta_i = delta", "'delta_i' is not"), "/tmp"),
     "Triton's": ("03.1", "CompilationError", COMPILATION, ("line 5:", "NameError('colum is"), "at 4"),
-}
+    "Triton's of a kernel": ("03.capstone.1", "CompilationError", COMPILATION.replace("mask(S", "forward_kernel(q"),
+                             ("line 12:", "NameError('colum is"), "at 4"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -325,7 +522,7 @@ def test_what_compilers_for_a_gpu_say_is_answered_in_the_readers_lines(name):
         words = [word.replace("{line}", line_of(own, "delta_i = delta")) for word in words]
     error = {"type": kind, "message": message, "frames": []}
     lines = {43 + n: n for n in range(1, 9)}
-    says = "\n".join(explain(error, EXERCISES[id], answer.Answer(own, "your text"), lines))
+    says = "\n".join(explain(error, TASKS[id], answer.Answer(own, "your text"), lines))
     assert all(word in says for word in words) and hidden not in says, says
 
 
@@ -491,7 +688,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb")) + sorted((ROOT / "noteb
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_no_notebook_contains_a_solution(path):
     there = "\n".join(["", *normalised(notebook_text(path)), ""])
-    for id, task in EXERCISES.items():
+    for id, task in FUNCTIONS.items():
         lines = normalised(str(solution(id)).split("{\n", 1)[1] if task.path.suffix != ".py" else body(task))
         size = min(3, len(lines))
         pieces = [lines[i : i + size] for i in range(len(lines) - size + 1)]

@@ -12,6 +12,7 @@ import textwrap
 import types
 from dataclasses import dataclass
 
+from steps.workbook.exercises import Step
 from steps.workbook.listing import cuda_span
 
 
@@ -42,6 +43,8 @@ def read(task, given=None):
     name = getattr(task, "function", "test")
     if given is None:
         return Answer(task.mine.read_text(), task.label)
+    if isinstance(task, Step) and not isinstance(given, str):
+        raise Problem(f'The capstone is a file: write it in {task.label}, where check("{task.id}") finds it.')
     if isinstance(given, str):
         return Answer(given, "your text")
     # Numba's and Triton's decorators wrap the function.
@@ -92,6 +95,12 @@ def constant(answer, name):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return node.value.value if isinstance(node.value, ast.Constant) else None
     return None
+
+
+def has_kernel(answer):
+    """Whether a top-level function of the answer is decorated with Triton's jit."""
+    functions = (node for node in parse(answer).body if isinstance(node, ast.FunctionDef))
+    return any("jit" in ast.unparse(decorator) for node in functions for decorator in node.decorator_list)
 
 
 def is_blank(answer, name, suffix=".py"):

@@ -8,7 +8,7 @@ from steps import catalogue
 from steps.workbook import answer as answers
 from steps.workbook import exercises, runner, skeleton, splice
 from steps.workbook.answer import Problem
-from steps.workbook.exercises import Exercise
+from steps.workbook.exercises import Exercise, Hunt, Puzzle, Step
 from steps.workbook.explain import explain
 from steps.workbook.listing import show
 from steps.workbook.outcome import Report, case_lines
@@ -37,13 +37,13 @@ def check(id, answer=None, limit=LIMIT, cause=None):
         skeleton.write(task)
     try:
         text = answers.read(task, answer)
-        function, suffix = (task.function, task.path.suffix) if _is_exercise(task) else ("test", ".py")
+        function, suffix = ("test", ".py") if isinstance(task, Hunt) else (task.function, task.path.suffix)
         if answers.is_blank(text, function, suffix):
             return Report(id, task.title, "blank", [f"still to be written: {text.label}", _pointer(task)])
         with tempfile.TemporaryDirectory(prefix="steps-") as folder:
-            if _is_exercise(task):
-                return _exercise(task, text, folder, limit)
-            return _hunt(task, text, folder, limit, cause or answers.constant(text, "CAUSE"))
+            if isinstance(task, Hunt):
+                return _hunt(task, text, folder, limit, cause or answers.constant(text, "CAUSE"))
+            return {Exercise: _exercise, Puzzle: _puzzle, Step: _step}[type(task)](task, text, folder, limit)
     except Unavailable as reason:
         return Report(id, task.title, "skipped", [f"cannot be checked here: {reason}"])
     except Problem as problem:
@@ -67,11 +67,11 @@ def hint(id, level=1):
 
 
 def solution(id):
-    """The stage's own function. For a hunt it is the last hint, which tells the cause and the test."""
+    """The stage's own function, for a step the whole file. For a hunt it is the last hint: the cause and the test."""
     task = exercises.find(id)
-    if not _is_exercise(task):
+    if isinstance(task, Hunt):
         return hint(id, len(task.hints))
-    return show(f"{task.stage}/{task.path.stem}", task.function)
+    return show(f"{task.stage}/{task.path.stem}", None if isinstance(task, Step) else task.function)
 
 
 class Unavailable(Exception):
@@ -83,10 +83,6 @@ class Text(str):
 
     def __repr__(self):
         return str(self)
-
-
-def _is_exercise(task):
-    return isinstance(task, Exercise)
 
 
 def _pointer(task):
@@ -105,13 +101,54 @@ def _exercise(task, text, folder, limit):
         lines += bad
     else:
         verdict = "wrong" if any(row.get("wrong") for row in rows) else "passed"
-    if says := rows[-1].get("equals") if rows else None:
-        lines.append("This equals what you get when " + ", or when ".join(says) + ".")
-    elif verdict != "passed":
+    lines += _equals(rows)
+    if not _equals(rows) and verdict != "passed":
         lines += _slips(task, text)
     if verdict == "passed" and task.cost and shutil.which("g++"):
         verdict, *cost = _cost(task, text, limit)
         lines += cost
+    names = rows[-1].get("mutants", []) if rows else []
+    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
+
+
+def _puzzle(task, text, folder, limit):
+    answers.require(text, task)
+    spliced = splice.copy_of_steps(folder, [(task, text)])[task.id]
+    rows, how, printed = runner.run({"kind": "puzzle", "stage": task.stage, "module": _module(task)}, folder, limit)
+    lines = [line for row in rows if "wrong" in row for line in case_lines(row)]
+    bad = _ending(rows, how, task, text, spliced.lines, limit)
+    verdict = "error" if bad else "wrong" if any(row.get("wrong") for row in rows) else "passed"
+    lines += [*bad, *_equals(rows)]
+    names = rows[-1].get("mutants", []) if rows else []
+    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
+
+
+def _equals(rows):
+    """The line about the mistakes that the results equal, if there are any, from the last row of a job's results."""
+    says = rows[-1].get("equals") if rows else None
+    return ["This equals what you get when " + ", or when ".join(says) + "."] if says else []
+
+
+def _step(task, text, folder, limit):
+    """The step's cases, after those of the steps before it: a later step has to keep what an earlier one gave."""
+    answers.require(text, task)
+    if not answers.has_kernel(text):
+        raise Problem(f"{text.label} has no function with @triton.jit, but the kernel is what the capstone asks for.")
+    splice.copy_of_steps(folder, [])
+    splice.write_copy(folder, task, text.text)
+    job = {"kind": "capstone", "stage": task.stage, "module": _module(task), "level": task.level}
+    rows, how, printed = runner.run(job, folder, limit)
+    at = [row["step"] for row in rows if "step" in row] or [1]
+    same_lines = {n: n for n in range(1, 1 + len(text.text.splitlines()))}
+    bad = _ending(rows, how, task, text, same_lines, limit)
+    verdict = "error" if bad else "wrong" if any(row.get("wrong") for row in rows) else "passed"
+    if verdict != "passed" and at[-1] < task.level:
+        first = task.id.removesuffix(str(task.level)) + str(at[-1])
+        says = f"Step {at[-1]} comes first, and is not right: python -m steps check {first}"
+        return Report(task.id, task.title, "blank", [says])
+    lines = [f"ok     step {n}: all of its cases" for n in range(1, at[-1])]
+    lines += [line for row in rows if "wrong" in row and row["step"] == at[-1] for line in case_lines(row)]
+    lines += [*bad, *_equals(rows)]
     names = rows[-1].get("mutants", []) if rows else []
     return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
 
@@ -156,21 +193,25 @@ def _own_count(id, limit):
 
 def _hunt(task, text, folder, limit, cause):
     if answers.top_level(answers.parse(text), "test") is None:
-        raise Problem(f"{text.label} has no function test(forward).")
+        raise Problem(f"{text.label} has no function test({task.subject}).")
     splice.copy_of_steps(folder, [])
+    if task.cure:
+        splice.write_copy(folder, task, task.path.read_text().replace(*task.cure))
     job = {"kind": "hunt", "stage": task.stage, "module": _module(task), "path": str(task.path), "label": text.label}
-    rows, how, printed = runner.run(job | {"text": text.text, "helpers": text.helpers}, folder, limit, on=task.engine)
+    job |= {"text": text.text, "helpers": text.helpers, "subject": task.subject, "cured": task.cure is not None}
+    rows, how, printed = runner.run(job, folder, limit, on=task.engine)
     bad = _ending(rows, how, task, text, {}, limit)
     good, broken = (any(key in row for row in rows) for key in ("good", "broken"))
+    right = "the repaired kernel" if task.cure else "the stage's own forward"
     if good and broken and not bad:
         verdict, *judged = _judge_cause(task, cause)
-        lines = ["passes on the stage's own forward", f"fails on the broken kernel: {rows[-1]['broken']}", *judged]
+        lines = [f"passes on {right}", f"fails on the broken kernel: {rows[-1]['broken']}", *judged]
     elif good and not bad:
         verdict = "wrong"
-        lines = ["passes on the stage's own forward", "WRONG: passes on the broken kernel too"]
+        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too"]
     elif bad and rows[-1].get("error", {}).get("type") == "AssertionError":
         verdict = "wrong"
-        lines = ["WRONG: fails on the stage's own forward too, which is right:", *bad]
+        lines = [f"WRONG: fails on {right} too, which is right:", *bad]
     else:
         verdict = "error"
         lines = bad
@@ -194,7 +235,7 @@ def _ending(rows, how, task, text, lines, limit):
         if reason := catalogue.unavailable(task.number):
             raise Unavailable(reason)
         running = [row["running"] for row in rows if "running" in row]
-        case = [f"(in the case: {running[-1]})"] if running and _is_exercise(task) else []
+        case = [f"(in the case: {running[-1]})"] if running and not isinstance(task, Hunt) else []
         return [*explain(rows[-1]["error"], task, text, lines), *case]
     where = next((f"in the case: {row['running']}" for row in rows[::-1] if "running" in row), "before the first case")
     if how == "time":
@@ -204,7 +245,8 @@ def _ending(rows, how, task, text, lines, limit):
         says = f"stopped {where}: its processes took more than {runner.MEMORY / 2**30:.0f} GB of memory"
         return [says, "Does a loop append to a list for ever, or does a tensor have one dimension too many?"]
     if how:
-        return [f"the process ended without a result ({how}) {where}"]
+        says = ["Has a kernel read or written an address outside of its tensors?"] if how == "SIGSEGV" else []
+        return [f"the process ended without a result ({how}) {where}", *says]
     return []
 
 
@@ -212,9 +254,9 @@ def _after(task, verdict):
     """What the reader can do next, as lines of text."""
     if verdict != "passed":
         return [_pointer(task)]
-    if not _is_exercise(task):
-        return []
-    return [f"All of the stage's cases: python -m pytest tests/test_{task.stage}.py --mine"]
+    if isinstance(task, Exercise):
+        return [f"All of the stage's cases: python -m pytest tests/test_{task.stage}.py --mine"]
+    return exercises.following(task) if isinstance(task, Step) else []
 
 
 def _printed(text, most=20):

@@ -26,6 +26,30 @@ def lines(got, want):
     return [line for name in names for line in _about(name, got[name], want, *failures[name])]
 
 
+def of_tensors(got, want):
+    """The lines about results of any shape. got: {name: tensor}. want: {name: (tensor, tolerance)}; 0 is exact."""
+    found = []
+    for name, (ref, tolerance) in want.items():
+        wrong = _wrong(got[name], ref, tolerance)
+        if wrong.any():
+            first = tuple(wrong.nonzero()[0].tolist())
+            says = f"{name} is wrong in {wrong.sum()} of {wrong.numel()} entries"
+            entry = f"  first such entry: {name}[{', '.join(map(str, first))}] is {_number(got[name][first])}"
+            found += [says, f"{entry}, expected {_number(ref[first])}"]
+            by_place = wrong.reshape(-1, *wrong.shape[-2:]).any(0)
+            found += [_strip("rows", by_place.any(1)), _strip("columns", by_place.any(0))] if wrong.ndim > 1 else []
+    return found
+
+
+def _wrong(got, ref, tolerance):
+    got, ref = got.double(), ref.double()
+    return (got != ref) & ~((got - ref).abs() <= tolerance)
+
+
+def _number(x):
+    return f"{x:.6g}" if x.is_floating_point() else str(x.item())
+
+
 def _about(name, got, want, distance, tolerance):
     ref, exact = want.value[name], want.exact[name]
     if got.shape != ref.shape:

@@ -1,4 +1,4 @@
-"""The exercises and bug hunts: the entries of exercises.toml, and where the reader's answers lie."""
+"""The exercises, puzzles, steps and bug hunts: the entries of exercises.toml, and where the reader's answers lie."""
 
 import tomllib
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ MY = STEPS.parent / "my"
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What exercises and hunts have in common.
+    """What all of them have in common.
 
-    file is a path under steps/. hints are three: for an exercise a question, the formula with its place in the paper,
-    and pseudo-code; for a hunt the last one is its solution.
+    file is a path under steps/. hints are three: a question, the formula with its place in the paper, and pseudo-code;
+    for a hunt the last one is its solution.
     """
 
     id: str
@@ -50,10 +50,11 @@ class Task:
 class Exercise(Task):
     """An exercise: write this function.
 
-    The contract's `cases` are run on `rung`. order and tile say in which order that rung visits tiles of which size;
-    with them the diagnosis compares a wrong result with that of known mistakes. If `cost` is given, what the answer
-    takes is counted too: `cost` is the message for a function whose results are right, but which takes more than the
-    stage's own. `counted` is a key of checks.COUNTED: wavefronts of shared memory, or additions to global memory.
+    The contract's `cases` are run on `rung`, in the stage's first dtype or in the one behind a colon. order and tile
+    say in which order that rung visits tiles of which size; with them the diagnosis compares a wrong result with that
+    of known mistakes. If `cost` is given, what the answer takes is counted too: `cost` is the message for a function
+    whose results are right, but which takes more than the stage's own. `counted` is a key of checks.COUNTED: wavefronts
+    of shared memory, or additions to global memory.
     note is a sentence that the reader's file begins with, and imports are lines that it has beside those of the stage's
     file. like = [file, function] names a function of the stage that the file shows as an example. slips are mistakes
     that no mutant equals, because they read memory that nobody wrote or do not exist as an address: a report of a
@@ -79,17 +80,66 @@ class Exercise(Task):
 
 
 @dataclass(frozen=True, eq=False)
+class Puzzle(Task):
+    """An exercise beside the stages: write this function of a module of steps/workbook/puzzles, which judges it."""
+
+    function: str
+    lines: int
+    note: str | None = None
+    imports: list = field(default_factory=list)
+    like: list | None = None
+
+    mine_name = Exercise.mine_name
+
+
+@dataclass(frozen=True, eq=False)
+class Step(Task):
+    """A step of the capstone: the reader's own file, which grows from step to step.
+
+    file is the solution of this step, and function the one in it that is called. The cases that each step adds are in
+    steps/workbook/capstone.
+    """
+
+    function: str
+    lines: int
+    task: str
+
+    @property
+    def verify(self):
+        """The command that judges the last step's file by all cases that it claims to take."""
+        return f"python -m steps verify {self.label}:{self.function} --no-backward --no-gqa --tile 32"
+
+    @property
+    def level(self):
+        """Which step it is, from 1 on."""
+        return int(self.id.split(".")[-1])
+
+    @property
+    def mine_name(self):
+        return f"{'_'.join(self.id.split('.')[:-1])}.py"
+
+
+@dataclass(frozen=True, eq=False)
 class Hunt(Task):
     """A bug hunt: find what is wrong with the kernel in `file`, write the test that catches it, and name the cause.
 
     causes are the ones to choose from, as {letter: what it says}; `cause` is the letter of the right one. engine:
-    the engine that it always runs on; by default the one that is in force.
+    the engine that it always runs on; by default the one that is in force. subject is the function that is broken,
+    `call` shows how a test calls it, and note is a sentence of the reader's file. The test has to pass on the stage's
+    own function of that name or, with cure = [old, new], on the broken file with that edit.
     """
 
     symptom: str
     causes: dict
     cause: str
     engine: str | None = None
+    subject: str = "forward"
+    call: str = "(out, lse) = forward(q, k, v, causal=False, scale=None)"
+    note: str = (
+        "The right results are those of attention.forward(q, k, v, causal=..., scale=...), in float64, "
+        "after `from reference import attention`."
+    )
+    cure: list | None = None
 
     @property
     def mine_name(self):
@@ -97,17 +147,26 @@ class Hunt(Task):
 
 
 def load(text=None):
-    """{id: Exercise or Hunt} in the order of the ids, from exercises.toml or from text in its place."""
+    """{id: task} in the order of the ids, from exercises.toml or from text in its place."""
     entries = tomllib.loads(text or (STEPS / "workbook" / "exercises.toml").read_text())
-    tasks = [Exercise(**e) for e in entries.get("exercise", ())] + [Hunt(**h) for h in entries.get("hunt", ())]
+    kinds = {"exercise": Exercise, "puzzle": Puzzle, "step": Step, "hunt": Hunt}
+    tasks = [kind(**entry) for name, kind in kinds.items() for entry in entries.get(name, ())]
     return {task.id: task for task in sorted(tasks, key=lambda task: task.id)}
 
 
 def find(id):
-    """The exercise or hunt of that id. The KeyError for an unknown one lists those that exist."""
+    """The task of that id. The KeyError for an unknown one lists those that exist."""
     if id not in (tasks := load()):
         raise KeyError(f"there is no exercise {id!r}; there are {', '.join(tasks)}")
     return tasks[id]
+
+
+def following(step):
+    """The lines of text about what comes after a step of the capstone: the next one, or the whole contract."""
+    tasks = [task for task in of_stage(step.number) if isinstance(task, Step) and task.level == step.level + 1]
+    if not tasks:
+        return [f"The whole contract: {step.verify}"]
+    return [f"Step {tasks[0].level}: {tasks[0].task}", f"Check it: python -m steps check {tasks[0].id}"]
 
 
 def visits(stage, rung):
@@ -119,5 +178,5 @@ def visits(stage, rung):
 
 
 def of_stage(number):
-    """The exercises, then the hunts of a stage."""
+    """The exercises and puzzles, then the hunts, then the capstone's steps of a stage."""
     return [task for task in load().values() if task.number == number]

@@ -9,7 +9,7 @@ from steps.workbook.answer import top_level
 COMPILER = r"^{file}[:(](\d+)[:)].*?error: (.*)"  # g++ and NVRTC
 EMULATION = r"\b{file}:(\d+): (.*)"
 NUMBA = r'^File ".*{file}", line (\d+):'
-TRITON = r"at (\d+):\d+:\ndef {name}\((?:.*\n)*(.*)"
+TRITON = r"at (\d+):\d+:\ndef (\w+)\((?:.*\n)*(.*)"
 
 CONSEQUENCE = "as a consequence of what your function returned or stored"
 
@@ -58,8 +58,9 @@ def _in_cuda(message, task, answer):
 
 def _in_compiled_python(what, task, answer, lines):
     """([line of the answer], what is wrong), as Numba's or Triton's compiler says it; ([], what) without a line."""
-    if found := re.search(TRITON.format(name=task.function), what):
-        return [top_level(ast.parse(answer.text), task.function).lineno + int(found[1]) - 1], found[2]
+    found = re.search(TRITON, what)
+    if found and (function := top_level(ast.parse(answer.text), found[2])):
+        return [function.lineno + int(found[1]) - 1], found[3]
     for found in re.finditer(NUMBA.format(file=re.escape(task.file)), what, re.M):
         if int(found[1]) in lines:
             return [lines[int(found[1])]], what[: found.start()].rstrip()

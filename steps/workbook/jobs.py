@@ -9,12 +9,14 @@ import importlib
 import importlib.util
 import sys
 import types
+from dataclasses import replace
 
 import torch
 
 from reference import cases, error, mutants
 from steps import engine
-from steps.workbook import differences, one_rung
+from steps.workbook import capstone as steps_of_capstone
+from steps.workbook import differences, one_rung, puzzles
 
 
 class WrongReturn(Exception):
@@ -40,6 +42,34 @@ def exercise(job, tell):
         tell(says=says, wrong=wrong + unwritten if wrong else [])
         rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
     found = mutants.diagnose(rows, job["order"] or supports["order"])
+    tell(mutants=[m.name for m in found], equals=[m.says for m in found])
+
+
+def puzzle(job, tell):
+    """Runs the cases of a module of steps/workbook/puzzles, and tells the same as `exercise`."""
+    module = importlib.import_module(job["module"])
+    rows = []
+    for case in module.CASES:
+        tell(running=case.says)
+        rows.append(puzzles.judge(module, case))
+        tell(says=case.says, wrong=rows[-1][-1])
+    known = puzzles.mistakes(module)
+    found = puzzles.diagnose(module, rows)
+    tell(mutants=found, equals=[known[name].says for name in found])
+
+
+def capstone(job, tell):
+    """Runs the cases of the first step, then those of the next one, up to the job's level or the first wrong step."""
+    attention = importlib.import_module(job["module"]).attention
+    for step in range(1, job["level"] + 1):
+        rows = []
+        for case in steps_of_capstone.STEPS[step]:
+            tell(running=case.says, step=step)
+            rows.append(steps_of_capstone.judge(attention, step, case, engine.device))
+            tell(says=case.says, wrong=rows[-1][-1], step=step)
+        if any(lines for *_, lines in rows):
+            break
+    found = steps_of_capstone.diagnose(rows)
     tell(mutants=[m.name for m in found], equals=[m.says for m in found])
 
 
@@ -69,9 +99,12 @@ def cost(job, tell):
 
 def _cases(job, supports):
     """Yields (case, inputs, expected results) of the exercise's cases."""
-    for name in job["cases"]:
+    for entry in job["cases"]:
+        name, _, dtype = entry.partition(":")
         case = next(c for c in cases.CASES if c.name == name)
-        x = cases.build(case, supports, supports["dtypes"][0], engine.device)
+        if dtype:
+            case = replace(case, says=f"{case.says}, {dtype}")
+        x = cases.build(case, supports, getattr(torch, dtype) if dtype else supports["dtypes"][0], engine.device)
         yield case, x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
 
 
@@ -141,22 +174,24 @@ def _describe(value):
 
 
 def hunt(job, tell):
-    """Runs the reader's test on the stage's forward, then on that of the broken kernel.
+    """Runs the reader's test on the right function, then on that of the broken kernel.
 
-    Raises WrongReturn if the test returns something: a test asserts, and pytest ignores what it returns.
+    The right one is the stage's own or, if `cured`, that of the broken module, which is repaired in the copy. Raises
+    WrongReturn if the test returns something: a test asserts, and pytest ignores what it returns.
     """
     namespace = {"__name__": "hunt"}
     exec(job["helpers"], namespace)
     exec(compile(job["text"], job["label"], "exec"), namespace)
     test = namespace["test"]
-    tell(running="the stage's own forward")
-    if (returned := test(one_rung.stage(job["stage"]).forward)) is not None:
+    tell(running="the repaired kernel" if job["cured"] else "the stage's own forward")
+    right = importlib.import_module(job["module"]) if job["cured"] else one_rung.stage(job["stage"])
+    if (returned := test(getattr(right, job["subject"]))) is not None:
         raise WrongReturn(f"returned {returned!r:.40}; it has to assert, because what a test returns is ignored")
     tell(good="passes", running="the broken kernel")
     spec = importlib.util.spec_from_file_location(job["module"], job["path"])
     broken = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(broken)
     try:
-        test(broken.forward)
+        test(getattr(broken, job["subject"]))
     except Exception as e:
         tell(broken=": ".join([type(e).__name__, *str(e).splitlines()[:1]]))

@@ -24,6 +24,8 @@ PRELOAD = {
     "step01_fa1_numba": ["numba.cuda"],
     "step03_triton": ["triton", "triton.language"],
     "hunt": ["torch.distributed.tensor"],
+    "puzzle": ["triton", "triton.language"],
+    "capstone": ["triton", "triton.language"],
 }
 FORK = sys.platform == "linux"  # Elsewhere a fork after the import of torch may crash, so each job gets its own server.
 _servers = {}  # {engine: its server}

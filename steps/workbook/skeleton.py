@@ -6,8 +6,9 @@ Their signatures and docstrings are taken from the stage's own files, so that th
 import ast
 import textwrap
 
+from steps.workbook import exercises
 from steps.workbook.answer import top_level
-from steps.workbook.exercises import Exercise
+from steps.workbook.exercises import Hunt, Puzzle, Step
 from steps.workbook.listing import cuda_span, show
 
 
@@ -20,8 +21,10 @@ def write(task):
 
 def text(task):
     """The text of the file that a reader starts from."""
-    if not isinstance(task, Exercise):
+    if isinstance(task, Hunt):
         return _hunt(task)
+    if isinstance(task, Step):
+        return _capstone(task)
     return _python(task) if task.path.suffix == ".py" else _cuda(task)
 
 
@@ -65,12 +68,38 @@ def _python(task):
     tree, lines = ast.parse(source), source.splitlines()
     own = top_level(tree, task.function)
     imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    before = ""
+    if isinstance(task, Puzzle):
+        before = f"\n\n{show(f'{task.stage}/{task.path.stem}', 'specification')}\n"
+        used = {n.id for name in ("specification", task.function) for n in ast.walk(top_level(tree, name))
+                if isinstance(n, ast.Name)} | {"triton"}  # fmt: skip
+        imports = [n for n in imports if any((alias.asname or alias.name) in used for alias in n.names)]
     imported = ["\n".join(lines[n.lineno - 1 : n.end_lineno]) for n in imports] + task.imports
     imported = "\n".join(sorted(imported, key=lambda text: (text.startswith("from"), text)))
     body = own.body[0] if ast.get_docstring(own) is not None else None
     until = body.end_lineno if body else own.body[0].lineno - 1
     signature = "\n".join(lines[own.lineno - 1 : until])
-    return f"{_header(task, '#')}\n\n{imported}\n\nfrom steps.workbook import Blank\n\n\n{signature}\n    raise Blank\n"
+    head = f"{_header(task, '#')}\n\n{imported}\n\nfrom steps.workbook import Blank\n"
+    return f"{head}{before}\n\n{signature}\n    raise Blank\n"
+
+
+def _capstone(task):
+    """One file for all steps of the capstone."""
+    steps = [t for t in exercises.of_stage(task.number) if isinstance(t, Step)]
+    lines = [
+        f"{task.id.removesuffix(f'.{task.level}')} The forward from an empty file, in {len(steps)} steps.",
+        "",
+        f"Write a Triton kernel, and below it `{task.function}`, which starts it. A check runs the cases of its step "
+        "after those of all earlier steps. q is (B, H, Nq, D), k and v are (B, H, Nk, D), float32 with D contiguous.",
+    ]
+    for step in steps:
+        lines += ["", f"Step {step.level}, about {step.lines} lines. {step.title}. {step.task}"]
+        lines += [f"    python -m steps check {step.id}      python -m steps hint {step.id}"]
+    lines += ["", f"Then the whole contract: {task.verify}"]
+    own = top_level(ast.parse(task.path.read_text()), task.function)
+    signature = f"def {task.function}({ast.unparse(own.args)}):"
+    imports = "import torch\nimport triton\nimport triton.language as tl\n\nfrom steps.workbook import Blank"
+    return f"{_comment(lines, '#')}\n\n{imports}\n\n\n{signature}\n    raise Blank\n"
 
 
 def _cuda(task):
@@ -85,10 +114,7 @@ def _hunt(task):
     lines.append(f"The kernel is steps/{task.file}. Write the test that would have caught it, and find the cause.")
     if task.engine == "cpu":
         lines.append("It is checked on the CPU, also where there is a GPU.")
-    lines.append(
-        "The right results are those of attention.forward(q, k, v, causal=..., scale=...), in float64, "
-        "after `from reference import attention`."
-    )
+    lines.append(task.note)
     lines.append(f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}")
     lines += ["", "What is the cause? CAUSE is the letter of one of these:"]
     lines += [f"  {letter}  {says}" for letter, says in task.causes.items()]
@@ -101,8 +127,8 @@ from steps.workbook import Blank
 CAUSE = ""
 
 
-def test(forward):
-    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=False, scale=None).
+def test({task.subject}):
+    """Asserts what must hold of {task.call}.
 
     q is (B, H, Nq, D), k and v are (B, H, Nk, D).
     """

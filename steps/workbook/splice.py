@@ -33,11 +33,16 @@ def copy_of_steps(folder, pairs, whole=False):
     shutil.copytree(STEPS, Path(folder) / "steps", ignore=ignore)
     spliced = {}
     for task, answer in pairs:
-        path = Path(folder) / "steps" / task.file
-        spliced[task.id] = splice(path.read_text(), answer, task)
-        path.write_text(spliced[task.id].text)
-        Path(cache_from_source(path)).unlink(missing_ok=True)
+        spliced[task.id] = splice((Path(folder) / "steps" / task.file).read_text(), answer, task)
+        write_copy(folder, task, spliced[task.id].text)
     return spliced
+
+
+def write_copy(folder, task, text):
+    """Writes the text into the task's file in the copy."""
+    path = Path(folder) / "steps" / task.file
+    path.write_text(text)
+    Path(cache_from_source(path)).unlink(missing_ok=True)
 
 
 def _no_check_needs(folder, names):

@@ -1,0 +1,72 @@
+"""Exercises that stand on their own: each module here is one of them, with a small kernel around the function asked.
+
+Such a module has
+    specification   what the kernel computes, in a few lines of torch; the reader's file begins with it
+    the function    that the exercise asks for, and the kernel that calls it
+    run             starts the kernel: {name: tensor} from the arguments of the specification
+    expected        {name: (what `run` has to return, how far from it a result may be)}
+    CASES           the inputs that a check runs
+    the mistakes    functions marked by `mistake`: what `run` returns if that mistake is made
+    explain         optional: the lines of text about a wrong result in the words of the exercise
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from reference import mutants
+from steps.workbook import differences
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input. `says` is the property that it checks, in the words that report a failure."""
+
+    says: str
+    inputs: Callable  # () -> the arguments of the specification, by name
+    how: dict = field(default_factory=dict)  # arguments of `run` that must not change the result, such as its tile
+
+
+def mistake(says):
+    """Marks a function as a known mistake. It gets the arguments of `run` and returns what `run` would return.
+
+    says completes the sentence "This equals what you get when ...".
+    """
+
+    def mark(function):
+        function.says = says
+        return function
+
+    return mark
+
+
+def mistakes(puzzle):
+    """{name: function}: the known mistakes of a module of this package."""
+    return {name: value for name, value in vars(puzzle).items() if hasattr(value, "says")}
+
+
+def judge(puzzle, case):
+    """(arguments, results, expected results, lines about what is wrong) of a case with the module's function."""
+    arguments = case.inputs() | case.how
+    got, want = puzzle.run(**arguments), puzzle.expected(**case.inputs())
+    lines = differences.of_tensors(got, want)
+    if lines and hasattr(puzzle, "explain"):
+        lines = puzzle.explain(got, want, **arguments)
+    if case is puzzle.CASES[0] and not lines:
+        again = puzzle.run(**arguments)
+        lines = [] if all(torch.equal(got[name], again[name]) for name in got) else ["a second run differs"]
+    return arguments, got, want, lines
+
+
+def diagnose(puzzle, rows):
+    """The names of the mistakes that the results equal in every case. rows: what `judge` returned for each case."""
+    names = []
+    for name, run in mistakes(puzzle).items():
+        if not any(_differ(got, run(**arguments), want) for arguments, got, want, _ in rows):
+            names.append(name)
+    return names if any(lines for *_, lines in rows) else []
+
+
+def _differ(got, mistaken, want):
+    return mutants._differ(got, mistaken, {name: tolerance for name, (_, tolerance) in want.items()})
