@@ -71,7 +71,7 @@ lab: setup ## JupyterLab on your own copies of the notebooks, in my/
 	$(call run,$(PY) -m jupyterlab --ServerApp.root_dir=my $(ARGS))
 
 NOTEBOOKS := $(patsubst notebooks/src/%.py,notebooks/%.ipynb,$(wildcard notebooks/src/*.py))
-notebooks: $(NOTEBOOKS) ## execute notebooks/src/*.py; one alone: make notebooks/03_triton.ipynb
+notebooks: $(NOTEBOOKS) ## execute notebooks/src/*.py; one alone: make notebooks/04_ring.ipynb
 	$(call run,true)
 
 # Always executed: what a notebook shows depends on the stages, too. --update and no timing: equal outputs, equal file.

@@ -16,6 +16,7 @@ from steps.step02_fa2_cuda import ladder
 
 STEPS = Path(__file__).parents[1] / "steps"
 PUBLISHED = "step01_fa1_numba/fwd_0_published.py"
+FEATURES = [f"step03_triton/{file}.py" for file in ("flash", "flash_kernels", "features", "tiles")]
 SETS = {  # What to copy, and the file and function names of its forward and backward.
     "00 matrix": (["step00_naive/fwd_1_matrix.py", "step00_naive/bwd_1_matrix.py"],
                   "fwd_1_matrix.forward", "bwd_1_matrix.backward"),
@@ -32,6 +33,9 @@ SETS = {  # What to copy, and the file and function names of its forward and bac
     "03 tma": (["step03_triton/fwd_1_tma.py", "step03_triton/bwd_1_tma.py"], "fwd_1_tma.forward", "bwd_1_tma.backward"),
     "03 roles": (["step03_triton/fwd_2_roles.py", "step03_triton/bwd_1_tma.py"],
                  "fwd_2_roles.forward", "bwd_1_tma.backward"),
+    "03 features": (FEATURES, "flash.forward", "flash.backward"),
+    "03 operators": ([*FEATURES, *(f"step03_triton/{file}.py" for file in ("options", "operators", "decode"))],
+                     "operators.forward", "operators.backward"),
 }  # fmt: skip
 # What every rung of stage 02 needs beside its own .cu files.
 HOST = [f"step02_fa2_cuda/{file}" for file in ("ladder.py", "launch.py", "nvrtc.py", "cache.py", "wgmma.py", "ptx.cuh")]

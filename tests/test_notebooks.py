@@ -21,10 +21,10 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def test_there_are_eight_with_a_script_each():
+def test_there_are_nine_with_a_script_each():
     assert [p.stem for p in NOTEBOOKS] == [
         "00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
-        "02d_fa2_cuda_hopper", "03_triton", "04_ring",
+        "02d_fa2_cuda_hopper", "03a_triton_kernels", "03b_triton_features", "04_ring",
     ]  # fmt: skip
     assert [p.stem for p in sorted((ROOT / "notebooks" / "src").glob("*.py"))] == [p.stem for p in NOTEBOOKS]
 
@@ -173,7 +173,7 @@ def test_no_clocks_without_a_product_are_claimed_where_their_end_is_not_recorded
 
 @pytest.mark.parametrize("kernel", ["fwd_0_fused", "bwd_0_fused"])
 def test_triton_is_compared_within_one_run(kernel, executions):
-    text = printed("03_triton", executions)
+    text = printed("03a_triton_kernels", executions)
     if "no rows yet" in text:
         pytest.skip("the rows are of another version of the kernels")
     shown = next(d for d in map(ast.literal_eval, re.findall(r"TFLOP/s: (\{.*\})", text)) if kernel in d)

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from reference import error, feature_cases, philox
+from reference import cases, error, feature_cases, philox
 from reference.feature_cases import random
 from steps import engine
-from steps.step03_triton import features, flash
+from steps.step03_triton import features, flash, tiles
 from support import compile_triton
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
@@ -42,9 +42,13 @@ def run(q, k, v, dout, options, tile):
     """The results by name, from memory that is full of NaN until it is written."""
     torch.use_deterministic_algorithms(True)  # This also fills what torch.empty returns.
     try:
-        return feature_cases.run(flash, q, k, v, dout, options, tile=tile)
+        got = feature_cases.run(flash, q, k, v, dout, options, tile=tile)
     finally:
         torch.use_deterministic_algorithms(False)
+    like = dict.fromkeys(("out", "dq", "dk", "dv"), q) | {"dmask": options.get("mask")}
+    carried = ("out", "lse") if "parts" in options else ("lse",)
+    assert all(x.dtype == (torch.float32 if name in carried else like[name].dtype) for name, x in got.items())
+    return got
 
 
 def check(names, dtype, tile, **options):
@@ -52,7 +56,7 @@ def check(names, dtype, tile, **options):
     assert not error.failures(run(*x, tile), feature_cases.expected(*x))
 
 
-HALF = ("window", "narrow window", "boolean of all heads", "additive of each head", "alibi", "dropout", "packed")
+HALF = ("narrow window", "boolean of all heads", "additive", "additive of each head", "alibi", "dropout", "packed")
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -66,7 +70,8 @@ def test_alone(name):
 
 @pytest.mark.parametrize("names", MODELS, ids=" + ".join)
 def test_as_models_combine_them(names):
-    check(names, torch.float16 if "packed" in names else torch.float32, TILES[0])
+    others = {("additive", "window", "parts"): torch.bfloat16}
+    check(names, others.get(names, torch.float16 if "packed" in names else torch.float32), TILES[0])
 
 
 @pytest.mark.long
@@ -74,6 +79,36 @@ def test_as_models_combine_them(names):
 @pytest.mark.parametrize("names", [*((name,) for name in FEATURES), *PAIRS, *MODELS], ids=" + ".join)
 def test_pairs(names, dtype):
     check(names, dtype, TILES[dtype == torch.float32])
+
+
+@pytest.mark.parametrize("name, dtype", [
+    ("own_layouts", torch.float16), ("offset", torch.float16), ("expanded", torch.float16),
+    ("large_scores", torch.float32), ("tied_keys", torch.float32),
+])  # fmt: skip
+def test_without_features(name, dtype):
+    (case,) = [case for case in cases.CASES if case.name == name]
+    x = cases.build(case, {"tiles": TILES, "head_dims": ()}, dtype, engine.device)
+    want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+    assert not error.failures(cases.run(flash, case, x), want)
+
+
+def test_rows_that_the_copy_engine_cannot_read():
+    """Rows of 20 numbers of 2 bytes do not begin at multiples of 16 bytes."""
+    check(("causal",), torch.float16, TILES[1], D=20)
+
+
+@pytest.mark.parametrize("layout", ["every other key", "one row"])
+def test_masks_that_the_copy_engine_cannot_read(layout):
+    q, k, v, dout, options = inputs(("additive of each head",), torch.float16)
+    mask = options["mask"]
+    if layout == "one row":
+        mask = mask[:, :1, 3:4].clone()
+    else:
+        mask = torch.stack([mask, torch.full_like(mask, math.nan)], -1).flatten(-2)
+        mask = torch.nn.functional.pad(mask, (0, 6))[..., : 2 * k.shape[2] : 2]
+    assert tiles.is_aligned(mask)
+    out, lse = flash.forward(q, k, v, mask=mask, tile=TILES[0])
+    assert not error.failures({"out": out, "lse": lse}, feature_cases.expected(q, k, v, dout, {"mask": mask}))
 
 
 @pytest.mark.gpu
@@ -89,13 +124,15 @@ def bits(results):
 
 
 def test_bit_equal_from_run_to_run():
-    x = inputs(("causal", "softcap", "additive", "alibi", "dropout"), torch.float16)
+    x = inputs(("causal", "softcap", "additive", "alibi"), torch.float16)
     one, two = (bits(run(*x, TILES[0])) for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("value", ["finfo.min", -1e4], ids=str)
-@pytest.mark.parametrize("names", [("causal", "additive"), ("additive", "window", "parts")], ids=" + ".join)
+@pytest.mark.parametrize("names, value", [
+    (("causal", "additive"), -1e4), (("causal", "additive"), "finfo.min"),
+    (("additive", "window", "parts"), "finfo.min"),
+], ids=str)  # fmt: skip
 def test_a_finite_mask_stays_finite(names, value):
     """A row of finfo.min has equal P, in the backward too: its log-sum-exp has no room for the number of keys."""
     q, k, v, dout, options = inputs(names)
@@ -133,18 +170,18 @@ def test_a_sequence_does_not_read_its_neighbours():
 
 
 @pytest.mark.parametrize("dtype, first_query, first_key",
-    [(torch.float32, None, 0), (torch.float16, 5, 32), (torch.float32, 3, 5), (torch.float16, 2, -7)], ids=str,
+    [(torch.float32, None, 0), (torch.float16, 5, 32), (torch.float32, 3, 5), (torch.float16, 2, -8)], ids=str,
 )  # fmt: skip
 def test_every_kernel_drops_the_same_entries(dtype, first_query, first_key):
     """With q = 0, and v, dout or k the identity, an entry of out, dv or dq is 0 exactly where P was dropped."""
-    n, p, seed = 18, 0.4, -5
-    zero, one = torch.zeros(2, 2, n, n, dtype=dtype, device=engine.device), torch.ones(2, 2, n, n, dtype=dtype)
-    eye, one = torch.eye(n, dtype=dtype, device=engine.device).expand(2, 2, n, n), one.to(engine.device)
-    keep = philox.keep_mask(seed, 2, 2, n, n, p, first_query, first_key).to(engine.device)
+    H, n, p, seed = 2, 18, 0.3, -5
+    zero, one = torch.zeros(1, H, n, n, dtype=dtype, device=engine.device), torch.ones(1, H, n, n, dtype=dtype)
+    eye, one = torch.eye(n, dtype=dtype, device=engine.device).expand(1, H, n, n), one.to(engine.device)
+    keep = philox.keep_mask(seed, 1, H, n, n, p, first_query, first_key).to(engine.device)
     options = dict(dropout_p=p, seed=seed, first_query=first_query, first_key=first_key, tile=TILES[0])
     out, lse = flash.forward(zero, eye, eye, **options)
     assert torch.equal(out != 0, keep)
-    options |= dict(mask=torch.zeros(2, 2, n, n, device=engine.device), mask_gradient=True)
+    options |= dict(mask=torch.zeros(1, H, n, n, device=engine.device), mask_gradient=True)
     dq, _, _, dmask = flash.backward(one, zero, eye, one, zero, lse, **options)  # out = 0 makes delta 0
     _, _, dv, _ = flash.backward(eye, zero, eye, one, zero, lse, **options)
     for result in (dq, dv.mT, dmask):

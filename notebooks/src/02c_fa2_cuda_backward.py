@@ -927,4 +927,4 @@ line.""")
 #
 # **Read:** `papers/flash_attention_2.md`, Algorithm 2 and question 2 of the discussion.
 #
-# **Next:** [02d_fa2_cuda_hopper.ipynb](02d_fa2_cuda_hopper.ipynb); or on to Triton in [03_triton.ipynb](03_triton.ipynb).
+# **Next:** [02d_fa2_cuda_hopper.ipynb](02d_fa2_cuda_hopper.ipynb); or on to Triton in [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb).

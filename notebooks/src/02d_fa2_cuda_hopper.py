@@ -1108,4 +1108,4 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 #
 # **Read:** `papers/flash_attention_3.md`; the PTX ISA on `mbarrier`, `cp.async.bulk.tensor`, `wgmma` and `setmaxnreg`.
 #
-# **Next:** [03_triton.ipynb](03_triton.ipynb). A compiler decides most of this for you.
+# **Next:** [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb). A compiler decides most of this for you.

@@ -1,6 +1,6 @@
 """Stage 03: FlashAttention-2 in Triton; without a GPU in Triton's interpreter.
 
-Notebook: notebooks/03_triton.ipynb. Tests: tests/test_step03_triton.py.
+Notebooks: notebooks/03*.ipynb. Tests: tests/test_step03_*.py.
 """
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from steps import engine
 
 from . import rungs
+from .models import register_with_transformers, use_in_sdpa  # noqa: F401
 from .operators import dropout_mask, set_deterministic  # noqa: F401  They are public.
 from .public import functions
 from .sdpa import sdpa_of
@@ -29,8 +30,8 @@ SUPPORTS = {
     "deterministic": True,
     "order": "fa2",  # the order in which tiles are visited, for reference/mutants.py
     "title": "FlashAttention-2 fused in Triton",
-    "notebooks": ("03_triton",),
-    "minutes": 60,  # to read
+    "notebooks": ("03a_triton_kernels", "03b_triton_features"),
+    "minutes": 120,  # to read
     "hardware": "Linux; an NVIDIA GPU for its speed",
 }
 forward, backward, attention = functions(RUNGS, SUPPORTS)

@@ -12,7 +12,7 @@
 # ---
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# # 03. Triton: a kernel written in tiles
+# # 03a. Triton: a kernel written in tiles
 #
 # ## 1. The question
 #
@@ -105,8 +105,7 @@ triton.runtime.driver.set_active(Driver())
 
 # %% slideshow={"slide_type": "skip"}
 # Triton decides at import whether it interprets or compiles, so a second process compiles.
-# It needs no GPU, only something that answers when Triton asks for one. Parts 4 and 7 read
-# what it finds.
+# It needs no GPU, only something that answers when Triton asks for one. See parts 4 and 7.
 COMPILE += r"""
 torch.cuda.get_device_capability = lambda device=None: divmod(arch, 10)
 for job in json.loads(sys.argv[1]):
@@ -323,7 +322,7 @@ for dtype in (torch.float16, torch.bfloat16):
 # | [6] | for each tile of keys | `key_ranges`, `visit_keys` |
 # | [7] | K_j and V_j | `load_tile` |
 # | [8] | S = Q_i K_jᵀ, not scaled yet | `visit_keys`; what is hidden: `mask` (yours, in part 5) |
-# | [9–10] | m, l and O take in the tile | `online_update` |
+# | [9–10] | m, l and O take in the tile | `online_update` (yours, too) |
 # | [12–15] | out = O / l, lse = scale · m + log l | `forward_kernel` |
 #
 # The budget first: the compiler spreads a program's tiles over its warps, and what does not fit spills.
@@ -343,11 +342,7 @@ for size, dtype in ((2, "bf16"), (4, "fp32")):
 # A GPU computes powers of 2. So the kernel folds log2(e) into the scale, once: with c = scale · log2(e) it is
 # exp(scale · S - scale · m) = 2^(c S - c m), one multiply-add and one `exp2` an entry. m is the maximum of the *unscaled* scores.
 # `factor_and_shift` gives c and c m; why it is a function comes below.
-
-# %% slideshow={"slide_type": "fragment"}
-show("step03_triton/fwd_0_fused", "online_update")
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
+#
 # Here it is on notebook 00's six tokens in tiles of 16 x 16, keys 0 to 2 first and 3 to 5 second. What is not there is
 # loaded as 0, and `mask` hides it as a key.
 
@@ -698,6 +693,12 @@ print("stage 03 twice, the same bits:", same)
 # with queries down and keys across, `keys_kernel` with everything transposed. `lse_2`, `delta`, `query` and `key` (positions in
 # q and k) come as a column or a row to match. S is not scaled; `scale_log2` is scale · log2(e), and `lse_2` is lse · log2(e), or
 # +inf for a query that sees no key.
+#
+# **Exercise 03.3: one tile of keys, in base 2.** `factor_and_shift(m, scale_log2)` is there for you. V_j (Bc, D) has the tensors'
+# dtype. In a row that has seen no key m is -inf.
+#
+# **Bug hunt 03.bug1:** "half of my lse is garbage, only with `warp_specialize`". `python -m steps check 03.bug1` tells the whole
+# complaint; you write the test that catches it.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -722,6 +723,15 @@ def tile_gradients(
 
 
 check("03.2", tile_gradients)
+
+# %% slideshow={"slide_type": "fragment"}
+@triton.jit
+def online_update(m, l, O, S, V_j, scale_log2):
+    """(m, l, O) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled."""
+    raise Blank
+
+
+check("03.3", online_update)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
@@ -982,20 +992,17 @@ product.""", roof)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Capstone: the forward from an empty file
 #
-# Write a `@triton.jit` kernel and `attention(q, k, v, causal=False, scale=None)`, which returns out, in `my/flash.py`. Each of four
-# steps is judged by the contract's cases. A failure names its property and, where it can, the mistake.
+# Four steps, one file: `my/03_capstone.py` begins with the signature of `attention` and nothing else. Each check also runs the
+# steps before it; a failure names its property and, where it can, the mistake.
 #
-# ```
-# python -m steps verify my/flash.py:attention --no-backward --tile 32 OPTIONS
-# ```
+# | `python -m steps check` | what you add |
+# |---|---|
+# | `03.capstone.1` | 32 queries, 32 keys: three loads, two products, a softmax in between |
+# | `03.capstone.2` | a loop over tiles of keys, with the online softmax |
+# | `03.capstone.3` | any number of queries and keys, any head_dim, any strides |
+# | `03.capstone.4` | the causal mask, and lse |
 #
-# | step | what you add | OPTIONS |
-# |---|---|---|
-# | 1 | three loads, two products, `online_update`; a tile of 32 x 32 | `--multiple-of 32 --head-dim 32 --head-dim 64 --no-causal --no-scale --no-gqa --no-nq-ne-nk --no-empty --no-strides --no-offset --no-large-scores` |
-# | 2 | masks for rows and columns: any N, any head_dim | `--no-causal --no-scale --no-gqa --no-strides --no-offset --no-large-scores` |
-# | 3 | strides, key heads, a scale | `--no-causal --no-large-scores` |
-# | 4 | the diagonal, rows without keys, huge scores | none |
-#
+# Then `python -m steps verify my/03_capstone.py:attention --no-backward --no-gqa --tile 32` puts it through the contract's cases.
 # On a GPU the command also prints your speed beside torch's.
 #
 # **Go further**
@@ -1006,4 +1013,4 @@ product.""", roof)
 #
 # **Read:** `papers/flash_attention_2.md`, `papers/flash_attention_3.md`; Triton's tutorial on fused attention.
 #
-# **Next:** [04_ring.ipynb](04_ring.ipynb), where this kernel is the block that every rank computes.
+# **Next:** [03b_triton_features.ipynb](03b_triton_features.ipynb): masks, windows, dropout, packed sequences, decoding.

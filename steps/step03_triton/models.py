@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: MIT
+"""The stage's attention in models that exist, without a change in their code.
+
+    with use_in_sdpa():                 torch.nn.functional.scaled_dot_product_attention computes with our kernels
+        model(x)
+
+    register_with_transformers()        a name for attn_implementation= in Hugging Face's transformers
+
+torch has a registry of flash attention kernels, and `use_in_sdpa` registers ours there. FlashAttention-4, which torch
+registers there itself, replaces the operators that compute flash attention on a GPU. They have no mask, and torch calls
+them in 16 bits only. We replace the operator above them, aten::scaled_dot_product_attention, in which torch chooses a
+kernel: so a call reaches us before torch has chosen, on a CPU and on a GPU. What we do not take goes on to torch.
+
+    call of scaled_dot_product_attention                          computed by
+    float16, bfloat16, float32; 2 dimensions or more              ours
+    attn_mask, bool or added, also with a gradient                ours
+    dropout_p < 1; scale; is_causal; enable_gqa; Nq != Nk         ours
+    under torch.compile, autocast, inference_mode                 ours
+    nn.MultiheadAttention(need_weights=False), nn.Transformer     ours
+    head_dim > 256, or that of value is another; float64          torch
+    tensors on a device that the kernels do not run on; nested    torch
+    dropout_p = 1                                                 torch
+    torch.func (grad, vmap, jvp); forward-mode derivatives        torch
+    under sdpa_kernel(...) without FLASH_ATTENTION                torch, with the kernel that was asked for
+    nn.MultiheadAttention with need_weights=True                  no call: it computes P as a matrix itself
+    in a function that was compiled outside of the context        as compiled
+
+Needs operators.py, sdpa.py and the files that they name. Left out: sinks and the mask of T5 in transformers.
+"""
+
+import contextlib
+
+import torch
+import triton
+from torch._functorch import config as compiling
+from torch.autograd import forward_ad
+
+from .operators import attention
+from .sdpa import sdpa_of
+
+NAME = "steps_triton"
+OPERATOR = "scaled_dot_product_attention"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+sdpa = sdpa_of(attention)
+
+
+@contextlib.contextmanager
+def use_in_sdpa():
+    """Within this context torch's scaled_dot_product_attention computes with our kernels, in all threads.
+
+    After it, also by an exception, torch computes as before. A function keeps the kernel with which torch.compile
+    compiled it: compile it in the context, or call torch.compiler.reset(). Raises RuntimeError if torch is too old.
+    """
+    check_torch()
+    registry, mha = torch.nn.attention, torch.backends.mha
+    before, fastpath = registry.current_flash_attention_impl(), mha.get_fastpath_enabled()
+    registry.register_flash_attention_impl(NAME, register_fn=Registration)
+    registry.activate_flash_attention_impl(NAME)
+    mha.set_fastpath_enabled(False)  # In this path nn.MultiheadAttention does not call scaled_dot_product_attention.
+    try:
+        # torch.compile keeps its results on disk, and does not know that they now depend on the context.
+        with compiling.patch(enable_autograd_cache=False):
+            yield
+    finally:
+        mha.set_fastpath_enabled(fastpath)
+        registry.restore_flash_attention_impl()
+        if before is not None:
+            registry.activate_flash_attention_impl(before)
+
+
+def check_torch():
+    """Raises RuntimeError unless torch has its registry of flash attention, and gives out an operator's own kernel."""
+    has_registry = hasattr(torch.nn.attention, "register_flash_attention_impl")
+    if not (has_registry and hasattr(torch.library, "get_kernel")):
+        raise RuntimeError(
+            f"use_in_sdpa needs torch.nn.attention.register_flash_attention_impl of torch 2.13; this is torch "
+            f"{torch.__version__}. Update torch, or call steps.step03_triton.sdpa, which needs no registry."
+        )
+
+
+class Registration:
+    """Our kernel in the place of torch's operator, from now on until torch's registry calls `remove`."""
+
+    def __init__(self):
+        torchs = torch.library.get_kernel(f"aten::{OPERATOR}", "CPU")  # It is the same for every device.
+
+        def choose(keys, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None,
+                   enable_gqa=False):  # fmt: skip
+            arguments = query, key, value, attn_mask, dropout_p, is_causal
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            if takes(query, key, value, dropout_p):
+                return sdpa(*arguments, **options)
+            return torchs.call_boxed(keys, *arguments, **options)
+
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl(OPERATOR, choose, "CompositeImplicitAutograd", with_keyset=True)
+
+    def remove(self):
+        self.library = None  # torch takes a registration back when its library ceases to exist.
+
+
+def takes(query, key, value, dropout_p):
+    """Whether our kernels compute this call: the table above."""
+    tensors = query, key, value
+    device = "cpu" if triton.knobs.runtime.interpret else "cuda"
+    return (
+        not any(x.is_nested for x in tensors)
+        and query.dtype in DTYPES
+        and all(x.dtype == query.dtype and x.device.type == device and x.ndim >= 2 for x in tensors)
+        and 1 <= query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+        and dropout_p < 1
+        and torch.backends.cuda.flash_sdp_enabled()  # sdpa_kernel(...) without FLASH_ATTENTION switches it off.
+        and torch._C._functorch.peek_interpreter_stack() is None  # Otherwise this is a call within torch.func.
+        and all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
+    )
+
+
+def register_with_transformers(name=NAME):
+    """Makes our kernels known to Hugging Face's transformers (tested with 5.23), and returns the name.
+
+        model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=register_with_transformers())
+
+    Raises ImportError without transformers.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(name, attend)
+    # Without a mask function under the same name transformers makes no mask, and padding would be seen.
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None, **more):
+    """(out (B, Nq, H, D), None) as transformers asks for it; query (B, H, Nq, D), key and value (B, Hk, Nk, D).
+
+    Without a mask a decoder's queries see what is_causal of torch shows them, at the top left: in a cache that was
+    allocated longer, the keys after the queries are still empty. One query sees all keys.
+    """
+    for name in ("s_aux", "position_bias", "cache"):
+        if more.get(name) is not None:
+            raise NotImplementedError(f"attn_implementation={NAME!r} has no {name}. Use 'eager' for this model.")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = is_causal and attention_mask is None and query.shape[2] > 1
+    first_query = 0 if causal and query.shape[2] != key.shape[2] else None
+    features = {"mask": attention_mask, "dropout_p": dropout, "softcap": softcap, "first_query": first_query}
+    out = attention(query, key, value, causal=causal, scale=scaling, **features)
+    return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,355 @@
+"""Stage 03 in people's models: which calls of torch's attention reach the kernel, and Hugging Face's transformers."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import steps.step03_triton as step03
+from steps import engine
+from steps.step03_triton import models, operators
+
+B, H, N, D = 2, 2, 12, 16
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    yield
+    step03.set_deterministic(None)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def in_sdpa():
+    """use_in_sdpa, which leaves nothing behind."""
+    if torch.__version__ < (2, 13):
+        pytest.skip("needs torch 2.13")
+    yield step03.use_in_sdpa
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.fixture
+def arrived(monkeypatch):
+    """The names of the launchers that ran, in their order."""
+    names = []
+
+    def run(kernel, *tensors, **options):
+        names.append(kernel.__name__)
+        return original(kernel, *tensors, **options)
+
+    original = operators.run
+    monkeypatch.setattr(operators, "run", run)
+    return names
+
+
+def random(*shape, seed=0, dtype=torch.float32, gradient=True):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x.to(engine.device, dtype).requires_grad_(gradient)
+
+
+def example(*, query=(B, H, N, D), key=(B, H, N, D), value=None, dtype=torch.float32):
+    return [random(*shape, seed=n, dtype=dtype) for n, shape in enumerate((query, key, value or key))]
+
+
+def result_and_gradients(tensors, **options):
+    """What scaled_dot_product_attention gives, and its gradients in q, k, v and in a mask that requires one."""
+    out = F.scaled_dot_product_attention(*tensors, **options)
+    leaves = [x for x in (*tensors, options.get("attn_mask")) if x is not None and x.requires_grad]
+    return out, *torch.autograd.grad(out, leaves, random(*out.shape, seed=9, dtype=out.dtype, gradient=False))
+
+
+SEEN = torch.arange(N, device=engine.device) < torch.tensor([[7], [N]], device=engine.device)
+CALLS = {  # {name: (shapes and dtype of the tensors, arguments)}
+    "plain": ({}, {}),
+    "causal": ({}, {"is_causal": True}),
+    "scale": ({}, {"scale": 0.5}),
+    "bool mask": ({}, {"attn_mask": SEEN[:, None, None]}),
+    "added mask": ({}, {"attn_mask": random(H, N, N, seed=5, gradient=False)}),
+    "mask with gradient": ({}, {"attn_mask": random(1, H, N, N, seed=5)}),
+    "GQA": ({"query": (1, 4, N, D), "key": (1, 2, N, D)}, {"enable_gqa": True}),
+    "3-D": ({"query": (H, N, D), "key": (H, N, D)}, {}),
+    "2-D": ({"query": (N, D), "key": (N, D)}, {}),
+    "5-D": ({"query": (1, B, H, N, D), "key": (1, B, H, N, D)}, {}),
+    "Nq < Nk causal": ({"query": (B, H, 7, D)}, {"is_causal": True}),
+    "Nq > Nk causal": ({"query": (B, H, 20, D)}, {"is_causal": True}),
+    "float16": ({"dtype": torch.float16}, {"is_causal": True}),
+}
+HEADS_OF_20 = {"query": (B, H, N, D), "key": (B, H, N, D), "value": (B, H, N, 20)}
+LEFT_TO_TORCH = {
+    "float64": ({"dtype": torch.float64}, {}),
+    "head_dim 264": ({"query": (1, 1, N, 264), "key": (1, 1, N, 264)}, {}),
+    "head_dim of value": (HEADS_OF_20, {}),
+    "all dropped": ({}, {"dropout_p": 1.0}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_that_arrive_are_what_torch_computes(call, in_sdpa, arrived):
+    shapes, options = CALLS[call]
+    tensors = example(**shapes)
+    expected = result_and_gradients(tensors, **options)
+    with in_sdpa():
+        found = result_and_gradients(tensors, **options)
+    assert arrived == ["forward", "backward"]
+    near = {"rtol": 5e-3, "atol": 5e-3} if tensors[0].dtype == torch.float16 else NEAR
+    torch.testing.assert_close(found, expected, **near)
+
+
+@pytest.mark.parametrize("call", LEFT_TO_TORCH)
+def test_calls_that_are_left_to_torch(call, in_sdpa, arrived):
+    shapes, options = LEFT_TO_TORCH[call]
+    tensors = example(**shapes)
+    expected = F.scaled_dot_product_attention(*tensors, **options)
+    with in_sdpa():
+        found = F.scaled_dot_product_attention(*tensors, **options)
+    assert arrived == []
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_transforms_and_other_kernels_are_left_to_torch(in_sdpa, arrived):
+    q, k, v = example()
+
+    def loss(q):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
+
+    expected = torch.func.grad(loss)(q)
+    with in_sdpa():
+        torch.testing.assert_close(torch.func.grad(loss)(q), expected)
+        torch.vmap(F.scaled_dot_product_attention)(q, k, v)
+        with sdpa_kernel(SDPBackend.MATH):
+            torch.autograd.functional.hvp(loss, q, q)  # Only this kernel of torch has second derivatives.
+            slope = torch.func.jvp(loss, (q,), (q,))[1]
+    torch.testing.assert_close(slope, (expected * q).sum(), **NEAR)
+    assert arrived == []
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_on_every_device_the_call_arrives_before_torch_chooses(interpreted, in_sdpa, monkeypatch):
+    """The kernels run on a CPU in the interpreter, and compiled on a GPU. The tensors have no memory: no GPU needed."""
+    taken = []
+    monkeypatch.setattr(models.triton.knobs.runtime, "interpret", interpreted)
+    monkeypatch.setattr(models, "sdpa", lambda query, *others, **options: taken.append(query.device.type) or query)
+    with in_sdpa(), FakeTensorMode():
+        for device, dtype in itertools.product(("cpu", "cuda"), (torch.float16, torch.float32)):
+            q, k, v, mask = torch.empty(4, H, N, N, device=device, dtype=dtype)
+            F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.1)
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert taken == ["cpu" if interpreted else "cuda"] * 4
+
+
+def test_nested_tensors_are_left_to_torch(in_sdpa, arrived):
+    x = torch.nested.nested_tensor([random(n, H, D, gradient=False) for n in (5, 9)], layout=torch.jagged)
+    x = x.transpose(1, 2)
+    expected = F.scaled_dot_product_attention(x, x, x)
+    with in_sdpa():
+        found = F.scaled_dot_product_attention(x, x, x)
+    assert arrived == []
+    torch.testing.assert_close(found.values(), expected.values(), rtol=0, atol=0)
+
+
+def test_a_dual_number_is_left_to_torch_which_refuses_it(in_sdpa, arrived):
+    q, k, v = example()
+    with in_sdpa(), torch.autograd.forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="forward AD"):
+            F.scaled_dot_product_attention(torch.autograd.forward_ad.make_dual(q, q), k, v)
+    assert arrived == []
+
+
+def test_dropout_is_drawn_by_torchs_generator(in_sdpa, arrived):
+    tensors = example()
+    with in_sdpa():
+        torch.manual_seed(3)
+        first = result_and_gradients(tensors, dropout_p=0.3)
+        other = F.scaled_dot_product_attention(*tensors, dropout_p=0.3)
+        torch.manual_seed(3)
+        again = result_and_gradients(tensors, dropout_p=0.3)
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    assert not torch.equal(other, first[0])
+    assert arrived == ["forward", "backward", "forward", "forward", "backward"]
+    torch.manual_seed(3)
+    torch.testing.assert_close(step03.sdpa(*tensors, dropout_p=0.3), first[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("training", [True, False])
+def test_multihead_attention(mode, training, in_sdpa, arrived):
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(H * D, H, batch_first=True, device=engine.device).train(training)
+    x = random(B, N, H * D, gradient=False)
+    with mode():
+        expected, _ = layer(x, x, x, key_padding_mask=~SEEN, need_weights=False)
+        with in_sdpa():
+            found, weights = layer(x, x, x, key_padding_mask=~SEEN, need_weights=False)
+            assert arrived == ["forward"] and weights is None
+            layer(x, x, x)  # It asks for the matrix P.
+    assert arrived == ["forward"]
+    torch.testing.assert_close(found, expected, **NEAR)
+
+
+def test_an_encoder_under_autocast(in_sdpa, arrived):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(H * D, H, 32, dropout=0.0, batch_first=True, device=engine.device)
+    x = random(B, N, H * D, gradient=False)
+    with torch.no_grad(), torch.autocast(engine.device, torch.float16):
+        expected = layer(x)
+        with in_sdpa():
+            found = layer(x)
+    assert arrived == ["forward"]
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_compiled_without_a_break(mode, in_sdpa, arrived):
+    def layer(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sin()
+
+    tensors = *example(), random(1, H, N, N, seed=5)
+    with mode(), in_sdpa():
+        expected, found = layer(*tensors), torch.compile(layer, fullgraph=True, backend="aot_eager")(*tensors)
+        assert arrived == ["forward"] * 2
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        if mode is torch.enable_grad:
+            ours, theirs = (torch.autograd.grad(x.sum(), tensors) for x in (found, expected))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+            assert arrived[2:] == ["backward"] * 2
+
+
+def test_what_torch_compile_keeps_on_disk_never_crosses_the_context(in_sdpa, arrived):
+    """The same graph is compiled outside, inside and outside; between that, torch forgets what is in memory."""
+    tensors = [x.detach() for x in example()]
+    with torch._inductor.utils.fresh_cache():
+        for inside in (False, True, False):
+            torch._dynamo.reset()
+            arrived.clear()
+            with in_sdpa() if inside else contextlib.nullcontext():
+                torch.compile(F.scaled_dot_product_attention, fullgraph=True)(*tensors)
+            assert arrived == ["forward"] * inside
+
+
+def test_leaving_restores_torch(in_sdpa, arrived):
+    q, k, v = example()
+    with pytest.raises(KeyError), in_sdpa():
+        assert torch.nn.attention.current_flash_attention_impl() == models.NAME
+        with in_sdpa():
+            F.scaled_dot_product_attention(q, k, v)
+        F.scaled_dot_product_attention(q, k, v)
+        assert arrived == ["forward"] * 2
+        raise KeyError
+    assert "ScaledDotProduct" in F.scaled_dot_product_attention(q, k, v).grad_fn.name()
+    assert arrived == ["forward"] * 2
+
+
+def test_another_kernel_of_the_registry_comes_back(in_sdpa):
+    entered = []
+
+    class Other:
+        def __init__(self):
+            entered.append("other")
+
+        def remove(self):
+            entered.append("removed")
+
+    torch.nn.attention.register_flash_attention_impl("other", register_fn=Other)
+    torch.nn.attention.activate_flash_attention_impl("other")
+    with in_sdpa():
+        assert torch.nn.attention.current_flash_attention_impl() == models.NAME
+    assert torch.nn.attention.current_flash_attention_impl() == "other" and entered == ["other", "removed", "other"]
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("place, name", [(torch.nn.attention, "register_flash_attention_impl"),
+                                         (torch.library, "get_kernel")])  # fmt: skip
+def test_an_older_torch_is_named(place, name, monkeypatch):
+    monkeypatch.delattr(place, name, raising=False)
+    with pytest.raises(RuntimeError, match=rf"torch 2\.13; this is torch {torch.__version__[:4]}.*sdpa"):
+        with step03.use_in_sdpa():
+            pass
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama():
+    """A function that makes the same small random model on any implementation of attention."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+    def make(implementation):
+        config = transformers.LlamaConfig(
+            **sizes, **heads, attn_implementation=implementation, bos_token_id=1, eos_token_id=2, pad_token_id=0
+        )
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).to(engine.device)
+
+    return make
+
+
+def tokens():
+    """A batch of two sequences, and its mask: the first sequence has three tokens of padding on its left."""
+    ids = torch.randint(3, 50, (B, N), generator=torch.Generator().manual_seed(1)).to(engine.device)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return ids * mask, mask
+
+
+def logits_and_gradients(model, **inputs):
+    result = model(**inputs, labels=inputs["input_ids"])
+    result.loss.backward()
+    return result.logits, {name: x.grad for name, x in model.named_parameters()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("padded", [False, True])
+def test_llama_computes_and_learns_the_same(padded, llama, arrived):
+    ids, mask = tokens()
+    inputs = {"input_ids": ids, "attention_mask": mask} if padded else {"input_ids": ids}
+    expected = logits_and_gradients(llama("sdpa"), **inputs)
+    found = logits_and_gradients(llama(step03.register_with_transformers()), **inputs)
+    assert arrived == ["forward"] * 2 + ["backward"] * 2
+    torch.testing.assert_close(found, expected, **NEAR)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_llama_generates_the_same(cache, padded, llama, arrived):
+    ids, mask = tokens()
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "attention_mask": mask if padded else torch.ones_like(mask)}
+    name = step03.register_with_transformers()
+    expected, found = (llama(x).eval().generate(ids, **options) for x in ("sdpa", name))
+    assert arrived == ["forward"] * 2 * len(found.logits)
+    assert found.sequences.equal(expected.sequences)
+    torch.testing.assert_close(found.logits, expected.logits, **NEAR)
+
+
+@pytest.mark.long
+def test_without_the_mask_function_padding_would_be_seen(llama, monkeypatch):
+    """What happens to those who register the attention alone."""
+    ids, mask = tokens()
+    name = step03.register_with_transformers("steps_without_masks")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.delitem(transformers.AttentionMaskInterface._global_mapping, name)
+    with torch.no_grad():
+        found, expected = (llama(x)(input_ids=ids, attention_mask=mask).logits for x in (name, "sdpa"))
+    torch.testing.assert_close(found[1], expected[1], **NEAR)
+    assert (found[0] - expected[0])[3:].abs().max() > 0.01
+
+
+@pytest.mark.long
+def test_soft_cap_and_sinks_of_other_models(llama):
+    transformers = pytest.importorskip("transformers")
+    attend = transformers.AttentionInterface()[step03.register_with_transformers()]
+    q, k, v = example()
+    out, _ = attend(torch.nn.Module(), q, k, v, None, softcap=2.0)
+    torch.testing.assert_close(out.transpose(1, 2), step03.attention(q, k, v, causal=True, softcap=2.0))
+    with pytest.raises(NotImplementedError, match="s_aux"):
+        attend(torch.nn.Module(), q, k, v, None, s_aux=torch.zeros(H))
