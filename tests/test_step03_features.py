@@ -18,13 +18,14 @@ import triton.language as tl
 from reference import cases, error, feature_cases, philox
 from reference.feature_cases import random
 from steps import engine
-from steps.step03_triton import features, flash, tiles
+from steps.step03_triton import decode, features, flash, tiles
 from support import compile_triton
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
 TILES = (16, 16), (32, 16)
-FEATURES = [name for (name,) in feature_cases.ALONE if name != "lengths"]  # decode.py has lengths_k
-MODELS = [names for names in feature_cases.COMBINED if "lengths" not in names]
+LENGTHS = [names for names in feature_cases.CASES if "lengths" in names]  # for decode.py
+FEATURES = [names[0] for names in feature_cases.ALONE if names not in LENGTHS]
+MODELS = [names for names in feature_cases.COMBINED if names not in LENGTHS]
 OPTIONS = feature_cases.features()
 PAIRS = [
     names
@@ -72,6 +73,13 @@ def test_alone(name):
 def test_as_models_combine_them(names):
     others = {("additive", "window", "parts"): torch.bfloat16}
     check(names, others.get(names, torch.float16 if "packed" in names else torch.float32), TILES[0])
+
+
+@pytest.mark.parametrize("names", LENGTHS, ids=" + ".join)
+def test_lengths(names):
+    q, k, v, dout, options = inputs(names)
+    out, lse = decode.forward(q, k, v, **options)
+    assert not error.failures({"out": out, "lse": lse}, feature_cases.expected(q, k, v, dout, options))
 
 
 @pytest.mark.long

@@ -90,7 +90,8 @@ def with_tma(f, tensors, mask):
     if not can_copy(tensors):
         return f
     f = f._replace(tma=1)
-    if mask is None or mask.shape[-2:] != (tensors[0].shape[2], tensors[1].shape[2]):
+    packed = f.cu_seqlens_q is not None  # A sequence's first key may be any, and boxes begin at multiples of 16 bytes.
+    if mask is None or packed or mask.shape[-2:] != (tensors[0].shape[2], tensors[1].shape[2]):
         return f
     return f._replace(mask_tma=1 if mask.stride(-1) == 1 and is_aligned(four_dimensions(mask)) else None)
 
