@@ -16,6 +16,7 @@ from steps.step02_fa2_cuda import ladder
 
 STEPS = Path(__file__).parents[1] / "steps"
 PUBLISHED = "step01_fa1_numba/fwd_0_published.py"
+MODELS = "options", "operators", "decode", "sdpa", "models"
 FEATURES = [f"step03_triton/{file}.py" for file in ("flash", "flash_kernels", "features", "tiles")]
 SETS = {  # What to copy, and the file and function names of its forward and backward.
     "00 matrix": (["step00_naive/fwd_1_matrix.py", "step00_naive/bwd_1_matrix.py"],
@@ -34,7 +35,7 @@ SETS = {  # What to copy, and the file and function names of its forward and bac
     "03 roles": (["step03_triton/fwd_2_roles.py", "step03_triton/bwd_1_tma.py"],
                  "fwd_2_roles.forward", "bwd_1_tma.backward"),
     "03 features": (FEATURES, "flash.forward", "flash.backward"),
-    "03 operators": ([*FEATURES, *(f"step03_triton/{file}.py" for file in ("options", "operators", "decode"))],
+    "03 operators": ([*FEATURES, *(f"step03_triton/{file}.py" for file in MODELS)],
                      "operators.forward", "operators.backward"),
 }  # fmt: skip
 # What every rung of stage 02 needs beside its own .cu files.

@@ -143,14 +143,14 @@ def test_on_every_device_the_call_arrives_before_torch_chooses(interpreted, in_s
     assert taken == ["cpu" if interpreted else "cuda"] * 4
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_left_to_torch(in_sdpa, arrived):
-    x = torch.nested.nested_tensor([random(n, H, D, gradient=False) for n in (5, 9)], layout=torch.jagged)
-    x = x.transpose(1, 2)
+    x = torch.nested.nested_tensor([random(H, n, D, gradient=False) for n in (5, 9)])
     expected = F.scaled_dot_product_attention(x, x, x)
     with in_sdpa():
         found = F.scaled_dot_product_attention(x, x, x)
     assert arrived == []
-    torch.testing.assert_close(found.values(), expected.values(), rtol=0, atol=0)
+    torch.testing.assert_close(found.unbind(), expected.unbind(), rtol=0, atol=0)
 
 
 def test_a_dual_number_is_left_to_torch_which_refuses_it(in_sdpa, arrived):
@@ -345,11 +345,15 @@ def test_without_the_mask_function_padding_would_be_seen(llama, monkeypatch):
 
 
 @pytest.mark.long
-def test_soft_cap_and_sinks_of_other_models(llama):
+def test_what_other_models_ask_for():
     transformers = pytest.importorskip("transformers")
     attend = transformers.AttentionInterface()[step03.register_with_transformers()]
-    q, k, v = example()
-    out, _ = attend(torch.nn.Module(), q, k, v, None, softcap=2.0)
-    torch.testing.assert_close(out.transpose(1, 2), step03.attention(q, k, v, causal=True, softcap=2.0))
+    tensors, module = example(), torch.nn.Module()
+    for causal in (True, False):
+        step03.set_deterministic(5)
+        out, _ = attend(module, *tensors, None, dropout=0.3, scaling=0.5, is_causal=causal, softcap=2.0)
+        step03.set_deterministic(5)
+        expected = step03.attention(*tensors, causal=causal, scale=0.5, softcap=2.0, dropout_p=0.3)
+        torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=0)
     with pytest.raises(NotImplementedError, match="s_aux"):
-        attend(torch.nn.Module(), q, k, v, None, s_aux=torch.zeros(H))
+        attend(module, *tensors, None, s_aux=torch.zeros(H))

@@ -1001,7 +1001,8 @@ for says, ours, theirs in zip(("out", "gradient of the bias", "out of the padded
 # it: `nn.MultiheadAttention`, `nn.Transformer`, a model under `torch.compile`. What the kernels do not take goes on to
 # torch; the table in `steps/step03_triton/models.py` says what. In Hugging Face's transformers
 # `register_with_transformers()` gives a name for `attn_implementation=`. It registers a mask function too, because
-# without one transformers drops a padding mask, and says nothing.
+# without one transformers drops a padding mask, and says nothing. A third way, an executor for lightning-thunder,
+# is not here: version 0.2.6 does not import with torch 2.13 (`Tensor.align_as` is missing).
 
 # %% slideshow={"slide_type": "fragment"}
 layer = torch.nn.MultiheadAttention(32, 4, batch_first=True, device=device)
