@@ -27,7 +27,8 @@ BUDGETS = {  # in seconds on 2 cores without a GPU; a file that takes five times
     "test_launch.py": 10, "test_mutants.py": 35, "test_mutate.py": 5, "test_operators.py": 40, "test_readme.py": 15,
     "test_reference.py": 10, "test_slides.py": 15, "test_structure.py": 10, "test_timeline.py": 10,
     "test_verify.py": 40, "test_features_reference.py": 10, "test_step03_features.py": 30,
-    "test_step03_options.py": 30, "test_step03_decode.py": 15, "test_step03_models.py": 20, "test_feature_mutants.py": 20,
+    "test_step03_options.py": 30, "test_step03_decode.py": 15, "test_step03_models.py": 20,
+    "test_feature_mutants.py": 20,
 }  # fmt: skip
 _seconds: dict[str, float] = {}
 
