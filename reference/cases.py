@@ -32,7 +32,7 @@ class Case:
     values: Callable | None = None  # (q, k, scale, dtype) -> (q, k) with the case's special numbers
     place: str = "contiguous"  # or another of `surround_with_nan`, or "expanded": how the tensors lie in memory
     through_autograd: bool = False  # attention(q, k, v).sum().backward() instead of forward and backward
-    ring: bool = True  # whether a stage that divides the sequence among ranks runs it
+    anybody: bool = True  # whether kernels from elsewhere have to pass it, and those that merge blocks of keys
     low_precision: bool = False  # whether the case is run in float16 and bfloat16 too
     gpu: bool = False
 
@@ -96,7 +96,8 @@ def _large_scores(q, k, scale, dtype):
 def _tied_keys(q, k, scale, dtype):
     """Scores of 4 million, each shared by eight keys. Half of the rows have negative ones only.
 
-    lse is rounded to 1/4 there, which is just enough for a backward, and too little for merging blocks of keys by it.
+    lse is rounded to 1/4 there, which is just enough for a backward that rounds nothing else, and too little for
+    merging blocks of keys by it.
     """
     largest = math.sqrt(4e6 / (scale * q.shape[-1]))
     rank = k[..., :1].argsort(-2).argsort(-2) // 8  # (B, H, Nk, 1): a random order of the keys, eight of each
@@ -132,7 +133,7 @@ CASES = (
     Case("large_scores", "scores of 10^11: S - m is exactly 0 at the maximum, and everything is finite",
          values=_large_scores, causal=True, low_precision=True),
     Case("tied_keys", "scores of 4 million, of which eight keys share the largest: each has P = 1 / 8",
-         values=_tied_keys, ring=False, low_precision=True),
+         values=_tied_keys, anybody=False, low_precision=True),
     Case("heads_inside", "non-contiguous batch and head strides, as (B, N, H, D) transposed", B=2, H=3,
          place="heads inside"),
     Case("expanded", "k and v expanded over the heads (stride 0)", H=3, place="expanded"),
@@ -167,7 +168,7 @@ def _missing(case, supports, gpu):
         return f"{supports['stage']} has no grouped heads"
     if case.Nk is not None and not supports["nq_ne_nk"]:
         return f"{supports['stage']} takes Nq = Nk only"
-    if not case.ring and "layouts" in supports:
+    if not case.anybody and "layouts" in supports:
         return f"{supports['stage']} merges blocks by lse, which is rounded too much for it here"
     return None
 

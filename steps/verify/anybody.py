@@ -62,6 +62,7 @@ class Claims:
             case.scale is not None and not self.scale,
             0 in (Nq, Nk, case.B, case.H) and not self.empty,
             case.name == "large_scores" and not self.large_scores,
+            not case.anybody,
             case.place == "offset" and not self.offset,
             (case.place not in ("contiguous", "offset") or case.through_autograd) and not self.strides,
         )
