@@ -80,8 +80,8 @@ def features(B=2, H=2, n=1, device="cpu"):
         "first key": {"first_key": 3 * n, "causal": True},
         "nothing seen": {"first_query": 60 * n, "window": (30 * n, -1)},
         "parts": {"first_query": keys - rows, "parts": (0, 5 * n, 16 * n, keys)},
-        # The second sequence has no query, the third no key. Behind the last one there are rows left over.
-        "packed": {"cu_seqlens_q": starts(0, 2, 2, 3, 20), "cu_seqlens_k": starts(0, 17, 18, 18, 35),
+        # The third sequence has no query, the fourth no key. Behind the last one there are rows left over.
+        "packed": {"cu_seqlens_q": starts(0, 1, 18, 18, 19, 20), "cu_seqlens_k": starts(0, 1, 18, 19, 19, 36),
                    "max_seqlen_q": 17 * n, "max_seqlen_k": 17 * n},
         "lengths": {"lengths_k": torch.tensor([30, 9], dtype=torch.int32, device=device) * n},
     }  # fmt: skip
@@ -104,7 +104,7 @@ def inputs(names, dtype=torch.float32, gain=1.0, n=1, D=D, device="cpu"):
     every = features(B, H, n, device)
     options = {key: value for name in names for key, value in every[name].items()}
     if {"packed", "alibi of each batch"} <= set(names):  # of each sequence
-        options["alibi_slopes"] = random(4, H, seed=9).abs().to(device)
+        options["alibi_slopes"] = random(5, H, seed=9).abs().to(device)
     if "mask" in options and options["mask"].is_floating_point():
         mask = options["mask"].to(dtype)
         four = mask.view((1,) * (4 - mask.ndim) + mask.shape)

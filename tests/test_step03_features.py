@@ -106,13 +106,13 @@ def test_a_single_key_gets_all_of_the_gradient_at_huge_scores():
     k, v, dout = q[:, :, :1].abs(), q[:, :, 1:2] / 16384, torch.ones_like(q)
     got = run(q, k, v, dout, {}, TILES[0])
     torch.testing.assert_close(got["out"], v.expand_as(q), rtol=2e-3, atol=0)
-    torch.testing.assert_close(got["dv"], torch.full_like(v, 40), rtol=2e-3, atol=0)
+    torch.testing.assert_close(got["dv"], torch.full_like(v, 40), rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("strides", [(289, 578, 32, 1), (578, 289, 32, 1), (648, 324, 36, 1)], ids=str)
+@pytest.mark.parametrize("strides", [(644, 320, 32, 1), (656, 324, 32, 1), (720, 360, 36, 1)], ids=str)
 def test_rows_that_the_copy_engine_cannot_read(strides):
-    """They do not begin at multiples of 16 bytes: in the second batch entry, in the second head, or in each head."""
-    x = random(1300).to(engine.device, torch.float16).as_strided((2, 2, 9, 32), strides)
+    """They do not begin at multiples of 16 bytes: in the second batch entry, in the second head, or in every head."""
+    x = random(1400).to(engine.device, torch.float16).as_strided((2, 2, 9, 32), strides)
     assert not error.failures(run(x, x, x, x, {}, TILES[0]), error.expected(x, x, x, x))
 
 
@@ -177,15 +177,14 @@ def test_a_nan_in_the_mask_reaches_its_row_and_no_other():
 def test_a_sequence_does_not_read_its_neighbours():
     q, k, v, dout, options = inputs(("packed", "causal"), torch.float16)
     right = run(q, k, v, dout, options, TILES[0])
-    for x in (q, dout):
-        x[:, :, :3], x[:, :, 20:] = math.nan, math.nan
-    for x in (k, v):
-        x[:, :, :18], x[:, :, 35:] = math.nan, math.nan
+    second = slice(1, 18)  # Both its queries and its keys.
+    for x in (q, k, v, dout):
+        x[:, :, : second.start], x[:, :, second.stop :] = math.nan, math.nan
     wrong = run(q, k, v, dout, options, TILES[0])
-    rows = dict(zip(error.NAMES, (slice(3, 20),) * 3 + (slice(18, 35),) * 2, strict=True))
-    assert all(torch.equal(right[name][:, :, rows[name]], wrong[name][:, :, rows[name]]) for name in error.NAMES)
-    for name in error.NAMES:  # rows after the last entry
-        assert (wrong[name][:, :, rows[name].stop :] == (-math.inf if name == "lse" else 0)).all()
+    for name in error.NAMES:
+        assert torch.equal(right[name][:, :, second], wrong[name][:, :, second])
+        after = wrong[name][:, :, 36 if name in ("dk", "dv") else 20 :]  # the rows after the last entry
+        assert (after == (-math.inf if name == "lse" else 0)).all()
 
 
 @pytest.mark.parametrize("dtype, first_query, first_key",

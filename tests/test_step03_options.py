@@ -397,6 +397,25 @@ def test_dropout_mask_is_that_of_the_reference(name):
     assert torch.equal(got, step03.dropout_mask(torch.tensor(seed, device=engine.device), *shape, 0.3, **given))
 
 
+@pytest.mark.parametrize("transform", ["dual", "jvp", "grad", "vmap"])
+def test_derivatives_that_would_pass_over_the_formula(transform):
+    q, k, v = example()
+
+    def call(q):
+        return step03.attention(q, k, v, softcap=2.0).sum()
+
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        if transform == "dual":
+            with torch.autograd.forward_ad.dual_level():
+                call(torch.autograd.forward_ad.make_dual(q, q))
+        elif transform == "jvp":
+            torch.func.jvp(call, (q,), (q,))
+        elif transform == "grad":
+            torch.func.grad(call)(q)
+        else:
+            torch.func.vmap(lambda q: step03.attention(q, k[0], v[0], softcap=2.0))(q)
+
+
 def test_dropout_mask_of_nothing():
     assert step03.dropout_mask(1, 0, H, Nq, Nk, 0.3).shape == (0, H, Nq, Nk)
     assert step03.dropout_mask(1, 1, H, Nq, Nk, 0).all()

@@ -22,6 +22,7 @@ import inspect
 import torch
 import triton
 import triton.language as tl
+from torch.autograd import forward_ad
 
 from . import decode, flash, options
 from .features import Features, Head, find_sequence, kept
@@ -132,6 +133,8 @@ def attention(q, k, v, *, causal=False, scale=None, tile=None, deterministic=Fal
     not with N^2. Autocast does not change the dtype.
     """
     f = read(q, k, v, causal, scale, tile, features, draw=True)
+    if not torch.compiler.is_compiling():
+        check_derivatives(q, k, v)
     if torch.is_grad_enabled():
         if f["alibi_slopes"] is not None and f["alibi_slopes"].requires_grad:
             raise ValueError("alibi_slopes has no gradient. Detach it, or add the biases as a mask.")
@@ -158,6 +161,16 @@ def check(q, k, v, causal, scale, tile, f):
     """Raises unless all arguments fit to each other."""
     check_inputs((("q", q), ("k", k), ("v", v)), causal, scale, tile)
     options.check(q, k, f)
+
+
+def check_derivatives(*tensors):
+    """Raises where torch asks for derivatives in a way that would pass over the operators' formula."""
+    in_func = torch._C._functorch.peek_interpreter_stack() is not None
+    if in_func or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "attention has no forward-mode derivative, and does not go with torch.func (grad, jvp, vmap). "
+            "Use .backward() or torch.autograd.grad, or torch's own scaled_dot_product_attention in its math form."
+        )
 
 
 def in_order(causal, scale, tile, f):
