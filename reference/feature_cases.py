@@ -13,6 +13,7 @@ several calls, which carry out and lse from one to the next.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -124,7 +125,7 @@ def run(module, q, k, v, dout, options, **more):
     if borders is None:
         out, lse = module.forward(q, k, v, **options)
         return error._by_name(out, lse, *module.backward(dout, q, k, v, out, lse, **options, **gradient))
-    calls = [_part_of(k, v, options, *ends) for ends in zip(borders, borders[1:], strict=False)]
+    calls = [_part_of(k, v, options, *ends) for ends in pairwise(borders)]
     out, lse = torch.zeros(q.shape, device=q.device), torch.full(q.shape[:3], -math.inf, device=q.device)
     for K, V, o in calls:
         module.forward(q, K, V, out=out, lse=lse, **o)

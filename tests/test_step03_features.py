@@ -187,9 +187,11 @@ def test_a_sequence_does_not_read_its_neighbours():
         assert (after == (-math.inf if name == "lse" else 0)).all()
 
 
-@pytest.mark.parametrize("dtype, first_query, first_key",
-    [(torch.float32, None, 0), (torch.float16, 5, 32), (torch.float32, 3, 5), (torch.float16, 2, -8)], ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, first_query, first_key",
+    [(torch.float16, None, 32), (torch.float32, 3, 5), (torch.float16, 2, -8)],
+    ids=str,
+)
 def test_every_kernel_drops_the_same_entries(dtype, first_query, first_key):
     """With q = 0, and v, dout or k the identity, an entry of out, dv or dq is 0 exactly where P was dropped."""
     H, n, p, seed = 2, 18, 0.3, -5
