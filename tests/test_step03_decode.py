@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -287,15 +284,6 @@ def compile_kernels(wanted):
         decode.forward(q, k, k, causal=causal, lengths_k=int32(7) if lengths else None)
 
 
-def compiled(wanted):
-    root = Path(__file__).parents[1]
-    path = os.pathsep.join((str(root), str(root / "tests")))
-    environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    command = [sys.executable, __file__, json.dumps(wanted)]
-    lines = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
-    return [json.loads(line) for line in lines.splitlines()]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 86, 90])
 def test_every_row_of_the_table_compiles(capability):
@@ -303,7 +291,7 @@ def test_every_row_of_the_table_compiles(capability):
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     wanted = [(capability, dtype, D, rows, rows == 4, rows > 4) for dtype in names for D in (64, 128, 256)
               for rows in (4, 32, 64)]  # fmt: skip
-    rows = compiled(wanted)
+    rows = compile_triton.in_a_process(__file__, wanted)
     assert len(rows) == 2 * len(wanted)
     for row in rows:
         assert not row["serialised"] and row["spilled"] <= 16, row

@@ -4,11 +4,8 @@ import itertools
 import json
 import math
 import mmap
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -328,19 +325,10 @@ def compile_switches(wanted):
         flash.backward(x, x, x, x, x, lse, mask_gradient=mask_gradient, **options)
 
 
-def compiled(wanted):
-    root = Path(__file__).parents[1]
-    path = os.pathsep.join((str(root), str(root / "tests")))
-    environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    command = [sys.executable, __file__, json.dumps(wanted)]
-    lines = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
-    return [json.loads(line) for line in lines.splitlines()]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_switch_compiles(capability):
-    rows = compiled([(name, capability, D) for name in SWITCHES for D in (64, 128)])
+    rows = compile_triton.in_a_process(__file__, [(name, capability, D) for name in SWITCHES for D in (64, 128)])
     assert {row["name"] for row in rows} == set(SWITCHES)
     for row in rows:
         assert not row["serialised"] and row["shared"] <= {80: 163, 90: 227}[capability] * 1024, row

@@ -8,9 +8,11 @@ wgmma instructions, and how often some instructions stand in the PTX.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 import triton
@@ -42,6 +44,19 @@ def assemble(ptx, capability):
     target = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     command = [ptxas.path, "-v", f"--gpu-name={target}", "-o", "/dev/null", "/dev/stdin"]
     return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+
+
+def in_a_process(file, wanted):
+    """What the test file prints, a line of JSON each, when it is run as a script to compile `wanted`.
+
+    Triton decides when it is imported whether it interprets or compiles, and the tests' own process interprets.
+    """
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join((str(root), str(root / "tests")))
+    environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    command = [sys.executable, file, json.dumps(wanted)]
+    lines = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 def main(wanted):
