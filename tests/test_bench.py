@@ -1322,7 +1322,8 @@ def test_the_outcomes_are_written_and_decide_the_exit_code(tmp_path, monkeypatch
 
 def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
     kernels = {path.stem for path in STAGE_02.glob("*.cu")}
-    assert {f"02_fa2_cuda/{kernel}" for kernel in kernels} | {"01_fa1_numba", "03_triton"} == set(gpu_check.SANITIZED)
+    others = {"01_fa1_numba", "03_triton", "03_triton/flash", "03_triton/decode"}
+    assert {f"02_fa2_cuda/{kernel}" for kernel in kernels} | others == set(gpu_check.SANITIZED)
     assert set(sanitized_kernels.PLANTED) == kernels
     for kernel in kernels:
         text = (STAGE_02 / f"{kernel}.cu").read_text()
@@ -1367,12 +1368,16 @@ def test_a_profile_is_of_the_rungs_that_ncu_read_and_shown_while_they_are_as_the
     def run(words):
         if words[-1] == "mma":
             raise subprocess.CalledProcessError(1, "ncu", "==ERROR== no permission")
-        return NCU if "--metrics" in words else "Version 2025.3.1.0"
+        name = words[words.index("--kernel-name") + 1] if "--metrics" in words else None
+        assert name in (None, words[-1] if words[-1] in profile.TRITON else "attention_forward")
+        return NCU if name else "Version 2025.3.1.0"
 
     monkeypatch.setattr(profile, "run", run)
     found = profile.profile("ncu", "NVIDIA H200")
     assert set(found["rungs"]) == set(profile.RUNGS) - {"mma"} and "no permission" in capsys.readouterr().out
-    found["rungs"]["hopper"]["source"] = "0" * 12
+    assert found["triton"]["keys_kernel"]["source"] == fingerprint.code_hash("03_triton", "bwd_1_tma")
+    found["rungs"]["hopper"]["source"] = found["triton"]["forward_kernel"]["source"] = "0" * 12
     rows.write_record("profile", found, tmp_path)
     assert profile.read(tmp_path) == dict.fromkeys(("ldmatrix", "fa2"), {"tensor_pipe": 41.25})
+    assert set(profile.read(tmp_path, "triton")) == {"keys_kernel", "queries_kernel"}
     assert profile.read(tmp_path / "missing") == {}

@@ -219,7 +219,8 @@ def far(x, *strides):
 @pytest.mark.skipif(engine.name != "cpu", reason="a GPU has no addresses without memory")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mask_strides", [(2**27, 1), (1, 2**27)])
-def test_offsets_have_64_bits(mask_strides, packed):
+@pytest.mark.parametrize("tile", [(16, 16), (32, 32)])  # The last row begins a tile, or lies in that of the first.
+def test_offsets_have_64_bits(mask_strides, packed, tile):
     """The last row, head and batch entry lie 2^31 elements or more after the first."""
     B, H, N, D = (1, 3, 17, 16) if packed else (3, 1, 17, 16)
     batch_and_head = 2**30 + 2**20, 2**30 + 2**10
@@ -230,7 +231,7 @@ def test_offsets_have_64_bits(mask_strides, packed):
         starts = torch.tensor([0, 16, 17], dtype=torch.int32)
         options |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=16, max_seqlen_k=16)
     want = feature_cases.expected(*tensors, options)
-    assert not error.failures(run(q, k, v, dout, options, TILES[0]), want)
+    assert not error.failures(run(q, k, v, dout, options, tile), want)
 
 
 def test_dropping_everything_gives_zeros():

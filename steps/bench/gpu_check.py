@@ -29,23 +29,32 @@ from steps.bench import rows
 from steps.bench.fingerprint import code_hash
 
 # Each of these takes longer than all others together.
-STAGE_02, STAGE_03, WORKBOOK = "tests/test_step02_fa2_cuda.py", "tests/test_step03_triton.py", "tests/test_workbook.py"
+STAGE_02, WORKBOOK = "tests/test_step02_fa2_cuda.py", "tests/test_workbook.py"
+STAGE_03 = tuple(f"tests/test_step03_{what}.py" for what in ("triton", "features", "options", "decode"))
 SUITES = {
-    "suite": ("tests", *(f"--ignore={file}" for file in (STAGE_02, STAGE_03, WORKBOOK)), "--dist", "loadfile"),
+    "suite": ("tests", *(f"--ignore={file}" for file in (STAGE_02, *STAGE_03, WORKBOOK)), "--dist", "loadfile"),
     "suite 02_fa2_cuda": (STAGE_02, "--dist", "load"),  # test by test, not by file
-    "suite 03_triton": (STAGE_03, "--dist", "load"),
+    "suite 03_triton": (*STAGE_03, "--dist", "load"),
     "suite workbook": (WORKBOOK, "--dist", "loadfile"),
 }
+
+
+def _tests(file, selected):
+    return "-m", "pytest", f"tests/{file}.py", "-q", "-p", "no:cacheprovider", "-k", selected
+
+
 # What runs under the sanitizers, as arguments of Python: every rung of a stage, and the ragged cases in all its dtypes;
-# of stage 02 each kernel alone. Stage 00 has no kernels, and stage 04's are stage 03's.
-_SMALL = ("-q", "-p", "no:cacheprovider", "-k", "every_rung or ragged")
+# of stage 02 each kernel alone; of stage 03 also its features. Stage 00 has no kernels, and stage 04's are those of 02
+# and 03. What takes longest begins first.
 SANITIZED = {
-    "01_fa1_numba": ("-m", "pytest", "tests/test_step01_fa1_numba.py", *_SMALL),
+    "03_triton": _tests("test_step03_triton", "every_rung or ragged"),
+    "03_triton/flash": _tests("test_step03_features", "alone or as_models"),
+    "03_triton/decode": _tests("test_step03_decode", "queries_and_groups"),
+    "01_fa1_numba": _tests("test_step01_fa1_numba", "every_rung or ragged"),
     **{
         f"02_fa2_cuda/{path.stem}": ("-m", "tests.support.sanitized_kernels", path.stem)
         for path in sorted((rows.ROOT / "steps" / "step02_fa2_cuda").glob("?wd_*.cu"))
     },
-    "03_triton": ("-m", "pytest", "tests/test_step03_triton.py", *_SMALL),
 }
 # memcheck would also count refused driver calls, but torch asks for what a driver may lack, and handles the answer.
 _ALL = ("--show-backtrace", "no", "--print-limit", "100000")  # one kernel can have many reports of the kind in LISTED
@@ -178,9 +187,10 @@ def run_limited(command, limit, **environment):
 
 
 def kernel_hashes():
-    """{"02_fa2_cuda/fwd_0_scalar": hash of its code} of every kernel in the course."""
-    files = rows.ROOT.glob("steps/step*/?wd_*")
-    kernels = sorted({(path.parent.name.removeprefix("step"), path.stem) for path in files})
+    """{"02_fa2_cuda/fwd_0_scalar": hash of its code} of every file with kernels in the course."""
+    rungs = rows.ROOT.glob("steps/step*/?wd_*")
+    others = (rows.ROOT / "steps" / "step03_triton" / f"{name}.py" for name in ("flash", "decode"))
+    kernels = sorted({(path.parent.name.removeprefix("step"), path.stem) for path in (*rungs, *others)})
     return {f"{stage}/{name}": code_hash(stage, name) for stage, name in kernels}
 
 

@@ -19,6 +19,11 @@ import triton.language as tl
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
 SWALLOWS = tl.constexpr(-(2.0**101))  # A mask of this or less absorbs every score, and counts as this number.
+# For each of four scores: the score if its byte of $4 is not 0, else -inf.
+WHERE_SEEN = tl.constexpr("".join(
+    f"{{ .reg .pred p; .reg .b32 b; and.b32 b, $4, {0xFF << 8 * n}; setp.ne.u32 p, b, 0; "
+    f"selp.f32 ${n}, ${n + 5}, 0fFF800000, p; }}" for n in range(4)
+))  # fmt: skip
 
 
 class Features(NamedTuple):
@@ -34,6 +39,7 @@ class Features(NamedTuple):
     approximate: Any = None  # whether the soft-cap may use the special function unit's tanh
     added: Any = None  # whether there is an additive mask
     seen: Any = None  # whether there is a boolean mask, of 8-bit integers
+    in_fours: Any = None  # whether a thread may test four of them in one register
     mask_strides: Any = None  # of batch, head, query and key
     mask_tma: Any = None  # whether the copy engine reads the mask
     heads_first: Any = None  # whether all heads have the same mask
@@ -172,7 +178,7 @@ def load_mask(i, j, row, column, f, seq, head, MASKED: tl.constexpr):
         return 0
     elif f.mask_tma is not None:  # A stride of 0 stands for a size of 1.
         b, h = tl.where(strides[0] == 0, 0, seq.queries.b), tl.where(strides[1] == 0, 0, head.h)
-        tile = head.mask.load([b, h, seq.queries.start + i, seq.keys.start + j])
+        tile = head.mask.load([b, h, i, j])
         if row.shape[0] == 1:
             return tl.trans(tile.reshape(row.shape[1], column.shape[0]))
         else:
@@ -182,7 +188,17 @@ def load_mask(i, j, row, column, f, seq, head, MASKED: tl.constexpr):
         if MASKED:
             exists = exists & (column < seq.keys.N - j)
         corner = head.mask + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
-        return tl.load(corner + (row * strides[2] + column * strides[3]), mask=exists, other=0)
+        pointer = corner + row.to(tl.int64) * strides[2] + column.to(tl.int64) * strides[3]  # Strides may be huge.
+        return tl.load(pointer, mask=exists, other=0)
+
+
+@triton.jit
+def hide(S, M, f):
+    """-inf where the boolean mask M is 0, S elsewhere."""
+    if f.in_fours is not None:  # The compiler would take every byte into a register of its own.
+        return tl.inline_asm_elementwise(WHERE_SEEN, "=f,=f,=f,=f,r,f,f,f,f", [M, S], tl.float32, is_pure=True, pack=4)
+    else:
+        return tl.where(M != 0, S, float("-inf"))
 
 
 @triton.jit
@@ -201,7 +217,7 @@ def scores(X, M, i, j, row, column, f, seq, head, MASKED: tl.constexpr):
         S = S * (f.scale if f.softcap is None else f.softcap) + M
         S = tl.where(M == float("-inf"), float("-inf"), tl.maximum(S, SWALLOWS, propagate_nan=tl.PropagateNan.ALL))
     if f.seen is not None:
-        S = tl.where(M != 0, S, float("-inf"))
+        S = hide(S, M, f)
     if f.slopes is not None:  # Counted from the tile's first query the distance is a small number, and exact.
         first = row.to(tl.float32) - (j - i - seq.shift).to(tl.float32)
         S -= tl.abs(first * head.slope - column.to(tl.float32) * head.slope)

@@ -52,13 +52,13 @@ def prepare(
     left, right = (None if limit == -1 else limit for limit in window or (None, None))
     f = {"scale": D**-0.5 if scale is None else scale, "left": left, "right": 0 if causal else right}
     f |= {"first_query": first_query, "first_key": first_key}
+    assembly = not triton.knobs.runtime.interpret  # The interpreter has no inline assembly.
     if softcap:
-        # The interpreter has no inline assembly.
-        approximate = q.dtype != torch.float32 and not triton.knobs.runtime.interpret
-        f |= {"softcap": softcap, "approximate": 1 if approximate else None}
+        f |= {"softcap": softcap, "approximate": 1 if assembly and q.dtype != torch.float32 else None}
     if mask is not None:
         f |= {"seen" if mask.dtype == torch.bool else "added": 1, "mask_strides": mask.expand(B, H, Nq, Nk).stride()}
         f["heads_first"] = 1 if f["mask_strides"][1] == 0 else None
+        f["in_fours"] = 1 if assembly and f.get("seen") else None
     if cu_seqlens_q is not None:
         f |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         B, Nq, Nk = len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k
