@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
+import torch
 from rich import box
 from rich.table import Table
 
@@ -47,9 +48,12 @@ class Target:
 
     @property
     def table(self):
-        """{largest head_dim: row}; rung fused has one for each number of bytes an entry."""
-        table = getattr(module(self.file), KERNELS[self.kernel][1])
-        return table.get(rows.DTYPES[self.dtype].itemsize, table)
+        """{largest head_dim: row}; rung fused has one for each way to multiply."""
+        of_rung = module(self.file)
+        table = getattr(of_rung, KERNELS[self.kernel][1])
+        if self.rung == "tma":
+            return table
+        return table[of_rung.products(torch.empty(0, dtype=rows.DTYPES[self.dtype], device=engine.device))]
 
     @property
     def key(self):

@@ -23,15 +23,25 @@ import torch
 import triton
 import triton.language as tl
 
-# (Br, Bc, num_warps, num_stages) of the last two kernels, by bytes an entry and head_dim: up to 64, 128, 256.
+# (Br, Bc, num_warps, num_stages) of the last two kernels, by what `products` says and head_dim: up to 64, 128, 256.
 KEYS_TILES = {
-    2: {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 8, 1)},
-    4: {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 4, 1)},
+    "16 bits": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 8, 1)},
+    "tf32x3": {64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 8, 1)},
+    "ieee": {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 4, 1)},
 }
 QUERIES_TILES = {
-    2: {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
-    4: {64: (64, 64, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
+    "16 bits": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
+    "tf32x3": {64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 16, 8, 1)},
+    "ieee": {64: (64, 64, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
 }
+
+
+def products(x):
+    """How matrices like x are multiplied; fwd_0_fused.py tells what the words mean."""
+    if x.element_size() == 2:
+        return "16 bits"
+    with_tf32 = not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(x.device)[0] >= 8
+    return "tf32x3" if with_tf32 else "ieee"
 
 
 @triton.jit
@@ -55,6 +65,15 @@ def load_numbers(x, bh, first, N, Br: tl.constexpr):
     """The numbers of x (B * H, N) that belong to the queries of head bh from `first` on (Br,), and 0 beyond N."""
     row = first + tl.arange(0, Br)
     return tl.load(x + bh.to(tl.int64) * N + row, mask=row < N, other=0.0)
+
+
+@triton.jit
+def add_product(C, A, B, PRECISION: tl.constexpr):
+    """C + A B, of which fwd_0_fused.py tells why sums of float32 are made by an FMA."""
+    if A.dtype == tl.float32 and PRECISION == "tf32x3":
+        return tl.fma(C, 1.0, tl.dot(A, B, input_precision=PRECISION))
+    else:
+        return tl.dot(A, B, C, input_precision=PRECISION)
 
 
 @triton.jit
@@ -104,7 +123,8 @@ def delta_kernel(
 @triton.jit
 def visit_queries(
     dK, dV, K_j, V_j, q, dout, lse_2, delta, q_strides, dout_strides, b, h, bh, j, begin, end, Nq, Nk, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr,
+    Bc: tl.constexpr, PRECISION: tl.constexpr
 ):
     """(dK, dV) with the queries from `begin` to `end` added.
 
@@ -117,14 +137,14 @@ def visit_queries(
         lse_i = load_numbers(lse_2, bh, i, Nq, Br)  # (Br,)
         delta_i = load_numbers(delta, bh, i, Nq, Br)
         query, key = i + tl.arange(0, Br), j + tl.arange(0, Bc)
-        S_T = tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (Bc, Br)
-        dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision="ieee")  # (Bc, Br)
+        S_T = tl.dot(K_j, tl.trans(Q_i), input_precision=PRECISION)  # (Bc, Br)
+        dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision=PRECISION)  # (Bc, Br)
         P_T, dS_T = tile_gradients(
             S_T, dP_T, lse_i[None, :], delta_i[None, :], query[None, :], key[:, None], Nq, Nk, scale_log2,
             MASKED, CAUSAL
         )
-        dV = tl.dot(P_T.to(dO_i.dtype), dO_i, dV, input_precision="ieee")
-        dK = tl.dot(dS_T.to(Q_i.dtype), Q_i, dK, input_precision="ieee")
+        dV = add_product(dV, P_T.to(dO_i.dtype), dO_i, PRECISION)
+        dK = add_product(dK, dS_T.to(Q_i.dtype), Q_i, PRECISION)
     return dK, dV
 
 
@@ -132,7 +152,8 @@ def visit_queries(
 def keys_kernel(
     dout, q, k, v, lse_2, delta, dk, dv, dout_strides, q_strides, k_strides, v_strides, dk_strides,
     Hk, group, Nq, Nk, scale,
-    CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+    CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr,
+    Bc: tl.constexpr, PRECISION: tl.constexpr
 ):
     program, tiles = tl.program_id(0), tl.cdiv(Nk, Bc)
     j, bhk = program % tiles * Bc, program // tiles  # the first keys start first: when causal, most queries see them
@@ -151,11 +172,11 @@ def keys_kernel(
         h = hk * group + g
         dK, dV = visit_queries(
             dK, dV, K_j, V_j, q, dout, lse_2, delta, q_strides, dout_strides, b, h, bhk * group + g,
-            j, begin, full, Nq, Nk, scale_log2, True, CAUSAL, D, D_pad, Br, Bc
+            j, begin, full, Nq, Nk, scale_log2, True, CAUSAL, D, D_pad, Br, Bc, PRECISION
         )
         dK, dV = visit_queries(
             dK, dV, K_j, V_j, q, dout, lse_2, delta, q_strides, dout_strides, b, h, bhk * group + g,
-            j, full, Nq, Nq, Nk, scale_log2, False, CAUSAL, D, D_pad, Br, Bc
+            j, full, Nq, Nq, Nk, scale_log2, False, CAUSAL, D, D_pad, Br, Bc, PRECISION
         )
     store_tile(dk, dk_strides, dK * scale, b, hk, j, Nk, Bc, D, D_pad)
     store_tile(dv, dk_strides, dV, b, hk, j, Nk, Bc, D, D_pad)
@@ -164,19 +185,20 @@ def keys_kernel(
 @triton.jit
 def visit_keys(
     dQ, Q_i, dO_i, lse_i, delta_i, k, v, k_strides, v_strides, b, hk, i, begin, end, Nq, Nk, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr,
+    Bc: tl.constexpr, PRECISION: tl.constexpr
 ):
     """dQ with the keys from `begin` to `end` added."""
     for j in range(begin, end, Bc):
         K_j = load_tile(k, k_strides, b, hk, j, Nk, Bc, D, D_pad)  # (Bc, D)
         V_j = load_tile(v, v_strides, b, hk, j, Nk, Bc, D, D_pad)
         query, key = i + tl.arange(0, Br), j + tl.arange(0, Bc)
-        S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
-        dP = tl.dot(dO_i, tl.trans(V_j), input_precision="ieee")  # (Br, Bc)
+        S = tl.dot(Q_i, tl.trans(K_j), input_precision=PRECISION)  # (Br, Bc)
+        dP = tl.dot(dO_i, tl.trans(V_j), input_precision=PRECISION)  # (Br, Bc)
         _, dS = tile_gradients(
             S, dP, lse_i[:, None], delta_i[:, None], query[:, None], key[None, :], Nq, Nk, scale_log2, MASKED, CAUSAL
         )
-        dQ = tl.dot(dS.to(K_j.dtype), K_j, dQ, input_precision="ieee")
+        dQ = add_product(dQ, dS.to(K_j.dtype), K_j, PRECISION)
     return dQ
 
 
@@ -184,7 +206,8 @@ def visit_keys(
 def queries_kernel(
     dout, q, k, v, lse_2, delta, dq, dout_strides, q_strides, k_strides, v_strides, dq_strides,
     H, group, Nq, Nk, scale,
-    CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+    CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr,
+    Bc: tl.constexpr, PRECISION: tl.constexpr
 ):
     program, tiles = tl.program_id(0), tl.cdiv(Nq, Br)
     # The last queries start first: when causal, they see most keys.
@@ -203,11 +226,11 @@ def queries_kernel(
     dQ = tl.zeros((Br, D_pad), tl.float32)
     dQ = visit_keys(
         dQ, Q_i, dO_i, lse_i, delta_i, k, v, k_strides, v_strides, b, h // group, i, 0, full, Nq, Nk, scale_log2,
-        False, CAUSAL, D, D_pad, Br, Bc
+        False, CAUSAL, D, D_pad, Br, Bc, PRECISION
     )
     dQ = visit_keys(
         dQ, Q_i, dO_i, lse_i, delta_i, k, v, k_strides, v_strides, b, h // group, i, full, end, Nq, Nk, scale_log2,
-        True, CAUSAL, D, D_pad, Br, Bc
+        True, CAUSAL, D, D_pad, Br, Bc, PRECISION
     )
     store_tile(dq, dq_strides, dQ * scale, b, h, i, Nq, Br, D, D_pad)
 
@@ -226,11 +249,12 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
     lse_2, delta = torch.empty(2, B * H, Nq, dtype=torch.float32, device=q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     strides = [x.stride()[:3] for x in (dout, q, k, v)]
-    numbers = (H // Hk, Nq, Nk, scale)
+    numbers, kind = (H // Hk, Nq, Nk, scale), products(q)
+    same = dict(CAUSAL=causal, D=D, D_pad=D_pad, PRECISION="ieee" if kind == "16 bits" else kind)
 
     def options(table):
-        Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else table[q.element_size()][max(64, D_pad)]
-        return dict(CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages)
+        Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else table[kind][max(64, D_pad)]
+        return dict(Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages, **same)
 
     with torch.cuda.device_of(q):  # Triton launches on the current device
         delta_kernel[(B * H * triton.cdiv(Nq, 64),)](

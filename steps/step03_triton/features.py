@@ -34,6 +34,7 @@ class Features(NamedTuple):
     right: Any = None
     first_query: Any = None  # the position of the first query; None is that of Nk - Nq
     first_key: Any = 0
+    ieee: Any = None  # whether products of float32 are made without tensor cores
     tma: Any = None  # whether tiles are read by Hopper's copy engine
     softcap: Any = None
     approximate: Any = None  # whether the soft-cap may use the special function unit's tanh

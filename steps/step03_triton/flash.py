@@ -17,29 +17,35 @@ import triton
 
 from .features import Features
 from .flash_kernels import delta_kernel, forward_kernel, keys_kernel, mask_kernel, queries_kernel
-from .tiles import can_copy, describe, describe_numbers, is_aligned, strides_of
+from .tiles import can_copy, describe, describe_numbers, is_aligned, products, strides_of
 
-# (Br, Bc, num_warps, num_stages) by head_dim up to 64, 128, 256: of Hopper's copy engine, else by bytes an entry.
+# (Br, Bc, num_warps, num_stages) by head_dim up to 64, 128, 256. In "tma" the copy engine reads the tiles. A mask, the
+# random numbers of dropout, and positions (of a window, ALiBi or packed sequences) take registers from the tiles.
 TILES = {
     "tma": {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
-    "tma, mask": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
+    "tma, mask by tma": {64: (64, 64, 4, 3), 128: (128, 64, 4, 2), 256: (128, 64, 8, 2)},
+    "tma, mask": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
     "tma, dropout": {64: (64, 64, 4, 2), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
-    2: {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 8, 2)},
-    4: {64: (64, 64, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
+    "tma, positions": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
+    "16 bits": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 8, 2)},
+    "tf32x3": {64: (64, 32, 4, 1), 128: (32, 32, 4, 2), 256: (16, 16, 8, 1)},
+    "ieee": {64: (64, 64, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
 }
 KEYS_TILES = {
     "tma": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
     "tma, mask": {64: (64, 64, 4, 3), 128: (32, 64, 4, 2), 256: (32, 64, 8, 1)},
     "tma, dropout": {64: (64, 64, 4, 3), 128: (32, 64, 4, 2), 256: (32, 64, 8, 1)},
-    2: {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 8, 1)},
-    4: {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 4, 1)},
+    "16 bits": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 8, 1)},
+    "tf32x3": {64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 8, 1)},
+    "ieee": {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 4, 1)},
 }
 QUERIES_TILES = {
     "tma": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
-    "tma, mask": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
     "tma, dropout": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
-    2: {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
-    4: {64: (64, 64, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
+    "tma, positions": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+    "16 bits": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
+    "tf32x3": {64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 16, 8, 1)},
+    "ieee": {64: (64, 64, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
 }
 
 
@@ -51,7 +57,7 @@ def prepare(
     (B, H, Nq, D), Nk = q.shape, k.shape[2]
     left, right = (None if limit == -1 else limit for limit in window or (None, None))
     f = {"scale": D**-0.5 if scale is None else scale, "left": left, "right": 0 if causal else right}
-    f |= {"first_query": first_query, "first_key": first_key}
+    f |= {"first_query": first_query, "first_key": first_key, "ieee": 1 if products(q) == "ieee" else None}
     assembly = not triton.knobs.runtime.interpret  # The interpreter has no inline assembly.
     if softcap:
         f |= {"softcap": softcap, "approximate": 1 if assembly and q.dtype != torch.float32 else None}
@@ -74,10 +80,14 @@ def prepare(
 
 
 def sizes(table, q, tile, f):
+    """The constants of a kernel; its tile is the `tile` asked for, or that of the table's first row that applies."""
     D_pad = max(16, triton.next_power_of_2(q.shape[-1]))  # tiles are powers of two, and a tensor core takes 16 columns
-    kind = q.element_size()
-    if f.tma:
-        kind = "tma, mask" if f.mask_strides else "tma, dropout" if f.seed is not None else "tma"
+    in_positions = f.left is not None or f.slopes is not None or f.cu_seqlens_q is not None
+    rows = [
+        ("tma, mask by tma", f.mask_tma), ("tma, mask", f.mask_strides), ("tma, dropout", f.seed is not None),
+        ("tma, positions", in_positions), ("tma", True)
+    ] if f.tma else [(products(q), True)]  # fmt: skip
+    kind = next(kind for kind, applies in rows if applies and kind in table)
     Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else table[kind][max(64, D_pad)]
     return {"D": q.shape[-1], "D_pad": D_pad, "Br": Br, "Bc": Bc, "num_warps": num_warps, "num_stages": num_stages}
 

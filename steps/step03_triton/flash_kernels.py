@@ -15,7 +15,17 @@ import triton
 import triton.language as tl
 
 from .features import LN_2, LOG2_E, SWALLOWS, find_head, find_sequence, jump, kept, load_mask, scores, tile_ranges
-from .tiles import load_numbers, load_rows, load_tile, number_rows, open_numbers, open_rows, store_rows
+from .tiles import (
+    add_product,
+    load_numbers,
+    load_rows,
+    load_tile,
+    number_rows,
+    open_numbers,
+    open_rows,
+    product,
+    store_rows,
+)  # fmt: skip
 
 LENGTHS = ["H", "Hk", "Nq", "Nk", "total_q", "stride"]
 
@@ -57,8 +67,10 @@ def visit_keys(m, l, O, Q_i, K, V, hk, i, ranges, f, seq, head, MASKED: tl.const
     for n in range(first, last, K.row.shape[0]):
         j = jump(n, ranges, f.left) if MASKED else n
         K_j, V_j = load_tile(K, hk, j, f, MASKED), load_tile(V, hk, j, f, MASKED)  # (Bc, D)
-        M = load_mask(i, j, row, column, f, seq, head, MASKED)
-        X = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
+        M = load_mask(i, j, row, column, f, seq, head, MASKED) if f.mask_tma is None else 0
+        X = product(Q_i, tl.trans(K_j), f)  # (Br, Bc)
+        if f.mask_tma is not None:  # It lies in shared memory already, and takes no registers during the product.
+            M = load_mask(i, j, row, column, f, seq, head, MASKED)
         S, _ = scores(X, M, i, j, row, column, f, seq, head, MASKED)
         m_new = tl.maximum(m, tl.max(S, 1))
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
@@ -68,7 +80,7 @@ def visit_keys(m, l, O, Q_i, K, V, hk, i, ranges, f, seq, head, MASKED: tl.const
         m, l = m_new, alpha * l + tl.sum(P, 1)
         if f.seed is not None:  # after the sum, which dropout does not change
             P = tl.where(kept(i, j, row, column, f, seq, head), P, 0.0)
-        O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
+        O = add_product(O, alpha[:, None], P.to(V_j.dtype), V_j, f)
     return m, l, O
 
 
@@ -186,13 +198,13 @@ def visit_queries(dK, dV, K_j, V_j, Q, dO, lse_2, delta, j, ranges, f, seq, head
         dO_i = load_tile(dO, head.h, i, f, MASKED)  # beyond Nq it is 0, and adds nothing
         lse_i, delta_i = load_numbers(lse_2, head.h, i, f, MASKED), load_numbers(delta, head.h, i, f, MASKED)  # (Br,)
         M_T = load_mask(i, j, row, column, f, seq, head, MASKED)
-        X_T = tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (Bc, Br)
-        dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision="ieee")  # (Bc, Br)
+        X_T = product(K_j, tl.trans(Q_i), f)  # (Bc, Br)
+        dP_T = product(V_j, tl.trans(dO_i), f)  # (Bc, Br)
         P_T, _, dX_T = tile_gradients(
             X_T, dP_T, M_T, lse_i[None, :], delta_i[None, :], i, j, row, column, f, seq, head, MASKED
         )
-        dV = tl.dot(P_T.to(dO_i.dtype), dO_i, dV, input_precision="ieee")
-        dK = tl.dot(dX_T.to(Q_i.dtype), Q_i, dK, input_precision="ieee")
+        dV = add_product(dV, 1.0, P_T.to(dO_i.dtype), dO_i, f)
+        dK = add_product(dK, 1.0, dX_T.to(Q_i.dtype), Q_i, f)
     return dK, dV
 
 
@@ -240,10 +252,10 @@ def add_keys(dQ, Q_i, dO_i, lse_i, delta_i, K, V, hk, i, ranges, f, seq, head, M
         j = jump(n, ranges, f.left) if MASKED else n
         K_j, V_j = load_tile(K, hk, j, f, MASKED), load_tile(V, hk, j, f, MASKED)  # (Bc, D)
         M = load_mask(i, j, row, column, f, seq, head, MASKED)
-        X = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
-        dP = tl.dot(dO_i, tl.trans(V_j), input_precision="ieee")  # (Br, Bc)
+        X = product(Q_i, tl.trans(K_j), f)  # (Br, Bc)
+        dP = product(dO_i, tl.trans(V_j), f)  # (Br, Bc)
         _, _, dX = tile_gradients(X, dP, M, lse_i[:, None], delta_i[:, None], i, j, row, column, f, seq, head, MASKED)
-        dQ = tl.dot(dX.to(K_j.dtype), K_j, dQ, input_precision="ieee")
+        dQ = add_product(dQ, 1.0, dX.to(K_j.dtype), K_j, f)
     return dQ
 
 
@@ -301,8 +313,8 @@ def mask_kernel(
         delta_i = number_rows(open_numbers(delta, None, stride, H, visit, Br, f), h, i)[:, None]
         head = find_head(h, mask, f, visit)
         M = load_mask(i, j, row, column, f, visit, head, True)
-        X = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
-        dP = tl.dot(dO_i, tl.trans(V_j), input_precision="ieee")
+        X = product(Q_i, tl.trans(K_j), f)  # (Br, Bc)
+        dP = product(dO_i, tl.trans(V_j), f)
         dM += tile_gradients(X, dP, M, lse_i, delta_i, i, j, row, column, f, visit, head, True)[1]
     if OVER_QUERIES:
         dM, row = tl.sum(dM, 0, keep_dims=True), tl.zeros((1, 1), tl.int32)

@@ -3,7 +3,7 @@
 
     Q_i stays on the chip; m = -inf, l = 0, O = 0
     for each tile of Bc keys:                         first those that all Br queries see, then those that need a mask
-        S     = Q_i K_j^T                             tensor cores for float16 and bfloat16, not for float32
+        S     = Q_i K_j^T                             by tensor cores; for float32 see `add_product`
         m_new = max(m, rowmax S)
         alpha = 2^(c m - c m_new)                     c = scale log2(e): exp is computed as a power of 2
         P     = 2^(c S - c m_new)                     one fused multiply-add and one exp2 an entry
@@ -17,19 +17,32 @@ multiply them. What is left to choose is the tile. Tiles are small, with few war
 a multiprocessor: one multiplies while another one computes its softmax.
 
 Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Left out: TMA (rung 1), warp
-specialisation (rung 2), autotuning. In float32 the products run without tensor cores, and at head_dim 128 the kernel is
-far behind PyTorch's. Needs torch and Triton only.
+specialisation (rung 2), autotuning. Needs torch and Triton only.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# (Br, Bc, num_warps, num_stages) by bytes an entry and head_dim: up to 64, 128, 256.
+# (Br, Bc, num_warps, num_stages) by what `products` says and head_dim: up to 64, 128, 256.
 TILES = {
-    2: {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 8, 2)},
-    4: {64: (64, 64, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
+    "16 bits": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 8, 2)},
+    "tf32x3": {64: (64, 32, 4, 1), 128: (32, 32, 4, 2), 256: (16, 16, 8, 1)},
+    "ieee": {64: (64, 64, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
 }
+
+
+def products(x):
+    """How matrices like x are multiplied: "16 bits" and "tf32x3" by tensor cores, "ieee" without them.
+
+    Tensor cores do not take float32. From sm_80 on they take tf32, which has 11 of its 24 bits. With x = a + b, where a
+    is x rounded to tf32 and b the rounded rest, "tf32x3" is the sum of the products a a', a b' and b a', and as exact
+    as float32.
+    """
+    if x.element_size() == 2:
+        return "16 bits"
+    with_tf32 = not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(x.device)[0] >= 8
+    return "tf32x3" if with_tf32 else "ieee"
 
 
 @triton.jit
@@ -91,24 +104,38 @@ def factor_and_shift(m, scale_log2):
 
 
 @triton.jit
-def online_update(m, l, O, S, V_j, scale_log2):
+def add_product(C, factor, A, B, PRECISION: tl.constexpr):
+    """factor * C + A B.
+
+    A tensor core truncates where it adds. A sum of float32 over many tiles is therefore made outside of it, by an FMA.
+    A plain addition would not do, because the compiler moves it into the product.
+    """
+    if A.dtype == tl.float32 and PRECISION == "tf32x3":
+        return tl.fma(C, factor, tl.dot(A, B, input_precision=PRECISION))
+    else:
+        return tl.dot(A, B, C * factor, input_precision=PRECISION)
+
+
+@triton.jit
+def online_update(m, l, O, S, V_j, scale_log2, PRECISION: tl.constexpr):
     """(m, l, O) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled, and the values V_j (Bc, D).
 
-    m (Br,) is the maximum of S. l (Br,); O (Br, D) is not yet divided by l.
+    m (Br,) is the maximum of S. l (Br,); O (Br, D) is not yet divided by l. PRECISION: see `add_product`.
     """
     m_new = tl.maximum(m, tl.max(S, 1))
     unit = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
     factor, shift = factor_and_shift(unit, scale_log2)
     alpha = tl.exp2((m - unit) * factor)
     P = tl.exp2(S * factor[:, None] - shift[:, None])
-    O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
+    O = add_product(O, alpha[:, None], P.to(V_j.dtype), V_j, PRECISION)
     return m_new, alpha * l + tl.sum(P, 1), O
 
 
 @triton.jit
 def visit_keys(
     m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, begin, end, Nq, Nk, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr,
+    Bc: tl.constexpr, PRECISION: tl.constexpr
 ):
     # Moving the pointers on is cheaper than computing them anew for each tile.
     k_tile = pointers(k, k_strides, b, hk, begin, Bc, D_pad)
@@ -116,10 +143,10 @@ def visit_keys(
     for j in range(begin, end, Bc):
         K_j = load_tile(k_tile, j, Nk, MASKED, Bc, D, D_pad)  # (Bc, D)
         V_j = load_tile(v_tile, j, Nk, MASKED, Bc, D, D_pad)
-        S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
+        S = tl.dot(Q_i, tl.trans(K_j), input_precision=PRECISION)  # (Br, Bc)
         if MASKED:
             S = mask(S, i, j, Nq, Nk, CAUSAL, Br, Bc)
-        m, l, O = online_update(m, l, O, S, V_j, scale_log2)
+        m, l, O = online_update(m, l, O, S, V_j, scale_log2, PRECISION)
         k_tile += Bc * tl.cast(k_strides[2], tl.int64)
         v_tile += Bc * tl.cast(v_strides[2], tl.int64)
     return m, l, O
@@ -128,7 +155,8 @@ def visit_keys(
 @triton.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
 def forward_kernel(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, H, group, Nq, Nk, scale,
-    CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
+    CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr,
+    PRECISION: tl.constexpr
 ):
     program, tiles = tl.program_id(0), tl.cdiv(Nq, Br)
     # Neighbouring programs work on the same head, so they find its K and V in the L2 cache. The last queries start
@@ -144,11 +172,11 @@ def forward_kernel(
     full, end = key_ranges(i, Nq, Nk, CAUSAL, Br, Bc)
     m, l, O = visit_keys(
         m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, 0, full, Nq, Nk, scale_log2,
-        False, CAUSAL, D, D_pad, Br, Bc
+        False, CAUSAL, D, D_pad, Br, Bc, PRECISION
     )
     m, l, O = visit_keys(
         m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, full, end, Nq, Nk, scale_log2,
-        True, CAUSAL, D, D_pad, Br, Bc
+        True, CAUSAL, D, D_pad, Br, Bc, PRECISION
     )
 
     row = i + tl.arange(0, Br)
@@ -169,11 +197,14 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None):
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     scale = D**-0.5 if scale is None else scale
     D_pad = max(16, triton.next_power_of_2(D))  # tiles are powers of two, and a tensor core takes 16 columns
-    Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else TILES[q.element_size()][max(64, D_pad)]
+    kind = products(q)
+    precision = "ieee" if kind == "16 bits" else kind  # which Triton heeds for float32 only
+    Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else TILES[kind][max(64, D_pad)]
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((B, H, Nq), dtype=torch.float32)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         forward_kernel[(B * H * triton.cdiv(Nq, Br),)](
             q, k, v, out, lse, *(x.stride()[:3] for x in (q, k, v, out)), H, H // Hk, Nq, Nk, scale,
-            CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages,
+            CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, PRECISION=precision,
+            num_warps=num_warps, num_stages=num_stages,
         )
     return out, lse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How the kernels of flash.py read and write tiles: by pointers or by Hopper's copy engine, dense or packed.
+"""How the kernels of flash.py read, write and multiply tiles: by pointers or by Hopper's copy engine, dense or packed.
 
     rows = open_rows(x, box, strides, part, ...)   the rows of one sequence in a tensor (B, H, ., D)
     load_rows(rows, h, i), store_rows(rows, ...)   a tile from row i of head h on, by pointers, as in fwd_0_fused.py
@@ -87,6 +87,20 @@ def load_tile(rows, h, first, f, MASKED: tl.constexpr):
 
 
 @triton.jit
+def product(A, B, f):
+    return tl.dot(A, B, input_precision="tf32x3" if f.ieee is None else "ieee")
+
+
+@triton.jit
+def add_product(C, factor, A, B, f):
+    """factor * C + A B, of which fwd_0_fused.py tells why sums of float32 are made by an FMA."""
+    if A.dtype == tl.float32 and f.ieee is None:
+        return tl.fma(C, factor, product(A, B, f))
+    else:
+        return tl.dot(A, B, C * factor, input_precision="ieee")
+
+
+@triton.jit
 def number_rows(numbers, h, first):
     """The numbers (rows,) that belong to the queries of head h from `first` on, and 0 beyond N."""
     row = first + numbers.row
@@ -99,6 +113,14 @@ def load_numbers(numbers, h, first, f, MASKED: tl.constexpr):
         return number_rows(numbers, h, first)
     else:
         return numbers.box.load([numbers.b + h, numbers.start + first]).reshape(numbers.row.shape[0])
+
+
+def products(x):
+    """How matrices like x are multiplied; fwd_0_fused.py tells what the words mean."""
+    if x.element_size() == 2:
+        return "16 bits"
+    with_tf32 = not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(x.device)[0] >= 8
+    return "tf32x3" if with_tf32 else "ieee"
 
 
 def strides_of(x):
