@@ -34,6 +34,7 @@ from steps.bench import (
     profile,
     report,
     resources,
+    ring_plan,
     rows,
     sign,
     timing,
@@ -596,13 +597,63 @@ def test_inputs_are_random_and_repeatable():
 
 def test_the_plan_names_rungs_and_peers_that_there_are():
     parts = [part for parts in plans.PLANS.values() for part in parts if isinstance(part, plans.Part)]
-    assert [part for name in plans.PLANS for part in plans.PLANS[name] if part not in parts] == [plans.FeaturePart()]
+    others = [part for parts_ in plans.PLANS.values() for part in parts_ if part not in parts]
+    assert {type(part) for part in others} == {plans.FeaturePart, plans.RingPart}
     for part in parts:
         assert set(part.peers) <= set(peers.PEERS) and set(part.dtypes) <= set(rows.DTYPES)
         assert {(p.B * p.N, p.H * p.D) for p in part.grid} == {(16384, 2048)}, "the papers'"
     for number, files in (("02", STAGE_02.glob("fwd_*.cu")), ("03", (STAGE_02.parent / "step03_triton").glob("fwd_*"))):
         of_stage = [part for part in parts if part.stage == number and "fwd" in part.passes]
         assert {rung for part in of_stage for rung in part.rungs} == {path.stem.split("_", 2)[2] for path in files}
+
+
+class FakeTeam:
+    """Stands in for the ranks of ring_plan.py: answers what they would."""
+
+    def __init__(self, hangs=()):
+        self.hangs = hangs
+
+    def run(self, task, case, *args):
+        if task is ring_plan.race:
+            return [{who: [n * ms for n in (1.0, 1.1, 1.2, 1.5, 1.0)] for who, ms in args[1].items()}] * 2
+        who, pass_, _ = args
+        if who in self.hangs:
+            raise ring_plan.launch.RankError("rank 1 of 2 failed.", {})
+        if who.peer and pass_ == "fwd":
+            return ["RuntimeError: no kernel"] * 2
+        found = {"error": 0.01, "ms": 30.0}
+        return [found | ({"peak": 10 * rank, "shared": 5} if pass_ != "fwd" else {}) for rank in range(2)]
+
+
+def test_rows_of_the_ring_plan():
+    said, case = [], ring_plan.CASES["32k"][0]
+    origin = rows.provenance("cpu") | {"n_gpus": 2}
+    team = FakeTeam(hangs=[ring_plan.RELAY])
+    found = [row for p in case.passes for row in ring_plan.measure(team, case, p, origin, said.append)]
+    kernels = [row["kernel"] or row["peer"] for row in found]
+    both = [who.peer for who in ring_plan.PEERS]
+    assert kernels == ["fwd_8_hopper", "ring+fetch", "fwd_8_hopper+bwd_3_hopper", "ring+fetch", *both]
+    one, ring, *_ = found
+    # A rank computes half of what one GPU does, and TFLOP/s are those of a GPU.
+    assert one["tflops"] == pytest.approx(2 * ring["tflops"]) == pytest.approx(4 * 32768**2 * 32 * 128 / 2 / 33 / 1e9)
+    assert (one["layout"], ring["layout"]) == (None, "zigzag") and ring["ms_worst"] == pytest.approx(45)
+    assert (ring["reps"], ring["stage"], one["stage"]) == (5, "04_ring", "02_fa2_cuda") and ring["source"]
+    assert found[3]["peak_bytes"] == 10 and found[3]["shared_bytes"] == 5
+    reasons = [line.partition(": ")[2] for line in said]
+    assert [reason.split(",")[0] for reason in reasons] == ["ring+relay", *both, "ring+relay"]
+    assert "RuntimeError: no kernel" in reasons[1] and "rank 1 of 2 failed" in reasons[0]
+
+
+def test_every_candidate_of_the_ring_plan_is_a_kernel_that_there_is():
+    whos = {who for cases in ring_plan.CASES.values() for case in cases for who in case.who}
+    for kernel in {who.kernel for who in whos if who.kernel}:
+        assert fingerprint.source_files("04_ring" if "ring" in kernel else "02_fa2_cuda", kernel), kernel
+    assert all(str(a) != str(b) for a in whos for b in whos if a is not b)
+
+
+def test_spans_of_a_trace_are_joined():
+    spans = [(5, 6), (0, 2), (1, 3), (3, 4)]
+    assert ring_plan.union(spans) == [[0, 4], [5, 6]] and ring_plan.length(ring_plan.union(spans)) == 5
 
 
 def test_a_backward_is_measured_only_under_the_rung_that_owns_it():
@@ -661,7 +712,7 @@ def test_float32_has_the_time_that_its_longest_backward_takes(monkeypatch):
     monkeypatch.setattr(plans, "measure", note)
     monkeypatch.setattr(plans, "entrants", lambda *_: ())
     monkeypatch.setattr(plans, "compile_ahead", lambda jobs: None)
-    assert not list(plans.record_parts(plans.PLANS["triton"], limit_ms=1000))
+    assert not list(plans.record_parts(plans.PLANS["triton"] + plans.PLANS["float32"], limit_ms=1000))
     longest = cost.flops(1, 16, 16384, 128, pass_="bwd") / 4e12 * 1e3  # at 4 TFLOP/s
     assert limits == {("bf16",): {1000}, ("fp32",): {3000}} and 1000 < longest < 3000
 
@@ -949,7 +1000,7 @@ def test_the_tables_of_the_stage_are_those_that_the_launchers_read(rung, kernel)
         assert target.key == max(64, 1 << (D - 1).bit_length()) and len(target.row) == 4
         assert tune.registers(target, target.row) <= 255
     target, launched = tune.Target(rung, kernel, 16, "fp32" if rung == "fused" else "fp16"), []
-    other, before = (16, 32, 8, 5), dict(target.table)
+    other, before = (32, 16, 8, 5), dict(target.table)
     stage, name = vars(tune.module(target.file)), tune.KERNELS[kernel][2]
     timed = tune.Timed(stage[name], lambda: len(launched))
 

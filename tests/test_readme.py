@@ -57,7 +57,7 @@ def test_commands_are_those_of_the_makefile_and_the_command_line():
     from steps.bench.plans import PLANS
 
     names = re.search(r"--plan (\w+) --record` \(then ([\w, ]+)\)", README)
-    assert {names[1], *names[2].split(", ")} == set(PLANS)
+    assert {names[1], *names[2].split(", ")} == {name for name in PLANS if "-" not in name}  # ring-8k is a part of ring
     modules = re.findall(r"python -m ((?:reference|steps)\.[\w.]*\w)", README)
     assert all(importlib.util.find_spec(name) for name in modules)
 

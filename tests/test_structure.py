@@ -17,7 +17,7 @@ TIES = {
     "step01_fa1_numba": {"__init__.py"},
     "step02_fa2_cuda": {"__init__.py"},
     "step03_triton": {"__init__.py", "sdpa.py", "public.py"},
-    "step04_ring": {"__init__.py", "entry.py", "launch.py", "demo.py"},
+    "step04_ring": {"__init__.py", "entry.py", "launch.py", "demo.py", "account.py", "block.py", "in_your_model.py"},
 }
 # What each part of steps/ may import of the others. `stages` stands for all five, none of which imports another, except
 # as OTHER_STAGES says. A check of an exercise runs in a copy of steps/ without bench and demo, so the workbook must not
@@ -35,7 +35,8 @@ BELOW = {
     "__main__": {"contract", "engine", "stages", "catalogue", "workbook", "bench", "demo", "verify"},
 }
 OTHER_STAGES = {
-    "steps.step04_ring.entry": {"step03_triton"},  # the default block
+    "steps.step04_ring.block": {"step02_fa2_cuda", "step03_triton"},  # the default block, on Hopper and elsewhere
+    "steps.step04_ring.strategies.team": {"step03_triton"},  # the block for packed sequences
     "steps.step04_ring.demo": {"step00_naive", "step03_triton"},  # the block of the demo, without and with a GPU
 }
 # Names that two modules may share, because they mean the same in both.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,6 +205,20 @@ def test_the_cause_of_a_hunt_is_the_one_that_is_told(id, tmp_path, monkeypatch):
     test = (Path(exercises.__file__).parent / "hunts" / HUNTS[id].mine.name).read_text()
     monkeypatch.setattr(exercises.Hunt, "path", tmp_path / "broken" / HUNTS[id].path.name, raising=False)
     assert "WRONG: passes on the broken kernel too" in repr(check(id, test))
+
+
+def test_a_changed_file_of_the_copy_is_no_link_into_the_course(tmp_path, monkeypatch):
+    course, copy, task = tmp_path / "course", tmp_path / "copy", SimpleNamespace(file="stage/kernel.py")
+    for name in ("contract.py", "stage/kernel.py", "other/kernel.py", "bench/rows.py"):
+        (course / name).parent.mkdir(parents=True, exist_ok=True)
+        (course / name).write_text("as it was")
+    copy.mkdir()
+    monkeypatch.setattr(splice, "STEPS", course)
+    splice.copy_of_steps(copy, [])
+    splice.write_copy(copy, task, "changed")
+    assert (copy / "steps" / "stage" / "kernel.py").read_text() == "changed"
+    assert {path.read_text() for path in course.rglob("*.py")} == {"as it was"}
+    assert (copy / "steps" / "other" / "kernel.py").exists() and not (copy / "steps" / "bench").exists()
 
 
 # Puzzles: the exercises that stand on their own.

@@ -18,17 +18,18 @@
 #
 # *What does a tile language take over, what stays yours, and how far does that reach?*
 #
-# - **Before you start:** notebook 00 (tiles, lse, delta), and of 02a what a block and shared memory are; for the second
-#   half of part 4, 02d. No Triton.
+# - **Before you start:** notebook 00 (tiles, lse, delta); of 02a what a block and shared memory are; 02d for the second
+#   half of part 4.
 # - **Time:** about an hour to read, an hour more with the exercises.
-# - **Hardware:** Linux. Without a GPU the kernels run in Triton's interpreter, slowly, and are compiled for two GPUs
-#   that need not be there; with one they run compiled. Speeds are recorded rows.
+# - **Hardware:** Linux. Without a GPU the kernels run in Triton's interpreter, slowly, and are compiled for GPUs that
+#   need not be there. Speeds are recorded rows.
 # - **Code:** `steps/step03_triton/`, four forwards and two backwards. **Tests:** `pytest tests/test_step03_triton.py`.
 #   **Symbols:** `reference/symbols.md`.
 
 # %% slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -48,7 +49,7 @@ import triton
 import triton.language as tl
 
 from reference import attention, cases, error, mutants
-from steps.bench import cost, fingerprint, plots, rows
+from steps.bench import cost, fingerprint, plots, profile, rows, tune
 from steps.bench.plots import COLOURS, GREYS, INK
 from steps import step00_naive as step00, step03_triton as step03
 
@@ -80,14 +81,26 @@ def bare(ax):
     ax.spines[:].set_visible(False)
 
 # %% slideshow={"slide_type": "skip"}
-COMPILE = r"""
+DRIVER = r"""
 import importlib, json, re, subprocess, sys, torch, triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
+from types import SimpleNamespace
+arch = 90
 class Driver:  # stands in for a GPU
+    memory = {"max_shared_mem": 227 * 1024}
+    utils = SimpleNamespace(get_device_properties=lambda device: Driver.memory)
+    def launcher_cls(self, *kernel): return None
     def get_current_device(self): return arch
     def get_current_stream(self, device): return 0
     def get_current_target(self): return GPUTarget("cuda", arch, 32)
+triton.runtime.driver.set_active(Driver())
+"""
+
+# %% slideshow={"slide_type": "skip"}
+# Triton decides at import whether it interprets or compiles, so a second process compiles.
+# It needs no GPU, only something that answers when Triton asks for one. See parts 4 and 7.
+COMPILE = DRIVER + r"""
+from triton.runtime.jit import JITFunction
 def compile_only(kernel, *args, grid, warmup, **options):
     made = launch(kernel, *args, grid=grid, warmup=True, **options)
     with open(f"{sys.argv[2]}/{hash(str(job))}.cubin", "wb") as file:
@@ -100,21 +113,18 @@ def compile_only(kernel, *args, grid, warmup, **options):
     found |= dict(ptx=made.asm["ptx"], ttgir=made.asm["ttgir"])
     print(json.dumps([job, found]), flush=True)
 launch, JITFunction.run = JITFunction.run, compile_only
-triton.runtime.driver.set_active(Driver())
-"""
-
-# %% slideshow={"slide_type": "skip"}
-# Triton decides at import whether it interprets or compiles, so a second process compiles.
-# It needs no GPU, only something that answers when Triton asks for one. See parts 4 and 7.
-COMPILE += r"""
 torch.cuda.get_device_capability = lambda device=None: divmod(arch, 10)
 for job in json.loads(sys.argv[1]):
     file, arch, D, tile = job
     module, x = importlib.import_module(file), torch.zeros(1, 1, 128, D).bfloat16()
     module.refusal = lambda q: None  # Gluon's launcher looks for a GPU
-    module.TILES.get(2, {})[D] = tile or module.TILES.get(2, module.TILES)[D]
+    table = module.TILES.get("16 bits", module.TILES)
+    table[D] = tile or table[D]
     module.forward(x, x, x)
 """
+
+# %% slideshow={"slide_type": "skip"}
+folder = tempfile.TemporaryDirectory()
 TWICE = (  # part 4: rows counted from the first row of the tensor, not of the tile
     ("    row = tl.arange(0, Br)\n    l =", "    row = i + tl.arange(0, Br)\n    l ="),
     ("lse + (bh.to(tl.int64) * Nq + i) + row", "lse + bh.to(tl.int64) * Nq + row"),
@@ -128,9 +138,26 @@ JOBS = [("fwd_0_fused", arch, 64, None) for arch in (80, 90)]
 JOBS += [(file, 90, 128, None) for file in ("fwd_2_roles", "roles_twice", "fwd_3_gluon")]
 JOBS += [("fwd_1_tma", 90, D, None) for D in (128, 64)]
 JOBS += [("fwd_0_fused", 90, D, tile) for D, found in SWEEP.items() for tile in found]
-folder = tempfile.TemporaryDirectory()
+
+
+def in_background(script, jobs, name):
+    """Runs a script beside this notebook, with its lines in a file of that name."""
+    root = Path(steps.__file__).parents[1]
+    places = [Path(fwd_0_fused.__file__).parent, root, folder.name]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "STEPS_ENGINE": "compile"}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, places))
+    command = [sys.executable, "-c", script, json.dumps(jobs), folder.name]
+    with Path(folder.name, name).open("w") as file:
+        return subprocess.Popen(command, env=environment, stdout=file)
+
 
 # %% slideshow={"slide_type": "skip"}
+def lines_of(process, name):
+    """What the background process has printed, once it has ended."""
+    assert process.wait() == 0
+    return [json.loads(line) for line in Path(folder.name, name).read_text().splitlines()]
+
+
 def changed(file, name, *changes):
     """The path of a copy of a kernel file, under another name and with another text."""
     path = Path(fwd_0_fused.__file__).with_name(f"{file}.py")
@@ -144,19 +171,15 @@ def changed(file, name, *changes):
 
 
 changed("fwd_2_roles", "roles_twice", *TWICE)
-found_by_compiler = Path(folder.name, "found")
-paths = os.pathsep.join([str(Path(fwd_0_fused.__file__).parent), folder.name])
-environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": paths}
-command = [sys.executable, "-c", COMPILE, json.dumps(JOBS), folder.name]
-with found_by_compiler.open("w") as file:
-    compiler = subprocess.Popen(command, env=environment, stdout=file)
+compiler = in_background(COMPILE, JOBS, "kernels")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, counted
 #
-# Stage 02's best kernel before Hopper, `fa2`, runs on every GPU since the A100; `hopper` uses what only an H100 has. What does
-# that step bring, and what does it cost in text? A line counts as *about the machine* if it names threads, warps, lanes,
-# barriers, shared memory, copies or layouts. Files of stage 03 contain their launchers.
+# Stage 02's `fa2` runs on every GPU since the A100; `hopper` uses what only an H100 has. What did that step bring, what
+# did it cost in text, and where does a Triton kernel of half of `fa2`'s length stand? A line counts as *about the
+# machine* if it names threads, warps, lanes, barriers, shared memory, copies or layouts. Speeds are shares of cuDNN's
+# in the same run.
 
 # %% slideshow={"slide_type": "fragment"}
 MACHINE = r"threadIdx|blockIdx|program_id|__shfl|__syncthreads|[sS]hared|smem|unroll|lane"
@@ -183,40 +206,38 @@ def one_run(kernel, which, D, causal):
 
 # %% slideshow={"slide_type": "fragment"}
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3), layout="constrained")
-looks = {"fwd_5_fa2": COLOURS[1], "fwd_8_hopper": COLOURS[0], "sdpa-cudnn": GREYS[1]}
-speeds = {}
-for row in one_run("fwd_5_fa2", "fwd", 128, False):
-    speeds.setdefault(row["kernel"] or row["peer"], {})[row["N"]] = row["tflops"]
-for name in (name for name in looks if name in speeds):
-    N, tflops = zip(*sorted(speeds[name].items()), strict=True)
-    left.plot(N, tflops, "o-", color=looks[name], label=name)
+for n, name in enumerate(("fwd_8_hopper", "fwd_5_fa2", "fwd_0_fused", "fwd_3_gluon")):
+    speeds = {}
+    for row in one_run(name, "fwd", 128, False):
+        speeds.setdefault(row["N"], {})[row["kernel"] or row["peer"]] = row["tflops"]
+    N = sorted(speeds)
+    shares = [speeds[length][name] / speeds[length]["sdpa-cudnn"] for length in N]
+    left.plot(N, shares, "osD^"[n] + "-", color=COLOURS[n], label=name)
+    for length, share in list(zip(N, shares, strict=True))[-1:]:
+        print(f"{name}: {share:.0%} of cuDNN's speed at N = {length}")
 left.set_xscale("log", base=2)
-lengths = sorted(speeds.get("fwd_5_fa2", {}))
-left.set_xticks(lengths, [f"{N // 1024}k" if N >= 1024 else N for N in lengths])
-left.set(xlabel="N", title="forward on an H200, D = 128: TFLOP/s", ylim=(0, None))
-left.legend(*left.get_legend_handles_labels(), fontsize=8)
+left.set_xticks(N, [f"{n // 1024}k" if n >= 1024 else n for n in N])
+left.set(xlabel="N", title="share of cuDNN, H200, D = 128, bf16", ylim=(0, None))
+left.legend(fontsize=8)
 about, other = zip(*counted.values(), strict=True)
 right.barh(list(counted), about, color=COLOURS[1], label="about the machine")
 right.barh(list(counted), other, left=about, color=COLOURS[5], label="the rest")
 right.set(title="lines of code", ylim=(5, -0.6))
 right.grid(axis="y", visible=False)
 right.legend(fontsize=8, loc="lower right")
-if lengths and "fwd_8_hopper" in speeds:
-    ratio = speeds["fwd_8_hopper"][lengths[-1]] / speeds["fwd_5_fa2"][lengths[-1]]
-    print(f"N = {lengths[-1]}: hopper is {ratio:.2f} times as fast as fa2")
-picture(fig, """Left: TFLOP/s of stage 02's fa2 and hopper and of cuDNN against N; fa2 is
-the lowest line. Right: lines of code of fa2, hopper, and stage 03's fused and gluon; about
-a third of them is about the machine in the CUDA kernels, and almost none in fused.""")
+picture(fig, """Left: the speeds of stage 02's fa2 and hopper and of stage 03's fused and
+gluon against N, as shares of cuDNN's. Right: their lines of code; about a third is about
+the machine in the CUDA kernels, and almost nothing in fused.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# In CUDA C++ you say which thread holds which number, anew for each generation of GPUs. In Triton you say what is done to
-# *tiles*, and the compiler decides who holds what. What does that buy, and what can it not reach?
+# In CUDA C++ you say which thread holds which number, anew for each generation of GPUs. In Triton you say what is done
+# to *tiles*, and the compiler decides who holds what.
 #
 # ## 3. The idea: programs instead of threads
 #
 # A CUDA block becomes a **program**, and there are no threads in it: `tl.arange(0, 4)` is a tile of four numbers, `x +
-# i` a tile of four pointers. What was `if (i < N)` becomes a **mask**. Sizes of tiles are powers of two, and N is not,
-# so the last tile hangs over the edge. Without a mask:
+# i` a tile of four pointers. What was `if (i < N)` becomes a **mask**: a tile's size is a power of two, so the last
+# tile hangs over the edge. Without a mask:
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -236,9 +257,9 @@ for masked in (False, True):
     print(f"masked {masked!s:5}: out {result}, its neighbours {neighbours}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Nobody complained: the neighbours became 16 and 17, the sum is right, and the fault shows elsewhere or never. Masks are
-# yours, and so is `other`, what a masked load yields: 0 before a sum, -inf before a maximum. In two dimensions `[:, None]`
-# and `[None, :]` broadcast, as in this stage's helpers:
+# Nobody complained: the neighbours became 16 and 17, the sum is right, and the fault shows elsewhere or never. Masks
+# are yours, and so is `other`, what a masked load yields: 0 before a sum, -inf before a maximum. In two dimensions `[:,
+# None]` and `[None, :]` broadcast:
 
 # %% slideshow={"slide_type": "subslide"}
 def excerpt(file, *functions):
@@ -249,101 +270,134 @@ def excerpt(file, *functions):
 
 excerpt("fwd_0_fused", "pointers", "inside", "load_tile")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Below, a matrix (6, 2) lies in memory with a stride of 3: every third number belongs to somebody else. A tile of (4, 4)
-# begins at row 4. Memory holds its own addresses, so that what the load returns says what it touched.
-
-# %% slideshow={"slide_type": "fragment"}
-@triton.jit
-def fetch(
-    x, tile, strides, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr
-):
-    at = tl.arange(0, ROWS)[:, None] * D_pad + tl.arange(0, D_pad)[None, :]
-    b, h = tl.program_id(0), tl.program_id(1)
-    places = fwd_0_fused.pointers(x, strides, b, h, first, ROWS, D_pad)
-    tl.store(tile + at, fwd_0_fused.load_tile(places, first, N, True, ROWS, D, D_pad))
-
-
-memory = torch.arange(24.0).to(device)
-tile = torch.empty(4, 4).to(device)
-fetch[(1, 1)](memory, tile, (18, 18, 3), 4, 6, ROWS=4, D=2, D_pad=4)
-asked = 3 * torch.arange(4, 8)[:, None] + torch.arange(4)[None, :]
-print("addresses asked for:", asked.tolist(), "\nreturned:           ", tile.int().tolist())
-
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Of 16 addresses 4 are touched. The others yield 0 without a visit.
+# ### What the interpreter shows, and what it hides
 #
-# ### What the interpreter is, and what it cannot show
-#
-# It runs the Python text of a kernel with numpy, one program after the other. Two experiments: eight programs add 1 to
-# the same number without an atomic addition; and a program adds bfloat16 numbers.
+# It runs a kernel's Python text with numpy, one program after the other. Here are four kernels, each with a fault that
+# everybody makes once. **Which of them does the interpreter refuse?** A second process compiles them for an H100.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
-def count(total):
+def odd_tile(x, out):  # copies a tile of 48 numbers
+    tl.store(out + tl.arange(0, 48), tl.load(x + tl.arange(0, 48)))
+
+
+@triton.jit
+def many_stages(x, out, N):  # adds products of tiles, 128 x 128 each
+    at = tl.arange(0, 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    first, total = tl.load(x + at), tl.zeros((128, 128), tl.float32)
+    for j in range(0, N, 128):
+        total += tl.dot(first, tl.load(x + j * 128 + at))
+    tl.store(out + at, total)
+
+
+@triton.jit
+def largest(x, out, N):  # finds the largest of N numbers
+    m = 0
+    for j in range(0, N):
+        m = tl.maximum(m, tl.load(x + j))
+    tl.store(out, m)
+
+
+@triton.jit
+def count(total):  # counts the programs
     tl.store(total, tl.load(total) + 1.0)
 
 
-@triton.jit
-def double(x, out):
-    i = tl.arange(0, 4)
-    tl.store(out + i, tl.load(x + i) + tl.load(x + i))
+# %% slideshow={"slide_type": "skip"}
+SECOND = DRIVER + r"""
+import faults
+x, out = torch.zeros(1 << 16).half(), torch.zeros(1 << 16)
+for name, args, options in json.loads(sys.argv[1]):
+    args = [{"x": x, "out": out}.get(word, word) for word in args]
+    try:
+        made = getattr(faults, name).warmup(*args, grid=(1,), **options)
+        if options:
+            made._init_handles()  # what a launch does first
+        ptx, words = made.asm["ptx"], ("ld.global", "st.global", "atom", "red.")
+        said = f"no complaint; in the PTX: { {word: ptx.count(word) for word in words} }"
+    except Exception as problem:
+        said = str(problem)
+    print(json.dumps([name, said]))
+"""
+given = {"odd_tile": ("x", "out"), "many_stages": ("x", "out", 256),
+         "largest": ("x", "out", 9), "count": ("out",)}  # fmt: skip
+options = {"many_stages": {"num_stages": 7}}
+kernels = {kernel.fn.__name__: kernel for kernel in (odd_tile, many_stages, largest, count)}
+sources = "\n\n".join(inspect.getsource(kernel.fn) for kernel in kernels.values())
+head = "import triton\nimport triton.language as tl\n\n"
+Path(folder.name, "faults.py").write_text(head + sources)
+jobs = [(name, words, options.get(name, {})) for name, words in given.items()]
+second = in_background(SECOND, jobs, "second")
 
-
-total = torch.zeros(1).to(device)
-count[(8,)](total)
-print("eight programs have counted to", total.item())
+# %% slideshow={"slide_type": "fragment"}
+print(f"eight programs of each, on engine {steps.engine.name}:")
+for name, kernel in kernels.items():
+    x, out = torch.full((1 << 16,), -1.0).half().to(device), torch.zeros(1 << 16).to(device)
+    arguments = [{"x": x, "out": out}.get(word, word) for word in given[name]]
+    try:
+        kernel[(8,)](*arguments, **options.get(name, {}))
+        print(f"{name}: runs, and leaves {out[0].item()}")
+    except Exception as problem:
+        print(f"{name}: {type(problem).__name__}: {problem}")
 for dtype in (torch.float16, torch.bfloat16):
     x = torch.tensor([1, 1.5, 2, 3], dtype=dtype, device=device)
     out = torch.zeros_like(x)
-    double[(1,)](x, out)
+    add[(1,)](x, x, out, 4, MASKED=True, BLOCK=4)
     print(f"{x.tolist()} doubled in {dtype}: {out.tolist()}")
+said = dict(lines_of(second, "second"))
+print("\nthe compiler:")
+for name in kernels:
+    print(f"{name}: {said[name].strip()}\n")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The race on `total` is invisible: on a GPU all eight programs may read 0. And numpy has no bfloat16: the interpreter adds
-# bit patterns as integers, without a warning. So this stage's launchers interpret bfloat16 in float32. In short:
+# Read a message from its end: what is wrong comes last, where above it.
 #
-# | shows | does not show |
-# |---|---|
-# | formulas, masks, indices, edges, NaN in the wrong place | races; bfloat16; rounding as on tensor cores |
-# | any program's values: `print` works | a store out of bounds; registers, shared memory, speed |
-# | | tiles that the compiler refuses (`tl.dot` over fewer than 16 products) |
+# - `odd_tile`: a tile's size is a power of two. Take 64, and a mask.
+# - `many_stages`: seven stages are seven copies of a tile in shared memory. The launch refuses it. Take fewer stages or
+#   a smaller tile.
+# - `largest`: m begins as an integer and becomes a float, which only Python allows. The interpreter leaves 0, though
+#   all numbers are -1. Begin with `float("-inf")`.
+# - `count`: nobody complains, but nothing in the PTX is atomic: on a GPU all eight programs may read 0, and leave 1.
+#   Give each result one owner, or use `tl.atomic_add`.
+#
+# numpy has no bfloat16: the interpreter adds bit patterns as integers, without a warning. So this stage's launchers
+# interpret bfloat16 in float32.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
 #
-# FlashAttention-2's Algorithm 1; in brackets the paper's lines, [10] corrected as in notebook 00, and on the right the
-# functions of `fwd_0_fused.py`:
+# FlashAttention-2's Algorithm 1, line [10] corrected as in notebook 00, and the functions of `fwd_0_fused.py`:
 #
 # | line | what it does | function |
 # |---|---|---|
 # | [3–4] | a program takes Br queries; Q_i stays | `forward_kernel`, `load_tile` |
 # | [5] | m = -inf, l = 0, O = 0 | `forward_kernel` |
-# | [6] | for each tile of keys | `key_ranges`, `visit_keys` |
-# | [7] | K_j and V_j | `load_tile` |
-# | [8] | S = Q_i K_jᵀ, not scaled yet | `visit_keys`; what is hidden: `mask` (yours, in part 5) |
-# | [9–10] | m, l and O take in the tile | `online_update` (yours, too) |
+# | [6–7] | for each tile of keys: K_j and V_j | `key_ranges`, `visit_keys`, `load_tile` |
+# | [8] | S = Q_i K_jᵀ, not scaled yet | `visit_keys`; what is hidden: `mask` (part 5) |
+# | [9–10] | m, l and O take in the tile | `online_update` (part 5) |
 # | [12–15] | out = O / l, lse = scale · m + log l | `forward_kernel` |
 #
-# The budget first: the compiler spreads a program's tiles over its warps, and what does not fit spills.
+# The budget first: the compiler spreads a program's tiles over its warps, and what does not fit spills. float32 goes
+# through tensor cores as three products of tf32, or not at all.
 
 # %% slideshow={"slide_type": "fragment"}
-for size, dtype in ((2, "bf16"), (4, "fp32")):
-    for D, (Br, Bc, warps, stages) in fwd_0_fused.TILES[size].items():
+for kind, table in fwd_0_fused.TILES.items():
+    dtype = "bf16" if kind == "16 bits" else "fp32"
+    for D, (Br, Bc, warps, stages) in table.items():
         registers = cost.accumulator_registers(Br, Bc, D, dtype, threads=32 * warps)
         shared = cost.shared_bytes(Br, Bc, D, dtype, stages=stages) / 1024
-        print(f"{dtype} D <= {D:3}: tile {Br:3} x {Bc}, {warps} warps,", end=" ")
+        print(f"{kind:7} D <= {D:3}: tile {Br:3} x {Bc}, {warps} warps,", end=" ")
         print(f"{stages} stages: O, S, P {registers:3.0f} of 255 registers;", end=" ")
         print(f"Q, K, V at most {shared:3.0f} KiB")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### One tile's update, in base 2
 #
-# A GPU computes powers of 2. So the kernel folds log2(e) into the scale, once: with c = scale · log2(e) it is
-# exp(scale · S - scale · m) = 2^(c S - c m), one multiply-add and one `exp2` an entry. m is the maximum of the *unscaled* scores.
-# `factor_and_shift` gives c and c m; why it is a function comes below.
+# A GPU computes powers of 2. So log2(e) is folded into the scale, once: with c = scale · log2(e) it is exp(scale · S -
+# scale · m) = 2^(c S - c m), one multiply-add and one `exp2` an entry. m is the maximum of the *unscaled* scores.
 #
-# Here it is on notebook 00's six tokens in tiles of 16 x 16, keys 0 to 2 first and 3 to 5 second. What is not there is
+# Here are notebook 00's six tokens in tiles of 16 x 16, keys 0 to 2 first and 3 to 5 second. What is not there is
 # loaded as 0, and `mask` hides it as a key.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -363,7 +417,7 @@ def visit(m, l, O, q, k, v, strides, scale, j, end, D: tl.constexpr, SIDE: tl.co
     S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")
     S = fwd_0_fused.mask(S, 0, j, 6, end, False, SIDE, SIDE)
     m_i, l_i, O_i = tl.load(m + i), tl.load(l + i), tl.load(O + at)
-    m_i, l_i, O_i = fwd_0_fused.online_update(m_i, l_i, O_i, S, V_j, scale_log2)
+    m_i, l_i, O_i = fwd_0_fused.online_update(m_i, l_i, O_i, S, V_j, scale_log2, "ieee")
     tl.store(m + i, m_i)
     tl.store(l + i, l_i)
     tl.store(O + at, O_i)
@@ -391,12 +445,13 @@ for j in (0, 3):
 #
 # ### Which tiles are visited, and which need a mask
 #
-# A mask costs comparisons on every score and every load, and most tiles need none. So there are **two loops** over the same
-# text, up to `full` without and up to `end` with a mask: the constant `MASKED` makes the compiler write `visit_keys` twice. In
-# the picture blue tiles are the first loop, orange ones the second, dots the pairs to be seen.
+# A mask costs comparisons on every score and every load, and most tiles need none. So there are **two loops** over the
+# same text, up to `full` without and up to `end` with a mask: the constant `MASKED` makes the compiler write
+# `visit_keys` twice.
 
 # %% slideshow={"slide_type": "fragment"}
-show("step03_triton/fwd_0_fused", "key_ranges")
+excerpt("fwd_0_fused", "key_ranges", "visit_keys", "forward_kernel")
+
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -442,15 +497,31 @@ the diagonal are masked, those below it are not, and those above it are not visi
 queries and 18 keys the diagonal ends in the lower right corner; with 18 queries and 10 keys
 the first 8 queries see nothing and their tiles are not visited.""")
 
-# %% slideshow={"slide_type": "fragment"}
-excerpt("fwd_0_fused", "visit_keys", "forward_kernel")
+# %% slideshow={"slide_type": "skip"}
+INDUCTOR = DRIVER + r"""
+from steps.bench.peers import matrix_form
+from torch._inductor.graph import GraphLowering
+def stop(text):  # instead of running what has been written
+    print(json.dumps([causal, text]), flush=True)
+    raise InterruptedError
+GraphLowering.save_output_code = staticmethod(stop)
+qkv = torch.zeros(3, 1, 1, 1024, 128).bfloat16()
+how = dict(fullgraph=True, dynamic=False, options={"cpu_backend": "triton"})
+for causal in (False, True):
+    try:
+        torch.compile(matrix_form, **how)(*qkv, causal)
+    except Exception as problem:
+        assert "InterruptedError" in repr(problem), problem
+"""
+inductor = in_background(INDUCTOR, [], "inductor")  # Part 7 reads what it writes.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who reads what
 #
-# `pointers` works with the tensor's own strides, in 64 bits: row 2²⁵ of 64 numbers begins at element 2³¹, one too many for
-# 32. With grouped heads `h // group` is the key head. Let every value of key head n be n; then `out` tells which head a
-# program has read:
+# `pointers` works with the tensor's own strides, in 64 bits: row 2²⁵ of 64 numbers begins at element 2³¹, one too many
+# for
+# 32. With grouped heads `h // group` is the key head. Let every value of key head n be n; then `out` tells which one a
+#     program has read:
 
 # %% slideshow={"slide_type": "fragment"}
 in_32_bits = torch.tensor(2**25, dtype=torch.int32).mul(64).item()
@@ -477,42 +548,35 @@ last queries of head 0, program 2 the first. Heads 0 and 1 read key head 0, head
 key head 1.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Programs with neighbouring numbers run at about the same time, and share a key head in the cache. The last queries, which
-# see most keys, go first.
+# Neighbouring programs run at about the same time, and share a key head in the cache. The last queries, which see most
+# keys, go first.
 #
 # ### What the compiler made of it
 #
-# The process from the beginning has compiled this file for an A100 (sm_80) and an H100 (sm_90), in bfloat16 with D = 64:
+# This file compiled for an A100 (sm_80) and an H100 (sm_90), in bfloat16 with D = 64:
 
 # %% slideshow={"slide_type": "fragment"}
-assert compiler.wait() == 0
-found = [json.loads(line) for line in found_by_compiler.read_text().splitlines()]
-compiled = {(*job[:3], tuple(job[3] or ())): made for job, made in found}
+made_of = lines_of(compiler, "kernels")
+compiled = {(*job[:3], tuple(job[3] or ())): made for job, made in made_of}
 for arch in (80, 90):
     made = compiled["fwd_0_fused", arch, 64, ()]
     names = ("mma.sync", "wgmma.mma_async", "cp.async.cg", "ex2.approx")
     counts = ", ".join(f"{name} {made['ptx'].count(name)}" for name in names)
     print(f"sm_{arch}: {counts}; {made['shared']} bytes of shared memory")
-Br, Bc, _, stages = fwd_0_fused.TILES[2][64]
+Br, Bc, _, stages = fwd_0_fused.TILES["16 bits"][64]
 KV_bytes = cost.shared_bytes(Br, Bc, 64, "bf16", tiles="KV", stages=stages)
 Q_bytes = cost.shared_bytes(Br, Bc, 64, "bf16", tiles="Q")
 print(f"K and V, {stages} stages: {KV_bytes} bytes; Q: {Q_bytes} bytes")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The same text became `mma.sync` on one GPU and `wgmma` on the other (02b, 02d). `cp.async` copies K and V ahead of their
-# use, as `num_stages=3` asked. On sm_90 the shared memory is three times K and V, and Q, which `wgmma` reads from there;
-# sm_80 needs less.
-#
-# | Triton's | yours |
-# |---|---|
-# | which thread holds which entry; registers; shared memory; barriers | tile sizes, `num_warps`, `num_stages` |
-# | instructions, copies ahead of their use | pointers, strides, masks, 64 bits |
-# | | who owns what; races; `input_precision="ieee"`, or float32 is rounded to tf32 |
+# The same text became `mma.sync` on one GPU and `wgmma` on the other (02b, 02d). `cp.async` copies K and V ahead of
+# their use, as `num_stages=3` asked. On sm_90 the shared memory is three times K and V, and Q, which `wgmma` reads from
+# there; sm_80 needs less.
 #
 # ### What one rounding can do
 #
-# The compiler makes one *fused multiply-add* of `S * factor - shift`, which rounds once instead of twice. But `shift` is c m, rounded
-# before. So at S = m the exponent is not 0: it is the rounding error of c m. Here it is, as a GPU computes it, and with the
+# The compiler makes one *fused multiply-add* of c S - c m, which rounds once instead of twice. But c m was rounded
+# before, so at S = m the exponent is not 0, but that rounding error. Here it is, as a GPU computes it, and with the
 # power of two that `factor_and_shift` takes for huge scores:
 
 # %% slideshow={"slide_type": "fragment"}
@@ -529,18 +593,15 @@ for size in (1e2, 1e5, 1e8, 1e11):
         print(f"m about {size:.0e}, factor {name:12}: largest P at S = m is {P:.6g}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# For usual scores this is nothing. At 10⁸ P may be 2 instead of 1, but so is all of its row, l included, and out is right. At
-# 10¹¹ P is infinite, and out is NaN. A product with a power of two is exact, so from c m = 2²⁶ on the kernels take that. The
-# interpreter rounds twice and shows none of this; the stage's tests make it round once.
+# At 10⁸ P may be 2 instead of 1, but so is all of its row, l included, and out is right. At 10¹¹ P is infinite, and out
+# is NaN. A product with a power of two is exact, so from c m = 2²⁶ on the kernels take that. The interpreter rounds
+# twice and hides this.
 #
 # ### Descriptors: a box instead of pointers
 #
-# `fwd_1_tma.py` is `fwd_0_fused.py` with other loads. The host says once, in a *descriptor*, where a tensor lies and how large
-# the box of a tile is. Then one thread asks Hopper's copy engine (TMA, 02d) for the box at some coordinates. What lies
-# outside comes as zeros, so a load needs no mask. S needs one: 0 is not -inf.
-
-# %% slideshow={"slide_type": "fragment"}
-show("fwd_1_tma", "load_tile")
+# `fwd_1_tma.py` has other loads. A *descriptor* says once where a tensor lies and how large a tile's box is. Then one
+# thread asks Hopper's copy engine (TMA, 02d) for the box at some coordinates. What lies outside comes as zeros, so a
+# load needs no mask. S needs one: 0 is not -inf.
 
 # %% slideshow={"slide_type": "fragment"}
 GROUPS = {
@@ -558,16 +619,17 @@ for name, key in chosen.items():
     print(f"{name}: {compiled[key]['registers']} registers, {len(operations)} instructions")
     for group, pattern in GROUPS.items():
         print(f"    {group:23}", sum(bool(re.match(pattern, each)) for each in operations))
+show("fwd_1_tma", "load_tile")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The tile is the same, and so are the products. What goes is copies, addresses, and the registers that held pointers. The
-# price: address and strides must be multiples of 16 bytes, and anything else takes the `else`.
+# The tile and the products are the same. What goes is copies, addresses, and the registers that held pointers. The
+# price: address and strides must be multiples of 16 bytes; anything else takes the `else`.
 #
 # ### Warp specialisation, and its trap
 #
-# `fwd_2_roles.py` adds one argument to the loop, `warp_specialize=True`, and the compiler divides the warps: one copies, two
-# groups of four compute, 64 rows each. It does so under conditions that it does not name: descriptors made in the kernel,
-# and one loop, so that a causal mask has no place. And there is a trap. Left is how this file stores lse, right how
+# With one argument to the loop, `warp_specialize=True`, the compiler divides the warps of `fwd_2_roles.py`: one copies,
+# two groups of four compute, 64 rows each. It wants, and does not say so, descriptors made in the kernel and a single
+# loop, which leaves no place for a causal mask. And there is a trap. Left is how this file stores lse, right how
 # `fwd_1_tma` does, compiled in its place:
 
 # %% slideshow={"slide_type": "fragment"}
@@ -596,25 +658,22 @@ for file in ("fwd_2_roles", "roles_twice"):
     print(f"    group 2 begins at row i + {begins}: {len(written)} of 256 rows are written")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The compiler gives the second group its rows by adding 64: to a tile of row numbers, and to the coordinate of a descriptor,
-# which `i` is for Q. A sum of both moves twice, and half of lse is never written, without any message. In this file `i` goes
-# into the address, where it is not moved, and `row` moves alone. All this is read from the compiler's text (TTGIR); the rows
-# follow from it. It cannot be run without a GPU, because the interpreter ignores roles.
+# The compiler gives the second group its rows by adding 64: to a tile of row numbers, and to the coordinate of a
+# descriptor, which `i` is for Q. A sum of both moves twice, and half of lse is never written, without any message. In
+# this file `i` goes into the address, where it is not moved, and `row` moves alone. All this is the compiler's text
+# (TTGIR).
 #
 # ### Gluon: the same, said by hand
 #
-# Triton waits for a `tl.dot` whose result the same iteration uses, so no group multiplies under its own softmax. `fwd_3_gluon.py`
-# does. Gluon is the layer below Triton in the same compiler. Line by line beside stage 02 (roles since `fwd_7_roles.cu`):
+# Triton waits for a `tl.dot` whose result the same iteration uses, so no group multiplies under its own softmax.
+# `fwd_3_gluon.py` does, in the layer below Triton. Beside stage 02 (roles since `fwd_7_roles.cu`):
 #
 # | | `fwd_3_gluon.py` | `fwd_8_hopper.cu` |
 # |---|---|---|
-# | room and barriers | `make_ring`: `allocate_shared_memory`, `mbarrier.init` | `struct Ring`, `barrier_init` |
-# | a copy | `load`: `wait`, `expect`, `async_copy_global_to_shared` | `Ring::load`: `barrier_wait`, `barrier_expect`, `tma_load` |
-# | its use | `get`, `release` | the same, `release` by one lane of a warp |
-# | who holds what | `layout(columns)` | `row()`, `column()`, `S[Bc / 2]` |
+# | room, barriers | `make_ring`: `allocate_shared_memory`, `mbarrier.init` | `struct Ring`, `barrier_init` |
+# | a copy | `load`: `expect`, `async_copy_global_to_shared` | `Ring::load`: `barrier_expect`, `tma_load` |
 # | start S, O | `warpgroup_mma(..., is_async=True)` | `wgmma_fence`, `wgmma_ss`, `wgmma_commit` |
 # | wait for S, not O | `warpgroup_mma_wait(1, (S,))` | `wgmma_wait<1>()` |
-# | row maximum | `gl.max(S, 1)` | a loop and two shuffles |
 # | P as an operand | `convert_layout(P, DotOperandLayout(...))` | `to_operand`, `pack` |
 # | roles, registers | `gl.warp_specialize([...], [4, 1], [240, 24])` | `if (threadIdx.x < 128)`, `registers_decrease` |
 # | turns, persistent blocks | – | `Turn`, `tile_number` |
@@ -623,14 +682,15 @@ for file in ("fwd_2_roles", "roles_twice"):
 show("step03_triton/fwd_3_gluon", "step")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Waits and phases are yours again; swizzles and the places of numbers in registers are not. Gluon does not run in the
-# interpreter, so it is tested by compiling, and on a GPU.
+# Waits and phases are yours again; swizzles and the places of numbers in registers are not. The interpreter does not
+# run Gluon.
 #
 # ### The backward: three kernels and no atomics
 #
-# One pass over the tiles computes five products in each: S, dP, dV, dK, dQ. If a program owns a tile of keys, dK_j and dV_j
-# stay with it, but dQ_i gets parts from many programs, added in whatever order they come. Here two passes have one
-# owner for each result.
+# One pass over the tiles computes five products in each: S, dP, dV, dK, dQ. If a program owns a tile of keys, dK_j and
+# dV_j stay with it, but dQ_i gets parts from many programs, in whatever order they come. Two passes have one owner for
+# each result, and both compute S and dP. Grouped heads come for free: the owner of a key tile visits the queries of all
+# heads that share it.
 
 # %% slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2), layout="constrained")
@@ -676,29 +736,24 @@ runs = [step03.backward(dout, q, k, v, out, lse, tile=(32, 32)) for _ in range(2
 same = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 print("stage 03 twice, the same bits:", same)
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# S and dP are computed twice, for the same bits on every run. And grouped heads come for free: the owner of a key tile
-# visits the queries of all heads that share it. `bwd_1_tma.py` takes descriptors, for lse and delta too.
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of `raise Blank` and run the cell: `check` runs some of the contract's cases and names what fails.
-# `hint("03.1")` asks a question, `hint("03.1", 2)` gives the formula, `hint("03.1", 3)` pseudo-code, `solution("03.1")` the
-# stage's function. Part 8 has a larger task: the whole forward.
+# Write the body in place of `raise Blank` and run the cell: `check` runs some of the contract's cases and names what
+# fails. `hint("03.1")` asks a question, `hint("03.1", 2)` gives the formula, `hint("03.1", 3)` pseudo-code,
+# `solution("03.1")` the stage's function. Part 8 has a larger task: the whole forward.
 #
 # **Exercise 03.1: the scores that are hidden.** The orange tiles of part 4: no key, or, if CAUSAL, one after the query.
 #
-# **Exercise 03.2: P and dS of one tile or of its transpose.** Both kernels of the backward call it: `queries_kernel`
-# with queries down and keys across, `keys_kernel` with everything transposed. `lse_2`, `delta`, `query` and `key` (positions in
-# q and k) come as a column or a row to match. S is not scaled; `scale_log2` is scale · log2(e), and `lse_2` is lse · log2(e), or
-# +inf for a query that sees no key.
+# **Exercise 03.2: P and dS of one tile or of its transpose.** `keys_kernel` calls it with everything transposed, so
+# `lse_2`, `delta`, `query` and `key` (positions in q and k) come as a column or a row to match. S is not scaled;
+# `scale_log2` is scale · log2(e), and `lse_2` is lse · log2(e), or +inf for a query that sees no key.
 #
-# **Exercise 03.3: one tile of keys, in base 2.** `factor_and_shift(m, scale_log2)` is there for you. V_j (Bc, D) has the tensors'
-# dtype. In a row that has seen no key m is -inf.
+# **Exercise 03.3: one tile of keys, in base 2.** `factor_and_shift(m, scale_log2)` and `add_product` are there for you.
+# V_j (Bc, D) has the tensors' dtype. In a row that has seen no key m is -inf.
 #
-# **Bug hunt 03.bug1:** "half of my lse is garbage, only with `warp_specialize`". `python -m steps check 03.bug1` tells the whole
-# complaint; you write the test that catches it.
+# **Bug hunt 03.bug1:** "half of my lse is garbage, only with `warp_specialize`". `python -m steps check 03.bug1` tells
+# the whole complaint; you write the test that catches it.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -726,7 +781,7 @@ check("03.2", tile_gradients)
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
-def online_update(m, l, O, S, V_j, scale_log2):
+def online_update(m, l, O, S, V_j, scale_log2, PRECISION: tl.constexpr):
     """(m, l, O) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled."""
     raise Blank
 
@@ -736,9 +791,17 @@ check("03.3", online_update)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Five of the contract's cases, cut to be quick, with the backward only for grouped heads. Then five mistakes, each planted in
-# a copy of the file. Where a case dies, its `out` is compared with the mutants in `reference/mutants.py`, run with this stage's
-# tiles and loop order. **Which mistake lives through everything? Which dies only with grouped heads?**
+# Five of the contract's cases, cut to be quick. Then five mistakes, each planted in a copy of the file. Where
+# a case dies, its `out` is compared with known mutants. **Which mistake lives through everything? Which dies only
+# with grouped heads?**
+#
+# <details><summary>Answer</summary>
+#
+# `offsets in 32 bits` lives: it takes 2³¹ elements, so the stage has a test of that size for GPUs. `h % Hk` dies only
+# with grouped heads. And `end aligned at the top left` lives with more queries than keys, where it only visits masked
+# tiles in vain.
+#
+# </details>
 
 # %% slideshow={"slide_type": "fragment"}
 # T is the longer side of the stage's smallest tile.
@@ -826,25 +889,20 @@ masked only if causal in ragged, end aligned at the top left with fewer queries,
 h % Hk with grouped heads, columns not masked with an odd head_dim. Offsets in 32 bits live
 everywhere.""")
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Each mistake needs its own case. `end aligned at the top left` lives with more queries than keys, where it visits masked
-# tiles in vain: too many visits cost time, too few the result. `offsets in 32 bits` lives: it takes 2³¹ elements, so the
-# stage has a test of that size for GPUs.
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# **Question 1.** A program multiplies, computes its softmax, and multiplies again. While it does one, the units for the other
-# are idle, unless another program on the same multiprocessor (SM) uses them. By 02d's count 64 scores of a row take at
-# D = 128 8 clocks of tensor cores, 4 of exp and 3 of float32; at D = 64 it is 4, 4 and 2.5. How many programs must share an SM so
-# that tensor cores can always work? Which tiles allow that? What do `num_warps` and `num_stages` change?
+# **Question 1.** While a program computes its softmax, the tensor cores are idle, unless another program on the same
+# multiprocessor (SM) uses them. By 02d's count 64 scores of a row take at D = 128 8 clocks of tensor cores, 4 of exp
+# and 3 of float32; at D = 64 it is 4, 4 and 2.5. How many programs must share an SM so that tensor cores can always
+# work? Which tiles allow that? What do `num_warps` and `num_stages` change?
 #
 # <details><summary>Answer</summary>
 #
 # The whole over the products: 15 / 8 and 10.5 / 4, so two programs at D = 128 and three at D = 64. Registers and shared
-# memory decide how many fit. Another stage is another copy of K and V in shared memory: with a tile of 128 x 64 the third
-# one costs a program. With eight warps a thread needs fewer registers, but a program needs more, and one fits. In `roles`
-# and `gluon` one program has two groups, which count as two.
+# memory decide. A stage more is a copy of K and V more: with a tile of 128 x 64 the third costs a program. With eight
+# warps a thread needs fewer registers, but a program more, and one fits. In `roles` and `gluon` one program has two
+# groups, which count as two.
 #
 # </details>
 
@@ -870,18 +928,39 @@ for (file, arch, D, tile), made in sorted(compiled.items()):
           f"{made['registers']:8} {made['spilled']:8} {made['shared'] / 1024:4.0f}",
           f"{programs:7} {share(D, Bc, workers):10.0%}")  # fmt: skip
 
+# %% slideshow={"slide_type": "fragment"}
+(sweep,) = [s for s in rows.read_record("tune") if s["kernel"] == "forward"]
+own = sweep["row"]
+speeds = {tuple(one["row"]): round(one["tflops"]) for one in sweep["candidates"]}
+print(f"measured on {sweep['date']}: {len(speeds)} tiles. The table's: {tune.words(own)}")
+for place, what in ((2, "warps"), (3, "stages")):
+    others = [n for n in range(4) if n != place]
+    alike = {r[place]: s for r, s in speeds.items() if all(r[n] == own[n] for n in others)}
+    print(f"its TFLOP/s by {what}: {dict(sorted(alike.items()))}")
+print(tune.verdict(sweep), tune.left_out(sweep), sep="\n")
+fastest = max(speeds, key=speeds.get)
+picture(plots.tiles(sweep), f"""TFLOP/s of the table's row and its neighbours, by tile;
+the markers are warps, the colours stages. The fastest is
+{tune.words(fastest)} with {speeds[fastest]}, the slowest has {min(speeds.values())}.""")
+
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The count says what a tile allows, not what it reaches: it knows no waiting. What each rung's tile did reach stands in the
-# lines below, as a share of the datasheet's peak.
+# The count says what a tile allows, not what it reaches: it knows no waiting. The sweep (`python -m steps bench --tune`)
+# measures: the table's row, its neighbours, and nothing else.
 #
-# **Question 2.** Where can `roles` not be better than `tma`? Which rung should come closest to cuDNN at D = 128, and why may
-# another one at D = 64?
+# **Question 2.** Where can `roles` not be better than `tma`? Which rung should come closest to cuDNN at D = 128, and
+# why may another one at D = 64?
 #
-# <details><summary>Answer</summary>
+# **Question 3.** The backward does 7 products where 5 are counted. What is the most it can show? And in what share of the
+# cycles does a profiler (`python -m steps.bench.profile`) find the tensor cores of `tma` at work, forward and backward?
 #
-# Roles are used without a causal mask and for D from 65 to 128 only. Elsewhere that rung is `tma` with descriptors made in
-# the kernel. `gluon` alone multiplies under its own softmax. At D = 64 softmax takes longer than the products, for which its
-# two groups are too few by the count, and `tma` has more programs on an SM. The lines say how it came out.
+# <details><summary>Answers</summary>
+#
+# 2. With a causal mask, and for D up to 64: there that rung is `tma` with descriptors made in the kernel. `gluon` alone
+#    multiplies under its own softmax. At D = 64 softmax takes longer than the products: two groups are too few by the
+#    count, and `tma` has three programs on an SM.
+# 3. 5/7 of what a plain matrix product reaches in the same run: the dashed line. One pass would have a higher roof, but
+#    dQ would need atomics, whose order changes from run to run. The share of cycles: forward about TFLOP/s over the peak,
+#    backward 7/5 of that. Where no other unit is near its limit, a kernel waits.
 #
 # </details>
 
@@ -934,19 +1013,8 @@ def draw(speeds, which, alt, roof=None):
     return picture(fig, alt)
 
 
-at_longest("fwd_2_roles", "fwd")  # measured in another run than the others
 draw(at_longest("fwd_0_fused", "fwd"), "forward", """Bars of TFLOP/s of the forwards of
 stage 03 and torch's kernels, at D = 128 and 64, with and without a causal mask.""")
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 3.** The backward does 7 products where 5 are counted. What is the most it can show, and how near does it come?
-#
-# <details><summary>Answer</summary>
-#
-# 5/7 of what a plain matrix product reaches in the same run: the dashed line. A single pass has a higher roof, but dQ needs
-# atomics, whose order changes from run to run, and dS has to go through shared memory.
-#
-# </details>
 
 # %% slideshow={"slide_type": "fragment"}
 backwards = at_longest("bwd_0_fused", "bwd")
@@ -961,25 +1029,76 @@ draw(backwards, "backward", """Bars of TFLOP/s of the backwards of stage 03 and 
 kernels, at D = 128 and 64, with and without a causal mask; a dashed line at 5/7 of a matrix
 product.""", roof)
 
+# %% slideshow={"slide_type": "fragment"}
+counted = {"hopper of stage 02": profile.read()["hopper"], **profile.read(part="triton")}
+UNITS = {"tensor_pipe": "tensor cores\nwork", "exp_units": "exp units\nwork",
+         "issue_slots": "issue slots\nused", "dram_throughput": "device memory\nbandwidth",
+         "occupancy": "warps of those\nthat fit"}  # fmt: skip
+fig, ax = plt.subplots(figsize=(9.2, 3.2), layout="constrained")
+for n, (kernel, c) in enumerate(counted.items()):
+    at = [i + 0.2 * (n - 1.5) for i in range(len(UNITS))]
+    bars = ax.bar(at, [c[unit] for unit in UNITS], 0.18, color=COLOURS[n], label=kernel)
+    ax.bar_label(bars, fmt="%.0f", fontsize=8)
+    highest = max(("tensor_pipe", "exp_units", "issue_slots", "dram_throughput"), key=c.get)
+    print(f"{kernel}: {c['registers']:.0f} registers; highest: {highest} {c[highest]:.0f}%")
+ax.set_xticks(range(len(UNITS)), UNITS.values())
+ax.set(ylabel="%", ylim=(0, 105))
+ax.set_title("H200: {B} x {H} heads, N = {N}, D = {D}, not causal".format(**profile.SIZE))
+ax.grid(axis="x", visible=False)
+ax.legend(fontsize=8)
+picture(fig, """Bars of five counters in percent for stage 02's hopper and the three kernels
+of rung tma: forward_kernel, keys_kernel and queries_kernel.""")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Where it stands.** `gluon` passes cuDNN at D = 128, `tma` is level with it at D = 64. In the backward cuDNN stays
+# ahead, most at D = 128, where `tma` has come nearest to its own roof.
+#
+# ### torch.compile of naive attention
+#
+# What does `torch.compile` make of the formula with its N x N matrix (`matrix_form` in `steps/bench/peers.py`)? On a
+# GPU `TORCH_LOGS=output_code python FILE.py` shows what its compiler, Inductor, writes. Here it writes Triton for
+# tensors of a CPU, N = 1024, and is stopped before it runs. **Question 4.** Why is it as fast as cuDNN without a causal
+# mask, and far behind with one?
+#
+# <details><summary>Answer</summary>
+#
+# Inductor knows the plain formula by its pattern, and calls SDPA: not a line of Triton. A mask by `masked_fill` fits no
+# pattern. Then both products are calls of a library, and Triton gets what lies between, a whole row at a time. S and P
+# go through memory, written and read, and no tile is skipped. A loop over tiles with an online softmax is none of
+# Inductor's rules.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+CALL = r"(?m)^ +(?:buf\d+ = )?((?:torch\.ops\.aten|extern_kernels|triton_)[\w.]+)\("
+for causal, text in lines_of(inductor, "inductor"):
+    print(f"causal {causal} calls:", *re.findall(CALL, text), sep="\n    ")
+    for kernel in re.findall(r"@triton.jit\n(def .*?)\n'''", text, re.S):
+        print(kernel)
+print()
+for D, causal in itertools.product((128, 64), (False, True)):
+    at = {"D": D, "causal": causal, "pass": "fwd", "n_gpus": 1, "timing": "interleaved"}
+    found = [row for row in fresh if all(row[name] == value for name, value in at.items())]
+    runs = [row["run"] for row in found if row["peer"] == "compiled"]
+    found = [row for row in found if row["run"] in runs[-1:]]
+    ms = {row["kernel"] or row["peer"]: round(row["ms_median"], 1) for row in found}
+    for row in found[:1]:
+        moved = 4 * 2 * row["B"] * row["H"] * row["N"] ** 2  # S and P, written and read
+        moved_ms = 1e3 * moved / (1e12 * h200.bandwidth)
+        print(f"D = {D}, causal {causal}, N = {row['N']}, ms: {ms}; S and P {moved_ms:.1f}")
+
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - A program works on tiles. Threads, registers, shared memory, barriers and instructions are the compiler's; pointers,
-#   masks, tile sizes, and who owns which result are yours. Nobody checks a store.
+# - Threads, registers, shared memory, barriers and instructions are the compiler's; pointers, masks, tile sizes, and
+#   who owns which result are yours. Nobody checks a store.
 # - Small tiles let several programs share an SM: one multiplies while another computes its softmax.
 # - Descriptors save instructions and registers; roles are one argument, with a trap; Gluon writes the roles out.
 # - Two passes in the backward: 7 products instead of 5, no atomics, the same bits each time.
-# - The interpreter proves formulas and edges. Races, bfloat16, fused roundings and speed need the GPU.
+# - The interpreter proves formulas and edges; races, bfloat16, roundings and speed need the GPU.
 #
-# **Which file do I take?** Each works alone with torch and Triton; `sdpa` needs the stage.
-#
-# | you have | forward | backward |
-# |---|---|---|
-# | float32, or another GPU than Hopper (before Ampere float32 only) | `fwd_0_fused.py` | `bwd_0_fused.py` |
-# | Hopper, 16 bits | `fwd_1_tma.py` | `bwd_1_tma.py` |
-# | the same, head_dim 72, 80, ... 256, and Triton 3.6.0 or 3.7.1 | `fwd_3_gluon.py` | `bwd_1_tma.py` |
-# | questions about `warp_specialize` | `fwd_2_roles.py` | `bwd_1_tma.py` |
-# | calls of torch's `scaled_dot_product_attention` | `steps.step03_triton.sdpa` | by autograd |
+# **Which file do I take?** A table ends 03b. In short: `fused` everywhere, `tma` on Hopper in 16 bits, `gluon`'s
+# forward for head_dim 72, 80, ... 256.
 #
 # **Ask yourself**
 #
@@ -992,8 +1111,8 @@ product.""", roof)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Capstone: the forward from an empty file
 #
-# Four steps, one file: `my/03_capstone.py` begins with the signature of `attention` and nothing else. Each check also runs the
-# steps before it; a failure names its property and, where it can, the mistake.
+# `my/03_capstone.py` begins with the signature of `attention` and nothing else. Each check also runs the steps before
+# it.
 #
 # | `python -m steps check` | what you add |
 # |---|---|
@@ -1002,13 +1121,13 @@ product.""", roof)
 # | `03.capstone.3` | any number of queries and keys, any head_dim, any strides |
 # | `03.capstone.4` | the causal mask, and lse |
 #
-# Then `python -m steps verify my/03_capstone.py:attention --no-backward --no-gqa --tile 32` puts it through the contract's cases.
-# On a GPU the command also prints your speed beside torch's.
+# Then `python -m steps verify my/03_capstone.py:attention --no-backward --no-gqa --tile 32` runs the contract's cases,
+# and on a GPU prints your speed beside torch's.
 #
 # **Go further**
 #
-# - ★ (15 minutes) In the table of question 1, give D = 128 a tile of 32 x 64. What does the count say, and what does it leave out?
-# - ★★ (1 hour, GPU) Measure the tiles of question 1 by `fwd_0_fused.TILES`. Where does the count's order fail?
+# - ★ (15 minutes) Give question 1's table a tile of 32 x 64 at D = 128. What does the count say, and leave out?
+# - ★★ (1 hour, GPU) `python -m steps bench --tune` on your GPU: where does the count's order fail?
 # - ★★★ (a weekend, GPU) A third consumer for `fwd_3_gluon.py` at D = 64: which tile, how many registers each?
 #
 # **Read:** `papers/flash_attention_2.md`, `papers/flash_attention_3.md`; Triton's tutorial on fused attention.

@@ -125,7 +125,7 @@ with found_by_compiler.open("w") as file:
 #
 # | what | who uses it |
 # |---|---|
-# | window: only near keys | Mistral 7B, 4,096 tokens; Gemma 2, 4,096 in every other layer |
+# | window: only near keys | Mistral 7B, 4,096 tokens; Gemma 2, in every other layer |
 # | soft-cap: scores bounded by tanh | Gemma 2, at ±50 |
 # | ALiBi: less weight with distance | BLOOM, MPT-7B |
 # | additive mask, with a gradient | T5: a learned bias for each head and range of distances |
@@ -135,8 +135,8 @@ with found_by_compiler.open("w") as file:
 # | packed sequences | Llama 3 in training: no token sees another document |
 # | one query, many keys | every model that generates text |
 #
-# torch's `scaled_dot_product_attention` (SDPA) takes several of these by arguments. What does its plain path allocate?
-# The cell below watches every tensor that it makes, for 8 heads of 512 tokens in float32.
+# torch's `scaled_dot_product_attention` (SDPA) takes several of these. What does its plain path allocate, for 8 heads
+# of 512 tokens in float32?
 
 # %% slideshow={"slide_type": "fragment"}
 class Allocations(TorchDispatchMode):
@@ -189,8 +189,8 @@ the masks with slope 2. A mask of each head passes the memory of an H200 between
 tokens, a shared boolean mask not until far beyond 128k.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Five tensors of the size of S, for a mask of a quarter of a MiB: the scores, the sum with the mask, the softmax, what
-# dropout keeps, and the product. Expanded for each head, a mask of 16-bit numbers has the size of S itself. So a mask
+# Five tensors of the size of S: the scores, the sum with the mask, the softmax, what dropout keeps, and the product.
+# Expanded for each head, a mask of 16-bit numbers has the size of S itself. So a mask
 # must be **broadcast and never expanded**, dropout must not be stored, and what follows from positions alone should
 # not be a mask at all.
 
@@ -208,8 +208,7 @@ tokens, a shared boolean mask not until far beyond 128k.""")
 # $$dX = dS \circ \Big(1 - \tanh^2\big(\tfrac{\mathit{scale}}{\mathit{cap}} X\big)\Big) \qquad dQ = \mathit{scale}\; dX\, K \qquad
 # dK = \mathit{scale}\; dX^\top Q \qquad dM = dS$$
 #
-# The mask is added after the scale, so its gradient is dS itself, summed over what the mask was broadcast to. What is
-# hidden has P = 0 and so dS = 0.
+# The mask is added after the scale, so its gradient is dS itself, summed over what the mask was broadcast to.
 #
 # Here are notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and a bonus of 0.5 for key 0. First two
 # mistakes that come from writing the scores twice.
@@ -293,7 +292,7 @@ was large.""", dpi=85)
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # In row 5 the cap brings the scores of keys 3 and 4 from 3.54 and 4.24 to 1.47 and 1.49, and there the derivative is
-# 0.04 and 0.01: those scores hardly move any more. Without it dQ of row 5 is (2.00, -1.39) and not (0.02, -0.61). And
+# 0.04 and 0.01. Without it dQ of row 5 is (2.00, -1.39) and not (0.02, -0.61). And
 # without ALiBi in the backward, the P of that row add up to 1.83.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -315,8 +314,8 @@ was large.""", dpi=85)
 #
 # **In which unit is S?** P is $2^{cS - cm}$, one multiply-add (03a), in any unit, as long as c fits. So each set of
 # features takes the unit that saves work. Without features S is X itself; with a soft-cap it is the bare tanh, whose
-# factor goes into c. With an additive mask it is natural: in another unit each *entry of the mask* would need a
-# multiplication, while scale · X + M is one multiply-add. ALiBi's slope is divided by the unit, once a head.
+# factor goes into c. With an additive mask it is natural, as scale · X + M is one multiply-add; in another unit each
+# *entry of the mask* would need one more. ALiBi's slope is divided by the unit, once a head.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step03_triton/features", "scores")
@@ -347,7 +346,7 @@ for name, options in settings.items():
 # A window is no mask to be read: query i sees the keys from i - left to i + right. A tile that no row sees is not
 # visited, and one that *every* row sees whole needs no comparison. `tile_ranges` returns the two ranges, and `jump`
 # leads over the whole tiles from one edge of the window to the other. The arithmetic is an exercise of part 5; here is
-# what it decides.
+# its result:
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -410,8 +409,7 @@ of tiles on, a band of an orange, two blue and an orange tile. Window (5, 5): a 
 the diagonal, with a blue tile in each row and orange ones on both sides.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Blue tiles need no mask, orange ones do, white ones are never loaded. With a window, work grows like N and not like
-# N².
+# Blue tiles need no mask, orange ones do, white ones are never loaded: with a window, work grows like N.
 #
 # ### A mask is read by its strides
 #
@@ -430,9 +428,8 @@ show("step03_triton/features", "load_mask")
 # ### Heads that share a mask are neighbours
 #
 # For long sequences a shared mask of N x N is far larger than the K and V of a head. If neighbouring programs take the
-# tiles of one head, the whole mask passes by, and the next head fetches it again. So `find_tile` gives neighbours the
-# same tile of all heads: they run at about the same time, and find the mask's tile in the L2 cache, which all
-# multiprocessors share.
+# tiles of one head, each head fetches the whole mask again. So `find_tile` gives neighbours the
+# same tile of all heads: they find the mask's tile in the L2 cache, which all multiprocessors share.
 
 # %% slideshow={"slide_type": "fragment"}
 N, H, D = 16384, 16, 128
@@ -474,9 +471,9 @@ colour, of all four heads.""", dpi=90)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A mask that swallows the scores
 #
-# Many libraries hide keys with the most negative finite number. In a row of nothing else, the sum of score and mask
-# *is* that number: the scores are swallowed, and all keys count alike. SDPA returns the mean of V there. But lse = m +
-# log l has no room for log l, and the backward's P would be wrong:
+# Many libraries hide keys with the most negative finite number. In a row of nothing else it swallows the scores, and
+# all keys count alike. SDPA returns the mean of V there. But lse = m + log l has no room for log l, and the backward's
+# P would be wrong:
 
 # %% slideshow={"slide_type": "fragment"}
 lowest = torch.finfo(torch.float32).min
@@ -505,10 +502,10 @@ print("dv as in float64", torch.allclose(dv.double(), want_dv, atol=1e-5))
 # ### Dropout without memory: Philox
 #
 # The backward must drop what the forward dropped, in tiles of another shape, and nothing may be stored. Philox is a
-# random generator without a state: it turns a *counter* of four numbers and a seed into sixteen bytes. Here the
-# counter is (key div 16, query, head, batch), and each byte decides for one key: keep where it is less than t =
-# round(256 (1 - p)). In the listing `permute` is for the transposed tiles, and what is left out is a call for each
-# entry, for keys that do not begin at a multiple of 16.
+# random generator without a state: it turns a *counter* of four numbers and a seed into sixteen bytes. Here it
+# is (key div 16, query, head, batch), and each byte decides for one key: keep where it is less than t =
+# round(256 (1 - p)). In the listing `permute` is for transposed tiles; what is left out is for keys that do not begin
+# at a multiple of 16.
 
 # %% slideshow={"slide_type": "fragment"}
 seed, p = 7, 0.3
@@ -551,9 +548,8 @@ The other two repeat themselves in every tile, and differ from each other.""")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # A mask that depends on the tile repeats itself, and the backward, whose tiles are others, draws another one.
 #
-# **Dropout comes after the sum.** It is defined on the finished softmax. If the kernel dropped P before it is added to
-# l, each row would be divided by what was kept, and be wrong on average too. Row 5 of the tiny example, over 20,000
-# masks:
+# **Dropout comes after the sum.** It is defined on the finished softmax. Were P dropped before it is added to l, each
+# row would be divided by what was kept, and be wrong on average too. Row 5 of the tiny example, over 20,000 masks:
 
 # %% slideshow={"slide_type": "fragment"}
 P_5 = S[5].softmax(-1)
@@ -567,11 +563,10 @@ print("dropped before l ", before[Z.any(-1)].mean(0), " on average")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Packed sequences
 #
-# Batches of unequal lengths are padded. Packed, the sequences lie behind each other in one tensor with B = 1, and
+# Instead of being padded, sequences lie behind each other in one tensor with B = 1, and
 # `cu_seqlens`, the cumulative sum of their lengths, says where each begins. A program counts positions, tiles and
 # random numbers from its sequence's start. The grid is made for the longest (`max_seqlen`, which the caller knows),
-# and programs beyond the end of a shorter one return at once, so the host never waits for the GPU to read
-# `cu_seqlens`.
+# and surplus programs return at once, so the host never waits for the GPU to read `cu_seqlens`.
 
 # %% slideshow={"slide_type": "fragment"}
 lengths = [7, 0, 12, 5]
@@ -614,8 +609,8 @@ for start, end in ((0, 7), (7, 19), (19, 24)):
 # ### A part of the keys at a time
 #
 # `out` and `lse` of earlier calls can be handed in, in float32: what they stand for counts as **one key of score lse
-# and value out**, which the online softmax takes in like any other. `first_key` says where the new keys stand, so that
-# positions and dropout stay right. So a sequence can be divided among calls, or among GPUs (notebook 04):
+# and value out**, which the online softmax takes in like any other. `first_key` says where the new keys stand. So a
+# sequence can be divided among calls, or among GPUs (notebook 04):
 
 # %% slideshow={"slide_type": "fragment"}
 options = dict(causal=True, dropout_p=p, seed=seed, first_query=0, tile=(16, 16))
@@ -631,10 +626,10 @@ print(f"largest difference: out {away.max():.0e}, lse {(lse - lse_of_all).abs().
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Decoding: one query, many keys
 #
-# To generate a token, each head has one query and reads all of its K and V: next to nothing to compute, a lot to read,
-# and a program a head would leave multiprocessors idle. In `decode.py` the query heads that share a key head are the
-# rows of *one* tile, so that K and V are read once; the keys are **split** over the multiprocessors; and a second
-# kernel **merges** the parts, each with the weight exp(lse of the part - lse of all).
+# To generate a token, each head has one query and reads all of its K and V, and a program a head would leave
+# multiprocessors idle. In `decode.py` the query heads that share a key head are the rows of
+# *one* tile, so that K and V are read once; the keys are **split** over the multiprocessors; and a second kernel
+# **merges** the parts, each with the weight exp(lse of the part - lse of all).
 
 # %% slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(9, 2.3), layout="constrained")
@@ -678,11 +673,10 @@ for splits in (1, 2, 3, 6):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Four functions that the features need, each in a small kernel of its own. `hint("03.4")` asks a question,
-# `hint("03.4", 2)` gives the formula, `hint("03.4", 3)` pseudo-code, `solution("03.4")` the answer.
+# Four functions that the features need, each in a small kernel of its own, with `hint` and `solution` as in 03a.
 #
 # - **03.4, the tiles that a sliding window visits.** The last query stands at the last key. Tiles begin ... whole - 1
-#   and full ... end - 1 need a mask, the tiles whole ... full - 1 between them do not. No other tile is visited.
+#   and full ... end - 1 need a mask, the tiles whole ... full - 1 between them do not. No other is visited.
 # - **03.5, the same dropout mask from every tile.** `tl.philox(seed, c0, c1, c2, c3)` gives the four words of each
 #   counter. row and column count from i and j, as (Br, 1) and (1, Bc) or, if the tile is transposed, the other way.
 # - **03.6, the gradient of a mask that many share.** The mask has Bm x Hm entries, where Bm is B or 1 and Hm is H
@@ -691,7 +685,7 @@ for splits in (1, 2, 3, 6):
 # - **03.7, one result from many parts of the keys.** A part without a key has out_s = 0 and lse_s = -inf.
 #
 # **Bug hunt 03.bug2:** the dropout is right on average, and the training fails. `python -m steps check 03.bug2` tells
-# the whole complaint; you write the test that catches it.
+# the rest; you write the test that catches it.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -739,8 +733,8 @@ show("step03_triton/features", "tile_ranges")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# One head of 32 tokens, each feature by itself, both directions, against float64: the error as a share of its
-# tolerance. Then six mistakes, each planted in a copy of the files, two of them in two settings. **Which of out, lse,
+# One head of 32 tokens, each feature by itself, both directions: the error as a share of its tolerance. Then six
+# mistakes, each planted in a copy of the files, two of them in two settings. **Which of out, lse,
 # dq, dk, dv and dmask notices which? Which mistake does only lse see? Where does one live?**
 
 # %% slideshow={"slide_type": "fragment"}
@@ -847,15 +841,14 @@ query's part only lse, of keys counted from the tile all but lse.""")
 #
 # **Question 1.** By 02d's count tensor cores need an eighth of a clock for a score at D = 128. In that time an SM has
 # room for 16 instructions on one number each, but only for 2 of exp2 or tanh. Order by what they cost in the forward:
-# an additive mask, a boolean one, ALiBi, the soft-cap, dropout. Which cost instructions, and which traffic? Below is
-# what the compiler adds for each.
+# an additive mask, a boolean one, ALiBi, the soft-cap, dropout. Below is what the compiler adds for each.
 #
 # <details><summary>Answer</summary>
 #
-# Dropout comes first: ten rounds of integer products for sixteen scores, and then bytes to be taken apart. The masks
-# come next, since they cost both: instructions to unpack and apply each entry, and N² numbers through the L2 cache for
-# each head. The soft-cap adds fewer instructions than ALiBi, but one of them is a tanh, in the unit that exp2 alone
-# keeps busy for half of the products' time. Both should be cheap.
+# Dropout first: ten rounds of integer products for sixteen scores, and then bytes to be taken apart. Then the masks,
+# which cost both: instructions to unpack and apply each entry, and N² numbers through the L2 cache for each head. The
+# soft-cap adds fewer instructions than ALiBi, but one is a tanh, in the unit that exp2 alone keeps busy for half of the
+# products' time. At D = 64 the products take half the time, and each feature weighs more.
 #
 # </details>
 
@@ -941,11 +934,9 @@ draw_costs() if times(128, "fwd") else print(NOTHING)
 #
 # <details><summary>Answers</summary>
 #
-# 2. The count below. Less will arrive: two of the 33 tiles of a row need a mask, and the beginning and the end of a
-#    program are spread over fewer tiles.
-#
+# 2. The count below. Less will arrive: two of the 33 tiles of a row need a mask, and a program also begins and ends.
 # 3. Memory: each number of K and V is used for four queries only. The fair peer is a copy of as many bytes in the same
-#    run, since nothing reaches the datasheet's bandwidth.
+#    run.
 #
 # </details>
 
@@ -972,7 +963,7 @@ if not last_run({"decode"}):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. In people's models
 #
-# `sdpa` has torch's signature and its semantics, causal at the top left included. So a model that calls
+# `sdpa` has torch's signature and semantics, causal at the top left included. So a model that calls
 # `F.scaled_dot_product_attention` needs one other name. Below, T5's learned bias for each head, with its gradient, and
 # a padded batch with fewer key heads, against torch's own.
 
@@ -995,14 +986,14 @@ for says, ours, theirs in zip(("out", "gradient of the bias", "out of the padded
     print(f"{says:24} {tuple(ours.shape)}: at most {(ours - theirs).abs().max():.0e} apart")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### In people's models
+# ### Without a change to the model
 #
-# Within `use_in_sdpa()` torch's `scaled_dot_product_attention` computes with these kernels, and with it whatever calls
-# it: `nn.MultiheadAttention`, `nn.Transformer`, a model under `torch.compile`. What the kernels do not take goes on to
-# torch; the table in `steps/step03_triton/models.py` says what. In Hugging Face's transformers
-# `register_with_transformers()` gives a name for `attn_implementation=`. It registers a mask function too, because
-# without one transformers drops a padding mask, and says nothing. A third way, an executor for lightning-thunder,
-# is not here: version 0.2.6 does not import with torch 2.13 (`Tensor.align_as` is missing).
+# Within `use_in_sdpa()` torch's `scaled_dot_product_attention` computes with these kernels, and with it
+# `nn.MultiheadAttention`, `nn.Transformer`, a model under `torch.compile`. What the kernels do not take goes on to
+# torch, as the table in `steps/step03_triton/models.py` says. In Hugging Face's transformers
+# `register_with_transformers()` gives a name for `attn_implementation=`, and registers a mask function too: without
+# one transformers drops a padding mask, and says nothing. lightning-thunder 0.2.6 does not
+# import with torch 2.13 (`Tensor.align_as` is missing), so there is no executor for it.
 
 # %% slideshow={"slide_type": "fragment"}
 layer = torch.nn.MultiheadAttention(32, 4, batch_first=True, device=device)
@@ -1018,8 +1009,7 @@ print(f"a padded batch through nn.MultiheadAttention: at most {apart:.0e} apart"
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Summary
 #
-# - One function, `scores`, for both directions. What is off is compiled away; what changes a score brings its
-#   derivative with it.
+# - One function, `scores`, for both directions. What is off is compiled away.
 # - Positions decide which tiles are visited. A window, packing and causal need no mask in memory.
 # - A mask is read by strides, never expanded, and heads that share it run side by side.
 # - Dropout is a function of seed, batch, head, query and key, so no tile can change it. It comes after l.
@@ -1029,7 +1019,7 @@ print(f"a padded batch through nn.MultiheadAttention: at most {apart:.0e} apart"
 #
 # | you need | take |
 # |---|---|
-# | full or causal attention in float32, or on another GPU than Hopper | `fwd_0_fused.py`, `bwd_0_fused.py` |
+# | full or causal attention in float32, or on another GPU than Hopper (before Ampere float32 only) | `fwd_0_fused.py`, `bwd_0_fused.py` |
 # | the same on Hopper, in 16 bits | `fwd_1_tma.py`, `bwd_1_tma.py` |
 # | the same with head_dim 72, 80, ... 256, and Triton 3.6.0 or 3.7.1 | `fwd_3_gluon.py`, `bwd_1_tma.py` |
 # | any feature of this notebook | `flash.py`, `flash_kernels.py`, `features.py`, `tiles.py`, in one folder |
@@ -1042,32 +1032,28 @@ print(f"a padded batch through nn.MultiheadAttention: at most {apart:.0e} apart"
 # 1. transformers' Mistral has `sliding_window=4096`. Which `window` is that?
 # 2. Why has the gradient of the mask no factor scale, and that of q one?
 # 3. A row's mask is finfo.min throughout. Why is out not 0?
-# 4. Why would dropout with the key's number in its tile pass a test that compares forward and backward with equal
-#    tiles?
-# 5. With 4 query heads a key head, `decode.py` computes a tile of at least 16 rows. Why do the other 12 cost nothing?
+# 4. Dropout counts keys from the tile. Why does it pass a test in which forward and backward have equal tiles?
+# 5. `decode.py` computes at least 16 rows, for 4 query heads a key head. Why do the other 12 cost nothing?
 #
 # <details><summary>Answers</summary>
 #
-# 1. `(4095, 0)`: both ends are inclusive, and the query's own key counts.
-# 2. The mask is added after the scale; q is multiplied by it.
-# 3. All scores are equal there, so all keys have the same weight, and out is the mean of V. Only -inf hides.
-# 4. Both would draw the same wrong mask. It is noticed beside numpy's, or if the tiles differ.
-# 5. The time goes into reading K and V. Tensor cores take at least 16 rows anyway, and wait for memory.
+# 1. `(4095, 0)`: the query's own key counts.
+# 2. The mask is added after the scale.
+# 3. All scores are equal there, so out is the mean of V. Only -inf hides.
+# 4. Both draw the same wrong mask.
+# 5. Tensor cores take 16 rows anyway, and wait for K and V.
 #
 # </details>
 #
 # **Go further**
 #
-# - ★ (15 minutes) Attention sinks, as in gpt-oss: each head has a number that counts in the softmax like the score of
-#   a key without a value. It starts each row at (m, l) = (sink, 1). One call of `forward` can do that as it is: which
-#   `out` and `lse` do you hand in? Then give `forward_kernel` the argument.
-# - ★★ (2 hours) Block-sparse: a table says which tiles of keys each tile of queries visits. What replaces
-#   `tile_ranges` in each of the two directions?
+# - ★ (15 minutes) Attention sinks, as in gpt-oss: a number of each head counts like the score of a key without a value,
+#   so each row starts at (m, l) = (sink, 1). `forward` can do that as it is: which `out` and `lse` do you hand in?
+# - ★★ (2 hours) Block-sparse: a table says which tiles of keys a tile of queries visits. What replaces `tile_ranges`?
 # - ★★★ (a weekend, GPU) Paged K and V: a sequence's keys lie in pages of 64, anywhere. Give `decode.py` a page table.
-#   Which loads change, and why may a page be smaller than a tile?
+#   Which loads change?
 #
-# **Read:** Gemma 2 (2408.00118) for soft-cap and window; ALiBi (2108.12409); Longformer (2004.05150) for windows; T5
-# (1910.10683); Llama 3 (2407.21783) for packing; Salmon and others, "Parallel Random Numbers: As Easy as 1, 2, 3", for
-# Philox.
+# **Read:** Gemma 2 (2408.00118); ALiBi (2108.12409); Longformer (2004.05150); T5 (1910.10683); Llama 3 (2407.21783);
+# Salmon and others, "Parallel Random Numbers: As Easy as 1, 2, 3".
 #
 # **Next:** [04_ring.ipynb](04_ring.ipynb), where the keys are divided among GPUs, and merged by lse.

@@ -766,7 +766,8 @@ def striped_leak(layout, me, src):
 
 
 # %% slideshow={"slide_type": "skip"}
-changes = {f.__name__: (ring, "merge", f) for f in (mean, sigmoid_merge, bfloat16_merge)}
+mistaken = mean, sigmoid_merge, bfloat16_merge
+changes = {f.__name__: (step04.merge, "merge", f) for f in mistaken}
 changes |= {f.__name__: (Layout, "work", f) for f in (no_diagonal, striped_leak)}
 blocks = {}
 for f in (own_lse, own_delta):

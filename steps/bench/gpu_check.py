@@ -1,10 +1,10 @@
 """`python -m steps.bench.gpu_check`: the proof that the course is right on this GPU, as a file to commit.
 
-Runs the test suite and, over every kernel at small sizes, compute-sanitizer's tools: memcheck (accesses out of bounds),
-racecheck (unsynchronised shared memory), initcheck (reads of memory that nobody wrote) and synccheck (barriers
-misused). Writes steps/bench/results/<gpu>.checks.json: what passed, failed and was skipped, the sanitizers' summaries
-and reports, versions, and the hash of each kernel's files. Nothing counts as clean that did not run to its end: a time
-limit, a missing summary or a run in which no test passed is recorded as such.
+Runs the tests that use a GPU and, over every kernel at small sizes, compute-sanitizer's tools: memcheck (accesses out
+of bounds), racecheck (unsynchronised shared memory), initcheck (reads of memory that nobody wrote) and synccheck
+(barriers misused). Writes steps/bench/results/<gpu>.checks.json: what passed, failed and was skipped, the sanitizers'
+summaries and reports, versions, and the hash of each kernel's files. Nothing counts as clean that did not run to its
+end: a time limit, a missing summary or a run in which no test passed is recorded as such.
 
 Each kernel of stage 02 also runs with a race planted in it, because it is not certain that racecheck looks at a kernel
 at all; the outcome's `planted` says whether the race was seen.
@@ -28,15 +28,23 @@ import typer
 from steps.bench import rows
 from steps.bench.fingerprint import code_hash
 
+# These never use a GPU.
+WITHOUT_GPU = tuple(
+    f"tests/test_{what}.py"
+    for what in ("cache emulator emulator_hopper environment errata feature_mutants features_reference mutants mutate "
+                 "notebooks readme reference slides step04_simulate structure timeline").split()
+)  # fmt: skip
 # Each of these takes longer than all others together.
 STAGE_02, WORKBOOK = "tests/test_step02_fa2_cuda.py", "tests/test_workbook.py"
 STAGE_03 = tuple(f"tests/test_step03_{what}.py" for what in ("triton", "features", "options", "decode"))
 SUITES = {
-    "suite": ("tests", *(f"--ignore={file}" for file in (STAGE_02, *STAGE_03, WORKBOOK)), "--dist", "loadfile"),
-    "suite 02_fa2_cuda": (STAGE_02, "--dist", "load"),  # test by test, not by file
+    "suite": (
+        "tests", *(f"--ignore={file}" for file in (*WITHOUT_GPU, STAGE_02, *STAGE_03, WORKBOOK)), "--dist", "worksteal"
+    ),
+    "suite 02_fa2_cuda": (STAGE_02, "--dist", "load"),
     "suite 03_triton": (*STAGE_03, "--dist", "load"),
-    "suite workbook": (WORKBOOK, "--dist", "loadfile"),
-}
+    "suite workbook": (WORKBOOK, "--dist", "worksteal"),
+}  # fmt: skip
 
 
 def _tests(file, selected):

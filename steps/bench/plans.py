@@ -2,7 +2,7 @@
 
 `python -m steps bench --plan fast` measures one of PLANS, in parts of a few minutes on an H200. A rung is named by its
 word; it is measured forward at its own kernel, and backward only where it has one of its own. The slow rungs are
-measured at N = 4k alone. The plan `features` is that of feature_plan.py.
+measured at N = 4k alone. The plan `features` is that of feature_plan.py, and `ring` that of ring_plan.py.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from steps import catalogue, contract, engine
 from steps.bench.feature_plan import FeaturePart
 from steps.bench.grid import STANDARD_GRID, Beside, Candidate, Point, make_inputs, measure
 from steps.bench.peers import COMPILED
+from steps.bench.ring_plan import CASES, RingPart
 from steps.bench.rows import DTYPES
 from steps.bench.timing import synchronize
 from steps.step02_fa2_cuda import launch
@@ -87,16 +88,21 @@ PLANS = {
     "triton": (
         Part(("gluon", "tma", "roles", "fused"), stage="03"),
         Part(("tma", "fused"), passes=("bwd",), stage="03"),
+    ),
+    "float32": (
         Part(
             ("fused",), _at(512, 4096, 16384), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",),
             stage="03", limit_ms=3000,  # The backward with head_dim 128 takes more than a second at N = 16k.
         ),
     ),
+    "fa4": (Part(("hopper",), _at(4096, 8192, 16384), ("fwd", "bwd"), peers=("fa4", "sdpa-cudnn", "sdpa-flash")),),
     "compilers": (
         Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), peers=("flex", "compiled", "fa4", "sdpa-cudnn"), stage="03"),
         Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), ("fp16",), ("tutorial", "sdpa-cudnn"), stage="03"),
     ),
     "features": (FeaturePart(),),
+    "ring": (RingPart(("32k", "8k", "128k", "ablations")),),
+    **{f"ring-{size}": (RingPart((size,)),) for size in CASES},
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""`python -m steps.bench.profile`: what the hardware counters say about four rungs of stage 02, as a file to commit.
+"""`python -m steps.bench.profile`: what the hardware counters say about kernels of stages 02 and 03, a file to commit.
 
-Nsight Compute's `ncu` runs one forward of each rung (B=1 H=16 N=4096 D=128, bfloat16, not causal) and reads a few
-counters. Written to steps/bench/results/<gpu>.profile.json with where and with what it was read; `read` gives what
-still holds.
+Nsight Compute's `ncu` runs four rungs of stage 02, forward, and the three kernels of stage 03's rung tma that take
+long, once each (B=1 H=16 N=4096 D=128, bfloat16, not causal), and reads a few counters. Written to
+steps/bench/results/<gpu>.profile.json with where and with what it was read; `read` gives what still holds.
 """
 
 import csv
@@ -20,7 +20,8 @@ from steps.bench import fingerprint, rows
 from steps.bench.grid import Point
 from steps.step02_fa2_cuda import ladder
 
-RUNGS = ("mma", "ldmatrix", "fa2", "hopper")
+RUNGS = ("mma", "ldmatrix", "fa2", "hopper")  # of stage 02
+TRITON = {"forward_kernel": "fwd_1_tma", "keys_kernel": "bwd_1_tma", "queries_kernel": "bwd_1_tma"}  # of stage 03
 SIZE = {**Point(1, 16, 4096, 128).sizes, "dtype": "bf16"}
 COUNTERS = {  # ncu's names by ours
     "tensor_pipe": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",  # % of the SM's cycles with work
@@ -41,14 +42,21 @@ FORWARDS = (
     f"qkv = torch.randn(3, {SIZE['B']}, {SIZE['H']}, {SIZE['N']}, {SIZE['D']}, device='cuda', dtype=torch.bfloat16); "
     f"[forward(*qkv, rung=sys.argv[1]) for _ in range({WARM_UP + 1})]; torch.cuda.synchronize()"
 )
+BOTH_PASSES = (
+    "import torch; from steps.step03_triton import bwd_1_tma, fwd_1_tma; "
+    f"x = torch.randn(4, {SIZE['B']}, {SIZE['H']}, {SIZE['N']}, {SIZE['D']}, device='cuda', dtype=torch.bfloat16); "
+    f"[bwd_1_tma.backward(*x, *fwd_1_tma.forward(*x[1:])) for _ in range({WARM_UP + 1})]; torch.cuda.synchronize()"
+)
 
 
 def command(ncu, rung, metrics):
-    """The ncu command that profiles one forward of a rung, after the warm-up."""
-    # Our kernels are all called attention_forward. The clock is left alone: a shared machine's is not ours to set.
-    options = ["--clock-control", "none", "--target-processes", "all", "--kernel-name", "attention_forward"]
+    """The ncu command that profiles one of RUNGS or TRITON once, after the warm-up."""
+    # Stage 02's kernels are all called attention_forward.
+    kernel, calls = (rung, BOTH_PASSES) if rung in TRITON else ("attention_forward", FORWARDS)
+    # The clock is left alone: a shared machine's is not ours to set.
+    options = ["--clock-control", "none", "--target-processes", "all", "--kernel-name", kernel]
     options += ["--launch-skip", str(WARM_UP), "--launch-count", "1", "--csv", "--page", "raw", "--print-units", "base"]
-    return [ncu, *options, "--metrics", ",".join(metrics.values()), sys.executable, "-c", FORWARDS, rung]
+    return [ncu, *options, "--metrics", ",".join(metrics.values()), sys.executable, "-c", calls, rung]
 
 
 def parse(output, metrics):
@@ -72,13 +80,14 @@ def profile(ncu, gpu):
     A rung that ncu fails on is left out, and the reason is printed.
     """
     (version,) = re.findall(r"Version (\S+)", run([ncu, "--version"]))
-    found = {"gpu": gpu, "ncu": version, "size": SIZE, "metrics": COUNTERS, "rungs": {}}
-    for rung in RUNGS:
-        one = {"kernel": Path(ladder.FORWARD[rung].file).stem}
+    found = {"gpu": gpu, "ncu": version, "size": SIZE, "metrics": COUNTERS, "rungs": {}, "triton": {}}
+    files = {rung: Path(ladder.FORWARD[rung].file).stem for rung in RUNGS}
+    for rung, file in (files | TRITON).items():
+        one = {"kernel": file}
         one["source"] = fingerprint.row_hash(subject(found, one))
         try:
             one["counters"] = parse(run(command(ncu, rung, COUNTERS)), COUNTERS)
-            found["rungs"][rung] = one
+            found["triton" if rung in TRITON else "rungs"][rung] = one
         except (subprocess.SubprocessError, ValueError) as problem:
             print(f"{rung}: {problem} {getattr(problem, 'output', '')}")
     return found
@@ -86,7 +95,8 @@ def profile(ncu, gpu):
 
 def subject(record, one):
     """What fingerprint.py has to know of one rung of the record, as the fields of a row."""
-    return {"stage": "02_fa2_cuda", "peer": None, "gpu": record["gpu"], **record["size"], **one}
+    stage = "03_triton" if one["kernel"] in TRITON.values() else "02_fa2_cuda"
+    return {"stage": stage, "peer": None, "gpu": record["gpu"], **record["size"], **one}
 
 
 def run(words):
@@ -95,23 +105,27 @@ def run(words):
     return subprocess.check_output(words, stderr=subprocess.STDOUT, timeout=SECONDS, **how)
 
 
-def read(folder=rows.COMMITTED):
-    """{rung: {name of a counter: number}} of the rungs whose kernels are as they were; {} without a file."""
+def read(folder=rows.COMMITTED, part="rungs"):
+    """{rung: {name of a counter: number}} of the rungs whose kernels are as they were; {} without a file.
+
+    part: "rungs" for those of stage 02, "triton" for the kernels of stage 03.
+    """
     record = rows.read_record("profile", folder=folder)
-    rungs = record.get("rungs", {})
+    rungs = record.get(part, {})
     return {rung: one["counters"] for rung, one in rungs.items() if not fingerprint.is_stale(subject(record, one))}
 
 
 def main(commit: rows.Commit = None, out: rows.Folder = rows.COMMITTED):
-    """What the hardware counters say about four rungs of stage 02."""
+    """What the hardware counters say about kernels of stages 02 and 03."""
     folders = ["/usr/local/cuda/bin", *map(str, Path("/opt/nvidia/nsight-compute").glob("*"))]
     ncu = shutil.which("ncu", path=os.pathsep.join([os.environ.get("PATH", ""), *folders]))
     if not ncu or not torch.cuda.is_available():
         raise SystemExit("profile needs a GPU and Nsight Compute's ncu on the PATH.")
     origin = rows.provenance(commit=commit)
     measured = {**origin, **profile(ncu, origin["gpu"])}
-    print(measured["rungs"], f"written: {rows.write_record('profile', measured, out)}", sep="\n")
-    raise typer.Exit(0 if len(measured["rungs"]) == len(RUNGS) else 1)
+    both = measured["rungs"] | measured["triton"]
+    print(both, f"written: {rows.write_record('profile', measured, out)}", sep="\n")
+    raise typer.Exit(0 if len(both) == len(RUNGS) + len(TRITON) else 1)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
     python -m steps.step04_ring.demo --seq 2048 --dim 64 --gpus 4        starts its own ranks
     torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo --seq 2048
+    python -m steps.step04_ring.demo --strategy star                     time, bytes and memory of one strategy
 
 Without a GPU the ranks are processes over gloo that share the CPU, and stage 00's tiles in plain torch compute a block,
 because Triton's interpreter would take minutes. For the comparison every rank also computes the whole sequence alone.
@@ -19,7 +20,8 @@ import typer
 
 from steps import engine
 from steps.step00_naive import bwd_3_tiled, fwd_3_tiled
-from steps.step04_ring import Layout, forward, launch, ring_attention
+from steps.step04_ring import SUPPORTS, Layout, environment, forward, launch, ring_attention, strategies
+from steps.step04_ring.strategies import account
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -27,23 +29,41 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 def main(
     seq: int = typer.Option(2048, help="positions of the whole sequence"),
     dim: int = typer.Option(64, help="head_dim"),
-    gpus: int = typer.Option(4, help="ranks to start; under torchrun its own number counts"),
+    gpus: int = typer.Option(4, help="ranks to start; under torchrun, mpirun or srun theirs count"),
     heads: int = 2,
     causal: bool = False,
     layout: str = typer.Option("zigzag", help="zigzag, contiguous or striped"),
     dtype: str = typer.Option("", help="float32, float16 or bfloat16; default: bfloat16 with a GPU, float32 without"),
+    strategy: str = typer.Option("", help=f"what one way to share a sequence costs: {', '.join(strategies.LESSONS)}"),
 ):
     """Runs attention on one device and as a ring, and prints both times and the largest differences."""
     dtype = dtype or ("float32" if engine.name == "cpu" else "bfloat16")
-    arguments = (seq, dim, heads, causal, layout, dtype)
-    if "RANK" in os.environ:  # torchrun started this process as one of its ranks
+    check_flags(seq, dim, gpus, heads, layout, dtype)
+    work, arguments = report, (seq, dim, heads, causal, layout, dtype)
+    if strategy:
+        strategies.load(strategy)  # raises for an unknown name before any rank starts
+        work, arguments = report_strategy, (strategy, *arguments)
+    if environment.launched():  # as one of the launcher's ranks
         launch.init()
-        lines = report(*arguments)
+        lines = work(*arguments)
         if dist.get_rank() == 0:
             print("\n".join(lines), flush=True)
         dist.destroy_process_group()
     else:
-        print("\n".join(launch.spawn(report, gpus, *arguments)[0]))
+        print("\n".join(launch.spawn(work, gpus, *arguments)[0]))
+
+
+def check_flags(seq, dim, gpus, heads, layout, dtype):
+    """Ends the command with one line if a flag is wrong, before any rank starts."""
+    for flag, value in (("--seq", seq), ("--gpus", gpus), ("--heads", heads)):
+        if value < 1:
+            raise SystemExit(f"{flag} must be at least 1, got {value}.")
+    if dim not in SUPPORTS["head_dims"]:
+        raise SystemExit(f"--dim must be from 1 to {max(SUPPORTS['head_dims'])}, got {dim}.")
+    dtypes = [str(x).removeprefix("torch.") for x in SUPPORTS["dtypes"]]
+    for flag, value, known in (("--layout", layout, SUPPORTS["layouts"]), ("--dtype", dtype, dtypes)):
+        if value not in known:
+            raise SystemExit(f"{flag} must be {', '.join(known[:-1])} or {known[-1]}, got {value}.")
 
 
 def report(seq, dim, heads, causal, layout, dtype):
@@ -96,6 +116,15 @@ def report(seq, dim, heads, causal, layout, dtype):
         f"speed-up     {single_seconds / ring_seconds:9.2f} x{cores}",
         f"largest differences to one device: {listed}",
     ]
+
+
+def report_strategy(strategy, seq, dim, heads, causal, layout, dtype):
+    """What one rank does with --strategy; returns the lines to print."""
+    kind, (block, block_name) = getattr(torch, dtype), choose_block(dtype)
+    attention = strategies.load(strategy)
+    lines = account.report(strategy, attention, block, seq, heads, heads, dim, causal, layout, kind)
+    line = account.differences(attention, seq, heads, heads, dim, causal, layout, kind, block=block)
+    return [f"{engine.describe()}, block {block_name}", *lines, line]
 
 
 def largest_difference(a, b):

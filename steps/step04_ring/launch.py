@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Starts the ranks: `init` joins those that torchrun started, `spawn` and `Ranks` start processes from Python.
+"""Starts the ranks: `init` joins those that a launcher started, `spawn` and `Ranks` start processes from Python.
 
     torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo    each process calls init()
     spawn(worker, 4, seq)                                                 worker(seq) in four processes, results by rank
@@ -7,17 +7,19 @@
 The backend is NCCL where each rank has a GPU, otherwise gloo. The caller is told of every failure of a rank: every wait
 has a time limit, and an error carries the rank's number and traceback. A worker must be a function of an importable
 module, because processes look it up by name; a function typed into a notebook is not found. A script starts ranks under
-`if __name__ == "__main__":`, because every rank imports the script. Left out: several machines; torchrun starts those.
+`if __name__ == "__main__":`, because every rank imports the script. Left out: starting ranks on several machines, which
+torchrun, mpirun and srun do; environment.py reads what each of them says.
 """
 
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
-import tempfile
 import time
 import traceback
+import uuid
 from datetime import timedelta
 from multiprocessing.connection import wait
 
@@ -26,7 +28,9 @@ import torch.distributed as dist
 
 from steps import engine
 
-TORCHRUN = "torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo"
+from . import environment, watch
+
+_ME = uuid.uuid4().hex  # tells two processes apart that were given the same rank
 
 
 class RankError(RuntimeError):
@@ -37,40 +41,123 @@ class RankError(RuntimeError):
         self.outcomes = outcomes
 
 
-def init(timeout=60):
-    """Joins the process group that torchrun's environment variables describe; returns this rank's device.
+def init(timeout=60, end_process=False):
+    """Joins the process group that the launcher's environment variables describe; returns this rank's device.
 
-    timeout: seconds after which an exchange that has not completed raises.
-    Raises RuntimeError or ValueError, with the command to use, when a variable is missing or out of range.
+    timeout: seconds after which the start fails if a rank has not come, and an exchange that has not completed.
+    end_process: over gloo a failed exchange raises RingError, and after that the program may go on; True ends the
+    process in place of that, as NCCL needs it, as soon as the failure of any rank is known.
+    Raises RuntimeError or ValueError in one line if a variable is missing or wrong, or if the ranks do not meet.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if not os.environ.get(name)]
-    if missing:
-        raise RuntimeError(f"{', '.join(missing)} not set; torchrun sets them: {TORCHRUN}")
-    world_size = _integer("WORLD_SIZE", 1)
-    rank = _integer("RANK", 0, world_size - 1)
-    gpus = torch.cuda.device_count() if engine.device == "cuda" else None
-    local_rank = _integer("LOCAL_RANK", 0, gpus and gpus - 1)
-    _integer("MASTER_PORT", 1, 65535)
-    return _join(rank, world_size, local_rank, "nccl" if gpus else "gloo", timeout, None)
+    place = environment.read(torch.cuda.device_count() if engine.device == "cuda" else 0)
+    _set_threads(place.here or place.size)
+    if place.here == place.size:
+        _use_loopback()
+    at = f"{place.address}:{place.port}"
+    store = _meet(place, at, timeout)
+    backend = "nccl" if engine.device == "cuda" else "gloo"
+    try:
+        device = _join(place.rank, place.size, place.local_rank, backend, timeout, store)
+    except RuntimeError as error:
+        variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+        raise RuntimeError(
+            f"rank {place.rank} of {place.size} met the others at {at}, but cannot reach them over {backend}; on "
+            f"several hosts {variable} must name the network interface that connects them: {_first_line(error)}"
+        ) from error
+    keeper = "torchrun" if _agent() else f"rank 0 of {place.size}"
+    watch.start(store, watch.print_line, end_process, keeper=f"{keeper}, which keeps the store at {at},")
+    return device
 
 
-def _integer(name, low, high=None):
-    """The environment variable as an integer from low to high."""
-    text = os.environ[name]
-    if not (text.lstrip("-").isdigit() and low <= int(text) and (high is None or int(text) <= high)):
-        wanted = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        gpus = f" ({torch.cuda.device_count()} GPUs here)" if name == "LOCAL_RANK" and high is not None else ""
-        raise ValueError(f"{name} must be an integer {wanted}{gpus}, got {text!r}; torchrun sets it: {TORCHRUN}")
-    return int(text)
+def _agent():
+    """Whether torchrun's own process keeps the store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _meet(place, at, timeout):
+    """The store at MASTER_ADDR:MASTER_PORT, once every rank has come to it.
+
+    The steps are taken in a thread, because some have no time limit: a name server that does not answer, or another
+    program at the port, which accepts a connection and says nothing.
+    """
+    me, end = f"rank {place.rank} of {place.size}", time.monotonic() + timeout
+    keeps = place.rank == 0 and not _agent()
+    try:
+        watch.answered(lambda: socket.getaddrinfo(place.address, place.port), timeout)
+        if not keeps:
+            _knock(place, end)
+        store = watch.answered(lambda: _store(place, keeps, timeout), end - time.monotonic())
+        watch.answered(lambda: _come(store, place, end - time.monotonic()), timeout)
+    except socket.gaierror as error:
+        raise RuntimeError(f"{me} cannot find the host in MASTER_ADDR, {place.address!r}: {error.strerror}") from error
+    except (TimeoutError, dist.DistNetworkError) as error:
+        problem = f"connected to {at}, but no store answered within {timeout:g} s: another program listens there"
+        if keeps:
+            problem = f"cannot listen at {at}: another program does, or another process has rank 0 as well"
+        raise RuntimeError(f"{me} {problem}") from error
+    except OSError as error:
+        reason = f"rank 0 was not started there, or its host cannot be reached ({error})"
+        raise RuntimeError(f"{me} could not connect to {at} within {timeout:g} s: {reason}") from error
+    return store
+
+
+def _knock(place, end):
+    """Waits until something listens at the store's address; OSError if nothing does in time."""
+    while True:
+        left = end - time.monotonic()
+        try:
+            return socket.create_connection((place.address, place.port), max(left, 0.1)).close()
+        except OSError as error:
+            if left < 0.2:
+                raise OSError(error.strerror or "no answer") from error
+            time.sleep(0.1)
+
+
+def _store(place, keeps, timeout):
+    """The store in which the ranks find each other: torchrun's, or one that rank 0 starts."""
+    options = dict(timeout=timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True)
+    store = dist.TCPStore(place.address, place.port, None, keeps, **options)
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _come(store, place, patience):
+    """Says that this rank has come, and waits for the others; RuntimeError names those that do not come."""
+    if store.compare_set(f"rank {place.rank}", "", _ME).decode() != _ME:
+        raise RuntimeError(f"two processes were given rank {place.rank} of {place.size}")
+    try:
+        store.wait([f"rank {rank}" for rank in range(place.size)], timedelta(seconds=max(patience - 1, 1)))
+    except dist.DistStoreError:
+        missing = [rank for rank in range(place.size) if not store.check([f"rank {rank}"])]
+        names = ", ".join(map(str, missing))
+        raise RuntimeError(f"rank {place.rank} of {place.size} has waited in vain for rank {names} to start") from None
+
+
+def _first_line(error):
+    return (str(error).splitlines() or [""])[0]
+
+
+def _set_threads(here):
+    """Shares the cores among the ranks on this host. By default each rank would start as many threads as cores."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, min(bound, (os.cpu_count() or 1) // here)))
+
+
+def _use_loopback():
+    """Where all ranks are on this machine, the loopback interface works even if the host's name does not resolve."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def _join(rank, world_size, local_rank, backend, timeout, store):
-    """Initialises the default process group from torchrun's variables or from a store; returns this rank's device."""
+    """Initialises the default process group from a store; returns this rank's device."""
     device = torch.device(engine.device)
     if engine.device == "cuda":  # The device is set before NCCL starts; otherwise all ranks would use the first GPU.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    # After the timeout NCCL's own watchdog ends the process, too, but without a name; watch.py is there before it.
+    # Where the device fails, the watchdog would be first; it shall leave the error to the thread that made the call.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout),
         device_id=device if backend == "nccl" else None,
@@ -94,14 +181,17 @@ class Ranks:
     """
 
     def __init__(self, world_size, timeout=60):
+        if not (isinstance(world_size, int) and world_size > 0):
+            raise ValueError(f"the number of ranks must be an integer of at least 1; got {world_size!r}.")
         # With "forkserver" one process imports torch, and the ranks are forked from it. CUDA does not survive a fork.
         context = multiprocessing.get_context("spawn" if engine.name == "cuda" else "forkserver")
         context.set_forkserver_preload(["steps.step04_ring.entry", "steps.step03_triton"])
-        self._folder = tempfile.TemporaryDirectory()
+        # The store is in this process, because it has to outlive every rank.
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.pipes, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            job = (theirs, rank, world_size, timeout, os.path.join(self._folder.name, "store"))
+            job = (theirs, rank, world_size, timeout, self._store.port)
             process = context.Process(target=_rank, args=job, daemon=True)
             process.start()
             theirs.close()  # so that only the process holds this end, and the pipe closes when it ends
@@ -147,7 +237,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._folder.cleanup()
+        self._store = None
 
     def __enter__(self):
         return self
@@ -156,12 +246,19 @@ class Ranks:
         self.close(kill=kind is not None)
 
 
-def _rank(pipe, rank, world_size, timeout, path):
+def _rank(pipe, rank, world_size, timeout, port):
     """What a rank's process runs: it joins the group, then runs the tasks from the pipe until the pipe closes."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    # All ranks are on this machine, and the loopback interface works even where the host's name does not resolve.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    _set_threads(world_size)
+    _use_loopback()
     enough = engine.device == "cuda" and torch.cuda.device_count() >= world_size
+
+    def join():
+        store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        _join(rank, world_size, rank, "nccl" if enough else "gloo", timeout, store)
+        # Over NCCL a verdict ends this process, so that it has to be the answer. Over gloo RingError is.
+        say = (lambda line: pipe.send_bytes(pickle.dumps((None, f"RingError: {line}")))) if enough else None
+        watch.start(store, say, keeper="the process that started the ranks")
+
     joined = False
     while True:
         try:
@@ -170,12 +267,13 @@ def _rank(pipe, rank, world_size, timeout, path):
             break
         try:
             if not joined:
-                _join(rank, world_size, rank, "nccl" if enough else "gloo", timeout, dist.FileStore(path, world_size))
+                join()
                 joined = True
             fn, args = pickle.loads(task)
             answer = pickle.dumps((fn(*args), None))
         except Exception:
             answer = pickle.dumps((None, traceback.format_exc()))
+            watch.last_words()
         pipe.send_bytes(answer)
     if joined:
         dist.destroy_process_group()

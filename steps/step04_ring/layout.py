@@ -14,6 +14,7 @@ may differ in length by one and may be empty, so any S is allowed, S < N too. So
 Striped Attention (2311.09431); zigzag: zhuzilin/ring-flash-attention. Needs torch only.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -94,3 +95,13 @@ def visible_part(kind, me, src, q, k, early_q, early_k):
         "striped":    ((0, q, 0, k, True),  (0, q, 0, q, True),            (1, q, 0, q - 1, True)),
     }  # fmt: skip
     return table[kind][0 if src == me else 1 if src < me else 2]
+
+
+def work_of(layout, me, src):
+    """layout.work(me, src), found once: it depends on sizes only, and takes as long as the launch of a kernel."""
+    return _found(Layout.work, layout, me, src)
+
+
+@functools.lru_cache(maxsize=4096)
+def _found(work, layout, me, src):
+    return work(layout, me, src)

@@ -7,12 +7,19 @@
 
 The idea: out and lse say all that is needed of the keys seen so far, so no maximum and no sum need be kept or sent. out
 and lse are float32 whatever type the block's result has, because a rounding here would happen once a hop. They start as
-out = 0 and lse = -inf. Needs torch only.
+out = 0 and lse = -inf.
+
+`merge` is the formula. A GPU would launch six kernels for it at every step and read out each time, so that the loops in
+ring.py use `Parts`: it holds the blocks' results and merges up to four of them in one kernel. Needs torch; on a GPU
+also Triton and merge_kernels.py.
 """
 
 import math
 
 import torch
+
+KERNELS = True  # whether a GPU uses merge_kernels.py; otherwise it uses the functions below, which take longer
+MOST = 4  # so many parts are held, and then merged into one: the memory does not grow with the number of ranks
 
 
 def merge(out, lse, out_block, lse_block):
@@ -21,3 +28,52 @@ def merge(out, lse, out_block, lse_block):
     w = (lse_block - lse_new).exp().masked_fill(lse_block == -math.inf, 0)  # -inf - (-inf) would be NaN
     out.lerp_(out_block.float(), w[..., None])
     lse.copy_(lse_new)
+
+
+class Parts:
+    """The results of blocks, each over other keys, for the queries q (B, H, n, D) or a range of them."""
+
+    def __init__(self, q):
+        self.shape, self.dtype, self.device = q.shape, q.dtype, q.device
+        self.parts = []  # (rows, out, lse)
+
+    def add(self, rows, out, lse):
+        """Takes (out, lse) of the queries in the slice `rows`, whose step is 1."""
+        if len(self.parts) == MOST:
+            self.parts = [(slice(0, self.shape[-2]), *self._merged(torch.float32))]
+        self.parts.append((rows, out, lse))
+
+    def merged(self):
+        """(out, lse) over all keys: out in the dtype of q, lse float32."""
+        return self._merged(self.dtype)
+
+    def _merged(self, dtype):
+        if KERNELS and self.parts and self.device.type == "cuda":
+            from . import merge_kernels
+
+            _, out, lse = self.parts[0]
+            if len(self.parts) == 1 and out.shape == self.shape and out.dtype == dtype:
+                return out, lse
+            return merge_kernels.merge(self.parts, self.shape, dtype)
+        out = torch.zeros(self.shape, dtype=torch.float32, device=self.device)
+        lse = torch.full(self.shape[:-1], -math.inf, dtype=torch.float32, device=self.device)
+        for rows, *part in self.parts:
+            merge(out[..., rows, :], lse[..., rows], *part)
+        return out.to(dtype), lse
+
+
+def add(parts, out):
+    """out = the sum of the parts, added in float32 in their order and rounded once.
+
+    out (..., n, D), contiguous, of any floating-point dtype. parts: pairs (rows, x), x being (..., len(rows), D).
+    """
+    if not parts:
+        return out.zero_()
+    if KERNELS and out.is_cuda:
+        from . import merge_kernels
+
+        return merge_kernels.add(parts, out)
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for rows, x in parts:
+        total[..., rows, :] += x
+    return out.copy_(total)

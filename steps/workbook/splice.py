@@ -1,4 +1,4 @@
-"""Copies steps/ and replaces functions of the stages by the reader's, as text. Nothing is imported to do so."""
+"""Makes copies of steps/ and replaces functions in them by the reader's, as text. Nothing is imported to do so."""
 
 import ast
 import shutil
@@ -23,14 +23,18 @@ class Spliced:
 
 
 def copy_of_steps(folder, pairs, whole=False):
-    """Copies steps/ into the folder and replaces functions in the copy. Returns {exercise id: Spliced}.
+    """Makes a copy of steps/ in the folder and replaces functions in it. Returns {exercise id: Spliced}.
 
-    pairs: (exercise, answer); the answer replaces the exercise's function. whole: also copies what no check needs, that
-    is the measurements with their results, and the demo. The files that Python has compiled are copied too, except
-    those of the changed files: to compile the others again would take longer than a short check itself.
+    pairs: (exercise, answer); the answer replaces the exercise's function. whole: really copies everything. Otherwise
+    the copy lacks what no check needs, that is the measurements with their results, and the demo, and a folder of
+    steps/ is a link until one of its files is changed: to copy all files would take longer than a short check itself.
+    So would compiling them again. Therefore the files that Python has compiled are copied too, except those of the
+    changed files.
     """
-    ignore = None if whole else _no_check_needs
-    shutil.copytree(STEPS, Path(folder) / "steps", ignore=ignore)
+    if whole:
+        shutil.copytree(STEPS, Path(folder) / "steps")
+    else:
+        _link_all(Path(folder) / "steps")
     spliced = {}
     for task, answer in pairs:
         spliced[task.id] = splice((Path(folder) / "steps" / task.file).read_text(), answer, task)
@@ -40,13 +44,29 @@ def copy_of_steps(folder, pairs, whole=False):
 
 def write_copy(folder, task, text):
     """Writes the text into the task's file in the copy."""
-    path = Path(folder) / "steps" / task.file
+    path, package = Path(folder) / "steps" / task.file, Path(task.file).parts[0]
+    if (linked := Path(folder) / "steps" / package).is_symlink():
+        linked.unlink()
+        shutil.copytree(STEPS / package, linked)
     path.write_text(text)
     Path(cache_from_source(path)).unlink(missing_ok=True)
 
 
-def _no_check_needs(folder, names):
-    return {"bench", "demo"} if Path(folder) == STEPS else set()
+def _link_all(target):
+    """Makes the folder `target`, with copies of the files in steps/ and links to its folders."""
+    target.mkdir()
+    for path in STEPS.iterdir():
+        if path.is_file() or path.name == "__pycache__":
+            (shutil.copy2 if path.is_file() else shutil.copytree)(path, target / path.name)
+        elif path.name not in ("bench", "demo"):
+            _link(path, target / path.name)
+
+
+def _link(path, target):
+    try:
+        target.symlink_to(path, target_is_directory=True)
+    except OSError:  # Windows lets only few users make links.
+        shutil.copytree(path, target)
 
 
 def splice(text, answer, task):

@@ -61,11 +61,13 @@ def judge(puzzle, case):
 
 def diagnose(puzzle, rows):
     """The names of the mistakes that the results equal in every case. rows: what `judge` returned for each case."""
+    if not any(lines for *_, lines in rows):
+        return []
     names = []
     for name, run in mistakes(puzzle).items():
         if not any(_differ(got, run(**arguments), want) for arguments, got, want, _ in rows):
             names.append(name)
-    return names if any(lines for *_, lines in rows) else []
+    return names
 
 
 def _differ(got, mistaken, want):

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: MIT
+"""The transport "relay": K and V travel from neighbour to neighbour, and in the backward the sums of dK and dV too.
+
+    forward     send K, V to rank + 1, receive from rank - 1, while the block is computed
+    backward    send K, V to rank - 1, receive from rank + 1; after the block, send dK, dV after them
+
+The idea: only neighbours talk, so that it works wherever messages can be sent: gloo, NCCL, several hosts. The backward
+begins with the K and V of rank + 1 and runs in the opposite direction. The sums of dK and dV therefore arrive at their
+own rank during the last block, where zhuzilin's ring waits for one more hop. They travel in float32: rounded to
+bfloat16 at every hop, their error would grow with the number of ranks. Needs comm.py and merge.py.
+"""
+
+import torch
+
+from .merge import add
+
+
+class Relay:
+    """The hops of calls with one layout on one ring. Stateless, so that calls may be nested."""
+
+    name = "relay"
+    keeps_own = False  # K and V of the own rank come back at the end of the backward
+
+    def __init__(self, layout, comm):
+        self.layout, self.comm = layout, comm
+
+    def forward(self, k, v):
+        """Yields (src, kv) for src = rank, rank - 1, ..., rank + 1: whose keys these are, and kv (2, B, Hk, n, D)."""
+        return self._travel(torch.stack((k, v)), self.comm.rank, towards=1)  # one message, not two
+
+    def backward(self, kv, own=None):
+        """A Return trip over (src, kv) for src = rank + 1, rank + 2, ..., rank, which takes each step's dK and dV."""
+        return Return(self, kv)
+
+    def fetch_next(self, k, v):
+        """The kv that `forward` ended with, fetched by one hop for a backward that has not kept it."""
+        kv = torch.stack((k, v))
+        return kv if self.comm.size == 1 else self.post(kv, (self.comm.rank + 1) % self.comm.size, -1).wait()
+
+    def post(self, kv, arriving, towards):
+        """Starts to send kv, and to receive what has the size of rank `arriving`'s."""
+        shape = (*kv.shape[:-2], self.layout.size(arriving % self.comm.size), kv.shape[-1])
+        return self.comm.post(kv, shape, towards=towards)
+
+    def _travel(self, kv, src, towards):
+        for step in range(self.comm.size):
+            last = step == self.comm.size - 1
+            hop = None if last else self.post(kv, src - towards, towards)
+            yield src, kv
+            if not last:
+                kv, src = hop.wait(), (src - towards) % self.comm.size
+
+
+class Return:
+    """The backward's trip: K and V arrive, and the sums of their dK and dV follow them one step later."""
+
+    def __init__(self, relay, kv):
+        self.relay, self.kv = relay, kv
+
+    def __iter__(self):
+        relay, N, rank = self.relay, self.relay.comm.size, self.relay.comm.rank
+        hop = None  # brings dK, dV of the current keys, summed over the ranks that these keys have passed
+        for src, kv in relay._travel(self.kv, (rank + 1) % N, towards=-1):
+            self.given = []
+            yield src, kv
+            last = src == rank
+            # The part of this rank is added last, and the sum of all ranks is rounded once, where it has arrived.
+            arrived = hop.wait() if hop else None
+            dkv = torch.empty(kv.shape, dtype=kv.dtype if last else torch.float32, device=kv.device)
+            for i in range(2):
+                parts = [] if arrived is None else [(slice(0, kv.shape[-2]), arrived[i])]
+                add(parts + [(keys, grads[i]) for keys, *grads in self.given], dkv[i])
+            if not last:
+                hop = relay.post(dkv, src + 1, -1)
+        self.dkv = dkv
+
+    def give(self, src, keys, dk, dv):
+        """Takes dK and dV of the keys in the slice `keys` of rank src."""
+        self.given.append((keys, dk, dv))

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: MIT
+"""How long the ring takes on a machine that may not be there: an event model, and pictures of who waits for whom.
+
+    python -m steps.step04_ring.simulate --seq 32768 --gpus 4 --flops 620e12 --link 370e9 --latency 1e-5 --picture x.png
+
+The idea: `Layout.work` says what every rank computes in every step, as it does in the ring itself. Three numbers, all
+measured, say how long that takes:
+
+    FLOP/s of a block, by rows x keys    bytes/s of a link, each way    seconds that every hop costs beside its bytes
+
+Each rank has two lanes, one that computes and one that carries messages. The transports differ in when a message may
+begin:
+
+    relay   when its sender and its receiver have both begun the step before the one that needs it
+    fetch   when its buffer is free, of which there are two; the owner of the keys need not do anything
+
+Left out: the time of merging, links that several messages share, and what varies from run to run. dry_run.py has the
+same ring with real numbers. Needs layout.py, dry_run.py and numpy; for pictures matplotlib.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from steps.step04_ring.dry_run import sources, work_table
+from steps.step04_ring.layout import Layout
+
+PASSES = {"fwd": 1.0, "bwd": 2.5}  # operations, in forwards
+TRANSPORTS = ("relay", "fetch")
+
+# ---- a machine -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a rank's tensors are beside their length; e is the size of an element in bytes."""
+
+    B: int = 1
+    H: int = 32
+    Hk: int = 32
+    D: int = 128
+    e: int = 2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the model knows of the ranks. The first three fields are the measured ones.
+
+    flops: FLOP/s of a block, a number, or {(pass, causal): [(rows x keys, FLOP/s), ...]} between whose points the model
+    interpolates. link: bytes/s each way between two ranks of a host. latency: seconds that a hop, or the barrier before
+    the first fetch, costs beside its bytes.
+    host: ranks on a host; all, if None. network: bytes/s each way of a rank's part of the link between hosts.
+    lent: the share by which a block takes longer while a relay's message travels, as NCCL borrows multiprocessors.
+    slow: {rank: factor by which its blocks take longer}.
+    """
+
+    flops: float | dict
+    link: float
+    latency: float = 0.0
+    host: int | None = None
+    network: float | None = None
+    lent: float = 0.0
+    slow: dict | None = None
+
+    def speed(self, rows, keys, causal, pass_):
+        """FLOP/s of a block."""
+        if not isinstance(self.flops, dict):
+            return self.flops
+        sizes, speeds = zip(*sorted(self.flops[pass_, causal]), strict=True)
+        return float(np.interp(math.log(rows * keys), np.log(sizes), speeds))
+
+    def block(self, shape, rows, keys, causal, pass_):
+        """Seconds of one block on one rank."""
+        work = 4 * shape.B * shape.H * rows * keys * shape.D * PASSES[pass_] * (0.5 if causal else 1)
+        return work / self.speed(rows, keys, causal, pass_)
+
+    def bandwidth(self, a, b):
+        """bytes/s from each rank of the array a to that of b."""
+        if self.host is None:
+            return np.full(len(a), self.link)
+        return np.where(a // self.host == b // self.host, self.link, self.network)
+
+
+def read_flops(rows, *, D=128, dtype="bf16", kernels=("fwd_8_hopper", "bwd_3_hopper")):
+    """Machine.flops from results rows of one GPU: the median speed of these kernels at each size."""
+    speeds = {}
+    for row in rows:
+        plain = row["n_gpus"] == 1 and row["layout"] is None and not row["options"] and row["timing"] == "interleaved"
+        if plain and row["kernel"] in kernels and (row["D"], row["dtype"]) == (D, dtype) and row["pass"] in PASSES:
+            where = speeds.setdefault((row["pass"], row["causal"]), {})
+            where.setdefault(row["N"] * row["Nk"], []).append(1e12 * row["tflops"])
+    if not speeds:
+        raise ValueError(f"no rows of {', '.join(kernels)} on one GPU with D = {D} and {dtype}.")
+    return {key: [(size, float(np.median(some))) for size, some in found.items()] for key, found in speeds.items()}
+
+
+def read_link(rows, transport):
+    """(link, latency) from rows of hops of several sizes: the line that fits their seconds best.
+
+    Such a row is a copy of k to the next rank: peer "copy", n_gpus > 1, options {"transport": ...}.
+    """
+    hops = [row for row in rows if row["peer"] == "copy" and row["n_gpus"] > 1]
+    hops = [row for row in hops if row["options"].get("transport") == transport]
+    sizes = [row["B"] * row["Hk"] * row["Nk"] * row["D"] * (4 if row["dtype"] == "fp32" else 2) for row in hops]
+    if len(set(sizes)) < 2:
+        raise ValueError(f"link and latency need rows of hops of two sizes; got {len(set(sizes))} of {transport}.")
+    slope, latency = np.polyfit(sizes, [1e-3 * row["ms_median"] for row in hops], 1)
+    return 1 / float(slope), max(0.0, float(latency))
+
+
+# ---- when everything happens -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When one pass does what: seconds, in arrays (begin or end, N steps, N ranks). What does not exist takes no time.
+
+    blocks[:, s, r] is rank r's block in step s. keys[:, s, r] is the message that brings the keys of this step, and
+    gradients[:, s, r] the one that takes its dK and dV away. src[s, r] says whose keys these are.
+    """
+
+    layout: Layout
+    src: np.ndarray
+    blocks: np.ndarray
+    keys: np.ndarray
+    gradients: np.ndarray
+    seconds: float
+
+    @property
+    def busy(self):
+        """The seconds of computing of a rank, on average."""
+        return float((self.blocks[1] - self.blocks[0]).sum(0).mean())
+
+
+def schedule(layout, shape, machine, transport="relay", pass_="fwd", overlap=True):
+    """The Schedule of a pass. overlap=False: a message travels while its rank does not compute, for comparison."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}; got {transport!r}.")
+    distinct, which = work_table(layout)
+    ranks, src = np.arange(layout.N), sources(layout, pass_)
+    of_work = [0.0 if work is None else machine.block(shape, *_lengths(work), pass_) for work in distinct]
+    slower = [(machine.slow or {}).get(rank, 1.0) for rank in range(layout.N)]
+    seconds = np.array(of_work)[which[ranks, src]] * np.array(slower)
+    kv = np.array([2.0 * shape.B * shape.Hk * layout.size(rank) * shape.D * shape.e for rank in range(layout.N)])
+    tables = np.zeros((3, 2, layout.N, layout.N))
+    if transport == "relay":
+        end = _relay(machine, src, seconds, kv, kv * 4 / shape.e, 1 if pass_ == "fwd" else -1, overlap, *tables)
+    else:
+        end = _fetch(machine, src, seconds, kv, pass_, overlap, *tables)
+    return Schedule(layout, src, *tables, float(end.max()))
+
+
+def _lengths(work):
+    rows, keys, causal = work
+    return rows.stop - rows.start, keys.stop - keys.start, causal
+
+
+def _relay(machine, src, seconds, kv, dkv, towards, overlap, blocks, keys, gradients):
+    """Fills the tables; returns when each rank is done. dkv: bytes of the sums of dK, dV of a rank's keys, float32."""
+    N = len(kv)
+    begin = np.zeros(N)  # of the step
+    lane = np.zeros(N)  # when the link has carried all messages so far, one after the other
+    summed = np.zeros(N)  # when dK, dV of the ranks before have arrived
+    for step in range(N):
+        here, last = blocks[:, step], step == N - 1
+        started, arrived = begin, begin
+        if not last:
+            started, arrived = keys[:, step + 1] = _hop(machine, begin, lane, kv[src[step]], towards)
+            lane = arrived
+        here[0] = begin if overlap else arrived
+        noise = started, arrived  # from when to when messages travel during this block
+        if towards == -1 and step > 0:
+            noise = np.minimum(started, gradients[0, step - 1]), np.maximum(arrived, gradients[1, step - 1])
+        here[1] = _slowed(here[0], seconds[step], *noise, machine.lent if overlap else 0.0)
+        begin = np.maximum(here[1], arrived)
+        if towards == -1:  # The backward adds its dK, dV to those that have arrived, and sends the sums on.
+            given = np.maximum(here[1], summed)
+            begin = np.maximum(given, arrived)
+            if not last:
+                gradients[:, step] = _hop(machine, given, lane, dkv[src[step]], towards)
+                lane = summed = gradients[1, step]
+                begin = begin if overlap else np.maximum(begin, summed)
+    return begin
+
+
+def _hop(machine, posted, lane, size, towards):
+    """(begin, end) for each rank of the message that it sends to rank + towards and the one that it receives.
+
+    A message begins when both of its ranks have posted it and their lanes are free.
+    """
+    ranks = np.arange(len(size))
+    able = np.maximum(posted, lane)
+    begin = np.maximum(able, np.roll(able, -towards))
+    end = begin + machine.latency + size / machine.bandwidth(ranks, (ranks + towards) % len(size))
+    return np.minimum(begin, np.roll(begin, towards)), np.maximum(end, np.roll(end, towards))
+
+
+def _slowed(begin, seconds, started, ended, lent):
+    """When a block ends that begins at `begin` and progresses by 1 / (1 + lent) from `started` to `ended`."""
+    before = np.minimum(seconds, np.maximum(0, started - begin))
+    beside = np.maximum(0, ended - np.maximum(started, begin))  # at most so long does it compute beside a message
+    slow = np.minimum((seconds - before) * (1 + lent), beside)
+    return begin + before + slow + (seconds - before - slow / (1 + lent))
+
+
+def _fetch(machine, src, seconds, kv, pass_, overlap, blocks, keys, gradients):
+    """Fills the tables; returns when each rank is done. dK and dV travel in the dtype of k, straight to their owner."""
+    N, ranks = len(kv), np.arange(len(kv))
+    lane = np.full(N, machine.latency if N > 1 else 0.0)  # a barrier comes before the first copy, and one at the end
+
+    def copy(table, step, after, there, from_, to):
+        """A message on this rank's lane, unless it does not need the keys of `there`."""
+        nonlocal lane
+        needed = (seconds[step] > 0) & (there != ranks)
+        begin = np.where(needed, np.maximum(lane, after), 0)
+        took = machine.latency + kv[there] / machine.bandwidth(from_, to)
+        table[:, step] = begin, begin + np.where(needed, took, 0)
+        lane = np.where(needed, table[1, step], lane)
+
+    def bring(step, after):
+        if 0 < step < N:
+            copy(keys, step, after, src[step], src[step], ranks)
+
+    for step in (1, 2) if overlap else ():  # two buffers, beside the keys that are there from the start
+        bring(step, np.zeros(N))
+    end = np.zeros(N)
+    for step in range(N):
+        if not overlap:
+            bring(step, end)
+        begin = np.maximum(end, keys[1, step])
+        end = begin + seconds[step]
+        blocks[:, step] = begin, end
+        if pass_ == "bwd":
+            copy(gradients, step, end, src[step], ranks, src[step])
+            end = end if overlap else np.maximum(end, gradients[1, step])
+        if overlap and step > 0:  # the block has freed its buffer
+            bring(step + 2, end)
+    return np.maximum(end, lane.max() + machine.latency) if N > 1 else end
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def predict(layout, shape, machine, transport="relay", **options):
+    """{"fwd", "bwd", "fwd+bwd": (seconds, efficiency)}. Efficiency: one device's seconds for S / N / seconds."""
+    alone = {pass_: machine.block(shape, layout.S, layout.S, layout.causal, pass_) for pass_ in PASSES}
+    seconds = {pass_: schedule(layout, shape, machine, transport, pass_, **options).seconds for pass_ in PASSES}
+    for times in (alone, seconds):
+        times["fwd+bwd"] = times["fwd"] + times["bwd"]
+    return {pass_: (seconds[pass_], alone[pass_] / layout.N / seconds[pass_]) for pass_ in seconds}
+
+
+def tokens_needed(flops, link, share=1.0, pass_="fwd", transport="relay", e=2):
+    """The tokens a rank, c, from which zigzag's messages are hidden behind causal blocks; share is Hk / H.
+
+    A step has 2 B H c^2 D operations and sends 2 e B Hk c D bytes, so c >= e (flops / link) share in the forward. The
+    backward has 5 B H c^2 D operations, and sends dK and dV too: in float32 by relay, in e bytes an element by fetch.
+    """
+    sent = 2 * e if pass_ == "fwd" else 2 * e + 2 * (4 if transport == "relay" else e)
+    return sent / (2 * PASSES[pass_]) * flops / link * share
+
+
+def scale_out(machine, shape, c, ranks, transport="relay", pass_="fwd"):
+    """[(N, efficiency)] with c tokens a rank, causal and zigzag, for each number of ranks."""
+    layouts = [Layout("zigzag", c * N, N, causal=True) for N in ranks]
+    return [(layout.N, predict(layout, shape, machine, transport)[pass_][1]) for layout in layouts]
+
+
+def gantt(plan, title=""):
+    """A matplotlib Figure: for each rank what it computes (wide bars) and what its link carries (narrow bars).
+
+    A wide bar's colour and number say whose keys it computes with; dark narrow bars bring keys, light ones take
+    dK and dV away. Dark text on opaque white, so that it can be read on a dark page too.
+    """
+    from matplotlib.figure import Figure
+
+    N, unit = plan.layout.N, 1e3
+    figure = Figure(figsize=(9, 0.9 + 0.55 * N), facecolor="white", layout="constrained")
+    axes = figure.subplots()
+    axes.set_facecolor("white")
+    for step in range(N):
+        for rank in range(N):
+            for table, top, height, colour in (
+                (plan.blocks, -0.42, 0.56, COLOURS[plan.src[step, rank] % len(COLOURS)]),
+                (plan.keys, 0.18, 0.12, "#222222"),
+                (plan.gradients, 0.32, 0.12, "#8a8a8a"),
+            ):
+                begin, end = unit * table[:, step, rank]
+                if end > begin:
+                    axes.barh(rank + top, end - begin, height, begin, align="edge", color=colour, edgecolor="white")
+                if end > begin and table is plan.blocks and N <= 8:
+                    text = dict(ha="center", va="center", color="white", fontsize=8, clip_on=True)
+                    axes.text((begin + end) / 2, rank + top + height / 2, f"K{plan.src[step, rank]}", **text)
+    axes.set_ylim(N - 0.4, -0.6)
+    axes.set_yticks(range(N), [f"rank {rank}" for rank in range(N)], color=INK)
+    axes.tick_params(axis="x", colors=INK)
+    axes.set_xlabel("ms", color=INK)
+    axes.set_title(f"{title}: {unit * plan.seconds:.3g} ms" if title else "", loc="left", fontsize=11, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+INK = "#1a1a1a"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a8578a", "#8a6d00", "#3a6ea5")  # white numbers can be read on each
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+def main(
+    seq: int = 32768,
+    gpus: int = 4,
+    heads: int = 32,
+    kv_heads: int = 32,
+    dim: int = 128,
+    causal: bool = True,
+    layout: str = "zigzag",
+    transport: str = "relay",
+    flops: Annotated[float, typer.Option(help="FLOP/s of a block; 0: by the rows in --results")] = 0,
+    link: Annotated[float, typer.Option(help="bytes/s each way; 0: by the rows in --results")] = 0,
+    latency: Annotated[float, typer.Option(help="seconds that a hop costs beside its bytes")] = 1e-5,
+    host: Annotated[int, typer.Option(help="GPUs on a host; 0: all of them")] = 0,
+    network: Annotated[float, typer.Option(help="bytes/s each way of a GPU between hosts")] = 50e9,
+    lent: Annotated[float, typer.Option(help="the share by which a relay's message makes a block slower")] = 0,
+    slow_rank: Annotated[int, typer.Option(help="a rank whose blocks take twice as long; -1: none")] = -1,
+    results: Path = Path(__file__).parents[1] / "bench" / "results" / "nvidia-h200.jsonl",
+    picture: Annotated[Path | None, typer.Option(help="a .png to draw the forward into")] = None,
+):
+    """How long the ring would take on a machine, and how many tokens a GPU needs."""
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if not (flops and link) else []
+    speed = flops or read_flops(rows, D=dim)
+    link, latency = (link, latency) if link else read_link(rows, transport)
+    slow = {slow_rank: 2.0} if slow_rank >= 0 else None
+    machine = Machine(speed, link, latency, host or None, network, lent, slow)
+    shape, whole = Shape(1, heads, kv_heads, dim), Layout(layout, seq, gpus, causal)
+    for pass_, (seconds, efficiency) in predict(whole, shape, machine, transport).items():
+        print(f"{pass_:8} {1e3 * seconds:10.3f} ms   efficiency {efficiency:.3f}")
+    c = max(1, seq // gpus)
+    needed = tokens_needed(machine.speed(c, c, True, "fwd"), link, kv_heads / heads)
+    print(f"{c:,} tokens a GPU; zigzag hides the forward's messages from {needed:,.0f} on")
+    if picture:
+        plan = schedule(whole, shape, machine, transport)
+        gantt(plan, f"forward, {layout}, {transport}").savefig(picture, dpi=110)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,34 @@
+"""Lessons that lead to the ring: one hop, then four strategies of attention over a sequence that ranks share.
+
+    lesson_1_hop              one message to the next rank
+    lesson_2_overlap          the same message, waited for after the work that hides it
+    lesson_3_query_parallel   K and V are gathered              forward and backward, packed sequences
+    lesson_4_star             queries are gathered              forward; few queries over many keys
+    lesson_5_ulysses          heads are exchanged               forward and backward
+    lesson_6_ring             K and V travel from rank to rank  forward and backward: the stage itself
+
+Each is a program, `python -m steps.step04_ring.strategies.lesson_1_hop`, and the last four have one function in common:
+
+    attention(q, k, v, *, causal=False, scale=None, layout="zigzag", S=None, group=None, block=None) -> out
+
+on this rank's shards. `python -m steps.step04_ring.demo --strategy star` prints what one costs.
+"""
+
+from importlib import import_module
+
+LESSONS = {
+    "query_parallel": "lesson_3_query_parallel", "star": "lesson_4_star", "ulysses": "lesson_5_ulysses",
+    "ring": "lesson_6_ring",
+}  # fmt: skip
+
+
+def attention(q, k, v, *, strategy, **options):
+    """out (B, H, n, D) of this rank's queries, by one of LESSONS. q (B, H, n, D), k and v (B, Hk, n, D): its shards."""
+    return load(strategy)(q, k, v, **options)
+
+
+def load(strategy):
+    """The function `attention` of a strategy, whose module is imported only now, so that it can run as a program."""
+    if strategy not in LESSONS:
+        raise ValueError(f"strategy must be one of {', '.join(LESSONS)}; got {strategy!r}.")
+    return import_module(f"{__name__}.{LESSONS[strategy]}").attention

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: MIT
+"""What a strategy costs a rank: seconds, bytes sent and memory, measured beside formulas. And whether it is right.
+
+N ranks, c = S / N; q = B H c D and kv = 2 B Hk c D elements of e bytes; f = 4 / e, for float32; o = q and its lse
+
+    sent              forward                              backward
+      ring            (N-1) kv                             (N-1) (kv + f kv): dK and dV are sent in float32
+      query_parallel  (N-1) kv                             (N-1) (kv + f kv)
+      star            (N-1) (q + o); causal: fewer o       -
+      ulysses         (N-1) / N (2 q + kv)                 (N-1) / N (2 q + kv)
+    memory of the forward beyond its inputs
+      ring            2 kv + 4 o + f q; causal: fewer o    K, V at hand and arriving; parts that wait to be merged; out
+      query_parallel  2 N kv                               K, V of all ranks as they arrive, and in order
+      star            3 N o; causal: fewer o               the parts as found, as sent, and as received
+      ulysses         5 q + kv                             q, k, v, out of the rank's heads; out on its way home, 3 q
+
+`sent_bytes` is exact, for shards of any length. What is sent is counted where torch.distributed is called: without what
+the backend adds, and without what a copy engine fetches. Memory on a GPU is what torch's allocator says; on a CPU, the
+most that tensors hold at one time, without what a block needs inside, because a fused kernel needs nothing there.
+"""
+
+import contextlib
+import time
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from steps import engine
+from steps.step04_ring.layout import Layout
+
+# ---- formulas --------------------------------------------------------------------------------------------------------
+
+
+def sent_bytes(strategy, layout, rank, *, B, H, Hk, D, e):
+    """(bytes that the rank sends in the forward, in the backward or None); e is the size of an element in bytes."""
+    sizes = [layout.size(r) for r in range(layout.N)]
+    others, n = sum(sizes) - sizes[rank], sizes[rank]
+    kv, q = 2 * B * Hk * D, B * H * D  # of one position
+    if strategy == "ring":  # all shards but the next rank's in the forward, all but its own in the backward
+        return (sum(sizes) - sizes[(rank + 1) % layout.N]) * kv * e, others * kv * (e + 4)
+    if strategy == "query_parallel":
+        gathered = (layout.N - 1) * max(sizes) * kv * e  # as long as the longest
+        return gathered, gathered + others * kv * 4
+    if strategy == "star":
+        rows = sum(len(found_rows(layout, owner, rank)) for owner in range(layout.N) if owner != rank)
+        return (layout.N - 1) * max(sizes) * q * e + rows * B * H * (D * e + 4), None
+    there = (layout.N - 1) * n * (q + kv) // layout.N  # q, k, v; in the backward dout alone
+    back = others * q // layout.N
+    return (there + back) * e, ((layout.N - 1) * n * q + others * (q + kv)) // layout.N * e
+
+
+def found_rows(layout, owner, keys_of):
+    """The rows of the owner's queries for which star computes a part with the keys of another rank."""
+    work = layout.work(owner, keys_of)
+    return range(layout.size(owner))[work[0]] if work else range(0)
+
+
+def memory_bytes(strategy, layout, rank, *, B, H, Hk, D, e):
+    """Bytes that the forward holds beyond its inputs, the largest terms: the table at the head of this file."""
+    n, N = layout.size(rank), layout.N
+    kv, q, lse = 2 * B * Hk * n * D * e, B * H * n * D * e, 4 * B * H * n
+    merging = (4 * q // e + lse) * (1 if e == 4 else 2)  # out in float32, and a float32 copy of a part with 16 bits
+    if strategy == "ring":
+        waiting = min(4 * n, sum(len(found_rows(layout, rank, src)) for src in range(N)))  # step 04 merges four at once
+        return 2 * kv + waiting * B * H * (D * e + 4) + merging
+    if strategy == "query_parallel":
+        return max(2 * N * kv, N * kv + 2 * q + 2 * lse)
+    if strategy == "star":
+        pairs = [(owner, rank) for owner in range(N)], [(rank, src) for src in range(N)]
+        found, received = (sum(len(found_rows(layout, *pair)) for pair in some) * B * H for some in pairs)
+        outs, lses = (found + received) * D * e, (found + received) * 4
+        return max(N * q + found * (D * e + 4), found * (D * e + 4) + outs, outs + lses + merging)
+    return 5 * q + kv + lse
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted():
+    """Counts the bytes that this process sends to other ranks; {"bytes": ...}."""
+    sent = {"bytes": 0}
+
+    def watch(name, size):
+        original = getattr(dist, name)
+
+        def function(*args, **kwargs):
+            sent["bytes"] += size(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return patch.object(dist, name, function)
+
+    def to_all(out, x, group=None):
+        return (dist.get_world_size(group) - 1) * x.nbytes
+
+    def to_each(out, x, out_lengths, in_lengths, group=None):
+        return (x.numel() - in_lengths[dist.get_rank(group)]) * x.element_size()
+
+    with (
+        watch("batch_isend_irecv", lambda ops: sum(op.tensor.nbytes for op in ops if op.op is dist.isend)),
+        watch("all_gather", to_all),
+        watch("all_to_all_single", to_each),
+    ):
+        yield sent
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made under this mode hold at one time: `bytes`."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.paused, self.alive = 0, False, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not self.paused:
+            self.note(result)
+        return result
+
+    def note(self, result):
+        """Adds the tensors of a result, unless they are views of what is there already."""
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes():
+                storage = x.untyped_storage()
+                known = self.alive.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        for pause in (0, 0.001, 0.02):  # gloo's thread holds a message's tensors until it next gets a turn
+            time.sleep(pause)
+            self.alive = {key: known for key, known in self.alive.items() if not known[0].expired()}
+            held = sum(size for _, size in self.alive.values())
+            if held <= self.bytes:
+                return
+        self.bytes = held
+
+    def around(self, block):
+        """The block with what it needs inside left out: only its results count."""
+
+        def quiet(function):
+            def call(*args, **options):
+                self.paused = True
+                try:
+                    result = function(*args, **options)
+                finally:
+                    self.paused = False
+                self.note(result)
+                return result
+
+            return call
+
+        return SimpleNamespace(forward=quiet(block.forward), backward=quiet(block.backward))
+
+
+def measured_memory(call, block, inputs):
+    """Bytes that call(block) holds at its peak beyond the inputs; its result is among them."""
+    if inputs[0].is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(block)
+        return torch.cuda.max_memory_allocated() - before
+    peak = Peak()
+    for x in inputs:
+        peak.alive[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage()), 0
+    with peak:
+        call(peak.around(block))
+    return peak.bytes
+
+
+# ---- inputs, and what to compare with --------------------------------------------------------------------------------
+
+
+def random_inputs(S, H, Hk, D, dtype, device="cpu"):
+    """q, k, v and dout of the whole sequence, the same numbers on every rank."""
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, S, D, generator=random).to(device, dtype) for heads in (H, Hk, Hk, H)]
+
+
+def one_device(q, k, v, dout, causal):
+    """(out, dq, dk, dv) of the whole sequence, by torch's own attention in float64."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout.double())
+
+
+class MatrixBlock:
+    """A block's forward in the matrix form, for lessons that need no kernel."""
+
+    @staticmethod
+    def forward(q, k, v):
+        S = q @ k.mT / q.shape[-1] ** 0.5
+        lse = S.logsumexp(-1)
+        return (S - lse[..., None]).exp() @ v, lse
+
+
+def passes(attention, q, k, v, dout, **options):
+    """(out, dq, dk, dv) of a rank's shards; out alone where the strategy has no backward."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    try:
+        out = attention(*leaves, **options)
+    except NotImplementedError:
+        with torch.no_grad():
+            return (attention(q, k, v, **options),)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def differences(attention, S=61, H=4, Hk=4, D=16, causal=True, layout="zigzag", dtype=torch.float32, **options):
+    """One line: how far a strategy's results on this rank are from one device's. Every rank calls."""
+    rank, whole = dist.get_rank(), Layout(layout, S, dist.get_world_size())
+    inputs = random_inputs(S, H, Hk, D, dtype, engine.device)
+    found = passes(attention, *(whole.shard(x, rank) for x in inputs), causal=causal, layout=layout, S=S, **options)
+    wanted = one_device(*inputs, causal)
+    largest = [(got - whole.shard(want, rank)).abs().max().item() for got, want in zip(found, wanted, strict=False)]
+    listed = ", ".join(f"{name} {x:.1e}" for name, x in zip(("out", "dq", "dk", "dv"), largest, strict=False))
+    return f"rank {rank}: largest differences to one device: {listed}"
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+def report(strategy, attention, block, S, H, Hk, D, causal, layout, dtype, repeats=3):
+    """The lines that say what a strategy costs, from every rank's point of view the same. Every rank calls."""
+    rank, whole = dist.get_rank(), Layout(layout, S, dist.get_world_size(), causal)
+    inputs = [whole.shard(x, rank) for x in random_inputs(S, H, Hk, D, dtype, engine.device)]
+    sizes = dict(B=1, H=H, Hk=Hk, D=D, e=dtype.itemsize)
+    options = dict(causal=causal, layout=layout, S=S)
+
+    def forward(block):
+        with torch.no_grad():
+            return attention(*inputs[:3], block=block, **options)
+
+    def both(block):
+        return passes(attention, *inputs, block=block, **options)
+
+    has_backward = len(both(block)) > 1  # this call also warms up
+    sent, formula = [], sent_bytes(strategy, whole, rank, **sizes)
+    for call in (forward, both):
+        with counted() as count:
+            call(block)
+        sent.append(count["bytes"])
+    memory = measured_memory(forward, block, inputs), memory_bytes(strategy, whole, rank, **sizes)
+    seconds = [timed(partial(call, block), repeats) for call in (forward, both)]
+
+    everyone = [None] * whole.N
+    mine = (seconds, sent[0], formula[0], sent[1] - sent[0], formula[1] or 0, *memory)
+    dist.all_gather_object(everyone, mine)
+    times, *amounts = zip(*everyone, strict=True)
+    slowest = [1e3 * max(column) for column in zip(*times, strict=True)]
+    forward_sent, of_forward, backward_sent, of_backward, held, of_memory = (max(column) / 1e6 for column in amounts)
+    lines = [
+        f"{strategy}, {layout}, {whole.N} ranks, S {S}, H {H}, Hk {Hk}, D {D}, {'causal' if causal else 'not causal'}",
+        f"forward             {slowest[0]:9.2f} ms (slowest rank)",
+        f"forward + backward  {slowest[1]:9.2f} ms" if has_backward else "no backward",
+        f"sent, forward       {forward_sent:9.3f} MB a rank, by formula {of_forward:.3f}",
+        f"sent, backward      {backward_sent:9.3f} MB a rank, by formula {of_backward:.3f}" if has_backward else "",
+        f"memory, forward     {held:9.3f} MB a rank, by formula {of_memory:.3f}",
+    ]
+    return [line for line in lines if line]
+
+
+def timed(call, repeats):
+    """The fewest seconds of `repeats` calls, each begun by all ranks together."""
+    seconds = []
+    for _ in range(repeats):
+        dist.barrier()
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def synchronize():
+    """Waits for the GPU: a kernel's launch returns before the kernel has finished."""
+    if engine.name == "cuda":
+        torch.cuda.synchronize()

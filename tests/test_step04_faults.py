@@ -1,0 +1,720 @@
+"""Stage 04: how ranks are started, and what they say when one of them dies, hangs, or makes another call.
+
+Without a GPU the ranks are processes over gloo. `make test-all` also runs them as programs, under torchrun, and on two
+hosts. On a machine with two GPUs the tests marked `multigpu` run over NCCL:
+
+    python -m pytest tests/test_step04_faults.py -m multigpu
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import steps.step04_ring as step04
+from steps import engine, step00_naive
+from steps.step04_ring import Layout, demo, environment, launch, watch
+from steps.step04_ring.comm import Comm
+from steps.step04_ring.side import Side
+from steps.workbook.case_on_ranks import PlainBlock
+from support import faulty_rank
+
+ROOT = Path(__file__).parents[1]
+over_gloo = pytest.mark.skipif(engine.name == "cuda", reason="over gloo; the tests marked multigpu do this over NCCL")
+
+# What a launcher says.
+
+LAUNCHERS = {
+    "torchrun": dict(RANK="3", WORLD_SIZE="16", LOCAL_RANK="3", LOCAL_WORLD_SIZE="8", MASTER_ADDR="h", MASTER_PORT="7"),
+    "by hand": dict(RANK="3", WORLD_SIZE="16", LOCAL_RANK="3", MASTER_ADDR="h", MASTER_PORT="7"),
+    "Open MPI": dict(
+        OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="16", OMPI_COMM_WORLD_LOCAL_RANK="3",
+        OMPI_COMM_WORLD_LOCAL_SIZE="8", PMIX_RANK="3", SLURM_PROCID="0", SLURM_NTASKS="2", SLURM_LOCALID="0",
+        MASTER_ADDR="h", MASTER_PORT="7",
+    ),
+    "MPICH": dict(
+        PMI_RANK="3", PMI_SIZE="16", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="8", MASTER_ADDR="h", MASTER_PORT="7",
+        SLURM_PROCID="0", SLURM_NTASKS="2", SLURM_LOCALID="0",
+    ),
+    "Slurm": dict(
+        SLURM_PROCID="3", SLURM_NTASKS="16", SLURM_LOCALID="3", SLURM_TASKS_PER_NODE="8(x2)", PMIX_RANK="3",
+        SLURM_JOB_NODELIST="h,node[03-05,09]", MASTER_PORT="7",
+    ),
+    "Slurm with PMI": dict(
+        PMI_RANK="3", PMI_SIZE="16", SLURM_PROCID="3", SLURM_NTASKS="16", SLURM_LOCALID="3",
+        SLURM_TASKS_PER_NODE="8(x2)", MASTER_ADDR="h", MASTER_PORT="7",
+    ),
+}  # fmt: skip
+VARIABLES = {name for names, _ in environment.LAUNCHERS.values() for name in names}
+VARIABLES |= {name for variables in LAUNCHERS.values() for name in variables} | {"SLURM_STEP_NODELIST"}
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """A function that makes the given variables the only ones of a launcher."""
+
+    def set(variables):
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            if value is not None:
+                monkeypatch.setenv(name, value)
+
+    return set
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_every_launcher_is_understood(environ, name):
+    environ(LAUNCHERS[name])
+    here = None if name == "by hand" else 8
+    assert environment.launched()
+    assert environment.read(gpus=0) == environment.Place(3, 16, 0, here, "h", 7)
+    assert environment.read(gpus=8).local_rank == 3
+    assert environment.read(gpus=1).local_rank == 0  # the launcher shows each rank one GPU, whose number is then 0
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({}, "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set; torchrun needs this"),
+        (LAUNCHERS["torchrun"] | {"MASTER_PORT": None}, "MASTER_PORT not set"),
+        (LAUNCHERS["torchrun"] | {"RANK": "16"}, "RANK must be an integer from 0 to 15, got '16'; torchrun"),
+        (LAUNCHERS["torchrun"] | {"MASTER_PORT": "x"}, "MASTER_PORT must be an integer from 1 to 65535, got 'x'"),
+        (LAUNCHERS["torchrun"] | {"LOCAL_RANK": "4"}, "LOCAL_RANK must be an integer from 0 to 3 (4 GPUs here), got"),
+        (LAUNCHERS["Open MPI"] | {"OMPI_COMM_WORLD_RANK": "-1"}, "OMPI_COMM_WORLD_RANK must be an integer from 0"),
+        (LAUNCHERS["Open MPI"] | {"MASTER_ADDR": None}, "MASTER_ADDR not set; Open MPI needs this: mpirun"),
+        (LAUNCHERS["MPICH"] | {"PMI_SIZE": "many"}, "PMI_SIZE must be an integer of at least 1, got 'many'; MPICH"),
+        (LAUNCHERS["Slurm"] | {"SLURM_PROCID": "16"}, "SLURM_PROCID must be an integer from 0 to 15, got '16'; Slurm"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_LOCALID, MASTER_ADDR not set; Slurm needs this: srun"),
+        ({"PMIX_RANK": "3"}, "PMIX_RANK is set, but no number of ranks"),
+    ],
+)
+def test_one_line_names_the_wrong_variable(environ, variables, words):
+    environ(variables)
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        environment.read(gpus=4)
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_where_rank_0_is_may_be_left_out(environ):
+    """Under Slurm, and where all ranks are on one host."""
+    environ(LAUNCHERS["Slurm"] | {"MASTER_PORT": None})
+    assert (environment.read(0).address, environment.read(0).port) == ("h", 29500)
+    environ(LAUNCHERS["Open MPI"] | {"MASTER_ADDR": None, "OMPI_COMM_WORLD_LOCAL_SIZE": "16"})
+    assert environment.read(0).address == "127.0.0.1"
+    for hosts, first in [("node[03-05,09],x", "node03"), ("a,b", "a"), ("r[1-2]n[07,9]", "r1n07"), ("n7", "n7")]:
+        assert environment.first_host(hosts) == first
+
+
+def test_not_every_process_was_launched(environ):
+    environ({})
+    assert not environment.launched()
+    environ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"})  # a shell in an allocation
+    assert not environment.launched()
+
+
+@pytest.mark.parametrize(
+    "here, bound, omp, threads", [(4, 16, None, 4), (4, 2, None, 2), (32, 16, None, 1), (4, 16, "7", 3)]
+)
+def test_ranks_share_the_cores(monkeypatch, here, bound, omp, threads):
+    """Unless OMP_NUM_THREADS says how many threads a rank has, or the launcher has bound it to fewer cores."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        monkeypatch.setattr(os, "cpu_count", lambda: 16)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(bound), raising=False)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if omp:
+            monkeypatch.setenv("OMP_NUM_THREADS", omp)
+        launch._set_threads(here)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+# Ranks that do not meet. Each of these starts is over before there is a process group.
+
+
+def place(rank=0, size=2, address="127.0.0.1", port=None):
+    return environment.Place(rank, size, 0, size, address, port or free_port())
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def meet(place, timeout=2):
+    """The message of a start that fails, which has to be in time."""
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        launch._meet(place, f"{place.address}:{place.port}", timeout)
+    assert time.monotonic() - begin < timeout + 3 and "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_another_program_at_the_port():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        for rank in (0, 1):  # rank 0 wants to listen there, rank 1 to talk
+            line = meet(place(rank, port=port))
+            assert line.startswith(f"rank {rank} of 2") and f"127.0.0.1:{port}" in line
+            assert "another program" in line
+
+
+def test_nobody_at_the_port_and_no_such_host():
+    line = meet(place(1, port=(port := free_port())))
+    assert f"127.0.0.1:{port}" in line and "rank 0 was not started" in line
+    assert "the host in MASTER_ADDR, 'no-such-host.invalid'" in meet(place(1, address="no-such-host.invalid"), 15)
+
+
+def test_a_rank_that_does_not_come_and_two_ranks_0(monkeypatch):
+    here = place(size=3)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(meet, here, 4)
+        time.sleep(1)
+        monkeypatch.setattr(launch, "_ME", "the second process")
+        assert "two processes were given rank 0 of 3" in meet(here)
+        assert "rank 0 of 3 has waited in vain for rank 1, 2 to start" in first.result()
+
+
+# Commands.
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--gpus", "0"), "--gpus must be at least 1, got 0"),
+        (("--dim", "0"), "--dim must be"),
+        (("--seq", "-5"), "--seq must be at least 1, got -5"),
+        (("--heads", "0"), "--heads must be at least 1, got 0"),
+        (("--dtype", "foo"), "--dtype must be float32, float16 or bfloat16, got foo"),
+        (("--layout", "ring"), "--layout must be zigzag, contiguous or striped, got ring"),
+    ],
+)
+def test_a_wrong_flag_of_the_demo_ends_in_one_line(environ, flags, words):
+    environ({})
+    app = demo.typer.Typer()
+    app.command()(demo.main)
+    result = CliRunner().invoke(app, list(flags))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert words in str(result.output) and result.output.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, "two"])
+def test_no_ranks(number):
+    with pytest.raises(ValueError, match=f"the number of ranks must be an integer of at least 1; got {number!r}"):
+        launch.spawn(print, number)
+
+
+# The verdict, from what the ranks have published.
+
+
+def published(*places, silent=(), **calls):
+    """(before, after): the notes of ranks at these places, of which the silent ones do not change."""
+    after = []
+    for rank, found in enumerate(places):
+        after.append({"beats": 7, "calls": {} if found is None else {"g": [list(found), calls.get(f"rank{rank}", {})]}})
+    return [note | {"beats": 7 if rank in silent else 3} for rank, note in enumerate(after)], after
+
+
+@pytest.mark.parametrize(
+    "notes, line",
+    [
+        (  # rank 2 sleeps, or has left a call out
+            published((4, 1), (4, 1), (3, 1), (4, 1)),
+            "rank 2 of 4 stands at call 3, hop 1; the others wait at call 4, hop 1 (it died, or hangs)",
+        ),
+        (  # a rank is further back than the dead one because it still computes
+            published((4, 3), (4, 1), (4, 2), (4, 3), silent=[2]),
+            "rank 2 of 4 stands at call 4, hop 2; the others wait at call 4, hop 1 to call 4, hop 3 (it died",
+        ),
+        (  # a host is cut off
+            published((4, 1), (4, 1), (4, 1), (4, 0), silent=[2, 3]),
+            "rank 2 of 4 stands at call 4, hop 1, rank 3 of 4 stands at call 4, hop 0; the others wait at call 4",
+        ),
+        (published((1, 0), None), "rank 1 of 2 stands at call 0, hop 0; the others wait at call 1, hop 0"),
+        (published((4, 1), (4, 1)), "all 2 ranks stand at call 4, hop 1, and none is silent"),
+        (  # rank 1 has stopped, too, because of that
+            published((4, 1), (4, 0), (4, 1), silent=[1], rank0={"a": "x"}, rank1={"a": "y"}, rank2={"a": "x"}),
+            "the ranks make different calls: call 4 has a x on ranks 0, 2 and y on rank 1",
+        ),
+        (  # other calls of another number are no difference
+            published((3, 1), (4, 1), rank0={"a": "x"}, rank1={"a": "y"}),
+            "rank 0 of 2 stands at call 3, hop 1",
+        ),
+    ],
+)
+def test_verdict(notes, line):
+    assert watch.verdict("g", *notes).startswith(line)
+
+
+# A device that is behind the calling thread, as with NCCL; its events here are made by hand.
+
+
+class Event:
+    """An event of a device, which passes it when `over` is set."""
+
+    made = []
+
+    def __init__(self):
+        self.over = False
+        Event.made.append(self)
+
+    def record(self):
+        self.over = False
+
+    def query(self):
+        if self.over == "failed":
+            raise RuntimeError("device-side assert triggered")
+        return self.over
+
+
+@pytest.fixture
+def note(monkeypatch):
+    """A Note over a device of its own, with a timeout of 10 s, and no process group."""
+    return on_device(monkeypatch.setattr, SimpleNamespace(group_name="g"))
+
+
+def on_device(setattr, group):
+    Event.made = []
+    setattr(torch.cuda, "Event", Event)
+    setattr(torch.cuda, "current_device", lambda: 0)
+    setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    if group.__class__ is SimpleNamespace:
+        setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    setattr(dist, "get_backend", lambda *_: "nccl")
+    setattr(watch, "seconds", lambda _: 10.0 if group.__class__ is SimpleNamespace else 2.0)
+    return watch.Note(group)
+
+
+def test_a_note_says_where_the_device_is(note):
+    note.begin({"causal": False}, b"", 0)
+    note.begin_hop()
+    note.passed()
+    note.begin({"causal": True}, b"", 1)  # the calling thread is in the next call
+    begun, hop, _ = Event.made
+    assert note.place() == (1, 0, {"causal": False})
+    begun.over = True
+    assert note.place() == (1, 1, {"causal": False})
+    hop.over = True
+    assert note.place() == (2, 0, {"causal": True})
+    Event.made[-1].over = True
+    assert note.place() == (2, 0, {"causal": True}) and not note.ahead
+    note.passed()
+    assert len(Event.made) == 3  # an event that is over is used again
+
+
+def test_a_device_is_stuck_in_an_exchange_and_not_in_what_it_computes_before(note, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    note.begin({}, b"", 0)
+    note.begin_hop()
+    note.passed()
+    assert not note.stuck()
+    now[0] = 100.0
+    assert not note.stuck()  # It has not reached the call.
+    Event.made[0].over = True
+    assert not note.stuck()  # It has been in the exchange only since now.
+    now[0] = 109.0
+    assert not note.stuck()
+    now[0] = 111.0
+    assert note.stuck()
+    Event.made[1].over = True
+    assert not note.stuck()
+
+
+def test_a_graph_that_is_captured_leaves_no_event(note, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    note.begin({}, b"", 0)
+    note.begin_hop()
+    note.passed()
+    assert not Event.made and note.place() == (1, 1, {})
+
+
+def test_a_device_that_failed_is_noticed(note):
+    note.begin({}, b"", 0)
+    note.begin_hop()
+    note.passed()
+    Event.made[0].over = "failed"
+    assert note.place() == (1, 0, {}) and note.broken and not note.stuck()
+
+
+@over_gloo
+def test_a_process_whose_device_is_stuck_ends_with_the_verdict(tmp_path):
+    """Rank 0 has been for too long in an exchange that rank 1 has not begun; rank 2 hears of it from the store.
+
+    The calling threads of both sleep, as if they waited for the device.
+    """
+    with launch.Ranks(3) as ranks:
+        begin = time.monotonic()
+        with pytest.raises(launch.RankError) as raised:
+            ranks.run(wait_for_a_device, tmp_path)
+        assert time.monotonic() - begin < 2 + 5
+    line = "rank 1 of 3 stands at call 0, hop 0; the others wait at call 1, hop 1 (it died, or hangs)"
+    for rank in (0, 2):
+        assert raised.value.outcomes[rank] == (None, "died: exit code 1")
+        assert (tmp_path / str(rank)).read_text() == line
+
+
+def wait_for_a_device(folder):
+    rank, watched = dist.get_rank(), watch._watch
+    if rank == 1:
+        return  # its process goes on, and so does its publishing thread
+    note = on_device(setattr, dist.group.WORLD)
+    watched.say, watched.notes[note.name] = (folder / str(rank)).write_text, note
+    if rank == 0:  # only the guarding thread is left
+        watched.store = SimpleNamespace(set=gone)
+        threading.Thread(target=watched._guarding, args=(note,), daemon=True).start()
+    note.begin({}, b"", 0)
+    Event.made[0].over = True
+    note.begin_hop()
+    note.passed()
+    time.sleep(60)
+
+
+def gone(*_):
+    raise RuntimeError("the store is gone")
+
+
+# Ranks over gloo, of which rank 2 fails after three calls. Rank 0 is not beside it.
+
+TIMEOUT = 3
+BEHIND = r"rank {c} of {n} stands at call 3, hop \d; the others wait at call 4, hop \d \(it died, or hangs\)"
+DURING = r"rank {c} of {n} stands at call 4, hop 1; the others wait at call 4, hop \d.* \(it died, or hangs\)"
+
+
+def check_outcomes(faults):
+    """faults: [(how, transport)]. What the ranks of each raised, all at once."""
+    with ThreadPoolExecutor() as pool:
+        spawned = {fault: pool.submit(launch.spawn, faulty_rank.fail, 4, *fault, TIMEOUT, 2) for fault in faults}
+    for (how, transport), future in spawned.items():
+        outcomes, what = future.exception().outcomes, (how, transport, str(future.exception()))
+        assert sorted(outcomes) == ([0, 1, 3] if how in ("stop", "sleep") else [0, 1, 2, 3]), what
+        for rank in (0, 1, 3):
+            *_, line, after = outcomes[rank][1].strip().splitlines()
+            expected = "RingError: " + (DURING if how == "kill later" else BEHIND).format(c=2, n=4)
+            assert re.search(expected, line) and f"Rank {rank} of 4 failed while" in line, what
+            assert float(after.split()[1]) < TIMEOUT + 5, what
+
+
+@over_gloo
+def test_every_survivor_names_the_culprit():
+    check_outcomes([("kill later", "relay"), ("sleep", "relay"), ("leave", "relay"), ("kill", "fetch")])
+
+
+@over_gloo
+@pytest.mark.long
+def test_every_survivor_names_the_culprit_whatever_it_did():
+    check_outcomes([("kill", "relay"), ("stop", "relay"), ("stop", "fetch"), ("sleep", "fetch"), ("leave", "fetch")])
+
+
+# Ranks whose calls differ.
+
+
+def inputs(rank, ranks, S, layout, dtype=torch.float32):
+    random = torch.Generator().manual_seed(S)
+    q, k, v, dout = (torch.randn(1, 2, S, 8, generator=random).to(engine.device, dtype) for _ in range(4))
+    return [Layout(layout, S, ranks).shard(x, rank) for x in (q, k, v, dout)]
+
+
+DIFFERENCES = {  # what rank 1 does: words of the ValueError that every rank raises
+    "layout": "the same layout; got rank 0 zigzag, rank 1 contiguous, rank 2 zigzag",
+    "dtype": "the same dtype; got rank 0 torch.float32, rank 1 torch.float16, rank 2 torch.float32",
+    "causal": "the same causal; got rank 0 True, rank 1 False, rank 2 True",
+    "leaves out the forward": "the same function; got rank 0 forward, rank 1 backward, rank 2 forward",
+    "leaves out the backward": "backward of attention, rank 1 forward, rank 2 backward of attention",
+    "a new call": "the same scale; got rank 0 0.5, rank 1 0.25, rank 2 0.5",
+    "its length": "shards of S = 12 on 3 ranks have [4, 4, 4] positions; got 3",
+    "not what the stage takes": "rank 1 of the ring was given what it does not take. TypeError",
+}
+
+
+@over_gloo
+@pytest.mark.parametrize("transport", ["relay", "fetch"])
+def test_calls_that_differ_although_each_was_agreed_on(transport):
+    """S is given, so that the arguments themselves are compared at first sight only."""
+    with launch.Ranks(3, timeout=20) as ranks:
+        outcomes = ranks.run(differ, transport)
+    for raised in outcomes:
+        for name, words in DIFFERENCES.items():
+            assert words in raised[name], (name, raised[name])
+
+
+def differ(transport):
+    """{a difference: what this rank raised}. Between them, and after them, calls that fit give the right numbers."""
+    rank, other, raised = dist.get_rank(), dist.get_rank() == 1, {}
+
+    def call(function="forward", layout="zigzag", dtype=torch.float32, causal=True, scale=0.5, n=4):
+        q, k, v, dout = (x[:, :, :n] for x in inputs(rank, 3, 12, layout, dtype))
+        options = dict(causal=causal, scale=scale, layout=layout, S=12, block=PlainBlock, transport=transport)
+        if function == "attention":
+            q.requires_grad_()
+            return q, step04.attention(q, k, v, **options)
+        out, lse = (q, q[..., 0].float()) if function == "backward" else step04.forward(q, k, v, **options)
+        return step04.backward(dout, q, k, v, out, lse, **options) if function == "backward" else out
+
+    def shards(rank):
+        return inputs(rank, 3, 12, "zigzag")
+
+    def right():
+        whole = [torch.cat(parts, 2) for parts in zip(*map(shards, range(3)), strict=True)]
+        order = torch.cat([Layout("zigzag", 12, 3).positions(r) for r in range(3)]).argsort()
+        q, k, v, _ = (x[:, :, order] for x in whole)
+        want, _ = step00_naive.forward(q, k, v, causal=True, scale=0.5)
+        return (call() - Layout("zigzag", 12, 3).shard(want, rank)).abs().max() < 1e-6
+
+    known = dict(layout="contiguous"), dict(dtype=torch.float16), dict(causal=False), dict(function="backward")
+    for options in known:
+        call(**options)
+    tries = {
+        "layout": dict(layout="contiguous"),
+        "dtype": dict(dtype=torch.float16),
+        "causal": dict(causal=False),
+        "leaves out the forward": dict(function="backward"),
+        "a new call": dict(scale=0.25),
+        "its length": dict(n=3),
+        "not what the stage takes": dict(dtype=torch.int32),
+    }
+    for name, options in tries.items():
+        assert right()
+        with pytest.raises((ValueError, TypeError)) as error:
+            call(**(options if other else {}))
+        raised[name] = str(error.value) if name[:3] != "not" or not other else DIFFERENCES[name]
+    leaf, out = call("attention")
+    with pytest.raises(ValueError) as error:
+        call() if other else out.sum().backward()
+    raised["leaves out the backward"] = str(error.value)
+    assert right()
+    return raised
+
+
+# What takes the place of this over NCCL, where no host waits for the comparison.
+
+
+@over_gloo
+def test_over_nccl_a_signature_travels_with_the_first_hop():
+    """Here over gloo, but as over NCCL. Rank 1 sends another signature, and gets another one than its own."""
+    with launch.Ranks(3, timeout=3) as ranks, pytest.raises(launch.RankError) as raised:
+        ranks.run(differ_as_over_nccl)
+    outcomes = raised.value.outcomes
+    for rank in (1, 2):
+        assert "RuntimeError: the ranks of the ring make different calls" in outcomes[rank][1]
+    line = "the ranks make different calls: call 7 has layout zigzag on ranks 0, 2 and contiguous on rank 1"
+    assert f"RingError: {line}. Rank 0 of 3 failed while" in outcomes[0][1]
+
+
+def differ_as_over_nccl():
+    init, exchange, exchanges = Comm.__init__, watch.exchange, []
+
+    def as_over_nccl(self, group=None):
+        init(self, group)
+        self.through_host = False
+
+    Comm.__init__ = as_over_nccl
+    watch.exchange = lambda *arguments, **options: exchanges.append(1) or exchange(*arguments, **options)
+    q, k, v, _ = inputs(dist.get_rank(), 3, 12, "zigzag")
+    for layout in 3 * ("zigzag", "contiguous"):
+        step04.forward(q, k, v, S=12, layout=layout, block=step00_naive, transport="relay")
+    assert len(exchanges) == 2  # one for each call at its first sight
+    layout = "contiguous" if dist.get_rank() == 1 else "zigzag"
+    step04.forward(q, k, v, S=12, layout=layout, block=step00_naive, transport="relay")
+
+
+def test_every_call_has_a_barrier_of_its_own():
+    made = SimpleNamespace(
+        comm=SimpleNamespace(size=4), gates=[], new_memory=lambda _: SimpleNamespace(handle=object())
+    )
+    gates = [Side.gate(made, number) for number in range(300)]
+    assert len(set(gates)) == 300 and gates[0] == Side.gate(made, 0)
+    assert max(channel for _, channel in gates) < 512 // 4
+
+
+# Programs, started as launchers start them.
+
+
+def start(command, **variables):
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} | variables
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(list(map(str, command)), env=environment, cwd=ROOT, **pipes)
+
+
+def ended(processes, limit=90):
+    """[(exit code, what it printed, when it ended)]; a process that has not ended by then is killed."""
+
+    def wait(process):
+        timer = threading.Timer(limit, process.kill)
+        timer.start()
+        printed, _ = process.communicate()
+        timer.cancel()
+        return process.returncode, printed, time.time()
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(wait, processes))
+
+
+def seconds_to_end(number=4):
+    """How long Python takes now to end so many processes with torch; on a busy machine that is seconds."""
+    command = [sys.executable, "-c", "import time, torch; print(time.time(), flush=True)"]
+    return max(end - float(begin) for _, begin, end in ended([start(command) for _ in range(number)]))
+
+
+def faulty_ranks(how, transport, ranks, timeout, culprit, hosts=("",), address="127.0.0.1"):
+    """The processes of a program in which one rank fails. hosts: what to put before the command on each host."""
+    port, here = free_port(), ranks // len(hosts)
+    processes = []
+    for rank in range(ranks):
+        host = hosts[rank // here].split()
+        command = [*host, sys.executable, "-m", "support.faulty_rank", how, transport, timeout, culprit]
+        variables = dict(WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank % here), MASTER_ADDR=address)
+        processes.append(start(command, **variables, LOCAL_WORLD_SIZE=str(here), MASTER_PORT=str(port)))
+    return processes
+
+
+def check_program(how, transport, ranks, line, culprit=None, timeout=4):
+    """Every survivor ends in time, with an exit code other than 0 and the line, here with {c} for the culprit."""
+    culprit = max(1, ranks - 2) if culprit is None else culprit
+    limit = timeout + 5 + seconds_to_end()
+    processes = faulty_ranks(how, transport, ranks, timeout, culprit)
+    failed = processes.pop(culprit)
+    try:
+        results = ended(processes)
+    finally:
+        failed.kill()
+        failed.communicate()
+    for code, printed, end in results:
+        begun = float(re.search(r"begun at ([\d.]+)", printed)[1])
+        assert code not in (0, -signal.SIGKILL) and end - begun < limit, (how, code, end - begun, printed)
+        said = [words for words in printed.splitlines() if re.match(line.format(c=culprit, n=ranks) + "$", words)]
+        assert len(said) == 1, (how, printed)
+
+
+@over_gloo
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["kill", "stop", "sleep", "leave"])
+def test_every_survivor_of_a_program_prints_the_culprit(how):
+    check_program(how, "relay", 4, BEHIND)
+
+
+@over_gloo
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_the_rank_that_keeps_the_store_fails(how):
+    check_program(
+        how, "relay", 4, r"rank 0 of 4, which keeps the store at 127.0.0.1:\d+, does not answer \(.*", culprit=0
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+@pytest.mark.parametrize("transport", ["relay", "fetch"])
+@pytest.mark.parametrize("how", ["kill", "sleep"])
+def test_every_survivor_over_nccl_prints_the_culprit(how, transport):
+    check_program(how, transport, min(torch.cuda.device_count(), 4), BEHIND, timeout=6)
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+@pytest.mark.parametrize("transport", ["relay", "fetch"])
+def test_a_call_over_nccl_that_differs_although_it_was_agreed_on(transport):
+    line = "the ranks make different calls: call 4 has layout (zigzag|contiguous) on .* and (zigzag|contiguous) on .*"
+    check_program("differ", transport, min(torch.cuda.device_count(), 4), line, timeout=6)
+
+
+@over_gloo
+@pytest.mark.long
+def test_every_survivor_under_torchrun_prints_the_culprit():
+    """torchrun ends the others as soon as one has ended, so that each must have printed its line before that.
+
+    For the same reason none of them sees a rank that was killed, which torchrun names itself.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4]
+    [(code, printed, _)] = ended([start([*torchrun, "-m", "support.faulty_rank", "sleep", "relay", 4, 2])])
+    said = re.findall("^" + BEHIND.format(c=2, n=4), printed, re.MULTILINE)
+    assert code == 1 and len(said) >= 3, printed  # a rank that sleeps prints it, too
+
+
+# Two hosts, as two network namespaces of this one.
+
+
+@pytest.fixture
+def hosts():
+    """What to put before a command, on each of two hosts; the first has the address 10.77.0.1."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("two hosts need Linux, root and the command ip")
+    names = [f"ring{os.getpid()}{side}" for side in "ab"]
+
+    def ip(*words):
+        return subprocess.run(["ip", *map(str, words)], capture_output=True, text=True)
+
+    try:
+        for name in names:
+            if (made := ip("netns", "add", name)).returncode:
+                pytest.skip(f"this machine allows no network namespaces: {made.stderr.strip()}")
+        made = ip("link", "add", "ring0", "netns", names[0], "type", "veth", "peer", "name", "ring0", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "ring0")
+            for link in ("lo", "ring0"):
+                ip("-n", name, "link", "set", link, "up")
+        if made.returncode:
+            pytest.skip(f"this machine allows no link between network namespaces: {made.stderr.strip()}")
+        yield [f"ip netns exec {name} env GLOO_SOCKET_IFNAME=ring0" for name in names]
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
+@over_gloo
+@pytest.mark.long
+def test_the_demo_on_two_hosts(hosts):
+    processes = []
+    for number, host in enumerate(hosts):
+        torchrun = (
+            f"-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank {number} --master-addr 10.77.0.1"
+        )
+        command = f"{host} {sys.executable} {torchrun} --master-port 29500 -m steps.step04_ring.demo --seq 67 --dim 16"
+        processes.append(start(command.split()))
+    results = ended(processes, 120)
+    assert [code for code, *_ in results] == [0, 0], "\n".join(printed for _, printed, _ in results)
+    differences = re.findall(r" (?:out|lse|dq|dk|dv) ([\d.e+-]+)", results[0][1].split("largest differences")[1])
+    assert "4 ranks over gloo" in results[0][1] and len(differences) == 5 and max(map(float, differences)) < 1e-5
+
+
+@over_gloo
+@pytest.mark.long
+def test_a_link_between_two_hosts_goes_down(hosts):
+    """Ranks 0 and 1 are on one side, 2 and 3 on the other; each rank has a neighbour on the other side."""
+    timeout = 4
+    limit = timeout + 5 + seconds_to_end()
+    processes = faulty_ranks("on", "relay", 4, timeout, -1, hosts, "10.77.0.1")
+    for process in processes:
+        while not process.stdout.readline().startswith("begun at"):
+            assert process.poll() is None
+    time.sleep(1)
+    name = hosts[0].split()[3]
+    subprocess.run(["ip", "-n", name, "link", "set", "ring0", "down"], check=True)
+    cut = time.time()
+    for rank, (code, printed, end) in enumerate(ended(processes)):
+        assert code not in (0, -signal.SIGKILL) and end - cut < limit, (rank, code, end - cut, printed)
+        [line] = [words for words in printed.splitlines() if re.match(r"(\[rank\d\]: )?\S*RingError: ", words)]
+        across = ("rank 2 of 4 stands", "rank 3 of 4 stands") if rank < 2 else ("rank 0 of 4, which keeps the store",)
+        assert all(words in line for words in across), (rank, line)

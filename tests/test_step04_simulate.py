@@ -1,0 +1,277 @@
+"""Stage 04's models: the dry run against the reference, and the event model against closed forms."""
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from reference import error
+from steps import engine
+from steps.step04_ring import Layout
+from steps.step04_ring.dry_run import dry_run, sources, work_table
+from steps.step04_ring.layout import LAYOUTS
+from steps.step04_ring.simulate import (
+    PASSES,
+    TRANSPORTS,
+    Machine,
+    Shape,
+    gantt,
+    predict,
+    read_flops,
+    read_link,
+    scale_out,
+    schedule,
+    tokens_needed,
+)
+from steps.workbook.case_on_ranks import PlainBlock
+
+EACH = list(itertools.product(TRANSPORTS, PASSES))
+FAST = 1e30  # bytes/s of a link that costs nothing
+
+
+# Real numbers.
+
+
+def excess(S, N, kind, causal, H=2, Hk=1, D=8, dtype=torch.float32):
+    """The largest error of each result of a dry run, in tolerances."""
+    random = torch.Generator().manual_seed(S)
+    q, k, v, dout = (torch.randn(2, h, S, D, generator=random).to(engine.device, dtype) for h in (H, Hk, Hk, H))
+    want = error.expected(q, k, v, dout, causal=causal)
+    results = dry_run(q, k, v, Layout(kind, S, N, causal), PlainBlock, dout)
+    assert [x.shape for x in results] == [q.shape, q.shape[:-1], q.shape, k.shape, v.shape]
+    assert results[0].dtype == results[3].dtype == dtype
+    alone = dry_run(q, k, v, Layout(kind, S, N, causal), PlainBlock)
+    assert all(map(torch.equal, alone, results)), "out and lse depend on whether there is a backward"
+    by_name = dict(zip(error.NAMES, results, strict=True))
+    return {name: ((x - want.value[name]).abs().max() / want.tolerance[name]).item() for name, x in by_name.items()}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_dry_run_is_attention(kind):
+    for (S, N), causal in itertools.product([(37, 4), (5, 7), (64, 16), (1, 1), (3, 3)], (False, True)):
+        assert max(excess(S, N, kind, causal).values()) <= 1, (S, N, causal)
+    assert max(excess(40, 4, kind, True, H=4, Hk=2, dtype=torch.bfloat16).values()) <= 1
+
+
+def test_a_dry_run_of_1024_ranks():
+    """The lse is merged 1023 times, with a rounding to float32 each time, for which the tolerance has no term."""
+    found = excess(700, 1024, "zigzag", causal=True)
+    assert max(found.values()) <= 4 and max(x for name, x in found.items() if name != "lse") <= 1, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_dry_run_of_1024_ranks_with_several_positions_each(kind):
+    found = excess(2048, 1024, kind, causal=True)
+    assert max(found.values()) <= 4 and max(x for name, x in found.items() if name != "lse") <= 1, found
+
+
+def test_the_table_of_work_is_the_layouts():
+    for kind, causal in itertools.product(LAYOUTS, (False, True)):
+        for S, N in [(0, 3), (2, 5), (37, 4), (48, 8), (53, 6), (12, 1)]:
+            layout = Layout(kind, S, N, causal)
+            distinct, which = work_table(layout)
+            assert all(distinct[which[me, src]] == layout.work(me, src) for me in range(N) for src in range(N))
+
+
+def test_every_rank_has_all_keys_once_in_the_order_of_the_ring():
+    for pass_ in PASSES:
+        src = sources(Layout("zigzag", 8, 4), pass_)
+        assert all(sorted(src[:, rank]) == [0, 1, 2, 3] for rank in range(4))
+    forward, backward = (sources(Layout("zigzag", 8, 4), pass_)[:, 0].tolist() for pass_ in PASSES)
+    assert forward == [0, 3, 2, 1] and backward == [1, 2, 3, 0]
+
+
+# Limits of the event model.
+
+
+@pytest.mark.parametrize("N", [1, 2, 4, 64])
+@pytest.mark.parametrize("transport, pass_", EACH)
+def test_over_a_free_link_only_the_balance_counts(N, transport, pass_):
+    machine, shape = Machine(1e12, FAST), Shape(H=2, Hk=2, D=16)
+    found = {kind: predict(Layout(kind, 64 * N, N, True), shape, machine, transport)[pass_][1] for kind in LAYOUTS}
+    assert found["zigzag"] == pytest.approx(1)
+    assert found["contiguous"] == pytest.approx(N / (2 * N - 1))
+    assert 0.95 < found["striped"] <= 1.05  # its triangles differ by a row and a column
+    full = predict(Layout("contiguous", 64 * N, N), shape, machine, transport)[pass_]
+    assert full[1] == pytest.approx(1) and full[0] == pytest.approx(PASSES[pass_] * 4 * 2 * 64 * 64 * N * 16 / 1e12)
+
+
+def test_without_overlap_the_time_is_the_sum():
+    layout, shape = Layout("zigzag", 4096, 4, True), Shape(H=4, Hk=2, D=64)
+    machine = Machine(1e12, 1e9, 1e-5)
+    block = 4 * 4 * 1024 * 1024 * 64 / 2 / 1e12
+    kv = 2 * 2 * 1024 * 64 * 2 / 1e9
+    sent = {
+        ("relay", "fwd"): 3 * (1e-5 + kv),
+        ("relay", "bwd"): 3 * (1e-5 + kv) + 3 * (1e-5 + 2 * kv),  # dK and dV in float32
+        ("fetch", "fwd"): 3 * (1e-5 + kv),  # both barriers are behind blocks
+        ("fetch", "bwd"): 2 * (1e-5 + kv) + 3 * (1e-5 + kv),  # a rank's own keys need not be fetched
+    }
+    for (transport, pass_), messages in sent.items():
+        plan = schedule(layout, shape, machine, transport, pass_, overlap=False)
+        assert plan.seconds == pytest.approx(4 * block * PASSES[pass_] + messages), (transport, pass_)
+        hidden = schedule(layout, shape, machine, transport, pass_).seconds
+        assert max(4 * block * PASSES[pass_], messages) <= hidden + 2e-5 < plan.seconds
+
+
+def test_a_slow_link_sets_the_pace():
+    """N - 1 messages one after the other and a block: a relay's first message and a fetch's begin at once."""
+    layout, shape = Layout("zigzag", 4096, 4, True), Shape()
+    kv, block = 2 * 32 * 1024 * 128 * 2 / 1e9, 2 * 32 * 1024 * 1024 * 128 / 1e15
+    for transport in TRANSPORTS:
+        plan = schedule(layout, shape, Machine(1e15, 1e9), transport)
+        assert plan.seconds == pytest.approx(3 * kv + block)
+
+
+@pytest.mark.parametrize("transport, pass_", EACH)
+@pytest.mark.parametrize("Hk", [32, 8])
+def test_messages_are_hidden_from_the_tokens_on_that_the_rule_names(transport, pass_, Hk):
+    flops, link, N = 6e14, 1.5e11, 32
+    needed = tokens_needed(flops, link, Hk / 32, pass_, transport)
+    if (transport, pass_) == ("relay", "fwd"):
+        assert needed == pytest.approx(2 * flops / link * Hk / 32)
+    efficiency = {}
+    for factor in (0.5, 1.02, 2):
+        layout = Layout("zigzag", 2 * round(factor * needed / 2) * N, N, True)
+        efficiency[factor] = predict(layout, Shape(Hk=Hk), Machine(flops, link), transport)[pass_][1]
+    # The first dK, dV of a backward leave after the first block, so a little of them shows at the end of a fetch.
+    assert efficiency[1.02] > 0.97 and efficiency[2] > 0.99, efficiency
+    assert efficiency[0.5] == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_relay_waits_for_a_slow_rank_and_a_fetch_does_not():
+    """Rank 2's blocks take twice as long. A relay's other ranks end late, too; with fetch only rank 2 does."""
+    layout, shape = Layout("zigzag", 8192, 8, True), Shape()
+    machine = Machine(1e14, FAST, slow={2: 2.0})
+    block = 2 * 32 * 1024 * 1024 * 128 / 1e14
+    ends = {transport: schedule(layout, shape, machine, transport).blocks[1, -1] / block for transport in TRANSPORTS}
+    assert ends["fetch"] == pytest.approx(np.where(np.arange(8) == 2, 16, 8))
+    assert ends["relay"][2] == pytest.approx(16)
+    # A neighbour begins step s + 1 not before rank 2 begins step s, at 2 s; the ranks beyond wait for the neighbours.
+    assert ends["relay"] == pytest.approx([11, 13, 16, 13, 11, 9, 8, 9])
+
+
+def test_two_buffers_are_all_that_a_fetch_fills():
+    """Over a fast link the copies for steps 1 and 2 begin at once, that for step 3 when the block of step 1 is done."""
+    plan = schedule(Layout("zigzag", 8192, 8, True), Shape(), Machine(1e14, 1e13, 1e-7), "fetch")
+    begin = plan.keys[0]
+    assert np.all(begin[2] < plan.blocks[1, 0])
+    for step in range(3, 8):
+        assert begin[step] == pytest.approx(plan.blocks[1, step - 2])
+
+
+def test_messages_of_a_lane_and_blocks_do_not_overlap():
+    machine = Machine(6e14, 5e10, 1e-5, host=4, network=2e10, lent=0.3, slow={1: 1.5})
+    for transport, pass_, kind in itertools.product(TRANSPORTS, PASSES, LAYOUTS):
+        plan = schedule(Layout(kind, 8000, 8, True), Shape(Hk=8), machine, transport, pass_)
+        for rank in range(8):
+            blocks = plan.blocks[:, :, rank]
+            assert np.all(blocks[0, 1:] >= blocks[1, :-1] - 1e-12)
+            assert np.all(blocks[0] >= plan.keys[1, :, rank] - 1e-12), "a block began before its keys were there"
+            lane = np.concatenate([plan.keys[:, :, rank], plan.gradients[:, :, rank]], axis=1)
+            lane = lane[:, lane[1] > lane[0]]
+            lane = lane[:, lane[0].argsort()]
+            if transport == "fetch":
+                assert np.all(lane[0, 1:] >= lane[1, :-1] - 1e-12)
+            taken = plan.gradients[:, :, rank]
+            assert np.all((taken[0] >= blocks[1] - 1e-12) | (taken[1] == taken[0]))
+        assert plan.seconds >= plan.blocks[1].max()
+
+
+def test_lent_multiprocessors_slow_a_block_while_a_message_travels():
+    layout, shape = Layout("zigzag", 8192, 4, True), Shape()
+    block, kv = 2 * 32 * 2048 * 2048 * 128 / 1e14, 2 * 32 * 2048 * 128 * 2
+    always = schedule(layout, shape, Machine(1e14, kv / (10 * block), lent=0.5)).blocks  # the hop outlasts the block
+    assert always[1, 0] - always[0, 0] == pytest.approx(1.5 * block)
+    assert always[1, 3] - always[0, 3] == pytest.approx(block)  # in the last step nothing travels
+    briefly = schedule(layout, shape, Machine(1e14, kv / (0.3 * block), lent=0.5)).blocks
+    assert briefly[1, 0] - briefly[0, 0] == pytest.approx(
+        block * (1 + 0.1)
+    )  # 0.3 of a block at two thirds of the speed
+    # In the backward, dK and dV of the step before travel first, 0.2 of a forward's block, and then K and V, 0.1.
+    begin, end = schedule(layout, shape, Machine(1e14, kv / (0.1 * block), lent=0.5), pass_="bwd").blocks[:, :, 0]
+    assert (end - begin) / block == pytest.approx([2.5 + 0.1 / 3, 2.5 + 0.3 / 3, 2.5 + 0.3 / 3, 2.5 + 0.2 / 3])
+    free = schedule(layout, shape, Machine(1e14, kv / (0.3 * block), lent=0.5), "fetch").blocks
+    assert free[1, 0] - free[0, 0] == pytest.approx(block)
+
+
+def test_a_link_between_hosts_slows_the_ring_to_its_pace():
+    layout, shape = Layout("zigzag", 1024 * 8, 8, True), Shape()
+    kv = 2 * 32 * 1024 * 128 * 2
+    machine = Machine(1e16, 4e11, host=4, network=5e10)
+    assert machine.bandwidth(np.array([0, 3, 7]), np.array([1, 4, 0])).tolist() == [4e11, 5e10, 5e10]
+    relay, fetch = (schedule(layout, shape, machine, transport).seconds for transport in TRANSPORTS)
+    assert relay == pytest.approx(7 * kv / 5e10, rel=0.15)  # each hop waits for the one that crosses
+    assert fetch == pytest.approx(3 * kv / 4e11 + 4 * kv / 5e10, rel=0.15)  # four owners are on the other host
+    assert schedule(layout, shape, Machine(1e16, 4e11)).seconds < 0.2 * relay
+
+
+def test_scale_out_to_1024_ranks():
+    """8k tokens a GPU: a link that hides its messages keeps its efficiency; links between hosts may not."""
+    shape, ranks = Shape(), (8, 64, 1024)
+    at = {W: dict(scale_out(Machine(6.2e14, 3.7e11, 1e-5, 8, W), shape, 8192, ranks)) for W in (3.7e11, 5e10, 1.25e10)}
+    assert all(x > 0.98 for x in at[3.7e11].values())
+    assert at[5e10][8] > 0.98 and at[5e10][1024] == pytest.approx(8192 / tokens_needed(6.2e14, 5e10), abs=0.02)
+    assert at[1.25e10][1024] == pytest.approx(8192 / tokens_needed(6.2e14, 1.25e10), abs=0.02)
+
+
+# Rows.
+
+
+def row(**changes):
+    plain = dict(n_gpus=1, layout=None, options={}, timing="interleaved", kernel="fwd_8_hopper", peer=None)
+    plain |= dict(dtype="bf16", B=1, Hk=32, N=4096, Nk=4096, D=128, causal=True, tflops=600.0, ms_median=1.0)
+    return plain | {"pass": "fwd"} | changes
+
+
+def test_speeds_are_read_from_rows_and_interpolated():
+    rows = [row(), row(tflops=500.0), row(tflops=700.0), row(N=1024, Nk=1024, tflops=400.0)]
+    others = [row(D=64), row(dtype="fp16"), row(n_gpus=4), row(kernel="fwd_0_fused"), row(options={"window": 8})]
+    flops = read_flops(rows + [x | {"tflops": 1.0} for x in others])
+    assert sorted(flops["fwd", True]) == [(1024**2, 4e14), (4096**2, 6e14)]
+    machine = Machine(flops, 1e11)
+    speeds = [machine.speed(n, n, True, "fwd") for n in (512, 1024, 2048, 4096, 9999)]
+    assert speeds == pytest.approx([4e14, 4e14, 5e14, 6e14, 6e14])
+    with pytest.raises(ValueError, match="no rows of fwd_8_hopper, bwd_3_hopper"):
+        read_flops([])
+
+
+def test_link_and_latency_are_read_from_rows_of_hops():
+    hop = dict(peer="copy", kernel=None, n_gpus=4, options={"transport": "fetch"})
+    hops = [row(**hop, N=n, Nk=n, ms_median=1e3 * (2e-5 + 32 * n * 128 * 2 / 3e11)) for n in (1024, 4096, 65536)]
+    slower = [x | {"options": {"transport": "relay"}, "ms_median": 9.0} for x in hops]
+    link, latency = read_link(hops + slower + [row(peer="copy", ms_median=5.0)], "fetch")
+    assert link == pytest.approx(3e11) and latency == pytest.approx(2e-5)
+    with pytest.raises(ValueError, match="two sizes; got 1 of fetch"):
+        read_link(hops[:1], "fetch")
+
+
+# Pictures and the program.
+
+
+def test_a_picture_has_a_bar_for_each_block_and_message():
+    plan = schedule(Layout("contiguous", 4096, 4, True), Shape(), Machine(6e14, 1e11, 1e-5), "relay", "bwd")
+    axes = gantt(plan, "backward").axes[0]
+    bars = [bar for bar in axes.patches if bar.get_width() > 0]
+    assert len(bars) == 10 + 12 + 12  # a triangle of blocks, and all messages of K, V and of dK, dV
+    assert max(bar.get_x() + bar.get_width() for bar in bars) <= 1e3 * plan.seconds + 1e-9
+    assert axes.figure.get_facecolor() == (1, 1, 1, 1) and "backward" in axes.get_title(loc="left")
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"rank {r}" for r in range(4)]
+
+
+def test_the_program(tmp_path):
+    options = ("--seq", "8192", "--flops", "6e14", "--link", "1e11", "--picture", str(tmp_path / "ring.png"))
+    command = [sys.executable, "-m", "steps.step04_ring.simulate", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "12,000 on" in done.stdout and "fwd+bwd" in done.stdout
+    assert (tmp_path / "ring.png").stat().st_size > 5000
+
+
+def test_unknown_transport():
+    with pytest.raises(ValueError, match="relay, fetch; got 'pigeon'"):
+        schedule(Layout("zigzag", 8, 2), Shape(), Machine(1e12, 1e9), "pigeon")
