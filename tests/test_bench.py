@@ -334,13 +334,14 @@ def test_rows_with_a_switch_turned_are_read_only_when_asked_for(tmp_path):
     assert [r["run"] for r in rows.read(tmp_path)] == ["r1"] and rows.read(tmp_path, switched=True)[-1] == turned
 
 
-def test_the_latest_row_wins_and_a_peer_s_of_the_runs_that_measured_most():
+def test_the_latest_row_of_the_runs_that_measured_most_wins():
     others = [peer_row(), row(options={"window": 64}), row(timing="sustained"), row(Nk=256)]
-    assert rows.latest([row(run="r1"), *others, row(run="r2")]) == [row(run="r2"), *others]
+    others = [{**one, "run": "r2"} for one in others]
+    assert rows.latest([row(run="r1"), *others, row(run="r3")]) == [row(run="r3"), *others]
     beside_two = [row(run="r1"), row(kernel="other", run="r1"), peer_row(run="r1")]
     again = [{**one, "run": "r2"} for one in beside_two]
-    beside_one = [row(kernel="third", run="r3"), peer_row(run="r3")]
-    assert rows.latest(beside_two + again + beside_one) == [*again, beside_one[0]]
+    beside_one = [row(run="r3"), peer_row(run="r3")]
+    assert rows.latest(beside_two + again + beside_one) == again
 
 
 # --- fingerprint and sign -----------------------------------------------------------------------------------
@@ -1142,7 +1143,7 @@ def test_the_report_fills_readme_from_fresh_rows_only(tmp_path):
     assert exit_code(report.main, check=True, root=tmp_path) == 1 and readme.read_text() == README
     assert exit_code(report.main, root=tmp_path) == 0 == exit_code(report.main, check=True, root=tmp_path)
     text = readme.read_text()
-    assert "| 01 fwd_0_scalar | 100 | 123 | 50% | 1.0e-03 |\n| sdpa-flash | 200 | 150 | – | 1.0e-03 |" in text
+    assert "| 01 fwd_0_scalar | 100 | 123 | 50% | 1.0e-03 |\n| sdpa-flash | 200 | – | – | 1.0e-03 |" in text
     assert "Changed since it was measured, and not shown: 01 fwd_1_warp." in text
     assert not re.search("888|\nold\n", text) and f"<!-- ladder 02_fa2_cuda -->\n{report.EMPTY}" in text
 
@@ -1151,6 +1152,8 @@ def test_the_report_fills_readme_from_fresh_rows_only(tmp_path):
     assert "and not shown: 01 fwd_0_scalar, 01 fwd_1_warp." in readme.read_text()
     with pytest.raises(ValueError, match="no such field: head"):
         report.render(README.replace("D=64", "head=64"), [])
+    own = [one for one in report.select(found, "N=512 without=sdpa-flash") if not one["peer"]]
+    assert own and own == report.select(found, "N=512 without=sdpa-flash")
 
 
 def ladder_rows(tflops=50.0):
@@ -1317,10 +1320,10 @@ def test_a_time_limit_is_recorded_as_a_time_limit(monkeypatch):
 
 def test_a_suite_passes_only_if_tests_passed_and_none_failed(monkeypatch):
     ends = "FAILED a.py::t[a b] - assert 0\nERROR a.py::u\nSKIPPED [3] a.py:9: needs a GPU: yes\n1 passed in 1s"
-    found = {"passed": 1, "failed": 2, "skipped": 3, "failures": ["a.py::t[a b]", "a.py::u"]}
+    found = {"passed": 1, "failed": 2, "skipped": 3, "failures": ["a.py::t[a b] - assert 0", "a.py::u"]}
     assert gpu_check.parse_suite(ends) == {**found, "skips": {"needs a GPU: yes": 3}}
     for code, output, status in ((0, "1 passed", "passed"), (0, "1 skipped", "failed"), (1, ends, "failed")):
-        monkeypatch.setattr(gpu_check, "run_limited", lambda *_, end=(code, output, 1.0): end)
+        monkeypatch.setattr(gpu_check, "run_limited", lambda *_, end=(code, output, 1.0), **__: end)
         assert gpu_check.run_suite("suite", 2, 300)["status"] == status
 
 

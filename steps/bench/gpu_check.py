@@ -84,9 +84,9 @@ LISTED = {
 
 
 def run_suite(name, processes, limit):
-    """The outcome of a part of the test suite: counts, the failures by name, the skips by reason."""
-    command = [sys.executable, "-m", "pytest", *SUITES[name], "-q", "-rfEs", "-n", str(processes)]
-    code, output, seconds = run_limited(command, limit)
+    """The outcome of a part of the test suite: counts, the failures by name and message, the skips by reason."""
+    command = [sys.executable, "-m", "pytest", *SUITES[name], "-q", "-rfEs", "--tb=short", "-n", str(processes)]
+    code, output, seconds = run_limited(command, limit, COLUMNS="400")  # of a long line pytest would cut the message
     outcome = parse_suite(output)
     status = "timeout" if code is None else "passed" if code == 0 and outcome["passed"] else "failed"
     tail = {} if status == "passed" else {"tail": output.splitlines()[-20:]}
@@ -95,7 +95,7 @@ def run_suite(name, processes, limit):
 
 def parse_suite(output):
     """What pytest prints at its end with -rfEs; a fixture's error counts as failed."""
-    failures = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.M)
+    failures = re.findall(r"^(?:FAILED|ERROR) (.+)$", output, re.M)
     skips = Counter()
     for count, reason in re.findall(r"^SKIPPED \[(\d+)\] \S+ (.+)$", output, re.M):
         skips[reason] += int(count)

@@ -73,13 +73,14 @@ def _at(*lengths, D=(64, 128)):
     return tuple(Point(16384 // N, 2048 // d, N, d, causal) for d in D for causal in (False, True) for N in lengths)
 
 
+BEST = "sdpa-flash", "sdpa-cudnn", "fa4"  # the fastest that others have, where they are found
 PLANS = {
-    "fast": (Part(("hopper", "roles", "wgmma", "fa2", "cp_async", "ldmatrix")),),
+    "fast": (Part(("hopper", "roles", "wgmma", "fa2", "cp_async", "ldmatrix"), peers=BEST),),
     "slow": (
         Part(("mma", "warp"), _at(4096)),
         Part(("scalar",), _at(4096), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",)),
     ),
-    "bwd": (Part(("hopper", "wgmma", "fa2"), passes=("bwd",)),),
+    "bwd": (Part(("hopper", "wgmma", "fa2"), passes=("bwd",), peers=BEST),),
     "more": (
         Part(("hopper", "fa2"), _at(4096, 16384, D=(256,))),
         Part(("hopper", "fa2"), _at(4096), ("fwd", "bwd"), ("fp16",)),
@@ -95,7 +96,6 @@ PLANS = {
             stage="03", limit_ms=3000,  # The backward with head_dim 128 takes more than a second at N = 16k.
         ),
     ),
-    "fa4": (Part(("hopper",), _at(4096, 8192, 16384), ("fwd", "bwd"), peers=("fa4", "sdpa-cudnn", "sdpa-flash")),),
     "compilers": (
         Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), peers=("flex", "compiled", "fa4", "sdpa-cudnn"), stage="03"),
         Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), ("fp16",), ("tutorial", "sdpa-cudnn"), stage="03"),

@@ -76,16 +76,18 @@ def ladder_numbers(rows, stage="02_fa2_cuda"):
     """What a stage's ladder shows of these rows, or None if there are not rungs of both passes.
 
     {"gpu", "matmul": TFLOP/s or None, "fwd": ..., "bwd": {"rungs": [[word, TFLOP/s, what differs from LADDER]],
-    "peers": {name: TFLOP/s}}}. Of several GPUs the one measured last; of several rows of one subject the last. The
-    peers are those of one run, in which most of the rungs were measured.
+    "peers": {name: TFLOP/s}}}. Of several GPUs the one measured last; of several rows of one subject that of `latest`.
+    The peers are those of one run, in which most of the rungs were measured.
     """
     plain = [row for row in rows if row["n_gpus"] == 1 and not row["options"] and row["timing"] == "interleaved"]
     runs = {row["run"] for row in plain if row["stage"] == stage}
     here = [row for row in plain if row["run"] in runs and (row["stage"] == stage or row["peer"])]
     mine = [row for row in here if row["stage"] and row["N"] == LADDER["N"] and row["causal"] == LADDER["causal"]]
-    here = [row for row in here if mine and row["gpu"] == mine[-1]["gpu"]]
+    gpu = mine[-1]["gpu"] if mine else None
+    here = [row for row in here if row["gpu"] == gpu]
+    mine = latest([row for row in mine if row["gpu"] == gpu])
     products = [row["tflops"] for row in here if row["peer"] == "matmul" and row["dtype"] == LADDER["dtype"]]
-    numbers = {"gpu": mine[-1]["gpu"] if mine else None, "matmul": statistics.median(products) if products else None}
+    numbers = {"gpu": gpu, "matmul": statistics.median(products) if products else None}
     for pass_ in ("fwd", "bwd"):
         own = sorted((row for row in mine if row in here and row["pass"] == pass_), key=_likeness)
         rungs = {row["kernel"]: [row["kernel"].split("_", 2)[2], row["tflops"], _difference(row)] for row in own}

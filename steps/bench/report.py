@@ -5,6 +5,9 @@ A table stands between two markers; the first says by field=value pairs which ro
     <!-- results: gpu=nvidia-h200 pass=fwd dtype=bf16 D=128 causal=false -->
     <!-- /results -->
 
+without=fa4 leaves out a peer. It then has a table of its own with run=..., because only what was measured in one run
+can be compared.
+
 A picture of a stage's rungs stands between <!-- ladder 02_fa2_cuda --> and <!-- /ladder -->. It carries its numbers
 inside, so that a picture of other rows is noticed.
 
@@ -60,9 +63,12 @@ def render(text, rows, stale=()):
 def select(rows, marker):
     """The rows that read as a marker says, "D=128 causal=false gpu=nvidia-h200"; ValueError for an unknown field."""
     conditions = dict(pair.split("=", 1) for pair in marker.split())
+    absent = conditions.pop("without", None)
     if unknown := sorted(set(conditions) - set(results.FIELDS)):
         raise ValueError(f"<!-- results:{marker}-->: no such field: {', '.join(unknown)}.")
-    return [row for row in rows if all(_text(row, name) == value for name, value in {**USUAL, **conditions}.items())]
+    wanted = {**USUAL, **conditions}.items()
+    found = [row for row in rows if all(_text(row, name) == value for name, value in wanted)]
+    return [row for row in found if absent is None or row["peer"] != absent]
 
 
 def _text(row, name):
@@ -77,6 +83,9 @@ def markdown(rows):
     if not rows:
         return EMPTY
     shown = results.latest(rows)
+    beside = {(row["run"], results.setting(row)) for row in shown if row["kernel"]}
+    # A peer from a run of which no kernel is shown would be compared across runs.
+    shown = [row for row in shown if row["kernel"] or (row["run"], results.setting(row)) in beside or not beside]
     lengths = sorted({row["N"] for row in shown})
     lines = [
         ["kernel", *(f"N={N}" for N in lengths), "of the best peer", "error"],

@@ -152,9 +152,9 @@ def read(folder=COMMITTED, *, switched=False):
 
 
 def latest(rows):
-    """One row for each subject at each setting, in the order of first appearance: the last one measured.
+    """One row for each subject at each setting, in the order of first appearance.
 
-    Of a peer it is the last one of the runs that measured most there: beside the kernels that it is compared with.
+    It is the last one of the runs that measured most there, so that what is compared comes from one run if possible.
     """
     company = Counter((row["run"], setting(row)) for row in rows)
     chosen = {}
@@ -162,7 +162,7 @@ def latest(rows):
         subject = *(row[name] for name in SUBJECT), setting(row)
         before = chosen.get(subject)
         in_smaller_run = before and company[row["run"], setting(row)] < company[before["run"], setting(row)]
-        if not (row["peer"] and in_smaller_run):
+        if not in_smaller_run:
             chosen[subject] = row
     return list(chosen.values())
 
