@@ -2,6 +2,7 @@
 #   an active virtual or conda environment   is used; what it lacks is installed into it
 #   none (conda's "base" counts as none)     .venv is made here with $(PYTHON)
 #   ENV=none                                 $(PYTHON) as it is; nothing is installed
+#   ENV=active                               the active one, although another clone of the course was set up in it
 # Set-up is repeated when requirements.txt or pyproject.toml changes, and when this folder has moved.
 
 PYTHON ?= python3
@@ -33,14 +34,20 @@ export STEPS_ENV
 # pip is told to compile nothing, which halves its time; then what gets imported must be compiled once and kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile
+PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # The pinned torch has brought setuptools, so it is not fetched again; its advice about editable packages is hidden.
-INSTALL_COURSE := PYTHONWARNINGS=ignore $(PIP_INSTALL) --quiet --no-deps --no-build-isolation --editable .
+INSTALL_COURSE := PYTHONWARNINGS=ignore $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 
 # $(call need_...,PYTHON) stops with one line that says what to install.
 need_python = $(if $(shell $(1) -c 'import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) and print(1)' 2>/dev/null),,\
   $(error $(or $(shell $(1) --version 2>/dev/null),No $(1)): the course needs Python 3.11, 3.12 or 3.13. \
   Install the packages python3.12 and python3.12-venv, say, then: make PYTHON=python3.12))
+# An environment knows which clone was set up in it last. If that clone is still there, it would no longer work there.
+OTHER_CLONE = $(shell owner=$$(cat '$(STAMP)' 2>/dev/null); \
+  [ "$$owner" != '$(CURDIR)' ] && [ -e "$$owner/Makefile" ] && echo "$$owner")
+need_own = $(if $(filter active,$(ENV)),,$(if $(OTHER_CLONE),\
+  $(error The active environment $(ACTIVE) belongs to the clone in $(OTHER_CLONE). \
+  Leave it with deactivate, and make sets up another. To change it over to this clone: make ENV=active $(MAKECMDGOALS))))
 need_venv = $(if $(shell $(1) -c 'import ensurepip, venv; print(1)' 2>/dev/null),,\
   $(error $(1) cannot make virtual environments. Install the package $(notdir $(1))-venv))
 
@@ -48,7 +55,7 @@ need_venv = $(if $(shell $(1) -c 'import ensurepip, venv; print(1)' 2>/dev/null)
 .PHONY: help demo test test-all lab notebooks slides lint report gpu-check clean setup force
 
 help: ## this list
-	@echo 'make TARGET [ARGS="..."] [PYTHON=python3.12] [ENV=none]'
+	@echo 'make TARGET [ARGS="..."] [PYTHON=python3.12] [ENV=none|active]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
 
 # $(call run,COMMAND): ends by naming the environment, also when the command fails or is stopped with Ctrl-C.
@@ -63,15 +70,16 @@ test: setup ## the tests, two files at a time (JOBS=2); ARGS="tests/test_step03_
 test-all: setup ## the tests, and those that take too long for `make test`, such as random inputs
 	$(call run,$(PY) -m pytest -n $(JOBS) --dist loadfile --long $(ARGS))
 
+# The root is this folder, so that the links of a copy in my/ lead to steps/, papers/ and reference/.
 lab: setup ## JupyterLab on your own copies of the notebooks, in my/
 	@mkdir -p my
 	@for notebook in notebooks/*.ipynb; do \
 	  [ -e "my/$${notebook##*/}" ] || cp "$$notebook" my/; \
 	done
-	$(call run,$(PY) -m jupyterlab --ServerApp.root_dir=my $(ARGS))
+	$(call run,$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my $(ARGS))
 
 NOTEBOOKS := $(patsubst notebooks/src/%.py,notebooks/%.ipynb,$(wildcard notebooks/src/*.py))
-notebooks: $(NOTEBOOKS) ## execute notebooks/src/*.py; one alone: make notebooks/04_ring.ipynb
+notebooks: $(NOTEBOOKS) ## execute notebooks/src/*.py; one alone: make notebooks/04a_ring.ipynb
 	$(call run,true)
 
 # Always executed: what a notebook shows depends on the stages, too. --update and no timing: equal outputs, equal file.
@@ -83,7 +91,7 @@ notebooks/%.ipynb: notebooks/src/%.py force | setup
 SLIDES_ASSETS := reveal.js/dist/reveal.css reveal.js/dist/reveal.js mathjax/es5/tex-svg.js mathjax/LICENSE
 SLIDES_OPTIONS := --template slides --TemplateExporter.extra_template_basedirs=notebooks --no-prompt \
   --SlidesExporter.reveal_url_prefix=assets/reveal.js --SlidesExporter.reveal_theme=course \
-  --HTMLExporter.mathjax_url=assets/mathjax/es5/tex-svg.js
+  --HTMLExporter.mathjax_url=assets/mathjax/es5/tex-svg.js --HTMLExporter.embed_images=True
 need_npm = $(if $(shell command -v npm 2>/dev/null),,\
   $(error No npm, which fetches reveal.js and MathJax for the slides, once. Install the package npm, then: make slides))
 
@@ -130,9 +138,10 @@ endif
 	$(call need_python,$(PYTHON))
 	$(call need_venv,$(PYTHON))
 	$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) --quiet --upgrade pip
-	$(PIP_INSTALL) -r requirements.txt
-	$(INSTALL_COURSE)
+	$(info Installing the packages of requirements.txt into .venv. This takes some minutes, and pip is quiet.)
+	@$(PIP_INSTALL) --upgrade pip
+	@$(PIP_INSTALL) -r requirements.txt
+	@$(INSTALL_COURSE)
 	@echo '$(CURDIR)' > $@
 
 ifeq ($(STEPS_ENV),active)
@@ -140,10 +149,12 @@ ifeq ($(STEPS_ENV),active)
 # An older torch need not have brought setuptools.
 CPU_TORCH := $(PY) -c 'import torch; assert torch.version.cuda is None' 2>/dev/null
 $(STAMP): requirements.txt pyproject.toml
+	$(call need_own)
 	$(call need_python,$(PY))
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
+	$(info Installing what is missing from requirements.txt into $(ACTIVE). Pip is quiet.)
 	@if $(CPU_TORCH); then grep -v '^torch==' requirements.txt; else cat requirements.txt; fi | \
 	  $(PIP_INSTALL) 'setuptools>=77' -r /dev/stdin
-	$(INSTALL_COURSE)
+	@$(INSTALL_COURSE)
 	@echo '$(CURDIR)' > $@
 endif

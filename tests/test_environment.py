@@ -222,6 +222,34 @@ def test_active_environment_is_used(course, tmp_path, variable, cuda, kept):
     assert course.make("lint", **environment)[1] == "-m ruff check\n"
 
 
+def test_an_environment_of_another_clone_is_named_before_it_is_changed(course, tmp_path):
+    environment = {"VIRTUAL_ENV": str(tmp_path / "mine")}
+    course.python(tmp_path / "mine/bin/python")
+    other = tmp_path / "other clone"
+    other.mkdir()
+    (other / "Makefile").touch()
+    stamp = tmp_path / "mine/.flash-attention-course"
+    stamp.write_text(f"{other}\n")
+    done, log = course.make("lint", **environment)
+    assert done.returncode != 0 and log == "", "something was changed"
+    assert str(tmp_path / "mine") in done.stderr and str(other) in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert stamp.read_text() == f"{other}\n"
+
+    assert "--editable .\n" in course.make("lint", "ENV=active", **environment)[1]
+    assert stamp.read_text() == f"{course.folder}\n"
+    stamp.write_text(f"{tmp_path / 'removed'}\n")  # A clone that is gone needs it no longer.
+    assert "--editable .\n" in course.make("lint", **environment)[1]
+
+
+def test_set_up_is_quiet(course):
+    course.python(course.bin / "python3")
+    done, log = course.make("lint")
+    installs = [line for line in log.splitlines() if line.startswith("-m pip install")]
+    assert installs and all("--quiet" in line for line in installs)
+    assert "pip install" not in done.stdout
+
+
 @pytest.mark.parametrize("target, more", [("test", ""), ("test-all", " --long")])
 def test_interpreter_as_it_is(course, target, more):
     course.python(course.bin / "python3", OLD)
@@ -263,4 +291,5 @@ def test_lab_never_overwrites_the_readers_notebooks(course):
     assert done.returncode == 0, done.stderr
     assert (course.folder / "my/00 a.ipynb").read_text() == "ours"
     assert (course.folder / "my/01.ipynb").read_text() == "the reader's"
-    assert log == "-m jupyterlab --ServerApp.root_dir=my\n"
+    # The root is the course's folder: what a copy in my/ links to lies beside it.
+    assert log == "-m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my\n"

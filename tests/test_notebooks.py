@@ -1,14 +1,17 @@
 """The notebooks execute, have the same cells as their scripts, and keep to sizes that make them readable."""
 
 import ast
+import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from steps import catalogue
 from steps.bench import cost, rows
@@ -21,10 +24,11 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def test_there_are_nine_with_a_script_each():
+def test_there_are_eleven_with_a_script_each():
     assert [p.stem for p in NOTEBOOKS] == [
         "00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
-        "02d_fa2_cuda_hopper", "03a_triton_kernels", "03b_triton_features", "04_ring",
+        "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward", "03a_triton_kernels", "03b_triton_features",
+        "04a_ring", "04b_strategies",
     ]  # fmt: skip
     assert [p.stem for p in sorted((ROOT / "notebooks" / "src").glob("*.py"))] == [p.stem for p in NOTEBOOKS]
 
@@ -54,7 +58,11 @@ def test_executes(path, executions):
 def test_notebook_and_script_are_in_step(path):
     script = jupytext.read(ROOT / "notebooks" / "src" / f"{path.stem}.py")
     notebook = nbformat.read(path, as_version=4)
-    assert [(c.cell_type, c.source) for c in notebook.cells] == [(c.cell_type, c.source) for c in script.cells]
+
+    def shown(cell):
+        return cell.cell_type, cell.source, cell.metadata.get("slideshow"), cell.metadata.get("jupyter")
+
+    assert [shown(c) for c in notebook.cells] == [shown(c) for c in script.cells]
 
 
 @each_notebook
@@ -101,6 +109,110 @@ def test_code_cells_are_python(path):
     for cell in nbformat.read(path, as_version=4).cells:
         if cell.cell_type == "code":
             assert ast.parse(cell.source).body  # There are no magics and no empty cells, so the script runs as it is.
+
+
+# --- what a reader sees first -------------------------------------------------------------------------------
+
+# Names that a cell uses when it draws, and attributes that it uses when it makes a table of measured rows or of JSON.
+DRAWING = {"plt", "picture", "plots"}
+CONVERTING = {("rows", "read"), ("rows", "latest"), ("json", "load"), ("json", "loads")}
+
+
+def folded_because(source):
+    """Why a cell's code should be folded: "imports", "draws", "converts", or None if it is there to be read."""
+    body = ast.parse(source).body
+    if 2 * sum(isinstance(statement, ast.Import | ast.ImportFrom) for statement in body) >= len(body):
+        return "imports"
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    if DRAWING & {node.id for node in nodes if isinstance(node, ast.Name)}:
+        return "draws"
+    found = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    return "converts" if CONVERTING & {(node.value.id, node.attr) for node in found} else None
+
+
+def is_folded(cell):
+    return cell.metadata.get("jupyter", {}).get("source_hidden", False)
+
+
+@each_notebook
+def test_code_that_imports_draws_or_converts_is_folded(path):
+    code = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    reasons = [(folded_because(c.source), c) for c in code]
+    unfolded = [f"{why}: {c.source[:60]!r}" for why, c in reasons if why and not is_folded(c)]
+    assert not unfolded, "\n".join(unfolded)
+    assert not [c.source for c in code if is_folded(c) and re.search(r"^(check|show|diff)\(", c.source, re.M)]
+
+
+def test_cells_to_be_folded_are_recognised():
+    assert folded_because("import torch\nfrom steps import engine\nprint(engine)") == "imports"
+    assert folded_because("import torch\nx = 1\ny = 2") is None
+    assert folded_because("def bars(x):\n    return plt.barh(x, x)") == "draws"
+    assert folded_because("found = rows.latest(rows.read())") == "converts"
+    assert folded_because("out, lse = step00.forward(q, k, v)\nprint(out)") is None
+
+
+# The other notebooks begin with their question, too, but have no picture of it yet.
+WITH_PICTURE = ["00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels"]
+
+
+@pytest.mark.parametrize("stem", WITH_PICTURE)
+def test_the_first_screen_is_a_question_and_a_picture(stem):
+    question = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4).cells[0]
+    assert re.match(r"# .+\n\n## 1\. The question\n\n\*[^*]+\?\*\n\n!\[", question.source)
+    assert len(question.source.splitlines()) <= 14, "The question and its picture no longer fit on one screen."
+    alt, picture = re.search(r"!\[([^]]+)\]\((.+?)\)$", question.source, re.S).groups()
+    assert len(alt) > 40
+    # The path leads to the picture from notebooks/ and from my/, where readers have their copies.
+    file = ROOT / "my" / picture
+    assert picture.startswith("../notebooks/figures/") and file.resolve().exists()
+    with Image.open(file) as image:
+        drawn_by = (ROOT / "notebooks" / "figures" / "questions.py").read_bytes()
+        assert image.text["Description"] == hashlib.sha256(drawn_by).hexdigest(), "Run questions.py again."
+
+
+@each_notebook
+def test_links_lead_somewhere_from_the_notebook_and_from_its_copy(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            prose = re.sub(r"`[^`]*`", "", cell.source)
+            for target in re.findall(r"\]\(([^)#\s]+?)(?:#[^)]*)?\)", prose):
+                if not target.startswith("http"):
+                    assert (path.parent / target).exists(), target
+                    assert target.startswith("../") or target.endswith(".ipynb"), f"not there beside a copy: {target}"
+
+
+# --- what a reader writes without the workbook --------------------------------------------------------------
+
+
+def first_kernel():
+    """The cells of 02a in which a reader writes an index, a barrier and a launch, as one namespace; and the answer."""
+    cells = jupytext.read(ROOT / "notebooks" / "src" / "02a_fa2_cuda_first_kernels.py").cells
+    namespace = {}
+    exec("import math, tempfile, torch\nfrom pathlib import Path\nimport steps", namespace)
+    exec("from steps.step02_fa2_cuda import emulator", namespace)
+    for start in ("def emulated(", "DIFFERENCES = ", "def try_differences("):
+        (cell,) = (c for c in cells if c.cell_type == "code" and c.source.startswith(start))
+        exec(cell.source.partition("\n\n\ndef mirror(")[0], namespace)
+    (task,) = (c for c in cells if "a barrier, a launch" in c.source)
+    answer = {}
+    exec(re.search(r"```python\n(.*?)```", task.source, re.S)[1], answer)
+    return namespace["try_differences"], {name: answer[name] for name in ("index", "barrier", "grid", "shared_bytes")}
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_the_first_kernel_of_02a_is_checked(capsys):
+    check, answer = first_kernel()
+
+    def says(**changed):
+        check(**answer | changed)
+        return capsys.readouterr().out
+
+    assert says() == "threads forward: right\nthreads reverse: right\n"
+    assert says(grid=...) == "still blank: grid\n"
+    assert "threads forward: y is wrong at" in says(index="threadIdx.x")
+    assert "nan at [16, 17, 18, 19]" in says(grid=2)
+    assert says(barrier="").startswith("threads forward: right\nthreads reverse: y is wrong at")
+    assert "wants 32 bytes of shared memory" in says(shared_bytes=4 * 4)
 
 
 # --- what the notebooks say is true -------------------------------------------------------------------------
@@ -184,18 +296,42 @@ def test_triton_is_compared_within_one_run(kernel, executions):
 
 
 def test_break_even_is_computed_with_links_as_they_were_measured(executions):
-    text = printed("04_ring", executions)
+    text = printed("04b_strategies", executions)
     for name, rate in (("copy engine, 370 GB/s", 370e9), ("NCCL, 155 GB/s", 155e9)):
         tokens = 2 * 1e12 * cost.GPUS["NVIDIA H200"].half_tflops / rate  # forward, Hk = H
         assert re.search(rf"{name} +fwd +{tokens:,.0f} ", text)
 
 
-def test_02d_holds_a_roof_if_02c_says_so():
-    says = re.search(r"roof[^.]* in 02d", source("02c_fa2_cuda_backward"))
-    assert not says or "roof" in source("02d_fa2_cuda_hopper")
+def test_02e_counts_the_roof_that_02c_promises(executions):
+    assert re.search(r"roof is counted in 02e", source("02c_fa2_cuda_backward"))
+    text = printed("02e_fa2_cuda_hopper_backward", executions)
+    found = re.findall(r"products (\d+), shared memory (\d+) clocks a\s+step; roof (\d+)", text)
+    assert len(found) == 4  # rungs wgmma and hopper, two head_dims
+    for products, shared, roof in (map(int, numbers) for numbers in found):
+        assert roof == round(cost.GPUS["NVIDIA H200"].half_tflops * products / max(products, shared))
 
 
-def test_nothing_stands_beside_flashattention_4():
-    """It is no peer of our runs, so its numbers would come from another run."""
-    pages = [ROOT / "README.md", *(ROOT / "papers").glob("*.md"), *(ROOT / "notebooks" / "src").glob("*.py")]
-    assert not [page.name for page in pages if re.search(r"FlashAttention-4|FA4", page.read_text())]
+def test_flashattention_4_is_compared_within_one_run(executions):
+    text = printed("02e_fa2_cuda_hopper_backward", executions)
+    line = r"(fwd_8_hopper|bwd_3_hopper) +D = +(\d+), of fa4's TFLOP/s: .*\s+from ([\d.]+) to ([\d.]+) in (\d+)"
+    found = re.findall(line, text)
+    if not found:
+        pytest.skip("the rows are of another version of the kernels")
+    runs = {}
+    for row in rows.read():
+        at = row["run"], row["D"], row["causal"], row["N"]
+        runs.setdefault(at, {})[row["kernel"] or row["peer"], row["pass"]] = row["tflops"]
+    for kernel, D, least, most, settings in found:
+        ours, theirs = (kernel, kernel[:3]), ("fa4", kernel[:3])
+        both = [run for at, run in runs.items() if at[1] == int(D) and {ours, theirs} <= run.keys()]
+        shares = [run[ours] / run[theirs] for run in both]
+        assert int(settings) >= 6 and {least, most} <= {f"{share:.3f}" for share in shares}
+
+
+def test_each_mistake_in_the_backward_is_seen_by_a_schedule(executions):
+    """In 02e: as it is the kernel lives in all three schedules, and each of the six mistakes is seen in one of them."""
+    text = printed("02e_fa2_cuda_hopper_backward", executions)
+    table = text[text.index("as it is   ") :].splitlines()[:7]
+    assert table[0].split()[3:] == ["lives"] * 3
+    assert all(re.search(r"spoils|refused", line) for line in table[1:])
+    assert [line for line in table[1:] if "lives" in line] == [line for line in table if line.startswith("no barrier")]

@@ -15,7 +15,8 @@ from steps import catalogue
 from steps.bench import report
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "papers").glob("*.md")), *sorted((ROOT / "reference").glob("*.md"))]
+ALONE = ["README.md", "notebooks/TEACHING.md", "steps/step02_fa2_cuda/debugging.md"]
+PAGES = [*map(ROOT.joinpath, ALONE), *sorted(ROOT.glob("papers/*.md")), *sorted(ROOT.glob("reference/*.md"))]
 README = (ROOT / "README.md").read_text()
 
 
@@ -34,6 +35,21 @@ def test_the_table_of_stages_is_what_the_stages_say():
 
 def test_the_tables_of_results_are_what_the_rows_say():
     report.main(check=True)  # raises typer.Exit if README is out of date
+
+
+def test_what_is_not_for_everybody_is_behind_a_fold():
+    """A reader meets one table for forward and one for backward; all others are folded, and none loses its markers."""
+    open_part = re.sub(r"<details>.*?</details>", "", README, flags=re.S)
+    markers = re.findall(r"<!-- results:(.*?)-->", open_part)
+    assert [re.search(r"pass=(\w+) dtype=bf16 D=128 causal=true", marker)[1] for marker in markers] == ["fwd", "bwd"]
+    assert len(re.findall("<!-- results:", README)) > 2 and "gdb -q" not in README
+    for fold in re.findall(r"<details>(.*?)</details>", README, re.S):
+        assert re.match(r"\n<summary><b>[^<]+</b></summary>\n\n", fold), "GitHub needs the empty line to show a table"
+
+
+def test_fa4_stands_only_in_tables_of_one_run():
+    for marker, table in re.findall(r"<!-- results:(.*?)-->(.*?)<!-- /results -->", README, re.S):
+        assert "| fa4 |" not in table or "run=" in marker
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -63,8 +79,9 @@ def test_commands_are_those_of_the_makefile_and_the_command_line():
 
 
 @pytest.mark.skipif(not (shutil.which("gdb") and shutil.which("g++")), reason="needs gdb and g++")
-def test_the_debugger_stops_in_a_kernel_as_readme_shows():
-    block = re.search(r"```\n( *STEPS_ENGINE=cpu gdb .*?) *```", README, re.S)[1]
+def test_the_debugger_stops_in_a_kernel_as_its_page_shows():
+    page = (ROOT / "steps/step02_fa2_cuda/debugging.md").read_text()
+    block = re.search(r"```\n( *STEPS_ENGINE=cpu gdb .*?) *```", page, re.S)[1]
     environment = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     options = dict(shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     keys = "next\nnext\nprint m_new\nup\ninfo locals\nkill\nquit\n"
@@ -72,7 +89,7 @@ def test_the_debugger_stops_in_a_kernel_as_readme_shows():
     if "ptrace: Operation not permitted" in done.stderr:
         pytest.skip("this machine lets no debugger run")
     assert "hit Breakpoint 1, online_update" in done.stdout, done.stdout + done.stderr
-    shown = re.search(r"shows this row's maximum, and `up`, `info locals` the thread: (.*)\.", README)[1]
+    shown = re.search(r"shows this row's maximum, and `up`, `info locals` the thread: (.*)\.", page)[1]
     assert float(re.search(r"\$1 = (\S+)", done.stdout)[1]) > 0  # m_new
     for fact in re.findall(r"`(.+?)`", shown):
         assert f"\n{fact}\n" in done.stdout, fact

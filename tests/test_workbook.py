@@ -107,7 +107,7 @@ def test_the_stages_own_body_passes(id):
     runnable(task)
     task.mine.parent.mkdir()
     text = skeleton.text(task)
-    if id.startswith("02"):
+    if task.path.suffix == ".cu":
         text = text[: text.index("\n\n") + 2] + str(solution(id))
     else:
         text = text.replace("    raise Blank\n", body(task))
@@ -138,9 +138,14 @@ def name_of(planted):
 
 
 def marks(planted):
-    """A short run plants no mistake into 03.3 and the capstone, and of all the puzzles' mistakes only one."""
+    """A short run plants no mistake into 03.3 and the capstone, one into 02.7 and one into a puzzle in Triton.
+
+    The puzzles about Hopper are fast, because their kernels are compiled once for all answers. Those about rings
+    have no kernel.
+    """
     id = planted["exercise"]
-    in_short_run = id in EXERCISES and id != "03.3" or planted is next(p for p in PLANTED if p["exercise"] == "03.7")
+    one_of = planted in [next(p for p in PLANTED if p["exercise"] == id) for id in ("02.7", "03.7")]
+    in_short_run = one_of or id in EXERCISES and id not in ("02.7", "03.3") or id in PUZZLES and id[:2] in ("02", "04")
     return () if in_short_run else pytest.mark.long
 
 
@@ -189,8 +194,11 @@ CURES = {  # The edit that, as the last hint says, repairs the broken kernel.
     "01.bug2": ("bug2.py", "m, l = SMALLEST", "m, l = MINUS_INF"),
     "02.bug1": ("bug1.cu", "slots + w * SLOT);", "slots + w * SLOT); __syncthreads();"),
     "02.bug2": ("bug2.cu", "parity(j / Bc)", "parity(n)"),
+    "02.bug3": ("bug3.cu", "descriptor(V, Br * 128, 1024)", "descriptor(V, Bc * 128, 1024)"),
     "03.bug1": ("bug1.py", "row = i + group * ROWS + tl.arange", "row = i + tl.arange"),
     "03.bug2": ("bug2.py", *HUNTS["03.bug2"].cure),
+    "04.bug1": ("bug1.py", *HUNTS["04.bug1"].cure),
+    "04.bug2": ("bug2.py", *HUNTS["04.bug2"].cure),
 }
 
 
@@ -264,6 +272,36 @@ def test_a_wrong_tile_is_shown_in_words_and_as_a_picture():
         assert words in report, report
 
 
+WRONG_RINGS = {  # name: (exercise, an edit of the solution, lines of the report)
+    "positions from 0": ("04.3", ("tokens[mine], mine,", "tokens[mine], torch.arange(len(mine)),"),
+                         ("rank 0 of 4 has the positions    0    1   14   15:", "positions  yours     0    1    2")),
+    "no count": ("04.3", (", len(tokens) - 1", ""), ("of_rank has to return (tokens, positions, labels, count)",)),
+    "all tokens": ("04.3", ("return tokens[mine]", "return tokens"),
+                   ("tokens of rank 0 must be a tensor (4,); got (16,)",)),
+    "its own first": ("04.4", ("rank + 1 + step", "rank + step"),
+                      ("step 0: rank 0 says that it has the keys of rank 0.", "The forward ended with those of rank 1.",
+                       "  step 0:  0 1 2 3      1 2 3 0")),
+    "the other way": ("04.4", ("(rank - 1) % N", "(rank + 1) % N"),
+                      ("step 1: rank 0 says that it has the keys of rank 2.", "What has arrived are those of rank 0.")),
+    "never": ("04.4", ("N, to, to", "N, None, to"), ("nobody sends K and V to rank 0, which needs some in step 1",)),
+    "home at once": ("04.4", ("N, to, to", "N, to, None if step == N - 1 else (rank + 1 + step) % N"),
+                     ("rank 0 sends K and V of rank 1 to rank 3, but the", "sums of their dK and dV to rank 1,")),
+    "too often": ("04.4", ("N, to, to", "N, to, (rank - 1) % N"),
+                  ("step 3 is the last one, but rank 0 sends the sums of dK and dV of rank 0 to rank 3,",)),
+    "no modulo": ("04.4", ("(rank - 1) % N", "rank - 1"), ("kv_to of rank 0 in step 0 must be a rank, 0 to 1;",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_RINGS)
+def test_a_wrong_ring_is_told_in_words(name):
+    id, (old, new), words = WRONG_RINGS[name]
+    runnable(PUZZLES[id])
+    own = str(solution(id))
+    assert old in own
+    report = check(id, own.replace(old, new))
+    assert report.failed and all(word in repr(report) for word in words), report
+
+
 # Answers that are wrong in a way that has no name, or that return something else: none of them may pass.
 NEVER = {  # name: (exercise, an edit of the solution)
     "log2(e) left out": ("03.3", "(unit, scale_log2)", "(unit, scale_log2 * 0.6931471805599453)"),
@@ -290,6 +328,9 @@ NEVER = {  # name: (exercise, an edit of the solution)
     "logarithm to base 2": ("03.7", "m + tl.log(", "m + tl.log2("),
     "a small number for no key": ("03.7", "m = tl.max(lse_s, 0)", "m = tl.maximum(tl.max(lse_s, 0), -1e9)"),
     "something added to l": ("03.7", "out_s, 0) / tl.where(l == 0, 1.0, l)", "out_s, 0) / (l + 1e-3)"),
+    "no None": ("04.4", "None if step == N - 1 else (rank - 1) % N", "(rank - 1) % N"),
+    "K and V never sent": ("04.4", "N, to, to", "N, None, to"),
+    "labels of nobody": ("04.3", "labels[mine]", "labels[mine] * 0 + IGNORED"),
     "exchanged": ("03.7", "return out, m + tl.log(tl.where(l == 0, 1.0, l))", "return m, out"),
 }  # fmt: skip
 

@@ -18,13 +18,10 @@
 #
 # *What does attention compute, what does it cost, and how can it be done without ever storing the N x N matrix?*
 #
-# - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU programming.
-# - **Time:** about 45 minutes to read, an hour more with the exercises.
-# - **Hardware:** any. This stage is plain Python and torch on the CPU; a GPU changes nothing here.
-# - **Code:** `steps/step00_naive/`, one file a rung. **Tests:** `pytest tests/test_step00_naive.py`.
-# - **Symbols** are the papers': `reference/symbols.md`. Words: `reference/glossary.md`.
+# ![Two pictures of the weights of 48 tokens. Left, all 48 x 48 of them at once. Right, the same, but only one tile of 16 x 16
+# is there; an arrow points to the next.](../notebooks/figures/question_00.png)
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
 import math
 import textwrap
@@ -50,6 +47,15 @@ torch.set_num_threads(1)  # small tensors are faster on one thread, and the time
 torch.set_printoptions(precision=2, sci_mode=False)
 style()
 print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU programming.
+# - **Time:** about 45 minutes to read, an hour more with the exercises.
+# - **Hardware:** any. This stage is plain Python and torch on the CPU; a GPU changes nothing here.
+# - **Code:** [steps/step00_naive/](../steps/step00_naive), one file a rung. **Tests:** `pytest tests/test_step00_naive.py`.
+# - **Symbols** are the papers': [reference/symbols.md](../reference/symbols.md). Words:
+#   [reference/glossary.md](../reference/glossary.md).
+# - Code that only imports or draws is folded. A click on the dots unfolds it.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
@@ -90,14 +96,13 @@ for n in (16, 256):
     print(f"random q, k with d = {n:3}: products spread by {spread:.1f}", end=", ")
     print(f"scaled by {spread / n**0.5:.1f}")
 
-
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Query 5 is (3, 1): much water, some air. It fits the trout best, with a scalar product of 6, then the gull with 5;
 # scaled, 4.24 and 3.54. A difference of 0.71 between scores is a factor of 2.03 between probabilities: 0.61 and 0.30.
 # The result (6.83, 1.34) lies between the trout's value (8, 0) and the gull's (6, 4), drawn a little towards the
 # others. The scale decides how soft the lookup is: at 0 all keys count the same, and as it grows the best takes all.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.4))
 arrow = {"arrowstyle": "->", "color": COLOURS[0], "lw": 1.6}
 for j, name in enumerate(names):
@@ -139,10 +144,10 @@ show("fwd_0_loops", "attend")
 # ### What it costs
 #
 # Inputs and output have 4 N d numbers; S and P have $N^2$ each, and each of the two products takes $2 N^2 d$
-# operations. The next cell (you may skip it) adds up the bytes of all tensors alive at every call to torch: an exact
+# operations. `AliveBytes`, folded, adds up the bytes of all tensors alive at every call to torch: an exact
 # count, the same on any machine. Then rung 1 meets longer and longer sequences.
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 class AliveBytes(TorchDispatchMode):
     """Counts the bytes of new tensors: `with AliveBytes(q, k, v) as memory`.
 
@@ -168,7 +173,6 @@ class AliveBytes(TorchDispatchMode):
         self.now += count
         self.peak = max(self.peak, self.now)
 
-
 # %% slideshow={"slide_type": "subslide"}
 def peak_bytes(function, n, d=64):
     """The most bytes that function(q, k, v) uses beyond its inputs, one head, n tokens."""
@@ -188,15 +192,17 @@ def seconds(function, n, d=64):
         taken.append(time.perf_counter() - start)
     return min(taken)
 
-
+# %% slideshow={"slide_type": "fragment"}
 lengths = (128, 256, 512, 1024, 2048)
 peaks = [peak_bytes(fwd_1_matrix.forward, n) for n in lengths]
 times = [seconds(fwd_1_matrix.forward, n) for n in lengths]
 for n, peak in zip(lengths, peaks, strict=True):
     print(f"N = {n:4}: peak {peak / 2**20:6.2f} MiB = {peak / (4 * n * n):.2f} N^2 floats")
+factors = [f"x {b / a:.1f}" for a, b in zip(times[:-1], times[1:], strict=True)]
+print("time, as N doubles:", *factors)
 print(f"one head's S at N = 16384: {4 * 16384**2 / 2**30:.0f} GiB of float32")
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.2), layout="constrained")
 ms = [1e3 * t for t in times]
 mib = [peak / 2**20 for peak in peaks]
@@ -219,7 +225,11 @@ output, which has slope N, further and further below.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Memory lies on the $N^2$ line: at the peak four N x N matrices are alive (scores, exponentials, quotient, P). Inputs
-# and output, dotted, only grow like N. Time climbs slowly at first, where fixed costs count, then at least as steeply.
+# and output, dotted, only grow like N.
+#
+# Time climbs slowly at first, where fixed costs count. Then it can jump by much more than 4, in some runs by 16, from one N to
+# the next. The arithmetic is not the reason, as it grows by 4. At these N the four matrices no longer fit into a
+# processor's cache (64 MiB at N = 2048), and the operating system hands out new pages of memory for them at every call.
 #
 # The $N^2$ *products* are attention itself and stay. The $N^2$ *memory* can go. Two obstacles: softmax needs the whole
 # row before it can give out a probability, and the backward seems to need P.
@@ -299,7 +309,7 @@ for s_j, v_j in zip(s, V, strict=True):
     print(f"m {m:.2f}  alpha {alpha:.2f}  l {l:.2f}  O/l ({o[0] / l:.2f}, {o[1] / l:.2f})")
 print("O / l is row 5 of the result:", torch.allclose(o / l, O[5]))
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(3, 1, figsize=(7, 5.2), sharex=True, layout="constrained")
 ms, alphas, ls, rows = zip(*trace, strict=True)
 axes[0].bar(range(N), s, width=0.35, color=COLOURS[5], label="score s_j")
@@ -358,7 +368,7 @@ print(f"P {4 * 16384**2 / 2**20:.0f} MiB")
 # ### The forward, tile by tile
 #
 # FlashAttention-2, Algorithm 1; in brackets the paper's lines. Line 10 is printed with an inverse,
-# $\mathrm{diag}(e^{m-m_{new}})^{-1}O$; by claim 2 there is none (`papers/errata.md`, E12).
+# $\mathrm{diag}(e^{m-m_{new}})^{-1}O$; by claim 2 there is none ([papers/errata.md](../papers/errata.md), E12).
 #
 # | line | what it does | in `fwd_3_tiled.py` |
 # |---|---|---|
@@ -384,11 +394,16 @@ show("fwd_3_tiled", "forward")
 # ### Causal tiles
 #
 # Causal: a query sees keys up to its own position. If Nq and Nk differ, the *last* query sees every key: the diagonal
-# (dashed below) is aligned at the bottom right. `last_key` ends the inner loop where all further tiles would be masked
-# throughout (white). `mask` matters only in tiles that the diagonal crosses (orange). With more queries than keys, on
-# the right, the first queries see no key: `out = 0` and `lse = -inf`, the value and the logarithm of an empty sum.
+# (dashed below) is aligned at the bottom right.
+#
+# - White tiles would be masked throughout: `last_key` ends the inner loop before them.
+# - Orange tiles are crossed by the diagonal: only there does `mask` matter.
+# - Blue tiles are seen whole.
+#
+# With more queries than keys, on the right, the first queries see no key: `out = 0` and `lse = -inf`, the value and the
+# logarithm of an empty sum.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 def draw_tiles(ax, Nq, Nk, Br, Bc):
     """Each tile of S: visited whole, visited and masked in part, or never visited."""
     count = 0
@@ -409,8 +424,7 @@ def draw_tiles(ax, Nq, Nk, Br, Bc):
     ax.set(xlabel=f"{Nk} keys", ylabel=f"{Nq} queries")
     ax.grid(False)
 
-
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 3, figsize=(8.4, 3.2), layout="constrained")
 draw_tiles(axes[0], 80, 80, 16, 16)
 draw_tiles(axes[1], 56, 88, 8, 16)
@@ -621,7 +635,7 @@ with patch.object(fwd_3_tiled, "mask", lambda S, i, j, shift: right_mask(S, i, j
             print("fails:", case.name, "-", case.says)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# `reference/mutants.py` holds such mistakes ready made: a test suite is as good as the mutants it kills. Below, a row
+# [reference/mutants.py](../reference/mutants.py) holds such mistakes ready made: a test suite is as good as the mutants it kills. Below, a row
 # is a mistake, a column one of the contract's cases. `no_maximum` never subtracts m, and lives through every case with
 # ordinary random scores. `maximum_starts_at_zero` (m = 0 instead of -inf) dies in one case alone, where a row's scores
 # are all very negative: every exponential underflows.
@@ -644,8 +658,7 @@ for case in (c for c in cases.CASES if c.name in inputs):
             verdict = "n/a"
         verdicts[mutant.name, case.name] = verdict
 
-
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 looks = {"killed": (COLOURS[0], "x", "white"),
          "survives": (COLOURS[4], "lives", INK),
          "n/a": (FAINT, "", INK)}  # fmt: skip
@@ -655,7 +668,7 @@ for r, mutant in enumerate(mistakes):
         colour, text, ink = looks[verdicts[mutant, case]]
         ax.add_patch(plt.Rectangle((c, r), 1, 1, facecolor=colour, edgecolor="white"))
         ax.text(c + 0.5, r + 0.5, text, color=ink, ha="center", va="center", fontsize=8)
-ax.set_title("x: killed    lives: not noticed    grey: cannot matter here")
+ax.set_title("blue, x: killed    orange, lives: not noticed    grey: cannot matter here")
 ax.set(xlim=(0, len(inputs)), ylim=(len(mistakes), 0))
 slanted = {"rotation": 35, "ha": "right", "rotation_mode": "anchor", "fontsize": 8}
 ax.set_xticks([c + 0.5 for c in range(len(inputs))], inputs, **slanted)
@@ -685,15 +698,18 @@ top-left mask only where Nq and Nk differ.""")
 # %% slideshow={"slide_type": "fragment"}
 rungs = {"rung 1, matrix": fwd_1_matrix.forward, "rung 2, online": fwd_2_online.forward,
          "rung 3, (64, 64)": partial(fwd_3_tiled.forward, tile=(64, 64))}  # fmt: skip
-looks = (COLOURS[1], "o-"), (COLOURS[2], "s-"), (COLOURS[0], "D-")
 short, sizes = (64, 128, 256, 512), (16, 32, 64, 128, 256)
-fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-for (name, function), (colour, look) in zip(rungs.items(), looks, strict=True):
-    mib = [peak_bytes(function, n) / 2**20 for n in short]
-    left.loglog(short, mib, look, color=colour, label=name)
+memory = {name: [peak_bytes(f, n) / 2**20 for n in short] for name, f in rungs.items()}
+for name, mib in memory.items():
     print(f"{name}: from N = 256 to 512 by {mib[3] / mib[2]:.2f}")
 ms = [1e3 * seconds(partial(fwd_3_tiled.forward, tile=(b, b)), 512) for b in sizes]
 matrix_ms = 1e3 * seconds(fwd_1_matrix.forward, 512)
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
+looks = (COLOURS[1], "o-"), (COLOURS[2], "s-"), (COLOURS[0], "D-")
+fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+for (name, mib), (colour, look) in zip(memory.items(), looks, strict=True):
+    left.loglog(short, mib, look, color=colour, label=name)
 right.loglog(sizes, ms, "D-", label="rung 3, tiles of (b, b)")
 right.axhline(matrix_ms, color=COLOURS[1], ls="--", label="rung 1, matrix")
 left.set(xlabel="N", title="peak memory, MiB")
@@ -767,38 +783,60 @@ for M, counts in by_memory.items():
     ratios = (f"{name} {counts[name] / counts['standard']:.2f}" for name in ("fa1", "fa2"))
     print(f"N = 500, M = {M:5}:", *ratios, "times standard")
 
-
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 d = 64
 papers = {
     "standard": ("4 (N d + N^2)", lambda N, M: 4 * (N * d + N * N), COLOURS[1]),
     "fa1": ("12 N^2 d^2 / M", lambda N, M: 12 * N**2 * d**2 / M, COLOURS[2]),
     "fa2": ("2 N d ceil(N / Br)", lambda N, M: 2 * N * d * -(-4 * d * N // M), COLOURS[0]),
 }
-fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.6), layout="constrained")
-lengths, memories = range(100, 1001), range(4 * d * 16, 4 * d * 129, 4 * d)
-for (order, (text, formula, colour)), marker in zip(papers.items(), "osD", strict=True):
-    left.plot(lengths, [formula(N, 16384) for N in lengths], color=colour, lw=1, label=text)
-    right.plot(memories, [formula(500, M) for M in memories], color=colour, lw=1)
-    for ax, counts in ((left, by_length), (right, by_memory)):
-        elements = [c[order] for c in counts.values()]
-        ax.plot(list(counts), elements, marker, color=colour, label=f"{order}, counted")
-right.axvline(d * (3 * d + 4), color=INK, lw=1, ls=":")
-for ax, ticks in ((left, list(by_length)), (right, list(by_memory))):
-    ax.set(xscale="log", yscale="log", ylim=(2e4, 6e6), xticks=ticks, xticklabels=ticks)
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
+def formula(order, N, M):
+    """What the table's formula says, with the tile of all_three."""
+    Bc = M // (4 * d)
+    tile = {"standard": (), "fa1": (min(Bc, d), Bc), "fa2": (Bc, Bc)}[order]
+    return sum(getattr(io_count, order + "_count")(N, d, *tile))
+
+
+def draw_counts(ax, counts, arguments):
+    """Counts as marks on their formula's line, and the paper's expression, dashed."""
+    for (order, (text, paper, colour)), marker in zip(papers.items(), "osD", strict=True):
+        xs = range(min(counts), max(counts) + 1, 4)
+        exact = [formula(order, *arguments(x)) for x in xs]
+        ax.plot(xs, exact, color=colour, lw=1, label=f"{order}: formula")
+        about = [paper(*arguments(x)) for x in xs]
+        ax.plot(xs, about, "--", color=colour, lw=1, label=text)
+        marks = [count[order] for count in counts.values()]
+        ax.plot(list(counts), marks, marker, color=colour, label=f"{order}: counted")
+    ax.set(xscale="log", yscale="log", ylim=(2e4, 6e6))
+    ax.set_xticks(list(counts), list(counts))
     ax.xaxis.minorticks_off()
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
+fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.9), layout="constrained")
+draw_counts(left, by_length, lambda N: (N, 16384))
+draw_counts(right, by_memory, lambda M: (500, M))
+right.axvline(d * (3 * d + 4), color=INK, lw=1, ls=":")
 left.set(xlabel="N, with M = 16384", title="elements moved")
 right.set(xlabel="M, with N = 500")
-left.legend(fontsize=8)
-picture(fig, """Elements moved on log-log axes, counts as markers on the papers' expressions
-as lines. Left, against N: all three rise with a slope near 2, standard attention highest,
-FA1 a little below, FA2 lowest. Right, against M: standard is flat; FA1 and FA2 fall like 1
-/ M, FA1 from far above standard to below it near the dotted line at M = 12544.""")
+handles = left.get_legend_handles_labels()
+fig.legend(*handles, fontsize=8, ncols=3, loc="outside lower center")
+picture(fig, """Elements moved on log-log axes, counts as marks on the solid lines of their
+formulas; dashed, somewhat below, the papers' expressions. Left, against N: all three rise
+with a slope near 2, standard attention highest, FA1 a little below, FA2 lowest. Right,
+against M: standard is flat; FA1 and FA2 fall like 1 / M, FA1 from far above standard to
+below it near the dotted line at M = 12544.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Every count equals its formula to the element. With $M=4dB_c$, room for Q_i, O_i, K_j and V_j, they follow the papers'
-# expressions (lines): $\Theta(Nd+N^2)$ with the constant 4 (S and P, written and read), $\Theta(N^2d^2/M)$ with 12 (Q
-# and O loaded, O stored, $4Nd/M$ times), $NdT_r$ with 2 (K and V). Terms of lower order lift marks off their lines.
+# Every count equals its formula to the element: the marks lie on the solid lines. The dashed lines are the papers'
+# expressions, with $M=4dB_c$, room for Q_i, O_i, K_j and V_j:
+#
+# - standard: $\Theta(Nd+N^2)$ with the constant 4 (S and P, written and read);
+# - FA1: $\Theta(N^2d^2/M)$ with 12 (Q and O loaded, O stored, $4Nd/M$ times);
+# - FA2: $NdT_r$ with 2 (K and V).
+#
+# The distance between a dashed line and a solid one is the terms of lower order.
 #
 # All grow like $N^2$; the tile decides the factor. With tiles of 64, at N = 1000, FA1's order saves little: 3.33 N²
 # against 4.26 N²; FA2's moves 2.18 N². Left of M = d (3d + 4) = 12544, dotted, FA1 is no better than standard
@@ -831,6 +869,7 @@ FA1 a little below, FA2 lowest. Right, against M: standard is flat; FA1 and FA2 
 # - ★★★ (a weekend) Write the backward, Algorithm 2, against `io_count.Memory`, derive its formula, then swap its loops.
 #   Which order moves less, and when?
 #
-# **Read:** `papers/attention.md`, `papers/online_softmax.md`, and the traffic count in `papers/flash_attention.md`.
+# **Read:** [papers/attention.md](../papers/attention.md), [papers/online_softmax.md](../papers/online_softmax.md), and the
+# traffic count in [papers/flash_attention.md](../papers/flash_attention.md).
 #
 # **Next:** [01_fa1_numba.ipynb](01_fa1_numba.ipynb). The tiles move to where they pay: a GPU's shared memory.

@@ -19,13 +19,11 @@
 # *How does a GPU hold attention's tiles on the chip, what does FlashAttention-1's loop order cost, and what belongs in
 # registers?*
 #
-# - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
-# - **Time:** about an hour to read, two hours more with the exercises.
-# - **Hardware:** any. Without a GPU the kernels run in Numba's simulator: the same source, slowly, on tiny sizes.
-# - **Code:** `steps/step01_fa1_numba/`, one file a rung. **Tests:** `pytest tests/test_step01_fa1_numba.py`.
-# - **Paper:** FlashAttention (2205.14135), restated in `papers/flash_attention.md`. Words: `reference/glossary.md`.
+# ![Three boxes. Device memory holds Q, K, V and O. The shared memory of a multiprocessor holds tiles of Q, K, V and S; 4.8
+# TB/s pass between the two on an H200. The registers of a thread hold 8 x 8 numbers of S and of O; 33.5 TB/s pass between
+# shared memory and them.](../notebooks/figures/question_01.png)
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first: it chooses the engine, and tells Numba whether to simulate
 import math
 import os
@@ -49,7 +47,7 @@ from steps.bench.plots import COLOURS, FAINT, GREYS, INK, style
 from steps import step01_fa1_numba as step01
 from steps.step00_naive import fwd_1_matrix, io_count
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from steps.step01_fa1_numba import fwd_0_published as fwd
 from steps.step01_fa1_numba import fwd_1_loops_swapped, fwd_2_registers
 from steps.workbook import Blank, check, exercises, picture, show
@@ -58,10 +56,20 @@ from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 torch.set_num_threads(1)  # small tensors are faster on one thread, and the times steadier
 torch.set_printoptions(precision=2, sci_mode=False)
 style()
-# Compiling takes some seconds, so it starts here; part 4 asks for the result.
+# Compiling takes some seconds, so it starts here; part 5 asks for the result.
 compiling = ThreadPoolExecutor().submit(resources.table, 64, only="fwd_2")
 print(steps.engine.describe())
 print(f"numba {numba.__version__}, numpy {np.__version__}; simulated: {fwd.SIMULATED}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
+# - **Time:** about an hour to read, two hours more with the exercises.
+# - **Hardware:** any. Without a GPU the kernels run in Numba's simulator: the same source, slowly, on tiny sizes.
+# - **Code:** [steps/step01_fa1_numba/](../steps/step01_fa1_numba), one file a rung. **Tests:** `pytest
+#   tests/test_step01_fa1_numba.py`.
+# - **Paper:** FlashAttention (2205.14135), restated in [papers/flash_attention.md](../papers/flash_attention.md). Words:
+#   [reference/glossary.md](../reference/glossary.md).
+# - Code that only imports, draws or converts is folded. A click on the dots unfolds it.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
@@ -98,13 +106,15 @@ print("in fp16 on tensor cores (stage 02), device memory:", end=" ")
 print(f"one number in the time of {tensor_cores:.0f}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Two fences
+# ### Two bottlenecks
 #
 # A number from device memory costs as much as 28 multiply-adds, one from shared memory as much as 4. Standard
-# attention, rung 1 of stage 00, meets the first fence: it writes S, reads it for the softmax, writes P, reads it for P
-# V. The softmax is a sliver of the operations, but passes over all $N^2$ numbers several times: below, on the machine
-# that ran this. On an H200 the traffic takes about as long as the arithmetic in float32, and 6.5 times as long in fp16.
+# attention, rung 1 of stage 00, meets the first bottleneck: it writes S, reads it for the softmax, writes P, and reads it
+# for P V. On an H200 this traffic takes about as long as the arithmetic in float32, and 6.5 times as long in fp16.
 # FlashAttention's answer: a tile of S is made, used and forgotten on the chip.
+#
+# The softmax is a sliver of the operations, but it passes over all $N^2$ numbers several times. Below is the share of its
+# time on the CPU that ran this.
 
 # %% slideshow={"slide_type": "fragment"}
 N, D = 1024, 64
@@ -112,26 +122,38 @@ q, k, v = torch.randn(3, N, D)
 S = q @ k.mT
 P = fwd_1_matrix.softmax(S)[0]
 parts = {"Q Kᵀ": lambda: q @ k.mT, "softmax": lambda: fwd_1_matrix.softmax(S),
-         "P V": lambda: P @ v}  # fmt: skip
-taken = [min(timeit.repeat(part, number=1, repeat=7)) for part in parts.values()]
+         "P V": lambda: P @ v, "one pass": lambda: S.softmax(-1)}  # fmt: skip
+taken = {name: min(timeit.repeat(part, number=1, repeat=7)) for name, part in parts.items()}
+one_pass = taken.pop("one pass")
 softmax = 4 * N * N  # the maximum, exp(S - m), the sum and the division
 operations = [2 * N * N * D, softmax, 2 * N * N * D]
+print(f"softmax: {softmax / sum(operations):.1%} of the operations,", end=" ")
+print(f"{taken['softmax'] / sum(taken.values()):.0%} of the time on this CPU;", end=" ")
+print(f"torch's own softmax would take {one_pass / taken['softmax']:.0%} of that")
 n, moved = 4096, sum(io_count.standard_count(4096, D))
 print(f"N = {n}: {moved / (4 * n * D + n):.0f} times the least traffic.", end=" ")
 print("On an H200, in times of the arithmetic:")
 for dtype, size, rate in (("float32", 4, multiply_adds), ("fp16", 2, gpu.half_tflops / 2)):
     print(f"    {dtype}: {moved / (gpu.bandwidth / size) / (2 * n * n * D / rate):.1f}")
 
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(7.2, 2.2), layout="constrained")
-percents = np.array([[100 * x / sum(what) for x in what] for what in (operations, taken)]).T
+bars = operations, list(taken.values())
+percents = np.array([[100 * x / sum(what) for x in what] for what in bars]).T
 left = percents.cumsum(0) - percents
-for i, name in enumerate(parts):
+for i, name in enumerate(taken):
     ax.barh((0, 1), percents[i], left=left[i], color=COLOURS[i], height=0.5, label=name)
-ax.set_yticks([0, 1], ["operations", "time"])
+ax.set_yticks([0, 1], ["operations", "time, CPU"])
 ax.set(xlabel="%", title="standard attention, N = 1024, d = 64", ylim=(-0.5, 1.9))
 ax.legend(ncols=3, loc="upper left", fontsize=8)
 picture(fig, """Two bars split into Q K transposed, softmax and P V. Softmax is a sliver of
 the operations and a far larger part of the time.""")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# What does the CPU's bar show? Not the price of arithmetic, and not a slow memory: S has 4 MiB, which fits into the cache of
+# most CPUs. Our softmax writes S - m, its exp, the quotient and P, each as a new N x N matrix, for which the operating system
+# has to find pages. Torch's own softmax computes the same in one pass over each row, and takes a small part of the time
+# (printed above). So the matrices in between are what costs. FlashAttention has none.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: O is finished after every visit
@@ -179,7 +201,6 @@ def visits(undo_division):
         trace.append((m, l, old, P @ V[j : j + 2] / P.sum(), O))
     return trace
 
-
 # %% slideshow={"slide_type": "fragment"}
 print("forgotten l:", visits(undo_division=False)[-1][-1], " should be", exact[-1])
 trace = visits(undo_division=True)
@@ -187,8 +208,7 @@ for (m, l, old, _, O), want in zip(trace, exact, strict=True):
     print(f"m {m:.2f}  l {l:.2f}  share of the old O {old:.2f}  O {O}", end="  ")
     print("attention so far:", torch.allclose(O, want))
 
-
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 3, figsize=(8.4, 3.0), layout="constrained", sharey=True)
 for n, ax in enumerate(axes):
     for j in range(6):
@@ -220,9 +240,11 @@ to the attention over the new tile alone, nearer to the tile's.""")
 #
 # A **kernel** is launched as a **grid** of **blocks**, each of some **threads**: `kernel[blocks, threads](arguments)`.
 # Every thread runs the same function and asks where it is: `threadIdx` in its block, `blockIdx` in the grid,
-# `cuda.grid(1)` counted over all. A block runs on one SM; its threads share `cuda.shared.array`s, whose sizes the
-# compiler must know. `cuda.syncthreads()` is a barrier: no thread passes before all of the block have arrived. Below,
-# two blocks of three threads.
+# `cuda.grid(1)` counted over all.
+#
+# A block runs on one SM. Its threads share `cuda.shared.array`s, whose sizes the compiler must know.
+# `cuda.syncthreads()` is a barrier: no thread passes before all of the block have arrived. Below, two blocks of three
+# threads.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -252,7 +274,7 @@ print(launch(backwards, 2, 3))
 # says who did it: `ctaid` is the block, `tid` the thread. Block 2 starts at index 6, past the end: `if n < x.shape[0]`
 # is missing.
 #
-# It does not show the race of `no_barrier`; a right result proves nothing. Nor does it know warps, types or speed. On a
+# It does not show the race of `no_barrier`, so a right result proves nothing. Nor does it know warps, types or speed. On a
 # GPU NVIDIA's `compute-sanitizer` finds races; you find one in 01.bug1.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -295,7 +317,7 @@ show("fwd_0_published", "kernel")
 # ### The budget, before any launch
 #
 # Arrays of a fixed size may take 48 KiB of a block's shared memory. `check_shared` adds up a kernel's, and refuses a
-# tile that does not fit. The paper's line 1 gives K, V, Q and O all the room and S none (`papers/errata.md`, E4).
+# tile that does not fit. The paper's line 1 gives K, V, Q and O all the room and S none ([papers/errata.md](../papers/errata.md), E4).
 
 # %% slideshow={"slide_type": "fragment"}
 def shared_bytes(Br, Bc, D):
@@ -321,15 +343,16 @@ for d in (64, 128):  # Alg. 1, line 1, with all that a block of an H200 can ask 
     print(f"line 1, d = {d}: Br {Br}, Bc {Bc}: K, V, Q, O take {KVQO:.0%}", end=" ")
     print(f"of a block's limit, with S {with_S:.0%}")
 
-
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The order of the visits
 #
-# Tiles of 8 for 24 queries and 32 keys: FlashAttention-1 goes through S column by column, FlashAttention-2 row by row.
-# Then what a query tile adds up stays on the chip until it is finished, O is divided once, and notebook 00's update,
-# one $\alpha$ and no $\beta$, is enough. Below, when each row of O is written.
+# Tiles of 8 for 24 queries and 32 keys. FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In
+# the second order, what a query tile adds up stays on the chip until it is finished. O is divided once, and notebook
+# 00's update is enough: one $\alpha$ and no $\beta$.
+#
+# Below, when each row of O is written. A colour is a tile of queries: blue the rows 0 to 7, orange 8 to 15, green 16 to 23.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 # (i, j) of the 3 x 4 tiles of S, in the order of the visits.
 orders = {"FA1: keys outside": [(i, j) for j in range(4) for i in range(3)],
           "FA2: queries outside": [(i, j) for i in range(3) for j in range(4)]}  # fmt: skip
@@ -388,7 +411,6 @@ def counted(rung, blocks, N, D, B):
     rung.forward_kernel(B, B, D)[blocks, fwd.THREADS](*arrays, False, np.float32(1))
     return sum(a.loads for a in arrays), sum(a.stores for a in arrays)
 
-
 # %% slideshow={"slide_type": "subslide"}
 N, D, B = 16, 4, 8
 rungs = {
@@ -413,7 +435,6 @@ for name, (loads, stores) in moves.items():
     print(f"{name:13} tile {str(TILES[name]):9}", end="  ")
     print(f"loads {loads / 1e6:5.1f}  stores {stores / 1e6:5.2f}")
 
-
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # At N = 4096 swapping the loops turns 69.48 million stores into 0.27 million. The loads hardly change: with tiles of 16
 # both orders ask for more than standard attention does (L2 answers a part). Only rung 2's large tiles end that.
@@ -421,9 +442,12 @@ for name, (loads, stores) in moves.items():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who works
 #
-# With keys outside, two key tiles may not update one row of O at the same time: a head stays in one block, and a block
-# on one SM. With queries outside every query tile can be a block. Below, what `forward` asks for when it launches; then
-# the first blocks, dealt out to the SMs in order (rung 2: two on each, see below), a number where a head begins.
+# With keys outside, two key tiles may not update one row of O at the same time. So a head stays in one block, and a block
+# on one SM. With queries outside, every query tile can be a block.
+#
+# Below, what `forward` asks for when it launches. Then the first blocks, dealt out to the SMs in order; rung 2 has two on
+# each SM (part 5). A box is a block: white has nothing to do, and a colour is a head, whose number stands where it begins.
+# The six colours begin again after six heads.
 
 # %% slideshow={"slide_type": "fragment"}
 def grid(rung, tile, B, H, N=4096, D=1):
@@ -445,8 +469,7 @@ for batch, H in ((1, 16), (4, 16), (4, 32)):
     busy = (f"{name} {n}, {min(1, n / gpu.sms):.0%}" for name, n in asked.items())
     print(f"{batch} x {H} heads, blocks and SMs at work:", "; ".join(busy))
 
-
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 2, figsize=(8.4, 3.7), layout="constrained")
 for ax, (name, resident) in zip(axes, (("published", 1), ("registers", 2)), strict=True):
     blocks = grid(forwards[name], TILES[name], 1, 16)
@@ -474,10 +497,11 @@ show("fwd_1_loops_swapped", "kernel")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 2: what a thread keeps to itself
 #
-# Now the second fence. `dot`, in rungs 0 and 1, fetches both factors of every product from shared memory. In rung 2 a
-# thread owns a **patch** of 8 x 8 numbers of S, in its registers: for each column it fetches 8 numbers of Q_i and 8 of
-# K_j, and multiplies each with each, an outer product. (A row of S then lies with 8 threads, which tell each other
-# their maxima in shared memory.) Counted in one thread:
+# Now the second bottleneck. `dot`, in rungs 0 and 1, fetches both factors of every product from shared memory.
+#
+# In rung 2 a thread owns a **patch** of 8 x 8 numbers of S, in its registers. For each column it fetches 8 numbers of Q_i
+# and 8 of K_j. Then it multiplies each with each, an outer product: 64 products for 16 numbers. (A row of S then lies with
+# 8 threads, which tell each other their maxima in shared memory.) Counted in one thread:
 
 # %% slideshow={"slide_type": "fragment"}
 Q_i, K_j = Counted(16, 65), Counted(32, 65)
@@ -508,11 +532,13 @@ show("fwd_2_registers", "add_products")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A patch, and the banks that a warp asks
 #
-# Thread (x, y) owns every 16th row from y on and every 8th column from x on; a warp is 8 x 4 neighbours. Address a lies
-# in bank a mod 32, and a bank serves different addresses one after the other, each in a **wavefront**. With rows of 16
-# numbers every other row begins in the same bank; with a spare column, width 17, they are spread.
+# Thread (x, y) owns every 16th row from y on and every 8th column from x on; a warp is 8 x 4 neighbours.
+#
+# Address a lies in bank a mod 32. A bank serves different addresses one after the other, each in a **wavefront**. With
+# rows of 16 numbers every other row begins in the same bank, and the warp waits (orange bars). With a spare column, width
+# 17, the rows are spread over the banks (blue bars).
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, (left, *bars) = plt.subplots(1, 3, figsize=(8.6, 3.6), layout="constrained")
 threads = {"the first warp": ((0, 1, 2, 3), range(8), FAINT),
            "thread (0, 0)": ((0,), (0,), COLOURS[0]),
@@ -540,128 +566,9 @@ banks when a warp fetches one column of B. With rows of 16 two banks are asked f
 addresses each; with rows of 17 eight banks for one each.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### What it takes: registers
-#
-# The patches of S and O, m and l take $8 \cdot 8 + 8 \cdot 8 + 8 \cdot 2 = 144$ of a thread's 255 registers at d = 64;
-# `check_registers` counts. What the compiler uses needs no GPU to find out: all kernels took a minute and are kept in
-# `steps/bench/results/stage01.resources.json`; the last line has just been compiled. An SM holds two blocks of rung 2,
-# an eighth of the warps it has room for, and it is fast all the same: with 64 sums, a warp need not wait for one.
-
-# %% slideshow={"slide_type": "fragment"}
-NO_COMPILER = "this installation of Numba has no CUDA compiler"
-patches = (8, 16), (8, 16), (8, 2)
-try:
-    fwd_2_registers.check_registers("tile (128, 128), head_dim 128", *patches)
-except ValueError as refusal:
-    print(textwrap.fill(f"ValueError: {refusal}", 110))
-try:
-    kept = resources.recorded()["kernels"]
-    columns = ("registers", "spilled", "shared", "threads", "blocks", "occupancy", "limit")
-    print(f"{'d = 64':25}", *(f"{name:>9}" for name in columns))
-    shown = [row for row in kept if (row["D"], row["dtype"]) == (64, "float32")]
-    for row in shown + compiling.result():
-        print(f"{row['kernel']:25}", *(f"{row[name]:>9}" for name in columns))
-except RuntimeError:
-    print(NO_COMPILER)
-
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### The float64 trap, and signed indices
-#
-# A Python number in a Numba kernel is a float64, and turns the arithmetic around it into float64. The simulator
-# computes with NumPy, where float32 wins, and cannot show it. So we compile to PTX, NVIDIA's assembly language: `plain`
-# converts to float64 and back. Hence `ZERO` in the module, and a test that finds no `.f64`.
-#
-# Of a signed index Numba asks each time whether it is negative, as in x[-1]: two `setp` below, and two addresses.
-# `unsigned` has one address, and `+64` for the other number, as a patch of constant distances wants it.
-
-# %% slideshow={"slide_type": "subslide"}
-program = """
-import re
-import numpy as np
-from numba import cuda, float32
-def plain(x, y):
-    y[0] = 0.5 * x[0] + 1.0
-def with_casts(x, y):
-    y[0] = np.float32(0.5) * x[0] + np.float32(1.0)
-def signed(x, y):
-    t = cuda.threadIdx.x
-    y[t] = x[t] + x[t + 16]
-def unsigned(x, y):
-    t = np.uint32(cuda.threadIdx.x)
-    y[t] = x[t] + x[t + 16]
-for f in plain, with_casts, signed, unsigned:
-    ptx, _ = cuda.compile_ptx(f, (float32[::1], float32[::1]), cc=(8, 0))
-    lines = re.findall(r"^\\t((?:fma|cvt.*f32|setp|ld.global)\\S*)\\s+(.*);", ptx, re.M)
-    print(f"{f.__name__:10}", " | ".join(" ".join(line) for line in lines))
-"""
-environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}
-command = [sys.executable, "-c", program]
-done = subprocess.run(command, env=environment, capture_output=True, text=True)
-print(done.stdout if done.returncode == 0 else NO_COMPILER)
-numpys = type(np.float32(1) * 0.5).__name__
-print("with a Python number, NumPy (and so the simulator) gives", numpys)
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### A multiply-add too many
-#
-# GPUs compute $2^x$. Fast kernels therefore write $e^{x - m}$ as $2^{x c - m c}$ with $c = \log_2 e$: m c once a row,
-# and then a fused multiply-add, which does not round x c. But m c *was* rounded, so the two no longer cancel at x = m.
-# Below, all else in float64: 256 rows of 4096 scores of about ±200, in tiles of 64.
-
-# %% slideshow={"slide_type": "subslide"}
-c = np.float32(math.log2(math.e))
-
-
-def exact(x, m):
-    return np.exp(np.float64(x) - np.float64(m))
-
-
-def plain(x, m):
-    return np.exp(np.float64(x - m))
-
-
-def fused(x, m):
-    return np.exp2(np.float64(np.float32(np.float64(x) * c - np.float64(m * c))))
-
-
-def online(in_alpha, in_P, x, v):
-    """(P at the maximum, out, lse) of scores x (rows, N) and values v (N,); tiles of 64."""
-    m, l, O = np.full(len(x), -np.inf, np.float32), 0, 0
-    for j in range(0, x.shape[1], 64):
-        m_new = np.maximum(m, x[:, j : j + 64].max(1))
-        alpha, P = in_alpha(m, m_new), in_P(x[:, j : j + 64], m_new[:, None])
-        m, l, O = m_new, alpha * l + P.sum(1), alpha * O + P @ v[j : j + 64]
-    return in_P(m, m), O / l, m + np.log(l)
-
-
-# %% slideshow={"slide_type": "fragment"}
-random = np.random.default_rng(0)
-x = random.normal(0, 55, (256, 4096)).astype(np.float32)
-v = random.normal(0, 1, 4096)
-right = online(exact, exact, x, v)
-forms = {
-    "exp(x - m)": (plain, plain),
-    "fused, P": (plain, fused),
-    "fused, alpha too": (fused, fused),
-}
-print("largest error        P at m      out      lse")
-for name, (in_alpha, in_P) in forms.items():
-    got = online(in_alpha, in_P, x, v)
-    errors = (abs(a - b).max() for a, b in zip(got, right, strict=True))
-    print(f"{name:18}", *(f"{e:8.1e}" for e in errors))
-print(f"float32's own rounding of a score of 200: {np.spacing(np.float32(200)) / 2:.1e}")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Near the maximum x - m is exact. Fused, all of a tile's P is off by one factor, about as much as a score's own
-# rounding. Most of it cancels in O / l; lse keeps it, and the backward takes every P from lse. With alpha written
-# alike, alpha is not 1 where m stands still, and 64 tiles add up. FlashAttention-2's code fuses P only, stage 01
-# neither.
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The backward, in short
 #
-# Rung 0 is Algorithm 4: keys outside, so that dK_j and dV_j are finished in one visit, and dQ goes to and fro as O did.
+# Rung 0 is Algorithm 4: keys outside, so that dK_j and dV_j are finished in one visit. dQ goes to and fro as O did.
 # Registers can hold only what the outer loop stands still for, so rung 2 has two kernels:
 #
 # | kernel | outer loop | in registers | products |
@@ -677,8 +584,8 @@ print(f"float32's own rounding of a score of 200: {np.spacing(np.float32(200)) /
 #
 # Write the body in place of `raise Blank` and run the cell: `check` runs some of the contract's cases with it.
 # `hint("01.1")` asks a question, `hint("01.1", 2)` gives the formula, `hint("01.1", 3)` pseudo-code, `solution("01.1")`
-# the stage's function. The stage's file offers `ZERO`, `MINUS_INF`, `dot`, and `exp_difference(x, m)`: exp(x - m), and
-# 0 for x = -inf even where m is -inf too.
+# the stage's function. The stage's file offers `ZERO` (the end of this part says why not 0), `MINUS_INF`, `dot`, and
+# `exp_difference(x, m)`: exp(x - m), and 0 for x = -inf even where m is -inf too.
 #
 # **Exercise 01.1: one tile of keys, with O kept normalised.** Part 3's claim, one thread a row. S arrives as scores and
 # leaves as $P = e^{S - m_b}$; `old` and `new` receive the two factors of O. Mind rows past the end, and rows that have
@@ -765,6 +672,125 @@ def test(forward):
 
 check("01.bug2", test)
 
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Further: registers
+#
+# The patches of S and O, m and l take $8 \cdot 8 + 8 \cdot 8 + 8 \cdot 2 = 144$ of a thread's 255 registers at d = 64;
+# `check_registers` counts. What the compiler uses needs no GPU to find out. All kernels took a minute and are kept in
+# `steps/bench/results/stage01.resources.json`; the last line has just been compiled.
+#
+# An SM holds two blocks of rung 2, an eighth of the warps that it has room for. The rung is fast all the same: with 64 sums
+# to add to, a warp need not wait for one.
+
+# %% slideshow={"slide_type": "fragment"}
+NO_COMPILER = "this installation of Numba has no CUDA compiler"
+patches = (8, 16), (8, 16), (8, 2)
+try:
+    fwd_2_registers.check_registers("tile (128, 128), head_dim 128", *patches)
+except ValueError as refusal:
+    print(textwrap.fill(f"ValueError: {refusal}", 110))
+try:
+    kept = resources.recorded()["kernels"]
+    columns = ("registers", "spilled", "shared", "threads", "blocks", "occupancy", "limit")
+    print(f"{'d = 64':25}", *(f"{name:>9}" for name in columns))
+    shown = [row for row in kept if (row["D"], row["dtype"]) == (64, "float32")]
+    for row in shown + compiling.result():
+        print(f"{row['kernel']:25}", *(f"{row[name]:>9}" for name in columns))
+except RuntimeError:
+    print(NO_COMPILER)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Further: the float64 trap, and signed indices
+#
+# A Python number in a Numba kernel is a float64, and turns the arithmetic around it into float64. The simulator
+# computes with NumPy, where float32 wins, and cannot show it. So we compile to PTX, NVIDIA's assembly language: `plain`
+# converts to float64 and back. Hence `ZERO` in the module, and a test that finds no `.f64`.
+#
+# Of a signed index Numba asks each time whether it is negative, as in x[-1]: two `setp` below, and two addresses.
+# `unsigned` has one address, and `+64` for the other number, as a patch of constant distances wants it.
+
+# %% slideshow={"slide_type": "subslide"}
+program = """
+import re
+import numpy as np
+from numba import cuda, float32
+def plain(x, y):
+    y[0] = 0.5 * x[0] + 1.0
+def with_casts(x, y):
+    y[0] = np.float32(0.5) * x[0] + np.float32(1.0)
+def signed(x, y):
+    t = cuda.threadIdx.x
+    y[t] = x[t] + x[t + 16]
+def unsigned(x, y):
+    t = np.uint32(cuda.threadIdx.x)
+    y[t] = x[t] + x[t + 16]
+for f in plain, with_casts, signed, unsigned:
+    ptx, _ = cuda.compile_ptx(f, (float32[::1], float32[::1]), cc=(8, 0))
+    lines = re.findall(r"^\\t((?:fma|cvt.*f32|setp|ld.global)\\S*)\\s+(.*);", ptx, re.M)
+    print(f"{f.__name__:10}", " | ".join(" ".join(line) for line in lines))
+"""
+environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}
+command = [sys.executable, "-c", program]
+done = subprocess.run(command, env=environment, capture_output=True, text=True)
+print(done.stdout if done.returncode == 0 else NO_COMPILER)
+numpys = type(np.float32(1) * 0.5).__name__
+print("with a Python number, NumPy (and so the simulator) gives", numpys)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Further: a multiply-add too many
+#
+# GPUs compute $2^x$. Fast kernels therefore write $e^{x - m}$ as $2^{x c - m c}$ with $c = \log_2 e$: m c once a row,
+# and then a fused multiply-add, which does not round x c. But m c *was* rounded, so the two no longer cancel at x = m.
+# Below, all else in float64: 256 rows of 4096 scores of about ±200, in tiles of 64.
+
+# %% slideshow={"slide_type": "subslide"}
+c = np.float32(math.log2(math.e))
+
+
+def exact(x, m):
+    return np.exp(np.float64(x) - np.float64(m))
+
+
+def plain(x, m):
+    return np.exp(np.float64(x - m))
+
+
+def fused(x, m):
+    return np.exp2(np.float64(np.float32(np.float64(x) * c - np.float64(m * c))))
+
+
+def online(in_alpha, in_P, x, v):
+    """(P at the maximum, out, lse) of scores x (rows, N) and values v (N,); tiles of 64."""
+    m, l, O = np.full(len(x), -np.inf, np.float32), 0, 0
+    for j in range(0, x.shape[1], 64):
+        m_new = np.maximum(m, x[:, j : j + 64].max(1))
+        alpha, P = in_alpha(m, m_new), in_P(x[:, j : j + 64], m_new[:, None])
+        m, l, O = m_new, alpha * l + P.sum(1), alpha * O + P @ v[j : j + 64]
+    return in_P(m, m), O / l, m + np.log(l)
+
+# %% slideshow={"slide_type": "fragment"}
+random = np.random.default_rng(0)
+x = random.normal(0, 55, (256, 4096)).astype(np.float32)
+v = random.normal(0, 1, 4096)
+right = online(exact, exact, x, v)
+forms = {
+    "exp(x - m)": (plain, plain),
+    "fused, P": (plain, fused),
+    "fused, alpha too": (fused, fused),
+}
+print("largest error        P at m      out      lse")
+for name, (in_alpha, in_P) in forms.items():
+    got = online(in_alpha, in_P, x, v)
+    errors = (abs(a - b).max() for a, b in zip(got, right, strict=True))
+    print(f"{name:18}", *(f"{e:8.1e}" for e in errors))
+print(f"float32's own rounding of a score of 200: {np.spacing(np.float32(200)) / 2:.1e}")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Near the maximum x - m is exact. Fused, all of a tile's P is off by one factor, about as much as a score's own
+# rounding. Most of it cancels in O / l; lse keeps it, and the backward takes every P from lse. With alpha written
+# alike, alpha is not 1 where m stands still, and 64 tiles add up. FlashAttention-2's code fuses P only, stage 01
+# neither.
+
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
@@ -832,7 +858,7 @@ fwd.forward_kernel.cache_clear()
 #
 # </details>
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 measured = {}  # {(pass, d): {kernel or peer: row}}
 at = {"gpu": gpu.name, "dtype": "fp32", "N": 4096, "causal": False, "options": {}}
 at["timing"] = "interleaved"
@@ -861,7 +887,8 @@ print(f"5/7 of the forward: {5 / 7 * speed[64]['fwd_2_registers']:.1f}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Question 3.** Three roofs: float32 arithmetic, device memory, shared memory. Which is the lowest over each rung at
-# d = 64? (FLOPs a byte: of the bytes that a kernel asks for, by part 4.)
+# d = 64? (FLOPs a byte: of the bytes that a kernel asks for, by part 4. The black line is the roof, a dotted line the
+# distance of a rung from it.)
 #
 # <details><summary>Answer</summary>
 #
@@ -870,7 +897,7 @@ print(f"5/7 of the forward: {5 / 7 * speed[64]['fwd_2_registers']:.1f}")
 #
 # </details>
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.8), layout="constrained", sharey=True)
 panels = (("shared memory", of_shared, (0.25, 0.5, 1, 2, 4, 8)),
           ("device memory", of_device, (4, 8, 16, 32, 64)))  # fmt: skip
@@ -902,12 +929,12 @@ Device memory: all far below the roof.""")
 # well below their roofs: a roof knows nothing of waiting, and in rungs 0 and 1 `online_update` keeps 16 of 256 threads
 # busy. Rung 2 reaches half of PyTorch's memory-efficient kernel, its backward a third. Even standard attention is
 # faster at d = 128 and in the backward: in float32 traffic decides little (part 2), and cuBLAS multiplies better. The
-# keys kernel spills registers (part 4's table), and was still the fastest of the tiles tried.
+# keys kernel spills registers (part 5's table), and was still the fastest of the tiles tried.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - Two fences: tiles keep S away from device memory, patches in registers keep factors away from shared memory.
+# - Two bottlenecks: tiles keep S away from device memory, patches in registers keep factors away from shared memory.
 # - FlashAttention-1 keeps O normalised: after every visit it is the attention over the keys so far.
 # - Keys outside: O, l, m come and go at every visit, a block a head. Queries outside: written once, a block a query
 #   tile.
@@ -929,5 +956,5 @@ Device memory: all far below the roof.""")
 # - ★★★ (a weekend) Give rung 2 other tiles and patches. Predict the fastest from `resources.table`; on a GPU
 #   `python -m steps bench --stage 01` tells.
 #
-# **Read:** `papers/flash_attention.md`. **Next:**
+# **Read:** [papers/flash_attention.md](../papers/flash_attention.md). **Next:**
 # [02a_fa2_cuda_first_kernels.ipynb](02a_fa2_cuda_first_kernels.ipynb). Rung 1's order, in CUDA C++.

@@ -19,14 +19,11 @@
 # *How does attention look in CUDA C++, what does the compiler make of it, and who should own a row of S: a thread, or some
 # lanes of a warp?*
 #
-# - **Before you start:** notebooks 00 and 01; reading C. No CUDA C++ yet.
-# - **Time:** about an hour to read, an hour more with the exercise.
-# - **Hardware:** any computer with Linux (or WSL2) and g++. The kernels are compiled for three GPUs without having one, and
-#   run on the CPU behind an emulation of CUDA; with a GPU, one launch in part 4 and the checks of part 6 run there.
-# - **Code:** `steps/step02_fa2_cuda/`. **Tests:** `pytest tests/test_step02_fa2_cuda.py tests/test_emulator.py`.
-# - **Paper:** FlashAttention-2 (2307.08691), restated in `papers/flash_attention_2.md`. Words: `reference/glossary.md`.
+# ![Two pictures of a tile of S, 16 queries by 32 keys. Left, one whole row belongs to one thread. Right, one lane of a warp
+# owns every eighth number of four rows, and seven other lanes own the rest of these
+# rows.](../notebooks/figures/question_02a.png)
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import ctypes
 import functools
@@ -47,7 +44,7 @@ import torch
 from IPython.display import display
 from matplotlib.colors import ListedColormap
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from reference import attention, cases, error
 from steps import contract
 from steps import step02_fa2_cuda as step02
@@ -63,6 +60,17 @@ gpu = cost.GPUS["NVIDIA H200"]
 print(steps.engine.describe())
 print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")
 
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# - **Before you start:** notebooks 00 and 01; reading C. No CUDA C++ yet.
+# - **Time:** about an hour to read, an hour more with the exercise.
+# - **Hardware:** any computer with Linux (or WSL2) and g++. The kernels are compiled for three GPUs without having one, and
+#   run on the CPU behind an emulation of CUDA; with a GPU, one launch in part 5 and the checks of part 6 run there.
+# - **Code:** [steps/step02_fa2_cuda/](../steps/step02_fa2_cuda). **Tests:** `pytest tests/test_step02_fa2_cuda.py
+#   tests/test_emulator.py`.
+# - **Paper:** FlashAttention-2 (2307.08691), restated in [papers/flash_attention_2.md](../papers/flash_attention_2.md). Words:
+#   [reference/glossary.md](../reference/glossary.md).
+# - Code that only imports, draws or converts is folded. A click on the dots unfolds it.
+
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
 #
@@ -70,13 +78,14 @@ print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")
 # to stay in one block. `loops_swapped` has queries outside, as FlashAttention-2: a block is a *query tile*, and so it stays.
 # In `registers` a thread also keeps a patch of 8 x 8 numbers of S and of O. Beside them, PyTorch's kernel for float32.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 AT = {"gpu": gpu.name, "n_gpus": 1, "pass": "fwd", "N": 4096, "D": 64, "causal": False}
 AT |= {"options": {}, "timing": "interleaved"}
+STAGE_01 = ("fwd_0_published", "fwd_1_loops_swapped", "fwd_2_registers")
 
 
-def speeds(dtype, kernels, peer):
-    """A bar for each of these kernels and for the peer, from the committed rows."""
+def measured_rows(dtype, kernels, peer):
+    """The committed rows of these kernels and of the peer. Prints who has none."""
     at = AT | {"dtype": dtype}
     found = rows.latest(fingerprint.fresh(rows.read()))
     found = [r for r in found if all(r[name] == value for name, value in at.items())]
@@ -84,17 +93,20 @@ def speeds(dtype, kernels, peer):
     missing = [name for name in kernels if name not in [r["kernel"] for r in found]]
     if missing:
         print(f"not measured yet: {', '.join(missing)} in {dtype}")
-    if len(missing) < len(kernels):
-        text = ", ".join(f"{r['peer'] or r['kernel']} {r['tflops']:.3g}" for r in found)
-        return picture(plots.speed_bars(found), f"TFLOP/s of the forward as bars: {text}.")
+    return found
 
 
-STAGE_01 = ("fwd_0_published", "fwd_1_loops_swapped", "fwd_2_registers")
+def speeds(found):
+    """A bar for each row."""
+    text = ", ".join(f"{r['peer'] or r['kernel']} {r['tflops']:.3g}" for r in found)
+    return picture(plots.speed_bars(found), f"TFLOP/s of the forward as bars: {text}.")
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 print("One sequence of 16384 tokens, 32 heads. Keys outside: 32 blocks,",
       f"{gpu.sms - 32} of {gpu.sms} multiprocessors idle.")
 print(f"Queries outside, 64 rows a block: {32 * 16384 // 64} blocks.",
       f"The float32 units could reach {gpu.fp32_tflops} TFLOP/s.")
-speeds("fp32", STAGE_01, "sdpa-efficient")
+speeds(measured_rows("fp32", STAGE_01, "sdpa-efficient"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What Numba keeps from you
@@ -116,7 +128,7 @@ def patch(x, y):
     B = cuda.shared.array(1024, np.float32, alignment=16)
     a, b = cuda.local.array(8, np.float32), cuda.local.array(8, np.float32)
     S = cuda.local.array(64, np.float32)
-    t, w = np.uint32(cuda.threadIdx.x), np.uint32(64)  # unsigned: notebook 01, part 4
+    t, w = np.uint32(cuda.threadIdx.x), np.uint32(64)  # unsigned: notebook 01, part 5
     for d in range(16): A[t + d * w] = B[t + d * w] = x[t + d * w]
     cuda.syncthreads()
     for i in range(64): S[i] = np.float32(0)
@@ -198,8 +210,11 @@ for order in ("forward", "reverse"):
 #
 # - rung 0, `scalar`: a thread owns a row. Nothing to agree on.
 # - rung 1, `warp`: eight lanes of a warp own four rows. They agree on m by three shuffles.
+#
+# Below, a colour is an owner: warp 0 is blue, 1 orange, 2 green, 3 pink. In rung 0 each of the 64 rows has another owner, and the
+# six colours begin again after six rows.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 row, key = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
 owners = {
     "FlashAttention-1: a warp, some keys": key // 16,
@@ -237,7 +252,7 @@ own.""")
 # | a factory with `Br`, `Bc`, `D` | macros `Br`, `Bc`, `D`; in rung 1 a type, `T` | known to the compiler |
 #
 # On a GPU `Global` and `Shared` (in `ptx.cuh`) are plain pointers; under g++ they carry their bounds. A first kernel reverses
-# an array, and numbers the threads in the order in which they come, before and after the barrier:
+# an array. It also numbers the threads in the order in which they come, once before the barrier and once after it:
 
 # %% slideshow={"slide_type": "subslide"}
 MIRROR = """#include "ptx.cuh"
@@ -253,17 +268,22 @@ extern "C" __global__ void mirror(Global<const float> x, Global<float> y, Global
   order[n + t] = atomicAdd(&counter[0], 1);
 }"""
 
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
+def emulated(text, kernel, tensors, **shape):
+    """Runs one kernel of a text on the CPU; shape: grid, block, shared_bytes, macros."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{kernel}.cu"
+        file.write_text(text)
+        emulator.launch(file, kernel, tensors, **{"macros": {}} | shape)
+
 
 def mirror(threads="forward", before="", after=""):
     """(y, order) of eight threads; `after` stands in the text in place of `before`."""
     y, order = torch.zeros(8), torch.zeros(2, 8).int()
     tensors = [torch.arange(8.0), y, order, torch.zeros(1).int()]
-    shape = {"grid": 1, "block": 8, "shared_bytes": 32, "macros": {}}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "mirror.cu"
-        file.write_text(MIRROR.replace(before, after))
-        with emulator.schedule(threads=threads, seed=1):
-            emulator.launch(file, "mirror", tensors, **shape)
+    text = MIRROR.replace(before, after)
+    with emulator.schedule(threads=threads, seed=1):
+        emulated(text, "mirror", tensors, grid=1, block=8, shared_bytes=32)
     return y, order
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -275,6 +295,8 @@ def mirror(threads="forward", before="", after=""):
 
 # %% slideshow={"slide_type": "fragment"}
 print("y =", mirror()[0])
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 orders = {threads: mirror(threads)[1] for threads in emulator.ORDERS}
 fig, axes = plt.subplots(1, 3, figsize=(7.8, 3.0), sharey=True, layout="constrained")
 for ax, (threads, (before, after)) in zip(axes, orders.items(), strict=True):
@@ -292,8 +314,8 @@ eight threads run up to the barrier before any goes on after it; the orders diff
 comes first. Grey lines are the times a thread waits.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Three mistakes in `mirror`. Shared memory starts as NaN, so that what nobody has written cannot look right. Then what the
-# emulation says of itself, in the head of `emulator/cuda.h`; names you do not know yet belong to 02b and 02d.
+# Three mistakes in `mirror`. Shared memory starts as NaN here, so that what nobody has written cannot look right. What the
+# emulation does not find is the subject of part 6.
 
 # %% slideshow={"slide_type": "fragment"}
 for says, change in {
@@ -308,17 +330,78 @@ for says, change in {
         for line in str(report).splitlines():
             print(textwrap.fill(line, 120, subsequent_indent="    "))
 
-# %% slideshow={"slide_type": "subslide"}
-head, _ = (launch.HERE / "emulator" / "cuda.h").read_text().split("#pragma")
-head = head.replace("//", "").split("\n", 1)[1]  # without the licence
-for paragraph in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
-    print(textwrap.fill(" ".join(paragraph.split()), 110, subsequent_indent="  "))
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Yours: an index, a barrier, a launch
+#
+# Three lines of CUDA that every kernel has. `differences` computes $y_n = x_n - x_{n-1}$ for 20 numbers, with $x_{-1} = 0$.
+# Each thread keeps its number in shared memory, where its right neighbour finds it. Only the first thread of a block asks
+# device memory for its neighbour.
+#
+# **Fill in the four blanks.** The index is C++: this thread's place in x, counted over all blocks of eight threads. The barrier
+# is C++, too. `grid` is the number of blocks, and `shared_bytes` what the tile takes.
+#
+# <details><summary>Answer</summary>
+#
+# ```python
+# index = "blockIdx.x * blockDim.x + threadIdx.x"
+# barrier = "__syncthreads();"
+# grid = 3
+# shared_bytes = 8 * 4
+# ```
+#
+# Three blocks of eight make 24 threads. The last four have no number, so `n < N` stands twice; the barrier stands between the
+# two, and not inside of an `if`.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+DIFFERENCES = """#include "ptx.cuh"
+extern "C" __global__ void differences(Global<const float> x, Global<float> y) {
+  SharedMemory smem;
+  Shared<float> tile = smem.array<float>(blockDim.x);
+  int t = threadIdx.x, n = INDEX;
+  if (n < N) tile[t] = x[n];
+  BARRIER
+  if (n < N) y[n] = x[n] - (t > 0 ? tile[t - 1] : n > 0 ? x[n - 1] : 0);
+}"""
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
+def try_differences(index, barrier, grid, shared_bytes):
+    """Runs the kernel with four answers, its threads in two orders; says what is wrong."""
+    answers = {"index": index, "barrier": barrier, "grid": grid}
+    answers["shared_bytes"] = shared_bytes
+    if blank := [name for name, answer in answers.items() if answer is ...]:
+        print("still blank:", ", ".join(blank))
+        return
+    x = torch.arange(20.0) ** 2
+    text = DIFFERENCES.replace("INDEX", index).replace("BARRIER", barrier)
+    shape = {"grid": grid, "block": 8, "shared_bytes": shared_bytes, "macros": {"N": 20}}
+    for threads in ("forward", "reverse"):
+        y = torch.full((20,), math.nan)
+        try:
+            with emulator.schedule(threads=threads):
+                emulated(text, "differences", [x, y], **shape)
+        except RuntimeError as report:
+            print(f"threads {threads}: {str(report)[:400]}")
+            return
+        want = torch.diff(x, prepend=torch.zeros(1))
+        wrong = (y != want).nonzero().flatten().tolist()
+        unwritten = y.isnan().nonzero().flatten().tolist()
+        says = f"y is wrong at {wrong}, and nan at {unwritten}" if wrong else "right"
+        print(f"threads {threads}: {says}")
+
+# %% slideshow={"slide_type": "fragment"}
+index = ...
+barrier = ...
+grid = ...
+shared_bytes = ...
+try_differences(index, barrier, grid, shared_bytes)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### The kernel, line by line
 #
 # Rung 0: a thread owns a query row, a block Br of them. FlashAttention-2, Algorithm 1; in brackets the paper's lines. Line 10
-# is printed with an inverse that does not belong there (`papers/errata.md`).
+# is printed with an inverse that does not belong there ([papers/errata.md](../papers/errata.md)).
 #
 # | line | what it does | in `fwd_0_scalar.cu` |
 # |---|---|---|
@@ -330,8 +413,8 @@ for paragraph in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
 # | [9–10] | m_new, P, alpha; new l and O | `online_update` (yours, in part 5) |
 # | [12–15] | O / l and lse, written once | `store_row`, and the last line |
 #
-# **The budget.** q and O take 2 D registers of a thread; count on 60 to 90 more for addresses, counters and numbers on
-# their way; a thread can have 255. So D = 96 should be about the end, and S has to lie in shared memory, beside K_j and V_j.
+# **The budget.** q and O take 2 D registers of a thread. Addresses, counters and numbers on their way take 60 to 90 more. A
+# thread can have 255. So D = 96 should be about the end, and S has to lie in shared memory, beside K_j and V_j.
 
 # %% slideshow={"slide_type": "subslide"}
 display(show("fwd_0_scalar", "load_tile"), show("fwd_0_scalar", "scores"))
@@ -340,16 +423,18 @@ display(show("fwd_0_scalar", "load_tile"), show("fwd_0_scalar", "scores"))
 show("fwd_0_scalar", "attention_forward")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# In `scores` all threads read the same `K[j * D + d]` at once: one read serves a warp. S is a column a thread, so that a warp
-# meets 32 different banks. `keys` is where the *block* stops, `seen` where the *row* stops: the barriers stand in the block's
-# loop, which all threads run equally often, and only the arithmetic between them is behind the row's own `if`.
+# In `scores` all threads read the same `K[j * D + d]` at once, and one read serves a warp. Each thread has a column of S, so that
+# the 32 threads of a warp meet 32 different banks.
+#
+# **Two ends.** `keys` is where the *block* stops, and `seen` is where the *row* stops. All threads run the block's loop equally
+# often, and both barriers stand in it. Only the arithmetic between the barriers is behind the row's own `if`.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### The same text for a GPU that is not here
 #
 # NVRTC, NVIDIA's run-time compiler, turns a string of CUDA C++ into a *cubin*, the machine code of one architecture: sm_75 is
-# a T4, sm_80 an A100, sm_90a an H100 or H200. It needs no GPU. Its last step, `ptxas`, hands out the registers, and reports
-# how many a thread got, and how many bytes **spilled**: what did not fit goes to the thread's *local memory*, which in truth is
+# a T4, sm_80 an A100, sm_90a an H100 or H200. It needs no GPU. Its last step, `ptxas`, hands out the registers. It reports how
+# many a thread got, and how many bytes **spilled**: what did not fit goes to the thread's *local memory*. In truth that is
 # device memory behind the caches.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -379,15 +464,7 @@ for D in (64, 96):  # another version of NVRTC may need a few more or fewer
     found = " / ".join(str(measured[D, arch].registers) for arch in archs)
     print(f"D = {D}: 2 D + 70 = {2 * D + 70}, registers on {' / '.join(archs)}: {found}")
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### By hand, with `cuda.bindings`
-#
-# On sm_90a D = 96 takes all 255 registers. A call of `forward` passes the contract's checks and comes to `launch.py`, which
-# takes tile, threads and shared memory from the kernel's row in `ladder.py`; `nvrtc.py` compiles and launches, through
-# `cuda.core`, the interface to learn today. Older tutorials use the raw calls, with a status before every result. We need them
-# once: without a driver cuda.core 1.2 makes no PTX.
-
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from cuda.bindings import nvrtc as raw  # older tutorials' `from cuda import nvrtc` is gone
 
 
@@ -414,41 +491,28 @@ def compile_raw(text, *options, arch="sm_90a"):
     ptx = fetched(raw.nvrtcGetPTXSize, raw.nvrtcGetPTX, program).decode()
     return ptx, log, fetched(raw.nvrtcGetCUBINSize, raw.nvrtcGetCUBIN, program)
 
-
-# %% slideshow={"slide_type": "subslide"}
-def launch_raw(cubin, kernel, tensors, grid, block, shared_bytes):
-    """Loads a cubin and runs one of its kernels on torch's stream."""
-    from cuda.bindings import driver
-
-    module = checked(driver.cuModuleLoadData(cubin))
-    function = checked(driver.cuModuleGetFunction(module, kernel))
-    pointers = [ctypes.c_void_p(x.data_ptr()) for x in tensors]
-    # The driver wants the address at which each argument lies.
-    arguments = (ctypes.c_void_p * len(pointers))(*map(ctypes.addressof, pointers))
-    shape = grid, 1, 1, block, 1, 1, shared_bytes, torch.cuda.current_stream().cuda_stream
-    checked(driver.cuLaunchKernel(function, *shape, ctypes.addressof(arguments), 0))
-
-
-on_gpu = steps.engine.name == "cuda"
-major, minor = torch.cuda.get_device_capability() if on_gpu else (9, 0)
-ptx, log, cubin = compile_raw(MIRROR, arch=f"sm_{major}{minor}")
-says = f"made {len(ptx)} characters of PTX and {len(cubin)} bytes of cubin:"
-print("NVRTC", *raw.nvrtcVersion()[1:], says, cubin[:4])
-if on_gpu:
-    x = torch.arange(8.0, device="cuda")  # torch also makes the driver's context
-    y, order, counter = x.new_zeros(8), x.new_zeros(16).int(), x.new_zeros(1).int()
-    launch_raw(cubin, b"mirror", [x, y, order, counter], grid=1, block=8, shared_bytes=32)
-print("y =", y.cpu()) if on_gpu else print("no GPU here: not launched")
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
+def kept(text, *options, arch="sm_90a"):
+    """(PTX, log) of compile_raw, kept on disk as all else that the stage compiles."""
+    header = (launch.HERE / "ptx.cuh").read_text()
+    parts = "02a", text, header, options, arch, raw.nvrtcVersion()
+    made = functools.partial(compile_raw, text, *options, arch=arch)
+    file = cache.get(parts, ".json", lambda path: path.write_text(json.dumps(made()[:2])))
+    return json.loads(file.read_text())
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Three ways to lose the registers
 #
-# **Too many numbers**: D = 128. **An index that is not constant**: registers have no addresses, so an array can live there only
-# if the compiler knows every index. Hence `#pragma unroll`, which writes loops over q and O out in full; `#pragma unroll 8`
-# keeps a loop around eight iterations. **A promise**: `__launch_bounds__(Br, blocks)` says how many blocks are to fit on a
-# multiprocessor, and so how many of its 65536 registers a thread may take.
+# On sm_90a D = 96 takes all 255 registers. Three things take them away:
+#
+# - **Too many numbers**: D = 128.
+# - **An index that is not constant.** Registers have no addresses. An array can live in them only if the compiler knows every
+#   index. Hence `#pragma unroll`, which writes the loops over q and O out in full; `#pragma unroll 8` keeps a loop.
+# - **A promise.** `__launch_bounds__(Br, blocks)` says how many blocks are to fit on a multiprocessor, and so how many of its 65536
+#   registers a thread may take.
 #
 # **Which shows in the PTX, which only in ptxas's log? And how many blocks of 64 threads can be promised before a thread spills?**
+# (`kept`, folded above, asks NVRTC for the PTX and the log; part 5 has its calls.)
 #
 # <details><summary>Answer</summary>
 #
@@ -459,15 +523,6 @@ print("y =", y.cpu()) if on_gpu else print("no GPU here: not launched")
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-def kept(text, *options, arch="sm_90a"):
-    """(PTX, log) of compile_raw, kept on disk as all else that the stage compiles."""
-    header = (launch.HERE / "ptx.cuh").read_text()
-    parts = "02a", text, header, options, arch, raw.nvrtcVersion()
-    made = functools.partial(compile_raw, text, *options, arch=arch)
-    file = cache.get(parts, ".json", lambda path: path.write_text(json.dumps(made()[:2])))
-    return json.loads(file.read_text())
-
-
 scalar_text = FORWARD.read_text()
 unrolled, bounds = "#pragma unroll\n", "__launch_bounds__(Br)"
 ways = {
@@ -484,7 +539,7 @@ for says, (D, text) in ways.items():
     for line in re.findall(r"\d+ bytes stack.*|Used \d+ registers", log):
         print("    ptxas:", line)
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 promises = (1, 6, 7, 10, 16)
 builds = [(64, "sm_90a", f"Br, {blocks}") for blocks in promises]
 with ThreadPoolExecutor(2) as pool:
@@ -549,12 +604,11 @@ print(f"patch:  {instructions(PATCH_CU)}\nrung 0: {in_rung_0}")
 # In CUDA C++ the patch takes 4 loads. Rung 0 loads by fours, too, but uses each number *once*: 32 loads for 128 multiply-adds.
 # And in `scores` each multiply-add of a key waits for the one before, as all add to one `s`.
 #
-# `fwd_1_warp.cu` has a patch a lane, and lanes who agree on m. Lane (a, b) of a warp, 4 x 8 of them, owns four rows; of S every
-# eighth key, of O some columns. Nobody but its eight lanes needs a row, so S stays in registers, and between the two barriers
-# of a tile the warps go their own ways.
+# `fwd_1_warp.cu` gives each lane a patch. Number the lanes of a warp (a, b), 4 x 8 of them: eight lanes with the same a own the
+# same four rows. Each of the eight takes every eighth key of S and eight columns of O. Nobody else needs these rows, so S stays in
+# registers. The warps meet only at the two barriers of a tile.
 
-# %% slideshow={"slide_type": "fragment"}
-warp_text = (launch.HERE / "fwd_1_warp.cu").read_text()
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 a, b = 1, 2
 S_owner, O_owner = torch.zeros(16, 64), torch.zeros(16, 64)
 S_owner[1::4], O_owner[1::4] = 1, 1
@@ -603,15 +657,10 @@ def butterfly(take_part=32):
     """(4, 32): each lane's number at first and after each shuffle."""
     x = torch.zeros(4, 32)
     x[0] = torch.randperm(32, generator=torch.Generator().manual_seed(3))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "butterfly.cu"
-        file.write_text(BUTTERFLY)
-        macros = {"TAKE_PART": take_part}
-        emulator.launch(file, "butterfly", [x], grid=1, block=32, macros=macros)
+    emulated(BUTTERFLY, "butterfly", [x], grid=1, block=32, macros={"TAKE_PART": take_part})
     return x
 
-
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 x = butterfly()[:, :8]
 fig, ax = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
 for step, lanes in enumerate((4, 2, 1)):
@@ -627,12 +676,111 @@ for step in range(4):
 ax.set(xlabel="lane", xlim=(-0.5, 7.5), ylim=(3.45, -0.45), xticks=range(8))
 ax.set_yticks(range(4), ["its own", "after 4", "after 2", "after 1"])
 ax.grid(False)
+picture(fig, """Eight lanes with a number each. After the exchange with the lane 4 away two
+lanes hold the maximum, after the one 2 away four, after the one 1 away all eight.""")
+
+# %% slideshow={"slide_type": "fragment"}
 try:
     butterfly(16)
 except RuntimeError as report:
     print(report)
-picture(fig, """Eight lanes with a number each. After the exchange with the lane 4 away two
-lanes hold the maximum, after the one 2 away four, after the one 1 away all eight.""")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### The micro-tile's gain
+#
+# At D = 64 and Bc = 64 a lane has 4 rows, 8 keys and 8 columns. For a column of S it loads 4 + 8 numbers and multiplies 32
+# times; for a key, in `add_PV`, it loads 8 numbers of V, gets 4 of P from other lanes by shuffles, and multiplies 32 times. The
+# text writes out four columns, and two keys out of each eight. Is it so in the PTX?
+
+# %% slideshow={"slide_type": "fragment"}
+warp_text = (launch.HERE / "fwd_1_warp.cu").read_text()
+ROWS, KEYS, COLUMNS = 4, 8, 2 * 4
+in_rung_1 = instructions(warp_text, "-DT=float32", "-DD=64", "-DBr=64", "-DBc=64")
+print("rung 1:", in_rung_1)
+print(f"expected: {ROWS + KEYS} loads of four for S and {16 * COLUMNS // 4} for O;",
+      f"{16 * ROWS} shuffles of P")
+multiply_adds = 64 * ROWS * (KEYS + COLUMNS)  # one tile: 64 columns of S, 64 keys for O
+numbers, shuffles = 64 * (ROWS + KEYS) + 64 * COLUMNS, 64 * ROWS
+loads = in_rung_0["ld.shared.v4.f32"] / 128
+a_multiply_add = {  # numbers fetched, instructions that fetch them
+    "stage 01, dot": (2, 2),  # notebook 01 counted these two
+    "stage 01, patch": (16 / 64, 16 / 64),
+    "rung 0, scalar": (4 * loads, loads),
+    "rung 1, warp": (numbers / multiply_adds, (numbers / 4 + shuffles) / multiply_adds),
+}
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
+fig, axes = plt.subplots(1, 2, figsize=(8.4, 2.3), layout="constrained", sharey=True)
+titles = "numbers from shared memory", "instructions that fetch, with shuffles"
+heights = zip(*a_multiply_add.values(), strict=True)
+for ax, title, x in zip(axes, titles, heights, strict=True):
+    bars = ax.barh(list(a_multiply_add), x, color=[*COLOURS[4:], *COLOURS[:2]], height=0.65)
+    ax.bar_label(bars, fmt="%.2f", padding=3)
+    ax.set(title=title, xlabel="a multiply-add", xlim=(0, 2.3), ylim=(3.5, -0.5))
+    ax.grid(axis="y", visible=False)
+alt = "{}: {:.2f} numbers, {:.2f} instructions".format
+picture(fig, "Bars. " + "; ".join(alt(name, *x) for name, x in a_multiply_add.items()))
+
+# %% slideshow={"slide_type": "subslide"}
+show("fwd_1_warp", "attention_forward")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Compare with rung 0. A shuffle wants all lanes, so no lane may leave or skip a row: the loads write zeros beyond the last row, and
+# `mask` does what `if (n > 0)` did. m starts at a large negative number, so that m - m is 0, not NaN, for a row that has seen no
+# key. l stays each lane's share until the end. All eight lanes use one m, so their shares simply add up.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 5. Write it yourself
+#
+# Write the body in place of the line with `#error`, and run the cell: `check` compiles the kernel with your text in the place of
+# the stage's function, runs some of the contract's cases, and names what fails. `hint("02.1")`, `hint("02.1", 2)` and
+# `hint("02.1", 3)` tell more and more, `solution("02.1")` all.
+#
+# **Exercise 02.1: take in a tile of keys, in registers.** Rung 0, lines [9–10], in about ten lines. `S[j * Br]` is
+# this thread's score of key j, row j of V begins at `V[j * D]`, and `max_S` is the largest of the n scores; there is at
+# least one. O is not divided by l. What you assign to m, l and O the caller sees.
+
+# %% slideshow={"slide_type": "fragment"}
+online_update = r"""
+__device__ void online_update(float& m, float& l, float (&O)[D], Shared<float> S,
+                              float max_S, Shared<float> V, int n) {
+#error Blank 02.1
+}"""
+
+check("02.1", online_update)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Further: by hand, with `cuda.bindings`
+#
+# A call of `forward` passes the contract's checks and comes to `launch.py`. That takes tile, threads and shared memory from the
+# kernel's row in `ladder.py`. `nvrtc.py` then compiles and launches through `cuda.core`, the interface to learn today. Older
+# tutorials use the raw calls, with a status before every result. We needed them in part 4, because without a driver cuda.core
+# 1.2 makes no PTX: unfold its cells for `compile_raw`. Here is the launch.
+
+# %% slideshow={"slide_type": "subslide"}
+def launch_raw(cubin, kernel, tensors, grid, block, shared_bytes):
+    """Loads a cubin and runs one of its kernels on torch's stream."""
+    from cuda.bindings import driver
+
+    module = checked(driver.cuModuleLoadData(cubin))
+    function = checked(driver.cuModuleGetFunction(module, kernel))
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+    # The driver wants the address at which each argument lies.
+    arguments = (ctypes.c_void_p * len(pointers))(*map(ctypes.addressof, pointers))
+    shape = grid, 1, 1, block, 1, 1, shared_bytes, torch.cuda.current_stream().cuda_stream
+    checked(driver.cuLaunchKernel(function, *shape, ctypes.addressof(arguments), 0))
+
+
+on_gpu = steps.engine.name == "cuda"
+major, minor = torch.cuda.get_device_capability() if on_gpu else (9, 0)
+ptx, log, cubin = compile_raw(MIRROR, arch=f"sm_{major}{minor}")
+says = f"made {len(ptx)} characters of PTX and {len(cubin)} bytes of cubin:"
+print("NVRTC", *raw.nvrtcVersion()[1:], says, cubin[:4])
+if on_gpu:
+    x = torch.arange(8.0, device="cuda")  # torch also makes the driver's context
+    y, order, counter = x.new_zeros(8), x.new_zeros(16).int(), x.new_zeros(1).int()
+    launch_raw(cubin, b"mirror", [x, y, order, counter], grid=1, block=8, shared_bytes=32)
+print("y =", y.cpu()) if on_gpu else print("no GPU here: not launched")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What cooperative groups make of it
@@ -671,67 +819,6 @@ for text, options in texts.items():
 # The same three shuffles. `cg::reduce` also works out the mask of its eight lanes each time (and, shl), and compares and selects
 # where we have `max` (setp, selp). Only the int over a whole warp has an instruction of its own, `redux`. So nothing is
 # hidden there that we lack; and without CUDA's headers g++ can read our kernels, too.
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### The micro-tile's gain
-#
-# At D = 64 and Bc = 64 a lane has 4 rows, 8 keys and 8 columns. For a column of S it loads 4 + 8 numbers and multiplies 32
-# times; for a key, in `add_PV`, it loads 8 numbers of V, gets 4 of P from other lanes by shuffles, and multiplies 32 times. The
-# text writes out four columns, and two keys out of each eight. Is it so in the PTX?
-
-# %% slideshow={"slide_type": "fragment"}
-ROWS, KEYS, COLUMNS = 4, 8, 2 * 4
-in_rung_1 = instructions(warp_text, "-DT=float32", "-DD=64", "-DBr=64", "-DBc=64")
-print("rung 1:", in_rung_1)
-print(f"expected: {ROWS + KEYS} loads of four for S and {16 * COLUMNS // 4} for O;",
-      f"{16 * ROWS} shuffles of P")
-multiply_adds = 64 * ROWS * (KEYS + COLUMNS)  # one tile: 64 columns of S, 64 keys for O
-numbers, shuffles = 64 * (ROWS + KEYS) + 64 * COLUMNS, 64 * ROWS
-loads = in_rung_0["ld.shared.v4.f32"] / 128
-a_multiply_add = {  # numbers fetched, instructions that fetch them
-    "stage 01, dot": (2, 2),  # notebook 01 counted these two
-    "stage 01, patch": (16 / 64, 16 / 64),
-    "rung 0, scalar": (4 * loads, loads),
-    "rung 1, warp": (numbers / multiply_adds, (numbers / 4 + shuffles) / multiply_adds),
-}
-fig, axes = plt.subplots(1, 2, figsize=(8.4, 2.3), layout="constrained", sharey=True)
-titles = "numbers from shared memory", "instructions that fetch, with shuffles"
-heights = zip(*a_multiply_add.values(), strict=True)
-for ax, title, x in zip(axes, titles, heights, strict=True):
-    bars = ax.barh(list(a_multiply_add), x, color=[*COLOURS[4:], *COLOURS[:2]], height=0.65)
-    ax.bar_label(bars, fmt="%.2f", padding=3)
-    ax.set(title=title, xlabel="a multiply-add", xlim=(0, 2.3), ylim=(3.5, -0.5))
-    ax.grid(axis="y", visible=False)
-alt = "{}: {:.2f} numbers, {:.2f} instructions".format
-picture(fig, "Bars. " + "; ".join(alt(name, *x) for name, x in a_multiply_add.items()))
-
-# %% slideshow={"slide_type": "subslide"}
-show("fwd_1_warp", "attention_forward")
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# Compare with rung 0. The loads write zeros beyond the last row, and `mask` does what `if (n > 0)` did: a shuffle wants all
-# lanes. m starts at a large negative number, so that m - m is 0, not NaN, for a row that has seen no key. l stays each lane's
-# share; all eight use one m, so it is added up once, at the end.
-
-# %% [markdown] slideshow={"slide_type": "slide"}
-# ## 5. Write it yourself
-#
-# Write the body in place of the line with `#error`, and run the cell: `check` compiles the kernel with your text in the place of
-# the stage's function, runs some of the contract's cases, and names what fails. `hint("02.1")`, `hint("02.1", 2)` and
-# `hint("02.1", 3)` tell more and more, `solution("02.1")` all.
-#
-# **Exercise 02.1: take in a tile of keys, in registers.** Rung 0, lines [9–10], in about ten lines. `S[j * Br]` is
-# this thread's score of key j, row j of V begins at `V[j * D]`, and `max_S` is the largest of the n scores; there is at
-# least one. O is not divided by l. What you assign to m, l and O the caller sees.
-
-# %% slideshow={"slide_type": "fragment"}
-online_update = r"""
-__device__ void online_update(float& m, float& l, float (&O)[D], Shared<float> S,
-                              float max_S, Shared<float> V, int n) {
-#error Blank 02.1
-}"""
-
-check("02.1", online_update)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
@@ -809,6 +896,18 @@ for order in emulator.ORDERS:
     print(f"threads {order:7}: {wrong}, {right[order].sum()} right")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What the emulation finds, and what not
+#
+# It says so itself, in the head of [emulator/cuda.h](../steps/step02_fa2_cuda/emulator/cuda.h). Names that you do not know yet
+# belong to 02b and 02d.
+
+# %% slideshow={"slide_type": "subslide"}
+head, _ = (launch.HERE / "emulator" / "cuda.h").read_text().split("#pragma")
+head = head.replace("//", "").split("\n", 1)[1]  # without the licence
+for paragraph in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
+    print(textwrap.fill(" ".join(paragraph.split()), 110, subsequent_indent="  "))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The mistake that lives
 #
 # Forwards, every thread finds its keys, because those before it have been there: a test in one order would have passed. Now six
@@ -818,7 +917,7 @@ for order in emulator.ORDERS:
 #
 # If all threads write S to one column, they overwrite each other's scores: on a GPU, where they run at the same time, a
 # grave mistake. Here a fiber is only interrupted where it waits, and between `scores` and `online_update` it does not: the
-# first point of the list in part 4. On a GPU `compute-sanitizer --tool racecheck` finds it.
+# first point of the list above. On a GPU `compute-sanitizer --tool racecheck` finds it.
 #
 # </details>
 
@@ -845,12 +944,13 @@ def verdict(name):
         return "stuck" if "stuck" in str(report) else "outside"
     return "lives"
 
-
 # %% slideshow={"slide_type": "fragment"}
 verdicts = {}
 for says, change in mistakes.items():
     with edited(scalar.file, change):
         verdicts |= {(says, name): verdict(name) for name in inputs}
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 colours = dict(zip(("stuck", "outside", "wrong", "lives"), (3, 2, 0, 4), strict=True))
 fig, ax = plt.subplots(figsize=(7.8, 2.8), layout="constrained")
 for y, says in enumerate(mistakes):
@@ -895,20 +995,31 @@ for rung, D in (("scalar", 32), ("scalar", 64), ("scalar", 96), ("warp", 64)):
 # Registers are the limit, not shared memory. A multiprocessor hides one warp's wait by running another, and there are few. And
 # both rungs wait for K_j and V_j at every tile.
 #
-# **Question 2.** Rung 0 loads by fours; `registers` of stage 01 uses each number eight times. Which is faster in float32? And
-# rung 1, given bf16, beside FlashAttention-2's own code?
+# **Question 2: a thread or a warp for a row?** Rung 0 loads by fours; `registers` of stage 01 uses each number eight times. Rung 1
+# loads by fours and uses each number more than three times. Which is the fastest in float32, and which comes second?
 #
 # <details><summary>Answer</summary>
 #
-# By the numbers fetched (part 4) `registers` should win four to one, by instructions it is even: expect it ahead, by less.
-# Rung 1 computes in float32 whatever it is given, on the ordinary units, and
-# FlashAttention-2 on tensor cores: it should stay a small part of it.
+# By the numbers fetched (part 4) `registers` should win four to one over rung 0, and rung 1 three to one. By instructions
+# `registers` and rung 0 are even, and rung 1 fetches with the fewest. So expect both ahead of rung 0, by less than three to one.
 #
 # </details>
 
-# %% slideshow={"slide_type": "fragment"}
-display(speeds("fp32", (*STAGE_01, "fwd_0_scalar"), "sdpa-efficient"))
-speeds("bf16", ("fwd_1_warp",), "sdpa-flash")
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
+found = measured_rows("fp32", (*STAGE_01, "fwd_0_scalar", "fwd_1_warp"), "sdpa-efficient")
+in_fp32 = {r["kernel"]: r["tflops"] for r in found}
+if "fwd_1_warp" in in_fp32:
+    thread, warp = in_fp32["fwd_0_scalar"], in_fp32["fwd_1_warp"]
+    print(f"In float32, eight lanes of a warp for four rows reach {warp:.3g} TFLOP/s,",
+          f"and a thread for a row {thread:.3g}: {warp / thread:.2f} times its speed.")
+in_bf16 = measured_rows("bf16", ("fwd_1_warp",), "sdpa-flash")
+in_bf16 = [f"{r['kernel'] or r['peer']} {r['tflops']:.3g}" for r in in_bf16]
+print("Given bf16, TFLOP/s:", ", ".join(in_bf16))
+speeds(found)
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Given bf16, rung 1 still computes in float32 on the ordinary units. FlashAttention-2's own code computes on tensor cores. They
+# are the subject of the next notebook.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
@@ -935,7 +1046,8 @@ speeds("bf16", ("fwd_1_warp",), "sdpa-flash")
 # - ★★★ (a weekend) Load the next K_j and V_j, into a second pair of arrays, while this tile is worked on. How many barriers are
 #   left?
 #
-# **Read:** `papers/flash_attention_2.md`; the head of `emulator/cuda.h`.
+# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); the head of
+# [emulator/cuda.h](../steps/step02_fa2_cuda/emulator/cuda.h).
 #
 # **Next:** [02b_fa2_cuda_tensor_cores.ipynb](02b_fa2_cuda_tensor_cores.ipynb), where a warp multiplies tiles in one
 # instruction; or the other direction first: [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb).

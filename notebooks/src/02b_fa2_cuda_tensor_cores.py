@@ -24,7 +24,7 @@
 # - **Code:** `steps/step02_fa2_cuda/fwd_1_warp.cu` to `fwd_5_fa2.cu`. **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 # - **Paper:** FlashAttention-2 (2307.08691), restated in `papers/flash_attention_2.md`. Words: `reference/glossary.md`.
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import difflib
 import functools
@@ -49,7 +49,7 @@ from steps.bench import cost, fingerprint, plots, profile, rows
 from steps.bench.plots import COLOURS, FAINT, INK
 from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from steps.workbook import Blank, check, edited, exercises, picture, show
 from steps.workbook import diff, hint, solution  # noqa: F401  for you, in parts 4 and 5
 from steps.workbook.listing import Source
@@ -143,7 +143,7 @@ for function, (accesses, wavefronts) in tile_cost("scalar", 64)[0].items():
 print(f"scalar: {per_wavefront('scalar', 64):.0f} FLOP a wavefront,",
       f"at most {ceiling('scalar', 64):.0f} TFLOP/s")
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 def shared_roof(ax):
     """The H200's roofline for shared memory."""
     xs = [2 ** (e / 4) for e in range(20, 53)]
@@ -228,7 +228,7 @@ C = S[:, :4]
 right = torch.equal(product, (X @ X.T)[C // 16, C % 16].int())
 print("A times B from these numbers is X times X transposed:", right)
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 def draw_fragment(ax, rows_, columns, title):
     """Each entry: the number of its lane; the colour tells which of the lane's pairs."""
     for t in range(32):
@@ -288,7 +288,7 @@ for distance in (1, 2):
 # | [10] | O += P V_j | `to_operand` (yours), `add_PV` |
 # | [12–15] | O / l and lse, written once | `store_rows` |
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 ALL = [("scalar", 64), ("warp", 64), *((rung, 128) for rung in RUNGS[2:])]  # rung, head_dim
 SIZES = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "causal": False}
 SIZES |= {"processors": gpu.sms, "shared_limit": gpu.multiprocessor.shared_per_block}
@@ -456,7 +456,7 @@ for name, functions in found.items():
     each = [f"{f} {n} wavefronts, {n / a:g} each" for f, (a, n) in functions.items()]
     print(f"{name:15}", "; ".join(each))
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 3, figsize=(9, 3), width_ratios=(2, 2, 3), layout="constrained")
 for ax, name in zip(axes, ("plain", "swizzled"), strict=False):
     for row, chunk in itertools.product(range(8), range(8)):
@@ -776,7 +776,7 @@ for says in mistakes:
 #
 # </details>
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 gains = {}
 for before, rung in itertools.pairwise(RUNGS):
     D = 64 if before in ("scalar", "warp") else 128
@@ -799,7 +799,7 @@ result
 #
 # All rungs on the roofline of part 2: an open mark where the count puts the ceiling, a full one where the rung was measured.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
 shared_roof(ax)
 print("FLOP a wavefront, ceiling and measured TFLOP/s, not causal")
@@ -863,6 +863,9 @@ for rung in ("mma", "ldmatrix", "fa2"):
 # | `issue_slots` | cycles in which an instruction is issued | high: too many instructions; low: warps wait, so overlap |
 # | `dram_throughput` | share of device memory's bandwidth | high: larger tiles; low: leave the traffic alone |
 #
+# Low issue slots say *that* warps wait: what `mma` and `fa2` leave of 100 % in the picture are cycles without an instruction.
+# Nsight Compute can also say for what they waited, its *stall reasons*. The recorded file holds none, so that stays open here.
+#
 # **Predict 7.** For `mma`, `ldmatrix` and `fa2`: which counter is the highest in each?
 #
 # <details><summary>Answer</summary>
@@ -873,7 +876,7 @@ for rung in ("mma", "ldmatrix", "fa2"):
 #
 # </details>
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 def shares(rung):
     """The five counters in %, of the rung's time or of its wavefronts."""
     c = counters[rung]

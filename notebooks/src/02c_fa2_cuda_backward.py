@@ -23,11 +23,11 @@
 #   02b (`mma`, `ldmatrix`).
 # - **Time:** about an hour to read, an hour more with the exercises.
 # - **Hardware:** any computer with Linux (or WSL2) and g++; on a GPU the cells that say "engine" run on it.
-# - **Code:** `steps/step02_fa2_cuda/`, rungs `bwd_0_scalar.cu` and `bwd_1_fa2.cu`. Notebook 02d has `bwd_2_wgmma.cu` and
+# - **Code:** `steps/step02_fa2_cuda/`, rungs `bwd_0_scalar.cu` and `bwd_1_fa2.cu`. Notebook 02e has `bwd_2_wgmma.cu` and
 #   `bwd_3_hopper.cu`. **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 # - **Paper:** FlashAttention-2 (2307.08691), restated in `papers/flash_attention_2.md`. Words: `reference/glossary.md`.
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import functools
 import heapq
@@ -111,7 +111,7 @@ for N, most, least in zip(lengths, *kept.values(), strict=True):
     print(f"N = {N:4}: standard keeps {most:5.0f} KiB, stage 02 {least:4.0f}")
 print("of which lse at N = 1024: 4 KiB, and P would be", f"{4 * 1024**2 / 1024:.0f} KiB")
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, ax = plt.subplots(figsize=(6.4, 3.3), layout="constrained")
 for name, look, colour, says in (
     ("standard", "o-", COLOURS[1], "standard: q, k, v and P"),
@@ -179,7 +179,7 @@ print("dQ:", close(dQ, want_dQ), " dK:", close(dK, want_dK), end="  ")
 print("delta = rowsum(P dP):", close(delta, (P * dP).sum(-1)))
 print("delta:", delta, " row sums of dS are 0:", close(dS.sum(-1), torch.zeros(N)))
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 3, figsize=(8.4, 3.0), layout="constrained")
 panels = {"P": P, "dP - delta": dP - delta[:, None], "dS = P (dP - delta)": dS}
 for ax, (title, matrix) in zip(axes, panels.items(), strict=True):
@@ -207,7 +207,7 @@ dP minus delta, and their product dS. dS is large only where P is not small: in 
 # A tile of P and dS adds to dV_j and dK_j (a sum over queries) *and* to dQ_i (a sum over keys). Whichever loop is
 # outside, one of the sums crosses blocks.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
 for ax, by_keys in zip(axes, (True, False), strict=True):
     own, shared = ("dK dV", "dQ +=") if by_keys else ("dQ", "dK dV\n+=")
@@ -339,10 +339,8 @@ for D in (32, 64, 96, 128):
 
 # %% slideshow={"slide_type": "subslide"}
 setup = ("attention_backward", "int tiles =", "float dK_j[D]")
-code("bwd_0_scalar", "load_tile", "load_column", "dot", "store_row", setup)
-
-# %% slideshow={"slide_type": "subslide"}
-code("bwd_0_scalar", ("attention_backward", "for (int i = first", "add_dQ("))
+loop = ("attention_backward", "for (int i = first", "add_dQ(")
+code("bwd_0_scalar", "load_tile", "load_column", "dot", "store_row", setup, loop)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # A row that sees no key has lse = -inf, but then no thread computes its P. The second barrier is what `add_dQ` needs: it sums
@@ -400,7 +398,7 @@ as_stored, transposed = numbers.tolist()
 for t in (0, 1, 4):
     print(f"lane {t}: {as_stored[t]} as stored, {transposed[t]} transposed")
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.7), layout="constrained")
 panels = {"ldmatrix": as_stored, "ldmatrix.trans": transposed}
 for ax, (title, held) in zip(axes, panels.items(), strict=True):
@@ -593,7 +591,7 @@ def run(in_turn, tiles, heads, sms, causal):
         heapq.heappush(free, now)
     return max(free), visits
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig = plt.figure(figsize=(8.6, 3), layout="constrained")
 axes = fig.subplots(1, 2, sharex=True, sharey=True)
 for ax, causal in zip(axes, (False, True), strict=True):
@@ -648,6 +646,10 @@ else:
 #
 # **Exercise 02.3: delta of one query.** Line [4] for one row, by one thread, in about three lines: dO and O point at the
 # row's first number.
+#
+# **Exercise 02.2: one gradient that all blocks add to.** Line [15] for one tile, by all Bc threads of the block, in about
+# five lines: dQ_i (rows, D) += scale dS (rows, keys) K_j (keys, D). `dS[r * Bc + j]` and `K[j * STRIDE + d]` lie in shared
+# memory; `dq` points at the tile's first row, and its rows are D apart.
 
 # %% slideshow={"slide_type": "fragment"}
 row_delta = r"""
@@ -657,11 +659,6 @@ __device__ float row_delta(Global<const float> dO, Global<const float> O) {
 
 check("02.3", row_delta)
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.2: one gradient that all blocks add to.** Line [15] for one tile, by all Bc threads of the block, in about
-# five lines: dQ_i (rows, D) += scale dS (rows, keys) K_j (keys, D). `dS[r * Bc + j]` and `K[j * STRIDE + d]` lie in shared
-# memory; `dq` points at the tile's first row, and its rows are D apart.
-
 # %% slideshow={"slide_type": "fragment"}
 add_dQ = r"""
 __device__ void add_dQ(Global<float> dq, Shared<float> dS, Shared<float> K, int rows,
@@ -670,6 +667,21 @@ __device__ void add_dQ(Global<float> dq, Shared<float> dS, Shared<float> K, int 
 }"""
 
 check("02.2", add_dQ)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 02.7: an operand that is stored transposed** (rung 1). Which address does this lane give to `ldmatrix` for the 16 x
+# 16 piece at (row, column) of a tile, if the *transpose* of the tile is the operand? Lane t gives row t % 8 of matrix t / 8, and
+# `mma` wants the four matrices down the columns of the operand. The tile is swizzled: `swizzle<WIDTH>(r)`, XORed with a column.
+# `show("bwd_1_fa2", "lane_row")` does it for an operand that is stored as it is multiplied. About four lines.
+
+# %% slideshow={"slide_type": "fragment"}
+lane_row_transposed = r"""
+template <int WIDTH>
+__device__ Shared<T> lane_row_transposed(Shared<T> tile, int row, int column) {
+#error Blank 02.7
+}"""
+
+check("02.7", lane_row_transposed)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
@@ -788,7 +800,7 @@ for (rung, says), change in mistakes.items():
 #
 # </details>
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 tiles = (1, 2, 3, 4, 6, 8)
 shares = []
 for n in tiles:
@@ -846,11 +858,11 @@ except NotImplementedError as refusal:
 # many are under way at once. It is as fast as its count of loads allows. Rung 1 and `sdpa-flash` are one design and
 # should lie together, below the roof: at two barriers a step all wait for the last. cuDNN can use Hopper's own
 # tensor-core instruction, which takes operands from shared memory without `ldmatrix`: this roof is not over it, nor over
-# rungs 2 and 3 (02d), which use that instruction too. How high their own roof is, this course has not counted.
+# rungs 2 and 3, which use that instruction, too. Their own roof is counted in 02e.
 #
 # </details>
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 WHO = {name: "bf16" for name in ("bwd_0_scalar", "bwd_1_fa2", "sdpa-flash", "sdpa-cudnn")}
 WHO["bwd_0_scalar"] = "fp32"
 measured = {who: {} for who in WHO}  # {who: {(D, causal, N): row}}, of files as they are
@@ -870,7 +882,7 @@ for who, of in measured.items():
             print(f"{who:12} {WHO[who]} D = {D:3}, {'causal' if causal else 'full':6}",
                   f"{r['tflops']:6.1f} TFLOP/s, error {r['error']:.0e}{share}")
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.5), layout="constrained", sharey=True)
 looks = {
     "bwd_0_scalar": {"marker": "D", "color": COLOURS[1]},
@@ -927,4 +939,5 @@ line.""")
 #
 # **Read:** `papers/flash_attention_2.md`, Algorithm 2 and question 2 of the discussion.
 #
-# **Next:** [02d_fa2_cuda_hopper.ipynb](02d_fa2_cuda_hopper.ipynb); or on to Triton in [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb).
+# **Next:** [02d_fa2_cuda_hopper.ipynb](02d_fa2_cuda_hopper.ipynb), and Hopper's backward in
+# [02e](02e_fa2_cuda_hopper_backward.ipynb); or on to Triton in [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb).

@@ -19,15 +19,15 @@
 # *An H100 or H200 copies, multiplies and computes exponentials in three different units. How does a kernel keep all three
 # at work at the same time, and how does it stay right?*
 #
-# - **Before you start:** 02b (fragments, swizzle, `cp_async`); 02c for the last kernel.
+# - **Before you start:** 02b (fragments, swizzle, `cp_async`).
 # - **Time:** about an hour to read, an hour more with the exercises.
 # - **Hardware:** any computer with Linux (or WSL2) and g++: Hopper's copy engine, barriers and tensor cores are emulated.
-#   Speeds, clocks and watts are recordings from an H200.
-# - **Code:** in `steps/step02_fa2_cuda/`, forward `fwd_6_wgmma.cu`, `fwd_7_roles.cu`, `fwd_8_hopper.cu`, backward
-#   `bwd_2_wgmma.cu`, `bwd_3_hopper.cu`. **Tests:** `pytest tests/test_step02_fa2_cuda.py tests/test_emulator_hopper.py`.
-# - **Paper:** FlashAttention-3 (2407.08608), restated in `papers/flash_attention_3.md`.
+#   Speeds and clocks are recordings from an H200.
+# - **Code:** in `steps/step02_fa2_cuda/`, `fwd_6_wgmma.cu`, `fwd_7_roles.cu`, `fwd_8_hopper.cu`. **Tests:**
+#   `pytest tests/test_step02_fa2_cuda.py tests/test_emulator_hopper.py`.
+# - **Papers:** FlashAttention-3 (2407.08608) and, for one trick, FlashAttention-4 (2603.05451); both in `papers/`.
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
 import functools
 import heapq
@@ -48,12 +48,13 @@ from steps import contract
 from steps import step02_fa2_cuda as step02
 from steps.bench import cost, fingerprint, plots, rows, timeline
 from steps.bench.plots import COLOURS, FAINT, GREYS, INK
-from steps.step02_fa2_cuda import emulator, ladder, launch
+from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 from steps.workbook import Blank, check, edited, exercises, picture, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
 from steps.workbook.listing import Source
+from steps.workbook.puzzles.operand_address import operand_address  # yours, in part 5
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 plots.style()
 torch.set_num_threads(1)
 h200 = cost.GPUS["NVIDIA H200"]
@@ -115,7 +116,7 @@ for D in (64, 128, 256):
           f"{after:.0%} one after the other, {at_once:.0%} if all three work at once;",
           f"PyTorch's FlashAttention-2: {measured['tflops'] / h200.half_tflops:.0%}")
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, ax = plt.subplots(figsize=(7.6, 2.9), layout="constrained")
 names = ("tensor cores", "exp", "fp32 pipe")
 for y, D in enumerate((64, 128, 256)):
@@ -136,17 +137,17 @@ the products, at D = 128 half as long.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: start, go on, and know when
 #
-# At D = 128 exponentials take half as long as the products (FlashAttention-3, section 3.1), and whoever does one after the
-# other keeps the tensor cores busy 55 % of the time, however fast the copies are. But they are different units, and no warp
-# has to wait for an `mma` whose result it does not need yet: `fa2` places exponentials between them (02b shows its machine
-# code). But an `mma` multiplies only 16 x 8 x 16 numbers, which the warp must have in registers, and the order of all these
-# instructions is the compiler's. On Hopper **TMA** copies a tile that one thread has asked for, and **wgmma** multiplies
-# for a *warpgroup*, 128 threads: 64 x 128 x 16 numbers, say, and from shared memory. It is *asynchronous*: the program says
-# where to wait, and until then the threads compute something else.
+# At D = 128 exponentials take half as long as the products (FlashAttention-3, section 3.1). Whoever does one after the other
+# keeps the tensor cores busy 55 % of the time. `fa2` already places exponentials between its `mma`s (02b shows the machine
+# code). But an `mma` is small, needs its operands in registers, and the compiler orders all these instructions.
 #
-# **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. Without, if
-# both do the same at the same time, nothing is gained. This is a model: it counts clocks of units, and no waiting for
-# results. In a real run the tensor cores rest, too. The lines over the picture are measured, and part 7 asks for the reason:
+# Hopper has larger pieces of work. **TMA** copies a tile that one thread has asked for. **wgmma** multiplies for a
+# *warpgroup*, 128 threads, for example 64 x 128 x 16 numbers, and reads them from shared memory. Both are *asynchronous*: the
+# program says where to wait, and until then the threads compute something else.
+#
+# **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. Without turns both do
+# the same at the same time, and nothing is gained. This is a model of units that never wait for results. The lines over the
+# picture are measured, and part 7 asks why they differ:
 
 # %% slideshow={"slide_type": "fragment"}
 def lockstep(work, steps):  # work: {unit: clocks} of a warpgroup's step, in this order
@@ -174,7 +175,7 @@ def clocks_a_step(one):
     return (marks[-1][0][0] - marks[0][0][0]) / (len(marks) - 1)
 
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(2, 2, figsize=(9, 3.8), sharex=True, layout="constrained")
 colours = {"products": COLOURS[0], "float32": COLOURS[2], "exp": COLOURS[1]}
 print("measured, D = 128:" if clocked else NO_CLOCKS)
@@ -253,7 +254,7 @@ for waits in (0, 1):
     print(f"waits: {bool(waits)!s:5}: {y.isnan().sum()} of {y.numel()} numbers are nan;",
           "row 2 begins", y[2, :64:8].tolist())
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 2, figsize=(8.6, 4), sharey=True, layout="constrained")
 chunks = y.view(2, 16, 8, 8)[..., 0]  # slab, row, position in the row
 for slab, ax in enumerate(axes):
@@ -280,12 +281,11 @@ chunk with its number in the row of x. In each slab one chunk is marked; it stan
 another position in each of eight rows. Rows 8 to 15, beyond x, are zero.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Without the wait the threads read what nobody has written yet (the emulation fills shared memory with NaN and lets copies
-# come late; a GPU gives you what was there). With it, all has come. But row 2, row 15 of x, does not begin with chunk 0.
+# Without the wait the threads read what nobody has written yet: the emulation fills shared memory with NaN, and a GPU gives
+# you what was there. With it, all has come. But row 2, row 15 of x, does not begin with chunk 0.
 #
-# A row of 128 numbers in 16 bits becomes two *slabs* of 128-byte rows. Within a slab chunk c of row r goes to position
-# c ^ (r % 8): the swizzle of 02b, done by hardware, so that eight rows of one chunk hit 32 banks. Rows beyond the tensor
-# come as zeros, and no thread has computed an address.
+# A row of 128 numbers becomes two *slabs* of 128-byte rows. Within a slab chunk c of row r goes to position c ^ (r % 8). This is
+# the swizzle of 02b, done by hardware. Rows beyond the tensor come as zeros, and no thread has computed an address.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to wait: phases
@@ -295,8 +295,8 @@ another position in each of eight rows. Rows 8 to 15, beyond x, are zero.""")
 # the parity of the phase that is running. **Claim 2.** One bit is enough to tell *this* phase from the one before, and from
 # no other. `passes` (above) ends so many phases and waits.
 #
-# The first line of its output matters: on a fresh barrier parity 1 goes on ("the phase before the first has ended"). And
-# whoever falls two phases behind is fooled, because line 2 looks like line 0. A kernel must never let that happen.
+# On a fresh barrier parity 1 goes on ("the phase before the first has ended"). And whoever falls two phases behind is fooled,
+# because line 2 looks like line 0. A kernel must never let that happen.
 
 # %% slideshow={"slide_type": "fragment"}
 @functools.cache
@@ -341,7 +341,7 @@ def ring(stages, tiles=6, copy=3, use=2):
 ends = [ring(stages)[1][-1][1] for stages in (1, 2, 3)]
 print("clocks for 6 tiles with 1, 2 and 3 stages:", *ends)
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(8.4, 2.7), layout="constrained")
 copies, uses = ring(2)
 last = uses[-1][1] + 1
@@ -405,19 +405,10 @@ extern "C" __global__ void __launch_bounds__(128) reads(
 }"""
 
 # %% slideshow={"slide_type": "subslide"}
-def address(start, leading, stride, i, k, is_v):
-    """The byte where wgmma finds element i of the sum's row k. [PTX: matrix descriptor]"""
-    if is_v:  # a row of shared memory holds 64 neighbours of one k; else 64 k of one i
-        a = start + i // 64 * leading + k // 8 * stride + k % 8 * 128 + i % 64 * 2
-    else:
-        a = start + i // 8 * stride + i % 8 * 128 + k * 2
-    return a ^ (a >> 3 & 0x70)  # the swizzle, on the whole address
-
-
 read = {}  # (operand, step): the bytes that the instruction read, [16][64]
 numbers = torch.arange(64)[:, None].expand(64, 64)  # of rows; transposed, of columns
 print("start, leading, stride in bytes, swizzle (1: of 128 bytes);",
-      "does `address` say what was read?")
+      "does part 5's function say what was read?")
 for is_v, step in itertools.product((0, 1), range(4)):
     found, bits = torch.empty(2, 16, 64), torch.empty(1, dtype=torch.int64)
     for d, raw in zip(found, (numbers, numbers.T), strict=True):
@@ -425,11 +416,11 @@ for is_v, step in itertools.product((0, 1), range(4)):
         emulate(READS, "reads", raw, d, bits, is_v, step, block=128)
     read["KV"[is_v], step] = (128 * found[0] + 2 * found[1]).int()
     where = [(bits.item() >> shift & 0x3FFF) << 4 for shift in (0, 16, 32)]
-    said = [[address(*where, i, k, is_v) for i in range(64)] for k in range(16)]
+    said = [[operand_address(*where, k, i, is_v) for i in range(64)] for k in range(16)]
     right = said == read["KV"[is_v], step].tolist()
     print(f"    {'KV'[is_v]}, instruction {step}: {(*where, bits.item() >> 62)}", right)
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(1, 2, figsize=(8.6, 4.2), sharey=True, layout="constrained")
 four = matplotlib.colors.ListedColormap(COLOURS[:4])
 titles = {"K": "K: 16 columns an instruction", "V": "V: 16 keys an instruction"}
@@ -451,10 +442,9 @@ pattern that repeats after eight rows. Of V each reads 16 whole rows: here those
 instructions 0 and 1.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# **Claim 3.** Three numbers and one XOR describe both. For S = Q Kᵀ the sum runs along a row: the next instruction starts
-# 32 bytes further, *inside* the pattern, and that works because the XOR is applied to the address itself, at the end. The
-# pattern repeats every 1024 bytes of addresses, so tiles start at multiples of 1024. For P V the sum runs down the rows: V
-# needs no transposing copy.
+# **Claim 3.** Three numbers and one XOR describe both (exercise 02.9). For S = Q Kᵀ the sum runs along a row: the next
+# instruction starts 32 bytes further, *inside* the pattern. The pattern repeats every 1024 bytes of addresses, so tiles start
+# at multiples of 1024. For P V the sum runs down the rows, and V needs no transposing copy.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
@@ -476,11 +466,31 @@ instructions 0 and 1.""")
 # ### Rung 6, `wgmma`: fewer hands
 #
 # The loop of rung 5 with new instructions. `wgmma_fence`: registers written so far may be read. *Start* does not wait;
-# `wgmma_commit` closes a group, `wgmma_wait<N>` waits until at most N groups are under way, and until then nobody may touch
-# their registers. Here every start is followed by its wait.
+# `wgmma_commit` closes a group. `wgmma_wait<N>` waits until at most N groups are under way. Until then nobody may touch their
+# registers. Here every start is followed by its wait.
 
 # %% slideshow={"slide_type": "fragment"}
 excerpt("fwd_6_wgmma", ("for (int n = 0; n < blocks; n++) {", "int64_t first ="))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **What if a wait is left out?** The emulation refuses it, and the compiler helps itself: ptxas sees that S is read while a
+# product has it, puts a wait in, and says so: C7517. With such a wait the kernel is right, but waits where ptxas likes.
+# Other messages (C7510 to C7516) say that it has put all products one after the other. The course's loader takes none of
+# them. NVRTC needs no GPU for this:
+
+# %% slideshow={"slide_type": "fragment"}
+sizes = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "D": 128, "causal": False}
+sizes |= {"dtype": torch.bfloat16, "processors": h200.sms, "shared_limit": 232448}
+((kernel, *_, macros),) = launch.geometry("fwd_6_wgmma", **sizes)
+no_wait = ("    wgmma_wait<0>();\n    if (j * Bc", "    if (j * Bc")
+for edits in ((), (no_wait,)):
+    with edited("fwd_6_wgmma.cu", *edits):
+        try:
+            made = nvrtc.compile(launch.HERE / "fwd_6_wgmma.cu", macros, "sm_90a")
+            print(f"as it is: {made.usage[kernel]}")
+        except RuntimeError as refused:
+            for message in re.findall(r"\(C75\d\d\)[^;]*", str(refused)):
+                print(textwrap.fill(f"without the wait for S: {message}", 105))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 7, `roles`: a producer
@@ -493,9 +503,9 @@ excerpt("fwd_6_wgmma", ("for (int n = 0; n < blocks; n++) {", "int64_t first =")
 excerpt("fwd_7_roles", ("// The producer: starts to copy ROWS rows", "};"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **The budget.** At the launch all threads of a block get equally many registers, in multiples of 8; then `setmaxnreg` lets
-# one warpgroup give back what another takes. The 128 threads of a consumer share 64 rows of O and S, with P packed beside S,
-# and need some 30 registers each besides.
+# **The budget.** At the launch all threads of a block get equally many registers, in multiples of 8. Then `setmaxnreg` lets one
+# warpgroup give back what another takes. Taking *waits* until enough have been given back: if the sum is too large, the block
+# waits for ever. A consumer's 128 threads share 64 rows of O and S, with P packed beside S, and need some 30 registers besides.
 
 # %% slideshow={"slide_type": "fragment"}
 row, sm = ladder.FORWARD["hopper"], h200.multiprocessor
@@ -518,11 +528,12 @@ for D, (Br, Bc) in row.tiles[0].items():
 # ### Rung 8, `hopper`: overlap and turns
 #
 # Two things at once. *Within* a warpgroup, S of the next block is started together with O of the one before, whose P is
-# ready; then softmax runs beside O's product. *Between* warpgroups, a turn decides who may start products.
+# ready. Softmax then runs beside O's product. *Between* warpgroups, a turn decides who may start products.
 #
 # `turn.pass()` comes as soon as the products are *started*: the other's queue up behind them. At a named barrier one
-# warpgroup arrives (128 threads that go on) and the other waits: 256. O lags one block behind S: P V is added in the units of
-# the old m, and then `rescale` brings O to the new one. With LAZY, at D > 64, only if m has grown by more than 8 in log2.
+# warpgroup arrives (128 threads that go on) and the other waits: 256. O lags one block behind S. P V is added in the units of
+# the old m, and then `rescale` brings O to the new one. With LAZY it does so only if m has grown by more than 8 in log2: the
+# conditional rescaling of FlashAttention-4 (2603.05451), whose effect 02e counts.
 
 # %% slideshow={"slide_type": "fragment"}
 excerpt(
@@ -534,9 +545,10 @@ excerpt(
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Persistent blocks
 #
-# A block takes nearly all registers, so one runs on an SM at a time; when it ends, the next begins with empty stages. Rung 8
-# starts one block an SM, which takes tile after tile: the producer already loads the next while the consumers store. Which
-# tiles? Causal ones are of different length, and the order is fixed beforehand. (In the picture long ones are yellow.)
+# A block takes nearly all registers, so one runs on an SM at a time. When it ends, the next begins with empty stages. Rung 8
+# starts one block an SM, which takes tile after tile: the producer already loads the next while the consumers store. Causal
+# tiles are of different length (in the picture long ones are yellow), and their order is fixed beforehand. They come in
+# sections of half as many heads as blocks, so that two blocks at a time share a head's keys in the L2 cache.
 
 # %% slideshow={"slide_type": "fragment"}
 display(show("fwd_8_hopper", "tile_number"))
@@ -564,7 +576,7 @@ def dealt(work, reverse, sms=132):
     return spans
 
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 blocks_of_keys = 16 * list(range(4096 // 128, 0, -1))  # head by head, longest tiles first
 longest_first = sorted(blocks_of_keys, reverse=True)
 plans = {
@@ -624,47 +636,19 @@ for N in (512, 1024, 4096, 16384):
         says.append(f"{all_} products, {all_ - left} skipped ({1 - left / all_:.0%})")
     print(f"N = {N:5}: {says[0]}; causal {says[1]}")
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### The backward
-#
-# `bwd_2_wgmma` carries TMA and wgmma to 02c's loop: keys outside, dK_j and dV_j in registers, the next Q_i and dO_i on their
-# way. It computes Sᵀ instead of S, so that Pᵀ and dSᵀ lie in registers as wgmma wants them. All blocks of a head add to
-# dQ_i, in float32. `bwd_3_hopper` leaves that to the copy engine, which can *add* while it copies (`bulk_add`); its header
-# also says what was tried there and left out. The order of additions is anybody's guess, so dq varies in its last bits;
-# with DETERMINISTIC the blocks take turns at each dQ_i, by a counter in device memory. That is what it is for: part 7 shows
-# the two level. `fence_async` makes what the lanes have stored visible to the copy engine.
-
-# %% slideshow={"slide_type": "fragment"}
-display(show("bwd_3_hopper", "add_dQ"))
-generator = torch.Generator().manual_seed(0)
-q, k, v, dout = torch.randn(4, 1, 1, 512, 64, generator=generator).bfloat16()
-out, lse = launch.forward(q, k, v, rung="hopper")
-want = error.expected(q, k, v, dout)
-options = {"rung": "hopper"}
-for deterministic in (False, True):
-    options["deterministic"] = deterministic
-    found = []
-    for blocks in emulator.ORDERS:
-        with emulator.schedule(blocks=blocks, threads="random", copies="random", seed=3):
-            grads = launch.backward(dout, q, k, v, out, lse, **options)
-        found.append(dict(zip(("dq", "dk", "dv"), grads, strict=True)))
-    failed = sum(bool(error.failures(g, want)) for g in found)
-    same = {x: all(torch.equal(g[x], found[0][x]) for g in found) for x in found[0]}
-    print(f"deterministic={deterministic!s:5}: bit-equal in three orders: {same};",
-          f"failures: {failed}")
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 1: stage and parity.** Both sides of a ring count tiles in an n of their own. In which stage is tile n, for
-# which parity does the consumer wait on `full`, and for which the producer on `empty`? Write it for any number of stages.
-# The cell tries it on real barriers: when tile n is the next one, the producer must go on and the consumer must wait.
+# Three functions in Python, which `check` runs against the emulated hardware. Each names the mistakes that it knows, and
+# `hint("02.8")` to `hint("02.10", 3)` help. Without a function, `check("02.9")` writes a file with the whole task.
 #
-# <details><summary>Hint</summary>
+# **Exercise 02.8: place and parity.** Both sides of a ring count tiles in an n of their own. In which stage is tile n, for which
+# parity does the consumer wait on `full`, and for which the producer on `empty`?
 #
-# How often has the ring wrapped before tile n? So many phases of `full[stage]` had ended before it, and of `empty[stage]`?
+# **Exercise 02.9: where wgmma finds a number.** From a descriptor's start, leading and stride to the byte of number (k, i) of the
+# second operand, along the rows as for K, or down as for V. Part 3's table was computed with the solution.
 #
-# </details>
+# **Exercise 02.10: the order of two waits.** The nine operations of rung 8's step, in the order in which a warpgroup does them.
 
 # %% slideshow={"slide_type": "fragment"}
 def stage_and_parity(n, stages):
@@ -672,29 +656,29 @@ def stage_and_parity(n, stages):
     raise Blank
 
 
-def verdict(function):
-    """Tile n has not been copied yet, and the tile before it in its stage has been used."""
-    for stages in (1, 2, 3):
-        ended = [0] * stages  # phases of full[stage], and of empty[stage]
-        for n in range(12):
-            stage, consumer, producer = function(n, stages)
-            in_order = ended[stage] == min(ended)
-            waits = not goes_on(ended[stage], consumer)
-            if not (in_order and waits and goes_on(ended[stage], producer)):
-                return f"wrong for tile {n} of a ring of {stages}"
-            ended[stage] += 1
-    return "right for rings of 1, 2 and 3 stages"
+check("02.8", stage_and_parity)
+
+# %% slideshow={"slide_type": "fragment"}
+def operand_address(start, leading, stride, k, i, runs_down):  # noqa: F811
+    """The byte at which wgmma finds the number (k, i). runs_down: as for V."""
+    raise Blank
 
 
-try:
-    print(verdict(stage_and_parity))
-except Blank:
-    print("exercise 1 is still blank")
+check("02.9", operand_address)
+
+# %% slideshow={"slide_type": "fragment"}
+def order_of_step():
+    """A list: "start S", "start O", "wait for S" (at most one group is left), "release K",
+    "wait for all", "release V", "softmax", "pack P", "rescale O", each once, in your order.
+    """
+    raise Blank
+
+
+check("02.10", order_of_step)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Bug hunt 02.bug2.** What was reported about `steps/step02_fa2_cuda/broken/bug2.cu` is printed below. Find the cause, and
 # write a test that fails on it and passes on the stage's own forward. `check` then asks which of four causes it is.
-# `hint("02.bug2")` helps, in three levels.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("02.bug2").symptom, 110))
@@ -809,24 +793,23 @@ for name, change in mistakes.items():
 #
 # ### The timeline
 #
-# `steps/bench/timeline.py` writes clocks into a copy of rung 8's text: when each warpgroup of one block asks for its
-# turn, gets it, has S, its exponentials, and O (D = 128, N = 16384). With OVERLAP a bar of products lasts until the warpgroup,
-# its exponentials done, looks for O: the products may end earlier, and when no product is under way cannot be said. *Busy*
-# is the clocks that a step's products need at the datasheet's rate, as a share of the clocks that it took. All but one of
-# the columns are of the text with clocks. **Question 1.** Both runs drawn below overlap softmax with O's product; one has no
-# turns (PINGPONG = 0). Will its two warpgroups compute exponentials at the same time?
+# `steps/bench/timeline.py` writes clocks into a copy of rung 8's text: when each warpgroup of one block asks for its turn, gets
+# it, has S, its exponentials, and O (D = 128, N = 16384). With OVERLAP a bar of products lasts until the warpgroup looks for O;
+# the products may end earlier, so that the column *no product* has a dash. *Busy* is the clocks that a step's products need
+# at the datasheet's rate, as a share of the clocks that it took.
+#
+# **Question 1.** Both runs drawn below overlap softmax with O's product; one has no turns (PINGPONG = 0). Will its two
+# warpgroups compute exponentials at the same time?
 #
 # <details><summary>Answer</summary>
 #
-# Now and then. The tensor cores serve both, and whoever comes second gets its S later, so that the two drift apart by
-# themselves. The table says how often both were in softmax, and what the clocks cost: turns bring little here, OVERLAP more.
-# (Compare within the table: the GPU's clock is another from run to run.)
+# Now and then. The tensor cores serve both, and whoever comes second gets its S later. So the two drift apart by themselves.
+# Turns bring little here, OVERLAP more. (Compare within the table: the GPU's clock is another from run to run.)
 #
-# Where is the rest? Part 3's ping-pong is the second line: OVERLAP = 0, PINGPONG = 1. There the model foresaw tensor cores
-# that never rest. The marks show one reason: from S until it asks for its next turn (*S to turn*: the median of each warpgroup)
-# a warpgroup takes many more clocks than the model's softmax, so its next products start late. How much of this is waiting
-# for results, and how much is instructions that the count leaves out, the marks do not show. Where the rest goes in the whole
-# kernel, the last line, is not known either: there nothing marks the end of a product.
+# Where is the rest? Part 3's ping-pong is the second line, where the model foresaw tensor cores that never rest. The marks show
+# one reason: from S until it asks for its next turn (*S to turn*, a median for each warpgroup) a warpgroup takes many more
+# clocks than the model's softmax. So its next products start late. The marks do not show how much of this is waiting for
+# results, and how much is instructions that the count leaves out.
 #
 # </details>
 
@@ -871,7 +854,7 @@ for one in clocked.get("timelines", ()):
           f"{softmax:13.0%}{late:>14}{one['tflops']:14.0f}{one['tflops_timed']:14.0f}")
 print("the model's softmax of a warpgroup:", sum(tile_clocks(128, Br=64)[1:]), "clocks")
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 def draw_timelines(first=8, steps=5):
     shown = [one for one in clocked["timelines"] if one["switches"].get("OVERLAP", 1)]
     fig, axes = plt.subplots(len(shown), 1, figsize=(9, 4), layout="constrained")
@@ -906,55 +889,63 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 #
 # <details><summary>Answer</summary>
 #
-# The count sees no difference between `fa2` and `roles`: it knows neither addresses nor waiting, and takes for granted
-# that `mma` can fill Hopper's tensor cores. What these rungs gain is the count's error. If softmax is under products
-# throughout, the count allows a step from all three units one after the other to the slowest alone, and that is more at
-# D = 64, where exp takes as long as the products. The lines under the bars say what each step did gain: far less.
-# `roles` was not one after the other: nothing keeps its warpgroups in step, so that one can compute exponentials while
-# another multiplies; and question 1 shows how much `hopper` leaves. Some steps change more than one thing. `hopper` is persistent, too.
-# And tiles differ: `wgmma` to `roles` is the gain of the roles alone at D = 128, but not at D = 64, where `roles` has a larger
-# tile; `fa2` to `wgmma` has another tile at D = 128.
+# The count sees no difference between `fa2` and `roles`: it knows neither addresses nor waiting. What these rungs gain is the
+# count's error. With softmax under products it allows the step from all three units, one after the other, to the slowest
+# alone, and that is more at D = 64. The lines under the bars say what each step did gain: far less. `roles` was not one after
+# the other: nothing keeps its warpgroups in step, so that one computes exponentials while another multiplies. And question 1
+# shows how much `hopper` leaves.
+#
+# Tiles differ, too: `wgmma` to `roles` is the gain of the roles alone at D = 128, but at D = 64 `roles` has a larger tile.
 #
 # </details>
 #
-# FlashAttention-3 itself comes in no package and is not in the picture. Its paper says, of an H100 in fp16, D = 128,
-# N = 8448, not causal: 661 TFLOP/s in full, 570 without its roles (Table 2). Quoted, not measured here.
+# FlashAttention-4's Hopper kernel is drawn beside ours, cuDNN's and FlashAttention-2's, all of one run. Only bars of one
+# picture compare; 02e has the other sizes. (FlashAttention-3 comes in no package. Its paper says, of an H100 in fp16, D = 128, N = 8448, not causal: 661
+# TFLOP/s in full, 570 without its roles, Table 2.)
 
 # %% slideshow={"slide_type": "fragment"}
-LADDER = {
-    "fwd": "fwd_5_fa2 fwd_6_wgmma fwd_7_roles fwd_8_hopper sdpa-flash sdpa-cudnn".split(),
-    "bwd": "bwd_1_fa2 bwd_2_wgmma bwd_3_hopper sdpa-flash sdpa-cudnn".split(),
-}
-matmul = (plots.ladder_numbers(fresh) or {}).get("matmul")
+LADDER = "fwd_5_fa2 fwd_6_wgmma fwd_7_roles fwd_8_hopper".split()
+PEERS = "fwd_8_hopper fa4 sdpa-cudnn sdpa-flash".split()
 LOOKS = {64: (COLOURS[5], GREYS[3], -0.2), 128: (COLOURS[0], GREYS[1], 0.2)}  # ours, theirs
 
 
+def beside_fa4(D, N=4096):
+    """{name: TFLOP/s} of the newest run that measured FlashAttention-4 and rung 8."""
+    at, runs = {"pass": "fwd", "D": D, "N": N, "causal": False, "gpu": h200.name}, {}
+    for row in fresh:
+        if at.items() <= row.items() and row["stage"] in (None, "02_fa2_cuda"):
+            runs.setdefault(row["run"], {})[row["kernel"] or row["peer"]] = row["tflops"]
+    complete = [run for run in sorted(runs) if set(PEERS) <= runs[run].keys()]
+    return runs[complete[-1]] if complete else {}
+
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 def draw_ladder(N=4096):
-    fig, axes = plt.subplots(1, 2, figsize=(9.4, 3.6), sharey=True, layout="constrained")
-    for ax, (which, names) in zip(axes, LADDER.items(), strict=True):
-        for D, (ours, theirs, shift) in LOOKS.items():
-            heights = [row_of(name, which, D, N)["tflops"] for name in names]
-            colours = [theirs if "sdpa" in name else ours for name in names]
+    fig, axes = plt.subplots(1, 2, figsize=(9.4, 3.4), sharey=True, layout="constrained")
+    for D, (ours, theirs, shift) in LOOKS.items():
+        rungs = {name: row_of(name, D=D)["tflops"] for name in LADDER}
+        for ax, values in zip(axes, (rungs, beside_fa4(D)), strict=True):
+            names = LADDER if values is rungs else PEERS
             x = [n + shift for n in range(len(names))]
+            colours = [ours if name in LADDER else theirs for name in names]
+            heights = [values[name] for name in names]
             bars = ax.bar(x, heights, width=0.38, color=colours, label=f"D = {D}")
-            ax.bar_label(bars, fmt="%.0f", fontsize=7)
-        words = [name.split("_")[-1] for name in names]
-        ax.set_xticks(range(len(names)), words, rotation=20)
-        ax.set(title=f"{which}, N = {N}, not causal, bf16, TFLOP/s")
-        ax.axhline(matmul, color=INK, ls="--", lw=1, label=f"matrix product: {matmul:.0f}")
-        ax.grid(axis="x", visible=False)
-    axes[0].set_ylim(0, 1.15 * axes[0].get_ylim()[1])
-    axes[0].legend(fontsize=8, loc="upper left", ncols=3)
-    return fig
+            ax.bar_label(bars, fmt="%.0f", fontsize=8)
+            ax.set_xticks(range(len(names)), [name.split("_")[-1] for name in names])
+            ax.grid(axis="x", visible=False)
+    axes[0].set_title(f"the rungs, forward, N = {N}, full, TFLOP/s")
+    axes[1].set_title("beside others, in one run")
+    axes[0].set_ylim(0, 760)
+    axes[0].legend(fontsize=8, loc="upper left", ncols=2)
+    return picture(fig, """Bars of TFLOP/s at D = 64 and 128. Left, the rungs fa2, wgmma,
+    roles and hopper, each higher than the one before. Right, of another run, hopper and
+    FlashAttention-4 nearly equally high, cuDNN below them, FlashAttention-2 at half.""")
+
 
 # %% slideshow={"slide_type": "fragment"}
-bars = itertools.product(LADDER, LOOKS)
-shown = [row_of(name, which, D) for which, D in bars for name in LADDER[which]]
-if matmul and all(shown):
-    result = picture(draw_ladder(), """Bars of TFLOP/s at D = 64 and 128. Forward: the
-    rungs fa2, wgmma, roles and hopper, and PyTorch's FlashAttention-2 and cuDNN. Backward:
-    fa2, wgmma, hopper and the same peers. A dashed line: a plain matrix product.""")
-    for D, (old, new) in itertools.product(LOOKS, itertools.pairwise(LADDER["fwd"][:4])):
+if all(row_of(name, D=D) for D in LOOKS for name in LADDER) and all(map(beside_fa4, LOOKS)):
+    result = draw_ladder()
+    for D, (old, new) in itertools.product(LOOKS, itertools.pairwise(LADDER)):
         gain = row_of(new, D=D)["tflops"] / row_of(old, D=D)["tflops"]
         tiles = (ladder.FORWARD[name.split("_")[-1]].tiles[0][D] for name in (old, new))
         print(f"D = {D:3}: {old} {next(tiles)} to {new} {next(tiles)}: x {gain:.2f}")
@@ -963,34 +954,31 @@ if matmul and all(shown):
         print(f"D = {D:3}: the count allows softmax under products x {most:.2f} at most")
 else:
     result = print("rows of these rungs are missing: on an H200,",
-                   "python -m steps bench --plan fast, and bwd")
+                   "python -m steps bench --plan fast, and fa4")
 result
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### One switch at a time
 #
-# The head of `fwd_8_hopper.cu` names its ideas, each a macro. The table turns one at a time: + is slower than the whole
-# kernel in the same run, - faster. LAZY is on where D > 64, and so it is turned off and on: at each D one of the two is the
-# kernel as it is, and how far that is from 0 is noise. **Question 3.** Which switch should bring more with a causal mask
-# than without?
+# The head of `fwd_8_hopper.cu` names its ideas, each a macro. The table turns one at a time: + is slower than the whole kernel
+# in the same run, - faster. LAZY is on where D > 64, so it is turned off and on: at each D one of the two is the kernel as it
+# is, and how far that is from 0 is noise. **Question 3.** Which switch should bring more with a causal mask than without?
 #
 # <details><summary>Answer</summary>
 #
 # PERSISTENT: it hides each tile's beginning and end, which weigh more where tiles are short, as causal ones are. And SKIP,
-# where the tile is 192 rows (D = 64) and N is small; at D = 128 nothing is skipped. OVERLAP does at D = 64, too, which
-# nothing above foretells.
+# where the tile is 192 rows (D = 64) and N is small; at D = 128 nothing is skipped.
 #
 # A minus beyond the noise is an honest line: there, the idea does not pay. At N = 512, D = 64, causal, turns do not, as
-# warpgroups have different blocks to skip. WIDE_STORES, for which four lanes first exchange what they hold of a row, brings
-# nothing at D = 64. LAZY did not pay there with a causal mask, and made no difference without: a thread has 32 numbers of O to
-# multiply, for which no vote of all lanes is worth it. So it is off there.
+# warpgroups have different blocks to skip. LAZY did not pay at D = 64: a thread has 32 numbers of O to multiply, for which no
+# vote of all lanes is worth it. So it is off there.
 #
-# The last line is part 4's count, as a slowdown: 36 products are 12.5 % more than 32. It foresees too much. A tile lasts as
-# long as its busiest warpgroup, whatever the others skip; they only stand less in its way.
+# The last line is part 4's count, as a slowdown. It foresees too much: a tile lasts as long as its busiest warpgroup,
+# whatever the others skip.
 #
 # </details>
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 def beside(row):
     """The time of the whole kernel in the same run, at the same size."""
     same = ("run", "D", "N", "causal", "dtype", "pass")
@@ -1015,70 +1003,6 @@ for switch in dict.fromkeys(name for name, *_ in changes):
     found = [changes.get((switch, *at)) for at in settings]
     print(f"{switch:16}", *(" " * 8 if x is None else f"{x:+8.1%}" for x in found))
 print("SKIP=0, foreseen", *(f"{foreseen(*at):+8.1%}" for at in settings))
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### What a launch costs
-#
-# Whoever launches a kernel does not wait for it. The host works only until the launch is on its way, and as long as that
-# takes less than the kernel, the GPU is never idle. `launch.forward` allocates out and lse, finds the plan that it made for
-# inputs of this layout, puts the new addresses into its launch and calls the driver; `forward` checks its arguments first.
-# *Elsewhere*: every call has its tensors at other addresses, and three tensor maps change too. Measured with a kernel too
-# short to be waited for (one head, N = 128, D = 64); the lowest of 50 rounds, as whatever else a host does only adds. Less
-# than a kernel takes is enough.
-
-# %% slideshow={"slide_type": "fragment"}
-host = rows.read_record("host")
-for name, us in host.get("microseconds", {}).items():
-    print(f"{name:27} {us:5.1f} us of the host's time a call,",
-          f"in the median round {host['medians'][name]:5.1f}")
-of_hopper = [row for row in recorded if row["kernel"] == "fwd_8_hopper"]
-if of_hopper:
-    row = min(of_hopper, key=lambda row: row["ms_median"])
-    print(f"the shortest hopper forward of the tables: {1e3 * row['ms_median']:.0f} us,",
-          "at B = {B}, H = {H}, N = {N}, D = {D}, causal = {causal}".format(**row))
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### What the power limit does
-#
-# The datasheet's TFLOP/s belong to a clock that the chip does not always hold. Near its power limit it lowers the clock.
-# **Question 4.** The same matrix product, the same shapes: once on random normal numbers, once on zeros. Same time?
-#
-# <details><summary>Answer</summary>
-#
-# No. A circuit consumes much of its power when bits change, and between zeros none do. So the clock falls less, and the same
-# kernel gets "faster" on data that nobody has: this is why everything else in the course is measured on random normal
-# numbers. The second share in the table is the one that a kernel's author can work on; the clock is what the limit
-# leaves. It drifts with heat, and so the course interleaves the candidates that it measures: here each load runs alone for two seconds,
-# and comes out slower than in the tables. And power is not all: zeros keep the product far below the limit, and still not
-# at the datasheet's clock, while the forward passes it.
-#
-# </details>
-
-# %% slideshow={"slide_type": "fragment"}
-def draw_power(loads):
-    fig, axes = plt.subplots(1, 3, figsize=(9.4, 2.5), sharey=True, layout="constrained")
-    labels = [f"{one['load']},\n{one['data']}" for one in loads]
-    colours = [GREYS[3] if one["data"] == "zeros" else COLOURS[0] for one in loads]
-    panels = {"tflops": "TFLOP/s", "sm_mhz": "clock, MHz", "watts": "power, W"}
-    for ax, (field, title) in zip(axes, panels.items(), strict=True):
-        values = [one[field] or 0 for one in loads]
-        bars = ax.barh(labels, values, height=0.65, color=colours)
-        ax.bar_label(bars, fmt="%.0f", padding=3)
-        ax.set_title(title)
-        ax.margins(x=0.2)
-        ax.grid(axis="y", visible=False)
-    axes[0].invert_yaxis()
-    return picture(fig, """TFLOP/s, clock and power of an 8192 cubed matrix product and of
-    the hopper forward, each on random normal numbers and on zeros.""")
-
-
-for one in clocked.get("power", ()):
-    there = h200.sms * TENSOR * (one["sm_mhz"] or float("nan")) / 1e6
-    share = one["tflops"] / h200.half_tflops
-    print(f"{one['load']:14} {one['data']:13}: {share:.0%} of the datasheet's TFLOP/s,",
-          f"{one['tflops'] / there:.0%} of what {one['sm_mhz']:.0f} MHz allow;",
-          f"{one['watts']:.0f} W of {one['limit_watts']:.0f}")
-draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
@@ -1106,6 +1030,8 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # - ★★ (1 hour) Give `fwd_7_roles.cu` three stages and find out, in the emulation and by arithmetic, for which D they fit.
 # - ★★★ (a weekend) Three consumer warpgroups in ping-pong at D = 128: what must the tile be, and do the registers suffice?
 #
-# **Read:** `papers/flash_attention_3.md`; the PTX ISA on `mbarrier`, `cp.async.bulk.tensor`, `wgmma` and `setmaxnreg`.
+# **Read:** `papers/flash_attention_3.md`, `papers/flash_attention_4.md`; the PTX ISA on `mbarrier`, `cp.async.bulk.tensor`,
+# `wgmma` and `setmaxnreg`.
 #
-# **Next:** [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb). A compiler decides most of this for you.
+# **Next:** [02e_fa2_cuda_hopper_backward.ipynb](02e_fa2_cuda_hopper_backward.ipynb): what bounds Hopper's backward, and what
+# is still open.

@@ -26,7 +26,7 @@
 # - **Code:** `steps/step03_triton/`, four forwards and two backwards. **Tests:** `pytest tests/test_step03_triton.py`.
 #   **Symbols:** `reference/symbols.md`.
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
 import importlib.util
 import inspect
@@ -53,7 +53,7 @@ from steps.bench import cost, fingerprint, plots, profile, rows, tune
 from steps.bench.plots import COLOURS, GREYS, INK
 from steps import step00_naive as step00, step03_triton as step03
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from steps.step00_naive import fwd_3_tiled
 from steps.step03_triton import fwd_0_fused
 from steps.workbook import Blank, check, picture, show
@@ -151,7 +151,7 @@ def in_background(script, jobs, name):
         return subprocess.Popen(command, env=environment, stdout=file)
 
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 def lines_of(process, name):
     """What the background process has printed, once it has ended."""
     assert process.wait() == 0
@@ -204,7 +204,7 @@ def one_run(kernel, which, D, causal):
     runs = [[row for row in found if row["run"] == run] for run in sorted(runs)]
     return max(runs, key=lambda run: len({rows.label(row) for row in run}), default=[])
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3), layout="constrained")
 for n, name in enumerate(("fwd_8_hopper", "fwd_5_fa2", "fwd_0_fused", "fwd_3_gluon")):
     speeds = {}
@@ -471,7 +471,7 @@ def tiles(Nq, Nk, causal, Br, Bc):
         visited += [(n * Br, j, True) for j in range(full, end, Bc)]
     return visited
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 shapes = {"not causal": (14, 14, False), "causal": (14, 14, True),
           "causal, fewer queries": (10, 18, True),
           "causal, more queries": (18, 10, True)}  # fmt: skip
@@ -523,7 +523,7 @@ inductor = in_background(INDUCTOR, [], "inductor")  # Part 7 reads what it write
 # 32. With grouped heads `h // group` is the key head. Let every value of key head n be n; then `out` tells which one a
 #     program has read:
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 in_32_bits = torch.tensor(2**25, dtype=torch.int32).mul(64).item()
 print("2^25 * 64 in 32 bits:", in_32_bits, " in 64 bits:", 2**25 * 64)
 H, Hk, N = 4, 2, 40
@@ -692,7 +692,7 @@ show("step03_triton/fwd_3_gluon", "step")
 # each result, and both compute S and dP. Grouped heads come for free: the owner of a key tile visits the queries of all
 # heads that share it.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2), layout="constrained")
 for ax, by_keys in zip(axes, (True, False), strict=True):
     for i, j in itertools.product(range(4), range(4)):
@@ -871,7 +871,7 @@ for number, (says, change) in enumerate(mistakes.items()):
         wrong = error.failures({"out": out.cpu(), "lse": lse.cpu()}, want)
         verdicts[says, name] = diagnosis(out.cpu(), x, want) if wrong else "lives"
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(9.6, 3.2))
 for (row, says), (column, name) in itertools.product(enumerate(mistakes), enumerate(built)):
     word = verdicts[says, name]
@@ -928,7 +928,7 @@ for (file, arch, D, tile), made in sorted(compiled.items()):
           f"{made['registers']:8} {made['spilled']:8} {made['shared'] / 1024:4.0f}",
           f"{programs:7} {share(D, Bc, workers):10.0%}")  # fmt: skip
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 (sweep,) = [s for s in rows.read_record("tune") if s["kernel"] == "forward"]
 own = sweep["row"]
 speeds = {tuple(one["row"]): round(one["tflops"]) for one in sweep["candidates"]}
@@ -990,7 +990,7 @@ def at_longest(kernel, which):
     print("not in this run:", ", ".join(sorted(absent)) or "none")
     return speeds
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 def draw(speeds, which, alt, roof=None):
     names = sorted(set().union(*speeds.values()), key=lambda n: (n[1:4] != "wd_", n))
     if not names:
@@ -1029,7 +1029,7 @@ draw(backwards, "backward", """Bars of TFLOP/s of the backwards of stage 03 and 
 kernels, at D = 128 and 64, with and without a causal mask; a dashed line at 5/7 of a matrix
 product.""", roof)
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 counted = {"hopper of stage 02": profile.read()["hopper"], **profile.read(part="triton")}
 UNITS = {"tensor_pipe": "tensor cores\nwork", "exp_units": "exp units\nwork",
          "issue_slots": "issue slots\nused", "dram_throughput": "device memory\nbandwidth",

@@ -26,7 +26,7 @@
 # - **Code:** `steps/step03_triton/`: `flash.py`, `flash_kernels.py`, `features.py`, `tiles.py` and `decode.py`.
 #   **Tests:** `pytest tests/test_step03_features.py tests/test_step03_decode.py`. **Symbols:** `reference/symbols.md`.
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
 import importlib
 import itertools
@@ -49,7 +49,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from reference import attention, error, philox
 from steps.bench import cost, fingerprint, plots, rows
 from steps.bench.plots import COLOURS, FAINT, INK
@@ -165,7 +165,7 @@ total, own = sum(size for _, size in allocations.found), (q.nbytes + q.nbytes //
 print(f"together {total:.0f} MiB; S has {8 * 512**2 * 4 / 2**20:.0f},", end=" ")
 print(f"the mask {seen.nbytes / 2**20}; out and lse have {own:.1f}")
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 lengths = [2**n for n in range(10, 18)]
 shape = dict(B=8, H=32, D=128)
 looks = {
@@ -264,7 +264,7 @@ pairs = zip((theirs[0], theirs[3]), (want_dQ, want_dM), strict=True)
 same = [torch.allclose(a[0, 0].cpu(), b, atol=1e-5) for a, b in pairs]
 print("stage 03, dQ and dM:     ", same)
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 tables = {"scale X": scale * X, "soft-cap": softcap * torch.tanh(scale * X / softcap)}
 tables["+ M"] = tables["soft-cap"] + M
 tables["- slope |pos - j|"] = tables["+ M"] - slope * distance
@@ -368,7 +368,7 @@ def visited(Nq, Nk, left, right, Br=4, Bc=4):
     visit[size[:1]](tiles, size[1], Nq, Nk, left, right, Br=Br, Bc=Bc)
     return {tuple(at): tiles[*at].item() == 2 for at in tiles.nonzero().tolist()}
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 def draw_tiles(ax, tiles, seen, start=0):
     """The tiles of a sequence that begins at `start`, and a dot for each pair."""
     for (n, j), masked in tiles.items():
@@ -389,7 +389,7 @@ def by_counting(seen):
     return tuple(count.sum().item() for count in counts)
 
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 N, windows = 24, {"causal": (None, 0), "window (11, 0)": (11, 0), "window (5, 5)": (5, 5)}
 fig, axes = plt.subplots(1, 3, figsize=(9, 3.3), layout="constrained", sharey=True)
 for ax, (name, window) in zip(axes, windows.items(), strict=True):
@@ -441,7 +441,7 @@ for name, size in {"additive, bfloat16": 2, "boolean": 1}.items():
     print(f"{name:18} mask: read once {once:.2f} ms, by each head {H * once:.2f} ms")
 show("step03_triton/flash_kernels", "find_tile")
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 @triton.jit
 def places(found, tiles, heads, f):
     n, _, h = flash_kernels.find_tile(tiles, heads, f)
@@ -519,7 +519,7 @@ print(f"p = {p}: t = {t}, so p is {philox.rounded(p):.4f}; kept is times {256 / 
 source = show("step03_triton/features", "kept")
 type(source)(source.partition("    else:")[0] + "    ...")
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 # With q = 0 and V the identity, out shows which P were kept; with dO the identity dv does.
 zero = torch.zeros(1, 2, 32, 32).to(device)
 eye = torch.eye(32).to(device).expand(1, 2, 32, 32)
@@ -568,7 +568,7 @@ print("dropped before l ", before[Z.any(-1)].mean(0), " on average")
 # random numbers from its sequence's start. The grid is made for the longest (`max_seqlen`, which the caller knows),
 # and surplus programs return at once, so the host never waits for the GPU to read `cu_seqlens`.
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 lengths = [7, 0, 12, 5]
 starts = [0, *itertools.accumulate(lengths)]
 print(f"cu_seqlens {starts}: {sum(lengths)} rows instead of {4 * max(lengths)}")
@@ -631,7 +631,7 @@ print(f"largest difference: out {away.max():.0e}, lse {(lse - lse_of_all).abs().
 # *one* tile, so that K and V are read once; the keys are **split** over the multiprocessors; and a second kernel
 # **merges** the parts, each with the weight exp(lse of the part - lse of all).
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(9, 2.3), layout="constrained")
 for hk, share in itertools.product(range(2), range(3)):
     look = {"facecolor": COLOURS[3 * hk + share], "edgecolor": "white", "lw": 2}
@@ -807,7 +807,7 @@ found = {}
 for number, (says, (name, *change)) in enumerate(mistakes.items()):
     found[says] = shares(planted(number, *change), name)
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 names = (*error.NAMES, "dmask")
 fig, ax = plt.subplots(figsize=(8.6, 3.4), layout="constrained")
 for (row, says), (column, name) in itertools.product(enumerate(found), enumerate(names)):
@@ -852,7 +852,7 @@ query's part only lse, of keys counted from the tile all but lse.""")
 #
 # </details>
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 assert compiler.wait() == 0
 lines = found_by_compiler.read_text().splitlines()
 compiled = dict(json.loads(line) for line in lines)
@@ -879,7 +879,7 @@ for feature, operations in compiled.items():
     shown = ", ".join(f"{kind} {round(n, 1) + 0:.1f}" for kind, n in more[feature].items())
     print(f"{feature:13} {sum(more[feature].values()):4.1f}: {shown}")
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fresh = fingerprint.fresh(rows.read())  # what was measured of the kernels as they are
 BASES = dict.fromkeys(more, "none") | {"window": "causal", "soft-cap + window": "causal"}
 BASES["packed"] = "padded"  # the same work as a batch
@@ -900,7 +900,7 @@ def times(D, which):
     return {row["options"]["feature"]: row["ms_median"] for row in run if row["stage"]}
 
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 def draw_costs():
     fig, ax = plt.subplots(figsize=(9.4, 3.4), layout="constrained")
     settings = itertools.product((128, 64), ("fwd", "bwd"))
@@ -1056,4 +1056,4 @@ print(f"a padded batch through nn.MultiheadAttention: at most {apart:.0e} apart"
 # **Read:** Gemma 2 (2408.00118); ALiBi (2108.12409); Longformer (2004.05150); T5 (1910.10683); Llama 3 (2407.21783);
 # Salmon and others, "Parallel Random Numbers: As Easy as 1, 2, 3".
 #
-# **Next:** [04_ring.ipynb](04_ring.ipynb), where the keys are divided among GPUs, and merged by lse.
+# **Next:** [04a_ring.ipynb](04a_ring.ipynb), where the keys are divided among GPUs, and merged by lse.

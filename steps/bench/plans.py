@@ -78,7 +78,7 @@ PLANS = {
     "fast": (Part(("hopper", "roles", "wgmma", "fa2", "cp_async", "ldmatrix"), peers=BEST),),
     "slow": (
         Part(("mma", "warp"), _at(4096)),
-        Part(("scalar",), _at(4096), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",)),
+        Part(("scalar", "warp"), _at(4096), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",)),
     ),
     "bwd": (Part(("hopper", "wgmma", "fa2"), passes=("bwd",), peers=BEST),),
     "more": (

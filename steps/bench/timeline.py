@@ -1,6 +1,6 @@
 """`python -m steps.bench.timeline`: when Hopper's kernel does what, and how much power it consumes: a file to commit.
 
-For the pictures of notebook 02d. Two measurements on one GPU of Hopper's kind, under a minute:
+For the pictures of notebooks 02d and 02e. Two measurements on one GPU of Hopper's kind, under a minute:
 
 timelines   fwd_8_hopper.cu with clocks written into its text: when each warpgroup of one block asks for the tensor
             cores, gets them, has its scores, its exponentials, its output. With and without OVERLAP and PINGPONG.

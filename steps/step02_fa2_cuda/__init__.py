@@ -2,7 +2,7 @@
 
 A call goes from here through steps/contract.py (checks, autograd) to launch.py (arguments, grid), which reads the
 rung's row in ladder.py and has nvrtc.py or emulator/ compile and launch the kernel.
-Notebooks: notebooks/02a_fa2_cuda_first_kernels.ipynb to 02d. Tests: tests/test_step02_fa2_cuda.py.
+Notebooks: notebooks/02a_fa2_cuda_first_kernels.ipynb to 02e. Tests: tests/test_step02_fa2_cuda.py.
 """
 
 from functools import partial
@@ -33,8 +33,8 @@ SUPPORTS = {
     "order": "fa2",  # the order in which tiles are visited, for reference/mutants.py
     "title": "FlashAttention-2 in CUDA C++, forward and backward",
     "notebooks": ("02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
-                  "02d_fa2_cuda_hopper"),  # fmt: skip
-    "minutes": 240,  # to read
+                  "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward"),  # fmt: skip
+    "minutes": 300,  # to read
     "hardware": "any with g++; an NVIDIA GPU for its speed",
 }
 forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)

@@ -7,7 +7,8 @@ has one rank. Start ranks with torchrun and `launch.init()`, or from Python with
     shards = Layout("zigzag", S, ranks)                     # q (B, H, S, D) of the whole sequence
     out = attention(*(shards.shard(x, rank) for x in (q, k, v)), causal=True, layout="zigzag")
 
-Notebook: notebooks/04_ring.ipynb. Tests: tests/test_step04_ring.py. Demo: python -m steps.step04_ring.demo.
+Notebooks: notebooks/04a_ring.ipynb and 04b_strategies.ipynb. Tests: tests/test_step04_*.py.
+Demo: python -m steps.step04_ring.demo.
 """
 
 from .comm import RingError

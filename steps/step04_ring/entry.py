@@ -35,8 +35,8 @@ SUPPORTS = {
     "deterministic": True,
     "order": "fa2",
     "title": "Ring attention with torch.distributed",
-    "notebooks": ("04_ring",),
-    "minutes": 60,  # to read
+    "notebooks": ("04a_ring", "04b_strategies"),
+    "minutes": 105,  # to read
     "hardware": "any; 2 or more GPUs for its speed",
 }
 

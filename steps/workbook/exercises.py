@@ -151,7 +151,12 @@ def load(text=None):
     entries = tomllib.loads(text or (STEPS / "workbook" / "exercises.toml").read_text())
     kinds = {"exercise": Exercise, "puzzle": Puzzle, "step": Step, "hunt": Hunt}
     tasks = [kind(**entry) for name, kind in kinds.items() for entry in entries.get(name, ())]
-    return {task.id: task for task in sorted(tasks, key=lambda task: task.id)}
+    return {task.id: task for task in sorted(tasks, key=_in_order)}
+
+
+def _in_order(task):
+    """What tasks are sorted by: 02.10 comes after 02.9."""
+    return [part.zfill(3) if part.isdigit() else part for part in task.id.split(".")]
 
 
 def find(id):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from steps import engine
@@ -39,6 +40,7 @@ def run(job, folder, limit, on=None):
     the one of this process.
     """
     preload = PRELOAD.get(job["stage"], []) + PRELOAD.get(job["kind"], [])
+    preload = [module for module in preload if find_spec(module.split(".")[0])]  # Triton is for Linux only.
     job = job | {"folder": str(folder), "limit": int(limit), "preload": preload, "fork": FORK}
     how = _supervise(job, limit, on or engine.name)
     results, printed = Path(folder) / "results.jsonl", Path(folder) / "printed.txt"

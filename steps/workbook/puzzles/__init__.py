@@ -1,8 +1,8 @@
-"""Exercises that stand on their own: each module here is one of them, with a small kernel around the function asked.
+"""Exercises that stand on their own: each module here is one of them, most with a small kernel around the function.
 
 Such a module has
-    specification   what the kernel computes, in a few lines of torch; the reader's file begins with it
-    the function    that the exercise asks for, and the kernel that calls it
+    specification   what is computed, in a few lines of torch; the reader's file begins with it
+    the function    that the exercise asks for, and the kernel that calls it, if there is one
     run             starts the kernel: {name: tensor} from the arguments of the specification
     expected        {name: (what `run` has to return, how far from it a result may be)}
     CASES           the inputs that a check runs

@@ -12,19 +12,21 @@
 # ---
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# # 04. Ring attention
+# # 04a. Ring attention
 #
 # ## 1. The question
 #
 # *How do several GPUs share one sequence, and who waits for whom?*
 #
-# - **Before you start:** notebook 00 (tiles, lse, delta). No experience with distributed programs.
+# - **Before you start:** notebook 00 (tiles, lse, delta). No experience with distributed programs. Next: 04b, other ways to
+#   share a sequence, links, faults and models.
 # - **Time:** about an hour to read, an hour more with the exercises.
 # - **Hardware:** any. Without GPUs the ranks are processes that talk over sockets (gloo), and here compute with stage
-#   00's tiles, to be quick. With a GPU for each rank the same files use NCCL and stage 03's kernels.
+#   00's tiles, to be quick. With a GPU for each rank the same files use NCCL and the
+#   kernels of stage 02 or 03.
 # - **Code:** `steps/step04_ring/`. **Tests:** `pytest tests/test_step04_ring.py`. **Symbols:** `reference/symbols.md`.
 
-# %% slideshow={"slide_type": "skip"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
 import itertools
 import math
@@ -36,22 +38,23 @@ from unittest.mock import patch
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
-import torch.distributed as dist
 from reference import attention, cases, error
-from steps.bench import cost, fingerprint, rows
+from steps.bench import cost, rows
 from steps.bench.plots import COLOURS, GREYS, INK, style
 from steps import step00_naive as step00, step04_ring as step04
 from steps.step04_ring import Layout, demo, launch, ring
 from steps.step04_ring.merge import merge as merge_parts
+from steps.step04_ring.simulate import Machine, Shape, gantt, read_flops, schedule
+from steps.step04_ring.strategies import lesson_1_hop, lesson_2_overlap
 from steps.workbook import Blank, check, picture, show
 from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 
 torch.set_num_threads(1)  # the ranks below are threads or processes themselves
-torch.set_printoptions(precision=2, sci_mode=False)
 style()
 print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
 
 # %% slideshow={"slide_type": "skip"}
+torch.set_printoptions(precision=2, sci_mode=False)
 RANK = (*COLOURS[:3], GREYS[1])  # a colour for each of four ranks
 WHITE = {"ha": "center", "va": "center", "color": "white"}  # text in the middle of a box
 
@@ -91,7 +94,7 @@ for N in (2**13, 2**17, 2**20):
     print(f"S of one head {one_head:7,.1f} GB, at peak {at_peak(N):6.1f} s")
 
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 lengths = [2**i for i in range(12, 23)]
 fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.2))
 looks = {1: ("o-", COLOURS[1]), 8: ("s-", COLOURS[0]), 64: ("D-", COLOURS[2])}
@@ -206,10 +209,52 @@ print(f"6 orders of 3 parts, largest difference: {largest:.1e}")
 # **Claim 2.** Parts may be merged in any order, up to rounding. So no rank needs the keys in sequence order, and each
 # may start with its own.
 #
+# ### One hop
+#
+# Now two devices. Every rank sends its keys to the next one, and attends to its own and to those that arrive. If every
+# rank first sent and then received, each would wait until the next one receives: for ever. So both halves of a **hop**
+# are posted together. `launch.Ranks` starts processes in one process group. Each finds the worker by its name in a
+# module, so that it cannot be typed in here. This one lets every rank send its own number, twice:
+
+# %% slideshow={"slide_type": "fragment"}
+show("step04_ring/strategies/lesson_1_hop", "hop")
+
+# %% slideshow={"slide_type": "fragment"}
+# When this runs as a plain script, the new processes must not run the file again.
+globals().pop("__file__", None)
+four_ranks = launch.Ranks(4)
+print("\n".join(four_ranks.run(lesson_1_hop.worker)))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Overlap
+#
+# A message takes time, and the first block does not need it. `post` only starts the hop; the wait may come later.
+#
+# **Predict.** A hop takes h, a block b. How long do two blocks and the hop take, with `overlap=False` and with `True`?
+#
+# <details><summary>Answer</summary>
+#
+# h + 2b, and max(h, b) + b. If the hop is the shorter of the two, it is free.
+#
+# </details>
+#
+# Here a block only sleeps for 100 ms, because a GPU would leave the processor free meanwhile. (A block that computes on
+# the same cores as gloo's threads slows them down.)
+
+# %% slideshow={"slide_type": "fragment"}
+show("step04_ring/strategies/lesson_2_overlap", "attention")
+
+# %% slideshow={"slide_type": "fragment"}
+with launch.Ranks(2) as ranks:
+    ms = ranks.run(lesson_2_overlap.worker)[0]
+print(f"two blocks of 100 ms and a hop: in sequence {ms[False]:.0f} ms,", end=" ")
+print(f"overlapped {ms[True]:.0f} ms")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The ring, in one process
 #
 # Every rank keeps its queries. In each of N steps it attends to the keys at hand, merges, and hands the keys to
-# rank + 1: a **hop**. Here the ranks are entries of lists. `Layout` says which positions a rank holds. Its `work` says
+# rank + 1. Here the ranks are entries of lists. `Layout` says which positions a rank holds. Its `work` says
 # which rows and keys of the block there are to compute, and whether under a causal diagonal; None means nothing.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -260,13 +305,12 @@ for kind in step04.SUPPORTS["layouts"]:
     print(f"largest difference to one device {worst:.0e}")
 
 
-# %% slideshow={"slide_type": "subslide"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 N, forward_holds = 4, []
 layout = Layout("zigzag", 16, N)
 shards = [[layout.shard(x[:16], rank) for rank in range(N)] for x in (q, k, v)]
 ring_in_lists(*shards, layout, forward_holds)
-# The backward's order is explained in part 4.
-backward_holds = [[(rank + 1 + step) % N for rank in range(N)] for step in range(N)]
+backward_holds = forward_holds[::-1]  # Part 4 explains why.
 holds = {"forward: keys go to rank + 1": forward_holds,
          "backward: they return to rank - 1": backward_holds}  # fmt: skip
 fig, axes = plt.subplots(1, 2, figsize=(8, 2.6))
@@ -288,7 +332,8 @@ last its own 0; each colour moves up.""")
 # ## 4. From algorithm to code
 #
 # First the budget: what a rank holds, of one layer. Of all K and V it needs the pair at hand and the one that is
-# arriving, 2 / N. In the backward, dK and dV exist three times: computed, on the way out, and arriving.
+# arriving, 2 / N. Where the sums of dK and dV travel with them, these exist three times: computed, on the way out, and
+# arriving.
 
 # %% slideshow={"slide_type": "fragment"}
 S, N, H, Hk, D = 2**20, 8, 32, 8, 128
@@ -309,13 +354,13 @@ print(f"  {'all of K and V would be':44} {2 * 2 * Hk * S * D / 2**30:5.2f} GiB")
 #
 # | line | what it does | in `step04_ring/` |
 # |---|---|---|
-# | 1 | out = 0, lse = -inf, float32 | `ring.forward` |
-# | 4, 9 | post the hop, later wait for it | `comm.py`: `post`, `wait` |
+# | 1 | out = 0, lse = -inf, float32 | `merge.py`: `Parts` |
+# | 4, 9 | post the hop, later wait for it | `relay.py`, over `comm.py`: `post`, `wait` |
 # | 5 | the block: any kernel that gives (out, lse) | the argument `block`, with `Layout.work` |
 # | 6–8 | merge | `merge.py` (yours, in part 5) |
 # | 10–17 | the backward | `ring.backward` |
 #
-# The hop is posted *before* the block is computed and waited for after it: if it is the shorter of the two, it is free.
+# The loop asks a **transport** for one rank's K, V after the other. `relay` brings them by hops; 04b has another one.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step04_ring/ring", "forward")
@@ -347,14 +392,14 @@ print("all keys at once                   dq of query 5", dq[5])
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # dQ stays with its rank. dK and dV are sums over *all* ranks' queries, so they travel with their K and V, and must end
 # at their owner. Turning the ring round does that without an extra hop: the backward starts with the keys that the
-# forward ended with, those of rank + 1, and ends with the rank's own (the figure's right half).
+# forward ended with, those of rank + 1, and ends with the rank's own (the figure's right half; yours in exercise 04.4).
 
 # %% slideshow={"slide_type": "fragment"}
 show("step04_ring/ring", "backward")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Now let the module's own two loops run. They need only `rank`, `size` and `post` of their communicator, so threads and
-# queues will do, and can write down what is sent.
+# queues will do.
 
 # %% slideshow={"slide_type": "fragment"}
 class Wire:
@@ -447,7 +492,7 @@ for kind in kinds:
     print("every visible score once:", triangle)
 
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 3, figsize=(9, 2.9))
 for ax, kind in zip(axes, kinds, strict=True):
     who, when = owners(Layout(kind, 8, 4, causal=True))
@@ -505,149 +550,45 @@ for N in (2, 4, 8, 64):
 # tends to a half. Zigzag is at 1: every rank does half a unit in every step. Striped is a little below, as its
 # triangles with the keys of later ranks have one row and one column less.
 #
-# Here is the waiting as a timeline, in a model: a hop starts when both its ends have posted it; the next step starts
-# when the block is done and the hops in and out are through.
+# Here is the waiting as a timeline, from the event model of `simulate.py`: a hop begins when both its ends have posted
+# it, the next step when the block is done and the hops in and out are through. The model takes each block's speed from
+# stage 02's recorded rows on an H200. The link has 155 GB/s each way, which NCCL has reached between four of them (of
+# this there is no recorded row yet).
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
+speeds = read_flops(rows.read())  # FLOP/s of a block on an H200, by its size
+
+
+def waiting(kind, link, words):
+    """The timeline of 32k positions on four ranks; wide bars are blocks, dark ones hops."""
+    machine = Machine(speeds, link)
+    plan = schedule(Layout(kind, 2**15, 4, causal=True), Shape(), machine, "relay")
+    busy = plan.blocks[1] - plan.blocks[0]  # (steps, ranks)
+    shares = ", ".join(f"{share:.0%}" for share in busy.sum(0) / plan.seconds)
+    print(f"{kind}, {link / 1e9:g} GB/s: ranks 0 to 3 compute {shares} of the time")
+    return picture(gantt(plan, f"{kind}, {link / 1e9:g} GB/s each way"), words)
+
+
+waiting("contiguous", 155e9, """Timeline of four ranks, contiguous. Rank 0 computes half a
+block, and then only passes the others' keys on; rank 3 computes in all four steps. A hop, a
+thin dark bar, takes as long as the first block and half as long as the later ones.""")
 
 # %% slideshow={"slide_type": "fragment"}
-def timeline(kind, N, hop):
-    """[(rank, step, begin, end)] of all blocks, in units of c^2 work; a hop lasts `hop`."""
-    table = work_table(kind, N)
-    ready, bars = [0.0] * N, []
-    for step in range(N):
-        end = [ready[r] + table[r, step].item() for r in range(N)]
-        bars += [(r, step, ready[r], end[r]) for r in range(N)]
-        if step < N - 1:
-            # The time at which the hop from rank r - 1 to rank r is through.
-            arrived = [max(ready[r], ready[r - 1]) + hop for r in range(N)]
-            ready = [max(end[r], arrived[r], arrived[(r + 1) % N]) for r in range(N)]
-    return bars
-
-
-# %% slideshow={"slide_type": "fragment"}
-fig, axes = plt.subplots(3, 1, figsize=(8, 5.2), sharex=True, gridspec_kw={"hspace": 0.4})
-runs = ("contiguous", 0.3), ("zigzag", 0.3), ("zigzag", 0.8)
-for ax, (kind, hop) in zip(axes, runs, strict=True):
-    bars = timeline(kind, 4, hop)
-    for r, step, begin, end in bars:
-        src = (r - step) % 4
-        ax.barh(r, end - begin, left=begin, height=0.8, color=RANK[src], edgecolor="white")
-        if end > begin:
-            ax.text((begin + end) / 2, r, f"K{src}", fontsize=8, **WHITE)
-    last = max(end for *_, end in bars)
-    ax.set_yticks(range(4), [f"rank {r}" for r in range(4)])
-    ax.set(ylim=(3.6, -0.6), xlim=(0, 3.6))
-    share = 2 / last
-    ax.set_title(f"{kind}, a hop lasts {hop}: done at {last:.1f}, efficiency {share:.2f}")
-    busy = sum(end - begin for r, _, begin, end in bars if r == 0)
-    print(f"{kind}, hop {hop}: rank 0 works {busy:.1f} of {last:.1f}")
-axes[-1].set_xlabel("time, in blocks of c²")
-picture(fig, """Three timelines of four ranks. Contiguous: rank 0 works half a unit and then
-idles to the end at 3.5, rank 3 works throughout. Zigzag with a hop of 0.3: all ranks work
-without a gap and end at 2.0. Zigzag with a hop of 0.8, longer than a step's half unit: all
-ranks wait after every step.""")
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### What travels, and when it is free
-#
-# Contiguous: rank 0 works 0.5 of 3.5 and waits for the rest. Zigzag hides a hop of 0.3 behind a block of half a unit,
-# but not one of 0.8. So how long is a hop? First, what is sent; the log of a dry run in bfloat16 knows:
-
-# %% slideshow={"slide_type": "fragment"}
-N, c = 4, 16
-half = [torch.randn(1, 2, N * c, 32, device=device).bfloat16() for _ in range(4)]
-_, log = dry_run(*half, Layout("zigzag", N * c, N, causal=True))
-from_0 = [x for rank, x in log if rank == 0]
-sent = [(tuple(x.shape), str(x.dtype).removeprefix("torch."), x.nbytes) for x in from_0]
-for message in dict.fromkeys(sent):
-    print(f"{sent.count(message)} x shape {message[0]} {message[1]}: {message[2]:,} bytes")
-kv, dkv = (2 * 2 * c * 32 * size for size in (2, 4))  # K and V, H c D each
-print(f"formula: K, V {kv:,}; dK, dV in float32 {dkv:,}")
-
-
-# %% slideshow={"slide_type": "fragment"}
-def break_even(F, W, share=1.0, pass_="fwd"):
-    """Tokens a rank, c, from which zigzag's hops are hidden, in bfloat16.
-
-    F is in FLOP/s, W in bytes/s each way, and share is Hk / H.
-    """
-    # The operations of a step, in units of H c^2 D.
-    operations = cost.flops(1, 1, 1, 1, causal=True, pass_=pass_)
-    # The bytes of K and V, and in the backward of dK and dV, in units of Hk c D.
-    sent = {"fwd": 2 * 2, "bwd": 2 * 2 + 2 * 4}[pass_]
-    return sent / operations * share * F / W
-
-
-peak = 1e12 * h200.half_tflops
-links = {  # bytes/s each way: two measured between 4 H200, and two datasheets'
-    "copy engine, 370 GB/s": 370e9, "NCCL, 155 GB/s": 155e9,
-    "network, 400 Gb/s": 50e9, "Ethernet, 10 Gb/s": 1.25e9,
-}  # fmt: skip
-for name, W in links.items():
-    fwd, bwd = break_even(peak, W), break_even(peak, W, pass_="bwd")
-    grouped = break_even(peak, W, share=1 / 4)
-    print(f"{name:21} fwd {fwd:11,.0f}   bwd {bwd:11,.0f}", end="   ")
-    print(f"fwd with Hk = H / 4 {grouped:9,.0f} tokens a rank")
-
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Work grows like c², bytes like c, so there is a c from which the hop is hidden: $c \ge 2\,(F/W)\,(H_k/H)$ forward,
-# with 12/5 in place of 2 backward. B, D and N cancel. F is the datasheet's peak here; a kernel below it needs fewer tokens.
-# W is not the datasheet's 450 GB/s of NVLink: between the 4 H200 of one machine we have measured 155 GB/s each way with
-# NCCL, which `ring.py` sends with, and 370 with the GPUs' copy engines. (Of this there is no recorded row yet.) So NVLink
-# hides hops from the second line's c on, and could from the first line's. Fewer K/V heads help in proportion.
-
-# %% slideshow={"slide_type": "fragment"}
-tokens = [2**i for i in range(8, 23)]
-fig, ax = plt.subplots(figsize=(7.2, 3.6))
-step_ms = [1e3 * cost.flops(1, 32, c, 128, causal=True) / peak for c in tokens]
-ax.loglog(tokens, step_ms, "o-", color=COLOURS[1], label="a step's block, at peak")
-looks = (COLOURS[0], "-"), (COLOURS[4], "-."), (COLOURS[2], "--"), (COLOURS[3], ":")
-for (name, W), (colour, look) in zip(links.items(), looks, strict=True):
-    hop_ms = [1e3 * 2 * 2 * 32 * 128 * c / W for c in tokens]
-    ax.loglog(tokens, hop_ms, look, color=colour, label=f"hop: {name}")
-    c = break_even(peak, W)
-    ax.plot(c, 1e3 * 2 * 2 * 32 * 128 * c / W, "X", color=INK, ms=8)
-ax.set_title("ms; H = Hk = 32, D = 128, zigzag, forward. X: break-even")
-ax.set(xlabel="c, tokens a rank")
-ax.minorticks_off()
-ax.legend(fontsize=8)
-picture(fig, """Milliseconds against tokens a rank on log-log axes. The step's block rises
-with slope 2, the hop over each of four links with slope 1; they cross further to the right
-the slower the link is: at about 5, 13 and 40 thousand, and beyond a million tokens.""")
+waiting("zigzag", 155e9, """Timeline of four ranks, zigzag. All ranks compute in every step
+with short gaps, because a hop takes a little longer than the block beside it.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Real processes
 #
-# `launch.Ranks` starts processes in one process group. Each looks the worker up by name in an importable module, so it
-# cannot be typed in here. The demo's worker, `report`, makes the same random input on every rank, runs the ring on this
-# rank's shard forward and backward, and compares with one device.
+# The demo's worker, `report`, makes the same random input on every rank, runs the ring on this rank's shard forward and
+# backward, and compares with one device. What is left has to be float32 rounding:
 
 # %% slideshow={"slide_type": "fragment"}
-# When this runs as a plain script, the new processes must not run the file again.
-globals().pop("__file__", None)
-for size, chosen in ((2, ("zigzag",)), (4, kinds)):
-    with launch.Ranks(size) as ranks:
-        print("ranks", ranks.run(dist.get_rank))
-        for kind in chosen:
-            arguments = 259, 32, 2, True, kind, "float32"  # S, D, H, causal, layout, dtype
-            lines = ranks.run(demo.report, *arguments)[0]
-            print(f"  {kind:10}", lines[-1].removeprefix("largest "))
-
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# All five results agree with one device to float32 rounding. And when a rank dies? Its neighbours might wait for ever.
-# So every wait has a limit, and the caller learns at which rank it began:
-
-# %% slideshow={"slide_type": "fragment"}
-x = torch.zeros(1, 1, 3, 16, device=device)
-with launch.Ranks(2, timeout=10) as ranks:
-    ranks.run(dist.get_rank)
-    ranks.processes[1].kill()
-    try:
-        ranks.run(step04.forward, x, x, x)
-    except launch.RankError as problem:
-        for line in str(problem).splitlines()[:3]:
-            print(line.split(" [")[0])  # without the backend's own words
+with four_ranks:  # ends them afterwards
+    for kind in kinds:
+        arguments = 259, 32, 2, True, kind, "float32"  # S, D, H, causal, layout, dtype
+        lines = four_ranks.run(demo.report, *arguments)[0]
+        print(f"{kind:10}", lines[-1].removeprefix("largest "))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
@@ -685,6 +626,29 @@ def visible_part(kind, me, src, q, k, early_q, early_k):
 
 
 check("04.2", visible_part)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 04.4: the reverse ring.** Whose keys a rank has in each step of the backward, and to whom it sends them, and
+# the sums of dK and dV. (04.3 is in 04b.)
+
+# %% slideshow={"slide_type": "fragment"}
+def reverse_step(rank, step, N):
+    """(src, kv_to, dkv_to) of this rank in this step, 0 to N - 1, of the backward.
+
+    src is the rank whose K and V are at hand. kv_to is the rank that K and V are sent to
+    while the block is computed, and dkv_to the one that the sums of their dK and dV are
+    sent to after it; None where nobody needs them any more, or where they have arrived.
+    """
+    raise Blank
+
+
+check("04.4", reverse_step)
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# **Case file 04.bug2, "NaN at the beginning".** Keys are divided among ranks, and the parts of all are merged. On 2 ranks
+# everything is right; on 4 the first queries of a causal call are NaN, though their lse is right.
+# `python -m steps check 04.bug2` writes `my/04_bug2.py` with the whole complaint. Write the test that would have caught
+# it, and name the cause.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
@@ -784,7 +748,7 @@ for name, change in changes.items():
         died |= {(name, c): failures(named[c[0]], c[1]) for c in columns}
 
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(8.4, 3))
 names = (*changes, *blocks)
 for row, name in enumerate(names):
@@ -811,14 +775,16 @@ delta also in the case with rising scores.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# **Question 1.** Suppose out is rounded to bfloat16 after every merge, or dK and dV travel in bfloat16, half the bytes.
+# **Question.** Suppose out is rounded to bfloat16 after every merge, or dK and dV travel in bfloat16, half the bytes.
 # Does the error grow with the number of ranks? Is it worse than if only each *block's* result comes rounded?
 #
 # <details><summary>Answer</summary>
 #
 # A block's rounding enters with the block's weight, and the weights add up to 1: the error stays level. An accumulator
 # is rounded as a whole and once a step, so its error grows with the number of ranks. Rounding lse too is worse, as an
-# error in lse is a *relative* error of the weights. Hence `ring.py` sums, and sends dK and dV, in float32.
+# error in lse is a *relative* error of the weights. Hence the
+# stage sums in float32, and where sums travel, they travel in float32. 04b's other transport sends every part to its
+# owner once, as a block gives it: that is "blocks rounded".
 #
 # </details>
 
@@ -865,7 +831,7 @@ for N in ranks:
         errors.append(((dk - exact_dk).abs().max() / exact_dk.abs().max()).item())
 
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, gridspec_kw={"wspace": 0.1})
 looks = (INK, "o-"), (COLOURS[0], "s-"), (COLOURS[1], "D-"), (COLOURS[2], "^-")
 for ax, found, title in zip(axes, (out_error, dk_error), ("out", "dK"), strict=True):
@@ -883,40 +849,7 @@ where lse is rounded too.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # On 64 ranks, out is off by 1.7e-02 of its largest entry if rounded each step, by 1.7e-03 if only the blocks are.
-#
-# **Question 2.** On real GPUs with a causal mask, how far apart are the three layouts at long sequences, and at short?
-#
-# <details><summary>Answer</summary>
-#
-# At long ones contiguous should come near N / (2N - 1) of the other two. At short ones all three wait for hops and
-# launches, and balance matters less.
-#
-# </details>
-
-# %% slideshow={"slide_type": "fragment"}
-recorded = rows.latest(fingerprint.fresh(rows.read()))
-ring_rows = [row for row in recorded if row["stage"] == "04_ring" and row["layout"]]
-
-
-def draw_rows(all_rows):
-    """TFLOP/s a GPU against the length, one line a layout, at the last row's setting."""
-    last = all_rows[-1]
-    same = [name for name in rows.SETTING if name not in ("N", "Nk")]
-    own = [row for row in all_rows if all(row[name] == last[name] for name in same)]
-    fig, ax = plt.subplots()
-    for kind, colour in zip(kinds, COLOURS, strict=False):
-        line = [(r["N"], r["tflops"] / r["n_gpus"]) for r in own if r["layout"] == kind]
-        lengths, speeds = [N for N, _ in sorted(line)], [speed for _, speed in sorted(line)]
-        ax.semilogx(lengths, speeds, "o-", base=2, color=colour, label=kind)
-    where = f"{last['n_gpus']} x {last['gpu']}"
-    ax.set_title(f"{where}, {last['pass']}, {last['dtype']}, D = {last['D']}")
-    ax.set(xlabel="S", ylabel="TFLOP/s a GPU")
-    ax.legend()
-    return picture(fig, "TFLOP/s a GPU against the sequence length, one line a layout.")
-
-
-nothing = "no rows yet: this stage has not been measured on GPUs"
-draw_rows(ring_rows) if ring_rows else print(nothing)
+# So the sums have to be float32, and a block's result may be rounded. What the ring costs in time is 04b's matter.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
@@ -925,23 +858,23 @@ draw_rows(ring_rows) if ring_rows else print(nothing)
 # - Keys and values travel; queries stay. N blocks, N - 1 hops, each posted before the block that hides it.
 # - The backward needs no merge: final lse and delta are right in every block. It runs the ring in reverse.
 # - The slowest rank of a step sets the pace. Under a causal mask contiguous wastes up to half, the others do not.
-# - Work grows like c², what travels like c: from some c on the hops are hidden.
+# - A hop that is posted before a block and waited for after it is free, if the block takes longer.
 #
 # **Ask yourself**
 #
 # 1. Why need no maximum travel with (out, lse)?
 # 2. Why is rank 0 of the contiguous layout idle and yet not free to leave?
 # 3. How many hops would dK and dV need if the backward turned the same way as the forward, own block first?
-# 4. The batch doubles. What happens to the break-even c?
-# 5. One rank passes `causal=True`, the others do not. What would happen without `Comm.agree`?
+# 4. What may be done between `post` and `wait` with the tensor that is sent, and with the one that arrives?
+# 5. One rank passes `causal=True`, the others do not. What would happen if the ranks did not compare their calls?
 #
 # **Go further**
 #
-# - ★ (15 minutes) Let `timeline` take one slow rank, at half the speed. What does the ring's time become?
+# - ★ (15 minutes) Draw the timeline with `Machine(..., slow={1: 2.0})`: rank 1 takes twice as long. Who notices, and when?
 # - ★★ (1 hour) Write the backward that turns forwards with `Wire`, and count its messages against `ring.backward`'s.
 # - ★★★ (a weekend) Zigzag sends late chunks to ranks that never use them. Send each half only as far as it is needed.
 #
 # **Read:** `papers/ring_attention.md`, `papers/striped_attention.md`, `papers/blockwise_parallel_transformer.md`.
 #
-# **Next:** `python -m steps.step04_ring.demo --seq 2048 --gpus 4`, and the demo of the whole course, `make demo`, whose
-# model trains with its sequence dealt to two ranks.
+# **Next:** 04b, four ways to share a sequence, and what each costs. And
+# `python -m steps.step04_ring.demo --seq 2048 --gpus 4`.

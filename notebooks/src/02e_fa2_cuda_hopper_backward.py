@@ -1,0 +1,787 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# # 02e. Hopper's backward: who reads from where
+#
+# ## 1. The question
+#
+# *From `bwd_1` to `bwd_2` the backward becomes more than twice as fast, the largest step of it. The arithmetic is the same.
+# What changed, and what is the next limit?*
+#
+# - **Before you start:** 02c (the backward's five products) and 02d (TMA, wgmma, descriptors).
+# - **Time:** about an hour to read, an hour more with the exercises.
+# - **Hardware:** any computer with Linux (or WSL2) and g++; Hopper is emulated. Speeds, clocks and watts are recordings
+#   from an H200.
+# - **Code:** `steps/step02_fa2_cuda/`, `bwd_1_fa2.cu`, `bwd_2_wgmma.cu`, `bwd_3_hopper.cu`. **Tests:**
+#   `pytest tests/test_step02_fa2_cuda.py`.
+# - **Papers:** FlashAttention-3 (2407.08608), appendix B.1, and FlashAttention-4 (2603.05451); in `papers/`.
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
+import steps  # first: it chooses the engine
+import itertools
+import math
+import textwrap
+from collections import Counter
+
+import matplotlib
+import matplotlib.pyplot as plt
+import torch
+
+from reference import error
+from steps.bench import cost, fingerprint, plots, rows, timeline
+from steps.bench.plots import COLOURS, GREYS, INK
+from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
+from steps.workbook import Blank, check, edited, exercises, picture, show
+from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
+from steps.workbook.listing import Source
+
+plots.style()
+torch.set_num_threads(1)
+h200 = cost.GPUS["NVIDIA H200"]
+print(steps.engine.describe())
+print(f"torch {torch.__version__}, matplotlib {matplotlib.__version__}")
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
+fresh = fingerprint.fresh(rows.read())  # of the files as they are
+recorded = [row for row in rows.latest(fresh) if row["gpu"] == h200.name]
+clocked = timeline.read()
+
+
+def row_of(name, which="bwd", D=128, N=4096, causal=False):
+    """The recorded row of a kernel ("bwd_1_fa2") or a peer, or None."""
+    at = {"pass": which, "D": D, "N": N, "causal": causal, "dtype": "bf16"}
+    at |= {"options": {}, "timing": "interleaved"}
+    found = (r for r in recorded if name in (r["kernel"], r["peer"]))
+    return next((r for r in found if at.items() <= r.items()), None)
+
+
+def excerpt(file, *parts):
+    """Parts of a kernel file, each from the line that contains one text to the line before
+    the next that contains another."""
+    lines, found = show(file).splitlines(), []
+    for first, last in parts:
+        begin = next(n for n, line in enumerate(lines) if first in line)
+        end = next(n for n, line in enumerate(lines) if n > begin and last in line)
+        found.append(textwrap.dedent("\n".join(lines[begin:end])).rstrip())
+    result = Source("\n\n".join(found))
+    result.language = "cpp"
+    return result
+
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 2. The problem, measured
+#
+# Three rungs of the backward, and PyTorch's two kernels. `bwd_1` is FlashAttention-2's design on `mma`. `bwd_2` has the same
+# tiles and loops with TMA and wgmma.
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
+NAMES = "bwd_1_fa2 bwd_2_wgmma bwd_3_hopper sdpa-flash sdpa-cudnn".split()
+LOOKS = {64: (COLOURS[5], GREYS[3], -0.2), 128: (COLOURS[0], GREYS[1], 0.2)}  # ours, theirs
+matmul = (plots.ladder_numbers(fresh) or {}).get("matmul")
+
+
+def draw_ladder(N=4096):
+    fig, ax = plt.subplots(figsize=(7.4, 3.2), layout="constrained")
+    for D, (ours, theirs, shift) in LOOKS.items():
+        heights = [row_of(name, D=D)["tflops"] for name in NAMES]
+        colours = [theirs if "sdpa" in name else ours for name in NAMES]
+        x = [n + shift for n in range(len(NAMES))]
+        bars = ax.bar(x, heights, width=0.38, color=colours, label=f"D = {D}")
+        ax.bar_label(bars, fmt="%.0f", fontsize=8)
+    ax.set_xticks(range(len(NAMES)), NAMES)
+    ax.set_title(f"backward, N = {N}, not causal, bf16, TFLOP/s")
+    ax.axhline(matmul, color=INK, ls="--", lw=1, label=f"matrix product: {matmul:.0f}")
+    ax.set_ylim(0, 1.25 * matmul)
+    ax.grid(axis="x", visible=False)
+    ax.legend(fontsize=8, loc="upper left", ncols=3)
+    return picture(fig, """Bars of TFLOP/s of the backward at D = 64 and 128: the rungs fa2,
+    wgmma and hopper, and PyTorch's FlashAttention-2 and cuDNN. wgmma and hopper are equally
+    high, about twice as high as fa2.""")
+
+
+
+# %% slideshow={"slide_type": "fragment"}
+if matmul and all(row_of(name, D=D) for D in LOOKS for name in NAMES):
+    for D in LOOKS:
+        old, new = (row_of(name, D=D)["tflops"] for name in NAMES[:2])
+        print(f"D = {D:3}: bwd_1 {old:.0f}, bwd_2 {new:.0f} TFLOP/s: x {new / old:.2f}")
+    result = draw_ladder()
+else:
+    result = print("rows are missing: on an H200, python -m steps bench --plan bwd")
+result
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# 02c put a roof over `bwd_1`: its warps fetch every operand by `ldmatrix`, and shared memory gives one wavefront a clock.
+# wgmma reads shared memory without `ldmatrix`. So how high is the new roof, and does the kernel come nearer to it?
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 3. The idea: bytes a clock
+#
+# A wgmma multiplies 64 x 16 numbers by 16 x n. At the datasheet's rate, 4096 FLOP a clock and multiprocessor (SM), that takes
+# n / 2 clocks. It reads its second operand, 32 n bytes, from shared memory, and its first, 2048 bytes, from there or from
+# registers. Shared memory delivers 128 bytes a clock.
+#
+# **Claim 1.** With n = 64 and both operands in shared memory, a product needs *all* of its bandwidth. Nothing else can be
+# read or written meanwhile. Only a first operand in registers, or a wider n, leaves some over.
+
+# %% slideshow={"slide_type": "fragment"}
+BANDWIDTH, TENSOR = 128, 4096  # bytes, FLOP: a clock and SM
+
+
+def wgmma(n, first_in_registers):
+    """(clocks, bytes of shared memory) of one instruction, 64 x 16 times 16 x n."""
+    first = 0 if first_in_registers else 64 * 16 * 2
+    return 2 * 64 * 16 * n // TENSOR, first + 16 * n * 2
+
+
+for n in (64, 128):
+    for registers in (False, True):
+        clocks, bytes_ = wgmma(n, registers)
+        where = "registers    " if registers else "shared memory"
+        print(f"n = {n:3}, first operand in {where}: {clocks} clocks, {bytes_} bytes,",
+              f"{bytes_ / clocks:.0f} bytes a clock")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Which operand can stay in registers?
+#
+# What a product leaves in registers is the first operand of the next one if both have the same rows (02b: two C fragments are
+# an A fragment). A block owns keys. So there is a choice: compute S, with a query a row, or Sᵀ = K_j Q_iᵀ, with a key a row.
+#
+# | product | sums over | rows of its result | first operand, with S | with Sᵀ |
+# |---|---|---|---|---|
+# | S, dP (or Sᵀ, dPᵀ) | d | queries (keys) | Q_i, dO_i | K_j, V_j |
+# | dV_j += Pᵀ dO_i | queries | keys | Pᵀ, from shared memory | Pᵀ, **as it lies** |
+# | dK_j += dSᵀ Q_i | queries | keys | dSᵀ, from shared memory | dSᵀ, **as it lies** |
+# | dQ_i = dS K_j | keys | queries | dS, as it lies | dS, from shared memory |
+#
+# **Claim 2.** With Sᵀ two products take their first operand from registers, and P is never stored. dS has to go to shared
+# memory either way, because one sum over dS runs along its rows and the other down its columns.
+#
+# Four queries and six keys, of which two *warpgroups* have three each. A warpgroup's dV and dK need only its own rows of Pᵀ
+# and dSᵀ. Its share of dQ is only a part of the sum:
+
+# %% slideshow={"slide_type": "fragment"}
+Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1]])
+K = torch.tensor([[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]])
+V, dO = torch.arange(12.0).view(6, 2) / 4, torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0]])
+P = (Q @ K.T).softmax(-1)
+delta = (dO * (P @ V)).sum(-1, keepdim=True)
+dS = P * (dO @ V.T - delta)  # (queries, keys)
+dV, dK, dQ = P.T @ dO, dS.T @ Q, dS @ K
+share = []
+for keys in (slice(0, 3), slice(3, 6)):
+    P_t, dS_t = P.T[keys], dS.T[keys]  # the rows that this warpgroup has in registers
+    alone = torch.allclose(P_t @ dO, dV[keys]), torch.allclose(dS_t @ Q, dK[keys])
+    share.append(dS_t.T @ K[keys])
+    print(f"keys {keys.start} to {keys.stop - 1}: dV, dK right: {alone};",
+          f"its share of dQ's row 0: {[round(x, 2) for x in share[-1][0].tolist()]}")
+print("dQ's row 0:", [round(x, 2) for x in dQ[0].tolist()],
+      "is the sum of both:", torch.allclose(sum(share), dQ))
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# So the two warpgroups exchange dSᵀ, and each computes one half of dQ_i over all keys: 64 of its 128 rows (D = 64), or 64 of
+# its 128 columns (D = 128). Now we can count a step, one tile of queries, for both choices. (With S at D = 128 each warpgroup
+# multiplies its own 64 keys, and adds its share of dQ_i to memory itself.)
+
+# %% slideshow={"slide_type": "subslide"}
+def products(D, Br, swapped=True):
+    """{product: (n, how many instructions, first operand in registers)} of a warpgroup,
+    which has 64 of the block's 128 keys; dQ_i is shared equally."""
+    t = "^T" if swapped else ""  # without it 64 queries and Br keys
+    own = {f"S{t}": (Br, D // 16, False), f"dP{t}": (Br, D // 16, False)}
+    own |= {"dV": (D, Br // 16, swapped), "dK": (D, Br // 16, swapped)}
+    if not swapped and Br == 64:  # its share of the whole dQ_i, over its own 64 keys
+        return own | {"dQ": (128, 64 // 16, True)}
+    return own | {"dQ": (64, 128 // 16, not swapped)}
+
+
+def step_of(D, Br, swapped=True):
+    """(clocks of the tensor cores, bytes that wgmma reads) of a block's step."""
+    clocks, bytes_ = 0, 0
+    for n, count, registers in products(D, Br, swapped).values():
+        c, b = wgmma(n, registers)
+        clocks, bytes_ = clocks + 2 * count * c, bytes_ + 2 * count * b  # two warpgroups
+    return clocks, bytes_
+
+
+# %% slideshow={"slide_type": "fragment"}
+TILES = ladder.BACKWARD["wgmma"].tiles[0]  # {D: (Br, Bc)}
+for D, (Br, Bc) in TILES.items():
+    for swapped in (False, True):
+        clocks, bytes_ = step_of(D, Br, swapped)
+        stored = 2 * Br * Bc * (1 if swapped else 2)  # dS, and P unless swapped
+        added = 4 * Br * D * (2 if not swapped and D == 128 else 1)  # to dq, in float32
+        print(f"D = {D:3}, {'S^T' if swapped else 'S  '}: {clocks} clocks of products;",
+              f"wgmma reads {bytes_ // 1024} KiB = {bytes_ // BANDWIDTH} clocks; stored:",
+              f"{stored // 1024} KiB of P and dS; added to dq: {added // 1024} KiB")
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
+fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.1), sharey=True, layout="constrained")
+for ax, (D, (Br, _)) in zip(axes, TILES.items(), strict=True):
+    start = 0
+    for name, (n, count, registers) in products(D, Br).items():
+        clocks, bytes_ = (2 * count * x for x in wgmma(n, registers))
+        look = {"color": COLOURS[0 if registers else 1], "edgecolor": "white"}
+        ax.bar(start, bytes_ / clocks, width=clocks, align="edge", **look)
+        ax.text(start + clocks / 2, bytes_ / clocks + 3, name, ha="center", fontsize=9)
+        start += clocks
+    ax.axhline(BANDWIDTH, color=INK, ls="--", lw=1)
+    ax.set(title=f"D = {D}, tile {Br} x 128", xlabel="clocks of the tensor cores, a step")
+    ax.set(ylim=(0, 150), xlim=(0, start))
+    ax.grid(axis="x", visible=False)
+axes[0].set_ylabel("bytes a clock")
+boxes = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (COLOURS[1], COLOURS[0])]
+labels = ["both operands from shared memory", "the first from registers"]
+boxes.append(plt.Line2D([], [], color=INK, ls="--"))
+labels.append("its bandwidth")
+fig.legend(boxes, labels, ncols=3, loc="outside lower center", fontsize=8)
+picture(fig, """Bytes of shared memory a clock that each of the five products reads. At D =
+128, S^T, dP^T and dQ reach the dashed line of 128 bytes, dV and dK half of it. At D = 64
+only dQ reaches it; S^T and dP^T read 96, dV and dK 64 bytes a clock.""")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# At D = 64 wgmma reads less with Sᵀ. At D = 128 it reads just as much, since dQ costs what dV and dK save. There Sᵀ saves the
+# store of P, and half of the additions to dq. Three of five products leave shared memory no time for anything else.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 4. From algorithm to code
+#
+# FlashAttention-3, Algorithm 3, which is FlashAttention-2's Algorithm 2 with roles. Lines in brackets are those of
+# FlashAttention-2's (`papers/flash_attention_2.md`).
+#
+# | line | what | in `bwd_2_wgmma.cu` |
+# |---|---|---|
+# | [4] | delta, lse in base 2; dq = 0 | `attention_delta`, a kernel of its own |
+# | [5–7] | K_j, V_j by TMA; dK_j = dV_j = 0 | before the loop; `keys_full` |
+# | [8–9] | Q_i, dO_i, lse_i, delta_i, one tile ahead | lambda `load_queries`, thread 0; `queries_full` |
+# | [10] | Sᵀ = K_j Q_iᵀ, and at once dPᵀ = V_j dO_iᵀ [13] | `start_product`, two groups |
+# | [11] | Pᵀ, while dPᵀ is computed | `wgmma_wait<1>`, `mask`, `probabilities` |
+# | [14] | dSᵀ, also to shared memory | `wgmma_wait<0>`, `score_gradients`, `store_tile` |
+# | [15] | dQ_i, its half | `start_dQ`, `add_dQ` |
+# | [12, 16] | dV_j, dK_j, under `add_dQ` | `start_product` from registers |
+# | [18] | dK_j, dV_j, written once | `store_rows` |
+
+# %% slideshow={"slide_type": "subslide"}
+step = "barrier_wait(queries_full + stage", "__syncthreads();  // nobody still"
+excerpt("bwd_2_wgmma", step)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Read the waits. Two groups are started, and `wgmma_wait<1>` waits for the older one: Pᵀ is computed under dPᵀ's product. The
+# one barrier of a step stands where the warpgroups exchange dSᵀ, and `fence_async` before it makes the stores visible to
+# wgmma, which reads by another path. dQ_i, dV_j and dK_j are three groups; `wgmma_wait<2>` waits for dQ_i alone, so that its
+# additions run under the other two.
+#
+# One operand is read in two ways. dSᵀ lies with a key a row; dQ_i sums over keys, so the descriptor of the *first* operand
+# says that the sum runs down the rows, too (TRANS_A = 1). No transposed copy exists.
+#
+# **The budget.** dK_j and dV_j stay in registers for the whole loop, Sᵀ and dPᵀ for a step. P is packed, and takes half of S:
+
+# %% slideshow={"slide_type": "fragment"}
+sizes = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "dtype": torch.bfloat16}
+sizes |= {"shared_limit": h200.multiprocessor.shared_per_block, "processors": h200.sms}
+for D, (Br, Bc) in TILES.items():
+    launches = launch.geometry("bwd_2_wgmma", D=D, causal=False, **sizes)
+    kernel, _, threads, shared, macros = next(x for x in launches if "backward" in x[0])
+    usage = nvrtc.compile(launch.HERE / "bwd_2_wgmma.cu", macros, "sm_90a").usage[kernel]
+    parts = {"dK, dV": 2 * 64 * D // 128, "S, dP": 2 * 64 * Br // 128}
+    parts |= {"P, dS": 2 * 64 * Br // 256, "dQ": 64 * 64 // 128}
+    says = ", ".join(f"{name} {n}" for name, n in parts.items())
+    print(f"D = {D:3}, tile {Br:3} x {Bc}: {says}; ptxas: {usage.registers} of 255",
+          f"registers, {usage.spills} bytes spilled; {shared / 1024:.0f} KiB,",
+          f"{threads} threads")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# They do not all live at once: dQ_i takes its registers when Sᵀ and dPᵀ are done with.
+#
+# ### Count everything
+#
+# wgmma is not the only one at shared memory. TMA writes Q_i and dO_i; `store_tile` writes dSᵀ; all lanes read lse and delta. The
+# emulation counts what the text's own loads and stores need (a compiler may join neighbouring loads), and the rest is
+# arithmetic.
+
+# %% slideshow={"slide_type": "fragment"}
+def counted_wavefronts(rung, D):
+    """Wavefronts of one more tile of queries: the text's own accesses to shared memory."""
+    Br, Bc = TILES[D]
+    total = Counter()
+    for sign, N in ((1, 3 * Br), (-1, 2 * Br)):
+        q, dout, k, v = torch.randn(4, 1, 1, max(N, Bc), D).bfloat16()
+        q, dout, k, v = q[:, :, :N], dout[:, :, :N], k[:, :, :Bc], v[:, :, :Bc]
+        out, lse = launch.forward(q, k, v, rung="wgmma")
+        with emulator.count_conflicts() as counted:
+            sums = launch.start_gradients(dout, out, lse, rung=rung)
+            launch.add_gradients(sums, dout, q, k, v)
+        for site, (_, wavefronts) in counted.items():
+            total[site] += sign * wavefronts
+    return sum(total.values())
+
+
+# %% slideshow={"slide_type": "fragment"}
+def roof(rung, D):
+    """TFLOP/s on an H200 if the busier of tensor cores and shared memory never rests."""
+    Br, Bc = TILES[D]
+    clocks, bytes_ = step_of(D, Br)
+    bytes_ += 2 * 2 * Br * D  # Q_i and dO_i come
+    bytes_ += 4 * Br * D if rung == "hopper" else 0  # the copy engine reads dQ_i
+    shared = bytes_ / BANDWIDTH + counted_wavefronts(rung, D)
+    tflops = h200.half_tflops * clocks / max(clocks, shared)
+    print(f"bwd {rung:6} D = {D:3}: products {clocks}, shared memory {shared:.0f} clocks a",
+          f"step; roof {tflops:.0f} TFLOP/s")
+    return tflops
+
+
+roofs = {(rung, D): roof(rung, D) for rung in ("wgmma", "hopper") for D in TILES}
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# The two are level. That is what makes this kernel hard: whoever waits for one of the two units loses time on both, and there
+# is no slack to catch up.
+#
+# ### Rung 3, `hopper`: the copy engine adds
+#
+# The lanes of `bwd_2` add dQ_i to device memory by atomic additions of 16 bytes. In `bwd_3` a warp leaves its part in shared
+# memory, and one lane sends it off: the copy engine can *add* while it copies. By the count above this costs time of shared
+# memory, and the kernel is no faster. What it is for: a lane can wait for its turn while the others go on, so that dq is
+# bit-equal from run to run (DETERMINISTIC).
+
+# %% slideshow={"slide_type": "subslide"}
+show("bwd_3_hopper", "add_dQ")
+
+# %% slideshow={"slide_type": "fragment"}
+generator = torch.Generator().manual_seed(0)
+q, k, v, dout = torch.randn(4, 1, 1, 512, 64, generator=generator).bfloat16()
+out, lse = launch.forward(q, k, v, rung="hopper")
+want = error.expected(q, k, v, dout)
+for deterministic in (False, True):
+    options = {"rung": "hopper", "deterministic": deterministic}
+    found = []
+    for blocks in emulator.ORDERS:
+        with emulator.schedule(blocks=blocks, threads="random", copies="random", seed=3):
+            grads = launch.backward(dout, q, k, v, out, lse, **options)
+        found.append(dict(zip(("dq", "dk", "dv"), grads, strict=True)))
+    failed = sum(bool(error.failures(g, want)) for g in found)
+    same = {x: all(torch.equal(g[x], found[0][x]) for g in found) for x in found[0]}
+    print(f"deterministic={deterministic!s:5}: bit-equal in three orders: {same};",
+          f"failures: {failed}")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 5. Write it yourself
+#
+# **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i in the order of its registers, which saves all
+# arithmetic of addresses. The last kernel restores rows and columns, and for that someone must know where a number went. The
+# docstring of the exercise says how the registers hold it: `check("02.11")` writes it to a file.
+#
+# `hint("02.11")` asks a question, `hint("02.11", 2)` gives the formula, `hint("02.11", 3)` pseudo-code.
+
+# %% slideshow={"slide_type": "fragment"}
+def dq_position(row, column, D):
+    """The index of the number (row, column) of a tile of dQ_i among its 8192 numbers."""
+    raise Blank
+
+
+check("02.11", dq_position)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Bug hunt 02.bug3**, in a kernel with TMA and wgmma. Find the cause, and write a test that fails on
+# `steps/step02_fa2_cuda/broken/bug3.cu` and passes on the stage's own forward.
+
+# %% slideshow={"slide_type": "fragment"}
+print(textwrap.fill(exercises.find("02.bug3").symptom, 110))
+
+
+def test(forward):
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...)."""
+    raise Blank
+
+
+check("02.bug3", test)
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 6. Check it, then break it
+#
+# Six mistakes of one line each in `bwd_2_wgmma.cu`, in three schedules of the emulation. **Which are seen at once, and which
+# one only when threads come in another order?** *Refused* is a misuse that the emulation reports.
+#
+# <details><summary>Answer</summary>
+#
+# Without the barrier, whoever is first computes dQ_i from dSᵀ that the other warpgroup has yet to store. In the emulation's
+# default order all have stored by then, and on a GPU mostly, too. Accumulators that are used under way are refused in every
+# schedule. dPᵀ read too early is not refused, since reading cannot be seen, but the numbers are others. The last two spoil
+# dq alone: a half twice and the other never, or half of the sum.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+SCHEDULES = {
+    "copies late": {},
+    "products late": {"copies": "eager", "wgmma": "late"},
+    "random": {"threads": "random", "copies": "random", "wgmma": "random", "seed": 1},
+}
+S_wait, dP_wait = "wgmma_wait<1>();                  // S^T", "wgmma_wait<0>();  // dP^T is"
+barrier = "    __syncthreads();  // both warpgroups have written dS^T"
+added = "add_dQ(dq_i, dQ);"
+loop = "for (int j = 0; j < Bc / 16; j++)\n    wgmma_ss<T, 64, 1, 1>"
+mistakes = {
+    "S^T used before its wait": (S_wait, S_wait.replace("1", "2")),
+    "dP^T used before its wait": (dP_wait, "// dP^T is"),
+    "no barrier after dS^T is stored": (barrier, "    // both have written dS^T"),
+    "no wait for dV and dK": (f"{added}\n    wgmma_wait<0>();", added),
+    "both compute the same half of dQ": ("D == 64 ? warpgroup * Bc * 64 : 0", "0"),
+    "dQ sums over half of the keys": (loop, loop.replace("Bc / 16", "Bc / 32")),
+}
+
+# %% slideshow={"slide_type": "fragment"}
+q, k, v, dout = torch.randn(4, 1, 1, 400, 64, generator=generator).bfloat16()
+out, lse = launch.forward(q, k, v, rung="wgmma")
+want = error.expected(q, k, v, dout)
+
+
+def outcome(how):
+    try:
+        with emulator.schedule(**how):
+            grads = launch.backward(dout, q, k, v, out, lse, rung="wgmma")
+    except RuntimeError as report:
+        return "stuck" if "stuck" in str(report) else "refused"
+    spoilt = error.failures(dict(zip(("dq", "dk", "dv"), grads, strict=True)), want)
+    return f"spoils {', '.join(spoilt)}" if spoilt else "lives"
+
+
+print(f"{'':34}", *(f"{name:15}" for name in SCHEDULES))
+print(f"{'as it is':34}", *(f"{outcome(how):15}" for how in SCHEDULES.values()))
+for name, change in mistakes.items():
+    with edited("bwd_2_wgmma.cu", change):
+        print(f"{name:34}", *(f"{outcome(how):15}" for how in SCHEDULES.values()))
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 7. Predict, then measure
+#
+# **Question 1.** The cell counts 02c's roof over `bwd_1` once more, from its wavefronts. By how much should `bwd_2` be faster,
+# if it stays equally far below its own roof?
+#
+# <details><summary>Answer</summary>
+#
+# By the ratio of the roofs. At D = 128 that is what was measured, at D = 64 it is less. That both rungs reach about the same
+# share of their roofs is no proof that shared memory explains it: `bwd_1` waits at two barriers a step, `bwd_2` at one, and
+# in `bwd_2` part of the softmax runs while no product does. And the miss is large: a step takes many more clocks than its
+# products. Its exponentials are less than half of these. Where the rest goes, the course has not measured.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+def roof_of_fa2(D, N=256):
+    """TFLOP/s on an H200 if its shared memory never rests, by one head's wavefronts."""
+    random = torch.randn(4, 1, 1, N, D, generator=torch.Generator().manual_seed(0))
+    q, k, v, dout = random.bfloat16()
+    out, lse = launch.forward(q, k, v, rung="fa2")
+    tile = ladder.BACKWARD["fa2"].tiles[0][D]
+    with emulator.count_conflicts() as counted:
+        launch.backward(dout, q, k, v, out, lse, rung="fa2", backward_tile=tile)
+    wavefronts = sum(wavefronts for _, wavefronts in counted.values())
+    return h200.half_tflops / TENSOR * 10 * N * N * D / wavefronts
+
+
+for D, (Br, Bc) in TILES.items():
+    old, new = row_of("bwd_1_fa2", D=D), row_of("bwd_2_wgmma", D=D)
+    if old and new:
+        old, new = old["tflops"], new["tflops"]
+        before, after = roof_of_fa2(D), roofs["wgmma", D]
+        print(f"D = {D:3}: roofs {before:.0f} and {after:.0f}: foreseen x",
+              f"{after / before:.2f}, measured x {new / old:.2f};",
+              f"{old / before:.0%} and {new / after:.0%} of the roofs")
+        clocks, _ = step_of(D, Br)
+        took = clocks * h200.half_tflops / new
+        print(f"    a step took {took:.0f} clocks of the datasheet's,",
+              f"{took - clocks:.0f} more than its products;",
+              f"exponentials need {Br * Bc // 16}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Beside FlashAttention-4
+#
+# FlashAttention-4 (`papers/flash_attention_4.md`) was designed for Blackwell, and its package has kernels for Hopper. They
+# were measured in one run with ours, cuDNN's and FlashAttention-2's, in turn, on the same inputs. **Question 2.** Where are we
+# behind, forward or backward?
+#
+# <details><summary>Answer</summary>
+#
+# In the backward, everywhere, by 3 to 7 %. Forward the two are as good as level: ours is a little ahead at D = 64 and N = 4096,
+# and up to 5 % behind elsewhere. What their backward does that ours does not is the first half of the list in part 8.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+RACE = {"fwd": "fwd_8_hopper", "bwd": "bwd_3_hopper"}
+LENGTHS = (4096, 8192, 16384)
+THEIRS = {"fa4": (COLOURS[1], "s"), "sdpa-cudnn": (GREYS[1], "^")}
+THEIRS |= {"sdpa-flash": (GREYS[2], "v")}
+
+
+def race():
+    """{(pass, D, causal, N): {name: TFLOP/s}}, each of one run in which FlashAttention-4
+    and our kernel were measured."""
+    runs = {}
+    for row in fresh:
+        if row["stage"] in (None, "02_fa2_cuda") and row["gpu"] == h200.name:
+            at = row["run"], row["pass"], row["D"], row["causal"], row["N"]
+            runs.setdefault(at, {})[row["kernel"] or row["peer"]] = row["tflops"]
+    found = {}
+    for (_, *at), names in sorted(runs.items()):
+        if at[0] in RACE and {"fa4", RACE[at[0]]} <= names.keys() and at[3] in LENGTHS:
+            found[tuple(at)] = names
+    return found
+
+
+# %% slideshow={"slide_type": "fragment"}
+raced = race()
+for which, ours in RACE.items():
+    for D in (64, 128):
+        at = [names for key, names in raced.items() if key[:2] == (which, D)]
+        ratios = [names[ours] / names["fa4"] for names in at]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            print(f"{ours:12} D = {D:3}, of fa4's TFLOP/s: geometric mean {mean:.3f},",
+                  f"from {min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} settings")
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
+def draw_race():
+    fig, axes = plt.subplots(2, 4, figsize=(9.4, 4.6), sharey=True, layout="constrained")
+    for n, (ax, (which, D, causal)) in enumerate(zip(axes.flat, SETTINGS, strict=True)):
+        ours = {RACE[which]: (COLOURS[0], "o")}
+        for name, (colour, marker) in (ours | THEIRS).items():
+            values = [raced[which, D, causal, N].get(name) for N in LENGTHS]
+            label = "ours (fwd_8, bwd_3)" if name in ours else name
+            look = {"color": colour, "marker": marker, "label": None if n else label}
+            ax.plot(LENGTHS, values, **look)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(LENGTHS, ("4k", "8k", "16k"))
+        ax.minorticks_off()
+        ax.set_title(f"{which}, D = {D}, {'causal' if causal else 'full'}", fontsize=10)
+        ax.set_ylim(0, 760)
+    fig.supylabel("TFLOP/s, bf16, 16k tokens, H200", fontsize=9)
+    fig.legend(loc="outside lower center", ncols=4, fontsize=8)
+    return picture(fig, """TFLOP/s against N, forward above and backward below, D = 64 and
+    128, full and causal. Forward, ours and FlashAttention-4 lie on each other or nearly so;
+    backward, FlashAttention-4 lies a little above ours. cuDNN is below both, and
+    FlashAttention-2 at half of them.""")
+
+
+SETTINGS = [*itertools.product(RACE, (64, 128), (False, True))]
+complete = all((*setting, N) in raced for setting in SETTINGS for N in LENGTHS)
+draw_race() if complete else print("no such run: python -m steps bench --plan fa4")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Two tricks of FlashAttention-4
+#
+# **Conditional rescaling**, which the forward's rung 8 has, too (the switch LAZY). O and l may stay in the units of an old
+# maximum as long as 2^(S - m) cannot overflow. So O is rescaled only if m has grown by more than 8 in log2. A warp asks all its
+# lanes, which have 16 rows. **Question 3. In how many steps does a warp rescale?**
+#
+# **A polynomial for exp2**, which rung 8 has not. At D = 64 the special-function units are the limit. 2^x is 2^⌊x⌋ times 2^f with f
+# in [0, 1). The first factor only moves exponent bits, and the second can be a polynomial, a few fused multiply-adds on other
+# units. P is rounded to bf16 anyway. **Which degree is enough?**
+
+# %% slideshow={"slide_type": "fragment"}
+def warps_that_rescale(scale, tiles=32, Bc=128, lazy=8.0):
+    """Shares of (warp, tile) in which O is rescaled: if m has grown at all; by more than
+    `lazy`. A warp has 16 rows of random scores with this standard deviation, in log2."""
+    S = torch.randn(64, 16, tiles, Bc, generator=torch.Generator().manual_seed(0)) * scale
+    m, grown, counts = S[:, :, 0].amax(-1), None, torch.zeros(2)
+    true = m.clone()
+    for j in range(1, tiles):
+        new = torch.maximum(true, S[:, :, j].amax(-1))
+        counts[0] += (new > true).any(1).float().mean()
+        true = new
+        grown = (new - m > lazy).any(1)  # of each warp
+        m = torch.where(grown[:, None], new, m)
+        counts[1] += grown.float().mean()
+    return (counts / (tiles - 1)).tolist()
+
+
+for scale in (1, 5, 20, 100):
+    always, lazily = warps_that_rescale(scale)
+    print(f"scores with standard deviation {scale:3} in log2: a maximum of the warp's rows",
+          f"grows in {always:.0%} of the steps, O is rescaled in {lazily:.0%}")
+
+# %% slideshow={"slide_type": "subslide"}
+generator = torch.Generator().manual_seed(0)
+x = -16 * torch.rand(200_000, generator=generator, dtype=torch.float64)
+exact = x.exp2()
+nodes = (torch.cos(math.pi * (torch.arange(64.0) + 0.5) / 64).double() + 1) / 2  # in (0, 1)
+rounded = ((exact.bfloat16().double() - exact) / exact).abs().max().item()
+print(f"rounding to bf16: largest relative error {rounded:.1e}")
+for degree in range(1, 6):
+    powers = nodes[:, None] ** torch.arange(degree + 1)  # fitted for the relative error
+    weights = 1 / nodes.exp2()[:, None]
+    fitted = torch.linalg.lstsq(powers * weights, torch.ones(64, 1).double()).solution[:, 0]
+    fraction = (x - x.floor()).float()
+    y = torch.zeros_like(fraction)
+    for coefficient in fitted.flip(0):  # Horner: a fused multiply-add each
+        y = y * fraction + coefficient.float()
+    y = torch.ldexp(y, x.floor().int())
+    error_ = ((y.double() - exact) / exact).abs().max().item()
+    other = (y.bfloat16() != exact.float().bfloat16()).float().mean().item()
+    print(f"degree {degree}: largest relative error {error_:.1e} before rounding;",
+          f"{other:.2%} of P are another bf16 number")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# With scores of ordinary size, the first line, the maximum of some row of the warp grows in two of three steps, but never by 8.
+# Only scores that differ by 2^20 and more make rescaling frequent. And at degree 3, which FlashAttention-4 takes, the
+# polynomial's error is far below that of rounding P: less than one P in a hundred becomes another number. On Hopper a
+# polynomial competes with the softmax's other float32 instructions, so that only a part of the exponentials can move.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What a launch costs
+#
+# Whoever launches a kernel does not wait for it. As long as a launch takes the host less time than the kernel, the GPU is never
+# idle. `launch.forward` allocates out and lse, finds the plan that it made for inputs of this layout, puts the new addresses
+# in and calls the driver; `forward` checks its arguments first. *Elsewhere*: every call has its tensors at other addresses, and
+# three tensor maps change. Measured with a kernel too short to be waited for (one head, N = 128, D = 64), the lowest of 50
+# rounds.
+
+# %% slideshow={"slide_type": "fragment"}
+host = rows.read_record("host")
+for name, us in host.get("microseconds", {}).items():
+    print(f"{name:27} {us:5.1f} us of the host's time a call,",
+          f"in the median round {host['medians'][name]:5.1f}")
+of_hopper = [row for row in recorded if row["kernel"] == "fwd_8_hopper"]
+if of_hopper:
+    row = min(of_hopper, key=lambda row: row["ms_median"])
+    print(f"the shortest hopper forward of the tables: {1e3 * row['ms_median']:.0f} us,",
+          "at B = {B}, H = {H}, N = {N}, D = {D}, causal = {causal}".format(**row))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What the power limit does
+#
+# The datasheet's TFLOP/s belong to a clock that the chip does not always hold. Near its power limit it lowers the clock.
+# **Question 4.** The same matrix product, the same shapes: once on random normal numbers, once on zeros. Same time?
+#
+# <details><summary>Answer</summary>
+#
+# No. A circuit consumes much of its power when bits change, and between zeros none do. So the clock falls less, and the same
+# kernel gets "faster" on data that nobody has: everything else in the course is measured on random normal numbers. The second
+# share in the table is the one that a kernel's author can work on; the clock is what the limit leaves. It drifts with heat,
+# and so candidates are measured in turn, and compared within one run. And power is not all: zeros keep the product far below
+# the limit, and still not at the datasheet's clock, while the forward passes it.
+#
+# </details>
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
+def draw_power(loads):
+    fig, axes = plt.subplots(1, 3, figsize=(9.4, 2.5), sharey=True, layout="constrained")
+    labels = [f"{one['load']},\n{one['data']}" for one in loads]
+    colours = [GREYS[3] if one["data"] == "zeros" else COLOURS[0] for one in loads]
+    panels = {"tflops": "TFLOP/s", "sm_mhz": "clock, MHz", "watts": "power, W"}
+    for ax, (field, title) in zip(axes, panels.items(), strict=True):
+        values = [one[field] or 0 for one in loads]
+        bars = ax.barh(labels, values, height=0.65, color=colours)
+        ax.bar_label(bars, fmt="%.0f", padding=3)
+        ax.set_title(title)
+        ax.margins(x=0.2)
+        ax.grid(axis="y", visible=False)
+    axes[0].invert_yaxis()
+    return picture(fig, """TFLOP/s, clock and power of an 8192 cubed matrix product and of
+    the hopper forward, each on random normal numbers and on zeros.""")
+
+
+for one in clocked.get("power", ()):
+    there = h200.sms * TENSOR * (one["sm_mhz"] or float("nan")) / 1e6
+    share = one["tflops"] / h200.half_tflops
+    print(f"{one['load']:14} {one['data']:13}: {share:.0%} of the datasheet's TFLOP/s,",
+          f"{one['tflops'] / there:.0%} of what {one['sm_mhz']:.0f} MHz allow;",
+          f"{one['watts']:.0f} W of {one['limit_watts']:.0f}")
+NO_CLOCKS = "no recording: on an H200, python -m steps.bench.timeline"
+draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 8. Summary
+#
+# - A 64 x 64 x 16 wgmma with both operands in shared memory needs its whole bandwidth: 4 KB in 32 clocks.
+# - Sᵀ instead of S puts Pᵀ and dSᵀ into the registers of those who own the keys. P is never stored.
+# - dS alone is exchanged, through shared memory, at one barrier a step. dQ_i is divided between the warpgroups.
+# - Tensor cores and shared memory are level, so that every wait costs both.
+# - Compare kernels within one run: clock, heat and power limit change from run to run.
+#
+# **Ask yourself**
+#
+# 1. Why does a wider n help the first two products, and what forbids n = 128 at D = 128?
+# 2. Why does dQ read both operands from shared memory, although its first operand was in registers?
+# 3. Why is one barrier a step enough, given that dSᵀ has two buffers?
+# 4. What would change if the block owned queries instead of keys?
+# 5. Why may `add_dQ` use the order of registers, and `store_rows` not?
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Open problems with known prizes
+#
+# The prize of the first five is the distance to FlashAttention-4 in the table above; its Hopper backward does all of them.
+# What was tried here is said; *slower* means slower at most sizes, measured in turn with the kernel as it is.
+#
+# 1. **A producer warp**, with barriers of its own for Q_i with lse and for dO_i with delta; K_j comes with the first Q_i. Tried as
+#    in the forward's `roles`, with one barrier for all: slower.
+# 2. **A warp that sends dQ_i**, so that no consumer waits for the copy engine. Not tried.
+# 3. **80 queries a tile, and dQ_iᵀ instead of dQ_i** where no mask is: wider products read less (the line below). Not tried.
+# 4. **lse and delta read before Sᵀ is there.** dV_j started before the fence and barrier, with the next tile's copies after
+#    dK_j, was slower.
+# 5. **The three kernels overlapped** by programmatic dependent launch. Not tried.
+# 6. **Grouped heads**: with one batch entry and one key head there are fewer blocks than SMs (below). A block a query head, with
+#    dK_j and dV_j added by the copy engine, would fill them.
+# 7. **D = 96, 192 and 256**: there the backward is still `bwd_1`.
+# 8. **The forward at D = 64**, where exponentials take as long as products: a polynomial for a part of them. Not tried.
+# 9. **The causal forward**: exponentials before and after the wait for O, in FlashAttention-4's order: slower. A tile of 128 x 176
+#    with one place for Q: slower. Both: faster at N = 16384 with a causal mask, slower elsewhere. Sections of heads by the size
+#    of the L2 cache: slower.
+
+# %% slideshow={"slide_type": "fragment"}
+for Br, what in ((64, "64 queries, dQ"), (80, "80 queries, dQ^T")):
+    clocks = bytes_ = 0
+    own = products(128, Br)
+    if Br == 80:  # dQ^T = K^T dS^T: 64 of the 128 columns are the rows, 80 queries n
+        own["dQ"] = (80, 128 // 16, False)
+    for n, count, registers in own.values():
+        c, b = wgmma(n, registers)
+        clocks, bytes_ = clocks + 2 * count * c, bytes_ + 2 * count * b
+    print(f"D = 128, {what:16}: wgmma reads {bytes_ / clocks:.1f} bytes a clock")
+blocks = -(-4096 // 128)
+print(f"B = Hk = 1, H = 8, N = 4096: {blocks} blocks for {h200.sms} SMs;",
+      f"a block a query head: {8 * blocks}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Past one kernel
+#
+# **Fusing the Q, K and V projections.** Three products of the same tokens are one product with a wider matrix
+# (`flash_attn/modules/mha.py` of Dao-AILab/flash-attention calls it `Wqkv`). Going on into the attention kernel would save
+# writing Q, K and V, but every tile of queries needs all keys, so that K and V would be computed again by each.
+#
+# **Several streams and heads in flight.** A kernel too small for the chip can run beside another one. Streams say what does
+# not depend on each other, and programmatic dependent launch starts a kernel's preamble before its predecessor ends (CUDA
+# Programming Guide, 4.5).
+#
+# **Between GPUs, from inside a kernel.** NVSHMEM lets a thread write to another GPU's memory and raise a flag there (`put` with
+# signal, NVSHMEM documentation). A ring as in stage 04 then needs no host between its steps.
+#
+# **A whole network as one persistent kernel.** With one token at a time a layer takes microseconds, and beginnings and ends
+# of kernels weigh. *Look Ma, No Bubbles!* (Hazy Research, May 2025) runs all of Llama-1B's forward as one kernel, with an
+# interpreter on each SM.
+#
+# **Blackwell.** Tensor cores twice as fast, exponentials and shared memory as before: the counts of 02d and of this notebook
+# tip over. FlashAttention-4 (2603.05451) answers with accumulators in a memory of their own, a polynomial exp2, and products
+# that two SMs share. wgmma is gone there.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Go further**
+#
+# - ★ (15 minutes) `step_of` for a tile of 128 queries at D = 128: what would it read, and why does it not fit?
+# - ★★ (1 hour) Count `bwd_1` with `products`-like arithmetic: how many bytes does `ldmatrix` fetch for each product?
+# - ★★★ (a weekend) Number 2 of the list, in the emulation first: a ninth warp, two named barriers a warpgroup.
+#
+# **Read:** `papers/flash_attention_3.md`, `papers/flash_attention_4.md`; the PTX ISA on `wgmma` and `cp.reduce.async.bulk`.
+#
+# **Next:** [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb). A compiler decides most of this for you.

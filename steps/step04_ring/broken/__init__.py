@@ -1,0 +1,1 @@
+"""Broken on purpose: the bug hunts of this stage, steps/workbook/exercises.toml."""

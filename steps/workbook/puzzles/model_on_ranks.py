@@ -1,0 +1,170 @@
+"""What a rank gives to its model: tokens, positions for the rotary embedding, labels, and by what a loss is divided.
+
+A model computes all of it from the tokens on one device. A rank has only some of the positions, and zigzag's are not
+even neighbours.
+"""
+
+import torch
+
+from steps.step04_ring import Layout
+from steps.workbook.puzzles import Case, mistake
+
+IGNORED = -100  # the label of a token that has no next one; torch's cross_entropy leaves it out
+
+
+def specification(tokens, kind, N):
+    """What the ranks must have together, put back into the order of the sequence: the same as on one device."""
+    S = len(tokens)
+    labels = torch.tensor([*tokens[1:], IGNORED])
+    count = torch.full((N,), S - 1)  # on every rank: it divides the sum of its own losses by all labels there are
+    return {"tokens": tokens, "positions": torch.arange(S), "labels": labels, "count": count}
+
+
+def of_rank(tokens, layout, rank):
+    """(tokens, positions, labels, count) of this rank. tokens (S,) are those of the whole sequence.
+
+    The first three are tensors with an entry for each of the rank's positions, in the order of layout.positions(rank).
+    count is a number. Every rank divides the sum of its losses by it, and the results are added up over the ranks.
+    """
+    mine = layout.positions(rank)
+    labels = torch.cat([tokens[1:], tokens.new_tensor([IGNORED])])  # before the cut: the next token may be elsewhere
+    return tokens[mine], mine, labels[mine], len(tokens) - 1
+
+
+def run(tokens, kind, N):
+    """The entries of the specification, from `of_rank` on every rank."""
+    return _together(of_rank, tokens, kind, N)
+
+
+def _together(function, tokens, kind, N):
+    layout = Layout(kind, len(tokens), N)
+    *columns, counts = zip(*(_checked(function(tokens, layout, rank), layout, rank) for rank in range(N)), strict=True)
+    names = "tokens", "positions", "labels"
+    whole = {name: layout.unshard(column, dim=0) for name, column in zip(names, columns, strict=True)}
+    return whole | {"count": torch.tensor(counts)}
+
+
+def _checked(result, layout, rank):
+    """The result of a rank. Raises TypeError or ValueError for another structure."""
+    if not isinstance(result, tuple | list) or len(result) != 4:
+        raise TypeError(f"of_rank has to return (tokens, positions, labels, count); got {result!r:.60}")
+    *tensors, count = result
+    for name, x in zip(("tokens", "positions", "labels"), tensors, strict=True):
+        if not isinstance(x, torch.Tensor) or x.shape != (layout.size(rank),):
+            shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(f"{name} of rank {rank} must be a tensor ({layout.size(rank)},); got {shape}")
+    return *tensors, int(count)
+
+
+def expected(tokens, kind, N):
+    return {name: (x, 0) for name, x in specification(tokens, kind, N).items()}
+
+
+def _case(says, kind, S, N):
+    tokens = torch.randint(32, (S,), generator=torch.Generator().manual_seed(S))
+    return Case(says, lambda: dict(tokens=tokens, kind=kind, N=N))
+
+
+CASES = [
+    _case("contiguous, 16 positions on 4 ranks", "contiguous", 16, 4),
+    _case("zigzag, 16 positions on 4 ranks: the halves of a shard are no neighbours", "zigzag", 16, 4),
+    _case("zigzag, 19 positions on 4 ranks: the shards differ in length", "zigzag", 19, 4),
+    _case("striped, 19 positions on 4 ranks: no two positions of a rank are neighbours", "striped", 19, 4),
+    _case("one rank", "zigzag", 7, 1),
+]
+
+
+def explain(got, want, tokens, kind, N):
+    """The first rank with something wrong: what it has and what it should have, in a line each."""
+    layout = Layout(kind, len(tokens), N)
+    for rank in range(N):
+        places = layout.positions(rank)
+        lines = []
+        for name in want:
+            yours, right = (x[[rank] if name == "count" else places].tolist() for x in (got[name], want[name][0]))
+            if yours != right:
+                lines += [f"{name:9}  yours  {_listed(yours)}", f"{'':9}  right  {_listed(right)}"]
+        if lines:
+            return [f"rank {rank} of {N} has the positions {_listed(places.tolist())}:", *lines]
+    return []
+
+
+def _listed(numbers):
+    return " ".join(f"{n:4}" for n in numbers)
+
+
+# The mistakes: something is computed after the cut that belongs before it, or the rank is taken for the whole sequence.
+
+
+def _instead(tokens, kind, N, **others):
+    """The results if the functions `others`, by name, of (tokens, mine) take the place of what is right."""
+
+    def wrong(tokens, layout, rank):
+        mine = layout.positions(rank)
+        right = dict(zip(("tokens", "positions", "labels", "count"), of_rank_right(tokens, layout, rank), strict=True))
+        return tuple((right | {name: f(tokens, mine, rank) for name, f in others.items()}).values())
+
+    return _together(wrong, tokens, kind, N)
+
+
+def of_rank_right(tokens, layout, rank):
+    """What `of_rank` has to return; a reader's function may stand in its place, so that the mistakes need their own."""
+    mine = layout.positions(rank)
+    labels = torch.tensor([*tokens[1:], IGNORED])
+    return tokens[mine], mine, labels[mine], len(tokens) - 1
+
+
+def _shifted_shard(tokens, mine, rank):
+    return torch.cat([tokens[mine][1:], torch.tensor([IGNORED])[: len(mine)]])
+
+
+@mistake("every rank counts its positions from 0, so that the rotary embedding takes all shards for the beginning")
+def counted_from_zero(**inputs):
+    return _instead(**inputs, positions=lambda tokens, mine, rank: torch.arange(len(mine)))
+
+
+@mistake("a rank's positions are taken for neighbours, as they are in the layout contiguous only")
+def taken_for_contiguous(**inputs):
+    return _instead(**inputs, positions=lambda tokens, mine, rank: rank * len(mine) + torch.arange(len(mine)))
+
+
+@mistake("the labels are shifted after the cut: the last token of a chunk gets the first one of another chunk, or none")
+def shifted_after_the_cut(**inputs):
+    return _instead(**inputs, labels=_shifted_shard)
+
+
+@mistake("the labels are shifted after the cut, and every rank counts its own")
+def shifted_and_counted_after_the_cut(**inputs):
+    return _instead(**inputs, labels=_shifted_shard, count=lambda tokens, mine, rank: len(mine) - 1)
+
+
+@mistake("the last token has a label, the first token: nobody has set it to IGNORED after the shift")
+def last_label_wraps(**inputs):
+    return _instead(**inputs, labels=lambda tokens, mine, rank: tokens.roll(-1)[mine])
+
+
+@mistake("the last token has a label, the first token, and is counted")
+def last_label_wraps_and_counts(**inputs):
+    labels, count = (lambda tokens, mine, rank: tokens.roll(-1)[mine]), (lambda tokens, mine, rank: len(tokens))
+    return _instead(**inputs, labels=labels, count=count)
+
+
+@mistake("a token's label is the token before it")
+def shifted_the_other_way(**inputs):
+    def labels(tokens, mine, rank):
+        return torch.tensor([IGNORED, *tokens[:-1]])[mine]
+
+    return _instead(**inputs, labels=labels)
+
+
+@mistake("every rank divides by the number of its own labels, so that the labels of short shards weigh more")
+def counts_its_own(**inputs):
+    def count(tokens, mine, rank):
+        return (mine < len(tokens) - 1).sum()
+
+    return _instead(**inputs, count=count)
+
+
+@mistake("the last token, which has no label, is counted")
+def counts_the_last_token(**inputs):
+    return _instead(**inputs, count=lambda tokens, mine, rank: len(tokens))

@@ -1,0 +1,139 @@
+"""At which byte of shared memory wgmma finds a number of its second operand."""
+
+import torch
+
+from steps.workbook.puzzles import Case, mistake
+from steps.workbook.puzzles._emulated import launch
+
+
+def specification(tile, start, leading, stride, runs_down):
+    """What wgmma reads as its second operand, 16 x 64, of a tile in shared memory: its number (k, i).
+
+    The rows of the tile have 128 bytes, 64 numbers. Where the tile was written, its 16-byte chunks were permuted as TMA
+    does it: byte a of the tile lies at the address a ^ (a >> 3 & 0x70).
+    """
+    numbers = torch.empty(tile.numel())
+    for a in range(0, 2 * tile.numel(), 2):  # each number of the tile, at its address without the permutation
+        numbers[a // 2] = tile.flatten()[(a ^ (a >> 3 & 0x70)) // 2]
+    k, i = torch.arange(16)[:, None], torch.arange(64)[None, :]
+    along = start + i // 8 * stride + i % 8 * 128 + 2 * k  # row i of the tile is column i of the operand
+    down = start + i // 64 * leading + k // 8 * stride + k % 8 * 128 + 2 * i  # row k of the tile is row k of it
+    return {"operand": numbers[(down if runs_down else along) // 2].double()}
+
+
+def operand_address(start, leading, stride, k, i, runs_down):
+    """The byte of shared memory at which wgmma finds the number (k, i) of its second operand, 16 x N.
+
+    start, leading and stride are the descriptor's, in bytes: where the operand begins, how far the next slab of 64
+    columns is, and how far the next 8 rows of the tile are. k counts what the product sums over. runs_down: whether k
+    runs down the rows of the tile, as it does for V, or along them, as it does for K. A number has 2 bytes, and a row
+    of the tile 128. The tile is swizzled.
+    """
+    if runs_down:
+        a = start + i // 64 * leading + k // 8 * stride + k % 8 * 128 + i % 64 * 2
+    else:
+        a = start + i // 8 * stride + i % 8 * 128 + k * 2
+    return a ^ (a >> 3 & 0x70)
+
+
+def run(**inputs):
+    """{"operand": what lies at the addresses that were answered}; -1 where an address is outside of the tile."""
+    return _numbers(operand_address, **inputs)
+
+
+def _numbers(address, tile, start, leading, stride, runs_down):
+    flat, found = tile.flatten(), torch.full((16, 64), -1.0)
+    for k in range(16):
+        for i in range(64):
+            at = address(start, leading, stride, k, i, runs_down)
+            if 0 <= at < 2 * flat.numel() and at % 2 == 0:
+                found[k, i] = flat[at // 2].item()
+    return {"operand": found}
+
+
+def expected(tile, start, leading, stride, runs_down):
+    """What the instruction reads in the emulation, in two launches: a 16-bit number cannot hold every address."""
+    parts = []
+    index = torch.arange(tile.numel())
+    for part in (index // 128, index % 128):
+        found = torch.empty(16, 64)
+        launch("reads", part.bfloat16(), found, start, leading, stride, int(runs_down), block=128)
+        parts.append(found)
+    where = (128 * parts[0] + parts[1]).long()
+    return {"operand": (tile.flatten().double()[where].float(), 0)}
+
+
+def _case(says, start, leading, stride, runs_down):
+    tile = torch.arange(128.0 * 64).reshape(128, 64)
+    return Case(says, lambda: dict(tile=tile, start=start, leading=leading, stride=stride, runs_down=runs_down))
+
+
+CASES = [
+    _case("K, the first 16 columns", 0, 16, 1024, False),
+    _case("K, the next 16 columns: the operand begins inside the swizzle's pattern", 32, 16, 1024, False),
+    _case("V, the first 16 keys", 0, 8192, 1024, True),
+    _case("V, keys 16 to 31", 2048, 8192, 1024, True),
+    _case("K, every other group of 8 rows", 96, 16, 2048, False),
+    _case("V, the second group of 8 keys lies in the second half", 1024, 4096, 8192, True),
+]
+
+
+def explain(got, want, tile, start, leading, stride, runs_down):
+    """The first number that is another one, and where it lies."""
+    got, want = got["operand"], want["operand"][0]
+    wrong = (got != want).nonzero().tolist()
+    k, i = wrong[0]
+    yours = "outside of the tile, or between two numbers" if got[k, i] < 0 else f"byte {2 * int(got[k, i])}"
+    return [
+        f"{len(wrong)} of {got.numel()} numbers are read at another address",
+        f"the first one is (k, i) = ({k}, {i}): {yours}, expected byte {2 * int(want[k, i])}",
+    ]
+
+
+def _of(address):
+    """What `run` returns with another address, before the swizzle, and the swizzle `mixed` of start and address."""
+
+    def numbers(mixed=lambda a, start: a ^ (a >> 3 & 0x70), **inputs):
+        def at(start, leading, stride, k, i, runs_down):
+            return mixed(address(start, leading, stride, k, i, runs_down), start)
+
+        return _numbers(at, **inputs)
+
+    return numbers
+
+
+def _right(start, leading, stride, k, i, runs_down):
+    if runs_down:
+        return start + i // 64 * leading + k // 8 * stride + k % 8 * 128 + i % 64 * 2
+    return start + i // 8 * stride + i % 8 * 128 + k * 2
+
+
+@mistake("the address is not swizzled")
+def no_swizzle(**inputs):
+    return _of(_right)(mixed=lambda a, start: a, **inputs)
+
+
+@mistake("the distance from the operand's begin is swizzled, and not the address")
+def offset_swizzled(**inputs):
+    return _of(_right)(mixed=lambda a, start: start + (a - start ^ (a - start >> 3 & 0x70)), **inputs)
+
+
+@mistake("k and i are exchanged: V is read as if the sum ran along its rows, and K as if it ran down")
+def exchanged(**inputs):
+    return _of(lambda *x: _right(*x[:-1], not x[-1]))(**inputs)
+
+
+@mistake("the rows are counted without the stride, as if each of them followed the one before")
+def no_stride(**inputs):
+    def address(start, leading, stride, k, i, runs_down):
+        return _right(start, leading, 1024, k, i, runs_down)
+
+    return _of(address)(**inputs)
+
+
+@mistake("a number has 1 byte")
+def one_byte(**inputs):
+    def address(start, leading, stride, k, i, runs_down):
+        return _right(start, leading, stride, k, i, runs_down) - (i % 64 if runs_down else k)
+
+    return _of(address)(mixed=lambda a, start: (a ^ (a >> 3 & 0x70)) // 2 * 2, **inputs)

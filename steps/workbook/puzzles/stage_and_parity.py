@@ -1,0 +1,95 @@
+"""In which stage of a ring buffer a tile lies, and with which parities its two sides wait."""
+
+import torch
+
+from steps.workbook.puzzles import Case, mistake
+from steps.workbook.puzzles._emulated import launch
+
+
+def specification(tiles, stages):
+    """The sum of each tile. Tile n has the numbers 4 n ... 4 n + 3, whatever the number of stages."""
+    return {"sums": torch.arange(4.0 * tiles).reshape(-1, 4).sum(1)}
+
+
+def stage_and_parity(n, stages):
+    """(stage, the consumer's parity, the producer's parity) of tile n of a ring of `stages` stages.
+
+    The consumer waits on full[stage] with its parity until tile n has come. The producer waits on empty[stage] with its
+    parity before it copies tile n there, and for the first tile of a stage this wait has to end at once. A wait for
+    parity p ends if the phase of parity p is over. On a new barrier the phase of parity 0 is running.
+    """
+    parity = n // stages % 2
+    return n % stages, parity, parity ^ 1
+
+
+def run(tiles, stages):
+    """{"sums": of each tile, -1 of those that were never added up; "places": what was answered}."""
+    return _run(stage_and_parity, tiles, stages)
+
+
+def _run(function, tiles, stages):
+    places = torch.tensor([[int(x) for x in function(n, stages)] for n in range(tiles)], dtype=torch.int32)
+    x, sums = torch.arange(4.0 * tiles), torch.full((tiles,), -1.0)
+    if ((places[:, 0] < 0) | (places[:, 0] >= stages)).any():
+        _report[:] = ["a stage does not exist"]
+    else:
+        _report[:] = [launch("ring", x, places, sums, tiles, stages, block=64, stuck=True)]
+    return {"sums": sums, "places": places}
+
+
+_report = []  # what the emulation said of the last run
+
+
+def expected(tiles, stages):
+    """The sums, and the places by counting how many tiles each stage has held."""
+    held, places = [0] * stages, []
+    for n in range(tiles):
+        stage = n % stages
+        places.append([stage, held[stage] % 2, (held[stage] + 1) % 2])
+        held[stage] += 1
+    right = torch.tensor(places, dtype=torch.int32)
+    return {"sums": (specification(tiles, stages)["sums"], 0), "places": (right, 0)}
+
+
+CASES = [
+    Case(f"a ring of {stages} stage{'s' * (stages > 1)}, 9 tiles", lambda stages=stages: dict(tiles=9, stages=stages))
+    for stages in (1, 2, 3, 4)
+]
+
+
+def explain(got, want, tiles, stages):
+    """The first tile that is wrong, and what happens there in the emulation."""
+    wrong = (got["places"] != want["places"][0]).any(1).nonzero().flatten().tolist()
+    lines = []
+    for n in wrong[:1]:
+        names = "stage, the consumer's parity, the producer's parity"
+        lines.append(f"tile {n}: {names} = {got['places'][n].tolist()}, expected {want['places'][0][n].tolist()}")
+    for n in ((got["sums"] != want["sums"][0]) & (got["sums"] != -1)).nonzero().flatten().tolist()[:1]:
+        when = "before any tile had come" if got["sums"][n].isnan() else "while another tile was there"
+        lines.append(f"in the emulation the consumer reads tile {n} {when}")
+    return lines + [f"the emulation reports: {line}" for line in _report[0].splitlines()[:3]]
+
+
+@mistake("the parity is that of n, and not of how often the ring has gone round")
+def parity_of_n(tiles, stages):
+    return _run(lambda n, stages: (n % stages, n % 2, n % 2 ^ 1), tiles, stages)
+
+
+@mistake("the parity never flips")
+def parity_never_flips(tiles, stages):
+    return _run(lambda n, stages: (n % stages, 0, 1), tiles, stages)
+
+
+@mistake("both sides wait for the same parity, so that the producer waits for consumers that have had nothing")
+def same_parity(tiles, stages):
+    return _run(lambda n, stages: (n % stages, n // stages % 2, n // stages % 2), tiles, stages)
+
+
+@mistake("the two parities are exchanged")
+def parities_exchanged(tiles, stages):
+    return _run(lambda n, stages: (n % stages, n // stages % 2 ^ 1, n // stages % 2), tiles, stages)
+
+
+@mistake("the stage is the number of times that the ring has gone round, and the parity is that of the place")
+def stage_and_round_exchanged(tiles, stages):
+    return _run(lambda n, stages: (n // stages % stages, n % stages % 2, n % stages % 2 ^ 1), tiles, stages)

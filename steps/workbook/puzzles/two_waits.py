@@ -1,0 +1,147 @@
+"""In which order a consumer of rung hopper starts its products, waits for them and gives K and V back."""
+
+import re
+
+import torch
+
+from steps.step02_fa2_cuda import emulator, launch
+from steps.workbook.puzzles import Case, mistake
+from steps.workbook.puzzles._emulated import launch as emulate
+
+# In the order in which hopper.cu numbers them.
+OPERATIONS = (
+    "start S", "start O", "wait for S", "wait for all", "release K", "release V", "softmax", "rescale O", "pack P",
+)  # fmt: skip
+
+
+def specification(q, k, v, factors):
+    """out of 64 queries, where P = 2^S without a maximum, and factors[j] takes the place of alpha in step j."""
+    O = torch.zeros(64, 64, dtype=torch.float64)
+    for j in range(0, len(k), 64):
+        P = (q.double() @ k[j : j + 64].double().T).exp2().bfloat16().double()
+        O = O * (factors[j // 64].double() if j else 1) + P @ v[j : j + 64].double()  # alpha brings O to the new m
+    return {"out": O * factors[len(k) // 64].double()}
+
+
+def order_of_step():
+    """The operations of one step, a list of names, in the order in which a warpgroup does them.
+
+    A step computes S of block j and adds P V of block j - 1, whose P the step before has packed. Each of the names is
+    in the list once: "start S" and "start O" start a product, which is a group of its own; "wait for S" waits until at
+    most one group is under way, "wait for all" until none is; "release K" and "release V" give the stage to the
+    producer, which fills it again at once; "softmax" makes P of S in S's registers; "pack P" packs it into the
+    registers that "start O" reads; "rescale O" multiplies O with alpha. The softmax has to run while the product for O
+    is under way.
+    """
+    before = ["start S", "start O", "wait for S", "release K", "softmax"]
+    return [*before, "wait for all", "release V", "pack P", "rescale O"]
+
+
+def run(**inputs):
+    """{"out": the result, "refused": the lines of hopper.cu that misuse a register, "overlap": whether any}."""
+    return _run(order_of_step(), **inputs)
+
+
+def _run(order, q, k, v, factors, copies, wgmma):
+    if unknown := [name for name in order if name not in OPERATIONS]:
+        raise ValueError(f"there is no operation {unknown[0]!r}; there are {', '.join(OPERATIONS)}")
+    out = torch.full((64, 64), torch.nan)
+    maps = [emulator.tensor_map(*launch.view_and_box(x[None, None], 64)) for x in (k, v)]
+    numbers = torch.tensor([OPERATIONS.index(name) for name in order], dtype=torch.int32)
+    report = emulate(
+        "step", q, *maps, numbers, factors, out, len(k) // 64, len(order),
+        block=256, stuck=True, copies=copies, wgmma=wgmma,
+    )  # fmt: skip
+    _last[:] = order, report
+    lines = [int(n) for n in re.findall(r"hopper\.cu:(\d+)", report)][:2]
+    refused = torch.tensor([*lines, 0, 0][:2])
+    return {"out": out, "refused": refused, "overlap": torch.tensor([float(_overlaps(order))])}
+
+
+_last = []  # the order that was run last, and what the emulation reported
+
+
+def _overlaps(order):
+    """Whether the softmax stands between the start of O's product and the wait for it."""
+    place = {name: n for n, name in enumerate(order)}
+    if set(order) != set(OPERATIONS) or len(order) != len(OPERATIONS):
+        return False
+    return place["start O"] < place["softmax"] < place["wait for all"]
+
+
+def expected(q, k, v, factors):
+    out = specification(q, k, v, factors)["out"]
+    right = {"refused": (torch.tensor([0, 0]), 0), "overlap": (torch.tensor([1.0]), 0)}
+    return {"out": (out, 0.02 * out.abs().max().item()), **right}
+
+
+def _case(says, copies, wgmma):
+    def inputs():
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(n, 64, generator=generator).bfloat16() for n in (64, 320, 320))
+        factors = torch.tensor([1.0, 0.5, 0.75, 1.25, 0.5, 2.0])
+        return dict(q=q / 8, k=k, v=v, factors=factors)
+
+    return Case(says, inputs, dict(copies=copies, wgmma=wgmma))
+
+
+CASES = [
+    _case("copies and products are done as late as they may", "late", "late"),
+    _case("copies come at once, products as late as they may", "eager", "late"),
+    _case("copies come as late as they may, products at once", "late", "eager"),
+]
+
+
+def explain(got, want, **_):
+    """What the emulation reports, or that out is another one, and whether anything overlaps."""
+    order, report = _last
+    if sorted(order) != sorted(OPERATIONS):
+        return [f"each of these has to be in the list once: {', '.join(OPERATIONS)}"]
+    lines = []
+    if report:
+        lines.append(f"the emulation reports: {report.splitlines()[0].split(': ', 1)[-1]}")
+    elif not (got["out"] - want["out"][0]).abs().max() <= want["out"][1]:
+        lines.append("out is another one in this schedule: a tile was overwritten while a product still read it")
+    if not got["overlap"]:
+        lines.append("the softmax does not run while the product for O is under way")
+    return lines
+
+
+RIGHT = ("start S", "start O", "wait for S", "release K", "softmax", "wait for all", "release V", "pack P", "rescale O")
+
+
+def _moved(name, before):
+    """The right order, but with `name` in front of `before`."""
+    rest = [x for x in RIGHT if x != name]
+    rest.insert(rest.index(before), name)
+    return rest
+
+
+@mistake("K is given back before S has been waited for, and the producer overwrites it")
+def k_released_early(**inputs):
+    return _run(_moved("release K", "wait for S"), **inputs)
+
+
+@mistake("V is given back before the product for O has ended, and the producer overwrites it")
+def v_released_early(**inputs):
+    return _run(_moved("release V", "wait for all"), **inputs)
+
+
+@mistake("the softmax reads S before it has been waited for")
+def softmax_early(**inputs):
+    return _run(_moved("softmax", "wait for S"), **inputs)
+
+
+@mistake("O is rescaled while its product is under way")
+def rescaled_early(**inputs):
+    return _run(_moved("rescale O", "wait for all"), **inputs)
+
+
+@mistake("O is started before S, so that the wait for all but one group waits for O, and S is used too early")
+def o_first(**inputs):
+    return _run(["start O", "start S", *RIGHT[2:]], **inputs)
+
+
+@mistake("all is waited for before the softmax, so that nothing runs under it")
+def no_overlap(**inputs):
+    return _run(_moved("softmax", "release V"), **inputs)
