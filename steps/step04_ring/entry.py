@@ -5,6 +5,7 @@ What depends only on shapes and options is decided once and kept: at 8k tokens a
 that the host must not think for longer.
 """
 
+import atexit
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +134,8 @@ class _Checked:
 
 
 _kept = {}  # {all that a call depends on: its _Checked}
+# A process group's threads need Python when it is deleted, so that Python must not end with a group that is kept here.
+atexit.register(_kept.clear)
 
 
 def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, saved=()):
