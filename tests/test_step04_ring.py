@@ -4,7 +4,6 @@ Without a GPU the ranks are processes over gloo. One pool of four serves the who
 """
 
 import ast
-import functools
 import math
 import os
 import re
@@ -23,33 +22,13 @@ from hypothesis import strategies as st
 import steps.step04_ring as step04
 from reference import attention, cases, error
 from steps import engine, step00_naive
-from steps.step04_ring import Layout, block, fetch, launch, merge_kernels, relay
+from steps.step04_ring import Layout, block, fetch, launch, merge_kernels, relay, side
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
 from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
 from support import races
 from support.contract_suite import Contract
-
-
-@functools.cache
-def pool():
-    return launch.Ranks(4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_of_pool():
-    yield
-    if pool.cache_info().currsize:
-        pool().close()
-
-
-def on_ranks(worker, *args):
-    """The workers' results by rank; the next call gets new ranks if one failed."""
-    try:
-        return pool().run(worker, *args, limit=120)
-    except launch.RankError:
-        pool.cache_clear()
-        raise
+from support.ranks import end_of_pool, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
 
 
 class TestContract(Contract):
@@ -673,3 +652,9 @@ def test_the_default_block_takes_what_the_stage_offers():
 
     for name in ("dtypes", "tiles", "head_dims"):
         assert set(step04.SUPPORTS[name]) <= set(step03_triton.SUPPORTS[name])
+
+
+def test_shared_memory_that_is_large_enough_is_taken_again():
+    beside = object.__new__(side.Side)
+    beside.memories, beside.new_memory = {}, lambda nbytes: nbytes
+    assert [beside.memory("kv", n) for n in (100, 112, 50, 150, 1000, 100)] == [112, 112, 112, 224, 1008, 112]

@@ -16,33 +16,13 @@ import torch.distributed as dist
 from reference import attention as reference
 from reference import error
 from steps import engine
-from steps.step04_ring import Layout, in_your_model, launch, strategies
+from steps.step04_ring import Layout, in_your_model, strategies
 from steps.step04_ring.strategies import account, cuts, lesson_1_hop, lesson_2_overlap
 from steps.workbook.case_on_ranks import PlainBlock, group_of
+from support.ranks import end_of_pool, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
 
 FOLDER = Path(strategies.__file__).parent
 WITH_BACKWARD = ("query_parallel", "ulysses", "ring")
-
-
-@functools.cache
-def pool():
-    return launch.Ranks(4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_of_pool():
-    yield
-    if pool.cache_info().currsize:
-        pool().close()
-
-
-def on_ranks(worker, *args):
-    """The workers' results by rank; the next call gets new ranks if one failed."""
-    try:
-        return pool().run(worker, *args, limit=120)
-    except launch.RankError:
-        pool.cache_clear()
-        raise
 
 
 def inputs(S, H=4, Hk=4, D=16, dtype=torch.float32, Nq=None):

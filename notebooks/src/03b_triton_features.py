@@ -981,8 +981,8 @@ for name, function in functions.items():
         of_bias = torch.autograd.grad(out, bias, dout)[0]
         padded = function(q, k, v, attn_mask=real[:, None, None], enable_gqa=True)
     gradients_of[name] = out.detach(), of_bias, padded
-for says, ours, theirs in zip(("out", "gradient of the bias", "out of the padded batch"),
-                              gradients_of["ours"], gradients_of["torch"], strict=True):  # fmt: skip
+names = "out", "gradient of the bias", "out of the padded batch"
+for says, theirs, ours in zip(names, *gradients_of.values(), strict=True):
     print(f"{says:24} {tuple(ours.shape)}: at most {(ours - theirs).abs().max():.0e} apart")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
