@@ -40,8 +40,8 @@ def build(file, arch, D, dtype=None, *, tile=None, **options):
     dtype = dtype or {"sm_75": torch.float16}.get(arch, torch.bfloat16)
     dtype = dtype if dtype in row.dtypes else torch.float32
     Br, Bc = tile or row.tile(D, math.inf)
-    like = dict(causal=False, scale=1, Br=Br, Bc=Bc, processors=1) | options
-    problem = launch.Problem(row, B=1, H=1, Hk=1, Nq=1, Nk=1, D=D, dtype=dtype, **like)
+    like = dict(causal=False, scale=1, Br=Br, Bc=Bc, H=1, processors=1) | options
+    problem = launch.Problem(row, B=1, Hk=1, Nq=1, Nk=1, D=D, dtype=dtype, **like)
     return file, arch, (("D", D), ("Br", Br), ("Bc", Bc), *row.macros(problem).items())
 
 
@@ -62,6 +62,7 @@ BUILDS = [  # every kernel for every GPU that it is for, at tiles that such a GP
     build("bwd_1_fa2", "sm_75", 128, tile=(32, 32)),
     *(build("bwd_1_fa2", arch, D) for arch, D in (("sm_80", 64), ("sm_90a", 64), ("sm_90a", 256))),
     build("bwd_2_wgmma", "sm_90a", 128),
+    *(build(file, "sm_90a", 128, H=8, processors=132) for file in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper")),
     *(build("bwd_3_hopper", "sm_90a", D, deterministic=there) for D, there in ((64, False), (128, True))),
 ]  # fmt: skip
 
@@ -215,6 +216,11 @@ def test_hoppers_rungs_need_a_hopper(capability, there):
     assert ("hopper" in ladder.available(capability)) is there is ("hopper" not in ladder.elsewhere(capability))
 
 
+HEAD_DIMS = (
+    {"fa2": (64, 256), "wgmma": (64,), "hopper": (64, 128)} if GPU else {"fa2": (32,), "wgmma": (64,), "hopper": (64,)}
+)
+
+
 def random_inputs(B, H, Hk, Nq, Nk, D, dtype):
     """q, k, v and dout."""
     rng = torch.Generator().manual_seed(Nq + Nk)
@@ -267,6 +273,51 @@ def test_the_contract_where_hoppers_backwards_are_used(rung, D):
             assert not error.failures(one_rung.results(step02, rung, case, inputs), want), case.says
 
 
+@pytest.mark.parametrize(
+    "B, H, Hk, Nk, processors, apart",
+    [
+        (1, 8, 1, 4096, 132, True),  # 32 blocks with 8 heads each, or 256 with one
+        (1, 8, 8, 4096, 132, False),  # nothing to take apart
+        (1, 32, 8, 16384, 132, False),  # 1024 blocks fill the GPU 8 times, and 4096 fill it 32 times
+        (4, 32, 8, 4096, 132, False),
+        (1, 4, 2, 1024, 4, False),  # 4 rounds of two heads are 8 rounds of one
+        (1, 4, 2, 1024, 5, False),  # 7 rounds are more than three quarters of 8
+        (1, 4, 2, 1024, 12, True),  # 3 are three quarters of 4
+        (1, 4, 2, 900, 12, True),
+    ],
+)
+def test_grouped_heads_are_taken_apart_where_that_fills_the_gpu(B, H, Hk, Nk, processors, apart):
+    how = dict(B=B, H=H, Hk=Hk, Nq=7, Nk=Nk, D=64, causal=False, dtype=torch.bfloat16, processors=processors)
+    for file in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper"):
+        _, (kernel, grid, *_, macros), _ = launch.geometry(file, **how, shared_limit=227 * 1024)
+        assert kernel == "attention_backward" and macros["HEADS_APART"] == apart
+        assert grid == B * (H if apart else Hk) * -(-Nk // macros["Bc"])
+
+
+@needs_compiler
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("rung, D", [(rung, D) for rung, Ds in HEAD_DIMS.items() for D in Ds if rung in step02.RUNGS])
+def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
+    """With one multiprocessor there is nothing to fill. In parts, too, and where dq is bit-equal from run to run."""
+    monkeypatch.setattr(launch, "processors", lambda _: 132 if apart else 1)
+    monkeypatch.setattr(launch, "kept", {})
+    inputs = random_inputs(2, 4, 2, 70, 150, D, torch.bfloat16)
+    wide = [torch.cat([x, x + 1], -1)[..., :D] for x in inputs]  # strides of their own
+    q, k, v, dout = wide
+    want = error.expected(q, k, v, dout, causal=True)
+    out, lse = (want.value[name] for name in ("out", "lse"))
+    out, lse = out.to(q.dtype), lse.float()
+    for deterministic in (False,) if rung == "wgmma" else (False, True):
+        options = dict(rung=rung, causal=True, deterministic=deterministic)
+        dq, dk, dv = launch.backward(dout, q, k, v, out, lse, **options)
+        assert dk.is_contiguous() and dv.is_contiguous()
+        bad = error.failures({"dq": dq, "dk": dk, "dv": dv}, want)
+        assert not bad, (deterministic, bad)
+    sums = launch.start_gradients(dout, out, lse, rung=rung)
+    dk, dv = launch.add_gradients(sums, dout, q, k, v, causal=True)
+    assert not error.failures({"dq": launch.finish_dq(sums), "dk": dk, "dv": dv}, want)
+
+
 @needs_compiler
 @pytest.mark.parametrize("rung", [rung for rung in step02.RUNGS if rung != "scalar"])
 def test_the_stride_of_a_single_row_does_not_matter(rung):
@@ -296,9 +347,6 @@ def test_switches_change_the_time_alone(switches):
 
 FORWARDS, BACKWARDS = dict(blocks="forward"), dict(threads="reverse", blocks="reverse")
 SCHEDULES = FORWARDS, BACKWARDS, *(dict(threads="random", blocks="random", seed=seed) for seed in (1, 2, 3))
-HEAD_DIMS = (
-    {"fa2": (64, 256), "wgmma": (64,), "hopper": (64, 128)} if GPU else {"fa2": (32,), "wgmma": (64,), "hopper": (64,)}
-)
 
 
 def gradients(schedules, rung, D, causal, Nq, Nk, **options):

@@ -10,6 +10,7 @@ Each kernel of stage 02 also runs with a race planted in it, because it is not c
 at all; the outcome's `planted` says whether the race was seen.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -68,6 +69,7 @@ SANITIZED = {
 _ALL = ("--show-backtrace", "no", "--print-limit", "100000")  # one kernel can have many reports of the kind in LISTED
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck": _ALL, "synccheck": ()}
 SUITE_SECONDS, SANITIZER_SECONDS = 1800, 300  # the limits of one part of the suite, and of one run of a sanitizer
+INTERRUPTED_SECONDS = 15  # to end after a limit
 PRINTED = ("status", "passed", "failed", "skipped", "problems", "planted")  # of an outcome
 GOOD = ("passed", "clean", "listed")  # the statuses that prove something
 # By tool: reports that are no mistakes, of which kernels, and why.
@@ -189,9 +191,20 @@ def run_limited(command, limit, **environment):
         output, _ = process.communicate(timeout=limit)
         code = process.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, code = process.communicate()[0], None
+        output, code = _interrupted(process), None
     return code, output, time.monotonic() - start
+
+
+def _interrupted(process):
+    """What the process and its children print when they are interrupted: pytest tells what has failed so far."""
+    process.send_signal(signal.SIGINT)
+    try:
+        output, _ = process.communicate(timeout=INTERRUPTED_SECONDS)
+    except subprocess.TimeoutExpired:
+        output = None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return output or process.communicate()[0]
 
 
 def kernel_hashes():

@@ -14,16 +14,20 @@
 //     dK_j += dS^T Q_i
 //   dQ * scale in 16 bits                      a kernel of its own
 //
+// Few keys that many query heads use would give too few blocks to fill a GPU. If HEADS_APART, a block therefore
+// takes one query head alone, and the host adds up the parts of dk and dv.
+//
 // dk and dv are bit-equal from run to run. If `deterministic`, the blocks add to each dQ_i one after the
 // other, in the order of their keys, and then dq, too, is bit-equal.
 //
-// Compiled for T (bf16 or fp16), D, a tile Br x Bc and WARPS (macros). D is a multiple of 32. Br and Bc are
-// powers of 2, Br from 16 and Bc from 32 on, with Bc <= 4 * Br. Nq * D < 2^31. FlashAttention-2 chooses 8
-// warps and 128 x 128 for D = 64, 64 x 128 for D = 128, 64 x 64 for D = 256. dK and dV take
+// Compiled for T (bf16 or fp16), D, a tile Br x Bc, WARPS and HEADS_APART (macros). D is a multiple of 32. Br
+// and Bc are powers of 2, Br from 16 and Bc from 32 on, with Bc <= 4 * Br. Nq * D < 2^31. FlashAttention-2
+// chooses 8 warps and 128 x 128 for D = 64, 64 x 128 for D = 128, 64 x 64 for D = 256. dK and dV take
 // Bc * D / (16 * WARPS) registers of a thread. sm_80; sm_75 in fp16. Needs ptx.cuh.
 // Launch: attention_delta with grid ceil(padded_rows / (2048 / D)) * H * B, for D = 96
 // ceil(padded_rows / 16) * H * B, where padded_rows is Nq rounded up to whole tiles, block 256;
-// attention_backward with grid ceil(Nk / Bc) * (H / group) * B, block 32 * WARPS, and
+// attention_backward with grid ceil(Nk / Bc) * parts * B, where parts is H if HEADS_APART, else H / group,
+// block 32 * WARPS, and
 // 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br bytes of dynamic shared memory; attention_dq with
 // grid ceil(Nq * D / 1024) * H * B, block 256.
 // Spill budget: 64 bytes. With D = 64, S, dP, dK and dV take 192 of 255 registers, so that some addresses,
@@ -261,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
 
 // dout and q are (B, H, Nq, D), k and v are (B, H / group, Nk, D). Their strides, counted in elements, are
 // arbitrary, but D is contiguous, and rows begin at multiples of 16 bytes. lse_2 and delta are those of
-// attention_delta. dq (B, H, padded_rows, D) is zero at the start. dk and dv (B, H / group, Nk, D) are
+// attention_delta. dq (B, H, padded_rows, D) is zero at the start. dk and dv (B, parts, Nk, D) are
 // contiguous. counters, if deterministic, are 1 + B * H * ceil(Nq / Br) zeros: one for the blocks that have
 // started, and one for each dQ_i, for the tiles of keys that have been added to it.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_backward(
@@ -283,10 +287,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward(
   // causal mask the first keys have the most queries.
   int block = block_number(counters, delta_i + Br, deterministic);
   int tiles = (Nk + Bc - 1) / Bc;
-  int Hk = H / group;
+  int own = HEADS_APART ? 1 : group;  // query heads that a block takes
+  int parts = H / own;                // of dK and dV
   int tile = block % tiles;
-  int head_k = block / tiles % Hk;
-  int batch = block / tiles / Hk;
+  int part = block / tiles % parts;
+  int head_k = HEADS_APART ? part / group : part;
+  int batch = block / tiles / parts;
   int keys = min(Bc, Nk - tile * Bc);
   int query_tiles = (Nq + Br - 1) / Br;
   k += batch * k_batch + head_k * k_head;
@@ -297,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward(
   int sees = causal ? Nk - Nq - tile * Bc + 1 : Bc;
   int first = max(0, 1 - sees) / Br * Br;  // the first tile of queries that sees a key of this tile
   int last = (query_tiles - 1) * Br;       // the last tile of queries
-  int steps = ((last - first) / Br + 1) * group;
+  int steps = ((last - first) / Br + 1) * own;
 
   auto load_queries = [&](int buffer, int head, int i) {
     int64_t column = (int64_t(batch) * H + head) * query_tiles * Br + i;
@@ -308,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward(
     cp_async_commit();
   };
 
-  int head = head_k * group, i = last;
+  int head = part * own, i = last;
   load_tile<Bc>(K, k, k_row, tile * Bc, Nk);
   load_tile<Bc>(V, v, v_row, tile * Bc, Nk);
   load_queries(0, head, i);
@@ -351,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward(
     head = next_head;
     i = next_i;
   }
-  int64_t first_key = (int64_t(batch) * Hk + head_k) * Nk + tile * Bc;
+  int64_t first_key = (int64_t(batch) * parts + part) * Nk + tile * Bc;
   store_rows(dk + first_key * D, dK, keys, scale);
   store_rows(dv + first_key * D, dV, keys, 1);
 }

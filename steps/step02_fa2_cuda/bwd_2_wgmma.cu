@@ -16,12 +16,12 @@
 // S is computed transposed, with a key a row, because then P^T and dS^T lie in the registers just as wgmma
 // wants its first operand, and P never goes to shared memory. dq is added 16 bytes at a time in the order of
 // the registers, and the last kernel restores the order of rows and columns. dk and dv are bit-equal from run
-// to run, dq is not.
+// to run, dq is not. As in rung 1 a block takes one query head alone if HEADS_APART.
 //
-// Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128 (macros). sm_90a.
-// Needs ptx.cuh and wgmma.py's wrappers.
+// Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, and HEADS_APART
+// (macros). sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
-// with grid B * Hk * ceil(Nk / Bc), block 256, 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br + 24
+// with grid B * parts * ceil(Nk / Bc), block 256, 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br + 24
 // bytes of dynamic shared memory.
 // Spill budget: 0 bytes.
 // Bottleneck: both warpgroups compute exponentials at the same time, and the tensor cores wait for them.
@@ -201,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
 }
 
 // The tensor maps describe dout and q (B, H, Nq, D) with boxes of Br rows, k and v (B, H / group, Nk, D) with
-// boxes of Bc rows, and dk and dv like k with boxes of 16 rows. lse_2, delta and dq are those of
-// attention_delta.
+// boxes of Bc rows, and dk and dv (B, parts, Nk, D) with boxes of 16 rows, where parts is H if HEADS_APART,
+// else H / group. lse_2, delta and dq are those of attention_delta.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap q_map,
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
@@ -228,13 +228,15 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   // the most queries.
   int tiles = (Nk + Bc - 1) / Bc;
   int tile = blockIdx.x % tiles;
-  int Hk = H / group;
-  int head_k = blockIdx.x / tiles % Hk;
-  int batch = blockIdx.x / tiles / Hk;
+  int own = HEADS_APART ? 1 : group;  // query heads that a block takes
+  int parts = H / own;                // of dK and dV
+  int part = blockIdx.x / tiles % parts;
+  int head_k = HEADS_APART ? part / group : part;
+  int batch = blockIdx.x / tiles / parts;
   int query_tiles = (Nq + Br - 1) / Br;
   // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
   int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile of queries that sees a key
-  int steps = (query_tiles - first) * group;
+  int steps = (query_tiles - first) * own;
 
   auto load_queries = [&](int stage, int head, int i) {
     int64_t column = (int64_t(batch * H + head) * query_tiles + i) * Br;
@@ -245,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
   };
 
-  int head = head_k * group, i = query_tiles - 1;
+  int head = part * own, i = query_tiles - 1;
   if (threadIdx.x == 0) {
     barrier_expect(keys_full, 2 * 2 * Bc * D);
     tma_load(K, k_map, keys_full, 0, tile * Bc, 0, head_k, batch);
@@ -311,8 +313,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     wgmma_wait<0>();
   }
   __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
-  store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, head_k, batch);
-  store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, head_k, batch);
+  store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
+  store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);
   if (lane == 0) bulk_wait_read<0>();  // shared memory must exist until the copy engine has read it
 }
 

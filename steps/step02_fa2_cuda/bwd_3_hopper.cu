@@ -11,10 +11,10 @@
 // DETERMINISTIC, the blocks add to each dQ_i one after the other, in the order of their keys, and dq, too, is
 // bit-equal from run to run.
 //
-// Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, DETERMINISTIC (0 or
-// 1). sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
+// Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, DETERMINISTIC and
+// HEADS_APART (0 or 1). sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
-// with grid B * Hk * ceil(Nk / Bc), block 256,
+// with grid B * parts * ceil(Nk / Bc), block 256,
 // 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * Br * D + 16 * Br + 40 bytes of dynamic shared memory.
 // Spill budget: 0 bytes.
 // Left out, because it was slower: a producer with a warp of its own, as in the forward's rung 7.
@@ -228,10 +228,10 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
 }
 
 // The tensor maps describe dout and q (B, H, Nq, D) with boxes of Br rows, k and v (B, H / group, Nk, D) with
-// boxes of Bc rows, and dk and dv like k with boxes of 16 rows. lse_2, delta and dq are those of
-// attention_delta. counters, if DETERMINISTIC, are 1 + 8 * B * H * ceil(Nq / Br) zeros: one for the blocks
-// that have started, and one for each warp's part of each dQ_i, for the tiles of keys that have been added to
-// it.
+// boxes of Bc rows, and dk and dv (B, parts, Nk, D) with boxes of 16 rows, where parts is H if HEADS_APART,
+// else H / group. lse_2, delta and dq are those of attention_delta. counters, if DETERMINISTIC, are
+// 1 + 8 * B * H * ceil(Nq / Br) zeros: one for the blocks that have started, and one for each warp's part of
+// each dQ_i, for the tiles of keys that have been added to it.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap q_map,
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
@@ -263,13 +263,15 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int block = DETERMINISTIC ? number[0] : blockIdx.x;
   int tiles = (Nk + Bc - 1) / Bc;
   int tile = block % tiles;
-  int Hk = H / group;
-  int head_k = block / tiles % Hk;
-  int batch = block / tiles / Hk;
+  int own = HEADS_APART ? 1 : group;  // query heads that a block takes
+  int parts = H / own;                // of dK and dV
+  int part = block / tiles % parts;
+  int head_k = HEADS_APART ? part / group : part;
+  int batch = block / tiles / parts;
   int query_tiles = (Nq + Br - 1) / Br;
   // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
   int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile of queries that sees a key
-  int steps = (query_tiles - first) * group;
+  int steps = (query_tiles - first) * own;
 
   auto load_queries = [&](int stage, int head, int i) {
     int64_t column = (int64_t(batch * H + head) * query_tiles + i) * Br;
@@ -280,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
   };
 
-  int head = head_k * group, i = query_tiles - 1;
+  int head = part * own, i = query_tiles - 1;
   if (threadIdx.x == 0) {
     barrier_expect(keys_full, 2 * 2 * Bc * D);
     tma_load(K, k_map, keys_full, 0, tile * Bc, 0, head_k, batch);
@@ -352,8 +354,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   }
   finish_dQ(added, true);
   __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
-  store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, head_k, batch);
-  store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, head_k, batch);
+  store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
+  store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);
   if (lane == 0) bulk_wait_read<0>();  // shared memory must exist until the copy engine has read it
 }
 

@@ -126,6 +126,22 @@ class Problem:
     def key_tiles(self):
         return -(-self.Nk // self.Bc)
 
+    @property
+    def heads_apart(self):
+        """Whether a block of the backward takes one query head, and not all that use a K/V head.
+
+        That gives more blocks, but dk and dv in parts. Rung scalar knows nothing else. The others do it where it saves
+        a quarter of the rounds in which the GPU works on the blocks.
+        """
+        group, blocks = self.H // self.Hk, self.key_tiles * self.Hk * self.B
+        together, apart = group * -(-blocks // self.processors), -(-group * blocks // self.processors)
+        return self.row.word == "scalar" or 4 * apart <= 3 * together
+
+    @property
+    def gradient_heads(self):
+        """The heads of dk and dv as the backward's kernel writes them."""
+        return self.H if self.heads_apart else self.Hk
+
 
 def same(tile, head_dims):
     """One tile for all of these head_dims."""
@@ -191,13 +207,16 @@ def hopper_macros(problem):
     return {"T": MACRO_T[problem.dtype], "CAUSAL": int(problem.causal), **dict(problem.switches)}
 
 
+def backward_macros(problem):
+    return {"T": MACRO_T[problem.dtype], "HEADS_APART": int(problem.heads_apart)}
+
+
 def fa2_backward_macros(problem):
-    warps = fa2_backward_threads(problem.D, problem.Br, problem.Bc) // 32
-    return {"T": MACRO_T[problem.dtype], "WARPS": warps}
+    return backward_macros(problem) | {"WARPS": fa2_backward_threads(problem.D, problem.Br, problem.Bc) // 32}
 
 
 def hopper_backward_macros(problem):
-    return {"T": MACRO_T[problem.dtype], "DETERMINISTIC": int(problem.deterministic)}
+    return backward_macros(problem) | {"DETERMINISTIC": int(problem.deterministic)}
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -250,7 +269,7 @@ BACKWARD_ROWS = (
     Kernel("fa2", "bwd_1_fa2.cu", HALF, (FA2_BACKWARD, FA2_BACKWARD_SMALL, FA2_BACKWARD_SMALLEST),
            threads=fa2_backward_threads, shared_bytes=backward_tiles, macros=fa2_backward_macros, loads="16 bytes"),
     Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), threads=two_warpgroups, deterministic=False,
-           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128, macros=dtype_macro, **ON_HOPPER),
+           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128, macros=backward_macros, **ON_HOPPER),
     Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), threads=two_warpgroups,
            shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 4 * Br * D + 128,  # dQ_i in float32, too
            macros=hopper_backward_macros, **ON_HOPPER),

@@ -83,22 +83,32 @@ def backward(
     if plan.problem.row.word == "scalar":
         return scalar_gradients(plan, inputs)
     sums = Sums(plan.problem)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, (dk, dv) = torch.empty_like(q, memory_format=torch.contiguous_format), parts_of_gradients(plan.problem, k)
     plan.run(inputs | sums.tensors() | {"counters": zero_counters(plan.problem), "dq": dq, "dk": dk, "dv": dv})
-    return dq, dk, dv
+    return dq, *added_parts(plan.problem, dk, dv)
 
 
 def scalar_gradients(plan, inputs):
     """Rung scalar's gradients. Its kernel wants a K/V head for each query head, so the plan repeats k's and v's."""
-    q, k, H = inputs["q"], inputs["k"], plan.problem.H
+    q = inputs["q"]
     delta = q.new_empty(q.shape[:3])
     dq = q.new_zeros(q.shape)
-    dk, dv = (k.new_empty(k.shape[0], H, *k.shape[2:]) for _ in range(2))
+    dk, dv = parts_of_gradients(plan.problem, inputs["k"])
     plan.run(inputs | {"delta": delta, "dq": dq, "dk": dk, "dv": dv})
-    group = H // plan.problem.Hk
-    if group > 1:
-        dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    return dq, dk, dv
+    return dq, *added_parts(plan.problem, dk, dv)
+
+
+def parts_of_gradients(problem, k):
+    """Memory for dk and dv as the kernel writes them: (B, Hk, Nk, D), or (B, H, Nk, D) if it takes heads apart."""
+    B, _, Nk, D = k.shape
+    return k.new_empty(B, problem.gradient_heads, Nk, D), k.new_empty(B, problem.gradient_heads, Nk, D)
+
+
+def added_parts(problem, dk, dv):
+    """(dk, dv) (B, Hk, Nk, D). Parts are added in float32, in a fixed order."""
+    if problem.gradient_heads == problem.Hk:
+        return dk, dv
+    return (x.unflatten(1, (problem.Hk, -1)).sum(2) for x in (dk, dv))
 
 
 # ---- what is checked, and what a call depends on ---------------------------------------------------------------------
@@ -390,7 +400,8 @@ def scalar_backward_works(problem, strides):
     delta = work(problem, "attention_delta", arguments, blocks, DELTA_THREADS, shared_bytes=0)
     results = "lse", "delta", "dq", "dk", "dv", H, Nq, Nk, c_float(problem.scale), c_int(problem.causal)
     arguments = *strided(("dout", "q", "k", "v"), strides), *results
-    return [delta, work(problem, "attention_backward", arguments, problem.key_tiles * problem.H * problem.B)]
+    blocks = problem.key_tiles * problem.gradient_heads * problem.B
+    return [delta, work(problem, "attention_backward", arguments, blocks)]
 
 
 def delta_works(problem, strides):
@@ -419,7 +430,8 @@ def gradient_works(problem, strides):
         boxes = Box("dout", Br), Box("q", Br), Box("k", Bc), Box("v", Bc), Box("dk", 16), Box("dv", 16)
         counters = ("counters",) if problem.row.word == "hopper" else ()
         arguments = *boxes, "lse_2", "delta", "dq_sum", *counters, *numbers
-    return [work(problem, "attention_backward", arguments, problem.key_tiles * problem.Hk * problem.B)]
+    blocks = problem.key_tiles * problem.gradient_heads * problem.B
+    return [work(problem, "attention_backward", arguments, blocks)]
 
 
 def dq_works(problem, strides):
@@ -536,9 +548,9 @@ def add_gradients(sums, dout, q, k, v, *, causal=False):
             return zeros_like(k), zeros_like(v)
         problem = problem_of(start.row, q, k, causal, start.scale, deterministic=start.deterministic)
         plan = keep(key, Plan(problem, gradient_works, **inputs))
-    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    dk, dv = parts_of_gradients(plan.problem, k)
     plan.run(inputs | sums.tensors() | {"counters": zero_counters(plan.problem), "dk": dk, "dv": dv})
-    return dk, dv
+    return (*added_parts(plan.problem, dk, dv),)
 
 
 def finish_dq(sums):

@@ -165,6 +165,11 @@ def _join(rank, world_size, local_rank, backend, timeout, store):
     return device
 
 
+def message_device():
+    """Where a tensor has to be that is sent as it is: over NCCL on this rank's GPU, over gloo in host memory."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
 def spawn(fn, world_size, *args, timeout=60, limit=600):
     """[fn(*args) of rank 0, 1, ...], each in a process of its own, all in one process group.
 

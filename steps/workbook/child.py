@@ -88,8 +88,7 @@ if __name__ == "__main__":
 
     from reference import cases, error, mutants  # noqa: F401
 
-    if os.environ["STEPS_ENGINE"] == "cpu":
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)  # The tensors are so small that starting a second thread costs more than it saves.
     # The forks share this memory until somebody writes to it. The garbage collector would write to each object, so it
     # leaves those out that exist by now.
     gc.freeze()

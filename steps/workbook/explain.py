@@ -29,8 +29,9 @@ def explain(error, task, answer, lines):
         what = "`raise Blank` is still there: delete it."
     where = [lines[line] for file, line in error["frames"] if file == f"steps/{task.file}" and line in lines]
     where += [line for file, line in error["frames"] if file == answer.label]  # A hunt's test runs under its own name.
-    if not where and lines:
-        where, what = _in_compiled_python(what, task, answer, lines)
+    if lines and (not where or kind == "CompilationError"):  # Triton compiles where a kernel is called.
+        in_kernel, what = _in_compiled_python(what, task, answer, lines)
+        where = in_kernel or where
     if where:
         return [*answer.line(where[-1]).splitlines(), *what.splitlines()]
     inside_stage = [f"{file}, line {line}" for file, line in error["frames"] if file.startswith(f"steps/{task.stage}/")]

@@ -42,7 +42,7 @@ def attention(q, k, v, *, block):
 
 
 def worker():
-    rank = torch.full((2,), dist.get_rank())
+    rank = torch.full((2,), dist.get_rank(), device=launch.message_device())
     return f"rank {dist.get_rank()} got {hop(rank).tolist()}"
 
 
