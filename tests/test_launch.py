@@ -377,18 +377,18 @@ def test_the_geometry_of_a_launch():
     (forward,) = launch.geometry("fwd_5_fa2", **sizes)
     assert forward == ("attention_forward", 8 * 32, 128, 2 * 384 * 64, macros | {"Br": 128, "Bc": 128})
     delta, gradients, dq = launch.geometry("bwd_1_fa2", **sizes)
-    macros |= {"Br": 128, "Bc": 128, "WARPS": 8}
+    macros |= {"Br": 128, "Bc": 128, "WARPS": 8, "HEADS_APART": 1}
     assert delta == ("attention_delta", 1024 // 32 * 32, 256, 0, macros)
     assert gradients == (
         "attention_backward",
-        6 * 8,
+        6 * 32,
         256,
         2 * (2 * 128 * 64 + 4 * 128 * 64 + 2 * 128 * 128) + 16 * 128,
         macros,
     )
     assert dq == ("attention_dq", -(-1000 * 64 // 1024) * 32, 256, 0, macros)
     small = launch.geometry("bwd_1_fa2", **sizes | {"shared_limit": 99 * 1024})[1]
-    assert small[1:3] == (11 * 8, 128) and small[4] == {"T": "bf16", "D": 64, "Br": 64, "Bc": 64, "WARPS": 4}
+    assert small[1:3] == (11 * 32, 128) and small[4] == macros | {"Br": 64, "Bc": 64, "WARPS": 4}
 
 
 @pytest.mark.parametrize("what, sizes", [
