@@ -89,6 +89,17 @@ def test_cells_are_short_and_pictures_have_words(path):
     assert len(headings) >= 7
 
 
+LONGER = ["01_fa1_numba", "02a_fa2_cuda_first_kernels"]  # than the others may be; nothing is to be added there
+
+
+@pytest.mark.parametrize("stem", [path.stem for path in NOTEBOOKS if path.stem not in LONGER])
+def test_the_text_is_read_in_one_sitting(stem):
+    """At most 2600 words. Those of tables, formulas, answers and descriptions of pictures count, too."""
+    cells = jupytext.read(ROOT / "notebooks" / "src" / f"{stem}.py").cells
+    text = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert sum(bool(re.search(r"\w", word)) for word in text.split()) <= 2600
+
+
 @each_notebook
 def test_lines_of_code_are_short(path):
     """A line of code fits into a cell without scrolling. Comments may be longer."""
@@ -151,8 +162,8 @@ def test_cells_to_be_folded_are_recognised():
     assert folded_because("out, lse = step00.forward(q, k, v)\nprint(out)") is None
 
 
-# The other notebooks begin with their question, too, but have no picture of it yet.
-WITH_PICTURE = ["00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels"]
+# 04b begins with its question, too, but has no picture of it yet.
+WITH_PICTURE = [path.stem for path in NOTEBOOKS if path.stem != "04b_strategies"]
 
 
 @pytest.mark.parametrize("stem", WITH_PICTURE)

@@ -30,13 +30,10 @@ from support import races
 from support.contract_suite import Contract
 from support.ranks import end_of_pool, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
 
-
-FETCH = pytest.param(
-    "fetch",
-    marks=pytest.mark.skipif(
-        engine.name == "cuda" and torch.cuda.device_count() < 4, reason="fetch needs a GPU for each of the 4 ranks"
-    ),
+ON_FETCH = pytest.mark.skipif(
+    engine.name == "cuda" and torch.cuda.device_count() < 4, reason="fetch needs a GPU for each of the 4 ranks"
 )
+FETCH = pytest.param("fetch", marks=ON_FETCH)
 
 
 class TestContract(Contract):
@@ -391,7 +388,10 @@ MISTAKES = [  # (the transport, what is replaced, by what)
 ]
 
 
-@pytest.mark.parametrize("transport, place, mistake", MISTAKES, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(
+    "transport, place, mistake",
+    [pytest.param(*row, id=row[2].__name__, marks=[ON_FETCH] if row[0] == "fetch" else []) for row in MISTAKES],
+)
 def test_a_mistake_in_a_transport_would_be_noticed(transport, place, mistake):
     assert max(on_ranks(largest_error, transport)) < 5e-6
     assert max(on_ranks(largest_error, transport, place, mistake)) > 1e-3

@@ -154,14 +154,13 @@ def marks(planted):
 def test_a_planted_misconception_is_named(planted):
     """As the mutant of that name, or in `words` where the mistake concerns memory and not the results.
 
-    `emulated`: only the emulation recognises the mistake; on a GPU the check only has to fail.
+    `emulated`: only the emulation recognises the mistake, which also runs beside a GPU if there is g++.
     """
     runnable(TASKS[planted["exercise"]])
     text = str(solution(planted["exercise"]))
     assert text.count(planted["old"]) == 1
     report = check(planted["exercise"], text.replace(planted["old"], planted["new"]))
-    if planted.get("emulated") and engine.name == "cuda":
-        assert report.failed, report
+    if planted.get("emulated") and engine.name == "cuda" and not shutil.which("g++"):
         return
     if "words" in planted:
         assert report.failed and all(word in repr(report) for word in planted["words"]), report
@@ -172,6 +171,32 @@ def test_a_planted_misconception_is_named(planted):
     else:
         says = next(m.says for m in mutants.MUTANTS if m.name == planted["mutant"])
     assert "WRONG" in repr(report) and f"equals what you get when {says}" in repr(report)
+
+
+@pytest.mark.parametrize(
+    "id, here, asked",
+    [
+        ("02.2", "cpu", ["cpu"]),
+        ("02.2", "cuda", ["cpu", "cuda"]),  # A GPU would let some mistakes pass.
+        ("01.1", "cuda", ["cuda"]),
+        ("04.1", "cuda", ["cpu"]),
+    ],
+)
+@pytest.mark.parametrize("wrong", [None, "cpu", "cuda"])
+def test_an_answer_in_cuda_runs_in_the_emulation_first(id, here, asked, wrong, monkeypatch):
+    def run(job, folder, limit, on=None):
+        ran.append(on)
+        last = {"accesses": 1, "wavefronts": 1, "additions": 1} if job["kind"] == "cost" else {"says": "a case"}
+        return [{"mutants": [], "equals": [], "wrong": ["out is off"] if on == wrong else []} | last], None, ""
+
+    ran = []
+    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(engine, "name", here)
+    monkeypatch.setattr(shutil, "which", lambda _: "g++")
+    report = check(id, str(solution(id)))
+    where = asked[: asked.index(wrong) + 1] if wrong in asked else asked
+    assert ran[: len(where)] == where and report.verdict == ("wrong" if wrong in asked else "passed")
+    assert wrong not in asked or len(ran) == len(where)
 
 
 def test_a_mistake_that_nobody_planted_gets_no_name():
@@ -430,10 +455,10 @@ def test_the_last_step_holds_what_verify_asks(my):
 # Where it is wrong, and how.
 
 WRONG = {  # name: (exercise, an edit of the stage's own function, lines of the report)
-    "off": ("00.2", ("(m - unit).exp()", "torch.where(torch.arange(m.shape[-1]).to(m.device) == 20, 1, (m - unit).exp())"),
+    "off": ("00.2", ("(m - unit).exp()", "torch.where(torch.arange(m.shape[-1]).to(m) == 20, 1, (m - unit).exp())"),
             ("out is off by", "(tolerance ", "first such entry: out[0, 0, 20, 0] is ",
              f"queries 0 to 34             {'.' * 20}x{'.' * 14}", f"columns 0 to 31             {'x' * 32}")),
-    "one head": ("00.2", ("p[..., None] * v_j", "p[..., None] * v_j * torch.tensor([1, 2]).to(p.device)[:, None, None]"),
+    "one head": ("00.2", ("p[..., None] * v_j", "p[..., None] * v_j * torch.tensor([1, 2]).to(p)[:, None, None]"),
                  ("first such entry: out[0, 1, 14, 0] is ", "heads 0 to 1                .x")),
     "NaN": ("00.2", ("m_new.nan_to_num(neginf=0.0)", "m_new"),
             ("out is NaN in 896 of 2240 entries", "first such entry: out[0, 0, 0, 0] is nan, expected 0",
@@ -679,8 +704,11 @@ HUNT_ERRORS = {
     "fails on both": (CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n", "wrong", ("own forward too", "line 6:")),
     "raises": (CALL + "    forward(q, k, v, mask=None)\n", "error", ("line 6:", "TypeError", "mask")),
     "no test": ("import torch\n", "error", ("no function test(forward)",)),
-    "returns": (CALL + RIGHT.replace("assert (", "return (").replace(", 'out differs'", ""), "error",
-                ("test returned tensor(True); it has to assert, because what a test returns is ignored.",)),
+    "returns": (
+        CALL + RIGHT.replace("assert (", "return (").replace(", 'out differs'", ""),
+        "error",
+        ("test returned tensor(True); it has to assert, because what a test returns is ignored.",),
+    ),
     "no cause": (CALL + RIGHT, "blank", ("The test is right. Still to be answered: what is the cause?", "  b  the ")),
     "wrong cause": ('CAUSE = "a"\n' + CALL + RIGHT, "wrong", ("WRONG: the cause is not 'a'", "  b  the causal mask")),
     "right": ('CAUSE = "b"\n' + CALL + RIGHT, "passed", ("AssertionError: out differs", "the cause: the causal mask")),

@@ -81,7 +81,190 @@ def thread_or_warp():
     return fig
 
 
-PICTURES = {"question_00": whole_or_tile, "question_01": where_numbers_live, "question_02a": thread_or_warp}
+def fetched_and_multiplied():
+    """Notebook 02b: for one step along d, what is multiplied, and what is fetched from shared memory for that."""
+    owners = {"scalar: a thread": (1, 1), "warp: a lane": (4, 8), "mma: a warp": (16, 8)}
+    fig, axes = plt.subplots(1, 3, figsize=(7.6, 3.4), layout="constrained")
+    for ax, (name, (rows, keys)) in zip(axes, owners.items(), strict=True):
+        fetches_q = name.startswith("warp")  # The others have their rows of Q in registers.
+        for x, y, width, height, colour in (
+            (0, 0, keys, rows, COLOURS[5]),
+            (0, -1.5, keys, 1, COLOURS[1]),
+            (-1.5, 0, 1, rows, COLOURS[1] if fetches_q else FAINT),
+        ):
+            numbers = torch.zeros(height, width)
+            edges = [torch.arange(n + 1) + start for n, start in ((width, x), (height, y))]
+            ax.pcolormesh(*edges, numbers, cmap=ListedColormap([colour]), edgecolors="white", lw=0.6)
+        fetched = keys + rows * fetches_q
+        ax.set_title(f"{name}\nfetched: {fetched}\nmultiply-adds: {rows * keys}", fontsize=10)
+        ax.set(xlim=(-2, 11), ylim=(16.5, -2), aspect="equal", anchor="NW")
+        ax.axis("off")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (COLOURS[1], FAINT, COLOURS[5])]
+    names = "from shared memory", "in registers", "products of query and key, one step along d"
+    fig.legend(handles, names, fontsize=8, ncols=3, loc="outside lower center")
+    return fig
+
+
+def kept_and_added():
+    """Notebook 02c: what the forward keeps instead of P, and which gradients cross the blocks of the backward."""
+    fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.6), layout="constrained")
+    box = {"ec": INK, "lw": 1}
+    text = {"ha": "center", "va": "center", "fontsize": 9}
+    for ax in axes:
+        ax.set(xlim=(-0.1, 5.6), ylim=(5.3, -0.1), aspect="equal")
+        ax.axis("off")
+    axes[0].set_title("the forward keeps one number a row", fontsize=10)
+    axes[0].add_patch(plt.Rectangle((0, 0), 4, 4, fc="white", ls="--", **box))
+    axes[0].text(2, 2, "P: N x N,\nnever stored", **text)
+    axes[0].add_patch(plt.Rectangle((4.3, 0), 0.3, 4, fc=COLOURS[1], **box))
+    axes[0].text(4.45, 4.3, "lse: N", **text)
+    axes[1].set_title("the backward: four blocks, each with its keys", fontsize=10)
+    for n, colour in enumerate(COLOURS[:4]):
+        axes[1].add_patch(plt.Rectangle((n, 0), 1, 4, fc=colour, alpha=0.45, **box))
+        axes[1].annotate("", (n + 0.5, 3.9), (n + 0.5, 0.1), arrowprops={"arrowstyle": "->", "color": INK})
+        axes[1].add_patch(plt.Rectangle((n, 4.2), 1, 0.75, fc=colour, alpha=0.45, **box))
+        axes[1].text(n + 0.5, 4.58, "dK dV", **text)
+        axes[1].add_patch(plt.Rectangle((4.2, n), 1.2, 1, fc="white", **box))
+        axes[1].text(4.8, n + 0.5, "dQ +=", **text)
+    return fig
+
+
+def three_units():
+    """Notebook 02d: copies, products and exponentials of four tiles, one after the other and all at once. A sketch."""
+    units = {"copies": (1, COLOURS[2]), "products": (2, COLOURS[0]), "exponentials": (1, COLOURS[1])}
+    fig, axes = plt.subplots(2, 1, figsize=(7.6, 3.4), layout="constrained", sharex=True)
+    for ax, at_once in zip(axes, (False, True), strict=True):
+        for tile in range(4):
+            start = tile * (2 if at_once else 4)  # The products take longest, so their unit sets the pace.
+            for unit, (length, colour) in enumerate(units.values()):
+                ax.broken_barh([(start, length)], (unit - 0.4, 0.8), fc=colour, ec="white")
+                ax.text(start + length / 2, unit, tile, ha="center", va="center", color="white", fontsize=9)
+                start += length
+        ax.set_yticks(range(3), units)
+        ax.set(ylim=(2.6, -0.6), xlim=(0, 16), xticks=[])
+        ax.grid(False)
+    axes[0].set_title("one after the other", fontsize=10)
+    axes[1].set_title("started, and waited for where the result is needed", fontsize=10)
+    axes[1].set_xlabel("time: four tiles of keys (a sketch)")
+    return fig
+
+
+def operands():
+    """Notebook 02e: where the five products of a step have their operands from."""
+    ways = {
+        "warps fetch it (ldmatrix)": COLOURS[1],
+        "tensor cores read shared memory": COLOURS[5],
+        "it lies in registers": COLOURS[2],
+    }
+    fetched, read, held = ways.values()
+    steps = {
+        "bwd_1: mma": (("S", "dP", "dV", "dK", "dQ"), (fetched,) * 5, fetched),
+        "bwd_2: wgmma": (("Sᵀ", "dPᵀ", "dV", "dK", "dQ"), (read, read, held, held, read), read),
+    }
+    fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.2), layout="constrained")
+    for ax, (title, (products, firsts, second)) in zip(axes, steps.items(), strict=True):
+        for y, (product, first) in enumerate(zip(products, firsts, strict=True)):
+            ax.text(0.6, y + 0.5, f"{product} =", ha="right", va="center", fontsize=10)
+            ax.text(2.05, y + 0.5, "x", ha="center", va="center", fontsize=10)
+            for x, colour in ((0.8, first), (2.2, second)):
+                ax.add_patch(plt.Rectangle((x, y + 0.12), 1.1, 0.76, fc=colour, ec=INK, lw=0.8))
+        ax.set(xlim=(-0.2, 3.6), ylim=(5, 0))
+        ax.set_title(title, fontsize=10)
+        ax.axis("off")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in ways.values()]
+    fig.legend(handles, ways, fontsize=8, ncols=3, loc="outside lower center")
+    return fig
+
+
+def yours_or_the_compilers():
+    """Notebook 03a: who decides what, in three languages."""
+    languages = {
+        "CUDA C++": "yours yours yours yours yours",
+        "Gluon": "yours yours yours yours compiler",
+        "Triton": "yours yours compiler compiler compiler",
+    }
+    decisions = (
+        "who owns which result",
+        "tile sizes, pointers, masks",
+        "copies, room in shared memory",
+        "waits, barriers, roles of warps",
+        "which lane has which number",
+    )
+    fig, ax = plt.subplots(figsize=(7.6, 3.0), layout="constrained")
+    for x, whose in enumerate(languages.values()):
+        for y, who in enumerate(whose.split()):
+            colour = COLOURS[4] if who == "yours" else COLOURS[5]
+            ax.add_patch(plt.Rectangle((x, y), 1, 1, fc=colour, alpha=0.6, ec="white", lw=2))
+            ax.text(x + 0.5, y + 0.5, who, ha="center", va="center", fontsize=9)
+    ax.set(xlim=(0, 3), ylim=(5, 0))
+    ax.set_xticks([x + 0.5 for x in range(3)], languages, fontweight="bold")
+    ax.set_yticks([y + 0.5 for y in range(5)], decisions)
+    ax.xaxis.tick_top()
+    ax.tick_params(length=0)
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    return fig
+
+
+def what_changes_the_scores():
+    """Notebook 03b: six features, each as what it does to the scores of 16 queries and 16 keys, or to their P."""
+    query, key = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+    causal = key <= query
+    document = torch.tensor([0] * 6 + [1] * 7 + [2] * 3)
+    dice = torch.rand(16, 16, generator=torch.Generator().manual_seed(0))
+    features = {
+        "window": causal * (query - key < 5),
+        "packed sequences": causal * (document[query] == document[key]),
+        "ALiBi": causal * (1 - (query - key) / 20),
+        "mask, bias": torch.where(dice < 0.25, 0, 0.3 + 0.7 * dice),
+        "dropout": causal * (dice > 0.2),
+        "decoding": torch.ones(1, 16),
+    }
+    fig, axes = plt.subplots(1, 6, figsize=(8.4, 2.0), layout="constrained")
+    for ax, (name, seen) in zip(axes, features.items(), strict=True):
+        ax.imshow(seen, cmap="Blues", vmin=0, vmax=1.3, extent=(0, 16, len(seen), 0))
+        ax.add_patch(plt.Rectangle((0, 0), 16, len(seen), fill=False, ec=INK, lw=1))
+        ax.set(xticks=[], yticks=[], xlim=(-0.2, 16.2), ylim=(16.2, -0.2), aspect="equal")
+        ax.set_title(name, fontsize=9, loc="center")
+        ax.spines[:].set_visible(False)
+        ax.grid(False)
+    axes[0].set_ylabel("queries", fontsize=9)
+    fig.supxlabel("keys", fontsize=9)
+    return fig
+
+
+def ring():
+    """Notebook 04a: four ranks; the keys travel, the queries stay."""
+    fig, ax = plt.subplots(figsize=(7.6, 3.0), layout="constrained")
+    for rank, colour in enumerate(COLOURS[:4]):
+        x = 3 * rank
+        ax.add_patch(plt.Rectangle((x, 0), 2, 2, fc="white", ec=INK))
+        ax.text(x + 1, 2.3, f"rank {rank}", ha="center", fontweight="bold", fontsize=10)
+        ax.text(x + 1, 1.5, f"Q{rank} stays", ha="center", va="center", fontsize=9)
+        ax.add_patch(plt.Rectangle((x + 0.2, 0.2), 1.6, 0.7, fc=colour, ec="none"))
+        ax.text(x + 1, 0.55, f"K{rank} V{rank}", ha="center", va="center", color="white", fontweight="bold", fontsize=9)
+        if rank < 3:
+            ax.annotate("", (x + 3.1, 0.55), (x + 1.9, 0.55), arrowprops={"arrowstyle": "->", "lw": 2, "color": colour})
+    ax.plot((10.9, 11.5, 11.5, -0.5, -0.5), (0.55, 0.55, -0.6, -0.6, 0.55), color=COLOURS[3], lw=2)
+    ax.annotate("", (0.15, 0.55), (-0.55, 0.55), arrowprops={"arrowstyle": "->", "lw": 2, "color": COLOURS[3]})
+    ax.text(5.5, -0.95, "a hop: K and V go on to the next rank", ha="center", va="center", fontsize=9)
+    ax.set(xlim=(-0.8, 11.8), ylim=(-1.2, 2.7))
+    ax.axis("off")
+    return fig
+
+
+PICTURES = {
+    "question_00": whole_or_tile,
+    "question_01": where_numbers_live,
+    "question_02a": thread_or_warp,
+    "question_02b": fetched_and_multiplied,
+    "question_02c": kept_and_added,
+    "question_02d": three_units,
+    "question_02e": operands,
+    "question_03a": yours_or_the_compilers,
+    "question_03b": what_changes_the_scores,
+    "question_04a": ring,
+}
 
 if __name__ == "__main__":
     style()

@@ -18,11 +18,8 @@
 #
 # *Why can the scalar kernel never be fast, and what does each of five changes remove from its way?*
 #
-# - **Before you start:** 02a, the scalar kernel and the emulation. **Time:** about an hour to read, two hours more with the exercises.
-# - **Hardware:** any computer with Linux (or WSL2) and g++. Accesses are counted in the emulation of CUDA, registers by the real
-#   compiler, speeds are drawn from recorded rows.
-# - **Code:** `steps/step02_fa2_cuda/fwd_1_warp.cu` to `fwd_5_fa2.cu`. **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
-# - **Paper:** FlashAttention-2 (2307.08691), restated in `papers/flash_attention_2.md`. Words: `reference/glossary.md`.
+# ![Three patches of scores, one step along d. Scalar: one number is fetched from shared memory for one multiply-add.
+# Warp: twelve for 32. Mma: eight for 128, with the queries in registers.](../notebooks/figures/question_02b.png)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
@@ -61,14 +58,20 @@ print(steps.engine.describe())
 print(f"torch {torch.__version__.split('+')[0]};",
       f"rungs of stage 02: {', '.join(step02.SUPPORTS['rungs'])}")
 
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# - **Before you start:** 02a, the scalar kernel and the emulation. **Time:** about an hour to read, two hours more with the exercises.
+# - **Hardware:** any computer with Linux (or WSL2) and g++. Speeds are recorded rows.
+# - **Code:** `steps/step02_fa2_cuda/fwd_1_warp.cu` to `fwd_5_fa2.cu`. **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
+# - **Paper:** FlashAttention-2 (2307.08691), restated in `papers/flash_attention_2.md`. Words: `reference/glossary.md`.
+
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, counted
 #
 # ### Which memory is the bottleneck?
 #
-# A roofline: at x FLOP for each byte moved, a kernel cannot do more than bandwidth times x. Attention moves q, k, v and out at
-# least once. Shared memory gives each multiprocessor (SM) one **wavefront** a cycle: a 4-byte word from each of its 32 banks.
-# The cycle comes from the peak: 4096 FLOP a cycle and SM in bf16, by NVIDIA's Hopper whitepaper.
+# A roofline: at x FLOP for each byte moved, a kernel can do bandwidth times x at most. Attention moves q, k, v and out
+# at least once. Shared memory gives each multiprocessor (SM) one **wavefront** a cycle: a 4-byte word from each of its
+# 32 banks. The cycle comes from the peak: 4096 FLOP a cycle and SM in bf16, by NVIDIA's Hopper whitepaper.
 
 # %% slideshow={"slide_type": "fragment"}
 for N in (512, 4096, 16384):
@@ -88,11 +91,11 @@ for name, peak in peaks.items():
 # Long sequences lie right of the corner: device memory is no limit for a kernel that keeps its tiles on the chip. The
 # bottleneck is what its inner loop takes from shared memory.
 #
-# `emulator.count_conflicts()` logs every access of a warp to shared memory: from which line, and how many wavefronts the banks
-# need for it. We run a rung with one tile of keys and with two; the difference is what a tile costs.
+# `emulator.count_conflicts()` logs every access of a warp to shared memory: from which line, and how many wavefronts
+# the banks need for it. A tile costs what a run with two tiles of keys needs, less what one with one tile needs.
 #
-# The count follows the text. `scalar` and `warp` read word by word, and a compiler may join four neighbouring words into one
-# load: they may do somewhat better than counted. From rung 2 on the text names the instructions.
+# `scalar` and `warp` read word by word. A compiler may join four neighbouring words into one load, and then they do
+# better than counted.
 
 # %% slideshow={"slide_type": "fragment"}
 RUNGS = ("scalar", "warp", "mma", "ldmatrix", "cp_async", "fa2")
@@ -172,8 +175,9 @@ far below the tensor cores'.""")
 #
 # Two things must change together: more work for each wavefront, and units that can do it.
 #
-# `mma.m16n8k16` multiplies A (16 x 16) with B (16 x 8) and adds the product to C (16 x 8), for a whole warp. The matrices lie in
-# the registers of its 32 threads, its **lanes**: a lane's share is a **fragment**, 8 numbers of A, 4 of B, 4 of C.
+# `mma.m16n8k16` multiplies A (16 x 16) with B (16 x 8) and adds the product to C (16 x 8), for a whole warp. The
+# matrices lie in the registers of its 32 threads, its **lanes**. A lane's share is a **fragment**: 8 numbers of A, 4 of
+# B, 4 of C.
 #
 # **Claim.** Two C fragments side by side are an A fragment: what S leaves behind is what P V wants.
 #
@@ -259,8 +263,8 @@ picture(fig, """Grids of lane numbers, coloured by pair, lane 5 in bold. Two nei
 # Lane 5 holds 18, 19 (row 1, columns 2 and 3), 146, 147 (row 9), and both again 8 columns on. A colour is a pair; as 16-bit
 # numbers, a pair is one register. After exp, a lane rounds its pairs and has its share of P: **no number moves to another lane**.
 #
-# A row lies with four neighbours, so its maximum needs them all. `__shfl_xor_sync(~0u, x, 1)` hands a lane the x of lane ^ 1, its
-# number XOR 1. First one shuffle, then a second:
+# A row lies with four neighbours, so its maximum needs them all. `__shfl_xor_sync(~0u, x, 1)` hands a lane the x of
+# lane ^ 1. One shuffle, then a second:
 
 # %% slideshow={"slide_type": "fragment"}
 lane = torch.arange(32)
@@ -367,9 +371,9 @@ def step(before, rung):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 1, `warp`: a value serves a row of products
 #
-# **Claim.** A lane that owns a x b scores fetches a + b numbers for a b multiply-adds. So each warp owns 16 rows, and each lane
-# 4 x 4 or 4 x 8 scores in registers (stage 01's patches). No row is shared by two warps: between the barriers of a tile each
-# goes its own way. FlashAttention-1 dealt the *keys* to the warps, who then had to add up O through shared memory.
+# **Claim.** A lane that owns a x b scores fetches a + b numbers for a b multiply-adds. So each warp owns 16 rows, and
+# each lane 4 x 4 or 4 x 8 scores in registers. No row is shared by two warps, so none waits for another between the
+# barriers of a tile. (FlashAttention-1 dealt out the *keys*, and had to add up O through shared memory.)
 
 # %% slideshow={"slide_type": "fragment"}
 account("warp", 64)
@@ -380,9 +384,8 @@ show("fwd_1_warp", "scores")
 #
 # <details><summary>Answer</summary>
 #
-# FLOP a wavefront grow from 62 to 195, three times, if both stay equally near their ceilings. The next roof is close: the
-# float32 units, 66.9 TFLOP/s, whatever shared memory does. And the count leaves something out: `add_PV` hands P round by
-# shuffles, which compete with the loads.
+# Three times: FLOP a wavefront grow from 62 to 195. The next roof is close: the float32 units, 66.9 TFLOP/s. And the
+# count leaves out that `add_PV` hands P round by shuffles, which compete with the loads.
 #
 # </details>
 
@@ -404,8 +407,8 @@ show("fwd_2_mma", "scores")
 #
 # <details><summary>Answer</summary>
 #
-# No. `scores` needs 4096 wavefronts for 512 accesses: 8 for each, where 1 would do. `add_PV` needs 4 for each. So a wavefront
-# feeds 248 FLOP, at D = 64 as well; rung 1's fed 195 there: 1.27 times as many. The tensor cores wait for shared memory.
+# No. `scores` needs 4096 wavefronts for 512 accesses: 8 for each, where 1 would do. `add_PV` needs 4 for each. So a
+# wavefront feeds 248 FLOP, only 1.27 times rung 1's 195 (D = 64). The tensor cores wait for shared memory.
 #
 # </details>
 
@@ -420,9 +423,8 @@ step("warp", "mma")
 # **Claim.** Let row r keep its 16-byte chunk c at position c XOR (r mod 8). Then any 8 neighbouring rows have it at 8 different
 # positions, and 8 positions are all 32 banks.
 #
-# `ldmatrix` fetches just that: 8 x 8 numbers, as 8 rows of one chunk, four such matrices at once, and deals them out as
-# fragments. With `.trans` it transposes on the way, as V wants it. We ask the kernel's `at` for positions, then count with it as it
-# is and with rows as they come.
+# `ldmatrix` fetches 8 x 8 numbers, as 8 rows of one chunk. It takes four such matrices at once, and deals them out as
+# fragments. With `.trans` it transposes on the way, as V wants it. Below, the kernel with its swizzle and without:
 
 # %% slideshow={"slide_type": "fragment"}
 POSITIONS = """
@@ -488,16 +490,16 @@ account("ldmatrix")
 changes("fwd_2_mma", "fwd_3_ldmatrix", "scores")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Alone, `ldmatrix` gains nothing: four matrices of 8 rows at one position take 32 wavefronts. Swizzled they take 4, as few as 32
-# banks need for 512 bytes. `diff("fwd_2_mma", "fwd_3_ldmatrix")` shows the whole change, with `at`, which is exercise 02.4.
+# Alone, `ldmatrix` gains nothing: four matrices of 8 rows at one position take 32 wavefronts. Swizzled they take 4, as
+# few as 32 banks need for 512 bytes. `diff("fwd_2_mma", "fwd_3_ldmatrix")` shows the whole change.
 #
 # **Predict 3.** The ceiling rises from 60 to 396 TFLOP/s, 6.6 times. Will the speed?
 #
 # <details><summary>Answer</summary>
 #
-# Less: another limit comes first. In every tile all warps of a block wait until K_j and V_j have come from device memory or L2,
-# and only the SM's other blocks go on meanwhile. And between its two products a warp computes exponentials, while its tensor
-# cores wait. A count of shared memory says nothing of waiting.
+# Less, since no count says anything of waiting. In every tile all warps of a block wait until K_j and V_j have come
+# from device memory or L2. Only the SM's other blocks go on meanwhile. And while a warp computes exponentials, its
+# tensor cores wait.
 #
 # </details>
 
@@ -507,8 +509,8 @@ step("mma", "ldmatrix")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 4, `cp_async`: the next tile travels meanwhile
 #
-# **Claim.** K_j is needed in S, V_j in P V; while one is used the other can come, with one buffer for each. `cp_async_16` starts
-# a copy from device to shared memory, past the registers, and the thread goes on. `cp_async_wait<0>` waits for the thread's *own*
+# **Claim.** K_j is needed in S, V_j in P V; while one is used the other can come. `cp_async_16` starts a copy from
+# device to shared memory, past the registers, and the thread goes on. `cp_async_wait<0>` waits for the thread's *own*
 # copies; only the barrier after it says that all threads' copies are there.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -520,8 +522,8 @@ changes("fwd_3_ldmatrix", "fwd_4_cp_async", "attention_forward")
 #
 # <details><summary>Answer</summary>
 #
-# Whatever rung 3 spent waiting for tiles, less what the SM's other block already filled in. No count tells, it has to be
-# measured: if the speed grows by x, at least 1 - 1/x of rung 3's time was waiting.
+# Whatever rung 3 spent waiting for tiles, less what the SM's other block already filled in. That has to be measured: if
+# the speed grows by x, at least 1 - 1/x of rung 3's time was waiting.
 #
 # </details>
 
@@ -531,10 +533,10 @@ step("ldmatrix", "cp_async")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 5, `fa2`: 32 rows a warp, and nothing needless
 #
-# **Claim.** What `ldmatrix` brings for 16 rows serves 32 just as well. A warp owns two tiles of 16 rows; each B operand feeds two
-# `mma`. The price is registers: the fragments of S and O double, so Q goes back to shared memory. Beside that:
-# exponentials of 16 keys are computed while `mma` works on the 16 before, no addresses are computed in the loop, and only
-# tiles at the end or on the diagonal are masked.
+# **Claim.** What `ldmatrix` brings for 16 rows serves 32 just as well. A warp owns two tiles of 16 rows; each B operand
+# feeds two `mma`. The price is registers: the fragments of S and O double, so Q goes back to shared memory. Besides,
+# exponentials of 16 keys are computed while `mma` works on the 16 before. The loop computes no addresses. Only tiles at
+# the end or on the diagonal are masked.
 
 # %% slideshow={"slide_type": "fragment"}
 account("fa2")
@@ -568,13 +570,13 @@ else:
     print("there is no nvdisasm here, so the machine code is not shown")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# This machine code is for an H200. `HMMA` is `mma`, and `MUFU.EX2` is an exponential. The warp issues an `mma` and goes on; only an
-# instruction that needs the result has to wait, and the exponentials of the next 16 keys do not need it.
+# `HMMA` is `mma`, and `MUFU.EX2` is an exponential. The warp issues an `mma` and goes on; only an instruction that
+# needs the result has to wait, and the exponentials of the next 16 keys do not need it.
 #
-# Causal blocks are unequal: the last has the whole row of key tiles, the first almost none. Where long ones start last, a few
-# SMs still work when all others are done. So here they go first. The cell below deals blocks to free slots in both orders.
+# Causal blocks are unequal. Where long ones start last, a few SMs still work when all others are done. So here they go
+# first; below, both orders.
 #
-# **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow? And which mask gains more?
+# **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow? Which mask gains more?
 #
 # <details><summary>Answer</summary>
 #
@@ -608,10 +610,9 @@ step("cp_async", "fa2")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of the line with `#error` and run the cell: `check` compiles the kernel with your text in place of the
-# stage's function, runs some of the contract's cases, and names what fails; for 02.4 and 02.6 it counts the wavefronts of
-# shared memory, too. `hint("02.4")` asks a question, `hint("02.4", 2)` gives the formula, `hint("02.4", 3)` pseudo-code,
-# `solution("02.4")` the stage's function.
+# As in 02a, write the body in place of the line with `#error`. `check` compiles the kernel with it and runs some of the
+# contract's cases; for 02.4 and 02.6 it also counts wavefronts. `hint("02.4")` to `hint("02.4", 3)` help,
+# `solution("02.4")` is the stage's function.
 #
 # **Exercise 02.4: where a chunk goes.** A tile of `rows` rows lies in slabs of W columns, one after the other: 64 columns, 128
 # bytes a row, or 32 columns where D is no multiple of 64. Return where the element (row, column) lies, counted in elements, such
@@ -653,8 +654,8 @@ __device__ int keys_seen(int tile, int Nq, int Nk, int causal) {
 check("02.6", keys_seen)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 02.bug1.** What was reported about a broken kernel is printed below, with its file. Find the cause, and write a test
-# that fails on it and passes on the stage's own forward. `check` then asks which of four causes it is.
+# **Bug hunt 02.bug1.** Below is what was reported about a broken kernel. Find the cause, and write a test that fails on
+# it and passes on the stage's own forward. `check` then asks for the cause.
 
 # %% slideshow={"slide_type": "fragment"}
 bug = exercises.find("02.bug1")
@@ -671,7 +672,7 @@ check("02.bug1", test)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Three of the contract's cases, the forward of each rung of this notebook:
+# Three of the contract's cases, each rung:
 
 # %% slideshow={"slide_type": "fragment"}
 def prepared(rung, names, device="cpu"):
@@ -701,18 +702,18 @@ for rung in RUNGS[1:]:
 #
 # <details><summary>Answer</summary>
 #
-# No harm: beyond the last tile `inside` is false, zeros come, nothing is read. Never causal: zeros after the last key have scores
-# of 0, and a causal mask hides them anyway. A single case: with m = -infinity, m - m is NaN in rows that see no key. All but one:
-# over a single key four lanes cannot disagree. Not with eager copies: K was there in time. On a GPU it often is, and the mistake
-# shows on busy days.
+# No harm: beyond the last tile `inside` is false, zeros come, nothing is read. Never causal: zeros after the last key
+# have scores of 0, and a causal mask hides them anyway. A single case: with m = -infinity, m - m is NaN in rows that
+# see no key. All but one: over a single key four lanes cannot disagree. Not with eager copies: K was there in time. On
+# a GPU it often is.
 #
-# The other one with a single case is **an FMA that harms a softmax**. A compiler makes `c * S - m` one fused multiply-add, which
-# does not round the product. But m is the *rounded* product at the maximum. The exponent there should be 0, and is the rounding
-# error of m. A float32 of that size, 1.44 x 10^11, is 2^14 away from the next one, so that the error is up to 2^13 = 8,192. Then P
-# is infinite or 0, and O is NaN. `__fmul_rn` rounds the product by itself,
-# at the price of one instruction a score. Hopper's rungs, which have no such instruction to spare, multiply by a power of two
-# where scores are that large, because such a product is exact (`exponent_factor` in `ptx.cuh`). The emulation fuses as NVRTC does
-# if this processor has an FMA; otherwise the column shows nothing.
+# The other one with a single case is **an FMA that harms a softmax**. A compiler makes `c * S - m` one fused
+# multiply-add, which does not round the product. But m is the *rounded* product at the maximum. The exponent there
+# should be 0, and is the rounding error of m. Neighbours among float32 numbers of that size, 1.44 x 10^11, are 2^14
+# apart, so the error is up to 2^13 = 8,192. Then P is infinite or 0, and O is NaN. `__fmul_rn` rounds the product by
+# itself. Hopper's rungs multiply scores that large by a power of two, because such a product is exact
+# (`exponent_factor` in `ptx.cuh`). The emulation fuses as NVRTC does if this processor has an FMA; otherwise the column
+# shows nothing.
 #
 # </details>
 
@@ -771,8 +772,7 @@ for says in mistakes:
 #
 # <details><summary>Answer</summary>
 #
-# By the counts: `ldmatrix` 6.6, `warp` 3.1, `fa2` 1.67, `mma` 1.27, `cp_async` 1. The measured order is printed below; the
-# picture goes on to Hopper's rungs of 02d.
+# By the counts: `ldmatrix` 6.6, `warp` 3.1, `fa2` 1.67, `mma` 1.27, `cp_async` 1. The measured order is below.
 #
 # </details>
 
@@ -797,7 +797,7 @@ result
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Counted and measured
 #
-# All rungs on the roofline of part 2: an open mark where the count puts the ceiling, a full one where the rung was measured.
+# All rungs on part 2's roofline: open marks are ceilings by the count, full ones were measured.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
@@ -822,12 +822,12 @@ below the ceiling, except scalar, whose loads the compiler has joined.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Profile a rung
 #
-# A rung near its open mark is bound by shared memory: only layout or reuse helps. One far below waits for something
-# else. For what, the hardware's counters tell.
+# A rung near its open mark is bound by shared memory: only layout or reuse helps. One far below waits; for what, the
+# hardware's counters tell.
 #
-# Nsight Compute's `ncu` runs a kernel several times and reads the counters of every SM. Below, one rung's command (`python -m
-# steps.bench.profile` runs four; counters may need a permission that shared machines do not give). Then the wavefronts that
-# the emulation expects, beside those that the hardware counted.
+# Nsight Compute's `ncu` reads the counters of every SM. Below: one rung's command (`python -m steps.bench.profile` runs
+# four; shared machines may not permit it), then the wavefronts that the emulation expects and those that the hardware
+# counted.
 
 # %% slideshow={"slide_type": "fragment"}
 FIVE = "tensor_pipe issue_slots shared_wavefronts bank_conflicts dram_throughput".split()
@@ -863,16 +863,15 @@ for rung in ("mma", "ldmatrix", "fa2"):
 # | `issue_slots` | cycles in which an instruction is issued | high: too many instructions; low: warps wait, so overlap |
 # | `dram_throughput` | share of device memory's bandwidth | high: larger tiles; low: leave the traffic alone |
 #
-# Low issue slots say *that* warps wait: what `mma` and `fa2` leave of 100 % in the picture are cycles without an instruction.
-# Nsight Compute can also say for what they waited, its *stall reasons*. The recorded file holds none, so that stays open here.
+# Low issue slots say *that* warps wait. For what, Nsight Compute's *stall reasons* can say; the recorded file holds
+# none, so that stays open here.
 #
 # **Predict 7.** For `mma`, `ldmatrix` and `fa2`: which counter is the highest in each?
 #
 # <details><summary>Answer</summary>
 #
-# Expect by the counts: the wavefronts in `mma`, most of them conflicts. In `ldmatrix` no conflicts are left: still the
-# wavefronts, but nothing near its limit: it waits. In `fa2` the tensor cores should lead, in 02d's `hopper` still more. Device
-# memory should be low in all.
+# By the counts: in `mma` the wavefronts, most of them conflicts; in `ldmatrix` still the wavefronts, but nothing near
+# its limit: it waits; in `fa2` the tensor cores. Device memory should be low in all.
 #
 # </details>
 
@@ -906,7 +905,7 @@ result
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - A wavefront of shared memory is the unit to count: what it feeds bounds the speed, known before a GPU has run the kernel.
+# - Count wavefronts of shared memory: what one feeds bounds the speed, before any GPU has run the kernel.
 # - A fragment is a matrix dealt to the 32 lanes of a warp. Two C fragments of S are, as they lie, an A fragment of P.
 # - Eight rows in one column collide in a plain tile. Chunk c of row r at c XOR (r mod 8) makes them hit all banks once.
 # - Copies in the background need two things: the thread's own wait, then everybody's barrier.

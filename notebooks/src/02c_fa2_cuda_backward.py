@@ -19,13 +19,8 @@
 # *The gradients need P, and P was never stored. What is kept instead, who adds up which gradient, and why are two runs
 # not equal to the last bit?*
 #
-# - **Before you start:** notebook 00, *The backward, by hand*; 02a (a kernel in CUDA C++, the emulation); for rung 1 also
-#   02b (`mma`, `ldmatrix`).
-# - **Time:** about an hour to read, an hour more with the exercises.
-# - **Hardware:** any computer with Linux (or WSL2) and g++; on a GPU the cells that say "engine" run on it.
-# - **Code:** `steps/step02_fa2_cuda/`, rungs `bwd_0_scalar.cu` and `bwd_1_fa2.cu`. Notebook 02e has `bwd_2_wgmma.cu` and
-#   `bwd_3_hopper.cu`. **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
-# - **Paper:** FlashAttention-2 (2307.08691), restated in `papers/flash_attention_2.md`. Words: `reference/glossary.md`.
+# ![Left, P as a dashed square, never stored; beside it lse, one number a row. Right, four blocks walk down their columns
+# of P: each owns its dK and dV, all add to dQ.](../notebooks/figures/question_02c.png)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
@@ -51,6 +46,15 @@ from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 from steps.workbook import check, edited, one_rung, picture, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
 from steps.workbook.listing import Source
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# - **Before you start:** notebook 00, *The backward, by hand*; 02a (a kernel in CUDA C++, the emulation); for rung 1 also
+#   02b (`mma`, `ldmatrix`).
+# - **Time:** about an hour to read, an hour more with the exercises.
+# - **Hardware:** any computer with Linux (or WSL2) and g++; on a GPU the cells that say "engine" run on it.
+# - **Code:** `steps/step02_fa2_cuda/`, rungs `bwd_0_scalar.cu` and `bwd_1_fa2.cu`.
+#   **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
+# - **Paper:** FlashAttention-2 (2307.08691), restated in `papers/flash_attention_2.md`. Words: `reference/glossary.md`.
 
 # %% slideshow={"slide_type": "skip"}
 torch.set_num_threads(1)  # small tensors: one thread is faster
@@ -80,8 +84,8 @@ def code(file, *parts):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
 #
-# Between forward and backward, autograd keeps what the gradients will need. For standard attention that includes P,
-# N x N numbers a head. The next cell asks autograd for every tensor that it saves, and adds up their bytes.
+# Between forward and backward, autograd keeps what the gradients will need. For standard attention that includes P, N x
+# N numbers a head. The next cell adds up the bytes of all that autograd saves.
 
 
 # %% slideshow={"slide_type": "fragment"}
@@ -149,7 +153,7 @@ for lse alone lies far under both.""")
 # **Why delta.** Raising one score lowers every other weight of the row. The row's share in that is
 # $\sum_j P_{ij} dP_{ij}$, and as $dP = dO\,V^\top$ this is $dO_i \cdot O_i$, which needs no P.
 #
-# Notebook 00 derives each line; here each is checked against autograd on its six tokens, the tempting one, without delta,
+# Notebook 00 derives each line. Here each is checked against autograd on its six tokens, the tempting one without delta
 # first.
 
 # %% slideshow={"slide_type": "subslide"}
@@ -235,8 +239,8 @@ its colour at the end of each row, dK dV += on white below.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # On its colour: kept in the block's registers, written once. On white: added to by *all* blocks, which needs **atomic
-# additions**: in a plain `dq[e] += x` another block may write between the read and the write. Key tiles outside is cheaper:
-# one matrix is added to instead of two. A third way, that of stages 01 and 03, is both orders, in two kernels.
+# additions**: in a plain `dq[e] += x` another block may write between the read and the write. Key tiles outside is
+# cheaper: blocks add to one matrix, not two. A third way, that of stages 01 and 03, is both orders, in two kernels.
 
 
 # %% slideshow={"slide_type": "fragment"}
@@ -330,12 +334,12 @@ for D in (32, 64, 96, 128):
           f"ptxas for sm_90a: {says}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# D = 96 is the end here. Every block of keys needs delta of all queries: computed once, before everything, it costs one
-# pass over dO and O, and then a tile loads one number a row where O would have been.
+# D = 96 is the end here. Every block of keys needs delta of all queries. Computed once, before everything, it costs one
+# pass over dO and O. Then a tile loads one number a row in place of O.
 #
-# The small functions, the kernel up to its loop, and the loop. Thread t reads *its own* row of K, where in the forward all
-# read the same: the spare word in `STRIDE = D + 1` spreads a warp's 32 rows over the 32 banks, as in stage 01. `seen_from` is
-# the causal diagonal, seen from the key: query i sees key j if i >= j - (Nk - Nq).
+# Thread t reads *its own* row of K, where in the forward all read the same. The spare word in `STRIDE = D + 1` spreads
+# a warp's 32 rows over the 32 banks, as in stage 01. `seen_from` is the causal diagonal, seen from the key: query i
+# sees key j if i >= j - (Nk - Nq).
 
 # %% slideshow={"slide_type": "subslide"}
 setup = ("attention_backward", "int tiles =", "float dK_j[D]")
@@ -369,8 +373,8 @@ print("six tokens, dq dk dv:", right)
 # | dK_j += dSᵀ Q_i | queries | dS transposed | Q_i transposed |
 #
 # K_j, Q_i, dO_i and dS are needed both ways, from one copy each: `ldmatrix.trans` hands out the transpose of each 8 x 8
-# piece. With it a lane of P has two neighbouring queries of one key, as dV_j, a sum over queries, asks for. Below, one warp
-# and a tile that counts 0, 1, 2, ...; then `add_product`, which serves all five.
+# piece. With it a lane of P has two neighbouring queries of one key, as dV_j, a sum over queries, asks for. Below, a
+# tile that counts 0, 1, 2, ...; then `add_product`, which serves all five.
 
 # %% slideshow={"slide_type": "fragment"}
 PIECES = """#include "ptx.cuh"
@@ -422,9 +426,9 @@ show("bwd_1_fa2", "add_product")
 # ### What stays in registers, what goes through shared memory
 #
 # In the forward P never left the registers: the warp that made 16 rows of S multiplied them with V. Here dV_j sums over
-# queries, and dQ_i over keys, that *other warps* hold. So P and dS go to shared memory in 16 bits, and all read them back:
-# hence a second barrier a step. dK_j and dV_j stay in registers throughout; dQ_i takes its own when S and dP are done with.
-# `Part` deals a product out to the warps. The budget, with FlashAttention-2's tiles:
+# queries, and dQ_i over keys, that *other warps* hold. So P and dS go to shared memory in 16 bits, and all read them
+# back: hence a second barrier a step. dK_j and dV_j stay in registers throughout; dQ_i takes its own when S and dP are
+# done with. The budget, with FlashAttention-2's tiles:
 
 
 # %% slideshow={"slide_type": "fragment"}
@@ -458,8 +462,8 @@ code("bwd_1_fa2", ("attention_backward", "Part<Bc, D> dK", "i = next_i"))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Before and after: delta, lse, dq
 #
-# `attention_delta` gives a row D / 8 lanes, which add up by shuffles. It also hands the loop lse times log₂ e, as the chip
-# computes 2ˣ, and lse = +inf for a row that sees no key or lies past the end: there P = 0, and the loop need not ask.
+# `attention_delta` gives a row D / 8 lanes, which add up by shuffles. It also hands the loop lse times log₂ e, as the
+# chip computes 2ˣ. For a row that sees no key or lies past the end lse is +inf: there P = 0, and the loop need not ask.
 #
 # dq is added up in float32. Of 16 columns a lane owns c, c + 1, c + 8, c + 9; stored side by side they are one addition of
 # 16 bytes on Hopper. Afterwards `attention_dq` puts them in order, multiplies by the scale and rounds, once.
@@ -484,9 +488,9 @@ print(f"a head of N = 4096, D = 64: {numbers:.1f} million numbers",
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What it buys: shared memory
 #
-# The emulation counts **wavefronts**: what the 32 banks give in one cycle (of the text: a compiler may join neighbouring
-# loads). Multiply-adds a wavefront, times the wavefronts a second of all SMs, is a roof over a rung. One `ldmatrix` feeds
-# several `mma`s, a scalar load one multiply-add a lane. Keep the roofs for part 7.
+# The emulation counts **wavefronts**: what the 32 banks give in one cycle (of the text: a compiler may join
+# neighbouring loads). Multiply-adds a wavefront, times the wavefronts a second of all SMs, is a roof over a rung. One
+# `ldmatrix` feeds several `mma`s, a scalar load one multiply-add a lane.
 
 
 # %% slideshow={"slide_type": "fragment"}
@@ -515,8 +519,9 @@ roofs |= {("fa2", D): roof("fa2", D, 256) for D in (64, 128)}
 # ### Grouped heads
 #
 # With Hk < H, several query heads share a key head, and dK, dV are sums over them too. Rung 0 copies k and v for every
-# query head and adds up afterwards. Rung 1 has a block for each tile of a *key* head, and its loop runs over the group's
-# query heads: dK_j and dV_j stay in registers longer, and the blocks are fewer.
+# query head and adds up afterwards. Rung 1 has a block for each tile of a *key* head, and its loop runs over the
+# group's query heads. But where so few blocks would not fill a GPU, a block takes one query head (HEADS_APART), and the
+# parts of dk and dv are added afterwards.
 
 # %% slideshow={"slide_type": "fragment"}
 one, two = (torch.Generator().manual_seed(seed) for seed in (0, 1))
@@ -530,9 +535,12 @@ shapes = {name: tuple(x.shape) for name, x in got.items()}
 print("8 query heads, 2 key heads:", shapes, "wrong:", error.failures(got, want))
 for H, Hk in ((32, 32), (32, 8), (32, 1)):
     copies = 4 * H * 4096 * 64 * 4 / 2**20 if H > Hk else 0  # k, v, dk, dv in float32
-    blocks = 4096 // 128 * Hk  # of rung 1
+    grouped = sizes | {"H": H, "Hk": Hk}
+    _, launched, _ = launch.geometry(FA2.stem, D=64, causal=False, **grouped)
+    blocks, apart = launched[1], launched[-1]["HEADS_APART"]
+    parts = 2 * H * 4096 * 64 * 2 / 2**20 if apart else 0  # dk and dv in bf16
     print(f"H = {H}, Hk = {Hk:2}, N = 4096, D = 64: rung 0 adds {copies:3.0f} MiB,",
-          f"rung 1 none, in {blocks:4} blocks")
+          f"rung 1 {parts:2.0f} MiB, in {blocks:4} blocks")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Bit by bit: `deterministic=True`
@@ -633,16 +641,14 @@ else:
     print("measured here: nothing, without a GPU")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The queue forms once; then each block runs a turn behind the one before. That shows where blocks are short: few tiles, a
-# causal mask. The model leaves out what else a turn costs: two barriers a step, and additions that must have arrived before
-# the counter moves.
+# The queue forms once; then each block runs a turn behind the one before. That shows where blocks are short. The model
+# leaves out what else a turn costs: two barriers a step, and additions that must have arrived before the counter moves.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of the line with `#error`, and run the cell: `check` compiles the kernel with your text in the
-# place of the stage's function, runs some of the contract's cases, and names what fails. `hint("02.3")` asks a question,
-# `hint("02.3", 2)` gives the formula, `hint("02.3", 3)` pseudo-code, `solution("02.3")` the stage's function.
+# As in 02a, write the body in place of the line with `#error`: `check` compiles the kernel with it and runs some of the
+# contract's cases. `hint("02.3")` to `hint("02.3", 3)` help, `solution("02.3")` is the stage's function.
 #
 # **Exercise 02.3: delta of one query.** Line [4] for one row, by one thread, in about three lines: dO and O point at the
 # row's first number.
@@ -686,8 +692,7 @@ check("02.7", lane_row_transposed)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# The contract's cases for rung 0, as far as they use head_dim 32 and square tiles, and some for rung 1, on this process's
-# engine:
+# The contract's cases for rung 0, as far as they use head_dim 32 and square tiles, and some for rung 1:
 
 # %% slideshow={"slide_type": "fragment"}
 SOME = ("ragged_causal", "scores_200", "grouped_heads")
@@ -750,7 +755,7 @@ def misconceptions(rung, x, want, got):
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Now mistakes of one line each, planted in the CUDA text. **Which gradients will each spoil, and which of three cases
-# notice?** Then the reference's mutants, the same mistakes in plain torch, are asked whether they recognise the result.
+# notice?** Then the reference's mutants, the same mistakes in plain torch, are compared with the result.
 #
 # <details><summary>Answer</summary>
 #
@@ -769,7 +774,7 @@ mistakes = {
     ("scalar", "diagonal at the top left"): ("tile * Bc + t - (Nk - Nq)", "tile * Bc + t"),
     ("fa2", "second barrier left out"): ("__syncthreads();  // P and dS are complete", ""),
     ("fa2", "P not transposed"): ("true, false>(dV, P_i", "false, false>(dV, P_i"),
-    ("fa2", "one head of the group"): (" / Br + 1) * group", " / Br + 1)"),
+    ("fa2", "one head of the group"): (" / Br + 1) * own", " / Br + 1)"),
 }
 names = ("ragged", "fewer_queries_causal", "grouped_heads")
 inputs = {(rung, name): prepared(rung, name) for rung in TILE for name in names}
@@ -855,10 +860,9 @@ except NotImplementedError as refusal:
 # <details><summary>Answer</summary>
 #
 # Rung 0 does, though an SM holds only three blocks of two warps (D = 64): its loads do not depend on each other, and
-# many are under way at once. It is as fast as its count of loads allows. Rung 1 and `sdpa-flash` are one design and
-# should lie together, below the roof: at two barriers a step all wait for the last. cuDNN can use Hopper's own
-# tensor-core instruction, which takes operands from shared memory without `ldmatrix`: this roof is not over it, nor over
-# rungs 2 and 3, which use that instruction, too. Their own roof is counted in 02e.
+# many are under way at once. Rung 1 and `sdpa-flash` are one design and should lie together, below the roof: at two
+# barriers a step all wait for the last. cuDNN can use Hopper's own tensor-core instruction, which takes operands from
+# shared memory without `ldmatrix`: this roof is not over it, nor over `bwd_2` and `bwd_3`. Their own roof is counted in 02e.
 #
 # </details>
 

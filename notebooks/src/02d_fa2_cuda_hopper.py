@@ -19,13 +19,8 @@
 # *An H100 or H200 copies, multiplies and computes exponentials in three different units. How does a kernel keep all three
 # at work at the same time, and how does it stay right?*
 #
-# - **Before you start:** 02b (fragments, swizzle, `cp_async`).
-# - **Time:** about an hour to read, an hour more with the exercises.
-# - **Hardware:** any computer with Linux (or WSL2) and g++: Hopper's copy engine, barriers and tensor cores are emulated.
-#   Speeds and clocks are recordings from an H200.
-# - **Code:** in `steps/step02_fa2_cuda/`, `fwd_6_wgmma.cu`, `fwd_7_roles.cu`, `fwd_8_hopper.cu`. **Tests:**
-#   `pytest tests/test_step02_fa2_cuda.py tests/test_emulator_hopper.py`.
-# - **Papers:** FlashAttention-3 (2407.08608) and, for one trick, FlashAttention-4 (2603.05451); both in `papers/`.
+# ![Copies, products and exponentials over time, a sketch. Above, each waits for the one before. Below, products follow
+# each other without a gap, and the others run beside them.](../notebooks/figures/question_02d.png)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
@@ -81,13 +76,22 @@ print(steps.engine.describe())
 print(f"torch {torch.__version__}, matplotlib {matplotlib.__version__}")
 print("rungs of stage 02:", ", ".join(step02.SUPPORTS["rungs"]))
 
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# - **Before you start:** 02b (fragments, swizzle, `cp_async`).
+# - **Time:** about an hour to read, an hour more with the exercises.
+# - **Hardware:** any computer with Linux (or WSL2) and g++; Hopper is emulated. Speeds and clocks are recordings from
+#   an H200.
+# - **Code:** in `steps/step02_fa2_cuda/`, `fwd_6_wgmma.cu`, `fwd_7_roles.cu`, `fwd_8_hopper.cu`. **Tests:**
+#   `pytest tests/test_step02_fa2_cuda.py tests/test_emulator_hopper.py`.
+# - **Papers:** FlashAttention-3 (2407.08608) and, for one trick, FlashAttention-4 (2603.05451); both in `papers/`.
+
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, counted
 #
-# FlashAttention-2's kernel runs on Hopper as it is. How much of the chip can it use? Count clocks for a tile of 128 x 128
-# scores on one multiprocessor (SM): 4 x 128 x 128 x D FLOP on the tensor cores, an exp a score on the special-function units,
-# and about four float32 instructions a score (scale and subtract, maximum, sum, convert) besides the rescaling of O. The
-# rates are from NVIDIA's H100 whitepaper and the CUDA C++ Programming Guide's table of arithmetic throughput.
+# FlashAttention-2's kernel runs on Hopper as it is. How much of the chip can it use? Count clocks for a tile of 128 x
+# 128 scores on one multiprocessor (SM): 4 x 128 x 128 x D FLOP on the tensor cores, an exp a score on the
+# special-function units, and about four float32 instructions a score (scale and subtract, maximum, sum, convert)
+# besides the rescaling of O. The rates are NVIDIA's (H100 whitepaper; CUDA C++ Programming Guide).
 
 # %% slideshow={"slide_type": "fragment"}
 TENSOR, EXP, FP32 = 4096, 16, 128  # FLOP, results, instructions: a clock and SM
@@ -137,17 +141,17 @@ the products, at D = 128 half as long.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: start, go on, and know when
 #
-# At D = 128 exponentials take half as long as the products (FlashAttention-3, section 3.1). Whoever does one after the other
-# keeps the tensor cores busy 55 % of the time. `fa2` already places exponentials between its `mma`s (02b shows the machine
-# code). But an `mma` is small, needs its operands in registers, and the compiler orders all these instructions.
+# At D = 128 exponentials take half as long as the products (FlashAttention-3, section 3.1). `fa2` already places
+# exponentials between its `mma`s (02b). But an `mma` is small and needs its operands in registers, and the compiler
+# decides the order.
 #
 # Hopper has larger pieces of work. **TMA** copies a tile that one thread has asked for. **wgmma** multiplies for a
-# *warpgroup*, 128 threads, for example 64 x 128 x 16 numbers, and reads them from shared memory. Both are *asynchronous*: the
-# program says where to wait, and until then the threads compute something else.
+# *warpgroup*, 128 threads, for example 64 x 128 x 16 numbers, and reads them from shared memory. Both are
+# *asynchronous*: the program says where to wait, and until then threads compute something else.
 #
-# **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. Without turns both do
-# the same at the same time, and nothing is gained. This is a model of units that never wait for results. The lines over the
-# picture are measured, and part 7 asks why they differ:
+# **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. Without turns
+# both do the same at the same time, and nothing is gained. The picture is a model of units that never wait for results.
+# The lines above it are measured; part 7 asks why they differ:
 
 # %% slideshow={"slide_type": "fragment"}
 def lockstep(work, steps):  # work: {unit: clocks} of a warpgroup's step, in this order
@@ -204,9 +208,9 @@ ping-pong, where one's softmax lies under the other's products, 78 % and 100 %."
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A copy that nobody attends
 #
-# TMA needs a *tensor map*, made by the host: where the tensor lies, its strides, the size of a box. In the kernel a single
-# thread asks for the box at some coordinates and names a barrier, which will count the bytes. Then it is free. A small
-# kernel copies 16 rows of x (21, 128), from row 13 on, and looks at what lies in shared memory:
+# TMA needs a *tensor map*, made by the host: where the tensor lies, its strides, the size of a box. In the kernel a
+# single thread asks for the box at some coordinates and names a barrier, which will count the bytes. Then it is free.
+# Below, 16 rows of x (21, 128) are copied, from row 13 on:
 
 # %% slideshow={"slide_type": "fragment"}
 COPY = r"""#include "ptx.cuh"
@@ -281,11 +285,12 @@ chunk with its number in the row of x. In each slab one chunk is marked; it stan
 another position in each of eight rows. Rows 8 to 15, beyond x, are zero.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Without the wait the threads read what nobody has written yet: the emulation fills shared memory with NaN, and a GPU gives
-# you what was there. With it, all has come. But row 2, row 15 of x, does not begin with chunk 0.
+# Without the wait the threads read what nobody has written yet: NaN in the emulation, anything on a GPU. With it row 2
+# has come, row 15 of x, but does not begin with chunk 0.
 #
-# A row of 128 numbers becomes two *slabs* of 128-byte rows. Within a slab chunk c of row r goes to position c ^ (r % 8). This is
-# the swizzle of 02b, done by hardware. Rows beyond the tensor come as zeros, and no thread has computed an address.
+# A row of 128 numbers becomes two *slabs* of 128-byte rows. Within a slab chunk c of row r goes to position c ^ (r %
+# 8). This is 02b's swizzle, done by hardware. Rows beyond the tensor come as zeros, and no thread has computed an
+# address.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to wait: phases
@@ -370,12 +375,12 @@ flips when a copy ends, that of empty when a use ends.""")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What a descriptor says
 #
-# wgmma reads its operands from shared memory. Where they lie, it learns from a *descriptor* of 64 bits. To see what it reads,
-# let the first operand be the unit matrix, in registers: then the product *is* the second operand, as the instruction found
-# it. The tile holds 64 rows of 64 numbers; an instruction takes 16 x 64. (Its calls are explained in part 4.)
+# A *descriptor* of 64 bits tells wgmma where an operand in shared memory *starts*, how far the next 8 rows are
+# (*stride*), how far the next slab of 64 columns is (*leading*, which K here does not need), and that the rows are
+# swizzled.
 #
-# A descriptor says where the tile *starts*, how far the next 8 rows are (*stride*), how far the next slab of 64 columns is
-# (*leading*, which K here does not need), and that the rows are swizzled.
+# What does it read? Let the first operand be the unit matrix. Then the product *is* the second operand, as the
+# instruction found it: 16 x 64 numbers of a tile of 64 x 64. (Part 4 explains the calls.)
 
 # %% slideshow={"slide_type": "fragment"}
 READS = r"""#include "ptx.cuh"
@@ -473,10 +478,9 @@ instructions 0 and 1.""")
 excerpt("fwd_6_wgmma", ("for (int n = 0; n < blocks; n++) {", "int64_t first ="))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **What if a wait is left out?** The emulation refuses it, and the compiler helps itself: ptxas sees that S is read while a
-# product has it, puts a wait in, and says so: C7517. With such a wait the kernel is right, but waits where ptxas likes.
-# Other messages (C7510 to C7516) say that it has put all products one after the other. The course's loader takes none of
-# them. NVRTC needs no GPU for this:
+# **What if a wait is left out?** The emulation refuses it. The compiler helps itself: ptxas sees that S is read while a
+# product has it, puts in a wait where it likes, and says so: C7517. (C7510 to C7516 say that it has put all products
+# one after the other.) The course's loader takes neither:
 
 # %% slideshow={"slide_type": "fragment"}
 sizes = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "D": 128, "causal": False}
@@ -496,16 +500,16 @@ for edits in ((), (no_wait,)):
 # ### Rung 7, `roles`: a producer
 #
 # The `__syncthreads()` at the loop's end makes every warpgroup wait for the slowest, so that one thread can load. Now
-# loading is the only work of one thread, in a warpgroup of its own, and waiting is a matter between two. The consumers' loop
-# is rung 6's, with `K.get()` and `V.get()` before the products and `release()` after.
+# loading is the only work of one thread, in a warpgroup of its own. The consumers' loop is rung 6's, with `K.get()` and
+# `V.get()` before the products and `release()` after.
 
 # %% slideshow={"slide_type": "fragment"}
 excerpt("fwd_7_roles", ("// The producer: starts to copy ROWS rows", "};"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **The budget.** At the launch all threads of a block get equally many registers, in multiples of 8. Then `setmaxnreg` lets one
-# warpgroup give back what another takes. Taking *waits* until enough have been given back: if the sum is too large, the block
-# waits for ever. A consumer's 128 threads share 64 rows of O and S, with P packed beside S, and need some 30 registers besides.
+# **The budget.** At the launch all threads of a block get equally many registers. Then `setmaxnreg` lets one warpgroup
+# give back what another takes. Taking *waits*: if the sum is too large, for ever. A consumer's 128 threads share 64
+# rows of O and S, with P packed beside S; each needs some 30 registers besides.
 
 # %% slideshow={"slide_type": "fragment"}
 row, sm = ladder.FORWARD["hopper"], h200.multiprocessor
@@ -527,8 +531,8 @@ for D, (Br, Bc) in row.tiles[0].items():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 8, `hopper`: overlap and turns
 #
-# Two things at once. *Within* a warpgroup, S of the next block is started together with O of the one before, whose P is
-# ready. Softmax then runs beside O's product. *Between* warpgroups, a turn decides who may start products.
+# *Within* a warpgroup, S of the next block is started together with O of the one before, whose P is ready. Softmax then
+# runs beside O's product. *Between* warpgroups, a turn decides who may start products.
 #
 # `turn.pass()` comes as soon as the products are *started*: the other's queue up behind them. At a named barrier one
 # warpgroup arrives (128 threads that go on) and the other waits: 256. O lags one block behind S. P V is added in the units of
@@ -545,10 +549,10 @@ excerpt(
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Persistent blocks
 #
-# A block takes nearly all registers, so one runs on an SM at a time. When it ends, the next begins with empty stages. Rung 8
-# starts one block an SM, which takes tile after tile: the producer already loads the next while the consumers store. Causal
-# tiles are of different length (in the picture long ones are yellow), and their order is fixed beforehand. They come in
-# sections of half as many heads as blocks, so that two blocks at a time share a head's keys in the L2 cache.
+# A block takes nearly all registers, so one runs on an SM at a time. When it ends, the next begins with empty stages.
+# Rung 8 starts one block an SM, which takes tile after tile: the producer loads the next while the consumers store.
+# Causal tiles differ in length (long ones are yellow), and their order is fixed beforehand. They come in sections of
+# half as many heads as blocks, so that two blocks at a time share a head's keys in the L2 cache.
 
 # %% slideshow={"slide_type": "fragment"}
 display(show("fwd_8_hopper", "tile_number"))
@@ -606,9 +610,9 @@ ends last. With every other round reversed all SMs end close to the ideal, too."
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Blocks that a warpgroup does not need
 #
-# A tile of Br queries needs a block of keys if *one* of its rows sees it; a warpgroup has 64 of the rows. At D = 64 a tile has
-# 192: with a causal mask the first warpgroup sees nothing of the last block, and in the last tile a warpgroup may have no rows
-# at all. With the switch SKIP it gives such a stage back at once, and passes its turn on. **For which N is that much?**
+# A tile needs a block of keys if *one* of its rows sees it. A warpgroup has 64 rows, and a tile at D = 64 has 192. So
+# with a causal mask the first warpgroup sees nothing of the last block, and in the last tile a warpgroup may have no
+# rows. With the switch SKIP it gives such a stage back at once, and passes its turn on. **For which N is that much?**
 
 # %% slideshow={"slide_type": "fragment"}
 def products_started(N, causal, skip, Br=192, Bc=128):
@@ -639,14 +643,14 @@ for N in (512, 1024, 4096, 16384):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Three functions in Python, which `check` runs against the emulated hardware. Each names the mistakes that it knows, and
-# `hint("02.8")` to `hint("02.10", 3)` help. Without a function, `check("02.9")` writes a file with the whole task.
+# Three functions in Python, which `check` runs against the emulated hardware. `hint("02.8")` to `hint("02.10", 3)`
+# help. Without a function, `check("02.9")` writes a file with the whole task.
 #
 # **Exercise 02.8: place and parity.** Both sides of a ring count tiles in an n of their own. In which stage is tile n, for which
 # parity does the consumer wait on `full`, and for which the producer on `empty`?
 #
-# **Exercise 02.9: where wgmma finds a number.** From a descriptor's start, leading and stride to the byte of number (k, i) of the
-# second operand, along the rows as for K, or down as for V. Part 3's table was computed with the solution.
+# **Exercise 02.9: where wgmma finds a number.** From a descriptor's start, leading and stride to the byte of number (k,
+# i) of the second operand, along the rows as for K, or down as for V.
 #
 # **Exercise 02.10: the order of two waits.** The nine operations of rung 8's step, in the order in which a warpgroup does them.
 
@@ -677,8 +681,8 @@ def order_of_step():
 check("02.10", order_of_step)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 02.bug2.** What was reported about `steps/step02_fa2_cuda/broken/bug2.cu` is printed below. Find the cause, and
-# write a test that fails on it and passes on the stage's own forward. `check` then asks which of four causes it is.
+# **Bug hunt 02.bug2.** Below is what was reported about `steps/step02_fa2_cuda/broken/bug2.cu`. Find the cause, and
+# write a test that fails on it and passes on the stage's own forward. `check` then asks for the cause.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("02.bug2").symptom, 110))
@@ -694,8 +698,8 @@ check("02.bug2", test)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# A kernel of this kind can be right by luck: nothing in its text says *when* copies and products happen. The emulation
-# decides, by a schedule, and the kernel must be right in all of them. Three of the contract's cases, three schedules:
+# Such a kernel can be right by luck: nothing in its text says *when* copies and products happen. In the emulation a
+# schedule decides, and the kernel must be right in all of them. Three of the contract's cases, three schedules:
 
 # %% slideshow={"slide_type": "fragment"}
 SCHEDULES = {
@@ -750,14 +754,14 @@ except RuntimeError as stuck:
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Wrong, and not always
 #
-# Five more mistakes of one line each, in the three schedules; "refused" is a misuse that the emulation reports. **One
-# lives under the first schedule. Which, and why?**
+# Five more mistakes of one line each; "refused" is a misuse that the emulation reports. **One lives under the first
+# schedule. Which, and why?**
 #
 # <details><summary>Answer</summary>
 #
-# K released before its products have ended. If products are performed as soon as they are started, K is not needed any
-# more. Late products and early copies show that the producer overwrites a tile that is still being read. On a GPU it would
-# go wrong now and then.
+# K released before its products have ended. In the first schedule products are performed as soon as they are started,
+# and K is not needed any more. With late products and early copies the producer overwrites a tile that is still being
+# read.
 #
 # </details>
 
@@ -793,23 +797,22 @@ for name, change in mistakes.items():
 #
 # ### The timeline
 #
-# `steps/bench/timeline.py` writes clocks into a copy of rung 8's text: when each warpgroup of one block asks for its turn, gets
-# it, has S, its exponentials, and O (D = 128, N = 16384). With OVERLAP a bar of products lasts until the warpgroup looks for O;
-# the products may end earlier, so that the column *no product* has a dash. *Busy* is the clocks that a step's products need
-# at the datasheet's rate, as a share of the clocks that it took.
+# `steps/bench/timeline.py` makes a copy of rung 8 note the clock when a warpgroup asks for its turn, gets it, has S,
+# its exponentials, and O (D = 128, N = 16384). With OVERLAP a bar of products lasts until the warpgroup looks for O;
+# the products may end earlier, so the column *no product* has a dash. *Busy* is the products' clocks by the datasheet,
+# as a share of those that a step took.
 #
 # **Question 1.** Both runs drawn below overlap softmax with O's product; one has no turns (PINGPONG = 0). Will its two
 # warpgroups compute exponentials at the same time?
 #
 # <details><summary>Answer</summary>
 #
-# Now and then. The tensor cores serve both, and whoever comes second gets its S later. So the two drift apart by themselves.
-# Turns bring little here, OVERLAP more. (Compare within the table: the GPU's clock is another from run to run.)
+# Now and then. The tensor cores serve both, and whoever comes second gets its S later: the two drift apart by
+# themselves. Turns bring little, OVERLAP more.
 #
-# Where is the rest? Part 3's ping-pong is the second line, where the model foresaw tensor cores that never rest. The marks show
-# one reason: from S until it asks for its next turn (*S to turn*, a median for each warpgroup) a warpgroup takes many more
-# clocks than the model's softmax. So its next products start late. The marks do not show how much of this is waiting for
-# results, and how much is instructions that the count leaves out.
+# Part 3's ping-pong is the second line. Why do its tensor cores rest at all? One reason: from S until it asks for its
+# next turn (*S to turn*, medians) a warpgroup takes many more clocks than the model's softmax. So its next products
+# start late. How much of this is waiting, and how much instructions that were not counted, the marks do not show.
 #
 # </details>
 
@@ -889,19 +892,17 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 #
 # <details><summary>Answer</summary>
 #
-# The count sees no difference between `fa2` and `roles`: it knows neither addresses nor waiting. What these rungs gain is the
-# count's error. With softmax under products it allows the step from all three units, one after the other, to the slowest
-# alone, and that is more at D = 64. The lines under the bars say what each step did gain: far less. `roles` was not one after
-# the other: nothing keeps its warpgroups in step, so that one computes exponentials while another multiplies. And question 1
-# shows how much `hopper` leaves.
+# The count sees no difference between `fa2` and `roles`: it knows neither addresses nor waiting. With softmax under
+# products it allows the step from the sum of all three units to the slowest alone, and that is more at D = 64. The
+# printed gain is far less. Nothing keeps the warpgroups of `roles` in step: there, too, one computes exponentials while
+# another multiplies. And question 1 shows how much `hopper` leaves.
 #
-# Tiles differ, too: `wgmma` to `roles` is the gain of the roles alone at D = 128, but at D = 64 `roles` has a larger tile.
+# At D = 64 `roles` has a larger tile than `wgmma`; only D = 128 shows the gain of the roles alone.
 #
 # </details>
 #
-# FlashAttention-4's Hopper kernel is drawn beside ours, cuDNN's and FlashAttention-2's, all of one run. Only bars of one
-# picture compare; 02e has the other sizes. (FlashAttention-3 comes in no package. Its paper says, of an H100 in fp16, D = 128, N = 8448, not causal: 661
-# TFLOP/s in full, 570 without its roles, Table 2.)
+# The right picture is of one run, with FlashAttention-4's Hopper kernel; 02e has other sizes. Only bars of one picture
+# compare.
 
 # %% slideshow={"slide_type": "fragment"}
 LADDER = "fwd_5_fa2 fwd_6_wgmma fwd_7_roles fwd_8_hopper".split()
@@ -960,18 +961,17 @@ result
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### One switch at a time
 #
-# The head of `fwd_8_hopper.cu` names its ideas, each a macro. The table turns one at a time: + is slower than the whole kernel
-# in the same run, - faster. LAZY is on where D > 64, so it is turned off and on: at each D one of the two is the kernel as it
-# is, and how far that is from 0 is noise. **Question 3.** Which switch should bring more with a causal mask than without?
+# Each idea of `fwd_8_hopper.cu` is a macro. The table turns one at a time: + is slower than the whole kernel in the
+# same run, - faster. LAZY is on where D > 64. So at each D one of its two lines is the kernel as it is: noise.
+# **Question 3.** Which switch should bring more with a causal mask than without?
 #
 # <details><summary>Answer</summary>
 #
-# PERSISTENT: it hides each tile's beginning and end, which weigh more where tiles are short, as causal ones are. And SKIP,
-# where the tile is 192 rows (D = 64) and N is small; at D = 128 nothing is skipped.
+# PERSISTENT: it hides each tile's beginning and end, which weigh more where tiles are short. And SKIP, where a tile has
+# 192 rows (D = 64) and N is small; at D = 128 nothing is skipped.
 #
-# A minus beyond the noise is an honest line: there, the idea does not pay. At N = 512, D = 64, causal, turns do not, as
-# warpgroups have different blocks to skip. LAZY did not pay at D = 64: a thread has 32 numbers of O to multiply, for which no
-# vote of all lanes is worth it. So it is off there.
+# Some ideas do not pay everywhere. At N = 512, D = 64, causal, turns do not, as warpgroups have different blocks to
+# skip. LAZY does not at D = 64, where a thread has only 32 numbers of O to multiply.
 #
 # The last line is part 4's count, as a slowdown. It foresees too much: a tile lasts as long as its busiest warpgroup,
 # whatever the others skip.
@@ -1007,13 +1007,12 @@ print("SKIP=0, foreseen", *(f"{foreseen(*at):+8.1%}" for at in settings))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - At D = 128 exponentials need half of the products' clocks, at D = 64 all of them: doing one after the other wastes the
-#   tensor cores.
-# - TMA and wgmma are started and waited for. Between the two, nobody may touch what they use.
-# - An mbarrier tells a phase from the one before by one bit. A wrong parity hangs, or reads what is not there.
-# - A descriptor is three numbers; the swizzle is one XOR on the address, so tiles begin at multiples of 1024 bytes.
-# - Roles: a producer that needs few registers, consumers that get the rest and meet only to take turns.
-# - Persistent blocks hide beginnings and ends; long causal tiles go first, dealt to and fro.
+# - At D = 128 exponentials need half of the products' clocks, at D = 64 all of them.
+# - TMA and wgmma are started, and waited for. In between nobody may touch what they use.
+# - An mbarrier tells a phase from the one before by one bit.
+# - A descriptor is three numbers; the swizzle is one XOR on the address.
+# - Roles: a producer with few registers; consumers that get the rest, and meet only to take turns.
+# - Persistent blocks hide beginnings and ends. Long causal tiles go first.
 #
 # **Ask yourself**
 #

@@ -19,13 +19,8 @@
 # *From `bwd_1` to `bwd_2` the backward becomes more than twice as fast, the largest step of it. The arithmetic is the same.
 # What changed, and what is the next limit?*
 #
-# - **Before you start:** 02c (the backward's five products) and 02d (TMA, wgmma, descriptors).
-# - **Time:** about an hour to read, an hour more with the exercises.
-# - **Hardware:** any computer with Linux (or WSL2) and g++; Hopper is emulated. Speeds, clocks and watts are recordings
-#   from an H200.
-# - **Code:** `steps/step02_fa2_cuda/`, `bwd_1_fa2.cu`, `bwd_2_wgmma.cu`, `bwd_3_hopper.cu`. **Tests:**
-#   `pytest tests/test_step02_fa2_cuda.py`.
-# - **Papers:** FlashAttention-3 (2407.08608), appendix B.1, and FlashAttention-4 (2603.05451); in `papers/`.
+# ![The operands of the backward's five products. In bwd_1 warps fetch all ten. In bwd_2 the tensor cores read eight from
+# shared memory; the first of dV and of dK lie in registers.](../notebooks/figures/question_02e.png)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
@@ -79,11 +74,20 @@ def excerpt(file, *parts):
     return result
 
 
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# - **Before you start:** 02c (the backward's five products) and 02d (TMA, wgmma, descriptors).
+# - **Time:** about an hour to read, an hour more with the exercises.
+# - **Hardware:** any computer with Linux (or WSL2) and g++; Hopper is emulated. Speeds and watts are recordings from an
+#   H200.
+# - **Code:** `steps/step02_fa2_cuda/`, `bwd_1_fa2.cu`, `bwd_2_wgmma.cu`, `bwd_3_hopper.cu`. **Tests:**
+#   `pytest tests/test_step02_fa2_cuda.py`.
+# - **Papers:** FlashAttention-3 (2407.08608), appendix B.1, and FlashAttention-4 (2603.05451); in `papers/`.
+
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
 #
-# Three rungs of the backward, and PyTorch's two kernels. `bwd_1` is FlashAttention-2's design on `mma`. `bwd_2` has the same
-# tiles and loops with TMA and wgmma.
+# Three rungs of the backward, and PyTorch's two kernels. `bwd_1` is FlashAttention-2's design on `mma`; `bwd_2` has the
+# same tiles and loops with TMA and wgmma.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 NAMES = "bwd_1_fa2 bwd_2_wgmma bwd_3_hopper sdpa-flash sdpa-cudnn".split()
@@ -155,8 +159,9 @@ for n in (64, 128):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Which operand can stay in registers?
 #
-# What a product leaves in registers is the first operand of the next one if both have the same rows (02b: two C fragments are
-# an A fragment). A block owns keys. So there is a choice: compute S, with a query a row, or Sᵀ = K_j Q_iᵀ, with a key a row.
+# What a product leaves in registers is the first operand of the next one if both have the same rows (02b: two C
+# fragments are an A fragment). A block owns keys. So it can compute S, with a query a row, or Sᵀ = K_j Q_iᵀ, with a key
+# a row.
 #
 # | product | sums over | rows of its result | first operand, with S | with Sᵀ |
 # |---|---|---|---|---|
@@ -165,8 +170,8 @@ for n in (64, 128):
 # | dK_j += dSᵀ Q_i | queries | keys | dSᵀ, from shared memory | dSᵀ, **as it lies** |
 # | dQ_i = dS K_j | keys | queries | dS, as it lies | dS, from shared memory |
 #
-# **Claim 2.** With Sᵀ two products take their first operand from registers, and P is never stored. dS has to go to shared
-# memory either way, because one sum over dS runs along its rows and the other down its columns.
+# **Claim 2.** With Sᵀ two products take their first operand from registers, and P is never stored. dS goes to shared
+# memory either way: one sum over dS runs along its rows, the other down its columns.
 #
 # Four queries and six keys, of which two *warpgroups* have three each. A warpgroup's dV and dK need only its own rows of Pᵀ
 # and dSᵀ. Its share of dQ is only a part of the sum:
@@ -190,9 +195,9 @@ print("dQ's row 0:", [round(x, 2) for x in dQ[0].tolist()],
       "is the sum of both:", torch.allclose(sum(share), dQ))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# So the two warpgroups exchange dSᵀ, and each computes one half of dQ_i over all keys: 64 of its 128 rows (D = 64), or 64 of
-# its 128 columns (D = 128). Now we can count a step, one tile of queries, for both choices. (With S at D = 128 each warpgroup
-# multiplies its own 64 keys, and adds its share of dQ_i to memory itself.)
+# So the two warpgroups exchange dSᵀ, and each computes one half of dQ_i over all keys: 64 of its 128 rows (D = 64), or
+# 64 of its 128 columns (D = 128). Below, a step (one tile of queries) is counted for both choices. (With S at D = 128
+# each warpgroup adds its share of dQ_i, from its own 64 keys, to memory itself.)
 
 # %% slideshow={"slide_type": "subslide"}
 def products(D, Br, swapped=True):
@@ -257,8 +262,8 @@ only dQ reaches it; S^T and dP^T read 96, dV and dK 64 bytes a clock.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
 #
-# FlashAttention-3, Algorithm 3, which is FlashAttention-2's Algorithm 2 with roles. Lines in brackets are those of
-# FlashAttention-2's (`papers/flash_attention_2.md`).
+# FlashAttention-3, Algorithm 3. Lines in brackets are those of FlashAttention-2's Algorithm 2
+# (`papers/flash_attention_2.md`).
 #
 # | line | what | in `bwd_2_wgmma.cu` |
 # |---|---|---|
@@ -277,9 +282,9 @@ step = "barrier_wait(queries_full + stage", "__syncthreads();  // nobody still"
 excerpt("bwd_2_wgmma", step)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Read the waits. Two groups are started, and `wgmma_wait<1>` waits for the older one: Pᵀ is computed under dPᵀ's product. The
-# one barrier of a step stands where the warpgroups exchange dSᵀ, and `fence_async` before it makes the stores visible to
-# wgmma, which reads by another path. dQ_i, dV_j and dK_j are three groups; `wgmma_wait<2>` waits for dQ_i alone, so that its
+# Two groups are started, and `wgmma_wait<1>` waits for the older one: Pᵀ is computed under dPᵀ's product. The one
+# barrier of a step stands where the warpgroups exchange dSᵀ. `fence_async` before it makes the stores visible to wgmma,
+# which reads by another path. dQ_i, dV_j and dK_j are three groups; `wgmma_wait<2>` waits for dQ_i alone, so that its
 # additions run under the other two.
 #
 # One operand is read in two ways. dSᵀ lies with a key a row; dQ_i sums over keys, so the descriptor of the *first* operand
@@ -306,9 +311,8 @@ for D, (Br, Bc) in TILES.items():
 #
 # ### Count everything
 #
-# wgmma is not the only one at shared memory. TMA writes Q_i and dO_i; `store_tile` writes dSᵀ; all lanes read lse and delta. The
-# emulation counts what the text's own loads and stores need (a compiler may join neighbouring loads), and the rest is
-# arithmetic.
+# Beside wgmma, TMA writes Q_i and dO_i; `store_tile` writes dSᵀ, and all lanes read lse and delta. The emulation counts
+# the text's own loads and stores (a compiler may join neighbouring loads); the rest is arithmetic.
 
 # %% slideshow={"slide_type": "fragment"}
 def counted_wavefronts(rung, D):
@@ -344,15 +348,14 @@ def roof(rung, D):
 roofs = {(rung, D): roof(rung, D) for rung in ("wgmma", "hopper") for D in TILES}
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The two are level. That is what makes this kernel hard: whoever waits for one of the two units loses time on both, and there
-# is no slack to catch up.
+# The two are level. That makes this kernel hard: whoever waits for one of the two loses time on both.
 #
 # ### Rung 3, `hopper`: the copy engine adds
 #
-# The lanes of `bwd_2` add dQ_i to device memory by atomic additions of 16 bytes. In `bwd_3` a warp leaves its part in shared
-# memory, and one lane sends it off: the copy engine can *add* while it copies. By the count above this costs time of shared
-# memory, and the kernel is no faster. What it is for: a lane can wait for its turn while the others go on, so that dq is
-# bit-equal from run to run (DETERMINISTIC).
+# The lanes of `bwd_2` add dQ_i to device memory by atomic additions of 16 bytes. In `bwd_3` a warp leaves its part in
+# shared memory, and one lane sends it off: the copy engine can *add* while it copies. By the count above this costs
+# time of shared memory, and the kernel is no faster. But a lane can wait for its turn while the others go on, so that
+# dq is bit-equal in each run (DETERMINISTIC).
 
 # %% slideshow={"slide_type": "subslide"}
 show("bwd_3_hopper", "add_dQ")
@@ -381,7 +384,7 @@ for deterministic in (False, True):
 # arithmetic of addresses. The last kernel restores rows and columns, and for that someone must know where a number went. The
 # docstring of the exercise says how the registers hold it: `check("02.11")` writes it to a file.
 #
-# `hint("02.11")` asks a question, `hint("02.11", 2)` gives the formula, `hint("02.11", 3)` pseudo-code.
+# `hint("02.11")` to `hint("02.11", 3)` help.
 
 # %% slideshow={"slide_type": "fragment"}
 def dq_position(row, column, D):
@@ -414,10 +417,10 @@ check("02.bug3", test)
 #
 # <details><summary>Answer</summary>
 #
-# Without the barrier, whoever is first computes dQ_i from dSᵀ that the other warpgroup has yet to store. In the emulation's
-# default order all have stored by then, and on a GPU mostly, too. Accumulators that are used under way are refused in every
-# schedule. dPᵀ read too early is not refused, since reading cannot be seen, but the numbers are others. The last two spoil
-# dq alone: a half twice and the other never, or half of the sum.
+# Without the barrier, whoever is first computes dQ_i from dSᵀ that the other warpgroup has yet to store. In the
+# emulation's default order all have stored by then. Accumulators that are used under way are refused in every schedule.
+# dPᵀ read too early is not refused, since reading cannot be seen, but the numbers are others. The last two spoil dq
+# alone.
 #
 # </details>
 
@@ -465,15 +468,15 @@ for name, change in mistakes.items():
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# **Question 1.** The cell counts 02c's roof over `bwd_1` once more, from its wavefronts. By how much should `bwd_2` be faster,
-# if it stays equally far below its own roof?
+# **Question 1.** The cell counts 02c's roof over `bwd_1` once more. By how much should `bwd_2` be faster, if it stays
+# equally far below its own roof?
 #
 # <details><summary>Answer</summary>
 #
-# By the ratio of the roofs. At D = 128 that is what was measured, at D = 64 it is less. That both rungs reach about the same
-# share of their roofs is no proof that shared memory explains it: `bwd_1` waits at two barriers a step, `bwd_2` at one, and
-# in `bwd_2` part of the softmax runs while no product does. And the miss is large: a step takes many more clocks than its
-# products. Its exponentials are less than half of these. Where the rest goes, the course has not measured.
+# By the ratio of the roofs. At D = 128 that is what was measured, at D = 64 it is less. That both reach about the same
+# share of their roofs proves nothing: `bwd_1` waits at two barriers a step, `bwd_2` at one, and part of its softmax
+# runs while no product does. And the miss is large: a step takes many more clocks than its products. Its exponentials
+# explain less than half of that. Where the rest goes, the course has not measured.
 #
 # </details>
 
@@ -507,14 +510,15 @@ for D, (Br, Bc) in TILES.items():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Beside FlashAttention-4
 #
-# FlashAttention-4 (`papers/flash_attention_4.md`) was designed for Blackwell, and its package has kernels for Hopper. They
-# were measured in one run with ours, cuDNN's and FlashAttention-2's, in turn, on the same inputs. **Question 2.** Where are we
-# behind, forward or backward?
+# FlashAttention-4 (`papers/flash_attention_4.md`) was designed for Blackwell, and its package has kernels for Hopper.
+# They were measured in turn with ours, cuDNN's and FlashAttention-2's, in one run. **Question 2.** Where are we behind,
+# forward or backward?
 #
 # <details><summary>Answer</summary>
 #
-# In the backward, everywhere, by 3 to 7 %. Forward the two are as good as level: ours is a little ahead at D = 64 and N = 4096,
-# and up to 5 % behind elsewhere. What their backward does that ours does not is the first half of the list in part 8.
+# In the backward, everywhere, by 3 to 7 %. Forward the two are nearly level: ours is a little ahead at D = 64 and N =
+# 4096, and up to 5 % behind elsewhere. What their backward does that ours does not is the first half of the list in
+# part 8.
 #
 # </details>
 
@@ -585,9 +589,9 @@ draw_race() if complete else print("no such run: python -m steps bench --plan fa
 # maximum as long as 2^(S - m) cannot overflow. So O is rescaled only if m has grown by more than 8 in log2. A warp asks all its
 # lanes, which have 16 rows. **Question 3. In how many steps does a warp rescale?**
 #
-# **A polynomial for exp2**, which rung 8 has not. At D = 64 the special-function units are the limit. 2^x is 2^⌊x⌋ times 2^f with f
-# in [0, 1). The first factor only moves exponent bits, and the second can be a polynomial, a few fused multiply-adds on other
-# units. P is rounded to bf16 anyway. **Which degree is enough?**
+# **A polynomial for exp2**, which rung 8 has not. At D = 64 the special-function units are the limit. 2^x is 2^⌊x⌋
+# times 2^f with f in [0, 1). The first factor only moves exponent bits. The second can be a polynomial, a few fused
+# multiply-adds on other units. P is rounded to bf16 anyway. **Which degree is enough?**
 
 # %% slideshow={"slide_type": "fragment"}
 def warps_that_rescale(scale, tiles=32, Bc=128, lazy=8.0):
@@ -633,19 +637,20 @@ for degree in range(1, 6):
           f"{other:.2%} of P are another bf16 number")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# With scores of ordinary size, the first line, the maximum of some row of the warp grows in two of three steps, but never by 8.
-# Only scores that differ by 2^20 and more make rescaling frequent. And at degree 3, which FlashAttention-4 takes, the
-# polynomial's error is far below that of rounding P: less than one P in a hundred becomes another number. On Hopper a
-# polynomial competes with the softmax's other float32 instructions, so that only a part of the exponentials can move.
+# With scores of ordinary size, the first line, the maximum of some row of the warp grows in two of three steps, but
+# never by 8. Only where weights differ by 2^20 and more is rescaling frequent. And at degree 3, which FlashAttention-4
+# takes, the polynomial's error is far below that of rounding P: less than one P in a hundred becomes another number. On
+# Hopper a polynomial competes with the softmax's other float32 instructions, so that only a part of the exponentials
+# can move.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What a launch costs
 #
-# Whoever launches a kernel does not wait for it. As long as a launch takes the host less time than the kernel, the GPU is never
-# idle. `launch.forward` allocates out and lse, finds the plan that it made for inputs of this layout, puts the new addresses
-# in and calls the driver; `forward` checks its arguments first. *Elsewhere*: every call has its tensors at other addresses, and
-# three tensor maps change. Measured with a kernel too short to be waited for (one head, N = 128, D = 64), the lowest of 50
-# rounds.
+# Whoever launches a kernel does not wait for it. As long as a launch takes the host less time than the kernel, the GPU
+# is never idle. `launch.forward` allocates out and lse, finds its plan for inputs of this layout, puts the new
+# addresses in and calls the driver; `forward` checks its arguments first. *Elsewhere*: every call has its tensors at
+# other addresses, and three tensor maps change. The kernel is too short to be waited for (one head, N = 128, D = 64);
+# the lowest of 50 rounds.
 
 # %% slideshow={"slide_type": "fragment"}
 host = rows.read_record("host")
@@ -666,11 +671,10 @@ if of_hopper:
 #
 # <details><summary>Answer</summary>
 #
-# No. A circuit consumes much of its power when bits change, and between zeros none do. So the clock falls less, and the same
-# kernel gets "faster" on data that nobody has: everything else in the course is measured on random normal numbers. The second
-# share in the table is the one that a kernel's author can work on; the clock is what the limit leaves. It drifts with heat,
-# and so candidates are measured in turn, and compared within one run. And power is not all: zeros keep the product far below
-# the limit, and still not at the datasheet's clock, while the forward passes it.
+# No. A circuit consumes much of its power when bits change, and between zeros none do. So the clock falls less, and the
+# same kernel gets "faster" on data that nobody has. Everything else here is measured on random normal numbers. A
+# kernel's author can work on the second share in the table; the clock is what the limit leaves. And power is not all:
+# zeros keep the product far below the limit, and still not at the datasheet's clock, while the forward passes it.
 #
 # </details>
 
@@ -705,10 +709,10 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # ## 8. Summary
 #
 # - A 64 x 64 x 16 wgmma with both operands in shared memory needs its whole bandwidth: 4 KB in 32 clocks.
-# - Sᵀ instead of S puts Pᵀ and dSᵀ into the registers of those who own the keys. P is never stored.
+# - Sᵀ puts Pᵀ and dSᵀ into the registers of those who own the keys. P is never stored.
 # - dS alone is exchanged, through shared memory, at one barrier a step. dQ_i is divided between the warpgroups.
 # - Tensor cores and shared memory are level, so that every wait costs both.
-# - Compare kernels within one run: clock, heat and power limit change from run to run.
+# - Compare kernels within one run: clock and heat change from run to run.
 #
 # **Ask yourself**
 #
@@ -721,8 +725,8 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Open problems with known prizes
 #
-# The prize of the first five is the distance to FlashAttention-4 in the table above; its Hopper backward does all of them.
-# What was tried here is said; *slower* means slower at most sizes, measured in turn with the kernel as it is.
+# The prize of the first five is the distance to FlashAttention-4 in part 7; its Hopper backward does all of them.
+# *Slower*: tried, and slower at most sizes, measured in turn with the kernel as it is.
 #
 # 1. **A producer warp**, with barriers of its own for Q_i with lse and for dO_i with delta; K_j comes with the first Q_i. Tried as
 #    in the forward's `roles`, with one barrier for all: slower.
@@ -731,8 +735,8 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # 4. **lse and delta read before Sᵀ is there.** dV_j started before the fence and barrier, with the next tile's copies after
 #    dK_j, was slower.
 # 5. **The three kernels overlapped** by programmatic dependent launch. Not tried.
-# 6. **Grouped heads**: with one batch entry and one key head there are fewer blocks than SMs (below). A block a query head, with
-#    dK_j and dV_j added by the copy engine, would fill them.
+# 6. **Grouped heads**: where a block a key head leaves SMs idle (below), a block takes one query head, and dk and dv
+#    are added up afterwards. The copy engine could add them. Not tried.
 # 7. **D = 96, 192 and 256**: there the backward is still `bwd_1`.
 # 8. **The forward at D = 64**, where exponentials take as long as products: a polynomial for a part of them. Not tried.
 # 9. **The causal forward**: exponentials before and after the wait for O, in FlashAttention-4's order: slower. A tile of 128 x 176
@@ -756,24 +760,23 @@ print(f"B = Hk = 1, H = 8, N = 4096: {blocks} blocks for {h200.sms} SMs;",
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Past one kernel
 #
-# **Fusing the Q, K and V projections.** Three products of the same tokens are one product with a wider matrix
-# (`flash_attn/modules/mha.py` of Dao-AILab/flash-attention calls it `Wqkv`). Going on into the attention kernel would save
-# writing Q, K and V, but every tile of queries needs all keys, so that K and V would be computed again by each.
+# **Fusing the Q, K and V projections.** Three products of the same tokens are one product with a wider matrix (`Wqkv`
+# in `flash_attn/modules/mha.py` of Dao-AILab/flash-attention). Going on into the attention kernel would save writing Q,
+# K and V. But every tile of queries would have to compute all of K and V again.
 #
-# **Several streams and heads in flight.** A kernel too small for the chip can run beside another one. Streams say what does
-# not depend on each other, and programmatic dependent launch starts a kernel's preamble before its predecessor ends (CUDA
-# Programming Guide, 4.5).
+# **Several streams and heads in flight.** Kernels too small for the chip can run side by side, in streams. Programmatic
+# dependent launch starts a kernel's preamble before its predecessor ends (CUDA Programming Guide, 4.5).
 #
 # **Between GPUs, from inside a kernel.** NVSHMEM lets a thread write to another GPU's memory and raise a flag there (`put` with
 # signal, NVSHMEM documentation). A ring as in stage 04 then needs no host between its steps.
 #
-# **A whole network as one persistent kernel.** With one token at a time a layer takes microseconds, and beginnings and ends
-# of kernels weigh. *Look Ma, No Bubbles!* (Hazy Research, May 2025) runs all of Llama-1B's forward as one kernel, with an
-# interpreter on each SM.
+# **A whole network as one persistent kernel.** With one token at a time a layer takes microseconds, and launches weigh.
+# *Look Ma, No Bubbles!* (Hazy Research, May 2025) runs all of Llama-1B's forward as one kernel, with an interpreter on
+# each SM.
 #
-# **Blackwell.** Tensor cores twice as fast, exponentials and shared memory as before: the counts of 02d and of this notebook
-# tip over. FlashAttention-4 (2603.05451) answers with accumulators in a memory of their own, a polynomial exp2, and products
-# that two SMs share. wgmma is gone there.
+# **Blackwell.** Tensor cores twice as fast, exponentials and shared memory as before: the counts of 02d and 02e tip
+# over. FlashAttention-4 (2603.05451) answers with accumulators in a memory of their own, a polynomial exp2, and
+# products that two SMs share. wgmma is gone there.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Go further**

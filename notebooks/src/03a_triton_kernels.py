@@ -18,13 +18,8 @@
 #
 # *What does a tile language take over, what stays yours, and how far does that reach?*
 #
-# - **Before you start:** notebook 00 (tiles, lse, delta); of 02a what a block and shared memory are; 02d for the second
-#   half of part 4.
-# - **Time:** about an hour to read, an hour more with the exercises.
-# - **Hardware:** Linux. Without a GPU the kernels run in Triton's interpreter, slowly, and are compiled for GPUs that
-#   need not be there. Speeds are recorded rows.
-# - **Code:** `steps/step03_triton/`, four forwards and two backwards. **Tests:** `pytest tests/test_step03_triton.py`.
-#   **Symbols:** `reference/symbols.md`.
+# ![A table of five decisions in CUDA C++, Gluon and Triton. Owners of results, tiles and masks are always yours; copies
+# and barriers not in Triton; the place of a number in CUDA C++ alone.](../notebooks/figures/question_03a.png)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
@@ -79,6 +74,15 @@ def bare(ax):
     ax.grid(False)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# - **Before you start:** notebook 00 (tiles, lse, delta); of 02a what a block and shared memory are; 02d for the second
+#   half of part 4.
+# - **Time:** about an hour to read, an hour more with the exercises.
+# - **Hardware:** Linux. Without a GPU the kernels run in Triton's interpreter, and are compiled for GPUs that need not
+#   be there. Speeds are recorded rows.
+# - **Code:** `steps/step03_triton/`, four forwards and two backwards. **Tests:** `pytest tests/test_step03_triton.py`.
+#   **Symbols:** `reference/symbols.md`.
 
 # %% slideshow={"slide_type": "skip"}
 DRIVER = r"""
@@ -176,10 +180,10 @@ compiler = in_background(COMPILE, JOBS, "kernels")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, counted
 #
-# Stage 02's `fa2` runs on every GPU since the A100; `hopper` uses what only an H100 has. What did that step bring, what
-# did it cost in text, and where does a Triton kernel of half of `fa2`'s length stand? A line counts as *about the
-# machine* if it names threads, warps, lanes, barriers, shared memory, copies or layouts. Speeds are shares of cuDNN's
-# in the same run.
+# Stage 02's `fa2` runs on every GPU since the A100; `hopper` uses what only an H100 has. What did that bring, what did
+# it cost in text, and where does a Triton kernel of half of `fa2`'s length stand? A line counts as *about the machine*
+# if it names threads, warps, lanes, barriers, shared memory, copies or layouts. Speeds are shares of cuDNN's in the
+# same run.
 
 # %% slideshow={"slide_type": "fragment"}
 MACHINE = r"threadIdx|blockIdx|program_id|__shfl|__syncthreads|[sS]hared|smem|unroll|lane"
@@ -230,8 +234,8 @@ gluon against N, as shares of cuDNN's. Right: their lines of code; about a third
 the machine in the CUDA kernels, and almost nothing in fused.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# In CUDA C++ you say which thread holds which number, anew for each generation of GPUs. In Triton you say what is done
-# to *tiles*, and the compiler decides who holds what.
+# In CUDA C++ you say which thread holds which number. In Triton you say what is done to *tiles*, and the compiler
+# decides who holds what.
 #
 # ## 3. The idea: programs instead of threads
 #
@@ -257,9 +261,8 @@ for masked in (False, True):
     print(f"masked {masked!s:5}: out {result}, its neighbours {neighbours}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Nobody complained: the neighbours became 16 and 17, the sum is right, and the fault shows elsewhere or never. Masks
-# are yours, and so is `other`, what a masked load yields: 0 before a sum, -inf before a maximum. In two dimensions `[:,
-# None]` and `[None, :]` broadcast:
+# Nobody complained, though the neighbours became 16 and 17. Masks are yours, and so is `other`, what a masked load
+# yields: 0 before a sum, -inf before a maximum. In two dimensions `[:, None]` and `[None, :]` broadcast:
 
 # %% slideshow={"slide_type": "subslide"}
 def excerpt(file, *functions):
@@ -273,8 +276,8 @@ excerpt("fwd_0_fused", "pointers", "inside", "load_tile")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the interpreter shows, and what it hides
 #
-# It runs a kernel's Python text with numpy, one program after the other. Here are four kernels, each with a fault that
-# everybody makes once. **Which of them does the interpreter refuse?** A second process compiles them for an H100.
+# It runs a kernel's Python text with numpy, one program after the other. Four kernels, each with a fault that everybody
+# makes once: **which does the interpreter refuse?** A second process compiles them for an H100.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -354,8 +357,8 @@ for name in kernels:
 # Read a message from its end: what is wrong comes last, where above it.
 #
 # - `odd_tile`: a tile's size is a power of two. Take 64, and a mask.
-# - `many_stages`: seven stages are seven copies of a tile in shared memory. The launch refuses it. Take fewer stages or
-#   a smaller tile.
+# - `many_stages`: seven stages are seven copies of a tile in shared memory, and the launch refuses. Take fewer, or a
+#   smaller tile.
 # - `largest`: m begins as an integer and becomes a float, which only Python allows. The interpreter leaves 0, though
 #   all numbers are -1. Begin with `float("-inf")`.
 # - `count`: nobody complains, but nothing in the PTX is atomic: on a GPU all eight programs may read 0, and leave 1.
@@ -378,8 +381,8 @@ for name in kernels:
 # | [9–10] | m, l and O take in the tile | `online_update` (part 5) |
 # | [12–15] | out = O / l, lse = scale · m + log l | `forward_kernel` |
 #
-# The budget first: the compiler spreads a program's tiles over its warps, and what does not fit spills. float32 goes
-# through tensor cores as three products of tf32, or not at all.
+# The budget: the compiler spreads a program's tiles over its warps, and what does not fit spills. float32 goes through
+# tensor cores as three products of tf32, or not at all.
 
 # %% slideshow={"slide_type": "fragment"}
 for kind, table in fwd_0_fused.TILES.items():
@@ -397,8 +400,8 @@ for kind, table in fwd_0_fused.TILES.items():
 # A GPU computes powers of 2. So log2(e) is folded into the scale, once: with c = scale · log2(e) it is exp(scale · S -
 # scale · m) = 2^(c S - c m), one multiply-add and one `exp2` an entry. m is the maximum of the *unscaled* scores.
 #
-# Here are notebook 00's six tokens in tiles of 16 x 16, keys 0 to 2 first and 3 to 5 second. What is not there is
-# loaded as 0, and `mask` hides it as a key.
+# Notebook 00's six tokens in tiles of 16 x 16, keys 0 to 2 first. What is not there is loaded as 0, and `mask` hides it
+# as a key.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -518,10 +521,9 @@ inductor = in_background(INDUCTOR, [], "inductor")  # Part 7 reads what it write
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who reads what
 #
-# `pointers` works with the tensor's own strides, in 64 bits: row 2²⁵ of 64 numbers begins at element 2³¹, one too many
-# for
-# 32. With grouped heads `h // group` is the key head. Let every value of key head n be n; then `out` tells which one a
-#     program has read:
+# `pointers` works with the tensor's own strides, in 64 bits. For row 2²⁵ of 64 numbers begins at element 2³¹, one more
+# than 32 bits can count. With grouped heads `h // group` is the key head. Let every value of key head n be n. Then `out`
+# tells which one a program has read:
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 in_32_bits = torch.tensor(2**25, dtype=torch.int32).mul(64).item()
@@ -548,8 +550,7 @@ last queries of head 0, program 2 the first. Heads 0 and 1 read key head 0, head
 key head 1.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Neighbouring programs run at about the same time, and share a key head in the cache. The last queries, which see most
-# keys, go first.
+# Neighbouring programs share a key head in the cache. The last queries, which see most keys, go first.
 #
 # ### What the compiler made of it
 #
@@ -570,14 +571,13 @@ print(f"K and V, {stages} stages: {KV_bytes} bytes; Q: {Q_bytes} bytes")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # The same text became `mma.sync` on one GPU and `wgmma` on the other (02b, 02d). `cp.async` copies K and V ahead of
-# their use, as `num_stages=3` asked. On sm_90 the shared memory is three times K and V, and Q, which `wgmma` reads from
-# there; sm_80 needs less.
+# their use, as `num_stages=3` asked. On sm_90 the shared memory is three times K and V, and Q.
 #
 # ### What one rounding can do
 #
 # The compiler makes one *fused multiply-add* of c S - c m, which rounds once instead of twice. But c m was rounded
-# before, so at S = m the exponent is not 0, but that rounding error. Here it is, as a GPU computes it, and with the
-# power of two that `factor_and_shift` takes for huge scores:
+# before, so at S = m the exponent is that rounding error (02b). Here it is, and with the power of two that
+# `factor_and_shift` takes for huge scores:
 
 # %% slideshow={"slide_type": "fragment"}
 fused = compiled["fwd_0_fused", 90, 128, SWEEP[128][0]]["ptx"]
@@ -594,14 +594,13 @@ for size in (1e2, 1e5, 1e8, 1e11):
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # At 10⁸ P may be 2 instead of 1, but so is all of its row, l included, and out is right. At 10¹¹ P is infinite, and out
-# is NaN. A product with a power of two is exact, so from c m = 2²⁶ on the kernels take that. The interpreter rounds
-# twice and hides this.
+# is NaN. So from c m = 2²⁶ on the kernels take the power of two. The interpreter rounds twice and hides this.
 #
 # ### Descriptors: a box instead of pointers
 #
-# `fwd_1_tma.py` has other loads. A *descriptor* says once where a tensor lies and how large a tile's box is. Then one
-# thread asks Hopper's copy engine (TMA, 02d) for the box at some coordinates. What lies outside comes as zeros, so a
-# load needs no mask. S needs one: 0 is not -inf.
+# In `fwd_1_tma.py` a *descriptor* says once where a tensor lies and how large a tile's box is. Then one thread asks
+# Hopper's copy engine (TMA, 02d) for the box at some coordinates. What lies outside comes as zeros, so a load needs no
+# mask. S needs one: 0 is not -inf.
 
 # %% slideshow={"slide_type": "fragment"}
 GROUPS = {
@@ -622,13 +621,13 @@ for name, key in chosen.items():
 show("fwd_1_tma", "load_tile")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The tile and the products are the same. What goes is copies, addresses, and the registers that held pointers. The
-# price: address and strides must be multiples of 16 bytes; anything else takes the `else`.
+# What goes is copies, addresses, and the registers that held pointers. The price: address and strides must be multiples
+# of 16 bytes; anything else takes the `else`.
 #
 # ### Warp specialisation, and its trap
 #
 # With one argument to the loop, `warp_specialize=True`, the compiler divides the warps of `fwd_2_roles.py`: one copies,
-# two groups of four compute, 64 rows each. It wants, and does not say so, descriptors made in the kernel and a single
+# two groups of four compute, 64 rows each. It wants, without saying so, descriptors made in the kernel and a single
 # loop, which leaves no place for a causal mask. And there is a trap. Left is how this file stores lse, right how
 # `fwd_1_tma` does, compiled in its place:
 
@@ -660,13 +659,12 @@ for file in ("fwd_2_roles", "roles_twice"):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # The compiler gives the second group its rows by adding 64: to a tile of row numbers, and to the coordinate of a
 # descriptor, which `i` is for Q. A sum of both moves twice, and half of lse is never written, without any message. In
-# this file `i` goes into the address, where it is not moved, and `row` moves alone. All this is the compiler's text
-# (TTGIR).
+# this file `i` goes into the address, where it is not moved, and `row` moves alone.
 #
 # ### Gluon: the same, said by hand
 #
 # Triton waits for a `tl.dot` whose result the same iteration uses, so no group multiplies under its own softmax.
-# `fwd_3_gluon.py` does, in the layer below Triton. Beside stage 02 (roles since `fwd_7_roles.cu`):
+# `fwd_3_gluon.py` does, in the layer below Triton. Beside stage 02:
 #
 # | | `fwd_3_gluon.py` | `fwd_8_hopper.cu` |
 # |---|---|---|
@@ -739,13 +737,13 @@ print("stage 03 twice, the same bits:", same)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of `raise Blank` and run the cell: `check` runs some of the contract's cases and names what
-# fails. `hint("03.1")` asks a question, `hint("03.1", 2)` gives the formula, `hint("03.1", 3)` pseudo-code,
-# `solution("03.1")` the stage's function. Part 8 has a larger task: the whole forward.
+# Write the body in place of `raise Blank`: `check` runs some of the contract's cases and names what fails.
+# `hint("03.1")` to `hint("03.1", 3)` help, `solution("03.1")` is the stage's function. Part 8 has a larger task: the
+# whole forward.
 #
 # **Exercise 03.1: the scores that are hidden.** The orange tiles of part 4: no key, or, if CAUSAL, one after the query.
 #
-# **Exercise 03.2: P and dS of one tile or of its transpose.** `keys_kernel` calls it with everything transposed, so
+# **Exercise 03.2: P and dS of one tile or of its transpose.** `keys_kernel` calls it with everything transposed. So
 # `lse_2`, `delta`, `query` and `key` (positions in q and k) come as a column or a row to match. S is not scaled;
 # `scale_log2` is scale · log2(e), and `lse_2` is lse · log2(e), or +inf for a query that sees no key.
 #
@@ -791,9 +789,8 @@ check("03.3", online_update)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Five of the contract's cases, cut to be quick. Then five mistakes, each planted in a copy of the file. Where
-# a case dies, its `out` is compared with known mutants. **Which mistake lives through everything? Which dies only
-# with grouped heads?**
+# Five of the contract's cases, cut to be quick. Then five mistakes, each in a copy of the file. Where a case dies, its
+# `out` is compared with mutants. **Which mistake lives through everything? Which dies only with grouped heads?**
 #
 # <details><summary>Answer</summary>
 #
@@ -901,7 +898,7 @@ everywhere.""")
 #
 # The whole over the products: 15 / 8 and 10.5 / 4, so two programs at D = 128 and three at D = 64. Registers and shared
 # memory decide. A stage more is a copy of K and V more: with a tile of 128 x 64 the third costs a program. With eight
-# warps a thread needs fewer registers, but a program more, and one fits. In `roles` and `gluon` one program has two
+# warps a thread needs fewer registers but a program more, and one fits. In `roles` and `gluon` one program has two
 # groups, which count as two.
 #
 # </details>
@@ -944,8 +941,7 @@ the markers are warps, the colours stages. The fastest is
 {tune.words(fastest)} with {speeds[fastest]}, the slowest has {min(speeds.values())}.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The count says what a tile allows, not what it reaches: it knows no waiting. The sweep (`python -m steps bench --tune`)
-# measures: the table's row, its neighbours, and nothing else.
+# The count knows no waiting. The sweep (`python -m steps bench --tune`) measures the table's row and its neighbours.
 #
 # **Question 2.** Where can `roles` not be better than `tma`? Which rung should come closest to cuDNN at D = 128, and
 # why may another one at D = 64?
@@ -959,8 +955,8 @@ the markers are warps, the colours stages. The fastest is
 #    multiplies under its own softmax. At D = 64 softmax takes longer than the products: two groups are too few by the
 #    count, and `tma` has three programs on an SM.
 # 3. 5/7 of what a plain matrix product reaches in the same run: the dashed line. One pass would have a higher roof, but
-#    dQ would need atomics, whose order changes from run to run. The share of cycles: forward about TFLOP/s over the peak,
-#    backward 7/5 of that. Where no other unit is near its limit, a kernel waits.
+#    need atomics for dQ. The share of cycles: forward about TFLOP/s over the peak, backward 7/5 of that. Where no other
+#    unit is near its limit, a kernel waits.
 #
 # </details>
 
@@ -1064,8 +1060,7 @@ of rung tma: forward_kernel, keys_kernel and queries_kernel.""")
 #
 # Inductor knows the plain formula by its pattern, and calls SDPA: not a line of Triton. A mask by `masked_fill` fits no
 # pattern. Then both products are calls of a library, and Triton gets what lies between, a whole row at a time. S and P
-# go through memory, written and read, and no tile is skipped. A loop over tiles with an online softmax is none of
-# Inductor's rules.
+# go through memory, written and read, and no tile is skipped.
 #
 # </details>
 
@@ -1122,7 +1117,7 @@ for D, causal in itertools.product((128, 64), (False, True)):
 # | `03.capstone.4` | the causal mask, and lse |
 #
 # Then `python -m steps verify my/03_capstone.py:attention --no-backward --no-gqa --tile 32` runs the contract's cases,
-# and on a GPU prints your speed beside torch's.
+# and on a GPU prints your speed.
 #
 # **Go further**
 #

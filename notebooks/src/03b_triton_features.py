@@ -19,12 +19,8 @@
 # *How do masks, biases, windows, dropout, packed sequences and decoding fit into one kernel, and what does each of
 # them cost?*
 #
-# - **Before you start:** notebook 03a (a kernel in tiles), and of notebook 00 lse and delta.
-# - **Time:** about an hour to read, an hour more with the exercises.
-# - **Hardware:** Linux. Without a GPU the kernels run in Triton's interpreter, and are compiled for a Hopper GPU that
-#   need not be there. Speeds are recorded rows.
-# - **Code:** `steps/step03_triton/`: `flash.py`, `flash_kernels.py`, `features.py`, `tiles.py` and `decode.py`.
-#   **Tests:** `pytest tests/test_step03_features.py tests/test_step03_decode.py`. **Symbols:** `reference/symbols.md`.
+# ![Squares of queries against keys: a window is a band, packed sequences are triangles, ALiBi fades with distance, a mask
+# or bias is any pattern, dropout has holes; decoding is one row.](../notebooks/figures/question_03b.png)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
@@ -72,6 +68,14 @@ def bare(ax):
     ax.grid(False)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# - **Before you start:** notebook 03a (a kernel in tiles), and of notebook 00 lse and delta.
+# - **Time:** about an hour to read, an hour more with the exercises.
+# - **Hardware:** Linux. Without a GPU the kernels run in Triton's interpreter, and are compiled for a Hopper GPU that
+#   need not be there. Speeds are recorded rows.
+# - **Code:** `steps/step03_triton/`: `flash.py`, `flash_kernels.py`, `features.py`, `tiles.py` and `decode.py`.
+#   **Tests:** `pytest tests/test_step03_features.py tests/test_step03_decode.py`. **Symbols:** `reference/symbols.md`.
 
 # %% slideshow={"slide_type": "skip"}
 COMPILE = r"""

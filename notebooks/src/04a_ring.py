@@ -18,13 +18,8 @@
 #
 # *How do several GPUs share one sequence, and who waits for whom?*
 #
-# - **Before you start:** notebook 00 (tiles, lse, delta). No experience with distributed programs. Next: 04b, other ways to
-#   share a sequence, links, faults and models.
-# - **Time:** about an hour to read, an hour more with the exercises.
-# - **Hardware:** any. Without GPUs the ranks are processes that talk over sockets (gloo), and here compute with stage
-#   00's tiles, to be quick. With a GPU for each rank the same files use NCCL and the
-#   kernels of stage 02 or 03.
-# - **Code:** `steps/step04_ring/`. **Tests:** `pytest tests/test_step04_ring.py`. **Symbols:** `reference/symbols.md`.
+# ![Four ranks in a row. Each keeps its queries. Arrows lead from the keys and values of each rank to the next one, and
+# from the last rank back to the first.](../notebooks/figures/question_04a.png)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
@@ -52,6 +47,15 @@ from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 torch.set_num_threads(1)  # the ranks below are threads or processes themselves
 style()
 print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# - **Before you start:** notebook 00 (tiles, lse, delta). No experience with distributed programs. Next: 04b, other ways to
+#   share a sequence, links, faults and models.
+# - **Time:** about an hour to read, an hour more with the exercises.
+# - **Hardware:** any. Without GPUs the ranks are processes that talk over sockets (gloo), and here compute with stage
+#   00's tiles, to be quick. With a GPU for each rank the same files use NCCL and the
+#   kernels of stage 02 or 03.
+# - **Code:** `steps/step04_ring/`. **Tests:** `pytest tests/test_step04_ring.py`. **Symbols:** `reference/symbols.md`.
 
 # %% slideshow={"slide_type": "skip"}
 torch.set_printoptions(precision=2, sci_mode=False)

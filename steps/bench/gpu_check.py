@@ -40,8 +40,11 @@ STAGE_02, WORKBOOK = "tests/test_step02_fa2_cuda.py", "tests/test_workbook.py"
 STAGE_03 = tuple(f"tests/test_step03_{what}.py" for what in ("triton", "features", "options", "decode"))
 SUITES = {
     "suite": (
-        "tests", *(f"--ignore={file}" for file in (*WITHOUT_GPU, STAGE_02, *STAGE_03, WORKBOOK)), "--dist", "worksteal"
+        "tests", *(f"--ignore={file}" for file in (*WITHOUT_GPU, STAGE_02, *STAGE_03, WORKBOOK)),
+        "--dist", "worksteal", "-m", "not multigpu",
     ),
+    # One after the other: they measure how long ranks take to end.
+    "suite multigpu": ("tests/test_step04_faults.py", "-m", "multigpu", "-n", "0"),
     "suite 02_fa2_cuda": (STAGE_02, "--dist", "load"),
     "suite 03_triton": (*STAGE_03, "--dist", "load"),
     "suite workbook": (WORKBOOK, "--dist", "worksteal"),
@@ -57,7 +60,7 @@ def _tests(file, selected):
 # and 03. What takes longest begins first.
 SANITIZED = {
     "03_triton": _tests("test_step03_triton", "every_rung or ragged"),
-    "03_triton/flash": _tests("test_step03_features", "alone or as_models"),
+    "03_triton/flash": _tests("test_step03_features", "as_models"),
     "03_triton/decode": _tests("test_step03_decode", "queries_and_groups"),
     "01_fa1_numba": _tests("test_step01_fa1_numba", "every_rung or ragged"),
     **{
@@ -75,19 +78,19 @@ GOOD = ("passed", "clean", "listed")  # the statuses that prove something
 # By tool: reports that are no mistakes, of which kernels, and why.
 LISTED = {
     "initcheck": (
-        ("02_fa2_cuda/bwd_2_wgmma", "02_fa2_cuda/bwd_3_hopper"),
+        ("02_fa2_cuda/bwd_2_wgmma", "02_fa2_cuda/bwd_3_hopper", "03_triton"),
         "^Host API memory access error .* cudaMemcpy source$",
-        "initcheck does not see what the copy engine stores (cp.async.bulk.tensor): dk and dv, whose every number is "
-        "compared with the reference in the same run. It says the same of a few lines, `python -m "
-        "tests.support.sanitized_kernels tma_store`. racecheck does not see such copies either, as flash-attention's "
-        "AI/RACECHECK_TMA_HAZARD.md tells.",
+        "initcheck does not see what the copy engine stores (cp.async.bulk.tensor): dk and dv, or out of rung gluon. "
+        "Every number of them is compared with the reference in the same run. It says the same of a few lines, "
+        "`python -m tests.support.sanitized_kernels tma_store`. racecheck does not see such copies either, as "
+        "flash-attention's AI/RACECHECK_TMA_HAZARD.md tells.",
     )
 }
 
 
 def run_suite(name, processes, limit):
     """The outcome of a part of the test suite: counts, the failures by name and message, the skips by reason."""
-    command = [sys.executable, "-m", "pytest", *SUITES[name], "-q", "-rfEs", "--tb=short", "-n", str(processes)]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "--tb=short", "-n", str(processes), *SUITES[name]]
     code, output, seconds = run_limited(command, limit, COLUMNS="400")  # of a long line pytest would cut the message
     outcome = parse_suite(output)
     status = "timeout" if code is None else "passed" if code == 0 and outcome["passed"] else "failed"

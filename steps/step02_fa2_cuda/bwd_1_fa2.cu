@@ -14,8 +14,8 @@
 //     dK_j += dS^T Q_i
 //   dQ * scale in 16 bits                      a kernel of its own
 //
-// Few keys that many query heads use would give too few blocks to fill a GPU. If HEADS_APART, a block therefore
-// takes one query head alone, and the host adds up the parts of dk and dv.
+// Few keys that many query heads use would give too few blocks to fill a GPU. If HEADS_APART, a block
+// therefore takes one query head alone, and the host adds up the parts of dk and dv.
 //
 // dk and dv are bit-equal from run to run. If `deterministic`, the blocks add to each dQ_i one after the
 // other, in the order of their keys, and then dq, too, is bit-equal.

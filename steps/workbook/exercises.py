@@ -58,7 +58,8 @@ class Exercise(Task):
     note is a sentence that the reader's file begins with, and imports are lines that it has beside those of the stage's
     file. like = [file, function] names a function of the stage that the file shows as an example. slips are mistakes
     that no mutant equals, because they read memory that nobody wrote or do not exist as an address: a report of a
-    failure `says` so where the answer contains the `text`.
+    failure `says` so where the answer contains the `text`. engine: the one that it always runs on; by default the one
+    that is in force, and for CUDA C++ the emulation before it.
     """
 
     function: str
@@ -73,6 +74,7 @@ class Exercise(Task):
     imports: list = field(default_factory=list)
     like: list | None = None
     slips: list = field(default_factory=list)
+    engine: str | None = None
 
     @property
     def mine_name(self):
