@@ -573,8 +573,9 @@ def ended(processes, limit=90):
 
 
 def seconds_to_end(number=4):
-    """How long Python takes now to end so many processes with torch; on a busy machine that is seconds."""
-    command = [sys.executable, "-c", "import time, torch; print(time.time(), flush=True)"]
+    """How long so many processes with torch, and a GPU's context, take now to end; on a busy machine that is seconds."""
+    code = f"import time, torch; torch.zeros(1, device={engine.device!r}); print(time.time(), flush=True)"
+    command = [sys.executable, "-c", code]
     return max(end - float(begin) for _, begin, end in ended([start(command) for _ in range(number)]))
 
 
