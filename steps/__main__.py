@@ -4,6 +4,7 @@ import itertools
 import json
 import string
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -223,6 +224,9 @@ def bench(
     limit: Annotated[float, typer.Option(help="Milliseconds; who takes longer for one call is left out.")] = 1000,
     record: Annotated[bool, typer.Option(help="For maintainers: write to the committed rows.")] = False,
     plan: Annotated[list[str] | None, typer.Option(help="For maintainers: a part of what is recorded.")] = None,
+    sustained: Annotated[
+        bool, typer.Option("--sustained", help="Time each candidate alone for a second, at N = 16k.")
+    ] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Instead time the neighbours of stage 03's tiles.")] = False,
     table: Annotated[list[str] | None, typer.Option(help="Of --tune: forward, keys, queries; by default all.")] = None,
     head_dim: Annotated[int, typer.Option(help="Of --tune.", min=1, max=256)] = 128,
@@ -236,6 +240,9 @@ def bench(
     What is measured is added to my/results. Two peers take part where they are found: fa4, which is FlashAttention-4
     from the package flash-attn-4, and tutorial, which is Triton's tutorial 06 from the file that STEPS_TUTORIAL names.
 
+    With --sustained there are clock and power beside the speed: of the best rung of stage 02 and the fastest peers, or
+    with --stage and --kernel of another rung, or with --plan of everybody in a plan.
+
     With --tune it measures instead whether other tiles than those in stage 03's tables are faster on this GPU: for
     --kernel tma or fused, --table, --head-dim and --dtype.
     """
@@ -245,12 +252,17 @@ def bench(
     from steps.bench import plans, report, rows
     from steps.bench.peers import PEERS
 
-    check_known({"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS), "plan": (plan or (), plans.PLANS)})
+    known = [name for name in plans.PLANS if plans.sustained([name])] if sustained else plans.PLANS
+    check_known({"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS), "plan": (plan or (), known)})
     if engine.name != "cuda":
         console.print("bench needs a GPU, because simulators say nothing about speed. Rows are in steps/bench/results.")
         raise typer.Exit(1)
-    options = dict(limit_ms=limit, until=time.monotonic() + 60 * minutes, commit=commit, say=console.print)
-    if plan:
+    say = partial(console.print, markup=False, soft_wrap=True)  # an error's text may hold brackets
+    options = dict(limit_ms=limit, until=time.monotonic() + 60 * minutes, commit=commit, say=say)
+    if sustained:
+        number = chosen(stage)[0] if stage else "02"
+        found = plans.record_parts(plans.sustained(plan or (), number, kernel) * runs, **options)
+    elif plan:
         found = plans.record_parts([part for name in plan for part in plans.PLANS[name]] * runs, **options)
     else:
         numbers = [number for number in chosen(stage) if number in ("01", "02", "03")]
@@ -258,9 +270,14 @@ def bench(
         best = {"bf16" if "bf16" in c.dtypes else "fp32" for c in candidates}
         options |= dict(passes=("fwd", "bwd"), dtypes=dtype or sorted(best))
         found = grids.measure(candidates, peer or tuple(PEERS), grids.GRIDS[grid], **options)
-    committed, settings = rows.latest(rows.read()), set()
+    committed = rows.latest(rows.read(timing="sustained" if sustained else "interleaved"))
+    settings = set()
+    folder = out or (rows.COMMITTED if record else rows.OWN)
     for row in found:
-        rows.append([row], out or (rows.COMMITTED if record else rows.OWN))
+        if "kind" in row:  # a record, such as that of a profiler
+            print("written:", rows.write_record(row.pop("kind"), row, folder, indent=None))
+            continue
+        rows.append([row], folder)
         print(report.line(row))
         settings.add(rows.setting(row))
     for row in committed if not plan else ():

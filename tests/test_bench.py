@@ -1,13 +1,18 @@
 """The measuring tools, on the CPU: costs worked by hand, rows, hashes, the order of calls, the report."""
 
+import contextlib
+import itertools
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,12 +39,13 @@ from steps.bench import (
     profile,
     report,
     resources,
-    ring_plan,
     rows,
     sign,
+    sustained,
     timing,
     tune,
 )
+from steps.step04_ring import simulate
 from support import sanitized_kernels
 
 STAGE_02 = rows.ROOT / "steps" / "step02_fa2_cuda"
@@ -62,6 +68,9 @@ def peer_row(**changes):
 
 def of_02(kernel="fwd_5_fa2", **changes):
     return row(stage="02_fa2_cuda", kernel=kernel, **changes)
+
+
+LOAD = {"timing": "sustained", "clock_mhz": 1600, "watts": 700.0}  # what a sustained row has
 
 
 def exit_code(main, **options):
@@ -285,7 +294,7 @@ def test_peers_on_the_gpu(name):
 
 
 def test_rows_survive_writing_and_reading(tmp_path):
-    written = [row(options={"window": 128}), peer_row(), row(gpu="Tesla T4", timing="sustained", watts=70.5)]
+    written = [row(options={"window": 128}), peer_row(), row(gpu="Tesla T4")]
     written[1:1] = [row(peak_bytes=2**40), peer_row(peer="copy", tflops=0.0, **{"pass": "copy"})]
     files = rows.append(written, tmp_path)
     assert {file.name for file in files} == {"nvidia-h200.jsonl", "tesla-t4.jsonl"}
@@ -319,6 +328,11 @@ def test_rows_survive_writing_and_reading(tmp_path):
         ({"pass": "copy"}, "the pass copy"),
         ({**dict.fromkeys(("stage", "kernel", "source")), "peer": "copy", "pass": "copy"}, "but 0 of a copy"),
         ({"pass": "matmul"}, "the pass matmul"),
+        ({"timing": "sustained"}, "sustained rows alone"),
+        ({"timing": "sustained", "clock_mhz": 1500}, "sustained rows alone"),
+        ({"watts": 700.0}, "sustained rows alone"),
+        ({**LOAD, "watts": 0.0}, "watts > 0"),
+        ({**LOAD, "n_gpus": 2}, "sustained on one GPU"),
     ],
 )
 def test_a_bad_row_is_refused(tmp_path, changes, word):
@@ -599,62 +613,13 @@ def test_inputs_are_random_and_repeatable():
 def test_the_plan_names_rungs_and_peers_that_there_are():
     parts = [part for parts in plans.PLANS.values() for part in parts if isinstance(part, plans.Part)]
     others = [part for parts_ in plans.PLANS.values() for part in parts_ if part not in parts]
-    assert {type(part) for part in others} == {plans.FeaturePart, plans.RingPart}
+    assert {type(part) for part in others} == {plans.FeaturePart, plans.GroupedPart, plans.ring_plan.RingPart}
     for part in parts:
         assert set(part.peers) <= set(peers.PEERS) and set(part.dtypes) <= set(rows.DTYPES)
         assert {(p.B * p.N, p.H * p.D) for p in part.grid} == {(16384, 2048)}, "the papers'"
     for number, files in (("02", STAGE_02.glob("fwd_*.cu")), ("03", (STAGE_02.parent / "step03_triton").glob("fwd_*"))):
         of_stage = [part for part in parts if part.stage == number and "fwd" in part.passes]
         assert {rung for part in of_stage for rung in part.rungs} == {path.stem.split("_", 2)[2] for path in files}
-
-
-class FakeTeam:
-    """Stands in for the ranks of ring_plan.py: answers what they would."""
-
-    def __init__(self, hangs=()):
-        self.hangs = hangs
-
-    def run(self, task, case, *args):
-        if task is ring_plan.race:
-            return [{who: [n * ms for n in (1.0, 1.1, 1.2, 1.5, 1.0)] for who, ms in args[1].items()}] * 2
-        who, pass_, _ = args
-        if who in self.hangs:
-            raise ring_plan.launch.RankError("rank 1 of 2 failed.", {})
-        if who.peer and pass_ == "fwd":
-            return ["RuntimeError: no kernel"] * 2
-        found = {"error": 0.01, "ms": 30.0}
-        return [found | ({"peak": 10 * rank, "shared": 5} if pass_ != "fwd" else {}) for rank in range(2)]
-
-
-def test_rows_of_the_ring_plan():
-    said, case = [], ring_plan.CASES["32k"][0]
-    origin = rows.provenance("cpu") | {"n_gpus": 2}
-    team = FakeTeam(hangs=[ring_plan.RELAY])
-    found = [row for p in case.passes for row in ring_plan.measure(team, case, p, origin, said.append)]
-    kernels = [row["kernel"] or row["peer"] for row in found]
-    both = [who.peer for who in ring_plan.PEERS]
-    assert kernels == ["fwd_8_hopper", "ring+fetch", "fwd_8_hopper+bwd_3_hopper", "ring+fetch", *both]
-    one, ring, *_ = found
-    # A rank computes half of what one GPU does, and TFLOP/s are those of a GPU.
-    assert one["tflops"] == pytest.approx(2 * ring["tflops"]) == pytest.approx(4 * 32768**2 * 32 * 128 / 2 / 33 / 1e9)
-    assert (one["layout"], ring["layout"]) == (None, "zigzag") and ring["ms_worst"] == pytest.approx(45)
-    assert (ring["reps"], ring["stage"], one["stage"]) == (5, "04_ring", "02_fa2_cuda") and ring["source"]
-    assert found[3]["peak_bytes"] == 10 and found[3]["shared_bytes"] == 5
-    reasons = [line.partition(": ")[2] for line in said]
-    assert [reason.split(",")[0] for reason in reasons] == ["ring+relay", *both, "ring+relay"]
-    assert "RuntimeError: no kernel" in reasons[1] and "rank 1 of 2 failed" in reasons[0]
-
-
-def test_every_candidate_of_the_ring_plan_is_a_kernel_that_there_is():
-    whos = {who for cases in ring_plan.CASES.values() for case in cases for who in case.who}
-    for kernel in {who.kernel for who in whos if who.kernel}:
-        assert fingerprint.source_files("04_ring" if "ring" in kernel else "02_fa2_cuda", kernel), kernel
-    assert all(str(a) != str(b) for a in whos for b in whos if a is not b)
-
-
-def test_spans_of_a_trace_are_joined():
-    spans = [(5, 6), (0, 2), (1, 3), (3, 4)]
-    assert ring_plan.union(spans) == [[0, 4], [5, 6]] and ring_plan.length(ring_plan.union(spans)) == 5
 
 
 def test_a_backward_is_measured_only_under_the_rung_that_owns_it():
@@ -786,6 +751,7 @@ def test_a_feature_counts_the_scores_that_positions_leave_visible():
     assert len({json.dumps(feature.where("fwd")["options"]) for feature in found}) == len(found)
 
 
+TIMING = timing.Timing(2.0, 1.0, 3.0, 30)
 called = []
 
 
@@ -803,7 +769,7 @@ def test_all_features_of_a_pass_take_turns_in_one_run(monkeypatch):
         for call in calls.values():
             call()
         rounds.append([pass_ for _, pass_ in called])
-        return {name: timing.Timing(2.0, 1.0, 3.0, 30) for name in calls}
+        return dict.fromkeys(calls, TIMING)
 
     rounds, copied = [], []
     monkeypatch.setattr(feature_plan.timing, "interleaved", turns)
@@ -830,6 +796,24 @@ def test_all_features_of_a_pass_take_turns_in_one_run(monkeypatch):
             flops = 4 * r["H"] * r["D"] * 45  # 1 + 2 + 14 * 3 scores
             assert r["tflops"] == pytest.approx(flops * (1 if r["pass"] == "fwd" else 2.5) / 2e9)
     assert list(part.record(**how, until=0.0)) == []
+
+
+@needs_triton
+def test_grouped_heads_take_turns_with_heads_of_their_own(monkeypatch):
+    monkeypatch.setattr(
+        feature_plan, "make_inputs", lambda point, *_: grid.make_inputs(replace(point, N=8), "bf16", "cpu")
+    )
+    monkeypatch.setattr(feature_plan.timing, "interleaved", lambda calls, **_: dict.fromkeys(calls, TIMING))
+    own = [f.entrants()[0] for group in feature_plan.GroupedPart().groups("cpu") for f in group]
+    assert {one.kernel("bwd") for one in own} == {"bwd_3_hopper"} and {one.stage for one in own} == {"02_fa2_cuda"}
+    monkeypatch.setattr(feature_plan.Feature, "entrants", lambda self: [Noted(self.kernel), *map(Noted, self.peers)])
+    found = list(feature_plan.GroupedPart().record(device="cpu", commit="c"))
+    assert [(r["options"]["feature"], r["causal"], r["Hk"]) for r in found if r["peer"] == "hopper"] == [
+        ("own heads", False, 8),
+        ("grouped heads", False, 1),
+        ("own heads, causal", True, 8),
+        ("grouped heads, causal", True, 1),
+    ]
 
 
 @needs_triton
@@ -1133,7 +1117,7 @@ def test_the_report_fills_readme_from_fresh_rows_only(tmp_path):
     (folder / "fwd_0_scalar.py").write_text("x = 1\n")
     readme.write_text(README)
     fresh = row(source=fingerprint.code_hash("01_fa1_numba", "fwd_0_scalar", tmp_path))
-    others = ({"dtype": "fp32"}, {"options": {"window": 64}}, {"timing": "sustained"}, {"kernel": "fwd_1_warp"})
+    others = ({"dtype": "fp32"}, {"options": {"window": 64}}, LOAD, {"kernel": "fwd_1_warp"})
     found = [fresh | other | {"tflops": 888.0} for other in others]
     found += [fresh | dict(N=512, tflops=100.0), fresh | dict(N=1024, tflops=123.4)]
     # The peer's row at N = 1024 is of another run, and its row with another Nk of another setting.
@@ -1248,6 +1232,328 @@ def test_a_line_of_text_shows_the_speed_its_spread_and_the_error():
     assert "±25.0%, 0.0671 TB/s, error" in report.line(row(N=1, Nk=2**18))
 
 
+# --- sustained ----------------------------------------------------------------------------------------------
+
+
+def of_load(**changes):
+    """A valid sustained row of a kernel."""
+    return of_02(**{**LOAD, **changes})
+
+
+def peer_of_load(**changes):
+    return peer_row(**{**LOAD, "peer": "fa4", **changes})
+
+
+class Machine:
+    """A GPU whose power limit acts after 0.2 s of calls: then its clock falls, and calls take a quarter longer."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.load, self.samples, self.calls, self.pauses = 0.0, 0.0, [], [], []
+        monkeypatch.setattr(sustained, "time", SimpleNamespace(sleep=self.sleep))
+        monkeypatch.setattr(sustained, "datetime", SimpleNamespace(now=self.moment))
+        monkeypatch.setattr(sustained, "watched", self.watched)
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        self.measure = sustained.sustained
+
+    def moment(self):
+        return datetime(2026, 1, 31) + timedelta(seconds=self.now)
+
+    def pass_by(self, seconds, mhz, watts):
+        self.now += seconds
+        self.samples.append((self.moment(), mhz, watts))
+
+    def sleep(self, seconds):
+        self.pauses.append((seconds, len(self.calls)))
+        self.load = 0.0
+        self.pass_by(seconds, 345, 100)
+
+    def call(self, name, ms, mhz=1600.0):
+        def call():
+            limited = self.load > 0.2
+            self.calls.append(name)
+            self.pass_by(1e-3 * ms * (1.25 if limited else 1), *((mhz, 700.0) if limited else (1980.0, 650.0)))
+            self.load += 1e-3 * ms
+
+        return call
+
+    @contextlib.contextmanager
+    def watched(self, device):
+        first, samples = len(self.samples), []
+        yield samples
+        self.pass_by(9.0, 345, 100)
+        samples += self.samples[first:]
+
+
+def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(monkeypatch):
+    machine = Machine(monkeypatch)
+    calls = {"a": machine.call("a", 4.0), "b": machine.call("b", 8.0, mhz=1700.0), "c": machine.call("c", 100.0)}
+    found = machine.measure(calls, warmup=2, device="cpu")
+    times = {name: (load.ms_p20, load.ms_median, load.ms_p80) for name, load in found.items()}
+    assert all(times[name] == pytest.approx([ms] * 3) for name, ms in (("a", 5.0), ("b", 10.0), ("c", 125.0)))
+    assert {name: (load.clock_mhz, load.watts) for name, load in found.items()} == {
+        "a": (1600, 700), "b": (1700, 700), "c": (1600, 700),
+    }  # fmt: skip
+    # As many calls as seemed to take 0.75 s, but 30 for a row.
+    assert found["c"].reps == timing.MIN_REPS and 0.7 < 4e-3 * found["a"].reps < 0.8
+    one_at_a_time = [name for name, _ in itertools.groupby(machine.calls)]
+    assert sorted(one_at_a_time) == ["a", "b", "c"], "nobody is called between the calls of another"
+    begins = [machine.calls.index(name) for name in one_at_a_time]
+    assert machine.pauses == [(sustained.IDLE, begin) for begin in begins], "each begins after a pause"
+
+
+def test_the_order_of_sustained_candidates_differs_from_group_to_group(monkeypatch):
+    machine, orders = Machine(monkeypatch), set()
+    for _ in range(20):
+        machine.calls.clear()
+        machine.measure({name: machine.call(name, 50.0) for name in "abcd"}, device="cpu")
+        orders.add("".join(name for name, _ in itertools.groupby(machine.calls)))
+    assert len(orders) > 3
+
+
+def test_samples_outside_the_measured_calls_do_not_count():
+    moments = [datetime(2026, 1, 31, 12, 0, n) for n in range(10)]
+    samples = [(moment, 100.0 + n, 10.0 * n) for n, moment in enumerate(moments)]
+    assert sustained.medians(samples, moments[2], moments[6]) == (104, 40)
+    with pytest.raises(RuntimeError, match="gave 2 of at least 3 samples in 1.00 s"):
+        sustained.medians(samples, moments[2], moments[3])
+
+
+SMI = """#!/bin/bash
+echo "$@" > {folder}/asked
+sleep {start}
+trap 'echo "2026/01/31 11:00:00.000, 7, 7.0, 7.0"; echo ended > {folder}/ended; exit' TERM
+while true; do echo "$(date '+%Y/%m/%d %H:%M:%S.%3N'), {sample}"; sleep 0.02; done
+"""
+
+
+def fake_smi(monkeypatch, folder, sample, start=0):
+    (folder / "nvidia-smi").write_text(SMI.format(folder=folder, sample=sample, start=start))
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+
+
+def test_clock_and_power_are_read_from_nvidia_smi_while_the_block_runs(monkeypatch, tmp_path):
+    fake_smi(monkeypatch, tmp_path, "1650, 690.50, 400.00", start=0.2)
+    with sustained.watched("cuda") as samples:
+        start = datetime.now()
+        time.sleep(0.5)
+        end = datetime.now()
+    assert (tmp_path / "ended").exists(), "nvidia-smi does not run on"
+    asked = (tmp_path / "asked").read_text()
+    assert "-i GPU-12-34 " in asked and "--query-gpu=timestamp,clocks.sm,power.draw.instant,power.draw " in asked
+    assert sustained.medians(samples, start, end) == (1650, 690.5)
+    assert samples[0][0] < start, "the block begins when nvidia-smi has begun"
+    assert samples[-1][1] == 7, "what it prints at its end is read too"
+    with pytest.raises(ZeroDivisionError), sustained.watched("cuda"):
+        1 / 0  # noqa: B018
+
+
+def test_power_that_nvidia_smi_does_not_know_is_no_number(monkeypatch, tmp_path):
+    lines = "1600, [N/A], 250.5", "1600, [N/A], [N/A]", "[N/A], 3.0, 250.5", "1600"
+    lines = [f"2026/01/31 12:00:00.250, {line}" for line in lines] + ["No devices were found", ""]
+    assert sustained.parsed("\n".join(lines)) == [(datetime(2026, 1, 31, 12, 0, 0, 250000), 1600, 250.5)]
+    fake_smi(monkeypatch, tmp_path, "1650, [N/A], [N/A]")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/bash\necho No devices were found\n")
+    with pytest.raises(RuntimeError, match="no clock or no power here: No devices were found"):
+        with sustained.watched("cuda"):
+            pass
+
+
+@pytest.mark.gpu
+def test_a_gpu_under_load_has_a_clock_and_a_power():
+    x = torch.randn(4096, 4096, device="cuda")
+    load = sustained.sustained({"product": lambda: x @ x})["product"]
+    assert 300 < load.clock_mhz < 5000 and 5 < load.watts < 3000 and load.reps >= timing.MIN_REPS
+
+
+def test_a_group_of_candidates_gives_sustained_rows(monkeypatch):
+    for name in ("IDLE", "SETTLE", "MEASURED"):
+        monkeypatch.setattr(sustained, name, 0.001)
+    loads = iter([(1600.0, 700.0), (1700.0, 650.0)] * 2)
+    monkeypatch.setattr(sustained, "watched", lambda device: contextlib.nullcontext([]))
+    monkeypatch.setattr(sustained, "medians", lambda samples, start, end: next(loads))
+    monkeypatch.setattr(sustained.random, "sample", lambda names, count: names)
+    found, said = measured([candidate()], passes=("fwd", "bwd"), timed="sustained")
+    who = [("fwd_1_matrix", "fwd", 1600), ("sdpa-math", "fwd", 1700)]
+    who += [("bwd_1_matrix", "bwd", 1600), ("sdpa-math", "bwd", 1700)]
+    assert [(r["kernel"] or r["peer"], r["pass"], r["clock_mhz"]) for r in found] == who and not said
+    assert {r["timing"] for r in found} == {"sustained"} and {r["watts"] for r in found} == {700, 650}
+    for r in found:
+        flops = cost.flops(2, 4, 20, 8, causal=True, pass_=r["pass"])
+        assert r["tflops"] == pytest.approx(flops / r["ms_median"] / 1e9) and r["error"] < 1e-5 and r["reps"] >= 30
+
+
+def test_when_the_time_is_up_whole_groups_have_been_measured(monkeypatch):
+    now = iter([1.0, 9.0])
+    monkeypatch.setattr(grid, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    found, said = measured([candidate()], SMALL * 2, passes=("fwd", "bwd"), until=5.0)
+    assert Counter(r["pass"] for r in found) == {"fwd": 2, "bwd": 2} and said == [f"out of time before fp32 {SMALL[0]}"]
+
+
+def test_sustained_parts_are_of_long_sequences_and_the_most_important_comes_first(monkeypatch):
+    monkeypatch.setattr(catalogue, "stage", lambda number: SimpleNamespace(SUPPORTS={"rungs": ("best", "other")}))
+    (part,) = plans.sustained()
+    settings = [(p.D, p.causal) for p in part.grid]
+    assert settings == [(128, False), (128, True), (64, False), (64, True)] and {p.N for p in part.grid} == {16384}
+    assert (part.rungs, part.stage, part.passes, part.peers) == (("best",), "02", ("fwd", "bwd"), plans.BEST)
+    seconds = sustained.IDLE + sustained.SETTLE + sustained.MEASURED
+    assert len(part.grid) * len(part.passes) * (1 + len(part.peers)) * seconds <= 42, "as plans.py says"
+    (other,) = plans.sustained(number="03", rung="tma")
+    assert (other.rungs, other.stage) == (("tma",), "03")
+    assert [len(plans.sustained([name])) for name in ("fast", "slow", "features", "ring")] == [1, 0, 0, 0]
+    of_plan = plans.sustained(["fast", "compilers"])
+    assert [one.rungs for one in of_plan] == [one.rungs for name in ("fast", "compilers") for one in plans.PLANS[name]]
+    assert {one.timed for one in (part, other, *of_plan)} == {"sustained"}
+    assert {one.timed for parts in plans.PLANS.values() for one in parts if isinstance(one, plans.Part)} == {
+        "interleaved"
+    }
+
+
+def test_a_part_hands_on_how_it_is_timed(monkeypatch):
+    asked = []
+    monkeypatch.setattr(plans, "measure", lambda *_, **how: asked.append((how["timed"], how["with_matmul"])) or ())
+    monkeypatch.setattr(plans, "entrants", lambda *_: ())
+    for part in (*plans.PLANS["fast"], *plans.sustained(["fast"])):
+        list(part.record())
+    assert asked == [("interleaved", True), ("sustained", False)]
+
+
+def test_flashattention_4_keeps_on_disk_what_is_compiled_ahead(monkeypatch):
+    found = {}
+
+    class Pool:
+        def __init__(self, workers, context):
+            found.update(os.environ)
+
+        def map(self, function, jobs):
+            return ()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *problem):
+            pass
+
+    monkeypatch.setattr(plans, "ProcessPoolExecutor", Pool)
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    plans.compile_ahead([])
+    assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0", "who asks for something else gets it"
+    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
+    plans.compile_ahead([])
+    assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+
+
+def test_the_command_measures_parts_under_load_and_shows_the_committed_rows_of_their_kind(monkeypatch, tmp_path):
+    def record_parts(parts, **options):
+        asked.append((parts, options["until"] - now))
+        yield of_load(tflops=500.0)
+
+    asked, now = [], grid.time.monotonic()
+    rows.append([of_load(tflops=600.0), of_02(tflops=700.0), of_load(tflops=650.0, N=9)], tmp_path / "committed")
+    read = rows.read
+    monkeypatch.setattr(rows, "read", lambda **how: read(tmp_path / "committed", **how))
+    monkeypatch.setattr(plans, "record_parts", record_parts)
+    monkeypatch.setattr(engine, "name", "cpu")
+    assert "bench needs a GPU" in invoke("--sustained").output
+    monkeypatch.setattr(engine, "name", "cuda")
+    done = invoke("--sustained", "--runs", "2", "--minutes", "1", "--kernel", "fa2", "--out", str(tmp_path / "own"))
+    assert done.exit_code == 0 and read(tmp_path / "own", timing="sustained") == [of_load(tflops=500.0)]
+    lines = done.output.splitlines()
+    assert len(lines) == 2 and "500 TFLOP/s at 1600 MHz and 700 W" in lines[0]
+    assert lines[1].startswith("committed:") and "600 TFLOP/s at 1600 MHz and 700 W" in lines[1]
+    ((parts, left),) = asked
+    assert parts == plans.sustained(rung="fa2") * 2 and 60 <= left < 120
+    assert invoke("--sustained", "--plan", "bwd", "--out", str(tmp_path / "own")).exit_code == 0
+    assert asked[1][0] == plans.sustained(["bwd"])
+    for plan in ("features", "ring", "slow", "none"):
+        assert invoke("--sustained", "--plan", plan).exit_code == 2
+    assert invoke("--sustained", "--stage", "07").exit_code == 2
+
+
+def mixed():
+    """(interleaved rows that every reader understands, and sustained ones of the same subjects)."""
+    at = dict(N=4096, Nk=4096, D=128, Hk=2, causal=True)
+    hop = dict(peer="copy", n_gpus=4, options={"transport": "fetch"}, tflops=0.0, **{"pass": "copy"})
+    some = [*ladder_rows(), of_02("fwd_8_hopper", tflops=600.0, **at), peer_row(tflops=650.0, **at)]
+    some += [peer_row(**hop | {"Nk": n, "ms_median": 1.0 + n, "ms_p20": 1.0, "ms_p80": 1e6}) for n in (1024, 4096)]
+    return some, [one | LOAD | {"tflops": 1e6, "ms_median": 9.0} for one in some]
+
+
+READERS = {
+    "the table of README": lambda found: report.render(README.replace("D=64", "D=128"), found),
+    "the ladder": plots.ladder_numbers,
+    "the speeds of blocks": simulate.read_flops,
+    "the link": lambda found: simulate.read_link(found, "fetch"),
+    "the latest": lambda found: [r for r in rows.latest(found) if r["timing"] == "interleaved"],
+    "the peers beside a kernel": lambda found: report._of_best_peer(mixed()[0][5:6], found),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_no_reader_of_rows_takes_a_sustained_one_for_an_interleaved_one(reader):
+    interleaved, under_load = mixed()
+    want = READERS[reader](interleaved)
+    assert want and READERS[reader](interleaved + under_load) == want == READERS[reader](under_load + interleaved)
+
+
+def test_rows_of_the_two_kinds_are_read_apart_and_never_drawn_together(tmp_path):
+    both = [of_02(), peer_row(), of_load(), peer_of_load()]
+    rows.append(both, tmp_path)
+    assert rows.read(tmp_path) == both[:2] and rows.read(tmp_path, timing="sustained") == both[2:]
+    for draw in (report.markdown, plots.speed_lines):
+        with pytest.raises(ValueError, match="choose first"):
+            draw(both)
+    with pytest.raises(ValueError, match="one row for each"):
+        plots.speed_bars([of_02(), of_load()])
+
+
+def test_a_sustained_row_is_signed_like_others():
+    record = of_load()
+    ((signed, subject),) = sign.recorded_in([record])
+    assert signed is record and fingerprint.row_hash(subject) == fingerprint.row_hash(of_02())
+    record["source"] = fingerprint.row_hash(record)
+    assert fingerprint.fresh([record, of_load(), peer_of_load()]) == [record, peer_of_load()]
+
+
+LOADED = """# Title
+<!-- results: gpu=nvidia-h200 timing=sustained dtype=bf16 D=128 causal=true -->
+old
+<!-- /results -->
+"""
+
+
+def test_the_table_of_sustained_rows_is_of_one_run_and_has_clock_and_power():
+    at, backward = dict(D=128, causal=True, N=16384, Nk=16384), {"pass": "bwd"}
+    old = [of_load(**at, tflops=1.0, run="r0", **backward), peer_of_load(**at, tflops=2.0, run="r0", **backward)]
+    old += [peer_of_load(**at, tflops=3.0, run="r0", peer="flex")]
+    own = [of_load(**at, tflops=560.0, clock_mhz=1750, watts=700.0, **backward), of_load(**at, tflops=620.0)]
+    peers_ = [peer_of_load(**at, tflops=600.0, **backward), peer_of_load(**at, tflops=640.0)]
+    others = [of_load(**at | {"D": 64}, tflops=9.0), of_02(**at, tflops=8.0), peer_row(**at, tflops=7.0)]
+    shown = report.render(LOADED, old + own + others + peers_)
+    lines = [line for line in shown.splitlines() if line.startswith("| ")]
+    assert lines == [
+        "| measured | kernel | TFLOP/s | MHz | W | TFLOP/s a GHz | J/TFLOP |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| fwd, D=128, causal | 02 fwd_5_fa2 | 620 | 1600 | 700 | 388 | 1.13 |",
+        "| fwd, D=128, causal | fa4 | 640 | 1600 | 700 | 400 | 1.09 |",
+        "| bwd, D=128, causal | 02 fwd_5_fa2 | 560 | 1750 | 700 | 320 | 1.25 |",
+        "| bwd, D=128, causal | fa4 | 600 | 1600 | 700 | 375 | 1.17 |",
+    ]
+    assert "N = 16384; about a second of calls of one candidate" in shown and "driver 580" in shown
+    assert report.EMPTY in report.render(LOADED, others) and report.EMPTY in report.render(LOADED, peers_)
+    assert "and not shown: 02 fwd_5_fa2." in report.render(LOADED, peers_, old)
+
+
+def test_the_report_reads_sustained_rows_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "fresh", lambda found, root: found)
+    (tmp_path / "README.md").write_text(LOADED)
+    rows.append([of_load(D=128, causal=True), of_02(D=128, causal=True)], tmp_path / "steps" / "bench" / "results")
+    assert exit_code(report.main, check=True, root=tmp_path) == 1
+    report.main(root=tmp_path)
+    assert "| fwd, D=128, causal | 02 fwd_5_fa2 | 3 | 1600 | 700 |" in (tmp_path / "README.md").read_text()
+
+
 # --- gpu_check ----------------------------------------------------------------------------------------------
 
 CLEAN = "========= COMPUTE-SANITIZER\n12 passed, 3 deselected in 9.1s\n========= ERROR SUMMARY: 0 errors\n"
@@ -1311,7 +1617,12 @@ def test_what_is_known_is_listed_and_what_is_planted_is_seen(monkeypatch, tool, 
 
 
 def test_a_time_limit_is_recorded_as_a_time_limit(monkeypatch):
-    assert gpu_check.run_limited([sys.executable, "-c", "print('x'); import time; time.sleep(60)"], 0.5)[0] is None
+    sleep = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('told')\n"
+    code, output, _ = gpu_check.run_limited([sys.executable, "-c", sleep], 0.5)
+    assert code is None and "told" in output  # so does pytest, of what has failed so far
+    monkeypatch.setattr(gpu_check, "INTERRUPTED_SECONDS", 0.5)
+    code, output, seconds = gpu_check.run_limited([sys.executable, "-c", f"print('x', flush=True)\n{sleep * 2}"], 0.5)
+    assert code is None and output.startswith("x") and seconds < 10
     monkeypatch.setattr(gpu_check, "run_limited", lambda *_, **__: (None, CLEAN, 300.0))
     monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: "compute-sanitizer")
     assert gpu_check.sanitize("memcheck", "03_triton", 300)["status"] == "timeout"

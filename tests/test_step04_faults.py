@@ -573,7 +573,7 @@ def ended(processes, limit=90):
 
 
 def seconds_to_end(number=4):
-    """How long so many processes with torch, and a GPU's context, take now to end; on a busy machine that is seconds."""
+    """How long so many processes with torch and a GPU's context take now to end; on a busy machine that is seconds."""
     code = f"import time, torch; torch.zeros(1, device={engine.device!r}); print(time.time(), flush=True)"
     command = [sys.executable, "-c", code]
     return max(end - float(begin) for _, begin, end in ended([start(command) for _ in range(number)]))

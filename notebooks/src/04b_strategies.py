@@ -32,7 +32,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from steps.bench import cost, rows
+from steps.bench import cost, fingerprint, plots, ring_report, rows
 from steps.bench.plots import COLOURS, INK, style
 from steps import step00_naive as step00, step04_ring as step04
 from steps.step04_ring import Layout, demo, in_your_model, launch, simulate, strategies
@@ -229,7 +229,7 @@ for name in ("query_parallel", "ring"):
 
 # %% slideshow={"slide_type": "fragment"}
 N, H, Hk, D, e = 4, 32, 8, 128, 2
-parts = (N - 1) * H * (D * e + 4)  # every rank's part goes to all others: out, float32 lse
+parts = (N - 1) * H * (D + 1) * 4  # each rank's part goes to all others: out, lse, float32
 for name, S in SIZES.items():
     gathered = (N - 1) * 2 * Hk * (S // N) * D * e
     print(f"one query, {name:>4} keys: star sends {parts:,} bytes a rank,", end=" ")
@@ -493,6 +493,40 @@ table = [seconds_of_all(SIZES[size], Hk) for size, Hk in cases]
 print(f"{'blocks alone':15}" + "".join(f"{1e3 * blocks:13.2f}" for blocks, _ in table))
 for name in table[0][1]:
     print(f"{name:15}" + "".join(f"{1e3 * found[name]:13.2f}" for _, found in table))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Now what recorded rows say, on as many GPUs as there are rows of. Who stands in one column took turns in one run, beside
+# torch's `context_parallel` and one GPU that computes the whole sequence. An efficiency above 1 means that this one GPU
+# slows down at that size.
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
+recorded = fingerprint.fresh(rows.read() + rows.read(several_gpus=True))
+print(ring_report.shown("speed", recorded))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# The four strategies, and the one new token of part 4:
+
+# %% slideshow={"slide_type": "fragment"}
+print(ring_report.shown("strategies", recorded))
+print()
+print(ring_report.shown("token", recorded))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# The model, fed with single messages and with blocks on one GPU as they were recorded, and what was measured:
+
+# %% slideshow={"slide_type": "fragment"}
+print(ring_report.shown("predictions", recorded))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# And one call under the profiler, forward and backward at 32k: when does the GPU compute (dark: a block, light: another
+# kernel), and when does it move data?
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
+if record := ring_report.recorded_trace():
+    timelines = picture(plots.trace(record), plots.trace_in_words(record))
+else:
+    timelines = print("No trace of this version of the ring has been recorded yet.")
+timelines
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # So the ring is not always the best. Where the sequence is short and the heads are many, its hops over NCCL take longer than

@@ -1,4 +1,5 @@
 """The plan `features`: what each feature of stage 03's flash.py costs, what decode.py reaches, and peak memory.
+The plan `grouped`: stage 02's backward where all query heads share one K/V head, beside heads of their own.
 
 All features of one head_dim and pass take turns, and the peers that have the same feature take turns with them, so that
 each can be compared with each. A row's options name its feature; "none" is what the others are compared with. The
@@ -20,6 +21,7 @@ from steps import engine
 from steps.bench import rows, timing
 from steps.bench.grid import HOW, Beside, Candidate, Guard, Point, make_inputs, sample_truth, speed_of
 from steps.bench.peers import COMPILED, PEERS, copy, flex, sdpa
+from steps.step02_fa2_cuda import launch
 
 DTYPE, SEQUENCES, SOFTCAP, DROPOUT, SEED = "bf16", 8, 50.0, 0.1, 2**35 + 11
 LAST = 128  # so many of the last queries are compared with float64, where all would take too long
@@ -30,8 +32,8 @@ class Feature:
     """What is compared at one size: flash.py with some options, and peers that compute the same.
 
     options: of flash.forward and flash.backward. told: what the rows' options say besides the name. share: of all
-    scores, those that are counted. peers: {name: function (q, k, v, causal) -> out}. kernel: "flash" or "decode".
-    last: as for grid.sample_truth.
+    scores, those that are counted. peers: {name: function (q, k, v, causal) -> out}. kernel: "flash", "decode", or
+    "hopper" of stage 02. last: as for grid.sample_truth.
     """
 
     name: str
@@ -50,6 +52,9 @@ class Feature:
 
         if self.kernel == "decode":
             own = Candidate("03_triton", "decode", decode.forward)
+        elif self.kernel == "hopper":
+            forward, backward = (partial(function, rung="hopper") for function in (launch.forward, launch.backward))
+            own = Candidate("02_fa2_cuda", "fwd_8_hopper", forward, "bwd_3_hopper", backward)
         else:
             forward, backward = (partial(function, **self.options) for function in (flash.forward, flash.backward))
             own = Candidate("03_triton", "flash", forward, "flash", backward)
@@ -155,6 +160,13 @@ def decoding(Nk):
     return Feature("decode", point, peers=without_features(), kernel="decode", passes=("fwd",))
 
 
+def grouped(Hk, causal):
+    """8 query heads of one sequence. If they share one K/V head, its keys alone give a GPU too few blocks."""
+    name = ("grouped heads" if Hk == 1 else "own heads") + (", causal" if causal else "")
+    point, peers = Point(1, 8, 4096, 128, causal, Hk=Hk), {"sdpa-cudnn": PEERS["sdpa-cudnn"]}
+    return Feature(name, point, peers=peers, kernel="hopper", passes=("bwd",))
+
+
 def long_context(N):
     """For peak memory. It is causal, as models are, which takes half the time."""
     point, peers = Point(1, 16, N, 128, causal=True), {"sdpa-cudnn": PEERS["sdpa-cudnn"]}
@@ -202,6 +214,14 @@ class FeaturePart:
         entrant, inputs = feature.entrants()[n], make_inputs(feature.point, DTYPE, engine.device)
         for pass_ in feature.passes:
             entrant.call(inputs, feature.point.causal, pass_)()
+
+
+class GroupedPart(FeaturePart):
+    """Stage 02's backward with grouped heads, as a part of a plan."""
+
+    def groups(self, device):
+        for causal in (False, True):
+            yield [grouped(Hk, causal) for Hk in (8, 1)]
 
 
 def measure(group, origin, device, warmup, limit_ms, say):

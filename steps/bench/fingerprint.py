@@ -79,11 +79,12 @@ def gpu_of(row):
 def source_files(stage, kernel, root=ROOT):
     """The files that a kernel's code consists of, sorted; empty if there is no such kernel.
 
-    stage: "02_fa2_cuda". kernel: a file's stem, or two joined by "+"; a switch behind a ":" does not count.
+    stage: "02_fa2_cuda". kernel: a file's stem, with its folder's name if it is in one inside of the stage's; or two
+    joined by "+". A switch behind a ":" does not count.
     """
     folder, stems = Path(root) / "steps" / f"step{stage}", kernel.partition(":")[0].split("+")
     own = [path for stem in stems for path in folder.glob(f"{stem}.*")]
-    if {path.stem for path in own} != set(stems):
+    if {path.relative_to(folder).with_suffix("").as_posix() for path in own} != set(stems):
         return []
     found, waiting = set(), set(own)
     while waiting:

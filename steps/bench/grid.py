@@ -1,7 +1,8 @@
 """Measuring stages and peers over a grid of sizes: `measure` yields results rows.
 
 For every size, dtype and pass, all candidates get the same random normal inputs (a GPU consumes less power on zeros,
-and would run faster than on real data), are checked against float64, and are then timed interleaved with the peers.
+and would run faster than on real data), are checked against float64, and are then timed beside the peers: in turn, or
+one after the other for a second each (sustained.py).
 """
 
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from reference import attention
-from steps.bench import cost, fingerprint, rows, timing
+from steps.bench import cost, fingerprint, rows, sustained, timing
 from steps.bench.peers import MATMUL_SIZE, PEERS, absent, matmul
 
 
@@ -148,6 +149,7 @@ def measure(
     warmup=3,
     limit_ms=1000.0,
     with_matmul=False,
+    timed="interleaved",
     until=float("inf"),
     commit=None,
     say=print,
@@ -158,12 +160,13 @@ def measure(
     limit_ms) is left out there, and `say` is called with one line that gives the reason. Who was too slow at a point is
     not tried at larger ones. The rows of one call share one `run`.
 
-    with_matmul: a plain matrix product is timed with every group, and has a row each time. until: the moment on
-    time.monotonic()'s clock after which no more points are begun.
+    with_matmul: a plain matrix product is timed with every group, and has a row each time. timed: "interleaved" or
+    "sustained". until: the moment on time.monotonic()'s clock after which no more points are begun.
     """
     origin = rows.provenance(device, commit=commit)
     entrants = [*candidates, *map(Beside, present(peers, say))]
     guard = Guard(limit_ms, device, say)
+    take_times = {"interleaved": timing.interleaved, "sustained": sustained.sustained}[timed]
     for dtype in dtypes:
         product, product_error = matmul(rows.DTYPES[dtype], device) if with_matmul else (None, None)
         for point in grid:
@@ -173,12 +176,12 @@ def measure(
             inputs = make_inputs(point, dtype, device)
             truth = sample_truth(inputs, point.causal, backward=set(passes) != {"fwd"})
             for pass_ in passes:
-                where = {**origin, **point.sizes, "pass": pass_, "dtype": dtype, **HOW}
+                where = {**origin, **point.sizes, "pass": pass_, "dtype": dtype, **HOW, "timing": timed}
                 admitted = guard.admit(entrants, inputs, truth, point, where)
                 calls = {entrant.name(pass_): call for entrant, call, _ in admitted}
                 if product and calls:
                     calls[rows.MATMUL] = product
-                times = timing.interleaved(calls, warmup=warmup, device=device)
+                times = take_times(calls, warmup=warmup, device=device)
                 for entrant, _, error in admitted:
                     speed = speed_of(times[entrant.name(pass_)], point.flops(pass_), error)
                     yield rows.validate({**where, **entrant.subject(where), **speed})

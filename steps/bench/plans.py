@@ -3,6 +3,10 @@
 `python -m steps bench --plan fast` measures one of PLANS, in parts of a few minutes on an H200. A rung is named by its
 word; it is measured forward at its own kernel, and backward only where it has one of its own. The slow rungs are
 measured at N = 4k alone. The plan `features` is that of feature_plan.py, and `ring` that of ring_plan.py.
+
+With --sustained everybody is timed alone for a second, at N = 16k; see sustained.py. Without a --plan it is the best
+rung beside the fastest peers. For an H200 100 s are planned: 42 s for 8 settings of 4 candidates, 1.3 s each, 35 s for
+compiling, above all FlashAttention-4, and the rest for imports, first calls and checking the results.
 """
 
 import contextlib
@@ -18,10 +22,10 @@ from pathlib import Path
 import torch
 
 from steps import catalogue, contract, engine
-from steps.bench.feature_plan import FeaturePart
+from steps.bench import ring_plan
+from steps.bench.feature_plan import FeaturePart, GroupedPart
 from steps.bench.grid import STANDARD_GRID, Beside, Candidate, Point, make_inputs, measure
 from steps.bench.peers import COMPILED
-from steps.bench.ring_plan import CASES, RingPart
 from steps.bench.rows import DTYPES
 from steps.bench.timing import synchronize
 from steps.step02_fa2_cuda import launch
@@ -39,14 +43,16 @@ class Part:
     switches: bool = False  # each rung also with each of its switches turned, and only forward
     stage: str = "02"
     limit_ms: float | None = None  # of one call, instead of the command's
+    timed: str = "interleaved"  # or "sustained"
 
     def candidates(self):
         found = [candidate for rung in self.rungs for candidate in entrants(self.stage, rung)]
         return [one for c in found for one in (c, *switched(c))] if self.switches else found
 
     def record(self, **options):
-        """Yields the rows, a matrix product beside those of 16 bits; options as for grid.measure."""
-        how = dict(passes=self.passes, dtypes=self.dtypes, with_matmul="fp32" not in self.dtypes)
+        """Yields the rows, a matrix product beside interleaved ones of 16 bits; options as for grid.measure."""
+        with_matmul = "fp32" not in self.dtypes and self.timed == "interleaved"
+        how = dict(passes=self.passes, dtypes=self.dtypes, with_matmul=with_matmul, timed=self.timed)
         limit = {"limit_ms": self.limit_ms} if self.limit_ms else {}
         yield from measure(self.candidates(), self.peers, self.grid, **how, **options | limit)
 
@@ -101,9 +107,26 @@ PLANS = {
         Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), ("fp16",), ("tutorial", "sdpa-cudnn"), stage="03"),
     ),
     "features": (FeaturePart(),),
-    "ring": (RingPart(("32k", "8k", "128k", "ablations")),),
-    **{f"ring-{size}": (RingPart((size,)),) for size in CASES},
+    "grouped": (GroupedPart(),),
+    "ring": (ring_plan.RingPart(ring_plan.ALL),),
+    **{f"ring-{name}": (ring_plan.RingPart((name,)),) for name in ring_plan.NAMES},
 }  # fmt: skip
+
+
+LONG = 16384  # A call has to take milliseconds, or else a second of calls measures how fast they are launched.
+
+
+def sustained(names=(), number="02", rung=None):
+    """The parts of these PLANS as they are with --sustained: at N = 16k, and D = 128 first.
+
+    Without names it is one part: a rung of the stage, by default the first, beside the fastest peers.
+    """
+    parts = [part for name in names for part in PLANS[name] if isinstance(part, Part)]
+    if not names:
+        rung = rung or catalogue.stage(number).SUPPORTS["rungs"][0]
+        parts = [Part((rung,), passes=("fwd", "bwd"), peers=BEST, stage=number)]
+    long = {part: sorted((p for p in part.grid if p.N == LONG), key=lambda p: p.D != 128) for part in parts}
+    return [replace(part, grid=tuple(points), timed="sustained") for part, points in long.items() if points]
 
 
 def entrants(number, rung=None):
@@ -156,6 +179,7 @@ def compile_ahead(jobs):
     Who fails here fails again when it is measured, and is left out there with the reason.
     """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise each process would start many more
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # otherwise it keeps nothing on disk
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
     spawn = multiprocessing.get_context("spawn")
     with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(workers, spawn) as pool:

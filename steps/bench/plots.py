@@ -178,6 +178,48 @@ def tiles(sweep):
     return fig
 
 
+LANES = {"computes": "computes", "moves": "moves data", "waits": "waits for\nall ranks"}  # as ring_trace.py has them
+
+
+def trace(record, pass_="fwd+bwd"):
+    """When one GPU computes and when it moves data in a call of the ring, over relay and over fetch.
+
+    record: of the kind "trace", as `bench --plan ring-trace` writes it. A span of a block is dark blue, one of another
+    kernel light blue.
+    """
+    calls = [call for call in record.get("calls", ()) if call["pass"] == pass_]
+    if not calls:
+        raise ValueError(f"no trace of {pass_}; `python -m steps bench --plan ring-trace` records one.")
+    style()
+    how = dict(figsize=(9.2, 0.7 + 1.35 * len(calls)), sharex=True, squeeze=False, layout="constrained")
+    fig, axes = plt.subplots(len(calls), 1, **how)
+    calls.sort(key=lambda call: call["kernel"], reverse=True)  # relay first
+    for ax, call in zip(axes.flat, calls, strict=True):
+        for lane, name, start, end in call["spans"]:
+            block = "attention" in name
+            colour = {"computes": COLOURS[0] if block else COLOURS[5], "moves": COLOURS[1], "waits": GREYS[2]}[lane]
+            y = list(LANES).index(lane)
+            ax.barh(y, (end - start) / 1e3, 0.7, start / 1e3, color=colour, edgecolor="white", linewidth=0.2)
+        ax.set_yticks(range(len(LANES)), LANES.values())
+        ax.set_ylim(len(LANES) - 0.5, -0.5)
+        ax.grid(axis="y", visible=False)
+        shares = f"{call['hidden']:.0%} of the moving hidden, no kernel in {call['idle']:.1%} of the time"
+        ax.set_title(f"{call['kernel'].removeprefix('ring+')}: {call['ms']:.3g} ms a call, {shares}")
+    axes.flat[-1].set_xlabel("ms")
+    plt.close(fig)
+    return fig
+
+
+def trace_in_words(record, pass_="fwd+bwd"):
+    """What `trace` shows, for those who do not see it."""
+    words = f"Timelines of one of {record['n_gpus']} GPUs in a call of the ring: blocks above, below them moving data."
+    for call in record["calls"]:
+        if call["pass"] == pass_:
+            shares = f"{call['hidden']:.0%} of the moving beside a kernel, {call['idle']:.1%} of the time without one"
+            words += f" {call['kernel'].removeprefix('ring+')}: {call['ms']:.3g} ms, {shares}."
+    return words
+
+
 def _likeness(row):
     """Compares by how much a row is what the ladder compares: dtype first, then D."""
     return tuple(row[name] == LADDER[name] for name in ("dtype", "D", "N", "causal"))

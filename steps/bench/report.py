@@ -5,8 +5,15 @@ A table stands between two markers; the first says by field=value pairs which ro
     <!-- results: gpu=nvidia-h200 pass=fwd dtype=bf16 D=128 causal=false -->
     <!-- /results -->
 
+Rows of sustained load have another table, with clock and power, where a marker says timing=sustained.
+
 without=fa4 leaves out a peer. It then has a table of its own with run=..., because only what was measured in one run
 can be compared.
+
+A table of the ring on several GPUs, one of ring_report.TABLES, stands between two markers of its own:
+
+    <!-- ring speed -->
+    <!-- /ring -->
 
 A picture of a stage's rungs stands between <!-- ladder 02_fa2_cuda --> and <!-- /ladder -->. It carries its numbers
 inside, so that a picture of other rows is noticed.
@@ -25,12 +32,13 @@ from typing import Annotated
 import typer
 from PIL import Image
 
-from steps.bench import cost, plots
+from steps.bench import cost, plots, ring_report, sustained
 from steps.bench import rows as results
 from steps.bench.fingerprint import fresh
 from steps.bench.rows import label
 
 _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
+_RING = re.compile(r"(<!-- ring (\w+) -->\n).*?(<!-- /ring -->)", re.S)
 _LADDER = re.compile(r"(<!-- ladder (\w+) -->\n).*?(<!-- /ladder -->)", re.S)
 EMPTY = "_Not measured yet._\n"
 PICTURES = {"02_fa2_cuda": "notebooks/figures/ladder.png", "03_triton": "notebooks/figures/ladder_triton.png"}
@@ -39,7 +47,7 @@ ALT = (
     "right axis: % of a matrix product."
 )
 VERSIONS = {"driver": "driver", "CUDA": "cuda", "torch": "torch", "triton": "triton"}
-USUAL = {"options": "{}", "timing": "interleaved"}  # what a marker means that names neither
+USUAL = {"options": "{}", "timing": "interleaved", "n_gpus": "1"}  # what a marker means that names none of them
 
 
 def render(text, rows, stale=()):
@@ -57,7 +65,13 @@ def render(text, rows, stale=()):
         note = f"\nChanged since it was measured, and not shown: {', '.join(changed)}.\n" if changed else ""
         return begin + markdown(shown) + note + end
 
-    return _SECTION.sub(filled, _LADDER.sub(pictured, text))
+    def of_ring(match):
+        begin, name, end = match.groups()
+        lines, several = ring_report.TABLES[name](rows), [row for row in rows if row["n_gpus"] > 1]
+        table = f"{ring_report.markdown(lines)}\n{ring_report.NOTES[name]}. {_machines(several)}.\n"
+        return begin + (table if lines else EMPTY) + end
+
+    return _SECTION.sub(filled, _LADDER.sub(pictured, _RING.sub(of_ring, text)))
 
 
 def select(rows, marker):
@@ -82,6 +96,10 @@ def markdown(rows):
     """A markdown table: a line for each kernel, then each peer; TFLOP/s for each N; error; provenance."""
     if not rows:
         return EMPTY
+    if len({row["timing"] for row in rows}) > 1:
+        raise ValueError("a table shows interleaved rows or sustained ones: choose first.")
+    if rows[0]["timing"] == "sustained":
+        return _under_load(of_last_run(rows))
     shown = results.latest(rows)
     beside = {(row["run"], results.setting(row)) for row in shown if row["kernel"]}
     # A peer from a run of which no kernel is shown would be compared across runs.
@@ -100,6 +118,30 @@ def markdown(rows):
     return f"{table}\n\n{_caption(shown)}\n"
 
 
+def of_last_run(rows):
+    """Of each setting the rows of the last run in which a kernel was measured there."""
+    last = {results.setting(row): row["run"] for row in rows if row["kernel"]}
+    return [row for row in rows if last.get(results.setting(row)) == row["run"]]
+
+
+def _under_load(rows):
+    """A markdown table of sustained rows: for each pass and size a line for each kernel, then each peer."""
+    if not rows:
+        return EMPTY
+    head = ["measured", "kernel", "TFLOP/s", "MHz", "W", "TFLOP/s a GHz", "J/TFLOP"]
+    lines = [head, ["---", "---", *["---:"] * 5]]
+    for row in sorted(rows, key=lambda row: (row["pass"] != "fwd", -row["D"], row["causal"], bool(row["peer"]))):
+        size = f"{row['pass']}, D={row['D']}, {'causal' if row['causal'] else 'full'}"
+        load = f"{row['clock_mhz']:.0f}", f"{row['watts']:.0f}"
+        speed, *derived = (f"{x:.3g}" for x in (row["tflops"], sustained.work_a_clock(row), sustained.energy(row)))
+        lines.append([size, label(row), speed, *load, *derived])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lengths = ", ".join(str(N) for N in sorted({row["N"] for row in rows}))
+    how = f"N = {lengths}; about a second of calls of one candidate, then of the next"
+    medians = "medians of the calls' TFLOP/s, of the SM clock and of the power meanwhile"
+    return f"{table}\n\n{how}; {medians}. {_machines(rows)}.\n"
+
+
 def _of_best_peer(own, rows):
     """A kernel's speed as a share of the fastest peer's in the same run, median over N; – for a peer."""
     shares = []
@@ -112,17 +154,21 @@ def _of_best_peer(own, rows):
 
 
 def _caption(rows):
-    """Units, hardware and versions of the rows, and for each machine the commits and days of its runs."""
+    """Units, and what _machines says."""
+    how = f"TFLOP/s, medians of at least {results.MIN_REPS} interleaved calls"
+    share = "of the best peer: median over N of the speed divided by the fastest peer's in the same run"
+    return f"{how}; {share}; error: largest difference from float64. {_machines(rows)}."
+
+
+def _machines(rows):
+    """Hardware and versions of the rows, and for each machine the commits and days of its runs."""
     machines = {}
     for row in rows:
         versions = (f"{name} {row[field]}" for name, field in VERSIONS.items())
         where = f"{row['gpu']}, {', '.join(versions)}"
         machines.setdefault(where, {})[f"{(row['commit'] or 'unknown')[:7]} ({row['date']})"] = True
     runs = {where: f"commit{'' if len(found) == 1 else 's'} {', '.join(found)}" for where, found in machines.items()}
-    origins = (f"{where}, {found}" for where, found in runs.items())
-    how = f"TFLOP/s, medians of at least {results.MIN_REPS} {rows[0]['timing']} calls"
-    share = "of the best peer: median over N of the speed divided by the fastest peer's in the same run"
-    return f"{how}; {share}; error: largest difference from float64. {'; '.join(origins)}."
+    return "; ".join(f"{where}, {found}" for where, found in runs.items())
 
 
 def ladder_in(picture):
@@ -145,13 +191,18 @@ def draw(rows, stage, picture):
 def line(row):
     """A row as a line of text. The ± is half the way from the 20th to the 80th percentile, in % of the median."""
     what = " ".join(f"{name}={row[name]}" for name in ("B", "H", "N", "D")) + (" causal" if row["causal"] else "")
+    if row["layout"]:
+        what += f", {row['layout']}"
     if row["options"]:
         what += f", {row['options'].get('feature', row['options'])}"
     spread = 50 * (row["ms_p80"] - row["ms_p20"]) / row["ms_median"]
     # Where there is one query, reading the keys is all that counts.
     reached = f"{row['tflops']:.3g} TFLOP/s" if row["N"] > 1 else f"{cost.bandwidth(row):.3g} TB/s"
+    if row["pass"] == results.COPY and row["n_gpus"] > 1:  # a message to the next GPU, where nothing is read back
+        reached = f"{cost.bandwidth(row) / 2 * 1e3:.3g} GB/s"
+    load = f" at {row['clock_mhz']:.0f} MHz and {row['watts']:.0f} W" if row["timing"] == "sustained" else ""
     memory = f", {row['peak_bytes'] / 2**30:.3g} GiB" if "peak_bytes" in row else ""
-    speed = f"{row['ms_median']:8.3g} ms ±{spread:.1f}%, {reached}{memory}, error {row['error']:.0e}"
+    speed = f"{row['ms_median']:8.3g} ms ±{spread:.1f}%, {reached}{load}{memory}, error {row['error']:.0e}"
     return f"{label(row):24} {row['pass']} {row['dtype']} {what}: {speed}"
 
 
@@ -161,7 +212,9 @@ def main(
 ):
     """Writes the measured rows into README.md's tables."""
     readme, pictures = root / "README.md", {stage: root / path for stage, path in PICTURES.items()}
-    measured = results.read(root / results.COMMITTED.relative_to(results.ROOT))
+    folder = root / results.COMMITTED.relative_to(results.ROOT)
+    of_one = results.read(folder) + results.read(folder, timing="sustained")
+    measured = of_one + results.read(folder, several_gpus=True)
     shown = fresh(measured, root)
     kept = set(map(id, shown))
     stale = [row for row in measured if id(row) not in kept]

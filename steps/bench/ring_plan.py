@@ -1,360 +1,79 @@
 """The plan `ring`: stage 04 on all GPUs of this machine beside one GPU and torch's context_parallel.
 
-    python -m steps bench --plan ring-32k         one size; `ring` is all of them but 1m
+    python -m steps bench --plan ring             everything but 1m, what matters most first
+    python -m steps bench --plan ring-32k         one part of it
     CUDA_VISIBLE_DEVICES=0,1 python -m steps ...  on two GPUs
 
 One process a GPU. Everybody who is compared at one size takes turns, five rounds; a round's time is that of the slowest
 rank, and a row has the median and the worst round. "One GPU" is stage 02 on the whole sequence, on all GPUs at once, as
 their clocks depend on how many of them work. TFLOP/s are those of each GPU. Who fails is left out with the reason, and
 who hangs is stopped after a limit, which costs the others a new start and nothing else.
+
+Beside the sizes there are parts of their own: `hops` of a single message, for simulate.py; the profiler's `trace`;
+`strategies`, the lessons of stage 04 beside the ring; `ablations`; and `watch`, what the watching threads cost.
+ring_calls.py has what a rank does.
 """
 
 import contextlib
+import itertools
 import math
 import time
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections import Counter
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from steps import step04_ring
-from steps.bench import fingerprint, rows, timing
-from steps.bench.feature_plan import peak_bytes
-from steps.bench.grid import HOW, Point, make_inputs, sample_error, sample_truth
-from steps.step02_fa2_cuda import launch as kernels
-from steps.step04_ring import Layout, launch, merge, side
+from steps import engine
+from steps.bench import fingerprint, ring_calls, ring_trace, rows, timing
+from steps.bench.grid import HOW, Point
+from steps.bench.ring_calls import DTYPE, FETCH, GRAPH, ONE, PEERS, RELAY, STRATEGIES, WATCHED, Case, turned
+from steps.bench.ring_variants import HOP_DTYPE, D
+from steps.step04_ring import Layout, launch
 from steps.step04_ring.block import Hopper
+from steps.step04_ring.strategies import account
 
-DTYPE, LAST = "bf16", 128  # so many of the last queries are compared with float64
-ROUNDS, WORTH_MS = 5, 20  # a round calls so often that it takes about this long
-PATIENCE, START_LIMIT = 60, 180  # seconds that ranks wait for each other, and that one trial may take
-
-
-@dataclass(frozen=True)
-class Who:
-    """A candidate. kernel: "ring+fetch" or "ring+relay" of stage 04, or stage 02's. options: as the row has them."""
-
-    kernel: str | None = None
-    peer: str | None = None
-    options: tuple = ()  # pairs, so that it can be a key
-
-    def __str__(self):
-        turned = " ".join(f"{name}={value}" for name, value in self.options)
-        return " ".join(filter(None, (self.peer or self.kernel, turned)))
-
-
-ONE, FETCH, RELAY = Who("fwd_8_hopper"), Who("ring+fetch"), Who("ring+relay")
-PEERS = Who(peer="context-parallel-allgather"), Who(peer="context-parallel-alltoall")
-
-
-def turned(who, **options):
-    return replace(who, options=tuple(options.items()))
-
-
-GRAPH = turned(FETCH, graph=True)
-ABLATIONS = (
-    turned(FETCH, overlap=False), turned(FETCH, merge="eager"), turned(FETCH, persistent=False),
-    turned(FETCH, deterministic=False), turned(RELAY, persistent=True), turned(RELAY, block="stage 03"),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is compared at one size."""
-
-    point: Point
-    layout: str = "zigzag"
-    passes: tuple[str, ...] = ("fwd", "fwd+bwd")
-    who: tuple[Who, ...] = (ONE, FETCH, RELAY, *PEERS)
+PATIENCE, LIMIT = 45, 240  # seconds that ranks wait for each other, and that one task may take
 
 
 def causal(N, Hk, **how):
     return Case(Point(1, 32, N, 128, True, Hk), **how)
 
 
+FEW = Case(  # one new token
+    Point(1, 32, 1, 128, False, 8, Nk=131072), passes=("fwd",), checked=False,
+    who=tuple(who for who in STRATEGIES if who.strategy != "ulysses"),
+)  # fmt: skip
 CASES = {
-    "8k": tuple(causal(8192, Hk, who=(ONE, FETCH, GRAPH, RELAY, *PEERS)) for Hk in (32, 8)),
     "32k": (
         *(causal(32768, Hk) for Hk in (32, 8)),
         Case(Point(1, 32, 32768, 128, False, 32)),
         causal(32768, 32, layout="contiguous", who=(ONE, FETCH, RELAY)),
     ),
+    "8k": tuple(causal(8192, Hk, who=(ONE, FETCH, GRAPH, RELAY, *PEERS)) for Hk in (32, 8)),
     "128k": (*(causal(131072, Hk) for Hk in (32, 8)), Case(Point(1, 32, 131072, 128, False, 32), passes=("fwd",))),
-    "1m": (causal(1048576, 8, who=(FETCH,)),),
-    "ablations": (causal(32768, 32, who=(ONE, FETCH, RELAY, *ABLATIONS)),),
+    "strategies": (
+        *(causal(N, Hk, who=STRATEGIES) for N in (32768, 8192) for Hk in (32, 8)),
+        FEW,
+        *(causal(131072, Hk, who=STRATEGIES) for Hk in (32, 8)),
+    ),
+    "ablations": (causal(32768, 32, who=ring_calls.ABLATIONS),),
+    "1m": (causal(1048576, 8, who=(FETCH,), checked=False),),
 }
-
-
-# --- in the process of a rank ---------------------------------------------------------------------------------
-
-
-@cache
-def of_case(case):
-    """(inputs of the whole sequence, this rank's shards, its Layout); only the last case's are kept."""
-    inputs = make_inputs(case.point, DTYPE, "cuda")
-    whole = Layout(case.layout, case.point.N, dist.get_world_size(), case.point.causal)
-    return inputs, tuple(whole.shard(x, dist.get_rank()) for x in inputs), whole
-
-
-@cache
-def truth(case, backward):
-    """float64 results of the last queries."""
-    return sample_truth(of_case(case)[0], case.point.causal, backward=backward, last=LAST)
-
-
-@cache
-def one_gpu(case):
-    """(out, dq, dk, dv) by stage 02 on one GPU, this rank's shards of them."""
-    inputs, _, whole = of_case(case)
-    return [whole.shard(x, dist.get_rank()) for x in alone(*inputs, case.point.causal, "fwd+bwd")]
-
-
-def forget(case=None):
-    """Frees what was kept for the cases before."""
-    for kept in (of_case, truth, one_gpu, call_of):
-        kept.cache_clear()
-    torch.cuda.empty_cache()
-
-
-def alone(dout, q, k, v, causal, pass_):
-    out, lse = kernels.forward(q, k, v, rung="hopper", causal=causal)
-    return (out,) if pass_ == "fwd" else (out, *kernels.backward(dout, q, k, v, out, lse, rung="hopper", causal=causal))
-
-
-@cache
-def call_of(case, who, pass_):
-    """The function to be timed: without arguments, it gives this rank's results of the pass as a tuple."""
-    inputs, shards, whole = of_case(case)
-    how = dict(who.options)
-    if who.peer:
-        return partial(context_parallel, case.point.causal, who.peer.rpartition("-")[2], pass_, *shards)
-    if not who.kernel.startswith("ring"):
-        return partial(alone, *inputs, case.point.causal, pass_)
-    options = dict(causal=case.point.causal, layout=case.layout, S=case.point.N)
-    options["transport"] = who.kernel.removeprefix("ring+")
-    if "persistent" in how or "deterministic" in how:
-        relay = options["transport"] == "relay"
-        options["block"] = Hopper(how.get("persistent", not relay), how.get("deterministic", True))
-    if how.get("block") == "stage 03":
-        from steps import step03_triton
-
-        options["block"] = step03_triton
-    call = partial(ring, pass_, *shards, **options)
-    if how.get("graph"):
-        return captured(call)
-    if how.get("merge") == "eager":
-        return partial(instead, merge, "KERNELS", False, call)
-    return partial(instead, side.Side, "copy", copy_in_turn, call) if "overlap" in how else call
-
-
-def ring(pass_, dout, q, k, v, **options):
-    if pass_ == "fwd":
-        return step04_ring.forward(q, k, v, **options)[:1]
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = step04_ring.attention(*leaves, **options)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-
-def captured(call):
-    """The call as a CUDA graph."""
-    for _ in range(3):  # compiles, and shares memory
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = call()
-
-    def replay():
-        graph.replay()
-        return results
-
-    return replay
-
-
-def instead(owner, name, value, call):
-    """The call with another value of the owner's attribute."""
-    usual = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        return call()
-    finally:
-        setattr(owner, name, usual)
-
-
-def copy_in_turn(self, *pairs, copy=side.Side.copy):
-    """Side.copy without overlap: it waits for the computation, and the computation for it."""
-    self.follow()
-    copy(self, *pairs)
-    self.lead(self.mark())
-
-
-def in_context_parallel(balanced):
-    """Puts torch's context_parallel around all later calls of SDPA in this process. It is one context at a time."""
-    from torch.distributed.tensor.experimental import context_parallel as context
-
-    if _balanced == [balanced]:
-        return
-    _context.close()
-    _balanced[:] = [balanced]
-    N = dist.get_world_size()
-    mesh = torch.distributed.init_device_mesh("cuda", (N,))
-    # It cuts `buffers` by itself, and takes their length as the sign whether to balance. The inputs are cut already.
-    buffer = torch.zeros(1, 1, 2 * N if balanced else N, 1, device="cuda")
-    _context.enter_context(context(mesh, buffers=[buffer], buffer_seq_dims=[2]))
-
-
-_context, _balanced = contextlib.ExitStack(), []
-
-
-def context_parallel(causal, rotation, pass_, dout, q, k, v):
-    """torch's context_parallel over cuDNN, on shards that are cut as its own are."""
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
-
-    in_context_parallel(causal)
-    set_rotate_method(rotation)
-    how = dict(is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        if pass_ == "fwd":
-            with torch.no_grad():
-                return (F.scaled_dot_product_attention(q, k, v, **how),)
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*leaves, **how)
-        return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-
-def trial(case, who, pass_, beside_one):
-    """What this rank finds when it calls somebody twice: a dict, or in words why it cannot.
-
-    beside_one: whether the results are also compared with those of one GPU, which holds dk and dv too.
-    """
-    try:
-        call = call_of(case, who, pass_)
-        call()
-        found = {"ms": timing.one_call(call, device="cuda")}
-        if pass_ == "fwd+bwd" and who.kernel != ONE.kernel and not dict(who.options).get("graph"):
-            found["peak"] = peak_bytes(call)
-            found["shared"] = shared_bytes() if who == FETCH else 0
-        results = call()  # Behind this one rank may find something wrong, and the others nothing.
-        return found | {"error": error_of(case, who, results, pass_, beside_one)}
-    except Exception as problem:  # whatever one of them raises, the others are still to be measured
-        return f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-
-
-def shared_bytes():
-    """Bytes of the memory that this process has shared with the others."""
-    sides = [one for of_group in side._sides.values() for one in of_group.values() if not isinstance(one, str)]
-    return sum(nbytes for one in sides for by_size in one.memories.values() for nbytes in by_size)
-
-
-def error_of(case, who, results, pass_, beside_one):
-    """max |result - float64| of the last queries, on the rank that has them, otherwise 0. ValueError if it is wrong."""
-    whole, alone_ = of_case(case)[2], who.kernel == ONE.kernel
-    names = ("out",) if pass_ == "fwd" else ("out", "dq")
-    error = 0.0
-    if alone_ or whole.positions(dist.get_rank())[-1] == case.point.N - 1:
-        error = sample_error(dict(zip(names, results, strict=False)), truth(case, pass_ != "fwd"))
-    if error is None:
-        raise ValueError("its result is not finite")
-    for got, want in zip(results, one_gpu(case) if beside_one and not alone_ else (), strict=False):
-        if not (got - want).abs().max() <= 0.02 * want.abs().max():
-            raise ValueError(f"its result differs by {(got - want).abs().max():.2g} from that of one GPU")
-    return error
-
-
-def race(case, pass_, ms):
-    """{who: [milliseconds of a call in each round]} of the slowest rank. ms: {who: about how long a call takes}."""
-    found = {who: [] for who in ms}
-    for who in ms:  # in case that the ranks have been started again
-        call_of(case, who, pass_)()
-    for n in range(ROUNDS):
-        order = list(ms)[n % len(ms) :] + list(ms)[: n % len(ms)]
-        for who in order:
-            found[who].append(one_round(call_of(case, who, pass_), calls_of_a_round(ms[who])))
-    slowest = torch.tensor(list(found.values()), device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(found, slowest.tolist(), strict=True))
-
-
-def calls_of_a_round(ms):
-    return max(1, min(20, round(WORTH_MS / ms)))
-
-
-def one_round(call, calls):
-    """Milliseconds of a call, over so many calls that follow each other."""
-    mark, milliseconds = timing.clock("cuda")
-    dist.barrier()
-    if calls > 1:
-        call()  # The queue is then full, and the ranks are in step.
-    start = mark()
-    for _ in range(calls):
-        call()
-    end = mark()
-    torch.cuda.synchronize()
-    return milliseconds(start, end) / calls
-
-
-def trace(case, who, pass_, calls=3):
-    """Of one call on this rank: {"ms", "hidden", "idle"}, and the spans of its last call for a figure.
-
-    hidden: the share of the time of copies between GPUs during which a kernel computes. idle: that without a kernel.
-    """
-    call = call_of(case, who, pass_)
-    for _ in range(2):
-        call()
-    dist.barrier()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(calls):
-            call()
-        torch.cuda.synchronize()
-    spans = {True: [], False: []}  # of what moves data between GPUs, and of the rest
-    named = []
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.elapsed_us() > 0:
-            moves = any(word in event.name for word in ("nccl", "Memcpy", "barrier"))
-            spans[moves].append((event.time_range.start, event.time_range.end))
-            named.append((event.name[:40], moves, event.time_range.start, event.time_range.end))
-    moving, computing = union(spans[True]), union(spans[False])
-    start, end = min(computing[0][0], moving[0][0]), max(computing[-1][1], moving[-1][1])
-    both = length(moving) + length(computing) - length(union(spans[True] + spans[False]))
-    last = [one for one in named if one[2] >= end - (end - start) / calls]
-    idle = 1 - length(computing) / (end - start)
-    shares = {"ms": (end - start) / calls / 1e3, "hidden": both / length(moving), "idle": idle}
-    spans = [(name, moves, a - start, b - start) for name, moves, a, b in last]
-    return shares | {"launches": len(named) / calls, "spans": spans}
-
-
-def union(spans):
-    """The spans (start, end), joined where they overlap."""
-    joined = []
-    for a, b in sorted(spans):
-        if joined and a <= joined[-1][1]:
-            joined[-1][1] = max(b, joined[-1][1])
-        else:
-            joined.append([a, b])
-    return joined
-
-
-def length(spans):
-    return sum(b - a for a, b in spans)
-
-
-# --- in the process that starts them --------------------------------------------------------------------------
+HOPS = tuple(2**n for n in range(12, 29, 2))  # bytes, 4 KB to 256 MB
+TRACED, WATCHED_AT = CASES["32k"][0], causal(8192, 8, passes=("fwd",), who=(WATCHED,))
+WATCH_MS = 800  # of a round, in which the watching threads wake up three times
 
 
 class Team:
     """The ranks, which are started again after one has hung or died."""
 
     def __init__(self):
-        self.size, self.ranks, self.failures = torch.cuda.device_count(), None, 0
+        self.size, self.ranks, self.failures = torch.cuda.device_count(), None, Counter()
 
-    def run(self, *task, limit=START_LIMIT):
+    def run(self, task, *args):
         self.ranks = self.ranks or launch.Ranks(self.size, timeout=PATIENCE)
         try:
-            return self.ranks.run(*task, limit=limit)
+            return self.ranks.run(task, *args, limit=LIMIT)
         except launch.RankError:
             self.ranks = None
             raise
@@ -366,104 +85,224 @@ class Team:
 
 @dataclass(frozen=True)
 class RingPart:
-    """The cases of some sizes, names out of CASES, as a part of a plan with the methods of plans.Part."""
+    """Parts of the plan, keys of CASES or PARTS, with the methods of plans.Part. All of it is one run."""
 
-    sizes: tuple[str, ...]
+    names: tuple[str, ...]
 
     def record(self, *, device="cuda", warmup=3, limit_ms=1000.0, until=math.inf, commit=None, say=print):
-        """Yields the rows; options as for grid.measure."""
+        """Yields the rows, and one record, a dict with the key "kind"; options as for grid.measure."""
         team = Team()
         origin = rows.provenance(device, commit=commit, n_gpus=team.size)
         if team.size < 2:
             say("left out: the ring, which needs two GPUs or more")
             return
         try:
-            for size in self.sizes:
-                for case in CASES[size]:
-                    for pass_ in case.passes:
-                        if time.monotonic() > until:
-                            say(f"out of time before {case.point} {pass_}")
-                            return
-                        yield from measure(team, case, pass_, origin, say)
-                        if size == "32k" and case.point.causal and case.layout == "zigzag":
-                            say_trace(team, case, pass_, say)
-                    with contextlib.suppress(launch.RankError):
-                        team.run(forget)
+            for name in self.names:
+                begin = time.monotonic()
+                if begin > until:
+                    say(f"out of time before {name}")
+                    continue
+                yield from kept(PARTS.get(name) or cases_of(name), name, (team, origin, until, say))
+                say(f"{name} took {time.monotonic() - begin:.0f} s")
         finally:
             team.close()
 
     def jobs(self):
-        """What has to be compiled: stage 02's kernels, with and without a mask."""
-        yield from ((causal, persistent) for causal in (True, False) for persistent in (True, False))
+        """What has to be compiled: stage 02's kernels, with and without a mask, and stage 03's where it is a block."""
+        yield from (("hopper", causal, persistent) for causal in (True, False) for persistent in (True, False))
+        yield from (("stage 03", causal) for causal in (True, False) if "ablations" in self.names)
+        yield from (("decode",) for name in self.names if name == "strategies")
 
-    def compile(self, causal, persistent):
-        """Calls the Hopper block once."""
-        x = torch.zeros(1, 1, 128, 128, dtype=rows.DTYPES[DTYPE], device="cuda")
-        for deterministic in (True, False):
-            block = Hopper(persistent, deterministic)
-            out, lse = block.forward(x, x, x, causal=causal, scale=1.0)
-            block.backward(x, x, x, x, out, lse, causal=causal, scale=1.0)
+    def compile(self, block, causal=False, persistent=True):
+        """Calls a block forward and backward, with and without grouped heads. decode: forward, with one query."""
+        blocks = [Hopper(persistent, deterministic) for deterministic in (True, False)] if block == "hopper" else []
+        if not blocks:
+            from steps import step03_triton
+
+            blocks = [step03_triton]
+        for block_, heads in itertools.product(blocks, (8, 32)):
+            n = 1 if block == "decode" else 256
+            q, k, v = (torch.zeros(1, *shape, 128) for shape in ((heads, n), (8, 256), (8, 256)))
+            q, k, v = (x.to(engine.device, rows.DTYPES[DTYPE]) for x in (q, k, v))
+            out, lse = block_.forward(q, k, v, causal=causal, scale=1.0)
+            if block != "decode":
+                block_.backward(q, q, k, v, out, lse, causal=causal, scale=1.0)
+
+
+def kept(part, name, arguments):
+    """Yields what a part yields. What is wrong with one row, or one part, costs no other; it is said."""
+    *_, say = arguments
+    try:
+        for found in part(*arguments):
+            try:
+                found = found if "kind" in found else rows.validate(found)
+            except ValueError as problem:
+                say(f"{name}: {problem}")
+                continue
+            yield found
+    except Exception as problem:
+        say(f"{name} ended early: {type(problem).__name__}: {problem}")
+
+
+# --- parts ----------------------------------------------------------------------------------------------------
+
+
+def cases_of(name):
+    """The part that measures CASES[name]."""
+
+    def part(team, origin, until, say):
+        for case in CASES[name]:
+            for pass_ in case.passes:
+                if time.monotonic() > until:
+                    say(f"out of time before {case.point} {pass_}")
+                    return
+                yield from measure(team, case, pass_, origin, say)
+            done(team)
+
+    return part
 
 
 def measure(team, case, pass_, origin, say):
     """Yields the rows of those who take turns."""
     found = {}
-    for who in case.who:
-        try:
-            tried = team.run(trial, case, who, pass_, ONE in found)
-        except launch.RankError as problem:
-            tried = [f"{str(problem).splitlines()[0]}"]
-        if wrong := next((one for one in tried if isinstance(one, str)), None):
-            say(f"left out: {who}, {pass_} {case.point}: {wrong}")
-        else:
-            found[who] = {name: max(one[name] for one in tried) for name in tried[0]}
+    for who in case.entrants(pass_):
+        one = tried(team, case, who, pass_, case.checked and (ONE not in case.who or ONE in found), say)
+        found |= {who: one} if one else {}
+    ms = {who: one["ms"] for who, one in found.items()}
+    times = asked(team, say, f"not measured: {pass_} {case.point}", ring_calls.race, case, pass_, ms) if found else None
+    if times is None and found:  # The failure has ended the ranks. Perhaps new ones fare better.
+        times = asked(team, say, f"not measured again: {pass_} {case.point}", ring_calls.race, case, pass_, ms)
+    for who, of_who in (times[0] if times else {}).items():
+        calls = ring_calls.calls_of_a_round(ms[who])
+        yield row_of(case, who, pass_, of_who, calls, found[who], origin)
+
+
+def tried(team, case, who, pass_, beside_one, say):
+    """What `trial` finds, of each number the largest of all ranks; None for who fails, which is said."""
+    what = f"left out: {who}, {pass_} {case.point}"
+    if team.failures[who] >= 2:
+        say(f"{what}: has ended the ranks twice")
+        return None
+    if (found := asked(team, say, what, ring_calls.trial, case, who, pass_, beside_one)) is None:
+        team.failures[who] += 1
+        return None
+    if wrong := next((one for one in found if isinstance(one, str)), None):
+        say(f"{what}: {wrong}")
+        return None
+    return {name: max(one[name] for one in found) for name in found[0]}
+
+
+def asked(team, say, what, task, *args):
+    """What the ranks answer, or None if the task ends them, which is said."""
     try:
-        times = team.run(race, case, pass_, {who: one["ms"] for who, one in found.items()})[0] if found else {}
+        return team.run(task, *args)
     except launch.RankError as problem:
-        say(f"not measured: {pass_} {case.point}: {str(problem).splitlines()[0]}")
-        return
-    for who, ms in times.items():
-        yield rows.validate(row_of(case, who, pass_, ms, found[who], origin))
+        first, *others = str(problem).splitlines()[: team.size + 1]
+        say(f"{what}: {first} {'; '.join(line.strip() for line in others)}")
+        return None
 
 
-def row_of(case, who, pass_, ms, found, origin):
-    """One row. ms: of each round."""
-    where = {**origin, **case.point.sizes, "pass": pass_, "dtype": DTYPE, **HOW, "options": dict(who.options)}
-    ring_or_peer = who.kernel is None or who.kernel.startswith("ring")
-    where["layout"] = (case.layout if case.point.causal or not who.peer else "contiguous") if ring_or_peer else None
+def done(team):
+    """Frees what the ranks hold for a case."""
+    with contextlib.suppress(launch.RankError):
+        team.run(ring_calls.forget)
+
+
+def measure_hops(team, origin, until, say):
+    """Yields the rows of single messages, as simulate.read_link reads them: copies of k to the next rank."""
+    for transport in ("fetch", "relay"):
+        times = asked(team, say, f"no hops of {transport}", ring_calls.hops, transport, HOPS)
+        for nbytes, ms in (times[0] if times else {}).items():
+            n = nbytes // (D * rows.DTYPES[HOP_DTYPE].itemsize)
+            row = {**origin, **Point(1, 1, n, D).sizes, **HOW, "pass": rows.COPY, "dtype": HOP_DTYPE}
+            row |= {"stage": None, "kernel": None, "peer": rows.COPY, "source": None}
+            row |= {"options": {"transport": transport}, "tflops": 0.0, "error": 0.0}
+            yield row | speed(ms, ring_calls.MOST_CALLS)
+
+
+def measure_watch(team, origin, until, say):
+    """Yields two rows of the same call: as it is, and without notes and watching threads."""
+    if one := tried(team, WATCHED_AT, WATCHED, "fwd", True, say):
+        calls = max(1, round(WATCH_MS / one["ms"]))
+        times = asked(team, say, "watching not measured", ring_calls.watch_cost, WATCHED_AT, calls)
+        for who, ms in (times[0] if times else {}).items():
+            yield row_of(WATCHED_AT, who, "fwd", ms, calls, one, origin)
+    done(team)
+
+
+def measure_trace(team, origin, until, say):
+    """Yields rows of the profiler's shares, and then the record of kind "trace" with the spans of one rank's call."""
+    of_calls = []
+    for pass_ in TRACED.passes:
+        for who in (FETCH, RELAY):
+            if not (one := tried(team, TRACED, who, pass_, False, say)):
+                continue
+            found = asked(team, say, f"no trace of {who}, {pass_}", ring_trace.trace, TRACED, who, pass_)
+            if found:
+                worst = max(found, key=lambda of_rank: of_rank["idle"])
+                shares = {name: worst[name] for name in ("hidden", "idle", "launches")}
+                ms = [max(of_rank["ms"] for of_rank in found)]
+                yield row_of(TRACED, turned(who, profiler=True), pass_, ms, ring_trace.CALLS, one, origin) | shares
+                of_calls.append({"kernel": who.kernel, "pass": pass_, "ms": ms[0], **shares, "spans": worst["spans"]})
+    if of_calls:
+        about = {**TRACED.point.sizes, "dtype": DTYPE, "layout": TRACED.layout, "stage": "04_ring"}
+        about["source"] = {one["kernel"]: fingerprint.code_hash("04_ring", one["kernel"]) for one in of_calls}
+        yield {"kind": "trace", **origin, **about, "calls": of_calls}
+    done(team)
+
+
+PARTS = {"hops": measure_hops, "trace": measure_trace, "watch": measure_watch}
+ALL = "32k", "8k", "hops", "trace", "128k", "strategies", "ablations", "watch"  # what matters most first
+NAMES = (*ALL, "1m")
+
+
+# --- rows -----------------------------------------------------------------------------------------------------
+
+
+def row_of(case, who, pass_, ms, calls, found, origin):
+    """One row. ms: of a call in each round of so many calls. found: what `tried` has."""
+    point, N = case.point, origin["n_gpus"]
+    where = {**origin, **point.sizes, "pass": pass_, "dtype": DTYPE, **HOW, "options": dict(who.options)}
+    shared = who.kernel != ONE.kernel  # the sequence among the ranks
+    where["layout"] = (case.layout if point.causal or not who.peer else "contiguous") if shared else None
     if who.peer:
         where |= {"stage": None, "kernel": None, "peer": who.peer, "source": None}
     else:
-        kernel = who.kernel if ring_or_peer or pass_ == "fwd" else f"{who.kernel}+bwd_3_hopper"
-        where |= {"stage": "04_ring" if ring_or_peer else "02_fa2_cuda", "kernel": kernel, "peer": None}
+        kernel = who.kernel if shared or pass_ == "fwd" else f"{who.kernel}+bwd_3_hopper"
+        where |= {"stage": "04_ring" if shared else "02_fa2_cuda", "kernel": kernel, "peer": None}
         where["source"] = fingerprint.row_hash(where)
-    summary = timing.summary(ms)
-    where |= vars(summary) | {"reps": len(ms) * calls_of_a_round(found["ms"]), "error": found["error"]}
-    share = origin["n_gpus"] if ring_or_peer else 1  # of the whole attention, what one GPU computes
-    where |= {"tflops": case.point.flops(pass_) / share / summary.ms_median / 1e9, "ms_worst": max(ms)}
-    if "peak" in found:
-        where |= {"peak_bytes": found["peak"]}
-        if who == FETCH:
-            where |= {"shared_bytes": found["shared"], "predicted_bytes": predicted(case.point, origin["n_gpus"])}
+    where |= speed(ms, calls) | {"error": found["error"]}
+    where["tflops"] = point.flops(pass_) / (N if shared else 1) / where["ms_median"] / 1e9  # of one GPU
+    names = {"peak_bytes": "peak", "shared_bytes": "shared", "sent_bytes": "sent"}
+    where |= {name: found[short] for name, short in names.items() if short in found}
+    if (expected := predicted(case, who, pass_, N)) is not None:
+        where["predicted_bytes"] = expected
     return where
 
 
-def predicted(point, N):
+def speed(ms, calls):
+    """The fields of a row that say how long it took, from the milliseconds of a call in each round of so many calls."""
+    return vars(timing.summary(ms)) | {"reps": len(ms) * calls, "ms_worst": max(ms)}
+
+
+def predicted(case, who, pass_, N):
+    """What peak_bytes should be, or None where there is no formula. 16 bits an element."""
+    point, options = case.point, dict(who.options)
+    if who.kernel == "ring+fetch" and pass_ == "fwd+bwd" and options in ({}, {"strategy": "ring"}):
+        return predicted_fetch(point, N)
+    if "strategy" in options and who.kernel != "ring+fetch" and pass_ == "fwd" and point.N == case.positions:
+        whole = Layout(case.layout, point.N, N, point.causal)
+        sizes = dict(B=point.B, H=point.H, Hk=point.sizes["Hk"], D=point.D, e=2)
+        return max(account.memory_bytes(options["strategy"], whole, rank, **sizes) for rank in range(N))
+    return None
+
+
+def predicted_fetch(point, N):
     """Bytes that the transport fetch holds in a backward, beyond the inputs and what is shared; in 16 bits.
 
     A shard of queries is kept as out, summed as dq in float32 and written as dq. Of a shard of K and V there are the
-    one that the forward kept, two buffers, three times dK and dV on their way, and the results.
+    one that the forward kept, two buffers, three times dK and dV on their way, and the results; fewer on two or three
+    GPUs, where nothing else has to be fetched.
     """
     queries, keys = (2 * point.B * H * point.N // N * point.D for H in (point.H, 2 * (point.Hk or point.H)))
-    return (1 + 2 + 1) * queries + (1 + 2 + 3 + 1) * keys
-
-
-def say_trace(team, case, pass_, say):
-    """Says how much of the communication is hidden, and how long the GPU computes nothing."""
-    for who in (FETCH, RELAY):
-        try:
-            worst = max(team.run(trace, case, who, pass_), key=lambda one: one["idle"])
-            shares = f"{worst['hidden']:.0%} of the communication hidden, {worst['idle']:.1%} of the time no kernel"
-            say(f"trace: {who} {pass_} {case.point}: {worst['ms']:.2f} ms, {shares}, {worst['launches']:.0f} launches")
-        except launch.RankError as problem:
-            say(f"no trace of {who}: {str(problem).splitlines()[0]}")
+    return (1 + 2 + 1) * queries + (1 + min(2, N - 2) + min(3, N) + 1) * keys

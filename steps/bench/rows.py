@@ -40,7 +40,7 @@ FIELDS = {  # by name: the type of the value, or a tuple of all values that ther
     "torch": str,
     "triton": str | None,
     "stage": str | None,  # "02_fa2_cuda"; null for a peer
-    "kernel": str | None,  # the stem of its file; "fwd_a+bwd_b" for fwd+bwd; "fwd_a:LAZY=0" with a switch turned
+    "kernel": str | None,  # the stem of its file; "fwd_a+bwd_b" of two; "folder/a"; "fwd_a:LAZY=0" with a switch turned
     "peer": str | None,
     "source": str | None,  # a hash of the kernel and its launch, see fingerprint.py
     "pass": ("fwd", "bwd", "fwd+bwd", MATMUL, COPY),
@@ -55,7 +55,7 @@ FIELDS = {  # by name: the type of the value, or a tuple of all values that ther
     "layout": (None, "contiguous", "zigzag", "striped"),  # stage 04: how the sequence is distributed over the ranks
     "options": dict,  # what else was asked for, by name: feature, window, transport, strategy, graph, ...
     "timing": ("interleaved", "sustained"),  # single calls of all candidates in turn, or a second of calls of one
-    "clock_mhz": float | int | None,  # medians under sustained load
+    "clock_mhz": float | int | None,  # of sustained rows: the medians meanwhile
     "watts": float | int | None,
     "ms_median": float | int,
     "ms_p20": float | int,
@@ -68,6 +68,10 @@ OPTIONAL = {  # few rows have them
     "peak_bytes": int,  # of device memory, beyond the inputs, that one call held at once
     "shared_bytes": int,  # of device memory that the other ranks can read and write; they are not among peak_bytes
     "predicted_bytes": int,  # what peak_bytes should be
+    "sent_bytes": int,  # that a rank sends to other ranks, or copies from and to their memory, in one call
+    "hidden": float | int,  # by a profiler: the share of the time of copies between GPUs in which a kernel computes
+    "idle": float | int,  # by a profiler: the share of the time in which no kernel computes
+    "launches": float | int,  # by a profiler: kernels and copies of one call
     "ms_worst": float | int,  # of the slowest round
 }
 # What a kernel and a peer are compared at, and what two rows that measure the same thing share.
@@ -109,6 +113,7 @@ def _fits(value, kind):
 def _rules(row):
     """{rule: whether the row keeps it}, for a row whose fields fit."""
     of_kernel = [row[name] is not None for name in ("stage", "kernel", "source")]
+    load = [row[name] for name in ("clock_mhz", "watts")]
     return {
         "either a peer, or stage, kernel and source": of_kernel == [row["peer"] is None] * 3,
         "the pass matmul belongs to the peer matmul": (row["pass"] == MATMUL) == (row["peer"] == MATMUL),
@@ -118,6 +123,9 @@ def _rules(row):
         f"reps >= {MIN_REPS}, or 5 of several GPUs": row["reps"] >= (MIN_REPS if row["n_gpus"] < 2 else 5),
         "tflops > 0, but 0 of a copy": (row["tflops"] > 0) == (row["pass"] != COPY) and row["tflops"] >= 0,
         "error >= 0": row["error"] >= 0,
+        "clock_mhz and watts of sustained rows alone": [x is None for x in load] == [row["timing"] != "sustained"] * 2,
+        "clock_mhz > 0 and watts > 0": all(x is None or x > 0 for x in load),
+        "sustained on one GPU": row["timing"] != "sustained" or row["n_gpus"] < 2,
     }
 
 
@@ -135,10 +143,12 @@ def append(rows, folder=OWN):
     return list(lines)
 
 
-def read(folder=COMMITTED, *, switched=False):
+def read(folder=COMMITTED, *, switched=False, timing="interleaved", several_gpus=False):
     """The rows of all .jsonl files in a folder. ValueError names a bad row's file and line.
 
-    switched: also those of runs in which a kernel's switches were turned, which answer another question.
+    switched: also those of runs in which a kernel's switches were turned, which answer another question. timing: only
+    those that were timed in this way, because an interleaved number is not compared with a sustained one. several_gpus:
+    only those of several GPUs that work together, otherwise only the others.
     """
     rows = []
     for path in sorted(Path(folder).glob("*.jsonl")):
@@ -148,7 +158,8 @@ def read(folder=COMMITTED, *, switched=False):
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
     turned = {row["run"] for row in rows if ":" in (row["kernel"] or "")}
-    return [row for row in rows if switched or row["run"] not in turned]
+    alike = [row for row in rows if row["timing"] == timing and (row["n_gpus"] > 1) == several_gpus]
+    return [row for row in alike if switched or row["run"] not in turned]
 
 
 def latest(rows):

@@ -104,7 +104,7 @@ def read_link(rows, transport):
 
     Such a row is a copy of k to the next rank: peer "copy", n_gpus > 1, options {"transport": ...}.
     """
-    hops = [row for row in rows if row["peer"] == "copy" and row["n_gpus"] > 1]
+    hops = [row for row in rows if row["peer"] == "copy" and row["n_gpus"] > 1 and row["timing"] == "interleaved"]
     hops = [row for row in hops if row["options"].get("transport") == transport]
     sizes = [row["B"] * row["Hk"] * row["Nk"] * row["D"] * (4 if row["dtype"] == "fp32" else 2) for row in hops]
     if len(set(sizes)) < 2:

@@ -1,0 +1,283 @@
+"""Tables of what was measured of the ring on several GPUs, for README and notebook 04b: TABLES, by name.
+
+    speed         the ring beside one GPU and torch's context_parallel
+    strategies    the four ways to share a sequence: time, memory, bytes sent
+    predictions   what simulate.py says, and what was measured
+    changes       the ring with one part changed, or without its watching threads
+    trace         what the profiler saw
+    token         one new token over keys that the GPUs share
+    hops          single messages
+
+A table is a list of lines, which are lists of words. The first line is its head; without rows there is no line. What
+stands in one column of a size was measured in one run: of several runs that with most rows at this size.
+"""
+
+import textwrap
+from collections import Counter
+
+from steps.bench import cost
+from steps.bench.fingerprint import code_hash
+from steps.bench.rows import COMMITTED, COPY, read_record
+from steps.step04_ring import simulate
+from steps.step04_ring.layout import Layout
+
+PASSES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
+RINGS = {"ring+fetch": "fetch", "ring+relay": "relay"}
+ONE = "one GPU"
+ORDER = ONE, "fetch", "fetch, graph", "relay"
+LIMITS = {
+    "query_parallel": "layout not striped", "star": "no backward", "ulysses": "N divides H and Hk",
+    "ring, relay": "", "ring, fetch": "one host",
+}  # fmt: skip
+CHANGES = {
+    "changed=nothing": "as it is", "overlap=False": "no overlap", "merge=eager": "merged by torch, not in one kernel",
+    "dkv=fp32": "dK, dV sent in float32", "deterministic=False": "dQ summed in any order",
+    "persistent=False": "kernel not persistent", "persistent=True": "kernel persistent",
+    "block=stage 03": "stage 03's block",
+    "watch=True": "8k, as it is", "watch=False": "8k, without watching threads",
+}  # fmt: skip
+
+
+def markdown(lines):
+    """A table in Markdown."""
+    rule = ["---"] * len(lines[0]) if lines else []
+    return "".join(f"| {' | '.join(line)} |\n" for line in (lines[:1] + [rule] + lines[1:] if lines else ()))
+
+
+def text(lines):
+    """A table in columns of plain text."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(w.ljust(n) for w, n in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def shown(name, rows):
+    """One of TABLES as text, with its note; or a sentence if there are no such rows."""
+    if lines := TABLES[name](rows):
+        return f"{text(lines)}\n\n{textwrap.fill(NOTES[name], 110)}."
+    return "Not recorded yet. `python -m steps bench --plan ring` measures it on two GPUs or more."
+
+
+def recorded_trace(folder=COMMITTED):
+    """The record of kind "trace" for plots.trace; {} if there is none of the ring as it is now."""
+    record = read_record("trace", folder=folder)
+    now = {kernel: code_hash("04_ring", kernel) for kernel in record.get("source", ())}
+    return record if record and now == record["source"] else {}
+
+
+# --- rows -----------------------------------------------------------------------------------------------------
+
+SIZE = "gpu", "n_gpus", "pass", "B", "H", "Hk", "N", "Nk", "D", "dtype", "causal"
+
+
+def of_one_run(rows):
+    """The rows of each size that were measured in the run with most of them."""
+    counts = Counter((size(row), row["run"]) for row in rows)
+    best = {}
+    for (where_, run), count in counts.items():  # in the order of the rows, so that of equal runs the last one counts
+        if count >= counts[where_, best.get(where_)]:
+            best[where_] = run
+    return [row for row in rows if best[size(row)] == row["run"]]
+
+
+def size(row):
+    return tuple(row[name] for name in SIZE)
+
+
+def in_order(rows):
+    """Fewer GPUs first, then causal, zigzag, the forward, more K/V heads, and the ring; otherwise as measured."""
+
+    def key(row):
+        contiguous = row["causal"] and row["layout"] == "contiguous"
+        place = ORDER.index(who(row)) if who(row) in ORDER else len(ORDER)
+        return row["n_gpus"], not row["causal"], contiguous, row["pass"] != "fwd", -row["Hk"], place
+
+    return sorted(rows, key=key)
+
+
+def who(row):
+    """The row's candidate in words."""
+    options, ring = row["options"], RINGS.get(row["kernel"])
+    if ring is None:
+        return row["peer"] or options.get("strategy", ONE)
+    return f"ring, {ring}" if "strategy" in options else f"{ring}, graph" if options.get("graph") else ring
+
+
+def about(row):
+    """A line's first words: how many GPUs, what is computed, the K/V heads."""
+    mask = "causal" if row["causal"] else "full"
+    layout = ", contiguous" if row["causal"] and row["layout"] == "contiguous" else ""
+    return [str(row["n_gpus"]), f"{row['pass']}, {mask}{layout}", str(row["Hk"])]
+
+
+def by_size(head, cells):
+    """A table with a column for each N. cells: (a line's first words, N, word); of equal ones the first counts."""
+    lengths, lines = sorted({N for _, N, _ in cells}), {}
+    for words, N, word in cells:
+        lines.setdefault(tuple(words), {}).setdefault(N, word)
+    found = [[*words, *(of_line.get(N, "–") for N in lengths)] for words, of_line in lines.items()]
+    return [[*head, *map(thousands, lengths)], *found] if found else []
+
+
+def thousands(n):
+    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
+
+
+def ms(row, name="ms_median"):
+    return f"{row[name]:.3g}" if row[name] < 1000 else f"{row[name]:.0f}"
+
+
+# --- tables ---------------------------------------------------------------------------------------------------
+
+
+def speed(rows):
+    rows = [row for row in rows if row["n_gpus"] > 1 and row["options"] in ({}, {"graph": True})]
+    alone, shares = {}, {}
+    for row in of_one_run(rows):
+        if who(row) == ONE:  # Its row comes before those of the ones that it takes turns with.
+            alone[size(row)] = row["ms_median"]
+        elif size(row) in alone:
+            shares[id(row)] = f"{alone[size(row)] / row['n_gpus'] / row['ms_median']:.2f}, "
+    cells = []
+    for row in in_order(of_one_run(rows)):
+        word = f"{ms(row)} to {ms(row, 'ms_worst')} ({shares.get(id(row), '')}{row['tflops']:.0f})"
+        cells.append(([*about(row), who(row)], row["N"], word))
+    return by_size(["GPUs", "computed", "Hk", "by"], cells)
+
+
+def strategies(rows):
+    cells = []
+    for row in in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] > 1])):
+        held = row["peak_bytes"] + row["shared_bytes"]
+        word = f"{ms(row)} / {held / 1e6:.0f} / {row['sent_bytes'] / 1e6:.0f}"
+        cells.append(([*about(row), who(row), LIMITS[who(row)]], row["N"], word))
+    return by_size(["GPUs", "computed", "Hk", "strategy", "limit"], cells)
+
+
+def token(rows):
+    rows = in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] == 1]))
+    head = ["GPUs", "keys", "Hk", "strategy", "us", "sent, MB"]
+    lines = []
+    for row in rows:
+        numbers = f"{1e3 * row['ms_median']:.0f}", f"{row['sent_bytes'] / 1e6:.3g}"
+        lines.append([str(row["n_gpus"]), thousands(row["Nk"]), str(row["Hk"]), who(row), *numbers])
+    return [head, *lines] if lines else []
+
+
+def predictions(rows):
+    plain = [row for row in rows if row["kernel"] in RINGS and row["layout"] == "zigzag" and row["causal"]]
+    plain = in_order(of_one_run([row for row in plain if row["options"] in ({}, {"graph": True})]))
+    known = {n_gpus: machines(rows, n_gpus) for n_gpus in {row["n_gpus"] for row in plain}}
+    cells = []
+    for row in plain:
+        transport = RINGS[row["kernel"]]
+        machine = known[row["n_gpus"]].get(transport)
+        if machine and (seconds := predicted(row, machine, transport)):
+            word = f"{1e3 * seconds:.3g} / {ms(row)} ({1e3 * seconds / row['ms_median'] - 1:+.0%})"
+            cells.append(([*about(row), who(row)], row["N"], word))
+    return by_size(["GPUs", "computed", "Hk", "transport"], cells)
+
+
+def predicted(row, machine, transport):
+    """The model's seconds for the row's pass; None where there is no row of the blocks' speed."""
+    passes = row["pass"].split("+")
+    if not {(pass_, causal) for pass_ in passes for causal in (False, True)} <= machine.flops.keys():
+        return None
+    layout = Layout(row["layout"], row["N"], row["n_gpus"], row["causal"])
+    shape = simulate.Shape(row["B"], row["H"], row["Hk"], row["D"])
+    return sum(simulate.schedule(layout, shape, machine, transport, pass_).seconds for pass_ in passes)
+
+
+def machines(rows, n_gpus):
+    """{transport: simulate.Machine} of so many GPUs, of the transports whose hops were measured.
+
+    Its three constants are the speed of a block on one GPU, a link's bytes/s and its latency.
+    """
+    hops = of_one_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] == n_gpus])
+    sizes = Counter(row["options"]["transport"] for row in hops)
+    links = {one: simulate.read_link(hops, one) for one in RINGS.values() if sizes[one] > 1}
+    return {one: simulate.Machine(speeds(rows, n_gpus), *link) for one, link in links.items()}
+
+
+def speeds(rows, n_gpus):
+    """{(pass, causal): [(rows x keys, FLOP/s)]} of a block: by its size as on one GPU, but not above a limit.
+
+    The limit is one GPU on a whole long sequence while all GPUs compute: under such a load their clocks are lower.
+    """
+    together = {}
+    for row in rows:
+        if row["n_gpus"] == n_gpus and who(row) == ONE and row["peer"] is None and row["N"] >= 2**15:
+            together.setdefault((row["run"], size(row | {"pass": ""})), {})[row["pass"]] = row
+    limits = {}
+    for passes in together.values():
+        seconds = {pass_: 1e-3 * row["ms_median"] for pass_, row in passes.items()}
+        if seconds.keys() == PASSES.keys():
+            seconds["bwd"] = seconds.pop("fwd+bwd") - seconds["fwd"]
+        for pass_ in seconds.keys() & simulate.PASSES.keys():
+            row = passes["fwd"]
+            work = cost.flops(row["B"], row["H"], row["N"], row["D"], causal=row["causal"], pass_=pass_)
+            limits[pass_, row["causal"]] = max(limits.get((pass_, row["causal"]), 0), work / seconds[pass_])
+    try:
+        alone = simulate.read_flops(rows)
+    except ValueError:  # There is none: the kernels have changed since they were measured.
+        alone = {}
+    return {key: [(n, min(speed, limits.get(key, speed))) for n, speed in some] for key, some in alone.items()}
+
+
+def changes(rows):
+    lines, usual = {}, {}
+    for row in of_one_run([row for row in rows if row["kernel"] in RINGS and changed(row) in CHANGES]):
+        key = row["kernel"], row["pass"], size(row)
+        if changed(row) in ("changed=nothing", "watch=True"):
+            usual[key] = row["ms_median"]
+        words = str(row["n_gpus"]), RINGS[row["kernel"]], CHANGES[changed(row)]
+        share = f" ({row['ms_median'] / usual[key]:.3f})" if key in usual else ""
+        lines.setdefault(words, {})[row["pass"]] = f"{ms(row)}{share}"
+    found = [[*words, *(of_line.get(pass_, "–") for pass_ in PASSES)] for words, of_line in lines.items()]
+    return [["GPUs", "transport", "what", *PASSES.values()], *found] if found else []
+
+
+def changed(row):
+    return ", ".join(f"{name}={value}" for name, value in row["options"].items())
+
+
+def trace(rows):
+    rows = in_order(of_one_run([row for row in rows if row["options"] == {"profiler": True}]))
+    head = ["GPUs", "computed", "Hk", "transport", "ms", "hidden", "idle", "launches"]
+    lines = []
+    for row in rows:
+        shares = f"{row['hidden']:.0%}", f"{row['idle']:.1%}", f"{row['launches']:.0f}"
+        lines.append([*about(row), RINGS[row["kernel"]], ms(row), *shares])
+    return [head, *lines] if lines else []
+
+
+def hops(rows):
+    lines = {}
+    for row in of_one_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] > 1]):
+        nbytes = 2 * row["B"] * row["Hk"] * row["Nk"] * row["D"]
+        word = f"{nbytes / row['ms_median'] / 1e6:.3g} ({1e3 * row['ms_median']:.0f})"
+        lines.setdefault((row["n_gpus"], nbytes), {})[row["options"]["transport"]] = word
+    found = []
+    for n_gpus, nbytes in sorted(lines):
+        amount = f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
+        found.append([str(n_gpus), amount, *(lines[n_gpus, nbytes].get(one, "–") for one in RINGS.values())])
+    return [["GPUs", "message", *RINGS.values()], *found] if found else []
+
+
+TABLES = {
+    "speed": speed, "strategies": strategies, "token": token, "predictions": predictions, "changes": changes,
+    "trace": trace, "hops": hops,
+}  # fmt: skip
+NOTES = {  # what stands below a table
+    "speed": "Milliseconds of the slowest rank, the median and the worst of five rounds; in brackets the efficiency, "
+    "which is the time of one GPU (while all of them compute) / GPUs / the ring's, and TFLOP/s a GPU",
+    "strategies": "Milliseconds / MB that a rank holds beyond its inputs, shared memory included / MB that it sends",
+    "token": "One query a head that every rank has, over keys that the ranks share",
+    "predictions": "Milliseconds by the model of `simulate.py` / measured (how far the model is off). It knows from "
+    "other rows how fast a block is on one GPU, a link's bytes a second and a hop's latency, and nothing of the host's "
+    "time, which a CUDA graph (graph) takes out",
+    "changes": "Milliseconds at 32k, causal, Hk = 32, and in brackets the share of the unchanged ring's; the watching "
+    "threads at 8k, Hk = 8",
+    "trace": "By torch's profiler. Hidden: the share of the time of copies between GPUs in which a kernel computes. "
+    "Idle: the share of all time in which none does",
+    "hops": "GB/s each way, and in brackets microseconds, of a message to the next GPU while all of them send",
+}
