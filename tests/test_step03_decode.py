@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 
+import steps.step03_triton as step03
 from reference import cases, error
 from steps import engine
 from steps.step03_triton import decode
@@ -303,3 +304,13 @@ def test_every_row_of_the_table_compiles(capability):
 
 if __name__ == "__main__":
     compile_kernels(json.loads(sys.argv[1]))
+
+
+def test_a_device_that_does_not_run_the_stage_is_not_asked_for_its_size(monkeypatch):
+    def refuse(x):
+        raise AssertionError(f"asked of {x.device}")
+
+    monkeypatch.setattr(decode, "multiprocessors", refuse)
+    q, k = torch.empty(1, 2, 1, 32, device="meta"), torch.empty(1, 2, 2000, 32, device="meta")
+    with pytest.raises(ValueError, match="meta.*STEPS_ENGINE"):
+        step03.forward(q, k, k)

@@ -53,7 +53,7 @@ class Target:
         table = getattr(of_rung, KERNELS[self.kernel][1])
         if self.rung == "tma":
             return table
-        return table[of_rung.products(torch.empty(0, dtype=rows.DTYPES[self.dtype], device=engine.device))]
+        return table[of_rung.products(torch.empty(0, self.D, dtype=rows.DTYPES[self.dtype], device=engine.device))]
 
     @property
     def key(self):

@@ -26,12 +26,12 @@ import triton.language as tl
 # (Br, Bc, num_warps, num_stages) of the last two kernels, by what `products` says and head_dim: up to 64, 128, 256.
 KEYS_TILES = {
     "16 bits": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 8, 1)},
-    "tf32x3": {64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 8, 1)},
+    "tf32x3": {64: (32, 32, 4, 1), 128: (32, 16, 4, 1)},
     "ieee": {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 4, 1)},
 }
 QUERIES_TILES = {
     "16 bits": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
-    "tf32x3": {64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 16, 8, 1)},
+    "tf32x3": {64: (32, 32, 4, 1), 128: (32, 32, 4, 1)},
     "ieee": {64: (64, 64, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
 }
 
@@ -40,8 +40,9 @@ def products(x):
     """How matrices like x are multiplied; fwd_0_fused.py tells what the words mean."""
     if x.element_size() == 2:
         return "16 bits"
-    with_tf32 = not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(x.device)[0] >= 8
-    return "tf32x3" if with_tf32 else "ieee"
+    if triton.knobs.runtime.interpret or x.shape[-1] > 128:
+        return "ieee"
+    return "tf32x3" if torch.cuda.get_device_capability(x.device)[0] >= 8 else "ieee"
 
 
 @triton.jit

@@ -27,7 +27,7 @@ import triton.language as tl
 # (Br, Bc, num_warps, num_stages) by what `products` says and head_dim: up to 64, 128, 256.
 TILES = {
     "16 bits": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 8, 2)},
-    "tf32x3": {64: (64, 32, 4, 1), 128: (32, 32, 4, 2), 256: (16, 16, 8, 1)},
+    "tf32x3": {64: (64, 32, 4, 1), 128: (32, 32, 4, 2)},
     "ieee": {64: (64, 64, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
 }
 
@@ -37,12 +37,13 @@ def products(x):
 
     Tensor cores do not take float32. From sm_80 on they take tf32, which has 11 of its 24 bits. With x = a + b, where a
     is x rounded to tf32 and b the rounded rest, "tf32x3" is the sum of the products a a', a b' and b a', and as exact
-    as float32.
+    as float32; but a tensor core truncates where it adds, which shows in scores of more than 128 products.
     """
     if x.element_size() == 2:
         return "16 bits"
-    with_tf32 = not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(x.device)[0] >= 8
-    return "tf32x3" if with_tf32 else "ieee"
+    if triton.knobs.runtime.interpret or x.shape[-1] > 128:
+        return "ieee"
+    return "tf32x3" if torch.cuda.get_device_capability(x.device)[0] >= 8 else "ieee"
 
 
 @triton.jit

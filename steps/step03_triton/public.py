@@ -47,6 +47,8 @@ def has_few_queries(supports, q=None, k=None, *, tile=None, **_):
     """Whether a call without features is one for decode.py. While it is traced, its lengths may not be known."""
     if type(q) is not torch.Tensor or q.is_nested or q.ndim != 4 or q.shape[2] > 64 or tile is not None:
         return False
+    if q.device.type not in supports["devices"]:  # A device that does not run the stage cannot be asked for its size.
+        return False
     if torch.compiler.is_compiling() or not (contract.takes(supports, q) and contract.takes(supports, k)):
         return False
     return k.ndim == 4 and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)) and decode.fits(q, k)

@@ -119,8 +119,9 @@ def products(x):
     """How matrices like x are multiplied; fwd_0_fused.py tells what the words mean."""
     if x.element_size() == 2:
         return "16 bits"
-    with_tf32 = not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(x.device)[0] >= 8
-    return "tf32x3" if with_tf32 else "ieee"
+    if triton.knobs.runtime.interpret or x.shape[-1] > 128:
+        return "ieee"
+    return "tf32x3" if torch.cuda.get_device_capability(x.device)[0] >= 8 else "ieee"
 
 
 def strides_of(x):
