@@ -1651,9 +1651,9 @@ def test_outcomes_are_kept_only_for_the_same_code_and_machine():
         return set(merged)
 
     assert kept() == set(names[1:])
-    assert kept(sources=sources | {"01/b": "2"}) == {"racecheck 02/c"}
+    assert kept(sources=sources | {"01/b": "2"}) == {"suite 02", "racecheck 02/c"}
     assert kept(sources=sources | {"02/c": "2"}) == {"memcheck 01"}
-    assert kept(sources=sources | {"01/new": "1"}) == {"racecheck 02/c"}
+    assert kept(sources=sources | {"01/new": "1"}) == {"suite 02", "racecheck 02/c"}
     assert kept(driver="e") == set()
     new = {**machine, "sources": sources, "outcomes": {}}
     assert gpu_check.merge({}, new) == new

@@ -221,13 +221,14 @@ def kernel_hashes():
 def merge(old, new):
     """`new` with the outcomes that only `old` has, where both speak of the same machine and the same code.
 
-    The code of a sanitizer's run is that of the kernel, or of the stage, that it names; a suite's is all code.
+    The code of a sanitizer's run or of a suite is that of the kernel, or of the stage, that it names, otherwise all code.
     """
     if any(old.get(name) != new[name] for name in ("gpu", "driver", "cuda", "torch", "triton", "python")):
         return new
 
     def same_code(outcome):
-        what = outcome.split()[-1] if outcome.split()[0] in TOOLS else ""
+        named = outcome.split()[-1]
+        what = named if any(kernel.startswith(named) for kernel in new["sources"]) else ""
         of_old, of_new = ({k: v for k, v in x["sources"].items() if k.startswith(what)} for x in (old, new))
         return of_old == of_new
 

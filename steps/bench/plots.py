@@ -69,7 +69,10 @@ def speed_bars(rows):
 
 
 LADDER = {"N": 4096, "D": 128, "causal": False, "dtype": "bf16"}  # what the ladder compares, where a rung takes it
-PEERS = {"sdpa-flash": ("FlashAttention-2", "--", COLOURS[1]), "sdpa-cudnn": ("cuDNN", "-", COLOURS[2])}
+PEERS = {
+    "sdpa-flash": ("FlashAttention-2", "--", COLOURS[1]), "sdpa-cudnn": ("cuDNN", "-", COLOURS[2]),
+    "fa4": ("FlashAttention-4", ":", COLOURS[3]),
+}  # fmt: skip
 
 
 def ladder_numbers(rows, stage="02_fa2_cuda"):
@@ -101,7 +104,7 @@ def ladder_numbers(rows, stage="02_fa2_cuda"):
 
 
 def ladder(rows, stage="02_fa2_cuda"):
-    """TFLOP/s of a stage's rungs, one after the other, forward and backward; FlashAttention-2 and cuDNN as lines.
+    """TFLOP/s of a stage's rungs, one after the other, forward and backward; the peers as lines.
 
     The right axis is the share of the measured matrix product. A rung that does not take the ladder's head_dim or dtype
     is shown with another, and says so.
@@ -127,7 +130,7 @@ def ladder(rows, stage="02_fa2_cuda"):
             about, line, colour = PEERS[peer]
             ax.axhline(speed, color=colour, linestyle=line, lw=1.4, label=f"{about} {speed:.3g}")
         if numbers[pass_]["peers"]:
-            ax.legend(loc="upper left")
+            ax.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="none")  # no line runs through it
         ax.set_title(name)
     axes[0].set_ylabel("TFLOP/s")
     if ceiling := numbers["matmul"]:

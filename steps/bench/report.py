@@ -43,7 +43,7 @@ _LADDER = re.compile(r"(<!-- ladder (\w+) -->\n).*?(<!-- /ladder -->)", re.S)
 EMPTY = "_Not measured yet._\n"
 PICTURES = {"02_fa2_cuda": "notebooks/figures/ladder.png", "03_triton": "notebooks/figures/ladder_triton.png"}
 ALT = (
-    "TFLOP/s of the rungs of stage {}, forward and backward, FlashAttention-2 and cuDNN as lines; "
+    "TFLOP/s of the rungs of stage {}, forward and backward, the peers as lines; "
     "right axis: % of a matrix product."
 )
 VERSIONS = {"driver": "driver", "CUDA": "cuda", "torch": "torch", "triton": "triton"}
