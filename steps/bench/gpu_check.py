@@ -221,7 +221,7 @@ def kernel_hashes():
 def merge(old, new):
     """`new` with the outcomes that only `old` has, where both speak of the same machine and the same code.
 
-    The code of a sanitizer's run or of a suite is that of the kernel, or of the stage, that it names, otherwise all code.
+    The code of a sanitizer's run or of a suite is that of the kernel or stage that it names, otherwise all code.
     """
     if any(old.get(name) != new[name] for name in ("gpu", "driver", "cuda", "torch", "triton", "python")):
         return new
