@@ -162,13 +162,9 @@ def test_cells_to_be_folded_are_recognised():
     assert folded_because("out, lse = step00.forward(q, k, v)\nprint(out)") is None
 
 
-# 04b begins with its question, too, but has no picture of it yet.
-WITH_PICTURE = [path.stem for path in NOTEBOOKS if path.stem != "04b_strategies"]
-
-
-@pytest.mark.parametrize("stem", WITH_PICTURE)
-def test_the_first_screen_is_a_question_and_a_picture(stem):
-    question = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4).cells[0]
+@each_notebook
+def test_the_first_screen_is_a_question_and_a_picture(path):
+    question = nbformat.read(path, as_version=4).cells[0]
     assert re.match(r"# .+\n\n## 1\. The question\n\n\*[^*]+\?\*\n\n!\[", question.source)
     assert len(question.source.splitlines()) <= 14, "The question and its picture no longer fit on one screen."
     alt, picture = re.search(r"!\[([^]]+)\]\((.+?)\)$", question.source, re.S).groups()

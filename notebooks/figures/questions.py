@@ -253,6 +253,39 @@ def ring():
     return fig
 
 
+def at_hand():
+    """Notebook 04b: with whose queries and keys rank 2 of four computes, in four ways to share a sequence."""
+    rank, head = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy")  # (head, rank), drawn row by row
+    own, all_of, one_head = (rank == 2).int(), torch.ones(4, 4, dtype=torch.int), (head == 2).int()
+    ways = {  # (Q, K and V), 1 where a rank's head is at hand
+        "query-parallel": (own, all_of),
+        "star": (all_of, own),
+        "Ulysses": (one_head, one_head),
+        "ring": (own, own + (rank == 1).int()),
+    }
+    fig, axes = plt.subplots(2, 4, figsize=(7.6, 4.1), layout="constrained", sharex=True, sharey=True)
+    for column, (title, both) in zip(axes.T, ways.items(), strict=True):
+        for ax, here, name in zip(column, both, ("Q", "K, V"), strict=True):
+            looks = here * (2 - own)  # 0: not at hand, 1: its own, 2: sent by others
+            colours = ListedColormap(["white", COLOURS[5], COLOURS[1]])
+            ax.pcolormesh(looks, cmap=colours, edgecolors=INK, lw=0.6, vmin=0, vmax=2)
+            ax.set(xlim=(-0.05, 4.05), ylim=(4.05, -0.05), aspect="equal")
+            ax.set_xticks([i + 0.5 for i in range(4)], range(4))
+            ax.set_yticks([i + 0.5 for i in range(4)], range(4))
+            ax.tick_params(length=0)
+            ax.grid(False)
+            ax.set_title(f"{title}: {name}", fontsize=10, loc="left")
+        column[1].set_xlabel("rank whose positions")
+    axes[1, 3].text(0.5, 1.5, "one after the other", fontsize=8, rotation=90, ha="center", va="center")
+    axes[1, 3].annotate("", (1.4, 3.5), (0.4, 3.5), arrowprops={"arrowstyle": "->", "lw": 1.6, "color": INK})
+    for ax in axes[:, 0]:
+        ax.set_ylabel("head")
+    handles = [plt.Rectangle((0, 0), 1, 1, fc=colour, ec=INK) for colour in (COLOURS[5], COLOURS[1])]
+    names = "rank 2's own", "sent to rank 2"
+    fig.legend(handles, names, fontsize=8, ncols=2, loc="outside lower center")
+    return fig
+
+
 PICTURES = {
     "question_00": whole_or_tile,
     "question_01": where_numbers_live,
@@ -264,6 +297,7 @@ PICTURES = {
     "question_03a": yours_or_the_compilers,
     "question_03b": what_changes_the_scores,
     "question_04a": ring,
+    "question_04b": at_hand,
 }
 
 if __name__ == "__main__":

@@ -788,7 +788,7 @@ print("measured:", ", ".join(f"{r} x {gains[r]:.2f}" for r in ordered) or "nothi
 if gains and plots.ladder_numbers(recorded):
     result = picture(plots.ladder(recorded), """The ladder of stage 02, rung by rung,
     forward and backward: TFLOP/s and the share of a measured matrix product, with
-    FlashAttention-2 and cuDNN as lines.""")
+    FlashAttention-2, cuDNN and FlashAttention-4 as lines.""")
 else:
     result = print("no rows yet of stage 02's ladder: on an H200, python -m steps bench",
                    "--plan fast, then --plan slow")

@@ -41,7 +41,7 @@ from IPython.display import display
 from reference import cases, error
 from steps import contract
 from steps import step02_fa2_cuda as step02
-from steps.bench import cost, fingerprint, plots, rows, timeline
+from steps.bench import cost, fingerprint, plots, report, rows, sustained, timeline
 from steps.bench.plots import COLOURS, FAINT, GREYS, INK
 from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 from steps.workbook import Blank, check, edited, exercises, picture, show
@@ -55,13 +55,13 @@ torch.set_num_threads(1)
 h200 = cost.GPUS["NVIDIA H200"]
 fresh = fingerprint.fresh(rows.read())
 recorded = [row for row in rows.latest(fresh) if row["gpu"] == h200.name]
+loads = report.of_last_run(fingerprint.fresh(rows.read(timing="sustained")))
 clocked = timeline.read()
 NO_CLOCKS = "no timeline of this kernel: on an H200, python -m steps.bench.timeline"
 
 
 def excerpt(file, *parts):
-    """Parts of a kernel file, each from the line that contains one text to the line before
-    the next that contains another."""
+    """Parts of a kernel file, each from a line with one text to the next with another."""
     lines, found = show(file).splitlines(), []
     for first, last in parts:
         begin = next(n for n, line in enumerate(lines) if first in line)
@@ -83,7 +83,6 @@ print("rungs of stage 02:", ", ".join(step02.SUPPORTS["rungs"]))
 #   an H200.
 # - **Code:** in `steps/step02_fa2_cuda/`, `fwd_6_wgmma.cu`, `fwd_7_roles.cu`, `fwd_8_hopper.cu`. **Tests:**
 #   `pytest tests/test_step02_fa2_cuda.py tests/test_emulator_hopper.py`.
-# - **Papers:** FlashAttention-3 (2407.08608) and, for one trick, FlashAttention-4 (2603.05451); both in `papers/`.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, counted
@@ -728,12 +727,11 @@ for rung in ("wgmma", "roles", "hopper"):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck
 #
-# Flip one thing in rung 7: the producer waits on `empty` for parity 0 first. **Who waits for whom?**
+# In rung 7 the producer waits on `empty` for parity 0 first. **Who waits for whom?**
 #
 # <details><summary>Answer</summary>
 #
-# Thread 0, the producer, waits for the consumers to empty a stage that was never filled, and they wait for Q. A GPU would
-# hang, and say nothing.
+# Thread 0, the producer, waits for the consumers to empty a stage that was never filled, and they wait for Q.
 #
 # </details>
 
@@ -895,30 +893,13 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 # The count sees no difference between `fa2` and `roles`: it knows neither addresses nor waiting. With softmax under
 # products it allows the step from the sum of all three units to the slowest alone, and that is more at D = 64. The
 # printed gain is far less. Nothing keeps the warpgroups of `roles` in step: there, too, one computes exponentials while
-# another multiplies. And question 1 shows how much `hopper` leaves.
+# another multiplies.
 #
 # At D = 64 `roles` has a larger tile than `wgmma`; only D = 128 shows the gain of the roles alone.
 #
 # </details>
 #
-# The right picture is of one run, with FlashAttention-4's Hopper kernel; 02e has other sizes. Only bars of one picture
-# compare.
-
-# %% slideshow={"slide_type": "fragment"}
-LADDER = "fwd_5_fa2 fwd_6_wgmma fwd_7_roles fwd_8_hopper".split()
-PEERS = "fwd_8_hopper fa4 sdpa-cudnn sdpa-flash".split()
-LOOKS = {64: (COLOURS[5], GREYS[3], -0.2), 128: (COLOURS[0], GREYS[1], 0.2)}  # ours, theirs
-
-
-def beside_fa4(D, N=4096):
-    """{name: TFLOP/s} of the newest run that measured FlashAttention-4 and rung 8."""
-    at, runs = {"pass": "fwd", "D": D, "N": N, "causal": False, "gpu": h200.name}, {}
-    for row in fresh:
-        if at.items() <= row.items() and row["stage"] in (None, "02_fa2_cuda"):
-            runs.setdefault(row["run"], {})[row["kernel"] or row["peer"]] = row["tflops"]
-    complete = [run for run in sorted(runs) if set(PEERS) <= runs[run].keys()]
-    return runs[complete[-1]] if complete else {}
-
+# Right, FlashAttention-4's Hopper kernel in the same run; 02e has other sizes.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 def draw_ladder(N=4096):
@@ -939,13 +920,27 @@ def draw_ladder(N=4096):
     axes[0].set_ylim(0, 760)
     axes[0].legend(fontsize=8, loc="upper left", ncols=2)
     return picture(fig, """Bars of TFLOP/s at D = 64 and 128. Left, the rungs fa2, wgmma,
-    roles and hopper, each higher than the one before. Right, of another run, hopper and
-    FlashAttention-4 nearly equally high, cuDNN below them, FlashAttention-2 at half.""")
+    roles and hopper, each higher than the one before. Right, hopper and FlashAttention-4
+    nearly equally high, cuDNN below them, FlashAttention-2 at about half.""")
 
 
 # %% slideshow={"slide_type": "fragment"}
+LADDER = "fwd_5_fa2 fwd_6_wgmma fwd_7_roles fwd_8_hopper".split()
+PEERS = "fwd_8_hopper fa4 sdpa-cudnn sdpa-flash".split()
+LOOKS = {64: (COLOURS[5], GREYS[3], -0.2), 128: (COLOURS[0], GREYS[1], 0.2)}  # ours, theirs
+
+
+def beside_fa4(D, N=4096):
+    """{name: TFLOP/s} of the newest run that measured FlashAttention-4 and rung 8."""
+    at, runs = {"pass": "fwd", "D": D, "N": N, "causal": False, "gpu": h200.name}, {}
+    for row in fresh:
+        if at.items() <= row.items() and row["stage"] in (None, "02_fa2_cuda"):
+            runs.setdefault(row["run"], {})[row["kernel"] or row["peer"]] = row["tflops"]
+    return next((runs[n] for n in sorted(runs)[::-1] if {*PEERS} <= runs[n].keys()), {})
+
+
 if all(row_of(name, D=D) for D in LOOKS for name in LADDER) and all(map(beside_fa4, LOOKS)):
-    result = draw_ladder()
+    display(draw_ladder())
     for D, (old, new) in itertools.product(LOOKS, itertools.pairwise(LADDER)):
         gain = row_of(new, D=D)["tflops"] / row_of(old, D=D)["tflops"]
         tiles = (ladder.FORWARD[name.split("_")[-1]].tiles[0][D] for name in (old, new))
@@ -954,9 +949,27 @@ if all(row_of(name, D=D) for D in LOOKS for name in LADDER) and all(map(beside_f
         most = sum(tile_clocks(D)) / max(tile_clocks(D))
         print(f"D = {D:3}: the count allows softmax under products x {most:.2f} at most")
 else:
-    result = print("rows of these rungs are missing: on an H200,",
-                   "python -m steps bench --plan fast, and fa4")
-result
+    print("rows are missing: on an H200, python -m steps bench --plan fast")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Under load
+#
+# In a second of calls every kernel here meets the limit of 700 W, and its clock is what its own power leaves it. Two kernels
+# can do equal work in a clock and still differ in speed (D = 128, causal), if one moves more bytes for it or issues more
+# instructions. So a comparison needs both: interleaved calls for the clocks, and a second of each kernel for the
+# joules.
+
+# %% slideshow={"slide_type": "fragment"}
+under_load = [r for r in loads if r["gpu"] == h200.name and r["pass"] == "fwd"]
+under_load.sort(key=lambda r: (-r["D"], r["causal"], -r["tflops"]))
+for r in under_load:
+    print(f"D = {r['D']:3}, {'causal' if r['causal'] else 'full':6}",
+          f"{r['kernel'] or r['peer']:12} {r['tflops']:3.0f} TFLOP/s",
+          f"at {r['clock_mhz']:.0f} MHz and {r['watts']:.0f} W:",
+          f"{sustained.work_a_clock(r):.0f} TFLOP/s a GHz,",
+          f"{sustained.energy(r):.2f} J/TFLOP")
+if not under_load:
+    print("not measured yet: on an H200, python -m steps bench --sustained")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### One switch at a time
@@ -970,7 +983,7 @@ result
 # PERSISTENT: it hides each tile's beginning and end, which weigh more where tiles are short. And SKIP, where a tile has
 # 192 rows (D = 64) and N is small; at D = 128 nothing is skipped.
 #
-# Some ideas do not pay everywhere. At N = 512, D = 64, causal, turns do not, as warpgroups have different blocks to
+# At N = 512, D = 64, causal, turns do not pay, as warpgroups have different blocks to
 # skip. LAZY does not at D = 64, where a thread has only 32 numbers of O to multiply.
 #
 # The last line is part 4's count, as a slowdown. It foresees too much: a tile lasts as long as its busiest warpgroup,
@@ -1009,8 +1022,6 @@ print("SKIP=0, foreseen", *(f"{foreseen(*at):+8.1%}" for at in settings))
 #
 # - At D = 128 exponentials need half of the products' clocks, at D = 64 all of them.
 # - TMA and wgmma are started, and waited for. In between nobody may touch what they use.
-# - An mbarrier tells a phase from the one before by one bit.
-# - A descriptor is three numbers; the swizzle is one XOR on the address.
 # - Roles: a producer with few registers; consumers that get the rest, and meet only to take turns.
 # - Persistent blocks hide beginnings and ends. Long causal tiles go first.
 #

@@ -26,6 +26,7 @@
 import steps  # first: it chooses the engine
 import itertools
 import math
+import operator
 import textwrap
 from collections import Counter
 
@@ -34,7 +35,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from reference import error
-from steps.bench import cost, fingerprint, plots, rows, timeline
+from steps.bench import cost, fingerprint, plots, report, rows, sustained, timeline
 from steps.bench.plots import COLOURS, GREYS, INK
 from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 from steps.workbook import Blank, check, edited, exercises, picture, show
@@ -49,6 +50,7 @@ print(f"torch {torch.__version__}, matplotlib {matplotlib.__version__}")
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 fresh = fingerprint.fresh(rows.read())  # of the files as they are
+loads = report.of_last_run(fingerprint.fresh(rows.read(timing="sustained")))
 recorded = [row for row in rows.latest(fresh) if row["gpu"] == h200.name]
 clocked = timeline.read()
 
@@ -81,7 +83,6 @@ def excerpt(file, *parts):
 #   H200.
 # - **Code:** `steps/step02_fa2_cuda/`, `bwd_1_fa2.cu`, `bwd_2_wgmma.cu`, `bwd_3_hopper.cu`. **Tests:**
 #   `pytest tests/test_step02_fa2_cuda.py`.
-# - **Papers:** FlashAttention-3 (2407.08608), appendix B.1, and FlashAttention-4 (2603.05451); in `papers/`.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
@@ -312,7 +313,7 @@ for D, (Br, Bc) in TILES.items():
 # ### Count everything
 #
 # Beside wgmma, TMA writes Q_i and dO_i; `store_tile` writes dSᵀ, and all lanes read lse and delta. The emulation counts
-# the text's own loads and stores (a compiler may join neighbouring loads); the rest is arithmetic.
+# the text's own loads and stores; the rest is arithmetic.
 
 # %% slideshow={"slide_type": "fragment"}
 def counted_wavefronts(rung, D):
@@ -516,9 +517,9 @@ for D, (Br, Bc) in TILES.items():
 #
 # <details><summary>Answer</summary>
 #
-# In the backward, everywhere, by 3 to 7 %. Forward the two are nearly level: ours is a little ahead at D = 64 and N =
-# 4096, and up to 5 % behind elsewhere. What their backward does that ours does not is the first half of the list in
-# part 8.
+# In the backward, everywhere, by 2 to 7 %. Forward ours is a little ahead at D = 64 and N = 4096, and 1 to 5 % behind
+# elsewhere. What their backward does that ours does not is the first half of the list in part 8. Under load (02d) the
+# gap is 1 to 5 % backward and 2 to 8 % forward. There both draw about 700 W, so who takes more joules is slower.
 #
 # </details>
 
@@ -555,6 +556,19 @@ for which, ours in RACE.items():
             print(f"{ours:12} D = {D:3}, of fa4's TFLOP/s: geometric mean {mean:.3f},",
                   f"from {min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} settings")
 
+# %% slideshow={"slide_type": "fragment"}
+VALUES = operator.itemgetter("tflops"), sustained.work_a_clock, sustained.energy
+for which, D, causal in itertools.product(RACE, (64, 128), (False, True)):
+    found = [r for r in loads if (which, D, causal) == (r["pass"], r["D"], r["causal"])]
+    found = {r["kernel"] or r["peer"]: r for r in found if r["gpu"] == h200.name}
+    if {RACE[which], "fa4"} <= found.keys():
+        speed, work, joules = (x(found[RACE[which]]) / x(found["fa4"]) for x in VALUES)
+        print(f"{which} under load, D = {D:3}, {'causal' if causal else 'full':6}:",
+              f"{speed:.3f} of fa4's TFLOP/s, {work:.3f} of its work a clock,",
+              f"{joules:.3f} of its joules a TFLOP")
+if not loads:
+    print("not measured under load yet: on an H200, python -m steps bench --sustained")
+
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 def draw_race():
     fig, axes = plt.subplots(2, 4, figsize=(9.4, 4.6), sharey=True, layout="constrained")
@@ -569,7 +583,7 @@ def draw_race():
         ax.set_xticks(LENGTHS, ("4k", "8k", "16k"))
         ax.minorticks_off()
         ax.set_title(f"{which}, D = {D}, {'causal' if causal else 'full'}", fontsize=10)
-        ax.set_ylim(0, 760)
+        ax.set_ylim(0, 800)
     fig.supylabel("TFLOP/s, bf16, 16k tokens, H200", fontsize=9)
     fig.legend(loc="outside lower center", ncols=4, fontsize=8)
     return picture(fig, """TFLOP/s against N, forward above and backward below, D = 64 and
@@ -580,7 +594,21 @@ def draw_race():
 
 SETTINGS = [*itertools.product(RACE, (64, 128), (False, True))]
 complete = all((*setting, N) in raced for setting in SETTINGS for N in LENGTHS)
-draw_race() if complete else print("no such run: python -m steps bench --plan fa4")
+draw_race() if complete else print("no runs: python -m steps bench --plan fast; --plan bwd")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Grouped heads
+#
+# One K/V head for 8 query heads, N = 4096: with a block for 128 keys of each K/V head most SMs would idle. So a block takes one
+# query head alone (HEADS_APART), and dk and dv are added up afterwards. That costs a few percent:
+
+# %% slideshow={"slide_type": "fragment"}
+blocks = 4096 // 128
+print(f"for {h200.sms} SMs: {blocks} blocks; {8 * blocks} if a block takes one query head")
+for row in recorded:
+    feature = row["options"].get("feature", "")
+    if "heads" in feature:
+        print(f"{feature:21} {row['kernel'] or row['peer']:12} {row['tflops']:.0f} TFLOP/s")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Two tricks of FlashAttention-4
@@ -672,9 +700,9 @@ if of_hopper:
 # <details><summary>Answer</summary>
 #
 # No. A circuit consumes much of its power when bits change, and between zeros none do. So the clock falls less, and the
-# same kernel gets "faster" on data that nobody has. Everything else here is measured on random normal numbers. A
-# kernel's author can work on the second share in the table; the clock is what the limit leaves. And power is not all:
-# zeros keep the product far below the limit, and still not at the datasheet's clock, while the forward passes it.
+# same kernel gets "faster" on data that nobody has. Everything else here is measured on random normal numbers. And
+# power is not all: zeros keep the product far below the limit, and still not at the datasheet's clock, while the
+# forward passes it.
 #
 # </details>
 
@@ -731,15 +759,13 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # 1. **A producer warp**, with barriers of its own for Q_i with lse and for dO_i with delta; K_j comes with the first Q_i. Tried as
 #    in the forward's `roles`, with one barrier for all: slower.
 # 2. **A warp that sends dQ_i**, so that no consumer waits for the copy engine. Not tried.
-# 3. **80 queries a tile, and dQ_iᵀ instead of dQ_i** where no mask is: wider products read less (the line below). Not tried.
+# 3. **80 queries a tile, and dQ_iᵀ instead of dQ_i** where no mask is: wider products read less (the lines below). Not tried.
 # 4. **lse and delta read before Sᵀ is there.** dV_j started before the fence and barrier, with the next tile's copies after
 #    dK_j, was slower.
 # 5. **The three kernels overlapped** by programmatic dependent launch. Not tried.
-# 6. **Grouped heads**: where a block a key head leaves SMs idle (below), a block takes one query head, and dk and dv
-#    are added up afterwards. The copy engine could add them. Not tried.
-# 7. **D = 96, 192 and 256**: there the backward is still `bwd_1`.
-# 8. **The forward at D = 64**, where exponentials take as long as products: a polynomial for a part of them. Not tried.
-# 9. **The causal forward**: exponentials before and after the wait for O, in FlashAttention-4's order: slower. A tile of 128 x 176
+# 6. **D = 96, 192 and 256**: there the backward is still `bwd_1`.
+# 7. **The forward at D = 64**, where exponentials take as long as products: a polynomial for a part of them. Not tried.
+# 8. **The causal forward**: exponentials before and after the wait for O, in FlashAttention-4's order: slower. A tile of 128 x 176
 #    with one place for Q: slower. Both: faster at N = 16384 with a causal mask, slower elsewhere. Sections of heads by the size
 #    of the L2 cache: slower.
 
@@ -753,9 +779,6 @@ for Br, what in ((64, "64 queries, dQ"), (80, "80 queries, dQ^T")):
         c, b = wgmma(n, registers)
         clocks, bytes_ = clocks + 2 * count * c, bytes_ + 2 * count * b
     print(f"D = 128, {what:16}: wgmma reads {bytes_ / clocks:.1f} bytes a clock")
-blocks = -(-4096 // 128)
-print(f"B = Hk = 1, H = 8, N = 4096: {blocks} blocks for {h200.sms} SMs;",
-      f"a block a query head: {8 * blocks}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Past one kernel

@@ -556,8 +556,8 @@ for N in (2, 4, 8, 64):
 #
 # Here is the waiting as a timeline, from the event model of `simulate.py`: a hop begins when both its ends have posted
 # it, the next step when the block is done and the hops in and out are through. The model takes each block's speed from
-# stage 02's recorded rows on an H200. The link has 155 GB/s each way, which NCCL has reached between four of them (of
-# this there is no recorded row yet).
+# stage 02's recorded rows on an H200. The link has 155 GB/s each way, which NCCL has reached between four of them (not
+# recorded; 04b shows the rows of two).
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 speeds = read_flops(rows.read())  # FLOP/s of a block on an H200, by its size
@@ -862,7 +862,7 @@ where lse is rounded too.""")
 # - Keys and values travel; queries stay. N blocks, N - 1 hops, each posted before the block that hides it.
 # - The backward needs no merge: final lse and delta are right in every block. It runs the ring in reverse.
 # - The slowest rank of a step sets the pace. Under a causal mask contiguous wastes up to half, the others do not.
-# - A hop that is posted before a block and waited for after it is free, if the block takes longer.
+# - A hop that is posted before a block and waited for after it is free, if the block takes longer and lets it begin.
 #
 # **Ask yourself**
 #

@@ -18,11 +18,9 @@
 #
 # *What does the ring cost beside the other ways to share a sequence, and what happens when a rank fails?*
 #
-# - **Before you start:** notebook 04a (merge, hop, overlap, ring, layouts).
-# - **Time:** about 45 minutes to read, an hour more with the exercises.
-# - **Hardware:** any. The ranks are processes over gloo; speeds on GPUs come from recorded rows, or from a model that says so.
-# - **Code:** `steps/step04_ring/`, above all `strategies/`, `fetch.py`, `simulate.py`, `watch.py`, `in_your_model.py`.
-#   **Tests:** `pytest tests/test_step04_strategies.py`, `..._simulate.py`, `..._faults.py`. **Symbols:** `reference/symbols.md`.
+# ![The queries, and the keys and values, that rank 2 of 4 computes with. Query-parallel: own queries, all keys. Star: all
+# queries, own keys. Ulysses: one head of all. Ring: own queries, keys of one other rank at a
+# time.](../notebooks/figures/question_04b.png)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
@@ -49,6 +47,13 @@ torch.set_printoptions(precision=2, sci_mode=False)
 style()
 speeds = simulate.read_flops(rows.read())  # FLOP/s of a block on an H200, by its size
 print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# - **Before you start:** notebook 04a (merge, hop, overlap, ring, layouts).
+# - **Time:** about 45 minutes to read, an hour more with the exercises.
+# - **Hardware:** any. The ranks are processes over gloo; speeds on GPUs come from recorded rows, or from a model that says so.
+# - **Code:** `steps/step04_ring/`, above all `strategies/`, `fetch.py`, `simulate.py`, `watch.py`, `in_your_model.py`.
+#   **Tests:** `pytest tests/test_step04_strategies.py`, `..._simulate.py`, `..._faults.py`. **Symbols:** `reference/symbols.md`.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem: bytes
@@ -82,7 +87,7 @@ for name, W in links.items():
 # The forward needs $c \ge 2\,(F/W)\,(H_k/H)$ tokens a rank, the backward 12/5 in place of 2 with relay and 8/5 with fetch. B,
 # D and N cancel. F is the datasheet's peak here; a kernel below it needs fewer tokens. W is not the datasheet's 450 GB/s of
 # NVLink: between the 4 H200 of one machine we have measured 155 GB/s each way with NCCL, which `relay` sends with, and 370
-# with the GPUs' copy engines, which `fetch` uses. (Of this there is no recorded row yet.)
+# with the GPUs' copy engines, which `fetch` uses. (Recorded rows, in part 7, are of two.)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 tokens = [2**i for i in range(8, 23)]
@@ -179,7 +184,7 @@ show("step04_ring/strategies/lesson_5_ulysses", "to_heads")
 # </details>
 #
 # Now on two real ranks, H = Hk = 4: what each sends and holds, beside the formulas of `account.py`, and how far the
-# results are from one device. (Times on a CPU say nothing about a GPU, and are left out.)
+# results are from one device. 
 
 # %% slideshow={"slide_type": "fragment"}
 # When this runs as a plain script, the new processes must not run the file again.
@@ -222,7 +227,7 @@ for name in ("query_parallel", "ring"):
     print(f"{name:15} 8k positions a rank, Hk = 8: 4, 16, 64 ranks hold {amounts}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Over the same link Ulysses is the one to beat at Hk = 32, with half the bytes; at Hk = 8 the ring sends less. What the
+# At Hk = 32 Ulysses sends half of what the others send; at Hk = 8 query-parallel and the ring send less. What the
 # ring holds for K and V does not grow with N, and that of query-parallel does.
 #
 # Star is last in this table. But take a single new query against a cache of keys that the ranks share:
@@ -248,7 +253,8 @@ show("step04_ring/fetch", "start")
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `start` runs two steps ahead, into two buffers; a barrier in front makes sure that the owners' keys are there, and one at the
 # end that nobody needs them any more. What it gives up: one host, and in the backward N - 1 slots for the parts of dK and dV.
-# An event model of both, with the links as measured and blocks at the speed of stage 02's rows; in it merging costs nothing:
+# An event model of both, with the links as measured and blocks at the speed of stage 02's rows. In it merging costs nothing,
+# and messages begin while a block runs. (Part 7: do they?)
 
 # %% slideshow={"slide_type": "fragment"}
 machines = {  # Assumed: a message costs 10 us more than its bytes.
@@ -283,7 +289,7 @@ blocks without gaps. Below them the copies of keys, dark, and of dK and dV, ligh
 much shorter than the blocks.""", 2**15, "bwd")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# A model that nobody can check is worth little. Its limits are known: over an infinitely fast link, contiguous must reach
+# A model has to be checked. Its limits are known: over an infinitely fast link, contiguous must reach
 # N / (2N - 1), and zigzag 1. And where a machine is not there, its *results* can be: `dry_run.py` computes those of any
 # number of ranks in one process, from the same `Layout.work`:
 
@@ -328,11 +334,10 @@ four_ranks.processes[2].kill()
 outcome(lambda: four_ranks.run(partial(step04.forward, block=PlainBlock), x, x, x))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The neighbours of rank 2 see at once that a connection is gone. Rank 0 exchanges nothing with it, waits until its timeout, and
-# names rank 2 all the same.
+# The neighbours of rank 2 see at once that a connection is gone. Rank 0 waits until its timeout, and names rank 2 all the same.
 #
-# Another kind of failure is silent in many programs: ranks that do not make the same call. The messages of such calls may even fit, and then the results are wrong. So every call is
-# compared, here on two ranks that both bring four positions, while they say that S is nine:
+# Another failure is silent in many programs: ranks that do not make the same call. If the messages fit, the results are wrong.
+# So every call is compared, here on two ranks that both bring four positions, while they say that S is nine:
 
 # %% slideshow={"slide_type": "fragment"}
 outcome(lambda: launch.Ranks(2).run(partial(step04.forward, S=9), x, x, x))
@@ -400,9 +405,8 @@ check("04.3", of_rank)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# The differences above were rounding, so a ring computes what one device computes with the same positions, labels and
-# count. This makes it easy to see what a mistake costs: put back in order what the ranks would have had, and run one
-# device. **Which of these four mistakes would you notice from the loss alone?**
+# The differences above were rounding. So one device can show what a mistake costs, if what the ranks would have had is put back
+# in order. **Which of these four mistakes would you notice from the loss alone?**
 #
 # <details><summary>Answer</summary>
 #
@@ -461,15 +465,16 @@ for name, (loss, grads) in mistakes.items():
 #
 # <details><summary>Answer, as the model has it</summary>
 #
-# At 128k all are close together, because blocks take c² and what travels only c. At 8k and Hk = 32 every way is bound by what
-# travels, and there the ring over NCCL is the slowest: it has to send as much as query-parallel, at the lower rate of single
-# messages. Ulysses sends half as much. Fetch moves the ring's bytes at more than twice the rate, and hides some of them.
+# At 128k all are close together, because blocks take c² and what travels only c. (The ring even gains, as most of its blocks
+# have no mask, and stage 02 is a little faster without one.) At 8k and Hk = 32 every way is bound by what travels, and the
+# ring over NCCL is the slowest: it has to send as much as query-parallel, at the lower rate of single messages. Ulysses sends
+# half as much. Fetch moves the ring's bytes at more than twice the rate, and hides some of them.
 #
 # </details>
 #
-# The model again: blocks as fast as stage 02 was on one H200, and messages at the rates that we have measured between four,
-# 291 GB/s for NCCL's all-gather, 217 for its all-to-all, 155 for single messages. (No recorded rows yet.) A strategy that sends
-# before and after its blocks takes the sum of both times, a ring what its timeline says. Left out are launches and merging.
+# The model again: blocks as fast as stage 02 was on one H200, and messages at rates that we have measured between four (no
+# recorded rows): 291 GB/s for NCCL's all-gather, 217 for its all-to-all, 155 for single messages. A strategy that sends before
+# and after its blocks takes both times, a ring what its timeline says. Left out are launches and merging.
 
 # %% slideshow={"slide_type": "fragment"}
 RATES = {"query_parallel": 291e9, "star": 217e9, "ulysses": 217e9}  # bytes/s of a rank
@@ -495,31 +500,30 @@ for name in table[0][1]:
     print(f"{name:15}" + "".join(f"{1e3 * found[name]:13.2f}" for _, found in table))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now what recorded rows say, on as many GPUs as there are rows of. Who stands in one column took turns in one run, beside
-# torch's `context_parallel` and one GPU that computes the whole sequence. An efficiency above 1 means that this one GPU
-# slows down at that size.
+# Now what two H200 did. Who stands in one column took turns in one run. An efficiency above 1 means that the one GPU slows
+# down at that size.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 recorded = fingerprint.fresh(rows.read() + rows.read(several_gpus=True))
 print(ring_report.shown("speed", recorded))
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# The four strategies, and the one new token of part 4:
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Forward, zigzag, fetch: at 128k two GPUs are twice as fast as one. At 32k the efficiency is 0.85 (Hk = 32) and 0.90 (Hk = 8),
+# where `context_parallel` reaches 0.69 to 0.76. Forward + backward is poor, 0.70 and 0.57, and behind `context_parallel`, with
+# grouped heads far behind. Why? Change one thing at a time:
 
 # %% slideshow={"slide_type": "fragment"}
-print(ring_report.shown("strategies", recorded))
-print()
-print(ring_report.shown("token", recorded))
+print(ring_report.shown("changes", recorded))
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# The model, fed with single messages and with blocks on one GPU as they were recorded, and what was measured:
-
-# %% slideshow={"slide_type": "fragment"}
-print(ring_report.shown("predictions", recorded))
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# And one call under the profiler, forward and backward at 32k: when does the GPU compute (dark: a block, light: another
-# kernel), and when does it move data?
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# The ring's blocks add to dQ in a fixed order, so that dq is bit-equal from run to run. In any order, as the one GPU above adds,
+# the call takes 25.2 ms, not 35.2: the order costs 40 %. The kernel's code suggests why. All blocks of a head start at the
+# same queries, and block t can add to these only a step after block t - 1: the last of the some 130 that run at one time
+# begins 130 steps late, of 256. (Grouped heads were not taken apart.)
+#
+# Merging by torch costs 18 % of the forward, float32 dK and dV 3 %. A persistent kernel is wrong for relay (22 %); even over
+# fetch, where it is the default, the other one is 5 to 8 % faster. And without overlap a forward takes only 3 % longer. Is the
+# hop hidden at all? Forward and backward under the profiler (dark: a block, light: another kernel):
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 if record := ring_report.recorded_trace():
@@ -528,14 +532,42 @@ else:
     timelines = print("No trace of this version of the ring has been recorded yet.")
 timelines
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# So the ring is not always the best. Where the sequence is short and the heads are many, its hops over NCCL take longer than
-# its blocks. (At 128k a ring takes less than "blocks alone": stage 02 is a little faster without a mask, and most of the ring's
-# blocks have none.) Two things are true at every size: what the ring holds of K and V does not grow with the number of ranks,
-# and it asks nothing of the number of heads. And with fetch, its order of visiting the keys hides most of what travels.
+# %% slideshow={"slide_type": "fragment"}
+print(ring_report.shown("trace", recorded))
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# In the forward only 14 to 16 % of it is: it begins when the first block *ends*. Probably because fetch first copies the rank's
+# own K and V and passes a barrier, a small kernel, while a persistent kernel gives no multiprocessor back before its end;
+# NCCL's kernel waits likewise, behind the block's thread blocks. In the backward, whose kernel is not persistent, fetch's
+# copies and relay's last hop do run beside blocks.
 #
-# The model knows only what it is told. `python -m steps bench --plan ring-32k` measures on your GPUs, beside torch's
-# `context_parallel`.
+# The four strategies, and the one new token of part 4:
+
+# %% slideshow={"slide_type": "fragment"}
+print(ring_report.shown("strategies", recorded))
+print()
+print(ring_report.shown("token", recorded))
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# In the forward a ring was the fastest at every size. (Two ranks make one hop; of more there are no rows.) In forward + backward
+# with Hk = 8 query-parallel was slightly faster from 32k on, and held half as much again.
+#
+# For one token star sends 16 KB, and still the ring, with 268 MB, was faster. Probably star's time is mostly launches: two
+# exchanges over NCCL, and merges of six kernels each, where the ring's is one.
+#
+# Last, single messages, and the model, fed with these and with blocks on one GPU as they were recorded:
+
+# %% slideshow={"slide_type": "fragment"}
+print(ring_report.shown("hops", recorded))
+print()
+print(ring_report.shown("predictions", recorded))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# The model's forward is 3 to 13 % too fast at 128k, 7 to 24 % at 32k, 18 to 38 % at 8k: it hides hops that were not hidden. At 8k,
+# Hk = 32, fetch's takes 0.18 ms (64 MiB) of the missing 0.25; it is not the host's time, as a CUDA graph changes little. In
+# forward + backward it does not know the price of the order: it says 24.6 ms at 32k, and 25.2 were measured without it.
+#
+# So on two GPUs the ring is good at forwards, and pays dearly for a bit-equal backward. `python -m steps bench --plan ring-32k` measures on your GPUs.
 #
 # **Question.** Hosts of 8 GPUs, joined by 50 GB/s a GPU, and more and more of them: what happens to the efficiency?
 #
@@ -559,7 +591,8 @@ for Hk in (32, 8):
 # ## 8. Summary
 #
 # - Keys to queries, queries to keys, or both to their head: all exact. They differ in bytes, memory and limits.
-# - Work grows like c², what travels like c: from some c on everything is hidden. Fewer K/V heads help the ring in proportion.
+# - Work grows like c², what travels like c: from some c on everything can be hidden. Fewer K/V heads help the ring in proportion.
+# - A message is hidden only if the block's kernel leaves room for whatever starts it.
 # - Relay needs a neighbour and multiprocessors for each hop. Fetch needs one host and a copy engine, and sends dK and dV once, in
 #   the dtype of k.
 # - A failing rank is named by whoever fails first: the one whose note differs, or does not change, or stands furthest back.
@@ -567,7 +600,7 @@ for Hk in (32, 8):
 #
 # **Ask yourself**
 #
-# 1. Why does star not profit from grouped heads, and when does it win nevertheless?
+# 1. Why does star not profit from grouped heads, and when does it send least nevertheless?
 # 2. Why may Ulysses not use 8 ranks with Hk = 4? What would it cost to repeat the heads?
 # 3. The batch doubles. What happens to the break-even c?
 # 4. Why does the backward need 2.4 (F/W)(Hk/H) tokens over relay, and 1.6 over fetch?
