@@ -139,14 +139,14 @@ def name_of(planted):
 
 
 def marks(planted):
-    """A short run plants no mistake into 03.3 and the capstone, one into 02.7 and one into a puzzle in Triton.
+    """A short run plants no mistake into 03.3 and the capstone, and one into 02.7, 03.1, 03.2 and a puzzle in Triton.
 
     The puzzles about Hopper are fast, because their kernels are compiled once for all answers. Those about rings
     have no kernel.
     """
-    id = planted["exercise"]
-    one_of = planted in [next(p for p in PLANTED if p["exercise"] == id) for id in ("02.7", "03.7")]
-    in_short_run = one_of or id in EXERCISES and id not in ("02.7", "03.3") or id in PUZZLES and id[:2] in ("02", "04")
+    id, few = planted["exercise"], ("02.7", "03.1", "03.2", "03.7")
+    one_of = planted in [next(p for p in PLANTED if p["exercise"] == id) for id in few]
+    in_short_run = one_of or id in EXERCISES and id not in (*few, "03.3") or id in PUZZLES and id[:2] in ("02", "04")
     return () if in_short_run else pytest.mark.long
 
 
