@@ -778,7 +778,7 @@ def test_rows_of_several_gpus_are_read_and_shown_apart(tmp_path):
 
 def test_the_command_writes_rows_and_the_record(tmp_path, monkeypatch):
     row = made(LARGE, FETCH, 1.0)
-    said = "left out: [/tmp/kernel.cu] " + "a long reason, " * 20
+    said = "left out: [kernel.cu] " + "a long reason, " * 20
 
     def record_parts(parts, say, **options):
         say(said)

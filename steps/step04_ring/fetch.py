@@ -8,7 +8,7 @@
     backward: copy dK, dV into a slot of their owner          adds the slots after the last barrier
     barrier: every rank has copied all that it wanted
 
-The idea: no K and V wait for a neighbour, and the GPU's copy engines move them, so that every multiprocessor computes.
+The idea: no K and V wait for a neighbour, and copies from another GPU take no multiprocessor: copy engines make them.
 dK and dV travel once, in the dtype of k. Their owner adds all parts in float32 in the order of the ranks, so that the
 sum is bit-equal from run to run.
 

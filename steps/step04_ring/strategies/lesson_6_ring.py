@@ -7,8 +7,8 @@ The idea: a rank holds the keys of two ranks at any time, whatever N is, and sen
 much as when all K and V are gathered, but in N - 1 messages that blocks hide. This is the stage itself: ring.py has the
 loop, and layout.py says what each rank computes in each step.
 
-It wins where memory counts, and where a block takes longer than a hop. Where the sequence is short, N - 1 messages too
-small for the link's full rate make it slower than lessons 3 and 5.
+It wins where memory counts, and where a block takes longer than a hop. Where the sequence is short and the ranks are
+many, N - 1 messages too small for the link's full rate can make it slower than lessons 3 and 5.
 """
 
 from steps.step04_ring import attention as ring_attention
