@@ -349,7 +349,7 @@ def problem(kernel):
     return q, k, v, dout, error.expected(q, k, v, dout, causal=True)
 
 
-def problems(kernel):
+def problems(kernel, **options):
     """What goes wrong in the first schedule in which anything does: the report, or WRONG; "" if all is right."""
     rung, dtype, *_, tile = CALLS[kernel]
     q, k, v, dout, want = problem(kernel)
@@ -361,7 +361,7 @@ def problems(kernel):
     for schedule in TIMES:
         try:
             with emulator.schedule(**schedule):
-                got = call(rung=rung, causal=True)
+                got = call(rung=rung, causal=True, **options)
         except RuntimeError as e:
             assert "cannot compile" not in str(e)
             return str(e)
@@ -433,19 +433,29 @@ PLANTED = {
     ],
     "bwd_3_hopper": [
         ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", WRONG),
-        ("dQ is staged over the last one", "if (!DETERMINISTIC) bulk_wait_read<0>();", "if (!DETERMINISTIC) {}", WRONG),
+        ("the rows of K of another warp", "load_rows(K_rows, K, 16 * warp)", "load_rows(K_rows, K, 16 * (warp ^ 1))", WRONG),
+        ("the rows of V of another warp", "load_rows(V_rows, V, 16 * warp)", "load_rows(V_rows, V, 16 * (warp ^ 4))", WRONG),
+        ("K is used before it is there", "barrier_wait(keys_full, 0);", "", "array that nobody wrote|" + WRONG),
+        ("no wait for dQ", "wgmma_wait<DETERMINISTIC ? 2 : 1>();", "wgmma_wait<2>();", "was (read|written) while|" + WRONG),
+        ("dQ is staged over the last one, in order", "bulk_wait_done<0>();", "", WRONG),
+        ("the turn is not passed on, in order", "add_release(added, 1);", "", "polls for ever"),
+        ("the turn is not waited for, in order", "while (load_acquire(added) != tile)", "while (false)", NOTHING),
         ("dK is staged over K", "__syncthreads();  // nobody still reads K", "//", WRONG),
-        ("no fence before wgmma reads dS", "fence_async();\n    __syncthreads();", "__syncthreads();", NOTHING),
+        ("no fence before wgmma reads dS", "fence_async();\n    if (!DETERMINISTIC) start", "if (!DETERMINISTIC) start", NOTHING),
     ],
 }  # fmt: skip
-BUGS = [pytest.param(kernel, *edit, id=f"{kernel}: {name}") for kernel, bugs in PLANTED.items() for name, *edit in bugs]
+BUGS = [
+    pytest.param(kernel, *edit, {"deterministic": True} if name.endswith("in order") else {}, id=f"{kernel}: {name}")
+    for kernel, bugs in PLANTED.items()
+    for name, *edit in bugs
+]
 
 
-@pytest.mark.parametrize("kernel, before, after, caught", BUGS)
-def test_planted_bugs(kernel, before, after, caught, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kernel, before, after, caught, options", BUGS)
+def test_planted_bugs(kernel, before, after, caught, options, tmp_path, monkeypatch):
     text = (launch.HERE / f"{kernel}.cu").read_text()
     assert text.count(before) == 1, f"{kernel}.cu has changed: plant the bug in its new text"
     (tmp_path / f"{kernel}.cu").write_text(text.replace(before, after))
     monkeypatch.setattr(launch, "HERE", tmp_path)
     monkeypatch.setattr(launch, "kept", {})
-    assert re.search(caught, problems(kernel)) if caught else problems(kernel) == ""
+    assert re.search(caught, problems(kernel, **options)) if caught else problems(kernel, **options) == ""

@@ -34,7 +34,7 @@ from pathlib import Path
 from steps.step02_fa2_cuda import nvrtc
 from steps.bench.fingerprint import is_stale, launches
 records, stems = json.load(sys.stdin)
-files = [Path(nvrtc.__file__).with_name(f"{stem}.cu") for stem in stems]
+files = [Path(nvrtc.__file__).parent / f"{stem}.cu" for stem in stems]
 texts = {file.stem: nvrtc._source(file) for file in files if file.exists()}
 def found(record):
     return None if is_stale(record) else launches(record) if record["stage"] == "02_fa2_cuda" else {}

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: MIT
-// Rung 3, "hopper": the copy engine adds dQ_i to dq.
+// Rung 3, "hopper": K_j stays in registers, dV starts before the warpgroups meet, dq can be added in order.
 //
-// The lanes of rung 2 add dQ_i to dq by atomic additions, and wait until the memory system has accepted each
-// of them. Here a warp leaves its part of dQ_i in shared memory, and the copy engine adds it (bulk_add) while
-// the warp goes on. Every warp sends its own 4 KB, so that none waits for another. Otherwise the algorithm is
-// that of rung 2.
+// In rung 2 S^T, dP^T and dQ_i read both operands from shared memory. At D = 128 these are all the bytes that
+// it can deliver in a clock. But wgmma also takes its first operand from registers. S^T needs the same rows
+// of K_j in every step. So each warp loads its rows once, and S^T then reads half as many bytes. At D = 64
+// there are registers for V_j, too.
 //
-// This alone makes it no faster than rung 2. But now a single lane sends a warp's part of dQ_i, and it can
-// wait until the blocks before have added theirs, while the warpgroup computes dV and dK. So, if
-// DETERMINISTIC, the blocks add to each dQ_i one after the other, in the order of their keys, and dq, too, is
-// bit-equal from run to run.
+// dQ_i needs dS^T of both warpgroups, which meet at a barrier before it. dV_j += P^T dO_i needs only what its
+// own warpgroup has computed. So it starts before the barrier, and the tensor cores have work meanwhile.
+//
+// If DETERMINISTIC, the blocks add to each dQ_i one after the other, in the order of their keys, and dq, too,
+// is bit-equal from run to run. The lanes leave the warp's part of dQ_i in shared memory. One lane waits
+// until the blocks before have added theirs, and then the copy engine adds the part (bulk_add). Otherwise the
+// algorithm is that of rung 2.
 //
 // Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, DETERMINISTIC and
 // HEADS_APART (0 or 1). sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
@@ -17,15 +20,17 @@
 // with grid B * parts * ceil(Nk / Bc), block 256,
 // 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * Br * D + 16 * Br + 40 bytes of dynamic shared memory.
 // Spill budget: 0 bytes.
-// Left out, because it was slower: a producer with a warp of its own, as in the forward's rung 7.
-// Bottleneck: shared memory. S^T, dP^T and dQ_i read both operands from it. At D = 128 these are all the
-// bytes that it can deliver in a clock.
+// Left out, because it was slower: a producer with a warp of its own, as in the forward's rung 7; to compute
+// dQ_i one step later, beside the exponentials; the copy engine's additions where any order will do.
+// Bottleneck: the tensor cores wait while dS^T is computed, because both warpgroups do that at a time.
 #include "ptx.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int STAGES = 2;  // buffers for Q, dO, lse and delta of a tile of queries, and for dS
 constexpr int WARPS = 8;
 constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
+constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
+constexpr int SECTION = 4;                   // heads whose blocks take turns, if DETERMINISTIC
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
               "each warpgroup computes 64 x 64 of dQ_i");
 
@@ -38,8 +43,9 @@ __device__ int at(int rows, int row, int column) {
 
 constexpr int EIGHT_ROWS = 1024;  // bytes of 8 rows of a slab, which is what a descriptor calls its stride
 
-// Starts C (64 x Br) = A B^T. A is 64 rows of a tile of Bc x D, B is a tile of Br x D. The lowest bits of a
-// descriptor are an address / 16, so that an addition moves it on to the next 16 columns.
+// Starts C (64 x Br) = A B^T. B is a tile of Br x D, A is 64 rows of a tile of Bc x D, in shared memory or in
+// registers. The lowest bits of a descriptor are an address / 16, so that an addition moves it on to the next
+// 16 columns.
 __device__ void start_product(float (&C)[Br / 2], Shared<T> A, Shared<T> B) {
   wgmma_fence();
   uint64_t a = descriptor(A, 16, EIGHT_ROWS), b = descriptor(B, 16, EIGHT_ROWS);
@@ -47,6 +53,14 @@ __device__ void start_product(float (&C)[Br / 2], Shared<T> A, Shared<T> B) {
   for (int d = 0; d < D; d += 16)
     wgmma_ss<T, Br, 0, 0>(C, a + (d / 64 * Bc * 128 + d % 64 * 2) / 16,
                           b + (d / 64 * Br * 128 + d % 64 * 2) / 16, d > 0);
+  wgmma_commit();
+}
+__device__ void start_product(float (&C)[Br / 2], const uint32_t (&A)[D / 16][4], Shared<T> B) {
+  wgmma_fence();
+  uint64_t b = descriptor(B, 16, EIGHT_ROWS);
+#pragma unroll
+  for (int d = 0; d < D; d += 16)
+    wgmma_rs<T, Br, 0>(C, A[d / 16], b + (d / 64 * Br * 128 + d % 64 * 2) / 16, d > 0);
   wgmma_commit();
 }
 
@@ -119,12 +133,26 @@ __device__ void store_tile(Shared<T> tile, int rows, int row, const uint32_t (&x
     stmatrix_x4(tile + at(rows, row + lane % 16, c + lane / 16 * 8), x[c / 16]);
 }
 
-// Adds the warp's part of dQ_i to its 1024 numbers of dq, in the order of the registers: the lanes store it
-// in shared memory, and the copy engine adds it from there. If DETERMINISTIC, `added` counts the tiles of
-// keys that have been added to this part of dQ_i, and the warp waits until that is the number of its own
-// tile.
-__device__ void add_dQ(Global<float> dq, const float (&dQ)[32], Shared<float> staging, Global<int> added,
-                       int tile) {
+// Loads 16 rows of a tile of Bc x D as an operand.
+__device__ void load_rows(uint32_t (&x)[D / 16][4], Shared<T> tile, int row) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int d = 0; d < D; d += 16) ldmatrix_x4(x[d / 16], tile + at(Bc, row + lane % 16, d + lane / 16 * 8));
+}
+
+// Adds the warp's part of dQ_i to its 1024 numbers of dq, in the order of the registers: 8 times 16 bytes a
+// lane.
+__device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 32; i += 4)
+    atomic_add_4(dq + (i * 32 + lane * 4), dQ[i], dQ[i + 1], dQ[i + 2], dQ[i + 3]);
+}
+
+// The same when it is this block's turn. `added` counts the tiles of keys that have been added to this part
+// of dQ_i, and the warp waits until that is the number of its own tile. Then the copy engine adds the part.
+__device__ void add_dQ_in_turn(Global<float> dq, const float (&dQ)[32], Shared<float> staging,
+                               Global<int> added, int tile) {
   int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < 32; i += 4) {
@@ -136,28 +164,20 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32], Shared<float> st
   fence_async();
   __syncwarp();  // the numbers of all lanes are in shared memory, and the copy engine sees them
   if (lane > 0) return;
-  if (DETERMINISTIC) {
-    while (atomicAdd(&added[0], 0) != tile) {
-    }
-    __threadfence();       // the earlier blocks' additions become visible before what this thread does next,
-    fence_async_global();  // and before what the copy engine does for it
+  while (load_acquire(added) != tile) {
   }
+  fence_async_global();  // the earlier blocks' additions come before the one that follows
   bulk_add(dq, staging, DQ_PER_WARP);
   bulk_commit();
 }
 
-// Waits until the copy engine has read the staging buffer. If DETERMINISTIC, waits until it has also added
-// the numbers, and lets the next block have its turn.
-__device__ void finish_dQ(Global<int> added, bool pass_on) {
+// Waits until the copy engine has added the numbers, and lets the next block have its turn.
+__device__ void pass_turn(Global<int> added) {
   if (threadIdx.x % 32 == 0) {
-    if (!DETERMINISTIC) bulk_wait_read<0>();
-    else bulk_wait_done<0>();
-    if (DETERMINISTIC && pass_on) {
-      __threadfence();  // this block's addition comes before the next block's turn
-      atomicAdd(&added[0], 1);
-    }
+    bulk_wait_done<0>();
+    add_release(added, 1);
   }
-  __syncwarp();  // the other lanes wait for lane 0
+  __syncwarp();  // the other lanes wait for lane 0, because the staging buffer is used again
 }
 
 // Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
@@ -243,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   Shared<T> K = smem.array<T>(Bc * D), V = smem.array<T>(Bc * D);
   Shared<T> Q = smem.array<T>(STAGES * Br * D), dO = smem.array<T>(STAGES * Br * D);
   Shared<T> dS_i = smem.array<T>(STAGES * Br * Bc);
-  Shared<float> staging = smem.array<float>(Br * D);  // each warp's part of dQ_i, on its way to dq
+  Shared<float> staging = smem.array<float>(Br * D);  // each warp's part of dQ_i, if DETERMINISTIC
   Shared<float> lse_i = smem.array<float>(STAGES * Br), delta_i = smem.array<float>(STAGES * Br);
   Shared<Barrier> keys_full = smem.array<Barrier>(1), queries_full = smem.array<Barrier>(STAGES);
   Shared<int> number = smem.array<int>(4);
@@ -260,11 +280,20 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
 
   // The tiles of a head are taken from the first to the last, because with a causal mask the first keys have
   // the most queries.
-  int block = DETERMINISTIC ? number[0] : blockIdx.x;
+  int block = blockIdx.x;
   int tiles = (Nk + Bc - 1) / Bc;
-  int tile = block % tiles;
   int own = HEADS_APART ? 1 : group;  // query heads that a block takes
   int parts = H / own;                // of dK and dV
+  if (DETERMINISTIC) {
+    // The blocks of a head add to a tile of dq one after the other, so that each begins a part of a step
+    // after the one before. If the blocks that run at a time were all of one head, the last of them would
+    // begin late. They are therefore dealt to SECTION heads in turn.
+    int first_head = number[0] / (SECTION * tiles) * SECTION;
+    int heads = min(SECTION, int(gridDim.x) / tiles - first_head);
+    int n = number[0] - first_head * tiles;
+    block = (first_head + n % heads) * tiles + n / heads;
+  }
+  int tile = block % tiles;
   int part = block / tiles % parts;
   int head_k = HEADS_APART ? part / group : part;
   int batch = block / tiles / parts;
@@ -297,7 +326,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int lane = threadIdx.x % 32;
   int row = 16 * warp + lane / 4;  // this lane's first key in a tile
   int column = lane % 4 * 2;       // this lane's first query in a tile
-  Shared<T> K_rows = K + warpgroup * 64 * 64, V_rows = V + warpgroup * 64 * 64;
   // Of dQ_i = dS_i K_j this warpgroup computes 64 columns if D = 128, and 64 rows if D = 64.
   int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
   Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
@@ -317,6 +345,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   float dK[D / 2] = {}, dV[D / 2] = {};
   Global<int> added = counters;  // the counter of the part of dQ_i that this warp adds to
   barrier_wait(keys_full, 0);
+  uint32_t K_rows[D / 16][4], V_rows[D / 16][4];  // the warp's 16 rows of K_j and V_j
+  load_rows(K_rows, K, 16 * warp);
+  if (V_IN_REGISTERS) load_rows(V_rows, V, 16 * warp);
   for (int step = 0; step < steps; step++) {
     int stage = step % STAGES;
     Shared<T> Q_i = Q + stage * Br * D, dO_i = dO + stage * Br * D;
@@ -325,15 +356,18 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     uint32_t P[Br / 16][4], dS[Br / 16][4];
 
     barrier_wait(queries_full + stage, step / STAGES % 2);
-    start_product(S, K_rows, Q_i);    // S^T = K_j Q_i^T
-    start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
-    wgmma_wait<1>();                  // S^T is there
+    start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
+    if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
+    else start_product(dP, V + warpgroup * 64 * 64, dO_i);
+    wgmma_wait<1>();  // S^T is there
     if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
     probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
     wgmma_wait<0>();  // dP^T is there
     score_gradients(dS, P, dP, delta_i + (stage * Br + column));
     store_tile<Br>(dS_t, Bc, 16 * warp, dS);
+    if (DETERMINISTIC && step > 0) pass_turn(added);  // of the tile before
     fence_async();
+    if (!DETERMINISTIC) start_product(dV, P, dO_i);  // dV_j += P^T dO_i
     __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
 
     int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
@@ -344,15 +378,18 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     if (threadIdx.x == 0 && step + 1 < steps) load_queries((step + 1) % STAGES, head, i);
 
     start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
-    start_product(dV, P, dO_i);            // dV_j += P^T dO_i
-    start_product(dK, dS, Q_i);            // dK_j += dS^T Q_i
-    wgmma_wait<2>();                       // dQ_i is there
-    finish_dQ(added, step > 0);            // of the tile before
-    added = counters + dq_tile * WARPS;
-    add_dQ(dq + dq_tile * Br * D, dQ, staging, added, tile);
+    if (DETERMINISTIC) start_product(dV, P, dO_i);  // behind dQ_i, which then has more time to wait
+    start_product(dK, dS, Q_i);                     // dK_j += dS^T Q_i
+    wgmma_wait<DETERMINISTIC ? 2 : 1>();            // dQ_i is there
+    if (DETERMINISTIC) {
+      added = counters + dq_tile * WARPS;
+      add_dQ_in_turn(dq + dq_tile * Br * D, dQ, staging, added, tile);
+    } else {
+      add_dQ(dq + dq_tile * Br * D, dQ);
+    }
     wgmma_wait<0>();
   }
-  finish_dQ(added, true);
+  if (DETERMINISTIC) pass_turn(added);
   __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
   store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
   store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);

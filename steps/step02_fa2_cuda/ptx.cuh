@@ -212,6 +212,17 @@ __device__ inline void atomic_add_4(float* p, float a, float b, float c, float d
 #endif
 }
 
+// Blocks take turns by a number in global memory. A thread that reads it by load_acquire also sees what
+// another thread has written before its add_release, which adds n. [PTX ISA: ld.acquire, red.release]
+__device__ inline int load_acquire(const int* p) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ inline void add_release(int* p, int n) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(n) : "memory");
+}
+
 // ---- Hopper: barriers in shared memory --------------------------------------------------------------------
 
 // An mbarrier counts arrivals of threads and bytes of copies. When all that it expects have come, its phase

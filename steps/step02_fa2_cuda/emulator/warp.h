@@ -88,6 +88,9 @@ E atomicAdd(emulator::Pointer<E, M> p, std::common_type_t<E> value, EMULATOR_SIT
   return atomicAdd(p.vector(sizeof(E), {file, line}), value, file, line);
 }
 
+inline int load_acquire(Global<int> p, EMULATOR_SITE) { return atomicAdd(p, 0, file, line); }
+inline void add_release(Global<int> p, int n, EMULATOR_SITE) { atomicAdd(p, n, file, line); }
+
 inline void atomic_add_4(Global<float> p, float a, float b, float c, float d, EMULATOR_SITE) {
   float* x = p.vector(16, {file, line});
   emulator::note_addition(x, 4);
