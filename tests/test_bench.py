@@ -1571,7 +1571,19 @@ HOST = """========= Host API memory access error at host access to 0x7f11cc88420
 ========= ERROR SUMMARY: 1 error
 """
 UNKNOWN = "========= Uninitialized __global__ memory read of size 4 bytes\n"
-READER = "02_fa2_cuda/bwd_2_wgmma"
+READER, GLUON = "02_fa2_cuda/bwd_2_wgmma", "03_triton/fwd_3_gluon"
+GLUON_LINES = (rows.ROOT / "steps" / "step03_triton" / "fwd_3_gluon.py").read_text().splitlines()
+ADDED = [n for n, x in enumerate(GLUON_LINES, 1) if re.match(r"def forward_kernel|    gl\.warp_specialize", x)]
+DIVIDED = f"""========= Error: Race reported between Read access at forward_kernel+0x1a0 in fwd_3_gluon.py:{ADDED[0]}
+=========     and Write access at forward_kernel+0x9160 in fwd_3_gluon.py:{ADDED[0]} [14 hazards]
+=========     and Write access at forward_kernel+0x10470 in fwd_3_gluon.py:{ADDED[1]} [15 hazards]
+=========
+18 passed
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+# The same with the kernel's own store of a tile in the last place.
+OWN_STORE = DIVIDED.replace(f"py:{ADDED[1]} ", f"py:{ADDED[1]} [1 hazard]\n=========     and Write access at "
+                            "forward_kernel+0x7440 in fwd_3_gluon.py:181 ")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -1597,6 +1609,12 @@ def test_a_sanitizer_is_clean_only_if_it_finished_and_tests_ran(output, code, st
         ("initcheck", READER, UNKNOWN + HOST, "", {"status": "problems"}),
         ("initcheck", "02_fa2_cuda/bwd_1_fa2", HOST, "", {"status": "problems"}),
         ("memcheck", READER, HOST, "", {"status": "problems"}),
+        ("initcheck", "03_triton/bwd_1_tma", HOST, "", {"status": "listed"}),
+        ("initcheck", "03_triton/bwd_0_fused", HOST, "", {"status": "problems"}),  # it has no copy engine
+        ("racecheck", GLUON, DIVIDED, "", {"status": "listed", "problems": 1, "passed": 18}),
+        ("racecheck", GLUON, DIVIDED.replace("forward_kernel", "other_kernel"), "", {"status": "problems"}),
+        ("racecheck", GLUON, OWN_STORE, "", {"status": "problems"}),
+        ("racecheck", "03_triton/fwd_2_roles", DIVIDED, "", {"status": "problems"}),
         ("racecheck", READER, NO_RACE, RACE, {"planted": "seen"}),  # a planted race has to add a report
         ("racecheck", READER, NO_RACE, NO_RACE, {"planted": "not seen"}),
         ("racecheck", READER, RACE, RACE, {"planted": "not seen", "problems": 1, "passed": 4}),
@@ -1610,7 +1628,7 @@ def test_what_is_known_is_listed_and_what_is_planted_is_seen(monkeypatch, tool, 
     monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: "compute-sanitizer")
     monkeypatch.setattr(gpu_check, "run_limited", run)
     found = gpu_check.sanitize(tool, what, 300)
-    assert found | outcome == found and ("planted" in found) == (tool == "racecheck")
+    assert found | outcome == found and ("planted" in found) == (tool == "racecheck" and what == READER)
     if output == RACE:  # without addresses and counts, which differ from run to run
         where = "Write access at attention_backward in ptx.cuh:7 and Read access at attention_backward in bwd_2_wgmma"
         assert found["reports"] == [f"Error: Race reported between {where}.cu:55"]
@@ -1625,7 +1643,7 @@ def test_a_time_limit_is_recorded_as_a_time_limit(monkeypatch):
     assert code is None and output.startswith("x") and seconds < 10
     monkeypatch.setattr(gpu_check, "run_limited", lambda *_, **__: (None, CLEAN, 300.0))
     monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: "compute-sanitizer")
-    assert gpu_check.sanitize("memcheck", "03_triton", 300)["status"] == "timeout"
+    assert gpu_check.sanitize("memcheck", "03_triton/flash", 300)["status"] == "timeout"
     assert gpu_check.run_suite("suite", 2, 300)["status"] == "timeout"
 
 
@@ -1671,10 +1689,10 @@ def test_the_outcomes_are_written_and_decide_the_exit_code(tmp_path, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert exit_code(gpu_check.main, out=tmp_path) == 0
     status["racecheck"] = "timeout"
-    assert exit_code(gpu_check.main, out=tmp_path, only="racecheck 03_triton") == 1
+    assert exit_code(gpu_check.main, out=tmp_path, only="racecheck 03_triton/flash") == 1
     written = rows.read_record("checks", "CPU", tmp_path)
     assert len(written["outcomes"]) == len(gpu_check.SUITES) + 4 * len(gpu_check.SANITIZED)
-    assert written["outcomes"]["racecheck 03_triton"] == {"status": "timeout"} and written["commit"] == "c"
+    assert written["outcomes"]["racecheck 03_triton/flash"] == {"status": "timeout"} and written["commit"] == "c"
     assert written["sources"]["00_naive/fwd_3_tiled"] == fingerprint.code_hash("00_naive", "fwd_3_tiled")
     status["racecheck"] = "listed"
     assert exit_code(gpu_check.main, out=tmp_path, only="racecheck") == 0
@@ -1687,7 +1705,8 @@ def test_the_outcomes_are_written_and_decide_the_exit_code(tmp_path, monkeypatch
 
 def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
     kernels = {path.stem for path in STAGE_02.glob("*.cu")}
-    others = {"01_fa1_numba", "03_triton", "03_triton/flash", "03_triton/decode"}
+    of_stage_03 = {path.stem for path in (STAGE_02.parent / "step03_triton").glob("?wd_*.py")} | {"flash", "decode"}
+    others = {"01_fa1_numba", *(f"03_triton/{kernel}" for kernel in of_stage_03)}
     assert {f"02_fa2_cuda/{kernel}" for kernel in kernels} | others == set(gpu_check.SANITIZED)
     assert set(sanitized_kernels.PLANTED) == kernels
     for kernel in kernels:
@@ -1708,6 +1727,54 @@ def test_what_runs_under_the_sanitizers_checks_its_results(monkeypatch):
     monkeypatch.setattr(error, "failures", lambda got, want: {"out": (1.0, 0.1)} if list(got) == ["out", "lse"] else {})
     with pytest.raises(AssertionError, match="fwd_0_scalar, D=64, causal=False"):
         sanitized_kernels.check("fwd_0_scalar", N=40, head_dims=(64,))
+
+
+@needs_triton
+@pytest.mark.skipif(engine.name != "cpu", reason="gpu-check runs it on a GPU")
+def test_what_runs_of_stage_03_under_the_sanitizers_checks_its_results(monkeypatch):
+    from support import sanitized_triton  # It needs Triton.
+
+    module = "tests.support.sanitized_triton"
+    assert set(sanitized_triton.KERNELS) == {what[2] for what in gpu_check.SANITIZED.values() if what[1] == module}
+    assert sanitized_triton.check("fwd_2_roles", N=40) == 5  # the fifth one with warps that have roles
+    assert sanitized_triton.check("bwd_1_tma", N=40) == 4
+    monkeypatch.setattr(error, "failures", lambda got, want: {"dk": (1.0, 0.1)} if "dk" in got else {})
+    with pytest.raises(AssertionError, match="bwd_0_fused, N=40, D=64, torch.float32, causal=False: .*dk"):
+        sanitized_triton.check("bwd_0_fused", N=40)
+
+
+DELTA = """
+import torch, triton
+from support import compile_triton
+from steps.step03_triton import {module}
+triton.runtime.driver.set_active(compile_triton.Driver())
+torch.cuda.get_device_capability = lambda device=None: (8, 0)
+launch = triton.runtime.jit.JITFunction.run
+def compile_only(kernel, *args, grid, warmup, **options):
+    if kernel.__name__ == "delta_kernel":
+        print(launch(kernel, *args, grid=grid, warmup=True, **options).asm["ptx"])
+triton.runtime.jit.JITFunction.run = compile_only
+x = torch.zeros(1, 1, 64, 24)  # Of rows with 24 numbers each lane takes one.
+{module}.backward(x, x, x, x, x, torch.zeros(1, 1, 64))
+"""
+
+
+@needs_triton
+@pytest.mark.long
+@pytest.mark.parametrize("module", ["bwd_0_fused", "flash"])
+def test_every_lane_that_stores_a_number_of_delta_stores_the_same(module):
+    """No product is fused into the addition of what another lane sends. It would be rounded in that lane only.
+
+    racecheck saw the lanes store numbers that differed. bwd_1_tma takes 16-bit numbers only, whose products are exact
+    in float32, so that it does not matter there.
+    """
+    path = os.pathsep.join((str(rows.ROOT), str(rows.ROOT / "tests")))
+    environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    command = [sys.executable, "-c", DELTA.format(module=module)]
+    ptx = subprocess.run(command, cwd=rows.ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    sent = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx))
+    added = set(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))
+    assert sent and not sent & added
 
 
 # --- profile ------------------------------------------------------------------------------------------------

@@ -433,15 +433,19 @@ PLANTED = {
     ],
     "bwd_3_hopper": [
         ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", WRONG),
-        ("the rows of K of another warp", "load_rows(K_rows, K, 16 * warp)", "load_rows(K_rows, K, 16 * (warp ^ 1))", WRONG),
-        ("the rows of V of another warp", "load_rows(V_rows, V, 16 * warp)", "load_rows(V_rows, V, 16 * (warp ^ 4))", WRONG),
+        ("the rows of K of another warp",
+         "load_rows(K_rows, K, 16 * warp)", "load_rows(K_rows, K, 16 * (warp ^ 1))", WRONG),
+        ("the rows of V of another warp",
+         "load_rows(V_rows, V, 16 * warp)", "load_rows(V_rows, V, 16 * (warp ^ 4))", WRONG),
         ("K is used before it is there", "barrier_wait(keys_full, 0);", "", "array that nobody wrote|" + WRONG),
-        ("no wait for dQ", "wgmma_wait<DETERMINISTIC ? 2 : 1>();", "wgmma_wait<2>();", "was (read|written) while|" + WRONG),
+        ("no wait for dQ",
+         "wgmma_wait<DETERMINISTIC ? 2 : 1>();", "wgmma_wait<2>();", "was (read|written) while|" + WRONG),
         ("dQ is staged over the last one, in order", "bulk_wait_done<0>();", "", WRONG),
         ("the turn is not passed on, in order", "add_release(added, 1);", "", "polls for ever"),
         ("the turn is not waited for, in order", "while (load_acquire(added) != tile)", "while (false)", NOTHING),
         ("dK is staged over K", "__syncthreads();  // nobody still reads K", "//", WRONG),
-        ("no fence before wgmma reads dS", "fence_async();\n    if (!DETERMINISTIC) start", "if (!DETERMINISTIC) start", NOTHING),
+        ("no fence before wgmma reads dS",
+         "fence_async();\n    if (!DETERMINISTIC) start", "if (!DETERMINISTIC) start", NOTHING),
     ],
 }  # fmt: skip
 BUGS = [

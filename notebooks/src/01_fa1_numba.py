@@ -19,9 +19,8 @@
 # *How does a GPU hold attention's tiles on the chip, what does FlashAttention-1's loop order cost, and what belongs in
 # registers?*
 #
-# ![Three boxes. Device memory holds Q, K, V and O. The shared memory of a multiprocessor holds tiles of Q, K, V and S; 4.8
-# TB/s pass between the two on an H200. The registers of a thread hold 8 x 8 numbers of S and of O; 33.5 TB/s pass between
-# shared memory and them.](../notebooks/figures/question_01.png)
+# ![Three boxes: device memory with Q, K, V and O; shared memory with tiles of Q, K, V and S, at 4.8 TB/s on an H200;
+# registers with 8 x 8 numbers of S and of O, at 33.5 TB/s.](../notebooks/figures/question_01.png)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first: it chooses the engine, and tells Numba whether to simulate
@@ -67,9 +66,8 @@ print(f"numba {numba.__version__}, numpy {np.__version__}; simulated: {fwd.SIMUL
 # - **Hardware:** any. Without a GPU the kernels run in Numba's simulator: the same source, slowly, on tiny sizes.
 # - **Code:** [steps/step01_fa1_numba/](../steps/step01_fa1_numba), one file a rung. **Tests:** `pytest
 #   tests/test_step01_fa1_numba.py`.
-# - **Paper:** FlashAttention (2205.14135), restated in [papers/flash_attention.md](../papers/flash_attention.md). Words:
-#   [reference/glossary.md](../reference/glossary.md).
-# - Code that only imports, draws or converts is folded. A click on the dots unfolds it.
+# - **Paper:** FlashAttention (2205.14135), restated in [papers/flash_attention.md](../papers/flash_attention.md).
+#   Words: [reference/glossary.md](../reference/glossary.md).
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
@@ -108,12 +106,12 @@ print(f"one number in the time of {tensor_cores:.0f}")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Two bottlenecks
 #
-# A number from device memory costs as much as 28 multiply-adds, one from shared memory as much as 4. Standard
-# attention, rung 1 of stage 00, meets the first bottleneck: it writes S, reads it for the softmax, writes P, and reads it
-# for P V. On an H200 this traffic takes about as long as the arithmetic in float32, and 6.5 times as long in fp16.
-# FlashAttention's answer: a tile of S is made, used and forgotten on the chip.
+# Device memory is the first, shared memory the second. Standard attention, rung 1 of stage 00, meets the first: it
+# writes S, reads it for the softmax, writes P, and reads it for P V. On an H200 this traffic takes about as long as the
+# arithmetic in float32, and 6.5 times as long in fp16. FlashAttention's answer: a tile of S is made, used and forgotten
+# on the chip.
 #
-# The softmax is a sliver of the operations, but it passes over all $N^2$ numbers several times. Below is the share of its
+# The softmax is a sliver of the operations, but it passes over all $N^2$ numbers several times. Below, its share of the
 # time on the CPU that ran this.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -150,20 +148,20 @@ picture(fig, """Two bars split into Q K transposed, softmax and P V. Softmax is 
 the operations and a far larger part of the time.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# What does the CPU's bar show? Not the price of arithmetic, and not a slow memory: S has 4 MiB, which fits into the cache of
-# most CPUs. Our softmax writes S - m, its exp, the quotient and P, each as a new N x N matrix, for which the operating system
-# has to find pages. Torch's own softmax computes the same in one pass over each row, and takes a small part of the time
-# (printed above). So the matrices in between are what costs. FlashAttention has none.
+# The CPU's bar shows neither the price of arithmetic nor a slow memory: S has 4 MiB, which fits into most caches. Our
+# softmax writes S - m, its exp, the quotient and P, each as a new N x N matrix, for which the operating system has to
+# find pages. Torch's own softmax makes one pass over each row, in a small part of the time. So the matrices in between
+# cost. FlashAttention has none.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: O is finished after every visit
 #
-# FlashAttention-1 loads a tile of keys *once* and lets all queries visit it; then the next tile of keys. Between two
-# visits a row's O, l and m wait in device memory.
+# FlashAttention-1 loads a tile of keys *once* and lets all queries visit it; then the next. Between two visits a row's
+# O, l and m wait in device memory.
 #
-# **Claim.** Keep O *normalised*. If a row has O, l, m from the keys so far, and the new tile alone gives
-# $m_b = \max S$, $P = e^{S - m_b}$, $l_b = \sum P$, then with $m_{new} = \max(m, m_b)$,
-# $\alpha = e^{m - m_{new}}$, $\beta = e^{m_b - m_{new}}$
+# **Claim.** Keep O *normalised*. If a row has O, l, m from the keys so far, and the new tile alone gives $m_b = \max
+# S$, $P = e^{S - m_b}$, $l_b = \sum P$, then with $m_{new} = \max(m, m_b)$, $\alpha = e^{m - m_{new}}$, $\beta = e^{m_b
+# - m_{new}}$
 #
 # $$l_{new} = \alpha\, l + \beta\, l_b \qquad O_{new} = \frac{\alpha\, l}{l_{new}}\, O + \frac{\beta}{l_{new}}\, P V_j$$
 #
@@ -172,8 +170,7 @@ the operations and a far larger part of the time.""")
 # **Why.** By notebook 00 the sum $\sum e^{s - m} v$ over the old keys is $l\, O$, in the unit $e^m$; over the new ones
 # it is $P V_j$, in the unit $e^{m_b}$. $\alpha$ and $\beta$ change both to the unit $e^{m_{new}}$; divide by all of
 # $l$.
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
+#
 # Notebook 00's numbers, three tiles of two keys; we follow query 5. First a mistake that is easy to make: O rescaled by
 # $\alpha$ as in notebook 00, though this O has been divided by l.
 
@@ -243,8 +240,7 @@ to the attention over the new tile alone, nearer to the tile's.""")
 # `cuda.grid(1)` counted over all.
 #
 # A block runs on one SM. Its threads share `cuda.shared.array`s, whose sizes the compiler must know.
-# `cuda.syncthreads()` is a barrier: no thread passes before all of the block have arrived. Below, two blocks of three
-# threads.
+# `cuda.syncthreads()` is a barrier: no thread passes before all of the block have arrived.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -271,11 +267,10 @@ print(launch(backwards, 2, 3))
 #
 # The simulator starts a Python thread for each GPU thread and runs one block after the other. An index past an array's
 # end is an error; a GPU would read or overwrite whatever lies there. Below, three blocks are one too many. The message
-# says who did it: `ctaid` is the block, `tid` the thread. Block 2 starts at index 6, past the end: `if n < x.shape[0]`
-# is missing.
+# says who did it: `ctaid` is the block, `tid` the thread. What is missing is `if n < x.shape[0]`.
 #
-# It does not show the race of `no_barrier`, so a right result proves nothing. Nor does it know warps, types or speed. On a
-# GPU NVIDIA's `compute-sanitizer` finds races; you find one in 01.bug1.
+# It does not show the race of `no_barrier`, so a right result proves nothing. Nor does it know warps, types or speed.
+# On a GPU NVIDIA's `compute-sanitizer` finds races; you find one in 01.bug1.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -346,11 +341,11 @@ for d in (64, 128):  # Alg. 1, line 1, with all that a block of an H200 can ask 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The order of the visits
 #
-# Tiles of 8 for 24 queries and 32 keys. FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In
-# the second order, what a query tile adds up stays on the chip until it is finished. O is divided once, and notebook
-# 00's update is enough: one $\alpha$ and no $\beta$.
+# FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In the second order, what a query tile
+# adds up stays on the chip until it is finished. O is divided once, and notebook 00's update is enough: one $\alpha$
+# and no $\beta$.
 #
-# Below, when each row of O is written. A colour is a tile of queries: blue the rows 0 to 7, orange 8 to 15, green 16 to 23.
+# Below, when each row of O is written. A colour is a tile of queries.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 # (i, j) of the 3 x 4 tiles of S, in the order of the visits.
@@ -436,18 +431,18 @@ for name, (loads, stores) in moves.items():
     print(f"loads {loads / 1e6:5.1f}  stores {stores / 1e6:5.2f}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# At N = 4096 swapping the loops turns 69.48 million stores into 0.27 million. The loads hardly change: with tiles of 16
-# both orders ask for more than standard attention does (L2 answers a part). Only rung 2's large tiles end that.
+# Swapping the loops turns 69.48 million stores into 0.27 million. The loads hardly change: with tiles of 16 both orders
+# ask for more than standard attention does (L2 answers a part). Only rung 2's large tiles end that.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who works
 #
-# With keys outside, two key tiles may not update one row of O at the same time. So a head stays in one block, and a block
-# on one SM. With queries outside, every query tile can be a block.
+# With keys outside, two key tiles may not update one row of O at the same time. So a head stays in one block, and a
+# block on one SM. With queries outside, every query tile can be a block.
 #
-# Below, what `forward` asks for when it launches. Then the first blocks, dealt out to the SMs in order; rung 2 has two on
-# each SM (part 5). A box is a block: white has nothing to do, and a colour is a head, whose number stands where it begins.
-# The six colours begin again after six heads.
+# Below, how many blocks `forward` launches. Then the first of them, dealt out to the SMs in order; rung 2 has two on
+# each SM (part 5). A box is a block: white has nothing to do, and a colour is a head, whose number stands where it
+# begins.
 
 # %% slideshow={"slide_type": "fragment"}
 def grid(rung, tile, B, H, N=4096, D=1):
@@ -499,9 +494,9 @@ show("fwd_1_loops_swapped", "kernel")
 #
 # Now the second bottleneck. `dot`, in rungs 0 and 1, fetches both factors of every product from shared memory.
 #
-# In rung 2 a thread owns a **patch** of 8 x 8 numbers of S, in its registers. For each column it fetches 8 numbers of Q_i
-# and 8 of K_j. Then it multiplies each with each, an outer product: 64 products for 16 numbers. (A row of S then lies with
-# 8 threads, which tell each other their maxima in shared memory.) Counted in one thread:
+# In rung 2 a thread owns a **patch** of 8 x 8 numbers of S, in its registers. For each column it fetches 8 numbers of
+# Q_i and 8 of K_j, and multiplies each with each: 64 products for 16 numbers. (A row of S then lies with 8 threads,
+# which tell each other their maxima in shared memory.) Counted in one thread:
 
 # %% slideshow={"slide_type": "fragment"}
 Q_i, K_j = Counted(16, 65), Counted(32, 65)
@@ -576,21 +571,20 @@ addresses each; with rows of 17 eight banks for one each.""")
 # | `queries_kernel` | queries | dQ_i | S, dP, dQ |
 # | `keys_kernel` | keys | dK_j, dV_j | Sᵀ, dPᵀ, dV, dK |
 #
-# Seven products instead of five, as S and dP are computed twice. In return nothing in device memory is added to: no
-# atomics, and every run gives the same bits.
+# Seven products instead of five, as S and dP are computed twice. In return there are no atomics, and every run gives
+# the same bits.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of `raise Blank` and run the cell: `check` runs some of the contract's cases with it.
-# `hint("01.1")` asks a question, `hint("01.1", 2)` gives the formula, `hint("01.1", 3)` pseudo-code, `solution("01.1")`
-# the stage's function. The stage's file offers `ZERO` (the end of this part says why not 0), `MINUS_INF`, `dot`, and
-# `exp_difference(x, m)`: exp(x - m), and 0 for x = -inf even where m is -inf too.
+# As in notebook 00, write the body in place of `raise Blank` and run the cell. `hint("01.1")` to `hint("01.1", 3)` tell
+# more and more, `solution("01.1")` shows the stage's function. The stage's file offers `ZERO` (the end of this part
+# says why not 0), `MINUS_INF`, `dot`, and `exp_difference(x, m)`: exp(x - m), and 0 for x = -inf even where m is -inf
+# too.
 #
 # **Exercise 01.1: one tile of keys, with O kept normalised.** Part 3's claim, one thread a row. S arrives as scores and
 # leaves as $P = e^{S - m_b}$; `old` and `new` receive the two factors of O. Mind rows past the end, and rows that have
-# seen no key. The block of threads is two-dimensional: its threads are numbered by
-# `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`.
+# seen no key. Threads are numbered by `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -607,7 +601,7 @@ check("01.1", online_update)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 01.2: the same tile, with O not divided.** Rung 1: P is born in the unit of m_new. l, m and alpha are in
-# shared memory and have an entry for every row of the tile.
+# shared memory.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -638,8 +632,10 @@ def score_gradients(dS, P, dO_i, V_j, delta, head, i, Bc, D):
 check("01.3", score_gradients)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 01.bug1.** What was reported about `steps/step01_fa1_numba/broken/bug1.py` is printed below. Find the
-# cause, and write a test that fails on it and passes on the stage's own forward. `check` then asks which of four causes it is.
+# **Bug hunt 01.bug1.** What was reported about `steps/step01_fa1_numba/broken/bug1.py` is printed below. As in 00,
+# write the test that would have caught it.
+#
+# **Bug hunt 01.bug2.** The same for `bug2.py`, which has no barrier, and needs none.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("01.bug1").symptom, 110))
@@ -654,9 +650,6 @@ def test(forward):
 
 
 check("01.bug1", test)
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 01.bug2.** The same for `bug2.py`, which has no barrier, and needs none.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("01.bug2").symptom, 110))
@@ -676,11 +669,11 @@ check("01.bug2", test)
 # ### Further: registers
 #
 # The patches of S and O, m and l take $8 \cdot 8 + 8 \cdot 8 + 8 \cdot 2 = 144$ of a thread's 255 registers at d = 64;
-# `check_registers` counts. What the compiler uses needs no GPU to find out. All kernels took a minute and are kept in
-# `steps/bench/results/stage01.resources.json`; the last line has just been compiled.
+# `check_registers` counts. What the compiler uses needs no GPU to find out: it is recorded in
+# `steps/bench/results/stage01.resources.json`, and the last line has just been compiled.
 #
-# An SM holds two blocks of rung 2, an eighth of the warps that it has room for. The rung is fast all the same: with 64 sums
-# to add to, a warp need not wait for one.
+# An SM holds two blocks of rung 2, an eighth of the warps that it has room for. The rung is fast all the same: with 64
+# sums to add to, a warp need not wait for one.
 
 # %% slideshow={"slide_type": "fragment"}
 NO_COMPILER = "this installation of Numba has no CUDA compiler"
@@ -741,7 +734,7 @@ print("with a Python number, NumPy (and so the simulator) gives", numpys)
 #
 # GPUs compute $2^x$. Fast kernels therefore write $e^{x - m}$ as $2^{x c - m c}$ with $c = \log_2 e$: m c once a row,
 # and then a fused multiply-add, which does not round x c. But m c *was* rounded, so the two no longer cancel at x = m.
-# Below, all else in float64: 256 rows of 4096 scores of about ±200, in tiles of 64.
+# Below, all else in float64, with scores of about ±200.
 
 # %% slideshow={"slide_type": "subslide"}
 c = np.float32(math.log2(math.e))
@@ -794,7 +787,7 @@ print(f"float32's own rounding of a score of 200: {np.spacing(np.float32(200)) /
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Three of the contract's cases, the forward of every rung (`pytest tests/test_step01_fa1_numba.py` runs all).
+# Three of the contract's cases on every rung (`pytest tests/test_step01_fa1_numba.py` runs all).
 
 # %% slideshow={"slide_type": "fragment"}
 def prepared(*names):
@@ -815,8 +808,8 @@ for case, x, want in prepared("more_queries_causal", "no_key", "rising"):
         print(f"    {rung:13} {verdict}; largest error: {share:.2f} of its tolerance")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now flip one thing. `first_query_tile` skips query tiles above the diagonal: key j is first seen by query j - (Nk -
-# Nq). Suppose we forget Nk - Nq. **Which causal case fails: as many queries as keys, fewer, or more?**
+# Now one mistake. `first_query_tile` skips query tiles above the diagonal: key j is first seen by query j - (Nk - Nq).
+# Suppose we forget Nk - Nq. **Which causal case fails: as many queries as keys, fewer, or more?**
 #
 # <details><summary>Answer</summary>
 #
@@ -843,10 +836,10 @@ fwd.forward_kernel.cache_clear()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# Rows at N = 4096, not causal, with 4 x 32 heads at d = 64 and 4 x 16 at d = 128. Of PyTorch's kernels `sdpa-math` is
-# standard attention, `sdpa-efficient` works by tiles; the shares are of the latter.
+# Rows at N = 4096, not causal. Of PyTorch's kernels `sdpa-math` is standard attention, `sdpa-efficient` works by tiles;
+# the shares are of the latter.
 #
-# **Question 1.** Rung 1 fills the GPU whatever the batch is. Is it faster than rung 0 by the same factor at both d?
+# **Question 1.** Rung 1 fills the GPU at any batch. Is it faster than rung 0 by the same factor at both d?
 #
 # **Question 2.** TFLOP/s of the backward count five products, and rung 2 computes seven. If each went as fast as in the
 # forward, what would the backward reach?
@@ -886,9 +879,8 @@ print("swapping the loops:", *gains, end="  ")
 print(f"5/7 of the forward: {5 / 7 * speed[64]['fwd_2_registers']:.1f}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 3.** Three roofs: float32 arithmetic, device memory, shared memory. Which is the lowest over each rung at
-# d = 64? (FLOPs a byte: of the bytes that a kernel asks for, by part 4. The black line is the roof, a dotted line the
-# distance of a rung from it.)
+# **Question 3.** Three roofs: float32 arithmetic, device memory, shared memory. Which is the lowest over each rung at d
+# = 64? (Bytes are those that a kernel asks for, by part 4; a dotted line leads to the roof.)
 #
 # <details><summary>Answer</summary>
 #
@@ -925,11 +917,11 @@ marks. Shared memory: rungs 0 and 1 under its slope, the registers rung under th
 Device memory: all far below the roof.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The honest lines. Swapping the loops gains little where the published order almost fills the machine. All rungs stay
-# well below their roofs: a roof knows nothing of waiting, and in rungs 0 and 1 `online_update` keeps 16 of 256 threads
-# busy. Rung 2 reaches half of PyTorch's memory-efficient kernel, its backward a third. Even standard attention is
-# faster at d = 128 and in the backward: in float32 traffic decides little (part 2), and cuBLAS multiplies better. The
-# keys kernel spills registers (part 5's table), and was still the fastest of the tiles tried.
+# Swapping the loops gains little where the published order almost fills the machine. All rungs stay well below their
+# roofs: a roof knows nothing of waiting, and in rungs 0 and 1 `online_update` keeps 16 of 256 threads busy. Rung 2
+# reaches half of PyTorch's memory-efficient kernel, its backward a third. Even standard attention is faster at d = 128
+# and in the backward: in float32 traffic decides little (part 2), and cuBLAS multiplies better. The keys kernel spills
+# registers (part 5's table), and was still the fastest of the tiles tried.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
@@ -947,8 +939,7 @@ Device memory: all far below the roof.""")
 # 3. Why is that O float32 when q, k and v are float16?
 # 4. How many loads a multiply-add does a patch of 4 x 4 need, and of 16 x 16? What forbids the latter?
 # 5. Why does rung 2's backward need no atomic addition, and what does that cost?
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
+#
 # **Go further**
 #
 # - ★ (15 minutes) Draw the banks that a warp asks in `store_transposed`. Is 17 the right width for it?

@@ -16,11 +16,10 @@
 #
 # ## 1. The question
 #
-# *How does attention look in CUDA C++, what does the compiler make of it, and who should own a row of S: a thread, or some
-# lanes of a warp?*
+# *How does attention look in CUDA C++, what does the compiler make of it, and who should own a row of S: a thread, or
+# some lanes of a warp?*
 #
-# ![Two pictures of a tile of S, 16 queries by 32 keys. Left, one whole row belongs to one thread. Right, one lane of a warp
-# owns every eighth number of four rows, and seven other lanes own the rest of these
+# ![A tile of S twice. Left, a thread owns a whole row. Right, a lane of a warp owns every eighth number of four
 # rows.](../notebooks/figures/question_02a.png)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
@@ -63,20 +62,19 @@ print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # - **Before you start:** notebooks 00 and 01; reading C. No CUDA C++ yet.
 # - **Time:** about an hour to read, an hour more with the exercise.
-# - **Hardware:** any computer with Linux (or WSL2) and g++. The kernels are compiled for three GPUs without having one, and
-#   run on the CPU behind an emulation of CUDA; with a GPU, one launch in part 5 and the checks of part 6 run there.
+# - **Hardware:** any computer with Linux (or WSL2) and g++. Kernels run on the CPU behind an emulation of CUDA; with a
+#   GPU, one launch in part 5 and the checks of part 6 run there.
 # - **Code:** [steps/step02_fa2_cuda/](../steps/step02_fa2_cuda). **Tests:** `pytest tests/test_step02_fa2_cuda.py
 #   tests/test_emulator.py`.
-# - **Paper:** FlashAttention-2 (2307.08691), restated in [papers/flash_attention_2.md](../papers/flash_attention_2.md). Words:
-#   [reference/glossary.md](../reference/glossary.md).
-# - Code that only imports, draws or converts is folded. A click on the dots unfolds it.
+# - **Paper:** FlashAttention-2 (2307.08691), restated in [papers/flash_attention_2.md](../papers/flash_attention_2.md).
+#   Words: [reference/glossary.md](../reference/glossary.md).
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
 #
-# Stage 01's rungs: `published` has FlashAttention-1's loops, keys outside; two key tiles then change the same O_i, and a head has
-# to stay in one block. `loops_swapped` has queries outside, as FlashAttention-2: a block is a *query tile*, and so it stays.
-# In `registers` a thread also keeps a patch of 8 x 8 numbers of S and of O. Beside them, PyTorch's kernel for float32.
+# Stage 01's rungs: `published` has keys outside, as FlashAttention-1, and a block for a head. `loops_swapped` has
+# queries outside, as FlashAttention-2, and a block for a *query tile*. In `registers` a thread also keeps 8 x 8 numbers
+# of S and of O.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 AT = {"gpu": gpu.name, "n_gpus": 1, "pass": "fwd", "N": 4096, "D": 64, "causal": False}
@@ -111,9 +109,10 @@ speeds(measured_rows("fp32", STAGE_01, "sdpa-efficient"))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What Numba keeps from you
 #
-# For 64 multiply-adds, the inner loop of `registers` fetches 8 + 8 numbers from shared memory. One instruction of a GPU can
-# fetch *four* neighbouring numbers. Below, the loop alone, the numbers side by side and aligned to 16 bytes, as Numba
-# compiles it to **PTX**, NVIDIA's assembly language.
+# For 64 multiply-adds, the inner loop of `registers` fetches 8 + 8 numbers from shared memory. One instruction of a GPU
+# can fetch *four* neighbouring numbers. Below, the loop alone, the numbers side by side and aligned to 16 bytes, as
+# Numba compiles it to **PTX**, NVIDIA's assembly language: 16 loads, one number each. In CUDA C++, which also has
+# tensor cores and copies in the background, it will take 4.
 
 # %% slideshow={"slide_type": "fragment"}
 PROGRAM = """
@@ -153,10 +152,6 @@ def write_output(path):
 
 print(cache.get(("02a", PROGRAM), ".txt", write_output).read_text())  # kept on disk
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# 16 loads, one number each. In CUDA C++ the same loop will take 4; there the next notebooks also find tensor cores, copies
-# in the background and 16-bit numbers.
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: owners who agree on m
 #
@@ -164,9 +159,9 @@ print(cache.get(("02a", PROGRAM), ".txt", write_output).read_text())  # kept on 
 #
 # $$O_i = \frac{\sum_j e^{S_{ij} - m}\, V_j}{\sum_j e^{S_{ij} - m}}$$
 #
-# No other row occurs in it: rows can be shared out among workers without a word. The *keys* of a row can, too, if all who share
-# it use one m: then their parts of both sums simply add up. First the failing variants, on notebook 00's six tokens: two
-# workers have three keys each, and start from nothing.
+# No other row occurs in it, so rows can be shared out freely. The *keys* of a row can, too, if all who share it use one
+# m: then their parts of both sums add up. First the failing variants, on notebook 00's six tokens: two workers have
+# three keys each.
 
 # %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
@@ -202,17 +197,16 @@ for order in ("forward", "reverse"):
     print(f"this stage's CUDA kernel, blocks {order}: out[5] = ({x:.2f}, {y:.2f})")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Row 5 should be (6.83, 1.34), as in notebook 00. If the second worker overwrites what the first has left, it is (7.35,
-# 1.34); added in different units, (4.74, 1.32). The CUDA kernel has a block for two rows, and any may go first.
+# Row 5 should be (6.83, 1.34), as in notebook 00. The failing variants give (7.35, 1.34) and, added in different units,
+# (4.74, 1.32).
 #
-# The same choice comes again *inside* a block. FlashAttention-1 gave each warp some keys of every row, and its warps added up
-# O through shared memory. FlashAttention-2 gives each warp some rows (section 3.3). This notebook's kernels go further down:
+# The same choice comes again *inside* a block. FlashAttention-1 gave each warp some keys of every row, and added up O
+# through shared memory; FlashAttention-2 gives it some rows (section 3.3). This notebook's kernels go further down:
 #
 # - rung 0, `scalar`: a thread owns a row. Nothing to agree on.
 # - rung 1, `warp`: eight lanes of a warp own four rows. They agree on m by three shuffles.
 #
-# Below, a colour is an owner: warp 0 is blue, 1 orange, 2 green, 3 pink. In rung 0 each of the 64 rows has another owner, and the
-# six colours begin again after six rows.
+# Below, a colour is an owner. In rung 0 each row has another one; the six colours repeat.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 row, key = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
@@ -251,8 +245,8 @@ own.""")
 # | `cuda.syncthreads()` | `__syncthreads()` | the barrier of a block |
 # | a factory with `Br`, `Bc`, `D` | macros `Br`, `Bc`, `D`; in rung 1 a type, `T` | known to the compiler |
 #
-# On a GPU `Global` and `Shared` (in `ptx.cuh`) are plain pointers; under g++ they carry their bounds. A first kernel reverses
-# an array. It also numbers the threads in the order in which they come, once before the barrier and once after it:
+# On a GPU `Global` and `Shared` (in `ptx.cuh`) are plain pointers; under g++ they carry their bounds. A first kernel
+# reverses an array, and numbers the threads as they come, before and after the barrier:
 
 # %% slideshow={"slide_type": "subslide"}
 MIRROR = """#include "ptx.cuh"
@@ -290,8 +284,9 @@ def mirror(threads="forward", before="", after=""):
 # ### The same text on a CPU
 #
 # g++ compiles the .cu file unchanged. Each CUDA thread is a **fiber**: a function with its own stack that runs until it
-# waits, and goes on when all have come. One fiber runs at a time, so any order can be asked for: a mistake that one order
-# hides, another may show.
+# waits, and goes on when all have come. One fiber runs at a time, so any order can be asked for: a mistake that one
+# order hides, another may show. Below, three orders, and then three mistakes in `mirror`. Shared memory starts as NaN
+# here, so that what nobody has written cannot look right.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 print("y =", mirror()[0])
@@ -311,10 +306,6 @@ picture(fig, """When each of eight threads comes to run, in three orders. In eac
 eight threads run up to the barrier before any goes on after it; the orders differ in who
 comes first. Grey lines are the times a thread waits.""")
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# Three mistakes in `mirror`. Shared memory starts as NaN here, so that what nobody has written cannot look right. What the
-# emulation does not find is the subject of part 6.
-
 # %% slideshow={"slide_type": "fragment"}
 for says, change in {
     "n - t": ("tile[n - 1 - t]", "tile[n - t]"),
@@ -331,12 +322,11 @@ for says, change in {
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Yours: an index, a barrier, a launch
 #
-# Three lines of CUDA that every kernel has. `differences` computes $y_n = x_n - x_{n-1}$ for 20 numbers, with $x_{-1} = 0$.
-# Each thread keeps its number in shared memory, where its right neighbour finds it. Only the first thread of a block asks
-# device memory for its neighbour.
+# The kernel `differences` computes $y_n = x_n - x_{n-1}$ for 20 numbers, with $x_{-1} = 0$. Each thread leaves its
+# number in shared memory for its right neighbour. Only the first thread of a block asks device memory.
 #
-# **Fill in the four blanks.** The index is C++: this thread's place in x, counted over all blocks of eight threads. The barrier
-# is C++, too. `grid` is the number of blocks, and `shared_bytes` what the tile takes.
+# **Fill in the four blanks.** Index and barrier are C++. The index is this thread's place in x, over all blocks of
+# eight threads; `grid` is the number of blocks, `shared_bytes` what the tile takes.
 #
 # <details><summary>Answer</summary>
 #
@@ -347,21 +337,10 @@ for says, change in {
 # shared_bytes = 8 * 4
 # ```
 #
-# Three blocks of eight make 24 threads. The last four have no number, so `n < N` stands twice; the barrier stands between the
-# two, and not inside of an `if`.
+# Three blocks of eight make 24 threads. The last four have no number, so `n < N` stands twice; the barrier stands
+# between the two, in no `if`.
 #
 # </details>
-
-# %% slideshow={"slide_type": "fragment"}
-DIFFERENCES = """#include "ptx.cuh"
-extern "C" __global__ void differences(Global<const float> x, Global<float> y) {
-  SharedMemory smem;
-  Shared<float> tile = smem.array<float>(blockDim.x);
-  int t = threadIdx.x, n = INDEX;
-  if (n < N) tile[t] = x[n];
-  BARRIER
-  if (n < N) y[n] = x[n] - (t > 0 ? tile[t - 1] : n > 0 ? x[n - 1] : 0);
-}"""
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 def try_differences(index, barrier, grid, shared_bytes):
@@ -389,6 +368,16 @@ def try_differences(index, barrier, grid, shared_bytes):
         print(f"threads {threads}: {says}")
 
 # %% slideshow={"slide_type": "fragment"}
+DIFFERENCES = """#include "ptx.cuh"
+extern "C" __global__ void differences(Global<const float> x, Global<float> y) {
+  SharedMemory smem;
+  Shared<float> tile = smem.array<float>(blockDim.x);
+  int t = threadIdx.x, n = INDEX;
+  if (n < N) tile[t] = x[n];
+  BARRIER
+  if (n < N) y[n] = x[n] - (t > 0 ? tile[t - 1] : n > 0 ? x[n - 1] : 0);
+}"""
+
 index = ...
 barrier = ...
 grid = ...
@@ -398,8 +387,8 @@ try_differences(index, barrier, grid, shared_bytes)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### The kernel, line by line
 #
-# Rung 0: a thread owns a query row, a block Br of them. FlashAttention-2, Algorithm 1; in brackets the paper's lines. Line 10
-# is printed with an inverse that does not belong there ([papers/errata.md](../papers/errata.md)).
+# Rung 0: a thread owns a query row, a block Br of them. In brackets the lines of FlashAttention-2's Algorithm 1, of
+# which line 10 is misprinted ([papers/errata.md](../papers/errata.md)).
 #
 # | line | what it does | in `fwd_0_scalar.cu` |
 # |---|---|---|
@@ -411,29 +400,26 @@ try_differences(index, barrier, grid, shared_bytes)
 # | [9–10] | m_new, P, alpha; new l and O | `online_update` (yours, in part 5) |
 # | [12–15] | O / l and lse, written once | `store_row`, and the last line |
 #
-# **The budget.** q and O take 2 D registers of a thread. Addresses, counters and numbers on their way take 60 to 90 more. A
-# thread can have 255. So D = 96 should be about the end, and S has to lie in shared memory, beside K_j and V_j.
+# **The budget.** q and O take 2 D registers of a thread, addresses, counters and numbers on their way 60 to 90 more. A
+# thread can have 255. So D = 96 should be about the end, and S has to lie in shared memory.
+#
+# **Banks.** In `scores` all threads read the same `K[j * D + d]` at once, and one read serves a warp. Each thread has a
+# column of S, so a warp meets 32 different banks.
+#
+# **Two ends.** The *block* stops at `keys`, the *row* at `seen`. All threads run the block's loop and its two barriers
+# equally often; only the arithmetic between them is behind the row's own `if`.
 
 # %% slideshow={"slide_type": "subslide"}
 display(show("fwd_0_scalar", "load_tile"), show("fwd_0_scalar", "scores"))
-
-# %% slideshow={"slide_type": "subslide"}
 show("fwd_0_scalar", "attention_forward")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# In `scores` all threads read the same `K[j * D + d]` at once, and one read serves a warp. Each thread has a column of S, so that
-# the 32 threads of a warp meet 32 different banks.
-#
-# **Two ends.** `keys` is where the *block* stops, and `seen` is where the *row* stops. All threads run the block's loop equally
-# often, and both barriers stand in it. Only the arithmetic between the barriers is behind the row's own `if`.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### The same text for a GPU that is not here
 #
-# NVRTC, NVIDIA's run-time compiler, turns a string of CUDA C++ into a *cubin*, the machine code of one architecture: sm_75 is
-# a T4, sm_80 an A100, sm_90a an H100 or H200. It needs no GPU. Its last step, `ptxas`, hands out the registers. It reports how
-# many a thread got, and how many bytes **spilled**: what did not fit goes to the thread's *local memory*. In truth that is
-# device memory behind the caches.
+# NVRTC, NVIDIA's run-time compiler, turns a string of CUDA C++ into a *cubin*, the machine code of one architecture:
+# sm_75 is a T4, sm_80 an A100, sm_90a an H100 or H200. Its last step, `ptxas`, hands out the registers, and reports how
+# many bytes **spilled**: what does not fit goes to the thread's *local memory*, which is device memory behind the
+# caches.
 
 # %% slideshow={"slide_type": "fragment"}
 scalar = ladder.FORWARD["scalar"]  # its row in the ladder
@@ -501,22 +487,22 @@ def kept(text, *options, arch="sm_90a"):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Three ways to lose the registers
 #
-# On sm_90a D = 96 takes all 255 registers. Three things take them away:
+# Three things take registers away:
 #
 # - **Too many numbers**: D = 128.
-# - **An index that is not constant.** Registers have no addresses. An array can live in them only if the compiler knows every
-#   index. Hence `#pragma unroll`, which writes the loops over q and O out in full; `#pragma unroll 8` keeps a loop.
-# - **A promise.** `__launch_bounds__(Br, blocks)` says how many blocks are to fit on a multiprocessor, and so how many of its 65536
-#   registers a thread may take.
+# - **An index that is not constant.** Registers have no addresses, so the compiler must know every index of an array in
+#   them. Hence `#pragma unroll`, which writes loops out in full; `#pragma unroll 8` keeps a loop.
+# - **A promise.** `__launch_bounds__(Br, blocks)` says how many blocks are to share a multiprocessor's 65536 registers.
 #
-# **Which shows in the PTX, which only in ptxas's log? And how many blocks of 64 threads can be promised before a thread spills?**
-# (`kept`, folded above, asks NVRTC for the PTX and the log; part 5 has its calls.)
+# **Which shows in the PTX, which only in ptxas's log? And how many blocks of 64 threads can be promised before a thread
+# spills?** (`kept`, folded, asks for both.)
 #
 # <details><summary>Answer</summary>
 #
 # PTX has as many registers as it likes, so the first and the third show in the log alone. The second shows in the PTX:
-# `__local_depot0`, 512 bytes, is q and O. There the log is treacherous: the fewest registers of all, and not a byte *spilled*.
-# Read the *stack frame*, too. Six blocks can be promised, seven not. The loader refuses spills that a header does not allow.
+# `__local_depot0`, 512 bytes, is q and O. Its log is treacherous: the fewest registers of all, and not a byte
+# *spilled*. Read the *stack frame*, too. Six blocks can be promised, seven not. The loader refuses spills that a header
+# does not allow.
 #
 # </details>
 
@@ -564,10 +550,16 @@ picture(fig, """Registers a thread. Left, against D: 60 to 90 above the line 2 D
 = 96 and 128, where bytes are spilled. Right, at D = 64, against the blocks promised: they
 fall with a thread's share of 65536, and from 7 blocks on bytes are spilled, ever more.""")
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### What a multiply-add costs
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ### Rung 1: a warp owns 16 rows
 #
-# The loop of part 2 in CUDA C++, and rung 0 (its 18 multiply-adds beyond 2 x 64 are exp's and log's).
+# First, what a multiply-add costs: part 2's patch in CUDA C++, and rung 0 (18 of its multiply-adds are exp's and
+# log's). The patch takes 4 loads. Rung 0 loads by fours, too, but uses each number *once*: 32 loads for 128
+# multiply-adds. And in `scores` each multiply-add of a key waits for the one before.
+#
+# `fwd_1_warp.cu` gives each lane a patch. Number the lanes (a, b), 4 x 8 of them: the eight lanes with one a own the
+# same four rows, and each takes every eighth key of S and eight columns of O. Nobody else needs these rows, so S stays
+# in registers. Warps meet only at the two barriers of a tile.
 
 # %% slideshow={"slide_type": "fragment"}
 PATCH_CU = """#include "ptx.cuh"
@@ -595,16 +587,6 @@ def instructions(text, *options):
 
 in_rung_0 = instructions(scalar_text, "-DD=64", "-DBr=64", "-DBc=32")
 print(f"patch:  {instructions(PATCH_CU)}\nrung 0: {in_rung_0}")
-
-# %% [markdown] slideshow={"slide_type": "slide"}
-# ### Rung 1: a warp owns 16 rows
-#
-# In CUDA C++ the patch takes 4 loads. Rung 0 loads by fours, too, but uses each number *once*: 32 loads for 128 multiply-adds.
-# And in `scores` each multiply-add of a key waits for the one before, as all add to one `s`.
-#
-# `fwd_1_warp.cu` gives each lane a patch. Number the lanes of a warp (a, b), 4 x 8 of them: eight lanes with the same a own the
-# same four rows. Each of the eight takes every eighth key of S and eight columns of O. Nobody else needs these rows, so S stays in
-# registers. The warps meet only at the two barriers of a tile.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 a, b = 1, 2
@@ -635,9 +617,9 @@ display(show("fwd_1_warp", "scores"), show("fwd_1_warp", "row_max"))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Eight lanes agree
 #
-# `__shfl_xor_sync(mask, x, 4)` gives a lane the x of the lane whose number differs in the bit of 4: another thread's register,
-# with no memory between. After 4, 2 and 1 every lane has met all eight. `mask` names who takes part, here all 32; all of
-# them must come. Recorded in the emulation; then with half of the warp staying away.
+# `__shfl_xor_sync(mask, x, 4)` gives a lane the x of the lane whose number differs in the bit of 4: another thread's
+# register, with no memory between. After 4, 2 and 1 every lane has met all eight. `mask` names who takes part, here all
+# 32; all of them must come. Below, half of the warp first stays away; then all come.
 
 # %% slideshow={"slide_type": "fragment"}
 BUTTERFLY = """#include "ptx.cuh"
@@ -658,6 +640,12 @@ def butterfly(take_part=32):
     emulated(BUTTERFLY, "butterfly", [x], grid=1, block=32, macros={"TAKE_PART": take_part})
     return x
 
+
+try:
+    butterfly(16)
+except RuntimeError as report:
+    print(report)
+
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 x = butterfly()[:, :8]
 fig, ax = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
@@ -677,18 +665,12 @@ ax.grid(False)
 picture(fig, """Eight lanes with a number each. After the exchange with the lane 4 away two
 lanes hold the maximum, after the one 2 away four, after the one 1 away all eight.""")
 
-# %% slideshow={"slide_type": "fragment"}
-try:
-    butterfly(16)
-except RuntimeError as report:
-    print(report)
-
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The micro-tile's gain
 #
-# At D = 64 and Bc = 64 a lane has 4 rows, 8 keys and 8 columns. For a column of S it loads 4 + 8 numbers and multiplies 32
-# times; for a key, in `add_PV`, it loads 8 numbers of V, gets 4 of P from other lanes by shuffles, and multiplies 32 times. The
-# text writes out four columns, and two keys out of each eight. Is it so in the PTX?
+# At D = 64 and Bc = 64 a lane has 4 rows, 8 keys and 8 columns. For 32 multiply-adds it loads 4 + 8 numbers in a column
+# of S; for a key in `add_PV`, 8 numbers of V, and it gets 4 of P from other lanes by shuffles. The text writes out four
+# columns, and two keys out of each eight. Is it so in the PTX?
 
 # %% slideshow={"slide_type": "fragment"}
 warp_text = (launch.HERE / "fwd_1_warp.cu").read_text()
@@ -723,19 +705,18 @@ picture(fig, "Bars. " + "; ".join(alt(name, *x) for name, x in a_multiply_add.it
 show("fwd_1_warp", "attention_forward")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Compare with rung 0. A shuffle wants all lanes, so no lane may leave or skip a row: the loads write zeros beyond the last row, and
-# `mask` does what `if (n > 0)` did. m starts at a large negative number, so that m - m is 0, not NaN, for a row that has seen no
-# key. l stays each lane's share until the end. All eight lanes use one m, so their shares simply add up.
+# A shuffle wants all lanes, so no lane may leave or skip a row: the loads write zeros beyond the last row, and `mask`
+# does what rung 0's `if (n > 0)` did. m starts at a large negative number, so that m - m is 0, not NaN, for a row that
+# has seen no key. l stays each lane's share until the end; with one m, eight shares simply add up.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of the line with `#error`, and run the cell: `check` compiles the kernel with your text in the place of
-# the stage's function, runs some of the contract's cases, and names what fails. `hint("02.1")`, `hint("02.1", 2)` and
-# `hint("02.1", 3)` tell more and more, `solution("02.1")` all.
+# Write the body in place of the line with `#error`, and run the cell: `check` compiles the kernel with it and runs some
+# of the contract's cases. `hint("02.1")` to `hint("02.1", 3)` tell more and more, `solution("02.1")` all.
 #
-# **Exercise 02.1: take in a tile of keys, in registers.** Rung 0, lines [9–10], in about ten lines. `S[j * Br]` is
-# this thread's score of key j, row j of V begins at `V[j * D]`, and `max_S` is the largest of the n scores; there is at
+# **Exercise 02.1: take in a tile of keys, in registers.** Rung 0, lines [9–10], in about ten lines. `S[j * Br]` is this
+# thread's score of key j, row j of V begins at `V[j * D]`, and `max_S` is the largest of the n scores; there is at
 # least one. O is not divided by l. What you assign to m, l and O the caller sees.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -750,10 +731,9 @@ check("02.1", online_update)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Further: by hand, with `cuda.bindings`
 #
-# A call of `forward` passes the contract's checks and comes to `launch.py`. That takes tile, threads and shared memory from the
-# kernel's row in `ladder.py`. `nvrtc.py` then compiles and launches through `cuda.core`, the interface to learn today. Older
-# tutorials use the raw calls, with a status before every result. We needed them in part 4, because without a driver cuda.core
-# 1.2 makes no PTX: unfold its cells for `compile_raw`. Here is the launch.
+# `launch.py` takes tile, threads and shared memory from the kernel's row in `ladder.py`; `nvrtc.py` compiles and
+# launches through `cuda.core`, the interface to learn today. Older tutorials use the raw calls, with a status before
+# every result. Part 4 used them, because without a driver cuda.core 1.2 makes no PTX: unfold `compile_raw` there.
 
 # %% slideshow={"slide_type": "subslide"}
 def launch_raw(cubin, kernel, tensors, grid, block, shared_bytes):
@@ -783,8 +763,16 @@ print("y =", y.cpu()) if on_gpu else print("no GPU here: not launched")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What cooperative groups make of it
 #
-# CUDA's headers have a word for this: `cg::reduce` over a tile of 8 lanes. **Is it the same, or something better?** The headers
-# come with the pinned packages; the PTX tells, moves, loads and stores left out. Also an int over 8 lanes and over a warp.
+# CUDA's headers have a word for eight lanes' maximum: `cg::reduce` over a tile of 8 lanes. **Is it the same, or
+# something better?** The PTX tells, moves, loads and stores left out; also of an int over 8 lanes and over a warp.
+#
+# <details><summary>Answer</summary>
+#
+# The same three shuffles. `cg::reduce` also works out the mask of its eight lanes each time (and, shl), and compares
+# and selects where we have `max` (setp, selp). Only the int over a whole warp has an instruction of its own, `redux`.
+# So we miss nothing, and without CUDA's headers g++ can read our kernels, too.
+#
+# </details>
 
 # %% slideshow={"slide_type": "fragment"}
 from cuda import pathfinder
@@ -813,15 +801,10 @@ for text, options in texts.items():
     for entry in kept(text, *options)[0].split(".entry ")[1:]:
         print(f"{entry.split('(')[0]:14}", *re.findall(word, entry, re.M))
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# The same three shuffles. `cg::reduce` also works out the mask of its eight lanes each time (and, shl), and compares and selects
-# where we have `max` (setp, selp). Only the int over a whole warp has an instruction of its own, `redux`. So nothing is
-# hidden there that we lack; and without CUDA's headers g++ can read our kernels, too.
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Some of the contract's cases, both rungs (`pytest tests/test_step02_fa2_cuda.py` runs all), on this process's engine:
+# Some of the contract's cases, both rungs (`pytest tests/test_step02_fa2_cuda.py` runs all):
 
 # %% slideshow={"slide_type": "fragment"}
 inputs = """ragged ragged_causal fewer_queries_causal more_queries_causal one_key
@@ -853,8 +836,16 @@ for rung in ("scalar", "warp"):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck
 #
-# A thread beyond the last query has nothing to compute. In rung 0, let it return at once, as a first CUDA kernel often does; in
-# rung 1, skip its rows a line earlier, before `row_sum`. **What happens?**
+# A thread beyond the last query has nothing to compute. In rung 0, let it return at once, as a first CUDA kernel often
+# does; in rung 1, skip its rows a line earlier, before `row_sum`. **What happens?**
+#
+# <details><summary>Answer</summary>
+#
+# The last block has five rows. In rung 0 their threads wait at a barrier for company that has returned, in rung 1 at a
+# shuffle. A GPU's barrier is kinder, and the result worse: it waits only for threads that have not returned, so the
+# block goes on without what the others should have loaded. Whoever has no row must stay and help.
+#
+# </details>
 
 # %% slideshow={"slide_type": "fragment"}
 early_return = ("  float Q_i[D], O_i", "  if (i >= Nq) return;\n  float Q_i[D], O_i")
@@ -869,11 +860,6 @@ for rung, change in {"scalar": early_return, "warp": early_continue}.items():
             print(stuck)
             line = int(re.search(r"\.cu:(\d+)", str(stuck))[1])
             print(f"    line {line}: {lines[line - 1].strip()}\n")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# The last block has five rows left. In rung 0 their threads wait at a barrier for company that has returned. A GPU is kinder,
-# and the result worse: its barrier waits only for threads that have not returned, so the block goes on, without what the
-# others should have loaded of K_j and V_j. In rung 1 lanes wait for a shuffle. Whoever has no row must stay and help.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A missing barrier
@@ -894,32 +880,30 @@ for order in emulator.ORDERS:
     print(f"threads {order:7}: {wrong}, {right[order].sum()} right")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
+# Forwards, every thread finds its keys, because those before it have been there: a test in one order would have passed.
+#
 # ### What the emulation finds, and what not
 #
-# It says so itself, in the head of [emulator/cuda.h](../steps/step02_fa2_cuda/emulator/cuda.h). Names that you do not know yet
-# belong to 02b and 02d.
-
-# %% slideshow={"slide_type": "subslide"}
-head, _ = (launch.HERE / "emulator" / "cuda.h").read_text().split("#pragma")
-head = head.replace("//", "").split("\n", 1)[1]  # without the licence
-for paragraph in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
-    print(textwrap.fill(" ".join(paragraph.split()), 110, subsequent_indent="  "))
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
+# It says so itself, in the head of [emulator/cuda.h](../steps/step02_fa2_cuda/emulator/cuda.h), printed below. Unknown
+# names belong to 02b and 02d.
+#
 # ### The mistake that lives
 #
-# Forwards, every thread finds its keys, because those before it have been there: a test in one order would have passed. Now six
-# mistakes of one line each, forward and reverse. **One survives everything. Which, and why?**
+# Six mistakes of one line each, forward and reverse. **One survives everything. Which, and why?**
 #
 # <details><summary>Answer</summary>
 #
-# If all threads write S to one column, they overwrite each other's scores: on a GPU, where they run at the same time, a
-# grave mistake. Here a fiber is only interrupted where it waits, and between `scores` and `online_update` it does not: the
-# first point of the list above. On a GPU `compute-sanitizer --tool racecheck` finds it.
+# If all threads write S to one column, they overwrite each other's scores on a GPU, where they run at the same time.
+# Here a fiber is only interrupted where it waits, and between `scores` and `online_update` it does not: the first point
+# of the list. On a GPU `compute-sanitizer --tool racecheck` finds it.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
+head, _ = (launch.HERE / "emulator" / "cuda.h").read_text().split("#pragma")
+head = head.replace("//", "").split("\n", 1)[1]  # without the licence
+for paragraph in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
+    print(textwrap.fill(" ".join(paragraph.split()), 110, subsequent_indent="  "))
 loop = "load_tile(V, v + j * v_row, v_row, "
 mistakes = {
     "idle threads return early": early_return,
@@ -971,8 +955,8 @@ threads lives everywhere.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# **Question 1.** An H200's multiprocessor has 65536 registers, 228 KiB of shared memory and room for 2048 threads. Rung 0's
-# blocks have 64 threads, rung 1's 128. How many fit, and what refuses one more?
+# **Question 1.** An H200's multiprocessor has 65536 registers, 228 KiB of shared memory and room for 2048 threads. Rung
+# 0's blocks have 64 threads, rung 1's 128. How many fit, and what refuses more?
 
 # %% slideshow={"slide_type": "fragment"}
 sizes = {"B": 1, "H": 32, "Hk": 32, "Nq": 4096, "Nk": 4096, "dtype": torch.float32}
@@ -988,18 +972,21 @@ for rung, D in (("scalar", 32), ("scalar", 64), ("scalar", 96), ("warp", 64)):
           f"limited by {fit.limited_by}, {fit.fraction:.1%} of the threads")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Registers are the limit, not shared memory. A multiprocessor hides one warp's wait by running another, and there are few. And
-# both rungs wait for K_j and V_j at every tile.
+# Registers are the limit. A multiprocessor hides one warp's wait by running another, and there are few; both rungs wait
+# for K_j and V_j at every tile.
 #
-# **Question 2: a thread or a warp for a row?** Rung 0 loads by fours; `registers` of stage 01 uses each number eight times. Rung 1
-# loads by fours and uses each number more than three times. Which is the fastest in float32, and which comes second?
+# **Question 2: a thread or a warp for a row?** Of `registers`, rung 0 and rung 1, which is the fastest in float32, and
+# which comes second?
 #
 # <details><summary>Answer</summary>
 #
-# By the numbers fetched (part 4) `registers` should win four to one over rung 0, and rung 1 three to one. By instructions
-# `registers` and rung 0 are even, and rung 1 fetches with the fewest. So expect both ahead of rung 0, by less than three to one.
+# By the numbers fetched (part 4) `registers` should win four to one over rung 0, rung 1 three to one. By instructions
+# `registers` and rung 0 are even, rung 1 needs the fewest. So expect both ahead of rung 0, by less than three to one.
 #
 # </details>
+#
+# The figure is float32. Given bf16, rung 1 still computes in float32; FlashAttention-2's own code uses tensor cores,
+# the next notebook's subject.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 found = measured_rows("fp32", (*STAGE_01, "fwd_0_scalar", "fwd_1_warp"), "sdpa-efficient")
@@ -1020,17 +1007,12 @@ if in_each:
           f"{in_each[0]:.3g} to {in_each[-1]:.3g} TFLOP/s, so that they can be compared.")
 speeds(found)
 
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Given bf16, rung 1 still computes in float32 on the ordinary units. FlashAttention-2's own code computes on tensor cores. They
-# are the subject of the next notebook.
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - Rows can be shared out freely; a row's keys can, among those who agree on m first. Eight lanes do so with three shuffles.
-# - The .cu text is one; NVRTC makes a cubin of it for any architecture, g++ runs it thread by thread on a CPU.
-# - Registers are lost to too many numbers, to an index that is not constant, to a promise of blocks. Read registers, stack frame
-#   and spills together.
+# - Rows can be shared out freely, and a row's keys among those who agree on m: eight lanes do, with three shuffles.
+# - NVRTC makes a cubin of a .cu file for any architecture; g++ runs it thread by thread on a CPU.
+# - Registers are lost to too many numbers, to an index that is not constant, to a promise of blocks.
 # - Use a number often once it is fetched: rung 1 fetches 0.31 for a multiply-add, rung 0 one.
 # - Barriers and shuffles stand where all come. What one order of threads hides another shows; some races none shows.
 #
@@ -1044,13 +1026,13 @@ speeds(found)
 #
 # **Go further**
 #
-# - ★ (15 minutes) Set rung 1's `STRIDE` to D, and count with `emulator.count_conflicts()` what a warp's loads of K then cost.
+# - ★ (15 minutes) Set rung 1's `STRIDE` to D, and count with `emulator.count_conflicts()` what a warp's loads of K then
+#   cost.
 # - ★★ (1 hour) Give rung 0 four sums in `scores` instead of one. Do the registers still suffice at D = 64? Does it pay?
-# - ★★★ (a weekend) Load the next K_j and V_j, into a second pair of arrays, while this tile is worked on. How many barriers are
-#   left?
+# - ★★★ (a weekend) Load the next K_j and V_j, into a second pair of arrays, while this tile is worked on. How many
+#   barriers are left?
 #
-# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); the head of
-# [emulator/cuda.h](../steps/step02_fa2_cuda/emulator/cuda.h).
+# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md).
 #
-# **Next:** [02b_fa2_cuda_tensor_cores.ipynb](02b_fa2_cuda_tensor_cores.ipynb), where a warp multiplies tiles in one
-# instruction; or the other direction first: [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb).
+# **Next:** [02b_fa2_cuda_tensor_cores.ipynb](02b_fa2_cuda_tensor_cores.ipynb): a warp multiplies tiles in one
+# instruction; or first the backward, [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb).

@@ -775,6 +775,8 @@ for says in mistakes:
 # By the counts: `ldmatrix` 6.6, `warp` 3.1, `fa2` 1.67, `mma` 1.27, `cp_async` 1. The measured order is below.
 #
 # </details>
+#
+# After the ladder, all rungs on part 2's roofline: open marks are ceilings by the count, full ones were measured.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 gains = {}
@@ -793,11 +795,6 @@ else:
     result = print("no rows yet of stage 02's ladder: on an H200, python -m steps bench",
                    "--plan fast, then --plan slow")
 result
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Counted and measured
-#
-# All rungs on part 2's roofline: open marks are ceilings by the count, full ones were measured.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")

@@ -930,8 +930,7 @@ line.""")
 # 4. With query tiles outside, what would a block own, and what would lie in its registers?
 # 5. Suppose rung 1 computed Sᵀ = K_j Q_iᵀ, each warp with its own keys. Which product could take its operand straight from
 #    registers? (Rung 2 does this.)
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
+#
 # **Go further**
 #
 # - ★ (15 minutes) Plant a `dq[e] +=` in rung 0 instead of the atomic addition. What does the emulation report, though it runs

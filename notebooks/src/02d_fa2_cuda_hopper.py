@@ -1032,8 +1032,7 @@ print("SKIP=0, foreseen", *(f"{foreseen(*at):+8.1%}" for at in settings))
 # 3. What does a third stage gain in part 3's ring, when a copy takes 3 clocks and its use 2? And 2 and 3?
 # 4. Suppose tiles began at multiples of 512 bytes. What would K's instruction 1 read?
 # 5. Why does `hopper` release K before O is there, and V after?
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
+#
 # **Go further**
 #
 # - ★ (15 minutes) Set `tile + step * 16` in `reads` to start 8 numbers further. Predict the picture, then draw it.

@@ -1102,8 +1102,7 @@ for D, causal in itertools.product((128, 64), (False, True)):
 # 3. Why may the tile of `fwd_1_tma` at D = 64 be larger than that of `fwd_0_fused`?
 # 4. Why is `i + row` right in `fwd_1_tma`, and wrong with roles?
 # 5. With 8 query heads a key head, how many programs write dK_j, and how many query tiles does each visit?
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
+#
 # ### Capstone: the forward from an empty file
 #
 # `my/03_capstone.py` begins with the signature of `attention` and nothing else. Each check also runs the steps before

@@ -1029,8 +1029,7 @@ print(f"a padded batch through nn.MultiheadAttention: at most {apart:.0e} apart"
 # | any feature of this notebook | `flash.py`, `flash_kernels.py`, `features.py`, `tiles.py`, in one folder |
 # | one query and many keys | `decode.py` |
 # | torch's function for a whole model | `steps.step03_triton.sdpa` |
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
+#
 # **Ask yourself**
 #
 # 1. transformers' Mistral has `sliding_window=4096`. Which `window` is that?

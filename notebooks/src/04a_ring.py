@@ -33,6 +33,7 @@ from unittest.mock import patch
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
+from IPython.display import display
 from reference import attention, cases, error
 from steps.bench import cost, rows
 from steps.bench.plots import COLOURS, GREYS, INK, style
@@ -45,7 +46,6 @@ from steps.workbook import Blank, check, picture, show
 from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 
 torch.set_num_threads(1)  # the ranks below are threads or processes themselves
-style()
 print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -58,6 +58,7 @@ print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
 # - **Code:** `steps/step04_ring/`. **Tests:** `pytest tests/test_step04_ring.py`. **Symbols:** `reference/symbols.md`.
 
 # %% slideshow={"slide_type": "skip"}
+style()
 torch.set_printoptions(precision=2, sci_mode=False)
 RANK = (*COLOURS[:3], GREYS[1])  # a colour for each of four ranks
 WHITE = {"ha": "center", "va": "center", "color": "white"}  # text in the middle of a box
@@ -246,9 +247,7 @@ print("\n".join(four_ranks.run(lesson_1_hop.worker)))
 # the same cores as gloo's threads slows them down.)
 
 # %% slideshow={"slide_type": "fragment"}
-show("step04_ring/strategies/lesson_2_overlap", "attention")
-
-# %% slideshow={"slide_type": "fragment"}
+display(show("step04_ring/strategies/lesson_2_overlap", "attention"))
 with launch.Ranks(2) as ranks:
     ms = ranks.run(lesson_2_overlap.worker)[0]
 print(f"two blocks of 100 ms and a hop: in sequence {ms[False]:.0f} ms,", end=" ")

@@ -67,7 +67,7 @@ PLAIN = turned(FETCH, changed="nothing"), turned(RELAY, changed="nothing")
 WATCHED, UNWATCHED = turned(FETCH, watch=True), turned(FETCH, watch=False)
 ABLATIONS = (
     *PLAIN,
-    turned(FETCH, overlap=False), turned(FETCH, merge="eager"), turned(FETCH, persistent=True),
+    turned(FETCH, overlap=False), turned(FETCH, merge="eager"), turned(FETCH, persistent=False),
     turned(FETCH, deterministic=False), turned(FETCH, dkv="fp32"), turned(RELAY, persistent=True),
     turned(RELAY, block="stage 03"),
 )  # fmt: skip
@@ -144,7 +144,8 @@ def call_of(case, who, pass_):
         return partial(ring_variants.by_strategy, who.strategy, pass_, *shards, **options)
     options["transport"] = who.kernel.removeprefix("ring+")
     if "persistent" in how or "deterministic" in how:
-        options["block"] = Hopper(how.get("persistent", False), how.get("deterministic", True))
+        relay = options["transport"] == "relay"
+        options["block"] = Hopper(how.get("persistent", not relay), how.get("deterministic", True))
     if how.get("block") == "stage 03":
         from steps import step03_triton
 

@@ -32,7 +32,8 @@ LIMITS = {
 CHANGES = {
     "changed=nothing": "as it is", "overlap=False": "no overlap", "merge=eager": "merged by torch, not in one kernel",
     "dkv=fp32": "dK, dV sent in float32", "deterministic=False": "dQ summed in any order",
-    "persistent=True": "kernel persistent", "block=stage 03": "stage 03's block",
+    "persistent=False": "kernel not persistent", "persistent=True": "kernel persistent",
+    "block=stage 03": "stage 03's block",
     "watch=True": "8k, as it is", "watch=False": "8k, without watching threads",
 }  # fmt: skip
 

@@ -177,7 +177,11 @@ def delta_kernel(
     row, head, exists = i + tl.arange(0, Br), seq.queries.b.to(tl.int64) * H + h, i + tl.arange(0, Br) < seq.queries.N
     lse_i = tl.load(lse + head * total_q + seq.queries.start + row, mask=exists, other=0.0)
     delta, lse_2 = open_numbers(delta, None, stride, H, seq, Br, f), open_numbers(lse_2, None, stride, H, seq, Br, f)
-    tl.store(delta.x + head * stride + row, tl.sum(dO.to(tl.float32) * O, 1), mask=exists)
+    # A row lies in several lanes. Each of them adds up the whole row and stores the sum. The sums are equal to the bit
+    # if all products are rounded, as in fma(x, y, 0). With dO * O the compiler would fuse a lane's own products, and no
+    # others, into the additions.
+    products = tl.fma(dO.to(tl.float32), O.to(tl.float32), 0.0)
+    tl.store(delta.x + head * stride + row, tl.sum(products, 1), mask=exists)
     tl.store(lse_2.x + head * stride + row, in_base_2(lse_i, f), mask=exists)
 
 

@@ -14,9 +14,8 @@ import torch
 def default_block(q, *, tile=None, alone=True):
     """The block for queries like q. tile: whether the caller asked for tiles, which only stage 03's default rung has.
 
-    alone: whether the GPU's multiprocessors are all free for it. NCCL's kernels and barriers between GPUs need some. A
-    kernel that deals out its tiles beforehand, to one block a multiprocessor, waits for blocks that start late, and
-    gives no multiprocessor back before its end.
+    alone: whether the GPU's multiprocessors are all free for it. NCCL's kernels take some, and a kernel that deals out
+    its tiles beforehand to one block a multiprocessor then waits for the blocks that start late.
     """
     on_hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
     if on_hopper and tile is None and q.dtype in (torch.bfloat16, torch.float16):

@@ -5,4 +5,5 @@
     contracting_interpreter.py  lets Triton's interpreter round a product and a sum once, as compiled Triton does
     planted_mistakes.toml    mistakes that the workbook has to recognise
     sanitized_kernels.py     a command for a GPU: one kernel of stage 02 at small sizes, for NVIDIA's sanitizers
+    sanitized_triton.py      the same for the kernels of a file of stage 03
 """

@@ -21,8 +21,7 @@ class Team:
 
     S: the length of the whole sequence. Without it the ranks compare their arguments, which also adds up S.
     block: an object with the functions forward and backward of one block, by default the ring's,
-    or steps.step03_triton, which alone has a call for packed sequences (cu_seqlens) and one that divides the keys of
-    few queries (replicated) among the multiprocessors.
+    or for packed sequences (cu_seqlens) steps.step03_triton, which alone has a call for them.
     """
 
     def __init__(self, x, *, causal=False, layout="zigzag", S=None, group=None, block=None, **others):
@@ -38,7 +37,7 @@ class Team:
                 f"the {layout} shards of S = {self.layout.S} on {self.size} ranks have {expected} positions; "
                 f"got {sizes or x.shape[-2]}. Cut them with Layout(...).shard(x, rank)."
             )
-        if block is None and (others.get("cu_seqlens") is not None or others.get("replicated")):
+        if block is None and others.get("cu_seqlens") is not None:
             from steps import step03_triton as block  # imported only here, because it takes Triton
         self.block = block or default_block(x)
 
