@@ -924,8 +924,8 @@ def draw_costs():
     ax.set_title("flash.py on an H200: time with a feature to time without it")
     ax.legend(fontsize=8, loc="upper right")
     return picture(fig, """Bars of the time with each feature, as a multiple of the time
-without it, at D = 128 and 64, forward and backward. A window is compared with causal
-attention, packed sequences with the same sequences as a batch.""")
+without it, at D = 128 and 64, forward and, where measured, backward. A window is compared
+with causal attention, packed sequences with the same sequences as a batch.""")
 
 
 draw_costs() if times(128, "fwd") else print(NOTHING)

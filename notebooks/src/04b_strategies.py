@@ -509,8 +509,8 @@ print(ring_report.shown("speed", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Forward, zigzag, fetch: at 128k two GPUs are twice as fast as one. At 32k the efficiency is 0.85 (Hk = 32) and 0.90 (Hk = 8),
-# where `context_parallel` reaches 0.69 to 0.76. Forward + backward is poor, 0.70 and 0.57, and behind `context_parallel`, with
-# grouped heads far behind. Why? Change one thing at a time:
+# where `context_parallel` reaches 0.69 to 0.76. Forward + backward is behind `context_parallel`, with grouped heads far behind.
+# (Here and below it was measured with a block whose backward has become faster since.) Why? Change one thing at a time:
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_report.shown("changes", recorded))
@@ -564,8 +564,8 @@ print(ring_report.shown("predictions", recorded))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # The model's forward is 3 to 13 % too fast at 128k, 7 to 24 % at 32k, 18 to 38 % at 8k: it hides hops that were not hidden. At 8k,
-# Hk = 32, fetch's takes 0.18 ms (64 MiB) of the missing 0.25; it is not the host's time, as a CUDA graph changes little. In
-# forward + backward it does not know the price of the order: it says 24.6 ms at 32k, and 25.2 were measured without it.
+# Hk = 32, fetch's takes 0.18 ms (64 MiB) of the missing 0.25; it is not the host's time, as a CUDA graph changes little. Of
+# forward + backward it does not know the price of the order.
 #
 # So on two GPUs the ring is good at forwards, and pays dearly for a bit-equal backward. `python -m steps bench --plan ring-32k` measures on your GPUs.
 #
