@@ -345,6 +345,15 @@ def test_switches_change_the_time_alone(switches):
     assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
 
 
+@needs_compiler
+@pytest.mark.parametrize("switch", ["FEW_MASKS", "LONGEST_FIRST", "SECTIONS"])
+def test_switches_of_rung_fa2_change_the_time_alone(switch):
+    q, k, v, dout = random_inputs(1, 3, 1, 150, 150, 32, torch.bfloat16)
+    want = error.expected(q, k, v, dout, causal=True)
+    got = launch.forward(q, k, v, rung="fa2", causal=True, **{switch: 0})
+    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+
+
 FORWARDS, BACKWARDS = dict(blocks="forward"), dict(threads="reverse", blocks="reverse")
 SCHEDULES = FORWARDS, BACKWARDS, *(dict(threads="random", blocks="random", seed=seed) for seed in (1, 2, 3))
 

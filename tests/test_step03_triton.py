@@ -294,8 +294,8 @@ SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # what a block 
 FEW_BYTES = 40  # bytes of registers that a thread may spill
 # Kernels that spill more, and are faster so than with a smaller tile. Without tensor cores ("ieee") float32 wants large
 # tiles, and with them (float32) a product needs registers for two parts of each factor.
-SPILLS = {("fused", "ieee", 64): 3700, ("fused", "ieee", 128): 300, ("fused", "float32", 128): 60,
-          ("fused", "float32", 256): 560, ("fused", "bfloat16", 128): 220, ("fused", "float16", 128): 220,
+SPILLS = {("fused", "ieee", 64): 3700, ("fused", "ieee", 128): 300, ("fused", "float32", 128): 110,
+          ("fused", "bfloat16", 128): 220, ("fused", "float16", 128): 220,
           ("fused", "bfloat16", 256): 450, ("fused", "float16", 256): 450,
           ("tma", "bfloat16", 128): 100, ("tma", "float16", 128): 100, ("tma", "bfloat16", 256): 400}  # fmt: skip
 
@@ -333,8 +333,8 @@ def check_compiled(row):
         assert row["spilled"] <= limit, row
     if row["kernel"] == "delta_kernel" or row["capability"] < 80:
         return
-    if row["dtype"] == "float32":
-        assert row["wgmma.mma_async"] + row["mma.sync"] > 0, row
+    if row["dtype"] == "float32":  # Above head_dim 128 no tensor core multiplies it.
+        assert (row["wgmma.mma_async"] + row["mma.sync"] > 0) == (row["D"] <= 128), row
         return
     small = row["rung"] == "fused" and row["D"] > 128  # tiles with too few rows for wgmma, and no room to copy ahead
     if small:

@@ -91,7 +91,7 @@ PLANS = {
         Part(("hopper", "fa2"), _at(4096, 16384, D=(256,))),
         Part(("hopper", "fa2"), _at(4096), ("fwd", "bwd"), ("fp16",)),
     ),
-    "switches": (Part(("hopper",), _at(512, 4096, 16384), switches=True),),
+    "switches": (Part(("hopper", "fa2"), _at(512, 4096, 16384), switches=True),),
     "triton": (
         Part(("gluon", "tma", "roles", "fused"), stage="03"),
         Part(("tma", "fused"), passes=("bwd",), stage="03"),
@@ -152,10 +152,10 @@ def stem(module, prefix, word):
 
 
 def switched(candidate):
-    """fwd_8_hopper with one of its switches turned at a time, as candidates."""
+    """The rung's forward with one of its switches turned at a time, as candidates."""
     for name, values in switches((launch.HERE / f"{candidate.fwd_kernel}.cu").read_text()).items():
         for value in values:
-            turned = partial(launch.forward, rung="hopper", **{name: value})
+            turned = partial(launch.forward, rung=candidate.fwd_kernel.split("_", 2)[2], **{name: value})
             kernel = f"{candidate.fwd_kernel}:{name}={value}"
             yield replace(candidate, fwd_kernel=kernel, forward=turned, bwd_kernel=None, backward=None)
 

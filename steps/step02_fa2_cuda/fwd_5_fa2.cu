@@ -6,11 +6,14 @@
 //   - The exponentials move into the second product: P is computed for 16 keys at a time, while the tensor
 //     cores are busy with the 16 keys before.
 //   - The loop runs from the last key to the first. Only the first tiles that it visits, at the end of the
-//     keys or on the diagonal, need the mask; the others skip it.
+//     keys or on the diagonal, need the mask; the others skip it (FEW_MASKS).
 //   - A lane computes its addresses in the swizzled tiles once. All other addresses differ from these by
 //     constants, which are part of the instruction, so that no integer arithmetic is left among the `mma`.
 //   - If causal, the blocks with the most keys start first, so that none of them is still running when all
-//     others have ended. The heads are taken in sections whose K and V fit into the L2 cache.
+//     others have ended (LONGEST_FIRST). With all heads at a time their K and V would often not fit into the
+//     L2 cache. So the heads are taken in sections that fit (SECTIONS).
+//
+// The words in brackets are macros that switch an idea off.
 //
 // Br is 32 or a multiple of 64, Bc a multiple of 32, D <= 128, or 256 with Br = 64. Otherwise as rung 4.
 // Needs ptx.cuh.
@@ -21,6 +24,16 @@
 // Left out: what only Hopper has.
 // Bottleneck: `mma` reaches 2/3 of the speed of Hopper's tensor cores (rung 6).
 #include "ptx.cuh"
+
+#ifndef FEW_MASKS
+#define FEW_MASKS 1
+#endif
+#ifndef LONGEST_FIRST
+#define LONGEST_FIRST 1
+#endif
+#ifndef SECTIONS
+#define SECTIONS 1
+#endif
 
 static_assert((Br == 32 || Br % 64 == 0) && Bc % 32 == 0,
               "4 warps have whole tiles of 16 rows, and share a tile evenly");
@@ -212,11 +225,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
   // otherwise it is one head.
   int tiles = (Nq + Br - 1) / Br;
   int heads = gridDim.x / tiles;
-  int section = causal ? min(heads, max(1, (8 << 20) / D / Nk)) : 1;
+  int section = !causal ? 1 : SECTIONS ? min(heads, max(1, (8 << 20) / D / Nk)) : heads;
   int first_head = blockIdx.x / (tiles * section) * section;
   int n = blockIdx.x - first_head * tiles;       // the block's number in the section
   int width = min(section, heads - first_head);  // heads of this section: the last may have fewer
-  int tile = tiles - 1 - n / width;
+  int tile = LONGEST_FIRST ? tiles - 1 - n / width : n / width;
   int head = (first_head + n % width) % H;
   int batch = (first_head + n % width) / H;
   q += batch * q_batch + head * q_head + tile * Br * q_row;
@@ -259,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_forward(
     cp_async_commit();
     float S[M][Bc / 8][4];
     scores(S, Q_rows, K_rows);
-    if (j + Bc > min(Nk, diagonal)) mask(S, Nk - j, diagonal - j);
+    if (!FEW_MASKS || j + Bc > min(Nk, diagonal)) mask(S, Nk - j, diagonal - j);
     cp_async_wait<0>();
     __syncthreads();  // V_j is there, and no thread still reads K_j
     k += -Bc * k_row;

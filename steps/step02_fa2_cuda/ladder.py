@@ -200,11 +200,11 @@ def backward_tiles(D, Br, Bc):
 
 
 def dtype_macro(problem):
-    return {"T": MACRO_T[problem.dtype]}
+    return {"T": MACRO_T[problem.dtype], **dict(problem.switches)}
 
 
 def hopper_macros(problem):
-    return {"T": MACRO_T[problem.dtype], "CAUSAL": int(problem.causal), **dict(problem.switches)}
+    return dtype_macro(problem) | {"CAUSAL": int(problem.causal)}
 
 
 def backward_macros(problem):
