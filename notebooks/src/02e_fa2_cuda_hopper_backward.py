@@ -595,14 +595,13 @@ if not loads:
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 def draw_race():
-    settings = [x for x in SETTINGS if any((*x, N) in raced for N in LENGTHS)]
+    settings = [x for x in SETTINGS if all((*x, N) in raced for N in LENGTHS)]
     size = {"figsize": (9.4, 0.6 + len(settings) / 2), "sharey": True}
     fig, axes = plt.subplots(len(settings) // 4, 4, layout="constrained", **size)
     for n, (ax, (which, D, causal)) in enumerate(zip(axes.flat, settings, strict=True)):
         ours = {RACE[which]: (COLOURS[0], "o")}
         for name, (colour, marker) in (ours | THEIRS).items():
-            runs = [raced.get((which, D, causal, N), {}) for N in LENGTHS]
-            values = [run.get(name, math.nan) for run in runs]
+            values = [raced[which, D, causal, N].get(name) for N in LENGTHS]
             label = "ours (fwd_8, bwd_3)" if name in ours else name
             look = {"color": colour, "marker": marker, "label": None if n else label}
             ax.plot(LENGTHS, values, **look)
