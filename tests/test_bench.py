@@ -1723,6 +1723,7 @@ def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
 def test_what_runs_under_the_sanitizers_checks_its_results(monkeypatch):
     assert sanitized_kernels.check("fwd_0_scalar", N=40, head_dims=(64, 128)) == 2  # scalar takes no head_dim 128
     assert sanitized_kernels.check("fwd_0_scalar", planted=True, N=40, head_dims=(64,)) == 0
+    assert sanitized_kernels.check("bwd_3_hopper", N=40, head_dims=(64,)) == 4  # dq is added in a fixed order, too
     assert sanitized_kernels.tma_store() == 1
     monkeypatch.setattr(error, "failures", lambda got, want: {"out": (1.0, 0.1)} if list(got) == ["out", "lse"] else {})
     with pytest.raises(AssertionError, match="fwd_0_scalar, D=64, causal=False"):

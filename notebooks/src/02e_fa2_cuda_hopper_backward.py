@@ -375,12 +375,12 @@ for D in TILES:
     print(f"    foreseen x {roofs['hopper', D] / roofs['wgmma', D]:.2f}, measured {gained}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Shared memory no longer bounds the step alone. But the tensor cores rest while both warpgroups compute their softmax at a
-# time. So `bwd_3` also starts dV_j before the barrier: it needs only what its own warpgroup has.
+# Products and shared memory are at least level now. But the tensor cores rest while both warpgroups compute their softmax at
+# the same time. So `bwd_3` also starts dV_j before the barrier: it needs only what its own warpgroup has.
 #
 # **A fixed order.** The blocks add to dq as they come, and sums of float32 depend on the order. If DETERMINISTIC, they
 # take turns, in the order of their keys. The lanes leave their part of dQ_i in shared memory, one lane waits for the turn, and
-# the copy engine adds (`bulk_add`).
+# the copy engine adds (`bulk_add`). dV_j then starts later, to cover the wait.
 
 # %% slideshow={"slide_type": "subslide"}
 turns = "__device__ void add_dQ_in_turn", "// Stores dK or dV"
@@ -542,7 +542,7 @@ for D, (Br, Bc) in TILES.items():
 # <details><summary>Answer</summary>
 #
 # Forward ours is a little ahead at D = 64 and N = 4096, and 1 to 5 % behind elsewhere; under load (02d) 2 to 8 %. There both
-# draw about 700 W, so who takes more joules is slower. The backward is shown where `bwd_3` as it is has been measured.
+# draw about 700 W, so who takes more joules is slower. The backward is shown where the present `bwd_3` has been measured.
 # What theirs does that ours does not is in part 8.
 #
 # </details>
@@ -596,9 +596,9 @@ if not loads:
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 def draw_race():
     settings = [x for x in SETTINGS if all((*x, N) in raced for N in LENGTHS)]
-    size = {"figsize": (9.4, 0.6 + len(settings) / 2), "sharey": True}
-    fig, axes = plt.subplots(len(settings) // 4, 4, layout="constrained", **size)
-    for n, (ax, (which, D, causal)) in enumerate(zip(axes.flat, settings, strict=True)):
+    size = {"figsize": (9.4, 0.6 + 2 * -(-len(settings) // 4)), "sharey": True}
+    fig, axes = plt.subplots(-(-len(settings) // 4), 4, layout="constrained", **size)
+    for n, (ax, (which, D, causal)) in enumerate(zip(axes.flat, settings, strict=False)):
         ours = {RACE[which]: (COLOURS[0], "o")}
         for name, (colour, marker) in (ours | THEIRS).items():
             values = [raced[which, D, causal, N].get(name) for N in LENGTHS]
@@ -775,16 +775,15 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Open problems with known prizes
 #
-# The prize of the first five is the distance to FlashAttention-4 in part 7; its Hopper backward does all of them.
+# The prize of the first five is the distance to FlashAttention-4 in part 7; its Hopper backward does them.
 # *Slower*: tried, and slower at most sizes, measured in turn with the kernel as it was then.
 #
 # 1. **A producer warp**, with barriers of its own for Q_i with lse and for dO_i with delta; K_j comes with the first Q_i. Without
 #    K_j in registers: no faster at D = 128, slower at D = 64. With it there are not enough registers.
-# 2. **A warp that sends dQ_i**, so that no consumer waits for the copy engine. Not tried.
+# 2. **A warp that sends dQ_i**, so that no consumer waits for the additions. Not tried.
 # 3. **80 queries a tile, and dQ_iᵀ instead of dQ_i**: wider products read less (the lines below). Faster only at N = 16384, and
 #    without K_j in registers, for which there is then no room.
-# 4. **lse and delta read before Sᵀ is there**: slower. **dQ_i one step later**, so that tensor cores compute it beside the
-#    exponentials: slower.
+# 4. **lse and delta read before Sᵀ is there**: slower. (So was, of our own, dQ_i one step later, beside the exponentials.)
 # 5. **The three kernels overlapped** by programmatic dependent launch. Not tried.
 # 6. **D = 96, 192 and 256**: there the backward is still `bwd_1`.
 # 7. **The forward at D = 64**, where exponentials take as long as products: a polynomial for a part of them. Not tried.

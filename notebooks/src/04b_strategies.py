@@ -516,10 +516,10 @@ print(ring_report.shown("speed", recorded))
 print(ring_report.shown("changes", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The ring's blocks add to dQ in a fixed order, so that dq is bit-equal from run to run. In any order, as the one GPU above adds,
-# the call takes 25.2 ms, not 35.2: the order costs 40 %. The kernel's code suggests why. All blocks of a head start at the
-# same queries, and block t can add to these only a step after block t - 1: the last of the some 130 that run at one time
-# begins 130 steps late, of 256. (Grouped heads were not taken apart.)
+# The ring's blocks add to dQ in a fixed order, so that dq is bit-equal from run to run. In any order, as the one GPU adds, the
+# call took 25.2 ms, not 35.2: with the former kernel the order cost 40 %. Its code suggests why. All blocks of a head started
+# at the same queries, and block t could add to these only a step after block t - 1. (Today's kernel deals the blocks to several
+# heads. Grouped heads were not taken apart.)
 #
 # Merging by torch costs 18 % of the forward, float32 dK and dV 3 %. A persistent kernel is wrong for relay (22 %); even over
 # fetch, where it is the default, the other one is 5 to 8 % faster. And without overlap a forward takes only 3 % longer. Is the

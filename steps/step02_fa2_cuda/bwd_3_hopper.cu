@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Rung 3, "hopper": K_j stays in registers, dV starts before the warpgroups meet, dq can be added in order.
+// Rung 3, "hopper": K_j stays in registers, dV starts before the warpgroups meet; or dq is added in order.
 //
 // In rung 2 S^T, dP^T and dQ_i read both operands from shared memory. At D = 128 these are all the bytes that
 // it can deliver in a clock. But wgmma also takes its first operand from registers. S^T needs the same rows
@@ -7,12 +7,13 @@
 // there are registers for V_j, too.
 //
 // dQ_i needs dS^T of both warpgroups, which meet at a barrier before it. dV_j += P^T dO_i needs only what its
-// own warpgroup has computed. So it starts before the barrier, and the tensor cores have work meanwhile.
+// own warpgroup has computed. So it starts before the barrier, and the tensor cores have work meanwhile. (Not
+// if DETERMINISTIC: then it covers the wait for the turn.)
 //
 // If DETERMINISTIC, the blocks add to each dQ_i one after the other, in the order of their keys, and dq, too,
 // is bit-equal from run to run. The lanes leave the warp's part of dQ_i in shared memory. One lane waits
-// until the blocks before have added theirs, and then the copy engine adds the part (bulk_add). Otherwise the
-// algorithm is that of rung 2.
+// until the blocks before have added theirs, and then the copy engine adds the part (bulk_add). In all else
+// the algorithm is that of rung 2.
 //
 // Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, DETERMINISTIC and
 // HEADS_APART (0 or 1). sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
@@ -20,9 +21,9 @@
 // with grid B * parts * ceil(Nk / Bc), block 256,
 // 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * Br * D + 16 * Br + 40 bytes of dynamic shared memory.
 // Spill budget: 0 bytes.
-// Left out, because it was slower: a producer with a warp of its own, as in the forward's rung 7; to compute
-// dQ_i one step later, beside the exponentials; the copy engine's additions where any order will do.
-// Bottleneck: the tensor cores wait while dS^T is computed, because both warpgroups do that at a time.
+// Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; the copy engine's
+// additions where any order will do. A producer with a warp of its own would need too many registers.
+// Bottleneck: the tensor cores wait while dS^T is computed, because both warpgroups do that at the same time.
 #include "ptx.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -30,7 +31,7 @@ constexpr int STAGES = 2;  // buffers for Q, dO, lse and delta of a tile of quer
 constexpr int WARPS = 8;
 constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
 constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
-constexpr int SECTION = 4;                   // heads whose blocks take turns, if DETERMINISTIC
+constexpr int SECTION = 4;                   // heads that are dealt with together, if DETERMINISTIC
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
               "each warpgroup computes 64 x 64 of dQ_i");
 
@@ -285,9 +286,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int own = HEADS_APART ? 1 : group;  // query heads that a block takes
   int parts = H / own;                // of dK and dV
   if (DETERMINISTIC) {
-    // The blocks of a head add to a tile of dq one after the other, so that each begins a part of a step
-    // after the one before. If the blocks that run at a time were all of one head, the last of them would
-    // begin late. They are therefore dealt to SECTION heads in turn.
+    // The blocks of a head add to a tile of dq one after the other, so that each runs a fraction of a step
+    // behind the one before. If the blocks that run at the same time were all of one head, the last of them
+    // would begin late. They are therefore dealt to SECTION heads, one block to each and then again.
     int first_head = number[0] / (SECTION * tiles) * SECTION;
     int heads = min(SECTION, int(gridDim.x) / tiles - first_head);
     int n = number[0] - first_head * tiles;
@@ -378,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     if (threadIdx.x == 0 && step + 1 < steps) load_queries((step + 1) % STAGES, head, i);
 
     start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
-    if (DETERMINISTIC) start_product(dV, P, dO_i);  // behind dQ_i, which then has more time to wait
+    if (DETERMINISTIC) start_product(dV, P, dO_i);  // after dQ_i: two products cover the wait
     start_product(dK, dS, Q_i);                     // dK_j += dS^T Q_i
     wgmma_wait<DETERMINISTIC ? 2 : 1>();            // dQ_i is there
     if (DETERMINISTIC) {

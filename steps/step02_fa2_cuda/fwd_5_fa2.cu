@@ -13,7 +13,7 @@
 //     others have ended (LONGEST_FIRST). With all heads at a time their K and V would often not fit into the
 //     L2 cache. So the heads are taken in sections that fit (SECTIONS).
 //
-// The words in brackets are macros that switch an idea off.
+// A macro in brackets, set to 0, switches its idea off.
 //
 // Br is 32 or a multiple of 64, Bc a multiple of 32, D <= 128, or 256 with Br = 64. Otherwise as rung 4.
 // Needs ptx.cuh.

@@ -199,12 +199,12 @@ def backward_tiles(D, Br, Bc):
     return 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * 4 * Br
 
 
-def dtype_macro(problem):
+def forward_macros(problem):
     return {"T": MACRO_T[problem.dtype], **dict(problem.switches)}
 
 
 def hopper_macros(problem):
-    return dtype_macro(problem) | {"CAUSAL": int(problem.causal)}
+    return forward_macros(problem) | {"CAUSAL": int(problem.causal)}
 
 
 def backward_macros(problem):
@@ -234,7 +234,7 @@ FA2_BACKWARD_SMALLEST = same((32, 32), FA2_BACKWARD)
 
 # What rows have in common.
 WARPS_OF_MMA = dict(
-    threads=warps_of_16_rows, loads="16 bytes", macros=dtype_macro,
+    threads=warps_of_16_rows, loads="16 bytes", macros=forward_macros,
     choices=((64, 64), (32, 64), (64, 32)), emulated_choices=((64, 64),),
 )  # fmt: skip
 ON_HOPPER = dict(needs=HOPPER, loads="tma")

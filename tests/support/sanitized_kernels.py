@@ -11,6 +11,7 @@ blocks, so that each block computes several tiles.
 """
 
 import contextlib
+import itertools
 import re
 import shutil
 import sys
@@ -77,31 +78,36 @@ def inputs(D, dtype, N):
     return [torch.randn(1, heads, N, D, generator=generator).to(dtype) for heads in (2, 1, 1, 2)]
 
 
-def results(row, q, k, v, dout, causal):
+def results(row, q, k, v, dout, causal, deterministic):
     """{name: tensor}: the results of the row's kernel; a backward's are those for what the rung's forward returns."""
     with mock.patch.object(launch, "processors", lambda device: 3):
         out, lse = launch.forward(q, k, v, rung=row.word, causal=causal)
         if row in ladder.ROWS:
             return {"out": out, "lse": lse}
         assert ladder.backward_row(row.word, q.dtype, q.shape[-1]) is row
-        gradients = launch.backward(dout, q, k, v, out, lse, rung=row.word, causal=causal)
+        options = dict(rung=row.word, causal=causal, deterministic=deterministic)
+        gradients = launch.backward(dout, q, k, v, out, lse, **options)
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
 def check(kernel, planted=False, N=261, head_dims=(64, 128)):
-    """Runs the kernel with these head_dims, causal and not; how many runs were right, or 0 with a planted race."""
+    """Runs the kernel with these head_dims, causal and not, a backward also with dq in a fixed order where it can.
+
+    Returns how many runs were right, or 0 with a planted race.
+    """
     (row,) = (row for row in (*ladder.ROWS, *ladder.BACKWARD_ROWS) if row.file == f"{kernel}.cu")
     dtype = row.dtypes[0]
+    orders = (False, True) if row in ladder.BACKWARD_ROWS and row.deterministic else (False,)
     passed = 0
     with planted_race(kernel) if planted else contextlib.nullcontext():
         for D in [D for D in head_dims if D in row.head_dims]:
-            for causal in (False, True):
+            for causal, ordered in itertools.product((False, True), orders):
                 on_cpu = inputs(D, dtype, N)
-                got = results(row, *(x.to(engine.device) for x in on_cpu), causal)
+                got = results(row, *(x.to(engine.device) for x in on_cpu), causal, ordered)
                 got = {name: x.cpu() for name, x in got.items()}
                 if not planted:
                     bad = error.failures(got, error.expected(*on_cpu, causal=causal))
-                    assert not bad, f"{kernel}, D={D}, causal={causal}: {bad}"
+                    assert not bad, f"{kernel}, D={D}, causal={causal}, in order: {ordered}: {bad}"
                     passed += 1
     return passed
 
