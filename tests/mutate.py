@@ -39,7 +39,7 @@ PAIRS = (
 ALIKE = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 # What tests without a GPU do not see. Gluon is only compiled.
 NOT_RUN_HERE = {"__init__.py", "nvrtc.py", "ptx.cuh", "fwd_3_gluon.py", "demo.py"}
-HOST_TESTS = {"02": "test_launch.py"}  # a stage's tests beside its test_stepNN file
+HOST_TESTS = {"02": ("test_launch.py", "test_cache.py")}  # a stage's tests beside its test_stepNN file
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def sample(stage, count, seed):
 
 def notices(tree, stage, limit):
     """Whether the stage's tests fail in this copy. A run that does not end in `limit` seconds has failed."""
-    names = HOST_TESTS.get(stage, f"test_step{stage}_*.py"), f"test_step{stage}_*.py"
+    names = *HOST_TESTS.get(stage, ()), f"test_step{stage}_*.py"
     tests = dict.fromkeys(str(path) for name in names for path in (tree / "tests").glob(name))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not compile", *tests]
     environment = os.environ | {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(tree.parent / "cache")}
