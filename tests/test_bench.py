@@ -633,12 +633,16 @@ def test_switches_are_the_macros_that_are_0_or_1_or_an_expression_unless_defined
     shapes = "#ifndef A\n#define A 1\n", "#ifndef B  // why\n#define B 0\n", "#ifndef N\n#define N 2\n"
     text = "#endif\n".join([*shapes, "#ifndef WIDE\n#define WIDE (D > 1)\n"])
     assert plans.switches(text) == {"A": (0,), "B": (1,), "WIDE": (0, 1)}
-    turned = list(plans.switched(candidate(stage="02_fa2_cuda", fwd_kernel="fwd_8_hopper")))
-    assert {"fwd_8_hopper:PINGPONG=0", "fwd_8_hopper:LAZY=0", "fwd_8_hopper:LAZY=1"} <= {c.fwd_kernel for c in turned}
-    for c in turned:
-        ((name, value),) = re.findall(r"(\w+)=(\d)", c.fwd_kernel)
-        assert c.forward.keywords == {"rung": "hopper", name: int(value)} and c.backward is None
-        assert fingerprint.row_hash(of_02(c.fwd_kernel)) not in (None, fingerprint.row_hash(of_02("fwd_8_hopper")))
+    some = {"fwd_8_hopper": ("PINGPONG=0", "LAZY=0", "LAZY=1"), "fwd_5_fa2": ("FEW_MASKS=0", "SECTIONS=0")}
+    for kernel, wanted in some.items():
+        rung = kernel.split("_")[-1]
+        (whole,) = plans.entrants("02", rung)
+        turned = list(plans.switched(whole))
+        assert {f"{kernel}:{one}" for one in wanted} <= {c.fwd_kernel for c in turned}
+        for c in turned:
+            ((name, value),) = re.findall(r"(\w+)=(\d)", c.fwd_kernel)
+            assert c.forward.keywords == {"rung": rung, name: int(value)} and c.backward is None
+            assert fingerprint.row_hash(of_02(c.fwd_kernel)) not in (None, fingerprint.row_hash(of_02(kernel)))
 
 
 @pytest.mark.skipif(bool(catalogue.unavailable("02")), reason="stage 02 cannot run here")

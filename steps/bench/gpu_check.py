@@ -97,7 +97,7 @@ LISTED = {
         f"^Error: Race reported between {_ACCESS}(?: and {_ACCESS})+$",
         "Through shared memory Triton tells each warp which function to run, and hands it values. In the PTX, barrier "
         "1 stands between each of these stores and each load, and all 384 threads wait for it. It is not known why "
-        "racecheck does not see that. Compute Sanitizer's release notes tell of false reports on Hopper until 2026.1.",
+        "racecheck does not see that.",
     ),
     "initcheck": (
         (

@@ -155,7 +155,7 @@ def switched(candidate):
     """The rung's forward with one of its switches turned at a time, as candidates."""
     for name, values in switches((launch.HERE / f"{candidate.fwd_kernel}.cu").read_text()).items():
         for value in values:
-            turned = partial(launch.forward, rung=candidate.fwd_kernel.split("_", 2)[2], **{name: value})
+            turned = partial(candidate.forward, **{name: value})
             kernel = f"{candidate.fwd_kernel}:{name}={value}"
             yield replace(candidate, fwd_kernel=kernel, forward=turned, bwd_kernel=None, backward=None)
 
