@@ -624,7 +624,7 @@ draw_race() if raced else print("no runs: python -m steps bench --plan fast; --p
 # ### Grouped heads
 #
 # One K/V head for 8 query heads, N = 4096: with a block for 128 keys of each K/V head most SMs would idle. So a block takes one
-# query head alone (HEADS_APART), and dk and dv are added up afterwards. What was measured of the kernels as they are:
+# query head alone (HEADS_APART), and dk and dv are added up afterwards. As far as measured:
 
 # %% slideshow={"slide_type": "fragment"}
 blocks = 4096 // 128
