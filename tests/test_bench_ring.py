@@ -1,11 +1,14 @@
 """The plan `ring` on the CPU: its tasks in two real ranks over gloo, what only a GPU has replaced by stand-ins."""
 
 import contextlib
+import importlib
 import itertools
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import steps
+from reference import error
 from steps import engine
 from steps.__main__ import app
 from steps.bench import (
@@ -31,7 +35,7 @@ from steps.bench import (
     timing,
 )
 from steps.bench.ring_calls import FETCH, GRAPH, ONE, PEERS, QUERY_PARALLEL, RELAY, STAR, STRATEGIES, ULYSSES, turned
-from steps.step04_ring import Layout, comm, entry, launch, simulate, watch
+from steps.step04_ring import Layout, comm, entry, launch, merge, simulate, watch
 from steps.step04_ring.strategies import account, team
 from steps.workbook.case_on_ranks import PlainBlock
 
@@ -60,6 +64,18 @@ OF_02 = SimpleNamespace(
     forward=lambda q, k, v, rung, causal: PlainBlock.forward(q, k, v, causal=causal),
     backward=lambda *tensors, rung, causal: PlainBlock.backward(*tensors, causal=causal),
 )
+
+
+class Carrying(PlainBlock):
+    """Stands in for stage 03, whose forward also adds to the out and lse of other keys."""
+
+    @staticmethod
+    def forward(q, k, v, *, out=None, lse=None, **options):
+        part = PlainBlock.forward(q, k, v, **options)
+        if out is None:
+            return part
+        merge.merge(out, lse, *part)
+        return out, lse
 
 
 class Graph:
@@ -101,7 +117,7 @@ def in_rank(task, *args):
         ring_calls.LAST, watch.PERIOD = 8, 0.05
         ring_calls.kernels, ring_calls.Hopper = OF_02, lambda persistent, deterministic: PlainBlock
         entry.default_block = team.default_block = lambda *q, **how: PlainBlock
-        steps.step03_triton = PlainBlock
+        steps.step03_triton = Carrying
         torch.cuda.CUDAGraph, torch.cuda.graph = Graph, lambda graph, capture_error_mode: contextlib.nullcontext()
         torch.cuda.synchronize = torch.cuda.reset_peak_memory_stats = lambda *device: None
         torch.cuda.memory_allocated, torch.cuda.max_memory_allocated = lambda: 100, lambda: 1100
@@ -229,10 +245,11 @@ def test_changed_parts_of_the_ring_in_two_ranks(fewer, monkeypatch):
     lines = {(line[1], line[2]): line[3:] for line in ring_report.changes(found)[1:]}
     assert len(lines) == len(ring_calls.ABLATIONS) + 2 and lines["fetch", "as it is"][0].endswith("(1.000)")
     assert lines["fetch", "dQ summed in any order"][0] == "–" and lines["fetch", "no overlap"][0] != "–"
+    assert lines["fetch", "stage 03's block, sum carried in it"][1] == "–" != lines["fetch", "stage 03's block"][1]
     by_option = {ring_report.changed(row): row for row in found if row["pass"] == "fwd+bwd"}
     kv = 2 * 2 * 24 * 64 * 2
     wide, usual = by_option["dkv=fp32"], by_option["changed=nothing"]
-    assert wide["sent_bytes"] - 48 == 3 * kv and by_option["block=stage 03"]["kernel"] == "ring+relay"
+    assert wide["sent_bytes"] - 48 == 3 * kv and ("relay", "stage 03's block") in lines
     assert usual["kernel"] == "ring+relay" and usual["sent_bytes"] - 48 == 4 * kv  # the later of two; float32, too
 
 
@@ -389,6 +406,48 @@ def results(case, who):
     found = [x.float().numpy() for x in ring_calls.call_of(case, who, "fwd+bwd")()]
     ring_calls.forget()
     return found
+
+
+def test_the_forward_s_kernel_is_persistent_only_where_an_ablation_asks_for_it(fewer):
+    for asked in OnCpu().run(asked_of_hopper, SMALL):
+        assert asked == [("ring+fetch", True, True), ("ring+fetch", False, False), ("ring+relay", True, True)]
+
+
+def asked_of_hopper(case):
+    """With what stage 02's block is made for the ablations: [(kernel, persistent, deterministic)]."""
+    made, usual = [], ring_calls.Hopper
+    for who in ring_calls.ABLATIONS:
+        ring_calls.Hopper = lambda *how, who=who: made.append((who.kernel, *how)) or PlainBlock
+        ring_calls.call_of(case, who, "fwd")
+    ring_calls.forget()
+    ring_calls.Hopper = usual
+    return made
+
+
+@pytest.mark.parametrize("transport", ["relay", "fetch"])
+def test_a_sum_carried_in_the_kernel_is_attention(fewer, transport):
+    """With stage 03's own kernel: float32 within the reference's tolerance, and no result is merged behind it."""
+    assert OnCpu().run(carried, transport) == [[]] * 2
+
+
+def carried(transport):
+    """What is wrong in this rank."""
+    block, rank, wrong = importlib.import_module("steps.step03_triton"), dist.get_rank(), []
+    call = partial(ring_variants.instead, *ring_variants.CHANGES["merge", "carried"])
+    no_merge = patch.object(merge, "merge", side_effect=AssertionError("a result was merged"))
+    cases = ((37, "zigzag", True), (37, "zigzag", False), (22, "contiguous", True), (1, "zigzag", True))
+    for S, layout, causal in cases:
+        q, k, v = (torch.randn(1, h, S, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+        want, whole = error.expected(q, k, v, q, causal=causal, scale=0.3), Layout(layout, S, 2)
+        shards = [whole.shard(x, rank) for x in (q, k, v)]
+        how = dict(causal=causal, scale=0.3, layout=layout, S=S, transport=transport, block=block)
+        with no_merge:
+            got = call(lambda shards=shards, how=how: entry.forward(*shards, **how))
+        for name, x in zip(("out", "lse"), got, strict=True):
+            distance = (x.double() - whole.shard(want.value[name], rank, dim=2)).abs()
+            if not bool((distance <= want.tolerance[name]).all()):
+                wrong.append((S, layout, causal, name, distance.max().item()))
+    return wrong
 
 
 def test_without_watching_nothing_is_noted_and_the_threads_rest(fewer):
@@ -606,8 +665,8 @@ def test_all_that_is_compiled_ahead_is_called(monkeypatch):
     class Block:
         @staticmethod
         def forward(q, k, v, **options):
-            called.append(("forward", q.shape[1], q.shape[2], options["causal"]))
-            return PlainBlock.forward(q, k, v, **options)
+            called.append(("carried" if "out" in options else "forward", q.shape[1], q.shape[2], options["causal"]))
+            return Carrying.forward(q, k, v, **options)
 
         @staticmethod
         def backward(*tensors, **options):
@@ -622,7 +681,8 @@ def test_all_that_is_compiled_ahead_is_called(monkeypatch):
         part.compile(*job)
     heads = [("forward", 8), ("backward", 8), ("forward", 32), ("backward", 32)]
     assert called[:8] == [(*one, 256, True) for one in heads * 2]
-    assert called[8:] == [(*one, 256, False) for one in heads] + [("forward", h, 1, False) for h in (8, 32)]
+    carrying = [(name, h) for h in (8, 32) for name in ("forward", "carried", "backward")]
+    assert called[8:] == [(*one, 256, False) for one in carrying] + [("forward", h, 1, False) for h in (8, 32)]
 
 
 def test_memory_of_a_backward_by_hand():
@@ -744,9 +804,27 @@ def test_the_tables_of_changes_trace_and_hops():
         ring_report.changed(made(LARGE, who, 1.0))
         for who in (*ring_calls.ABLATIONS, ring_calls.WATCHED, ring_calls.UNWATCHED)
     }
-    assert every == set(ring_report.CHANGES) and {ring_report.who(made(LARGE, one, 1.0)) for one in STRATEGIES} == set(
-        ring_report.LIMITS
-    )
+    former = {"persistent=False"}  # in the rows of a run in which fetch's kernel was persistent
+    assert every == set(ring_report.CHANGES) - former
+    assert {ring_report.who(made(LARGE, one, 1.0)) for one in STRATEGIES} == set(ring_report.LIMITS)
+
+
+def test_rows_of_the_persistent_kernel_say_so():
+    """Of a run in which it was the default over fetch, and could be turned off; and of one in which it is not."""
+    changes = [dict(changed="nothing"), dict(overlap=False), dict(persistent=False), dict(block="stage 03")]
+    rows = [made(LARGE, turned(FETCH, **change), 4.0 + n) for n, change in enumerate(changes)]
+    rows += [made(LARGE, turned(RELAY, changed="nothing"), 8.0), made(LARGE, turned(RELAY, persistent=True), 9.0)]
+    assert [line[1:4] for line in ring_report.changes(rows)[1:]] == [
+        ["fetch", "as it is, kernel persistent", "4 (1.000)"],
+        ["fetch", "no overlap, kernel persistent", "5 (1.250)"],
+        ["fetch", "kernel not persistent", "6 (1.500)"], ["fetch", "stage 03's block", "7 (1.750)"],
+        ["relay", "as it is", "8 (1.000)"], ["relay", "kernel persistent", "9 (1.125)"],
+    ]  # fmt: skip
+    later = [made(LARGE, turned(FETCH, changed="nothing"), 3.0, run="r2") for _ in range(9)]
+    later += [made(LARGE, turned(FETCH, persistent=True), 3.3, run="r2")]
+    assert [line[2:4] for line in ring_report.changes(rows + later)[1:]] == [
+        ["as it is", "3 (1.000)"], ["kernel persistent", "3.3 (1.100)"],
+    ]  # fmt: skip
 
 
 def test_tables_stand_in_readme_and_in_the_notebook():

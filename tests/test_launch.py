@@ -339,12 +339,25 @@ def test_a_tile_fits_into_the_shared_memory():
         assert all(row.shared_bytes(D, *tile) <= 227 * 1024 for D, tile in row.tiles[0].items()), row.file  # H100
 
 
-def test_a_section_of_heads_keeps_half_of_the_blocks_busy():
-    """So that two blocks at a time share the keys of a head in the L2 cache."""
+def test_a_section_of_a_persistent_kernel_has_half_as_many_heads_as_there_are_blocks():
     q = torch.zeros(2, 8, 400, 64).bfloat16()
     problem = launch.problem_of(ladder.FORWARD["hopper"], q, q, causal=True)
     (work,) = launch.forward_works(replace(problem, processors=132), {})
     assert [x.value for x in work.arguments[-2:]] == [3 * 16, 66] and work.grid == 48
+
+
+@pytest.mark.parametrize("Nk, D, Hk, blocks, section", [
+    (16383, 64, 32, 132, 66), (16384, 64, 32, 86 * 32, 8), (16384, 128, 16, 128 * 16, 4), (16384, 128, 4, 128 * 16, 16),
+    (2**21, 128, 16, 2**14 * 16, 1),
+])  # fmt: skip
+def test_with_many_keys_a_block_has_one_tile_and_a_section_fits_into_the_cache(Nk, D, Hk, blocks, section):
+    q, k = (torch.empty(1, heads, Nk, D, dtype=torch.bfloat16, device="meta") for heads in (2048 // D, Hk))
+    problem = launch.problem_of(ladder.FORWARD["hopper"], q.to("meta"), k, causal=True)
+    (work,) = launch.forward_works(replace(problem, processors=132), {})
+    assert work.grid == blocks and work.arguments[-1].value == section
+    assert work.macros.get("PERSISTENT", 1) == (Nk < 16384)
+    (switched,) = launch.forward_works(replace(problem, processors=132, switches=(("PERSISTENT", 1),)), {})
+    assert switched.grid == 132 and switched.macros["PERSISTENT"] == 1
 
 
 @on_cpu

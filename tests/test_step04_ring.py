@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 import steps.step04_ring as step04
 from reference import attention, cases, error
 from steps import engine, step00_naive
-from steps.step04_ring import Layout, block, fetch, launch, merge_kernels, relay, side
+from steps.step04_ring import Layout, block, entry, fetch, launch, merge_kernels, relay, side
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
 from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
@@ -339,6 +340,74 @@ def test_stage_02_s_backward_on_slices(first, n):
         dq = hopper.dq(sums).cpu().double()
         torch.testing.assert_close(dq, total, rtol=0.02, atol=0.02 * total.abs().max().item())
     assert torch.equal(lse, before), "an input was overwritten"
+
+
+@pytest.mark.parametrize("N", [1, 2, 4])
+def test_a_forward_s_kernel_is_persistent_only_where_no_other_rank_shares_the_work(N):
+    if N == 1:
+        assert asked_for(None) == [True]
+    for transport in ("relay", "fetch") if N > 1 and engine.name == "cpu" else ():
+        found = on_ranks(asked_for, transport, tuple(range(N)))
+        assert found == [[False]] * N + [[]] * (4 - N), transport
+    assert block.Hopper(True).switches == {} and block.Hopper(False).switches == {"PERSISTENT": 0}
+
+
+def asked_for(transport, members=()):
+    """What default_block is told of the GPU in a forward: [alone]."""
+    told, group = [], group_of(members) if members else None
+    if members and dist.get_rank() not in members:
+        return told
+    x = torch.zeros(1, 1, 4, 8, device=engine.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry, "default_block", lambda q, tile, alone: told.append(alone) or PlainBlock)
+        patch.setattr(entry, "_kept", {})
+        step04.forward(x, x, x, group=group, S=4 * max(1, len(members)), transport=transport)
+    return told
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_default_block_hands_the_switch_to_its_kernel(monkeypatch, alone):
+    """The place of a Hopper GPU is taken by a tensor that says it is on one."""
+    seen = []
+    q = SimpleNamespace(is_cuda=True, device="cuda:0", dtype=torch.bfloat16, shape=(1, 1, 4, 64))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    chosen = block.default_block(q, alone=alone)
+    assert isinstance(chosen, block.Hopper)
+    chosen.launch = SimpleNamespace(forward=lambda *tensors, **how: seen.append(how))
+    chosen.forward(q, q, q, causal=True, scale=1.0)
+    assert seen[0].get("PERSISTENT", 1) == alone and seen[0]["rung"] == "hopper"
+
+
+def test_fetch_asks_for_its_first_copies_before_the_first_block():
+    """The barrier and the copies from the next two ranks then do not stand behind a block's kernel."""
+    if engine.name == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip("needs 4 GPUs")
+    order = ["own k", "barrier", "copy", "copy", "block", "block", "copy", "block", "block", "barrier"]
+    assert on_ranks(order_of_a_forward) == [order] * 4
+
+
+def order_of_a_forward():
+    done, kind = [], side.Side if engine.name == "cuda" else side.HostSide
+    copy, barrier = kind.copy, kind.barrier
+
+    def copied(beside, *pairs):
+        done.append("own k" if len(pairs) == 2 else "copy")
+        copy(beside, *pairs)
+
+    def waited(beside, memory):
+        done.append("barrier")
+        barrier(beside, memory)
+
+    def computed(*tensors, **options):
+        done.append("block")
+        return PlainBlock.forward(*tensors, **options)
+
+    x = torch.ones(1, 1, 4, 8, device=engine.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "copy", copied)
+        patch.setattr(kind, "barrier", waited)
+        step04.forward(x, x, x, S=16, transport="fetch", block=SimpleNamespace(forward=computed))
+    return done
 
 
 # Mistakes in the transports, which the tests above must notice.

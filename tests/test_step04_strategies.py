@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 from reference import attention as reference
 from reference import error
-from steps import engine
-from steps.step04_ring import Layout, demo, in_your_model, launch, strategies
-from steps.step04_ring.strategies import account, cuts, lesson_1_hop, lesson_2_overlap
+from steps import engine, step03_triton
+from steps.step03_triton import public
+from steps.step04_ring import Layout, block, demo, in_your_model, launch, strategies
+from steps.step04_ring.strategies import account, cuts, lesson_1_hop, lesson_2_overlap, lesson_4_star
 from steps.workbook.case_on_ranks import PlainBlock, group_of
 from support.ranks import end_of_pool, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
 
@@ -197,19 +198,78 @@ def test_star_takes_few_replicated_queries(layout):
 
 def few_queries(layout):
     wrong, rank = {}, dist.get_rank()
-    for S, Nq, causal in [(61, 1, True), (61, 1, False), (61, 7, False), (61, 7, True), (61, 40, True), (3, 2, True)]:
+    cases = [(61, 1, True), (61, 1, False), (61, 7, False), (61, 7, True), (61, 40, True), (3, 2, True), (3, 1, False)]
+    some = [(*case, torch.float32) for case in cases] + [(61, 7, True, torch.bfloat16), (61, 1, False, torch.bfloat16)]
+    for S, Nq, causal, dtype in some:
         if layout == "striped" and causal and Nq > 1:
             continue
-        q, k, v, dout = inputs(S, H=4, Hk=2, Nq=Nq)
+        q, k, v, dout = inputs(S, H=4, Hk=2, Nq=Nq, dtype=dtype)
         want, whole = error.expected(q, k, v, dout, causal=causal), Layout(layout, S, 4)
         options = dict(causal=causal, layout=layout, S=S, block=PlainBlock, replicated=True)
-        out = strategies.attention(q, *(whole.shard(x, rank) for x in (k, v)), strategy="star", **options)
+        with account.counted() as sent:
+            out = strategies.attention(q, *(whole.shard(x, rank) for x in (k, v)), strategy="star", **options)
+        if sent["bytes"] != 3 * 4 * Nq * (16 + 1) * 4:  # out and lse of 4 heads in float32, to each of 3 ranks
+            wrong[S, Nq, causal, "sent"] = sent["bytes"]
         everyone = [None] * 4
         dist.all_gather_object(everyone, out.cpu())
         assert all(torch.equal(x, everyone[0]) for x in everyone), "the ranks differ"
         if bad := excess({"out": out}, want, None, rank):
-            wrong[S, Nq, causal] = bad
+            wrong[S, Nq, causal, dtype] = bad
     return wrong
+
+
+def test_a_rank_computes_one_block_and_sends_one_message_for_a_new_token():
+    assert on_ranks(one_token) == [["block", "all_to_all_single"]] * 4
+
+
+def one_token():
+    """What a rank does, in order, for a query that sees the keys of both of its zigzag chunks."""
+    done, exchange = [], dist.all_to_all_single
+
+    def block(*tensors, **options):
+        done.append("block")
+        return PlainBlock.forward(*tensors, **options)
+
+    def exchanged(*tensors, **options):
+        done.append("all_to_all_single")
+        return exchange(*tensors, **options)
+
+    q, k, v = inputs(11, Hk=2, Nq=1)[:3]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", exchanged)
+        patch.setattr(dist, "all_gather", lambda *args, **options: done.append("all_gather"))
+        options = dict(causal=True, S=44, block=SimpleNamespace(forward=block), replicated=True)
+        lesson_4_star.attention(q, k, v, **options)  # 44 keys in 4 shards of 11
+    return done
+
+
+def test_star_s_default_block_for_few_queries_is_stage_03_s():
+    """On a Hopper GPU the block of many queries is another one. The GPU's place is taken by a patch."""
+    chosen = []
+
+    class Chosen(Exception):
+        pass
+
+    def teams(x, block=None, **others):
+        chosen.append(block)
+        raise Chosen
+
+    q, k, v = inputs(8)[:3]
+    on_hopper = SimpleNamespace(is_cuda=True, device="cuda:0", dtype=torch.bfloat16, shape=(1, 1, 4, 64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        assert isinstance(block.default_block(on_hopper), block.Hopper)
+        usual = functools.partial(block.default_block, on_hopper)
+        patch.setattr(lesson_4_star, "default_block", lambda q, **how: usual(**how))
+        patch.setattr(lesson_4_star, "Team", teams)
+        for options in ({"replicated": True}, {}, {"replicated": True, "block": PlainBlock}, {"block": PlainBlock}):
+            with pytest.raises(Chosen):
+                lesson_4_star.attention(q, k, v, **options)
+    assert chosen == [step03_triton, None, PlainBlock, PlainBlock]
+    few, many = (torch.empty(1, 8, n, 64, device=engine.device) for n in (1, 65))
+    takes = functools.partial(public.has_few_queries, step03_triton.SUPPORTS)
+    keys = torch.empty(1, 2, 2048, 64, device=engine.device)
+    assert takes(few, keys) and not takes(many, keys)
 
 
 def test_few_queries_cover_what_is_visible_once():
@@ -221,6 +281,7 @@ def test_few_queries_cover_what_is_visible_once():
                 for rows, keys, diagonal in cuts.few_queries(layout, rank, Nq):
                     queries, columns = torch.arange(Nq)[rows], positions[keys]
                     block = torch.ones(len(queries), len(columns), dtype=torch.int)
+                    assert block.numel(), "a block without a query or a key"
                     if diagonal:  # aligned at the bottom right
                         block = block.tril(len(columns) - len(queries))
                     seen[queries[:, None], columns] += block

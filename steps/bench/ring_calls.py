@@ -46,7 +46,8 @@ class Who:
     def passes(self):
         """Those in which it differs from others, or that it has."""
         only_backward = {"deterministic", "dkv"} & dict(self.options).keys()
-        return ("fwd+bwd",) if only_backward else ("fwd",) if self.strategy == "star" else ("fwd", "fwd+bwd")
+        only_forward = self.strategy == "star" or ("merge", "carried") in self.options
+        return ("fwd+bwd",) if only_backward else ("fwd",) if only_forward else ("fwd", "fwd+bwd")
 
 
 def turned(who, **options):
@@ -67,9 +68,9 @@ PLAIN = turned(FETCH, changed="nothing"), turned(RELAY, changed="nothing")
 WATCHED, UNWATCHED = turned(FETCH, watch=True), turned(FETCH, watch=False)
 ABLATIONS = (
     *PLAIN,
-    turned(FETCH, overlap=False), turned(FETCH, merge="eager"), turned(FETCH, persistent=False),
+    turned(FETCH, overlap=False), turned(FETCH, merge="eager"), turned(FETCH, persistent=True),
     turned(FETCH, deterministic=False), turned(FETCH, dkv="fp32"), turned(RELAY, persistent=True),
-    turned(RELAY, block="stage 03"),
+    turned(RELAY, block="stage 03"), turned(FETCH, block="stage 03"), turned(FETCH, merge="carried"),
 )  # fmt: skip
 
 
@@ -144,9 +145,8 @@ def call_of(case, who, pass_):
         return partial(ring_variants.by_strategy, who.strategy, pass_, *shards, **options)
     options["transport"] = who.kernel.removeprefix("ring+")
     if "persistent" in how or "deterministic" in how:
-        relay = options["transport"] == "relay"
-        options["block"] = Hopper(how.get("persistent", not relay), how.get("deterministic", True))
-    if how.get("block") == "stage 03":
+        options["block"] = Hopper(how.get("persistent", False), how.get("deterministic", True))
+    if how.get("block") == "stage 03" or how.get("merge") == "carried":
         from steps import step03_triton
 
         options["block"] = step03_triton

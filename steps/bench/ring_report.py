@@ -32,8 +32,8 @@ LIMITS = {
 CHANGES = {
     "changed=nothing": "as it is", "overlap=False": "no overlap", "merge=eager": "merged by torch, not in one kernel",
     "dkv=fp32": "dK, dV sent in float32", "deterministic=False": "dQ summed in any order",
-    "persistent=False": "kernel not persistent", "persistent=True": "kernel persistent",
-    "block=stage 03": "stage 03's block",
+    "persistent=True": "kernel persistent", "persistent=False": "kernel not persistent",
+    "block=stage 03": "stage 03's block", "merge=carried": "stage 03's block, sum carried in it",
     "watch=True": "8k, as it is", "watch=False": "8k, without watching threads",
 }  # fmt: skip
 
@@ -224,12 +224,17 @@ def speeds(rows, n_gpus):
 
 
 def changes(rows):
-    lines, usual = {}, {}
-    for row in of_one_run([row for row in rows if row["kernel"] in RINGS and changed(row) in CHANGES]):
+    lines, usual, rows = {}, {}, of_one_run([one for one in rows if one["kernel"] in RINGS and changed(one) in CHANGES])
+    # Where persistence was turned off, it was on in the other rows of this transport and this run.
+    persistent = {(row["kernel"], row["run"]) for row in rows if changed(row) == "persistent=False"}
+    for row in rows:
         key = row["kernel"], row["pass"], size(row)
         if changed(row) in ("changed=nothing", "watch=True"):
             usual[key] = row["ms_median"]
-        words = str(row["n_gpus"]), RINGS[row["kernel"]], CHANGES[changed(row)]
+        what = CHANGES[changed(row)]
+        if (row["kernel"], row["run"]) in persistent and changed(row) not in ("persistent=False", "block=stage 03"):
+            what += ", kernel persistent"
+        words = str(row["n_gpus"]), RINGS[row["kernel"]], what
         share = f" ({row['ms_median'] / usual[key]:.3f})" if key in usual else ""
         lines.setdefault(words, {})[row["pass"]] = f"{ms(row)}{share}"
     found = [[*words, *(of_line.get(pass_, "–") for pass_ in PASSES)] for words, of_line in lines.items()]
@@ -275,8 +280,8 @@ NOTES = {  # what stands below a table
     "predictions": "Milliseconds by the model of `simulate.py` / measured (how far the model is off). It knows from "
     "other rows how fast a block is on one GPU, a link's bytes a second and a hop's latency, and nothing of the host's "
     "time, which a CUDA graph (graph) takes out",
-    "changes": "Milliseconds at 32k, causal, Hk = 32, and in brackets the share of the unchanged ring's; the watching "
-    "threads at 8k, Hk = 8",
+    "changes": "Milliseconds at 32k, causal, Hk = 32, and in brackets the share of what the ring took "
+    "with nothing changed, in the same run; the watching threads at 8k, Hk = 8",
     "trace": "By torch's profiler. Hidden: the share of the time of copies between GPUs in which a kernel computes. "
     "Idle: the share of all time in which none does",
     "hops": "GB/s each way, and in brackets microseconds, of a message to the next GPU while all of them send",

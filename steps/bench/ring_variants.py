@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from steps.bench.rows import DTYPES
-from steps.step04_ring import agree, comm, fetch, merge, relay, side, strategies, watch
+from steps.step04_ring import agree, comm, fetch, merge, relay, ring, side, strategies, watch
+from steps.step04_ring.layout import work_of
 from steps.step04_ring.strategies import account, team
 
 D, HOP_DTYPE = 128, "bf16"  # of the messages, which are tensors (1, 1, n, D)
@@ -146,9 +147,35 @@ class WideTrip(fetch.Trip):
         return self.slots.of(owner, self.shape(owner, keys), torch.float32, number * self.room)
 
 
+def carried(q, k, v, *, layout, comm, block, transport, scale):
+    """ring.forward without a merge: stage 03's kernel takes the float32 sums out and lse in, and gives them back.
+
+    It changes them in place, where they have to be contiguous. So each run of positions has sums of its own, and a call
+    of its own where the ring has one call for both. For layouts zigzag and contiguous.
+    """
+    sums, start = [], 0  # (rows, out, lse)
+    for run in filter(len, layout.pieces(comm.rank)):
+        rows, start = slice(start, start + len(run)), start + len(run)
+        out = q.new_zeros(q[..., rows, :].shape, dtype=torch.float32)
+        sums.append((rows, out, out.new_full(out.shape[:-1], -torch.inf)))
+    for src, kv in transport.forward(k, v):
+        if work := work_of(layout, comm.rank, src):
+            seeing, keys, causal = work
+            for rows, *of_rows in (one for one in sums if one[0].start >= seeing.start):
+                seen = slice(keys.start, rows.stop if causal else keys.stop)  # a causal call ends with its own keys
+                k_part, v_part = (x[..., seen, :] for x in kv)
+                carry = dict(zip(("out", "lse"), of_rows, strict=True))
+                block.forward(q[..., rows, :], k_part, v_part, causal=causal, scale=scale, **carry)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    for rows, *of_rows in sums:
+        out[..., rows, :], lse[..., rows] = of_rows
+    return out, lse, kv
+
+
 CHANGES = {
     ("overlap", False): (side.Side, "copy", copy_in_turn),
     ("merge", "eager"): (merge, "KERNELS", False),
+    ("merge", "carried"): (ring, "forward", carried),
     ("dkv", "fp32"): (fetch, "Trip", WideTrip),
 }
 

@@ -8,10 +8,10 @@
 //                while the products of another do.
 //   PERSISTENT   One block a multiprocessor takes tile after tile. The last O += P V of a tile starts with
 //                the first S of the next tile (unless SKIP skips that block), and the stores of O run during
-//                these products, so that the tensor cores do not wait between two tiles.
+//                these products, so that the tensor cores do not wait between two tiles. The launch turns
+//                it off for long tiles, between which hardly anything is lost.
 //   LAZY         O is rescaled only when the maximum of some row has grown by more than 8 in log2. Until then
-//                P is at most 2^8, which does no harm. It is off for D <= 64, where O is so small that asking
-//                all lanes costs more than it saves.
+//                P is at most 2^8, which does no harm.
 //   SKIP         A warpgroup skips the blocks of keys that none of its own 64 rows sees, and all blocks if
 //                its rows lie beyond the last query.
 //   WIDE_STORES  The 4 lanes of a quad exchange what they hold of a row, so that each lane stores 16 bytes at
@@ -35,7 +35,7 @@
 #define PERSISTENT 1
 #endif
 #ifndef LAZY
-#define LAZY (D > 64)
+#define LAZY 1
 #endif
 #ifndef SKIP
 #define SKIP 1
@@ -261,7 +261,7 @@ struct Tile {
     int heads = p.tiles / tiles_of_head;
     int tile = n % tiles_of_head;
     head = n / tiles_of_head;
-    if (CAUSAL) {  // the longest tiles first, over the heads of a section, which share the L2 cache
+    if (CAUSAL) {  // the longest tiles first, over the heads of a section
       int first_head = n / (p.section * tiles_of_head) * p.section;
       int width = min(p.section, heads - first_head);  // heads of this section: the last may have fewer
       int in_section = n - first_head * tiles_of_head;

@@ -33,7 +33,7 @@ class Kernel:
     macros: Callable = lambda problem: {}  # (Problem) -> what the file is compiled for, besides D, Br and Bc
     needs: tuple = TURING  # the compute capability
     loads: str = "elements"  # how tensors are read: a number at a time, "16 bytes" at a time, or by TMA, "tma"
-    persistent: bool = False  # whether a block computes several tiles, one after the other
+    persistent: bool = False  # whether a block can compute several tiles, one after the other; the macro PERSISTENT
     deterministic: bool = True  # of a backward: whether dq can be bit-equal from run to run, as dk and dv always are
     backwards: tuple = ()  # of a forward: the backwards that go with it, by word; the first that takes it is used
     choices: tuple = ()  # of a forward: the tiles that `tile=` may name
@@ -207,6 +207,11 @@ def hopper_macros(problem):
     return forward_macros(problem) | {"CAUSAL": int(problem.causal)}
 
 
+def hopper_forward_macros(problem):
+    """PERSISTENT stays 1, or as the caller set it, except where the keys are many."""
+    return ({"PERSISTENT": 0} if problem.Nk >= LONG else {}) | hopper_macros(problem)
+
+
 def backward_macros(problem):
     return {"T": MACRO_T[problem.dtype], "HEADS_APART": int(problem.heads_apart)}
 
@@ -221,6 +226,7 @@ def hopper_backward_macros(problem):
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
+LONG = 16384  # From so many keys on a tile's beginning and end hardly count, and rung hopper is not persistent.
 SMALL = range(1, 97)
 MMA = same((64, 64), (32, 64, 96, 128))
 WGMMA = {32: (128, 128), 64: (128, 128), 96: (128, 96), 128: (128, 128), 256: (128, 80)}
@@ -260,7 +266,7 @@ ROWS = (  # forward, the simplest first
     Kernel("roles", "fwd_7_roles.cu", HALF, (HOPPER_FORWARD,), threads=and_a_producer, shared_bytes=two_stages,
            backwards=("wgmma", "hopper", "fa2"), **WARPGROUPS),
     Kernel("hopper", "fwd_8_hopper.cu", HALF, (HOPPER_FORWARD,), threads=and_a_producer, shared_bytes=hopper_stages,
-           persistent=True, backwards=("hopper", "fa2"), **WARPGROUPS),
+           persistent=True, backwards=("hopper", "fa2"), **WARPGROUPS | dict(macros=hopper_forward_macros)),
 )  # fmt: skip
 BACKWARD_ROWS = (
     Kernel("scalar", "bwd_0_scalar.cu", FP32, (same((32, 64), SMALL), same((16, 16), SMALL)),

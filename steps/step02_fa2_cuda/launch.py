@@ -377,12 +377,24 @@ def forward_works(problem, strides):
     arguments = Box("q", problem.Br), Box("k", problem.Bc), Box("v", problem.Bc), *outputs
     if not problem.row.persistent:
         return [work(problem, "attention_forward", arguments, tiles)]
-    # The heads of a causal call are dealt out in sections. A section has half as many heads as there are blocks, so
-    # that two blocks at a time share the keys of a head in the L2 cache. The tiles of all heads of a section are
-    # ordered by their length, the longest first, so that the blocks finish the section at about the same time.
-    section = max(1, problem.processors // 2)
-    blocks = min(tiles, problem.processors) if dict(problem.switches).get("PERSISTENT", 1) else tiles
-    return [work(problem, "attention_forward", (*arguments, c_int(tiles), c_int(section)), blocks)]
+    persistent = problem.row.macros(problem).get("PERSISTENT", 1)
+    section = c_int(heads_of_a_section(problem, persistent))
+    blocks = min(tiles, problem.processors) if persistent else tiles
+    return [work(problem, "attention_forward", (*arguments, c_int(tiles), section), blocks)]
+
+
+def heads_of_a_section(problem, persistent):
+    """How many heads a causal forward of rung hopper takes together: their tiles are ordered by length, longest first.
+
+    The fewer they are, the more blocks read the same keys from the L2 cache, which saves power. If a multiprocessor
+    gets its next tile when it is free, a section is as many heads as leave room in the cache: 32 MB of K and V. A
+    persistent kernel deals its tiles out beforehand, and they are of equal length only in large sections: half as many
+    heads as there are blocks.
+    """
+    if persistent:
+        return max(1, problem.processors // 2)
+    bytes_of_K_and_V = 2 * problem.Nk * problem.D * problem.dtype.itemsize
+    return max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
 
 
 def backward_works(problem, strides):

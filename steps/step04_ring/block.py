@@ -11,14 +11,16 @@ import math
 import torch
 
 
-def default_block(q, *, tile=None, alone=True):
+def default_block(q, *, tile=None, alone=True, few=False):
     """The block for queries like q. tile: whether the caller asked for tiles, which only stage 03's default rung has.
 
-    alone: whether the GPU's multiprocessors are all free for it. NCCL's kernels take some, and a kernel that deals out
-    its tiles beforehand to one block a multiprocessor then waits for the blocks that start late.
+    alone: whether the GPU's multiprocessors are all free for it. Where ranks share the work, NCCL's kernels, or fetch's
+    barrier and local copy, need some. A persistent kernel deals out its tiles beforehand, to one thread block a
+    multiprocessor: it waits for those that start late, and gives no multiprocessor back before its end.
+    few: whether the queries are few and the keys many. Stage 03 then divides the keys among the multiprocessors.
     """
     on_hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
-    if on_hopper and tile is None and q.dtype in (torch.bfloat16, torch.float16):
+    if on_hopper and tile is None and not few and q.dtype in (torch.bfloat16, torch.float16):
         from steps import step02_fa2_cuda
 
         if q.shape[-1] in step02_fa2_cuda.SUPPORTS["limits"]["hopper"]["head_dims"]:
@@ -29,7 +31,7 @@ def default_block(q, *, tile=None, alone=True):
 
 
 class Hopper:
-    """Stage 02's rung hopper, with the backward in parts."""
+    """Stage 02's rung hopper, with the backward in parts. persistent: whether the forward's kernel is."""
 
     rung = "hopper"
 

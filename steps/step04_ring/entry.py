@@ -211,6 +211,6 @@ def _agreed_plan(checked, sizes, size, q, causal, tile, layout, block, S, transp
     beside = side.side_of(comm, q.device, transport)
     transport = Relay(whole, comm) if beside is None else Fetch(whole, comm, beside)
     if block is None:
-        block = default_block(q, tile=tile, alone=beside is not None or comm.size == 1)
+        block = default_block(q, tile=tile, alone=comm.size == 1)
     plan = {"layout": whole, "comm": comm, "block": block, "transport": transport, "scale": checked.scale}
     return plan if tile is None else plan | {"tile": tile}

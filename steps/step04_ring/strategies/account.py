@@ -75,8 +75,8 @@ def memory_bytes(strategy, layout, rank, *, B, H, Hk, D, e):
     if strategy == "star":
         pairs = [(owner, rank) for owner in range(N)], [(rank, src) for src in range(N)]
         found, received = (sum(len(found_rows(layout, *pair)) for pair in some) * B * H for some in pairs)
-        outs, lses = (found + received) * D * e, (found + received) * 4
-        return max(N * q + found * (D * e + 4), found * (D * e + 4) + outs, outs + lses + merging)
+        outs = (found + received) * D * e
+        return max(N * q + found * (D * e + 4), found * (D * e + 4) + outs, received * (D * e + 4) + merging)
     return 5 * q + kv + lse
 
 

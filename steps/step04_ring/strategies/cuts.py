@@ -13,12 +13,17 @@ import torch
 
 def few_queries(layout, rank, Nq):
     """(rows of the last Nq queries, rows of the rank's keys, causal) of the blocks in which these queries see keys."""
+    n = layout.size(rank)
+    if not layout.causal or Nq == 1:  # every query sees every key: one block, not one for each run of keys
+        if n and Nq:
+            yield slice(0, Nq), slice(0, n), False
+        return
     start, before = 0, layout.S - Nq  # query i stands at position i + before
     for run in filter(len, layout.pieces(rank)):
-        if layout.causal and run.step != 1 and Nq > 1:
+        if run.step != 1:
             raise ValueError("star needs successive keys for several causal queries: layout zigzag or contiguous.")
         keys, start = slice(start, start + len(run)), start + len(run)
-        first, after = (max(0, end - before) if layout.causal else 0 for end in (run.start, run.stop))
+        first, after = (max(0, end - before) for end in (run.start, run.stop))
         if first < after:  # queries that stand among these keys, the last of them at the last key
             yield slice(first, after), keys, True
         if after < Nq:
