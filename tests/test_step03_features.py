@@ -113,6 +113,13 @@ def test_rows_that_the_copy_engine_cannot_read(strides):
     assert not error.failures(run(x, x, x, x, {}, TILES[0]), error.expected(x, x, x, x))
 
 
+@pytest.mark.parametrize("D", [72, 128])
+def test_left_factors_that_stay_in_registers(D):
+    q, k, v, dout = (random(1, 1, 70, D).to(engine.device, torch.float16) * (1 + i / 8) for i in range(4))
+    want = error.expected(q, k, v, dout, causal=True)
+    assert not error.failures(run(q, k, v, dout, {"causal": True}, TILES[0]), want)
+
+
 @pytest.mark.parametrize("layout", ["every other key", "one row"])
 def test_masks_that_the_copy_engine_cannot_read(layout):
     q, k, v, dout, options = inputs(("additive of each head",), torch.float16)

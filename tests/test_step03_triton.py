@@ -247,6 +247,13 @@ def test_every_way_of_rung_roles(Nq, Nk, causal, D):
     assert not error.failures({"out": out, "lse": lse}, want)
 
 
+@pytest.mark.skipif("tma" not in step03.RUNGS, reason="needs a Hopper GPU, or none")
+@pytest.mark.parametrize("D", [72, 128])
+def test_the_backward_of_rung_tma_where_left_factors_stay_in_registers(D):
+    q, k, v, dout = (random(1, 1, N, D, dtype=torch.float16).detach() for N in (70, 81, 81, 70))
+    assert not error.failures(forward_and_backward(q, k, v, dout, "tma"), error.expected(q, k, v, dout, causal=True))
+
+
 def test_which_rungs_a_gpu_has():
     assert tuple(rungs.available((9, 0))) == ("gluon", "tma", "roles", "fused")
     assert tuple(rungs.available(None)) == ("fused", "tma", "roles")
@@ -356,6 +363,8 @@ def test_what_the_kernels_compile_to(compiled, rung, capability, kernel):
     row = compiled[rung, capability, kernel]
     check_compiled(row)
     assert (row["setmaxnreg"] > 0) == (rung in ("roles", "gluon")), "a warp's role decides how many registers it gets"
+    if (rung, kernel) == ("tma", "queries_kernel"):
+        assert 2 * row["shared"] <= SHARED_KB[capability] * 1024, "Q_i and dO_i leave room for a second program"
 
 
 @pytest.mark.long

@@ -552,6 +552,10 @@ excerpt(
 # Rung 8 starts one block an SM, which takes tile after tile: the producer loads the next while the consumers store.
 # Causal tiles differ in length (long ones are yellow), and their order is fixed beforehand. They come in sections of
 # half as many heads as blocks, so that two blocks at a time share a head's keys in the L2 cache.
+#
+# From 16,384 keys on a tile takes so long that its beginning and end hardly count. Then the launch starts a block a tile.
+# The GPU gives each SM its next one when it is free, so that even small sections end together. They are as small as keeps
+# their K and V in the L2 cache: reading HBM less often saves power.
 
 # %% slideshow={"slide_type": "fragment"}
 display(show("fwd_8_hopper", "tile_number"))
@@ -975,7 +979,7 @@ if not under_load:
 # ### One switch at a time
 #
 # Each idea of `fwd_8_hopper.cu` is a macro. The table turns one at a time: + is slower than the whole kernel in the
-# same run, - faster. LAZY is on where D > 64. So at each D one of its two lines is the kernel as it is: noise.
+# same run, - faster. At N = 16384 the launch turns PERSISTENT off itself, so that this line is noise there.
 # **Question 3.** Which switch should bring more with a causal mask than without?
 #
 # <details><summary>Answer</summary>

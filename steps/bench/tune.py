@@ -48,12 +48,13 @@ class Target:
 
     @property
     def table(self):
-        """{largest head_dim: row}; rung fused has one for each way to multiply."""
+        """{largest head_dim: row}; rung fused has several, one for each kind of tiles."""
         of_rung = module(self.file)
         table = getattr(of_rung, KERNELS[self.kernel][1])
         if self.rung == "tma":
             return table
-        return table[of_rung.products(torch.empty(0, self.D, dtype=rows.DTYPES[self.dtype], device=engine.device))]
+        kind = getattr(of_rung, "kind_of_tiles", of_rung.products)
+        return table[kind(torch.empty(0, self.D, dtype=rows.DTYPES[self.dtype], device=engine.device))]
 
     @property
     def key(self):

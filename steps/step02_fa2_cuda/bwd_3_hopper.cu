@@ -344,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;
 
   float dK[D / 2] = {}, dV[D / 2] = {};
-  Global<int> added = counters;  // the counter of the part of dQ_i that this warp adds to
+  int added = 0;  // the tile of dq, counted over all heads, to which this warp added last
   barrier_wait(keys_full, 0);
   uint32_t K_rows[D / 16][4], V_rows[D / 16][4];  // the warp's 16 rows of K_j and V_j
   load_rows(K_rows, K, 16 * warp);
@@ -366,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     wgmma_wait<0>();  // dP^T is there
     score_gradients(dS, P, dP, delta_i + (stage * Br + column));
     store_tile<Br>(dS_t, Bc, 16 * warp, dS);
-    if (DETERMINISTIC && step > 0) pass_turn(added);  // of the tile before
+    if (DETERMINISTIC && step > 0) pass_turn(counters + int64_t(added) * WARPS);  // of the tile before
     fence_async();
     if (!DETERMINISTIC) start_product(dV, P, dO_i);  // dV_j += P^T dO_i
     __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
@@ -383,14 +383,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     start_product(dK, dS, Q_i);                     // dK_j += dS^T Q_i
     wgmma_wait<DETERMINISTIC ? 2 : 1>();            // dQ_i is there
     if (DETERMINISTIC) {
-      added = counters + dq_tile * WARPS;
-      add_dQ_in_turn(dq + dq_tile * Br * D, dQ, staging, added, tile);
+      add_dQ_in_turn(dq + dq_tile * Br * D, dQ, staging, counters + dq_tile * WARPS, tile);
+      added = int(dq_tile);
     } else {
       add_dQ(dq + dq_tile * Br * D, dQ);
     }
     wgmma_wait<0>();
   }
-  if (DETERMINISTIC) pass_turn(added);
+  if (DETERMINISTIC) pass_turn(counters + int64_t(added) * WARPS);
   __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
   store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
   store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);

@@ -7,12 +7,14 @@ import torch
 
 from steps import engine
 
-from . import rungs
+from . import interpreter, rungs
 from .models import register_with_transformers, use_in_sdpa  # noqa: F401
 from .operators import dropout_mask, set_deterministic  # noqa: F401  They are public.
 from .public import functions
 from .sdpa import sdpa_of
 
+if engine.name == "cpu":
+    interpreter.sum_alike()
 GPU = torch.cuda.get_device_capability() if engine.name == "cuda" else None
 RUNGS, (DTYPES, HEAD_DIMS) = rungs.available(GPU), rungs.taken(GPU)
 SUPPORTS = {

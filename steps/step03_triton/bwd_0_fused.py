@@ -117,7 +117,10 @@ def delta_kernel(
     row = i + tl.arange(0, Br)
     lse_i = load_numbers(lse, bh, i, Nq, Br)
     rows = bh.to(tl.int64) * Nq + row
-    tl.store(delta + rows, tl.sum(dO * O, 1), mask=row < Nq)
+    # A row lies in several lanes. Each of them adds up the whole row and stores the sum. The sums are equal to the bit
+    # if all products are rounded, as in fma(x, y, 0). With dO * O the compiler would fuse a lane's own products, and no
+    # others, into the additions.
+    tl.store(delta + rows, tl.sum(tl.fma(dO, O, 0.0), 1), mask=row < Nq)
     tl.store(lse_2 + rows, in_base_2(lse_i), mask=row < Nq)
 
 

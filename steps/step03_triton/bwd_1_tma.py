@@ -9,10 +9,11 @@ The idea is explained in fwd_1_tma.py. In the backward a tile of queries also ha
 In rung 0 each thread of the program copies them in pieces of 4 bytes, once for each of its entries of the tile. Here
 they are boxes too, of (1, Br). A row of a descriptor must begin at a multiple of 16 bytes, so their rows are padded.
 
-The three kernels are those of rung 0: delta_kernel, keys_kernel, queries_kernel. Tensors that are not aligned to 16
-bytes, and GPUs other than Hopper, take pointers as in rung 0. Where the limit lies: 7 products are computed where the
-backward needs 5, so no more than 5/7 of the tensor cores' speed can be reached. A single pass of 5 products would add
-to dQ by atomics, in an order that changes from run to run, and its dS would have to go through shared memory.
+The three kernels are those of rung 0: delta_kernel, keys_kernel, queries_kernel. Up to head_dim 128 queries_kernel
+keeps Q_i and dO_i, the left factors of two of its products, in registers. Tensors that are not aligned to 16 bytes, and
+GPUs other than Hopper, take pointers as in rung 0. Where the limit lies: 7 products are computed where the backward
+needs 5, so no more than 5/7 of the tensor cores' speed can be reached. A single pass of 5 products would add to dQ by
+atomics, in an order that changes from run to run, and its dS would have to go through shared memory.
 
 Source: FlashAttention-2, Algorithm 2. Left out: the single pass, autotuning. Needs torch and Triton only.
 """
@@ -24,7 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 # (Br, Bc, num_warps, num_stages) of the last two kernels, by head_dim: up to 64, 128, 256.
 KEYS_TILES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}
-QUERIES_TILES = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)}
+QUERIES_TILES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 32, 8, 2)}
+QUERIES_TILES_BY_POINTERS = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)}
 
 
 @triton.jit
@@ -201,6 +203,12 @@ def queries_kernel(
     b, h = bh // H, bh % H
     Q_i = load_tile(q, q_strides, b, h, i, Nq, Br, D, D_pad, TMA)  # (Br, D)
     dO_i = load_tile(dout, dout_strides, b, h, i, Nq, Br, D, D_pad, TMA)
+    if TMA and D_pad <= 128:
+        # wgmma, Hopper's product, takes its left factor from shared memory or from registers. Triton leaves a tile that
+        # was just loaded in shared memory, where every product reads it anew, and keeps in registers what was computed.
+        # Adding 0 is such a computation. It only pays for tiles that the copy engine loaded, and above head_dim 128
+        # there are too few registers.
+        Q_i, dO_i = Q_i + 0.0, dO_i + 0.0
     lse_i = load_numbers(lse_2, stride, bh, i, Nq, Br, TMA)  # (Br,)
     delta_i = load_numbers(delta, stride, bh, i, Nq, Br, TMA)
     full, end = Nk, Nk  # all of these queries see all keys before `full`, none sees a key from `end` on
@@ -281,7 +289,7 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
             *inputs(**how), *results(dk, dv, rows=how["Bc"]), *strides, dk.stride()[:3], stride,
             Hk, H // Hk, Nq, Nk, scale, **how,
         )
-        how = options(QUERIES_TILES)
+        how = options(QUERIES_TILES if TMA else QUERIES_TILES_BY_POINTERS)
         queries_kernel[(B * H * triton.cdiv(Nq, how["Br"]),)](
             *inputs(**how), *results(dq, rows=how["Br"]), *strides, dq.stride()[:3], stride,
             H, H // Hk, Nq, Nk, scale, **how,

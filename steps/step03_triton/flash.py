@@ -41,6 +41,7 @@ KEYS_TILES = {
 }
 QUERIES_TILES = {
     "tma": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+    "tma, no mask": {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 32, 8, 2)},
     "tma, dropout": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
     "tma, positions": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
     "16 bits": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
@@ -85,7 +86,7 @@ def sizes(table, q, tile, f):
     in_positions = f.left is not None or f.slopes is not None or f.cu_seqlens_q is not None
     rows = [
         ("tma, mask by tma", f.mask_tma), ("tma, mask", f.mask_strides), ("tma, dropout", f.seed is not None),
-        ("tma, positions", in_positions), ("tma", True)
+        ("tma, positions", in_positions), ("tma, no mask", not f.mask_strides), ("tma", True)
     ] if f.tma else [(products(q), True)]  # fmt: skip
     kind = next(kind for kind, applies in rows if applies and kind in table)
     Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else table[kind][max(64, D_pad)]
@@ -205,8 +206,8 @@ def backward(dout, q, k, v, out, lse, *, tile=None, mask_gradient=False, **optio
         how = sizes(QUERIES_TILES, q, tile, f)
         Br, Bc = how["Br"], how["Bc"]
         queries_kernel[(sequences * H * triton.cdiv(Nq, Br),)](
-            *tensors, lse_2, delta, *boxes(f, (k, Bc), (v, Bc), D_pad=D_pad), readable(mask, f, Br, Bc),
-            dq, *strides, strides_of(dq), stride, H, group, Nq, Nk, f, **how,
+            *tensors, lse_2, delta, *boxes(f, (dout, Br), (q, Br), (k, Bc), (v, Bc), D_pad=D_pad),
+            readable(mask, f, Br, Bc), dq, *strides, strides_of(dq), stride, H, group, Nq, Nk, f, **how,
         )
     return (dq, dk, dv, dmask) if mask_gradient else (dq, dk, dv)
 

@@ -263,9 +263,21 @@ def add_keys(dQ, Q_i, dO_i, lse_i, delta_i, K, V, hk, i, ranges, f, seq, head, M
     return dQ
 
 
+@triton.jit
+def load_left_factor(rows, h, first, f):
+    """What `load_rows` gives, kept in registers where that is faster: bwd_1_tma.py tells why adding 0 does it.
+
+    It is slower for tiles that pointers loaded, and dropout's random numbers need the registers.
+    """
+    if (f.tma is None) or (f.cu_seqlens_q is not None) or (f.seed is not None) or (rows.column.shape[1] != 128):
+        return load_rows(rows, h, first)
+    else:
+        return load_tile(rows, h, first, f, False) + 0.0
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def queries_kernel(
-    dout, q, k, v, lse_2, delta, k_box, v_box, mask, dq,
+    dout, q, k, v, lse_2, delta, dout_box, q_box, k_box, v_box, mask, dq,
     dout_strides, q_strides, k_strides, v_strides, dq_strides, stride, H, group, Nq, Nk, f,
     D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
@@ -276,8 +288,8 @@ def queries_kernel(
     if f.cu_seqlens_q is not None:
         if i >= seq.queries.N:
             return
-    dO_i = load_rows(open_rows(dout, None, dout_strides, seq.queries, Br, D, D_pad), h, i)
-    Q_i = load_rows(open_rows(q, None, q_strides, seq.queries, Br, D, D_pad), h, i)  # (Br, D)
+    dO_i = load_left_factor(open_rows(dout, dout_box, dout_strides, seq.queries, Br, D, D_pad), h, i, f)
+    Q_i = load_left_factor(open_rows(q, q_box, q_strides, seq.queries, Br, D, D_pad), h, i, f)  # (Br, D)
     K = open_rows(k, k_box, k_strides, seq.keys, Bc, D, D_pad)
     V = open_rows(v, v_box, v_strides, seq.keys, Bc, D, D_pad)
     lse_i = number_rows(open_numbers(lse_2, None, stride, H, seq, Br, f), h, i)  # (Br,)

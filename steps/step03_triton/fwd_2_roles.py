@@ -100,18 +100,17 @@ def factor_and_shift(m, scale_log2):
 
 
 @triton.jit
-def online_update(m, l, O, S, V_j, scale_log2):
-    """(m, l, O) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled, and the values V_j (Bc, D).
+def online_softmax(m, l, S, scale_log2):
+    """(m, l, alpha, P) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled; O must be scaled by alpha.
 
-    m (Br,) is the maximum of S. l (Br,); O (Br, D) is not yet divided by l.
+    m (Br,) is the maximum of S. l (Br,). P (Br, Bc) is not divided by l.
     """
     m_new = tl.maximum(m, tl.max(S, 1))
     unit = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
     factor, shift = factor_and_shift(unit, scale_log2)
     alpha = tl.exp2((m - unit) * factor)
     P = tl.exp2(S * factor[:, None] - shift[:, None])
-    O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
-    return m_new, alpha * l + tl.sum(P, 1), O
+    return m_new, alpha * l + tl.sum(P, 1), alpha, P
 
 
 @triton.jit
@@ -122,11 +121,13 @@ def visit_keys(
 ):
     for j in tl.range(begin, end, Bc, warp_specialize=ROLES):
         K_j = load_tile(k, k_stride, j, Nk, Bc, D, D_pad, TMA)  # (Bc, D)
-        V_j = load_tile(v, v_stride, j, Nk, Bc, D, D_pad, TMA)
         S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
         if MASKED:
             S = mask(S, i, j, Nq, Nk, CAUSAL, Br, Bc)
-        m, l, O = online_update(m, l, O, S, V_j, scale_log2)
+        m, l, alpha, P = online_softmax(m, l, S, scale_log2)
+        # With roles the groups that compute wait for V_j where it is loaded, and only this product needs it.
+        V_j = load_tile(v, v_stride, j, Nk, Bc, D, D_pad, TMA)
+        O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
     return m, l, O
 
 
