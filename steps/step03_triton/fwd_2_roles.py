@@ -100,17 +100,17 @@ def factor_and_shift(m, scale_log2):
 
 
 @triton.jit
-def online_softmax(m, l, S, scale_log2):
-    """(m, l, alpha, P) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled; O must be scaled by alpha.
+def probabilities(m, S, scale_log2):
+    """(m, alpha, P) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled.
 
-    m (Br,) is the maximum of S. l (Br,). P (Br, Bc) is not divided by l.
+    m (Br,) is the maximum of S. l and O must be scaled by alpha (Br,). P (Br, Bc) is not divided by l.
     """
     m_new = tl.maximum(m, tl.max(S, 1))
     unit = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
     factor, shift = factor_and_shift(unit, scale_log2)
     alpha = tl.exp2((m - unit) * factor)
     P = tl.exp2(S * factor[:, None] - shift[:, None])
-    return m_new, alpha * l + tl.sum(P, 1), alpha, P
+    return m_new, alpha, P
 
 
 @triton.jit
@@ -124,10 +124,11 @@ def visit_keys(
         S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
         if MASKED:
             S = mask(S, i, j, Nq, Nk, CAUSAL, Br, Bc)
-        m, l, alpha, P = online_softmax(m, l, S, scale_log2)
-        # With roles the groups that compute wait for V_j where it is loaded, and only this product needs it.
+        m, alpha, P = probabilities(m, S, scale_log2)
+        # With roles the groups that compute wait for V_j where it is loaded: as late as possible. l waits for nobody.
         V_j = load_tile(v, v_stride, j, Nk, Bc, D, D_pad, TMA)
         O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
+        l = alpha * l + tl.sum(P, 1)
     return m, l, O
 
 
