@@ -1575,19 +1575,26 @@ HOST = """========= Host API memory access error at host access to 0x7f11cc88420
 ========= ERROR SUMMARY: 1 error
 """
 UNKNOWN = "========= Uninitialized __global__ memory read of size 4 bytes\n"
-READER, GLUON = "02_fa2_cuda/bwd_2_wgmma", "03_triton/fwd_3_gluon"
-GLUON_LINES = (rows.ROOT / "steps" / "step03_triton" / "fwd_3_gluon.py").read_text().splitlines()
-ADDED = [n for n, x in enumerate(GLUON_LINES, 1) if re.match(r"def forward_kernel|    gl\.warp_specialize", x)]
-DIVIDED = f"""========= Error: Race reported between Read access at forward_kernel+0x1a0 in fwd_3_gluon.py:{ADDED[0]}
-=========     and Write access at forward_kernel+0x9160 in fwd_3_gluon.py:{ADDED[0]} [14 hazards]
-=========     and Write access at forward_kernel+0x10470 in fwd_3_gluon.py:{ADDED[1]} [15 hazards]
-=========
-18 passed
-========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
-"""
+READER, GLUON, ROLES = "02_fa2_cuda/bwd_2_wgmma", "03_triton/fwd_3_gluon", "03_triton/fwd_2_roles"
+
+
+def divided(kernel, *begins):
+    """racecheck's report of what Triton adds to divide warps: a read at the first of these lines, writes at all."""
+    lines = (rows.ROOT / "steps" / f"step{kernel}.py").read_text().splitlines()
+    read, *others = [next(n for n, line in enumerate(lines, 1) if line.startswith(begin)) for begin in begins]
+    file = kernel.split("/")[1]
+    return "\n".join([
+        f"========= Error: Race reported between Read access at forward_kernel+0x1a0 in {file}.py:{read}",
+        *(f"=========     and Write access at forward_kernel+0x9160 in {file}.py:{n} [14 hazards]" for n in others),
+        "=========\n18 passed\n========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n",
+    ])  # fmt: skip
+
+
+DIVIDED = divided(GLUON, "def forward_kernel", "def forward_kernel", "    gl.warp_specialize")
+DIVIDED_ROLES = divided(ROLES, "def forward_kernel", "        return x.load([first, 0])", "    tl.store(lse + ")
 # The same with the kernel's own store of a tile in the last place.
-OWN_STORE = DIVIDED.replace(f"py:{ADDED[1]} ", f"py:{ADDED[1]} [1 hazard]\n=========     and Write access at "
-                            "forward_kernel+0x7440 in fwd_3_gluon.py:181 ")  # fmt: skip
+OWN_STORE = DIVIDED.replace("\n=========\n", "\n=========     and Write access at forward_kernel+0x7440 in "
+                            "fwd_3_gluon.py:181 [1 hazard]\n=========\n")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -1618,7 +1625,9 @@ def test_a_sanitizer_is_clean_only_if_it_finished_and_tests_ran(output, code, st
         ("racecheck", GLUON, DIVIDED, "", {"status": "listed", "problems": 1, "passed": 18}),
         ("racecheck", GLUON, DIVIDED.replace("forward_kernel", "other_kernel"), "", {"status": "problems"}),
         ("racecheck", GLUON, OWN_STORE, "", {"status": "problems"}),
-        ("racecheck", "03_triton/fwd_2_roles", DIVIDED, "", {"status": "problems"}),
+        ("racecheck", ROLES, DIVIDED_ROLES, "", {"status": "listed"}),
+        ("racecheck", ROLES, DIVIDED_ROLES.replace(".py:5", ".py:6"), "", {"status": "problems"}),
+        ("racecheck", "03_triton/fwd_1_tma", DIVIDED, "", {"status": "problems"}),
         ("racecheck", READER, NO_RACE, RACE, {"planted": "seen"}),  # a planted race has to add a report
         ("racecheck", READER, NO_RACE, NO_RACE, {"planted": "not seen"}),
         ("racecheck", READER, RACE, RACE, {"planted": "not seen", "problems": 1, "passed": 4}),

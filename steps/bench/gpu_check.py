@@ -80,20 +80,21 @@ PRINTED = ("status", "passed", "failed", "skipped", "problems", "planted")  # of
 GOOD = ("passed", "clean", "listed")  # the statuses that prove something
 
 
-def _line_of_gluon(begin):
-    """The number of the only line of rung gluon's file that begins so."""
-    lines = (rows.ROOT / "steps" / "step03_triton" / "fwd_3_gluon.py").read_text().splitlines()
-    (number,) = (n for n, line in enumerate(lines, 1) if line.startswith(begin))
-    return number
+def _lines(file, *begins):
+    """A pattern of the numbers of those lines of a file of stage 03 that begin so, one for each."""
+    lines = (rows.ROOT / "steps" / "step03_triton" / f"{file}.py").read_text().splitlines()
+    found = [[n for n, line in enumerate(lines, 1) if line.startswith(begin)] for begin in begins]
+    return rf"{file}\.py:(?:{'|'.join(str(number) for (number,) in found)})"
 
 
-# What Triton adds to a kernel in order to divide its warps has the numbers of these two lines, and nothing else has.
-_DIVIDING = f"{_line_of_gluon('def forward_kernel(')}|{_line_of_gluon('    gl.warp_specialize(')}"
-_ACCESS = rf"(?:Read|Write) access at forward_kernel in fwd_3_gluon\.py:(?:{_DIVIDING})"
+# What Triton adds to a kernel in order to divide its warps has the numbers of these lines.
+_OF_GLUON = _lines("fwd_3_gluon", "def forward_kernel(", "    gl.warp_specialize(")
+_OF_ROLES = _lines("fwd_2_roles", "def forward_kernel(", "        return x.load([first, 0])", "    tl.store(lse + ")
+_ACCESS = rf"(?:Read|Write) access at forward_kernel in (?:{_OF_GLUON}|{_OF_ROLES})"
 # By tool: reports that are no mistakes, of which kernels, and why.
 LISTED = {
     "racecheck": (
-        ("03_triton/fwd_3_gluon",),
+        ("03_triton/fwd_2_roles", "03_triton/fwd_3_gluon"),
         f"^Error: Race reported between {_ACCESS}(?: and {_ACCESS})+$",
         "Through shared memory Triton tells each warp which function to run, and hands it values. In the PTX, barrier "
         "1 stands between each of these stores and each load, and all 384 threads wait for it. It is not known why "
