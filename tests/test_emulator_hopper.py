@@ -396,6 +396,12 @@ extern "C" __global__ void warpgroup(int what, Global<float> y) {
   if (what != 7) wgmma_wait<0>();
 }
 
+extern "C" __global__ void __launch_bounds__(384, 1) registers(int what) {
+  if (threadIdx.x >= 128) registers_increase<240>();
+  else if (what == 0) registers_decrease<24>();
+  else registers_decrease<32>();
+}
+
 extern "C" __global__ void staging(const __grid_constant__ TensorMap map, int what) {
   SharedMemory smem;
   Shared<bf16> tile = smem.array<bf16>(16 * 64);
@@ -726,6 +732,15 @@ def test_misuse_of_wgmma(files, what):
     else:
         run(files["MISUSE"], "warpgroup", what, y, block=128, shared_bytes=8192)
         assert y.isnan().all()  # because the accumulators were read too early
+
+
+@pytest.mark.parametrize("threads", emulator.ORDERS)
+def test_a_warpgroup_waits_for_registers_that_are_not_there(files, threads):
+    """Of 384 threads each has 168. Two warpgroups of 240 leave 24 for the third."""
+    with emulator.schedule(threads=threads):
+        run(files["MISUSE"], "registers", 0, block=384)
+        with pytest.raises(RuntimeError, match=r"threads \d+-\d+ wait at registers_increase"):
+            run(files["MISUSE"], "registers", 1, block=384)
 
 
 STAGING = [

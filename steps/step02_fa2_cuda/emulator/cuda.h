@@ -12,6 +12,7 @@
 //     too early: copies and wgmma are performed as early or as late as they may, and each of these mistakes
 //     shows in some schedule
 //   - accumulators that are used while a wgmma has them, in every schedule
+//   - a warpgroup that waits for registers which the others do not give back
 //   - two blocks that write to one element of an argument, unless they add to it atomically
 //
 // In some points it is stricter than a GPU. A thread that has returned counts as missing at a barrier. All
@@ -33,7 +34,7 @@
 //   - a loop that waits for plain memory to change; here it never ends, and Ctrl-C does not end it
 //   - an access between a tensor's first and last element, but in the gap between two of its rows or heads
 //   - anything else between blocks, which run one after the other and never wait for each other
-//   - registers, spills, the sums of setmaxnreg, the limits of a GPU's shared memory, speed
+//   - registers that a kernel has too few of, spills, the limits of a GPU's shared memory, speed
 //   - rounding: the CPU's expf and its order of additions differ from the GPU's in the last bits, and tensor
 //     cores truncate sums. An a * b + c is rounded once, as on a GPU, where the CPU has FMA.
 //   - a misreading of the ISA in the emulation itself, therefore tests/test_emulator_hopper.py runs the same

@@ -29,6 +29,7 @@ struct Delivered {   // accumulators that the threads have got back
 
 struct Warpgroup {
   Meeting meeting;
+  int registers;                         // that each thread has
   int group = 0;                         // the number of the group that is not closed yet
   int fences = 0;                        // how many fences there have been
   std::list<Accumulators> accumulators;  // in flight
@@ -42,6 +43,7 @@ struct Warpgroup {
   }
 };
 static std::vector<Warpgroup> warpgroups;
+static int free_registers;  // that warpgroups have given back to the block
 
 // All 128 threads bring an offer, and the last of them runs work(warpgroup, offers).
 template <class Offer, class Work>
@@ -189,8 +191,23 @@ void fence_wgmma(Site site) {
 void commit_wgmma(Site site) {
   together("wgmma_commit", site, [](Warpgroup& g) { g.group++; });
 }
-void change_registers(const char* operation, Site site) {
-  together(operation, site, [](Warpgroup&) {});
+void give_registers(int n, Site site) {
+  int nothing = 0;
+  whole_warpgroup("registers_decrease", nothing, site, [n](Warpgroup& g, int**) {
+    free_registers += 128 * std::max(0, g.registers - n);
+    g.registers = std::min(g.registers, n);
+  });
+}
+void take_registers(int n, Site site) {
+  together("registers_increase", site, [](Warpgroup&) {});
+  Warpgroup* g = &warpgroups[current->rank / 128];
+  wait("registers_increase", site, [g, n] {  // the warpgroup's first thread that gets them takes them for all
+    int more = 128 * std::max(0, n - g->registers);
+    if (more > free_registers) return false;
+    free_registers -= more;
+    g->registers = std::max(g->registers, n);
+    return true;
+  });
 }
 
 void wait_for_wgmma(int groups_left, Site site) {
@@ -207,6 +224,9 @@ void begin_work() {
   thread_copies.resize(threads.size());
   warpgroups.clear();
   warpgroups.resize((threads.size() + 127) / 128);
+  // A multiprocessor has 64K registers. The compiler gives the threads of a block equal parts, in eights.
+  for (auto& g : warpgroups) g.registers = std::min<int>(256, 65536 / threads.size() / 8 * 8);
+  free_registers = 0;
   for (auto& b : named_barriers) b = {};
 }
 

@@ -19,7 +19,8 @@ template <class Half> void start_wgmma(WgmmaOffer& offer, int n, bool trans_a, b
 void fence_wgmma(Site site);
 void commit_wgmma(Site site);
 void wait_for_wgmma(int groups_left, Site site);
-void change_registers(const char* operation, Site site);
+void give_registers(int n, Site site);
+void take_registers(int n, Site site);
 
 }  // namespace emulator
 
@@ -44,13 +45,13 @@ inline void wgmma_fence(EMULATOR_SITE) { emulator::fence_wgmma({file, line}); }
 inline void wgmma_commit(EMULATOR_SITE) { emulator::commit_wgmma({file, line}); }
 template <int N> void wgmma_wait(EMULATOR_SITE) { emulator::wait_for_wgmma(N, {file, line}); }
 
-template <int N> void registers_of_warpgroup(const char* operation, emulator::Site site) {
+template <int N> constexpr int register_count() {
   static_assert(N >= 24 && N <= 256 && N % 8 == 0, "setmaxnreg takes 24, 32, ..., 256");
-  emulator::change_registers(operation, site);
+  return N;
 }
 template <int N> void registers_decrease(EMULATOR_SITE) {
-  registers_of_warpgroup<N>("registers_decrease", {file, line});
+  emulator::give_registers(register_count<N>(), {file, line});
 }
 template <int N> void registers_increase(EMULATOR_SITE) {
-  registers_of_warpgroup<N>("registers_increase", {file, line});
+  emulator::take_registers(register_count<N>(), {file, line});
 }
