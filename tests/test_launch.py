@@ -343,11 +343,13 @@ def test_a_section_of_a_persistent_kernel_has_half_as_many_heads_as_there_are_bl
     q = torch.zeros(2, 8, 400, 64).bfloat16()
     problem = launch.problem_of(ladder.FORWARD["hopper"], q, q, causal=True)
     (work,) = launch.forward_works(replace(problem, processors=132), {})
-    assert [x.value for x in work.arguments[-2:]] == [3 * 16, 66] and work.grid == 48
+    assert [x.value for x in work.arguments[-2:]] == [3 * 16, 16] and work.grid == 48  # there are no more heads
+    (work,) = launch.forward_works(replace(problem, B=20, processors=132), {})
+    assert [x.value for x in work.arguments[-2:]] == [3 * 160, 66] and work.grid == 132
 
 
 @pytest.mark.parametrize("Nk, D, Hk, blocks, section", [
-    (16383, 64, 32, 132, 66), (16384, 64, 32, 86 * 32, 8), (16384, 128, 16, 128 * 16, 4), (16384, 128, 4, 128 * 16, 16),
+    (16383, 64, 32, 132, 32), (16384, 64, 32, 86 * 32, 8), (16384, 128, 16, 128 * 16, 4), (16384, 128, 8, 128 * 16, 8),
     (2**21, 128, 16, 2**14 * 16, 1),
 ])  # fmt: skip
 def test_with_many_keys_a_block_has_one_tile_and_a_section_fits_into_the_cache(Nk, D, Hk, blocks, section):

@@ -391,10 +391,10 @@ def heads_of_a_section(problem, persistent):
     persistent kernel deals its tiles out beforehand, and they are of equal length only in large sections: half as many
     heads as there are blocks.
     """
-    if persistent:
-        return max(1, problem.processors // 2)
     bytes_of_K_and_V = 2 * problem.Nk * problem.D * problem.dtype.itemsize
-    return max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
+    in_the_cache = max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
+    section = max(1, problem.processors // 2) if persistent else in_the_cache
+    return min(section, problem.B * problem.H)
 
 
 def backward_works(problem, strides):
