@@ -300,6 +300,17 @@ def test_triton_is_compared_within_one_run(kernel, executions):
     assert any(set(shown.items()) <= measured for measured in runs.values())
 
 
+def test_03a_counts_all_products_and_compiles_the_tiles_that_it_names(executions):
+    text = printed("03a_triton_kernels", executions)
+    assert "{'visit_queries': 4, 'visit_keys': 3} together 7" in text
+    line = r"(fwd_[01]_\w+) +(\d+) [ *](\d+)x(\d+), \d warps, (\d) stages +\d+ +\d+ +(\d+) "
+    found = re.findall(line, text)
+    assert len(found) == 11
+    for _, *sizes in found:
+        D, Br, Bc, stages, KiB = map(int, sizes)
+        assert KiB - cost.shared_bytes(Br, Bc, D, "bf16", stages=stages) // 1024 in (0, 1)  # 1 for barriers
+
+
 def test_break_even_is_computed_with_links_as_they_were_measured(executions):
     text = printed("04b_strategies", executions)
     for name, rate in (("copy engine, 370 GB/s", 370e9), ("NCCL, 155 GB/s", 155e9)):

@@ -1,6 +1,7 @@
 """Stage 03: the contract, sdpa against torch's, and the kernels compiled for GPUs that need not be there."""
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
+import triton.language as tl
 
 import steps.step03_triton as step03
 from reference import cases, error
@@ -83,6 +85,27 @@ def test_without_its_guard_a_contracted_product_gives_infinity(module, mistake, 
         else:
             results = kernels.backward(x.dout, x.q, x.k, x.v, *saved, **x.options)
         assert all(bool(torch.isfinite(result).all()) for result in results) == right
+
+
+@triton.jit
+def product_kernel(a, b, c, d):
+    """c = a b and d = b^T a^T, of a (32, 16) and b (16, 16)."""
+    i, j = tl.arange(0, 32), tl.arange(0, 16)
+    at = i[:, None] * 16 + j[None, :]
+    A, B = tl.load(a + at), tl.load(b + j[:, None] * 16 + j[None, :])
+    tl.store(c + at, tl.dot(A, B, input_precision="ieee"))
+    tl.store(d + j[:, None] * 32 + i[None, :], tl.dot(tl.trans(B), tl.trans(A), input_precision="ieee"))
+
+
+@pytest.mark.skipif(engine.name != "cpu", reason="a GPU adds in an order of its own")
+def test_the_interpreters_sums_do_not_depend_on_the_order():
+    """Each row holds 2^24, 1, 1 and -2^24 in another order. In float32 2^24 + 1 is 2^24, and some sums are wrong."""
+    terms = torch.tensor([*itertools.permutations((2.0**24, 1.0, 1.0, -(2.0**24)))])
+    a = torch.zeros(32, 16)
+    a[: len(terms), :4] = terms
+    c, d = torch.empty(32, 16), torch.empty(16, 32)
+    product_kernel[(1,)](a, torch.ones(16, 16), c, d)
+    assert (c[: len(terms)] == 2).all() and torch.equal(d, c.T)
 
 
 def float32_results(forward, backward, N=100, D=32):

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -199,6 +200,31 @@ def test_lent_multiprocessors_slow_a_block_while_a_message_travels():
     assert free[1, 0] - free[0, 0] == pytest.approx(block)
 
 
+def test_copies_and_merges_take_the_time_of_a_gpus_memory():
+    """Four ranks over links that cost nothing. In zigzag a rank's part of out covers its rows or, later keys, half."""
+    layout, shape, free = Layout("zigzag", 4096, 4, True), Shape(H=4, Hk=2, D=64), Machine(1e12, FAST)
+    own, out = 2 * 2 * 2 * 1024 * 64 * 2 / 1e11, 4 * 1024 * 64 * 2 / 1e11  # k and v read and written; out written
+    slow = replace(free, memory=1e11)
+    for transport in TRANSPORTS:
+        before, after = (schedule(layout, shape, machine, transport) for machine in (free, slow))
+        most = 4 * out + out  # read by rank 3, which sees no later keys, and written
+        copied = own if transport == "relay" else 0  # fetch copies beside the first block
+        assert after.seconds - before.seconds == pytest.approx(copied + most), transport
+        assert after.blocks[0, 0] == pytest.approx(copied)
+    fetched = schedule(layout, shape, slow, "fetch").keys
+    assert fetched[0, 1] == pytest.approx(own)
+    assert schedule(layout, shape, slow, pass_="bwd").seconds == schedule(layout, shape, free, pass_="bwd").seconds
+    alone = Layout("zigzag", 1024, 1, True)
+    assert schedule(alone, shape, slow, "fetch").seconds == schedule(alone, shape, free).seconds
+
+
+def test_a_fixed_order_makes_the_ring_s_backward_longer_and_not_that_of_one_device():
+    layout, shape = Layout("zigzag", 4096, 4, True), Shape()
+    usual, ordered = (predict(layout, shape, Machine(1e12, FAST, ordered=x)) for x in (1.0, 1.25))
+    assert ordered["fwd"] == usual["fwd"] and ordered["bwd"][0] == pytest.approx(1.25 * usual["bwd"][0])
+    assert ordered["bwd"][1] == pytest.approx(usual["bwd"][1] / 1.25)
+
+
 def test_a_link_between_hosts_slows_the_ring_to_its_pace():
     layout, shape = Layout("zigzag", 1024 * 8, 8, True), Shape()
     kv = 2 * 32 * 1024 * 128 * 2
@@ -223,7 +249,9 @@ def test_scale_out_to_1024_ranks():
 
 
 def row(**changes):
-    plain = dict(n_gpus=1, layout=None, options={}, timing="interleaved", kernel="fwd_8_hopper", peer=None)
+    plain = dict(
+        gpu="NVIDIA H200", n_gpus=1, layout=None, options={}, timing="interleaved", kernel="fwd_8_hopper", peer=None
+    )
     plain |= dict(dtype="bf16", B=1, Hk=32, N=4096, Nk=4096, D=128, causal=True, tflops=600.0, ms_median=1.0)
     return plain | {"pass": "fwd"} | changes
 
@@ -231,7 +259,9 @@ def row(**changes):
 def test_speeds_are_read_from_rows_and_interpolated():
     rows = [row(), row(tflops=500.0), row(tflops=700.0), row(N=1024, Nk=1024, tflops=400.0)]
     others = [row(D=64), row(dtype="fp16"), row(n_gpus=4), row(kernel="fwd_0_fused"), row(options={"window": 8})]
+    others += [row(gpu="NVIDIA H100 80GB HBM3")]
     flops = read_flops(rows + [x | {"tflops": 1.0} for x in others])
+    assert read_flops([row(tflops=1.0), row(gpu="L4")], gpu="L4") == {("fwd", True): [(4096**2, 6e14)]}
     assert sorted(flops["fwd", True]) == [(1024**2, 4e14), (4096**2, 6e14)]
     machine = Machine(flops, 1e11)
     speeds = [machine.speed(n, n, True, "fwd") for n in (512, 1024, 2048, 4096, 9999)]

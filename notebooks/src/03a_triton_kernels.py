@@ -50,7 +50,7 @@ from steps import step00_naive as step00, step03_triton as step03
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from steps.step00_naive import fwd_3_tiled
-from steps.step03_triton import fwd_0_fused
+from steps.step03_triton import fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon
 from steps.workbook import Blank, check, picture, show
 from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 
@@ -114,15 +114,15 @@ def compile_only(kernel, *args, grid, warmup, **options):
     registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups())
     found = dict(registers=registers, spilled=spilled, shared=made.metadata.shared)
     found |= dict(warps=made.metadata.num_warps, cubin=file.name)
-    found |= dict(ptx=made.asm["ptx"], ttgir=made.asm["ttgir"])
-    print(json.dumps([job, found]), flush=True)
+    print(json.dumps([job, found | {x: made.asm[x] for x in ("ptx", "ttgir")}]), flush=True)
 launch, JITFunction.run = JITFunction.run, compile_only
 torch.cuda.get_device_capability = lambda device=None: divmod(arch, 10)
 for job in json.loads(sys.argv[1]):
     file, arch, D, tile = job
     module, x = importlib.import_module(file), torch.zeros(1, 1, 128, D).bfloat16()
     module.refusal = lambda q: None  # Gluon's launcher looks for a GPU
-    table = module.TILES.get("16 bits", module.TILES)
+    kind = module.kind_of_tiles(x) if file == "fwd_0_fused" else None
+    table = module.TILES.get(kind, module.TILES)
     table[D] = tile or table[D]
     module.forward(x, x, x)
 """
@@ -134,14 +134,13 @@ TWICE = (  # part 4: rows counted from the first row of the tensor, not of the t
     ("lse + (bh.to(tl.int64) * Nq + i) + row", "lse + bh.to(tl.int64) * Nq + row"),
     ("mask=row < Nq - i", "mask=row < Nq"),
 )
-# Br, Bc, num_warps, num_stages
-SWEEP = {64: ((64, 64, 4, 3), (128, 64, 4, 3)),
-         128: ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 3), (128, 64, 4, 2),
-               (128, 64, 4, 3), (128, 128, 8, 2))}  # fmt: skip
-JOBS = [("fwd_0_fused", arch, 64, None) for arch in (80, 90)]
-JOBS += [(file, 90, 128, None) for file in ("fwd_2_roles", "roles_twice", "fwd_3_gluon")]
-JOBS += [("fwd_1_tma", 90, D, None) for D in (128, 64)]
-JOBS += [("fwd_0_fused", 90, D, tile) for D, found in SWEEP.items() for tile in found]
+# Br, Bc, num_warps, num_stages: what part 7 compares with the kernels' own rows
+SMALL = (64, 64, 4, 3)
+SWEEP = ((64, 64, 4, 2), (64, 64, 8, 3), (128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 8, 3))
+FILES = "fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "roles_twice", "fwd_3_gluon"
+JOBS = [(file, 90, D, None) for D in (64, 128) for file in FILES[: 2 if D == 64 else 5]]
+JOBS += [("fwd_0_fused", 80, 64, None), ("fwd_0_fused", 90, 64, (128, 64, 4, 3))]
+JOBS += [("fwd_0_fused", 90, 128, SMALL), *(("fwd_1_tma", 90, 128, row) for row in SWEEP)]
 
 
 def in_background(script, jobs, name):
@@ -175,15 +174,19 @@ def changed(file, name, *changes):
 
 
 changed("fwd_2_roles", "roles_twice", *TWICE)
+TABLES = {  # of an H100
+    "fwd_0_fused": fwd_0_fused.TILES["16 bits, Hopper"], "fwd_1_tma": fwd_1_tma.TILES,
+    "fwd_2_roles": fwd_2_roles.ROLES_TILES,
+    "fwd_3_gluon": {128: (*fwd_3_gluon.TILES[128], 12, fwd_3_gluon.STAGES.value)},
+}  # fmt: skip
 compiler = in_background(COMPILE, JOBS, "kernels")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, counted
 #
-# Stage 02's `fa2` runs on every GPU since the A100; `hopper` uses what only an H100 has. What did that bring, what did
-# it cost in text, and where does a Triton kernel of half of `fa2`'s length stand? A line counts as *about the machine*
-# if it names threads, warps, lanes, barriers, shared memory, copies or layouts. Speeds are shares of cuDNN's in the
-# same run.
+# Stage 02's `fa2` runs on GPUs since Turing; `hopper` uses what only an H100 has. What did that bring, what did
+# it cost in text, and where does a short Triton kernel stand? A line counts as *about the machine* if it names threads,
+# warps, lanes, barriers, shared memory, copies or layouts. Speeds are shares of cuDNN's in the same run.
 
 # %% slideshow={"slide_type": "fragment"}
 MACHINE = r"threadIdx|blockIdx|program_id|__shfl|__syncthreads|[sS]hared|smem|unroll|lane"
@@ -200,27 +203,28 @@ for file in ("fwd_5_fa2", "fwd_8_hopper", "step03_triton/fwd_0_fused", "fwd_3_gl
 
 
 def one_run(kernel, which, D, causal):
-    """Rows of the run that measured this kernel beside most others, in bfloat16."""
-    at = {"pass": which, "dtype": "bf16", "D": D, "causal": causal, "n_gpus": 1}
-    at |= {"options": {}, "timing": "interleaved"}
+    """Rows of the run that measured most beside this kernel, in bfloat16 on an H200."""
+    at = {"pass": which, "dtype": "bf16", "D": D, "causal": causal, "gpu": h200.name}
+    at |= {"options": {}, "timing": "interleaved", "n_gpus": 1}
     found = [row for row in fresh if all(row[name] == value for name, value in at.items())]
     runs = {row["run"] for row in found if row["kernel"] == kernel}
     runs = [[row for row in found if row["run"] == run] for run in sorted(runs)]
-    return max(runs, key=lambda run: len({rows.label(row) for row in run}), default=[])
+    return max(runs, key=len, default=[])
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3), layout="constrained")
+N = set()
 for n, name in enumerate(("fwd_8_hopper", "fwd_5_fa2", "fwd_0_fused", "fwd_3_gluon")):
     speeds = {}
     for row in one_run(name, "fwd", 128, False):
         speeds.setdefault(row["N"], {})[row["kernel"] or row["peer"]] = row["tflops"]
-    N = sorted(speeds)
-    shares = [speeds[length][name] / speeds[length]["sdpa-cudnn"] for length in N]
-    left.plot(N, shares, "osD^"[n] + "-", color=COLOURS[n], label=name)
-    for length, share in list(zip(N, shares, strict=True))[-1:]:
+    shares = [speeds[length][name] / speeds[length]["sdpa-cudnn"] for length in speeds]
+    left.plot(list(speeds), shares, "osD^"[n] + "-", color=COLOURS[n], label=name)
+    for length, share in list(zip(speeds, shares, strict=True))[-1:]:
         print(f"{name}: {share:.0%} of cuDNN's speed at N = {length}")
+    N |= speeds.keys()
 left.set_xscale("log", base=2)
-left.set_xticks(N, [f"{n // 1024}k" if n >= 1024 else n for n in N])
+left.set_xticks(sorted(N), [f"{n // 1024}k" if n >= 1024 else n for n in sorted(N)])
 left.set(xlabel="N", title="share of cuDNN, H200, D = 128, bf16", ylim=(0, None))
 left.legend(fontsize=8)
 about, other = zip(*counted.values(), strict=True)
@@ -276,8 +280,9 @@ excerpt("fwd_0_fused", "pointers", "inside", "load_tile")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the interpreter shows, and what it hides
 #
-# It runs a kernel's Python text with numpy, one program after the other. Four kernels, each with a fault that everybody
-# makes once: **which does the interpreter refuse?** A second process compiles them for an H100.
+# It runs a kernel's Python text with numpy, one program after the other; sums of `tl.dot` are float64's (`interpreter.py`
+# tells why). Four kernels, each with a fault that everybody makes once: **which does the interpreter refuse?** A second
+# process compiles them for an H100.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -386,11 +391,11 @@ for name in kernels:
 
 # %% slideshow={"slide_type": "fragment"}
 for kind, table in fwd_0_fused.TILES.items():
-    dtype = "bf16" if kind == "16 bits" else "fp32"
+    dtype = "bf16" if kind.startswith("16 bits") else "fp32"
     for D, (Br, Bc, warps, stages) in table.items():
         registers = cost.accumulator_registers(Br, Bc, D, dtype, threads=32 * warps)
         shared = cost.shared_bytes(Br, Bc, D, dtype, stages=stages) / 1024
-        print(f"{kind:7} D <= {D:3}: tile {Br:3} x {Bc}, {warps} warps,", end=" ")
+        print(f"{kind:15} D <= {D:3}: tile {Br:3} x {Bc:3}, {warps} warps,", end=" ")
         print(f"{stages} stages: O, S, P {registers:3.0f} of 255 registers;", end=" ")
         print(f"Q, K, V at most {shared:3.0f} KiB")
 
@@ -580,7 +585,7 @@ print(f"K and V, {stages} stages: {KV_bytes} bytes; Q: {Q_bytes} bytes")
 # `factor_and_shift` takes for huge scores:
 
 # %% slideshow={"slide_type": "fragment"}
-fused = compiled["fwd_0_fused", 90, 128, SWEEP[128][0]]["ptx"]
+fused = compiled["fwd_0_fused", 90, 128, ()]["ptx"]
 print("in the PTX:", {name: fused.count(name) for name in ("fma.rn.f32", "ex2.approx")})
 c = torch.tensor(math.log2(math.e) / math.sqrt(128))
 power_of_two = (c.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -609,8 +614,8 @@ GROUPS = {
     "exp2": r"MUFU",
     "addresses, comparisons": r"IMAD|IADD|LEA|ISETP|LOP3|SHF|PRMT|UIADD|ULEA",
 }
-chosen = {"pointers": ("fwd_0_fused", 90, 128, SWEEP[128][0]),
-          "descriptors": ("fwd_1_tma", 90, 128, ())}  # fmt: skip
+chosen = {"pointers": ("fwd_0_fused", 90, 128, SMALL),
+          "descriptors": ("fwd_1_tma", 90, 128, ())}  # the same tile
 for name, key in chosen.items():
     tool = triton.knobs.nvidia.cuobjdump.path, "-sass", compiled[key]["cubin"]
     text = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
@@ -628,8 +633,8 @@ show("fwd_1_tma", "load_tile")
 #
 # With one argument to the loop, `warp_specialize=True`, the compiler divides the warps of `fwd_2_roles.py`: one copies,
 # two groups of four compute, 64 rows each. It wants, without saying so, descriptors made in the kernel and a single
-# loop, which leaves no place for a causal mask. And there is a trap. Left is how this file stores lse, right how
-# `fwd_1_tma` does, compiled in its place:
+# loop, which leaves no place for a causal mask. Left is how this file stores lse, right how `fwd_1_tma`
+# does, compiled in its place:
 
 # %% slideshow={"slide_type": "fragment"}
 def adds_64(ttgir):
@@ -658,12 +663,12 @@ for file in ("fwd_2_roles", "roles_twice"):
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # The compiler gives the second group its rows by adding 64: to a tile of row numbers, and to the coordinate of a
-# descriptor, which `i` is for Q. A sum of both moves twice, and half of lse is never written, without any message. In
+# descriptor, which `i` is for Q. A sum of both moves twice, and half of lse is never written. In
 # this file `i` goes into the address, where it is not moved, and `row` moves alone.
 #
 # ### Gluon: the same, said by hand
 #
-# Triton waits for a `tl.dot` whose result the same iteration uses, so no group multiplies under its own softmax.
+# Triton waits for a `tl.dot` whose result the same iteration uses, so no group multiplies under its own exponentials.
 # `fwd_3_gluon.py` does, in the layer below Triton. Beside stage 02:
 #
 # | | `fwd_3_gluon.py` | `fwd_8_hopper.cu` |
@@ -671,7 +676,7 @@ for file in ("fwd_2_roles", "roles_twice"):
 # | room, barriers | `make_ring`: `allocate_shared_memory`, `mbarrier.init` | `struct Ring`, `barrier_init` |
 # | a copy | `load`: `expect`, `async_copy_global_to_shared` | `Ring::load`: `barrier_expect`, `tma_load` |
 # | start S, O | `warpgroup_mma(..., is_async=True)` | `wgmma_fence`, `wgmma_ss`, `wgmma_commit` |
-# | wait for S, not O | `warpgroup_mma_wait(1, (S,))` | `wgmma_wait<1>()` |
+# | wait for S, not O | `warpgroup_mma_wait(1, (S,))` | `wgmma_wait<...>()` |
 # | P as an operand | `convert_layout(P, DotOperandLayout(...))` | `to_operand`, `pack` |
 # | roles, registers | `gl.warp_specialize([...], [4, 1], [240, 24])` | `if (threadIdx.x < 128)`, `registers_decrease` |
 # | turns, persistent blocks | – | `Turn`, `tile_number` |
@@ -715,7 +720,8 @@ that owns those queries and walks along the keys.""")
 # %% slideshow={"slide_type": "fragment"}
 products = {}
 for name in ("visit_queries", "visit_keys"):
-    products[name] = str(show("step03_triton/bwd_0_fused", name)).count("tl.dot(")
+    text = str(show("step03_triton/bwd_0_fused", name))
+    products[name] = len(re.findall(r"tl\.dot\(|add_product\(", text))
 total = sum(products.values())
 print("matrix products a tile:", products, "together", total)
 print(f"counted are 5: at most 5/{total} = {5 / total:.0%} of the speed of products")
@@ -738,8 +744,7 @@ print("stage 03 twice, the same bits:", same)
 # ## 5. Write it yourself
 #
 # Write the body in place of `raise Blank`: `check` runs some of the contract's cases and names what fails.
-# `hint("03.1")` to `hint("03.1", 3)` help, `solution("03.1")` is the stage's function. Part 8 has a larger task: the
-# whole forward.
+# `hint("03.1")` to `hint("03.1", 3)` help, `solution("03.1")` is the stage's function.
 #
 # **Exercise 03.1: the scores that are hidden.** The orange tiles of part 4: no key, or, if CAUSAL, one after the query.
 #
@@ -889,74 +894,83 @@ everywhere.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# **Question 1.** While a program computes its softmax, the tensor cores are idle, unless another program on the same
-# multiprocessor (SM) uses them. By 02d's count 64 scores of a row take at D = 128 8 clocks of tensor cores, 4 of exp
-# and 3 of float32; at D = 64 it is 4, 4 and 2.5. How many programs must share an SM so that tensor cores can always
-# work? Which tiles allow that? What do `num_warps` and `num_stages` change?
+# **Question 1.** Two counts bound the time in which tensor cores can work. *By groups:* they idle while a group of four
+# warps computes its softmax, unless another group on the same multiprocessor (SM) multiplies. By 02d's count 64 scores
+# of a row take 8 clocks of tensor cores, 4 of exp and 3 of float32 at D = 128; 4, 4 and 2.5 at D = 64. *By bytes:*
+# products read and copies write at most 128 bytes of shared memory a clock (02e). How many groups must share an SM?
+# What do Br, Bc, `num_warps` and `num_stages` change?
 #
 # <details><summary>Answer</summary>
 #
-# The whole over the products: 15 / 8 and 10.5 / 4, so two programs at D = 128 and three at D = 64. Registers and shared
-# memory decide. A stage more is a copy of K and V more: with a tile of 128 x 64 the third costs a program. With eight
-# warps a thread needs fewer registers but a program more, and one fits. In `roles` and `gluon` one program has two
-# groups, which count as two.
+# The whole over the products: 15 / 8 and 10.5 / 4, so two groups at D = 128, three at D = 64. Eight warps are two groups
+# if each has 64 rows of its own. A stage more is a copy of K and V more: with 128 x 64 and four warps the third costs a
+# program. A larger Bc widens products, which then read Q_i less often; with a larger Br K and V are copied less often.
+# So `fused` takes 128 x 128 at D = 128.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-def share(D, Bc, workers):
-    """The part of the time in which tensor cores can work, by the count of clocks a row."""
-    tensor, exp, fp32 = Bc * D / 1024, Bc / 16, (4 * Bc + D) / 128
-    return min(tensor / max(tensor, exp, fp32), workers * tensor / (tensor + exp + fp32))
+def at_most(D, Br, Bc, groups, ptx):
+    """The share of the time in which tensor cores can work: by groups, by bytes."""
+    tensor, exp, fp32 = Bc * D / 1024, Bc / 16, (4 * Bc + D) / 128  # clocks of a row
+    by_groups = groups * tensor / (tensor + exp + fp32)
+    found = re.findall(r"wgmma.mma_async\S*m64n(\d+)k16\S* *\{[^}]*\}, *(\{?)", ptx)
+    clocks = sum(int(n) / 2 for n, _ in found)
+    bytes_ = sum(32 * int(n) + (0 if registers else 2048) for n, registers in found)
+    bytes_ += 4096 / Br * clocks  # K_j and V_j: 4 Bc D bytes for 4 Br Bc D / 4096 clocks
+    by_bytes = 128 * clocks / bytes_ if found else math.nan  # not wgmma
+    return min(tensor / max(tensor, exp, fp32), by_groups), min(by_bytes, 1)
 
 
-print("file          D      tile warps stages registers spilled  KiB programs  by count")
-for (file, arch, D, tile), made in sorted(compiled.items()):
-    if arch == 80 or file == "roles_twice" or (file == "fwd_0_fused" and not tile):
-        continue
-    module = importlib.import_module(f"steps.step03_triton.{file}")
-    tables = {"fwd_2_roles": "ROLES_TILES", "fwd_3_gluon": "TILES", "fwd_1_tma": "TILES"}
-    Br, Bc, *more = tile or getattr(module, tables[file])[D]
-    stages = more[1] if more else module.STAGES.value
+print("file           D  row, * the file's own ", "registers spilled  KiB",
+      "programs x groups  at most: by groups by bytes")  # fmt: skip
+shown = {key: made for key, made in compiled.items() if key[0] in TABLES and key[1] == 90}
+for (file, _, D, tile), made in sorted(shown.items()):
+    Br, Bc, _, stages = tile or TABLES[file][D]
     needs = {name: made[name] for name in ("registers", "shared")}
     programs = cost.occupancy((9, 0), threads=32 * made["warps"], **needs).blocks
-    workers = programs * (2 if file in ("fwd_2_roles", "fwd_3_gluon") else 1)
-    print(f"{file:11} {D:4} {Br:4} x {Bc:3} {made['warps']:4} {stages:6}",
-          f"{made['registers']:8} {made['spilled']:8} {made['shared'] / 1024:4.0f}",
-          f"{programs:7} {share(D, Bc, workers):10.0%}")  # fmt: skip
+    n = max(1, min(made["warps"] // 4, Br // 64))  # groups that have rows of their own
+    made["row"] = Br, Bc, made["warps"], stages
+    made["bounds"] = at_most(D, Br, Bc, programs * n, made["ptx"])
+    print(f"{file:11} {D:4} {' ' if tile else '*'}{tune.words(made['row']):26}",
+          f"{made['registers']:6}{made['spilled']:8}{made['shared'] // 1024:6}",
+          f"{programs:7} x {n}", *(f"{bound:16.0%}" for bound in made["bounds"]))  # fmt: skip
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 (sweep,) = [s for s in rows.read_record("tune") if s["kernel"] == "forward"]
-own = sweep["row"]
-speeds = {tuple(one["row"]): round(one["tflops"]) for one in sweep["candidates"]}
-print(f"measured on {sweep['date']}: {len(speeds)} tiles. The table's: {tune.words(own)}")
-for place, what in ((2, "warps"), (3, "stages")):
-    others = [n for n in range(4) if n != place]
-    alike = {r[place]: s for r, s in speeds.items() if all(r[n] == own[n] for n in others)}
-    print(f"its TFLOP/s by {what}: {dict(sorted(alike.items()))}")
+as_it_is = sweep["source"] == fingerprint.code_hash("03_triton", "fwd_1_tma")
+speeds = {tuple(one["row"]): one["tflops"] for one in sweep["candidates"]}
+print(f"{len(speeds)} rows of fwd_1_tma at D = 128, measured on {sweep['date']};",
+      f"the file is as it was then: {as_it_is}")  # fmt: skip
+for (file, _, D, _), made in sorted(shown.items()):
+    if file == "fwd_1_tma" and D == 128 and made["row"] in speeds:
+        share = speeds[made["row"]] / h200.half_tflops
+        print(f"{tune.words(made['row']):26} {speeds[made['row']]:.0f} TFLOP/s,",
+              f"{share:.0%} of the peak; by the counts at most {min(made['bounds']):.0%}")
 print(tune.verdict(sweep), tune.left_out(sweep), sep="\n")
 fastest = max(speeds, key=speeds.get)
 picture(plots.tiles(sweep), f"""TFLOP/s of the table's row and its neighbours, by tile;
-the markers are warps, the colours stages. The fastest is
-{tune.words(fastest)} with {speeds[fastest]}, the slowest has {min(speeds.values())}.""")
+the markers are warps, the colours stages. The fastest is {tune.words(fastest)}
+with {speeds[fastest]:.0f}, the slowest has {min(speeds.values()):.0f}.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The count knows no waiting. The sweep (`python -m steps bench --tune`) measures the table's row and its neighbours.
+# The counts know neither barriers nor waiting: `tma` is fastest with 64 x 64, though larger tiles have higher bounds. So
+# tables of tiles come from sweeps (`python -m steps bench --tune`).
 #
 # **Question 2.** Where can `roles` not be better than `tma`? Which rung should come closest to cuDNN at D = 128, and
 # why may another one at D = 64?
 #
-# **Question 3.** The backward does 7 products where 5 are counted. What is the most it can show? And in what share of the
-# cycles does a profiler (`python -m steps.bench.profile`) find the tensor cores of `tma` at work, forward and backward?
+# **Question 3.** The backward does 7 products where 5 are counted. What is the most it can show? In what share of the
+# cycles does a profiler (`python -m steps.bench.profile`) find `tma`'s tensor cores at work, in either pass?
 #
 # <details><summary>Answers</summary>
 #
 # 2. With a causal mask, and for D up to 64: there that rung is `tma` with descriptors made in the kernel. `gluon` alone
-#    multiplies under its own softmax. At D = 64 softmax takes longer than the products: two groups are too few by the
-#    count, and `tma` has three programs on an SM.
+#    multiplies under its own exponentials. At D = 64 two groups are too few by the count, and `tma` has three.
 # 3. 5/7 of what a plain matrix product reaches in the same run: the dashed line. One pass would have a higher roof, but
-#    need atomics for dQ. The share of cycles: forward about TFLOP/s over the peak, backward 7/5 of that. Where no other
-#    unit is near its limit, a kernel waits.
+#    need atomics for dQ. The share of cycles: forward about TFLOP/s over the peak, backward 7/5 of that. `queries_kernel`
+#    leads: its left factors, Q_i and dO_i, stay in registers, so that wgmma reads less. Where no other unit is near its
+#    limit, a kernel waits.
 #
 # </details>
 
@@ -1026,7 +1040,8 @@ kernels, at D = 128 and 64, with and without a causal mask; a dashed line at 5/7
 product.""", roof)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
-counted = {"hopper of stage 02": profile.read()["hopper"], **profile.read(part="triton")}
+counted = {"hopper of stage 02": profile.read().get("hopper")} | profile.read(part="triton")
+counted = {kernel: c for kernel, c in counted.items() if c}  # not of a former version
 UNITS = {"tensor_pipe": "tensor cores\nwork", "exp_units": "exp units\nwork",
          "issue_slots": "issue slots\nused", "dram_throughput": "device memory\nbandwidth",
          "occupancy": "warps of those\nthat fit"}  # fmt: skip
@@ -1047,7 +1062,7 @@ of rung tma: forward_kernel, keys_kernel and queries_kernel.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Where it stands.** `gluon` passes cuDNN at D = 128, `tma` is level with it at D = 64. In the backward cuDNN stays
-# ahead, most at D = 128, where `tma` has come nearest to its own roof.
+# ahead, most at D = 128, where `tma` has come nearest to its roof.
 #
 # ### torch.compile of naive attention
 #
@@ -1058,8 +1073,7 @@ of rung tma: forward_kernel, keys_kernel and queries_kernel.""")
 #
 # <details><summary>Answer</summary>
 #
-# Inductor knows the plain formula by its pattern, and calls SDPA: not a line of Triton. A mask by `masked_fill` fits no
-# pattern. Then both products are calls of a library, and Triton gets what lies between, a whole row at a time. S and P
+# Inductor knows the plain formula by its pattern, and calls SDPA. A mask by `masked_fill` fits no pattern. Then both products are calls of a library, and Triton gets what lies between, a whole row at a time. S and P
 # go through memory, written and read, and no tile is skipped.
 #
 # </details>
@@ -1072,7 +1086,7 @@ for causal, text in lines_of(inductor, "inductor"):
         print(kernel)
 print()
 for D, causal in itertools.product((128, 64), (False, True)):
-    at = {"D": D, "causal": causal, "pass": "fwd", "n_gpus": 1, "timing": "interleaved"}
+    at = {"D": D, "causal": causal, "pass": "fwd", "gpu": h200.name, "n_gpus": 1}
     found = [row for row in fresh if all(row[name] == value for name, value in at.items())]
     runs = [row["run"] for row in found if row["peer"] == "compiled"]
     found = [row for row in found if row["run"] in runs[-1:]]
@@ -1087,13 +1101,13 @@ for D, causal in itertools.product((128, 64), (False, True)):
 #
 # - Threads, registers, shared memory, barriers and instructions are the compiler's; pointers, masks, tile sizes, and
 #   who owns which result are yours. Nobody checks a store.
-# - Small tiles let several programs share an SM: one multiplies while another computes its softmax.
-# - Descriptors save instructions and registers; roles are one argument, with a trap; Gluon writes the roles out.
+# - A tile decides how many groups of warps share an SM, one multiplying under another's softmax, and how much shared
+#   memory must move.
+# - Descriptors save instructions and registers; roles are one argument, with a trap; Gluon writes them out.
 # - Two passes in the backward: 7 products instead of 5, no atomics, the same bits each time.
 # - The interpreter proves formulas and edges; races, bfloat16, roundings and speed need the GPU.
 #
-# **Which file do I take?** A table ends 03b. In short: `fused` everywhere, `tma` on Hopper in 16 bits, `gluon`'s
-# forward for head_dim 72, 80, ... 256.
+# **Which file do I take?** A table ends 03b.
 #
 # **Ask yourself**
 #
@@ -1105,8 +1119,7 @@ for D, causal in itertools.product((128, 64), (False, True)):
 #
 # ### Capstone: the forward from an empty file
 #
-# `my/03_capstone.py` begins with the signature of `attention` and nothing else. Each check also runs the steps before
-# it.
+# `my/03_capstone.py` begins with the signature of `attention`.
 #
 # | `python -m steps check` | what you add |
 # |---|---|
@@ -1120,8 +1133,8 @@ for D, causal in itertools.product((128, 64), (False, True)):
 #
 # **Go further**
 #
-# - ★ (15 minutes) Give question 1's table a tile of 32 x 64 at D = 128. What does the count say, and leave out?
-# - ★★ (1 hour, GPU) `python -m steps bench --tune` on your GPU: where does the count's order fail?
+# - ★ (15 minutes) Give question 1's table a tile of 32 x 64 at D = 128. What do the counts say, and leave out?
+# - ★★ (1 hour, GPU) `python -m steps bench --tune` on your GPU: where do the counts fail?
 # - ★★★ (a weekend, GPU) A third consumer for `fwd_3_gluon.py` at D = 64: which tile, how many registers each?
 #
 # **Read:** `papers/flash_attention_2.md`, `papers/flash_attention_3.md`; Triton's tutorial on fused attention.

@@ -852,7 +852,7 @@ query's part only lse, of keys counted from the tile all but lse.""")
 # Dropout first: ten rounds of integer products for sixteen scores, and then bytes to be taken apart. Then the masks,
 # which cost both: instructions to unpack and apply each entry, and N² numbers through the L2 cache for each head. The
 # soft-cap adds fewer instructions than ALiBi, but one is a tanh, in the unit that exp2 alone keeps busy for half of the
-# products' time. At D = 64 the products take half the time, and each feature weighs more.
+# products' time. At D = 64 the products take half the time, and in the forward each feature weighs more.
 #
 # </details>
 
@@ -893,6 +893,7 @@ NOTHING = "No rows of these features yet. On a GPU: python -m steps bench --plan
 def last_run(wanted, **at):
     """Rows of the wanted features, of the last run that measured our kernel."""
     found = [row for row in fresh if row["options"].get("feature") in wanted]
+    at["gpu"] = h200.name
     found = [row for row in found if all(row[name] == at[name] for name in at)]
     ours = [row["run"] for row in found if row["stage"]]
     return [row for row in found if row["run"] == ours[-1]] if ours else []

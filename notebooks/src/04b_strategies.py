@@ -184,7 +184,7 @@ show("step04_ring/strategies/lesson_5_ulysses", "to_heads")
 # </details>
 #
 # Now on two real ranks, H = Hk = 4: what each sends and holds, beside the formulas of `account.py`, and how far the
-# results are from one device. 
+# results are from one device.
 
 # %% slideshow={"slide_type": "fragment"}
 # When this runs as a plain script, the new processes must not run the file again.
@@ -465,8 +465,8 @@ for name, (loss, grads) in mistakes.items():
 #
 # <details><summary>Answer, as the model has it</summary>
 #
-# At 128k all are close together, because blocks take c² and what travels only c. (The ring even gains, as most of its blocks
-# have no mask, and stage 02 is a little faster without one.) At 8k and Hk = 32 every way is bound by what travels, and the
+# At 128k all are within a fifth, because blocks take c² and what travels only c. (With fetch the ring even gains, as most of its
+# blocks have no mask, and stage 02 is a little faster without one.) At 8k and Hk = 32 every way is bound by what travels, and the
 # ring over NCCL is the slowest: it has to send as much as query-parallel, at the lower rate of single messages. Ulysses sends
 # half as much. Fetch moves the ring's bytes at more than twice the rate, and hides some of them.
 #
@@ -500,30 +500,30 @@ for name in table[0][1]:
     print(f"{name:15}" + "".join(f"{1e3 * found[name]:13.2f}" for _, found in table))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now what two H200 did. Who stands in one column took turns in one run. An efficiency above 1 means that the one GPU slows
-# down at that size.
+# Now what two H200 did, each column in one run.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 recorded = fingerprint.fresh(rows.read() + rows.read(several_gpus=True))
 print(ring_report.shown("speed", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Forward, zigzag, fetch: at 128k two GPUs are twice as fast as one. At 32k the efficiency is 0.85 (Hk = 32) and 0.90 (Hk = 8),
-# where `context_parallel` reaches 0.69 to 0.76. Forward + backward is behind `context_parallel`, with grouped heads far behind.
-# (Here and below it was measured with a block whose backward has become faster since.) Why? Change one thing at a time:
+# Forward, zigzag, fetch: at 128k the efficiency is 0.98, at 32k 0.85 (Hk = 32) and 0.93 (Hk = 8), where `context_parallel` has
+# 0.68 to 0.73. (The 7.55 ms for Hk = 32 were measured in rounds of one call, which finds the GPU idle; in rounds of two and three,
+# below, it took 7.04 and 6.82.) Forward + backward is ahead of `context_parallel` except with Hk = 8 from 32k on. Change
+# one thing at a time:
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_report.shown("changes", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The ring's blocks add to dQ in a fixed order, so that dq is bit-equal from run to run. In any order, as the one GPU adds, the
-# call took 25.2 ms, not 35.2: with the former kernel the order cost 40 %. Its code suggests why. All blocks of a head started
-# at the same queries, and block t could add to these only a step after block t - 1. (Today's kernel deals the blocks to several
-# heads. Grouped heads were not taken apart.)
+# call took 25.4 ms, not 31.4: the order costs 24 %. The code suggests why: a block adds to a tile of dQ only after the block
+# before it, and so runs a little behind.
 #
-# Merging by torch costs 18 % of the forward, float32 dK and dV 3 %. A persistent kernel is wrong for relay (22 %); even over
-# fetch, where it is the default, the other one is 5 to 8 % faster. And without overlap a forward takes only 3 % longer. Is the
-# hop hidden at all? Forward and backward under the profiler (dark: a block, light: another kernel):
+# Merging by torch costs 14 % of the forward, stage 03's block 7 %; if that carries the sums in float32, so that nothing is
+# merged, 38 %. Float32 dK and dV and the watching threads cost nothing that shows. Persistence hardly counts here: one of the
+# ranks' four blocks has fewer than 16k keys. No overlap costs fetch 10 %. So is the hop hidden? Forward and backward under
+# the profiler (dark: a block, light: another kernel):
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 if record := ring_report.recorded_trace():
@@ -536,10 +536,12 @@ timelines
 print(ring_report.shown("trace", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# In the forward only 14 to 16 % of it is: it begins when the first block *ends*. Probably because fetch first copies the rank's
-# own K and V and passes a barrier, a small kernel, while a persistent kernel gives no multiprocessor back before its end;
-# NCCL's kernel waits likewise, behind the block's thread blocks. In the backward, whose kernel is not persistent, fetch's
-# copies and relay's last hop do run beside blocks.
+# Over fetch it is: as soon as some thread blocks have ended, the own K and V are copied and the barrier is passed, and then the
+# copy engine needs no multiprocessor. (A persistent kernel gives none back before its end.)
+#
+# Of relay's forward only 35 % is. NCCL's kernel and the block start together. Probably, where the block comes first, NCCL's
+# kernel waits behind its thread blocks, and on the other rank for its partner: above, the first message lasts as long as the
+# block. In the backward delta is computed first, and messages are hidden.
 #
 # The four strategies, and the one new token of part 4:
 
@@ -549,13 +551,13 @@ print()
 print(ring_report.shown("token", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# In the forward a ring was the fastest at every size. (Two ranks make one hop; of more there are no rows.) In forward + backward
-# with Hk = 8 query-parallel was slightly faster from 32k on, and held half as much again.
+# The ring over fetch was the fastest at every size, in both passes. (Two ranks make one hop; of more there are no rows.)
 #
-# For one token star sends 16 KB, and still the ring, with 268 MB, was faster. Probably star's time is mostly launches: two
-# exchanges over NCCL, and merges of six kernels each, where the ring's is one.
+# For one token star sends 16 KB and takes 1.2 ms, the ring sends 268 MB and takes 2.0: the difference is its hop (256 MiB in
+# the next table). The rest is probably launches, as 268 MB are read in 0.06 ms at 4.8 TB/s.
 #
-# Last, single messages, and the model, fed with these and with blocks on one GPU as they were recorded:
+# Single messages, and the model, fed with these, with blocks on one GPU, with what the profiler saw hidden, and with the price
+# of the order:
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_report.shown("hops", recorded))
@@ -563,11 +565,11 @@ print()
 print(ring_report.shown("predictions", recorded))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The model's forward is 3 to 13 % too fast at 128k, 7 to 24 % at 32k, 18 to 38 % at 8k: it hides hops that were not hidden. At 8k,
-# Hk = 32, fetch's takes 0.18 ms (64 MiB) of the missing 0.25; it is not the host's time, as a CUDA graph changes little. Of
-# forward + backward it does not know the price of the order.
+# At 128k the model is 6 % too fast to 5 % too slow: the order's price is that of 32k, and seems to fall with the length. At 32k
+# it is 3 to 12 % too fast, the most in rounds of one call, and at 8k 8 to 36 %: it leaves out the host's time. A CUDA graph
+# needs no host, but its forward takes 0.20 ms longer with Hk = 32 than with 8, as if the hop were not hidden.
 #
-# So on two GPUs the ring is good at forwards, and pays dearly for a bit-equal backward. `python -m steps bench --plan ring-32k` measures on your GPUs.
+# So on two GPUs the ring is good at forwards, and pays a quarter for a bit-equal backward. `python -m steps bench --plan ring-32k` measures on your GPUs.
 #
 # **Question.** Hosts of 8 GPUs, joined by 50 GB/s a GPU, and more and more of them: what happens to the efficiency?
 #

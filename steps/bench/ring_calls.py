@@ -287,8 +287,7 @@ def one_round(call, calls):
     """Milliseconds of a call, over so many calls that follow each other."""
     mark, milliseconds = timing.clock(engine.device)
     dist.barrier()
-    if calls > 1:
-        call()  # The queue is then full, and the ranks are in step.
+    call()  # The queue is then full, and the ranks are in step.
     start = mark()
     for _ in range(calls):
         call()

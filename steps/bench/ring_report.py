@@ -12,12 +12,15 @@ A table is a list of lines, which are lists of words. The first line is its head
 stands in one column of a size was measured in one run: of several runs that with most rows at this size.
 """
 
+import math
+import statistics
 import textwrap
 from collections import Counter
 
 from steps.bench import cost
 from steps.bench.fingerprint import code_hash
 from steps.bench.rows import COMMITTED, COPY, read_record
+from steps.step02_fa2_cuda.ladder import LONG
 from steps.step04_ring import simulate
 from steps.step04_ring.layout import Layout
 
@@ -32,7 +35,7 @@ LIMITS = {
 CHANGES = {
     "changed=nothing": "as it is", "overlap=False": "no overlap", "merge=eager": "merged by torch, not in one kernel",
     "dkv=fp32": "dK, dV sent in float32", "deterministic=False": "dQ summed in any order",
-    "persistent=True": "kernel persistent", "persistent=False": "kernel not persistent",
+    "persistent=True": f"kernel persistent below {LONG // 1024}k keys", "persistent=False": "kernel not persistent",
     "block=stage 03": "stage 03's block", "merge=carried": "stage 03's block, sum carried in it",
     "watch=True": "8k, as it is", "watch=False": "8k, without watching threads",
 }  # fmt: skip
@@ -166,61 +169,100 @@ def token(rows):
 def predictions(rows):
     plain = [row for row in rows if row["kernel"] in RINGS and row["layout"] == "zigzag" and row["causal"]]
     plain = in_order(of_one_run([row for row in plain if row["options"] in ({}, {"graph": True})]))
-    known = {n_gpus: machines(rows, n_gpus) for n_gpus in {row["n_gpus"] for row in plain}}
+    known = {where: machines(rows, *where) for where in {(row["gpu"], row["n_gpus"]) for row in plain}}
     cells = []
     for row in plain:
         transport = RINGS[row["kernel"]]
-        machine = known[row["n_gpus"]].get(transport)
-        if machine and (seconds := predicted(row, machine, transport)):
+        machine = known[row["gpu"], row["n_gpus"]].get(transport)
+        if machine and (seconds := predicted(row, machine, transport, hidden(rows, row))):
             word = f"{1e3 * seconds:.3g} / {ms(row)} ({1e3 * seconds / row['ms_median'] - 1:+.0%})"
             cells.append(([*about(row), who(row)], row["N"], word))
     return by_size(["GPUs", "computed", "Hk", "transport"], cells)
 
 
-def predicted(row, machine, transport):
-    """The model's seconds for the row's pass; None where there is no row of the blocks' speed."""
+def predicted(row, machine, transport, shares):
+    """The model's seconds for the row's pass; None where there is no row of the blocks' speed.
+
+    shares: {pass: the share of the moving that takes place beside a kernel}, 1 where it is not known.
+    """
     passes = row["pass"].split("+")
     if not {(pass_, causal) for pass_ in passes for causal in (False, True)} <= machine.flops.keys():
         return None
     layout = Layout(row["layout"], row["N"], row["n_gpus"], row["causal"])
     shape = simulate.Shape(row["B"], row["H"], row["Hk"], row["D"])
-    return sum(simulate.schedule(layout, shape, machine, transport, pass_).seconds for pass_ in passes)
+    seconds = 0.0
+    for pass_ in passes:
+        how = layout, shape, machine, transport, pass_
+        beside, after = (simulate.schedule(*how, overlap=overlap).seconds for overlap in (True, False))
+        seconds += after + shares.get(pass_, 1.0) * (beside - after)
+    return seconds
 
 
-def machines(rows, n_gpus):
+def hidden(rows, like):
+    """{pass: share} by the profiler, which has seen forward + backward as a whole: its share counts as the backward's.
+
+    like: a row of the same ring on the same GPUs, of any size.
+    """
+    same = [row for row in rows if all(row[name] == like[name] for name in ("gpu", "n_gpus", "kernel"))]
+    return {row["pass"].removeprefix("fwd+"): row["hidden"] for row in same if "hidden" in row}
+
+
+def machines(rows, gpu, n_gpus):
     """{transport: simulate.Machine} of so many GPUs, of the transports whose hops were measured.
 
-    Its three constants are the speed of a block on one GPU, a link's bytes/s and its latency.
+    Measured are the speed of a block on one GPU, a link's bytes/s and its latency, and the price of a fixed order.
     """
+    rows = [row for row in rows if row["gpu"] == gpu]
     hops = of_one_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] == n_gpus])
     sizes = Counter(row["options"]["transport"] for row in hops)
     links = {one: simulate.read_link(hops, one) for one in RINGS.values() if sizes[one] > 1}
-    return {one: simulate.Machine(speeds(rows, n_gpus), *link) for one, link in links.items()}
+    memory = 1e12 * cost.GPUS[gpu].bandwidth if gpu in cost.GPUS else math.inf
+    how = {"memory": memory, "ordered": price_of_the_order(rows, n_gpus)}
+    return {one: simulate.Machine(speeds(rows, n_gpus), *link, **how) for one, link in links.items()}
+
+
+def price_of_the_order(rows, n_gpus):
+    """The time of a backward that adds to dQ in a fixed order, in those of one that does not; 1 if that is not known.
+
+    Measured in the ring with and without it at one size, less the ring's forward.
+    """
+    rows = of_one_run([row for row in rows if row["n_gpus"] == n_gpus and row["kernel"] == "ring+fetch"])
+    ms = {(row["pass"], changed(row)): row["ms_median"] for row in rows if changed(row) in CHANGES}
+    try:
+        forward, both = (ms[pass_, "changed=nothing"] for pass_ in PASSES)
+        return (both - forward) / (ms["fwd+bwd", "deterministic=False"] - forward)
+    except KeyError:
+        return 1.0
 
 
 def speeds(rows, n_gpus):
     """{(pass, causal): [(rows x keys, FLOP/s)]} of a block: by its size as on one GPU, but not above a limit.
 
-    The limit is one GPU on a whole long sequence while all GPUs compute: under such a load their clocks are lower.
+    The limit is the fastest that one GPU was on a whole long sequence while all GPUs computed: under such a load their
+    clocks are lower. Behind the sizes of one GPU come those of the long sequences.
     """
     together = {}
     for row in rows:
         if row["n_gpus"] == n_gpus and who(row) == ONE and row["peer"] is None and row["N"] >= 2**15:
-            together.setdefault((row["run"], size(row | {"pass": ""})), {})[row["pass"]] = row
-    limits = {}
-    for passes in together.values():
-        seconds = {pass_: 1e-3 * row["ms_median"] for pass_, row in passes.items()}
-        if seconds.keys() == PASSES.keys():
-            seconds["bwd"] = seconds.pop("fwd+bwd") - seconds["fwd"]
-        for pass_ in seconds.keys() & simulate.PASSES.keys():
-            row = passes["fwd"]
-            work = cost.flops(row["B"], row["H"], row["N"], row["D"], causal=row["causal"], pass_=pass_)
-            limits[pass_, row["causal"]] = max(limits.get((pass_, row["causal"]), 0), work / seconds[pass_])
+            of_size = together.setdefault((row["causal"], row["N"]), {})
+            of_size.setdefault(row["pass"], []).append(1e12 * row["tflops"])
+    long = {}
+    for (causal, N), of_size in sorted(together.items()):
+        speed = {pass_: statistics.median(some) for pass_, some in of_size.items()}
+        if speed.keys() == PASSES.keys():  # Of the seconds of 3.5 forwards' operations 2.5 are the backward's.
+            speed["bwd"] = 2.5 / (3.5 / speed["fwd+bwd"] - 1 / speed["fwd"])
+        for pass_ in speed.keys() & simulate.PASSES.keys():
+            long.setdefault((pass_, causal), []).append((N * N, speed[pass_]))
     try:
-        alone = simulate.read_flops(rows)
+        alone = simulate.read_flops(rows, gpu=rows[0]["gpu"])
     except ValueError:  # There is none: the kernels have changed since they were measured.
         alone = {}
-    return {key: [(n, min(speed, limits.get(key, speed))) for n, speed in some] for key, some in alone.items()}
+    found = {}
+    for key, some in alone.items():
+        of_long = long.get(key, [])
+        limit = max((speed for _, speed in of_long), default=math.inf)
+        found[key] = [(n, min(speed, limit)) for n, speed in some] + of_long
+    return found
 
 
 def changes(rows):
@@ -278,8 +320,9 @@ NOTES = {  # what stands below a table
     "strategies": "Milliseconds / MB that a rank holds beyond its inputs, shared memory included / MB that it sends",
     "token": "One query a head that every rank has, over keys that the ranks share",
     "predictions": "Milliseconds by the model of `simulate.py` / measured (how far the model is off). It knows from "
-    "other rows how fast a block is on one GPU, a link's bytes a second and a hop's latency, and nothing of the host's "
-    "time, which a CUDA graph (graph) takes out",
+    "other rows how fast a block is on one GPU, a link's bytes a second and a hop's latency, which share of the moving "
+    "a profiler has seen hidden, and what the fixed order of dQ costs at one size; and nothing of the host's time, "
+    "which a CUDA graph (graph) takes out",
     "changes": "Milliseconds at 32k, causal, Hk = 32, and in brackets the share of what the ring took "
     "with nothing changed, in the same run; the watching threads at 8k, Hk = 8",
     "trace": "By torch's profiler. Hidden: the share of the time of copies between GPUs in which a kernel computes. "

@@ -125,7 +125,7 @@ def visit_keys(
         if MASKED:
             S = mask(S, i, j, Nq, Nk, CAUSAL, Br, Bc)
         m, alpha, P = probabilities(m, S, scale_log2)
-        # With roles the groups that compute wait for V_j where it is loaded: as late as possible. l waits for nobody.
+        # With roles the groups that compute wait for V_j where it is loaded: as late as possible.
         V_j = load_tile(v, v_stride, j, Nk, Bc, D, D_pad, TMA)
         O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
         l = alpha * l + tl.sum(P, 1)

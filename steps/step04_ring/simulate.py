@@ -8,14 +8,17 @@ measured, say how long that takes:
 
     FLOP/s of a block, by rows x keys    bytes/s of a link, each way    seconds that every hop costs beside its bytes
 
+A fourth comes from the datasheet: the bytes/s of a GPU's own memory, with which k and v are copied before they travel,
+and the parts of out merged.
+
 Each rank has two lanes, one that computes and one that carries messages. The transports differ in when a message may
 begin:
 
     relay   when its sender and its receiver have both begun the step before the one that needs it
     fetch   when its buffer is free, of which there are two; the owner of the keys need not do anything
 
-Left out: the time of merging, links that several messages share, and what varies from run to run. dry_run.py has the
-same ring with real numbers. Needs layout.py, dry_run.py and numpy; for pictures matplotlib.
+Left out: the host's time, the sums of dK and dV, links that several messages share, and what varies from run to run.
+dry_run.py has the same ring with real numbers. Needs layout.py, dry_run.py and numpy; for pictures matplotlib.
 """
 
 import json
@@ -49,7 +52,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model knows of the ranks. The first three fields are the measured ones.
+    """What the model knows of the ranks. The first three fields, and `ordered`, are measured.
 
     flops: FLOP/s of a block, a number, or {(pass, causal): [(rows x keys, FLOP/s), ...]} between whose points the model
     interpolates. link: bytes/s each way between two ranks of a host. latency: seconds that a hop, or the barrier before
@@ -57,6 +60,8 @@ class Machine:
     host: ranks on a host; all, if None. network: bytes/s each way of a rank's part of the link between hosts.
     lent: the share by which a block takes longer while a relay's message travels, as NCCL borrows multiprocessors.
     slow: {rank: factor by which its blocks take longer}.
+    memory: bytes/s of a GPU's own memory, by its datasheet. If it is infinite, copies and merges take no time.
+    ordered: the factor by which a block of the backward takes longer because it adds to dQ in a fixed order.
     """
 
     flops: float | dict
@@ -66,6 +71,8 @@ class Machine:
     network: float | None = None
     lent: float = 0.0
     slow: dict | None = None
+    memory: float = math.inf
+    ordered: float = 1.0
 
     def speed(self, rows, keys, causal, pass_):
         """FLOP/s of a block."""
@@ -86,16 +93,16 @@ class Machine:
         return np.where(a // self.host == b // self.host, self.link, self.network)
 
 
-def read_flops(rows, *, D=128, dtype="bf16", kernels=("fwd_8_hopper", "bwd_3_hopper")):
-    """Machine.flops from results rows of one GPU: the median speed of these kernels at each size."""
+def read_flops(rows, *, gpu="NVIDIA H200", D=128, dtype="bf16", kernels=("fwd_8_hopper", "bwd_3_hopper")):
+    """Machine.flops from results rows of one GPU of this name: the median speed of these kernels at each size."""
     speeds = {}
-    for row in rows:
+    for row in (row for row in rows if row["gpu"] == gpu):
         plain = row["n_gpus"] == 1 and row["layout"] is None and not row["options"] and row["timing"] == "interleaved"
         if plain and row["kernel"] in kernels and (row["D"], row["dtype"]) == (D, dtype) and row["pass"] in PASSES:
             where = speeds.setdefault((row["pass"], row["causal"]), {})
             where.setdefault(row["N"] * row["Nk"], []).append(1e12 * row["tflops"])
     if not speeds:
-        raise ValueError(f"no rows of {', '.join(kernels)} on one GPU with D = {D} and {dtype}.")
+        raise ValueError(f"no rows of {', '.join(kernels)} on one {gpu} with D = {D} and {dtype}.")
     return {key: [(size, float(np.median(some))) for size, some in found.items()] for key, found in speeds.items()}
 
 
@@ -146,12 +153,17 @@ def schedule(layout, shape, machine, transport="relay", pass_="fwd", overlap=Tru
     of_work = [0.0 if work is None else machine.block(shape, *_lengths(work), pass_) for work in distinct]
     slower = [(machine.slow or {}).get(rank, 1.0) for rank in range(layout.N)]
     seconds = np.array(of_work)[which[ranks, src]] * np.array(slower)
-    kv = np.array([2.0 * shape.B * shape.Hk * layout.size(rank) * shape.D * shape.e for rank in range(layout.N)])
+    seconds *= machine.ordered if pass_ == "bwd" else 1.0
+    own = np.array([layout.size(rank) for rank in range(layout.N)])
+    kv = 2.0 * shape.B * shape.Hk * own * shape.D * shape.e
     tables = np.zeros((3, 2, layout.N, layout.N))
     if transport == "relay":
         end = _relay(machine, src, seconds, kv, kv * 4 / shape.e, 1 if pass_ == "fwd" else -1, overlap, *tables)
     else:
         end = _fetch(machine, src, seconds, kv, pass_, overlap, *tables)
+    if pass_ == "fwd" and layout.N > 1:  # Each block's part of out is read to be merged, and out is written.
+        rows = np.array([0 if work is None else _lengths(work)[0] for work in distinct])[which].sum(1)
+        end = end + shape.B * shape.H * (rows + own) * shape.D * shape.e / machine.memory
     return Schedule(layout, src, *tables, float(end.max()))
 
 
@@ -163,7 +175,8 @@ def _lengths(work):
 def _relay(machine, src, seconds, kv, dkv, towards, overlap, blocks, keys, gradients):
     """Fills the tables; returns when each rank is done. dkv: bytes of the sums of dK, dV of a rank's keys, float32."""
     N = len(kv)
-    begin = np.zeros(N)  # of the step
+    # of the step; the forward first copies k and v into one message
+    begin = 2 * kv / machine.memory if towards == 1 else np.zeros(N)
     lane = np.zeros(N)  # when the link has carried all messages so far, one after the other
     summed = np.zeros(N)  # when dK, dV of the ranks before have arrived
     for step in range(N):
@@ -211,7 +224,9 @@ def _slowed(begin, seconds, started, ended, lent):
 def _fetch(machine, src, seconds, kv, pass_, overlap, blocks, keys, gradients):
     """Fills the tables; returns when each rank is done. dK and dV travel in the dtype of k, straight to their owner."""
     N, ranks = len(kv), np.arange(len(kv))
-    lane = np.full(N, machine.latency if N > 1 else 0.0)  # a barrier comes before the first copy, and one at the end
+    lane = np.zeros(N)
+    if N > 1:  # The own k and v are copied to where others can read them. Then comes a barrier, and one at the end.
+        lane += (2 * kv / machine.memory).max() + machine.latency
 
     def copy(table, step, after, there, from_, to):
         """A message on this rank's lane, unless it does not need the keys of `there`."""
@@ -327,16 +342,18 @@ def main(
     host: Annotated[int, typer.Option(help="GPUs on a host; 0: all of them")] = 0,
     network: Annotated[float, typer.Option(help="bytes/s each way of a GPU between hosts")] = 50e9,
     lent: Annotated[float, typer.Option(help="the share by which a relay's message makes a block slower")] = 0,
+    memory: Annotated[float, typer.Option(help="bytes/s of a GPU's memory; 0: merging takes no time")] = 4.8e12,
+    ordered: Annotated[float, typer.Option(help="by what factor a fixed order makes the backward longer")] = 1,
     slow_rank: Annotated[int, typer.Option(help="a rank whose blocks take twice as long; -1: none")] = -1,
     results: Path = Path(__file__).parents[1] / "bench" / "results" / "nvidia-h200.jsonl",
     picture: Annotated[Path | None, typer.Option(help="a .png to draw the forward into")] = None,
 ):
     """How long the ring would take on a machine, and how many tokens a GPU needs."""
     rows = [json.loads(line) for line in results.read_text().splitlines()] if not (flops and link) else []
-    speed = flops or read_flops(rows, D=dim)
+    speed = flops or read_flops(rows, gpu=rows[0]["gpu"], D=dim)
     link, latency = (link, latency) if link else read_link(rows, transport)
     slow = {slow_rank: 2.0} if slow_rank >= 0 else None
-    machine = Machine(speed, link, latency, host or None, network, lent, slow)
+    machine = Machine(speed, link, latency, host or None, network, lent, slow, memory or math.inf, ordered)
     shape, whole = Shape(1, heads, kv_heads, dim), Layout(layout, seq, gpus, causal)
     for pass_, (seconds, efficiency) in predict(whole, shape, machine, transport).items():
         print(f"{pass_:8} {1e3 * seconds:10.3f} ms   efficiency {efficiency:.3f}")
