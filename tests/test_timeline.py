@@ -27,6 +27,14 @@ def test_clocks_go_forward_and_change_nothing(tmp_path):
     assert (times[:, 1:] >= times[:, :-1]).all()
 
 
+def test_all_steps_that_are_recorded_are_of_one_block():
+    sizes = {**timeline.POINT.sizes, "dtype": torch.bfloat16, "processors": 132, "shared_limit": 232448}
+    sizes["Nq"] = sizes.pop("N")
+    ((_, grid, _, _, macros),) = launch.geometry(timeline.KERNEL, **sizes)
+    tiles = sizes["B"] * sizes["H"] * sizes["Nq"] // macros["Br"] // grid
+    assert timeline.FIRST + timeline.STEPS <= tiles * sizes["Nk"] // macros["Bc"]
+
+
 @pytest.mark.compile
 def test_clocks_cost_no_spills(tmp_path):
     pytest.importorskip("cuda.core", reason="cuda.core is not installed")

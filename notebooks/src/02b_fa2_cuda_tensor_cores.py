@@ -310,6 +310,7 @@ def compiled(rung, D):
 
 
 recorded = fingerprint.fresh(rows.read())  # of the files as they are
+with_switches = fingerprint.fresh(rows.read(switched=True))
 measured = {}  # {(rung, D, causal): TFLOP/s} at N = 4096
 for r in rows.latest(recorded):
     at = r["gpu"], r["stage"], r["pass"], r["N"], r["options"], r["timing"]
@@ -574,7 +575,8 @@ else:
 # needs the result has to wait, and the exponentials of the next 16 keys do not need it.
 #
 # Causal blocks are unequal. Where long ones start last, a few SMs still work when all others are done. So here they go
-# first; below, both orders.
+# first; below, both orders. Heads come in sections whose K and V fit into the L2 cache. The last lines are of the kernel
+# with one idea switched off: + is slower.
 #
 # **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow? Which mask gains more?
 #
@@ -588,8 +590,7 @@ else:
 
 # %% slideshow={"slide_type": "fragment"}
 def finished(blocks, slots):
-    """When the last block ends, if each takes as long as it has key tiles and goes to the
-    slot that is free first."""
+    """When the last block ends, if each takes its tiles in the slot that is free first."""
     free = [0] * slots
     for length in blocks:
         heapq.heappush(free, heapq.heappop(free) + length)
@@ -606,6 +607,13 @@ for N, heads in ((4096, 16), (4096, 64), (16384, 16)):
     print(f"N = {N:5}, {heads} heads: {up:.2f} of the ideal time head by head,",
           f"{down:.2f} with the longest first")
 step("cp_async", "fa2")
+times = {(r["run"], r["kernel"], r["D"], r["causal"], r["N"]): r["ms_median"]
+         for r in with_switches if r["gpu"] == gpu.name}
+for switch in ("FEW_MASKS=0", "LONGEST_FIRST=0", "SECTIONS=0"):
+    slower = [f"{ms / times[run, 'fwd_5_fa2', *at] - 1:+.1%} at N = {at[2]}"
+              for (run, name, *at), ms in times.items()
+              if name == f"fwd_5_fa2:{switch}" and at[:2] == [128, True]]
+    print(f"{switch:15}, D = 128, causal:", ", ".join(slower) or "no rows yet")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
@@ -772,7 +780,7 @@ for says in mistakes:
 #
 # <details><summary>Answer</summary>
 #
-# By the counts: `ldmatrix` 6.6, `warp` 3.1, `fa2` 1.67, `mma` 1.27, `cp_async` 1. The measured order is below.
+# By the counts: `ldmatrix` 6.6, `warp` 3.1, `fa2` 1.67, `mma` 1.27, `cp_async` 1.
 #
 # </details>
 #
@@ -823,8 +831,7 @@ below the ceiling, except scalar, whose loads the compiler has joined.""")
 # hardware's counters tell.
 #
 # Nsight Compute's `ncu` reads the counters of every SM. Below: one rung's command (`python -m steps.bench.profile` runs
-# four; shared machines may not permit it), then the wavefronts that the emulation expects and those that the hardware
-# counted.
+# four), then the wavefronts that the emulation expects and those that the hardware counted.
 
 # %% slideshow={"slide_type": "fragment"}
 FIVE = "tensor_pipe issue_slots shared_wavefronts bank_conflicts dram_throughput".split()
@@ -848,7 +855,7 @@ for rung in ("mma", "ldmatrix", "fa2"):
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # For `fa2` the hardware counts fewer wavefronts than the emulation, which takes `cp.async` for stores of 16 bytes a lane. How the
-# counter takes it we could not find out.
+# counter takes it is open.
 #
 # Five counters, in the order in which to ask:
 #
@@ -861,7 +868,7 @@ for rung in ("mma", "ldmatrix", "fa2"):
 # | `dram_throughput` | share of device memory's bandwidth | high: larger tiles; low: leave the traffic alone |
 #
 # Low issue slots say *that* warps wait. For what, Nsight Compute's *stall reasons* can say; the recorded file holds
-# none, so that stays open here.
+# none.
 #
 # **Predict 7.** For `mma`, `ldmatrix` and `fa2`: which counter is the highest in each?
 #

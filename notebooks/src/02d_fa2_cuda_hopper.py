@@ -41,7 +41,7 @@ from IPython.display import display
 from reference import cases, error
 from steps import contract
 from steps import step02_fa2_cuda as step02
-from steps.bench import cost, fingerprint, plots, report, rows, sustained, timeline
+from steps.bench import cost, fingerprint, plots, profile, report, rows, sustained, timeline
 from steps.bench.plots import COLOURS, FAINT, GREYS, INK
 from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 from steps.workbook import Blank, check, edited, exercises, picture, show
@@ -150,7 +150,7 @@ the products, at D = 128 half as long.""")
 #
 # **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. Without turns
 # both do the same at the same time, and nothing is gained. The picture is a model of units that never wait for results.
-# The lines above it are measured; part 7 asks why they differ:
+# What stands above it was measured of `hopper`, D = 128; part 7 asks why they differ:
 
 # %% slideshow={"slide_type": "fragment"}
 def lockstep(work, steps):  # work: {unit: clocks} of a warpgroup's step, in this order
@@ -181,7 +181,8 @@ def clocks_a_step(one):
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, axes = plt.subplots(2, 2, figsize=(9, 3.8), sharex=True, layout="constrained")
 colours = {"products": COLOURS[0], "float32": COLOURS[2], "exp": COLOURS[1]}
-print("measured, D = 128:" if clocked else NO_CLOCKS)
+for c in (c for rung, c in profile.read().items() if rung == "hopper"):
+    print(f"ncu: tensor cores busy {c['tensor_pipe']:.0f}%, exp {c['exp_units']:.0f}%")
 for column, D in zip(axes.T, (64, 128), strict=True):
     tensor, exp, fp32 = tile_clocks(D, Br=64)  # each warpgroup has 64 rows
     work = {"products": tensor, "float32": fp32, "exp": exp}
@@ -198,8 +199,8 @@ fig.supxlabel("clocks, three steps a warpgroup", fontsize=9)
 boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
 fig.legend(boxes, colours, ncols=3, loc="outside upper center")
 for one in clocked.get("timelines", ()):
-    share = tile_clocks(128)[0] / clocks_a_step(one)
-    print(f"    {one['switches']}: tensor cores busy {share:.0%}")
+    busy = f"tensor cores busy {tile_clocks(128)[0] / clocks_a_step(one):.0%}"
+    print(f"timeline, {one['switches']}: {busy}")
 picture(fig, """A model's timelines of two warpgroups over three steps, in lockstep and in
 ping-pong. In lockstep tensor cores are busy 39 % of the time at D = 64, 55 % at D = 128; in
 ping-pong, where one's softmax lies under the other's products, 78 % and 100 %.""")
@@ -208,8 +209,8 @@ ping-pong, where one's softmax lies under the other's products, 78 % and 100 %."
 # ### A copy that nobody attends
 #
 # TMA needs a *tensor map*, made by the host: where the tensor lies, its strides, the size of a box. In the kernel a
-# single thread asks for the box at some coordinates and names a barrier, which will count the bytes. Then it is free.
-# Below, 16 rows of x (21, 128) are copied, from row 13 on:
+# single thread asks for the box at some coordinates and names a barrier, which will count the bytes. Below, 16 rows of
+# x (21, 128) are copied, from row 13 on:
 
 # %% slideshow={"slide_type": "fragment"}
 COPY = r"""#include "ptx.cuh"
@@ -300,7 +301,7 @@ another position in each of eight rows. Rows 8 to 15, beyond x, are zero.""")
 # no other. `passes` (above) ends so many phases and waits.
 #
 # On a fresh barrier parity 1 goes on ("the phase before the first has ended"). And whoever falls two phases behind is fooled,
-# because line 2 looks like line 0. A kernel must never let that happen.
+# because line 2 looks like line 0.
 
 # %% slideshow={"slide_type": "fragment"}
 @functools.cache
@@ -379,7 +380,7 @@ flips when a copy ends, that of empty when a use ends.""")
 # swizzled.
 #
 # What does it read? Let the first operand be the unit matrix. Then the product *is* the second operand, as the
-# instruction found it: 16 x 64 numbers of a tile of 64 x 64. (Part 4 explains the calls.)
+# instruction found it: 16 x 64 numbers of a tile of 64 x 64.
 
 # %% slideshow={"slide_type": "fragment"}
 READS = r"""#include "ptx.cuh"
@@ -462,7 +463,7 @@ instructions 0 and 1.""")
 # | 7, 10 | S = Q_i K_jᵀ | `start_scores`, then wait | same | `start` |
 # | 11 | O += P V | `start_output`, then wait | same | `start`, for the block before |
 # | 13, 14 | m, l, P, alpha | `online_softmax` | same | same, under line 11 |
-# | 15 | O *= alpha | `rescale`, before P V | same | `step`, after P V; D > 64: only if needed |
+# | 15 | O *= alpha | `rescale`, before P V | same | `step`, after P V, if needed |
 # | 16 | the stage is empty | `__syncthreads` | `Ring::release` | same |
 # | 19 | O / l, lse | `store_rows` | same | same, under the next tile |
 
@@ -536,7 +537,7 @@ for D, (Br, Bc) in row.tiles[0].items():
 # `turn.pass()` comes as soon as the products are *started*: the other's queue up behind them. At a named barrier one
 # warpgroup arrives (128 threads that go on) and the other waits: 256. O lags one block behind S. P V is added in the units of
 # the old m, and then `rescale` brings O to the new one. With LAZY it does so only if m has grown by more than 8 in log2: the
-# conditional rescaling of FlashAttention-4 (2603.05451), whose effect 02e counts.
+# conditional rescaling of FlashAttention-4, whose effect 02e counts.
 
 # %% slideshow={"slide_type": "fragment"}
 excerpt(
@@ -549,13 +550,13 @@ excerpt(
 # ### Persistent blocks
 #
 # A block takes nearly all registers, so one runs on an SM at a time. When it ends, the next begins with empty stages.
-# Rung 8 starts one block an SM, which takes tile after tile: the producer loads the next while the consumers store.
-# Causal tiles differ in length (long ones are yellow), and their order is fixed beforehand. They come in sections of
-# half as many heads as blocks, so that two blocks at a time share a head's keys in the L2 cache.
+# So rung 8 starts one block an SM, which takes tile after tile: the producer loads the next while the consumers store.
+# Causal tiles differ in length (long ones are yellow), and their order is fixed beforehand, in sections of half as many
+# heads as blocks.
 #
-# From 16,384 keys on a tile takes so long that its beginning and end hardly count. Then the launch starts a block a tile.
-# The GPU gives each SM its next one when it is free, so that even small sections end together. They are as small as keeps
-# their K and V in the L2 cache: reading HBM less often saves power.
+# From 16,384 keys on a tile takes so long that its beginning and end hardly count. Then the launch starts a block a tile,
+# and the GPU gives each SM its next one when it is free, so that even small sections end together. A section is the heads
+# whose K and V fit into 32 MB of the L2 cache, 4 at N = 16384 and D = 128. That should save power; no row shows how much.
 
 # %% slideshow={"slide_type": "fragment"}
 display(show("fwd_8_hopper", "tile_number"))
@@ -800,21 +801,21 @@ for name, change in mistakes.items():
 # ### The timeline
 #
 # `steps/bench/timeline.py` makes a copy of rung 8 note the clock when a warpgroup asks for its turn, gets it, has S,
-# its exponentials, and O (D = 128, N = 16384). With OVERLAP a bar of products lasts until the warpgroup looks for O;
-# the products may end earlier, so the column *no product* has a dash. *Busy* is the products' clocks by the datasheet,
-# as a share of those that a step took.
+# its exponentials, and O (D = 128). With OVERLAP a bar of products lasts until the warpgroup looks for O; the products
+# may end earlier, so the column *no product* has a dash. *Busy* is the products' clocks by the datasheet, as a share of
+# those that a step took. Only recordings of the kernel as launched now are shown.
 #
-# **Question 1.** Both runs drawn below overlap softmax with O's product; one has no turns (PINGPONG = 0). Will its two
+# **Question 1.** With OVERLAP softmax runs beside O's product. If there are no turns (PINGPONG = 0), will the two
 # warpgroups compute exponentials at the same time?
 #
 # <details><summary>Answer</summary>
 #
-# Now and then. The tensor cores serve both, and whoever comes second gets its S later: the two drift apart by
-# themselves. Turns bring little, OVERLAP more.
+# In what was recorded, now and then. The tensor cores serve both, and whoever comes second gets its S later: the two
+# drift apart by themselves. Turns brought little, OVERLAP more.
 #
-# Part 3's ping-pong is the second line. Why do its tensor cores rest at all? One reason: from S until it asks for its
-# next turn (*S to turn*, medians) a warpgroup takes many more clocks than the model's softmax. So its next products
-# start late. How much of this is waiting, and how much instructions that were not counted, the marks do not show.
+# Why do tensor cores rest at all? One reason: from S until it asks for its next turn (*S to turn*, medians) a
+# warpgroup took many more clocks than the model's softmax, so its next products start late. Whether it waits, or has
+# instructions that were not counted, the marks do not show.
 #
 # </details>
 
@@ -843,7 +844,8 @@ def switches(one):
 
 # %% slideshow={"slide_type": "subslide"}
 columns = "clocks a step", "busy", "no product", "both softmax", "S to turn", "TFLOP/s"
-heading = " " * 27 + "".join(f"{column:>14}" for column in (*columns, "with clocks"))
+heading = f"{clocked.get('N', 0)} keys".ljust(27)
+heading += "".join(f"{column:>14}" for column in (*columns, "with clocks"))
 print(heading if clocked else NO_CLOCKS)
 for one in clocked.get("timelines", ()):
     marks, took = one["marks"], clocks_a_step(one)
@@ -895,8 +897,8 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 # <details><summary>Answer</summary>
 #
 # The count sees no difference between `fa2` and `roles`: it knows neither addresses nor waiting. With softmax under
-# products it allows the step from the sum of all three units to the slowest alone, and that is more at D = 64. The
-# printed gain is far less. Nothing keeps the warpgroups of `roles` in step: there, too, one computes exponentials while
+# products it allows the step from the sum of all three units to the slowest alone, which is more at D = 64. The printed
+# gain is far less, and less there. Nothing keeps the warpgroups of `roles` in step: one computes exponentials while
 # another multiplies.
 #
 # At D = 64 `roles` has a larger tile than `wgmma`; only D = 128 shows the gain of the roles alone.
@@ -958,10 +960,9 @@ else:
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Under load
 #
-# In a second of calls every kernel here meets the limit of 700 W, and its clock is what its own power leaves it. Two kernels
-# can do equal work in a clock and still differ in speed (D = 128, causal), if one moves more bytes for it or issues more
-# instructions. So a comparison needs both: interleaved calls for the clocks, and a second of each kernel for the
-# joules.
+# In a second of calls every kernel here meets the limit of 700 W, and its own power decides its clock. At D = 64 without
+# a mask rung 8 does less in a clock than FlashAttention-4, has a higher clock, and so is less far behind. With a mask they
+# agree, in clocks and joules, within 2 %. So compare both ways: calls in turn, and a second of each kernel.
 
 # %% slideshow={"slide_type": "fragment"}
 under_load = [r for r in loads if r["gpu"] == h200.name and r["pass"] == "fwd"]
@@ -979,19 +980,16 @@ if not under_load:
 # ### One switch at a time
 #
 # Each idea of `fwd_8_hopper.cu` is a macro. The table turns one at a time: + is slower than the whole kernel in the
-# same run, - faster. At N = 16384 the launch turns PERSISTENT off itself, so that this line is noise there.
-# **Question 3.** Which switch should bring more with a causal mask than without?
+# same run, - faster. At N = 16384, where the launch itself turns PERSISTENT off, that line is noise. **Question 3.** Which
+# switch should bring more with a causal mask than without?
 #
 # <details><summary>Answer</summary>
 #
-# PERSISTENT: it hides each tile's beginning and end, which weigh more where tiles are short. And SKIP, where a tile has
-# 192 rows (D = 64) and N is small; at D = 128 nothing is skipped.
+# PERSISTENT, below N = 16384: it hides each tile's beginning and end, which weigh more where tiles are short. And SKIP,
+# where a tile has 192 rows (D = 64) and N is small; at D = 128 nothing is skipped.
 #
-# At N = 512, D = 64, causal, turns do not pay, as warpgroups have different blocks to
-# skip. LAZY does not at D = 64, where a thread has only 32 numbers of O to multiply.
-#
-# The last line is part 4's count, as a slowdown. It foresees too much: a tile lasts as long as its busiest warpgroup,
-# whatever the others skip.
+# The last line is part 4's count, as a slowdown. It knows nothing of waiting: a tile lasts as long as its busiest
+# warpgroup.
 #
 # </details>
 
@@ -1011,7 +1009,7 @@ for row in rows.latest(with_switches):
     if kernel == "fwd_8_hopper" and switch:
         at = row["D"], row["N"], row["causal"]
         changes[switch, *at] = row["ms_median"] / beside(row) - 1
-settings = sorted({key[1:] for key in changes})
+settings = [*itertools.product((64, 128), (512, 4096, 16384), (False, True))]
 if not changes:
     print("no rows of the switches yet: on an H200, python -m steps bench --plan switches")
 for title, values in zip(("D", "N", "causal"), zip(*settings, strict=True), strict=False):
@@ -1027,7 +1025,7 @@ print("SKIP=0, foreseen", *(f"{foreseen(*at):+8.1%}" for at in settings))
 # - At D = 128 exponentials need half of the products' clocks, at D = 64 all of them.
 # - TMA and wgmma are started, and waited for. In between nobody may touch what they use.
 # - Roles: a producer with few registers; consumers that get the rest, and meet only to take turns.
-# - Persistent blocks hide beginnings and ends. Long causal tiles go first.
+# - Persistent blocks hide beginnings and ends of short tiles. Long causal tiles go first.
 #
 # **Ask yourself**
 #
@@ -1040,7 +1038,7 @@ print("SKIP=0, foreseen", *(f"{foreseen(*at):+8.1%}" for at in settings))
 # **Go further**
 #
 # - ★ (15 minutes) Set `tile + step * 16` in `reads` to start 8 numbers further. Predict the picture, then draw it.
-# - ★★ (1 hour) Give `fwd_7_roles.cu` three stages and find out, in the emulation and by arithmetic, for which D they fit.
+# - ★★ (1 hour) Give `fwd_7_roles.cu` three stages and find out, in the emulation, for which D they fit.
 # - ★★★ (a weekend) Three consumer warpgroups in ping-pong at D = 128: what must the tile be, and do the registers suffice?
 #
 # **Read:** `papers/flash_attention_3.md`, `papers/flash_attention_4.md`; the PTX ISA on `mbarrier`, `cp.async.bulk.tensor`,

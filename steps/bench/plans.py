@@ -47,7 +47,7 @@ class Part:
 
     def candidates(self):
         found = [candidate for rung in self.rungs for candidate in entrants(self.stage, rung)]
-        return [one for c in found for one in (c, *switched(c))] if self.switches else found
+        return [one for c in found for one in switched(c)] if self.switches else found
 
     def record(self, **options):
         """Yields the rows, a matrix product beside interleaved ones of 16 bits; options as for grid.measure."""
@@ -152,10 +152,15 @@ def stem(module, prefix, word):
 
 
 def switched(candidate):
-    """The rung's forward with one of its switches turned at a time, as candidates."""
+    """The rung's forward, whole and with one of its switches turned at a time, as candidates.
+
+    All are called in launch.py, because the stage's own forward takes no switches.
+    """
+    forward = partial(launch.forward, rung=candidate.fwd_kernel.split("_", 2)[2])
+    yield replace(candidate, forward=forward)
     for name, values in switches((launch.HERE / f"{candidate.fwd_kernel}.cu").read_text()).items():
         for value in values:
-            turned = partial(candidate.forward, **{name: value})
+            turned = partial(forward, **{name: value})
             kernel = f"{candidate.fwd_kernel}:{name}={value}"
             yield replace(candidate, fwd_kernel=kernel, forward=turned, bwd_kernel=None, backward=None)
 
