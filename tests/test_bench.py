@@ -1629,6 +1629,7 @@ def test_a_sanitizer_is_clean_only_if_it_finished_and_tests_ran(output, code, st
         ("racecheck", GLUON, OWN_STORE, "", {"status": "problems"}),
         ("racecheck", ROLES, DIVIDED_ROLES, "", {"status": "listed"}),
         ("racecheck", ROLES, DIVIDED_ROLES.replace(".py:5", ".py:6"), "", {"status": "problems"}),
+        ("racecheck", ROLES, DIVIDED_ROLES.replace("Read", "Write"), "", {"status": "problems"}),  # two stores
         ("racecheck", "03_triton/fwd_1_tma", DIVIDED, "", {"status": "problems"}),
         ("racecheck", READER, NO_RACE, RACE, {"planted": "seen"}),  # a planted race has to add a report
         ("racecheck", READER, NO_RACE, NO_RACE, {"planted": "not seen"}),

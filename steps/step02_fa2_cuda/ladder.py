@@ -208,7 +208,7 @@ def hopper_macros(problem):
 
 
 def hopper_forward_macros(problem):
-    """PERSISTENT stays 1, or as the caller set it, except where the keys are many."""
+    """PERSISTENT is 0 where the keys are many, unless the caller has set it."""
     return ({"PERSISTENT": 0} if problem.Nk >= LONG else {}) | hopper_macros(problem)
 
 

@@ -387,9 +387,9 @@ def heads_of_a_section(problem, persistent):
     """How many heads a causal forward of rung hopper takes together: their tiles are ordered by length, longest first.
 
     The fewer they are, the more blocks read the same keys from the L2 cache, which saves power. If a multiprocessor
-    gets its next tile when it is free, a section is as many heads as leave room in the cache: 32 MB of K and V. A
-    persistent kernel deals its tiles out beforehand, and they are of equal length only in large sections: half as many
-    heads as there are blocks.
+    gets its next tile when it is free, a section is the heads whose K and V fit into 32 MB of the cache. A persistent
+    kernel deals its tiles out beforehand. Its blocks get equal work only if the sections are large, so that one has
+    half as many heads as there are blocks.
     """
     bytes_of_K_and_V = 2 * problem.Nk * problem.D * problem.dtype.itemsize
     in_the_cache = max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
