@@ -932,10 +932,9 @@ for (file, _, D, tile), made in sorted(shown.items()):
     n = max(1, min(made["warps"] // 4, Br // 64))  # groups that have rows of their own
     made["row"] = Br, Bc, made["warps"], stages
     made["bounds"] = at_most(D, Br, Bc, programs * n, made["ptx"])
-    bounds = (f"{bound:16.0%}" for bound in made["bounds"])
     print(f"{file:11} {D:4} {' ' if tile else '*'}{tune.words(made['row']):26}",
           f"{made['registers']:6}{made['spilled']:8}{made['shared'] // 1024:6}",
-          f"{programs:7} x {n}", *bounds)  # fmt: skip
+          f"{programs:7} x {n}", *(f"{x:16.0%}" for x in made["bounds"]))  # fmt: skip
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 (sweep,) = [s for s in rows.read_record("tune") if s["kernel"] == "forward"]
