@@ -647,6 +647,17 @@ def test_switches_are_the_macros_that_are_0_or_1_or_an_expression_unless_defined
             assert fingerprint.row_hash(of_02(c.fwd_kernel)) not in (None, fingerprint.row_hash(of_02(kernel)))
 
 
+def test_a_backward_that_adds_in_order_is_another_kernel():
+    backwards = [part for part in plans.PLANS["switches"] if part.passes == ("bwd",)]
+    any_order, ordered = (c for part in backwards for c in part.candidates())
+    assert ordered.bwd_kernel == f"{any_order.bwd_kernel}:DETERMINISTIC=1"
+    hashes = [fingerprint.row_hash(of_02(c.bwd_kernel)) for c in (any_order, ordered)]
+    assert None not in hashes and len(set(hashes)) == 2
+    assert ordered.backward.keywords == {"rung": "hopper", "deterministic": True}
+    ((*_, macros),) = [one for one in fingerprint.launches(of_02(ordered.bwd_kernel))["bwd_3_hopper"] if "back" in one[0]]
+    assert macros["DETERMINISTIC"] == 1
+
+
 @pytest.mark.skipif(bool(catalogue.unavailable("02")), reason="stage 02 cannot run here")
 def test_a_part_of_the_plan_gives_the_rows_of_its_rungs(monkeypatch):
     part = plans.Part(("scalar",), (grid.Point(1, 1, 40, 32),), ("fwd", "bwd"), ("fp32",), ("sdpa-math",))

@@ -357,7 +357,9 @@ def test_with_many_keys_a_block_has_one_tile_and_a_section_fits_into_the_cache(N
     problem = launch.problem_of(ladder.FORWARD["hopper"], q.to("meta"), k, causal=True)
     (work,) = launch.forward_works(replace(problem, processors=132), {})
     assert work.grid == blocks and work.arguments[-1].value == section
-    assert work.macros.get("PERSISTENT", 1) == (Nk < 16384)
+    assert work.macros.get("PERSISTENT", 1) == (Nk < 16384) and "PINGPONG" not in work.macros
+    (full,) = launch.forward_works(replace(problem, processors=132, causal=False), {})
+    assert full.macros.get("PINGPONG", 1) == (Nk < 16384)
     (switched,) = launch.forward_works(replace(problem, processors=132, switches=(("PERSISTENT", 1),)), {})
     assert switched.grid == 132 and switched.macros["PERSISTENT"] == 1
 

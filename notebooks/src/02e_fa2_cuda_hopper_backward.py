@@ -389,11 +389,11 @@ for D in TILES:
 # its own warpgroup has.
 #
 # **A fixed order.** The blocks add to dq as they come, and sums of float32 depend on the order. If DETERMINISTIC, they
-# take turns, in the order of their keys. The lanes leave their part of dQ_i in shared memory, one lane waits for the turn, and
-# the copy engine adds (`bulk_add`). dV_j then starts later, to cover the wait.
+# take turns, in the order of their keys. A turn passes on only when the additions have arrived in the L2 cache, which takes
+# long. So it is for 4 tiles of queries, and dV_j starts later, to cover the wait.
 
 # %% slideshow={"slide_type": "subslide"}
-turns = "__device__ void add_dQ_in_turn", "// Stores dK or dV"
+turns = "__device__ void wait_for_turn", "// Stores dK or dV"
 excerpt("bwd_3_hopper", ("barrier_wait(queries_full + stage", "int64_t dq_tile"), turns)
 
 # %% slideshow={"slide_type": "fragment"}
@@ -412,6 +412,16 @@ for deterministic in (False, True):
     same = {x: all(torch.equal(g[x], found[0][x]) for g in found) for x in found[0]}
     print(f"deterministic={deterministic!s:5}: bit-equal in three orders: {same};",
           f"failures: {failed}")
+
+# %% slideshow={"slide_type": "fragment"}
+switched = [r for r in fingerprint.fresh(rows.read(switched=True)) if r["gpu"] == h200.name]
+speeds = {(r["run"], r["D"], r["N"], r["causal"], r["kernel"]): r["tflops"]
+          for r in switched if r["pass"] == "bwd" and r["dtype"] == "bf16"}
+for (run, D, N, causal, kernel), tflops in speeds.items():
+    if kernel == "bwd_3_hopper:DETERMINISTIC=1":
+        share = tflops / speeds[run, D, N, causal, "bwd_3_hopper"]
+        print(f"D = {D:3}, N = {N:5}, {'causal' if causal else 'full':6}:",
+              f"{share:.2f} of the speed in any order")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
@@ -797,7 +807,8 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # 4. **lse and delta read before Sᵀ is there**: slower. (So was, of our own, dQ_i one step later, beside the exponentials.)
 # 5. **The three kernels overlapped** by programmatic dependent launch. Not tried.
 # 6. **D = 32, 96 and 256**: there the backward is still `bwd_1`.
-# 7. **The forward at D = 64**, where exponentials take as long as products: a polynomial for a part of them. Not tried.
+# 7. **The forward at D = 64**, where exponentials take as long as products: a polynomial for 1 to 6 of 16. Slower, the more
+#    the slower. Tiles of 128 x 160, 128 x 192 or 192 x 96: slower.
 # 8. **The forward at D = 128**: exponentials before and after the wait for O, in FlashAttention-4's order: slower. A tile of
 #    128 x 176 with one place for Q: slower. Both: faster at N = 16384 with a causal mask, slower elsewhere. Q in registers,
 #    which saves a fifth of the bytes of shared memory: slower. The next tile's number by an atomic addition, for persistent

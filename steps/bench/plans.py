@@ -40,14 +40,15 @@ class Part:
     passes: tuple[str, ...] = ("fwd",)
     dtypes: tuple[str, ...] = ("bf16",)
     peers: tuple[str, ...] = ("sdpa-flash", "sdpa-cudnn")
-    switches: bool = False  # each rung also with each of its switches turned, and only forward
+    switches: bool = False  # each rung also with each of its switches turned: its forward, or its backward
     stage: str = "02"
     limit_ms: float | None = None  # of one call, instead of the command's
     timed: str = "interleaved"  # or "sustained"
 
     def candidates(self):
         found = [candidate for rung in self.rungs for candidate in entrants(self.stage, rung)]
-        return [one for c in found for one in switched(c)] if self.switches else found
+        turned = switched if "fwd" in self.passes else ordered
+        return [one for c in found for one in turned(c)] if self.switches else found
 
     def record(self, **options):
         """Yields the rows, a matrix product beside interleaved ones of 16 bits; options as for grid.measure."""
@@ -91,7 +92,10 @@ PLANS = {
         Part(("hopper", "fa2"), _at(4096, 16384, D=(256,))),
         Part(("hopper", "fa2"), _at(4096), ("fwd", "bwd"), ("fp16",)),
     ),
-    "switches": (Part(("hopper", "fa2"), _at(512, 4096, 16384), switches=True),),
+    "switches": (
+        Part(("hopper", "fa2"), _at(512, 4096, 16384), switches=True),
+        Part(("hopper",), _at(4096, 16384), ("bwd",), switches=True),
+    ),
     "triton": (
         Part(("gluon", "tma", "roles", "fused"), stage="03"),
         Part(("tma", "fused"), passes=("bwd",), stage="03"),
@@ -163,6 +167,13 @@ def switched(candidate):
             turned = partial(forward, **{name: value})
             kernel = f"{candidate.fwd_kernel}:{name}={value}"
             yield replace(candidate, fwd_kernel=kernel, forward=turned, bwd_kernel=None, backward=None)
+
+
+def ordered(candidate):
+    """The rung's backward, and the same with a fixed order of the additions to dq, as candidates."""
+    yield candidate
+    backward = partial(candidate.backward, deterministic=True)
+    yield replace(candidate, bwd_kernel=f"{candidate.bwd_kernel}:DETERMINISTIC=1", backward=backward)
 
 
 def switches(text):

@@ -11,18 +11,18 @@
 // if DETERMINISTIC: then it covers the wait for the turn.)
 //
 // If DETERMINISTIC, the blocks add to each dQ_i one after the other, in the order of their keys, and dq, too,
-// is bit-equal from run to run. The lanes leave the warp's part of dQ_i in shared memory. One lane waits
-// until the blocks before have added theirs, and then the copy engine adds the part (bulk_add). In all else
-// the algorithm is that of rung 2.
+// is bit-equal from run to run. A block has its turn for TURN tiles of queries at a time, because to pass a
+// turn on takes long: the additions must have arrived in the L2 cache, and then the next block must see it.
+// In all else the algorithm is that of rung 2.
 //
 // Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, DETERMINISTIC and
 // HEADS_APART (0 or 1). sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
 // with grid B * parts * ceil(Nk / Bc), block 256,
-// 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * Br * D + 16 * Br + 40 bytes of dynamic shared memory.
+// 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br + 40 bytes of dynamic shared memory.
 // Spill budget: 0 bytes.
-// Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; the copy engine's
-// additions where any order will do. A producer with a warp of its own would need too many registers.
+// Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; additions by the
+// copy engine. A producer with a warp of its own would need too many registers.
 // Bottleneck: the tensor cores wait while dS^T is computed, because both warpgroups do that at the same time.
 #include "ptx.cuh"
 
@@ -31,7 +31,8 @@ constexpr int STAGES = 2;  // buffers for Q, dO, lse and delta of a tile of quer
 constexpr int WARPS = 8;
 constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
 constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
-constexpr int SECTION = 4;                   // heads that are dealt with together, if DETERMINISTIC
+constexpr int SECTION = 32;                  // heads that are dealt with together, if DETERMINISTIC
+constexpr int TURN = 4;                      // tiles of queries that a block adds to in one turn
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
               "each warpgroup computes 64 x 64 of dQ_i");
 
@@ -150,35 +151,18 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
     atomic_add_4(dq + (i * 32 + lane * 4), dQ[i], dQ[i + 1], dQ[i + 2], dQ[i + 3]);
 }
 
-// The same when it is this block's turn. `added` counts the tiles of keys that have been added to this part
-// of dQ_i, and the warp waits until that is the number of its own tile. Then the copy engine adds the part.
-__device__ void add_dQ_in_turn(Global<float> dq, const float (&dQ)[32], Shared<float> staging,
-                               Global<int> added, int tile) {
-  int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < 32; i += 4) {
-    uint32_t x[4];
-#pragma unroll
-    for (int e = 0; e < 4; e++) x[e] = __float_as_uint(dQ[i + e]);
-    store_16(staging + (i * 32 + lane * 4), x);
-  }
-  fence_async();
-  __syncwarp();  // the numbers of all lanes are in shared memory, and the copy engine sees them
-  if (lane > 0) return;
-  while (load_acquire(added) != tile) {
-  }
-  fence_async_global();  // the earlier blocks' additions come before the one that follows
-  bulk_add(dq, staging, DQ_PER_WARP);
-  bulk_commit();
+// If DETERMINISTIC, the warps w of all blocks add to their parts of dQ_i in the order of the blocks' tiles of
+// keys. `added` counts the tiles that have been added, and a warp waits until that is the number of its own.
+__device__ void wait_for_turn(Global<int> added, int tile) {
+  if (threadIdx.x % 32 == 0)
+    while (load_acquire(added) != tile) {
+    }
+  __syncwarp();  // the other lanes wait for lane 0
 }
 
-// Waits until the copy engine has added the numbers, and lets the next block have its turn.
-__device__ void pass_turn(Global<int> added) {
-  if (threadIdx.x % 32 == 0) {
-    bulk_wait_done<0>();
-    add_release(added, 1);
-  }
-  __syncwarp();  // the other lanes wait for lane 0, because the staging buffer is used again
+__device__ void pass_turn_on(Global<int> added) {
+  __syncwarp();  // all lanes have made their additions
+  if (threadIdx.x % 32 == 0) add_release(added, 1);
 }
 
 // Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
@@ -252,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
 // boxes of Bc rows, and dk and dv (B, parts, Nk, D) with boxes of 16 rows, where parts is H if HEADS_APART,
 // else H / group. lse_2, delta and dq are those of attention_delta. counters, if DETERMINISTIC, are
 // 1 + 8 * B * H * ceil(Nq / Br) zeros: one for the blocks that have started, and one for each warp's part of
-// each dQ_i, for the tiles of keys that have been added to it.
+// each dQ_i, for the tiles of keys that have been added to it; a turn uses those of its first tile.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap q_map,
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
@@ -264,7 +248,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   Shared<T> K = smem.array<T>(Bc * D), V = smem.array<T>(Bc * D);
   Shared<T> Q = smem.array<T>(STAGES * Br * D), dO = smem.array<T>(STAGES * Br * D);
   Shared<T> dS_i = smem.array<T>(STAGES * Br * Bc);
-  Shared<float> staging = smem.array<float>(Br * D);  // each warp's part of dQ_i, if DETERMINISTIC
   Shared<float> lse_i = smem.array<float>(STAGES * Br), delta_i = smem.array<float>(STAGES * Br);
   Shared<Barrier> keys_full = smem.array<Barrier>(1), queries_full = smem.array<Barrier>(STAGES);
   Shared<int> number = smem.array<int>(4);
@@ -286,9 +269,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int own = HEADS_APART ? 1 : group;  // query heads that a block takes
   int parts = H / own;                // of dK and dV
   if (DETERMINISTIC) {
-    // The blocks of a head add to a tile of dq one after the other, so that each runs a fraction of a step
-    // behind the one before. If the blocks that run at the same time were all of one head, the last of them
-    // would begin late. They are therefore dealt to SECTION heads, one block to each and then again.
+    // The blocks of a head add to dq one after the other, so that each runs a turn behind the one before. If
+    // the blocks that run at the same time were all of one head, the last of them would begin late. They are
+    // therefore dealt to SECTION heads, one block to each and then again.
     int first_head = number[0] / (SECTION * tiles) * SECTION;
     int heads = min(SECTION, int(gridDim.x) / tiles - first_head);
     int n = number[0] - first_head * tiles;
@@ -331,7 +314,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
   Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
   dq += warp * DQ_PER_WARP;
-  staging += warp * DQ_PER_WARP;
   counters += 1 + warp;
 
   // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
@@ -344,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;
 
   float dK[D / 2] = {}, dV[D / 2] = {};
-  int added = 0;  // the tile of dq, counted over all heads, to which this warp added last
+  int turn = -1;  // the counter of a turn that has ended and is not yet passed on
   barrier_wait(keys_full, 0);
   uint32_t K_rows[D / 16][4], V_rows[D / 16][4];  // the warp's 16 rows of K_j and V_j
   load_rows(K_rows, K, 16 * warp);
@@ -360,18 +342,24 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
     if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
     else start_product(dP, V + warpgroup * 64 * 64, dO_i);
+    if (DETERMINISTIC && turn >= 0) {  // here, because the products run while the release waits
+      pass_turn_on(counters + int64_t(turn) * WARPS);
+      turn = -1;
+    }
     wgmma_wait<1>();  // S^T is there
     if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
     probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
     wgmma_wait<0>();  // dP^T is there
     score_gradients(dS, P, dP, delta_i + (stage * Br + column));
     store_tile<Br>(dS_t, Bc, 16 * warp, dS);
-    if (DETERMINISTIC && step > 0) pass_turn(counters + int64_t(added) * WARPS);  // of the tile before
     fence_async();
     if (!DETERMINISTIC) start_product(dV, P, dO_i);  // dV_j += P^T dO_i
     __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
 
     int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
+    int64_t its_turn = dq_tile - i % TURN;  // the counter of the turn to which the tile belongs
+    bool turn_begins = i == query_tiles - 1 || i % TURN == TURN - 1;
+    bool turn_ends = i == first || i % TURN == 0;
     if (--i < first) {
       i = query_tiles - 1;
       head++;
@@ -381,16 +369,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
     if (DETERMINISTIC) start_product(dV, P, dO_i);  // after dQ_i: two products cover the wait
     start_product(dK, dS, Q_i);                     // dK_j += dS^T Q_i
-    wgmma_wait<DETERMINISTIC ? 2 : 1>();            // dQ_i is there
-    if (DETERMINISTIC) {
-      add_dQ_in_turn(dq + dq_tile * Br * D, dQ, staging, counters + dq_tile * WARPS, tile);
-      added = int(dq_tile);
-    } else {
-      add_dQ(dq + dq_tile * Br * D, dQ);
-    }
+    if (DETERMINISTIC && turn_begins) wait_for_turn(counters + its_turn * WARPS, tile);
+    wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there
+    add_dQ(dq + dq_tile * Br * D, dQ);
+    if (DETERMINISTIC && turn_ends) turn = int(its_turn);
     wgmma_wait<0>();
   }
-  if (DETERMINISTIC) pass_turn(counters + int64_t(added) * WARPS);
+  if (DETERMINISTIC) pass_turn_on(counters + int64_t(turn) * WARPS);
   __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
   store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
   store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);

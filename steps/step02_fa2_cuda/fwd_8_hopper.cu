@@ -5,7 +5,8 @@
 //   OVERLAP      A warpgroup starts S = Q K_j^T and O += P V_(j+1) together, and computes the exponentials of
 //                S while the second product runs.
 //   PINGPONG     The warpgroups start their products one after the other, so that the exponentials of one run
-//                while the products of another do.
+//                while the products of another do. The launch turns it off for long tiles without a mask, in
+//                which the warpgroups drift apart by themselves.
 //   PERSISTENT   One block a multiprocessor takes tile after tile. The last O += P V of a tile starts with
 //                the first S of the next tile (unless SKIP skips that block), and the stores of O run during
 //                these products, so that the tensor cores do not wait between two tiles. The launch turns

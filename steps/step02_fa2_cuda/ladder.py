@@ -208,8 +208,9 @@ def hopper_macros(problem):
 
 
 def hopper_forward_macros(problem):
-    """PERSISTENT is 0 where the keys are many, unless the caller has set it."""
-    return ({"PERSISTENT": 0} if problem.Nk >= LONG else {}) | hopper_macros(problem)
+    """Where the keys are many PERSISTENT is 0, and without a mask PINGPONG too, unless the caller has set them."""
+    long = {"PERSISTENT": 0} | ({} if problem.causal else {"PINGPONG": 0})
+    return (long if problem.Nk >= LONG else {}) | hopper_macros(problem)
 
 
 def backward_macros(problem):
@@ -221,7 +222,7 @@ def fa2_backward_macros(problem):
 
 
 def hopper_backward_macros(problem):
-    return backward_macros(problem) | {"DETERMINISTIC": int(problem.deterministic)}
+    return backward_macros(problem) | {"DETERMINISTIC": int(problem.deterministic), **dict(problem.switches)}
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ BACKWARD_ROWS = (
     Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), threads=two_warpgroups, deterministic=False,
            shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128, macros=backward_macros, **ON_HOPPER),
     Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), threads=two_warpgroups,
-           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 4 * Br * D + 128,  # dQ_i in float32, too
+           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128,
            macros=hopper_backward_macros, **ON_HOPPER),
 )  # fmt: skip
 FORWARD = {row.word: row for row in ROWS}

@@ -307,24 +307,12 @@ __device__ inline void bulk_load(float* to, const float* from, int n, Barrier* b
                ::"r"(shared_address(to)), "l"(from), "r"(4 * n), "r"(shared_address(b)) : "memory");
 }
 
-// Starts to add n float32 of shared memory, n a multiple of 4, to global memory; each addition is atomic. One
-// thread calls it, and the addition belongs to that thread's bulk groups, see bulk_commit.
-// [PTX ISA: cp.reduce.async.bulk]
-__device__ inline void bulk_add(float* to, const float* from, int n) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-               ::"l"(to), "r"(shared_address(from)), "r"(4 * n) : "memory");
-}
-
-// bulk_commit puts the tma_store and bulk_add that this thread has started since the last call into one
-// group. bulk_wait_read waits until all of the thread's groups but the newest N have read shared memory;
-// bulk_wait_done waits until they have also written global memory.
+// bulk_commit puts the tma_store that this thread has started since the last call into one group.
+// bulk_wait_read waits until all of the thread's groups but the newest N have read shared memory.
 // [PTX ISA: cp.async.bulk.commit_group, cp.async.bulk.wait_group]
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int N> __device__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
-template <int N> __device__ void bulk_wait_done() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // The copy engine and the tensor cores reach memory by another path than loads and stores, the "async proxy",
@@ -332,10 +320,6 @@ template <int N> __device__ void bulk_wait_done() {
 // to shared memory visible on the other path. The threads that have written call it; then they meet at a
 // barrier; then a copy or a product that reads the data may start. [PTX ISA: fence.proxy.async]
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// The same for global memory: the copies that this thread starts after the fence come after all that it has
-// read from and written to global memory before. [PTX ISA: fence.proxy.async]
-__device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- Hopper: registers and tensor cores of a warpgroup (128 threads) --------------------------------------
 

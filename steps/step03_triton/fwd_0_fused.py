@@ -14,8 +14,8 @@
 The idea: Triton works on tiles, so the kernel reads like the algorithm. The compiler decides which thread holds which
 entry, what lies in shared memory, how early tiles are copied there (num_stages), and which tensor core instructions
 multiply them. What is left to choose is the tile. Tiles are small, with few warps, so that two or three programs share
-a multiprocessor: one multiplies while another one computes its softmax. On Hopper, head_dim 128 is an exception. There
-a product of 64 x 64 reads shared memory as fast as it can be read, and a wider one reads less for the same work.
+a multiprocessor: one multiplies while another one computes its softmax. On Hopper they are larger. There a product of
+64 x 64 reads shared memory as fast as it can be read, and a taller or wider one reads less for the same work.
 
 Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Left out: TMA (rung 1), warp
 specialisation (rung 2), autotuning. Needs torch and Triton only.
@@ -28,7 +28,7 @@ import triton.language as tl
 # (Br, Bc, num_warps, num_stages) by what `kind_of_tiles` says and head_dim: up to 64, 128, 256.
 TILES = {
     "16 bits": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 8, 2)},
-    "16 bits, Hopper": {64: (64, 64, 4, 3), 128: (128, 128, 8, 3), 256: (64, 32, 8, 2)},
+    "16 bits, Hopper": {64: (128, 64, 8, 3), 128: (128, 128, 8, 3), 256: (64, 32, 8, 2)},
     "tf32x3": {64: (64, 32, 4, 1), 128: (32, 32, 4, 2)},
     "ieee": {64: (64, 64, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
 }

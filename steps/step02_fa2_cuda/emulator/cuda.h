@@ -23,11 +23,10 @@
 //   - a race that none of the tried schedules shows, or that no schedule can show: a thread is only
 //     interrupted where it waits, never between two accesses, so that two threads of a block may add to
 //     one address without atomicAdd and nobody notices
-//   - a missing fence_async, fence_async_global, barrier_init_fence or __threadfence, and the order that
-//     load_acquire and add_release give, because all threads see every write at once
+//   - a missing fence_async, barrier_init_fence or __threadfence, and the order that load_acquire and
+//     add_release give, because all threads see every write at once
 //   - a missing wgmma_fence, unless there was none since the last wgmma with these accumulators; the
 //     registers of A are not checked
-//   - bulk_wait_read where bulk_wait_done is needed, because a copy reads and writes in one step
 //   - code that needs the threads of a warp to run in lockstep: it is wrong here and may be right on a GPU,
 //     or the reverse
 //   - an access beyond the end of a thread's own array

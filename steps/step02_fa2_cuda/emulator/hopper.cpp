@@ -171,10 +171,6 @@ void load_numbers(float* to, const float* from, int n, Barrier& barrier, Site si
   });
 }
 
-template <class Run> static void start_bulk(Run run) {
-  start(BULK_QUEUE + current->rank, thread_copies[current->rank].bulk_group, false, std::move(run));
-}
-
 void wait_for_bulk(const char* operation, int groups_left, Site site) {
   int queue = BULK_QUEUE + current->rank, before = thread_copies[current->rank].bulk_group - groups_left;
   wait(operation, site, [queue, before] { return !under_way(queue, before); });
@@ -182,18 +178,10 @@ void wait_for_bulk(const char* operation, int groups_left, Site site) {
 
 void store_box(const TensorMap& map, char* tile, Coordinates to, Site site) {
   check(map, to, true, site);
-  start_bulk([map, to, tile] {
+  start(BULK_QUEUE + current->rank, thread_copies[current->rank].bulk_group, false, [map, to, tile] {
     walk(map, to, tile, [](const char* from, char* to, int bytes) {
       if (to) memcpy(to, from, bytes);
     });
-  });
-}
-
-void add_numbers(float* to, const float* from, int n, Site site) {
-  if (n % 4) fail(site, "bulk_add of %d numbers: it must be a multiple of 4", n);
-  start_bulk([to, from, n] {
-    note_addition(to, n);
-    for (int i = 0; i < n; i++) to[i] += from[i];
   });
 }
 

@@ -65,7 +65,6 @@ template <class E> char* box_in_shared_memory(Shared<E> tile, const TensorMap& m
 void load_box(char* to, const TensorMap& map, Barrier& b, Coordinates from, Site site);
 void store_box(const TensorMap& map, char* from, Coordinates to, Site site);
 void load_numbers(float* to, const float* from, int n, Barrier& b, Site site);
-void add_numbers(float* to, const float* from, int n, Site site);
 void wait_for_bulk(const char* operation, int groups_left, Site site);
 
 }  // namespace emulator
@@ -122,18 +121,9 @@ void tma_store(const TensorMap& map, Shared<E> from, int c0, int c1, int c2, int
   store_box(map, box_in_shared_memory(from, map, site), {c0, c1, c2, c3, c4}, site);
 }
 
-template <class E> void bulk_add(Global<float> to, Shared<E> from, int n, EMULATOR_SITE) {
-  static_assert(std::is_same<std::remove_const_t<E>, float>::value, "bulk_add adds float32");
-  emulator::add_numbers(to.span(n, 16, {file, line}), from.span(n, 16, {file, line}), n, {file, line});
-}
-
 inline void bulk_commit() { emulator::thread_copies[emulator::current->rank].bulk_group++; }
 template <int N> void bulk_wait_read(EMULATOR_SITE) {
   emulator::wait_for_bulk("bulk_wait_read", N, {file, line});
 }
-template <int N> void bulk_wait_done(EMULATOR_SITE) {
-  emulator::wait_for_bulk("bulk_wait_done", N, {file, line});
-}
 
 inline void fence_async() {}
-inline void fence_async_global() {}
