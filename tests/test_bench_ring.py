@@ -840,7 +840,7 @@ def test_the_tables_of_changes_trace_and_hops():
     found += [traced, hop("fetch", 2**20, 0.01), hop("relay", 4096, 0.025)]
     assert ring_report.changes(found)[1:] == [
         ["2", "fetch", "as it is", "4 (1.000)", "–"], ["2", "fetch", "no overlap", "5 (1.250)", "–"],
-        ["2", "relay", "kernel persistent below 16k keys", "5", "–"],
+        ["2", "relay", "kernel persistent for short tiles", "5", "–"],
     ]  # fmt: skip
     assert ring_report.trace(found)[1] == ["2", "fwd, causal", "32", "relay", "4", "88%", "1.2%", "33"]
     assert ring_report.hops(found)[1:] == [["2", "4 KiB", "–", "0.164 (25)"], ["2", "1 MiB", "105 (10)", "–"]]
@@ -862,12 +862,12 @@ def test_rows_of_the_persistent_kernel_say_so():
         ["fetch", "as it is, kernel persistent", "4 (1.000)"],
         ["fetch", "no overlap, kernel persistent", "5 (1.250)"],
         ["fetch", "kernel not persistent", "6 (1.500)"], ["fetch", "stage 03's block", "7 (1.750)"],
-        ["relay", "as it is", "8 (1.000)"], ["relay", "kernel persistent below 16k keys", "9 (1.125)"],
+        ["relay", "as it is", "8 (1.000)"], ["relay", "kernel persistent for short tiles", "9 (1.125)"],
     ]  # fmt: skip
     later = [made(LARGE, turned(FETCH, changed="nothing"), 3.0, run="r2") for _ in range(9)]
     later += [made(LARGE, turned(FETCH, persistent=True), 3.3, run="r2")]
     assert [line[2:4] for line in ring_report.changes(rows + later)[1:]] == [
-        ["as it is", "3 (1.000)"], ["kernel persistent below 16k keys", "3.3 (1.100)"],
+        ["as it is", "3 (1.000)"], ["kernel persistent for short tiles", "3.3 (1.100)"],
     ]  # fmt: skip
 
 

@@ -420,7 +420,7 @@ PLANTED = {
     "fwd_8_hopper": [
         ("a tile is read before it is there", "barrier_wait(full + stage(), parity());", "", "more arrivals"),
         ("a stage is released before all lanes saw it",
-         "K.get(), __syncwarp(), K.release();", "K.get(), K.release();", STUCK),
+         "K.wait(), __syncwarp(), K.release();", "K.wait(), K.release();", STUCK),
         ("nobody has the first turn",
          "if (w == WARPGROUPS - 1) turn.pass();", "", f"{STUCK}(.*\n)+.* wait at named_barrier"),
         ("the last turn is not taken",

@@ -721,7 +721,7 @@ that owns those queries and walks along the keys.""")
 products = {}
 for name in ("visit_queries", "visit_keys"):
     text = str(show("step03_triton/bwd_0_fused", name))
-    products[name] = len(re.findall(r"tl\.dot\(|add_product\(", text))
+    products[name] = len(re.findall(r"tl\.dot\(", text))
 total = sum(products.values())
 print("matrix products a tile:", products, "together", total)
 print(f"counted are 5: at most 5/{total} = {5 / total:.0%} of the speed of products")
@@ -752,7 +752,7 @@ print("stage 03 twice, the same bits:", same)
 # `lse_2`, `delta`, `query` and `key` (positions in q and k) come as a column or a row to match. S is not scaled;
 # `scale_log2` is scale · log2(e), and `lse_2` is lse · log2(e), or +inf for a query that sees no key.
 #
-# **Exercise 03.3: one tile of keys, in base 2.** `factor_and_shift(m, scale_log2)` and `add_product` are there for you.
+# **Exercise 03.3: one tile of keys, in base 2.** `factor_and_shift(m, scale_log2)` is there for you.
 # V_j (Bc, D) has the tensors' dtype. In a row that has seen no key m is -inf.
 #
 # **Bug hunt 03.bug1:** "half of my lse is garbage, only with `warp_specialize`". `python -m steps check 03.bug1` tells

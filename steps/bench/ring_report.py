@@ -20,7 +20,6 @@ from collections import Counter
 from steps.bench import cost
 from steps.bench.fingerprint import code_hash
 from steps.bench.rows import COMMITTED, COPY, read_record
-from steps.step02_fa2_cuda.ladder import LONG
 from steps.step04_ring import simulate
 from steps.step04_ring.layout import Layout
 
@@ -35,7 +34,7 @@ LIMITS = {
 CHANGES = {
     "changed=nothing": "as it is", "overlap=False": "no overlap", "merge=eager": "merged by torch, not in one kernel",
     "dkv=fp32": "dK, dV sent in float32", "deterministic=False": "dQ summed in any order",
-    "persistent=True": f"kernel persistent below {LONG // 1024}k keys", "persistent=False": "kernel not persistent",
+    "persistent=True": "kernel persistent for short tiles", "persistent=False": "kernel not persistent",
     "block=stage 03": "stage 03's block", "merge=carried": "stage 03's block, sum carried in it",
     "watch=True": "8k, as it is", "watch=False": "8k, without watching threads",
 }  # fmt: skip

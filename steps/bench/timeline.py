@@ -26,10 +26,10 @@ from steps.bench.grid import Point
 from steps.step02_fa2_cuda import ladder, launch
 
 KERNEL = "fwd_8_hopper"
-FIRST, STEPS = 32, 72  # blocks of keys that are recorded: from the middle of a tile of queries into the next but one
+FIRST, STEPS = 16, 72  # blocks of keys that are recorded: from the middle of a tile of queries into the next but one
 # What a warpgroup notes in each step, one block of keys, in this order:
 EVENTS = ("asks", "starts", "started", "scores", "exponentials", "output")
-POINT = Point(2, 16, 8192, 128)  # long tiles, in a kernel that is persistent: from LONG keys on it is not
+POINT = Point(4, 16, 4096, 128)  # the longest tiles for which the kernel is persistent
 SECONDS = 2  # of load that are measured, after one that is not
 
 

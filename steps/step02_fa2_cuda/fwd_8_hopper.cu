@@ -49,6 +49,7 @@ constexpr int STAGES = D > 64 ? 2 : 3;     // tiles of K and of V: one in use, t
 constexpr int Q_STAGES = D > 128 ? 1 : 2;  // tiles of Q: with 2, one is in use and one on its way
 constexpr int SLABS = (D + 63) / 64;       // slabs of a tile; a slab has 64 columns, 128 bytes a row
 constexpr int BOX = D % 64 ? 1 : SLABS;    // slabs that one copy brings
+constexpr int V_SLAB = Bc * 128;           // bytes of a slab of V, which its descriptor is told
 static_assert(Br % 64 == 0 && Br <= 192 && Bc % 16 == 0,
               "1 to 3 warpgroups: more would wait for registers for ever");
 constexpr int WARPGROUPS = Br / 64;        // consumers; each has 64 rows of Q
@@ -93,16 +94,20 @@ template <int DEPTH, int ROWS> struct Ring {
     n++;
   }
 
-  // The consumers: waits until the next tile has come, and returns it.
-  __device__ Shared<T> get() const {
-    barrier_wait(full + stage(), parity());
-    return tiles + stage() * ROWS * 64 * SLABS;
+  // The consumers: waits until the next tile has come.
+  __device__ void wait() const { barrier_wait(full + stage(), parity()); }
+
+  // The same, and returns the tile's descriptor. That of the first stage is the same in every step, so the
+  // compiler computes it once, and what is left to do before a product can start is an addition.
+  __device__ uint64_t get(int leading) const {
+    wait();
+    return descriptor(tiles, leading, 1024) + unsigned(stage()) * (ROWS * 128 * SLABS / 16);
   }
 
   // The consumers: gives the tile's stage back to the producer. A warp calls this when its products with the
   // tile have ended; one lane arrives for the whole warp. If the warp has no product with the tile, all of
-  // its lanes must have come back from get() first. Otherwise the producer could fill the stage again while a
-  // lane is still in get(), and that lane would miss its own tile and wait for a later one.
+  // its lanes must have come back from wait() first. Otherwise the producer could fill the stage again while
+  // a lane is still in wait(), and that lane would miss its own tile and wait for a later one.
   __device__ void release() {
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + stage());
     n++;
@@ -127,22 +132,20 @@ __device__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 __device__ int row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 __device__ int column() { return 2 * (threadIdx.x % 4); }
 
-// Starts S = Q K^T for 64 rows and Bc keys. An instruction takes 16 columns of Q and K. The lowest bits of a
-// descriptor are an address / 16, so that an addition moves the descriptor on.
-__device__ void start_scores(float (&S)[Bc / 2], Shared<T> Q, Shared<T> K) {
-  uint64_t a = descriptor(Q, 16, 1024), b = descriptor(K, 16, 1024);
+// Starts S = Q K^T for 64 rows and Bc keys, whose tiles are given by descriptors. An instruction takes 16
+// columns of Q and K. The lowest bits of a descriptor are an address / 16, so that an addition moves the
+// descriptor on.
+__device__ void start_scores(float (&S)[Bc / 2], uint64_t Q, uint64_t K) {
 #pragma unroll
   for (int d = 0; d < D; d += 16)
-    wgmma_ss<T, Bc, 0, 0>(S, a + (d / 64 * Br * 128 + d % 64 * 2) / 16,
-                          b + (d / 64 * Bc * 128 + d % 64 * 2) / 16, d > 0);
+    wgmma_ss<T, Bc, 0, 0>(S, Q + (d / 64 * Br * 128 + d % 64 * 2) / 16,
+                          K + (d / 64 * Bc * 128 + d % 64 * 2) / 16, d > 0);
 }
 
-// Starts O += P V. An instruction takes 16 keys. The sum runs down the rows of V, hence TRANS_B = 1, and the
-// slabs of V lie Bc * 128 bytes apart.
-__device__ void start_output(float (&O)[D / 2], const uint32_t (&P)[Bc / 16][4], Shared<T> V) {
-  uint64_t b = descriptor(V, Bc * 128, 1024);
+// Starts O += P V. An instruction takes 16 keys. The sum runs down the rows of V, hence TRANS_B = 1.
+__device__ void start_output(float (&O)[D / 2], const uint32_t (&P)[Bc / 16][4], uint64_t V) {
 #pragma unroll
-  for (int j = 0; j < Bc / 16; j++) wgmma_rs<T, D, 1>(O, P[j], b + j * 16 * 128 / 16, true);
+  for (int j = 0; j < Bc / 16; j++) wgmma_rs<T, D, 1>(O, P[j], V + j * 16 * 128 / 16, true);
 }
 
 // In the rows i and i + 8, the keys that the row must not see get the score -inf.
@@ -339,9 +342,9 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     if (w == WARPGROUPS - 1) turn.pass();  // warpgroup 0 may begin
 
     // S of one block of keys, alone or beside O of the block before it, whose P is ready.
-    auto start = [&](Shared<T> Q_i, auto beside) {
-      Shared<T> K_j = K.get();
-      Shared<T> V_before = beside.value ? V.get() : K_j;
+    auto start = [&](uint64_t Q_i, auto beside) {
+      uint64_t K_j = K.get(16);
+      uint64_t V_before = beside.value ? V.get(V_SLAB) : 0;
       turn.wait();
       wgmma_fence();  // O and P were written by ordinary instructions
       start_scores(S, Q_i, K_j);
@@ -355,13 +358,13 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       K.release();
     };
     auto finish_output = [&] {
-      // V came long ago, so that get() returns at once. But at D = 128 the call keeps the compiler from
+      // V came long ago, so that wait() returns at once. But at D = 128 the call keeps the compiler from
       // putting the wait for O before the exponentials.
-      if (D == 128) V.get();
+      if (D == 128) V.wait();
       wgmma_wait<0>();
       V.release();
     };
-    auto step = [&](const Tile& tile, int j, auto masked, Shared<T> Q_i) {
+    auto step = [&](const Tile& tile, int j, auto masked, uint64_t Q_i) {
       start(Q_i, Bool<true>());
       if (masked.value) mask(S, j * Bc, tile.first + i, Nq, Nk);
       bool grown = online_softmax<masked.value>(S, m, l, alpha, scale_log2);
@@ -370,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       if (grown) rescale(O, alpha);
     };
     // A tile's first block: m and l start again, while O may still be that of the tile before.
-    auto first_step = [&](const Tile& tile, auto beside, Shared<T> Q_i) {
+    auto first_step = [&](const Tile& tile, auto beside, uint64_t Q_i) {
       start(Q_i, beside);
       if (tile.needed > tile.unmasked) mask(S, (tile.needed - 1) * Bc, tile.first + i, Nq, Nk);
       m[0] = m[1] = -INFINITY;
@@ -384,16 +387,16 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     // in that stage. It also waits for its turn and passes it on, because the others expect one turn of every
     // warpgroup for each block.
     auto skip = [&] {
-      K.get(), __syncwarp(), K.release();
+      K.wait(), __syncwarp(), K.release();
       turn.wait(), turn.pass();
-      V.get(), __syncwarp(), V.release();
+      V.wait(), __syncwarp(), V.release();
     };
 
     int round = 0, n = tile_number(0);
     Tile tile(p, n, w);
     bool alone = true;  // this tile's first S has to be started alone, without O of the tile before
     while (n < tiles) {
-      Shared<T> Q_i = Q.get() + w * 64 * 64;
+      uint64_t Q_i = Q.get(16) + w * 64 * 128 / 16;
       if (alone) {
 #pragma unroll 1  // a loop that is not unrolled needs fewer registers
         for (int j = tile.blocks; j > tile.needed; j--) skip();
@@ -403,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       if (CAUSAL)
         for (; j >= tile.unmasked; j--) step(tile, j, Bool<true>(), Q_i);
       for (; j >= 0; j--) step(tile, j, Bool<false>(), Q_i);
-      __syncwarp();  // lanes of a warp without a product may still be inside Q.get()
+      __syncwarp();  // lanes of a warp without a product may still be inside Q.get(16)
       Q.release();
 
       // O of this tile's last block is started beside S of the next tile's first block; or alone, if that
@@ -415,9 +418,9 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       alone = !done.needed || n >= tiles || tile.needed < tile.blocks;
       if (!done.needed) continue;
       if (!alone) {
-        first_step(tile, Bool<true>(), Q.get() + w * 64 * 64);
+        first_step(tile, Bool<true>(), Q.get(16) + w * 64 * 128 / 16);
       } else {
-        Shared<T> V_before = V.get();
+        uint64_t V_before = V.get(V_SLAB);
         wgmma_fence();
         start_output(O, P, V_before);
         wgmma_commit();

@@ -208,9 +208,14 @@ def hopper_macros(problem):
 
 
 def hopper_forward_macros(problem):
-    """Where the keys are many PERSISTENT is 0, and without a mask PINGPONG too, unless the caller has set them."""
-    long = {"PERSISTENT": 0} | ({} if problem.causal else {"PINGPONG": 0})
-    return (long if problem.Nk >= LONG else {}) | hopper_macros(problem)
+    """For long tiles PERSISTENT is 0, and without a mask PINGPONG too, unless the caller has set them."""
+    long = {"PERSISTENT": 0} if problem.causal else {"PERSISTENT": 0, "PINGPONG": 0}
+    return (long if has_long_tiles(problem) else {}) | hopper_macros(problem)
+
+
+def has_long_tiles(problem):
+    """Whether a tile's beginning and end hardly count, so that rung hopper need not be persistent to hide them."""
+    return problem.Nk >= LONG or (not problem.causal and problem.D == 128 and problem.Nk >= LONG // 2)
 
 
 def backward_macros(problem):
@@ -227,7 +232,7 @@ def hopper_backward_macros(problem):
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-LONG = 16384  # From so many keys on a tile's beginning and end hardly count, and rung hopper is not persistent.
+LONG = 16384  # So many keys make a tile long; at head_dim 128 without a mask half as many do.
 SMALL = range(1, 97)
 MMA = same((64, 64), (32, 64, 96, 128))
 WGMMA = {32: (128, 128), 64: (128, 128), 96: (128, 96), 128: (128, 128), 256: (128, 80)}

@@ -69,15 +69,6 @@ def load_numbers(x, bh, first, N, Br: tl.constexpr):
 
 
 @triton.jit
-def add_product(C, A, B, PRECISION: tl.constexpr):
-    """C + A B, of which fwd_0_fused.py tells why sums of float32 are made by an FMA."""
-    if A.dtype == tl.float32 and PRECISION == "tf32x3":
-        return tl.fma(C, 1.0, tl.dot(A, B, input_precision=PRECISION))
-    else:
-        return tl.dot(A, B, C, input_precision=PRECISION)
-
-
-@triton.jit
 def tile_gradients(S, dP, lse_2, delta, query, key, Nq, Nk, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
     """(P, dS) of one tile, from S and from dP, the gradient of P; all of them may be transposed."""
     # No P is larger than 1. Rounding could make it larger where the scores are huge, and even infinite.
@@ -147,8 +138,8 @@ def visit_queries(
             S_T, dP_T, lse_i[None, :], delta_i[None, :], query[None, :], key[:, None], Nq, Nk, scale_log2,
             MASKED, CAUSAL
         )
-        dV = add_product(dV, P_T.to(dO_i.dtype), dO_i, PRECISION)
-        dK = add_product(dK, dS_T.to(Q_i.dtype), Q_i, PRECISION)
+        dV = tl.dot(P_T.to(dO_i.dtype), dO_i, dV, input_precision=PRECISION)
+        dK = tl.dot(dS_T.to(Q_i.dtype), Q_i, dK, input_precision=PRECISION)
     return dK, dV
 
 
@@ -202,7 +193,7 @@ def visit_keys(
         _, dS = tile_gradients(
             S, dP, lse_i[:, None], delta_i[:, None], query[:, None], key[None, :], Nq, Nk, scale_log2, MASKED, CAUSAL
         )
-        dQ = add_product(dQ, dS.to(K_j.dtype), K_j, PRECISION)
+        dQ = tl.dot(dS.to(K_j.dtype), K_j, dQ, input_precision=PRECISION)
     return dQ
 
 

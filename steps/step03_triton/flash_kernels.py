@@ -16,7 +16,6 @@ import triton.language as tl
 
 from .features import LN_2, LOG2_E, SWALLOWS, find_head, find_sequence, jump, kept, load_mask, scores, tile_ranges
 from .tiles import (
-    add_product,
     load_numbers,
     load_rows,
     load_tile,
@@ -80,7 +79,7 @@ def visit_keys(m, l, O, Q_i, K, V, hk, i, ranges, f, seq, head, MASKED: tl.const
         m, l = m_new, alpha * l + tl.sum(P, 1)
         if f.seed is not None:  # after the sum, which dropout does not change
             P = tl.where(kept(i, j, row, column, f, seq, head), P, 0.0)
-        O = add_product(O, alpha[:, None], P.to(V_j.dtype), V_j, f)
+        O = product(P.to(V_j.dtype), V_j, f, O * alpha[:, None])
     return m, l, O
 
 
@@ -207,8 +206,8 @@ def visit_queries(dK, dV, K_j, V_j, Q, dO, lse_2, delta, j, ranges, f, seq, head
         P_T, _, dX_T = tile_gradients(
             X_T, dP_T, M_T, lse_i[None, :], delta_i[None, :], i, j, row, column, f, seq, head, MASKED
         )
-        dV = add_product(dV, 1.0, P_T.to(dO_i.dtype), dO_i, f)
-        dK = add_product(dK, 1.0, dX_T.to(Q_i.dtype), Q_i, f)
+        dV = product(P_T.to(dO_i.dtype), dO_i, f, dV)
+        dK = product(dX_T.to(Q_i.dtype), Q_i, f, dK)
     return dK, dV
 
 
@@ -259,7 +258,7 @@ def add_keys(dQ, Q_i, dO_i, lse_i, delta_i, K, V, hk, i, ranges, f, seq, head, M
         X = product(Q_i, tl.trans(K_j), f)  # (Br, Bc)
         dP = product(dO_i, tl.trans(V_j), f)  # (Br, Bc)
         _, _, dX = tile_gradients(X, dP, M, lse_i[:, None], delta_i[:, None], i, j, row, column, f, seq, head, MASKED)
-        dQ = add_product(dQ, 1.0, dX.to(K_j.dtype), K_j, f)
+        dQ = product(dX.to(K_j.dtype), K_j, f, dQ)
     return dQ
 
 

@@ -3,7 +3,7 @@
 
     Q_i stays on the chip; m = -inf, l = 0, O = 0
     for each tile of Bc keys:                         first those that all Br queries see, then those that need a mask
-        S     = Q_i K_j^T                             by tensor cores; for float32 see `add_product`
+        S     = Q_i K_j^T                             by tensor cores; for float32 see `products`
         m_new = max(m, rowmax S)
         alpha = 2^(c m - c m_new)                     c = scale log2(e): exp is computed as a power of 2
         P     = 2^(c S - c m_new)                     one fused multiply-add and one exp2 an entry
@@ -39,7 +39,8 @@ def products(x):
 
     Tensor cores do not take float32. From sm_80 on they take tf32, which has 11 of its 24 bits. With x = a + b, where a
     is x rounded to tf32 and b the rounded rest, "tf32x3" is the sum of the products a a', a b' and b a', and as exact
-    as float32; but a tensor core truncates where it adds, which shows in scores of more than 128 products.
+    as float32; but a tensor core truncates where it adds, which shows in scores of more than 128 products. The sum over
+    tiles does not suffer, because there Triton adds outside of the tensor core.
     """
     if x.element_size() == 2:
         return "16 bits"
@@ -113,30 +114,17 @@ def factor_and_shift(m, scale_log2):
 
 
 @triton.jit
-def add_product(C, factor, A, B, PRECISION: tl.constexpr):
-    """factor * C + A B.
-
-    A tensor core truncates where it adds. A sum of float32 over many tiles is therefore made outside of it, by an FMA.
-    A plain addition would not do, because the compiler moves it into the product.
-    """
-    if A.dtype == tl.float32 and PRECISION == "tf32x3":
-        return tl.fma(C, factor, tl.dot(A, B, input_precision=PRECISION))
-    else:
-        return tl.dot(A, B, C * factor, input_precision=PRECISION)
-
-
-@triton.jit
 def online_update(m, l, O, S, V_j, scale_log2, PRECISION: tl.constexpr):
     """(m, l, O) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled, and the values V_j (Bc, D).
 
-    m (Br,) is the maximum of S. l (Br,); O (Br, D) is not yet divided by l. PRECISION: see `add_product`.
+    m (Br,) is the maximum of S. l (Br,); O (Br, D) is not yet divided by l. PRECISION: see `products`.
     """
     m_new = tl.maximum(m, tl.max(S, 1))
     unit = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
     factor, shift = factor_and_shift(unit, scale_log2)
     alpha = tl.exp2((m - unit) * factor)
     P = tl.exp2(S * factor[:, None] - shift[:, None])
-    O = add_product(O, alpha[:, None], P.to(V_j.dtype), V_j, PRECISION)
+    O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision=PRECISION)
     return m_new, alpha * l + tl.sum(P, 1), O
 
 

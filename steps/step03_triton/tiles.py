@@ -87,17 +87,9 @@ def load_tile(rows, h, first, f, MASKED: tl.constexpr):
 
 
 @triton.jit
-def product(A, B, f):
-    return tl.dot(A, B, input_precision="tf32x3" if f.ieee is None else "ieee")
-
-
-@triton.jit
-def add_product(C, factor, A, B, f):
-    """factor * C + A B, of which fwd_0_fused.py tells why sums of float32 are made by an FMA."""
-    if A.dtype == tl.float32 and f.ieee is None:
-        return tl.fma(C, factor, product(A, B, f))
-    else:
-        return tl.dot(A, B, C * factor, input_precision="ieee")
+def product(A, B, f, C=None):
+    """A B, or C + A B. The tensors' dtype and `products` decide how; of 16 bits there is one way only."""
+    return tl.dot(A, B, C, input_precision="tf32x3" if f.ieee is None else "ieee")
 
 
 @triton.jit
