@@ -96,7 +96,7 @@ def profile(ncu, gpu):
 def subject(record, one):
     """What fingerprint.py has to know of one rung of the record, as the fields of a row."""
     stage = "03_triton" if one["kernel"] in TRITON.values() else "02_fa2_cuda"
-    return {"stage": stage, "peer": None, "gpu": record["gpu"], **record["size"], **one}
+    return {"stage": stage, "peer": None, "gpu": record["gpu"], "n_gpus": 1, **record["size"], **one}
 
 
 def run(words):

@@ -26,7 +26,8 @@ import typer
 from steps.bench import fingerprint, profile, rows
 
 # What a hash depends on.
-FIELDS = ("stage", "kernel", "peer", "source", "gpu", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal")
+FIELDS = ("stage", "kernel", "peer", "source", "gpu", "n_gpus", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal")
+TRIES = range(3)  # Of the same text NVRTC may make other machine code the next time.
 # Runs inside a tree with its modules. Prints each record's launches, None for a stale one, and the kernels' texts.
 INSIDE = """
 import json, sys
@@ -79,6 +80,10 @@ def compiled(text, macros, arch):
         return None
 
 
+def equal(before, after):
+    return before is not None and before == after
+
+
 def sections(cubin):
     """{name: bytes} of an ELF file: code, constants, resources; without the symbols, whose names may change."""
     (start,) = struct.unpack_from("<Q", cubin, 0x28)
@@ -114,8 +119,7 @@ def verdicts(records, old_tree):
     for n, record in enumerate(records):
         for stem, *how in builds(record) if reasons[n] is None else ():
             if (stem, *how) not in same:
-                before, after = (compiled(texts.get(stem), *how) for texts in (old, new))
-                same[stem, *how] = before is not None and before == after
+                same[stem, *how] = any(equal(*(compiled(texts.get(stem), *how) for texts in (old, new))) for _ in TRIES)
             if not same[stem, *how]:
                 reasons[n] = "other machine code"
     return reasons
