@@ -101,6 +101,9 @@ for n in (16, 256):
 # scaled, 4.24 and 3.54. A difference of 0.71 between scores is a factor of 2.03 between probabilities: 0.61 and 0.30.
 # The result (6.83, 1.34) lies between the trout's value (8, 0) and the gull's (6, 4), drawn a little towards the
 # others. The scale decides how soft the lookup is: at 0 all keys count the same, and as it grows the best takes all.
+#
+# Behind the picture is rung 0, the definition, number by number; `show` prints a function from its file. Rung 1, which
+# you just called, has two matrix products for the loops.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.4))
@@ -129,11 +132,7 @@ areas are their probabilities, 0.61 for the trout and 0.30 for the gull. The out
 from the mean of all values at scale 0 past its place at scale 1/sqrt(2) to the trout's
 value as the scale grows.""")
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# Rung 0 is the definition, number by number; `show` prints a function from its file. Rung 1, which you just called, has
-# two matrix products for the loops.
-
-# %% slideshow={"slide_type": "fragment"}
+# %% slideshow={"slide_type": "subslide"}
 loops, _ = step00.forward(Q, K, V, rung="loops")
 torch_own = torch.nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None])[0]
 print("loops and matrix agree:", torch.allclose(loops, O))
@@ -472,6 +471,12 @@ print("dV:", torch.allclose(dV, want["dV"]), " dP:", torch.allclose(dP, want["dP
 #
 # $$\begin{aligned} \mathit{delta}_i &= \sum_j P_{ij} \sum_x dO_{ix} V_{jx} \\
 # &= \sum_x dO_{ix} \sum_j P_{ij} V_{jx} = \sum_x dO_{ix}\, O_{ix} \end{aligned}$$
+#
+# **S = scale Q Kᵀ.** A product again, so
+#
+# $$dQ = \mathit{scale}\; dS\, K \qquad\qquad dK = \mathit{scale}\; dS^\top Q$$
+#
+# (FlashAttention-2, section 2.2, prints $dK=Q\,dS^\top$: the shapes do not fit, E8.)
 
 # %% slideshow={"slide_type": "fragment"}
 x = S.detach().requires_grad_()
@@ -482,15 +487,6 @@ dS = P * (dP - delta[:, None])  # (N, N)
 print("delta:", torch.allclose(delta, (P * dP).sum(-1)), delta)
 print("dS:", torch.allclose(dS, want["dS"]))
 print("each row of dS adds up to 0:", torch.allclose(dS.sum(-1), torch.zeros_like(delta)))
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# **S = scale Q Kᵀ.** A product again, so
-#
-# $$dQ = \mathit{scale}\; dS\, K \qquad\qquad dK = \mathit{scale}\; dS^\top Q$$
-#
-# (FlashAttention-2, section 2.2, prints $dK=Q\,dS^\top$: the shapes do not fit, E8.)
-
-# %% slideshow={"slide_type": "fragment"}
 dQ, dK = scale * dS @ k, scale * dS.mT @ q
 print("dQ:", torch.allclose(dQ, want["dQ"]), " dK:", torch.allclose(dK, want["dK"]))
 module = bwd_1_matrix.backward(dO, q, k, v, O, lse, causal=True)

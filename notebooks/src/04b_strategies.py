@@ -517,12 +517,11 @@ print(ring_report.shown("changes", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The ring's blocks add to dQ in a fixed order, so that dq is bit-equal from run to run. In any order, as the one GPU adds, the
-# call took 25.4 ms, not 31.4: the order costs 24 %. The code suggests why: a block adds to a tile of dQ only after the block
-# before it, and so runs a little behind.
+# call took 25.4 ms, not 31.4: the order cost 24 %. It costs less since then: 02e has what it costs one GPU now.
 #
 # Merging by torch costs 14 % of the forward, stage 03's block 7 %; if that carries the sums in float32, so that nothing is
-# merged, 38 %. Float32 dK and dV and the watching threads cost nothing that shows. Persistence hardly counts here: one of the
-# ranks' four blocks has fewer than 16k keys. No overlap costs fetch 10 %. So is the hop hidden? Forward and backward under
+# merged, 38 %. Float32 dK and dV and the watching threads cost nothing that shows. Persistence hardly counts here: most
+# tiles are long, and then the kernel is not persistent anyway. No overlap costs fetch 10 %. So is the hop hidden? Forward and backward under
 # the profiler (dark: a block, light: another kernel):
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
