@@ -280,8 +280,7 @@ for distance in (1, 2):
 #
 # ### Algorithm 1, and where it is
 #
-# All rungs compute Algorithm 1 of FlashAttention-2 (line 10 without its misprinted inverse, `papers/errata.md`). What changes
-# is who holds what, and when it comes.
+# All rungs compute Algorithm 1 of FlashAttention-2 (line 10 without its misprinted inverse, `papers/errata.md`).
 #
 # | line | what it does | in `fwd_2_mma.cu` |
 # |---|---|---|
@@ -575,16 +574,17 @@ else:
 # needs the result has to wait, and the exponentials of the next 16 keys do not need it.
 #
 # Causal blocks are unequal. Where long ones start last, a few SMs still work when all others are done. So here they go
-# first; below, both orders. Heads come in sections whose K and V fit into the L2 cache. The last lines are of the kernel
-# with one idea switched off: + is slower.
+# first; below, both orders. Heads come in sections whose K and V fit into the L2 cache. In the last lines one idea is
+# switched off: + is slower. Without a causal mask `LONGEST_FIRST` and `SECTIONS` change nothing: that is noise.
 #
-# **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow? Which mask gains more?
+# **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow? Which mask gains more? Which idea brings
+# nothing?
 #
 # <details><summary>Answer</summary>
 #
 # Not nearly: shared memory is no longer the lowest roof. Its ceiling is 660 TFLOP/s now, about what `mma` itself can reach on
-# Hopper: two thirds of 989.4, by FlashAttention-3's authors. Causal should gain more: the order of the blocks and the skipped
-# masks help only there.
+# Hopper: two thirds of 989.4, by FlashAttention-3's authors. Causal should gain more: the order of the blocks helps only
+# there; skipped masks help both. Sections bring nothing beyond noise: device memory is no limit (part 2).
 #
 # </details>
 
@@ -602,18 +602,18 @@ slots = 2 * gpu.sms  # two blocks on an SM
 for N, heads in ((4096, 16), (4096, 64), (16384, 16)):
     lengths = heads * [(i + 1) * Br // Bc for i in range(N // Br)]  # in tiles of keys
     ideal = sum(lengths) / slots
-    up = finished(lengths, slots) / ideal
-    down = finished(sorted(lengths, reverse=True), slots) / ideal
+    up, down = (finished(x, slots) / ideal for x in (lengths, sorted(lengths)[::-1]))
     print(f"N = {N:5}, {heads} heads: {up:.2f} of the ideal time head by head,",
           f"{down:.2f} with the longest first")
 step("cp_async", "fa2")
 times = {(r["run"], r["kernel"], r["D"], r["causal"], r["N"]): r["ms_median"]
          for r in with_switches if r["gpu"] == gpu.name}
-for switch in ("FEW_MASKS=0", "LONGEST_FIRST=0", "SECTIONS=0"):
+switches = "FEW_MASKS=0", "LONGEST_FIRST=0", "SECTIONS=0"
+for causal, switch in itertools.product((True, False), switches):
     slower = [f"{ms / times[run, 'fwd_5_fa2', *at] - 1:+.1%} at N = {at[2]}"
               for (run, name, *at), ms in times.items()
-              if name == f"fwd_5_fa2:{switch}" and at[:2] == [128, True]]
-    print(f"{switch:15}, D = 128, causal:", ", ".join(slower) or "no rows yet")
+              if name == f"fwd_5_fa2:{switch}" and at[:2] == [128, causal]]
+    print(f"{switch:15}, D = 128, causal {causal}:", ", ".join(slower) or "no rows yet")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
@@ -831,7 +831,7 @@ below the ceiling, except scalar, whose loads the compiler has joined.""")
 # hardware's counters tell.
 #
 # Nsight Compute's `ncu` reads the counters of every SM. Below: one rung's command (`python -m steps.bench.profile` runs
-# four), then the wavefronts that the emulation expects and those that the hardware counted.
+# more), then the wavefronts that the emulation expects and those that the hardware counted.
 
 # %% slideshow={"slide_type": "fragment"}
 FIVE = "tensor_pipe issue_slots shared_wavefronts bank_conflicts dram_throughput".split()
@@ -867,8 +867,7 @@ for rung in ("mma", "ldmatrix", "fa2"):
 # | `issue_slots` | cycles in which an instruction is issued | high: too many instructions; low: warps wait, so overlap |
 # | `dram_throughput` | share of device memory's bandwidth | high: larger tiles; low: leave the traffic alone |
 #
-# Low issue slots say *that* warps wait. For what, Nsight Compute's *stall reasons* can say; the recorded file holds
-# none.
+# Low issue slots say *that* warps wait. For what, Nsight Compute's *stall reasons* can say.
 #
 # **Predict 7.** For `mma`, `ldmatrix` and `fa2`: which counter is the highest in each?
 #
@@ -928,8 +927,7 @@ result
 # - ★ (15 minutes) Count `fa2` with tiles (64, 64) and (128, 128) at D = 64. Which feeds more FLOP a wavefront, and what does it
 #   cost in registers?
 # - ★★ (1 hour) Pad the rows of `fwd_2_mma.cu` by 8 numbers instead of swizzling, and count. Where do conflicts remain?
-# - ★★★ (a weekend) Give rung 4 a second buffer for K and V and one barrier a tile. Predict what that gains and costs; on a
-#   GPU `python -m steps bench --stage 02` tells.
+# - ★★★ (a weekend) Give rung 4 a second buffer for K and V and one barrier a tile. Predict what that gains and costs.
 #
 # **Read:** `papers/flash_attention_2.md` (sections 3.1 and 3.3 of the paper); the PTX ISA on `mma` and `ldmatrix`.
 #

@@ -148,8 +148,8 @@ the products, at D = 128 half as long.""")
 # *warpgroup*, 128 threads, for example 64 x 128 x 16 numbers, and reads them from shared memory. Both are
 # *asynchronous*: the program says where to wait, and until then threads compute something else.
 #
-# **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. Without turns
-# both do the same at the same time, and nothing is gained. The picture is a model of units that never wait for results.
+# **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. In lockstep both
+# do the same at the same time, and nothing is gained. The picture is a model of units that never wait for results.
 # What stands above it was measured of `hopper`, D = 128; part 7 asks why they differ:
 
 # %% slideshow={"slide_type": "fragment"}
@@ -479,8 +479,8 @@ excerpt("fwd_6_wgmma", ("for (int n = 0; n < blocks; n++) {", "int64_t first =")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **What if a wait is left out?** The emulation refuses it. The compiler helps itself: ptxas sees that S is read while a
-# product has it, puts in a wait where it likes, and says so: C7517. (C7510 to C7516 say that it has put all products
-# one after the other.) The course's loader takes neither:
+# product has it, puts in a wait where it likes, and says so: C7517. The course's loader refuses such code (and C7510 to
+# C7516, all products one after the other):
 
 # %% slideshow={"slide_type": "fragment"}
 sizes = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "D": 128, "causal": False}
@@ -534,10 +534,10 @@ for D, (Br, Bc) in row.tiles[0].items():
 # *Within* a warpgroup, S of the next block is started together with O of the one before, whose P is ready. Softmax then
 # runs beside O's product. *Between* warpgroups, a turn decides who may start products.
 #
-# `turn.pass()` comes as soon as the products are *started*: the other's queue up behind them. At a named barrier one
-# warpgroup arrives (128 threads that go on) and the other waits: 256. O lags one block behind S. P V is added in the units of
-# the old m, and then `rescale` brings O to the new one. With LAZY it does so only if m has grown by more than 8 in log2: the
-# conditional rescaling of FlashAttention-4, whose effect 02e counts.
+# `get` now returns a descriptor; its argument is *leading*. `turn.pass()` comes as soon as the products are *started*: the
+# other's queue up behind them. At a named barrier one warpgroup arrives (128 threads that go on) and the other waits: 256.
+# P V is added in the units of the old m, and then `rescale` brings O to the new one. With LAZY it does so only if m has
+# grown by more than 8 in log2: FlashAttention-4's conditional rescaling (02e).
 
 # %% slideshow={"slide_type": "fragment"}
 excerpt(
@@ -554,9 +554,9 @@ excerpt(
 # Causal tiles differ in length (long ones are yellow), and their order is fixed beforehand, in sections of half as many
 # heads as blocks.
 #
-# From 16,384 keys on a tile takes so long that its beginning and end hardly count. Then the launch starts a block a tile,
-# and the GPU gives each SM its next one when it is free, so that even small sections end together. A section is the heads
-# whose K and V fit into 32 MB of the L2 cache, 4 at N = 16384 and D = 128. That should save power; no row shows how much.
+# From 16,384 keys on (8,192 at D = 128 without a mask) a tile takes so long that its beginning and end hardly count. Then
+# the launch starts a block a tile, and without a mask turns PINGPONG off. The GPU gives each SM its next block when it is
+# free, so sections may be small: a section is the heads whose K and V fit into 32 MB of the L2 cache.
 
 # %% slideshow={"slide_type": "fragment"}
 display(show("fwd_8_hopper", "tile_number"))
@@ -686,7 +686,7 @@ check("02.10", order_of_step)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Bug hunt 02.bug2.** Below is what was reported about `steps/step02_fa2_cuda/broken/bug2.cu`. Find the cause, and
-# write a test that fails on it and passes on the stage's own forward. `check` then asks for the cause.
+# write a test that fails on it and passes on the stage's own forward.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("02.bug2").symptom, 110))
@@ -801,21 +801,22 @@ for name, change in mistakes.items():
 # ### The timeline
 #
 # `steps/bench/timeline.py` makes a copy of rung 8 note the clock when a warpgroup asks for its turn, gets it, has S,
-# its exponentials, and O (D = 128). With OVERLAP a bar of products lasts until the warpgroup looks for O; the products
-# may end earlier, so the column *no product* has a dash. *Busy* is the products' clocks by the datasheet, as a share of
-# those that a step took. Only recordings of the kernel as launched now are shown.
+# its exponentials, and O (D = 128, no mask). With OVERLAP a bar of products lasts until the warpgroup looks for O; the
+# products may end earlier, so the column *no product* has a dash. *Busy* is the products' clocks by the datasheet, as a
+# share of those that a step took. The copy is slower (last columns).
 #
 # **Question 1.** With OVERLAP softmax runs beside O's product. If there are no turns (PINGPONG = 0), will the two
 # warpgroups compute exponentials at the same time?
 #
 # <details><summary>Answer</summary>
 #
-# In what was recorded, now and then. The tensor cores serve both, and whoever comes second gets its S later: the two
-# drift apart by themselves. Turns brought little, OVERLAP more.
+# Now and then: in 18 % of the clocks, with turns in 4 %. The tensor cores serve both, and whoever comes second gets its
+# S later: the two drift apart by themselves, and hardly wait for turns (grey). Turns brought 2 % at most (more at D = 64:
+# the last table), OVERLAP 6 to 8 %.
 #
 # Why do tensor cores rest at all? One reason: from S until it asks for its next turn (*S to turn*, medians) a
-# warpgroup took many more clocks than the model's softmax, so its next products start late. Whether it waits, or has
-# instructions that were not counted, the marks do not show.
+# warpgroup took about twice the clocks of the model's softmax, so its next products start late. Why, the marks do not
+# show.
 #
 # </details>
 
@@ -882,8 +883,8 @@ def draw_timelines(first=8, steps=5):
     labels = ("waits for its turn", "products", "softmax")
     fig.legend(boxes, labels, ncols=3, loc="outside lower center", fontsize=8)
     return picture(fig, """Recorded timelines of two warpgroups over five steps, without
-    and with turns: grey, waiting for a turn; blue, from the start of the products to O;
-    orange, from S to the last exponential.""")
+    and with turns: blue, from the start of the products to O; orange, from S to the last
+    exponential; grey, hardly any, waiting for a turn. In both the two alternate.""")
 
 
 draw_timelines() if clocked else print(NO_CLOCKS)
@@ -904,8 +905,6 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 # At D = 64 `roles` has a larger tile than `wgmma`; only D = 128 shows the gain of the roles alone.
 #
 # </details>
-#
-# Right, FlashAttention-4's Hopper kernel in the same run; 02e has other sizes.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 def draw_ladder(N=4096):
@@ -960,9 +959,9 @@ else:
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Under load
 #
-# In a second of calls every kernel here meets the limit of 700 W, and its own power decides its clock. At D = 64 without
-# a mask rung 8 does less in a clock than FlashAttention-4, has a higher clock, and so is less far behind. With a mask they
-# agree, in clocks and joules, within 2 %. So compare both ways: calls in turn, and a second of each kernel.
+# In a second of calls every kernel meets the limit of 700 W, and its own power decides its clock. At D = 128 without
+# a mask rung 8 does less in a clock than FlashAttention-4, has a higher clock, and so is less far behind. Otherwise the two
+# agree within 1 %; in joules within 3 %, by which the watts scatter, too. So compare both ways: in turn, and under load.
 
 # %% slideshow={"slide_type": "fragment"}
 under_load = [r for r in loads if r["gpu"] == h200.name and r["pass"] == "fwd"]
@@ -980,35 +979,30 @@ if not under_load:
 # ### One switch at a time
 #
 # Each idea of `fwd_8_hopper.cu` is a macro. The table turns one at a time: + is slower than the whole kernel in the
-# same run, - faster. At N = 16384, where the launch itself turns PERSISTENT off, that line is noise. **Question 3.** Which
+# same run, - faster. At N = 16384 the launch itself turns PERSISTENT off, and without a mask PINGPONG: these cells compare
+# equal kernels, and show the noise. *Spread*: the whole kernel's times, 20th to 80th percentile. **Question 3.** Which
 # switch should bring more with a causal mask than without?
 #
 # <details><summary>Answer</summary>
 #
-# PERSISTENT, below N = 16384: it hides each tile's beginning and end, which weigh more where tiles are short. And SKIP,
-# where a tile has 192 rows (D = 64) and N is small; at D = 128 nothing is skipped.
+# PERSISTENT: it hides each tile's beginning and end, which weigh more where tiles are short (N = 512; at 4096 little is
+# left to hide). And SKIP, where a tile has 192 rows (D = 64); at D = 128 nothing is skipped.
 #
-# The last line is part 4's count, as a slowdown. It knows nothing of waiting: a tile lasts as long as its busiest
-# warpgroup.
+# *Foreseen* is part 4's count, which knows nothing of waiting: a tile lasts as long as its busiest warpgroup.
 #
 # </details>
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
-def beside(row):
-    """The time of the whole kernel in the same run, at the same size."""
-    same = ("run", "D", "N", "causal", "dtype", "pass")
-    whole = (r for r in with_switches if r["kernel"] == "fwd_8_hopper")
-    return next(r["ms_median"] for r in whole if all(r[name] == row[name] for name in same))
-
-
-switched = fingerprint.fresh(rows.read(switched=True))
-with_switches = [row for row in switched if row["gpu"] == h200.name]
-changes = {}  # {(switch, D, N, causal): by how much slower the kernel is}
-for row in rows.latest(with_switches):
+SAME = "run", "D", "N", "causal", "dtype", "pass"
+switched = [r for r in fingerprint.fresh(rows.read(switched=True)) if r["gpu"] == h200.name]
+wholes = {tuple(r[x] for x in SAME): r for r in switched if r["kernel"] == "fwd_8_hopper"}
+changes, spreads = {}, {}  # {(switch, D, N, causal): slowdown}, {(D, N, causal): spread}
+for row in rows.latest(switched):
     kernel, _, switch = (row["kernel"] or "").partition(":")
     if kernel == "fwd_8_hopper" and switch:
-        at = row["D"], row["N"], row["causal"]
-        changes[switch, *at] = row["ms_median"] / beside(row) - 1
+        at, whole = (row["D"], row["N"], row["causal"]), wholes[tuple(row[x] for x in SAME)]
+        changes[switch, *at] = row["ms_median"] / whole["ms_median"] - 1
+        spreads[at] = whole["ms_p80"] / whole["ms_p20"] - 1
 settings = [*itertools.product((64, 128), (512, 4096, 16384), (False, True))]
 if not changes:
     print("no rows of the switches yet: on an H200, python -m steps bench --plan switches")
@@ -1017,6 +1011,7 @@ for title, values in zip(("D", "N", "causal"), zip(*settings, strict=True), stri
 for switch in dict.fromkeys(name for name, *_ in changes):
     found = [changes.get((switch, *at)) for at in settings]
     print(f"{switch:16}", *(" " * 8 if x is None else f"{x:+8.1%}" for x in found))
+print(f"{'spread':16}", *(f"{spreads.get(at, 0):8.1%}" for at in settings))
 print("SKIP=0, foreseen", *(f"{foreseen(*at):+8.1%}" for at in settings))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -1029,7 +1024,7 @@ print("SKIP=0, foreseen", *(f"{foreseen(*at):+8.1%}" for at in settings))
 #
 # **Ask yourself**
 #
-# 1. Which line of part 2's count would a cheaper exp change, and for which D would it pay?
+# 1. Which line of part 2's count would a cheaper exp change, and for which D should it pay?
 # 2. Why is one parity bit enough although a barrier goes through many phases?
 # 3. What does a third stage gain in part 3's ring, when a copy takes 3 clocks and its use 2? And 2 and 3?
 # 4. Suppose tiles began at multiples of 512 bytes. What would K's instruction 1 read?

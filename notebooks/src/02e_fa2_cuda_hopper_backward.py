@@ -290,7 +290,7 @@ excerpt("bwd_2_wgmma", step)
 # additions run under the other two.
 #
 # dSᵀ lies with a key a row; dQ_i sums over keys, so the descriptor of the *first* operand
-# says that the sum runs down the rows, too (TRANS_A = 1). No transposed copy exists.
+# says that the sum runs down the rows, too (TRANS_A = 1).
 #
 # **The budget.** dK_j and dV_j stay in registers for the whole loop, Sᵀ and dPᵀ for a step. P is packed, and takes half of S:
 
@@ -388,13 +388,16 @@ for D in TILES:
 # warpgroups compute their softmax at the same time. So `bwd_3` also starts dV_j before the barrier: it needs only what
 # its own warpgroup has.
 #
-# **A fixed order.** The blocks add to dq as they come, and sums of float32 depend on the order. If DETERMINISTIC, they
-# take turns, in the order of their keys. A turn passes on only when the additions have arrived in the L2 cache, which takes
-# long. So it is for 4 tiles of queries, and dV_j starts later, to cover the wait.
+# **A fixed order.** Sums of float32 depend on the order, and the blocks add to dq as they come. If DETERMINISTIC, they take
+# turns to add to a dQ_i, in the order of their keys. Passing a turn on takes long: the additions must first arrive in the L2
+# cache. So a turn is for 4 tiles of queries, and is passed on once for all of them. This happens behind the next step's first
+# products, which run while the warp waits for its additions. dV_j starts after dQ_i, to cover the wait for one's own turn.
+# The order still costs 11 to 17 % of the speed.
 
 # %% slideshow={"slide_type": "subslide"}
 turns = "__device__ void wait_for_turn", "// Stores dK or dV"
-excerpt("bwd_3_hopper", ("barrier_wait(queries_full + stage", "int64_t dq_tile"), turns)
+loop = "barrier_wait(queries_full + stage", "if (DETERMINISTIC) pass_turn_on"
+excerpt("bwd_3_hopper", turns, loop)
 
 # %% slideshow={"slide_type": "fragment"}
 generator = torch.Generator().manual_seed(0)
@@ -413,7 +416,7 @@ for deterministic in (False, True):
     print(f"deterministic={deterministic!s:5}: bit-equal in three orders: {same};",
           f"failures: {failed}")
 
-# %% slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 switched = [r for r in fingerprint.fresh(rows.read(switched=True)) if r["gpu"] == h200.name]
 speeds = {(r["run"], r["D"], r["N"], r["causal"], r["kernel"]): r["tflops"]
           for r in switched if r["pass"] == "bwd" and r["dtype"] == "bf16"}
@@ -427,8 +430,8 @@ for (run, D, N, causal, kernel), tflops in speeds.items():
 # ## 5. Write it yourself
 #
 # **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i in the order of its registers, which saves all
-# arithmetic of addresses. The last kernel restores rows and columns, and for that someone must know where a number went. The
-# docstring of the exercise says how the registers hold it: `check("02.11")` writes it to a file.
+# arithmetic of addresses. The last kernel restores rows and columns. The docstring of the exercise says how the registers hold
+# it: `check("02.11")` writes it to a file.
 #
 # `hint("02.11")` to `hint("02.11", 3)` help.
 
@@ -562,8 +565,8 @@ for D, (Br, Bc) in TILES.items():
 # <details><summary>Answer</summary>
 #
 # From N = 4096 on in neither: the means are within 2 %, single settings from 4 % behind to 5 % ahead. Furthest behind,
-# both at N = 16384 without a mask: the forward at D = 64, the backward at D = 128. With fewer tokens our forward is ahead,
-# our backward up to 7 % behind. Under load (02d): 2 % behind to 3 % ahead, both at about 700 W, where joules decide.
+# both at D = 128: the forward at N = 4096 with a mask, the backward at N = 16384 without. At smaller N our forward is ahead,
+# our backward up to 7 % behind. Under load (02d): 2 % behind to 1 % ahead.
 #
 # </details>
 
@@ -634,8 +637,8 @@ def draw_race():
     fig.supylabel("TFLOP/s, bf16, 16k tokens, H200", fontsize=9)
     fig.legend(loc="outside lower center", ncols=4, fontsize=8)
     return picture(fig, """TFLOP/s against N, forward above, backward below. From 4k on ours
-    and FlashAttention-4 nearly lie on each other, above cuDNN and FlashAttention-2. With
-    fewer tokens ours is above FlashAttention-4 forward, mostly a bit below it backward.""")
+    and FlashAttention-4 nearly lie on each other, above cuDNN and FlashAttention-2. At
+    smaller N ours is above FlashAttention-4 forward, mostly a bit below it backward.""")
 
 
 SETTINGS = [*itertools.product(RACE, (64, 128), (False, True))]
@@ -662,7 +665,7 @@ for row in recorded:
 # maximum as long as 2^(S - m) cannot overflow. So O is rescaled only if m has grown by more than 8 in log2. A warp asks all its
 # lanes, which have 16 rows. **Question 3. In how many steps does a warp rescale?**
 #
-# **A polynomial for exp2**, which rung 8 has not. At D = 64 the special-function units are the limit. 2^x is 2^⌊x⌋
+# **A polynomial for exp2**, which rung 8 has not. At D = 64 exponentials take as long as products (02d). 2^x is 2^⌊x⌋
 # times 2^f with f in [0, 1). The first factor only moves exponent bits. The second can be a polynomial, a few fused
 # multiply-adds on other units. P is rounded to bf16 anyway. **Which degree is enough?**
 
@@ -712,18 +715,16 @@ for degree in range(1, 6):
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # With scores of ordinary size, the first line, the maximum of some row of the warp grows in two of three steps, but
 # never by 8. Only where weights differ by 2^20 and more is rescaling frequent. And at degree 3, which FlashAttention-4
-# takes, the polynomial's error is far below that of rounding P: less than one P in a hundred becomes another number. On
-# Hopper a polynomial competes with the softmax's other float32 instructions, so that only a part of the exponentials
-# can move.
+# takes, the polynomial's error is far below that of rounding P: less than one P in a hundred becomes another number.
+# But rung 8 became slower with it (open problem 7).
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What a launch costs
 #
 # Whoever launches a kernel does not wait for it. As long as a launch takes the host less time than the kernel, the GPU
-# is never idle. `launch.forward` allocates out and lse, finds its plan for inputs of this layout, puts the new
-# addresses in and calls the driver; `forward` checks its arguments first. *Elsewhere*: every call has its tensors at
-# other addresses, and three tensor maps change. The kernel is too short to be waited for (one head, N = 128, D = 64);
-# the lowest of 50 rounds.
+# is never idle. `launch.forward` allocates out and lse, finds its plan for inputs of this layout and calls the driver;
+# `forward` checks its arguments first. *Elsewhere*: every call has its tensors at other addresses, and three tensor maps
+# change. The kernel is too short to be waited for; the lowest of 50 rounds.
 
 # %% slideshow={"slide_type": "fragment"}
 host = rows.read_record("host")
@@ -740,7 +741,7 @@ if of_hopper:
 # ### What the power limit does
 #
 # The datasheet's TFLOP/s belong to a clock that the chip does not always hold. Near its power limit it lowers the clock.
-# **Question 4.** The same matrix product, the same shapes: once on random normal numbers, once on zeros. Same time?
+# **Question 4.** The same matrix product, once on random normal numbers, once on zeros. Same time?
 #
 # <details><summary>Answer</summary>
 #
@@ -799,20 +800,18 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # FlashAttention-4's Hopper backward does the first five, at about our speed; their prize is the distance to part 4's
 # roof. *Slower*: tried, and slower at most sizes, measured in turn with the kernel as it was then.
 #
-# 1. **A producer warp**, with barriers of its own for Q_i with lse and for dO_i with delta; K_j comes with the first Q_i. Without
-#    K_j in registers: no faster at D = 128, slower at D = 64. With it there are not enough registers.
+# 1. **A producer warp**, with barriers of its own for Q_i with lse and for dO_i with delta. Without K_j in registers: no faster
+#    at D = 128, slower at D = 64. With it there are not enough registers.
 # 2. **A warp that sends dQ_i**, so that no consumer waits for the additions. Not tried.
 # 3. **80 queries a tile, and dQ_iᵀ instead of dQ_i**: wider products read less (the lines below). Faster only at N = 16384, and
 #    without K_j in registers, for which there is then no room.
-# 4. **lse and delta read before Sᵀ is there**: slower. (So was, of our own, dQ_i one step later, beside the exponentials.)
+# 4. **lse and delta read before Sᵀ is there**: slower. (So was our own idea, dQ_i one step later.)
 # 5. **The three kernels overlapped** by programmatic dependent launch. Not tried.
 # 6. **D = 32, 96 and 256**: there the backward is still `bwd_1`.
-# 7. **The forward at D = 64**, where exponentials take as long as products: a polynomial for 1 to 6 of 16. Slower, the more
-#    the slower. Tiles of 128 x 160, 128 x 192 or 192 x 96: slower.
+# 7. **The forward at D = 64**: a polynomial for 1 to 6 of 16 exponentials: slower, at D = 128, too, as it adds more instructions
+#    than it saves. Tiles of 128 x 160, 128 x 192, 192 x 96 or 192 x 112: slower. Four stages of K and V: no faster.
 # 8. **The forward at D = 128**: exponentials before and after the wait for O, in FlashAttention-4's order: slower. A tile of
-#    128 x 176 with one place for Q: slower. Both: faster at N = 16384 with a causal mask, slower elsewhere. Q in registers,
-#    which saves a fifth of the bytes of shared memory: slower. The next tile's number by an atomic addition, for persistent
-#    blocks: slower.
+#    128 x 176 with one place for Q: slower. Q in registers: slower. The next tile's number by an atomic addition: slower.
 
 # %% slideshow={"slide_type": "fragment"}
 for Br, what in ((64, "64 queries, dQ"), (80, "80 queries, dQ^T")):
@@ -852,6 +851,6 @@ for Br, what in ((64, "64 queries, dQ"), (80, "80 queries, dQ^T")):
 # - ★★ (1 hour) Count `bwd_1` with `products`-like arithmetic: how many bytes does `ldmatrix` fetch for each product?
 # - ★★★ (a weekend) Number 2 of the list, in the emulation first: a ninth warp, two named barriers a warpgroup.
 #
-# **Read:** `papers/flash_attention_3.md`, `papers/flash_attention_4.md`; the PTX ISA on `wgmma` and `cp.reduce.async.bulk`.
+# **Read:** `papers/flash_attention_3.md`, `papers/flash_attention_4.md`; the PTX ISA on `wgmma`, `ld.acquire` and `red.release`.
 #
 # **Next:** [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb). A compiler decides most of this for you.

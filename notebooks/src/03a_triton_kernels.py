@@ -233,9 +233,10 @@ right.barh(list(counted), other, left=about, color=COLOURS[5], label="the rest")
 right.set(title="lines of code", ylim=(5, -0.6))
 right.grid(axis="y", visible=False)
 right.legend(fontsize=8, loc="lower right")
-picture(fig, """Left: the speeds of stage 02's fa2 and hopper and of stage 03's fused and
-gluon against N, as shares of cuDNN's. Right: their lines of code; about a third is about
-the machine in the CUDA kernels, and almost nothing in fused.""")
+parts = [f"{a / (a + o):.0%} of {n}'s" for n, (a, o) in counted.items()]
+picture(fig, f"""Left: the speeds of stage 02's fa2 and hopper and of stage 03's fused and
+gluon against N, as shares of cuDNN's. Right: their lines of code; about the machine are
+{", ".join(parts)}.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # In CUDA C++ you say which thread holds which number. In Triton you say what is done to *tiles*, and the compiler
@@ -281,7 +282,7 @@ excerpt("fwd_0_fused", "pointers", "inside", "load_tile")
 # ### What the interpreter shows, and what it hides
 #
 # It runs a kernel's Python text with numpy, one program after the other; sums of `tl.dot` are float64's (`interpreter.py`
-# tells why). Four kernels, each with a fault that everybody makes once: **which does the interpreter refuse?** A second
+# tells why). Four kernels, each with a common fault: **which does the interpreter refuse?** A second
 # process compiles them for an H100.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -402,7 +403,7 @@ for kind, table in fwd_0_fused.TILES.items():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### One tile's update, in base 2
 #
-# A GPU computes powers of 2. So log2(e) is folded into the scale, once: with c = scale · log2(e) it is exp(scale · S -
+# A GPU computes powers of 2. So log2(e) is folded into the scale: with c = scale · log2(e) it is exp(scale · S -
 # scale · m) = 2^(c S - c m), one multiply-add and one `exp2` an entry. m is the maximum of the *unscaled* scores.
 #
 # Notebook 00's six tokens in tiles of 16 x 16, keys 0 to 2 first. What is not there is loaded as 0, and `mask` hides it
@@ -559,7 +560,7 @@ key head 1.""")
 #
 # ### What the compiler made of it
 #
-# This file compiled for an A100 (sm_80) and an H100 (sm_90), in bfloat16 with D = 64:
+# This file compiled for an A100 (sm_80) and an H100 (sm_90), in bfloat16 with D = 64, each with its tile:
 
 # %% slideshow={"slide_type": "fragment"}
 made_of = lines_of(compiler, "kernels")
@@ -569,10 +570,10 @@ for arch in (80, 90):
     names = ("mma.sync", "wgmma.mma_async", "cp.async.cg", "ex2.approx")
     counts = ", ".join(f"{name} {made['ptx'].count(name)}" for name in names)
     print(f"sm_{arch}: {counts}; {made['shared']} bytes of shared memory")
-Br, Bc, _, stages = fwd_0_fused.TILES["16 bits"][64]
+Br, Bc, _, stages = fwd_0_fused.TILES["16 bits, Hopper"][64]
 KV_bytes = cost.shared_bytes(Br, Bc, 64, "bf16", tiles="KV", stages=stages)
 Q_bytes = cost.shared_bytes(Br, Bc, 64, "bf16", tiles="Q")
-print(f"K and V, {stages} stages: {KV_bytes} bytes; Q: {Q_bytes} bytes")
+print(f"sm_90: K and V, {stages} stages: {KV_bytes} bytes; Q: {Q_bytes} bytes")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # The same text became `mma.sync` on one GPU and `wgmma` on the other (02b, 02d). `cp.async` copies K and V ahead of
@@ -752,8 +753,8 @@ print("stage 03 twice, the same bits:", same)
 # `lse_2`, `delta`, `query` and `key` (positions in q and k) come as a column or a row to match. S is not scaled;
 # `scale_log2` is scale · log2(e), and `lse_2` is lse · log2(e), or +inf for a query that sees no key.
 #
-# **Exercise 03.3: one tile of keys, in base 2.** `factor_and_shift(m, scale_log2)` is there for you.
-# V_j (Bc, D) has the tensors' dtype. In a row that has seen no key m is -inf.
+# **Exercise 03.3: one tile of keys, in base 2.** `factor_and_shift(m, scale_log2)` is there for you,
+# and PRECISION is `tl.dot`'s `input_precision`. V_j (Bc, D) has the tensors' dtype. In a row that has seen no key m is -inf.
 #
 # **Bug hunt 03.bug1:** "half of my lse is garbage, only with `warp_specialize`". `python -m steps check 03.bug1` tells
 # the whole complaint; you write the test that catches it.
@@ -905,7 +906,7 @@ everywhere.""")
 # The whole over the products: 15 / 8 and 10.5 / 4, so two groups at D = 128, three at D = 64. Eight warps are two groups
 # if each has 64 rows of its own. A stage more is a copy of K and V more: with 128 x 64 and four warps the third costs a
 # program. A larger Bc widens products, which then read Q_i less often; with a larger Br K and V are copied less often.
-# So `fused` takes 128 x 128 at D = 128.
+# On Hopper `fused` takes 128 rows and eight warps.
 #
 # </details>
 
@@ -954,19 +955,20 @@ the markers are warps, the colours stages. The fastest is {tune.words(fastest)}
 with {speeds[fastest]:.0f}, the slowest has {min(speeds.values()):.0f}.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The counts know neither barriers nor waiting: `tma` is fastest with 64 x 64, though larger tiles have higher bounds. So
-# tables of tiles come from sweeps (`python -m steps bench --tune`).
+# The counts know neither barriers nor waiting: at D = 128 `tma` is fastest with 64 x 64, though larger tiles have higher
+# bounds. So tables of tiles come from sweeps.
 #
 # **Question 2.** Where can `roles` not be better than `tma`? Which rung should come closest to cuDNN at D = 128, and
 # why may another one at D = 64?
 #
 # **Question 3.** The backward does 7 products where 5 are counted. What is the most it can show? In what share of the
-# cycles does a profiler (`python -m steps.bench.profile`) find `tma`'s tensor cores at work, in either pass?
+# cycles does a profiler find `tma`'s tensor cores at work, in either pass?
 #
 # <details><summary>Answers</summary>
 #
-# 2. With a causal mask, and for D up to 64: there that rung is `tma` with descriptors made in the kernel. `gluon` alone
-#    multiplies under its own exponentials. At D = 64 two groups are too few by the count, and `tma` has three.
+# 2. With a causal mask, and for D up to 64: there that rung is `tma` with descriptors made in the kernel, and V_j
+#    loaded later: slower. `gluon` alone multiplies under its own exponentials. At D = 64 two groups are too few by the
+#    count, and `tma` has three.
 # 3. 5/7 of what a plain matrix product reaches in the same run: the dashed line. One pass would have a higher roof, but
 #    need atomics for dQ. The share of cycles: forward about TFLOP/s over the peak, backward 7/5 of that. `queries_kernel`
 #    leads: its left factors, Q_i and dO_i, stay in registers, so that wgmma reads less. Where no other unit is near its
@@ -1047,7 +1049,7 @@ UNITS = {"tensor_pipe": "tensor cores\nwork", "exp_units": "exp units\nwork",
          "occupancy": "warps of those\nthat fit"}  # fmt: skip
 fig, ax = plt.subplots(figsize=(9.2, 3.2), layout="constrained")
 for n, (kernel, c) in enumerate(counted.items()):
-    at = [i + 0.2 * (n - 1.5) for i in range(len(UNITS))]
+    at = [i + 0.2 * (n - (len(counted) - 1) / 2) for i in range(len(UNITS))]
     bars = ax.bar(at, [c[unit] for unit in UNITS], 0.18, color=COLOURS[n], label=kernel)
     ax.bar_label(bars, fmt="%.0f", fontsize=8)
     highest = max(("tensor_pipe", "exp_units", "issue_slots", "dram_throughput"), key=c.get)
@@ -1057,8 +1059,8 @@ ax.set(ylabel="%", ylim=(0, 105))
 ax.set_title("H200: {B} x {H} heads, N = {N}, D = {D}, not causal".format(**profile.SIZE))
 ax.grid(axis="x", visible=False)
 ax.legend(fontsize=8)
-picture(fig, """Bars of five counters in percent for stage 02's hopper and the three kernels
-of rung tma: forward_kernel, keys_kernel and queries_kernel.""")
+picture(fig, f"""Bars of five counters in percent for {", ".join(counted)}. Those whose
+names end in _kernel are rung tma's.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Where it stands.** `gluon` passes cuDNN at D = 128, `tma` is level with it at D = 64. In the backward cuDNN stays
@@ -1073,8 +1075,9 @@ of rung tma: forward_kernel, keys_kernel and queries_kernel.""")
 #
 # <details><summary>Answer</summary>
 #
-# Inductor knows the plain formula by its pattern, and calls SDPA. A mask by `masked_fill` fits no pattern. Then both products are calls of a library, and Triton gets what lies between, a whole row at a time. S and P
-# go through memory, written and read, and no tile is skipped.
+# Inductor knows the plain formula by its pattern, and calls SDPA. A mask by `masked_fill` fits no pattern. Then both
+# products are calls of a library, and Triton gets what lies between, a whole row at a time. S and P go through memory,
+# written and read, and no tile is skipped.
 #
 # </details>
 
@@ -1113,7 +1116,7 @@ for D, causal in itertools.product((128, 64), (False, True)):
 #
 # 1. Why may `load_tile` fill K_j beyond the last key with 0, though a softmax needs -inf there?
 # 2. What does `full // Bc * Bc` do at a ragged end when there is no causal mask?
-# 3. Why may the tile of `fwd_1_tma` at D = 64 be larger than that of `fwd_0_fused`?
+# 3. Why does `fwd_0_fused` take eight warps at D = 64, and `fwd_1_tma` four?
 # 4. Why is `i + row` right in `fwd_1_tma`, and wrong with roles?
 # 5. With 8 query heads a key head, how many programs write dK_j, and how many query tiles does each visit?
 #

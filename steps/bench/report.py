@@ -62,8 +62,9 @@ def render(text, rows, stale=()):
         begin, marker, end = match.groups()
         shown, hidden = (select(some, marker) for some in (rows, stale))
         changed = sorted({label(row) for row in hidden if row["kernel"]} - set(map(label, shown)))
-        note = f"\nChanged since it was measured, and not shown: {', '.join(changed)}.\n" if changed else ""
-        return begin + markdown(shown) + note + end
+        note = f"Changed since it was measured, and not shown: {', '.join(changed)}.\n" if changed else ""
+        measured = any(row["kernel"] for row in shown) or not note
+        return begin + "\n".join([markdown(shown)] * measured + [note] * bool(note)) + end
 
     def of_ring(match):
         begin, name, end = match.groups()

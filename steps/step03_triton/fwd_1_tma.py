@@ -7,8 +7,8 @@
 
 The idea: in rung 0 every thread computes addresses, and compares rows and columns with N and D, for each 16 bytes that
 it copies. Here one thread names a box, and the copy engine (TMA, the tensor memory accelerator) computes the addresses
-and fills what lies outside the tensor with zeros. That saves instructions, but above all registers, which makes room
-for a larger tile at head_dim 64.
+and fills what lies outside the tensor with zeros. That saves instructions, but above all registers: at head_dim 64 four
+warps have room for a tile of as many scores as rung 0 has with eight.
 
 A descriptor needs an address and strides that are multiples of 16 bytes. Tensors that are not aligned like this, such
 as a slice from the second column on, are read as in rung 0, and so is every tensor on a GPU other than Hopper. The two
