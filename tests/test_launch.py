@@ -349,8 +349,8 @@ def test_a_section_of_a_persistent_kernel_has_half_as_many_heads_as_there_are_bl
 
 
 @pytest.mark.parametrize("Nk, D, Hk, blocks, section", [
-    (8192, 128, 16, 132, 16), (8191, 128, 16, 132, 16), (16383, 64, 32, 132, 32), (16384, 64, 32, 86 * 32, 8), (16384, 128, 16, 128 * 16, 4), (16384, 128, 8, 128 * 16, 8),
-    (2**21, 128, 16, 2**14 * 16, 1),
+    (8191, 128, 16, 132, 16), (8192, 128, 16, 132, 16), (16383, 64, 32, 132, 32), (16384, 64, 32, 86 * 32, 8),
+    (16384, 128, 16, 128 * 16, 4), (16384, 128, 8, 128 * 16, 8), (2**21, 128, 16, 2**14 * 16, 1),
 ])  # fmt: skip
 def test_with_many_keys_a_block_has_one_tile_and_a_section_fits_into_the_cache(Nk, D, Hk, blocks, section):
     q, k = (torch.empty(1, heads, Nk, D, dtype=torch.bfloat16, device="meta") for heads in (2048 // D, Hk))

@@ -333,7 +333,9 @@ NEVER = {  # name: (exercise, an edit of the solution)
     "log2(e) left out": ("03.3", "(unit, scale_log2)", "(unit, scale_log2 * 0.6931471805599453)"),
     "alpha not scaled": ("03.3", "tl.exp2((m - unit) * factor)", "tl.exp2(m - unit)"),
     "m of an empty row": ("03.3", "return m_new", "return unit"),
-    "O rescaled too late": ("03.3", "tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None],", "alpha[:, None] * tl.dot(P.to(V_j.dtype), V_j, O,"),
+    "O rescaled too late": (
+        "03.3", "tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None],", "alpha[:, None] * tl.dot(P.to(V_j.dtype), V_j, O,",
+    ),
     "P in float32": ("03.3", "P.to(V_j.dtype)", "P"),
     "keys for tiles": ("03.4", "return begin, whole,", "return begin * Bc, whole * Bc,"),
     "left and right exchanged": ("03.4", "first = i", "left, right = right, left\n    first = i"),
