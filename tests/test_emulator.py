@@ -327,7 +327,7 @@ CALLS = {  # kernel: rung, dtype, Nq, Nk, D, tile: several tiles each way, the l
     "bwd_0_scalar": ("scalar", torch.float32, 37, 43, 8, None),
     "bwd_1_fa2": ("fa2", torch.bfloat16, 70, 100, 32, None),
     "bwd_2_wgmma": ("wgmma", torch.bfloat16, 300, 150, 64, None),
-    "bwd_3_hopper": ("hopper", torch.bfloat16, 300, 150, 64, None),
+    "bwd_3_hopper": ("hopper", torch.bfloat16, 600, 300, 64, None),
 }
 TIMES = [
     dict(),
@@ -432,7 +432,7 @@ PLANTED = {
          "wgmma_wait<1>();                  // S^T", "// S^T", "was written while a wgmma .* was under way"),
     ],
     "bwd_3_hopper": [
-        ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", WRONG),
+        ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", f"{WRONG}|{STUCK}"),
         ("the rows of K of another warp",
          "load_rows(K_rows, K, 16 * warp)", "load_rows(K_rows, K, 16 * (warp ^ 1))", WRONG),
         ("the rows of V of another warp",
@@ -440,8 +440,10 @@ PLANTED = {
         ("no wait for dQ",
          "wgmma_wait<DETERMINISTIC ? 2 : 1>();", "wgmma_wait<2>();", "was (read|written) while|" + WRONG),
         ("a turn that ends before the block's last tile of queries, in order",
-         "i == first || i % TURN == 0", "i % TURN == 0", OUTSIDE),
-        ("the turn of another tile of queries, in order", "dq_tile - i % TURN;", "dq_tile;", "polls for ever"),
+         "i == first || i % TURN == 0", "i % TURN == 0", f"{OUTSIDE}|has not waited for"),
+        ("the turn of another tile of queries, in order", "dq_tile - i % TURN;", "dq_tile;", "has not waited for"),
+        ("only the first turn is waited for, in order",
+         "i == query_tiles - 1 || i % TURN == TURN - 1;", "i == query_tiles - 1;", "has not waited for"),
         ("the turn is not passed on, in order", "add_release(added, 1);", ";", "polls for ever"),
         ("dK is staged over K", "__syncthreads();  // nobody still reads K", "//", WRONG),
         ("no fence before wgmma reads dS",

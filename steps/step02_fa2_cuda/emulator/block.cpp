@@ -145,6 +145,7 @@ static void run_block(Order order) {
     t.rank = i;
     t.done = false;
     t.polls = 0;
+    t.turn = nullptr;
     t.ready = nullptr;
     t.fiber.start(stacks.stack(i), Stacks::SIZE, fiber_main);
   }

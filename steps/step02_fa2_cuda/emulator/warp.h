@@ -88,8 +88,18 @@ E atomicAdd(emulator::Pointer<E, M> p, std::common_type_t<E> value, EMULATOR_SIT
   return atomicAdd(p.vector(sizeof(E), {file, line}), value, file, line);
 }
 
-inline int load_acquire(Global<int> p, EMULATOR_SITE) { return atomicAdd(p, 0, file, line); }
-inline void add_release(Global<int> p, int n, EMULATOR_SITE) { atomicAdd(p, n, file, line); }
+// Blocks take turns by a number: a thread reads it by load_acquire until it has its turn, and then passes the
+// turn on by add_release.
+inline int load_acquire(Global<int> p, EMULATOR_SITE) {
+  emulator::current->turn = p.vector(4, {file, line});
+  return atomicAdd(p, 0, file, line);
+}
+inline void add_release(Global<int> p, int n, EMULATOR_SITE) {
+  if (emulator::current->turn != p.vector(4, {file, line}))
+    emulator::fail({file, line}, "this thread passes on a turn that it has not waited for by load_acquire");
+  emulator::current->turn = nullptr;
+  atomicAdd(p, n, file, line);
+}
 
 inline void atomic_add_4(Global<float> p, float a, float b, float c, float d, EMULATOR_SITE) {
   float* x = p.vector(16, {file, line});
