@@ -534,7 +534,7 @@ for D, (Br, Bc) in row.tiles[0].items():
 # *Within* a warpgroup, S of the next block is started together with O of the one before, whose P is ready. Softmax then
 # runs beside O's product. *Between* warpgroups, a turn decides who may start products.
 #
-# `get` now returns a descriptor; its argument is *leading*. `turn.pass()` comes as soon as the products are *started*: the
+# `get` now returns a descriptor; V's argument is *leading*. `turn.pass()` comes as soon as the products are *started*: the
 # other's queue up behind them. At a named barrier one warpgroup arrives (128 threads that go on) and the other waits: 256.
 # P V is added in the units of the old m, and then `rescale` brings O to the new one. With LAZY it does so only if m has
 # grown by more than 8 in log2: FlashAttention-4's conditional rescaling (02e).

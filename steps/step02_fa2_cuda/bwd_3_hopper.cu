@@ -151,8 +151,9 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
     atomic_add_4(dq + (i * 32 + lane * 4), dQ[i], dQ[i + 1], dQ[i + 2], dQ[i + 3]);
 }
 
-// If DETERMINISTIC, the warps w of all blocks add to their parts of dQ_i in the order of the blocks' tiles of
-// keys. `added` counts the tiles that have been added, and a warp waits until that is the number of its own.
+// If DETERMINISTIC, the blocks add to dQ_i in the order of their tiles of keys, each warp to a part of its
+// own. `added` counts the tiles that have been added to the part, and the warp waits until that is the number
+// of its block's tile.
 __device__ void wait_for_turn(Global<int> added, int tile) {
   if (threadIdx.x % 32 == 0)
     while (load_acquire(added) != tile) {

@@ -49,7 +49,7 @@ constexpr int STAGES = D > 64 ? 2 : 3;     // tiles of K and of V: one in use, t
 constexpr int Q_STAGES = D > 128 ? 1 : 2;  // tiles of Q: with 2, one is in use and one on its way
 constexpr int SLABS = (D + 63) / 64;       // slabs of a tile; a slab has 64 columns, 128 bytes a row
 constexpr int BOX = D % 64 ? 1 : SLABS;    // slabs that one copy brings
-constexpr int V_SLAB = Bc * 128;           // bytes of a slab of V, which its descriptor is told
+constexpr int V_SLAB = Bc * 128;           // bytes of a slab of V, the `leading` of its descriptor
 static_assert(Br % 64 == 0 && Br <= 192 && Bc % 16 == 0,
               "1 to 3 warpgroups: more would wait for registers for ever");
 constexpr int WARPGROUPS = Br / 64;        // consumers; each has 64 rows of Q
@@ -97,9 +97,10 @@ template <int DEPTH, int ROWS> struct Ring {
   // The consumers: waits until the next tile has come.
   __device__ void wait() const { barrier_wait(full + stage(), parity()); }
 
-  // The same, and returns the tile's descriptor. That of the first stage is the same in every step, so the
-  // compiler computes it once, and what is left to do before a product can start is an addition.
-  __device__ uint64_t get(int leading) const {
+  // The same, and returns the tile's descriptor; only V needs to say its `leading`. The descriptor of the
+  // first stage is the same in every step, so the compiler computes it once, and what is left to do before a
+  // product can start is an addition.
+  __device__ uint64_t get(int leading = 16) const {
     wait();
     return descriptor(tiles, leading, 1024) + unsigned(stage()) * (ROWS * 128 * SLABS / 16);
   }
@@ -343,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
 
     // S of one block of keys, alone or beside O of the block before it, whose P is ready.
     auto start = [&](uint64_t Q_i, auto beside) {
-      uint64_t K_j = K.get(16);
+      uint64_t K_j = K.get();
       uint64_t V_before = beside.value ? V.get(V_SLAB) : 0;
       turn.wait();
       wgmma_fence();  // O and P were written by ordinary instructions
@@ -396,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     Tile tile(p, n, w);
     bool alone = true;  // this tile's first S has to be started alone, without O of the tile before
     while (n < tiles) {
-      uint64_t Q_i = Q.get(16) + w * 64 * 128 / 16;
+      uint64_t Q_i = Q.get() + w * 64 * 128 / 16;
       if (alone) {
 #pragma unroll 1  // a loop that is not unrolled needs fewer registers
         for (int j = tile.blocks; j > tile.needed; j--) skip();
@@ -406,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       if (CAUSAL)
         for (; j >= tile.unmasked; j--) step(tile, j, Bool<true>(), Q_i);
       for (; j >= 0; j--) step(tile, j, Bool<false>(), Q_i);
-      __syncwarp();  // lanes of a warp without a product may still be inside Q.get(16)
+      __syncwarp();  // lanes of a warp without a product may still be inside Q.get()
       Q.release();
 
       // O of this tile's last block is started beside S of the next tile's first block; or alone, if that
@@ -418,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       alone = !done.needed || n >= tiles || tile.needed < tile.blocks;
       if (!done.needed) continue;
       if (!alone) {
-        first_step(tile, Bool<true>(), Q.get(16) + w * 64 * 128 / 16);
+        first_step(tile, Bool<true>(), Q.get() + w * 64 * 128 / 16);
       } else {
         uint64_t V_before = V.get(V_SLAB);
         wgmma_fence();
