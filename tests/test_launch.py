@@ -480,3 +480,10 @@ def test_the_operands_of_wgmma_are_numbered_as_they_are_listed(kind):
         rest = "".join(f", %{add + 1 + i}" for i in range(len(trans)))
         assert f"setp.ne.b32 add, %{add}, 0;" in instruction
         assert instruction.endswith(f" {{{D}}}, {A}, %{add - 1}, add, 1, 1{rest}; }}")
+
+
+@pytest.mark.parametrize("D, tile, warps", [
+    (64, (64, 64), 4), (64, (128, 128), 8), (256, (64, 64), 8), (256, (32, 64), 4), (256, (64, 32), 4),
+])  # fmt: skip
+def test_a_warp_of_fa2_s_backward_has_8_rows_and_8_columns_at_least(D, tile, warps):
+    assert ladder.fa2_backward_threads(D, *tile) == 32 * warps
