@@ -139,6 +139,16 @@ def test_float32_of_which_head_dims_and_gpus_is_multiplied_in_three_parts(module
     assert found(64, 7, dtype=torch.float16) == found(256, 9, dtype=torch.bfloat16) == "16 bits"
 
 
+@pytest.mark.parametrize("major, interpret, dtype, kind", [
+    (9, False, torch.float16, "16 bits, Hopper"), (8, False, torch.float16, "16 bits"),
+    (10, False, torch.bfloat16, "16 bits"), (9, True, torch.float16, "16 bits"), (9, False, torch.float32, "tf32x3"),
+])  # fmt: skip
+def test_which_tiles_fused_takes_where(major, interpret, dtype, kind, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
+    assert fwd_0_fused.kind_of_tiles(torch.empty(1, 1, 7, 64, dtype=dtype)) == kind and kind in fwd_0_fused.TILES
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
 def test_float32_is_as_exact_on_tensor_cores_as_without(D, tmp_path):
