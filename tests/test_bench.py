@@ -432,6 +432,9 @@ def test_what_is_gone_or_has_changed_is_stale(monkeypatch):
     assert fingerprint.fresh([peer_row(), of_02()]) == [peer_row()] and fingerprint.is_stale(of_02())
     for gone in (of_02(D=7), of_02("fwd_9_none"), row(kernel="fwd_9_none"), row(stage="09_none")):
         assert fingerprint.row_hash(gone) is None and fingerprint.is_stale(gone)
+    beside_a_ring = of_02("fwd_9_none", n_gpus=2)  # shown as long as the ring's own code is as it was
+    assert not fingerprint.is_stale(beside_a_ring) and fingerprint.fresh([beside_a_ring]) == [beside_a_ring]
+    assert fingerprint.is_stale(row(stage="04_ring", kernel="ring+none", n_gpus=2))
     monkeypatch.setattr(resources, "sources", dict)
     with pytest.raises(RuntimeError, match="have changed"):
         resources.recorded()
@@ -1150,7 +1153,8 @@ def test_the_report_fills_readme_from_fresh_rows_only(tmp_path):
 
     (folder / "fwd_0_scalar.py").write_text("x = 2\n")
     report.main(root=tmp_path)
-    assert "and not shown: 01 fwd_0_scalar, 01 fwd_1_warp." in readme.read_text()
+    table, _, rest = readme.read_text().partition("<!-- /results -->")
+    assert "and not shown: 01 fwd_0_scalar, 01 fwd_1_warp." in table and report.EMPTY not in table and rest
     with pytest.raises(ValueError, match="no such field: head"):
         report.render(README.replace("D=64", "head=64"), [])
     own = [one for one in report.select(found, "N=512 without=sdpa-flash") if not one["peer"]]
