@@ -432,7 +432,7 @@ PLANTED = {
          "wgmma_wait<1>();                  // S^T", "// S^T", "was written while a wgmma .* was under way"),
     ],
     "bwd_3_hopper": [
-        ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", f"{WRONG}|{STUCK}"),
+        ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", STUCK),
         ("the rows of K of another warp",
          "load_rows(K_rows, K, 16 * warp)", "load_rows(K_rows, K, 16 * (warp ^ 1))", WRONG),
         ("the rows of V of another warp",
@@ -440,7 +440,7 @@ PLANTED = {
         ("no wait for dQ",
          "wgmma_wait<DETERMINISTIC ? 2 : 1>();", "wgmma_wait<2>();", "was (read|written) while|" + WRONG),
         ("a turn that ends before the block's last tile of queries, in order",
-         "i == first || i % TURN == 0", "i % TURN == 0", f"{OUTSIDE}|has not waited for"),
+         "i == first || i % TURN == 0", "i % TURN == 0", OUTSIDE),
         ("the turn of another tile of queries, in order", "dq_tile - i % TURN;", "dq_tile;", "has not waited for"),
         ("only the first turn is waited for, in order",
          "i == query_tiles - 1 || i % TURN == TURN - 1;", "i == query_tiles - 1;", "has not waited for"),

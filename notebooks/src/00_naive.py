@@ -102,7 +102,7 @@ for n in (16, 256):
 # The result (6.83, 1.34) lies between the trout's value (8, 0) and the gull's (6, 4), drawn a little towards the
 # others. The scale decides how soft the lookup is: at 0 all keys count the same, and as it grows the best takes all.
 #
-# Behind the picture is rung 0, the definition, number by number; `show` prints a function from its file. Rung 1, which
+# Below the picture is rung 0, the definition, number by number; `show` prints a function from its file. Rung 1, which
 # you just called, has two matrix products for the loops.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}

@@ -37,6 +37,7 @@ def is_stale(row, root=ROOT):
 
 
 def _is_judged(row):
+    """Whether the row can become stale: not a peer's, and not that of one GPU beside a ring."""
     return row["peer"] is None and not (row["stage"] == "02_fa2_cuda" and row["n_gpus"] > 1)
 
 

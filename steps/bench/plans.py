@@ -40,7 +40,7 @@ class Part:
     passes: tuple[str, ...] = ("fwd",)
     dtypes: tuple[str, ...] = ("bf16",)
     peers: tuple[str, ...] = ("sdpa-flash", "sdpa-cudnn")
-    switches: bool = False  # each rung also with each of its switches turned: its forward, or its backward
+    switches: bool = False  # also with one switch turned at a time; a backward also with a fixed order of dq
     stage: str = "02"
     limit_ms: float | None = None  # of one call, instead of the command's
     timed: str = "interleaved"  # or "sustained"

@@ -62,9 +62,10 @@ def render(text, rows, stale=()):
         begin, marker, end = match.groups()
         shown, hidden = (select(some, marker) for some in (rows, stale))
         changed = sorted({label(row) for row in hidden if row["kernel"]} - set(map(label, shown)))
-        note = f"Changed since it was measured, and not shown: {', '.join(changed)}.\n" if changed else ""
-        measured = any(row["kernel"] for row in shown) or not note
-        return begin + "\n".join([markdown(shown)] * measured + [note] * bool(note)) + end
+        note = f"Changed since it was measured, and not shown: {', '.join(changed)}.\n"
+        if changed and not any(row["kernel"] for row in shown):
+            return begin + note + end
+        return begin + markdown(shown) + (f"\n{note}" if changed else "") + end
 
     def of_ring(match):
         begin, name, end = match.groups()

@@ -27,7 +27,7 @@ from steps.bench import fingerprint, profile, rows
 
 # What a hash depends on.
 FIELDS = ("stage", "kernel", "peer", "source", "gpu", "n_gpus", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal")
-TRIES = range(3)  # Of the same text NVRTC may make other machine code the next time.
+TRIES = 3  # Of the same text NVRTC may make other machine code the next time.
 # Runs inside a tree with its modules. Prints each record's launches, None for a stale one, and the kernels' texts.
 INSIDE = """
 import json, sys
@@ -80,8 +80,13 @@ def compiled(text, macros, arch):
         return None
 
 
-def equal(before, after):
-    return before is not None and before == after
+def compile_alike(before, after, macros, arch):
+    """Whether NVRTC makes the same machine code of two texts."""
+    for _ in range(TRIES):
+        code = compiled(before, macros, arch)
+        if code is not None and code == compiled(after, macros, arch):
+            return True
+    return False
 
 
 def sections(cubin):
@@ -119,7 +124,7 @@ def verdicts(records, old_tree):
     for n, record in enumerate(records):
         for stem, *how in builds(record) if reasons[n] is None else ():
             if (stem, *how) not in same:
-                same[stem, *how] = any(equal(*(compiled(texts.get(stem), *how) for texts in (old, new))) for _ in TRIES)
+                same[stem, *how] = compile_alike(old.get(stem), new.get(stem), *how)
             if not same[stem, *how]:
                 reasons[n] = "other machine code"
     return reasons

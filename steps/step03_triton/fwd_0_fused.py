@@ -15,8 +15,8 @@ The idea: Triton works on tiles, so the kernel reads like the algorithm. The com
 entry, what lies in shared memory, how early tiles are copied there (num_stages), and which tensor core instructions
 multiply them. What is left to choose is the tile. Tiles are small, with few warps, so that two or three programs share
 a multiprocessor: one multiplies while another one computes its softmax. On Hopper they are larger, up to head_dim 128.
-There a product of 64 x 64 reads shared memory as fast as it can be read, and a taller or wider one reads less for the
-same work.
+There a product of 64 x 64 reads shared memory as fast as it can be read, and at head_dim 128 a wider one reads less for
+the same work. A taller tile needs K and V less often.
 
 Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Left out: TMA (rung 1), warp
 specialisation (rung 2), autotuning. Needs torch and Triton only.
