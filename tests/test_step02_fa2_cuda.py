@@ -257,6 +257,7 @@ def test_random_shapes(problem):
         assert not error.failures(got, want), rung
 
 
+@pytest.mark.xdist_group("much GPU memory")  # they take turns
 @needs_compiler
 @pytest.mark.parametrize("D", ladder.HOPPER_BACKWARD)
 @pytest.mark.parametrize("rung", [rung for rung in ("wgmma", "hopper") if rung in step02.RUNGS])
@@ -585,6 +586,7 @@ def test_a_cuda_graph_replays_it():
         assert not error.failures(dict(zip(error.NAMES, replayed, strict=True)), want), rung
 
 
+@pytest.mark.xdist_group("much GPU memory")  # they take turns
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_numbers_in_one_head():
     Nq, Nk, D = 2**25 + 100, 40, 64  # q has 2^31 + 6400 numbers, 4.3 GB
@@ -605,6 +607,7 @@ def test_more_than_2_to_the_31_numbers_in_one_head():
         del q, dout, out, lse, dq
 
 
+@pytest.mark.xdist_group("much GPU memory")  # they take turns
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
     B, H, N, D = 600, 1000, 64, 64  # 2.46e9 elements, 9.8 GB; k, v and dout are expanded and take no memory

@@ -45,7 +45,7 @@ SUITES = {
     ),
     # One after the other: they measure how long ranks take to end.
     "suite multigpu": ("tests/test_step04_faults.py", "-m", "multigpu", "-n", "0"),
-    "suite 02_fa2_cuda": (STAGE_02, "--dist", "load"),
+    "suite 02_fa2_cuda": (STAGE_02, "--dist", "loadgroup"),
     "suite 03_triton": (*STAGE_03, "--dist", "load"),
     "suite workbook": (WORKBOOK, "--dist", "worksteal"),
 }  # fmt: skip
