@@ -68,6 +68,7 @@ test: setup ## the tests, two files at a time (JOBS=2); ARGS="tests/test_step03_
 	$(call run,$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS))
 
 test-all: setup ## the tests, and those that take too long for `make test`, such as random inputs
+	$(if $(filter none,$(ENV)),,@$(PIP_INSTALL) 'transformers==5.23.*')
 	$(call run,$(PY) -m pytest -n $(JOBS) --dist loadfile --long $(ARGS))
 
 # The root is this folder, so that the links of a copy in my/ lead to steps/, papers/ and reference/.

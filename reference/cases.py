@@ -81,6 +81,12 @@ def _negative_row(q, k, scale, dtype):
     return q, k
 
 
+def _common_score(q, k, scale, dtype):
+    """Scores around 16,000 that differ by a few."""
+    q[..., 0] = k[..., 0] = 2.0 ** round(math.log2(math.sqrt(16000 / scale)))
+    return q, k
+
+
 def _large_scores(q, k, scale, dtype):
     """Scores of 10^11, or of 10^9 in float16, whose largest number is 65,504. Half of the rows have negative ones only.
 
@@ -130,6 +136,7 @@ CASES = (
     Case("rising", "scores that rise by 200 along the keys", values=_ramp(1), low_precision=True),
     Case("falling", "scores that fall by 200 along the keys", values=_ramp(-1), low_precision=True),
     Case("negative_row", "a row whose scores are all very negative", values=_negative_row),
+    Case("common_score", "scores around 16,000 that differ by a few", values=_common_score, low_precision=True),
     Case("large_scores", "scores of 10^11: S - m is exactly 0 at the maximum, and everything is finite",
          values=_large_scores, causal=True, low_precision=True),
     Case("tied_keys", "scores of 4 million, of which eight keys share the largest: each has P = 1 / 8",

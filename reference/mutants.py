@@ -29,6 +29,7 @@ class Forward:
 
     m_start = -math.inf
     accumulator = torch.float32
+    variants = ()  # other kinds that make the same mistake, see `variant_of`
 
     def __init__(self, inputs, tile, order):
         self.x, (self.Br, self.Bc), self.order = inputs, tile, order
@@ -157,6 +158,7 @@ class Backward:
     """The tiled backward in float32: key tiles outside, query tiles inside (FlashAttention-2, Algorithm 2)."""
 
     accumulator = torch.float32
+    variants = ()
 
     def __init__(self, inputs, tile, order):
         self.x, (self.Br, self.Bc), self.order = inputs, tile, order
@@ -242,6 +244,13 @@ class Mutant:
         """The mistaken results by name; raises NotApplicable."""
         return self.kind(inputs, tile, order).run()
 
+    @property
+    def concerns_the_mask(self):
+        """Whether it changes which scores are hidden, or how. A function that masks nothing cannot make it."""
+        right = Forward if issubclass(self.kind, Forward) else Backward
+        steps = "positions", "hidden", "hidden_score", "mask_causal", "mask_tail"
+        return any(getattr(self.kind, step, None) != getattr(right, step, None) for step in steps)
+
 
 MUTANTS: list[Mutant] = []
 
@@ -253,6 +262,19 @@ def mutant(says, sources="", among=MUTANTS):
         name = "".join("_" + c.lower() if c.isupper() else c for c in kind.__name__).lstrip("_")
         among.append(Mutant(name, says, kind, sources))
         return kind
+
+    return register
+
+
+def variant_of(kind):
+    """Marks a class as the same mistake as the mutant `kind`, made where an exponential of -inf is guarded otherwise.
+
+    Results that equal those of a variant get the mutant's name. Stage by stage only the mutant itself has to be killed.
+    """
+
+    def register(other):
+        kind.variants = (*kind.variants, other)
+        return other
 
     return register
 
@@ -285,6 +307,36 @@ class InverseRescaleOfO(Forward):
 class InverseAlpha(Forward):
     def alpha(self, m, unit):
         return torch.where(m.isneginf(), 0, (unit - m).exp())
+
+
+@mutant(
+    "alpha is exp(m_new - m), the inverse of what it has to be (papers/errata.md, E12). At the first tile it is "
+    "infinite, and 0 * inf is NaN"
+)
+class InfiniteAlpha(Forward):
+    def alpha(self, m, unit):
+        return (unit - m).exp()
+
+
+@variant_of(InfiniteAlpha)
+class InfiniteAlphaWhereKeysAreSeen(InfiniteAlpha):
+    """Stage 01's exp_difference(m_new, m), which is 0 where both are -inf."""
+
+    def maximum(self, m, S):
+        self.m_new = super().maximum(m, S)
+        return self.m_new
+
+    def alpha(self, m, unit):
+        return super().alpha(m, unit).masked_fill(self.m_new.isneginf(), 0)
+
+
+@mutant(
+    "O is divided by alpha instead of multiplied (papers/errata.md, E12): alpha begins as 0, and 0 / 0 is NaN",
+    "FlashAttention-2, Algorithm 1, line 10 prints diag(...)^-1",
+)
+class DividedByAlpha(Forward):
+    def rescale_O(self, O, alpha):
+        return O / alpha[..., None]
 
 
 @mutant("the maximum is never subtracted, so exp overflows")
@@ -499,6 +551,16 @@ class NotMultipliedBack(Forward):
         return O, m + l.log()
 
 
+@mutant("O is never divided by l_new")
+class NeverDivided(NotMultipliedBack):
+    def check(self):
+        if self.order != "fa1":  # In the other orders it is the mistake not_normalised.
+            raise NotApplicable
+
+    def divide(self, O, l):
+        return O
+
+
 @mutant("O is divided by l after every tile, never multiplied back, and divided once more at the end")
 class DividedAtEveryTile(NotMultipliedBack):
     def finish(self, m, l, O):
@@ -547,6 +609,14 @@ class NothingRescaled(Forward):
 class PWithOldMaximum(Forward):
     def probabilities(self, S, m, unit):
         return self.exp(S - m[..., None])
+
+
+@variant_of(PWithOldMaximum)
+class PWithOldMaximumGuarded(PWithOldMaximum):
+    """Stage 01's exp_difference(S, m), which is 0 where S is -inf."""
+
+    def probabilities(self, S, m, unit):
+        return super().probabilities(S, m, unit).masked_fill(S.isneginf(), 0)
 
 
 @mutant("the new keys' part of l is multiplied with alpha, too: alpha * (l + rowsum P)")
@@ -1069,10 +1139,14 @@ def diagnose(rows, order):
 
 
 def _explains(mutant, rows, names, order):
+    return any(_equals(kind, rows, names, order) for kind in (mutant.kind, *mutant.kind.variants))
+
+
+def _equals(kind, rows, names, order):
     differs = False
     for (inputs, tile, got, want), failures in rows:
         try:
-            mistaken = mutant.run(inputs, tile, order)
+            mistaken = kind(inputs, tile, order).run()
         except NotApplicable:
             if failures:
                 return False
@@ -1148,7 +1222,7 @@ def _twins(results):
 
 
 def _differ(a, b, tolerance):
-    """Whether two results differ by more than twice the tolerance anywhere. Entries that are not finite count as equal.
+    """Whether two results differ by more than twice the tolerance anywhere. NaN equals NaN, inf inf, and -inf -inf.
 
     The tolerance is made for right results. A mistake can make results much larger, so 1e-4 of a row's largest entry is
     allowed for their rounding: scores around 200 are rounded by 1e-5, and exp turns that into a relative error.
@@ -1159,6 +1233,11 @@ def _differ(a, b, tolerance):
         size = y.abs().where(y.isfinite(), 0)
         largest = size.amax(-1, keepdim=True) if size.numel() else size
         allowed = 2 * tolerance[name] + 1e-4 * largest
-        if not torch.equal(finite, y.isfinite()) or ((x - y).abs() > allowed)[finite].any():
+        if not torch.equal(_kind(x), _kind(y)) or ((x - y).abs() > allowed)[finite].any():
             return True
     return False
+
+
+def _kind(x):
+    """0 where x is finite, 1 where it is inf, -1 where it is -inf, and 2 where it is NaN."""
+    return x.isposinf().int() - x.isneginf().int() + 2 * x.isnan().int()

@@ -630,6 +630,11 @@ def test_the_plan_names_rungs_and_peers_that_there_are():
         assert {rung for part in of_stage for rung in part.rungs} == {path.stem.split("_", 2)[2] for path in files}
 
 
+@pytest.mark.parametrize("name", ["fast", "bwd"])
+def test_flash_attention_4_is_a_peer_of_the_main_plans(name):
+    assert plans.PLANS[name] and all("fa4" in part.peers for part in plans.PLANS[name])
+
+
 def test_a_backward_is_measured_only_under_the_rung_that_owns_it():
     found = {c.fwd_kernel: c for c in plans.entrants("02")}
     assert found["fwd_5_fa2"].bwd_kernel == "bwd_1_fa2" and found["fwd_2_mma"].backward is None
@@ -1712,6 +1717,29 @@ def test_outcomes_are_kept_only_for_the_same_code_and_machine():
     assert kept(driver="e") == set()
     new = {**machine, "sources": sources, "outcomes": {}}
     assert gpu_check.merge({}, new) == new
+
+
+def test_outcomes_of_the_ring_are_kept_only_for_the_same_code_of_the_ring(tmp_path):
+    folder = tmp_path / "steps" / "step04_ring"
+    shutil.copytree(rows.ROOT / "steps" / "step04_ring", folder)
+    code = gpu_check.kernel_hashes(tmp_path)
+    (folder / "watch.py").write_text(f"# A comment.\n{(folder / 'watch.py').read_text()}")
+    assert gpu_check.kernel_hashes(tmp_path) == code
+    machine = dict(gpu="g", driver="d", cuda="c", torch="t", triton="x", python="p")
+    old = dict.fromkeys(("suite", "suite multigpu", "suite 03_triton", "memcheck 03_triton/flash"), "old")
+    of_a_stage = {"suite 03_triton", "memcheck 03_triton/flash"}
+
+    def kept(before, now):
+        new = {**machine, "sources": now, "outcomes": {}}
+        return set(gpu_check.merge({**machine, "sources": before, "outcomes": old}, new)["outcomes"])
+
+    assert kept(code, code) == set(old)
+    without = {name: one for name, one in code.items() if name != "04_ring"}
+    assert kept(without, code) == of_a_stage  # an older record
+    for file in ("comm.py", "watch.py", "side.py", "strategies/team.py"):
+        before = gpu_check.kernel_hashes(tmp_path)
+        (folder / file).write_text(f"{(folder / file).read_text()}\nx = 1\n")
+        assert kept(before, gpu_check.kernel_hashes(tmp_path)) == of_a_stage
 
 
 def test_the_outcomes_are_written_and_decide_the_exit_code(tmp_path, monkeypatch, capsys):

@@ -206,6 +206,25 @@ def test_a_context_is_bound_before_the_driver_makes_a_tensor_map(launched, monke
     assert order[0] == "context" and order.count("map") == 6
 
 
+def test_a_context_is_bound_where_a_kept_tensor_map_moves(launched, monkeypatch):
+    """The same in a thread that runs a plan of another thread, on other tensors."""
+    bound, encode = [], nvrtc._driver().cuTensorMapEncodeTiled
+
+    def replace(map, *arguments):
+        return encode(map, *arguments) if bound else 201
+
+    launch.forward(*inputs()[:3], rung="hopper")
+    library = SimpleNamespace(cuTensorMapEncodeTiled=encode, cuTensorMapReplaceAddress=replace)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: library)
+    monkeypatch.setattr(nvrtc, "bind_context", lambda device: not bound and not bound.append(device))
+    q, k, v = inputs()[:3]
+    launch.forward(q, k, v, rung="hopper")
+    assert bound == [0] and addresses((q, k, v)) <= launched[-1][0]
+    monkeypatch.setattr(library, "cuTensorMapReplaceAddress", lambda *arguments: 1)
+    with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress: error 1"):
+        launch.forward(*inputs()[:3], rung="hopper")
+
+
 # ---- what a launcher that is lifted out refuses ----------------------------------------------------------------------
 
 WRONG = {  # name: (the arguments that are changed, exception, words of the message)

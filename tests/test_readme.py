@@ -78,6 +78,12 @@ def test_commands_are_those_of_the_makefile_and_the_command_line():
     assert all(importlib.util.find_spec(name) for name in modules)
 
 
+def test_the_environment_is_activated_before_the_first_python():
+    """Debian has no `python`, and `make` leaves the environment that it has made inactive."""
+    activated = README.index("source .venv/bin/activate")
+    assert activated < README.index("python -m") and README.count("source .venv/bin/activate") == 1
+
+
 @pytest.mark.skipif(not (shutil.which("gdb") and shutil.which("g++")), reason="needs gdb and g++")
 def test_the_debugger_stops_in_a_kernel_as_its_page_shows():
     page = (ROOT / "steps/step02_fa2_cuda/debugging.md").read_text()

@@ -202,5 +202,20 @@ def test_planned_sections_are_in_the_notebooks(sections):
 def test_homework_is_in_the_workbook():
     from steps.workbook import exercises
 
-    named = re.findall(r"\b0[0-4]\.(?:bug)?\d\b", PLAN)
-    assert len(named) > 12 and set(named) <= exercises.load().keys()
+    tasks = exercises.load()
+    named = re.findall(ID, PLAN)
+    assert len(named) > 12 and set(named) <= tasks.keys()
+    assert homework(PLAN) == {id for id, task in tasks.items() if not isinstance(task, exercises.Step)}
+
+
+ID = r"\b0[0-4]\.(?:bug)?\d+\b"  # of an exercise or hunt
+
+
+def homework(plan):
+    """The ids in the table of homework, also those between the two ends of "02.7 to 02.10"."""
+    table = plan[plan.index("## Homework") : plan.index("The first `check`")]
+    named = set(re.findall(ID, table))
+    for first, last in re.findall(rf"({ID}) to ({ID})", table):
+        stage, begin, end = first[:2], *(int(id.split(".")[1]) for id in (first, last))
+        named |= {f"{stage}.{n}" for n in range(begin, end + 1)}
+    return named

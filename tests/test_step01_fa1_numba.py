@@ -18,6 +18,7 @@ class TestContract(Contract):
     """The simulator runs a Python thread for each CUDA thread, so there most tests compute with smaller tensors."""
 
     stage = step01
+    several_tiles = 24
 
     def test_case(self, case, dtype, rung):
         if engine.name == "cpu" and case.D == 32:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import steps.step03_triton as step03
 from reference import attention as exact
-from reference import error, philox
+from reference import cases, error, philox
 from steps import engine
 from steps.step03_triton import decode, flash, operators, options
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
@@ -512,10 +512,10 @@ def test_the_stage_s_functions_take_features(names, dtype):
 
 @pytest.mark.parametrize("shape", [(Nq, Nk), (1, 1, 1, Nk), (B, 1, 1, 1), (H, Nq, 1), (B, H, Nq, Nk), ()], ids=str)
 def test_the_gradient_of_a_mask_is_summed_over_what_it_was_broadcast_over(shape):
-    """Compared with torch's autograd through the reference's forward in float64."""
+    """Compared with torch's autograd through the reference's forward in float64. Each tensor has its own layout."""
     mask = random(*shape, seed=4).requires_grad_()
-    q, k, v = example()
-    dout = random(*q.shape, seed=9)
+    tensors = zip("q k v dout".split(), (*example(), random(B, H, Nq, D, seed=9)), strict=True)
+    q, k, v, dout = (cases.surround_with_nan(x, "own layouts", name) for name, x in tensors)
     (got,) = torch.autograd.grad(step03.attention(q, k, v, mask=mask, causal=True), mask, dout)
     out, _ = exact.forward(q, k, v, mask=mask, causal=True)
     (want,) = torch.autograd.grad(out, mask, dout.double())

@@ -207,6 +207,9 @@ def test_a_rank_that_does_not_come_and_two_ranks_0(monkeypatch):
         (("--heads", "0"), "--heads must be at least 1, got 0"),
         (("--dtype", "foo"), "--dtype must be float32, float16 or bfloat16, got foo"),
         (("--layout", "ring"), "--layout must be zigzag, contiguous or striped, got ring"),
+        (("--strategy", "foo"), "--strategy must be query_parallel, star, ulysses or ring, got foo"),
+        (("--strategy", "ulysses", "--gpus", "3"), "each rank whole heads: 3 ranks cannot share --heads 4"),
+        (("--strategy", "query_parallel", "--layout", "striped"), "takes --layout zigzag or contiguous, not striped"),
     ],
 )
 def test_a_wrong_flag_of_the_demo_ends_in_one_line(environ, flags, words):
@@ -532,9 +535,12 @@ def differ_as_over_nccl():
     Comm.__init__ = as_over_nccl
     watch.exchange = lambda *arguments, **options: exchanges.append(1) or exchange(*arguments, **options)
     q, k, v, _ = inputs(dist.get_rank(), 3, 12, "zigzag")
+    numbers = []
     for layout in 3 * ("zigzag", "contiguous"):
         step04.forward(q, k, v, S=12, layout=layout, block=step00_naive, transport="relay")
+        numbers.append(watch.note(dist.group.WORLD).number)
     assert len(exchanges) == 2  # one for each call at its first sight
+    assert numbers == [0, 1, 0, 1, 0, 1]  # fetch gives each of these calls a barrier of its own
     layout = "contiguous" if dist.get_rank() == 1 else "zigzag"
     step04.forward(q, k, v, S=12, layout=layout, block=step00_naive, transport="relay")
 

@@ -4,6 +4,7 @@ Without a GPU the ranks are processes over gloo. One pool of four serves the who
 """
 
 import ast
+import contextlib
 import math
 import os
 import re
@@ -191,14 +192,13 @@ def test_any_length_on_any_number_of_ranks(transport):
 def compare_with_one_device(transport):
     """The largest difference between the ring and one device in float32; inf where a second run is not bit-equal.
 
-    Over every world size and layout, with S below, at and above the world size, with and without grouped heads.
+    Over every world size and layout, with S below, at and above the world size, and with one, some and all heads of k.
     """
     worst = 0.0
     for members in [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3)]:
         group = group_of(members)
-        for S in (1, 4, 13) if dist.get_rank() in members else ():
+        for S, heads in ((1, (2, 1)), (4, (2, 2)), (9, (3, 1)), (13, (4, 2))) if dist.get_rank() in members else ():
             random = torch.Generator().manual_seed(S)
-            heads = 2 if S == 4 else 4, 2
             q, k, v, dout = (torch.randn(1, heads[i in (1, 2)], S, 8, generator=random) for i in range(4))
             for causal in (False, True):
                 out, lse = PlainBlock.forward(q, k, v, causal=causal)
@@ -330,7 +330,12 @@ def test_stage_02_s_backward_on_slices(first, n):
         sums = hopper.delta(dout, q, q, lse, scale=0.125)
         total = torch.zeros(q.shape, dtype=torch.float64)
         whole = slice(0, n)
-        for rows, keys, causal in ((whole, whole, True), (late, slice(0, n - 5), False), (late, late, True)):
+        for rows, keys, causal in (
+            (whole, whole, True),
+            (late, slice(0, n - 5), False),
+            (late, slice(3, n), False),
+            (late, late, True),
+        ):
             dkv = hopper.backward_into(sums, rows, k[:, :, keys], v[:, :, keys], causal=causal)
             saved = *(x[:, :, rows] for x in (dout, q)), k[:, :, keys], v[:, :, keys], q[:, :, rows], lse[:, :, rows]
             dq, *want = PlainBlock.backward(*(x.cpu().float() for x in saved), causal=causal, scale=0.125)
@@ -339,6 +344,11 @@ def test_stage_02_s_backward_on_slices(first, n):
                 torch.testing.assert_close(x.cpu().float(), y, rtol=0.02, atol=0.02 * y.abs().max().item())
         dq = hopper.dq(sums).cpu().double()
         torch.testing.assert_close(dq, total, rtol=0.02, atol=0.02 * total.abs().max().item())
+        sums.whole.dq_sum.fill_(2.0)
+        for tile, part in sums.late.values():  # bfloat16 has neither 257 nor 259, so both are float32
+            part.dq_sum.fill_(257.0)
+            hopper.dq(sums)
+            assert (sums.whole.dq_sum[:, :, tile:] == 259).all()
     assert torch.equal(lse, before), "an input was overwritten"
 
 
@@ -738,3 +748,59 @@ def test_shared_memory_that_is_large_enough_is_taken_again():
     beside = object.__new__(side.Side)
     beside.memories, beside.new_memory = {}, lambda nbytes: nbytes
     assert [beside.memory("kv", n) for n in (100, 112, 50, 150, 1000, 100)] == [112, 112, 112, 224, 1008, 112]
+
+
+HERE = ("boot", "gpu 0", ""), ("boot", "gpu 1", "")  # two ranks as fetch needs them
+APART = {  # what the ranks say of themselves: words of the reason against fetch
+    "several hosts": (HERE[:1] + (("other boot", "gpu 1", ""),), "several hosts"),
+    "one GPU": (HERE[:1] * 2, "the same GPU"),
+    "an old torch": (HERE[:1] + (("boot", "gpu 1", "torch 1.0 has no symmetric memory"),), "no symmetric memory"),
+    "gloo": (HERE, "the backend is gloo"),
+    "none": (HERE, ""),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_where_fetch_can_be_used(monkeypatch, name):
+    """The place of GPUs and of the other rank is taken by patches."""
+    said, words = APART[name]
+    group = type("Group", (), {})()
+    comm = SimpleNamespace(rank=0, size=2, group=group, through_host=name == "gloo")
+    comm.explained = lambda doing: contextlib.nullcontext()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="gpu 0"))
+    monkeypatch.setattr(side, "_missing", lambda: "")
+    monkeypatch.setattr(side, "Side", lambda comm, device: SimpleNamespace(device=device))
+
+    def all_gather_object(everyone, mine, group):
+        everyone[:] = said
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    gpu = torch.device("cuda:0")
+    assert side.side_of(comm, gpu, "relay") is None
+    assert (side.side_of(comm, gpu) is None) == bool(words)  # the default
+    if words:
+        with pytest.raises(ValueError, match=f"cannot be used here: .*{words}.* Use .relay."):
+            side.side_of(comm, gpu, "fetch")
+    else:
+        assert side.side_of(comm, gpu, "fetch").device == gpu
+
+
+def test_a_barrier_of_gpus_has_a_time_limit_and_a_channel_of_its_call():
+    asked = []
+    handle = SimpleNamespace(barrier=lambda channel, timeout_ms: asked.append((channel, timeout_ms)))
+    note = SimpleNamespace(begin_hop=lambda: 1, passed=lambda: None, number=3, timeout=10.0)
+    made = SimpleNamespace(comm=SimpleNamespace(size=4, note=note), stream=None, gates=[SimpleNamespace(handle=handle)])
+    made.gate = lambda number: side.Side.gate(made, number)
+    side.Side.barrier(made, None)
+    assert asked == [(3, 15_000)]
+
+
+def test_multicast_is_off_before_memory_is_shared(monkeypatch):
+    import torch.distributed._symmetric_memory as symmetric
+
+    monkeypatch.setenv(side.MULTICAST_OFF, "0")
+    seen = []
+    monkeypatch.setattr(symmetric, "empty", lambda *a, **k: seen.append(os.environ[side.MULTICAST_OFF]))
+    monkeypatch.setattr(symmetric, "rendezvous", lambda *a: None)
+    side.SymmetricMemory(16, SimpleNamespace(group_name="g"), torch.device("cpu"))
+    assert seen == ["1"]

@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 from reference import error
 from steps import engine
-from steps.step04_ring import Layout
+from steps.step04_ring import Layout, simulate
 from steps.step04_ring.dry_run import dry_run, sources, work_table
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.simulate import (
@@ -300,6 +302,28 @@ def test_the_program(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "12,000 on" in done.stdout and "fwd+bwd" in done.stdout
     assert (tmp_path / "ring.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ((), "12,000 on"),
+        (("--host", "4"), "12,000 on"),  # a host has all GPUs
+        (("--host", "2", "--network", "5e10"), "24,000 on"),  # every rank moves at the network's pace
+        (("--host", "2", "--network", "2e11"), "12,000 on"),
+        (("--gpus", "0"), "--gpus must be at least 1, got 0."),
+        (("--seq", "0"), "--seq must be at least 1, got 0."),
+        (("--layout", "foo"), "--layout must be one of zigzag, contiguous, striped, got foo."),
+        (("--transport", "pigeon"), "--transport must be one of relay, fetch, got pigeon."),
+    ],
+)
+def test_flags_of_the_program(flags, words):
+    app = typer.Typer()
+    app.command()(simulate.main)
+    result = CliRunner().invoke(app, ["--flops", "6e14", "--link", "1e11", *flags])
+    assert words in result.output
+    if words.endswith("."):
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit) and result.output.count("\n") == 1
 
 
 def test_unknown_transport():

@@ -333,6 +333,15 @@ def refusals():
     return messages
 
 
+@pytest.mark.parametrize("strategy", strategies.LESSONS)
+def test_an_option_that_a_strategy_lacks_is_not_ignored(strategy):
+    q, k, v = inputs(8)[:3]
+    lacking = {"window", "dropout", "casual", "cu_seqlens", "replicated", "transport"} - set(strategies.OWN[strategy])
+    for option in lacking:
+        with pytest.raises(NotImplementedError, match=f"{strategy} has no {option}; its options are causal, "):
+            strategies.attention(q, k, v, strategy=strategy, block=PlainBlock, **{option: None})
+
+
 def test_star_has_no_backward():
     q, k, v = (x.requires_grad_() for x in inputs(8)[:3])
     with pytest.raises(NotImplementedError, match="lesson 3, 5 or 6"):

@@ -1,8 +1,11 @@
 """Random inputs of the stages 00 to 03 against the reference: shapes, memory layouts, masks, scales, tiles and rungs.
 
+Of stage 03 also three features at once.
+
 A failure ends with the smallest problem that Hypothesis has found for it, and the next run tries that one first.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -11,9 +14,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reference import error
+from reference import error, feature_cases
 from steps import catalogue, contract, engine
 from steps.workbook import one_rung
+
+if catalogue.unavailable("03") is None:
+    from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
 pytestmark = pytest.mark.long
 # How many problems, and the largest N and D. Stage 01 refuses some tiles at head_dim 64: a thread lacks registers.
@@ -110,3 +116,65 @@ def results(stage, problem):
     grads = kernel.backward(dout, q, k, v, out, lse, **problem.options)
     got = dict(zip(error.NAMES, (out, lse, *grads), strict=True))
     return {name: got[name] for name in one_rung.compared(stage, problem.rung)}, want
+
+
+# ---- stage 03's features ---------------------------------------------------------------------------------------------
+
+OPTIONS = feature_cases.features()
+# Parts are pieces of one sequence's keys, and each sets its own first key. A gradient of one number, which is 0, is
+# rounded in each part. Lengths go with no other feature.
+APART = ({"parts", "packed"}, {"parts", "first key"}, {"parts", "additive for heads"}, {"lengths"})
+THREE = [  # no two of the three features share an option
+    names
+    for names in itertools.combinations(OPTIONS, 3)
+    if len(set().union(*(OPTIONS[name] for name in names))) == sum(len(OPTIONS[name]) for name in names)
+    and not any(apart <= set(names) for apart in APART)
+]
+KINDS = {}  # the same by the names of their options, so that the many masks are drawn no more often than the others
+for names in THREE:
+    KINDS.setdefault(tuple(option for name in names for option in OPTIONS[name]), []).append(names)
+
+
+def test_three_features_at_once():
+    if reason := catalogue.unavailable("03"):
+        pytest.skip(reason)
+    stage = catalogue.stage("03")
+
+    @settings(max_examples=35, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        names=st.sampled_from(list(KINDS.values())).flatmap(st.sampled_from),
+        dtype=st.sampled_from(stage.SUPPORTS["dtypes"]),
+        Nq=st.integers(0, feature_cases.Nq),
+        Nk=st.integers(0, feature_cases.Nk),
+        tile=st.sampled_from(stage.SUPPORTS["tiles"]),
+    )
+    def judge(names, dtype, Nq, Nk, tile):
+        inputs = shortened(*feature_cases.inputs(names, dtype, device=engine.device), Nq, Nk)
+        failures = error.failures(feature_cases.run(stage, *inputs, tile=tile), feature_cases.expected(*inputs))
+        assert not failures, f"(error, tolerance) = {failures}"
+
+    judge()
+
+
+def shortened(q, k, v, dout, options, Nq, Nk):
+    """The inputs of a features' case with the first Nq queries and Nk keys only."""
+    q, dout, k, v = (first(x, n, 2) for x, n in ((q, Nq), (dout, Nq), (k, Nk), (v, Nk)))
+    options = dict(options)
+    for dim, n in ((-2, Nq), (-1, Nk)):
+        if "mask" in options and options["mask"].shape[dim] > 1:
+            options["mask"] = first(options["mask"], n, dim)
+    for name, n in (("cu_seqlens_q", Nq), ("cu_seqlens_k", Nk)):
+        if name in options:
+            options[name] = options[name].clamp(max=n)
+    if "parts" in options:
+        options["parts"] = [min(border, Nk) for border in options["parts"]]
+    if "seed" in options:
+        options["seed"] = options["seed"].to(engine.device)
+    return q, k, v, dout, options
+
+
+def first(x, n, dim):
+    """The first n entries of x along a dimension. Numbers behind them become NaN, so that one that is read shows."""
+    if x.is_floating_point():
+        x.narrow(dim, n, x.shape[dim] - n).fill_(math.nan)
+    return x.narrow(dim, 0, n)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from reference import cases, mutants
 from steps import __main__, catalogue, engine
+from steps.step02_fa2_cuda import emulator
 from steps.workbook import Blank, answer, check, exercises, hint, listing, puzzles, runner, skeleton, solution, splice
 from steps.workbook.capstone import Guarded
 from steps.workbook.differences import of_tensors
@@ -154,9 +155,14 @@ def marks(planted):
 def test_a_planted_misconception_is_named(planted):
     """As the mutant of that name, or in `words` where the mistake concerns memory and not the results.
 
-    `emulated`: only the emulation recognises the mistake, which also runs beside a GPU if there is g++.
+    `emulated`: only the emulation recognises the mistake, which also runs beside a GPU if there is g++. `simulated`:
+    only Numba's simulator does. `needs`: a flag that g++ before version 12 does not know.
     """
     runnable(TASKS[planted["exercise"]])
+    if planted.get("needs", "-g1") not in emulator._FLAGS:
+        pytest.skip("g++ is too old")
+    if planted.get("simulated") and engine.name == "cuda":
+        pytest.skip("a GPU runs more threads than the tile has rows")
     text = str(solution(planted["exercise"]))
     assert text.count(planted["old"]) == 1
     report = check(planted["exercise"], text.replace(planted["old"], planted["new"]))
@@ -202,6 +208,22 @@ def test_an_answer_in_cuda_runs_in_the_emulation_first(id, here, asked, wrong, m
 def test_a_mistake_that_nobody_planted_gets_no_name():
     report = check("00.2", str(solution("00.2")).replace("alpha * l + p", "alpha * l + 2 * p"))
     assert report.verdict == "wrong" and report.mutants == [] and "equals" not in repr(report)
+
+
+def test_an_empty_body_gets_no_name():
+    """Nearly all it gives is NaN, as with some mistakes that have a name."""
+    runnable(EXERCISES["01.1"])
+    own = str(solution("01.1"))
+    report = check("01.1", own[: own.index("    thread = ")] + "    pass\n")
+    assert report.verdict == "wrong" and report.mutants == [] and "equals" not in repr(report), report
+
+
+def test_a_line_that_begins_as_a_slip_is_none():
+    runnable(EXERCISES["01.1"])
+    text = str(solution("01.1")).replace("beta * l_block", "3 * l_block")
+    right = "cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x"
+    report = check("01.1", text.replace(right, "cuda.threadIdx.x + cuda.threadIdx.y * cuda.blockDim.x"))
+    assert report.verdict == "wrong" and "Look at" not in repr(report), report
 
 
 @pytest.mark.parametrize("id", HUNTS)
@@ -326,6 +348,82 @@ def test_a_wrong_ring_is_told_in_words(name):
     assert old in own
     report = check(id, own.replace(old, new))
     assert report.failed and all(word in repr(report) for word in words), report
+
+
+HERE = "steps/workbook/puzzles/hopper.cu:"
+FAULTY = {  # name: (exercise, an edit of the solution, lines of the report, what it must not contain)
+    "O rescaled before its product": (
+        "02.10", (', "rescale O"]', "]"), ('["start S", ', '["rescale O", "start S", '),
+        ("out is another one", "no tile was overwritten", "O or P is changed in the wrong place"), ("still read it",),
+    ),
+    "P packed before the softmax": (
+        "02.10", (', "pack P"', ""), ('"softmax"', '"pack P", "softmax"'),
+        ("no tile was overwritten", "O or P is changed in the wrong place", "the product for O still reads"),
+        ("a tile was overwritten",),
+    ),
+    "V given back early": (
+        "02.10", (', "release V"', ""), ('"wait for all"', '"release V", "wait for all"'),
+        ("a tile was overwritten while a product still read it",), ("wrong place", "the product for O still reads"),
+    ),
+    "an operation left out": (
+        "02.10", ('"release V", ', ""),
+        ("ValueError: each operation has to be in the list once; missing: 'release V'",), ("twice", "copies come at"),
+    ),
+    "one twice, another left out": (
+        "02.10", ('"release V"', '"release K"'),
+        ("missing: 'release V'; more than once: 'release K'",), ("copies come at",),
+    ),
+    "no list": ("02.10", ("return [", "["), ("order_of_step has to return a list of names; got None",), ()),
+    "two numbers": (
+        "02.8", (", parity ^ 1", ""),
+        ("TypeError: stage_and_parity has to return three whole numbers; got (0, 0)",), ("size of tensor",),
+    ),
+    "no numbers": (
+        "02.8", ("return n % stages, parity, parity ^ 1", "pass"),
+        ("stage_and_parity has to return three whole numbers; got None",), ("iterable",),
+    ),
+    "halves": (
+        "02.8", ("parity, parity ^ 1", "n / stages, parity ^ 1"),
+        ("has to return three whole numbers; got (0, 0.0, 1)",), ("WRONG",),
+    ),
+    "a file with its folder": (
+        "02.8", ("parity ^ 1", "parity"), (f"barrier_wait for parity 0, {HERE}",), (", hopper.cu:",),
+    ),
+    "a file with its folder, twice": (
+        "02.10", ('["start S", "start O"', '["start O", "start S"'),
+        (f"reports: {HERE}", f"a wgmma ({HERE}"), ("(hopper.cu:",),
+    ),
+    "an address of no number": (
+        "02.9", ("return a ^", "return a / 1 if k else a ^"),
+        ("TypeError: operand_address has to return a whole number; got 2.0",), ("WRONG",),
+    ),
+    "a position between two": (
+        "02.11", ("return 1024 * warp + ", "return 1024 * warp + 0.5 + "),
+        ("TypeError: dq_position has to return a whole number; got 0.5",), ("WRONG",),
+    ),
+    "no position": (
+        "02.11", ("    return 1024", "    1024"), ("dq_position has to return a whole number; got None",), (),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_wrong_answer_about_hopper_is_told_in_words(name):
+    id, *edits, words, others = FAULTY[name]
+    runnable(PUZZLES[id])
+    text = str(solution(id))
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    report = check(id, text)
+    assert report.failed and all(word in repr(report) for word in words), report
+    assert not any(word in repr(report) for word in others), report
+
+
+def test_a_specification_is_not_the_answer():
+    """Here the specification reads the tile by other means than addresses, which the reader has to find."""
+    text = skeleton.text(PUZZLES["02.9"])
+    assert "def specification" in text and not any(part in text for part in ("^", "0x70", "// 8 * stride", "* 128"))
 
 
 # Answers that are wrong in a way that has no name, or that return something else: none of them may pass.
@@ -706,6 +804,9 @@ HUNT_ERRORS = {
     "fails on both": (CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n", "wrong", ("own forward too", "line 6:")),
     "raises": (CALL + "    forward(q, k, v, mask=None)\n", "error", ("line 6:", "TypeError", "mask")),
     "no test": ("import torch\n", "error", ("no function test(forward)",)),
+    "ends the process": ("import os\nos._exit(0)\n" + CALL + RIGHT, "error", ("complete) before the test was called",)),
+    "crashes": ("import os\nos.abort()\n" + CALL + RIGHT, "error", ("(SIGABRT) before the test was called",)),
+    "never begins": ("while True: pass\n" + CALL + RIGHT, "error", ("stopped after 1 s before the test was called",)),
     "returns": (
         CALL + RIGHT.replace("assert (", "return (").replace(", 'out differs'", ""),
         "error",
@@ -722,7 +823,7 @@ def test_a_hunt_is_judged(name):
     if "00.bug1" not in HUNTS:
         pytest.skip("no hunt in stage 00")
     text, verdict, words = HUNT_ERRORS[name]
-    report = check("00.bug1", text)
+    report = check("00.bug1", text, limit=1 if name == "never begins" else LIMIT)
     assert report.verdict == verdict and all(word in repr(report) for word in words), report
 
 

@@ -797,13 +797,13 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Open problems
 #
-# FlashAttention-4's Hopper backward does the first five, at about our speed; their prize is the distance to part 4's
-# roof. *Slower*: tried, and slower at most sizes, measured in turn with the kernel as it was then.
+# FlashAttention-4's Hopper backward does the first five, at about our speed. The prizes, printed below, are the most that
+# each may bring. *Slower*: tried, and slower at most sizes, beside the kernel as it was then.
 #
 # 1. **A producer warp**, with barriers of its own for Q_i with lse and for dO_i with delta. Without K_j in registers: no faster
 #    at D = 128, slower at D = 64. With it there are not enough registers.
 # 2. **A warp that sends dQ_i**, so that no consumer waits for the additions. Not tried.
-# 3. **80 queries a tile, and dQ_iᵀ instead of dQ_i**: wider products read less (the lines below). Faster only at N = 16384, and
+# 3. **80 queries a tile, and dQ_iᵀ instead of dQ_i**: wider products read less (counted below). Faster only at N = 16384, and
 #    without K_j in registers, for which there is then no room.
 # 4. **lse and delta read before Sᵀ is there**: slower. (So was our own idea, dQ_i one step later.)
 # 5. **The three kernels overlapped** by programmatic dependent launch. Not tried.
@@ -812,6 +812,22 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 #    than it saves. Tiles of 128 x 160, 128 x 192, 192 x 96 or 192 x 112: slower. Four stages of K and V: no faster.
 # 8. **The forward at D = 128**: exponentials before and after the wait for O, in FlashAttention-4's order: slower. A tile of
 #    128 x 176 with one place for Q: slower. Q in registers: slower. The next tile's number by an atomic addition: slower.
+
+# %% slideshow={"slide_type": "fragment"}
+def prize(which, says, best, now):
+    best, now = (x["tflops"] if isinstance(x, dict) else x for x in (best, now))
+    found = f"x {best / now:.2f}" if best and now else "not recorded yet"
+    print(f"{which:6} {says:39} {found}")
+
+
+for D in TILES:
+    reached = row_of("bwd_3_hopper", D=D)
+    prize("1 to 5", f"part 4's roof over bwd_3, D = {D}:", roofs["hopper", D], reached)
+prize("6", "bwd_3 over bwd_1, D = 128:", row_of("bwd_3_hopper"), row_of("bwd_1_fa2"))
+wide, narrow = (row_of("fwd_8_hopper", "fwd", D=D, N=16384) for D in (128, 64))
+prize("7", "fwd_8 at D = 128 over fwd_8 at D = 64:", wide, narrow)
+leads = [x["fa4"] / x[RACE["fwd"]] for at, x in raced.items() if at[:2] == ("fwd", 128)]
+prize("8", "fa4 over fwd_8, D = 128, at most:", max(leads, default=0), 1)
 
 # %% slideshow={"slide_type": "fragment"}
 for Br, what in ((64, "64 queries, dQ"), (80, "80 queries, dQ^T")):

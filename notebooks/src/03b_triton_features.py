@@ -998,7 +998,7 @@ for says, theirs, ours in zip(names, *gradients_of.values(), strict=True):
 # torch, as the table in `steps/step03_triton/models.py` says. In Hugging Face's transformers
 # `register_with_transformers()` gives a name for `attn_implementation=`, and registers a mask function too: without
 # one transformers drops a padding mask, and says nothing. lightning-thunder 0.2.6 does not
-# import with torch 2.13 (`Tensor.align_as` is missing), so there is no executor for it.
+# import with torch 2.13 (`Tensor.align_as` is missing), so it has no executor (its checker: `takes`).
 
 # %% slideshow={"slide_type": "fragment"}
 layer = torch.nn.MultiheadAttention(32, 4, batch_first=True, device=device)

@@ -197,8 +197,9 @@ for name in strategies.LESSONS:
     print(name, *chosen, sep="\n   ")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# What is sent equals the formulas to the byte. So they may be asked about sizes that no CPU can run: four ranks, a layer
-# with H = 32, D = 128, bfloat16, causal zigzag. The first column of each pair has Hk = 32, the second Hk = 8.
+# What is sent equals the formulas to the byte; on two ranks the ring holds a quarter less than its formula. So they may be
+# asked about sizes that no CPU can run: four ranks, a layer with H = 32, D = 128, bfloat16, causal zigzag. The first column of
+# each pair has Hk = 32, the second Hk = 8.
 
 # %% slideshow={"slide_type": "fragment"}
 SIZES = {"8k": 2**13, "32k": 2**15, "128k": 2**17}
@@ -570,23 +571,29 @@ print(ring_report.shown("predictions", recorded))
 #
 # So on two GPUs the ring is good at forwards, and pays a quarter for a bit-equal backward. `python -m steps bench --plan ring-32k` measures on your GPUs.
 #
-# **Question.** Hosts of 8 GPUs, joined by 50 GB/s a GPU, and more and more of them: what happens to the efficiency?
+# **Question.** More and more hosts of 8 GPUs, on three networks: what happens to the efficiency?
 #
 # <details><summary>Answer</summary>
 #
-# One hop in eight crosses the network, and every rank moves at its pace. If a rank has fewer tokens than the network's
-# break-even, the efficiency falls with the second host. Further hosts change little, as the work of a rank grows with N.
+# One hop in eight crosses the network, and every rank moves at the slower link's pace. If the network is slower, and a
+# rank has fewer tokens than needed, efficiency falls with the second host. Further hosts change little, as the work of a rank
+# grows with N.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-scales = (8, 16, 64, 256)
-machine = Machine(speeds, 155e9, latency=1e-5, host=8, network=50e9)
-for Hk in (32, 8):
-    for c in (2**13, 2**15):
-        found = simulate.scale_out(machine, Shape(Hk=Hk), c, scales)
-        shares = ", ".join(f"{N} ranks {share:.2f}" for N, share in found)
-        print(f"model: Hk = {Hk:2}, {c // 1024:2}k tokens a rank: {shares}")
+networks = {"NVLink": 370e9, "InfiniBand": 50e9, "Ethernet": 12.5e9}  # bytes/s of a GPU
+inside, scales = links["NCCL, 155 GB/s"], (8, 16, 64, 1024)
+print("model: tokens a rank      needed" + "".join(f"{N:6} GPUs" for N in scales))
+for name, network in networks.items():
+    machine = Machine(speeds, inside, latency=1e-5, host=8, network=network)
+    for Hk in (32, 8):
+        for c in (2**13, 2**15):
+            speed, pace = machine.speed(c, c, True, "fwd"), min(inside, network)
+            needed = simulate.tokens_needed(speed, pace, share=Hk / 32)
+            line = f"{name:10} Hk = {Hk:2} {c:7,} {needed:11,.0f}"
+            found = simulate.scale_out(machine, Shape(Hk=Hk), c, scales)
+            print(line + "".join(f"{share:11.2f}" for _, share in found))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary

@@ -241,18 +241,22 @@ def _interrupted(process):
     return output or process.communicate()[0]
 
 
-def kernel_hashes():
-    """{"02_fa2_cuda/fwd_0_scalar": hash of its code} of every file with kernels in the course."""
-    rungs = rows.ROOT.glob("steps/step*/?wd_*")
-    others = (rows.ROOT / "steps" / "step03_triton" / f"{name}.py" for name in ("flash", "decode"))
+def kernel_hashes(root=rows.ROOT):
+    """{"02_fa2_cuda/fwd_0_scalar": hash of its code} of every file with kernels; "04_ring" is all code of the ring."""
+    rungs = root.glob("steps/step*/?wd_*")
+    others = (root / "steps" / "step03_triton" / f"{name}.py" for name in ("flash", "decode"))
     kernels = sorted({(path.parent.name.removeprefix("step"), path.stem) for path in (*rungs, *others)})
-    return {f"{stage}/{name}": code_hash(stage, name) for stage, name in kernels}
+    ring = root / "steps" / "step04_ring"
+    of_ring = "+".join(path.relative_to(ring).with_suffix("").as_posix() for path in ring.rglob("*.py"))
+    hashes = {f"{stage}/{name}": code_hash(stage, name, root) for stage, name in kernels}
+    return hashes | {"04_ring": code_hash("04_ring", of_ring, root)}
 
 
 def merge(old, new):
     """`new` with the outcomes that only `old` has, where both speak of the same machine and the same code.
 
-    The code of a sanitizer's run or of a suite is that of the kernel or stage that it names, otherwise all code.
+    The code of a sanitizer's run or of a suite is that of the kernel or stage that it names, otherwise all of
+    kernel_hashes(). Records from before it had "04_ring" keep no outcome of the latter kind.
     """
     if any(old.get(name) != new[name] for name in ("gpu", "driver", "cuda", "torch", "triton", "python")):
         return new

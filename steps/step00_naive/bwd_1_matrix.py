@@ -27,5 +27,8 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None):
 
 
 def probabilities(S, lse):
-    """P = exp(S - lse). A row that sees no key has lse = -inf, and its P is 0."""
-    return (S - lse[..., None]).exp().masked_fill(torch.isneginf(lse)[..., None], 0)
+    """P = exp(S - lse). A row that sees no key has lse = -inf, and its P is 0.
+
+    No P is larger than 1. Without the limit rounding could make it so where scores are huge.
+    """
+    return (S - lse[..., None]).clamp(max=0).exp().masked_fill(torch.isneginf(lse)[..., None], 0)

@@ -57,14 +57,17 @@ def compile(file: Path, macros: dict, arch: str) -> Compiled:
     for name, used in compiled.usage.items():
         if used.spills > budget:
             what = f"{name} spills {used.spills} bytes of registers a thread to memory, and its header allows {budget}"
+            what += ". Use a smaller head_dim or tile"
             raise _slow(file, macros, arch, what, compiled.usage)
     if compiled.serialised:
-        raise _slow(file, macros, arch, "; ".join(compiled.serialised), compiled.usage)
+        what = "; ".join(line.rstrip(".") for line in compiled.serialised)
+        what += ". A wait is missing, or registers are used while a wgmma has them"
+        raise _slow(file, macros, arch, what, compiled.usage)
     return compiled
 
 
 def _slow(file, macros, arch, problem, usage):
-    error = RuntimeError(f"{file.name} with {macros} on {arch}: {problem.rstrip('.')}. Use a smaller head_dim or tile.")
+    error = RuntimeError(f"{file.name} with {macros} on {arch}: {problem}.")
     error.usage = usage
     return error
 
@@ -169,7 +172,7 @@ class Launch:
             for map, name in self.maps:
                 address = tensors[name].data_ptr()
                 if map.address != address:
-                    map.move(address)
+                    map.move(address, self.device)
             (status,) = self.launch(*self.configuration, stream, self.arguments, 0)
         if status:  # CUDA_SUCCESS is 0
             if bind_context(self.device):
@@ -209,9 +212,12 @@ class TensorMap(ctypes.Structure):
 
     _fields_ = [("opaque", ctypes.c_char * 128)]
 
-    def move(self, address):
-        """Describes a tensor of the same shape and strides at another address from now on."""
-        status = _driver().cuTensorMapReplaceAddress(ctypes.byref(self), ctypes.c_void_p(address))
+    def move(self, address, device):
+        """Describes a tensor of the same shape and strides on this GPU at another address from now on."""
+        replace, arguments = _driver().cuTensorMapReplaceAddress, (ctypes.byref(self), ctypes.c_void_p(address))
+        status = replace(*arguments)
+        if status and bind_context(device):
+            status = replace(*arguments)
         if status:
             raise RuntimeError(f"cuTensorMapReplaceAddress: error {status} for {address:#x}")
         self.address = address

@@ -28,6 +28,7 @@ TILES = {
     "tma, dropout": {64: (64, 64, 4, 2), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
     "tma, positions": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
     "16 bits": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 8, 2)},
+    "16 bits, mask": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
     "tf32x3": {64: (64, 32, 4, 1), 128: (32, 32, 4, 2)},
     "ieee": {64: (64, 64, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
 }
@@ -46,7 +47,7 @@ QUERIES_TILES = {
     "tma, positions": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
     "16 bits": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
     "tf32x3": {64: (32, 32, 4, 1), 128: (32, 32, 4, 1)},
-    "ieee": {64: (64, 64, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
+    "ieee": {64: (64, 32, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
 }
 
 
@@ -87,7 +88,7 @@ def sizes(table, q, tile, f):
     rows = [
         ("tma, mask by tma", f.mask_tma), ("tma, mask", f.mask_strides), ("tma, dropout", f.seed is not None),
         ("tma, positions", in_positions), ("tma, no mask", not f.mask_strides), ("tma", True)
-    ] if f.tma else [(products(q), True)]  # fmt: skip
+    ] if f.tma else [(f"{products(q)}, mask", f.mask_strides), (products(q), True)]  # fmt: skip
     kind = next(kind for kind, applies in rows if applies and kind in table)
     Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else table[kind][max(64, D_pad)]
     return {"D": q.shape[-1], "D_pad": D_pad, "Br": Br, "Bc": Bc, "num_warps": num_warps, "num_stages": num_stages}

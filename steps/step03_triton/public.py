@@ -38,7 +38,8 @@ def with_features(plain, whole, supports):
         return plain(*tensors, rung=rung, **arguments)
 
     function.__signature__ = inspect.Signature([*of_rungs.values(), *(of_features[name] for name in more)])
-    function.__doc__ = whole.__doc__ + '\n    rung: a kernel out of SUPPORTS["rungs"], for calls without features.\n'
+    function.__doc__ = whole.__doc__ + '\n    rung: a kernel out of SUPPORTS["rungs"], for calls without features.'
+    function.__doc__ += "\n        A call with few queries goes to decode.py, but not under torch.compile.\n"
     function.__module__, function.__name__, function.__qualname__ = plain.__module__, plain.__name__, plain.__name__
     return function
 

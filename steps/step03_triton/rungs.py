@@ -23,7 +23,8 @@ KERNELS = {
     "fused": (fwd_0_fused.forward, bwd_0_fused.backward),
 }
 HOPPER = "a Hopper GPU"
-NEEDS = {"gluon": HOPPER, "tma": HOPPER, "roles": HOPPER, "fused": "Ampere or newer; float32 from Turing on"}
+AMPERE = "Ampere or newer; float32 up to head_dim 128 from Turing on"
+NEEDS = {"gluon": HOPPER, "tma": HOPPER, "roles": HOPPER, "fused": AMPERE}
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 LIMITS = {
     "gluon": {

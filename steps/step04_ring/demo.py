@@ -30,7 +30,7 @@ def main(
     seq: int = typer.Option(2048, help="positions of the whole sequence"),
     dim: int = typer.Option(64, help="head_dim"),
     gpus: int = typer.Option(4, help="ranks to start; under torchrun, mpirun or srun theirs count"),
-    heads: int = 2,
+    heads: int = 4,
     causal: bool = False,
     layout: str = typer.Option("zigzag", help="zigzag, contiguous or striped"),
     dtype: str = typer.Option("", help="float32, float16 or bfloat16; default: bfloat16 with a GPU, float32 without"),
@@ -38,12 +38,14 @@ def main(
 ):
     """Runs attention on one device and as a ring, and prints both times and the largest differences."""
     dtype = dtype or ("float32" if engine.name == "cpu" else "bfloat16")
-    check_flags(seq, dim, gpus, heads, layout, dtype)
+    launched = environment.launched()  # as one of the launcher's ranks
+    if launched:
+        gpus = environment.read(torch.cuda.device_count() if engine.name == "cuda" else 0).size
+    check_flags(seq, dim, gpus, heads, layout, dtype, strategy)
     work, arguments = report, (seq, dim, heads, causal, layout, dtype)
     if strategy:
-        strategies.load(strategy)  # raises for an unknown name before any rank starts
         work, arguments = report_strategy, (strategy, *arguments)
-    if environment.launched():  # as one of the launcher's ranks
+    if launched:
         launch.init()
         lines = work(*arguments)
         if dist.get_rank() == 0:
@@ -53,7 +55,7 @@ def main(
         print("\n".join(launch.spawn(work, gpus, *arguments)[0]))
 
 
-def check_flags(seq, dim, gpus, heads, layout, dtype):
+def check_flags(seq, dim, gpus, heads, layout, dtype, strategy):
     """Ends the command with one line if a flag is wrong, before any rank starts."""
     for flag, value in (("--seq", seq), ("--gpus", gpus), ("--heads", heads)):
         if value < 1:
@@ -61,9 +63,16 @@ def check_flags(seq, dim, gpus, heads, layout, dtype):
     if dim not in SUPPORTS["head_dims"]:
         raise SystemExit(f"--dim must be from 1 to {max(SUPPORTS['head_dims'])}, got {dim}.")
     dtypes = [str(x).removeprefix("torch.") for x in SUPPORTS["dtypes"]]
-    for flag, value, known in (("--layout", layout, SUPPORTS["layouts"]), ("--dtype", dtype, dtypes)):
+    words = ("--layout", layout, SUPPORTS["layouts"]), ("--dtype", dtype, dtypes)
+    if strategy:
+        words += (("--strategy", strategy, list(strategies.LESSONS)),)
+    for flag, value, known in words:
         if value not in known:
             raise SystemExit(f"{flag} must be {', '.join(known[:-1])} or {known[-1]}, got {value}.")
+    if strategy == "ulysses" and heads % gpus:
+        raise SystemExit(f"--strategy ulysses gives each rank whole heads: {gpus} ranks cannot share --heads {heads}.")
+    if strategy == "query_parallel" and layout == "striped" and gpus > 1:
+        raise SystemExit("--strategy query_parallel takes --layout zigzag or contiguous, not striped.")
 
 
 def report(seq, dim, heads, causal, layout, dtype):

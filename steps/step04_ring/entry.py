@@ -58,6 +58,8 @@ def forward(
     S. With S the host waits for that only the first time that it sees these shapes and options; see agree.py.
     transport: "relay", from neighbour to neighbour; or "fetch", out of the owner's memory (see relay.py and fetch.py).
     The default is fetch where every rank has a GPU of its own on one host.
+    In a CUDA graph: give S, call once to warm up, and then capture the call with
+    `torch.cuda.graph(g, capture_error_mode="thread_local")`, because a thread that watches the ranks queries events.
     Collective: every rank of the group must call. Raises TypeError, ValueError or NotImplementedError before anything
     is computed, RingError when a neighbour fails.
     """

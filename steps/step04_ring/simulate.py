@@ -31,7 +31,7 @@ import numpy as np
 import typer
 
 from steps.step04_ring.dry_run import sources, work_table
-from steps.step04_ring.layout import Layout
+from steps.step04_ring.layout import LAYOUTS, Layout
 
 PASSES = {"fwd": 1.0, "bwd": 2.5}  # operations, in forwards
 TRANSPORTS = ("relay", "fetch")
@@ -349,6 +349,12 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="a .png to draw the forward into")] = None,
 ):
     """How long the ring would take on a machine, and how many tokens a GPU needs."""
+    for flag, value in (("--seq", seq), ("--gpus", gpus), ("--heads", heads), ("--kv-heads", kv_heads), ("--dim", dim)):
+        if value < 1:
+            raise SystemExit(f"{flag} must be at least 1, got {value}.")
+    for flag, value, known in (("--layout", layout, LAYOUTS), ("--transport", transport, TRANSPORTS)):
+        if value not in known:
+            raise SystemExit(f"{flag} must be one of {', '.join(known)}, got {value}.")
     rows = [json.loads(line) for line in results.read_text().splitlines()] if not (flops and link) else []
     speed = flops or read_flops(rows, gpu=rows[0]["gpu"], D=dim)
     link, latency = (link, latency) if link else read_link(rows, transport)
@@ -358,7 +364,8 @@ def main(
     for pass_, (seconds, efficiency) in predict(whole, shape, machine, transport).items():
         print(f"{pass_:8} {1e3 * seconds:10.3f} ms   efficiency {efficiency:.3f}")
     c = max(1, seq // gpus)
-    needed = tokens_needed(machine.speed(c, c, True, "fwd"), link, kv_heads / heads)
+    pace = min(link, network) if host and gpus > host else link  # all ranks move at the pace of the slowest link
+    needed = tokens_needed(machine.speed(c, c, True, "fwd"), pace, kv_heads / heads)
     print(f"{c:,} tokens a GPU; zigzag hides the forward's messages from {needed:,.0f} on")
     if picture:
         plan = schedule(whole, shape, machine, transport)

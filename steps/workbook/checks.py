@@ -92,7 +92,8 @@ def _pointer(task):
 def _exercise(task, text, folder, limit):
     answers.require(text, task)
     spliced = splice.copy_of_steps(folder, [(task, text)])[task.id]
-    job = {name: getattr(task, name) for name in ("stage", "function", "rung", "cases", "order", "tile")}
+    names = "stage", "function", "rung", "cases", "order", "tile", "threads", "masks"
+    job = {name: getattr(task, name) for name in names}
     job |= {"kind": "exercise", "module": _module(task), "own": answers.plain_source(task)}
     for on in _engines(task):
         rows, how, printed = runner.run(job, folder, limit, on=on)
@@ -166,10 +167,11 @@ def _step(task, text, folder, limit):
 
 
 def _slips(task, text):
-    """A line for each known slip that the answer's text contains, spaces aside."""
-    answer = "".join(text.text.split())
-    found = [slip for slip in task.slips if "".join(slip["text"].split()) in answer]
-    return [f"Look at `{slip['text']}`: {slip['says']}." for slip in found]
+    """A line for each known slip that the answer's text contains, spaces aside. A slip may contain a line's end."""
+    lines = ["".join(line.split()) for line in text.text.splitlines()]
+    answer = {False: "".join(lines), True: "\n".join([*lines, ""])}  # whether the slip says where a line ends
+    found = [slip for slip in task.slips if slip["text"].replace(" ", "") in answer["\n" in slip["text"]]]
+    return [f"Look at `{slip['text'].strip()}`: {slip['says']}." for slip in found]
 
 
 def _cost(task, text, limit):
@@ -221,7 +223,7 @@ def _hunt(task, text, folder, limit, cause):
     elif good and not bad:
         verdict = "wrong"
         lines = [f"passes on {right}", "WRONG: passes on the broken kernel too"]
-    elif bad and rows[-1].get("error", {}).get("type") == "AssertionError":
+    elif bad and rows and rows[-1].get("error", {}).get("type") == "AssertionError":
         verdict = "wrong"
         lines = [f"WRONG: fails on {right} too, which is right:", *bad]
     else:
@@ -249,7 +251,8 @@ def _ending(rows, how, task, text, lines, limit):
         running = [row["running"] for row in rows if "running" in row]
         case = [f"(in the case: {running[-1]})"] if running and not isinstance(task, Hunt) else []
         return [*explain(rows[-1]["error"], task, text, lines), *case]
-    where = next((f"in the case: {row['running']}" for row in rows[::-1] if "running" in row), "before the first case")
+    first = "before the test was called" if isinstance(task, Hunt) else "before the first case"
+    where = next((f"in the case: {row['running']}" for row in rows[::-1] if "running" in row), first)
     if how == "time":
         question = "Does a loop never end, or does a barrier wait for a thread that has left?"
         return [f"stopped after {limit} s {where}", question]

@@ -50,16 +50,18 @@ class Task:
 class Exercise(Task):
     """An exercise: write this function.
 
-    The contract's `cases` are run on `rung`, in the stage's first dtype or in the one behind a colon. order and tile
-    say in which order that rung visits tiles of which size; with them the diagnosis compares a wrong result with that
-    of known mistakes. If `cost` is given, what the answer takes is counted too: `cost` is the message for a function
-    whose results are right, but which takes more than the stage's own. `counted` is a key of checks.COUNTED: wavefronts
-    of shared memory, or additions to global memory.
+    The contract's `cases` are run on `rung`, in the stage's first dtype or in the one behind a colon. Behind a colon
+    jobs.CHUNKS may stand too. threads is the block in which Numba's simulator runs them, if it is another than the
+    rung's own. order and tile say in which order that rung visits tiles of which size; with them the diagnosis
+    compares a wrong result with that of known mistakes. If `cost` is given, what the answer takes is counted too:
+    `cost` is the message for a function whose results are right, but which takes more than the stage's own.
+    `counted` is a key of checks.COUNTED: wavefronts of shared memory, or additions to global memory.
     note is a sentence that the reader's file begins with, and imports are lines that it has beside those of the stage's
     file. like = [file, function] names a function of the stage that the file shows as an example. slips are mistakes
     that no mutant equals, because they read memory that nobody wrote or do not exist as an address: a report of a
     failure `says` so where the answer contains the `text`. engine: the one that it always runs on; by default the one
-    that is in force, and for CUDA C++ the emulation before it.
+    that is in force, and for CUDA C++ the emulation before it. masks: whether the function itself hides scores; only
+    then are its results compared with mistakes in a mask.
     """
 
     function: str
@@ -68,6 +70,7 @@ class Exercise(Task):
     cases: list
     order: str | None = None
     tile: list | None = None
+    threads: list | None = None
     cost: str | None = None
     counted: str = "wavefronts"
     note: str | None = None
@@ -75,6 +78,7 @@ class Exercise(Task):
     like: list | None = None
     slips: list = field(default_factory=list)
     engine: str | None = None
+    masks: bool = False
 
     @property
     def mine_name(self):

@@ -7,16 +7,19 @@ tell(name=value, ...) reports one row of results.
 import contextlib
 import importlib
 import importlib.util
+import math
 import sys
 import types
 from dataclasses import replace
 
 import torch
 
-from reference import cases, error, mutants
+from reference import attention, cases, error, mutants
 from steps import engine
 from steps.workbook import capstone as steps_of_capstone
 from steps.workbook import differences, one_rung, puzzles
+
+CHUNKS = "in chunks of keys, the last one first"  # behind a case's name: the case is run by `_of_chunks`
 
 
 class WrongReturn(Exception):
@@ -30,6 +33,8 @@ def exercise(job, tell):
     """
     stage = one_rung.stage(job["stage"])
     supports = one_rung.limits(stage, job["rung"])
+    if job["threads"] and engine.name == "cpu":
+        importlib.import_module(job["module"]).THREADS = tuple(job["threads"])
     if job["own"]:
         watch_returns(job["module"], job["function"], job["own"])
     rows = []
@@ -40,8 +45,11 @@ def exercise(job, tell):
             got = _results(stage, job, case, inputs, want)
         wrong = differences.lines(got, want)
         tell(says=says, wrong=wrong + unwritten if wrong else [])
-        rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
+        if "layouts" not in supports or inputs.ring:  # No mutant merges chunks.
+            rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
     found = mutants.diagnose(rows, job["order"] or supports["order"])
+    of_the_mask = [m for m in found if m.concerns_the_mask]
+    found = of_the_mask or found if job["masks"] else [m for m in found if m not in of_the_mask]
     tell(mutants=[m.name for m in found], equals=[m.says for m in found])
 
 
@@ -100,11 +108,13 @@ def cost(job, tell):
 def _cases(job, supports):
     """Yields (case, inputs, expected results) of the exercise's cases."""
     for entry in job["cases"]:
-        name, _, dtype = entry.partition(":")
+        name, _, more = entry.partition(":")
         case = next(c for c in cases.CASES if c.name == name)
-        if dtype:
-            case = replace(case, says=f"{case.says}, {dtype}")
-        x = cases.build(case, supports, getattr(torch, dtype) if dtype else supports["dtypes"][0], engine.device)
+        if more:
+            case = replace(case, says=f"{case.says}, {more}")
+        x = cases.build(case, supports, getattr(torch, more, supports["dtypes"][0]), engine.device)
+        if more == CHUNKS:
+            x = replace(x, ring=None)
         yield case, x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
 
 
@@ -118,12 +128,31 @@ def _results(stage, job, case, inputs, want):
         from steps.workbook.case_on_ranks import on_new_ranks
 
         return on_new_ranks(case, inputs)
+    if job["stage"] == "step04_ring":
+        return _of_chunks(importlib.import_module(job["module"]).merge, inputs)
     kernel, tensors = one_rung.on_rung(stage, job["rung"]), (inputs.q, inputs.k, inputs.v)
     if ".fwd_" in job["module"]:
         return dict(zip(error.NAMES[:2], kernel.forward(*tensors, **inputs.options), strict=True))
     single = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
     out, lse = want.value["out"].to(inputs.q.dtype), want.value["lse"].to(single)
     return dict(zip(error.NAMES[2:], kernel.backward(inputs.dout, *tensors, out, lse, **inputs.options), strict=True))
+
+
+def _of_chunks(merge, x):
+    """{"out", "lse"} of four chunks of keys, which `merge` merges from the last chunk to the first.
+
+    Under a causal mask the first two parts are then both empty for the first queries. In a ring that never happens,
+    because each rank begins with its own keys.
+    """
+    out, lse = torch.zeros_like(x.q), torch.full_like(x.q[..., 0], -math.inf)
+    scale = x.q.shape[-1] ** -0.5 if x.scale is None else x.scale
+    hidden = ~attention.visible(x.q.shape[-2], x.k.shape[-2], x.causal)
+    for keys in reversed(torch.arange(x.k.shape[-2]).chunk(4)):
+        S = (scale * (x.q @ x.k[..., keys, :].mT)).masked_fill(hidden[:, keys], -math.inf)
+        lse_block = S.logsumexp(-1)
+        P = (S - lse_block.nan_to_num(neginf=0.0)[..., None]).exp()
+        merge(out, lse, P @ x.v[..., keys, :], lse_block)
+    return {"out": out, "lse": lse}
 
 
 def watch_returns(module, name, own_text):

@@ -24,7 +24,11 @@ TIMES = ("eager", "late", "lifo", "random")
 _CONTRACTION = ["-ffp-contract=fast", "-fexpensive-optimizations"]
 if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     _CONTRACTION.append("-mfma")
-_FLAGS = ["-std=c++17", "-O1", *_CONTRACTION, "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
+# A variable that is never set begins with a huge number. Without this flag, of g++ 12, it often begins with 0.
+_SET = "-ftrivial-auto-var-init=pattern"
+_PROBE = ["g++", _SET, "-E", "-x", "c++", os.devnull]
+_KNOWN = [_SET] if shutil.which("g++") and subprocess.run(_PROBE, capture_output=True).returncode == 0 else []
+_FLAGS = ["-std=c++17", "-O1", *_CONTRACTION, *_KNOWN, "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
 _counts = None  # inside `count_conflicts`: {"file:line": (accesses, wavefronts)}
 _additions = None  # inside `count_additions`: {kernel: atomic additions}
 _unwritten = None  # inside `find_unwritten`: [what was found]

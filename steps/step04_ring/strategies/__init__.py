@@ -14,11 +14,16 @@ Each is a program, `python -m steps.step04_ring.strategies.lesson_1_hop`, and th
 on this rank's shards. `python -m steps.step04_ring.demo --strategy star` prints what one costs.
 """
 
+from functools import partial
 from importlib import import_module
 
 LESSONS = {
     "query_parallel": "lesson_3_query_parallel", "star": "lesson_4_star", "ulysses": "lesson_5_ulysses",
     "ring": "lesson_6_ring",
+}  # fmt: skip
+COMMON = ("causal", "scale", "layout", "S", "group", "block")  # options that every strategy takes
+OWN = {  # those that only one takes
+    "query_parallel": ("cu_seqlens",), "star": ("replicated",), "ulysses": (), "ring": ("tile", "rung", "transport"),
 }  # fmt: skip
 
 
@@ -28,7 +33,21 @@ def attention(q, k, v, *, strategy, **options):
 
 
 def load(strategy):
-    """The function `attention` of a strategy, whose module is imported only now, so that it can run as a program."""
+    """The function `attention` of a strategy, which refuses the options that the strategy does not take.
+
+    The strategy's module is imported only now, so that it can run as a program.
+    """
     if strategy not in LESSONS:
         raise ValueError(f"strategy must be one of {', '.join(LESSONS)}; got {strategy!r}.")
-    return import_module(f"{__name__}.{LESSONS[strategy]}").attention
+    import_module(f"{__name__}.{LESSONS[strategy]}")
+    return partial(_checked, strategy)
+
+
+def _checked(strategy, q, k, v, **options):
+    taken = (*COMMON, *OWN[strategy])
+    if lacking := sorted(options.keys() - set(taken)):
+        raise NotImplementedError(
+            f"{strategy} has no {', '.join(lacking)}; its options are {', '.join(taken)}. Of the strategies only "
+            "query_parallel takes packed sequences (cu_seqlens). Windows, masks and dropout are step03_triton's."
+        )
+    return import_module(f"{__name__}.{LESSONS[strategy]}").attention(q, k, v, **options)

@@ -12,6 +12,7 @@ Such a module has
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 
@@ -44,6 +45,18 @@ def mistake(says):
 def mistakes(puzzle):
     """{name: function}: the known mistakes of a module of this package."""
     return {name: value for name, value in vars(puzzle).items() if hasattr(value, "says")}
+
+
+def whole_numbers(function, result, count=1):
+    """The whole number that the function of an exercise has returned, or the list of `count` of them if it is not 1.
+
+    Raises TypeError for anything else, so that it is not cut to a whole number, and names what has come.
+    """
+    found = [result] if count == 1 else list(result) if isinstance(result, tuple | list) else []
+    if len(found) != count or not all(isinstance(x, Integral) for x in found):
+        wanted = "a whole number" if count == 1 else f"{('', '', 'two', 'three')[count]} whole numbers"
+        raise TypeError(f"{function} has to return {wanted}; got {result!r:.60}")
+    return int(found[0]) if count == 1 else [int(x) for x in found]
 
 
 def judge(puzzle, case):

@@ -2,23 +2,24 @@
 
 import torch
 
-from steps.workbook.puzzles import Case, mistake
+from steps.workbook.puzzles import Case, mistake, whole_numbers
 from steps.workbook.puzzles._emulated import launch
 
 
 def specification(tile, start, leading, stride, runs_down):
     """What wgmma reads as its second operand, 16 x 64, of a tile in shared memory: its number (k, i).
 
-    The rows of the tile have 128 bytes, 64 numbers. Where the tile was written, its 16-byte chunks were permuted as TMA
-    does it: byte a of the tile lies at the address a ^ (a >> 3 & 0x70).
+    The rows of the tile have 64 numbers, 8 chunks of 8 numbers. Where the tile was written, the chunks of each row were
+    permuted as TMA does it, in 8 rows that follow each other in 8 different ways. The lines below put them back.
     """
-    numbers = torch.empty(tile.numel())
-    for a in range(0, 2 * tile.numel(), 2):  # each number of the tile, at its address without the permutation
-        numbers[a // 2] = tile.flatten()[(a ^ (a >> 3 & 0x70)) // 2]
-    k, i = torch.arange(16)[:, None], torch.arange(64)[None, :]
-    along = start + i // 8 * stride + i % 8 * 128 + 2 * k  # row i of the tile is column i of the operand
-    down = start + i // 64 * leading + k // 8 * stride + k % 8 * 128 + 2 * i  # row k of the tile is row k of it
-    return {"operand": numbers[(down if runs_down else along) // 2].double()}
+    x = tile.reshape(-1, 2, 2, 2, 2, 2, 2, 8)  # groups of 8 rows, the row in 3 bits, the chunk in 3 bits, 8 numbers
+    for bit in (1, 2, 3):  # In rows with this bit, chunks that differ in the same bit alone have changed places.
+        x = torch.stack([x.select(bit, 0), x.select(bit, 1).flip(bit + 2)], bit)
+    groups = x.reshape(-1, 8, 64)[start // 1024 :: stride // 1024]  # those of the operand, of 1024 bytes each
+    if runs_down:
+        return {"operand": groups[:2].reshape(16, 64).double()}  # row k of these is row k of the operand
+    column = start % 128 // 2
+    return {"operand": groups[:8].reshape(64, 64)[:, column : column + 16].T.double()}  # row i is its column i
 
 
 def operand_address(start, leading, stride, k, i, runs_down):
@@ -45,7 +46,7 @@ def _numbers(address, tile, start, leading, stride, runs_down):
     flat, found = tile.flatten(), torch.full((16, 64), -1.0)
     for k in range(16):
         for i in range(64):
-            at = address(start, leading, stride, k, i, runs_down)
+            at = whole_numbers("operand_address", address(start, leading, stride, k, i, runs_down))
             if 0 <= at < 2 * flat.numel() and at % 2 == 0:
                 found[k, i] = flat[at // 2].item()
     return {"operand": found}

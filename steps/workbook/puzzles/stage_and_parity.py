@@ -2,7 +2,7 @@
 
 import torch
 
-from steps.workbook.puzzles import Case, mistake
+from steps.workbook.puzzles import Case, mistake, whole_numbers
 from steps.workbook.puzzles._emulated import launch
 
 
@@ -28,7 +28,8 @@ def run(tiles, stages):
 
 
 def _run(function, tiles, stages):
-    places = torch.tensor([[int(x) for x in function(n, stages)] for n in range(tiles)], dtype=torch.int32)
+    found = [whole_numbers("stage_and_parity", function(n, stages), 3) for n in range(tiles)]
+    places = torch.tensor(found, dtype=torch.int32)
     x, sums = torch.arange(4.0 * tiles), torch.full((tiles,), -1.0)
     if ((places[:, 0] < 0) | (places[:, 0] >= stages)).any():
         _report[:] = ["a stage does not exist"]

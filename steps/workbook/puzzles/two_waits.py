@@ -38,13 +38,16 @@ def order_of_step():
 
 
 def run(**inputs):
-    """{"out": the result, "refused": the lines of hopper.cu that misuse a register, "overlap": whether any}."""
+    """What the kernel makes of the order, and two properties of the order that no result shows.
+
+    {"out": the result, "refused": the lines of hopper.cu that misuse a register, "overlap": whether the softmax runs
+    under the product for O, "operand": whether P stays as it is until that product has read it}.
+    """
     return _run(order_of_step(), **inputs)
 
 
 def _run(order, q, k, v, factors, copies, wgmma):
-    if unknown := [name for name in order if name not in OPERATIONS]:
-        raise ValueError(f"there is no operation {unknown[0]!r}; there are {', '.join(OPERATIONS)}")
+    _check_names(order)
     out = torch.full((64, 64), torch.nan)
     maps = [emulator.tensor_map(*launch.view_and_box(x[None, None], 64)) for x in (k, v)]
     numbers = torch.tensor([OPERATIONS.index(name) for name in order], dtype=torch.int32)
@@ -55,23 +58,54 @@ def _run(order, q, k, v, factors, copies, wgmma):
     _last[:] = order, report
     lines = [int(n) for n in re.findall(r"hopper\.cu:(\d+)", report)][:2]
     refused = torch.tensor([*lines, 0, 0][:2])
-    return {"out": out, "refused": refused, "overlap": torch.tensor([float(_overlaps(order))])}
+    overlap, operand = (torch.tensor([float(holds(order))]) for holds in (_overlaps, _operand_kept))
+    return {"out": out, "refused": refused, "overlap": overlap, "operand": operand}
 
 
 _last = []  # the order that was run last, and what the emulation reported
 
 
+def _check_names(order):
+    """Raises TypeError or ValueError if the order is no list that has each of the operations once."""
+    if not isinstance(order, tuple | list):
+        raise TypeError(f"order_of_step has to return a list of names; got {order!r:.60}")
+    if unknown := [name for name in order if name not in OPERATIONS]:
+        raise ValueError(f"there is no operation {unknown[0]!r}; there are {', '.join(OPERATIONS)}")
+    missing = [repr(name) for name in OPERATIONS if name not in order]
+    double = [repr(name) for name in OPERATIONS if list(order).count(name) > 1]
+    wrong = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"more than once: {', '.join(double)}"] * bool(double)
+    if wrong:
+        raise ValueError(f"each operation has to be in the list once; {'; '.join(wrong)}")
+
+
 def _overlaps(order):
     """Whether the softmax stands between the start of O's product and the wait for it."""
+    return order.index("start O") < order.index("softmax") < order.index("wait for all")
+
+
+def _operand_kept(order):
+    """Whether P is not packed between the start of O's product and the wait for it.
+
+    wgmma reads P from registers while it is under way. The emulation does not watch the registers that a wgmma reads.
+    """
+    return not order.index("start O") < order.index("pack P") < order.index("wait for all")
+
+
+def _given_back_early(order):
+    """Whether K or V is given to the producer before its product has surely ended."""
     place = {name: n for n, name in enumerate(order)}
-    if set(order) != set(OPERATIONS) or len(order) != len(OPERATIONS):
-        return False
-    return place["start O"] < place["softmax"] < place["wait for all"]
+    ends = {}
+    for product, other in (("start S", "start O"), ("start O", "start S")):
+        started_first = place[product] < place[other] < place["wait for S"]  # then that wait leaves only the other one
+        waits = [place["wait for all"], *[place["wait for S"]] * started_first]
+        ends[product] = min((n for n in waits if n > place[product]), default=len(order))
+    return place["release K"] < ends["start S"] or place["release V"] < ends["start O"]
 
 
 def expected(q, k, v, factors):
     out = specification(q, k, v, factors)["out"]
     right = {"refused": (torch.tensor([0, 0]), 0), "overlap": (torch.tensor([1.0]), 0)}
+    right["operand"] = torch.tensor([1.0]), 0
     return {"out": (out, 0.02 * out.abs().max().item()), **right}
 
 
@@ -93,17 +127,20 @@ CASES = [
 
 
 def explain(got, want, **_):
-    """What the emulation reports, or that out is another one, and whether anything overlaps."""
+    """What the emulation reports, or that out is another one and why, and what no result shows."""
     order, report = _last
-    if sorted(order) != sorted(OPERATIONS):
-        return [f"each of these has to be in the list once: {', '.join(OPERATIONS)}"]
     lines = []
     if report:
         lines.append(f"the emulation reports: {report.splitlines()[0].split(': ', 1)[-1]}")
     elif not (got["out"] - want["out"][0]).abs().max() <= want["out"][1]:
-        lines.append("out is another one in this schedule: a tile was overwritten while a product still read it")
+        why = "no tile was overwritten, but O or P is changed in the wrong place"
+        if _given_back_early(order):
+            why = "a tile was overwritten while a product still read it"
+        lines.append(f"out is another one in this schedule: {why}")
     if not got["overlap"]:
         lines.append("the softmax does not run while the product for O is under way")
+    if not got["operand"]:
+        lines.append("P is packed into registers that the product for O still reads")
     return lines
 
 
@@ -135,6 +172,11 @@ def softmax_early(**inputs):
 @mistake("O is rescaled while its product is under way")
 def rescaled_early(**inputs):
     return _run(_moved("rescale O", "wait for all"), **inputs)
+
+
+@mistake("P is packed while the product for O still reads it")
+def packed_early(**inputs):
+    return _run(_moved("pack P", "wait for all"), **inputs)
 
 
 @mistake("O is started before S, so that the wait for all but one group waits for O, and S is used too early")
