@@ -747,6 +747,14 @@ def test_an_answer_that_takes_too_much_memory_is_stopped(monkeypatch):
     assert check("00.2", ONLINE).verdict == "passed"
 
 
+def test_the_memory_of_an_answers_children_counts(monkeypatch):
+    monkeypatch.setattr(runner, "MEMORY", 2**30)
+    child = "b = b'x' * (5 * 2**28); import time; time.sleep(30)"
+    runs = f'    import subprocess, sys; subprocess.run([sys.executable, "-c", "{child}"])\n    alpha ='
+    report = check("00.2", ONLINE.replace("    alpha =", runs), limit=LIMIT)
+    assert report.verdict == "error" and "took more than 1 GB of memory" in repr(report), report
+
+
 def test_what_an_answer_prints_is_shown():
     report = check("00.2", ONLINE.replace("    alpha =", "    print('shape', m.shape)\n    alpha ="))
     assert report.verdict == "passed"
