@@ -14,6 +14,7 @@ from reference import cases, error
 from steps import engine
 from steps.step03_triton import decode
 from support import compile_triton
+from support.contract_suite import unwritten_is_nan
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
@@ -44,11 +45,8 @@ def int32(*numbers):
 
 def run(q, k, v, **options):
     """{"out", "lse"} of decode, whose memory is full of NaN until it is written."""
-    torch.use_deterministic_algorithms(True)  # This also fills what torch.empty returns.
-    try:
+    with unwritten_is_nan():
         out, lse = decode.forward(q, k, v, **options)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert out.dtype == q.dtype and lse.dtype == torch.float32
     return {"out": out, "lse": lse}
 
