@@ -29,6 +29,7 @@ needs_compiler = pytest.mark.skipif(no_compiler, reason="without a GPU stage 02 
 @needs_compiler
 class TestContract(Contract):
     stage = step02
+    several_tiles = 300
     # g++ takes seconds for each head_dim and dtype.
     few = (
         "ragged",

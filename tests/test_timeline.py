@@ -1,5 +1,4 @@
-"""The clocks that steps/bench/timeline.py writes into a kernel's text leave its results and its registers as they
-were."""
+"""The clocks that steps/bench/timeline.py writes into a kernel's text leave its results and registers as they were."""
 
 import pytest
 import torch
@@ -8,16 +7,10 @@ from steps.bench import timeline
 from steps.step02_fa2_cuda import emulator, launch, nvrtc
 
 
-def timed(folder, **where):
-    file = folder / "fwd_8_timed.cu"
-    file.write_text(timeline.instrumented((launch.HERE / f"{timeline.KERNEL}.cu").read_text(), **where))
-    return file
-
-
 @pytest.mark.skipif(not emulator.available(), reason="needs g++")
 def test_clocks_go_forward_and_change_nothing(tmp_path):
     q, k, v = torch.randn(3, 1, 1, 512, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    run, out, lse, marks = timeline.timed_launch(timed(tmp_path, first=2, steps=8), q, k, v, {}, steps=8)
+    run, out, lse, marks = timeline.timed_launch(timeline.timed_file(tmp_path, first=2, steps=8), q, k, v, {}, steps=8)
     run()
     assert all(map(torch.equal, launch.forward(q, k, v, rung="hopper"), (out, lse)))
     # Block 0 of 3 has the first and the last of 4 tiles of queries, with 4 blocks of keys each: steps 0 to 7, the last
@@ -36,10 +29,12 @@ def test_all_steps_that_are_recorded_are_of_one_block():
 
 
 @pytest.mark.compile
-def test_clocks_cost_no_spills(tmp_path):
+@pytest.mark.parametrize("without", (None, *timeline.LEFT_OUT))
+def test_clocks_cost_no_spills(tmp_path, without):
     pytest.importorskip("cuda.core", reason="cuda.core is not installed")
     macros = {"T": "bf16", "D": 128, "Br": 128, "Bc": 128, "CAUSAL": 0}
-    assert nvrtc.compile(timed(tmp_path), macros, "sm_90a").usage["attention_forward"].spills == 0
+    compiled = nvrtc.compile(timeline.timed_file(tmp_path, without), macros, "sm_90a")
+    assert compiled.usage["attention_forward"].spills == 0
 
 
 def test_the_median_of_a_column_is_over_the_lines_that_hold_a_number_there():

@@ -23,6 +23,9 @@ from steps.step02_fa2_cuda import ladder
 RUNGS = ("mma", "ldmatrix", "fa2", "hopper")  # of stage 02
 TRITON = {"forward_kernel": "fwd_1_tma", "keys_kernel": "bwd_1_tma", "queries_kernel": "bwd_1_tma"}  # of stage 03
 SIZE = {**Point(1, 16, 4096, 128).sizes, "dtype": "bf16"}
+# What a warp can wait for: Nsight Compute's stall reasons of an H100, and "selected", which is no wait.
+STALLS = """barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard math_pipe_throttle
+membar mio_throttle misc no_instruction not_selected selected short_scoreboard sleeping tex_throttle wait""".split()
 COUNTERS = {  # ncu's names by ours
     "tensor_pipe": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",  # % of the SM's cycles with work
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
@@ -34,6 +37,8 @@ COUNTERS = {  # ncu's names by ours
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",  # % of the warps that an SM can hold
     "nanoseconds": "gpu__time_duration.sum",  # under the profiler, and therefore no speed to quote
     "registers": "launch__registers_per_thread",
+    # warps that wait for it, on average over the cycles in which a scheduler issues
+    **{f"stalled_{reason}": f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in STALLS},
 }
 WARM_UP = 2
 SECONDS = 200  # the limit of each run of ncu

@@ -3,7 +3,8 @@
 For the pictures of notebooks 02d and 02e. Two measurements on one GPU of Hopper's kind, under a minute:
 
 timelines   fwd_8_hopper.cu with clocks written into its text: when each warpgroup of one block asks for the tensor
-            cores, gets them, has its scores, its exponentials, its output. With and without OVERLAP and PINGPONG.
+            cores, gets them, has its scores, its exponentials, its output. With and without OVERLAP and PINGPONG, and
+            without exponentials or the whole softmax, which computes nonsense but shows what they cost.
 power       TFLOP/s, clock and power under seconds of load: a matrix product and this kernel, on random normal numbers
             and, here alone, on zeros. The difference shows how much power depends on the numbers.
 """
@@ -29,6 +30,13 @@ KERNEL = "fwd_8_hopper"
 FIRST, STEPS = 16, 72  # blocks of keys that are recorded: from the middle of a tile of queries into the next but one
 # What a warpgroup notes in each step, one block of keys, in this order:
 EVENTS = ("asks", "starts", "started", "scores", "exponentials", "output")
+# Pieces of the kernel's text, and what they are replaced by, to see how long a step takes without them:
+LEFT_OUT = {
+    "exp": {"exp2_approx(S[e] * factor - shift)": "S[e] * factor - shift",
+            "exp2_approx(S[e + 1] * factor - shift)": "S[e + 1] * factor - shift"},
+    "softmax": {"bool grown = online_softmax(S, m, l, alpha, scale_log2);": "bool grown = false;",
+                "      online_softmax(S, m, l, alpha, scale_log2);": "      l[0] = l[1] = 1;"},
+}  # fmt: skip
 POINT = Point(4, 16, 4096, 128)  # the longest tiles for which the kernel is persistent
 SECONDS = 2  # of load that are measured, after one that is not
 
@@ -56,6 +64,11 @@ def instrumented(text, first=FIRST, steps=STEPS):
         "      if (beside.value) finish_output();": f"{_clock(4)}      if (beside.value) finish_output();",
         "      V.release();\n    };": f"{_clock(5)}      V.release();\n    }};",
     }
+    return edited(text, edits)
+
+
+def edited(text, edits):
+    """The kernel's text with {old: new} pieces. ValueError if an old one is not there exactly once."""
     for old, new in edits.items():
         if text.count(old) != 1:
             raise ValueError(f"{KERNEL}.cu has changed: it holds {old!r} {text.count(old)} times, not once.")
@@ -79,15 +92,15 @@ def timed_launch(file, q, k, v, switches, steps=STEPS):
 
 
 def timelines(q, k, v):
-    """For each setting of the switches: the clocks of block 0, and TFLOP/s with and without the clocks in the text."""
-    text = (launch.HERE / f"{KERNEL}.cu").read_text()
+    """The clocks of block 0 for each setting of the switches, and for each of LEFT_OUT, beside TFLOP/s with the clocks.
+
+    Of the switches also TFLOP/s without clocks in the text.
+    """
     found, calls = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "fwd_8_timed.cu"
-        file.write_text(instrumented(text))
         for overlap, pingpong in itertools.product((0, 1), repeat=2):
             switches = {"OVERLAP": overlap, "PINGPONG": pingpong}
-            timed, out, lse, marks = timed_launch(file, q, k, v, switches)
+            timed, out, lse, marks = timed_launch(timed_file(folder), q, k, v, switches)
             shipped = partial(launch.forward, q, k, v, rung="hopper", **switches)
             timed()
             pairs = zip(shipped(), (out, lse), strict=True)
@@ -95,12 +108,26 @@ def timelines(q, k, v):
                 raise RuntimeError(f"with clocks in its text, {switches}, the kernel computes something else")
             calls |= {(len(found), "tflops"): shipped, (len(found), "tflops_timed"): timed}
             found.append({"switches": switches, "marks": marks})
+        for name in LEFT_OUT:
+            switches = {"OVERLAP": 1, "PINGPONG": 1}
+            timed, _, _, marks = timed_launch(timed_file(folder, without=name), q, k, v, switches)
+            timed()
+            calls[len(found), "tflops_timed"] = timed
+            found.append({"switches": switches, "without": name, "marks": marks})
     for (n, name), taken in timing.interleaved(calls, device="cuda").items():
         found[n][name] = POINT.flops("fwd") / taken.ms_median / 1e9
     for one in found:  # of the last call; clocks are 32-bit numbers that wrap around
         marks = one["marks"].cpu().to(torch.int64)
         one["marks"] = ((marks - marks[0, :, 0].min()) % 2**32).tolist()
     return found
+
+
+def timed_file(folder, without=None, **where):
+    """Writes the instrumented text, without one of LEFT_OUT if it is named, into a file of the folder."""
+    text = instrumented((launch.HERE / f"{KERNEL}.cu").read_text(), **where)
+    file = Path(folder) / f"fwd_8_timed_{without}.cu"
+    file.write_text(edited(text, LEFT_OUT.get(without, {})))
+    return file
 
 
 # --- power --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@
 //                these products, so that the tensor cores do not wait between two tiles. The launch turns
 //                it off for long tiles, between which hardly anything is lost.
 //   LAZY         O is rescaled only when the maximum of some row has grown by more than 8 in log2. Until then
-//                P is at most 2^8, which does no harm.
+//                P is at most 2^8, which does no harm. (FlashAttention-4, 2603.05451.)
 //   SKIP         A warpgroup skips the blocks of keys that none of its own 64 rows sees, and all blocks if
 //                its rows lie beyond the last query.
 //   WIDE_STORES  The 4 lanes of a quad exchange what they hold of a row, so that each lane stores 16 bytes at
@@ -160,8 +160,7 @@ __device__ void mask(float (&S)[Bc / 2], int first_key, int i, int Nq, int Nk) {
 
 // Turns the scores of two rows into P, and updates m and l with them. m is in units of the scores, and l is
 // the lane's share, the sum over its own columns. Returns whether O must then be multiplied by alpha. FA2
-// Alg. 1, line 9. MASKED says that some row may have seen no key yet.
-template <bool MASKED>
+// Alg. 1, line 9.
 __device__ bool online_softmax(float (&S)[Bc / 2], float (&m)[2], float (&l)[2], float (&alpha)[2],
                                float scale_log2) {
   float m_new[2] = {m[0], m[1]};
@@ -176,9 +175,8 @@ __device__ bool online_softmax(float (&S)[Bc / 2], float (&m)[2], float (&l)[2],
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     m_new[r] = grown ? m_new[r] : m[r];
-    float base = MASKED && m_new[r] == -INFINITY ? 0 : m_new[r];  // -inf - (-inf) would be NaN
-    float factor = exponent_factor(base, scale_log2), shift = base * factor;
-    alpha[r] = exp2_approx((m[r] - base) * factor);
+    float factor = exponent_factor(m_new[r], scale_log2), shift = m_new[r] * factor;
+    alpha[r] = exp2_approx((m[r] - m_new[r]) * factor);
     m[r] = m_new[r];
     l[r] *= alpha[r];
 #pragma unroll
@@ -335,9 +333,8 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     registers_increase<CONSUMER_REGISTERS>();
     int w = uniform(threadIdx.x / 128 - 1);  // the number of the warpgroup
     int i = 64 * w + row();                  // this thread's first row of the tile
-    float S[Bc / 2], O[D / 2] = {};
-    float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, alpha[2];
     float scale_log2 = scale * 1.44269504f;  // times log2(e), because exp is computed as a power of 2
+    float S[Bc / 2], O[D / 2] = {}, m[2], l[2], alpha[2];
     uint32_t P[Bc / 16][4];
     Turn turn(w);
     if (w == WARPGROUPS - 1) turn.pass();  // warpgroup 0 may begin
@@ -368,18 +365,21 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     auto step = [&](const Tile& tile, int j, auto masked, uint64_t Q_i) {
       start(Q_i, Bool<true>());
       if (masked.value) mask(S, j * Bc, tile.first + i, Nq, Nk);
-      bool grown = online_softmax<masked.value>(S, m, l, alpha, scale_log2);
+      bool grown = online_softmax(S, m, l, alpha, scale_log2);
       finish_output();
       to_operand(P, S);
       if (grown) rescale(O, alpha);
     };
-    // A tile's first block: m and l start again, while O may still be that of the tile before.
+    // A tile's first block: m and l start again, while O may still be that of the tile before. m starts at a
+    // number that is finite, also times scale_log2, because -inf - (-inf) would be NaN. (With a division here
+    // ptxas would wait for O earlier in every step.)
     auto first_step = [&](const Tile& tile, auto beside, uint64_t Q_i) {
       start(Q_i, beside);
       if (tile.needed > tile.unmasked) mask(S, (tile.needed - 1) * Bc, tile.first + i, Nq, Nk);
-      m[0] = m[1] = -INFINITY;
+      float root = rsqrtf(fmaxf(1, scale_log2));
+      m[0] = m[1] = -3.4e38f * root * root;
       l[0] = l[1] = 0;
-      online_softmax<true>(S, m, l, alpha, scale_log2);
+      online_softmax(S, m, l, alpha, scale_log2);
       if (beside.value) finish_output();
       to_operand(P, S);
     };

@@ -389,11 +389,12 @@ def heads_of_a_section(problem, persistent):
     The fewer they are, the more blocks read the same keys from the L2 cache, which saves power. If a multiprocessor
     gets its next tile when it is free, a section is the heads whose K and V fit into 32 MB of the cache. A persistent
     kernel deals its tiles out beforehand. Its blocks get equal work only if the sections are large, so that one has
-    half as many heads as there are blocks.
+    half as many heads as there are blocks, or a quarter where a head has more bytes.
     """
     bytes_of_K_and_V = 2 * problem.Nk * problem.D * problem.dtype.itemsize
     in_the_cache = max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
-    section = max(1, problem.processors // 2) if persistent else in_the_cache
+    dealt = max(1, problem.processors // (4 if problem.D > 64 else 2))
+    section = dealt if persistent else in_the_cache
     return min(section, problem.B * problem.H)
 
 
