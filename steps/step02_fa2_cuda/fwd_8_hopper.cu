@@ -299,11 +299,12 @@ template <bool Value> struct Bool {
 };
 
 // The tensor maps describe q (B, H, Nq, D), k and v (B, H / group, Nk, D), whose strides are arbitrary, but D
-// is contiguous. out (B, H, Nq, D) and lse (B, H, Nq) are contiguous.
+// is contiguous. out (B, H, Nq, D) and lse (B, H, Nq) are contiguous. The maxima start at `lowest`, which is
+// below all scores, but finite, also times scale * log2(e): -inf - (-inf) would be NaN.
 extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, Global<T> out, Global<float> lse,
-    int H, int group, int Nq, int Nk, float scale, int tiles, int section) {
+    int H, int group, int Nq, int Nk, float scale, float lowest, int tiles, int section) {
   Problem p{Nq, Nk, tiles, section};
   SharedMemory smem;
   Ring<Q_STAGES, Br> Q(smem);
@@ -334,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     int w = uniform(threadIdx.x / 128 - 1);  // the number of the warpgroup
     int i = 64 * w + row();                  // this thread's first row of the tile
     float scale_log2 = scale * 1.44269504f;  // times log2(e), because exp is computed as a power of 2
-    float S[Bc / 2], O[D / 2] = {}, m[2], l[2], alpha[2];
+    float S[Bc / 2], O[D / 2] = {}, m[2] = {}, l[2] = {}, alpha[2];
     uint32_t P[Bc / 16][4];
     Turn turn(w);
     if (w == WARPGROUPS - 1) turn.pass();  // warpgroup 0 may begin
@@ -370,14 +371,11 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       to_operand(P, S);
       if (grown) rescale(O, alpha);
     };
-    // A tile's first block: m and l start again, while O may still be that of the tile before. m starts at a
-    // number that is finite, also times scale_log2, because -inf - (-inf) would be NaN. (With a division here
-    // ptxas would wait for O earlier in every step.)
+    // A tile's first block: m and l start again, while O may still be that of the tile before.
     auto first_step = [&](const Tile& tile, auto beside, uint64_t Q_i) {
       start(Q_i, beside);
       if (tile.needed > tile.unmasked) mask(S, (tile.needed - 1) * Bc, tile.first + i, Nq, Nk);
-      float root = rsqrtf(fmaxf(1, scale_log2));
-      m[0] = m[1] = -3.4e38f * root * root;
+      m[0] = m[1] = lowest;
       l[0] = l[1] = 0;
       online_softmax(S, m, l, alpha, scale_log2);
       if (beside.value) finish_output();

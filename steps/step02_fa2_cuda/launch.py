@@ -378,9 +378,10 @@ def forward_works(problem, strides):
     if not problem.row.persistent:
         return [work(problem, "attention_forward", arguments, tiles)]
     persistent = problem.row.macros(problem).get("PERSISTENT", 1)
-    section = c_int(heads_of_a_section(problem, persistent))
+    lowest = -3.4e38 / max(1, problem.scale / math.log(2))
+    further = c_float(lowest), c_int(tiles), c_int(heads_of_a_section(problem, persistent))
     blocks = min(tiles, problem.processors) if persistent else tiles
-    return [work(problem, "attention_forward", (*arguments, c_int(tiles), section), blocks)]
+    return [work(problem, "attention_forward", (*arguments, *further), blocks)]
 
 
 def heads_of_a_section(problem, persistent):

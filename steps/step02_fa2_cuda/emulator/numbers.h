@@ -36,8 +36,6 @@ inline float emulator_opaque(float x) {
   asm("" : "+r"(bits));
   return __int_as_float(bits);
 }
-inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-
 // A product that is rounded before anything is added to it, while a * b + c becomes an FMA.
 inline float __fmul_rn(float a, float b) { return emulator_opaque(emulator_opaque(a) * b); }
 
