@@ -1862,6 +1862,11 @@ def test_ncus_table_is_parsed_without_its_units_and_what_has_no_value():
             profile.parse(output, metrics)
 
 
+def test_stall_reasons_are_shares_of_a_warps_time():
+    found = profile.waits({"tensor_pipe": 40.0, "stalled_wait": 1.5, "stalled_selected": 1.0, "stalled_gmma": 2.5})
+    assert list(found.items()) == [("gmma", 0.5), ("wait", 0.3), ("selected", 0.2)] and profile.waits({}) == {}
+
+
 def test_a_profile_is_of_the_rungs_that_ncu_read_and_shown_while_they_are_as_they_were(tmp_path, monkeypatch, capsys):
     def run(words):
         if words[-1] == "mma":

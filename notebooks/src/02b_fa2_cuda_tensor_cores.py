@@ -850,14 +850,15 @@ for rung in ("mma", "ldmatrix", "fa2"):
     says = f"{rung:9} {tiles} tiles; million wavefronts: expected {expected:.1f}"
     if rung in counters:
         print(f"{says}, hardware {counters[rung]['shared_wavefronts'] / 1e6:.1f}")
+        longest = list(profile.waits(counters[rung]).items())[:4]
+        print("          a warp's time:", ", ".join(f"{x:.0%} {why}" for why, x in longest))
     else:
         print(f"{says}, no profile yet")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# For `fa2` the hardware counts fewer wavefronts than the emulation, which takes `cp.async` for stores of 16 bytes a lane. How the
-# counter takes it is open.
+# For `fa2` the hardware counts fewer wavefronts: the emulation takes `cp.async` for stores of 16 bytes a lane.
 #
-# Five counters, in the order in which to ask:
+# Five counters, in order:
 #
 # | counter | says | conclude |
 # |---|---|---|
@@ -867,7 +868,9 @@ for rung in ("mma", "ldmatrix", "fa2"):
 # | `issue_slots` | cycles in which an instruction is issued | high: too many instructions; low: warps wait, so overlap |
 # | `dram_throughput` | share of device memory's bandwidth | high: larger tiles; low: leave the traffic alone |
 #
-# Low issue slots say *that* warps wait. For what, Nsight Compute's *stall reasons* can say.
+# Low issue slots say *that* warps wait. For what, the *stall reasons* say, above: `short_scoreboard` and `mio_throttle`
+# are shared memory, `long_scoreboard` device memory, `wait` the latency of the instruction before. `mma` needs another layout;
+# `fa2` hardly waits for memory.
 #
 # **Predict 7.** For `mma`, `ldmatrix` and `fa2`: which counter is the highest in each?
 #
@@ -918,9 +921,8 @@ result
 #
 # 1. Which lanes hold row 9 of S, and how many of its numbers has each?
 # 2. Why may P and V both have their keys in another order, as long as it is the same one?
-# 3. Would rows padded by 16 bytes be free of conflicts? What would that cost?
-# 4. Why does rung 4 need no second buffer for K, and what would one be good for?
-# 5. Why must the sum l not be combined among four lanes in every tile, and the maximum must?
+# 3. Why does rung 4 need no second buffer for K, and what would one be good for?
+# 4. Why must the sum l not be combined among four lanes in every tile, and the maximum must?
 #
 # **Go further**
 #

@@ -120,6 +120,12 @@ def read(folder=rows.COMMITTED, part="rungs"):
     return {rung: one["counters"] for rung, one in rungs.items() if not fingerprint.is_stale(subject(record, one))}
 
 
+def waits(counters):
+    """{stall reason: its share of a warp's time} out of one of `read`, the largest first; without stalls {}."""
+    stalls = {name.removeprefix("stalled_"): n for name, n in counters.items() if name.startswith("stalled_")}
+    return {name: stalls[name] / sum(stalls.values()) for name in sorted(stalls, key=stalls.get, reverse=True)}
+
+
 def main(commit: rows.Commit = None, out: rows.Folder = rows.COMMITTED):
     """What the hardware counters say about kernels of stages 02 and 03."""
     folders = ["/usr/local/cuda/bin", *map(str, Path("/opt/nvidia/nsight-compute").glob("*"))]
