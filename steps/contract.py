@@ -236,6 +236,7 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
     (_, q), (_, k), (_, v) = tensors
     dtype, device = q.dtype, q.device
     check_shapes(supports, q.shape, k.shape, v.shape)
+    check_length(q.shape[-2] + k.shape[-2])
     for name, x in tensors[1:]:
         if x.dtype != dtype or x.device != device:
             raise TypeError(
@@ -264,6 +265,12 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
             raise ValueError(f"this rung of {_named(supports)} has no tiles; got tile={tile!r}. Leave it out.")
         tile = check_tile(supports, tile)
     return check_scale(scale, D), {} if tile is None else {"tile": tile}
+
+
+def check_length(rows):
+    """ValueError if there are more queries and keys than kernels count in 32 bits, to which they may add a tile."""
+    if isinstance(rows, int) and rows > 2**31 - 2**16:  # While a call is traced, the number may be a symbol.
+        raise ValueError(f"q and k may have 2^31 - 2^16 rows together; got {rows}. Split the queries.")
 
 
 def check_dense(name, x):

@@ -39,8 +39,8 @@ PAIRS = (
 ALIKE = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 # What k has in common with v, and q with dout. To ask the other one for it would change nothing.
 IN_COMMON = {"shape", "dtype", "device", "zeros_like", "empty_like"}
-# What tests without a GPU do not see. Gluon is only compiled.
-NOT_RUN_HERE = {"__init__.py", "nvrtc.py", "ptx.cuh", "fwd_3_gluon.py", "demo.py"}
+# Files and folders in which tests without a GPU see no change (Gluon is only compiled), or that are no code of a stage.
+NOT_RUN_HERE = {"__init__.py", "nvrtc.py", "ptx.cuh", "fwd_3_gluon.py", "demo.py", "broken", "emulator"}
 HOST_TESTS = {"02": ("test_launch.py", "test_cache.py")}  # a stage's tests beside its test_stepNN file
 
 
@@ -123,11 +123,11 @@ def cuda_changes(file, text):
 
 
 def changes(stage):
-    """Every change of the stage's own files, which are the first level of its folder."""
+    """Every change of the stage's own files. Kernels that are broken on purpose, and what runs kernels, are none."""
     (folder,) = (ROOT / "steps").glob(f"step{stage}_*/")
     found = []
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".py", ".cu", ".cuh") and path.name not in NOT_RUN_HERE:
+    for path in sorted(folder.rglob("*.*")):
+        if path.suffix in (".py", ".cu", ".cuh") and not {path.name, path.parent.name} & NOT_RUN_HERE:
             kind = python_changes if path.suffix == ".py" else cuda_changes
             found += kind(str(path.relative_to(ROOT)), path.read_text())
     return found

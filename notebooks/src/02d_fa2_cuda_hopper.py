@@ -198,7 +198,8 @@ for column, D in zip(axes.T, (64, 128), strict=True):
 fig.supxlabel("clocks, three steps a warpgroup", fontsize=9)
 boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
 fig.legend(boxes, colours, ncols=3, loc="outside upper center")
-for one in (x for x in clocked.get("timelines", ()) if "without" not in x):
+whole = [one for one in clocked.get("timelines", ()) if "without" not in one]
+for one in whole:
     busy = f"tensor cores busy {tile_clocks(128)[0] / clocks_a_step(one):.0%}"
     print(f"timeline, {one['switches']}: {busy}")
 picture(fig, """A model's timelines of two warpgroups over three steps, in lockstep and in
@@ -866,7 +867,6 @@ print("the model's softmax of a warpgroup:", sum(tile_clocks(128, Br=64)[1:]), "
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 def draw_timelines(first=8, steps=5):
-    whole = (one for one in clocked["timelines"] if "without" not in one)
     shown = [one for one in whole if one["switches"]["OVERLAP"]]
     fig, axes = plt.subplots(len(shown), 1, figsize=(9, 4), layout="constrained")
     bars = (("asks", "starts", 0, FAINT), ("starts", "output", 0, COLOURS[0]),

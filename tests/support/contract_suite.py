@@ -186,6 +186,14 @@ class Contract:
             with pytest.raises(exception):
                 self.stage.backward(q, q, k, v, *saved, **options)
 
+    def test_more_rows_than_32_bits_count(self):
+        few, _, _ = self.example()
+        many = few[:1, :1, :1].expand(-1, -1, 2**31 - 2**16, -1)  # takes no memory
+        pairs = ((many, few[:1, :1]), (few[:1, :1], many)) if self.stage.SUPPORTS["nq_ne_nk"] else ((many, many),)
+        for q, k in pairs:
+            with pytest.raises(ValueError, match=r"2\^31 - 2\^16 rows together; got \d{10}\."):
+                self.stage.forward(q, k, k)
+
     @pytest.mark.parametrize("name", ["dout", "out", "lse"])
     def test_bad_saved_tensors(self, name):
         q, k, v = self.example()
