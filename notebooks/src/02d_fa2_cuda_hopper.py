@@ -57,6 +57,7 @@ fresh = fingerprint.fresh(rows.read())
 recorded = [row for row in rows.latest(fresh) if row["gpu"] == h200.name]
 loads = report.of_last_run(fingerprint.fresh(rows.read(timing="sustained")))
 clocked = timeline.read()
+whole = [one for one in clocked.get("timelines", ()) if "without" not in one]
 NO_CLOCKS = "no timeline of this kernel: on an H200, python -m steps.bench.timeline"
 
 
@@ -198,7 +199,6 @@ for column, D in zip(axes.T, (64, 128), strict=True):
 fig.supxlabel("clocks, three steps a warpgroup", fontsize=9)
 boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
 fig.legend(boxes, colours, ncols=3, loc="outside upper center")
-whole = [one for one in clocked.get("timelines", ()) if "without" not in one]
 for one in whole:
     busy = f"tensor cores busy {tile_clocks(128)[0] / clocks_a_step(one):.0%}"
     print(f"timeline, {one['switches']}: {busy}")
