@@ -73,8 +73,7 @@ def excerpt(file, *parts):
     return result
 
 
-print(steps.engine.describe())
-print(f"torch {torch.__version__}, matplotlib {matplotlib.__version__}")
+print(f"{steps.engine.describe()}\ntorch {torch.__version__}, matplotlib {matplotlib.__version__}")
 print("rungs of stage 02:", ", ".join(step02.SUPPORTS["rungs"]))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
