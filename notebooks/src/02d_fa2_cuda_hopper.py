@@ -73,7 +73,7 @@ def excerpt(file, *parts):
     return result
 
 
-print(f"{steps.engine.describe()}\ntorch {torch.__version__}, matplotlib {matplotlib.__version__}")
+print(steps.engine.describe(), f"torch {torch.__version__}", sep="\n")
 print("rungs of stage 02:", ", ".join(step02.SUPPORTS["rungs"]))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
