@@ -1,5 +1,6 @@
 """What launch.py checks, plans, keeps and hands to the driver; on CPU tensors, with a driver that only takes notes."""
 
+import math
 import pickle
 import re
 import weakref
@@ -358,13 +359,23 @@ def test_a_tile_fits_into_the_shared_memory():
         assert all(row.shared_bytes(D, *tile) <= 227 * 1024 for D, tile in row.tiles[0].items()), row.file  # H100
 
 
-def test_a_section_of_a_persistent_kernel_has_half_as_many_heads_as_there_are_blocks():
-    q = torch.zeros(2, 8, 400, 64).bfloat16()
+@pytest.mark.parametrize("D, most", [(64, 66), (96, 33), (128, 33)])
+def test_a_section_of_a_persistent_kernel_has_half_or_a_quarter_as_many_heads_as_there_are_blocks(D, most):
+    q = torch.zeros(2, 8, 384, D).bfloat16()
     problem = launch.problem_of(ladder.FORWARD["hopper"], q, q, causal=True)
-    (work,) = launch.forward_works(replace(problem, processors=132), {})
+    problem = replace(problem, Br=128, processors=132)
+    (work,) = launch.forward_works(problem, {})
     assert [x.value for x in work.arguments[-2:]] == [3 * 16, 16] and work.grid == 48  # there are no more heads
-    (work,) = launch.forward_works(replace(problem, B=20, processors=132), {})
-    assert [x.value for x in work.arguments[-2:]] == [3 * 160, 66] and work.grid == 132
+    (work,) = launch.forward_works(replace(problem, B=20), {})
+    assert [x.value for x in work.arguments[-2:]] == [3 * 160, most] and work.grid == 132
+
+
+@pytest.mark.parametrize("scale", [1e-30, 0.6, 0.8, 1e30])
+def test_the_maxima_of_rung_hopper_start_below_all_scores_and_at_a_finite_exponent(scale):
+    q = torch.zeros(1, 1, 8, 64).bfloat16()
+    (work,) = launch.forward_works(launch.problem_of(ladder.FORWARD["hopper"], q, q, scale=scale), {})
+    lowest, scale_log2 = torch.tensor([work.arguments[-3].value, scale / math.log(2)])
+    assert (lowest * scale_log2).isfinite() and lowest * max(1, scale_log2) <= -3e38
 
 
 @pytest.mark.parametrize("Nk, D, Hk, blocks, section", [
