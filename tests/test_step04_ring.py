@@ -25,6 +25,7 @@ import steps.step04_ring as step04
 from reference import attention, cases, error
 from steps import engine, step00_naive
 from steps.step04_ring import Layout, block, entry, fetch, launch, merge_kernels, relay, side
+from steps.step04_ring.agree import go_round
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
 from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
@@ -106,6 +107,16 @@ def test_unknown_layout():
 
 
 # Merge.
+
+
+def test_a_rank_that_compares_its_call_names_the_ranks_beside_it(monkeypatch):
+    said = []
+    comm = SimpleNamespace(rank=1, size=4, group=None)
+    comm.explained = lambda text: said.append(text) or contextlib.nullcontext()
+    monkeypatch.setattr(dist, "all_gather", lambda everyone, sent, group: [x.copy_(sent) for x in everyone])
+    signatures, sizes = go_round(comm, b"16 bytes of mine", 7)
+    assert (signatures, sizes) == (4 * (b"16 bytes of mine",), (7, 7, 7, 7))
+    assert said == ["comparing its call with those of all ranks, through rank 0 and rank 2"]
 
 
 def test_merge_of_parts_is_attention_over_all_keys():

@@ -288,6 +288,14 @@ def test_few_queries_cover_what_is_visible_once():
             assert torch.equal(seen, reference.visible(Nq, S, causal).int()), (kind, S, N, Nq)
 
 
+def test_a_run_of_packed_queries_takes_the_keys_that_it_sees():
+    keys, options = cuts.cut((0, 5, 9, 16), range(7, 11), 16, True, "cpu")
+    lists = {name: x if isinstance(x, int) else x.tolist() for name, x in options.items()}
+    assert keys == slice(5, 11) and lists == {
+        "cu_seqlens_q": [0, 0, 2, 4], "max_seqlen_q": 2, "cu_seqlens_k": [0, 0, 4, 6], "max_seqlen_k": 4
+    }  # fmt: skip
+
+
 def test_results_are_bit_equal_from_run_to_run():
     for strategy in strategies.LESSONS:
         assert on_ranks(twice, strategy) == [True] * 4

@@ -76,7 +76,7 @@ def memory_bytes(strategy, layout, rank, *, B, H, Hk, D, e):
         pairs = [(owner, rank) for owner in range(N)], [(rank, src) for src in range(N)]
         found, received = (sum(len(found_rows(layout, *pair)) for pair in some) * B * H for some in pairs)
         outs = (found + received) * D * e
-        return max(N * q + found * (D * e + 4), found * (D * e + 4) + outs, received * (D * e + 4) + merging)
+        return max(found * (D * e + 4) + outs, received * (D * e + 4) + merging)
     return 5 * q + kv + lse
 
 
