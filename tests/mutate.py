@@ -123,7 +123,7 @@ def cuda_changes(file, text):
 
 
 def changes(stage):
-    """Every change of the stage's own files. Kernels that are broken on purpose, and what runs kernels, are none."""
+    """Every change of the stage's own files, without the emulation and the kernels that are broken on purpose."""
     (folder,) = (ROOT / "steps").glob(f"step{stage}_*/")
     found = []
     for path in sorted(folder.rglob("*.*")):

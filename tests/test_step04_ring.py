@@ -109,16 +109,6 @@ def test_unknown_layout():
 # Merge.
 
 
-def test_a_rank_that_compares_its_call_names_the_ranks_beside_it(monkeypatch):
-    said = []
-    comm = SimpleNamespace(rank=1, size=4, group=None)
-    comm.explained = lambda text: said.append(text) or contextlib.nullcontext()
-    monkeypatch.setattr(dist, "all_gather", lambda everyone, sent, group: [x.copy_(sent) for x in everyone])
-    signatures, sizes = go_round(comm, b"16 bytes of mine", 7)
-    assert (signatures, sizes) == (4 * (b"16 bytes of mine",), (7, 7, 7, 7))
-    assert said == ["comparing its call with those of all ranks, through rank 0 and rank 2"]
-
-
 def test_merge_of_parts_is_attention_over_all_keys():
     q, k, v = (torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(1)) for _ in range(3))
     want, want_lse = attention.forward(*(x[None] for x in (q, k, v)))
@@ -515,6 +505,16 @@ DISAGREEMENTS = {  # what rank 2 does differently: words of the message that eve
     "length": ("zigzag shards of S = 13", "[3, 3, 3, 4]", "got [3, 3, 4, 3]"),
     "integer": ("int32", "takes float32"),
 }
+
+
+def test_a_rank_that_compares_its_call_names_the_ranks_beside_it(monkeypatch):
+    said = []
+    comm = SimpleNamespace(rank=1, size=4, group=None)
+    comm.explained = lambda text: said.append(text) or contextlib.nullcontext()
+    monkeypatch.setattr(dist, "all_gather", lambda everyone, sent, group: [x.copy_(sent) for x in everyone])
+    signatures, sizes = go_round(comm, b"16 bytes of mine", 7)
+    assert (signatures, sizes) == (4 * (b"16 bytes of mine",), (7, 7, 7, 7))
+    assert said == ["comparing its call with those of all ranks, through rank 0 and rank 2"]
 
 
 def test_ranks_that_disagree_all_raise():

@@ -28,6 +28,12 @@ def test_all_steps_that_are_recorded_are_of_one_block():
     assert timeline.FIRST + timeline.STEPS <= tiles * sizes["Nk"] // macros["Bc"]
 
 
+def test_what_is_left_out_is_no_longer_in_the_text(tmp_path):
+    whole, exp, softmax = (timeline.timed_file(tmp_path, without).read_text() for without in (None, "exp", "softmax"))
+    assert [text.count("exp2_approx(S[e") for text in (whole, exp, softmax)] == [2, 0, 2]
+    assert [text.count("online_softmax(S,") for text in (whole, exp, softmax)] == [2, 2, 0]
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("without", (None, *timeline.LEFT_OUT))
 def test_clocks_cost_no_spills(tmp_path, without):

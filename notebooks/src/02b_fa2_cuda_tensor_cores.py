@@ -869,7 +869,7 @@ for rung in ("mma", "ldmatrix", "fa2"):
 # | `dram_throughput` | share of device memory's bandwidth | high: larger tiles; low: leave the traffic alone |
 #
 # Low issue slots say *that* warps wait. For what, the *stall reasons* say, above: `short_scoreboard` and `mio_throttle`
-# are shared memory, `long_scoreboard` device memory, `wait` the latency of the instruction before. `mma` needs another layout;
+# are shared memory (or exp), `long_scoreboard` device memory, `wait` the latency of the instruction before. `mma` needs another layout;
 # `fa2` hardly waits for memory.
 #
 # **Predict 7.** For `mma`, `ldmatrix` and `fa2`: which counter is the highest in each?

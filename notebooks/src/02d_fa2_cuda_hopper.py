@@ -815,8 +815,8 @@ for name, change in mistakes.items():
 # last table), OVERLAP 5 to 7 %.
 #
 # Why do tensor cores rest at all? From S until it asks for its next turn (*S to turn*, medians) a warpgroup took about
-# twice the clocks of the model's softmax. The last two lines leave parts of it out: 300 of 690 clocks go with the
-# exponentials, 280 with the rest.
+# twice the clocks of the model's softmax. The last two lines leave parts of it out: of the 690
+# clocks beyond the products' own, 300 go with the exponentials, 280 with the rest.
 #
 # </details>
 

@@ -378,7 +378,7 @@ def forward_works(problem, strides):
     if not problem.row.persistent:
         return [work(problem, "attention_forward", arguments, tiles)]
     persistent = problem.row.macros(problem).get("PERSISTENT", 1)
-    lowest = -3.4e38 / max(1, problem.scale / math.log(2))
+    lowest = -3.4e38 / max(1, problem.scale / math.log(2))  # where a row's maximum starts; the kernel says why
     further = c_float(lowest), c_int(tiles), c_int(heads_of_a_section(problem, persistent))
     blocks = min(tiles, problem.processors) if persistent else tiles
     return [work(problem, "attention_forward", (*arguments, *further), blocks)]
@@ -390,7 +390,7 @@ def heads_of_a_section(problem, persistent):
     The fewer they are, the more blocks read the same keys from the L2 cache, which saves power. If a multiprocessor
     gets its next tile when it is free, a section is the heads whose K and V fit into 32 MB of the cache. A persistent
     kernel deals its tiles out beforehand. Its blocks get equal work only if the sections are large, so that one has
-    half as many heads as there are blocks, or a quarter where a head has more bytes.
+    half as many heads as there are blocks. With a head_dim above 64 a head has more bytes, and a section a quarter.
     """
     bytes_of_K_and_V = 2 * problem.Nk * problem.D * problem.dtype.itemsize
     in_the_cache = max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
