@@ -650,7 +650,7 @@ def test_switches_are_the_macros_that_are_0_or_1_or_an_expression_unless_defined
     for kernel, wanted in some.items():
         rung = kernel.split("_")[-1]
         (whole,) = plans.entrants("02", rung)
-        same, *turned = plans.switched(whole)
+        same, *turned, _ = plans.switched(whole)
         assert same.fwd_kernel == kernel and {f"{kernel}:{one}" for one in wanted} <= {c.fwd_kernel for c in turned}
         q, k, v = torch.zeros(3, 1, 1, 0, 64, dtype=torch.bfloat16)
         for c in turned:
@@ -658,6 +658,21 @@ def test_switches_are_the_macros_that_are_0_or_1_or_an_expression_unless_defined
             assert c.forward.keywords == {"rung": rung, name: int(value)} and c.backward is None
             c.forward(q, k, v, causal=True)  # takes the switch; without queries nothing is compiled
             assert fingerprint.row_hash(of_02(c.fwd_kernel)) not in (None, fingerprint.row_hash(of_02(kernel)))
+
+
+@pytest.mark.parametrize("kernel", plans.SEPARATE)
+def test_what_large_scores_cost_is_measured_with_a_kernel_that_is_wrong_for_them_alone(kernel):
+    (whole,) = plans.entrants("02", kernel.split("_")[-1])
+    *_, fused = plans.switched(whole)
+    assert fused.fwd_kernel == f"{kernel}:LARGE_SCORES=0" and fused.backward is None
+    assert fingerprint.row_hash(of_02(fused.fwd_kernel)) not in (None, fingerprint.row_hash(of_02(kernel)))
+    separate, fma = plans.SEPARATE[kernel]
+    own = (plans.launch.HERE / f"{kernel}.cu").read_text()
+    assert Path(fused.forward.keywords["rung"].file).read_text() == own.replace(separate, fma) != own
+    q, k, v = (torch.randn(1, 1, 150, 32, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    q, k, v = (x.to(engine.device, torch.bfloat16) for x in (q, k, v))
+    for found, expected in zip(fused.forward(q, k, v), whole.forward(q, k, v), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_backward_that_adds_in_order_is_another_kernel():

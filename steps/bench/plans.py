@@ -10,9 +10,11 @@ compiling, above all FlashAttention-4, and the rest for imports, first calls and
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import re
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -156,7 +158,7 @@ def stem(module, prefix, word):
 
 
 def switched(candidate):
-    """The rung's forward, whole and with one of its switches turned at a time, as candidates.
+    """The rung's forward, whole, with one of its switches turned at a time, and not right for large scores: candidates.
 
     All are called in launch.py, because the stage's own forward takes no switches.
     """
@@ -167,6 +169,36 @@ def switched(candidate):
             turned = partial(forward, **{name: value})
             kernel = f"{candidate.fwd_kernel}:{name}={value}"
             yield replace(candidate, fwd_kernel=kernel, forward=turned, bwd_kernel=None, backward=None)
+    if candidate.fwd_kernel in SEPARATE:
+        kernel = f"{candidate.fwd_kernel}:LARGE_SCORES=0"
+        fused = partial(launch.forward, rung=fused_row(forward.keywords["rung"]))
+        yield replace(candidate, fwd_kernel=kernel, forward=fused, bwd_kernel=None, backward=None)
+
+
+# How a rung's text keeps the exponent from becoming one FMA, which is wrong for large scores; and the FMA, which shows
+# what that costs. It is no macro, because a kernel to copy should not offer what is wrong.
+SEPARATE = {
+    "fwd_5_fa2": ("__fmul_rn(scale_log2, e < 4 ? near[e] : far[e - 4])", "scale_log2 * (e < 4 ? near[e] : far[e - 4])"),
+    "fwd_8_hopper": ("exponent_factor(m_new[r], scale_log2)", "scale_log2"),
+}
+
+
+@functools.cache
+def fused_row(rung):
+    """The ladder's row of the rung, with a file in which the exponent is one FMA."""
+    row = launch.ladder.FORWARD[rung]
+    text = (launch.HERE / row.file).read_text()
+    separate, fused = SEPARATE[Path(row.file).stem]
+    if text.count(separate) != 1:
+        raise ValueError(f"{row.file} has changed: it holds {separate!r} {text.count(separate)} times, not once.")
+    file = Path(_folder().name) / row.file
+    file.write_text(text.replace(separate, fused))
+    return replace(row, file=str(file))
+
+
+@functools.cache
+def _folder():
+    return tempfile.TemporaryDirectory()  # until this process ends
 
 
 def ordered(candidate):

@@ -292,7 +292,9 @@ OWN_BACKWARD = tuple(word for word, row in FORWARD.items() if row.backwards[0] =
 
 
 def forward_row(rung):
-    """The row of a rung's forward; ValueError names the rungs there are."""
+    """The row of a rung's forward, or `rung` itself if it is a row; ValueError names the rungs there are."""
+    if isinstance(rung, Kernel):
+        return rung
     if rung not in FORWARD:
         raise ValueError(f"the rungs are {', '.join(FORWARD)}; got {rung!r}.")
     return FORWARD[rung]

@@ -39,8 +39,8 @@ def forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None, **switc
 
     q (B, H, Nq, D), k and v (B, Hk, Nk, D) are on one device, in a dtype and head_dim of the rung's row; H is a
     multiple of Hk. scale: 1/sqrt(D) by default. tile: (Br, Bc) instead of the row's. switches: macros at the head of
-    fwd_8_hopper.cu, such as PINGPONG=0, to measure what an idea brings. Raises TypeError, ValueError or RuntimeError
-    before anything is launched.
+    fwd_8_hopper.cu, such as PINGPONG=0, to measure what an idea brings; for the same reason rung may be a row of the
+    ladder. Raises TypeError, ValueError or RuntimeError before anything is launched.
     """
     key = "forward", rung, causal, scale, tile, *switches.items(), *layouts(q, k, v)
     plan = kept.get(key)
