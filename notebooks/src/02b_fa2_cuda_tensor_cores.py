@@ -575,7 +575,8 @@ else:
 #
 # Causal blocks are unequal. Where long ones start last, a few SMs still work when all others are done. So here they go
 # first; below, both orders. Heads come in sections whose K and V fit into the L2 cache. In the last lines one idea is
-# switched off: + is slower. Without a causal mask `LONGEST_FIRST` and `SECTIONS` change nothing: that is noise.
+# switched off: + is slower. Without a causal mask `LONGEST_FIRST` and `SECTIONS` change nothing: that is noise. Part 6
+# explains `LARGE_SCORES=0`.
 #
 # **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow? Which mask gains more? Which idea brings
 # nothing?
@@ -608,12 +609,13 @@ for N, heads in ((4096, 16), (4096, 64), (16384, 16)):
 step("cp_async", "fa2")
 times = {(r["run"], r["kernel"], r["D"], r["causal"], r["N"]): r["ms_median"]
          for r in with_switches if r["gpu"] == gpu.name}
-switches = "FEW_MASKS=0", "LONGEST_FIRST=0", "SECTIONS=0"
-for causal, switch in itertools.product((True, False), switches):
+switches = "FEW_MASKS=0", "LONGEST_FIRST=0", "SECTIONS=0", "LARGE_SCORES=0"
+for switch, D, causal in itertools.product(switches, (128, 64), (True, False)):
     slower = [f"{ms / times[run, 'fwd_5_fa2', *at] - 1:+.1%} at N = {at[2]}"
               for (run, name, *at), ms in times.items()
-              if name == f"fwd_5_fa2:{switch}" and at[:2] == [128, causal]]
-    print(f"{switch:15}, D = 128, causal {causal}:", ", ".join(slower) or "no rows yet")
+              if name == f"fwd_5_fa2:{switch}" and at[:2] == [D, causal]]
+    print(f"{switch:15}, D = {D:3}, {'causal' if causal else 'full':6}:",
+          ", ".join(slower) or "no rows yet")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
@@ -718,8 +720,8 @@ for rung in RUNGS[1:]:
 # The other one with a single case is **an FMA that harms a softmax**. A compiler makes `c * S - m` one fused
 # multiply-add, which does not round the product. But m is the *rounded* product at the maximum. The exponent there
 # should be 0, and is the rounding error of m. Neighbours among float32 numbers of that size, 1.44 x 10^11, are 2^14
-# apart, so the error is up to 2^13 = 8,192. Then P is infinite or 0, and O is NaN. `__fmul_rn` rounds the product by
-# itself. Hopper's rungs multiply scores that large by a power of two, because such a product is exact
+# apart, so the error is up to 2^13 = 8,192. Then P is infinite or 0, O NaN. `__fmul_rn` rounds the product by
+# itself; part 4 shows its cost. Hopper's rungs multiply such scores by a power of two: an exact product
 # (`exponent_factor` in `ptx.cuh`). The emulation fuses as NVRTC does if this processor has an FMA; otherwise the column
 # shows nothing.
 #

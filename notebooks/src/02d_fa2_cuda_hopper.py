@@ -981,8 +981,8 @@ if not under_load:
 # ### One switch at a time
 #
 # Each idea of `fwd_8_hopper.cu` is a macro. The table turns one at a time: + is slower than the whole kernel in the
-# same run, - faster. At N = 16384 the launch itself turns PERSISTENT off, and without a mask PINGPONG: these cells compare
-# equal kernels, and show the noise. *Spread*: the whole kernel's times, 20th to 80th percentile. **Question 3.** Which
+# same run, - faster. At N = 16384 the launch itself turns PERSISTENT off, and without a mask PINGPONG: these cells show
+# noise. LARGE_SCORES: see 02b, part 6. *Spread*: the whole kernel's times, 20th to 80th percentile. **Question 3.** Which
 # switch should bring more with a causal mask than without?
 #
 # <details><summary>Answer</summary>
