@@ -961,9 +961,9 @@ else:
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Under load
 #
-# In a second of calls every kernel meets the limit of 700 W, and its own power decides its clock. At D = 128 without
-# a mask rung 8 does 2 % less in a clock than FlashAttention-4. Otherwise the two agree within 1 %, in joules too; the watts
-# of one kernel scatter by 5 % from run to run. So compare both ways: in turn, and under load.
+# In a second of calls every kernel meets the limit of 700 W, and its own power decides its clock. Without a mask rung 8
+# does 1 to 2 % less in a clock than FlashAttention-4. With a causal mask the two agree within 1 %. The watts of one kernel
+# scatter by 5 % from run to run. So compare both ways: in turn, and under load.
 
 # %% slideshow={"slide_type": "fragment"}
 under_load = [r for r in loads if r["gpu"] == h200.name and r["pass"] == "fwd"]

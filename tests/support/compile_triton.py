@@ -3,8 +3,8 @@
     python tests/support/compile_triton.py '[["fused", 80, "bfloat16", 128, true], ...]'
 
 An entry is (rung, compute capability, dtype, head_dim, causal). Prints a line of JSON for each kernel: what was asked,
-the kernel's name, its bytes of shared memory, the bytes of registers that ptxas spills, whether ptxas serialises
-wgmma instructions, and how often some instructions stand in the PTX.
+the kernel's name, the threads and the bytes of shared memory of a program, a thread's registers, the bytes of them that
+ptxas spills, whether ptxas serialises wgmma instructions, and how often some instructions stand in the PTX.
 """
 
 import json
@@ -71,6 +71,8 @@ def main(wanted):
         log = assemble(ptx, driver.capability)
         found = dict(zip(("rung", "capability", "dtype", "D", "causal"), entry, strict=True), kernel=kernel.__name__)
         found |= dict(shared=compiled.metadata.shared, spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]))
+        found |= dict(registers=int(re.search(r"Used (\d+) registers", log)[1]))
+        found |= dict(threads=32 * compiled.metadata.num_warps)
         found |= dict(serialised="serialized" in log) | {name: ptx.count(name) for name in INSTRUCTIONS}
         print(json.dumps(found), flush=True)
 
