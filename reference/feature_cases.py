@@ -69,6 +69,7 @@ def features(B=2, H=2, n=1, device="cpu"):
         "softcap": {"softcap": 1.5},
         "boolean": {"mask": mask(1, H, rows, keys, seed=1) > -0.5},
         "boolean of all heads": {"mask": aligned(mask(B, 1, rows, keys, seed=1) > -0.5)},
+        "padding": {"mask": mask(B, 1, 1, keys, seed=1) > -0.5},
         "additive": {"mask": mask(B, 1, rows, keys, seed=3)},
         "additive of each head": {"mask": mask(1, H, rows, keys, seed=3)},
         "additive for keys": {"mask": mask(H, 1, keys, seed=5, value=-1e4)},
@@ -94,7 +95,7 @@ COMBINED = [
     ("additive", "dropout"), ("additive for keys", "packed"), ("additive for queries", "packed", "dropout"),
     ("causal", "first", "dropout", "left window"), ("softcap", "additive", "alibi"), ("causal", "dropout", "parts"),
     ("softcap", "alibi", "parts"), ("additive", "window", "parts"), ("causal", "lengths"),
-    ("boolean of all heads", "packed", "dropout", "first key"),
+    ("boolean of all heads", "packed", "dropout", "first key"), ("padding", "causal", "softcap"),
 ]  # fmt: skip
 CASES = ALONE + COMBINED
 

@@ -44,6 +44,7 @@ class Features(NamedTuple):
     mask_strides: Any = None  # of batch, head, query and key
     mask_tma: Any = None  # whether the copy engine reads the mask
     heads_first: Any = None  # whether all heads have the same mask
+    queries_alike: Any = None  # whether all queries have the same row of the mask, as a mask for padding has
     slopes: Any = None  # of ALiBi
     slope_strides: Any = None  # of batch (of the sequence, when packed) and head
     seed: Any = None  # a tensor of one int64
@@ -184,6 +185,9 @@ def load_mask(i, j, row, column, f, seq, head, MASKED: tl.constexpr):
             return tl.trans(tile.reshape(row.shape[1], column.shape[0]))
         else:
             return tile.reshape(row.shape[0], column.shape[1])
+    elif f.queries_alike is not None:  # One number a key, which `scores` broadcasts over the queries.
+        key = j + column
+        return tl.load(head.mask + key.to(tl.int64) * strides[3], mask=key < seq.keys.N, other=0)
     else:
         exists = row < seq.queries.N - i
         if MASKED:

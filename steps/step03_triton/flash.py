@@ -66,7 +66,8 @@ def prepare(
     if mask is not None:
         f |= {"seen" if mask.dtype == torch.bool else "added": 1, "mask_strides": mask.expand(B, H, Nq, Nk).stride()}
         f["heads_first"] = 1 if f["mask_strides"][1] == 0 else None
-        f["in_fours"] = 1 if assembly and f.get("seen") else None
+        f["queries_alike"] = 1 if f["mask_strides"][2] == 0 else None
+        f["in_fours"] = 1 if assembly and f.get("seen") and not f["queries_alike"] else None
     if cu_seqlens_q is not None:
         f |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         B, Nq, Nk = len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k
@@ -103,7 +104,7 @@ def with_tma(f, tensors, mask):
         return f
     f = f._replace(tma=1)
     packed = f.cu_seqlens_q is not None  # A sequence's first key may be any, and boxes begin at multiples of 16 bytes.
-    if mask is None or packed or mask.shape[-2:] != (tensors[0].shape[2], tensors[1].shape[2]):
+    if mask is None or packed or f.queries_alike or mask.shape[-2:] != (tensors[0].shape[2], tensors[1].shape[2]):
         return f
     return f._replace(mask_tma=1 if mask.stride(-1) == 1 and is_aligned(four_dimensions(mask)) else None)
 
