@@ -354,7 +354,7 @@ def test_programs_that_read_the_same_tile_of_a_mask_follow_one_another(shape, sh
 @pytest.mark.parametrize("shape, alike", [((3, 32, 32), None), ((2, 3, 1, 32), 1), ((32,), 1)], ids=str)
 def test_of_a_mask_that_all_queries_share_a_tile_is_one_row(shape, alike):
     """Otherwise ptxas serialises products on Hopper."""
-    q, mask = torch.zeros(2, 3, 32, 16), torch.zeros(shape)
+    q, mask = torch.zeros(2, 3, 32, 16, device=engine.device), torch.zeros(shape, device=engine.device)
     for same in (mask, mask.expand(2, 3, 32, 32)):
         assert flash.prepare(q, q, mask=same)[3].queries_alike == alike
 
