@@ -614,8 +614,7 @@ for switch, D, causal in itertools.product(switches, (128, 64), (True, False)):
     slower = [f"{ms / times[run, 'fwd_5_fa2', *at] - 1:+.1%} at N = {at[2]}"
               for (run, name, *at), ms in times.items()
               if name == f"fwd_5_fa2:{switch}" and at[:2] == [D, causal]]
-    print(f"{switch:15}, D = {D:3}, {'causal' if causal else 'full':6}:",
-          ", ".join(slower) or "no rows yet")
+    print(f"{switch:15} D {D:3}, causal {causal!s:5}:", ", ".join(slower) or "no rows yet")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
