@@ -158,9 +158,10 @@ def stem(module, prefix, word):
 
 
 def switched(candidate):
-    """The rung's forward, whole, with one of its switches turned at a time, and not right for large scores: candidates.
+    """Candidates: the rung's forward as it is, with one switch turned at a time, and with an exponent of one FMA.
 
-    All are called in launch.py, because the stage's own forward takes no switches.
+    The last, for the rungs of SEPARATE, is wrong for large scores. All are called in launch.py, because the stage's own
+    forward takes no switches.
     """
     forward = partial(launch.forward, rung=candidate.fwd_kernel.split("_", 2)[2])
     yield replace(candidate, forward=forward)
@@ -175,8 +176,9 @@ def switched(candidate):
         yield replace(candidate, fwd_kernel=kernel, forward=fused, bwd_kernel=None, backward=None)
 
 
-# How a rung's text keeps the exponent from becoming one FMA, which is wrong for large scores; and the FMA, which shows
-# what that costs. It is no macro, because a kernel to copy should not offer what is wrong.
+# The part of a rung's text that keeps the compiler from making the exponent one FMA, and the text in which it is one.
+# An FMA is wrong for large scores, and its time shows what being right costs. This is no macro in the kernel, because a
+# kernel to copy should not offer what is wrong.
 SEPARATE = {
     "fwd_5_fa2": ("__fmul_rn(scale_log2, e < 4 ? near[e] : far[e - 4])", "scale_log2 * (e < 4 ? near[e] : far[e - 4])"),
     "fwd_8_hopper": ("exponent_factor(m_new[r], scale_log2)", "scale_log2"),
