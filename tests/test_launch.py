@@ -214,7 +214,8 @@ def test_a_context_is_bound_where_a_kept_tensor_map_moves(launched, monkeypatch)
     def replace(map, *arguments):
         return encode(map, *arguments) if bound else 201
 
-    launch.forward(*inputs()[:3], rung="hopper")
+    first = inputs()[:3]  # held: the next tensors must not get their memory, for then no map would move
+    launch.forward(*first, rung="hopper")
     library = SimpleNamespace(cuTensorMapEncodeTiled=encode, cuTensorMapReplaceAddress=replace)
     monkeypatch.setattr(nvrtc, "_driver", lambda: library)
     monkeypatch.setattr(nvrtc, "bind_context", lambda device: not bound and not bound.append(device))
