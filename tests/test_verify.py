@@ -22,6 +22,7 @@ from steps import __main__, engine
 from steps import step00_naive as step00
 from steps.__main__ import app
 from steps.verify import anybody, verdict
+from steps.workbook.capstone import step_3
 
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
 here = sys.modules[__name__]
@@ -401,6 +402,18 @@ def test_a_forward_that_differs_from_run_to_run_is_noticed(forms):
 def test_an_overwritten_input_is_noticed(forms):
     _, text, _ = verify(f"{forms}:overwrites", "--no-backward")
     assert text.splitlines()[-1].endswith("it overwrites its input q")
+
+
+@pytest.mark.skipif(engine.name == "cuda", reason="on a GPU compute-sanitizer checks this")
+def test_a_triton_kernel_that_loads_beside_a_tensor_is_told_in_one_line(tmp_path):
+    kernel, mask = Path(step_3.__file__).read_text(), "(row < N) & (column < D)"
+    line = kernel[: kernel.index(mask)].count("\n") + 1
+    (tmp_path / "mine.py").write_text(kernel.replace(mask, "column < D", 1))
+    command = sys.executable, "-m", "steps", "verify", f"{tmp_path}/mine.py:attention", "--no-backward", "--no-gqa"
+    done = subprocess.run((*command, "--no-causal"), capture_output=True, text=True)  # Here stage 03 may be imported.
+    assert done.returncode == 1
+    says = " ".join(done.stdout.split())  # It is wrapped at the terminal's width.
+    assert re.search(rf"OutOfBounds: program .* bytes behind the last of \w+ \(mine.py, line {line}\)$", says), done
 
 
 def test_a_function_that_never_returns_is_stopped(forms):

@@ -33,7 +33,7 @@ from steps.bench.fingerprint import code_hash
 WITHOUT_GPU = tuple(
     f"tests/test_{what}.py"
     for what in ("cache emulator emulator_hopper environment errata feature_mutants features_reference mutants mutate "
-                 "notebooks readme reference slides step04_simulate structure timeline").split()
+                 "notebooks readme reference slides step03_memcheck step04_simulate structure timeline").split()
 )  # fmt: skip
 # Each of these takes longer than all others together.
 STAGE_02, WORKBOOK = "tests/test_step02_fa2_cuda.py", "tests/test_workbook.py"

@@ -14,7 +14,7 @@ from .public import functions
 from .sdpa import sdpa_of
 
 if engine.name == "cpu":
-    interpreter.sum_alike()
+    interpreter.prepare()
 GPU = torch.cuda.get_device_capability() if engine.name == "cuda" else None
 RUNGS, (DTYPES, HEAD_DIMS) = rungs.available(GPU), rungs.taken(GPU)
 SUPPORTS = {

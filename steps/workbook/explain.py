@@ -35,6 +35,7 @@ def explain(error, task, answer, lines):
     if where:
         return [*answer.line(where[-1]).splitlines(), *what.splitlines()]
     inside_stage = [f"{file}, line {line}" for file, line in error["frames"] if file.startswith(f"steps/{task.stage}/")]
+    inside_stage = [where for where in inside_stage if "/memcheck.py" not in where]  # It tells of the frame before it.
     if not inside_stage or "/emulator/" in inside_stage[-1]:  # The emulation's own message says where and why.
         return what.splitlines()
     return [*what.splitlines(), f"raised in {inside_stage[-1]}, {CONSEQUENCE}"]

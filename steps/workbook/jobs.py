@@ -59,6 +59,8 @@ def exercise(job, tell):
 def puzzle(job, tell):
     """Runs the cases of a module of steps/workbook/puzzles, and tells the same as `exercise`."""
     module = importlib.import_module(job["module"])
+    if hasattr(module, "triton"):
+        _check_accesses()
     rows = []
     for case in module.CASES:
         tell(running=case.says)
@@ -71,6 +73,7 @@ def puzzle(job, tell):
 
 def capstone(job, tell):
     """Runs the cases of the first step, then those of the next one, up to the job's level or the first wrong step."""
+    _check_accesses()
     attention = importlib.import_module(job["module"]).attention
     for step in range(1, job["level"] + 1):
         rows = []
@@ -82,6 +85,11 @@ def capstone(job, tell):
             break
     found = steps_of_capstone.diagnose(rows)
     tell(mutants=[m.name for m in found], equals=[m.says for m in found])
+
+
+def _check_accesses():
+    """From now on Triton's interpreter refuses an access beside a tensor, as stage 03 has it."""
+    importlib.import_module("steps.step03_triton")
 
 
 def _find_unwritten(stage):

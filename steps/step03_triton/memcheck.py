@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: MIT
+"""compute-sanitizer's memcheck for Triton's interpreter: a load or store beside its tensor is an error that names it.
+
+The interpreter takes any address that a kernel computes. Beside a tensor lies mostly other memory of the same process,
+so a kernel that forgot a mask gives right numbers here, and an illegal access, or wrong numbers, on a GPU. Therefore
+each launch notes which bytes belong to the tensors among its arguments, and all bytes of one load or store must lie
+within one of them. An access that lies wholly within another tensor of the launch is not seen, here as on a GPU.
+"""
+
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, InterpreterError
+
+spans: dict[str, tuple[int, int]] = {}  # of the launch under way: {argument's name: (first byte, byte behind the last)}
+
+
+class OutOfBounds(IndexError):
+    """A kernel's load or store is not within one tensor."""
+
+
+def tensors_in(name, argument):
+    """(name, tensor) of each tensor in a launch's argument, which may be a tuple or a tensor descriptor."""
+    if isinstance(argument, tuple):
+        names = getattr(argument, "_fields", range(len(argument)))
+        for field, value in zip(names, argument, strict=True):
+            yield from tensors_in(f"{name}.{field}", value)
+    elif hasattr(argument, "base"):  # a descriptor, or a tensor that Triton reads as another type
+        yield from tensors_in(name, argument.base)
+    elif hasattr(argument, "data_ptr"):
+        yield name, argument
+
+
+def span(tensor):
+    """The tensor's first byte, and the byte behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = last + 1 if tensor.numel() else 0
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
+def check(builder, what, pointers, mask):
+    """OutOfBounds if the bytes at those pointers whose mask is set are not all of one tensor."""
+    addresses = pointers.data[mask.data]
+    if addresses.size == 0:
+        return
+    first = int(addresses.min())
+    end = int(addresses.max()) + max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+
+    if any(begin <= first and end <= behind for begin, behind in spans.values()):
+        return
+    name, (begin, behind) = min(spans.items(), key=lambda item: distance(first, *item[1]))
+    before, after = begin - first, end - behind
+    where = f"{before} bytes before the first" if before > 0 else f"up to {after} bytes behind the last"
+    raise OutOfBounds(f"program {builder.grid_idx} {what} {where} of {name}")
+
+
+def distance(first, begin, behind):
+    """How far this byte is from the nearest of the bytes from begin to behind - 1; 0 if it is one of them."""
+    return max(begin - first, first - (behind - 1), 0)
+
+
+def watch():
+    """From now on the interpreter checks each load and each store of a kernel."""
+    launch = GridExecutor.__call__
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def watched_launch(self, *args, **kwargs):
+        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        spans.clear()
+        spans.update((name, span(x)) for argument in arguments.items() for name, x in tensors_in(*argument))
+        try:
+            return launch(self, *args, **kwargs)
+        except InterpreterError as error:
+            innermost = error
+            while innermost.__cause__:  # One for each function of the kernel that was being called.
+                innermost = innermost.__cause__
+            if isinstance(innermost, OutOfBounds):
+                raise innermost from None
+            raise
+
+    def watched_load(self, pointers, mask, *how, **named):
+        check(self, "loads", pointers, mask)
+        return load(self, pointers, mask, *how, **named)
+
+    def watched_store(self, pointers, value, mask, *how):
+        check(self, "stores", pointers, mask)
+        return store(self, pointers, value, mask, *how)
+
+    GridExecutor.__call__ = watched_launch
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = watched_load, watched_store

@@ -1,0 +1,130 @@
+"""Without a GPU, Triton's interpreter refuses a load or store beside its tensor, as memcheck does on a GPU."""
+
+import collections
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import steps.step03_triton  # noqa: F401  It switches the check on.
+from steps import engine
+from steps.step03_triton.memcheck import OutOfBounds
+
+pytestmark = pytest.mark.skipif(engine.name == "cuda", reason="on a GPU compute-sanitizer checks this")
+Tensors = collections.namedtuple("Tensors", "x y")
+N = 30  # numbers, for two programs of 16
+
+
+@triton.jit
+def load(x, at, end):
+    return tl.load(x + at, mask=at < end)
+
+
+@triton.jit
+def copy_kernel(x, y, first, end_x, end_y, SIZE: tl.constexpr):
+    at = first + tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(y + at, load(x, at, end_x), mask=at < end_y)
+
+
+@triton.jit
+def tuple_kernel(both, end, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(both.y + at, load(both.x, at, end), mask=at < 30)
+
+
+@triton.jit
+def descriptor_kernel(x, y, SIZE: tl.constexpr):
+    y.store([SIZE * tl.program_id(0)], x.load([SIZE * tl.program_id(0)]))
+
+
+@triton.jit
+def bytes_kernel(x, out, end):
+    tl.store(out, load(x, tl.program_id(0), end))
+
+
+def copy(x, y, first=0, end_x=N, end_y=N):
+    copy_kernel[(2,)](x, y, first, end_x, end_y, SIZE=16)
+
+
+def rows_of_one_tensor(dtype=torch.float32):
+    """Two tensors of N numbers that lie in one, with a number between them and one more at each end."""
+    return torch.arange(3 + 2 * N).to(dtype)[1:-1].unfold(0, N, N + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+def test_what_lies_within_its_tensor_is_taken(dtype):
+    x, y = rows_of_one_tensor(dtype)
+    copy(x, y)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "ends, message",
+    [
+        (dict(end_x=N + 1), "program (1, 0, 0) loads up to 4 bytes behind the last of x"),
+        (dict(end_y=N + 2), "program (1, 0, 0) stores up to 8 bytes behind the last of y"),
+        (dict(first=-1), "program (0, 0, 0) loads 4 bytes before the first of x"),
+    ],
+)
+def test_one_number_too_far_is_refused_though_it_is_the_processs_memory(ends, message):
+    x, y = rows_of_one_tensor()
+    kept = y.clone()
+    with pytest.raises(OutOfBounds) as raised:
+        copy(x, y, **ends)
+    assert str(raised.value) == message
+    assert {"load", "copy_kernel"} & {frame.name for frame in raised.traceback}, "it leads to the kernel's line"
+    assert torch.equal(y[16:], kept[16:]), "the store must not take place"
+
+
+def test_a_load_from_one_tensor_into_the_next_is_refused():
+    x = torch.zeros(2 * N)
+    with pytest.raises(OutOfBounds, match="8 bytes behind the last of x"):
+        copy(x[:N], x[N:], end_x=N + 2)
+
+
+def test_rows_with_a_gap_end_with_their_last_number():
+    x, y = torch.zeros(4, 10)[:, :3], torch.zeros(N)  # 33 numbers in memory, the last one at 32
+    copy(x, y)
+    copy(x, torch.zeros(33), end_x=32, end_y=32)
+    with pytest.raises(OutOfBounds, match="stores up to 4 bytes behind the last of y"):
+        copy(torch.zeros(64), x, first=2, end_x=34, end_y=34)
+
+
+def test_tensors_in_a_tuple_are_named_by_their_field():
+    both = Tensors(*rows_of_one_tensor())
+    tuple_kernel[(2,)](both, N, SIZE=16)
+    with pytest.raises(OutOfBounds, match="behind the last of both.x"):
+        tuple_kernel[(2,)](both, N + 1, SIZE=16)
+
+
+def test_a_descriptor_is_measured_by_its_tensor():
+    x, y = torch.arange(64)[:N], torch.zeros(64, dtype=torch.int64)[:N]  # Descriptors begin at multiples of 16 bytes.
+    described = TensorDescriptor(x, [N], [1], [16])
+    descriptor_kernel[(2,)](described, TensorDescriptor(y, [N], [1], [16]), SIZE=16)
+    assert torch.equal(x, y)
+    with pytest.raises(OutOfBounds, match="stores up to 16 bytes behind the last of y"):
+        descriptor_kernel[(2,)](described, TensorDescriptor(y, [32], [1], [16]), SIZE=16)
+
+
+def test_a_tensor_read_as_another_type_and_booleans():
+    seen, out = torch.ones(3, dtype=torch.bool), torch.zeros(1)
+    for x in (seen, triton.reinterpret(seen, tl.int8)):
+        bytes_kernel[(3,)](x, out, 3)
+        assert out.item() == 1
+        with pytest.raises(OutOfBounds, match="1 bytes behind the last of x"):
+            bytes_kernel[(4,)](x, out, 4)
+
+
+def test_nothing_may_be_loaded_where_there_is_nothing():
+    copy(torch.zeros(0), torch.zeros(0), end_x=0, end_y=0)
+    with pytest.raises(OutOfBounds):
+        copy(torch.zeros(0), torch.zeros(0), end_y=0)
+
+
+def test_a_launch_forgets_the_tensors_of_the_one_before():
+    x, y = torch.zeros(2 * N), torch.zeros(N)
+    copy(x, y, end_x=2 * N)
+    with pytest.raises(OutOfBounds):
+        copy(x[:N], y, end_x=2 * N)
