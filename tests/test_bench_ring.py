@@ -724,18 +724,20 @@ def test_the_table_of_speed_compares_within_one_race():
         made(LARGE, RELAY, 8.0, n_gpus=4),
     ]
     other += [made(LARGE, ONE, 40.0, n_gpus=4), made(LARGE, FETCH, 20.0, n_gpus=4)]
+    other.append(made(LARGE, FETCH, 77.0, gpu="NVIDIA H100 80GB HBM3"))
     head, *lines = ring_report.speed(race + later + other)
     assert head == ["GPUs", "computed", "Hk", "by", "8k", "32k"]
     found = {(line[0], line[1], line[3]): line[4:] for line in lines}
     tflops = LARGE.point.flops("fwd") / 2 / 10e-3 / 1e12
-    assert found["2", "fwd, causal", "fetch"] == ["–", f"10 to 15 (1.00, {tflops:.0f})"]
-    assert (
-        "(0.80, " in found["2", "fwd, causal", "relay"][1] and "(0.62, " in found["2", "fwd, causal", PEERS[0].peer][1]
-    )
-    assert found["2", "fwd, causal, contiguous", "fetch"][1].startswith("20 to 30 (0.75, ")
-    assert found["2", "fwd, causal", "fetch, graph"][0].startswith("1 to 1.5 (") and found["4", "fwd, causal", "relay"]
-    assert "(0.50, " in found["4", "fwd, causal", "fetch"][-1]
-    assert [line[3] for line in lines][:4] == ["one GPU", "fetch", "fetch, graph", "relay"]
+    assert found["2 H200", "fwd, causal", "fetch"] == ["–", f"10 to 15 (1.00, {tflops:.0f})"]
+    assert "(0.80, " in found["2 H200", "fwd, causal", "relay"][1]
+    assert "(0.62, " in found["2 H200", "fwd, causal", PEERS[0].peer][1]
+    assert found["2 H200", "fwd, causal, contiguous", "fetch"][1].startswith("20 to 30 (0.75, ")
+    assert found["2 H200", "fwd, causal", "fetch, graph"][0].startswith("1 to 1.5 (")
+    assert found["4 H200", "fwd, causal", "relay"]
+    assert "(0.50, " in found["4 H200", "fwd, causal", "fetch"][-1]
+    assert lines[0][:5] == ["2 H100", "fwd, causal", "32", "fetch", "–"] and lines[0][5].startswith("77 to ")
+    assert [line[3] for line in lines][1:5] == ["one GPU", "fetch", "fetch, graph", "relay"]
     assert not ring_report.speed([made(LARGE, ONE, 1.0, n_gpus=1)])
 
 
@@ -745,7 +747,7 @@ def test_the_table_of_strategies_has_time_memory_and_bytes():
     found += [made(ring_plan.FEW, STAR, 0.05), made(strategies, ULYSSES, 9.0, "fwd+bwd")]
     head, *lines = ring_report.strategies(found)
     assert head[-1] == "32k" and lines[0] == [
-        "2",
+        "2 H200",
         "fwd, causal",
         "32",
         "query_parallel",
@@ -753,7 +755,7 @@ def test_the_table_of_strategies_has_time_memory_and_bytes():
         "2 / 3 / 5",
     ]
     assert [line[3] for line in lines] == ["query_parallel", "star", "ulysses", "ring, fetch", "ring, relay", "ulysses"]
-    assert ring_report.token(found)[1:] == [["2", "128k", "8", "star", "50", "5"]]
+    assert ring_report.token(found)[1:] == [["2 H200", "128k", "8", "star", "50", "5"]]
 
 
 def of_one_gpu():
@@ -773,7 +775,7 @@ def test_predictions_stand_beside_what_was_measured():
     found = of_one_gpu() + FREE + [made(LARGE, FETCH, 1e3 * seconds), made(LARGE, RELAY, 2e3 * seconds, n_gpus=4)]
     head, line = ring_report.predictions(found)  # there are no hops of four GPUs
     assert head[-1] == "32k" and line == [
-        "2",
+        "2 H200",
         "fwd, causal",
         "32",
         "fetch",
@@ -839,11 +841,11 @@ def test_the_tables_of_changes_trace_and_hops():
     traced = made(LARGE, turned(RELAY, profiler=True), 4.0, hidden=0.876, idle=0.0123, launches=33.0)
     found += [traced, hop("fetch", 2**20, 0.01), hop("relay", 4096, 0.025)]
     assert ring_report.changes(found)[1:] == [
-        ["2", "fetch", "as it is", "4 (1.000)", "–"], ["2", "fetch", "no overlap", "5 (1.250)", "–"],
-        ["2", "relay", "kernel persistent for short tiles", "5", "–"],
+        ["2 H200", "fetch", "as it is", "4 (1.000)", "–"], ["2 H200", "fetch", "no overlap", "5 (1.250)", "–"],
+        ["2 H200", "relay", "kernel persistent for short tiles", "5", "–"],
     ]  # fmt: skip
-    assert ring_report.trace(found)[1] == ["2", "fwd, causal", "32", "relay", "4", "88%", "1.2%", "33"]
-    assert ring_report.hops(found)[1:] == [["2", "4 KiB", "–", "0.164 (25)"], ["2", "1 MiB", "105 (10)", "–"]]
+    assert ring_report.trace(found)[1] == ["2 H200", "fwd, causal", "32", "relay", "4", "88%", "1.2%", "33"]
+    assert ring_report.hops(found)[1:] == [["2 H200", "4 KiB", "–", "0.164 (25)"], ["2 H200", "1 MiB", "105 (10)", "–"]]
     every = {
         ring_report.changed(made(LARGE, who, 1.0))
         for who in (*ring_calls.ABLATIONS, ring_calls.WATCHED, ring_calls.UNWATCHED)
@@ -875,14 +877,14 @@ def test_tables_stand_in_readme_and_in_the_notebook():
     found = [hop("fetch", 2**20, 0.01)]
     text = "<!-- ring hops -->\nold\n<!-- /ring -->\n<!-- ring speed -->\nold\n<!-- /ring -->\n"
     filled = report.render(text, found)
-    table = "| GPUs | message | fetch | relay |\n| --- | --- | --- | --- |\n| 2 | 1 MiB | 105 (10) | – |"
+    table = "| GPUs | message | fetch | relay |\n| --- | --- | --- | --- |\n| 2 H200 | 1 MiB | 105 (10) | – |"
     assert f"<!-- ring hops -->\n{table}" in filled
     assert (
         "NVIDIA H200, driver 580" in filled and f"<!-- ring speed -->\n{report.EMPTY}" in filled and "old" not in filled
     )
     assert ring_report.TABLES.keys() == ring_report.NOTES.keys()
     assert ring_report.shown("hops", found).startswith(
-        "GPUs  message  fetch     relay\n2     1 MiB    105 (10)  –\n\nGB/s"
+        "GPUs    message  fetch     relay\n2 H200  1 MiB    105 (10)  –\n\nGB/s"
     )
     for name in ring_report.TABLES:
         assert ring_report.shown(name, of_one_gpu()).startswith("Not recorded yet.")

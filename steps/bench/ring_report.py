@@ -86,12 +86,12 @@ def size(row):
 
 
 def in_order(rows):
-    """Fewer GPUs first, then causal, zigzag, the forward, more K/V heads, and the ring; otherwise as measured."""
+    """Fewer GPUs first, of one kind; then causal, zigzag, the forward, more K/V heads, the ring; else as measured."""
 
     def key(row):
         contiguous = row["causal"] and row["layout"] == "contiguous"
         place = ORDER.index(who(row)) if who(row) in ORDER else len(ORDER)
-        return row["n_gpus"], not row["causal"], contiguous, row["pass"] != "fwd", -row["Hk"], place
+        return row["n_gpus"], row["gpu"], not row["causal"], contiguous, row["pass"] != "fwd", -row["Hk"], place
 
     return sorted(rows, key=key)
 
@@ -104,11 +104,16 @@ def who(row):
     return f"ring, {ring}" if "strategy" in options else f"{ring}, graph" if options.get("graph") else ring
 
 
+def gpus(row):
+    """How many GPUs of which kind: "2 H200" where torch calls them "NVIDIA H200"."""
+    return f"{row['n_gpus']} {row['gpu'].removeprefix('NVIDIA ').split()[0]}"
+
+
 def about(row):
-    """A line's first words: how many GPUs, what is computed, the K/V heads."""
+    """A line's first words: which GPUs, what is computed, the K/V heads."""
     mask = "causal" if row["causal"] else "full"
     layout = ", contiguous" if row["causal"] and row["layout"] == "contiguous" else ""
-    return [str(row["n_gpus"]), f"{row['pass']}, {mask}{layout}", str(row["Hk"])]
+    return [gpus(row), f"{row['pass']}, {mask}{layout}", str(row["Hk"])]
 
 
 def by_size(head, cells):
@@ -161,7 +166,7 @@ def token(rows):
     lines = []
     for row in rows:
         numbers = f"{1e3 * row['ms_median']:.0f}", f"{row['sent_bytes'] / 1e6:.3g}"
-        lines.append([str(row["n_gpus"]), thousands(row["Nk"]), str(row["Hk"]), who(row), *numbers])
+        lines.append([gpus(row), thousands(row["Nk"]), str(row["Hk"]), who(row), *numbers])
     return [head, *lines] if lines else []
 
 
@@ -275,7 +280,7 @@ def changes(rows):
         what = CHANGES[changed(row)]
         if (row["kernel"], row["run"]) in persistent and changed(row) not in ("persistent=False", "block=stage 03"):
             what += ", kernel persistent"
-        words = str(row["n_gpus"]), RINGS[row["kernel"]], what
+        words = gpus(row), RINGS[row["kernel"]], what
         share = f" ({row['ms_median'] / usual[key]:.3f})" if key in usual else ""
         lines.setdefault(words, {})[row["pass"]] = f"{ms(row)}{share}"
     found = [[*words, *(of_line.get(pass_, "–") for pass_ in PASSES)] for words, of_line in lines.items()]
@@ -301,11 +306,11 @@ def hops(rows):
     for row in of_one_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] > 1]):
         nbytes = 2 * row["B"] * row["Hk"] * row["Nk"] * row["D"]
         word = f"{nbytes / row['ms_median'] / 1e6:.3g} ({1e3 * row['ms_median']:.0f})"
-        lines.setdefault((row["n_gpus"], nbytes), {})[row["options"]["transport"]] = word
+        lines.setdefault((gpus(row), nbytes), {})[row["options"]["transport"]] = word
     found = []
-    for n_gpus, nbytes in sorted(lines):
+    for which, nbytes in sorted(lines):
         amount = f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
-        found.append([str(n_gpus), amount, *(lines[n_gpus, nbytes].get(one, "–") for one in RINGS.values())])
+        found.append([which, amount, *(lines[which, nbytes].get(one, "–") for one in RINGS.values())])
     return [["GPUs", "message", *RINGS.values()], *found] if found else []
 
 
