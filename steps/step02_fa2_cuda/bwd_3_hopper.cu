@@ -276,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     // blocks are short, because a turn is then a larger part of a block. It has few where blocks are long:
     // the more blocks of a head run at the same time, the more often its Q, dO and dq are read from the L2
     // cache and not from memory. The numbers were measured.
-    int section = max(4, min(SECTION, (causal ? 3072 : 1024) * Br / Nq));
+    int section = max(4, min(SECTION, (causal ? 4096 : 1024) * Br / Nq));
     int first_head = number[0] / (section * tiles) * section;
     int heads = min(section, int(gridDim.x) / tiles - first_head);
     int n = number[0] - first_head * tiles;
