@@ -317,6 +317,49 @@ def compare_in_parts():
     return True
 
 
+class Full(PlainBlock):
+    """A block that finds no memory left when it is called for the n-th time."""
+
+    n = 0
+
+    @classmethod
+    def forward(cls, *tensors, **options):
+        return cls.count() or PlainBlock.forward(*tensors, **options)
+
+    @classmethod
+    def backward(cls, *tensors, **options):
+        return cls.count() or PlainBlock.backward(*tensors, **options)
+
+    @classmethod
+    def count(cls):
+        cls.n -= 1
+        if cls.n == 0:
+            raise MemoryError("on purpose")
+
+
+@pytest.mark.parametrize("transport", ["relay", FETCH])
+def test_after_a_block_that_raises_on_every_rank_the_next_call_is_right(transport):
+    assert on_ranks(go_on_after_an_error, transport) == [True] * 4
+
+
+def go_on_after_an_error(transport):
+    """Whether forward and backward give the same before and after calls whose block raises at each of its steps."""
+    random = torch.Generator().manual_seed(dist.get_rank())
+    q, k, v, dout = (torch.randn(1, 2, 5, 8, generator=random).to(engine.device) for _ in range(4))
+    options = dict(S=20, block=Full, transport=transport)
+    out, lse = step04.forward(q, k, v, **options)
+    want = out, lse, *step04.backward(dout, q, k, v, out, lse, **options)
+    for step in (1, 2, 3, 4):
+        for call in (step04.forward, lambda *qkv, **o: step04.backward(dout, *qkv, out, lse, **o)):
+            Full.n = step
+            with pytest.raises(MemoryError, match="on purpose"):
+                call(q, k, v, **options)
+        got = *step04.forward(q, k, v, **options), *step04.backward(dout, q, k, v, out, lse, **options)
+        if not all(map(torch.equal, got, want)):
+            return False
+    return True
+
+
 @pytest.mark.parametrize("first, n", [(128, 256), (70, 140), (1, 90)])
 def test_stage_02_s_backward_on_slices(first, n):
     """dq comes from blocks with all queries and from blocks with the late ones, which may begin inside a tile."""
@@ -502,6 +545,7 @@ DISAGREEMENTS = {  # what rank 2 does differently: words of the message that eve
     "layout": ("the same layout", "rank 2 striped"),
     "heads": ("the same shape of q", "rank 2 (1, 4, 'n', 16)"),
     "S": ("the same S", "rank 2 12"),
+    "transport": ("the same transport", "rank 2 fetch"),
     "length": ("zigzag shards of S = 13", "[3, 3, 3, 4]", "got [3, 3, 4, 3]"),
     "integer": ("int32", "takes float32"),
 }
@@ -532,7 +576,7 @@ def disagree():
     for name in DISAGREEMENTS:
         n = (4 if other else 3) if name == "length" else 3
         x = torch.zeros(1, 4 if other and name == "heads" else 2, n, 16, device=engine.device)
-        different = {"S": 12, "causal": True, "scale": 0.5, "layout": "striped"}
+        different = {"S": 12, "causal": True, "scale": 0.5, "layout": "striped", "transport": "fetch"}
         options = {name: different[name]} if other and name in different else {}
         if other and name == "dtype":
             x = x.half()

@@ -46,9 +46,11 @@ class Relay:
         for step in range(self.comm.size):
             last = step == self.comm.size - 1
             hop = None if last else self.post(kv, src - towards, towards)
-            yield src, kv
-            if not last:
-                kv, src = hop.wait(), (src - towards) % self.comm.size
+            try:
+                yield src, kv
+            finally:  # Also where the block raises: over gloo a hop that nobody waits for breaks the connection.
+                arrived = None if last else hop.wait()
+            kv, src = arrived, (src - towards) % self.comm.size
 
 
 class Return:
@@ -62,10 +64,12 @@ class Return:
         hop = None  # brings dK, dV of the current keys, summed over the ranks that these keys have passed
         for src, kv in relay._travel(self.kv, (rank + 1) % N, towards=-1):
             self.given = []
-            yield src, kv
+            try:
+                yield src, kv
+            finally:
+                arrived = hop.wait() if hop else None
             last = src == rank
             # The part of this rank is added last, and the sum of all ranks is rounded once, where it has arrived.
-            arrived = hop.wait() if hop else None
             dkv = torch.empty(kv.shape, dtype=kv.dtype if last else torch.float32, device=kv.device)
             for i in range(2):
                 parts = [] if arrived is None else [(slice(0, kv.shape[-2]), arrived[i])]
