@@ -342,6 +342,29 @@ def refusals():
 
 
 @pytest.mark.parametrize("strategy", strategies.LESSONS)
+def test_tensors_that_do_not_fit_are_refused(strategy):
+    """Three keys would be padded with zeros, and six be cropped, without an error."""
+    q, k, v = inputs(4)[:3]
+    wrong = {
+        "same shape": (q, k, inputs(3)[2]), "Nq = Nk": (q, *inputs(6)[1:3]), "head_dim": (q, k[..., :8], v[..., :8]),
+        "one dtype": (q, k, v.half()), "takes float32": (q.double(), k.double(), v.double()),
+        "multiple": (q, k[:, :3], v[:, :3]),
+    }  # fmt: skip
+    for words, tensors in wrong.items():
+        with pytest.raises((ValueError, TypeError, NotImplementedError), match=words):
+            strategies.attention(*tensors, strategy=strategy, S=4, block=PlainBlock)
+    for options in ({"causal": 1}, {"scale": 0}):
+        with pytest.raises((ValueError, TypeError), match="causal must be|scale must be"):
+            strategies.attention(q, k, v, strategy=strategy, S=4, block=PlainBlock, **options)
+    if strategy != "ring":
+        with pytest.raises(ValueError, match=f"{strategy} takes q .B, H, n, D."):
+            strategies.attention(q[0], k[0], v[0], strategy=strategy, S=4, block=PlainBlock)
+    if strategy == "star":  # which takes other queries than keys where they are replicated, but no other v
+        with pytest.raises(ValueError, match="same shape"):
+            strategies.attention(q[:, :, :1], k, v[:, :, :3], strategy=strategy, S=4, replicated=True)
+
+
+@pytest.mark.parametrize("strategy", strategies.LESSONS)
 def test_an_option_that_a_strategy_lacks_is_not_ignored(strategy):
     q, k, v = inputs(8)[:3]
     lacking = {"window", "dropout", "casual", "cu_seqlens", "replicated", "transport"} - set(strategies.OWN[strategy])

@@ -17,6 +17,9 @@ on this rank's shards. `python -m steps.step04_ring.demo --strategy star` prints
 from functools import partial
 from importlib import import_module
 
+from steps import contract
+from steps.step04_ring.entry import SUPPORTS
+
 LESSONS = {
     "query_parallel": "lesson_3_query_parallel", "star": "lesson_4_star", "ulysses": "lesson_5_ulysses",
     "ring": "lesson_6_ring",
@@ -28,7 +31,11 @@ OWN = {  # those that only one takes
 
 
 def attention(q, k, v, *, strategy, **options):
-    """out (B, H, n, D) of this rank's queries, by one of LESSONS. q (B, H, n, D), k and v (B, Hk, n, D): its shards."""
+    """out (B, H, n, D) of this rank's queries, by one of LESSONS. q (B, H, n, D), k and v (B, Hk, n, D): its shards.
+
+    All ranks must pass the same options. Without S they are compared at every call. With S the ring still compares
+    them, but the other three do not: causal=True on one rank alone then gives wrong numbers and no error.
+    """
     return load(strategy)(q, k, v, **options)
 
 
@@ -50,4 +57,10 @@ def _checked(strategy, q, k, v, **options):
             f"{strategy} has no {', '.join(lacking)}; its options are {', '.join(taken)}. Of the strategies only "
             "query_parallel takes packed sequences (cu_seqlens). Windows, masks and dropout are step03_triton's."
         )
+    if strategy != "ring":  # which checks all of this itself
+        supports = SUPPORTS | {"nq_ne_nk": options.get("replicated", False)}
+        tensors = ("q", q), ("k", k), ("v", v)
+        contract.check_call(supports, None, tensors, options.get("causal", False), options.get("scale"), None)
+        if q.ndim != 4:
+            raise ValueError(f"{strategy} takes q (B, H, n, D) and k, v (B, Hk, n, D); got q of shape {tuple(q.shape)}.")
     return import_module(f"{__name__}.{LESSONS[strategy]}").attention(q, k, v, **options)
