@@ -3,8 +3,9 @@
 A hash covers what decides how fast a kernel runs and what it computes, and nothing else:
 
 - The kernel's code. For CUDA that is the .cu file, ptx.cuh, and wgmma.py if the kernel calls its wrappers. For Python
-  it is the kernel's file, which holds the launcher too, and the files beside it that it imports. Comments, docstrings
-  and layout do not count, so that a kernel which is only explained better need not be measured again.
+  it is the kernel's file, which holds the launcher too, and the files of its stage that it imports; of the ring also
+  those that it is handed, in ALSO. Comments, docstrings and layout do not count, so that a kernel which is only
+  explained better need not be measured again.
 - For CUDA, how the kernel is launched at the row's own sizes on the row's own GPU: names, grid, block, shared memory
   and macros. If a tile changes for head_dim 64, the rows of head_dim 64 become stale, and no others do.
 
@@ -26,6 +27,11 @@ from steps.bench import cost
 from steps.bench.rows import DTYPES, ROOT, setting
 from steps.step02_fa2_cuda import launch
 
+# A ring is handed these: its exchanges, its stream for copies, and the block.
+ALSO = {("04_ring", "ring"): ("block", "comm", "side")}
+# These are not followed. They start ranks, compare their calls, watch them and count what they cost; and ring.py
+# imports relay.py for calls that name no transport, but a row names it: "ring+relay" or "ring+fetch".
+NOT_FOLLOWED = ("account.py", "agree.py", "launch.py", "watch.py", "relay.py")
 _LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
 # A string or character literal, which is kept because it may contain // or /*; or a comment, which is dropped.
 _CUDA = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?\*/', re.S)
@@ -94,12 +100,16 @@ def source_files(stage, kernel, root=ROOT):
     own = [path for stem in stems for path in folder.glob(f"{stem}.*")]
     if {path.relative_to(folder).with_suffix("").as_posix() for path in own} != set(stems):
         return []
-    found, waiting = set(), set(own)
+    also = [folder / f"{name}.py" for stem in stems for name in ALSO.get((stage, stem), ())]
+    found, waiting = set(), {*own, *also}
     while waiting:
         path = waiting.pop()
         found.add(path)
         names = (_imported_beside if path.suffix == ".py" else _included)(path.read_text())
-        waiting |= {path.with_name(name) for name in names if path.with_name(name).exists()} - found
+        used = {path.with_name(name) for name in names}
+        if path.suffix == ".py":
+            used |= {folder / name for name in _imported_of_stage(path.read_text(), folder.name)}
+        waiting |= {file for file in used if file.exists() and file.name not in NOT_FOLLOWED} - found
     return sorted(found)
 
 
@@ -107,6 +117,12 @@ def _imported_beside(text):
     """The files in the same folder that a Python file imports: `from .tiles import get` or `from . import tiles`."""
     imports = re.findall(r"^ *from \.(?:(\w+) import| import ([\w, ]+))", text, re.M)
     return {f"{name}.py" for one, several in imports for name in (one or several).split(", ")}
+
+
+def _imported_of_stage(text, package):
+    """The same for imports with the stage's whole name: `from steps.step04_ring.merge import Parts`."""
+    imports = re.findall(rf"^ *from steps\.{package}\.([\w.]+) import", text, re.M)
+    return {f"{name.replace('.', '/')}.py" for name in imports}
 
 
 def _included(text):
