@@ -1713,6 +1713,15 @@ def test_a_suite_passes_only_if_tests_passed_and_none_failed(monkeypatch):
         assert gpu_check.run_suite("suite", 2, 300)["status"] == status
 
 
+def test_every_test_for_two_gpus_is_in_the_suite_for_them():
+    texts = {f"tests/{path.name}": path.read_text() for path in (rows.ROOT / "tests").glob("*.py")}
+    marked = {file for file, text in texts.items() if re.search("^@pytest.mark.multigpu", text, re.M)}
+    assert len(marked) == 5 and marked <= set(gpu_check.SUITES["suite multigpu"])
+    of_ring = texts["tests/test_step04_ring.py"]
+    skipping = re.findall(r"^def (\w+)\(N\):\n    if engine.name != .cuda. or torch.cuda.device_count", of_ring, re.M)
+    assert skipping and set(skipping) == set(re.findall(r"^@pytest.mark.multigpu\n@.*\ndef (\w+)", of_ring, re.M))
+
+
 def test_outcomes_are_kept_only_for_the_same_code_and_machine():
     machine = dict(gpu="g", driver="d", cuda="c", torch="t", triton="x", python="p")
     sources = {"01/a": "1", "01/b": "1", "02/c": "1"}

@@ -709,6 +709,7 @@ def test_demo():
 # On several GPUs.
 
 
+@pytest.mark.multigpu
 @pytest.mark.parametrize("N", [2, 4])
 def test_transports_on_gpus(N):
     if engine.name != "cuda" or torch.cuda.device_count() < N:
@@ -746,6 +747,7 @@ def compare_transports():
     return wrong
 
 
+@pytest.mark.multigpu
 @pytest.mark.parametrize("N", [2, 4])
 def test_a_cuda_graph_is_replayed_with_new_inputs(N):
     if engine.name != "cuda" or torch.cuda.device_count() < N:

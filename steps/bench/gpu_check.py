@@ -37,6 +37,7 @@ WITHOUT_GPU = tuple(
 )  # fmt: skip
 # Each of these takes longer than all others together.
 STAGE_02, WORKBOOK = "tests/test_step02_fa2_cuda.py", "tests/test_workbook.py"
+STAGES = sorted(f"tests/{path.name}" for path in (rows.ROOT / "tests").glob("test_step0*.py"))
 STAGE_03 = tuple(f"tests/test_step03_{what}.py" for what in ("triton", "features", "options", "decode"))
 SUITES = {
     "suite": (
@@ -44,7 +45,7 @@ SUITES = {
         "--dist", "worksteal", "-m", "not multigpu",
     ),
     # One after the other: they measure how long ranks take to end.
-    "suite multigpu": ("tests/test_step04_faults.py", "-m", "multigpu", "-n", "0"),
+    "suite multigpu": (*STAGES, "-m", "multigpu", "-n", "0"),
     "suite 02_fa2_cuda": (STAGE_02, "--dist", "loadgroup"),
     "suite 03_triton": (*STAGE_03, "--dist", "load"),
     "suite workbook": (WORKBOOK, "--dist", "worksteal"),
