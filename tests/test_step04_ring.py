@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 import steps.step04_ring as step04
 from reference import attention, cases, error
 from steps import engine, step00_naive
-from steps.step04_ring import Layout, block, entry, fetch, launch, merge_kernels, relay, side
+from steps.step04_ring import Layout, block, entry, fetch, launch, merge_kernels, relay, side, watch
 from steps.step04_ring.agree import go_round
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
@@ -404,6 +405,7 @@ def test_a_forward_s_kernel_is_persistent_only_where_no_other_rank_shares_the_wo
         found = on_ranks(asked_for, transport, tuple(range(N)))
         assert found == [[False]] * N + [[]] * (4 - N), transport
     assert block.Hopper(True).switches == {} and block.Hopper(False).switches == {"PERSISTENT": 0}
+    assert block.Hopper().deterministic
 
 
 def asked_for(transport, members=()):
@@ -462,6 +464,19 @@ def order_of_a_forward():
         patch.setattr(kind, "barrier", waited)
         step04.forward(x, x, x, S=16, transport="fetch", block=SimpleNamespace(forward=computed))
     return done
+
+
+def test_a_relay_notes_when_the_device_has_passed_each_hop():
+    assert on_ranks(notes_of_a_forward) == [1 + 3] * 4  # The first note is of the call's beginning.
+
+
+def notes_of_a_forward():
+    """How often the relay's forward notes where the device is."""
+    notes, x = [], torch.ones(1, 1, 4, 8, device=engine.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch.Note, "passed", lambda note: notes.append(note.now))
+        step04.forward(x, x, x, S=16, transport="relay", block=PlainBlock)
+    return len(notes)
 
 
 # Mistakes in the transports, which the tests above must notice.
@@ -588,6 +603,19 @@ def disagree():
     x = torch.zeros(1, 2, 3, 16, device=engine.device)
     step04.forward(x, x, x, block=step00_naive)
     return messages
+
+
+def test_an_option_of_another_stage_is_refused_by_the_name_of_who_has_it():
+    x = torch.zeros(1, 2, 3, 16, device=engine.device)
+    calls = step04.forward, step04.attention, lambda *qkv, **o: step04.backward(x, *qkv, x, x[..., 0].float(), **o)
+    for call in calls:
+        for name in ("window", "softcap", "mask", "attn_mask", "alibi_slopes", "dropout_p"):
+            with pytest.raises(NotImplementedError, match=f"step04_ring has no {name}; steps.step03_triton has it"):
+                call(x, x, x, **{name: None})
+        with pytest.raises(NotImplementedError, match="has no cu_seqlens; .*query_parallel"):
+            call(x, x, x, cu_seqlens=(0, 3))
+        with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
+            call(x, x, x, casual=True)
 
 
 def test_a_rank_outside_the_group_and_a_group_without_processes():
@@ -845,11 +873,12 @@ def test_where_fetch_can_be_used(monkeypatch, name):
 def test_a_barrier_of_gpus_has_a_time_limit_and_a_channel_of_its_call():
     asked = []
     handle = SimpleNamespace(barrier=lambda channel, timeout_ms: asked.append((channel, timeout_ms)))
-    note = SimpleNamespace(begin_hop=lambda: 1, passed=lambda: None, number=3, timeout=10.0)
+    passed = partial(asked.append, "passed")  # what watch.py knows of the device
+    note = SimpleNamespace(begin_hop=lambda: 1, passed=passed, number=3, timeout=10.0)
     made = SimpleNamespace(comm=SimpleNamespace(size=4, note=note), stream=None, gates=[SimpleNamespace(handle=handle)])
     made.gate = lambda number: side.Side.gate(made, number)
     side.Side.barrier(made, None)
-    assert asked == [(3, 15_000)]
+    assert asked == [(3, 15_000), "passed"]
 
 
 def test_multicast_is_off_before_memory_is_shared(monkeypatch):

@@ -41,10 +41,21 @@ SUPPORTS = {
     "hardware": "any; 2 or more GPUs for its speed",
 }
 
+# Who has the options that this stage lacks.
+ELSEWHERE = {
+    **dict.fromkeys(("window", "softcap", "mask", "alibi_slopes", "dropout_p"), "steps.step03_triton has it"),
+    "attn_mask": "steps.step03_triton has it as mask",
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
+        'steps.step04_ring.strategies.attention has packed sequences with strategy="query_parallel", cu_seqlens=...',
+    ),
+}
+
 
 def forward(
     q, k, v, *,
-    causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None
+    causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
+    **lacking
 ):  # fmt: skip
     """Self-attention over a sequence divided among the ranks of a process group: (out, lse) of this rank's positions.
 
@@ -60,21 +71,25 @@ def forward(
     The default is fetch where every rank has a GPU of its own on one host.
     In a CUDA graph: give S, call once to warm up, and then capture the call with
     `torch.cuda.graph(g, capture_error_mode="thread_local")`, because a thread that watches the ranks queries events.
+    lacking: options of other stages, such as window; each raises NotImplementedError that names who has it.
     Collective: every rank of the group must call. Raises TypeError, ValueError or NotImplementedError before anything
     is computed, RingError when a neighbour fails.
     """
+    _refuse(lacking)
     out, lse, _ = _forward(q, k, v, _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport))
     return out, lse
 
 
 def backward(
     dout, q, k, v, out, lse, *,
-    causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None
+    causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
+    **lacking
 ):  # fmt: skip
     """Gradients (dq, dk, dv) of this rank's positions, from dout, and from out and lse as `forward` gave them.
 
     It makes one hop more than the backward of `attention`, which has kept the k and v that the forward ended with.
     """
+    _refuse(lacking)
     plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, (dout, out, lse))
     with torch.no_grad():
         kv = plan["transport"].fetch_next(*map(contract.as_4d, (k, v)))
@@ -83,9 +98,11 @@ def backward(
 
 def attention(
     q, k, v, *,
-    causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None
+    causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
+    **lacking
 ):  # fmt: skip
     """out of `forward`, differentiable once. It keeps the next rank's k and v, which saves the backward a hop."""
+    _refuse(lacking)
     plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport)
     return _Attention.apply(q, k, v, plan)
 
@@ -133,6 +150,14 @@ class _Checked:
     call: dict
     scale: float
     plan: dict  # filled once the ranks have agreed
+
+
+def _refuse(options):
+    """Raises for options that are not the stage's: NotImplementedError for those of ELSEWHERE, otherwise TypeError."""
+    for name in options:
+        if name in ELSEWHERE:
+            raise NotImplementedError(f"step04_ring has no {name}; {ELSEWHERE[name]}.")
+        raise TypeError(f"step04_ring got an unexpected keyword argument {name!r}.")
 
 
 _kept = {}  # {all that a call depends on: its _Checked}

@@ -62,5 +62,5 @@ def _checked(strategy, q, k, v, **options):
         tensors = ("q", q), ("k", k), ("v", v)
         contract.check_call(supports, None, tensors, options.get("causal", False), options.get("scale"), None)
         if q.ndim != 4:
-            raise ValueError(f"{strategy} takes q (B, H, n, D) and k, v (B, Hk, n, D); got q of shape {tuple(q.shape)}.")
+            raise ValueError(f"{strategy} takes q (B, H, n, D), k and v (B, Hk, n, D); got q {tuple(q.shape)}.")
     return import_module(f"{__name__}.{LESSONS[strategy]}").attention(q, k, v, **options)
