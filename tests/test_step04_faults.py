@@ -114,6 +114,8 @@ def test_where_rank_0_is_may_be_left_out(environ):
     """Under Slurm, and where all ranks are on one host."""
     environ(LAUNCHERS["Slurm"] | {"MASTER_PORT": None})
     assert (environment.read(0).address, environment.read(0).port) == ("h", 29500)
+    environ(LAUNCHERS["Slurm"] | {"SLURM_STEP_NODELIST": "node[07-08]"})  # a step on some of the job's hosts
+    assert environment.read(0).address == "node07"
     environ(LAUNCHERS["Open MPI"] | {"MASTER_ADDR": None, "OMPI_COMM_WORLD_LOCAL_SIZE": "16"})
     assert environment.read(0).address == "127.0.0.1"
     for hosts, first in [("node[03-05,09],x", "node03"), ("a,b", "a"), ("r[1-2]n[07,9]", "r1n07"), ("n7", "n7")]:
