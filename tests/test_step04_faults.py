@@ -209,6 +209,10 @@ def test_a_rank_that_does_not_come_and_two_ranks_0(monkeypatch):
         (("--heads", "0"), "--heads must be at least 1, got 0"),
         (("--dtype", "foo"), "--dtype must be float32, float16 or bfloat16, got foo"),
         (("--layout", "ring"), "--layout must be zigzag, contiguous or striped, got ring"),
+        pytest.param(
+            ("--dtype", "bfloat16", "--seq", "2048"), "Use --dtype float32, or --seq 256 at most.",
+            marks=pytest.mark.skipif(engine.name == "cuda", reason="what Triton's interpreter would take too long for"),
+        ),
         (("--strategy", "foo"), "--strategy must be query_parallel, star, ulysses or ring, got foo"),
         (("--strategy", "ulysses", "--gpus", "3"), "each rank whole heads: 3 ranks cannot share --heads 4"),
         (("--strategy", "query_parallel", "--layout", "striped"), "takes --layout zigzag or contiguous, not striped"),
@@ -219,6 +223,22 @@ def test_a_wrong_flag_of_the_demo_ends_in_one_line(environ, flags, words):
     app = demo.typer.Typer()
     app.command()(demo.main)
     result = CliRunner().invoke(app, list(flags))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert words in str(result.output) and result.output.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set; torchrun needs this"),
+        (LAUNCHERS["by hand"] | {"MASTER_ADDR": "no-such-host.invalid"}, "cannot find the host in MASTER_ADDR"),
+    ],
+)
+def test_a_demo_that_cannot_join_its_ranks_ends_in_one_line(environ, variables, words):
+    environ(variables)
+    app = demo.typer.Typer()
+    app.command()(demo.main)
+    result = CliRunner().invoke(app, [])
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
     assert words in str(result.output) and result.output.strip().count("\n") == 0
 

@@ -4,6 +4,7 @@ One pool of four ranks serves the whole file; smaller teams are its groups.
 """
 
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -470,6 +471,16 @@ def test_demo_of_a_strategy():
     assert done.exit_code == 0, done.output
     for words in ("forward + backward", "sent, backward", "memory, forward", "by formula", "largest differences"):
         assert words in done.output
+
+
+@pytest.mark.parametrize("strategy", strategies.LESSONS)
+def test_a_report_of_fewer_positions_than_ranks(strategy):
+    for rank, line in enumerate(on_ranks(differences_of_one_position, strategy)):
+        assert line.startswith(f"rank {rank}: ") and max(float(word) for word in re.findall(r"\S+e.\d+", line)) < 5e-6
+
+
+def differences_of_one_position(strategy):
+    return account.differences(strategies.load(strategy), S=1, block=PlainBlock)
 
 
 # In a model.

@@ -23,6 +23,7 @@ from steps.step00_naive import bwd_3_tiled, fwd_3_tiled
 from steps.step04_ring import SUPPORTS, Layout, environment, forward, launch, ring_attention, strategies
 from steps.step04_ring.strategies import account
 
+INTERPRETED = 256  # so many positions in 16 bits Triton's interpreter computes within some seconds
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -40,19 +41,27 @@ def main(
     dtype = dtype or ("float32" if engine.name == "cpu" else "bfloat16")
     launched = environment.launched()  # as one of the launcher's ranks
     if launched:
-        gpus = environment.read(torch.cuda.device_count() if engine.name == "cuda" else 0).size
+        gpus = in_one_line(environment.read, torch.cuda.device_count() if engine.name == "cuda" else 0).size
     check_flags(seq, dim, gpus, heads, layout, dtype, strategy)
     work, arguments = report, (seq, dim, heads, causal, layout, dtype)
     if strategy:
         work, arguments = report_strategy, (strategy, *arguments)
     if launched:
-        launch.init()
+        in_one_line(launch.init)
         lines = work(*arguments)
         if dist.get_rank() == 0:
             print("\n".join(lines), flush=True)
         dist.destroy_process_group()
     else:
         print("\n".join(launch.spawn(work, gpus, *arguments)[0]))
+
+
+def in_one_line(join, *args):
+    """join(*args); where the ranks cannot be joined, the command ends with the one line that says why."""
+    try:
+        return join(*args)
+    except (RuntimeError, ValueError) as error:
+        raise SystemExit(str(error)) from None
 
 
 def check_flags(seq, dim, gpus, heads, layout, dtype, strategy):
@@ -69,6 +78,11 @@ def check_flags(seq, dim, gpus, heads, layout, dtype, strategy):
     for flag, value, known in words:
         if value not in known:
             raise SystemExit(f"{flag} must be {', '.join(known[:-1])} or {known[-1]}, got {value}.")
+    if engine.name == "cpu" and dtype != "float32" and seq > INTERPRETED:
+        raise SystemExit(
+            f"Without a GPU Triton's interpreter computes {dtype}, which would take minutes for --seq {seq}. "
+            f"Use --dtype float32, or --seq {INTERPRETED} at most."
+        )
     if strategy == "ulysses" and heads % gpus:
         raise SystemExit(f"--strategy ulysses gives each rank whole heads: {gpus} ranks cannot share --heads {heads}.")
     if strategy == "query_parallel" and layout == "striped" and gpus > 1:
