@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -247,6 +248,14 @@ def test_a_demo_that_cannot_join_its_ranks_ends_in_one_line(environ, variables, 
 def test_no_ranks(number):
     with pytest.raises(ValueError, match=f"the number of ranks must be an integer of at least 1; got {number!r}"):
         launch.spawn(print, number)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "x", float("nan"), float("inf")])
+def test_no_time_for_an_exchange(timeout):
+    """It is said before anything starts."""
+    for start in (partial(launch.spawn, print, 2), launch.init):
+        with pytest.raises(ValueError, match=f"timeout must be a number of seconds greater than 0; got {timeout!r}"):
+            start(timeout=timeout)
 
 
 # The verdict, from what the ranks have published.

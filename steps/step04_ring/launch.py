@@ -11,6 +11,7 @@ module, because processes look it up by name; a function typed into a notebook i
 torchrun, mpirun and srun do; environment.py reads what each of them says.
 """
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -49,6 +50,7 @@ def init(timeout=60, end_process=False):
     process in place of that, as NCCL needs it, as soon as the failure of any rank is known.
     Raises RuntimeError or ValueError in one line if a variable is missing or wrong, or if the ranks do not meet.
     """
+    _check_timeout(timeout)
     place = environment.read(torch.cuda.device_count() if engine.device == "cuda" else 0)
     _set_threads(place.here or place.size)
     if place.here == place.size:
@@ -132,6 +134,11 @@ def _come(store, place, patience):
         raise RuntimeError(f"rank {place.rank} of {place.size} has waited in vain for rank {names} to start") from None
 
 
+def _check_timeout(timeout):
+    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        raise ValueError(f"timeout must be a number of seconds greater than 0; got {timeout!r}.")
+
+
 def _first_line(error):
     return (str(error).splitlines() or [""])[0]
 
@@ -188,6 +195,7 @@ class Ranks:
     def __init__(self, world_size, timeout=60):
         if not (isinstance(world_size, int) and world_size > 0):
             raise ValueError(f"the number of ranks must be an integer of at least 1; got {world_size!r}.")
+        _check_timeout(timeout)
         # With "forkserver" one process imports torch, and the ranks are forked from it. CUDA does not survive a fork.
         context = multiprocessing.get_context("spawn" if engine.name == "cuda" else "forkserver")
         context.set_forkserver_preload(["steps.step04_ring.entry", "steps.step03_triton"])

@@ -349,15 +349,24 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="a .png to draw the forward into")] = None,
 ):
     """How long the ring would take on a machine, and how many tokens a GPU needs."""
-    for flag, value in (("--seq", seq), ("--gpus", gpus), ("--heads", heads), ("--kv-heads", kv_heads), ("--dim", dim)):
-        if value < 1:
-            raise SystemExit(f"{flag} must be at least 1, got {value}.")
+    for least, flags in (
+        (1, {"--seq": seq, "--gpus": gpus, "--heads": heads, "--kv-heads": kv_heads, "--dim": dim}),
+        (1, {"--network": network, "--ordered": ordered}),
+        (0, {"--flops": flops, "--link": link, "--latency": latency, "--host": host, "--lent": lent}),
+        (0, {"--memory": memory}),
+    ):
+        for flag, value in flags.items():
+            if not value >= least:  # which a NaN is not, either
+                raise SystemExit(f"{flag} must be at least {least}, got {value}.")
     for flag, value, known in (("--layout", layout, LAYOUTS), ("--transport", transport, TRANSPORTS)):
         if value not in known:
             raise SystemExit(f"{flag} must be one of {', '.join(known)}, got {value}.")
-    rows = [json.loads(line) for line in results.read_text().splitlines()] if not (flops and link) else []
-    speed = flops or read_flops(rows, gpu=rows[0]["gpu"], D=dim)
-    link, latency = (link, latency) if link else read_link(rows, transport)
+    try:
+        rows = [json.loads(line) for line in results.read_text().splitlines()] if not (flops and link) else []
+        speed = flops or read_flops(rows, gpu=rows[0]["gpu"] if rows else "GPU", D=dim)
+        link, latency = (link, latency) if link else read_link(rows, transport)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--results {results}: {error} It is not read with --flops and --link.") from None
     slow = {slow_rank: 2.0} if slow_rank >= 0 else None
     machine = Machine(speed, link, latency, host or None, network, lent, slow, memory or math.inf, ordered)
     shape, whole = Shape(1, heads, kv_heads, dim), Layout(layout, seq, gpus, causal)
