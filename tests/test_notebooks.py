@@ -311,7 +311,7 @@ def test_03a_counts_all_products_and_compiles_the_tiles_that_it_names(executions
         assert KiB - cost.shared_bytes(Br, Bc, D, "bf16", stages=stages) // 1024 in (0, 1)  # 1 for barriers
 
 
-def test_break_even_is_computed_with_links_as_they_were_measured(executions):
+def test_break_even_is_computed_with_the_links_that_are_named(executions):
     text = printed("04b_strategies", executions)
     for name, rate in (("copy engine, 370 GB/s", 370e9), ("NCCL, 155 GB/s", 155e9)):
         tokens = 2 * 1e12 * cost.GPUS["NVIDIA H200"].half_tflops / rate  # forward, Hk = H
