@@ -423,6 +423,12 @@ class AlibiAdded(Attention):
         return -super().slopes(x)
 
 
+@mutant("a negative slope of ALiBi counts as positive")
+class AlibiOfSize(Attention):
+    def slopes(self, x):
+        return super().slopes(x).abs()
+
+
 @mutant("ALiBi's distance is signed: keys behind the query gain")
 class AlibiSigned(Attention):
     def distance(self, query, key):

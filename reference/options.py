@@ -86,7 +86,7 @@ class Features:
         if self.additive:
             size = self._mask_as(S.dtype).abs()
             total = total + size.masked_fill(size > SWALLOWS, 0)
-        return total if self.alibi_slopes is None else total + self._alibi(S)
+        return total if self.alibi_slopes is None else total + self._alibi(S).abs()
 
     def dropped(self, P):
         """Z in the type of P: what P is multiplied with, 0 where it is dropped; 1 without dropout."""

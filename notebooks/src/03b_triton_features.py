@@ -801,7 +801,7 @@ mistakes = {
     "soft-cap without derivative": ("soft-cap", "features", "1 - S * S", "1.0"),
     "ALiBi of the key alone": (
         "causal ALiBi", "features",
-        "S -= tl.abs(first * head.slope - column.to(tl.float32) * head.slope)",
+        "S -= head.slope * tl.abs(first - column.to(tl.float32))",
         "S += (j + column).to(tl.float32) * head.slope"),
     "keys counted from the tile": (
         "dropout", "features", "(j >> 4) + tl.arange", "tl.arange"),

@@ -223,9 +223,9 @@ def scores(X, M, i, j, row, column, f, seq, head, MASKED: tl.constexpr):
         S = tl.where(M == float("-inf"), float("-inf"), tl.maximum(S, SWALLOWS, propagate_nan=tl.PropagateNan.ALL))
     if f.seen is not None:
         S = hide(S, M, f)
-    if f.slopes is not None:  # Counted from the tile's first query the distance is a small number, and exact.
+    if f.slopes is not None:  # Positions count from j, so that those nearby are small, and exact in float32.
         first = row.to(tl.float32) - (j - i - seq.shift).to(tl.float32)
-        S -= tl.abs(first * head.slope - column.to(tl.float32) * head.slope)
+        S -= head.slope * tl.abs(first - column.to(tl.float32))
     if MASKED:
         query, key = i + row, j + column
         seen = key < seq.keys.N
