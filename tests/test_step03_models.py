@@ -143,6 +143,19 @@ def test_on_every_device_the_call_arrives_before_torch_chooses(interpreted, in_s
     assert taken == ["cpu" if interpreted else "cuda"] * 4
 
 
+def test_before_ampere_16_bits_and_large_head_dims_are_left_to_torch(in_sdpa, monkeypatch):
+    taken = []
+    monkeypatch.setattr(models.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(models, "sdpa", lambda query, *others, **options: taken.append(query.shape[-1]) or query)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with in_sdpa(), FakeTensorMode():
+        for D, dtype in ((64, torch.float16), (128, torch.float32), (136, torch.float32), (32, torch.bfloat16)):
+            q, k, v = torch.empty(3, 1, H, N, D, device="cuda", dtype=dtype)
+            F.scaled_dot_product_attention(q, k, v)
+    assert taken == [128]
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_left_to_torch(in_sdpa, arrived):
     x = torch.nested.nested_tensor([random(H, n, D, gradient=False) for n in (5, 9)])

@@ -4,11 +4,13 @@ import inspect
 import itertools
 import math
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -115,6 +117,7 @@ ERRORS = {
     "dropout, words": ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number.*got '0.1'"),
     "dropout, bool": ({"dropout_p": True}, TypeError, "dropout_p must be a number.*got True"),
     "window, a number": ({"window": 4}, TypeError, r"pair \(left, right\) of integers.*got 4"),
+    "window, bools": ({"window": (True, False)}, TypeError, r"pair .*got \(True, False\)"),
     "window, floats": ({"window": (4.0, 0)}, TypeError, r"pair .*got \(4.0, 0\)"),
     "window, three": ({"window": (4, 0, 0)}, ValueError, r"pair .*got \(4, 0, 0\)"),
     "window, -2": ({"window": (-2, 0)}, ValueError, r">= -1 or None; got \(-2, 0\)"),
@@ -125,7 +128,7 @@ ERRORS = {
     "softcap, words": ({"softcap": "20"}, TypeError, "softcap must be .*got '20'"),
     "slopes, a list": ({"alibi_slopes": [0.5, 0.25]}, TypeError, "alibi_slopes must be a torch.Tensor.*got list"),
     "slopes, shape": ({"alibi_slopes": Z(3)}, ValueError, r"\(H,\) or \(B, H\) = \(2, 2\); got \(3,\)"),
-    "slopes, dtype": ({"alibi_slopes": Z(H).int()}, TypeError, "alibi_slopes must be float16 or .*got int32"),
+    "slopes, dtype": ({"alibi_slopes": Z(H).int()}, TypeError, "alibi_slopes must be float32 or .*got int32"),
     "slopes, device": ({"alibi_slopes": Z(H, device="meta")}, TypeError, "alibi_slopes must be .*on meta"),
     "slopes, gradient": ({"alibi_slopes": random(H).requires_grad_()}, ValueError, "alibi_slopes has no gradient"),
     "seed, a float": ({"dropout_p": 0.1, "seed": 1.5}, TypeError, "seed must be an integer or an int64 tensor"),
@@ -137,6 +140,8 @@ ERRORS = {
     "first_query, large": ({"first_query": 2**40}, ValueError, "first_query must be at least .*got 1099511627776"),
     "first_key": ({"first_key": "5"}, TypeError, "first_key must be an integer; got '5'"),
     "check": ({"check": 1, "softcap": 2.0}, TypeError, "check must be True or False, got 1"),
+    "deterministic": ({"deterministic": "x", "softcap": 2.0}, TypeError, "deterministic must be True or .*got 'x'"),
+    "first_key, bool": ({"first_key": True}, TypeError, "first_key must be an integer; got True"),
     "a word": ({"softcap": 2.0, "windows": (3, 0)}, TypeError, "there is no option 'windows'.*window, softcap"),
     "no rung has it": ({"softcap": 2.0, "rung": "fused"}, ValueError, "rungs have no softcap; got rung='fused'.*out"),
     "q of the call": ({"softcap": 2.0, "scale": -1.0}, ValueError, "scale must be a finite number"),
@@ -158,6 +163,7 @@ ERRORS = {
     "max_seqlen, short": (PACKED | {"max_seqlen_k": 10}, ValueError, "max_seqlen_k must be at least .* 11; got 10"),
     "packed slopes": (PACKED | {"alibi_slopes": Z(2, H)}, ValueError, r"\(sequences, H\) = \(3, 2\); got \(2, 2\)"),
     "lengths_k, dtype": ({"lengths_k": starts(3, 4).long()}, TypeError, "lengths_k must be int32 .*got int64"),
+    "lengths_k, device": ({"lengths_k": Z(B, dtype=torch.int32, device="meta")}, TypeError, "lengths_k .*on meta"),
     "lengths_k, shape": ({"lengths_k": starts(3)}, ValueError, r"\(B,\) = \(2,\); got \(1,\)"),
     "lengths_k, values": ({"lengths_k": starts(3, 24)}, ValueError, r"between 0 and Nk = 23; got \[3, 24\]"),
     "lengths_k, others": ({"lengths_k": starts(3, 4), "softcap": 2.0}, ValueError, "lengths_k goes with .*got softcap"),
@@ -205,6 +211,7 @@ def test_what_backward_refuses():
         ({"mask_gradient": True}, ValueError, "mask_gradient needs a mask of floating-point"),
         ({"lengths_k": starts(3, 4), "softcap": None}, ValueError, "lengths_k has no backward"),
         ({"dropout_p": 0.1}, ValueError, "needs a seed"),
+        ({"deterministic": "x"}, TypeError, "deterministic must be True or False, got 'x'"),
     ):
         given = {"dout": q, "out": q, "lse": lse, "softcap": 2.0} | change
         with pytest.raises(exception, match=words):
@@ -242,6 +249,21 @@ def test_files_that_are_lifted_out_check_q_k_and_v_too():
     for bad in ((q, k.half(), v), (q, k, v.to("meta")), (q.int(), k.int(), v.int())):
         with pytest.raises(TypeError, match="must be float"):
             options.check_inputs(tuple(zip("qkv", bad, strict=True)), False, None, None)
+
+
+def test_files_that_are_lifted_out_refuse_16_bits_before_ampere(monkeypatch):
+    """The tensors have no memory, and the GPU is a name: no GPU is needed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, refused in (((7, 5), True), ((8, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        for dtype, D, exception, words in (
+            (torch.float16, 64, TypeError, "q must be float32 on cuda:0.*got float16"),
+            (torch.float32, 136, ValueError, "D at most 128"),
+            (torch.float32, 128, None, None),
+        ):
+            with FakeTensorMode(), pytest.raises(exception, match=words) if refused and words else nullcontext():
+                q, k, v = torch.empty(3, 1, H, 5, D, device="cuda", dtype=dtype)
+                options.check_inputs((("q", q), ("k", k), ("v", v)), False, None, None)
 
 
 # ---- torch's operators -----------------------------------------------------------------------------------------------
@@ -421,6 +443,21 @@ def test_dropout_mask_of_nothing():
     assert step03.dropout_mask(1, 1, H, Nq, Nk, 0).all()
     with pytest.raises(ValueError, match="dropout_p must be"):
         step03.dropout_mask(1, 1, H, Nq, Nk, 1.5)
+
+
+@pytest.mark.parametrize("change, exception, words", [
+    ({"cu_seqlens_q": starts(0, 9, 21), "cu_seqlens_k": starts(0, 9, 23)}, ValueError, "end at most at 20"),
+    ({"cu_seqlens_q": starts(0, 20)}, ValueError, "got no cu_seqlens_k"),
+    ({"B": 2, "cu_seqlens_q": starts(0, 20), "cu_seqlens_k": starts(0, 23)}, ValueError, "have B = 1; got B = 2"),
+    ({"seed": starts(1)}, TypeError, "seed must be int64 .*got int32"),
+    ({"seed": starts(1, 2).long()}, ValueError, "seed must have one element; got 2"),
+    ({"B": -1}, ValueError, "B must be at least 0"),
+    ({"Nq": 20.0}, TypeError, "Nq must be an integer; got 20.0"),
+])  # fmt: skip
+def test_what_dropout_mask_refuses(change, exception, words, monkeypatch):
+    monkeypatch.setattr(operators, "run", None)  # Nothing is computed.
+    with pytest.raises(exception, match=words):
+        step03.dropout_mask(**{"seed": 1, "B": 1, "H": H, "Nq": Nq, "Nk": Nk, "p": 0.3} | change)
 
 
 def test_one_kernel_at_a_time_is_interpreted(monkeypatch):

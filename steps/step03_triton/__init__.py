@@ -7,7 +7,7 @@ import torch
 
 from steps import engine
 
-from . import interpreter, rungs
+from . import interpreter, options, rungs
 from .models import register_with_transformers, use_in_sdpa  # noqa: F401
 from .operators import dropout_mask, set_deterministic  # noqa: F401  They are public.
 from .public import functions
@@ -16,7 +16,7 @@ from .sdpa import sdpa_of
 if engine.name == "cpu":
     interpreter.prepare()
 GPU = torch.cuda.get_device_capability() if engine.name == "cuda" else None
-RUNGS, (DTYPES, HEAD_DIMS) = rungs.available(GPU), rungs.taken(GPU)
+RUNGS, (DTYPES, HEAD_DIMS) = rungs.available(GPU), options.taken(GPU)
 SUPPORTS = {
     "stage": "step03_triton",
     "devices": (engine.device,),

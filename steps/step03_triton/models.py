@@ -18,6 +18,7 @@ kernel: so a call reaches us before torch has chosen, on a CPU and on a GPU. Wha
     under torch.compile, autocast, inference_mode                 ours
     nn.MultiheadAttention(need_weights=False), nn.Transformer     ours
     head_dim > 256, or that of value is another; float64          torch
+    before Ampere float16, bfloat16, and head_dim > 128           torch
     tensors on a device that the kernels do not run on; nested    torch
     dropout_p = 1                                                 torch
     torch.func (grad, vmap, jvp); forward-mode derivatives        torch
@@ -35,12 +36,12 @@ import triton
 from torch._functorch import config as compiling
 from torch.autograd import forward_ad
 
+from . import options
 from .operators import attention
 from .sdpa import sdpa_of
 
 NAME = "steps_triton"
 OPERATOR = "scaled_dot_product_attention"
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 sdpa = sdpa_of(attention)
 
 
@@ -103,11 +104,13 @@ def takes(query, key, value, dropout_p):
     """Whether our kernels compute this call: the table above."""
     tensors = query, key, value
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
+    dtypes, head_dims = options.taken_on(query.device)
     return (
         not any(x.is_nested for x in tensors)
-        and query.dtype in DTYPES
+        and query.dtype in dtypes
         and all(x.dtype == query.dtype and x.device.type == device and x.ndim >= 2 for x in tensors)
-        and 1 <= query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        and query.shape[-1] in head_dims
         and dropout_p < 1
         and torch.backends.cuda.flash_sdp_enabled()  # sdpa_kernel(...) without FLASH_ATTENTION switches it off.
         and torch._C._functorch.peek_interpreter_stack() is None  # Otherwise this is a call within torch.func.

@@ -112,6 +112,7 @@ def backward(
     dq is then the part that comes from these keys. The results are equal to the bit from run to run, whether or not
     `deterministic` asks for it.
     """
+    options.check_flag("deterministic", deterministic)
     f = read(q, k, v, causal, scale, tile, features)
     if not torch.compiler.is_compiling():
         options.check_saved(q, dout, out, lse)
@@ -132,6 +133,7 @@ def attention(q, k, v, *, causal=False, scale=None, tile=None, deterministic=Fal
     also `set_deterministic`. For the backward only the inputs, out and lse are kept, so that memory grows with N and
     not with N^2. Autocast does not change the dtype.
     """
+    options.check_flag("deterministic", deterministic)
     f = read(q, k, v, causal, scale, tile, features, draw=True)
     if not torch.compiler.is_compiling():
         check_derivatives(q, k, v)
@@ -357,16 +359,29 @@ def dropout_mask(
 
     The arguments are those of `forward`. For packed sequences B is 1, Nq and Nk count all rows, and what belongs to no
     sequence is False. device: by default that of the seed, or if it is an integer that of cu_seqlens_q, or the GPU.
+    The numbers in cu_seqlens are always checked. Raises TypeError or ValueError before anything is computed.
     """
+    sizes = {"B": B, "H": H, "Nq": Nq, "Nk": Nk}
+    B, H, Nq, Nk = (options.read_integer(name, n, 0, options.FAR) for name, n in sizes.items())
+    given = options.read({
+        "dropout_p": p, "seed": seed, "first_query": first_query, "first_key": first_key,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+    })  # fmt: skip
     place = next((x.device for x in (seed, cu_seqlens_q) if isinstance(x, torch.Tensor)), None)
     device = device or place or ("cpu" if triton.knobs.runtime.interpret else "cuda")
-    given = options.read({"dropout_p": p, "seed": seed, "first_query": first_query, "first_key": first_key})
+    given["seed"] = torch.as_tensor(given["seed"], device=device)
+    starts = [None if x is None else x.contiguous() for x in (given["cu_seqlens_q"], given["cu_seqlens_k"])]
+    if any(x is not None for x in starts):
+        given |= {"max_seqlen_q": Nq, "max_seqlen_k": Nk, "check": True}
+    q, k = (torch.empty(B, H, N, 0, device=device) for N in (Nq, Nk))
+    options.check(q, k, given)
+    options.check_values(q, k, given)
     keep = torch.zeros(B, H, Nq, Nk, dtype=torch.int8, device=device)
-    sequences = B if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    sequences = B if starts[0] is None else len(starts[0]) - 1
     f = Features(
         1.0, first_query=given["first_query"], first_key=given["first_key"],
-        seed=torch.as_tensor(given["seed"], device=device), threshold=round(256 * (1 - given["dropout_p"])),
-        aligned=1 if given["first_key"] % 16 == 0 else None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        seed=given["seed"], threshold=round(256 * (1 - given["dropout_p"])),
+        aligned=1 if given["first_key"] % 16 == 0 else None, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
     )  # fmt: skip
     programs = sequences * H * triton.cdiv(Nq, 32) * triton.cdiv(Nk, 32)
 

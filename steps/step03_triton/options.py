@@ -21,7 +21,7 @@ DEFAULTS = {
 }  # fmt: skip
 TENSORS = ("mask", "alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k", "lengths_k")
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FAR = 2**28  # Positions and lengths stay below it, so that sums of them fit into the kernels' 32 bits.
 
 
@@ -60,8 +60,7 @@ def read(features):
     for name in ("max_seqlen_q", "max_seqlen_k"):
         if f[name] is not None:
             f[name] = read_integer(name, f[name], 0, FAR)
-    if not isinstance(f["check"], bool):
-        raise TypeError(f"check must be True or False, got {f['check']!r}.")
+    check_flag("check", f["check"])
     return f
 
 
@@ -69,7 +68,7 @@ def read_window(window):
     """(left, right) as integers, -1 for no limit, from a pair of integers or None."""
     expected = "window must be None or a pair (left, right) of integers >= -1 or None"
     try:
-        pair = [-1 if limit is None else operator.index(limit) for limit in window]
+        pair = [-1 if limit is None else index(limit) for limit in window]
     except TypeError:
         raise TypeError(f"{expected}; got {window!r}. (W - 1, 0) is the query's own key and W - 1 before it.") from None
     if len(pair) != 2 or min(pair) < -1:
@@ -86,12 +85,24 @@ def read_number(name, x, expected):
 def read_integer(name, x, least, end, otherwise=""):
     """x as Python's integer, if least <= x < end."""
     try:
-        x = operator.index(x)
+        x = index(x)
     except TypeError:
         raise TypeError(f"{name} must be an integer{otherwise}; got {x!r}.") from None
     if not least <= x < end:
         raise ValueError(f"{name} must be at least {least} and less than {end}; got {x}.")
     return x
+
+
+def index(x):
+    """x as Python's integer. Raises TypeError for what is not an integer, such as True."""
+    if isinstance(x, bool):
+        raise TypeError
+    return operator.index(x)
+
+
+def check_flag(name, x):
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} must be True or False, got {x!r}.")
 
 
 def check_dense(name, x):
@@ -104,17 +115,35 @@ def check_dense(name, x):
         raise TypeError(f"{name} must be a dense tensor, got {short(x.layout)}. Convert it with {name}.to_dense().")
 
 
+def taken(capability):
+    """(dtypes, head_dims) that the kernels take on a GPU of this compute capability; None is Triton's interpreter.
+
+    Triton does not use the tensor cores of GPUs before Ampere. Without them the 16-bit kernels do not fit into the
+    registers, nor the larger head_dims into the shared memory.
+    """
+    if capability and capability[0] < 8:
+        return (torch.float32,), range(1, 129)
+    return FLOATS, range(1, 257)
+
+
+def taken_on(device):
+    """`taken` of a device. A tensor without memory may be on a GPU that this machine does not have."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return taken(torch.cuda.get_device_capability(device) if on_gpu else None)
+
+
 def check_inputs(tensors, causal, scale, tile):
-    """Raises ValueError unless (("q", q), ("k", k), ("v", v)) fit to each other, so that no kernel reads elsewhere."""
+    """Raises unless (("q", q), ("k", k), ("v", v)) fit to each other and to their GPU: no kernel may read elsewhere."""
     (_, q), (_, k), (_, v) = tensors
+    dtypes, head_dims = taken_on(q.device)
     fit = 2 <= q.ndim <= 4 and k.ndim == q.ndim and k.shape == v.shape and q.shape[:-3] == k.shape[:-3]
-    if not fit or q.ndim > 2 and q.shape[-3] % max(1, k.shape[-3]) or not q.shape[-1] == k.shape[-1] <= 256:
+    if not fit or q.ndim > 2 and q.shape[-3] % max(1, k.shape[-3]) or not q.shape[-1] == k.shape[-1] < head_dims.stop:
         raise ValueError(
-            "q must be (B, H, Nq, D), k and v (B, Hk, Nk, D), H a multiple of Hk, D at most 256; "
+            f"q must be (B, H, Nq, D), k and v (B, Hk, Nk, D), H a multiple of Hk, D at most {head_dims[-1]}; "
             f"got {', '.join(str(tuple(x.shape)) for x in (q, k, v))}."
         )
     for name, x in tensors:
-        check_dtype(name, x, (q.dtype,) if q.dtype in FLOATS else FLOATS, q.device)
+        check_dtype(name, x, (q.dtype,) if q.dtype in dtypes else dtypes, q.device)
 
 
 def check(q, k, f):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The rungs of stage 03: which kernels belong to a word, what they take, and what a machine needs to run them."""
+"""The rungs of stage 03: which kernels belong to a word, what each takes, and what a machine needs to run them."""
 
 import functools
 
@@ -45,14 +45,3 @@ def available(capability):
     else:
         words = tuple(KERNELS) if capability[0] == 9 else ("fused",)
     return {word: KERNELS[word] for word in words}
-
-
-def taken(capability):
-    """(dtypes, head_dims) of a GPU of this compute capability.
-
-    Triton does not use the tensor cores of GPUs before Ampere. Without them the 16-bit kernels do not fit into the
-    registers, nor the larger head_dims into the shared memory.
-    """
-    if capability and capability[0] < 8:
-        return (torch.float32,), range(1, 129)
-    return (torch.float32, *SIXTEEN_BITS), range(1, 257)
