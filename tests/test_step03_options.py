@@ -20,6 +20,7 @@ from reference import attention as exact
 from reference import cases, error, philox
 from steps import engine
 from steps.step03_triton import decode, flash, operators, options
+from steps.step03_triton.sdpa import sdpa_of
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
 B, H, Hk, Nq, Nk, D = 2, 2, 1, 20, 23, 16
@@ -752,6 +753,17 @@ def test_few_queries_are_decoded(launched):
     assert launched[3:] == ["flash.forward"]
 
 
+def test_what_is_carried_is_not_decoded(launched):
+    """decode.py could not add to what earlier calls gave."""
+    q, k, v = example(batch=1, heads=(2, 1), lengths=(1, 2060))
+    want = step03.forward(q, k, v, rung="fused")
+    out, lse = torch.zeros_like(q), Z(1, 2, 1).fill_(-math.inf)
+    for keys in (slice(1030), slice(1030, None)):
+        step03.forward(q, k[:, :, keys], v[:, :, keys], out=out, lse=lse)
+    assert launched == ["flash.forward"] * 2
+    torch.testing.assert_close((out, lse), tuple(want), atol=1e-6, rtol=1e-5)
+
+
 def test_lengths_k(launched):
     q, k, v = example(lengths=(3, Nk))
     lengths = starts(0, 20)
@@ -777,6 +789,7 @@ def test_help_says_what_the_features_are(name):
 
 # ---- sdpa ------------------------------------------------------------------------------------------------------------
 
+LEAST = random(Nq, Nk, seed=1).index_fill(0, starts(4).long(), torch.finfo(torch.float32).min)
 HIDDEN = torch.zeros(Nq, Nk).masked_fill(torch.arange(Nq)[:, None] == 4, -math.inf).to(engine.device)
 SDPA = {  # shapes of query, key and value; the mask; other options
     "bool, 2-D": ((B, H, Nq, D), (B, H, Nk, D), random(Nq, Nk, seed=1) > -0.5, {}),
@@ -788,6 +801,7 @@ SDPA = {  # shapes of query, key and value; the mask; other options
     "grouped heads": ((B, H, Nq, D), (B, 1, Nk, D), random(Nq, Nk, seed=1), {"enable_gqa": True}),
     "bool, hidden rows": ((B, H, Nq, D), (B, H, Nk, D), HIDDEN == 0, {}),
     "additive, hidden rows": ((B, H, Nq, D), (B, H, Nk, D), HIDDEN, {}),
+    "additive, row of finfo.min": ((B, H, Nq, D), (B, H, Nk, D), LEAST, {}),
     "3-D": ((H, Nq, D), (H, Nk, D), random(H, Nq, Nk, seed=1), {}),
     "2-D": ((Nq, D), (Nk, D), random(Nq, Nk, seed=1), {}),
     "5-D": ((2, B, H, Nq, D), (2, B, H, Nk, D), random(B, 1, Nq, Nk, seed=1), {}),
@@ -813,6 +827,21 @@ def test_sdpa_is_torchs_function(name):
         results.append([out, *torch.autograd.grad(out, leaves, random(*out.shape, seed=9).to(dtype))])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads, Hk", [((6, 2, 2), 2), ((6, 3, 1), 3), ((6, 2, 3), 6)])
+def test_sdpa_repeats_key_heads_no_more_than_it_must(heads, Hk):
+    """So that a kernel reads the keys of a group of query heads once."""
+    arrived = []
+
+    def attention(q, k, v, **given):
+        arrived.append((k.shape[1], v.shape[1]))
+        return step03.attention(q, k, v, **given)
+
+    tensors = [random(1, n, N, D, seed=n) for n, N in zip(heads, (Nq, Nk, Nk), strict=True)]
+    want = F.scaled_dot_product_attention(*tensors, enable_gqa=True)
+    torch.testing.assert_close(sdpa_of(attention)(*tensors, enable_gqa=True), want, atol=1e-5, rtol=1e-5)
+    assert arrived == [(Hk, Hk)]
 
 
 def test_sdpa_s_dropout_is_that_of_its_seed():
