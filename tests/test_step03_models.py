@@ -348,13 +348,37 @@ def test_llama_generates_the_same(cache, padded, llama, arrived):
 def test_without_the_mask_function_padding_would_be_seen(llama, monkeypatch):
     """What happens to those who register the attention alone."""
     ids, mask = tokens()
-    name = step03.register_with_transformers("steps_without_masks")
+    name = step03.register_with_transformers("sdpa_without_masks")
     transformers = pytest.importorskip("transformers")
     monkeypatch.delitem(transformers.AttentionMaskInterface._global_mapping, name)
     with torch.no_grad():
         found, expected = (llama(x)(input_ids=ids, attention_mask=mask).logits for x in (name, "sdpa"))
     torch.testing.assert_close(found[1], expected[1], **NEAR)
     assert (found[0] - expected[0])[3:].abs().max() > 0.01
+
+
+def test_a_name_by_which_transformers_would_refuse_no_model():
+    with pytest.raises(ValueError, match='contain "sdpa".*got \'steps\''):
+        step03.register_with_transformers("steps")
+
+
+@pytest.mark.long
+def test_a_model_that_does_not_call_other_kernels_is_refused():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 50}
+    config = transformers.BloomConfig(**sizes, attn_implementation=step03.register_with_transformers())
+    with pytest.raises(ValueError, match="does not support .*scaled_dot_product_attention"):
+        transformers.BloomForCausalLM(config)
+
+
+@pytest.mark.parametrize("says", [True, False, None])
+def test_a_call_that_does_not_say_whether_it_is_causal_asks_the_module(says):
+    tensors, module = example(), torch.nn.Module()
+    if says is not None:
+        module.is_causal = says
+    out, _ = models.attend(module, *tensors, None, is_causal=None)
+    expected = step03.attention(*tensors, causal=says is not False)
+    torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=0)
 
 
 @pytest.mark.long

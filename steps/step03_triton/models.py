@@ -41,6 +41,7 @@ from .operators import attention
 from .sdpa import sdpa_of
 
 NAME = "steps_triton"
+NAME_IN_TRANSFORMERS = "sdpa_steps_triton"
 OPERATOR = "scaled_dot_product_attention"
 sdpa = sdpa_of(attention)
 
@@ -118,13 +119,17 @@ def takes(query, key, value, dropout_p):
     )
 
 
-def register_with_transformers(name=NAME):
-    """Makes our kernels known to Hugging Face's transformers (tested with 5.23), and returns the name.
+def register_with_transformers(name=NAME_IN_TRANSFORMERS):
+    """Makes our kernels known to Hugging Face's transformers (tested with 5.23 and 5.24), and returns the name.
 
         model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=register_with_transformers())
 
-    Raises ImportError without transformers.
+    A model that does not take attn_implementation="sdpa", such as BLOOM, never calls another kernel than its own, and
+    would add our boolean mask to its scores. transformers refuses such a model, with a ValueError, if the name contains
+    "sdpa". Raises ValueError for a name that does not, and ImportError without transformers.
     """
+    if "sdpa" not in name:
+        raise ValueError(f'name must contain "sdpa", by which transformers knows which models to refuse; got {name!r}.')
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -142,7 +147,7 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
     """
     for name in ("s_aux", "position_bias", "cache"):
         if more.get(name) is not None:
-            raise NotImplementedError(f"attn_implementation={NAME!r} has no {name}. Use 'eager' for this model.")
+            raise NotImplementedError(f"the kernels of stage 03 have no {name}. Use attn_implementation='eager'.")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = is_causal and attention_mask is None and query.shape[2] > 1
