@@ -20,6 +20,7 @@ from steps.workbook import capstone as steps_of_capstone
 from steps.workbook import differences, one_rung, puzzles
 
 CHUNKS = "in chunks of keys, the last one first"  # behind a case's name: the case is run by `_of_chunks`
+TALL = "Br > Bc"  # behind a case's name: the case is run in the tile of the contract's case tall_tile
 
 
 class WrongReturn(Exception):
@@ -123,6 +124,8 @@ def _cases(job, supports):
         case = next(c for c in cases.CASES if c.name == name)
         if more:
             case = replace(case, says=f"{case.says}, {more}")
+        if more == TALL:
+            case = replace(case, tile="tall")
         x = cases.build(case, supports, getattr(torch, more, supports["dtypes"][0]), engine.device)
         if more == CHUNKS:
             x = replace(x, ring=None)
