@@ -347,6 +347,14 @@ class NoMaximum(Forward):
         return m
 
 
+@variant_of(NoMaximum)
+class NoMaximumUnguarded(NoMaximum):
+    """exp(S) / sum exp(S), which for a row that sees no key is 0 / 0."""
+
+    def divide(self, O, l):
+        return O / l[..., None]
+
+
 @mutant(
     "the running maximum starts at 0 instead of -inf",
     "gpu-mode/lectures, lecture_012/flash_attention.cu starts at 1e-30, to the same effect",
@@ -383,6 +391,18 @@ class TileMaximum(Forward):
         return S.amax(-1)
 
 
+@variant_of(TileMaximum)
+class TileMaximumUnguarded(TileMaximum):
+    """Stage 01's exp_difference(m, m_new), infinite where a row sees earlier keys, but none of this tile."""
+
+    def maximum(self, m, S):
+        self.m_new = super().maximum(m, S)
+        return self.m_new
+
+    def alpha(self, m, unit):
+        return (m - self.m_new).exp().masked_fill(m.isneginf(), 0)
+
+
 @mutant("exp(-inf - (-inf)) or 0 / 0 is not guarded: a row that sees no key becomes NaN")
 class NoGuard(Forward):
     def check(self):
@@ -391,6 +411,16 @@ class NoGuard(Forward):
 
     def unit(self, m_new):
         return m_new
+
+
+@mutant("the softmax of a row that sees no key is not guarded: its lse is right, but its out is 0 / 0, which is NaN")
+class OutUnguarded(Forward):
+    def check(self):
+        if not (self.x.causal and self.Nq > self.Nk > 0):
+            raise NotApplicable
+
+    def divide(self, O, l):
+        return O / l[..., None]
 
 
 @mutant("the tile's own maximum is subtracted, and for a row that sees no key of the tile exp(-inf - (-inf)) is NaN")
@@ -574,6 +604,20 @@ class DividedTwice(Forward):
         return self.divide(out, l), lse
 
 
+@mutant("l is overwritten before the factor of the old O is computed, which needs the old l")
+class LOverwritten(Forward):
+    def check(self):
+        if self.order != "fa1":  # In the other orders O is not multiplied back.
+            raise NotApplicable
+
+    def add_to_l(self, l, alpha, P):
+        self.l_new = super().add_to_l(l, alpha, P)
+        return self.l_new
+
+    def multiply_back(self, O, l):
+        return super().multiply_back(O, self.l_new)
+
+
 @mutant("O is not divided by l at the end")
 class NotNormalised(Forward):
     def divide(self, O, l):
@@ -585,6 +629,12 @@ class LseInBase2(Forward):
     def finish(self, m, l, O):
         out, lse = super().finish(m, l, O)
         return out, lse / math.log(2)
+
+
+@mutant("lse is m + log2 l: the logarithm of l is in base 2, and m is not")
+class LogOfLInBase2(Forward):
+    def finish(self, m, l, O):
+        return super().finish(m, l, O)[0], m + l.log2()
 
 
 @mutant("lse leaves out the maximum")
@@ -652,6 +702,19 @@ class AlphaAtEveryKey(Forward):
         return (alpha**self.keys)[..., None] * O
 
 
+@mutant("l is multiplied with alpha at every key of the tile, and not once a tile as O is")
+class LTimesAlphaAtEveryKey(AlphaAtEveryKey):
+    def probabilities(self, S, m, unit):
+        self.P_for_l = super().probabilities(S, m, unit)
+        return self.exp(S - unit[..., None])
+
+    def add_to_l(self, l, alpha, P):
+        return super().add_to_l(l, alpha, self.P_for_l)
+
+    def rescale_O(self, O, alpha):
+        return alpha[..., None] * O
+
+
 class PRelativeToTile(Forward):
     """P is relative to the tile's own maximum, as in FlashAttention, Algorithm 1, and beta is forgotten somewhere."""
 
@@ -677,6 +740,13 @@ class BetaMissingFromO(PRelativeToTile):
 class BetaMissingFromL(PRelativeToTile):
     def add_to_l(self, l, alpha, P):
         return super().add_to_l(l, alpha, self.P_tile)
+
+
+@mutant("P, which is relative to m_new already, is multiplied with beta as well")
+class BetaTwice(Forward):
+    def probabilities(self, S, m, unit):
+        beta = (S.amax(-1) - unit).exp()
+        return beta[..., None] * super().probabilities(S, m, unit)
 
 
 @mutant("the tiles that the causal diagonal crosses are not masked")

@@ -22,6 +22,7 @@ from steps import __main__, catalogue, engine
 from steps.step02_fa2_cuda import emulator
 from steps.workbook import Blank, answer, check, exercises, hint, listing, puzzles, runner, skeleton, solution, splice
 from steps.workbook.capstone import Guarded
+from steps.workbook.checks import _slips
 from steps.workbook.differences import of_tensors
 from steps.workbook.exercises import Exercise, Hunt, Puzzle, Step
 from steps.workbook.explain import explain
@@ -224,6 +225,18 @@ def test_a_line_that_begins_as_a_slip_is_none():
     right = "cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x"
     report = check("01.1", text.replace(right, "cuda.threadIdx.x + cuda.threadIdx.y * cuda.blockDim.x"))
     assert report.verdict == "wrong" and "Look at" not in repr(report), report
+
+
+@pytest.mark.parametrize("id", [id for id, task in EXERCISES.items() if task.slips])
+def test_what_a_reader_is_given_and_the_solution_contain_no_slip(id):
+    """A slip in a comment of the file that the course itself wrote would be found in every wrong answer."""
+    task = EXERCISES[id]
+    given = skeleton.text(task)
+    if task.path.suffix == ".py":
+        given = given.replace("    raise Blank\n", body(task))
+    else:
+        given += str(solution(id))
+    assert _slips(task, answer.Answer(given, "your text")) == []
 
 
 @pytest.mark.parametrize("id", HUNTS)

@@ -1,6 +1,7 @@
 """`check`, `hint` and `solution`, the three functions that a reader calls."""
 
 import functools
+import re
 import shutil
 import tempfile
 
@@ -167,11 +168,22 @@ def _step(task, text, folder, limit):
 
 
 def _slips(task, text):
-    """A line for each known slip that the answer's text contains, spaces aside. A slip may contain a line's end."""
-    lines = ["".join(line.split()) for line in text.text.splitlines()]
+    """A line for each known slip: the answer contains its `text`, or has no line like the one that it `lacks`.
+
+    Spaces and comments do not count. A slip's text may contain a line's end.
+    """
+    comment = r"//.*|/\*[\s\S]*?\*/" if task.path.suffix == ".cu" else "#.*"
+    lines = ["".join(line.split()) for line in re.sub(comment, "", text.text).splitlines()]
     answer = {False: "".join(lines), True: "\n".join([*lines, ""])}  # whether the slip says where a line ends
-    found = [slip for slip in task.slips if slip["text"].replace(" ", "") in answer["\n" in slip["text"]]]
-    return [f"Look at `{slip['text'].strip()}`: {slip['says']}." for slip in found]
+    found = []
+    for slip in task.slips:
+        if "lacks" in slip:
+            pattern = re.escape(slip["lacks"].replace(" ", "")).replace(r"\.\.\.", ".*?")
+            if not re.search(pattern, answer[True]):
+                found.append(f"There is no `{slip['lacks']}`: {slip['says']}.")
+        elif slip["text"].replace(" ", "") in answer["\n" in slip["text"]]:
+            found.append(f"Look at `{slip['text'].strip().splitlines()[0]}`: {slip['says']}.")
+    return found
 
 
 def _cost(task, text, limit):
