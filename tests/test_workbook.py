@@ -378,6 +378,15 @@ FAULTY = {  # name: (exercise, an edit of the solution, lines of the report, wha
         "02.10", (', "release V"', ""), ('"wait for all"', '"release V", "wait for all"'),
         ("a tile was overwritten while a product still read it",), ("wrong place", "the product for O still reads"),
     ),
+    "O started after the wait": (
+        "02.10", ('"start O", "wait for S"', '"wait for S", "start O"'),
+        ("equals what you get when O is started after the wait for S", "started last: here that is S itself"),
+        ("O is started before S",),
+    ),
+    "S started after the wait": (
+        "02.10", ('"start S", "start O", "wait for S"', '"start O", "wait for S", "start S"'),
+        ("S is started after the wait for S",), ("here that is S itself",),
+    ),
     "an operation left out": (
         "02.10", ('"release V", ', ""),
         ("ValueError: each operation has to be in the list once; missing: 'release V'",), ("twice", "copies come at"),

@@ -38,10 +38,11 @@ def order_of_step():
 
 
 def run(**inputs):
-    """What the kernel makes of the order, and two properties of the order that no result shows.
+    """What the kernel makes of the order, and three properties of the order that no result shows.
 
     {"out": the result, "refused": the lines of hopper.cu that misuse a register, "overlap": whether the softmax runs
-    under the product for O, "operand": whether P stays as it is until that product has read it}.
+    under the product for O, "operand": whether P stays as it is until that product has read it, "started": see
+    `_started`}.
     """
     return _run(order_of_step(), **inputs)
 
@@ -59,7 +60,7 @@ def _run(order, q, k, v, factors, copies, wgmma):
     lines = [int(n) for n in re.findall(r"hopper\.cu:(\d+)", report)][:2]
     refused = torch.tensor([*lines, 0, 0][:2])
     overlap, operand = (torch.tensor([float(holds(order))]) for holds in (_overlaps, _operand_kept))
-    return {"out": out, "refused": refused, "overlap": overlap, "operand": operand}
+    return {"out": out, "refused": refused, "overlap": overlap, "operand": operand, "started": _started(order)}
 
 
 _last = []  # the order that was run last, and what the emulation reported
@@ -91,6 +92,15 @@ def _operand_kept(order):
     return not order.index("start O") < order.index("pack P") < order.index("wait for all")
 
 
+def _started(order):
+    """[whether S is started before O and both before the wait for S, whether O is started before S], as numbers.
+
+    The wait for S leaves the group under way that was started last. Both wrong orders give the same result.
+    """
+    S, O, wait = (order.index(name) for name in ("start S", "start O", "wait for S"))
+    return torch.tensor([float(S < O < wait), float(O < S)])
+
+
 def _given_back_early(order):
     """Whether K or V is given to the producer before its product has surely ended."""
     place = {name: n for n, name in enumerate(order)}
@@ -106,6 +116,7 @@ def expected(q, k, v, factors):
     out = specification(q, k, v, factors)["out"]
     right = {"refused": (torch.tensor([0, 0]), 0), "overlap": (torch.tensor([1.0]), 0)}
     right["operand"] = torch.tensor([1.0]), 0
+    right["started"] = torch.tensor([1.0, 0.0]), 0
     return {"out": (out, 0.02 * out.abs().max().item()), **right}
 
 
@@ -137,6 +148,10 @@ def explain(got, want, **_):
         if _given_back_early(order):
             why = "a tile was overwritten while a product still read it"
         lines.append(f"out is another one in this schedule: {why}")
+    if order.index("wait for S") < order.index("start S"):
+        lines.append("S is started after the wait for S")
+    elif not got["started"][0]:
+        lines.append("the wait for S leaves one group under way, the one that was started last: here that is S itself")
     if not got["overlap"]:
         lines.append("the softmax does not run while the product for O is under way")
     if not got["operand"]:
@@ -182,6 +197,11 @@ def packed_early(**inputs):
 @mistake("O is started before S, so that the wait for all but one group waits for O, and S is used too early")
 def o_first(**inputs):
     return _run(["start O", "start S", *RIGHT[2:]], **inputs)
+
+
+@mistake("O is started after the wait for S, which leaves one group under way: S itself, so that S is used too early")
+def o_late(**inputs):
+    return _run(["start S", "wait for S", "start O", *RIGHT[3:]], **inputs)
 
 
 @mistake("all is waited for before the softmax, so that nothing runs under it")
