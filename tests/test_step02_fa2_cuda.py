@@ -35,6 +35,7 @@ class TestContract(Contract):
         "ragged",
         "ragged_causal",
         "more_queries_causal",
+        "explicit_scale",
         "scores_200",
         "common_score",
         "large_scores",

@@ -56,8 +56,8 @@ class Contract:
 
     stage = None
     # The cases that are run without a GPU on the rungs beyond the first.
-    few = ("ragged_causal", "more_queries_causal", "scores_200", "common_score", "large_scores", "head_dim_odd",
-           "own_layouts")  # fmt: skip
+    few = ("ragged_causal", "more_queries_causal", "explicit_scale", "scores_200", "common_score", "large_scores",
+           "head_dim_odd", "own_layouts")  # fmt: skip
     few_in_other_dtypes = ("ragged_causal", "large_scores")
 
     def outputs(self, case, inputs, rung=None):
