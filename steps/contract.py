@@ -69,8 +69,7 @@ def entry_points(kernels, supports):
         kernel, own = pick_kernel(kernels, supports, rung, 1, q, whole)
         scale, options = check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         check_saved(q, dout, out, lse)
-        if not isinstance(deterministic, bool):
-            raise TypeError(f"deterministic must be True or False, got {deterministic!r}.")
+        check_deterministic(deterministic)
         if deterministic and not supports["deterministic"]:
             options["deterministic"] = True
         if q.numel() == 0 or k.numel() == 0:
@@ -120,6 +119,7 @@ def differentiable(forward, backward, forward_operator):
 
         torch.compile, torch.export and fake tensors see one operator. Autocast does not change the dtype.
         """
+        check_deterministic(deterministic)
         if is_traced(q):
             return forward_operator(q, k, v, deterministic=deterministic, **options)[0]
         return Attention.apply(q, k, v, options, deterministic)
@@ -355,6 +355,12 @@ def check_saved(q, dout, out, lse):
             raise ValueError(f"{name} must have shape {tuple(shape)} as forward returned it; got {tuple(x.shape)}.")
         if x.dtype != dtype or x.device != device:
             raise TypeError(f"{name} must be {_short(dtype)} on {device}; got {_short(x.dtype)} on {x.device}.")
+
+
+def check_deterministic(value):
+    """Raises TypeError unless the argument `deterministic` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"deterministic must be True or False, got {value!r}.")
 
 
 def _named(supports):

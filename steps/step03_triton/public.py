@@ -31,6 +31,7 @@ def with_features(plain, whole, supports):
             if given and rung is not None:
                 raise ValueError(f"the rungs have no {given[0]}; got rung={rung!r}. Leave rung out.")
             if given:
+                contract.check_deterministic(arguments.get("deterministic", False))
                 return whole(*tensors, **arguments)
             arguments = {name: value for name, value in arguments.items() if name not in more}
         if rung is None and is_forward and has_few_queries(supports, *tensors[:2], **arguments):

@@ -186,6 +186,20 @@ class Contract:
             with pytest.raises(exception):
                 self.stage.backward(q, q, k, v, *saved, **options)
 
+    @pytest.mark.parametrize("value", [1, None, "yes"])
+    def test_a_deterministic_that_is_neither_true_nor_false(self, value):
+        """`attention` refuses it too, although only a backward, which may never come, needs it."""
+        parameters = inspect.signature(self.stage.attention).parameters
+        if "deterministic" not in parameters:
+            pytest.skip("the stage has no such argument")
+        q, k, v = self.example()
+        features = ({}, {"softcap": 2.0}) if "softcap" in parameters else ({},)
+        for options in features:  # A call with a feature takes another way.
+            with pytest.raises(TypeError, match="deterministic must be True or False, got"):
+                self.stage.attention(q, k, v, deterministic=value, **options)
+            with pytest.raises(TypeError, match="deterministic must be True or False, got"):
+                self.stage.backward(q, q, k, v, q, q[..., 0].float(), deterministic=value, **options)
+
     def test_more_rows_than_32_bits_count(self):
         contract.check_length(2**31 - 2**16)
         few, _, _ = self.example()
