@@ -486,13 +486,38 @@ class MaskTimesInfinity(Forward):
         return S + self.hidden(*self.positions(S, i, j)) * -math.inf
 
 
-@mutant("masked scores are set to -1e9 instead of -inf: a row that sees no key gets the mean of the values")
+@mutant(
+    "masked scores are set to a large negative number, such as -1e9, instead of -inf: a row that sees no key gets the "
+    "mean of the values"
+)
 class MaskedToMinus1e9(Forward):
     hidden_score = -1e9
 
     def check(self):
-        if not (self.x.causal and self.Nq > self.Nk > 0):
+        if not self.x.causal:
             raise NotApplicable
+
+
+@variant_of(MaskedToMinus1e9)
+class Minus1e9InTheMatrixForm(MaskedToMinus1e9):
+    """A row that sees no key gets the mean of all values, because no tile of keys is left out."""
+
+    def end_of_keys(self, i):
+        return self.Nk
+
+
+@variant_of(MaskedToMinus1e9)
+class MaskedToTheSmallestNumber(MaskedToMinus1e9):
+    """torch.finfo(dtype).min, as in Hugging Face's transformers."""
+
+    @property
+    def hidden_score(self):
+        return torch.finfo(self.x.q.dtype).min
+
+
+@variant_of(MaskedToMinus1e9)
+class TheSmallestNumberInTheMatrixForm(MaskedToTheSmallestNumber, Minus1e9InTheMatrixForm):
+    """Both of the two above."""
 
 
 @mutant("the causal mask is aligned at the top left")
@@ -1223,7 +1248,7 @@ def _equals(kind, rows, names, order):
             continue
         if _differ({name: got[name] for name in names}, mistaken, _tolerances(mistaken, want)):
             return False
-        differs |= bool(failures and error.failures(mistaken, want))
+        differs |= bool(failures and error.failures({name: mistaken[name] for name in names}, want))
     return differs
 
 

@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import signal
 import string
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -412,5 +415,33 @@ def say(*lines):
         console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
+# ---- verify in a process of its own: somebody else's function may end the process, and with any exit code ------------
+
+JUDGED = 10  # the exit code of that process if every property holds
+IN_A_CHILD = "from steps import __main__; __main__.in_a_child()"
+
+
+def in_a_child():
+    """Runs the command of sys.argv with JUDGED as its exit code instead of 0."""
+    try:
+        app(prog_name="python -m steps")
+    except SystemExit as end:
+        sys.exit(end.code or JUDGED)
+
+
+def main():
+    """Runs the command of sys.argv. `verify` has run to its end only if its process ends with an exit code of ours."""
+    if sys.argv[1:2] != ["verify"]:
+        return app()
+    try:
+        code = subprocess.run([sys.executable, "-c", IN_A_CHILD, *sys.argv[1:]]).returncode
+    except KeyboardInterrupt:  # Ctrl-C reaches the child too, which says so.
+        sys.exit(1)
+    if code not in (JUDGED, 1, 2):
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        say(f"The function ended the process ({how}) before all properties were judged.")
+    sys.exit({JUDGED: 0, 2: 2}.get(code, 1))
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -234,6 +234,56 @@ def test_a_planted_mistake_is_named(monkeypatch, name, tile, order, returns_lse)
     assert equal["case"] == "" and name in equal["mutants"], text
 
 
+def in_matrix_form(hidden_score, q, k, v, causal, scale):
+    """Attention as most people write it: hidden scores are set to a number, and softmax does the rest."""
+    k, v = (x.repeat_interleave(q.shape[1] // max(1, x.shape[1]), 1) for x in (k, v))
+    S = scale * q @ k.mT
+    if causal:
+        seen = torch.ones(S.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[-2] - q.shape[-2])
+        S = S.masked_fill(~seen, hidden_score)
+    return S.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("hidden_score", [-1e9, torch.finfo(torch.float32).min])
+def test_a_large_negative_number_for_hidden_scores_is_named(monkeypatch, hidden_score):
+    function = partial(in_matrix_form, hidden_score)
+    _, text, written = verify_function(monkeypatch, function, *MORE, "--no-backward", "--tile", "16")
+    assert written["equals"] == [{"case": "", "mutants": ["masked_to_minus1e9"]}], text
+    wrong = {row["name"] for row in written["cases"] if row["wrong"]}
+    assert wrong == {"more_queries_causal"} | ({"large_scores"} if hidden_score == -1e9 else set())
+
+
+def off_by_little(q, k, v, causal, scale):
+    """Only out, and nowhere 0, not even where it has to be."""
+    return step00.forward(q, k, v, causal=causal, scale=scale)[0] + 1e-6
+
+
+def with_the_strides_of_q(q, k, v, causal, scale):
+    """k is read with them, and where it lies in memory in a layout of its own, everything is NaN."""
+    if k.shape == q.shape:
+        k = k.as_strided(k.shape, q.stride(), k.storage_offset())
+    return step00.forward(q, k, v, causal=causal, scale=scale)
+
+
+def in_half_precision(q, k, v, causal, scale):
+    """inf - inf is NaN where scores are above 65,504."""
+    q, k, v = (x.half() for x in (q, k, v))
+    S = scale * q @ k.mT
+    if causal:
+        S = S.masked_fill(~torch.ones(S.shape[-2:], dtype=torch.bool).tril(k.shape[-2] - q.shape[-2]), -math.inf)
+    m = S.amax(-1, keepdim=True).nan_to_num(neginf=0.0) if k.shape[-2] else 0
+    E = (S - m).exp()
+    l = E.sum(-1, keepdim=True)
+    return torch.where(l == 0, 0, E @ v / l).float(), (m + l.log())[..., 0].float()
+
+
+@pytest.mark.skipif(engine.name != "cpu", reason="they compute on the CPU")
+@pytest.mark.parametrize("function", [off_by_little, with_the_strides_of_q, in_half_precision])
+def test_a_mistake_that_nobody_planted_gets_no_name(monkeypatch, function):
+    code, _, written = verify_function(monkeypatch, function, "--no-backward", "--no-gqa", "--tile", "16")
+    assert code == 1 and written["equals"] == []
+
+
 # ---- libraries that `verify --help` names ----------------------------------------------------------------------------
 
 
@@ -337,6 +387,10 @@ FORMS = """
     def never(q, k, v, causal, scale):
         import time
         time.sleep(600)
+
+    def ends(q, k, v, causal, scale):
+        import os
+        os._exit(0)
 """
 SAYS = {
     "raises": "ValueError: head_dim 32 (forms.py, line 8)",
@@ -421,6 +475,23 @@ def test_a_function_that_never_returns_is_stopped(forms):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("stopped after 0.5 s in the case: N is not a multiple of the tile")
+
+
+def test_a_function_that_ends_the_process_has_not_passed(forms):
+    command = [sys.executable, "-m", "steps", "verify", f"{forms}:ends"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "The function ended the process (exit code 0) before all properties were judged." in done.stdout
+
+
+@pytest.mark.parametrize("code, ours", [(__main__.JUDGED, 0), (0, 1), (1, 1), (2, 2), (3, 1), (-11, 1)])
+def test_the_command_ends_with_0_only_after_its_last_property(monkeypatch, code, ours):
+    monkeypatch.setattr(sys, "argv", ["steps", "verify", "--help"])
+    monkeypatch.setattr(subprocess, "run", lambda _: types.SimpleNamespace(returncode=code))
+    for function, ends in ((__main__.main, ours), (__main__.in_a_child, __main__.JUDGED)):
+        with pytest.raises(SystemExit) as end:
+            function()
+        assert end.value.code == ends
 
 
 @pytest.mark.gpu

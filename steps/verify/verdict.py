@@ -105,8 +105,16 @@ def mistakes(kept, tile):
     for pair, order in product([(tile, tile), *likely], ("fa2", "fa1")):
         if wrong and (found := _equal(rows, pair, order)):
             return [("", found)]
-    found = [(row[0], _equal([row], (tile, tile), "fa2")) for row in wrong]
+    found = [(row[0], _equal([row], (tile, tile), "fa2")) for row in wrong if _can_be_told(row)]
     return [(says, equal) for says, equal in found if equal]
+
+
+def _can_be_told(row):
+    """Whether one wrong case can have its mistake named: NaN looks alike whatever made it, and so do infinities."""
+    _, (_, got, want), failures = row
+    wrong = failures.keys() & {"out", "lse"} or failures
+    pairs = [(got[name], want.value[name]) for name in wrong]
+    return all(x.isfinite().any() and not (x.isnan() & ref.isfinite()).any() for x, ref in pairs)
 
 
 def _equal(rows, tile, order):
