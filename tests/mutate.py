@@ -3,9 +3,10 @@
     python -m tests.mutate                          20 changes in each of the five stages; up to an hour on 2 cores
     python -m tests.mutate --stage 02 --count 5 --seed 7
 
-A change replaces an operator (+ by -), a constant (0 by 1) or a name by one of like kind (k by v). It is made in a copy
-of the tree, and then the stage's tests run up to the first failure. A change that no test notices survives: a test is
-missing, or the change makes no difference. The same seed gives the same changes as long as the code stays the same.
+A change replaces an operator (+ by -), a constant (0 by 1), a name by one of like kind (k by v), or `a if c else b` by
+one of a and b. It is made in a copy of the tree, and then the stage's tests run up to the first failure. A change that
+no test notices survives: a test is missing, or the change makes no difference. The same seed gives the same changes as
+long as the code stays the same.
 """
 
 import argparse
@@ -41,6 +42,8 @@ ALIKE = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 IN_COMMON = {"shape", "dtype", "device", "zeros_like", "empty_like"}
 # Files and folders in which tests without a GPU see no change (Gluon is only compiled), or that are no code of a stage.
 NOT_RUN_HERE = {"__init__.py", "nvrtc.py", "ptx.cuh", "fwd_3_gluon.py", "demo.py", "broken", "emulator"}
+SHARED = ("contract.py", "operators.py", "engine.py")  # what every stage uses, and may lose an option in
+SHARED_TESTS = ("test_engine.py", "test_operators.py")  # which run before a stage's tests where one of them is changed
 HOST_TESTS = {"02": ("test_launch.py", "test_cache.py")}  # a stage's tests beside its test_stepNN file
 
 
@@ -89,6 +92,8 @@ def python_changes(file, text):
             yield Change(file, *span(node), ALIKE[node.id])
         elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
             yield Change(file, *span(node), changed_constant(node.value))
+        elif isinstance(node, ast.IfExp):
+            yield from (Change(file, *span(node), text[slice(*span(part))]) for part in (node.body, node.orelse))
         elif isinstance(node, (ast.BinOp, ast.Compare, ast.BoolOp)):
             operands = node.values if isinstance(node, ast.BoolOp) else [node.left]
             operands = operands[:2] + ([node.right] if isinstance(node, ast.BinOp) else [])
@@ -123,10 +128,13 @@ def cuda_changes(file, text):
 
 
 def changes(stage):
-    """Every change of the stage's own files, without the emulation and the kernels that are broken on purpose."""
+    """Every change of the stage's own files and of the shared ones.
+
+    The emulation and the kernels that are broken on purpose are left out.
+    """
     (folder,) = (ROOT / "steps").glob(f"step{stage}_*/")
     found = []
-    for path in sorted(folder.rglob("*.*")):
+    for path in (*sorted(folder.rglob("*.*")), *(ROOT / "steps" / name for name in SHARED)):
         if path.suffix in (".py", ".cu", ".cuh") and not {path.name, path.parent.name} & NOT_RUN_HERE:
             kind = python_changes if path.suffix == ".py" else cuda_changes
             found += kind(str(path.relative_to(ROOT)), path.read_text())
@@ -146,9 +154,13 @@ def sample(stage, count, seed):
     return drawn
 
 
-def notices(tree, stage, limit):
-    """Whether the stage's tests fail in this copy. A run that does not end in `limit` seconds has failed."""
-    names = *HOST_TESTS.get(stage, ()), f"test_step{stage}_*.py"
+def notices(tree, stage, limit, file=""):
+    """Whether the stage's tests fail in this copy, in which `file` is changed.
+
+    A run that does not end in `limit` seconds has failed.
+    """
+    first = SHARED_TESTS if Path(file).parent.name == "steps" else ()
+    names = *first, *HOST_TESTS.get(stage, ()), f"test_step{stage}_*.py"
     tests = dict.fromkeys(str(path) for name in names for path in (tree / "tests").glob(name))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not compile", *tests]
     environment = os.environ | {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(tree.parent / "cache")}
@@ -193,7 +205,7 @@ def main():
             text = path.read_text()
             try:
                 path.write_text(change.apply(text))
-                return notices(tree, stage, options.limit)
+                return notices(tree, stage, options.limit, change.file)
             finally:
                 path.write_text(text)
                 trees.put(tree)

@@ -14,6 +14,7 @@ def f(k, v, n=1):
     if n < 2 and k:
         raise ValueError("k - v", 3)
     x.zeros_like(k.shape[0], k)
+    v = k if x else v
     return k * v + n  # k + 1
 '''
 CUDA = """
@@ -30,6 +31,7 @@ def test_changes_of_python():
     new = {
         "n=1": ["n=2"],
         "n < 2 and k": ["n <= 2 and k", "n < 3 and k", "n < 2 or k", "n < 2 and v"],
+        "k if x else v": ["k", "v", "v if x else v", "k if x else k"],
         "k * v + n": ["v * v + n", "k * k + n", "k + v + n", "k * v - n"],
     }
     wanted = [PYTHON.replace(before, after) for before in new for after in new[before]]
@@ -54,6 +56,17 @@ def test_a_seed_gives_the_same_changes_of_every_stage(stage):
         assert change.apply(text) != text
         if change.file.endswith(".py"):
             compile(change.apply(text), change.file, "exec")
+
+
+@pytest.mark.parametrize("stage", mutate.STAGES)
+def test_the_files_that_all_stages_share_are_changed_with_every_stage(stage):
+    files = {change.file for change in mutate.changes(stage)}
+    assert {"steps/contract.py", "steps/operators.py", "steps/engine.py"} < files
+
+
+def test_a_scale_can_be_lost():
+    files = {change.file for change in mutate.changes("01") if change.new == "D**-0.5"}
+    assert len(files) == 5, "each file of a kernel has its own default"
 
 
 @pytest.mark.long
