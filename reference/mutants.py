@@ -507,6 +507,15 @@ class Minus1e9InTheMatrixForm(MaskedToMinus1e9):
 
 
 @variant_of(MaskedToMinus1e9)
+class Minus1e9BeforeTheScale(MaskedToMinus1e9):
+    """Stage 03's S, which is multiplied with the scale after it has been masked."""
+
+    @property
+    def hidden_score(self):
+        return -1e9 * self.scale
+
+
+@variant_of(MaskedToMinus1e9)
 class MaskedToTheSmallestNumber(MaskedToMinus1e9):
     """torch.finfo(dtype).min, as in Hugging Face's transformers."""
 
@@ -529,6 +538,15 @@ class TopLeft(Forward):
     def positions(self, S, i, j):
         row, col = super().positions(S, i, j)
         return row - (self.Nk - self.Nq), col
+
+
+@variant_of(TopLeft)
+class TopLeftInDiagonalTiles(TopLeft):
+    """As in stage 03, which masks only the tiles with a key that some query of the tile does not see."""
+
+    def mask_causal(self, S, i, j):
+        full = max(0, i + 1 + self.Nk - self.Nq) // self.Bc * self.Bc
+        return super().mask_causal(S, i, j) if j >= full else S
 
 
 @mutant("masked scores are set to 0 instead of -inf")
@@ -692,6 +710,14 @@ class PWithOldMaximumGuarded(PWithOldMaximum):
 
     def probabilities(self, S, m, unit):
         return super().probabilities(S, m, unit).masked_fill(S.isneginf(), 0)
+
+
+@variant_of(PWithOldMaximum)
+class PWithOldMaximumOrZero(PWithOldMaximum):
+    """0 is subtracted where the old maximum is -inf."""
+
+    def probabilities(self, S, m, unit):
+        return super().probabilities(S, m.nan_to_num(neginf=0.0), unit)
 
 
 @mutant("the new keys' part of l is multiplied with alpha, too: alpha * (l + rowsum P)")
@@ -1081,6 +1107,12 @@ class DqOneElementAThread(Backward):
     def add_dq(self, total, term):
         added = torch.arange(term.shape[-2:].numel()).reshape(term.shape[-2:]) < self.Bc
         return self.add(total, torch.where(added, term, 0))
+
+
+@mutant("each of the Bc threads adds every element of the tile of dq, so each element is added Bc times")
+class DqAddedByEveryThread(Backward):
+    def add_dq(self, total, term):
+        return self.add(total, self.Bc * term)
 
 
 # ---- the ring --------------------------------------------------------------------------------------------------------

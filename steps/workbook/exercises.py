@@ -51,12 +51,12 @@ class Exercise(Task):
     """An exercise: write this function.
 
     The contract's `cases` are run on `rung`, in the stage's first dtype or in the one behind a colon. Behind a colon
-    jobs.CHUNKS may stand too, or jobs.TALL, because in a square tile nobody sees that Br and Bc have been exchanged.
-    threads is the block in which Numba's simulator runs them, if it is another than the rung's own. order and tile say
-    in which order that rung visits tiles of which size; with them the diagnosis compares a wrong result with that of
-    known mistakes. If `cost` is given, what the answer takes is counted too: `cost` is the message for a function whose
-    results are right, but which takes more than the stage's own. `counted` is a key of checks.COUNTED: wavefronts of
-    shared memory, or additions to global memory.
+    jobs.LAST_FIRST or FIRST_FIRST may stand too, or jobs.TALL, because in a square tile nobody sees that Br and Bc have
+    been exchanged. threads is the block in which Numba's simulator runs them, if it is another than the rung's own.
+    order and tile say in which order that rung visits tiles of which size; with them the diagnosis compares a wrong
+    result with that of known mistakes. If `cost` is given, what the answer takes is counted too: `cost` is the message
+    for a function whose results are right, but which takes more than the stage's own. `counted` is a key of
+    checks.COUNTED: wavefronts of shared memory, or additions to global memory.
     note is a sentence that the reader's file begins with, and imports are lines that it has beside those of the stage's
     file. like = [file, function] names a function of the stage that the file shows as an example. slips are mistakes
     that no mutant equals, because they read memory that nobody wrote or do not exist as an address: a report of a

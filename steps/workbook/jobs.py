@@ -19,7 +19,8 @@ from steps import engine
 from steps.workbook import capstone as steps_of_capstone
 from steps.workbook import differences, one_rung, puzzles
 
-CHUNKS = "in chunks of keys, the last one first"  # behind a case's name: the case is run by `_of_chunks`
+# Behind a case's name: the case is run by `_of_chunks`, in this order of the chunks.
+LAST_FIRST, FIRST_FIRST = "in chunks of keys, the last one first", "in chunks of keys, the first one first"
 TALL = "Br > Bc"  # behind a case's name: the case is run in the tile of the contract's case tall_tile
 
 
@@ -36,6 +37,7 @@ def exercise(job, tell):
     supports = one_rung.limits(stage, job["rung"])
     if job["threads"] and engine.name == "cpu":
         importlib.import_module(job["module"]).THREADS = tuple(job["threads"])
+    tell(cases=len(job["cases"]))
     if job["own"]:
         watch_returns(job["module"], job["function"], job["own"])
     rows = []
@@ -63,6 +65,7 @@ def puzzle(job, tell):
     if hasattr(module, "triton"):
         _check_accesses()
     rows = []
+    tell(cases=len(module.CASES))
     for case in module.CASES:
         tell(running=case.says)
         rows.append(puzzles.judge(module, case))
@@ -75,6 +78,7 @@ def puzzle(job, tell):
 def capstone(job, tell):
     """Runs the cases of the first step, then those of the next one, up to the job's level or the first wrong step."""
     _check_accesses()
+    tell(cases=sum(len(steps_of_capstone.STEPS[step]) for step in range(1, job["level"] + 1)))
     attention = importlib.import_module(job["module"]).attention
     for step in range(1, job["level"] + 1):
         rows = []
@@ -127,7 +131,7 @@ def _cases(job, supports):
         if more == TALL:
             case = replace(case, tile="tall")
         x = cases.build(case, supports, getattr(torch, more, supports["dtypes"][0]), engine.device)
-        if more == CHUNKS:
+        if more in (LAST_FIRST, FIRST_FIRST):
             x = replace(x, ring=None)
         yield case, x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
 
@@ -143,7 +147,8 @@ def _results(stage, job, case, inputs, want):
 
         return on_new_ranks(case, inputs)
     if job["stage"] == "step04_ring":
-        return _of_chunks(importlib.import_module(job["module"]).merge, inputs)
+        merge = importlib.import_module(job["module"]).merge
+        return _of_chunks(merge, inputs, last_first=case.says.endswith(LAST_FIRST))
     kernel, tensors = one_rung.on_rung(stage, job["rung"]), (inputs.q, inputs.k, inputs.v)
     if ".fwd_" in job["module"]:
         return dict(zip(error.NAMES[:2], kernel.forward(*tensors, **inputs.options), strict=True))
@@ -152,16 +157,18 @@ def _results(stage, job, case, inputs, want):
     return dict(zip(error.NAMES[2:], kernel.backward(inputs.dout, *tensors, out, lse, **inputs.options), strict=True))
 
 
-def _of_chunks(merge, x):
-    """{"out", "lse"} of four chunks of keys, which `merge` merges from the last chunk to the first.
+def _of_chunks(merge, x, last_first):
+    """{"out", "lse"} of four chunks of keys, which `merge` merges one after the other.
 
-    Under a causal mask the first two parts are then both empty for the first queries. In a ring that never happens,
-    because each rank begins with its own keys.
+    Under a causal mask the later chunks are empty for the first queries. From the last chunk to the first, both parts
+    of the first merge are then empty; from the first to the last, an empty part comes after one with keys. In a ring
+    neither happens, because each rank begins with its own keys and leaves out the rows that see no key of a block.
     """
     out, lse = torch.zeros_like(x.q), torch.full_like(x.q[..., 0], -math.inf)
     scale = x.q.shape[-1] ** -0.5 if x.scale is None else x.scale
     hidden = ~attention.visible(x.q.shape[-2], x.k.shape[-2], x.causal)
-    for keys in reversed(torch.arange(x.k.shape[-2]).chunk(4)):
+    chunks = torch.arange(x.k.shape[-2]).chunk(4)
+    for keys in reversed(chunks) if last_first else chunks:
         S = (scale * (x.q @ x.k[..., keys, :].mT)).masked_fill(hidden[:, keys], -math.inf)
         lse_block = S.logsumexp(-1)
         P = (S - lse_block.nan_to_num(neginf=0.0)[..., None]).exp()
