@@ -206,6 +206,25 @@ def test_an_answer_in_cuda_runs_in_the_emulation_first(id, here, asked, wrong, m
     assert wrong not in asked or len(ran) == len(where)
 
 
+def test_an_answer_that_is_too_slow_to_be_counted_is_told_so(monkeypatch):
+    """Its cases were right, so no loop is endless."""
+
+    def run(job, folder, limit, on=None):
+        if job["kind"] != "cost":
+            return [{"says": "a case", "wrong": []}, {"mutants": [], "equals": []}], None, ""
+        own = solution("02.2") in (Path(folder) / "steps" / EXERCISES["02.2"].file).read_text()
+        return ([{"accesses": 1, "wavefronts": 1, "additions": 1}], None, "") if own else ([], "time", "")
+
+    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(engine, "name", "cpu")
+    monkeypatch.setattr(shutil, "which", lambda _: "g++")
+    slow = "e = 0; e < rows * D && threadIdx.x == 0; e++"
+    report = check("02.2", str(solution("02.2")).replace("e = threadIdx.x; e < rows * D; e += Bc", slow))
+    assert report.verdict == "wrong" and "Does a loop never end" not in repr(report), report
+    says = "the results are right, but counting was stopped after 60 s: it is far slower than the stage's own"
+    assert says in repr(report) and EXERCISES["02.2"].cost in repr(report)
+
+
 def test_a_mistake_that_nobody_planted_gets_no_name():
     report = check("00.2", str(solution("00.2")).replace("alpha * l + p", "alpha * l + 2 * p"))
     assert report.verdict == "wrong" and report.mutants == [] and "equals" not in repr(report)
@@ -765,6 +784,17 @@ def test_an_answer_that_ends_the_process_does_not_pass(code, where):
     report = check("00.2", ONLINE.replace(where, f"    import os; os._exit({code})\n{where}"))
     words = f"exit code {code}" if code else "it left before the check was complete"
     assert report.verdict == "error" and words in repr(report), report
+
+
+@pytest.mark.parametrize("id, where", [("00.2", "    m_new ="), ("04.4", "    return"), ("03.capstone.1", "    B, H")])
+def test_an_answer_that_only_says_that_it_is_done_does_not_pass(id, where):
+    """It writes the last line of the results itself: of an exercise, of a puzzle, and of a step of the capstone."""
+    runnable(TASKS[id])
+    end = "open(sys.path[0] + '/results.jsonl', 'a').write('{\"done\": true}\\n')"
+    forged = f"    import os, sys\n    {end}\n    os._exit(0)\n{where}"
+    assert where in str(solution(id))
+    report = check(id, str(solution(id)).replace(where, forged, 1))
+    assert report.verdict == "error" and "it left before the check was complete" in repr(report), report
 
 
 def test_an_answer_that_takes_too_much_memory_is_stopped(monkeypatch):

@@ -189,6 +189,9 @@ def _slips(task, text):
 def _cost(task, text, limit):
     """(verdict, lines of text ...): whether the answer takes more of what is counted than the stage's own."""
     yours, own = _count(task, text, limit), _own_count(task.id, limit)
+    if yours is None:
+        says = f"counting was stopped after {limit} s: it is far slower than the stage's own"
+        return "wrong", f"WRONG  the results are right, but {says}", " " * 9 + task.cost
     says = COUNTED[task.counted].format(**yours)
     if yours[task.counted] <= own[task.counted]:
         return "passed", f"ok     {says}: no more than with the stage's own function"
@@ -199,13 +202,15 @@ def _cost(task, text, limit):
 def _count(task, text, limit):
     """{"accesses", "wavefronts", "additions"}: what the emulation counts in the exercise's cases, see jobs.cost.
 
-    text: the answer, or None for the stage's own function.
+    text: the answer, or None for the stage's own function. The result is None for an answer that takes too long.
     """
     with tempfile.TemporaryDirectory(prefix="steps-") as folder:
         splice.copy_of_steps(folder, [(task, text)] if text else [])
         job = {name: getattr(task, name) for name in ("stage", "rung", "cases")}
         job |= {"kind": "cost", "module": _module(task)}
         rows, how, _ = runner.run(job, folder, limit, on="cpu")
+    if how == "time" and text:
+        return None
     if bad := _ending(rows, how, task, text or answers.Answer("", "the stage's own"), {}, limit):
         raise Problem("\n".join(bad))
     return rows[-1]

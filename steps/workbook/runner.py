@@ -45,11 +45,23 @@ def run(job, folder, limit, on=None):
     how = _supervise(job, limit, on or engine.name)
     results, printed = Path(folder) / "results.jsonl", Path(folder) / "printed.txt"
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    if rows and rows[-1] == {"done": True}:
+    done = bool(rows) and rows[-1] == {"done": True}
+    if done:
         rows.pop()
-    elif how is None and not (rows and "error" in rows[-1]):
+    if how is None and not (done and _all_judged(job, rows)) and not (rows and "error" in rows[-1]):
         how = "it left before the check was complete"
     return rows, how, printed.read_text(errors="replace") if printed.exists() else ""
+
+
+def _all_judged(job, rows):
+    """Whether the job has judged as many cases as it had to, or found a wrong one. Other jobs have no cases to judge.
+
+    An answer may end the process with a line that says "done", but then the lines of the cases are missing.
+    """
+    if job["kind"] not in ("exercise", "puzzle", "capstone"):
+        return True
+    judged = [row["wrong"] for row in rows if "wrong" in row]
+    return any(judged) or [len(judged)] == [row["cases"] for row in rows if "cases" in row]
 
 
 def _supervise(job, limit, on):
