@@ -1156,11 +1156,20 @@ old
 """
 
 
-def test_the_report_fills_readme_from_fresh_rows_only(tmp_path):
-    folder, readme = tmp_path / "steps" / "step01_fa1_numba", tmp_path / "README.md"
+def write_pages(root, text):
+    """Both pages that the report fills, with the same text; returns their paths."""
+    pages = [root / page for page in report.PAGES]
+    for page in pages:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(text)
+    return pages
+
+
+def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path):
+    folder = tmp_path / "steps" / "step01_fa1_numba"
     folder.mkdir(parents=True)
     (folder / "fwd_0_scalar.py").write_text("x = 1\n")
-    readme.write_text(README)
+    readme, page = write_pages(tmp_path, README)
     fresh = row(source=fingerprint.code_hash("01_fa1_numba", "fwd_0_scalar", tmp_path))
     others = ({"dtype": "fp32"}, {"options": {"window": 64}}, LOAD, {"kernel": "fwd_1_warp"})
     found = [fresh | other | {"tflops": 888.0} for other in others]
@@ -1172,6 +1181,9 @@ def test_the_report_fills_readme_from_fresh_rows_only(tmp_path):
     assert exit_code(report.main, check=True, root=tmp_path) == 1 and readme.read_text() == README
     assert exit_code(report.main, root=tmp_path) == 0 == exit_code(report.main, check=True, root=tmp_path)
     text = readme.read_text()
+    assert page.read_text() == text
+    page.write_text(README)
+    assert exit_code(report.main, check=True, root=tmp_path) == 1, "only README is up to date"
     assert "| 01 fwd_0_scalar | 100 | 123 | 50% | 1.0e-03 |\n| sdpa-flash | 200 | – | – | 1.0e-03 |" in text
     assert "Changed since it was measured, and not shown: 01 fwd_1_warp." in text
     assert not re.search("888|\nold\n", text) and f"<!-- ladder 02_fa2_cuda -->\n{report.EMPTY}" in text
@@ -1221,10 +1233,11 @@ def test_the_ladder_shows_each_rung_once_and_says_what_differs():
 def test_the_picture_is_drawn_again_when_only_its_numbers_change(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "fresh", lambda found, root: found)
     path = report.PICTURES["02_fa2_cuda"]
-    readme, picture, results = (tmp_path / x for x in ("README.md", path, Path("steps/bench/results")))
-    readme.write_text(README)
+    picture, results = tmp_path / path, tmp_path / "steps/bench/results"
+    readme, page = write_pages(tmp_path, README)
     rows.append(ladder_rows(), results)
     report.main(root=tmp_path)
+    assert f"(../../../{path})" in page.read_text()
     assert f"({path})" in readme.read_text() and not exit_code(report.main, check=True, root=tmp_path)
     rows.append(ladder_rows(tflops=60.0), results)  # README says the same, the picture does not
     assert exit_code(report.main, check=True, root=tmp_path) == 1
@@ -1594,7 +1607,7 @@ def test_the_table_of_sustained_rows_is_of_one_run_and_has_clock_and_power():
 
 def test_the_report_reads_sustained_rows_too(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "fresh", lambda found, root: found)
-    (tmp_path / "README.md").write_text(LOADED)
+    write_pages(tmp_path, LOADED)
     rows.append([of_load(D=128, causal=True), of_02(D=128, causal=True)], tmp_path / "steps" / "bench" / "results")
     assert exit_code(report.main, check=True, root=tmp_path) == 1
     report.main(root=tmp_path)

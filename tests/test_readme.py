@@ -15,10 +15,9 @@ from steps import catalogue
 from steps.bench import report
 
 ROOT = Path(__file__).parents[1]
-ALONE = ["README.md", "notebooks/TEACHING.md", "steps/step02_fa2_cuda/debugging.md"]
+ALONE = [*report.PAGES, "notebooks/TEACHING.md", "steps/step02_fa2_cuda/debugging.md"]
 PAGES = [*map(ROOT.joinpath, ALONE), *sorted(ROOT.glob("papers/*.md")), *sorted(ROOT.glob("reference/*.md"))]
-README = (ROOT / "README.md").read_text()
-
+README, RESULTS = ((ROOT / page).read_text() for page in report.PAGES)
 
 NO_TRITON = any(catalogue.unavailable(number) for number in ("03", "04"))
 
@@ -34,28 +33,42 @@ def test_the_table_of_stages_is_what_the_stages_say():
 
 
 def test_the_tables_of_results_are_what_the_rows_say():
-    report.main(check=True)  # raises typer.Exit if README is out of date
+    report.main(check=True)  # raises typer.Exit if a page is out of date
 
 
-def test_what_is_not_for_everybody_is_behind_a_fold():
-    """A reader meets one table for forward and one for backward; all others are folded, and none loses its markers."""
-    open_part = re.sub(r"<details>.*?</details>", "", README, flags=re.S)
-    markers = re.findall(r"<!-- results:(.*?)-->", open_part)
+def test_what_is_not_for_everybody_is_on_another_page_or_behind_a_fold():
+    """README has one table for forward and one for backward; a link leads to all others, and none loses its markers."""
+    markers = re.findall(r"<!-- results:(.*?)-->", README)
     assert [re.search(r"pass=(\w+) dtype=bf16 D=128 causal=true", marker)[1] for marker in markers] == ["fwd", "bwd"]
-    assert len(re.findall("<!-- results:", README)) > 2 and "gdb -q" not in README
+    assert re.findall(r"<!-- (ladder \w+|ring \w+) -->", README) == ["ladder 02_fa2_cuda"]
+    elsewhere = ["ladder 03_triton", "ring speed", "ring strategies", "ring predictions"]
+    assert re.findall(r"<!-- (ladder \w+|ring \w+) -->", RESULTS) == elsewhere
+    shown = [part.count("<!-- results:") for part in RESULTS.split("\n## ")]
+    assert shown == [0, 4, 1, 3, 0, 2, 0], "stage 03, sustained load, H100, ring, float32"
+    for heading in re.findall("^## (.+)", RESULTS, re.M):
+        assert f"]({report.PAGES[1]}#{anchor(heading)})" in README, heading
+    assert "gdb -q" not in README and "<details>" not in RESULTS and len(README.splitlines()) < 300
     for fold in re.findall(r"<details>(.*?)</details>", README, re.S):
         assert re.match(r"\n<summary><b>[^<]+</b></summary>\n\n", fold), "GitHub needs the empty line to show a table"
 
 
 def test_fa4_stands_only_in_tables_of_one_run():
-    for marker, table in re.findall(r"<!-- results:(.*?)-->(.*?)<!-- /results -->", README, re.S):
+    for marker, table in re.findall(r"<!-- results:(.*?)-->(.*?)<!-- /results -->", README + RESULTS, re.S):
         assert "| fa4 |" not in table or "run=" in marker
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target).exists(), target
+    for target, part in re.findall(r"\]\(([^)#]+?)(?:#([^)]*))?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+            headings = re.findall("^#+ (.+)", (page.parent / target).read_text(), re.M) if part else []
+            assert part in ("", *map(anchor, headings)), f"{target} has no part {part}"
+
+
+def anchor(heading):
+    """What a link to this heading says after #, on GitHub."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def test_files_named_in_backticks_exist():
@@ -65,16 +78,17 @@ def test_files_named_in_backticks_exist():
 
 def test_commands_are_those_of_the_makefile_and_the_command_line():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.M)) <= targets
+    text = README + RESULTS
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= targets
     from steps.__main__ import app
 
     commands = {c.name or c.callback.__name__ for c in app.registered_commands}
-    assert set(re.findall(r"python -m steps (\w+)", README)) <= commands
+    assert set(re.findall(r"python -m steps (\w+)", text)) <= commands
     from steps.bench.plans import PLANS
 
-    names = re.search(r"--plan (\w+) --record` \(then ([\w, ]+)\)", README)
+    names = re.search(r"--plan (\w+) --record` \(then ([\w, ]+)\)", RESULTS)
     assert {names[1], *names[2].split(", ")} == {name for name in PLANS if "-" not in name}  # ring-8k is a part of ring
-    modules = re.findall(r"python -m ((?:reference|steps)\.[\w.]*\w)", README)
+    modules = re.findall(r"python -m ((?:reference|steps)\.[\w.]*\w)", text)
     assert all(importlib.util.find_spec(name) for name in modules)
 
 

@@ -1,4 +1,4 @@
-"""`python -m steps.bench.report`: writes the measured rows into README.md's tables.
+"""`python -m steps.bench.report`: writes the measured rows into the tables of README.md and results/README.md.
 
 A table stands between two markers; the first says by field=value pairs which rows it shows:
 
@@ -18,11 +18,12 @@ A table of the ring on several GPUs, one of ring_report.TABLES, stands between t
 A picture of a stage's rungs stands between <!-- ladder 02_fa2_cuda --> and <!-- /ladder -->. It carries its numbers
 inside, so that a picture of other rows is noticed.
 
-Rows whose kernel has changed since they were measured are stale: they are listed, README shows none of them, and says
-so. --check writes nothing and exits with 1 if README or a picture would change.
+Rows whose kernel has changed since they were measured are stale: they are listed, no page shows them, and each page
+says so. --check writes nothing and exits with 1 if a page or a picture would change.
 """
 
 import json
+import os
 import re
 import statistics
 from collections import Counter
@@ -41,6 +42,7 @@ _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
 _RING = re.compile(r"(<!-- ring (\w+) -->\n).*?(<!-- /ring -->)", re.S)
 _LADDER = re.compile(r"(<!-- ladder (\w+) -->\n).*?(<!-- /ladder -->)", re.S)
 EMPTY = "_Not measured yet._\n"
+PAGES = "README.md", "steps/bench/results/README.md"
 PICTURES = {"02_fa2_cuda": "notebooks/figures/ladder.png", "03_triton": "notebooks/figures/ladder_triton.png"}
 ALT = (
     "TFLOP/s of the rungs of stage {}, forward and backward, the peers as lines; "
@@ -50,12 +52,13 @@ VERSIONS = {"driver": "driver", "CUDA": "cuda", "torch": "torch", "triton": "tri
 USUAL = {"options": "{}", "timing": "interleaved", "n_gpus": "1"}  # what a marker means that names none of them
 
 
-def render(text, rows, stale=()):
-    """`text` with each section filled from `rows`, and a note of who has only stale ones."""
+def render(text, rows, stale=(), page=PAGES[0]):
+    """`text` of a page with each section filled from `rows`, and a note of who has only stale ones."""
 
     def pictured(match):
         begin, stage, end = match.groups()
-        image = f"![{ALT.format(stage)}]({PICTURES[stage]})\n" if plots.ladder_numbers(rows, stage) else EMPTY
+        path = Path(os.path.relpath(PICTURES[stage], Path(page).parent)).as_posix()
+        image = f"![{ALT.format(stage)}]({path})\n" if plots.ladder_numbers(rows, stage) else EMPTY
         return begin + image + end
 
     def filled(match):
@@ -209,11 +212,11 @@ def line(row):
 
 
 def main(
-    check: Annotated[bool, typer.Option(help="Write nothing; exit with 1 if README is out of date.")] = False,
+    check: Annotated[bool, typer.Option(help="Write nothing; exit with 1 if a page is out of date.")] = False,
     root: Annotated[Path, typer.Option(help="The repository.")] = results.ROOT,
 ):
-    """Writes the measured rows into README.md's tables."""
-    readme, pictures = root / "README.md", {stage: root / path for stage, path in PICTURES.items()}
+    """Writes the measured rows into the tables of README.md and steps/bench/results/README.md."""
+    pictures = {stage: root / path for stage, path in PICTURES.items()}
     folder = root / results.COMMITTED.relative_to(results.ROOT)
     of_one = results.read(folder) + results.read(folder, timing="sustained")
     measured = of_one + results.read(folder, several_gpus=True)
@@ -223,19 +226,21 @@ def main(
     print(f"{len(measured)} rows, {len(stale)} of them stale: their kernels have changed since.")
     for name, count in Counter(map(label, stale)).items():
         print(f"  {name}: {count}")
-    text = readme.read_text()
-    new = render(text, shown, stale)
+    texts = {page: (root / page).read_text() for page in PAGES}
+    new = {page: render(text, shown, stale, page) for page, text in texts.items()}
     drawn = all(ladder_in(path) == plots.ladder_numbers(shown, stage) for stage, path in pictures.items())
-    if new == text and drawn:
-        print("README.md and its pictures are up to date.")
+    names = " and ".join(PAGES)
+    if new == texts and drawn:
+        print(f"{names} and their pictures are up to date.")
     elif check:
-        print("README.md or a picture is out of date: run `make report`.")
+        print(f"{names} or a picture is out of date: run `make report`.")
         raise typer.Exit(1)
     else:
-        readme.write_text(new)
+        for page, text in new.items():
+            (root / page).write_text(text)
         for stage, path in pictures.items():
             draw(shown, stage, path)
-        print("README.md rewritten.")
+        print(f"{names} rewritten.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables of what was measured of the ring on several GPUs, for README and notebook 04b: TABLES, by name.
+"""Tables of what was measured of the ring on several GPUs, for results/README.md and notebook 04b: TABLES, by name.
 
     speed         the ring beside one GPU and torch's context_parallel
     strategies    the four ways to share a sequence: time, memory, bytes sent
