@@ -100,8 +100,9 @@ What next
 def results(rows):
     """The demo's table, 80 columns wide. Each cell has an error, and below it the tolerance."""
     speeds = any("tflops" in row for row in rows)
-    caption = "Under each error: its tolerance." + (" Under a speed: SDPA's." if speeds else "")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
+    caption = "out to dv: largest error; loss, model: error of a training step's loss and gradients; s: seconds. "
+    caption += "Below each error: its tolerance." + (" Below a speed: SDPA's." if speeds else "")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
     table.add_column("stage", no_wrap=True)
     for name in ("out", "lse", "dq", "dk", "dv", "loss", "model", "s"):
         table.add_column(name, justify="right")
