@@ -94,7 +94,7 @@ def test_cells_are_short_and_pictures_have_words(path):
 def test_the_text_is_read_in_one_sitting(path):
     """At most 65 cells and 2600 words. Those of tables, formulas, answers and descriptions of pictures count, too."""
     cells = jupytext.read(ROOT / "notebooks" / "src" / f"{path.stem}.py").cells
-    assert len(cells) <= (67 if path.stem == "00_naive" else 65)
+    assert len(cells) <= 65
     text = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
     assert sum(bool(re.search(r"\w", word)) for word in text.split()) <= 2600
 

@@ -25,7 +25,7 @@
 import steps  # comes first, because it chooses the engine
 import math
 import textwrap
-import time
+import timeit
 import weakref
 from functools import partial
 from unittest.mock import patch
@@ -55,7 +55,7 @@ print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
 # - **Code:** [steps/step00_naive/](../steps/step00_naive), one file a rung. **Tests:** `pytest tests/test_step00_naive.py`.
 # - **Symbols** are the papers': [reference/symbols.md](../reference/symbols.md). Words:
 #   [reference/glossary.md](../reference/glossary.md).
-# - Code that only imports or draws is folded. A click on the dots unfolds it.
+# - In JupyterLab code that only imports or draws is folded.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
@@ -184,14 +184,9 @@ def peak_bytes(function, n, d=64):
 def seconds(function, n, d=64):
     """The shortest of three runs."""
     q, k, v = torch.randn(3, 1, 1, n, d)
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        function(q, k, v)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    return min(timeit.repeat(lambda: function(q, k, v), number=1, repeat=3))
 
-# %% slideshow={"slide_type": "fragment"}
+
 lengths = (128, 256, 512, 1024, 2048)
 peaks = [peak_bytes(fwd_1_matrix.forward, n) for n in lengths]
 times = [seconds(fwd_1_matrix.forward, n) for n in lengths]
@@ -413,7 +408,7 @@ def draw_tiles(ax, Nq, Nk, Br, Bc):
             S = torch.zeros(height, width)
             crossed = fwd_3_tiled.mask(S, i, j, Nk - Nq).isinf().any()
             colour = "white" if j >= end else COLOURS[4] if crossed else COLOURS[0]
-            look = {"facecolor": colour, "edgecolor": INK, "lw": 0.8}
+            look = {"facecolor": colour, "edgecolor": INK, "lw": 0.8, "clip_on": False}
             ax.add_patch(plt.Rectangle((j, i), width, height, **look))
             count += j < end
     ax.plot([Nk - Nq, Nk], [0, Nq], color=INK, lw=1.5, ls="--")
@@ -779,14 +774,6 @@ for M, counts in by_memory.items():
     ratios = (f"{name} {counts[name] / counts['standard']:.2f}" for name in ("fa1", "fa2"))
     print(f"N = 500, M = {M:5}:", *ratios, "times standard")
 
-# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
-d = 64
-papers = {
-    "standard": ("4 (N d + N^2)", lambda N, M: 4 * (N * d + N * N), COLOURS[1]),
-    "fa1": ("12 N^2 d^2 / M", lambda N, M: 12 * N**2 * d**2 / M, COLOURS[2]),
-    "fa2": ("2 N d ceil(N / Br)", lambda N, M: 2 * N * d * -(-4 * d * N // M), COLOURS[0]),
-}
-
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 def formula(order, N, M):
     """What the table's formula says, with the tile of all_three."""
@@ -809,7 +796,13 @@ def draw_counts(ax, counts, arguments):
     ax.set_xticks(list(counts), list(counts))
     ax.xaxis.minorticks_off()
 
-# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
+d = 64
+papers = {
+    "standard": ("4 (N d + N^2)", lambda N, M: 4 * (N * d + N * N), COLOURS[1]),
+    "fa1": ("12 N^2 d^2 / M", lambda N, M: 12 * N**2 * d**2 / M, COLOURS[2]),
+    "fa2": ("2 N d ceil(N / Br)", lambda N, M: 2 * N * d * -(-4 * d * N // M), COLOURS[0]),
+}
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.9), layout="constrained")
 draw_counts(left, by_length, lambda N: (N, 16384))
 draw_counts(right, by_memory, lambda M: (500, M))
@@ -837,7 +830,8 @@ below it near the dotted line at M = 12544.""")
 # All grow like $N^2$; the tile decides the factor. With tiles of 64, at N = 1000, FA1's order saves little: 3.33 N²
 # against 4.26 N²; FA2's moves 2.18 N². Left of M = d (3d + 4) = 12544, dotted, FA1 is no better than standard
 # attention: 1.48 times as much at M = 8192. At M = 32768 it is 0.43, and 0.28 for FA2. The theorem promises an order of
-# growth, not the constant; and standard attention was granted whatever each of its steps wants on the chip.
+# growth, not the constant. The count for standard attention assumes that each of its steps has all the memory on the
+# chip that it wants.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
