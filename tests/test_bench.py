@@ -1267,6 +1267,12 @@ def test_another_stage_has_a_ladder_of_its_own():
         plots.ladder(ladder_rows(), "03_triton")
 
 
+def test_ink_is_the_one_of_higher_contrast():
+    inks = {colour: plots.ink_on(colour) for colour in plots.COLOURS}
+    assert inks.pop("#0072b2") == plots.ink_on("black") == plots.ink_on("navy") == "white"
+    assert set(inks.values()) == {plots.ink_on("white")} == {plots.INK}
+
+
 def test_figures_show_every_number_and_mix_no_settings():
     some = [row(N=512), row(N=1024, tflops=4.0), peer_row(N=512), peer_row(N=1024)]
     lines = plots.speed_lines(some).axes[0].lines

@@ -9,10 +9,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
+import torch
 
 from steps import catalogue
-from steps.bench import report
+from steps.bench import plots, report
 
 ROOT = Path(__file__).parents[1]
 ALONE = [*report.PAGES, "notebooks/TEACHING.md", "steps/step02_fa2_cuda/debugging.md"]
@@ -30,6 +32,20 @@ def test_the_table_of_stages_is_what_the_stages_say():
     for number in catalogue.STAGES:
         for name in catalogue.stage(number).SUPPORTS["notebooks"]:
             assert (ROOT / "notebooks" / f"{name}.ipynb").exists()
+
+
+@pytest.mark.skipif(NO_TRITON, reason="the picture is drawn with all five stages")
+def test_a_tiles_number_is_light_on_a_dark_tile_and_dark_on_a_light_one():
+    from steps.demo import readme
+
+    figure, axis = plt.subplots()
+    weights = torch.ones(readme.N, readme.N)  # drawn in black
+    weights[readme.TILE :] = 0
+    axis.imshow(weights, cmap="Greys", vmin=0, vmax=1, extent=(0, readme.N, readme.N, 0))
+    for i, colour in ((0, "tab:blue"), (1, "tab:blue"), (2, "black"), (3, "yellow")):
+        readme.square(axis, i, 0, colour, i)
+    plt.close(figure)
+    assert [text.get_color() for text in axis.texts] == ["white", plots.INK, "white", plots.INK]
 
 
 def test_the_tables_of_results_are_what_the_rows_say():

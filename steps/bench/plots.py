@@ -9,6 +9,7 @@ import itertools
 import statistics
 
 import matplotlib.pyplot as plt
+from matplotlib.colors import to_rgb
 
 from steps.bench.rows import label, latest
 
@@ -30,6 +31,13 @@ STYLE = {
 def style():
     """Sets matplotlib's defaults in this process: dark text on opaque white, no frame, a faint grid."""
     plt.rcParams.update(STYLE)
+
+
+def ink_on(colour):
+    """INK or "white": the one in which text is easier to read on this colour, by WCAG 2's contrast."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return INK if luminance > 0.2 else "white"
 
 
 def speed_lines(rows):

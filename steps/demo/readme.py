@@ -7,11 +7,13 @@ are run, so that the errors in its text are computed ones. With --tables only th
 import sys
 
 import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 
 from reference import attention
 from steps import catalogue
-from steps.bench.plots import style
+from steps.bench.plots import ink_on, style
 from steps.demo import compare
 from steps.demo.model import ROOT, SMALL
 from steps.step02_fa2_cuda import ladder
@@ -23,6 +25,7 @@ README, PICTURE = ROOT / "README.md", ROOT / "notebooks" / "figures" / "five_sta
 N = 64
 TILE = 8
 RANKS = 4
+PAINT = 0.55  # how much of a tile's colour there is, with the weights below it
 
 
 def stages():
@@ -94,8 +97,12 @@ def draw():
 def square(axis, i, j, colour, label=""):
     """Paints the tile in row i and column j."""
     corner = (j * TILE, i * TILE)
-    axis.add_patch(Rectangle(corner, TILE, TILE, facecolor=colour, edgecolor="white", alpha=0.55))
-    axis.text((j + 0.5) * TILE, (i + 0.5) * TILE, label, ha="center", va="center", fontsize=7)
+    axis.add_patch(Rectangle(corner, TILE, TILE, facecolor=colour, edgecolor="white", alpha=PAINT))
+    (weights,) = axis.images
+    tile = weights.get_array()[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
+    seen = PAINT * np.array(to_rgb(colour)) + (1 - PAINT) * weights.to_rgba(tile)[..., :3].mean((0, 1))
+    look = {"ha": "center", "va": "center", "fontsize": 7, "fontweight": "bold", "color": ink_on(seen)}
+    axis.text((j + 0.5) * TILE, (i + 0.5) * TILE, label, **look)
 
 
 def in_order(tiles, colours):
@@ -132,8 +139,8 @@ BY_ROW = [(i, j) for i in range(T) for j in range(i + 1)]  # the tiles that a ca
 BY_COLUMN = [(i, j) for j in range(T) for i in range(j, T)]
 PANELS = (
     (nothing, "all of S and P in memory at once"),
-    (in_order(BY_COLUMN, lambda i, j: j / T), "keys outside: O is written back\nfor every column of tiles"),
-    (in_order(BY_ROW, lambda i, j: i / T), "queries outside: a row of tiles\nis one block, O is written once"),
+    (in_order(BY_COLUMN, lambda i, j: j / T), "number: the visit; keys outside:\nO is written back for every column"),
+    (in_order(BY_ROW, lambda i, j: i / T), "number: the visit; queries outside:\na row is one block, O written once"),
     (fused, "whole tiles without a mask,\nthe diagonal with one, the rest skipped"),
     (ring, "colour: the rank that computes it;\nnumber: the ring step in which it does"),
 )
