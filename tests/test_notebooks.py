@@ -270,6 +270,16 @@ def test_a_warp_goes_on_while_an_mma_runs(executions):
     assert "whose warp waits for the result" not in source("02d_fa2_cuda_hopper")
 
 
+def test_02a_prints_the_order_that_its_second_question_asks_for(executions):
+    text = printed("02a_fa2_cuda_first_kernels", executions)
+    if "not measured yet" in text:
+        pytest.skip("the rows are of another version of the kernels")
+    names = re.search("Measured in float32, from the fastest on: (.+)", text)[1].split(", ")
+    assert {"fwd_1_warp", "fwd_2_registers", "fwd_0_scalar"} <= set(names)
+    one, other = re.search(r"reach ([\d.]+) TFLOP/s,\s+and a thread for a row ([\d.]+)", text).groups()
+    assert (names.index("fwd_1_warp") < names.index("fwd_0_scalar")) == (float(one) > float(other))
+
+
 def test_units_that_work_at_once_are_as_slow_as_the_slowest(executions):
     line = r"tensor (\d+), exp (\d+), fp32 (\d+)\. Tensor cores busy (\d+)% one after the other, (\d+)% if all three"
     found = re.findall(line, printed("02d_fa2_cuda_hopper", executions))

@@ -41,7 +41,7 @@ def test_a_tiles_number_is_light_on_a_dark_tile_and_dark_on_a_light_one():
     figure, axis = plt.subplots()
     weights = torch.ones(readme.N, readme.N)  # drawn in black
     weights[readme.TILE :] = 0
-    axis.imshow(weights, cmap="Greys", vmin=0, vmax=1, extent=(0, readme.N, readme.N, 0))
+    axis.imshow(weights.numpy(), cmap="Greys", vmin=0, vmax=1, extent=(0, readme.N, readme.N, 0))
     for i, colour in ((0, "tab:blue"), (1, "tab:blue"), (2, "black"), (3, "yellow")):
         readme.square(axis, i, 0, colour, i)
     plt.close(figure)

@@ -42,7 +42,7 @@ from numba import cuda
 
 from reference import cases, error
 from steps.bench import cost, fingerprint, resources, rows
-from steps.bench.plots import COLOURS, FAINT, GREYS, INK, style
+from steps.bench.plots import COLOURS, FAINT, GREYS, INK, ink_on, style
 from steps import step01_fa1_numba as step01
 from steps.step00_naive import fwd_1_matrix, io_count
 
@@ -171,7 +171,7 @@ the operations and a far larger part of the time.""")
 # it is $P V_j$, in the unit $e^{m_b}$. $\alpha$ and $\beta$ change both to the unit $e^{m_{new}}$; divide by all of
 # $l$.
 #
-# Notebook 00's numbers, three tiles of two keys; we follow query 5. First a mistake that is easy to make: O rescaled by
+# Notebook 00's numbers, three tiles of two keys; we follow query 5. First an easy mistake: O rescaled by
 # $\alpha$ as in notebook 00, though this O has been divided by l.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -376,8 +376,8 @@ once, at visits 4, 8 and 12.""")
 # ### What the order costs
 #
 # Notebook 00 counted both orders in torch. The simulator takes anything that can be indexed, so we hand the kernels
-# arrays that count. Rung 1 will agree to the number. Rung 0 looks at m twice (a compiler loads it once), and torch
-# writes its first zeros.
+# arrays that count. Rung 1 will agree to the number. Rung 0's counts differ in two points: the kernel reads m twice,
+# which a compiler makes one load; and torch, not the kernel, writes the first O, l and m.
 
 # %% slideshow={"slide_type": "fragment"}
 class Counted:
@@ -441,8 +441,8 @@ for name, (loads, stores) in moves.items():
 # block on one SM. With queries outside, every query tile can be a block.
 #
 # Below, how many blocks `forward` launches. Then the first of them, dealt out to the SMs in order; rung 2 has two on
-# each SM (part 5). A box is a block: white has nothing to do, and a colour is a head, whose number stands where it
-# begins.
+# each SM (part 5). A box is room for a block on an SM; white room stays empty. A colour is a head; its number stands
+# where it begins.
 
 # %% slideshow={"slide_type": "fragment"}
 def grid(rung, tile, B, H, N=4096, D=1):
@@ -476,7 +476,8 @@ for ax, (name, resident) in zip(axes, (("published", 1), ("registers", 2)), stri
         boxes.append(plt.Rectangle((x, y), 0.88, 0.88 / resident))
         colours.append(COLOURS[head % 6] if head < 16 else "white")
         if head < 16 and slot * 16 % blocks < 16:
-            ax.text(x + 0.44, y + 0.44 / resident, head, fontsize=8, **white)
+            look = white | {"color": ink_on(colours[-1]), "fontsize": 8}
+            ax.text(x + 0.44, y + 0.44 / resident, head, **look)
     ax.add_collection(PatchCollection(boxes, facecolor=colours, edgecolor=FAINT, lw=0.8))
     ax.set(title=f"{name}: {blocks} blocks", xlim=(-0.1, 12), ylim=(11, -0.1))
     ax.set(xticks=[], yticks=[])
@@ -492,7 +493,7 @@ show("fwd_1_loops_swapped", "kernel")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 2: what a thread keeps to itself
 #
-# Now the second bottleneck. `dot`, in rungs 0 and 1, fetches both factors of every product from shared memory.
+# `dot`, in rungs 0 and 1, fetches both factors of every product from shared memory, the second bottleneck.
 #
 # In rung 2 a thread owns a **patch** of 8 x 8 numbers of S, in its registers. For each column it fetches 8 numbers of
 # Q_i and 8 of K_j, and multiplies each with each: 64 products for 16 numbers. (A row of S then lies with 8 threads,
@@ -578,9 +579,8 @@ addresses each; with rows of 17 eight banks for one each.""")
 # ## 5. Write it yourself
 #
 # As in notebook 00, write the body in place of `raise Blank` and run the cell. `hint("01.1")` to `hint("01.1", 3)` tell
-# more and more, `solution("01.1")` shows the stage's function. The stage's file offers `ZERO` (the end of this part
-# says why not 0), `MINUS_INF`, `dot`, and `exp_difference(x, m)`: exp(x - m), and 0 for x = -inf even where m is -inf
-# too.
+# more and more, `solution("01.1")` shows the stage's function. The stage's file offers `ZERO` (see the end of this
+# part), `MINUS_INF`, `dot`, and `exp_difference(x, m)`: exp(x - m), and 0 for x = -inf even where m is -inf.
 #
 # **Exercise 01.1: one tile of keys, with O kept normalised.** Part 3's claim, one thread a row. S arrives as scores and
 # leaves as $P = e^{S - m_b}$; `old` and `new` receive the two factors of O. Mind rows past the end, and rows that have
@@ -632,7 +632,7 @@ def score_gradients(dS, P, dO_i, V_j, delta, head, i, Bc, D):
 check("01.3", score_gradients)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 01.bug1.** What was reported about `steps/step01_fa1_numba/broken/bug1.py` is printed below. As in 00,
+# **Bug hunt 01.bug1.** The report about `steps/step01_fa1_numba/broken/bug1.py` is printed below. As in 00,
 # write the test that would have caught it.
 #
 # **Bug hunt 01.bug2.** The same for `bug2.py`, which has no barrier, and needs none.
@@ -669,8 +669,8 @@ check("01.bug2", test)
 # ### Further: registers
 #
 # The patches of S and O, m and l take $8 \cdot 8 + 8 \cdot 8 + 8 \cdot 2 = 144$ of a thread's 255 registers at d = 64;
-# `check_registers` counts. What the compiler uses needs no GPU to find out: it is recorded in
-# `steps/bench/results/stage01.resources.json`, and the last line has just been compiled.
+# `check_registers` counts. What the compiler uses is recorded in
+# `steps/bench/results/stage01.resources.json`; the last line has just been compiled.
 #
 # An SM holds two blocks of rung 2, an eighth of the warps that it has room for. The rung is fast all the same: with 64
 # sums to add to, a warp need not wait for one.
@@ -734,7 +734,7 @@ print("with a Python number, NumPy (and so the simulator) gives", numpys)
 #
 # GPUs compute $2^x$. Fast kernels therefore write $e^{x - m}$ as $2^{x c - m c}$ with $c = \log_2 e$: m c once a row,
 # and then a fused multiply-add, which does not round x c. But m c *was* rounded, so the two no longer cancel at x = m.
-# Below, all else in float64, with scores of about ±200.
+# Below, everything else is computed in float64, with scores of about ±200.
 
 # %% slideshow={"slide_type": "subslide"}
 c = np.float32(math.log2(math.e))
@@ -780,9 +780,9 @@ print(f"float32's own rounding of a score of 200: {np.spacing(np.float32(200)) /
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Near the maximum x - m is exact. Fused, all of a tile's P is off by one factor, about as much as a score's own
-# rounding. Most of it cancels in O / l; lse keeps it, and the backward takes every P from lse. With alpha written
-# alike, alpha is not 1 where m stands still, and 64 tiles add up. FlashAttention-2's code fuses P only, stage 01
-# neither.
+# rounding. Most of it cancels in O / l; lse keeps it, and the backward takes every P from lse. If alpha is written in
+# the same way, it is not exactly 1 even where m stays the same, and 64 tiles add this error up. FlashAttention-2's code
+# fuses P only, stage 01 neither.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
@@ -808,7 +808,7 @@ for case, x, want in prepared("more_queries_causal", "no_key", "rising"):
         print(f"    {rung:13} {verdict}; largest error: {share:.2f} of its tolerance")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now one mistake. `first_query_tile` skips query tiles above the diagonal: key j is first seen by query j - (Nk - Nq).
+# `first_query_tile` skips query tiles above the diagonal: key j is first seen by query j - (Nk - Nq).
 # Suppose we forget Nk - Nq. **Which causal case fails: as many queries as keys, fewer, or more?**
 #
 # <details><summary>Answer</summary>
@@ -846,7 +846,7 @@ fwd.forward_kernel.cache_clear()
 #
 # <details><summary>Answers</summary>
 #
-# 1: no. 128 heads are 128 blocks for 132 SMs even in the published order; 64 leave half of the SMs idle. 2: 5/7 of the
+# 1: no. 128 heads are 128 blocks for 132 SMs even in the published order; 64 leave half idle. 2: 5/7 of the
 # forward's speed. It stays below: three patches at a time leave fewer registers.
 #
 # </details>
@@ -921,7 +921,7 @@ Device memory: all far below the roof.""")
 # roofs: a roof knows nothing of waiting, and in rungs 0 and 1 `online_update` keeps 16 of 256 threads busy. Rung 2
 # reaches half of PyTorch's memory-efficient kernel, its backward a third. Even standard attention is faster at d = 128
 # and in the backward: in float32 traffic decides little (part 2), and cuBLAS multiplies better. The keys kernel spills
-# registers (part 5's table), and was still the fastest of the tiles tried.
+# registers, and was still the fastest of the tiles tried.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary

@@ -111,8 +111,7 @@ speeds(measured_rows("fp32", STAGE_01, "sdpa-efficient"))
 #
 # For 64 multiply-adds, the inner loop of `registers` fetches 8 + 8 numbers from shared memory. One instruction of a GPU
 # can fetch *four* neighbouring numbers. Below, the loop alone, the numbers side by side and aligned to 16 bytes, as
-# Numba compiles it to **PTX**, NVIDIA's assembly language: 16 loads, one number each. In CUDA C++, which also has
-# tensor cores and copies in the background, it will take 4.
+# Numba compiles it to **PTX**, NVIDIA's assembly language: 16 loads, one number each. In CUDA C++ it will take 4.
 
 # %% slideshow={"slide_type": "fragment"}
 PROGRAM = """
@@ -206,7 +205,7 @@ for order in ("forward", "reverse"):
 # - rung 0, `scalar`: a thread owns a row. Nothing to agree on.
 # - rung 1, `warp`: eight lanes of a warp own four rows. They agree on m by three shuffles.
 #
-# Below, a colour is an owner. In rung 0 each row has another one; the six colours repeat.
+# Below, a colour is an owner. In rung 0 each row has its own; the six colours repeat.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 row, key = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
@@ -486,8 +485,6 @@ def kept(text, *options, arch="sm_90a"):
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Three ways to lose the registers
-#
-# Three things take registers away:
 #
 # - **Too many numbers**: D = 128.
 # - **An index that is not constant.** Registers have no addresses, so the compiler must know every index of an array in
@@ -770,7 +767,7 @@ print("y =", y.cpu()) if on_gpu else print("no GPU here: not launched")
 #
 # The same three shuffles. `cg::reduce` also works out the mask of its eight lanes each time (and, shl), and compares
 # and selects where we have `max` (setp, selp). Only the int over a whole warp has an instruction of its own, `redux`.
-# So we miss nothing, and without CUDA's headers g++ can read our kernels, too.
+# So we miss nothing, and without CUDA's headers g++ can read our kernels.
 #
 # </details>
 
@@ -982,17 +979,21 @@ for rung, D in (("scalar", 32), ("scalar", 64), ("scalar", 96), ("warp", 64)):
 #
 # By the numbers fetched (part 4) `registers` should win four to one over rung 0, rung 1 three to one. By instructions
 # `registers` and rung 0 are even, rung 1 needs the fewest. So expect both ahead of rung 0, by less than three to one.
+# Between those two the counts disagree: fewest numbers, `registers`; fewest instructions, rung 1. The measured order is
+# printed below.
 #
 # </details>
 #
-# The figure is float32. Given bf16, rung 1 still computes in float32; FlashAttention-2's own code uses tensor cores,
-# the next notebook's subject.
+# Given bf16, rung 1 still computes in float32; FlashAttention-2's own code uses tensor cores, the next notebook's
+# subject.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 found = measured_rows("fp32", (*STAGE_01, "fwd_0_scalar", "fwd_1_warp"), "sdpa-efficient")
 in_fp32 = {r["kernel"]: r["tflops"] for r in found}
 if "fwd_1_warp" in in_fp32:
     thread, warp = in_fp32["fwd_0_scalar"], in_fp32["fwd_1_warp"]
+    own = sorted(filter(None, in_fp32), key=in_fp32.get, reverse=True)
+    print("Measured in float32, from the fastest on:", ", ".join(own))
     print(f"In float32, eight lanes of a warp for four rows reach {warp:.3g} TFLOP/s,",
           f"and a thread for a row {thread:.3g}: {warp / thread:.2f} times its speed.")
 in_bf16 = measured_rows("bf16", ("fwd_1_warp",), "sdpa-flash")
