@@ -1,5 +1,6 @@
 """README and the other pages are right: the generated parts, the links, the commands, the names of files."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -90,6 +91,14 @@ def anchor(heading):
 def test_files_named_in_backticks_exist():
     names = re.findall(r"`((?:step0\d_\w+/)?(?:fwd|bwd)_\d_\w+\.(?:py|cu))`", README)
     assert len(names) >= 6 and all(list((ROOT / "steps").rglob(name)) for name in names)
+
+
+def test_examples_use_what_they_import():
+    examples = list(map(ast.parse, re.findall(r"```python\n(.*?)```", README, re.S)))
+    assert len(examples) >= 3
+    for nodes in map(list, map(ast.walk, examples)):
+        imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert imported <= {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
 def test_commands_are_those_of_the_makefile_and_the_command_line():
