@@ -48,7 +48,9 @@ class Relay:
             hop = None if last else self.post(kv, src - towards, towards)
             try:
                 yield src, kv
-            finally:  # Also where the block raises: over gloo a hop that nobody waits for breaks the connection.
+            finally:
+                # A block that raises ends the loop in ring.py, which closes this generator. Over gloo a hop that nobody
+                # waits for would break the connection.
                 arrived = None if last else hop.wait()
             kv, src = arrived, (src - towards) % self.comm.size
 
