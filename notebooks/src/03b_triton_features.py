@@ -349,8 +349,7 @@ for name, options in settings.items():
 #
 # A window is no mask to be read: query i sees the keys from i - left to i + right. A tile that no row sees is not
 # visited, and one that *every* row sees whole needs no comparison. `tile_ranges` returns the two ranges, and `jump`
-# leads over the whole tiles from one edge of the window to the other. The arithmetic is an exercise of part 5; here is
-# its result:
+# leads over the whole tiles from one edge of the window to the other (exercise 03.4):
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -418,8 +417,7 @@ the diagonal, with a blue tile in each row and orange ones on both sides.""")
 # ### A mask is read by its strides
 #
 # A tensor that was expanded has a stride of 0 where it was broadcast. So `mask.expand(B, H, Nq, Nk).stride()` costs no
-# memory, and says all that a kernel needs: with these strides a load finds the one entry that many share. For Hopper's
-# copy engine a stride of 0 becomes the coordinate 0.
+# memory, and says all that a kernel needs. For Hopper's copy engine a stride of 0 becomes the coordinate 0.
 
 # %% slideshow={"slide_type": "fragment"}
 for shape in ((24, 24), (8, 1, 1, 24), (1, 4, 24, 24)):
@@ -433,7 +431,7 @@ show("step03_triton/features", "load_mask")
 #
 # For long sequences a shared mask of N x N is far larger than the K and V of a head. If neighbouring programs take the
 # tiles of one head, each head fetches the whole mask again. So `find_tile` gives neighbours the
-# same tile of all heads: they find the mask's tile in the L2 cache, which all multiprocessors share.
+# same tile of all heads, and they find the mask's tile in the L2 cache.
 
 # %% slideshow={"slide_type": "fragment"}
 N, H, D = 16384, 16, 128
@@ -567,10 +565,10 @@ print("dropped before l ", before[Z.any(-1)].mean(0), " on average")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Packed sequences
 #
-# Instead of being padded, sequences lie behind each other in one tensor with B = 1, and
-# `cu_seqlens`, the cumulative sum of their lengths, says where each begins. A program counts positions, tiles and
-# random numbers from its sequence's start. The grid is made for the longest (`max_seqlen`, which the caller knows),
-# and surplus programs return at once, so the host never waits for the GPU to read `cu_seqlens`.
+# Sequences lie behind each other in one tensor with B = 1, and `cu_seqlens`, the cumulative sum of their lengths, says
+# where each begins. A program counts positions, tiles and random numbers from its sequence's start. The grid is made
+# for the longest (`max_seqlen`, which the caller knows), and surplus programs return at once, so the host never waits
+# for the GPU to read `cu_seqlens`.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 lengths = [7, 0, 12, 5]
@@ -614,7 +612,7 @@ for start, end in ((0, 7), (7, 19), (19, 24)):
 #
 # `out` and `lse` of earlier calls can be handed in, in float32: what they stand for counts as **one key of score lse
 # and value out**, which the online softmax takes in like any other. `first_key` says where the new keys stand. So a
-# sequence can be divided among calls, or among GPUs (notebook 04):
+# sequence can be divided among calls, or among GPUs (notebook 04a):
 
 # %% slideshow={"slide_type": "fragment"}
 options = dict(causal=True, dropout_p=p, seed=seed, first_query=0, tile=(16, 16))
@@ -677,7 +675,7 @@ for splits in (1, 2, 3, 6):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Four functions that the features need, each in a small kernel of its own, with `hint` and `solution` as in 03a.
+# Four functions that the features need, with `hint` and `solution`:
 #
 # - **03.4, the tiles that a sliding window visits.** The last query stands at the last key. Tiles begin ... whole - 1
 #   and full ... end - 1 need a mask, the tiles whole ... full - 1 between them do not. No other is visited.
@@ -968,9 +966,9 @@ if not last_run({"decode"}):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. In people's models
 #
-# `sdpa` has torch's signature and semantics, causal at the top left included. So a model that calls
-# `F.scaled_dot_product_attention` needs one other name. Below, T5's learned bias for each head, with its gradient, and
-# a padded batch with fewer key heads, against torch's own.
+# `sdpa` has torch's signature and semantics, causal at the top left included. A model that calls
+# `F.scaled_dot_product_attention` needs one other name. Below, T5's learned bias with its gradient, and a padded batch
+# with fewer key heads, against torch.
 
 # %% slideshow={"slide_type": "fragment"}
 B, H, N, D = 2, 4, 20, 16
@@ -994,11 +992,15 @@ for says, theirs, ours in zip(names, *gradients_of.values(), strict=True):
 # ### Without a change to the model
 #
 # Within `use_in_sdpa()` torch's `scaled_dot_product_attention` computes with these kernels, and with it
-# `nn.MultiheadAttention`, `nn.Transformer`, a model under `torch.compile`. What the kernels do not take goes on to
-# torch, as the table in `steps/step03_triton/models.py` says. In Hugging Face's transformers
-# `register_with_transformers()` gives a name for `attn_implementation=`, and registers a mask function too: without
-# one transformers drops a padding mask, and says nothing. lightning-thunder 0.2.6 does not
-# import with torch 2.13 (`Tensor.align_as` is missing), so it has no executor (its checker: `takes`).
+# `nn.Transformer`, a model under `torch.compile`, and `nn.MultiheadAttention`, but only with `need_weights=False`:
+# by default it computes P itself. The table in `steps/step03_triton/models.py` says which calls go on to torch. In
+# Hugging Face's transformers `register_with_transformers()` gives a name for `attn_implementation=`, for models that
+# also take `"sdpa"`. It registers a mask function too: without one transformers silently drops a padding mask.
+#
+# GPU MODE's lecture 12 registers a kernel with lightning-thunder as an *executor*: an operator, and a *checker* that
+# says for each call whether the operator takes it. Here the operator is `aten::scaled_dot_product_attention`, and the
+# checker is `takes` in `models.py`. lightning-thunder 0.2.6 does not import with torch 2.13
+# (`Tensor.align_as` is missing), and is not shown.
 
 # %% slideshow={"slide_type": "fragment"}
 layer = torch.nn.MultiheadAttention(32, 4, batch_first=True, device=device)
