@@ -31,8 +31,25 @@ extern "C" __global__ void ring(Global<const float> x, Global<const int> places,
   }
 }
 
-// What one wgmma reads as its second operand, 16 x 64, if the operand begins `start` bytes behind the tile's
-// begin: the first operand is the unit matrix. RUNS_DOWN says that the sum runs down the rows of the tile.
+// What one wgmma reads as its second operand, 16 x N: the first operand is the unit matrix.
+template <int N, int TRANS> __device__ void read_operand(Global<float> found, uint64_t operand) {
+  int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+  uint32_t unit[4];
+  for (int i = 0; i < 4; i++) {
+    int r = row + i % 2 * 8, c = column + i / 2 * 8;
+    unit[i] = pack<bf16>(r == c, r == c + 1);
+  }
+  float C[N / 2];
+  wgmma_fence();
+  wgmma_rs<bf16, N, TRANS>(C, unit, operand, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  for (int i = 0; row < 16 && i < N / 2; i++)
+    found[(row + i / 2 % 2 * 8) * N + i / 4 * 8 + column + i % 2] = C[i];
+}
+
+// The same for an operand that begins `start` bytes behind the tile's begin. If the sum runs down the rows of
+// the tile, the operand has 128 columns, in two slabs; otherwise it has 64.
 extern "C" __global__ void __launch_bounds__(128) reads(
     Global<const bf16> raw, Global<float> found, int start, int leading, int stride, int runs_down) {
   SharedMemory smem;
@@ -40,21 +57,9 @@ extern "C" __global__ void __launch_bounds__(128) reads(
   for (int e = threadIdx.x; e < 128 * 64; e += 128) tile[e] = raw[e];
   fence_async();
   __syncthreads();  // the tile is there, for the tensor cores too
-  int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
-  uint32_t unit[4];
-  for (int i = 0; i < 4; i++) {
-    int r = row + i % 2 * 8, c = column + i / 2 * 8;
-    unit[i] = pack<bf16>(r == c, r == c + 1);
-  }
-  uint64_t b = descriptor(tile + start / 2, leading, stride);
-  float C[32];
-  wgmma_fence();
-  if (runs_down) wgmma_rs<bf16, 64, 1>(C, unit, b, false);
-  else wgmma_rs<bf16, 64, 0>(C, unit, b, false);
-  wgmma_commit();
-  wgmma_wait<0>();
-  for (int i = 0; row < 16 && i < 32; i++)
-    found[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + column + i % 2] = C[i];
+  uint64_t operand = descriptor(tile + start / 2, leading, stride);
+  if (runs_down) read_operand<128, 1>(found, operand);
+  else read_operand<64, 0>(found, operand);
 }
 
 // The operations of a consumer's step, in the order in which two_waits.py numbers them.

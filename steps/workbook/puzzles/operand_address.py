@@ -7,19 +7,23 @@ from steps.workbook.puzzles._emulated import launch
 
 
 def specification(tile, start, leading, stride, runs_down):
-    """What wgmma reads as its second operand, 16 x 64, of a tile in shared memory: its number (k, i).
+    """What wgmma reads as its second operand of a tile in shared memory: its number (k, i). It is 16 x N.
 
-    The rows of the tile have 64 numbers, 8 chunks of 8 numbers. Where the tile was written, the chunks of each row were
-    permuted as TMA does it, in 8 rows that follow each other in 8 different ways. The lines below put them back.
+    N is 128 if runs_down, otherwise 64. The rows of the tile have 64 numbers, 8 chunks of 8 numbers. Where the tile was
+    written, the chunks of each row were permuted as TMA does it, in 8 rows that follow each other in 8 different ways.
+    The lines below put them back.
     """
     x = tile.reshape(-1, 2, 2, 2, 2, 2, 2, 8)  # groups of 8 rows, the row in 3 bits, the chunk in 3 bits, 8 numbers
     for bit in (1, 2, 3):  # In rows with this bit, chunks that differ in the same bit alone have changed places.
         x = torch.stack([x.select(bit, 0), x.select(bit, 1).flip(bit + 2)], bit)
-    groups = x.reshape(-1, 8, 64)[start // 1024 :: stride // 1024]  # those of the operand, of 1024 bytes each
-    if runs_down:
-        return {"operand": groups[:2].reshape(16, 64).double()}  # row k of these is row k of the operand
+    groups = x.reshape(-1, 8, 64)  # of 1024 bytes each
+    first, apart = start // 1024, stride // 1024
+    if runs_down:  # Two slabs of 64 columns; row k of each is row k of the operand.
+        slabs = [groups[n::apart][:2].reshape(16, 64) for n in (first, first + leading // 1024)]
+        return {"operand": torch.cat(slabs, 1).double()}
     column = start % 128 // 2
-    return {"operand": groups[:8].reshape(64, 64)[:, column : column + 16].T.double()}  # row i is its column i
+    rows = groups[first::apart][:8].reshape(64, 64)  # Row i of these is column i of the operand.
+    return {"operand": rows[:, column : column + 16].T.double()}
 
 
 def operand_address(start, leading, stride, k, i, runs_down):
@@ -43,9 +47,9 @@ def run(**inputs):
 
 
 def _numbers(address, tile, start, leading, stride, runs_down):
-    flat, found = tile.flatten(), torch.full((16, 64), -1.0)
+    flat, found = tile.flatten(), torch.full((16, 128 if runs_down else 64), -1.0)
     for k in range(16):
-        for i in range(64):
+        for i in range(found.shape[1]):
             at = whole_numbers("operand_address", address(start, leading, stride, k, i, runs_down))
             if 0 <= at < 2 * flat.numel() and at % 2 == 0:
                 found[k, i] = flat[at // 2].item()
@@ -57,7 +61,7 @@ def expected(tile, start, leading, stride, runs_down):
     parts = []
     index = torch.arange(tile.numel())
     for part in (index // 128, index % 128):
-        found = torch.empty(16, 64)
+        found = torch.empty(16, 128 if runs_down else 64)
         launch("reads", part.bfloat16(), found, start, leading, stride, int(runs_down), block=128)
         parts.append(found)
     where = (128 * parts[0] + parts[1]).long()
@@ -72,7 +76,7 @@ def _case(says, start, leading, stride, runs_down):
 CASES = [
     _case("K, the first 16 columns", 0, 16, 1024, False),
     _case("K, the next 16 columns: the operand begins inside the swizzle's pattern", 32, 16, 1024, False),
-    _case("V, the first 16 keys", 0, 8192, 1024, True),
+    _case("V, the first 16 keys, in two slabs", 0, 8192, 1024, True),
     _case("V, keys 16 to 31", 2048, 8192, 1024, True),
     _case("K, every other group of 8 rows", 96, 16, 2048, False),
     _case("V, the second group of 8 keys lies in the second half", 1024, 4096, 8192, True),
@@ -128,6 +132,30 @@ def exchanged(**inputs):
 def no_stride(**inputs):
     def address(start, leading, stride, k, i, runs_down):
         return _right(start, leading, 1024, k, i, runs_down)
+
+    return _of(address)(**inputs)
+
+
+@mistake("leading is left out: a row of V is taken to go on behind its 64 numbers")
+def leading_left_out(**inputs):
+    def address(start, leading, stride, k, i, runs_down):
+        return _right(start, 128 if runs_down else leading, stride, k, i, runs_down)
+
+    return _of(address)(**inputs)
+
+
+@mistake("leading is left out: the second slab of V is taken to be the first")
+def one_slab(**inputs):
+    def address(start, leading, stride, k, i, runs_down):
+        return _right(start, leading, stride, k, i % 64, runs_down)
+
+    return _of(address)(**inputs)
+
+
+@mistake("leading and stride are exchanged for V: its slabs lie leading apart, and its groups of 8 rows stride apart")
+def leading_for_stride(**inputs):
+    def address(start, leading, stride, k, i, runs_down):
+        return _right(start, stride, leading, k, i, runs_down) if runs_down else _right(start, leading, stride, k, i, 0)
 
     return _of(address)(**inputs)
 
