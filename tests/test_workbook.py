@@ -427,6 +427,11 @@ FAULTY = {  # name: (exercise, an edit of the solution, lines of the report, wha
         "02.8", ("parity, parity ^ 1", "n / stages, parity ^ 1"),
         ("has to return three whole numbers; got (0, 0.0, 1)",), ("WRONG",),
     ),
+    "no such stage": (
+        "02.8", ("return n % stages,", "return n // stages,"),
+        ("there is no stage 1: the stages are 0 to 0", "equals what you get when the stage is n div stages"),
+        ("the emulation reports: there is", "the emulation reports: a stage"),
+    ),
     "a file with its folder": (
         "02.8", ("parity ^ 1", "parity"), (f"barrier_wait for parity 0, {HERE}",), (", hopper.cu:",),
     ),
@@ -900,6 +905,8 @@ def test_a_hunt_offers_causes_and_one_is_right(id):
     assert list(task.causes) == list("abcd") and task.cause in task.causes
     text = skeleton.text(task)
     assert 'CAUSE = ""' in text and all(f"{letter}  {says[:40]}" in text for letter, says in task.causes.items())
+    listed = text.split("one of these:\n")[1].split("\n\n")[0].splitlines()
+    assert len(listed) >= 4 and all(re.match(r"#   (\w  |   )\S", line) for line in listed), listed
 
 
 def test_a_notebook_gives_the_cause_as_an_argument():

@@ -117,7 +117,8 @@ def _hunt(task):
     lines.append(task.note)
     lines.append(f"Check it: python -m steps check {task.id}      Stuck: python -m steps hint {task.id}")
     lines += ["", "What is the cause? CAUSE is the letter of one of these:"]
-    lines += [f"  {letter}  {says}" for letter, says in task.causes.items()]
+    for letter, says in task.causes.items():
+        lines += textwrap.wrap(f"  {letter}  {says}", 116, subsequent_indent=" " * 5)
     return f'''{_comment(lines, "#")}
 
 import torch

@@ -31,14 +31,18 @@ def _run(function, tiles, stages):
     found = [whole_numbers("stage_and_parity", function(n, stages), 3) for n in range(tiles)]
     places = torch.tensor(found, dtype=torch.int32)
     x, sums = torch.arange(4.0 * tiles), torch.full((tiles,), -1.0)
-    if ((places[:, 0] < 0) | (places[:, 0] >= stages)).any():
-        _report[:] = ["a stage does not exist"]
-    else:
+    _report[:] = [""]
+    if not _unknown(places, stages):  # The kernel cannot run with a stage that does not exist.
         _report[:] = [launch("ring", x, places, sums, tiles, stages, block=64, stuck=True)]
     return {"sums": sums, "places": places}
 
 
-_report = []  # what the emulation said of the last run
+_report = []  # what the emulation said of the last run, "" if it did not run
+
+
+def _unknown(places, stages):
+    """The stages among the places that do not exist."""
+    return [stage for stage in places[:, 0].tolist() if not 0 <= stage < stages]
 
 
 def expected(tiles, stages):
@@ -65,6 +69,8 @@ def explain(got, want, tiles, stages):
     for n in wrong[:1]:
         names = "stage, the consumer's parity, the producer's parity"
         lines.append(f"tile {n}: {names} = {got['places'][n].tolist()}, expected {want['places'][0][n].tolist()}")
+    for stage in _unknown(got["places"], stages)[:1]:
+        lines.append(f"there is no stage {stage}: the stages are 0 to {stages - 1}, so the emulation did not run")
     for n in ((got["sums"] != want["sums"][0]) & (got["sums"] != -1)).nonzero().flatten().tolist()[:1]:
         when = "before any tile had come" if got["sums"][n].isnan() else "while another tile was there"
         lines.append(f"in the emulation the consumer reads tile {n} {when}")
@@ -94,3 +100,8 @@ def parities_exchanged(tiles, stages):
 @mistake("the stage is the number of times that the ring has gone round, and the parity is that of the place")
 def stage_and_round_exchanged(tiles, stages):
     return _run(lambda n, stages: (n // stages % stages, n % stages % 2, n % stages % 2 ^ 1), tiles, stages)
+
+
+@mistake("the stage is n div stages, the number of times that the ring has gone round, and not n mod stages")
+def round_for_stage(tiles, stages):
+    return _run(lambda n, stages: (n // stages, n // stages % 2, n // stages % 2 ^ 1), tiles, stages)
