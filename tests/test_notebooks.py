@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from steps import catalogue
-from steps.bench import cost, rows
+from steps.bench import cost, profile, rows
 
 jupytext = pytest.importorskip("jupytext", reason="Jupyter is not installed")
 nbclient = pytest.importorskip("nbclient", reason="Jupyter is not installed")
@@ -97,6 +97,20 @@ def test_the_text_is_read_in_one_sitting(path):
     assert len(cells) <= 65
     text = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
     assert sum(bool(re.search(r"\w", word)) for word in text.split()) <= 2600
+
+
+@each_notebook
+def test_there_are_five_questions_to_ask_oneself(path):
+    text = (ROOT / "notebooks" / "src" / f"{path.stem}.py").read_text()
+    questions = text.split("**Ask yourself**\n#\n")[1].split("\n#\n")[0]
+    assert re.findall(r"^# (\d+)\. ", questions, re.M) == list("12345")
+
+
+def test_02b_explains_the_stall_reasons_that_it_prints():
+    text = (ROOT / "notebooks" / "src" / "02b_fa2_cuda_tensor_cores.py").read_text()
+    counted = profile.read()
+    printed = {name for rung in ("mma", "ldmatrix", "fa2") for name in list(profile.waits(counted[rung]))[:4]}
+    assert len(printed) >= 4 and [name for name in printed if f"`{name}`" not in text] == []
 
 
 @each_notebook

@@ -54,6 +54,7 @@ from steps.workbook.listing import Source
 torch.set_num_threads(1)
 plots.style()
 gpu = cost.GPUS["NVIDIA H200"]
+with_switches = fingerprint.fresh(rows.read(switched=True))
 print(steps.engine.describe())
 print(f"torch {torch.__version__.split('+')[0]};",
       f"rungs of stage 02: {', '.join(step02.SUPPORTS['rungs'])}")
@@ -173,7 +174,7 @@ far below the tensor cores'.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: a warp holds a matrix
 #
-# Two things must change together: more work for each wavefront, and units that can do it.
+# Two things must change: more work for each wavefront, and units that can do it.
 #
 # `mma.m16n8k16` multiplies A (16 x 16) with B (16 x 8) and adds the product to C (16 x 8), for a whole warp. The
 # matrices lie in the registers of its 32 threads, its **lanes**. A lane's share is a **fragment**: 8 numbers of A, 4 of
@@ -181,8 +182,8 @@ far below the tensor cores'.""")
 #
 # **Claim.** Two C fragments side by side are an A fragment: what S leaves behind is what P V wants.
 #
-# We ask the kernel. Behind the text of `fwd_2_mma.cu` goes a kernel of our own, which calls its functions. X holds numbers
-# that identify their place, X[r][c] = 16 r + c, and X times the identity is X again.
+# Behind the text of `fwd_2_mma.cu` goes a kernel of our own, which calls its functions. X holds numbers that identify
+# their place, X[r][c] = 16 r + c, and X times the identity is X again.
 
 # %% slideshow={"slide_type": "fragment"}
 WHO = """
@@ -309,14 +310,14 @@ def compiled(rung, D):
 
 
 recorded = fingerprint.fresh(rows.read())  # of the files as they are
-with_switches = fingerprint.fresh(rows.read(switched=True))
-measured = {}  # {(rung, D, causal): TFLOP/s} at N = 4096
+measured, run_of = {}, {}  # {(rung, D, causal): TFLOP/s} at N = 4096, and its run
 for r in rows.latest(recorded):
     at = r["gpu"], r["stage"], r["pass"], r["N"], r["options"], r["timing"]
     if at == (gpu.name, "02_fa2_cuda", "fwd", 4096, {}, "interleaved"):
         rung = re.sub(r"^fwd_\d_", "", r["kernel"])
         if r["dtype"] == ("fp32" if rung == "scalar" else "bf16"):
-            measured[rung, r["D"], r["causal"]] = r["tflops"]
+            where = rung, r["D"], r["causal"]
+            measured[where], run_of[where] = r["tflops"], r["run"]
 
 
 # %% slideshow={"slide_type": "skip"}
@@ -348,6 +349,13 @@ def changes(old, new, *functions):
 
 
 # %% slideshow={"slide_type": "skip"}
+def ratio(before, rung, *at):
+    """The gain as text, which says so if the two speeds are of two runs."""
+    old, new = (before, *at), (rung, *at)
+    two_runs = "" if run_of[old] == run_of[new] else " (of two runs)"
+    return f"x {measured[new] / measured[old]:.2f}{two_runs}"
+
+
 def step(before, rung):
     """Prints what a rung gained over the one before, and how far the count foresaw it."""
     D = 64 if before in ("scalar", "warp") else 128  # which they do not take
@@ -358,8 +366,8 @@ def step(before, rung):
                   "on an H200: python -m steps bench --stage 02")
             return
         old, new = (measured[name, D, causal] for name in (before, rung))
-        mask = "causal" if causal else "not causal"
-        print(f"D = {D}, {mask}: {old:.3g} -> {new:.3g} TFLOP/s, x {new / old:.2f}")
+        print(f"D = {D}, {'causal' if causal else 'not causal'}:",
+              f"{old:.3g} -> {new:.3g} TFLOP/s, {ratio(before, rung, D, causal)}")
         if not causal:
             roof, higher = ceiling(before, D), ceiling(rung, D)
             share = new / old / (higher / roof)
@@ -373,7 +381,7 @@ def step(before, rung):
 #
 # **Claim.** A lane that owns a x b scores fetches a + b numbers for a b multiply-adds. So each warp owns 16 rows, and
 # each lane 4 x 4 or 4 x 8 scores in registers. No row is shared by two warps, so none waits for another between the
-# barriers of a tile. (FlashAttention-1 dealt out the *keys*, and had to add up O through shared memory.)
+# barriers of a tile. (FlashAttention-1 dealt out the *keys*, and added up O through shared memory.)
 
 # %% slideshow={"slide_type": "fragment"}
 account("warp", 64)
@@ -491,7 +499,7 @@ changes("fwd_2_mma", "fwd_3_ldmatrix", "scores")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Alone, `ldmatrix` gains nothing: four matrices of 8 rows at one position take 32 wavefronts. Swizzled they take 4, as
-# few as 32 banks need for 512 bytes. `diff("fwd_2_mma", "fwd_3_ldmatrix")` shows the whole change.
+# few as 32 banks need for 512 bytes.
 #
 # **Predict 3.** The ceiling rises from 60 to 396 TFLOP/s, 6.6 times. Will the speed?
 #
@@ -522,8 +530,8 @@ changes("fwd_3_ldmatrix", "fwd_4_cp_async", "attention_forward")
 #
 # <details><summary>Answer</summary>
 #
-# Whatever rung 3 spent waiting for tiles, less what the SM's other block already filled in. That has to be measured: if
-# the speed grows by x, at least 1 - 1/x of rung 3's time was waiting.
+# Whatever rung 3 spent waiting for tiles, less what the SM's other block already filled in. If the speed grows by x, at
+# least 1 - 1/x of rung 3's time was waiting.
 #
 # </details>
 
@@ -535,8 +543,8 @@ step("ldmatrix", "cp_async")
 #
 # **Claim.** What `ldmatrix` brings for 16 rows serves 32 just as well. A warp owns two tiles of 16 rows; each B operand
 # feeds two `mma`. The price is registers: the fragments of S and O double, so Q goes back to shared memory. Besides,
-# exponentials of 16 keys are computed while `mma` works on the 16 before. The loop computes no addresses. Only tiles at
-# the end or on the diagonal are masked.
+# exponentials of 16 keys are computed while `mma` works on the 16 before. The loop computes no addresses. These three
+# cannot be switched off, because the registers are laid out for them. Only tiles at the end or on the diagonal are masked.
 
 # %% slideshow={"slide_type": "fragment"}
 account("fa2")
@@ -574,9 +582,8 @@ else:
 # needs the result has to wait, and the exponentials of the next 16 keys do not need it.
 #
 # Causal blocks are unequal. Where long ones start last, a few SMs still work when all others are done. So here they go
-# first; below, both orders. Heads come in sections whose K and V fit into the L2 cache. In the last lines one idea is
-# switched off: + is slower. Without a causal mask `LONGEST_FIRST` and `SECTIONS` change nothing: that is noise. Part 6
-# explains `LARGE_SCORES=0`.
+# first. Heads come in sections whose K and V fit into the L2 cache. In the last lines one idea is switched off: + is
+# slower. Without a causal mask `LONGEST_FIRST` and `SECTIONS` show noise. Part 6 explains `LARGE_SCORES=0`.
 #
 # **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow? Which mask gains more? Which idea brings
 # nothing?
@@ -620,8 +627,7 @@ for switch, D, causal in itertools.product(switches, (128, 64), (True, False)):
 # ## 5. Write it yourself
 #
 # As in 02a, write the body in place of the line with `#error`. `check` compiles the kernel with it and runs some of the
-# contract's cases; for 02.4 and 02.6 it also counts wavefronts. `hint("02.4")` to `hint("02.4", 3)` help,
-# `solution("02.4")` is the stage's function.
+# contract's cases; for 02.4 and 02.6 it also counts wavefronts. `hint("02.4")` and `solution("02.4")` help.
 #
 # **Exercise 02.4: where a chunk goes.** A tile of `rows` rows lies in slabs of W columns, one after the other: 64 columns, 128
 # bytes a row, or 32 columns where D is no multiple of 64. Return where the element (row, column) lies, counted in elements, such
@@ -713,8 +719,7 @@ for rung in RUNGS[1:]:
 #
 # No harm: beyond the last tile `inside` is false, zeros come, nothing is read. Never causal: zeros after the last key
 # have scores of 0, and a causal mask hides them anyway. A single case: with m = -infinity, m - m is NaN in rows that
-# see no key. All but one: over a single key four lanes cannot disagree. Not with eager copies: K was there in time. On
-# a GPU it often is.
+# see no key. All but one: over a single key four lanes cannot disagree. Not with eager copies: K was there in time.
 #
 # The other one with a single case is **an FMA that harms a softmax**. A compiler makes `c * S - m` one fused
 # multiply-add, which does not round the product. But m is the *rounded* product at the maximum. The exponent there
@@ -793,9 +798,9 @@ for before, rung in itertools.pairwise(RUNGS):
     D = 64 if before in ("scalar", "warp") else 128
     old, new = measured.get((before, D, False)), measured.get((rung, D, False))
     if old and new:
-        gains[rung] = new / old
+        gains[rung] = new / old, ratio(before, rung, D, False)
 ordered = sorted(gains, key=gains.get, reverse=True)
-print("measured:", ", ".join(f"{r} x {gains[r]:.2f}" for r in ordered) or "nothing yet")
+print("measured:", ", ".join(f"{r} {gains[r][1]}" for r in ordered) or "nothing yet")
 if gains and plots.ladder_numbers(recorded):
     result = picture(plots.ladder(recorded), """The ladder of stage 02, rung by rung,
     forward and backward: TFLOP/s and the share of a measured matrix product, with
@@ -831,7 +836,7 @@ below the ceiling, except scalar, whose loads the compiler has joined.""")
 # A rung near its open mark is bound by shared memory: only layout or reuse helps. One far below waits; for what, the
 # hardware's counters tell.
 #
-# Nsight Compute's `ncu` reads the counters of every SM. Below: one rung's command (`python -m steps.bench.profile` runs
+# Nsight Compute's `ncu` reads the counters. Below: one rung's command (`python -m steps.bench.profile` runs
 # more), then the wavefronts that the emulation expects and those that the hardware counted.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -859,8 +864,6 @@ for rung in ("mma", "ldmatrix", "fa2"):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # For `fa2` the hardware counts fewer wavefronts: the emulation takes `cp.async` for stores of 16 bytes a lane.
 #
-# Five counters, in order:
-#
 # | counter | says | conclude |
 # |---|---|---|
 # | `tensor_pipe` | cycles in which tensor cores work | the goal; high: only other instructions help (02d) |
@@ -870,8 +873,9 @@ for rung in ("mma", "ldmatrix", "fa2"):
 # | `dram_throughput` | share of device memory's bandwidth | high: larger tiles; low: leave the traffic alone |
 #
 # Low issue slots say *that* warps wait. For what, the *stall reasons* say, above: `short_scoreboard` and `mio_throttle`
-# are shared memory (or exp), `long_scoreboard` device memory, `wait` the latency of the instruction before. `mma` needs another layout;
-# `fa2` hardly waits for memory.
+# are shared memory (or exp), `long_scoreboard` device memory, `wait` the latency of the instruction before. `selected` is no
+# wait: an instruction is issued. With `math_pipe_throttle` its unit is busy, here the tensor cores. `mma` needs another
+# layout; `fa2` hardly waits for memory.
 #
 # **Predict 7.** For `mma`, `ldmatrix` and `fa2`: which counter is the highest in each?
 #
@@ -924,6 +928,7 @@ result
 # 2. Why may P and V both have their keys in another order, as long as it is the same one?
 # 3. Why does rung 4 need no second buffer for K, and what would one be good for?
 # 4. Why must the sum l not be combined among four lanes in every tile, and the maximum must?
+# 5. Why do the longest blocks of a causal mask start first?
 #
 # **Go further**
 #

@@ -552,11 +552,11 @@ excerpt(
 # A block takes nearly all registers, so one runs on an SM at a time. When it ends, the next begins with empty stages.
 # So rung 8 starts one block an SM, which takes tile after tile: the producer loads the next while the consumers store.
 # Causal tiles differ in length (long ones are yellow), and their order is fixed beforehand, in sections of half as many
-# heads as blocks.
+# heads as blocks (a quarter at D > 64).
 #
 # From 16,384 keys on (8,192 at D = 128 without a mask) a tile takes so long that its beginning and end hardly count. Then
 # the launch starts a block a tile, and without a mask turns PINGPONG off. The GPU gives each SM its next block when it is
-# free, so sections may be small: a section is the heads whose K and V fit into 32 MB of the L2 cache.
+# free, so sections may be small: the heads whose K and V fit into 32 MB of the L2 cache.
 
 # %% slideshow={"slide_type": "fragment"}
 display(show("fwd_8_hopper", "tile_number"))
@@ -961,9 +961,9 @@ else:
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Under load
 #
-# In a second of calls every kernel meets the limit of 700 W, and its own power decides its clock. Without a mask rung 8
-# does 1 to 2 % less in a clock than FlashAttention-4. With a causal mask the two agree within 1 %. The watts of one kernel
-# scatter by 5 % from run to run. So compare both ways: in turn, and under load.
+# In a second of calls a kernel's power decides its clock. The clock shows the limit of 700 W: at D = 128 rung 8 gets 1,635
+# MHz or less of the chip's 1,980. The power is a sensor's reading and scatters by up to 8 %, and J/TFLOP with it.
+# Without a mask rung 8 does 1 to 2 % less in a clock than FlashAttention-4; with one, the same within 1 %.
 
 # %% slideshow={"slide_type": "fragment"}
 under_load = [r for r in loads if r["gpu"] == h200.name and r["pass"] == "fwd"]
@@ -987,8 +987,8 @@ if not under_load:
 #
 # <details><summary>Answer</summary>
 #
-# PERSISTENT: it hides each tile's beginning and end, which weigh more where tiles are short (N = 512; at 4096 little is
-# left to hide). And SKIP, where a tile has 192 rows (D = 64); at D = 128 nothing is skipped.
+# PERSISTENT: it hides each tile's beginning and end, which weigh more where tiles are short (N = 512). And SKIP, where a
+# tile has 192 rows (D = 64); at D = 128 nothing is skipped.
 #
 # *Foreseen* is part 4's count, which knows nothing of waiting: a tile lasts as long as its busiest warpgroup.
 #
