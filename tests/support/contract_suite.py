@@ -131,6 +131,14 @@ class Contract:
         for alone, whole in zip(backward(q, q, k, v, *saved), grads, strict=True):
             torch.testing.assert_close(alone, whole)  # Not bit-equal where dq is added in any order.
 
+    def test_a_single_number_is_not_empty(self):
+        """The smallest q, k and v: out is v, and dv is dout."""
+        D = min(one_rung.limits(self.stage, self.stage.SUPPORTS["rungs"][0])["head_dims"])
+        q, k, v = (x[:1, :1, :1, :D] for x in self.example())
+        got = self.results(q, k, v)
+        want = error.expected(q, k, v, torch.ones_like(q))
+        assert not error.failures(got, want) and (got["dv"] == 1).all()
+
     def test_forward_is_bit_equal_from_run_to_run(self, every_rung):
         q, k, v = (x[:1] for x in self.example(rung=every_rung))
         first, second = (self.results(q, k, v, every_rung, causal=True) for _ in range(2))
