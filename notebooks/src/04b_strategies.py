@@ -512,22 +512,21 @@ recorded = fingerprint.fresh(rows.read() + rows.read(several_gpus=True))
 print(ring_report.shown("speed", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Forward, zigzag, fetch: at 128k the efficiency is 0.98, at 32k 0.85 (Hk = 32) and 0.93 (Hk = 8), where `context_parallel` has
-# 0.68 to 0.73. (The 7.55 ms for Hk = 32 were measured in rounds of one call, which finds the GPU idle; in rounds of two and three,
-# below, it took 7.04 and 6.82.) Forward + backward is ahead of `context_parallel` except with Hk = 8 from 32k on. Change
-# one thing at a time:
+# Forward, zigzag, fetch: the efficiency is 0.98 or more at 128k and 0.90 or more at 32k, where `context_parallel` has 0.67 to
+# 0.76. Forward + backward has 0.88 to 0.91 from 32k on, and is ahead of `context_parallel` everywhere, too. Change one thing
+# at a time:
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_report.shown("changes", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The ring's blocks add to dQ in a fixed order, so that dq is bit-equal from run to run. In any order, as the one GPU adds, the
-# call took 25.4 ms, not 31.4: the order cost 24 %. It costs less since then: 02e has what it costs one GPU now.
+# call takes 9 % less time.
 #
-# Merging by torch costs 14 % of the forward, stage 03's block 7 %; if that carries the sums in float32, so that nothing is
-# merged, 38 %. Float32 dK and dV and the watching threads cost nothing that shows. Persistence hardly counts here: most
-# tiles are long, and then the kernel is not persistent anyway. No overlap costs fetch 10 %. So is the hop hidden? Forward and backward under
-# the profiler (dark: a block, light: another kernel):
+# Merging by torch costs 13 % of the forward, stage 03's block 5 %; if that carries the sums in float32, so that nothing is
+# merged, 39 %. Float32 dK and dV and the watching threads cost nothing that shows. Persistence hardly counts here: most
+# tiles are long, and then the kernel is not persistent anyway. No overlap costs fetch 11 %. So is the hop hidden? Forward and
+# backward under the profiler (dark: a block, light: another kernel):
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 if record := ring_report.recorded_trace():
@@ -540,10 +539,10 @@ timelines
 print(ring_report.shown("trace", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Over fetch it is: as soon as some thread blocks have ended, the own K and V are copied and the barrier is passed, and then the
+# Over fetch most of it is: as soon as some thread blocks have ended, the own K and V are copied and the barrier is passed, and then the
 # copy engine needs no multiprocessor. (A persistent kernel gives none back before its end.)
 #
-# Of relay's forward only 35 % is. NCCL's kernel and the block start together. Probably, where the block comes first, NCCL's
+# Of relay's forward only 41 % is. NCCL's kernel and the block start together. Probably, where the block comes first, NCCL's
 # kernel waits behind its thread blocks, and on the other rank for its partner: above, the first message lasts as long as the
 # block. In the backward delta is computed first, and messages are hidden.
 #
@@ -555,10 +554,11 @@ print()
 print(ring_report.shown("token", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The ring over fetch was the fastest at every size, in both passes. (Two ranks make one hop; of more there are no rows.)
+# The ring over fetch was the fastest at every size, in both passes, but for one: at 8k with Hk = 8 query-parallel's forward takes
+# no longer. (Two ranks make one hop; of more there are no rows.)
 #
-# For one token star sends 16 KB and takes 1.2 ms, the ring sends 268 MB and takes 2.0: the difference is its hop (256 MiB in
-# the next table). The rest is probably launches, as 268 MB are read in 0.06 ms at 4.8 TB/s.
+# For one token star sends 16 KB and takes 0.77 ms. The ring sends 268 MB and takes 1.02, of which its hop alone is 0.72 (256 MiB
+# in the next table). Most of star's time is probably launches, as 268 MB are read in 0.06 ms at 4.8 TB/s.
 #
 # Single messages, and the model, fed with these, with blocks on one GPU, with what the profiler saw hidden, and with the price
 # of the order:
@@ -574,11 +574,11 @@ for size in head[4:]:
     print(f"{size}: the model is off by {min(off):+} to {max(off):+} %")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# At 128k the model errs on both sides: the order's price is that of 32k, and seems to fall with the length. At 32k it is too
-# fast, and most at 8k: it leaves out the host's time. A CUDA graph needs no host, but its forward takes longer with Hk = 32
-# than with 8, as if the hop were not hidden.
+# The model is always too fast, and most at 8k: it leaves out the host's time. A CUDA graph needs no host, but its forward takes
+# longer with Hk = 32 than with 8, as if the hop were not hidden.
 #
-# So on two GPUs the ring is good at forwards, and pays a quarter for a bit-equal backward. `python -m steps bench --plan ring-32k` measures on your GPUs.
+# So from 32k positions on, two GPUs that share a sequence keep nine tenths of their speed, with a backward that is bit-equal from
+# run to run. `python -m steps bench --plan ring-32k` measures on your GPUs.
 #
 # **Question.** More and more hosts of 8 GPUs, on three networks: what happens to the efficiency?
 #
