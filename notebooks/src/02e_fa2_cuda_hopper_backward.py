@@ -393,9 +393,8 @@ for D in TILES:
 # cache. So a turn is for 4 tiles of queries, and is passed on once for all of them. This happens behind the next step's first
 # products, which run while the warp waits for its additions. dV_j starts after dQ_i, to cover the wait for one's own turn.
 #
-# A block cannot begin before the one before it in its head has ended a turn. So the blocks that run at the same time are dealt
-# to several heads. The fewer heads, the more of these blocks find Q, dO and dq in the L2 cache. What the order still costs is
-# printed below.
+# A block begins a turn after the one before it in its head. So blocks that run at the same time are dealt to several heads, but
+# to few, as those of one head share Q, dO and dq in the L2 cache.
 
 # %% slideshow={"slide_type": "subslide"}
 turns = "__device__ void wait_for_turn", "// Stores dK or dV"
@@ -811,14 +810,14 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # ### Open problems
 #
 # FlashAttention-4's Hopper backward does the first five, at about our speed. The prizes, printed below, are the most that
-# each may bring. *Slower*: tried, and slower at most sizes, beside the kernel as it was then.
+# each may bring. *Slower*: at most sizes, beside the kernel as it was then.
 #
 # 1. **A producer warp**, with barriers of its own for Q_i with lse and for dO_i with delta. Without K_j in registers: no faster
-#    at D = 128, slower at D = 64. With it there are not enough registers.
+#    at D = 128, slower at D = 64. With it registers run out.
 # 2. **A warp that sends dQ_i**, so that no consumer waits for the additions. Not tried.
 # 3. **80 queries a tile, and dQ_iᵀ instead of dQ_i**: wider products read less (counted below). Faster only at N = 16384, and
-#    without K_j in registers, for which there is then no room.
-# 4. **lse and delta read before Sᵀ is there**: slower. (So was our own idea, dQ_i one step later.)
+#    without K_j in registers, for which no room is left.
+# 4. **lse and delta read before Sᵀ is there**: slower.
 # 5. **The three kernels overlapped** by programmatic dependent launch. Not tried.
 # 6. **D = 32, 96 and 256**: there the backward is still `bwd_1`.
 # 7. **The forward at D = 64**: a polynomial for 1 to 6 of 16 exponentials: slower, at D = 128, too, as it adds more instructions

@@ -82,6 +82,8 @@ for name, W in links.items():
     grouped = simulate.tokens_needed(peak, W, share=1 / 4)  # Hk / H
     print(f"{name:21} fwd {fwd:11,.0f}   bwd, {transport} {bwd:11,.0f}", end="   ")
     print(f"fwd with Hk = H / 4 {grouped:9,.0f}")
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 for transport in ("fetch", "relay"):
     W, latency = simulate.read_link(rows.read(several_gpus=True), transport)
     print(f"fitted to rows of two H200, {transport}: {W / 1e9:.0f} GB/s", end=" ")
