@@ -183,6 +183,23 @@ def test_sdpa_with_a_scale_and_more_queries_than_keys():
             torch.testing.assert_close(x, y, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("Nq, Nk", [(0, 3), (3, 0)])
+def test_no_kernel_runs_where_there_is_no_query_or_no_key(Nq, Nk):
+    """On a GPU it would be a launch without a block."""
+    calls = []
+    forward, backward, _ = stub_stage(calls)
+    q, k = (torch.ones(1, 1, N, 32, device=engine.device) for N in (Nq, Nk))
+    saved = forward(q, k, k)
+    assert [x.shape for x in backward(q, q, k, k, *saved)] == [q.shape, k.shape, k.shape] and calls == []
+
+
+@pytest.mark.parametrize("D", [2, 3])
+def test_a_last_dimension_that_is_not_contiguous_is_copied(D):
+    x = torch.arange(2.0 * D, device=engine.device).reshape(1, 1, D, 2).mT
+    read = contract.as_4d(x)
+    assert torch.equal(read, x) and x.stride(-1) == 2 and read.stride(-1) == 1
+
+
 def stub_stage(calls):
     """A stage with two rungs whose kernels only write down how they are called."""
 
