@@ -141,11 +141,12 @@ def compare_with_the_reference(strategy):
     return wrong
 
 
-def test_without_a_process_group_a_strategy_has_one_rank():
+@pytest.mark.parametrize("mask", [{"causal": True}, {}])  # By default there is none.
+def test_without_a_process_group_a_strategy_has_one_rank(mask):
     q, k, v, dout = inputs(21)
-    want = error.expected(q, k, v, dout, causal=True)
+    want = error.expected(q, k, v, dout, **mask)
     for strategy in strategies.LESSONS:
-        options = dict(strategy=strategy, causal=True, block=PlainBlock)
+        options = dict(strategy=strategy, block=PlainBlock, **mask)
         results = account.passes(strategies.attention, q, k, v, dout, **options)
         got = dict(zip(("out", "dq", "dk", "dv"), results, strict=False))
         assert excess(got, want, None, 0) == {}
@@ -469,8 +470,11 @@ def test_demo_of_a_strategy():
     words = ("--strategy", "ulysses", "--seq", "64", "--dim", "16", "--gpus", "2")
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    for words in ("forward + backward", "sent, backward", "memory, forward", "by formula", "largest differences"):
+    for words in ("forward + backward", "memory, forward", "by formula", "largest differences"):
         assert words in done.output
+    sent = re.findall(r"sent, (\w+) +(\S+) MB a rank, by formula (\S+)", done.output)
+    assert [of_pass for of_pass, _, _ in sent] == ["forward", "backward"]
+    assert all(measured == formula != "0.000" for _, measured, formula in sent), sent
 
 
 @pytest.mark.parametrize("strategy", strategies.LESSONS)
