@@ -442,6 +442,7 @@ def test_the_geometry_of_a_launch():
 
 @pytest.mark.parametrize("what, sizes", [
     ("queries and keys", dict(Nq=2**31 - 2**16, Nk=1)),
+    ("queries and keys", dict(Nq=1, Nk=2**31 - 2**16)),
     ("tiles", dict(B=2**13, H=2**13, Nq=2**13)),
 ])  # fmt: skip
 @BOTH

@@ -367,6 +367,17 @@ def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.parametrize("tile", [(32, 64), (64, 32)])
+def test_fa2_s_backward_has_tiles_of_two_sizes(tile):
+    """On a GPU it has tiles like these. The emulation's usual one is square, in which the two cannot be told apart."""
+    q, k, v, dout = random_inputs(1, 2, 1, 150, 170, 32, torch.bfloat16)
+    want = error.expected(q, k, v, dout, causal=True)
+    out, lse = want.value["out"].to(q.dtype), want.value["lse"].float()
+    grads = launch.backward(dout, q, k, v, out, lse, rung="fa2", causal=True, backward_tile=tile)
+    assert not error.failures(dict(zip(("dq", "dk", "dv"), grads, strict=True)), want)
+
+
+@needs_compiler
 @pytest.mark.parametrize("rung", [rung for rung in step02.RUNGS if rung != "scalar"])
 def test_the_stride_of_a_single_row_does_not_matter(rung):
     """A kernel also computes the addresses of rows that it does not read, and these have to be aligned."""
