@@ -308,6 +308,16 @@ def test_schedules(run):
     assert torch.equal(turns(run), forward)  # the schedule ends with its `with`
 
 
+def test_a_loop_beyond_the_end_of_a_thread_s_array_is_refused(tmp_path):
+    """It would write into the row after, whose numbers are set later: right here, and perhaps not on a GPU."""
+    text = (launch.HERE / "fwd_3_ldmatrix.cu").read_text()
+    loop = "for (int i = 0; i < 4; i++) S[n][i] = first_key"
+    assert text.count(loop) == 1
+    (tmp_path / "longer.cu").write_text(text.replace(loop, loop.replace("<", "<=")))
+    with pytest.raises(RuntimeError, match=r"longer.cu:\d+:.* iteration 4 invokes undefined behavior"):
+        emulator.compile(tmp_path / "longer.cu", {"T": "bf16", "D": 32, "Br": 64, "Bc": 64})
+
+
 def test_a_kernel_that_does_not_compile(tmp_path):
     (tmp_path / "wrong.cu").write_text('#include "ptx.cuh"\nextern "C" __global__ void wrong() { no_such_name(); }\n')
     with pytest.raises(RuntimeError, match="wrong.cu:2:.*no_such_name"):

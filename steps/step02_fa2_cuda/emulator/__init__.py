@@ -28,7 +28,9 @@ if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
 _SET = "-ftrivial-auto-var-init=pattern"
 _PROBE = ["g++", _SET, "-E", "-x", "c++", os.devnull]
 _KNOWN = [_SET] if shutil.which("g++") and subprocess.run(_PROBE, capture_output=True).returncode == 0 else []
-_FLAGS = ["-std=c++17", "-O1", *_CONTRACTION, *_KNOWN, "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
+# A loop with a constant end that passes the end of an array is refused. The kernel might give right numbers by luck.
+_CHECKED = ["-Werror=aggressive-loop-optimizations"]
+_FLAGS = ["-std=c++17", "-O1", *_CONTRACTION, *_KNOWN, *_CHECKED, "-g1", "-fPIC", "-fvisibility=hidden"]
 _counts = None  # inside `count_conflicts`: {"file:line": (accesses, wavefronts)}
 _additions = None  # inside `count_additions`: {kernel: atomic additions}
 _unwritten = None  # inside `find_unwritten`: [what was found]

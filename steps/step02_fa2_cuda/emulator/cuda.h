@@ -30,7 +30,8 @@
 //     registers of A are not checked
 //   - code that needs the threads of a warp to run in lockstep: it is wrong here and may be right on a GPU,
 //     or the reverse
-//   - an access beyond the end of a thread's own array
+//   - an access beyond the end of a thread's own array, unless it is in a loop with a constant end, which g++
+//     refuses
 //   - a loop that waits for plain memory to change; here it never ends, and Ctrl-C does not end it
 //   - an access between a tensor's first and last element, but in the gap between two of its rows or heads
 //   - anything else between blocks, which run one after the other and never wait for each other
