@@ -444,6 +444,23 @@ def test_deterministic_gradients_are_bit_equal(rung, D, causal):
 
 
 @needs_compiler
+@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="needs a Hopper GPU, or none")
+def test_a_fixed_order_in_several_sections_of_heads(tmp_path, monkeypatch):
+    """Six heads in sections of four, which otherwise takes long sequences: the last section is a short one."""
+    row = ladder.BACKWARD["hopper"]
+    text, most = (launch.HERE / row.file).read_text(), "constexpr int SECTION = 32;"
+    assert text.count(most) == 1
+    (tmp_path / row.file).write_text(text.replace(most, "constexpr int SECTION = 4;"))
+    monkeypatch.setitem(ladder.BACKWARD, "hopper", replace(row, file=str(tmp_path / row.file)))
+    monkeypatch.setattr(launch, "kept", {})
+    q, k, v, dout = random_inputs(1, 6, 6, 150, 300, 64, torch.bfloat16)
+    want = error.expected(q, k, v, dout, causal=True)
+    out, lse = want.value["out"].to(q.dtype), want.value["lse"].float()
+    grads = launch.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=True)
+    assert not error.failures(dict(zip(("dq", "dk", "dv"), grads, strict=True)), want)
+
+
+@needs_compiler
 def test_attention_passes_deterministic_on():
     q, k, v, dout = random_inputs(1, 2, 1, 100, 300, 32, torch.bfloat16)
     k += 30

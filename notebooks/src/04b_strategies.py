@@ -507,7 +507,7 @@ for name in table[0][1]:
     print(f"{name:15}" + "".join(f"{1e3 * found[name]:13.2f}" for _, found in table))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now what two H200 did, each column in one run.
+# Now what two H200 did. Lines that compute the same at one size are of one run.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 recorded = fingerprint.fresh(rows.read() + rows.read(several_gpus=True))
@@ -515,8 +515,8 @@ print(ring_report.shown("speed", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Forward, zigzag, fetch: the efficiency is 0.98 or more at 128k and 0.90 or more at 32k, where `context_parallel` has 0.67 to
-# 0.76. Forward + backward has 0.88 to 0.91 from 32k on, and is ahead of `context_parallel` everywhere, too. Change one thing
-# at a time:
+# 0.76. Forward + backward has 0.88 to 0.91 from 32k on, and is ahead of `context_parallel` wherever that was measured beside
+# it, too. Change one thing at a time:
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_report.shown("changes", recorded))
@@ -541,8 +541,8 @@ timelines
 print(ring_report.shown("trace", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Over fetch most of it is: as soon as some thread blocks have ended, the own K and V are copied and the barrier is passed, and then the
-# copy engine needs no multiprocessor. (A persistent kernel gives none back before its end.)
+# Over fetch most of it is: as soon as some thread blocks have ended, the own K and V are copied and the barrier is passed, and
+# then the copy engine needs no multiprocessor. (A persistent kernel gives none back before its end.)
 #
 # Of relay's forward only 41 % is. NCCL's kernel and the block start together. Probably, where the block comes first, NCCL's
 # kernel waits behind its thread blocks, and on the other rank for its partner: above, the first message lasts as long as the

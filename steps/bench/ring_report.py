@@ -8,8 +8,8 @@
     token         one new token over keys that the GPUs share
     hops          single messages
 
-A table is a list of lines, which are lists of words. The first line is its head; without rows there is no line. What
-stands in one column of a size was measured in one run: of several runs that with most rows at this size.
+A table is a list of lines, which are lists of words. The first line is its head; without rows there is no line. Of
+each size, the lines that compute the same are of one run: of several runs that with most rows there.
 """
 
 import math

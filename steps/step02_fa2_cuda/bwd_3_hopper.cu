@@ -275,7 +275,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     // therefore dealt to a section of heads, one block to each and then again. A section has more heads where
     // blocks are short, because a turn is then a larger part of a block. It has few where blocks are long:
     // the more blocks of a head run at the same time, the more often its Q, dO and dq are read from the L2
-    // cache and not from memory. The numbers were measured.
+    // cache and not from memory. So the heads are 4096, or 1024 without a mask, divided by the tiles of
+    // queries, and 4 to SECTION. These numbers were measured.
     int section = max(4, min(SECTION, (causal ? 4096 : 1024) * Br / Nq));
     int first_head = number[0] / (section * tiles) * section;
     int heads = min(section, int(gridDim.x) / tiles - first_head);
