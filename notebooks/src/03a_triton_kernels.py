@@ -899,8 +899,8 @@ everywhere.""")
 # **Question 1.** Two counts bound the time in which tensor cores can work. *By groups:* they idle while a group of four
 # warps computes its softmax, unless another group on the same multiprocessor (SM) multiplies. By 02d's count 64 scores
 # of a row take 8 clocks of tensor cores, 4 of exp and 3 of float32 at D = 128; 4, 4 and 2.5 at D = 64. *By bytes:*
-# products read and copies write at most 128 bytes of shared memory a clock (02e). How many groups must share an SM?
-# What do Br, Bc, `num_warps` and `num_stages` change?
+# shared memory gives or takes at most 128 bytes a clock (02e). How many groups must share an SM? What do Br, Bc,
+# `num_warps` and `num_stages` change?
 #
 # <details><summary>Answer</summary>
 #
@@ -970,10 +970,10 @@ with {speeds[fastest]:.0f}, the slowest has {min(speeds.values()):.0f}.""")
 # 2. With a causal mask, and for D up to 64: there that rung is `tma` with descriptors made in the kernel, and V_j
 #    loaded later: slower. `gluon` alone multiplies under its own exponentials. At D = 64 two groups are too few by the
 #    count, and `tma` has three.
-# 3. 5/7 of what a plain matrix product reaches in the same run: the dashed line. One pass would have a higher roof, but
-#    need atomics for dQ. The share of cycles: forward about TFLOP/s over the peak, backward 7/5 of that. `queries_kernel`
-#    leads: its left factors, Q_i and dO_i, stay in registers, so that wgmma reads less. Where no other unit is near its
-#    limit, a kernel waits.
+# 3. 5/7 of what a plain matrix product reaches in the same run: the dashed line. `fa4` passes it with 5 products in
+#    one pass, for which it adds up dQ in memory. The share of cycles: forward about TFLOP/s over the peak, backward 7/5
+#    of that. `queries_kernel` leads: its left factors, Q_i and dO_i, stay in registers, so that wgmma reads less. Where
+#    no other unit is near its limit, a kernel waits.
 #
 # </details>
 
@@ -1027,7 +1027,8 @@ def draw(speeds, which, alt, roof=None):
 
 
 draw(at_longest("fwd_0_fused", "fwd"), "forward", """Bars of TFLOP/s of the forwards of
-stage 03 and torch's kernels, at D = 128 and 64, with and without a causal mask.""")
+stage 03, torch's kernels and FlashAttention-4, at D = 128 and 64, with and without a causal
+mask.""")
 
 # %% slideshow={"slide_type": "fragment"}
 backwards = at_longest("bwd_0_fused", "bwd")
@@ -1038,9 +1039,9 @@ roof = 5 / 7 * sorted(beside)[len(beside) // 2] if beside else None
 for (D, causal), found in backwards.items():
     for name in (name for name in found if roof and "bwd_" in name):
         print(f"D = {D}, causal {causal}: {name} has {found[name] / roof:.0%} of the roof")
-draw(backwards, "backward", """Bars of TFLOP/s of the backwards of stage 03 and torch's
-kernels, at D = 128 and 64, with and without a causal mask; a dashed line at 5/7 of a matrix
-product.""", roof)
+draw(backwards, "backward", """Bars of TFLOP/s of the backwards of stage 03, torch's
+kernels and FlashAttention-4, at D = 128 and 64, with and without a causal mask; a dashed
+line at 5/7 of a matrix product.""", roof)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 counted = {"hopper of stage 02": profile.read().get("hopper")} | profile.read(part="triton")
@@ -1065,7 +1066,8 @@ names end in _kernel are rung tma's.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Where it stands.** `gluon` passes cuDNN at D = 128, `tma` is level with it at D = 64. In the backward cuDNN stays
-# ahead, most at D = 128, where `tma` has come nearest to its roof.
+# ahead, though `tma` is near its roof at D = 128. FlashAttention-4, `fa4`, leads everywhere; with it only stage 02's
+# `hopper` is level.
 #
 # ### torch.compile of naive attention
 #
@@ -1111,8 +1113,6 @@ for D, causal in itertools.product((128, 64), (False, True)):
 # - Two passes in the backward: 7 products instead of 5, no atomics, the same bits each time.
 # - The interpreter proves formulas and edges; races, bfloat16, roundings and speed need the GPU.
 #
-# **Which file do I take?** A table ends 03b.
-#
 # **Ask yourself**
 #
 # 1. Why may `load_tile` fill K_j beyond the last key with 0, though a softmax needs -inf there?
@@ -1132,15 +1132,15 @@ for D, causal in itertools.product((128, 64), (False, True)):
 # | `03.capstone.3` | any number of queries and keys, any head_dim, any strides |
 # | `03.capstone.4` | the causal mask, and lse |
 #
-# Then `python -m steps verify my/03_capstone.py:attention --no-backward --no-gqa --tile 32` runs the contract's cases,
-# and on a GPU prints your speed.
+# Then `python -m steps verify my/03_capstone.py:attention --no-backward --no-gqa --tile 32` runs the cases, and on a GPU
+# prints your speed.
 #
 # **Go further**
 #
-# - ★ (15 minutes) Give question 1's table a tile of 32 x 64 at D = 128. What do the counts say, and leave out?
+# - ★ (15 minutes) Give question 1's table a tile of 32 x 64 at D = 128. What do the counts leave out?
 # - ★★ (1 hour, GPU) `python -m steps bench --tune` on your GPU: where do the counts fail?
 # - ★★★ (a weekend, GPU) A third consumer for `fwd_3_gluon.py` at D = 64: which tile, how many registers each?
 #
 # **Read:** `papers/flash_attention_2.md`, `papers/flash_attention_3.md`; Triton's tutorial on fused attention.
 #
-# **Next:** [03b_triton_features.ipynb](03b_triton_features.ipynb): masks, windows, dropout, packed sequences, decoding.
+# **Next:** [03b_triton_features.ipynb](03b_triton_features.ipynb): features, decoding, and which file to take.

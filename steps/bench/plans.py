@@ -99,8 +99,8 @@ PLANS = {
         Part(("hopper",), _at(4096, 16384), ("bwd",), switches=True),
     ),
     "triton": (
-        Part(("gluon", "tma", "roles", "fused"), stage="03"),
-        Part(("tma", "fused"), passes=("bwd",), stage="03"),
+        Part(("gluon", "tma", "roles", "fused"), peers=BEST, stage="03"),
+        Part(("tma", "fused"), passes=("bwd",), peers=BEST, stage="03"),
     ),
     "float32": (
         Part(

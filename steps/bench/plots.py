@@ -138,12 +138,13 @@ def ladder(rows, stage="02_fa2_cuda"):
             about, line, colour = PEERS[peer]
             ax.axhline(speed, color=colour, linestyle=line, lw=1.4, label=f"{about} {speed:.3g}")
         if numbers[pass_]["peers"]:
-            ax.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="none")  # no line runs through it
+            ax.legend(loc="upper left")
         ax.set_title(name)
     axes[0].set_ylabel("TFLOP/s")
     if ceiling := numbers["matmul"]:
-        axes[0].set_ylim(0, 1.05 * max(ceiling, *axes[0].get_ylim()))
+        axes[0].set_ylim(0, 1.3 * max(ceiling, *axes[0].get_ylim()))  # the legend stands above all lines
         share = axes[1].secondary_yaxis("right", functions=(lambda y: 100 * y / ceiling, lambda y: y * ceiling / 100))
+        share.set_ticks(range(0, 101, 20))
         share.set_ylabel(f"% of a measured matrix product, {ceiling:.3g} TFLOP/s")
     size = f"N={LADDER['N']}, D={LADDER['D']}, {LADDER['dtype']}, not causal"
     fig.suptitle(f"{numbers['gpu']}, {size} unless a rung says otherwise", x=0.01, ha="left", fontsize=11)
