@@ -391,11 +391,12 @@ HERE = "steps/workbook/puzzles/hopper.cu:"
 FAULTY = {  # name: (exercise, an edit of the solution, lines of the report, what it must not contain)
     "O rescaled before its product": (
         "02.10", (', "rescale O"]', "]"), ('["start S", ', '["rescale O", "start S", '),
-        ("out is another one", "no tile was overwritten", "O or P is changed in the wrong place"), ("still read it",),
+        ("no tile was overwritten", "O or P is changed in the wrong place", "O is rescaled before P V of the block before"),
+        ("still read it", "P is packed"),
     ),
     "P packed before the softmax": (
         "02.10", (', "pack P"', ""), ('"softmax"', '"pack P", "softmax"'),
-        ("no tile was overwritten", "O or P is changed in the wrong place", "the product for O still reads"),
+        ("no tile was overwritten", "P is packed before the softmax has made it", "the product for O still reads"),
         ("a tile was overwritten",),
     ),
     "V given back early": (
@@ -443,6 +444,17 @@ FAULTY = {  # name: (exercise, an edit of the solution, lines of the report, wha
     "a file with its folder, twice": (
         "02.10", ('["start S", "start O"', '["start O", "start S"'),
         (f"reports: {HERE}", f"a wgmma ({HERE}"), ("(hopper.cu:",),
+    ),
+    "leading between the chunks of K": (
+        "02.9", ("% 8 * 128 + k * 2", "% 8 * 128 + k // 8 * leading + k % 8 * 2"),
+        ("equals what you get when leading is taken for the distance between the two chunks",), (),
+    ),
+    "the producer's parity never flips": (
+        "02.8", ("parity, parity ^ 1", "parity, 1"), ("equals what you get when the producer always waits for parity 1",), (),
+    ),
+    "dQ row by row": (
+        "02.11", ("    return 1024 * warp + (32 * i + lane) * 4 + e", "    return row * D + column"),
+        ("equals what you get when dQ lies row by row",), (),
     ),
     "an address of no number": (
         "02.9", ("return a ^", "return a / 1 if k else a ^"),

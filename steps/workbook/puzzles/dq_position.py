@@ -133,6 +133,16 @@ def rows_first(**inputs):
     return _gathered(_mistaken(e=lambda row, column: column % 2 * 2 + row // 8 % 2), **inputs)
 
 
+@mistake("dQ lies row by row, as in the output, and not in the order of the registers")
+def row_by_row(**inputs):
+    return _gathered(lambda row, column, D: row * D + column, **inputs)
+
+
+@mistake("the lanes go down the rows first: lane t has the row t mod 8 and the columns 2 (t div 8)")
+def lanes_down(**inputs):
+    return _gathered(_mistaken(step=lambda i, lane: (32 * i + lane % 4 * 8 + lane // 4) * 4), **inputs)
+
+
 @mistake("all 32 registers of lane 0 come first, then all of lane 1")
 def lane_by_lane(**inputs):
     return _gathered(_mistaken(step=lambda i, lane: 32 * lane + 4 * i), **inputs)

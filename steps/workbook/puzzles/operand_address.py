@@ -78,7 +78,7 @@ CASES = [
     _case("K, the next 16 columns: the operand begins inside the swizzle's pattern", 32, 16, 1024, False),
     _case("V, the first 16 keys, in two slabs", 0, 8192, 1024, True),
     _case("V, keys 16 to 31", 2048, 8192, 1024, True),
-    _case("K, every other group of 8 rows", 96, 16, 2048, False),
+    _case("K, every other group of 8 rows, and a leading that the hardware does not look at", 96, 4096, 2048, False),
     _case("V, the second group of 8 keys lies in the second half", 1024, 4096, 8192, True),
 ]
 
@@ -156,6 +156,15 @@ def one_slab(**inputs):
 def leading_for_stride(**inputs):
     def address(start, leading, stride, k, i, runs_down):
         return _right(start, stride, leading, k, i, runs_down) if runs_down else _right(start, leading, stride, k, i, 0)
+
+    return _of(address)(**inputs)
+
+
+@mistake("leading is taken for the distance between the two chunks of a row of K, which follow each other")
+def leading_for_chunks(**inputs):
+    def address(start, leading, stride, k, i, runs_down):
+        a = _right(start, leading, stride, k, i, runs_down)
+        return a if runs_down else a + k // 8 * (leading - 16)
 
     return _of(address)(**inputs)
 

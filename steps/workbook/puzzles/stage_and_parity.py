@@ -87,6 +87,11 @@ def parity_never_flips(tiles, stages):
     return _run(lambda n, stages: (n % stages, 0, 1), tiles, stages)
 
 
+@mistake("the producer always waits for parity 1, and does not notice that a stage is still full")
+def producer_never_flips(tiles, stages):
+    return _run(lambda n, stages: (n % stages, n // stages % 2, 1), tiles, stages)
+
+
 @mistake("both sides wait for the same parity, so that the producer waits for consumers that have had nothing")
 def same_parity(tiles, stages):
     return _run(lambda n, stages: (n % stages, n // stages % 2, n // stages % 2), tiles, stages)

@@ -152,6 +152,10 @@ def explain(got, want, **_):
         lines.append("S is started after the wait for S")
     elif not got["started"][0]:
         lines.append("the wait for S leaves one group under way, the one that was started last: here that is S itself")
+    if order.index("pack P") < order.index("softmax"):
+        lines.append("P is packed before the softmax has made it")
+    if order.index("rescale O") < order.index("start O"):
+        lines.append("O is rescaled before P V of the block before is added to it")
     if not got["overlap"]:
         lines.append("the softmax does not run while the product for O is under way")
     if not got["operand"]:
