@@ -19,8 +19,8 @@
 # *An H100 or H200 copies, multiplies and computes exponentials in three different units. How does a kernel keep all three
 # at work at the same time, and how does it stay right?*
 #
-# ![Copies, products and exponentials over time, a sketch. Above, each waits for the one before. Below, products follow
-# each other without a gap, and the others run beside them.](../notebooks/figures/question_02d.png)
+# ![A sketch over time. Above, copies, products and exponentials wait for each other. Below, products follow without a
+# gap, and the others run beside them.](../notebooks/figures/question_02d.png)
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # first: it chooses the engine
@@ -144,13 +144,13 @@ the products, at D = 128 half as long.""")
 # exponentials between its `mma`s (02b). But an `mma` is small and needs its operands in registers, and the compiler
 # decides the order.
 #
-# Hopper has larger pieces of work. **TMA** copies a tile that one thread has asked for. **wgmma** multiplies for a
-# *warpgroup*, 128 threads, for example 64 x 128 x 16 numbers, and reads them from shared memory. Both are
-# *asynchronous*: the program says where to wait, and until then threads compute something else.
+# On Hopper **TMA** copies a tile that one thread has asked for. **wgmma** multiplies for a *warpgroup*, 128 threads,
+# for example 64 x 128 x 16 numbers, and reads them from shared memory. Both are *asynchronous*: the program says where
+# to wait, and until then threads compute something else.
 #
 # **Claim 1.** With turns, **ping-pong**, one warpgroup's softmax can hide under the other's products. In lockstep both
-# do the same at the same time, and nothing is gained. The picture is a model of units that never wait for results.
-# What stands above it was measured of `hopper`, D = 128; part 7 asks why they differ:
+# do the same at the same time, and nothing is gained. The picture is a model without waits for results. The lines above
+# it were measured of `hopper` (D = 128; two switches of part 4). Part 7 asks why it falls short:
 
 # %% slideshow={"slide_type": "fragment"}
 def lockstep(work, steps):  # work: {unit: clocks} of a warpgroup's step, in this order
@@ -200,7 +200,8 @@ boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values(
 fig.legend(boxes, colours, ncols=3, loc="outside upper center")
 for one in whole:
     busy = f"tensor cores busy {tile_clocks(128)[0] / clocks_a_step(one):.0%}"
-    print(f"timeline, {one['switches']}: {busy}")
+    named = ", ".join(f"{name} = {value}" for name, value in one["switches"].items())
+    print(f"timeline, {named}: {busy}")
 picture(fig, """A model's timelines of two warpgroups over three steps, in lockstep and in
 ping-pong. In lockstep tensor cores are busy 39 % of the time at D = 64, 55 % at D = 128; in
 ping-pong, where one's softmax lies under the other's products, 78 % and 100 %.""")
@@ -289,19 +290,18 @@ another position in each of eight rows. Rows 8 to 15, beyond x, are zero.""")
 # has come, row 15 of x, but does not begin with chunk 0.
 #
 # A row of 128 numbers becomes two *slabs* of 128-byte rows. Within a slab chunk c of row r goes to position c ^ (r %
-# 8). This is 02b's swizzle, done by hardware. Rows beyond the tensor come as zeros, and no thread has computed an
-# address.
+# 8). This is 02b's swizzle, done by hardware. Rows beyond the tensor come as zeros.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to wait: phases
 #
 # The barrier in shared memory, an *mbarrier*, counts arrivals and bytes. When all have come its **phase** ends and the
-# next begins. The wait asks with one bit: "has the phase of parity p ended?", p = 0, 1, 0, ... In truth it compares p with
-# the parity of the phase that is running. **Claim 2.** One bit is enough to tell *this* phase from the one before, and from
-# no other. `passes` (above) ends so many phases and waits.
+# next begins. The wait asks with one bit: "has the phase of parity p ended?", p = 0, 1, 0, ... In truth the wait
+# compares p with the parity of the phase that is running. **Claim 2.** One bit is enough to tell *this* phase from the
+# one before, and from no other. `passes` ends so many phases and waits.
 #
-# On a fresh barrier parity 1 goes on ("the phase before the first has ended"). And whoever falls two phases behind is fooled,
-# because line 2 looks like line 0.
+# On a new barrier a wait for parity 1 goes on, as if a phase before the first had ended. And a thread that falls two
+# phases behind is misled, because line 2 of the table looks like line 0.
 
 # %% slideshow={"slide_type": "fragment"}
 @functools.cache
@@ -470,17 +470,17 @@ instructions 0 and 1.""")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 6, `wgmma`: fewer hands
 #
-# The loop of rung 5 with new instructions. `wgmma_fence`: registers written so far may be read. *Start* does not wait;
-# `wgmma_commit` closes a group. `wgmma_wait<N>` waits until at most N groups are under way. Until then nobody may touch their
-# registers. Here every start is followed by its wait.
+# The loop of rung 5 with new instructions. After `wgmma_fence` products may read the registers written so far.
+# `start_scores` does not wait; `wgmma_commit` closes a group of products. `wgmma_wait<N>` waits until at most N groups
+# are under way. Nobody may touch the registers of a group that is. In this rung a wait follows every start.
 
 # %% slideshow={"slide_type": "fragment"}
 excerpt("fwd_6_wgmma", ("for (int n = 0; n < blocks; n++) {", "int64_t first ="))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **What if a wait is left out?** The emulation refuses it. The compiler helps itself: ptxas sees that S is read while a
-# product has it, puts in a wait where it likes, and says so: C7517. The course's loader refuses such code (and C7510 to
-# C7516, all products one after the other):
+# **What if a wait is left out?** The emulation refuses it. ptxas repairs the code: it sees that S is read while a
+# product still writes it, inserts a wait at a place of its own choice, and reports C7517. The course's loader refuses
+# such code (and C7510 to C7516, all products one after the other):
 
 # %% slideshow={"slide_type": "fragment"}
 sizes = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "D": 128, "causal": False}
@@ -507,9 +507,10 @@ for edits in ((), (no_wait,)):
 excerpt("fwd_7_roles", ("// The producer: starts to copy ROWS rows", "};"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **The budget.** At the launch all threads of a block get equally many registers. Then `setmaxnreg` lets one warpgroup
-# give back what another takes. Taking *waits*: if the sum is too large, for ever. A consumer's 128 threads share 64
-# rows of O and S, with P packed beside S; each needs some 30 registers besides.
+# **The budget.** At the launch all threads of a block get equally many registers. Then the producer gives some back
+# (`setmaxnreg.dec`). `setmaxnreg.inc`, by which consumers take more, *waits* until enough are free: if the sum is too
+# large, for ever. A consumer's 128 threads share 64 rows of O and S, with P packed beside S; each needs some 30
+# registers besides.
 
 # %% slideshow={"slide_type": "fragment"}
 row, sm = ladder.FORWARD["hopper"], h200.multiprocessor
@@ -534,10 +535,10 @@ for D, (Br, Bc) in row.tiles[0].items():
 # *Within* a warpgroup, S of the next block is started together with O of the one before, whose P is ready. Softmax then
 # runs beside O's product. *Between* warpgroups, a turn decides who may start products.
 #
-# `get` now returns a descriptor; V's argument is *leading*. `turn.pass()` comes as soon as the products are *started*: the
-# other's queue up behind them. At a named barrier one warpgroup arrives (128 threads that go on) and the other waits: 256.
-# P V is added in the units of the old m, and then `rescale` brings O to the new one. With LAZY it does so only if m has
-# grown by more than 8 in log2: FlashAttention-4's conditional rescaling (02e).
+# `get` now returns a descriptor; V's argument is *leading*. A warpgroup calls `turn.pass()` as soon as its products are
+# *started*, so that those of the other queue behind them. A turn is a named barrier of 256 threads: 128 arrive and go
+# on, 128 wait. P V is added in units of the old m; only then `rescale` brings O to the new m. With LAZY it does so only
+# if m has grown by more than 8 in log2: FlashAttention-4's conditional rescaling (2603.05451; 02e).
 
 # %% slideshow={"slide_type": "fragment"}
 excerpt(
@@ -551,12 +552,12 @@ excerpt(
 #
 # A block takes nearly all registers, so one runs on an SM at a time. When it ends, the next begins with empty stages.
 # So rung 8 starts one block an SM, which takes tile after tile: the producer loads the next while the consumers store.
-# Causal tiles differ in length (long ones are yellow), and their order is fixed beforehand, in sections of half as many
-# heads as blocks (a quarter at D > 64).
+# Causal tiles differ in length (yellow: long). Which block takes which tile is fixed before the launch: the longest
+# first, in sections of heads. A section has half as many heads as there are blocks (a quarter at D > 64).
 #
-# From 16,384 keys on (8,192 at D = 128 without a mask) a tile takes so long that its beginning and end hardly count. Then
-# the launch starts a block a tile, and without a mask turns PINGPONG off. The GPU gives each SM its next block when it is
-# free, so sections may be small: the heads whose K and V fit into 32 MB of the L2 cache.
+# From 16,384 keys on (8,192 at D = 128 without a mask) a tile takes so long that its beginning and end hardly count.
+# Then the launch starts one block for each tile, and without a mask PINGPONG is off. The GPU gives each SM its next
+# block when it is free, so sections may be small: the heads whose K and V fit into 32 MB of the L2 cache.
 
 # %% slideshow={"slide_type": "fragment"}
 display(show("fwd_8_hopper", "tile_number"))
@@ -702,8 +703,8 @@ check("02.bug2", test)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Such a kernel can be right by luck: nothing in its text says *when* copies and products happen. In the emulation a
-# schedule decides, and the kernel must be right in all of them. Three of the contract's cases, three schedules:
+# Nothing in the text of such a kernel says *when* copies and products happen. In the emulation a schedule decides, and
+# the kernel must be right in all. Three cases, three schedules:
 
 # %% slideshow={"slide_type": "fragment"}
 SCHEDULES = {
@@ -803,7 +804,7 @@ for name, change in mistakes.items():
 # `steps/bench/timeline.py` makes a copy of rung 8 note the clock when a warpgroup asks for its turn, gets it, has S,
 # its exponentials, and O (D = 128, no mask). With OVERLAP a bar of products lasts until the warpgroup looks for O; the
 # products may end earlier, so the column *no product* has a dash. *Busy* is the products' clocks by the datasheet, as a
-# share of a step's. The copy is slower (last columns).
+# share of a step's. The copy is slower.
 #
 # **Question 1.** With OVERLAP softmax runs beside O's product. If there are no turns (PINGPONG = 0), will the two
 # warpgroups compute exponentials at the same time?
@@ -811,12 +812,12 @@ for name, change in mistakes.items():
 # <details><summary>Answer</summary>
 #
 # Now and then: in 11 % of the clocks, with turns in 8 %. The tensor cores serve both, and whoever comes second gets its
-# S later: the two drift apart, and hardly wait for turns (grey). Turns brought 2 % (more at D = 64: the
-# last table), OVERLAP 5 to 7 %.
+# S later: the two drift apart, and hardly wait for turns (grey). Turns brought 2 % , OVERLAP 5 to 7 %.
 #
-# Why do tensor cores rest at all? From S until it asks for its next turn (*S to turn*, medians) a warpgroup took about
-# twice the clocks of the model's softmax. The last two lines leave parts of it out: of the 690
-# clocks beyond the products' own, 300 go with the exponentials, 280 with the rest.
+# Why do tensor cores rest at all? From S until it asks for its next turn (*S to turn*, medians) a warpgroup took more
+# than twice the model's softmax. The last two lines leave parts of the softmax out. A step takes 690 clocks more than
+# its products. Without exponentials 300 of them vanish, without the rest of softmax 280 more; the last 100 are
+# unexplained.
 #
 # </details>
 
@@ -900,11 +901,11 @@ draw_timelines() if clocked else print(NO_CLOCKS)
 # <details><summary>Answer</summary>
 #
 # The count sees no difference between `fa2` and `roles`: it knows neither addresses nor waiting. With softmax under
-# products it allows the step from the sum of all three units to the slowest alone, which is more at D = 64. The printed
-# gain is far less, and less there. Nothing keeps the warpgroups of `roles` in step: one computes exponentials while
-# another multiplies.
+# products it allows the step from the sum of all three units to the slowest alone, which is more at D = 64. The
+# measured gain is far smaller, and smallest there. Nothing keeps the warpgroups of `roles` in step: one computes
+# exponentials while another multiplies.
 #
-# At D = 64 `roles` has a larger tile than `wgmma`; only D = 128 shows the gain of the roles alone.
+# At D = 64 `roles` also has the larger tile; only D = 128 shows the roles alone.
 #
 # </details>
 
@@ -961,29 +962,33 @@ else:
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Under load
 #
-# In a second of calls a kernel's power decides its clock. The clock shows the limit of 700 W: at D = 128 rung 8 gets 1,635
-# MHz or less of the chip's 1,980. The power is a sensor's reading and scatters by up to 8 %, and J/TFLOP with it.
-# Without a mask rung 8 does 1 to 2 % less in a clock than FlashAttention-4; with one, the same within 1 %.
+# The bars above are of calls *in turn*: all kernels meet nearly the same clock. Below, each runs alone for a second
+# (*sustained*). At D = 128 every good kernel then meets the limit of 700 W, and the chip lowers its clock, for rung 8
+# from 1,980 MHz to 1,635 or less. `sdpa-flash` gets faster. Compare numbers of one kind only.
 
 # %% slideshow={"slide_type": "fragment"}
 under_load = [r for r in loads if r["gpu"] == h200.name and r["pass"] == "fwd"]
 under_load.sort(key=lambda r: (-r["D"], r["causal"], -r["tflops"]))
+print(f"N = {', '.join(map(str, sorted({r['N'] for r in under_load})))}")
 for r in under_load:
-    print(f"D = {r['D']:3}, {'causal' if r['causal'] else 'full':6}",
-          f"{r['kernel'] or r['peer']:12} {r['tflops']:3.0f} TFLOP/s",
+    name, (D, N, causal) = r["kernel"] or r["peer"], (r[x] for x in ("D", "N", "causal"))
+    in_turn = (row_of(name, D=D, N=N, causal=causal) or {"tflops": float("nan")})["tflops"]
+    print(f"D = {D:3}, {'causal' if causal else 'full':6} {name:12}",
+          f"in turn {in_turn:3.0f}, sustained {r['tflops']:3.0f} TFLOP/s",
           f"at {r['clock_mhz']:.0f} MHz and {r['watts']:.0f} W:",
           f"{sustained.work_a_clock(r):.0f} TFLOP/s a GHz,",
           f"{sustained.energy(r):.2f} J/TFLOP")
+print("Watts and J/TFLOP come from the chip's sensor, right to about a tenth.")
 if not under_load:
     print("not measured yet: on an H200, python -m steps bench --sustained")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### One switch at a time
 #
-# Each idea of `fwd_8_hopper.cu` is a macro. The table turns one at a time: + is slower than the whole kernel in the
-# same run, - faster. At N = 16384 the launch itself turns PERSISTENT off, and without a mask PINGPONG: these cells show
-# noise. LARGE_SCORES: see 02b, part 6. *Spread*: the whole kernel's times, 20th to 80th percentile. **Question 3.** Which
-# switch should bring more with a causal mask than without?
+# Each idea of `fwd_8_hopper.cu` is a macro. The table switches one off at a time: + is slower than the whole kernel in
+# the same run. At N = 16384 the launch itself turns PERSISTENT off, and without a mask PINGPONG: these cells show
+# noise. LARGE_SCORES: see 02b, part 6. *Spread*: the whole kernel's times, 20th to 80th percentile. **Question 3.**
+# Which switch should bring more with a causal mask than without?
 #
 # <details><summary>Answer</summary>
 #
@@ -1041,5 +1046,4 @@ print("SKIP=0, foreseen", *(f"{foreseen(*at):+8.1%}" for at in settings))
 # **Read:** `papers/flash_attention_3.md`, `papers/flash_attention_4.md`; the PTX ISA on `mbarrier`, `cp.async.bulk.tensor`,
 # `wgmma` and `setmaxnreg`.
 #
-# **Next:** [02e_fa2_cuda_hopper_backward.ipynb](02e_fa2_cuda_hopper_backward.ipynb): what bounds Hopper's backward, and what
-# is still open.
+# **Next:** [02e_fa2_cuda_hopper_backward.ipynb](02e_fa2_cuda_hopper_backward.ipynb): Hopper's backward.
