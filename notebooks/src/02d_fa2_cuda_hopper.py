@@ -200,8 +200,7 @@ boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values(
 fig.legend(boxes, colours, ncols=3, loc="outside upper center")
 for one in whole:
     busy = f"tensor cores busy {tile_clocks(128)[0] / clocks_a_step(one):.0%}"
-    named = ", ".join(f"{name} = {value}" for name, value in one["switches"].items())
-    print(f"timeline, {named}: {busy}")
+    print("timeline,", *(f"{name} = {x}," for name, x in one["switches"].items()), busy)
 picture(fig, """A model's timelines of two warpgroups over three steps, in lockstep and in
 ping-pong. In lockstep tensor cores are busy 39 % of the time at D = 64, 55 % at D = 128; in
 ping-pong, where one's softmax lies under the other's products, 78 % and 100 %.""")

@@ -137,8 +137,8 @@ result
 # n / 2 clocks. It reads its second operand, 32 n bytes, from shared memory, and its first, 2048 bytes, from there or from
 # registers. Shared memory delivers 128 bytes a clock.
 #
-# **Claim 1.** With n = 64 and both operands in shared memory, a product needs *all* of its bandwidth. Nothing else can be
-# read or written meanwhile. Only a first operand in registers, or a wider n, leaves some over.
+# **Claim 1.** With n = 64 and both operands in shared memory, a product needs *all* of its bandwidth. Nothing else can
+# be read or written meanwhile. Only a first operand in registers, or a wider n, leaves bandwidth for others.
 
 # %% slideshow={"slide_type": "fragment"}
 BANDWIDTH, TENSOR = 128, 4096  # bytes, FLOP: a clock and SM
@@ -309,7 +309,7 @@ for D, (Br, Bc) in TILES.items():
           f"{threads} threads")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# They do not all live at once: dQ_i takes its registers when Sᵀ and dPᵀ are done with.
+# They are not all needed at once: dQ_i uses the registers of Sᵀ and dPᵀ again.
 #
 # ### Count everything
 #
@@ -352,7 +352,7 @@ def roof(rung, D):
 roofs = {("wgmma", D): roof("wgmma", D) for D in TILES}
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The two are nearly level. That makes this kernel hard: whoever waits for one loses time on both.
+# Both units need nearly the same time. That makes this kernel hard: a wait for one of them also stops the other.
 #
 # ### Rung 3, `hopper`: K_j stays in registers
 #
@@ -384,17 +384,18 @@ for D in TILES:
     print(f"    foreseen x {foreseen:.2f}, measured", gained(D))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# At D = 128 the gain is what was foreseen, and more; at D = 64 it is less. Bytes are not all: tensor cores rest while both
-# warpgroups compute their softmax at the same time. So `bwd_3` also starts dV_j before the barrier: it needs only what
-# its own warpgroup has.
+# At D = 128 the gain is what was foreseen, and more; at D = 64 it is less. Bytes are not the only limit: tensor cores
+# rest while both warpgroups compute their softmax. So `bwd_3` also starts dV_j before the barrier, because dV_j needs
+# only what its own warpgroup has.
 #
-# **A fixed order.** Sums of float32 depend on the order, and the blocks add to dq as they come. If DETERMINISTIC, they take
-# turns to add to a dQ_i, in the order of their keys. Passing a turn on takes long: the additions must first arrive in the L2
-# cache. So a turn is for 4 tiles of queries, and is passed on once for all of them. This happens behind the next step's first
-# products, which run while the warp waits for its additions. dV_j starts after dQ_i, to cover the wait for one's own turn.
+# **A fixed order.** Sums of float32 depend on the order, and the blocks add to dq as they come. If DETERMINISTIC, they
+# take turns to add to a dQ_i, in the order of their keys. Passing a turn on takes long, because the additions must
+# first arrive in the L2 cache. So a turn covers 4 tiles of queries and is passed on once. A warp does this after it has
+# started the next step's first products, which run meanwhile. dV_j starts after dQ_i, so that it runs while the warp
+# waits for its turn.
 #
-# A block begins a turn after the one before it in its head. So blocks that run at the same time are dealt to several heads, but
-# to few, as those of one head share Q, dO and dq in the L2 cache.
+# A block begins one turn later than the block before it in its head. So blocks that run at the same time belong to
+# several heads, but to few, because blocks of one head share Q, dO and dq in the L2 cache.
 
 # %% slideshow={"slide_type": "subslide"}
 turns = "__device__ void wait_for_turn", "// Stores dK or dV"
@@ -431,9 +432,9 @@ for (run, D, N, causal, kernel), tflops in speeds.items():
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i in the order of its registers, which saves all
-# arithmetic of addresses. The last kernel restores rows and columns. The docstring of the exercise says how the registers hold
-# it: `check("02.11")` writes it to a file.
+# **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i to memory in the order of its
+# registers, which saves all arithmetic of addresses. The last kernel restores rows and columns. `check("02.11")` writes
+# a file whose docstring says how the registers hold dQ_i.
 #
 # `hint("02.11")` to `hint("02.11", 3)` help.
 
@@ -468,10 +469,10 @@ check("02.bug3", test)
 #
 # <details><summary>Answer</summary>
 #
-# Without the barrier, whoever is first computes dQ_i from dSᵀ that the other warpgroup has yet to store. In the
-# emulation's default order all have stored by then. Accumulators that are used under way are refused in every schedule.
-# dPᵀ read too early is not refused, since reading cannot be seen, but the numbers are others. The last two spoil dq
-# alone.
+# Without the barrier, the first warpgroup computes dQ_i before the other one has stored its dSᵀ. In the emulation's
+# default order both have stored by then. A register that is written under way is refused in every schedule, and so is a
+# block that ends before its products. dPᵀ is only read too early, which the emulation cannot see, but the numbers are
+# wrong. The last two spoil dq alone.
 #
 # </details>
 
@@ -524,9 +525,9 @@ for name, change in mistakes.items():
 #
 # <details><summary>Answer</summary>
 #
-# By the ratio of the roofs. At D = 128 that is what was measured, at D = 64 it is less. And the miss is large: a step takes
-# many more clocks than its products. Its exponentials explain less than half of that. Where the rest goes, the course has
-# not measured.
+# By the ratio of the roofs. At D = 128 that is what was measured; at D = 64 less was measured. And both stay far below
+# their roofs: a step of `bwd_2` takes many more clocks than its products. Its exponentials explain less than half of
+# the difference. The course has not measured the rest.
 #
 # </details>
 
@@ -566,7 +567,7 @@ for D, (Br, Bc) in TILES.items():
 #
 # <details><summary>Answer</summary>
 #
-# From N = 4096 on in neither: on average both take about the same time, also under load (02d), and the first cell names the
+# From N = 4096 on in neither: on average both take the same time within 2 %, also under load. The first cell names the
 # settings in which we are furthest behind and ahead. At smaller N our forward is ahead and our backward behind.
 #
 # </details>
@@ -673,9 +674,9 @@ for row in recorded:
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Two tricks of FlashAttention-4
 #
-# **Conditional rescaling**, which the forward's rung 8 has, too (the switch LAZY). O and l may stay in the units of an old
-# maximum as long as 2^(S - m) cannot overflow. So O is rescaled only if m has grown by more than 8 in log2. A warp asks all its
-# lanes, which have 16 rows. **Question 3. In how many steps does a warp rescale?**
+# **Conditional rescaling** (2603.05451), which the forward's rung 8 has, too: the switch LAZY. O and l may stay in the
+# units of an old maximum as long as 2^(S - m) cannot overflow. So O is rescaled only if m has grown by more than 8 in
+# log2 in one of a warp's 16 rows. **Question 3. In how many steps does a warp rescale?**
 #
 # **A polynomial for exp2**, which rung 8 has not. At D = 64 exponentials take as long as products (02d). 2^x is 2^⌊x⌋
 # times 2^f with f in [0, 1). The first factor only moves exponent bits. The second can be a polynomial, a few fused
@@ -725,18 +726,18 @@ for degree in range(1, 6):
           f"{other:.2%} of P are another bf16 number")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# With scores of ordinary size, the first line, the maximum of some row of the warp grows in two of three steps, but
-# never by 8. Only where weights differ by 2^20 and more is rescaling frequent. And at degree 3, which FlashAttention-4
+# With scores of ordinary size (the first line) some maximum of the warp's 16 rows grows in two of three steps, but
+# never by 8. Rescaling is frequent only where weights differ by 2^20 and more. At degree 3, which FlashAttention-4
 # takes, the polynomial's error is far below that of rounding P: less than one P in a hundred becomes another number.
 # But rung 8 became slower with it (open problem 7).
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What a launch costs
 #
-# Whoever launches a kernel does not wait for it. As long as a launch takes the host less time than the kernel, the GPU
-# is never idle. `launch.forward` allocates out and lse, finds its plan for inputs of this layout and calls the driver;
-# `forward` checks its arguments first. *Elsewhere*: every call has its tensors at other addresses, and three tensor maps
-# change. The kernel is too short to be waited for; the lowest of 50 rounds.
+# The host does not wait for a kernel that it has launched. As long as a launch takes the host less time than the kernel
+# runs, the GPU is never idle. `launch.forward` allocates out and lse, finds its plan for inputs of this layout and
+# calls the driver; `forward` checks its arguments first. *Elsewhere*: every call has its tensors at other addresses, so
+# that three tensor maps change. Printed is the lowest of 50 rounds.
 
 # %% slideshow={"slide_type": "fragment"}
 host = rows.read_record("host")
@@ -792,11 +793,10 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - A 64 x 64 x 16 wgmma with both operands in shared memory needs its whole bandwidth: 4 KB in 32 clocks.
-# - Sᵀ puts Pᵀ and dSᵀ into the registers of those who own the keys. P is never stored.
-# - dS alone is exchanged, through shared memory, at one barrier a step. dQ_i is divided between the warpgroups.
-# - Tensor cores and shared memory are nearly level, so that every wait costs both. An operand kept in registers frees bytes.
-# - Compare kernels within one run.
+# - A 64 x 64 x 16 wgmma with both operands in shared memory needs its whole bandwidth: 4 KB in 32 clocks. - Sᵀ puts Pᵀ
+# and dSᵀ into the registers of those who own the keys. P is never stored. - dS alone is exchanged, through shared
+# memory, at one barrier a step. dQ_i is divided between the warpgroups. - Tensor cores and shared memory need nearly
+# equal time, so that every wait costs both. An operand kept in registers saves bytes. - Compare kernels within one run.
 #
 # **Ask yourself**
 #
@@ -809,8 +809,8 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Open problems
 #
-# FlashAttention-4's Hopper backward does the first five, at about our speed. The prizes, printed below, are the most that
-# each may bring. *Slower*: at most sizes, beside the kernel as it was then.
+# FlashAttention-4's Hopper backward does the first five, at about our speed. The prizes, printed below, are the most
+# that each may bring. *Slower* means: at most sizes, than the kernel as it was then.
 #
 # 1. **A producer warp**, with barriers of its own for Q_i with lse and for dO_i with delta. Without K_j in registers: no faster
 #    at D = 128, slower at D = 64. With it registers run out.
@@ -868,9 +868,9 @@ for Br, what in ((64, "64 queries, dQ"), (80, "80 queries, dQ^T")):
 # **A whole network as one persistent kernel.** *Look Ma, No Bubbles!* (Hazy Research, May 2025) runs Llama-1B's
 # forward, with an interpreter on each SM.
 #
-# **Blackwell.** Tensor cores twice as fast, exponentials and shared memory as before: the counts of 02d and 02e tip
-# over. FlashAttention-4 (2603.05451) answers with accumulators in a memory of their own, a polynomial exp2, and
-# products that two SMs share.
+# **Blackwell.** Tensor cores are twice as fast, exponentials and shared memory are not: 02d's and 02e's limits move.
+# FlashAttention-4 (2603.05451) answers with accumulators in a memory of their own, a polynomial exp2, and products that
+# two SMs share.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Go further**
