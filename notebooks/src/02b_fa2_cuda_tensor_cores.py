@@ -72,7 +72,7 @@ print(f"torch {torch.__version__.split('+')[0]};",
 #
 # A roofline: at x FLOP for each byte moved, a kernel can do bandwidth times x at most. Attention moves q, k, v and out
 # at least once. Shared memory gives each multiprocessor (SM) one **wavefront** a cycle: a 4-byte word from each of its
-# 32 banks. The cycle comes from the peak: 4096 FLOP a cycle and SM in bf16, by NVIDIA's Hopper whitepaper.
+# 32 banks. The clock follows from the peak: 4096 FLOP a cycle and SM in bf16 (NVIDIA's Hopper whitepaper).
 
 # %% slideshow={"slide_type": "fragment"}
 for N in (512, 4096, 16384):
@@ -180,9 +180,9 @@ far below the tensor cores'.""")
 # matrices lie in the registers of its 32 threads, its **lanes**. A lane's share is a **fragment**: 8 numbers of A, 4 of
 # B, 4 of C.
 #
-# **Claim.** Two C fragments side by side are an A fragment: what S leaves behind is what P V wants.
+# **Claim.** Two C fragments side by side are an A fragment: what S leaves in registers is the operand of P V.
 #
-# Behind the text of `fwd_2_mma.cu` goes a kernel of our own, which calls its functions. X holds numbers that identify
+# We append a kernel of our own to the text of `fwd_2_mma.cu`, which calls its functions. X holds numbers that name
 # their place, X[r][c] = 16 r + c, and X times the identity is X again.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -264,7 +264,7 @@ picture(fig, """Grids of lane numbers, coloured by pair, lane 5 in bold. Two nei
 # Lane 5 holds 18, 19 (row 1, columns 2 and 3), 146, 147 (row 9), and both again 8 columns on. A colour is a pair; as 16-bit
 # numbers, a pair is one register. After exp, a lane rounds its pairs and has its share of P: **no number moves to another lane**.
 #
-# A row lies with four neighbours, so its maximum needs them all. `__shfl_xor_sync(~0u, x, 1)` hands a lane the x of
+# Four neighbouring lanes hold a row, so its maximum needs all four. `__shfl_xor_sync(~0u, x, 1)` hands a lane the x of
 # lane ^ 1. One shuffle, then a second:
 
 # %% slideshow={"slide_type": "fragment"}
@@ -379,7 +379,7 @@ def step(before, rung):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 1, `warp`: a value serves a row of products
 #
-# **Claim.** A lane that owns a x b scores fetches a + b numbers for a b multiply-adds. So each warp owns 16 rows, and
+# **Claim.** A lane that owns a x b scores fetches a + b numbers for a · b multiply-adds. So each warp owns 16 rows, and
 # each lane 4 x 4 or 4 x 8 scores in registers. No row is shared by two warps, so none waits for another between the
 # barriers of a tile. (FlashAttention-1 dealt out the *keys*, and added up O through shared memory.)
 
@@ -403,8 +403,9 @@ step("scalar", "warp")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 2, `mma`: tensor cores
 #
-# **Claim.** Q, S, P and O live in fragments; only B operands come from shared memory. One `mma` is 4096 FLOP for the two
-# registers of B that each lane fetches. A pair of K's row is one load; of V's column two loads and a packing.
+# **Claim.** Q, S, P and O live in fragments; only B operands come from shared memory. One `mma` is 4096 FLOP for the
+# two registers of B that each lane fetches. A pair from a row of K is one load, one from a column of V two loads and a
+# packing.
 
 # %% slideshow={"slide_type": "fragment"}
 account("mma")
@@ -426,7 +427,7 @@ step("warp", "mma")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 3, `ldmatrix`: no two rows in one bank
 #
-# Why 8? The 8 lanes of a row of B read 8 rows of K, and rows of 128 or 256 bytes begin in the same bank.
+# Why 8 wavefronts? A warp reads 8 rows of K at once, and rows of 128 or 256 bytes begin in the same bank.
 #
 # **Claim.** Let row r keep its 16-byte chunk c at position c XOR (r mod 8). Then any 8 neighbouring rows have it at 8 different
 # positions, and 8 positions are all 32 banks.
@@ -582,7 +583,7 @@ else:
 # needs the result has to wait, and the exponentials of the next 16 keys do not need it.
 #
 # Causal blocks are unequal. Where long ones start last, a few SMs still work when all others are done. So here they go
-# first. Heads come in sections whose K and V fit into the L2 cache. In the last lines one idea is switched off: + is
+# first. Heads come in sections whose K and V fit into the L2 cache. In the last lines one idea at a time is off: + is
 # slower. Without a causal mask `LONGEST_FIRST` and `SECTIONS` show noise. Part 6 explains `LARGE_SCORES=0`.
 #
 # **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow? Which mask gains more? Which idea brings
@@ -712,8 +713,8 @@ for rung in RUNGS[1:]:
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # A copy may land at any moment between its start and its wait. The emulation performs it as late as it can, or eagerly.
-# Eight edits of `fwd_4_cp_async.cu`, on seven cases, in both orders. **One edit does no harm. One is never seen in a causal case,
-# two in a single case only, one in all but one or two cases, one never with eager copies. Which?**
+# Eight edits of `fwd_4_cp_async.cu`, on seven cases, in both orders. **One edit does no harm. One is never seen in a
+# causal case, two in a single case only, one in all cases but one, one never with eager copies. Which?**
 #
 # <details><summary>Answer</summary>
 #
@@ -782,7 +783,7 @@ for says in mistakes:
 #
 # ### The ladder
 #
-# **Predict 6.** Order the five steps by what each brought, before you look.
+# **Predict 6.** Order the five steps by what each brought.
 #
 # <details><summary>Answer</summary>
 #
@@ -790,7 +791,7 @@ for says in mistakes:
 #
 # </details>
 #
-# After the ladder, all rungs on part 2's roofline: open marks are ceilings by the count, full ones were measured.
+# After the ladder, all rungs on part 2's roofline: open marks are counted ceilings, full ones were measured.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 gains = {}
@@ -844,7 +845,9 @@ FIVE = "tensor_pipe issue_slots shared_wavefronts bank_conflicts dram_throughput
 command = profile.command("ncu", "fa2", {name: profile.COUNTERS[name] for name in FIVE})
 command = shlex.join("python" if word == sys.executable else word for word in command)
 wrap = {"break_long_words": False, "break_on_hyphens": False}
-print(textwrap.fill(command, 120, **wrap).replace(",", ",\\\n"), "\n")  # a counter a line
+command, program = command.split(" python ", 1)
+print(" \\\n".join(textwrap.wrap(command, 100, **wrap)).replace(",", ",\\\n"), "\\")
+print("python", program.replace("; ", ";\n"), "\n")  # a counter a line, a statement a line
 needed = {*FIVE, "nanoseconds"}
 counters = {rung: c for rung, c in profile.read().items() if needed <= set(c)}
 size = profile.SIZE
@@ -872,10 +875,10 @@ for rung in ("mma", "ldmatrix", "fa2"):
 # | `issue_slots` | cycles in which an instruction is issued | high: too many instructions; low: warps wait, so overlap |
 # | `dram_throughput` | share of device memory's bandwidth | high: larger tiles; low: leave the traffic alone |
 #
-# Low issue slots say *that* warps wait. For what, the *stall reasons* say, above: `short_scoreboard` and `mio_throttle`
-# are shared memory (or exp), `long_scoreboard` device memory, `wait` the latency of the instruction before. `selected` is no
-# wait: an instruction is issued. With `math_pipe_throttle` its unit is busy, here the tensor cores. `mma` needs another
-# layout; `fa2` hardly waits for memory.
+# Few issue slots mean that warps wait; the *stall reasons* above say for what: `short_scoreboard` and `mio_throttle`
+# are shared memory (or exp), `long_scoreboard` device memory, `wait` the latency of the instruction before. `selected`
+# is no wait: an instruction is issued. With `math_pipe_throttle` its unit is busy, here the tensor cores. `mma` needs
+# another layout; `fa2` hardly waits for memory.
 #
 # **Predict 7.** For `mma`, `ldmatrix` and `fa2`: which counter is the highest in each?
 #
@@ -920,7 +923,8 @@ result
 # - A fragment is a matrix dealt to the 32 lanes of a warp. Two C fragments of S are, as they lie, an A fragment of P.
 # - Eight rows in one column collide in a plain tile. Chunk c of row r at c XOR (r mod 8) makes them hit all banks once.
 # - Copies in the background need two things: the thread's own wait, then everybody's barrier.
-# - When nothing is near its limit, a kernel waits: overlap. When shared memory is, reuse. When the tensor cores are, stop.
+# - When no unit is near its limit, a kernel waits: overlap. When shared memory is, reuse. When the tensor cores are,
+#   stop.
 #
 # **Ask yourself**
 #

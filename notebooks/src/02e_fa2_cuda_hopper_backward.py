@@ -737,7 +737,7 @@ for degree in range(1, 6):
 # The host does not wait for a kernel that it has launched. As long as a launch takes the host less time than the kernel
 # runs, the GPU is never idle. `launch.forward` allocates out and lse, finds its plan for inputs of this layout and
 # calls the driver; `forward` checks its arguments first. *Elsewhere*: every call has its tensors at other addresses, so
-# that three tensor maps change. Printed is the lowest of 50 rounds.
+# that three tensor maps change. Printed: the lowest of 50 rounds.
 
 # %% slideshow={"slide_type": "fragment"}
 host = rows.read_record("host")
@@ -793,10 +793,12 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - A 64 x 64 x 16 wgmma with both operands in shared memory needs its whole bandwidth: 4 KB in 32 clocks. - Sᵀ puts Pᵀ
-# and dSᵀ into the registers of those who own the keys. P is never stored. - dS alone is exchanged, through shared
-# memory, at one barrier a step. dQ_i is divided between the warpgroups. - Tensor cores and shared memory need nearly
-# equal time, so that every wait costs both. An operand kept in registers saves bytes. - Compare kernels within one run.
+# - A 64 x 64 x 16 wgmma with both operands in shared memory needs its whole bandwidth: 4 KB in 32 clocks.
+# - Sᵀ puts Pᵀ and dSᵀ into the registers of those who own the keys. P is never stored.
+# - dS alone is exchanged, through shared memory, at one barrier a step. dQ_i is divided between the warpgroups.
+# - Tensor cores and shared memory need nearly equal time, so that every wait costs both. An operand kept in registers
+#   saves bytes.
+# - Compare kernels within one run.
 #
 # **Ask yourself**
 #
