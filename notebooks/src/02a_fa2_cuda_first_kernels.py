@@ -72,9 +72,9 @@ print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
 #
-# Stage 01's rungs: `published` has keys outside, as FlashAttention-1, and a block for a head. `loops_swapped` has
-# queries outside, as FlashAttention-2, and a block for a *query tile*. In `registers` a thread also keeps 8 x 8 numbers
-# of S and of O.
+# Stage 01's rungs: in `published` the loop over keys is outside, as in FlashAttention-1, with a block for each head. In
+# `loops_swapped` queries are outside, as in FlashAttention-2, with a block for each *query tile*. In `registers` a
+# thread also keeps 8 x 8 numbers of S and of O.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 AT = {"gpu": gpu.name, "n_gpus": 1, "pass": "fwd", "N": 4096, "D": 64, "causal": False}
@@ -110,8 +110,8 @@ speeds(measured_rows("fp32", STAGE_01, "sdpa-efficient"))
 # ### What Numba keeps from you
 #
 # For 64 multiply-adds, the inner loop of `registers` fetches 8 + 8 numbers from shared memory. One instruction of a GPU
-# can fetch *four* neighbouring numbers. Below, the loop alone, the numbers side by side and aligned to 16 bytes, as
-# Numba compiles it to **PTX**, NVIDIA's assembly language: 16 loads, one number each. In CUDA C++ it will take 4.
+# can fetch *four* neighbouring numbers. Below, Numba compiles this loop to **PTX**, NVIDIA's assembly language. The
+# numbers lie side by side, aligned to 16 bytes, yet there are 16 loads of one number. CUDA C++ will need 4.
 
 # %% slideshow={"slide_type": "fragment"}
 PROGRAM = """
@@ -158,9 +158,9 @@ print(cache.get(("02a", PROGRAM), ".txt", write_output).read_text())  # kept on 
 #
 # $$O_i = \frac{\sum_j e^{S_{ij} - m}\, V_j}{\sum_j e^{S_{ij} - m}}$$
 #
-# No other row occurs in it, so rows can be shared out freely. The *keys* of a row can, too, if all who share it use one
-# m: then their parts of both sums add up. First the failing variants, on notebook 00's six tokens: two workers have
-# three keys each.
+# No other row occurs in it, so rows can be divided freely among workers. The *keys* of a row can be divided, too, if
+# all workers use one m: then their parts of both sums add up. First the failing variants, on notebook 00's six tokens:
+# two workers have three keys each.
 
 # %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
@@ -416,7 +416,7 @@ show("fwd_0_scalar", "attention_forward")
 # ### The same text for a GPU that is not here
 #
 # NVRTC, NVIDIA's run-time compiler, turns a string of CUDA C++ into a *cubin*, the machine code of one architecture:
-# sm_75 is a T4, sm_80 an A100, sm_90a an H100 or H200. Its last step, `ptxas`, hands out the registers, and reports how
+# sm_75 is a T4, sm_80 an A100, sm_90a an H100 or H200. Its last step, `ptxas`, assigns the registers, and reports how
 # many bytes **spilled**: what does not fit goes to the thread's *local memory*, which is device memory behind the
 # caches.
 
@@ -550,13 +550,14 @@ fall with a thread's share of 65536, and from 7 blocks on bytes are spilled, eve
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 1: a warp owns 16 rows
 #
-# First, what a multiply-add costs: part 2's patch in CUDA C++, and rung 0 (18 of its multiply-adds are exp's and
-# log's). The patch takes 4 loads. Rung 0 loads by fours, too, but uses each number *once*: 32 loads for 128
-# multiply-adds. And in `scores` each multiply-add of a key waits for the one before.
+# First, what a multiply-add costs. The cell counts instructions of part 2's patch, now in CUDA C++, and of rung 0 for
+# one key. The patch takes 4 loads for 64 multiply-adds. Rung 0 loads by fours, but uses each number *once*: 32 loads
+# for 128 multiply-adds (18 more belong to exp and log). And in `scores` each multiply-add of a key waits for the one
+# before.
 #
-# `fwd_1_warp.cu` gives each lane a patch. Number the lanes (a, b), 4 x 8 of them: the eight lanes with one a own the
-# same four rows, and each takes every eighth key of S and eight columns of O. Nobody else needs these rows, so S stays
-# in registers. Warps meet only at the two barriers of a tile.
+# `fwd_1_warp.cu` gives each lane a patch. Number the 32 lanes (a, b), 4 x 8: the eight lanes with the same a own the
+# same four rows. Each takes every eighth key of S and eight columns of O. Nobody else needs these rows, so S stays in
+# registers. Warps meet only at the two barriers of a tile.
 
 # %% slideshow={"slide_type": "fragment"}
 PATCH_CU = """#include "ptx.cuh"
@@ -614,9 +615,9 @@ display(show("fwd_1_warp", "scores"), show("fwd_1_warp", "row_max"))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Eight lanes agree
 #
-# `__shfl_xor_sync(mask, x, 4)` gives a lane the x of the lane whose number differs in the bit of 4: another thread's
-# register, with no memory between. After 4, 2 and 1 every lane has met all eight. `mask` names who takes part, here all
-# 32; all of them must come. Below, half of the warp first stays away; then all come.
+# `__shfl_xor_sync(mask, x, 4)` gives a lane the x of the lane whose number differs in the bit of value 4, from register
+# to register. After 4, 2 and 1 every lane has met all eight. `mask` names who takes part, here all 32; all of them must
+# come. Below, half of the warp first stays away; then all come.
 
 # %% slideshow={"slide_type": "fragment"}
 BUTTERFLY = """#include "ptx.cuh"
@@ -665,9 +666,9 @@ lanes hold the maximum, after the one 2 away four, after the one 1 away all eigh
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The micro-tile's gain
 #
-# At D = 64 and Bc = 64 a lane has 4 rows, 8 keys and 8 columns. For 32 multiply-adds it loads 4 + 8 numbers in a column
-# of S; for a key in `add_PV`, 8 numbers of V, and it gets 4 of P from other lanes by shuffles. The text writes out four
-# columns, and two keys out of each eight. Is it so in the PTX?
+# At D = 64 and Bc = 64 a lane has 4 rows, 8 keys and 8 columns. In `scores` each column costs 12 numbers from shared
+# memory, 4 + 8, for 32 multiply-adds. In `add_PV` each key costs 8 numbers of V, and 4 of P by shuffles from other
+# lanes, also for 32. The text unrolls four columns and 16 keys. Does the PTX agree?
 
 # %% slideshow={"slide_type": "fragment"}
 warp_text = (launch.HERE / "fwd_1_warp.cu").read_text()
@@ -839,8 +840,8 @@ for rung in ("scalar", "warp"):
 # <details><summary>Answer</summary>
 #
 # The last block has five rows. In rung 0 their threads wait at a barrier for company that has returned, in rung 1 at a
-# shuffle. A GPU's barrier is kinder, and the result worse: it waits only for threads that have not returned, so the
-# block goes on without what the others should have loaded. Whoever has no row must stay and help.
+# shuffle. A GPU's barrier waits only for threads that have not returned: there the block goes on without what the
+# returned threads should have loaded, and is wrong. A thread without a row must stay and help.
 #
 # </details>
 
@@ -984,8 +985,7 @@ for rung, D in (("scalar", 32), ("scalar", 64), ("scalar", 96), ("warp", 64)):
 #
 # </details>
 #
-# Given bf16, rung 1 still computes in float32; FlashAttention-2's own code uses tensor cores, the next notebook's
-# subject.
+# Given bf16, rung 1 still computes in float32; tensor cores are the next notebook's subject.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 found = measured_rows("fp32", (*STAGE_01, "fwd_0_scalar", "fwd_1_warp"), "sdpa-efficient")
@@ -1014,7 +1014,7 @@ speeds(found)
 # - Rows can be shared out freely, and a row's keys among those who agree on m: eight lanes do, with three shuffles.
 # - NVRTC makes a cubin of a .cu file for any architecture; g++ runs it thread by thread on a CPU.
 # - Registers are lost to too many numbers, to an index that is not constant, to a promise of blocks.
-# - Use a number often once it is fetched: rung 1 fetches 0.31 for a multiply-add, rung 0 one.
+# - A warp beats a thread: rung 1 fetches 0.31 numbers for a multiply-add, rung 0 one.
 # - Barriers and shuffles stand where all come. What one order of threads hides another shows; some races none shows.
 #
 # **Ask yourself**

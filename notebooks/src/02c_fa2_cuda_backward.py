@@ -150,7 +150,7 @@ for lse alone lies far under both.""")
 # **Why lse suffices.** Softmax is $e^{S - m} / l$; as $m + \log l = \mathit{lse}$, one number a row does for the two:
 # $e^{S - \mathit{lse}}$. And lse is final, so nothing is rescaled.
 #
-# **Why delta.** Raising one score lowers every other weight of the row. The row's share in that is
+# **Why delta.** Raising one score takes weight from the whole row in proportion to P. A unit of such weight is worth
 # $\sum_j P_{ij} dP_{ij}$, and as $dP = dO\,V^\top$ this is $dO_i \cdot O_i$, which needs no P.
 #
 # Notebook 00 derives each line. Here each is checked against autograd on its six tokens, the tempting one without delta
@@ -263,8 +263,8 @@ for order, (products, atomics) in count(4096, 4096, 64, 64, 64).items():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What atomics cost: the last bits
 #
-# An atomic addition loses nothing, but the order is first come, first served, and in floating point the order counts. The
-# emulation runs one block after the other in an order that we choose, so we can watch:
+# An atomic addition loses nothing, but additions happen in their order of arrival, and in floating point the order
+# counts. The emulation runs one block after the other in an order that we choose, so we can watch:
 
 
 # %% slideshow={"slide_type": "fragment"}
@@ -293,8 +293,8 @@ print(f"dq, forward against reverse: at most {difference:.1e}, largest entry {la
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # dk and dv keep every bit: each is summed by one thread, in one order. In dq about half of the elements change, by at
-# most 1.2e-07 where the largest entry is 1.04: noise for training, a plague for whoever looks for a bug. Part 4 ends with
-# the cure.
+# most 1.2e-07 where the largest entry is 1.04: noise for training, but a nuisance in debugging. Part 4 ends with the
+# cure.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
@@ -462,11 +462,12 @@ code("bwd_1_fa2", ("attention_backward", "Part<Bc, D> dK", "i = next_i"))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Before and after: delta, lse, dq
 #
-# `attention_delta` gives a row D / 8 lanes, which add up by shuffles. It also hands the loop lse times log₂ e, as the
-# chip computes 2ˣ. For a row that sees no key or lies past the end lse is +inf: there P = 0, and the loop need not ask.
+# In `attention_delta` D / 8 lanes share a row and add up by shuffles. The kernel also multiplies lse by log₂ e, since
+# the chip computes 2ˣ. For a row that sees no key or lies past the end it stores lse = +inf: then P = 0 without a test
+# in the loop.
 #
-# dq is added up in float32. Of 16 columns a lane owns c, c + 1, c + 8, c + 9; stored side by side they are one addition of
-# 16 bytes on Hopper. Afterwards `attention_dq` puts them in order, multiplies by the scale and rounds, once.
+# dq is added up in float32. Of 16 columns a lane owns c, c + 1, c + 8, c + 9; stored side by side they are one addition
+# of 16 bytes on Hopper. Afterwards `attention_dq` restores the order, multiplies by the scale and rounds, once.
 
 # %% slideshow={"slide_type": "fragment"}
 in_order = ("attention_dq", "uint32_t x[4]", "store_pair(to + 8")
@@ -488,9 +489,9 @@ print(f"a head of N = 4096, D = 64: {numbers:.1f} million numbers",
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What it buys: shared memory
 #
-# The emulation counts **wavefronts**: what the 32 banks give in one cycle (of the text: a compiler may join
-# neighbouring loads). Multiply-adds a wavefront, times the wavefronts a second of all SMs, is a roof over a rung. One
-# `ldmatrix` feeds several `mma`s, a scalar load one multiply-add a lane.
+# The emulation counts **wavefronts**: what the 32 banks deliver in one cycle (a compiler that joins loads needs fewer).
+# Multiply-adds a wavefront, times the wavefronts a second of all SMs, is a roof over a rung. One `ldmatrix` feeds
+# several `mma`s, a scalar load one multiply-add a lane.
 
 
 # %% slideshow={"slide_type": "fragment"}
@@ -641,8 +642,9 @@ else:
     print("measured here: nothing, without a GPU")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The queue forms once; then each block runs a turn behind the one before. That shows where blocks are short. The model
-# leaves out what else a turn costs: two barriers a step, and additions that must have arrived before the counter moves.
+# The queue forms once; then each block runs one turn behind the block before. That matters where blocks have few steps.
+# The model leaves out what else a turn costs: two barriers a step, and additions that must have arrived before the
+# counter moves.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
@@ -759,11 +761,11 @@ def misconceptions(rung, x, want, got):
 #
 # <details><summary>Answer</summary>
 #
-# dv needs neither delta nor a scale; a wrong P spoils it, but the diagonal is wrong only where a causal case has Nq != Nk. A
-# scale left out touches its own gradient, P not transposed dv. Without the barrier a warp reads what others have yet to
-# write: P at once, for dv; whether dS comes in time depends on the order of the threads (try
-# `emulator.schedule(threads="random")` around `grads`). Of a group only a case with groups knows. Recognised by none are
-# mistakes that no mutant makes.
+# dv needs neither delta nor a scale, but a wrong P spoils it; the diagonal is wrong only in a causal case with Nq !=
+# Nk. A scale left out spoils its own gradient, P not transposed spoils dv. Without the barrier a warp reads what others
+# have yet to write: P at once, for dv; whether dS comes in time depends on the order of the threads (try
+# `emulator.schedule(threads="random")` around `grads`). Only a case with groups notices a mistake about groups.
+# "Recognised by none": no mutant makes this mistake.
 #
 # </details>
 
