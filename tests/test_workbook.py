@@ -391,12 +391,13 @@ HERE = "steps/workbook/puzzles/hopper.cu:"
 FAULTY = {  # name: (exercise, an edit of the solution, lines of the report, what it must not contain)
     "O rescaled before its product": (
         "02.10", (', "rescale O"]', "]"), ('["start S", ', '["rescale O", "start S", '),
-        ("no tile was overwritten", "O or P is changed in the wrong place", "O is rescaled before P V of the block before"),
-        ("still read it", "P is packed"),
+        ("out is another one", "no tile was overwritten", "O or P is changed in the wrong place",
+         "O is rescaled before P V of the block before is added"), ("still read it", "P is packed"),
     ),
     "P packed before the softmax": (
         "02.10", (', "pack P"', ""), ('"softmax"', '"pack P", "softmax"'),
-        ("no tile was overwritten", "P is packed before the softmax has made it", "the product for O still reads"),
+        ("no tile was overwritten", "O or P is changed in the wrong place", "P is packed before the softmax has made it",
+         "the product for O still reads"),
         ("a tile was overwritten",),
     ),
     "V given back early": (
@@ -450,7 +451,8 @@ FAULTY = {  # name: (exercise, an edit of the solution, lines of the report, wha
         ("equals what you get when leading is taken for the distance between the two chunks",), (),
     ),
     "the producer's parity never flips": (
-        "02.8", ("parity, parity ^ 1", "parity, 1"), ("equals what you get when the producer always waits for parity 1",), (),
+        "02.8", ("parity, parity ^ 1", "parity, 1"),
+        ("equals what you get when the producer always waits for parity 1",), (),
     ),
     "dQ row by row": (
         "02.11", ("    return 1024 * warp + (32 * i + lane) * 4 + e", "    return row * D + column"),
