@@ -396,8 +396,8 @@ FAULTY = {  # name: (exercise, an edit of the solution, lines of the report, wha
     ),
     "P packed before the softmax": (
         "02.10", (', "pack P"', ""), ('"softmax"', '"pack P", "softmax"'),
-        ("no tile was overwritten", "O or P is changed in the wrong place", "P is packed before the softmax has made it",
-         "the product for O still reads"),
+        ("no tile was overwritten", "O or P is changed in the wrong place", "the product for O still reads",
+         "P is packed before the softmax has made it"),
         ("a tile was overwritten",),
     ),
     "V given back early": (

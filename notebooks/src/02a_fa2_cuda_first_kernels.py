@@ -534,7 +534,7 @@ for ax, xs, found in ((left, head_dims, at_D), (right, promises, bounded)):
     ax.plot(xs, [u.registers for u in found], "o-", color=COLOURS[0], label="ptxas, sm_90a")
     looks = {"textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 7.5}
     for x, u in zip(xs, found, strict=True):
-        what = f"{u.registers}, {u.spills}\nbytes spilled" if u.spills else u.registers
+        what = f"{u.registers}\n{u.spills} bytes\nspilled" if u.spills else u.registers
         ax.annotate(what, (x, u.registers), (0, -8), **looks)
     ax.axhline(255, color=COLOURS[1], lw=1.2)
     ax.set(ylim=(0, 285), xticks=xs)

@@ -898,8 +898,8 @@ def shares(rung):
     return [c["tensor_pipe"], wavefronts, conflicts, c["issue_slots"], c["dram_throughput"]]
 
 
-names = ["tensor cores\nwork", "shared memory\nwavefronts", "of them\nconflicts"]
-names += ["issue slots\nused", "device memory\nbandwidth"]
+names = "tensor cores\nwork", "shared memory\nwavefronts", "of them\nconflicts"
+names += "issue slots\nused", "device memory\nbandwidth"
 if counters:
     fig, ax = plt.subplots(figsize=(8.4, 3.4), layout="constrained")
     for n, rung in enumerate(counters):
@@ -911,7 +911,7 @@ if counters:
     ax.set_title(gpu.name + ": {B} x {H} heads, N = {N}, D = {D}".format(**profile.SIZE))
     ax.grid(axis="x", visible=False)
     ax.legend(fontsize=8, ncols=4)
-    result = picture(fig, "Bars of five counters in percent for each profiled rung.")
+    result = picture(fig, f"Bars, in %: {[(n, *map(round, shares(n))) for n in counters]}.")
 else:
     result = print("no profile yet: on a GPU with ncu, python -m steps.bench.profile")
 result

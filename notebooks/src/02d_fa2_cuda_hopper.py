@@ -117,7 +117,7 @@ for D in (64, 128, 256):
     measured = row_of("sdpa-flash", D=D) or {"tflops": float("nan")}
     print(f"D = {D:3}: tensor {tensor}, exp {exp}, fp32 {fp32}. Tensor cores busy",
           f"{after:.0%} one after the other, {at_once:.0%} if all three work at once;",
-          f"PyTorch's FlashAttention-2: {measured['tflops'] / h200.half_tflops:.0%}")
+          f"\n     PyTorch's FlashAttention-2: {measured['tflops'] / h200.half_tflops:.0%}")
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "subslide"}
 fig, ax = plt.subplots(figsize=(7.6, 2.9), layout="constrained")
@@ -603,13 +603,14 @@ for ax, (name, spans) in zip(axes, plans.items(), strict=True):
     ax.pcolormesh(lengths, cmap="cividis")
     ax.axvline(ideal, color=COLOURS[1], lw=1.5, ls="--")
     ax.set_title(f"{name}:\n{end} steps, SMs busy {ideal / end:.0%}", fontsize=9)
-    ax.set(xlabel=f"blocks; dashed: ideal, {ideal:.0f}", xlim=(0, 85), ylim=(132, 0))
+    ax.set(xlabel=f"time in blocks of keys\n(dashed: ideal, {ideal:.0f})")
+    ax.set(xlim=(0, 85), ylim=(132, 0))
     ax.grid(False)
 axes[0].set_ylabel("SM")
 picture(fig, """Timelines of 132 SMs, dark for short tiles and yellow for long ones. A
-block a tile, head by head: SMs end at different times; longest first: close to the ideal.
-Persistent, dealt in the same direction each round: SM 0 gets the longest every time and
-ends last. With every other round reversed all SMs end close to the ideal, too.""")
+block a tile: head by head SMs end at different times; longest first, close to the ideal.
+Persistent, dealt in one direction: SM 0 always gets the longest tile and ends last. With
+every other round reversed all SMs end close to the ideal, too.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Blocks that a warpgroup does not need

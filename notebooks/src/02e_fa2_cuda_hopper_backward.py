@@ -864,8 +864,8 @@ for Br, what in ((64, "64 queries, dQ"), (80, "80 queries, dQ^T")):
 # **Several streams and heads in flight.** Kernels too small for the chip can run side by side. Programmatic dependent
 # launch starts a kernel's preamble before its predecessor ends (CUDA Programming Guide, 4.5).
 #
-# **Between GPUs, from inside a kernel.** NVSHMEM lets a thread write to another GPU's memory and raise a flag there (its
-# `put` with signal). A ring as in stage 04 then needs no host between its steps.
+# **Between GPUs, from inside a kernel.** NVSHMEM lets a thread write to another GPU's memory and raise a flag there
+# (`nvshmem_putmem_signal`, NVSHMEM's API). A ring as in stage 04 then needs no host between its steps.
 #
 # **A whole network as one persistent kernel.** *Look Ma, No Bubbles!* (Hazy Research, May 2025) runs Llama-1B's
 # forward, with an interpreter on each SM.
