@@ -543,8 +543,8 @@ left.set(xlabel="head_dim D", ylabel="registers a thread", title="too many numbe
 right.set(xlabel="blocks promised, D = 64", title="a promise", xlim=(0, 18))
 left.legend(fontsize=8, loc="lower right")
 right.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.88))
-picture(fig, """Registers a thread. Left, against D: 60 to 90 above the line 2 D, 255 at D
-= 96 and 128, where bytes are spilled. Right, at D = 64, against the blocks promised: they
+picture(fig, """Registers a thread. Left, against D: 60 to 90 above the line 2 D; 255 at D
+= 96 and, with bytes spilled, at 128. Right, at D = 64, against the blocks promised: they
 fall with a thread's share of 65536, and from 7 blocks on bytes are spilled, ever more.""")
 
 # %% [markdown] slideshow={"slide_type": "slide"}

@@ -607,10 +607,9 @@ for ax, (name, spans) in zip(axes, plans.items(), strict=True):
     ax.set(xlim=(0, 85), ylim=(132, 0))
     ax.grid(False)
 axes[0].set_ylabel("SM")
-picture(fig, """Timelines of 132 SMs, dark for short tiles and yellow for long ones. A
-block a tile: head by head SMs end at different times; longest first, close to the ideal.
-Persistent, dealt in one direction: SM 0 always gets the longest tile and ends last. With
-every other round reversed all SMs end close to the ideal, too.""")
+picture(fig, """Timelines of 132 SMs; long tiles are yellow. A block a tile: head by head
+SMs end at different times; longest first, close to the ideal. Persistent, dealt in one
+direction SM 0 ends last; with every other round reversed all end close to the ideal.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Blocks that a warpgroup does not need
