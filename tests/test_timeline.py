@@ -1,9 +1,13 @@
-"""The clocks that steps/bench/timeline.py writes into a kernel's text leave its results and registers as they were."""
+"""The clocks that steps/bench/timeline.py writes into a kernel's text leave its results and registers as they were.
+
+And steps/bench/left_out.py leaves out what it says, and nothing else.
+"""
 
 import pytest
 import torch
 
-from steps.bench import timeline
+from steps.bench import left_out, timeline
+from steps.bench.grid import Point
 from steps.step02_fa2_cuda import emulator, launch, nvrtc
 
 
@@ -46,3 +50,33 @@ def test_clocks_cost_no_spills(tmp_path, without):
 def test_the_median_of_a_column_is_over_the_lines_that_hold_a_number_there():
     printed = "1755, 690.0, [N/A]\n1745, [N/A], [N/A]\n1750, 680.0, [N/A]\nno line of numbers\n"
     assert timeline.medians(printed) == [1750, 685, None]
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+def test_what_the_backward_computes_without_a_part(tmp_path):
+    tensors = left_out.tensors_at(Point(1, 1, 200, 128), "cpu")
+
+    def results(without=None):
+        for name in ("dq_sum", "dk", "dv"):
+            tensors[name].zero_()
+        left_out.call_of(left_out.written(tmp_path, without), tensors)()
+        return [tensors[name].clone() for name in ("dq_sum", "dk", "dv")]
+
+    whole = dq_sum, dk, dv = results()
+    inputs = (tensors[name] for name in ("dout", "q", "k", "v", "out", "lse"))
+    assert all(map(torch.equal, launch.backward(*inputs, rung="hopper")[1:], (dk, dv)))
+    assert dq_sum.any()
+    for without, changed in (("delta", [True, True, False]), ("additions to dq", [True, False, False])):
+        found = results(without)
+        assert [not torch.equal(*pair) for pair in zip(found, whole, strict=True)] == changed
+    assert not found[0].any()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("D, Br", ((64, 128), (128, 64)))
+def test_leaving_a_part_out_costs_no_spills(tmp_path, D, Br):
+    pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+    macros = {"T": "bf16", "D": D, "Br": Br, "Bc": 128, "DETERMINISTIC": 0, "HEADS_APART": 0}
+    for without in left_out.PARTS:
+        compiled = nvrtc.compile(left_out.written(tmp_path, without), macros, "sm_90a")
+        assert compiled.usage["attention_backward"].spills == 0

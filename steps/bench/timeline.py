@@ -71,7 +71,7 @@ def edited(text, edits):
     """The kernel's text with {old: new} pieces. ValueError if an old one is not there exactly once."""
     for old, new in edits.items():
         if text.count(old) != 1:
-            raise ValueError(f"{KERNEL}.cu has changed: it holds {old!r} {text.count(old)} times, not once.")
+            raise ValueError(f"The kernel has changed: it holds {old!r} {text.count(old)} times, not once.")
         text = text.replace(old, new)
     return text
 
