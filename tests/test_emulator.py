@@ -105,6 +105,8 @@ extern "C" __global__ void two_blocks(Global<float> y, int how, Global<int> turn
   if (how == 3) y[blockIdx.x / 2] += 1;  // the blocks 0 and 1, and the blocks 2 and 3
   if (how == 4) store_16(y, {1 + blockIdx.x, 1, 1, 1});
   if (how == 5) atomicAdd(&turn[0], 1), y[0] = blockIdx.x + 1;  // only the other array is added to atomically
+  if (how == 6) blockIdx.x == 0 ? void(y[0] = 1) : void(atomicAdd(&y[0], 1));  // the first block does not add
+  if (how == 7) blockIdx.x == 1 ? void(y[0] += 1) : void(atomicAdd(&y[0], 1));
 }
 
 extern "C" __global__ void one_addition_a_block(Global<float> y) {
@@ -253,7 +255,7 @@ def test_a_product_and_a_difference_are_rounded_once(run):
     assert y.tolist() == [e * e, 0]
 
 
-@pytest.mark.parametrize("how", range(6))
+@pytest.mark.parametrize("how", range(8))
 def test_two_blocks_that_write_to_one_element(run, how):
     y, turn = torch.zeros(4), torch.zeros(1, dtype=torch.int32)
     if how < 3:

@@ -2,8 +2,10 @@
 // Finds elements of an argument that two blocks write. On a GPU blocks run at the same time, so that one of
 // the two writes gets lost. Here they run one after the other. So what a block has written is what differs
 // from a copy made before it, less the elements to which it added atomically. A write of the value that was
-// there already does no harm, and is not noticed. The same comparison finds results that come from shared
-// memory that nobody has written. The atomic additions to arguments are counted.
+// there already does no harm, and is not noticed. One block's atomic addition gets lost, too, if another block
+// writes to the element without one. Integers are excepted: the last block may set a counter back. The same
+// comparison finds results that come from shared memory that nobody has written. The atomic additions to
+// arguments are counted.
 
 namespace emulator {
 
@@ -68,13 +70,17 @@ static void check_element(Watched& w, size_t i) {
   unsigned me = 1 + block_number();
   if (!w.changed(i)) return;
   check_written(w, i);
-  if (!w.adder.empty() && w.adder[i] == me) return;
+  w.adder.resize(w.bytes / w.element);
   w.writer.resize(w.bytes / w.element);
-  if (w.writer[i] && w.writer[i] != me && error.empty())
+  bool adds = w.adder[i] == me;
+  if (adds && w.integers) return;
+  unsigned other = w.writer[i];
+  if (!other && !adds && !w.integers) other = w.adder[i];
+  if (other && other != me && error.empty())
     error = text("two blocks write to one element: blocks %s and %s to element %zu of %s. On a GPU one of "
                  "the two writes gets lost: add by atomicAdd, or let only one block write",
-                 name_of_block(w.writer[i] - 1).c_str(), name(block_index).c_str(), i, w.name);
-  w.writer[i] = me;
+                 name_of_block(other - 1).c_str(), name(block_index).c_str(), i, w.name);
+  if (!adds) w.writer[i] = me;
 }
 
 void check_writes() {
