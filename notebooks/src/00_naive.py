@@ -51,9 +51,10 @@ print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU programming.
 # - **Time:** about 45 minutes to read, an hour more with the exercises.
-# - **Hardware:** any. This stage is plain Python and torch on the CPU; a GPU changes nothing here.
-# - **Code:** [steps/step00_naive/](../steps/step00_naive), one file a rung. **Tests:** `pytest tests/test_step00_naive.py`.
-# - **Symbols** are the papers': [reference/symbols.md](../reference/symbols.md). Words:
+# - **Hardware:** any; a GPU changes nothing here.
+# - **Code:** [steps/step00_naive/](../steps/step00_naive), one file a **rung**: a version with one idea more.
+#   **Tests:** `pytest tests/test_step00_naive.py`.
+# - **Symbols** are the papers': [reference/symbols.md](../reference/symbols.md). **Terms:**
 #   [reference/glossary.md](../reference/glossary.md).
 # - In JupyterLab code that only imports or draws is folded.
 
@@ -67,10 +68,11 @@ print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
 #
 # $$S = \mathit{scale}\; Q K^\top \qquad P_{ij} = \frac{e^{S_{ij}}}{\sum_{j'} e^{S_{ij'}}} \qquad O = P V$$
 #
-# Read it as a classifier: row $K_j$ is the **embedding of class j**, the score $S_{ij}$ says how well query i fits it,
-# and softmax turns a row of scores into probabilities; $O_i$ is the value to expect. The scale, by default $1/\sqrt d$,
-# keeps scores from growing with d (last lines below). Here are six animals in d = 2 dimensions, water and air; their
-# values are points in the plane. In self-attention the rows of Q, K and V are made from the same N tokens: here N = 6.
+# Read it as a classifier: row $K_j$ is the **embedding of class j**, the score $S_{ij}$ says how well query i fits
+# it, and softmax turns a row of scores into probabilities; $O_i$ is the expected value. The scale, by default
+# $1/\sqrt d$, keeps scores from growing with d (last lines printed below). Here are six animals in d = 2 dimensions,
+# water and air; their values are points in the plane. In self-attention the rows of Q, K and V are made from the same
+# N tokens: here N = 6.
 
 # %% slideshow={"slide_type": "fragment"}
 N, d = 6, 2
@@ -100,10 +102,11 @@ for n in (16, 256):
 # Query 5 is (3, 1): much water, some air. It fits the trout best, with a scalar product of 6, then the gull with 5;
 # scaled, 4.24 and 3.54. A difference of 0.71 between scores is a factor of 2.03 between probabilities: 0.61 and 0.30.
 # The result (6.83, 1.34) lies between the trout's value (8, 0) and the gull's (6, 4), drawn a little towards the
-# others. The scale decides how soft the lookup is: at 0 all keys count the same, and as it grows the best takes all.
+# others. The scale decides how soft the lookup is: at 0 all keys count the same, and as it grows the best key takes
+# all the weight.
 #
-# Below the picture is rung 0, the definition, number by number; `show` prints a function from its file. Rung 1, which
-# you just called, has two matrix products for the loops.
+# Below the picture is rung 0: the definition, computed number by number (`show` prints a function from its file).
+# Rung 1, which you just called, uses two matrix products instead of the loops.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.4))
@@ -144,7 +147,7 @@ show("fwd_0_loops", "attend")
 #
 # Inputs and output have 4 N d numbers; S and P have $N^2$ each, and each of the two products takes $2 N^2 d$
 # operations. `AliveBytes`, folded, adds up the bytes of all tensors alive at every call to torch: an exact
-# count, the same on any machine. Then rung 1 meets longer and longer sequences.
+# count, the same on any machine. Rung 1 gets longer and longer sequences.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 class AliveBytes(TorchDispatchMode):
@@ -221,9 +224,10 @@ output, which has slope N, further and further below.""")
 # Memory lies on the $N^2$ line: at the peak four N x N matrices are alive (scores, exponentials, quotient, P). Inputs
 # and output, dotted, only grow like N.
 #
-# Time climbs slowly at first, where fixed costs count. Then it can jump by much more than 4, in some runs by 16, from one N to
-# the next. The arithmetic is not the reason, as it grows by 4. At these N the four matrices no longer fit into a
-# processor's cache (64 MiB at N = 2048), and the operating system hands out new pages of memory for them at every call.
+# Time climbs slowly at first, where fixed costs count. Then it can jump by much more than 4, in some runs by 16, from
+# one N to the next. The arithmetic is not the reason, as it grows by 4. At these N the four matrices no longer fit
+# into a processor's cache (64 MiB at N = 2048), and the operating system hands out new pages of memory for them at
+# every call.
 #
 # The $N^2$ *products* are attention itself and stay. The $N^2$ *memory* can go. Two obstacles: softmax needs the whole
 # row before it can give out a probability, and the backward seems to need P.
@@ -273,12 +277,12 @@ for s_j in s.tolist():
 print(f"l without correction: {l:.2f}, should be {(s - s.max()).exp().sum():.2f}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# **Claim 2.** When m moves to m_new, one factor mends the whole sum: $\sum e^{s_j - m_{new}} = \alpha \sum e^{s_j - m}$
-# with $\alpha = e^{m - m_{new}} \le 1$. Think of $e^m$ as the unit that l is counted in: a larger unit, a smaller
-# count.
+# **Claim 2.** When m moves to m_new, one factor corrects the whole sum:
+# $\sum e^{s_j - m_{new}} = \alpha \sum e^{s_j - m}$ with $\alpha = e^{m - m_{new}} \le 1$. Think of $e^m$ as the unit
+# that l is counted in: a larger unit, a smaller count.
 #
-# **Claim 3.** The output is a sum of the same kind, $O = \sum e^{s_j - m} v_j$, so the same factor mends it. At the end
-# O / l is the row of the result, exactly, and no row of S or P was stored.
+# **Claim 3.** The output is a sum of the same kind, $O = \sum e^{s_j - m} v_j$, so the same factor corrects it. At
+# the end O / l is the row of the result, exactly, and no row of S or P was stored.
 #
 # At the start m = -inf and l = O = 0. The first $\alpha$ is then $e^{-\infty} = 0$: there is nothing to rescale. Below,
 # key 3 moves the maximum of row 5; then rung 2's `online_update` (yours to write in part 5) goes through all keys.
@@ -332,9 +336,9 @@ move from the first value to the final row of the output and end on it.""")
 # m moves at keys 1, 3 and 4, where alpha is 0.24, 0.24 and 0.49. At every key O / l *is* the attention over the keys
 # seen so far; the last, (6.83, 1.34), is the value from above.
 #
-# **Claim 4.** Keys may come in groups of any size: Bc keys move m to their largest score if that is larger, and add a
-# sum to l and a matrix product to O. Br queries can go side by side. The piece of S for Br queries and Bc keys is a
-# **tile**, the only piece that ever exists.
+# **Claim 4.** Keys may come in groups of any size. Bc keys move m to their largest score if that is larger, add a sum
+# to l, and add a matrix product to O. Br queries are computed side by side. The part of S that belongs to Br queries
+# and Bc keys is a **tile**. Only one tile exists at a time.
 
 # %% slideshow={"slide_type": "fragment"}
 for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):
@@ -347,7 +351,7 @@ for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):
 # In the end m and l belong together: $m + \log l = \log \sum_j e^{s_j}$ is the **log-sum-exp** of the row, `lse`.
 #
 # **Claim 5.** $P_{ij} = e^{S_{ij} - \mathit{lse}_i}$. With lse, any entry of P can be made again from q and k, in any
-# order, without a sum over the row. The backward will live on this.
+# order, without a sum over the row. The backward uses this.
 
 # %% slideshow={"slide_type": "fragment"}
 print(f"row 5: m + log l = {m + l.log():.2f}, lse = {lse[5]:.2f}")
@@ -372,7 +376,8 @@ print(f"P {4 * 16384**2 / 2**20:.0f} MiB")
 # | [9–10] | m_new, P, alpha; new l and O | `online_update` (yours, in part 5) |
 # | [12–15] | O / l and lse = m + log l, written once | `forward`, last two lines of the loop |
 #
-# First the budget: what one round of the inner loop needs at hand. Later stages keep just this on the GPU's chip.
+# First the budget: the memory that one round of the inner loop needs. Later stages keep exactly this on the GPU's
+# chip.
 
 # %% slideshow={"slide_type": "fragment"}
 def tile_bytes(Br, Bc, d, size=4):
@@ -431,8 +436,8 @@ queries see no key, and their tiles are never visited.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### The backward, by hand
 #
-# dX is the gradient of the loss with respect to X. Given dO, we need dQ, dK and dV. Autograd, in float64 and with the
-# causal mask, gives every gradient on the way for comparison.
+# dX is the gradient of the loss with respect to X. Given dO, we need dQ, dK and dV. For comparison, autograd
+# computes all gradients, in float64 and with the causal mask.
 #
 # **O = P V.** In $O_{ix} = \sum_j P_{ij} V_{jx}$ each $V_{jx}$ has the factor $P_{ij}$, and each $P_{ij}$ the factor
 # $V_{jx}$. So
@@ -467,7 +472,7 @@ print("dV:", torch.allclose(dV, want["dV"]), " dP:", torch.allclose(dP, want["dP
 # $$\begin{aligned} \mathit{delta}_i &= \sum_j P_{ij} \sum_x dO_{ix} V_{jx} \\
 # &= \sum_x dO_{ix} \sum_j P_{ij} V_{jx} = \sum_x dO_{ix}\, O_{ix} \end{aligned}$$
 #
-# **S = scale Q Kᵀ.** A product again, so
+# **S = scale Q Kᵀ.** This is a product again, so
 #
 # $$dQ = \mathit{scale}\; dS\, K \qquad\qquad dK = \mathit{scale}\; dS^\top Q$$
 #
@@ -491,7 +496,7 @@ print("bwd_1_matrix gives the same:", all(same))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Every formula works on one tile at a time: P from lse (claim 5), dP from dO and V, dS from delta. Nothing is rescaled,
 # because lse is final. So the backward needs q, k, v, out and lse, and *recomputes* S. Rung 3 is FlashAttention-2's
-# Algorithm 2: key tiles outside, so that dK_j and dV_j are finished in one visit.
+# Algorithm 2: the loop over key tiles is outside, so that dK_j and dV_j are finished in one visit.
 
 # %% slideshow={"slide_type": "fragment"}
 show("bwd_3_tiled", "backward")
@@ -503,8 +508,8 @@ show("bwd_3_tiled", "backward")
 # runs some of the contract's cases, and names what fails. `hint("00.1")` asks a question, `hint("00.1", 2)` gives the
 # formula, `hint("00.1", 3)` pseudo-code, `solution("00.1")` the module's function.
 #
-# **Exercise 00.1: a softmax that cannot overflow.** Claims 1 and 5 for all rows of S at once. Mind a row that is masked
-# throughout.
+# **Exercise 00.1: a softmax that cannot overflow.** Claims 1 and 5 for all rows of S at once. Take care of a row that
+# is masked throughout.
 
 # %% slideshow={"slide_type": "fragment"}
 def softmax(S):
@@ -518,8 +523,8 @@ def softmax(S):
 check("00.1", softmax)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 00.2: add one key to m, l and O.** Claims 2 and 3 for all queries at once, each with its own m. Mind a
-# query that has seen no key yet.
+# **Exercise 00.2: add one key to m, l and O.** Claims 2 and 3 for all queries at once, each with its own m. Take care
+# of a query that has seen no key yet.
 
 # %% slideshow={"slide_type": "fragment"}
 def online_update(m, l, O, s, v_j):
@@ -548,7 +553,7 @@ check("00.3", mask)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 00.4: one tile of the backward.** Recompute P from lse and find dS, as the loop above asks for them. `rows`
-# and `keys` are slices. Mind the mask.
+# and `keys` are slices. Do not forget the mask.
 
 # %% slideshow={"slide_type": "fragment"}
 def tile_gradients(dout, q, k, v, lse, delta, rows, keys, causal, scale):
@@ -580,7 +585,7 @@ check("00.bug1", test)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# All stages answer to one contract: named cases, compared with a float64 reference. The tolerance follows from the
+# All stages fulfil one contract: named cases, compared with a float64 reference. The tolerance follows from the
 # inputs: twice plain attention's error in the same precision, plus what rounding may add. Here is stage 00 on every
 # case.
 
@@ -609,8 +614,8 @@ in_units = {name: round(ratio, 2) for name, ratio in worst.items()}
 print("largest error in units of the tolerance:", in_units)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now flip one thing. `forward` tells `mask` by `Nk - Nq` where the diagonal lies. Suppose someone passes 0: it starts
-# at the top left. **Which kind of case will fail?**
+# Now change one thing. `forward` passes `Nk - Nq` to `mask`, which says where the diagonal lies. Suppose someone
+# passes 0: then the diagonal starts at the top left. **Which kind of case will fail?**
 #
 # <details><summary>Answer</summary>
 #
@@ -626,10 +631,10 @@ with patch.object(fwd_3_tiled, "mask", lambda S, i, j, shift: right_mask(S, i, j
             print("fails:", case.name, "-", case.says)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# [reference/mutants.py](../reference/mutants.py) holds such mistakes ready made: a test suite is as good as the mutants it kills. Below, a row
-# is a mistake, a column one of the contract's cases. `no_maximum` never subtracts m, and lives through every case with
-# ordinary random scores. `maximum_starts_at_zero` (m = 0 instead of -inf) dies in one case alone, where a row's scores
-# are all very negative: every exponential underflows.
+# [reference/mutants.py](../reference/mutants.py) contains such mistakes, called mutants: a test suite is as good as
+# the mutants it kills. Below, a row is a mistake, a column one of the contract's cases. `no_maximum` never subtracts
+# m, and survives every case with ordinary random scores. `maximum_starts_at_zero` (m = 0 instead of -inf) dies in one
+# case alone, where a row's scores are all very negative: every exponential underflows.
 
 # %% slideshow={"slide_type": "fragment"}
 mistakes = """no_rescale_of_o inverse_alpha first_maximum_kept no_maximum
@@ -675,14 +680,16 @@ top-left mask only where Nq and Nk differ.""")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# **Question 1.** When N doubles, the peak memory of rung 1 is multiplied by 4. By how much is that of rung 2 (key by
-# key, all rows together), and that of rung 3 with tiles of (64, 64)? And is rung 3 faster than rung 1 on this CPU?
+# **Question 1.** When N doubles, the peak memory of rung 1 grows by a factor of 4. By which factor does it grow for
+# rung 2 (key by key, all rows together), and for rung 3 with tiles of (64, 64)? Is rung 3 faster than rung 1 on this
+# CPU?
 #
 # <details><summary>Answer</summary>
 #
-# Rung 2: by 2, as it holds a few tensors like O. Rung 3: by less; only out and lse grow with N, and a tile's needs are
-# the larger part at first. Faster: not with small tiles. The products are the same, but $32^2$ tiles of (16, 16) mean
-# as many rounds of torch calls, each dearer than its arithmetic. Only a kernel makes saved memory into saved time.
+# Rung 2: by 2, as it holds a few tensors like O. Rung 3: by less. Only out and lse grow with N, and at first one tile
+# needs more than they do. Faster: not with small tiles. The products are the same, but $32^2$ tiles of (16, 16) mean
+# as many rounds of torch calls, and a call takes longer than its arithmetic. Only a kernel turns saved memory into
+# saved time.
 #
 # </details>
 
@@ -718,18 +725,19 @@ far below that of small tiles.""")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The traffic, counted
 #
-# A GPU's chip has little memory of its own, and fetching a number from device memory takes as long as many operations
-# (printed below). So the papers count what passes between the two, and so does `io_count.py`, on any machine:
-# `memory.put` makes an array, `x[rows]` counts as a load, `x[rows] = tile` as a store; the chip is free. With
-# $T_c=\lceil N/B_c\rceil$ tiles of keys and $T_r=\lceil N/B_r\rceil$ of queries:
+# A GPU's chip has little memory of its own. Tensors lie beside it, in **device memory**, and fetching a number from
+# there takes as long as many operations (printed below). So the papers count what passes between the two.
+# `io_count.py` does so on any machine: `memory.put` makes an array, `x[rows]` counts as a load, `x[rows] = tile` as a
+# store; what happens on the chip is not counted. With $T_c=\lceil N/B_c\rceil$ tiles of keys and
+# $T_r=\lceil N/B_r\rceil$ of queries:
 #
 # | order | loads | stores |
 # |---|---|---|
 # | standard: S, P, O in three steps | Q, K, V; S, P: $3Nd+2N^2$ | S, P; O; lse: $2N^2+Nd+N$ |
-# | FA1: keys outside | K, V; Q, O, l, m for each: $2Nd+T_cN(2d+2)$ | O, l, m at first and for each: $(1+T_c)N(d+2)$ |
-# | FA2: queries outside | Q; K, V for each: $Nd+2NdT_r$ | O, lse: $Nd+N$ |
+# | FA1: keys outside | K, V; Q, O, l, m for each tile: $2Nd+T_cN(2d+2)$ | O, l, m at first and for each: $(1+T_c)N(d+2)$ |
+# | FA2: queries outside | Q; K, V for each tile: $Nd+2NdT_r$ | O, lse: $Nd+N$ |
 #
-# A short last tile changes nothing: all tiles' rows add up to N. FA2's order is rung 3. Here is FA1's:
+# A short last tile changes nothing: all tiles' rows add up to N. FA2's order is rung 3's; here is FA1's:
 
 # %% slideshow={"slide_type": "fragment"}
 gpu = cost.GPUS["NVIDIA H200"]
@@ -758,7 +766,7 @@ def moved(order, N, *tile, d=64):
 
 
 def all_three(N, M, d=64):
-    """The counts of the three orders; FA1's tile is the one that its paper takes for M."""
+    """The counts of the three orders. M numbers fit on the chip: Q_i, O_i, K_j, V_j."""
     Bc = M // (4 * d)
     fa1, fa2 = moved("fa1", N, min(Bc, d), Bc), moved("fa2", N, Bc, Bc)
     return {"standard": moved("standard", N), "fa1": fa1, "fa2": fa2}
@@ -829,9 +837,9 @@ below it near the dotted line at M = 12544.""")
 #
 # All grow like $N^2$; the tile decides the factor. With tiles of 64, at N = 1000, FA1's order saves little: 3.33 N²
 # against 4.26 N²; FA2's moves 2.18 N². Left of M = d (3d + 4) = 12544, dotted, FA1 is no better than standard
-# attention: 1.48 times as much at M = 8192. At M = 32768 it is 0.43, and 0.28 for FA2. The theorem promises an order of
-# growth, not the constant. The count for standard attention assumes that each of its steps has all the memory on the
-# chip that it wants.
+# attention: it moves 1.48 times as much at M = 8192. At M = 32768 it moves 0.43 times as much, and FA2 0.28. The
+# theorem promises an order of growth, not the constant. The count for standard attention assumes that each of its
+# steps has all the memory on the chip that it wants.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
@@ -859,7 +867,7 @@ below it near the dotted line at M = 12544.""")
 # - ★★★ (a weekend) Write the backward, Algorithm 2, against `io_count.Memory`, derive its formula, then swap its loops.
 #   Which order moves less, and when?
 #
-# **Read:** [papers/attention.md](../papers/attention.md), [papers/online_softmax.md](../papers/online_softmax.md), and the
-# traffic count in [papers/flash_attention.md](../papers/flash_attention.md).
+# **Read:** [papers/attention.md](../papers/attention.md), [papers/online_softmax.md](../papers/online_softmax.md),
+# and the traffic count in [papers/flash_attention.md](../papers/flash_attention.md).
 #
 # **Next:** [01_fa1_numba.ipynb](01_fa1_numba.ipynb). The tiles move to where they pay: a GPU's shared memory.

@@ -55,7 +55,7 @@ from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 torch.set_num_threads(1)  # small tensors are faster on one thread, and the times steadier
 torch.set_printoptions(precision=2, sci_mode=False)
 style()
-# Compiling takes some seconds, so it starts here; part 5 asks for the result.
+# Compiling takes some seconds, so it starts here; part 4 asks for the result.
 compiling = ThreadPoolExecutor().submit(resources.table, 64, only="fwd_2")
 print(steps.engine.describe())
 print(f"numba {numba.__version__}, numpy {np.__version__}; simulated: {fwd.SIMULATED}")
@@ -64,20 +64,20 @@ print(f"numba {numba.__version__}, numpy {np.__version__}; simulated: {fwd.SIMUL
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
 # - **Time:** about an hour to read, two hours more with the exercises.
 # - **Hardware:** any. Without a GPU the kernels run in Numba's simulator: the same source, slowly, on tiny sizes.
-# - **Code:** [steps/step01_fa1_numba/](../steps/step01_fa1_numba), one file a rung. **Tests:** `pytest
-#   tests/test_step01_fa1_numba.py`.
+# - **Code:** [steps/step01_fa1_numba/](../steps/step01_fa1_numba), one file a rung. **Tests:**
+#   `pytest tests/test_step01_fa1_numba.py`.
 # - **Paper:** FlashAttention (2205.14135), restated in [papers/flash_attention.md](../papers/flash_attention.md).
-#   Words: [reference/glossary.md](../reference/glossary.md).
+#   **Terms:** [reference/glossary.md](../reference/glossary.md).
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The problem, measured
 #
 # ### Where numbers live
 #
-# A GPU is a set of streaming multiprocessors (SMs), each of which runs threads in **warps** of 32. What a thread
-# computes with lies in its **registers**. The threads of one block also reach a piece of **shared memory** on their SM,
-# which the program fills by hand; it has 32 banks, and each gives out one number a cycle. Behind the **L2** cache,
-# common to all SMs, lies **device memory**, where tensors live.
+# A GPU consists of streaming multiprocessors (SMs), which run threads in **warps** of 32. A thread computes with the
+# numbers in its **registers**. Threads are grouped in **blocks**. The threads of a block also share a piece of
+# **shared memory** on their SM, which the program fills itself. Shared memory has 32 **banks**, and each gives out
+# one number a cycle. The **L2** cache serves all SMs. Behind it lies **device memory**, where tensors are stored.
 
 # %% slideshow={"slide_type": "fragment"}
 gpu = cost.GPUS["NVIDIA H200"]
@@ -107,12 +107,12 @@ print(f"one number in the time of {tensor_cores:.0f}")
 # ### Two bottlenecks
 #
 # Device memory is the first, shared memory the second. Standard attention, rung 1 of stage 00, meets the first: it
-# writes S, reads it for the softmax, writes P, and reads it for P V. On an H200 this traffic takes about as long as the
-# arithmetic in float32, and 6.5 times as long in fp16. FlashAttention's answer: a tile of S is made, used and forgotten
-# on the chip.
+# writes S, reads it for the softmax, writes P, and reads it for P V. On an H200 this traffic takes about as long as
+# the arithmetic in float32, and 6.5 times as long in fp16. FlashAttention computes a tile of S, uses it and discards
+# it, all on the chip.
 #
-# The softmax is a sliver of the operations, but it passes over all $N^2$ numbers several times. Below, its share of the
-# time on the CPU that ran this.
+# The softmax is a small part of the operations, but it passes over all $N^2$ numbers several times. Its share of the
+# time on a CPU:
 
 # %% slideshow={"slide_type": "fragment"}
 N, D = 1024, 64
@@ -144,35 +144,35 @@ for i, name in enumerate(taken):
 ax.set_yticks([0, 1], ["operations", "time, CPU"])
 ax.set(xlabel="%", title="standard attention, N = 1024, d = 64", ylim=(-0.5, 1.9))
 ax.legend(ncols=3, loc="upper left", fontsize=8)
-picture(fig, """Two bars split into Q K transposed, softmax and P V. Softmax is a sliver of
-the operations and a far larger part of the time.""")
+picture(fig, """Two bars split into Q K transposed, softmax and P V. Softmax is a very small
+part of the operations and a far larger part of the time.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The CPU's bar shows neither the price of arithmetic nor a slow memory: S has 4 MiB, which fits into most caches. Our
 # softmax writes S - m, its exp, the quotient and P, each as a new N x N matrix, for which the operating system has to
-# find pages. Torch's own softmax makes one pass over each row, in a small part of the time. So the matrices in between
-# cost. FlashAttention has none.
+# find pages. Torch's own softmax passes over each row once, in a small part of the time. So the intermediate
+# matrices cost the time. FlashAttention has none.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. The idea: O is finished after every visit
 #
-# FlashAttention-1 loads a tile of keys *once* and lets all queries visit it; then the next. Between two visits a row's
-# O, l and m wait in device memory.
+# FlashAttention-1 loads a tile of keys *once*, and every tile of queries visits it. Then it loads the next tile of
+# keys. Between two visits a row's O, l and m wait in device memory.
 #
-# **Claim.** Keep O *normalised*. If a row has O, l, m from the keys so far, and the new tile alone gives $m_b = \max
-# S$, $P = e^{S - m_b}$, $l_b = \sum P$, then with $m_{new} = \max(m, m_b)$, $\alpha = e^{m - m_{new}}$, $\beta = e^{m_b
-# - m_{new}}$
+# **Claim.** Keep O *normalised*. If a row has O, l, m from the keys so far, and the new tile alone gives
+# $m_b = \max S$, $P = e^{S - m_b}$, $l_b = \sum P$, then with $m_{new} = \max(m, m_b)$, $\alpha = e^{m - m_{new}}$,
+# $\beta = e^{m_b - m_{new}}$
 #
 # $$l_{new} = \alpha\, l + \beta\, l_b \qquad O_{new} = \frac{\alpha\, l}{l_{new}}\, O + \frac{\beta}{l_{new}}\, P V_j$$
 #
 # is the attention over the old and the new keys together.
 #
 # **Why.** By notebook 00 the sum $\sum e^{s - m} v$ over the old keys is $l\, O$, in the unit $e^m$; over the new ones
-# it is $P V_j$, in the unit $e^{m_b}$. $\alpha$ and $\beta$ change both to the unit $e^{m_{new}}$; divide by all of
-# $l$.
+# it is $P V_j$, in the unit $e^{m_b}$. $\alpha$ and $\beta$ change both to the unit $e^{m_{new}}$. Then
+# divide by $l_{new}$.
 #
-# Notebook 00's numbers, three tiles of two keys; we follow query 5. First an easy mistake: O rescaled by
-# $\alpha$ as in notebook 00, though this O has been divided by l.
+# Below are notebook 00's numbers in three tiles of two keys; we follow query 5. First an easy mistake: O is rescaled
+# by $\alpha$ as in notebook 00, although this O has been divided by l.
 
 # %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
@@ -227,20 +227,20 @@ attention over the first tile. At visits 2 and 3 the new O lies on the line from
 to the attention over the new tile alone, nearer to the tile's.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# With l forgotten the row ends at (6.35, 1.01). Done right, O is the attention over the keys seen so far after every
-# visit, and ends at (6.83, 1.34) as in notebook 00.
+# With l forgotten the row ends at (6.35, 1.01) instead of (6.83, 1.34). Done right, O is the attention over the keys
+# seen so far (black) after every visit. The grey keys are still to come.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. From algorithm to code
 #
 # ### Numba CUDA in one page
 #
-# A **kernel** is launched as a **grid** of **blocks**, each of some **threads**: `kernel[blocks, threads](arguments)`.
-# Every thread runs the same function and asks where it is: `threadIdx` in its block, `blockIdx` in the grid,
-# `cuda.grid(1)` counted over all.
+# A **kernel** is launched as a **grid** of **blocks** of threads: `kernel[blocks, threads](arguments)`. Every thread
+# runs the same function. Its number in the block is `threadIdx`, the number of its block is `blockIdx`, and
+# `cuda.grid(1)` is its number in the whole grid.
 #
 # A block runs on one SM. Its threads share `cuda.shared.array`s, whose sizes the compiler must know.
-# `cuda.syncthreads()` is a barrier: no thread passes before all of the block have arrived.
+# `cuda.syncthreads()` is a barrier: no thread goes on before all threads of the block have arrived.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -265,12 +265,12 @@ print(launch(backwards, 2, 3))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the simulator shows, and what not
 #
-# The simulator starts a Python thread for each GPU thread and runs one block after the other. An index past an array's
-# end is an error; a GPU would read or overwrite whatever lies there. Below, three blocks are one too many. The message
-# says who did it: `ctaid` is the block, `tid` the thread. What is missing is `if n < x.shape[0]`.
+# The simulator starts a Python thread for each GPU thread and runs one block after the other. An index past an
+# array's end is an error; a GPU would read or overwrite whatever lies there. Below, three blocks are one too many.
+# The message names the block, `ctaid`, and the thread, `tid`. What is missing is `if n < x.shape[0]`.
 #
-# It does not show the race of `no_barrier`, so a right result proves nothing. Nor does it know warps, types or speed.
-# On a GPU NVIDIA's `compute-sanitizer` finds races; you find one in 01.bug1.
+# The simulator does not show the race of `no_barrier`, so a right result proves nothing. Nor does it model warps,
+# types or speed. On a GPU `compute-sanitizer` finds races; you find one in 01.bug1.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -303,7 +303,7 @@ print(f"no_barrier: right in {right} of 20 runs")
 # | [10–11], l, m of [13] | P, m_new, l_new; reads and writes l_i, m_i | `online_update` (yours, in part 5) |
 # | [12] | O_i, read and written | `update_output` |
 #
-# In the kernel, read the barriers first: each says which threads wait for what.
+# In the kernel, read the barriers first: the comment at each says which threads wait for what.
 
 # %% slideshow={"slide_type": "subslide"}
 show("fwd_0_published", "kernel")
@@ -311,8 +311,9 @@ show("fwd_0_published", "kernel")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The budget, before any launch
 #
-# Arrays of a fixed size may take 48 KiB of a block's shared memory. `check_shared` adds up a kernel's, and refuses a
-# tile that does not fit. The paper's line 1 gives K, V, Q and O all the room and S none ([papers/errata.md](../papers/errata.md), E4).
+# Arrays of a fixed size may take 48 KiB of a block's shared memory. `check_shared` adds up a kernel's arrays, and
+# refuses a tile that does not fit. The paper's line 1 gives all the room to K, V, Q and O, and none to S
+# ([papers/errata.md](../papers/errata.md), E4).
 
 # %% slideshow={"slide_type": "fragment"}
 def shared_bytes(Br, Bc, D):
@@ -341,11 +342,11 @@ for d in (64, 128):  # Alg. 1, line 1, with all that a block of an H200 can ask 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The order of the visits
 #
-# FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In the second order, what a query tile
-# adds up stays on the chip until it is finished. O is divided once, and notebook 00's update is enough: one $\alpha$
-# and no $\beta$.
+# FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In the second order the sums of a
+# query tile stay on the chip until they are complete. O is divided once, and notebook 00's update is enough: one
+# $\alpha$ and no $\beta$.
 #
-# Below, when each row of O is written. A colour is a tile of queries.
+# Below, the order of the visits, and when each row of O is written. A colour is a tile of queries.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 # (i, j) of the 3 x 4 tiles of S, in the order of the visits.
@@ -357,7 +358,8 @@ fig.set_layout_engine("constrained")
 for (name, order), top, bottom in zip(orders.items(), *axes, strict=True):
     for visit, (i, j) in enumerate(order, 1):
         top.add_patch(plt.Rectangle((8 * j, 8 * i), 8, 8, fc=COLOURS[i], ec="white", lw=2))
-        top.text(8 * j + 4, 8 * i + 4, visit, fontweight="bold", **white)
+        ink = white | {"color": ink_on(COLOURS[i])}
+        top.text(8 * j + 4, 8 * i + 4, visit, fontweight="bold", **ink)
         if name.startswith("FA1") or j == 3:
             bottom.add_patch(plt.Rectangle((visit - 0.4, 8 * i), 0.8, 8, fc=COLOURS[i]))
     top.set(xlim=(0, 32), ylim=(24, 0), title=name, xlabel="key", ylabel="query")
@@ -375,9 +377,9 @@ once, at visits 4, 8 and 12.""")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the order costs
 #
-# Notebook 00 counted both orders in torch. The simulator takes anything that can be indexed, so we hand the kernels
-# arrays that count. Rung 1 will agree to the number. Rung 0's counts differ in two points: the kernel reads m twice,
-# which a compiler makes one load; and torch, not the kernel, writes the first O, l and m.
+# Notebook 00 counted both orders in torch. The simulator accepts anything that can be indexed, so we pass arrays that
+# count. Rung 1 agrees exactly. Rung 0 differs in two points: the kernel reads m twice, which a compiler turns into
+# one load; and torch, not the kernel, writes the first O, l and m.
 
 # %% slideshow={"slide_type": "fragment"}
 class Counted:
@@ -431,8 +433,8 @@ for name, (loads, stores) in moves.items():
     print(f"loads {loads / 1e6:5.1f}  stores {stores / 1e6:5.2f}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Swapping the loops turns 69.48 million stores into 0.27 million. The loads hardly change: with tiles of 16 both orders
-# ask for more than standard attention does (L2 answers a part). Only rung 2's large tiles end that.
+# Swapping the loops reduces 69.48 million stores to 0.27 million. The loads hardly change: with tiles of 16 both
+# orders ask for more than standard attention does (the L2 cache serves a part). Only rung 2's large tiles need fewer.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who works
@@ -440,9 +442,9 @@ for name, (loads, stores) in moves.items():
 # With keys outside, two key tiles may not update one row of O at the same time. So a head stays in one block, and a
 # block on one SM. With queries outside, every query tile can be a block.
 #
-# Below, how many blocks `forward` launches. Then the first of them, dealt out to the SMs in order; rung 2 has two on
-# each SM (part 5). A box is room for a block on an SM; white room stays empty. A colour is a head; its number stands
-# where it begins.
+# Below are the blocks that `forward` launches, the first of them dealt out to the SMs in order; rung 2 has two on
+# each SM. A box is room for one block, white if it stays empty. Neighbouring heads differ in colour; a head's number
+# stands in its first block.
 
 # %% slideshow={"slide_type": "fragment"}
 def grid(rung, tile, B, H, N=4096, D=1):
@@ -495,9 +497,9 @@ show("fwd_1_loops_swapped", "kernel")
 #
 # `dot`, in rungs 0 and 1, fetches both factors of every product from shared memory, the second bottleneck.
 #
-# In rung 2 a thread owns a **patch** of 8 x 8 numbers of S, in its registers. For each column it fetches 8 numbers of
-# Q_i and 8 of K_j, and multiplies each with each: 64 products for 16 numbers. (A row of S then lies with 8 threads,
-# which tell each other their maxima in shared memory.) Counted in one thread:
+# In rung 2 a thread owns a **patch** of 8 x 8 numbers of S, in its registers. For each of the d columns it fetches 8
+# numbers of Q_i and 8 of K_j: 64 products for 16 numbers. (The 8 threads of a row exchange their maxima through
+# shared memory.) Counted in one thread:
 
 # %% slideshow={"slide_type": "fragment"}
 Q_i, K_j = Counted(16, 65), Counted(32, 65)
@@ -530,9 +532,9 @@ show("fwd_2_registers", "add_products")
 #
 # Thread (x, y) owns every 16th row from y on and every 8th column from x on; a warp is 8 x 4 neighbours.
 #
-# Address a lies in bank a mod 32. A bank serves different addresses one after the other, each in a **wavefront**. With
-# rows of 16 numbers every other row begins in the same bank, and the warp waits (orange bars). With a spare column, width
-# 17, the rows are spread over the banks (blue bars).
+# Address a lies in bank a mod 32. A bank serves different addresses one after the other, each in a **wavefront**.
+# With rows of 16 numbers every other row begins in the same bank, and the warp waits (orange bars). With a spare
+# column, width 17, the rows are spread over the banks (blue bars).
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 fig, (left, *bars) = plt.subplots(1, 3, figsize=(8.6, 3.6), layout="constrained")
@@ -562,29 +564,148 @@ banks when a warp fetches one column of B. With rows of 16 two banks are asked f
 addresses each; with rows of 17 eight banks for one each.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Rung 2's registers
+#
+# The patches of S and O, m and l take $8 \cdot 8 + 8 \cdot 8 + 8 \cdot 2 = 144$ of a thread's 255 registers at d =
+# 64, as `check_registers` counts. The table is recorded; its last line has just been compiled.
+#
+# An SM holds two blocks of rung 2, an eighth of the warps that it has room for. That is enough: a thread has 64
+# independent sums, so it need not wait for one.
+
+# %% slideshow={"slide_type": "fragment"}
+NO_COMPILER = "this installation of Numba has no CUDA compiler"
+patches = (8, 16), (8, 16), (8, 2)
+try:
+    fwd_2_registers.check_registers("tile (128, 128), head_dim 128", *patches)
+except ValueError as refusal:
+    print(textwrap.fill(f"ValueError: {refusal}", 110))
+try:
+    kept = resources.recorded()["kernels"]
+    columns = ("registers", "spilled", "shared", "threads", "blocks", "occupancy", "limit")
+    print(f"{'d = 64':25}", *(f"{name:>9}" for name in columns))
+    shown = [row for row in kept if (row["D"], row["dtype"]) == (64, "float32")]
+    for row in shown + compiling.result():
+        print(f"{row['kernel']:25}", *(f"{row[name]:>9}" for name in columns))
+except RuntimeError:
+    print(NO_COMPILER)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The backward, in short
 #
-# Rung 0 is Algorithm 4: keys outside, so that dK_j and dV_j are finished in one visit. dQ goes to and fro as O did.
-# Registers can hold only what the outer loop stands still for, so rung 2 has two kernels:
+# Rung 0 is Algorithm 4: keys outside, so that dK_j and dV_j are finished in one visit. dQ is loaded and stored at
+# every visit, as O was. A sum can stay in registers only while the outer loop stays at its tile. So rung 2 has two
+# kernels:
 #
 # | kernel | outer loop | in registers | products |
 # |---|---|---|---|
 # | `queries_kernel` | queries | dQ_i | S, dP, dQ |
 # | `keys_kernel` | keys | dK_j, dV_j | Sᵀ, dPᵀ, dV, dK |
 #
-# Seven products instead of five, as S and dP are computed twice. In return there are no atomics, and every run gives
-# the same bits.
+# Seven products instead of five, as S and dP are computed twice. In return no two blocks add to one number (no atomic
+# additions), and every run gives the same bits.
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### The float64 trap, and signed indices
+#
+# A Python number in a Numba kernel is a float64, and turns the arithmetic around it into float64. The simulator
+# cannot show this: it computes with NumPy, which stays in float32. So we compile to PTX, NVIDIA's assembly language:
+# `plain` converts to float64 and back. Hence `ZERO` in the module, and a test that searches for `.f64`.
+#
+# For a signed index Numba's code tests each time whether it is negative, as in x[-1]: two `setp` below, and two
+# addresses. `unsigned` has one, and reaches the other number at the constant distance `+64`.
+
+# %% slideshow={"slide_type": "subslide"}
+program = """
+import re
+import numpy as np
+from numba import cuda, float32
+def plain(x, y):
+    y[0] = 0.5 * x[0] + 1.0
+def with_casts(x, y):
+    y[0] = np.float32(0.5) * x[0] + np.float32(1.0)
+def signed(x, y):
+    t = cuda.threadIdx.x
+    y[t] = x[t] + x[t + 16]
+def unsigned(x, y):
+    t = np.uint32(cuda.threadIdx.x)
+    y[t] = x[t] + x[t + 16]
+for f in plain, with_casts, signed, unsigned:
+    ptx, _ = cuda.compile_ptx(f, (float32[::1], float32[::1]), cc=(8, 0))
+    lines = re.findall(r"^\\t((?:fma|cvt.*f32|setp|ld.global)\\S*)\\s+(.*);", ptx, re.M)
+    print(f"{f.__name__:10}", " | ".join(" ".join(line) for line in lines))
+"""
+environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}
+command = [sys.executable, "-c", program]
+done = subprocess.run(command, env=environment, capture_output=True, text=True)
+print(done.stdout if done.returncode == 0 else NO_COMPILER)
+numpys = type(np.float32(1) * 0.5).__name__
+print("with a Python number, NumPy (and so the simulator) gives", numpys)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### A multiply-add too many
+#
+# GPUs compute $2^x$. Fast kernels therefore write $e^{x - m}$ as $2^{x c - m c}$ with $c = \log_2 e$: m c once a row,
+# then a fused multiply-add, which does not round x c. But m c *was* rounded, so at x = m the difference is not 0.
+# Below, everything else is in float64; scores are about ±200.
+
+# %% slideshow={"slide_type": "subslide"}
+c = np.float32(math.log2(math.e))
+
+
+def exact(x, m):
+    return np.exp(np.float64(x) - np.float64(m))
+
+
+def plain(x, m):
+    return np.exp(np.float64(x - m))
+
+
+def fused(x, m):
+    return np.exp2(np.float64(np.float32(np.float64(x) * c - np.float64(m * c))))
+
+
+def online(in_alpha, in_P, x, v):
+    """(P at the maximum, out, lse) of scores x (rows, N) and values v (N,); tiles of 64."""
+    m, l, O = np.full(len(x), -np.inf, np.float32), 0, 0
+    for j in range(0, x.shape[1], 64):
+        m_new = np.maximum(m, x[:, j : j + 64].max(1))
+        alpha, P = in_alpha(m, m_new), in_P(x[:, j : j + 64], m_new[:, None])
+        m, l, O = m_new, alpha * l + P.sum(1), alpha * O + P @ v[j : j + 64]
+    return in_P(m, m), O / l, m + np.log(l)
+
+# %% slideshow={"slide_type": "fragment"}
+random = np.random.default_rng(0)
+x = random.normal(0, 55, (256, 4096)).astype(np.float32)
+v = random.normal(0, 1, 4096)
+right = online(exact, exact, x, v)
+forms = {
+    "exp(x - m)": (plain, plain),
+    "fused, P": (plain, fused),
+    "fused, alpha too": (fused, fused),
+}
+print("largest error        P at m      out      lse")
+for name, (in_alpha, in_P) in forms.items():
+    got = online(in_alpha, in_P, x, v)
+    errors = (abs(a - b).max() for a, b in zip(got, right, strict=True))
+    print(f"{name:18}", *(f"{e:8.1e}" for e in errors))
+print(f"float32's own rounding of a score of 200: {np.spacing(np.float32(200)) / 2:.1e}")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Near the maximum x - m is exact. Fused, all of a tile's P are wrong by one factor, about as much as by a score's own
+# rounding. Most of this cancels in O / l; lse keeps it, and the backward computes P from lse. A fused alpha is not
+# exactly 1 even where m stays the same, and the errors of 64 tiles add up. FlashAttention-2's code fuses P only,
+# stage 01 neither.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# As in notebook 00, write the body in place of `raise Blank` and run the cell. `hint("01.1")` to `hint("01.1", 3)` tell
-# more and more, `solution("01.1")` shows the stage's function. The stage's file offers `ZERO` (see the end of this
-# part), `MINUS_INF`, `dot`, and `exp_difference(x, m)`: exp(x - m), and 0 for x = -inf even where m is -inf.
+# As in notebook 00, write the body in place of `raise Blank`. `hint("01.1")` to `hint("01.1", 3)` and
+# `solution("01.1")` help. The stage's file offers `ZERO` (see part 4), `MINUS_INF`, `dot`, and
+# `exp_difference(x, m)`: exp(x - m), and 0 for x = -inf even where m is -inf.
 #
 # **Exercise 01.1: one tile of keys, with O kept normalised.** Part 3's claim, one thread a row. S arrives as scores and
-# leaves as $P = e^{S - m_b}$; `old` and `new` receive the two factors of O. Mind rows past the end, and rows that have
-# seen no key. Threads are numbered by `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`.
+# leaves as $P = e^{S - m_b}$; `old` and `new` receive the two factors of O. Mind rows past the end, and rows that
+# have seen no key. Threads are numbered by `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -635,7 +756,7 @@ check("01.3", score_gradients)
 # **Bug hunt 01.bug1.** The report about `steps/step01_fa1_numba/broken/bug1.py` is printed below. As in 00,
 # write the test that would have caught it.
 #
-# **Bug hunt 01.bug2.** The same for `bug2.py`, which has no barrier, and needs none.
+# **Bug hunt 01.bug2.** The same for `bug2.py`, which has no barrier and needs none.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("01.bug1").symptom, 110))
@@ -665,129 +786,10 @@ def test(forward):
 
 check("01.bug2", test)
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Further: registers
-#
-# The patches of S and O, m and l take $8 \cdot 8 + 8 \cdot 8 + 8 \cdot 2 = 144$ of a thread's 255 registers at d = 64;
-# `check_registers` counts. What the compiler uses is recorded in
-# `steps/bench/results/stage01.resources.json`; the last line has just been compiled.
-#
-# An SM holds two blocks of rung 2, an eighth of the warps that it has room for. The rung is fast all the same: with 64
-# sums to add to, a warp need not wait for one.
-
-# %% slideshow={"slide_type": "fragment"}
-NO_COMPILER = "this installation of Numba has no CUDA compiler"
-patches = (8, 16), (8, 16), (8, 2)
-try:
-    fwd_2_registers.check_registers("tile (128, 128), head_dim 128", *patches)
-except ValueError as refusal:
-    print(textwrap.fill(f"ValueError: {refusal}", 110))
-try:
-    kept = resources.recorded()["kernels"]
-    columns = ("registers", "spilled", "shared", "threads", "blocks", "occupancy", "limit")
-    print(f"{'d = 64':25}", *(f"{name:>9}" for name in columns))
-    shown = [row for row in kept if (row["D"], row["dtype"]) == (64, "float32")]
-    for row in shown + compiling.result():
-        print(f"{row['kernel']:25}", *(f"{row[name]:>9}" for name in columns))
-except RuntimeError:
-    print(NO_COMPILER)
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Further: the float64 trap, and signed indices
-#
-# A Python number in a Numba kernel is a float64, and turns the arithmetic around it into float64. The simulator
-# computes with NumPy, where float32 wins, and cannot show it. So we compile to PTX, NVIDIA's assembly language: `plain`
-# converts to float64 and back. Hence `ZERO` in the module, and a test that finds no `.f64`.
-#
-# Of a signed index Numba asks each time whether it is negative, as in x[-1]: two `setp` below, and two addresses.
-# `unsigned` has one address, and `+64` for the other number, as a patch of constant distances wants it.
-
-# %% slideshow={"slide_type": "subslide"}
-program = """
-import re
-import numpy as np
-from numba import cuda, float32
-def plain(x, y):
-    y[0] = 0.5 * x[0] + 1.0
-def with_casts(x, y):
-    y[0] = np.float32(0.5) * x[0] + np.float32(1.0)
-def signed(x, y):
-    t = cuda.threadIdx.x
-    y[t] = x[t] + x[t + 16]
-def unsigned(x, y):
-    t = np.uint32(cuda.threadIdx.x)
-    y[t] = x[t] + x[t + 16]
-for f in plain, with_casts, signed, unsigned:
-    ptx, _ = cuda.compile_ptx(f, (float32[::1], float32[::1]), cc=(8, 0))
-    lines = re.findall(r"^\\t((?:fma|cvt.*f32|setp|ld.global)\\S*)\\s+(.*);", ptx, re.M)
-    print(f"{f.__name__:10}", " | ".join(" ".join(line) for line in lines))
-"""
-environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}
-command = [sys.executable, "-c", program]
-done = subprocess.run(command, env=environment, capture_output=True, text=True)
-print(done.stdout if done.returncode == 0 else NO_COMPILER)
-numpys = type(np.float32(1) * 0.5).__name__
-print("with a Python number, NumPy (and so the simulator) gives", numpys)
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Further: a multiply-add too many
-#
-# GPUs compute $2^x$. Fast kernels therefore write $e^{x - m}$ as $2^{x c - m c}$ with $c = \log_2 e$: m c once a row,
-# and then a fused multiply-add, which does not round x c. But m c *was* rounded, so the two no longer cancel at x = m.
-# Below, everything else is computed in float64, with scores of about ±200.
-
-# %% slideshow={"slide_type": "subslide"}
-c = np.float32(math.log2(math.e))
-
-
-def exact(x, m):
-    return np.exp(np.float64(x) - np.float64(m))
-
-
-def plain(x, m):
-    return np.exp(np.float64(x - m))
-
-
-def fused(x, m):
-    return np.exp2(np.float64(np.float32(np.float64(x) * c - np.float64(m * c))))
-
-
-def online(in_alpha, in_P, x, v):
-    """(P at the maximum, out, lse) of scores x (rows, N) and values v (N,); tiles of 64."""
-    m, l, O = np.full(len(x), -np.inf, np.float32), 0, 0
-    for j in range(0, x.shape[1], 64):
-        m_new = np.maximum(m, x[:, j : j + 64].max(1))
-        alpha, P = in_alpha(m, m_new), in_P(x[:, j : j + 64], m_new[:, None])
-        m, l, O = m_new, alpha * l + P.sum(1), alpha * O + P @ v[j : j + 64]
-    return in_P(m, m), O / l, m + np.log(l)
-
-# %% slideshow={"slide_type": "fragment"}
-random = np.random.default_rng(0)
-x = random.normal(0, 55, (256, 4096)).astype(np.float32)
-v = random.normal(0, 1, 4096)
-right = online(exact, exact, x, v)
-forms = {
-    "exp(x - m)": (plain, plain),
-    "fused, P": (plain, fused),
-    "fused, alpha too": (fused, fused),
-}
-print("largest error        P at m      out      lse")
-for name, (in_alpha, in_P) in forms.items():
-    got = online(in_alpha, in_P, x, v)
-    errors = (abs(a - b).max() for a, b in zip(got, right, strict=True))
-    print(f"{name:18}", *(f"{e:8.1e}" for e in errors))
-print(f"float32's own rounding of a score of 200: {np.spacing(np.float32(200)) / 2:.1e}")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# Near the maximum x - m is exact. Fused, all of a tile's P is off by one factor, about as much as a score's own
-# rounding. Most of it cancels in O / l; lse keeps it, and the backward takes every P from lse. If alpha is written in
-# the same way, it is not exactly 1 even where m stays the same, and 64 tiles add this error up. FlashAttention-2's code
-# fuses P only, stage 01 neither.
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Three of the contract's cases on every rung (`pytest tests/test_step01_fa1_numba.py` runs all).
+# Three of the contract's cases on every rung:
 
 # %% slideshow={"slide_type": "fragment"}
 def prepared(*names):
@@ -836,8 +838,8 @@ fwd.forward_kernel.cache_clear()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# Rows at N = 4096, not causal. Of PyTorch's kernels `sdpa-math` is standard attention, `sdpa-efficient` works by tiles;
-# the shares are of the latter.
+# Rows measured at N = 4096, not causal. Of PyTorch's kernels `sdpa-math` is standard attention, `sdpa-efficient`
+# works by tiles; the shares are of its speed.
 #
 # **Question 1.** Rung 1 fills the GPU at any batch. Is it faster than rung 0 by the same factor at both d?
 #
@@ -846,8 +848,9 @@ fwd.forward_kernel.cache_clear()
 #
 # <details><summary>Answers</summary>
 #
-# 1: no. 128 heads are 128 blocks for 132 SMs even in the published order; 64 leave half idle. 2: 5/7 of the
-# forward's speed. It stays below: three patches at a time leave fewer registers.
+# 1: no. At d = 64 there are 128 heads, so even the published order has 128 blocks for 132 SMs. At d = 128 there are
+# 64, and half of the SMs are idle. 2: 5/7 of the forward's speed. It stays below: three patches at a time leave fewer
+# registers.
 #
 # </details>
 
@@ -879,13 +882,13 @@ print("swapping the loops:", *gains, end="  ")
 print(f"5/7 of the forward: {5 / 7 * speed[64]['fwd_2_registers']:.1f}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 3.** Three roofs: float32 arithmetic, device memory, shared memory. Which is the lowest over each rung at d
-# = 64? (Bytes are those that a kernel asks for, by part 4; a dotted line leads to the roof.)
+# **Question 3.** Arithmetic, device memory and shared memory each limit the speed: three roofs. Which is the lowest
+# over each rung at d = 64? (Bytes are those that a kernel asks for, by part 4; a dotted line leads to the roof.)
 #
 # <details><summary>Answer</summary>
 #
-# Shared memory over rungs 0 and 1: two loads a multiply-add. Over rung 2 shared memory and arithmetic meet, by design.
-# Device memory over none, even with tiles of 16.
+# Over rungs 0 and 1 it is shared memory: two loads a multiply-add. Over rung 2 shared memory and arithmetic meet, by
+# design. Device memory is the lowest over none, even with tiles of 16.
 #
 # </details>
 
@@ -917,19 +920,18 @@ marks. Shared memory: rungs 0 and 1 under its slope, the registers rung under th
 Device memory: all far below the roof.""")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Swapping the loops gains little where the published order almost fills the machine. All rungs stay well below their
-# roofs: a roof knows nothing of waiting, and in rungs 0 and 1 `online_update` keeps 16 of 256 threads busy. Rung 2
-# reaches half of PyTorch's memory-efficient kernel, its backward a third. Even standard attention is faster at d = 128
-# and in the backward: in float32 traffic decides little (part 2), and cuBLAS multiplies better. The keys kernel spills
-# registers, and was still the fastest of the tiles tried.
+# Swapping the loops gains little where the published order almost fills the GPU. All rungs stay well below their
+# roofs: a roof assumes that nothing waits, and in rungs 0 and 1 `online_update` keeps 16 of 256 threads busy. Rung 2
+# reaches half of the speed of `sdpa-efficient`, its backward a third. Even standard attention is faster at d = 128
+# and in the backward: in float32 traffic decides little (part 2), and cuBLAS multiplies faster.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - Two bottlenecks: tiles keep S away from device memory, patches in registers keep factors away from shared memory.
+# - Two bottlenecks: tiles save traffic to device memory, patches in registers save loads from shared memory.
 # - FlashAttention-1 keeps O normalised: after every visit it is the attention over the keys so far.
-# - Keys outside: O, l, m come and go at every visit, a block a head. Queries outside: written once, a block a query
-#   tile.
+# - Keys outside: O, l, m are loaded and stored at every visit, and a head has one block. Queries outside: they are
+#   written once, and a query tile has one block.
 # - The simulator checks indices and arithmetic, not races, types or speed.
 #
 # **Ask yourself**
@@ -944,8 +946,7 @@ Device memory: all far below the roof.""")
 #
 # - ★ (15 minutes) Draw the banks that a warp asks in `store_transposed`. Is 17 the right width for it?
 # - ★★ (1 hour) Put all threads to work in rung 1's `online_update`: several share a row and exchange their maxima.
-# - ★★★ (a weekend) Give rung 2 other tiles and patches. Predict the fastest from `resources.table`; on a GPU
-#   `python -m steps bench --stage 01` tells.
+# - ★★★ (a weekend) Give rung 2 other tiles and patches. Predict the fastest from `resources.table`.
 #
 # **Read:** [papers/flash_attention.md](../papers/flash_attention.md). **Next:**
 # [02a_fa2_cuda_first_kernels.ipynb](02a_fa2_cuda_first_kernels.ipynb). Rung 1's order, in CUDA C++.

@@ -126,7 +126,7 @@ def patch(x, y):
     B = cuda.shared.array(1024, np.float32, alignment=16)
     a, b = cuda.local.array(8, np.float32), cuda.local.array(8, np.float32)
     S = cuda.local.array(64, np.float32)
-    t, w = np.uint32(cuda.threadIdx.x), np.uint32(64)  # unsigned: notebook 01, part 5
+    t, w = np.uint32(cuda.threadIdx.x), np.uint32(64)  # unsigned: notebook 01, part 4
     for d in range(16): A[t + d * w] = B[t + d * w] = x[t + d * w]
     cuda.syncthreads()
     for i in range(64): S[i] = np.float32(0)
