@@ -52,8 +52,8 @@ print(f"{steps.engine.describe()}\nmatplotlib {matplotlib.__version__}")
 # - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU programming.
 # - **Time:** about 45 minutes to read, an hour more with the exercises.
 # - **Hardware:** any; a GPU changes nothing here.
-# - **Code:** [steps/step00_naive/](../steps/step00_naive), one file a **rung**: a version with one idea more.
-#   **Tests:** `pytest tests/test_step00_naive.py`.
+# - **Code:** [`steps/step00_naive/__init__.py`](../steps/step00_naive/__init__.py) lists the **rungs**: a file each,
+#   with one idea more. **Tests:** `pytest tests/test_step00_naive.py`.
 # - **Symbols** are the papers': [reference/symbols.md](../reference/symbols.md). **Terms:**
 #   [reference/glossary.md](../reference/glossary.md).
 # - In JupyterLab code that only imports or draws is folded.

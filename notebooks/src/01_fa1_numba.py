@@ -64,8 +64,8 @@ print(f"numba {numba.__version__}, numpy {np.__version__}; simulated: {fwd.SIMUL
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
 # - **Time:** about an hour to read, two hours more with the exercises.
 # - **Hardware:** any. Without a GPU the kernels run in Numba's simulator: the same source, slowly, on tiny sizes.
-# - **Code:** [steps/step01_fa1_numba/](../steps/step01_fa1_numba), one file a rung. **Tests:**
-#   `pytest tests/test_step01_fa1_numba.py`.
+# - **Code:** [`steps/step01_fa1_numba/__init__.py`](../steps/step01_fa1_numba/__init__.py) lists the rungs, one file
+#   each. **Tests:** `pytest tests/test_step01_fa1_numba.py`.
 # - **Paper:** FlashAttention (2205.14135), restated in [papers/flash_attention.md](../papers/flash_attention.md).
 #   **Terms:** [reference/glossary.md](../reference/glossary.md).
 

@@ -64,8 +64,8 @@ print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")
 # - **Time:** about an hour to read, an hour more with the exercise.
 # - **Hardware:** any computer with Linux (or WSL2) and g++. Kernels run on the CPU behind an emulation of CUDA; with a
 #   GPU, one launch in part 5 and the checks of part 6 run there.
-# - **Code:** [steps/step02_fa2_cuda/](../steps/step02_fa2_cuda). **Tests:** `pytest tests/test_step02_fa2_cuda.py
-#   tests/test_emulator.py`.
+# - **Code:** [`steps/step02_fa2_cuda/ladder.py`](../steps/step02_fa2_cuda/ladder.py) and others. **Tests:**
+#   `pytest tests/test_step02_fa2_cuda.py tests/test_emulator.py`.
 # - **Paper:** FlashAttention-2 (2307.08691), restated in [papers/flash_attention_2.md](../papers/flash_attention_2.md).
 #   Words: [reference/glossary.md](../reference/glossary.md).
 
