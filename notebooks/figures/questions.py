@@ -44,17 +44,17 @@ def where_numbers_live():
     fig, ax = plt.subplots(figsize=(8.2, 3.0), layout="constrained")
     boxes = (
         (0, 3.4, "device memory", "Q, K, V, O", COLOURS[5]),
-        (5.1, 3.0, "shared memory of an SM", "tiles Q_i, K_j, V_j, S", COLOURS[4]),
-        (9.8, 3.2, "registers of a thread", "8 x 8 numbers of S, of O", COLOURS[2]),
+        (5.1, 3.6, "shared memory of an SM", "tiles Q_i, K_j, V_j, S", COLOURS[4]),
+        (10.4, 3.2, "registers of a thread", "8 x 8 numbers of S, of O", COLOURS[2]),
     )
     for x, width, name, holds, colour in boxes:
         ax.add_patch(plt.Rectangle((x, 0), width, 2.2, fc=colour, alpha=0.35, ec=INK))
         ax.text(x + width / 2, 1.5, name, ha="center", fontweight="bold", fontsize=9)
         ax.text(x + width / 2, 0.75, holds, ha="center", fontsize=9)
-    for start, end, rate in ((3.4, 5.1, gpu.bandwidth), (8.1, 9.8, shared)):
+    for start, end, rate in ((3.4, 5.1, gpu.bandwidth), (8.7, 10.4, shared)):
         ax.annotate("", (end, 1.1), (start, 1.1), arrowprops={"arrowstyle": "<->", "lw": 1.6, "color": INK})
         ax.text((start + end) / 2, 1.3, f"{rate:.1f} TB/s", ha="center", fontsize=9)
-    ax.set(xlim=(-0.1, 13.1), ylim=(-0.1, 2.6), title=f"{gpu.name}: what has to pass, and how fast, all SMs together")
+    ax.set(xlim=(-0.1, 13.7), ylim=(-0.1, 2.6), title=f"{gpu.name}: what has to pass, and how fast, all SMs together")
     ax.axis("off")
     return fig
 
