@@ -346,7 +346,7 @@ for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):
     print("tile", tile, torch.allclose(tiled_out, O), torch.allclose(tiled_lse, lse))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### The one number a row worth keeping
+# ### What is kept: one number per row
 #
 # In the end m and l belong together: $m + \log l = \log \sum_j e^{s_j}$ is the **log-sum-exp** of the row, `lse`.
 #
