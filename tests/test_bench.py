@@ -154,6 +154,14 @@ def test_times_are_milliseconds_without_the_warm_up(monkeypatch):
     assert timing.summary([float(i) for i in range(100, -1, -1)]) == timing.Timing(50.0, 20.0, 80.0, 101)
 
 
+def test_a_single_call_is_timed_from_an_idle_device_to_its_result(monkeypatch):
+    order = []
+    monkeypatch.setattr(timing, "synchronize", lambda device: order.append(f"{device} has done all"))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: order.append("clock") or len(order))
+    assert timing.one_call(lambda: order.append("call"), device="cuda") == 3000
+    assert order == ["cuda has done all", "clock", "call", "cuda has done all", "clock"]
+
+
 def test_in_a_group_the_slowest_rank_counts(monkeypatch):
     def all_reduce(mine, op):
         assert op == torch.distributed.ReduceOp.MAX
@@ -542,6 +550,7 @@ def test_a_peer_may_have_a_function_of_its_own():
     for pass_ in ("bwd", "fwd+bwd"):
         with pytest.raises(RuntimeError, match="not have been used"):  # k, without which it can do
             other.call(inputs, False, pass_)()
+    assert not any(x.requires_grad for x in inputs), "others are measured on them, too"
 
 
 def test_a_sample_is_of_the_last_heads_and_if_asked_of_the_last_queries():
@@ -594,9 +603,9 @@ def test_who_is_too_slow_is_not_tried_at_larger_sizes():
         tried.append(q.shape[2])
         return matrix(q, k, v, causal=causal)
 
-    points = [grid.Point(1, 1, N, 8) for N in (16, 32, 8)]
+    points = [grid.Point(1, 1, N, D) for N, D in ((16, 8), (32, 8), (16, 8), (8, 8), (32, 4))]
     found, said = measured([candidate(forward=slow)], points, peers=(), limit_ms=0.0)
-    assert not found and tried == [16, 16, 8, 8]
+    assert not found and tried == [16, 16, 8, 8, 32, 32]
     assert "more than the limit" in said[0] and "too slow at a smaller size" in said[1]
     assert measured([candidate()], until=0.0)[0] == [], "no point is begun when the time is up"
 
@@ -1378,8 +1387,8 @@ def test_the_order_of_sustained_candidates_differs_from_group_to_group(monkeypat
 
 def test_samples_outside_the_measured_calls_do_not_count():
     moments = [datetime(2026, 1, 31, 12, 0, n) for n in range(10)]
-    samples = [(moment, 100.0 + n, 10.0 * n) for n, moment in enumerate(moments)]
-    assert sustained.medians(samples, moments[2], moments[6]) == (104, 40)
+    samples = [(moment, 100.0 + n**2, 10.0 * n**2) for n, moment in enumerate(moments)]
+    assert sustained.medians(samples, moments[2], moments[6]) == (116, 160)
     with pytest.raises(RuntimeError, match="gave 2 of at least 3 samples in 1.00 s"):
         sustained.medians(samples, moments[2], moments[3])
 
@@ -1409,6 +1418,7 @@ def test_clock_and_power_are_read_from_nvidia_smi_while_the_block_runs(monkeypat
     asked = (tmp_path / "asked").read_text()
     assert "-i GPU-12-34 " in asked and "--query-gpu=timestamp,clocks.sm,power.draw.instant,power.draw " in asked
     assert sustained.medians(samples, start, end) == (1650, 690.5)
+    assert asked.endswith(" -lms 20\n"), "in 0.75 s there are many samples"
     assert samples[0][0] < start, "the block begins when nvidia-smi has begun"
     assert samples[-1][1] == 7, "what it prints at its end is read too"
     with pytest.raises(ZeroDivisionError), sustained.watched("cuda"):
@@ -1712,10 +1722,11 @@ def test_what_is_known_is_listed_and_what_is_planted_is_seen(monkeypatch, tool, 
 
 def test_a_time_limit_is_recorded_as_a_time_limit(monkeypatch):
     sleep = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('told')\n"
-    code, output, _ = gpu_check.run_limited([sys.executable, "-c", sleep], 0.5)
+    python = sys.executable, "-IS", "-c"  # without site-packages, so that it has begun before the limit
+    code, output, _ = gpu_check.run_limited([*python, sleep], 0.5)
     assert code is None and "told" in output  # so does pytest, of what has failed so far
     monkeypatch.setattr(gpu_check, "INTERRUPTED_SECONDS", 0.5)
-    code, output, seconds = gpu_check.run_limited([sys.executable, "-c", f"print('x', flush=True)\n{sleep * 2}"], 0.5)
+    code, output, seconds = gpu_check.run_limited([*python, f"print('x', flush=True)\n{sleep * 2}"], 0.5)
     assert code is None and output.startswith("x") and seconds < 10
     monkeypatch.setattr(gpu_check, "run_limited", lambda *_, **__: (None, CLEAN, 300.0))
     monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: "compute-sanitizer")
