@@ -1,11 +1,13 @@
 """What launch.py checks, plans, keeps and hands to the driver; on CPU tensors, with a driver that only takes notes."""
 
+import contextlib
 import math
 import pickle
 import re
 import weakref
-from ctypes import c_uint64, c_void_p
+from ctypes import addressof, c_uint64, c_void_p
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -225,6 +227,65 @@ def test_a_context_is_bound_where_a_kept_tensor_map_moves(launched, monkeypatch)
     monkeypatch.setattr(library, "cuTensorMapReplaceAddress", lambda *arguments: 1)
     with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress: error 1"):
         launch.forward(*inputs()[:3], rung="hopper")
+
+
+@pytest.mark.parametrize("D, sizes, strides, box", [
+    (128, [64, 40, 2, 3, 2], [3 * 256, 128, 256, 40 * 3 * 256], [64, 16, 2, 1, 1]),
+    (96, [96, 40, 1, 3, 2], [3 * 192, 128, 192, 40 * 3 * 192], [64, 16, 1, 1, 1]),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype, kind", [(torch.float16, 6), (torch.bfloat16, 9)])
+def test_the_driver_is_told_how_a_tensor_lies_and_what_a_copy_brings(D, sizes, strides, box, dtype, kind, monkeypatch):
+    """Sizes and strides are listed from the last dimension to the first, and strides are in bytes."""
+    told = []
+    library = SimpleNamespace(cuTensorMapEncodeTiled=lambda map, *arguments: told.extend(arguments) or 0)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: library)
+    x = torch.zeros(2, 40, 3, D, dtype=dtype).transpose(1, 2)
+    map = nvrtc.tensor_map(*launch.view_and_box(x, 16))
+    assert told[:2] == [kind, 5] and told[2].value == map.address == x.data_ptr()
+    assert [list(numbers) for numbers in told[3:7]] == [sizes, strides, box, [1] * 5]
+    assert told[7:] == [0, 3, 2, 0] and addressof(map) % 128 == 0
+
+
+@on_cpu
+def test_a_launch_goes_to_its_own_gpu_and_the_current_stream(monkeypatch):
+    current, asked = [0], []
+
+    @contextlib.contextmanager
+    def device(number):
+        current.append(number)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    monkeypatch.setattr(nvrtc, "_load", lambda *arguments: 1)
+    monkeypatch.setattr(driver, "cuLaunchKernel", lambda *it: asked.append((current[-1], *it[1:9])) or (0,))
+    how = dict(grid=5, block=128, shared_bytes=96, macros={})
+    nvrtc.Launch("fwd.cu", "attention_forward", [("q", c_void_p())], device=1, **how)({"q": torch.zeros(1)})
+    assert asked == [(1, 5, 1, 1, 128, 1, 1, 96, 71)] and current == [0]
+
+
+@on_cpu
+def test_a_kernel_asks_for_more_than_48_KB_of_shared_memory(monkeypatch):
+    asked, compiled = [], []
+    kernel = SimpleNamespace(handle=7)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {0: (9, 0), 1: (8, 6), 2: (7, 0)}[device])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
+    )
+    monkeypatch.setattr(
+        nvrtc, "_module", lambda *it: compiled.append(it) or SimpleNamespace(get_kernel=lambda name: kernel)
+    )
+    monkeypatch.setattr(driver, "cuKernelSetAttribute", lambda *it: asked.append(it[1:]) or (driver.CUresult(0),))
+    load = partial(nvrtc._load.__wrapped__, "fwd.cu", "attention_forward", (("D", 64),))
+    assert load(0, 48 * 1024) == load(1, 48 * 1024 + 1) == 7 and asked == [(99 * 1024, 7, 1)]
+    assert [arch for *_, arch in compiled] == ["sm_90a", "sm_86"]
+    with pytest.raises(RuntimeError, match=r"attention_forward with \{'D': 64\} needs 101377 bytes .*smaller head_dim"):
+        load(0, 99 * 1024 + 1)
+    with pytest.raises(RuntimeError, match="7.0 is too old"):
+        load(2, 0)
 
 
 # ---- what a launcher that is lifted out refuses ----------------------------------------------------------------------
