@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from steps.step02_fa2_cuda import cache, emulator
+from steps.step02_fa2_cuda import cache, emulator, nvrtc
 
 needs_compiler = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 KERNEL = '#include "ptx.cuh"\nextern "C" __global__ void one(Global<float> y) { y[0] = 1; }\n'
@@ -102,6 +102,26 @@ def test_the_key_holds_the_emulation_and_the_flags(tmp_path, monkeypatch):
     monkeypatch.setattr(emulator, "_FLAGS", ["-O0"])
     emulator.compile(tmp_path / "one.cu", {})
     assert len(set(map(repr, keys))) == 5
+
+
+def test_the_key_of_a_kernel_for_a_gpu_holds_all_that_it_is_made_of(tmp_path, monkeypatch):
+    """Machines with other GPUs can share a home, and with it the cache."""
+    compiler = pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
+    keys, file, made = [], tmp_path / "one.cu", tmp_path / "made.json"
+    made.write_text(json.dumps({"cubin": "", "usage": {}, "serialised": []}))
+    monkeypatch.setattr(cache, "get", lambda parts, suffix, make: keys.append(repr(parts)) or made)
+    file.write_text(KERNEL)
+    nvrtc.compile(file, {"D": 64, "Br": 32}, "sm_80")
+    nvrtc.compile(file, {"Br": 32, "D": 64}, "sm_80")
+    nvrtc.compile(file, {"D": 32, "Br": 64}, "sm_80")
+    nvrtc.compile(file, {"D": 64, "Br": 32}, "sm_90a")
+    for thing, name, other in (
+        (compiler, "nvrtcVersion", lambda: (0, 99, 0)), (nvrtc, "_OPTIONS", {}), (nvrtc, "_SERIALISED", ""),
+        (nvrtc, "_source", lambda file: "of another ptx.cuh"),
+    ):  # fmt: skip
+        monkeypatch.setattr(thing, name, other)
+        nvrtc.compile(file, {"D": 64, "Br": 32}, "sm_80")
+    assert keys[0] == keys[1] and len(set(keys)) == len(keys) - 1
 
 
 def test_a_relative_folder_is_ignored(tmp_path, monkeypatch):

@@ -260,10 +260,13 @@ def test_a_launch_goes_to_its_own_gpu_and_the_current_stream(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
     monkeypatch.setattr(nvrtc, "_load", lambda *arguments: 1)
-    monkeypatch.setattr(driver, "cuLaunchKernel", lambda *it: asked.append((current[-1], *it[1:9])) or (0,))
+    monkeypatch.setattr(
+        driver, "cuLaunchKernel", lambda *it: asked.append((current[-1], *it[1:9], run.lock.locked())) or (0,)
+    )
     how = dict(grid=5, block=128, shared_bytes=96, macros={})
-    nvrtc.Launch("fwd.cu", "attention_forward", [("q", c_void_p())], device=1, **how)({"q": torch.zeros(1)})
-    assert asked == [(1, 5, 1, 1, 128, 1, 1, 96, 71)] and current == [0]
+    run = nvrtc.Launch("fwd.cu", "attention_forward", [("q", c_void_p())], device=1, **how)
+    run({"q": torch.zeros(1)})
+    assert asked == [(1, 5, 1, 1, 128, 1, 1, 96, 71, True)] and current == [0]
 
 
 @on_cpu
