@@ -124,6 +124,20 @@ def test_what_a_launch_depends_on_makes_another_plan(rung, launched):
 
 @on_cpu
 @BOTH
+def test_what_a_backward_depends_on_makes_another_plan(rung, launched):
+    q, k, v, dout = inputs()
+    usual = dict(dout=dout, q=q, k=k, v=v, out=q, lse=torch.zeros(1, 4, 40))
+    strided = torch.zeros(1, 40, 4, 64).bfloat16().transpose(1, 2)
+    changes = [{}, *({name: strided} for name in ("dout", "q", "out")), {"dout": unaligned(q.shape)}]
+    changes += [dict(causal=True), dict(scale=2.0), dict(backward_tile=(64, 64)), dict(deterministic=True)]
+    for n, change in enumerate(changes, 1):
+        for _ in range(2):
+            launch.backward(**usual | change, rung=rung)
+            assert len(launch.kept) == n
+
+
+@on_cpu
+@BOTH
 def test_copies_of_unaligned_inputs_live_until_they_are_used_and_the_launch_is_kept(rung, launched):
     for times in (1, 2):
         q, k, v, dout = map(unaligned, SHAPES)
@@ -310,6 +324,7 @@ WRONG = {  # name: (the arguments that are changed, exception, words of the mess
     "scale a word": (lambda q, k, v: {"scale": "1"}, TypeError, "scale must be a number"),
     "causal a tensor": (lambda q, k, v: {"causal": torch.tensor(True)}, TypeError, "causal must be True or False"),
     "a tile of one": (lambda q, k, v: {"tile": (64,)}, TypeError, "tile must be a pair of integers"),
+    "a number as a tile": (lambda q, k, v: {"tile": 64}, TypeError, "tile must be a pair of integers"),
     "a device": (lambda q, k, v: {"q": q.to("meta"), "k": k.to("meta"), "v": v.to("meta")}, ValueError, "on meta"),
     "rung": (lambda q, k, v: {"rung": "warp9"}, ValueError, "the rungs are scalar, .*; got 'warp9'"),
 }
@@ -373,6 +388,8 @@ def test_a_launcher_refuses_saved_tensors_that_do_not_fit(name, monkeypatch):
         launch.backward(**good | {name: good[name][:, :, 1:]})
     with pytest.raises(TypeError, match=f"{name} must be"):
         launch.backward(**good | {name: good[name].double()})
+    with pytest.raises(TypeError, match="tile must be a pair of integers"):
+        launch.backward(**good, tile=(64, 64), backward_tile=(64,))
 
 
 @pytest.mark.parametrize("rung", ladder.FORWARD)
@@ -500,6 +517,7 @@ def test_the_geometry_of_a_launch():
         macros,
     )
     assert dq == ("attention_dq", -(-1000 * 64 // 1024) * 32, 256, 0, macros)
+    assert launch.geometry("bwd_1_fa2", **sizes | {"D": 96})[0][1] == 1024 // 16 * 32, "16 threads a row, as at 128"
     small = launch.geometry("bwd_1_fa2", **sizes | {"shared_limit": 99 * 1024})[1]
     assert small[1:3] == (11 * 32, 128) and small[4] == macros | {"Br": 64, "Bc": 64, "WARPS": 4}
 

@@ -147,7 +147,7 @@ def check_options(scale, causal, tile, deterministic):
         raise ValueError(
             f"scale must be a finite number > 0 that float32 can hold, or None for 1/sqrt(D); got {scale}."
         )
-    if tile is not None and not (len(tile) == 2 and all(isinstance(size, int) for size in tile)):
+    if tile is not None and not (isinstance(tile, tuple) and [type(size) for size in tile] == [int, int]):
         raise TypeError(f"tile must be a pair of integers (Br, Bc), or None; got {tile!r}.")
 
 
@@ -258,7 +258,7 @@ def readable(row, name, x):
     """
     if name == "lse":
         return x.is_contiguous()
-    if x.stride(3) != 1 and x.shape[3] > 1:
+    if x.stride(3) != 1:
         return False
     if row.loads == "elements":
         return True
@@ -423,9 +423,8 @@ def delta_works(problem, strides):
     arguments = *strided(("dout", "out"), strides), "lse", "lse_2", "delta"
     if problem.row.word == "fa2":
         rows = problem.query_tiles * problem.Br
-        blocks = -(
-            -rows // (16 if problem.D == 96 else 2048 // problem.D)
-        )  # by the rows that 256 threads take, 8 numbers each
+        rows_of_a_block = 16 if problem.D == 96 else 2048 // problem.D  # 256 threads take 8 numbers each
+        blocks = -(-rows // rows_of_a_block)
         arguments = *arguments, c_int(problem.H), c_int(problem.Nq), c_int(rows)
     else:
         blocks = problem.query_tiles
