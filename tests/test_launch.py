@@ -377,6 +377,8 @@ def test_a_plan_belongs_to_one_device():
     q = torch.zeros(1, 1, 8, 64).bfloat16()
     problems = [launch.problem_of(row, x, x) for x in (q, q.to("meta"))]
     assert problems[0] != problems[1] and problems[0] == launch.problem_of(row, q.clone(), q)
+    here, there = launch.layouts(q)[0], launch.layouts(q.to("meta"))[0]
+    assert here != there and here[-1] == there[-1], "not because of the alignment"
 
 
 @pytest.mark.parametrize("name", ["dout", "out", "lse"])
