@@ -326,15 +326,15 @@ def test_a_kernel_that_does_not_compile(tmp_path):
         emulator.launch(tmp_path / "wrong.cu", "wrong", [], grid=1, block=1, macros={})
 
 
-CALLS = {  # kernel: rung, dtype, Nq, Nk, D, tile: several tiles each way, the last ones ragged
+CALLS = {  # kernel: rung, dtype, Nq, Nk, D, tile: several tiles each way, ragged at the end. 96 columns are two slabs
     "fwd_0_scalar": ("scalar", torch.float32, 37, 43, 8, None),
     "fwd_1_warp": ("warp", torch.float32, 70, 100, 32, (64, 32)),
     "fwd_2_mma": ("mma", torch.bfloat16, 70, 100, 32, (64, 32)),
     "fwd_3_ldmatrix": ("ldmatrix", torch.bfloat16, 70, 100, 32, (64, 32)),
     "fwd_4_cp_async": ("cp_async", torch.bfloat16, 70, 100, 32, (64, 32)),
     "fwd_5_fa2": ("fa2", torch.bfloat16, 70, 100, 32, (64, 32)),
-    "fwd_6_wgmma": ("wgmma", torch.bfloat16, 150, 150, 64, (128, 32)),
-    "fwd_7_roles": ("roles", torch.bfloat16, 150, 150, 64, (128, 32)),
+    "fwd_6_wgmma": ("wgmma", torch.bfloat16, 150, 150, 96, (128, 32)),
+    "fwd_7_roles": ("roles", torch.bfloat16, 150, 150, 96, (128, 32)),
     "fwd_8_hopper": ("hopper", torch.bfloat16, 150, 150, 64, (128, 32)),
     "bwd_0_scalar": ("scalar", torch.float32, 37, 43, 8, None),
     "bwd_1_fa2": ("fa2", torch.bfloat16, 70, 100, 32, None),
@@ -416,7 +416,7 @@ PLANTED = {
     "fwd_6_wgmma": [
         ("wrong stride in a descriptor", "descriptor(V, Bc * 128, 1024)", "descriptor(V, Bc * 128, 512)", WRONG),
         ("Q's bytes are not expected",
-         "(2 * Bc + (n == 0 ? Br : 0))", "2 * Bc", "more bytes were copied than expected"),
+         "(2 * Bc + (n == 0 ? Br : 0))", "2 * Bc", "has ended while copies to or from its shared memory are under way"),
         ("a stage is loaded while it is read", "__syncthreads();  // no warpgroup still reads", "//", WRONG),
         ("no fence between O's rescaling and wgmma", "wgmma_fence();  // O and P", "// O and P", NOTHING),
     ],

@@ -395,9 +395,9 @@ TURNED = dict(OVERLAP=0, PINGPONG=0, PERSISTENT=0, LAZY=0, SKIP=0, WIDE_STORES=0
 
 @needs_compiler
 @pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
-@pytest.mark.parametrize("switches", [{}, dict(LAZY=0), TURNED], ids=["as it is", "LAZY", "all"])
-def test_switches_change_the_time_alone(switches):
-    q, k, v, dout = random_inputs(1, 2, 1, 330, 330, 64, torch.float16)
+@pytest.mark.parametrize("D, switches", [(96, {}), (64, dict(LAZY=0)), (96, TURNED)], ids=["as it is", "LAZY", "all"])
+def test_switches_change_the_time_alone(D, switches):
+    q, k, v, dout = random_inputs(1, 2, 1, 330, 330, D, torch.float16)
     q = 4 * q  # maxima that grow from tile to tile, by more than LAZY's 8 and by less
     want = error.expected(q, k, v, dout, causal=True)
     got = launch.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32), **switches)
