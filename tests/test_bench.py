@@ -314,6 +314,23 @@ def test_rows_survive_writing_and_reading(tmp_path):
         rows.read(tmp_path)
 
 
+def test_a_row_tells_where_and_when_it_was_measured(monkeypatch):
+    here = rows.provenance("cpu")
+    assert (here["gpu"], here["n_gpus"], here["driver"], here["cuda"]) == ("CPU", 0, None, None)
+    told = {"nvidia-smi": "580.1\n580.1", "git": "abc"}  # nvidia-smi has a line for each GPU
+    monkeypatch.setattr(rows, "_output", lambda command, *_: told[command])
+    monkeypatch.setattr(rows, "datetime", SimpleNamespace(now=lambda zone: datetime(2026, 1, 31, 23, tzinfo=zone)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU {device}")
+    there = rows.provenance("cuda:1", n_gpus=2)
+    assert [there[name] for name in ("gpu", "n_gpus", "driver", "commit")] == ["the GPU cuda:1", 2, "580.1", "abc"]
+    assert there["date"] == "2026-01-31" and there["run"].startswith("20260131T230000Z-")
+
+
+@pytest.mark.parametrize("script, says", [("echo yes", "yes"), ("echo no; exit 1", None), ("true", None)])
+def test_what_a_command_says_counts_if_it_succeeds(script, says):
+    assert rows._output("sh", "-c", script) == says and rows._output("there-is-no-such-command") is None
+
+
 @pytest.mark.parametrize(
     "changes, word",
     [
@@ -357,7 +374,7 @@ def test_rows_with_a_switch_turned_are_read_only_when_asked_for(tmp_path):
 
 
 def test_the_latest_row_of_the_runs_that_measured_most_wins():
-    others = [peer_row(), row(options={"window": 64}), row(timing="sustained"), row(Nk=256)]
+    others = [peer_row(), row(options={"window": 64}), row(timing="sustained"), row(Nk=256), row(layout="zigzag")]
     others = [{**one, "run": "r2"} for one in others]
     assert rows.latest([row(run="r1"), *others, row(run="r3")]) == [row(run="r3"), *others]
     beside_two = [row(run="r1"), row(kernel="other", run="r1"), peer_row(run="r1")]
@@ -608,6 +625,13 @@ def test_who_is_too_slow_is_not_tried_at_larger_sizes():
     assert not found and tried == [16, 16, 8, 8, 32, 32]
     assert "more than the limit" in said[0] and "too slow at a smaller size" in said[1]
     assert measured([candidate()], until=0.0)[0] == [], "no point is begun when the time is up"
+
+
+def test_calls_to_warm_up_are_as_many_as_asked_for():
+    called = []
+    counting = candidate(forward=lambda *args, **how: called.append(1) or matrix(*args, **how))
+    measured([counting], peers=(), warmup=5)
+    assert len(called) == 2 + 5 + timing.MIN_REPS, "the first two decide who takes part"
 
 
 def test_a_matrix_product_is_measured_with_every_group(monkeypatch):
