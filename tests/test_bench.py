@@ -1232,6 +1232,15 @@ def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path):
     assert own and own == report.select(found, "N=512 without=sdpa-flash")
 
 
+def test_a_table_has_the_median_share_of_the_fastest_peer_and_the_largest_error():
+    found = []
+    for N, speed, others, off in ((512, 20, (100, 80), 1e-3), (1024, 50, (70, 100), 5e-3), (2048, 60, (100, 90), 2e-3)):
+        found.append(row(N=N, Nk=N, tflops=float(speed), error=off))
+        names = "sdpa-flash", "sdpa-cudnn"
+        found += [peer_row(N=N, Nk=N, peer=peer, tflops=float(x)) for peer, x in zip(names, others, strict=True)]
+    assert "| 01 fwd_0_scalar | 20 | 50 | 60 | 50% | 5.0e-03 |" in report.markdown(found)
+
+
 def ladder_rows(tflops=50.0):
     """Rows of three rungs of stage 02, with their peers and a matrix product."""
     at = dict(N=4096, Nk=4096)
