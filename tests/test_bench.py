@@ -45,6 +45,7 @@ from steps.bench import (
     timing,
     tune,
 )
+from steps.step02_fa2_cuda import launch
 from steps.step04_ring import simulate
 from support import sanitized_kernels
 
@@ -450,6 +451,15 @@ def test_a_launch_is_that_of_the_row_s_switches_and_gpu():
     assert (blocks, threads, macros["PERSISTENT"]) == (4 * 16 * 4096 // 128, 384, 0)
     small, large = (fingerprint.launches(of_02("bwd_1_fa2", **sizes, gpu=gpu)) for gpu in ("Tesla T4", "not listed"))
     assert small != large
+
+
+def test_a_launch_has_the_row_s_sizes(monkeypatch):
+    monkeypatch.setattr(launch, "geometry", lambda stem, **how: how)
+    of_row = of_02("fwd_8_hopper:LAZY=0", B=2, H=12, Hk=4, N=100, Nk=200, D=64, causal=True)
+    assert fingerprint.launches(of_row)["fwd_8_hopper"] == dict(
+        B=2, H=12, Hk=4, Nq=100, Nk=200, D=64, causal=True, dtype=torch.bfloat16, processors=132,
+        shared_limit=227 * 1024, LAZY=0,
+    )  # fmt: skip
 
 
 def test_what_is_gone_or_has_changed_is_stale(monkeypatch):

@@ -164,6 +164,8 @@ def test_what_masking_fixes_must_be_exact():
         wrong = got[name].clone()
         wrong[0, 0, 0] = value
         assert list(error.failures({name: wrong}, want)) == [name]
+    want.tolerance["out"] = math.nan
+    assert list(error.failures(got, want)) == ["out"], "nothing is within a tolerance that is no number"
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda c: c.name)
