@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from reference import attention
+from reference import attention, error
 from steps import __main__, catalogue, engine
 from steps.demo import compare, model
 
@@ -40,25 +40,26 @@ def test_every_stage_agrees_with_the_reference(number, subject):
     assert row["verdict"] == "agrees", row
 
 
-def test_a_wrong_stage_fails_the_command(subject, monkeypatch):
+@pytest.mark.parametrize("name", error.NAMES)
+def test_a_wrong_result_fails_the_stage_and_the_command(name, subject, monkeypatch):
     right = catalogue.stage("00")
 
+    def off(names, results):
+        return tuple(x * 1.001 if n == name else x for n, x in zip(names, results, strict=True))
+
     class Wrong:
-        forward = right.forward
-
-        @staticmethod
-        def backward(*args, **options):
-            dq, dk, dv = right.backward(*args, **options)
-            return dq * 1.001, dk, dv
-
+        forward = staticmethod(lambda *args, **how: off(error.NAMES[:2], right.forward(*args, **how)))
+        backward = staticmethod(lambda *args, **how: off(error.NAMES[2:], right.backward(*args, **how)))
         attention = right.attention
 
     monkeypatch.setattr(compare, "stage", lambda number: Wrong)
     row = compare.compare("00", subject)
-    assert row["verdict"] == "FAILS" and row["errors"]["dq"] > row["tolerances"]["dq"]
+    assert row["verdict"] == "FAILS" and row["errors"][name] > row["tolerances"][name]
     monkeypatch.setattr(compare, "Subject", lambda size, progress: subject)
-    result = CliRunner().invoke(__main__.app, ["demo", "--stage", "00"])
-    assert result.exit_code == 1 and "FAILS" in result.output
+    others = {number: row | {"verdict": "agrees"} for number in catalogue.STAGES}
+    monkeypatch.setattr(compare, "compare", lambda number, *_: (others | {"02": row})[number])
+    result = CliRunner().invoke(__main__.app, ["demo"])
+    assert result.exit_code == 1 and result.output.count("FAILS") == 1
 
 
 def test_a_wrong_gradient_inside_the_model_fails_too(subject, monkeypatch):
