@@ -74,6 +74,17 @@ def test_a_wrong_gradient_inside_the_model_fails_too(subject, monkeypatch):
     assert row["verdict"] == "FAILS" and row["errors"]["out"] <= row["tolerances"]["out"]
 
 
+def test_the_worst_gradient_is_the_one_that_is_furthest_beyond_its_tolerance(subject, monkeypatch):
+    right = compare.compare("00", subject)
+    step, tolerance = subject.step_under_sdpa()
+    small, *_, large = sorted(step.keys() - {"loss"}, key=tolerance.get)
+    step[small] = step[small] + 1.5 * tolerance[small]
+    step[large] = step[large] + 0.9 * tolerance[large]
+    monkeypatch.setattr(compare, "_on_one", lambda *_: ({}, step))
+    row = compare.compare("00", subject)
+    assert right["verdict"] == "agrees" and row["verdict"] == "FAILS" and row["gradient"]["worst"] == small
+
+
 @without_a_gpu
 def test_a_missing_compiler_is_a_reason_to_skip_not_to_fail(subject, monkeypatch):
     monkeypatch.setattr(catalogue.shutil, "which", lambda name: None)
