@@ -198,6 +198,12 @@ def test_peers_compute_attention_and_never_fall_back():
         peers.PEERS["sdpa-cudnn"](q, k, v)
 
 
+def test_the_matrix_form_is_aligned_at_the_bottom_right():
+    q, k, v = (torch.randn(1, H, N, 8, dtype=torch.float64) for H, N in ((4, 20), (2, 30), (2, 30)))
+    want, _ = attention.forward(q, k, v, causal=True)
+    torch.testing.assert_close(peers.matrix_form(q, k, v, causal=True), want)
+
+
 @pytest.mark.parametrize("heads", [4, 2])
 def test_masks_of_sdpa_are_those_of_the_contract(heads):
     q, k, v = (torch.randn(1, n, 24, 16) for n in (4, heads, heads))
