@@ -112,6 +112,13 @@ def test_the_kill_matrix_on_the_command_line():
     assert result.exit_code == 0 and "no_rescale_of_o" in result.output and "survives every case" not in result.output
 
 
+@pytest.mark.parametrize(
+    "mark, twins, fails", [("killed", "", False), ("survives", "", True), ("killed", ["ab"], True)]
+)
+def test_mutants_fails_where_a_mistake_survives_or_two_cannot_be_told_apart(mark, twins, fails):
+    assert __main__.show_kills("a stage", {"a": {"ragged": mark}, "b": {"ragged": "killed"}}, twins) is fails
+
+
 @without_a_gpu
 def test_bench_without_a_gpu_says_so():
     result = CliRunner().invoke(__main__.app, ["bench"])
