@@ -413,6 +413,46 @@ def test_switches_of_rung_fa2_change_the_time_alone(switch):
     assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
 
 
+@needs_compiler
+@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
+def test_the_last_section_of_rung_hopper_may_have_fewer_heads(monkeypatch):
+    """Five heads in sections of two: the emulation's three multiprocessors would have sections of one head alone."""
+    monkeypatch.setattr(launch, "processors", lambda _: 8)
+    monkeypatch.setattr(launch, "kept", {})
+    q, k, v, dout = random_inputs(1, 5, 1, 330, 330, 96, torch.float16)
+    problem = launch.problem_of(ladder.FORWARD["hopper"], q, k, causal=True)
+    assert launch.heads_of_a_section(problem, True) == 2
+    want = error.expected(q, k, v, dout, causal=True)
+    got = launch.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32))
+    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+
+
+@needs_compiler
+def test_the_last_section_of_rung_fa2_may_have_fewer_heads(tmp_path):
+    """Three heads in sections of two, which otherwise takes 100,000 keys."""
+    row = ladder.FORWARD["fa2"]
+    text, numbers = (launch.HERE / row.file).read_text(), "(8 << 20) / D / Nk"
+    assert text.count(numbers) == 1
+    (tmp_path / row.file).write_text(text.replace(numbers, "2"))
+    q, k, v, dout = random_inputs(1, 3, 1, 150, 150, 32, torch.bfloat16)
+    want = error.expected(q, k, v, dout, causal=True)
+    got = launch.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), causal=True)
+    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+
+
+@needs_compiler
+@pytest.mark.parametrize("Nk", [1, 9])
+@pytest.mark.parametrize("rung, D", [("fa2", 32), *((rung, 64) for rung, *_ in HOPPER_RUNGS)])
+def test_keys_beyond_the_last_one_give_nothing_to_dq(rung, D, Nk):
+    """Their rows are zeros in the tile. But dS = -P * delta of one overflows here, and infinity times 0 is NaN."""
+    q, dout = (torch.full((1, 1, 40, D), x, dtype=torch.float16, device=engine.device) for x in (0, 512))
+    k, v = (torch.full((1, 1, Nk, D), x, dtype=torch.float16, device=engine.device) for x in (1, 64))
+    out, lse = torch.full_like(q, 64), torch.full_like(q[..., 0], math.log(Nk), dtype=torch.float32)
+    dq, dk, dv = launch.backward(dout, q, k, v, out, lse, rung=rung)
+    assert not dq.any() and not dk.any()
+    torch.testing.assert_close(dv, torch.full_like(dv, 40 * 512 / Nk), rtol=1e-3, atol=0)
+
+
 FORWARDS, BACKWARDS = dict(blocks="forward"), dict(threads="reverse", blocks="reverse")
 SCHEDULES = FORWARDS, BACKWARDS, *(dict(threads="random", blocks="random", seed=seed) for seed in (1, 2, 3))
 
