@@ -405,6 +405,21 @@ def test_switches_change_the_time_alone(D, switches):
 
 
 @needs_compiler
+@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
+def test_a_maximum_that_grows_late_lets_no_P_overflow():
+    """LAZY lets P grow to 2^8, and float16 ends at 2^16. Each of the 8 warps has another growth, at the last block."""
+    growth = torch.tensor([7.9, 8.1, 12, 16.5, 20, 30, 60, 100]).repeat_interleave(16)  # in log2
+    scale, D = 4, 96
+    _, _, v, dout = random_inputs(1, 1, 1, 128, 200, D, torch.float16)
+    q = (growth * math.log(2) / (scale * D))[:, None].expand(1, 1, 128, D).to(v)
+    k = torch.zeros_like(v)
+    k[:, :, 0] = 1  # the blocks of keys are visited from the last to the first
+    want = error.expected(q, k, v, dout, causal=True, scale=scale)
+    got = launch.forward(q, k, v, rung="hopper", causal=True, scale=scale, tile=(128, 32))
+    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+
+
+@needs_compiler
 @pytest.mark.parametrize("switch", ["FEW_MASKS", "LONGEST_FIRST", "SECTIONS"])
 def test_switches_of_rung_fa2_change_the_time_alone(switch):
     q, k, v, dout = random_inputs(1, 3, 1, 150, 150, 32, torch.bfloat16)
