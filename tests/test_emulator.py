@@ -388,6 +388,12 @@ def test_every_kernel_in_several_schedules(kernel):
     assert problems(kernel) == ""
 
 
+@pytest.mark.parametrize("kernel", ["bwd_1_fa2", "bwd_3_hopper"])
+def test_dq_in_a_fixed_order_in_several_schedules(kernel):
+    """Of rung hopper with more tiles of queries than a turn has."""
+    assert problems(kernel, deterministic=True) == ""
+
+
 # By kernel: the bug's name, the text that is replaced, the new text, and how the bug is caught: by the words of a
 # report, by WRONG results, or by NOTHING. The emulation cannot find the last kind, because a thread is never
 # interrupted between a read and a write, and sees every write at once (cuda.h). To find these takes a GPU.
