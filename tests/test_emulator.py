@@ -334,7 +334,7 @@ CALLS = {  # kernel: rung, dtype, Nq, Nk, D, tile: several tiles each way, ragge
     "fwd_4_cp_async": ("cp_async", torch.bfloat16, 70, 100, 32, (64, 32)),
     "fwd_5_fa2": ("fa2", torch.bfloat16, 70, 100, 32, (64, 32)),
     "fwd_6_wgmma": ("wgmma", torch.bfloat16, 150, 150, 96, (128, 32)),
-    "fwd_7_roles": ("roles", torch.bfloat16, 150, 150, 96, (128, 32)),
+    "fwd_7_roles": ("roles", torch.bfloat16, 150, 450, 96, (128, 32)),  # Each stage is filled seven times.
     "fwd_8_hopper": ("hopper", torch.bfloat16, 150, 150, 64, (128, 32)),
     "bwd_0_scalar": ("scalar", torch.float32, 37, 43, 8, None),
     "bwd_1_fa2": ("fa2", torch.bfloat16, 70, 100, 32, None),
