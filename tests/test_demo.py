@@ -59,7 +59,8 @@ def test_a_wrong_result_fails_the_stage_and_the_command(name, subject, monkeypat
     others = {number: row | {"verdict": "agrees"} for number in catalogue.STAGES}
     monkeypatch.setattr(compare, "compare", lambda number, *_: (others | {"02": row})[number])
     result = CliRunner().invoke(__main__.app, ["demo"])
-    assert result.exit_code == 1 and result.output.count("FAILS") == 1
+    sizes = 1 if engine.name == "cpu" else 2  # a GPU also runs a larger one
+    assert result.exit_code == 1 and result.output.count("FAILS") == sizes
 
 
 def test_a_wrong_gradient_inside_the_model_fails_too(subject, monkeypatch):

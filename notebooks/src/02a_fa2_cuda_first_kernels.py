@@ -840,8 +840,8 @@ for rung in ("scalar", "warp"):
 # <details><summary>Answer</summary>
 #
 # The last block has five rows. In rung 0 their threads wait at a barrier for company that has returned, in rung 1 at a
-# shuffle. A GPU's barrier waits only for threads that have not returned: there the block goes on without what the
-# returned threads should have loaded, and is wrong. A thread without a row must stay and help.
+# shuffle. A GPU's barrier waits only for threads that have not returned: the block goes on without what the others
+# should have loaded, and is wrong. A thread without a row must stay and help.
 #
 # </details>
 
