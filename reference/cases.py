@@ -61,6 +61,18 @@ def _scores_200(q, k, scale, dtype):
     return q * gain, k * gain
 
 
+def _one_key_each(q, k, scale, dtype):
+    """Each row has a score of 200 for another key, one in D, and else scores around 0: exp overflows float32 at 88.
+
+    For some row it is the last key of a tile, so that a maximum may leave out none.
+    """
+    D, rows, keys = q.shape[-1], torch.arange(q.shape[-2]), torch.arange(k.shape[-2])
+    q, k = 0.3 * q, 0.3 * k
+    q[..., rows, rows % D] += math.sqrt(200 / scale)
+    k[..., keys, keys % D] += math.sqrt(200 / scale)
+    return q, k
+
+
 def _ramp(direction):
     """Scores that rise from -100 to 100 along the keys (direction 1), or fall from 100 to -100 (direction -1)."""
 
@@ -133,6 +145,7 @@ CASES = (
     Case("head_dim_odd", "head_dim that is no power of two", D=0, causal=True, low_precision=True),
     Case("explicit_scale", "a scale other than 1/sqrt(D)", scale=0.3),
     Case("scores_200", "stable at scores of +-200", values=_scores_200, causal=True, low_precision=True),
+    Case("one_key_each", "a score of 200 for another key in each row", values=_one_key_each, causal=True),
     Case("rising", "scores that rise by 200 along the keys", values=_ramp(1), low_precision=True),
     Case("falling", "scores that fall by 200 along the keys", values=_ramp(-1), low_precision=True),
     Case("negative_row", "a row whose scores are all very negative", values=_negative_row),

@@ -94,7 +94,8 @@ def test_what_is_not_claimed_is_left_out():
     )
     assert code == 0
     names = [row["name"] for row in written["cases"]]
-    assert names == ["ragged", "scores_200", "rising", "falling", "negative_row", "common_score", "head_dim_16"]
+    scores = ["scores_200", "one_key_each", "rising", "falling", "negative_row", "common_score"]
+    assert names == ["ragged", *scores, "head_dim_16"]
     assert written["cases"][0]["says"] == "N is a multiple of 32, float32"
     assert set(written["cases"][0]["errors"]) == {"out"}
     assert not any(case.causal for case, _ in anybody.Claims((torch.float32,), (32,), causal=False).cases(gpu=True))
