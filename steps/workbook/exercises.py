@@ -1,5 +1,6 @@
 """The exercises, puzzles, steps and bug hunts: the entries of exercises.toml, and where the reader's answers lie."""
 
+import functools
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,7 +157,12 @@ class Hunt(Task):
 
 def load(text=None):
     """{id: task} in the order of the ids, from exercises.toml or from text in its place."""
-    entries = tomllib.loads(text or (STEPS / "workbook" / "exercises.toml").read_text())
+    return dict(_parsed(text or (STEPS / "workbook" / "exercises.toml").read_text()))
+
+
+@functools.cache  # Reading TOML takes some 10 ms, and a check needs the tasks several times.
+def _parsed(text):
+    entries = tomllib.loads(text)
     kinds = {"exercise": Exercise, "puzzle": Puzzle, "step": Step, "hunt": Hunt}
     tasks = [kind(**entry) for name, kind in kinds.items() for entry in entries.get(name, ())]
     return {task.id: task for task in sorted(tasks, key=_in_order)}
