@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import tempfile
+import zlib
 from pathlib import Path
 
 NAME = "flash-attention-steps"
@@ -46,19 +47,19 @@ def get(parts: tuple, suffix: str, make) -> Path:
     """The file for `parts`. If there is none yet, or only a damaged one, make(path) writes it.
 
     It is written in a folder of its own and then moved, so that no other process sees an incomplete file. Its name
-    ends with a hash of its bytes, which shows whether it has been damaged since. Raises RuntimeError if the disk is
+    ends with a checksum of its bytes, which shows whether it has been damaged since. Raises RuntimeError if the disk is
     full.
     """
-    key = _hash(repr(parts).encode())
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
     for path in folder().glob(f"{key}-*{suffix}"):
-        if path.name == f"{key}-{_hash_of_file(path)}{suffix}":
+        if path.name == f"{key}-{_checksum(path)}{suffix}":
             return path
         path.unlink(missing_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=folder()) as aside:
             made = Path(aside) / (key + suffix)
             make(made)
-            return made.replace(folder() / f"{key}-{_hash_of_file(made)}{suffix}")
+            return made.replace(folder() / f"{key}-{_checksum(made)}{suffix}")
     except (OSError, RuntimeError) as problem:
         # This is in the message of Python as well as in that of a compiler.
         if any(os.strerror(number) in str(problem) for number in (errno.ENOSPC, errno.EDQUOT)):
@@ -68,12 +69,9 @@ def get(parts: tuple, suffix: str, make) -> Path:
         raise
 
 
-def _hash(bytes):
-    return hashlib.sha256(bytes).hexdigest()[:24]
-
-
-def _hash_of_file(path):
+def _checksum(path):
+    """A CRC. The compiled headers have 30 MB and are read for every kernel: a hash of them would take twice as long."""
     try:
-        return _hash(path.read_bytes())
+        return f"{zlib.crc32(path.read_bytes()):08x}"
     except OSError:  # Another process has just deleted it.
         return None
