@@ -35,7 +35,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from reference import error
-from steps.bench import cost, fingerprint, plots, rows, sustained, timeline
+from steps.bench import cost, fingerprint, left_out, plots, rows, sustained, timeline
 from steps.bench.plots import COLOURS, GREYS, INK
 from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 from steps.workbook import Blank, check, edited, exercises, picture, show
@@ -526,8 +526,7 @@ for name, change in mistakes.items():
 # <details><summary>Answer</summary>
 #
 # By the ratio of the roofs. At D = 128 that is what was measured; at D = 64 less was measured. And both stay far below
-# their roofs: a step of `bwd_2` takes many more clocks than its products. Its exponentials explain less than half of
-# the difference. The course has not measured the rest.
+# their roofs: a step of `bwd_2` takes many more clocks than its products.
 #
 # </details>
 
@@ -557,6 +556,27 @@ for D, (Br, Bc) in TILES.items():
         print(f"    a step took {took:.0f} clocks of the datasheet's,",
               f"{took - clocks:.0f} more than its products;",
               f"exponentials need {Br * Bc // 16}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# `steps/bench/left_out.py` times `bwd_3` without some of its parts. Which cost most?
+
+# %% slideshow={"slide_type": "fragment"}
+parts = left_out.read()
+product = [row["tflops"] for row in fresh
+           if row["peer"] == rows.MATMUL and row["gpu"] == parts.get("gpu")]
+for point in left_out.POINTS if parts else ():
+    took = {t["without"]: t["ms_median"] for t in parts["times"] if t["D"] == point.D}
+    for name, ms in took.items():
+        speed = point.flops("bwd") / ms / 1e9
+        print(f"D = {point.D:3}, {f'without {name}' if name else 'the whole kernel':24}",
+              f"{ms:.2f} ms, {ms / took[None] - 1:+6.1%}; {speed:.0f} TFLOP/s")
+if product:
+    print(f"{parts['gpu']}; a matrix product:",
+          f"{sorted(product)[len(product) // 2]:.0f} TFLOP/s")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# At D = 128 the exponentials cost nothing, since dPᵀ is computed meanwhile; additions to dq cost most. Without all four
+# the kernel is nearly as fast as a matrix product.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Beside FlashAttention-4
@@ -734,9 +754,8 @@ for degree in range(1, 6):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What a launch costs
 #
-# The host does not wait for a kernel that it has launched. As long as a launch takes the host less time than the kernel
-# runs, the GPU is never idle. `launch.forward` allocates out and lse, finds its plan for inputs of this layout and
-# calls the driver; `forward` checks its arguments first. *Elsewhere*: every call has its tensors at other addresses, so
+# As long as a launch takes the host less time than the kernel runs, the GPU is never idle. `launch.forward` allocates
+# out and lse, finds its plan for inputs of this layout and calls the driver; `forward` checks its arguments first. *Elsewhere*: every call has its tensors at other addresses, so
 # that three tensor maps change. Printed: the lowest of 50 rounds.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -798,7 +817,6 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 # - dS alone is exchanged, through shared memory, at one barrier a step. dQ_i is divided between the warpgroups.
 # - Tensor cores and shared memory need nearly equal time, so that every wait costs both. An operand kept in registers
 #   saves bytes.
-# - Compare kernels within one run.
 #
 # **Ask yourself**
 #
@@ -816,7 +834,7 @@ draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 #
 # 1. **A producer warp**, with barriers of its own for Q_i with lse and for dO_i with delta. Without K_j in registers: no faster
 #    at D = 128, slower at D = 64. With it registers run out.
-# 2. **A warp that sends dQ_i**, so that no consumer waits for the additions. Not tried.
+# 2. **A warp that sends dQ_i**. Not tried; part 7 shows what the additions cost.
 # 3. **80 queries a tile, and dQ_iᵀ instead of dQ_i**: wider products read less (counted below). Faster only at N = 16384, and
 #    without K_j in registers, for which no room is left.
 # 4. **lse and delta read before Sᵀ is there**: slower.
@@ -879,7 +897,7 @@ for Br, what in ((64, "64 queries, dQ"), (80, "80 queries, dQ^T")):
 #
 # - ★ (15 minutes) `step_of` for a tile of 128 queries at D = 128: what would it read, and why does it not fit?
 # - ★★ (1 hour) Count `bwd_1` with `products`-like arithmetic: how many bytes does `ldmatrix` fetch for each product?
-# - ★★★ (a weekend) Number 2 of the list, in the emulation first: a ninth warp, two named barriers a warpgroup.
+# - ★★★ (a weekend) Number 2 of the list, in the emulation first.
 #
 # **Read:** `papers/flash_attention_3.md`, `papers/flash_attention_4.md`; the PTX ISA on `wgmma`, `ld.acquire` and `red.release`.
 #
