@@ -483,3 +483,15 @@ def test_planted_bugs(kernel, before, after, caught, options, tmp_path, monkeypa
     monkeypatch.setattr(launch, "HERE", tmp_path)
     monkeypatch.setattr(launch, "kept", {})
     assert re.search(caught, problems(kernel, **options)) if caught else problems(kernel, **options) == ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts the pieces of memory as Linux lists them")
+def test_a_launch_leaves_no_stacks_behind(run):
+    """Each has a page that divides the memory, and those of 130 kernels of 256 threads are all that Linux allows."""
+
+    def pieces():
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    before = pieces()
+    run("mirror", torch.rand(256), torch.zeros(256), block=256, shared_bytes=1024, ALONE=1)  # a library of its own
+    assert pieces() < before + 100

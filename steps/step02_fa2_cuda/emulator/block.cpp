@@ -32,7 +32,6 @@ std::string error;
 std::vector<char> shared_memory;
 
 static std::vector<std::list<WarpMeeting>> warp_meetings;  // by warp, one for each mask in use
-static Stacks stacks;
 static void (*kernel_call)();
 static int (*interrupted)();
 
@@ -133,8 +132,8 @@ static void put_in_order(std::vector<unsigned>& numbers, unsigned n, Order order
   for (unsigned i = n; i > 1; i--) std::swap(numbers[i - 1], numbers[random_order.below(i)]);
 }
 
-// Runs the block block_index to its end; leaves `error` behind if it fails.
-static void run_block(Order order) {
+// Runs the block block_index to its end on these stacks; leaves `error` behind if it fails.
+static void run_block(Order order, Stacks& stacks) {
   int n = int(block_size.x * block_size.y * block_size.z);
   threads.resize(n);
   block_meeting.arrived = 0;
@@ -190,7 +189,8 @@ const char* run(const Launch& l, void (*call)()) {
   clear_conflicts();
   random_order.state = (l.seed + 1) * 0x9e3779b97f4a7c15ull;  // any state but 0 will do
   error.clear();
-  if (!stacks.provide(int(l.block[0] * l.block[1] * l.block[2])))
+  Stacks stacks(int(l.block[0] * l.block[1] * l.block[2]));
+  if (!stacks.memory)
     return "no memory for the stacks of a block's threads";
 
   std::vector<unsigned> blocks;
@@ -198,7 +198,7 @@ const char* run(const Launch& l, void (*call)()) {
   for (unsigned b : blocks) {
     block_index = {b % l.grid[0], b / l.grid[0] % l.grid[1], b / l.grid[0] / l.grid[1]};
     shared_memory.assign(l.shared_bytes, char(0xff));
-    run_block(Order(l.thread_order));
+    run_block(Order(l.thread_order), stacks);
     if (!error.empty()) return error.c_str();
   }
   return nullptr;

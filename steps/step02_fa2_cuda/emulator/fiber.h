@@ -49,9 +49,10 @@ struct Fiber {
 
 #endif
 
-// The stacks of the fibers of a block, made once and used again for every block. Below each stack lies a page
-// that must not be accessed, so that a kernel with too many local variables stops at once instead of
-// overwriting the next stack.
+// The stacks of the fibers of a block, made once for a launch and used again for every block. Below each
+// stack lies a page that must not be accessed, so that a kernel with too many local variables stops at once
+// instead of overwriting the next stack. They do not outlive the launch, because every such page divides the
+// memory further, Linux lets a process have 65,530 pieces, and a compiled kernel stays loaded.
 struct Stacks {
   static constexpr size_t SIZE = 128 << 10;
   static constexpr size_t GUARD = 64 << 10;  // a page may have up to 64 KB
@@ -59,14 +60,14 @@ struct Stacks {
   int count = 0;
 
   char* stack(int n) { return memory + n * (GUARD + SIZE) + GUARD; }
-  bool provide(int n) {
-    if (n <= count) return true;
-    if (memory) munmap(memory, count * (GUARD + SIZE));
+  explicit Stacks(int n) {
     void* all = mmap(nullptr, n * (GUARD + SIZE), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     memory = all == MAP_FAILED ? nullptr : static_cast<char*>(all);
     count = memory ? n : 0;
     for (int i = 0; i < count; i++) mprotect(stack(i) - GUARD, GUARD, PROT_NONE);
-    return memory;
+  }
+  ~Stacks() {
+    if (memory) munmap(memory, count * (GUARD + SIZE));
   }
 };
 
