@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Performs asynchronous work when the schedule says so: see asynchronous.h.
+#include <string>
 
 namespace emulator {
 

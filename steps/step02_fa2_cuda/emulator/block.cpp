@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include <list>
+#include <string>
 
 #if defined(__x86_64__) && defined(__ELF__)
 asm(R"(

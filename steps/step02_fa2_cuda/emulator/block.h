@@ -8,7 +8,7 @@
 //   meet(meeting, ...)              until all partners have come, the last of whom does the work for all; for
 //                                   barriers and shuffles
 #pragma once
-#include <string>
+#include <iosfwd>  // It declares std::string. Parts of <string> would be compiled again with every kernel.
 #include <vector>
 
 #include "fiber.h"

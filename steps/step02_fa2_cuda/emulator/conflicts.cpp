@@ -4,6 +4,7 @@
 // same line of the kernel's text for the n-th time form one access. An access of 8 bytes a lane is served by
 // half warps, one of 16 bytes by quarter warps.
 #include <list>
+#include <string>
 
 namespace emulator {
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Barriers and the copy engine: see hopper.h.
+#include <string>
 
 namespace emulator {
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The tensor cores: see wgmma.h.
 #include <list>
+#include <string>
 
 namespace emulator {
 

@@ -6,6 +6,7 @@
 // block writes to the element without one. Integers are excepted: the last block may set a counter back. The
 // same comparison finds results that come from shared memory that nobody has written. The atomic additions
 // to arguments are counted.
+#include <string>
 
 namespace emulator {
 
