@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -724,6 +725,11 @@ def test_what_large_scores_cost_is_measured_with_a_kernel_that_is_wrong_for_them
         torch.testing.assert_close(found, expected)
 
 
+def test_flash_attention_4_is_beside_whatever_a_table_shows_in_16_bits():
+    for name in ("fast", "bwd", "triton", "compilers"):
+        assert all("fa4" in part.peers for part in plans.PLANS[name] if "bf16" in part.dtypes), name
+
+
 def test_a_backward_that_adds_in_order_is_another_kernel():
     backwards = [part for part in plans.PLANS["switches"] if part.passes == ("bwd",)]
     any_order, ordered = (c for part in backwards for c in part.candidates())
@@ -1314,6 +1320,17 @@ def test_the_ladders_peers_are_those_of_the_run_with_most_rungs():
         assert plots.ladder_numbers(found)["fwd"]["peers"] == {"sdpa-flash": 340.0}
 
 
+@pytest.mark.parametrize("stage", report.PICTURES)
+def test_the_ladders_legend_hides_no_line(stage):
+    figure = plots.ladder(fingerprint.fresh(rows.read()), stage)
+    figure.canvas.draw()
+    for ax in figure.axes[:2]:
+        names = [text.get_text().rsplit(" ", 1)[0] for text in ax.get_legend().get_texts()]
+        assert names == ["FlashAttention-2", "cuDNN", "FlashAttention-4"]
+        highest = max(line.get_ydata()[0] for line in ax.lines)
+        assert ax.get_legend().get_window_extent().y0 > ax.transData.transform((0, highest))[1]
+
+
 def test_another_stage_has_a_ladder_of_its_own():
     both = [*ladder_rows(), *(one | {"run": "r3"} for one in ladder_rows())]
     for one in both[5:]:
@@ -1855,7 +1872,12 @@ def test_the_outcomes_are_written_and_decide_the_exit_code(tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="needs a GPU"):
         gpu_check.main(out=tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert exit_code(gpu_check.main, out=tmp_path) == 0
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts in the background
+    try:
+        assert exit_code(gpu_check.main, out=tmp_path) == 0
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
     status["racecheck"] = "timeout"
     assert exit_code(gpu_check.main, out=tmp_path, only="racecheck 03_triton/flash") == 1
     written = rows.read_record("checks", "CPU", tmp_path)

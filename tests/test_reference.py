@@ -187,6 +187,11 @@ def test_every_case_is_what_it_says(case):
     S = attention.scores(x.q, x.k, scale=x.scale)
     if case.name in ("scores_200", "rising", "falling"):
         assert S.abs().max() > 95
+    if case.name == "one_key_each":
+        rows, D = torch.arange(Nq), x.q.shape[-1]
+        assert (S[..., rows, rows % D] > 180).all()
+        assert (S.where(torch.arange(Nk) % D != (rows % D)[:, None], 0) < 180 - 88).all(), "exp overflows without it"
+        assert (rows % D == Bc - 1).any(), "of some row it is the last key of a tile"
     if case.name == "large_scores":
         assert 1e9 < S.abs().max() < 1e12 and (S.amax(-1) < 0).any()
         gaps = S.sort().values.diff()  # from one key of a row to the next

@@ -3,10 +3,12 @@
 And steps/bench/left_out.py leaves out what it says, and nothing else.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from steps.bench import left_out, timeline
+from steps.bench import fingerprint, left_out, rows, timeline, timing
 from steps.bench.grid import Point
 from steps.step02_fa2_cuda import emulator, launch, nvrtc
 
@@ -80,3 +82,40 @@ def test_leaving_a_part_out_costs_no_spills(tmp_path, D, Br):
     for without in left_out.PARTS:
         compiled = nvrtc.compile(left_out.written(tmp_path, without), macros, "sm_90a")
         assert compiled.usage["attention_backward"].spills == 0
+
+
+def test_what_was_recorded_is_of_the_kernel_as_it_is_and_of_an_h200_rather_than_an_h100(tmp_path, monkeypatch):
+    sizes = {(point.B, point.H, point.N, point.D) for point in left_out.POINTS}
+    times = left_out.read()["times"]
+    assert {tuple(time[name] for name in "BHND") for time in times} == sizes
+    assert [time["without"] for time in times] == [None, *left_out.PARTS] * len(sizes)
+    record = {"source": fingerprint.code_hash("02_fa2_cuda", left_out.KERNEL)}
+    for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        rows.write_record("left_out", record | {"gpu": gpu}, tmp_path)
+        assert left_out.read(tmp_path)["gpu"] == gpu
+    rows.write_record("left_out", {"source": "of another kernel", "gpu": "NVIDIA H200"}, tmp_path)
+    assert left_out.read(tmp_path)["gpu"] == "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(left_out, "KERNEL", "bwd_2_wgmma")
+    assert left_out.read(tmp_path) == {}
+
+
+def test_every_part_is_timed_in_one_run_and_recorded(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="needs a GPU of Hopper's kind"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        left_out.main(out=tmp_path)
+    machine = rows.provenance("cpu", commit="c") | {"gpu": "NVIDIA H200"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(rows, "provenance", lambda **_: machine)
+    monkeypatch.setattr(left_out, "tensors_at", lambda point, device: point.D)
+    monkeypatch.setattr(left_out, "call_of", lambda file, D: (D, file.read_text()))
+    whole = (launch.HERE / f"{left_out.KERNEL}.cu").read_text()
+
+    def interleaved(calls, device):
+        assert device == "cuda" and list(calls) == [None, *left_out.PARTS]
+        assert [text == whole for _, text in calls.values()] == [name is None for name in calls]
+        return {name: SimpleNamespace(ms_median=D) for name, (D, _) in calls.items()}
+
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    left_out.main(out=tmp_path)
+    assert [time["ms_median"] for time in left_out.read(tmp_path)["times"]] == [128] * 6 + [64] * 6

@@ -303,8 +303,8 @@ def main(
     """The proof that the course is right on this GPU. Exit code 0 if all outcomes are passed, clean or listed."""
     if not torch.cuda.is_available():
         raise SystemExit("gpu-check needs a GPU, and torch sees none here.")
-    # A shell lets what it starts in the background ignore SIGINT, and so would pytest, which then tells nothing when a
-    # limit ends it.
+    # A program that a shell starts in the background ignores SIGINT, and its children inherit that. Then pytest would
+    # not be interrupted at a time limit, and would not tell what had failed until then.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     origin = {**rows.provenance(commit=commit), "python": sys.version.split()[0], "sources": kernel_hashes()}
     old = rows.read_record("checks", origin["gpu"], out) or rows.read_record("checks", origin["gpu"])

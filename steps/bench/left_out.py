@@ -1,8 +1,9 @@
 """`python -m steps.bench.left_out`: the time of Hopper's backward without some of its parts, as a file to commit.
 
-For notebook 02e. Without a part the kernel computes nonsense, but the rest of its text stays. What it saves is what the
-part costs beyond what runs beside it anyway. The kernel of dk, dv and dq is timed alone, without those that prepare
-delta and round dq. On one GPU of Hopper's kind this takes half a minute.
+For notebook 02e. Without a part the kernel computes nonsense, but the rest of its text stays. A part that runs beside
+the products of the tensor cores costs nothing, and then the kernel is no faster without it. The kernel of dk, dv and dq
+is timed alone, without those that prepare delta and round dq. On one GPU of Hopper's kind this takes half a minute.
+timeline.py does the same with parts of the forward.
 """
 
 import tempfile

@@ -24,7 +24,8 @@
 // with grid B * parts * ceil(Nk / Bc), block 256, 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br + 24
 // bytes of dynamic shared memory.
 // Spill budget: 0 bytes.
-// Bottleneck: both warpgroups compute exponentials at the same time, and the tensor cores wait for them.
+// Bottleneck: shared memory. S^T, dP^T and dQ_i read both operands from it (rung 3). And the tensor cores
+// wait while both warpgroups compute dS^T at the same time.
 #include "ptx.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;

@@ -23,7 +23,8 @@
 // Spill budget: 0 bytes.
 // Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; additions by the
 // copy engine. A producer with a warp of its own would need too many registers.
-// Bottleneck: the tensor cores wait while dS^T is computed, because both warpgroups do that at the same time.
+// Bottleneck, by leaving parts out (steps/bench/left_out.py): at D = 128 above all the additions to dq; at
+// D = 64 P^T and dS^T, because both warpgroups compute them at the same time.
 #include "ptx.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;

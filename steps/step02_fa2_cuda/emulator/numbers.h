@@ -1,14 +1,9 @@
 // SPDX-License-Identifier: MIT
 // bf16, fp16 and the small vectors of CUDA. Conversions round to nearest, ties to even, and NaN stays NaN.
 #pragma once
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
-
-#include <type_traits>
-// Tells libstdc++ to leave the Bessel functions and their like out of <math.h>. They are templates, parts of
-// which would be compiled again with every kernel.
-#undef _GLIBCXX_USE_STD_SPEC_FUNCS
-#include <math.h>
 
 struct bf16 {
   uint16_t bits;
