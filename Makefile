@@ -12,22 +12,30 @@ JOBS ?= 2
 ifeq ($(CONDA_DEFAULT_ENV),base)
   CONDA_PREFIX :=
 endif
-ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
+# A path may contain a space or a quote: `value` reads it as it is, and $(call quote,...) hands it to the shell.
+quote = '$(subst ','\'',$(1))'
+INTERPRETER := $(call quote,$(value PYTHON))
+ACTIVE := $(or $(value VIRTUAL_ENV),$(value CONDA_PREFIX))
 
 ifeq ($(ENV),none)
   STEPS_ENV := none
-  PY := $(PYTHON)
+  PY := $(INTERPRETER)
   ENDING := $(PYTHON) was used as it is: nothing was installed.
-else ifneq ($(filter-out $(CURDIR)/.venv,$(ACTIVE)),)
+else ifneq ($(and $(ACTIVE),$(subst :$(CURDIR)/.venv:,,:$(ACTIVE):)),)
   STEPS_ENV := active
-  PY := $(ACTIVE)/bin/python
-  STAMP := $(ACTIVE)/.flash-attention-course
+  PY := $(call quote,$(ACTIVE)/bin/python)
+  STAMP := $(call quote,$(ACTIVE)/.flash-attention-course)
   ENDING := The active environment was used: $(ACTIVE)
 else
   STEPS_ENV := venv
   PY := .venv/bin/python
   STAMP := .venv/.flash-attention-course
   ENDING := To work in this environment yourself: source .venv/bin/activate
+endif
+# setuptools would take what follows a dollar for the name of a variable.
+ifneq ($(STEPS_ENV),none)
+  $(if $(findstring $$,$(CURDIR)$(ACTIVE)),$(error The course cannot be installed in a path with a dollar: \
+    $(or $(ACTIVE),$(CURDIR)). Move the folder, or run make ENV=none with packages that you installed))
 endif
 # Tells tests/test_environment.py whether the installed versions have to be the pins.
 export STEPS_ENV
@@ -43,23 +51,23 @@ need_python = $(if $(shell $(1) -c 'import sys; (3, 11) <= sys.version_info[:2] 
   $(error $(or $(shell $(1) --version 2>/dev/null),No $(1)): the course needs Python 3.11, 3.12 or 3.13. \
   Install the packages python3.12 and python3.12-venv, say, then: make PYTHON=python3.12))
 # An environment knows which clone was set up in it last. If that clone is still there, it would no longer work there.
-OTHER_CLONE = $(shell owner=$$(cat '$(STAMP)' 2>/dev/null); \
-  [ "$$owner" != '$(CURDIR)' ] && [ -e "$$owner/Makefile" ] && echo "$$owner")
+OTHER_CLONE = $(shell owner=$$(cat $(STAMP) 2>/dev/null); \
+  [ "$$owner" != $(call quote,$(CURDIR)) ] && [ -e "$$owner/Makefile" ] && echo "$$owner")
 need_own = $(if $(filter active,$(ENV)),,$(if $(OTHER_CLONE),\
   $(error The active environment $(ACTIVE) belongs to the clone in $(OTHER_CLONE). \
   Leave it with deactivate, and make sets up another. To change it over to this clone: make ENV=active $(MAKECMDGOALS))))
 need_venv = $(if $(shell $(1) -c 'import ensurepip, venv; print(1)' 2>/dev/null),,\
-  $(error $(1) cannot make virtual environments. Install the package $(notdir $(1))-venv))
+  $(error $(1) cannot make virtual environments. Install the package $(notdir $(PYTHON))-venv))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lab notebooks slides lint report gpu-check clean setup force
+.PHONY: help demo test test-all lab notebooks slides lint report gpu-check clean setup install force
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=python3.12] [ENV=none|active]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
 
 # $(call run,COMMAND): ends by naming the environment, also when the command fails or is stopped with Ctrl-C.
-run = @trap : INT; $(1); status=$$?; echo; echo '$(ENDING)'; exit $$status
+run = @trap : INT; $(1); status=$$?; echo; echo $(call quote,$(ENDING)); exit $$status
 
 demo: setup ## every stage on real input, compared with the float64 reference
 	$(call run,$(PY) -m steps demo $(ARGS))
@@ -128,28 +136,19 @@ clean: ## remove .venv, the slides and the caches; my/ stays
 	rm -rf .venv build slides *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-setup: $(STAMP)
+# The stamp says which clone was set up in the environment. Its path is no target, as make takes no path with a space.
+UP_TO_DATE = $(shell [ "$$(cat $(STAMP) 2>/dev/null)" = $(call quote,$(CURDIR)) ] && \
+  [ $(STAMP) -nt requirements.txt ] && [ $(STAMP) -nt pyproject.toml ] && echo yes)
+NEEDED := $(if $(STAMP),$(if $(UP_TO_DATE),,install))
+
+setup: $(NEEDED)
 	@command -v g++ >/dev/null || echo 'g++ not found: without a GPU stage 02 is skipped. Install the package g++ to run it.'
-
-ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
-$(STAMP): force
-endif
-
-.venv/.flash-attention-course: requirements.txt pyproject.toml
-	$(call need_python,$(PYTHON))
-	$(call need_venv,$(PYTHON))
-	$(PYTHON) -m venv .venv
-	$(info Installing the packages of requirements.txt into .venv. This takes some minutes, and pip is quiet.)
-	@$(PIP_INSTALL) --upgrade pip
-	@$(PIP_INSTALL) -r requirements.txt
-	@$(INSTALL_COURSE)
-	@echo '$(CURDIR)' > $@
 
 ifeq ($(STEPS_ENV),active)
 # A torch without CUDA that is already there stays, whatever its version: it was chosen, and the CUDA build is large.
 # An older torch need not have brought setuptools.
 CPU_TORCH := $(PY) -c 'import torch; assert torch.version.cuda is None' 2>/dev/null
-$(STAMP): requirements.txt pyproject.toml
+install:
 	$(call need_own)
 	$(call need_python,$(PY))
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
@@ -157,5 +156,15 @@ $(STAMP): requirements.txt pyproject.toml
 	@if $(CPU_TORCH); then grep -v '^torch==' requirements.txt; else cat requirements.txt; fi | \
 	  $(PIP_INSTALL) 'setuptools>=77' -r /dev/stdin
 	@$(INSTALL_COURSE)
-	@echo '$(CURDIR)' > $@
+	@echo $(call quote,$(CURDIR)) > $(STAMP)
+else
+install:
+	$(call need_python,$(INTERPRETER))
+	$(call need_venv,$(INTERPRETER))
+	$(INTERPRETER) -m venv .venv
+	$(info Installing the packages of requirements.txt into .venv. This takes some minutes, and pip is quiet.)
+	@$(PIP_INSTALL) --upgrade pip
+	@$(PIP_INSTALL) -r requirements.txt
+	@$(INSTALL_COURSE)
+	@echo $(call quote,$(CURDIR)) > $(STAMP)
 endif

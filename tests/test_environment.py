@@ -120,8 +120,8 @@ def test_course_is_installed_editable():
 class Course:
     """The files that set-up reads, in a folder of their own, and a PATH whose python3 is a stand-in."""
 
-    def __init__(self, folder):
-        self.folder = folder / "course"
+    def __init__(self, folder, name="course"):
+        self.folder = folder / name
         self.bin = folder / "bin"
         self.log = folder / "log"
         self.folder.mkdir()
@@ -240,6 +240,41 @@ def test_an_environment_of_another_clone_is_named_before_it_is_changed(course, t
     assert stamp.read_text() == f"{course.folder}\n"
     stamp.write_text(f"{tmp_path / 'removed'}\n")  # A clone that is gone needs it no longer.
     assert "--editable .\n" in course.make("lint", **environment)[1]
+
+
+ODD = ["two words", "O'Brien", "50%, #1 (old) & new"]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_any_path_of_the_clone_and_of_the_environment(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    course = Course(folder, name)
+    course.python(course.bin / "python3")
+    for environment in ({}, {"VIRTUAL_ENV": str(folder / name)}):
+        course.python(folder / name / "bin/python")
+        done, log = course.make("demo", **environment)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "--editable .\n" in log
+        assert course.make("demo", **environment)[1] == "-m steps demo\n", "set up a second time"
+        stamp = Path(environment.get("VIRTUAL_ENV", course.folder / ".venv"), ".flash-attention-course")
+        assert stamp.read_text() == f"{course.folder}\n"
+    # The environment that make made, when the reader has activated it.
+    assert course.make("demo", VIRTUAL_ENV=str(course.folder / ".venv"))[1] == "-m steps demo\n"
+    _, log = course.make("demo", f"PYTHON={folder / name / 'bin/python'}", "ENV=none")
+    assert log == "-m steps demo\n"
+
+
+def test_a_path_with_a_dollar_is_refused_before_anything_is_installed(tmp_path):
+    course = Course(tmp_path, "a$HOME$b")
+    course.python(course.bin / "python3")
+    done, log = course.make("demo")
+    assert done.returncode != 0 and log == ""
+    assert len(done.stderr.splitlines()) == 1 and f"a dollar: {course.folder}" in done.stderr
+    assert course.make("demo", "ENV=none")[1] == "-m steps demo\n"
+    course.folder = course.folder.rename(tmp_path / "course")
+    done, log = course.make("demo", VIRTUAL_ENV="/home/$x")
+    assert log == "" and "a dollar: /home/$x" in done.stderr
 
 
 def test_set_up_is_quiet(course):
