@@ -42,8 +42,8 @@ PAIRS = (
 ALIKE = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 # What k has in common with v, and q with dout. To ask the other one for it would change nothing.
 IN_COMMON = {"shape", "dtype", "device", "zeros_like", "empty_like"}
-# Arguments without which a call still runs: it takes a default, or another place.
-OPTIONAL = {"dtype", "device", "dir", "memory_format", "generator", "seed", "causal", "scale", "tile", "deterministic"}
+# Arguments without which a call still runs, with a default or in another place; not `device`, which takes a GPU to see.
+OPTIONAL = {"dtype", "dir", "memory_format", "generator", "seed", "causal", "scale", "tile", "deterministic"}
 LOWEST = "-3.4e38"  # with it in the place of -inf, a row that sees no key is no longer told from others
 # Files and folders in which tests without a GPU see no change (Gluon is only compiled), or that are no code of a stage.
 NOT_RUN_HERE = {"__init__.py", "ptx.cuh", "fwd_3_gluon.py", "demo.py", "broken", "emulator"}

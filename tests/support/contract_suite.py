@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 import pickle
+import re
 import sys
 import threading
 import warnings
@@ -183,7 +184,7 @@ class Contract:
     def test_one_tensor_lies_in_memory_unlike_the_others(self, every_rung):
         """The kernels themselves get it, as whoever copies their files out calls them."""
         forward, backward = self.kernels(every_rung)
-        q, k, v = (x[:1, :1].repeat(1, 2, 1, 1) for x in self.example(N=9, rung=every_rung))
+        q, k, v = (x[:1, :1].repeat(1, 2, 1, 1) for x in self.example(N=5, rung=every_rung))
         saved = forward(q, k, v, causal=True)
         grads = backward(q, q, k, v, *saved, causal=True)
         inputs = {"dout": q, "q": q, "k": k, "v": v} | dict(zip(("out", "lse"), saved, strict=True))
@@ -202,7 +203,7 @@ class Contract:
     def test_an_lse_that_is_off_by_the_last_bit(self, every_rung):
         """As of another kernel that sums in another order."""
         forward, backward = self.kernels(every_rung)
-        q, k, v = (x[:1] for x in self.example(N=9, rung=every_rung))
+        q, k, v = (x[:1] for x in self.example(N=5, rung=every_rung))
         out, lse = forward(q, k, v)
         grads = backward(q, q, k, v, out, lse)
         for end in (-math.inf, math.inf):
@@ -456,6 +457,14 @@ class Contract:
         tile = one_rung.limits(self.stage, rung)["tiles"][0]
         out, _ = self.stage.forward(q, k, v, tile=np.array(tile), rung=rung)
         assert torch.equal(out, self.stage.forward(q, k, v, tile=tile, rung=rung)[0])
+
+    def test_a_tile_for_a_rung_without_tiles(self, every_rung):
+        forward, _ = self.kernels(every_rung)
+        if "tile" in inspect.signature(forward).parameters:
+            pytest.skip("the rung has tiles")
+        tile = self.stage.SUPPORTS["tiles"][0]
+        with pytest.raises(ValueError, match=rf"has no tiles; got tile={re.escape(str(tile))}\. Leave it out"):
+            self.stage.forward(*self.example(N=5, rung=every_rung), tile=tile, rung=every_rung)
 
     @pytest.mark.parametrize("name", ["forward", "backward", "attention"])
     def test_a_call_without_options_is_the_plain_one(self, name):
