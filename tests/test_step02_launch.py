@@ -129,8 +129,8 @@ def test_what_a_launch_depends_on_makes_another_plan(rung, launched):
 def test_what_a_backward_depends_on_makes_another_plan(rung, launched):
     q, k, v, dout = inputs()
     usual = dict(dout=dout, q=q, k=k, v=v, out=q, lse=torch.zeros(1, 4, 40))
-    strided = torch.zeros(1, 40, 4, 64).bfloat16().transpose(1, 2)
-    changes = [{}, *({name: strided} for name in ("dout", "q", "out")), {"dout": unaligned(q.shape)}]
+    strided = {name: torch.zeros(x.transpose(1, 2).shape).to(x.dtype).transpose(1, 2) for name, x in usual.items()}
+    changes = [{}, *({name: x} for name, x in strided.items()), {"dout": unaligned(q.shape)}]
     changes += [dict(causal=True), dict(scale=2.0), dict(backward_tile=(64, 64)), dict(deterministic=True)]
     for n, change in enumerate(changes, 1):
         for _ in range(2):
@@ -416,6 +416,17 @@ def test_a_rung_of_a_backward_may_be_a_row(monkeypatch):
     for rung in ("fa2", ladder.FORWARD["fa2"]):
         grads = launch.backward(dout, q, k, v, q, torch.zeros(1, 4, 40, device=q.device), rung=rung)
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("rung, dtype, tile", [("scalar", torch.float32, (8, 16)), ("fa2", torch.bfloat16, (64, 64))])
+def test_the_forward_s_tile_is_for_scalar_s_backward_alone(rung, dtype, tile, monkeypatch):
+    monkeypatch.setattr(launch, "bind", lambda works, tensors: [])
+    monkeypatch.setattr(launch, "kept", {})
+    q, k, v, dout = (x.to(engine.device, dtype) for x in inputs())
+    launch.backward(dout, q, k, v, q, torch.zeros(1, 4, 40, device=q.device), rung=rung, tile=tile)
+    (plan,) = launch.kept.values()
+    own = ladder.BACKWARD[rung].tile(64, launch.shared_memory(q.device))
+    assert (plan.problem.Br, plan.problem.Bc) == (tile if rung == "scalar" else own) and own != tile
 
 
 def test_the_parts_of_a_backward_refuse_other_queries(monkeypatch):
