@@ -25,6 +25,18 @@ _HAS = {
     torch.bfloat16: "steps.step03_triton",
 }
 FLOAT32 = torch.finfo(torch.float32)
+# {option: the stage that has it}, without those that every stage has.
+STAGE_WITH = {
+    **dict.fromkeys(
+        ("window", "softcap", "mask", "alibi_slopes", "dropout_p", "seed", "first_query", "first_key", "cu_seqlens_q",
+         "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "lengths_k", "check", "mask_gradient"),
+        "step03_triton",
+    ),
+    **dict.fromkeys(("layout", "group", "block", "S", "transport"), "step04_ring"),
+    "cu_seqlens": 'step04_ring.strategies.attention (with strategy="query_parallel")',
+}  # fmt: skip
+# {an option of torch's attention or of flash_attn: its name here}
+OTHER_NAMES = {"is_causal": "causal", "attn_mask": "mask", "softmax_scale": "scale", "window_size": "window"}
 
 
 def entry_points(kernels, supports):
@@ -38,15 +50,18 @@ def entry_points(kernels, supports):
     """
     whole = {rung: limits(supports, rung) for rung in kernels}  # To merge them at each call takes a microsecond.
 
-    def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None):
+    def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None, **lacking):
         """Attention and its log-sum-exp: (out, lse).
 
         q (B, H, Nq, D), k and v (B, Hk, Nk, D); fewer leading dimensions are accepted. out like q; lse (B, H, Nq)
         float32 (float64 for float64 input), the natural logarithm of the sum of exp of the scaled scores. causal: a
         query sees the keys up to its own position, aligned at the bottom right; a query that sees none gets out 0 and
         lse -inf. scale: 1/sqrt(D) by default. tile: (Br, Bc) out of SUPPORTS["tiles"]. rung: a kernel out of
-        SUPPORTS["rungs"]. Raises TypeError, ValueError or NotImplementedError before anything is computed.
+        SUPPORTS["rungs"]. lacking: options of other stages and libraries, which are refused by the name of who has
+        them. Raises TypeError, ValueError or NotImplementedError before anything is computed.
         """
+        if lacking:
+            refuse(supports["stage"], "forward", lacking)
         if torch.compiler.is_compiling():
             with torch.no_grad():
                 return forward_operator(q, k, v, causal, scale, tile, rung)
@@ -57,12 +72,17 @@ def entry_points(kernels, supports):
         out, lse = run(kernel, *map(as_4d, (q, k, v)), causal=causal, scale=scale, **options)
         return (out, lse) if q.ndim == 4 else (out.reshape(q.shape), lse.reshape(q.shape[:-1]))
 
-    def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, rung=None, deterministic=False):
+    def backward(
+        dout, q, k, v, out, lse, *,
+        causal=False, scale=None, tile=None, rung=None, deterministic=False, **lacking
+    ):  # fmt: skip
         """Gradients (dq, dk, dv), like q, k and v, from dout, the gradient of out; out and lse are what `forward` gave.
 
         tile: the forward's; it does not change a backward that has tiles of its own. deterministic: the gradients are
         bit-equal from run to run, as they always are where SUPPORTS["deterministic"] is True.
         """
+        if lacking:
+            refuse(supports["stage"], "backward", lacking)
         if torch.compiler.is_compiling():
             with torch.no_grad():
                 return backward_operator(dout, q, k, v, out, lse, causal, scale, tile, rung, deterministic)
@@ -88,45 +108,63 @@ def entry_points(kernels, supports):
         return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
 
     forward_operator, backward_operator = operators.define(supports["stage"], forward, backward, fake_forward)
-    attention = differentiable(forward, backward, forward_operator)
+    attention = differentiable(supports["stage"], forward, backward, forward_operator)
     for function in (forward, backward, attention):  # They can be pickled, by the place where they are found.
         function.__module__, function.__qualname__ = f"steps.{supports['stage']}", function.__name__
     return forward, backward, attention
 
 
-def differentiable(forward, backward, forward_operator):
-    """`attention(q, k, v, **options) -> out` from a forward that saves (out, lse) and a backward that uses them.
+def differentiable(stage, forward, backward, forward_operator):
+    """The stage's `attention(q, k, v, **options) -> out`.
 
-    It can be differentiated once. Only q, k, v, out and lse are kept for the backward, so that memory grows with N and
-    not with N^2. While a call is traced, `forward_operator` stands for it.
+    It is made from a forward that saves (out, lse) and a backward that uses them, and can be differentiated once. Only
+    q, k, v, out and lse are kept for the backward, so that memory grows with N and not with N^2. While a call is
+    traced, `forward_operator` stands for it.
     """
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, options, deterministic):
-            out, lse = forward(q, k, v, **options)
+        def forward(ctx, q, k, v, causal, scale, tile, rung, deterministic):
+            out, lse = forward(q, k, v, causal=causal, scale=scale, tile=tile, rung=rung)
             ctx.save_for_backward(q, k, v, out, lse)
-            ctx.options = options | {"deterministic": deterministic}
+            ctx.options = dict(causal=causal, scale=scale, tile=tile, rung=rung, deterministic=deterministic)
             return out
 
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx, dout):
-            return *backward(dout, *ctx.saved_tensors, **ctx.options), None, None
+            return *backward(dout, *ctx.saved_tensors, **ctx.options), *(None for _ in ctx.options)
 
-    def attention(q, k, v, *, deterministic=False, **options):
+    def attention(q, k, v, *, causal=False, scale=None, tile=None, rung=None, deterministic=False, **lacking):
         """out as of `forward`, differentiable once with the gradients of `backward`.
 
         torch.compile, torch.export and fake tensors see one operator. Autocast does not change the dtype.
         """
+        if lacking:
+            refuse(stage, "attention", lacking)
         check_deterministic(deterministic)
-        if is_traced(q):
-            return forward_operator(q, k, v, deterministic=deterministic, **options)[0]
-        return Attention.apply(q, k, v, options, deterministic)
+        options = causal, scale, tile, rung, deterministic
+        return forward_operator(q, k, v, *options)[0] if is_traced(q) else Attention.apply(q, k, v, *options)
 
-    parameters = inspect.signature(backward).parameters.items()
-    attention.__signature__ = inspect.Signature([x for name, x in parameters if name not in ("dout", "out", "lse")])
     return attention
+
+
+def refuse(stage, function, options):
+    """Raises for the first of these names, which are no options of the stage's function.
+
+    NotImplementedError names the stage that has the option. TypeError names what another library calls otherwise, or
+    says that no stage has such an option.
+    """
+    given = next(iter(options))
+    here = OTHER_NAMES.get(given, given)
+    has = STAGE_WITH.get(here, stage)
+    if has != stage:
+        name = "" if here == given else f" as {here}"
+        raise NotImplementedError(f"{stage}.{function} has no {given}; steps.{has} has it{name}.")
+    if here != given:
+        note = ", aligned at the bottom right" if here == "causal" else ""
+        raise TypeError(f"{stage}.{function} has no {given}; here it is {here}={note}.")
+    raise TypeError(f"{stage}.{function} got an unexpected keyword argument {given!r}.")
 
 
 def is_traced(q):
@@ -225,7 +263,9 @@ def takes(supports, q):
 def _no_rung(whole, supports, q):
     offers = [f"{rung} ({', '.join(map(_short, x['dtypes']))}; {_span(x['head_dims'])})" for rung, x in whole.items()]
     asked = f"{_short(q.dtype)} with head_dim {q.shape[-1]}"
-    return ValueError(f"no rung of {supports['stage']} takes {asked}; there are {', '.join(offers)}.")
+    stage = supports["stage"]
+    other = "" if stage == "step03_triton" else " steps.step03_triton takes it."
+    return ValueError(f"no rung of {stage} takes {asked}; there are {', '.join(offers)}.{other}")
 
 
 def check_call(supports, kernel, tensors, causal, scale, tile):

@@ -3,10 +3,12 @@
     python -m tests.mutate                          20 changes in each of the five stages; up to an hour on 2 cores
     python -m tests.mutate --stage 02 --count 5 --seed 7
 
-A change replaces an operator (+ by -), a constant (0 by 1), a name by one of like kind (k by v), or `a if c else b` by
-one of a and b. It is made in a copy of the tree, and then the stage's tests run up to the first failure. A change that
-no test notices survives: a test is missing, or the change makes no difference. The same seed gives the same changes as
-long as the code stays the same.
+A change replaces an operator (+ by -), a constant (0 by 1), a name by one of like kind (k by v), the start value -inf
+by the lowest number, or `a if c else b`, `a and b`, `a or b`, `min(a, b)` by one of a and b. Or it drops something: an
+`if` that guards what follows it, an assignment to an attribute, a call for its effect, one of several names in a tuple
+that is passed or looped over, an argument that a function can do without. It is made in a copy of the tree, and then
+the stage's tests run up to the first failure. A change that no test notices survives: a test is missing, or the change
+makes no difference. The same seed gives the same changes as long as the code stays the same.
 """
 
 import argparse
@@ -40,11 +42,13 @@ PAIRS = (
 ALIKE = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 # What k has in common with v, and q with dout. To ask the other one for it would change nothing.
 IN_COMMON = {"shape", "dtype", "device", "zeros_like", "empty_like"}
+# Arguments without which a call still runs, with a default or in another place; not `device`, which takes a GPU to see.
+OPTIONAL = {"dtype", "dir", "memory_format", "generator", "seed", "causal", "scale", "tile", "deterministic"}
+LOWEST = "-3.4e38"  # with it in the place of -inf, a row that sees no key is no longer told from others
 # Files and folders in which tests without a GPU see no change (Gluon is only compiled), or that are no code of a stage.
-NOT_RUN_HERE = {"__init__.py", "nvrtc.py", "ptx.cuh", "fwd_3_gluon.py", "demo.py", "broken", "emulator"}
+NOT_RUN_HERE = {"__init__.py", "ptx.cuh", "fwd_3_gluon.py", "demo.py", "broken", "emulator"}
 SHARED = ("contract.py", "operators.py", "engine.py")  # what every stage uses, and may lose an option in
 SHARED_TESTS = ("test_engine.py", "test_operators.py")  # which run before a stage's tests where one of them is changed
-HOST_TESTS = {"02": ("test_launch.py", "test_cache.py")}  # a stage's tests beside its test_stepNN file
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,40 @@ def python_changes(file, text):
     def span(node):
         return offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset)
 
+    def source(node):
+        return text[slice(*span(node))]
+
+    def without_one(nodes, join, brackets=("", "")):
+        """The text of these parts of an expression, each time without another one of them."""
+        for dropped in nodes:
+            yield brackets[0] + join.join(source(node) for node in nodes if node is not dropped) + brackets[1]
+
+    def dropped(node):
+        """What can be left out of a statement or an expression: (the node that is replaced, the new text)."""
+        if isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], (ast.Raise, ast.Return)):
+            yield node.test, "False"
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            yield node, "pass"
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield node, "pass"
+        if isinstance(node, ast.BoolOp):
+            join = " and " if isinstance(node.op, ast.And) else " or "
+            yield from ((node, new) for new in without_one(node.values, join))
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in ("min", "max") and len(node.args) == 2:
+                yield from ((node, source(argument)) for argument in node.args)
+            for keyword in node.keywords:
+                if keyword.arg in OPTIONAL:
+                    rest = [source(x) for x in (*node.args, *node.keywords) if x is not keyword]
+                    yield node, f"{source(node.func)}({', '.join(rest)})"
+        passed = node.args if isinstance(node, ast.Call) else [node.iter] if hasattr(node, "iter") else []
+        for group in passed:
+            if isinstance(group, (ast.Tuple, ast.List)) and len(group.elts) > 1:
+                if all(isinstance(x, ast.Name) for x in group.elts):
+                    yield from ((group, new) for new in without_one(group.elts, ", ", ("[", "]")))
+
     def visit(node, names):
+        yield from (Change(file, *span(replaced), new) for replaced, new in dropped(node))
         if isinstance(node, (ast.Raise, ast.JoinedStr)) or isinstance(node, ast.keyword) and node.arg == "strict":
             return
         asked = node.func if isinstance(node, ast.Call) else node
@@ -90,16 +127,18 @@ def python_changes(file, text):
             names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} | {a.arg for a in node.args.args}
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and ALIKE.get(node.id) in names:
             yield Change(file, *span(node), ALIKE[node.id])
+        elif isinstance(node, ast.UnaryOp) and source(node) == "-math.inf":
+            yield Change(file, *span(node), LOWEST)
         elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
             yield Change(file, *span(node), changed_constant(node.value))
         elif isinstance(node, ast.IfExp):
-            yield from (Change(file, *span(node), text[slice(*span(part))]) for part in (node.body, node.orelse))
+            yield from (Change(file, *span(node), source(part)) for part in (node.body, node.orelse))
         elif isinstance(node, (ast.BinOp, ast.Compare, ast.BoolOp)):
             operands = node.values if isinstance(node, ast.BoolOp) else [node.left]
             operands = operands[:2] + ([node.right] if isinstance(node, ast.BinOp) else [])
             operands += node.comparators[:1] if isinstance(node, ast.Compare) else []
             start, end = span(operands[0])[1], span(operands[1])[0]
-            found = re.search(r"\*\*|//|[<>=!]=|[-+*/%<>&|@]|\band\b|\bor\b", text[start:end])
+            found = re.search(r"\*\*|//|<<|>>|[<>=!]=|[-+*/%<>&|@]|\band\b|\bor\b", text[start:end])
             if found and found[0] in OPERATORS:
                 yield Change(file, start + found.start(), start + found.end(), OPERATORS[found[0]])
         for child in ast.iter_child_nodes(node):
@@ -122,6 +161,10 @@ def cuda_changes(file, text):
         yield Change(file, *found.span(), OPERATORS[found[0]])
     for found in re.finditer(r"(?<![\w.])\d+(?![\w.])", code):
         yield Change(file, *found.span(), changed_constant(int(found[0])))
+    for found in re.finditer(r"-INFINITY\b|\blowest\b", code):
+        yield Change(file, *found.span(), f"{LOWEST}f")
+    for found in re.finditer(r"\b(?:min|max|fminf|fmaxf)\(([^(),]*(?:\([^()]*\)[^(),]*)*), ([^(),]*)\)", code):
+        yield from (Change(file, *found.span(), f"({text[slice(*found.span(group))]})") for group in (1, 2))
     for found in re.finditer(r"\b[A-Za-z_]+\b", code):
         if ALIKE.get(found[0]) in names:
             yield Change(file, *found.span(), ALIKE[found[0]])
@@ -160,8 +203,8 @@ def notices(tree, stage, limit, file=""):
     A run that does not end in `limit` seconds has failed.
     """
     first = SHARED_TESTS if Path(file).parent.name == "steps" else ()
-    names = *first, *HOST_TESTS.get(stage, ()), f"test_step{stage}_*.py"
-    tests = dict.fromkeys(str(path) for name in names for path in (tree / "tests").glob(name))
+    names = *first, f"test_step{stage}_*.py"
+    tests = dict.fromkeys(str(path) for name in names for path in sorted((tree / "tests").glob(name)))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not compile", *tests]
     environment = os.environ | {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(tree.parent / "cache")}
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,6 +1,5 @@
 """Stage 02's CPU emulation of CUDA: what it computes, what it refuses, and which planted bugs it catches."""
 
-import functools
 import platform
 import re
 import signal
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from reference import error
 from steps.step02_fa2_cuda import emulator, launch
+from support.schedules import WRONG, problems
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SCHEDULES = [("forward", "forward", 0), ("reverse", "reverse", 0), ("random", "random", 1), ("random", "random", 2)]
@@ -146,10 +145,16 @@ def place(mark):
 
 def test_without_the_assembly(run, monkeypatch):
     """On processors other than x86-64, ucontext switches the fibers."""
-    monkeypatch.setattr(emulator, "_FLAGS", [*emulator._FLAGS, "-U__ELF__"])
-    x, y = torch.arange(80.0), torch.zeros(80)
-    run("mirror", x, y, grid=2, block=40, shared_bytes=160, UCONTEXT=1)
-    assert torch.equal(y, x.view(2, 40).flip(1).flatten())
+    libraries, compile = [], emulator.compile
+    monkeypatch.setattr(emulator, "compile", lambda *what: libraries.append(compile(*what)) or libraries[-1])
+    x = torch.arange(80.0)
+    for flags, macros in (([], {"UCONTEXT": 0}), (["-U__ELF__"], {"UCONTEXT": 1})):
+        monkeypatch.setattr(emulator, "_FLAGS", [*emulator._FLAGS, *flags])
+        y = torch.zeros(80)
+        run("mirror", x, y, grid=2, block=40, shared_bytes=160, **macros)
+        assert torch.equal(y, x.view(2, 40).flip(1).flatten())
+    switched = [b"swapcontext" in library.read_bytes() for library in libraries]  # what each library calls
+    assert switched == [platform.machine() != "x86_64", True]
 
 
 @pytest.mark.parametrize("threads, blocks, seed", SCHEDULES)
@@ -324,74 +329,6 @@ def test_a_kernel_that_does_not_compile(tmp_path):
     (tmp_path / "wrong.cu").write_text('#include "ptx.cuh"\nextern "C" __global__ void wrong() { no_such_name(); }\n')
     with pytest.raises(RuntimeError, match="wrong.cu:2:.*no_such_name"):
         emulator.launch(tmp_path / "wrong.cu", "wrong", [], grid=1, block=1, macros={})
-
-
-CALLS = {  # kernel: rung, dtype, Nq, Nk, D, tile: several tiles each way, ragged at the end. 96 columns are two slabs
-    "fwd_0_scalar": ("scalar", torch.float32, 37, 43, 8, None),
-    "fwd_1_warp": ("warp", torch.float32, 70, 100, 32, (64, 32)),
-    "fwd_2_mma": ("mma", torch.bfloat16, 70, 100, 32, (64, 32)),
-    "fwd_3_ldmatrix": ("ldmatrix", torch.bfloat16, 70, 100, 32, (64, 32)),
-    "fwd_4_cp_async": ("cp_async", torch.bfloat16, 70, 100, 32, (64, 32)),
-    "fwd_5_fa2": ("fa2", torch.bfloat16, 70, 100, 32, (64, 32)),
-    "fwd_6_wgmma": ("wgmma", torch.bfloat16, 150, 150, 96, (128, 32)),
-    "fwd_7_roles": ("roles", torch.bfloat16, 150, 450, 96, (128, 32)),  # Each stage is filled seven times.
-    "fwd_8_hopper": ("hopper", torch.bfloat16, 150, 150, 64, (128, 32)),
-    "bwd_0_scalar": ("scalar", torch.float32, 37, 43, 8, None),
-    "bwd_1_fa2": ("fa2", torch.bfloat16, 70, 100, 32, None),
-    "bwd_2_wgmma": ("wgmma", torch.bfloat16, 300, 150, 64, None),
-    "bwd_3_hopper": ("hopper", torch.bfloat16, 600, 300, 64, None),
-}
-TIMES = [
-    dict(),
-    dict(copies="eager", wgmma="late"),
-    dict(threads="reverse", copies="eager"),
-    dict(threads="reverse", blocks="reverse", copies="lifo", wgmma="lifo"),
-    *(dict(threads="random", blocks="random", copies="random", wgmma="random", seed=seed) for seed in (1, 2, 3)),
-]
-WRONG = "a wrong result"
-
-
-@functools.cache
-def problem(kernel):
-    """q, k, v, dout with grouped heads, and the results that are right."""
-    _, dtype, Nq, Nk, D, _ = CALLS[kernel]
-    rng = torch.Generator().manual_seed(0)
-    q, dout = (torch.randn(1, 4, Nq, D, generator=rng).to(dtype) for _ in range(2))
-    k, v = (torch.randn(1, 2, Nk, D, generator=rng).to(dtype) for _ in range(2))
-    return q, k, v, dout, error.expected(q, k, v, dout, causal=True)
-
-
-def problems(kernel, **options):
-    """What goes wrong in the first schedule in which anything does: the report, or WRONG; "" if all is right."""
-    rung, dtype, *_, tile = CALLS[kernel]
-    q, k, v, dout, want = problem(kernel)
-    saved = want.value["out"].to(dtype), want.value["lse"].float()
-    if kernel.startswith("fwd"):
-        names, call = error.NAMES[:2], functools.partial(launch.forward, q, k, v, tile=tile)
-    else:
-        names, call = error.NAMES[2:], functools.partial(launch.backward, dout, q, k, v, *saved)
-    for schedule in TIMES:
-        try:
-            with emulator.schedule(**schedule):
-                got = call(rung=rung, causal=True, **options)
-        except RuntimeError as e:
-            assert "cannot compile" not in str(e)
-            return str(e)
-        if error.failures(dict(zip(names, got, strict=True)), want):
-            return WRONG
-    return ""
-
-
-@pytest.mark.parametrize("kernel", CALLS)
-def test_every_kernel_in_several_schedules(kernel):
-    assert {file.stem for file in launch.HERE.glob("*.cu")} == set(CALLS)
-    assert problems(kernel) == ""
-
-
-@pytest.mark.parametrize("kernel", ["bwd_1_fa2", "bwd_3_hopper"])
-def test_dq_in_a_fixed_order_in_several_schedules(kernel):
-    """Of rung hopper with more tiles of queries than a turn has."""
-    assert problems(kernel, deterministic=True) == ""
 
 
 # By kernel: the bug's name, the text that is replaced, the new text, and how the bug is caught: by the words of a

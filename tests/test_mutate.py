@@ -30,12 +30,40 @@ def results(make, text):
 def test_changes_of_python():
     new = {
         "n=1": ["n=2"],
-        "n < 2 and k": ["n <= 2 and k", "n < 3 and k", "n < 2 or k", "n < 2 and v"],
+        "n < 2 and k": ["n <= 2 and k", "n < 3 and k", "n < 2 or k", "n < 2 and v", "n < 2", "k", "False"],
+        "x.zeros_like(k.shape[0], k)": ["pass"],
         "k if x else v": ["k", "v", "v if x else v", "k if x else k"],
         "k * v + n": ["v * v + n", "k * k + n", "k + v + n", "k * v - n"],
     }
     wanted = [PYTHON.replace(before, after) for before in new for after in new[before]]
     assert sorted(results(mutate.python_changes, PYTHON)) == sorted(wanted)
+
+
+@pytest.mark.parametrize("text, new", [
+    ("y = min(a, f(b))", ["y = a", "y = f(b)"]),
+    ("for y in (a, b, c): f(y)", ["for y in [b, c]: f(y)", "for y in [a, c]: f(y)", "for y in [a, b]: f(y)",
+                                  "for y in (a, b, c): pass"]),
+    ("y = f((a, b), c)", ["y = f([b], c)", "y = f([a], c)"]),
+    ("y = a, b", []),
+    ("y = f(a, dtype=g(b), more=c)", ["y = f(a, more=c)"]),
+    ("self.x = y", ["pass"]),
+    ("y = -math.inf", ["y = -3.4e38"]),
+    ("y = a or b or c", ["y = a and b or c", "y = b or c", "y = a or c", "y = a or b"]),
+    ("if a: return\nelse: f = b", []),
+    ("y = a >> b", []),
+])  # fmt: skip
+def test_what_a_change_of_python_drops(text, new):
+    """Each of these kinds was planted once, and the tests of its stage stayed green."""
+    assert sorted(results(mutate.python_changes, text)) == sorted(new)
+
+
+@pytest.mark.parametrize("text, new", [
+    ("float y = fminf(x[i] - f(a, b), 0.0f);", ["float y = (x[i] - f(a, b));", "float y = (0.0f);"]),
+    ("float y = max(a[c], b);", ["float y = (a[c]);", "float y = (b);"]),
+    ("float y = -INFINITY, z = lowest;", ["float y = -3.4e38f, z = lowest;", "float y = -INFINITY, z = -3.4e38f;"]),
+])  # fmt: skip
+def test_what_a_change_of_cuda_drops(text, new):
+    assert set(new) <= set(results(mutate.cuda_changes, text))
 
 
 def test_changes_of_cuda():

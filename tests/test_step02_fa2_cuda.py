@@ -1,6 +1,7 @@
 """Stage 02: the contract; registers and spills, which need no GPU; what only a GPU or only the emulation can show."""
 
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -19,11 +20,13 @@ from reference import attention, cases, error
 from steps import contract, engine
 from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 from steps.workbook import one_rung
+from support import schedules
 from support.contract_suite import Contract
 
 GPU = engine.name == "cuda"
 no_compiler = engine.name == "cpu" and not emulator.available()
 needs_compiler = pytest.mark.skipif(no_compiler, reason="without a GPU stage 02 needs g++, and there is none")
+emulated = pytest.mark.skipif(not emulator.available(), reason="the emulation needs g++")
 
 
 @needs_compiler
@@ -164,8 +167,52 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
             assert torch.equal(got[result], first[result]), (schedule, result)
 
 
+@emulated
+@pytest.mark.parametrize("kernel", schedules.CALLS)
+def test_every_kernel_in_several_schedules(kernel):
+    assert {file.stem for file in launch.HERE.glob("*.cu")} == set(schedules.CALLS)
+    assert schedules.problems(kernel) == ""
+
+
+@emulated
+@pytest.mark.parametrize("kernel", ["bwd_1_fa2", "bwd_3_hopper"])
+def test_dq_in_a_fixed_order_in_several_schedules(kernel):
+    """Of rung hopper with more tiles of queries than a turn has."""
+    assert schedules.problems(kernel, deterministic=True) == ""
+
+
+@pytest.mark.parametrize("file", sorted(launch.HERE.glob("*.cu")), ids=lambda file: file.stem)
+def test_rows_of_all_heads_are_counted_in_64_bits(file):
+    """B H Nq may exceed 2^31, for which only a large GPU has the memory. So the text of the products is read."""
+    code = re.sub("//.*", "", file.read_text())
+    wide = set(re.findall(r"int64_t (\w+) =", code))
+    for line in re.findall(r".*\* N[qk]\b.*", code):
+        before = re.split(r" \* N[qk]\b", line)[0]
+        assert "int64_t(" in before or re.search(r"\w+$", before)[0] in wide, line
+        assert not re.search(r"\bint \w+ = ", before), line
+
+
+@needs_compiler
+@pytest.mark.parametrize("rung, D", [("scalar", 32), ("fa2", 32), ("wgmma", 64), ("hopper", 64)])
+def test_a_P_that_rounding_puts_above_1_stays_finite(rung, D):
+    """At scores of 10^12 the last bit of lse is worth thousands, and exp of that is infinite."""
+    if rung not in step02.RUNGS:
+        pytest.skip("needs a Hopper GPU, or none")
+    dtype = contract.limits(step02.SUPPORTS, rung)["dtypes"][0]
+    q, k, v, dout = random_inputs(1, 2, 2, 8, 8, D, dtype)
+    q, k = 3e5 * q, 3e5 * k
+    out, lse = step02.forward(q, k, v, rung=rung)
+    lower = torch.nextafter(lse, torch.full_like(lse, -math.inf))
+    for grad in step02.backward(dout, q, k, v, out, lower, rung=rung):
+        assert grad.isfinite().all()
+
+
 @needs_compiler
 def test_a_refusal_names_the_choices():
+    for D in (128, 256):
+        x = torch.randn(1, 1, 8, D, device=engine.device)
+        with pytest.raises(ValueError, match=rf"takes float32 with head_dim {D};.*steps\.step03_triton takes it"):
+            step02.attention(x, x, x)
     q, k, v = torch.randn(3, 1, 1, 8, 100, device=engine.device)
     with pytest.raises(ValueError, match="takes head_dim 1 to 96, 128, 256; got 100"):
         step02.forward(q, k, v)

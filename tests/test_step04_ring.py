@@ -605,19 +605,6 @@ def disagree():
     return messages
 
 
-def test_an_option_of_another_stage_is_refused_by_the_name_of_who_has_it():
-    x = torch.zeros(1, 2, 3, 16, device=engine.device)
-    calls = step04.forward, step04.attention, lambda *qkv, **o: step04.backward(x, *qkv, x, x[..., 0].float(), **o)
-    for call in calls:
-        for name in ("window", "softcap", "mask", "attn_mask", "alibi_slopes", "dropout_p"):
-            with pytest.raises(NotImplementedError, match=f"step04_ring has no {name}; steps.step03_triton has it"):
-                call(x, x, x, **{name: None})
-        with pytest.raises(NotImplementedError, match="has no cu_seqlens; .*query_parallel"):
-            call(x, x, x, cu_seqlens=(0, 3))
-        with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
-            call(x, x, x, casual=True)
-
-
 def test_a_rank_outside_the_group_and_a_group_without_processes():
     messages = on_ranks(call_from_outside)
     assert messages[1] is None and "rank 0 is not in the group" in messages[0]

@@ -34,7 +34,7 @@ def stages():
     for number, name in catalogue.STAGES.items():
         s = catalogue.stage(number).SUPPORTS
         links = ", ".join(f"[{n.split('_')[0]}](notebooks/{n}.ipynb)" for n in s["notebooks"])
-        module, test = f"[`steps/{name}`](steps/{name})", f"`make test ARGS=tests/test_{name}.py`"
+        module, test = f"[`steps/{name}`](steps/{name})", f'`make test ARGS="tests/test_step{number}_*.py"`'
         lines.append(f"| {number} {s['title']} | {links} | {module} | {test} | {s['minutes']} | {s['hardware']} |")
     return "\n".join(lines)
 

@@ -48,14 +48,14 @@ def get(parts: tuple, suffix: str, make) -> Path:
 
     It is written in a folder of its own and then moved, so that no other process sees an incomplete file. Its name
     ends with a checksum of its bytes, which shows whether it has been damaged since. Raises RuntimeError if the disk is
-    full.
+    full, or if the folder can no longer be written to.
     """
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-    for path in folder().glob(f"{key}-*{suffix}"):
-        if path.name == f"{key}-{_checksum(path)}{suffix}":
-            return path
-        path.unlink(missing_ok=True)
     try:
+        for path in folder().glob(f"{key}-*{suffix}"):
+            if path.name == f"{key}-{_checksum(path)}{suffix}":
+                return path
+            path.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory(dir=folder()) as aside:
             made = Path(aside) / (key + suffix)
             make(made)
@@ -65,6 +65,10 @@ def get(parts: tuple, suffix: str, make) -> Path:
         if any(os.strerror(number) in str(problem) for number in (errno.ENOSPC, errno.EDQUOT)):
             raise RuntimeError(
                 f"The disk has no room for a compiled kernel: free some of it, or move {folder()} by XDG_CACHE_HOME."
+            ) from None
+        if getattr(problem, "errno", None) in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise RuntimeError(
+                f"The cache of compiled kernels cannot be written to ({problem}): move it by XDG_CACHE_HOME."
             ) from None
         raise
 

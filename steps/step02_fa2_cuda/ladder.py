@@ -305,7 +305,8 @@ def backward_row(rung, dtype, D, deterministic=False):
 
     Raises NotImplementedError where only `deterministic` is in the way, otherwise ValueError.
     """
-    rows = [BACKWARD[word] for word in FORWARD[rung].backwards]
+    row = forward_row(rung)
+    rung, rows = row.word, [BACKWARD[word] for word in row.backwards]
     for row in rows:
         if row.takes(dtype, D, deterministic):
             return row

@@ -16,6 +16,7 @@ and NVRTC, on a CPU emulator/ and g++.
 import functools
 import math
 import numbers
+import re
 from collections import defaultdict
 from ctypes import c_float, c_int, c_longlong, c_void_p
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ from .ladder import Problem
 
 HERE = Path(__file__).parent  # where the .cu files are
 DELTA_THREADS = 128  # of rung scalar's attention_delta, each for one row
-FLOAT32 = torch.finfo(torch.float32)
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+LARGEST_SCALE = torch.finfo(torch.float32).max * math.log(2)  # because kernels multiply it by log2(e)
 MOST = 2**31 - 2**16  # kernels count rows, tiles and blocks in 32 bits, and sometimes add a tile or a round to a count
 kept = {}  # {what a plan depends on: the Plan}
 
@@ -42,12 +44,13 @@ def forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None, **switc
     fwd_8_hopper.cu, such as PINGPONG=0, to measure what an idea brings; for the same reason rung may be a row of the
     ladder. Raises TypeError, ValueError or RuntimeError before anything is launched.
     """
+    check_options(rung, scale, causal, tile)
+    check_switches(rung, switches)
     key = "forward", rung, causal, scale, tile, *switches.items(), *layouts(q, k, v)
     plan = kept.get(key)
     if plan is None:
         row = ladder.forward_row(rung)
-        check(row, scale=scale, causal=causal, tile=tile, q=q, k=k, v=v)
-        check_switches(row, switches)
+        check(row, q=q, k=k, v=v)
         if q.numel() == 0 or k.numel() == 0:
             return attention_to_nothing(q)
         problem = problem_of(row, q, k, causal, scale, tile, switches=switches.items())
@@ -68,16 +71,17 @@ def backward(
     scale are as for `forward`. tile: the forward's; only rung scalar's backward uses it. backward_tile: (Br, Bc)
     instead of the backward row's. deterministic: dq, too, is bit-equal from run to run.
     """
+    check_options(rung, scale, causal, tile, deterministic)
+    check_tile("backward_tile", backward_tile)
     key = "backward", rung, causal, scale, tile, backward_tile, deterministic, *layouts(dout, q, k, v, out, lse)
     plan = kept.get(key)
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if plan is None:
-        row = ladder.forward_row(rung)
-        check(row, scale=scale, causal=causal, tile=backward_tile or tile, deterministic=deterministic, **inputs)
+        check(ladder.forward_row(rung), **inputs)
         if q.numel() == 0 or k.numel() == 0:
             return zeros_like(q), zeros_like(k), zeros_like(v)
         row = ladder.backward_row(rung, q.dtype, q.shape[3], deterministic)
-        backward_tile = tile if rung == "scalar" and backward_tile is None else backward_tile
+        backward_tile = tile if row.word == "scalar" and backward_tile is None else backward_tile
         problem = problem_of(row, q, k, causal, scale, backward_tile, deterministic=deterministic)
         plan = keep(key, Plan(problem, backward_works, **inputs))
     if plan.problem.row.word == "scalar":
@@ -114,8 +118,11 @@ def added_parts(problem, dk, dv):
 # ---- what is checked, and what a call depends on ---------------------------------------------------------------------
 
 
-def check(row, *, scale=None, causal=False, tile=None, deterministic=False, **inputs):
+def check(row, **inputs):
     """Raises an error that names the argument unless the row's kernel takes these tensors, {name: tensor}."""
+    for x in inputs.values():
+        if x.layout is not torch.strided or x.data_ptr() == 0 and x.numel() > 0 and x.device.type != "meta":
+            raise not_readable(inputs.values())
     for name, x in inputs.items():
         rank = 3 if name == "lse" else 4
         if x.ndim != rank:
@@ -133,31 +140,64 @@ def check(row, *, scale=None, causal=False, tile=None, deterministic=False, **in
     if keys and (keys[1] == 0 or q.shape[1] % keys[1]):
         raise ValueError(f"q's heads must be a multiple of k's heads; got {q.shape[1]} and {keys[1]}.")
     row.check(q.dtype, q.shape[3], q.device)
-    check_options(scale, causal, tile, deterministic)
 
 
-def check_options(scale, causal, tile, deterministic):
-    """Raises TypeError or ValueError that names the option unless a kernel can be given it."""
-    for name, value in (("causal", causal), ("deterministic", deterministic)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}.")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
-        raise TypeError(f"scale must be a number, or None for 1/sqrt(D); got {scale!r}.")
-    if scale is not None and not FLOAT32.tiny <= scale <= FLOAT32.max:
-        raise ValueError(
-            f"scale must be a finite number > 0 that float32 can hold, or None for 1/sqrt(D); got {scale}."
-        )
-    if tile is not None and not (isinstance(tile, tuple) and [type(size) for size in tile] == [int, int]):
-        raise TypeError(f"tile must be a pair of integers (Br, Bc), or None; got {tile!r}.")
+def check_options(rung, scale, causal, tile=None, deterministic=False):
+    """Raises TypeError or ValueError that names the option unless a kernel can be given it.
+
+    Every call does this before it looks for a kept plan: 1 would find the plan that was made for True.
+    """
+    if not isinstance(rung, (str, ladder.Kernel)):
+        raise TypeError(f"rung must be a word such as 'fa2', or a row of the ladder; got {rung!r}.")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}.")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True or False, got {deterministic!r}.")
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+            raise TypeError(f"scale must be a number, or None for 1/sqrt(D); got {scale!r}.")
+        if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+            must_be = "a finite number > 0 that float32 can hold, times log2(e) too, or None for 1/sqrt(D)"
+            raise ValueError(f"scale must be {must_be}; got {scale}.")
+    check_tile("tile", tile)
+
+
+def check_tile(name, tile):
+    """Raises TypeError or ValueError unless tile is None or a tuple of two sizes."""
+    if tile is None:
+        return
+    if not isinstance(tile, tuple) or [type(size) for size in tile] != [int, int]:
+        raise TypeError(f"{name} must be a pair of integers, as a tuple (Br, Bc), or None; got {tile!r}.")
+    if min(tile) < 1:
+        raise ValueError(f"{name} must have sizes of at least 1; got {tile!r}.")
 
 
 def layouts(*tensors):
-    """What a plan depends on of each input. Of the address only the alignment counts; True means contiguous strides."""
+    """What a plan depends on of each input. True means contiguous strides.
+
+    Of the address only the alignment counts, and whether there is one: a fake tensor has none.
+    """
     try:
-        return [(x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(), x.data_ptr() % 16) for x in tensors]
-    except AttributeError:
-        given = ", ".join(type(x).__name__ for x in tensors)
-        raise TypeError(f"every input must be a torch.Tensor; got {given}.") from None
+        return [
+            (x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(), (p := x.data_ptr()) % 16, p == 0, x.is_neg())
+            for x in tensors
+        ]
+    except (AttributeError, RuntimeError):  # no tensor, or one that has no such thing
+        raise not_readable(tensors) from None
+
+
+def not_readable(tensors):
+    """The TypeError for inputs of which one is no tensor with memory in which every entry has a place."""
+    given = ", ".join(map(kind, tensors))
+    return TypeError(f"every input must be a dense torch.Tensor with memory; got {given}.")
+
+
+def kind(x):
+    """The type of an input, and what it is other than dense."""
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+    return type(x).__name__ if layout == "strided" else f"{type(x).__name__} ({layout})"
 
 
 def problem_of(row, q, k, causal=False, scale=None, tile=None, deterministic=False, switches=()):
@@ -253,9 +293,12 @@ def copy_needed(problem, name, x):
 def readable(row, name, x):
     """Whether the kernel can read x where it lies.
 
-    Rows have to be contiguous. Loads of 16 bytes and the copy engine want every row to begin at a multiple of 16 bytes,
-    and the copy engine refuses strides of 0. The stride of a dimension of size 1 does not matter.
+    Rows have to be contiguous, and no tensor one that torch negates only when it reads it, such as z.conj().imag. Loads
+    of 16 bytes and the copy engine want every row to begin at a multiple of 16 bytes, and the copy engine refuses
+    strides of 0. The stride of a dimension of size 1 does not matter.
     """
+    if x.is_neg():
+        return False
     if name == "lse":
         return x.is_contiguous()
     if x.stride(3) != 1:
@@ -479,12 +522,19 @@ def heads_and_lengths(problem):
     return c_int(problem.H), c_int(problem.H // problem.Hk), c_int(problem.Nq), c_int(problem.Nk)
 
 
-def check_switches(row, switches):
-    """TypeError unless each is a macro that the file defines where the launch does not."""
-    text = (HERE / row.file).read_text() if switches else ""
-    unknown = [name for name in switches if f"#ifndef {name}\n" not in text]
-    if unknown:
-        raise TypeError(f"{row.file} has no switch {', '.join(unknown)}.")
+def check_switches(rung, switches):
+    """TypeError unless each is a number for a macro that the file defines where the launch does not."""
+    file = ladder.forward_row(rung).file
+    for name, value in switches.items():
+        if name not in switches_of(HERE / file):
+            raise TypeError(f"{file} has no switch {name}.")
+        if not isinstance(value, int):
+            raise TypeError(f"the switch {name} must be an integer; got {value!r}.")
+
+
+@functools.cache
+def switches_of(path):
+    return re.findall(r"^#ifndef (\w+)$", path.read_text(), re.M)
 
 
 # ---- the parts of a backward -----------------------------------------------------------------------------------------
@@ -523,11 +573,12 @@ def zero_counters(problem):
 
 def start_gradients(dout, out, lse, *, rung="fa2", scale=None, deterministic=False):
     """The Sums of these queries, with dq_sum = 0. Arguments as for `backward`; float32 has no parts."""
+    check_options(rung, scale, causal=False, deterministic=deterministic)
     key = "start", rung, scale, deterministic, *layouts(dout, out, lse)
     plan = kept.get(key)
     inputs = {"dout": dout, "out": out, "lse": lse}
     if plan is None:
-        check(ladder.forward_row(rung), scale=scale, deterministic=deterministic, **inputs)
+        check(ladder.forward_row(rung), **inputs)
         row = ladder.backward_row(rung, out.dtype, out.shape[3], deterministic)
         if row.word == "scalar":
             raise NotImplementedError(
@@ -549,11 +600,12 @@ def add_gradients(sums, dout, q, k, v, *, causal=False):
     queries see, not over the keys of this call alone. Other queries, or a slice of these, need Sums of their own.
     """
     start = sums.problem
+    check_options(start.row, start.scale, causal)
     key = "add", start, causal, *layouts(dout, q, k, v)
     plan = kept.get(key)
     inputs = {"dout": dout, "q": q, "k": k, "v": v}
     if plan is None:
-        check(start.row, causal=causal, **inputs)
+        check(start.row, **inputs)
         queries, given = start.queries(), (tuple(q.shape), q.dtype, q.device)
         if given != queries:
             raise ValueError(f"q must be the queries that start_gradients was called for, {queries}; got {given}.")

@@ -24,8 +24,12 @@ def with_features(plain, whole, supports):
     of_rungs, of_features = inspect.signature(plain).parameters, inspect.signature(whole).parameters
     more = {name: x.default for name, x in of_features.items() if name not in of_rungs}
     is_forward = "dout" not in of_rungs
+    own = [x for x in of_rungs.values() if x.kind != x.VAR_KEYWORD]
+    known = {x.name for x in own} | more.keys()
 
     def function(*tensors, rung=None, **arguments):
+        if not arguments.keys() <= known:
+            contract.refuse(supports["stage"], plain.__name__, [name for name in arguments if name not in known])
         if more.keys() & arguments.keys():
             given = [name for name in more if options.is_given(arguments.get(name), more[name])]
             if given and rung is not None:
@@ -38,7 +42,7 @@ def with_features(plain, whole, supports):
             return whole(*tensors, **arguments)
         return plain(*tensors, rung=rung, **arguments)
 
-    function.__signature__ = inspect.Signature([*of_rungs.values(), *(of_features[name] for name in more)])
+    function.__signature__ = inspect.Signature([*own, *(of_features[name] for name in more)])
     function.__doc__ = whole.__doc__ + '\n    rung: a kernel out of SUPPORTS["rungs"], for calls without features.'
     function.__doc__ += "\n        A call with few queries goes to decode.py, but not under torch.compile.\n"
     function.__module__, function.__name__, function.__qualname__ = plain.__module__, plain.__name__, plain.__name__

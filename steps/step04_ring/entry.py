@@ -41,16 +41,6 @@ SUPPORTS = {
     "hardware": "any; 2 or more GPUs for its speed",
 }
 
-# Who has the options that this stage lacks.
-ELSEWHERE = {
-    **dict.fromkeys(("window", "softcap", "mask", "alibi_slopes", "dropout_p"), "steps.step03_triton has it"),
-    "attn_mask": "steps.step03_triton has it as mask",
-    **dict.fromkeys(
-        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
-        'steps.step04_ring.strategies.attention has packed sequences with strategy="query_parallel", cu_seqlens=...',
-    ),
-}
-
 
 def forward(
     q, k, v, *,
@@ -75,7 +65,8 @@ def forward(
     Collective: every rank of the group must call. Raises TypeError, ValueError or NotImplementedError before anything
     is computed, RingError when a neighbour fails.
     """
-    _refuse(lacking)
+    if lacking:
+        contract.refuse("step04_ring", "forward", lacking)
     out, lse, _ = _forward(q, k, v, _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport))
     return out, lse
 
@@ -89,7 +80,8 @@ def backward(
 
     It makes one hop more than the backward of `attention`, which has kept the k and v that the forward ended with.
     """
-    _refuse(lacking)
+    if lacking:
+        contract.refuse("step04_ring", "backward", lacking)
     plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, (dout, out, lse))
     with torch.no_grad():
         kv = plan["transport"].fetch_next(*map(contract.as_4d, (k, v)))
@@ -102,7 +94,8 @@ def attention(
     **lacking
 ):  # fmt: skip
     """out of `forward`, differentiable once. It keeps the next rank's k and v, which saves the backward a hop."""
-    _refuse(lacking)
+    if lacking:
+        contract.refuse("step04_ring", "attention", lacking)
     plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport)
     return _Attention.apply(q, k, v, plan)
 
@@ -150,14 +143,6 @@ class _Checked:
     call: dict
     scale: float
     plan: dict  # filled once the ranks have agreed
-
-
-def _refuse(options):
-    """Raises for options that are not the stage's: NotImplementedError for those of ELSEWHERE, otherwise TypeError."""
-    for name in options:
-        if name in ELSEWHERE:
-            raise NotImplementedError(f"step04_ring has no {name}; {ELSEWHERE[name]}.")
-        raise TypeError(f"step04_ring got an unexpected keyword argument {name!r}.")
 
 
 _kept = {}  # {all that a call depends on: its _Checked}

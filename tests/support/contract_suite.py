@@ -7,8 +7,11 @@ stage's SUPPORTS.
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import pickle
+import re
+import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +34,37 @@ PEERS_SIZES = [  # (H, Hk, Nq, Nk, head_dim, causal, whether q, k and v are view
     (4, 4, 384, 384, 64, True, True),
     (4, 4, 256, 256, 128, False, True),
 ]
+
+# The options of every stage. contract.STAGE_WITH has the others.
+COMMON = {"q", "k", "v", "dout", "out", "lse", "causal", "scale", "tile", "rung", "deterministic", "lacking"}
+# {two extremes: (H, Hk, Nq, Nk, causal, scale)}; T is the longer side of a tile. reference/cases.py has each extreme
+# alone, and a mistake may need both.
+EXTREMES = {
+    "a scale above 1 and rows that see no key": (1, 1, lambda T: 11, lambda T: 3, True, 4.0),
+    "many heads that share one and sums in 16 bits": (64, 1, lambda T: 11, lambda T: 9, False, None),
+    "grouped heads and several ragged tiles": (4, 2, lambda T: T + 5, lambda T: 2 * T + 3, True, None),
+}
+# How one tensor (B, H, N, D), whose heads are equal, may lie in memory unlike the others.
+PLACES = {
+    "unaligned": lambda x: cases.surround_with_nan(x, "offset"),
+    "strided": lambda x: cases.surround_with_nan(x, "heads inside"),
+    "expanded": lambda x: cases.surround_with_nan(x[:, :1]).expand(x.shape),
+    "negated when it is read": lambda x: torch._neg_view(-x),
+}
+
+
+def switches():
+    """What a call may change of the process while it runs, and has to leave as it was."""
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled(engine.device),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "only warn": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "interval": sys.getswitchinterval(),
+        "GPU": torch.cuda.current_device() if engine.name == "cuda" else None,
+    }
 
 
 @contextlib.contextmanager
@@ -59,6 +93,7 @@ class Contract:
     few = ("ragged_causal", "more_queries_causal", "explicit_scale", "scores_200", "common_score", "large_scores",
            "head_dim_odd", "own_layouts")  # fmt: skip
     few_in_other_dtypes = ("ragged_causal", "large_scores")
+    places = PLACES  # that the kernels alone take
 
     def outputs(self, case, inputs, rung=None):
         """The results of a rung, by default the first, on a case. Stage 04 overrides it to run on several ranks."""
@@ -119,11 +154,8 @@ class Contract:
             assert not error.failures({name: x[one] for name, x in got.items()}, want)
 
     def test_a_kernel_alone_has_the_default_scale(self, every_rung):
-        kernels = getattr(self.stage, "RUNGS", None)
-        if kernels is None:
-            pytest.skip("the stage's functions are its kernels")
+        forward, backward = self.kernels(every_rung)
         q, k, v = (x[:1, :1, :9] for x in self.example(rung=every_rung))
-        forward, backward = kernels[every_rung]
         saved = self.stage.forward(q, k, v, rung=every_rung)
         for alone, whole in zip(forward(q, k, v), saved, strict=True):
             assert torch.equal(alone, whole)
@@ -141,10 +173,97 @@ class Contract:
         assert not error.failures(got, want) and (got["dv"] == 1).all()
 
     def test_forward_is_bit_equal_from_run_to_run(self, every_rung):
+        """Also after a call on other tensors, of which nothing may be left."""
         q, k, v = (x[:1] for x in self.example(rung=every_rung))
-        first, second = (self.results(q, k, v, every_rung, causal=True) for _ in range(2))
+        calls = (q, k, v), [x.flip(2) for x in (q, k, v)], (q, k, v)
+        first, other, second = [self.results(*tensors, every_rung, causal=True) for tensors in calls]
+        assert not torch.equal(first["out"], other["out"])
         for name in first.keys() if self.stage.SUPPORTS["deterministic"] else ("out", "lse"):
             assert torch.equal(first[name], second[name]), name
+
+    def test_one_tensor_lies_in_memory_unlike_the_others(self, every_rung):
+        """The kernels themselves get it, as whoever copies their files out calls them."""
+        forward, backward = self.kernels(every_rung)
+        q, k, v = (x[:1, :1].repeat(1, 2, 1, 1) for x in self.example(N=5, rung=every_rung))
+        saved = forward(q, k, v, causal=True)
+        grads = backward(q, q, k, v, *saved, causal=True)
+        inputs = {"dout": q, "q": q, "k": k, "v": v} | dict(zip(("out", "lse"), saved, strict=True))
+        for place, name in itertools.product(self.places, inputs):
+            x = inputs[name] if name != "lse" else inputs[name][..., None]
+            unlike = PLACES[place](x) if name != "lse" else PLACES[place](x)[..., 0]
+            assert torch.equal(unlike, inputs[name])
+            changed = inputs | {name: unlike}
+            results = zip(grads, backward(**changed, causal=True), strict=True)
+            if name in ("q", "k", "v"):
+                again = forward(*(changed[x] for x in "qkv"), causal=True)
+                results = (*results, *zip(saved, again, strict=True))
+            for want, got in results:
+                torch.testing.assert_close(got, want, msg=lambda text, at=(name, place): f"{at}: {text}")
+
+    def test_an_lse_that_is_off_by_the_last_bit(self, every_rung):
+        """As of another kernel that sums in another order."""
+        forward, backward = self.kernels(every_rung)
+        q, k, v = (x[:1] for x in self.example(N=5, rung=every_rung))
+        out, lse = forward(q, k, v)
+        grads = backward(q, q, k, v, out, lse)
+        for end in (-math.inf, math.inf):
+            off = torch.nextafter(lse, torch.full_like(lse, end))
+            for got, want in zip(backward(q, q, k, v, out, off), grads, strict=True):
+                torch.testing.assert_close(got, want, atol=torch.finfo(q.dtype).eps, rtol=0.02)
+
+    def kernels(self, rung):
+        """The rung's (forward, backward) without the stage's checks and copies."""
+        if not hasattr(self.stage, "RUNGS"):
+            pytest.skip("the stage's functions are its kernels")
+        return self.stage.RUNGS[rung]
+
+    @pytest.mark.parametrize("on", [False, True])
+    def test_a_call_leaves_the_switches_as_they_are(self, on, monkeypatch):
+        def fails(q, k, v, **options):
+            torch.set_grad_enabled(not on)
+            raise MemoryError
+
+        q, k, v = (x[:1, :1] for x in self.example(N=5))
+        with torch.set_grad_enabled(on), torch.autocast(engine.device, torch.bfloat16, enabled=on), unwritten_is_nan():
+            before = switches()
+            saved = self.stage.forward(q, k, v)
+            self.stage.backward(q, q, k, v, *saved)
+            self.stage.attention(q, k, v)
+            assert switches() == before
+            if hasattr(self.stage, "RUNGS"):
+                with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                    patch.setitem(self.stage.RUNGS, self.stage.SUPPORTS["rungs"][0], (fails, fails))
+                    self.stage.forward(q, k, v, rung=self.stage.SUPPORTS["rungs"][0])
+                assert switches() == before
+                self.stage.forward(q, k, v)
+
+    @pytest.mark.parametrize("extremes", EXTREMES)
+    def test_two_extremes_at_once(self, extremes, every_rung):
+        H, Hk, Nq, Nk, causal, scale = EXTREMES[extremes]
+        own = one_rung.limits(self.stage, every_rung)
+        if H != Hk and not own["gqa"]:
+            pytest.skip("the stage has no grouped heads")
+        if not own["nq_ne_nk"]:
+            pytest.skip("the stage takes Nq = Nk only")
+        T = max(smallest_tile(own))
+        case = cases.Case(extremes, extremes, lambda _: Nq(T), lambda _: Nk(T), H=H, Hk=Hk, causal=causal, scale=scale)
+        dtype = next((dtype for dtype in own["dtypes"] if dtype.itemsize == 2), own["dtypes"][0])
+        x = cases.build(case, {name: y for name, y in own.items() if name != "layouts"}, dtype, engine.device)
+        want = error.expected(x.q, x.k, x.v, x.dout, causal=causal, scale=scale)
+        bad = error.failures(self.outputs(case, x, every_rung), want)
+        assert not bad, bad
+
+    def test_results_without_memory_are_like_real_ones(self):
+        """In every dtype: the fake results that torch.compile plans with."""
+        if not hasattr(self.stage, "RUNGS"):
+            pytest.skip("the stage has no operators")
+        names = (f"{self.stage.SUPPORTS['stage']}_{name}" for name in ("forward", "backward"))
+        operators = [getattr(torch.ops.steps, name) for name in names]
+        for dtype in self.stage.SUPPORTS["dtypes"]:
+            q, k, v = (x[:1, :1].to(dtype) for x in self.example(N=5))
+            saved = self.stage.forward(q, k, v)
+            for operator, inputs in zip(operators, ((q, k, v), (q, q, k, v, *saved)), strict=True):
+                torch.library.opcheck(operator, inputs, test_utils="test_faketensor")
 
     def test_a_nan_in_a_query_stays_in_its_row(self, every_rung):
         q, k, v = self.example(rung=every_rung)
@@ -194,6 +313,26 @@ class Contract:
             saved = q, q[..., 0].real.float()
             with pytest.raises(exception):
                 self.stage.backward(q, q, k, v, *saved, **options)
+
+    @pytest.mark.parametrize("name", ["forward", "backward", "attention"])
+    def test_an_option_that_the_stage_lacks_is_refused_by_the_name_of_who_has_it(self, name):
+        function, stage = getattr(self.stage, name), self.stage.SUPPORTS["stage"]
+        q, k, v = self.example(N=5)
+        tensors = (q, q, k, v, q, q[..., 0].float()) if name == "backward" else (q, k, v)
+        own = inspect.signature(function).parameters.keys() - COMMON
+        assert all(contract.STAGE_WITH.get(option) == stage for option in own), own
+        mask = "here it is mask=" if "mask" in own else "steps.step03_triton has it as mask."
+        refused = {"is_causal": "here it is causal=", "attn_mask": mask, "softmax_scale": "here it is scale="}
+        for option, has in contract.STAGE_WITH.items():
+            if has != stage:
+                refused[option] = f"steps.{has} has it."
+        for option, words in refused.items():
+            with pytest.raises((TypeError, NotImplementedError)) as raised:
+                function(*tensors, **{option: None})
+            assert str(raised.value).startswith(f"{stage}.{name} has no {option}; {words}")
+            assert (raised.type is NotImplementedError) == ("steps." in words)
+        with pytest.raises(TypeError, match=f"^{stage}.{name} got an unexpected keyword argument 'casual'"):
+            function(*tensors, casual=True)
 
     @pytest.mark.parametrize("value", [1, None, "yes"])
     def test_a_deterministic_that_is_neither_true_nor_false(self, value):
@@ -318,6 +457,14 @@ class Contract:
         tile = one_rung.limits(self.stage, rung)["tiles"][0]
         out, _ = self.stage.forward(q, k, v, tile=np.array(tile), rung=rung)
         assert torch.equal(out, self.stage.forward(q, k, v, tile=tile, rung=rung)[0])
+
+    def test_a_tile_for_a_rung_without_tiles(self, every_rung):
+        forward, _ = self.kernels(every_rung)
+        if "tile" in inspect.signature(forward).parameters:
+            pytest.skip("the rung has tiles")
+        tile = self.stage.SUPPORTS["tiles"][0]
+        with pytest.raises(ValueError, match=rf"has no tiles; got tile={re.escape(str(tile))}\. Leave it out"):
+            self.stage.forward(*self.example(N=5, rung=every_rung), tile=tile, rung=every_rung)
 
     @pytest.mark.parametrize("name", ["forward", "backward", "attention"])
     def test_a_call_without_options_is_the_plain_one(self, name):

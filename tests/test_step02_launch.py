@@ -1,6 +1,7 @@
 """What launch.py checks, plans, keeps and hands to the driver; on CPU tensors, with a driver that only takes notes."""
 
 import contextlib
+import inspect
 import math
 import pickle
 import re
@@ -12,9 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from steps import engine
+from steps import contract, engine
 from steps.step02_fa2_cuda import RUNGS, emulator, ladder, launch, nvrtc, wgmma
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-python")
@@ -90,10 +92,9 @@ def addresses(tensors):
 @on_cpu
 @BOTH
 def test_a_kept_launch_gets_the_addresses_of_this_call(rung, launched):
-    for times in range(3):
-        q, k, v, dout = inputs()
-        if times == 0:  # later v and dout are tensors of their own
-            v, dout = k, q
+    first, second = inputs(), inputs()
+    shared = first[0], first[1], first[1], first[0]  # v is k, and dout is q
+    for times, (q, k, v, dout) in enumerate((shared, first, second, first)):
         out, lse = launch.forward(q, k, v, rung=rung, causal=True)
         assert addresses((q, k, v, out, lse)) <= launched[-1][0]
         grads = launch.backward(dout, q, k, v, out, lse, rung=rung, causal=True)
@@ -128,8 +129,8 @@ def test_what_a_launch_depends_on_makes_another_plan(rung, launched):
 def test_what_a_backward_depends_on_makes_another_plan(rung, launched):
     q, k, v, dout = inputs()
     usual = dict(dout=dout, q=q, k=k, v=v, out=q, lse=torch.zeros(1, 4, 40))
-    strided = torch.zeros(1, 40, 4, 64).bfloat16().transpose(1, 2)
-    changes = [{}, *({name: strided} for name in ("dout", "q", "out")), {"dout": unaligned(q.shape)}]
+    strided = {name: torch.zeros(x.transpose(1, 2).shape).to(x.dtype).transpose(1, 2) for name, x in usual.items()}
+    changes = [{}, *({name: x} for name, x in strided.items()), {"dout": unaligned(q.shape)}]
     changes += [dict(causal=True), dict(scale=2.0), dict(backward_tile=(64, 64)), dict(deterministic=True)]
     for n, change in enumerate(changes, 1):
         for _ in range(2):
@@ -308,6 +309,11 @@ def test_a_kernel_asks_for_more_than_48_KB_of_shared_memory(monkeypatch):
 
 # ---- what a launcher that is lifted out refuses ----------------------------------------------------------------------
 
+def without_memory(x):
+    with FakeTensorMode():
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 WRONG = {  # name: (the arguments that are changed, exception, words of the message)
     "k in another dtype": (lambda q, k, v: {"k": k.half()}, TypeError, "k must be torch.bfloat16"),
     "v on another device": (lambda q, k, v: {"v": v.to("meta")}, TypeError, "v must be .* on .*; got .* on meta"),
@@ -316,22 +322,32 @@ WRONG = {  # name: (the arguments that are changed, exception, words of the mess
     "heads": (lambda q, k, v: {"q": q[:, :3]}, ValueError, "multiple of k's heads; got 3 and 2"),
     "no K/V head": (lambda q, k, v: {"k": k[:, :0], "v": v[:, :0]}, ValueError, "multiple of k's heads; got 4 and 0"),
     "rank": (lambda q, k, v: {"q": q[0]}, ValueError, r"q must be \(B, H, N, D\)"),
-    "a list": (lambda q, k, v: {"q": q.tolist()}, TypeError, "must be a torch.Tensor; got list, Tensor, Tensor"),
+    "a list": (lambda q, k, v: {"q": q.tolist()}, TypeError, "a dense torch.Tensor .*; got list, Tensor, Tensor"),
     "scale 0": (lambda q, k, v: {"scale": 0.0}, ValueError, "scale must be a finite number > 0"),
     "scale -1": (lambda q, k, v: {"scale": -1}, ValueError, "scale must be a finite number > 0"),
     "scale inf": (lambda q, k, v: {"scale": float("inf")}, ValueError, "scale must be a finite number > 0"),
     "scale 1e-50": (lambda q, k, v: {"scale": 1e-50}, ValueError, "scale must be .* float32 can hold"),
+    "scale 3e38": (lambda q, k, v: {"scale": 3e38}, ValueError, "scale must be .* float32 can hold, times log2"),
     "scale 1e39": (lambda q, k, v: {"scale": 1e39}, ValueError, "scale must be .* float32 can hold"),
     "scale a word": (lambda q, k, v: {"scale": "1"}, TypeError, "scale must be a number"),
     "causal a tensor": (lambda q, k, v: {"causal": torch.tensor(True)}, TypeError, "causal must be True or False"),
     "a tile of one": (lambda q, k, v: {"tile": (64,)}, TypeError, "tile must be a pair of integers"),
     "a number as a tile": (lambda q, k, v: {"tile": 64}, TypeError, "tile must be a pair of integers"),
+    "a list as a tile": (lambda q, k, v: {"tile": [64, 64]}, TypeError, "tile must be a pair of integers, as a tuple"),
+    "a tile without rows": (lambda q, k, v: {"tile": (0, 64)}, ValueError, r"at least 1; got \(0, 64\)"),
+    "a negative tile": (lambda q, k, v: {"tile": (64, -64)}, ValueError, r"at least 1; got \(64, -64\)"),
     "a device": (lambda q, k, v: {"q": q.to("meta"), "k": k.to("meta"), "v": v.to("meta")}, ValueError, "on meta"),
     "rung": (lambda q, k, v: {"rung": "warp9"}, ValueError, "the rungs are scalar, .*; got 'warp9'"),
+    "a list as a rung": (lambda q, k, v: {"rung": ["fa2"]}, TypeError, r"rung must be a word .*; got \['fa2'\]"),
+    "sparse": (lambda q, k, v: {"q": q.to_sparse()}, TypeError, "dense .*; got Tensor .sparse_coo., Tensor, Tensor"),
+    "nested": (lambda q, k, v: {"k": torch.nested.nested_tensor([k[0]])}, TypeError, "got Tensor, Tensor .nested."),
+    "jagged": (lambda q, k, v: {"v": torch.nested.nested_tensor([v[0]], layout=torch.jagged)}, TypeError, "nested"),
+    "no memory": (lambda q, k, v: {"k": without_memory(k)}, TypeError, "with memory; got Tensor, FakeTensor, Tensor"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Accessing the data pointer of FakeT")
 @BOTH
 def test_a_launcher_refuses_what_its_kernel_would_get_wrong(name, rung, monkeypatch):
     monkeypatch.setattr(launch, "bind", lambda *_: pytest.fail("something was launched"))
@@ -344,6 +360,73 @@ def test_a_launcher_refuses_what_its_kernel_would_get_wrong(name, rung, monkeypa
     with pytest.raises(exception):
         device = arguments["v"].device if name == "a device" else engine.device
         launch.backward(**arguments, **{name: x.to(device) for name, x in saved.items()})
+
+
+class Equal:
+    """It finds in a dictionary what was kept for another value, but is of another type."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return self.value == other
+
+    def __hash__(self):
+        return hash(self.value)
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "start_gradients", "add_gradients"])
+def test_a_kept_plan_skips_no_check_of_an_option(name, monkeypatch):
+    """Of every option in the signature: what was refused at first must be refused when a plan is kept for its equal."""
+    monkeypatch.setattr(launch, "bind", lambda works, tensors: [])
+    monkeypatch.setattr(launch, "kept", {})
+    q, k, v, dout = (x.to(engine.device) for x in inputs())
+    lse = torch.zeros(1, 4, 40, device=q.device)
+    tensors = {"forward": (q, k, v), "backward": (dout, q, k, v, q, lse), "start_gradients": (dout, q, lse)}
+    tensors["add_gradients"] = launch.start_gradients(dout, q, lse), dout, q, k, v
+    good = dict(rung="fa2", causal=True, scale=1.0, tile=(64, 64), backward_tile=(64, 64), deterministic=True)
+    call = partial(getattr(launch, name), *tensors[name])
+    for option, x in inspect.signature(call).parameters.items():
+        if x.kind == x.VAR_KEYWORD:
+            option, good["LAZY"] = "LAZY", 1
+            call = partial(call, rung="hopper")
+        call(**{option: good[option]})
+        plans = len(launch.kept)
+        equals = {"causal": [1], "deterministic": [1], "scale": [True], "LAZY": [1.0], "rung": []}
+        for equal in (Equal(good[option]), *equals.get(option, [(64.0, 64)])):
+            with pytest.raises((TypeError, ValueError), match=f"{option} must be"):
+                call(**{option: equal})
+        assert len(launch.kept) == plans
+
+
+def test_the_launcher_and_the_stage_have_one_rule_for_a_scale():
+    for limit in launch.SMALLEST_SCALE, launch.LARGEST_SCALE:
+        for scale in (math.nextafter(limit, 0), limit, math.nextafter(limit, math.inf)):
+            verdicts = []
+            for check in (partial(launch.check_options, "fa2", scale, False), partial(contract.check_scale, scale, 64)):
+                with contextlib.suppress(ValueError):
+                    check()
+                    verdicts.append(scale)
+            assert len(verdicts) in (0, 2), scale
+
+
+def test_a_rung_of_a_backward_may_be_a_row(monkeypatch):
+    monkeypatch.setattr(launch, "bind", lambda works, tensors: [])
+    q, k, v, dout = (x.to(engine.device) for x in inputs())
+    for rung in ("fa2", ladder.FORWARD["fa2"]):
+        grads = launch.backward(dout, q, k, v, q, torch.zeros(1, 4, 40, device=q.device), rung=rung)
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("rung, dtype, tile", [("scalar", torch.float32, (8, 16)), ("fa2", torch.bfloat16, (64, 64))])
+def test_the_forward_s_tile_is_for_scalar_s_backward_alone(rung, dtype, tile, monkeypatch):
+    monkeypatch.setattr(launch, "bind", lambda works, tensors: [])
+    monkeypatch.setattr(launch, "kept", {})
+    q, k, v, dout = (x.to(engine.device, dtype) for x in inputs())
+    launch.backward(dout, q, k, v, q, torch.zeros(1, 4, 40, device=q.device), rung=rung, tile=tile)
+    (plan,) = launch.kept.values()
+    own = ladder.BACKWARD[rung].tile(64, launch.shared_memory(q.device))
+    assert (plan.problem.Br, plan.problem.Bc) == (tile if rung == "scalar" else own) and own != tile
 
 
 def test_the_parts_of_a_backward_refuse_other_queries(monkeypatch):
@@ -378,8 +461,8 @@ def test_a_plan_belongs_to_one_device():
     q = torch.zeros(1, 1, 8, 64).bfloat16()
     problems = [launch.problem_of(row, x, x) for x in (q, q.to("meta"))]
     assert problems[0] != problems[1] and problems[0] == launch.problem_of(row, q.clone(), q)
-    here, there = launch.layouts(q)[0], launch.layouts(q.to("meta"))[0]
-    assert here != there and here[-1] == there[-1], "not because of the alignment"
+    (here,), (there,) = launch.layouts(q), launch.layouts(q.to("meta"))
+    assert here[1] == q.device != there[1]
 
 
 @pytest.mark.parametrize("name", ["dout", "out", "lse"])

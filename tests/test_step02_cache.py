@@ -1,5 +1,6 @@
 """Stage 02's compile cache: damaged files, folders that cannot be used, and what its key holds."""
 
+import errno
 import json
 import os
 import shutil
@@ -166,6 +167,53 @@ def test_a_folder_of_another_user(temporary, folder, monkeypatch):
 def test_a_folder_that_cannot_be_written(temporary, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert cache.folder() == temporary
+
+
+def test_a_temporary_folder_on_another_file_system(folder, temporary, monkeypatch):
+    """A file cannot be moved from one file system to another in one step, so it is made where it will lie."""
+    made_in = []
+    cache.get(("a",), ".json", lambda path: made_in.append(path.parent.parent) or write(path))
+    assert made_in == [folder]
+
+
+def refused(monkeypatch, where, number):
+    """From now on the system refuses this step of writing into any folder but a temporary one."""
+    owner, name = {"a file": (cache.tempfile, "TemporaryFile"), "a folder": (cache.tempfile, "TemporaryDirectory"),
+                   "a move": (Path, "replace"), "a deletion": (Path, "unlink")}[where]  # fmt: skip
+    usual = getattr(owner, name)
+
+    def refuse(*arguments, **options):
+        path = Path(options.get("dir", arguments[0] if arguments else ""))
+        if cache.NAME in path.parts:
+            raise OSError(number, os.strerror(number), str(path))
+        return usual(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, refuse)
+
+
+def test_a_cache_that_can_only_be_read(folder, temporary, monkeypatch):
+    """What is in it when it becomes so is used. What is not is refused, or made in a temporary folder by a new run."""
+    path = cache.get(("a",), ".json", write)
+    damaged = cache.get(("b",), ".json", write)
+    damaged.write_bytes(b"")
+    for where in ("a file", "a folder", "a deletion"):
+        refused(monkeypatch, where, errno.EROFS)
+    assert cache.get(("a",), ".json", write) == path
+    for parts in ("b",), ("c",):
+        with pytest.raises(RuntimeError, match=r"^The cache .* cannot be written to \(.*XDG_CACHE_HOME"):
+            cache.get(parts, ".json", write)
+    cache.folder.cache_clear()
+    assert cache.get(("c",), ".json", write).parent == temporary
+
+
+@pytest.mark.parametrize("where", ["a folder", "a move"])
+def test_a_disk_that_is_full_where_nothing_can_be_begun_or_ended(folder, where, monkeypatch):
+    cache.folder()
+    with monkeypatch.context() as patch:
+        refused(patch, where, errno.ENOSPC)
+        with pytest.raises(RuntimeError, match="^The disk has no room for a compiled kernel: .*XDG_CACHE_HOME"):
+            cache.get(("a",), ".json", write)
+    assert not list(folder.iterdir()) and cache.get(("a",), ".json", write).read_bytes() == b"what was made"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
