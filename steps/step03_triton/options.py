@@ -97,6 +97,8 @@ def index(x):
     """x as Python's integer. Raises TypeError for what is not an integer, such as True."""
     if isinstance(x, bool):
         raise TypeError
+    if torch.compiler.is_compiling() and isinstance(x, int):
+        return x  # operator.index would make it a constant of the compiled program.
     return operator.index(x)
 
 
