@@ -94,7 +94,8 @@ def forward(q, k, v, *, causal=False, scale=None, lengths_k=None, splits=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
     scale > 0; None is 1/sqrt(D). lengths_k (B,) int32 on the device of q: only the first lengths_k[b] keys exist, and
-    causal is aligned at the last of them. splits: the number of shares; None is about two programs a multiprocessor.
+    causal is aligned at the last of them; a number above Nk counts as Nk, because nobody waits for the GPU to read it.
+    splits: the number of shares; None is about two programs a multiprocessor.
     """
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
         options = {"causal": causal, "scale": scale, "lengths_k": lengths_k, "splits": splits}

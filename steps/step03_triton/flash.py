@@ -75,7 +75,7 @@ def prepare(
         slopes = alibi_slopes.float()
         f |= {"slopes": slopes, "slope_strides": slopes.expand(B, H).stride()}
     if dropout_p:
-        t = round(256 * (1 - dropout_p))
+        t = max(1, round(256 * (1 - dropout_p))) if dropout_p < 1 else 0
         seed = torch.as_tensor(seed, dtype=torch.int64, device=q.device)
         f |= {"seed": seed, "threshold": t, "kept_scale": 256 / t if t else 0.0}
         f["aligned"] = 1 if first_key % 16 == 0 else None

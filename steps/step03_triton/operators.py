@@ -15,8 +15,9 @@ compiles a program anew for each value of a float that an operator takes. It doe
 so the floats among the options that are not constant in a compiled program reach the operators in a tensor, `traced`.
 
 The seed of dropout is a tensor that is drawn where q is. So Python does not wait for the GPU, torch.manual_seed decides
-what is drawn, a CUDA graph draws anew each time it is replayed, and a checkpoint repeats its draw. Needs flash.py,
-decode.py, options.py and the files that they name.
+what is drawn, a CUDA graph draws anew each time it is replayed, and a checkpoint repeats its draw. With torch.compile
+and torch._functorch.config.activation_memory_budget = 0 the backward draws anew, as that of torch's own dropout does,
+and its gradients are wrong: give a seed there. Needs flash.py, decode.py, options.py and the files that they name.
 """
 
 import inspect
@@ -79,17 +80,19 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None, out=None, lse=None,
                            (B, H, Nq, Nk) without being copied.
         alibi_slopes       S - slope |pos - key|: floating point, (H,) or (B, H); (n, H) for n packed sequences
         causal             keys after pos are hidden
-        window             (left, right): keys before pos - left or after pos + right are hidden; None is no limit
-        dropout_p, seed    P is 0 with probability dropout_p, in steps of 1/256, and else divided by 1 - dropout_p. The
-                           seed is an integer or an int64 tensor of one element; which entries are kept depends on it
-                           and on batch, head, query and key alone.
+        window             (left, right): keys before pos - left or after pos + right are hidden. None or -1 is no
+                           limit on that side: (-1, 0) is causal.
+        dropout_p, seed    P is 0 with probability dropout_p < 1, rounded to steps of 1/256 but not to 1, and else
+                           divided by 1 - dropout_p. The seed is an integer or an int64 tensor of one element. Which
+                           entries are kept depends on it and on batch, head, query and key alone.
         first_query, first_key    integers, by default Nk - Nq and 0: the last query stands at the last key
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k    n packed sequences: B is 1, and sequence s is the
                            queries cu_seqlens_q[s] ... cu_seqlens_q[s + 1] - 1 and likewise the keys, in int32 tensors
                            (n + 1,). Positions count from 0 in each. Rows after the last belong to none. No sequence is
                            longer than the integer max_seqlen.
         lengths_k          (B,) int32: only so many keys exist, and causal is aligned at the last of them. For decoding:
-                           without a gradient, and with no other feature.
+                           without a gradient, and with no other feature. A number above Nk counts as Nk on a GPU, and
+                           is refused on a CPU and with check.
         check              True also checks the numbers in cu_seqlens and lengths_k, and waits for the GPU.
 
     A query that sees no key gets out 0 and lse -inf. tile: (Br, Bc). out, lse: what earlier calls with other keys gave,
@@ -404,7 +407,7 @@ def dropout_mask(
     sequences = B if starts[0] is None else len(starts[0]) - 1
     f = Features(
         1.0, first_query=given["first_query"], first_key=given["first_key"],
-        seed=given["seed"], threshold=round(256 * (1 - given["dropout_p"])),
+        seed=given["seed"], threshold=max(1, round(256 * (1 - given["dropout_p"]))),
         aligned=1 if given["first_key"] % 16 == 0 else None, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
     )  # fmt: skip
     programs = sequences * H * triton.cdiv(Nq, 32) * triton.cdiv(Nk, 32)
