@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 
 import pytest
 import torch
@@ -86,6 +87,7 @@ LEFT_TO_TORCH = {
     "head_dim 264": ({"query": (1, 1, N, 264), "key": (1, 1, N, 264)}, {}),
     "head_dim of value": (HEADS_OF_20, {}),
     "all dropped": ({}, {"dropout_p": 1.0}),
+    "mask and causal": ({}, {"attn_mask": SEEN[:, None, None], "is_causal": True}),
 }
 
 
@@ -110,6 +112,25 @@ def test_calls_that_are_left_to_torch(call, in_sdpa, arrived):
         found = F.scaled_dot_product_attention(*tensors, **options)
     assert arrived == []
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3, 1e-30, 1e-40, 0.0, -0.0, -0.3, 3e38, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dropout_p", [0.0, 1.0, 1.5, -0.5, math.nan])
+def test_numbers_and_combinations_are_torchs(scale, dropout_p, in_sdpa):
+    """What torch computes is computed, and what torch refuses is refused, whichever of the two kernels it is."""
+    q, k, v = (x.detach() for x in example())
+    masks = None, SEEN[:, None, None], random(H, N, N, seed=5, gradient=False), torch.ones(N, N, dtype=torch.int64)
+    for mask, is_causal, enable_gqa in itertools.product(masks, (False, True), (False, True)):
+        options = dict(attn_mask=mask, is_causal=is_causal, enable_gqa=enable_gqa, scale=scale, dropout_p=dropout_p)
+        try:
+            expected = F.scaled_dot_product_attention(q, k, v, **options)
+        except RuntimeError:
+            with in_sdpa(), pytest.raises(RuntimeError):
+                F.scaled_dot_product_attention(q, k, v, **options)
+            continue
+        with in_sdpa():
+            found = F.scaled_dot_product_attention(q, k, v, **options)
+        torch.testing.assert_close(found, expected, equal_nan=True, **NEAR)
 
 
 def test_transforms_and_other_kernels_are_left_to_torch(in_sdpa, arrived):

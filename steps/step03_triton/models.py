@@ -14,13 +14,14 @@ kernel: so a call reaches us before torch has chosen, on a CPU and on a GPU. Wha
     call of scaled_dot_product_attention                          computed by
     float16, bfloat16, float32; 2 dimensions or more              ours
     attn_mask, bool or added, also with a gradient                ours
-    dropout_p < 1; scale; is_causal; enable_gqa; Nq != Nk         ours
+    dropout_p < 1; scale > 0; is_causal; enable_gqa; Nq != Nk     ours
     under torch.compile, autocast, inference_mode                 ours
     nn.MultiheadAttention(need_weights=False), nn.Transformer     ours
     head_dim > 256, or that of value is another; float64          torch
     before Ampere float16, bfloat16, and head_dim > 128           torch
     tensors on a device that the kernels do not run on; nested    torch
-    dropout_p = 1                                                 torch
+    dropout_p = 1; a scale of 0, below it, or near float32's ends torch
+    attn_mask with is_causal                                      torch
     torch.func (grad, vmap, jvp); forward-mode derivatives        torch
     under sdpa_kernel(...) without FLASH_ATTENTION                torch, with the kernel that was asked for
     nn.MultiheadAttention with need_weights=True                  no call: it computes P as a matrix itself
@@ -30,6 +31,7 @@ Needs operators.py, sdpa.py and the files that they name. Left out: sinks and th
 """
 
 import contextlib
+import math
 
 import torch
 import triton
@@ -90,7 +92,7 @@ class Registration:
                    enable_gqa=False):  # fmt: skip
             arguments = query, key, value, attn_mask, dropout_p, is_causal
             options = {"scale": scale, "enable_gqa": enable_gqa}
-            if takes(query, key, value, dropout_p):
+            if takes(*arguments, scale):
                 return sdpa(*arguments, **options)
             return torchs.call_boxed(keys, *arguments, **options)
 
@@ -101,9 +103,9 @@ class Registration:
         self.library = None  # torch takes a registration back when its library ceases to exist.
 
 
-def takes(query, key, value, dropout_p):
+def takes(query, key, value, attn_mask, dropout_p, is_causal, scale):
     """Whether our kernels compute this call: the table above."""
-    tensors = query, key, value
+    tensors, float32 = (query, key, value), torch.finfo(torch.float32)
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
     dtypes, head_dims = options.taken_on(query.device)
     return (
@@ -112,11 +114,18 @@ def takes(query, key, value, dropout_p):
         and all(x.dtype == query.dtype and x.device.type == device and x.ndim >= 2 for x in tensors)
         and query.shape[-1] == key.shape[-1] == value.shape[-1]
         and query.shape[-1] in head_dims
-        and dropout_p < 1
+        and 0 <= dropout_p < 1
+        and (scale is None or float32.tiny <= scale <= float32.max * math.log(2))  # Kernels multiply it by log2(e).
+        and (attn_mask is None or not is_causal and takes_mask(attn_mask, query))
         and torch.backends.cuda.flash_sdp_enabled()  # sdpa_kernel(...) without FLASH_ATTENTION switches it off.
         and torch._C._functorch.peek_interpreter_stack() is None  # Otherwise this is a call within torch.func.
         and all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
     )
+
+
+def takes_mask(mask, query):
+    dense = not mask.is_nested and mask.layout is torch.strided
+    return dense and mask.dtype in (torch.bool, *options.FLOATS) and mask.device == query.device
 
 
 def register_with_transformers(name=NAME_IN_TRANSFORMERS):
