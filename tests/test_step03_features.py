@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+import steps.step03_triton as step03
 from reference import cases, error, feature_cases, philox
 from reference.feature_cases import random
 from steps import engine
@@ -76,6 +77,34 @@ def test_lengths(names):
     q, k, v, dout, options = inputs(names)
     out, lse = decode.forward(q, k, v, **options)
     assert not error.failures({"out": out, "lse": lse}, feature_cases.expected(q, k, v, dout, options))
+
+
+# Packed sequences are chunks themselves, the keys of parts are in chunks, and there queries stand far behind the keys.
+IN_CHUNKS = [
+    names for names in (*((name,) for name in FEATURES), *MODELS) if not {"packed", "parts", "nothing seen"} & {*names}
+]
+
+
+@pytest.mark.parametrize("names", IN_CHUNKS, ids=" + ".join)
+def test_queries_in_chunks_behind_a_growing_cache(names):
+    """A chunk sees the keys up to its last query. Dropout counts queries from first_query, so a chunk has to give it."""
+    q, k, v, _, options = inputs(names)
+    before = k.shape[2] - q.shape[2]
+    options["causal"] = True
+    if "seed" in options:
+        options.setdefault("first_query", before)
+    out, lse = step03.forward(q, k, v, **options)
+    for start, end in ((0, 8), (8, 9), (9, 21)):
+        o, keys = dict(options), before + end
+        if "first_query" in o:
+            o["first_query"] += start
+        if "mask" in o:
+            mask = flash.four_dimensions(o["mask"])
+            mask = mask[:, :, start:end] if mask.shape[2] > 1 else mask
+            o["mask"] = mask[..., :keys] if mask.shape[3] > 1 else mask
+        got = step03.forward(q[:, :, start:end], k[:, :, :keys], v[:, :, :keys], **o)
+        for x, y in zip(got, (out[:, :, start:end], lse[:, :, start:end]), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.long

@@ -43,7 +43,6 @@ from .operators import attention
 from .sdpa import sdpa_of
 
 NAME = "steps_triton"
-NAME_IN_TRANSFORMERS = "sdpa_steps_triton"
 OPERATOR = "scaled_dot_product_attention"
 sdpa = sdpa_of(attention)
 
@@ -128,24 +127,50 @@ def takes_mask(mask, query):
     return dense and mask.dtype in (torch.bool, *options.FLOATS) and mask.device == query.device
 
 
-def register_with_transformers(name=NAME_IN_TRANSFORMERS):
-    """Makes our kernels known to Hugging Face's transformers (tested with 5.23 and 5.24), and returns the name.
+def register_with_transformers(name=NAME):
+    """Makes our kernels known to Hugging Face's transformers (tested with 5.23), and returns the name.
 
         model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=register_with_transformers())
 
-    A model that does not take attn_implementation="sdpa", such as BLOOM, never calls another kernel than its own, and
-    would add our boolean mask to its scores. transformers refuses such a model, with a ValueError, if the name contains
-    "sdpa". Raises ValueError for a name that does not, and ImportError without transformers.
+    A name with "sdpa" in it would exclude models with a soft-cap, such as Gemma 2, because torch's function has none.
+    Without it transformers takes any model. But a model that never calls another kernel than its own, such as BLOOM,
+    would add our boolean mask to its scores: where such a model asks for its mask, it gets a ValueError. Raises
+    ImportError without transformers.
     """
-    if "sdpa" not in name:
-        raise ValueError(f'name must contain "sdpa", by which transformers knows which models to refuse; got {name!r}.')
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    def mask(*args, config=None, **options):
+        check_model(config)
+        return sdpa_mask(*args, config=config, **options)
+
     AttentionInterface.register(name, attend)
     # Without a mask function under the same name transformers makes no mask, and padding would be seen.
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, mask)
     return name
+
+
+@torch.compiler.assume_constant_result  # torch.compile is not to look into it.
+def check_model(config):
+    """Raises ValueError unless the models of this configuration call the kernel that it names."""
+    from transformers import PreTrainedModel
+
+    known, waiting = set(), [PreTrainedModel]
+    while waiting:
+        known.update(more := waiting.pop().__subclasses__())
+        waiting += more
+    kind = type(config)
+    # A part of a larger model may have a configuration of its own, as the decoder of T5Gemma.
+    own = [x for x in known if x.config_class is kind] or [x for x in known if package(x) == package(kind)]
+    if not any(x._supports_attention_backend or x._supports_sdpa for x in own):
+        raise ValueError(
+            f"models with a {kind.__name__} compute attention themselves, and call no kernel of stage 03. "
+            "Use attn_implementation='eager'."
+        )
+
+
+def package(kind):
+    return kind.__module__.rpartition(".")[0]
 
 
 def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None, **more):
@@ -154,7 +179,7 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
     Without a mask a decoder's queries see what is_causal of torch shows them, at the top left: in a cache that was
     allocated longer, the keys after the queries are still empty. One query sees all keys.
     """
-    for name in ("s_aux", "position_bias", "cache"):
+    for name in ("s_aux", "sinks", "position_bias", "cache", "indices", "block_indices"):
         if more.get(name) is not None:
             raise NotImplementedError(f"the kernels of stage 03 have no {name}. Use attn_implementation='eager'.")
     if is_causal is None:
