@@ -188,6 +188,17 @@ def test_a_mode_of_torch_sees_one_operator(stage):
 
 
 @every_stage
+def test_fake_results_are_like_real_ones_in_every_dtype(stage):
+    supports = stage.SUPPORTS
+    for dtype in supports["dtypes"]:
+        q, k, v, dout = (x.detach().to(dtype) for x in example(count=4))
+        real = stage.forward(q, k, v)
+        forward, backward = operators(stage)
+        for operator, given in ((forward, (q, k, v)), (backward, (dout, q, k, v, *real))):
+            torch.library.opcheck(operator, given, test_utils="test_faketensor")
+
+
+@every_stage
 @pytest.mark.parametrize("shape", [(1, 2, 7, 32), (2, 7, 32), (7, 32), (0, 2, 7, 32)], ids=len)
 def test_fake_tensors_give_fake_results(stage, shape):
     with FakeTensorMode():

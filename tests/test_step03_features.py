@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import mmap
 import re
 import sys
 
@@ -20,6 +19,7 @@ from steps.step03_triton import decode, features, flash, flash_kernels, tiles
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
+from support.operands import PLACES, far
 
 TILES = (16, 16), (32, 16)
 LENGTHS = [names for names in feature_cases.CASES if "lengths" in names]  # for decode.py
@@ -240,17 +240,6 @@ def test_every_kernel_drops_the_same_entries(dtype, first_query, first_key):
         assert torch.equal(result != 0, keep)
 
 
-def far(x, *strides):
-    """x with these strides. Of the addresses between its rows only those that are written to take memory.
-
-    A distance of 2^31 entries and more, computed in 32 bits, would lead to another of these addresses, which has 0.
-    """
-    end = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)) + 1
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, a name that Python has from 3.13 on
-    memory = mmap.mmap(-1, (2**31 + end) * x.element_size(), flags=flags)
-    return torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, strides, 2**31).copy_(x)
-
-
 @pytest.mark.skipif(engine.name != "cpu", reason="a GPU has no addresses without memory")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mask_strides", [(2**27, 1), (1, 2**27)])
@@ -267,6 +256,35 @@ def test_offsets_have_64_bits(mask_strides, packed, tile):
         options |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=16, max_seqlen_k=16)
     want = feature_cases.expected(*tensors, options)
     assert not error.failures(run(q, k, v, dout, options, tile), want)
+
+
+EACH = [*((name,) for name in FEATURES), *MODELS]
+IN_TURN = [pytest.param(n, names, False, id=" + ".join(names)) for n, names in enumerate(EACH[:18])]  # 6 in 3 places
+ALL = [pytest.param(n, x, True, id=" + ".join(x) + "-all", marks=pytest.mark.long) for n, x in enumerate(EACH)]
+
+
+@pytest.mark.parametrize("n, names, every", [*IN_TURN, *ALL])
+def test_one_operand_unlike_the_others(n, names, every):
+    """One of q, k, v, dout, out and lse lies elsewhere, the next one with the next feature, and the feature's own."""
+    q, k, v, dout, options = inputs(names, torch.float16)
+    options = options | {"tile": TILES[0]}
+    options.pop("parts", None)
+    want = feature_cases.run(flash, q, k, v, dout, options)
+    gradient = {"mask_gradient": "dmask" in want}
+    tensors = dict(q=q, k=k, v=v, dout=dout, out=want["out"], lse=want["lse"])
+    own = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+    for m, (name, x) in enumerate((tensors | own).items()):
+        if name in tensors and m != n % 6 and not every:
+            continue
+        names_of_places = ("unaligned", "strided") if x.dtype == torch.bool else ("unaligned", "strided", "negated")
+        place = PLACES[names_of_places[n // 6 % len(names_of_places)]]
+        moved = tensors | own | {name: place(x)}
+        given = options | {name: moved[name] for name in own}
+        inputs_of_both = moved["q"], moved["k"], moved["v"]
+        out, lse = flash.forward(*inputs_of_both, **given)
+        grads = flash.backward(moved["dout"], *inputs_of_both, moved["out"], moved["lse"], **given, **gradient)
+        found = dict(zip(want, (out, lse, *grads), strict=True))
+        torch.testing.assert_close(found, want, rtol=2e-3, atol=2e-3)
 
 
 def test_dropping_everything_gives_zeros():

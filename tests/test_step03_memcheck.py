@@ -189,7 +189,8 @@ def test_a_kernel_of_another_module_runs_as_triton_has_it(monkeypatch):
         assert dots == ["Triton's"], "tl.dot, too"
         dots.clear()
         with pytest.raises(OutOfBounds, match="of k"):
+            tensors = q, q[:, :, :4].clone(), q, q.clone(), q[..., 0].clone()
             fwd_0_fused.forward_kernel[(1,)](
-                q, q[:, :, :4].clone(), q, q.clone(), q[..., 0].clone(), *[x.stride()[:3] for x in (q, q, q, q)], 1, 1, 8, 8,
-                1.0, CAUSAL=False, D=16, D_pad=16, Br=16, Bc=16, PRECISION="ieee",
-            )
+                *tensors, *[q.stride()[:3]] * 4, 1, 1, 8, 8, 1.0,
+                CAUSAL=False, D=16, D_pad=16, Br=16, Bc=16, PRECISION="ieee",
+            )  # fmt: skip

@@ -279,6 +279,21 @@ def test_leaving_restores_torch(in_sdpa, arrived):
     assert arrived == ["forward"] * 2
 
 
+@pytest.mark.parametrize("on", [True, False])
+def test_switches_come_back_as_they_were(on):
+    if torch.__version__ < (2, 13):
+        pytest.skip("needs torch 2.13")
+    config, before = torch._functorch.config, torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(on)
+    try:
+        with config.patch(enable_autograd_cache=on):
+            with step03.use_in_sdpa():
+                assert not torch.backends.mha.get_fastpath_enabled() and not config.enable_autograd_cache
+            assert torch.backends.mha.get_fastpath_enabled() == config.enable_autograd_cache == on
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def test_another_kernel_of_the_registry_comes_back(in_sdpa):
     entered = []
 

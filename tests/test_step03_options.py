@@ -297,6 +297,24 @@ def test_opcheck(names):
         torch.library.opcheck(operators.carry_operator, (q, k, v, out.float(), lse, *arguments(given)))
 
 
+@pytest.mark.parametrize("dtype", step03.SUPPORTS["dtypes"], ids=str)
+@pytest.mark.parametrize("names", [(name,) for name in FEATURES] + SETS, ids=" + ".join)
+def test_fake_results_are_like_real_ones(names, dtype):
+    """What torch.compile plans with: a wrong dtype or shape would show only where it is used."""
+    given = features(names)
+    q, k, v = example(batch=1 if {"packed", "additive"} & {*names} else B, dtype=dtype)
+    real = step03.forward(q, k, v, **given)
+    real += step03.backward(q, q, k, v, *real, mask_gradient=is_additive(given), **given)
+    mode = FakeTensorMode()
+    q, k, v, out, lse = (mode.from_tensor(x) for x in (q, k, v, *real[:2]))
+    fakes = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    with mode:
+        fake = step03.forward(q, k, v, **fakes)
+        fake += step03.backward(q, q, k, v, out, lse, mask_gradient=is_additive(given), **fakes)
+    for x, y in zip(fake, real, strict=True):
+        assert (x.shape, x.dtype, x.device, x.stride()) == (y.shape, y.dtype, y.device, y.stride())
+
+
 def attend(q, k, v, mask):
     return step03.attention(q * 2, k, v, mask=mask, dropout_p=0.3, window=(9, 4)).sin()
 

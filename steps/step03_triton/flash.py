@@ -142,7 +142,8 @@ def in_float32(options):
 def forward(q, k, v, *, out=None, lse=None, tile=None, **options):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
-    Options, of which features.py gives the formula. Query i stands at i + first_query, by default Nk - Nq.
+    flash_attn's tensors are (B, N, H, D): give those as q.transpose(1, 2). Options, of which features.py gives the
+    formula. Query i stands at i + first_query, by default Nk - Nq.
 
         causal, scale=1/sqrt(D), softcap
         window=(left, right)      both inclusive; None or -1 is no limit

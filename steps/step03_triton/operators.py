@@ -239,7 +239,7 @@ def compute(q, k, v, f, **carried):
     """(out, lse) like q, by the kernel for few queries if it is the faster one and takes the call."""
     lengths_k = f.pop("lengths_k")
     alone = not any(options.is_given(f.get(name), default) for name, default in options.DEFAULTS.items())
-    tensors = as_4d(q), as_4d(k), as_4d(v)
+    tensors = decode.readable(as_4d(q), as_4d(k), as_4d(v))
     if lengths_k is not None or (alone and f["tile"] is None and not carried and decode.fits(*tensors[:2])):
         out, lse = run(decode.forward, *tensors, causal=f["causal"], scale=f["scale"], lengths_k=lengths_k)
     else:
