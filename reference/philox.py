@@ -7,8 +7,8 @@ so a thread computes the random numbers of its own entries and needs nothing of 
     counter = (key's number div 16, query's number, head, batch)
 
 and the sixteen bytes of the result, least significant byte of the first word first, belong to the keys 16 c ... 16 c +
-15 of that query. An entry is kept where its byte is less than t = round(256 (1 - p)), and what is kept is multiplied by
-256 / t. So neither tiles nor the order of computation nor a division of the keys among calls change the mask.
+15 of that query. An entry is kept where its byte is less than t = round(256 (1 - p)), at least 1 unless p is 1, and
+what is kept is multiplied by 256 / t. So neither tiles nor the order of computation nor a division of the keys among calls change the mask.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. triton.language.philox
 gives the same words.
@@ -35,7 +35,7 @@ def philox(counter, key, rounds=10):
 
 def threshold(p):
     """t: how many of the 256 values of a byte keep an entry, when entries are to be dropped with probability p."""
-    return round(256 * (1 - p))
+    return max(1, round(256 * (1 - p))) if p < 1 else 0
 
 
 def rounded(p):

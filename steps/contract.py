@@ -64,7 +64,7 @@ def entry_points(kernels, supports):
             refuse(supports["stage"], "forward", lacking)
         if torch.compiler.is_compiling():
             with torch.no_grad():
-                return forward_operator(q, k, v, causal, scale, tile, rung)
+                return forward_operator(q, k, v, causal=causal, scale=scale, tile=tile, rung=rung)
         kernel, own = pick_kernel(kernels, supports, rung, 0, q, whole)
         scale, options = check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         if q.numel() == 0 or k.numel() == 0:  # There is no query, or no key to sum over.
@@ -85,7 +85,8 @@ def entry_points(kernels, supports):
             refuse(supports["stage"], "backward", lacking)
         if torch.compiler.is_compiling():
             with torch.no_grad():
-                return backward_operator(dout, q, k, v, out, lse, causal, scale, tile, rung, deterministic)
+                options = dict(causal=causal, scale=scale, tile=tile, rung=rung, deterministic=deterministic)
+                return backward_operator(dout, q, k, v, out, lse, **options)
         kernel, own = pick_kernel(kernels, supports, rung, 1, q, whole)
         scale, options = check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         check_saved(q, dout, out, lse)

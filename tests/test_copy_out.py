@@ -109,6 +109,28 @@ def use(python, folder, **options):
     assert not problem, problem
 
 
+NO_GPU = """
+import importlib, torch
+q = torch.zeros(1, 1, 4, 16, dtype=torch.float16)
+for file in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "flash", "decode", "operators"):
+    try:
+        importlib.import_module("lifted." + file).forward(q, q, q)
+    except RuntimeError as problem:
+        print(file, problem)
+"""
+
+
+@pytest.mark.skipif(engine.name == "cuda", reason="there is a GPU")
+def test_without_a_gpu_a_file_of_triton_says_what_is_missing(tmp_path):
+    if reason := catalogue.unavailable("03"):
+        pytest.skip(reason)
+    files = {file for name in SETS if name.startswith("03") for file in SETS[name][0]}
+    copy(files, tmp_path)
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    said = subprocess.check_output([sys.executable, "-c", NO_GPU], cwd=tmp_path, env=environment, text=True)
+    assert said.count("no GPU: start Python with TRITON_INTERPRET=1") == len(said.splitlines()) == 6
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_copied_files_work_alone(name, tmp_path, python):
     if reason := catalogue.unavailable(name[:2]):

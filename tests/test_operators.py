@@ -1,5 +1,6 @@
 """The stages as operators of torch: torch.compile, torch.export, fake tensors; what reaches a kernel on each way."""
 
+import inspect
 import math
 
 import pytest
@@ -15,6 +16,7 @@ import steps.step02_fa2_cuda as step02
 import steps.step03_triton as step03
 from steps import contract, engine
 from steps.step02_fa2_cuda import emulator
+from steps.step03_triton.options import TENSORS
 
 no_compiler = pytest.mark.skipif(engine.name == "cpu" and not emulator.available(), reason="there is no g++")
 STAGES = [pytest.param(stage, id=stage.SUPPORTS["stage"]) for stage in (step00, step01, step03)]
@@ -97,6 +99,75 @@ def test_one_graph_serves_every_size(stage):
     assert len(graphs) == 1
 
 
+def packed(n):
+    """Two packed sequences, (cu_seqlens, max_seqlen), in a call of 5 rows."""
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32, device=engine.device)
+    return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 3, "max_seqlen_k": 3} | n
+
+
+# For each option that is a number, the options of call n.
+NUMBERS = {
+    "scale": lambda n: {"scale": 0.1 + n / 9},
+    "window": lambda n: {"window": (n % 4, n)},
+    "softcap": lambda n: {"softcap": 0.5 + n / 5},
+    "dropout_p": lambda n: {"dropout_p": 0.1 + n / 20, "seed": 5},
+    "seed": lambda n: {"dropout_p": 0.4, "seed": n - 3},
+    "first_query": lambda n: {"first_query": n - 4, "causal": True},
+    "first_key": lambda n: {"first_key": n - 12, "first_query": -7, "causal": True},  # 0 is the default, and no feature
+    "max_seqlen_q": lambda n: packed({"max_seqlen_q": 3 + n}),
+    "max_seqlen_k": lambda n: packed({"max_seqlen_k": 3 + n}),
+}
+NO_NUMBERS = {"q", "k", "v", "causal", "tile", "rung", "deterministic", "check"} | {*TENSORS} - {"seed"}
+CALLS = [
+    pytest.param(*stage.values, name, id=f"{name}-{stage.id}", marks=stage.marks)
+    for stage in STAGES for name in inspect.signature(stage.values[0].attention).parameters if name not in NO_NUMBERS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage, name", CALLS)
+def test_one_graph_serves_every_number(stage, name):
+    """The first call's number is a constant of its graph, and a second graph serves all others."""
+
+    def both(dout, q, k, v, given):
+        of_two = {"seed": 5} | given if "dropout_p" in given else given
+        out, lse = stage.forward(q, k, v, **of_two)
+        return stage.attention(q, k, v, **given), lse, *stage.backward(dout, q, k, v, out, lse, **of_two)
+
+    torch._dynamo.utils.counters.clear()
+    compiled, tensors = torch.compile(both, fullgraph=True, backend="aot_eager"), example(count=4)
+    results = [compiled(*tensors, NUMBERS[name](n)) for n in range(12)]
+    for n in (1, 11):
+        want = both(*tensors, NUMBERS[name](n))
+        same(results[n], want)
+        same(*(torch.autograd.grad(out[0].sum(), tensors[1:]) for out in (results[n], want)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    assert name.startswith("max_seqlen") or not torch.equal(results[1][0], results[11][0]), "the number does not matter"
+
+
+@every_stage
+def test_a_bad_number_is_refused_where_the_graph_serves_every_number(stage):
+    compiled = torch.compile(stage.attention, fullgraph=True, backend="aot_eager")
+    for scale in (0.3, 0.4, 0.5):
+        compiled(*example(), scale=scale)
+    for bad in (-0.3, 1e-40, math.inf):
+        with pytest.raises(Exception, match="scale must be a finite number"):
+            compiled(*example(), scale=bad)
+
+
+def test_batches_of_packed_sequences_share_a_graph():
+    def attend(q, given):
+        return step03.attention(q, q, q, causal=True, **given)
+
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for n in range(12):
+        starts = torch.tensor([0, 5 + n, 12 + 2 * n], dtype=torch.int32, device=engine.device)
+        given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 7 + n, "max_seqlen_k": 7 + n}
+        (q,) = example(12 + 2 * n, count=1)
+        same([compiled(q, given)], [attend(q, given)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
 @every_stage
 def test_export(stage):
     class Model(torch.nn.Module):
@@ -114,6 +185,17 @@ def test_a_mode_of_torch_sees_one_operator(stage):
     q, k, v = (x.detach() for x in example())
     nodes = make_fx(lambda *x: stage.attention(*x))(q, k, v).graph.nodes
     assert sum(node.target is operators(stage)[0].default for node in nodes) == 1
+
+
+@every_stage
+def test_fake_results_are_like_real_ones_in_every_dtype(stage):
+    supports = stage.SUPPORTS
+    for dtype in supports["dtypes"]:
+        q, k, v, dout = (x.detach().to(dtype) for x in example(count=4))
+        real = stage.forward(q, k, v)
+        forward, backward = operators(stage)
+        for operator, given in ((forward, (q, k, v)), (backward, (dout, q, k, v, *real))):
+            torch.library.opcheck(operator, given, test_utils="test_faketensor")
 
 
 @every_stage

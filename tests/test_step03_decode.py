@@ -16,6 +16,7 @@ from steps.step03_triton import decode
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
+from support.operands import PLACES
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 SMALL = (16, 16, 4, 2)  # a tile with few keys, so that short inputs have many
@@ -177,12 +178,47 @@ def test_a_nan_stays_where_it_is(small_tiles):
     assert seen[0, 2:].all() and seen[1, :2].all() and seen.sum() == 12
 
 
-@pytest.mark.parametrize("B, H, Hk, Nq, Nk", [(0, 2, 2, 3, 5), (2, 0, 0, 3, 5), (2, 2, 2, 0, 5), (2, 2, 1, 3, 0)])
-def test_nothing_to_compute(B, H, Hk, Nq, Nk):
+@pytest.mark.parametrize("B, H, Hk, Nq, Nk", [(0, 2, 2, 3, 5), (2, 0, 0, 3, 5), (2, 2, 2, 0, 5)])
+def test_no_kernel_runs_where_there_is_no_query(B, H, Hk, Nq, Nk, monkeypatch):
+    monkeypatch.setattr(decode, "split_kernel", None)
     q, k, v = (torch.ones(B, *heads, 16, device=engine.device) for heads in ((H, Nq), (Hk, Nk), (Hk, Nk)))
-    got = run(q, k, v, causal=True, lengths_k=int32(*[Nk] * B))
-    assert got["out"].shape == q.shape and (got["out"] == 0).all()
-    assert got["lse"].shape == q.shape[:3] and (got["lse"] == -math.inf).all()
+    out, lse = decode.forward(q, k, v, causal=True, lengths_k=int32(*[Nk] * B))
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+
+
+def test_where_there_is_no_key_out_is_0():
+    q, k = (torch.ones(2, H, N, 16, device=engine.device) for H, N in ((2, 3), (1, 0)))
+    got = run(q, k, k, causal=True, lengths_k=int32(0, 0))
+    assert got["out"].shape == (2, 2, 3, 16) and (got["out"] == 0).all() and (got["lse"] == -math.inf).all()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("operand", ["q", "k", "v", "lengths_k"])
+def test_one_operand_unlike_the_others(operand, place, small_tiles):
+    names = dict(zip("qkv", inputs(B=2, H=4, Hk=2, Nq=2, place="contiguous"), strict=True))
+    lengths = int32(40, 83)
+    if operand == "lengths_k":
+        if place == "expanded":
+            pytest.skip("it has no heads")
+        moved = PLACES[place](lengths)
+    else:
+        moved, names[operand] = lengths, PLACES[place](names[operand])
+    got = run(**names, causal=True, splits=2, lengths_k=moved)
+    q, k, v = (x.resolve_neg() for x in names.values())
+    want = error.expected(q, k, v, q, causal=True, lengths_k=lengths)
+    assert not error.failures(got, want)
+
+
+def test_lengths_in_a_list(small_tiles):
+    x = inputs(B=2, Nq=2)
+    got, want = (run(*x, lengths_k=lengths) for lengths in ([40, 7], int32(40, 7)))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_heads_that_do_not_fit():
+    q = torch.zeros(1, 4, 1, 16, device=engine.device)
+    with pytest.raises(ValueError, match="H must be a multiple of Hk"):
+        decode.forward(q, q[:, :3], q[:, :3])
 
 
 def test_bit_equal_from_run_to_run(small_tiles):

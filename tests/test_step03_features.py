@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import mmap
 import re
 import sys
 
@@ -12,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+import steps.step03_triton as step03
 from reference import cases, error, feature_cases, philox
 from reference.feature_cases import random
 from steps import engine
@@ -19,6 +19,7 @@ from steps.step03_triton import decode, features, flash, flash_kernels, tiles
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
+from support.operands import PLACES, far
 
 TILES = (16, 16), (32, 16)
 LENGTHS = [names for names in feature_cases.CASES if "lengths" in names]  # for decode.py
@@ -76,6 +77,34 @@ def test_lengths(names):
     q, k, v, dout, options = inputs(names)
     out, lse = decode.forward(q, k, v, **options)
     assert not error.failures({"out": out, "lse": lse}, feature_cases.expected(q, k, v, dout, options))
+
+
+# Packed sequences are chunks themselves, the keys of parts are in chunks, and there queries stand far behind the keys.
+IN_CHUNKS = [
+    names for names in (*((name,) for name in FEATURES), *MODELS) if not {"packed", "parts", "nothing seen"} & {*names}
+]
+
+
+@pytest.mark.parametrize("names", IN_CHUNKS, ids=" + ".join)
+def test_queries_in_chunks_behind_a_growing_cache(names):
+    """A chunk sees the keys up to its last query. It has to give first_query, from which dropout counts queries."""
+    q, k, v, _, options = inputs(names)
+    before = k.shape[2] - q.shape[2]
+    options["causal"] = True
+    if "seed" in options:
+        options.setdefault("first_query", before)
+    out, lse = step03.forward(q, k, v, **options)
+    for start, end in ((0, 8), (8, 21)):
+        o, keys = dict(options), before + end
+        if "first_query" in o:
+            o["first_query"] += start
+        if "mask" in o:
+            mask = flash.four_dimensions(o["mask"])
+            mask = mask[:, :, start:end] if mask.shape[2] > 1 else mask
+            o["mask"] = mask[..., :keys] if mask.shape[3] > 1 else mask
+        got = step03.forward(q[:, :, start:end], k[:, :, :keys], v[:, :, :keys], **o)
+        for x, y in zip(got, (out[:, :, start:end], lse[:, :, start:end]), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.long
@@ -211,17 +240,6 @@ def test_every_kernel_drops_the_same_entries(dtype, first_query, first_key):
         assert torch.equal(result != 0, keep)
 
 
-def far(x, *strides):
-    """x with these strides. Of the addresses between its rows only those that are written to take memory.
-
-    A distance of 2^31 entries and more, computed in 32 bits, would lead to another of these addresses, which has 0.
-    """
-    end = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)) + 1
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, a name that Python has from 3.13 on
-    memory = mmap.mmap(-1, (2**31 + end) * x.element_size(), flags=flags)
-    return torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, strides, 2**31).copy_(x)
-
-
 @pytest.mark.skipif(engine.name != "cpu", reason="a GPU has no addresses without memory")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mask_strides", [(2**27, 1), (1, 2**27)])
@@ -240,9 +258,38 @@ def test_offsets_have_64_bits(mask_strides, packed, tile):
     assert not error.failures(run(q, k, v, dout, options, tile), want)
 
 
+EACH = [*((name,) for name in FEATURES), *MODELS]
+IN_TURN = [pytest.param(n, names, False, id=" + ".join(names)) for n, names in enumerate(EACH[:18])]  # 6 in 3 places
+ALL = [pytest.param(n, x, True, id=" + ".join(x) + "-all", marks=pytest.mark.long) for n, x in enumerate(EACH)]
+
+
+@pytest.mark.parametrize("n, names, every", [*IN_TURN, *ALL])
+def test_one_operand_unlike_the_others(n, names, every):
+    """One of q, k, v, dout, out and lse lies elsewhere, the next one with the next feature, and the feature's own."""
+    q, k, v, dout, options = inputs(names, torch.float16)
+    options = options | {"tile": TILES[0]}
+    options.pop("parts", None)
+    want = feature_cases.run(flash, q, k, v, dout, options)
+    gradient = {"mask_gradient": "dmask" in want}
+    tensors = dict(q=q, k=k, v=v, dout=dout, out=want["out"], lse=want["lse"])
+    own = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+    for m, (name, x) in enumerate((tensors | own).items()):
+        if name in tensors and m != n % 6 and not every:
+            continue
+        names_of_places = ("unaligned", "strided") if x.dtype == torch.bool else ("unaligned", "strided", "negated")
+        place = PLACES[names_of_places[n // 6 % len(names_of_places)]]
+        moved = tensors | own | {name: place(x)}
+        given = options | {name: moved[name] for name in own}
+        inputs_of_both = moved["q"], moved["k"], moved["v"]
+        out, lse = flash.forward(*inputs_of_both, **given)
+        grads = flash.backward(moved["dout"], *inputs_of_both, moved["out"], moved["lse"], **given, **gradient)
+        found = dict(zip(want, (out, lse, *grads), strict=True))
+        torch.testing.assert_close(found, want, rtol=2e-3, atol=2e-3)
+
+
 def test_dropping_everything_gives_zeros():
     q, k, v, dout, options = inputs(("dropout",))
-    got = run(q, k, v, dout, options | {"dropout_p": 0.999}, TILES[0])
+    got = run(q, k, v, dout, options | {"dropout_p": 1.0}, TILES[0])
     assert got["lse"].isfinite().all() and all((got[name] == 0).all() for name in ("out", "dq", "dk", "dv"))
 
 

@@ -8,13 +8,19 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-import steps.step03_triton  # noqa: F401  It switches the check on.
+import steps.step03_triton  # noqa: F401  It switches the check on, for its own kernels.
 from steps import engine
-from steps.step03_triton.memcheck import OutOfBounds
+from steps.step03_triton import fwd_0_fused, interpreter, memcheck
+from steps.step03_triton.memcheck import NoTruthValue, OutOfBounds
 
 pytestmark = pytest.mark.skipif(engine.name == "cuda", reason="on a GPU compute-sanitizer checks this")
 Tensors = collections.namedtuple("Tensors", "x y")
 N = 30  # numbers, for two programs of 16
+
+
+@pytest.fixture(autouse=True)
+def every_kernel(monkeypatch):
+    monkeypatch.setattr(memcheck, "_every", True)
 
 
 @triton.jit
@@ -128,3 +134,63 @@ def test_a_launch_forgets_the_tensors_of_the_one_before():
     copy(x, y, end_x=2 * N)
     with pytest.raises(OutOfBounds):
         copy(x[:N], y, end_x=2 * N)
+
+
+@triton.jit
+def product_kernel(x, out):
+    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    tile = tl.load(x + i * 16 + j)
+    tl.store(out + i * 16 + j, tl.dot(tile, tile))
+
+
+@triton.jit
+def both_kernel(out, N, SIZE: tl.constexpr, HOW: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    if HOW == "and":
+        seen = (at < N) and (at > 2)
+    elif HOW == "or":
+        seen = (at < N) or (at > 2)
+    elif HOW == "not":
+        seen = not (at < N)
+    elif HOW == "between":
+        seen = 2 < at < N
+    else:
+        seen = (at < N) & (at > 2)
+    if N > 2 and SIZE > 2:  # Numbers have a truth value.
+        tl.store(out + at, seen.to(tl.int32))
+
+
+@pytest.mark.parametrize("how", ["and", "or", "not", "between"])
+def test_a_tile_has_no_truth_value(how):
+    """The interpreter would take `a and b` as b, and the compiler as a & b."""
+    with pytest.raises(NoTruthValue, match="shape .16,. is neither true nor false. Write & for `and`"):
+        both_kernel[(1,)](torch.zeros(16, dtype=torch.int32), 7, SIZE=16, HOW=how)
+
+
+def test_what_is_written_with_an_ampersand_is_computed():
+    out = torch.zeros(16, dtype=torch.int32)
+    both_kernel[(1,)](out, 7, SIZE=16, HOW="&")
+    assert out.tolist() == [int(2 < n < 7) for n in range(16)]
+
+
+def test_a_kernel_of_another_module_runs_as_triton_has_it(monkeypatch):
+    """Before and after a kernel of the course, and although that one fails."""
+    monkeypatch.setattr(memcheck, "_every", False)
+    x, y = rows_of_one_tensor()
+    q = torch.zeros(1, 1, 8, 16)
+    own, dots = interpreter.tritons_own, []
+    monkeypatch.setattr(interpreter, "tritons_own", lambda *args: dots.append("Triton's") or own(*args))
+    for _ in range(2):
+        copy(x, y, end_x=N + 1, end_y=N + 1)  # one number too far, which is still the process's memory
+        out = torch.zeros(16, dtype=torch.int32)
+        both_kernel[(1,)](out, 7, SIZE=16, HOW="and")
+        assert out.tolist() == [int(n > 2) for n in range(16)]
+        product_kernel[(1,)](torch.zeros(16, 16), torch.zeros(16, 16))
+        assert dots == ["Triton's"], "tl.dot, too"
+        dots.clear()
+        with pytest.raises(OutOfBounds, match="of k"):
+            tensors = q, q[:, :, :4].clone(), q, q.clone(), q[..., 0].clone()
+            fwd_0_fused.forward_kernel[(1,)](
+                *tensors, *[q.stride()[:3]] * 4, 1, 1, 8, 8, 1.0,
+                CAUSAL=False, D=16, D_pad=16, Br=16, Bc=16, PRECISION="ieee",
+            )  # fmt: skip

@@ -33,6 +33,7 @@ from steps.step03_triton import (
 )
 from support.contract_suite import Contract, unwritten_is_nan
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
+from support.operands import PLACES, far
 
 PINNED = "3.7.1"  # requirements.txt
 
@@ -314,6 +315,107 @@ def test_every_way_of_rung_roles(Nq, Nk, causal, D):
 def test_the_backward_of_rung_tma_where_left_factors_stay_in_registers(D):
     q, k, v, dout = (random(1, 1, N, D, dtype=torch.float16).detach() for N in (70, 81, 81, 70))
     assert not error.failures(forward_and_backward(q, k, v, dout, "tma"), error.expected(q, k, v, dout, causal=True))
+
+
+def kernels_of(rung):
+    """(forward, backward), as they are lifted out, without the stage's checks and copies."""
+    if rung not in step03.RUNGS:
+        pytest.skip(f"needs {step03.SUPPORTS['elsewhere'][rung]}")
+    return rungs.KERNELS[rung]
+
+
+def results_of(kernels, q, k, v, dout, change=lambda name, x: x, **options):
+    forward, backward = kernels
+    q, k, v, dout = (change(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout)))
+    out, lse = forward(q, k, v, **options)
+    grads = backward(dout, q, k, v, change("out", out), change("lse", lse), **options)
+    want = error.expected(*(x.resolve_neg() for x in (q, k, v, dout)), **options)
+    return dict(zip(error.NAMES, (out, lse, *grads), strict=True)), want
+
+
+every_rung = pytest.mark.parametrize("rung", rungs.KERNELS)
+
+
+@every_rung
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("operand", ["q", "k", "v", "dout", "out", "lse"])
+def test_one_operand_unlike_the_others(operand, place, rung):
+    if place == "expanded" and operand in ("out", "lse"):
+        pytest.skip("what the forward gave has other numbers in each head")
+    tensors = (random(2, H, 20, 32, dtype=torch.float16).detach() * (1 + H / 8) for H in (4, 2, 2, 4))
+    q, k, v, dout = (x + n / 8 for n, x in enumerate(tensors))
+    move = PLACES[place]
+    got, want = results_of(kernels_of(rung), q, k, v, dout, lambda name, x: move(x) if name == operand else x)
+    assert not error.failures(got, want)
+
+
+@every_rung
+def test_heads_that_do_not_fit(rung):
+    """A kernel would read beyond k and v."""
+    forward, backward = kernels_of(rung)
+    q = torch.zeros(1, 4, 5, 16, dtype=torch.float16, device=engine.device)
+    for Hk in (3, 8, 0):
+        k = q.new_zeros(1, Hk, 5, 16)
+        for call in (lambda k=k: forward(q, k, k), lambda k=k: backward(q, q, k, k, q, q[..., 0].float())):
+            with pytest.raises(ValueError, match="H must be a multiple of Hk; got q .1, 4, 5, 16. and k"):
+                call()
+
+
+@every_rung
+@pytest.mark.parametrize("gain", [1, 1e4])
+def test_an_lse_that_is_one_ulp_off(gain, rung):
+    """As where another kernel has computed it. P may be a little larger than 1, but never infinite."""
+    tensors = [random(1, H, 40, 32, dtype=torch.float16).detach() * (1 + H / 8) for H in (4, 2, 2, 4)]
+    tensors[0] = tensors[0] * gain
+    for end in (-torch.inf, torch.inf):
+        end = torch.tensor(end, device=engine.device)
+        got, want = results_of(
+            kernels_of(rung), *tensors, lambda name, x, end=end: torch.nextafter(x, end) if name == "lse" else x
+        )
+        del got["lse"]
+        assert all(x.isfinite().all() for x in got.values())
+        assert gain > 1 or not error.failures(got, want)
+
+
+@every_rung
+@pytest.mark.parametrize("dtype", step03.SUPPORTS["dtypes"], ids=str)
+@pytest.mark.parametrize("heads, Nq, Nk, options", [
+    ((2, 2), 40, 8, {"causal": True, "scale": 4.0}), ((64, 1), 16, 16, {}), ((6, 2), 203, 187, {"causal": True}),
+], ids=["no key and a large scale", "a large group", "long, grouped and ragged"])  # fmt: skip
+def test_two_extremes_at_once(heads, Nq, Nk, options, dtype, rung):
+    if dtype not in step03.SUPPORTS["limits"].get(rung, step03.SUPPORTS)["dtypes"]:
+        pytest.skip("the rung does not take it")
+    shapes = (heads[0], Nq), (heads[1], Nk), (heads[1], Nk), (heads[0], Nq)
+    tensors = (random(1, *shape, 32, dtype=dtype).detach().roll(n) for n, shape in enumerate(shapes))
+    got, want = results_of(kernels_of(rung), *tensors, **options)
+    assert not error.failures(got, want)
+
+
+@every_rung
+def test_tensors_that_come_back(rung):
+    """A launcher that kept something of the call before would show it in the third call."""
+    first, second = ([random(1, 2, 20, 32, dtype=torch.float16).detach() + n for _ in range(4)] for n in (0, 1))
+    one, _, again = (results_of(kernels_of(rung), *x, causal=True)[0] for x in (first, second, first))
+    assert all(torch.equal(one[name], again[name]) for name in one)
+
+
+@triton.jit
+def numbers_kernel(out, x, stride, bh, first, N, KIND: tl.constexpr):
+    if KIND == "fused":
+        numbers = bwd_0_fused.load_numbers(x, bh, first, N, 16)
+    else:
+        numbers = bwd_1_tma.load_numbers(x, stride, bh, first, N, 16, False)
+    tl.store(out + tl.arange(0, 16), numbers)
+
+
+@pytest.mark.skipif(engine.name != "cpu", reason="a GPU has no addresses without memory")
+@pytest.mark.parametrize("kind", ["fused", "tma"])
+def test_lse_and_delta_have_offsets_of_64_bits(kind):
+    """The third head's numbers begin 2^31 numbers after the first one's. Of q and k features.py's test has the same."""
+    N = 2**30
+    x, out = far(torch.arange(48.0).reshape(3, 16), N, 1), torch.zeros(16)
+    numbers_kernel[(1,)](out, x, N, 2, 0, N, KIND=kind)
+    assert torch.equal(out, x[2])
 
 
 def test_which_rungs_a_gpu_has():

@@ -50,7 +50,7 @@ from steps import step00_naive as step00, step03_triton as step03
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from steps.step00_naive import fwd_3_tiled
-from steps.step03_triton import fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon
+from steps.step03_triton import fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon, memcheck
 from steps.workbook import Blank, check, picture, show
 from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 
@@ -340,6 +340,7 @@ jobs = [(name, words, options.get(name, {})) for name, words in given.items()]
 second = in_background(SECOND, jobs, "second")
 
 # %% slideshow={"slide_type": "fragment"}
+memcheck.watch_every_kernel()  # also those of a notebook
 print(f"eight programs of each, on engine {steps.engine.name}:")
 for name, kernel in kernels.items():
     x, out = torch.full((1 << 16,), -1.0).half().to(device), torch.zeros(1 << 16).to(device)

@@ -247,11 +247,23 @@ def has_tma(x):
     return triton.knobs.runtime.interpret or torch.cuda.get_device_capability(x.device)[0] == 9
 
 
+def readable(q, k, *others):
+    """The tensors as they are in memory, where a kernel reads them: torch negates z.conj().imag only when it reads it.
+
+    Raises ValueError for heads that do not fit, because a kernel would read beyond k.
+    """
+    H, Hk = q.shape[1], k.shape[1]
+    if H != Hk * (H // max(1, Hk)):
+        raise ValueError(f"H must be a multiple of Hk; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
+    return [x.resolve_neg() for x in (q, k, *others)]
+
+
 def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
     """(dq, dk, dv) from dout and out like q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous.
 
     lse (B, H, Nq) is float32. scale > 0; None is 1/sqrt(D). tile is (Br, Bc).
     """
+    q, k, v, dout, out, lse = readable(q, k, v, dout, out, lse)
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
         grads = backward(*(x.float() for x in (dout, q, k, v, out)), lse, causal=causal, scale=scale, tile=tile)
         return tuple(grad.to(q.dtype) for grad in grads)

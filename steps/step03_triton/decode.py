@@ -90,12 +90,32 @@ def fits(q, k):
     return B * Hk < multiprocessors(q) and Nq * H <= 64 * Hk and Nk >= 1024
 
 
+def readable(q, k, *others):
+    """The tensors as they are in memory, where a kernel reads them: torch negates z.conj().imag only when it reads it.
+
+    Raises ValueError for heads that do not fit, because a kernel would read beyond k, and RuntimeError without a GPU.
+    """
+    H, Hk = q.shape[1], k.shape[1]
+    if H != Hk * (H // max(1, Hk)):
+        raise ValueError(f"H must be a multiple of Hk; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
+    if not (q.is_cuda or triton.knobs.runtime.interpret):
+        try:
+            triton.runtime.driver.active  # noqa: B018  It fails where Triton finds no GPU to compile for.
+        except RuntimeError:
+            raise RuntimeError("no GPU: start Python with TRITON_INTERPRET=1, and Triton interprets kernels.") from None
+    return [x.resolve_neg() for x in (q, k, *others)]
+
+
 def forward(q, k, v, *, causal=False, scale=None, lengths_k=None, splits=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
-    scale > 0; None is 1/sqrt(D). lengths_k (B,) int32 on the device of q: only the first lengths_k[b] keys exist, and
-    causal is aligned at the last of them. splits: the number of shares; None is about two programs a multiprocessor.
+    scale > 0; None is 1/sqrt(D). lengths_k (B,) int32 on the device of q, or a list: only the first lengths_k[b] keys
+    exist, and causal is aligned at the last of them; a number above Nk counts as Nk. splits: the number of shares; None
+    is about two programs a multiprocessor.
     """
+    q, k, v = readable(q, k, v)
+    if lengths_k is not None:
+        lengths_k = torch.as_tensor(lengths_k, dtype=torch.int32, device=q.device).resolve_neg().contiguous()
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
         options = {"causal": causal, "scale": scale, "lengths_k": lengths_k, "splits": splits}
         out, lse = forward(q.float(), k.float(), v.float(), **options)

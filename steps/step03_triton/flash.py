@@ -17,7 +17,7 @@ import triton
 
 from .features import Features
 from .flash_kernels import delta_kernel, forward_kernel, keys_kernel, mask_kernel, queries_kernel
-from .tiles import can_copy, describe, describe_numbers, is_aligned, products, strides_of
+from .tiles import can_copy, describe, describe_numbers, is_aligned, products, readable, strides_of
 
 # (Br, Bc, num_warps, num_stages) by head_dim up to 64, 128, 256. In "tma" the copy engine reads the tiles. A mask, the
 # random numbers of dropout, and positions (of a window, ALiBi or packed sequences) take registers from the tiles.
@@ -57,6 +57,8 @@ def prepare(
 ):  # fmt: skip
     """(sequences, Nq, Nk, features), as the kernels take them, from the options of `forward`."""
     (B, H, Nq, D), Nk = q.shape, k.shape[2]
+    if window is not None and (isinstance(window, int) or len(window) != 2):
+        raise ValueError(f"window must be None or a pair (left, right); got {window!r}. (W - 1, 0) are W keys.")
     left, right = (None if limit == -1 else limit for limit in window or (None, None))
     f = {"scale": D**-0.5 if scale is None else scale, "left": left, "right": 0 if causal else right}
     f |= {"first_query": first_query, "first_key": first_key, "ieee": 1 if products(q) == "ieee" else None}
@@ -69,13 +71,13 @@ def prepare(
         f["queries_alike"] = 1 if f["mask_strides"][2] == 0 else None
         f["in_fours"] = 1 if assembly and f.get("seen") and not f["queries_alike"] else None
     if cu_seqlens_q is not None:
-        f |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        f |= {"cu_seqlens_q": cu_seqlens_q.contiguous(), "cu_seqlens_k": cu_seqlens_k.contiguous()}
         B, Nq, Nk = len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k
     if alibi_slopes is not None:
         slopes = alibi_slopes.float()
         f |= {"slopes": slopes, "slope_strides": slopes.expand(B, H).stride()}
     if dropout_p:
-        t = round(256 * (1 - dropout_p))
+        t = max(1, round(256 * (1 - dropout_p))) if dropout_p < 1 else 0
         seed = torch.as_tensor(seed, dtype=torch.int64, device=q.device)
         f |= {"seed": seed, "threshold": t, "kept_scale": 256 / t if t else 0.0}
         f["aligned"] = 1 if first_key % 16 == 0 else None
@@ -118,12 +120,17 @@ def boxes(f, *tensors_and_rows, D_pad):
     return [describe(x, rows, D_pad) if f.tma else None for x, rows in tensors_and_rows]
 
 
-def readable(mask, f, Br, Bc):
+def tiled(mask, f, Br, Bc):
     """The mask as a kernel reads it by tiles (Br, Bc): a descriptor or a tensor, of 8-bit integers if it is boolean."""
     if mask is None:
         return None
     mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask
     return describe(four_dimensions(mask), Br, Bc) if f.mask_tma else mask
+
+
+def resolved(options):
+    """The options, of which tensors are as they are in memory, as `readable` makes the others."""
+    return {name: x.resolve_neg() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
 def in_float32(options):
@@ -135,7 +142,8 @@ def in_float32(options):
 def forward(q, k, v, *, out=None, lse=None, tile=None, **options):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
-    Options, of which features.py gives the formula. Query i stands at i + first_query, by default Nk - Nq.
+    flash_attn's tensors are (B, N, H, D): give those as q.transpose(1, 2). Options, of which features.py gives the
+    formula. Query i stands at i + first_query, by default Nk - Nq.
 
         causal, scale=1/sqrt(D), softcap
         window=(left, right)      both inclusive; None or -1 is no limit
@@ -149,6 +157,9 @@ def forward(q, k, v, *, out=None, lse=None, tile=None, **options):
                                   They are changed in place, and returned.
         tile                      (Br, Bc)
     """
+    (q, k, v), options = readable(q, k, v), resolved(options)
+    if out is not None and (out.is_neg() or lse.is_neg()):
+        raise ValueError("out and lse are changed in place: give and keep out.resolve_neg() and lse.resolve_neg().")
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
         given = dict(out=out, lse=lse, tile=tile)
         new_out, lse = forward(q.float(), k.float(), v.float(), **given, **in_float32(options))
@@ -164,7 +175,7 @@ def forward(q, k, v, *, out=None, lse=None, tile=None, **options):
         how = sizes(TILES, q, tile, f)
         Br, Bc = how["Br"], how["Bc"]
         forward_kernel[(sequences * H * triton.cdiv(Nq, Br),)](
-            q, k, v, *boxes(f, (k, Bc), (v, Bc), D_pad=how["D_pad"]), readable(mask, f, Br, Bc), out, lse,
+            q, k, v, *boxes(f, (k, Bc), (v, Bc), D_pad=how["D_pad"]), tiled(mask, f, Br, Bc), out, lse,
             *map(strides_of, (q, k, v, out)), H, H // Hk, Nq, Nk, q.shape[2], f, CARRIED=carried, **how,
         )
     return out, lse
@@ -175,6 +186,7 @@ def backward(dout, q, k, v, out, lse, *, tile=None, mask_gradient=False, **optio
 
     out and lse may be those of more keys than k and v: dq is then the part that comes from these keys.
     """
+    (q, k, v, dout, out, lse), options = readable(q, k, v, dout, out, lse), resolved(options)
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
         given = *(x.float() for x in (dout, q, k, v, out)), lse
         grads = backward(*given, tile=tile, mask_gradient=mask_gradient, **in_float32(options))
@@ -202,14 +214,14 @@ def backward(dout, q, k, v, out, lse, *, tile=None, mask_gradient=False, **optio
         Br, Bc, D_pad = how["Br"], how["Bc"], how["D_pad"]
         numbers = [describe_numbers(x, stride if packed else Nq, Br) if f.tma else None for x in (lse_2, delta)]
         keys_kernel[(sequences * Hk * triton.cdiv(Nk, Bc),)](
-            *tensors, lse_2, delta, *boxes(f, (dout, Br), (q, Br), D_pad=D_pad), *numbers, readable(mask, f, Br, Bc),
+            *tensors, lse_2, delta, *boxes(f, (dout, Br), (q, Br), D_pad=D_pad), *numbers, tiled(mask, f, Br, Bc),
             dk, dv, *strides, strides_of(dk), stride, Hk, group, Nq, Nk, f, **how,
         )
         how = sizes(QUERIES_TILES, q, tile, f)
         Br, Bc = how["Br"], how["Bc"]
         queries_kernel[(sequences * H * triton.cdiv(Nq, Br),)](
             *tensors, lse_2, delta, *boxes(f, (dout, Br), (q, Br), (k, Bc), (v, Bc), D_pad=D_pad),
-            readable(mask, f, Br, Bc), dq, *strides, strides_of(dq), stride, H, group, Nq, Nk, f, **how,
+            tiled(mask, f, Br, Bc), dq, *strides, strides_of(dq), stride, H, group, Nq, Nk, f, **how,
         )
     return (dq, dk, dv, dmask) if mask_gradient else (dq, dk, dv)
 
@@ -228,7 +240,7 @@ def gradient_of_mask(mask, tensors, lse_2, delta, strides, sequences, Nq, Nk, f,
     tiles_k = 1 if over_keys else triton.cdiv(Nk, how["Bc"])
     dmask_strides = dmask.expand(B, H, q.shape[2], k.shape[2]).stride()
     mask_kernel[(sequences // batches * (H // heads) * tiles_q * tiles_k,)](
-        *tensors, lse_2, delta, readable(mask, f, 0, 0), dmask, *strides, dmask_strides, lse_2.shape[1],
+        *tensors, lse_2, delta, tiled(mask, f, 0, 0), dmask, *strides, dmask_strides, lse_2.shape[1],
         H, group, Nq, Nk, f, batches, heads, OVER_QUERIES=over_queries, OVER_KEYS=over_keys, **how,
     )
     dmask = dmask if columns == shape[3] else dmask.sum(3)

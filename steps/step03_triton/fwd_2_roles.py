@@ -186,11 +186,28 @@ def allocate(size, alignment, stream):
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
+def readable(q, k, *others):
+    """The tensors as they are in memory, where a kernel reads them: torch negates z.conj().imag only when it reads it.
+
+    Raises ValueError for heads that do not fit, because a kernel would read beyond k, and RuntimeError without a GPU.
+    """
+    H, Hk = q.shape[1], k.shape[1]
+    if H != Hk * (H // max(1, Hk)):
+        raise ValueError(f"H must be a multiple of Hk; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
+    if not (q.is_cuda or triton.knobs.runtime.interpret):
+        try:
+            triton.runtime.driver.active  # noqa: B018  It fails where Triton finds no GPU to compile for.
+        except RuntimeError:
+            raise RuntimeError("no GPU: start Python with TRITON_INTERPRET=1, and Triton interprets kernels.") from None
+    return [x.resolve_neg() for x in (q, k, *others)]
+
+
 def forward(q, k, v, *, causal=False, scale=None, tile=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
     scale > 0; None is 1/sqrt(D). tile is (Br, Bc).
     """
+    q, k, v = readable(q, k, v)
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
         out, lse = forward(q.float(), k.float(), v.float(), causal=causal, scale=scale, tile=tile)
         return out.to(q.dtype), lse

@@ -240,7 +240,10 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None):
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     if reason := refusal(q):
         raise ValueError(f"rung gluon {reason}.")
-    q, k, v = map(aligned, (q, k, v))
+    if H != Hk * (H // max(1, Hk)):
+        raise ValueError(f"H must be a multiple of Hk; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
+    # A kernel reads memory, and torch negates z.conj().imag, for example, only when torch itself reads it.
+    q, k, v = (aligned(x.resolve_neg()) for x in (q, k, v))
     scale = D**-0.5 if scale is None else scale
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((B, H, Nq), dtype=torch.float32)
     if Nk == 0 or out.numel() == 0:  # there is no descriptor of an empty tensor

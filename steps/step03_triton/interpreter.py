@@ -6,25 +6,52 @@ both sums are equal to the bit. On a GPU they are: a tensor core adds the produc
 order, whichever of the two factors is the left one. The interpreter multiplies with NumPy, which calls a BLAS, and on
 some processors that BLAS takes another order for S^T than for S. So the sums are computed in float64 here. There only
 the last bits depend on the order, and rounding to float32 takes them off, but for very few sums.
+
+And in a kernel a tile has no truth value. Python computes `a and b` as b if a is true. To the interpreter every tile
+is true, so that it would silently forget a; the compiler computes a & b.
+
+All this is for watched kernels alone, see memcheck.py.
 """
+
+import sys
 
 import numpy as np
 from triton.runtime import interpreter
 
 from . import memcheck
 
-tritons_own = interpreter.InterpreterBuilder.create_dot
+tritons_own, patch_tensor = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
 
 
 def create_dot(self, a, b, d, *how):
     """d + a b, for tl.dot."""
-    if a.data.dtype.kind != "f":  # integers, and the floats that NumPy does not know
+    watched = memcheck.spans is not None
+    if not watched or a.data.dtype.kind != "f":  # integers, and the floats that NumPy does not know
         return tritons_own(self, a, b, d, *how)
     product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
+def truth(tile):
+    """What a number in a kernel is to Python's `if`; NoTruthValue for a tile, but not where Triton's own code asks."""
+    if tile.handle.data.size > 1:
+        if sys._getframe(1).f_globals["__name__"].partition(".")[0] == "triton":
+            return True
+        raise memcheck.NoTruthValue(
+            f"a tile of shape {tile.handle.data.shape} is neither true nor false. Write & for `and`, | for `or` and ~ "
+            "for `not`, with each comparison in brackets, and tl.where for `if`."
+        )
+    return bool(tile.handle.data)
+
+
+def patch_lang_tensor(tensor, scope):
+    patch_tensor(tensor, scope)
+    if memcheck.spans is not None:
+        scope.set_attr(tensor, "__bool__", truth)
+
+
 def prepare():
-    """From now on tl.dot is computed in this way, and each load and store is checked."""
+    """From now on watched kernels are interpreted in this way, and each of their loads and stores is checked."""
     memcheck.watch()
+    interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.InterpreterBuilder.create_dot = create_dot

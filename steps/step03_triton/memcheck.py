@@ -5,15 +5,24 @@ The interpreter takes any address that a kernel computes. Beside a tensor lies m
 so a kernel that forgot a mask gives right numbers here, and an illegal access, or wrong numbers, on a GPU. Therefore
 each launch notes which bytes belong to the tensors among its arguments, and all bytes of one load or store must lie
 within one of them. An access that lies wholly within another tensor of the launch is not seen, here as on a GPU.
+
+Only the course's kernels are watched. Those of other modules run as Triton's interpreter has it, unless somebody calls
+`watch_every_kernel`: a notebook, say, for the kernels in its cells.
 """
 
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, InterpreterError
 
-spans: dict[str, tuple[int, int]] = {}  # of the launch under way: {argument's name: (first byte, byte behind the last)}
+# Of the watched launch under way: {argument's name: (first byte, byte behind the last)}. Otherwise None.
+spans: dict[str, tuple[int, int]] | None = None
+_every = False  # whether kernels of other modules are watched, too
 
 
 class OutOfBounds(IndexError):
     """A kernel's load or store is not within one tensor."""
+
+
+class NoTruthValue(TypeError):
+    """A kernel asks whether a tile is true, as `and`, `or`, `not` and `if` do."""
 
 
 def tensors_in(name, argument):
@@ -38,7 +47,7 @@ def span(tensor):
 def check(builder, what, pointers, mask):
     """OutOfBounds if the bytes at those pointers whose mask is set are not all of one tensor."""
     addresses = pointers.data[mask.data]
-    if addresses.size == 0:
+    if spans is None or addresses.size == 0:
         return
     first = int(addresses.min())
     end = int(addresses.max()) + max(1, pointers.get_element_ty().primitive_bitwidth // 8)
@@ -56,24 +65,38 @@ def distance(first, begin, behind):
     return max(begin - first, first - (behind - 1), 0)
 
 
+def watch_every_kernel(on=True):
+    """From now on kernels of all modules are watched; with on=False the course's own alone, as at first."""
+    global _every
+    _every = on
+
+
+def is_watched(function):
+    return _every or function.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def watch():
-    """From now on the interpreter checks each load and each store of a kernel."""
+    """From now on the interpreter checks each load and each store of a watched kernel."""
     launch = GridExecutor.__call__
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def watched_launch(self, *args, **kwargs):
+        global spans
+        if not is_watched(self.fn):
+            return launch(self, *args, **kwargs)
         arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        spans.clear()
-        spans.update((name, span(x)) for argument in arguments.items() for name, x in tensors_in(*argument))
+        spans = {name: span(x) for argument in arguments.items() for name, x in tensors_in(*argument)}
         try:
             return launch(self, *args, **kwargs)
         except InterpreterError as error:
             innermost = error
             while innermost.__cause__:  # One for each function of the kernel that was being called.
                 innermost = innermost.__cause__
-            if isinstance(innermost, OutOfBounds):
+            if isinstance(innermost, OutOfBounds | NoTruthValue):
                 raise innermost from None
             raise
+        finally:
+            spans = None
 
     def watched_load(self, pointers, mask, *how, **named):
         check(self, "loads", pointers, mask)

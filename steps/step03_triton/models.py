@@ -14,13 +14,14 @@ kernel: so a call reaches us before torch has chosen, on a CPU and on a GPU. Wha
     call of scaled_dot_product_attention                          computed by
     float16, bfloat16, float32; 2 dimensions or more              ours
     attn_mask, bool or added, also with a gradient                ours
-    dropout_p < 1; scale; is_causal; enable_gqa; Nq != Nk         ours
+    dropout_p < 1; scale > 0; is_causal; enable_gqa; Nq != Nk     ours
     under torch.compile, autocast, inference_mode                 ours
     nn.MultiheadAttention(need_weights=False), nn.Transformer     ours
     head_dim > 256, or that of value is another; float64          torch
     before Ampere float16, bfloat16, and head_dim > 128           torch
     tensors on a device that the kernels do not run on; nested    torch
-    dropout_p = 1                                                 torch
+    dropout_p = 1; a scale of 0, below it, or near float32's ends torch
+    attn_mask with is_causal                                      torch
     torch.func (grad, vmap, jvp); forward-mode derivatives        torch
     under sdpa_kernel(...) without FLASH_ATTENTION                torch, with the kernel that was asked for
     nn.MultiheadAttention with need_weights=True                  no call: it computes P as a matrix itself
@@ -30,6 +31,7 @@ Needs operators.py, sdpa.py and the files that they name. Left out: sinks and th
 """
 
 import contextlib
+import math
 
 import torch
 import triton
@@ -41,7 +43,6 @@ from .operators import attention
 from .sdpa import sdpa_of
 
 NAME = "steps_triton"
-NAME_IN_TRANSFORMERS = "sdpa_steps_triton"
 OPERATOR = "scaled_dot_product_attention"
 sdpa = sdpa_of(attention)
 
@@ -90,7 +91,7 @@ class Registration:
                    enable_gqa=False):  # fmt: skip
             arguments = query, key, value, attn_mask, dropout_p, is_causal
             options = {"scale": scale, "enable_gqa": enable_gqa}
-            if takes(query, key, value, dropout_p):
+            if takes(*arguments, scale):
                 return sdpa(*arguments, **options)
             return torchs.call_boxed(keys, *arguments, **options)
 
@@ -101,9 +102,9 @@ class Registration:
         self.library = None  # torch takes a registration back when its library ceases to exist.
 
 
-def takes(query, key, value, dropout_p):
+def takes(query, key, value, attn_mask, dropout_p, is_causal, scale):
     """Whether our kernels compute this call: the table above."""
-    tensors = query, key, value
+    tensors, float32 = (query, key, value), torch.finfo(torch.float32)
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
     dtypes, head_dims = options.taken_on(query.device)
     return (
@@ -112,31 +113,64 @@ def takes(query, key, value, dropout_p):
         and all(x.dtype == query.dtype and x.device.type == device and x.ndim >= 2 for x in tensors)
         and query.shape[-1] == key.shape[-1] == value.shape[-1]
         and query.shape[-1] in head_dims
-        and dropout_p < 1
+        and 0 <= dropout_p < 1
+        and (scale is None or float32.tiny <= scale <= float32.max * math.log(2))  # Kernels multiply it by log2(e).
+        and (attn_mask is None or not is_causal and takes_mask(attn_mask, query))
         and torch.backends.cuda.flash_sdp_enabled()  # sdpa_kernel(...) without FLASH_ATTENTION switches it off.
         and torch._C._functorch.peek_interpreter_stack() is None  # Otherwise this is a call within torch.func.
         and all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
     )
 
 
-def register_with_transformers(name=NAME_IN_TRANSFORMERS):
-    """Makes our kernels known to Hugging Face's transformers (tested with 5.23 and 5.24), and returns the name.
+def takes_mask(mask, query):
+    dense = not mask.is_nested and mask.layout is torch.strided
+    return dense and mask.dtype in (torch.bool, *options.FLOATS) and mask.device == query.device
+
+
+def register_with_transformers(name=NAME):
+    """Makes our kernels known to Hugging Face's transformers (tested with 5.23), and returns the name.
 
         model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=register_with_transformers())
 
-    A model that does not take attn_implementation="sdpa", such as BLOOM, never calls another kernel than its own, and
-    would add our boolean mask to its scores. transformers refuses such a model, with a ValueError, if the name contains
-    "sdpa". Raises ValueError for a name that does not, and ImportError without transformers.
+    A name with "sdpa" in it would exclude models with a soft-cap, such as Gemma 2, because torch's function has none.
+    Without it transformers takes any model. But a model that never calls another kernel than its own, such as BLOOM,
+    would add our boolean mask to its scores: where such a model asks for its mask, it gets a ValueError. Raises
+    ImportError without transformers.
     """
-    if "sdpa" not in name:
-        raise ValueError(f'name must contain "sdpa", by which transformers knows which models to refuse; got {name!r}.')
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    def mask(*args, config=None, **options):
+        check_model(config)
+        return sdpa_mask(*args, config=config, **options)
+
     AttentionInterface.register(name, attend)
     # Without a mask function under the same name transformers makes no mask, and padding would be seen.
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, mask)
     return name
+
+
+@torch.compiler.assume_constant_result  # torch.compile is not to look into it.
+def check_model(config):
+    """Raises ValueError unless the models of this configuration call the kernel that it names."""
+    from transformers import PreTrainedModel
+
+    known, waiting = set(), [PreTrainedModel]
+    while waiting:
+        known.update(more := waiting.pop().__subclasses__())
+        waiting += more
+    kind = type(config)
+    # A part of a larger model may have a configuration of its own, as the decoder of T5Gemma.
+    own = [x for x in known if x.config_class is kind] or [x for x in known if package(x) == package(kind)]
+    if not any(x._supports_attention_backend or x._supports_sdpa for x in own):
+        raise ValueError(
+            f"models with a {kind.__name__} compute attention themselves, and call no kernel of stage 03. "
+            "Use attn_implementation='eager'."
+        )
+
+
+def package(kind):
+    return kind.__module__.rpartition(".")[0]
 
 
 def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None, **more):
@@ -145,7 +179,7 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
     Without a mask a decoder's queries see what is_causal of torch shows them, at the top left: in a cache that was
     allocated longer, the keys after the queries are still empty. One query sees all keys.
     """
-    for name in ("s_aux", "position_bias", "cache"):
+    for name in ("s_aux", "sinks", "position_bias", "cache", "indices", "block_indices"):
         if more.get(name) is not None:
             raise NotImplementedError(f"the kernels of stage 03 have no {name}. Use attn_implementation='eager'.")
     if is_causal is None:

@@ -10,14 +10,18 @@
     torch.ops.steps.step03_triton_flash_carry      (q, k, v, out, lse, options)       changes out and lse in place
 
 torch.compile, torch.export and fake tensors see these operators as single nodes, and do not look into them. The
-functions check their arguments before they call an operator; while a call is traced, the operators do.
+functions check their arguments before they call an operator; while a call is traced, the operators do. torch.compile
+compiles a program anew for each value of a float that an operator takes. It does not for a float that becomes a tensor,
+so the floats among the options that are not constant in a compiled program reach the operators in a tensor, `traced`.
 
 The seed of dropout is a tensor that is drawn where q is. So Python does not wait for the GPU, torch.manual_seed decides
-what is drawn, a CUDA graph draws anew each time it is replayed, and a checkpoint repeats its draw. Needs flash.py,
-decode.py, options.py and the files that they name.
+what is drawn, a CUDA graph draws anew each time it is replayed, and a checkpoint repeats its draw. With torch.compile
+and torch._functorch.config.activation_memory_budget = 0 the backward draws anew, as that of torch's own dropout does,
+and its gradients are wrong: give a seed there. Needs flash.py, decode.py, options.py and the files that they name.
 """
 
 import inspect
+import math
 
 import torch
 import triton
@@ -31,11 +35,14 @@ SCHEMA = (
     "bool causal=False, float? scale=None, int[]? tile=None, SymInt[]? window=None, float? softcap=None, "
     "Tensor? mask=None, Tensor? alibi_slopes=None, float dropout_p=0.0, Tensor? seed=None, SymInt? first_query=None, "
     "SymInt first_key=0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, "
-    "SymInt? max_seqlen_k=None, Tensor? lengths_k=None, bool check=False"
+    "SymInt? max_seqlen_k=None, Tensor? lengths_k=None, bool check=False, Tensor? traced=None"
 )
 SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dmask"  # dmask is empty unless it is asked for
-NAMES = ("causal", "scale", "tile", *options.DEFAULTS)
+DEFAULTS = {"causal": False, "scale": None, "tile": None} | options.DEFAULTS | {"traced": None}
+NAMES = tuple(DEFAULTS)
+TENSORS = (*options.TENSORS, "traced")
+FLOATS = ("scale", "softcap", "dropout_p")  # in the order of `traced`, which is NaN where the option itself holds
 
 
 def run(kernel, *tensors, **arguments):
@@ -73,17 +80,19 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None, out=None, lse=None,
                            (B, H, Nq, Nk) without being copied.
         alibi_slopes       S - slope |pos - key|: floating point, (H,) or (B, H); (n, H) for n packed sequences
         causal             keys after pos are hidden
-        window             (left, right): keys before pos - left or after pos + right are hidden; None is no limit
-        dropout_p, seed    P is 0 with probability dropout_p, in steps of 1/256, and else divided by 1 - dropout_p. The
-                           seed is an integer or an int64 tensor of one element; which entries are kept depends on it
-                           and on batch, head, query and key alone.
+        window             (left, right): keys before pos - left or after pos + right are hidden. None or -1 is no
+                           limit on that side: (-1, 0) is causal.
+        dropout_p, seed    P is 0 with probability dropout_p < 1, rounded to steps of 1/256 but not to 1, and else
+                           divided by 1 - dropout_p. The seed is an integer or an int64 tensor of one element. Which
+                           entries are kept depends on it and on batch, head, query and key alone.
         first_query, first_key    integers, by default Nk - Nq and 0: the last query stands at the last key
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k    n packed sequences: B is 1, and sequence s is the
                            queries cu_seqlens_q[s] ... cu_seqlens_q[s + 1] - 1 and likewise the keys, in int32 tensors
                            (n + 1,). Positions count from 0 in each. Rows after the last belong to none. No sequence is
                            longer than the integer max_seqlen.
         lengths_k          (B,) int32: only so many keys exist, and causal is aligned at the last of them. For decoding:
-                           without a gradient, and with no other feature.
+                           without a gradient, and with no other feature. A number above Nk counts as Nk on a GPU, and
+                           is refused on a CPU and with check.
         check              True also checks the numbers in cu_seqlens and lengths_k, and waits for the GPU.
 
     A query that sees no key gets out 0 and lse -inf. tile: (Br, Bc). out, lse: what earlier calls with other keys gave,
@@ -177,12 +186,26 @@ def check_derivatives(*tensors):
 
 def in_order(causal, scale, tile, f):
     """The options as the operators take them."""
-    return causal, None if scale is None else float(scale), None if tile is None else list(map(int, tile)), *f.values()
+    scale = None if scale is None else options.read_number("scale", scale, "a number or None for 1/sqrt(D)")
+    given = {"causal": causal, "scale": scale, "tile": None if tile is None else list(map(int, tile))} | f
+    traced, of_all_values = None, [name for name in FLOATS if is_open(given[name])]
+    if of_all_values:
+        # Of the operations with a number, multiplication is one that torch.compile turns into one with a tensor.
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        traced = torch.stack([one * (given[name] if name in of_all_values else math.nan) for name in FLOATS])
+        given |= {name: DEFAULTS[name] for name in of_all_values}
+    return *given.values(), traced
+
+
+def is_open(x):
+    """Whether x is a number for which torch.compile compiles a program of all values."""
+    is_number = isinstance(x, (int, float))
+    return torch.compiler.is_compiling() and is_number and not torch.fx.experimental.symbolic_shapes.has_static_value(x)
 
 
 def by_name(arguments):
     """{name: value} of all options from an operator's arguments: torch leaves out the last ones if they are default."""
-    return {"causal": False, "scale": None, "tile": None} | options.DEFAULTS | dict(zip(NAMES, arguments, strict=False))
+    return DEFAULTS | dict(zip(NAMES, arguments, strict=False))
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
@@ -199,9 +222,13 @@ def rows_4d(lse):
     return lse.reshape((1,) * (3 - lse.ndim) + tuple(lse.shape))
 
 
-def for_kernels(q, k, arguments):
+def for_kernels(q, k, v, arguments):
     """The options {name: value} of flash.py, and lengths_k, from the arguments of an operator."""
     f = by_name(arguments)
+    if (traced := f.pop("traced")) is not None:
+        numbers = zip(FLOATS, traced.tolist(), strict=True)
+        f |= {name: number for name, number in numbers if not math.isnan(number)}
+        check_inputs((("q", q), ("k", k), ("v", v)), f["causal"], f["scale"], f["tile"])
     options.check_values(q, k, f)
     for name in ("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "lengths_k"):
         f[name] = None if f[name] is None else f[name].contiguous()
@@ -212,7 +239,7 @@ def compute(q, k, v, f, **carried):
     """(out, lse) like q, by the kernel for few queries if it is the faster one and takes the call."""
     lengths_k = f.pop("lengths_k")
     alone = not any(options.is_given(f.get(name), default) for name, default in options.DEFAULTS.items())
-    tensors = as_4d(q), as_4d(k), as_4d(v)
+    tensors = decode.readable(as_4d(q), as_4d(k), as_4d(v))
     if lengths_k is not None or (alone and f["tile"] is None and not carried and decode.fits(*tensors[:2])):
         out, lse = run(decode.forward, *tensors, causal=f["causal"], scale=f["scale"], lengths_k=lengths_k)
     else:
@@ -228,7 +255,7 @@ def is_empty(q, k):
 @torch.library.custom_op("steps::step03_triton_flash_forward", mutates_args=(),
                          schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse)")  # fmt: skip
 def forward_operator(q, k, v, *arguments):
-    f = for_kernels(q, k, arguments)
+    f = for_kernels(q, k, v, arguments)
     if is_empty(q, k):
         return q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
     return compute(q, k, v, f)
@@ -237,7 +264,7 @@ def forward_operator(q, k, v, *arguments):
 @torch.library.custom_op("steps::step03_triton_flash_backward", mutates_args=(),
                          schema=f"({SAVED}, {SCHEMA}, bool mask_gradient=False) -> ({GRADIENTS})")  # fmt: skip
 def backward_operator(dout, q, k, v, out, lse, *arguments):
-    f = for_kernels(q, k, arguments)
+    f = for_kernels(q, k, v, arguments)
     mask_gradient = len(arguments) > len(NAMES) and arguments[-1]
     if is_empty(q, k):
         tensors = q, k, v, f["mask"] if mask_gradient else q.new_empty(0)
@@ -252,7 +279,7 @@ def backward_operator(dout, q, k, v, out, lse, *arguments):
 @torch.library.custom_op("steps::step03_triton_flash_carry", mutates_args=("out", "lse"),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, {SCHEMA}) -> ()")  # fmt: skip
 def carry_operator(q, k, v, out, lse, *arguments):
-    f = for_kernels(q, k, arguments)
+    f = for_kernels(q, k, v, arguments)
     if not is_empty(q, k):
         compute(q, k, v, f, out=as_4d(out), lse=rows_4d(lse))
 
@@ -284,12 +311,12 @@ def keep(ctx, inputs, output):
     q, k, v, *arguments = inputs
     ctx.options = by_name(arguments)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, *(ctx.options.pop(name) for name in options.TENSORS))
+    ctx.save_for_backward(q, k, v, *output, *(ctx.options.pop(name) for name in TENSORS))
 
 
 def differentiate(ctx, dout, dlse):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    f = ctx.options | dict(zip(options.TENSORS, tensors, strict=True))
+    f = ctx.options | dict(zip(TENSORS, tensors, strict=True))
     place = 3 + NAMES.index("mask")
     mask_gradient = any(ctx.needs_input_grad[place : place + 1])  # It is shorter where the last arguments are default.
     arguments = [f[name] for name in NAMES]
@@ -380,7 +407,7 @@ def dropout_mask(
     sequences = B if starts[0] is None else len(starts[0]) - 1
     f = Features(
         1.0, first_query=given["first_query"], first_key=given["first_key"],
-        seed=given["seed"], threshold=round(256 * (1 - given["dropout_p"])),
+        seed=given["seed"], threshold=max(1, round(256 * (1 - given["dropout_p"]))),
         aligned=1 if given["first_key"] % 16 == 0 else None, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
     )  # fmt: skip
     programs = sequences * H * triton.cdiv(Nq, 32) * triton.cdiv(Nk, 32)

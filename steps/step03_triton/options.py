@@ -97,6 +97,8 @@ def index(x):
     """x as Python's integer. Raises TypeError for what is not an integer, such as True."""
     if isinstance(x, bool):
         raise TypeError
+    if torch.compiler.is_compiling() and isinstance(x, int):
+        return x  # operator.index would make it a constant of the compiled program.
     return operator.index(x)
 
 
@@ -244,8 +246,9 @@ def check_carried(q, out, lse):
     for name, x, shape in (("out", out, q.shape), ("lse", lse, q.shape[:-1])):
         check_dense(name, x)
         check_dtype(name, x, (torch.float32,), q.device)
-        if x.shape != shape or not x.is_contiguous():
-            what = f"{tuple(x.shape)}, {'contiguous' if x.is_contiguous() else 'not contiguous'}"
+        if x.shape != shape or not x.is_contiguous() or x.is_neg():
+            layout = "not contiguous" if not x.is_contiguous() else "negated" if x.is_neg() else "contiguous"
+            what = f"{tuple(x.shape)}, {layout}"
             raise ValueError(f"{name} must be {tuple(shape)} and contiguous; got {what}. It is changed in place.")
 
 

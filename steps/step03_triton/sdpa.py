@@ -15,9 +15,9 @@ def sdpa_of(attention):
         dropout_p: the probability, in steps of 1/256, with which an entry of P is dropped. Pass 0 for inference.
         is_causal: query i sees the keys 0 to i, whatever Nq and Nk. This is torch's alignment at the top left;
         `attention` aligns at the bottom right. enable_gqa: H may be a multiple of Hk.
-        Raises NotImplementedError for a value whose last dimension is not the query's; RuntimeError, as torch does,
-        where leading dimensions do not fit, and for is_causal with attn_mask; and what `attention` raises for other bad
-        input.
+        Raises NotImplementedError for a value whose last dimension is not the query's; RuntimeError where leading
+        dimensions do not fit, as torch does, and for is_causal with attn_mask, as some of torch's kernels do; and what
+        `attention` raises for other bad input, such as a scale that is not above 0.
         """
         if attn_mask is not None and is_causal:
             raise RuntimeError("sdpa takes attn_mask or is_causal, not both. Hide in the mask what causal would hide.")

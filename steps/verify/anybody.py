@@ -97,6 +97,7 @@ def load(target):
         raise Problem(f"importing {place} raised {told(e)}") from e
     if "triton" in sys.modules:  # Stage 03 makes its interpreter refuse an access beside a tensor.
         importlib.import_module("steps.step03_triton")
+        importlib.import_module("steps.step03_triton.memcheck").watch_every_kernel()
     function = getattr(found, name, None)
     if not callable(function):
         raise Problem(f"there is no function {name} in {place}")

@@ -93,8 +93,9 @@ def capstone(job, tell):
 
 
 def _check_accesses():
-    """From now on Triton's interpreter refuses an access beside a tensor, as stage 03 has it."""
+    """From now on Triton's interpreter refuses an access beside a tensor, as stage 03 has it for its own kernels."""
     importlib.import_module("steps.step03_triton")
+    importlib.import_module("steps.step03_triton.memcheck").watch_every_kernel()
 
 
 def _find_unwritten(stage):

@@ -9,6 +9,7 @@ import pytest
 from triton.runtime import interpreter as triton_interpreter
 
 from steps import engine
+from steps.step03_triton import memcheck
 
 
 def contract(patch: pytest.MonkeyPatch):
@@ -63,4 +64,5 @@ def interpreter():
         unchecked = triton_interpreter.InterpreterOptions(sanitize_overflow=False)
         patch.setattr(triton_interpreter.interpreter_builder, "options", unchecked)
         contract(patch)
+        patch.setattr(memcheck, "_every", True)  # Kernels of the tests, and changed copies of the stage's, too.
         yield
