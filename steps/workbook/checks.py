@@ -104,13 +104,13 @@ def _exercise(task, text, folder, limit):
         lines += [*bad, *_equals(rows)]
         if verdict != "passed":
             break
-    if not _equals(rows) and verdict != "passed":
-        lines += _slips(task, text)
+    if verdict != "passed" and not (rows and rows[-1].get("equals")):
+        lines += _slips(task, text, rows)
     if verdict == "passed" and task.cost and shutil.which("g++"):
         verdict, *cost = _cost(task, text, limit)
         lines += cost
     names = rows[-1].get("mutants", []) if rows else []
-    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
+    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict, rows), *_printed(printed)], names)
 
 
 def _engines(task):
@@ -138,9 +138,11 @@ def _puzzle(task, text, folder, limit):
 
 
 def _equals(rows):
-    """The line about the mistakes that the results equal, if there are any, from the last row of a job's results."""
-    says = rows[-1].get("equals") if rows else None
-    return ["This equals what you get when " + ", or when ".join(says) + "."] if says else []
+    """The line about the mistakes that the results equal, or what else is told of them, from the job's last row."""
+    last = rows[-1] if rows else {}
+    if last.get("equals"):
+        return ["This equals what you get when " + ", or when ".join(last["equals"]) + "."]
+    return [last["remark"]] if last.get("remark") else []
 
 
 def _step(task, text, folder, limit):
@@ -167,17 +169,22 @@ def _step(task, text, folder, limit):
     return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
 
 
-def _slips(task, text):
-    """A line for each known slip: the answer contains its `text`, or has no line like the one that it `lacks`.
+def _slips(task, text, rows=()):
+    """A line for each known slip: the answer contains its `text`, or has no line like the one that it `lacks`, or no
+    case is wrong but those that have `only` in their names.
 
     Spaces and comments do not count. A slip's text may contain a line's end.
     """
     comment = r"//.*|/\*[\s\S]*?\*/" if task.path.suffix == ".cu" else "#.*"
     lines = ["".join(line.split()) for line in re.sub(comment, "", text.text).splitlines()]
     answer = {False: "".join(lines), True: "\n".join([*lines, ""])}  # whether the slip says where a line ends
+    wrong = [row["says"] for row in rows if row.get("wrong")]
     found = []
     for slip in task.slips:
-        if "lacks" in slip:
+        if "only" in slip:
+            if wrong and all(slip["only"] in says for says in wrong):
+                found.append(f"Nothing else is wrong: {slip['says']}.")
+        elif "lacks" in slip:
             pattern = re.escape(slip["lacks"].replace(" ", "")).replace(r"\.\.\.", ".*?")
             if not re.search(pattern, answer[True]):
                 found.append(f"There is no `{slip['lacks']}`: {slip['says']}.")
@@ -266,7 +273,8 @@ def _ending(rows, how, task, text, lines, limit):
         if reason := catalogue.unavailable(task.number):
             raise Unavailable(reason)
         running = [row["running"] for row in rows if "running" in row]
-        case = [f"(in the case: {running[-1]})"] if running and not isinstance(task, Hunt) else []
+        late = isinstance(task, Hunt) or rows[-1]["error"]["type"] == "OnlyOnAGPU"
+        case = [f"(in the case: {running[-1]})"] if running and not late else []
         return [*explain(rows[-1]["error"], task, text, lines), *case]
     first = "before the test was called" if isinstance(task, Hunt) else "before the first case"
     where = next((f"in the case: {row['running']}" for row in rows[::-1] if "running" in row), first)
@@ -282,12 +290,13 @@ def _ending(rows, how, task, text, lines, limit):
     return []
 
 
-def _after(task, verdict):
+def _after(task, verdict, rows=()):
     """What the reader can do next, as lines of text."""
     if verdict != "passed":
         return [_pointer(task)]
     if isinstance(task, Exercise):
-        return [f"All of the stage's cases: python -m pytest tests/test_{task.stage}.py --mine"]
+        how = f"python -m pytest tests/test_{task.stage}.py --mine"
+        return [f"These were {len(task.cases)} cases; the stage has {rows[0].get('of')}. All of them: {how}"]
     return exercises.following(task) if isinstance(task, Step) else []
 
 

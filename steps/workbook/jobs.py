@@ -17,7 +17,7 @@ import torch
 from reference import attention, cases, error, mutants
 from steps import engine
 from steps.workbook import capstone as steps_of_capstone
-from steps.workbook import differences, one_rung, puzzles
+from steps.workbook import differences, one_rung, parts, puzzles
 
 # Behind a case's name: the case is run by `_of_chunks`, in this order of the chunks.
 LAST_FIRST, FIRST_FIRST = "in chunks of keys, the last one first", "in chunks of keys, the first one first"
@@ -37,17 +37,29 @@ def exercise(job, tell):
     supports = one_rung.limits(stage, job["rung"])
     if job["threads"] and engine.name == "cpu":
         importlib.import_module(job["module"]).THREADS = tuple(job["threads"])
-    tell(cases=len(job["cases"]))
+    all_cases = [case for case, _, lacks in cases.select(supports, engine.name == "cuda") if not lacks]
+    asks_for_parts = job["function"] == "visible_part"
+    tell(cases=len(job["cases"]) + asks_for_parts, of=len(all_cases))
     if job["own"]:
         watch_returns(job["module"], job["function"], job["own"])
-    rows = []
+    products = as_on_a_gpu(job) if job["stage"] == "step03_triton" else None
+    rows, failed = [], False
+    if asks_for_parts:
+        tell(running=parts.SAYS)
+        wrong, found = parts.judge(importlib.import_module(job["module"]))
+        tell(says=parts.SAYS, wrong=wrong)
+        if wrong:  # What a ring makes of it would add nothing.
+            return tell(mutants=found, equals=[parts.MISTAKES[name][0] for name in found])
     for case, inputs, want in _cases(job, supports):
         says = case.says + (f" ({inputs.ring[0]} ranks, {inputs.ring[1]})" if inputs.ring else "")
         tell(running=says)
+        if products:
+            products.bits = 8 * inputs.q.element_size()
         with _find_unwritten(job["stage"]) as unwritten:
             got = _results(stage, job, case, inputs, want)
         wrong = differences.lines(got, want)
         tell(says=says, wrong=wrong + unwritten if wrong else [])
+        failed |= bool(wrong)
         if "layouts" not in supports or inputs.ring:  # No mutant merges chunks.
             rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
     found = mutants.diagnose(rows, job["order"] or supports["order"])
@@ -56,14 +68,31 @@ def exercise(job, tell):
         found = [m for m in found if m not in of_the_mask]
     elif of_the_mask:  # Where everything is NaN, mistakes elsewhere give the same.
         found = of_the_mask
-    tell(mutants=[m.name for m in found], equals=[m.says for m in found])
+    remark = mutants.remark(rows) if failed and not found else ""
+    tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark)
+    if products and not failed:
+        products.raise_found()
+
+
+def as_on_a_gpu(job):
+    """From now on Triton's interpreter refuses an access beside a tensor, as stage 03 has it, and rounds as a GPU does.
+
+    Returns the watch over its products, or None on a GPU.
+    """
+    importlib.import_module("steps.step03_triton")
+    if engine.name != "cpu":
+        return None
+    from steps.workbook import interpreted  # It imports Triton, which is for Linux only.
+
+    interpreted.faster()
+    interpreted.contract()
+    return interpreted.Products(job["folder"])
 
 
 def puzzle(job, tell):
     """Runs the cases of a module of steps/workbook/puzzles, and tells the same as `exercise`."""
     module = importlib.import_module(job["module"])
-    if hasattr(module, "triton"):
-        _check_accesses()
+    products = as_on_a_gpu(job) if hasattr(module, "triton") else None
     rows = []
     tell(cases=len(module.CASES))
     for case in module.CASES:
@@ -73,11 +102,13 @@ def puzzle(job, tell):
     known = puzzles.mistakes(module)
     found = puzzles.diagnose(module, rows)
     tell(mutants=found, equals=[known[name].says for name in found])
+    if products and not any(lines for *_, lines in rows):
+        products.raise_found()
 
 
 def capstone(job, tell):
     """Runs the cases of the first step, then those of the next one, up to the job's level or the first wrong step."""
-    _check_accesses()
+    products = as_on_a_gpu(job)
     tell(cases=sum(len(steps_of_capstone.STEPS[step]) for step in range(1, job["level"] + 1)))
     attention = importlib.import_module(job["module"]).attention
     for step in range(1, job["level"] + 1):
@@ -90,11 +121,8 @@ def capstone(job, tell):
             break
     found = steps_of_capstone.diagnose(rows)
     tell(mutants=[m.name for m in found], equals=[m.says for m in found])
-
-
-def _check_accesses():
-    """From now on Triton's interpreter refuses an access beside a tensor, as stage 03 has it."""
-    importlib.import_module("steps.step03_triton")
+    if products and not any(lines for *_, lines in rows):
+        products.raise_found()
 
 
 def _find_unwritten(stage):
