@@ -384,7 +384,8 @@ def verify(
         function = anybody.load(target)
         for row in verdict.judge(function, claims, limit, kept):
             rows.append(row)
-            say(*case_lines(row))
+            many = sum(bool(row["wrong"]) for row in rows) > 3
+            say(*case_lines(row) if not many else one_line(row))
     except anybody.Problem as problem:
         say(f"{target}: {problem}")
         raise typer.Exit(1) from None
@@ -392,6 +393,8 @@ def verify(
     for where, equal in named:
         about = f"{where}: this" if where else "This"
         say(f"{about} equals what you get when {', or when '.join(m.says for m in equal)}.")
+    if not named and (remark := verdict.remark(kept, tile)):
+        say(remark)
     speeds = []
     try:
         for row in verdict.speed(function, claims) if engine.name == "cuda" else ():
@@ -401,10 +404,17 @@ def verify(
         say(f"The speed could not be measured: {anybody.told(e)}")
     failed = sum(bool(row["wrong"]) for row in rows)
     say(f"{len(rows) - failed} of {len(rows)} properties hold." + (FEWER if failed else ""))
+    if failed and (options := verdict.options(rows, claims, named)):
+        say(f"All that it is then asked holds with {' '.join(options)}")
     if json_file:
         equals = [{"case": where, "mutants": [m.name for m in equal]} for where, equal in named]
         json_file.write_text(json.dumps({"cases": rows, "equals": equals, "speed": speeds}, indent=1))
     raise typer.Exit(1 if failed else 0)
+
+
+def one_line(row):
+    """The case in one line, for when many fail."""
+    return [f"WRONG  {row['says']}: {row['wrong'][0]}"] if row["wrong"] else [f"ok     {row['says']}"]
 
 
 FEWER = " What it does not claim to take, an option leaves out: python -m steps verify --help"
