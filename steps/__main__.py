@@ -1,4 +1,4 @@
-"""The command line: python -m steps demo | check | hint | solution | verify | mutants | bench."""
+"""The command line: python -m steps demo | check | hint | solution | grade | verify | mutants | bench."""
 
 import itertools
 import json
@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from steps import catalogue, engine
@@ -164,6 +165,47 @@ def solution(id: Task):
     from steps import workbook
 
     console.print(workbook.solution(task(id).id), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def grade(
+    folder: Annotated[Path, typer.Argument(help="It has a folder for each student.", exists=True, file_okay=False)],
+    stage: Stage = None,
+    limit: Annotated[float, typer.Option(help="Seconds for one exercise's contract.")] = 300,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all verdicts to this file too.")] = None,
+):
+    """Checks the answers of a class, and runs the whole contract on each exercise that is passed.
+
+    The folder has a folder for each student, with the files of that student's my/. They are only read, and so is your
+    own my/. "passed 170/171" is an exercise that its check passes, but that fails one of the contract's 171 tests. This
+    runs what students wrote: use an account with nothing to lose.
+    """
+    from steps.workbook import exercises, grading
+
+    tasks = [task for number in chosen(stage) for task in exercises.of_stage(number)]
+    if not (students := grading.students(folder)):
+        raise typer.BadParameter(f"there is no folder in {folder}", param_hint="FOLDER")
+    found = {}
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(students))
+        for student in students:
+            progress.update(bar, description=student.name)
+            found[student.name] = grading.grade(student, tasks, limit)
+            progress.advance(bar)
+    shown = [task.id for task in tasks if any(rows[task.id]["verdict"] != "blank" for rows in found.values())]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("student", *shown):
+        table.add_column(name)
+    for name, rows in found.items():
+        table.add_row(Text(name), *(Text(grading.cell(rows[id])) for id in shown))
+    console.print(table)
+    for name, rows in found.items():
+        for id in shown:
+            if failed := (rows[id]["contract"] or {}).get("failed"):
+                say(f"{name}, {id}: fails {', '.join(failed[:3])}" + (", ..." if len(failed) > 3 else ""))
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def task(id):

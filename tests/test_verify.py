@@ -322,7 +322,7 @@ def too_large(q, k, v, causal, scale):
 
 PATTERNS = {
     scores_in_half: ("float16", "That is the pattern when the scores are rounded to 16 bits before the softmax."),
-    sums_in_half: ("float16", "That is the pattern when sums are made in 16 bits: those of the dot products, or l and O."),
+    sums_in_half: ("float16", "That is the pattern when sums are made in 16 bits: those of the dot"),
     factors_in_tf32: ("float32", "factors of a product are rounded to 10 bits (TF32) or to 16 bits"),
     too_large: ("float32", None),
 }

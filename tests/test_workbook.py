@@ -20,8 +20,21 @@ from typer.testing import CliRunner
 from reference import cases, mutants
 from steps import __main__, catalogue, engine
 from steps.step02_fa2_cuda import emulator
-from steps.workbook import Blank, answer, check, exercises, hint, listing, parts, puzzles, runner, skeleton
-from steps.workbook import solution, splice
+from steps.workbook import (
+    Blank,
+    answer,
+    check,
+    exercises,
+    grading,
+    hint,
+    listing,
+    parts,
+    puzzles,
+    runner,
+    skeleton,
+    solution,
+    splice,
+)
 from steps.workbook.capstone import Guarded
 from steps.workbook.checks import _slips
 from steps.workbook.differences import of_tensors
@@ -1007,6 +1020,48 @@ def test_check_hint_and_solution_on_the_command_line(my):
     assert "alpha = (m - unit).exp()" in run("solution", "00.2").output
     unknown = run("check", "00.9")
     assert unknown.exit_code == 2 and "00.1, 00.2" in unknown.output
+
+
+def test_a_class_is_graded(my, tmp_path):
+    """Names with spaces and brackets, an empty folder, an endless loop, no Python, a contract that takes too long."""
+    my.mkdir()
+    (my / "00_1_softmax.py").write_text("the lecturer's own")
+    (tmp_path / "class" / "nobody yet").mkdir(parents=True)
+    (tmp_path / "class" / "[Ann] Lee" / "my").mkdir(parents=True)
+    handed_in = {
+        "my/00_2_online_update.py": ONLINE,
+        "00_1_softmax.py": "def softmax(S):\n    open('written.txt', 'w')\n    while True: pass\n",
+        "00_3_mask.py": "def mask(:\n",
+    }
+    for name, text in handed_in.items():
+        (tmp_path / "class" / "[Ann] Lee" / name).write_text(text)
+    words = "grade", f"{tmp_path}/class", "--stage", "00", "--limit", "2", "--json", f"{tmp_path}/grades.json"
+    done = CliRunner().invoke(__main__.app, words, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    grades = json.loads((tmp_path / "grades.json").read_text())
+    verdicts = {id: row["verdict"] for id, row in grades["[Ann] Lee"].items()}
+    assert verdicts == {"00.1": "error", "00.2": "passed", "00.3": "error", "00.4": "blank", "00.bug1": "blank"}
+    assert grades["[Ann] Lee"]["00.2"]["contract"]["ended"] == "stopped after 2 s"
+    assert "stopped after 2 s" in grades["[Ann] Lee"]["00.1"]["lines"][0]
+    assert {row["verdict"] for row in grades["nobody yet"].values()} == {"blank"}
+    assert re.search(r"student +00\.1 +00\.2 +00\.3 *\n", done.output), done.output
+    assert re.search(r"\[Ann\] Lee +ERROR +passed; contract stopped after 2 s +ERROR", done.output), done.output
+    assert [path.name for path in my.iterdir()] == ["00_1_softmax.py"]
+    assert {str(p.relative_to(tmp_path / "class" / "[Ann] Lee")) for p in (tmp_path / "class").rglob("*.py")} == {
+        *handed_in
+    }
+    assert not list(tmp_path.rglob("written.txt")) and not Path("written.txt").exists()
+
+
+@pytest.mark.long
+def test_the_contract_finds_what_the_check_does_not(tmp_path):
+    """A small number in the denominator shows in float64 only."""
+    (tmp_path / "student").mkdir()
+    text = skeleton.text(EXERCISES["00.1"]).replace("    raise Blank\n", body(EXERCISES["00.1"]))
+    (tmp_path / "student" / "00_1_softmax.py").write_text(text.replace("E / l)", "E / (l + 1e-8))"))
+    row = grading.grade(tmp_path / "student", [EXERCISES["00.1"]], limit=300)["00.1"]
+    assert row["verdict"] == "passed" and row["contract"]["ended"] is None
+    assert "test_case[ragged-float64-matrix]" in row["contract"]["failed"] and row["contract"]["passed"] > 100
 
 
 def test_a_hint_ends_with_the_command_to_type_next():

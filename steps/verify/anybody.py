@@ -79,7 +79,7 @@ class Claims:
 
 
 def _one_past(T):
-    """Its last tile has one token: a loop that ends too early leaves it out. T is the tile of a kernel from elsewhere."""
+    """The last tile of T has one token, which a loop that ends too early leaves out."""
     return cases.Case(f"one_past_{T}", f"N = {T + 1}, one more than a tile of {T}", Nq=lambda _: T + 1, H=1)
 
 

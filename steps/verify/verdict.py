@@ -147,7 +147,7 @@ def mistakes(kept, tile):
         if found := _equal(rows, pair, order):
             return [("", found)]
     found = {}
-    left = [row for row in wrong if _can_be_told(row)]
+    left = [row for row in wrong if _can_be_told(row)][:6]  # where more are wrong, it is seldom two known mistakes
     for pair in (tile, tile), *likely:
         told = [(row[0], _equal([row], pair, "fa2")) for row in left]
         for m in mutants.MUTANTS:

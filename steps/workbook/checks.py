@@ -197,7 +197,7 @@ def _cost(task, text, limit):
     """(verdict, lines of text ...): whether the answer takes more of what is counted than the stage's own."""
     yours, own = _count(task, text, limit), _own_count(task.id, limit)
     if yours is None:
-        says = f"counting was stopped after {limit} s: it is far slower than the stage's own"
+        says = f"counting was stopped after {limit:g} s: it is far slower than the stage's own"
         return "wrong", f"WRONG  the results are right, but {says}", " " * 9 + task.cost
     says = COUNTED[task.counted].format(**yours)
     if yours[task.counted] <= own[task.counted]:
@@ -280,7 +280,7 @@ def _ending(rows, how, task, text, lines, limit):
     where = next((f"in the case: {row['running']}" for row in rows[::-1] if "running" in row), first)
     if how == "time":
         question = "Does a loop never end, or does a barrier wait for a thread that has left?"
-        return [f"stopped after {limit} s {where}", question]
+        return [f"stopped after {limit:g} s {where}", question]
     if how == "memory":
         says = f"stopped {where}: its processes took more than {runner.MEMORY / 2**30:.0f} GB of memory"
         return [says, "Does a loop append to a list for ever, or does a tensor have one dimension too many?"]

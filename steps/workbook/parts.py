@@ -1,7 +1,7 @@
-"""Judges the table of stage 04's `visible_part` (exercise 04.2) for all pairs of ranks, by the positions that they hold.
+"""Judges the table of stage 04's `visible_part`, exercise 04.2, for all pairs of ranks by the positions that they hold.
 
-A ring with a wrong table gives wrong numbers, which do not tell whose block is wrong. Here every pair (me, src) is asked
-for, with shards of equal and of unequal length.
+A ring with a wrong table gives wrong numbers, which do not tell whose block is wrong. Here every pair (me, src) is
+asked for, with shards of equal and of unequal length.
 """
 
 import torch
@@ -68,7 +68,7 @@ MISTAKES = {
 
 
 def judge(module):
-    """(lines about what is wrong, names of the known mistakes that the table equals), for a module of stage 04's layout."""
+    """(lines about what is wrong, names of the known mistakes that the table equals) for a module like stage 04's."""
     asked = [(kind, N, S, me, src) for kind in KINDS for N, S in SIZES for me in range(N) for src in range(N)]
     sizes = {row: _sizes(module, *row) for row in asked}
     yours = {row: tuple(module.visible_part(row[0], *row[3:], *sizes[row])) for row in asked}
