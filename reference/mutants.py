@@ -560,9 +560,41 @@ class ShiftSubtractedInDiagonalTiles(OnlyInDiagonalTiles, ShiftSubtracted):
     pass
 
 
+@variant_of(TileLocalMask)
+class TileLocalInDiagonalTiles(OnlyInDiagonalTiles, TileLocalMask):
+    """As in stage 03, whose mask hides keys beyond the last one too, here counted from the tile's first key."""
+
+    def positions(self, S, i, j):
+        row, col = super().positions(S, i, j)
+        return row + self.Nk - self.Nq, col
+
+    def mask_tail(self, S, j):
+        return S.masked_fill(torch.arange(S.shape[-1]) >= self.Nk, -math.inf)
+
+
+@variant_of(MaskedToMinus1e9)
+class TheSmallestNumberBeforeTheScale(OnlyInDiagonalTiles, MaskedToMinus1e9):
+    """torch.finfo(dtype).min in stage 03, also for keys that do not exist."""
+
+    @property
+    def hidden_score(self):
+        return torch.finfo(torch.float32).min * self.scale
+
+    def mask_tail(self, S, j):
+        return S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nk, self.hidden_score)
+
+
 @mutant("masked scores are set to 0 instead of -inf")
 class MaskedToZero(Forward):
     hidden_score = 0.0
+
+
+@variant_of(MaskedToZero)
+class ZeroInDiagonalTiles(OnlyInDiagonalTiles, MaskedToZero):
+    """As in stage 03, where keys that do not exist are hidden by the same function."""
+
+    def mask_tail(self, S, j):
+        return S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nk, 0.0)
 
 
 @mutant("keys beyond the last one, zeros in the last tile, are not masked")
@@ -906,6 +938,18 @@ class OperandPairsOfRows(OperandMixedUp):
 class OperandFirstKeysTwice(OperandMixedUp):
     def mixed_up(self, P):
         return P[..., :1, :, :].expand(P.shape)
+
+
+@mutant("operand A's rows 0 to 7 and 8 to 15 are exchanged")
+class OperandRowsExchanged(OperandMixedUp):
+    def mixed_up(self, P):
+        return P.flip(-6)
+
+
+@mutant("operand A's registers hold a key of `near` and one of `far` instead of two neighbouring keys")
+class OperandInterleaved(OperandMixedUp):
+    def mixed_up(self, P):
+        return P.transpose(-3, -1)
 
 
 @mutant(

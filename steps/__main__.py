@@ -6,6 +6,7 @@ import signal
 import string
 import subprocess
 import sys
+import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -156,7 +157,9 @@ def hint(id: Task, level: Level = 1):
     """A hint for an exercise."""
     from steps import workbook
 
-    console.print(workbook.hint(task(id).id, level), markup=False, highlight=False)
+    for line in str(workbook.hint(task(id).id, level)).splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        say(*textwrap.wrap(line, console.width, subsequent_indent=indent) or [""])
 
 
 @app.command()

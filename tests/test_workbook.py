@@ -23,6 +23,7 @@ from steps.step02_fa2_cuda import emulator
 from steps.workbook import (
     Blank,
     answer,
+    capstone,
     check,
     exercises,
     grading,
@@ -170,7 +171,7 @@ def marks(planted):
     id = planted["exercise"]
     of_exercise = [p for p in PLANTED if p["exercise"] == id]
     is_fast = id in EXERCISES or id in PUZZLES and id[:2] in ("02", "04")
-    in_short_run = planted in of_exercise[: FEW[id]] if id in FEW else is_fast
+    in_short_run = planted in of_exercise[: FEW[id]] if id in FEW else is_fast and "long" not in planted
     return () if in_short_run else pytest.mark.long
 
 
@@ -576,7 +577,12 @@ def test_a_step_of_the_capstone_is_passed_by_its_solution(id, my):
 @pytest.mark.parametrize("level", [2, 3, 4])
 def test_a_step_of_the_capstone_asks_for_more_than_the_one_before(level):
     runnable(STEPS["03.capstone.1"])
-    assert check(f"03.capstone.{level}", str(solution(f"03.capstone.{level - 1}"))).failed
+    STEPS["03.capstone.1"].mine.parent.mkdir()
+    STEPS["03.capstone.1"].mine.write_text(str(solution(f"03.capstone.{level - 1}")))
+    report = check(f"03.capstone.{level}")
+    assert report.failed and repr(report).count("  ok     step") == level - 1, report
+    says = [case.says for case in capstone.STEPS[level]]  # One of these is wrong, or makes the kernel raise.
+    assert any(f"WRONG  {s}\n" in repr(report) or f"(in the case: {s})" in repr(report) for s in says), report
 
 
 def test_a_step_of_the_capstone_points_to_the_first_one_that_is_not_right():
@@ -912,7 +918,13 @@ RIGHT = """    out, _ = forward(q, k, v, causal=True)
     assert (out - want).abs().max() < 1e-5, 'out differs'
 """
 HUNT_ERRORS = {
-    "passes on both": (CALL + "    forward(q, k, v)\n", "wrong", ("WRONG: passes on the broken kernel too",)),
+    "passes on both": (CALL + "    forward(q, k, v)\n", "wrong",
+                       ("WRONG: passes on the broken kernel too", "its inputs do not show what is wrong")),
+    "compares nothing": (CALL + "    forward(q, k, v, causal=True)\n", "wrong",
+                         ("WRONG: passes on the broken kernel too", "it does not compare what is wrong")),
+    "asks for the module": (
+        CALL + "    assert 'bug1' not in str((forward.__module__, forward, getattr(forward, '__name__', '')))\n",
+        "wrong", ("WRONG: passes on the broken kernel too",)),
     "fails on both": (CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n", "wrong", ("own forward too", "line 6:")),
     "raises": (CALL + "    forward(q, k, v, mask=None)\n", "error", ("line 6:", "TypeError", "mask")),
     "no test": ("import torch\n", "error", ("no function test(forward)",)),
@@ -927,7 +939,7 @@ HUNT_ERRORS = {
     "no cause": (CALL + RIGHT, "blank", ("The test is right. Still to be answered: what is the cause?", "  b  the ")),
     "wrong cause": ('CAUSE = "a"\n' + CALL + RIGHT, "wrong", ("WRONG: the cause is not 'a'", "  b  the causal mask")),
     "right": ('CAUSE = "b"\n' + CALL + RIGHT, "passed", ("AssertionError: out differs", "the cause: the causal mask")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HUNT_ERRORS)
@@ -1062,6 +1074,17 @@ def test_the_contract_finds_what_the_check_does_not(tmp_path):
     row = grading.grade(tmp_path / "student", [EXERCISES["00.1"]], limit=300)["00.1"]
     assert row["verdict"] == "passed" and row["contract"]["ended"] is None
     assert "test_case[ragged-float64-matrix]" in row["contract"]["failed"] and row["contract"]["passed"] > 100
+
+
+@pytest.mark.parametrize("id", TASKS)
+def test_what_is_printed_to_read_has_no_blank_ends(id, monkeypatch):
+    """And Triton's pseudo-code joins conditions by &: between tiles `and` loses the first one in the interpreter."""
+    monkeypatch.setattr(__main__.console, "_width", 80)
+    for level in (1, 2, 3):
+        lines = CliRunner().invoke(__main__.app, ["hint", id, str(level)]).output.splitlines()
+        assert all(line == line.rstrip() and len(line) <= 80 for line in lines), lines
+    assert "\n\n\n\n" not in skeleton.text(TASKS[id])
+    assert id[:2] != "03" or not re.search(r"seen\b.* and ", TASKS[id].hints[-1])
 
 
 def test_a_hint_ends_with_the_command_to_type_next():

@@ -170,26 +170,27 @@ def _step(task, text, folder, limit):
 
 
 def _slips(task, text, rows=()):
-    """A line for each known slip: the answer contains its `text`, or has no line like the one that it `lacks`, or no
-    case is wrong but those that have `only` in their names.
+    """A line for each known slip: the answer contains its `text`, has no line like the one that the slip `lacks`, and is
+    wrong only in cases that have `only` in their names, as far as the slip says these.
 
     Spaces and comments do not count. A slip's text may contain a line's end.
     """
     comment = r"//.*|/\*[\s\S]*?\*/" if task.path.suffix == ".cu" else "#.*"
     lines = ["".join(line.split()) for line in re.sub(comment, "", text.text).splitlines()]
-    answer = {False: "".join(lines), True: "\n".join([*lines, ""])}  # whether the slip says where a line ends
+    answer = {False: "".join(lines), True: "\n".join(["", *lines, ""])}  # whether the slip says where a line ends
     wrong = [row["says"] for row in rows if row.get("wrong")]
     found = []
     for slip in task.slips:
-        if "only" in slip:
-            if wrong and all(slip["only"] in says for says in wrong):
-                found.append(f"Nothing else is wrong: {slip['says']}.")
-        elif "lacks" in slip:
-            pattern = re.escape(slip["lacks"].replace(" ", "")).replace(r"\.\.\.", ".*?")
-            if not re.search(pattern, answer[True]):
-                found.append(f"There is no `{slip['lacks']}`: {slip['says']}.")
-        elif slip["text"].replace(" ", "") in answer["\n" in slip["text"]]:
-            found.append(f"Look at `{slip['text'].strip().splitlines()[0]}`: {slip['says']}.")
+        text, lacks = slip.get("text", ""), slip.get("lacks")
+        about = f"Look at `{text.strip().splitlines()[0]}`" if text else "Nothing else is wrong"
+        if lacks:
+            pattern = re.escape(lacks.replace(" ", "")).replace(r"\.\.\.", ".*?")
+            about = f"There is no `{lacks}`"
+            if re.search(pattern, answer[True]):
+                continue
+        only = "only" not in slip or wrong and all(slip["only"] in says for says in wrong)
+        if only and text.replace(" ", "") in answer["\n" in text]:
+            found.append(f"{about}: {slip['says']}.")
     return found
 
 
@@ -246,7 +247,7 @@ def _hunt(task, text, folder, limit, cause):
         lines = [f"passes on {right}", f"fails on the broken kernel: {rows[-1]['broken']}", *judged]
     elif good and not bad:
         verdict = "wrong"
-        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too"]
+        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too", *_how_near(rows[-1].get("distance"))]
     elif bad and rows and rows[-1].get("error", {}).get("type") == "AssertionError":
         verdict = "wrong"
         lines = [f"WRONG: fails on {right} too, which is right:", *bad]
@@ -254,6 +255,14 @@ def _hunt(task, text, folder, limit, cause):
         verdict = "error"
         lines = bad
     return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)])
+
+
+def _how_near(distance):
+    """What a test that passes on the broken kernel has missed: the right inputs, or the right comparison."""
+    if distance is None or distance == float("inf"):
+        return []
+    says = "it does not compare what is wrong" if distance > 1e-3 else "its inputs do not show what is wrong"
+    return [f"There the results are off by {distance:.1e} at most: {says}."]
 
 
 def _judge_cause(task, cause):
