@@ -30,6 +30,7 @@ class Forward:
     m_start = -math.inf
     accumulator = torch.float32
     variants = ()  # other kinds that make the same mistake, see `variant_of`
+    needs_lse = False  # whether it is a mistake about m and l that a function without lse cannot be told to have made
 
     def __init__(self, inputs, tile, order):
         self.x, (self.Br, self.Bc), self.order = inputs, tile, order
@@ -159,6 +160,7 @@ class Backward:
 
     accumulator = torch.float32
     variants = ()
+    needs_lse = False
 
     def __init__(self, inputs, tile, order):
         self.x, (self.Br, self.Bc), self.order = inputs, tile, order
@@ -540,8 +542,7 @@ class TopLeft(Forward):
         return row - (self.Nk - self.Nq), col
 
 
-@variant_of(TopLeft)
-class TopLeftInDiagonalTiles(TopLeft):
+class OnlyInDiagonalTiles(Forward):
     """As in stage 03, which masks only the tiles with a key that some query of the tile does not see."""
 
     def mask_causal(self, S, i, j):
@@ -549,9 +550,51 @@ class TopLeftInDiagonalTiles(TopLeft):
         return super().mask_causal(S, i, j) if j >= full else S
 
 
+@variant_of(TopLeft)
+class TopLeftInDiagonalTiles(OnlyInDiagonalTiles, TopLeft):
+    pass
+
+
+@variant_of(ShiftSubtracted)
+class ShiftSubtractedInDiagonalTiles(OnlyInDiagonalTiles, ShiftSubtracted):
+    pass
+
+
+@variant_of(TileLocalMask)
+class TileLocalInDiagonalTiles(OnlyInDiagonalTiles, TileLocalMask):
+    """As in stage 03, whose mask hides keys beyond the last one too, here counted from the tile's first key."""
+
+    def positions(self, S, i, j):
+        row, col = super().positions(S, i, j)
+        return row + self.Nk - self.Nq, col
+
+    def mask_tail(self, S, j):
+        return S.masked_fill(torch.arange(S.shape[-1]) >= self.Nk, -math.inf)
+
+
+@variant_of(MaskedToMinus1e9)
+class TheSmallestNumberBeforeTheScale(OnlyInDiagonalTiles, MaskedToMinus1e9):
+    """torch.finfo(dtype).min in stage 03, also for keys that do not exist."""
+
+    @property
+    def hidden_score(self):
+        return torch.finfo(torch.float32).min * self.scale
+
+    def mask_tail(self, S, j):
+        return S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nk, self.hidden_score)
+
+
 @mutant("masked scores are set to 0 instead of -inf")
 class MaskedToZero(Forward):
     hidden_score = 0.0
+
+
+@variant_of(MaskedToZero)
+class ZeroInDiagonalTiles(OnlyInDiagonalTiles, MaskedToZero):
+    """As in stage 03, where keys that do not exist are hidden by the same function."""
+
+    def mask_tail(self, S, j):
+        return S.masked_fill(torch.arange(S.shape[-1]) + j >= self.Nk, 0.0)
 
 
 @mutant("keys beyond the last one, zeros in the last tile, are not masked")
@@ -734,6 +777,8 @@ class MaximumNotStored(Forward):
 
 @mutant("l is returned in the place of m, and m in the place of l")
 class MAndLExchanged(Forward):
+    needs_lse = True
+
     def update(self, m, l, O, S, V_j):
         m_new, l_new, O_new = super().update(m, l, O, S, V_j)
         return l_new, m_new, O_new
@@ -895,6 +940,18 @@ class OperandFirstKeysTwice(OperandMixedUp):
         return P[..., :1, :, :].expand(P.shape)
 
 
+@mutant("operand A's rows 0 to 7 and 8 to 15 are exchanged")
+class OperandRowsExchanged(OperandMixedUp):
+    def mixed_up(self, P):
+        return P.flip(-6)
+
+
+@mutant("operand A's registers hold a key of `near` and one of `far` instead of two neighbouring keys")
+class OperandInterleaved(OperandMixedUp):
+    def mixed_up(self, P):
+        return P.transpose(-3, -1)
+
+
 @mutant(
     "S * c - m * c is one FMA, in which m * c is rounded and S * c is not: at the maximum the exponent is not 0",
     "NVIDIA's compilers contract so by default (CUDA programming guide, floating-point contraction, -fmad=true)",
@@ -1007,6 +1064,12 @@ class PWithoutScale(Backward):
         return 1.0
 
 
+@mutant("P is recomputed with 1/sqrt(D) in the place of scale")
+class ScaleIgnoredInBackward(Backward):
+    def score_scale(self):
+        return self.x.q.shape[-1] ** -0.5
+
+
 @mutant("P is recomputed with a stale lse: that of the first query tile")
 class StaleLse(Backward):
     def probabilities(self, S, lse, rows):
@@ -1094,6 +1157,14 @@ class HalfGradients(Backward):
 class LseMissing(Backward):
     def probabilities(self, S, lse, rows):
         return S.exp()
+
+
+@variant_of(LseMissing)
+class LseMissingBelowOne(LseMissing):
+    """Stage 03's P, which is never larger than 1."""
+
+    def probabilities(self, S, lse, rows):
+        return super().probabilities(S, lse, rows).clamp(max=1)
 
 
 @mutant("dq has the factor scale twice")
@@ -1262,7 +1333,83 @@ def diagnose(rows, order):
     names = ("out", "lse") if any("out" in w or "lse" in w for w in wrong) else ("dq", "dk", "dv")
     kind = Forward if "out" in names else Backward
     rows = sorted(zip(rows, wrong, strict=True), key=lambda row: not row[1])  # wrong rows first: they exclude most
-    return [m for m in MUTANTS if issubclass(m.kind, kind) and any(wrong) and _explains(m, rows, names, order)]
+    if kind is Backward:  # It computes huge scores again, and no two ways of making a mistake round them alike.
+        rows = [row for row in rows if _largest_lse(row[0][3]) < 1e6] or rows
+    if not any(failures for _, failures in rows) or _nan_everywhere(rows):
+        return []
+    return [m for m in MUTANTS if issubclass(m.kind, kind) and _explains(m, rows, names, order)]
+
+
+def _largest_lse(want):
+    """About as large as the largest score."""
+    lse = want.value["lse"]
+    return max(lse[lse.isfinite()].abs().tolist(), default=0.0)
+
+
+def _nan_everywhere(rows):
+    """Whether each wrong result is NaN in every row that sees a key: then no mistake can be told from another.
+
+    rows: ((inputs, tile, results, expected), failures) of every case.
+    """
+    wrong = [(got, want) for (*_, got, want), failures in rows if failures]
+    return bool(wrong) and all(
+        got[name].isnan()[want.value[name].ne(0) & want.value[name].isfinite()].all()
+        for got, want in wrong
+        for name in got
+    )
+
+
+NAN_EVERYWHERE = (
+    "Everything is NaN, as after many mistakes: an entry that nobody has written is read, such as a column or a row "
+    "beyond those of the tile; infinity is multiplied with 0, such as an alpha of exp(m_new - m) at the first tile, "
+    "where m is -inf; or -inf is subtracted from -inf, where no key has been seen yet."
+)
+
+
+def remark(rows):
+    """What can be said of wrong results that equal those of no mutant, or "". rows: as for `diagnose`."""
+    failing = [(row, error.failures(*row[2:])) for row in rows]
+    if _nan_everywhere(failing):
+        return NAN_EVERYWHERE
+    if any(abs(_one_sided(got, want)) > 0.5 for (*_, got, want), failures in failing if failures):
+        return ""  # A rounding makes as many numbers too large as too small.
+    sizes = []
+    for x, _, got, want in rows:
+        ratios = [e / want.tolerance[name] for name, e in error.errors(got, want).items() if want.tolerance[name]]
+        sizes.append((x.q.dtype, _largest_lse(want), max(ratios, default=0.0)))
+    return rounding(sizes)
+
+
+def _one_sided(got, want):
+    """1 if every number is too large in magnitude, -1 if each is too small, about 0 after a rounding."""
+    parts = [((x.double() - want.value[n]).sign() * want.value[n].sign()).flatten() for n, x in got.items()]
+    return torch.cat(parts).nan_to_num().mean().item() if any(len(part) for part in parts) else 0.0
+
+
+def rounding(sizes):
+    """The remark about results that are as far off as after a known rounding, or "": no equality can tell of one.
+
+    sizes: (dtype, largest lse, error / tolerance) of every case, right or wrong.
+    """
+    for dtype in dict.fromkeys(dtype for dtype, _, _ in sizes):
+        ordinary = sorted(r for d, score, r in sizes if d == dtype and score < 50)
+        large = sorted(r for d, score, r in sizes if d == dtype and 50 <= score < 1e6)
+        if len(ordinary) < 3 or not ordinary[-1] < math.inf:
+            continue
+        middle, most = ordinary[len(ordinary) // 2], ordinary[-1]
+        if torch.finfo(dtype).bits == 16 and large and large[len(large) // 2] > 2 and large[-1] > 10 and most < 8:
+            where = f"In {str(dtype).removeprefix('torch.')}, ordinary cases are off by {most:.1f} tolerances at most"
+            what = "the scores are rounded to 16 bits before the softmax"
+            if most > 1:
+                what = "sums are made in 16 bits: those of the dot products, or l and O"
+            far = f"by up to {large[-1]:.0f}" if large[-1] < math.inf else "by far more, up to NaN"
+            return f"{where}, and those with large scores {far}. That is the pattern when {what}."
+        if dtype == torch.float32 and 20 < middle and most < 5000:
+            return (
+                f"In float32 an ordinary case is off by {middle:.0f} tolerances. That is the pattern when the factors "
+                "of a product are rounded to 10 bits (TF32) or to 16 bits, and not of a wrong formula."
+            )
+    return ""
 
 
 def _explains(mutant, rows, names, order):

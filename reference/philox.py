@@ -8,7 +8,8 @@ so a thread computes the random numbers of its own entries and needs nothing of 
 
 and the sixteen bytes of the result, least significant byte of the first word first, belong to the keys 16 c ... 16 c +
 15 of that query. An entry is kept where its byte is less than t = round(256 (1 - p)), at least 1 unless p is 1, and
-what is kept is multiplied by 256 / t. So neither tiles nor the order of computation nor a division of the keys among calls change the mask.
+what is kept is multiplied by 256 / t. So neither tiles nor the order of computation nor a division of the keys among
+calls change the mask.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. triton.language.philox
 gives the same words.

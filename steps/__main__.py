@@ -1,4 +1,4 @@
-"""The command line: python -m steps demo | check | hint | solution | verify | mutants | bench."""
+"""The command line: python -m steps demo | check | hint | solution | grade | verify | mutants | bench."""
 
 import itertools
 import json
@@ -6,6 +6,7 @@ import signal
 import string
 import subprocess
 import sys
+import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from steps import catalogue, engine
@@ -155,7 +157,9 @@ def hint(id: Task, level: Level = 1):
     """A hint for an exercise."""
     from steps import workbook
 
-    console.print(workbook.hint(task(id).id, level), markup=False, highlight=False)
+    for line in str(workbook.hint(task(id).id, level)).splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        say(*textwrap.wrap(line, console.width, subsequent_indent=indent) or [""])
 
 
 @app.command()
@@ -164,6 +168,47 @@ def solution(id: Task):
     from steps import workbook
 
     console.print(workbook.solution(task(id).id), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def grade(
+    folder: Annotated[Path, typer.Argument(help="It has a folder for each student.", exists=True, file_okay=False)],
+    stage: Stage = None,
+    limit: Annotated[float, typer.Option(help="Seconds for one exercise's contract.")] = 300,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all verdicts to this file too.")] = None,
+):
+    """Checks the answers of a class, and runs the whole contract on each exercise that is passed.
+
+    The folder has a folder for each student, with the files of that student's my/. They are only read, and so is your
+    own my/. "passed 170/171" is an exercise that its check passes, but that fails one of the contract's 171 tests. This
+    runs what students wrote: use an account with nothing to lose.
+    """
+    from steps.workbook import exercises, grading
+
+    tasks = [task for number in chosen(stage) for task in exercises.of_stage(number)]
+    if not (students := grading.students(folder)):
+        raise typer.BadParameter(f"there is no folder in {folder}", param_hint="FOLDER")
+    found = {}
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(students))
+        for student in students:
+            progress.update(bar, description=student.name)
+            found[student.name] = grading.grade(student, tasks, limit)
+            progress.advance(bar)
+    shown = [task.id for task in tasks if any(rows[task.id]["verdict"] != "blank" for rows in found.values())]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("student", *shown):
+        table.add_column(name)
+    for name, rows in found.items():
+        table.add_row(Text(name), *(Text(grading.cell(rows[id])) for id in shown))
+    console.print(table)
+    for name, rows in found.items():
+        for id in shown:
+            if failed := (rows[id]["contract"] or {}).get("failed"):
+                say(f"{name}, {id}: fails {', '.join(failed[:3])}" + (", ..." if len(failed) > 3 else ""))
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def task(id):
@@ -384,7 +429,8 @@ def verify(
         function = anybody.load(target)
         for row in verdict.judge(function, claims, limit, kept):
             rows.append(row)
-            say(*case_lines(row))
+            many = sum(bool(row["wrong"]) for row in rows) > 3
+            say(*case_lines(row) if not many else one_line(row))
     except anybody.Problem as problem:
         say(f"{target}: {problem}")
         raise typer.Exit(1) from None
@@ -392,6 +438,8 @@ def verify(
     for where, equal in named:
         about = f"{where}: this" if where else "This"
         say(f"{about} equals what you get when {', or when '.join(m.says for m in equal)}.")
+    if not named and (remark := verdict.remark(kept, tile)):
+        say(remark)
     speeds = []
     try:
         for row in verdict.speed(function, claims) if engine.name == "cuda" else ():
@@ -401,10 +449,17 @@ def verify(
         say(f"The speed could not be measured: {anybody.told(e)}")
     failed = sum(bool(row["wrong"]) for row in rows)
     say(f"{len(rows) - failed} of {len(rows)} properties hold." + (FEWER if failed else ""))
+    if failed and (options := verdict.options(rows, claims, named)):
+        say(f"All that it is then asked holds with {' '.join(options)}")
     if json_file:
         equals = [{"case": where, "mutants": [m.name for m in equal]} for where, equal in named]
         json_file.write_text(json.dumps({"cases": rows, "equals": equals, "speed": speeds}, indent=1))
     raise typer.Exit(1 if failed else 0)
+
+
+def one_line(row):
+    """The case in one line, for when many fail."""
+    return [f"WRONG  {row['says']}: {row['wrong'][0]}"] if row["wrong"] else [f"ok     {row['says']}"]
 
 
 FEWER = " What it does not claim to take, an option leaves out: python -m steps verify --help"

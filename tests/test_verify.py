@@ -285,6 +285,116 @@ def test_a_mistake_that_nobody_planted_gets_no_name(monkeypatch, function):
     assert code == 1 and written["equals"] == []
 
 
+def rounded(x):
+    return x.half().float()
+
+
+def scores_in_half(q, k, v, causal, scale):
+    """Only the scores are rounded. The function returns no lse."""
+    S = rounded(scale * (q.float() @ k.float().mT))
+    if causal:
+        S = S.masked_fill(~torch.ones(S.shape[-2:]).tril(k.shape[-2] - q.shape[-2]).bool(), -math.inf)
+    return (S.softmax(-1).nan_to_num(0) @ v.float()).to(q.dtype)
+
+
+def sums_in_half(q, k, v, causal, scale):
+    """Every sum is made in float16, one term after the other."""
+
+    def product(a, b):
+        total = torch.zeros(*a.shape[:-1], b.shape[-1])
+        for i in range(a.shape[-1]):
+            total = rounded(total + rounded(a[..., i : i + 1] * b[..., i : i + 1, :]))
+        return total
+
+    S = rounded(product(q.float(), k.float().mT) * scale)
+    return (product(S.softmax(-1), v.float())).to(q.dtype)
+
+
+def factors_in_tf32(q, k, v, causal, scale):
+    q, k, v = (((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) for x in (q, k, v))
+    return (scale * (q @ k.mT)).softmax(-1) @ v
+
+
+def too_large(q, k, v, causal, scale):
+    """As far off as with TF32, but always in the same direction."""
+    return 1.0005 * (scale * (q @ k.mT)).softmax(-1) @ v
+
+
+PATTERNS = {
+    scores_in_half: ("float16", "That is the pattern when the scores are rounded to 16 bits before the softmax."),
+    sums_in_half: ("float16", "That is the pattern when sums are made in 16 bits: those of the dot"),
+    factors_in_tf32: ("float32", "factors of a product are rounded to 10 bits (TF32) or to 16 bits"),
+    too_large: ("float32", None),
+}
+
+
+@pytest.mark.skipif(engine.name != "cpu", reason="they compute on the CPU")
+@pytest.mark.parametrize("function", PATTERNS)
+def test_a_rounding_is_named_by_the_pattern_of_sizes(monkeypatch, function):
+    dtype, words = PATTERNS[function]
+    options = "--no-gqa", "--no-empty", "--no-causal", "--no-large-scores", "--no-backward", "--no-strides"
+    _, text, written = verify_function(monkeypatch, function, *options, "--dtype", dtype, "--tile", "16")
+    assert written["equals"] == [] and "equals" not in text
+    assert (words or "pattern") in text if words else "pattern" not in text, text
+    failing = sum(bool(row["wrong"]) for row in written["cases"])
+    assert text.count("first such entry") == min(3, failing) < failing, "details of the first three only"
+
+
+def nothing_written(q, k, v, causal, scale):
+    return torch.full_like(q, math.nan)
+
+
+@pytest.mark.parametrize("function", [nothing_written])
+def test_where_all_is_nan_no_mistake_is_named(monkeypatch, function):
+    _, text, written = verify_function(monkeypatch, function, "--no-gqa", "--no-backward", "--no-strides")
+    assert written["equals"] == [] and "Everything is NaN, as after many mistakes" in text
+
+
+def last_key_of_65_left_out(q, k, v, causal, scale):
+    if k.shape[2] % 64 == 1 < k.shape[2]:
+        k, v = k[:, :, :-1], v[:, :, :-1]
+    return (scale * (q @ k.mT)).softmax(-1) @ v
+
+
+def test_a_last_tile_of_one_key_is_among_the_lengths(monkeypatch):
+    options = "--no-gqa", "--no-empty", "--no-causal", "--no-backward", "--no-strides"
+    _, _, written = verify_function(monkeypatch, last_key_of_65_left_out, *options)
+    assert [row["name"] for row in written["cases"] if row["wrong"]] == ["one_past_64", "one_past_128"]
+    assert {"one_past_16", "one_past_32"} < {row["name"] for row in written["cases"]}
+
+
+def in_place_on_views(q, k, v, causal, scale):
+    """In the style of short implementations: autograd refuses it."""
+    out = torch.zeros_like(q)
+    with torch.no_grad():
+        parts = out.split(16, 2)
+    for part, P in zip(parts, (scale * (q @ k.mT)).softmax(-1).split(16, 2), strict=True):
+        part.mul_(0.5).add_(P @ v)
+    return out
+
+
+def test_where_autograd_fails_the_forward_is_judged(monkeypatch):
+    options = "--no-gqa", "--no-empty", "--no-causal", "--no-strides"
+    code, text, written = verify_function(monkeypatch, in_place_on_views, *options)
+    first, *others = written["cases"]
+    assert code == 1 and first["name"] == "backward"
+    assert first["wrong"][0].startswith("RuntimeError: A view was created in no_grad mode")
+    assert len(others) > 10 and not any(row["wrong"] for row in others), text
+    assert text.splitlines()[-1] == "All that it is then asked holds with --no-backward"
+
+
+@pytest.mark.skipif(engine.name != "cpu", reason="on a GPU torch's kernels fail in other properties")
+def test_options_that_would_help_and_what_torch_fails_too_are_told():
+    _, text, written = verify(SDPA)
+    wrong = {row["name"]: row["wrong"] for row in written["cases"] if row["wrong"]}
+    assert wrong.keys() == {"fewer_queries_causal", "more_queries_causal", "large_scores"}
+    assert wrong["large_scores"][-1] == "torch's scaled_dot_product_attention fails this, too"
+    assert all("fails this, too" not in wrong[name][-1] for name in wrong if name != "large_scores")
+    assert [equal["mutants"] for equal in written["equals"]] == [["top_left"]]
+    assert text.splitlines()[-1] == "All that it is then asked holds with --top-left --no-large-scores"
+    assert verify(SDPA, "--top-left", "--no-large-scores")[0] == 0
+
+
 # ---- libraries that `verify --help` names ----------------------------------------------------------------------------
 
 
@@ -446,7 +556,7 @@ def test_what_goes_wrong_in_a_later_case_is_told_beside_it(forms):
     wrong = {row["name"]: row["wrong"] for row in written["cases"] if row["wrong"]}
     assert wrong.keys() == {"grouped_heads", "one_kv_head"}
     assert wrong["one_kv_head"][0].startswith("NotImplementedError: no groups (forms.py, line ")
-    assert "python -m steps verify --help" in text.splitlines()[-1]
+    assert "python -m steps verify --help" in text and text.splitlines()[-1].endswith("holds with --no-gqa")
 
 
 def test_a_forward_that_differs_from_run_to_run_is_noticed(forms):

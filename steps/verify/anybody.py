@@ -46,7 +46,7 @@ class Claims:
         head_dims = [cases.Case(f"head_dim_{D}", f"head_dim {D}", D=D, H=1, causal=True) for D in self.head_dims]
         rows = [(case, dtype) for case, dtype, lacks in cases.select(self.supports, gpu) if not lacks]
         rows = [(self.fitted(case), dtype) for case, dtype in rows if not case.name.startswith("head_dim")]
-        rows += [(self.fitted(case), self.dtypes[0]) for case in head_dims]
+        rows += [(self.fitted(case), self.dtypes[0]) for case in (*head_dims, *MORE)]
         rows = [(case, dtype) for case, dtype in rows if case]
         return sorted(rows, key=lambda row: row[0].place == "offset")  # Last: it may end all work of the GPU.
 
@@ -62,6 +62,7 @@ class Claims:
             case.scale is not None and not self.scale,
             0 in (Nq, Nk, case.B, case.H) and not self.empty,
             case.name == "large_scores" and not self.large_scores,
+            case.name.startswith("one_past") and m > 1,
             not case.anybody,
             case.place == "offset" and not self.offset,
             (case.place not in ("contiguous", "offset") or case.through_autograd) and not self.strides,
@@ -75,6 +76,18 @@ class Claims:
         sizes = dict(Nq=lambda T: Nq, Nk=case.Nk and (lambda T: Nk))
         D = case.D if case.D in self.head_dims else min(self.head_dims)
         return replace(case, says=says, causal=case.causal and self.causal, D=D, **sizes)
+
+
+def _one_past(T):
+    """The last tile of T has one token, which a loop that ends too early leaves out."""
+    return cases.Case(f"one_past_{T}", f"N = {T + 1}, one more than a tile of {T}", Nq=lambda _: T + 1, H=1)
+
+
+# What is asked of functions from elsewhere, beside the contract's cases.
+MORE = (
+    *(_one_past(T) for T in (16, 32, 64, 128)),
+    cases.Case("explicit_scale_causal", "causal, a scale other than 1/sqrt(D)", scale=0.3, causal=True),
+)
 
 
 def load(target):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -23,15 +24,19 @@ def judge(function, claims, limit, kept):
     """Yields a row for each case: {"name", "says", "errors", "wrong"}.
 
     errors: {result: (error, tolerance)}. wrong: lines that say what is wrong, none where the property holds. kept: a
-    list to which is added what `mistakes` takes. Raises Problem if the first, plain case has one.
+    list to which is added what `mistakes` takes. Raises Problem if the first, plain case has one. If only its gradients
+    have one, the first row says so, and the forward is judged alone.
     """
-    call = by_its_names(function, claims)
+    call, backward = by_its_names(function, claims), claims.backward
     for number, (case, dtype) in enumerate(claims.cases(engine.name == "cuda")):
         x = cases.build(case, claims.supports, dtype, engine.device)
         row = {"name": case.name, "says": f"{case.says}, {str(dtype).removeprefix('torch.')}", "errors": {}}
         try:
             with time_limit(limit, case.says):
-                got = results(call, x, claims.backward)
+                if number == 0 and backward and (says := _no_backward(call, x, function)):
+                    backward = False
+                    yield {"name": "backward", "says": "backward", "errors": {}, "wrong": [says]}
+                got = results(call, x, backward)
                 if number == 0 and not torch.equal(got["out"], results(call, x, False)["out"]):
                     yield row | {"name": "bit_equal", "wrong": ["two runs of the forward differ"]}
         except (Exception, SystemExit) as e:
@@ -47,7 +52,40 @@ def judge(function, claims, limit, kept):
         if not top_left and dtype != torch.float64 and x.q.numel() < 10**6:  # as far as the mutants are computed
             kept.append((row["says"], tuple(map(mutants._on_cpu, (x, got, want)))))
         errors = {name: (e, want.tolerance[name]) for name, e in error.errors(got, want).items()}
-        yield row | {"errors": errors, "wrong": differences.lines(got, want)}
+        wrong = differences.lines(got, want)
+        if wrong and (not x.causal or case.Nk is None or top_left) and _sdpa_fails(x, got, want, backward):
+            wrong.append("torch's scaled_dot_product_attention fails this, too")
+        yield row | {"errors": errors, "wrong": wrong}
+
+
+def _no_backward(call, x, function):
+    """What autograd says if the forward works, and only its backward does not; otherwise None."""
+    try:
+        results(call, x, True)
+    except Problem:
+        return None
+    except Exception as e:
+        with contextlib.suppress(Exception, SystemExit):
+            results(call, x, False)
+            return f"{told(e, function)}. The forward is judged alone, as --no-backward has it"
+    return None
+
+
+def _sdpa_fails(x, got, want, backward):
+    """Whether torch's own attention is out of tolerance in each result in which the function is."""
+    if engine.name == "cuda" and x.q.storage_offset() % 8:
+        return False  # A kernel of torch's would end with an error, and this process with it.
+
+    def sdpa(q, k, v, causal, scale):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    try:
+        theirs = error.failures(results(sdpa, x, backward), want)
+    except Exception:
+        return False
+    return error.failures(got, want).keys() <= theirs.keys()
 
 
 def expected(q, k, v, dout, causal, scale):
@@ -93,20 +131,74 @@ def time_limit(seconds, says):
 
 
 def mistakes(kept, tile):
-    """[(cases, mutants)]: what the results of these cases equal. If no mistake explains all cases, one wrong case each.
+    """[(cases, mutants)]: what the results of these cases equal, all of them or, of several mistakes, each its own.
 
     kept: [(says, (inputs, results, expected))]. The tiles and the order of loops are not known, so the first are taken
-    for which there is such a mistake.
+    for which there is such a mistake. No case may contradict a name, right or wrong. If others are wrong besides, two
+    cases have to carry it.
     """
     rows = [(says, row, error.failures(*row[1:])) for says, row in kept]
     rows.sort(key=lambda row: (not row[2], row[1][0].q.numel()))  # Small wrong cases exclude most in the least time.
     wrong = [row for row in rows if row[2]]
     likely = [pair for pair in TILES if max(pair) <= 2 * tile]
+    if not wrong or mutants._nan_everywhere([((x, tile, got, want), f) for _, (x, got, want), f in wrong]):
+        return []
     for pair, order in product([(tile, tile), *likely], ("fa2", "fa1")):
-        if wrong and (found := _equal(rows, pair, order)):
+        if found := _equal(rows, pair, order):
             return [("", found)]
-    found = [(row[0], _equal([row], (tile, tile), "fa2")) for row in wrong if _can_be_told(row)]
-    return [(says, equal) for says, equal in found if equal]
+    found = {}
+    left = [row for row in wrong if _can_be_told(row)][:6]  # where more are wrong, it is seldom two known mistakes
+    for pair in (tile, tile), *likely:
+        told = [(row[0], _equal([row], pair, "fa2")) for row in left]
+        for m in mutants.MUTANTS:
+            carriers = [says for says, equal in told if m in equal]
+            others = [row for row in rows if row[0] not in carriers]
+            if len(carriers) > 1 and not any(_contradicts(m, row, pair) for row in others):
+                found.setdefault("; ".join(carriers), []).append(m)
+        left = [row for row in left if row[0] not in "; ".join(found)]
+        if not left:
+            break
+    return list(found.items())
+
+
+def _contradicts(mutant, row, tile):
+    """Whether the mutant's results are wrong in this case, and others than these."""
+    _, (x, got, want), _ = row
+    try:
+        mistaken = {name: t for name, t in mutant.kind(x, tile, "fa2").run().items() if name in got}
+    except mutants.NotApplicable:
+        return False
+    same = not mutants._differ({name: got[name] for name in mistaken}, mistaken, mutants._tolerances(mistaken, want))
+    return bool(error.failures(mistaken, want)) and not same
+
+
+def remark(kept, tile):
+    """What can be said of wrong results that equal those of no mutant, or ""."""
+    return mutants.remark([(x, (tile, tile), got, want) for _, (x, got, want) in kept])
+
+
+def options(rows, claims, named):
+    """The options that would leave out what fails, and little else; [] if none would leave out all of it."""
+    failed = {row["name"] for row in rows if row["wrong"]}
+    asked = {case.name for case, _ in claims.cases(engine.name == "cuda")}
+    found = []
+    if not claims.top_left and any(m.name == "top_left" for _, equal in named for m in equal):
+        found.append("--top-left")
+        failed -= {"fewer_queries_causal", "more_queries_causal"}
+    for name in ("large_scores", "empty", "offset", "gqa", "strides", "nq_ne_nk"):  # the narrow ones first
+        fewer = {case.name for case, _ in replace(claims, **{name: False}).cases(engine.name == "cuda")}
+        if left_out := failed & (asked - fewer):
+            found.append(f"--no-{name.replace('_', '-')}")
+            failed -= left_out
+    gradients = {row["name"] for row in rows if row["wrong"] and row["errors"] and not _forward_fails(row)}
+    if left_out := failed & (gradients | {"backward"}):
+        found.append("--no-backward")
+        failed -= left_out
+    return [] if failed else found
+
+
+def _forward_fails(row):
+    return any(not e <= tolerance for name, (e, tolerance) in row["errors"].items() if name in ("out", "lse"))
 
 
 def _can_be_told(row):
@@ -124,7 +216,8 @@ def _equal(rows, tile, order):
     kind, names = (mutants.Forward, ("out", "lse")) if forward else (mutants.Backward, ("dq", "dk", "dv"))
     names = [name for name in names if name in rows[0][1][1]]
     rows = [((x, tile, got, want), failures) for _, (x, got, want), failures in rows]
-    return [m for m in mutants.MUTANTS if issubclass(m.kind, kind) and mutants._explains(m, rows, names, order)]
+    known = [m for m in mutants.MUTANTS if issubclass(m.kind, kind) and ("lse" in names or not m.kind.needs_lse)]
+    return [m for m in known if mutants._explains(m, rows, names, order)]
 
 
 def speed(function, claims):

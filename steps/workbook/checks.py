@@ -104,13 +104,13 @@ def _exercise(task, text, folder, limit):
         lines += [*bad, *_equals(rows)]
         if verdict != "passed":
             break
-    if not _equals(rows) and verdict != "passed":
-        lines += _slips(task, text)
+    if verdict != "passed" and not (rows and rows[-1].get("equals")):
+        lines += _slips(task, text, rows)
     if verdict == "passed" and task.cost and shutil.which("g++"):
         verdict, *cost = _cost(task, text, limit)
         lines += cost
     names = rows[-1].get("mutants", []) if rows else []
-    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
+    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict, rows), *_printed(printed)], names)
 
 
 def _engines(task):
@@ -138,9 +138,11 @@ def _puzzle(task, text, folder, limit):
 
 
 def _equals(rows):
-    """The line about the mistakes that the results equal, if there are any, from the last row of a job's results."""
-    says = rows[-1].get("equals") if rows else None
-    return ["This equals what you get when " + ", or when ".join(says) + "."] if says else []
+    """The line about the mistakes that the results equal, or what else is told of them, from the job's last row."""
+    last = rows[-1] if rows else {}
+    if last.get("equals"):
+        return ["This equals what you get when " + ", or when ".join(last["equals"]) + "."]
+    return [last["remark"]] if last.get("remark") else []
 
 
 def _step(task, text, folder, limit):
@@ -167,22 +169,28 @@ def _step(task, text, folder, limit):
     return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
 
 
-def _slips(task, text):
-    """A line for each known slip: the answer contains its `text`, or has no line like the one that it `lacks`.
+def _slips(task, text, rows=()):
+    """A line for each known slip: the answer contains its `text`, has no line like the one that the slip `lacks`, and is
+    wrong only in cases that have `only` in their names, as far as the slip says these.
 
     Spaces and comments do not count. A slip's text may contain a line's end.
     """
     comment = r"//.*|/\*[\s\S]*?\*/" if task.path.suffix == ".cu" else "#.*"
     lines = ["".join(line.split()) for line in re.sub(comment, "", text.text).splitlines()]
-    answer = {False: "".join(lines), True: "\n".join([*lines, ""])}  # whether the slip says where a line ends
+    answer = {False: "".join(lines), True: "\n".join(["", *lines, ""])}  # whether the slip says where a line ends
+    wrong = [row["says"] for row in rows if row.get("wrong")]
     found = []
     for slip in task.slips:
-        if "lacks" in slip:
-            pattern = re.escape(slip["lacks"].replace(" ", "")).replace(r"\.\.\.", ".*?")
-            if not re.search(pattern, answer[True]):
-                found.append(f"There is no `{slip['lacks']}`: {slip['says']}.")
-        elif slip["text"].replace(" ", "") in answer["\n" in slip["text"]]:
-            found.append(f"Look at `{slip['text'].strip().splitlines()[0]}`: {slip['says']}.")
+        text, lacks = slip.get("text", ""), slip.get("lacks")
+        about = f"Look at `{text.strip().splitlines()[0]}`" if text else "Nothing else is wrong"
+        if lacks:
+            pattern = re.escape(lacks.replace(" ", "")).replace(r"\.\.\.", ".*?")
+            about = f"There is no `{lacks}`"
+            if re.search(pattern, answer[True]):
+                continue
+        only = "only" not in slip or wrong and all(slip["only"] in says for says in wrong)
+        if only and text.replace(" ", "") in answer["\n" in text]:
+            found.append(f"{about}: {slip['says']}.")
     return found
 
 
@@ -190,7 +198,7 @@ def _cost(task, text, limit):
     """(verdict, lines of text ...): whether the answer takes more of what is counted than the stage's own."""
     yours, own = _count(task, text, limit), _own_count(task.id, limit)
     if yours is None:
-        says = f"counting was stopped after {limit} s: it is far slower than the stage's own"
+        says = f"counting was stopped after {limit:g} s: it is far slower than the stage's own"
         return "wrong", f"WRONG  the results are right, but {says}", " " * 9 + task.cost
     says = COUNTED[task.counted].format(**yours)
     if yours[task.counted] <= own[task.counted]:
@@ -239,7 +247,7 @@ def _hunt(task, text, folder, limit, cause):
         lines = [f"passes on {right}", f"fails on the broken kernel: {rows[-1]['broken']}", *judged]
     elif good and not bad:
         verdict = "wrong"
-        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too"]
+        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too", *_how_near(rows[-1].get("distance"))]
     elif bad and rows and rows[-1].get("error", {}).get("type") == "AssertionError":
         verdict = "wrong"
         lines = [f"WRONG: fails on {right} too, which is right:", *bad]
@@ -247,6 +255,14 @@ def _hunt(task, text, folder, limit, cause):
         verdict = "error"
         lines = bad
     return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)])
+
+
+def _how_near(distance):
+    """What a test that passes on the broken kernel has missed: the right inputs, or the right comparison."""
+    if distance is None or distance == float("inf"):
+        return []
+    says = "it does not compare what is wrong" if distance > 1e-3 else "its inputs do not show what is wrong"
+    return [f"There the results are off by {distance:.1e} at most: {says}."]
 
 
 def _judge_cause(task, cause):
@@ -266,13 +282,14 @@ def _ending(rows, how, task, text, lines, limit):
         if reason := catalogue.unavailable(task.number):
             raise Unavailable(reason)
         running = [row["running"] for row in rows if "running" in row]
-        case = [f"(in the case: {running[-1]})"] if running and not isinstance(task, Hunt) else []
+        late = isinstance(task, Hunt) or rows[-1]["error"]["type"] == "OnlyOnAGPU"
+        case = [f"(in the case: {running[-1]})"] if running and not late else []
         return [*explain(rows[-1]["error"], task, text, lines), *case]
     first = "before the test was called" if isinstance(task, Hunt) else "before the first case"
     where = next((f"in the case: {row['running']}" for row in rows[::-1] if "running" in row), first)
     if how == "time":
         question = "Does a loop never end, or does a barrier wait for a thread that has left?"
-        return [f"stopped after {limit} s {where}", question]
+        return [f"stopped after {limit:g} s {where}", question]
     if how == "memory":
         says = f"stopped {where}: its processes took more than {runner.MEMORY / 2**30:.0f} GB of memory"
         return [says, "Does a loop append to a list for ever, or does a tensor have one dimension too many?"]
@@ -282,12 +299,13 @@ def _ending(rows, how, task, text, lines, limit):
     return []
 
 
-def _after(task, verdict):
+def _after(task, verdict, rows=()):
     """What the reader can do next, as lines of text."""
     if verdict != "passed":
         return [_pointer(task)]
     if isinstance(task, Exercise):
-        return [f"All of the stage's cases: python -m pytest tests/test_{task.stage}.py --mine"]
+        how = f"python -m pytest tests/test_{task.stage}.py --mine"
+        return [f"These were {len(task.cases)} cases; the stage has {rows[0].get('of')}. All of them: {how}"]
     return exercises.following(task) if isinstance(task, Step) else []
 
 

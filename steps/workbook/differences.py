@@ -34,8 +34,7 @@ def of_tensors(got, want):
         if wrong.any():
             first = tuple(wrong.nonzero()[0].tolist())
             says = f"{name} is wrong in {wrong.sum()} of {wrong.numel()} entries"
-            entry = f"  first such entry: {name}[{', '.join(map(str, first))}] is {_number(got[name][first])}"
-            found += [says, f"{entry}, expected {_number(ref[first])}"]
+            found += [says, _entry(name, first, got[name][first], ref[first])]
             by_place = wrong.reshape(-1, *wrong.shape[-2:]).any(0)
             found += [_strip("rows", by_place.any(1)), _strip("columns", by_place.any(0))] if wrong.ndim > 1 else []
     return found
@@ -46,8 +45,11 @@ def _wrong(got, ref, tolerance):
     return (got != ref) & ~((got - ref).abs() <= tolerance)
 
 
-def _number(x):
-    return f"{x:.6g}" if x.is_floating_point() else str(x.item())
+def _entry(name, place, x, ref):
+    """The line about one entry, with as many digits as tell the two numbers apart, at least 6."""
+    pairs = ((f"{x:.{n}g}", f"{ref:.{n}g}") if x.is_floating_point() else (x.item(), ref.item()) for n in range(6, 18))
+    yours, right = next((pair for pair in pairs if pair[0] != pair[1]), (x.item(), ref.item()))
+    return f"  first such entry: {name}[{', '.join(map(str, place))}] is {yours}, expected {right}"
 
 
 def _about(name, got, want, distance, tolerance):
@@ -71,9 +73,7 @@ def _about(name, got, want, distance, tolerance):
         kind = wrong
         sentence = f"{name} is off by {distance:.1e} (tolerance {tolerance:.0e})"
     first = tuple(kind.nonzero()[0].tolist())
-    place = ", ".join(map(str, first))
-    entry = f"  first such entry: {name}[{place}] is {got[first]:.6g}, expected {ref[first]:.6g}"
-    return [sentence, entry, *_strips(name, wrong)]
+    return [sentence, _entry(name, first, got[first], ref[first]), *_strips(name, wrong)]
 
 
 def _strips(name, wrong):

@@ -1,12 +1,13 @@
 """The exercises, puzzles, steps and bug hunts: the entries of exercises.toml, and where the reader's answers lie."""
 
 import functools
+import os
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 STEPS = Path(__file__).parents[1]
-MY = STEPS.parent / "my"
+MY = Path(os.environ.get("STEPS_MY") or STEPS.parent / "my")  # `grade` sets it for each student
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +62,10 @@ class Exercise(Task):
     note is a sentence that the reader's file begins with, and imports are lines that it has beside those of the stage's
     file. like = [file, function] names a function of the stage that the file shows as an example. slips are mistakes
     that no mutant equals, because they read memory that nobody wrote or do not exist as an address: a report of a
-    failure `says` so where the answer contains the `text`, or no line like the one that it `lacks`, in which ... is
-    anything. engine: the one that it always runs on; by default the one that is in force, and for CUDA C++ the
-    emulation before it. masks: whether the function itself hides scores; only then are its results compared with
-    mistakes in a mask.
+    failure `says` so where the answer contains the `text`, and no line like the one that it `lacks`, in which ... is
+    anything, and only cases with `only` in their names are wrong. engine: the one that it always runs on; by
+    default the one that is in force, and for CUDA C++ the emulation before it. masks: whether the function itself hides
+    scores; only then are its results compared with mistakes in a mask.
     """
 
     function: str

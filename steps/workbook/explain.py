@@ -25,6 +25,8 @@ def explain(error, task, answer, lines):
     if task.path.suffix != ".py" and (found := _in_cuda(message, task, answer)):
         return found
     what = f"{kind}: {message}" if message else kind
+    if kind == "OnlyOnAGPU":
+        what = message
     if kind == "Blank":
         what = "`raise Blank` is still there: delete it."
     where = [lines[line] for file, line in error["frames"] if file == f"steps/{task.file}" and line in lines]

@@ -17,7 +17,7 @@ import torch
 from reference import attention, cases, error, mutants
 from steps import engine
 from steps.workbook import capstone as steps_of_capstone
-from steps.workbook import differences, one_rung, puzzles
+from steps.workbook import differences, one_rung, parts, puzzles
 
 # Behind a case's name: the case is run by `_of_chunks`, in this order of the chunks.
 LAST_FIRST, FIRST_FIRST = "in chunks of keys, the last one first", "in chunks of keys, the first one first"
@@ -37,17 +37,29 @@ def exercise(job, tell):
     supports = one_rung.limits(stage, job["rung"])
     if job["threads"] and engine.name == "cpu":
         importlib.import_module(job["module"]).THREADS = tuple(job["threads"])
-    tell(cases=len(job["cases"]))
+    all_cases = [case for case, _, lacks in cases.select(supports, engine.name == "cuda") if not lacks]
+    asks_for_parts = job["function"] == "visible_part"
+    tell(cases=len(job["cases"]) + asks_for_parts, of=len(all_cases))
     if job["own"]:
         watch_returns(job["module"], job["function"], job["own"])
-    rows = []
+    products = as_on_a_gpu(job) if job["stage"] == "step03_triton" else None
+    rows, failed = [], False
+    if asks_for_parts:
+        tell(running=parts.SAYS)
+        wrong, found = parts.judge(importlib.import_module(job["module"]))
+        tell(says=parts.SAYS, wrong=wrong)
+        if wrong:  # What a ring makes of it would add nothing.
+            return tell(mutants=found, equals=[parts.MISTAKES[name][0] for name in found])
     for case, inputs, want in _cases(job, supports):
         says = case.says + (f" ({inputs.ring[0]} ranks, {inputs.ring[1]})" if inputs.ring else "")
         tell(running=says)
+        if products:
+            products.bits = 8 * inputs.q.element_size()
         with _find_unwritten(job["stage"]) as unwritten:
             got = _results(stage, job, case, inputs, want)
         wrong = differences.lines(got, want)
         tell(says=says, wrong=wrong + unwritten if wrong else [])
+        failed |= bool(wrong)
         if "layouts" not in supports or inputs.ring:  # No mutant merges chunks.
             rows.append((inputs, job["tile"] or inputs.tile or supports["tiles"][0], got, want))
     found = mutants.diagnose(rows, job["order"] or supports["order"])
@@ -56,14 +68,32 @@ def exercise(job, tell):
         found = [m for m in found if m not in of_the_mask]
     elif of_the_mask:  # Where everything is NaN, mistakes elsewhere give the same.
         found = of_the_mask
-    tell(mutants=[m.name for m in found], equals=[m.says for m in found])
+    remark = mutants.remark(rows) if failed and not found else ""
+    tell(mutants=[m.name for m in found], equals=[m.says for m in found], remark=remark)
+    if products and not failed:
+        products.raise_found()
+
+
+def as_on_a_gpu(job):
+    """From now on Triton's interpreter refuses an access beside a tensor, as stage 03 has it, and rounds as a GPU does.
+
+    Returns the watch over its products, or None on a GPU.
+    """
+    importlib.import_module("steps.step03_triton")
+    if engine.name != "cpu":
+        return None
+    from steps.workbook import interpreted  # It imports Triton, which is for Linux only.
+
+    importlib.import_module("steps.step03_triton.memcheck").watch_every_kernel()
+    interpreted.faster()
+    interpreted.contract()
+    return interpreted.Products(job["folder"])
 
 
 def puzzle(job, tell):
     """Runs the cases of a module of steps/workbook/puzzles, and tells the same as `exercise`."""
     module = importlib.import_module(job["module"])
-    if hasattr(module, "triton"):
-        _check_accesses()
+    products = as_on_a_gpu(job) if hasattr(module, "triton") else None
     rows = []
     tell(cases=len(module.CASES))
     for case in module.CASES:
@@ -73,11 +103,13 @@ def puzzle(job, tell):
     known = puzzles.mistakes(module)
     found = puzzles.diagnose(module, rows)
     tell(mutants=found, equals=[known[name].says for name in found])
+    if products and not any(lines for *_, lines in rows):
+        products.raise_found()
 
 
 def capstone(job, tell):
     """Runs the cases of the first step, then those of the next one, up to the job's level or the first wrong step."""
-    _check_accesses()
+    products = as_on_a_gpu(job)
     tell(cases=sum(len(steps_of_capstone.STEPS[step]) for step in range(1, job["level"] + 1)))
     attention = importlib.import_module(job["module"]).attention
     for step in range(1, job["level"] + 1):
@@ -90,12 +122,8 @@ def capstone(job, tell):
             break
     found = steps_of_capstone.diagnose(rows)
     tell(mutants=[m.name for m in found], equals=[m.says for m in found])
-
-
-def _check_accesses():
-    """From now on Triton's interpreter refuses an access beside a tensor, as stage 03 has it for its own kernels."""
-    importlib.import_module("steps.step03_triton")
-    importlib.import_module("steps.step03_triton.memcheck").watch_every_kernel()
+    if products and not any(lines for *_, lines in rows):
+        products.raise_found()
 
 
 def _find_unwritten(stage):
@@ -236,13 +264,44 @@ def hunt(job, tell):
     test = namespace["test"]
     tell(running="the repaired kernel" if job["cured"] else "the stage's own forward")
     right = importlib.import_module(job["module"]) if job["cured"] else one_rung.stage(job["stage"])
-    if (returned := test(getattr(right, job["subject"]))) is not None:
+    right = getattr(right, job["subject"])
+    if (returned := test(_Subject(right))) is not None:
         raise WrongReturn(f"returned {returned!r:.40}; it has to assert, because what a test returns is ignored")
     tell(good="passes", running="the broken kernel")
     spec = importlib.util.spec_from_file_location(job["module"], job["path"])
     broken = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(broken)
+    broken = _Subject(getattr(broken, job["subject"]))
     try:
-        test(getattr(broken, job["subject"]))
+        test(broken)
     except Exception as e:
         tell(broken=": ".join([type(e).__name__, *str(e).splitlines()[:1]]))
+    else:
+        tell(distance=broken.distance(right))
+
+
+class _Subject:
+    """What a hunt's test calls. Neither its name nor its module tells whether it is the broken function."""
+
+    def __init__(self, function):
+        self._function, self._calls, self.__name__ = function, [], function.__name__
+
+    def __call__(self, *args, **options):
+        before = _clones(args), _clones(options)
+        returned = self._function(*args, **options)
+        if len(self._calls) < 3:
+            self._calls.append((before, _clones(returned)))
+        return returned
+
+    def distance(self, right):
+        """How far what was returned is at most from what `right` returns, in the first calls; infinite without any."""
+        distances = []
+        for (args, options), returned in self._calls:
+            for x, y in zip(_tensors(returned), _tensors(right(*args, **options)), strict=True):
+                if x.numel():
+                    distances.append((x.double().nan_to_num() - y.double().nan_to_num()).abs().max().item())
+        return max(distances, default=math.inf)
+
+
+def _tensors(value):
+    return [x for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, torch.Tensor)]

@@ -79,7 +79,7 @@ def _python(task):
     body = own.body[0] if ast.get_docstring(own) is not None else None
     until = body.end_lineno if body else own.body[0].lineno - 1
     signature = "\n".join(lines[own.lineno - 1 : until])
-    head = f"{_header(task, '#')}\n\n{imported}\n\nfrom steps.workbook import Blank\n"
+    head = "\n\n".join(filter(None, [_header(task, "#"), imported, "from steps.workbook import Blank\n"]))
     return f"{head}{before}\n\n{signature}\n    raise Blank\n"
 
 

@@ -526,7 +526,7 @@ def diagnosis(supports, rung, inputs, got, want):
     order, tile = exercises.visits(supports["stage"], rung)
     row = inputs, tile or inputs.tile or supports["tiles"][0], got, want
     found = mutants.diagnose([row], order or supports["order"])
-    return "".join(f"\nThis equals what you get when {m.says}." for m in found)
+    return "".join(f"\nIn this case, this equals what you get when {m.says}." for m in found)
 
 
 def smallest_tile(supports):

@@ -82,14 +82,14 @@ CASES = [
 # The mistakes: another counter, or another byte of the result.
 
 
-def _drawn(seed, B, H, Nq, Nk, p, counter, number=lambda key: key % 16):
+def _drawn(seed, B, H, Nq, Nk, p, counter, number=lambda key: key % 16, more=0):
     """{"keep"} from counter(batch, head, query, key) and the number of the byte that an entry takes."""
     batch, head, query, key = np.ogrid[:B, :H, :Nq, :Nk]
     words = philox.philox(counter(batch, head, query, key), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     number = np.broadcast_to(number(key), (B, H, Nq, Nk))
     words = [np.broadcast_to(word, number.shape) for word in words]
     byte = np.choose(number // 4, words) >> (8 * (number % 4)).astype(np.uint32) & 255
-    return {"keep": torch.from_numpy(byte < philox.threshold(p))}
+    return {"keep": torch.from_numpy(byte < philox.threshold(p) + more)}
 
 
 def _right(batch, head, query, key):
@@ -104,6 +104,16 @@ def keys_of_the_tile(Br, Bc, transposed, **inputs):
 @mistake("queries are counted from the tile's first query, so that all tiles of queries drop the same entries")
 def queries_of_the_tile(Br, Bc, transposed, **inputs):
     return _drawn(**inputs, counter=lambda b, h, i, j: (j // 16, i % Br, h, b))
+
+
+@mistake("queries and keys are counted from the tile's first ones, so that the tile's size decides what is dropped")
+def counted_from_the_tile(Br, Bc, transposed, **inputs):
+    return _drawn(**inputs, counter=lambda b, h, i, j: (j % Bc // 16, i % Br, h, b), number=lambda key: key % Bc % 16)
+
+
+@mistake("an entry is kept where its byte is at most the threshold, and not below it")
+def at_most_the_threshold(Br, Bc, transposed, **inputs):
+    return _drawn(**inputs, counter=_right, more=1)
 
 
 @mistake("the counter begins with the key itself and not with key div 16, so that each key has a call of its own")

@@ -146,6 +146,18 @@ def lse_without_maximum(out_s, lse_s):
     return {"out": out, "lse": l.log()}
 
 
+@mistake("lse leaves out the maximum, and is 0 for a row without a key")
+def lse_without_maximum_or_key(out_s, lse_s):
+    out, l, _, _ = _merged(out_s, lse_s)
+    return {"out": out, "lse": l.where(l != 0, 1).log()}
+
+
+@mistake("the sum of the weights is not guarded: in a row without a key it is 0, and 0 / 0 is NaN")
+def sum_not_guarded(out_s, lse_s):
+    out, l, lse, _ = _merged(out_s, lse_s)
+    return {"out": out.where(l[..., None] != 0, torch.nan), "lse": lse}
+
+
 @mistake("the weights are powers of 2, but lse is a natural logarithm")
 def powers_of_2(out_s, lse_s):
     out, _, lse, _ = _merged(out_s, lse_s, exp=torch.exp2)

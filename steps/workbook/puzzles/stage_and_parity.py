@@ -107,6 +107,16 @@ def stage_and_round_exchanged(tiles, stages):
     return _run(lambda n, stages: (n // stages % stages, n % stages % 2, n % stages % 2 ^ 1), tiles, stages)
 
 
+@mistake("div and mod are exchanged: the stage is n div stages, and the parity that of n mod stages")
+def div_and_mod_exchanged(tiles, stages):
+    return _run(lambda n, stages: (n // stages, n % stages % 2, n % stages % 2 ^ 1), tiles, stages)
+
+
+@mistake("the producer's parity is that of the tile before, n - 1, and not of the stage's tile before, n - stages")
+def producer_one_tile_back(tiles, stages):
+    return _run(lambda n, stages: (n % stages, n // stages % 2, (n - 1) // stages % 2), tiles, stages)
+
+
 @mistake("the stage is n div stages, the number of times that the ring has gone round, and not n mod stages")
 def round_for_stage(tiles, stages):
     return _run(lambda n, stages: (n // stages, n // stages % 2, n // stages % 2 ^ 1), tiles, stages)

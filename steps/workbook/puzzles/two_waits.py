@@ -31,7 +31,7 @@ def order_of_step():
     most one group is under way, "wait for all" until none is; "release K" and "release V" give the stage to the
     producer, which fills it again at once; "softmax" makes P of S in S's registers; "pack P" packs it into the
     registers that "start O" reads; "rescale O" multiplies O with alpha. The softmax has to run while the product for O
-    is under way.
+    is under way. K may be given back later than it could be: the result is right, and the producer waits longer.
     """
     before = ["start S", "start O", "wait for S", "release K", "softmax"]
     return [*before, "wait for all", "release V", "pack P", "rescale O"]
