@@ -163,11 +163,10 @@ def free_port():
 
 
 def meet(place, timeout=2):
-    """The message of a start that fails, which has to be in time."""
-    begin = time.monotonic()
+    """The message of a start that fails."""
     with pytest.raises(RuntimeError) as raised:
         launch._meet(place, f"{place.address}:{place.port}", timeout)
-    assert time.monotonic() - begin < timeout + 3 and "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value)
     return str(raised.value)
 
 
@@ -261,11 +260,12 @@ def test_no_time_for_an_exchange(timeout):
 # The verdict, from what the ranks have published.
 
 
-def published(*places, silent=(), **calls):
+def published(*places, silent=(), raised=None, **calls):
     """(before, after): the notes of ranks at these places, of which the silent ones do not change."""
     after = []
     for rank, found in enumerate(places):
-        after.append({"beats": 7, "calls": {} if found is None else {"g": [list(found), calls.get(f"rank{rank}", {})]}})
+        call = [] if found is None else [list(found), calls.get(f"rank{rank}", {}), (raised or {}).get(rank, "")]
+        after.append({"beats": 7, "calls": {"g": call} if call else {}})
     return [note | {"beats": 7 if rank in silent else 3} for rank, note in enumerate(after)], after
 
 
@@ -284,6 +284,15 @@ def published(*places, silent=(), **calls):
             published((4, 1), (4, 1), (4, 1), (4, 0), silent=[2, 3]),
             "rank 2 of 4 stands at call 4, hop 1, rank 3 of 4 stands at call 4, hop 0; the others wait at call 4",
         ),
+        (  # what rank 1 raised says more than where it stands, or that it has ended
+            published((4, 3), (4, 2), (4, 3), silent=[1], raised={1: "rank 1 of 3 raised MemoryError"}),
+            "rank 1 of 3 raised MemoryError",
+        ),
+        (  # of these ranks only rank 0 stands elsewhere, perhaps for want of a backward
+            published((3, 1), (4, 0), rank1={"function": "backward of attention"}),
+            "rank 0 of 2 stands at call 3, hop 1; the others wait at call 4, hop 0 (it died, or hangs, or its inputs "
+            "require no gradient, so that it makes no backward)",
+        ),
         (published((1, 0), None), "rank 1 of 2 stands at call 0, hop 0; the others wait at call 1, hop 0"),
         (published((4, 1), (4, 1)), "all 2 ranks stand at call 4, hop 1, and none is silent"),
         (  # rank 1 has stopped, too, because of that
@@ -298,6 +307,7 @@ def published(*places, silent=(), **calls):
 )
 def test_verdict(notes, line):
     assert watch.verdict("g", *notes).startswith(line)
+    assert ("gradient" in watch.verdict("g", *notes)) == ("gradient" in line)
 
 
 # A device that is behind the calling thread, as with NCCL; its events here are made by hand.
@@ -396,13 +406,10 @@ def test_a_device_that_failed_is_noticed(note):
 def test_a_process_whose_device_is_stuck_ends_with_the_verdict(tmp_path):
     """Rank 0 has been for too long in an exchange that rank 1 has not begun; rank 2 hears of it from the store.
 
-    The calling threads of both sleep, as if they waited for the device.
+    The calling threads of both wait for ever, as if they waited for the device: only another thread ends a process.
     """
-    with launch.Ranks(3) as ranks:
-        begin = time.monotonic()
-        with pytest.raises(launch.RankError) as raised:
-            ranks.run(wait_for_a_device, tmp_path)
-        assert time.monotonic() - begin < 2 + 5
+    with launch.Ranks(3) as ranks, pytest.raises(launch.RankError) as raised:
+        ranks.run(wait_for_a_device, tmp_path)
     line = "rank 1 of 3 stands at call 0, hop 0; the others wait at call 1, hop 1 (it died, or hangs)"
     for rank in (0, 2):
         assert raised.value.outcomes[rank] == (None, "died: exit code 1")
@@ -422,7 +429,7 @@ def wait_for_a_device(folder):
     Event.made[0].over = True
     note.begin_hop()
     note.passed()
-    time.sleep(60)
+    threading.Event().wait()
 
 
 def gone(*_):
@@ -444,10 +451,9 @@ def check_outcomes(faults):
         outcomes, what = future.exception().outcomes, (how, transport, str(future.exception()))
         assert sorted(outcomes) == ([0, 1, 3] if how in ("stop", "sleep") else [0, 1, 2, 3]), what
         for rank in (0, 1, 3):
-            *_, line, after = outcomes[rank][1].strip().splitlines()
+            *_, line = outcomes[rank][1].strip().splitlines()
             expected = "RingError: " + (DURING if how == "kill later" else BEHIND).format(c=2, n=4)
             assert re.search(expected, line) and f"Rank {rank} of 4 failed while" in line, what
-            assert float(after.split()[1]) < TIMEOUT + 5, what
 
 
 @over_gloo
@@ -475,7 +481,8 @@ DIFFERENCES = {  # what rank 1 does: words of the ValueError that every rank rai
     "dtype": "the same dtype; got rank 0 torch.float32, rank 1 torch.float16, rank 2 torch.float32",
     "causal": "the same causal; got rank 0 True, rank 1 False, rank 2 True",
     "leaves out the forward": "the same function; got rank 0 forward, rank 1 backward, rank 2 forward",
-    "leaves out the backward": "backward of attention, rank 1 forward, rank 2 backward of attention",
+    "leaves out the backward": "backward of attention, rank 1 forward, rank 2 backward of attention. Perhaps a rank is "
+    "without one: its inputs require no gradient",
     "a new call": "the same scale; got rank 0 0.5, rank 1 0.25, rank 2 0.5",
     "its length": "shards of S = 12 on 3 ranks have [4, 4, 4] positions; got 3",
     "not what the stage takes": "rank 1 of the ring was given what it does not take. TypeError",
@@ -596,24 +603,17 @@ def start(command, **variables):
 
 
 def ended(processes, limit=90):
-    """[(exit code, what it printed, when it ended)]; a process that has not ended by then is killed."""
+    """[(exit code, what it printed)]; a process that has not ended by then is killed."""
 
     def wait(process):
         timer = threading.Timer(limit, process.kill)
         timer.start()
         printed, _ = process.communicate()
         timer.cancel()
-        return process.returncode, printed, time.time()
+        return process.returncode, printed
 
     with ThreadPoolExecutor(len(processes)) as pool:
         return list(pool.map(wait, processes))
-
-
-def seconds_to_end(number=4):
-    """How long so many processes with torch and a GPU's context take now to end; on a busy machine that is seconds."""
-    code = f"import time, torch; torch.zeros(1, device={engine.device!r}); print(time.time(), flush=True)"
-    command = [sys.executable, "-c", code]
-    return max(end - float(begin) for _, begin, end in ended([start(command) for _ in range(number)]))
 
 
 def faulty_ranks(how, transport, ranks, timeout, culprit, hosts=("",), address="127.0.0.1"):
@@ -629,9 +629,8 @@ def faulty_ranks(how, transport, ranks, timeout, culprit, hosts=("",), address="
 
 
 def check_program(how, transport, ranks, line, culprit=None, timeout=4):
-    """Every survivor ends in time, with an exit code other than 0 and the line, here with {c} for the culprit."""
+    """Every survivor ends by itself, with an exit code other than 0 and the line, here with {c} for the culprit."""
     culprit = max(1, ranks - 2) if culprit is None else culprit
-    limit = timeout + 5 + seconds_to_end()
     processes = faulty_ranks(how, transport, ranks, timeout, culprit)
     failed = processes.pop(culprit)
     try:
@@ -639,9 +638,8 @@ def check_program(how, transport, ranks, line, culprit=None, timeout=4):
     finally:
         failed.kill()
         failed.communicate()
-    for code, printed, end in results:
-        begun = float(re.search(r"begun at ([\d.]+)", printed)[1])
-        assert code not in (0, -signal.SIGKILL) and end - begun < limit, (how, code, end - begun, printed)
+    for code, printed in results:
+        assert code not in (0, -signal.SIGKILL), (how, code, printed)
         said = [words for words in printed.splitlines() if re.match(line.format(c=culprit, n=ranks) + "$", words)]
         assert len(said) == 1, (how, printed)
 
@@ -686,7 +684,7 @@ def test_every_survivor_under_torchrun_prints_the_culprit():
     For the same reason none of them sees a rank that was killed, which torchrun names itself.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4]
-    [(code, printed, _)] = ended([start([*torchrun, "-m", "support.faulty_rank", "sleep", "relay", 4, 2])])
+    [(code, printed)] = ended([start([*torchrun, "-m", "support.faulty_rank", "sleep", "relay", 4, 2])])
     said = re.findall("^" + BEHIND.format(c=2, n=4), printed, re.MULTILINE)
     assert code == 1 and len(said) >= 3, printed  # a rank that sleeps prints it, too
 
@@ -732,7 +730,7 @@ def test_the_demo_on_two_hosts(hosts):
         command = f"{host} {sys.executable} {torchrun} --master-port 29500 -m steps.step04_ring.demo --seq 67 --dim 16"
         processes.append(start(command.split()))
     results = ended(processes, 120)
-    assert [code for code, *_ in results] == [0, 0], "\n".join(printed for _, printed, _ in results)
+    assert [code for code, _ in results] == [0, 0], "\n".join(printed for _, printed in results)
     differences = re.findall(r" (?:out|lse|dq|dk|dv) ([\d.e+-]+)", results[0][1].split("largest differences")[1])
     assert "4 ranks over gloo" in results[0][1] and len(differences) == 5 and max(map(float, differences)) < 1e-5
 
@@ -741,18 +739,15 @@ def test_the_demo_on_two_hosts(hosts):
 @pytest.mark.long
 def test_a_link_between_two_hosts_goes_down(hosts):
     """Ranks 0 and 1 are on one side, 2 and 3 on the other; each rank has a neighbour on the other side."""
-    timeout = 4
-    limit = timeout + 5 + seconds_to_end()
-    processes = faulty_ranks("on", "relay", 4, timeout, -1, hosts, "10.77.0.1")
+    processes = faulty_ranks("on", "relay", 4, 4, -1, hosts, "10.77.0.1")
     for process in processes:
-        while not process.stdout.readline().startswith("begun at"):
+        while not process.stdout.readline().startswith("begun"):
             assert process.poll() is None
     time.sleep(1)
     name = hosts[0].split()[3]
     subprocess.run(["ip", "-n", name, "link", "set", "ring0", "down"], check=True)
-    cut = time.time()
-    for rank, (code, printed, end) in enumerate(ended(processes)):
-        assert code not in (0, -signal.SIGKILL) and end - cut < limit, (rank, code, end - cut, printed)
+    for rank, (code, printed) in enumerate(ended(processes)):
+        assert code not in (0, -signal.SIGKILL), (rank, code, printed)
         [line] = [words for words in printed.splitlines() if re.match(r"(\[rank\d\]: )?\S*RingError: ", words)]
         across = ("rank 2 of 4 stands", "rank 3 of 4 stands") if rank < 2 else ("rank 0 of 4, which keeps the store",)
         assert all(words in line for words in across), (rank, line)

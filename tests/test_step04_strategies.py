@@ -3,7 +3,10 @@
 One pool of four ranks serves the whole file; smaller teams are its groups.
 """
 
+import contextlib
 import functools
+import itertools
+import os
 import re
 import subprocess
 import sys
@@ -16,11 +19,14 @@ import torch.distributed as dist
 import typer
 from typer.testing import CliRunner
 
+import steps.step04_ring as step04
 from reference import attention as reference
 from reference import error
 from steps import engine, step03_triton
 from steps.step03_triton import public
-from steps.step04_ring import Layout, block, demo, in_your_model, launch, strategies
+from steps.step04_ring import Layout, block, demo, in_your_model, launch, strategies, watch
+from steps.step04_ring.comm import Comm
+from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.strategies import account, cuts, lesson_1_hop, lesson_2_overlap, lesson_4_star
 from steps.workbook.case_on_ranks import PlainBlock, group_of
 from support.ranks import end_of_pool, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
@@ -173,17 +179,18 @@ def packed(layout, causal):
     q, k, v, dout = inputs(48, H=2, Hk=1)
     whole, rank = Layout(layout, 48, 4), dist.get_rank()
     for cu in PACKED:
+        scale = 20.0 if cu[-1] < 48 else None  # large beside rows without a key
         value = {
             name: torch.zeros_like(x, dtype=torch.float64)
             for name, x in zip(("out", "dq", "dk", "dv"), (q, q, k, v), strict=True)
         }
         tolerance = dict.fromkeys(value, 0.0)
         for start, stop in zip(cu, cu[1:], strict=False):
-            one = error.expected(*(x[:, :, start:stop] for x in (q, k, v, dout)), causal=causal)
+            one = error.expected(*(x[:, :, start:stop] for x in (q, k, v, dout)), causal=causal, scale=scale)
             for name in value if stop > start else ():
                 value[name][:, :, start:stop] = one.value[name]
                 tolerance[name] = max(tolerance[name], one.tolerance[name])
-        options = dict(causal=causal, layout=layout, S=48, cu_seqlens=torch.tensor(cu, dtype=torch.int32))
+        options = dict(causal=causal, scale=scale, layout=layout, S=48, cu_seqlens=torch.tensor(cu, dtype=torch.int32))
         mine = [whole.shard(x, rank) for x in (q, k, v, dout)]
         results = account.passes(strategies.load("query_parallel"), *mine, **options)
         got = dict(zip(value, results, strict=True))
@@ -201,13 +208,14 @@ def test_star_takes_few_replicated_queries(layout):
 def few_queries(layout):
     wrong, rank = {}, dist.get_rank()
     cases = [(61, 1, True), (61, 1, False), (61, 7, False), (61, 7, True), (61, 40, True), (3, 2, True), (3, 1, False)]
-    some = [(*case, torch.float32) for case in cases] + [(61, 7, True, torch.bfloat16), (61, 1, False, torch.bfloat16)]
-    for S, Nq, causal, dtype in some:
+    some = [(*case, torch.float32, None) for case in cases] + [(5, 9, True, torch.float32, 40.0)]  # rows without a key
+    some += [(61, 7, True, torch.bfloat16, None), (61, 1, False, torch.bfloat16, None)]
+    for S, Nq, causal, dtype, scale in some:
         if layout == "striped" and causal and Nq > 1:
             continue
         q, k, v, dout = inputs(S, H=4, Hk=2, Nq=Nq, dtype=dtype)
-        want, whole = error.expected(q, k, v, dout, causal=causal), Layout(layout, S, 4)
-        options = dict(causal=causal, layout=layout, S=S, block=PlainBlock, replicated=True)
+        want, whole = error.expected(q, k, v, dout, causal=causal, scale=scale), Layout(layout, S, 4)
+        options = dict(causal=causal, scale=scale, layout=layout, S=S, block=InFloat32, replicated=True)
         with account.counted() as sent:
             out = strategies.attention(q, *(whole.shard(x, rank) for x in (k, v)), strategy="star", **options)
         if sent["bytes"] != 3 * 4 * Nq * (16 + 1) * 4:  # out and lse of 4 heads in float32, to each of 3 ranks
@@ -217,16 +225,28 @@ def few_queries(layout):
         assert all(torch.equal(x, everyone[0]) for x in everyone), "the ranks differ"
         if bad := excess({"out": out}, want, None, rank):
             wrong[S, Nq, causal, dtype] = bad
+        once = (want.value["out"].to(dtype).double() - want.value["out"]).abs()  # by one rounding, of the whole result
+        if dtype != torch.float32 and not ((out.double() - want.value["out"]).abs() <= once + 1e-6).all():
+            wrong[S, Nq, causal, dtype] = "rounded more than once"
     return wrong
 
 
+class InFloat32:
+    """PlainBlock, whose out is not rounded to the dtype of q."""
+
+    @staticmethod
+    def forward(*tensors, **options):
+        return PlainBlock.forward(*(x.float() for x in tensors), **options)
+
+
 def test_a_rank_computes_one_block_and_sends_one_message_for_a_new_token():
-    assert on_ranks(one_token) == [["block", "all_to_all_single"]] * 4
+    """After 24 bytes, by which the ranks compare their calls."""
+    assert on_ranks(one_token) == [[24, "block", "all_to_all_single"]] * 4
 
 
 def one_token():
     """What a rank does, in order, for a query that sees the keys of both of its zigzag chunks."""
-    done, exchange = [], dist.all_to_all_single
+    done, exchange, gather = [], dist.all_to_all_single, dist.all_gather
 
     def block(*tensors, **options):
         done.append("block")
@@ -236,10 +256,14 @@ def one_token():
         done.append("all_to_all_single")
         return exchange(*tensors, **options)
 
+    def gathered(everyone, mine, **options):
+        done.append(mine.nbytes)
+        gather(everyone, mine, **options)
+
     q, k, v = inputs(11, Hk=2, Nq=1)[:3]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", exchanged)
-        patch.setattr(dist, "all_gather", lambda *args, **options: done.append("all_gather"))
+        patch.setattr(dist, "all_gather", gathered)
         options = dict(causal=True, S=44, block=SimpleNamespace(forward=block), replicated=True)
         lesson_4_star.attention(q, k, v, **options)  # 44 keys in 4 shards of 11
     return done
@@ -252,7 +276,7 @@ def test_star_s_default_block_for_few_queries_is_stage_03_s():
     class Chosen(Exception):
         pass
 
-    def teams(x, block=None, **others):
+    def teams(*tensors, block=None, **others):
         chosen.append(block)
         raise Chosen
 
@@ -309,6 +333,155 @@ def twice(strategy):
     options = dict(causal=True, S=41, block=PlainBlock)
     runs = [account.passes(strategies.load(strategy), *mine, **options) for _ in range(3)]
     return all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+# What tests of equal, usual tensors do not see. WAYS are the strategies, and the ring by both of its transports.
+
+ON_FETCH = pytest.mark.skipif(
+    engine.name == "cuda" and torch.cuda.device_count() < 4, reason="fetch needs a GPU for each of the 4 ranks"
+)
+WAYS = ["query_parallel", "star", "ulysses", "relay", pytest.param("fetch", marks=ON_FETCH)]
+
+
+def results(way, q, k, v, dout, change=lambda name, x: x, block=PlainBlock, **options):
+    """(out, lse, dq, dk, dv) of the ring, or what a strategy has of them. change(name, x) puts x into other memory."""
+    q, k, v, dout = (change(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout)))
+    if way in strategies.LESSONS:
+        return account.passes(strategies.load(way), q, k, v, dout, block=block, **options)
+    options |= {"transport": way, "block": block}
+    out, lse = step04.forward(q, k, v, **options)
+    return out, lse, *step04.backward(dout, q, k, v, change("out", out), change("lse", lse), **options)
+
+
+def layouts_of(way):
+    return [layout for layout in LAYOUTS if (way, layout) != ("query_parallel", "striped")]
+
+
+def apart(x, dim):
+    """x as every second entry of a tensor that is NaN in between."""
+    shape = list(x.shape)
+    shape[dim] *= 2
+    return x.new_full(shape, torch.nan).unflatten(dim, (-1, 2)).select(dim + 1, 0).copy_(x)
+
+
+PLACES = {
+    "strided rows": lambda x: apart(x, 2),
+    "strided columns": lambda x: apart(x, x.ndim - 1),
+    "heads and rows exchanged": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "unaligned": lambda x: x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x),
+    "expanded over heads": lambda x: x[:, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_tensor_that_lies_in_memory_unlike_the_others(way):
+    assert on_ranks(one_unlike_the_others, way) == [[]] * 4
+
+
+def one_unlike_the_others(way):
+    """[(layout, tensor, place)] with which a result is not that of dense tensors."""
+    wrong, rank, layouts = [], dist.get_rank(), layouts_of(way)
+    names = ("q", "k", "v", "dout") + (("out", "lse") if way not in strategies.LESSONS else ())
+    whole = {layout: Layout(layout, 21, 4) for layout in layouts}
+    tensors = [x[:, :1].repeat(1, 4, 1, 1) for x in inputs(21)]  # All heads are the same.
+    mine = {layout: [whole[layout].shard(x, rank) for x in tensors] for layout in layouts}
+    want = {layout: results(way, *mine[layout], causal=True, layout=layout, S=21) for layout in layouts}
+    for number, (name, place) in enumerate(itertools.product(names, PLACES)):
+        layout, seen = layouts[number % len(layouts)], []
+
+        def change(of, x, name=name, place=place, here=number % 2 or rank == 1, seen=seen):
+            if of == name and here:  # on one rank or on all
+                x = PLACES[place](x)
+                seen.append((x, x.clone()))
+            return x
+
+        got = results(way, *mine[layout], change, causal=True, layout=layout, S=21)
+        pairs = zip(got, want[layout], strict=True)
+        same = all((x - y).abs().max() < 1e-5 for x, y in pairs)  # torch's sums may differ
+        if not same or not all(torch.equal(x, before) for x, before in seen):
+            wrong.append((layout, name, place))
+    return wrong
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_leaves_nothing_for_the_next_one(way):
+    assert on_ranks(one_call_after_another, way) == [[]] * 4
+
+
+def one_call_after_another(way):
+    """Where the same call gives something else after another one; and what a call, also a failing one, has switched."""
+    wrong, rank = [], dist.get_rank()
+    for layout, S in itertools.product(layouts_of(way), (18, None)):
+
+        def call(seed, length=18, layout=layout, S=S):
+            whole = Layout(layout, length, 4)
+            tensors = [whole.shard(x, rank) + seed for x in inputs(length)]
+            return results(way, *tensors, causal=True, layout=layout, S=S and length)
+
+        first, other = call(0), call(1)
+        assert not torch.equal(first[0], other[0])
+        for between in (lambda: None, lambda: call(1), lambda: call(1, 29), lambda: call(1, 3)):
+            between()
+            if not all(map(torch.equal, call(0), first)):
+                wrong.append((layout, S))
+
+    def raises(*tensors, **options):
+        raise MemoryError("on purpose")
+
+    broken = SimpleNamespace(forward=raises, backward=raises)
+    all_raise = way in strategies.LESSONS  # which end on every rank only then
+    tensors = [x[:, :, :4] for x in inputs(8)]
+    for deterministic, grad in itertools.product((False, True), repeat=2):
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        with torch.set_grad_enabled(grad):
+            here = switches()
+            for block, options in ((PlainBlock, {}), (broken, {}), (PlainBlock, {"layout": "ring"})):
+                expected = contextlib.nullcontext() if block is PlainBlock and not options else pytest.raises(Exception)
+                with expected:
+                    block = block if all_raise or rank == 1 else PlainBlock
+                    attention = strategies.load("ring" if way not in strategies.LESSONS else way)
+                    options |= {"transport": way} if way not in strategies.LESSONS else {}
+                    attention(*tensors[:3], S=16, block=block, **options)
+                if switches() != here:
+                    wrong.append((deterministic, grad, block, options))
+    torch.use_deterministic_algorithms(False)
+    return wrong
+
+
+def switches():
+    """What a library may find switched, and has to leave so."""
+    found = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    found += torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype(), dict(os.environ)
+    if engine.name == "cuda":
+        found += torch.cuda.current_device(), torch.cuda.current_stream()
+    return *found, torch.get_rng_state().tolist()
+
+
+EXTREMES = {  # S, H, Hk, dtype, scale: two at once
+    "fewer positions than ranks, and a large scale": (3, 4, 4, torch.float32, 40.0),
+    "many queries' heads to one of keys, in 16 bits, and unequal shards": (13, 32, 1, torch.bfloat16, None),
+    "the same, and a large scale": (13, 32, 4, torch.float16, 4.0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_extremes_at_once(way):
+    assert on_ranks(extremes, way) == [{}] * 4
+
+
+def extremes(way):
+    wrong, rank = {}, dist.get_rank()
+    for layout, (name, (S, H, Hk, dtype, scale)) in itertools.product(layouts_of(way), EXTREMES.items()):
+        Hk = max(Hk, 4) if way == "ulysses" else Hk  # which has whole heads on each of 4 ranks
+        whole, tensors = Layout(layout, S, 4), inputs(S, H, Hk, dtype=dtype)
+        want = error.expected(*tensors, causal=True, scale=scale)
+        mine = [whole.shard(x, rank) for x in tensors]
+        got = results(way, *mine, causal=True, scale=scale, layout=layout, S=S)
+        named = zip(("out", "lse", "dq", "dk", "dv") if len(got) == 5 else ("out", "dq", "dk", "dv"), got, strict=False)
+        got = {name: x for name, x in named if name != "lse"}
+        if bad := excess(got, want, whole, rank):
+            wrong[layout, name] = bad
+    return wrong
 
 
 # What is refused.
@@ -381,17 +554,98 @@ def test_star_has_no_backward():
         strategies.attention(q, k, v, strategy="star", block=PlainBlock)
 
 
-def test_ranks_that_disagree_all_raise():
-    for strategy in ("query_parallel", "star", "ulysses"):
-        messages = on_ranks(disagree, strategy)
-        assert len(set(messages)) == 1 and "the same causal" in messages[0] and "rank 2 True" in messages[0]
+DISAGREEMENTS = {  # what rank 2 does otherwise: words of what every rank raises
+    "causal": ("the same causal; got rank 0 False, rank 1 False, rank 2 True, rank 3 False",),
+    "scale": ("the same scale; got rank 0 ", ", rank 2 0.5, "),
+    "layout": ("the same layout; got rank 0 zigzag, rank 1 zigzag, rank 2 contiguous",),
+    "dtype": ("the same dtype; got rank 0 torch.float32, ", "rank 2 torch.float16"),
+    "heads": ("the same shape of q; got rank 0 (1, 4, ", "rank 2 (1, 8, "),
+    "strategy": ("the same function; got rank 0 ", ", rank 2 "),
+    "a length": ("positions; got ",),
+    "not what it takes": ("rank 2 of the ring was given what it does not take. TypeError: causal must be",),
+    "no backward": ("the same function; got rank 0 backward of attention, ", "inputs require no gradient"),
+    "cu_seqlens": ("the same cu_seqlens; got rank 0 None, ", "rank 2 (0, 16)"),
+    "queries": ("the same shape of q; got rank 0 (1, 4, 2, 16), ", "rank 2 (1, 4, 3, 16)"),
+    "a gradient": ("rank 2 of the ring was given what it does not take. NotImplementedError: star has no backward",),
+}
+NOT_OF_ALL = {  # the strategies that can disagree so
+    "no backward": WITH_BACKWARD, "cu_seqlens": ("query_parallel",), "queries": ("star",), "a gradient": ("star",)
+}  # fmt: skip
 
 
-def disagree(strategy):
-    q, k, v = inputs(4)[:3]
-    with pytest.raises(ValueError) as raised:
-        strategies.attention(q, k, v, strategy=strategy, causal=dist.get_rank() == 2, block=PlainBlock)
-    return str(raised.value)
+@pytest.mark.parametrize("S", [16, pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.parametrize("strategy", strategies.LESSONS)
+def test_ranks_that_disagree_all_raise(strategy, S):
+    """With S these are calls that all ranks have agreed on before."""
+    messages = on_ranks(disagree, strategy, S)
+    assert len(messages[0]) == {"ulysses": 9, "ring": 9}.get(strategy, 10)
+    for name in messages[0]:
+        for rank, said in enumerate(messages):
+            by_itself = rank == 2 and name in ("a length", "not what it takes", "a gradient")
+            assert by_itself or all(words in said[name] for words in DISAGREEMENTS[name]), (name, rank, said[name])
+
+
+def disagree(strategy, S):
+    """{what rank 2 does otherwise: the message that this rank raised}; calls that fit must go on giving the same."""
+    messages, other = {}, dist.get_rank() == 2
+    options_of = {"causal": True, "scale": 0.5, "layout": "contiguous", "cu_seqlens": (0, 16)}
+
+    def call(name="", strategy=strategy):
+        H, n, Nq = 8 if name == "heads" else 4, 3 if name == "a length" else 4, {"few": 2, "queries": 3}.get(name)
+        q, k, v, dout = inputs(n, H, H, dtype=torch.float16 if name == "dtype" else torch.float32, Nq=Nq)
+        options = {name: options_of[name]} if name in options_of else {}
+        options |= {"causal": 1} if name == "not what it takes" else {"replicated": True} if Nq else {}
+        q.requires_grad_(name in ("a gradient", "backward"))
+        out = strategies.attention(q, k, v, strategy=strategy, S=S, block=PlainBlock, **options)
+        return torch.autograd.grad(out, q, dout)[0] if name == "backward" else out
+
+    known = ["causal", "scale", "layout", "dtype", "heads", "few" if strategy == "star" else "backward"]
+    want = [call(name) for name in known]
+    for name in DISAGREEMENTS:
+        if strategy not in NOT_OF_ALL.get(name, strategies.LESSONS):
+            continue
+        mine = {"queries": "few", "no backward": "backward"}.get(name, "")
+        with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
+            if other and name == "strategy":
+                call(strategy="ulysses" if strategy == "ring" else "ring")
+            elif other and name == "no backward":
+                call(), call()
+            else:
+                call(name if other else mine)
+        messages[name] = str(raised.value)
+        assert all(torch.equal(call(again), x) for again, x in zip(known, want, strict=True)), name
+    return messages
+
+
+@pytest.mark.skipif(engine.name == "cuda", reason="takes the place of NCCL")
+@pytest.mark.parametrize("strategy", ["query_parallel", "star", "ulysses"])
+def test_over_nccl_the_devices_compare_calls_that_were_agreed_on(strategy):
+    for said, texts in on_ranks(disagree_as_over_nccl, strategy):
+        assert said == "the ranks of the ring make different calls" and texts == 2
+
+
+def disagree_as_over_nccl(strategy):
+    """(what this rank raised, how often arguments were compared as text). Here over gloo, but as over NCCL."""
+    init, exchange, texts = Comm.__init__, watch.exchange, []
+
+    def as_over_nccl(self, group=None):
+        init(self, group)
+        self.through_host = False
+
+    def counted(*args, **options):
+        texts.append(args)
+        return exchange(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "__init__", as_over_nccl)
+        patch.setattr(watch, "exchange", counted)
+        tensors = inputs(5)[:3]
+        options = dict(strategy=strategy, S=20, block=PlainBlock, group=group_of((3, 0, 1, 2)))
+        for layout in 2 * ("zigzag", "contiguous"):
+            strategies.attention(*tensors, layout=layout, **options)
+        with pytest.raises(RuntimeError) as raised:
+            strategies.attention(*tensors, layout="zigzag" if dist.get_rank() == 2 else "contiguous", **options)
+    return str(raised.value), len(texts)
 
 
 # What a strategy costs.
@@ -406,10 +660,7 @@ def test_sent_bytes_and_memory_are_those_of_the_formulas(strategy, S, H, Hk, dty
     for rank, (sent, memory) in enumerate(on_ranks(costs, strategy, layout, S, H, Hk, dtype, causal)):
         whole = Layout(layout, S, 4, causal)
         formula = account.sent_bytes(strategy, whole, rank, **sizes)
-        if strategy == "ring":  # it may send a few bytes more with each message, to know what arrives
-            assert all(want <= got <= 1.01 * want for got, want in zip(sent, formula, strict=True)), (sent, formula)
-        else:
-            assert sent == formula
+        assert sent == formula
         by_formula = account.memory_bytes(strategy, whole, rank, **sizes)
         if engine.name == "cpu":  # On a GPU this block's own tensors are counted, too.
             assert 0.85 * by_formula < memory < 1.15 * by_formula, (rank, memory, by_formula)
@@ -457,10 +708,7 @@ def test_the_other_lessons_run(lesson):
     command = [sys.executable, "-m", f"steps.step04_ring.strategies.{lesson}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    if lesson == "lesson_2_overlap":
-        times = [float(word) for word in done.stdout.replace(",", "").split() if word.isdigit()]
-        assert times[1] > times[2] + 0.3 * (times[1] - 200), done.stdout  # a good part of the hop is hidden
-    else:
+    if lesson != "lesson_2_overlap":  # which prints times; the order of its events has a test above
         assert max(float(word.strip(",")) for word in done.stdout.split() if "e-" in word) < 5e-6
 
 

@@ -99,7 +99,7 @@ def few_queries(way, q, k, v, whole):
     if way == "star":
         return (strategies.attention(q, k, v, strategy="star", S=whole.S, replicated=True, block=block),)
     if way == "query_parallel":
-        everyone = team.Team(k, S=whole.S, block=block, layout=whole.kind)
+        everyone = team.Team(q, k, S=whole.S, block=block, layout=whole.kind, replicated=True)
         keys = everyone.in_order(everyone.gather(torch.stack((k, v))))
         return block.forward(q, *keys)[:1]
     ring = comm.Comm()

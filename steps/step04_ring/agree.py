@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The check that all ranks make the same call, at every call and before what was computed can be used.
 
-    gloo            16 bytes of a hash and each rank's length go round before the first hop
+    gloo            16 bytes of a hash and each rank's length go round before the first hop; the same at the call's end,
+                    where any rank says that its block has raised
     NCCL            a call's first sight: the arguments are compared through the store, while the host waits
                     later, relay: the hash travels beside the first hop, and the device compares it
                     later, fetch: each call has a barrier of its own, so that ranks in different calls never meet
@@ -56,10 +57,12 @@ def agree(comm, call, size, always=False, problem=None):
     for rank, found in enumerate(problems):
         if found:
             raise ValueError(f"rank {rank} of the ring was given what it does not take. {found}")
-    for name in call:
+    for name in dict.fromkeys(name for theirs in calls for name in theirs):  # in the same order on every rank
         if len({theirs.get(name) for theirs in calls}) > 1:
-            values = ", ".join(f"rank {rank} {theirs.get(name)}" for rank, theirs in enumerate(calls))
-            raise ValueError(f"every rank of the ring must pass the same {name}; got {values}.")
+            found = [theirs.get(name) for theirs in calls]
+            values = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(found))
+            why = f" Perhaps a rank is without one: {watch.NO_BACKWARD}." * (watch.BACKWARD in found)
+            raise ValueError(f"every rank of the ring must pass the same {name}; got {values}.{why}")
     comm.note.number = known.setdefault(mine, len(known))  # The ranks compare together, so that they count alike.
     return list(sizes)
 
@@ -76,7 +79,7 @@ def signature(call):
 
 
 def go_round(comm, mine, size):
-    """([signature of rank 0, 1, ...], [size of rank 0, 1, ...]), over gloo."""
+    """([signature of rank 0, 1, ...], [size of rank 0, 1, ...]), over gloo. Also at a call's end, see comm.py."""
     sent = torch.frombuffer(bytearray(struct.pack("<16sq", mine, size)), dtype=torch.uint8)
     everyone = [torch.empty_like(sent) for _ in range(comm.size)]
     beside = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size

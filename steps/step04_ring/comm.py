@@ -77,6 +77,36 @@ class Comm:
         return Hop(self, list(zip(works, names, strict=True)), sent, received, x.device, header)
 
     @contextlib.contextmanager
+    def together(self):
+        """A call that raises on all ranks where it raises on one: on the others a RingError that quotes it.
+
+        By then every exchange of the call has happened, see ring.py, so that all ranks may call again. Over NCCL no
+        host waits for another rank: watch.py only prints there what was raised.
+        """
+        error = None
+        try:
+            yield
+        except RingError:
+            raise
+        except BaseException as raised:
+            if self.size > 1:
+                self.note.failed(raised)
+            if self.size == 1 or not isinstance(raised, Exception):
+                raise
+            error = raised
+        if self.size > 1 and self.through_host:
+            _, failed = agree.go_round(self, self.note.signature, int(error is not None))
+            if any(failed):
+                found = [None] * self.size
+                with self.explained("asking what the others' blocks raised"):
+                    dist.all_gather_object(found, self.note.failure, group=self.group)
+                if error is None:
+                    line = "; ".join(filter(None, found))
+                    raise RingError(f"{line}. Rank {self.rank} of {self.size} has thrown its results away")
+        if error is not None:
+            raise error
+
+    @contextlib.contextmanager
     def explained(self, doing):
         """Replaces the backend's error by a RingError that names the culprit and what this rank was doing."""
         try:

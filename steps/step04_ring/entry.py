@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from steps import contract, engine
 
-from . import ring, side
+from . import ring, side, watch
 from .agree import agree, agree_again
 from .block import default_block
 from .comm import Comm
@@ -64,6 +64,10 @@ def forward(
     lacking: options of other stages, such as window; each raises NotImplementedError that names who has it.
     Collective: every rank of the group must call. Raises TypeError, ValueError or NotImplementedError before anything
     is computed, RingError when a neighbour fails.
+    A block may raise on one rank, for want of memory say. This rank then still passes on what the others wait for, and
+    raises the block's exception. Over gloo the others raise RingError, which names the rank and quotes the exception.
+    Over NCCL, where no host waits for another, they print that line: their out is right, and their gradients are NaN
+    where the rank's part is missing. In both cases the next call is right if all ranks make it.
     """
     if lacking:
         contract.refuse("step04_ring", "forward", lacking)
@@ -74,29 +78,34 @@ def forward(
 def backward(
     dout, q, k, v, out, lse, *,
     causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
-    **lacking
+    deterministic=False, **lacking
 ):  # fmt: skip
     """Gradients (dq, dk, dv) of this rank's positions, from dout, and from out and lse as `forward` gave them.
 
     It makes one hop more than the backward of `attention`, which has kept the k and v that the forward ended with.
+    deterministic: whether they have to be bit-equal from run to run, as they always are if the block's are.
     """
     if lacking:
         contract.refuse("step04_ring", "backward", lacking)
-    plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, (dout, out, lse))
-    with torch.no_grad():
+    saved = dout, out, lse
+    plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, deterministic, saved)
+    with plan["comm"].together(), torch.no_grad():
         kv = plan["transport"].fetch_next(*map(contract.as_4d, (k, v)))
-    return _backward(dout, q, k, v, kv, out, lse, plan)
+        return _backward(dout, q, k, v, kv, out, lse, plan)
 
 
 def attention(
     q, k, v, *,
     causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
-    **lacking
+    deterministic=False, **lacking
 ):  # fmt: skip
-    """out of `forward`, differentiable once. It keeps the next rank's k and v, which saves the backward a hop."""
+    """out of `forward`, differentiable once. It keeps the next rank's k and v, which saves the backward a hop.
+
+    deterministic: as for `backward`.
+    """
     if lacking:
         contract.refuse("step04_ring", "attention", lacking)
-    plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport)
+    plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, deterministic)
     return _Attention.apply(q, k, v, plan)
 
 
@@ -112,24 +121,24 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        agree_again(ctx.plan["comm"], "backward of attention")
-        dq, dk, dv = _backward(dout, *ctx.saved_tensors, ctx.plan)
+        agree_again(ctx.plan["comm"], watch.BACKWARD)
+        with ctx.plan["comm"].together(), torch.no_grad():
+            dq, dk, dv = _backward(dout, *ctx.saved_tensors, ctx.plan)
         return dq, dk.reshape(ctx.shape), dv.reshape(ctx.shape), None
 
 
 def _forward(q, k, v, plan):
-    with torch.no_grad():
+    with plan["comm"].together(), torch.no_grad():
         out, lse, kv = ring.forward(*map(contract.as_4d, (q, k, v)), **plan)
     return out.reshape(q.shape), lse.reshape(q.shape[:-1]), kv
 
 
 def _backward(dout, q, k, v, kv, out, lse, plan):
     """(dq, dk, dv); k and v may be None where the transport keeps only kv, and dk and dv then have four dimensions."""
-    with torch.no_grad():
-        lse = contract.as_4d(lse.unsqueeze(-1)).squeeze(-1)
-        dout, q_4d, out = map(contract.as_4d, (dout, q, out))
-        own = None if k is None else tuple(map(contract.as_4d, (k, v)))
-        dq, dk, dv = ring.backward(dout, q_4d, kv, out, lse, own=own, **plan)
+    lse = contract.as_4d(lse.unsqueeze(-1)).squeeze(-1)
+    dout, q_4d, out = map(contract.as_4d, (dout, q, out))
+    own = None if k is None else tuple(map(contract.as_4d, (k, v)))
+    dq, dk, dv = ring.backward(dout, q_4d, kv, out, lse, own=own, **plan)
     if k is not None:
         dk, dv = dk.reshape(k.shape), dv.reshape(v.shape)
     return dq.reshape(q.shape), dk, dv
@@ -150,14 +159,14 @@ _kept = {}  # {all that a call depends on: its _Checked}
 atexit.register(_kept.clear)
 
 
-def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, saved=()):
+def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, deterministic=False, saved=()):
     """The keyword arguments of the two loops in ring.py.
 
     Checks this rank's arguments first, and then that the arguments of all ranks fit together.
     """
     key, problem = None, None
     try:
-        options = tuple((type(x), x) for x in (causal, scale, tile, rung, layout, S, transport))
+        options = tuple((type(x), x) for x in (causal, scale, tile, rung, layout, S, transport, deterministic))
         group = dist.group.WORLD if group is None and dist.is_available() and dist.is_initialized() else group
         tensors = tuple((type(x), x.dtype, x.device, x.layout, x.shape) for x in (q, k, v, *saved))
         key = options, group, id(block), tensors
@@ -167,9 +176,10 @@ def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport
     if checked is None:
         comm, call, checked_scale = Comm(group), {}, None
         try:
+            contract.check_deterministic(deterministic)
             call, checked_scale = _check(q, k, v, causal, scale, tile, rung, layout, block, S, transport, saved)
             if S is not None:  # Here the rank can tell by itself; it raises after the others have heard of it.
-                _check_length(comm, Layout(layout, S, comm.size), q.shape[-2])
+                check_length(comm, Layout(layout, S, comm.size), q.shape[-2])
         except (TypeError, ValueError, NotImplementedError) as error:
             problem = error
         checked = _Checked(comm, call, checked_scale, {})
@@ -199,13 +209,13 @@ def _check(q, k, v, causal, scale, tile, rung, layout, block, S, transport, save
     if transport not in (None, *SUPPORTS["transports"]):
         names = ", ".join(map(repr, SUPPORTS["transports"]))
         raise ValueError(f"transport must be {names}, or None for the faster one that can be used; got {transport!r}.")
-    call = {f"shape of {name}": (*x.shape[:-2], "n", x.shape[-1]) for name, x in (("q", q), ("k", k))}
+    call = {"function": "backward" if saved else "forward"}
+    call |= {f"shape of {name}": (*x.shape[:-2], "n", x.shape[-1]) for name, x in (("q", q), ("k", k))}
     call |= {"dtype": str(q.dtype), "causal": causal, "scale": scale, "layout": layout, "S": S}
-    call |= {"transport": transport, "function": "backward" if saved else "forward"}
-    return call, scale
+    return call | {"transport": transport}, scale
 
 
-def _check_length(comm, whole, size, sizes=None):
+def check_length(comm, whole, size, sizes=None):
     """Raises if this rank's length, or the lengths of all ranks where they are known, do not fit the layout."""
     expected = [whole.size(rank) for rank in range(comm.size)]
     if expected != (sizes or expected) or expected[comm.rank] != size:
@@ -219,7 +229,7 @@ def _agreed_plan(checked, sizes, size, q, causal, tile, layout, block, S, transp
     """The plan of a call that all ranks make. sizes: each rank's length, or None if they have agreed on it before."""
     comm = checked.comm
     whole = Layout(layout, sum(sizes) if S is None else S, comm.size, causal)
-    _check_length(comm, whole, size, sizes)
+    check_length(comm, whole, size, sizes)
     beside = side.side_of(comm, q.device, transport)
     transport = Relay(whole, comm) if beside is None else Fetch(whole, comm, beside)
     if block is None:

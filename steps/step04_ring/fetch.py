@@ -17,6 +17,8 @@ and may change. The N - 1 slots grow with the sequence, where the sums of the re
 or on many ranks with little memory. Multicast is never used. Needs layout.py, merge.py and side.py.
 """
 
+import math
+
 from .layout import work_of
 from .merge import add
 
@@ -55,6 +57,10 @@ class Trip:
         self.slots = slots and fetch.side.memory("slots", slots * self.room * k.element_size())
         self.arriving = {}  # {src: (a mark behind the copy, its buffer)}
         self.given = []  # what is on its way to its owner: (a mark behind the copy, dk, dv)
+        self.owed = {}  # {src: of how many of its keys it has not been given dK and dV}
+        for src in order if with_slots else ():
+            if work := work_of(fetch.layout, fetch.rank, src):
+                self.owed[src] = work[1].stop - work[1].start
 
     def __iter__(self):
         fetch, side, rank = self.fetch, self.fetch.side, self.fetch.rank
@@ -74,10 +80,13 @@ class Trip:
                 side.follow()  # The block that read the buffer comes before the next copy into it.
                 del self.there[src]
                 self.start(wanted.pop(0), self.arriving[src][1])
+        if missing := [src for src in self.owed if src != rank]:  # The block has raised, and no sum is right now.
+            side.follow()
+            for src in missing:
+                slot = self.slot(src, rank, self.owed[src])
+                side.copy((slot, slot.new_full((), math.nan).expand(slot.shape)))
         side.barrier(self.memory)
         side.lead(side.mark())
-        if self.slots:
-            self.dkv = self.total()
 
     def shape(self, rank, keys=None):
         """The shape of the rank's k and v together, or of so many of its keys."""
@@ -93,6 +102,7 @@ class Trip:
     def give(self, src, keys, dk, dv):
         """Takes dK and dV of the keys in the slice `keys` of rank src, and starts to copy them there."""
         side, rank = self.fetch.side, self.fetch.rank
+        del self.owed[src]
         if src == rank:
             self.mine = dk, dv
             return

@@ -40,14 +40,12 @@ class Parts:
     def add(self, rows, out, lse):
         """Takes (out, lse) of the queries in the slice `rows`, whose step is 1."""
         if len(self.parts) == MOST:
-            self.parts = [(slice(0, self.shape[-2]), *self._merged(torch.float32))]
+            self.parts = [(slice(0, self.shape[-2]), *self.merged(torch.float32))]
         self.parts.append((rows, out, lse))
 
-    def merged(self):
-        """(out, lse) over all keys: out in the dtype of q, lse float32."""
-        return self._merged(self.dtype)
-
-    def _merged(self, dtype):
+    def merged(self, dtype=None):
+        """(out, lse) over all keys: out in the dtype of q or in another one, lse float32."""
+        dtype = dtype or self.dtype
         if KERNELS and self.parts and self.device.type == "cuda":
             from . import merge_kernels
 

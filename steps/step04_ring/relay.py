@@ -7,11 +7,14 @@
 The idea: only neighbours talk, so that it works wherever messages can be sent: gloo, NCCL, several hosts. The backward
 begins with the K and V of rank + 1 and runs in the opposite direction. The sums of dK and dV therefore arrive at their
 own rank during the last block, where zhuzilin's ring waits for one more hop. They travel in float32: rounded to
-bfloat16 at every hop, their error would grow with the number of ranks. Needs comm.py and merge.py.
+bfloat16 at every hop, their error would grow with the number of ranks. Needs comm.py, layout.py and merge.py.
 """
+
+import math
 
 import torch
 
+from .layout import work_of
 from .merge import add
 
 
@@ -46,13 +49,8 @@ class Relay:
         for step in range(self.comm.size):
             last = step == self.comm.size - 1
             hop = None if last else self.post(kv, src - towards, towards)
-            try:
-                yield src, kv
-            finally:
-                # A block that raises ends the loop in ring.py, which closes this generator. Over gloo a hop that nobody
-                # waits for would break the connection.
-                arrived = None if last else hop.wait()
-            kv, src = arrived, (src - towards) % self.comm.size
+            yield src, kv
+            kv, src = None if last else hop.wait(), (src - towards) % self.comm.size
 
 
 class Return:
@@ -66,16 +64,16 @@ class Return:
         hop = None  # brings dK, dV of the current keys, summed over the ranks that these keys have passed
         for src, kv in relay._travel(self.kv, (rank + 1) % N, towards=-1):
             self.given = []
-            try:
-                yield src, kv
-            finally:
-                arrived = hop.wait() if hop else None
+            yield src, kv
+            arrived = hop.wait() if hop else None
             last = src == rank
             # The part of this rank is added last, and the sum of all ranks is rounded once, where it has arrived.
             dkv = torch.empty(kv.shape, dtype=kv.dtype if last else torch.float32, device=kv.device)
             for i in range(2):
                 parts = [] if arrived is None else [(slice(0, kv.shape[-2]), arrived[i])]
                 add(parts + [(keys, grads[i]) for keys, *grads in self.given], dkv[i])
+            if not self.given and work_of(relay.layout, rank, src):  # The block has raised, and no sum is right now.
+                dkv.fill_(math.nan)
             if not last:
                 hop = relay.post(dkv, src + 1, -1)
         self.dkv = dkv
@@ -83,3 +81,7 @@ class Return:
     def give(self, src, keys, dk, dv):
         """Takes dK and dV of the keys in the slice `keys` of rank src."""
         self.given.append((keys, dk, dv))
+
+    def total(self):
+        """(dk, dv) of this rank's keys, summed over all ranks."""
+        return self.dkv

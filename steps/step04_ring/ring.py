@@ -12,6 +12,7 @@ loops are the same for every layout, whose `work` says which part of a block has
     relay   K, V travel from neighbour to neighbour, and the sums of dK, dV with them (relay.py)
     fetch   each rank copies K, V from the memory of their owner, and dK, dV into it (fetch.py)
 
+Where a block raises, the rank takes the other steps all the same, because other ranks wait for what it passes on.
 The backward starts with the K and V that the forward ended with and ends with the rank's own. Sources: Ring Attention
 (2310.01889), section 3; the reverse ring: NVIDIA TransformerEngine.
 
@@ -29,6 +30,8 @@ A block may also have the backward in three parts, so that delta is computed onc
     dq(sums) -> dq
 """
 
+import contextlib
+
 import torch
 
 from .layout import work_of
@@ -42,13 +45,14 @@ def forward(q, k, v, *, layout, comm, block, transport=None, **options):
     kv (2, B, Hk, n', D) holds the k and v of the last step, which are the next rank's; the backward begins with them.
     It is None where they were not needed, and so not fetched. options (scale, ...) are passed to the block.
     """
-    parts = Parts(q)
-    for src, kv in (transport or Relay(layout, comm)).forward(k, v):
-        if work := work_of(layout, comm.rank, src):
-            rows, keys, causal = work
-            k_part, v_part = (x[..., keys, :] for x in kv)
-            parts.add(rows, *block.forward(q[..., rows, :], k_part, v_part, causal=causal, **options))
-    return *parts.merged(), kv
+    with to_the_end((transport or Relay(layout, comm)).forward(k, v)) as steps:
+        parts = Parts(q)
+        for src, kv in steps:
+            if work := work_of(layout, comm.rank, src):
+                rows, keys, causal = work
+                k_part, v_part = (x[..., keys, :] for x in kv)
+                parts.add(rows, *block.forward(q[..., rows, :], k_part, v_part, causal=causal, **options))
+        return *parts.merged(), kv
 
 
 def backward(dout, q, kv, out, lse, *, layout, comm, block, transport=None, own=None, **options):
@@ -57,14 +61,27 @@ def backward(dout, q, kv, out, lse, *, layout, comm, block, transport=None, own=
     own: this rank's (k, v), which a transport needs that does not bring them back.
     """
     gradients = block if hasattr(block, "delta") else InOneCall(block)
-    sums = gradients.delta(dout, q, out, lse, **options)
     trip = (transport or Relay(layout, comm)).backward(kv, own)
-    for src, kv in trip:
-        if work := work_of(layout, comm.rank, src):
-            rows, keys, causal = work
-            k_part, v_part = (x[..., keys, :] for x in kv)
-            trip.give(src, keys, *gradients.backward_into(sums, rows, k_part, v_part, causal=causal))
-    return gradients.dq(sums).to(q.dtype), *trip.dkv
+    with to_the_end(trip) as steps:
+        sums = gradients.delta(dout, q, out, lse, **options)
+        for src, kv in steps:
+            if work := work_of(layout, comm.rank, src):
+                rows, keys, causal = work
+                k_part, v_part = (x[..., keys, :] for x in kv)
+                trip.give(src, keys, *gradients.backward_into(sums, rows, k_part, v_part, causal=causal))
+        return gradients.dq(sums).to(q.dtype), *trip.total()
+
+
+@contextlib.contextmanager
+def to_the_end(trip):
+    """The steps of a trip, of which the rest are taken without a computation if something raises between them."""
+    steps = iter(trip)
+    try:
+        yield steps
+    except Exception:
+        for _ in steps:
+            pass
+        raise
 
 
 class InOneCall:

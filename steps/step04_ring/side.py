@@ -9,6 +9,7 @@ the computation has been asked to do so far. `mark` notes a moment of the side, 
 it. `barrier` is one on the side's streams of all ranks. Needs torch.
 """
 
+import errno
 import math
 import mmap
 import os
@@ -192,15 +193,34 @@ class HostSide(Side):
             dist.barrier(group=self.comm.group)
 
 
+def allocated(file, nbytes):
+    """Makes a file of so many bytes; why it cannot, in words, or "".
+
+    truncate would give a file larger than the memory for it; the first copy beyond that memory would be a SIGBUS.
+    """
+    try:
+        allocate = getattr(os, "posix_fallocate", lambda number, first, size: os.truncate(number, size))  # not on macOS
+        allocate(file.fileno(), 0, nbytes)
+    except OSError as error:
+        return (
+            f"has no room for {nbytes:,} bytes in {os.path.dirname(file.name)}: {error.strerror}. A container gets "
+            'more by --shm-size (Docker gives 64 MB); transport="relay" needs none.'
+        )
+    return ""
+
+
 class SharedFiles:
     """Bytes of every rank as a file that the ranks of this host have mapped. Nobody has to delete it afterwards."""
 
     def __init__(self, nbytes, comm):
         file = tempfile.NamedTemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)  # noqa: SIM115
-        file.truncate(nbytes)
-        names = [None] * comm.size
+        everyone = [None] * comm.size
         with comm.explained("sharing memory"):
-            dist.all_gather_object(names, file.name, group=comm.group)
+            dist.all_gather_object(everyone, (file.name, allocated(file, nbytes)), group=comm.group)
+        names, problems = zip(*everyone, strict=True)
+        for rank, problem in enumerate(problems):
+            if problem:  # Every rank raises the same, and may call again.
+                raise OSError(errno.ENOSPC, f"rank {rank} {problem}")
         self.bytes = [self.mapped(name, nbytes) for name in names]
         with comm.explained("sharing memory"):
             dist.barrier(group=comm.group)

@@ -5,20 +5,24 @@
     the publishing thread   four times a second: writes this rank's note to the store, and looks for a verdict there
     the guarding thread     with NCCL: fails when the device has been in one exchange for longer than the timeout
     whoever fails first     reads all notes twice and writes the verdict, which every other rank repeats
+    a block that raises     note.failed(...): the notes say so until the rank's next call
 
 The idea: in a ring everybody soon waits for everybody, so the neighbour that a rank waits for is seldom the cause. The
-cause is a rank whose call is not the others' call of that number; or a rank whose note does not change any more (its
-process died, or was stopped); or the rank that stands furthest back (it does something else, or left a call out).
+cause is a rank whose call is not the others' call of that number; or one whose block raised; or a rank whose note does
+not change any more (its process died, or was stopped); or the rank that stands furthest back (it does something else,
+or left a call out).
 A note says what was begun. If a rank dies between two calls, what was finished is the same on all ranks. A dead rank's
 last note may be a quarter of a second old, so that the rank may have come further than the verdict says.
 
 An exchange over gloo raises in Python by itself. With NCCL, or memory that GPUs share, a call returns before its
-exchanges have happened, and one that never ends blocks the process for ever. Only there does a thread end the process.
+exchanges have happened, and one that never ends blocks the process for ever. Only there does a thread end the process,
+and only there does a thread print that another rank's block raised: over gloo agree.py raises for it.
 Left out: a CUDA graph that is replayed runs no Python and leaves no note. Needs torch only.
 """
 
 import atexit
 import collections
+import contextlib
 import json
 import os
 import queue
@@ -34,6 +38,8 @@ import torch.distributed as dist
 PERIOD = 0.25  # seconds between two notes of a rank
 SILENCE = 1.0  # A rank whose note does not change for so long is taken for dead.
 PATIENCE = 1.5  # seconds that the store may take to answer whoever failed
+BACKWARD = "backward of attention"  # the function of a call that autograd makes
+NO_BACKWARD = "its inputs require no gradient, so that it makes no backward"
 
 _watch = None  # this process's Watch
 _starts = 0  # how often launch.init has started one: a store may outlive a process group and its notes
@@ -47,6 +53,8 @@ class Note:
         self.now = 0, 0, {}  # (call, hop, arguments), which is replaced as a whole because other threads read it
         self.signature, self.number = bytes(16), None  # of the call, as agree.py gives them
         self.compared = None  # the store's key of the last call whose arguments were compared
+        self.failure = ""  # in words, what this rank's block raised in its last call
+        self.heard = ""  # the last failure that this process has printed or had itself
         self.on_device = dist.get_backend(group) != "gloo"  # Then the calling thread runs ahead of the exchanges.
         self.device = torch.cuda.current_device() if self.on_device else None
         self.timeout = seconds(group)
@@ -59,7 +67,7 @@ class Note:
     def begin(self, arguments, signature, number):
         """A new call. arguments: a dict, of which the verdict shows what differs between two ranks."""
         self.signature, self.number = signature, number
-        self.now = self.now[0] + 1, 0, arguments
+        self.now, self.failure = (self.now[0] + 1, 0, arguments), ""
         self.passed()  # when the device reaches the call; what it still computes before that is no waiting
 
     def begin_hop(self):
@@ -67,6 +75,12 @@ class Note:
         call, hop, arguments = self.now
         self.now = call, hop + 1, arguments
         return hop + 1
+
+    def failed(self, error):
+        """This rank's part of the call has raised, which the others are told at once."""
+        rank, what = self.members.index(dist.get_rank()), f"{type(error).__name__}: {error}".partition("\n")[0]
+        self.failure = self.heard = f"rank {rank} of {len(self.members)} raised {what} in {where(self.now[:2])}"
+        _watch.tell_failure(self)
 
     def passed(self):
         """The exchange is over when the device gets to this point of the current stream.
@@ -165,6 +179,16 @@ class Watch:
             store.compare_set(key, "", verdict(note.name, before, after))  # The first verdict stays.
         return store.get(key).decode()
 
+    def tell_failure(self, note):
+        """Publishes that a block has raised. The process may end before the publishing thread gets a turn."""
+
+        def tell():
+            self._publish(self.at_failure)
+            self.at_failure.set(f"failure {note.name}", note.failure)
+
+        with contextlib.suppress(Exception):  # Where the store is gone, the block's own exception says more.
+            answered(tell, PATIENCE)
+
     def _read(self, rank):
         key = f"note {rank}"
         return json.loads(self.at_failure.get(key)) if self.at_failure.check([key]) else {"beats": 0, "calls": {}}
@@ -174,7 +198,7 @@ class Watch:
         calls = {}
         for name, note in list(self.notes.items()):
             *place, arguments = note.place()
-            calls[name] = place, {name: str(value) for name, value in arguments.items()}
+            calls[name] = place, {name: str(value) for name, value in arguments.items()}, note.failure
         store.set(f"note {self.rank}", json.dumps({"beats": self.beats, "calls": calls}))
 
     def _publishing(self):
@@ -186,6 +210,11 @@ class Watch:
                         self._tell(self.store.get(f"verdict {name}").decode())
                         if self.end_process or note.on_device and not note.broken:
                             os._exit(1)
+                    if note.on_device and self.store.check([f"failure {name}"]):
+                        line = self.store.get(f"failure {name}").decode()
+                        if line != note.heard:
+                            note.heard = line
+                            print_line(line)
             except RuntimeError:  # The store is gone; whoever fails says so.
                 return
 
@@ -250,11 +279,13 @@ def exchange(note, text, wait):
 def verdict(group, before, after):
     """One line that names the culprit.
 
-    before, after: each rank's note as it was published, {"beats": n, "calls": {group: [(call, hop), arguments]}}, read
-    twice.
+    before, after: each rank's note as it was published, read twice: {"beats": n, "calls": {group: [(call, hop),
+    arguments, what its block raised]}}.
     """
     if line := differing(group, after):
         return line
+    if raised := [failure for *_, failure in (standing(group, note) for note in after) if failure]:
+        return "; ".join(raised)
     N, places = len(after), [tuple(standing(group, note)[0]) for note in after]
     silent = [rank for rank in range(N) if before[rank]["beats"] == after[rank]["beats"]]
     culprits = silent or [rank for rank in range(N) if places[rank] == min(places)]
@@ -263,20 +294,22 @@ def verdict(group, before, after):
         return f"all {N} ranks stand at {where(places[0])}, and none is silent (a connection broke)"
     stand = ", ".join(f"rank {rank} of {N} stands at {where(places[rank])}" for rank in culprits)
     wait = " to ".join(dict.fromkeys(map(where, (others[0], others[-1]))))
-    return f"{stand}; the others wait at {wait} (it died, or hangs)"
+    waiting = [standing(group, after[rank])[1] for rank in range(N) if rank not in culprits]
+    why = "it died, or hangs" + f", or {NO_BACKWARD}" * any(call.get("function") == BACKWARD for call in waiting)
+    return f"{stand}; the others wait at {wait} ({why})"
 
 
 def differing(group, notes):
     """One line for ranks that are in calls of the same number but with different arguments, otherwise ""."""
-    places, calls = zip(*(standing(group, note) for note in notes), strict=True)
+    places, calls, _ = zip(*(standing(group, note) for note in notes), strict=True)
     latest = max(call for call, _ in places)
     line = difference({rank: calls[rank] for rank, (call, _) in enumerate(places) if call == latest})
     return line and f"the ranks make different calls: call {latest} has {line}"
 
 
 def standing(group, note):
-    """((call, hop), arguments) of a published note; before its first call a rank stands at call 0."""
-    return note["calls"].get(group, [(0, 0), {}])
+    """((call, hop), arguments, failure) of a published note; before its first call a rank stands at call 0."""
+    return note["calls"].get(group, [(0, 0), {}, ""])
 
 
 def where(place):

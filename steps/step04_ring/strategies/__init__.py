@@ -18,6 +18,8 @@ from functools import partial
 from importlib import import_module
 
 from steps import contract
+from steps.step04_ring.agree import agree
+from steps.step04_ring.comm import Comm
 from steps.step04_ring.entry import SUPPORTS
 
 LESSONS = {
@@ -26,15 +28,15 @@ LESSONS = {
 }  # fmt: skip
 COMMON = ("causal", "scale", "layout", "S", "group", "block")  # options that every strategy takes
 OWN = {  # those that only one takes
-    "query_parallel": ("cu_seqlens",), "star": ("replicated",), "ulysses": (), "ring": ("tile", "rung", "transport"),
+    "query_parallel": ("cu_seqlens",), "star": ("replicated",), "ulysses": (),
+    "ring": ("tile", "rung", "transport", "deterministic"),
 }  # fmt: skip
 
 
 def attention(q, k, v, *, strategy, **options):
     """out (B, H, n, D) of this rank's queries, by one of LESSONS. q (B, H, n, D), k and v (B, Hk, n, D): its shards.
 
-    All ranks must pass the same options. Without S they are compared at every call. With S the ring still compares
-    them, but the other three do not: causal=True on one rank alone then gives wrong numbers and no error.
+    All ranks must pass the same options, which are compared at every call: where they differ, every rank raises.
     """
     return load(strategy)(q, k, v, **options)
 
@@ -60,7 +62,10 @@ def _checked(strategy, q, k, v, **options):
     if strategy != "ring":  # which checks all of this itself
         supports = SUPPORTS | {"nq_ne_nk": options.get("replicated", False)}
         tensors = ("q", q), ("k", k), ("v", v)
-        contract.check_call(supports, None, tensors, options.get("causal", False), options.get("scale"), None)
-        if q.ndim != 4:
-            raise ValueError(f"{strategy} takes q (B, H, n, D), k and v (B, Hk, n, D); got q {tuple(q.shape)}.")
+        try:
+            contract.check_call(supports, None, tensors, options.get("causal", False), options.get("scale"), None)
+            if q.ndim != 4:
+                raise ValueError(f"{strategy} takes q (B, H, n, D), k and v (B, Hk, n, D); got q {tuple(q.shape)}.")
+        except (TypeError, ValueError, NotImplementedError) as problem:  # The other ranks have to hear of it.
+            agree(Comm(options.get("group")), {"strategy": strategy}, None, problem=problem)
     return import_module(f"{__name__}.{LESSONS[strategy]}").attention(q, k, v, **options)

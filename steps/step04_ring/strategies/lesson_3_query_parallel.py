@@ -22,7 +22,7 @@ def attention(q, k, v, *, causal=False, scale=None, cu_seqlens=None, **where):
 
     cu_seqlens: integers (0, ..., S), the beginnings and the end of packed sequences, over all S positions.
     """
-    team = Team(q, causal=causal, scale=scale, cu_seqlens=cu_seqlens, **where)
+    team = Team(q, k, strategy="query_parallel", causal=causal, scale=scale, cu_seqlens=cu_seqlens, **where)
     return Differentiable.apply(q, k, v, forward, backward, dict(team=team, scale=scale, cu_seqlens=cu_seqlens))
 
 

@@ -15,7 +15,7 @@ from steps.step04_ring.block import default_block
 from steps.step04_ring.merge import Parts
 from steps.step04_ring.strategies.account import differences
 from steps.step04_ring.strategies.cuts import few_queries
-from steps.step04_ring.strategies.team import Team
+from steps.step04_ring.strategies.team import Team, needs_gradient
 
 NOTHING = slice(0, 0), slice(0, 0), False
 
@@ -25,23 +25,23 @@ def attention(q, k, v, *, causal=False, scale=None, replicated=False, block=None
 
     replicated: q (B, H, Nq, D), few, the same on every rank, belongs to the last Nq of the S positions; out likewise.
     """
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise NotImplementedError("star has no backward. Use torch.no_grad(), or lesson 3, 5 or 6, which have one.")
     block = default_block(q, few=True) if replicated and block is None else block
-    team = Team(k, causal=causal, scale=scale, replicated=replicated, block=block, **where)
+    refusal = NotImplementedError("star has no backward. Use torch.no_grad(), or lesson 3, 5 or 6, which have one.")
+    options = dict(causal=causal, scale=scale, replicated=replicated, block=block)
+    team = Team(q, k, strategy="star", problem=refusal if needs_gradient(q, k, v) else None, **options, **where)
     layout, whole = team.layout, Parts(q)
 
     def part(q, rows, keys, diagonal):
         if rows.start == rows.stop:
             return rows, torch.empty_like(q[..., rows, :]), torch.empty_like(q[..., rows, 0], dtype=torch.float32)
-        chosen = q[..., rows, :], k[..., keys, :], v[..., keys, :]
-        return rows, *team.block.forward(*chosen, causal=diagonal, scale=scale)
+        seen = (x[..., keys, :] for x in (k, v))
+        return rows, *team.block.forward(q[..., rows, :], *seen, causal=diagonal, scale=scale)
 
     if replicated:  # every rank needs the whole result, so each sends the same message, out and lse, to all of them
         mine, n = Parts(q), q.numel()
         for task in few_queries(layout, team.rank, q.shape[-2]):
             mine.add(*part(q, *task))
-        message = torch.cat([x.flatten() for x in mine.merged()])  # float32, as lse is
+        message = torch.cat([x.flatten() for x in mine.merged(torch.float32)])  # one rounding, where out is complete
         arrived = team.trade([message] * team.size, [message.shape] * team.size)
         found = [(slice(0, q.shape[-2]), x[:n].view(q.shape), x[n:].view(q.shape[:-1])) for x in arrived]
     else:

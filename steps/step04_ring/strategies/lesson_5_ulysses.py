@@ -18,7 +18,7 @@ from steps.step04_ring.strategies.team import Differentiable, Team
 
 def attention(q, k, v, *, causal=False, scale=None, **where):
     """out (B, H, n, D) of this rank's queries, differentiable once. where: Team's arguments; any layout."""
-    team = Team(q, causal=causal, scale=scale, heads=(q.shape[1], k.shape[1]), **where)
+    team = Team(q, k, strategy="ulysses", causal=causal, scale=scale, **where)
     for name, heads in (("q", q.shape[1]), ("k and v", k.shape[1])):
         if heads % team.size:
             raise ValueError(

@@ -4,57 +4,71 @@
     gather(x)       every rank gets the x of every rank                      query-parallel: K, V; star: queries
     trade(parts)    rank r gets parts[r], and returns what all ranks sent    star: results; Ulysses: heads
 
-Both take shards that differ in length by one or two. Without a process group the team has one rank. Left out: a name
-for the culprit when a rank fails; that is the work of the stage's own ring. Needs layout.py and block.py.
+Both take shards that differ in length by one or two. Without a process group the team has one rank. All ranks must make
+the same call, as in the ring; agree.py compares them. Left out: a name for the culprit when a rank fails after that,
+which is the work of the stage's own ring. Needs agree.py, comm.py, layout.py and block.py.
 """
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from steps.step04_ring import agree, watch
 from steps.step04_ring.block import default_block
+from steps.step04_ring.comm import Comm
+from steps.step04_ring.entry import check_length
 from steps.step04_ring.layout import Layout
 
 
 class Team:
     """A process group (None: the world) whose rank r holds Layout(layout, S, size).shard(x, r) of q, k and v.
 
-    S: the length of the whole sequence. Without it the ranks compare their arguments, which also adds up S.
+    S: the length of the whole sequence. Without it the ranks add it up.
     block: an object with the functions forward and backward of one block, by default the ring's,
     or for packed sequences (cu_seqlens) steps.step03_triton, which alone has a call for them.
+    replicated: q is the same on every rank, and not a shard. others: what else all ranks must have alike.
+    problem: what this rank has found wrong by itself, or None.
     """
 
-    def __init__(self, x, *, causal=False, layout="zigzag", S=None, group=None, block=None, **others):
-        started = dist.is_available() and dist.is_initialized()
-        self.group, self.rank, self.size = group, 0, 1
-        if started:
-            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        sizes = None if S is not None else self._compare(x, causal=causal, layout=layout, **others)
+    def __init__(
+        self, q, k, *, strategy="", causal=False, layout="zigzag", S=None, group=None, block=None, problem=None,
+        replicated=False, **others
+    ):  # fmt: skip
+        self.comm = Comm(group)
+        self.group, self.rank, self.size = group, self.comm.rank, self.comm.size
+        packed, n = others.get("cu_seqlens"), k.shape[-2]
+        shapes = {"q": q.shape[-2] if replicated else "n", "k": "n"}  # n may differ from rank to rank
+        call = {"function": strategy} | others | {"replicated": replicated, "dtype": str(q.dtype)}
+        call |= {"causal": causal, "layout": layout, "S": S}
+        call |= {f"shape of {name}": (*x.shape[:-2], shapes[name], x.shape[-1]) for name, x in (("q", q), ("k", k))}
+        try:
+            if packed is not None:
+                call["cu_seqlens"] = tuple(map(int, packed))
+            if S is not None:
+                check_length(self.comm, Layout(layout, S, self.size), n)
+        except (TypeError, ValueError) as error:
+            problem = problem or error
+        sizes = self._agree(call, n, k.device, always=S is None, problem=problem)
         self.layout = Layout(layout, sum(sizes) if S is None else S, self.size, causal)
-        expected = [self.layout.size(rank) for rank in range(self.size)]
-        if (sizes or expected) != expected or x.shape[-2] != expected[self.rank]:
-            raise ValueError(
-                f"the {layout} shards of S = {self.layout.S} on {self.size} ranks have {expected} positions; "
-                f"got {sizes or x.shape[-2]}. Cut them with Layout(...).shard(x, rank)."
-            )
-        if block is None and others.get("cu_seqlens") is not None:
+        check_length(self.comm, self.layout, n, sizes)
+        if block is None and packed is not None:
             from steps import step03_triton as block  # imported only here, because it takes Triton
-        self.block = block or default_block(x)
+        self.block = block or default_block(q)
 
-    def _compare(self, mine, **call):
-        """Every rank's length of `mine`, a shard. Raises the same ValueError on every rank if anything else differs."""
-        call = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
-        call |= {"shape": (*mine.shape[:-2], "n", mine.shape[-1]), "dtype": str(mine.dtype)}
-        everyone = [(call, mine.shape[-2])]
-        if self.size > 1:
-            everyone = [None] * self.size
-            dist.all_gather_object(everyone, (call, mine.shape[-2]), group=self.group)
-        calls, sizes = zip(*everyone, strict=True)
-        for name in call:
-            if any(theirs[name] != calls[0][name] for theirs in calls):
-                values = ", ".join(f"rank {rank} {theirs[name]}" for rank, theirs in enumerate(calls))
-                raise ValueError(f"every rank must pass the same {name}; got {values}.")
-        return list(sizes)
+    def agree_on_backward(self, device):
+        """Compares the call again, now that autograd makes the rest of it."""
+        self._agree(self.comm.arguments | {"function": watch.BACKWARD}, 0, device)
+
+    def _agree(self, call, n, device, **how):
+        """Each rank's n. Over NCCL None for a call that was agreed on before, which the devices compare."""
+        sizes = agree.agree(self.comm, call, n, **how)
+        if sizes is None:
+            mine = agree.on_device(self.comm.note.signature, device)
+            everyone = [torch.empty_like(mine) for _ in range(self.size)]
+            dist.all_gather(everyone, mine, group=self.group)
+            for theirs in everyone:
+                agree.stop_if_different(theirs, mine)
+        return sizes
 
     def _wire(self, x):
         """x where the backend can send it from: gloo's messages pass through host memory."""
@@ -102,6 +116,11 @@ class Team:
         return self.trade(parts, [parts[self.rank].shape] * self.size)
 
 
+def needs_gradient(*tensors):
+    """Whether autograd would want a backward of these tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 class Differentiable(torch.autograd.Function):
     """The out of `forward`, which returns (out, *kept); `backward` turns (dout, *kept) into dq, dk, dv."""
 
@@ -115,4 +134,5 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
+        ctx.options["team"].agree_on_backward(dout.device)
         return *ctx.gradients(dout, *ctx.saved_tensors, **ctx.options), None, None, None
