@@ -117,7 +117,7 @@ NUMBERS = {
     "max_seqlen_q": lambda n: packed({"max_seqlen_q": 3 + n}),
     "max_seqlen_k": lambda n: packed({"max_seqlen_k": 3 + n}),
 }
-NO_NUMBERS = {"q", "k", "v", "causal", "tile", "rung", "deterministic", "check"} | {*TENSORS} - {"seed"}
+NO_NUMBERS = {"q", "k", "v", "lacking", "causal", "tile", "rung", "deterministic", "check"} | {*TENSORS} - {"seed"}
 CALLS = [
     pytest.param(*stage.values, name, id=f"{name}-{stage.id}", marks=stage.marks)
     for stage in STAGES for name in inspect.signature(stage.values[0].attention).parameters if name not in NO_NUMBERS
