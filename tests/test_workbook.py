@@ -712,7 +712,7 @@ ERRORS = {  # name: (exercise, the answer's text, words of the report)
     "in a simulated thread": ("01.3", None, ("NameError", "delt_i", "dS[r, c] =")),
     "in an interpreted kernel": ("03.1", None, ("NameError", "colum", "seen = colum < Nk")),
     "beside a tensor": ("03.6", None,
-                        ("OutOfBounds: program (0, 0, 0) loads", "raised in steps/workbook/puzzles/mask_gradient.py")),
+                        ("{line}:", "S, dP = products(q, k, v, dout,", "OutOfBounds: program (0, 0, 0) loads")),
     "CUDA": ("02.1", None, ("{line}:", "float alpha = expf(m - m_neu);", "the compiler says:", "m_neu")),
     "CUDA brace": ("02.1", None, ("The compiler finds this error behind your function",)),
     "CUDA at run time": ("02.1", None,

@@ -170,8 +170,8 @@ def _step(task, text, folder, limit):
 
 
 def _slips(task, text, rows=()):
-    """A line for each known slip: the answer has its `text`, has no line like the one that the slip `lacks`, and is
-    wrong only in cases that have `only` in their names, as far as the slip says these.
+    """A line for each known slip: the answer contains its `text`, has no line like the one that the slip `lacks`, and
+    is wrong only in cases that have `only` in their names, as far as the slip says these.
 
     Spaces and comments do not count. A slip's text may contain a line's end.
     """
