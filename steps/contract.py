@@ -1,42 +1,23 @@
-"""What every stage promises: argument checks, the two entry points around a stage's kernels, autograd, operators.
+"""What every stage promises: the functions around a stage's kernels, autograd, operators.
 
 A kernel file knows nothing of this module. It offers two functions for 4-D tensors with a contiguous last dimension:
+
     forward(q, k, v, *, causal, scale, tile)
     backward(dout, q, k, v, out, lse, *, causal, scale, tile)
+
 `entry_points` turns them into the stage's public functions, and operators.py into operators that torch.compile sees.
+The rules about arguments are in checks.py. What they decide depends on the options and on the layout of the tensors
+only, so it is decided once for each of them: `Calls` keeps a call that has passed the checks.
 """
 
-import inspect
 import math
-import numbers
 import operator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from steps import engine, operators
-
-# The stage that an error message recommends where another stage lacks a feature or a dtype.
-_HAS = {
-    "gqa": "steps.step03_triton",
-    "nq_ne_nk": "steps.step03_triton",
-    torch.float64: "steps.step00_naive",
-    torch.float16: "steps.step03_triton",
-    torch.bfloat16: "steps.step03_triton",
-}
-FLOAT32 = torch.finfo(torch.float32)
-# {option: the stage that has it}, without those that every stage has.
-STAGE_WITH = {
-    **dict.fromkeys(
-        ("window", "softcap", "mask", "alibi_slopes", "dropout_p", "seed", "first_query", "first_key", "cu_seqlens_q",
-         "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "lengths_k", "check", "mask_gradient"),
-        "step03_triton",
-    ),
-    **dict.fromkeys(("layout", "group", "block", "S", "transport"), "step04_ring"),
-    "cu_seqlens": 'step04_ring.strategies.attention (with strategy="query_parallel")',
-}  # fmt: skip
-# {an option of torch's attention or of flash_attn: its name here}
-OTHER_NAMES = {"is_causal": "causal", "attn_mask": "mask", "softmax_scale": "scale", "window_size": "window"}
+from steps import checks, engine, operators
+from steps.checks import lse_dtype
 
 
 def entry_points(kernels, supports):
@@ -48,7 +29,8 @@ def entry_points(kernels, supports):
     deterministic, order and own_backward, the rungs whose backward is their own. A stage whose rungs differ also has
     limits, {rung: the keys that are different for it}, and elsewhere, {rung: what a machine needs to run it}.
     """
-    whole = {rung: limits(supports, rung) for rung in kernels}  # To merge them at each call takes a microsecond.
+    stage = supports["stage"]
+    whole = {rung: checks.limits(supports, rung) for rung in kernels}
 
     def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None, **lacking):
         """Attention and its log-sum-exp: (out, lse).
@@ -61,16 +43,11 @@ def entry_points(kernels, supports):
         them. Raises TypeError, ValueError or NotImplementedError before anything is computed.
         """
         if lacking:
-            refuse(supports["stage"], "forward", lacking)
+            checks.refuse(stage, "forward", lacking)
         if torch.compiler.is_compiling():
             with torch.no_grad():
                 return forward_operator(q, k, v, causal=causal, scale=scale, tile=tile, rung=rung)
-        kernel, own = pick_kernel(kernels, supports, rung, 0, q, whole)
-        scale, options = check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
-        if q.numel() == 0 or k.numel() == 0:  # There is no query, or no key to sum over.
-            return zeros(q), torch.full(q.shape[:-1], -math.inf, dtype=lse_dtype(q), device=q.device)
-        out, lse = run(kernel, *map(as_4d, (q, k, v)), causal=causal, scale=scale, **options)
-        return (out, lse) if q.ndim == 4 else (out.reshape(q.shape), lse.reshape(q.shape[:-1]))
+        return forwards(q, k, v, causal=causal, scale=scale, tile=tile, rung=rung)
 
     def backward(
         dout, q, k, v, out, lse, *,
@@ -82,37 +59,135 @@ def entry_points(kernels, supports):
         bit-equal from run to run, as they always are where SUPPORTS["deterministic"] is True.
         """
         if lacking:
-            refuse(supports["stage"], "backward", lacking)
+            checks.refuse(stage, "backward", lacking)
+        options = dict(causal=causal, scale=scale, tile=tile, rung=rung, deterministic=deterministic)
         if torch.compiler.is_compiling():
             with torch.no_grad():
-                options = dict(causal=causal, scale=scale, tile=tile, rung=rung, deterministic=deterministic)
                 return backward_operator(dout, q, k, v, out, lse, **options)
-        kernel, own = pick_kernel(kernels, supports, rung, 1, q, whole)
-        scale, options = check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
-        check_saved(q, dout, out, lse)
-        check_deterministic(deterministic)
+        return backwards(dout, q, k, v, out, lse, **options)
+
+    @Calls
+    def forwards(q, k, v, *, causal, scale, tile, rung):
+        kernel, own = checks.pick(kernels, supports, rung, 0, q, whole)
+        engine.check_runs()
+        scale, options = checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
+        if q.numel() == 0 or k.numel() == 0:  # There is no query, or no key to sum over.
+            return nothing
+        return Call(kernel, (q.shape, q.shape[:-1]), causal=causal, scale=scale, **options)
+
+    @Calls
+    def backwards(dout, q, k, v, out, lse, *, causal, scale, tile, rung, deterministic):
+        kernel, own = checks.pick(kernels, supports, rung, 1, q, whole)
+        engine.check_runs()
+        scale, options = checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
+        checks.check_saved(q, dout, out, lse)
+        checks.check_flag("deterministic", deterministic)
         if deterministic and not supports["deterministic"]:
             options["deterministic"] = True
         if q.numel() == 0 or k.numel() == 0:
-            return tuple(map(zeros, (q, k, v)))
-        lse = readable(lse)
-        rows = lse if q.ndim == 4 else lse.reshape((1,) * (4 - q.ndim) + lse.shape)
-        grads = run(kernel, *map(as_4d, (dout, q, k, v, out)), rows, causal=causal, scale=scale, **options)
-        if q.ndim == 4:
-            return grads
-        return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+            return no_gradients
+        return Call(kernel, (q.shape, k.shape, v.shape), causal=causal, scale=scale, **options)
 
     def fake_forward(q, k, v, causal, scale, tile, rung):
         """(out, lse) of the right shapes, with nothing in them, after the checks of `forward`."""
-        kernel, own = pick_kernel(kernels, supports, rung, 0, q, whole)
-        check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
+        kernel, own = checks.pick(kernels, supports, rung, 0, q, whole)
+        checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
 
-    forward_operator, backward_operator = operators.define(supports["stage"], forward, backward, fake_forward)
-    attention = differentiable(supports["stage"], forward, backward, forward_operator)
+    forward_operator, backward_operator = operators.define(stage, forward, backward, fake_forward)
+    attention = differentiable(stage, forward, backward, forward_operator)
     for function in (forward, backward, attention):  # They can be pickled, by the place where they are found.
-        function.__module__, function.__qualname__ = f"steps.{supports['stage']}", function.__name__
+        function.__module__, function.__qualname__ = f"steps.{stage}", function.__name__
     return forward, backward, attention
+
+
+def nothing(q, k, v):
+    """(out, lse) where there is no query, or no key to sum over."""
+    return zeros(q), torch.full(q.shape[:-1], -math.inf, dtype=lse_dtype(q), device=q.device)
+
+
+def no_gradients(dout, q, k, v, out, lse):
+    return zeros(q), zeros(k), zeros(v)
+
+
+# ---- calls that have passed the checks -------------------------------------------------------------------------------
+
+
+class Calls:
+    """Calls `prepare(*tensors, **options)`, which checks them, and then what it returns, a function of the tensors.
+
+    What it returned is kept under all that the checks may depend on. A later call with the same key has passed them.
+    """
+
+    MOST = 1000  # functions that are kept; then all are forgotten
+
+    def __init__(self, prepare):
+        self.prepare, self.kept = prepare, {}
+
+    def __call__(self, *tensors, **options):
+        key = key_of(tensors, options)
+        call = self.kept.get(key)
+        if call is None:
+            call = self.prepare(*tensors, **options)
+            if key is not None:
+                if len(self.kept) >= self.MOST:
+                    self.kept.clear()
+                self.kept[key] = call
+        return call(*tensors)
+
+
+def key_of(tensors, options):
+    """What the checks and a plan depend on: the options with their types, because 1 == True, and the tensors' layouts.
+
+    None where that is not known: of tensors without memory, of subclasses, and of options that have no hash.
+    """
+    try:
+        key = [(name, type(x), x) for name, x in options.items()]
+        for x in tensors:
+            if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
+                address = x.data_ptr()
+                if address == 0:
+                    return None
+                key.append((x.dtype, x.device, x.shape, x.stride(), address % 16, x.is_neg()))
+            elif x is None:
+                key.append(None)
+            else:
+                return None
+        key = tuple(key)
+        hash(key)
+        return key
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+
+
+class Call:
+    """A call of a kernel that has passed the checks, for tensors of one layout.
+
+    A kernel may have a function `planned`, with the arguments of a call that it has had. It returns a function of the
+    tensors that does what the call did, for other tensors of the same layout, without looking at them again.
+    """
+
+    def __init__(self, kernel, shapes, names=(), **options):
+        """shapes: those of the results. names: those of the last tensors, which the kernel takes by name."""
+        self.kernel, self.shapes, self.names, self.options = kernel, shapes, names, options
+        self.planned = None
+
+    def __call__(self, *tensors):
+        if self.planned is not None and not torch.is_autocast_enabled(tensors[0].device.type):
+            return self.planned(*tensors)
+        given = [x for x in tensors if x is not None]
+        count, rank = len(given) - len(self.names), given[0].ndim
+        read = [as_4d(x, rows=x.ndim < rank) for x in given[:count]]
+        named = dict(zip(self.names, map(readable, given[count:]), strict=True))
+        if "out" in named:  # what earlier calls gave, which is changed in place
+            named |= {"out": as_4d(named["out"]), "lse": as_4d(named["lse"], rows=True)}
+        results = run(self.kernel, *read, **named, **self.options)
+        if hasattr(self.kernel, "planned") and all(map(operator.is_, (*read, *named.values()), given)):
+            # Nothing has to be done before or after the kernel.
+            self.planned = engine.one_at_a_time(self.kernel.planned(*read, **named, **self.options))
+        if tensors[0].ndim == 4:
+            return results
+        return tuple(x.reshape(shape) for x, shape in zip(results, self.shapes, strict=True))
 
 
 def differentiable(stage, forward, backward, forward_operator):
@@ -142,30 +217,14 @@ def differentiable(stage, forward, backward, forward_operator):
         torch.compile, torch.export and fake tensors see one operator. Autocast does not change the dtype.
         """
         if lacking:
-            refuse(stage, "attention", lacking)
-        check_deterministic(deterministic)
-        options = causal, scale, tile, rung, deterministic
-        return forward_operator(q, k, v, *options)[0] if is_traced(q) else Attention.apply(q, k, v, *options)
+            checks.refuse(stage, "attention", lacking)
+        checks.check_flag("deterministic", deterministic)
+        if is_traced(q):
+            options = dict(causal=causal, scale=scale, tile=tile, rung=rung, deterministic=deterministic)
+            return forward_operator(q, k, v, **options)[0]
+        return Attention.apply(q, k, v, causal, scale, tile, rung, deterministic)
 
     return attention
-
-
-def refuse(stage, function, options):
-    """Raises for the first of these names, which are no options of the stage's function.
-
-    NotImplementedError names the stage that has the option. TypeError names what another library calls otherwise, or
-    says that no stage has such an option.
-    """
-    given = next(iter(options))
-    here = OTHER_NAMES.get(given, given)
-    has = STAGE_WITH.get(here, stage)
-    if has != stage:
-        name = "" if here == given else f" as {here}"
-        raise NotImplementedError(f"{stage}.{function} has no {given}; steps.{has} has it{name}.")
-    if here != given:
-        note = ", aligned at the bottom right" if here == "causal" else ""
-        raise TypeError(f"{stage}.{function} has no {given}; here it is {here}={note}.")
-    raise TypeError(f"{stage}.{function} got an unexpected keyword argument {given!r}.")
 
 
 def is_traced(q):
@@ -194,11 +253,6 @@ def zeros(x):
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 
-def lse_dtype(q):
-    """The dtype of lse for the input q."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def readable(x):
     """x with its numbers in memory as they are. Raises TypeError for a tensor without memory.
 
@@ -217,211 +271,13 @@ def readable(x):
     return x.resolve_neg() if x.is_neg() else x
 
 
-def as_4d(x):
-    """x as (B, H, N, D) with D contiguous. It is copied only where D is not, as after out.sum().backward()."""
+def as_4d(x, rows=False):
+    """x as (B, H, N, D) with D contiguous; with rows, which have no D, as (B, H, N).
+
+    It is copied only where D is not contiguous, as after out.sum().backward().
+    """
     x = readable(x)
-    if x.ndim < 4:
-        x = x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def pick_kernel(kernels, supports, rung, direction, q, whole=None):
-    """(the rung's forward for direction 0 or backward for 1, SUPPORTS as it holds for the rung).
-
-    rung None stands for the first rung that takes q's dtype and head_dim. A rung may take head_dims for which another
-    one is faster: those it is picked for are its best_head_dims. whole: {rung: `limits` of it}, for a caller that keeps
-    them. Raises ValueError that names the rungs.
-    """
-    whole = whole or {rung: limits(supports, rung) for rung in kernels}
-    if rung is not None and rung not in tuple(kernels):
-        needs = [f": it needs {what}" for name, what in supports.get("elsewhere", {}).items() if name == rung]
-        raise ValueError(
-            f"{supports['stage']} has the rungs {', '.join(kernels)} here; got rung={rung!r}{''.join(needs)}."
-        )
-    if rung is not None:
-        return kernels[rung][direction], whole[rung]
-    for name, own in whole.items():
-        if takes(own, q) and q.shape[-1] in own.get("best_head_dims", own["head_dims"]):
-            return kernels[name][direction], own
-    if takes(supports, q):
-        raise _no_rung(whole, supports, q)
-    return kernels[next(iter(kernels))][direction], supports  # check_call will say what the stage does not take.
-
-
-def limits(supports, rung):
-    """SUPPORTS as it holds for one rung."""
-    own = supports.get("limits", {}).get(rung)
-    return supports if own is None else supports | own | {"rung": rung}
-
-
-def takes(supports, q):
-    """Whether q's dtype and head_dim are among those of SUPPORTS."""
-    if not isinstance(q, torch.Tensor) or q.is_nested or q.ndim == 0:  # A nested tensor has no shape.
-        return False
-    return q.dtype in supports["dtypes"] and q.shape[-1] in supports["head_dims"]
-
-
-def _no_rung(whole, supports, q):
-    offers = [f"{rung} ({', '.join(map(_short, x['dtypes']))}; {_span(x['head_dims'])})" for rung, x in whole.items()]
-    asked = f"{_short(q.dtype)} with head_dim {q.shape[-1]}"
-    stage = supports["stage"]
-    other = "" if stage == "step03_triton" else " steps.step03_triton takes it."
-    return ValueError(f"no rung of {stage} takes {asked}; there are {', '.join(offers)}.{other}")
-
-
-def check_call(supports, kernel, tensors, causal, scale, tile):
-    """(scale, the kernel's further options) of a call. Raises for any input that the stage does not take."""
-    engine.check_runs()
-    for name, x in tensors:
-        check_dense(name, x)
-    (_, q), (_, k), (_, v) = tensors
-    dtype, device = q.dtype, q.device
-    check_shapes(supports, q.shape, k.shape, v.shape)
-    check_length(q.shape[-2] + k.shape[-2])
-    for name, x in tensors[1:]:
-        if x.dtype != dtype or x.device != device:
-            raise TypeError(
-                f"q, k and v must share one dtype and device: q is {_short(q.dtype)} on {q.device}, "
-                f"{name} is {_short(x.dtype)} on {x.device}. Convert {name} with {name}.to(q)."
-            )
-    if dtype not in supports["dtypes"]:
-        has = _HAS.get(dtype, own := f"steps.{supports['stage']}")
-        other = "" if has == own else f"; {has} takes {_short(dtype)}"
-        names = ", ".join(map(_short, supports["dtypes"]))
-        advice = f"Convert with .to(torch.float32){other}."
-        raise TypeError(f"{_named(supports)} takes {names}; got {_short(dtype)}. {advice}")
-    if device.type not in supports["devices"]:
-        raise ValueError(
-            f"{_named(supports)} runs on {' or '.join(supports['devices'])} in this process; "
-            f"the tensors are on {device}. "
-            "Move them with .to(...), or start Python with STEPS_ENGINE=cpu or STEPS_ENGINE=cuda to choose the engine."
-        )
-    D = q.shape[-1]
-    if D not in supports["head_dims"]:
-        raise ValueError(f"{_named(supports)} takes head_dim {_span(supports['head_dims'])}; got {D}.")
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}.")
-    if tile is not None:
-        if "tile" not in inspect.signature(kernel).parameters:
-            raise ValueError(f"this rung of {_named(supports)} has no tiles; got tile={tile!r}. Leave it out.")
-        tile = check_tile(supports, tile)
-    return check_scale(scale, D), {} if tile is None else {"tile": tile}
-
-
-def check_length(rows):
-    """ValueError if there are more queries and keys than kernels count in 32 bits, to which they may add a tile."""
-    if isinstance(rows, int) and rows > 2**31 - 2**16:  # While a call is traced, the number may be a symbol.
-        raise ValueError(f"q and k may have 2^31 - 2^16 rows together; got {rows}. Split the queries.")
-
-
-def check_dense(name, x):
-    """Raises TypeError unless x is a tensor in which every entry has a place of its own."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
-    if x.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got a nested one. Convert it with .to_padded_tensor(0.0).")
-    if x.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got {_short(x.layout)}. Convert it with {name}.to_dense().")
-
-
-def check_tile(supports, tile):
-    """The tile as a pair (Br, Bc) of Python's integers.
-
-    Raises TypeError unless it is a pair of integers, and ValueError unless SUPPORTS offers it.
-    """
-    try:
-        pair = tuple(map(operator.index, tile))
-    except TypeError:
-        raise TypeError(f"tile must be a pair of integers (Br, Bc), got {tile!r}.") from None
-    if pair not in supports["tiles"]:
-        tiles = ", ".join(map(str, supports["tiles"]))
-        raise ValueError(f"{_named(supports)} has the tiles (Br, Bc) {tiles}; got {tile!r}.")
-    return pair
-
-
-def check_scale(scale, D):
-    """The scale to use, which for None is 1/sqrt(D).
-
-    Raises TypeError unless it is a number, and ValueError unless it is greater than 0 and float32 can hold it.
-    """
-    if scale is None:
-        return 1 / math.sqrt(D)
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale must be a number or None for 1/sqrt(D), got {scale!r}.")
-    if not FLOAT32.tiny <= scale <= FLOAT32.max * math.log(2):  # Kernels multiply it by log2(e).
-        must_be = "a finite number > 0 that float32 can hold, times log2(e) too, or None for 1/sqrt(D)"
-        raise ValueError(f"scale must be {must_be}; got {scale}.")
-    return float(scale)
-
-
-def check_shapes(supports, q, k, v):
-    """Raises unless the shapes q (..., H, Nq, D), k and v (..., Hk, Nk, D) fit together and the stage takes them."""
-    if not 2 <= len(q) <= 4:
-        raise ValueError(f"q must be (B, H, N, D), (H, N, D) or (N, D); got shape {tuple(q)}.")
-    if not len(q) == len(k) == len(v):
-        shapes = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
-        raise ValueError(f"q, k and v need the same number of dimensions; got {shapes}.")
-    if k != v:
-        raise ValueError(f"k and v must have the same shape; got k {tuple(k)}, v {tuple(v)}.")
-    if q[-1] != k[-1]:
-        raise ValueError(f"q and k must have the same head_dim (last dimension); {_shapes(q, k)}.")
-    if len(q) == 4 and q[0] != k[0]:
-        raise ValueError(f"q and k must have the same batch size (first dimension); {_shapes(q, k)}.")
-    if len(q) >= 3 and (H := q[-3]) != (Hk := k[-3]):
-        if Hk == 0 or H % Hk:
-            raise ValueError(
-                f"the number of query heads must be a multiple of the number of key heads; {_shapes(q, k)}."
-            )
-        if not supports["gqa"]:
-            raise NotImplementedError(
-                f"{supports['stage']} has no grouped heads (H = {H}, Hk = {Hk}); {_HAS['gqa']} has, "
-                "or repeat k and v with .repeat_interleave(H // Hk, dim=-3)."
-            )
-    if not supports["nq_ne_nk"] and q[-2] != k[-2]:
-        raise NotImplementedError(
-            f"{supports['stage']} is for self-attention, Nq = Nk; {_shapes(q, k)}. {_HAS['nq_ne_nk']} takes Nq != Nk."
-        )
-
-
-def check_saved(q, dout, out, lse):
-    """Raises unless dout and out are like q, and lse is (..., H, Nq) in the type that `forward` returns."""
-    like_q, device = (q.shape, q.dtype), q.device
-    for name, x, (shape, dtype) in (
-        ("dout", dout, like_q),
-        ("out", out, like_q),
-        ("lse", lse, (q.shape[:-1], lse_dtype(q))),
-    ):
-        check_dense(name, x)
-        if x.shape != shape:
-            raise ValueError(f"{name} must have shape {tuple(shape)} as forward returned it; got {tuple(x.shape)}.")
-        if x.dtype != dtype or x.device != device:
-            raise TypeError(f"{name} must be {_short(dtype)} on {device}; got {_short(x.dtype)} on {x.device}.")
-
-
-def check_deterministic(value):
-    """Raises TypeError unless the argument `deterministic` is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"deterministic must be True or False, got {value!r}.")
-
-
-def _named(supports):
-    return supports["stage"] + (f" (rung {supports['rung']})" if "rung" in supports else "")
-
-
-def _shapes(q, k):
-    return f"q is {tuple(q)}, k is {tuple(k)}"
-
-
-def _short(dtype):
-    return str(dtype).removeprefix("torch.")
-
-
-def _span(values):
-    """Increasing numbers, with neighbours joined: "1 to 96, 128"."""
-    runs = []
-    for value in values:
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    rank = 3 if rows else 4
+    if x.ndim < rank:
+        x = x.reshape((1,) * (rank - x.ndim) + tuple(x.shape))
+    return x if rows or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

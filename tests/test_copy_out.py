@@ -16,8 +16,9 @@ from steps.step02_fa2_cuda import ladder
 
 STEPS = Path(__file__).parents[1] / "steps"
 PUBLISHED = "step01_fa1_numba/fwd_0_published.py"
-MODELS = "options", "operators", "decode", "sdpa", "models"
-FEATURES = [f"step03_triton/{file}.py" for file in ("flash", "flash_kernels", "features", "tiles")]
+MODELS = "options", "operators", "dropout", "decode", "sdpa", "models"
+REPLAY = "step03_triton/replay.py"
+FEATURES = [f"step03_triton/{file}.py" for file in ("flash", "flash_kernels", "features", "tiles", "replay")]
 SETS = {  # What to copy, and the file and function names of its forward and backward.
     "00 matrix": (["step00_naive/fwd_1_matrix.py", "step00_naive/bwd_1_matrix.py"],
                   "fwd_1_matrix.forward", "bwd_1_matrix.backward"),
@@ -29,10 +30,11 @@ SETS = {  # What to copy, and the file and function names of its forward and bac
                          "fwd_1_loops_swapped.forward", "bwd_0_published.backward"),
     "01 registers": ([PUBLISHED, "step01_fa1_numba/fwd_2_registers.py", "step01_fa1_numba/bwd_2_registers.py"],
                      "fwd_2_registers.forward", "bwd_2_registers.backward"),
-    "03 fused": (["step03_triton/fwd_0_fused.py", "step03_triton/bwd_0_fused.py"],
+    "03 fused": (["step03_triton/fwd_0_fused.py", "step03_triton/bwd_0_fused.py", REPLAY],
                  "fwd_0_fused.forward", "bwd_0_fused.backward"),
-    "03 tma": (["step03_triton/fwd_1_tma.py", "step03_triton/bwd_1_tma.py"], "fwd_1_tma.forward", "bwd_1_tma.backward"),
-    "03 roles": (["step03_triton/fwd_2_roles.py", "step03_triton/bwd_1_tma.py"],
+    "03 tma": (["step03_triton/fwd_1_tma.py", "step03_triton/bwd_1_tma.py", REPLAY],
+               "fwd_1_tma.forward", "bwd_1_tma.backward"),
+    "03 roles": (["step03_triton/fwd_2_roles.py", "step03_triton/bwd_1_tma.py", REPLAY],
                  "fwd_2_roles.forward", "bwd_1_tma.backward"),
     "03 features": (FEATURES, "flash.forward", "flash.backward"),
     "03 operators": ([*FEATURES, *(f"step03_triton/{file}.py" for file in MODELS)],

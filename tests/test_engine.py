@@ -96,3 +96,19 @@ def test_a_stage_refuses_to_compute_where_it_can_only_be_compiled():
     code = "import torch; from steps import step00_naive; step00_naive.forward(*torch.randn(3, 4, 8))"
     status, _, stderr = python(code, STEPS_ENGINE="compile")
     assert status != 0 and "nothing is computed" in stderr
+
+
+UNTIL_THE_GRADIENTS = """
+import sys, torch
+from steps import engine, step00_naive, step01_fa1_numba, step02_fa2_cuda, step03_triton
+for stage, features in ((step00_naive, {}), (step01_fa1_numba, {}), (step02_fa2_cuda, {}), (step03_triton, {}),
+                        (step03_triton, {"window": (3, 0), "dropout_p": 0.5})):
+    q, k, v = torch.randn(3, 1, 1, 5, 16, device=engine.device).requires_grad_()
+    stage.attention(q, k, v, **features).sum().backward()
+print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+"""
+
+
+def test_what_torch_compile_needs_is_not_imported_without_it():
+    """It takes seconds, which the first call of a process would wait."""
+    assert python(UNTIL_THE_GRADIENTS) == (0, "[]", "")

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from steps import contract, engine
+from steps import checks, engine
 from steps.step02_fa2_cuda import RUNGS, emulator, ladder, launch, nvrtc, wgmma
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-python")
@@ -403,7 +403,7 @@ def test_the_launcher_and_the_stage_have_one_rule_for_a_scale():
     for limit in launch.SMALLEST_SCALE, launch.LARGEST_SCALE:
         for scale in (math.nextafter(limit, 0), limit, math.nextafter(limit, math.inf)):
             verdicts = []
-            for check in (partial(launch.check_options, "fa2", scale, False), partial(contract.check_scale, scale, 64)):
+            for check in (partial(launch.check_options, "fa2", scale, False), partial(checks.check_scale, scale, 64)):
                 with contextlib.suppress(ValueError):
                     check()
                     verdicts.append(scale)

@@ -242,7 +242,8 @@ def test_how_many_splits_there_are(monkeypatch):
     for B, H, Hk, Nq, Nk in [(8, 32, 8, 1, 32768), (1, 8, 8, 1, 200), (70, 4, 4, 1, 999), (1, 32, 1, 3, 9999)]:
         q, k = (torch.empty(B, *heads, 64, dtype=torch.float16) for heads in ((H, Nq), (Hk, Nk)))
         decode.forward(q, k, k)
-    assert grids[::2] == [(64, 4), (8, 4), (280, 1), (2, 132)]  # heads times tiles of rows, shares
+    heads_and_shares = [grid[:2] for grid in grids[::2]]  # heads times tiles of rows, shares
+    assert heads_and_shares == [(64, 4), (8, 4), (280, 1), (2, 132)]
 
 
 def test_fits(monkeypatch):

@@ -16,6 +16,7 @@ from reference import cases, error, feature_cases, philox
 from reference.feature_cases import random
 from steps import engine
 from steps.step03_triton import decode, features, flash, flash_kernels, tiles
+from steps.step03_triton.replay import Recording
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
@@ -389,7 +390,7 @@ def order_kernel(order, tiles, heads, f):
 def test_programs_that_read_the_same_tile_of_a_mask_follow_one_another(shape, shared):
     """Where all heads have the same mask, which is where its stride of heads is 0. Elsewhere those of a head do."""
     q = torch.zeros(2, 3, 32, 16, device=engine.device)
-    f = flash.prepare(q, q, mask=None if shape is None else torch.zeros(shape, device=engine.device))[3]
+    f = flash.prepare(Recording([q]), q, q, mask=None if shape is None else torch.zeros(shape, device=engine.device))[3]
     assert f.heads_first == (1 if shared else None)
     order = torch.empty(12, 3, dtype=torch.int32, device=engine.device)
     order_kernel[(12,)](order, 2, 3, f)
@@ -404,7 +405,7 @@ def test_of_a_mask_that_all_queries_share_a_tile_is_one_row(shape, alike):
     q = torch.zeros(2, 3, 32, 16, dtype=torch.float16, device=engine.device)
     mask = torch.zeros(shape, device=engine.device)
     for same in (mask, mask.expand(2, 3, 32, 32)):
-        f = flash.prepare(q, q, mask=same)[3]
+        f = flash.prepare(Recording([q]), q, q, mask=same)[3]
         assert f.queries_alike == alike
         assert not alike or flash.with_tma(f, (q, q, q), same).mask_tma is None
 

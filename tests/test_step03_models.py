@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import steps.step03_triton as step03
 from steps import engine
-from steps.step03_triton import models, operators
+from steps.step03_triton import models
+from steps.step03_triton.replay import Recording
 
 B, H, N, D = 2, 2, 12, 16
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
@@ -38,14 +39,18 @@ def in_sdpa():
 @pytest.fixture
 def arrived(monkeypatch):
     """The names of the launchers that ran, in their order."""
-    names = []
+    names, record, replay = [], Recording.record, Recording.replay
 
-    def run(kernel, *tensors, **options):
-        names.append(kernel.__name__)
-        return original(kernel, *tensors, **options)
+    def noted_record(self, function, *given):
+        names.append(function.__name__)
+        return record(self, function, *given)
 
-    original = operators.run
-    monkeypatch.setattr(operators, "run", run)
+    def noted_replay(self, tensors):
+        names.append(self.function.__name__)
+        return replay(self, tensors)
+
+    monkeypatch.setattr(Recording, "record", noted_record)
+    monkeypatch.setattr(Recording, "replay", noted_replay)
     return names
 
 

@@ -18,7 +18,7 @@ import steps.step03_triton as step03
 from reference import cases, error
 from steps import engine
 from steps.bench import cost
-from steps.contract import pick_kernel
+from steps.checks import pick
 from steps.step03_triton import (
     bwd_0_fused,
     bwd_1_tma,
@@ -51,7 +51,7 @@ def changed(module, folder, old, new):
     assert old in text
     path = folder / f"{module.__name__.rpartition('.')[2]}_changed.py"
     path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"{module.__package__}.{path.stem}", path)  # for its imports
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
     return copy
@@ -148,7 +148,11 @@ def test_every_kernel_of_fused_is_told_how_to_multiply_float32(kind, monkeypatch
         monkeypatch.setattr(module, "products", lambda x: kind)
         for name in names:
             monkeypatch.setattr(module, name, Noted(getattr(module, name)))
+    fwd_0_fused.forward.forget()  # What is recorded would be replayed with the kernels as they were.
+    bwd_0_fused.backward.forget()
     float32_results(fwd_0_fused.forward, bwd_0_fused.backward)
+    fwd_0_fused.forward.forget()
+    bwd_0_fused.backward.forget()
     assert told == [kind] * 3
 
 
@@ -438,7 +442,7 @@ def test_the_rung_that_a_hopper_gpu_picks(D, dtype, rung):
     kernels = rungs.available((9, 0))
     supports = step03.SUPPORTS | {"rungs": tuple(kernels), "limits": rungs.LIMITS, "elsewhere": {}}
     for direction in (0, 1):
-        kernel, _ = pick_kernel(kernels, supports, None, direction, torch.empty(1, 1, 1, D, dtype=dtype))
+        kernel, _ = pick(kernels, supports, None, direction, torch.empty(1, 1, 1, D, dtype=dtype))
         assert kernel is kernels[rung][direction]
 
 
@@ -612,3 +616,15 @@ def test_it_runs_on_the_current_stream(rung):
         got = forward_and_backward(*late, rung)
     stream.synchronize()
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_recording_tells_a_tensor_apart_that_is_given_twice():
+    """The first call's dout is its q. The second call has the same key, and another dout."""
+    q, k, v, dout = torch.randn(4, 1, 2, 20, 16, device=engine.device)
+    out, lse = fwd_0_fused.forward(q, k, v)
+    bwd_0_fused.backward.forget()
+    want = bwd_0_fused.backward(dout.clone(), q, k, v, out, lse)
+    bwd_0_fused.backward.forget()
+    bwd_0_fused.backward(q, q, k, v, out, lse)
+    got = bwd_0_fused.backward(dout, q, k, v, out, lse)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))

@@ -37,7 +37,7 @@ from steps.workbook import (
     splice,
 )
 from steps.workbook.capstone import Guarded
-from steps.workbook.checks import _slips
+from steps.workbook.checking import _slips
 from steps.workbook.differences import of_tensors
 from steps.workbook.exercises import Exercise, Hunt, Puzzle, Step
 from steps.workbook.explain import explain

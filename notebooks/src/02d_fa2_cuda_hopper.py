@@ -39,7 +39,7 @@ import torch
 from IPython.display import display
 
 from reference import cases, error
-from steps import contract
+from steps import checks
 from steps import step02_fa2_cuda as step02
 from steps.bench import cost, fingerprint, plots, profile, report, rows, sustained, timeline
 from steps.bench.plots import COLOURS, FAINT, GREYS, INK
@@ -712,7 +712,7 @@ SCHEDULES = {
     "products late": {"copies": "eager", "wgmma": "late"},
     "random": {"threads": "random", "copies": "random", "wgmma": "random", "seed": 1},
 }
-small = contract.limits(step02.SUPPORTS, "hopper") | {"tiles": ((128, 64),)}
+small = checks.limits(step02.SUPPORTS, "hopper") | {"tiles": ((128, 64),)}
 names = ("ragged_causal", "fewer_queries_causal", "scores_200")
 for rung in ("wgmma", "roles", "hopper"):
     failed, shares = 0, []

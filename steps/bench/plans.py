@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from steps import catalogue, contract, engine
+from steps import catalogue, checks, engine
 from steps.bench import ring_plan
 from steps.bench.feature_plan import FeaturePart, GroupedPart
 from steps.bench.grid import STANDARD_GRID, Beside, Candidate, Point, make_inputs, measure
@@ -140,7 +140,7 @@ def entrants(number, rung=None):
     module = catalogue.stage(number)
     for word in module.SUPPORTS["rungs"]:
         if rung in (None, word):
-            own = contract.limits(module.SUPPORTS, word)
+            own = checks.limits(module.SUPPORTS, word)
             backward = stem(module, "bwd", word)
             yield Candidate(
                 module.SUPPORTS["stage"].removeprefix("step"),

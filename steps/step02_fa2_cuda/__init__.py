@@ -5,8 +5,6 @@ rung's row in ladder.py and has nvrtc.py or emulator/ compile and launch the ker
 Notebooks: notebooks/02a_fa2_cuda_first_kernels.ipynb to 02e. Tests: tests/test_step02_fa2_cuda.py.
 """
 
-from functools import partial
-
 import torch
 
 from steps import contract, engine
@@ -14,9 +12,7 @@ from steps import contract, engine
 from . import ladder, launch
 
 GPU = launch.gpu() if engine.name == "cuda" else (None, None)  # its compute capability and shared memory
-RUNGS = {
-    rung: (partial(launch.forward, rung=rung), partial(launch.backward, rung=rung)) for rung in ladder.available(GPU[0])
-}
+RUNGS = {rung: launch.functions(rung) for rung in ladder.available(GPU[0])}
 SUPPORTS = {
     "stage": "step02_fa2_cuda",
     "devices": (engine.device,),

@@ -37,6 +37,7 @@ __device__ void load_column(Shared<float> column, Global<const float> x, int row
 
 __device__ float dot(Shared<float> a, Shared<float> b) {
   float sum = 0;
+  // a . b = sum_d a[d] * b[d]
 #pragma unroll 8
   for (int d = 0; d < D; d++) sum += a[d] * b[d];
   return sum;
@@ -45,6 +46,7 @@ __device__ float dot(Shared<float> a, Shared<float> b) {
 // dQ_i += scale * dS K_j, the product of (rows, keys) and (keys, D). A thread computes one element after the
 // other, and adds each by one atomic addition.
 __device__ void add_dQ(Global<float> dq, Shared<float> dS, Shared<float> K, int rows, int keys, float scale) {
+  // dQ = scale * dS K_j:  dQ[r][d] += scale * (sum_j dS[r][j] * K[j][d]), where e = r * D + d
   for (int e = threadIdx.x; e < rows * D; e += Bc) {
     float sum = 0;
     for (int j = 0; j < keys; j++) sum += dS[e / D * Bc + j] * K[j * STRIDE + e % D];
@@ -60,6 +62,7 @@ __device__ void store_row(Global<float> to, const float (&row)[D], float factor)
 // delta of one query, whose rows of dO and O these are.
 __device__ float row_delta(Global<const float> dO, Global<const float> O) {
   float sum = 0;
+  // delta = rowsum(dO * O):  delta = sum_d dO[d] * O[d]
   for (int d = 0; d < D; d++) sum += dO[d] * O[d];
   return sum;
 }
@@ -120,6 +123,9 @@ extern "C" __global__ void __launch_bounds__(Bc) attention_backward(
     load_column(delta_i, delta + first_row + i, rows);
     // The barrier also makes sure that no thread still reads dS of the tile before.
     __syncthreads();  // every thread reads rows that other threads have loaded
+    // P = exp(scale * Q K^T - lse):  P[r][t] = exp(scale * sum_d Q[r][d] * K[t][d] - lse[r])
+    // dP = dO V^T:                   dP[r][t] = sum_d dO[r][d] * V[t][d]
+    // dS = P * (dP - delta):         dS[r][t] = P[r][t] * (dP[r][t] - delta[r])
     if (t < keys) {
       for (int r = 0; r < rows; r++) {
         if (i + r < seen_from) {  // masked: P = 0
@@ -131,6 +137,8 @@ extern "C" __global__ void __launch_bounds__(Bc) attention_backward(
         float dP = dot(dO + r * D, V + t * STRIDE);
         float dS_rt = P * (dP - delta_i[r]);
         dS[r * Bc + t] = dS_rt;
+        // dV = P^T dO:          dV[t][d] += P[r][t] * dO[r][d]
+        // dK = scale * dS^T Q:  dK[t][d] += dS[r][t] * Q[r][d], and times scale at the end
 #pragma unroll
         for (int d = 0; d < D; d++) {
           dV_j[d] += P * dO[r * D + d];

@@ -30,6 +30,7 @@ __device__ void load_tile(Shared<float> tile, Global<const float> x, int64_t str
 // finite number, because -inf - (-inf) would be NaN where all scores are -inf.
 __device__ float scores(Shared<float> S, const float (&q)[D], Shared<float> K, int n, float scale) {
   float max_S = -3.4e38f;
+  // S = scale * q K_j^T:  S[j] = scale * sum_d q[d] * K[j][d]
   for (int j = 0; j < n; j++) {
     float s = 0;
 #pragma unroll
@@ -46,6 +47,7 @@ __device__ void online_update(float& m, float& l, float (&O)[D], Shared<float> S
                               Shared<float> V, int n) {
   float m_new = fmaxf(m, max_S);
   float alpha = expf(m - m_new);  // 0 for the first tile, where m is still -inf
+  // O = alpha * O + P V_j:  O[d] = alpha * O[d] + sum_j P[j] * V[j][d];  l = alpha * l + sum_j P[j]
   l *= alpha;
 #pragma unroll
   for (int d = 0; d < D; d++) O[d] *= alpha;
@@ -58,7 +60,7 @@ __device__ void online_update(float& m, float& l, float (&O)[D], Shared<float> S
   m = m_new;
 }
 
-// Stores out = O / l. A row that saw no key has l = 0 and gets 0.
+// Stores out = O / l:  out[d] = O[d] / l. A row that saw no key has l = 0 and gets 0.
 __device__ void store_row(Global<float> out, const float (&O)[D], float l) {
 #pragma unroll
   for (int d = 0; d < D; d++) out[d] = l == 0 ? 0 : O[d] / l;
@@ -97,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(Br) attention_forward(
 #pragma unroll
   for (int d = 0; d < D; d++) Q_i[d] = i < Nq ? q[i * q_row + d] : 0;
 
+  // (m, l, O) of the keys 0 .. j - 1 becomes that of the keys 0 .. j + Bc - 1
   for (int j = 0; j < keys; j += Bc) {
     __syncthreads();  // no thread still reads the tile that the next line overwrites
     load_tile(K, k + j * k_row, k_row, min(Bc, keys - j));

@@ -113,6 +113,13 @@ template <int DEPTH, int ROWS> struct Ring {
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + stage());
     n++;
   }
+
+  // The consumers: has no use for the next tile.
+  __device__ void skip() {
+    wait();
+    __syncwarp();
+    release();
+  }
 };
 
 // The warpgroups' turns. Warpgroup w waits at the named barrier 1 + w until the warpgroup before it arrives
@@ -122,6 +129,10 @@ struct Turn {
   __device__ Turn(int w) : mine(1 + w), next(1 + (w + 1) % WARPGROUPS) {}
   __device__ void wait() const { if (PINGPONG && WARPGROUPS > 1) named_barrier_sync(mine, 256); }
   __device__ void pass() const { if (PINGPONG && WARPGROUPS > 1) named_barrier_arrive(next, 256); }
+  __device__ void skip() const {
+    wait();
+    pass();
+  }
 };
 
 // x, on which all lanes of the warp agree. The shuffle lets the compiler know that they agree: what is
@@ -318,25 +329,24 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
   // The blocks of keys are visited from the last to the first, so that the masked ones come first.
   if (threadIdx.x < 128) {
     registers_decrease<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) {
-      for (int round = 0, n; (n = tile_number(round)) < tiles; round++) {
-        Tile tile(p, n);
-        int head = tile.head % H, batch = tile.head / H;
+    auto produce = [&](const Tile& tile) {
+      int head = tile.head % H, batch = tile.head / H;
 #pragma unroll 1  // a loop that is not unrolled needs fewer registers
-        for (int j = tile.blocks - 1; j >= 0; j--) {
-          K.load(k_map, j * Bc, head / group, batch);
-          if (j == tile.blocks - 1) Q.load(q_map, tile.first, head, batch);
-          V.load(v_map, j * Bc, head / group, batch);
-        }
+      for (int j = tile.blocks - 1; j >= 0; j--) {
+        K.load(k_map, j * Bc, head / group, batch);
+        if (j == tile.blocks - 1) Q.load(q_map, tile.first, head, batch);
+        V.load(v_map, j * Bc, head / group, batch);
       }
-    }
+    };
+    if (threadIdx.x == 0)
+      for (int round = 0, n; (n = tile_number(round)) < tiles; round++) produce(Tile(p, n));
   } else {
     registers_increase<CONSUMER_REGISTERS>();
     int w = uniform(threadIdx.x / 128 - 1);  // the number of the warpgroup
     int i = 64 * w + row();                  // this thread's first row of the tile
     float scale_log2 = scale * 1.44269504f;  // times log2(e), because exp is computed as a power of 2
-    // first_step sets m and l. But if they began undefined, ptxas would order the instructions of the loop in
-    // another way, which is 3 % slower at D = 64.
+    // consume_first sets m and l. But if they began undefined, ptxas would order the instructions of the loop
+    // in another way, which is 3 % slower at D = 64.
     float S[Bc / 2], O[D / 2] = {}, m[2] = {}, l[2] = {}, alpha[2];
     uint32_t P[Bc / 16][4];
     Turn turn(w);
@@ -365,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       wgmma_wait<0>();
       V.release();
     };
-    auto step = [&](const Tile& tile, int j, auto masked, uint64_t Q_i) {
+    auto consume = [&](const Tile& tile, int j, auto masked, uint64_t Q_i) {
       start(Q_i, Bool<true>());
       if (masked.value) mask(S, j * Bc, tile.first + i, Nq, Nk);
       bool grown = online_softmax(S, m, l, alpha, scale_log2);
@@ -374,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       if (grown) rescale(O, alpha);
     };
     // A tile's first block: m and l start again, while O may still be that of the tile before.
-    auto first_step = [&](const Tile& tile, auto beside, uint64_t Q_i) {
+    auto consume_first = [&](const Tile& tile, auto beside, uint64_t Q_i) {
       start(Q_i, beside);
       if (tile.needed > tile.unmasked) mask(S, (tile.needed - 1) * Bc, tile.first + i, Nq, Nk);
       m[0] = m[1] = lowest;
@@ -388,9 +398,17 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     // in that stage. It also waits for its turn and passes it on, because the others expect one turn of every
     // warpgroup for each block.
     auto skip = [&] {
-      K.wait(), __syncwarp(), K.release();
-      turn.wait(), turn.pass();
-      V.wait(), __syncwarp(), V.release();
+      K.skip();
+      turn.skip();
+      V.skip();
+    };
+
+    // The rows of a tile leave the chip, whose m and l were these, and O begins again.
+    auto finish = [&](const Tile& done, float (&m_done)[2], float (&l_done)[2]) {
+      int64_t first = int64_t(done.head) * Nq;
+      store_rows(out + first * D, lse + first, O, m_done, l_done, done.first + i, Nq, scale);
+#pragma unroll
+      for (int e = 0; e < D / 2; e++) O[e] = 0;
     };
 
     int round = 0, n = tile_number(0);
@@ -401,12 +419,12 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       if (alone) {
 #pragma unroll 1  // a loop that is not unrolled needs fewer registers
         for (int j = tile.blocks; j > tile.needed; j--) skip();
-        if (tile.needed) first_step(tile, Bool<false>(), Q_i);
+        if (tile.needed) consume_first(tile, Bool<false>(), Q_i);
       }
       int j = tile.needed - 2;
       if (CAUSAL)
-        for (; j >= tile.unmasked; j--) step(tile, j, Bool<true>(), Q_i);
-      for (; j >= 0; j--) step(tile, j, Bool<false>(), Q_i);
+        for (; j >= tile.unmasked; j--) consume(tile, j, Bool<true>(), Q_i);
+      for (; j >= 0; j--) consume(tile, j, Bool<false>(), Q_i);
       __syncwarp();  // lanes of a warp without a product may still be inside Q.get()
       Q.release();
 
@@ -419,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       alone = !done.needed || n >= tiles || tile.needed < tile.blocks;
       if (!done.needed) continue;
       if (!alone) {
-        first_step(tile, Bool<true>(), Q.get() + w * 64 * 128 / 16);
+        consume_first(tile, Bool<true>(), Q.get() + w * 64 * 128 / 16);
       } else {
         uint64_t V_before = V.get(V_SLAB);
         wgmma_fence();
@@ -427,10 +445,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
         wgmma_commit();
         finish_output();
       }
-      int64_t first = int64_t(done.head) * Nq;
-      store_rows(out + first * D, lse + first, O, m_done, l_done, done.first + i, Nq, scale);
-#pragma unroll
-      for (int e = 0; e < D / 2; e++) O[e] = 0;
+      finish(done, m_done, l_done);
     }
     if (w == 0) turn.wait();  // for the last pass(): a block must not end while a named barrier is half full
   }

@@ -55,6 +55,23 @@ def forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None, **switc
             return attention_to_nothing(q)
         problem = problem_of(row, q, k, causal, scale, tile, switches=switches.items())
         plan = keep(key, Plan(problem, forward_works, q=q, k=k, v=v))
+    return attend(plan, q, k, v)
+
+
+def functions(rung):
+    """(forward, backward) of a rung, each with its function `planned`, by which the contract keeps a call."""
+    forwards, backwards = partial(forward, rung=rung), partial(backward, rung=rung)
+    forwards.planned, backwards.planned = partial(planned_forward, rung=rung), partial(planned_backward, rung=rung)
+    return forwards, backwards
+
+
+def planned_forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None):
+    """A function of (q, k, v) that does what `forward` did on these tensors, for others of the same layout."""
+    return partial(attend, kept["forward", rung, causal, scale, tile, *layouts(q, k, v)])
+
+
+def attend(plan, q, k, v):
+    """(out, lse) by a plan."""
     B, H, Nq, D = q.shape  # The sizes are handed over one by one, because a whole shape doubles the time of new_empty.
     out = q.new_empty(B, H, Nq, D)
     lse = q.new_empty(B, H, Nq, dtype=torch.float32)
@@ -84,6 +101,20 @@ def backward(
         backward_tile = tile if row.word == "scalar" and backward_tile is None else backward_tile
         problem = problem_of(row, q, k, causal, scale, backward_tile, deterministic=deterministic)
         plan = keep(key, Plan(problem, backward_works, **inputs))
+    return differentiate(plan, *inputs.values())
+
+
+def planned_backward(
+    *tensors, rung="fa2", causal=False, scale=None, tile=None, backward_tile=None, deterministic=False
+):  # fmt: skip
+    """A function of (dout, q, k, v, out, lse) that does what `backward` did on these tensors, for others like them."""
+    plan = kept["backward", rung, causal, scale, tile, backward_tile, deterministic, *layouts(*tensors)]
+    return partial(differentiate, plan)
+
+
+def differentiate(plan, dout, q, k, v, out, lse):
+    """(dq, dk, dv) by a plan."""
+    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if plan.problem.row.word == "scalar":
         return scalar_gradients(plan, inputs)
     sums = Sums(plan.problem)

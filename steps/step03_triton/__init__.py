@@ -8,8 +8,8 @@ import torch
 from steps import engine
 
 from . import interpreter, options, rungs
+from .dropout import dropout_mask, set_deterministic  # noqa: F401  They are public.
 from .models import register_with_transformers, use_in_sdpa  # noqa: F401
-from .operators import dropout_mask, set_deterministic  # noqa: F401  They are public.
 from .public import functions
 from .sdpa import sdpa_of
 

@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .replay import replayed
+
 # (Br, Bc, num_warps, num_stages) of the last two kernels, by what `products` says and head_dim: up to 64, 128, 256.
 KEYS_TILES = {
     "16 bits": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 8, 1)},
@@ -230,31 +232,17 @@ def queries_kernel(
     store_tile(dq, dq_strides, dQ * scale, b, h, i, Nq, Br, D, D_pad)
 
 
-def readable(q, k, *others):
-    """The tensors as they are in memory, where a kernel reads them: torch negates z.conj().imag only when it reads it.
-
-    Raises ValueError for heads that do not fit, because a kernel would read beyond k.
-    """
-    H, Hk = q.shape[1], k.shape[1]
-    if H != Hk * (H // max(1, Hk)):
-        raise ValueError(f"H must be a multiple of Hk; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
-    return [x.resolve_neg() for x in (q, k, *others)]
-
-
-def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
+@replayed
+def backward(record, dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
     """(dq, dk, dv) from dout and out like q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous.
 
     lse (B, H, Nq) is float32. scale > 0; None is 1/sqrt(D). tile is (Br, Bc).
     """
-    q, k, v, dout, out, lse = readable(q, k, v, dout, out, lse)
-    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
-        grads = backward(*(x.float() for x in (dout, q, k, v, out)), lse, causal=causal, scale=scale, tile=tile)
-        return tuple(grad.to(q.dtype) for grad in grads)
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     scale = D**-0.5 if scale is None else scale
     D_pad = max(16, triton.next_power_of_2(D))  # tiles are powers of two, and a tensor core takes 16 columns
-    lse_2, delta = torch.empty(2, B * H, Nq, dtype=torch.float32, device=q.device)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    lse_2, delta = record.new((B * H, Nq)), record.new((B * H, Nq))
+    dq, dk, dv = (record.new(x.shape, like=x) for x in (q, k, v))
     strides = [x.stride()[:3] for x in (dout, q, k, v)]
     numbers, kind = (H // Hk, Nq, Nk, scale), products(q)
     same = dict(CAUSAL=causal, D=D, D_pad=D_pad, PRECISION="ieee" if kind == "16 bits" else kind)
@@ -263,16 +251,19 @@ def backward(dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None):
         Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else table[kind][max(64, D_pad)]
         return dict(Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages, **same)
 
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        delta_kernel[(B * H * triton.cdiv(Nq, 64),)](
-            dout, out, lse.contiguous(), lse_2, delta, strides[0], out.stride()[:3], H, Nq, D=D, D_pad=D_pad, Br=64
-        )
-        how = options(KEYS_TILES)
-        keys_kernel[(B * Hk * triton.cdiv(Nk, how["Bc"]),)](
-            dout, q, k, v, lse_2, delta, dk, dv, *strides, dk.stride()[:3], Hk, *numbers, **how
-        )
-        how = options(QUERIES_TILES)
-        queries_kernel[(B * H * triton.cdiv(Nq, how["Br"]),)](
-            dout, q, k, v, lse_2, delta, dq, *strides, dq.stride()[:3], H, *numbers, **how
-        )
+    lse = record.derive(torch.Tensor.contiguous, lse)
+    record.launch(
+        delta_kernel, B * H * triton.cdiv(Nq, 64), dout, out, lse, lse_2, delta, strides[0], out.stride()[:3], H, Nq,
+        D=D, D_pad=D_pad, Br=64,
+    )  # fmt: skip
+    how = options(KEYS_TILES)
+    record.launch(
+        keys_kernel, B * Hk * triton.cdiv(Nk, how["Bc"]), dout, q, k, v, lse_2, delta, dk, dv, *strides,
+        dk.stride()[:3], Hk, *numbers, **how,
+    )  # fmt: skip
+    how = options(QUERIES_TILES)
+    record.launch(
+        queries_kernel, B * H * triton.cdiv(Nq, how["Br"]), dout, q, k, v, lse_2, delta, dq, *strides,
+        dq.stride()[:3], H, *numbers, **how,
+    )  # fmt: skip
     return dq, dk, dv

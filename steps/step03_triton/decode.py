@@ -13,9 +13,13 @@ The merge is that of step04_ring/merge.py for lse_s = scale m_s + log l_s. Here 
 million float32 has no room for log l_s. Left out: K and V in pages. Needs torch and Triton only.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from .replay import replayed
 
 # (largest Br, Bc, num_warps, num_stages) by bytes an entry and head_dim: up to 64, 128, 256. Smaller GPUs use the same
 # rows, because 99 KB of shared memory are enough. Only GPUs that have 227 KB use more, for tiles of 64 queries.
@@ -80,61 +84,46 @@ def merge_kernel(O_s, m_s, l_s, out, lse, splits, scale, D: tl.constexpr, SPLITS
     tl.store(lse + row, m * scale + tl.log(l))
 
 
-def multiprocessors(x):  # Triton's interpreter counts as a GPU with 6, so that keys are divided there, too.
-    return 6 if triton.knobs.runtime.interpret else torch.cuda.get_device_properties(x.device).multi_processor_count
+@functools.cache
+def multiprocessors(device):  # Triton's interpreter counts as a GPU with 6, so that keys are divided there, too.
+    return 6 if triton.knobs.runtime.interpret else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def fits(q, k):
     """Whether queries are few, key heads fewer than multiprocessors, and keys so many that a second launch is cheap."""
     (B, H, Nq, _), (Hk, Nk) = q.shape, k.shape[1:3]
-    return B * Hk < multiprocessors(q) and Nq * H <= 64 * Hk and Nk >= 1024
+    return Nq * H <= 64 * Hk and Nk >= 1024 and B * Hk < multiprocessors(q.device)
 
 
-def readable(q, k, *others):
-    """The tensors as they are in memory, where a kernel reads them: torch negates z.conj().imag only when it reads it.
-
-    Raises ValueError for heads that do not fit, because a kernel would read beyond k, and RuntimeError without a GPU.
-    """
-    H, Hk = q.shape[1], k.shape[1]
-    if H != Hk * (H // max(1, Hk)):
-        raise ValueError(f"H must be a multiple of Hk; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
-    if not (q.is_cuda or triton.knobs.runtime.interpret):
-        try:
-            triton.runtime.driver.active  # noqa: B018  It fails where Triton finds no GPU to compile for.
-        except RuntimeError:
-            raise RuntimeError("no GPU: start Python with TRITON_INTERPRET=1, and Triton interprets kernels.") from None
-    return [x.resolve_neg() for x in (q, k, *others)]
-
-
-def forward(q, k, v, *, causal=False, scale=None, lengths_k=None, splits=None):
+@replayed
+def forward(record, q, k, v, *, causal=False, scale=None, lengths_k=None, splits=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
     scale > 0; None is 1/sqrt(D). lengths_k (B,) int32 on the device of q, or a list: only the first lengths_k[b] keys
     exist, and causal is aligned at the last of them; a number above Nk counts as Nk. splits: the number of shares; None
     is about two programs a multiprocessor.
     """
-    q, k, v = readable(q, k, v)
-    if lengths_k is not None:
-        lengths_k = torch.as_tensor(lengths_k, dtype=torch.int32, device=q.device).resolve_neg().contiguous()
-    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
-        options = {"causal": causal, "scale": scale, "lengths_k": lengths_k, "splits": splits}
-        out, lse = forward(q.float(), k.float(), v.float(), **options)
-        return out.to(q.dtype), lse
+    if isinstance(lengths_k, torch.Tensor):
+        lengths_k = record.derive(torch.Tensor.contiguous, lengths_k)
+    elif lengths_k is not None:
+        lengths_k = record.derive(lambda q: torch.tensor(lengths_k, dtype=torch.int32, device=q.device), q)
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
-    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((B, H, Nq), dtype=torch.float32)
+    out, lse = record.new(q.shape, like=q), record.new((B, H, Nq))
     if lse.numel() == 0:
         return out, lse
     rows, D_pad = H // Hk * Nq, max(16, triton.next_power_of_2(D))  # A tensor core takes 16 rows and columns.
     Br, Bc, num_warps, num_stages = TILES[q.element_size()][max(64, D_pad)]
     Br, scale = min(Br, max(16, triton.next_power_of_2(rows))), D**-0.5 if scale is None else scale
     programs = B * Hk * triton.cdiv(rows, Br)
-    splits = splits or max(1, min(2 * multiprocessors(q) // programs, triton.cdiv(Nk, Bc)))
-    O_s, (m_s, l_s) = lse.new_empty((B, H, Nq, splits, D)), lse.new_empty((2, B, H, Nq, splits))
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        split_kernel[(programs, splits)](
-            q, k, v, lengths_k, O_s, m_s, l_s, *(x.stride()[:3] for x in (q, k, v)), Hk, H // Hk, Nq, Nk, scale,
-            CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages,
-        )
-        columns, SPLITS = triton.cdiv(D, 32), triton.next_power_of_2(splits)
-        merge_kernel[(B * H * Nq, columns)](O_s, m_s, l_s, out, lse, splits, scale, D=D, SPLITS=SPLITS)
+    splits = splits or max(1, min(2 * multiprocessors(q.device) // programs, triton.cdiv(Nk, Bc)))
+    O_s, m_s, l_s = record.new((B, H, Nq, splits, D)), record.new((B, H, Nq, splits)), record.new((B, H, Nq, splits))
+    record.launch(
+        split_kernel, (programs, splits),
+        q, k, v, lengths_k, O_s, m_s, l_s, *(x.stride()[:3] for x in (q, k, v)), Hk, H // Hk, Nq, Nk, scale,
+        CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    columns, SPLITS = triton.cdiv(D, 32), triton.next_power_of_2(splits)
+    record.launch(
+        merge_kernel, (B * H * Nq, columns), O_s, m_s, l_s, out, lse, splits, scale, D=D, SPLITS=SPLITS
+    )  # fmt: skip
     return out, lse

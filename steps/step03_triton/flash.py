@@ -17,7 +17,8 @@ import triton
 
 from .features import Features
 from .flash_kernels import delta_kernel, forward_kernel, keys_kernel, mask_kernel, queries_kernel
-from .tiles import can_copy, describe, describe_numbers, is_aligned, products, readable, strides_of
+from .replay import replayed
+from .tiles import can_copy, describe, describe_numbers, is_aligned, products, strides_of
 
 # (Br, Bc, num_warps, num_stages) by head_dim up to 64, 128, 256. In "tma" the copy engine reads the tiles. A mask, the
 # random numbers of dropout, and positions (of a window, ALiBi or packed sequences) take registers from the tiles.
@@ -52,7 +53,7 @@ QUERIES_TILES = {
 
 
 def prepare(
-    q, k, *, causal=False, scale=None, window=None, softcap=None, mask=None, alibi_slopes=None, dropout_p=0.0,
+    record, q, k, *, causal=False, scale=None, window=None, softcap=None, mask=None, alibi_slopes=None, dropout_p=0.0,
     seed=None, first_query=None, first_key=0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None
 ):  # fmt: skip
     """(sequences, Nq, Nk, features), as the kernels take them, from the options of `forward`."""
@@ -71,14 +72,16 @@ def prepare(
         f["queries_alike"] = 1 if f["mask_strides"][2] == 0 else None
         f["in_fours"] = 1 if assembly and f.get("seen") and not f["queries_alike"] else None
     if cu_seqlens_q is not None:
-        f |= {"cu_seqlens_q": cu_seqlens_q.contiguous(), "cu_seqlens_k": cu_seqlens_k.contiguous()}
+        starts = [record.derive(torch.Tensor.contiguous, x) for x in (cu_seqlens_q, cu_seqlens_k)]
+        f |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
         B, Nq, Nk = len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k
     if alibi_slopes is not None:
-        slopes = alibi_slopes.float()
+        slopes = record.derive(torch.Tensor.float, alibi_slopes)
         f |= {"slopes": slopes, "slope_strides": slopes.expand(B, H).stride()}
     if dropout_p:
         t = max(1, round(256 * (1 - dropout_p))) if dropout_p < 1 else 0
-        seed = torch.as_tensor(seed, dtype=torch.int64, device=q.device)
+        if not isinstance(seed, torch.Tensor):
+            seed = record.new((1,), fill=seed, dtype=torch.int64)
         f |= {"seed": seed, "threshold": t, "kept_scale": 256 / t if t else 0.0}
         f["aligned"] = 1 if first_key % 16 == 0 else None
     return B, Nq, Nk, Features(**f)
@@ -120,26 +123,17 @@ def boxes(f, *tensors_and_rows, D_pad):
     return [describe(x, rows, D_pad) if f.tma else None for x, rows in tensors_and_rows]
 
 
-def tiled(mask, f, Br, Bc):
+def tiled(record, mask, f, Br, Bc):
     """The mask as a kernel reads it by tiles (Br, Bc): a descriptor or a tensor, of 8-bit integers if it is boolean."""
     if mask is None:
         return None
-    mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask
-    return describe(four_dimensions(mask), Br, Bc) if f.mask_tma else mask
+    if mask.dtype == torch.bool:
+        mask = record.derive(lambda mask: mask.view(torch.int8), mask)
+    return describe(record.derive(four_dimensions, mask), Br, Bc) if f.mask_tma else mask
 
 
-def resolved(options):
-    """The options, of which tensors are as they are in memory, as `readable` makes the others."""
-    return {name: x.resolve_neg() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-
-
-def in_float32(options):
-    """The options for the interpreter, whose numpy has no bfloat16."""
-    mask = options.get("mask")
-    return options | ({"mask": mask.float()} if mask is not None and mask.is_floating_point() else {})
-
-
-def forward(q, k, v, *, out=None, lse=None, tile=None, **options):
+@replayed
+def forward(record, q, k, v, *, out=None, lse=None, tile=None, **options):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
     flash_attn's tensors are (B, N, H, D): give those as q.transpose(1, 2). Options, of which features.py gives the
@@ -157,91 +151,86 @@ def forward(q, k, v, *, out=None, lse=None, tile=None, **options):
                                   They are changed in place, and returned.
         tile                      (Br, Bc)
     """
-    (q, k, v), options = readable(q, k, v), resolved(options)
-    if out is not None and (out.is_neg() or lse.is_neg()):
+    if out is not None and record.negated(out, lse):
         raise ValueError("out and lse are changed in place: give and keep out.resolve_neg() and lse.resolve_neg().")
-    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
-        given = dict(out=out, lse=lse, tile=tile)
-        new_out, lse = forward(q.float(), k.float(), v.float(), **given, **in_float32(options))
-        return new_out if out is not None else new_out.to(q.dtype), lse
-    sequences, Nq, Nk, f = prepare(q, k, **options)
+    sequences, Nq, Nk, f = prepare(record, q, k, **options)
     mask = options.get("mask")
     H, Hk, packed, carried = q.shape[1], k.shape[1], f.cu_seqlens_q is not None, out is not None
     if not carried:
-        out = (torch.zeros if packed else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        f = with_tma(f, (q, k, v), mask)
-        how = sizes(TILES, q, tile, f)
-        Br, Bc = how["Br"], how["Bc"]
-        forward_kernel[(sequences * H * triton.cdiv(Nq, Br),)](
-            q, k, v, *boxes(f, (k, Bc), (v, Bc), D_pad=how["D_pad"]), tiled(mask, f, Br, Bc), out, lse,
-            *map(strides_of, (q, k, v, out)), H, H // Hk, Nq, Nk, q.shape[2], f, CARRIED=carried, **how,
-        )
+        out = record.new(q.shape, like=q, fill=0 if packed else None)
+        lse = record.new(q.shape[:3], fill=-torch.inf)
+    f = with_tma(f, (q, k, v), mask)
+    how = sizes(TILES, q, tile, f)
+    Br, Bc = how["Br"], how["Bc"]
+    record.launch(
+        forward_kernel, sequences * H * triton.cdiv(Nq, Br),
+        q, k, v, *boxes(f, (k, Bc), (v, Bc), D_pad=how["D_pad"]), tiled(record, mask, f, Br, Bc), out, lse,
+        *map(strides_of, (q, k, v, out)), H, H // Hk, Nq, Nk, q.shape[2], f, CARRIED=carried, **how,
+    )  # fmt: skip
     return out, lse
 
 
-def backward(dout, q, k, v, out, lse, *, tile=None, mask_gradient=False, **options):
+@replayed
+def backward(record, dout, q, k, v, out, lse, *, tile=None, mask_gradient=False, **options):
     """(dq, dk, dv), and dmask if mask_gradient, from dout and out like q, lse (B, H, Nq), and the options of `forward`.
 
     out and lse may be those of more keys than k and v: dq is then the part that comes from these keys.
     """
-    (q, k, v, dout, out, lse), options = readable(q, k, v, dout, out, lse), resolved(options)
-    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
-        given = *(x.float() for x in (dout, q, k, v, out)), lse
-        grads = backward(*given, tile=tile, mask_gradient=mask_gradient, **in_float32(options))
-        return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v, options.get("mask")), strict=False))
-    sequences, Nq, Nk, f = prepare(q, k, **options)
+    sequences, Nq, Nk, f = prepare(record, q, k, **options)
     (B, H), Hk, packed = q.shape[:2], k.shape[1], f.cu_seqlens_q is not None
-    new = torch.zeros if packed else torch.empty
-    dq, dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (record.new(x.shape, like=x, fill=0 if packed else None) for x in (q, k, v))
     # Each row of lse_2 and delta, and in it each sequence, begins at a multiple of 16 bytes.
     stride = 4 * (triton.cdiv(q.shape[2], 4) + (sequences if packed else 0))
-    lse_2, delta = torch.empty(2, B * H, stride, dtype=torch.float32, device=q.device)
-    tensors = dout, q, k, v
+    lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
+    tensors, lse = (dout, q, k, v), record.derive(torch.Tensor.contiguous, lse)
     strides, group, mask = [strides_of(x) for x in tensors], H // Hk, options.get("mask")
 
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        how = sizes(QUERIES_TILES, q, tile, f)
-        delta_kernel[(sequences * H * triton.cdiv(Nq, 64),)](
-            dout, out, lse.contiguous(), lse_2, delta, strides[0], strides_of(out), stride, H, Nq, Nk, q.shape[2], f,
-            D=how["D"], D_pad=how["D_pad"], Br=64,
-        )
-        if mask_gradient:
-            dmask = gradient_of_mask(mask, tensors, lse_2, delta, strides, sequences, Nq, Nk, f, how)
-        f = with_tma(f, (q, k, v, dout), mask)
-        how = sizes(KEYS_TILES, q, tile, f)
-        Br, Bc, D_pad = how["Br"], how["Bc"], how["D_pad"]
-        numbers = [describe_numbers(x, stride if packed else Nq, Br) if f.tma else None for x in (lse_2, delta)]
-        keys_kernel[(sequences * Hk * triton.cdiv(Nk, Bc),)](
-            *tensors, lse_2, delta, *boxes(f, (dout, Br), (q, Br), D_pad=D_pad), *numbers, tiled(mask, f, Br, Bc),
-            dk, dv, *strides, strides_of(dk), stride, Hk, group, Nq, Nk, f, **how,
-        )
-        how = sizes(QUERIES_TILES, q, tile, f)
-        Br, Bc = how["Br"], how["Bc"]
-        queries_kernel[(sequences * H * triton.cdiv(Nq, Br),)](
-            *tensors, lse_2, delta, *boxes(f, (dout, Br), (q, Br), (k, Bc), (v, Bc), D_pad=D_pad),
-            tiled(mask, f, Br, Bc), dq, *strides, strides_of(dq), stride, H, group, Nq, Nk, f, **how,
-        )
+    how = sizes(QUERIES_TILES, q, tile, f)
+    record.launch(
+        delta_kernel, sequences * H * triton.cdiv(Nq, 64),
+        dout, out, lse, lse_2, delta, strides[0], strides_of(out), stride, H, Nq, Nk, q.shape[2], f,
+        D=how["D"], D_pad=how["D_pad"], Br=64,
+    )  # fmt: skip
+    if mask_gradient:
+        dmask = gradient_of_mask(record, mask, tensors, lse_2, delta, strides, sequences, Nq, Nk, f, how)
+    f = with_tma(f, (q, k, v, dout), mask)
+    how = sizes(KEYS_TILES, q, tile, f)
+    Br, Bc, D_pad = how["Br"], how["Bc"], how["D_pad"]
+    numbers = [describe_numbers(x, stride if packed else Nq, Br) if f.tma else None for x in (lse_2, delta)]
+    record.launch(
+        keys_kernel, sequences * Hk * triton.cdiv(Nk, Bc), *tensors, lse_2, delta,
+        *boxes(f, (dout, Br), (q, Br), D_pad=D_pad), *numbers, tiled(record, mask, f, Br, Bc),
+        dk, dv, *strides, strides_of(dk), stride, Hk, group, Nq, Nk, f, **how,
+    )  # fmt: skip
+    how = sizes(QUERIES_TILES, q, tile, f)
+    Br, Bc = how["Br"], how["Bc"]
+    record.launch(
+        queries_kernel, sequences * H * triton.cdiv(Nq, Br), *tensors, lse_2, delta,
+        *boxes(f, (dout, Br), (q, Br), (k, Bc), (v, Bc), D_pad=D_pad), tiled(record, mask, f, Br, Bc),
+        dq, *strides, strides_of(dq), stride, H, group, Nq, Nk, f, **how,
+    )  # fmt: skip
     return (dq, dk, dv, dmask) if mask_gradient else (dq, dk, dv)
 
 
-def gradient_of_mask(mask, tensors, lse_2, delta, strides, sequences, Nq, Nk, f, how):
+def gradient_of_mask(record, mask, tensors, lse_2, delta, strides, sequences, Nq, Nk, f, how):
     """dmask like the mask: dS, summed over what the mask was broadcast over."""
     dout, q, k, v = tensors
     (B, H), packed, group = q.shape[:2], f.cu_seqlens_q is not None, q.shape[1] // k.shape[1]
     shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     # One number for all queries and keys is summed over the queries in the kernel, and over the keys after it.
     columns = k.shape[2] if shape[2:] == (1, 1) else shape[3]
-    dmask = torch.zeros(*shape[:3], columns, dtype=torch.float32, device=q.device)
+    dmask = record.new((*shape[:3], columns), fill=0)
     over_queries, over_keys = shape[2] == 1, columns == 1
     batches, heads = sequences if shape[0] == 1 and not packed else 1, H if shape[1] == 1 else 1
     tiles_q = 1 if over_queries else triton.cdiv(Nq, how["Br"])
     tiles_k = 1 if over_keys else triton.cdiv(Nk, how["Bc"])
     dmask_strides = dmask.expand(B, H, q.shape[2], k.shape[2]).stride()
-    mask_kernel[(sequences // batches * (H // heads) * tiles_q * tiles_k,)](
-        *tensors, lse_2, delta, tiled(mask, f, 0, 0), dmask, *strides, dmask_strides, lse_2.shape[1],
+    record.launch(
+        mask_kernel, sequences // batches * (H // heads) * tiles_q * tiles_k,
+        *tensors, lse_2, delta, tiled(record, mask, f, 0, 0), dmask, *strides, dmask_strides, lse_2.shape[1],
         H, group, Nq, Nk, f, batches, heads, OVER_QUERIES=over_queries, OVER_KEYS=over_keys, **how,
-    )
-    dmask = dmask if columns == shape[3] else dmask.sum(3)
-    return dmask.reshape(mask.shape).to(mask.dtype)
+    )  # fmt: skip
+    if columns != shape[3]:
+        dmask = record.derive(lambda dmask: dmask.sum(3), dmask)
+    shape, dtype = mask.shape, mask.dtype
+    return record.derive(lambda dmask: dmask.reshape(shape).to(dtype), dmask, like=mask)

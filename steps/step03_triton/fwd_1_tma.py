@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .replay import replayed
+
 # (Br, Bc, num_warps, num_stages) by head_dim: up to 64, 128, 256.
 TILES = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
 
@@ -169,44 +171,24 @@ def has_tma(x):
     return triton.knobs.runtime.interpret or torch.cuda.get_device_capability(x.device)[0] == 9
 
 
-def readable(q, k, *others):
-    """The tensors as they are in memory, where a kernel reads them: torch negates z.conj().imag only when it reads it.
-
-    Raises ValueError for heads that do not fit, because a kernel would read beyond k, and RuntimeError without a GPU.
-    """
-    H, Hk = q.shape[1], k.shape[1]
-    if H != Hk * (H // max(1, Hk)):
-        raise ValueError(f"H must be a multiple of Hk; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
-    if not (q.is_cuda or triton.knobs.runtime.interpret):
-        try:
-            triton.runtime.driver.active  # noqa: B018  It fails where Triton finds no GPU to compile for.
-        except RuntimeError:
-            raise RuntimeError("no GPU: start Python with TRITON_INTERPRET=1, and Triton interprets kernels.") from None
-    return [x.resolve_neg() for x in (q, k, *others)]
-
-
-def forward(q, k, v, *, causal=False, scale=None, tile=None):
+@replayed
+def forward(record, q, k, v, *, causal=False, scale=None, tile=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
     scale > 0; None is 1/sqrt(D). tile is (Br, Bc).
     """
-    q, k, v = readable(q, k, v)
-    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
-        out, lse = forward(q.float(), k.float(), v.float(), causal=causal, scale=scale, tile=tile)
-        return out.to(q.dtype), lse
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     scale = D**-0.5 if scale is None else scale
     D_pad = max(16, triton.next_power_of_2(D))  # tiles are powers of two, and a tensor core takes 16 columns
     Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else TILES[max(64, D_pad)]
-    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((B, H, Nq), dtype=torch.float32)
+    out, lse = record.new(q.shape, like=q), record.new((B, H, Nq))
     tensors, rows = (q, k, v, out), (Br, Bc, Bc, Br)
     strides = [x.stride()[:3] for x in tensors]
     TMA = has_tma(q) and all(map(is_aligned, tensors))
     if TMA:
         tensors = [describe(x, n, D_pad) for x, n in zip(tensors, rows, strict=True)]
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        forward_kernel[(B * H * triton.cdiv(Nq, Br),)](
-            *tensors, lse, *strides, H, H // Hk, Nq, Nk, scale,
-            CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, TMA=TMA, num_warps=num_warps, num_stages=num_stages,
-        )
+    record.launch(
+        forward_kernel, B * H * triton.cdiv(Nq, Br), *tensors, lse, *strides, H, H // Hk, Nq, Nk, scale,
+        CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, TMA=TMA, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
     return out, lse

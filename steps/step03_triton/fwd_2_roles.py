@@ -28,6 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .replay import replayed
+
 # (Br, Bc, num_warps, num_stages) by head_dim: up to 64, 128, 256.
 TILES = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
 ROLES_TILES = {128: (128, 128, 4, 2)}  # the same with roles; at head_dim 64 the rows of rung 1 were faster
@@ -186,35 +188,22 @@ def allocate(size, alignment, stream):
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def readable(q, k, *others):
-    """The tensors as they are in memory, where a kernel reads them: torch negates z.conj().imag only when it reads it.
-
-    Raises ValueError for heads that do not fit, because a kernel would read beyond k, and RuntimeError without a GPU.
-    """
-    H, Hk = q.shape[1], k.shape[1]
-    if H != Hk * (H // max(1, Hk)):
-        raise ValueError(f"H must be a multiple of Hk; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
-    if not (q.is_cuda or triton.knobs.runtime.interpret):
-        try:
-            triton.runtime.driver.active  # noqa: B018  It fails where Triton finds no GPU to compile for.
-        except RuntimeError:
-            raise RuntimeError("no GPU: start Python with TRITON_INTERPRET=1, and Triton interprets kernels.") from None
-    return [x.resolve_neg() for x in (q, k, *others)]
-
-
 def forward(q, k, v, *, causal=False, scale=None, tile=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
     scale > 0; None is 1/sqrt(D). tile is (Br, Bc).
     """
-    q, k, v = readable(q, k, v)
-    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:  # the interpreter's numpy has no bfloat16
-        out, lse = forward(q.float(), k.float(), v.float(), causal=causal, scale=scale, tile=tile)
-        return out.to(q.dtype), lse
+    # Triton keeps an allocator for each thread, and a checkpoint calls `forward` in a thread of autograd.
+    triton.set_allocator(allocate)
+    return launch(q, k, v, causal=causal, scale=scale, tile=tile)
+
+
+@replayed
+def launch(record, q, k, v, *, causal, scale, tile):
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     scale = D**-0.5 if scale is None else scale
     D_pad = max(16, triton.next_power_of_2(D))  # tiles are powers of two, and a tensor core takes 16 columns
-    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((B, H, Nq), dtype=torch.float32)
+    out, lse = record.new(q.shape, like=q), record.new((B, H, Nq))
     interpreted = triton.knobs.runtime.interpret  # The interpreter has descriptors, too, and ignores roles.
     hopper = not interpreted and torch.cuda.get_device_capability(q.device)[0] == 9
     TMA = (interpreted or hopper) and all(map(is_aligned, (q, k, v, out)))
@@ -222,12 +211,9 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None):
     ROLES = TMA and not causal and not tile and D_pad in ROLES_TILES and Nk % ROLES_TILES[D_pad][1] == 0
     if ROLES:
         Br, Bc, num_warps, num_stages = ROLES_TILES[D_pad]
-    if TMA:
-        # Triton keeps an allocator for each thread, and a checkpoint calls `forward` in a thread of autograd.
-        triton.set_allocator(allocate)
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        forward_kernel[(B * H * triton.cdiv(Nq, Br),)](
-            q, k, v, out, lse, *map(strides_of, (q, k, v, out)), H, H // Hk, Nq, Nk, scale, CAUSAL=causal,
-            D=D, D_pad=D_pad, Br=Br, Bc=Bc, TMA=TMA, ROLES=ROLES, num_warps=num_warps, num_stages=num_stages,
-        )
+    record.launch(
+        forward_kernel, B * H * triton.cdiv(Nq, Br),
+        q, k, v, out, lse, *map(strides_of, (q, k, v, out)), H, H // Hk, Nq, Nk, scale, CAUSAL=causal,
+        D=D, D_pad=D_pad, Br=Br, Bc=Bc, TMA=TMA, ROLES=ROLES, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
     return out, lse

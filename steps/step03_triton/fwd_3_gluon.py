@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .replay import replayed
+
 Br = gl.constexpr(128)  # the rows of two consumers
 STAGES = gl.constexpr(2)  # tiles of K and of V in shared memory: one in use, one on its way
 TILES = {64: (128, 128), 128: (128, 128), 256: (128, 64)}  # (Br, Bc) by the columns of a tile in shared memory
@@ -217,10 +219,13 @@ def refusal(q):
 
 
 def aligned(x):
-    """x, copied if its address or a stride is no multiple of 16 bytes, because a descriptor could not describe it."""
+    """Whether a descriptor can describe x: its address and strides are multiples of 16 bytes."""
     steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    fits = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in steps)
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in steps)
+
+
+def copy(x):
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def describe(x, rows, D_pad):
@@ -231,7 +236,8 @@ def describe(x, rows, D_pad):
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, D_pad], swizzled)
 
 
-def forward(q, k, v, *, causal=False, scale=None, tile=None):
+@replayed
+def forward(record, q, k, v, *, causal=False, scale=None, tile=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
     scale > 0; None is 1/sqrt(D). tile is (128, Bc): Bc 64, or 128 up to head_dim 128. Raises ValueError with the
@@ -240,19 +246,16 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None):
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     if reason := refusal(q):
         raise ValueError(f"rung gluon {reason}.")
-    if H != Hk * (H // max(1, Hk)):
-        raise ValueError(f"H must be a multiple of Hk; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
-    # A kernel reads memory, and torch negates z.conj().imag, for example, only when torch itself reads it.
-    q, k, v = (aligned(x.resolve_neg()) for x in (q, k, v))
+    q, k, v = (x if aligned(x) else record.derive(copy, x) for x in (q, k, v))
     scale = D**-0.5 if scale is None else scale
-    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((B, H, Nq), dtype=torch.float32)
+    out, lse = record.new(q.shape, like=q), record.new((B, H, Nq))
     if Nk == 0 or out.numel() == 0:  # there is no descriptor of an empty tensor
-        return out.zero_(), lse.fill_(float("-inf"))
+        return record.new(q.shape, like=q, fill=0), record.new((B, H, Nq), fill=float("-inf"))
     D_pad = max(64, triton.next_power_of_2(D))
     _, Bc = tile or TILES[D_pad]
     descriptors = [describe(x, rows, D_pad) for x, rows in ((q, 64), (k, Bc), (v, Bc), (out, 64))]
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        forward_kernel[(B * H * triton.cdiv(Nq, Br.value),)](
-            *descriptors, lse, H, H // Hk, Nq, Nk, float(scale), CAUSAL=causal, num_warps=4, maxnreg=168
-        )
+    record.launch(
+        forward_kernel, B * H * triton.cdiv(Nq, Br.value), *descriptors, lse, H, H // Hk, Nq, Nk, float(scale),
+        CAUSAL=causal, num_warps=4, maxnreg=168,
+    )  # fmt: skip
     return out, lse

@@ -140,8 +140,10 @@ def register_with_transformers(name=NAME):
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    check = torch.compiler.assume_constant_result(check_model)  # torch.compile is not to look into it.
+
     def mask(*args, config=None, **options):
-        check_model(config)
+        check(config)
         return sdpa_mask(*args, config=config, **options)
 
     AttentionInterface.register(name, attend)
@@ -150,7 +152,6 @@ def register_with_transformers(name=NAME):
     return name
 
 
-@torch.compiler.assume_constant_result  # torch.compile is not to look into it.
 def check_model(config):
     """Raises ValueError unless the models of this configuration call the kernel that it names."""
     from transformers import PreTrainedModel

@@ -14,22 +14,19 @@ functions check their arguments before they call an operator; while a call is tr
 compiles a program anew for each value of a float that an operator takes. It does not for a float that becomes a tensor,
 so the floats among the options that are not constant in a compiled program reach the operators in a tensor, `traced`.
 
-The seed of dropout is a tensor that is drawn where q is. So Python does not wait for the GPU, torch.manual_seed decides
-what is drawn, a CUDA graph draws anew each time it is replayed, and a checkpoint repeats its draw. With torch.compile
-and torch._functorch.config.activation_memory_budget = 0 the backward draws anew, as that of torch's own dropout does,
-and its gradients are wrong: give a seed there. Needs flash.py, decode.py, options.py and the files that they name.
+Other calls go around the operators. The seed of dropout is a tensor, too; see dropout.py. Needs flash.py, decode.py,
+options.py, dropout.py and the files that they name.
 """
 
 import inspect
 import math
 
 import torch
-import triton
-import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from . import decode, flash, options
-from .features import Features, Head, find_sequence, kept
+from .dropout import draw_seed
 
 SCHEMA = (
     "bool causal=False, float? scale=None, int[]? tile=None, SymInt[]? window=None, float? softcap=None, "
@@ -42,18 +39,11 @@ GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dmask"  # dmask is empty un
 DEFAULTS = {"causal": False, "scale": None, "tile": None} | options.DEFAULTS | {"traced": None}
 NAMES = tuple(DEFAULTS)
 TENSORS = (*options.TENSORS, "traced")
+NOT_TWICE = (
+    "attention can be differentiated once, and this asks for a gradient of its gradient. "
+    "steps.step00_naive or torch's own scaled_dot_product_attention in its math form has second derivatives."
+)
 FLOATS = ("scale", "softcap", "dropout_p")  # in the order of `traced`, which is NaN where the option itself holds
-
-
-def run(kernel, *tensors, **arguments):
-    """The results of a kernel's launcher. A program whose kernels must wait for each other may replace this function.
-
-    Triton's interpreter, for example, serves one thread at a time.
-    """
-    return kernel(*tensors, **arguments)
-
-
-check_inputs = options.check_inputs  # A program that has finer rules may replace it, too.
 
 
 def with_features(function):
@@ -100,13 +90,18 @@ def forward(q, k, v, *, causal=False, scale=None, tile=None, out=None, lse=None,
     returned. Raises TypeError or ValueError before anything is computed.
     """
     f = read(q, k, v, causal, scale, tile, features)
-    with torch.no_grad():
-        if out is None and lse is None:
-            return forward_operator(q, k, v, *in_order(causal, scale, tile, f))
-        options.check_carried(q, out, lse)
+    if out is not None or lse is not None:
+        if not torch.compiler.is_compiling():
+            options.check_carried(q, out, lse)
         if f["lengths_k"] is not None:
             raise ValueError("lengths_k has no out and lse to carry; leave them out.")
-        carry_operator(q, k, v, out, lse, *in_order(causal, scale, tile, f))
+    with torch.no_grad():
+        arguments = in_order(causal, scale, tile, f)
+        if not is_traced(q):
+            return attend(q, k, v, *arguments, out=out, lse=lse)
+        if out is None:
+            return forward_operator(q, k, v, *arguments)
+        carry_operator(q, k, v, out, lse, *arguments)
         return out, lse
 
 
@@ -130,48 +125,91 @@ def backward(
     if mask_gradient and (f["mask"] is None or f["mask"].dtype == torch.bool):
         raise ValueError("mask_gradient needs a mask of floating-point numbers. Leave it out.")
     with torch.no_grad():
-        *grads, dmask = backward_operator(dout, q, k, v, out, lse, *in_order(causal, scale, tile, f), mask_gradient)
+        gradients_of = backward_operator if is_traced(q) else gradients
+        *grads, dmask = gradients_of(dout, q, k, v, out, lse, *in_order(causal, scale, tile, f), mask_gradient)
     return (*grads, dmask) if mask_gradient else tuple(grads)
 
 
-@with_features
-def attention(q, k, v, *, causal=False, scale=None, tile=None, deterministic=False, **features):
-    """out as of `forward`, differentiable once in q, k, v and in an additive mask that requires a gradient.
+def differentiable(forward, backward):
+    """`attention`, differentiable by two functions such as those above."""
 
-    The arguments are those of `forward`. dropout_p without a seed draws one from torch's generator on q's device; see
-    also `set_deterministic`. For the backward only the inputs, out and lse are kept, so that memory grows with N and
-    not with N^2. Autocast does not change the dtype.
-    """
-    options.check_flag("deterministic", deterministic)
-    f = read(q, k, v, causal, scale, tile, features, draw=True)
-    if not torch.compiler.is_compiling():
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, mask, alibi_slopes, seed, cu_seqlens_q, cu_seqlens_k, lengths_k, numbers):
+            tensors = mask, alibi_slopes, seed, cu_seqlens_q, cu_seqlens_k, lengths_k
+            ctx.numbers = numbers
+            out, lse = forward(q, k, v, **dict(zip(options.TENSORS, tensors, strict=True)), **numbers)
+            ctx.save_for_backward(q, k, v, out, lse, *tensors)
+            return out
+
+        @staticmethod
+        def backward(ctx, dout):
+            q, k, v, out, lse, *tensors = ctx.saved_tensors
+            features = dict(zip(options.TENSORS, tensors, strict=True)) | ctx.numbers
+            mask_gradient = ctx.needs_input_grad[3]
+            with torch.no_grad():
+                dq, dk, dv, *dmask = backward(dout, q, k, v, out, lse, mask_gradient=mask_gradient, **features)
+            return *once(dq, dk, dv, *(dmask or [None])), *(None for _ in tensors)
+
+    @with_features
+    def attention(q, k, v, *, causal=False, scale=None, tile=None, deterministic=False, **features):
+        """out as of `forward`, differentiable once in q, k, v and in an additive mask that requires a gradient.
+
+        The arguments are those of `forward`. dropout_p without a seed draws one from torch's generator on q's device;
+        see also `set_deterministic`. For the backward only the inputs, out and lse are kept, so that memory grows with
+        N and not with N^2. Autocast does not change the dtype.
+        """
+        options.check_flag("deterministic", deterministic)
+        if features.get("dropout_p") and features.get("seed") is None:
+            options.read(features)
+            features["seed"] = draw_seed(q.device)
+        if is_traced(q):
+            f = read(q, k, v, causal, scale, tile, features)
+            check_gradients(f["alibi_slopes"], f["lengths_k"], q, k, v)
+            return forward_operator(q, k, v, *in_order(causal, scale, tile, f))[0]
         check_derivatives(q, k, v)
+        check_gradients(features.get("alibi_slopes"), features.get("lengths_k"), q, k, v)
+        tensors = [features.pop(name, None) for name in options.TENSORS]
+        if tensors[2] is not None and not isinstance(tensors[2], torch.Tensor):
+            tensors[2] = options.read_seed(tensors[2], q.device)
+        return Attention.apply(q, k, v, *tensors, features | {"causal": causal, "scale": scale, "tile": tile})
+
+    return attention
+
+
+def check_gradients(alibi_slopes, lengths_k, *tensors):
+    """Raises where a gradient is asked for that there is not."""
     if torch.is_grad_enabled():
-        if f["alibi_slopes"] is not None and f["alibi_slopes"].requires_grad:
+        if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.requires_grad:
             raise ValueError("alibi_slopes has no gradient. Detach it, or add the biases as a mask.")
-        if f["lengths_k"] is not None and any(x.requires_grad for x in (q, k, v)):
+        if lengths_k is not None and any(x.requires_grad for x in tensors):
             raise ValueError("lengths_k has no backward. Use torch.no_grad(), or give the lengths as a mask.")
-    return forward_operator(q, k, v, *in_order(causal, scale, tile, f))[0]
 
 
-def read(q, k, v, causal, scale, tile, features, draw=False):
+def read(q, k, v, causal, scale, tile, features):
     """{name: value} of all features, checked, the seed as a tensor."""
     f = options.read(features)
     if not torch.compiler.is_compiling():
         check(q, k, v, causal, scale, tile, f)
     if isinstance(f["seed"], int):
-        f["seed"] = torch.full((), f["seed"], dtype=torch.int64, device=q.device)
-    elif f["dropout_p"] and f["seed"] is None:
-        if not draw:
-            raise ValueError("dropout_p needs a seed: forward and backward must get the same. `attention` draws one.")
-        f["seed"] = draw_seed(q.device)
+        f["seed"] = options.read_seed(f["seed"], q.device)
+    options.check_seed(f)
     return f
 
 
 def check(q, k, v, causal, scale, tile, f):
     """Raises unless all arguments fit to each other."""
-    check_inputs((("q", q), ("k", k), ("v", v)), causal, scale, tile)
+    options.check_inputs((("q", q), ("k", k), ("v", v)), causal, scale, tile)
     options.check(q, k, f)
+
+
+def is_traced(q):
+    """Whether a call is recorded and not computed, by torch.compile, torch.export, a mode of torch, or as q is fake.
+
+    Such a call needs an operator. For others it would cost a quarter of a millisecond, and at the first call seconds,
+    because torch's operators in Python import torch.compile.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or isinstance(q, FakeTensor)
 
 
 def check_derivatives(*tensors):
@@ -228,60 +266,65 @@ def for_kernels(q, k, v, arguments):
     if (traced := f.pop("traced")) is not None:
         numbers = zip(FLOATS, traced.tolist(), strict=True)
         f |= {name: number for name, number in numbers if not math.isnan(number)}
-        check_inputs((("q", q), ("k", k), ("v", v)), f["causal"], f["scale"], f["tile"])
+        options.check_inputs((("q", q), ("k", k), ("v", v)), f["causal"], f["scale"], f["tile"])
     options.check_values(q, k, f)
     for name in ("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "lengths_k"):
         f[name] = None if f[name] is None else f[name].contiguous()
     return {name: value for name, value in f.items() if name != "check"}
 
 
-def compute(q, k, v, f, **carried):
-    """(out, lse) like q, by the kernel for few queries if it is the faster one and takes the call."""
-    lengths_k = f.pop("lengths_k")
+def launcher(q, k, f, carried):
+    """(the function that launches the kernels of a call, the names of what it takes): decode.py's for few queries."""
     alone = not any(options.is_given(f.get(name), default) for name, default in options.DEFAULTS.items())
-    tensors = decode.readable(as_4d(q), as_4d(k), as_4d(v))
-    if lengths_k is not None or (alone and f["tile"] is None and not carried and decode.fits(*tensors[:2])):
-        out, lse = run(decode.forward, *tensors, causal=f["causal"], scale=f["scale"], lengths_k=lengths_k)
-    else:
-        out, lse = run(flash.forward, *tensors, **carried, **f)
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    few = alone and f["tile"] is None and not carried and q.ndim == 4 and decode.fits(q, k)
+    if f["lengths_k"] is not None or few:
+        return decode.forward, ("causal", "scale", "lengths_k")
+    return flash.forward, [name for name in f if name not in ("lengths_k", "check")]
 
 
-def is_empty(q, k):
-    """Whether there is no query, or no key to sum over."""
-    return q.numel() == 0 or k.numel() == 0
+def attend(q, k, v, *arguments, out=None, lse=None):
+    """(out, lse) like q; those that are given are changed in place."""
+    f = for_kernels(q, k, v, arguments)
+    carried = {} if out is None else {"out": as_4d(out), "lse": rows_4d(lse)}
+    if q.numel() == 0 or k.numel() == 0:  # There is no query, or no key to sum over.
+        nothing = q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+        return (out, lse) if carried else nothing
+    function, names = launcher(q, k, f, carried)
+    given = {name: f[name] for name in names}
+    new_out, new_lse = function(*map(as_4d, (q, k, v)), **carried, **given)
+    return (out, lse) if carried else (new_out.reshape(q.shape), new_lse.reshape(q.shape[:-1]))
+
+
+def gradients(dout, q, k, v, out, lse, *arguments):
+    """(dq, dk, dv, dmask); dmask is empty unless the last argument, mask_gradient, asks for it."""
+    f = for_kernels(q, k, v, arguments)
+    mask_gradient = len(arguments) > len(NAMES) and arguments[-1]
+    if q.numel() == 0 or k.numel() == 0:
+        tensors = q, k, v, f["mask"] if mask_gradient else q.new_empty(0)
+        return tuple(x.new_zeros(x.shape) for x in tensors)
+    del f["lengths_k"]
+    tensors = *map(as_4d, (dout, q, k, v, out)), rows_4d(lse)
+    grads = flash.backward(*tensors, mask_gradient=mask_gradient, **f)
+    dq, dk, dv = (grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=False))
+    return dq, dk, dv, grads[3] if mask_gradient else q.new_empty(0)
 
 
 @torch.library.custom_op("steps::step03_triton_flash_forward", mutates_args=(),
                          schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse)")  # fmt: skip
 def forward_operator(q, k, v, *arguments):
-    f = for_kernels(q, k, v, arguments)
-    if is_empty(q, k):
-        return q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
-    return compute(q, k, v, f)
+    return attend(q, k, v, *arguments)
 
 
 @torch.library.custom_op("steps::step03_triton_flash_backward", mutates_args=(),
                          schema=f"({SAVED}, {SCHEMA}, bool mask_gradient=False) -> ({GRADIENTS})")  # fmt: skip
-def backward_operator(dout, q, k, v, out, lse, *arguments):
-    f = for_kernels(q, k, v, arguments)
-    mask_gradient = len(arguments) > len(NAMES) and arguments[-1]
-    if is_empty(q, k):
-        tensors = q, k, v, f["mask"] if mask_gradient else q.new_empty(0)
-        return tuple(x.new_zeros(x.shape) for x in tensors)
-    del f["lengths_k"]
-    tensors = *map(as_4d, (dout, q, k, v, out)), rows_4d(lse)
-    grads = run(flash.backward, *tensors, mask_gradient=mask_gradient, **f)
-    dq, dk, dv = (grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=False))
-    return dq, dk, dv, grads[3] if mask_gradient else q.new_empty(0)
+def backward_operator(*arguments):
+    return gradients(*arguments)
 
 
 @torch.library.custom_op("steps::step03_triton_flash_carry", mutates_args=("out", "lse"),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, {SCHEMA}) -> ()")  # fmt: skip
 def carry_operator(q, k, v, out, lse, *arguments):
-    f = for_kernels(q, k, v, arguments)
-    if not is_empty(q, k):
-        compute(q, k, v, f, out=as_4d(out), lse=rows_4d(lse))
+    attend(q, k, v, *arguments, out=out, lse=lse)
 
 
 @forward_operator.register_fake
@@ -314,7 +357,7 @@ def keep(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, *output, *(ctx.options.pop(name) for name in TENSORS))
 
 
-def differentiate(ctx, dout, dlse):
+def differentiate_operator(ctx, dout, dlse):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     f = ctx.options | dict(zip(TENSORS, tensors, strict=True))
     place = 3 + NAMES.index("mask")
@@ -325,96 +368,17 @@ def differentiate(ctx, dout, dlse):
 
 
 def refuse(ctx, *grads):
-    raise RuntimeError(
-        "attention can be differentiated once, and this asks for a gradient of its gradient. "
-        "steps.step00_naive or torch's own scaled_dot_product_attention in its math form has second derivatives."
-    )
+    raise RuntimeError(NOT_TWICE)
 
 
-forward_operator.register_autograd(differentiate, setup_context=keep)
+def once(*grads):
+    """The gradients, of which autograd refuses to take gradients."""
+    if not torch.is_grad_enabled():  # Nobody asks for more, unless it was backward(create_graph=True).
+        return grads
+    fail = torch._C._functions.DelayedError(NOT_TWICE.encode(), len(grads))
+    return fail(*(x if x is None else x.detach().requires_grad_() for x in grads))
+
+
+forward_operator.register_autograd(differentiate_operator, setup_context=keep)
 backward_operator.register_autograd(refuse)
-
-
-# ---- which entries dropout keeps -------------------------------------------------------------------------------------
-
-_base, _calls = None, 0  # of set_deterministic
-
-
-def set_deterministic(seed):
-    """From now on dropout in `attention` uses the seeds seed * 2^32 + 0, 1, 2 ..., one for each call; None ends it.
-
-    So two layers never share a mask, whatever else draws random numbers. seed: an integer of 32 bits. Not for
-    checkpoints: they call a layer a second time, which would count as another call. torch.manual_seed is.
-    """
-    global _base, _calls
-    _base = None if seed is None else options.read_integer("seed", seed, -(2**31), 2**31, " or None")
-    _calls = 0
-
-
-def draw_seed(device):
-    """A seed for one call, as an int64 tensor on the device."""
-    global _calls
-    if _base is None:
-        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # This runs inside of a backward.
-        raise RuntimeError(
-            "a checkpoint repeats a call with dropout, and set_deterministic would count it as another one. "
-            "Use torch.manual_seed, which checkpoints know about, and end set_deterministic with None."
-        )
-    _calls += 1
-    return torch.full((), (_base << 32) + _calls - 1, dtype=torch.int64, device=device)
-
-
-@triton.jit
-def dropout_kernel(keep, strides, H, Nq, Nk, f, Br: tl.constexpr, Bc: tl.constexpr):
-    tiles_q, tiles_k, program = tl.cdiv(Nq, Br), tl.cdiv(Nk, Bc), tl.program_id(0)
-    j, i, sh = program % tiles_k * Bc, program // tiles_k % tiles_q * Br, program // (tiles_k * tiles_q)
-    s, h = sh // H, sh % H
-    seq = find_sequence(s, Nq, Nk, f)
-    row, column = tl.arange(0, Br)[:, None], tl.arange(0, Bc)[None, :]
-    keeps = kept(i, j, row, column, f, seq, Head(h, 0, 0.0))
-    query, key = (seq.queries.start + i + row).to(tl.int64), seq.keys.start + j + column
-    corner = keep + seq.queries.b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    exists = (i + row < seq.queries.N) & (j + column < seq.keys.N)
-    tl.store(corner + query * strides[2] + key * strides[3], keeps.to(tl.int8), mask=exists)
-
-
-def dropout_mask(
-    seed, B, H, Nq, Nk, p, *, first_query=None, first_key=0, cu_seqlens_q=None, cu_seqlens_k=None, device=None
-):
-    """(B, H, Nq, Nk) bool: which entries dropout with this seed and p keeps. It is as large as the matrix of scores.
-
-    The arguments are those of `forward`. For packed sequences B is 1, Nq and Nk count all rows, and what belongs to no
-    sequence is False. device: by default that of the seed, or if it is an integer that of cu_seqlens_q, or the GPU.
-    The numbers in cu_seqlens are always checked. Raises TypeError or ValueError before anything is computed.
-    """
-    sizes = {"B": B, "H": H, "Nq": Nq, "Nk": Nk}
-    B, H, Nq, Nk = (options.read_integer(name, n, 0, options.FAR) for name, n in sizes.items())
-    given = options.read({
-        "dropout_p": p, "seed": seed, "first_query": first_query, "first_key": first_key,
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-    })  # fmt: skip
-    place = next((x.device for x in (seed, cu_seqlens_q) if isinstance(x, torch.Tensor)), None)
-    device = device or place or ("cpu" if triton.knobs.runtime.interpret else "cuda")
-    given["seed"] = torch.as_tensor(given["seed"], device=device)
-    starts = [None if x is None else x.contiguous() for x in (given["cu_seqlens_q"], given["cu_seqlens_k"])]
-    if any(x is not None for x in starts):
-        given |= {"max_seqlen_q": Nq, "max_seqlen_k": Nk, "check": True}
-    q, k = (torch.empty(B, H, N, 0, device=device) for N in (Nq, Nk))
-    options.check(q, k, given)
-    options.check_values(q, k, given)
-    keep = torch.zeros(B, H, Nq, Nk, dtype=torch.int8, device=device)
-    sequences = B if starts[0] is None else len(starts[0]) - 1
-    f = Features(
-        1.0, first_query=given["first_query"], first_key=given["first_key"],
-        seed=given["seed"], threshold=max(1, round(256 * (1 - given["dropout_p"]))),
-        aligned=1 if given["first_key"] % 16 == 0 else None, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
-    )  # fmt: skip
-    programs = sequences * H * triton.cdiv(Nq, 32) * triton.cdiv(Nk, 32)
-
-    def launch(keep):
-        with torch.cuda.device_of(keep):  # Triton launches on the current device
-            dropout_kernel[(programs,)](keep, keep.stride(), H, Nq, Nk, f, Br=32, Bc=32)
-        return (keep,)
-
-    return run(launch, keep)[0].bool()
+attention = differentiable(forward, backward)

@@ -53,7 +53,7 @@ def read(features):
     if not 0 <= f["dropout_p"] < 1:
         raise ValueError(f"dropout_p must be a probability, 0 <= dropout_p < 1; got {f['dropout_p']}.")
     if f["seed"] is not None and not isinstance(f["seed"], torch.Tensor):
-        f["seed"] = read_integer("seed", f["seed"], -(2**63), 2**63, " or an int64 tensor of one element")
+        f["seed"] = read_seed_number(f["seed"])
     if f["first_query"] is not None:
         f["first_query"] = read_integer("first_query", f["first_query"], -FAR, FAR, " or None for Nk - Nq")
     f["first_key"] = read_integer("first_key", f["first_key"], -FAR, FAR)
@@ -62,6 +62,20 @@ def read(features):
             f[name] = read_integer(name, f[name], 0, FAR)
     check_flag("check", f["check"])
     return f
+
+
+def read_seed(seed, device):
+    """An integer as a seed on the device, as `attention` draws one."""
+    return torch.full((), read_seed_number(seed), dtype=torch.int64, device=device)
+
+
+def read_seed_number(seed):
+    return read_integer("seed", seed, -(2**63), 2**63, " or an int64 tensor of one element")
+
+
+def check_seed(f):
+    if f["dropout_p"] and f["seed"] is None:
+        raise ValueError("dropout_p needs a seed: forward and backward must get the same. `attention` draws one.")
 
 
 def read_window(window):

@@ -107,22 +107,6 @@ def load_numbers(numbers, h, first, f, MASKED: tl.constexpr):
         return numbers.box.load([numbers.b + h, numbers.start + first]).reshape(numbers.row.shape[0])
 
 
-def readable(q, k, *others):
-    """The tensors as they are in memory, where a kernel reads them: torch negates z.conj().imag only when it reads it.
-
-    Raises ValueError for heads that do not fit, because a kernel would read beyond k, and RuntimeError without a GPU.
-    """
-    H, Hk = q.shape[1], k.shape[1]
-    if H != Hk * (H // max(1, Hk)):
-        raise ValueError(f"H must be a multiple of Hk; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
-    if not (q.is_cuda or triton.knobs.runtime.interpret):
-        try:
-            triton.runtime.driver.active  # noqa: B018  It fails where Triton finds no GPU to compile for.
-        except RuntimeError:
-            raise RuntimeError("no GPU: start Python with TRITON_INTERPRET=1, and Triton interprets kernels.") from None
-    return [x.resolve_neg() for x in (q, k, *others)]
-
-
 def products(x):
     """How matrices like x are multiplied; fwd_0_fused.py tells what the words mean."""
     if x.element_size() == 2:

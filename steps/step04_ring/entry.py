@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from steps import contract, engine
+from steps import checks, contract, engine
 
 from . import ring, side, watch
 from .agree import agree, agree_again
@@ -70,7 +70,7 @@ def forward(
     where the rank's part is missing. In both cases the next call is right if all ranks make it.
     """
     if lacking:
-        contract.refuse("step04_ring", "forward", lacking)
+        checks.refuse("step04_ring", "forward", lacking)
     out, lse, _ = _forward(q, k, v, _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport))
     return out, lse
 
@@ -86,7 +86,7 @@ def backward(
     deterministic: whether they have to be bit-equal from run to run, as they always are if the block's are.
     """
     if lacking:
-        contract.refuse("step04_ring", "backward", lacking)
+        checks.refuse("step04_ring", "backward", lacking)
     saved = dout, out, lse
     plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, deterministic, saved)
     with plan["comm"].together(), torch.no_grad():
@@ -104,7 +104,7 @@ def attention(
     deterministic: as for `backward`.
     """
     if lacking:
-        contract.refuse("step04_ring", "attention", lacking)
+        checks.refuse("step04_ring", "attention", lacking)
     plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, deterministic)
     return _Attention.apply(q, k, v, plan)
 
@@ -176,7 +176,7 @@ def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport
     if checked is None:
         comm, call, checked_scale = Comm(group), {}, None
         try:
-            contract.check_deterministic(deterministic)
+            checks.check_flag("deterministic", deterministic)
             call, checked_scale = _check(q, k, v, causal, scale, tile, rung, layout, block, S, transport, saved)
             if S is not None:  # Here the rank can tell by itself; it raises after the others have heard of it.
                 check_length(comm, Layout(layout, S, comm.size), q.shape[-2])
@@ -198,11 +198,11 @@ def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport
 
 def _check(q, k, v, causal, scale, tile, rung, layout, block, S, transport, saved):
     """(what all ranks must have alike, the scale); raises for what this rank finds wrong by itself."""
-    contract.pick_kernel({"ring": (forward, backward)}, SUPPORTS, rung, 0, q)
+    checks.pick({"ring": (forward, backward)}, SUPPORTS, rung, 0, q)
     checked_tile = tile if block is None else None  # a block that the caller passes checks its own tiles
-    scale, _ = contract.check_call(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), causal, scale, checked_tile)
+    scale, _ = checks.check_call(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), causal, scale, checked_tile)
     if saved:
-        contract.check_saved(q, *saved)
+        checks.check_saved(q, *saved)
     Layout(layout, 0, 1)
     if not (S is None or isinstance(S, int) and S >= 0):
         raise ValueError(f"S must be the length of the whole sequence, an integer >= 0, or None; got {S!r}.")

@@ -6,6 +6,16 @@
     (out, lse) of the block: q with these K, V        dq, dK, dV of the block, from the final out and lse
     merge into (out, lse)                             dq stays; dK, dV go to the rank that K, V belong to
 
+With messages between neighbours the forward is this loop. relay.py and fetch.py have what it does between two blocks:
+
+    for step in range(N):
+        src = (rank - step) % N                               # whose K, V are here
+        if step + 1 < N:
+            arrival = receive(from=rank - 1)                  # the next K, V; they travel during the block
+            send(K, V, to=rank + 1)
+        out, lse = merge(out, lse, *block(q, K, V, which part: work_of(layout, rank, src)))
+        K, V = wait(arrival)
+
 The idea: a rank's memory holds 2 / N of all K and V, and the next K and V arrive while the block is computed. The
 loops are the same for every layout, whose `work` says which part of a block has to be computed, and for the transports:
 

@@ -6,6 +6,6 @@ shows figures with `picture`. A reader writes functions and has them run inside 
 """
 
 from steps.workbook.answer import Blank  # noqa: F401
-from steps.workbook.checks import check, hint, solution  # noqa: F401
+from steps.workbook.checking import check, hint, solution  # noqa: F401
 from steps.workbook.figures import picture  # noqa: F401
 from steps.workbook.listing import diff, edited, show  # noqa: F401

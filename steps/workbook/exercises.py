@@ -58,7 +58,7 @@ class Exercise(Task):
     order and tile say in which order that rung visits tiles of which size; with them the diagnosis compares a wrong
     result with that of known mistakes. If `cost` is given, what the answer takes is counted too: `cost` is the message
     for a function whose results are right, but which takes more than the stage's own. `counted` is a key of
-    checks.COUNTED: wavefronts of shared memory, or additions to global memory.
+    checking.COUNTED: wavefronts of shared memory, or additions to global memory.
     note is a sentence that the reader's file begins with, and imports are lines that it has beside those of the stage's
     file. like = [file, function] names a function of the stage that the file shows as an example. slips are mistakes
     that no mutant equals, because they read memory that nobody wrote or do not exist as an address: a report of a

@@ -14,7 +14,7 @@ import tempfile
 import xml.etree.ElementTree
 from pathlib import Path
 
-from steps.workbook import checks
+from steps.workbook import checking
 from steps.workbook.exercises import Exercise
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def grade(student, tasks, limit):
     with tempfile.TemporaryDirectory(prefix="steps-") as folder:
         answers = {task.id: found for task in tasks if (found := _answer(student, task))}
         rows = {task.id: {"verdict": "blank", "lines": [], "contract": None} for task in tasks}
-        rows |= _verdicts(folder, answers, min(limit, checks.LIMIT))
+        rows |= _verdicts(folder, answers, min(limit, checking.LIMIT))
         for task in tasks:
             if rows[task.id]["verdict"] == "passed" and isinstance(task, Exercise):
                 rows[task.id]["contract"] = _contract(folder, answers[task.id], task, limit)
@@ -62,7 +62,7 @@ def _verdicts(folder, answers, limit):
 def tell_verdicts(limit, *ids):
     """Prints a line of JSON for each exercise, in a process of its own."""
     for id in ids:
-        report = checks.check(id, limit=float(limit))
+        report = checking.check(id, limit=float(limit))
         print(json.dumps({"id": id, "verdict": report.verdict, "lines": report.lines}), flush=True)
 
 

@@ -1,6 +1,6 @@
 """What a child process does with an answer: the jobs "exercise", "cost" and "hunt".
 
-child.py calls the function of the job's kind as (job, tell). job is the dictionary that checks.py made;
+child.py calls the function of the job's kind as (job, tell). job is the dictionary that checking.py made;
 tell(name=value, ...) reports one row of results.
 """
 

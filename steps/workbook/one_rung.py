@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from reference import cases
 from reference.error import NAMES
-from steps import contract
+from steps import checks
 
 
 def stage(name):
@@ -48,7 +48,7 @@ def compared(stage, rung):
 
 def limits(stage, rung):
     """The stage's SUPPORTS as they hold for one rung."""
-    return contract.limits(stage.SUPPORTS, rung)
+    return checks.limits(stage.SUPPORTS, rung)
 
 
 def _call(function, rung, takes_tile):

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from reference import cases, error, mutants
-from steps import contract, engine
+from steps import checks, engine
 from steps.workbook import exercises, one_rung
 
 PEERS_SIZES = [  # (H, Hk, Nq, Nk, head_dim, causal, whether q, k and v are views of one packed tensor)
@@ -35,7 +35,7 @@ PEERS_SIZES = [  # (H, Hk, Nq, Nk, head_dim, causal, whether q, k and v are view
     (4, 4, 256, 256, 128, False, True),
 ]
 
-# The options of every stage. contract.STAGE_WITH has the others.
+# The options of every stage. checks.STAGE_WITH has the others.
 COMMON = {"q", "k", "v", "dout", "out", "lse", "causal", "scale", "tile", "rung", "deterministic", "lacking"}
 # {two extremes: (H, Hk, Nq, Nk, causal, scale)}; T is the longer side of a tile. reference/cases.py has each extreme
 # alone, and a mistake may need both.
@@ -320,10 +320,10 @@ class Contract:
         q, k, v = self.example(N=5)
         tensors = (q, q, k, v, q, q[..., 0].float()) if name == "backward" else (q, k, v)
         own = inspect.signature(function).parameters.keys() - COMMON
-        assert all(contract.STAGE_WITH.get(option) == stage for option in own), own
+        assert all(checks.STAGE_WITH.get(option) == stage for option in own), own
         mask = "here it is mask=" if "mask" in own else "steps.step03_triton has it as mask."
         refused = {"is_causal": "here it is causal=", "attn_mask": mask, "softmax_scale": "here it is scale="}
-        for option, has in contract.STAGE_WITH.items():
+        for option, has in checks.STAGE_WITH.items():
             if has != stage:
                 refused[option] = f"steps.{has} has it."
         for option, words in refused.items():
@@ -349,7 +349,7 @@ class Contract:
                 self.stage.backward(q, q, k, v, q, q[..., 0].float(), deterministic=value, **options)
 
     def test_more_rows_than_32_bits_count(self):
-        contract.check_length(2**31 - 2**16)
+        checks.check_length(2**31 - 2**16)
         few, _, _ = self.example()
         many = few[:1, :1, :1].expand(-1, -1, 2**31 - 2**16, -1)  # takes no memory
         pairs = ((many, few[:1, :1]), (few[:1, :1], many)) if self.stage.SUPPORTS["nq_ne_nk"] else ((many, many),)
@@ -448,7 +448,7 @@ class Contract:
     def test_saved_tensors_on_another_device(self, name):
         q, k, v = self.example()
         saved = {"dout": q, "out": q, "lse": q[..., 0].float()}
-        with pytest.raises(TypeError, match=f"{name} must be .* on {q.device}; got .* on meta"):
+        with pytest.raises(TypeError, match=f"{name} must be .* on {q.device}, where q is; got .* on meta"):
             self.stage.backward(**saved | {name: saved[name].to("meta")}, q=q, k=k, v=v)
 
     def test_a_tile_of_numpy_integers(self):

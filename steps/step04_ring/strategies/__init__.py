@@ -17,7 +17,7 @@ on this rank's shards. `python -m steps.step04_ring.demo --strategy star` prints
 from functools import partial
 from importlib import import_module
 
-from steps import contract
+from steps import checks
 from steps.step04_ring.agree import agree
 from steps.step04_ring.comm import Comm
 from steps.step04_ring.entry import SUPPORTS
@@ -63,7 +63,7 @@ def _checked(strategy, q, k, v, **options):
         supports = SUPPORTS | {"nq_ne_nk": options.get("replicated", False)}
         tensors = ("q", q), ("k", k), ("v", v)
         try:
-            contract.check_call(supports, None, tensors, options.get("causal", False), options.get("scale"), None)
+            checks.check_call(supports, None, tensors, options.get("causal", False), options.get("scale"), None)
             if q.ndim != 4:
                 raise ValueError(f"{strategy} takes q (B, H, n, D), k and v (B, Hk, n, D); got q {tuple(q.shape)}.")
         except (TypeError, ValueError, NotImplementedError) as problem:  # The other ranks have to hear of it.

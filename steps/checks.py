@@ -1,0 +1,268 @@
+"""The rules about arguments, each written once: what came, what was expected, and what to do. Needs torch only.
+
+    refuse, pick, check_call     options that a stage lacks; the rung of a call; q, k, v, causal, scale and tile
+    check_saved, check_flag      what a backward is given; True or False
+"""
+
+import inspect
+import math
+import numbers
+import operator
+
+import torch
+
+# The stage that an error message recommends where another stage lacks a feature or a dtype.
+_HAS = {
+    "gqa": "steps.step03_triton",
+    "nq_ne_nk": "steps.step03_triton",
+    torch.float64: "steps.step00_naive",
+    torch.float16: "steps.step03_triton",
+    torch.bfloat16: "steps.step03_triton",
+}
+FLOAT32 = torch.finfo(torch.float32)
+# {option: the stage that has it}, without those that every stage has.
+STAGE_WITH = {
+    **dict.fromkeys(
+        ("window", "softcap", "mask", "alibi_slopes", "dropout_p", "seed", "first_query", "first_key", "cu_seqlens_q",
+         "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "lengths_k", "check", "mask_gradient"),
+        "step03_triton",
+    ),
+    **dict.fromkeys(("layout", "group", "block", "S", "transport"), "step04_ring"),
+    "cu_seqlens": 'step04_ring.strategies.attention (with strategy="query_parallel")',
+}  # fmt: skip
+# {an option of torch's attention or of flash_attn: its name here}
+OTHER_NAMES = {"is_causal": "causal", "attn_mask": "mask", "softmax_scale": "scale", "window_size": "window"}
+
+
+def refuse(stage, function, options):
+    """Raises for the first of these names, which are no options of the stage's function.
+
+    NotImplementedError names the stage that has the option. TypeError names what another library calls otherwise, or
+    says that no stage has such an option.
+    """
+    given = next(iter(options))
+    here = OTHER_NAMES.get(given, given)
+    has = STAGE_WITH.get(here, stage)
+    if has != stage:
+        name = "" if here == given else f" as {here}"
+        raise NotImplementedError(f"{stage}.{function} has no {given}; steps.{has} has it{name}.")
+    if here != given:
+        note = ", aligned at the bottom right" if here == "causal" else ""
+        raise TypeError(f"{stage}.{function} has no {given}; here it is {here}={note}.")
+    raise TypeError(f"{stage}.{function} got an unexpected keyword argument {given!r}.")
+
+
+def pick(kernels, supports, rung, direction, q, whole=None):
+    """(the rung's forward for direction 0 or backward for 1, SUPPORTS as it holds for the rung).
+
+    rung None stands for the first rung that takes q's dtype and head_dim. A rung may take head_dims for which another
+    one is faster: those it is picked for are its best_head_dims. whole: {rung: `limits` of it}, for a caller that keeps
+    them. Raises ValueError that names the rungs.
+    """
+    whole = whole or {rung: limits(supports, rung) for rung in kernels}
+    if rung is not None and rung not in tuple(kernels):
+        needs = [f": it needs {what}" for name, what in supports.get("elsewhere", {}).items() if name == rung]
+        raise ValueError(
+            f"{supports['stage']} has the rungs {', '.join(kernels)} here; got rung={rung!r}{''.join(needs)}."
+        )
+    if rung is not None:
+        return kernels[rung][direction], whole[rung]
+    for name, own in whole.items():
+        if takes(own, q) and q.shape[-1] in own.get("best_head_dims", own["head_dims"]):
+            return kernels[name][direction], own
+    if takes(supports, q):
+        raise no_rung(whole, supports, q)
+    return kernels[next(iter(kernels))][direction], supports  # check_call will say what the stage does not take.
+
+
+def limits(supports, rung):
+    """SUPPORTS as it holds for one rung."""
+    own = supports.get("limits", {}).get(rung)
+    return supports if own is None else supports | own | {"rung": rung}
+
+
+def takes(supports, q):
+    """Whether q's dtype and head_dim are among those of SUPPORTS."""
+    if not isinstance(q, torch.Tensor) or q.is_nested or q.ndim == 0:  # A nested tensor has no shape.
+        return False
+    return q.dtype in supports["dtypes"] and q.shape[-1] in supports["head_dims"]
+
+
+def no_rung(whole, supports, q):
+    offers = [f"{rung} ({', '.join(map(short, x['dtypes']))}; {span(x['head_dims'])})" for rung, x in whole.items()]
+    asked = f"{short(q.dtype)} with head_dim {q.shape[-1]}"
+    stage = supports["stage"]
+    other = "" if stage == "step03_triton" else " steps.step03_triton takes it."
+    return ValueError(f"no rung of {stage} takes {asked}; there are {', '.join(offers)}.{other}")
+
+
+def check_call(supports, kernel, tensors, causal, scale, tile):
+    """(scale, the kernel's further options) of a call. Raises for any input that the stage does not take."""
+    for name, x in tensors:
+        check_dense(name, x)
+    (_, q), (_, k), (_, v) = tensors
+    dtype, device = q.dtype, q.device
+    check_shapes(supports, q.shape, k.shape, v.shape)
+    check_length(q.shape[-2] + k.shape[-2])
+    for name, x in tensors[1:]:
+        if x.dtype != dtype or x.device != device:
+            raise TypeError(
+                f"q, k and v must share one dtype and device: q is {short(q.dtype)} on {q.device}, "
+                f"{name} is {short(x.dtype)} on {x.device}. Convert {name} with {name}.to(q)."
+            )
+    if dtype not in supports["dtypes"]:
+        has = _HAS.get(dtype, own := f"steps.{supports['stage']}")
+        other = "" if has == own else f"; {has} takes {short(dtype)}"
+        names = ", ".join(map(short, supports["dtypes"]))
+        advice = f"Convert with .to(torch.float32){other}."
+        raise TypeError(f"{named(supports)} takes {names}; got {short(dtype)}. {advice}")
+    if device.type not in supports["devices"]:
+        raise ValueError(
+            f"{named(supports)} runs on {' or '.join(supports['devices'])} in this process; "
+            f"the tensors are on {device}. "
+            "Move them with .to(...), or start Python with STEPS_ENGINE=cpu or STEPS_ENGINE=cuda to choose the engine."
+        )
+    D = q.shape[-1]
+    if D not in supports["head_dims"]:
+        raise ValueError(f"{named(supports)} takes head_dim {span(supports['head_dims'])}; got {D}.")
+    check_flag("causal", causal)
+    if tile is not None:
+        if "tile" not in inspect.signature(kernel).parameters:
+            raise ValueError(f"this rung of {named(supports)} has no tiles; got tile={tile!r}. Leave it out.")
+        tile = check_tile(supports, tile)
+    return check_scale(scale, D), {} if tile is None else {"tile": tile}
+
+
+def check_length(rows):
+    """ValueError if there are more queries and keys than kernels count in 32 bits, to which they may add a tile."""
+    if isinstance(rows, int) and rows > 2**31 - 2**16:  # While a call is traced, the number may be a symbol.
+        raise ValueError(f"q and k may have 2^31 - 2^16 rows together; got {rows}. Split the queries.")
+
+
+def check_dense(name, x):
+    """Raises TypeError unless x is a tensor in which every entry has a place of its own."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
+    if x.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one. Convert it with .to_padded_tensor(0.0).")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {short(x.layout)}. Convert it with {name}.to_dense().")
+
+
+def check_tile(supports, tile):
+    """The tile as a pair (Br, Bc) of Python's integers.
+
+    Raises TypeError unless it is a pair of integers, and ValueError unless SUPPORTS offers it.
+    """
+    try:
+        pair = tuple(map(operator.index, tile))
+    except TypeError:
+        raise TypeError(f"tile must be a pair of integers (Br, Bc), got {tile!r}.") from None
+    if pair not in supports["tiles"]:
+        tiles = ", ".join(map(str, supports["tiles"]))
+        raise ValueError(f"{named(supports)} has the tiles (Br, Bc) {tiles}; got {tile!r}.")
+    return pair
+
+
+def check_scale(scale, D):
+    """The scale to use, which for None is 1/sqrt(D).
+
+    Raises TypeError unless it is a number, and ValueError unless it is greater than 0 and float32 can hold it.
+    """
+    if scale is None:
+        return 1 / math.sqrt(D)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a number or None for 1/sqrt(D), got {scale!r}.")
+    if not FLOAT32.tiny <= scale <= FLOAT32.max * math.log(2):  # Kernels multiply it by log2(e).
+        must_be = "a finite number > 0 that float32 can hold, times log2(e) too, or None for 1/sqrt(D)"
+        raise ValueError(f"scale must be {must_be}; got {scale}.")
+    return float(scale)
+
+
+def check_shapes(supports, q, k, v):
+    """Raises unless the shapes q (..., H, Nq, D), k and v (..., Hk, Nk, D) fit together and the stage takes them."""
+    if not 2 <= len(q) <= 4:
+        raise ValueError(f"q must be (B, H, N, D), (H, N, D) or (N, D); got shape {tuple(q)}.")
+    if not len(q) == len(k) == len(v):
+        shapes = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+        raise ValueError(f"q, k and v need the same number of dimensions; got {shapes}.")
+    if k != v:
+        raise ValueError(f"k and v must have the same shape; got k {tuple(k)}, v {tuple(v)}.")
+    if q[-1] != k[-1]:
+        raise ValueError(f"q and k must have the same head_dim (last dimension); {shapes_of(q, k)}.")
+    if len(q) == 4 and q[0] != k[0]:
+        raise ValueError(f"q and k must have the same batch size (first dimension); {shapes_of(q, k)}.")
+    if len(q) >= 3 and (H := q[-3]) != (Hk := k[-3]):
+        if Hk == 0 or H % Hk:
+            raise ValueError(
+                f"the number of query heads must be a multiple of the number of key heads; {shapes_of(q, k)}."
+            )
+        if not supports["gqa"]:
+            raise NotImplementedError(
+                f"{supports['stage']} has no grouped heads (H = {H}, Hk = {Hk}); {_HAS['gqa']} has, "
+                "or repeat k and v with .repeat_interleave(H // Hk, dim=-3)."
+            )
+    if not supports["nq_ne_nk"] and q[-2] != k[-2]:
+        raise NotImplementedError(
+            f"{supports['stage']} is for self-attention, Nq = Nk; {shapes_of(q, k)}. {_HAS['nq_ne_nk']} takes Nq != Nk."
+        )
+
+
+def check_saved(q, dout, out, lse, out_dtypes=None):
+    """Raises unless dout and out are like q, and lse is (..., H, Nq) in the type that `forward` returns.
+
+    out_dtypes: those of out, if it need not have q's.
+    """
+    for name, x, shape, dtypes in (
+        ("dout", dout, q.shape, (q.dtype,)),
+        ("out", out, q.shape, out_dtypes or (q.dtype,)),
+        ("lse", lse, q.shape[:-1], (lse_dtype(q),)),
+    ):
+        check_dense(name, x)
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)} as forward returned it; got {tuple(x.shape)}.")
+        check_dtype(name, x, dtypes, q.device)
+
+
+def check_dtype(name, x, dtypes, device):
+    """Raises TypeError unless x has one of the dtypes and lies on the device, where q is."""
+    if x.dtype not in dtypes or x.device != device:
+        expected = " or ".join(dict.fromkeys(map(short, dtypes)))
+        raise TypeError(
+            f"{name} must be {expected} on {device}, where q is; got {short(x.dtype)} on {x.device}. "
+            f"Convert it with {name}.to(...)."
+        )
+
+
+def lse_dtype(q):
+    """The dtype of lse for the input q."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def check_flag(name, value):
+    """Raises TypeError unless the argument of this name is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def named(supports):
+    return supports["stage"] + (f" (rung {supports['rung']})" if "rung" in supports else "")
+
+
+def shapes_of(q, k):
+    return f"q is {tuple(q)}, k is {tuple(k)}"
+
+
+def short(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def span(values):
+    """Increasing numbers, with neighbours joined: "1 to 96, 128"."""
+    runs = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

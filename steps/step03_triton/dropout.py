@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: MIT
+"""Dropout beside the kernels: which seed a call gets, and which entries of P it keeps.
+
+The seed is a tensor that is drawn where q is. So Python does not wait for the GPU, torch.manual_seed decides what is
+drawn, a CUDA graph draws anew each time it is replayed, and a checkpoint repeats its draw. With torch.compile and
+torch._functorch.config.activation_memory_budget = 0 the backward draws anew, as that of torch's own dropout does, and
+its gradients are wrong: give a seed there. Needs features.py, options.py and replay.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import options
+from .features import Features, Head, find_sequence, kept
+from .replay import replayed
+
+_base, _calls = None, 0  # of set_deterministic
+
+
+def set_deterministic(seed):
+    """From now on dropout in `attention` uses the seeds seed * 2^32 + 0, 1, 2 ..., one for each call; None ends it.
+
+    So two layers never share a mask, whatever else draws random numbers. seed: an integer of 32 bits. Not for
+    checkpoints: they call a layer a second time, which would count as another call. torch.manual_seed is.
+    """
+    global _base, _calls
+    _base = None if seed is None else options.read_integer("seed", seed, -(2**31), 2**31, " or None")
+    _calls = 0
+
+
+def draw_seed(device):
+    """A seed for one call, as an int64 tensor on the device."""
+    global _calls
+    if _base is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # This runs inside of a backward.
+        raise RuntimeError(
+            "a checkpoint repeats a call with dropout, and set_deterministic would count it as another one. "
+            "Use torch.manual_seed, which checkpoints know about, and end set_deterministic with None."
+        )
+    _calls += 1
+    return torch.full((), (_base << 32) + _calls - 1, dtype=torch.int64, device=device)
+
+
+@triton.jit
+def dropout_kernel(keep, strides, H, Nq, Nk, f, Br: tl.constexpr, Bc: tl.constexpr):
+    tiles_q, tiles_k, program = tl.cdiv(Nq, Br), tl.cdiv(Nk, Bc), tl.program_id(0)
+    j = program % tiles_k * Bc  # the tile's first key
+    i = program // tiles_k % tiles_q * Br  # and its first query
+    sequence_and_head = program // (tiles_k * tiles_q)
+    s, h = sequence_and_head // H, sequence_and_head % H
+    seq = find_sequence(s, Nq, Nk, f)
+    row, column = tl.arange(0, Br)[:, None], tl.arange(0, Bc)[None, :]
+    keeps = kept(i, j, row, column, f, seq, Head(h, 0, 0.0))
+    query, key = (seq.queries.start + i + row).to(tl.int64), seq.keys.start + j + column
+    corner = keep + seq.queries.b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    exists = (i + row < seq.queries.N) & (j + column < seq.keys.N)
+    tl.store(corner + query * strides[2] + key * strides[3], keeps.to(tl.int8), mask=exists)
+
+
+def dropout_mask(
+    seed, B, H, Nq, Nk, p, *, first_query=None, first_key=0, cu_seqlens_q=None, cu_seqlens_k=None, device=None
+):
+    """(B, H, Nq, Nk) bool: which entries dropout with this seed and p keeps. It is as large as the matrix of scores.
+
+    The arguments are those of `forward`. For packed sequences B is 1, Nq and Nk count all rows, and what belongs to no
+    sequence is False. device: by default that of the seed, or if it is an integer that of cu_seqlens_q, or the GPU.
+    The numbers in cu_seqlens are always checked. Raises TypeError or ValueError before anything is computed.
+    """
+    sizes = {"B": B, "H": H, "Nq": Nq, "Nk": Nk}
+    B, H, Nq, Nk = (options.read_integer(name, n, 0, options.FAR) for name, n in sizes.items())
+    given = options.read({
+        "dropout_p": p, "seed": seed, "first_query": first_query, "first_key": first_key,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+    })  # fmt: skip
+    place = next((x.device for x in (seed, cu_seqlens_q) if isinstance(x, torch.Tensor)), None)
+    device = device or place or ("cpu" if triton.knobs.runtime.interpret else "cuda")
+    given["seed"] = torch.as_tensor(given["seed"], device=device)
+    starts = [None if x is None else x.contiguous() for x in (given["cu_seqlens_q"], given["cu_seqlens_k"])]
+    if any(x is not None for x in starts):
+        given |= {"max_seqlen_q": Nq, "max_seqlen_k": Nk, "check": True}
+    q, k = (torch.empty(B, H, N, 0, device=device) for N in (Nq, Nk))
+    options.check(q, k, given)
+    options.check_values(q, k, given)
+    numbers = {"p": given["dropout_p"], "first_query": given["first_query"], "first_key": given["first_key"]}
+    return kept_entries(q, k, given["seed"], *starts, **numbers)[0].bool()
+
+
+@replayed
+def kept_entries(record, q, k, seed, cu_seqlens_q, cu_seqlens_k, *, p, first_query, first_key):
+    """(B, H, Nq, Nk) int8, 1 where an entry is kept. Of q and k only the shapes count."""
+    (B, H, Nq, _), Nk = q.shape, k.shape[2]
+    keep = record.new((B, H, Nq, Nk), fill=0, dtype=torch.int8)
+    f = Features(
+        1.0, first_query=first_query, first_key=first_key, seed=seed, threshold=max(1, round(256 * (1 - p))),
+        aligned=1 if first_key % 16 == 0 else None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
+    sequences = B if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    programs = sequences * H * triton.cdiv(Nq, 32) * triton.cdiv(Nk, 32)
+    record.launch(dropout_kernel, programs, keep, keep.stride(), H, Nq, Nk, f, Br=32, Bc=32)
+    return (keep,)
