@@ -6,8 +6,6 @@ import json
 import math
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,14 +22,13 @@ from rich.console import Console
 from torch.nn.attention import SDPBackend
 from typer.testing import CliRunner
 
-from reference import attention, error
+from reference import attention
 from steps import catalogue, engine
 from steps.__main__ import app
 from steps.bench import (
     cost,
     feature_plan,
     fingerprint,
-    gpu_check,
     grid,
     launch_cost,
     peers,
@@ -48,7 +45,6 @@ from steps.bench import (
 )
 from steps.step02_fa2_cuda import launch
 from steps.step04_ring import simulate
-from support import sanitized_kernels
 
 STAGE_02 = rows.ROOT / "steps" / "step02_fa2_cuda"
 
@@ -1694,278 +1690,6 @@ def test_the_report_reads_sustained_rows_too(tmp_path, monkeypatch):
     assert exit_code(report.main, check=True, root=tmp_path) == 1
     report.main(root=tmp_path)
     assert "| fwd, D=128, causal | 02 fwd_5_fa2 | 3 | 1600 | 700 |" in (tmp_path / "README.md").read_text()
-
-
-# --- gpu_check ----------------------------------------------------------------------------------------------
-
-CLEAN = "========= COMPUTE-SANITIZER\n12 passed, 3 deselected in 9.1s\n========= ERROR SUMMARY: 0 errors\n"
-NO_RACE = CLEAN.replace("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
-RACE = """========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at attention_backward+0x430 in ptx.cuh:7
-=========     and Read access at attention_backward+0x770 in bwd_2_wgmma.cu:55 [248 hazards]
-4 passed
-========= ERROR SUMMARY: 669 errors were not printed. Use --print-limit option to adjust the number of printed errors
-========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
-"""
-HOST = """========= Host API memory access error at host access to 0x7f11cc884200 of size 33,408 bytes
-=========     Uninitialized access to 0x7f11cc884200 on access by cudaMemcpy source
-4 passed
-========= ERROR SUMMARY: 1 error
-"""
-UNKNOWN = "========= Uninitialized __global__ memory read of size 4 bytes\n"
-READER, GLUON, ROLES = "02_fa2_cuda/bwd_2_wgmma", "03_triton/fwd_3_gluon", "03_triton/fwd_2_roles"
-
-
-def divided(kernel, *begins):
-    """racecheck's report of what Triton adds to divide warps: a read at the first of these lines, writes at all."""
-    lines = (rows.ROOT / "steps" / f"step{kernel}.py").read_text().splitlines()
-    read, *others = [next(n for n, line in enumerate(lines, 1) if line.startswith(begin)) for begin in begins]
-    file = kernel.split("/")[1]
-    return "\n".join([
-        f"========= Error: Race reported between Read access at forward_kernel+0x1a0 in {file}.py:{read}",
-        *(f"=========     and Write access at forward_kernel+0x9160 in {file}.py:{n} [14 hazards]" for n in others),
-        "=========\n18 passed\n========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n",
-    ])  # fmt: skip
-
-
-DIVIDED = divided(GLUON, "def forward_kernel", "def forward_kernel", "    gl.warp_specialize")
-DIVIDED_ROLES = divided(ROLES, "def forward_kernel", "        return x.load([first, 0])", "    tl.store(lse + ")
-# The same with the kernel's own store of a tile in the last place.
-OWN_STORE = DIVIDED.replace("\n=========\n", "\n=========     and Write access at forward_kernel+0x7440 in "
-                            "fwd_3_gluon.py:181 [1 hazard]\n=========\n")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "output, code, status",
-    [
-        (CLEAN, 0, "clean"),
-        (NO_RACE, 0, "clean"),
-        (CLEAN + "========= ERROR SUMMARY: 4 errors\n", 0, "problems"),
-        (NO_RACE.replace("0 hazards displayed (0 errors, 0", "2 hazards displayed (0 errors, 2"), 0, "problems"),
-        (CLEAN.replace("12 passed", "12 skipped"), 0, "nothing ran"),
-        (CLEAN.replace("12 passed", "1 failed, 11 passed"), 1, "tests failed"),
-        ("Segmentation fault", 139, "no summary"),
-    ],
-)
-def test_a_sanitizer_is_clean_only_if_it_finished_and_tests_ran(output, code, status):
-    assert gpu_check.verdict(gpu_check.parse_sanitizer(output), code) == status
-
-
-@pytest.mark.parametrize(
-    "tool, what, output, with_a_race, outcome",
-    [
-        ("initcheck", READER, HOST, "", {"status": "listed", "problems": 1}),  # a known report of a known kernel
-        ("initcheck", READER, UNKNOWN + HOST, "", {"status": "problems"}),
-        ("initcheck", "02_fa2_cuda/bwd_1_fa2", HOST, "", {"status": "problems"}),
-        ("memcheck", READER, HOST, "", {"status": "problems"}),
-        ("initcheck", "03_triton/bwd_1_tma", HOST, "", {"status": "listed"}),
-        ("initcheck", "03_triton/bwd_0_fused", HOST, "", {"status": "problems"}),  # it has no copy engine
-        ("racecheck", GLUON, DIVIDED, "", {"status": "listed", "problems": 1, "passed": 18}),
-        ("racecheck", GLUON, DIVIDED.replace("forward_kernel", "other_kernel"), "", {"status": "problems"}),
-        ("racecheck", GLUON, OWN_STORE, "", {"status": "problems"}),
-        ("racecheck", ROLES, DIVIDED_ROLES, "", {"status": "listed"}),
-        ("racecheck", ROLES, DIVIDED_ROLES.replace(".py:5", ".py:6"), "", {"status": "problems"}),
-        ("racecheck", ROLES, DIVIDED_ROLES.replace("Read", "Write"), "", {"status": "problems"}),  # two stores
-        ("racecheck", "03_triton/fwd_1_tma", DIVIDED, "", {"status": "problems"}),
-        ("racecheck", READER, NO_RACE, RACE, {"planted": "seen"}),  # a planted race has to add a report
-        ("racecheck", READER, NO_RACE, NO_RACE, {"planted": "not seen"}),
-        ("racecheck", READER, RACE, RACE, {"planted": "not seen", "problems": 1, "passed": 4}),
-        ("racecheck", READER, NO_RACE, "Traceback: it does not compile", {"planted": "failed"}),
-    ],
-)
-def test_what_is_known_is_listed_and_what_is_planted_is_seen(monkeypatch, tool, what, output, with_a_race, outcome):
-    def run(command, limit, **_):
-        return 0, with_a_race if "--planted" in command else output, 1.0
-
-    monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: "compute-sanitizer")
-    monkeypatch.setattr(gpu_check, "run_limited", run)
-    found = gpu_check.sanitize(tool, what, 300)
-    assert found | outcome == found and ("planted" in found) == (tool == "racecheck" and what == READER)
-    if output == RACE:  # without addresses and counts, which differ from run to run
-        where = "Write access at attention_backward in ptx.cuh:7 and Read access at attention_backward in bwd_2_wgmma"
-        assert found["reports"] == [f"Error: Race reported between {where}.cu:55"]
-
-
-def test_a_time_limit_is_recorded_as_a_time_limit(monkeypatch):
-    sleep = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('told')\n"
-    python = sys.executable, "-IS", "-c"  # without site-packages, so that it has begun before the limit
-    code, output, _ = gpu_check.run_limited([*python, sleep], 0.5)
-    assert code is None and "told" in output  # so does pytest, of what has failed so far
-    monkeypatch.setattr(gpu_check, "INTERRUPTED_SECONDS", 0.5)
-    code, output, seconds = gpu_check.run_limited([*python, f"print('x', flush=True)\n{sleep * 2}"], 0.5)
-    assert code is None and output.startswith("x") and seconds < 10
-    monkeypatch.setattr(gpu_check, "run_limited", lambda *_, **__: (None, CLEAN, 300.0))
-    monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: "compute-sanitizer")
-    assert gpu_check.sanitize("memcheck", "03_triton/flash", 300)["status"] == "timeout"
-    assert gpu_check.run_suite("suite", 2, 300)["status"] == "timeout"
-
-
-def test_a_suite_passes_only_if_tests_passed_and_none_failed(monkeypatch):
-    ends = "FAILED a.py::t[a b] - assert 0\nERROR a.py::u\nSKIPPED [3] a.py:9: needs a GPU: yes\n1 passed in 1s"
-    found = {"passed": 1, "failed": 2, "skipped": 3, "failures": ["a.py::t[a b] - assert 0", "a.py::u"]}
-    assert gpu_check.parse_suite(ends) == {**found, "skips": {"needs a GPU: yes": 3}}
-    for code, output, status in ((0, "1 passed", "passed"), (0, "1 skipped", "failed"), (1, ends, "failed")):
-        monkeypatch.setattr(gpu_check, "run_limited", lambda *_, end=(code, output, 1.0), **__: end)
-        assert gpu_check.run_suite("suite", 2, 300)["status"] == status
-
-
-def test_every_test_for_two_gpus_is_in_the_suite_for_them():
-    texts = {f"tests/{path.name}": path.read_text() for path in (rows.ROOT / "tests").glob("*.py")}
-    marked = {file for file, text in texts.items() if re.search("^@pytest.mark.multigpu", text, re.M)}
-    assert len(marked) == 5 and marked <= set(gpu_check.SUITES["suite multigpu"])
-    of_ring = texts["tests/test_step04_ring.py"]
-    skipping = re.findall(r"^def (\w+)\(N\):\n    if engine.name != .cuda. or torch.cuda.device_count", of_ring, re.M)
-    assert skipping and set(skipping) == set(re.findall(r"^@pytest.mark.multigpu\n@.*\ndef (\w+)", of_ring, re.M))
-
-
-def test_outcomes_are_kept_only_for_the_same_code_and_machine():
-    machine = dict(gpu="g", driver="d", cuda="c", torch="t", triton="x", python="p")
-    sources = {"01/a": "1", "01/b": "1", "02/c": "1"}
-    names = "suite", "suite 02", "memcheck 01", "racecheck 02/c"
-    old = {**machine, "sources": sources, "outcomes": dict.fromkeys(names, "old")}
-
-    def kept(**other):
-        new = {**machine, "sources": sources, "outcomes": {"suite": "new"}} | other
-        merged = gpu_check.merge(old, new)["outcomes"]
-        assert merged.pop("suite") == "new" and set(merged.values()) <= {"old"}
-        return set(merged)
-
-    assert kept() == set(names[1:])
-    assert kept(sources=sources | {"01/b": "2"}) == {"suite 02", "racecheck 02/c"}
-    assert kept(sources=sources | {"02/c": "2"}) == {"memcheck 01"}
-    assert kept(sources=sources | {"01/new": "1"}) == {"suite 02", "racecheck 02/c"}
-    assert kept(driver="e") == set()
-    new = {**machine, "sources": sources, "outcomes": {}}
-    assert gpu_check.merge({}, new) == new
-
-
-def test_outcomes_of_the_ring_are_kept_only_for_the_same_code_of_the_ring(tmp_path):
-    folder = tmp_path / "steps" / "step04_ring"
-    shutil.copytree(rows.ROOT / "steps" / "step04_ring", folder)
-    code = gpu_check.kernel_hashes(tmp_path)
-    (folder / "watch.py").write_text(f"# A comment.\n{(folder / 'watch.py').read_text()}")
-    assert gpu_check.kernel_hashes(tmp_path) == code
-    machine = dict(gpu="g", driver="d", cuda="c", torch="t", triton="x", python="p")
-    old = dict.fromkeys(("suite", "suite multigpu", "suite 03_triton", "memcheck 03_triton/flash"), "old")
-    of_a_stage = {"suite 03_triton", "memcheck 03_triton/flash"}
-
-    def kept(before, now):
-        new = {**machine, "sources": now, "outcomes": {}}
-        return set(gpu_check.merge({**machine, "sources": before, "outcomes": old}, new)["outcomes"])
-
-    assert kept(code, code) == set(old)
-    without = {name: one for name, one in code.items() if name != "04_ring"}
-    assert kept(without, code) == of_a_stage  # an older record
-    for file in ("comm.py", "watch.py", "side.py", "strategies/team.py"):
-        before = gpu_check.kernel_hashes(tmp_path)
-        (folder / file).write_text(f"{(folder / file).read_text()}\nx = 1\n")
-        assert kept(before, gpu_check.kernel_hashes(tmp_path)) == of_a_stage
-
-
-def test_the_outcomes_are_written_and_decide_the_exit_code(tmp_path, monkeypatch, capsys):
-    status = dict.fromkeys(gpu_check.TOOLS, "clean")
-    machine = rows.provenance("cpu", commit="c")
-    monkeypatch.setattr(rows, "provenance", lambda **_: machine)
-    monkeypatch.setattr(gpu_check, "run_suite", lambda *_: {"status": "passed", "passed": 7, "seconds": 1})
-    monkeypatch.setattr(gpu_check, "sanitize", lambda tool, what, *_: {"status": status[tool]})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="needs a GPU"):
-        gpu_check.main(out=tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts in the background
-    try:
-        assert exit_code(gpu_check.main, out=tmp_path) == 0
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    status["racecheck"] = "timeout"
-    assert exit_code(gpu_check.main, out=tmp_path, only="racecheck 03_triton/flash") == 1
-    written = rows.read_record("checks", "CPU", tmp_path)
-    assert len(written["outcomes"]) == len(gpu_check.SUITES) + 4 * len(gpu_check.SANITIZED)
-    assert written["outcomes"]["racecheck 03_triton/flash"] == {"status": "timeout"} and written["commit"] == "c"
-    assert written["sources"]["00_naive/fwd_3_tiled"] == fingerprint.code_hash("00_naive", "fwd_3_tiled")
-    status["racecheck"] = "listed"
-    assert exit_code(gpu_check.main, out=tmp_path, only="racecheck") == 0
-    assert exit_code(gpu_check.main, out=tmp_path, only="no such check") == 1
-    assert exit_code(gpu_check.main, out=tmp_path, minutes=0) == 1
-    assert "suite: no time left" in capsys.readouterr().out
-    monkeypatch.setattr(gpu_check, "run_all", lambda *_: [("suite", {"status": "passed"}), ("racecheck a", None)])
-    assert exit_code(gpu_check.main, out=tmp_path) == 1
-
-
-def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
-    kernels = {path.stem for path in STAGE_02.glob("*.cu")}
-    of_stage_03 = {path.stem for path in (STAGE_02.parent / "step03_triton").glob("?wd_*.py")} | {"flash", "decode"}
-    others = {"01_fa1_numba", *(f"03_triton/{kernel}" for kernel in of_stage_03)}
-    assert {f"02_fa2_cuda/{kernel}" for kernel in kernels} | others == set(gpu_check.SANITIZED)
-    assert set(sanitized_kernels.PLANTED) == kernels
-    for kernel in kernels:
-        text = (STAGE_02 / f"{kernel}.cu").read_text()
-        planted = sanitized_kernels.with_a_race(text, kernel)
-        changed = [a for a, b in zip(text.splitlines(), planted.splitlines(), strict=True) if a != b]
-        (line,) = (a for a in changed if "Spill budget" not in a)
-        assert re.search("barrier|syncthreads", line)
-        with pytest.raises(ValueError, match="0 lines"):
-            sanitized_kernels.with_a_race(planted, kernel)
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="without a GPU stage 02 needs g++, and there is none")
-def test_what_runs_under_the_sanitizers_checks_its_results(monkeypatch):
-    assert sanitized_kernels.check("fwd_0_scalar", N=40, head_dims=(64, 128)) == 2  # scalar takes no head_dim 128
-    assert sanitized_kernels.check("fwd_0_scalar", planted=True, N=40, head_dims=(64,)) == 0
-    assert sanitized_kernels.check("bwd_3_hopper", N=40, head_dims=(64,)) == 4  # dq is added in a fixed order, too
-    assert sanitized_kernels.tma_store() == 1
-    monkeypatch.setattr(error, "failures", lambda got, want: {"out": (1.0, 0.1)} if list(got) == ["out", "lse"] else {})
-    with pytest.raises(AssertionError, match="fwd_0_scalar, D=64, causal=False"):
-        sanitized_kernels.check("fwd_0_scalar", N=40, head_dims=(64,))
-
-
-@needs_triton
-@pytest.mark.skipif(engine.name != "cpu", reason="gpu-check runs it on a GPU")
-def test_what_runs_of_stage_03_under_the_sanitizers_checks_its_results(monkeypatch):
-    from support import sanitized_triton  # It needs Triton.
-
-    module = "tests.support.sanitized_triton"
-    assert set(sanitized_triton.KERNELS) == {what[2] for what in gpu_check.SANITIZED.values() if what[1] == module}
-    assert sanitized_triton.check("fwd_2_roles", N=40) == 5  # the fifth one with warps that have roles
-    assert sanitized_triton.check("bwd_1_tma", N=40) == 4
-    monkeypatch.setattr(error, "failures", lambda got, want: {"dk": (1.0, 0.1)} if "dk" in got else {})
-    with pytest.raises(AssertionError, match="bwd_0_fused, N=40, D=64, torch.float32, causal=False: .*dk"):
-        sanitized_triton.check("bwd_0_fused", N=40)
-
-
-DELTA = """
-import torch, triton
-from support import compile_triton
-from steps.step03_triton import {module}
-triton.runtime.driver.set_active(compile_triton.Driver())
-torch.cuda.get_device_capability = lambda device=None: (8, 0)
-launch = triton.runtime.jit.JITFunction.run
-def compile_only(kernel, *args, grid, warmup, **options):
-    if kernel.__name__ == "delta_kernel":
-        print(launch(kernel, *args, grid=grid, warmup=True, **options).asm["ptx"])
-triton.runtime.jit.JITFunction.run = compile_only
-x = torch.zeros(1, 1, 64, 24)  # Of rows with 24 numbers each lane takes one.
-{module}.backward(x, x, x, x, x, torch.zeros(1, 1, 64))
-"""
-
-
-@needs_triton
-@pytest.mark.long
-@pytest.mark.parametrize("module", ["bwd_0_fused", "flash"])
-def test_every_lane_that_stores_a_number_of_delta_stores_the_same(module):
-    """No product is fused into the addition of what another lane sends. It would be rounded in that lane only.
-
-    racecheck saw the lanes store numbers that differed. bwd_1_tma takes 16-bit numbers only, whose products are exact
-    in float32, so that it does not matter there.
-    """
-    path = os.pathsep.join((str(rows.ROOT), str(rows.ROOT / "tests")))
-    environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    command = [sys.executable, "-c", DELTA.format(module=module)]
-    ptx = subprocess.run(command, cwd=rows.ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    sent = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx))
-    added = set(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))
-    assert sent and not sent & added
 
 
 # --- profile ------------------------------------------------------------------------------------------------
