@@ -76,7 +76,8 @@ def sanitize(sanitizer, tool, arguments):
     code, output = run(command, SECONDS)
     if code is None:
         return "time limit", []
-    summaries = [n for n, rest in re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)(.*)", output) if "printed" not in rest]
+    found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)(.*)", output)
+    summaries = [count for count, rest in found if "not printed" not in rest]
     kinds = "Host API|Error|Warning|Invalid|Uninitialized|Barrier error|Potential|Program hit"
     found = re.findall(rf"^=+ ((?:{kinds}).*(?:\n=+ {{4,}}(?:at|and|Uninitialized) .*)*)", output, re.M)
     plain = [re.sub(r"\n=+ +| \[\d+ hazards?\]|\+0x\w+|0x\w+", " ", report) for report in found]
