@@ -46,6 +46,8 @@ SHARED_NAMES = {
     "demo": "shows what it stands beside, the course or the ring, on one input",
     "options": "what a call may ask for beside q, k and v: its definition, and its checks",
     "operators": "what torch.compile sees of a stage",
+    "figures": "what draws, for the notebooks and for the workbook",
+    "ring": "stage 04's loop, and what measures it",
     "broken": "the stage's kernels for bug hunts",
     "bug1": "the first of them",
     "bug2": "the second",

@@ -41,7 +41,7 @@ from matplotlib.collections import PatchCollection
 from numba import cuda
 
 from reference import cases, error
-from steps.bench import cost, fingerprint, rows
+from steps.bench import cost, rows
 from steps.bench.plots import COLOURS, FAINT, GREYS, INK, ink_on, style
 from steps.figures import numba_resources
 from steps import step01_fa1_numba as step01
@@ -857,7 +857,7 @@ fwd.forward_kernel.cache_clear()
 measured = {}  # {(pass, d): {kernel or peer: row}}
 at = {"gpu": gpu.name, "dtype": "fp32", "N": 4096, "causal": False, "options": {}}
 at["timing"] = "interleaved"
-for r in rows.latest(fingerprint.fresh(rows.read())):
+for r in rows.latest(rows.fresh(rows.read())):
     ours = r["stage"] in ("01_fa1_numba", None)  # PyTorch's kernels have no stage
     if ours and all(r[name] == value for name, value in at.items()):
         measured.setdefault((r["pass"], r["D"]), {})[r["kernel"] or r["peer"]] = r

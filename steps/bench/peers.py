@@ -53,6 +53,14 @@ def blocks_of(seen, Nq, Nk, device):
     return flex_attention.create_block_mask(seen, None, None, Nq, Nk, device)
 
 
+def varlen(starts, length, q, k, v, causal=False):
+    """torch's FlashAttention-2 for packed sequences, whose tensors are (total, H, D)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    return varlen_attn(q, k, v, starts, starts, length, length).transpose(0, 1)[None]
+
+
 def matrix_form(q, k, v, causal=False):
     """Attention as one writes it down, with the N x N matrix."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -133,6 +141,7 @@ def absent(name):
     return None
 
 
+@cache
 def matmul(dtype, device):
     """(call, error) of a product of two square matrices, random normal: what the chip reaches without a softmax.
 
