@@ -53,7 +53,9 @@ def main(
     if sustained:
         parts = grid.sustained([part for part in parts if isinstance(part, grid.Part)])
     options = dict(until=time.monotonic() + 60 * minutes, commit=commit, say=print)
-    show(grid.record(parts * runs, **options), out or (rows.COMMITTED if record else rows.OWN))
+    for part in parts * runs:
+        found = part.record(**options) if isinstance(part, ring.RingPart) else grid.record([part], **options)
+        show(found, out or (rows.COMMITTED if record else rows.OWN))
 
 
 if __name__ == "__main__":

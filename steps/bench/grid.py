@@ -85,17 +85,21 @@ class Candidate:
 
     def call(self, inputs, causal, pass_):
         """The function to be timed: without arguments, it gives the results of the pass as a tuple."""
-        dout, q, k, v = inputs
-        if pass_ == "fwd":
-            return lambda: self.forward(q, k, v, causal=causal)[:1]
-        if pass_ == "fwd+bwd":
-            return lambda: self._both(*inputs, causal)
-        out, lse = self.forward(q, k, v, causal=causal)
-        return lambda: tuple(self.backward(dout, q, k, v, out, lse, causal=causal))
+        dout, *qkv = inputs
 
-    def _both(self, dout, q, k, v, causal):
-        out, lse = self.forward(q, k, v, causal=causal)
-        return out, *self.backward(dout, q, k, v, out, lse, causal=causal)
+        def forward():
+            return self.forward(*qkv, causal=causal)
+
+        def backward(out, lse):
+            return tuple(self.backward(dout, *qkv, out, lse, causal=causal))
+
+        def both():
+            saved = forward()
+            return saved[0], *backward(*saved)
+
+        if pass_ != "bwd":
+            return both if pass_ == "fwd+bwd" else lambda: forward()[:1]
+        return partial(backward, *forward())
 
 
 @dataclass(frozen=True)
@@ -120,15 +124,16 @@ class Beside:
         if pass_ == "fwd":
             return lambda: (attend(*qkv, causal),)
         leaves = [x.detach().requires_grad_() for x in qkv]
-        if pass_ == "fwd+bwd":
-            return lambda: self._both(attend, dout, leaves, causal)
-        out = attend(*leaves, causal)
-        # Not out.backward(), which would also add each result to the .grad of the one before.
-        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
-    def _both(self, attend, dout, leaves, causal):
-        out = attend(*leaves, causal)
-        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+        def backward(out):
+            # Not out.backward(), which would also add each result to the .grad of the one before.
+            return torch.autograd.grad(out, leaves, dout, retain_graph=pass_ == "bwd")
+
+        def both():
+            out = attend(*leaves, causal)
+            return out.detach(), *backward(out)
+
+        return both if pass_ == "fwd+bwd" else partial(backward, attend(*leaves, causal))
 
 
 def entrants(number, rung=None):
@@ -351,18 +356,9 @@ def sample_error(got, truth):
 # --- rungs over a grid --------------------------------------------------------------------------------------
 
 
-class Measured:
-    """A part of a plan that has groups of tasks. All of it is one run."""
-
-    def record(self, *, device="cuda", say=print, **options):
-        """Yields the rows; options as for `measure`."""
-        own = {"timed": self.timed} | ({"limit_ms": self.limit_ms} if self.limit_ms else {})
-        yield from measure(present(self.groups(device), say), device=device, say=say, **options | own)
-
-
 @dataclass(frozen=True)
-class Part(Measured):
-    """These rungs of a stage beside these peers, over a grid."""
+class Part:
+    """A part of a plan: these rungs of a stage beside these peers, over a grid. All of it is one run."""
 
     rungs: tuple[str, ...]
     grid: tuple[Point, ...] = STANDARD_GRID
@@ -403,11 +399,16 @@ def copied_keys(inputs):
     return {"pass": rows.COPY} | Beside(rows.COPY).subject({}), call, 0, worst
 
 
-def record(parts, **options):
-    """Yields the rows of parts of plans, after compiling; options as for `measure`."""
+def record(parts, *, device="cuda", say=print, **options):
+    """Yields the rows of parts of plans, after compiling: of a Part, or of groups that a function lists."""
     compile_ahead(dict.fromkeys(part for part in parts if isinstance(part, Part)))
     for part in parts:
-        yield from part.record(**options)
+        if isinstance(part, Part):
+            groups, own = part.groups(device), {"timed": part.timed}
+            own |= {"limit_ms": part.limit_ms} if part.limit_ms else {}
+        else:
+            groups, own = part(device=device), {}
+        yield from measure(present(groups, say), device=device, say=say, **options | own)
 
 
 def present(groups, say):
@@ -458,25 +459,8 @@ LAST = 128  # so many of the last queries are compared with float64, where all w
 ANY = "sdpa-cudnn", "sdpa-flash", "flex"
 
 
-@dataclass(frozen=True)
-class Listed(Measured):
-    """Groups that a function lists."""
-
-    function: Callable
-    arguments: tuple = ()
-    timed: str = "interleaved"
-    limit_ms: float | None = None
-
-    def groups(self, device="cuda"):
-        return self.function(*self.arguments, device=device)
-
-
-def own(kernel, **options):
-    """Stage 03's "flash" with options, its "decode", or stage 02's "hopper", as a candidate."""
-    if kernel == "hopper":
-        functions = (partial(function, rung="hopper") for function in (launch.forward, launch.backward))
-        forward, backward = functions
-        return Candidate("02_fa2_cuda", "fwd_8_hopper", forward, "bwd_3_hopper", backward)
+def of_stage_03(kernel, options):
+    """flash.py with these options, or decode.py, as a candidate."""
     from steps.step03_triton import decode, flash  # imported here because Triton is not available everywhere
 
     if kernel == "decode":
@@ -488,11 +472,10 @@ def own(kernel, **options):
 def feature(name, point, options=(), told=(), share=1.0, peers=(), *, kernel="flash", passes=("fwd", "bwd"), last=None):
     """The task of a feature: options of the kernel, what rows tell besides the name, peers' names or functions."""
     options, peers = dict(options), peers if isinstance(peers, dict) else dict.fromkeys(peers)
-    others = [Beside(peer, function) for peer, function in peers.items()]
+    who = of_stage_03(kernel, options), *(Beside(peer, function) for peer, function in peers.items())
     reference = partial(reference_options, options, point, last)
-    told = {"feature": name, **dict(told)}
     ceiling = copied_keys if kernel == "decode" else None  # Decoding reads k and v, and little else.
-    return Task(point, "bf16", passes, (own(kernel, **options), *others), told, share, reference, last, ceiling)
+    return Task(point, "bf16", passes, who, {"feature": name, **dict(told)}, share, reference, last, ceiling)
 
 
 def reference_options(options, point, last, heads):
@@ -585,20 +568,18 @@ def grouped(*, device):
 
     The keys of one K/V head alone give a GPU too few blocks.
     """
+    (hopper,) = entrants("02", "hopper")
     for causal in (False, True):
-        names = {8: "own heads", 1: "grouped heads"}
-        how = dict(peers=("sdpa-cudnn",), kernel="hopper", passes=("bwd",))
-        yield [
-            feature(names[Hk] + (", causal" if causal else ""), Point(1, 8, 4096, 128, causal, Hk=Hk), **how)
-            for Hk in names
-        ]
+        names = {8: "own heads" + ", causal" * causal, 1: "grouped heads" + ", causal" * causal}
+        points = {Hk: Point(1, 8, 4096, 128, causal, Hk=Hk) for Hk in names}
+        who = hopper, Beside("sdpa-cudnn")
+        yield [Task(points[Hk], "bf16", ("bwd",), who, {"feature": name}) for Hk, name in names.items()]
 
 
 def launches(*, device):
-    """A group: what a call of a forward costs the CPU, which does not wait for the GPU.
+    """A group: what a call of a forward costs the CPU, which does not wait for the GPU. The kernel is still shorter.
 
-    The kernel is shorter than its launch. Launchers alone and with all checks, and torch's SDPA. "elsewhere": every
-    call has its tensors at other addresses than the one before.
+    "elsewhere": every call has its tensors at other addresses than the one before.
     """
     copies = []
 
@@ -607,18 +588,13 @@ def launches(*, device):
             copies.append(itertools.cycle([qkv, tuple(x.clone() for x in qkv)]))
         return launch.forward(*next(copies[0]), rung="hopper", causal=causal)
 
-    def best(number):
-        return next(entrants(number, catalogue.stage(number).SUPPORTS["rungs"][0]))
-
-    def of_02(kernel, forward):
-        return Candidate("02_fa2_cuda", kernel, forward)
-
+    best_02, best_03 = (next(entrants(n, catalogue.stage(n).SUPPORTS["rungs"][0])) for n in ("02", "03"))
     who = {
-        "02 launch.forward": of_02("fwd_8_hopper", partial(launch.forward, rung="hopper")),
-        "02 launch.forward fa2": of_02("fwd_5_fa2", partial(launch.forward, rung="fa2")),
-        "02 launch.forward elsewhere": of_02("fwd_8_hopper", elsewhere),
-        "02 forward": best("02"),
-        "03 forward": best("03"),
+        "02 launch.forward": Candidate("02_fa2_cuda", "fwd_8_hopper", partial(launch.forward, rung="hopper")),
+        "02 launch.forward fa2": Candidate("02_fa2_cuda", "fwd_5_fa2", partial(launch.forward, rung="fa2")),
+        "02 launch.forward elsewhere": Candidate("02_fa2_cuda", "fwd_8_hopper", elsewhere),
+        "02 forward": best_02,
+        "03 forward": best_03,
         "sdpa": Beside("sdpa", lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal)),
     }
     point = Point(1, 1, 128, 64)
@@ -662,9 +638,9 @@ PLANS = {  # What is recorded of stages 02 and 03, in parts of a few minutes. Th
         Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), peers=("flex", "compiled", "fa4", "sdpa-cudnn"), stage="03"),
         Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), ("fp16",), ("tutorial", "sdpa-cudnn"), stage="03"),
     ),
-    "features": (Listed(features),),
-    "grouped": (Listed(grouped),),
-    "launches": (Listed(launches),),
+    "features": (features,),
+    "grouped": (grouped,),
+    "launches": (launches,),
 }  # fmt: skip
 LONG = 16384  # A call has to take milliseconds, or else a second of calls measures how fast they are launched.
 

@@ -83,7 +83,6 @@ def compiled_matrix_form(q, k, v, causal=False):
     return compiled(matrix_form)(q, k, v, causal)
 
 
-@cache
 def load_fa4():
     from flash_attn.cute import flash_attn_func
 
