@@ -262,7 +262,7 @@ def bench(
         best = {"bf16" if "bf16" in c.dtypes else "fp32" for c in candidates}
         peers = peer or (("sdpa-flash", "sdpa-efficient") if file else tuple(PEERS))
         groups = grids.over(grids.GRIDS[grid], candidates, peers, ("fwd", "bwd"), dtype or sorted(best), engine.device)
-        found = grids.measure(grids.present(groups, say), say=say)
+        found = grids.measure(groups, say=say)
     measuring.show(found, beside=True)
 
 

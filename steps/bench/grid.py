@@ -116,7 +116,7 @@ class Beside:
         return {"stage": None, "kernel": None, "peer": self.peer, "source": None}
 
     def refusal(self, where):
-        return None  # what it does not take, it refuses itself
+        return None if self.function else absent(self.peer)  # what it does not take, it refuses itself
 
     def call(self, inputs, causal, pass_):
         dout, *qkv = inputs
@@ -408,21 +408,7 @@ def record(parts, *, device="cuda", say=print, **options):
             own |= {"limit_ms": part.limit_ms} if part.limit_ms else {}
         else:
             groups, own = part(device=device), {}
-        yield from measure(present(groups, say), device=device, say=say, **options | own)
-
-
-def present(groups, say):
-    """The groups without peers that are not on this machine, of which `say` gets the reason once."""
-    reasons = {}
-    for group in groups:
-        for name in {one.peer for task in group for one in task.entrants if isinstance(one, Beside)} - reasons.keys():
-            reasons[name] = absent(name)
-            if reasons[name]:
-                say(f"left out: {name}: {reasons[name]}")
-        yield [
-            replace(task, entrants=tuple(one for one in task.entrants if not reasons.get(getattr(one, "peer", None))))
-            for task in group
-        ]
+        yield from measure(groups, device=device, say=say, **options | own)
 
 
 def compile_ahead(parts):
