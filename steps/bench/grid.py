@@ -241,6 +241,7 @@ def measure(groups, *, device="cuda", timed="interleaved", warmup=3, limit_ms=10
                 if task.with_host:
                     row["host_us"] = timing.host_us(call, device=device)
                 yield rows.validate(row)
+        admitted, found, call = {}, [], None  # A backward holds its forward's results; this makes room for the next.
 
 
 class Guard:
