@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 import steps
 from steps import engine
-from steps.bench import report, ring, rows, timing
+from steps.bench import ring, rows, timing
 from steps.bench.cost import Point
-from steps.bench.ring import FETCH, GRAPH, ONE, PEERS, RELAY, STRATEGIES, turned
+from steps.bench.ring import FETCH, GRAPH, ONE, PEERS, RELAY, STRATEGIES
+from steps.figures import ring_tables
 from steps.step04_ring import Layout, launch, simulate
 from steps.step04_ring.strategies import team
 from steps.workbook.case_on_ranks import PlainBlock
-from support.made_rows import LARGE, ORIGIN, made
+from support.made_rows import LARGE, ORIGIN
 
 pytestmark = pytest.mark.skipif(engine.name != "cpu", reason="stands in for GPUs")
 
@@ -119,8 +120,8 @@ def test_everybody_in_two_ranks(monkeypatch):
     found, _, said = recorded(monkeypatch, *whos)
     reasons = [line.partition(": RuntimeError")[0] for line in said]
     assert reasons == [f"left out: {who}, {p} {SMALL.point}" for p in ("fwd", "fwd+bwd") for who in PEERS]
-    plain = {(report.who(row), row["pass"]): row for row in found if row["options"] in ({}, {"graph": True})}
-    assert set(plain) == set(itertools.product(report.ORDER, ("fwd", "fwd+bwd")))
+    plain = {(ring_tables.who(row), row["pass"]): row for row in found if row["options"] in ({}, {"graph": True})}
+    assert set(plain) == set(itertools.product(ring_tables.ORDER, ("fwd", "fwd+bwd")))
     assert all(row["error"] < 0.02 and row["reps"] >= 5 and row["ms_worst"] >= row["ms_median"] for row in found)
     assert plain["one GPU", "fwd"]["layout"] is None and plain["relay", "fwd"]["layout"] == "zigzag"
     assert "peak_bytes" not in plain["fetch, graph", "fwd"] and plain["relay", "fwd"]["peak_bytes"] == 1000
@@ -301,39 +302,3 @@ def test_every_candidate_is_a_kernel_that_there_is_and_has_rows_of_its_own():
         assert rows.source_files("02_fa2_cuda" if kernel == ONE.kernel else "04_ring", kernel), kernel
     assert all(str(a) != str(b) for a in whos for b in whos if a is not b)
     assert set(ring.PLANS) == {"ring", "ring-hops", "ring-trace", *(f"ring-{name}" for name in ring.CASES)}
-
-
-# --- tables ---------------------------------------------------------------------------------------------------
-
-
-def test_the_table_of_speed_compares_within_one_race():
-    contiguous = ring.CASES["32k"][3]
-    found = [made(LARGE, ONE, 20.0), made(LARGE, RELAY, 12.5), made(LARGE, FETCH, 10.0), made(LARGE, PEERS[0], 16.0)]
-    found += [made(contiguous, ONE, 30.0), made(contiguous, FETCH, 20.0), made(ring.CASES["8k"][0], GRAPH, 1.0)]
-    found += [made(LARGE, FETCH, 99.0, run="r2"), made(LARGE, turned(FETCH, changed="nothing"), 1.0)]
-    found += [made(LARGE, who, ms, n_gpus=4) for who, ms in ((RELAY, 8.0), (ONE, 40.0), (FETCH, 20.0))]
-    found.append(made(LARGE, FETCH, 77.0, gpu="NVIDIA H100 80GB HBM3"))
-    head, *lines = report.ring_speed(found)
-    assert head == ["GPUs", "computed", "Hk", "by", "8k", "32k"]
-    words = {(line[0], line[1], line[3]): line[4:] for line in lines}
-    tflops = LARGE.point.flops("fwd") / 2 / 10e-3 / 1e12
-    assert words["2 H200", "fwd, causal", "fetch"] == ["–", f"10 to 15 (1.00, {tflops:.0f})"]
-    shares = {"relay": "(0.80, ", PEERS[0].peer: "(0.62, "}
-    assert all(share in words["2 H200", "fwd, causal", who][1] for who, share in shares.items())
-    assert words["2 H200", "fwd, causal, contiguous", "fetch"][1].startswith("20 to 30 (0.75, ")
-    assert words["2 H200", "fwd, causal", "fetch, graph"][0].startswith("1 to 1.5 (")
-    assert "(0.50, " in words["4 H200", "fwd, causal", "fetch"][-1] and lines[0][0] == "2 H100"
-    assert [line[3] for line in lines][1:5] == list(report.ORDER)
-    assert not report.ring_speed([made(LARGE, ONE, 1.0, n_gpus=1)])
-
-
-def test_the_table_of_strategies_has_time_memory_and_bytes():
-    case, sizes = ring.CASES["strategies"][0], dict(shared_bytes=2 * 10**6, sent_bytes=5 * 10**6)
-    found = [made(case, who, 2.0 + n, **sizes) for n, who in enumerate(STRATEGIES)]
-    found.append(made(case, STRATEGIES[2], 9.0, "fwd+bwd", **sizes))
-    head, *lines = report.ring_strategies(found)
-    words = ["2 H200", "fwd, causal", "32", "query_parallel", "layout not striped", "2 / 3 / 5"]
-    assert head[-1] == "32k" and lines[0] == words
-    assert [line[3] for line in lines] == ["query_parallel", "star", "ulysses", "ring, fetch", "ring, relay", "ulysses"]
-    filled = report.render("<!-- ring strategies -->\nold\n<!-- /ring -->\n", found)
-    assert f"| {' | '.join(words)} |\n" in filled and "NVIDIA H200, driver 580" in filled and "\nold\n" not in filled

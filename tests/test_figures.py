@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from steps.bench import rows
+from steps.bench import ring, rows
 from steps.bench.cost import Point
-from steps.bench.ring import FETCH, ONE, RELAY, turned
+from steps.bench.ring import FETCH, GRAPH, ONE, PEERS, RELAY, STRATEGIES, turned
 from steps.figures import measured, ring_tables
 from steps.figures.ring_tables import TABLES
 from steps.step04_ring import simulate
@@ -92,6 +92,37 @@ def test_the_price_of_the_order_is_measured_in_the_ring():
     assert (fetch.ordered, fetch.memory) == (pytest.approx(1.25), 4.8e12)
 
 
+def test_the_table_of_speed_compares_within_one_race():
+    contiguous = ring.CASES["32k"][3]
+    found = [made(LARGE, ONE, 20.0), made(LARGE, RELAY, 12.5), made(LARGE, FETCH, 10.0), made(LARGE, PEERS[0], 16.0)]
+    found += [made(contiguous, ONE, 30.0), made(contiguous, FETCH, 20.0), made(ring.CASES["8k"][0], GRAPH, 1.0)]
+    found += [made(LARGE, FETCH, 99.0, run="r2"), made(LARGE, turned(FETCH, changed="nothing"), 1.0)]
+    found += [made(LARGE, who, ms, n_gpus=4) for who, ms in ((RELAY, 8.0), (ONE, 40.0), (FETCH, 20.0))]
+    found.append(made(LARGE, FETCH, 77.0, gpu="NVIDIA H100 80GB HBM3"))
+    head, *lines = ring_tables.ring_speed(found)
+    assert head == ["GPUs", "computed", "Hk", "by", "8k", "32k"]
+    words = {(line[0], line[1], line[3]): line[4:] for line in lines}
+    tflops = LARGE.point.flops("fwd") / 2 / 10e-3 / 1e12
+    assert words["2 H200", "fwd, causal", "fetch"] == ["–", f"10 to 15 (1.00, {tflops:.0f})"]
+    shares = {"relay": "(0.80, ", PEERS[0].peer: "(0.62, "}
+    assert all(share in words["2 H200", "fwd, causal", who][1] for who, share in shares.items())
+    assert words["2 H200", "fwd, causal, contiguous", "fetch"][1].startswith("20 to 30 (0.75, ")
+    assert words["2 H200", "fwd, causal", "fetch, graph"][0].startswith("1 to 1.5 (")
+    assert "(0.50, " in words["4 H200", "fwd, causal", "fetch"][-1] and lines[0][0] == "2 H100"
+    assert [line[3] for line in lines][1:5] == list(ring_tables.ORDER)
+    assert not ring_tables.ring_speed([made(LARGE, ONE, 1.0, n_gpus=1)])
+
+
+def test_the_table_of_strategies_has_time_memory_and_bytes():
+    case, sizes = ring.CASES["strategies"][0], dict(shared_bytes=2 * 10**6, sent_bytes=5 * 10**6)
+    found = [made(case, who, 2.0 + n, **sizes) for n, who in enumerate(STRATEGIES)]
+    found.append(made(case, STRATEGIES[2], 9.0, "fwd+bwd", **sizes))
+    head, *lines = ring_tables.ring_strategies(found)
+    words = ["2 H200", "fwd, causal", "32", "query_parallel", "layout not striped", "2 / 3 / 5"]
+    assert head[-1] == "32k" and lines[0] == words
+    assert [line[3] for line in lines] == ["query_parallel", "star", "ulysses", "ring, fetch", "ring, relay", "ulysses"]
+
+
 def test_the_tables_of_changes_trace_hops_and_a_token():
     """Of a run in which persistence was the default over fetch, and could be turned off; and of another transport."""
     changes = [dict(changed="nothing"), dict(overlap=False), dict(persistent=False), dict(block="stage 03")]
@@ -140,11 +171,11 @@ def test_the_trace_is_drawn_and_told_as_long_as_the_ring_is_as_it_was(tmp_path):
 def test_a_sweep_is_drawn_and_told_and_a_neighbour_is_faster_only_by_more_than_the_noise():
     sweep = rows.read_record("tune")
     ax = measured.tiles(sweep).axes[0]
-    *points, line, ring_ = ax.lines
+    *points, line, circle = ax.lines
     drawn = sorted(y for one in points for y in one.get_ydata())
     assert drawn == sorted(one["tflops"] for one in sweep["candidates"])
     own = next(one for one in sweep["candidates"] if one["row"] == sweep["row"])
-    assert list(line.get_ydata()) == [own["tflops"]] * 2 and list(ring_.get_ydata()) == [own["tflops"]]
+    assert list(line.get_ydata()) == [own["tflops"]] * 2 and list(circle.get_ydata()) == [own["tflops"]]
     best = own | {"row": [32, 64, 4, 2], "ms_median": own["ms_median"] / 2, "ms_p80": own["ms_p20"] / 2}
     left_out = [{"row": [16, 16, 4, 1], "reason": "does not fit"}]
     told = measured.sweep_in_words(sweep | {"candidates": [best, own], "left_out": left_out})

@@ -6,8 +6,7 @@ A table stands between two markers; the first says by field=value pairs which ro
     <!-- /results -->
 
 Rows of sustained load (timing=sustained) have other columns. without=fa4 leaves out a peer. It then has a table of its
-own with run=..., because only what was measured in one run can be compared. <!-- ring speed --> and <!-- ring
-strategies --> are tables of several GPUs, up to <!-- /ring -->. A picture of a stage's rungs stands between
+own with run=..., because only what was measured in one run can be compared. A picture of a stage's rungs stands between
 <!-- ladder 02_fa2_cuda --> and <!-- /ladder -->. It carries its numbers inside, so that a picture of other rows is
 noticed.
 
@@ -31,7 +30,6 @@ from steps.bench import rows as results
 from steps.bench.rows import label, setting
 
 _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
-_RING = re.compile(r"(<!-- ring (\w+) -->\n).*?(<!-- /ring -->)", re.S)
 _LADDER = re.compile(r"(<!-- ladder (\w+) -->\n).*?(<!-- /ladder -->)", re.S)
 EMPTY = "_Not measured yet._\n"
 PAGES = "README.md", "steps/bench/results/README.md"
@@ -65,13 +63,7 @@ def render(text, rows, stale=(), page=PAGES[0]):
             return begin + note + end
         return begin + markdown(shown) + (f"\n{note}" if changed else "") + end
 
-    def of_ring(match):
-        begin, name, end = match.groups()
-        (table, note), several = RING[name], [row for row in rows if row["n_gpus"] > 1]
-        lines = table(rows)
-        return begin + (f"{in_markdown(lines)}\n{note}. {machines(several)}.\n" if lines else EMPTY) + end
-
-    return _SECTION.sub(filled, _LADDER.sub(pictured, _RING.sub(of_ring, text)))
+    return _SECTION.sub(filled, _LADDER.sub(pictured, text))
 
 
 def select(rows, marker):
@@ -92,13 +84,13 @@ def _text(row, name):
     return row[name] if isinstance(row[name], str) else json.dumps(row[name], sort_keys=True)
 
 
-def in_markdown(lines, right=()):
-    """Lines of words as a table, the first one as its head; right: the numbers of the columns that hold numbers."""
-    rule = ["---:" if n in right else "---" for n, _ in enumerate(lines[0])] if lines else []
-    return "".join(f"| {' | '.join(line)} |\n" for line in (lines[:1] + [rule] + lines[1:] if lines else ()))
+def in_markdown(lines, words):
+    """Lines of words as a table, the first one as its head. So many columns hold words, and the others numbers."""
+    rule = ["---" if n < words else "---:" for n, _ in enumerate(lines[0])]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
 
 
-# --- tables of one GPU --------------------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------------------
 
 
 def markdown(rows):
@@ -107,8 +99,8 @@ def markdown(rows):
         return EMPTY
     if len({row["timing"] for row in rows}) > 1:
         raise ValueError("a table shows interleaved rows or sustained ones: choose first.")
-    lines, right, caption = (loads if rows[0]["timing"] == "sustained" else speeds)(rows)
-    return f"{in_markdown(lines, right)}\n{caption}.\n" if lines[1:] else EMPTY
+    lines, words, caption = (loads if rows[0]["timing"] == "sustained" else speeds)(rows)
+    return f"{in_markdown(lines, words)}\n{caption}.\n" if lines[1:] else EMPTY
 
 
 def speeds(rows):
@@ -124,10 +116,10 @@ def speeds(rows):
         speed = {row["N"]: f"{row['tflops']:.3g}" for row in own}
         error = f"{max(row['error'] for row in own):.1e}"
         lines.append([name, *(speed.get(N, "–") for N in lengths), _of_best_peer(own, rows), error])
-    how = f"TFLOP/s, medians of at least {results.MIN_REPS} interleaved calls"
+    how = f"TFLOP/s, medians of at least {min(row['reps'] for row in shown)} interleaved calls"
     share = "of the best peer: median over N of the speed divided by the fastest peer's in the same run"
     caption = f"{how}; {share}; error: largest difference from float64. {machines(shown)}"
-    return lines, range(1, len(lines[0])), caption
+    return lines, 1, caption
 
 
 def _of_best_peer(own, rows):
@@ -159,7 +151,7 @@ def loads(rows):
     lengths = ", ".join(str(N) for N in sorted({row["N"] for row in rows}))
     how = f"N = {lengths}; about a second of calls of one candidate, then of the next"
     medians = "medians of the calls' TFLOP/s, of the SM clock and of the power meanwhile"
-    return lines, range(2, 7), f"{how}; {medians}. {machines(rows)}"
+    return lines, 2, f"{how}; {medians}. {machines(rows)}"
 
 
 def machines(rows):
@@ -171,110 +163,6 @@ def machines(rows):
         found.setdefault(where, {})[f"{(row['commit'] or 'unknown')[:7]} ({row['date']})"] = True
     runs = {where: f"commit{'' if len(some) == 1 else 's'} {', '.join(some)}" for where, some in found.items()}
     return "; ".join(f"{where}, {some}" for where, some in runs.items())
-
-
-# --- tables of the ring on several GPUs ---------------------------------------------------------------------
-
-RINGS = {"ring+fetch": "fetch", "ring+relay": "relay"}
-ORDER = "one GPU", "fetch", "fetch, graph", "relay"
-SIZE = "gpu", "n_gpus", "pass", "B", "H", "Hk", "N", "Nk", "D", "dtype", "causal"
-LIMITS = {"query_parallel": "layout not striped", "star": "no backward", "ulysses": "N divides H and Hk",
-          "ring, relay": "", "ring, fetch": "one host"}  # fmt: skip
-
-
-def size(row):
-    return tuple(row[name] for name in SIZE)
-
-
-def of_one_run(rows):
-    """The rows of each size that were measured in the run with most of them; of equal runs the last one counts."""
-    counts, best = Counter((size(row), row["run"]) for row in rows), {}
-    for (where, run), count in counts.items():
-        if count >= counts[where, best.get(where)]:
-            best[where] = run
-    return [row for row in rows if best[size(row)] == row["run"]]
-
-
-def who(row):
-    """The row's candidate in words."""
-    options, ring = row["options"], RINGS.get(row["kernel"])
-    if ring is None:
-        return row["peer"] or options.get("strategy", ORDER[0])
-    return f"ring, {ring}" if "strategy" in options else f"{ring}, graph" if options.get("graph") else ring
-
-
-def about(row):
-    """A line's first words: how many GPUs of which kind, what is computed, the K/V heads."""
-    mask = "causal" if row["causal"] else "full"
-    layout = ", contiguous" if row["causal"] and row["layout"] == "contiguous" else ""
-    gpus = f"{row['n_gpus']} {row['gpu'].removeprefix('NVIDIA ').split()[0]}"
-    return [gpus, f"{row['pass']}, {mask}{layout}", str(row["Hk"])]
-
-
-def in_order(rows):
-    """Fewer GPUs first, of one kind; then causal, zigzag, the forward, more K/V heads, the ring; else as measured."""
-
-    def key(row):
-        contiguous = row["causal"] and row["layout"] == "contiguous"
-        place = ORDER.index(who(row)) if who(row) in ORDER else len(ORDER)
-        return row["n_gpus"], row["gpu"], not row["causal"], contiguous, row["pass"] != "fwd", -row["Hk"], place
-
-    return sorted(rows, key=key)
-
-
-def by_size(head, cells):
-    """A table with a column for each N. cells: (a line's first words, N, word); of equal ones the first counts."""
-    lengths, lines = sorted({N for _, N, _ in cells}), {}
-    for words, N, word in cells:
-        lines.setdefault(tuple(words), {}).setdefault(N, word)
-    found = [[*words, *(of_line.get(N, "–") for N in lengths)] for words, of_line in lines.items()]
-    return [[*head, *map(thousands, lengths)], *found] if found else []
-
-
-def thousands(n):
-    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
-
-
-def ms(row, name="ms_median"):
-    return f"{row[name]:.3g}" if row[name] < 1000 else f"{row[name]:.0f}"
-
-
-def ring_speed(rows):
-    """The ring beside one GPU and torch's context_parallel."""
-    rows = of_one_run([row for row in rows if row["n_gpus"] > 1 and row["options"] in ({}, {"graph": True})])
-    alone, shares, cells = {}, {}, []
-    for row in rows:
-        if who(row) == ORDER[0]:  # Its row comes before those of the ones that it takes turns with.
-            alone[size(row)] = row["ms_median"]
-        elif size(row) in alone:
-            shares[id(row)] = f"{alone[size(row)] / row['n_gpus'] / row['ms_median']:.2f}, "
-    for row in in_order(rows):
-        word = f"{ms(row)} to {ms(row, 'ms_worst')} ({shares.get(id(row), '')}{row['tflops']:.0f})"
-        cells.append(([*about(row), who(row)], row["N"], word))
-    return by_size(["GPUs", "computed", "Hk", "by"], cells)
-
-
-def ring_strategies(rows):
-    """The four ways to share a sequence."""
-    cells = []
-    for row in in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] > 1])):
-        held = row["peak_bytes"] + row["shared_bytes"]
-        word = f"{ms(row)} / {held / 1e6:.0f} / {row['sent_bytes'] / 1e6:.0f}"
-        cells.append(([*about(row), who(row), LIMITS[who(row)]], row["N"], word))
-    return by_size(["GPUs", "computed", "Hk", "strategy", "limit"], cells)
-
-
-RING = {  # by name: the function, and what stands below the table
-    "speed": (
-        ring_speed,
-        "Milliseconds of the slowest rank, the median and the worst of five rounds; in brackets the efficiency, "
-        "which is the time of one GPU (while all of them compute) / GPUs / the ring's, and TFLOP/s a GPU",
-    ),
-    "strategies": (
-        ring_strategies,
-        "Milliseconds / MB that a rank holds beyond its inputs, shared memory included / MB that it sends",
-    ),
-}
 
 
 # --- pictures, lines and the command ------------------------------------------------------------------------

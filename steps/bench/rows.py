@@ -105,7 +105,8 @@ def setting(row):
 
 def label(row):
     """Who a row is about: "02 fwd_0_scalar", or the peer's name."""
-    return row["peer"] or f"{row['stage'][:2]} {row['kernel']}"
+    layout = ", contiguous" if row["layout"] == "contiguous" else ""
+    return row["peer"] or f"{row['stage'][:2]} {row['kernel']}{layout}"
 
 
 def validate(row):

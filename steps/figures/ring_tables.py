@@ -20,14 +20,18 @@ from collections import Counter
 
 import matplotlib.pyplot as plt
 
-from steps.bench import cost, report
+from steps.bench import cost
 from steps.bench.plots import COLOURS, GREYS, style
-from steps.bench.report import ORDER, RINGS, about, by_size, in_order, ms, of_one_run, size, thousands, who
 from steps.bench.rows import COMMITTED, COPY, code_hash, read_record
 from steps.step04_ring import simulate
 from steps.step04_ring.layout import Layout
 
 PASSES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
+RINGS = {"ring+fetch": "fetch", "ring+relay": "relay"}
+ORDER = "one GPU", "fetch", "fetch, graph", "relay"
+SIZE = "gpu", "n_gpus", "pass", "B", "H", "Hk", "N", "Nk", "D", "dtype", "causal"
+LIMITS = {"query_parallel": "layout not striped", "star": "no backward", "ulysses": "N divides H and Hk",
+          "ring, relay": "", "ring, fetch": "one host"}  # fmt: skip
 ONE = ORDER[0]
 CHANGES = {
     "changed=nothing": "as it is", "overlap=False": "no overlap", "merge=eager": "merged by torch, not in one kernel",
@@ -57,6 +61,88 @@ def recorded_trace(folder=COMMITTED):
 
 
 # --- tables ---------------------------------------------------------------------------------------------------
+
+
+def size(row):
+    return tuple(row[name] for name in SIZE)
+
+
+def of_one_run(rows):
+    """The rows of each size that were measured in the run with most of them; of equal runs the last one counts."""
+    counts, best = Counter((size(row), row["run"]) for row in rows), {}
+    for (where, run), count in counts.items():
+        if count >= counts[where, best.get(where)]:
+            best[where] = run
+    return [row for row in rows if best[size(row)] == row["run"]]
+
+
+def who(row):
+    """The row's candidate in words."""
+    options, ring = row["options"], RINGS.get(row["kernel"])
+    if ring is None:
+        return row["peer"] or options.get("strategy", ORDER[0])
+    return f"ring, {ring}" if "strategy" in options else f"{ring}, graph" if options.get("graph") else ring
+
+
+def about(row):
+    """A line's first words: how many GPUs of which kind, what is computed, the K/V heads."""
+    mask = "causal" if row["causal"] else "full"
+    layout = ", contiguous" if row["causal"] and row["layout"] == "contiguous" else ""
+    gpus = f"{row['n_gpus']} {row['gpu'].removeprefix('NVIDIA ').split()[0]}"
+    return [gpus, f"{row['pass']}, {mask}{layout}", str(row["Hk"])]
+
+
+def in_order(rows):
+    """Fewer GPUs first, of one kind; then causal, zigzag, the forward, more K/V heads, the ring; else as measured."""
+
+    def key(row):
+        contiguous = row["causal"] and row["layout"] == "contiguous"
+        place = ORDER.index(who(row)) if who(row) in ORDER else len(ORDER)
+        return row["n_gpus"], row["gpu"], not row["causal"], contiguous, row["pass"] != "fwd", -row["Hk"], place
+
+    return sorted(rows, key=key)
+
+
+def by_size(head, cells):
+    """A table with a column for each N. cells: (a line's first words, N, word); of equal ones the first counts."""
+    lengths, lines = sorted({N for _, N, _ in cells}), {}
+    for words, N, word in cells:
+        lines.setdefault(tuple(words), {}).setdefault(N, word)
+    found = [[*words, *(of_line.get(N, "–") for N in lengths)] for words, of_line in lines.items()]
+    return [[*head, *map(thousands, lengths)], *found] if found else []
+
+
+def thousands(n):
+    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
+
+
+def ms(row, name="ms_median"):
+    return f"{row[name]:.3g}" if row[name] < 1000 else f"{row[name]:.0f}"
+
+
+def ring_speed(rows):
+    """The ring beside one GPU and torch's context_parallel."""
+    rows = of_one_run([row for row in rows if row["n_gpus"] > 1 and row["options"] in ({}, {"graph": True})])
+    alone, shares, cells = {}, {}, []
+    for row in rows:
+        if who(row) == ORDER[0]:  # Its row comes before those of the ones that it takes turns with.
+            alone[size(row)] = row["ms_median"]
+        elif size(row) in alone:
+            shares[id(row)] = f"{alone[size(row)] / row['n_gpus'] / row['ms_median']:.2f}, "
+    for row in in_order(rows):
+        word = f"{ms(row)} to {ms(row, 'ms_worst')} ({shares.get(id(row), '')}{row['tflops']:.0f})"
+        cells.append(([*about(row), who(row)], row["N"], word))
+    return by_size(["GPUs", "computed", "Hk", "by"], cells)
+
+
+def ring_strategies(rows):
+    """The four ways to share a sequence."""
+    cells = []
+    for row in in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] > 1])):
+        held = row["peak_bytes"] + row["shared_bytes"]
+        word = f"{ms(row)} / {held / 1e6:.0f} / {row['sent_bytes'] / 1e6:.0f}"
+        cells.append(([*about(row), who(row), LIMITS[who(row)]], row["N"], word))
+    return by_size(["GPUs", "computed", "Hk", "strategy", "limit"], cells)
 
 
 def token(rows):
@@ -213,7 +299,16 @@ def speeds(rows, n_gpus):
     return found
 
 
-TABLES = report.RING | {  # by name: the function, and what stands below the table
+TABLES = {  # by name: the function, and what stands below the table
+    "speed": (
+        ring_speed,
+        "Milliseconds of the slowest rank, the median and the worst of five rounds; in brackets the efficiency, "
+        "which is the time of one GPU (while all of them compute) / GPUs / the ring's, and TFLOP/s a GPU",
+    ),
+    "strategies": (
+        ring_strategies,
+        "Milliseconds / MB that a rank holds beyond its inputs, shared memory included / MB that it sends",
+    ),
     "token": (token, "One query a head that every rank has, over keys that the ranks share"),
     "predictions": (
         predictions,
