@@ -232,8 +232,8 @@ def bench(
     A kernel file that is named is first compared with the reference on a few of the contract's cases. This needs no
     GPU.
 
-    What is measured is added to my/results. Two peers take part where they are found: fa4, which is FlashAttention-4
-    from the package flash-attn-4, and tutorial, which is Triton's tutorial 06 from the file that STEPS_TUTORIAL names.
+    What is measured is added to my/results. The peer fa4, which is FlashAttention-4, takes part where the package
+    flash-attn-4 is installed.
 
     With --sustained there are clock and power beside the speed, of the best rung of stage 02, or of --stage and
     --kernel, and of the fastest peers. `python -m steps.bench --help` is for maintainers.

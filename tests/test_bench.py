@@ -247,28 +247,18 @@ def test_peers_compute_attention_and_never_fall_back(heads):
         peers.PEERS["sdpa-cudnn"](q, k, v)
 
 
-def test_peers_of_others_are_found_where_they_are(monkeypatch, tmp_path):
-    peers.load_tutorial.cache_clear()
-    monkeypatch.delenv("STEPS_TUTORIAL", raising=False)
-    assert "STEPS_TUTORIAL names no file" in peers.absent("tutorial")
-    file = tmp_path / "06-fused-attention.py"
-    file.write_text("class _attention:\n def forward(ctx, warp_specialize): pass\ndef attention(*args): return args\n")
-    monkeypatch.setenv("STEPS_TUTORIAL", str(file))
-    q = torch.randn(1, 2, 128, 16, dtype=torch.float16)
-    assert peers.absent("tutorial") is None and peers.tutorial(q, q, q, True)[3:] == (True, 0.25, False)
-    with pytest.raises(ValueError, match="the tutorial takes"):
-        peers.tutorial(q[:, :, :100], q[:, :, :100], q)
-    peers.load_tutorial.cache_clear()
-
+def test_flash_attention_4_takes_heads_after_rows_where_it_is_found(monkeypatch):
     def flash_attn_func(q, k, v, causal):
         out, lse = matrix(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
         return out.transpose(1, 2), lse
 
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert "Error" in peers.absent("fa4")
+    assert "Error" in peers.absent("fa4") and peers.absent("flex") is None
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=flash_attn_func))
-    assert (peers.fa4(q, q, q, True) - attention.forward(q, q, q, causal=True)[0]).abs().max() < 1e-2
+    q, k, v = torch.randn(3, 1, 2, 24, 16)
+    assert peers.absent("fa4") is None
+    assert (peers.fa4(q, k, v, True) - attention.forward(q, k, v, causal=True)[0]).abs().max() < 1e-5
 
 
 @pytest.mark.gpu
@@ -276,8 +266,7 @@ def test_peers_of_others_are_found_where_they_are(monkeypatch, tmp_path):
 def test_peers_on_the_gpu(name):
     if reason := peers.absent(name):
         pytest.skip(f"{name} is absent: {reason}")
-    N, dtype = (128, "fp16") if name == "tutorial" else (100, "bf16")
-    inputs = grid.make_inputs(Point(1, 2, N, 64, causal=True), dtype, "cuda")
+    inputs = grid.make_inputs(Point(1, 2, 100, 64, causal=True), "bf16", "cuda")
     truth = grid.sample_truth(inputs, True)
     for pass_, names in grid.RESULTS.items():
         got = dict(zip(names, grid.Beside(name).call(inputs, True, pass_)(), strict=True))
@@ -541,7 +530,7 @@ def test_who_cannot_take_part_is_left_out_with_a_reason_given_once(monkeypatch):
         assert not found and len(said) == 1 and reason in said[0]
     for pass_ in ("bwd", "fwd+bwd"):
         assert "has no backward" in measured([candidate(backward=None)], passes=(pass_,))[1][0]
-    monkeypatch.setitem(peers.FOUND_ELSEWHERE, "fa4", broken)
+    monkeypatch.setattr(peers, "load_fa4", broken)
     found, said = measured([candidate()], SMALL * 2, peers=("fa4", "sdpa-math"))
     assert len(said) == 1 and said[0].startswith("left out: fa4, fwd fp32 ") and "out of paper" in said[0]
 
@@ -588,7 +577,7 @@ def test_the_plans_name_rungs_and_peers_that_there_are():
     assert grid.PLANS.items() <= measuring.PLANS.items() and "ring-32k" in measuring.PLANS
     for part, name in parts.items():
         assert set(part.peers) <= set(peers.PEERS) and set(part.dtypes) <= set(rows.DTYPES)
-        assert {(p.B * p.N, p.H * p.D) for p in part.grid} == {(16384, 2048)}, "the papers'"
+        assert {(p.B * p.N, p.H * p.D) for p in part.grid} == {(16384, 2048)} or part.with_host, "the papers'"
         assert "fa4" in part.peers or "bf16" not in part.dtypes or name not in ("fast", "bwd", "triton", "compilers")
     for number, module in (("02", "step02_fa2_cuda"), ("03", "step03_triton")):
         files = {path.stem.split("_", 2)[2] for path in (rows.ROOT / "steps" / module).glob("fwd_*")}
@@ -606,18 +595,11 @@ def test_a_backward_is_measured_only_under_the_rung_that_owns_it():
 
 
 @pytest.mark.skipif(bool(catalogue.unavailable("02")), reason="stage 02 cannot run here")
-def test_a_part_of_a_plan_gives_the_rows_of_its_rungs(monkeypatch):
+def test_a_part_of_a_plan_gives_the_rows_of_its_rungs():
     part = grid.Part(("scalar",), (Point(1, 1, 40, 32),), ("fwd", "bwd"), ("fp32",), ("sdpa-math",))
-    ahead = []
-    monkeypatch.setattr(grid, "compile_ahead", ahead.extend)
     found = list(grid.record([part, part], device=engine.device, commit="c", warmup=0, limit_ms=1e5))
     names = ["fwd_0_scalar", "sdpa-math", "bwd_0_scalar", "sdpa-math"]
     assert [r["kernel"] or r["peer"] for r in found] == names * 2 and all(r["error"] < 1e-4 for r in found)
-    assert ahead == [part] and len({r["run"] for r in found}) == 2 or len(found) == 8
-    called = []
-    monkeypatch.setattr(grid.Beside, "call", lambda self, inputs, causal, pass_: lambda: called.append(pass_))
-    grid._compile((part, 0, 1))
-    assert called == ["fwd", "bwd"], "the second entrant, in both passes"
 
 
 def test_sustained_parts_are_of_long_sequences_and_the_most_important_comes_first():
@@ -681,19 +663,14 @@ def test_features_are_in_groups_that_take_turns_and_count_the_scores_that_positi
 
 
 @needs_triton
-def test_grouped_heads_take_turns_with_heads_of_their_own_and_launches_with_each_other():
+def test_grouped_heads_take_turns_with_heads_of_their_own_and_launches_are_timed_on_the_cpu():
     groups = list(grid.grouped(device="cpu"))
     assert [(t.options["feature"], t.point.causal, t.point.Hk) for group in groups for t in group] == [
         ("own heads", False, 8), ("grouped heads", False, 1),
         ("own heads, causal", True, 8), ("grouped heads, causal", True, 1),
     ]  # fmt: skip
     assert {task.entrants[0].kernel("bwd") for group in groups for task in group} == {"bwd_3_hopper"}
-    (group,) = grid.launches(device="cpu")
-    calls = {task.options["call"]: task.entrants[0] for task in group}
-    assert set(calls) == set(rows.read_record("host")["microseconds"]) and all(task.with_host for task in group)
-    qkv = torch.randn(3, 1, 1, 16, 64)
-    out = calls["sdpa"].function(*qkv, causal=True)
-    assert (out - attention.forward(*qkv, causal=True)[0]).abs().max() < 1e-5
+    assert all(task.with_host for part in grid.PLANS["launches"][:1] for (task,) in part.groups())
     assert rows.read_record("host")["microseconds"]["02 launch.forward"] <= 15
 
 
@@ -763,26 +740,6 @@ def test_what_the_backward_computes_without_a_part():
         found = results(without)
         assert [not torch.equal(*pair) for pair in zip(found, whole, strict=True)] == changed
     assert not found[0].any()
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("kernel", [ablations.FORWARD, ablations.BACKWARD])
-def test_a_changed_text_costs_no_spills(kernel):
-    pytest.importorskip("cuda.core", reason="cuda.core is not installed")
-    from steps.step02_fa2_cuda import nvrtc
-
-    macros = {"T": "bf16", "D": 128, "Br": 128, "Bc": 128, "CAUSAL": 0}
-    texts = [ablations.timed_text(without) for without in (None, *ablations.LEFT_OUT)]
-    if kernel == ablations.BACKWARD:
-        macros = {"T": "bf16", "D": 128, "Br": 64, "Bc": 128, "DETERMINISTIC": 0, "HEADS_APART": 0}
-        texts = [ablations.edited(ablations.text_of(kernel), edits) for edits in ablations.PARTS.values()]
-    for text in texts:
-        (usage,) = [
-            usage
-            for name, usage in nvrtc.compile(ablations.written(kernel, text), macros, "sm_90a").usage.items()
-            if name in ("attention_forward", "attention_backward")
-        ]
-        assert usage.spills == 0
 
 
 def test_what_is_recorded_of_hopper_s_kernels_is_of_the_kernels_as_they_are(tmp_path, monkeypatch):

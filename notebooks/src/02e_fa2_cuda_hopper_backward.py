@@ -37,7 +37,6 @@ import torch
 from reference import error
 from steps.bench import ablations, cost, plots, rows, timing
 from steps.bench.plots import COLOURS, GREYS, INK
-from steps.figures import measured
 from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 from steps.workbook import Blank, check, edited, exercises, picture, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
@@ -760,8 +759,10 @@ for degree in range(1, 6):
 # that three tensor maps change. Printed: the lowest of 50 rounds.
 
 # %% slideshow={"slide_type": "fragment"}
-for name, us in measured.launch_costs().items():
-    print(f"{name:27} {us:5.1f} us of the host's time a call")
+host = rows.read_record("host")
+for name, us in host.get("microseconds", {}).items():
+    print(f"{name:27} {us:5.1f} us of the host's time a call,",
+          f"in the median round {host['medians'][name]:5.1f}")
 of_hopper = [row for row in recorded if row["kernel"] == "fwd_8_hopper"]
 if of_hopper:
     row = min(of_hopper, key=lambda row: row["ms_median"])

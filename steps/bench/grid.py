@@ -5,28 +5,21 @@ less power on zeros, and would run faster than on real data), are checked agains
 or one after the other for a second each. Tasks of one group take turns with each other, too.
 """
 
-import contextlib
 import itertools
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Container
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from reference import attention, philox
-from steps import catalogue, contract, engine
+from steps import catalogue, contract
 from steps.bench import ablations, rows, timing
 from steps.bench.cost import Point
 from steps.bench.peers import COMPILED, MATMUL_SIZE, PEERS, absent, copy, flex, matmul, sdpa, varlen
-from steps.step02_fa2_cuda import launch
 
 # The FlashAttention papers': 16k tokens in every batch, hidden size H D = 2048.
 STANDARD_GRID = tuple(
@@ -370,21 +363,24 @@ class Part:
     stage: str = "02"
     limit_ms: float | None = None  # of one call, instead of the command's
     timed: str = "interleaved"  # or "sustained"
+    with_host: bool = False  # whether the CPU's time is measured, too
 
     def groups(self, device="cuda"):
         """Each task is a group of its own. A matrix product is measured beside interleaved ones of 16 bits."""
         candidates = [candidate for rung in self.rungs for candidate in entrants(self.stage, rung)]
         if self.switches:
             candidates = [one for candidate in candidates for one in switched(candidate, self.passes)]
-        return over(self.grid, candidates, self.peers, self.passes, self.dtypes, device, self.timed == "interleaved")
+        how = dict(with_matmul=self.timed == "interleaved", with_host=self.with_host)
+        return over(self.grid, candidates, self.peers, self.passes, self.dtypes, device, **how)
 
 
-def over(grid, candidates, peers, passes, dtypes, device, with_matmul=False):
+def over(grid, candidates, peers, passes, dtypes, device, with_matmul=False, with_host=False):
     """Groups of one task for each size and dtype."""
     for dtype in dtypes:
         product = partial(matrix_product, dtype, device) if with_matmul and dtype != "fp32" else None
         for point in grid:
-            yield [Task(point, dtype, passes, (*candidates, *map(Beside, peers)), ceiling=product)]
+            who = *candidates, *map(Beside, peers)
+            yield [Task(point, dtype, passes, who, ceiling=product, with_host=with_host)]
 
 
 def matrix_product(dtype, device, inputs):
@@ -401,8 +397,7 @@ def copied_keys(inputs):
 
 
 def record(parts, *, device="cuda", say=print, **options):
-    """Yields the rows of parts of plans, after compiling: of a Part, or of groups that a function lists."""
-    compile_ahead(dict.fromkeys(part for part in parts if isinstance(part, Part)))
+    """Yields the rows of parts of plans: of a Part, or of groups that a function lists."""
     for part in parts:
         if isinstance(part, Part):
             groups, own = part.groups(device), {"timed": part.timed}
@@ -410,33 +405,6 @@ def record(parts, *, device="cuda", say=print, **options):
         else:
             groups, own = part(device=device), {}
         yield from measure(groups, device=device, say=say, **options | own)
-
-
-def compile_ahead(parts):
-    """Calls everybody once, in parallel processes, which leave what they compile on disk.
-
-    Who fails here fails again when it is measured, and is left out there with the reason.
-    """
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise each process would start many more
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # otherwise it keeps nothing on disk
-    tasks = [(part, n, task) for part in parts for n, (task,) in enumerate(part.groups())]
-    jobs = [(part, n, e) for part, n, task in tasks for e in range(len(task.entrants))]
-    spawn = multiprocessing.get_context("spawn")
-    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
-    with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(workers, spawn) as pool:
-        list(pool.map(_compile, jobs))
-
-
-def _compile(job):
-    """Calls one entrant of one task of a part."""
-    part, n, e = job
-    with contextlib.suppress(Exception):
-        (task,) = list(part.groups(engine.device))[n]
-        inputs = make_inputs(task.point, task.dtype, engine.device)
-        for pass_ in task.passes:
-            task.entrants[e].call(inputs, task.point.causal, pass_)()
-            timing.synchronize(engine.device)
-    torch.cuda.empty_cache()  # The other processes need memory, too.
 
 
 # --- features -----------------------------------------------------------------------------------------------
@@ -563,31 +531,6 @@ def grouped(*, device):
         yield [Task(points[Hk], "bf16", ("bwd",), who, {"feature": name}) for Hk, name in names.items()]
 
 
-def launches(*, device):
-    """A group: what a call of a forward costs the CPU, which does not wait for the GPU. The kernel is still shorter.
-
-    "elsewhere": every call has its tensors at other addresses than the one before.
-    """
-    copies = []
-
-    def elsewhere(*qkv, causal):
-        if not copies:
-            copies.append(itertools.cycle([qkv, tuple(x.clone() for x in qkv)]))
-        return launch.forward(*next(copies[0]), rung="hopper", causal=causal)
-
-    best_02, best_03 = (next(entrants(n, catalogue.stage(n).SUPPORTS["rungs"][0])) for n in ("02", "03"))
-    who = {
-        "02 launch.forward": Candidate("02_fa2_cuda", "fwd_8_hopper", partial(launch.forward, rung="hopper")),
-        "02 launch.forward fa2": Candidate("02_fa2_cuda", "fwd_5_fa2", partial(launch.forward, rung="fa2")),
-        "02 launch.forward elsewhere": Candidate("02_fa2_cuda", "fwd_8_hopper", elsewhere),
-        "02 forward": best_02,
-        "03 forward": best_03,
-        "sdpa": Beside("sdpa", lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal)),
-    }
-    point = Point(1, 1, 128, 64)
-    yield [Task(point, "bf16", ("fwd",), (one,), {"call": name}, with_host=True) for name, one in who.items()]
-
-
 # --- plans --------------------------------------------------------------------------------------------------
 
 
@@ -623,11 +566,13 @@ PLANS = {  # What is recorded of stages 02 and 03, in parts of a few minutes. Th
     ),
     "compilers": (
         Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), peers=("flex", "compiled", "fa4", "sdpa-cudnn"), stage="03"),
-        Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), ("fp16",), ("tutorial", "sdpa-cudnn"), stage="03"),
     ),
     "features": (features,),
     "grouped": (grouped,),
-    "launches": (launches,),
+    "launches": (  # what a call costs the CPU; a kernel at this size is shorter than its launch
+        Part(("hopper", "fa2"), (Point(1, 1, 128, 64),), with_host=True),
+        Part(("gluon", "tma"), (Point(1, 1, 128, 64),), stage="03", with_host=True),
+    ),
 }  # fmt: skip
 LONG = 16384  # A call has to take milliseconds, or else a second of calls measures how fast they are launched.
 

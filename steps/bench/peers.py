@@ -1,16 +1,9 @@
 """What the stages are measured against: PyTorch's own attention, its compiler, and what others wrote for it.
 
 A peer is called as `peer(q, k, v, causal) -> out`, is differentiable, and never falls back to another backend: what it
-cannot do is an error. Two peers are not part of PyTorch, and take part where they are found:
-
-fa4       FlashAttention-4, from the package flash-attn-4
-tutorial  Triton's tutorial 06, float16 only, from the file that the environment variable STEPS_TUTORIAL names:
-          python/tutorials/06-fused-attention.py of github.com/triton-lang/triton
+cannot do is an error. fa4 is FlashAttention-4, and takes part where the package flash-attn-4 is installed.
 """
 
-import importlib.util
-import inspect
-import os
 from functools import cache, partial
 
 import torch
@@ -95,27 +88,6 @@ def fa4(q, k, v, causal=False):
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
-@cache
-def load_tutorial():
-    """The tutorial as a function (q, k, v, causal, scale) -> out."""
-    path = os.environ.get("STEPS_TUTORIAL")
-    if not path:
-        raise ImportError("STEPS_TUTORIAL names no file; it may be a copy of Triton's 06-fused-attention.py")
-    spec = importlib.util.spec_from_file_location("tutorial", path)
-    tutorial = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tutorial)
-    # Newer versions have a switch for warp specialisation, which their own benchmark leaves off on Hopper.
-    switch = "warp_specialize" in inspect.signature(tutorial._attention.forward).parameters
-    return lambda *arguments: tutorial.attention(*arguments, *([False] if switch else []))
-
-
-def tutorial(q, k, v, causal=False):
-    """Triton's tutorial, which checks little: it takes as many keys as queries, multiples of 128, and all heads."""
-    if q.shape != k.shape or q.shape[2] % 128 or q.dtype != torch.float16:
-        raise ValueError("the tutorial takes float16, and as many keys as queries, a multiple of 128.")
-    return load_tutorial()(q, k, v, causal, q.shape[-1] ** -0.5)
-
-
 PEERS = {
     "sdpa-flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),  # FlashAttention-2, fp16 and bf16; torch's own on a CPU
     "sdpa-cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION),  # NVIDIA's closed kernels; fp16 and bf16
@@ -124,18 +96,16 @@ PEERS = {
     "flex": flex,  # FlexAttention, compiled
     "compiled": compiled_matrix_form,  # what torch.compile makes of the matrix form
     "fa4": fa4,
-    "tutorial": tutorial,
 }
-FOUND_ELSEWHERE = {"fa4": load_fa4, "tutorial": load_tutorial}
-COMPILED = ("flex", "compiled", *FOUND_ELSEWHERE)  # take long at their first call
+COMPILED = "flex", "compiled", "fa4"  # take long at their first call
 
 
 def absent(name):
     """Why a peer is not on this machine, or None."""
-    if load := FOUND_ELSEWHERE.get(name):
+    if name == "fa4":
         try:
-            load()
-        except Exception as problem:  # whatever somebody else's file raises
+            load_fa4()
+        except Exception as problem:  # whatever somebody else's package raises
             return f"{type(problem).__name__}: {problem}"
     return None
 

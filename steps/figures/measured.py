@@ -5,7 +5,6 @@ from collections import Counter
 
 import matplotlib.pyplot as plt
 
-from steps.bench import rows
 from steps.bench.plots import COLOURS, GREYS, INK, style
 from steps.bench.rows import label
 
@@ -99,9 +98,3 @@ def sweep_in_words(sweep):
         told = f"{in_words(best['row'])} is {faster:.2f} times as fast here as the table's {in_words(own['row'])}, "
         told += f"which is more than the noise of ±{noise:.1f}%."
     return f"{told}\nLeft out: {left_out}." if left_out else told
-
-
-def launch_costs():
-    """{call: microseconds of the CPU}: rows of the plan `launches`, or else what was recorded before there was one."""
-    found = {row["options"]["call"]: row["host_us"] for row in rows.fresh(rows.read()) if "host_us" in row}
-    return found or rows.read_record("host")["microseconds"]
