@@ -495,7 +495,7 @@ def features_at(N, H, D, device):
         feature("soft-cap", point, softcap, softcap, peers=by_flex(change=capped)),
         feature("dropout", point, dropout, {"dropout_p": DROPOUT}, last=min(LAST, N)),
         feature("window", point, window, told_window, in_window, by_flex(seen=near)),
-        feature("soft-cap + window", point, window | softcap, told_window | softcap, in_window, of_pair),
+        feature("soft-cap + window", point, softcap | window, softcap | told_window, in_window, of_pair),
         feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, of_packed),
         feature("padded", Point(SEQUENCES, H, length, D)),  # the same work as a batch
     ]
