@@ -19,7 +19,7 @@ from reference import attention, philox
 from steps import catalogue, contract
 from steps.bench import ablations, rows, timing
 from steps.bench.cost import Point
-from steps.bench.peers import COMPILED, MATMUL_SIZE, PEERS, absent, copy, flex, matmul, sdpa, varlen
+from steps.bench.peers import COMPILED, MATMUL_SIZE, PEERS, copy, flex, matmul, sdpa, varlen
 
 # The FlashAttention papers': 16k tokens in every batch, hidden size H D = 2048.
 STANDARD_GRID = tuple(
@@ -109,7 +109,7 @@ class Beside:
         return {"stage": None, "kernel": None, "peer": self.peer, "source": None}
 
     def refusal(self, where):
-        return None if self.function else absent(self.peer)  # what it does not take, it refuses itself
+        return None  # what it does not take, it refuses itself; a peer that is not installed, too
 
     def call(self, inputs, causal, pass_):
         dout, *qkv = inputs

@@ -76,15 +76,11 @@ def compiled_matrix_form(q, k, v, causal=False):
     return compiled(matrix_form)(q, k, v, causal)
 
 
-def load_fa4():
-    from flash_attn.cute import flash_attn_func
-
-    return flash_attn_func
-
-
 def fa4(q, k, v, causal=False):
     """FlashAttention-4, whose tensors are (B, N, H, D), and which in some versions returns lse too."""
-    out = load_fa4()(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+    from flash_attn.cute import flash_attn_func
+
+    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
@@ -98,16 +94,6 @@ PEERS = {
     "fa4": fa4,
 }
 COMPILED = "flex", "compiled", "fa4"  # take long at their first call
-
-
-def absent(name):
-    """Why a peer is not on this machine, or None."""
-    if name == "fa4":
-        try:
-            load_fa4()
-        except Exception as problem:  # whatever somebody else's package raises
-            return f"{type(problem).__name__}: {problem}"
-    return None
 
 
 @cache
