@@ -46,10 +46,10 @@ import triton.language as tl
 from reference import attention, cases, error, mutants
 from steps.bench import cost, plots, profile, rows
 from steps.bench.plots import COLOURS, GREYS, INK
-from steps.figures import measured
 from steps import step00_naive as step00, step03_triton as step03
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
+from steps.figures import measured
 from steps.step00_naive import fwd_3_tiled
 from steps.step03_triton import fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon
 from steps.workbook import Blank, check, picture, show

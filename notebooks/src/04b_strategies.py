@@ -533,7 +533,8 @@ print(ring_tables.shown("changes", recorded))
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 if record := ring_tables.recorded_trace():
-    timelines = picture(ring_tables.trace_picture(record), ring_tables.trace_in_words(record))
+    in_words = ring_tables.trace_in_words(record)
+    timelines = picture(ring_tables.trace_picture(record), in_words)
 else:
     timelines = print("No trace of this version of the ring has been recorded yet.")
 timelines
