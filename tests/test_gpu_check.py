@@ -76,6 +76,9 @@ def test_known_reports_are_of_kernels_that_there_are():
     known = gpu_check.known_reports()
     assert known and {kernel for _, kernel in known} <= set(gpu_check.sanitized())
     assert {tool for tool, _ in known} <= set(gpu_check.TOOLS) and all(known.values())
+    for name in gpu_check.WITHOUT_GPU:
+        text = (rows.ROOT / "tests" / f"test_{name}.py").read_text()
+        assert "\n@pytest.mark.gpu" not in text and "\n@pytest.mark.multigpu" not in text
 
 
 def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
