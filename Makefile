@@ -129,8 +129,8 @@ lint: setup ## ruff
 report: setup ## tables and figures, from the measured rows
 	$(call run,$(PY) -m steps.bench.report $(ARGS))
 
-gpu-check: setup ## the tests and the sanitizers on this machine's GPU, recorded; JOBS=2 at a time
-	$(call run,$(PY) -m steps.bench.gpu_check --jobs $(JOBS) $(ARGS))
+gpu-check: setup ## the tests and the sanitizers on this GPU, with a summary; JOBS=2 at a time
+	$(call run,$(PY) -m tests.support.gpu_check --jobs $(JOBS) $(ARGS))
 
 clean: ## remove .venv, the slides and the caches; my/ stays
 	rm -rf .venv build slides *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@
     engine.py                      decides whether the kernels run on a GPU or on the CPU
     catalogue.py                   which stages there are, and which of them can run here
     demo, workbook, verify, bench  the demo; exercises and hints; the contract on your own attention; all measurements
+    figures                        what the notebooks draw
 
 Numba and Triton read the choice of the engine while they are imported. Therefore importing anything of this package
 first imports `engine`.

@@ -1,14 +1,11 @@
 """The command line: python -m steps demo | check | hint | solution | grade | verify | mutants | bench."""
 
-import itertools
 import json
 import signal
 import string
 import subprocess
 import sys
 import textwrap
-import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -265,103 +262,75 @@ def kill_table(title, matrix):
 
 @app.command()
 def bench(
+    file: Annotated[str | None, typer.Argument(metavar="KERNEL", help="A kernel file alone: fwd_8_hopper.")] = None,
     stage: Stage = None,
     kernel: Annotated[str | None, typer.Option(help="One rung's word, such as fused.")] = None,
     grid: Annotated[str, typer.Option(help="quick, or standard: the papers' sizes.")] = "quick",
     dtype: Annotated[list[str] | None, typer.Option(help="fp32, fp16, bf16; by default bf16 or else fp32.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Peers, such as sdpa-flash; by default all.")] = None,
-    limit: Annotated[float, typer.Option(help="Milliseconds; who takes longer for one call is left out.")] = 1000,
-    record: Annotated[bool, typer.Option(help="For maintainers: write to the committed rows.")] = False,
-    plan: Annotated[list[str] | None, typer.Option(help="For maintainers: a part of what is recorded.")] = None,
     sustained: Annotated[
         bool, typer.Option("--sustained", help="Time each candidate alone for a second, at N = 16k.")
     ] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="Instead time the neighbours of stage 03's tiles.")] = False,
-    table: Annotated[list[str] | None, typer.Option(help="Of --tune: forward, keys, queries; by default all.")] = None,
-    head_dim: Annotated[int, typer.Option(help="Of --tune.", min=1, max=256)] = 128,
-    out: Annotated[Path | None, typer.Option(help="Another folder for the rows; of --tune a file for JSON.")] = None,
-    minutes: Annotated[float, typer.Option(help="After these no more sizes are begun.")] = 60,
-    runs: Annotated[int, typer.Option(help="How often a plan is measured, each time as a run of its own.")] = 1,
-    commit: Annotated[str | None, typer.Option(help="The commit to note where there is no git history.")] = None,
 ):
     """Measures the stages' kernels beside PyTorch's own on this GPU, and shows them beside the committed rows.
 
-    What is measured is added to my/results. Two peers take part where they are found: fa4, which is FlashAttention-4
-    from the package flash-attn-4, and tutorial, which is Triton's tutorial 06 from the file that STEPS_TUTORIAL names.
+    A kernel file that is named is first compared with the reference on a few of the contract's cases. This needs no
+    GPU.
 
-    With --sustained there are clock and power beside the speed: of the best rung of stage 02 and the fastest peers, or
-    with --stage and --kernel of another rung, or with --plan of everybody in a plan.
+    What is measured is added to my/results. The peer fa4, which is FlashAttention-4, takes part where the package
+    flash-attn-4 is installed.
 
-    With --tune it measures instead whether other tiles than those in stage 03's tables are faster on this GPU: for
-    --kernel tma or fused, --table, --head-dim and --dtype.
+    With --sustained there are clock and power beside the speed, of the best rung of stage 02, or of --stage and
+    --kernel, and of the fastest peers. `python -m steps.bench --help` is for maintainers.
     """
-    if tune:
-        return tune_tiles(kernel, table or [], head_dim, dtype or ["bf16"], out, commit)
+    from steps.bench import __main__ as measuring
     from steps.bench import grid as grids
-    from steps.bench import plans, report, rows
     from steps.bench.peers import PEERS
 
-    known = [name for name in plans.PLANS if plans.sustained([name])] if sustained else plans.PLANS
-    check_known({"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS), "plan": (plan or (), known)})
+    check_known({"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS)})
+    if file:
+        file = file.removesuffix(".py").removesuffix(".cu")
+        files = grids.kernel_files()
+        check_known({"KERNEL": ([file], files)})
+        stage, kernel = files[file]
+        check_kernel(stage, kernel)
+        if engine.name != "cuda" or stage == "00":  # Stage 00 is written to be read, and takes minutes for such sizes.
+            return
     if engine.name != "cuda":
         console.print("bench needs a GPU, because simulators say nothing about speed. Rows are in steps/bench/results.")
         raise typer.Exit(1)
-    say = partial(console.print, markup=False, soft_wrap=True)  # an error's text may hold brackets
-    options = dict(limit_ms=limit, until=time.monotonic() + 60 * minutes, commit=commit, say=say)
     if sustained:
-        number = chosen(stage)[0] if stage else "02"
-        found = plans.record_parts(plans.sustained(plan or (), number, kernel) * runs, **options)
-    elif plan:
-        found = plans.record_parts([part for name in plan for part in plans.PLANS[name]] * runs, **options)
+        parts = grids.sustained(number=chosen(stage)[0] if stage else "02", rung=kernel)
+        found = grids.record(parts, say=say)
     else:
         numbers = [number for number in chosen(stage) if number in ("01", "02", "03")]
-        candidates = [candidate for number in numbers for candidate in plans.entrants(number, kernel)]
+        candidates = [candidate for number in numbers for candidate in grids.entrants(number, kernel)]
         best = {"bf16" if "bf16" in c.dtypes else "fp32" for c in candidates}
-        options |= dict(passes=("fwd", "bwd"), dtypes=dtype or sorted(best))
-        found = grids.measure(candidates, peer or tuple(PEERS), grids.GRIDS[grid], **options)
-    committed = rows.latest(rows.read(timing="sustained" if sustained else "interleaved"))
-    settings = set()
-    folder = out or (rows.COMMITTED if record else rows.OWN)
-    for row in found:
-        if "kind" in row:  # a record, such as that of a profiler
-            print("written:", rows.write_record(row.pop("kind"), row, folder, indent=None))
-            continue
-        rows.append([row], folder)
-        print(report.line(row))
-        settings.add(rows.setting(row))
-    for row in committed if not plan else ():
-        if rows.setting(row) in settings:
-            print("committed:", report.line(row))
+        peers = peer or (("sdpa-flash", "sdpa-efficient") if file else tuple(PEERS))
+        groups = grids.over(grids.GRIDS[grid], candidates, peers, ("fwd", "bwd"), dtype or sorted(best), engine.device)
+        found = grids.measure(groups, say=say)
+    measuring.show(found, beside=True)
 
 
-def tune_tiles(rung, kernels, head_dim, dtypes, out, commit):
-    """bench --tune: sweeps the tables, shows what is found, and writes it to the file `out`."""
-    from steps.bench import rows, tune
+def check_kernel(number, rung):
+    """Compares a rung with the reference on a few cases; ends the program if it is wrong."""
+    from reference import cases, error
+    from steps.workbook import one_rung
 
-    rungs = [rung] if rung else []
-    check_known({"kernel": (rungs, tune.FILES), "table": (kernels, tune.KERNELS), "dtype": (dtypes, rows.DTYPES)})
-    if engine.name != "cuda":
-        console.print("--tune needs a GPU, because simulators say nothing about speed.")
+    module, wrong = catalogue.stage(number), False
+    supports = one_rung.limits(module, rung)
+    for case, dtype, reason in cases.select(supports):
+        if case.name in CASES_OF_A_FILE and dtype == supports["dtypes"][0] and not reason:
+            x = cases.build(case, supports, dtype, engine.device)
+            want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+            bad = error.failures(one_rung.results(module, rung, case, x), want)
+            say(f"{'wrong' if bad else 'right'}: {case.says}" + (f", (error, tolerance) = {bad}" if bad else ""))
+            wrong |= bool(bad)
+    if wrong:
         raise typer.Exit(1)
-    hopper = "tma" in catalogue.stage("03").SUPPORTS["rungs"]
-    best = {dtype: "tma" if hopper and dtype != "fp32" else "fused" for dtype in dtypes}
-    if rung == "tma" and "fused" in best.values():
-        raise typer.BadParameter("rung tma needs a Hopper GPU and fp16 or bf16", param_hint="--kernel")
-    origin, sweeps = rows.provenance(commit=commit), []
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    for dtype, kernel in itertools.product(dtypes, kernels or tune.KERNELS):
-        target = tune.Target(rung or best[dtype], kernel, head_dim, dtype)
-        try:
-            with Progress(*columns, console=console, transient=True) as progress:
-                found = origin | tune.sweep(target, progress.track)
-        except RuntimeError as problem:  # The table's own row does not run, or the memory does not suffice.
-            say(str(problem), "")
-            continue
-        sweeps.append(found)
-        console.print(tune.table(found))
-        say(*filter(None, (tune.left_out(found), tune.verdict(found))), "")
-    if out:
-        out.write_text(json.dumps(sweeps, indent=1) + "\n")
+
+
+CASES_OF_A_FILE = "ragged_causal", "more_queries_causal", "explicit_scale", "scores_200"
 
 
 def check_known(asked):
@@ -369,7 +338,7 @@ def check_known(asked):
     for option, (values, known) in asked.items():
         if unknown := set(values) - set(known):
             problem = f"there is no {unknown.pop()!r}; there are {', '.join(known)}"
-            raise typer.BadParameter(problem, param_hint=f"--{option}")
+            raise typer.BadParameter(problem, param_hint=option if option.isupper() else f"--{option}")
 
 
 @app.command()

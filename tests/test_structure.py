@@ -20,8 +20,8 @@ TIES = {
     "step04_ring": {"__init__.py", "entry.py", "launch.py", "demo.py", "account.py", "block.py", "in_your_model.py"},
 }
 # What each part of steps/ may import of the others. `stages` stands for all five, none of which imports another, except
-# as OTHER_STAGES says. A check of an exercise runs in a copy of steps/ without bench and demo, so the workbook must not
-# need them.
+# as OTHER_STAGES says. A check of an exercise runs in a copy of steps/ without bench, demo and figures, so the
+# workbook must not need them.
 BELOW = {
     "engine": set(),
     "operators": set(),
@@ -31,6 +31,7 @@ BELOW = {
     "catalogue": {"engine", "stages"},
     "workbook": {"checks", "contract", "engine", "stages", "catalogue"},
     "bench": {"checks", "contract", "engine", "stages", "catalogue"},
+    "figures": {"checks", "contract", "engine", "stages", "catalogue", "bench"},
     "demo": {"contract", "engine", "stages", "catalogue", "bench"},
     "verify": {"engine", "workbook", "bench"},
     "__main__": {"contract", "engine", "stages", "catalogue", "workbook", "bench", "demo", "verify"},
@@ -46,6 +47,8 @@ SHARED_NAMES = {
     "demo": "shows what it stands beside, the course or the ring, on one input",
     "options": "what a call may ask for beside q, k and v: its definition, and its checks",
     "operators": "what torch.compile sees of a stage",
+    "figures": "what draws, for the notebooks and for the workbook",
+    "ring": "stage 04's loop, and what measures it",
     "broken": "the stage's kernels for bug hunts",
     "bug1": "the first of them",
     "bug2": "the second",

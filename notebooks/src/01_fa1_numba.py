@@ -41,8 +41,9 @@ from matplotlib.collections import PatchCollection
 from numba import cuda
 
 from reference import cases, error
-from steps.bench import cost, fingerprint, resources, rows
+from steps.bench import cost, rows
 from steps.bench.plots import COLOURS, FAINT, GREYS, INK, ink_on, style
+from steps.figures import numba_resources
 from steps import step01_fa1_numba as step01
 from steps.step00_naive import fwd_1_matrix, io_count
 
@@ -56,7 +57,7 @@ torch.set_num_threads(1)  # small tensors are faster on one thread, and the time
 torch.set_printoptions(precision=2, sci_mode=False)
 style()
 # Compiling takes some seconds, so it starts here; part 4 asks for the result.
-compiling = ThreadPoolExecutor().submit(resources.table, 64, only="fwd_2")
+compiling = ThreadPoolExecutor().submit(numba_resources.table, 64)
 print(steps.engine.describe())
 print(f"numba {numba.__version__}, numpy {np.__version__}; simulated: {fwd.SIMULATED}")
 
@@ -567,7 +568,7 @@ addresses each; with rows of 17 eight banks for one each.""")
 # ### Rung 2's registers
 #
 # The patches of S and O, m and l take $8 \cdot 8 + 8 \cdot 8 + 8 \cdot 2 = 144$ of a thread's 255 registers at d =
-# 64, as `check_registers` counts. The table is recorded; its last line has just been compiled.
+# 64, as `check_registers` counts. The table has just been compiled, for an H200.
 #
 # An SM holds two blocks of rung 2, an eighth of the warps that it has room for. That is enough: a thread has 64
 # independent sums, so it need not wait for one.
@@ -580,11 +581,9 @@ try:
 except ValueError as refusal:
     print(textwrap.fill(f"ValueError: {refusal}", 110))
 try:
-    kept = resources.recorded()["kernels"]
     columns = ("registers", "spilled", "shared", "threads", "blocks", "occupancy", "limit")
     print(f"{'d = 64':25}", *(f"{name:>9}" for name in columns))
-    shown = [row for row in kept if (row["D"], row["dtype"]) == (64, "float32")]
-    for row in shown + compiling.result():
+    for row in compiling.result():
         print(f"{row['kernel']:25}", *(f"{row[name]:>9}" for name in columns))
 except RuntimeError:
     print(NO_COMPILER)
@@ -858,7 +857,7 @@ fwd.forward_kernel.cache_clear()
 measured = {}  # {(pass, d): {kernel or peer: row}}
 at = {"gpu": gpu.name, "dtype": "fp32", "N": 4096, "causal": False, "options": {}}
 at["timing"] = "interleaved"
-for r in rows.latest(fingerprint.fresh(rows.read())):
+for r in rows.latest(rows.fresh(rows.read())):
     ours = r["stage"] in ("01_fa1_numba", None)  # PyTorch's kernels have no stage
     if ours and all(r[name] == value for name, value in at.items()):
         measured.setdefault((r["pass"], r["D"]), {})[r["kernel"] or r["peer"]] = r
@@ -946,7 +945,7 @@ Device memory: all far below the roof.""")
 #
 # - ★ (15 minutes) Draw the banks that a warp asks in `store_transposed`. Is 17 the right width for it?
 # - ★★ (1 hour) Put all threads to work in rung 1's `online_update`: several share a row and exchange their maxima.
-# - ★★★ (a weekend) Give rung 2 other tiles and patches. Predict the fastest from `resources.table`.
+# - ★★★ (a weekend) Give rung 2 other tiles and patches. Predict the fastest from `numba_resources.table`.
 #
 # **Read:** [papers/flash_attention.md](../papers/flash_attention.md). **Next:**
 # [02a_fa2_cuda_first_kernels.ipynb](02a_fa2_cuda_first_kernels.ipynb). Rung 1's order, in CUDA C++.

@@ -47,8 +47,9 @@ from matplotlib.colors import ListedColormap
 from reference import attention, cases, error
 from steps import checks
 from steps import step02_fa2_cuda as step02
-from steps.bench import cost, fingerprint, plots, rows
+from steps.bench import cost, plots, rows
 from steps.bench.plots import COLOURS, FAINT, INK
+from steps.figures.measured import speed_bars
 from steps.step02_fa2_cuda import cache, emulator, ladder, launch, nvrtc
 from steps.workbook import check, edited, hint, picture, show, solution  # noqa: F401
 
@@ -85,7 +86,7 @@ STAGE_01 = ("fwd_0_published", "fwd_1_loops_swapped", "fwd_2_registers")
 def measured_rows(dtype, kernels, peer):
     """The committed rows of these kernels and of the peer. Prints who has none."""
     at = AT | {"dtype": dtype}
-    found = rows.latest(fingerprint.fresh(rows.read()))
+    found = rows.latest(rows.fresh(rows.read()))
     found = [r for r in found if all(r[name] == value for name, value in at.items())]
     found = [r for r in found if r["peer"] == peer or r["kernel"] in kernels]
     missing = [name for name in kernels if name not in [r["kernel"] for r in found]]
@@ -97,7 +98,7 @@ def measured_rows(dtype, kernels, peer):
 def speeds(found):
     """A bar for each row."""
     text = ", ".join(f"{r['peer'] or r['kernel']} {r['tflops']:.3g}" for r in found)
-    return picture(plots.speed_bars(found), f"TFLOP/s of the forward as bars: {text}.")
+    return picture(speed_bars(found), f"TFLOP/s of the forward as bars: {text}.")
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 print("One sequence of 16384 tokens, 32 heads. Keys outside: 32 blocks,",
@@ -1001,7 +1002,7 @@ in_bf16 = [f"{r['kernel'] or r['peer']} {r['tflops']:.3g}" for r in in_bf16]
 print("Given bf16, TFLOP/s:", ", ".join(in_bf16))
 runs = {r["run"] for r in found}
 peer = AT | {"dtype": "fp32", "peer": "sdpa-efficient"}
-in_each = [r for r in fingerprint.fresh(rows.read()) if peer.items() <= r.items()]
+in_each = [r for r in rows.fresh(rows.read()) if peer.items() <= r.items()]
 in_each = sorted(r["tflops"] for r in in_each if r["run"] in runs)
 if in_each:
     print(f"The bars are of {len(runs)} runs. In these sdpa-efficient reached",

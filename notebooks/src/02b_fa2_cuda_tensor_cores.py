@@ -42,7 +42,7 @@ import torch
 from reference import cases, error
 from steps import checks
 from steps import step02_fa2_cuda as step02
-from steps.bench import cost, fingerprint, plots, profile, rows
+from steps.bench import cost, plots, profile, rows
 from steps.bench.plots import COLOURS, FAINT, INK
 from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 
@@ -54,7 +54,7 @@ from steps.workbook.listing import Source
 torch.set_num_threads(1)
 plots.style()
 gpu = cost.GPUS["NVIDIA H200"]
-with_switches = fingerprint.fresh(rows.read(switched=True))
+with_switches = rows.fresh(rows.read(switched=True))
 print(steps.engine.describe())
 print(f"torch {torch.__version__.split('+')[0]};",
       f"rungs of stage 02: {', '.join(step02.SUPPORTS['rungs'])}")
@@ -309,7 +309,7 @@ def compiled(rung, D):
     return {"threads": threads, "shared": shared, "registers": registers}, made
 
 
-recorded = fingerprint.fresh(rows.read())  # of the files as they are
+recorded = rows.fresh(rows.read())  # of the files as they are
 measured, run_of = {}, {}  # {(rung, D, causal): TFLOP/s} at N = 4096, and its run
 for r in rows.latest(recorded):
     at = r["gpu"], r["stage"], r["pass"], r["N"], r["options"], r["timing"]

@@ -40,7 +40,7 @@ from IPython.display import display
 from reference import cases, error, mutants
 from steps import checks
 from steps import step02_fa2_cuda as step02
-from steps.bench import cost, fingerprint, rows, timing
+from steps.bench import cost, rows, timing
 from steps.bench.plots import COLOURS, FAINT, GREYS, INK, style
 from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 from steps.workbook import check, edited, one_rung, picture, show
@@ -872,7 +872,7 @@ except NotImplementedError as refusal:
 WHO = {name: "bf16" for name in ("bwd_0_scalar", "bwd_1_fa2", "sdpa-flash", "sdpa-cudnn")}
 WHO["bwd_0_scalar"] = "fp32"
 measured = {who: {} for who in WHO}  # {who: {(D, causal, N): row}}, of files as they are
-for r in rows.latest(fingerprint.fresh(rows.read())):
+for r in rows.latest(rows.fresh(rows.read())):
     who = r["peer"] or r["kernel"]
     at = r["gpu"], r["n_gpus"], r["pass"], r["B"] * r["N"], r["options"], r["timing"]
     standard_grid = at == (gpu.name, 1, "bwd", 16384, {}, "interleaved")

@@ -41,7 +41,7 @@ from IPython.display import display
 from reference import cases, error
 from steps import checks
 from steps import step02_fa2_cuda as step02
-from steps.bench import cost, fingerprint, plots, profile, report, rows, sustained, timeline
+from steps.bench import ablations, cost, plots, profile, report, rows, timing
 from steps.bench.plots import COLOURS, FAINT, GREYS, INK
 from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 from steps.workbook import Blank, check, edited, exercises, picture, show
@@ -53,12 +53,12 @@ from steps.workbook.puzzles.operand_address import operand_address  # yours, in 
 plots.style()
 torch.set_num_threads(1)
 h200 = cost.GPUS["NVIDIA H200"]
-fresh = fingerprint.fresh(rows.read())
+fresh = rows.fresh(rows.read())
 recorded = [row for row in rows.latest(fresh) if row["gpu"] == h200.name]
-loads = report.of_last_run(fingerprint.fresh(rows.read(timing="sustained")))
-clocked = timeline.read()
+loads = report.of_last_run(rows.fresh(rows.read(timing="sustained")))
+clocked = ablations.read("timeline")
 whole = [one for one in clocked.get("timelines", ()) if "without" not in one]
-NO_CLOCKS = "no timeline of this kernel: on an H200, python -m steps.bench.timeline"
+NO_CLOCKS = "no timeline of this kernel: on an H200, python -m steps.bench.ablations"
 
 
 def excerpt(file, *parts):
@@ -800,7 +800,7 @@ for name, change in mistakes.items():
 #
 # ### The timeline
 #
-# `steps/bench/timeline.py` makes a copy of rung 8 note the clock when a warpgroup asks for its turn, gets it, has S,
+# `steps/bench/ablations.py` makes a copy of rung 8 note the clock when a warpgroup asks for its turn, gets it, has S,
 # its exponentials, and O (D = 128, no mask). With OVERLAP a bar of products lasts until the warpgroup looks for O; the
 # products may end earlier, so the column *no product* has a dash. *Busy* is the products' clocks by the datasheet, as a
 # share of a step's. The copy is slower.
@@ -956,7 +956,7 @@ if all(row_of(name, D=D) for D in LOOKS for name in LADDER) and all(map(beside_f
         most = sum(tile_clocks(D)) / max(tile_clocks(D))
         print(f"D = {D:3}: the count allows softmax under products x {most:.2f} at most")
 else:
-    print("rows are missing: on an H200, python -m steps bench --plan fast")
+    print("rows are missing: on an H200, python -m steps.bench fast")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Under load
@@ -975,8 +975,8 @@ for r in under_load:
     print(f"D = {D:3}, {'causal' if causal else 'full':6} {name:12}",
           f"in turn {in_turn:3.0f}, sustained {r['tflops']:3.0f} TFLOP/s",
           f"at {r['clock_mhz']:.0f} MHz and {r['watts']:.0f} W:",
-          f"{sustained.work_a_clock(r):.0f} TFLOP/s a GHz,",
-          f"{sustained.energy(r):.2f} J/TFLOP")
+          f"{timing.work_a_clock(r):.0f} TFLOP/s a GHz,",
+          f"{timing.energy(r):.2f} J/TFLOP")
 print("Watts and J/TFLOP come from the chip's sensor, right to about a tenth.")
 if not under_load:
     print("not measured yet: on an H200, python -m steps bench --sustained")
@@ -1000,7 +1000,7 @@ if not under_load:
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 SAME = "run", "D", "N", "causal", "dtype", "pass"
-switched = [r for r in fingerprint.fresh(rows.read(switched=True)) if r["gpu"] == h200.name]
+switched = [r for r in rows.fresh(rows.read(switched=True)) if r["gpu"] == h200.name]
 wholes = {tuple(r[x] for x in SAME): r for r in switched if r["kernel"] == "fwd_8_hopper"}
 changes, spreads = {}, {}  # {(switch, D, N, causal): slowdown}, {(D, N, causal): spread}
 for row in rows.latest(switched):
@@ -1011,7 +1011,7 @@ for row in rows.latest(switched):
         spreads[at] = whole["ms_p80"] / whole["ms_p20"] - 1
 settings = [*itertools.product((64, 128), (512, 4096, 16384), (False, True))]
 if not changes:
-    print("no rows of the switches yet: on an H200, python -m steps bench --plan switches")
+    print("no rows of the switches yet: on an H200, python -m steps.bench switches")
 for title, values in zip(("D", "N", "causal"), zip(*settings, strict=True), strict=False):
     print(f"{title:16}", *(f"{value!s:>8}" for value in values))
 for switch in dict.fromkeys(name for name, *_ in changes):

@@ -35,7 +35,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from reference import error
-from steps.bench import cost, fingerprint, left_out, plots, rows, sustained, timeline
+from steps.bench import ablations, cost, plots, rows, timing
 from steps.bench.plots import COLOURS, GREYS, INK
 from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
 from steps.workbook import Blank, check, edited, exercises, picture, show
@@ -49,10 +49,10 @@ print(steps.engine.describe())
 print(f"torch {torch.__version__}, matplotlib {matplotlib.__version__}")
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
-fresh = fingerprint.fresh(rows.read())  # of the files as they are
-loads = fingerprint.fresh(rows.read(timing="sustained"))
+fresh = rows.fresh(rows.read())  # of the files as they are
+loads = rows.fresh(rows.read(timing="sustained"))
 recorded = [row for row in rows.latest(fresh) if row["gpu"] == h200.name]
-clocked = timeline.read()
+clocked = ablations.read("timeline")
 
 
 def row_of(name, which="bwd", D=128, N=4096, causal=False):
@@ -123,7 +123,7 @@ if matmul and {"bwd_1_fa2", "bwd_2_wgmma"} <= set(NAMES):
         print(f"D = {D:3}: bwd_1 {old:.0f}, bwd_2 {new:.0f} TFLOP/s: x {new / old:.2f}")
     result = draw_ladder()
 else:
-    result = print("rows are missing: on an H200, python -m steps bench --plan bwd")
+    result = print("rows are missing: on an H200, python -m steps.bench bwd")
 result
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
@@ -420,7 +420,7 @@ for deterministic in (False, True):
           f"failures: {failed}")
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
-switched = [r for r in fingerprint.fresh(rows.read(switched=True)) if r["gpu"] == h200.name]
+switched = [r for r in rows.fresh(rows.read(switched=True)) if r["gpu"] == h200.name]
 speeds = {(r["run"], r["D"], r["N"], r["causal"], r["kernel"]): r["tflops"]
           for r in switched if r["pass"] == "bwd" and r["dtype"] == "bf16"}
 for (run, D, N, causal, kernel), tflops in speeds.items():
@@ -558,13 +558,13 @@ for D, (Br, Bc) in TILES.items():
               f"exponentials need {Br * Bc // 16}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# `steps/bench/left_out.py` times `bwd_3` without some of its parts. Which cost most?
+# `steps/bench/ablations.py` times `bwd_3` without some of its parts. Which cost most?
 
 # %% slideshow={"slide_type": "fragment"}
-parts = left_out.read()
+parts = ablations.read("left_out")
 product = [row["tflops"] for row in fresh
            if row["peer"] == rows.MATMUL and row["gpu"] == parts.get("gpu")]
-for point in left_out.POINTS if parts else ():
+for point in ablations.POINTS if parts else ():
     took = {t["without"]: t["ms_median"] for t in parts["times"] if t["D"] == point.D}
     for name, ms in took.items():
         speed = point.flops("bwd") / ms / 1e9
@@ -634,7 +634,7 @@ for which, ours in RACE.items():
                   f"N = {N}, {'causal' if causal else 'full'}")
 
 # %% slideshow={"slide_type": "fragment"}
-VALUES = operator.itemgetter("tflops"), sustained.work_a_clock, sustained.energy
+VALUES = operator.itemgetter("tflops"), timing.work_a_clock, timing.energy
 for which, D, causal in itertools.product(RACE, (64, 128), (False, True)):
     found = {}  # of each run
     for r in loads:
@@ -675,7 +675,7 @@ def draw_race():
 
 
 SETTINGS = [*itertools.product(RACE, (64, 128), (False, True))]
-draw_race() if raced else print("no runs: python -m steps bench --plan fast; --plan bwd")
+draw_race() if raced else print("no runs: python -m steps.bench fast bwd")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Grouped heads
@@ -806,7 +806,7 @@ for one in clocked.get("power", ()):
     print(f"{one['load']:14} {one['data']:13}: {share:.0%} of the datasheet's TFLOP/s,",
           f"{one['tflops'] / there:.0%} of what {one['sm_mhz']:.0f} MHz allow;",
           f"{one['watts']:.0f} W of {one['limit_watts']:.0f}")
-NO_CLOCKS = "no recording: on an H200, python -m steps.bench.timeline"
+NO_CLOCKS = "no recording: on an H200, python -m steps.bench.ablations"
 draw_power(clocked["power"]) if clocked else print(NO_CLOCKS)
 
 # %% [markdown] slideshow={"slide_type": "slide"}

@@ -44,21 +44,21 @@ import triton
 import triton.language as tl
 
 from reference import attention, cases, error, mutants
-from steps.bench import cost, fingerprint, plots, profile, rows, tune
+from steps.bench import cost, plots, profile, rows
 from steps.bench.plots import COLOURS, GREYS, INK
 from steps import step00_naive as step00, step03_triton as step03
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
+from steps.figures import measured
 from steps.step00_naive import fwd_3_tiled
 from steps.step03_triton import fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon, memcheck
-from steps.workbook import Blank, check, picture, show
-from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
+from steps.workbook import Blank, check, hint, picture, show, solution  # noqa: F401  for part 5
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
 plots.style()
 device, h200 = steps.engine.device, cost.GPUS["NVIDIA H200"]
-fresh = fingerprint.fresh(rows.read())  # what was measured of the kernels as they are
+fresh = rows.fresh(rows.read())  # what was measured of the kernels as they are
 print(steps.engine.describe())
 print(f"triton {triton.__version__}, matplotlib {matplotlib.__version__}")
 
@@ -935,25 +935,25 @@ for (file, _, D, tile), made in sorted(shown.items()):
     n = max(1, min(made["warps"] // 4, Br // 64))  # groups that have rows of their own
     made["row"] = Br, Bc, made["warps"], stages
     made["bounds"] = at_most(D, Br, Bc, programs * n, made["ptx"])
-    print(f"{file:11} {D:4} {' ' if tile else '*'}{tune.words(made['row']):26}",
+    print(f"{file:11} {D:4} {' ' if tile else '*'}{measured.in_words(made['row']):26}",
           f"{made['registers']:6}{made['spilled']:8}{made['shared'] // 1024:6}",
           f"{programs:7} x {n}", *(f"{x:16.0%}" for x in made["bounds"]))  # fmt: skip
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
-(sweep,) = [s for s in rows.read_record("tune") if s["kernel"] == "forward"]
-as_it_is = sweep["source"] == fingerprint.code_hash("03_triton", "fwd_1_tma")
+sweep = rows.read_record("tune")
+as_it_is = sweep["source"] == rows.code_hash("03_triton", "fwd_1_tma")
 speeds = {tuple(one["row"]): one["tflops"] for one in sweep["candidates"]}
 print(f"{len(speeds)} rows of fwd_1_tma at D = 128, measured on {sweep['date']};",
       f"the file is as it was then: {as_it_is}")  # fmt: skip
 for (file, _, D, _), made in sorted(shown.items()):
     if file == "fwd_1_tma" and D == 128 and made["row"] in speeds:
         share = speeds[made["row"]] / h200.half_tflops
-        print(f"{tune.words(made['row']):26} {speeds[made['row']]:.0f} TFLOP/s,",
+        print(f"{measured.in_words(made['row']):26} {speeds[made['row']]:.0f} TFLOP/s,",
               f"{share:.0%} of the peak; by the counts at most {min(made['bounds']):.0%}")
-print(tune.verdict(sweep), tune.left_out(sweep), sep="\n")
+print(measured.sweep_in_words(sweep))
 fastest = max(speeds, key=speeds.get)
-picture(plots.tiles(sweep), f"""TFLOP/s of the table's row and its neighbours, by tile;
-the markers are warps, the colours stages. The fastest is {tune.words(fastest)}
+picture(measured.tiles(sweep), f"""TFLOP/s of the table's row and its neighbours, by tile;
+the markers are warps, the colours stages. The fastest is {measured.in_words(fastest)}
 with {speeds[fastest]:.0f}, the slowest has {min(speeds.values()):.0f}.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -1008,7 +1008,7 @@ def at_longest(kernel, which):
 def draw(speeds, which, alt, roof=None):
     names = sorted(set().union(*speeds.values()), key=lambda n: (n[1:4] != "wd_", n))
     if not names:
-        return print("on an H200: python -m steps bench --plan triton")
+        return print("on an H200: python -m steps.bench triton")
     fig, ax = plt.subplots(figsize=(9.2, 3.2), layout="constrained")
     greys, colours, count = iter(GREYS[1:]), iter(COLOURS), len(names)
     for n, name in enumerate(names):
@@ -1139,7 +1139,7 @@ for D, causal in itertools.product((128, 64), (False, True)):
 # **Go further**
 #
 # - ★ (15 minutes) Give question 1's table a tile of 32 x 64 at D = 128. What do the counts leave out?
-# - ★★ (1 hour, GPU) `python -m steps bench --tune` on your GPU: where do the counts fail?
+# - ★★ (1 hour, GPU) `python -m steps.bench.tune` on your GPU: where do the counts fail?
 # - ★★★ (a weekend, GPU) A third consumer for `fwd_3_gluon.py` at D = 64: which tile, how many registers each?
 #
 # **Read:** `papers/flash_attention_2.md`, `papers/flash_attention_3.md`; Triton's tutorial on fused attention.

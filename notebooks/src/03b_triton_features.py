@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from reference import attention, error, philox
-from steps.bench import cost, fingerprint, plots, rows
+from steps.bench import cost, plots, rows
 from steps.bench.plots import COLOURS, FAINT, INK
 from steps import step03_triton as step03
 from steps.step03_triton import decode, features, flash, flash_kernels
@@ -882,10 +882,10 @@ for feature, operations in compiled.items():
     print(f"{feature:13} {sum(more[feature].values()):4.1f}: {shown}")
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
-fresh = fingerprint.fresh(rows.read())  # what was measured of the kernels as they are
+fresh = rows.fresh(rows.read())  # what was measured of the kernels as they are
 BASES = dict.fromkeys(more, "none") | {"window": "causal", "soft-cap + window": "causal"}
 BASES["packed"] = "padded"  # the same work as a batch
-NOTHING = "No rows of these features yet. On a GPU: python -m steps bench --plan features"
+NOTHING = "No rows of these features yet. On a GPU: python -m steps.bench features"
 
 
 def last_run(wanted, **at):

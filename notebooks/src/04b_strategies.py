@@ -30,8 +30,9 @@ import matplotlib
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from steps.bench import cost, fingerprint, plots, ring_report, rows
+from steps.bench import cost, rows
 from steps.bench.plots import COLOURS, INK, style
+from steps.figures import ring_tables
 from steps import step00_naive as step00, step04_ring as step04
 from steps.step04_ring import Layout, demo, in_your_model, launch, simulate, strategies
 from steps.step04_ring.dry_run import dry_run
@@ -510,8 +511,8 @@ for name in table[0][1]:
 # Now what two H200 did. Lines that compute the same at one size are of one run.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
-recorded = fingerprint.fresh(rows.read() + rows.read(several_gpus=True))
-print(ring_report.shown("speed", recorded))
+recorded = rows.fresh(rows.read() + rows.read(several_gpus=True))
+print(ring_tables.shown("speed", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Forward, zigzag, fetch: the efficiency is 0.98 or more at 128k and 0.90 or more at 32k, where `context_parallel` has 0.67 to
@@ -519,7 +520,7 @@ print(ring_report.shown("speed", recorded))
 # it, too. Change one thing at a time:
 
 # %% slideshow={"slide_type": "fragment"}
-print(ring_report.shown("changes", recorded))
+print(ring_tables.shown("changes", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The ring's blocks add to dQ in a fixed order, so that dq is bit-equal from run to run. In any order, as the one GPU adds, the
@@ -531,14 +532,15 @@ print(ring_report.shown("changes", recorded))
 # backward under the profiler (dark: a block, light: another kernel):
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
-if record := ring_report.recorded_trace():
-    timelines = picture(plots.trace(record), plots.trace_in_words(record))
+if record := ring_tables.recorded_trace():
+    in_words = ring_tables.trace_in_words(record)
+    timelines = picture(ring_tables.trace_picture(record), in_words)
 else:
     timelines = print("No trace of this version of the ring has been recorded yet.")
 timelines
 
 # %% slideshow={"slide_type": "fragment"}
-print(ring_report.shown("trace", recorded))
+print(ring_tables.shown("trace", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Over fetch most of it is: as soon as some thread blocks have ended, the own K and V are copied and the barrier is passed, and
@@ -551,9 +553,9 @@ print(ring_report.shown("trace", recorded))
 # The four strategies, and the one new token of part 4:
 
 # %% slideshow={"slide_type": "fragment"}
-print(ring_report.shown("strategies", recorded))
+print(ring_tables.shown("strategies", recorded))
 print()
-print(ring_report.shown("token", recorded))
+print(ring_tables.shown("token", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The ring over fetch was the fastest at every size, in both passes, but for one: at 8k with Hk = 8 query-parallel's forward takes
@@ -566,10 +568,10 @@ print(ring_report.shown("token", recorded))
 # of the order:
 
 # %% slideshow={"slide_type": "fragment"}
-print(ring_report.shown("hops", recorded))
+print(ring_tables.shown("hops", recorded))
 print()
-print(ring_report.shown("predictions", recorded))
-head, *lines = ring_report.predictions(recorded) or [[]]
+print(ring_tables.shown("predictions", recorded))
+head, *lines = ring_tables.predictions(recorded) or [[]]
 for size in head[4:]:
     words = [line[head.index(size)] for line in lines]
     off = [int(word.split("(")[1].rstrip("%)")) for word in words if "(" in word]
@@ -580,7 +582,7 @@ for size in head[4:]:
 # longer with Hk = 32 than with 8, as if the hop were not hidden.
 #
 # So from 32k positions on, two GPUs that share a sequence keep nine tenths of their speed, with a backward that is bit-equal from
-# run to run. `python -m steps bench --plan ring-32k` measures on your GPUs.
+# run to run. `python -m steps.bench ring-32k` measures on your GPUs.
 #
 # **Question.** More and more hosts of 8 GPUs, on three networks: what happens to the efficiency?
 #

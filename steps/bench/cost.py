@@ -20,6 +20,30 @@ def flops(B, H, N, D, *, Nk=None, causal=False, pass_="fwd"):
     return 4.0 * B * H * N * (N if Nk is None else Nk) * D * (0.5 if causal else 1.0) * FORWARDS[pass_]
 
 
+@dataclass(frozen=True)
+class Point:
+    """One size: q (B, H, N, D), k and v (B, Hk, Nk, D). Hk is H and Nk is N unless given."""
+
+    B: int
+    H: int
+    N: int
+    D: int
+    causal: bool = False
+    Hk: int | None = None
+    Nk: int | None = None
+
+    @property
+    def sizes(self):
+        """The fields of a results row."""
+        return {**vars(self), "Hk": self.Hk or self.H, "Nk": self.Nk or self.N}
+
+    def flops(self, pass_):
+        return flops(self.B, self.H, self.N, self.D, Nk=self.Nk, causal=self.causal, pass_=pass_)
+
+    def __str__(self):
+        return " ".join(f"{name}={value}" for name, value in self.sizes.items())
+
+
 def compulsory_bytes(B, H, N, D, *, Hk=None, Nk=None, dtype="bf16", pass_="fwd"):
     """The least traffic with device memory: every input read once, every output written once.
 

@@ -1,44 +1,25 @@
-"""Measuring stages and peers over a grid of sizes: `measure` yields results rows.
+"""Measuring stages and peers: tasks, what is done with them, and the plans of what is recorded.
 
-For every size, dtype and pass, all candidates get the same random normal inputs (a GPU consumes less power on zeros,
-and would run faster than on real data), are checked against float64, and are then timed beside the peers: in turn, or
-one after the other for a second each (sustained.py).
+A task is one size at which candidates and peers are compared. All get the same random normal inputs (a GPU consumes
+less power on zeros, and would run faster than on real data), are checked against float64, and are then timed: in turn,
+or one after the other for a second each. Tasks of one group take turns with each other, too.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend
 
-from reference import attention
-from steps.bench import cost, fingerprint, rows, sustained, timing
-from steps.bench.peers import MATMUL_SIZE, PEERS, absent, matmul
-
-
-@dataclass(frozen=True)
-class Point:
-    """One size: q (B, H, N, D), k and v (B, Hk, Nk, D). Hk is H and Nk is N unless given."""
-
-    B: int
-    H: int
-    N: int
-    D: int
-    causal: bool = False
-    Hk: int | None = None
-    Nk: int | None = None
-
-    @property
-    def sizes(self):
-        """The fields of a results row."""
-        return {**vars(self), "Hk": self.Hk or self.H, "Nk": self.Nk or self.N}
-
-    def flops(self, pass_):
-        return cost.flops(self.B, self.H, self.N, self.D, Nk=self.Nk, causal=self.causal, pass_=pass_)
-
-    def __str__(self):
-        return " ".join(f"{name}={value}" for name, value in self.sizes.items())
-
+from reference import attention, philox
+from steps import catalogue, checks
+from steps.bench import ablations, rows, timing
+from steps.bench.cost import Point
+from steps.bench.peers import COMPILED, MATMUL_SIZE, PEERS, copy, flex, matmul, sdpa, varlen
 
 # The FlashAttention papers': 16k tokens in every batch, hidden size H D = 2048.
 STANDARD_GRID = tuple(
@@ -50,6 +31,11 @@ STANDARD_GRID = tuple(
 # Under a minute, and small enough for a laptop's GPU and a first kernel.
 QUICK_GRID = tuple(Point(2, 8, N, 64, causal) for causal in (False, True) for N in (512, 1024, 2048))
 GRIDS = {"standard": STANDARD_GRID, "quick": QUICK_GRID}
+RESULTS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv"), "fwd+bwd": ("out", "dq", "dk", "dv")}
+HOW = dict(layout=None, options={}, timing="interleaved", clock_mhz=None, watts=None)
+
+
+# --- who takes part -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -57,8 +43,8 @@ class Candidate:
     """A stage's kernel as plain functions with the contract's signatures.
 
     stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files, for the rows. Without backward (and
-    bwd_kernel) only "fwd" is measured. dtypes: names out of rows.DTYPES. Whatever else a kernel does
-    not take, it refuses itself with an exception.
+    bwd_kernel) only "fwd" is measured. dtypes: names out of rows.DTYPES. Whatever else a kernel does not take, it
+    refuses itself with an exception.
     """
 
     stage: str
@@ -78,10 +64,10 @@ class Candidate:
     def subject(self, where):
         """The fields of a row that say what was measured. where: the row's other fields."""
         who = {"stage": self.stage, "kernel": self.kernel(where["pass"]), "peer": None}
-        return {**who, "source": fingerprint.row_hash({**where, **who})}
+        return {**who, "source": rows.row_hash({**where, **who})}
 
-    def refusal(self, point, where):
-        """Why it does not take part at this point, or None. where: as for `subject`."""
+    def refusal(self, where):
+        """Why it does not take part, or None. where: as for `subject`."""
         if where["pass"] != "fwd" and self.backward is None:
             return "has no backward"
         if where["dtype"] not in self.dtypes:
@@ -92,17 +78,21 @@ class Candidate:
 
     def call(self, inputs, causal, pass_):
         """The function to be timed: without arguments, it gives the results of the pass as a tuple."""
-        dout, q, k, v = inputs
-        if pass_ == "fwd":
-            return lambda: self.forward(q, k, v, causal=causal)[:1]
-        if pass_ == "fwd+bwd":
-            return lambda: self._both(*inputs, causal)
-        out, lse = self.forward(q, k, v, causal=causal)
-        return lambda: tuple(self.backward(dout, q, k, v, out, lse, causal=causal))
+        dout, *qkv = inputs
 
-    def _both(self, dout, q, k, v, causal):
-        out, lse = self.forward(q, k, v, causal=causal)
-        return out, *self.backward(dout, q, k, v, out, lse, causal=causal)
+        def forward():
+            return self.forward(*qkv, causal=causal)
+
+        def backward(out, lse):
+            return tuple(self.backward(dout, *qkv, out, lse, causal=causal))
+
+        def both():
+            saved = forward()
+            return saved[0], *backward(*saved)
+
+        if pass_ != "bwd":
+            return both if pass_ == "fwd+bwd" else lambda: forward()[:1]
+        return partial(backward, *forward())
 
 
 @dataclass(frozen=True)
@@ -118,8 +108,8 @@ class Beside:
     def subject(self, where):
         return {"stage": None, "kernel": None, "peer": self.peer, "source": None}
 
-    def refusal(self, point, where):
-        return None  # what it does not take, it refuses itself
+    def refusal(self, where):
+        return None  # what it does not take, it refuses itself; a peer that is not installed, too
 
     def call(self, inputs, causal, pass_):
         dout, *qkv = inputs
@@ -127,87 +117,167 @@ class Beside:
         if pass_ == "fwd":
             return lambda: (attend(*qkv, causal),)
         leaves = [x.detach().requires_grad_() for x in qkv]
-        if pass_ == "fwd+bwd":
-            return lambda: self._both(attend, dout, leaves, causal)
-        out = attend(*leaves, causal)
-        # Not out.backward(), which would also add each result to the .grad of the one before.
-        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
-    def _both(self, attend, dout, leaves, causal):
-        out = attend(*leaves, causal)
-        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+        def backward(out):
+            # Not out.backward(), which would also add each result to the .grad of the one before.
+            return torch.autograd.grad(out, leaves, dout, retain_graph=pass_ == "bwd")
+
+        def both():
+            out = attend(*leaves, causal)
+            return out.detach(), *backward(out)
+
+        return both if pass_ == "fwd+bwd" else partial(backward, attend(*leaves, causal))
 
 
-def measure(
-    candidates,
-    peers=tuple(PEERS),
-    grid=STANDARD_GRID,
-    *,
-    passes=("fwd",),
-    dtypes=("bf16",),
-    device="cuda",
-    warmup=3,
-    limit_ms=1000.0,
-    with_matmul=False,
-    timed="interleaved",
-    until=float("inf"),
-    commit=None,
-    say=print,
-):
-    """Yields a valid results row for every candidate and peer (names out of PEERS) at every point.
+def entrants(number, rung=None):
+    """The stage's rungs, or one of them, as candidates. A backward belongs to the rung that has one of its own."""
+    module = catalogue.stage(number)
+    for word in module.SUPPORTS["rungs"]:
+        if rung in (None, word):
+            own = checks.limits(module.SUPPORTS, word)
+            backward = stem(module, "bwd", word)
+            yield Candidate(
+                module.SUPPORTS["stage"].removeprefix("step"),
+                stem(module, "fwd", word),
+                partial(module.forward, rung=word),
+                backward,
+                backward and partial(module.backward, rung=word),
+                dtypes=[name for name, dtype in rows.DTYPES.items() if dtype in own["dtypes"]],
+            )
 
-    Who cannot take part at a point (dtype, head_dim, out of memory, a result that is not finite, a call longer than
-    limit_ms) is left out there, and `say` is called with one line that gives the reason. Who was too slow at a point is
-    not tried at larger ones. The rows of one call share one `run`.
 
-    with_matmul: a plain matrix product is timed with every group, and has a row each time. timed: "interleaved" or
-    "sustained". until: the moment on time.monotonic()'s clock after which no more points are begun.
+def stem(module, prefix, word):
+    """The name of the rung's file, "fwd_5_fa2" for ("fwd", "fa2"), or None if it has none of its own."""
+    return next((path.stem for path in Path(module.__file__).parent.glob(f"{prefix}_*_{word}.*")), None)
+
+
+def kernel_files():
+    """{"fwd_8_hopper": ("02", "hopper")}: stage and rung of every kernel file of stages 00 to 03 that can run here."""
+    found = {}
+    for number in filter(lambda number: catalogue.unavailable(number) is None, ("00", "01", "02", "03")):
+        module = catalogue.stage(number)
+        for word, prefix in itertools.product(module.SUPPORTS["rungs"], ("fwd", "bwd")):
+            if name := stem(module, prefix, word):
+                found[name] = number, word
+    return found
+
+
+def switched(candidate, passes):
+    """The candidate as it is, and with one switch turned at a time; a backward with a fixed order of dq."""
+    if "fwd" not in passes:
+        backward = partial(candidate.backward, deterministic=True)
+        return [candidate, replace(candidate, bwd_kernel=f"{candidate.bwd_kernel}:DETERMINISTIC=1", backward=backward)]
+    found = ablations.forwards(candidate.fwd_kernel).items()
+    return [Candidate(candidate.stage, kernel, forward, dtypes=candidate.dtypes) for kernel, forward in found]
+
+
+# --- measuring ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is compared at one size.
+
+    options: what the rows say was asked for. share: of all scores, those whose operations are counted. reference(heads)
+    gives the reference's options for a slice of the query heads. last: only so many of the last queries are compared
+    with float64. ceiling(inputs) gives what is timed beside them: (fields of its row, call, operations, error).
+    with_host: whether the CPU's time is measured, too.
+    """
+
+    point: Point
+    dtype: str
+    passes: tuple[str, ...]
+    entrants: tuple
+    options: dict = field(default_factory=dict)
+    share: float = 1.0
+    reference: Callable = lambda heads: {}
+    last: int | None = None
+    ceiling: Callable | None = None
+    with_host: bool = False
+
+
+def measure(groups, *, device="cuda", timed="interleaved", warmup=3, limit_ms=1000.0, until=float("inf"), commit=None,
+            say=print):  # fmt: skip
+    """Yields a valid results row for everybody at every task of the groups, which are lists of tasks.
+
+    Who cannot take part (dtype, head_dim, out of memory, a result that is not finite, a call longer than limit_ms) is
+    left out, and `say` is called with one line that gives the reason. Who was too slow at a size is not tried at larger
+    ones. The rows of one call share one `run`. timed: "interleaved" or "sustained". until: the moment on
+    time.monotonic()'s clock after which no more groups are begun.
     """
     origin = rows.provenance(device, commit=commit)
-    entrants = [*candidates, *map(Beside, present(peers, say))]
     guard = Guard(limit_ms, device, say)
-    take_times = {"interleaved": timing.interleaved, "sustained": sustained.sustained}[timed]
-    for dtype in dtypes:
-        product, product_error = matmul(rows.DTYPES[dtype], device) if with_matmul else (None, None)
-        for point in grid:
-            if time.monotonic() > until:
-                say(f"out of time before {dtype} {point}")
-                return
-            inputs = make_inputs(point, dtype, device)
-            truth = sample_truth(inputs, point.causal, backward=set(passes) != {"fwd"})
-            for pass_ in passes:
-                where = {**origin, **point.sizes, "pass": pass_, "dtype": dtype, **HOW, "timing": timed}
-                admitted = guard.admit(entrants, inputs, truth, point, where)
-                calls = {entrant.name(pass_): call for entrant, call, _ in admitted}
-                if product and calls:
-                    calls[rows.MATMUL] = product
-                times = take_times(calls, warmup=warmup, device=device)
-                for entrant, _, error in admitted:
-                    speed = speed_of(times[entrant.name(pass_)], point.flops(pass_), error)
-                    yield rows.validate({**where, **entrant.subject(where), **speed})
-                if rows.MATMUL in calls:
-                    n = MATMUL_SIZE
-                    of_product = {**where, **Point(1, 1, n, n).sizes, "pass": rows.MATMUL}
-                    speed = speed_of(times[rows.MATMUL], 2 * n**3, product_error)
-                    yield rows.validate({**of_product, **Beside(rows.MATMUL).subject(where), **speed})
-                del admitted, calls  # A backward holds its forward's results; this makes room for the next.
+    take_times = {"interleaved": timing.interleaved, "sustained": timing.sustained}[timed]
+    for group in groups:
+        if time.monotonic() > until:
+            say(f"out of time before {group[0].dtype} {group[0].point}")
+            return
+        admitted = {}  # {pass: [(the row without its times, call, operations, error, task)]}
+        for task in group:
+            inputs = make_inputs(task.point, task.dtype, device)
+            how = dict(backward=task.passes != ("fwd",), last=task.last, options=task.reference)
+            truth = sample_truth(inputs, task.point.causal, **how)
+            for pass_ in task.passes:
+                where = {**origin, **task.point.sizes, "pass": pass_, "dtype": task.dtype, **HOW}
+                where |= {"options": task.options, "timing": timed}
+                found = guard.admit(task, inputs, truth, where)
+                if task.ceiling and found:
+                    fields, *measured = task.ceiling(inputs)
+                    found.append((where | fields, *measured, task))
+                admitted.setdefault(pass_, []).extend(found)
+        for found in admitted.values():
+            times = take_times({n: one[1] for n, one in enumerate(found)}, warmup=warmup, device=device)
+            for n, (row, call, flops, worst, task) in enumerate(found):
+                row |= {**vars(times[n]), "tflops": flops / times[n].ms_median / 1e9, "error": worst}
+                if row["pass"] == "fwd+bwd" and device == "cuda":
+                    row["peak_bytes"] = peak_bytes(call)
+                if task.with_host:
+                    row["host_us"] = timing.host_us(call, device=device)
+                yield rows.validate(row)
+        admitted, found, call = {}, [], None  # A backward holds its forward's results; this makes room for the next.
 
 
-HOW = dict(layout=None, options={}, timing="interleaved", clock_mhz=None, watts=None)
-RESULTS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv"), "fwd+bwd": ("out", "dq", "dk", "dv")}
+class Guard:
+    """Decides who takes part, says who does not, and remembers who was too slow."""
 
+    def __init__(self, limit_ms, device, say):
+        self.limit_ms, self.device, self.say = limit_ms, device, say
+        self.too_slow = {}  # (name, pass, dtype, D) -> the operations at which it was
+        self.said = set()
 
-def present(peers, say):
-    """Those of the peers that are on this machine; of the others `say` gets the reason."""
-    reasons = {peer: absent(peer) for peer in peers}
-    for peer in filter(reasons.get, peers):
-        say(f"left out: {peer}: {reasons[peer]}")
-    return [peer for peer in peers if reasons[peer] is None]
+    def admit(self, task, inputs, truth, where):
+        """[(the row without its times, call, operations, error, task)] of those who can run the pass in time."""
+        admitted, flops = [], task.share * task.point.flops(where["pass"])
+        for entrant in task.entrants:
+            who = entrant.name(where["pass"]), where["pass"], where["dtype"], task.point.D
+            call, worst, reason = self._try(entrant, who, inputs, truth, task.point, where)
+            if reason is None:
+                admitted.append((where | entrant.subject(where), call, flops, worst, task))
+            elif (who, reason) not in self.said:  # the same at every N: once is enough
+                self.said.add((who, reason))
+                about = task.options.get("feature") or f"{where['dtype']} {task.point}"
+                self.say(f"left out: {who[0]}, {where['pass']} {about}: {reason}")
+        return admitted
 
-
-def speed_of(timing, flops, error):
-    """The fields of a row that say how fast and how exact it was."""
-    return {**vars(timing), "tflops": flops / timing.ms_median / 1e9, "error": error}
+    def _try(self, entrant, who, inputs, truth, point, where):
+        """(call, error, None), or (None, None, why it does not take part). The second call is timed."""
+        pass_ = where["pass"]
+        if reason := entrant.refusal(where):
+            return None, None, reason
+        if point.flops(pass_) >= self.too_slow.get(who, float("inf")):
+            return None, None, "too slow at a smaller size"
+        try:
+            call = entrant.call(inputs, point.causal, pass_)
+            worst = sample_error(dict(zip(RESULTS[pass_], call(), strict=True)), truth)
+            ms = timing.one_call(call, device=self.device)
+        except Exception as problem:  # whatever one kernel raises, the others are still to be measured
+            return None, None, f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        if worst is None:
+            return None, None, "its result is not finite"
+        if ms > self.limit_ms:
+            self.too_slow[who] = point.flops(pass_)
+            return None, None, f"one call takes {ms:.0f} ms, more than the limit of {self.limit_ms:g} ms"
+        return call, worst, None
 
 
 def make_inputs(point, dtype, device):
@@ -219,49 +289,14 @@ def make_inputs(point, dtype, device):
     return tuple(x.to(rows.DTYPES[dtype]) for x in normal)
 
 
-class Guard:
-    """Decides who takes part, says who does not, and remembers who was too slow."""
-
-    def __init__(self, limit_ms, device, say):
-        self.limit_ms, self.device, self.say = limit_ms, device, say
-        self.too_slow = {}  # (name, pass, dtype, D) -> the FLOPs of the point at which it was
-        self.said = set()
-
-    def admit(self, entrants, inputs, truth, point, where):
-        """[(entrant, call, error)] of those who can run the pass of `where` in time."""
-        admitted = []
-        for entrant in entrants:
-            who = entrant.name(where["pass"]), where["pass"], where["dtype"], point.D
-            call, error, reason = self._try(entrant, who, inputs, truth, point, where)
-            if reason is None:
-                admitted.append((entrant, call, error))
-            elif (who, reason) not in self.said:  # the same at every N: once is enough
-                self.said.add((who, reason))
-                self.say(f"left out: {who[0]}, {where['pass']} {where['dtype']} {point}: {reason}")
-        return admitted
-
-    def _try(self, entrant, who, inputs, truth, point, where):
-        """(call, error, None), or (None, None, why it does not take part). The second call is timed."""
-        pass_ = where["pass"]
-        if reason := entrant.refusal(point, where):
-            return None, None, reason
-        if point.flops(pass_) >= self.too_slow.get(who, float("inf")):
-            return None, None, "too slow at a smaller size"
-        try:
-            call = entrant.call(inputs, point.causal, pass_)
-            error = sample_error(dict(zip(RESULTS[pass_], call(), strict=True)), truth)
-            ms = timing.one_call(call, device=self.device)
-        except Exception as problem:  # whatever one kernel raises, the others are still to be measured
-            return None, None, f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-        if error is None:
-            return None, None, "its result is not finite"
-        if ms > self.limit_ms:
-            self.too_slow[who] = point.flops(pass_)
-            return None, None, f"one call takes {ms:.0f} ms, more than the limit of {self.limit_ms:g} ms"
-        return call, error, None
-
-
-# --- the error column ---------------------------------------------------------------------------------------
+def peak_bytes(call):
+    """How much device memory a call holds at most, beyond what was taken before; its results count."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def sample_truth(inputs, causal, *, backward=True, kv_heads=2, last=None, options=lambda heads: {}):
@@ -310,3 +345,245 @@ def sample_error(got, truth):
             sample = result[-1:, -want.shape[1] :, -want.shape[2] :]
             largest = max(largest, float((sample.double() - want).abs().max()))
     return largest
+
+
+# --- rungs over a grid --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a plan: these rungs of a stage beside these peers, over a grid. All of it is one run."""
+
+    rungs: tuple[str, ...]
+    grid: tuple[Point, ...] = STANDARD_GRID
+    passes: tuple[str, ...] = ("fwd",)
+    dtypes: tuple[str, ...] = ("bf16",)
+    peers: tuple[str, ...] = ("sdpa-flash", "sdpa-cudnn")
+    switches: bool = False  # also with one switch turned at a time; a backward also with a fixed order of dq
+    stage: str = "02"
+    limit_ms: float | None = None  # of one call, instead of the command's
+    timed: str = "interleaved"  # or "sustained"
+    with_host: bool = False  # whether the CPU's time is measured, too
+
+    def groups(self, device="cuda"):
+        """Each task is a group of its own. A matrix product is measured beside interleaved ones of 16 bits."""
+        candidates = [candidate for rung in self.rungs for candidate in entrants(self.stage, rung)]
+        if self.switches:
+            candidates = [one for candidate in candidates for one in switched(candidate, self.passes)]
+        how = dict(with_matmul=self.timed == "interleaved", with_host=self.with_host)
+        return over(self.grid, candidates, self.peers, self.passes, self.dtypes, device, **how)
+
+
+def over(grid, candidates, peers, passes, dtypes, device, with_matmul=False, with_host=False):
+    """Groups of one task for each size and dtype."""
+    for dtype in dtypes:
+        product = partial(matrix_product, dtype, device) if with_matmul and dtype != "fp32" else None
+        for point in grid:
+            who = *candidates, *map(Beside, peers)
+            yield [Task(point, dtype, passes, who, ceiling=product, with_host=with_host)]
+
+
+def matrix_product(dtype, device, inputs):
+    """A Task's ceiling: a product of two large matrices, at the tensor cores' full speed."""
+    call, worst = matmul(rows.DTYPES[dtype], device)
+    fields = {**Point(1, 1, MATMUL_SIZE, MATMUL_SIZE).sizes, "pass": rows.MATMUL}
+    return fields | Beside(rows.MATMUL).subject(fields), call, 2 * MATMUL_SIZE**3, worst
+
+
+def copied_keys(inputs):
+    """A Task's ceiling: a copy of k, which reads and writes as much as reading k and v takes."""
+    call, worst = copy(inputs[2])
+    return {"pass": rows.COPY} | Beside(rows.COPY).subject({}), call, 0, worst
+
+
+def record(parts, *, device="cuda", say=print, **options):
+    """Yields the rows of parts of plans: of a Part, or of groups that a function lists."""
+    for part in parts:
+        if isinstance(part, Part):
+            groups, own = part.groups(device), {"timed": part.timed}
+            own |= {"limit_ms": part.limit_ms} if part.limit_ms else {}
+        else:
+            groups, own = part(device=device), {}
+        yield from measure(groups, device=device, say=say, **options | own)
+
+
+# --- features -----------------------------------------------------------------------------------------------
+
+SEQUENCES, SOFTCAP, DROPOUT, SEED = 8, 50.0, 0.1, 2**35 + 11
+LAST = 128  # so many of the last queries are compared with float64, where all would take too long
+ANY = "sdpa-cudnn", "sdpa-flash", "flex"
+
+
+def of_stage_03(kernel, options):
+    """flash.py with these options, or decode.py, as a candidate."""
+    from steps.step03_triton import decode, flash  # imported here because Triton is not available everywhere
+
+    if kernel == "decode":
+        return Candidate("03_triton", "decode", decode.forward)
+    forward, backward = (partial(function, **options) for function in (flash.forward, flash.backward))
+    return Candidate("03_triton", "flash", forward, "flash", backward)
+
+
+def feature(name, point, options=(), told=(), share=1.0, peers=(), *, kernel="flash", passes=("fwd", "bwd"), last=None):
+    """The task of a feature: options of the kernel, what rows tell besides the name, peers' names or functions."""
+    options, peers = dict(options), peers if isinstance(peers, dict) else dict.fromkeys(peers)
+    who = of_stage_03(kernel, options), *(Beside(peer, function) for peer, function in peers.items())
+    reference = partial(reference_options, options, point, last)
+    ceiling = copied_keys if kernel == "decode" else None  # Decoding reads k and v, and little else.
+    return Task(point, "bf16", passes, who, {"feature": name, **dict(told)}, share, reference, last, ceiling)
+
+
+def reference_options(options, point, last, heads):
+    """The kernel's options as the reference takes them, for a slice of the query heads."""
+    alike = "window", "softcap", "mask", "cu_seqlens_q", "cu_seqlens_k"
+    found = {name: options[name] for name in alike if name in options}
+    if "alibi_slopes" in options:
+        found["alibi_slopes"] = options["alibi_slopes"][heads]
+    if "dropout_p" in options:
+        first = point.N - last
+        keep = philox.keep_mask(SEED, 1, point.H, last, point.N, options["dropout_p"], first_query=first)
+        found["dropout_mask"] = keep[:, heads].to(options["seed"].device)
+        found["dropout_p"] = philox.rounded(options["dropout_p"])
+    return found
+
+
+def features_at(N, H, D, device):
+    """The features of flash.py, each by itself, and one pair that models use. N is a multiple of SEQUENCES.
+
+    They take turns, and the peers that have the same feature take turns with them, so that each can be compared with
+    each. The operations are those of the scores that the positions leave visible: half of them if causal, fewer in a
+    window, an eighth in a pack of eight sequences. A mask hides nothing from the count.
+    """
+    point, left, length = Point(1, H, N, D), N // 8, N // SEQUENCES
+    generator = torch.Generator(device).manual_seed(1)
+    added = torch.randn(1, 1, N, N, generator=generator, device=device).to(torch.bfloat16)
+    seen = added > -0.5
+    slopes = 2.0 ** (-8 * torch.arange(1, H + 1, device=device) / H)  # those of the ALiBi paper
+    starts = torch.arange(0, N + 1, length, dtype=torch.int32, device=device)
+
+    def capped(score, b, h, i, j):
+        return SOFTCAP * torch.tanh(score / SOFTCAP)
+
+    def slanted(score, b, h, i, j):
+        return score - slopes[h] * (i - j).abs()
+
+    def near(b, h, i, j):
+        return (j <= i) & (j >= i - left)
+
+    def together(b, h, i, j):
+        return i // length == j // length
+
+    def with_mask(mask):
+        backends = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION}
+        return {name: partial(sdpa, backend, mask=mask) for name, backend in backends.items()}
+
+    def by_flex(**options):
+        return {"flex": partial(flex, **options)}
+
+    window, softcap, told_window = {"window": (left, 0)}, {"softcap": SOFTCAP}, {"window": [left, 0]}
+    in_window = (left + 1) * (N - left / 2) / N**2  # query i sees min(i, left) + 1 keys
+    dropout = {"dropout_p": DROPOUT, "seed": torch.tensor(SEED, device=device)}
+    packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
+    of_packed = by_flex(seen=together) | {"varlen": partial(varlen, starts, length)}
+    of_pair = by_flex(change=capped, seen=near)
+    return [
+        feature("none", point, peers=ANY),
+        feature("causal", replace(point, causal=True), peers=ANY),
+        feature("additive mask", point, {"mask": added}, peers=with_mask(added)),
+        feature("boolean mask", point, {"mask": seen}, peers=with_mask(seen)),
+        feature("ALiBi", point, {"alibi_slopes": slopes}, peers=by_flex(change=slanted)),
+        feature("soft-cap", point, softcap, softcap, peers=by_flex(change=capped)),
+        feature("dropout", point, dropout, {"dropout_p": DROPOUT}, last=min(LAST, N)),
+        feature("window", point, window, told_window, in_window, by_flex(seen=near)),
+        feature("soft-cap + window", point, softcap | window, softcap | told_window, in_window, of_pair),
+        feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, of_packed),
+        feature("padded", Point(SEQUENCES, H, length, D)),  # the same work as a batch
+    ]
+
+
+def features(N=16384, cache=32768, longest=65536, *, device):
+    """Groups: the features of two head_dims, pass by pass; a new token over a cache of keys; memory at a great length.
+
+    What takes long to compile is beside the first head_dim only.
+    """
+    yield features_at(N, 16, 128, device)
+    for_64 = features_at(N, 32, 64, device)
+    yield [
+        replace(task, entrants=tuple(one for one in task.entrants if getattr(one, "peer", None) not in COMPILED))
+        for task in for_64
+    ]
+    # 8 sequences; four query heads share a key head.
+    yield [feature("decode", Point(8, 32, 1, 128, Hk=8, Nk=cache), peers=ANY, kernel="decode", passes=("fwd",))]
+    causal = Point(1, 16, longest, 128, causal=True)  # as models are, which takes half the time
+    yield [feature("memory", causal, peers=("sdpa-cudnn",), passes=("fwd+bwd",), last=min(LAST, longest))]
+
+
+def grouped(*, device):
+    """Groups: stage 02's backward where all 8 query heads share one K/V head, beside heads of their own.
+
+    The keys of one K/V head alone give a GPU too few blocks.
+    """
+    (hopper,) = entrants("02", "hopper")
+    for causal in (False, True):
+        names = {8: "own heads" + ", causal" * causal, 1: "grouped heads" + ", causal" * causal}
+        points = {Hk: Point(1, 8, 4096, 128, causal, Hk=Hk) for Hk in names}
+        who = hopper, Beside("sdpa-cudnn")
+        yield [Task(points[Hk], "bf16", ("bwd",), who, {"feature": name}) for Hk, name in names.items()]
+
+
+# --- plans --------------------------------------------------------------------------------------------------
+
+
+def _at(*lengths, D=(64, 128)):
+    return tuple(Point(16384 // N, 2048 // d, N, d, causal) for d in D for causal in (False, True) for N in lengths)
+
+
+BEST = "sdpa-flash", "sdpa-cudnn", "fa4"  # the fastest that others have, where they are found
+PLANS = {  # What is recorded of stages 02 and 03, in parts of a few minutes. The slow rungs are measured at 4k alone.
+    "fast": (Part(("hopper", "roles", "wgmma", "fa2", "cp_async", "ldmatrix"), peers=BEST),),
+    "slow": (
+        Part(("mma", "warp"), _at(4096)),
+        Part(("scalar", "warp"), _at(4096), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",)),
+    ),
+    "bwd": (Part(("hopper", "wgmma", "fa2"), passes=("bwd",), peers=BEST),),
+    "more": (
+        Part(("hopper", "fa2"), _at(4096, 16384, D=(256,))),
+        Part(("hopper", "fa2"), _at(4096), ("fwd", "bwd"), ("fp16",)),
+    ),
+    "switches": (
+        Part(("hopper", "fa2"), _at(512, 4096, 16384), switches=True),
+        Part(("hopper",), _at(4096, 16384), ("bwd",), switches=True),
+    ),
+    "triton": (
+        Part(("gluon", "tma", "roles", "fused"), peers=BEST, stage="03"),
+        Part(("tma", "fused"), passes=("bwd",), peers=BEST, stage="03"),
+    ),
+    "float32": (
+        Part(
+            ("fused",), _at(512, 4096, 16384), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",),
+            stage="03", limit_ms=3000,  # The backward with head_dim 128 takes more than a second at N = 16k.
+        ),
+    ),
+    "compilers": (
+        Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), peers=("flex", "compiled", "fa4", "sdpa-cudnn"), stage="03"),
+    ),
+    "features": (features,),
+    "grouped": (grouped,),
+    "launches": (  # what a call costs the CPU; a kernel at this size is shorter than its launch
+        Part(("hopper", "fa2"), (Point(1, 1, 128, 64),), with_host=True),
+        Part(("gluon", "tma"), (Point(1, 1, 128, 64),), stage="03", with_host=True),
+    ),
+}  # fmt: skip
+LONG = 16384  # A call has to take milliseconds, or else a second of calls measures how fast they are launched.
+
+
+def sustained(parts=None, number="02", rung=None):
+    """The parts as they are under sustained load: at N = 16k, and D = 128 first.
+
+    Without parts it is one: a rung of the stage, by default the first, beside the fastest peers.
+    """
+    if parts is None:
+        rung = rung or catalogue.stage(number).SUPPORTS["rungs"][0]
+        parts = [Part((rung,), passes=("fwd", "bwd"), peers=BEST, stage=number)]
+    long = {part: sorted((p for p in part.grid if p.N == LONG), key=lambda p: p.D != 128) for part in parts}
+    return [replace(part, grid=tuple(points), timed="sustained") for part, points in long.items() if points]

@@ -1,16 +1,9 @@
 """What the stages are measured against: PyTorch's own attention, its compiler, and what others wrote for it.
 
 A peer is called as `peer(q, k, v, causal) -> out`, is differentiable, and never falls back to another backend: what it
-cannot do is an error. Two peers are not part of PyTorch, and take part where they are found:
-
-fa4       FlashAttention-4, from the package flash-attn-4
-tutorial  Triton's tutorial 06, float16 only, from the file that the environment variable STEPS_TUTORIAL names:
-          python/tutorials/06-fused-attention.py of github.com/triton-lang/triton
+cannot do is an error. fa4 is FlashAttention-4, and takes part where the package flash-attn-4 is installed.
 """
 
-import importlib.util
-import inspect
-import os
 from functools import cache, partial
 
 import torch
@@ -53,6 +46,14 @@ def blocks_of(seen, Nq, Nk, device):
     return flex_attention.create_block_mask(seen, None, None, Nq, Nk, device)
 
 
+def varlen(starts, length, q, k, v, causal=False):
+    """torch's FlashAttention-2 for packed sequences, whose tensors are (total, H, D)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    return varlen_attn(q, k, v, starts, starts, length, length).transpose(0, 1)[None]
+
+
 def matrix_form(q, k, v, causal=False):
     """Attention as one writes it down, with the N x N matrix."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -75,38 +76,12 @@ def compiled_matrix_form(q, k, v, causal=False):
     return compiled(matrix_form)(q, k, v, causal)
 
 
-@cache
-def load_fa4():
-    from flash_attn.cute import flash_attn_func
-
-    return flash_attn_func
-
-
 def fa4(q, k, v, causal=False):
     """FlashAttention-4, whose tensors are (B, N, H, D), and which in some versions returns lse too."""
-    out = load_fa4()(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+    from flash_attn.cute import flash_attn_func
+
+    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-
-@cache
-def load_tutorial():
-    """The tutorial as a function (q, k, v, causal, scale) -> out."""
-    path = os.environ.get("STEPS_TUTORIAL")
-    if not path:
-        raise ImportError("STEPS_TUTORIAL names no file; it may be a copy of Triton's 06-fused-attention.py")
-    spec = importlib.util.spec_from_file_location("tutorial", path)
-    tutorial = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tutorial)
-    # Newer versions have a switch for warp specialisation, which their own benchmark leaves off on Hopper.
-    switch = "warp_specialize" in inspect.signature(tutorial._attention.forward).parameters
-    return lambda *arguments: tutorial.attention(*arguments, *([False] if switch else []))
-
-
-def tutorial(q, k, v, causal=False):
-    """Triton's tutorial, which checks little: it takes as many keys as queries, multiples of 128, and all heads."""
-    if q.shape != k.shape or q.shape[2] % 128 or q.dtype != torch.float16:
-        raise ValueError("the tutorial takes float16, and as many keys as queries, a multiple of 128.")
-    return load_tutorial()(q, k, v, causal, q.shape[-1] ** -0.5)
 
 
 PEERS = {
@@ -117,22 +92,11 @@ PEERS = {
     "flex": flex,  # FlexAttention, compiled
     "compiled": compiled_matrix_form,  # what torch.compile makes of the matrix form
     "fa4": fa4,
-    "tutorial": tutorial,
 }
-FOUND_ELSEWHERE = {"fa4": load_fa4, "tutorial": load_tutorial}
-COMPILED = ("flex", "compiled", *FOUND_ELSEWHERE)  # take long at their first call
+COMPILED = "flex", "compiled", "fa4"  # take long at their first call
 
 
-def absent(name):
-    """Why a peer is not on this machine, or None."""
-    if load := FOUND_ELSEWHERE.get(name):
-        try:
-            load()
-        except Exception as problem:  # whatever somebody else's file raises
-            return f"{type(problem).__name__}: {problem}"
-    return None
-
-
+@cache
 def matmul(dtype, device):
     """(call, error) of a product of two square matrices, random normal: what the chip reaches without a softmax.
 

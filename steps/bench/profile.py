@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import typer
 
-from steps.bench import fingerprint, rows
-from steps.bench.grid import Point
+from steps.bench import rows
+from steps.bench.cost import Point
 from steps.step02_fa2_cuda import ladder
 
 RUNGS = ("mma", "ldmatrix", "fa2", "hopper")  # of stage 02
@@ -89,7 +89,7 @@ def profile(ncu, gpu):
     files = {rung: Path(ladder.FORWARD[rung].file).stem for rung in RUNGS}
     for rung, file in (files | TRITON).items():
         one = {"kernel": file}
-        one["source"] = fingerprint.row_hash(subject(found, one))
+        one["source"] = rows.row_hash(subject(found, one))
         try:
             one["counters"] = parse(run(command(ncu, rung, COUNTERS)), COUNTERS)
             found["triton" if rung in TRITON else "rungs"][rung] = one
@@ -99,7 +99,7 @@ def profile(ncu, gpu):
 
 
 def subject(record, one):
-    """What fingerprint.py has to know of one rung of the record, as the fields of a row."""
+    """What rows.py has to know of one rung of the record, as the fields of a row."""
     stage = "03_triton" if one["kernel"] in TRITON.values() else "02_fa2_cuda"
     return {"stage": stage, "peer": None, "gpu": record["gpu"], "n_gpus": 1, **record["size"], **one}
 
@@ -117,7 +117,7 @@ def read(folder=rows.COMMITTED, part="rungs"):
     """
     record = rows.read_record("profile", folder=folder)
     rungs = record.get(part, {})
-    return {rung: one["counters"] for rung, one in rungs.items() if not fingerprint.is_stale(subject(record, one))}
+    return {rung: one["counters"] for rung, one in rungs.items() if not rows.is_stale(subject(record, one))}
 
 
 def waits(counters):

@@ -5,18 +5,10 @@ A table stands between two markers; the first says by field=value pairs which ro
     <!-- results: gpu=nvidia-h200 pass=fwd dtype=bf16 D=128 causal=false -->
     <!-- /results -->
 
-Rows of sustained load have another table, with clock and power, where a marker says timing=sustained.
-
-without=fa4 leaves out a peer. It then has a table of its own with run=..., because only what was measured in one run
-can be compared.
-
-A table of the ring on several GPUs, one of ring_report.TABLES, stands between two markers of its own:
-
-    <!-- ring speed -->
-    <!-- /ring -->
-
-A picture of a stage's rungs stands between <!-- ladder 02_fa2_cuda --> and <!-- /ladder -->. It carries its numbers
-inside, so that a picture of other rows is noticed.
+Rows of sustained load (timing=sustained) have other columns. without=fa4 leaves out a peer. It then has a table of its
+own with run=..., because only what was measured in one run can be compared. A picture of a stage's rungs stands between
+<!-- ladder 02_fa2_cuda --> and <!-- /ladder -->. It carries its numbers inside, so that a picture of other rows is
+noticed.
 
 Rows whose kernel has changed since they were measured are stale: they are listed, no page shows them, and each page
 says so. --check writes nothing and exits with 1 if a page or a picture would change.
@@ -33,13 +25,11 @@ from typing import Annotated
 import typer
 from PIL import Image
 
-from steps.bench import cost, plots, ring_report, sustained
+from steps.bench import cost, plots, timing
 from steps.bench import rows as results
-from steps.bench.fingerprint import fresh
-from steps.bench.rows import label
+from steps.bench.rows import label, setting
 
 _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
-_RING = re.compile(r"(<!-- ring (\w+) -->\n).*?(<!-- /ring -->)", re.S)
 _LADDER = re.compile(r"(<!-- ladder (\w+) -->\n).*?(<!-- /ladder -->)", re.S)
 EMPTY = "_Not measured yet._\n"
 PAGES = "README.md", "steps/bench/results/README.md"
@@ -50,6 +40,9 @@ ALT = (
 )
 VERSIONS = {"driver": "driver", "CUDA": "cuda", "torch": "torch", "triton": "triton"}
 USUAL = {"options": "{}", "timing": "interleaved", "n_gpus": "1"}  # what a marker means that names none of them
+
+
+# --- pages --------------------------------------------------------------------------------------------------
 
 
 def render(text, rows, stale=(), page=PAGES[0]):
@@ -70,13 +63,7 @@ def render(text, rows, stale=(), page=PAGES[0]):
             return begin + note + end
         return begin + markdown(shown) + (f"\n{note}" if changed else "") + end
 
-    def of_ring(match):
-        begin, name, end = match.groups()
-        lines, several = ring_report.TABLES[name](rows), [row for row in rows if row["n_gpus"] > 1]
-        table = f"{ring_report.markdown(lines)}\n{ring_report.NOTES[name]}. {_machines(several)}.\n"
-        return begin + (table if lines else EMPTY) + end
-
-    return _SECTION.sub(filled, _LADDER.sub(pictured, _RING.sub(of_ring, text)))
+    return _SECTION.sub(filled, _LADDER.sub(pictured, text))
 
 
 def select(rows, marker):
@@ -97,83 +84,88 @@ def _text(row, name):
     return row[name] if isinstance(row[name], str) else json.dumps(row[name], sort_keys=True)
 
 
+def in_markdown(lines, words):
+    """Lines of words as a table, the first one as its head. So many columns hold words, and the others numbers."""
+    rule = ["---" if n < words else "---:" for n, _ in enumerate(lines[0])]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
+
+
+# --- tables -------------------------------------------------------------------------------------------------
+
+
 def markdown(rows):
-    """A markdown table: a line for each kernel, then each peer; TFLOP/s for each N; error; provenance."""
+    """The table of a section with its caption."""
     if not rows:
         return EMPTY
     if len({row["timing"] for row in rows}) > 1:
         raise ValueError("a table shows interleaved rows or sustained ones: choose first.")
-    if rows[0]["timing"] == "sustained":
-        return _under_load(of_last_run(rows))
+    lines, words, caption = (loads if rows[0]["timing"] == "sustained" else speeds)(rows)
+    return f"{in_markdown(lines, words)}\n{caption}.\n" if lines[1:] else EMPTY
+
+
+def speeds(rows):
+    """A line for each kernel, then each peer: TFLOP/s for each N, the share of the best peer, the error."""
     shown = results.latest(rows)
-    beside = {(row["run"], results.setting(row)) for row in shown if row["kernel"]}
+    beside = {(row["run"], setting(row)) for row in shown if row["kernel"]}
     # A peer from a run of which no kernel is shown would be compared across runs.
-    shown = [row for row in shown if row["kernel"] or (row["run"], results.setting(row)) in beside or not beside]
+    shown = [row for row in shown if row["kernel"] or (row["run"], setting(row)) in beside or not beside]
     lengths = sorted({row["N"] for row in shown})
-    lines = [
-        ["kernel", *(f"N={N}" for N in lengths), "of the best peer", "error"],
-        ["---", *("---:" for _ in lengths), "---:", "---:"],
-    ]
+    lines = [["kernel", *(f"N={N}" for N in lengths), "of the best peer", "error"]]
     for _, name in sorted({(row["peer"] is not None, label(row)) for row in shown}):
         own = [row for row in shown if label(row) == name]
         speed = {row["N"]: f"{row['tflops']:.3g}" for row in own}
         error = f"{max(row['error'] for row in own):.1e}"
         lines.append([name, *(speed.get(N, "–") for N in lengths), _of_best_peer(own, rows), error])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\n{_caption(shown)}\n"
-
-
-def of_last_run(rows):
-    """Of each setting the rows of the last run in which a kernel was measured there."""
-    last = {results.setting(row): row["run"] for row in rows if row["kernel"]}
-    return [row for row in rows if last.get(results.setting(row)) == row["run"]]
-
-
-def _under_load(rows):
-    """A markdown table of sustained rows: for each pass and size a line for each kernel, then each peer."""
-    if not rows:
-        return EMPTY
-    head = ["measured", "kernel", "TFLOP/s", "MHz", "W", "TFLOP/s a GHz", "J/TFLOP"]
-    lines = [head, ["---", "---", *["---:"] * 5]]
-    for row in sorted(rows, key=lambda row: (row["pass"] != "fwd", -row["D"], row["causal"], bool(row["peer"]))):
-        size = f"{row['pass']}, D={row['D']}, {'causal' if row['causal'] else 'full'}"
-        load = f"{row['clock_mhz']:.0f}", f"{row['watts']:.0f}"
-        speed, *derived = (f"{x:.3g}" for x in (row["tflops"], sustained.work_a_clock(row), sustained.energy(row)))
-        lines.append([size, label(row), speed, *load, *derived])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    lengths = ", ".join(str(N) for N in sorted({row["N"] for row in rows}))
-    how = f"N = {lengths}; about a second of calls of one candidate, then of the next"
-    medians = "medians of the calls' TFLOP/s, of the SM clock and of the power meanwhile"
-    return f"{table}\n\n{how}; {medians}. {_machines(rows)}.\n"
+    how = f"TFLOP/s, medians of at least {min(row['reps'] for row in shown)} interleaved calls"
+    share = "of the best peer: median over N of the speed divided by the fastest peer's in the same run"
+    caption = f"{how}; {share}; error: largest difference from float64. {machines(shown)}"
+    return lines, 1, caption
 
 
 def _of_best_peer(own, rows):
     """A kernel's speed as a share of the fastest peer's in the same run, median over N; – for a peer."""
     shares = []
     for row in own:
-        here = row["run"], results.setting(row)
-        peers = [other["tflops"] for other in rows if other["peer"] and (other["run"], results.setting(other)) == here]
+        here = row["run"], setting(row)
+        peers = [other["tflops"] for other in rows if other["peer"] and (other["run"], setting(other)) == here]
         if row["peer"] is None and peers:
             shares.append(row["tflops"] / max(peers))
     return f"{statistics.median(shares):.0%}" if shares else "–"
 
 
-def _caption(rows):
-    """Units, and what _machines says."""
-    how = f"TFLOP/s, medians of at least {results.MIN_REPS} interleaved calls"
-    share = "of the best peer: median over N of the speed divided by the fastest peer's in the same run"
-    return f"{how}; {share}; error: largest difference from float64. {_machines(rows)}."
+def of_last_run(rows):
+    """Of each setting the rows of the last run in which a kernel was measured there."""
+    last = {setting(row): row["run"] for row in rows if row["kernel"]}
+    return [row for row in rows if last.get(setting(row)) == row["run"]]
 
 
-def _machines(rows):
+def loads(rows):
+    """Of sustained rows: for each pass and size a line for each kernel, then each peer."""
+    rows = of_last_run(rows)
+    lines = [["measured", "kernel", "TFLOP/s", "MHz", "W", "TFLOP/s a GHz", "J/TFLOP"]]
+    for row in sorted(rows, key=lambda row: (row["pass"] != "fwd", -row["D"], row["causal"], bool(row["peer"]))):
+        size = f"{row['pass']}, D={row['D']}, {'causal' if row['causal'] else 'full'}"
+        load = f"{row['clock_mhz']:.0f}", f"{row['watts']:.0f}"
+        speed, *derived = (f"{x:.3g}" for x in (row["tflops"], timing.work_a_clock(row), timing.energy(row)))
+        lines.append([size, label(row), speed, *load, *derived])
+    lengths = ", ".join(str(N) for N in sorted({row["N"] for row in rows}))
+    how = f"N = {lengths}; about a second of calls of one candidate, then of the next"
+    medians = "medians of the calls' TFLOP/s, of the SM clock and of the power meanwhile"
+    return lines, 2, f"{how}; {medians}. {machines(rows)}"
+
+
+def machines(rows):
     """Hardware and versions of the rows, and for each machine the commits and days of its runs."""
-    machines = {}
+    found = {}
     for row in rows:
         versions = (f"{name} {row[field]}" for name, field in VERSIONS.items())
         where = f"{row['gpu']}, {', '.join(versions)}"
-        machines.setdefault(where, {})[f"{(row['commit'] or 'unknown')[:7]} ({row['date']})"] = True
-    runs = {where: f"commit{'' if len(found) == 1 else 's'} {', '.join(found)}" for where, found in machines.items()}
-    return "; ".join(f"{where}, {found}" for where, found in runs.items())
+        found.setdefault(where, {})[f"{(row['commit'] or 'unknown')[:7]} ({row['date']})"] = True
+    runs = {where: f"commit{'' if len(some) == 1 else 's'} {', '.join(some)}" for where, some in found.items()}
+    return "; ".join(f"{where}, {some}" for where, some in runs.items())
+
+
+# --- pictures, lines and the command ------------------------------------------------------------------------
 
 
 def ladder_in(picture):
@@ -196,18 +188,13 @@ def draw(rows, stage, picture):
 def line(row):
     """A row as a line of text. The ± is half the way from the 20th to the 80th percentile, in % of the median."""
     what = " ".join(f"{name}={row[name]}" for name in ("B", "H", "N", "D")) + (" causal" if row["causal"] else "")
-    if row["layout"]:
-        what += f", {row['layout']}"
     if row["options"]:
         what += f", {row['options'].get('feature', row['options'])}"
     spread = 50 * (row["ms_p80"] - row["ms_p20"]) / row["ms_median"]
     # Where there is one query, reading the keys is all that counts.
     reached = f"{row['tflops']:.3g} TFLOP/s" if row["N"] > 1 else f"{cost.bandwidth(row):.3g} TB/s"
-    if row["pass"] == results.COPY and row["n_gpus"] > 1:  # a message to the next GPU, where nothing is read back
-        reached = f"{cost.bandwidth(row) / 2 * 1e3:.3g} GB/s"
-    load = f" at {row['clock_mhz']:.0f} MHz and {row['watts']:.0f} W" if row["timing"] == "sustained" else ""
-    memory = f", {row['peak_bytes'] / 2**30:.3g} GiB" if "peak_bytes" in row else ""
-    speed = f"{row['ms_median']:8.3g} ms ±{spread:.1f}%, {reached}{load}{memory}, error {row['error']:.0e}"
+    reached += f" at {row['clock_mhz']:.0f} MHz and {row['watts']:.0f} W" if row["timing"] == "sustained" else ""
+    speed = f"{row['ms_median']:8.3g} ms ±{spread:.1f}%, {reached}, error {row['error']:.0e}"
     return f"{label(row):24} {row['pass']} {row['dtype']} {what}: {speed}"
 
 
@@ -216,11 +203,10 @@ def main(
     root: Annotated[Path, typer.Option(help="The repository.")] = results.ROOT,
 ):
     """Writes the measured rows into the tables of README.md and steps/bench/results/README.md."""
-    pictures = {stage: root / path for stage, path in PICTURES.items()}
     folder = root / results.COMMITTED.relative_to(results.ROOT)
     of_one = results.read(folder) + results.read(folder, timing="sustained")
     measured = of_one + results.read(folder, several_gpus=True)
-    shown = fresh(measured, root)
+    shown = results.fresh(measured, root)
     kept = set(map(id, shown))
     stale = [row for row in measured if id(row) not in kept]
     print(f"{len(measured)} rows, {len(stale)} of them stale: their kernels have changed since.")
@@ -228,19 +214,18 @@ def main(
         print(f"  {name}: {count}")
     texts = {page: (root / page).read_text() for page in PAGES}
     new = {page: render(text, shown, stale, page) for page, text in texts.items()}
-    drawn = all(ladder_in(path) == plots.ladder_numbers(shown, stage) for stage, path in pictures.items())
-    names = " and ".join(PAGES)
+    drawn = all(ladder_in(root / path) == plots.ladder_numbers(shown, stage) for stage, path in PICTURES.items())
     if new == texts and drawn:
-        print(f"{names} and their pictures are up to date.")
+        print(f"{' and '.join(PAGES)} and their pictures are up to date.")
     elif check:
-        print(f"{names} or a picture is out of date: run `make report`.")
+        print(f"{' and '.join(PAGES)} or a picture is out of date: run `make report`.")
         raise typer.Exit(1)
     else:
         for page, text in new.items():
             (root / page).write_text(text)
-        for stage, path in pictures.items():
-            draw(shown, stage, path)
-        print(f"{names} rewritten.")
+        for stage, path in PICTURES.items():
+            draw(shown, stage, root / path)
+        print(f"{' and '.join(PAGES)} rewritten.")
 
 
 if __name__ == "__main__":

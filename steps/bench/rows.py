@@ -3,13 +3,30 @@
 A row is a dict with exactly the keys of FIELDS. It describes either a stage's kernel (`stage`, `kernel` and `source`
 are set) or a peer (`peer` is set). Committed rows are in steps/bench/results/<gpu>.jsonl, a reader's own in
 my/results/. What else is recorded of a GPU is in <gpu>.<kind>.json beside them.
+
+A row is stale, and no longer shown, once the hash in its `source` has changed. The hash covers what decides how fast a
+kernel runs and what it computes, and nothing else:
+
+- The kernel's code. For CUDA that is the .cu file, ptx.cuh, and wgmma.py if the kernel calls its wrappers. For Python
+  it is the kernel's file, which holds the launcher too, and the files of its stage that it imports; of the ring also
+  those that it is handed, in ALSO. Comments, docstrings and layout do not count, so that a kernel which is only
+  explained better need not be measured again.
+- For CUDA, how the kernel is launched at the row's own sizes on the row's own GPU: names, grid, block, shared memory
+  and macros. If a tile changes for head_dim 64, the rows of head_dim 64 become stale, and no others do.
+
+A ring's row is judged by the ring's code alone, although its blocks are kernels of other stages. So the row of one GPU
+beside it, while all GPUs compute, never becomes stale: both say how fast the kernels of their commit were.
 """
 
+import functools
+import hashlib
+import io
 import json
 import math
 import os
 import re
 import subprocess
+import tokenize
 from collections import Counter
 from datetime import UTC, datetime
 from importlib import metadata
@@ -20,7 +37,9 @@ from typing import Annotated
 import torch
 import typer
 
+from steps.bench import cost
 from steps.bench.timing import MIN_REPS
+from steps.step02_fa2_cuda import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "steps" / "bench" / "results"
@@ -42,7 +61,7 @@ FIELDS = {  # by name: the type of the value, or a tuple of all values that ther
     "stage": str | None,  # "02_fa2_cuda"; null for a peer
     "kernel": str | None,  # the stem of its file; "fwd_a+bwd_b" of two; "folder/a"; "fwd_a:LAZY=0" with a switch turned
     "peer": str | None,
-    "source": str | None,  # a hash of the kernel and its launch, see fingerprint.py
+    "source": str | None,  # a hash of the kernel and its launch
     "pass": ("fwd", "bwd", "fwd+bwd", MATMUL, COPY),
     "dtype": tuple(DTYPES),
     "B": int,
@@ -67,12 +86,12 @@ FIELDS = {  # by name: the type of the value, or a tuple of all values that ther
 OPTIONAL = {  # few rows have them
     "peak_bytes": int,  # of device memory, beyond the inputs, that one call held at once
     "shared_bytes": int,  # of device memory that the other ranks can read and write; they are not among peak_bytes
-    "predicted_bytes": int,  # what peak_bytes should be
     "sent_bytes": int,  # that a rank sends to other ranks, or copies from and to their memory, in one call
     "hidden": float | int,  # by a profiler: the share of the time of copies between GPUs in which a kernel computes
     "idle": float | int,  # by a profiler: the share of the time in which no kernel computes
     "launches": float | int,  # by a profiler: kernels and copies of one call
     "ms_worst": float | int,  # of the slowest round
+    "host_us": float | int,  # microseconds that a call takes the CPU, which does not wait for the GPU
 }
 # What a kernel and a peer are compared at, and what two rows that measure the same thing share.
 SETTING = ("gpu", "n_gpus", "pass", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal", "options", "timing")
@@ -86,7 +105,8 @@ def setting(row):
 
 def label(row):
     """Who a row is about: "02 fwd_0_scalar", or the peer's name."""
-    return row["peer"] or f"{row['stage'][:2]} {row['kernel']}"
+    layout = ", contiguous" if row["layout"] == "contiguous" else ""
+    return row["peer"] or f"{row['stage'][:2]} {row['kernel']}{layout}"
 
 
 def validate(row):
@@ -188,10 +208,10 @@ def provenance(device="cuda", *, commit=None, n_gpus=1):
     """
     now = datetime.now(UTC)
     on_gpu = torch.device(device).type == "cuda"
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
     return {
         "run": f"{now:%Y%m%dT%H%M%SZ}-{os.getpid()}",
-        "commit": commit or _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
+        "commit": commit or output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
         "date": f"{now:%Y-%m-%d}",
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "n_gpus": n_gpus if on_gpu else 0,
@@ -202,7 +222,7 @@ def provenance(device="cuda", *, commit=None, n_gpus=1):
     }
 
 
-def _output(*command):
+def output(*command):
     """What a command prints, or None where it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -221,11 +241,11 @@ Commit = Annotated[str | None, typer.Option(help="What is measured, for a machin
 Folder = Annotated[Path, typer.Option(help="The folder of the file.")]
 
 
-def write_record(kind, record, folder=COMMITTED, **how):
+def write_record(kind, record, folder=COMMITTED):
     """Writes what is not rows, such as the "profile" of a GPU, to <folder>/<gpu>.<kind>.json; returns that path."""
     path = Path(folder) / f"{slug(record['gpu'])}.{kind}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, **{"indent": 1, **how}) + "\n")
+    path.write_text(json.dumps(record) + "\n")
     return path
 
 
@@ -233,3 +253,141 @@ def read_record(kind, gpu="NVIDIA H200", folder=COMMITTED):
     """What `write_record` wrote, or {} where there is no such file."""
     path = Path(folder) / f"{slug(gpu)}.{kind}.json"
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+# --- what is stale ------------------------------------------------------------------------------------------
+
+# A ring is handed these: its exchanges, its stream for copies, and the block.
+ALSO = {("04_ring", "ring"): ("block", "comm", "side")}
+# These are not followed. They start ranks, compare their calls (of comm.py and entry.py a strategy uses no more), watch
+# them and count what they cost; and ring.py imports relay.py for calls that name no transport, but a row names it:
+# "ring+relay" or "ring+fetch".
+NOT_FOLLOWED = ("account.py", "agree.py", "comm.py", "entry.py", "launch.py", "watch.py", "relay.py")
+_LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
+# A string or character literal, which is kept because it may contain // or /*; or a comment, which is dropped.
+_CUDA = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?\*/', re.S)
+
+
+def is_stale(row, root=ROOT):
+    """Whether the kernel or its launch has changed since the row was measured, or is gone. Never for a peer's row."""
+    beside_a_ring = row["stage"] == "02_fa2_cuda" and row["n_gpus"] > 1
+    return row["peer"] is None and not beside_a_ring and row["source"] != row_hash(row, root)
+
+
+def fresh(rows, root=ROOT):
+    """Those of the rows that are not stale: what may be shown beside the files as they are."""
+    stale = {}  # many rows measure the same thing
+    for row in rows:
+        key = row["stage"], row["kernel"], row["source"], setting(row)
+        if key not in stale:
+            stale[key] = is_stale(row, root)
+    return [row for row in rows if not stale[row["stage"], row["kernel"], row["source"], setting(row)]]
+
+
+def row_hash(row, root=ROOT):
+    """Twelve hexadecimal digits for the row's kernel and its launch; None if there is no such kernel or launch.
+
+    Of the row it reads stage, kernel, gpu, dtype, the sizes and causal.
+    """
+    try:
+        launched = {} if row["stage"] != "02_fa2_cuda" else launches(row)
+    except (TypeError, ValueError, NotImplementedError, KeyError):  # the kernel is gone, or no longer takes these sizes
+        return None
+    return _hash(source_files(row["stage"], row["kernel"], root), launched)
+
+
+def code_hash(stage, kernel, root=ROOT):
+    """The same for the kernel's code alone: for what is recorded of a kernel at no sizes in particular."""
+    return _hash(source_files(stage, kernel, root), {})
+
+
+def launches(row):
+    """Of a row of stage 02, {stem of the file: [(kernel, grid, block, bytes of shared memory, {macro: value})]}."""
+    stems, _, turned = row["kernel"].partition(":")
+    gpu = gpu_of(row)
+    how = {name: row[name] for name in ("B", "H", "Hk", "Nk", "D", "causal")}
+    how |= {"Nq": row["N"], "dtype": DTYPES[row["dtype"]]}
+    how |= {"processors": gpu.sms, "shared_limit": gpu.multiprocessor.shared_per_block}
+    how |= {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", turned)}
+    return {stem: launch.geometry(stem, **how) for stem in stems.split("+")}
+
+
+def gpu_of(row):
+    """The row's GPU; for one that cost.py does not list, an H200."""
+    return cost.GPUS.get(row["gpu"], cost.GPUS["NVIDIA H200"])
+
+
+def source_files(stage, kernel, root=ROOT):
+    """The files that a kernel's code consists of, sorted; empty if there is no such kernel.
+
+    stage: "02_fa2_cuda". kernel: a file's stem, with its folder's name if it is in one inside of the stage's; or two
+    joined by "+". A switch behind a ":" does not count.
+    """
+    folder, stems = Path(root) / "steps" / f"step{stage}", kernel.partition(":")[0].split("+")
+    own = [path for stem in stems for path in folder.glob(f"{stem}.*")]
+    if {path.relative_to(folder).with_suffix("").as_posix() for path in own} != set(stems):
+        return []
+    also = [folder / f"{name}.py" for stem in stems for name in ALSO.get((stage, stem), ())]
+    found, waiting = set(), {*own, *also}
+    while waiting:
+        path = waiting.pop()
+        found.add(path)
+        names = (_imported_beside if path.suffix == ".py" else _included)(path.read_text())
+        used = {path.with_name(name) for name in names}
+        if path.suffix == ".py":
+            used |= {folder / name for name in _imported_of_stage(path.read_text(), folder.name)}
+        waiting |= {file for file in used if file.exists() and file.name not in NOT_FOLLOWED} - found
+    return sorted(found)
+
+
+def _imported_beside(text):
+    """The files in the same folder that a Python file imports: `from .tiles import get` or `from . import tiles`."""
+    imports = re.findall(r"^ *from \.(?:(\w+) import| import ([\w, ]+))", text, re.M)
+    return {f"{name}.py" for one, several in imports for name in (one or several).split(", ")}
+
+
+def _imported_of_stage(text, package):
+    """The same for imports with the stage's whole name: `from steps.step04_ring.merge import Parts`."""
+    imports = re.findall(rf"^ *from steps\.{package}\.([\w.]+) import", text, re.M)
+    return {f"{name.replace('.', '/')}.py" for name in imports}
+
+
+def _included(text):
+    """The headers that a .cu file includes, and wgmma.py if the file calls the wrappers that wgmma.py writes."""
+    code = cuda_code(text)
+    wrappers = {"wgmma.py"} if "wgmma_ss<" in code or "wgmma_rs<" in code else set()
+    return wrappers.union(re.findall(r'^#include "([\w.]+)"', text, re.M))
+
+
+def _hash(files, launched):
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(files, key=lambda path: path.name):
+        code = python_code if path.suffix == ".py" else cuda_code
+        digest.update(f"{path.name}\n{code(path.read_text())}\n".encode())
+    if launched:
+        digest.update(json.dumps(launched, sort_keys=True).encode())
+    return digest.hexdigest()[:12]
+
+
+@functools.cache  # many rows are of one kernel
+def cuda_code(text):
+    """C++ without comments and whitespace."""
+    return "".join(_CUDA.sub(lambda match: match[1] or " ", text).split())
+
+
+@functools.cache
+def python_code(text):
+    """Python without comments, docstrings and whitespace; the begin and end of a block are kept, as » and «."""
+    block = {tokenize.INDENT: "»", tokenize.DEDENT: "«", tokenize.NEWLINE: ";"}
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in _LAYOUT]
+    code, statement = [], []
+    for token in tokens:
+        statement.append(token)
+        if token.type in block:
+            if any(t.type not in (tokenize.STRING, tokenize.NEWLINE) for t in statement):  # otherwise it is a docstring
+                code += [block.get(t.type, t.string) for t in statement]
+            statement = []
+    # From Python 3.12 on an f-string comes in pieces, its doubled braces single: of braces in a row only one counts.
+    return re.sub(r"([{}])\1+", r"\1", "".join("".join(code).split()))

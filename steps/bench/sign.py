@@ -1,6 +1,6 @@
 """`python -m steps.bench.sign OLD_TREE`: for maintainers, when reworded kernels still compile to the same code.
 
-What is recorded of a kernel carries a hash of its text (fingerprint.py), and a text can change while what runs stays
+What is recorded of a kernel carries a hash of its text (rows.py), and a text can change while what runs stays
 the same. A stale record, which is a row, a profiled rung or the timeline, gets the hash of the files as they are if
 
 - it was fresh in OLD_TREE, another checkout of the course, as that checkout's own code judges;
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import typer
 
-from steps.bench import fingerprint, profile, rows
+from steps.bench import profile, rows
 
 # What a hash depends on.
 FIELDS = ("stage", "kernel", "peer", "source", "gpu", "n_gpus", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal")
@@ -33,7 +33,10 @@ INSIDE = """
 import json, sys
 from pathlib import Path
 from steps.step02_fa2_cuda import nvrtc
-from steps.bench.fingerprint import is_stale, launches
+try:
+    from steps.bench.rows import is_stale, launches
+except ImportError:  # an older tree
+    from steps.bench.fingerprint import is_stale, launches
 records, stems = json.load(sys.stdin)
 files = [Path(nvrtc.__file__).parent / f"{stem}.cu" for stem in stems]
 texts = {file.stem: nvrtc._source(file) for file in files if file.exists()}
@@ -63,9 +66,9 @@ def recorded_in(content):
 
 def builds(record):
     """What has to be compiled for a record: {(stem, macros, architecture)}."""
-    major, minor = fingerprint.gpu_of(record).capability
+    major, minor = rows.gpu_of(record).capability
     arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"
-    works = [(stem, macros) for stem, found in fingerprint.launches(record).items() for *_, macros in found]
+    works = [(stem, macros) for stem, found in rows.launches(record).items() for *_, macros in found]
     return {(stem, tuple((name, str(value)) for name, value in macros.items()), arch) for stem, macros in works}
 
 
@@ -105,11 +108,11 @@ def sections(cubin):
 
 def refusal(record, before):
     """Why the record may not be signed, whatever the compiler says; or None. before: its launches in the old tree."""
-    if record["stage"] != "02_fa2_cuda" or not fingerprint.row_hash(record):
+    if record["stage"] != "02_fa2_cuda" or not rows.row_hash(record):
         return "other code"
     if before is None:
         return "stale in the old tree, too"
-    if before != json.loads(json.dumps(fingerprint.launches(record))):
+    if before != json.loads(json.dumps(rows.launches(record))):
         return "another launch"
     return None
 
@@ -135,15 +138,15 @@ def main(old_tree: Path):
     files = {path: [json.loads(line) for line in path.open()] for path in rows.COMMITTED.glob("*.jsonl")}
     for kind in ("profile", "timeline"):
         files |= {path: json.loads(path.read_text()) for path in rows.COMMITTED.glob(f"*.{kind}.json")}
-    stale = [pair for content in files.values() for pair in recorded_in(content) if fingerprint.is_stale(pair[1])]
+    stale = [pair for content in files.values() for pair in recorded_in(content) if rows.is_stale(pair[1])]
     different = {json.dumps(record): record for _, record in stale}  # many runs measure the same thing
     reasons = dict(zip(different, verdicts(list(different.values()), old_tree), strict=True))
     for signed, record in stale:
         if reasons[json.dumps(record)] is None:
-            signed["source"] = fingerprint.row_hash(record)
+            signed["source"] = rows.row_hash(record)
     for path, content in files.items():
         lines = content if isinstance(content, list) else [content]
-        path.write_text("".join(json.dumps(line, indent=1 if "rungs" in line else None) + "\n" for line in lines))
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     counts = Counter((record["kernel"], reasons[json.dumps(record)]) for _, record in stale)
     for (kernel, reason), count in sorted(counts.items(), key=str):
         print(f"{kernel}: {count} {'signed' if reason is None else f'left stale: {reason}'}")

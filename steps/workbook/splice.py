@@ -58,7 +58,7 @@ def _link_all(target):
     for path in STEPS.iterdir():
         if path.is_file() or path.name == "__pycache__":
             (shutil.copy2 if path.is_file() else shutil.copytree)(path, target / path.name)
-        elif path.name not in ("bench", "demo"):
+        elif path.name not in ("bench", "demo", "figures"):
             _link(path, target / path.name)
 
 

@@ -2,8 +2,7 @@
 
 Numba's compiler (libNVVM) turns a kernel into PTX, and NVIDIA's linker (nvJitLink) turns that into machine code and
 reports what it used; neither library needs a driver. A process that simulates cannot compile, so that `table` starts
-another one with STEPS_ENGINE=compile. `python -m steps.bench.resources` compiles everything in a minute or two and
-writes results/stage01.resources.json, which `recorded` reads.
+another one with STEPS_ENGINE=compile.
 """
 
 import json
@@ -11,14 +10,12 @@ import os
 import re
 import subprocess
 import sys
-from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
-from steps.bench import cost, fingerprint, rows
+from steps.bench import cost
 
-RECORD = rows.COMMITTED / "stage01.resources.json"
-RECORDED = (64, "float32", (9, 0)), (128, "float32", (9, 0)), (64, "float16", (8, 0))
-STAGE = "01_fa1_numba"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def table(D=64, dtype="float32", cc=(9, 0), only=""):
@@ -28,29 +25,12 @@ def table(D=64, dtype="float32", cc=(9, 0), only=""):
     local (how often the PTX computes in float64, and names local memory, which is device memory), blocks (on a
     multiprocessor), limit (what keeps a further one out), occupancy (share of the threads that it can hold).
     """
-    command = [sys.executable, "-m", "steps.bench.resources", str(D), dtype, *map(str, cc), only]
+    command = [sys.executable, "-m", "steps.figures.numba_resources", str(D), dtype, *map(str, cc), only]
     environment = os.environ | {"STEPS_ENGINE": "compile"}
-    done = subprocess.run(command, cwd=rows.ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
     return json.loads(done.stdout)
-
-
-def recorded():
-    """What the record holds: versions, and the rows of `table` for each of RECORDED, with their D, dtype and cc.
-
-    Raises RuntimeError where the kernels have changed since.
-    """
-    kept = json.loads(RECORD.read_text())
-    if kept["sources"] != sources():
-        raise RuntimeError(f"the kernels have changed since {RECORD.name}: run `python -m steps.bench.resources`.")
-    return kept
-
-
-def sources():
-    """{kernel file: hash of its code}."""
-    names = sorted(path.stem for path in (rows.ROOT / "steps" / f"step{STAGE}").glob("?wd_*.py"))
-    return {name: fingerprint.code_hash(STAGE, name) for name in names}
 
 
 def kernels(D, dtype, only):
@@ -107,16 +87,6 @@ def compile_table(D, dtype, cc, only):
         yield row | {"blocks": fits.blocks, "limit": fits.limited_by, "occupancy": fits.fraction}
 
 
-def record():
-    """Compiles everything and writes the record."""
-    versions = {name: metadata.version(name) for name in ("numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")}
-    found = [{"D": D, "dtype": dtype, "cc": cc} | row for D, dtype, cc in RECORDED for row in table(D, dtype, cc)]
-    RECORD.write_text(json.dumps({"sources": sources(), "versions": versions, "kernels": found}, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        record()
-    else:
-        D, dtype, major, minor, only = sys.argv[1:]
-        print(json.dumps(list(compile_table(int(D), dtype, (int(major), int(minor)), only))))
+    D, dtype, major, minor, only = sys.argv[1:]
+    print(json.dumps(list(compile_table(int(D), dtype, (int(major), int(minor)), only))))

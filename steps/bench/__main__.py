@@ -1,0 +1,62 @@
+"""`python -m steps.bench PLAN ...`: measures plans, for maintainers. `python -m steps bench` is for everybody.
+
+    python -m steps.bench fast bwd --record     adds the rows of two plans to the committed ones
+    python -m steps.bench fast --sustained      what a plan has at N = 16k, under sustained load
+    python -m steps.bench ring-32k              a part of stage 04's plan, on all GPUs of this machine
+
+`python -m steps.bench.ablations`, `.profile`, `.tune` and `.report` are commands, too.
+"""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steps import engine
+from steps.bench import grid, report, ring, rows
+
+PLANS = grid.PLANS | ring.PLANS
+
+
+def show(found, folder=rows.OWN, beside=False):
+    """Writes rows as they come, and prints them; beside: and then what is committed at the same settings."""
+    settings, timed = set(), set()
+    for row in found:
+        if "kind" in row:  # a record, such as that of a profiler
+            print("written:", rows.write_record(row.pop("kind"), row, folder))
+            continue
+        rows.append([row], folder)
+        print(report.line(row), flush=True)
+        settings.add(rows.setting(row))
+        timed.add(row["timing"])
+    for row in rows.latest([row for timing in sorted(timed) for row in rows.read(timing=timing)]) if beside else ():
+        if rows.setting(row) in settings:
+            print("committed:", report.line(row))
+
+
+def main(
+    plans: Annotated[list[str], typer.Argument(help=f"One or more of {', '.join(PLANS)}.")],
+    record: Annotated[bool, typer.Option("--record", help="Write to the committed rows, not to my/results.")] = False,
+    sustained: Annotated[bool, typer.Option("--sustained", help="Time each candidate alone for a second.")] = False,
+    runs: Annotated[int, typer.Option(help="How often a plan is measured, each time as a run of its own.")] = 1,
+    minutes: Annotated[float, typer.Option(help="After these no more sizes are begun.")] = 60,
+    commit: rows.Commit = None,
+    out: Annotated[Path | None, typer.Option(help="Another folder for the rows.")] = None,
+):
+    """Measures plans on this machine's GPUs."""
+    if unknown := [name for name in plans if name not in PLANS]:
+        raise typer.BadParameter(f"there is no {unknown[0]!r}; there are {', '.join(PLANS)}", param_hint="PLANS")
+    if engine.name != "cuda":
+        raise SystemExit("This needs a GPU: simulators say nothing about speed.")
+    parts = [part for name in plans for part in PLANS[name]]
+    if sustained:
+        parts = grid.sustained([part for part in parts if isinstance(part, grid.Part)])
+    options = dict(until=time.monotonic() + 60 * minutes, commit=commit, say=print)
+    for part in parts * runs:
+        found = part.record(**options) if isinstance(part, ring.RingPart) else grid.record([part], **options)
+        show(found, out or (rows.COMMITTED if record else rows.OWN))
+
+
+if __name__ == "__main__":
+    typer.run(main)

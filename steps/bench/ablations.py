@@ -1,0 +1,272 @@
+"""What parts of a kernel of stage 02 cost. A kernel's text is changed here, and nowhere else.
+
+forwards    a forward with one of its switches turned, or with an exponent that is one FMA: for the plan `switches`
+timelines   fwd_8_hopper.cu with clocks written into its text: when each warpgroup of one block asks for the tensor
+            cores, gets them, has its scores, its exponentials, its output. With and without OVERLAP and PINGPONG, and
+            without exponentials or the whole softmax, which computes nonsense but shows what they cost.
+parts       the time of bwd_3_hopper.cu without some of its parts. A part that runs beside the products of the tensor
+            cores costs nothing, and then the kernel is no faster without it. The kernel of dk, dv and dq is timed
+            alone, without those that prepare delta and round dq.
+power       TFLOP/s, clock and power under load: a matrix product and the forward, on random normal numbers and, here
+            alone, on zeros. The difference shows how much power depends on the numbers.
+
+`python -m steps.bench.ablations` records the last three for notebooks 02d and 02e, on a GPU of Hopper's kind.
+"""
+
+import functools
+import itertools
+import re
+import tempfile
+import zlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import typer
+
+from steps.bench import rows, timing
+from steps.bench.cost import Point
+from steps.step02_fa2_cuda import ladder, launch
+
+
+def edited(text, edits):
+    """The kernel's text with {old: new} pieces. ValueError if an old one is not there exactly once."""
+    for old, new in edits.items():
+        if text.count(old) != 1:
+            raise ValueError(f"The kernel has changed: it holds {old!r} {text.count(old)} times, not once.")
+        text = text.replace(old, new)
+    return text
+
+
+def text_of(kernel):
+    return (launch.HERE / f"{kernel}.cu").read_text()
+
+
+@functools.cache
+def folder():
+    """Where the changed texts lie until this process ends."""
+    return tempfile.TemporaryDirectory()
+
+
+def written(kernel, text):
+    """The text as a .cu file that launch.py takes; another text is another file."""
+    file = Path(folder().name) / f"{kernel}_{zlib.crc32(text.encode()):08x}.cu"
+    file.write_text(text)
+    return file
+
+
+# --- switches -----------------------------------------------------------------------------------------------
+
+# The piece of a rung's text that keeps the compiler from making the exponent one FMA, and the text in which it is one.
+# An FMA is wrong for large scores, and its time shows what being right costs. This is no macro in the kernel, because a
+# kernel to copy should not offer what is wrong.
+SEPARATE = {
+    "fwd_5_fa2": {"__fmul_rn(scale_log2, e < 4 ? near[e] : far[e - 4])": "scale_log2 * (e < 4 ? near[e] : far[e - 4])"},
+    "fwd_8_hopper": {"exponent_factor(m_new[r], scale_log2)": "scale_log2"},
+}
+
+
+def switches(text):
+    """{name: other values} of a .cu file's switches: macros that are 0, 1 or an (expression) unless defined."""
+    found = re.findall(r"^#ifndef (\w+).*\n#define \1 ([01]|\(.*\))$", text, re.M)
+    return {name: (0, 1) if usual.startswith("(") else (1 - int(usual),) for name, usual in found}
+
+
+def forwards(kernel):
+    """{"fwd_8_hopper": the rung's forward, "fwd_8_hopper:LAZY=0": with a switch turned, ...}.
+
+    They are functions of launch.py, because the stage's own forward takes no switches. ":LARGE_SCORES=0" has an
+    exponent that is one FMA.
+    """
+    forward = partial(launch.forward, rung=kernel.split("_", 2)[2])
+    found = {kernel: forward}
+    for name, values in switches(text_of(kernel)).items():
+        found |= {f"{kernel}:{name}={value}": partial(forward, **{name: value}) for value in values}
+    if kernel in SEPARATE:
+        row = ladder.FORWARD[forward.keywords["rung"]]
+        file = written(kernel, edited(text_of(kernel), SEPARATE[kernel]))
+        found[f"{kernel}:LARGE_SCORES=0"] = partial(launch.forward, rung=replace(row, file=str(file)))
+    return found
+
+
+# --- timelines of the forward -------------------------------------------------------------------------------
+
+FORWARD = "fwd_8_hopper"
+FIRST, STEPS = 16, 72  # blocks of keys that are recorded: from the middle of a tile of queries into the next but one
+# What a warpgroup notes in each step, one block of keys, in this order:
+EVENTS = ("asks", "starts", "started", "scores", "exponentials", "output")
+# Pieces of the kernel's text, and what they are replaced by, to see how long a step takes without them:
+LEFT_OUT = {
+    "exp": {"exp2_approx(S[e] * factor - shift)": "S[e] * factor - shift",
+            "exp2_approx(S[e + 1] * factor - shift)": "S[e + 1] * factor - shift"},
+    "softmax": {"bool grown = online_softmax(S, m, l, alpha, scale_log2);": "bool grown = false;",
+                "      online_softmax(S, m, l, alpha, scale_log2);": "      l[0] = l[1] = 1;"},
+}  # fmt: skip
+AT = Point(4, 16, 4096, 128)  # the longest tiles for which the kernel is persistent
+
+
+def instrumented(text, first=FIRST, steps=STEPS):
+    """The kernel's text with a further argument, Global<int> marks [steps][2 warpgroups][6 events], that block 0 fills.
+
+    Clocks stay in registers during a step; one thread of each warpgroup writes them out before the next.
+    """
+    write = (
+        f"      if (blockIdx.x == 0 && threadIdx.x % 128 == 0 && K.n - {first + 1} < {steps}u)\n"
+        f"        for (int e = 0; e < 6; e++) marks[((K.n - {first + 1}) * 2 + w) * 6 + e] = clocks[e];\n"
+    )
+    waited = f"      turn.wait();\n{clock_read(1)}      wgmma_fence();"
+    edits = {
+        "int section) {": "int section, Global<int> marks) {",
+        "    Turn turn(w);\n": "    Turn turn(w);\n    int clocks[6] = {};\n",
+        "      turn.wait();\n      wgmma_fence();": f"{write}{clock_read(0)}{waited}",
+        "      turn.pass();\n": f"      turn.pass();\n{clock_read(2)}",
+        "      K.release();\n    };": f"{clock_read(3)}      K.release();\n    }};",  # S is complete
+        "      finish_output();\n      to_operand": f"{clock_read(4)}      finish_output();\n      to_operand",
+        "      if (beside.value) finish_output();": f"{clock_read(4)}      if (beside.value) finish_output();",
+        "      V.release();\n    };": f"{clock_read(5)}      V.release();\n    }};",
+    }
+    return edited(text, edits)
+
+
+def clock_read(event):
+    return f"      clocks[{event}] = clock();\n"
+
+
+def timed_text(without=None, **where):
+    """The instrumented text, without one of LEFT_OUT if it is named."""
+    return edited(instrumented(text_of(FORWARD), **where), LEFT_OUT.get(without, {}))
+
+
+def timed_launch(text, q, k, v, switches, steps=STEPS):
+    """(a call of the instrumented kernel, out, lse, marks (steps, 2, 6) int32)."""
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    marks = torch.zeros(steps, 2, len(EVENTS), dtype=torch.int32, device=q.device)
+    problem = launch.problem_of(ladder.FORWARD["hopper"], q, k, switches=switches.items())
+    (work,) = launch.forward_works(problem, {})
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "marks": marks}
+    file = written(FORWARD, text)
+    (bound,) = launch.bind([replace(work, file=file, arguments=(*work.arguments, "marks"))], tensors)
+    return partial(bound, tensors), out, lse, marks
+
+
+def timelines(q, k, v):
+    """The clocks of block 0 for each setting of the switches, and for each of LEFT_OUT, beside TFLOP/s with the clocks.
+
+    Of the switches also TFLOP/s without clocks in the text.
+    """
+    found, calls = [], {}
+    for overlap, pingpong in itertools.product((0, 1), repeat=2):
+        switched = {"OVERLAP": overlap, "PINGPONG": pingpong}
+        timed, out, lse, marks = timed_launch(timed_text(), q, k, v, switched)
+        shipped = partial(launch.forward, q, k, v, rung="hopper", **switched)
+        timed()
+        pairs = zip(shipped(), (out, lse), strict=True)
+        if any((a.float() - b).norm() > 1e-3 * b.float().norm() for a, b in pairs):
+            raise RuntimeError(f"with clocks in its text, {switched}, the kernel computes something else")
+        calls |= {(len(found), "tflops"): shipped, (len(found), "tflops_timed"): timed}
+        found.append({"switches": switched, "marks": marks})
+    for name in LEFT_OUT:
+        switched = {"OVERLAP": 1, "PINGPONG": 1}
+        calls[len(found), "tflops_timed"], _, _, marks = timed_launch(timed_text(name), q, k, v, switched)
+        found.append({"switches": switched, "without": name, "marks": marks})
+    for (n, name), taken in timing.interleaved(calls, device="cuda").items():
+        found[n][name] = AT.flops("fwd") / taken.ms_median / 1e9
+    for one in found:  # of the last call; clocks are 32-bit numbers that wrap around
+        marks = one["marks"].cpu().to(torch.int64)
+        one["marks"] = ((marks - marks[0, :, 0].min()) % 2**32).tolist()
+    return found
+
+
+def power(q, k, v):
+    """For each load TFLOP/s, the medians of the clock in MHz and the power in watts, and the power's limit."""
+    query = "--query-gpu=enforced.power.limit", "--format=csv,noheader,nounits"
+    limit = rows.output("nvidia-smi", "-i", timing.identity("cuda"), *query)
+    a, b = (torch.randn(8192, 8192, dtype=q.dtype, device=q.device) for _ in range(2))
+    loads = {
+        "matmul 8192": (torch.mm, (a, b), 2 * 8192**3),
+        "hopper forward": (partial(launch.forward, rung="hopper"), (q, k, v), AT.flops("fwd")),
+    }
+    found = []
+    for (load, (function, tensors, flops)), data in itertools.product(loads.items(), ("random normal", "zeros")):
+        inputs = [torch.zeros_like(x) for x in tensors] if data == "zeros" else tensors
+        taken = timing.sustained({load: partial(function, *inputs)})[load]
+        speed = {"tflops": flops / taken.ms_median / 1e9, "sm_mhz": taken.clock_mhz, "watts": taken.watts}
+        found.append({"load": load, "data": data, **speed, "limit_watts": float(limit)})
+    return found
+
+
+# --- parts of the backward ----------------------------------------------------------------------------------
+
+BACKWARD = "bwd_3_hopper"
+# Pieces of the kernel's text, and what they are replaced by. Each product must still be used, or else the compiler
+# leaves it out, too.
+PARTS = {
+    "exponentials": {"exp2_approx(fminf(S[4 * i + e] * scale_log2 - l[e % 2], 0))":
+                     "fminf(S[4 * i + e] * scale_log2 - l[e % 2], 0)"},
+    "delta": {"low * (dp[0] - d[0]), high * (dp[1] - d[1])": "low * dp[0], high * dp[1]"},
+    "stores of dS^T": {"    store_tile<Br>(dS_t, Bc, 16 * warp, dS);\n": ""},
+    "additions to dq": {"    add_dQ(": "    if (scale < 0) add_dQ("},
+}  # fmt: skip
+PARTS["all four"] = {old: new for part in PARTS.values() for old, new in part.items()}
+POINTS = Point(4, 16, 4096, 128), Point(4, 32, 4096, 64)
+
+
+def tensors_at(point, device):
+    """What the kernel reads and writes, {name: tensor}; random normal inputs."""
+    shape = point.B, point.H, point.N, point.D
+    dout, q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(4))
+    out, lse = launch.forward(q, k, v, rung="hopper")
+    sums = launch.start_gradients(dout, out, lse, rung="hopper")
+    results = {"dk": torch.empty_like(k), "dv": torch.empty_like(v)}
+    return {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "counters": None, **sums.tensors(), **results}
+
+
+def backward_call(tensors, without=None):
+    """A call of the backward's kernel on these tensors, without one of PARTS if it is named."""
+    file = written(BACKWARD, edited(text_of(BACKWARD), PARTS.get(without, {})))
+    (work,) = launch.gradient_works(launch.problem_of(ladder.BACKWARD["hopper"], tensors["q"], tensors["k"]), {})
+    (bound,) = launch.bind([replace(work, file=file)], tensors)
+    return partial(bound, tensors)
+
+
+def parts():
+    """[{sizes, "without": one of PARTS or None, "ms_median"}]."""
+    found = []
+    for point in POINTS:
+        tensors = tensors_at(point, "cuda")
+        calls = {name: backward_call(tensors, name) for name in (None, *PARTS)}
+        for name, taken in timing.interleaved(calls, device="cuda").items():
+            found.append({**point.sizes, "without": name, "ms_median": taken.ms_median})
+    return found
+
+
+# --- what is recorded ---------------------------------------------------------------------------------------
+
+
+def source_of(kind, record):
+    """The hash that a record carries: the backward's has several sizes, and so no launch in it."""
+    return rows.row_hash(record) if kind == "timeline" else rows.code_hash("02_fa2_cuda", record["kernel"])
+
+
+def read(kind, folder=rows.COMMITTED):
+    """What was recorded of a kernel as it is now: "timeline" or "left_out". Of an H200, or else of an H100; or {}."""
+    found = (rows.read_record(kind, gpu, folder) for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"))
+    return next((record for record in found if record and record["source"] == source_of(kind, record)), {})
+
+
+def main(commit: rows.Commit = None, out: rows.Folder = rows.COMMITTED):
+    """When Hopper's forward does what, what parts of the backward cost, and how much power a load consumes."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        raise SystemExit("This needs a GPU of Hopper's kind, and torch sees none here.")
+    q, k, v = (torch.randn([AT.B, AT.H, AT.N, AT.D], dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    origin = rows.provenance(commit=commit)
+    of_forward = {"first": FIRST, "events": EVENTS, "timelines": timelines(q, k, v), "power": power(q, k, v)}
+    for kind, kernel, found in (("timeline", FORWARD, of_forward), ("left_out", BACKWARD, {"times": parts()})):
+        subject = {**origin, "stage": "02_fa2_cuda", "kernel": kernel, "peer": None, "dtype": "bf16", **AT.sizes}
+        record = subject | {"source": source_of(kind, subject)} | found
+        print("written:", rows.write_record(kind, record, out))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,378 @@
+"""What was recorded of the ring on several GPUs: tables of text, a picture of a call, and simulate.py's model.
+
+    speed         the ring beside one GPU and torch's context_parallel
+    strategies    the four ways to share a sequence: time, memory, bytes sent
+    predictions   what simulate.py says, and what was measured
+    changes       the ring with one part changed, or without its watching threads
+    trace         what the profiler saw
+    token         one new token over keys that the GPUs share
+    hops          single messages
+
+A table is a list of lines, which are lists of words, the first line its head. Of each size, the lines that compute the
+same are of one run: of several runs that with most rows there. What steps/bench/ring.py no longer measures, such as a
+ring without overlap, was measured when it could be turned off.
+"""
+
+import math
+import statistics
+import textwrap
+from collections import Counter
+
+import matplotlib.pyplot as plt
+
+from steps.bench import cost
+from steps.bench.plots import COLOURS, GREYS, style
+from steps.bench.rows import COMMITTED, COPY, code_hash, read_record
+from steps.step04_ring import simulate
+from steps.step04_ring.layout import Layout
+
+PASSES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
+RINGS = {"ring+fetch": "fetch", "ring+relay": "relay"}
+ORDER = "one GPU", "fetch", "fetch, graph", "relay"
+SIZE = "gpu", "n_gpus", "pass", "B", "H", "Hk", "N", "Nk", "D", "dtype", "causal"
+LIMITS = {"query_parallel": "layout not striped", "star": "no backward", "ulysses": "N divides H and Hk",
+          "ring, relay": "", "ring, fetch": "one host"}  # fmt: skip
+ONE = ORDER[0]
+CHANGES = {
+    "changed=nothing": "as it is", "overlap=False": "no overlap", "merge=eager": "merged by torch, not in one kernel",
+    "dkv=fp32": "dK, dV sent in float32", "deterministic=False": "dQ summed in any order",
+    "persistent=True": "kernel persistent for short tiles", "persistent=False": "kernel not persistent",
+    "block=stage 03": "stage 03's block", "merge=carried": "stage 03's block, sum carried in it",
+    "watch=True": "8k, as it is", "watch=False": "8k, without watching threads",
+}  # fmt: skip
+
+
+def shown(name, rows):
+    """One of TABLES in columns of text, with its note; or a sentence if there are no such rows."""
+    table, note = TABLES[name]
+    lines = table(rows)
+    if not lines:
+        return "Not recorded yet. `python -m steps.bench ring` measures it on two GPUs or more."
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    columns = ["  ".join(w.ljust(n) for w, n in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*columns, "", f"{textwrap.fill(note, 110)}."])
+
+
+def recorded_trace(folder=COMMITTED):
+    """The record of kind "trace" for trace_picture; {} if there is none of the ring as it is now."""
+    record = read_record("trace", folder=folder)
+    now = {kernel: code_hash("04_ring", kernel) for kernel in record.get("source", ())}
+    return record if record and now == record["source"] else {}
+
+
+# --- tables ---------------------------------------------------------------------------------------------------
+
+
+def size(row):
+    return tuple(row[name] for name in SIZE)
+
+
+def of_one_run(rows):
+    """The rows of each size that were measured in the run with most of them; of equal runs the last one counts."""
+    counts, best = Counter((size(row), row["run"]) for row in rows), {}
+    for (where, run), count in counts.items():
+        if count >= counts[where, best.get(where)]:
+            best[where] = run
+    return [row for row in rows if best[size(row)] == row["run"]]
+
+
+def who(row):
+    """The row's candidate in words."""
+    options, ring = row["options"], RINGS.get(row["kernel"])
+    if ring is None:
+        return row["peer"] or options.get("strategy", ORDER[0])
+    return f"ring, {ring}" if "strategy" in options else f"{ring}, graph" if options.get("graph") else ring
+
+
+def about(row):
+    """A line's first words: how many GPUs of which kind, what is computed, the K/V heads."""
+    mask = "causal" if row["causal"] else "full"
+    layout = ", contiguous" if row["causal"] and row["layout"] == "contiguous" else ""
+    gpus = f"{row['n_gpus']} {row['gpu'].removeprefix('NVIDIA ').split()[0]}"
+    return [gpus, f"{row['pass']}, {mask}{layout}", str(row["Hk"])]
+
+
+def in_order(rows):
+    """Fewer GPUs first, of one kind; then causal, zigzag, the forward, more K/V heads, the ring; else as measured."""
+
+    def key(row):
+        contiguous = row["causal"] and row["layout"] == "contiguous"
+        place = ORDER.index(who(row)) if who(row) in ORDER else len(ORDER)
+        return row["n_gpus"], row["gpu"], not row["causal"], contiguous, row["pass"] != "fwd", -row["Hk"], place
+
+    return sorted(rows, key=key)
+
+
+def by_size(head, cells):
+    """A table with a column for each N. cells: (a line's first words, N, word); of equal ones the first counts."""
+    lengths, lines = sorted({N for _, N, _ in cells}), {}
+    for words, N, word in cells:
+        lines.setdefault(tuple(words), {}).setdefault(N, word)
+    found = [[*words, *(of_line.get(N, "–") for N in lengths)] for words, of_line in lines.items()]
+    return [[*head, *map(thousands, lengths)], *found] if found else []
+
+
+def thousands(n):
+    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
+
+
+def ms(row, name="ms_median"):
+    return f"{row[name]:.3g}" if row[name] < 1000 else f"{row[name]:.0f}"
+
+
+def ring_speed(rows):
+    """The ring beside one GPU and torch's context_parallel."""
+    rows = of_one_run([row for row in rows if row["n_gpus"] > 1 and row["options"] in ({}, {"graph": True})])
+    alone, shares, cells = {}, {}, []
+    for row in rows:
+        if who(row) == ORDER[0]:  # Its row comes before those of the ones that it takes turns with.
+            alone[size(row)] = row["ms_median"]
+        elif size(row) in alone:
+            shares[id(row)] = f"{alone[size(row)] / row['n_gpus'] / row['ms_median']:.2f}, "
+    for row in in_order(rows):
+        word = f"{ms(row)} to {ms(row, 'ms_worst')} ({shares.get(id(row), '')}{row['tflops']:.0f})"
+        cells.append(([*about(row), who(row)], row["N"], word))
+    return by_size(["GPUs", "computed", "Hk", "by"], cells)
+
+
+def ring_strategies(rows):
+    """The four ways to share a sequence."""
+    cells = []
+    for row in in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] > 1])):
+        held = row["peak_bytes"] + row["shared_bytes"]
+        word = f"{ms(row)} / {held / 1e6:.0f} / {row['sent_bytes'] / 1e6:.0f}"
+        cells.append(([*about(row), who(row), LIMITS[who(row)]], row["N"], word))
+    return by_size(["GPUs", "computed", "Hk", "strategy", "limit"], cells)
+
+
+def token(rows):
+    rows = in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] == 1]))
+    head = ["GPUs", "keys", "Hk", "strategy", "us", "sent, MB"]
+    lines = []
+    for row in rows:
+        numbers = f"{1e3 * row['ms_median']:.0f}", f"{row['sent_bytes'] / 1e6:.3g}"
+        lines.append([about(row)[0], thousands(row["Nk"]), str(row["Hk"]), who(row), *numbers])
+    return [head, *lines] if lines else []
+
+
+def changes(rows):
+    lines, usual, rows = {}, {}, of_one_run([one for one in rows if one["kernel"] in RINGS and changed(one) in CHANGES])
+    # Where persistence was turned off, it was on in the other rows of this transport and this run.
+    persistent = {(row["kernel"], row["run"]) for row in rows if changed(row) == "persistent=False"}
+    for row in rows:
+        key = row["kernel"], row["pass"], size(row)
+        if changed(row) in ("changed=nothing", "watch=True"):
+            usual[key] = row["ms_median"]
+        what = CHANGES[changed(row)]
+        if (row["kernel"], row["run"]) in persistent and changed(row) not in ("persistent=False", "block=stage 03"):
+            what += ", kernel persistent"
+        words = about(row)[0], RINGS[row["kernel"]], what
+        share = f" ({row['ms_median'] / usual[key]:.3f})" if key in usual else ""
+        lines.setdefault(words, {})[row["pass"]] = f"{ms(row)}{share}"
+    found = [[*words, *(of_line.get(pass_, "–") for pass_ in PASSES)] for words, of_line in lines.items()]
+    return [["GPUs", "transport", "what", *PASSES.values()], *found] if found else []
+
+
+def changed(row):
+    return ", ".join(f"{name}={value}" for name, value in row["options"].items())
+
+
+def trace(rows):
+    rows = in_order(of_one_run([row for row in rows if row["options"] == {"profiler": True}]))
+    head = ["GPUs", "computed", "Hk", "transport", "ms", "hidden", "idle", "launches"]
+    lines = []
+    for row in rows:
+        shares = f"{row['hidden']:.0%}", f"{row['idle']:.1%}", f"{row['launches']:.0f}"
+        lines.append([*about(row), RINGS[row["kernel"]], ms(row), *shares])
+    return [head, *lines] if lines else []
+
+
+def hops(rows):
+    lines = {}
+    for row in of_one_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] > 1]):
+        nbytes = 2 * row["B"] * row["Hk"] * row["Nk"] * row["D"]
+        word = f"{nbytes / row['ms_median'] / 1e6:.3g} ({1e3 * row['ms_median']:.0f})"
+        lines.setdefault((about(row)[0], nbytes), {})[row["options"]["transport"]] = word
+    found = []
+    for which, nbytes in sorted(lines):
+        amount = f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
+        found.append([which, amount, *(lines[which, nbytes].get(one, "–") for one in RINGS.values())])
+    return [["GPUs", "message", *RINGS.values()], *found] if found else []
+
+
+def predictions(rows):
+    plain = [row for row in rows if row["kernel"] in RINGS and row["layout"] == "zigzag" and row["causal"]]
+    plain = in_order(of_one_run([row for row in plain if row["options"] in ({}, {"graph": True})]))
+    known = {where: machines(rows, *where) for where in {(row["gpu"], row["n_gpus"]) for row in plain}}
+    cells = []
+    for row in plain:
+        transport = RINGS[row["kernel"]]
+        machine = known[row["gpu"], row["n_gpus"]].get(transport)
+        if machine and (seconds := predicted(row, machine, transport, hidden(rows, row))):
+            word = f"{1e3 * seconds:.3g} / {ms(row)} ({1e3 * seconds / row['ms_median'] - 1:+.0%})"
+            cells.append(([*about(row), who(row)], row["N"], word))
+    return by_size(["GPUs", "computed", "Hk", "transport"], cells)
+
+
+def predicted(row, machine, transport, shares):
+    """The model's seconds for the row's pass; None where there is no row of the blocks' speed.
+
+    shares: {pass: the share of the moving that takes place beside a kernel}, 1 where it is not known.
+    """
+    passes = row["pass"].split("+")
+    if not {(pass_, causal) for pass_ in passes for causal in (False, True)} <= machine.flops.keys():
+        return None
+    layout = Layout(row["layout"], row["N"], row["n_gpus"], row["causal"])
+    shape = simulate.Shape(row["B"], row["H"], row["Hk"], row["D"])
+    seconds = 0.0
+    for pass_ in passes:
+        how = layout, shape, machine, transport, pass_
+        beside, after = (simulate.schedule(*how, overlap=overlap).seconds for overlap in (True, False))
+        seconds += after + shares.get(pass_, 1.0) * (beside - after)
+    return seconds
+
+
+def hidden(rows, like):
+    """{pass: share} by the profiler, which has seen forward + backward as a whole: its share counts as the backward's.
+
+    like: a row of the same ring on the same GPUs, of any size.
+    """
+    same = [row for row in rows if all(row[name] == like[name] for name in ("gpu", "n_gpus", "kernel"))]
+    return {row["pass"].removeprefix("fwd+"): row["hidden"] for row in same if "hidden" in row}
+
+
+def machines(rows, gpu, n_gpus):
+    """{transport: simulate.Machine} of so many GPUs, of the transports whose hops were measured.
+
+    Measured are the speed of a block on one GPU, a link's bytes/s and its latency, and the price of a fixed order.
+    """
+    rows = [row for row in rows if row["gpu"] == gpu]
+    hops = of_one_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] == n_gpus])
+    sizes = Counter(row["options"]["transport"] for row in hops)
+    links = {one: simulate.read_link(hops, one) for one in RINGS.values() if sizes[one] > 1}
+    memory = 1e12 * cost.GPUS[gpu].bandwidth if gpu in cost.GPUS else math.inf
+    how = {"memory": memory, "ordered": price_of_the_order(rows, n_gpus)}
+    return {one: simulate.Machine(speeds(rows, n_gpus), *link, **how) for one, link in links.items()}
+
+
+def price_of_the_order(rows, n_gpus):
+    """The time of a backward that adds to dQ in a fixed order, in those of one that does not; 1 if that is not known.
+
+    Measured in the ring with and without it at one size, less the ring's forward.
+    """
+    rows = of_one_run([row for row in rows if row["n_gpus"] == n_gpus and row["kernel"] == "ring+fetch"])
+    ms = {(row["pass"], changed(row)): row["ms_median"] for row in rows if changed(row) in CHANGES}
+    try:
+        forward, both = (ms[pass_, "changed=nothing"] for pass_ in PASSES)
+        return (both - forward) / (ms["fwd+bwd", "deterministic=False"] - forward)
+    except KeyError:
+        return 1.0
+
+
+def speeds(rows, n_gpus):
+    """{(pass, causal): [(rows x keys, FLOP/s)]} of a block: by its size as on one GPU, but not above a limit.
+
+    The limit is the fastest that one GPU was on a whole long sequence while all GPUs computed: under such a load their
+    clocks are lower. Behind the sizes of one GPU come those of the long sequences.
+    """
+    together = {}
+    for row in rows:
+        if row["n_gpus"] == n_gpus and who(row) == ONE and row["peer"] is None and row["N"] >= 2**15:
+            of_size = together.setdefault((row["causal"], row["N"]), {})
+            of_size.setdefault(row["pass"], []).append(1e12 * row["tflops"])
+    long = {}
+    for (causal, N), of_size in sorted(together.items()):
+        speed = {pass_: statistics.median(some) for pass_, some in of_size.items()}
+        if speed.keys() == PASSES.keys():  # Of the seconds of 3.5 forwards' operations 2.5 are the backward's.
+            speed["bwd"] = 2.5 / (3.5 / speed["fwd+bwd"] - 1 / speed["fwd"])
+        for pass_ in speed.keys() & simulate.PASSES.keys():
+            long.setdefault((pass_, causal), []).append((N * N, speed[pass_]))
+    try:
+        alone = simulate.read_flops(rows, gpu=rows[0]["gpu"])
+    except ValueError:  # There is none: the kernels have changed since they were measured.
+        alone = {}
+    found = {}
+    for key, some in alone.items():
+        of_long = long.get(key, [])
+        limit = max((speed for _, speed in of_long), default=math.inf)
+        found[key] = [(n, min(speed, limit)) for n, speed in some] + of_long
+    return found
+
+
+TABLES = {  # by name: the function, and what stands below the table
+    "speed": (
+        ring_speed,
+        "Milliseconds of the slowest rank, the median and the worst of five rounds; in brackets the efficiency, "
+        "which is the time of one GPU (while all of them compute) / GPUs / the ring's, and TFLOP/s a GPU",
+    ),
+    "strategies": (
+        ring_strategies,
+        "Milliseconds / MB that a rank holds beyond its inputs, shared memory included / MB that it sends",
+    ),
+    "token": (token, "One query a head that every rank has, over keys that the ranks share"),
+    "predictions": (
+        predictions,
+        "Milliseconds by the model of `simulate.py` / measured (how far the model is off). It knows from "
+        "other rows how fast a block is on one GPU, a link's bytes a second and a hop's latency, which share of the "
+        "moving a profiler has seen hidden, and what the fixed order of dQ costs at one size; and nothing of the "
+        "host's time, which a CUDA graph (graph) takes out",
+    ),
+    "changes": (
+        changes,
+        "Milliseconds at 32k, causal, Hk = 32, and in brackets the share of what the ring took "
+        "with nothing changed, in the same run; the watching threads at 8k, Hk = 8",
+    ),
+    "trace": (
+        trace,
+        "By torch's profiler. Hidden: the share of the time of copies between GPUs in which a kernel computes. "
+        "Idle: the share of all time in which none does",
+    ),
+    "hops": (
+        hops,
+        "GB/s each way, and in brackets microseconds, of a message to the next GPU while all of them send",
+    ),
+}
+
+
+# --- the picture of a call ------------------------------------------------------------------------------------
+
+# As spans_of in steps/bench/ring.py names them.
+LANES = {"computes": "computes", "moves": "moves data", "waits": "waits for\nall ranks"}
+
+
+def trace_picture(record, pass_="fwd+bwd"):
+    """When one GPU computes and when it moves data in a call of the ring, over relay and over fetch.
+
+    record: of the kind "trace". A span of a block is dark blue, one of another kernel light blue.
+    """
+    calls = [call for call in record.get("calls", ()) if call["pass"] == pass_]
+    if not calls:
+        raise ValueError(f"no trace of {pass_}; `python -m steps.bench ring-trace` records one.")
+    style()
+    how = dict(figsize=(9.2, 0.7 + 1.35 * len(calls)), sharex=True, squeeze=False, layout="constrained")
+    fig, axes = plt.subplots(len(calls), 1, **how)
+    calls.sort(key=lambda call: call["kernel"], reverse=True)  # relay first
+    for ax, call in zip(axes.flat, calls, strict=True):
+        for lane, name, start, end in call["spans"]:
+            block = "attention" in name
+            colour = {"computes": COLOURS[0] if block else COLOURS[5], "moves": COLOURS[1], "waits": GREYS[2]}[lane]
+            y = list(LANES).index(lane)
+            ax.barh(y, (end - start) / 1e3, 0.7, start / 1e3, color=colour, edgecolor="white", linewidth=0.2)
+        ax.set_yticks(range(len(LANES)), LANES.values())
+        ax.set_ylim(len(LANES) - 0.5, -0.5)
+        ax.grid(axis="y", visible=False)
+        shares = f"{call['hidden']:.0%} of the moving hidden, no kernel in {call['idle']:.1%} of the time"
+        ax.set_title(f"{call['kernel'].removeprefix('ring+')}: {call['ms']:.3g} ms a call, {shares}")
+    axes.flat[-1].set_xlabel("ms")
+    plt.close(fig)
+    return fig
+
+
+def trace_in_words(record, pass_="fwd+bwd"):
+    """What `trace_picture` shows, for those who do not see it."""
+    words = f"Timelines of one of {record['n_gpus']} GPUs in a call of the ring: blocks above, below them moving data."
+    for call in record["calls"]:
+        if call["pass"] == pass_:
+            shares = f"{call['hidden']:.0%} of the moving beside a kernel, {call['idle']:.1%} of the time without one"
+            words += f" {call['kernel'].removeprefix('ring+')}: {call['ms']:.3g} ms, {shares}."
+    return words

@@ -1,0 +1,191 @@
+"""What notebooks draw of recorded rows: tables of the ring, simulate.py's model beside them, sweeps, bars."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+
+from steps.bench import ring, rows
+from steps.bench.cost import Point
+from steps.bench.ring import FETCH, GRAPH, ONE, PEERS, RELAY, STRATEGIES, turned
+from steps.figures import measured, ring_tables
+from steps.figures.ring_tables import TABLES
+from steps.step04_ring import simulate
+from support.made_rows import LARGE, hop, made, peer_row, row
+
+
+def of_one_gpu():
+    """Blocks as fast as 100 TFLOP/s at all sizes."""
+    plain = dict(n_gpus=1, layout=None, kernel="fwd_8_hopper", tflops=100.0, reps=30)
+    small = replace(LARGE, point=Point(1, 16, 4096, 128))
+    sizes = itertools.product((False, True), ("fwd", "bwd"))
+    return [made(small, ONE, 1.0, **plain) | {"causal": causal, "pass": pass_} for causal, pass_ in sizes]
+
+
+FREE = [hop(t, n, 1e3 * (n / 1e15 + 1e-9)) for t in simulate.TRANSPORTS for n in (4096, 2**20, 2**28)]
+
+
+def test_predictions_stand_beside_what_was_measured():
+    seconds = LARGE.point.flops("fwd") / 2 / 100e12
+    merged = 3 * 32 * 16384 * 128 * 2 / 4.8e12  # two parts of out read and one written, with an H200's memory
+    found = of_one_gpu() + FREE + [made(LARGE, FETCH, 1e3 * seconds), made(LARGE, RELAY, 2e3 * seconds, n_gpus=4)]
+    head, line = ring_tables.predictions(found)  # there are no hops of four GPUs
+    assert head[-1] == "32k" and line == [
+        "2 H200",
+        "fwd, causal",
+        "32",
+        "fetch",
+        f"{1e3 * (seconds + merged):.3g} / {1e3 * seconds:.3g} (+0%)",
+    ]
+    found.append(made(LARGE, FETCH, 1e3 * seconds, "fwd+bwd"))
+    assert ring_tables.predictions(found)[2][-1].endswith("(+250%)")
+    without = [row for row in found if row["pass"] != "bwd"]
+    assert len(ring_tables.predictions(without)) == 2, "a forward is predicted without rows of backwards"
+    assert ring_tables.predictions([row for row in found if row["n_gpus"] > 1]) == []
+    elsewhere = [row | {"gpu": "NVIDIA H100 80GB HBM3"} for row in found if row["n_gpus"] == 1]
+    assert ring_tables.predictions(elsewhere + [row for row in found if row["n_gpus"] > 1]) == []
+
+
+def test_blocks_are_not_faster_than_one_gpu_while_all_compute():
+    """Half as fast while all GPUs compute: 50 TFLOP/s, and so twice the time. In a causal block as before."""
+    slow = replace(LARGE, point=replace(LARGE.point, causal=False))
+    ms = 1e3 * slow.point.flops("fwd") / 50e12
+    together = [made(slow, ONE, ms), made(slow, ONE, 3 * ms, "fwd+bwd")]
+    speeds = ring_tables.speeds([*of_one_gpu(), *together], 2)
+    assert speeds["fwd", False] == [(4096**2, pytest.approx(50e12)), (32768**2, pytest.approx(50e12))]
+    assert speeds["bwd", False][-1] == (32768**2, pytest.approx(50e12 * 2.5 / 2))
+    assert speeds["fwd", True] == [(4096**2, 100e12)]
+    # Of three races at one size the median counts; on longer sequences clocks may be lower still.
+    longer = replace(slow, point=replace(slow.point, N=131072))
+    together += [made(slow, ONE, 0.9 * ms), made(slow, ONE, 2 * ms), made(longer, ONE, 20 * ms)]
+    points = ring_tables.speeds([*of_one_gpu(), *together], 2)["fwd", False]
+    assert [n for n, _ in points] == [4096**2, 32768**2, 131072**2]
+    assert [speed for _, speed in points] == pytest.approx([50e12, 50e12, 40e12])
+
+
+def test_what_was_not_hidden_is_added_to_a_prediction():
+    """Hops of 16 ms a shard of K and V, which a block of 22 ms hides. The profiler has seen a quarter hidden."""
+    hops = [hop("relay", n, 1e3 * n / (2**28 / 16e-3)) for n in (4096, 2**28)]
+    plain, traced = made(LARGE, RELAY, 60.0), made(LARGE, turned(RELAY, profiler=True), 60.0, hidden=0.25)
+    other = [made(LARGE, turned(FETCH, profiler=True), 60.0, hidden=0.9)]
+    other += [made(LARGE, turned(RELAY, profiler=True), 60.0, n_gpus=4, hidden=0.9)]
+    before, after = (
+        float(ring_tables.predictions([*of_one_gpu(), *hops, plain, *more])[1][-1].split()[0])
+        for more in (other, [traced, *other])
+    )
+    assert after - before == pytest.approx(0.75 * 16, abs=0.2)
+    both = made(LARGE, turned(RELAY, profiler=True), 60.0, "fwd+bwd", hidden=0.8)
+    assert ring_tables.hidden([traced, both, *other], plain) == {"fwd": 0.25, "bwd": 0.8}
+
+
+def test_the_price_of_the_order_is_measured_in_the_ring():
+    changes = [
+        made(LARGE, turned(FETCH, changed="nothing"), 7.0),
+        made(LARGE, turned(FETCH, changed="nothing"), 32.0, "fwd+bwd"),
+        made(LARGE, turned(FETCH, deterministic=False), 27.0, "fwd+bwd"),
+        made(LARGE, turned(RELAY, changed="nothing"), 99.0, "fwd+bwd"),
+    ]
+    assert ring_tables.price_of_the_order(changes, 2) == pytest.approx(25 / 20)
+    assert ring_tables.price_of_the_order(changes[:2], 2) == ring_tables.price_of_the_order(changes, 4) == 1.0
+    fetch = ring_tables.machines([*of_one_gpu(), *FREE, *changes], "NVIDIA H200", 2)["fetch"]
+    assert (fetch.ordered, fetch.memory) == (pytest.approx(1.25), 4.8e12)
+
+
+def test_the_table_of_speed_compares_within_one_race():
+    contiguous = ring.CASES["32k"][3]
+    found = [made(LARGE, ONE, 20.0), made(LARGE, RELAY, 12.5), made(LARGE, FETCH, 10.0), made(LARGE, PEERS[0], 16.0)]
+    found += [made(contiguous, ONE, 30.0), made(contiguous, FETCH, 20.0), made(ring.CASES["8k"][0], GRAPH, 1.0)]
+    found += [made(LARGE, FETCH, 99.0, run="r2"), made(LARGE, turned(FETCH, changed="nothing"), 1.0)]
+    found += [made(LARGE, who, ms, n_gpus=4) for who, ms in ((RELAY, 8.0), (ONE, 40.0), (FETCH, 20.0))]
+    found.append(made(LARGE, FETCH, 77.0, gpu="NVIDIA H100 80GB HBM3"))
+    head, *lines = ring_tables.ring_speed(found)
+    assert head == ["GPUs", "computed", "Hk", "by", "8k", "32k"]
+    words = {(line[0], line[1], line[3]): line[4:] for line in lines}
+    tflops = LARGE.point.flops("fwd") / 2 / 10e-3 / 1e12
+    assert words["2 H200", "fwd, causal", "fetch"] == ["–", f"10 to 15 (1.00, {tflops:.0f})"]
+    shares = {"relay": "(0.80, ", PEERS[0].peer: "(0.62, "}
+    assert all(share in words["2 H200", "fwd, causal", who][1] for who, share in shares.items())
+    assert words["2 H200", "fwd, causal, contiguous", "fetch"][1].startswith("20 to 30 (0.75, ")
+    assert words["2 H200", "fwd, causal", "fetch, graph"][0].startswith("1 to 1.5 (")
+    assert "(0.50, " in words["4 H200", "fwd, causal", "fetch"][-1] and lines[0][0] == "2 H100"
+    assert [line[3] for line in lines][1:5] == list(ring_tables.ORDER)
+    assert not ring_tables.ring_speed([made(LARGE, ONE, 1.0, n_gpus=1)])
+
+
+def test_the_table_of_strategies_has_time_memory_and_bytes():
+    case, sizes = ring.CASES["strategies"][0], dict(shared_bytes=2 * 10**6, sent_bytes=5 * 10**6)
+    found = [made(case, who, 2.0 + n, **sizes) for n, who in enumerate(STRATEGIES)]
+    found.append(made(case, STRATEGIES[2], 9.0, "fwd+bwd", **sizes))
+    head, *lines = ring_tables.ring_strategies(found)
+    words = ["2 H200", "fwd, causal", "32", "query_parallel", "layout not striped", "2 / 3 / 5"]
+    assert head[-1] == "32k" and lines[0] == words
+    assert [line[3] for line in lines] == ["query_parallel", "star", "ulysses", "ring, fetch", "ring, relay", "ulysses"]
+
+
+def test_the_tables_of_changes_trace_hops_and_a_token():
+    """Of a run in which persistence was the default over fetch, and could be turned off; and of another transport."""
+    changes = [dict(changed="nothing"), dict(overlap=False), dict(persistent=False), dict(block="stage 03")]
+    found = [made(LARGE, turned(FETCH, **change), 4.0 + n) for n, change in enumerate(changes)]
+    found += [made(LARGE, turned(RELAY, changed="nothing"), 8.0), made(LARGE, turned(RELAY, persistent=True), 9.0)]
+    assert [line[1:4] for line in ring_tables.changes(found)[1:]] == [
+        ["fetch", "as it is, kernel persistent", "4 (1.000)"],
+        ["fetch", "no overlap, kernel persistent", "5 (1.250)"],
+        ["fetch", "kernel not persistent", "6 (1.500)"], ["fetch", "stage 03's block", "7 (1.750)"],
+        ["relay", "as it is", "8 (1.000)"], ["relay", "kernel persistent for short tiles", "9 (1.125)"],
+    ]  # fmt: skip
+    token = replace(LARGE, point=Point(1, 32, 1, 128, False, 8, 131072))
+    found += [made(LARGE, turned(RELAY, profiler=True), 4.0, hidden=0.876, idle=0.0123, launches=33.0)]
+    found += [hop("fetch", 2**20, 0.01), hop("relay", 4096, 0.025)]
+    found += [made(token, turned(FETCH, strategy="ring"), 0.05) | {"sent_bytes": 5 * 10**6}]
+    assert ring_tables.trace(found)[1] == ["2 H200", "fwd, causal", "32", "relay", "4", "88%", "1.2%", "33"]
+    assert ring_tables.hops(found)[1:] == [["2 H200", "4 KiB", "–", "0.164 (25)"], ["2 H200", "1 MiB", "105 (10)", "–"]]
+    assert ring_tables.token(found)[1:] == [["2 H200", "128k", "8", "ring, fetch", "50", "5"]]
+    text = ring_tables.shown("hops", found)
+    assert text.startswith("GPUs    message  fetch     relay\n2 H200  4 KiB    –         0.164 (25)\n")
+    assert all(ring_tables.shown(name, of_one_gpu()).startswith("Not recorded yet.") for name in TABLES)
+
+
+def test_the_notebook_shows_every_table_of_what_is_recorded_as_it_is_now():
+    recorded = rows.fresh(rows.read() + rows.read(several_gpus=True))
+    text = (rows.ROOT / "notebooks" / "04b_strategies.ipynb").read_text()
+    for name in TABLES:
+        for line in ring_tables.shown(name, recorded).splitlines():
+            assert json.dumps(line)[1:-1] in text or json.dumps(line, ensure_ascii=False)[1:-1] in text, (name, line)
+
+
+def test_the_trace_is_drawn_and_told_as_long_as_the_ring_is_as_it_was(tmp_path):
+    record = ring_tables.recorded_trace()
+    calls = [call for call in record["calls"] if call["pass"] == "fwd"]
+    axes = ring_tables.trace_picture(record, "fwd").axes
+    assert [ax.get_title("left").split(":")[0] for ax in axes] == ["relay", "fetch"]
+    assert sorted(len(ax.patches) for ax in axes) == sorted(len(call["spans"]) for call in calls)
+    words = ring_tables.trace_in_words(record, "fwd")
+    assert all(f"{call['hidden']:.0%} of the moving beside a kernel" in words for call in calls)
+    rows.write_record("trace", record | {"source": {"ring+fetch": "of another version"}}, tmp_path)
+    assert ring_tables.recorded_trace(tmp_path) == {} == ring_tables.recorded_trace(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="no trace of fwd"):
+        ring_tables.trace_picture({}, "fwd")
+
+
+def test_a_sweep_is_drawn_and_told_and_a_neighbour_is_faster_only_by_more_than_the_noise():
+    sweep = rows.read_record("tune")
+    ax = measured.tiles(sweep).axes[0]
+    *points, line, circle = ax.lines
+    drawn = sorted(y for one in points for y in one.get_ydata())
+    assert drawn == sorted(one["tflops"] for one in sweep["candidates"])
+    own = next(one for one in sweep["candidates"] if one["row"] == sweep["row"])
+    assert list(line.get_ydata()) == [own["tflops"]] * 2 and list(circle.get_ydata()) == [own["tflops"]]
+    best = own | {"row": [32, 64, 4, 2], "ms_median": own["ms_median"] / 2, "ms_p80": own["ms_p20"] / 2}
+    left_out = [{"row": [16, 16, 4, 1], "reason": "does not fit"}]
+    told = measured.sweep_in_words(sweep | {"candidates": [best, own], "left_out": left_out})
+    assert told.startswith("32x64, 4 warps, 2 stages is 2.00 times as fast") and told.endswith(": 1 does not fit.")
+    told = measured.sweep_in_words(sweep | {"candidates": [best | {"ms_p80": own["ms_p20"]}, own], "left_out": []})
+    assert told.startswith("No neighbour is faster") and "Left out" not in told
+
+
+def test_bars_show_every_number():
+    bars = measured.speed_bars([row(), peer_row(tflops=9.0)]).axes[0]
+    assert [bar.get_width() for bar in bars.patches] == [3.0, 9.0]
+    with pytest.raises(ValueError, match="one row for each"):
+        measured.speed_bars([row(N=512), row(N=1024)])
