@@ -398,8 +398,8 @@ for D in TILES:
 # several heads, but to few, because blocks of one head share Q, dO and dq in the L2 cache.
 
 # %% slideshow={"slide_type": "subslide"}
-turns = "struct Turns", "// Which block of keys"
-loop = "barrier_wait(queries_full + stage", "turns.pass();\n  __syncthreads"
+turns = "__device__ void wait_for_turn", "// Stores dK or dV"
+loop = "barrier_wait(queries_full + stage", "if (DETERMINISTIC) pass_turn_on"
 excerpt("bwd_3_hopper", turns, loop)
 
 # %% slideshow={"slide_type": "fragment"}
