@@ -89,7 +89,7 @@ def changed_flash(name, file, old, new, tmp_path, monkeypatch):
     """flash.py in a package of its own, with one piece of text of a file replaced."""
     package = tmp_path / f"with_{name}"
     package.mkdir()
-    for each in ("flash.py", "flash_kernels.py", "features.py", "tiles.py"):
+    for each in ("flash.py", "flash_kernels.py", "features.py", "tiles.py", "replay.py"):
         text = (Path(step03_triton.__file__).parent / each).read_text()
         if each == file:
             assert text.count(old) == 1

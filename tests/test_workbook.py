@@ -926,7 +926,7 @@ HUNT_ERRORS = {
         CALL + "    assert 'bug1' not in str((forward.__module__, forward, getattr(forward, '__name__', '')))\n",
         "wrong", ("WRONG: passes on the broken kernel too",)),
     "fails on both": (CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n", "wrong", ("own forward too", "line 6:")),
-    "raises": (CALL + "    forward(q, k, v, mask=None)\n", "error", ("line 6:", "TypeError", "mask")),
+    "raises": (CALL + "    forward(q, k, v, mask=None)\n", "error", ("line 6:", "NotImplementedError", "mask")),
     "no test": ("import torch\n", "error", ("no function test(forward)",)),
     "ends the process": ("import os\nos._exit(0)\n" + CALL + RIGHT, "error", ("complete) before the test was called",)),
     "crashes": ("import os\nos.abort()\n" + CALL + RIGHT, "error", ("(SIGABRT) before the test was called",)),

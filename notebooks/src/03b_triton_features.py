@@ -777,7 +777,7 @@ def planted(number, file, before, after):
     """flash.py and its files as a package, with `after` for `before`."""
     package = Path(folder.name, f"planted_{number}")
     package.mkdir()
-    for stem in ("flash", "flash_kernels", "features", "tiles"):
+    for stem in ("flash", "flash_kernels", "features", "tiles", "replay"):
         text = Path(flash.__file__).with_name(f"{stem}.py").read_text()
         assert stem != file or text.count(before) == 1
         text = text.replace(before, after) if stem == file else text
@@ -1029,7 +1029,7 @@ print(f"a padded batch through nn.MultiheadAttention: at most {apart:.0e} apart"
 # | full or causal attention in float32, or on another GPU than Hopper (before Ampere float32 only) | `fwd_0_fused.py`, `bwd_0_fused.py` |
 # | the same on Hopper, in 16 bits | `fwd_1_tma.py`, `bwd_1_tma.py` |
 # | the same with head_dim 72, 80, ... 256, and Triton 3.6.0 or 3.7.1 | `fwd_3_gluon.py`, `bwd_1_tma.py` |
-# | any feature of this notebook | `flash.py`, `flash_kernels.py`, `features.py`, `tiles.py`, in one folder |
+# | any feature of this notebook | `flash.py`, `flash_kernels.py`, `features.py`, `tiles.py`, `replay.py`, in one folder |
 # | one query and many keys | `decode.py` |
 # | torch's function for a whole model | `steps.step03_triton.sdpa` |
 #
