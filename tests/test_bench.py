@@ -799,12 +799,13 @@ def test_a_sweep_times_a_row_of_a_table_and_its_neighbours_and_puts_the_row_back
     own, launched, said = (64, 64, 4, 2), [], []
     table = {64: (1, 1, 1, 1), 128: own}
 
-    def launcher():
-        launched.append(table[128])
-        if table[128][3] == 1:
+    def plan():
+        row = table[128]
+        if row[3] == 1:
             raise RuntimeError("shared memory")
+        return lambda: launched.append(row)
 
-    found = tune.sweep(table, 100, launcher, said.append, reps=3, warmup=0)
+    found = tune.sweep(table, 100, plan, said.append, reps=3, warmup=0)
     assert table == {64: (1, 1, 1, 1), 128: own} and own in found and set(found) < set(tune.neighbours(own))
     assert len(said) == 18 and "shared memory" in said[0] and launched[-1] != launched[-2]
     assert list(found.values()) == sorted(found.values(), key=lambda one: one.ms_median)

@@ -94,6 +94,7 @@ def test_queries_in_chunks_behind_a_growing_cache(names):
     options["causal"] = True
     if "seed" in options:
         options.setdefault("first_query", before)
+        options["seed"] = options["seed"].to(q.device)
     out, lse = step03.forward(q, k, v, **options)
     for start, end in ((0, 8), (8, 21)):
         o, keys = dict(options), before + end

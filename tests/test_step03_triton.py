@@ -139,6 +139,9 @@ def test_every_kernel_of_fused_is_told_how_to_multiply_float32(kind, monkeypatch
         def __init__(self, kernel):
             self.kernel = kernel
 
+        def __getattr__(self, name):
+            return getattr(self.kernel, name)
+
         def __getitem__(self, grid):
             return lambda *arguments, **options: (
                 told.append(options["PRECISION"]) or self.kernel[grid](*arguments, **options)

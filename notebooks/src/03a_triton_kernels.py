@@ -117,13 +117,16 @@ def compile_only(kernel, *args, grid, warmup, **options):
     print(json.dumps([job, found | {x: made.asm[x] for x in ("ptx", "ttgir")}]), flush=True)
 launch, JITFunction.run = JITFunction.run, compile_only
 torch.cuda.get_device_capability = lambda device=None: divmod(arch, 10)
+importlib.import_module("steps.step03_triton").__path__.append(sys.argv[2])
 for job in json.loads(sys.argv[1]):
     file, arch, D, tile = job
-    module, x = importlib.import_module(file), torch.zeros(1, 1, 128, D).bfloat16()
+    x, name = torch.zeros(1, 1, 128, D).bfloat16(), f"steps.step03_triton.{file}"
+    module = importlib.import_module(name)
     module.refusal = lambda q: None  # Gluon's launcher looks for a GPU
     kind = module.kind_of_tiles(x) if file == "fwd_0_fused" else None
     table = module.TILES.get(kind, module.TILES)
     table[D] = tile or table[D]
+    module.forward.forget()  # what it has recorded with another tile
     module.forward(x, x, x)
 """
 
@@ -844,7 +847,8 @@ def planted(number, before, after):
     """A copy of the stage's forward, as a module, with `after` in place of `before`."""
     # Triton reads a kernel's text from its file, so the copy is a file.
     file = changed("fwd_0_fused", f"planted_{number}", (before, after))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    name = f"{step03.__name__}.{file.stem}"  # in the stage's package, for its imports
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

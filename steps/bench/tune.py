@@ -32,28 +32,24 @@ def neighbours(row):
     return [row, *(one for one in near if one != row)]
 
 
-def sweep(table, head_dim, launch, say=print, **how):
+def sweep(table, head_dim, plan, say=print, **how):
     """{row: timing.Timing} of a table's row and its neighbours, the fastest first; `say` gets who cannot run.
 
-    table: {largest head_dim: row}. launch() runs the stage's launcher, which reads the table. how: for `interleaved`.
+    table: {largest head_dim: row}. plan() runs the stage's launcher, which reads the table, and returns a call of what
+    it has recorded. how: for `interleaved`.
     """
     key = min(largest for largest in table if head_dim <= largest)
     own, calls = table[key], {}
-
-    def run(row):
-        table[key] = row
-        launch()
-
     try:
         for row in neighbours(own):
+            table[key] = row
             try:
-                run(row)
-                calls[row] = partial(run, row)
+                calls[row] = plan()
             except Exception as problem:  # The compiler's errors are of many types.
                 say(f"left out: {row}: {type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}")
-        found = timing.interleaved(calls, **how)
     finally:
         table[key] = own
+    found = timing.interleaved(calls, **how)
     return dict(sorted(found.items(), key=lambda one: one[1].ms_median))
 
 
@@ -70,8 +66,14 @@ def main(
     dout, *qkv = make_inputs(Point(4, max(1, 2048 // head_dim), 4096, head_dim), dtype, engine.device)
     inputs = qkv if launcher == "forward" else [dout, *qkv, *forward.forward(*qkv)]
     tiles = getattr(module, name)
-    own = tiles[min(largest for largest in tiles if head_dim <= largest)]
-    for row, taken in sweep(tiles, head_dim, partial(getattr(module, launcher), *inputs), device=engine.device).items():
+    own, function = tiles[min(largest for largest in tiles if head_dim <= largest)], getattr(module, launcher)
+
+    def plan():
+        function.forget()  # what it has recorded with another row
+        function(*inputs)
+        return partial(function.planned(*inputs), *inputs)
+
+    for row, taken in sweep(tiles, head_dim, plan, device=engine.device).items():
         spread = 50 * (taken.ms_p80 - taken.ms_p20) / taken.ms_median
         own_row = "the table's own" if row == own else ""
         print("{}x{}, {} warps, {} stages".format(*row), f"{taken.ms_median:.3g} ms ±{spread:.1f}%", own_row)

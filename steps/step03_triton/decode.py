@@ -106,7 +106,8 @@ def forward(record, q, k, v, *, causal=False, scale=None, lengths_k=None, splits
     if isinstance(lengths_k, torch.Tensor):
         lengths_k = record.derive(torch.Tensor.contiguous, lengths_k)
     elif lengths_k is not None:
-        lengths_k = record.derive(lambda q: torch.tensor(lengths_k, dtype=torch.int32, device=q.device), q)
+        lengths = tuple(lengths_k)
+        lengths_k = record.derive(lambda q: torch.tensor(lengths, dtype=torch.int32, device=q.device), q)
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     out, lse = record.new(q.shape, like=q), record.new((B, H, Nq))
     if lse.numel() == 0:

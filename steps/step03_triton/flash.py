@@ -80,7 +80,10 @@ def prepare(
         f |= {"slopes": slopes, "slope_strides": slopes.expand(B, H).stride()}
     if dropout_p:
         t = max(1, round(256 * (1 - dropout_p))) if dropout_p < 1 else 0
-        if not isinstance(seed, torch.Tensor):
+        if isinstance(seed, torch.Tensor):
+            device = q.device
+            seed = record.derive(lambda seed: seed.to(device), seed)
+        else:
             seed = record.new((1,), fill=seed, dtype=torch.int64)
         f |= {"seed": seed, "threshold": t, "kept_scale": 256 / t if t else 0.0}
         f["aligned"] = 1 if first_key % 16 == 0 else None

@@ -14,6 +14,9 @@ def backward_of_gluon(*tensors, tile=None, **options):
     return bwd_1_tma.backward(*tensors, **options)
 
 
+backward_of_gluon.planned = lambda *tensors, tile=None, **options: bwd_1_tma.backward.planned(*tensors, **options)
+
+
 # In the order in which a call that names no rung tries them. tma takes all that roles takes, so that roles only runs if
 # it is named.
 KERNELS = {
