@@ -91,10 +91,12 @@ NOTEBOOKS := $(patsubst notebooks/src/%.py,notebooks/%.ipynb,$(wildcard notebook
 notebooks: $(NOTEBOOKS) ## execute notebooks/src/*.py; one alone: make notebooks/04a_ring.ipynb
 	$(call run,true)
 
-# Always executed: what a notebook shows depends on the stages, too. --update and no timing: equal outputs, equal file.
+# Always executed: what a notebook shows depends on the stages, too. --update, no timing, and what a cell prints as one
+# output: equal outputs, equal file.
+EXECUTE := --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.coalesce_streams=True
 notebooks/%.ipynb: notebooks/src/%.py force | setup
 	$(PY) -m jupytext --quiet --update --to ipynb --output $@ $<
-	$(PY) -m nbconvert --log-level WARN --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False $@
+	$(PY) -m nbconvert --log-level WARN --to notebook --inplace --execute $(EXECUTE) $@
 
 # What the slides load, out of the packages that notebooks/slides/package.json pins, and where they look for it.
 SLIDES_ASSETS := reveal.js/dist/reveal.css reveal.js/dist/reveal.js mathjax/es5/tex-svg.js mathjax/LICENSE
