@@ -508,7 +508,7 @@ for name in table[0][1]:
     print(f"{name:15}" + "".join(f"{1e3 * found[name]:13.2f}" for _, found in table))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now what two H200 did. Lines that compute the same at one size are of one run.
+# Now what two H200 did, and with the strategies two H100. Lines that compute the same at one size are of one run.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 recorded = rows.fresh(rows.read() + rows.read(several_gpus=True))
