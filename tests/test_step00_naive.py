@@ -13,6 +13,7 @@ from support.contract_suite import Contract
 
 class TestContract(Contract):
     stage = step00
+    own_lse = ("tiled",)
 
 
 def test_gradients_against_finite_differences():

@@ -17,6 +17,7 @@ class TestContract(Contract):
     """The simulator runs a Python thread for each CUDA thread, so there most tests compute with smaller tensors."""
 
     stage = step01
+    own_lse = ("published", "loops_swapped", "registers")
     several_tiles = 24
     places = PLACES.keys() - {"negated when it is read"}  # Numba refuses such tensors.
 

@@ -94,6 +94,7 @@ class Contract:
            "head_dim_odd", "own_layouts")  # fmt: skip
     few_in_other_dtypes = ("ragged_causal", "large_scores")
     places = PLACES  # that the kernels alone take
+    own_lse = ()  # rungs whose backward wants the lse of their own forward, to the last bit, where scores are huge
 
     def outputs(self, case, inputs, rung=None):
         """The results of a rung, by default the first, on a case. Stage 04 overrides it to run on several ranks."""
@@ -210,6 +211,18 @@ class Contract:
             off = torch.nextafter(lse, torch.full_like(lse, end))
             for got, want in zip(backward(q, q, k, v, out, off), grads, strict=True):
                 torch.testing.assert_close(got, want, atol=torch.finfo(q.dtype).eps, rtol=0.02)
+
+    def test_a_P_that_rounding_puts_above_1_stays_finite(self, every_rung):
+        """At scores of 10^12 the last bit of lse is worth thousands, and exp of that is infinite."""
+        if every_rung in self.own_lse:
+            pytest.skip("its backward adds up the scores in the order of its own forward, and needs no limit")
+        forward, backward = self.kernels(every_rung)
+        dtypes = one_rung.limits(self.stage, every_rung)["dtypes"]
+        dtype = torch.bfloat16 if torch.float32 not in dtypes else torch.float32
+        q, k, v, dout = torch.randn(4, 1, 1, 8, 32, dtype=dtype, device=engine.device)
+        out, lse = forward(3e5 * q, 3e5 * k, v)
+        lower = torch.nextafter(lse, torch.full_like(lse, -math.inf))
+        assert all(grad.isfinite().all() for grad in backward(dout, 3e5 * q, 3e5 * k, v, out, lower))
 
     def kernels(self, rung):
         """The rung's (forward, backward) without the stage's checks and copies."""
