@@ -200,6 +200,15 @@ def test_every_case_is_what_it_says(case):
         assert S[..., 3, :].max() < -150
 
 
+def test_float64_is_judged_as_float64():
+    """What was rounded to float32 on the way is wrong there."""
+    q, k, v, dout = torch.randn(4, 1, 1, 9, 8, dtype=torch.float64)
+    want = error.expected(q, k, v, dout)
+    assert not error.failures(want.value, want)
+    rounded = {name: x.float().double() for name, x in want.value.items()}
+    assert error.failures(rounded, want).keys() == want.value.keys()
+
+
 def test_places_in_memory():
     by_name = {c.name: cases.build(c, SUPPORTS, torch.float32) for c in cases.CASES if not c.gpu}
     inside = by_name["heads_inside"].q

@@ -88,6 +88,7 @@ def bare(ax):
 DRIVER = r"""
 import importlib, json, re, subprocess, sys, torch, triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 from types import SimpleNamespace
 arch = 90
 class Driver:  # stands in for a GPU
@@ -102,9 +103,7 @@ triton.runtime.driver.set_active(Driver())
 
 # %% slideshow={"slide_type": "skip"}
 # Triton decides at import whether it interprets or compiles, so a second process compiles.
-# It needs no GPU, only something that answers when Triton asks for one. See parts 4 and 7.
 COMPILE = DRIVER + r"""
-from triton.runtime.jit import JITFunction
 def compile_only(kernel, *args, grid, warmup, **options):
     made = launch(kernel, *args, grid=grid, warmup=True, **options)
     with open(f"{sys.argv[2]}/{hash(str(job))}.cubin", "wb") as file:
@@ -117,11 +116,10 @@ def compile_only(kernel, *args, grid, warmup, **options):
     print(json.dumps([job, found | {x: made.asm[x] for x in ("ptx", "ttgir")}]), flush=True)
 launch, JITFunction.run = JITFunction.run, compile_only
 torch.cuda.get_device_capability = lambda device=None: divmod(arch, 10)
-importlib.import_module("steps.step03_triton").__path__.append(sys.argv[2])
+importlib.import_module(home := "steps.step03_triton").__path__.append(sys.argv[2])
 for job in json.loads(sys.argv[1]):
     file, arch, D, tile = job
-    x, name = torch.zeros(1, 1, 128, D).bfloat16(), f"steps.step03_triton.{file}"
-    module = importlib.import_module(name)
+    module, x = importlib.import_module(f"{home}.{file}"), torch.zeros(1, 1, 128, D).bfloat16()
     module.refusal = lambda q: None  # Gluon's launcher looks for a GPU
     kind = module.kind_of_tiles(x) if file == "fwd_0_fused" else None
     table = module.TILES.get(kind, module.TILES)

@@ -59,7 +59,7 @@ __device__ void store_row(Global<float> to, const float (&row)[D], float factor)
   for (int d = 0; d < D; d++) to[d] = factor * row[d];
 }
 
-// delta = rowsum(dO * O) of one query, whose rows of dO and O these are:  delta = sum_d dO[d] * O[d]
+// delta = rowsum(dO * O) of one query, whose rows of dO and O these are: the sum over d of their products.
 __device__ float row_delta(Global<const float> dO, Global<const float> O) {
   float sum = 0;
   for (int d = 0; d < D; d++) sum += dO[d] * O[d];
