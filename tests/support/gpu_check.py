@@ -34,7 +34,8 @@ PLANTED = "racecheck of a planted race"
 GOOD = "clean", "known", "seen", "hangs"  # A kernel without a barrier may wait for ever: then racecheck tells nothing.
 # These never use a GPU.
 WITHOUT_GPU = """bench_ring step02_cache emulator emulator_hopper environment errata feature_mutants features_reference
-figures gpu_check mutants mutate notebooks readme reference sign slides step03_memcheck step04_simulate structure""".split()
+figures gpu_check mutants mutate notebooks readme reference sign slides step03_memcheck step04_simulate
+structure""".split()
 SUITE = "tests", "-q", "-p", "no:cacheprovider", *(f"--ignore=tests/test_{name}.py" for name in WITHOUT_GPU)
 
 
