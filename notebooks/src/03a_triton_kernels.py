@@ -116,10 +116,10 @@ def compile_only(kernel, *args, grid, warmup, **options):
     print(json.dumps([job, found | {x: made.asm[x] for x in ("ptx", "ttgir")}]), flush=True)
 launch, JITFunction.run = JITFunction.run, compile_only
 torch.cuda.get_device_capability = lambda device=None: divmod(arch, 10)
-importlib.import_module(at := "steps.step03_triton").__path__.append(sys.argv[2])
+importlib.import_module(p := "steps.step03_triton").__path__.append(sys.argv[2])
 for job in json.loads(sys.argv[1]):
     file, arch, D, tile = job
-    module, x = importlib.import_module(f"{at}.{file}"), torch.zeros(1, 1, 128, D).bfloat16()
+    module, x = importlib.import_module(f"{p}.{file}"), torch.zeros(1, 1, 128, D).bfloat16()
     module.refusal = lambda q: None  # Gluon's launcher looks for a GPU
     kind = module.kind_of_tiles(x) if file == "fwd_0_fused" else None
     table = module.TILES.get(kind, module.TILES)
