@@ -77,6 +77,11 @@ def test_one_thread_at_a_time_is_in_a_simulator():
             inside.pop()
 
         inner = engine.one_at_a_time(lambda: None)
+        raises = engine.one_at_a_time(lambda: 1 / 0)
+        try:
+            raises()
+        except ZeroDivisionError:
+            pass  # The two threads below still get their turn.
         threads = [threading.Thread(target=outer, daemon=True) for _ in range(2)]
         for thread in threads:
             thread.start()
