@@ -491,6 +491,12 @@ def test_a_chunk_of_queries_behind_a_cache(name):
     torch.testing.assert_close(out.transpose(1, 2), expected, **NEAR)
 
 
+def test_one_query_behind_a_cache_sees_every_key():
+    q, k, v = example(query=(1, 2, 1, D), key=(1, 2, KEYS, D))
+    out, _ = models.attend(torch.nn.Module(), q, k, v, None)
+    torch.testing.assert_close(out.transpose(1, 2), step03.attention(q, k, v), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["s_aux", "sinks", "position_bias", "cache", "indices", "block_indices"])
 def test_what_a_model_asks_for_in_vain(name):
     with pytest.raises(NotImplementedError, match=name):

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 import threading
+import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -517,6 +518,7 @@ def test_one_kernel_at_a_time_is_interpreted(monkeypatch):
     def watched(self, *arguments, **given):
         inside.append(self)
         most.append(len(inside))
+        time.sleep(0.01)  # Now a thread that does not wait gets in.
         try:
             return launch(self, *arguments, **given)
         finally:
