@@ -1,5 +1,6 @@
 """Stage 02's CPU emulation of CUDA: what it computes, what it refuses, and which planted bugs it catches."""
 
+import contextlib
 import platform
 import re
 import signal
@@ -299,7 +300,7 @@ def test_ctrl_c_ends_a_kernel(run):
 
 def turns(run, *schedule):
     y = torch.full((12,), -1, dtype=torch.int32)
-    with emulator.schedule(*schedule):
+    with emulator.schedule(*schedule) if schedule else contextlib.nullcontext():
         run("take_turns", y, torch.zeros(1, dtype=torch.int32), grid=3, block=4)
     return y.view(3, 4)
 
@@ -312,7 +313,9 @@ def test_schedules(run):
     first, again, other = (turns(run, "random", "random", seed) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert first.flatten().sort().values.tolist() == list(range(12))
-    assert torch.equal(turns(run), forward)  # the schedule ends with its `with`
+    with pytest.raises(ZeroDivisionError), emulator.schedule("reverse"):
+        1 / 0
+    assert torch.equal(turns(run), forward)  # The schedule ends with its `with`, however that ends.
 
 
 def test_a_loop_beyond_the_end_of_a_thread_s_array_is_refused(tmp_path):

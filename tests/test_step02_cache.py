@@ -83,7 +83,7 @@ def test_each_file_of_a_compilation_may_be_damaged(folder, tmp_path):
 
 
 @needs_compiler
-def test_the_key_holds_the_emulation_and_the_flags(tmp_path, monkeypatch):
+def test_the_key_holds_the_emulation_the_flags_and_the_compiler(tmp_path, monkeypatch):
     (tmp_path / "one.cu").write_text(KERNEL)
     keys = []
 
@@ -100,9 +100,10 @@ def test_the_key_holds_the_emulation_and_the_flags(tmp_path, monkeypatch):
         if change:
             with (tmp_path / "emulator" / change).open("a") as file:
                 file.write("// changed\n")
-    monkeypatch.setattr(emulator, "_FLAGS", ["-O0"])
-    emulator.compile(tmp_path / "one.cu", {})
-    assert len(set(map(repr, keys))) == 5
+    for name, other in ("_FLAGS", ["-O0"]), ("_version", lambda: "of another g++"):
+        monkeypatch.setattr(emulator, name, other)
+        emulator.compile(tmp_path / "one.cu", {})
+    assert len(set(map(repr, keys))) == 6
 
 
 def test_the_key_of_a_kernel_for_a_gpu_holds_all_that_it_is_made_of(tmp_path, monkeypatch):

@@ -192,6 +192,13 @@ def test_rows_of_all_heads_are_counted_in_64_bits(file):
         assert not re.search(r"\bint \w+ = ", before), line
 
 
+@pytest.mark.parametrize("file", sorted(launch.HERE.glob("*.cu")), ids=lambda file: file.stem)
+def test_strides_have_64_bits(file):
+    """A row times its stride may exceed 2^31."""
+    declared = re.findall(r"(\w+) (stride|(?:dout|out|q|k|v)_(?:batch|head|row))[,;)]", file.read_text())
+    assert {kind for kind, name in declared} <= {"int64_t"}  # The copy engine of the later rungs knows the strides.
+
+
 @needs_compiler
 @pytest.mark.parametrize("rung, D", [("scalar", 32), ("fa2", 32), ("wgmma", 64), ("hopper", 64)])
 def test_a_P_that_rounding_puts_above_1_stays_finite(rung, D):

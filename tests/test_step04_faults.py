@@ -88,6 +88,15 @@ def test_every_launcher_is_understood(environ, name):
     assert environment.read(gpus=1).local_rank == 0  # the launcher shows each rank one GPU, whose number is then 0
 
 
+def test_whoever_judges_a_group_reads_its_members_twice(monkeypatch):
+    for name, instead in {"SILENCE": 0, "differing": lambda *_: False, "verdict": lambda *_: "rank 3"}.items():
+        monkeypatch.setattr(watch, name, instead)
+    read = []
+    judge = SimpleNamespace(at_failure=dist.HashStore(), _read=read.append, _publish=lambda store: None)
+    assert watch.Watch._judge(judge, SimpleNamespace(name="two of four", members=(2, 3))) == "rank 3"
+    assert read == [2, 3, 2, 3]
+
+
 @pytest.mark.parametrize(
     "variables, words",
     [

@@ -548,8 +548,10 @@ def test_an_option_that_a_strategy_lacks_is_not_ignored(strategy):
             strategies.attention(q, k, v, strategy=strategy, block=PlainBlock, **{option: None})
 
 
-def test_star_has_no_backward():
-    q, k, v = (x.requires_grad_() for x in inputs(8)[:3])
+@pytest.mark.parametrize("trained", range(3))
+def test_star_has_no_backward(trained):
+    q, k, v = tensors = inputs(8)[:3]
+    tensors[trained].requires_grad_()
     with pytest.raises(NotImplementedError, match="lesson 3, 5 or 6"):
         strategies.attention(q, k, v, strategy="star", block=PlainBlock)
 
