@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from steps.step02_fa2_cuda import emulator, launch
+from steps.step02_fa2_cuda import calls, emulator, works
 from support.schedules import WRONG, problems
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -317,7 +317,7 @@ def test_schedules(run):
 
 def test_a_loop_beyond_the_end_of_a_thread_s_array_is_refused(tmp_path):
     """It would write into the row after, whose numbers are set later: right here, and perhaps not on a GPU."""
-    text = (launch.HERE / "fwd_3_ldmatrix.cu").read_text()
+    text = (works.HERE / "fwd_3_ldmatrix.cu").read_text()
     loop = "for (int i = 0; i < 4; i++) S[n][i] = first_key"
     assert text.count(loop) == 1
     (tmp_path / "longer.cu").write_text(text.replace(loop, loop.replace("<", "<=")))
@@ -414,11 +414,11 @@ BUGS = [
 
 @pytest.mark.parametrize("kernel, before, after, caught, options", BUGS)
 def test_planted_bugs(kernel, before, after, caught, options, tmp_path, monkeypatch):
-    text = (launch.HERE / f"{kernel}.cu").read_text()
+    text = (works.HERE / f"{kernel}.cu").read_text()
     assert text.count(before) == 1, f"{kernel}.cu has changed: plant the bug in its new text"
     (tmp_path / f"{kernel}.cu").write_text(text.replace(before, after))
-    monkeypatch.setattr(launch, "HERE", tmp_path)
-    monkeypatch.setattr(launch, "kept", {})
+    monkeypatch.setattr(works, "HERE", tmp_path)
+    monkeypatch.setattr(calls, "kept", {})
     assert re.search(caught, problems(kernel, **options)) if caught else problems(kernel, **options) == ""
 
 

@@ -12,7 +12,7 @@ from ctypes import c_int
 import pytest
 import torch
 
-from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
+from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -774,10 +774,10 @@ def one_by_one():
     for rung in ladder.FORWARD:
         dtype = torch.float32 if rung == "scalar" else torch.bfloat16
         q, k, v = (torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(0)).to(dtype) for _ in range(3))
-        yield f"{rung} forward", functools.partial(launch.forward, q, k, v, rung=rung)
+        yield f"{rung} forward", functools.partial(calls.forward, q, k, v, rung=rung)
         if rung in ladder.OWN_BACKWARD:
             lse = torch.zeros(1, 2, 128)
-            yield f"{rung} backward", functools.partial(launch.backward, q, q, k, v, q, lse, rung=rung)
+            yield f"{rung} backward", functools.partial(calls.backward, q, q, k, v, q, lse, rung=rung)
 
 
 @pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in one_by_one()])

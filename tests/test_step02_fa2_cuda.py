@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 import steps.step02_fa2_cuda as step02
 from reference import attention, cases, error
 from steps import checks, engine
-from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
+from steps.bench.rows import geometry
+from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import one_rung
 from support import schedules
 from support.contract_suite import Contract
@@ -54,7 +55,7 @@ def build(file, arch, D, dtype=None, *, tile=None, **options):
     dtype = dtype if dtype in row.dtypes else torch.float32
     Br, Bc = tile or row.tile(D, math.inf)
     like = dict(causal=False, scale=1, Br=Br, Bc=Bc, H=1, processors=1) | options
-    problem = launch.Problem(row, B=1, Hk=1, Nq=1, Nk=1, D=D, dtype=dtype, **like)
+    problem = ladder.Problem(row, B=1, Hk=1, Nq=1, Nk=1, D=D, dtype=dtype, **like)
     return file, arch, (("D", D), ("Br", Br), ("Bc", Bc), *row.macros(problem).items())
 
 
@@ -81,7 +82,7 @@ BUILDS = [  # every kernel for every GPU that it is for, at tiles that such a GP
 
 
 def compile(file, arch, macros):
-    path = file if isinstance(file, Path) else launch.HERE / f"{file}.cu"
+    path = file if isinstance(file, Path) else works.HERE / f"{file}.cu"
     return nvrtc.compile(path, dict(macros), arch)
 
 
@@ -96,7 +97,7 @@ def compiled(request):
 
 
 def test_every_kernel_is_compiled():
-    assert {file for file, *_ in BUILDS} == {file.stem for file in launch.HERE.glob("?wd_*.cu")}
+    assert {file for file, *_ in BUILDS} == {file.stem for file in works.HERE.glob("?wd_*.cu")}
 
 
 @pytest.mark.compile
@@ -127,7 +128,7 @@ def test_a_kernel_that_spills_is_refused():
 )
 def test_wgmma_that_cannot_run_on_is_refused(before, after, problem, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
-    text = (launch.HERE / "fwd_7_roles.cu").read_text()
+    text = (works.HERE / "fwd_7_roles.cu").read_text()
     assert text.count(before) == 1
     (tmp_path / "slow.cu").write_text(text.replace(before, after))
     with pytest.raises(RuntimeError, match=problem):
@@ -138,7 +139,7 @@ def test_wgmma_that_cannot_run_on_is_refused(before, after, problem, tmp_path):
 @pytest.mark.compile
 def test_an_error_in_a_kernel_names_its_line(tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
-    file, text = tmp_path / "fwd_0_scalar.cu", (launch.HERE / "fwd_0_scalar.cu").read_text()
+    file, text = tmp_path / "fwd_0_scalar.cu", (works.HERE / "fwd_0_scalar.cu").read_text()
     file.write_text(text.replace("float m_new = fmaxf(", "float m_new = no_such_function("))
     line = 1 + next(n for n, row in enumerate(text.split("\n")) if "m_new = fmaxf(" in row)
     with pytest.raises(Exception, match=rf"fwd_0_scalar.cu\({line}\).*no_such_function"):
@@ -170,7 +171,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
 @emulated
 @pytest.mark.parametrize("kernel", schedules.CALLS)
 def test_every_kernel_in_several_schedules(kernel):
-    assert {file.stem for file in launch.HERE.glob("*.cu")} == set(schedules.CALLS)
+    assert {file.stem for file in works.HERE.glob("*.cu")} == set(schedules.CALLS)
     assert schedules.problems(kernel) == ""
 
 
@@ -181,7 +182,7 @@ def test_dq_in_a_fixed_order_in_several_schedules(kernel):
     assert schedules.problems(kernel, deterministic=True) == ""
 
 
-@pytest.mark.parametrize("file", sorted(launch.HERE.glob("*.cu")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(works.HERE.glob("*.cu")), ids=lambda file: file.stem)
 def test_rows_of_all_heads_are_counted_in_64_bits(file):
     """B H Nq may exceed 2^31, for which only a large GPU has the memory. So the text of the products is read."""
     code = re.sub("//.*", "", file.read_text())
@@ -262,7 +263,7 @@ def test_a_rung_on_its_own_names_what_it_takes(rung, D, options, refusal):
         pytest.skip("needs a Hopper GPU, or none")
     q, k, v, _ = random_inputs(1, 1, 1, 8, 8, D, torch.bfloat16)
     with pytest.raises(Exception, match=refusal):
-        launch.forward(q, k, v, rung=rung, **options)
+        calls.forward(q, k, v, rung=rung, **options)
 
 
 @pytest.mark.parametrize("capability, there", [((9, 0), True), ((8, 0), False), ((10, 0), False)])
@@ -384,7 +385,7 @@ def test_a_single_key_gets_all_of_the_gradient_at_huge_scores(rung, D, dtype):
 def test_grouped_heads_are_taken_apart_where_that_fills_the_gpu(B, H, Hk, Nk, processors, apart):
     how = dict(B=B, H=H, Hk=Hk, Nq=7, Nk=Nk, D=64, causal=False, dtype=torch.bfloat16, processors=processors)
     for file in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper"):
-        _, (kernel, grid, *_, macros), _ = launch.geometry(file, **how, shared_limit=227 * 1024)
+        _, (kernel, grid, *_, macros), _ = geometry(file, **how, shared_limit=227 * 1024)
         assert kernel == "attention_backward" and macros["HEADS_APART"] == apart
         assert grid == B * (H if apart else Hk) * -(-Nk // macros["Bc"])
 
@@ -394,8 +395,8 @@ def test_grouped_heads_are_taken_apart_where_that_fills_the_gpu(B, H, Hk, Nk, pr
 @pytest.mark.parametrize("rung, D", [(rung, D) for rung, Ds in HEAD_DIMS.items() for D in Ds if rung in step02.RUNGS])
 def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
     """With one multiprocessor there is nothing to fill. In parts, too, and where dq is bit-equal from run to run."""
-    monkeypatch.setattr(launch, "processors", lambda _: 132 if apart else 1)
-    monkeypatch.setattr(launch, "kept", {})
+    monkeypatch.setattr(works, "processors", lambda _: 132 if apart else 1)
+    monkeypatch.setattr(calls, "kept", {})
     inputs = random_inputs(3, 4, 2, 70, 150, D, torch.bfloat16)
     wide = [torch.cat([x, x + 1], -1)[..., :D] for x in inputs]  # strides of their own
     q, k, v, dout = wide
@@ -404,13 +405,13 @@ def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
     out, lse = out.to(q.dtype), lse.float()
     for deterministic in (False,) if rung == "wgmma" else (False, True):
         options = dict(rung=rung, causal=True, deterministic=deterministic)
-        dq, dk, dv = launch.backward(dout, q, k, v, out, lse, **options)
+        dq, dk, dv = calls.backward(dout, q, k, v, out, lse, **options)
         assert dk.is_contiguous() and dv.is_contiguous()
         bad = error.failures({"dq": dq, "dk": dk, "dv": dv}, want)
         assert not bad, (deterministic, bad)
-    sums = launch.start_gradients(dout, out, lse, rung=rung)
-    dk, dv = launch.add_gradients(sums, dout, q, k, v, causal=True)
-    assert not error.failures({"dq": launch.finish_dq(sums), "dk": dk, "dv": dv}, want)
+    sums = calls.start_gradients(dout, out, lse, rung=rung)
+    dk, dv = calls.add_gradients(sums, dout, q, k, v, causal=True)
+    assert not error.failures({"dq": calls.finish_dq(sums), "dk": dk, "dv": dv}, want)
 
 
 @needs_compiler
@@ -420,7 +421,7 @@ def test_fa2_s_backward_has_tiles_of_two_sizes(tile):
     q, k, v, dout = random_inputs(1, 2, 1, 150, 170, 32, torch.bfloat16)
     want = error.expected(q, k, v, dout, causal=True)
     out, lse = want.value["out"].to(q.dtype), want.value["lse"].float()
-    grads = launch.backward(dout, q, k, v, out, lse, rung="fa2", causal=True, backward_tile=tile)
+    grads = calls.backward(dout, q, k, v, out, lse, rung="fa2", causal=True, backward_tile=tile)
     assert not error.failures(dict(zip(("dq", "dk", "dv"), grads, strict=True)), want)
 
 
@@ -447,7 +448,7 @@ def test_switches_change_the_time_alone(D, switches):
     q, k, v, dout = random_inputs(1, 2, 1, 330, 330, D, torch.float16)
     q = 4 * q  # maxima that grow from tile to tile, by more than LAZY's 8 and by less
     want = error.expected(q, k, v, dout, causal=True)
-    got = launch.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32), **switches)
+    got = calls.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32), **switches)
     assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
 
 
@@ -462,7 +463,7 @@ def test_a_maximum_that_grows_late_lets_no_P_overflow():
     k = torch.zeros_like(v)
     k[:, :, 0] = 1  # the blocks of keys are visited from the last to the first
     want = error.expected(q, k, v, dout, causal=True, scale=scale)
-    got = launch.forward(q, k, v, rung="hopper", causal=True, scale=scale, tile=(128, 32))
+    got = calls.forward(q, k, v, rung="hopper", causal=True, scale=scale, tile=(128, 32))
     assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
 
 
@@ -471,7 +472,7 @@ def test_a_maximum_that_grows_late_lets_no_P_overflow():
 def test_switches_of_rung_fa2_change_the_time_alone(switch):
     q, k, v, dout = random_inputs(1, 3, 1, 150, 150, 32, torch.bfloat16)
     want = error.expected(q, k, v, dout, causal=True)
-    got = launch.forward(q, k, v, rung="fa2", causal=True, **{switch: 0})
+    got = calls.forward(q, k, v, rung="fa2", causal=True, **{switch: 0})
     assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
 
 
@@ -479,13 +480,13 @@ def test_switches_of_rung_fa2_change_the_time_alone(switch):
 @pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
 def test_the_last_section_of_rung_hopper_may_have_fewer_heads(monkeypatch):
     """Five heads in sections of two: the emulation's three multiprocessors would have sections of one head alone."""
-    monkeypatch.setattr(launch, "processors", lambda _: 8)
-    monkeypatch.setattr(launch, "kept", {})
+    monkeypatch.setattr(works, "processors", lambda _: 8)
+    monkeypatch.setattr(calls, "kept", {})
     q, k, v, dout = random_inputs(1, 5, 1, 330, 330, 96, torch.float16)
-    problem = launch.problem_of(ladder.FORWARD["hopper"], q, k, causal=True)
-    assert launch.heads_of_a_section(problem, True) == 2
+    problem = works.problem_of(ladder.FORWARD["hopper"], q, k, causal=True)
+    assert works.heads_of_a_section(problem, True) == 2
     want = error.expected(q, k, v, dout, causal=True)
-    got = launch.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32))
+    got = calls.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32))
     assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
 
 
@@ -493,12 +494,12 @@ def test_the_last_section_of_rung_hopper_may_have_fewer_heads(monkeypatch):
 def test_the_last_section_of_rung_fa2_may_have_fewer_heads(tmp_path):
     """Three heads in sections of two, which otherwise takes 100,000 keys."""
     row = ladder.FORWARD["fa2"]
-    text, numbers = (launch.HERE / row.file).read_text(), "(8 << 20) / D / Nk"
+    text, numbers = (works.HERE / row.file).read_text(), "(8 << 20) / D / Nk"
     assert text.count(numbers) == 1
     (tmp_path / row.file).write_text(text.replace(numbers, "2"))
     q, k, v, dout = random_inputs(1, 3, 1, 150, 150, 32, torch.bfloat16)
     want = error.expected(q, k, v, dout, causal=True)
-    got = launch.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), causal=True)
+    got = calls.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), causal=True)
     assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
 
 
@@ -510,7 +511,7 @@ def test_keys_beyond_the_last_one_give_nothing_to_dq(rung, D, Nk):
     q, dout = (torch.full((1, 1, 40, D), x, dtype=torch.float16, device=engine.device) for x in (0, 512))
     k, v = (torch.full((1, 1, Nk, D), x, dtype=torch.float16, device=engine.device) for x in (1, 64))
     out, lse = torch.full_like(q, 64), torch.full_like(q[..., 0], math.log(Nk), dtype=torch.float32)
-    dq, dk, dv = launch.backward(dout, q, k, v, out, lse, rung=rung)
+    dq, dk, dv = calls.backward(dout, q, k, v, out, lse, rung=rung)
     assert not dq.any() and not dk.any()
     torch.testing.assert_close(dv, torch.full_like(dv, 40 * 512 / Nk), rtol=1e-3, atol=0)
 
@@ -550,15 +551,15 @@ def test_deterministic_gradients_are_bit_equal(rung, D, causal):
 def test_a_fixed_order_in_several_sections_of_heads(tmp_path, monkeypatch):
     """Six heads in sections of four, which otherwise takes long sequences: the last section is a short one."""
     row = ladder.BACKWARD["hopper"]
-    text, most = (launch.HERE / row.file).read_text(), "constexpr int SECTION = 32;"
+    text, most = (works.HERE / row.file).read_text(), "constexpr int SECTION = 32;"
     assert text.count(most) == 1
     (tmp_path / row.file).write_text(text.replace(most, "constexpr int SECTION = 4;"))
     monkeypatch.setitem(ladder.BACKWARD, "hopper", replace(row, file=str(tmp_path / row.file)))
-    monkeypatch.setattr(launch, "kept", {})
+    monkeypatch.setattr(calls, "kept", {})
     q, k, v, dout = random_inputs(1, 6, 6, 150, 300, 64, torch.bfloat16)
     want = error.expected(q, k, v, dout, causal=True)
     out, lse = want.value["out"].to(q.dtype), want.value["lse"].float()
-    grads = launch.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=True)
+    grads = calls.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=True)
     assert not error.failures(dict(zip(("dq", "dk", "dv"), grads, strict=True)), want)
 
 
@@ -591,7 +592,7 @@ def test_what_cannot_be_deterministic_is_refused():
 def test_files_work_when_copied_out(tmp_path, monkeypatch):
     """The folder without its __init__.py, anywhere: nothing of steps is needed."""
     folder = tmp_path / "lifted_fa2"
-    shutil.copytree(launch.HERE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(works.HERE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "__init__.py").unlink()
     assert not any("from steps" in path.read_text() for path in folder.glob("**/*.py"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -671,7 +672,7 @@ def test_a_launch_that_is_kept_serves_other_tensors():
             got = out, lse, *step02.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
             want = error.expected(*(x.cpu() for x in (q, k, v, dout)), causal=True)
             assert not error.failures(dict(zip(error.NAMES, (x.cpu() for x in got), strict=True)), want), rung
-            kept.append(len(launch.kept))
+            kept.append(len(calls.kept))
         assert kept[0] == kept[1] == kept[2] and kept[3] == kept[4], rung
         del q, k, v, dout, out, lse, got
         assert torch.cuda.memory_allocated() == before, rung
@@ -696,6 +697,7 @@ def test_a_thread_that_has_not_used_the_gpu():
 
 FIRST_WORK_OF_AUTOGRADS_THREAD = """
 import torch
+from steps.bench.rows import geometry
 from steps.step02_fa2_cuda import attention
 qkv = torch.randn(1, 384, 3, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True)
 q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -712,12 +714,13 @@ assert qkv.grad.isfinite().all()
 @pytest.mark.parametrize("rung", [rung for rung in ("wgmma", "roles", "hopper", "fa2") if rung in step02.RUNGS])
 def test_a_backward_is_the_first_work_of_autograds_thread(rung):
     code = FIRST_WORK_OF_AUTOGRADS_THREAD.format(rung=rung)
-    done = subprocess.run([sys.executable, "-c", code], cwd=launch.HERE.parents[1], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=works.HERE.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 TWO_THREADS_AND_A_SIGNAL = """
 import signal, threading, time, torch
+from steps.bench.rows import geometry
 from steps.step02_fa2_cuda import forward
 
 def repeated(N, count):
@@ -742,7 +745,7 @@ print("right" if right else "wrong")
 def test_a_signal_lets_no_second_thread_into_the_emulation():
     """The emulation keeps Python's lock while a kernel runs, except where it lets Python handle a signal."""
     command = [sys.executable, "-c", TWO_THREADS_AND_A_SIGNAL]
-    done = subprocess.run(command, cwd=launch.HERE.parents[1], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=works.HERE.parents[1], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
