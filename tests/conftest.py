@@ -14,7 +14,7 @@ from reference import cases
 from steps import engine
 from steps.workbook.answer import Problem
 from steps.workbook.mine import Mine
-from steps.workbook.one_rung import limits
+from steps.workbook.one_rung import supports_of
 from support.contract_suite import BAD_INPUT, lacking
 
 torch.set_num_threads(1)  # The tensors are so small that starting a second thread costs more than it saves.
@@ -82,7 +82,7 @@ def pytest_generate_tests(metafunc):
 def _rows(contract, rung, everything):
     """Yields (case, dtype, reason to skip) of a rung. Without a GPU the rungs beyond the first run only a few cases."""
     stage = contract.stage
-    supports = limits(stage, rung)
+    supports = supports_of(stage, rung)
     for case, dtype, reason in cases.select(supports, gpu=engine.name == "cuda"):
         few = contract.few if dtype == supports["dtypes"][0] else contract.few_in_other_dtypes
         if everything or engine.name == "cuda" or rung == stage.SUPPORTS["rungs"][0] or case.name in few:

@@ -199,7 +199,7 @@ def test_a_P_that_rounding_puts_above_1_stays_finite(rung, D):
     """At scores of 10^12 the last bit of lse is worth thousands, and exp of that is infinite."""
     if rung not in step02.RUNGS:
         pytest.skip("needs a Hopper GPU, or none")
-    dtype = checks.limits(step02.SUPPORTS, rung)["dtypes"][0]
+    dtype = checks.supports_of(step02.SUPPORTS, rung)["dtypes"][0]
     q, k, v, dout = random_inputs(1, 2, 2, 8, 8, D, dtype)
     q, k = 3e5 * q, 3e5 * k
     out, lse = step02.forward(q, k, v, rung=rung)
@@ -304,7 +304,7 @@ def test_random_shapes(problem):
     shape, causal, deterministic = problem
     q, k, v, dout = random_inputs(*shape)
     want, known = error.expected(q, k, v, dout, causal=causal), set()
-    for rung in (None, *(rung for rung in step02.RUNGS if checks.takes(checks.limits(step02.SUPPORTS, rung), q))):
+    for rung in (None, *(rung for rung in step02.RUNGS if checks.takes(checks.supports_of(step02.SUPPORTS, rung), q))):
         out, lse = step02.forward(q, k, v, causal=causal, rung=rung)
         got = {"out": out, "lse": lse}
         kernel = rung and ladder.backward_row(rung, q.dtype, q.shape[3], deterministic).file
@@ -324,7 +324,7 @@ def test_the_contract_where_hoppers_backwards_are_used(rung, D):
 
     In the emulation only some of them, to save time.
     """
-    supports = checks.limits(step02.SUPPORTS, rung)
+    supports = checks.supports_of(step02.SUPPORTS, rung)
     for case, dtype, reason in cases.select(supports, GPU):
         if reason is None and (GPU or dtype == torch.bfloat16 and (D == 64 or case.name in TestContract.few)):
             inputs = cases.build(replace(case, D=D), supports, dtype, engine.device)
@@ -342,7 +342,7 @@ def test_the_first_tile_of_queries_that_sees_a_key(rung, D):
         case = cases.Case(
             "blind", "the first queries see no key", lambda T, n=blind: 73 + n, lambda T: 73, H=1, D=D, causal=True
         )
-        inputs = cases.build(case, checks.limits(step02.SUPPORTS, rung), torch.bfloat16, engine.device)
+        inputs = cases.build(case, checks.supports_of(step02.SUPPORTS, rung), torch.bfloat16, engine.device)
         want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=True)
         assert not error.failures(one_rung.results(step02, rung, case, inputs), want), blind
 
@@ -634,7 +634,7 @@ def test_the_current_stream_is_used():
 def rungs_with_inputs(D=64, Nq=300, Nk=700):
     """(rung, its q, k, v and dout) of every rung here, in the dtype that it likes best."""
     for rung in step02.RUNGS:
-        dtype = checks.limits(step02.SUPPORTS, rung)["dtypes"][0]
+        dtype = checks.supports_of(step02.SUPPORTS, rung)["dtypes"][0]
         yield rung, random_inputs(2, 4, 4, Nq, Nk, D, dtype)
 
 
@@ -774,7 +774,7 @@ def test_more_than_2_to_the_31_numbers_in_one_head():
     if torch.cuda.mem_get_info()[0] < 60e9:
         pytest.skip("needs 60 GB of free GPU memory")
     for rung in step02.RUNGS:
-        dtype = checks.limits(step02.SUPPORTS, rung)["dtypes"][0]
+        dtype = checks.supports_of(step02.SUPPORTS, rung)["dtypes"][0]
         dtype = torch.float16 if torch.float16 in ladder.FORWARD[rung].dtypes else dtype
         q, dout = (torch.randn(1, 1, n, D, device="cuda", dtype=dtype) for n in (Nq, 1))
         k, v = torch.randn(2, 1, 1, Nk, D, device="cuda", dtype=dtype)

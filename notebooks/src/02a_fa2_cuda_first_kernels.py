@@ -813,7 +813,7 @@ inputs = """ragged ragged_causal fewer_queries_causal more_queries_causal one_ke
 def prepared(name, rung, device="cpu"):
     """A case's inputs in float32, at the rung's smallest tile, and what is expected."""
     tile = (16, 16) if device == "cpu" else {"scalar": (32, 32), "warp": (64, 64)}[rung]
-    limits = checks.limits(step02.SUPPORTS, rung) | {"tiles": (tile,)}
+    limits = checks.supports_of(step02.SUPPORTS, rung) | {"tiles": (tile,)}
     case = next(c for c in cases.CASES if c.name == name)
     x = cases.build(case, limits, torch.float32, device)
     return x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)

@@ -693,7 +693,7 @@ check("02.bug1", test)
 # %% slideshow={"slide_type": "fragment"}
 def prepared(rung, names, device="cpu"):
     """(case, its inputs for this rung, what is expected) for the named cases."""
-    limits = checks.limits(step02.SUPPORTS, rung)
+    limits = checks.supports_of(step02.SUPPORTS, rung)
     for case in (c for c in cases.CASES if c.name in names):
         x = cases.build(case, limits, torch.bfloat16, device)
         yield case, x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)

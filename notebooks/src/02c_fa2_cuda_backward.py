@@ -699,7 +699,7 @@ check("02.7", lane_row_transposed)
 # %% slideshow={"slide_type": "fragment"}
 SOME = ("ragged_causal", "scores_200", "grouped_heads")
 NAMES = "dq", "dk", "dv"
-own = {rung: checks.limits(step02.SUPPORTS, rung) for rung in ("scalar", "fa2")}
+own = {rung: checks.supports_of(step02.SUPPORTS, rung) for rung in ("scalar", "fa2")}
 for rung, supports in own.items():
     ran, failed, worst = 0, 0, dict.fromkeys(NAMES, 0.0)
     for case, dtype, reason in cases.select(supports):

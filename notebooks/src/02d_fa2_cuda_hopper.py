@@ -712,7 +712,7 @@ SCHEDULES = {
     "products late": {"copies": "eager", "wgmma": "late"},
     "random": {"threads": "random", "copies": "random", "wgmma": "random", "seed": 1},
 }
-small = checks.limits(step02.SUPPORTS, "hopper") | {"tiles": ((128, 64),)}
+small = checks.supports_of(step02.SUPPORTS, "hopper") | {"tiles": ((128, 64),)}
 names = ("ragged_causal", "fewer_queries_causal", "scores_200")
 for rung in ("wgmma", "roles", "hopper"):
     failed, shares = 0, []
