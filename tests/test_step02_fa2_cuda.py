@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -35,16 +34,8 @@ class TestContract(Contract):
     stage = step02
     several_tiles = 300
     # g++ takes seconds for each head_dim and dtype.
-    few = (
-        "ragged",
-        "ragged_causal",
-        "more_queries_causal",
-        "explicit_scale",
-        "scores_200",
-        "common_score",
-        "large_scores",
-        "own_layouts",
-    )
+    few = ("ragged", "ragged_causal", "more_queries_causal", "explicit_scale", "scores_200", "common_score",
+           "large_scores", "own_layouts")  # fmt: skip
     few_in_other_dtypes = ("large_scores",)
 
 
@@ -155,12 +146,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
     inputs = replace(cases.build(case, step02.SUPPORTS, torch.float32), tile=tile)  # of the first rung, the scalar one
     want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal)
     first = cases.run(step02, case, inputs)
-    for schedule in (
-        ("reverse", "reverse"),
-        ("random", "random", 1),
-        ("random", "random", 2),
-        ("forward", "random", 3),
-    ):
+    for schedule in ("reverse", "reverse"), ("random", "random", 1), ("random", "random", 2), ("forward", "random", 3):
         with emulator.schedule(*schedule):
             got = cases.run(step02, case, inputs)
         assert not error.failures(got, want)
@@ -227,6 +213,8 @@ def test_a_refusal_names_the_choices():
 def test_what_a_gpu_takes(capability, KiB):
     there, own = ladder.available(capability), ladder.limits(capability, 1024 * KiB)
     assert there[0] == ("hopper" if capability == (9, 0) else "fa2") and ("wgmma" in there) == (capability == (9, 0))
+    assert ladder.BACKWARD["wgmma"].runs_on(capability) is (capability == (9, 0))
+    assert {*there, *ladder.elsewhere(capability)} == set(ladder.FORWARD) > set(ladder.elsewhere(capability))
     assert {rung for rung in there if torch.bfloat16 in own[rung]["dtypes"]} == {
         rung for rung in there if rung != "scalar" and capability >= (8, 0)
     }
@@ -266,17 +254,9 @@ def test_a_rung_on_its_own_names_what_it_takes(rung, D, options, refusal):
         calls.forward(q, k, v, rung=rung, **options)
 
 
-@pytest.mark.parametrize("capability, there", [((9, 0), True), ((8, 0), False), ((10, 0), False)])
-def test_hoppers_rungs_need_a_hopper(capability, there):
-    assert (
-        ladder.FORWARD["hopper"].runs_on(capability) is there and ladder.BACKWARD["wgmma"].runs_on(capability) is there
-    )
-    assert ("hopper" in ladder.available(capability)) is there is ("hopper" not in ladder.elsewhere(capability))
-
-
-HEAD_DIMS = (
-    {"fa2": (64, 256), "wgmma": (64,), "hopper": (64, 128)} if GPU else {"fa2": (32,), "wgmma": (64,), "hopper": (64,)}
-)
+PAIRS = ("fa2", 64 if GPU else 32), ("wgmma", 64), ("hopper", 64), *([("fa2", 256), ("hopper", 128)] if GPU else [])
+PAIRS = [pair for pair in PAIRS if pair[0] in step02.RUNGS]
+needs_hopper = pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
 
 
 def random_inputs(B, H, Hk, Nq, Nk, D, dtype):
@@ -284,6 +264,20 @@ def random_inputs(B, H, Hk, Nq, Nk, D, dtype):
     rng = torch.Generator().manual_seed(Nq + Nk)
     shapes = (B, H, Nq, D), (B, Hk, Nk, D), (B, Hk, Nk, D), (B, H, Nq, D)
     return [torch.randn(shape, generator=rng).to(engine.device, dtype) for shape in shapes]
+
+
+def is_right(got, *inputs, **options):
+    """Whether these are the reference's (out, lse), (dq, dk, dv), or all five; otherwise it fails."""
+    names = {2: error.NAMES[:2], 3: error.NAMES[2:], 5: error.NAMES}[len(got)]
+    bad = error.failures(dict(zip(names, got, strict=True)), error.expected(*inputs, **options))
+    assert not bad, bad
+    return True
+
+
+def saved(q, *others, **options):
+    """out and lse as a backward gets them, by the reference."""
+    value = error.expected(q, *others, **options).value
+    return value["out"].to(q.dtype), value["lse"].float()
 
 
 @st.composite
@@ -392,7 +386,7 @@ def test_grouped_heads_are_taken_apart_where_that_fills_the_gpu(B, H, Hk, Nk, pr
 
 @needs_compiler
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("rung, D", [(rung, D) for rung, Ds in HEAD_DIMS.items() for D in Ds if rung in step02.RUNGS])
+@pytest.mark.parametrize("rung, D", PAIRS)
 def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
     """With one multiprocessor there is nothing to fill. In parts, too, and where dq is bit-equal from run to run."""
     monkeypatch.setattr(works, "processors", lambda _: 132 if apart else 1)
@@ -400,18 +394,14 @@ def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
     inputs = random_inputs(3, 4, 2, 70, 150, D, torch.bfloat16)
     wide = [torch.cat([x, x + 1], -1)[..., :D] for x in inputs]  # strides of their own
     q, k, v, dout = wide
-    want = error.expected(q, k, v, dout, causal=True)
-    out, lse = (want.value[name] for name in ("out", "lse"))
-    out, lse = out.to(q.dtype), lse.float()
+    out, lse = saved(q, k, v, dout, causal=True)
     for deterministic in (False,) if rung == "wgmma" else (False, True):
         options = dict(rung=rung, causal=True, deterministic=deterministic)
-        dq, dk, dv = calls.backward(dout, q, k, v, out, lse, **options)
-        assert dk.is_contiguous() and dv.is_contiguous()
-        bad = error.failures({"dq": dq, "dk": dk, "dv": dv}, want)
-        assert not bad, (deterministic, bad)
+        grads = calls.backward(dout, q, k, v, out, lse, **options)
+        assert all(x.is_contiguous() for x in grads) and is_right(grads, q, k, v, dout, causal=True)
     sums = calls.start_gradients(dout, out, lse, rung=rung)
     dk, dv = calls.add_gradients(sums, dout, q, k, v, causal=True)
-    assert not error.failures({"dq": calls.finish_dq(sums), "dk": dk, "dv": dv}, want)
+    assert is_right((calls.finish_dq(sums), dk, dv), q, k, v, dout, causal=True)
 
 
 @needs_compiler
@@ -419,10 +409,9 @@ def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
 def test_fa2_s_backward_has_tiles_of_two_sizes(tile):
     """On a GPU it has tiles like these. The emulation's usual one is square, in which the two cannot be told apart."""
     q, k, v, dout = random_inputs(1, 2, 1, 150, 170, 32, torch.bfloat16)
-    want = error.expected(q, k, v, dout, causal=True)
-    out, lse = want.value["out"].to(q.dtype), want.value["lse"].float()
+    out, lse = saved(q, k, v, dout, causal=True)
     grads = calls.backward(dout, q, k, v, out, lse, rung="fa2", causal=True, backward_tile=tile)
-    assert not error.failures(dict(zip(("dq", "dk", "dv"), grads, strict=True)), want)
+    assert is_right(grads, q, k, v, dout, causal=True)
 
 
 @needs_compiler
@@ -433,27 +422,28 @@ def test_the_stride_of_a_single_row_does_not_matter(rung):
     rows = [x[..., :32] for x in wide]  # 66 bytes from row to row, if there were a second row
     for q, k, v, dout in (rows, [x.clone() for x in rows]):
         out, lse = step02.forward(q, k, v, causal=True, rung=rung)
-        got = out, lse, *step02.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
-        want = error.expected(q, k, v, dout, causal=True)
-        assert not error.failures(dict(zip(error.NAMES, got, strict=True)), want)
+        grads = step02.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
+        assert is_right((out, lse, *grads), q, k, v, dout, causal=True)
 
 
 TURNED = dict(OVERLAP=0, PINGPONG=0, PERSISTENT=0, LAZY=0, SKIP=0, WIDE_STORES=0)
+SWITCHES = [("hopper", 96, {}), ("hopper", 64, dict(LAZY=0)), ("hopper", 96, TURNED)]
+SWITCHES += [("fa2", 32, {switch: 0}) for switch in ("FEW_MASKS", "LONGEST_FIRST", "SECTIONS")]
 
 
 @needs_compiler
-@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
-@pytest.mark.parametrize("D, switches", [(96, {}), (64, dict(LAZY=0)), (96, TURNED)], ids=["as it is", "LAZY", "all"])
-def test_switches_change_the_time_alone(D, switches):
-    q, k, v, dout = random_inputs(1, 2, 1, 330, 330, D, torch.float16)
+@pytest.mark.parametrize("rung, D, switches", SWITCHES, ids=str)
+def test_switches_change_the_time_alone(rung, D, switches):
+    if rung not in step02.RUNGS:
+        pytest.skip("needs a Hopper GPU, or none")
+    N, options = (330, {"tile": (128, 32)}) if rung == "hopper" else (150, {})
+    q, k, v, dout = random_inputs(1, 3, 1, N, N, D, torch.float16)
     q = 4 * q  # maxima that grow from tile to tile, by more than LAZY's 8 and by less
-    want = error.expected(q, k, v, dout, causal=True)
-    got = calls.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32), **switches)
-    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+    assert is_right(calls.forward(q, k, v, rung=rung, causal=True, **options, **switches), q, k, v, dout, causal=True)
 
 
 @needs_compiler
-@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
+@needs_hopper
 def test_a_maximum_that_grows_late_lets_no_P_overflow():
     """LAZY lets P grow to 2^8, and float16 ends at 2^16. Each of the 8 warps has another growth, at the last block."""
     growth = torch.tensor([7.9, 8.1, 12, 16.5, 20, 30, 60, 100]).repeat_interleave(16)  # in log2
@@ -462,22 +452,12 @@ def test_a_maximum_that_grows_late_lets_no_P_overflow():
     q = (growth * math.log(2) / (scale * D))[:, None].expand(1, 1, 128, D).to(v)
     k = torch.zeros_like(v)
     k[:, :, 0] = 1  # the blocks of keys are visited from the last to the first
-    want = error.expected(q, k, v, dout, causal=True, scale=scale)
     got = calls.forward(q, k, v, rung="hopper", causal=True, scale=scale, tile=(128, 32))
-    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+    assert is_right(got, q, k, v, dout, causal=True, scale=scale)
 
 
 @needs_compiler
-@pytest.mark.parametrize("switch", ["FEW_MASKS", "LONGEST_FIRST", "SECTIONS"])
-def test_switches_of_rung_fa2_change_the_time_alone(switch):
-    q, k, v, dout = random_inputs(1, 3, 1, 150, 150, 32, torch.bfloat16)
-    want = error.expected(q, k, v, dout, causal=True)
-    got = calls.forward(q, k, v, rung="fa2", causal=True, **{switch: 0})
-    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
-
-
-@needs_compiler
-@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
+@needs_hopper
 def test_the_last_section_of_rung_hopper_may_have_fewer_heads(monkeypatch):
     """Five heads in sections of two: the emulation's three multiprocessors would have sections of one head alone."""
     monkeypatch.setattr(works, "processors", lambda _: 8)
@@ -485,9 +465,8 @@ def test_the_last_section_of_rung_hopper_may_have_fewer_heads(monkeypatch):
     q, k, v, dout = random_inputs(1, 5, 1, 330, 330, 96, torch.float16)
     problem = works.problem_of(ladder.FORWARD["hopper"], q, k, causal=True)
     assert works.heads_of_a_section(problem, True) == 2
-    want = error.expected(q, k, v, dout, causal=True)
     got = calls.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32))
-    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+    assert is_right(got, q, k, v, dout, causal=True)
 
 
 @needs_compiler
@@ -498,9 +477,8 @@ def test_the_last_section_of_rung_fa2_may_have_fewer_heads(tmp_path):
     assert text.count(numbers) == 1
     (tmp_path / row.file).write_text(text.replace(numbers, "2"))
     q, k, v, dout = random_inputs(1, 3, 1, 150, 150, 32, torch.bfloat16)
-    want = error.expected(q, k, v, dout, causal=True)
     got = calls.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), causal=True)
-    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+    assert is_right(got, q, k, v, dout, causal=True)
 
 
 @needs_compiler
@@ -536,7 +514,7 @@ def gradients(schedules, rung, D, causal, Nq, Nk, **options):
 
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rung, D", [(rung, D) for rung, Ds in HEAD_DIMS.items() for D in Ds if rung in step02.RUNGS])
+@pytest.mark.parametrize("rung, D", PAIRS)
 def test_deterministic_gradients_are_bit_equal(rung, D, causal):
     problem = rung, D, causal, *((1000, 5000) if GPU else (70, 350) if rung == "fa2" else (150, 700))
     first, *others = gradients(SCHEDULES, *problem, deterministic=True)
@@ -547,7 +525,7 @@ def test_deterministic_gradients_are_bit_equal(rung, D, causal):
 
 
 @needs_compiler
-@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="needs a Hopper GPU, or none")
+@needs_hopper
 def test_a_fixed_order_in_several_sections_of_heads(tmp_path, monkeypatch):
     """Six heads in sections of four, which otherwise takes long sequences: the last section is a short one."""
     row = ladder.BACKWARD["hopper"]
@@ -557,10 +535,9 @@ def test_a_fixed_order_in_several_sections_of_heads(tmp_path, monkeypatch):
     monkeypatch.setitem(ladder.BACKWARD, "hopper", replace(row, file=str(tmp_path / row.file)))
     monkeypatch.setattr(calls, "kept", {})
     q, k, v, dout = random_inputs(1, 6, 6, 150, 300, 64, torch.bfloat16)
-    want = error.expected(q, k, v, dout, causal=True)
-    out, lse = want.value["out"].to(q.dtype), want.value["lse"].float()
+    out, lse = saved(q, k, v, dout, causal=True)
     grads = calls.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=True)
-    assert not error.failures(dict(zip(("dq", "dk", "dv"), grads, strict=True)), want)
+    assert is_right(grads, q, k, v, dout, causal=True)
 
 
 @needs_compiler
@@ -588,23 +565,6 @@ def test_what_cannot_be_deterministic_is_refused():
         step02.backward(dout, q, k, v, out, lse, deterministic=1)
 
 
-@needs_compiler
-def test_files_work_when_copied_out(tmp_path, monkeypatch):
-    """The folder without its __init__.py, anywhere: nothing of steps is needed."""
-    folder = tmp_path / "lifted_fa2"
-    shutil.copytree(works.HERE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "__init__.py").unlink()
-    assert not any("from steps" in path.read_text() for path in folder.glob("**/*.py"))
-    monkeypatch.syspath_prepend(tmp_path)
-    import lifted_fa2.launch as lifted
-
-    q, k, v = TestContract().example(rung="scalar")
-    out, lse = lifted.forward(q, k, v, rung="scalar", causal=True)
-    want = error.expected(q, k, v, torch.ones_like(q), causal=True)
-    grads = lifted.backward(torch.ones_like(q), q, k, v, out, lse, rung="scalar", causal=True)
-    assert not error.failures(dict(zip(error.NAMES, (out, lse, *grads), strict=True)), want)
-
-
 @pytest.mark.gpu
 @pytest.mark.multigpu
 def test_a_device_that_is_not_the_current_one():
@@ -613,8 +573,8 @@ def test_a_device_that_is_not_the_current_one():
     out = step02.attention(q, k, v, causal=True)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert torch.cuda.current_device() == 0
-    want = error.expected(*(x.detach() for x in (q, k, v)), torch.ones_like(out), causal=True)
-    assert not error.failures(dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True)), want)
+    q, k, v, out = (x.detach() for x in (q, k, v, out))
+    assert is_right((out, step02.forward(q, k, v, causal=True)[1], *grads), q, k, v, torch.ones_like(out), causal=True)
 
 
 @pytest.mark.gpu
@@ -636,6 +596,12 @@ def rungs_with_inputs(D=64, Nq=300, Nk=700):
     for rung in step02.RUNGS:
         dtype = checks.supports_of(step02.SUPPORTS, rung)["dtypes"][0]
         yield rung, random_inputs(2, 4, 4, Nq, Nk, D, dtype)
+
+
+def both(q, k, v, dout, **options):
+    """out, lse, dq, dk, dv."""
+    out, lse = step02.forward(q, k, v, **options)
+    return out, lse, *step02.backward(dout, q, k, v, out, lse, **options)
 
 
 def asked_for(function):
@@ -668,36 +634,26 @@ def test_a_launch_that_is_kept_serves_other_tensors():
     for rung, inputs in rungs_with_inputs(Nq=310, Nk=310):
         before, kept = torch.cuda.memory_allocated(), []
         for q, k, v, dout in (4 * inputs[:1], inputs, [x.flip(2) for x in inputs], list(map(moved, inputs)), inputs):
-            out, lse = step02.forward(q, k, v, causal=True, rung=rung)
-            got = out, lse, *step02.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
-            want = error.expected(*(x.cpu() for x in (q, k, v, dout)), causal=True)
-            assert not error.failures(dict(zip(error.NAMES, (x.cpu() for x in got), strict=True)), want), rung
+            got = [x.cpu() for x in both(q, k, v, dout, causal=True, rung=rung)]
+            assert is_right(got, *(x.cpu() for x in (q, k, v, dout)), causal=True)
             kept.append(len(calls.kept))
         assert kept[0] == kept[1] == kept[2] and kept[3] == kept[4], rung
-        del q, k, v, dout, out, lse, got
+        del q, k, v, dout, got
         assert torch.cuda.memory_allocated() == before, rung
 
 
 @pytest.mark.gpu
 def test_a_thread_that_has_not_used_the_gpu():
     """A launch makes no call but the driver's, which needs a context, if the allocator has the memory already."""
-
-    def both(q, k, v, dout, rung):
-        out, lse = step02.forward(q, k, v, rung=rung)
-        return out, lse, *step02.backward(dout, q, k, v, out, lse, rung=rung)
-
     for rung, inputs in rungs_with_inputs(Nq=320, Nk=320):
-        want = error.expected(*inputs)
-        both(*inputs, rung)
+        both(*inputs, rung=rung)
         for own in (inputs, [x.clone() for x in inputs]):  # the kept tensor maps as they are, and moved
             with ThreadPoolExecutor(1) as thread:
-                got = thread.submit(both, *own, rung).result()
-            assert not error.failures(dict(zip(error.NAMES, got, strict=True)), want), rung
+                assert is_right(thread.submit(both, *own, rung=rung).result(), *inputs)
 
 
 FIRST_WORK_OF_AUTOGRADS_THREAD = """
 import torch
-from steps.bench.rows import geometry
 from steps.step02_fa2_cuda import attention
 qkv = torch.randn(1, 384, 3, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True)
 q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -720,7 +676,6 @@ def test_a_backward_is_the_first_work_of_autograds_thread(rung):
 
 TWO_THREADS_AND_A_SIGNAL = """
 import signal, threading, time, torch
-from steps.bench.rows import geometry
 from steps.step02_fa2_cuda import forward
 
 def repeated(N, count):
@@ -751,10 +706,6 @@ def test_a_signal_lets_no_second_thread_into_the_emulation():
 
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_it():
-    def both(q, k, v, dout, **options):
-        out, lse = step02.forward(q, k, v, **options)
-        return out, lse, *step02.backward(dout, q, k, v, out, lse, **options)
-
     for rung, (q, k, v, dout) in rungs_with_inputs():
         both(q, k, v, dout, causal=True, rung=rung)  # compiles
         graph = torch.cuda.CUDAGraph()
@@ -763,8 +714,7 @@ def test_a_cuda_graph_replays_it():
         for x in (q, k, v, dout):
             x.copy_(torch.randn_like(x))
         graph.replay()
-        want = error.expected(q, k, v, dout, causal=True)
-        assert not error.failures(dict(zip(error.NAMES, replayed, strict=True)), want), rung
+        assert is_right(replayed, q, k, v, dout, causal=True)
 
 
 @pytest.mark.xdist_group("much GPU memory")  # they take turns

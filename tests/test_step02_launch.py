@@ -107,36 +107,23 @@ def test_a_kept_launch_gets_the_addresses_of_this_call(rung, launched):
 @on_cpu
 @BOTH
 def test_what_a_launch_depends_on_makes_another_plan(rung, launched):
-    q, k, v, _ = inputs()
-    strided = torch.zeros(1, 70, 2, 64).bfloat16().transpose(1, 2)
-    others = [
-        dict(q=q, k=k, v=v),
-        dict(q=q, k=k, v=strided),
-        dict(q=q, k=strided, v=v),
-        dict(q=q.half(), k=k.half(), v=v.half()),
-        dict(q=q, k=k[:, :1], v=v[:, :1]),
-        dict(q=q, k=k, v=unaligned(v.shape)),
-    ]
-    others += [dict(q=q, k=k, v=v, **options) for options in (dict(causal=True), dict(scale=2.0), dict(tile=(64, 64)))]
-    others += [dict(q=q, k=k, v=v, LAZY=n) for n in (0, 1) if rung == "hopper"]
-    for n, arguments in enumerate(others, 1):
-        for _ in range(2):
-            calls.forward(**arguments, rung=rung)
-            assert len(calls.kept) == n
-
-
-@on_cpu
-@BOTH
-def test_what_a_backward_depends_on_makes_another_plan(rung, launched):
     q, k, v, dout = inputs()
-    usual = dict(dout=dout, q=q, k=k, v=v, out=q, lse=torch.zeros(1, 4, 40))
-    strided = {name: torch.zeros(x.transpose(1, 2).shape).to(x.dtype).transpose(1, 2) for name, x in usual.items()}
-    changes = [{}, *({name: x} for name, x in strided.items()), {"dout": unaligned(q.shape)}]
-    changes += [dict(causal=True), dict(scale=2.0), dict(backward_tile=(64, 64)), dict(deterministic=True)]
-    for n, change in enumerate(changes, 1):
-        for _ in range(2):
-            grads = calls.backward(**usual | change, rung=rung)
-            assert len(calls.kept) == n and all(x.is_contiguous() for x in grads)
+    usual = dict(q=q, k=k, v=v)
+    saved = dict(dout=dout, out=q, lse=torch.zeros(1, 4, 40))
+    strided = {x: torch.zeros(y.transpose(1, 2).shape).to(y.dtype).transpose(1, 2) for x, y in (usual | saved).items()}
+    options = dict(causal=True), dict(scale=2.0)
+    forwards = [{}, dict(k=strided["k"]), dict(v=strided["v"]), dict(q=q.half(), k=k.half(), v=v.half()), *options]
+    forwards += [dict(k=k[:, :1], v=v[:, :1]), dict(v=unaligned(v.shape)), dict(tile=(64, 64))]
+    forwards += [dict(LAZY=n) for n in (0, 1) if rung == "hopper"]
+    backwards = [{}, *({name: x} for name, x in strided.items()), {"dout": unaligned(q.shape)}, *options]
+    backwards += [dict(backward_tile=(64, 64)), dict(deterministic=True)]
+    plans = 0
+    for call, usual_, changes in (calls.forward, usual, forwards), (calls.backward, usual | saved, backwards):
+        for change in changes:
+            plans += 1
+            for _ in range(2):
+                results = call(**usual_ | change, rung=rung)
+                assert len(calls.kept) == plans and all(x.is_contiguous() for x in results)
 
 
 @on_cpu
@@ -164,20 +151,14 @@ def test_expanded_inputs_are_copied_for_the_copy_engine_alone(launched):
 
 @on_cpu
 @BOTH
-def test_the_stride_of_a_dimension_of_size_1_does_not_matter(rung, launched):
+def test_only_rows_that_are_not_contiguous_are_copied(rung, launched):
+    """The stride of a dimension of size 1 does not matter."""
     q, k, v, _ = inputs()
-    q = q.as_strided(q.shape, (1, *q.stride()[1:]))
+    q, apart = q.as_strided(q.shape, (1, *q.stride()[1:])), v.transpose(2, 3).contiguous().transpose(2, 3)
     calls.forward(q, k, v, rung=rung)
     assert addresses((q, k, v)) <= launched[-1][0]
-
-
-@on_cpu
-@BOTH
-def test_rows_that_are_not_contiguous_are_copied(rung, launched):
-    q, k, v, _ = inputs()
-    v = v.transpose(2, 3).contiguous().transpose(2, 3)
-    calls.forward(q, k, v, rung=rung)
-    assert addresses((q, k)) <= launched[-1][0] and not addresses((v,)) & launched[-1][0]
+    calls.forward(q, k, apart, rung=rung)
+    assert addresses((q, k)) <= launched[-1][0] and not addresses((apart,)) & launched[-1][0]
 
 
 @on_cpu
@@ -325,18 +306,12 @@ WRONG = {  # name: (the arguments that are changed, exception, words of the mess
     "rank": (lambda q, k, v: {"q": q[0]}, ValueError, r"q must be \(B, H, N, D\)"),
     "a list": (lambda q, k, v: {"q": q.tolist()}, TypeError, "a dense torch.Tensor .*; got list, Tensor, Tensor"),
     "scale 0": (lambda q, k, v: {"scale": 0.0}, ValueError, "scale must be a finite number > 0"),
-    "scale -1": (lambda q, k, v: {"scale": -1}, ValueError, "scale must be a finite number > 0"),
-    "scale inf": (lambda q, k, v: {"scale": float("inf")}, ValueError, "scale must be a finite number > 0"),
-    "scale 1e-50": (lambda q, k, v: {"scale": 1e-50}, ValueError, "scale must be .* float32 can hold"),
     "scale 3e38": (lambda q, k, v: {"scale": 3e38}, ValueError, "scale must be .* float32 can hold, times log2"),
-    "scale 1e39": (lambda q, k, v: {"scale": 1e39}, ValueError, "scale must be .* float32 can hold"),
     "scale a word": (lambda q, k, v: {"scale": "1"}, TypeError, "scale must be a number"),
     "causal a tensor": (lambda q, k, v: {"causal": torch.tensor(True)}, TypeError, "causal must be True or False"),
     "a tile of one": (lambda q, k, v: {"tile": (64,)}, TypeError, "tile must be a pair of integers"),
-    "a number as a tile": (lambda q, k, v: {"tile": 64}, TypeError, "tile must be a pair of integers"),
     "a list as a tile": (lambda q, k, v: {"tile": [64, 64]}, TypeError, "tile must be a pair of integers, as a tuple"),
     "a tile without rows": (lambda q, k, v: {"tile": (0, 64)}, ValueError, r"at least 1; got \(0, 64\)"),
-    "a negative tile": (lambda q, k, v: {"tile": (64, -64)}, ValueError, r"at least 1; got \(64, -64\)"),
     "a device": (lambda q, k, v: {"q": q.to("meta"), "k": k.to("meta"), "v": v.to("meta")}, ValueError, "on meta"),
     "rung": (lambda q, k, v: {"rung": "warp9"}, ValueError, "the rungs are scalar, .*; got 'warp9'"),
     "a list as a rung": (lambda q, k, v: {"rung": ["fa2"]}, TypeError, r"rung must be a word .*; got \['fa2'\]"),
@@ -513,9 +488,7 @@ def test_which_backward_a_rung_has():
     assert ladder.OWN_BACKWARD == ("scalar", "fa2", "wgmma", "hopper")
     with pytest.raises(NotImplementedError, match="adds to dq in any order"):
         pick("scalar", torch.float32, 64, True)
-    with pytest.raises(
-        ValueError, match="no backward for float32 and head_dim 128: .*bwd_0_scalar.cu takes .* 1 to 96"
-    ):
+    with pytest.raises(ValueError, match="no backward for float32 and head_dim 128: .*bwd_0_scalar.cu .* 1 to 96"):
         pick("warp", torch.float32, 128)
 
 
@@ -575,18 +548,8 @@ def test_no_more_than_a_thousand_plans_are_kept(launched):
 
 def test_the_geometry_of_a_launch():
     """By hand, from the head of each file."""
-    sizes = dict(
-        B=2,
-        H=16,
-        Hk=4,
-        Nq=1000,
-        Nk=700,
-        D=64,
-        causal=True,
-        dtype=torch.bfloat16,
-        processors=132,
-        shared_limit=227 * 1024,
-    )
+    sizes = dict(B=2, H=16, Hk=4, Nq=1000, Nk=700, D=64, causal=True, dtype=torch.bfloat16)
+    sizes |= dict(processors=132, shared_limit=227 * 1024)
     macros = {"T": "bf16", "D": 64}
     (forward,) = geometry("fwd_8_hopper", **sizes, LAZY=0)
     shared = (2 * 192 + 6 * 128) * 128 + 128
@@ -596,13 +559,8 @@ def test_the_geometry_of_a_launch():
     delta, gradients, dq = geometry("bwd_1_fa2", **sizes)
     macros |= {"Br": 128, "Bc": 128, "WARPS": 8, "HEADS_APART": 1}
     assert delta == ("attention_delta", 1024 // 32 * 32, 256, 0, macros)
-    assert gradients == (
-        "attention_backward",
-        6 * 32,
-        256,
-        2 * (2 * 128 * 64 + 4 * 128 * 64 + 2 * 128 * 128) + 16 * 128,
-        macros,
-    )
+    shared = 2 * (2 * 128 * 64 + 4 * 128 * 64 + 2 * 128 * 128) + 16 * 128
+    assert gradients == ("attention_backward", 6 * 32, 256, shared, macros)
     assert dq == ("attention_dq", -(-1000 * 64 // 1024) * 32, 256, 0, macros)
     assert geometry("bwd_1_fa2", **sizes | {"D": 96})[0][1] == 1024 // 16 * 32, "16 threads a row, as at 128"
     small = geometry("bwd_1_fa2", **sizes | {"shared_limit": 99 * 1024})[1]
