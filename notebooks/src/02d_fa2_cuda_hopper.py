@@ -190,8 +190,8 @@ for column, D in zip(axes.T, (64, 128), strict=True):
         for unit, wg, start, end in turns(work, 3):
             look = {"edgecolor": "white", "color": colours[unit]}
             ax.barh(wg, end - start, left=start, height=0.7, **look)
-        share = 100 * 2 * tensor / max(end for *_, end in plan(work, 100))
-        name = plan.__name__.replace("_", "-")
+        share = 100 * 2 * tensor / max(end for *_, end in turns(work, 100))
+        name = turns.__name__.replace("_", "-")
         ax.set_title(f"model, D = {D}, {name}: tensor cores busy {share:.0%}", fontsize=10)
         ax.set(ylim=(1.6, -0.6), xlim=(0, 11500))
         ax.set_yticks((0, 1), ("group 0", "group 1"))
