@@ -318,7 +318,7 @@ def check_kernel(number, rung):
     from steps.workbook import one_rung
 
     module, wrong = catalogue.stage(number), False
-    supports = one_rung.limits(module, rung)
+    supports = one_rung.supports_of(module, rung)
     for case, dtype, reason in cases.select(supports):
         if case.name in CASES_OF_A_FILE and dtype == supports["dtypes"][0] and not reason:
             x = cases.build(case, supports, dtype, engine.device)

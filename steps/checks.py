@@ -52,30 +52,30 @@ def refuse(stage, function, options):
     raise TypeError(f"{stage}.{function} got an unexpected keyword argument {given!r}.")
 
 
-def pick(kernels, supports, rung, direction, q, whole=None):
+def pick(rungs, supports, rung, direction, q, whole=None):
     """(the rung's forward for direction 0 or backward for 1, SUPPORTS as it holds for the rung).
 
     rung None stands for the first rung that takes q's dtype and head_dim. A rung may take head_dims for which another
-    one is faster: those it is picked for are its best_head_dims. whole: {rung: `limits` of it}, for a caller that keeps
-    them. Raises ValueError that names the rungs.
+    one is faster: those it is picked for are its best_head_dims. whole: {rung: `supports_of` it}, if they are kept.
+    Raises ValueError that names the rungs.
     """
-    whole = whole or {rung: limits(supports, rung) for rung in kernels}
-    if rung is not None and rung not in tuple(kernels):
+    whole = whole or {rung: supports_of(supports, rung) for rung in rungs}
+    if rung is not None and rung not in tuple(rungs):
         needs = [f": it needs {what}" for name, what in supports.get("elsewhere", {}).items() if name == rung]
         raise ValueError(
-            f"{supports['stage']} has the rungs {', '.join(kernels)} here; got rung={rung!r}{''.join(needs)}."
+            f"{supports['stage']} has the rungs {', '.join(rungs)} here; got rung={rung!r}{''.join(needs)}."
         )
     if rung is not None:
-        return kernels[rung][direction], whole[rung]
+        return rungs[rung][direction], whole[rung]
     for name, own in whole.items():
         if takes(own, q) and q.shape[-1] in own.get("best_head_dims", own["head_dims"]):
-            return kernels[name][direction], own
+            return rungs[name][direction], own
     if takes(supports, q):
         raise no_rung(whole, supports, q)
-    return kernels[next(iter(kernels))][direction], supports  # check_call will say what the stage does not take.
+    return rungs[next(iter(rungs))][direction], supports  # check_call will say what the stage does not take.
 
 
-def limits(supports, rung):
+def supports_of(supports, rung):
     """SUPPORTS as it holds for one rung."""
     own = supports.get("limits", {}).get(rung)
     return supports if own is None else supports | own | {"rung": rung}

@@ -20,17 +20,17 @@ from steps import checks, engine, operators
 from steps.checks import lse_dtype
 
 
-def entry_points(kernels, supports):
+def entry_points(rungs, supports):
     """The stage's `forward`, `backward` and `attention`, which check their arguments and then call a kernel.
 
-    kernels: {rung: (forward, backward)}. A call that names no rung gets the first that takes the input's dtype and
+    rungs: {rung: (forward, backward)}. A call that names no rung gets the first that takes the input's dtype and
     head_dim.
     supports: the stage's SUPPORTS, with the keys stage, devices, dtypes, head_dims, tiles, rungs, gqa, nq_ne_nk,
     deterministic, order and own_backward, the rungs whose backward is their own. A stage whose rungs differ also has
     limits, {rung: the keys that are different for it}, and elsewhere, {rung: what a machine needs to run it}.
     """
     stage = supports["stage"]
-    whole = {rung: checks.limits(supports, rung) for rung in kernels}
+    whole = {rung: checks.supports_of(supports, rung) for rung in rungs}
 
     def forward(q, k, v, *, causal=False, scale=None, tile=None, rung=None, **lacking):
         """Attention and its log-sum-exp: (out, lse).
@@ -68,7 +68,7 @@ def entry_points(kernels, supports):
 
     @Calls
     def forwards(q, k, v, *, causal, scale, tile, rung):
-        kernel, own = checks.pick(kernels, supports, rung, 0, q, whole)
+        kernel, own = checks.pick(rungs, supports, rung, 0, q, whole)
         engine.check_runs()
         scale, options = checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         if q.numel() == 0 or k.numel() == 0:  # There is no query, or no key to sum over.
@@ -77,7 +77,7 @@ def entry_points(kernels, supports):
 
     @Calls
     def backwards(dout, q, k, v, out, lse, *, causal, scale, tile, rung, deterministic):
-        kernel, own = checks.pick(kernels, supports, rung, 1, q, whole)
+        kernel, own = checks.pick(rungs, supports, rung, 1, q, whole)
         engine.check_runs()
         scale, options = checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         checks.check_saved(q, dout, out, lse)
@@ -90,7 +90,7 @@ def entry_points(kernels, supports):
 
     def fake_forward(q, k, v, causal, scale, tile, rung):
         """(out, lse) of the right shapes, with nothing in them, after the checks of `forward`."""
-        kernel, own = checks.pick(kernels, supports, rung, 0, q, whole)
+        kernel, own = checks.pick(rungs, supports, rung, 0, q, whole)
         checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
 
@@ -178,10 +178,10 @@ class Call:
         given = [x for x in tensors if x is not None]
         count, rank = len(given) - len(self.names), given[0].ndim
         read = [as_4d(x, rows=x.ndim < rank) for x in given[:count]]
-        named = dict(zip(self.names, map(readable, given[count:]), strict=True))
+        named = dict(zip(self.names, map(in_memory, given[count:]), strict=True))
         if "out" in named:  # what earlier calls gave, which is changed in place
             named |= {"out": as_4d(named["out"]), "lse": as_4d(named["lse"], rows=True)}
-        results = run(self.kernel, *read, **named, **self.options)
+        results = compute(self.kernel, *read, **named, **self.options)
         if hasattr(self.kernel, "planned") and all(map(operator.is_, (*read, *named.values()), given)):
             # Nothing has to be done before or after the kernel.
             self.planned = engine.one_at_a_time(self.kernel.planned(*read, **named, **self.options))
@@ -236,7 +236,7 @@ def is_traced(q):
 
 
 @engine.one_at_a_time
-def run(kernel, *tensors, **options):
+def compute(kernel, *tensors, **options):
     """The kernel's results, contiguous. Autograd does not see them, and autocast does not change the kernel's dtype."""
     device = "cuda" if tensors[0].is_cuda else "cpu"
     with torch.set_grad_enabled(False):  # It does the same as torch.no_grad() in half the time.
@@ -253,7 +253,7 @@ def zeros(x):
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 
-def readable(x):
+def in_memory(x):
     """x with its numbers in memory as they are. Raises TypeError for a tensor without memory.
 
     Torch negates a tensor such as z.conj().imag only when it reads it. Here it is negated, because a kernel reads
@@ -276,7 +276,7 @@ def as_4d(x, rows=False):
 
     It is copied only where D is not contiguous, as after out.sum().backward().
     """
-    x = readable(x)
+    x = in_memory(x)
     rank = 3 if rows else 4
     if x.ndim < rank:
         x = x.reshape((1,) * (rank - x.ndim) + tuple(x.shape))

@@ -14,7 +14,7 @@ from reference import cases
 from steps import engine
 from steps.workbook.answer import Problem
 from steps.workbook.mine import Mine
-from steps.workbook.one_rung import limits
+from steps.workbook.one_rung import supports_of
 from support.contract_suite import BAD_INPUT, lacking
 
 torch.set_num_threads(1)  # The tensors are so small that starting a second thread costs more than it saves.
@@ -22,7 +22,7 @@ torch.set_num_threads(1)  # The tensors are so small that starting a second thre
 BUDGETS = {  # in seconds on 2 cores without a GPU; a file that takes five times its budget fails the run
     "test_step00_naive.py": 10, "test_step01_fa1_numba.py": 45, "test_step02_fa2_cuda.py": 90,
     "test_step03_triton.py": 60, "test_step04_ring.py": 60, "test_workbook.py": 75, "test_notebooks.py": 120,
-    "test_step02_cache.py": 30, "test_step02_launch.py": 10,
+    "test_ways.py": 10, "test_step02_cache.py": 30, "test_step02_launch.py": 10,
     "test_bench.py": 15, "test_copy_out.py": 30, "test_demo.py": 30, "test_emulator.py": 40,
     "test_emulator_hopper.py": 40, "test_engine.py": 20, "test_environment.py": 15, "test_errata.py": 10,
     "test_mutants.py": 35, "test_mutate.py": 5, "test_operators.py": 40, "test_readme.py": 15,
@@ -82,7 +82,7 @@ def pytest_generate_tests(metafunc):
 def _rows(contract, rung, everything):
     """Yields (case, dtype, reason to skip) of a rung. Without a GPU the rungs beyond the first run only a few cases."""
     stage = contract.stage
-    supports = limits(stage, rung)
+    supports = supports_of(stage, rung)
     for case, dtype, reason in cases.select(supports, gpu=engine.name == "cuda"):
         few = contract.few if dtype == supports["dtypes"][0] else contract.few_in_other_dtypes
         if everything or engine.name == "cuda" or rung == stage.SUPPORTS["rungs"][0] or case.name in few:

@@ -23,7 +23,7 @@ from steps import __main__, catalogue, engine
 from steps.bench import __main__ as measuring
 from steps.bench import ablations, cost, grid, peers, plots, profile, report, rows, timing, tune
 from steps.bench.cost import Point
-from steps.step02_fa2_cuda import emulator, launch
+from steps.step02_fa2_cuda import calls, emulator
 from support.made_rows import LOAD, of_02, peer_row, row
 
 needs_triton = pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="there is no Triton")
@@ -403,12 +403,12 @@ def test_a_hash_follows_the_launch_at_the_row_s_own_sizes_switches_and_gpu(monke
     small, large = (rows.launches(of_02("bwd_1_fa2", **sizes, gpu=gpu)) for gpu in ("Tesla T4", "not listed"))
     assert small != large
     before = {D: rows.row_hash(of_02(D=D)) for D in (64, 128)}
-    usual = rows.launch.geometry
+    usual = rows.geometry
 
     def other_tile_for_64(stem, **how):
         return [(*rest, macros | ({"Br": 32} if how["D"] == 64 else {})) for *rest, macros in usual(stem, **how)]
 
-    monkeypatch.setattr(rows.launch, "geometry", other_tile_for_64)
+    monkeypatch.setattr(rows, "geometry", other_tile_for_64)
     assert rows.row_hash(of_02(D=64)) != before[64] != before[128] == rows.row_hash(of_02(D=128))
     assert rows.fresh([of_02(D=D, source=before[D]) for D in (64, 128)]) == [of_02(D=128, source=before[128])]
     assert rows.code_hash("02_fa2_cuda", "fwd_5_fa2") not in before.values()
@@ -672,7 +672,7 @@ def test_grouped_heads_take_turns_with_heads_of_their_own_and_launches_are_timed
     ]  # fmt: skip
     assert {task.entrants[0].kernel("bwd") for group in groups for task in group} == {"bwd_3_hopper"}
     assert all(task.with_host for part in grid.PLANS["launches"][:1] for (task,) in part.groups())
-    assert rows.read_record("host")["microseconds"]["02 launch.forward"] <= 15
+    assert rows.read_record("host")["microseconds"]["02 calls.forward"] <= 15
 
 
 # --- ablations, profile, tune -------------------------------------------------------------------------------
@@ -713,7 +713,7 @@ def test_clocks_go_forward_and_change_nothing():
     q, k, v = torch.randn(3, 1, 1, 512, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     run, out, lse, marks = ablations.timed_launch(ablations.timed_text(first=2, steps=8), q, k, v, {}, steps=8)
     run()
-    assert all(map(torch.equal, launch.forward(q, k, v, rung="hopper"), (out, lse)))
+    assert all(map(torch.equal, calls.forward(q, k, v, rung="hopper"), (out, lse)))
     # Block 0 of 3 has the first and the last of 4 tiles of queries, with 4 blocks of keys each: steps 0 to 7, the last
     # unwritten.
     assert (marks[:5] > 0).all() and (marks[5:] == 0).all()
@@ -736,7 +736,7 @@ def test_what_the_backward_computes_without_a_part():
 
     whole = dq_sum, dk, dv = results()
     inputs = (tensors[name] for name in ("dout", "q", "k", "v", "out", "lse"))
-    assert dq_sum.any() and all(map(torch.equal, launch.backward(*inputs, rung="hopper")[1:], (dk, dv)))
+    assert dq_sum.any() and all(map(torch.equal, calls.backward(*inputs, rung="hopper")[1:], (dk, dv)))
     for without, changed in (("delta", [True, True, False]), ("additions to dq", [True, False, False])):
         found = results(without)
         assert [not torch.equal(*pair) for pair in zip(found, whole, strict=True)] == changed

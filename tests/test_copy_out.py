@@ -41,8 +41,8 @@ SETS = {  # What to copy, and the file and function names of its forward and bac
                      "operators.forward", "operators.backward"),
 }  # fmt: skip
 # What every rung of stage 02 needs beside its own .cu files.
-HOST = [f"step02_fa2_cuda/{file}" for file in ("ladder.py", "launch.py", "nvrtc.py", "cache.py", "wgmma.py", "ptx.cuh")]
-HOST.append("step02_fa2_cuda/emulator")  # where there is no GPU
+HOST = [f"step02_fa2_cuda/{file}.py" for file in ("ladder", "calls", "plan", "works", "nvrtc", "cache", "wgmma")]
+HOST += ["step02_fa2_cuda/ptx.cuh", "step02_fa2_cuda/emulator"]  # the last where there is no GPU
 # A Python that runs one copy after another, because importing torch for each would take longer than all of them. A line
 # of its input is a folder and the call of `check`; a line of its output is the traceback, empty if all is well.
 USE = """
@@ -167,7 +167,7 @@ def test_a_rung_of_stage_02_works_alone(rung, tmp_path, python):
         input = {"D": D, "dtype": str(dtype).removeprefix("torch.")}
         options = {"forward_options": {"rung": rung}}
         options["backward_options"] = {"rung": rung, "deterministic": deterministic}
-        use(python, tmp_path, forward="launch.forward", backward="launch.backward", **input, **options)
+        use(python, tmp_path, forward="calls.forward", backward="calls.backward", **input, **options)
 
 
 def test_a_cuda_file_needs_no_other_than_ptx_cuh():
@@ -192,4 +192,4 @@ def test_readme_names_the_files_of_a_set(name):
 
 
 def test_readme_names_the_files_that_every_rung_needs():
-    assert names_in_readme("launch.forward") == {"step02_fa2_cuda", *(Path(file).name for file in HOST)}
+    assert names_in_readme("calls.forward") == {"step02_fa2_cuda", *(Path(file).name for file in HOST)}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from steps.step02_fa2_cuda import emulator, launch
+from steps.step02_fa2_cuda import calls, emulator, works
 from support.schedules import WRONG, problems
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -186,28 +186,33 @@ def test_shared_memory_that_nobody_wrote_is_named(run, T, dtype):
     assert found == [f"unwritten: {where}", f"used: {where}"]
 
 
-def test_access_outside_a_shared_array(run):
-    y = torch.zeros(1)
-    run("shared_access", y, 3, block=1, shared_bytes=32)
-    for i in (4, -1):  # element 4 would be b[0]
-        report = f"{place('outside')}: access to element {i} of a shared array of 4 elements"
-        with pytest.raises(RuntimeError, match=report):
-            run("shared_access", y, i, block=1, shared_bytes=32)
+REFUSED = [  # kernel, how it is launched, the number that it is given if it takes one, the report
+    ("shared_access", dict(block=1, shared_bytes=32), 4, "{outside}: access to element 4 of a shared array of 4 "),
+    ("shared_access", dict(block=1, shared_bytes=32), -1, "{outside}: access to element -1 of a shared array of 4 "),
+    ("shared_access", dict(block=1, shared_bytes=16), 0, "wants 32 bytes of shared memory so far, the launch gives 16"),
+    ("global_write", dict(block=1), 13, r"access to element 13 of an argument of 13 elements \(block \(0, 0, 0\)"),
+    ("global_write", dict(block=1), -1, r"access to element -1 of an argument of 13 elements"),
+    ("half_a_warp", {}, None, "threads 0-15 wait at __shfl_xor_sync, {half}; threads 16-31 returned from the kernel"),
+    ("lane_not_in_mask", {}, None, "lane 16 is not in its own mask 0xffff"),
+    ("two_barriers", {}, None, "{second}: divergent threads: .*, others are at .*, {first}"),
+]  # fmt: skip
 
 
-def test_more_shared_memory_than_launched(run):
-    with pytest.raises(RuntimeError, match="the kernel wants 32 bytes of shared memory so far, the launch gives 16"):
-        run("shared_access", torch.zeros(1), 0, block=1, shared_bytes=16)
+@pytest.mark.parametrize("kernel, how, i, report", REFUSED)
+def test_what_a_kernel_must_not_do_is_reported(run, kernel, how, i, report):
+    y = {"shared_access": torch.zeros(1), "global_write": torch.zeros(20)[2:18:4]}.get(kernel)
+    y = torch.zeros(32, dtype=torch.int32) if y is None else y
+    arguments = () if kernel == "two_barriers" else (y,) if i is None else (y, i)
+    report = re.sub(r"\{(\w+)\}", lambda mark: place(mark[1]), report)
+    with pytest.raises(RuntimeError, match=report):
+        run(kernel, *arguments, **how)
 
 
-def test_access_outside_a_tensor(run):
+def test_the_last_elements_can_be_accessed(run):
     buffer = torch.zeros(20)
     run("global_write", buffer[2:18:4], 12, block=1)
+    run("shared_access", torch.zeros(1), 3, block=1, shared_bytes=32)
     assert buffer[14] == 1
-    for i in (13, -1):
-        where = r"\(block \(0, 0, 0\), thread \(0, 0, 0\)\)"
-        with pytest.raises(RuntimeError, match=rf"access to element {i} of an argument of 13 elements {where}"):
-            run("global_write", buffer[2:18:4], i, block=1)
 
 
 def test_shuffles(run):
@@ -222,15 +227,6 @@ def test_shuffles(run):
     assert torch.equal(y[3, 1::2], (t ^ 2)[1::2].int())
 
 
-def test_a_shuffle_with_missing_lanes_is_reported(run):
-    with pytest.raises(RuntimeError) as raised:
-        run("half_a_warp", torch.zeros(32, dtype=torch.int32))
-    where = f"threads 0-15 wait at __shfl_xor_sync, {place('half')}; threads 16-31 returned from the kernel"
-    assert where in str(raised.value)
-    with pytest.raises(RuntimeError, match="lane 16 is not in its own mask 0xffff"):
-        run("lane_not_in_mask", torch.zeros(32, dtype=torch.int32))
-
-
 def test_a_stuck_block_says_where_each_warp_waits(run):
     with pytest.raises(RuntimeError) as raised:
         run("stuck", block=64)
@@ -241,12 +237,6 @@ def test_a_stuck_block_says_where_each_warp_waits(run):
         "and count as missing",
     ]
     run("stuck", block=40)  # and the next launch is not affected
-
-
-def test_a_barrier_at_two_places_is_reported(run):
-    report = f"{place('second')}: divergent threads: .*, others are at .*, {place('first')}"
-    with pytest.raises(RuntimeError, match=report):
-        run("two_barriers")
 
 
 def has_fma():
@@ -320,7 +310,7 @@ def test_schedules(run):
 
 def test_a_loop_beyond_the_end_of_a_thread_s_array_is_refused(tmp_path):
     """It would write into the row after, whose numbers are set later: right here, and perhaps not on a GPU."""
-    text = (launch.HERE / "fwd_3_ldmatrix.cu").read_text()
+    text = (works.HERE / "fwd_3_ldmatrix.cu").read_text()
     loop = "for (int i = 0; i < 4; i++) S[n][i] = first_key"
     assert text.count(loop) == 1
     (tmp_path / "longer.cu").write_text(text.replace(loop, loop.replace("<", "<=")))
@@ -417,11 +407,11 @@ BUGS = [
 
 @pytest.mark.parametrize("kernel, before, after, caught, options", BUGS)
 def test_planted_bugs(kernel, before, after, caught, options, tmp_path, monkeypatch):
-    text = (launch.HERE / f"{kernel}.cu").read_text()
+    text = (works.HERE / f"{kernel}.cu").read_text()
     assert text.count(before) == 1, f"{kernel}.cu has changed: plant the bug in its new text"
     (tmp_path / f"{kernel}.cu").write_text(text.replace(before, after))
-    monkeypatch.setattr(launch, "HERE", tmp_path)
-    monkeypatch.setattr(launch, "kept", {})
+    monkeypatch.setattr(works, "HERE", tmp_path)
+    monkeypatch.setattr(calls, "kept", {})
     assert re.search(caught, problems(kernel, **options)) if caught else problems(kernel, **options) == ""
 
 

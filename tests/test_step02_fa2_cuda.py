@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,8 @@ from hypothesis import strategies as st
 import steps.step02_fa2_cuda as step02
 from reference import attention, cases, error
 from steps import checks, engine
-from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
+from steps.bench.rows import geometry
+from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import one_rung
 from support import schedules
 from support.contract_suite import Contract
@@ -34,16 +34,8 @@ class TestContract(Contract):
     stage = step02
     several_tiles = 300
     # g++ takes seconds for each head_dim and dtype.
-    few = (
-        "ragged",
-        "ragged_causal",
-        "more_queries_causal",
-        "explicit_scale",
-        "scores_200",
-        "common_score",
-        "large_scores",
-        "own_layouts",
-    )
+    few = ("ragged", "ragged_causal", "more_queries_causal", "explicit_scale", "scores_200", "common_score",
+           "large_scores", "own_layouts")  # fmt: skip
     few_in_other_dtypes = ("large_scores",)
 
 
@@ -54,7 +46,7 @@ def build(file, arch, D, dtype=None, *, tile=None, **options):
     dtype = dtype if dtype in row.dtypes else torch.float32
     Br, Bc = tile or row.tile(D, math.inf)
     like = dict(causal=False, scale=1, Br=Br, Bc=Bc, H=1, processors=1) | options
-    problem = launch.Problem(row, B=1, Hk=1, Nq=1, Nk=1, D=D, dtype=dtype, **like)
+    problem = ladder.Problem(row, B=1, Hk=1, Nq=1, Nk=1, D=D, dtype=dtype, **like)
     return file, arch, (("D", D), ("Br", Br), ("Bc", Bc), *row.macros(problem).items())
 
 
@@ -81,7 +73,7 @@ BUILDS = [  # every kernel for every GPU that it is for, at tiles that such a GP
 
 
 def compile(file, arch, macros):
-    path = file if isinstance(file, Path) else launch.HERE / f"{file}.cu"
+    path = file if isinstance(file, Path) else works.HERE / f"{file}.cu"
     return nvrtc.compile(path, dict(macros), arch)
 
 
@@ -96,7 +88,7 @@ def compiled(request):
 
 
 def test_every_kernel_is_compiled():
-    assert {file for file, *_ in BUILDS} == {file.stem for file in launch.HERE.glob("?wd_*.cu")}
+    assert {file for file, *_ in BUILDS} == {file.stem for file in works.HERE.glob("?wd_*.cu")}
 
 
 @pytest.mark.compile
@@ -127,7 +119,7 @@ def test_a_kernel_that_spills_is_refused():
 )
 def test_wgmma_that_cannot_run_on_is_refused(before, after, problem, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
-    text = (launch.HERE / "fwd_7_roles.cu").read_text()
+    text = (works.HERE / "fwd_7_roles.cu").read_text()
     assert text.count(before) == 1
     (tmp_path / "slow.cu").write_text(text.replace(before, after))
     with pytest.raises(RuntimeError, match=problem):
@@ -138,7 +130,7 @@ def test_wgmma_that_cannot_run_on_is_refused(before, after, problem, tmp_path):
 @pytest.mark.compile
 def test_an_error_in_a_kernel_names_its_line(tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
-    file, text = tmp_path / "fwd_0_scalar.cu", (launch.HERE / "fwd_0_scalar.cu").read_text()
+    file, text = tmp_path / "fwd_0_scalar.cu", (works.HERE / "fwd_0_scalar.cu").read_text()
     file.write_text(text.replace("float m_new = fmaxf(", "float m_new = no_such_function("))
     line = 1 + next(n for n, row in enumerate(text.split("\n")) if "m_new = fmaxf(" in row)
     with pytest.raises(Exception, match=rf"fwd_0_scalar.cu\({line}\).*no_such_function"):
@@ -154,12 +146,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
     inputs = replace(cases.build(case, step02.SUPPORTS, torch.float32), tile=tile)  # of the first rung, the scalar one
     want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal)
     first = cases.run(step02, case, inputs)
-    for schedule in (
-        ("reverse", "reverse"),
-        ("random", "random", 1),
-        ("random", "random", 2),
-        ("forward", "random", 3),
-    ):
+    for schedule in ("reverse", "reverse"), ("random", "random", 1), ("random", "random", 2), ("forward", "random", 3):
         with emulator.schedule(*schedule):
             got = cases.run(step02, case, inputs)
         assert not error.failures(got, want)
@@ -170,7 +157,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
 @emulated
 @pytest.mark.parametrize("kernel", schedules.CALLS)
 def test_every_kernel_in_several_schedules(kernel):
-    assert {file.stem for file in launch.HERE.glob("*.cu")} == set(schedules.CALLS)
+    assert {file.stem for file in works.HERE.glob("*.cu")} == set(schedules.CALLS)
     assert schedules.problems(kernel) == ""
 
 
@@ -181,7 +168,7 @@ def test_dq_in_a_fixed_order_in_several_schedules(kernel):
     assert schedules.problems(kernel, deterministic=True) == ""
 
 
-@pytest.mark.parametrize("file", sorted(launch.HERE.glob("*.cu")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(works.HERE.glob("*.cu")), ids=lambda file: file.stem)
 def test_rows_of_all_heads_are_counted_in_64_bits(file):
     """B H Nq may exceed 2^31, for which only a large GPU has the memory. So the text of the products is read."""
     code = re.sub("//.*", "", file.read_text())
@@ -205,7 +192,7 @@ def test_a_P_that_rounding_puts_above_1_stays_finite(rung, D):
     """At scores of 10^12 the last bit of lse is worth thousands, and exp of that is infinite."""
     if rung not in step02.RUNGS:
         pytest.skip("needs a Hopper GPU, or none")
-    dtype = checks.limits(step02.SUPPORTS, rung)["dtypes"][0]
+    dtype = checks.supports_of(step02.SUPPORTS, rung)["dtypes"][0]
     q, k, v, dout = random_inputs(1, 2, 2, 8, 8, D, dtype)
     q, k = 3e5 * q, 3e5 * k
     out, lse = step02.forward(q, k, v, rung=rung)
@@ -233,6 +220,8 @@ def test_a_refusal_names_the_choices():
 def test_what_a_gpu_takes(capability, KiB):
     there, own = ladder.available(capability), ladder.limits(capability, 1024 * KiB)
     assert there[0] == ("hopper" if capability == (9, 0) else "fa2") and ("wgmma" in there) == (capability == (9, 0))
+    assert ladder.BACKWARD["wgmma"].runs_on(capability) is (capability == (9, 0))
+    assert {*there, *ladder.elsewhere(capability)} == set(ladder.FORWARD) > set(ladder.elsewhere(capability))
     assert {rung for rung in there if torch.bfloat16 in own[rung]["dtypes"]} == {
         rung for rung in there if rung != "scalar" and capability >= (8, 0)
     }
@@ -269,20 +258,12 @@ def test_a_rung_on_its_own_names_what_it_takes(rung, D, options, refusal):
         pytest.skip("needs a Hopper GPU, or none")
     q, k, v, _ = random_inputs(1, 1, 1, 8, 8, D, torch.bfloat16)
     with pytest.raises(Exception, match=refusal):
-        launch.forward(q, k, v, rung=rung, **options)
+        calls.forward(q, k, v, rung=rung, **options)
 
 
-@pytest.mark.parametrize("capability, there", [((9, 0), True), ((8, 0), False), ((10, 0), False)])
-def test_hoppers_rungs_need_a_hopper(capability, there):
-    assert (
-        ladder.FORWARD["hopper"].runs_on(capability) is there and ladder.BACKWARD["wgmma"].runs_on(capability) is there
-    )
-    assert ("hopper" in ladder.available(capability)) is there is ("hopper" not in ladder.elsewhere(capability))
-
-
-HEAD_DIMS = (
-    {"fa2": (64, 256), "wgmma": (64,), "hopper": (64, 128)} if GPU else {"fa2": (32,), "wgmma": (64,), "hopper": (64,)}
-)
+PAIRS = ("fa2", 64 if GPU else 32), ("wgmma", 64), ("hopper", 64), *([("fa2", 256), ("hopper", 128)] if GPU else [])
+PAIRS = [pair for pair in PAIRS if pair[0] in step02.RUNGS]
+needs_hopper = pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
 
 
 def random_inputs(B, H, Hk, Nq, Nk, D, dtype):
@@ -290,6 +271,20 @@ def random_inputs(B, H, Hk, Nq, Nk, D, dtype):
     rng = torch.Generator().manual_seed(Nq + Nk)
     shapes = (B, H, Nq, D), (B, Hk, Nk, D), (B, Hk, Nk, D), (B, H, Nq, D)
     return [torch.randn(shape, generator=rng).to(engine.device, dtype) for shape in shapes]
+
+
+def is_right(got, *inputs, **options):
+    """Whether these are the reference's (out, lse), (dq, dk, dv), or all five; otherwise it fails."""
+    names = {2: error.NAMES[:2], 3: error.NAMES[2:], 5: error.NAMES}[len(got)]
+    bad = error.failures(dict(zip(names, got, strict=True)), error.expected(*inputs, **options))
+    assert not bad, bad
+    return True
+
+
+def saved(q, *others, **options):
+    """out and lse as a backward gets them, by the reference."""
+    value = error.expected(q, *others, **options).value
+    return value["out"].to(q.dtype), value["lse"].float()
 
 
 @st.composite
@@ -310,7 +305,7 @@ def test_random_shapes(problem):
     shape, causal, deterministic = problem
     q, k, v, dout = random_inputs(*shape)
     want, known = error.expected(q, k, v, dout, causal=causal), set()
-    for rung in (None, *(rung for rung in step02.RUNGS if checks.takes(checks.limits(step02.SUPPORTS, rung), q))):
+    for rung in (None, *(rung for rung in step02.RUNGS if checks.takes(checks.supports_of(step02.SUPPORTS, rung), q))):
         out, lse = step02.forward(q, k, v, causal=causal, rung=rung)
         got = {"out": out, "lse": lse}
         kernel = rung and ladder.backward_row(rung, q.dtype, q.shape[3], deterministic).file
@@ -330,7 +325,7 @@ def test_the_contract_where_hoppers_backwards_are_used(rung, D):
 
     In the emulation only some of them, to save time.
     """
-    supports = checks.limits(step02.SUPPORTS, rung)
+    supports = checks.supports_of(step02.SUPPORTS, rung)
     for case, dtype, reason in cases.select(supports, GPU):
         if reason is None and (GPU or dtype == torch.bfloat16 and (D == 64 or case.name in TestContract.few)):
             inputs = cases.build(replace(case, D=D), supports, dtype, engine.device)
@@ -348,7 +343,7 @@ def test_the_first_tile_of_queries_that_sees_a_key(rung, D):
         case = cases.Case(
             "blind", "the first queries see no key", lambda T, n=blind: 73 + n, lambda T: 73, H=1, D=D, causal=True
         )
-        inputs = cases.build(case, checks.limits(step02.SUPPORTS, rung), torch.bfloat16, engine.device)
+        inputs = cases.build(case, checks.supports_of(step02.SUPPORTS, rung), torch.bfloat16, engine.device)
         want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=True)
         assert not error.failures(one_rung.results(step02, rung, case, inputs), want), blind
 
@@ -391,33 +386,29 @@ def test_a_single_key_gets_all_of_the_gradient_at_huge_scores(rung, D, dtype):
 def test_grouped_heads_are_taken_apart_where_that_fills_the_gpu(B, H, Hk, Nk, processors, apart):
     how = dict(B=B, H=H, Hk=Hk, Nq=7, Nk=Nk, D=64, causal=False, dtype=torch.bfloat16, processors=processors)
     for file in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper"):
-        _, (kernel, grid, *_, macros), _ = launch.geometry(file, **how, shared_limit=227 * 1024)
+        _, (kernel, grid, *_, macros), _ = geometry(file, **how, shared_limit=227 * 1024)
         assert kernel == "attention_backward" and macros["HEADS_APART"] == apart
         assert grid == B * (H if apart else Hk) * -(-Nk // macros["Bc"])
 
 
 @needs_compiler
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("rung, D", [(rung, D) for rung, Ds in HEAD_DIMS.items() for D in Ds if rung in step02.RUNGS])
+@pytest.mark.parametrize("rung, D", PAIRS)
 def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
     """With one multiprocessor there is nothing to fill. In parts, too, and where dq is bit-equal from run to run."""
-    monkeypatch.setattr(launch, "processors", lambda _: 132 if apart else 1)
-    monkeypatch.setattr(launch, "kept", {})
+    monkeypatch.setattr(works, "processors", lambda _: 132 if apart else 1)
+    monkeypatch.setattr(calls, "kept", {})
     inputs = random_inputs(3, 4, 2, 70, 150, D, torch.bfloat16)
     wide = [torch.cat([x, x + 1], -1)[..., :D] for x in inputs]  # strides of their own
     q, k, v, dout = wide
-    want = error.expected(q, k, v, dout, causal=True)
-    out, lse = (want.value[name] for name in ("out", "lse"))
-    out, lse = out.to(q.dtype), lse.float()
+    out, lse = saved(q, k, v, dout, causal=True)
     for deterministic in (False,) if rung == "wgmma" else (False, True):
         options = dict(rung=rung, causal=True, deterministic=deterministic)
-        dq, dk, dv = launch.backward(dout, q, k, v, out, lse, **options)
-        assert dk.is_contiguous() and dv.is_contiguous()
-        bad = error.failures({"dq": dq, "dk": dk, "dv": dv}, want)
-        assert not bad, (deterministic, bad)
-    sums = launch.start_gradients(dout, out, lse, rung=rung)
-    dk, dv = launch.add_gradients(sums, dout, q, k, v, causal=True)
-    assert not error.failures({"dq": launch.finish_dq(sums), "dk": dk, "dv": dv}, want)
+        grads = calls.backward(dout, q, k, v, out, lse, **options)
+        assert all(x.is_contiguous() for x in grads) and is_right(grads, q, k, v, dout, causal=True)
+    sums = calls.start_gradients(dout, out, lse, rung=rung)
+    dk, dv = calls.add_gradients(sums, dout, q, k, v, causal=True)
+    assert is_right((calls.finish_dq(sums), dk, dv), q, k, v, dout, causal=True)
 
 
 @needs_compiler
@@ -425,10 +416,9 @@ def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
 def test_fa2_s_backward_has_tiles_of_two_sizes(tile):
     """On a GPU it has tiles like these. The emulation's usual one is square, in which the two cannot be told apart."""
     q, k, v, dout = random_inputs(1, 2, 1, 150, 170, 32, torch.bfloat16)
-    want = error.expected(q, k, v, dout, causal=True)
-    out, lse = want.value["out"].to(q.dtype), want.value["lse"].float()
-    grads = launch.backward(dout, q, k, v, out, lse, rung="fa2", causal=True, backward_tile=tile)
-    assert not error.failures(dict(zip(("dq", "dk", "dv"), grads, strict=True)), want)
+    out, lse = saved(q, k, v, dout, causal=True)
+    grads = calls.backward(dout, q, k, v, out, lse, rung="fa2", causal=True, backward_tile=tile)
+    assert is_right(grads, q, k, v, dout, causal=True)
 
 
 @needs_compiler
@@ -439,27 +429,28 @@ def test_the_stride_of_a_single_row_does_not_matter(rung):
     rows = [x[..., :32] for x in wide]  # 66 bytes from row to row, if there were a second row
     for q, k, v, dout in (rows, [x.clone() for x in rows]):
         out, lse = step02.forward(q, k, v, causal=True, rung=rung)
-        got = out, lse, *step02.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
-        want = error.expected(q, k, v, dout, causal=True)
-        assert not error.failures(dict(zip(error.NAMES, got, strict=True)), want)
+        grads = step02.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
+        assert is_right((out, lse, *grads), q, k, v, dout, causal=True)
 
 
 TURNED = dict(OVERLAP=0, PINGPONG=0, PERSISTENT=0, LAZY=0, SKIP=0, WIDE_STORES=0)
+SWITCHES = [("hopper", 96, {}), ("hopper", 64, dict(LAZY=0)), ("hopper", 96, TURNED)]
+SWITCHES += [("fa2", 32, {switch: 0}) for switch in ("FEW_MASKS", "LONGEST_FIRST", "SECTIONS")]
 
 
 @needs_compiler
-@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
-@pytest.mark.parametrize("D, switches", [(96, {}), (64, dict(LAZY=0)), (96, TURNED)], ids=["as it is", "LAZY", "all"])
-def test_switches_change_the_time_alone(D, switches):
-    q, k, v, dout = random_inputs(1, 2, 1, 330, 330, D, torch.float16)
+@pytest.mark.parametrize("rung, D, switches", SWITCHES, ids=str)
+def test_switches_change_the_time_alone(rung, D, switches):
+    if rung not in step02.RUNGS:
+        pytest.skip("needs a Hopper GPU, or none")
+    N, options = (330, {"tile": (128, 32)}) if rung == "hopper" else (150, {})
+    q, k, v, dout = random_inputs(1, 3, 1, N, N, D, torch.float16)
     q = 4 * q  # maxima that grow from tile to tile, by more than LAZY's 8 and by less
-    want = error.expected(q, k, v, dout, causal=True)
-    got = launch.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32), **switches)
-    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+    assert is_right(calls.forward(q, k, v, rung=rung, causal=True, **options, **switches), q, k, v, dout, causal=True)
 
 
 @needs_compiler
-@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
+@needs_hopper
 def test_a_maximum_that_grows_late_lets_no_P_overflow():
     """LAZY lets P grow to 2^8, and float16 ends at 2^16. Each of the 8 warps has another growth, at the last block."""
     growth = torch.tensor([7.9, 8.1, 12, 16.5, 20, 30, 60, 100]).repeat_interleave(16)  # in log2
@@ -468,45 +459,33 @@ def test_a_maximum_that_grows_late_lets_no_P_overflow():
     q = (growth * math.log(2) / (scale * D))[:, None].expand(1, 1, 128, D).to(v)
     k = torch.zeros_like(v)
     k[:, :, 0] = 1  # the blocks of keys are visited from the last to the first
-    want = error.expected(q, k, v, dout, causal=True, scale=scale)
-    got = launch.forward(q, k, v, rung="hopper", causal=True, scale=scale, tile=(128, 32))
-    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+    got = calls.forward(q, k, v, rung="hopper", causal=True, scale=scale, tile=(128, 32))
+    assert is_right(got, q, k, v, dout, causal=True, scale=scale)
 
 
 @needs_compiler
-@pytest.mark.parametrize("switch", ["FEW_MASKS", "LONGEST_FIRST", "SECTIONS"])
-def test_switches_of_rung_fa2_change_the_time_alone(switch):
-    q, k, v, dout = random_inputs(1, 3, 1, 150, 150, 32, torch.bfloat16)
-    want = error.expected(q, k, v, dout, causal=True)
-    got = launch.forward(q, k, v, rung="fa2", causal=True, **{switch: 0})
-    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
-
-
-@needs_compiler
-@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="rung hopper needs a Hopper GPU, or none")
+@needs_hopper
 def test_the_last_section_of_rung_hopper_may_have_fewer_heads(monkeypatch):
     """Five heads in sections of two: the emulation's three multiprocessors would have sections of one head alone."""
-    monkeypatch.setattr(launch, "processors", lambda _: 8)
-    monkeypatch.setattr(launch, "kept", {})
+    monkeypatch.setattr(works, "processors", lambda _: 8)
+    monkeypatch.setattr(calls, "kept", {})
     q, k, v, dout = random_inputs(1, 5, 1, 330, 330, 96, torch.float16)
-    problem = launch.problem_of(ladder.FORWARD["hopper"], q, k, causal=True)
-    assert launch.heads_of_a_section(problem, True) == 2
-    want = error.expected(q, k, v, dout, causal=True)
-    got = launch.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32))
-    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+    problem = works.problem_of(ladder.FORWARD["hopper"], q, k, causal=True)
+    assert works.heads_of_a_section(problem, True) == 2
+    got = calls.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32))
+    assert is_right(got, q, k, v, dout, causal=True)
 
 
 @needs_compiler
 def test_the_last_section_of_rung_fa2_may_have_fewer_heads(tmp_path):
     """Three heads in sections of two, which otherwise takes 100,000 keys."""
     row = ladder.FORWARD["fa2"]
-    text, numbers = (launch.HERE / row.file).read_text(), "(8 << 20) / D / Nk"
+    text, numbers = (works.HERE / row.file).read_text(), "(8 << 20) / D / Nk"
     assert text.count(numbers) == 1
     (tmp_path / row.file).write_text(text.replace(numbers, "2"))
     q, k, v, dout = random_inputs(1, 3, 1, 150, 150, 32, torch.bfloat16)
-    want = error.expected(q, k, v, dout, causal=True)
-    got = launch.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), causal=True)
-    assert not error.failures(dict(zip(("out", "lse"), got, strict=True)), want)
+    got = calls.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), causal=True)
+    assert is_right(got, q, k, v, dout, causal=True)
 
 
 @needs_compiler
@@ -517,7 +496,7 @@ def test_keys_beyond_the_last_one_give_nothing_to_dq(rung, D, Nk):
     q, dout = (torch.full((1, 1, 40, D), x, dtype=torch.float16, device=engine.device) for x in (0, 512))
     k, v = (torch.full((1, 1, Nk, D), x, dtype=torch.float16, device=engine.device) for x in (1, 64))
     out, lse = torch.full_like(q, 64), torch.full_like(q[..., 0], math.log(Nk), dtype=torch.float32)
-    dq, dk, dv = launch.backward(dout, q, k, v, out, lse, rung=rung)
+    dq, dk, dv = calls.backward(dout, q, k, v, out, lse, rung=rung)
     assert not dq.any() and not dk.any()
     torch.testing.assert_close(dv, torch.full_like(dv, 40 * 512 / Nk), rtol=1e-3, atol=0)
 
@@ -542,7 +521,7 @@ def gradients(schedules, rung, D, causal, Nq, Nk, **options):
 
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rung, D", [(rung, D) for rung, Ds in HEAD_DIMS.items() for D in Ds if rung in step02.RUNGS])
+@pytest.mark.parametrize("rung, D", PAIRS)
 def test_deterministic_gradients_are_bit_equal(rung, D, causal):
     problem = rung, D, causal, *((1000, 5000) if GPU else (70, 350) if rung == "fa2" else (150, 700))
     first, *others = gradients(SCHEDULES, *problem, deterministic=True)
@@ -553,20 +532,19 @@ def test_deterministic_gradients_are_bit_equal(rung, D, causal):
 
 
 @needs_compiler
-@pytest.mark.skipif("hopper" not in step02.RUNGS, reason="needs a Hopper GPU, or none")
+@needs_hopper
 def test_a_fixed_order_in_several_sections_of_heads(tmp_path, monkeypatch):
     """Six heads in sections of four, which otherwise takes long sequences: the last section is a short one."""
     row = ladder.BACKWARD["hopper"]
-    text, most = (launch.HERE / row.file).read_text(), "constexpr int SECTION = 32;"
+    text, most = (works.HERE / row.file).read_text(), "constexpr int SECTION = 32;"
     assert text.count(most) == 1
     (tmp_path / row.file).write_text(text.replace(most, "constexpr int SECTION = 4;"))
     monkeypatch.setitem(ladder.BACKWARD, "hopper", replace(row, file=str(tmp_path / row.file)))
-    monkeypatch.setattr(launch, "kept", {})
+    monkeypatch.setattr(calls, "kept", {})
     q, k, v, dout = random_inputs(1, 6, 6, 150, 300, 64, torch.bfloat16)
-    want = error.expected(q, k, v, dout, causal=True)
-    out, lse = want.value["out"].to(q.dtype), want.value["lse"].float()
-    grads = launch.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=True)
-    assert not error.failures(dict(zip(("dq", "dk", "dv"), grads, strict=True)), want)
+    out, lse = saved(q, k, v, dout, causal=True)
+    grads = calls.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=True)
+    assert is_right(grads, q, k, v, dout, causal=True)
 
 
 @needs_compiler
@@ -594,23 +572,6 @@ def test_what_cannot_be_deterministic_is_refused():
         step02.backward(dout, q, k, v, out, lse, deterministic=1)
 
 
-@needs_compiler
-def test_files_work_when_copied_out(tmp_path, monkeypatch):
-    """The folder without its __init__.py, anywhere: nothing of steps is needed."""
-    folder = tmp_path / "lifted_fa2"
-    shutil.copytree(launch.HERE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "__init__.py").unlink()
-    assert not any("from steps" in path.read_text() for path in folder.glob("**/*.py"))
-    monkeypatch.syspath_prepend(tmp_path)
-    import lifted_fa2.launch as lifted
-
-    q, k, v = TestContract().example(rung="scalar")
-    out, lse = lifted.forward(q, k, v, rung="scalar", causal=True)
-    want = error.expected(q, k, v, torch.ones_like(q), causal=True)
-    grads = lifted.backward(torch.ones_like(q), q, k, v, out, lse, rung="scalar", causal=True)
-    assert not error.failures(dict(zip(error.NAMES, (out, lse, *grads), strict=True)), want)
-
-
 @pytest.mark.gpu
 @pytest.mark.multigpu
 def test_a_device_that_is_not_the_current_one():
@@ -619,8 +580,8 @@ def test_a_device_that_is_not_the_current_one():
     out = step02.attention(q, k, v, causal=True)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert torch.cuda.current_device() == 0
-    want = error.expected(*(x.detach() for x in (q, k, v)), torch.ones_like(out), causal=True)
-    assert not error.failures(dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True)), want)
+    q, k, v, out = (x.detach() for x in (q, k, v, out))
+    assert is_right((out, step02.forward(q, k, v, causal=True)[1], *grads), q, k, v, torch.ones_like(out), causal=True)
 
 
 @pytest.mark.gpu
@@ -640,8 +601,14 @@ def test_the_current_stream_is_used():
 def rungs_with_inputs(D=64, Nq=300, Nk=700):
     """(rung, its q, k, v and dout) of every rung here, in the dtype that it likes best."""
     for rung in step02.RUNGS:
-        dtype = checks.limits(step02.SUPPORTS, rung)["dtypes"][0]
+        dtype = checks.supports_of(step02.SUPPORTS, rung)["dtypes"][0]
         yield rung, random_inputs(2, 4, 4, Nq, Nk, D, dtype)
+
+
+def both(q, k, v, dout, **options):
+    """out, lse, dq, dk, dv."""
+    out, lse = step02.forward(q, k, v, **options)
+    return out, lse, *step02.backward(dout, q, k, v, out, lse, **options)
 
 
 def asked_for(function):
@@ -674,31 +641,22 @@ def test_a_launch_that_is_kept_serves_other_tensors():
     for rung, inputs in rungs_with_inputs(Nq=310, Nk=310):
         before, kept = torch.cuda.memory_allocated(), []
         for q, k, v, dout in (4 * inputs[:1], inputs, [x.flip(2) for x in inputs], list(map(moved, inputs)), inputs):
-            out, lse = step02.forward(q, k, v, causal=True, rung=rung)
-            got = out, lse, *step02.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
-            want = error.expected(*(x.cpu() for x in (q, k, v, dout)), causal=True)
-            assert not error.failures(dict(zip(error.NAMES, (x.cpu() for x in got), strict=True)), want), rung
-            kept.append(len(launch.kept))
+            got = [x.cpu() for x in both(q, k, v, dout, causal=True, rung=rung)]
+            assert is_right(got, *(x.cpu() for x in (q, k, v, dout)), causal=True)
+            kept.append(len(calls.kept))
         assert kept[0] == kept[1] == kept[2] and kept[3] == kept[4], rung
-        del q, k, v, dout, out, lse, got
+        del q, k, v, dout, got
         assert torch.cuda.memory_allocated() == before, rung
 
 
 @pytest.mark.gpu
 def test_a_thread_that_has_not_used_the_gpu():
     """A launch makes no call but the driver's, which needs a context, if the allocator has the memory already."""
-
-    def both(q, k, v, dout, rung):
-        out, lse = step02.forward(q, k, v, rung=rung)
-        return out, lse, *step02.backward(dout, q, k, v, out, lse, rung=rung)
-
     for rung, inputs in rungs_with_inputs(Nq=320, Nk=320):
-        want = error.expected(*inputs)
-        both(*inputs, rung)
+        both(*inputs, rung=rung)
         for own in (inputs, [x.clone() for x in inputs]):  # the kept tensor maps as they are, and moved
             with ThreadPoolExecutor(1) as thread:
-                got = thread.submit(both, *own, rung).result()
-            assert not error.failures(dict(zip(error.NAMES, got, strict=True)), want), rung
+                assert is_right(thread.submit(both, *own, rung=rung).result(), *inputs)
 
 
 FIRST_WORK_OF_AUTOGRADS_THREAD = """
@@ -719,7 +677,7 @@ assert qkv.grad.isfinite().all()
 @pytest.mark.parametrize("rung", [rung for rung in ("wgmma", "roles", "hopper", "fa2") if rung in step02.RUNGS])
 def test_a_backward_is_the_first_work_of_autograds_thread(rung):
     code = FIRST_WORK_OF_AUTOGRADS_THREAD.format(rung=rung)
-    done = subprocess.run([sys.executable, "-c", code], cwd=launch.HERE.parents[1], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=works.HERE.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -749,16 +707,12 @@ print("right" if right else "wrong")
 def test_a_signal_lets_no_second_thread_into_the_emulation():
     """The emulation keeps Python's lock while a kernel runs, except where it lets Python handle a signal."""
     command = [sys.executable, "-c", TWO_THREADS_AND_A_SIGNAL]
-    done = subprocess.run(command, cwd=launch.HERE.parents[1], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=works.HERE.parents[1], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_it():
-    def both(q, k, v, dout, **options):
-        out, lse = step02.forward(q, k, v, **options)
-        return out, lse, *step02.backward(dout, q, k, v, out, lse, **options)
-
     for rung, (q, k, v, dout) in rungs_with_inputs():
         both(q, k, v, dout, causal=True, rung=rung)  # compiles
         graph = torch.cuda.CUDAGraph()
@@ -767,8 +721,7 @@ def test_a_cuda_graph_replays_it():
         for x in (q, k, v, dout):
             x.copy_(torch.randn_like(x))
         graph.replay()
-        want = error.expected(q, k, v, dout, causal=True)
-        assert not error.failures(dict(zip(error.NAMES, replayed, strict=True)), want), rung
+        assert is_right(replayed, q, k, v, dout, causal=True)
 
 
 @pytest.mark.xdist_group("much GPU memory")  # they take turns
@@ -778,7 +731,7 @@ def test_more_than_2_to_the_31_numbers_in_one_head():
     if torch.cuda.mem_get_info()[0] < 60e9:
         pytest.skip("needs 60 GB of free GPU memory")
     for rung in step02.RUNGS:
-        dtype = checks.limits(step02.SUPPORTS, rung)["dtypes"][0]
+        dtype = checks.supports_of(step02.SUPPORTS, rung)["dtypes"][0]
         dtype = torch.float16 if torch.float16 in ladder.FORWARD[rung].dtypes else dtype
         q, dout = (torch.randn(1, 1, n, D, device="cuda", dtype=dtype) for n in (Nq, 1))
         k, v = torch.randn(2, 1, 1, Nk, D, device="cuda", dtype=dtype)

@@ -265,7 +265,7 @@ def test_the_ends_of_the_head_dims(D, dtype):
 @pytest.mark.parametrize("rung", ["fused", "tma", "roles"])
 @pytest.mark.parametrize("Nq, Nk", [(0, 3), (3, 0)])
 def test_a_kernel_alone_takes_no_query_and_no_key(rung, Nq, Nk):
-    forward, backward = rungs.KERNELS[rung]
+    forward, backward = rungs.RUNGS[rung]
     q, k = (torch.ones(1, 1, n, 16, dtype=torch.float16, device=engine.device) for n in (Nq, Nk))
     out, lse = forward(q, k, k)
     assert (out == 0).all() and (lse == -torch.inf).all()
@@ -328,7 +328,7 @@ def kernels_of(rung):
     """(forward, backward), as they are lifted out, without the stage's checks and copies."""
     if rung not in step03.RUNGS:
         pytest.skip(f"needs {step03.SUPPORTS['elsewhere'][rung]}")
-    return rungs.KERNELS[rung]
+    return rungs.RUNGS[rung]
 
 
 def results_of(kernels, q, k, v, dout, change=lambda name, x: x, **options):
@@ -340,7 +340,7 @@ def results_of(kernels, q, k, v, dout, change=lambda name, x: x, **options):
     return dict(zip(error.NAMES, (out, lse, *grads), strict=True)), want
 
 
-every_rung = pytest.mark.parametrize("rung", rungs.KERNELS)
+every_rung = pytest.mark.parametrize("rung", rungs.RUNGS)
 
 
 @every_rung

@@ -43,7 +43,6 @@ OTHER_STAGES = {
 }
 # Names that two modules may share, because they mean the same in both.
 SHARED_NAMES = {
-    "launch": "starts what the stage runs, kernels or ranks",
     "demo": "shows what it stands beside, the course or the ring, on one input",
     "options": "what a call may ask for beside q, k and v: its definition, and its checks",
     "operators": "what torch.compile sees of a stage",

@@ -66,7 +66,7 @@ def laid_out(x, order, padding):
 def problems(draw, supports, largest_N, largest_D):
     """A Problem that SUPPORTS admits."""
     rung = draw(st.sampled_from(supports["rungs"]))
-    own = checks.limits(supports, rung)
+    own = checks.supports_of(supports, rung)
     dtypes = [dtype for dtype in own["dtypes"] if dtype != torch.float64]  # there the reference is not more exact
     layout = st.tuples(st.permutations(range(3)), st.sampled_from((0, 1, 8)))
     options = dict(

@@ -1173,17 +1173,17 @@ def test_where_nothing_can_be_forked(monkeypatch):
 
 
 def test_a_kernel_s_text_is_edited_in_a_copy_and_only_there():
-    from steps.step02_fa2_cuda import launch
+    from steps.step02_fa2_cuda import calls, works
 
-    here, old = launch.HERE, "float max_S = -INFINITY;"
-    launch.kept["a launch of the kernel as it was"] = ()
+    here, old = works.HERE, "float max_S = -INFINITY;"
+    calls.kept["a launch of the kernel as it was"] = ()
     with listing.edited("fwd_2_mma.cu", (old, "float max_S = 0;")) as lines:
-        assert launch.HERE != here and (launch.HERE / "fwd_2_mma.cu").read_text().splitlines() == lines
+        assert works.HERE != here and (works.HERE / "fwd_2_mma.cu").read_text().splitlines() == lines
         assert not any(old in line for line in lines)
-        assert (launch.HERE / "fwd_5_fa2.cu").read_text() == (here / "fwd_5_fa2.cu").read_text()
-        assert not launch.kept
-    assert launch.HERE == here and old in (here / "fwd_2_mma.cu").read_text()
-    assert launch.kept.pop("a launch of the kernel as it was") == ()
+        assert (works.HERE / "fwd_5_fa2.cu").read_text() == (here / "fwd_5_fa2.cu").read_text()
+        assert not calls.kept
+    assert works.HERE == here and old in (here / "fwd_2_mma.cu").read_text()
+    assert calls.kept.pop("a launch of the kernel as it was") == ()
     with pytest.raises(ValueError, match="fwd_2_mma.cu contains 'no such text' 0 times"):
         with listing.edited("fwd_2_mma.cu", ("no such text", "")):
             pass

@@ -50,7 +50,7 @@ from steps import step02_fa2_cuda as step02
 from steps.bench import cost, plots, rows
 from steps.bench.plots import COLOURS, FAINT, INK
 from steps.figures.measured import speed_bars
-from steps.step02_fa2_cuda import cache, emulator, ladder, launch, nvrtc
+from steps.step02_fa2_cuda import cache, calls, emulator, ladder, nvrtc, works
 from steps.workbook import check, edited, hint, picture, show, solution  # noqa: F401
 
 torch.set_num_threads(1)
@@ -192,7 +192,7 @@ for says, parts in answers.items():
 q, k, v = (x[None, None] for x in (Q, K, V))  # (B, H, N, D); on the CPU, so it is emulated
 for order in ("forward", "reverse"):
     with emulator.schedule(blocks=order):
-        out, lse = launch.forward(q, k, v, rung="scalar", tile=(2, 3))  # 3 blocks of 2 rows
+        out, lse = calls.forward(q, k, v, rung="scalar", tile=(2, 3))  # 3 blocks of 2 rows
     x, y = out[0, 0, 5]
     print(f"this stage's CUDA kernel, blocks {order}: out[5] = ({x:.2f}, {y:.2f})")
 
@@ -392,7 +392,7 @@ try_differences(index, barrier, grid, shared_bytes)
 #
 # | line | what it does | in `fwd_0_scalar.cu` |
 # |---|---|---|
-# | [3] | for each tile of Br queries | the grid, set by `launch.py`: `tile` out of `blockIdx.x` |
+# | [3] | for each tile of Br queries | the grid, set by `works.py`: `tile` out of `blockIdx.x` |
 # | [4–5] | Q_i; m = -inf, l = 0, O = 0, on the chip | `Q_i`, `O_i`, `m`, `l`: registers of a thread |
 # | [6] | for each tile of Bc keys | the loop over `j`, up to `keys` |
 # | [7] | K_j, V_j to shared memory | `load_tile`, between two barriers |
@@ -423,7 +423,7 @@ show("fwd_0_scalar", "attention_forward")
 
 # %% slideshow={"slide_type": "fragment"}
 scalar = ladder.FORWARD["scalar"]  # its row in the ladder
-FORWARD = launch.HERE / scalar.file
+FORWARD = works.HERE / scalar.file
 Br, Bc = scalar.tiles[0][64]  # the tile that a GPU gets, at every head_dim
 
 
@@ -466,7 +466,7 @@ def fetched(size, get, program):
 
 def compile_raw(text, *options, arch="sm_90a"):
     """(PTX, what the compilers say, cubin) of a text that may include ptx.cuh."""
-    names, headers = [b"ptx.cuh"], [(launch.HERE / "ptx.cuh").read_bytes()]
+    names, headers = [b"ptx.cuh"], [(works.HERE / "ptx.cuh").read_bytes()]
     program = checked(raw.nvrtcCreateProgram(text.encode(), b"text.cu", 1, headers, names))
     options = f"-arch={arch}", "-default-device", "--ptxas-options=-v", *options
     status = raw.nvrtcCompileProgram(program, len(options), [x.encode() for x in options])
@@ -478,7 +478,7 @@ def compile_raw(text, *options, arch="sm_90a"):
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 def kept(text, *options, arch="sm_90a"):
     """(PTX, log) of compile_raw, kept on disk as all else that the stage compiles."""
-    header = (launch.HERE / "ptx.cuh").read_text()
+    header = (works.HERE / "ptx.cuh").read_text()
     parts = "02a", text, header, options, arch, raw.nvrtcVersion()
     made = functools.partial(compile_raw, text, *options, arch=arch)
     file = cache.get(parts, ".json", lambda path: path.write_text(json.dumps(made()[:2])))
@@ -672,7 +672,7 @@ lanes hold the maximum, after the one 2 away four, after the one 1 away all eigh
 # lanes, also for 32. The text unrolls four columns and 16 keys. Does the PTX agree?
 
 # %% slideshow={"slide_type": "fragment"}
-warp_text = (launch.HERE / "fwd_1_warp.cu").read_text()
+warp_text = (works.HERE / "fwd_1_warp.cu").read_text()
 ROWS, KEYS, COLUMNS = 4, 8, 2 * 4
 in_rung_1 = instructions(warp_text, "-DT=float32", "-DD=64", "-DBr=64", "-DBc=64")
 print("rung 1:", in_rung_1)
@@ -730,7 +730,7 @@ check("02.1", online_update)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Further: by hand, with `cuda.bindings`
 #
-# `launch.py` takes tile, threads and shared memory from the kernel's row in `ladder.py`; `nvrtc.py` compiles and
+# `works.py` takes tile, threads and shared memory from the kernel's row in `ladder.py`; `nvrtc.py` compiles and
 # launches through `cuda.core`, the interface to learn today. Older tutorials use the raw calls, with a status before
 # every result. Part 4 used them, because without a driver cuda.core 1.2 makes no PTX: unfold `compile_raw` there.
 
@@ -813,14 +813,14 @@ inputs = """ragged ragged_causal fewer_queries_causal more_queries_causal one_ke
 def prepared(name, rung, device="cpu"):
     """A case's inputs in float32, at the rung's smallest tile, and what is expected."""
     tile = (16, 16) if device == "cpu" else {"scalar": (32, 32), "warp": (64, 64)}[rung]
-    limits = checks.limits(step02.SUPPORTS, rung) | {"tiles": (tile,)}
+    limits = checks.supports_of(step02.SUPPORTS, rung) | {"tiles": (tile,)}
     case = next(c for c in cases.CASES if c.name == name)
     x = cases.build(case, limits, torch.float32, device)
     return x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
 
 
 def results(x, rung):
-    out, lse = launch.forward(x.q, x.k, x.v, rung=rung, **x.options)
+    out, lse = calls.forward(x.q, x.k, x.v, rung=rung, **x.options)
     return {"out": out, "lse": lse}
 
 
@@ -873,7 +873,7 @@ truth = attention.forward(q1, k1, v1, causal=True)[0]
 right = {}
 for order in emulator.ORDERS:
     with edited(scalar.file, no_barrier), emulator.schedule(threads=order, seed=1):
-        out, _ = launch.forward(q1, k1, v1, rung="scalar", causal=True)
+        out, _ = calls.forward(q1, k1, v1, rung="scalar", causal=True)
     right[order] = torch.isclose(out.double(), truth).flatten()
     wrong = f"{out.isnan().sum()} of 12 rows are nan"
     print(f"threads {order:7}: {wrong}, {right[order].sum()} right")
@@ -899,7 +899,7 @@ for order in emulator.ORDERS:
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-head, _ = (launch.HERE / "emulator" / "cuda.h").read_text().split("#pragma")
+head, _ = (works.HERE / "emulator" / "cuda.h").read_text().split("#pragma")
 head = head.replace("//", "").split("\n", 1)[1]  # without the licence
 for paragraph in re.split(r"\n *\n|\n +(?=- )", head)[:-1]:
     print(textwrap.fill(" ".join(paragraph.split()), 110, subsequent_indent="  "))
@@ -962,8 +962,8 @@ sizes = {"B": 1, "H": 32, "Hk": 32, "Nq": 4096, "Nk": 4096, "dtype": torch.float
 sizes |= {"causal": False, "processors": gpu.sms}
 sizes |= {"shared_limit": gpu.multiprocessor.shared_per_block}
 for rung, D in (("scalar", 32), ("scalar", 64), ("scalar", 96), ("warp", 64)):
-    file = launch.HERE / ladder.FORWARD[rung].file
-    ((kernel, _, threads, shared, macros),) = launch.geometry(file.stem, D=D, **sizes)
+    file = works.HERE / ladder.FORWARD[rung].file
+    ((kernel, _, threads, shared, macros),) = rows.geometry(file.stem, D=D, **sizes)
     registers = nvrtc.compile(file, macros, "sm_90a").usage[kernel].registers
     per_block = {"threads": threads, "shared": shared, "registers": registers}
     fit = cost.occupancy(gpu.capability, **per_block)

@@ -44,7 +44,7 @@ from steps import checks
 from steps import step02_fa2_cuda as step02
 from steps.bench import cost, plots, profile, rows
 from steps.bench.plots import COLOURS, FAINT, INK
-from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
+from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from steps.workbook import Blank, check, edited, exercises, picture, show
@@ -116,7 +116,7 @@ def tile_cost(rung, D):
     for sign, Nk in ((1, 2 * Bc), (-1, Bc)):
         q, k, v = (torch.zeros(1, 1, N, D, dtype=dtype) for N in (Br, Nk, Nk))
         with emulator.count_conflicts() as counted:
-            launch.forward(q, k, v, rung=rung, tile=(Br, Bc))
+            calls.forward(q, k, v, rung=rung, tile=(Br, Bc))
         for site, found in counted.items():
             function = function_at(*site.split(":"))
             before = total.get(function, (0, 0))
@@ -127,7 +127,7 @@ def tile_cost(rung, D):
 # %% slideshow={"slide_type": "subslide"}
 def function_at(file, line):
     """The name of the function that this line of a kernel file is in."""
-    before = (launch.HERE / file).read_text().splitlines()[: int(line)]
+    before = (works.HERE / file).read_text().splitlines()[: int(line)]
     return re.findall(r"^__device__ .*?(\w+)\(", "\n".join(before), re.M)[-1]
 
 
@@ -216,7 +216,7 @@ def probe(file, kernel, text, *arguments, block=32, **macros):
     shape = {"grid": 1, "block": block, "shared_bytes": 1024}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / f"{file}.cu"
-        copy.write_text((launch.HERE / copy.name).read_text() + text)
+        copy.write_text((works.HERE / copy.name).read_text() + text)
         emulator.launch(copy, kernel, arguments, macros={"T": "bf16"} | macros, **shape)
 
 
@@ -300,9 +300,9 @@ SIZES |= {"processors": gpu.sms, "shared_limit": gpu.multiprocessor.shared_per_b
 
 def compiled(rung, D):
     """(threads, shared bytes, registers) of a block on an H200, and NVRTC's result."""
-    file = launch.HERE / ladder.FORWARD[rung].file
+    file = works.HERE / ladder.FORWARD[rung].file
     dtype = torch.float32 if rung == "scalar" else torch.bfloat16
-    (launched,) = launch.geometry(file.stem, D=D, dtype=dtype, **SIZES)
+    (launched,) = rows.geometry(file.stem, D=D, dtype=dtype, **SIZES)
     kernel, _, threads, shared, macros = launched
     made = nvrtc.compile(file, macros, "sm_90a")  # needs no GPU
     registers = made.usage[kernel].registers  # a thread
@@ -693,7 +693,7 @@ check("02.bug1", test)
 # %% slideshow={"slide_type": "fragment"}
 def prepared(rung, names, device="cpu"):
     """(case, its inputs for this rung, what is expected) for the named cases."""
-    limits = checks.limits(step02.SUPPORTS, rung)
+    limits = checks.supports_of(step02.SUPPORTS, rung)
     for case in (c for c in cases.CASES if c.name in names):
         x = cases.build(case, limits, torch.bfloat16, device)
         yield case, x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
@@ -762,7 +762,7 @@ def verdict(x, want):
     wrong = []
     for copies in ("late", "eager"):
         with emulator.schedule(copies=copies):
-            out, lse = launch.forward(
+            out, lse = calls.forward(
                 x.q, x.k, x.v, rung="cp_async", causal=x.causal, scale=x.scale
             )
         if error.failures({"out": out, "lse": lse}, want):

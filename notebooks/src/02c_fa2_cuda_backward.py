@@ -42,7 +42,7 @@ from steps import checks
 from steps import step02_fa2_cuda as step02
 from steps.bench import cost, rows, timing
 from steps.bench.plots import COLOURS, FAINT, GREYS, INK, style
-from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
+from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import check, edited, one_rung, picture, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
 from steps.workbook.listing import Source
@@ -271,9 +271,9 @@ for order, (products, atomics) in count(4096, 4096, 64, 64, 64).items():
 def gradients(n, blocks, seed=0):
     """(dq, dk, dv) of two heads of n tokens, D = 32, in the emulation, tile (16, 16)."""
     q, k, v, dout = torch.randn(4, 1, 2, n, 32, generator=torch.Generator().manual_seed(0))
-    out, lse = launch.forward(q, k, v, rung="scalar")
+    out, lse = calls.forward(q, k, v, rung="scalar")
     with emulator.schedule(blocks=blocks, seed=seed):
-        return launch.backward(dout, q, k, v, out, lse, rung="scalar")
+        return calls.backward(dout, q, k, v, out, lse, rung="scalar")
 
 
 large, one = torch.tensor(1e8), torch.tensor(1.0)
@@ -319,7 +319,7 @@ print(f"dq, forward against reverse: at most {difference:.1e}, largest entry {la
 
 # %% slideshow={"slide_type": "fragment"}
 scalar = ladder.BACKWARD["scalar"]  # its row in the ladder
-SCALAR = launch.HERE / scalar.file
+SCALAR = works.HERE / scalar.file
 Br, Bc = scalar.tiles[0][64]  # the tile that a GPU gets by default
 for D in (32, 64, 96, 128):
     block = {"threads": scalar.threads(D, Br, Bc), "shared": scalar.shared_bytes(D, Br, Bc)}
@@ -352,8 +352,8 @@ code("bwd_0_scalar", "load_tile", "load_column", "dot", "store_row", setup, loop
 
 # %% slideshow={"slide_type": "fragment"}
 q, k, v, dout = (x[None, None] for x in (Q, K, V, dO))  # on the CPU, so it is emulated
-out, lse = launch.forward(q, k, v, rung="scalar", tile=(2, 3))
-got = launch.backward(dout, q, k, v, out, lse, rung="scalar", tile=(2, 3))
+out, lse = calls.forward(q, k, v, rung="scalar", tile=(2, 3))
+got = calls.backward(dout, q, k, v, out, lse, rung="scalar", tile=(2, 3))
 right = [close(a[0, 0], b) for a, b in zip(got, (dQ, dK, dV), strict=True)]
 print("six tokens, dq dk dv:", right)
 
@@ -440,11 +440,11 @@ def piece(M, N, warps):
     return M // down, N // (warps // down)
 
 
-FA2 = launch.HERE / "bwd_1_fa2.cu"
+FA2 = works.HERE / "bwd_1_fa2.cu"
 sizes = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "dtype": torch.bfloat16}
 sizes |= {"shared_limit": gpu.multiprocessor.shared_per_block, "processors": gpu.sms}
 for D in ladder.BACKWARD["fa2"].head_dims:
-    _, launched, _ = launch.geometry(FA2.stem, D=D, causal=False, **sizes)
+    _, launched, _ = rows.geometry(FA2.stem, D=D, causal=False, **sizes)
     kernel, _, threads, shared, macros = launched
     Br, Bc, warps = macros["Br"], macros["Bc"], threads // 32
     S, dV, dQ_i = (math.prod(piece(*x, warps)) // 32 for x in ((Br, Bc), (Bc, D), (Br, D)))
@@ -500,10 +500,10 @@ def roof(rung, D, N):
     dtype = torch.float32 if rung == "scalar" else torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = torch.randn(4, 1, 1, N, D, generator=generator).to(dtype)
-    out, lse = launch.forward(q, k, v, rung=rung)
+    out, lse = calls.forward(q, k, v, rung=rung)
     tile = ladder.BACKWARD[rung].tiles[0][D]  # on a GPU
     with emulator.count_conflicts() as counted:
-        launch.backward(dout, q, k, v, out, lse, rung=rung, backward_tile=tile)
+        calls.backward(dout, q, k, v, out, lse, rung=rung, backward_tile=tile)
     wavefronts = sum(wavefronts for _, wavefronts in counted.values())
     multiply_adds = 5 * N * N * D / wavefronts
     # An SM does 4096 bf16 operations, or 1 wavefront, a cycle.
@@ -528,16 +528,16 @@ roofs |= {("fa2", D): roof("fa2", D, 256) for D in (64, 128)}
 one, two = (torch.Generator().manual_seed(seed) for seed in (0, 1))
 q, dout = torch.randn(2, 1, 8, 40, 32, generator=one).bfloat16()
 k, v = torch.randn(2, 1, 2, 40, 32, generator=two).bfloat16()
-out, lse = launch.forward(q, k, v, rung="fa2")
+out, lse = calls.forward(q, k, v, rung="fa2")
 want = error.expected(q, k, v, dout)
-got = launch.backward(dout, q, k, v, out, lse, rung="fa2")
+got = calls.backward(dout, q, k, v, out, lse, rung="fa2")
 got = dict(zip(("dq", "dk", "dv"), got, strict=True))
 shapes = {name: tuple(x.shape) for name, x in got.items()}
 print("8 query heads, 2 key heads:", shapes, "wrong:", error.failures(got, want))
 for H, Hk in ((32, 32), (32, 8), (32, 1)):
     copies = 4 * H * 4096 * 64 * 4 / 2**20 if H > Hk else 0  # k, v, dk, dv in float32
     grouped = sizes | {"H": H, "Hk": Hk}
-    _, launched, _ = launch.geometry(FA2.stem, D=64, causal=False, **grouped)
+    _, launched, _ = rows.geometry(FA2.stem, D=64, causal=False, **grouped)
     blocks, apart = launched[1], launched[-1]["HEADS_APART"]
     parts = 2 * H * 4096 * 64 * 2 / 2**20 if apart else 0  # dk and dv in bf16
     print(f"H = {H}, Hk = {Hk:2}, N = 4096, D = 64: rung 0 adds {copies:3.0f} MiB,",
@@ -563,11 +563,11 @@ def fa2_gradients(blocks, seed=0, deterministic=False):
     tiles, in the emulation: the three kernels of the backward, called one by one."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = torch.randn(4, 1, 2, 160, 32, generator=generator).half()
-    out, lse = launch.forward(q, k, v, rung="fa2")
+    out, lse = calls.forward(q, k, v, rung="fa2")
     with emulator.schedule(blocks=blocks, seed=seed):
-        sums = launch.start_gradients(dout, out, lse, deterministic=deterministic)
-        dk, dv = launch.add_gradients(sums, dout, q, k, v)
-        return sums.dq_sum, launch.finish_dq(sums), dk, dv
+        sums = calls.start_gradients(dout, out, lse, deterministic=deterministic)
+        dk, dv = calls.add_gradients(sums, dout, q, k, v)
+        return sums.dq_sum, calls.finish_dq(sums), dk, dv
 
 
 for deterministic in (False, True):
@@ -635,8 +635,8 @@ if steps.engine.name == "cuda":
         options = {"causal": causal, "rung": "fa2"}
         out, lse = step02.forward(q, k, v, **options)
         call = functools.partial(step02.backward, dout, q, k, v, out, lse, **options)
-        calls = {d: functools.partial(call, deterministic=d) for d in (False, True)}
-        ms = {d: t.ms_median for d, t in timing.interleaved(calls, device="cuda").items()}
+        timed = {d: functools.partial(call, deterministic=d) for d in (False, True)}
+        ms = {d: t.ms_median for d, t in timing.interleaved(timed, device="cuda").items()}
         print(f"measured here, N = 4096, causal {causal}: x {ms[True] / ms[False]:.2f}")
 else:
     print("measured here: nothing, without a GPU")
@@ -699,7 +699,7 @@ check("02.7", lane_row_transposed)
 # %% slideshow={"slide_type": "fragment"}
 SOME = ("ragged_causal", "scores_200", "grouped_heads")
 NAMES = "dq", "dk", "dv"
-own = {rung: checks.limits(step02.SUPPORTS, rung) for rung in ("scalar", "fa2")}
+own = {rung: checks.supports_of(step02.SUPPORTS, rung) for rung in ("scalar", "fa2")}
 for rung, supports in own.items():
     ran, failed, worst = 0, 0, dict.fromkeys(NAMES, 0.0)
     for case, dtype, reason in cases.select(supports):
@@ -729,7 +729,7 @@ def prepared(rung, name):
     case, dtype = next(c for c in cases.CASES if c.name == name), own[rung]["dtypes"][0]
     x = cases.build(case, own[rung] | {"tiles": (TILE[rung],)}, dtype)
     want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-    out, lse = launch.forward(x.q, x.k, x.v, rung=rung, causal=x.causal, scale=x.scale)
+    out, lse = calls.forward(x.q, x.k, x.v, rung=rung, causal=x.causal, scale=x.scale)
     return x, want, out, lse
 
 
@@ -737,7 +737,7 @@ def prepared(rung, name):
 def grads(rung, x, out, lse):
     """The emulated kernel's gradients by name, with whatever is planted in it."""
     options = {"causal": x.causal, "scale": x.scale, "backward_tile": TILE[rung]}
-    got = launch.backward(x.dout, x.q, x.k, x.v, out, lse, rung=rung, **options)
+    got = calls.backward(x.dout, x.q, x.k, x.v, out, lse, rung=rung, **options)
     return dict(zip(NAMES, got, strict=True))
 
 

@@ -43,7 +43,7 @@ from steps import checks
 from steps import step02_fa2_cuda as step02
 from steps.bench import ablations, cost, plots, profile, report, rows, timing
 from steps.bench.plots import COLOURS, FAINT, GREYS, INK
-from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
+from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, plan, works
 from steps.workbook import Blank, check, edited, exercises, picture, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
 from steps.workbook.listing import Source
@@ -186,12 +186,12 @@ for c in (c for rung, c in profile.read().items() if rung == "hopper"):
 for column, D in zip(axes.T, (64, 128), strict=True):
     tensor, exp, fp32 = tile_clocks(D, Br=64)  # each warpgroup has 64 rows
     work = {"products": tensor, "float32": fp32, "exp": exp}
-    for ax, plan in zip(column, (lockstep, ping_pong), strict=True):
-        for unit, wg, start, end in plan(work, 3):
+    for ax, turns in zip(column, (lockstep, ping_pong), strict=True):
+        for unit, wg, start, end in turns(work, 3):
             look = {"edgecolor": "white", "color": colours[unit]}
             ax.barh(wg, end - start, left=start, height=0.7, **look)
-        share = 100 * 2 * tensor / max(end for *_, end in plan(work, 100))
-        name = plan.__name__.replace("_", "-")
+        share = 100 * 2 * tensor / max(end for *_, end in turns(work, 100))
+        name = turns.__name__.replace("_", "-")
         ax.set_title(f"model, D = {D}, {name}: tensor cores busy {share:.0%}", fontsize=10)
         ax.set(ylim=(1.6, -0.6), xlim=(0, 11500))
         ax.set_yticks((0, 1), ("group 0", "group 1"))
@@ -251,7 +251,7 @@ def emulate(text, kernel, *arguments, block=32):
 
 # 10 x the row, plus the number of the 16-byte chunk
 x = (10 * torch.arange(21)[:, None] + torch.arange(128) // 8).bfloat16()
-x_map = emulator.tensor_map(*launch.view_and_box(x[None, None], 16))
+x_map = emulator.tensor_map(*plan.view_and_box(x[None, None], 16))
 y = torch.empty(2 * 16, 64).bfloat16()
 for waits in (0, 1):
     emulate(COPY, "copied", x_map, y, 13, waits)
@@ -484,12 +484,12 @@ excerpt("fwd_6_wgmma", ("for (int n = 0; n < blocks; n++) {", "int64_t first =")
 # %% slideshow={"slide_type": "fragment"}
 sizes = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "D": 128, "causal": False}
 sizes |= {"dtype": torch.bfloat16, "processors": h200.sms, "shared_limit": 232448}
-((kernel, *_, macros),) = launch.geometry("fwd_6_wgmma", **sizes)
+((kernel, *_, macros),) = rows.geometry("fwd_6_wgmma", **sizes)
 no_wait = ("    wgmma_wait<0>();\n    if (j * Bc", "    if (j * Bc")
 for edits in ((), (no_wait,)):
     with edited("fwd_6_wgmma.cu", *edits):
         try:
-            made = nvrtc.compile(launch.HERE / "fwd_6_wgmma.cu", macros, "sm_90a")
+            made = nvrtc.compile(works.HERE / "fwd_6_wgmma.cu", macros, "sm_90a")
             print(f"as it is: {made.usage[kernel]}")
         except RuntimeError as refused:
             for message in re.findall(r"\(C75\d\d\)[^;]*", str(refused)):
@@ -712,7 +712,7 @@ SCHEDULES = {
     "products late": {"copies": "eager", "wgmma": "late"},
     "random": {"threads": "random", "copies": "random", "wgmma": "random", "seed": 1},
 }
-small = checks.limits(step02.SUPPORTS, "hopper") | {"tiles": ((128, 64),)}
+small = checks.supports_of(step02.SUPPORTS, "hopper") | {"tiles": ((128, 64),)}
 names = ("ragged_causal", "fewer_queries_causal", "scores_200")
 for rung in ("wgmma", "roles", "hopper"):
     failed, shares = 0, []
@@ -721,7 +721,7 @@ for rung in ("wgmma", "roles", "hopper"):
         want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
         for how in SCHEDULES.values():
             with emulator.schedule(**how):
-                out, lse = launch.forward(x.q, x.k, x.v, rung=rung, **x.options)
+                out, lse = calls.forward(x.q, x.k, x.v, rung=rung, **x.options)
             got = {"out": out, "lse": lse}
             failed += bool(error.failures(got, want))
             errors = error.errors(got, want)
@@ -747,7 +747,7 @@ generator = torch.Generator().manual_seed(0)
 q, k, v = torch.randn(3, 1, 1, 300, 32, generator=generator).bfloat16()
 try:
     with edited("fwd_7_roles.cu", wrong_parity) as lines:
-        launch.forward(q, k, v, rung="roles", tile=(64, 64))
+        calls.forward(q, k, v, rung="roles", tile=(64, 64))
 except RuntimeError as stuck:
     returned = "; threads 1-31 returned from the kernel, and count as missing"
     print(str(stuck).replace(returned, "; ..."))
@@ -784,7 +784,7 @@ want = error.expected(q, k, v, torch.zeros_like(q))
 def outcome(how):
     try:
         with emulator.schedule(**how):
-            out, lse = launch.forward(q, k, v, rung="roles", tile=(64, 64))
+            out, lse = calls.forward(q, k, v, rung="roles", tile=(64, 64))
         return "wrong" if error.failures({"out": out, "lse": lse}, want) else "lives"
     except RuntimeError as report:
         return "stuck" if "stuck" in str(report) else "refused"

@@ -37,7 +37,7 @@ import torch
 from reference import error
 from steps.bench import ablations, cost, plots, rows, timing
 from steps.bench.plots import COLOURS, GREYS, INK
-from steps.step02_fa2_cuda import emulator, ladder, launch, nvrtc
+from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import Blank, check, edited, exercises, picture, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
 from steps.workbook.listing import Source
@@ -298,9 +298,9 @@ excerpt("bwd_2_wgmma", step)
 sizes = {"B": 1, "H": 1, "Hk": 1, "Nq": 4096, "Nk": 4096, "dtype": torch.bfloat16}
 sizes |= {"shared_limit": h200.multiprocessor.shared_per_block, "processors": h200.sms}
 for D, (Br, Bc) in TILES.items():
-    launches = launch.geometry("bwd_2_wgmma", D=D, causal=False, **sizes)
+    launches = rows.geometry("bwd_2_wgmma", D=D, causal=False, **sizes)
     kernel, _, threads, shared, macros = next(x for x in launches if "backward" in x[0])
-    usage = nvrtc.compile(launch.HERE / "bwd_2_wgmma.cu", macros, "sm_90a").usage[kernel]
+    usage = nvrtc.compile(works.HERE / "bwd_2_wgmma.cu", macros, "sm_90a").usage[kernel]
     parts = {"dK, dV": 2 * 64 * D // 128, "S, dP": 2 * 64 * Br // 128}
     parts |= {"P, dS": 2 * 64 * Br // 256, "dQ": 64 * 64 // 128}
     says = ", ".join(f"{name} {n}" for name, n in parts.items())
@@ -324,10 +324,10 @@ def counted_wavefronts(rung, D):
     for sign, N in ((1, 3 * Br), (-1, 2 * Br)):
         q, dout, k, v = torch.randn(4, 1, 1, max(N, Bc), D).bfloat16()
         q, dout, k, v = q[:, :, :N], dout[:, :, :N], k[:, :, :Bc], v[:, :, :Bc]
-        out, lse = launch.forward(q, k, v, rung="wgmma")
+        out, lse = calls.forward(q, k, v, rung="wgmma")
         with emulator.count_conflicts() as counted:
-            sums = launch.start_gradients(dout, out, lse, rung=rung)
-            launch.add_gradients(sums, dout, q, k, v)
+            sums = calls.start_gradients(dout, out, lse, rung=rung)
+            calls.add_gradients(sums, dout, q, k, v)
         for site, (_, wavefronts) in counted.items():
             total[site] += sign * wavefronts
     return sum(total.values())
@@ -373,9 +373,9 @@ def gained(D):
 
 
 for D in TILES:
-    launches = launch.geometry("bwd_3_hopper", D=D, causal=False, **sizes)
+    launches = rows.geometry("bwd_3_hopper", D=D, causal=False, **sizes)
     kernel, *_, macros = next(x for x in launches if "backward" in x[0])
-    used = nvrtc.compile(launch.HERE / "bwd_3_hopper.cu", macros, "sm_90a").usage[kernel]
+    used = nvrtc.compile(works.HERE / "bwd_3_hopper.cu", macros, "sm_90a").usage[kernel]
     print(f"D = {D:3}: 64 rows of K_j take {D // 4} registers; bwd_3 keeps the first",
           f"operand of {' and '.join(KEPT['hopper'][D])};",
           f"ptxas: {used.registers}, {used.spills} bytes spilled")
@@ -405,14 +405,14 @@ excerpt("bwd_3_hopper", turns, loop)
 # %% slideshow={"slide_type": "fragment"}
 generator = torch.Generator().manual_seed(0)
 q, k, v, dout = torch.randn(4, 1, 1, 512, 64, generator=generator).bfloat16()
-out, lse = launch.forward(q, k, v, rung="hopper")
+out, lse = calls.forward(q, k, v, rung="hopper")
 want = error.expected(q, k, v, dout)
 for deterministic in (False, True):
     options = {"rung": "hopper", "deterministic": deterministic}
     found = []
     for blocks in emulator.ORDERS:
         with emulator.schedule(blocks=blocks, threads="random", copies="random", seed=3):
-            grads = launch.backward(dout, q, k, v, out, lse, **options)
+            grads = calls.backward(dout, q, k, v, out, lse, **options)
         found.append(dict(zip(("dq", "dk", "dv"), grads, strict=True)))
     failed = sum(bool(error.failures(g, want)) for g in found)
     same = {x: all(torch.equal(g[x], found[0][x]) for g in found) for x in found[0]}
@@ -497,14 +497,14 @@ mistakes = {
 
 # %% slideshow={"slide_type": "fragment"}
 q, k, v, dout = torch.randn(4, 1, 1, 400, 64, generator=generator).bfloat16()
-out, lse = launch.forward(q, k, v, rung="wgmma")
+out, lse = calls.forward(q, k, v, rung="wgmma")
 want = error.expected(q, k, v, dout)
 
 
 def outcome(how):
     try:
         with emulator.schedule(**how):
-            grads = launch.backward(dout, q, k, v, out, lse, rung="wgmma")
+            grads = calls.backward(dout, q, k, v, out, lse, rung="wgmma")
     except RuntimeError as report:
         return "stuck" if "stuck" in str(report) else "refused"
     spoilt = error.failures(dict(zip(("dq", "dk", "dv"), grads, strict=True)), want)
@@ -535,10 +535,10 @@ def roof_of_fa2(D, N=256):
     """TFLOP/s on an H200 if its shared memory never rests, by one head's wavefronts."""
     random = torch.randn(4, 1, 1, N, D, generator=torch.Generator().manual_seed(0))
     q, k, v, dout = random.bfloat16()
-    out, lse = launch.forward(q, k, v, rung="fa2")
+    out, lse = calls.forward(q, k, v, rung="fa2")
     tile = ladder.BACKWARD["fa2"].tiles[0][D]
     with emulator.count_conflicts() as counted:
-        launch.backward(dout, q, k, v, out, lse, rung="fa2", backward_tile=tile)
+        calls.backward(dout, q, k, v, out, lse, rung="fa2", backward_tile=tile)
     wavefronts = sum(wavefronts for _, wavefronts in counted.values())
     return h200.half_tflops / TENSOR * 10 * N * N * D / wavefronts
 
@@ -754,7 +754,7 @@ for degree in range(1, 6):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What a launch costs
 #
-# As long as a launch takes the host less time than the kernel runs, the GPU is never idle. `launch.forward` allocates
+# As long as a launch takes the host less time than the kernel runs, the GPU is never idle. `calls.forward` allocates
 # out and lse, finds its plan for inputs of this layout and calls the driver; `forward` checks its arguments first. *Elsewhere*: every call has its tensors at other addresses, so
 # that three tensor maps change. Printed: the lowest of 50 rounds.
 

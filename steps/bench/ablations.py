@@ -27,7 +27,7 @@ import typer
 
 from steps.bench import rows, timing
 from steps.bench.cost import Point
-from steps.step02_fa2_cuda import ladder, launch
+from steps.step02_fa2_cuda import calls, ladder, plan, works
 
 
 def edited(text, edits):
@@ -40,7 +40,7 @@ def edited(text, edits):
 
 
 def text_of(kernel):
-    return (launch.HERE / f"{kernel}.cu").read_text()
+    return (works.HERE / f"{kernel}.cu").read_text()
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def folder():
 
 
 def written(kernel, text):
-    """The text as a .cu file that launch.py takes; another text is another file."""
+    """The text as a .cu file that works.py takes; another text is another file."""
     file = Path(folder().name) / f"{kernel}_{zlib.crc32(text.encode()):08x}.cu"
     file.write_text(text)
     return file
@@ -76,17 +76,17 @@ def switches(text):
 def forwards(kernel):
     """{"fwd_8_hopper": the rung's forward, "fwd_8_hopper:LAZY=0": with a switch turned, ...}.
 
-    They are functions of launch.py, because the stage's own forward takes no switches. ":LARGE_SCORES=0" has an
+    They are functions of calls.py, because the stage's own forward takes no switches. ":LARGE_SCORES=0" has an
     exponent that is one FMA.
     """
-    forward = partial(launch.forward, rung=kernel.split("_", 2)[2])
+    forward = partial(calls.forward, rung=kernel.split("_", 2)[2])
     found = {kernel: forward}
     for name, values in switches(text_of(kernel)).items():
         found |= {f"{kernel}:{name}={value}": partial(forward, **{name: value}) for value in values}
     if kernel in SEPARATE:
         row = ladder.FORWARD[forward.keywords["rung"]]
         file = written(kernel, edited(text_of(kernel), SEPARATE[kernel]))
-        found[f"{kernel}:LARGE_SCORES=0"] = partial(launch.forward, rung=replace(row, file=str(file)))
+        found[f"{kernel}:LARGE_SCORES=0"] = partial(calls.forward, rung=replace(row, file=str(file)))
     return found
 
 
@@ -142,11 +142,11 @@ def timed_launch(text, q, k, v, switches, steps=STEPS):
     """(a call of the instrumented kernel, out, lse, marks (steps, 2, 6) int32)."""
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     marks = torch.zeros(steps, 2, len(EVENTS), dtype=torch.int32, device=q.device)
-    problem = launch.problem_of(ladder.FORWARD["hopper"], q, k, switches=switches.items())
-    (work,) = launch.forward_works(problem, {})
+    problem = works.problem_of(ladder.FORWARD["hopper"], q, k, switches=switches.items())
+    (work,) = works.forward_works(problem, {})
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "marks": marks}
     file = written(FORWARD, text)
-    (bound,) = launch.bind([replace(work, file=file, arguments=(*work.arguments, "marks"))], tensors)
+    (bound,) = plan.bind([replace(work, file=file, arguments=(*work.arguments, "marks"))], tensors)
     return partial(bound, tensors), out, lse, marks
 
 
@@ -155,22 +155,22 @@ def timelines(q, k, v):
 
     Of the switches also TFLOP/s without clocks in the text.
     """
-    found, calls = [], {}
+    found, candidates = [], {}
     for overlap, pingpong in itertools.product((0, 1), repeat=2):
         switched = {"OVERLAP": overlap, "PINGPONG": pingpong}
         timed, out, lse, marks = timed_launch(timed_text(), q, k, v, switched)
-        shipped = partial(launch.forward, q, k, v, rung="hopper", **switched)
+        shipped = partial(calls.forward, q, k, v, rung="hopper", **switched)
         timed()
         pairs = zip(shipped(), (out, lse), strict=True)
         if any((a.float() - b).norm() > 1e-3 * b.float().norm() for a, b in pairs):
             raise RuntimeError(f"with clocks in its text, {switched}, the kernel computes something else")
-        calls |= {(len(found), "tflops"): shipped, (len(found), "tflops_timed"): timed}
+        candidates |= {(len(found), "tflops"): shipped, (len(found), "tflops_timed"): timed}
         found.append({"switches": switched, "marks": marks})
     for name in LEFT_OUT:
         switched = {"OVERLAP": 1, "PINGPONG": 1}
-        calls[len(found), "tflops_timed"], _, _, marks = timed_launch(timed_text(name), q, k, v, switched)
+        candidates[len(found), "tflops_timed"], _, _, marks = timed_launch(timed_text(name), q, k, v, switched)
         found.append({"switches": switched, "without": name, "marks": marks})
-    for (n, name), taken in timing.interleaved(calls, device="cuda").items():
+    for (n, name), taken in timing.interleaved(candidates, device="cuda").items():
         found[n][name] = AT.flops("fwd") / taken.ms_median / 1e9
     for one in found:  # of the last call; clocks are 32-bit numbers that wrap around
         marks = one["marks"].cpu().to(torch.int64)
@@ -185,7 +185,7 @@ def power(q, k, v):
     a, b = (torch.randn(8192, 8192, dtype=q.dtype, device=q.device) for _ in range(2))
     loads = {
         "matmul 8192": (torch.mm, (a, b), 2 * 8192**3),
-        "hopper forward": (partial(launch.forward, rung="hopper"), (q, k, v), AT.flops("fwd")),
+        "hopper forward": (partial(calls.forward, rung="hopper"), (q, k, v), AT.flops("fwd")),
     }
     found = []
     for (load, (function, tensors, flops)), data in itertools.product(loads.items(), ("random normal", "zeros")):
@@ -216,17 +216,17 @@ def tensors_at(point, device):
     """What the kernel reads and writes, {name: tensor}; random normal inputs."""
     shape = point.B, point.H, point.N, point.D
     dout, q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(4))
-    out, lse = launch.forward(q, k, v, rung="hopper")
-    sums = launch.start_gradients(dout, out, lse, rung="hopper")
+    out, lse = calls.forward(q, k, v, rung="hopper")
+    sums = calls.start_gradients(dout, out, lse, rung="hopper")
     results = {"dk": torch.empty_like(k), "dv": torch.empty_like(v)}
-    return {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "counters": None, **sums.tensors(), **results}
+    return {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "counters": None, **sums.tensors, **results}
 
 
 def backward_call(tensors, without=None):
     """A call of the backward's kernel on these tensors, without one of PARTS if it is named."""
     file = written(BACKWARD, edited(text_of(BACKWARD), PARTS.get(without, {})))
-    (work,) = launch.gradient_works(launch.problem_of(ladder.BACKWARD["hopper"], tensors["q"], tensors["k"]), {})
-    (bound,) = launch.bind([replace(work, file=file)], tensors)
+    (work,) = works.gradient_works(works.problem_of(ladder.BACKWARD["hopper"], tensors["q"], tensors["k"]), {})
+    (bound,) = plan.bind([replace(work, file=file)], tensors)
     return partial(bound, tensors)
 
 
@@ -235,8 +235,8 @@ def parts():
     found = []
     for point in POINTS:
         tensors = tensors_at(point, "cuda")
-        calls = {name: backward_call(tensors, name) for name in (None, *PARTS)}
-        for name, taken in timing.interleaved(calls, device="cuda").items():
+        candidates = {name: backward_call(tensors, name) for name in (None, *PARTS)}
+        for name, taken in timing.interleaved(candidates, device="cuda").items():
             found.append({**point.sizes, "without": name, "ms_median": taken.ms_median})
     return found
 

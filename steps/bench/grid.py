@@ -134,7 +134,7 @@ def entrants(number, rung=None):
     module = catalogue.stage(number)
     for word in module.SUPPORTS["rungs"]:
         if rung in (None, word):
-            own = checks.limits(module.SUPPORTS, word)
+            own = checks.supports_of(module.SUPPORTS, word)
             backward = stem(module, "bwd", word)
             yield Candidate(
                 module.SUPPORTS["stage"].removeprefix("step"),

@@ -30,7 +30,7 @@ from steps import engine, step04_ring
 from steps.bench import rows, timing
 from steps.bench.cost import Point
 from steps.bench.grid import HOW, LAST, make_inputs, peak_bytes, sample_error, sample_truth
-from steps.step02_fa2_cuda import launch as kernels
+from steps.step02_fa2_cuda import calls as kernels
 from steps.step04_ring import Layout, comm, launch, side, strategies
 from steps.step04_ring.block import Hopper
 from steps.step04_ring.strategies import account

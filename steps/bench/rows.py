@@ -27,7 +27,7 @@ import os
 import re
 import subprocess
 import tokenize
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
@@ -39,7 +39,7 @@ import typer
 
 from steps.bench import cost
 from steps.bench.timing import MIN_REPS
-from steps.step02_fa2_cuda import launch
+from steps.step02_fa2_cuda import ladder, works
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "steps" / "bench" / "results"
@@ -309,7 +309,21 @@ def launches(row):
     how |= {"Nq": row["N"], "dtype": DTYPES[row["dtype"]]}
     how |= {"processors": gpu.sms, "shared_limit": gpu.multiprocessor.shared_per_block}
     how |= {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", turned)}
-    return {stem: launch.geometry(stem, **how) for stem in stems.split("+")}
+    return {stem: geometry(stem, **how) for stem in stems.split("+")}
+
+
+def geometry(stem, *, B, H, Hk, Nq, Nk, D, causal, dtype, processors, shared_limit, **switches):
+    """[(kernel, grid, block, shared bytes, macros)] of the launches of a file of stage 02, such as "fwd_5_fa2".
+
+    processors, shared_limit: the GPU's multiprocessors, and the bytes of shared memory that a block can have there.
+    """
+    (row,) = (row for row in (*ladder.ROWS, *ladder.BACKWARD_ROWS) if row.file == f"{stem}.cu")
+    tile = row.tile(D, shared_limit)
+    how = causal, D**-0.5, *tile, processors
+    problem = ladder.Problem(row, B, H, Hk, Nq, Nk, D, dtype, *how, switches=tuple(switches.items()))
+    launched = works.forward_works if row in ladder.ROWS else works.backward_works
+    found = launched(problem, defaultdict(lambda: (0, 0, 0)))
+    return [(work.kernel, work.grid, work.block, work.shared_bytes, work.macros) for work in found]
 
 
 def gpu_of(row):

@@ -53,7 +53,7 @@ def rungs():
 def rungs_of_triton():
     """Stage 03's ladder as a markdown table, from the slowest rung to the fastest."""
     lines = ["| rung | forward | backward | dtypes | head_dim | needs |", "|---|---|---|---|---|---|"]
-    for word, kernels in reversed(triton_rungs.KERNELS.items()):
+    for word, kernels in reversed(triton_rungs.RUNGS.items()):
         forward, backward = (f"{kernel.__module__.rpartition('.')[2]}.py" for kernel in kernels)
         takes = triton_rungs.LIMITS.get(word, {})
         dtypes = "float16 or bfloat16" if "dtypes" in takes else "float32 or float16 or bfloat16"

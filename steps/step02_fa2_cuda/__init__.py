@@ -1,7 +1,7 @@
 """Stage 02: FlashAttention-2 in CUDA C++, compiled at run time; without a GPU the same files run behind an emulation.
 
-A call goes from here through steps/contract.py (checks, autograd) to launch.py (arguments, grid), which reads the
-rung's row in ladder.py and has nvrtc.py or emulator/ compile and launch the kernel.
+A call goes from here through steps/contract.py (checks, autograd) to calls.py, which makes launches out of the rung's
+row in ladder.py (works.py) and keeps them (plan.py). A later call goes to its plan, which nvrtc.py or emulator/ runs.
 Notebooks: notebooks/02a_fa2_cuda_first_kernels.ipynb to 02e. Tests: tests/test_step02_fa2_cuda.py.
 """
 
@@ -9,10 +9,10 @@ import torch
 
 from steps import contract, engine
 
-from . import ladder, launch
+from . import calls, ladder, works
 
-GPU = launch.gpu() if engine.name == "cuda" else (None, None)  # its compute capability and shared memory
-RUNGS = {rung: launch.functions(rung) for rung in ladder.available(GPU[0])}
+GPU = works.gpu() if engine.name == "cuda" else (None, None)  # its compute capability and shared memory
+RUNGS = {rung: calls.functions(rung) for rung in ladder.available(GPU[0])}
 SUPPORTS = {
     "stage": "step02_fa2_cuda",
     "devices": (engine.device,),

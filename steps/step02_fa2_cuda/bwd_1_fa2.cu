@@ -20,10 +20,15 @@
 // dk and dv are bit-equal from run to run. If `deterministic`, the blocks add to each dQ_i one after the
 // other, in the order of their keys, and then dq, too, is bit-equal.
 //
-// Compiled for T (bf16 or fp16), D, a tile Br x Bc, WARPS and HEADS_APART (macros). D is a multiple of 32. Br
-// and Bc are powers of 2, Br from 16 and Bc from 32 on, with Bc <= 4 * Br. Nq * D < 2^31. FlashAttention-2
-// chooses 8 warps and 128 x 128 for D = 64, 64 x 128 for D = 128, 64 x 64 for D = 256. dK and dV take
-// Bc * D / (16 * WARPS) registers of a thread. sm_80; sm_75 in fp16. Needs ptx.cuh.
+// Parameters, which are macros:
+//   T              bf16 or fp16: the type of q, k, v and their gradients
+//   D              the head_dim, a multiple of 32; Nq * D < 2^31
+//   Br             queries of a tile, a power of 2 from 16 on: FlashAttention-2's 128, or 64 from D = 128 on
+//   Bc             keys of a block, a power of 2 from 32 on, Bc <= 4 * Br: 128, or 64 for D = 256
+//   WARPS          8 for these tiles, because dK and dV take Bc * D / (16 * WARPS) registers of a thread
+//   HEADS_APART    1 or 0, as above
+//
+// sm_80; sm_75 in fp16. Needs ptx.cuh.
 // Launch: attention_delta with grid ceil(padded_rows / (2048 / D)) * H * B, for D = 96
 // ceil(padded_rows / 16) * H * B, where padded_rows is Nq rounded up to whole tiles, block 256;
 // attention_backward with grid ceil(Nk / Bc) * parts * B, where parts is H if HEADS_APART, else H / group,

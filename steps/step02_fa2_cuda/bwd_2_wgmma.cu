@@ -18,8 +18,13 @@
 // the registers, and the last kernel restores the order of rows and columns. dk and dv are bit-equal from run
 // to run, dq is not. As in rung 1 a block takes one query head alone if HEADS_APART.
 //
-// Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, and HEADS_APART
-// (macros). sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
+// Parameters, which are macros:
+//   T              bf16 or fp16: the type of q, k, v and their gradients
+//   D, Br          the head_dim and the queries of a tile: 64 and 128, or 128 and 64: dK and dV fit
+//   Bc             keys of a block: 128, 64 for each warpgroup
+//   HEADS_APART    1 or 0, as above
+//
+// sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
 // with grid B * parts * ceil(Nk / Bc), block 256, 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br + 24
 // bytes of dynamic shared memory.

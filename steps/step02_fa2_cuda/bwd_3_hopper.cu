@@ -15,15 +15,17 @@
 // turn on takes long: the additions must have arrived in the L2 cache, and then the next block must see it.
 // In all else the algorithm is that of rung 2.
 //
-// Compiled for T (bf16 or fp16), D = 64 with Br = 128 or D = 128 with Br = 64, Bc = 128, DETERMINISTIC and
-// HEADS_APART (0 or 1). sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
+// Parameters, which are macros. T, D, Br, Bc and HEADS_APART are those of rung 2.
+//   DETERMINISTIC    1 or 0, as above; a macro, so that without it the counters cost nothing
+//
+// sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
 // with grid B * parts * ceil(Nk / Bc), block 256,
 // 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br + 40 bytes of dynamic shared memory.
 // Spill budget: 0 bytes.
 // Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; additions by the
 // copy engine. A producer with a warp of its own would need too many registers.
-// Bottleneck, by leaving parts out (steps/bench/left_out.py): at D = 128 above all the additions to dq; at
+// Bottleneck, by leaving parts out (steps/bench/ablations.py): at D = 128 above all the additions to dq; at
 // D = 64 P^T and dS^T, because both warpgroups compute them at the same time.
 #include "ptx.cuh"
 

@@ -13,10 +13,14 @@
 //     others have ended (LONGEST_FIRST). With all heads at a time their K and V would often not fit into the
 //     L2 cache. So the heads are taken in sections that fit (SECTIONS).
 //
-// A macro in brackets, set to 0, switches its idea off.
+// Parameters, which are macros:
+//   T           bf16 or fp16: the type of q, k, v and out
+//   D           the head_dim: 32, 64, 96 or 128; 256 with Br = 64, for lack of registers
+//   Br          queries of a tile, 32 or a multiple of 64: 128, as FlashAttention-2 has it
+//   Bc          keys of a tile, a multiple of 32: 128, or 64 where D is large
+//   FEW_MASKS, LONGEST_FIRST, SECTIONS    1, or 0 to switch the idea off that names it
 //
-// Br is 32 or a multiple of 64, Bc a multiple of 32, D <= 128, or 256 with Br = 64. Otherwise as rung 4.
-// Needs ptx.cuh.
+// The GPUs of rung 4. Needs ptx.cuh.
 // Launch: grid ceil(Nq / Br) * H * B, block 128 threads (2 * Br if Br < 64), 2 * (Br + 2 * Bc) * D bytes of
 // dynamic shared memory.
 // Spill budget: 96 bytes. S and O take 192 of the 255 registers, and numbers that the loop needs at most once

@@ -14,7 +14,13 @@
 // tells the instruction where a tile lies. A tile of R rows is ceil(D / 64) slabs of R rows of 128 bytes,
 // whose 16-byte chunks the copy engine swizzles as rung 3 did by hand.
 //
-// Compiled for T (bf16 or fp16), D = 32, 64, 96, 128 or 256, Br x Bc (multiples of 64 and 16) and CAUSAL.
+// Parameters, which are macros:
+//   T         bf16 or fp16: the type of q, k, v and out
+//   D         the head_dim: 32, 64, 96, 128 or 256
+//   Br        queries of a tile, 64 for each warpgroup: 128, which S and O leave registers for
+//   Bc        keys of a tile, a multiple of 16: 128, or as many as shared memory and registers hold
+//   CAUSAL    1 or 0, a macro so that the kernel without a mask has no code for it
+//
 // sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: grid ceil(Nq / Br) * H * B, block 2 * Br, (Br + 4 * Bc) * ceil(D / 64) * 128 + 128 bytes of dynamic
 // shared memory.

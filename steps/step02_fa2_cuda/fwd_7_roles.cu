@@ -13,7 +13,13 @@
 // then work for one while the other computes exponentials. The producer needs few registers, and setmaxnreg
 // gives those that it leaves to the consumers.
 //
-// Compiled for T (bf16 or fp16), D = 32, 64, 96, 128 or 256, Br x Bc (64, 128 or 192 x 16 n) and CAUSAL.
+// Parameters, which are macros:
+//   T         bf16 or fp16: the type of q, k, v and out
+//   D         the head_dim: 32, 64, 96, 128 or 256
+//   Br        queries of a tile, 64 for each consumer: 192, or 128 where O needs more registers (D >= 128)
+//   Bc        keys of a tile, a multiple of 16: 128, or as many as shared memory and registers hold
+//   CAUSAL    1 or 0
+//
 // sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: grid ceil(Nq / Br) * H * B, block 128 + 2 * Br, (Br + 4 * Bc) * ceil(D / 64) * 128 + 128 bytes of
 // dynamic shared memory.

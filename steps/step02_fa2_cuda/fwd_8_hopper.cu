@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Rung 8, "hopper": the tensor cores hardly wait. FlashAttention-3, section 3, and a little more. Each idea
-// is a macro that switches it on or off.
+// Rung 8, "hopper": the tensor cores hardly wait. FlashAttention-3, section 3, and a little more.
 //
+// Parameters, which are macros. T, D, Br, Bc and CAUSAL are those of rung 7; each of the others is an idea,
+// which 1 switches on and 0 off:
 //   OVERLAP      A warpgroup starts S = Q K_j^T and O += P V_(j+1) together, and computes the exponentials of
 //                S while the second product runs.
 //   PINGPONG     The warpgroups start their products one after the other, so that the exponentials of one run
@@ -18,8 +19,7 @@
 //   WIDE_STORES  The 4 lanes of a quad exchange what they hold of a row, so that each lane stores 16 bytes at
 //                once instead of 4 bytes four times.
 //
-// Compiled for T (bf16 or fp16), D = 32, 64, 96, 128 or 256, Br x Bc (64, 128 or 192 x 16 n; ladder.py has
-// the fastest) and CAUSAL. sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
+// sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: block 128 + 2 * Br; grid one block a multiprocessor but not more than tiles, or without PERSISTENT
 // ceil(Nq / Br) * H * B; (Q_STAGES * Br + 2 * STAGES * Bc) * ceil(D / 64) * 128 + 128 bytes of dynamic shared
 // memory.

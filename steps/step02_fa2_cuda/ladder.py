@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT
 """The ladder: one table of all kernels of this stage, a row for each, with what a kernel takes and how it is launched.
 
-launch.py turns a row into a launch, and what the stage says about itself (SUPPORTS, error messages, README's table,
-exercises) is read from the rows. Needs torch and no other file.
+works.py turns a row into launches, plan.py runs them, and calls.py has the functions to call: `from lifted.calls import
+forward, backward`. What the stage says about itself (SUPPORTS, error messages, README's table, exercises) is read from
+the rows, too. Needs torch and no other file.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -34,10 +36,16 @@ class Kernel:
     needs: tuple = TURING  # the compute capability
     loads: str = "elements"  # how tensors are read: a number at a time, "16 bytes" at a time, or by TMA, "tma"
     persistent: bool = False  # whether a block can compute several tiles, one after the other; the macro PERSISTENT
-    deterministic: bool = True  # of a backward: whether dq can be bit-equal from run to run, as dk and dv always are
     backwards: tuple = ()  # of a forward: the backwards that go with it, by word; the first that takes it is used
     choices: tuple = ()  # of a forward: the tiles that `tile=` may name
     emulated_choices: tuple = ()  # the same in the emulation, where every tile costs seconds to compile
+    # Of a backward:
+    counters_per_tile: int = 0  # by which blocks add to dq in a fixed order; without any, dq is not bit-equal
+    zeroes_dq: bool = False  # attention_delta takes a tile of queries, and also sets its dq_sum to 0
+    dq_by_tile: bool = False  # attention_dq takes a tile of queries, and not 1024 numbers of dq
+    adds_to_dq: bool = False  # attention_backward adds to dq itself, so that there is no dq_sum and no attention_dq
+    repeats_heads: bool = False  # k and v are repeated, one K/V head for each query head
+    tile_of_forward: bool = False  # the tile that a call names for the forward is used here, too
 
     @property
     def head_dims(self):
@@ -58,7 +66,7 @@ class Kernel:
         return memory is None or self.shared_bytes(D, *self.tiles[-1][D]) <= memory
 
     def takes(self, dtype, D, deterministic=False):
-        return dtype in self.dtypes and D in self.head_dims and (self.deterministic or not deterministic)
+        return dtype in self.dtypes and D in self.head_dims and (self.counters_per_tile > 0 or not deterministic)
 
     def describe(self):
         """ "fwd_5_fa2.cu takes bfloat16 or float16 and head_dim 32, 64"."""
@@ -118,26 +126,31 @@ class Problem:
         """What a tensor like q is: (shape, dtype, device)."""
         return (self.B, self.H, self.Nq, self.D), self.dtype, self.device
 
-    @property
+    @cached_property
     def query_tiles(self):
         return -(-self.Nq // self.Br)
 
-    @property
+    @cached_property
+    def query_rows(self):
+        """The queries, padded to whole tiles."""
+        return self.query_tiles * self.Br
+
+    @cached_property
     def key_tiles(self):
         return -(-self.Nk // self.Bc)
 
-    @property
+    @cached_property
     def heads_apart(self):
         """Whether a block of the backward takes one query head, and not all that use a K/V head.
 
-        That gives more blocks, but dk and dv in parts. Rung scalar knows nothing else. The others do it where it saves
-        a quarter of the rounds in which the GPU works on the blocks.
+        That gives more blocks, but dk and dv in parts. It is done where it saves a quarter of the rounds in which the
+        GPU works on the blocks, and always if k and v are repeated.
         """
         group, blocks = self.H // self.Hk, self.key_tiles * self.Hk * self.B
         together, apart = group * -(-blocks // self.processors), -(-group * blocks // self.processors)
-        return self.row.word == "scalar" or 4 * apart <= 3 * together
+        return self.row.repeats_heads or 4 * apart <= 3 * together
 
-    @property
+    @cached_property
     def gradient_heads(self):
         """The heads of dk and dv as the backward's kernel writes them."""
         return self.H if self.heads_apart else self.Hk
@@ -250,6 +263,10 @@ WARPS_OF_MMA = dict(
     choices=((64, 64), (32, 64), (64, 32)), emulated_choices=((64, 64),),
 )  # fmt: skip
 ON_HOPPER = dict(needs=HOPPER, loads="tma")
+HOPPER_BACKWARDS = ON_HOPPER | dict(
+    threads=two_warpgroups, shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128,
+    zeroes_dq=True, dq_by_tile=True,
+)  # fmt: skip
 WARPGROUPS = ON_HOPPER | dict(macros=hopper_macros, choices=((128, 128), (128, 64)), emulated_choices=((192, 128),))
 
 ROWS = (  # forward, the simplest first
@@ -276,15 +293,14 @@ ROWS = (  # forward, the simplest first
 )  # fmt: skip
 BACKWARD_ROWS = (
     Kernel("scalar", "bwd_0_scalar.cu", FP32, (same((32, 64), SMALL), same((16, 16), SMALL)),
-           threads=lambda D, Br, Bc: Bc, deterministic=False,
+           threads=lambda D, Br, Bc: Bc, adds_to_dq=True, repeats_heads=True, tile_of_forward=True,
            shared_bytes=lambda D, Br, Bc: 4 * (2 * Bc * (D + 1) + 2 * Br * D + Br * Bc + 2 * Br)),
     Kernel("fa2", "bwd_1_fa2.cu", HALF, (FA2_BACKWARD, FA2_BACKWARD_SMALL, FA2_BACKWARD_SMALLEST),
-           threads=fa2_backward_threads, shared_bytes=backward_tiles, macros=fa2_backward_macros, loads="16 bytes"),
-    Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), threads=two_warpgroups, deterministic=False,
-           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128, macros=backward_macros, **ON_HOPPER),
-    Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), threads=two_warpgroups,
-           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128,
-           macros=hopper_backward_macros, **ON_HOPPER),
+           threads=fa2_backward_threads, shared_bytes=backward_tiles, macros=fa2_backward_macros, loads="16 bytes",
+           counters_per_tile=1),
+    Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), macros=backward_macros, **HOPPER_BACKWARDS),
+    Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), macros=hopper_backward_macros,
+           counters_per_tile=8, **HOPPER_BACKWARDS),  # a counter for each of the 8 warps of a block
 )  # fmt: skip
 FORWARD = {row.word: row for row in ROWS}
 BACKWARD = {row.word: row for row in BACKWARD_ROWS}

@@ -19,7 +19,7 @@ backward_of_gluon.planned = lambda *tensors, tile=None, **options: bwd_1_tma.bac
 
 # In the order in which a call that names no rung tries them. tma takes all that roles takes, so that roles only runs if
 # it is named.
-KERNELS = {
+RUNGS = {
     "gluon": (fwd_3_gluon.forward, backward_of_gluon),
     "tma": (fwd_1_tma.forward, bwd_1_tma.backward),
     "roles": (fwd_2_roles.forward, bwd_1_tma.backward),
@@ -46,5 +46,5 @@ def available(capability):
     if capability is None:  # Gluon does not run in the interpreter. The first rung is the simplest one there.
         words = "fused", "tma", "roles"
     else:
-        words = tuple(KERNELS) if capability[0] == 9 else ("fused",)
-    return {word: KERNELS[word] for word in words}
+        words = tuple(RUNGS) if capability[0] == 9 else ("fused",)
+    return {word: RUNGS[word] for word in words}

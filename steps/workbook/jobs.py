@@ -34,7 +34,7 @@ def exercise(job, tell):
     Tells the name of each case before it runs, what is wrong and where after it, and the diagnosis last.
     """
     stage = one_rung.stage(job["stage"])
-    supports = one_rung.limits(stage, job["rung"])
+    supports = one_rung.supports_of(stage, job["rung"])
     if job["threads"] and engine.name == "cpu":
         importlib.import_module(job["module"]).THREADS = tuple(job["threads"])
     all_cases = [case for case, _, lacks in cases.select(supports, engine.name == "cuda") if not lacks]
@@ -144,7 +144,7 @@ def cost(job, tell):
     """
     stage, emulator = one_rung.stage(job["stage"]), _emulator(job["stage"])
     with emulator.count_conflicts() as counts, emulator.count_additions() as additions:
-        for case, inputs, want in _cases(job, one_rung.limits(stage, job["rung"])):
+        for case, inputs, want in _cases(job, one_rung.supports_of(stage, job["rung"])):
             _results(stage, job, case, inputs, want)
     accesses, wavefronts = map(sum, zip(*counts.values(), strict=True))
     tell(accesses=accesses, wavefronts=wavefronts, additions=sum(additions.values()))

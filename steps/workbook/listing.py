@@ -58,19 +58,19 @@ def edited(file, *edits):
     file: such as "fwd_0_scalar.cu". edits: pairs (old, new) of text. Raises ValueError unless the file has each old
     exactly once.
     """
-    from steps.step02_fa2_cuda import launch
+    from steps.step02_fa2_cuda import calls, works
 
-    text = (launch.HERE / file).read_text()
+    text = (works.HERE / file).read_text()
     for old, new in edits:
         if text.count(old) != 1:
             raise ValueError(f"{file} contains {old!r} {text.count(old)} times; it must contain it exactly once.")
         text = text.replace(old, new)
     with tempfile.TemporaryDirectory() as folder:
-        for path in launch.HERE.glob("*.cu"):
+        for path in works.HERE.glob("*.cu"):
             shutil.copy(path, folder)
         (Path(folder) / file).write_text(text)
         # On a GPU the launches of earlier calls are kept. They would go on with the kernels that were compiled before.
-        with mock.patch.object(launch, "HERE", Path(folder)), mock.patch.dict(launch.kept, clear=True):
+        with mock.patch.object(works, "HERE", Path(folder)), mock.patch.dict(calls.kept, clear=True):
             yield text.splitlines()
 
 

@@ -46,9 +46,9 @@ def compared(stage, rung):
     return NAMES[:2]
 
 
-def limits(stage, rung):
+def supports_of(stage, rung):
     """The stage's SUPPORTS as they hold for one rung."""
-    return checks.limits(stage.SUPPORTS, rung)
+    return checks.supports_of(stage.SUPPORTS, rung)
 
 
 def _call(function, rung, takes_tile):

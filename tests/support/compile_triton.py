@@ -80,7 +80,7 @@ def main(wanted):
     fwd_3_gluon.refusal = lambda q: None  # it looks for a GPU
     for entry in wanted:
         rung, driver.capability, dtype, D, causal = entry
-        forward, backward = rungs.KERNELS[rung]
+        forward, backward = rungs.RUNGS[rung]
         x, lse = torch.zeros(1, 1, 128, D, dtype=getattr(torch, dtype)), torch.zeros(1, 1, 128)
         forward(x, x, x, causal=causal)
         if rung in ("fused", "tma"):  # the others have tma's

@@ -111,7 +111,7 @@ class Contract:
         return self.stage.forward(q, k, v, rung=rung)
 
     def test_case(self, case, dtype, rung):
-        supports = one_rung.limits(self.stage, rung)
+        supports = one_rung.supports_of(self.stage, rung)
         inputs = cases.build(case, supports, dtype, engine.device)
         before = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
         got = self.outputs(case, inputs, rung)
@@ -126,7 +126,7 @@ class Contract:
 
     def test_sizes_around_the_tiles(self, every_rung):
         """One query or key less than whole tiles, whole tiles, and one more: a mask that is off by one shows here."""
-        supports = one_rung.limits(self.stage, every_rung)
+        supports = one_rung.supports_of(self.stage, every_rung)
         whole = {name: x for name, x in supports.items() if name != "layouts"}  # Stage 04 then takes 4 ranks.
         for Nq, Nk, causal in around_the_tiles(*smallest_tile(supports), supports["nq_ne_nk"]):
             case = cases.Case("around", "N around a tile", lambda T, N=Nq: N, lambda T, N=Nk: N, H=1, causal=causal)
@@ -167,7 +167,7 @@ class Contract:
     def test_a_single_number_is_not_empty(self):
         """The smallest q, k and v: out is v, and dv is dout."""
         rung = self.stage.SUPPORTS.get("own_backward", self.stage.SUPPORTS["rungs"])[0]  # of others dv is not compared
-        D = min(one_rung.limits(self.stage, rung)["head_dims"])
+        D = min(one_rung.supports_of(self.stage, rung)["head_dims"])
         q, k, v = (x[:1, :1, :1, :D] for x in self.example(rung=rung))
         got = self.results(q, k, v, rung)
         want = error.expected(q, k, v, torch.ones_like(q))
@@ -217,7 +217,7 @@ class Contract:
         if every_rung in self.own_lse:
             pytest.skip("its backward adds up the scores in the order of its own forward, and needs no limit")
         forward, backward = self.kernels(every_rung)
-        dtypes = one_rung.limits(self.stage, every_rung)["dtypes"]
+        dtypes = one_rung.supports_of(self.stage, every_rung)["dtypes"]
         dtype = torch.bfloat16 if torch.float32 not in dtypes else torch.float32
         q, k, v, dout = torch.randn(4, 1, 1, 8, 32, dtype=dtype, device=engine.device)
         out, lse = forward(3e5 * q, 3e5 * k, v)
@@ -253,7 +253,7 @@ class Contract:
     @pytest.mark.parametrize("extremes", EXTREMES)
     def test_two_extremes_at_once(self, extremes, every_rung):
         H, Hk, Nq, Nk, causal, scale = EXTREMES[extremes]
-        own = one_rung.limits(self.stage, every_rung)
+        own = one_rung.supports_of(self.stage, every_rung)
         if H != Hk and not own["gqa"]:
             pytest.skip("the stage has no grouped heads")
         if not own["nq_ne_nk"]:
@@ -385,7 +385,7 @@ class Contract:
     def example(self, N=19, D=32, rung=None):
         """q, k, v (2, 2, N, D) in the first dtype that the rung, by default the first, takes."""
         rng = torch.Generator().manual_seed(N)
-        dtype = one_rung.limits(self.stage, rung or self.stage.SUPPORTS["rungs"][0])["dtypes"][0]
+        dtype = one_rung.supports_of(self.stage, rung or self.stage.SUPPORTS["rungs"][0])["dtypes"][0]
         return tuple(torch.randn(2, 2, N, D, generator=rng).to(engine.device, dtype) for _ in range(3))
 
     @pytest.mark.parametrize("ndim", [2, 3])
@@ -467,7 +467,7 @@ class Contract:
     def test_a_tile_of_numpy_integers(self):
         q, k, v = self.example()
         rung = self.stage.SUPPORTS["rungs"][0]
-        tile = one_rung.limits(self.stage, rung)["tiles"][0]
+        tile = one_rung.supports_of(self.stage, rung)["tiles"][0]
         out, _ = self.stage.forward(q, k, v, tile=np.array(tile), rung=rung)
         assert torch.equal(out, self.stage.forward(q, k, v, tile=tile, rung=rung)[0])
 
@@ -503,7 +503,7 @@ class Contract:
     def test_sizes_of_other_test_suites(self, every_rung, sizes):
         """Those at which flash-attention, PyTorch's SDPA and CS336 test their kernels."""
         H, Hk, Nq, Nk, D, causal, packed = sizes
-        own = one_rung.limits(self.stage, every_rung)
+        own = one_rung.supports_of(self.stage, every_rung)
         if D not in own["head_dims"] or Hk != H and not own["gqa"] or Nq != Nk and not own["nq_ne_nk"]:
             pytest.skip("the rung does not take it")
         rng = torch.Generator().manual_seed(D)

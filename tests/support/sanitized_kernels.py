@@ -23,9 +23,9 @@ import torch
 
 from reference import error
 from steps import engine
-from steps.step02_fa2_cuda import ladder, launch
+from steps.step02_fa2_cuda import calls, ladder, plan, works
 
-STAGE = launch.HERE
+STAGE = works.HERE
 EVERY_ROW = "__syncthreads();  // every thread reads rows that other threads have loaded"
 V_IS_THERE = "__syncthreads();  // V_j is there, and no thread still reads K_j"
 # In rungs 6 to 8 only the copy engine and wgmma access tiles in shared memory. racecheck attributes the copy engine's
@@ -68,7 +68,7 @@ def planted_race(kernel):
             shutil.copy(path, folder)
         file = Path(folder) / f"{kernel}.cu"
         file.write_text(with_a_race(file.read_text(), kernel))
-        with mock.patch.object(launch, "HERE", Path(folder)), mock.patch.dict(launch.kept, clear=True):
+        with mock.patch.object(works, "HERE", Path(folder)), mock.patch.dict(calls.kept, clear=True):
             yield
 
 
@@ -80,13 +80,13 @@ def inputs(D, dtype, N):
 
 def results(row, q, k, v, dout, causal, deterministic):
     """{name: tensor}: the results of the row's kernel; a backward's are those for what the rung's forward returns."""
-    with mock.patch.object(launch, "processors", lambda device: 3):
-        out, lse = launch.forward(q, k, v, rung=row.word, causal=causal)
+    with mock.patch.object(works, "processors", lambda device: 3):
+        out, lse = calls.forward(q, k, v, rung=row.word, causal=causal)
         if row in ladder.ROWS:
             return {"out": out, "lse": lse}
         assert ladder.backward_row(row.word, q.dtype, q.shape[-1]) is row
         options = dict(rung=row.word, causal=causal, deterministic=deterministic)
-        gradients = launch.backward(dout, q, k, v, out, lse, **options)
+        gradients = calls.backward(dout, q, k, v, out, lse, **options)
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
@@ -131,9 +131,9 @@ def tma_store():
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "store.cu"
         file.write_text(TMA_STORE)
-        arguments = launch.Box("stored", 16), "ones"
-        work = launch.Work(file, "store", arguments, grid=1, block=32, shared_bytes=2048 + 128, macros={"T": "bf16"})
-        launch.run([work], {"stored": stored, "ones": ones})
+        arguments = works.Box("stored", 16), "ones"
+        work = works.Work(file, "store", arguments, grid=1, block=32, shared_bytes=2048 + 128, macros={"T": "bf16"})
+        plan.launch_all([work], {"stored": stored, "ones": ones})
     return int(torch.equal(stored.cpu(), ones.cpu()))
 
 

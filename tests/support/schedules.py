@@ -5,7 +5,7 @@ import functools
 import torch
 
 from reference import error
-from steps.step02_fa2_cuda import emulator, launch
+from steps.step02_fa2_cuda import calls, emulator
 
 CALLS = {  # kernel: rung, dtype, Nq, Nk, D, tile: several tiles each way, ragged at the end. 96 columns are two slabs
     "fwd_0_scalar": ("scalar", torch.float32, 37, 43, 8, None),
@@ -48,9 +48,9 @@ def problems(kernel, **options):
     q, k, v, dout, want = problem(kernel)
     saved = want.value["out"].to(dtype), want.value["lse"].float()
     if kernel.startswith("fwd"):
-        names, call = error.NAMES[:2], functools.partial(launch.forward, q, k, v, tile=tile)
+        names, call = error.NAMES[:2], functools.partial(calls.forward, q, k, v, tile=tile)
     else:
-        names, call = error.NAMES[2:], functools.partial(launch.backward, dout, q, k, v, *saved)
+        names, call = error.NAMES[2:], functools.partial(calls.backward, dout, q, k, v, *saved)
     for schedule in TIMES:
         try:
             with emulator.schedule(**schedule):

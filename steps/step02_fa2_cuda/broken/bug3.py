@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .. import ladder, launch
+from .. import ladder, plan, works
 
 FILE = Path(__file__).with_suffix(".cu")
 Br = 64
@@ -23,8 +23,8 @@ def forward(q, k, v, *, causal=False, scale=None):
     q, k, v = (x.contiguous().view(1, B * H, -1, D) for x in (q, k, v))
     out, lse = torch.empty_like(q), torch.empty(B, H, Nq, device=q.device)
     scale = D**-0.5 if scale is None else scale
-    boxes = launch.Box("q", Br), launch.Box("k", Bc), launch.Box("v", Bc)
-    work = launch.Work(
+    boxes = works.Box("q", Br), works.Box("k", Bc), works.Box("v", Bc)
+    work = works.Work(
         FILE,
         "attention_forward",
         (*boxes, "out", "lse", c_int(Nq), c_int(Nk), c_float(scale), c_int(causal)),
@@ -33,5 +33,5 @@ def forward(q, k, v, *, causal=False, scale=None):
         shared_bytes=2 * (Br + 4 * Bc) * D + 128,
         macros={"T": ladder.MACRO_T[q.dtype], "D": D, "Bc": Bc},
     )
-    launch.run([work], {"q": q, "k": k, "v": v, "out": out, "lse": lse})
+    plan.launch_all([work], {"q": q, "k": k, "v": v, "out": out, "lse": lse})
     return out.view(B, H, Nq, D), lse

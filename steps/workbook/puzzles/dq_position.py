@@ -2,7 +2,7 @@
 
 import torch
 
-from steps.step02_fa2_cuda import launch
+from steps.step02_fa2_cuda import calls
 from steps.workbook.puzzles import Case, mistake, whole_numbers
 
 
@@ -59,8 +59,8 @@ def _sums(q, k, v, dout):
     if key not in _kept:
         S = q.double() @ k.double().mT * q.shape[-1] ** -0.5
         out, lse = (S.softmax(-1) @ v.double()).to(q.dtype), S.logsumexp(-1).float()
-        sums = launch.start_gradients(dout, out, lse, rung="wgmma")
-        launch.add_gradients(sums, dout, q, k, v)
+        sums = calls.start_gradients(dout, out, lse, rung="wgmma")
+        calls.add_gradients(sums, dout, q, k, v)
         _kept[key] = sums.dq_sum
     return _kept[key]
 

@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from steps.step02_fa2_cuda import emulator, launch
+from steps.step02_fa2_cuda import emulator, plan
 from steps.workbook.puzzles import Case, mistake
 from steps.workbook.puzzles._emulated import launch as emulate
 
@@ -50,7 +50,7 @@ def run(**inputs):
 def _run(order, q, k, v, factors, copies, wgmma):
     _check_names(order)
     out = torch.full((64, 64), torch.nan)
-    maps = [emulator.tensor_map(*launch.view_and_box(x[None, None], 64)) for x in (k, v)]
+    maps = [emulator.tensor_map(*plan.view_and_box(x[None, None], 64)) for x in (k, v)]
     numbers = torch.tensor([OPERATIONS.index(name) for name in order], dtype=torch.int32)
     report = emulate(
         "step", q, *maps, numbers, factors, out, len(k) // 64, len(order),

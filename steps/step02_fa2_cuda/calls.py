@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: MIT
+"""The functions to call: each checks its arguments, finds or makes the plan for them, and runs it.
+
+    forward, backward                            what a rung computes
+    start_gradients, add_gradients, finish_dq    the parts of a backward, for gradients summed over several calls
+
+The tensors' device decides where a kernel runs. On a GPU nvrtc.py compiles and launches it; on a CPU g++ compiles the
+same file behind emulator/. From here a call goes to plan.py, and if no plan is kept for it, to works.py first.
+
+Needs torch, and beside it the rung's .cu files, ladder.py, works.py, plan.py, nvrtc.py, cache.py, wgmma.py and ptx.cuh;
+on a GPU cuda.core and NVRTC, on a CPU emulator/ and g++.
+"""
+
+import functools
+import math
+import numbers
+import re
+from functools import partial
+
+import torch
+
+from . import ladder, works
+from .plan import Plan, Sums, attend, differentiate, differentiate_keys
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+LARGEST_SCALE = torch.finfo(torch.float32).max * math.log(2)  # because kernels multiply it by log2(e)
+kept = {}  # {what a plan depends on: the Plan}
+
+
+def forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None, **switches):
+    """(out, lse) by one rung: out like q, contiguous; lse (B, H, Nq) float32, the log-sum-exp of the scaled scores.
+
+    q (B, H, Nq, D), k and v (B, Hk, Nk, D) are on one device, in a dtype and head_dim of the rung's row; H is a
+    multiple of Hk. scale: 1/sqrt(D) by default. tile: (Br, Bc) instead of the row's. switches: macros at the head of
+    fwd_8_hopper.cu, such as PINGPONG=0, to measure what an idea brings; for the same reason rung may be a row of the
+    ladder. Raises TypeError, ValueError or RuntimeError before anything is launched.
+    """
+    check_options(rung, scale, causal, tile)
+    if switches:
+        check_switches(ladder.forward_row(rung).file, switches)
+    key = "forward", rung, causal, scale, tile, *switches.items(), *layouts(q, k, v)
+    plan = kept.get(key)
+    if plan is None:
+        row = ladder.forward_row(rung)
+        check(row, q=q, k=k, v=v)
+        if q.numel() == 0 or k.numel() == 0:
+            return attention_to_nothing(q)
+        problem = works.problem_of(row, q, k, causal, scale, tile, switches=switches.items())
+        plan = keep(key, Plan(problem, works.forward_works, q=q, k=k, v=v))
+    return attend(plan, q, k, v)
+
+
+def functions(rung):
+    """(forward, backward) of a rung, each with its function `planned`, by which the contract keeps a call."""
+    forwards, backwards = partial(forward, rung=rung), partial(backward, rung=rung)
+    forwards.planned, backwards.planned = partial(planned_forward, rung=rung), partial(planned_backward, rung=rung)
+    return forwards, backwards
+
+
+def planned_forward(q, k, v, *, rung="fa2", causal=False, scale=None, tile=None):
+    """A function of (q, k, v) that does what `forward` did on these tensors, for others of the same layout."""
+    return partial(attend, kept["forward", rung, causal, scale, tile, *layouts(q, k, v)])
+
+
+def backward(
+    dout, q, k, v, out, lse, *, rung="fa2", causal=False, scale=None, tile=None, backward_tile=None, deterministic=False
+):
+    """(dq, dk, dv), contiguous, like q, k, v, by the first of the rung's backwards that takes this dtype and head_dim.
+
+    dout and out are like q (B, H, Nq, D), and lse (B, H, Nq) is float32, as `forward` returned it; q, k, v, causal and
+    scale are as for `forward`. tile: the forward's; a row with `tile_of_forward` uses it. backward_tile: (Br, Bc)
+    instead of the backward row's. deterministic: dq, too, is bit-equal from run to run.
+    """
+    check_options(rung, scale, causal, tile, deterministic)
+    check_tile("backward_tile", backward_tile)
+    key = "backward", rung, causal, scale, tile, backward_tile, deterministic, *layouts(dout, q, k, v, out, lse)
+    plan = kept.get(key)
+    if plan is None:
+        inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        check(ladder.forward_row(rung), **inputs)
+        if q.numel() == 0 or k.numel() == 0:
+            return zeros_like(q), zeros_like(k), zeros_like(v)
+        row = ladder.backward_row(rung, q.dtype, q.shape[3], deterministic)
+        if row.tile_of_forward and backward_tile is None:
+            backward_tile = tile
+        problem = works.problem_of(row, q, k, causal, scale, backward_tile, deterministic=deterministic)
+        plan = keep(key, Plan(problem, works.backward_works, **inputs))
+    return differentiate(plan, dout, q, k, v, out, lse)
+
+
+def planned_backward(
+    *tensors, rung="fa2", causal=False, scale=None, tile=None, backward_tile=None, deterministic=False
+):  # fmt: skip
+    """A function of (dout, q, k, v, out, lse) that does what `backward` did on these tensors, for others like them."""
+    plan = kept["backward", rung, causal, scale, tile, backward_tile, deterministic, *layouts(*tensors)]
+    return partial(differentiate, plan)
+
+
+# ---- what is checked, and what a call depends on ---------------------------------------------------------------------
+
+
+def check(row, **inputs):
+    """Raises an error that names the argument unless the row's kernel takes these tensors, {name: tensor}."""
+    for x in inputs.values():
+        if x.layout is not torch.strided or x.data_ptr() == 0 and x.numel() > 0 and x.device.type != "meta":
+            raise not_readable(inputs.values())
+    for name, x in inputs.items():
+        rank = 3 if name == "lse" else 4
+        if x.ndim != rank:
+            raise ValueError(f"{name} must be {'(B, H, N, D)' if rank == 4 else '(B, H, N)'}; got {tuple(x.shape)}.")
+    like = "q" if "q" in inputs else "out"
+    q = inputs[like]
+    keys = (q.shape[0], *inputs["k"].shape[1:3], q.shape[3]) if "k" in inputs else None
+    for name, x in inputs.items():
+        shape = {"k": keys, "v": keys, "lse": q.shape[:3]}.get(name, q.shape)
+        dtype = torch.float32 if name == "lse" else q.dtype
+        if x.dtype != dtype or x.device != q.device:
+            raise TypeError(f"{name} must be {dtype} on {q.device}, to match {like}; got {x.dtype} on {x.device}.")
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)} to match the others; got {tuple(x.shape)}.")
+    if keys and (keys[1] == 0 or q.shape[1] % keys[1]):
+        raise ValueError(f"q's heads must be a multiple of k's heads; got {q.shape[1]} and {keys[1]}.")
+    row.check(q.dtype, q.shape[3], q.device)
+
+
+def check_options(rung, scale, causal, tile=None, deterministic=False):
+    """Raises TypeError or ValueError that names the option unless a kernel can be given it.
+
+    Every call does this before it looks for a kept plan: 1 would find the plan that was made for True.
+    """
+    if not isinstance(rung, (str, ladder.Kernel)):
+        raise TypeError(f"rung must be a word such as 'fa2', or a row of the ladder; got {rung!r}.")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}.")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True or False, got {deterministic!r}.")
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+            raise TypeError(f"scale must be a number, or None for 1/sqrt(D); got {scale!r}.")
+        if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+            must_be = "a finite number > 0 that float32 can hold, times log2(e) too, or None for 1/sqrt(D)"
+            raise ValueError(f"scale must be {must_be}; got {scale}.")
+    check_tile("tile", tile)
+
+
+def check_tile(name, tile):
+    """Raises TypeError or ValueError unless tile is None or a tuple of two sizes."""
+    if tile is None:
+        return
+    if not isinstance(tile, tuple) or [type(size) for size in tile] != [int, int]:
+        raise TypeError(f"{name} must be a pair of integers, as a tuple (Br, Bc), or None; got {tile!r}.")
+    if min(tile) < 1:
+        raise ValueError(f"{name} must have sizes of at least 1; got {tile!r}.")
+
+
+def layouts(*tensors):
+    """What a plan depends on of each input. True means contiguous strides.
+
+    Of the address only the alignment counts, and whether there is one: a fake tensor has none.
+    """
+    try:
+        return [
+            (x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(), (p := x.data_ptr()) % 16, p == 0, x.is_neg())
+            for x in tensors
+        ]
+    except (AttributeError, RuntimeError):  # no tensor, or one that has no such thing
+        raise not_readable(tensors) from None
+
+
+def not_readable(tensors):
+    """The TypeError for inputs of which one is no tensor with memory in which every entry has a place."""
+    given = ", ".join(map(kind, tensors))
+    return TypeError(f"every input must be a dense torch.Tensor with memory; got {given}.")
+
+
+def kind(x):
+    """The type of an input, and what it is other than dense."""
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+    return type(x).__name__ if layout == "strided" else f"{type(x).__name__} ({layout})"
+
+
+def attention_to_nothing(q):
+    """(out, lse) where there is no query or no key: the sum over no key is 0, and its logarithm -inf."""
+    lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
+    return zeros_like(q), lse
+
+
+def zeros_like(x):
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def keep(key, plan):
+    """The plan, which later calls will find under this key. With more than 1000 plans all are forgotten."""
+    if len(kept) >= 1000:
+        kept.clear()
+    kept[key] = plan
+    return plan
+
+
+def check_switches(file, switches):
+    """TypeError unless each is a number for a macro that the file defines where the launch does not."""
+    for name, value in switches.items():
+        if name not in switches_of(works.HERE / file):
+            raise TypeError(f"{file} has no switch {name}.")
+        if not isinstance(value, int):
+            raise TypeError(f"the switch {name} must be an integer; got {value!r}.")
+
+
+@functools.cache
+def switches_of(path):
+    return re.findall(r"^#ifndef (\w+)$", path.read_text(), re.M)
+
+
+# ---- the parts of a backward -----------------------------------------------------------------------------------------
+
+
+def start_gradients(dout, out, lse, *, rung="fa2", scale=None, deterministic=False):
+    """The Sums of these queries, with dq_sum = 0. Arguments as for `backward`; float32 has no parts."""
+    check_options(rung, scale, causal=False, deterministic=deterministic)
+    key = "start", rung, scale, deterministic, *layouts(dout, out, lse)
+    plan = kept.get(key)
+    inputs = {"dout": dout, "out": out, "lse": lse}
+    if plan is None:
+        check(ladder.forward_row(rung), **inputs)
+        row = ladder.backward_row(rung, out.dtype, out.shape[3], deterministic)
+        if row.adds_to_dq:
+            raise NotImplementedError(f"{row.file} has no parts, as it adds to dq itself. Use bfloat16 or float16.")
+        problem = works.problem_of(row, out, out, scale=scale, deterministic=deterministic)
+        plan = keep(key, Plan(problem, works.delta_works, **inputs))
+    sums = Sums(plan.problem)
+    if dout.numel():
+        plan.run(inputs | sums.tensors)
+    return sums
+
+
+def add_gradients(sums, dout, q, k, v, *, causal=False):
+    """(dk, dv) of these queries and keys alone, like k and v; what the keys give to dq is added to sums.dq_sum.
+
+    sums: what `start_gradients` returned for the same queries. Its out and lse must be those over all keys that the
+    queries see, not over the keys of this call alone. Other queries, or a slice of these, need Sums of their own.
+    """
+    start = sums.problem
+    check_options(start.row, start.scale, causal)
+    key = "add", start, causal, *layouts(dout, q, k, v)
+    plan = kept.get(key)
+    inputs = {"dout": dout, "q": q, "k": k, "v": v}
+    if plan is None:
+        check(start.row, **inputs)
+        queries, given = start.queries(), (tuple(q.shape), q.dtype, q.device)
+        if given != queries:
+            raise ValueError(f"q must be the queries that start_gradients was called for, {queries}; got {given}.")
+        if q.numel() == 0 or k.numel() == 0:
+            return zeros_like(k), zeros_like(v)
+        problem = works.problem_of(start.row, q, k, causal, start.scale, deterministic=start.deterministic)
+        plan = keep(key, Plan(problem, works.gradient_works, **inputs))
+    return differentiate_keys(plan, sums.tensors, inputs)
+
+
+def finish_dq(sums):
+    """dq (B, H, Nq, D) = scale * sums.dq_sum, in the dtype of the queries."""
+    problem = sums.problem
+    dq = sums.dq_sum.new_empty(problem.B, problem.H, problem.Nq, problem.D, dtype=problem.dtype)
+    key = "finish", problem
+    plan = kept.get(key)
+    if plan is None:
+        plan = keep(key, Plan(problem, works.dq_works))
+    if dq.numel():
+        plan.run(sums.tensors | {"dq": dq})
+    return dq

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: MIT
+"""Plans: what is prepared once for a layout of inputs and kept, so that a later call only hands over new addresses.
+
+    Plan                     the launches of one layout, and which of the inputs have to be copied before each call
+    attend, differentiate    a forward and a backward by a plan, with the memory for what they compute
+    bind, launch_all         works as launches, on a GPU or in the emulation
+"""
+
+from ctypes import c_void_p
+from functools import partial
+
+import torch
+
+from . import nvrtc
+from .works import Box
+
+
+class Plan:
+    """The launches for inputs of one layout, and which of the inputs have to be copied before each call."""
+
+    def __init__(self, problem, make_works, **inputs):
+        self.problem = problem
+        self.copies = {name: copy for name, x in inputs.items() if (copy := copy_needed(problem, name, x))}
+        # Copies of tensors without memory have the strides that the real copies will have.
+        read = {name: self.copies[name](x.to("meta")) if name in self.copies else x for name, x in inputs.items()}
+        self.works = make_works(problem, {name: strides_of(x) for name, x in read.items()})
+        self.launches = None
+
+    def run(self, tensors):
+        """Launches on these tensors, {name: tensor}; a name without a tensor is None."""
+        for name, copy in self.copies.items():
+            tensors[name] = copy(tensors[name])
+        if self.launches is None:
+            self.launches = bind(self.works, tensors)
+        for launch in self.launches:
+            launch(tensors)
+
+
+def attend(plan, q, k, v):
+    """(out, lse) by a plan."""
+    B, H, Nq, D = q.shape  # The sizes are handed over one by one, because a whole shape doubles the time of new_empty.
+    out = q.new_empty(B, H, Nq, D)
+    lse = q.new_empty(B, H, Nq, dtype=torch.float32)
+    plan.run({"q": q, "k": k, "v": v, "out": out, "lse": lse})
+    return out, lse
+
+
+def differentiate(plan, dout, q, k, v, out, lse):
+    """(dq, dk, dv) by a plan."""
+    problem = plan.problem
+    if problem.row.adds_to_dq:
+        dq, sums = q.new_zeros(q.shape), {"delta": q.new_empty(q.shape[:3])}
+    else:
+        dq, sums = torch.empty_like(q, memory_format=torch.contiguous_format), Sums(problem).tensors
+    dk, dv = differentiate_keys(plan, sums, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dq": dq})
+    return dq, dk, dv
+
+
+def differentiate_keys(plan, sums, tensors):
+    """(dk, dv) (B, Hk, Nk, D) by a plan; what the keys give to dq is added to dq, or to dq_sum, in `sums`."""
+    problem, k = plan.problem, tensors["k"]
+    B, _, Nk, D = k.shape
+    # A kernel that takes heads apart writes a part of dk and dv for each query head.
+    dk, dv = (k.new_empty(B, problem.gradient_heads, Nk, D) for _ in range(2))
+    plan.run(tensors | sums | {"counters": zero_counters(problem), "dk": dk, "dv": dv})
+    if problem.gradient_heads == problem.Hk:
+        return dk, dv
+    return tuple(x.unflatten(1, (problem.Hk, -1)).sum(2) for x in (dk, dv))  # in float32, in a fixed order
+
+
+class Sums:
+    """What the parts of a backward hand on to each other, for one call's queries, padded to whole tiles of Br rows.
+
+    tensors: {name: a float32 tensor}. lse_2 (B, H, rows): lse in base 2. delta (B, H, rows): the row sums of
+    dout * out. dq_sum (B, H, rows, D): the sum over keys that becomes dq, in the order of the kernel's registers.
+    """
+
+    def __init__(self, problem):
+        self.problem = problem
+        rows = problem.B, problem.H, problem.query_rows
+        like = dict(dtype=torch.float32, device=problem.device)
+        new_dq = torch.empty if problem.row.zeroes_dq else torch.zeros
+        self.dq_sum = new_dq(*rows, problem.D, **like)
+        self.tensors = {"lse_2": torch.empty(rows, **like), "delta": torch.empty(rows, **like), "dq_sum": self.dq_sum}
+
+
+def zero_counters(problem):
+    """Counters by which the blocks add to dq in a fixed order; None if dq need not be bit-equal from run to run."""
+    if not problem.deterministic:
+        return None
+    counters = problem.B * problem.H * problem.query_tiles * problem.row.counters_per_tile
+    return torch.zeros(1 + counters, dtype=torch.int32, device=problem.device)
+
+
+# ---- inputs that a kernel cannot read where they lie -----------------------------------------------------------------
+
+
+def copy_needed(problem, name, x):
+    """A function that copies an input which the kernel cannot read where it lies; None if it can."""
+    if name in ("k", "v") and problem.row.repeats_heads and problem.H > problem.Hk:
+        return partial(torch.Tensor.repeat_interleave, repeats=problem.H // problem.Hk, dim=1)
+    if can_read(problem.row, name, x):
+        return None
+    return partial(torch.Tensor.clone, memory_format=torch.contiguous_format)
+
+
+def can_read(row, name, x):
+    """Whether the kernel can read x where it lies.
+
+    Rows have to be contiguous, and no tensor one that torch negates only when it reads it, such as z.conj().imag. Loads
+    of 16 bytes and the copy engine want every row to begin at a multiple of 16 bytes, and the copy engine refuses
+    strides of 0. The stride of a dimension of size 1 does not matter.
+    """
+    if x.is_neg():
+        return False
+    if name == "lse":
+        return x.is_contiguous()
+    if x.stride(3) != 1:
+        return False
+    if row.loads == "elements":
+        return True
+    strides = [stride * x.element_size() for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
+    aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+    return aligned and (row.loads != "tma" or 0 not in strides)
+
+
+def strides_of(x):
+    """The strides of batch, head and row in elements. Where there is only one, its stride is that of whole rows.
+
+    A kernel computes the addresses of further rows too, which it does not read, and they have to be aligned.
+    """
+    return tuple(stride if n > 1 else x.shape[-1] for stride, n in zip(x.stride()[:3], x.shape, strict=False))
+
+
+# ---- works as launches -----------------------------------------------------------------------------------------------
+
+
+def launch_all(works, tensors):
+    """Launches the works one after the other on these tensors, {name: tensor}."""
+    for launch in bind(works, tensors):
+        launch(tensors)
+
+
+def bind(works, tensors):
+    """A function of {name: tensor} for each work. On a GPU this compiles; the emulation compiles at the first call."""
+    device = next(iter(tensors.values())).device
+    if device.type == "cpu":
+        return [partial(emulate, work) for work in works]
+    nvrtc.bind_context(device.index)  # A tensor map needs a context, and a thread that has not used CUDA has none.
+    arguments = [[on_gpu(argument, tensors) for argument in work.arguments] for work in works]
+    return [
+        nvrtc.Launch(**vars(work) | {"arguments": given}, device=device.index)
+        for work, given in zip(works, arguments, strict=True)
+    ]
+
+
+def on_gpu(argument, tensors):
+    """(name of the tensor whose address goes there at each run, or None; the value that the kernel gets)."""
+    if isinstance(argument, Box):
+        return argument.name, nvrtc.tensor_map(*view_and_box(tensors[argument.name], argument.rows))
+    return (argument, c_void_p()) if isinstance(argument, str) else (None, argument)
+
+
+def emulate(work, tensors):
+    """Runs one kernel on the CPU."""
+    from . import emulator
+
+    def in_emulation(argument):
+        if isinstance(argument, Box):
+            return emulator.tensor_map(*view_and_box(tensors[argument.name], argument.rows))
+        value = tensors[argument] if isinstance(argument, str) else argument
+        return c_void_p(None) if value is None else value
+
+    emulator.launch(**vars(work) | {"arguments": list(map(in_emulation, work.arguments))})
+
+
+def view_and_box(x, rows):
+    """What a tensor map is made of by which the copy engine moves `rows` rows of one head of x (B, H, N, D).
+
+    In shared memory they lie as ceil(D / 64) slabs of 128-byte rows. A kernel's coordinates are (0, row, 0, head,
+    batch). If 64 does not divide D, a copy brings one slab, and the coordinates are (64 * slab, row, 0, head, batch).
+    """
+    B, H, N, D = x.shape
+    batch, head, row = strides_of(x)
+    slabs, columns = (D // 64, 64) if D % 64 == 0 else (1, D)
+    return x.as_strided((B, H, slabs, N, columns), (batch, head, 64, row, 1)), (1, 1, slabs, rows, 64)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: MIT
+"""Launches as data: file, kernel, arguments and grid of every launch of a rung, read from its row in ladder.py.
+
+    problem_of                                 what a call on these tensors is about
+    forward_works, backward_works              all launches of a forward, and of a backward
+    delta_works, gradient_works, dq_works      those of the parts of a backward
+
+Nothing is launched here. plan.py does that; who wants another launch changes a Work with dataclasses.replace first.
+"""
+
+import functools
+import math
+from ctypes import c_float, c_int, c_longlong
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .ladder import Problem
+
+HERE = Path(__file__).parent  # where the .cu files are
+DELTA_THREADS = 128  # of rung scalar's attention_delta, each for one row
+MOST = 2**31 - 2**16  # kernels count rows, tiles and blocks in 32 bits, and sometimes add a tile or a round to a count
+
+
+@dataclass(frozen=True)
+class Work:
+    """One launch of one kernel. An argument is the name of a tensor, a Box of one, or a ctypes value."""
+
+    file: Path
+    kernel: str
+    arguments: tuple
+    grid: int  # blocks
+    block: int  # threads of a block
+    shared_bytes: int
+    macros: dict
+
+
+@dataclass(frozen=True)
+class Box:
+    """The tensor map of a tensor (B, H, N, D), by which the copy engine moves so many rows of one head at a time."""
+
+    name: str
+    rows: int
+
+
+def problem_of(row, q, k, causal=False, scale=None, tile=None, deterministic=False, switches=()):
+    """The Problem of a call on these tensors. switches: pairs (macro, value)."""
+    (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
+    check_count("queries and keys", Nq + Nk)
+    Br, Bc = tile or row.tile(D, shared_memory(q.device))
+    return Problem(
+        row, B, H, Hk, Nq, Nk, D, q.dtype, causal, D**-0.5 if scale is None else scale, Br, Bc,
+        processors(q.device), q.device, deterministic, tuple((name, int(value)) for name, value in switches),
+    )  # fmt: skip
+
+
+def check_count(what, number):
+    """ValueError unless a kernel can count to this number."""
+    if number > MOST:
+        raise ValueError(f"{number} {what} are more than a kernel can count ({MOST}). Split the batch or the queries.")
+
+
+@functools.cache
+def processors(device):
+    """How many multiprocessors the GPU has; 3 in the emulation, so that a persistent block gets several tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+@functools.cache
+def shared_memory(device):
+    """Bytes of shared memory that a block can have; None in the emulation, which takes the smallest tiles."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else None
+
+
+def gpu():
+    """((major, minor) compute capability, bytes of shared memory that a block can have) of the current GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return torch.cuda.get_device_capability(device), shared_memory(device)
+
+
+# ---- the launches ----------------------------------------------------------------------------------------------------
+
+
+def forward_works(problem, strides):
+    """The one launch of a forward. strides: {name: those of batch, head and row, in elements}."""
+    outputs = "out", "lse", *heads_and_lengths(problem), c_float(problem.scale)
+    tiles = problem.query_tiles * problem.H * problem.B
+    check_count("tiles", tiles)
+    if problem.row.loads != "tma":
+        arguments = *strided(("q", "k", "v"), strides), *outputs, c_int(problem.causal)
+        return [work(problem, "attention_forward", arguments, tiles)]
+    arguments = Box("q", problem.Br), Box("k", problem.Bc), Box("v", problem.Bc), *outputs
+    if not problem.row.persistent:
+        return [work(problem, "attention_forward", arguments, tiles)]
+    persistent = problem.row.macros(problem).get("PERSISTENT", 1)
+    lowest = -3.4e38 / max(1, problem.scale / math.log(2))  # where a row's maximum starts; the kernel says why
+    further = c_float(lowest), c_int(tiles), c_int(heads_of_a_section(problem, persistent))
+    blocks = min(tiles, problem.processors) if persistent else tiles
+    return [work(problem, "attention_forward", (*arguments, *further), blocks)]
+
+
+def heads_of_a_section(problem, persistent):
+    """How many heads a causal forward of rung hopper takes together: their tiles are ordered by length, longest first.
+
+    The fewer they are, the more blocks read the same keys from the L2 cache, which saves power. If a multiprocessor
+    gets its next tile when it is free, a section is the heads whose K and V fit into 32 MB of the cache. A persistent
+    kernel deals its tiles out beforehand. Its blocks get equal work only if the sections are large, so that one has
+    half as many heads as there are blocks. With a head_dim above 64 a head has more bytes, and a section a quarter.
+    """
+    bytes_of_K_and_V = 2 * problem.Nk * problem.D * problem.dtype.itemsize
+    in_the_cache = max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
+    dealt = max(1, problem.processors // (4 if problem.D > 64 else 2))
+    section = dealt if persistent else in_the_cache
+    return min(section, problem.B * problem.H)
+
+
+def backward_works(problem, strides):
+    """The launches of a whole backward."""
+    if problem.row.adds_to_dq:
+        return scalar_backward_works(problem, strides)
+    return [*delta_works(problem, strides), *gradient_works(problem, strides), *dq_works(problem, strides)]
+
+
+def scalar_backward_works(problem, strides):
+    """Of a kernel that adds to dq itself: delta, then all gradients. k and v have as many heads as q here."""
+    H, Nq, Nk = c_int(problem.H), c_int(problem.Nq), c_int(problem.Nk)
+    arguments = *strided(("dout", "out"), strides), "delta", c_int(problem.B), H, Nq
+    blocks = -(-problem.B * problem.H * problem.Nq // DELTA_THREADS)
+    delta = work(problem, "attention_delta", arguments, blocks, DELTA_THREADS, shared_bytes=0)
+    results = "lse", "delta", "dq", "dk", "dv", H, Nq, Nk, c_float(problem.scale), c_int(problem.causal)
+    arguments = *strided(("dout", "q", "k", "v"), strides), *results
+    blocks = problem.key_tiles * problem.gradient_heads * problem.B
+    return [delta, work(problem, "attention_backward", arguments, blocks)]
+
+
+def delta_works(problem, strides):
+    """delta = the row sums of dout * out, and lse in base 2. A kernel that `zeroes_dq` sets dq_sum to 0 as well."""
+    arguments = *strided(("dout", "out"), strides), "lse", "lse_2", "delta"
+    numbers = c_int(problem.H), c_int(problem.Nq)
+    if problem.row.zeroes_dq:
+        blocks = problem.query_tiles
+        arguments = *arguments, "dq_sum", *numbers
+    else:
+        rows_of_a_block = 16 if problem.D == 96 else 2048 // problem.D  # 256 threads take 8 numbers each
+        blocks = -(-problem.query_rows // rows_of_a_block)
+        arguments = *arguments, *numbers, c_int(problem.query_rows)
+    return [work(problem, "attention_delta", arguments, blocks * problem.H * problem.B, 256, shared_bytes=0)]
+
+
+def gradient_works(problem, strides):
+    """dk and dv of the keys, and what the keys give to dq."""
+    numbers = *heads_and_lengths(problem), c_float(problem.scale), c_int(problem.causal)
+    sums = "lse_2", "delta", "dq_sum"
+    counters = ("counters",) if problem.row.counters_per_tile else ()
+    if problem.row.loads == "tma":
+        Br, Bc = problem.Br, problem.Bc
+        boxes = Box("dout", Br), Box("q", Br), Box("k", Bc), Box("v", Bc), Box("dk", 16), Box("dv", 16)
+        arguments = *boxes, *sums, *counters, *numbers
+    else:
+        tensors = *strided(("dout", "q", "k", "v"), strides), *sums, "dk", "dv", *counters
+        arguments = *tensors, *numbers, c_int(problem.deterministic)
+    blocks = problem.key_tiles * problem.gradient_heads * problem.B
+    return [work(problem, "attention_backward", arguments, blocks)]
+
+
+def dq_works(problem, strides):
+    """dq = scale * dq_sum, in the dtype of q. dq_sum is in the order of rows, or of a tile's registers."""
+    if problem.row.dq_by_tile:
+        blocks = problem.query_tiles
+        numbers = c_int(problem.Nq), c_float(problem.scale)
+    else:
+        blocks = -(-problem.Nq * problem.D // 1024)
+        numbers = c_int(problem.Nq), c_int(problem.query_rows), c_float(problem.scale)
+    blocks *= problem.H * problem.B
+    return [work(problem, "attention_dq", ("dq_sum", "dq", *numbers), blocks, 256, shared_bytes=0)]
+
+
+def work(problem, kernel, arguments, grid, block=None, shared_bytes=None):
+    """One launch of a kernel of this row. Unless they are given, block and shared_bytes are the row's."""
+    check_count("blocks", grid)
+    D, Br, Bc = problem.D, problem.Br, problem.Bc
+    block = problem.row.threads(D, Br, Bc) if block is None else block
+    shared_bytes = problem.row.shared_bytes(D, Br, Bc) if shared_bytes is None else shared_bytes
+    macros = {"D": D, "Br": Br, "Bc": Bc, **problem.row.macros(problem)}
+    return Work(HERE / problem.row.file, kernel, arguments, grid, block, shared_bytes, macros)
+
+
+def strided(names, strides):
+    """Tensors, each with its strides, as a kernel takes them that computes addresses itself."""
+    return (*(argument for name in names for argument in (name, *map(c_longlong, strides[name]))),)
+
+
+def heads_and_lengths(problem):
+    return c_int(problem.H), c_int(problem.H // problem.Hk), c_int(problem.Nq), c_int(problem.Nk)

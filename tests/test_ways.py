@@ -1,0 +1,68 @@
+"""The way of a repeated public call to its launcher: few files, and no return to one that was left."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from steps import catalogue, engine
+
+STEPS = f"{Path(catalogue.__file__).parent}/"
+BESIDE = "checks.py", "engine.py"
+# Where the way ends. Stages 00 and 01 have no file that only launches; there it is the kernel's own.
+LAUNCHERS = (
+    "step00_naive/fwd_", "step00_naive/bwd_", "step01_fa1_numba/fwd_", "step01_fa1_numba/bwd_",
+    "step02_fa2_cuda/emulator/", "step02_fa2_cuda/nvrtc.py", "step03_triton/replay.py",
+)  # fmt: skip
+SOFTCAP = {"softcap": 5.0}
+BETWEEN_OPTIONS = pytest.mark.xfail(strict=True, reason="public.py asks options.py about each option, one by one")
+CALLS = [(stage, name, {}) for stage in ("00", "01", "02", "03") for name in ("forward", "attention")]
+CALLS += [pytest.param("03", name, SOFTCAP, marks=BETWEEN_OPTIONS) for name in ("forward", "attention")]
+
+
+def ways(call):
+    """The files that a call enters, in order, without what the launcher does; then those of autograd's backward."""
+    found, stack = [], []
+
+    def watch(frame, event, _):
+        file = frame.f_code.co_filename.removeprefix(STEPS)
+        if event not in ("call", "return") or file == frame.f_code.co_filename or file in BESIDE:
+            return
+        if event == "return":
+            stack.pop()
+            return
+        if not stack:
+            found.append([])
+        elif stack[-1].startswith(LAUNCHERS):
+            file = stack[-1]
+        if not stack or file != stack[-1]:
+            found[-1].append(file)
+        stack.append(file)
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("number, name, options", CALLS, ids=lambda x: str(x or "plain"))
+def test_a_repeated_call_goes_straight_to_its_launcher(number, name, options):
+    if reason := catalogue.unavailable(number):
+        pytest.skip(reason)
+    stage = catalogue.stage(number)
+    q, k, v, dout = torch.randn(4, 1, 1, 16, 32, device=engine.device)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    calls = {
+        "forward": lambda: stage.forward(q, k, v, **options),
+        "attention": lambda: stage.attention(*leaves, **options).backward(dout),
+    }
+    with torch.autograd.set_multithreading_enabled(False):  # so that the backward runs where it is watched
+        calls[name]()
+        found = ways(calls[name])
+    assert len(found) == (2 if name == "attention" else 1)
+    for way in found:
+        files = [file for file in way if not file.startswith(LAUNCHERS)]
+        assert way[-1].startswith(LAUNCHERS) and len(files) == len(set(files)) <= 3, " > ".join(way)
