@@ -15,7 +15,6 @@ are the lessons of stage 04 beside the ring. All but CUDA graphs and the peers' 
 
 import contextlib
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
@@ -372,15 +371,12 @@ class RingPart:
 
     names: tuple[str, ...]
 
-    def record(self, *, device="cuda", until=math.inf, commit=None, say=print, **_):
+    def record(self, *, device="cuda", commit=None, say=print):
         """Yields the rows, and one record, a dict with the key "kind"; options as for grid.measure."""
         size = torch.cuda.device_count()
         origin = rows.provenance(device, commit=commit, n_gpus=size)
         of_name = {"hops": measure_hops, "trace": measure_trace}
         for name in self.names if size > 1 else ():
-            if time.monotonic() > until:
-                say(f"out of time before {name}")
-                return
             measured = of_name.get(name, partial(measure_cases, CASES.get(name)))
             try:
                 with launch.Ranks(size, timeout=PATIENCE) as ranks:
