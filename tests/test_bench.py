@@ -989,6 +989,7 @@ def test_one_command_checks_a_kernel_file(name, monkeypatch):
         return out + 1, lse
 
     monkeypatch.setattr(catalogue.stage(files[name][0]), "forward", off)
+    monkeypatch.setattr(__main__, "CASES_OF_A_FILE", ("ragged_causal",))
     done = invoke(name)
     assert done.exit_code == 1 and "wrong: " in done.output and "'out': (1" in done.output
 

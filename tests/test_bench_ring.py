@@ -15,7 +15,6 @@ from steps import engine
 from steps.bench import ring, rows, timing
 from steps.bench.cost import Point
 from steps.bench.ring import FETCH, GRAPH, ONE, PEERS, RELAY, STRATEGIES
-from steps.figures import ring_tables
 from steps.step04_ring import Layout, launch, simulate
 from steps.step04_ring.strategies import team
 from steps.workbook.case_on_ranks import PlainBlock
@@ -23,7 +22,7 @@ from support.made_rows import LARGE, ORIGIN
 
 pytestmark = pytest.mark.skipif(engine.name != "cpu", reason="stands in for GPUs")
 
-SMALL = replace(LARGE, point=Point(1, 4, 48, 64, True, 2))  # two query heads share a K/V head
+SMALL = replace(LARGE, point=Point(1, 4, 32, 64, True, 2))  # two query heads share a K/V head
 
 
 # --- what stands in for GPUs, in the processes of the ranks -----------------------------------------------------
@@ -117,6 +116,8 @@ def recorded(monkeypatch, *names):
 
 def test_everybody_in_two_ranks(monkeypatch):
     """The numbers of rows are right, and everybody computes attention."""
+    from steps.figures import ring_tables  # imported here because it draws, and the ranks import this file
+
     whos = {"8k": (ONE, FETCH, GRAPH, RELAY, *PEERS), "strategies": STRATEGIES}
     monkeypatch.setattr(ring, "CASES", {name: (replace(SMALL, who=who),) for name, who in whos.items()})
     found, _, said = recorded(monkeypatch, *whos)
