@@ -286,7 +286,7 @@ def test_who_fails_is_left_out_and_who_dies_ends_the_part(monkeypatch):
 
 
 def test_one_gpu_has_no_ring(monkeypatch):
-    stand_in(monkeypatch, gpus=1)
+    stand_in(monkeypatch, ranks=None, gpus=1)
     assert list(ring.RingPart(("32k",)).record()) == []
 
 

@@ -312,4 +312,4 @@ def test_the_program(tmp_path, flags, code, words):
     usual = "--seq", "8192", "--flops", "6e14", "--link", "1e11", "--picture", str(picture)
     done = CliRunner().invoke(app, [*usual, *flags])
     assert done.exit_code == code and words in done.output + str(done.exception), done.output
-    assert picture.exists() == (code == 0)
+    assert picture.exists() == (code == 0) and isinstance(done.exception, SystemExit | None)
