@@ -547,8 +547,6 @@ def test_who_is_too_slow_is_not_tried_at_larger_sizes():
     found, said = measured([candidate(forward=slow)], points, peers=(), limit_ms=0.0)
     assert not found and tried == [16, 16, 8, 8, 32, 32]
     assert "more than the limit" in said[0] and "too slow at a smaller size" in said[1]
-    found, said = measured([candidate()], until=0.0)
-    assert found == [] and said == [f"out of time before fp32 {SMALL[0]}"]
 
 
 def test_a_matrix_product_is_measured_with_every_group_of_16_bits(monkeypatch):
@@ -584,8 +582,6 @@ def test_the_plans_name_rungs_and_peers_that_there_are():
         files = {path.stem.split("_", 2)[2] for path in (rows.ROOT / "steps" / module).glob("fwd_*")}
         of_stage = [part for part in parts if part.stage == number and "fwd" in part.passes]
         assert {rung for part in of_stage for rung in part.rungs} == files
-    longest = cost.flops(1, 16, 16384, 128, pass_="bwd") / 4e12 * 1e3  # at 4 TFLOP/s
-    assert 1000 < longest < grid.PLANS["float32"][0].limit_ms
 
 
 def test_a_backward_is_measured_only_under_the_rung_that_owns_it():
@@ -651,7 +647,6 @@ def test_features_are_in_groups_that_take_turns_and_count_the_scores_that_positi
     first, second, (decode,), (memory,) = grid.features(16, 40, 24, device="cpu")
     assert [task.options["feature"] for task in first] == [task.options["feature"] for task in second] == FEATURES
     assert decode.ceiling and decode.passes == ("fwd",) and memory.passes == ("fwd+bwd",)
-    assert {one.name("fwd") for task in second for one in task.entrants} & set(peers.COMPILED) == set()
     for task in grid.features_at(16, 2, 16, "cpu"):
         point, options = task.point, task.reference(slice(1, 2))
         by_position = {name: options[name] for name in options if "mask" not in name}
@@ -994,6 +989,7 @@ def test_one_command_checks_a_kernel_file(name, monkeypatch):
         return out + 1, lse
 
     monkeypatch.setattr(catalogue.stage(files[name][0]), "forward", off)
+    monkeypatch.setattr(__main__, "CASES_OF_A_FILE", ("ragged_causal",))
     done = invoke(name)
     assert done.exit_code == 1 and "wrong: " in done.output and "'out': (1" in done.output
 
@@ -1024,5 +1020,5 @@ def test_the_commands_write_rows_and_records_and_show_what_is_committed_beside_t
     monkeypatch.setattr(measuring, "show", lambda found, *_, **__: None)
     monkeypatch.setattr(grid, "record", lambda parts, **how: asked.extend(parts))
     assert invoke("--sustained", "--kernel", "fa2").exit_code == 0 and asked == grid.sustained(rung="fa2")
-    measuring.main(["fast", "bwd"], sustained=False, runs=2, out=tmp_path / "other")
-    assert asked[1:] == [*grid.PLANS["fast"], *grid.PLANS["bwd"]] * 2
+    measuring.main(["fast", "bwd"], sustained=False, out=tmp_path / "other")
+    assert asked[1:] == [*grid.PLANS["fast"], *grid.PLANS["bwd"]]

@@ -15,7 +15,6 @@ from steps import engine
 from steps.bench import ring, rows, timing
 from steps.bench.cost import Point
 from steps.bench.ring import FETCH, GRAPH, ONE, PEERS, RELAY, STRATEGIES
-from steps.figures import ring_tables
 from steps.step04_ring import Layout, launch, simulate
 from steps.step04_ring.strategies import team
 from steps.workbook.case_on_ranks import PlainBlock
@@ -23,7 +22,7 @@ from support.made_rows import LARGE, ORIGIN
 
 pytestmark = pytest.mark.skipif(engine.name != "cpu", reason="stands in for GPUs")
 
-SMALL = replace(LARGE, point=Point(1, 4, 48, 64, True, 2))  # two query heads share a K/V head
+SMALL = replace(LARGE, point=Point(1, 4, 32, 64, True, 2))  # two query heads share a K/V head
 
 
 # --- what stands in for GPUs, in the processes of the ranks -----------------------------------------------------
@@ -66,9 +65,8 @@ def in_rank(task, *args):
     """The task in a rank, where the first one replaces what only a GPU has."""
     if ring.kernels is not OF_02:
         ring.WORTH_MS, ring.MOST_CALLS, ring.LAST = 1.0, 2, 8
-        ring.kernels, ring.Hopper = OF_02, lambda persistent, deterministic: PlainBlock
+        ring.kernels = OF_02
         steps.step04_ring.entry.default_block = team.default_block = lambda *q, **how: PlainBlock
-        steps.step03_triton = PlainBlock
         torch.cuda.CUDAGraph, torch.cuda.graph = Graph, lambda graph, capture_error_mode: contextlib.nullcontext()
         torch.cuda.synchronize = torch.cuda.reset_peak_memory_stats = lambda *device: None
         torch.cuda.memory_allocated, torch.cuda.max_memory_allocated = lambda: 100, lambda: 1100
@@ -76,22 +74,21 @@ def in_rank(task, *args):
     return task(*args)
 
 
-class OnCpu(ring.Team):
+class OnCpu:
     """Two ranks over gloo. Those of one test go on to the next."""
 
     kept = None
 
-    def __init__(self, say):
-        super().__init__(say)
-        self.size, self.ranks = 2, OnCpu.kept
+    def __init__(self, size, timeout):
+        OnCpu.kept = OnCpu.kept or launch.Ranks(2, timeout)
 
-    def run(self, what, task, *args):
-        try:
-            return super().run(what, in_rank, task, *args)
-        finally:
-            OnCpu.kept = self.ranks
+    def run(self, task, *args, limit=60):
+        return OnCpu.kept.run(in_rank, task, *args, limit=limit)
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
         pass
 
 
@@ -102,20 +99,26 @@ def end_of_ranks():
         OnCpu.kept.close()
 
 
+def stand_in(monkeypatch, ranks=OnCpu, gpus=2):
+    monkeypatch.setattr(ring, "launch", SimpleNamespace(Ranks=ranks, RankError=launch.RankError))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(rows, "provenance", lambda device, commit, n_gpus: ORIGIN | {"n_gpus": n_gpus})
+
+
 def recorded(monkeypatch, *names):
     """(rows, records, what was said) of parts of the plan in two ranks on the CPU."""
     said = []
-    monkeypatch.setattr(ring, "Team", OnCpu)
-    monkeypatch.setattr(rows, "provenance", lambda device, commit, n_gpus: ORIGIN | {"n_gpus": n_gpus})
+    stand_in(monkeypatch)
     found = list(ring.RingPart(names).record(say=said.append, commit="c"))
     assert all(rows.validate(row) for row in found if "kind" not in row)
-    said = [line for line in said if "took" not in line]
     return [x for x in found if "kind" not in x], [x for x in found if "kind" in x], said
 
 
 def test_everybody_in_two_ranks(monkeypatch):
     """The numbers of rows are right, and everybody computes attention."""
-    whos = {"8k": (ONE, FETCH, GRAPH, RELAY, *PEERS), "strategies": STRATEGIES, "ablations": ring.ABLATIONS}
+    from steps.figures import ring_tables  # imported here because it draws, and the ranks import this file
+
+    whos = {"8k": (ONE, FETCH, GRAPH, RELAY, *PEERS), "strategies": STRATEGIES}
     monkeypatch.setattr(ring, "CASES", {name: (replace(SMALL, who=who),) for name, who in whos.items()})
     found, _, said = recorded(monkeypatch, *whos)
     reasons = [line.partition(": RuntimeError")[0] for line in said]
@@ -128,8 +131,7 @@ def test_everybody_in_two_ranks(monkeypatch):
     for (who, pass_), row in plain.items():
         shared = 1 if who == "one GPU" else 2
         assert row["tflops"] == pytest.approx(SMALL.point.flops(pass_) / shared / row["ms_median"] / 1e9)
-    asked = [(str(who), pass_) for name in ("strategies", "ablations") for who in whos[name]
-             for pass_ in SMALL.passes if who.takes(pass_)]  # fmt: skip
+    asked = [(str(who), pass_) for who in STRATEGIES for pass_ in SMALL.passes if who.takes(pass_)]
     others = [row for row in found if row["options"] and row["options"] != {"graph": True}]
     names = [(str(ring.Who(row["kernel"], options=tuple(row["options"].items()))), row["pass"]) for row in others]
     assert sorted(names) == sorted(asked)
@@ -153,7 +155,7 @@ def test_hops_in_two_ranks_are_what_the_simulator_reads(monkeypatch):
     assert not said and [2 * row["Nk"] * row["D"] for row in found] == [4096, 2**16] * 2
     assert all(row["pass"] == row["peer"] == "copy" and row["reps"] == 10 for row in found)
     assert [row["options"]["transport"] for row in found] == ["fetch", "fetch", "relay", "relay"]
-    assert OnCpu(print).run("", arrived) == [[[1.0] * 2] * 2, [[0.0] * 2] * 2]
+    assert OnCpu(2, 60).run(arrived) == [[[1.0] * 2] * 2, [[0.0] * 2] * 2]
     for n, row in enumerate(found):  # 370 GB/s and 8 us: exact times give exactly these back
         row["ms_median"] = 1e3 * ((4096, 2**16)[n % 2] / 370e9 + 8e-6)
     for transport in simulate.TRANSPORTS:
@@ -213,7 +215,7 @@ def test_what_overlaps_counts_once_and_the_last_call_is_cut_out_stream_by_stream
 
 
 def test_a_round_is_that_of_the_slowest_rank_and_everybody_comes_first_once():
-    for called, slowest in OnCpu(print).run("", three_in_turn):
+    for called, slowest in OnCpu(2, 60).run(three_in_turn):
         assert called == "abc" + "aabbbcc" + "bbbccaa" + "ccaabbb" + "aabbbcc" + "bbbccaa"
         assert slowest == [2.0, 7.0]
     assert [ring.calls_of_a_round(x) for x in (0.01, 1, 6, 13, 15, 500)] == [20, 20, 3, 2, 1, 1]
@@ -252,48 +254,40 @@ def test_a_trial_says_what_is_wrong_and_a_broken_device_ends_the_rank(monkeypatc
         ring.trial(SMALL, FETCH, "fwd")
 
 
-def test_who_fails_or_hangs_is_left_out_and_the_others_are_measured():
-    class Ranks:
-        def run(self, task, *args, limit):
-            if task is ring.race:
-                return [{who: [n * ms for n in (1.0, 1.1, 1.2, 1.5, 1.0)] for who, ms in args[2].items()}] * 2
-            if task is not ring.trial:
-                return [None] * 2
-            case, who, pass_ = args
-            if who == RELAY:
-                raise launch.RankError("rank 1 of 2 failed.\n  rank 0: fine\n  rank 1: died: SIGABRT\nmore", {})
-            if who.peer and pass_ == "fwd":
-                return [{}, "RuntimeError: no kernel"]
-            return [{"error": 0.01, "ms": 30.0, "peak_bytes": 10 * rank} for rank in range(2)]
+class Some(OnCpu):
+    """Ranks in which peers have no forward, and the relay dies in its backward."""
 
-    said, ranks = [], Ranks()
-    team_ = ring.Team(said.append)
-    team_.size, ring_ranks = 2, ring.launch.Ranks
-    try:
-        ring.launch.Ranks = lambda size, timeout: ranks
-        found = list(map(rows.validate, ring.measure_cases([LARGE], team_, ORIGIN)))
-    finally:
-        ring.launch.Ranks = ring_ranks
-    both = [who.peer for who in PEERS]
-    kernels = [row["kernel"] or row["peer"] for row in found]
-    assert kernels == ["fwd_8_hopper", "ring+fetch", "fwd_8_hopper+bwd_3_hopper", "ring+fetch", *both]
+    def __init__(self, size, timeout):
+        pass
+
+    def run(self, task, *args, limit):
+        if task is ring.race:
+            return [{who: [n * ms for n in (1.0, 1.1, 1.2, 1.5, 1.0)] for who, ms in args[2].items()}] * 2
+        if task is ring.trial and args[1:] == (RELAY, "fwd+bwd"):
+            raise launch.RankError("rank 1 of 2 failed.\n  rank 0: fine\n  rank 1: died: SIGABRT\nmore", {})
+        if task is ring.trial and args[1].peer and args[2] == "fwd":
+            return [{}, "RuntimeError: no kernel"]
+        return [{"error": 0.01, "ms": 30.0, "peak_bytes": 10 * rank} for rank in range(2)]
+
+
+def test_who_fails_is_left_out_and_who_dies_ends_the_part(monkeypatch):
+    said = []
+    stand_in(monkeypatch, Some)
+    monkeypatch.setattr(ring, "CASES", {"32k": (LARGE,)})
+    found = list(map(rows.validate, ring.RingPart(("32k", "32k")).record(say=said.append)))
+    assert [row["kernel"] for row in found] == ["fwd_8_hopper", "ring+fetch", "ring+relay"] * 2
     one, fetch, *_ = found
     # A rank computes half of what one GPU does, and TFLOP/s are those of a GPU.
     assert one["tflops"] == pytest.approx(2 * fetch["tflops"]) == pytest.approx(4 * 32768**2 * 32 * 128 / 2 / 33 / 1e9)
     assert (one["layout"], fetch["layout"], fetch["ms_worst"]) == (None, "zigzag", pytest.approx(45))
     assert (fetch["reps"], fetch["stage"], one["stage"], fetch["peak_bytes"]) == (5, "04_ring", "02_fa2_cuda", 10)
-    assert [line.partition(": ")[2].split(",")[0] for line in said] == ["ring+relay", *both, "ring+relay"]
-    assert "rank 0: fine;   rank 1: died: SIGABRT" in said[0] and "more" not in said[0]
+    reasons = [f"left out: {who}, fwd {LARGE.point}: RuntimeError: no kernel" for who in PEERS]
+    assert said == [*reasons, "32k ended early: rank 1 of 2 failed.;   rank 0: fine;   rank 1: died: SIGABRT"] * 2
 
 
-def test_no_time_and_too_few_gpus_are_no_rows(monkeypatch):
-    said = []
-    monkeypatch.setattr(ring, "Team", OnCpu)
-    monkeypatch.setattr(rows, "provenance", lambda *_, **__: ORIGIN)
-    assert list(ring.RingPart(("32k", "hops")).record(say=said.append, until=-1.0)) == []
-    assert said == ["out of time before 32k"]
-    monkeypatch.setattr(OnCpu, "__init__", lambda self, say: setattr(self, "size", 1))
-    assert list(ring.RingPart(("32k",)).record(say=said.append)) == []
+def test_one_gpu_has_no_ring(monkeypatch):
+    stand_in(monkeypatch, ranks=None, gpus=1)
+    assert list(ring.RingPart(("32k",)).record()) == []
 
 
 def test_every_candidate_is_a_kernel_that_there_is_and_has_rows_of_its_own():

@@ -7,7 +7,6 @@
 `python -m steps.bench.ablations`, `.profile`, `.tune` and `.report` are commands, too.
 """
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -39,8 +38,6 @@ def main(
     plans: Annotated[list[str], typer.Argument(help=f"One or more of {', '.join(PLANS)}.")],
     record: Annotated[bool, typer.Option("--record", help="Write to the committed rows, not to my/results.")] = False,
     sustained: Annotated[bool, typer.Option("--sustained", help="Time each candidate alone for a second.")] = False,
-    runs: Annotated[int, typer.Option(help="How often a plan is measured, each time as a run of its own.")] = 1,
-    minutes: Annotated[float, typer.Option(help="After these no more sizes are begun.")] = 60,
     commit: rows.Commit = None,
     out: Annotated[Path | None, typer.Option(help="Another folder for the rows.")] = None,
 ):
@@ -52,8 +49,8 @@ def main(
     parts = [part for name in plans for part in PLANS[name]]
     if sustained:
         parts = grid.sustained([part for part in parts if isinstance(part, grid.Part)])
-    options = dict(until=time.monotonic() + 60 * minutes, commit=commit, say=print)
-    for part in parts * runs:
+    for part in parts:
+        options = dict(commit=commit, say=print)
         found = part.record(**options) if isinstance(part, ring.RingPart) else grid.record([part], **options)
         show(found, out or (rows.COMMITTED if record else rows.OWN))
 

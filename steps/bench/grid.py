@@ -6,7 +6,6 @@ or one after the other for a second each. Tasks of one group take turns with eac
 """
 
 import itertools
-import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +18,7 @@ from reference import attention, philox
 from steps import catalogue, checks
 from steps.bench import ablations, rows, timing
 from steps.bench.cost import Point
-from steps.bench.peers import COMPILED, MATMUL_SIZE, PEERS, copy, flex, matmul, sdpa, varlen
+from steps.bench.peers import MATMUL_SIZE, PEERS, copy, flex, matmul, sdpa, varlen
 
 # The FlashAttention papers': 16k tokens in every batch, hidden size H D = 2048.
 STANDARD_GRID = tuple(
@@ -196,22 +195,17 @@ class Task:
     with_host: bool = False
 
 
-def measure(groups, *, device="cuda", timed="interleaved", warmup=3, limit_ms=1000.0, until=float("inf"), commit=None,
-            say=print):  # fmt: skip
+def measure(groups, *, device="cuda", timed="interleaved", warmup=3, limit_ms=3000.0, commit=None, say=print):
     """Yields a valid results row for everybody at every task of the groups, which are lists of tasks.
 
     Who cannot take part (dtype, head_dim, out of memory, a result that is not finite, a call longer than limit_ms) is
     left out, and `say` is called with one line that gives the reason. Who was too slow at a size is not tried at larger
-    ones. The rows of one call share one `run`. timed: "interleaved" or "sustained". until: the moment on
-    time.monotonic()'s clock after which no more groups are begun.
+    ones. The rows of one call share one `run`. timed: "interleaved" or "sustained".
     """
     origin = rows.provenance(device, commit=commit)
     guard = Guard(limit_ms, device, say)
     take_times = {"interleaved": timing.interleaved, "sustained": timing.sustained}[timed]
     for group in groups:
-        if time.monotonic() > until:
-            say(f"out of time before {group[0].dtype} {group[0].point}")
-            return
         admitted = {}  # {pass: [(the row without its times, call, operations, error, task)]}
         for task in group:
             inputs = make_inputs(task.point, task.dtype, device)
@@ -361,7 +355,6 @@ class Part:
     peers: tuple[str, ...] = ("sdpa-flash", "sdpa-cudnn")
     switches: bool = False  # also with one switch turned at a time; a backward also with a fixed order of dq
     stage: str = "02"
-    limit_ms: float | None = None  # of one call, instead of the command's
     timed: str = "interleaved"  # or "sustained"
     with_host: bool = False  # whether the CPU's time is measured, too
 
@@ -400,11 +393,9 @@ def record(parts, *, device="cuda", say=print, **options):
     """Yields the rows of parts of plans: of a Part, or of groups that a function lists."""
     for part in parts:
         if isinstance(part, Part):
-            groups, own = part.groups(device), {"timed": part.timed}
-            own |= {"limit_ms": part.limit_ms} if part.limit_ms else {}
+            yield from measure(part.groups(device), device=device, timed=part.timed, say=say, **options)
         else:
-            groups, own = part(device=device), {}
-        yield from measure(groups, device=device, say=say, **options | own)
+            yield from measure(part(device=device), device=device, say=say, **options)
 
 
 # --- features -----------------------------------------------------------------------------------------------
@@ -502,16 +493,9 @@ def features_at(N, H, D, device):
 
 
 def features(N=16384, cache=32768, longest=65536, *, device):
-    """Groups: the features of two head_dims, pass by pass; a new token over a cache of keys; memory at a great length.
-
-    What takes long to compile is beside the first head_dim only.
-    """
+    """Groups: the features of two head_dims, a new token over a cache of keys, and memory at a great length."""
     yield features_at(N, 16, 128, device)
-    for_64 = features_at(N, 32, 64, device)
-    yield [
-        replace(task, entrants=tuple(one for one in task.entrants if getattr(one, "peer", None) not in COMPILED))
-        for task in for_64
-    ]
+    yield features_at(N, 32, 64, device)
     # 8 sequences; four query heads share a key head.
     yield [feature("decode", Point(8, 32, 1, 128, Hk=8, Nk=cache), peers=ANY, kernel="decode", passes=("fwd",))]
     causal = Point(1, 16, longest, 128, causal=True)  # as models are, which takes half the time
@@ -559,10 +543,7 @@ PLANS = {  # What is recorded of stages 02 and 03, in parts of a few minutes. Th
         Part(("tma", "fused"), passes=("bwd",), peers=BEST, stage="03"),
     ),
     "float32": (
-        Part(
-            ("fused",), _at(512, 4096, 16384), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",),
-            stage="03", limit_ms=3000,  # The backward with head_dim 128 takes more than a second at N = 16k.
-        ),
+        Part(("fused",), _at(512, 4096, 16384), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",), stage="03"),
     ),
     "compilers": (
         Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), peers=("flex", "compiled", "fa4", "sdpa-cudnn"), stage="03"),
@@ -573,7 +554,7 @@ PLANS = {  # What is recorded of stages 02 and 03, in parts of a few minutes. Th
         Part(("hopper", "fa2"), (Point(1, 1, 128, 64),), with_host=True),
         Part(("gluon", "tma"), (Point(1, 1, 128, 64),), stage="03", with_host=True),
     ),
-}  # fmt: skip
+}
 LONG = 16384  # A call has to take milliseconds, or else a second of calls measures how fast they are launched.
 
 

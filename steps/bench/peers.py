@@ -93,7 +93,6 @@ PEERS = {
     "compiled": compiled_matrix_form,  # what torch.compile makes of the matrix form
     "fa4": fa4,
 }
-COMPILED = "flex", "compiled", "fa4"  # take long at their first call
 
 
 @cache

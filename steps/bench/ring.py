@@ -6,17 +6,15 @@
 
 One process a GPU. Everybody who is compared at one size takes turns, five rounds; a round's time is that of the slowest
 rank, and a row has the median and the worst round. "One GPU" is stage 02 on the whole sequence, on all GPUs at once, as
-their clocks depend on how many of them work. TFLOP/s are those of each GPU. Who fails is left out with the reason, and
-who hangs is stopped after a limit, which costs the others a new start and nothing else.
+their clocks depend on how many of them work. TFLOP/s are those of each GPU. Who fails is left out with the reason; who
+dies or hangs ends its part of the plan.
 
-Beside the sizes there are `hops` of single messages, for simulate.py, the profiler's `trace`, `strategies`, which are
-the lessons of stage 04 beside the ring, and `ablations`, the ring with another block. What a rank does runs on the
-engine's device, so that all but CUDA graphs and the peers' kernels runs on the CPU, too, over gloo.
+Beside the sizes there are `hops` of single messages, for simulate.py, the profiler's `trace`, and `strategies`, which
+are the lessons of stage 04 beside the ring. All but CUDA graphs and the peers' kernels runs on the CPU, too, over gloo.
 """
 
 import contextlib
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
@@ -32,7 +30,6 @@ from steps.bench.cost import Point
 from steps.bench.grid import HOW, LAST, make_inputs, peak_bytes, sample_error, sample_truth
 from steps.step02_fa2_cuda import calls as kernels
 from steps.step04_ring import Layout, comm, launch, side, strategies
-from steps.step04_ring.block import Hopper
 from steps.step04_ring.strategies import account
 
 DTYPE, D = "bf16", 128
@@ -57,9 +54,8 @@ class Who:
         return " ".join(filter(None, (self.peer or self.kernel, turned)))
 
     def takes(self, pass_):
-        """Whether it has the pass, and differs from others in it."""
-        options = dict(self.options)
-        return "deterministic" not in options if pass_ == "fwd" else options.get("strategy") != "star"
+        """Whether it has the pass."""
+        return pass_ == "fwd" or dict(self.options).get("strategy") != "star"
 
 
 def turned(who, **options):
@@ -77,12 +73,6 @@ STRATEGIES = (
     lesson("query_parallel", "lesson_3_query_parallel"), lesson("star", "lesson_4_star"),
     lesson("ulysses", "lesson_5_ulysses"), turned(FETCH, strategy="ring"), turned(RELAY, strategy="ring"),
 )  # fmt: skip
-ABLATIONS = (
-    turned(FETCH, changed="nothing"), turned(FETCH, persistent=True), turned(FETCH, deterministic=False),
-    turned(FETCH, block="stage 03"), turned(RELAY, changed="nothing"), turned(RELAY, persistent=True),
-    turned(RELAY, block="stage 03"),
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Case:
@@ -107,7 +97,6 @@ CASES = {
     "8k": tuple(causal(8192, Hk, who=(ONE, FETCH, GRAPH, RELAY, *PEERS)) for Hk in (32, 8)),
     "128k": (*(causal(131072, Hk) for Hk in (32, 8)), Case(Point(1, 32, 131072, D, False, 32), passes=("fwd",))),
     "strategies": tuple(causal(N, Hk, who=STRATEGIES) for N in (32768, 8192, 131072) for Hk in (32, 8)),
-    "ablations": (causal(32768, 32, who=ABLATIONS),),
     "1m": (causal(1048576, 8, who=(FETCH,)),),
 }
 HOPS = tuple(2**n for n in range(12, 29, 2))  # bytes, 4 KB to 256 MB
@@ -150,12 +139,6 @@ def call_of(case, who, pass_):
         return partial(alone, *inputs, case.point.causal, pass_)
     if who.kernel.startswith("strategies/"):
         return partial(by_autograd, strategies.load(how["strategy"]), pass_, *shards, **options)
-    if "persistent" in how or "deterministic" in how:
-        options["block"] = Hopper(how.get("persistent", False), how.get("deterministic", True))
-    if "block" in how:
-        from steps import step03_triton
-
-        options["block"] = step03_triton
     transport = who.kernel.removeprefix("ring+")
     call = partial(by_autograd, step04_ring.attention, pass_, *shards, transport=transport, **options)
     return captured(call) if how.get("graph") else call
@@ -382,93 +365,66 @@ def last_call(spans, calls):
 # --- the plan -------------------------------------------------------------------------------------------------
 
 
-class Team:
-    """The ranks, which are started again after one has hung or died."""
-
-    def __init__(self, say):
-        self.size, self.ranks, self.say = torch.cuda.device_count(), None, say
-
-    def run(self, what, task, *args):
-        """What every rank answers; None if one fails, which is said."""
-        self.ranks = self.ranks or launch.Ranks(self.size, timeout=PATIENCE)
-        try:
-            return self.ranks.run(task, *args, limit=LIMIT)
-        except launch.RankError as problem:
-            self.ranks = None
-            self.say(f"{what}: {'; '.join(str(problem).splitlines()[: self.size + 1])}")
-
-    def close(self):
-        if self.ranks:
-            self.ranks.close(kill=True)
-
-
 @dataclass(frozen=True)
 class RingPart:
     """Parts of the plan, keys of CASES, "hops" or "trace". All of it is one run."""
 
     names: tuple[str, ...]
 
-    def record(self, *, device="cuda", until=math.inf, commit=None, say=print, **_):
+    def record(self, *, device="cuda", commit=None, say=print):
         """Yields the rows, and one record, a dict with the key "kind"; options as for grid.measure."""
-        team = Team(say)
-        origin = rows.provenance(device, commit=commit, n_gpus=team.size)
-        try:
-            for name in self.names if team.size > 1 else ():
-                begin = time.monotonic()
-                if begin > until:
-                    say(f"out of time before {name}")
-                    return
-                parts = {"hops": measure_hops, "trace": measure_trace}
-                yield from parts.get(name, partial(measure_cases, CASES.get(name)))(team, origin)
-                say(f"{name} took {time.monotonic() - begin:.0f} s")
-        finally:
-            team.close()
+        size = torch.cuda.device_count()
+        origin = rows.provenance(device, commit=commit, n_gpus=size)
+        of_name = {"hops": measure_hops, "trace": measure_trace}
+        for name in self.names if size > 1 else ():
+            measured = of_name.get(name, partial(measure_cases, CASES.get(name)))
+            try:
+                with launch.Ranks(size, timeout=PATIENCE) as ranks:
+                    yield from measured(partial(ranks.run, limit=LIMIT), origin, say)
+            except launch.RankError as problem:
+                say(f"{name} ended early: {'; '.join(str(problem).splitlines()[: size + 1])}")
 
 
-ALL = "32k", "8k", "hops", "trace", "128k", "strategies", "ablations"  # what matters most first
+ALL = "32k", "8k", "hops", "trace", "128k", "strategies"  # what matters most first
 PLANS = {"ring": (RingPart(ALL),), **{f"ring-{name}": (RingPart((name,)),) for name in (*ALL, "1m")}}
 
 
-def measure_cases(cases, team, origin):
-    """Yields the rows of those who take turns."""
+def measure_cases(cases, run, origin, say):
+    """Yields the rows of those who take turns. run(task, *args): what every rank answers."""
     for case in cases:
         for pass_ in case.passes:
-            some = {who: tried(team, case, who, pass_) for who in case.who if who.takes(pass_)}
+            some = {who: tried(run, case, who, pass_, say) for who in case.who if who.takes(pass_)}
             found = {who: one for who, one in some.items() if one}
             ms = {who: one["ms"] for who, one in found.items()}
-            times = team.run(f"not measured: {pass_} {case.point}", race, case, pass_, ms) if found else None
-            for who, of_who in (times[0] if times else {}).items():
+            for who, of_who in (run(race, case, pass_, ms)[0] if found else {}).items():
                 yield row_of(case, who, pass_, of_who, calls_of_a_round(ms[who]), found[who], origin)
-        team.run("not forgotten", forget)
+        run(forget)
 
 
-def tried(team, case, who, pass_):
+def tried(run, case, who, pass_, say):
     """What `trial` finds, of each number the largest of all ranks; None for who fails, which is said."""
-    what = f"left out: {who}, {pass_} {case.point}"
-    found = team.run(what, trial, case, who, pass_)
-    if found and (wrong := next((one for one in found if isinstance(one, str)), None)):
-        team.say(f"{what}: {wrong}")
-        return None
-    return found and {name: max(one[name] for one in found) for name in found[0]}
+    found = run(trial, case, who, pass_)
+    if wrong := next((one for one in found if isinstance(one, str)), None):
+        return say(f"left out: {who}, {pass_} {case.point}: {wrong}")
+    return {name: max(one[name] for one in found) for name in found[0]}
 
 
-def measure_hops(team, origin):
+def measure_hops(run, origin, say):
     """Yields the rows of single messages, as simulate.read_link reads them: copies of k to the next rank."""
     for transport in ("fetch", "relay"):
-        times = team.run(f"no hops of {transport}", hops, transport, HOPS)
-        for nbytes, ms in (times[0] if times else {}).items():
+        for nbytes, ms in run(hops, transport, HOPS)[0].items():
             row = {**origin, **Point(1, 1, nbytes // (2 * D), D).sizes, **HOW, "pass": rows.COPY, "dtype": DTYPE}
             row |= {"stage": None, "kernel": None, "peer": rows.COPY, "source": None}
             row |= {"options": {"transport": transport}, "tflops": 0.0, "error": 0.0}
             yield row | speed(ms, MOST_CALLS)
 
 
-def measure_trace(team, origin):
+def measure_trace(run, origin, say):
     """Yields rows of the profiler's shares, and then the record of kind "trace" with the spans of one rank's call."""
     of_calls = []
     for pass_, who in ((pass_, who) for pass_ in TRACED.passes for who in (FETCH, RELAY)):
-        one = tried(team, TRACED, who, pass_)
-        if one and (found := team.run(f"no trace of {who}, {pass_}", trace, TRACED, who, pass_)):
+        if one := tried(run, TRACED, who, pass_, say):
+            found = run(trace, TRACED, who, pass_)
             worst = max(found, key=lambda of_rank: of_rank["idle"])
             seen = {name: worst[name] for name in ("hidden", "idle", "launches")}
             ms = [max(of_rank["ms"] for of_rank in found)]
@@ -478,7 +434,6 @@ def measure_trace(team, origin):
         about = {**TRACED.point.sizes, "dtype": DTYPE, "layout": TRACED.layout, "stage": "04_ring"}
         about["source"] = {one["kernel"]: rows.code_hash("04_ring", one["kernel"]) for one in of_calls}
         yield {"kind": "trace", **origin, **about, "calls": of_calls}
-    team.run("not forgotten", forget)
 
 
 def row_of(case, who, pass_, ms, calls, found, origin):

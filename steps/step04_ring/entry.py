@@ -71,7 +71,8 @@ def forward(
     """
     if lacking:
         checks.refuse("step04_ring", "forward", lacking)
-    out, lse, _ = _forward(q, k, v, _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport))
+    call = Call(causal, scale, tile, rung, layout, group, block, S, transport)
+    out, lse, _ = _forward(q, k, v, _plan(call, q, k, v))
     return out, lse
 
 
@@ -87,8 +88,8 @@ def backward(
     """
     if lacking:
         checks.refuse("step04_ring", "backward", lacking)
-    saved = dout, out, lse
-    plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, deterministic, saved)
+    call = Call(causal, scale, tile, rung, layout, group, block, S, transport, deterministic)
+    plan = _plan(call, q, k, v, (dout, out, lse))
     with plan["comm"].together(), torch.no_grad():
         kv = plan["transport"].fetch_next(*map(contract.as_4d, (k, v)))
         return _backward(dout, q, k, v, kv, out, lse, plan)
@@ -105,8 +106,8 @@ def attention(
     """
     if lacking:
         checks.refuse("step04_ring", "attention", lacking)
-    plan = _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, deterministic)
-    return _Attention.apply(q, k, v, plan)
+    call = Call(causal, scale, tile, rung, layout, group, block, S, transport, deterministic)
+    return _Attention.apply(q, k, v, _plan(call, q, k, v))
 
 
 class _Attention(torch.autograd.Function):
@@ -145,49 +146,73 @@ def _backward(dout, q, k, v, kv, out, lse, plan):
 
 
 @dataclass(frozen=True)
+class Call:
+    """The options of a call."""
+
+    causal: bool
+    scale: float | None
+    tile: tuple | None
+    rung: str | None
+    layout: str
+    group: object
+    block: object
+    S: int | None
+    transport: str | None
+    deterministic: bool = False
+
+    @property
+    def among(self):
+        """The process group, or None for this process alone."""
+        given = self.group is not None or not dist.is_available() or not dist.is_initialized()
+        return self.group if given else dist.group.WORLD
+
+    def key(self, *tensors):
+        """All that the plan of the call with these tensors depends on. An error if one of them is no tensor."""
+        options = self.causal, self.scale, self.tile, self.rung, self.layout, self.S, self.transport, self.deterministic
+        kinds = tuple((type(x), x.dtype, x.device, x.layout, x.shape) for x in tensors)
+        return options, tuple(map(type, options)), self.among, id(self.block), kinds
+
+
+@dataclass(frozen=True)
 class _Checked:
-    """A call whose arguments this rank has found right. call: what all ranks must have alike; plan: of `_plan`."""
+    """A call whose arguments this rank has found right. alike: what all ranks must have alike; plan: of `_plan`."""
 
     comm: Comm
-    call: dict
+    alike: dict
     scale: float
     plan: dict  # filled once the ranks have agreed
 
 
-_kept = {}  # {all that a call depends on: its _Checked}
+_kept = {}  # {the key of a call: its _Checked}
 # A process group's threads need Python when it is deleted, so that Python must not end with a group that is kept here.
 atexit.register(_kept.clear)
 
 
-def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport, deterministic=False, saved=()):
+def _plan(call, q, k, v, saved=()):
     """The keyword arguments of the two loops in ring.py.
 
     Checks this rank's arguments first, and then that the arguments of all ranks fit together.
     """
-    key, problem = None, None
+    problem = None
     try:
-        options = tuple((type(x), x) for x in (causal, scale, tile, rung, layout, S, transport, deterministic))
-        group = dist.group.WORLD if group is None and dist.is_available() and dist.is_initialized() else group
-        tensors = tuple((type(x), x.dtype, x.device, x.layout, x.shape) for x in (q, k, v, *saved))
-        key = options, group, id(block), tensors
+        key = call.key(q, k, v, *saved)
         checked = _kept.get(key)
     except (TypeError, AttributeError, RuntimeError):  # One of them is not what it should be, which _check will say.
-        checked = None
+        key = checked = None
     if checked is None:
-        comm, call, checked_scale = Comm(group), {}, None
+        comm, alike, scale = Comm(call.among), {}, None
         try:
-            checks.check_flag("deterministic", deterministic)
-            call, checked_scale = _check(q, k, v, causal, scale, tile, rung, layout, block, S, transport, saved)
-            if S is not None:  # Here the rank can tell by itself; it raises after the others have heard of it.
-                check_length(comm, Layout(layout, S, comm.size), q.shape[-2])
+            alike, scale = _check(call, q, k, v, saved)
+            if call.S is not None:  # Here the rank can tell by itself; it raises after the others have heard of it.
+                check_length(comm, Layout(call.layout, call.S, comm.size), q.shape[-2])
         except (TypeError, ValueError, NotImplementedError) as error:
             problem = error
-        checked = _Checked(comm, call, checked_scale, {})
+        checked = _Checked(comm, alike, scale, {})
     size = q.shape[-2] if problem is None else None
-    sizes = agree(checked.comm, checked.call, size, always=S is None, problem=problem)
-    if S is None or not checked.plan:
-        plan = _agreed_plan(checked, sizes, size, q, causal, tile, layout, block, S, transport)
-        if key is None or S is None:
+    sizes = agree(checked.comm, checked.alike, size, always=call.S is None, problem=problem)
+    if call.S is None or not checked.plan:
+        plan = _agreed_plan(call, checked, sizes, q)
+        if key is None or call.S is None:
             return plan
         if len(_kept) >= 1000:
             _kept.clear()
@@ -196,23 +221,25 @@ def _plan(q, k, v, causal, scale, tile, rung, layout, group, block, S, transport
     return checked.plan
 
 
-def _check(q, k, v, causal, scale, tile, rung, layout, block, S, transport, saved):
+def _check(call, q, k, v, saved):
     """(what all ranks must have alike, the scale); raises for what this rank finds wrong by itself."""
-    checks.pick({"ring": (forward, backward)}, SUPPORTS, rung, 0, q)
-    checked_tile = tile if block is None else None  # a block that the caller passes checks its own tiles
-    scale, _ = checks.check_call(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), causal, scale, checked_tile)
+    checks.check_flag("deterministic", call.deterministic)
+    checks.pick({"ring": (forward, backward)}, SUPPORTS, call.rung, 0, q)
+    tile = call.tile if call.block is None else None  # a block that the caller passes checks its own tiles
+    scale, _ = checks.check_call(SUPPORTS, forward, (("q", q), ("k", k), ("v", v)), call.causal, call.scale, tile)
     if saved:
         checks.check_saved(q, *saved)
-    Layout(layout, 0, 1)
+    Layout(call.layout, 0, 1)
+    S, transport = call.S, call.transport
     if not (S is None or isinstance(S, int) and S >= 0):
         raise ValueError(f"S must be the length of the whole sequence, an integer >= 0, or None; got {S!r}.")
     if transport not in (None, *SUPPORTS["transports"]):
         names = ", ".join(map(repr, SUPPORTS["transports"]))
         raise ValueError(f"transport must be {names}, or None for the faster one that can be used; got {transport!r}.")
-    call = {"function": "backward" if saved else "forward"}
-    call |= {f"shape of {name}": (*x.shape[:-2], "n", x.shape[-1]) for name, x in (("q", q), ("k", k))}
-    call |= {"dtype": str(q.dtype), "causal": causal, "scale": scale, "layout": layout, "S": S}
-    return call | {"transport": transport}, scale
+    alike = {"function": "backward" if saved else "forward"}
+    alike |= {f"shape of {name}": (*x.shape[:-2], "n", x.shape[-1]) for name, x in (("q", q), ("k", k))}
+    alike |= {"dtype": str(q.dtype), "causal": call.causal, "scale": scale, "layout": call.layout, "S": S}
+    return alike | {"transport": transport}, scale
 
 
 def check_length(comm, whole, size, sizes=None):
@@ -225,14 +252,15 @@ def check_length(comm, whole, size, sizes=None):
         )
 
 
-def _agreed_plan(checked, sizes, size, q, causal, tile, layout, block, S, transport):
+def _agreed_plan(call, checked, sizes, q):
     """The plan of a call that all ranks make. sizes: each rank's length, or None if they have agreed on it before."""
     comm = checked.comm
-    whole = Layout(layout, sum(sizes) if S is None else S, comm.size, causal)
-    check_length(comm, whole, size, sizes)
-    beside = side.side_of(comm, q.device, transport)
+    whole = Layout(call.layout, sum(sizes) if call.S is None else call.S, comm.size, call.causal)
+    check_length(comm, whole, q.shape[-2], sizes)
+    beside = side.side_of(comm, q.device, call.transport)
     transport = Relay(whole, comm) if beside is None else Fetch(whole, comm, beside)
+    block = call.block
     if block is None:
-        block = default_block(q, tile=tile, alone=comm.size == 1)
+        block = default_block(q, tile=call.tile, alone=comm.size == 1)
     plan = {"layout": whole, "comm": comm, "block": block, "transport": transport, "scale": checked.scale}
-    return plan if tile is None else plan | {"tile": tile}
+    return plan if call.tile is None else plan | {"tile": call.tile}

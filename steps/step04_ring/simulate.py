@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """How long the ring takes on a machine that may not be there: an event model, and pictures of who waits for whom.
 
-    python -m steps.step04_ring.simulate --seq 32768 --gpus 4 --flops 620e12 --link 370e9 --latency 1e-5 --picture x.png
+    python -m steps.step04_ring.simulate --seq 32768 --gpus 4 --flops 620e12 --link 370e9 --picture x.png
 
 The idea: `Layout.work` says what every rank computes in every step, as it does in the ring itself. Three numbers, all
 measured, say how long that takes:
@@ -35,6 +35,7 @@ from steps.step04_ring.layout import LAYOUTS, Layout
 
 PASSES = {"fwd": 1.0, "bwd": 2.5}  # operations, in forwards
 TRANSPORTS = ("relay", "fetch")
+MEASURED = Path(__file__).parents[1] / "bench" / "results" / "nvidia-h200.jsonl"
 
 # ---- a machine -------------------------------------------------------------------------------------------------------
 
@@ -328,56 +329,30 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a8578a", "#8a6d00", "#3a6ea5")  # 
 
 
 def main(
-    seq: int = 32768,
-    gpus: int = 4,
-    heads: int = 32,
-    kv_heads: int = 32,
-    dim: int = 128,
-    causal: bool = True,
-    layout: str = "zigzag",
-    transport: str = "relay",
-    flops: Annotated[float, typer.Option(help="FLOP/s of a block; 0: by the rows in --results")] = 0,
-    link: Annotated[float, typer.Option(help="bytes/s each way; 0: by the rows in --results")] = 0,
-    latency: Annotated[float, typer.Option(help="seconds that a hop costs beside its bytes")] = 1e-5,
-    host: Annotated[int, typer.Option(help="GPUs on a host; 0: all of them")] = 0,
-    network: Annotated[float, typer.Option(help="bytes/s each way of a GPU between hosts")] = 50e9,
-    lent: Annotated[float, typer.Option(help="the share by which a relay's message makes a block slower")] = 0,
-    memory: Annotated[float, typer.Option(help="bytes/s of a GPU's memory; 0: merging takes no time")] = 4.8e12,
-    ordered: Annotated[float, typer.Option(help="by what factor a fixed order makes the backward longer")] = 1,
-    slow_rank: Annotated[int, typer.Option(help="a rank whose blocks take twice as long; -1: none")] = -1,
-    results: Path = Path(__file__).parents[1] / "bench" / "results" / "nvidia-h200.jsonl",
+    seq: Annotated[int, typer.Option(min=1)] = 32768,
+    gpus: Annotated[int, typer.Option(min=1)] = 4,
+    layout: Annotated[str, typer.Option(help=", ".join(LAYOUTS))] = "zigzag",
+    transport: Annotated[str, typer.Option(help=", ".join(TRANSPORTS))] = "relay",
+    flops: Annotated[float, typer.Option(min=0, help="FLOP/s of a block; 0: as measured on an H200")] = 0,
+    link: Annotated[float, typer.Option(min=0, help="bytes/s each way; 0: as measured between two H200")] = 0,
     picture: Annotated[Path | None, typer.Option(help="a .png to draw the forward into")] = None,
 ):
-    """How long the ring would take on a machine, and how many tokens a GPU needs."""
-    for least, flags in (
-        (1, {"--seq": seq, "--gpus": gpus, "--heads": heads, "--kv-heads": kv_heads, "--dim": dim}),
-        (1, {"--network": network, "--ordered": ordered}),
-        (0, {"--flops": flops, "--link": link, "--latency": latency, "--host": host, "--lent": lent}),
-        (0, {"--memory": memory}),
-    ):
-        for flag, value in flags.items():
-            if not value >= least:  # which a NaN is not, either
-                raise SystemExit(f"{flag} must be at least {least}, got {value}.")
-    for flag, value, known in (("--layout", layout, LAYOUTS), ("--transport", transport, TRANSPORTS)):
-        if value not in known:
-            raise SystemExit(f"{flag} must be one of {', '.join(known)}, got {value}.")
+    """How long the causal ring would take with the heads of `Shape`, and how many tokens a GPU needs."""
+    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    shape = Shape()
     try:
-        rows = [json.loads(line) for line in results.read_text().splitlines()] if not (flops and link) else []
-        speed = flops or read_flops(rows, gpu=rows[0]["gpu"] if rows else "GPU", D=dim)
-        link, latency = (link, latency) if link else read_link(rows, transport)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"--results {results}: {error} It is not read with --flops and --link.") from None
-    slow = {slow_rank: 2.0} if slow_rank >= 0 else None
-    machine = Machine(speed, link, latency, host or None, network, lent, slow, memory or math.inf, ordered)
-    shape, whole = Shape(1, heads, kv_heads, dim), Layout(layout, seq, gpus, causal)
+        whole = Layout(layout, seq, gpus, causal=True)
+        link, latency = (link, 1e-5) if link else read_link(rows, transport)
+        machine = Machine(flops or read_flops(rows), link, latency, memory=4.8e12)
+        plan = schedule(whole, shape, machine, transport)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     for pass_, (seconds, efficiency) in predict(whole, shape, machine, transport).items():
         print(f"{pass_:8} {1e3 * seconds:10.3f} ms   efficiency {efficiency:.3f}")
     c = max(1, seq // gpus)
-    pace = min(link, network) if host and gpus > host else link  # all ranks move at the pace of the slowest link
-    needed = tokens_needed(machine.speed(c, c, True, "fwd"), pace, kv_heads / heads)
+    needed = tokens_needed(machine.speed(c, c, True, "fwd"), link)
     print(f"{c:,} tokens a GPU; zigzag hides the forward's messages from {needed:,.0f} on")
     if picture:
-        plan = schedule(whole, shape, machine, transport)
         gantt(plan, f"forward, {layout}, {transport}").savefig(picture, dpi=110)
 
 
