@@ -150,10 +150,19 @@ def check(what: Several):
 
 
 @app.command()
-def hint(id: Task, level: Level = 1):
-    """A hint for an exercise."""
+def hint(
+    id: Task,
+    level: Level = 1,
+    code: Annotated[bool, typer.Option("--code", help="Of a hunt: the complaint and the whole broken kernel.")] = False,
+):
+    """A hint for an exercise, or the broken kernel of a hunt."""
     from steps import workbook
+    from steps.workbook.exercises import Hunt
 
+    if code:
+        if not isinstance(hunt := task(id), Hunt):
+            raise typer.BadParameter(f"only a hunt has a broken kernel, and {id} is none", param_hint="--code")
+        return say(*textwrap.wrap(hunt.symptom, console.width), "", str(workbook.show(id)))
     for line in str(workbook.hint(task(id).id, level)).splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
         say(*textwrap.wrap(line, console.width, subsequent_indent=indent) or [""])
