@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from reference import cases, mutants
@@ -55,7 +56,7 @@ FUNCTIONS = EXERCISES | PUZZLES  # the tasks that ask for one function
 # In seconds. A reader waits for a check again and again, so it has to be fast. With a GPU the kernels are compiled, the
 # ranks of stage 04 are new processes in every case, and here many checks run at the same time.
 LIMIT = 15 if engine.name == "cpu" else 60
-MISTAKES = tomllib.loads((ROOT / "tests" / "support" / "planted_mistakes.toml").read_text())
+MISTAKES = tomllib.loads((ROOT / "steps" / "workbook" / "mistakes.toml").read_text())
 PLANTED = [{"exercise": id} | row for id, rows in MISTAKES.items() for row in rows]
 
 
@@ -899,7 +900,8 @@ HUNT_ERRORS = {
                          ("WRONG: passes on the broken kernel too", "it does not compare what is wrong")),
     "asks for the file": (CALL + "    assert not hasattr(forward, '__code__')\n", "wrong",
                           ("WRONG: passes on the broken kernel too",)),
-    "fails on both": (CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n", "wrong", ("repaired kernel too", "line 6:")),
+    "fails on both": (CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n", "wrong",
+                      ("fails on the repaired kernel too", "line 6:")),
     "raises": (CALL + "    forward(q, k, v, mask=None)\n", "error", ("line 6:", "TypeError", "mask")),
     "no test": ("import torch\n", "error", ("no function test(forward)",)),
     "ends the process": ("import os\nos._exit(0)\n" + CALL + RIGHT, "error", ("complete) before the test was called",)),
@@ -1078,6 +1080,12 @@ def test_the_help_of_all_commands_is_printed_whole():
     output = CliRunner().invoke(__main__.app, ["--help"]).output.split("Commands:")[1]
     assert "..." not in output
     assert "Runs what you have written in my/ inside the stage. The first call writes" in " ".join(output.split())
+
+
+def test_no_command_has_more_than_six_options():
+    for name, command in typer.main.get_command(__main__.app).commands.items():
+        options = [parameter.name for parameter in command.params if parameter.param_type_name == "option"]
+        assert len(options) <= 6, (name, options)
 
 
 def test_the_demo_explains_only_the_numbers_that_it_shows():

@@ -119,7 +119,7 @@ class Step(Task):
     @property
     def verify(self):
         """The command that judges the last step's file by all cases that it claims to take."""
-        return f"python -m steps verify {self.label}:{self.function} --no-backward --no-gqa --tile 32"
+        return f"python -m steps verify {self.label}:{self.function} --without backward,gqa --tile 32"
 
     @property
     def level(self):
