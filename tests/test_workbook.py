@@ -262,25 +262,20 @@ def test_an_answer_that_is_too_slow_to_be_counted_is_told_so(monkeypatch):
     assert says in repr(report) and EXERCISES["02.2"].cost in repr(report)
 
 
-def test_a_mistake_that_nobody_planted_gets_no_name():
-    report = check("00.2", str(solution("00.2")).replace("alpha * l + p", "alpha * l + 2 * p"))
-    assert report.verdict == "wrong" and report.mutants == [] and "equals" not in repr(report)
+def wrong_answers_without_a_name():
+    yield "00.2", str(solution("00.2")).replace("alpha * l + p", "alpha * l + 2 * p")
+    own, right = str(solution("01.1")), "cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x"
+    yield "01.1", own[: own.index("    thread = ")] + "    pass\n"  # Nearly all is NaN, as with some that have a name.
+    slip = own.replace("beta * l_block", "3 * l_block")  # It begins as a slip does, and is none.
+    yield "01.1", slip.replace(right, "cuda.threadIdx.x + cuda.threadIdx.y * cuda.blockDim.x")
 
 
-def test_an_empty_body_gets_no_name():
-    """Nearly all it gives is NaN, as with some mistakes that have a name."""
-    runnable(EXERCISES["01.1"])
-    own = str(solution("01.1"))
-    report = check("01.1", own[: own.index("    thread = ")] + "    pass\n")
+@pytest.mark.parametrize("id, text", [*wrong_answers_without_a_name()], ids=("nobody planted", "empty", "a slip's begin"))
+def test_a_mistake_that_has_no_name_gets_none(id, text):
+    runnable(EXERCISES[id])
+    report = check(id, text)
     assert report.verdict == "wrong" and report.mutants == [] and "equals" not in repr(report), report
-
-
-def test_a_line_that_begins_as_a_slip_is_none():
-    runnable(EXERCISES["01.1"])
-    text = str(solution("01.1")).replace("beta * l_block", "3 * l_block")
-    right = "cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x"
-    report = check("01.1", text.replace(right, "cuda.threadIdx.x + cuda.threadIdx.y * cuda.blockDim.x"))
-    assert report.verdict == "wrong" and "Look at" not in repr(report), report
+    assert "Look at" not in repr(report), report
 
 
 @pytest.mark.parametrize("id", [id for id, task in EXERCISES.items() if task.slips])
@@ -634,16 +629,13 @@ def test_a_barrier_that_one_thread_leaves_out_is_stopped():
     assert report.failed, report
 
 
-def test_a_crash_is_survived():
-    report = check("00.2", ONLINE.replace("    alpha =", "    import os; os.abort()\n    alpha ="))
-    assert report.verdict == "error" and "SIGABRT" in repr(report)
-
-
-@pytest.mark.parametrize("code", [0, 3])
 @pytest.mark.parametrize("where", ["    alpha =", "    return"])
-def test_an_answer_that_ends_the_process_does_not_pass(code, where):
-    report = check("00.2", ONLINE.replace(where, f"    import os; os._exit({code})\n{where}"))
-    words = f"exit code {code}" if code else "it left before the check was complete"
+@pytest.mark.parametrize(
+    "end, words",
+    [("_exit(0)", "it left before the check was complete"), ("_exit(3)", "exit code 3"), ("abort()", "SIGABRT")],
+)
+def test_an_answer_that_ends_the_process_does_not_pass(end, words, where):
+    report = check("00.2", ONLINE.replace(where, f"    import os; os.{end}\n{where}"))
     assert report.verdict == "error" and words in repr(report), report
 
 
@@ -658,21 +650,20 @@ def test_an_answer_that_only_says_that_it_is_done_does_not_pass(id, where):
     assert report.verdict == "error" and "it left before the check was complete" in repr(report), report
 
 
-def test_an_answer_that_takes_too_much_memory_is_stopped(monkeypatch):
+CHILD = "b = b'x' * (5 * 2**28); import time; time.sleep(30)"
+MEMORY = {
+    "its own": "more = []\n    while True: more.append(torch.ones(2**22))",
+    "its child's": f'import subprocess, sys; subprocess.run([sys.executable, "-c", "{CHILD}"])',
+}
+
+
+@pytest.mark.parametrize("whose", MEMORY)
+def test_an_answer_that_takes_too_much_memory_is_stopped(monkeypatch, whose):
     monkeypatch.setattr(runner, "MEMORY", 2**30)
-    endless = "    more = []\n    while True: more.append(torch.ones(2**22))\n    alpha ="
-    report = check("00.2", ONLINE.replace("    alpha =", endless))
+    report = check("00.2", ONLINE.replace("    alpha =", f"    {MEMORY[whose]}\n    alpha ="), limit=LIMIT)
     assert report.verdict == "error", report
     assert "took more than 1 GB of memory" in repr(report) and "in the case: causal with more" in repr(report)
     assert check("00.2", ONLINE).verdict == "passed"
-
-
-def test_the_memory_of_an_answers_children_counts(monkeypatch):
-    monkeypatch.setattr(runner, "MEMORY", 2**30)
-    child = "b = b'x' * (5 * 2**28); import time; time.sleep(30)"
-    runs = f'    import subprocess, sys; subprocess.run([sys.executable, "-c", "{child}"])\n    alpha ='
-    report = check("00.2", ONLINE.replace("    alpha =", runs), limit=LIMIT)
-    assert report.verdict == "error" and "took more than 1 GB of memory" in repr(report), report
 
 
 def test_what_an_answer_prints_is_shown():
@@ -963,18 +954,14 @@ def test_mine_knows_what_is_filled_in():
 
 
 def test_pytest_mine_names_the_misconception_and_skips_the_blanks(tmp_path):
-    """A run of pytest in a copy of the course, in which one function of stage 00 is wrong and stage 02 has none."""
-    for name in ("steps", "tests", "reference"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("results"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / "my").mkdir()
-    (tmp_path / "my" / "00_2_online_update.py").write_text(ONLINE.replace("alpha * l", "l"))
+    """A run of pytest in which one function of stage 00 is wrong, and stage 02 has none."""
+    (tmp_path / "00_2_online_update.py").write_text(ONLINE.replace("alpha * l", "l"))
     command = [sys.executable, "-m", "pytest", "tests/test_step00_naive.py", "tests/test_step02_fa2_cuda.py"]
     command += ["--mine", "-rs", "-p", "no:cacheprovider"]
     command += ["-k", "TestContract and (ragged_causal or softmax or bit_equal)"]
     # The run needs no plugins, and their import would double its time.
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "STEPS_MY": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     for words in (
         "In this case, this equals what you get when l is not rescaled when the running maximum moves",
