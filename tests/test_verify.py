@@ -157,32 +157,25 @@ def published(q, k, v, causal, scale, skips=False, Br=64, Bc=64):
     return O, (m + l.log())[..., 0]
 
 
-def test_the_printed_algorithm_passes_without_a_mask(monkeypatch):
-    code, text, written = verify_function(monkeypatch, published, "--without", "backward,causal")
-    assert code == 0, text
-    assert set(written["cases"][0]["errors"]) == {"out", "lse"}
+@pytest.mark.parametrize(
+    "skips, without", [(False, "backward,causal"), (True, "backward,nq-ne-nk")], ids=["no mask", "square"]
+)
+def test_the_printed_algorithm_passes_without_a_mask_or_on_squares_if_it_skips_tiles(monkeypatch, skips, without):
+    """If there are as many queries as keys, the diagonal goes through the corners of square tiles."""
+    code, text, written = verify_function(monkeypatch, partial(published, skips=skips), "--without", without)
+    assert code == 0 and set(written["cases"][0]["errors"]) == {"out", "lse"}, text
 
 
-def test_the_printed_algorithm_fails_under_every_causal_mask(monkeypatch):
-    code, text, written = verify_function(monkeypatch, published, "--without", "backward")
-    assert code == 1
+@pytest.mark.parametrize("skips, name", [(False, "masked_tile_visited"), (True, "masked_row_not_guarded")])
+def test_the_printed_algorithm_fails_under_a_causal_mask(monkeypatch, skips, name):
+    """Under every one of several tiles or, if it skips tiles, where the diagonal cuts tiles."""
+    code, text, written = verify_function(monkeypatch, partial(published, skips=skips), "--without", "backward")
     asked = anybody.Claims((torch.float32,), (32, 64, 40)).cases(engine.name == "cuda")
     several_tiles = {case.name for case, _ in asked if case.causal and case.Nq(64) > 64}
-    assert {row["name"] for row in written["cases"] if row["wrong"]} == several_tiles > {"ragged_causal"}
-    assert written["equals"] == [{"case": "", "mutants": ["masked_tile_visited"]}]
-    assert "out is NaN" in text and f"This equals what you get when {says('masked_tile_visited')}." in text
-
-
-def test_the_printed_algorithm_that_skips_tiles_fails_where_the_diagonal_cuts_tiles(monkeypatch):
-    """If there are as many queries as keys, the diagonal goes through the corners of square tiles."""
-    skipping = partial(published, skips=True)
-    assert verify_function(monkeypatch, skipping, "--without", "backward,nq-ne-nk")[0] == 0
-    code, text, written = verify_function(monkeypatch, skipping, "--without", "backward")
-    assert code == 1
-    wrong = [row["name"] for row in written["cases"] if row["wrong"]]
-    assert wrong == ["fewer_queries_causal", "more_queries_causal"]
-    assert written["equals"] == [{"case": "", "mutants": ["masked_row_not_guarded"]}]
-    assert "out is NaN" in text and f"This equals what you get when {says('masked_row_not_guarded')}." in text
+    expected = {"fewer_queries_causal", "more_queries_causal"} if skips else several_tiles
+    assert {row["name"] for row in written["cases"] if row["wrong"]} == expected and "ragged_causal" in several_tiles
+    assert code == 1 and written["equals"] == [{"case": "", "mutants": [name]}]
+    assert "out is NaN" in text and f"This equals what you get when {says(name)}." in text
 
 
 def mistaken(name, tile, order, returns_lse):
@@ -351,9 +344,8 @@ def nothing_written(q, k, v, causal, scale):
     return torch.full_like(q, math.nan)
 
 
-@pytest.mark.parametrize("function", [nothing_written])
-def test_where_all_is_nan_no_mistake_is_named(monkeypatch, function):
-    _, text, written = verify_function(monkeypatch, function, "--without", "gqa,backward,strides")
+def test_where_all_is_nan_no_mistake_is_named(monkeypatch):
+    _, text, written = verify_function(monkeypatch, nothing_written, "--without", "gqa,backward,strides")
     assert written["equals"] == [] and "Everything is NaN, as after many mistakes" in text
 
 
@@ -449,66 +441,39 @@ def test_the_wrappers_that_the_help_shows_fit(monkeypatch, tmp_path, library):
 # ---- functions of the wrong form -------------------------------------------------------------------------------------
 
 FORMS = """
-    import torch
+    import os, time, torch
     import torch.nn.functional as F
 
-    value = 3
+    value, calls = 3, []
 
     def raises(q, k, v, causal, scale):
         raise ValueError("head_dim 32\\nis not mine")
 
-    def nothing(q, k, v, causal, scale):
-        pass
-
-    def three(q, k, v, causal, scale):
-        return q, q, q
-
-    def other_layout(q, k, v, causal, scale):
-        return q.transpose(1, 2)
-
-    def wrong_lse(q, k, v, causal, scale):
-        return q + k + v, q
-
-    def wide(q, k, v, causal, scale):
-        return (q + k + v).double()
-
-    def cut(q, k, v, causal, scale):
-        return (q + k + v).detach()
-
-    def no_way_to_v(q, k, v, causal, scale):
-        return q + k + v.detach()
-
-    def no_causal(q, k, v, scale=None):
-        return q
-
-    def no_scale(q, k, v, causal):
-        return q
+    def nothing(q, k, v, causal, scale): pass
+    def three(q, k, v, causal, scale): return q, q, q
+    def other_layout(q, k, v, causal, scale): return q.transpose(1, 2)
+    def wrong_lse(q, k, v, causal, scale): return q + k + v, q
+    def wide(q, k, v, causal, scale): return (q + k + v).double()
+    def cut(q, k, v, causal, scale): return (q + k + v).detach()
+    def no_way_to_v(q, k, v, causal, scale): return q + k + v.detach()
+    def no_causal(q, k, v, scale=None): return q
+    def no_scale(q, k, v, causal): return q
+    def leaves(q, k, v, causal, scale): raise SystemExit(0)
+    def never(q, k, v, causal, scale): time.sleep(600)
+    def ends(q, k, v, causal, scale): os._exit(0)
 
     def overwrites(q, k, v, causal, scale):
         return F.scaled_dot_product_attention(q.mul_(scale), k, v, is_causal=causal, scale=1.0)
-
-    def leaves(q, k, v, causal, scale):
-        raise SystemExit(0)
 
     def only_even(q, k, v, causal, scale, enable_gqa=False):
         if q.shape[1] != k.shape[1]:
             raise NotImplementedError("no groups")
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
-    calls = []
-
     def drifts(q, k, v, causal, scale, enable_gqa=False):
         calls.append(1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=enable_gqa)
         return out * (1 + 2.0**-23 * (len(calls) % 2))
-
-    def never(q, k, v, causal, scale):
-        import time
-        time.sleep(600)
-
-    def ends(q, k, v, causal, scale):
-        import os
-        os._exit(0)
 """
 SAYS = {
     "raises": "ValueError: head_dim 32 (forms.py, line 8)",
@@ -537,24 +502,24 @@ def forms(tmp_path_factory):
 @pytest.mark.parametrize("name", SAYS)
 def test_a_function_of_another_form_is_told_in_one_line(forms, name):
     code, text, written = verify(f"{forms}:{name}")
-    *_, last = text.splitlines()
-    assert code == 1 and written is None
-    assert last.startswith(f"{forms}:{name}: {SAYS[name]}") and "ok " not in text
+    assert code == 1 and written is None and "ok " not in text
+    assert text.splitlines()[-1].startswith(f"{forms}:{name}: {SAYS[name]}"), text
 
 
-@pytest.mark.parametrize(
-    "target, says",
-    [
-        ("absent.py:f", "there is no file absent.py"),
-        ("absent.module:f", "ModuleNotFoundError: No module named 'absent'"),
-        ("attention", "write FILE.py:function or package.module:function"),
-        ("{folder}/broken.py:f", "SyntaxError"),
-    ],
-)
-def test_a_target_that_is_not_there_is_told_in_one_line(tmp_path, target, says):
-    (tmp_path / "broken.py").write_text("def f(:\n")
-    code, text, _ = verify(target.format(folder=tmp_path))
-    assert code == 1 and says in text.splitlines()[-1]
+ABSENT = {
+    "absent.py:f": "there is no file absent.py",
+    "absent.module:f": "ModuleNotFoundError: No module named 'absent'",
+    "attention": "write FILE.py:function or package.module:function",
+    "broken.py:f": "SyntaxError",
+}
+
+
+@pytest.mark.parametrize("target", ABSENT)
+def test_a_target_that_is_not_there_is_told_in_one_line(tmp_path, monkeypatch, target):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("def f(:\n")
+    code, text, _ = verify(target)
+    assert code == 1 and ABSENT[target] in text.splitlines()[-1]
 
 
 def test_what_goes_wrong_in_a_later_case_is_told_beside_it(forms):

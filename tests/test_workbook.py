@@ -270,7 +270,7 @@ def wrong_answers_without_a_name():
     yield "01.1", slip.replace(right, "cuda.threadIdx.x + cuda.threadIdx.y * cuda.blockDim.x")
 
 
-@pytest.mark.parametrize("id, text", [*wrong_answers_without_a_name()], ids=("nobody planted", "empty", "a slip's begin"))
+@pytest.mark.parametrize("id, text", [*wrong_answers_without_a_name()], ids=("no mutant", "empty", "no slip"))
 def test_a_mistake_that_has_no_name_gets_none(id, text):
     runnable(EXERCISES[id])
     report = check(id, text)
@@ -374,6 +374,7 @@ def test_a_step_of_the_capstone_is_passed_by_its_solution(id, my):
     task.mine.write_text(str(solution(id)))
     report = check(id, limit=LIMIT)
     assert report.verdict == "passed", report
+    assert repr(report).count("  ok  ") == task.level - 1 + len(capstone.STEPS[task.level]), report
     following = f"check {id[:-1]}{task.level + 1}" if task.level < len(STEPS) else "verify my/03_capstone.py:attention"
     assert f"python -m steps {following}" in repr(report)
 
