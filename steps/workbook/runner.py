@@ -24,7 +24,6 @@ MEMORY = 4 * 2**30  # bytes that the job's processes may have in memory together
 PRELOAD = {
     "step01_fa1_numba": ["numba.cuda"],
     "step03_triton": ["triton", "triton.language"],
-    "step04_ring": ["triton", "triton.language"],
     "hunt": ["torch.distributed.tensor"],
     "puzzle": ["triton", "triton.language"],
     "capstone": ["triton", "triton.language"],
