@@ -752,10 +752,9 @@ def score_gradients(dS, P, dO_i, V_j, delta, head, i, Bc, D):
 check("01.3", score_gradients)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 01.bug1.** `show("01.bug1")` is a broken rung, and the report about it is printed below. As in 00, write the
-# test that would have caught it.
+# **Bug hunt 01.bug1.** The report about `show("01.bug1")` is printed below. Write the test that would have caught it.
 #
-# **Bug hunt 01.bug2.** The same for `show("01.bug2")`, in which no barrier is missing.
+# **Bug hunt 01.bug2.** The same for `show("01.bug2")`.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("01.bug1").symptom, 110))
