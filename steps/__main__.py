@@ -150,10 +150,19 @@ def check(what: Several):
 
 
 @app.command()
-def hint(id: Task, level: Level = 1):
-    """A hint for an exercise."""
+def hint(
+    id: Task,
+    level: Level = 1,
+    code: Annotated[bool, typer.Option("--code", help="Of a hunt: the complaint and the whole broken kernel.")] = False,
+):
+    """A hint for an exercise, or the broken kernel of a hunt."""
     from steps import workbook
+    from steps.workbook.exercises import Hunt
 
+    if code:
+        if not isinstance(hunt := task(id), Hunt):
+            raise typer.BadParameter(f"only a hunt has a broken kernel, and {id} is none", param_hint="--code")
+        return say(*textwrap.wrap(hunt.symptom, console.width), "", str(workbook.show(id)))
     for line in str(workbook.hint(task(id).id, level)).splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
         say(*textwrap.wrap(line, console.width, subsequent_indent=indent) or [""])
@@ -347,26 +356,29 @@ def verify(
     dtype: Annotated[list[str] | None, typer.Option(help="Once for each; the first, float32, runs every case.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Once for each; by default 32, 64 and 40.")] = None,
     tile: Annotated[int, typer.Option(help="The longer side of its tiles: N is several of them, and ragged.")] = 64,
-    multiple_of: Annotated[int, typer.Option(help="Every N is a multiple of this.")] = 1,
     top_left: Annotated[bool, typer.Option("--top-left", help="Causal with Nq != Nk is aligned as in SDPA.")] = False,
-    causal: Annotated[bool, typer.Option(help="Takes causal or is_causal; aligned at the bottom right.")] = True,
-    scale: Annotated[bool, typer.Option(help="Takes scale, softmax_scale or sm_scale.")] = True,
-    gqa: Annotated[bool, typer.Option(help="Takes fewer heads in k and v than in q.")] = True,
-    nq_ne_nk: Annotated[bool, typer.Option(help="Takes another number of queries than of keys.")] = True,
-    empty: Annotated[bool, typer.Option(help="Takes N, B or H of 0.")] = True,
-    strides: Annotated[bool, typer.Option(help="Takes any strides.")] = True,
-    offset: Annotated[bool, typer.Option(help="Takes tensors that begin at any element.")] = True,
-    large_scores: Annotated[bool, typer.Option(help="Takes scores of 10^11.")] = True,
-    backward: Annotated[bool, typer.Option(help="Can be differentiated by autograd.")] = True,
-    limit: Annotated[float, typer.Option(help="Seconds for one case.")] = 60,
+    without: Annotated[str, typer.Option(help="What it does not take, of the list below: gqa,backward,empty.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file too.")] = None,
 ):
     """Runs the contract's cases on your own attention, and names the mistake that its failures equal.
 
     The function takes q (B, H, Nq, D), k and v (B, Hk, Nk, D) and returns out or (out, lse). It may have the arguments
-    of torch's scaled_dot_product_attention. The options say what it claims to take. On a GPU its speed is measured
-    beside SDPA's. A function of another form is wrapped in a file of yours. flash_attn, with --dtype bfloat16 --dtype
-    float16 --no-empty --no-offset:
+    of torch's scaled_dot_product_attention. On a GPU its speed is measured beside SDPA's. --without leaves out
+
+    \b
+    causal        an argument causal or is_causal; aligned at the bottom right
+    scale         an argument scale, softmax_scale or sm_scale
+    gqa           fewer heads in k and v than in q
+    nq-ne-nk      another number of queries than of keys
+    ragged        an N that is not a multiple of --tile
+    empty         N, B or H of 0
+    strides       any strides
+    offset        tensors that begin at any element
+    large-scores  scores of 10^11
+    backward      differentiation by autograd
+
+    A function of another form is wrapped in a file of yours. flash_attn, with --dtype bfloat16 --dtype float16
+    --without empty,offset:
 
     \b
     from flash_attn import flash_attn_func    # (B, N, H, D)
@@ -374,8 +386,8 @@ def verify(
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return flash_attn_func(q, k, v, causal=causal, softmax_scale=scale).transpose(1, 2)
 
-    A copy of Triton's tutorial 06, with --dtype float16 --head-dim 64 --head-dim 128 --multiple-of 128 --no-gqa
-    --no-nq-ne-nk --no-empty --no-strides --no-offset:
+    A copy of Triton's tutorial 06, with --dtype float16 --head-dim 64 --head-dim 128 --tile 128
+    --without ragged,gqa,nq-ne-nk,empty,strides,offset:
 
     \b
     from tutorial import attention as theirs
@@ -389,14 +401,14 @@ def verify(
     dtypes = [getattr(torch, name, None) for name in dtype or ["float32"]]
     if not all(isinstance(x, torch.dtype) and x.is_floating_point for x in dtypes):
         raise typer.BadParameter("there are float32, bfloat16, float16 and float64", param_hint="--dtype")
-    takes = dict(causal=causal, scale=scale, gqa=gqa, nq_ne_nk=nq_ne_nk, empty=empty, strides=strides)
-    takes |= dict(offset=offset, large_scores=large_scores, backward=backward)
-    takes |= dict(top_left=top_left, tile=tile, multiple_of=multiple_of)
-    claims = anybody.Claims(tuple(dtypes), tuple(head_dim or (32, 64, 40)), **takes)
+    left_out = [name for name in without.split(",") if name]
+    check_known({"without": (left_out, anybody.PROPERTIES)})
+    takes = {name.replace("-", "_"): False for name in left_out}
+    claims = anybody.Claims(tuple(dtypes), tuple(head_dim or (32, 64, 40)), tile, top_left, **takes)
     rows, kept = [], []
     try:
         function = anybody.load(target)
-        for row in verdict.judge(function, claims, limit, kept):
+        for row in verdict.judge(function, claims, kept):
             rows.append(row)
             many = sum(bool(row["wrong"]) for row in rows) > 3
             say(*case_lines(row) if not many else one_line(row))
@@ -431,7 +443,7 @@ def one_line(row):
     return [f"WRONG  {row['says']}: {row['wrong'][0]}"] if row["wrong"] else [f"ok     {row['says']}"]
 
 
-FEWER = " What it does not claim to take, an option leaves out: python -m steps verify --help"
+FEWER = " What it does not claim to take, --without leaves out: python -m steps verify --help"
 
 
 def say(*lines):

@@ -48,9 +48,6 @@ SHARED_NAMES = {
     "operators": "what torch.compile sees of a stage",
     "figures": "what draws, for the notebooks and for the workbook",
     "ring": "stage 04's loop, and what measures it",
-    "broken": "the stage's kernels for bug hunts",
-    "bug1": "the first of them",
-    "bug2": "the second",
 }
 
 

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -52,12 +53,12 @@ def says(name):
 
 # torch's float32 backward takes exp(S - lse) with an lse of 10^11, which gives NaN. On a GPU torch's kernels end with
 # "misaligned address" for tensors that begin at any element, and have no backward for H = 0.
-MORE = ("--no-offset", "--no-empty") if engine.name == "cuda" else ()
-FITS_SDPA = ("--no-large-scores", *MORE, "--top-left")
+MORE = ",offset,empty" if engine.name == "cuda" else ""
+FITS_SDPA = ("--top-left", "--without", "large-scores" + MORE)
 
 
 def test_sdpa_passes_where_its_causal_mask_is_claimed():
-    code, text, written = verify(SDPA, *FITS_SDPA, "--dtype", "float32", "--dtype", "bfloat16")
+    code, text, written = verify(SDPA, *FITS_SDPA, "--dtype", "float32", "--dtype", "bfloat16", "--tile", "32")
     assert code == 0, text
     assert "WRONG" not in text and "equals what you get" not in text and written["equals"] == []
     names = [row["name"] for row in written["cases"]]
@@ -68,7 +69,7 @@ def test_sdpa_passes_where_its_causal_mask_is_claimed():
 
 
 def test_sdpa_fails_where_its_causal_mask_is_not_claimed():
-    code, text, written = verify(SDPA, *FITS_SDPA[:-1])
+    code, text, written = verify(SDPA, *FITS_SDPA[1:])
     assert code == 1
     wrong = {row["name"] for row in written["cases"] if row["wrong"]}
     assert wrong == {"fewer_queries_causal", "more_queries_causal"}
@@ -82,16 +83,22 @@ def test_a_function_that_makes_two_mistakes_has_both_named(monkeypatch):
         options = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
-    _, _, written = verify_function(monkeypatch, top_left_without_a_scale, *MORE, "--no-backward", "--tile", "16")
+    options = "--without", "backward" + MORE, "--tile", "16"
+    _, _, written = verify_function(monkeypatch, top_left_without_a_scale, *options)
     named = {name for equal in written["equals"] for name in equal["mutants"]}
     assert {"top_left", "scale_ignored"} <= named
 
 
+def test_a_property_that_does_not_exist_is_told_with_those_that_do():
+    code, text, _ = verify(SDPA, "--without", "gqa,backwards")
+    assert code == 2 and "backwards" in text and all(name in text for name in anybody.PROPERTIES), text
+    listed = __main__.verify.__doc__.split("leaves out")[1].split("A function of another form")[0]
+    assert re.findall(r"^    ([a-z-]+)  ", listed, re.M) == anybody.PROPERTIES
+
+
 def test_what_is_not_claimed_is_left_out():
-    options = "--no-causal", "--no-scale", "--no-gqa", "--no-nq-ne-nk", "--no-empty", "--no-strides", "--no-offset"
-    code, _, written = verify(
-        SDPA, *options, "--no-large-scores", "--no-backward", "--head-dim", "16", "--multiple-of", "32"
-    )
+    options = "--without", ",".join(anybody.PROPERTIES), "--head-dim", "16", "--tile", "32"
+    code, _, written = verify(SDPA, *options)
     assert code == 0
     names = [row["name"] for row in written["cases"]]
     scores = ["scores_200", "one_key_each", "rising", "falling", "negative_row", "common_score"]
@@ -99,7 +106,7 @@ def test_what_is_not_claimed_is_left_out():
     assert written["cases"][0]["says"] == "N is a multiple of 32, float32"
     assert set(written["cases"][0]["errors"]) == {"out"}
     assert not any(case.causal for case, _ in anybody.Claims((torch.float32,), (32,), causal=False).cases(gpu=True))
-    claims = anybody.Claims((torch.float32,), (16,), tile=32, multiple_of=48)
+    claims = anybody.Claims((torch.float32,), (16,), tile=48, ragged=False)
     shapes = [cases.build(case, claims.supports, dtype).q.shape for case, dtype in claims.cases(gpu=True)]
     assert all(N % 48 == 0 and D == 16 for _, _, N, D in shapes) and len(shapes) > 15
 
@@ -150,32 +157,25 @@ def published(q, k, v, causal, scale, skips=False, Br=64, Bc=64):
     return O, (m + l.log())[..., 0]
 
 
-def test_the_printed_algorithm_passes_without_a_mask(monkeypatch):
-    code, text, written = verify_function(monkeypatch, published, "--no-backward", "--no-causal")
-    assert code == 0, text
-    assert set(written["cases"][0]["errors"]) == {"out", "lse"}
+@pytest.mark.parametrize(
+    "skips, without", [(False, "backward,causal"), (True, "backward,nq-ne-nk")], ids=["no mask", "square"]
+)
+def test_the_printed_algorithm_passes_without_a_mask_or_on_squares_if_it_skips_tiles(monkeypatch, skips, without):
+    """If there are as many queries as keys, the diagonal goes through the corners of square tiles."""
+    code, text, written = verify_function(monkeypatch, partial(published, skips=skips), "--without", without)
+    assert code == 0 and set(written["cases"][0]["errors"]) == {"out", "lse"}, text
 
 
-def test_the_printed_algorithm_fails_under_every_causal_mask(monkeypatch):
-    code, text, written = verify_function(monkeypatch, published, "--no-backward")
-    assert code == 1
+@pytest.mark.parametrize("skips, name", [(False, "masked_tile_visited"), (True, "masked_row_not_guarded")])
+def test_the_printed_algorithm_fails_under_a_causal_mask(monkeypatch, skips, name):
+    """Under every one of several tiles or, if it skips tiles, where the diagonal cuts tiles."""
+    code, text, written = verify_function(monkeypatch, partial(published, skips=skips), "--without", "backward")
     asked = anybody.Claims((torch.float32,), (32, 64, 40)).cases(engine.name == "cuda")
     several_tiles = {case.name for case, _ in asked if case.causal and case.Nq(64) > 64}
-    assert {row["name"] for row in written["cases"] if row["wrong"]} == several_tiles > {"ragged_causal"}
-    assert written["equals"] == [{"case": "", "mutants": ["masked_tile_visited"]}]
-    assert "out is NaN" in text and f"This equals what you get when {says('masked_tile_visited')}." in text
-
-
-def test_the_printed_algorithm_that_skips_tiles_fails_where_the_diagonal_cuts_tiles(monkeypatch):
-    """If there are as many queries as keys, the diagonal goes through the corners of square tiles."""
-    skipping = partial(published, skips=True)
-    assert verify_function(monkeypatch, skipping, "--no-backward", "--no-nq-ne-nk")[0] == 0
-    code, text, written = verify_function(monkeypatch, skipping, "--no-backward")
-    assert code == 1
-    wrong = [row["name"] for row in written["cases"] if row["wrong"]]
-    assert wrong == ["fewer_queries_causal", "more_queries_causal"]
-    assert written["equals"] == [{"case": "", "mutants": ["masked_row_not_guarded"]}]
-    assert "out is NaN" in text and f"This equals what you get when {says('masked_row_not_guarded')}." in text
+    expected = {"fewer_queries_causal", "more_queries_causal"} if skips else several_tiles
+    assert {row["name"] for row in written["cases"] if row["wrong"]} == expected and "ragged_causal" in several_tiles
+    assert code == 1 and written["equals"] == [{"case": "", "mutants": [name]}]
+    assert "out is NaN" in text and f"This equals what you get when {says(name)}." in text
 
 
 def mistaken(name, tile, order, returns_lse):
@@ -229,7 +229,7 @@ TEN = (
 @pytest.mark.parametrize("name, tile, order, returns_lse", TEN, ids=[row[0] for row in TEN])
 def test_a_planted_mistake_is_named(monkeypatch, name, tile, order, returns_lse):
     function = mistaken(name, tile, order, returns_lse)
-    code, text, written = verify_function(monkeypatch, function, "--no-large-scores", "--tile", "32")
+    code, text, written = verify_function(monkeypatch, function, "--without", "large-scores", "--tile", "32")
     assert code == 1
     (equal,) = written["equals"]
     assert equal["case"] == "" and name in equal["mutants"], text
@@ -248,7 +248,7 @@ def in_matrix_form(hidden_score, q, k, v, causal, scale):
 @pytest.mark.parametrize("hidden_score", [-1e9, torch.finfo(torch.float32).min])
 def test_a_large_negative_number_for_hidden_scores_is_named(monkeypatch, hidden_score):
     function = partial(in_matrix_form, hidden_score)
-    _, text, written = verify_function(monkeypatch, function, *MORE, "--no-backward", "--tile", "16")
+    _, text, written = verify_function(monkeypatch, function, "--without", "backward" + MORE, "--tile", "16")
     assert written["equals"] == [{"case": "", "mutants": ["masked_to_minus1e9"]}], text
     wrong = {row["name"] for row in written["cases"] if row["wrong"]}
     assert wrong == {"more_queries_causal"} | ({"large_scores"} if hidden_score == -1e9 else set())
@@ -281,7 +281,7 @@ def in_half_precision(q, k, v, causal, scale):
 @pytest.mark.skipif(engine.name != "cpu", reason="they compute on the CPU")
 @pytest.mark.parametrize("function", [off_by_little, with_the_strides_of_q, in_half_precision])
 def test_a_mistake_that_nobody_planted_gets_no_name(monkeypatch, function):
-    code, _, written = verify_function(monkeypatch, function, "--no-backward", "--no-gqa", "--tile", "16")
+    code, _, written = verify_function(monkeypatch, function, "--without", "backward,gqa", "--tile", "16")
     assert code == 1 and written["equals"] == []
 
 
@@ -332,8 +332,8 @@ PATTERNS = {
 @pytest.mark.parametrize("function", PATTERNS)
 def test_a_rounding_is_named_by_the_pattern_of_sizes(monkeypatch, function):
     dtype, words = PATTERNS[function]
-    options = "--no-gqa", "--no-empty", "--no-causal", "--no-large-scores", "--no-backward", "--no-strides"
-    _, text, written = verify_function(monkeypatch, function, *options, "--dtype", dtype, "--tile", "16")
+    options = "--without", "gqa,empty,causal,large-scores,backward,strides", "--dtype", dtype, "--tile", "16"
+    _, text, written = verify_function(monkeypatch, function, *options)
     assert written["equals"] == [] and "equals" not in text
     assert (words or "pattern") in text if words else "pattern" not in text, text
     failing = sum(bool(row["wrong"]) for row in written["cases"])
@@ -344,9 +344,8 @@ def nothing_written(q, k, v, causal, scale):
     return torch.full_like(q, math.nan)
 
 
-@pytest.mark.parametrize("function", [nothing_written])
-def test_where_all_is_nan_no_mistake_is_named(monkeypatch, function):
-    _, text, written = verify_function(monkeypatch, function, "--no-gqa", "--no-backward", "--no-strides")
+def test_where_all_is_nan_no_mistake_is_named(monkeypatch):
+    _, text, written = verify_function(monkeypatch, nothing_written, "--without", "gqa,backward,strides")
     assert written["equals"] == [] and "Everything is NaN, as after many mistakes" in text
 
 
@@ -357,8 +356,8 @@ def last_key_of_65_left_out(q, k, v, causal, scale):
 
 
 def test_a_last_tile_of_one_key_is_among_the_lengths(monkeypatch):
-    options = "--no-gqa", "--no-empty", "--no-causal", "--no-backward", "--no-strides"
-    _, _, written = verify_function(monkeypatch, last_key_of_65_left_out, *options)
+    without = "gqa,empty,causal,backward,strides"
+    _, _, written = verify_function(monkeypatch, last_key_of_65_left_out, "--without", without, "--tile", "16")
     assert [row["name"] for row in written["cases"] if row["wrong"]] == ["one_past_64", "one_past_128"]
     assert {"one_past_16", "one_past_32"} < {row["name"] for row in written["cases"]}
 
@@ -374,25 +373,25 @@ def in_place_on_views(q, k, v, causal, scale):
 
 
 def test_where_autograd_fails_the_forward_is_judged(monkeypatch):
-    options = "--no-gqa", "--no-empty", "--no-causal", "--no-strides"
-    code, text, written = verify_function(monkeypatch, in_place_on_views, *options)
+    code, text, written = verify_function(monkeypatch, in_place_on_views, "--without", "gqa,empty,causal,strides")
     first, *others = written["cases"]
     assert code == 1 and first["name"] == "backward"
     assert first["wrong"][0].startswith("RuntimeError: A view was created in no_grad mode")
     assert len(others) > 10 and not any(row["wrong"] for row in others), text
-    assert text.splitlines()[-1] == "All that it is then asked holds with --no-backward"
+    assert text.splitlines()[-1] == "All that it is then asked holds with --without backward"
 
 
 @pytest.mark.skipif(engine.name != "cpu", reason="on a GPU torch's kernels fail in other properties")
 def test_options_that_would_help_and_what_torch_fails_too_are_told():
-    _, text, written = verify(SDPA)
+    small = "--tile", "32", "--head-dim", "32"
+    _, text, written = verify(SDPA, *small)
     wrong = {row["name"]: row["wrong"] for row in written["cases"] if row["wrong"]}
     assert wrong.keys() == {"fewer_queries_causal", "more_queries_causal", "large_scores"}
     assert wrong["large_scores"][-1] == "torch's scaled_dot_product_attention fails this, too"
     assert all("fails this, too" not in wrong[name][-1] for name in wrong if name != "large_scores")
     assert [equal["mutants"] for equal in written["equals"]] == [["top_left"]]
-    assert text.splitlines()[-1] == "All that it is then asked holds with --top-left --no-large-scores"
-    assert verify(SDPA, "--top-left", "--no-large-scores")[0] == 0
+    assert text.splitlines()[-1] == "All that it is then asked holds with --top-left --without large-scores"
+    assert verify(SDPA, *small, "--top-left", "--without", "large-scores")[0] == 0
 
 
 # ---- libraries that `verify --help` names ----------------------------------------------------------------------------
@@ -442,66 +441,39 @@ def test_the_wrappers_that_the_help_shows_fit(monkeypatch, tmp_path, library):
 # ---- functions of the wrong form -------------------------------------------------------------------------------------
 
 FORMS = """
-    import torch
+    import os, time, torch
     import torch.nn.functional as F
 
-    value = 3
+    value, calls = 3, []
 
     def raises(q, k, v, causal, scale):
         raise ValueError("head_dim 32\\nis not mine")
 
-    def nothing(q, k, v, causal, scale):
-        pass
-
-    def three(q, k, v, causal, scale):
-        return q, q, q
-
-    def other_layout(q, k, v, causal, scale):
-        return q.transpose(1, 2)
-
-    def wrong_lse(q, k, v, causal, scale):
-        return q + k + v, q
-
-    def wide(q, k, v, causal, scale):
-        return (q + k + v).double()
-
-    def cut(q, k, v, causal, scale):
-        return (q + k + v).detach()
-
-    def no_way_to_v(q, k, v, causal, scale):
-        return q + k + v.detach()
-
-    def no_causal(q, k, v, scale=None):
-        return q
-
-    def no_scale(q, k, v, causal):
-        return q
+    def nothing(q, k, v, causal, scale): pass
+    def three(q, k, v, causal, scale): return q, q, q
+    def other_layout(q, k, v, causal, scale): return q.transpose(1, 2)
+    def wrong_lse(q, k, v, causal, scale): return q + k + v, q
+    def wide(q, k, v, causal, scale): return (q + k + v).double()
+    def cut(q, k, v, causal, scale): return (q + k + v).detach()
+    def no_way_to_v(q, k, v, causal, scale): return q + k + v.detach()
+    def no_causal(q, k, v, scale=None): return q
+    def no_scale(q, k, v, causal): return q
+    def leaves(q, k, v, causal, scale): raise SystemExit(0)
+    def never(q, k, v, causal, scale): time.sleep(600)
+    def ends(q, k, v, causal, scale): os._exit(0)
 
     def overwrites(q, k, v, causal, scale):
         return F.scaled_dot_product_attention(q.mul_(scale), k, v, is_causal=causal, scale=1.0)
-
-    def leaves(q, k, v, causal, scale):
-        raise SystemExit(0)
 
     def only_even(q, k, v, causal, scale, enable_gqa=False):
         if q.shape[1] != k.shape[1]:
             raise NotImplementedError("no groups")
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
-    calls = []
-
     def drifts(q, k, v, causal, scale, enable_gqa=False):
         calls.append(1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=enable_gqa)
         return out * (1 + 2.0**-23 * (len(calls) % 2))
-
-    def never(q, k, v, causal, scale):
-        import time
-        time.sleep(600)
-
-    def ends(q, k, v, causal, scale):
-        import os
-        os._exit(0)
 """
 SAYS = {
     "raises": "ValueError: head_dim 32 (forms.py, line 8)",
@@ -510,10 +482,10 @@ SAYS = {
     "other_layout": "out must be (1, 2, 133, 32) for q (1, 2, 133, 32); it is (1, 133, 2, 32)",
     "wrong_lse": "lse must be (1, 2, 133) for q (1, 2, 133, 32); it is (1, 2, 133, 32)",
     "wide": "out must be torch.float32 like q; it is torch.float64",
-    "cut": "out does not require grad, so there is no backward: mend that, or say --no-backward",
+    "cut": "out does not require grad, so there is no backward: mend that, or say --without backward",
     "no_way_to_v": "no gradient reaches v",
-    "no_causal": "it has no parameter causal or is_causal: wrap it, or say --no-causal",
-    "no_scale": "it has no parameter scale or softmax_scale or sm_scale: wrap it, or say --no-scale",
+    "no_causal": "it has no parameter causal or is_causal: wrap it, or say --without causal",
+    "no_scale": "it has no parameter scale or softmax_scale or sm_scale: wrap it, or say --without scale",
     "leaves": "SystemExit: 0",
     "value": "there is no function value in",
     "absent": "there is no function absent in",
@@ -530,24 +502,24 @@ def forms(tmp_path_factory):
 @pytest.mark.parametrize("name", SAYS)
 def test_a_function_of_another_form_is_told_in_one_line(forms, name):
     code, text, written = verify(f"{forms}:{name}")
-    *_, last = text.splitlines()
-    assert code == 1 and written is None
-    assert last.startswith(f"{forms}:{name}: {SAYS[name]}") and "ok " not in text
+    assert code == 1 and written is None and "ok " not in text
+    assert text.splitlines()[-1].startswith(f"{forms}:{name}: {SAYS[name]}"), text
 
 
-@pytest.mark.parametrize(
-    "target, says",
-    [
-        ("absent.py:f", "there is no file absent.py"),
-        ("absent.module:f", "ModuleNotFoundError: No module named 'absent'"),
-        ("attention", "write FILE.py:function or package.module:function"),
-        ("{folder}/broken.py:f", "SyntaxError"),
-    ],
-)
-def test_a_target_that_is_not_there_is_told_in_one_line(tmp_path, target, says):
-    (tmp_path / "broken.py").write_text("def f(:\n")
-    code, text, _ = verify(target.format(folder=tmp_path))
-    assert code == 1 and says in text.splitlines()[-1]
+ABSENT = {
+    "absent.py:f": "there is no file absent.py",
+    "absent.module:f": "ModuleNotFoundError: No module named 'absent'",
+    "attention": "write FILE.py:function or package.module:function",
+    "broken.py:f": "SyntaxError",
+}
+
+
+@pytest.mark.parametrize("target", ABSENT)
+def test_a_target_that_is_not_there_is_told_in_one_line(tmp_path, monkeypatch, target):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("def f(:\n")
+    code, text, _ = verify(target)
+    assert code == 1 and ABSENT[target] in text.splitlines()[-1]
 
 
 def test_what_goes_wrong_in_a_later_case_is_told_beside_it(forms):
@@ -556,16 +528,16 @@ def test_what_goes_wrong_in_a_later_case_is_told_beside_it(forms):
     wrong = {row["name"]: row["wrong"] for row in written["cases"] if row["wrong"]}
     assert wrong.keys() == {"grouped_heads", "one_kv_head"}
     assert wrong["one_kv_head"][0].startswith("NotImplementedError: no groups (forms.py, line ")
-    assert "python -m steps verify --help" in text and text.splitlines()[-1].endswith("holds with --no-gqa")
+    assert "python -m steps verify --help" in text and text.splitlines()[-1].endswith("holds with --without gqa")
 
 
 def test_a_forward_that_differs_from_run_to_run_is_noticed(forms):
-    _, _, written = verify(f"{forms}:drifts", *FITS_SDPA, "--no-backward")
+    _, _, written = verify(f"{forms}:drifts", *FITS_SDPA[:-1], FITS_SDPA[-1] + ",backward")
     assert [row["name"] for row in written["cases"] if row["wrong"]] == ["bit_equal"]
 
 
 def test_an_overwritten_input_is_noticed(forms):
-    _, text, _ = verify(f"{forms}:overwrites", "--no-backward")
+    _, text, _ = verify(f"{forms}:overwrites", "--without", "backward")
     assert text.splitlines()[-1].endswith("it overwrites its input q")
 
 
@@ -574,18 +546,35 @@ def test_a_triton_kernel_that_loads_beside_a_tensor_is_told_in_one_line(tmp_path
     kernel, mask = Path(step_3.__file__).read_text(), "(row < N) & (column < D)"
     line = kernel[: kernel.index(mask)].count("\n") + 1
     (tmp_path / "mine.py").write_text(kernel.replace(mask, "column < D", 1))
-    command = sys.executable, "-m", "steps", "verify", f"{tmp_path}/mine.py:attention", "--no-backward", "--no-gqa"
-    done = subprocess.run((*command, "--no-causal"), capture_output=True, text=True)  # Here stage 03 may be imported.
-    assert done.returncode == 1
-    says = " ".join(done.stdout.split())  # It is wrapped at the terminal's width.
-    assert re.search(rf"OutOfBounds: program .* bytes behind the last of \w+ \(mine.py, line {line}\)$", says), done
+    code, text = in_a_fork(f"{tmp_path}/mine.py:attention", "--without", "backward,gqa,causal")
+    says = " ".join(text.split())  # It is wrapped at the terminal's width.
+    assert code == 1
+    assert re.search(rf"OutOfBounds: program .* bytes behind the last of \w+ \(mine.py, line {line}\)$", says), text
 
 
-def test_a_function_that_never_returns_is_stopped(forms):
-    command = [sys.executable, "-m", "steps", "verify", f"{forms}:never", "--limit", "0.5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-1].startswith("stopped after 0.5 s in the case: N is not a multiple of the tile")
+def test_a_function_that_never_returns_is_stopped(forms, monkeypatch):
+    monkeypatch.setattr(verdict, "FIRST", 0.5)
+    code, text = in_a_fork(f"{forms}:never")
+    assert code == 1
+    assert text.splitlines()[-1].startswith("stopped after 0.5 s in the case: N is not a multiple of the tile")
+
+
+def in_a_fork(*words):
+    """(exit code, text) of the command in a process of its own, which it may end or change for good."""
+    with tempfile.TemporaryFile("w+") as file:
+        if (pid := os.fork()) == 0:
+            os.dup2(file.fileno(), 1)
+            sys.stdout, sys.argv = open(1, "w", closefd=False), ["steps", "verify", *words]
+            try:
+                __main__.in_a_child()
+            except SystemExit as end:
+                sys.stdout.flush()
+                os._exit(end.code)
+            finally:
+                os._exit(99)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        file.seek(0)
+        return code, file.read()
 
 
 def test_a_function_that_ends_the_process_has_not_passed(forms):

@@ -564,9 +564,9 @@ def tile_gradients(dout, q, k, v, lse, delta, rows, keys, causal, scale):
 check("00.4", tile_gradients)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 00.bug1.** What was reported about `steps/step00_naive/broken/bug1.py` is printed below. Find the cause,
-# and write the test that would have caught it: it has to fail on the broken forward and pass on the stage's own.
-# `check` then asks which of four causes it is.
+# **Bug hunt 00.bug1.** What was reported about `show("00.bug1")` is printed below. Find the cause, and write the test
+# that would have caught it: it has to fail on the broken forward and pass on the stage's own. `check` then asks which
+# of four causes it is.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("00.bug1").symptom, 110))

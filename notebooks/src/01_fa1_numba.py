@@ -752,10 +752,9 @@ def score_gradients(dS, P, dO_i, V_j, delta, head, i, Bc, D):
 check("01.3", score_gradients)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 01.bug1.** The report about `steps/step01_fa1_numba/broken/bug1.py` is printed below. As in 00,
-# write the test that would have caught it.
+# **Bug hunt 01.bug1.** The report about `show("01.bug1")` is printed below. Write the test that would have caught it.
 #
-# **Bug hunt 01.bug2.** The same for `bug2.py`, which has no barrier and needs none.
+# **Bug hunt 01.bug2.** The same for `show("01.bug2")`.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("01.bug1").symptom, 110))

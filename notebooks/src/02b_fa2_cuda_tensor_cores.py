@@ -670,12 +670,11 @@ __device__ int keys_seen(int tile, int Nq, int Nk, int causal) {
 check("02.6", keys_seen)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 02.bug1.** Below is what was reported about a broken kernel. Find the cause, and write a test that fails on
-# it and passes on the stage's own forward. `check` then asks for the cause.
+# **Bug hunt 02.bug1.** Below is what was reported about a broken kernel, `show("02.bug1")`. Find the cause, and write a
+# test that fails on it and passes on the repaired one. `check` then asks for the cause.
 
 # %% slideshow={"slide_type": "fragment"}
-bug = exercises.find("02.bug1")
-print(textwrap.fill(f"{bug.file}: {bug.symptom}", 110))
+print(textwrap.fill(exercises.find("02.bug1").symptom, 110))
 
 
 def test(forward):

@@ -685,8 +685,8 @@ def order_of_step():
 check("02.10", order_of_step)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 02.bug2.** Below is what was reported about `steps/step02_fa2_cuda/broken/bug2.cu`. Find the cause, and
-# write a test that fails on it and passes on the stage's own forward.
+# **Bug hunt 02.bug2.** Below is what was reported about `show("02.bug2")`. Find the cause, and write a test that fails
+# on it and passes on the repaired kernel.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("02.bug2").symptom, 110))

@@ -447,8 +447,8 @@ def dq_position(row, column, D):
 check("02.11", dq_position)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Bug hunt 02.bug3**, in a kernel with TMA and wgmma. Find the cause, and write a test that fails on
-# `steps/step02_fa2_cuda/broken/bug3.cu` and passes on the stage's own forward.
+# **Bug hunt 02.bug3**, in rung 6, `show("02.bug3")`. Find the cause, and write a test that fails on it and passes on the
+# stage's own forward.
 
 # %% slideshow={"slide_type": "fragment"}
 print(textwrap.fill(exercises.find("02.bug3").symptom, 110))

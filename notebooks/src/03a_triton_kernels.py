@@ -1135,7 +1135,7 @@ for D, causal in itertools.product((128, 64), (False, True)):
 # | `03.capstone.3` | any number of queries and keys, any head_dim, any strides |
 # | `03.capstone.4` | the causal mask, and lse |
 #
-# Then `python -m steps verify my/03_capstone.py:attention --no-backward --no-gqa --tile 32` runs the cases, and on a GPU
+# Then `python -m steps verify my/03_capstone.py:attention --without backward,gqa --tile 32` runs the cases, and on a GPU
 # prints your speed.
 #
 # **Go further**

@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -23,12 +23,12 @@ class Claims:
     dtypes: tuple
     head_dims: tuple
     tile: int = 64
-    multiple_of: int = 1
     top_left: bool = False
     causal: bool = True
     scale: bool = True
     gqa: bool = True
     nq_ne_nk: bool = True
+    ragged: bool = True
     empty: bool = True
     strides: bool = True
     offset: bool = True
@@ -38,8 +38,12 @@ class Claims:
     @property
     def supports(self):
         """The claims in the form of a stage's SUPPORTS."""
-        tile = max(self.tile, self.multiple_of)
-        return vars(self) | {"stage": "the function", "tiles": ((tile, tile),)}
+        return vars(self) | {"stage": "the function", "tiles": ((self.tile, self.tile),)}
+
+    @property
+    def multiple_of(self):
+        """A number that divides every N."""
+        return 1 if self.ragged else self.tile
 
     def cases(self, gpu):
         """[(case, dtype)] of what the contract asks of such a function."""
@@ -82,6 +86,9 @@ def _one_past(T):
     """The last tile of T has one token, which a loop that ends too early leaves out."""
     return cases.Case(f"one_past_{T}", f"N = {T + 1}, one more than a tile of {T}", Nq=lambda _: T + 1, H=1)
 
+
+# What --without can leave out, as it names them.
+PROPERTIES = [field.name.replace("_", "-") for field in fields(Claims) if field.default is True]
 
 # What is asked of functions from elsewhere, beside the contract's cases.
 MORE = (
@@ -137,7 +144,7 @@ def by_its_names(function, claims):
     for claim, known in (("causal", ("causal", "is_causal")), ("scale", ("scale", "softmax_scale", "sm_scale"))):
         names[claim] = next((name for name in known if name in parameters), None)
         if getattr(claims, claim) and not names[claim]:
-            raise Problem(f"it has no parameter {' or '.join(known)}: wrap it, or say --no-{claim}")
+            raise Problem(f"it has no parameter {' or '.join(known)}: wrap it, or say --without {claim}")
 
     def call(q, k, v, causal, scale):
         options = {names["causal"]: causal, names["scale"]: q.shape[-1] ** -0.5 if scale is None else scale}
@@ -165,7 +172,7 @@ def results(call, x, backward):
     if got["out"].dtype != x.q.dtype:
         raise Problem(f"out must be {x.q.dtype} like q; it is {got['out'].dtype}")
     if backward and not got["out"].requires_grad:
-        raise Problem("out does not require grad, so there is no backward: mend that, or say --no-backward")
+        raise Problem("out does not require grad, so there is no backward: mend that, or say --without backward")
     if backward:
         got["out"].backward(x.dout)
         got |= {f"d{name}": leaf.grad for name, leaf in zip("qkv", leaves, strict=True)}

@@ -16,11 +16,12 @@ from steps.bench import cost, timing
 from steps.verify.anybody import Problem, by_its_names, results, told
 from steps.workbook import differences
 
+LIMIT, FIRST = 60, 300  # seconds for a case; in the first one the function may be compiled
 # (Br, Bc) that are tried to name a mistake, beside the tile that was given.
 TILES = tuple(pair for pair in product((128, 64, 32, 16), repeat=2) if max(pair) <= 2 * min(pair))
 
 
-def judge(function, claims, limit, kept):
+def judge(function, claims, kept):
     """Yields a row for each case: {"name", "says", "errors", "wrong"}.
 
     errors: {result: (error, tolerance)}. wrong: lines that say what is wrong, none where the property holds. kept: a
@@ -32,7 +33,7 @@ def judge(function, claims, limit, kept):
         x = cases.build(case, claims.supports, dtype, engine.device)
         row = {"name": case.name, "says": f"{case.says}, {str(dtype).removeprefix('torch.')}", "errors": {}}
         try:
-            with time_limit(limit, case.says):
+            with time_limit(LIMIT if number else FIRST, case.says):
                 if number == 0 and backward and (says := _no_backward(call, x, function)):
                     backward = False
                     yield {"name": "backward", "says": "backward", "errors": {}, "wrong": [says]}
@@ -67,7 +68,7 @@ def _no_backward(call, x, function):
     except Exception as e:
         with contextlib.suppress(Exception, SystemExit):
             results(call, x, False)
-            return f"{told(e, function)}. The forward is judged alone, as --no-backward has it"
+            return f"{told(e, function)}. The forward is judged alone, as --without backward has it"
     return None
 
 
@@ -119,7 +120,7 @@ def time_limit(seconds, says):
     """Ends the program after so many seconds: a kernel that hangs cannot be stopped in any other way."""
 
     def give_up():
-        print(f"stopped after {seconds} s in the case: {says}. --limit gives more time, --tile changes N.", flush=True)
+        print(f"stopped after {seconds} s in the case: {says}. A smaller --tile makes N smaller.", flush=True)
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
@@ -181,19 +182,20 @@ def options(rows, claims, named):
     """The options that would leave out what fails, and little else; [] if none would leave out all of it."""
     failed = {row["name"] for row in rows if row["wrong"]}
     asked = {case.name for case, _ in claims.cases(engine.name == "cuda")}
-    found = []
+    found, unclaimed = [], []
     if not claims.top_left and any(m.name == "top_left" for _, equal in named for m in equal):
         found.append("--top-left")
         failed -= {"fewer_queries_causal", "more_queries_causal"}
     for name in ("large_scores", "empty", "offset", "gqa", "strides", "nq_ne_nk"):  # the narrow ones first
         fewer = {case.name for case, _ in replace(claims, **{name: False}).cases(engine.name == "cuda")}
         if left_out := failed & (asked - fewer):
-            found.append(f"--no-{name.replace('_', '-')}")
+            unclaimed.append(name.replace("_", "-"))
             failed -= left_out
     gradients = {row["name"] for row in rows if row["wrong"] and row["errors"] and not _forward_fails(row)}
     if left_out := failed & (gradients | {"backward"}):
-        found.append("--no-backward")
+        unclaimed.append("backward")
         failed -= left_out
+    found += ["--without", ",".join(unclaimed)] if unclaimed else []
     return [] if failed else found
 
 

@@ -42,13 +42,19 @@ def check(id, answer=None, limit=LIMIT, cause=None):
         if answers.is_blank(text, function, suffix):
             return Report(id, task.title, "blank", [f"still to be written: {text.label}", _pointer(task)])
         with tempfile.TemporaryDirectory(prefix="steps-") as folder:
+            job = {"stage": task.stage, "module": _module(task), "folder": folder, "limit": limit}
             if isinstance(task, Hunt):
-                return _hunt(task, text, folder, limit, cause or answers.constant(text, "CAUSE"))
-            return {Exercise: _exercise, Puzzle: _puzzle, Step: _step}[type(task)](task, text, folder, limit)
-    except Unavailable as reason:
-        return Report(id, task.title, "skipped", [f"cannot be checked here: {reason}"])
+                job |= {"kind": "hunt", "cause": cause or answers.constant(text, "CAUSE")}
+            else:
+                answers.require(text, task)
+            judge = {Exercise: _exercise, Puzzle: _puzzle, Step: _step, Hunt: _hunt}[type(task)]
+            verdict, lines, rows, printed = judge(task, text, job)
+    except Unjudged as e:
+        return Report(id, task.title, *e.args)
     except Problem as problem:
         return Report(id, task.title, "error", [*str(problem).splitlines(), _pointer(task)])
+    names = rows[-1].get("mutants", []) if rows else []
+    return Report(id, task.title, verdict, [*lines, *_after(task, verdict, rows), *_printed(printed)], names)
 
 
 def hint(id, level=1):
@@ -75,8 +81,8 @@ def solution(id):
     return show(f"{task.stage}/{task.path.stem}", None if isinstance(task, Step) else task.function)
 
 
-class Unavailable(Exception):
-    """The stage does not run on this machine; the message is the reason."""
+class Unjudged(Exception):
+    """The answer was not judged; the arguments are the verdict and the lines of a report that says why."""
 
 
 class Text(str):
@@ -90,27 +96,34 @@ def _pointer(task):
     return f'Hint: python -m steps hint {task.id}, or in a notebook hint("{task.id}")'
 
 
-def _exercise(task, text, folder, limit):
-    answers.require(text, task)
-    spliced = splice.copy_of_steps(folder, [(task, text)])[task.id]
-    names = "stage", "function", "rung", "cases", "order", "tile", "threads", "masks"
-    job = {name: getattr(task, name) for name in names}
-    job |= {"kind": "exercise", "module": _module(task), "own": answers.plain_source(task)}
+def judged(task, text, job, lines, on=None):
+    """What the job shows of the answer: (verdict, lines of text, rows of results, what was printed).
+
+    lines: which lines of the copy are the answer's, as {line of the copy: line of the answer}. on: an engine.
+    """
+    rows, how, printed = runner.run(job, job["folder"], job["limit"], on=on)
+    steps = [row["step"] for row in rows if "step" in row]  # A job of the capstone also runs the steps before its own.
+    shown = [row for row in rows if "wrong" in row and (not steps or row["step"] == steps[-1])]
+    bad = _ending(rows, how, task, text, lines, job["limit"])
+    verdict = "error" if bad else "wrong" if any(row.get("wrong") for row in rows) else "passed"
+    return verdict, [*(line for row in shown for line in case_lines(row)), *bad, *_equals(rows)], rows, printed
+
+
+def _exercise(task, text, job):
+    spliced = splice.copy_of_steps(job["folder"], [(task, text)])[task.id]
+    names = "function", "rung", "cases", "order", "tile", "threads", "masks"
+    job |= {name: getattr(task, name) for name in names}
+    job |= {"kind": "exercise", "own": answers.plain_source(task)}
     for on in _engines(task):
-        rows, how, printed = runner.run(job, folder, limit, on=on)
-        lines = [line for row in rows if "wrong" in row for line in case_lines(row)]
-        bad = _ending(rows, how, task, text, spliced.lines, limit)
-        verdict = "error" if bad else "wrong" if any(row.get("wrong") for row in rows) else "passed"
-        lines += [*bad, *_equals(rows)]
+        verdict, lines, rows, printed = judged(task, text, job, spliced.lines, on)
         if verdict != "passed":
             break
     if verdict != "passed" and not (rows and rows[-1].get("equals")):
         lines += _slips(task, text, rows)
     if verdict == "passed" and task.cost and shutil.which("g++"):
-        verdict, *cost = _cost(task, text, limit)
+        verdict, *cost = _cost(task, text, job["limit"])
         lines += cost
-    names = rows[-1].get("mutants", []) if rows else []
-    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict, rows), *_printed(printed)], names)
+    return verdict, lines, rows, printed
 
 
 def _engines(task):
@@ -125,16 +138,45 @@ def _engines(task):
     return ["cpu", "cuda"] if emulated else [engine.name]
 
 
-def _puzzle(task, text, folder, limit):
-    answers.require(text, task)
-    spliced = splice.copy_of_steps(folder, [(task, text)])[task.id]
-    rows, how, printed = runner.run({"kind": "puzzle", "stage": task.stage, "module": _module(task)}, folder, limit)
-    lines = [line for row in rows if "wrong" in row for line in case_lines(row)]
-    bad = _ending(rows, how, task, text, spliced.lines, limit)
-    verdict = "error" if bad else "wrong" if any(row.get("wrong") for row in rows) else "passed"
-    lines += [*bad, *_equals(rows)]
-    names = rows[-1].get("mutants", []) if rows else []
-    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
+def _puzzle(task, text, job):
+    spliced = splice.copy_of_steps(job["folder"], [(task, text)])[task.id]
+    return judged(task, text, job | {"kind": "puzzle"}, spliced.lines)
+
+
+def _step(task, text, job):
+    """The step's cases, after those of the steps before it: a later step has to keep what an earlier one gave."""
+    if not answers.has_kernel(text):
+        raise Problem(f"{text.label} has no function with @triton.jit, but the kernel is what the capstone asks for.")
+    splice.copy_of_steps(job["folder"], [])
+    splice.write_copy(job["folder"], task, text.text)
+    same_lines = {n: n for n in range(1, 1 + len(text.text.splitlines()))}
+    verdict, lines, rows, printed = judged(task, text, job | {"kind": "capstone", "level": task.level}, same_lines)
+    at = [1, *(row["step"] for row in rows if "step" in row)][-1]
+    if verdict != "passed" and at < task.level:
+        first = task.id.removesuffix(str(task.level)) + str(at)
+        raise Unjudged("blank", [f"Step {at} comes first, and is not right: python -m steps check {first}"])
+    return verdict, [*(f"ok     step {n}: all of its cases" for n in range(1, at)), *lines], rows, printed
+
+
+def _hunt(task, text, job):
+    if answers.top_level(answers.parse(text), "test") is None:
+        raise Problem(f"{text.label} has no function test({task.subject}).")
+    splice.copy_of_steps(job["folder"], [])
+    job |= {name: getattr(task, name) for name in ("subject", "rung", "edit", "broken")}
+    job |= {"file": task.path.name, "label": text.label, "text": text.text, "helpers": text.helpers}
+    _, bad, rows, printed = judged(task, text, job, {}, task.engine)
+    good, fails = (next((row[key] for row in rows if key in row), None) for key in ("good", "broken"))
+    right = "the repaired kernel"
+    verdict, lines = "error", bad
+    if good and fails and not bad:
+        verdict, *told = _judge_cause(task, job["cause"])
+        lines = [f"passes on {right}", f"fails on the broken kernel: {fails}", *told]
+    elif good and not bad:
+        verdict = "wrong"
+        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too", *_how_near(rows[-1].get("distance"))]
+    elif bad and rows and rows[-1].get("error", {}).get("type") == "AssertionError":
+        verdict, lines = "wrong", [f"WRONG: fails on {right} too, which is right:", *bad]
+    return verdict, lines, rows, printed
 
 
 def _equals(rows):
@@ -143,30 +185,6 @@ def _equals(rows):
     if last.get("equals"):
         return ["This equals what you get when " + ", or when ".join(last["equals"]) + "."]
     return [last["remark"]] if last.get("remark") else []
-
-
-def _step(task, text, folder, limit):
-    """The step's cases, after those of the steps before it: a later step has to keep what an earlier one gave."""
-    answers.require(text, task)
-    if not answers.has_kernel(text):
-        raise Problem(f"{text.label} has no function with @triton.jit, but the kernel is what the capstone asks for.")
-    splice.copy_of_steps(folder, [])
-    splice.write_copy(folder, task, text.text)
-    job = {"kind": "capstone", "stage": task.stage, "module": _module(task), "level": task.level}
-    rows, how, printed = runner.run(job, folder, limit)
-    at = [row["step"] for row in rows if "step" in row] or [1]
-    same_lines = {n: n for n in range(1, 1 + len(text.text.splitlines()))}
-    bad = _ending(rows, how, task, text, same_lines, limit)
-    verdict = "error" if bad else "wrong" if any(row.get("wrong") for row in rows) else "passed"
-    if verdict != "passed" and at[-1] < task.level:
-        first = task.id.removesuffix(str(task.level)) + str(at[-1])
-        says = f"Step {at[-1]} comes first, and is not right: python -m steps check {first}"
-        return Report(task.id, task.title, "blank", [says])
-    lines = [f"ok     step {n}: all of its cases" for n in range(1, at[-1])]
-    lines += [line for row in rows if "wrong" in row and row["step"] == at[-1] for line in case_lines(row)]
-    lines += [*bad, *_equals(rows)]
-    names = rows[-1].get("mutants", []) if rows else []
-    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)], names)
 
 
 def _slips(task, text, rows=()):
@@ -230,33 +248,6 @@ def _own_count(id, limit):
     return _count(exercises.find(id), None, limit)
 
 
-def _hunt(task, text, folder, limit, cause):
-    if answers.top_level(answers.parse(text), "test") is None:
-        raise Problem(f"{text.label} has no function test({task.subject}).")
-    splice.copy_of_steps(folder, [])
-    if task.cure:
-        splice.write_copy(folder, task, task.path.read_text().replace(*task.cure))
-    job = {"kind": "hunt", "stage": task.stage, "module": _module(task), "path": str(task.path), "label": text.label}
-    job |= {"text": text.text, "helpers": text.helpers, "subject": task.subject, "cured": task.cure is not None}
-    rows, how, printed = runner.run(job, folder, limit, on=task.engine)
-    bad = _ending(rows, how, task, text, {}, limit)
-    good, broken = (any(key in row for row in rows) for key in ("good", "broken"))
-    right = "the repaired kernel" if task.cure else "the stage's own forward"
-    if good and broken and not bad:
-        verdict, *judged = _judge_cause(task, cause)
-        lines = [f"passes on {right}", f"fails on the broken kernel: {rows[-1]['broken']}", *judged]
-    elif good and not bad:
-        verdict = "wrong"
-        lines = [f"passes on {right}", "WRONG: passes on the broken kernel too", *_how_near(rows[-1].get("distance"))]
-    elif bad and rows and rows[-1].get("error", {}).get("type") == "AssertionError":
-        verdict = "wrong"
-        lines = [f"WRONG: fails on {right} too, which is right:", *bad]
-    else:
-        verdict = "error"
-        lines = bad
-    return Report(task.id, task.title, verdict, [*lines, *_after(task, verdict), *_printed(printed)])
-
-
 def _how_near(distance):
     """What a test that passes on the broken kernel has missed: the right inputs, or the right comparison."""
     if distance is None or distance == float("inf"):
@@ -280,7 +271,7 @@ def _ending(rows, how, task, text, lines, limit):
     """The lines of text about an exception, a time-out or a crash of the child; [] if it came to an orderly end."""
     if rows and "error" in rows[-1]:
         if reason := catalogue.unavailable(task.number):
-            raise Unavailable(reason)
+            raise Unjudged("skipped", [f"cannot be checked here: {reason}"])
         running = [row["running"] for row in rows if "running" in row]
         late = isinstance(task, Hunt) or rows[-1]["error"]["type"] == "OnlyOnAGPU"
         case = [f"(in the case: {running[-1]})"] if running and not late else []

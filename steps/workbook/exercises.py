@@ -6,6 +6,8 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from steps import catalogue
+
 STEPS = Path(__file__).parents[1]
 MY = Path(os.environ.get("STEPS_MY") or STEPS.parent / "my")  # `grade` sets it for each student
 
@@ -117,7 +119,7 @@ class Step(Task):
     @property
     def verify(self):
         """The command that judges the last step's file by all cases that it claims to take."""
-        return f"python -m steps verify {self.label}:{self.function} --no-backward --no-gqa --tile 32"
+        return f"python -m steps verify {self.label}:{self.function} --without backward,gqa --tile 32"
 
     @property
     def level(self):
@@ -131,17 +133,21 @@ class Step(Task):
 
 @dataclass(frozen=True, eq=False)
 class Hunt(Task):
-    """A bug hunt: find what is wrong with the kernel in `file`, write the test that catches it, and name the cause.
+    """A bug hunt: find what is wrong with a kernel, write the test that catches it, and name the cause.
 
-    causes are the ones to choose from, as {letter: what it says}; `cause` is the letter of the right one. engine:
-    the engine that it always runs on; by default the one that is in force. subject is the function that is broken,
-    `call` shows how a test calls it, and note is a sentence of the reader's file. The test has to pass on the stage's
-    own function of that name or, with cure = [old, new], on the broken file with that edit.
+    The kernel is the text of `file`, which is right, with edit = [old, new] in it: `broken`. file is a rung of a stage,
+    or a kernel in steps/workbook/hunts. The test has to pass on the one and to fail on the other. rung is the word of a
+    rung in CUDA C++; another .cu file has its launcher beside it, a module of the same name that compiles FILE. causes
+    are the ones to choose from, as {letter: what it says}; `cause` is the letter of the right one. engine: the engine
+    that it always runs on; by default the one that is in force. subject is the function that is broken, `call` shows
+    how a test calls it, and note is a sentence of the reader's file.
     """
 
     symptom: str
     causes: dict
     cause: str
+    edit: list
+    rung: str | None = None
     engine: str | None = None
     subject: str = "forward"
     call: str = "(out, lse) = forward(q, k, v, causal=False, scale=None)"
@@ -149,7 +155,18 @@ class Hunt(Task):
         "The right results are those of attention.forward(q, k, v, causal=..., scale=...), in float64, "
         "after `from reference import attention`."
     )
-    cure: list | None = None
+
+    @property
+    def stage(self):
+        return catalogue.STAGES[self.number]
+
+    @property
+    def broken(self):
+        """The text of the broken kernel. Raises ValueError unless the file has the text to edit exactly once."""
+        text, (old, new) = self.path.read_text(), self.edit
+        if text.count(old) != 1:
+            raise ValueError(f"{self.id}: {self.file} contains {old!r} {text.count(old)} times; it must be once.")
+        return text.replace(old, new)
 
     @property
     def mine_name(self):

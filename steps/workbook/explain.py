@@ -22,7 +22,7 @@ def explain(error, task, answer, lines):
     kind, message = error["type"], error["message"].strip()
     if kind == "WrongReturn":
         return [f"{getattr(task, 'function', 'test')} {message}."]
-    if task.path.suffix != ".py" and (found := _in_cuda(message, task, answer)):
+    if hasattr(task, "function") and task.path.suffix != ".py" and (found := _in_cuda(message, task, answer)):
         return found
     what = f"{kind}: {message}" if message else kind
     if kind == "OnlyOnAGPU":

@@ -11,6 +11,7 @@ import math
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from reference import attention, cases, error, mutants
 from steps import engine
 from steps.workbook import capstone as steps_of_capstone
 from steps.workbook import differences, one_rung, parts, puzzles
+from steps.workbook.listing import edited
 
 # Behind a case's name: the case is run by `_of_chunks`, in this order of the chunks.
 LAST_FIRST, FIRST_FIRST = "in chunks of keys, the last one first", "in chunks of keys, the first one first"
@@ -253,31 +255,39 @@ def _describe(value):
 
 
 def hunt(job, tell):
-    """Runs the reader's test on the right function, then on that of the broken kernel.
+    """Runs the reader's test on the right kernel, then on the one with the edit.
 
-    The right one is the stage's own or, if `cured`, that of the broken module, which is repaired in the copy. Raises
-    WrongReturn if the test returns something: a test asserts, and pytest ignores what it returns.
+    Raises WrongReturn if the test returns something: a test asserts, and pytest ignores what it returns.
     """
     namespace = {"__name__": "hunt"}
     exec(job["helpers"], namespace)
     exec(compile(job["text"], job["label"], "exec"), namespace)
     test = namespace["test"]
-    tell(running="the repaired kernel" if job["cured"] else "the stage's own forward")
-    right = importlib.import_module(job["module"]) if job["cured"] else one_rung.stage(job["stage"])
-    right = getattr(right, job["subject"])
+    tell(running="the repaired kernel")
+    rung = job["rung"] and one_rung.on_rung(one_rung.stage(job["stage"]), job["rung"])
+    right = getattr(rung or importlib.import_module(job["module"]), job["subject"])
     if (returned := test(_Subject(right))) is not None:
         raise WrongReturn(f"returned {returned!r:.40}; it has to assert, because what a test returns is ignored")
     tell(good="passes", running="the broken kernel")
-    spec = importlib.util.spec_from_file_location(job["module"], job["path"])
-    broken = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(broken)
-    broken = _Subject(getattr(broken, job["subject"]))
-    try:
-        test(broken)
-    except Exception as e:
-        tell(broken=": ".join([type(e).__name__, *str(e).splitlines()[:1]]))
-    else:
-        tell(distance=broken.distance(right))
+    with edited(job["file"], job["edit"]) if rung else contextlib.nullcontext():
+        broken = _Subject(right if rung else getattr(_broken_module(job), job["subject"]))
+        try:
+            test(broken)
+        except Exception as e:
+            return tell(broken=": ".join([type(e).__name__, *str(e).splitlines()[:1]]))
+    tell(distance=broken.distance(right))
+
+
+def _broken_module(job):
+    """The module anew, from the broken text; for CUDA C++ the launcher, which then compiles that text."""
+    file = Path(job["folder"]) / job["file"]
+    file.write_text(job["broken"])
+    path = file if file.suffix == ".py" else importlib.import_module(job["module"]).__file__
+    spec = importlib.util.spec_from_file_location(job["module"], path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.FILE = file
+    return module
 
 
 class _Subject:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+from steps.workbook import exercises
+
 STEPS = Path(__file__).parents[1]
 
 
@@ -32,8 +34,11 @@ def show(file, name=None):
     """The source of one function, or of the whole file if name is None, as a code block.
 
     file: the stem of a kernel file, such as "fwd_3_tiled". Where two stages have a file of that stem, the stage comes
-    first: "step00_naive/fwd_3_tiled". The FileNotFoundError or KeyError for an unknown name lists the known ones.
+    first: "step00_naive/fwd_3_tiled". A hunt's id, such as "00.bug1", stands for its broken kernel. The
+    FileNotFoundError or KeyError for an unknown name lists the known ones.
     """
+    if isinstance(hunt := exercises.load().get(file), exercises.Hunt):
+        return _source(hunt.broken, hunt.path)
     path = find(file)
     text = path.read_text()
     if name is not None:
@@ -58,6 +63,7 @@ def edited(file, *edits):
     file: such as "fwd_0_scalar.cu". edits: pairs (old, new) of text. Raises ValueError unless the file has each old
     exactly once.
     """
+    from steps import contract
     from steps.step02_fa2_cuda import calls, works
 
     text = (works.HERE / file).read_text()
@@ -69,8 +75,9 @@ def edited(file, *edits):
         for path in works.HERE.glob("*.cu"):
             shutil.copy(path, folder)
         (Path(folder) / file).write_text(text)
-        # On a GPU the launches of earlier calls are kept. They would go on with the kernels that were compiled before.
-        with mock.patch.object(works, "HERE", Path(folder)), mock.patch.dict(calls.kept, clear=True):
+        # The plans of earlier calls are kept. They would go on with the kernels that were compiled before.
+        files, plans = mock.patch.object(works, "HERE", Path(folder)), mock.patch.dict(calls.kept, clear=True)
+        with files, plans, mock.patch.object(contract, "key_of", return_value=None):
             yield text.splitlines()
 
 

@@ -111,7 +111,8 @@ def _cuda(task):
 
 def _hunt(task):
     lines = [f"{task.id} {task.title}.", "", task.symptom, ""]
-    lines.append(f"The kernel is steps/{task.file}. Write the test that would have caught it, and find the cause.")
+    lines.append(f"The kernel: python -m steps hint {task.id} --code, or in a notebook show(\"{task.id}\").")
+    lines.append("Write the test that would have caught it, and find the cause.")
     if task.engine == "cpu":
         lines.append("It is checked on the CPU, also where there is a GPU.")
     lines.append(task.note)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Bug hunt 02.bug2: the launcher of bug2.cu, which has the bug."""
+"""Bug hunt 02.bug2: the launcher of persistent_blocks.cu."""
 
 from ctypes import c_float, c_int
 from pathlib import Path
 
 import torch
 
-from .. import plan, works
+from steps.step02_fa2_cuda import plan, works
 
 FILE = Path(__file__).with_suffix(".cu")
 Br, Bc = 32, 16

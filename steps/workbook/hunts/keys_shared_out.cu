@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Bug hunt 02.bug1: the keys of a query shared out among four warps. Something is wrong with it.
+// Bug hunt 02.bug1: the keys of a query shared out among four warps.
 //
 //   a block has 32 queries, and lane t of each warp has query t; warp w takes the keys w, w + 4, w + 8, ...:
 //     m, l, O                                of these keys, in registers
@@ -77,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) attention_forward(
     if (w >= left && w < 2 * left) hand_over(slots + (w - left) * SLOT, m, l, O);
     __syncthreads();  // the parts are there
     if (w < left) take_in(m, l, O, slots + w * SLOT);
+    __syncthreads();  // the slots may be written again
   }
 
   if (w == 0 && i < Nq) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Bug hunt 04.bug2: attention over keys that several ranks hold. Something is wrong with it.
+"""Bug hunt 04.bug2: attention over keys that several ranks hold.
 
     for each rank, the one with the latest keys first:
         (out, lse) of all queries over this rank's keys
@@ -43,5 +43,5 @@ def attend(q, K, V, visible, scale):
 def merge(out, lse, out_block, lse_block):
     """(out, lse) over the keys of both. Where only one of them has a key, w is 0 or 1."""
     lse_new = torch.logaddexp(lse, lse_block)
-    w = (lse_block - lse_new).exp()
+    w = (lse_block - lse_new).exp().masked_fill(lse_block == -math.inf, 0)
     return torch.lerp(out, out_block, w[..., None]), lse_new

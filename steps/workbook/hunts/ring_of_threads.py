@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Bug hunt 04.bug1: the gradients of K and V by the reverse ring. Something is wrong with it.
+"""Bug hunt 04.bug1: the gradients of K and V by the reverse ring.
 
     rank r, steps 0 ... N - 1, with the K and V of rank r + 1, r + 2, ..., r:
         send K, V to rank r - 1
@@ -51,7 +51,7 @@ def backward(rank, q, dout, lse, delta, kv, whole, wires):
             dkv[..., keys, :] = block(*part, *kv[..., keys, :], causal)
         if step > 0:
             dkv += wires.receive("dK, dV", rank, behind)
-        if work and not last:
+        if not last:
             wires.send("dK, dV", rank, before, dkv)
         if not last:
             kv = wires.receive("K, V", rank, behind)

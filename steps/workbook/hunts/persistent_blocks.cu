@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Bug hunt 02.bug2: the roles of rung 7 with the arithmetic of rung 0, in persistent blocks. Something is
-// wrong with it.
+// Bug hunt 02.bug2: the roles of rung 7 with the arithmetic of rung 0, in persistent blocks.
 //
 //   a block takes one tile of queries after another, and for each of them:
 //     producer, one thread:                         consumers, one thread a query:
@@ -83,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(Br + 32) attention_forward(
       for (int d = 0; d < D; d++) Q_i[d] = i < Nq ? q[row * D + d] : 0;
       for (int j = 0; j < keys; j += Bc, n++) {
         int stage = n % STAGES;
-        barrier_wait(full + stage, parity(j / Bc));
+        barrier_wait(full + stage, parity(n));
         online_update(m, l, O_i, Q_i, K + stage * Bc * D, V + stage * Bc * D, min(Bc, seen - j), scale);
         barrier_arrive(empty + stage);
       }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Bug hunt 03.bug2: attention with dropout, for few queries and keys, forward and backward. Something is wrong with it.
+"""Bug hunt 03.bug2: attention with dropout, for few queries and keys, forward and backward.
 
     P   = exp(S - lse)                      softmax
     Z   = 1 / (1 - p) where an entry is kept, 0 where it is dropped: seed, head, query and key decide
@@ -72,7 +72,7 @@ def backward_kernel(
     lse = tl.load(lse + head * Nq + row, mask=row < Nq, other=float("inf"))[:, None]  # P is 0 where there is no query
     delta = tl.load(delta + head * Nq + row, mask=row < Nq, other=0.0)[:, None]
     P = tl.where(key < left, tl.exp(scale * dot(Q, tl.trans(K)) - lse), 0.0)  # (QUERIES, T)
-    Z = dropout_factors(seed, head, row[:, None], key, Nq, Nk, p)
+    Z = dropout_factors(seed, head, row[:, None], j + key, Nq, Nk, p)
     dS = P * (dot(dO, tl.trans(V)) * Z - delta)
     store(dv + tile, dot(tl.trans(P * Z), dO), left, T, D)
     store(dk + tile, scale * dot(tl.trans(dS), Q), left, T, D)

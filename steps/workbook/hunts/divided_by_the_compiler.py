@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Bug hunt 03.bug1: what the compiler made of a forward with warp_specialize=True. Something is wrong with it.
+"""Bug hunt 03.bug1: what the compiler made of a forward with warp_specialize=True.
 
     i   = program * Br                                   the source, for one tile of Br queries
     Q_i = q.load([i, 0])                                 by a tensor descriptor
@@ -47,7 +47,7 @@ def kernel(
     for group in tl.static_range(2):
         i = tl.program_id(0) * Br + group * ROWS
         Q_i = load(q, i, Nq, ROWS, D, D_pad)
-        row = i + group * ROWS + tl.arange(0, ROWS)
+        row = i + tl.arange(0, ROWS)
         m, l = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
         O = tl.zeros((ROWS, D_pad), tl.float32)
         for j in range(0, Nk, Bc):

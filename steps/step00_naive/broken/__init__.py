@@ -1,1 +1,0 @@
-"""Broken on purpose: the bug hunt of this stage, steps/workbook/exercises.toml."""

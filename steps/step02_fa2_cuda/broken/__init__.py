@@ -1,1 +1,0 @@
-"""Broken on purpose: the bug hunts of this stage, steps/workbook/exercises.toml."""
