@@ -69,8 +69,8 @@ def test_of_the_features(mask, packed, dtype):
 
 def test_of_decoding():
     q, k, v, *_ = tensors(torch.float32, 64)
-    decode.forward(q[:, :, :3], k, v, splits=2)
-    decode.forward(q[:, :, :3], k, v, splits=2, lengths_k=torch.tensor([64, 0], dtype=torch.int32))
+    decode.forward(q[:, :, :6], k, v, splits=2)
+    decode.forward(q[:, :, :6], k, v, splits=2, lengths_k=torch.tensor([64, 0], dtype=torch.int32))
 
 
 def test_of_the_mask_of_dropout():
