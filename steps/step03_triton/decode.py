@@ -25,6 +25,7 @@ from .replay import replayed
 # rows, because 99 KB of shared memory are enough. Only GPUs that have 227 KB use more, for tiles of 64 queries.
 TILES = {2: {64: (64, 64, 4, 4), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3)},
          4: {64: (32, 32, 4, 3), 128: (16, 32, 8, 3), 256: (16, 16, 4, 3)}}  # fmt: skip
+LEAST_KEYS = 1024  # With fewer the second launch costs more than the first one saves.
 
 
 @triton.jit
@@ -92,7 +93,7 @@ def multiprocessors(device):  # Triton's interpreter counts as a GPU with 6, so 
 def fits(q, k):
     """Whether queries are few, key heads fewer than multiprocessors, and keys so many that a second launch is cheap."""
     (B, H, Nq, _), (Hk, Nk) = q.shape, k.shape[1:3]
-    return Nq * H <= 64 * Hk and Nk >= 1024 and B * Hk < multiprocessors(q.device)
+    return Nq * H <= 64 * Hk and Nk >= LEAST_KEYS and B * Hk < multiprocessors(q.device)
 
 
 @replayed

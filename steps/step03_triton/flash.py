@@ -76,7 +76,7 @@ def prepare(
         f |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
         B, Nq, Nk = len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k
     if alibi_slopes is not None:
-        slopes = record.derive(torch.Tensor.float, alibi_slopes)
+        slopes = record.derive(lambda slopes: slopes.float().contiguous(), alibi_slopes)
         f |= {"slopes": slopes, "slope_strides": slopes.expand(B, H).stride()}
     if dropout_p:
         t = max(1, round(256 * (1 - dropout_p))) if dropout_p < 1 else 0

@@ -43,6 +43,7 @@ NOT_TWICE = (
     "attention can be differentiated once, and this asks for a gradient of its gradient. "
     "steps.step00_naive or torch's own scaled_dot_product_attention in its math form has second derivatives."
 )
+SEED, SEEDS = options.TENSORS.index("seed"), range(-(2**63), 2**63)
 FLOATS = ("scale", "softcap", "dropout_p")  # in the order of `traced`, which is NaN where the option itself holds
 
 
@@ -55,101 +56,96 @@ def with_features(function):
     return function
 
 
-@with_features
-def forward(q, k, v, *, causal=False, scale=None, tile=None, out=None, lse=None, **features):
-    """Attention and its log-sum-exp, (out, lse), without a gradient.
+def functions(forwards, backwards):
+    """(forward, backward, attention) by two functions that check and compute what is not traced.
 
-    q (B, H, Nq, D), k and v (B, Hk, Nk, D), float32, float16 or bfloat16; fewer leading dimensions are accepted. H is a
-    multiple of Hk. out like q. lse (B, H, Nq) float32, the natural logarithm of the sum of exp of the final scores,
-    before dropout. The scores are made in this order, where query i stands at pos = i + first_query, and key j at
-    key = j + first_key:
-
-        scale              S = scale q . k, with 1/sqrt(D) by default
-        softcap            S = softcap tanh(S / softcap), for a number > 0
-        mask               S + mask, float16, bfloat16 or float32, or bool: True is seen. It broadcasts to
-                           (B, H, Nq, Nk) without being copied.
-        alibi_slopes       S - slope |pos - key|: floating point, (H,) or (B, H); (n, H) for n packed sequences
-        causal             keys after pos are hidden
-        window             (left, right): keys before pos - left or after pos + right are hidden. None or -1 is no
-                           limit on that side: (-1, 0) is causal.
-        dropout_p, seed    P is 0 with probability dropout_p < 1, rounded to steps of 1/256 but not to 1, and else
-                           divided by 1 - dropout_p. The seed is an integer or an int64 tensor of one element. Which
-                           entries are kept depends on it and on batch, head, query and key alone.
-        first_query, first_key    integers, by default Nk - Nq and 0: the last query stands at the last key
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k    n packed sequences: B is 1, and sequence s is the
-                           queries cu_seqlens_q[s] ... cu_seqlens_q[s + 1] - 1 and likewise the keys, in int32 tensors
-                           (n + 1,). Positions count from 0 in each. Rows after the last belong to none. No sequence is
-                           longer than the integer max_seqlen.
-        lengths_k          (B,) int32: only so many keys exist, and causal is aligned at the last of them. For decoding:
-                           without a gradient, and with no other feature. A number above Nk counts as Nk on a GPU, and
-                           is refused on a CPU and with check.
-        check              True also checks the numbers in cu_seqlens and lengths_k, and waits for the GPU.
-
-    A query that sees no key gets out 0 and lse -inf. tile: (Br, Bc). out, lse: what earlier calls with other keys gave,
-    float32 and contiguous, at first 0 and -inf. They are changed in place to what one call with all keys gives, and
-    returned. Raises TypeError or ValueError before anything is computed.
+    They take the tensors first: forwards(q, k, v, out, lse, *features) and backwards(dout, q, k, v, out, lse,
+    *features), where the features are those of options.TENSORS, or None. Everything else they take by name.
     """
-    f = read(q, k, v, causal, scale, tile, features)
-    if out is not None or lse is not None:
-        if not torch.compiler.is_compiling():
-            options.check_carried(q, out, lse)
-        if f["lengths_k"] is not None:
-            raise ValueError("lengths_k has no out and lse to carry; leave them out.")
-    with torch.no_grad():
-        arguments = in_order(causal, scale, tile, f)
+
+    @with_features
+    def forward(q, k, v, *, causal=False, scale=None, tile=None, out=None, lse=None, **features):
+        """Attention and its log-sum-exp, (out, lse), without a gradient.
+
+        q (B, H, Nq, D), k and v (B, Hk, Nk, D), float32, float16 or bfloat16; fewer leading dimensions are accepted. H
+        is a multiple of Hk. out like q. lse (B, H, Nq) float32, the natural logarithm of the sum of exp of the final
+        scores, before dropout. The scores are made in this order, where query i stands at pos = i + first_query, and
+        key j at key = j + first_key:
+
+            scale              S = scale q . k, with 1/sqrt(D) by default
+            softcap            S = softcap tanh(S / softcap), for a number > 0
+            mask               S + mask, float16, bfloat16 or float32, or bool: True is seen. It broadcasts to
+                               (B, H, Nq, Nk) without being copied.
+            alibi_slopes       S - slope |pos - key|: floating point, (H,) or (B, H); (n, H) for n packed sequences
+            causal             keys after pos are hidden
+            window             (left, right): keys before pos - left or after pos + right are hidden. None or -1 is no
+                               limit on that side: (-1, 0) is causal.
+            dropout_p, seed    P is 0 with probability dropout_p < 1, rounded to steps of 1/256 but not to 1, and else
+                               divided by 1 - dropout_p. The seed is an integer or an int64 tensor of one element. Which
+                               entries are kept depends on it and on batch, head, query and key alone.
+            first_query, first_key    integers, by default Nk - Nq and 0: the last query stands at the last key
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k    n packed sequences: B is 1, and sequence s is the
+                               queries cu_seqlens_q[s] ... cu_seqlens_q[s + 1] - 1 and likewise the keys, in int32
+                               tensors (n + 1,). Positions count from 0 in each. Rows after the last belong to none. No
+                               sequence is longer than the integer max_seqlen.
+            lengths_k          (B,) int32: only so many keys exist, and causal is aligned at the last of them. For
+                               decoding: without a gradient, and with no other feature. A number above Nk counts as Nk
+                               on a GPU, and is refused on a CPU and with check.
+            check              True also checks the numbers in cu_seqlens and lengths_k, and waits for the GPU.
+
+        A query that sees no key gets out 0 and lse -inf. tile: (Br, Bc). out, lse: what earlier calls with other keys
+        gave, float32 and contiguous, at first 0 and -inf. They are changed in place to what one call with all keys
+        gives, and returned. Raises TypeError or ValueError before anything is computed.
+        """
         if not is_traced(q):
-            return attend(q, k, v, *arguments, out=out, lse=lse)
-        if out is None:
-            return forward_operator(q, k, v, *arguments)
-        carry_operator(q, k, v, out, lse, *arguments)
-        return out, lse
+            tensors = divided(features, q)
+            return forwards(q, k, v, out, lse, *tensors, causal=causal, scale=scale, tile=tile, **features)
+        f = read(q, k, v, causal, scale, tile, features)
+        check_state(q, out, lse, f)
+        with torch.no_grad():
+            if out is None:
+                return forward_operator(q, k, v, *in_order(causal, scale, tile, f))
+            carry_operator(q, k, v, out, lse, *in_order(causal, scale, tile, f))
+            return out, lse
 
+    @with_features
+    def backward(
+        dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, deterministic=False, mask_gradient=False,
+        **features
+    ):  # fmt: skip
+        """Gradients (dq, dk, dv), like q, k and v, and with mask_gradient=True also dmask, like the additive mask.
 
-@with_features
-def backward(
-    dout, q, k, v, out, lse, *, causal=False, scale=None, tile=None, deterministic=False, mask_gradient=False,
-    **features
-):  # fmt: skip
-    """Gradients (dq, dk, dv), like q, k and v, and with mask_gradient=True also dmask, like the additive mask.
-
-    dout is the gradient of out; out and lse are what `forward` gave with the same features, for these keys or for more:
-    dq is then the part that comes from these keys. The results are equal to the bit from run to run, whether or not
-    `deterministic` asks for it.
-    """
-    options.check_flag("deterministic", deterministic)
-    f = read(q, k, v, causal, scale, tile, features)
-    if not torch.compiler.is_compiling():
-        options.check_saved(q, dout, out, lse)
-    if f["lengths_k"] is not None:
-        raise ValueError("lengths_k has no backward. Give the lengths as a mask.")
-    if mask_gradient and (f["mask"] is None or f["mask"].dtype == torch.bool):
-        raise ValueError("mask_gradient needs a mask of floating-point numbers. Leave it out.")
-    with torch.no_grad():
-        gradients_of = backward_operator if is_traced(q) else gradients
-        *grads, dmask = gradients_of(dout, q, k, v, out, lse, *in_order(causal, scale, tile, f), mask_gradient)
-    return (*grads, dmask) if mask_gradient else tuple(grads)
-
-
-def differentiable(forward, backward):
-    """`attention`, differentiable by two functions such as those above."""
+        dout is the gradient of out; out and lse are what `forward` gave with the same features, for these keys or for
+        more: dq is then the part that comes from these keys. The results are equal to the bit from run to run, whether
+        or not `deterministic` asks for it.
+        """
+        if not is_traced(q):
+            own = dict(causal=causal, scale=scale, tile=tile, deterministic=deterministic, mask_gradient=mask_gradient)
+            return backwards(dout, q, k, v, out, lse, *divided(features, q), **own, **features)
+        options.check_flag("deterministic", deterministic)
+        f = read(q, k, v, causal, scale, tile, features)
+        check_gradient(q, dout, out, lse, mask_gradient, f)
+        with torch.no_grad():
+            arguments = in_order(causal, scale, tile, f)
+            *grads, dmask = backward_operator(dout, q, k, v, out, lse, *arguments, mask_gradient)
+        return (*grads, dmask) if mask_gradient else tuple(grads)
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, mask, alibi_slopes, seed, cu_seqlens_q, cu_seqlens_k, lengths_k, numbers):
             tensors = mask, alibi_slopes, seed, cu_seqlens_q, cu_seqlens_k, lengths_k
             ctx.numbers = numbers
-            out, lse = forward(q, k, v, **dict(zip(options.TENSORS, tensors, strict=True)), **numbers)
+            out, lse = forwards(q, k, v, None, None, *tensors, **numbers)
             ctx.save_for_backward(q, k, v, out, lse, *tensors)
             return out
 
         @staticmethod
         def backward(ctx, dout):
-            q, k, v, out, lse, *tensors = ctx.saved_tensors
-            features = dict(zip(options.TENSORS, tensors, strict=True)) | ctx.numbers
             mask_gradient = ctx.needs_input_grad[3]
             with torch.no_grad():
-                dq, dk, dv, *dmask = backward(dout, q, k, v, out, lse, mask_gradient=mask_gradient, **features)
-            return *once(dq, dk, dv, *(dmask or [None])), *(None for _ in tensors)
+                grads = backwards(dout, *ctx.saved_tensors, mask_gradient=mask_gradient, **ctx.numbers)
+            dq, dk, dv, *dmask = grads
+            return *once(dq, dk, dv, *(dmask or [None])), *(None for _ in ctx.needs_input_grad[4:])
 
     @with_features
     def attention(q, k, v, *, causal=False, scale=None, tile=None, deterministic=False, **features):
@@ -159,22 +155,56 @@ def differentiable(forward, backward):
         see also `set_deterministic`. For the backward only the inputs, out and lse are kept, so that memory grows with
         N and not with N^2. Autocast does not change the dtype.
         """
-        options.check_flag("deterministic", deterministic)
         if features.get("dropout_p") and features.get("seed") is None:
+            options.check_flag("deterministic", deterministic)
             options.read(features)
             features["seed"] = draw_seed(q.device)
         if is_traced(q):
+            options.check_flag("deterministic", deterministic)
             f = read(q, k, v, causal, scale, tile, features)
             check_gradients(f["alibi_slopes"], f["lengths_k"], q, k, v)
             return forward_operator(q, k, v, *in_order(causal, scale, tile, f))[0]
         check_derivatives(q, k, v)
         check_gradients(features.get("alibi_slopes"), features.get("lengths_k"), q, k, v)
-        tensors = [features.pop(name, None) for name in options.TENSORS]
-        if tensors[2] is not None and not isinstance(tensors[2], torch.Tensor):
-            tensors[2] = options.read_seed(tensors[2], q.device)
-        return Attention.apply(q, k, v, *tensors, features | {"causal": causal, "scale": scale, "tile": tile})
+        tensors = divided(features, q)
+        numbers = features | dict(causal=causal, scale=scale, tile=tile, deterministic=deterministic)
+        return Attention.apply(q, k, v, *tensors, numbers)
 
-    return attention
+    return forward, backward, attention
+
+
+def divided(features, q):
+    """The features that are tensors, or None, which are taken out of `features`; a seed becomes a tensor."""
+    tensors = [features.pop(name, None) for name in options.TENSORS]
+    seed = tensors[SEED]
+    if seed is not None and not isinstance(seed, torch.Tensor):
+        tensors[SEED] = read_seed(seed, q.device)
+    return tensors
+
+
+def read_seed(seed, device):
+    """An integer as a seed on the device, as `attention` draws one."""
+    if type(seed) is not int or seed not in SEEDS:
+        seed = options.read_seed(seed)  # It says what is wrong.
+    return torch.full((), seed, dtype=torch.int64, device=device)
+
+
+def check_state(q, out, lse, f):
+    """Raises unless out and lse are what earlier calls gave, or both None."""
+    if not torch.compiler.is_compiling():
+        options.check_carried(q, out, lse)
+    if out is not None and f["lengths_k"] is not None:
+        raise ValueError("lengths_k has no out and lse to carry; leave them out.")
+
+
+def check_gradient(q, dout, out, lse, mask_gradient, f):
+    """Raises unless dout, out and lse are those of a forward with a gradient."""
+    if not torch.compiler.is_compiling():
+        options.check_saved(q, dout, out, lse)
+    if f["lengths_k"] is not None:
+        raise ValueError("lengths_k has no backward. Give the lengths as a mask.")
+    if mask_gradient and (f["mask"] is None or f["mask"].dtype == torch.bool):
+        raise ValueError("mask_gradient needs a mask of floating-point numbers. Leave it out.")
 
 
 def check_gradients(alibi_slopes, lengths_k, *tensors):
@@ -192,7 +222,7 @@ def read(q, k, v, causal, scale, tile, features):
     if not torch.compiler.is_compiling():
         check(q, k, v, causal, scale, tile, f)
     if isinstance(f["seed"], int):
-        f["seed"] = options.read_seed(f["seed"], q.device)
+        f["seed"] = read_seed(f["seed"], q.device)
     options.check_seed(f)
     return f
 
@@ -275,8 +305,7 @@ def for_kernels(q, k, v, arguments):
 
 def launcher(q, k, f, carried):
     """(the function that launches the kernels of a call, the names of what it takes): decode.py's for few queries."""
-    alone = not any(options.is_given(f.get(name), default) for name, default in options.DEFAULTS.items())
-    few = alone and f["tile"] is None and not carried and q.ndim == 4 and decode.fits(q, k)
+    few = not options.asked(f) and f["tile"] is None and not carried and q.ndim == 4 and decode.fits(q, k)
     if f["lengths_k"] is not None or few:
         return decode.forward, ("causal", "scale", "lengths_k")
     return flash.forward, [name for name in f if name not in ("lengths_k", "check")]
@@ -381,4 +410,29 @@ def once(*grads):
 
 forward_operator.register_autograd(differentiate_operator, setup_context=keep)
 backward_operator.register_autograd(refuse)
-attention = differentiable(forward, backward)
+
+
+# ---- without the stage: every call is checked ------------------------------------------------------------------------
+
+
+def checked_forward(q, k, v, out, lse, *tensors, causal, scale, tile, deterministic=False, **numbers):
+    options.check_flag("deterministic", deterministic)
+    f = read(q, k, v, causal, scale, tile, dict(zip(options.TENSORS, tensors, strict=True)) | numbers)
+    check_state(q, out, lse, f)
+    with torch.no_grad():
+        return attend(q, k, v, *in_order(causal, scale, tile, f), out=out, lse=lse)
+
+
+def checked_backward(
+    dout, q, k, v, out, lse, *tensors, causal, scale, tile, deterministic, mask_gradient, **numbers
+):  # fmt: skip
+    options.check_flag("deterministic", deterministic)
+    f = read(q, k, v, causal, scale, tile, dict(zip(options.TENSORS, tensors, strict=True)) | numbers)
+    check_gradient(q, dout, out, lse, mask_gradient, f)
+    with torch.no_grad():
+        arguments = in_order(causal, scale, tile, f)
+        *grads, dmask = gradients(dout, q, k, v, out, lse, *arguments, mask_gradient)
+    return (*grads, dmask) if mask_gradient else tuple(grads)
+
+
+forward, backward, attention = functions(checked_forward, checked_backward)

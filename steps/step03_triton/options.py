@@ -25,9 +25,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FAR = 2**28  # Positions and lengths stay below it, so that sums of them fit into the kernels' 32 bits.
 
 
-def is_given(value, default):
-    """Whether an option of this default asks for something."""
-    return value is not None and not (isinstance(value, numbers.Real) and value == default)
+def asked(f):
+    """The names of the features that ask for something, among those that `read` gave."""
+    return [name for name, x in DEFAULTS.items() if isinstance(f.get(name, x), torch.Tensor) or f.get(name, x) != x]
 
 
 def read(features):
@@ -53,7 +53,7 @@ def read(features):
     if not 0 <= f["dropout_p"] < 1:
         raise ValueError(f"dropout_p must be a probability, 0 <= dropout_p < 1; got {f['dropout_p']}.")
     if f["seed"] is not None and not isinstance(f["seed"], torch.Tensor):
-        f["seed"] = read_seed_number(f["seed"])
+        f["seed"] = read_seed(f["seed"])
     if f["first_query"] is not None:
         f["first_query"] = read_integer("first_query", f["first_query"], -FAR, FAR, " or None for Nk - Nq")
     f["first_key"] = read_integer("first_key", f["first_key"], -FAR, FAR)
@@ -64,12 +64,7 @@ def read(features):
     return f
 
 
-def read_seed(seed, device):
-    """An integer as a seed on the device, as `attention` draws one."""
-    return torch.full((), read_seed_number(seed), dtype=torch.int64, device=device)
-
-
-def read_seed_number(seed):
+def read_seed(seed):
     return read_integer("seed", seed, -(2**63), 2**63, " or an int64 tensor of one element")
 
 
@@ -216,7 +211,7 @@ def check_packed(q, B, f):
 
 
 def check_lengths(q, B, f):
-    others = [name for name in DEFAULTS if name not in ("lengths_k", "check") and is_given(f[name], DEFAULTS[name])]
+    others = [name for name in asked(f) if name not in ("lengths_k", "check")]
     if others:
         raise ValueError(f"lengths_k goes with causal and scale only; got {others[0]}. Give the lengths as a mask.")
     check_dtype("lengths_k", f["lengths_k"], (torch.int32,), q.device)

@@ -1,0 +1,78 @@
+"""Stage 03: offsets have 64 bits, because a tensor may have more than 2^31 entries."""
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime.interpreter import InterpreterBuilder
+
+from steps import engine
+from steps.step03_triton import decode, dropout, flash, rungs
+
+pytestmark = pytest.mark.skipif(engine.name != "cpu", reason="the products of a compiled kernel cannot be watched")
+B, H, N, D = 2, 2, 24, 16
+LARGEST = 64  # No number of rows or tiles here is larger. Each stride that is not 1 is, times the largest index.
+DTYPES = torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def products(monkeypatch):
+    """A signed product of 32 bits may be a number of rows, but not an offset."""
+    multiply = InterpreterBuilder.create_mul
+
+    def create_mul(self, lhs, rhs):
+        product = multiply(self, lhs, rhs)
+        if lhs.data.dtype == np.int32:
+            assert np.abs(product.data).max() <= LARGEST, "an offset of 32 bits"
+        return product
+
+    monkeypatch.setattr(InterpreterBuilder, "create_mul", create_mul)
+
+
+def tensors(dtype, n=N, batches=B):
+    """q, k, v, dout and out like any tensors, and lse."""
+    x = torch.ones(batches, H, n, D, dtype=dtype)
+    return x, x, x, x, x, torch.zeros(batches, H, n)
+
+
+def both(forward, backward, dtype, more=(), batches=B, **options):
+    q, k, v, dout, out, lse = tensors(dtype, batches=batches)
+    forward(q, k, v, tile=(16, 16), **options)
+    backward(dout, q, k, v, out, lse, tile=(16, 16), **options, **dict(more))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rung", [rung for rung in rungs.KERNELS if rung != "gluon"])  # It is not interpreted.
+def test_of_a_rung(rung, dtype):
+    if dtype in rungs.LIMITS.get(rung, {}).get("dtypes", DTYPES):
+        both(*rungs.KERNELS[rung], dtype)
+
+
+STARTS = torch.tensor([0, 17, 24], dtype=torch.int32)
+PACKED = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, max_seqlen_q=17, max_seqlen_k=17)
+MASKS = {
+    "a mask": torch.zeros(B, H, N, N),
+    "a mask by columns": torch.zeros(B, H, N, N).mT.contiguous().mT,
+    "a mask of keys": torch.zeros(N, B, 1, 16)[..., :1].permute(1, 2, 3, 0),
+    "a mask of queries": torch.zeros(B, H, N, 16)[..., :1],
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mask, dtype", [(None, torch.float16), *((mask, torch.float32) for mask in MASKS)], ids=str)
+def test_of_the_features(mask, packed, dtype):
+    batches = 1 if packed else B
+    options = PACKED if packed else {"alibi_slopes": torch.ones(B, 16 * N * H)[:, :: 16 * N]}
+    if mask is not None:
+        options = options | {"mask": MASKS[mask][:batches]}
+    both(flash.forward, flash.backward, dtype, {"mask_gradient": mask is not None}, batches, **options)
+
+
+def test_of_decoding():
+    q, k, v, *_ = tensors(torch.float32, 64)
+    decode.forward(q[:, :, :6], k, v, splits=2)
+    decode.forward(q[:, :, :6], k, v, splits=2, lengths_k=torch.tensor([64, 0], dtype=torch.int32))
+
+
+def test_of_the_mask_of_dropout():
+    dropout.dropout_mask(3, B, H, N, N, 0.5)
+    dropout.dropout_mask(3, 1, H, N, N, 0.5, cu_seqlens_q=STARTS, cu_seqlens_k=STARTS)
