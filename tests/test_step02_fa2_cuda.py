@@ -179,7 +179,7 @@ def test_rows_of_all_heads_are_counted_in_64_bits(file):
         assert not re.search(r"\bint \w+ = ", before), line
 
 
-@pytest.mark.parametrize("file", sorted(launch.HERE.glob("*.cu")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(works.HERE.glob("*.cu")), ids=lambda file: file.stem)
 def test_strides_have_64_bits(file):
     """A row times its stride may exceed 2^31."""
     declared = re.findall(r"(\w+) (stride|(?:dout|out|q|k|v)_(?:batch|head|row))[,;)]", file.read_text())

@@ -36,17 +36,17 @@ class Hopper:
     rung = "hopper"
 
     def __init__(self, persistent=True, deterministic=True):
-        from steps.step02_fa2_cuda import launch
+        from steps.step02_fa2_cuda import calls
 
-        self.launch, self.deterministic = launch, deterministic
+        self.calls, self.deterministic = calls, deterministic
         self.switches = {} if persistent else {"PERSISTENT": 0}
 
     def forward(self, q, k, v, *, causal, scale):
-        return self.launch.forward(q, k, v, rung=self.rung, causal=causal, scale=scale, **self.switches)
+        return self.calls.forward(q, k, v, rung=self.rung, causal=causal, scale=scale, **self.switches)
 
     def backward(self, dout, q, k, v, out, lse, *, causal, scale):
         options = dict(rung=self.rung, causal=causal, scale=scale, deterministic=self.deterministic)
-        return self.launch.backward(dout, q, k, v, out, lse, **options)
+        return self.calls.backward(dout, q, k, v, out, lse, **options)
 
     def delta(self, dout, q, out, lse, *, scale):
         return Sums(self, dout, q, out, lse, scale)
@@ -62,9 +62,9 @@ class Sums:
     """delta, lse and the float32 sum of dq, for all queries and, where a block needs only the late ones, for those."""
 
     def __init__(self, hopper, dout, q, out, lse, scale):
-        self.launch, self.saved = hopper.launch, (dout, q, out, lse)
+        self.calls, self.saved = hopper.calls, (dout, q, out, lse)
         self.options = dict(rung=hopper.rung, scale=scale, deterministic=hopper.deterministic)
-        self.whole = self.launch.start_gradients(dout, out, lse, **self.options)
+        self.whole = self.calls.start_gradients(dout, out, lse, **self.options)
         self.late = {}  # {first row: the Sums of the rows from a whole tile on}
 
     def add(self, rows, k, v, causal):
@@ -73,11 +73,11 @@ class Sums:
         # A causal block is aligned at its last query and key, so that the rows before `rows` see no key by themselves.
         first = 0 if causal else rows.start
         if first == 0:
-            return self.launch.add_gradients(self.whole, dout, q, k, v, causal=causal)
+            return self.calls.add_gradients(self.whole, dout, q, k, v, causal=causal)
         if first not in self.late:
             self.late[first] = self.start_late(first)
         tile, sums = self.late[first]
-        return self.launch.add_gradients(sums, dout[:, :, tile:], q[:, :, tile:], k, v, causal=False)
+        return self.calls.add_gradients(sums, dout[:, :, tile:], q[:, :, tile:], k, v, causal=False)
 
     def start_late(self, first):
         """(where the tile with the row `first` begins, Sums from there on).
@@ -88,10 +88,10 @@ class Sums:
         tile = first - first % self.whole.problem.Br
         late_lse = lse[:, :, tile:].clone(memory_format=torch.contiguous_format)
         late_lse[:, :, : first - tile] = -math.inf
-        return tile, self.launch.start_gradients(dout[:, :, tile:], out[:, :, tile:], late_lse, **self.options)
+        return tile, self.calls.start_gradients(dout[:, :, tile:], out[:, :, tile:], late_lse, **self.options)
 
     def dq(self):
         """dq (B, H, n, D) in the dtype of q."""
         for tile, sums in self.late.values():  # Both begin with whole tiles, inside which they have the same order.
             self.whole.dq_sum[:, :, tile:] += sums.dq_sum
-        return self.launch.finish_dq(self.whole)
+        return self.calls.finish_dq(self.whole)
