@@ -1,5 +1,6 @@
 """Stage 01: the contract, what the kernels compile to, and what only a GPU can show."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -83,6 +84,31 @@ def test_a_tile_that_the_threads_cannot_share_out_raises():
 def test_too_many_numbers_for_the_registers_raise_with_the_sum():
     with pytest.raises(ValueError, match=r"8 x 16 \+ 8 x 16 = 256 numbers in registers, and a thread has 255"):
         fwd_2_registers.check_registers("tile (128, 128), head_dim 128", (8, 16), (8, 16))
+
+
+@pytest.mark.parametrize("rung", step01.RUNGS)
+def test_float16_is_computed_in_float32_and_rounded_once(rung):
+    """O too, which rung published keeps in memory from one tile of keys to the next."""
+    q, k, v = torch.randn(3, 1, 1, 24, 16, device=engine.device, dtype=torch.float16)
+    options = {"rung": rung, "tile": (8, 8)}
+    in_float32, _ = step01.forward(q.float(), k.float(), v.float(), **options)
+    assert torch.equal(step01.forward(q, k, v, **options)[0], in_float32.half())
+
+
+def test_the_simulator_s_turns_end_with_the_call():
+    """It changes how often Python's threads take turns, for itself only."""
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.02)
+        step01.forward(*torch.randn(3, 1, 1, 3, 8, device=engine.device), rung="published")
+        assert sys.getswitchinterval() == pytest.approx(0.02)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_patch_that_is_too_long_for_the_registers_raises():
+    with pytest.raises(ValueError, match="no side may exceed 16"):
+        fwd_2_registers.forward(*torch.zeros(3, 1, 1, 4, 96), tile=(8, 8))
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -996,3 +997,15 @@ def test_a_kernel_s_text_is_edited_in_a_copy_and_only_there():
     with pytest.raises(ValueError, match="fwd_2_mma.cu contains 'no such text' 0 times"):
         with listing.edited("fwd_2_mma.cu", ("no such text", "")):
             pass
+
+
+def test_of_two_definitions_the_last_is_judged():
+    """As Python calls it."""
+    first, last = ast.parse("def f():\n    return 1\n\ndef f():\n    return 2").body
+    assert answer.top_level(ast.Module([first, last], []), "f") is last
+
+
+def test_a_puzzle_s_answer_of_nan_is_wrong():
+    right = torch.ones(2, 3)
+    assert of_tensors({"out": right}, {"out": (right, 1e-3)}) == []
+    assert "wrong in 6 of 6" in of_tensors({"out": right * math.nan}, {"out": (right, 1e-3)})[0]
