@@ -41,10 +41,10 @@ def both(forward, backward, dtype, more=(), batches=B, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rung", [rung for rung in rungs.KERNELS if rung != "gluon"])  # It is not interpreted.
+@pytest.mark.parametrize("rung", [rung for rung in rungs.RUNGS if rung != "gluon"])  # It is not interpreted.
 def test_of_a_rung(rung, dtype):
     if dtype in rungs.LIMITS.get(rung, {}).get("dtypes", DTYPES):
-        both(*rungs.KERNELS[rung], dtype)
+        both(*rungs.RUNGS[rung], dtype)
 
 
 STARTS = torch.tensor([0, 17, 24], dtype=torch.int32)

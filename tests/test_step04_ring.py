@@ -539,7 +539,7 @@ def test_the_default_block_hands_the_switch_to_its_kernel(monkeypatch, alone):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     chosen = block.default_block(q, alone=alone)
     assert isinstance(chosen, block.Hopper)
-    chosen.launch = SimpleNamespace(forward=lambda *tensors, **how: seen.append(how))
+    chosen.calls = SimpleNamespace(forward=lambda *tensors, **how: seen.append(how))
     chosen.forward(q, q, q, causal=True, scale=1.0)
     assert seen[0].get("PERSISTENT", 1) == alone and seen[0]["rung"] == "hopper"
 
