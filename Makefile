@@ -7,7 +7,8 @@
 
 PYTHON ?= python3
 ARGS ?=
-JOBS ?= 2
+# Files of tests that run at a time: one more than two cores, because some tests wait for processes.
+JOBS ?= 3
 
 ifeq ($(CONDA_DEFAULT_ENV),base)
   CONDA_PREFIX :=
@@ -72,7 +73,7 @@ run = @trap : INT; $(1); status=$$?; echo; echo $(call quote,$(ENDING)); exit $$
 demo: setup ## every stage on real input, compared with the float64 reference
 	$(call run,$(PY) -m steps demo $(ARGS))
 
-test: setup ## the tests, two files at a time (JOBS=2); ARGS="tests/test_step03_triton.py -k causal" picks
+test: setup ## the tests, three files at a time (JOBS=3); ARGS="tests/test_step03_triton.py -k causal" picks
 	$(call run,$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS))
 
 test-all: setup ## the tests, and those that take too long for `make test`, such as random inputs
@@ -131,7 +132,7 @@ lint: setup ## ruff
 report: setup ## tables and figures, from the measured rows
 	$(call run,$(PY) -m steps.bench.report $(ARGS))
 
-gpu-check: setup ## the tests and the sanitizers on this GPU, with a summary; JOBS=2 at a time
+gpu-check: setup ## the tests and the sanitizers on this GPU, with a summary; JOBS=3 at a time
 	$(call run,$(PY) -m tests.support.gpu_check --jobs $(JOBS) $(ARGS))
 
 clean: ## remove .venv, the slides and the caches; my/ stays
