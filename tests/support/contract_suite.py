@@ -327,6 +327,18 @@ class Contract:
             with pytest.raises(exception):
                 self.stage.backward(q, q, k, v, *saved, **options)
 
+    @pytest.mark.parametrize("right, wrong", [(True, 1), (False, 0), (1.0, True)], ids=str)
+    def test_a_call_that_is_kept_skips_no_check(self, right, wrong):
+        """The two are equal, and so they would be the same key."""
+        name = "causal" if isinstance(right, bool) else "scale"
+        q, k, v = self.example(N=5)
+        # Stage 04 keeps calls that say how long the whole sequence is.
+        length = {"S": q.shape[-2]} if "S" in inspect.signature(self.stage.forward).parameters else {}
+        for _ in range(2):
+            self.stage.forward(q, k, v, **{name: right}, **length)
+        with pytest.raises(TypeError, match=f"{name} must be"):
+            self.stage.forward(q, k, v, **{name: wrong}, **length)
+
     @pytest.mark.parametrize("name", ["forward", "backward", "attention"])
     def test_an_option_that_the_stage_lacks_is_refused_by_the_name_of_who_has_it(self, name):
         function, stage = getattr(self.stage, name), self.stage.SUPPORTS["stage"]
