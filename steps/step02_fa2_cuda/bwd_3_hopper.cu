@@ -155,18 +155,52 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
 }
 
 // If DETERMINISTIC, the blocks add to dQ_i in the order of their tiles of keys, each warp to a part of its
-// own. `added` counts the tiles that have been added to the part, and the warp waits until that is the number
-// of its block's tile.
-__device__ void wait_for_turn(Global<int> added, int tile) {
-  if (threadIdx.x % 32 == 0)
-    while (load_acquire(added) != tile) {
-    }
-  __syncwarp();  // the other lanes wait for lane 0
-}
+// own. A turn is TURN tiles of queries, and has a counter for each warp: of the tiles of keys that have been
+// added. A warp has its turn when that is the number of its block's tile. Without DETERMINISTIC all
+// additions may be made at any time, and nothing here does anything.
+struct Turns {
+  Global<int> added;   // the counters of this warp, one in WARPS
+  int tile;            // of keys, which this block has
+  int first, last;     // tiles of queries that the block goes through, from the last to the first
+  int ended = -1;      // the turn that has ended and is not yet passed on
 
-__device__ void pass_turn_on(Global<int> added) {
-  __syncwarp();  // all lanes have made their additions
-  if (threadIdx.x % 32 == 0) add_release(added, 1);
+  static __device__ int64_t turn_of(int64_t dq_tile, int i) { return dq_tile - i % TURN; }
+
+  // Before the addition to dQ_i, which is tile dq_tile of all heads.
+  __device__ void wait(int64_t dq_tile, int i) {
+    if (!DETERMINISTIC || i != last && i % TURN != TURN - 1) return;
+    if (threadIdx.x % 32 == 0)
+      while (load_acquire(added + turn_of(dq_tile, i) * WARPS) != tile) {
+      }
+    __syncwarp();  // the other lanes wait for lane 0
+  }
+  // After it.
+  __device__ void end(int64_t dq_tile, int i) {
+    if (DETERMINISTIC && (i == first || i % TURN == 0)) ended = int(turn_of(dq_tile, i));
+  }
+  // Later, because it waits until the additions have arrived.
+  __device__ void pass_on() {
+    if (!DETERMINISTIC || ended < 0) return;
+    __syncwarp();  // all lanes have made their additions
+    if (threadIdx.x % 32 == 0) add_release(added + int64_t(ended) * WARPS, 1);
+    ended = -1;
+  }
+};
+
+// The block that a block of attention_backward is, if DETERMINISTIC, by the order in which it started. The
+// blocks of a head add to dq one after the other, so that each runs a turn behind the one before. If the
+// blocks that run at the same time were all of one head, the last of them would begin late. They are
+// therefore dealt to a section of heads, one block to each and then again. A section has more heads where
+// blocks are short, because a turn is then a larger part of a block. It has few where blocks are long: the
+// more blocks of a head run at the same time, the more often its Q, dO and dq are read from the L2 cache and
+// not from memory. So the heads are 4096, or 1024 without a mask, divided by the tiles of queries, and 4 to
+// SECTION. These numbers were measured.
+__device__ int dealt_block(int started, int tiles, int Nq, int causal) {
+  int section = max(4, min(SECTION, (causal ? 4096 : 1024) * Br / Nq));
+  int first_head = started / (section * tiles) * section;
+  int heads = min(section, int(gridDim.x) / tiles - first_head);
+  int n = started - first_head * tiles;
+  return (first_head + n % heads) * tiles + n / heads;
 }
 
 // Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
@@ -254,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   Shared<T> dS_i = smem.array<T>(STAGES * Br * Bc);
   Shared<float> lse_i = smem.array<float>(STAGES * Br), delta_i = smem.array<float>(STAGES * Br);
   Shared<Barrier> keys_full = smem.array<Barrier>(1), queries_full = smem.array<Barrier>(STAGES);
-  Shared<int> number = smem.array<int>(4);
+  Shared<int> started = smem.array<int>(4);  // the blocks that started before this one
 
   if (threadIdx.x == 0) {
     barrier_init(keys_full, 1);
@@ -262,30 +296,16 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     barrier_init_fence();
     // A GPU does not promise to start the blocks in the order of blockIdx.x, and a block must not wait for
     // one that has not started. So blocks that wait for those before them are numbered as they start.
-    if (DETERMINISTIC) number[0] = atomicAdd(&counters[0], 1);
+    if (DETERMINISTIC) started[0] = atomicAdd(&counters[0], 1);
   }
   __syncthreads();  // the barriers are ready
 
   // The tiles of a head are taken from the first to the last, because with a causal mask the first keys have
   // the most queries.
-  int block = blockIdx.x;
   int tiles = (Nk + Bc - 1) / Bc;
   int own = HEADS_APART ? 1 : group;  // query heads that a block takes
   int parts = H / own;                // of dK and dV
-  if (DETERMINISTIC) {
-    // The blocks of a head add to dq one after the other, so that each runs a turn behind the one before. If
-    // the blocks that run at the same time were all of one head, the last of them would begin late. They are
-    // therefore dealt to a section of heads, one block to each and then again. A section has more heads where
-    // blocks are short, because a turn is then a larger part of a block. It has few where blocks are long:
-    // the more blocks of a head run at the same time, the more often its Q, dO and dq are read from the L2
-    // cache and not from memory. So the heads are 4096, or 1024 without a mask, divided by the tiles of
-    // queries, and 4 to SECTION. These numbers were measured.
-    int section = max(4, min(SECTION, (causal ? 4096 : 1024) * Br / Nq));
-    int first_head = number[0] / (section * tiles) * section;
-    int heads = min(section, int(gridDim.x) / tiles - first_head);
-    int n = number[0] - first_head * tiles;
-    block = (first_head + n % heads) * tiles + n / heads;
-  }
+  int block = DETERMINISTIC ? dealt_block(started[0], tiles, Nq, causal) : blockIdx.x;
   int tile = block % tiles;
   int part = block / tiles % parts;
   int head_k = HEADS_APART ? part / group : part;
@@ -323,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
   Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
   dq += warp * DQ_PER_WARP;
-  counters += 1 + warp;
+  Turns turns{counters + (1 + warp), tile, first, query_tiles - 1};
 
   // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
   // seen_from_1 on, or by none if the key does not exist. Both are counted from the lane's first query, as
@@ -335,7 +355,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;
 
   float dK[D / 2] = {}, dV[D / 2] = {};
-  int turn = -1;  // the counter of a turn that has ended and is not yet passed on
   barrier_wait(keys_full, 0);
   uint32_t K_rows[D / 16][4], V_rows[D / 16][4];  // the warp's 16 rows of K_j and V_j
   load_rows(K_rows, K, 16 * warp);
@@ -351,10 +370,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
     if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
     else start_product(dP, V + warpgroup * 64 * 64, dO_i);
-    if (DETERMINISTIC && turn >= 0) {  // here, because the products run while the release waits
-      pass_turn_on(counters + int64_t(turn) * WARPS);
-      turn = -1;
-    }
+    turns.pass_on();   // here, because the products run while it waits
     wgmma_wait<1>();  // S^T is there
     if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
     probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
@@ -365,10 +381,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     if (!DETERMINISTIC) start_product(dV, P, dO_i);  // dV_j += P^T dO_i
     __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
 
+    int this_i = i;
     int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
-    int64_t its_turn = dq_tile - i % TURN;  // the counter of the turn to which the tile belongs
-    bool turn_begins = i == query_tiles - 1 || i % TURN == TURN - 1;
-    bool turn_ends = i == first || i % TURN == 0;
     if (--i < first) {
       i = query_tiles - 1;
       head++;
@@ -378,13 +392,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
     if (DETERMINISTIC) start_product(dV, P, dO_i);  // after dQ_i: two products cover the wait
     start_product(dK, dS, Q_i);                     // dK_j += dS^T Q_i
-    if (DETERMINISTIC && turn_begins) wait_for_turn(counters + its_turn * WARPS, tile);
+    turns.wait(dq_tile, this_i);
     wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there
     add_dQ(dq + dq_tile * Br * D, dQ);
-    if (DETERMINISTIC && turn_ends) turn = int(its_turn);
+    turns.end(dq_tile, this_i);
     wgmma_wait<0>();
   }
-  if (DETERMINISTIC) pass_turn_on(counters + int64_t(turn) * WARPS);
+  turns.pass_on();
   __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
   store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
   store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);
