@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Rung 3, "gluon": the roles that the compiler gives out in rung 2, written by hand, and two products in flight.
 
-    producer, one warp:                       consumers, two warpgroups of 64 query rows each:
+    producer, one warp:                       consumers, two or three warpgroups of 64 query rows each:
       load Q behind the first K_n               start S = Q K_n^T and, behind it, O += P V_(n-1)
       for each tile of Bc keys:                 wait until S is ready; the room of K_n is free
         wait until there is room; load K_n      m, l and P from S, while O is still being computed
@@ -13,7 +13,14 @@ same iteration uses, so that no product runs beside the exponentials; here O is 
 from the last key backwards, so that those that need a mask come first. Compared with stage 02's fwd_8_hopper.cu there
 is no ping-pong scheduling, no persistent blocks and no lazy rescaling.
 
-Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 12 warps, one program a
+At D <= 64 the exponentials take as long as the products. So three consumers share a multiprocessor there: while one
+waits for a product, two others compute. Each has 160 registers a thread, and P goes around the loop in pairs of 16-bit
+numbers.
+
+Left out, because it was slower: programs that take several tiles one after the other, which are faster at N = 1k only;
+K_n released later; pairs of 16-bit numbers with two consumers. Spills: with three consumers and a causal mask 5 or 6
+words a step, else none inside the loops.
+Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 12 or 16 warps, one program a
 multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run Gluon. Needs torch and
 Triton only: 3.6.0 or 3.7.1, because Gluon is experimental and may change.
 """
@@ -28,9 +35,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .replay import replayed
 
-Br = gl.constexpr(128)  # the rows of two consumers
 STAGES = gl.constexpr(2)  # tiles of K and of V in shared memory: one in use, one on its way
-TILES = {64: (128, 128), 128: (128, 128), 256: (128, 64)}  # (Br, Bc) by the columns of a tile in shared memory
+TILES = {64: (192, 128), 128: (128, 128), 256: (128, 64)}  # (Br, Bc) by the columns of a tile in shared memory
+SHORT = 2048  # queries below which three consumers are no faster, because the last tile of a head is not full
 
 
 # A ring is (tiles, full, empty): room for a few tiles in shared memory, and two barriers for each. A phase of "full" is
@@ -75,12 +82,13 @@ def release(ring, n):
 
 @gluon.jit
 def produce(q, k, v, Q, K, V, b, h, hk, i, blocks):
+    consumers: gl.constexpr = Q[0].shape[0]
     for n in range(blocks):
         j = (blocks - 1 - n) * k.block_type.shape[2]
         load(k, K, n, b, hk, j)
         if n == 0:
-            load(q, Q, 0, b, h, i)
-            load(q, Q, 1, b, h, i + 64)
+            for w in gl.static_range(consumers):
+                load(q, Q, w, b, h, i + 64 * w)
         load(v, V, n, b, hk, j)
 
 
@@ -96,9 +104,39 @@ def start_scores(Q_i, K_n):
     return warpgroup_mma(Q_i, K_n.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (64, Bc)
 
 
+@gluon.constexpr_function
+def twice(x):
+    return (x, x)
+
+
+@gluon.jit
+def in_pairs(P, dtype: gl.constexpr):
+    """P (float32) in 16 bits, neighbours in one number of 32 bits."""
+    low, high = gl.split(P.reshape((P.shape[0], P.shape[1] // 2, 2)))
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )  # fmt: skip
+
+
+@gluon.jit
+def out_of_pairs(x, dtype: gl.constexpr):
+    """The tile from its pairs. Not pure, so that the compiler does not do it early and carry 16-bit numbers instead."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=twice(dtype), is_pure=False, pack=1
+    )  # fmt: skip
+    return gl.join(low, high).reshape((x.shape[0], 2 * x.shape[1]))
+
+
 @gluon.jit
 def start_output(O, P, V_n):
-    # P stays float32 until here: if pairs of 16-bit numbers went around the loop, ptxas would swap each of them twice.
+    # P is float32 or in pairs until here: if 16-bit numbers went around the loop, ptxas would swap each of them twice.
+    if P.dtype == gl.int32:
+        P = out_of_pairs(P, V_n.dtype)
     P = gl.convert_layout(P.to(V_n.dtype), gl.DotOperandLayout(0, O.type.layout, 2))  # every number stays in its thread
     return warpgroup_mma(P, V_n, O, is_async=True)  # (64, D_pad)
 
@@ -134,7 +172,10 @@ def online_softmax(m, l, S, scale_log2):
 
 
 @gluon.jit
-def step(m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+def step(
+    m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, IN_PAIRS: gl.constexpr,
+):  # fmt: skip
     """Computes S of tile n, which starts at key j, and beside it adds P V of tile n - 1 to O."""
     S = start_scores(Q_i, get(K, n))
     O = start_output(O, P, get(V, n - 1))
@@ -146,6 +187,8 @@ def step(m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, MASKED: gl.constexp
     get(V, n - 1)  # returns at once, but keeps ptxas from moving the wait for O before the exponentials
     O = warpgroup_mma_wait(0, (O,))
     release(V, n - 1)
+    if IN_PAIRS:
+        P = in_pairs(P, V[0].dtype)
     return m, l, P, O * gl.convert_layout(alpha, gl.SliceLayout(1, O.type.layout))[:, None]
 
 
@@ -155,6 +198,7 @@ def consume(w, CAUSAL: gl.constexpr, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk,
     Bc: gl.constexpr = K[0].shape[3]
     D_pad: gl.constexpr = K[0].shape[4]
     rows: gl.constexpr = gl.SliceLayout(1, layout(Bc))
+    in_16_bits: gl.constexpr = Q[0].shape[0] == 3  # three consumers have no registers for P in float32
     m, l = gl.full((64,), float("-inf"), gl.float32, rows), gl.full((64,), 0, gl.float32, rows)
     O = gl.full((64, D_pad), 0, gl.float32, layout(D_pad))  # not yet divided by l
     scale_log2 = scale * 1.4426950408889634  # exp is computed as a power of 2
@@ -167,13 +211,15 @@ def consume(w, CAUSAL: gl.constexpr, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk,
         release(K, 0)
         S = mask(S, i, (blocks - 1) * Bc, Nq, Nk, CAUSAL)
         m, l, alpha, P = online_softmax(m, l, S, scale_log2)
+        if in_16_bits:
+            P = in_pairs(P, V[0].dtype)
         masked = gl.maximum(1, blocks - whole)
         if CAUSAL:  # otherwise only the first tile needs a mask
             for n in range(1, masked):
                 j = (blocks - 1 - n) * Bc
-                m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, True, CAUSAL)
+                m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, True, CAUSAL, in_16_bits)
         for n in range(masked, blocks):
-            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, 0, Nq, Nk, scale_log2, False, CAUSAL)
+            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, 0, Nq, Nk, scale_log2, False, CAUSAL, in_16_bits)
         O = warpgroup_mma_wait(0, (start_output(O, P, get(V, blocks - 1)),))
     l = gl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
     row = gl.arange(0, 64, rows)
@@ -187,7 +233,8 @@ def consume(w, CAUSAL: gl.constexpr, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk,
 
 
 @gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
-def forward_kernel(q, k, v, out, lse, H, group, Nq, Nk, scale, CAUSAL: gl.constexpr):
+def forward_kernel(q, k, v, out, lse, H, group, Nq, Nk, scale, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr):
+    Br: gl.constexpr = 64 * CONSUMERS
     program, tiles = gl.program_id(0), gl.cdiv(Nq, Br)
     # Neighbouring programs work on the same head, so they find its K and V in the L2 cache. The last queries start
     # first: when causal, they see most keys.
@@ -198,14 +245,22 @@ def forward_kernel(q, k, v, out, lse, H, group, Nq, Nk, scale, CAUSAL: gl.conste
         end = gl.minimum(Nk, gl.maximum(0, i + Br + Nk - Nq))
     blocks = gl.cdiv(end, k.block_type.shape[2])
     lse += bh.to(gl.int64) * Nq  # in 64 bits because a tensor may have more than 2^31 entries
-    Q, K, V = make_ring(q, 2, 1), make_ring(k, STAGES, 2), make_ring(v, STAGES, 2)
-    # The first function runs on the kernel's own 4 warps, the others on 4 and 1 warps of their own. That takes three
-    # warpgroups with maxnreg=168 registers a thread. The others ask for 240 and 24, and leave 240 to the first.
-    gl.warp_specialize([
-        (consume, (0, CAUSAL, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk, scale)),
-        (consume, (1, CAUSAL, out, lse, Q, K, V, b, h, i + 64, blocks, Nq, Nk, scale)),
-        (produce, (q, k, v, Q, K, V, b, h, h // group, i, blocks)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    Q, K, V = make_ring(q, CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS), make_ring(v, STAGES, CONSUMERS)
+    # The first function runs on the kernel's own 4 warps, the others on 4, 4 and 1 warps of their own. A multiprocessor
+    # has 512 registers for a thread of each of its four parts: the others ask for theirs, and the first has the rest.
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consume, (0, CAUSAL, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk, scale)),
+            (consume, (1, CAUSAL, out, lse, Q, K, V, b, h, i + 64, blocks, Nq, Nk, scale)),
+            (produce, (q, k, v, Q, K, V, b, h, h // group, i, blocks)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, CAUSAL, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk, scale)),
+            (consume, (1, CAUSAL, out, lse, Q, K, V, b, h, i + 64, blocks, Nq, Nk, scale)),
+            (consume, (2, CAUSAL, out, lse, Q, K, V, b, h, i + 128, blocks, Nq, Nk, scale)),
+            (produce, (q, k, v, Q, K, V, b, h, h // group, i, blocks)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
 def refusal(q):
@@ -240,8 +295,8 @@ def describe(x, rows, D_pad):
 def forward(record, q, k, v, *, causal=False, scale=None, tile=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
-    scale > 0; None is 1/sqrt(D). tile is (128, Bc): Bc 64, or 128 up to head_dim 128. Raises ValueError with the
-    `refusal`.
+    scale > 0; None is 1/sqrt(D). tile is (128, Bc): Bc 64, or 128 up to head_dim 128; or (192, 128) up to head_dim 64.
+    Raises ValueError with the `refusal`.
     """
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     if reason := refusal(q):
@@ -252,10 +307,10 @@ def forward(record, q, k, v, *, causal=False, scale=None, tile=None):
     if Nk == 0 or out.numel() == 0:  # there is no descriptor of an empty tensor
         return record.new(q.shape, like=q, fill=0), record.new((B, H, Nq), fill=float("-inf"))
     D_pad = max(64, triton.next_power_of_2(D))
-    _, Bc = tile or TILES[D_pad]
+    Br, Bc = tile or (TILES[D_pad] if Nq >= SHORT else (128, TILES[D_pad][1]))
     descriptors = [describe(x, rows, D_pad) for x, rows in ((q, 64), (k, Bc), (v, Bc), (out, 64))]
     record.launch(
-        forward_kernel, B * H * triton.cdiv(Nq, Br.value), *descriptors, lse, H, H // Hk, Nq, Nk, float(scale),
-        CAUSAL=causal, num_warps=4, maxnreg=168,
+        forward_kernel, B * H * triton.cdiv(Nq, Br), *descriptors, lse, H, H // Hk, Nq, Nk, float(scale),
+        CAUSAL=causal, CONSUMERS=Br // 64, num_warps=4, maxnreg=168 if Br == 128 else 128,
     )  # fmt: skip
     return out, lse

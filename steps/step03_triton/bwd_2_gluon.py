@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: MIT
+"""Rung 2, "gluon": dK, dV and dQ in one pass of five products, by roles that are written by hand.
+
+    producer, one warp:               consumers, two warpgroups, 128 keys together:
+      load K_j and V_j                  S^T = K_j Q_i^T of the first tile of queries
+      for each tile of Br queries:      for each tile of Br queries:
+        wait until there is room          dP^T = V_j dO_i^T           P^T = exp2(S^T - lse) meanwhile
+        load Q_i, dO_i, lse, delta        dV += P^T dO_i              dS^T = P^T (dP^T - delta) meanwhile
+                                          store dS^T, and meet the other warpgroup
+                                          dQ_i = dS_i K_j   S^T of the next tile   dK += dS^T Q_i
+                                          add dQ_i to dq in memory meanwhile
+
+The idea: rung 1 computes S and dP twice, once for dK and dV and once for dQ, seven products where five are enough. Here
+they are computed once. The price is that dQ_i is summed in memory, by additions of float32 that the L2 cache makes in
+any order: dq changes in its last bits from run to run. Whoever needs it bit-equal takes rung 1. A thread adds 4
+numbers with one instruction, so dq has the order of the registers meanwhile, and dq_kernel sorts it at the end.
+
+It is stage 02's bwd_3_hopper.cu in the words of Gluon, but for S^T, which is computed a step ahead, so that the tensor
+cores have work while dQ_i is added. What Gluon cannot say: that K_j stays in registers as an operand. It can be carried
+as pairs of numbers, which is done at D <= 64; at D = 128 it does not fit beside S^T of the next tile. An arrival at a
+barrier makes the warps meet, and the compiler lets them meet before and after dS^T is stored: three barriers a step.
+Additions, and two roundings at a time, need a line of PTX each.
+
+Left out, because it was slower: no producer; two consumers of 64 keys each with an mbarrier between them; the tiles of
+queries from the first to the last, where a causal mask makes every program begin with another one; dV after the warps
+have met; P rounded one by one, as the compiler does it by itself where P has two uses, on the unit that exp2 needs.
+Spills: at most three words a step at D = 64, none at D = 128.
+Source: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1. Launch: grid (B * Hk * ceil(Nk / 128),), 12 warps,
+one program a multiprocessor. Needs torch, Triton 3.6 or 3.7 and a Hopper GPU; bwd_1_tma.py, fwd_3_gluon.py, replay.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from . import fwd_3_gluon
+from .bwd_1_tma import delta_kernel
+from .fwd_3_gluon import aligned, copy, describe, out_of_pairs
+from .replay import replayed
+
+Bc = gl.constexpr(128)  # keys of a program, 64 a warpgroup
+STAGES = gl.constexpr(3)  # tiles of queries in shared memory: one in use, the next one, and one on its way
+TILES = {64: 128, 128: 64}  # Br by the columns of a tile in shared memory, so that dQ_i has 64 x 64 for a warpgroup
+
+
+@gluon.constexpr_function
+def layout(columns, across=1):
+    """Which thread holds which entries of a product of 64 rows a warpgroup, or of half its columns if across is 2."""
+    shape = [16, columns // across, 16]  # a warp has 16 rows, as wgmma prescribes it
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8 // across, across], instr_shape=shape)
+
+
+@gluon.jit
+def matrix(tiles, room):
+    return tiles.index(room).reshape((tiles.shape[3], tiles.shape[4]))
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(n), count=1)
+    return barriers
+
+
+@gluon.jit
+def produce(inputs, rooms, keys, ready, b, hk, h, H, j, first, tiles, group):
+    """Loads K_j, V_j, and the tiles of queries from the last to `first`, of each head that shares the key head.
+
+    All programs of a head begin with the same tile, so that it is read from memory once, and then from the L2 cache.
+    """
+    q, k, v, dout, lse_2, delta = inputs
+    Q, dO, lse_i, delta_i, full = rooms
+    K, V, arrived = keys
+    mbarrier.expect(arrived.index(0), 2 * k.block_type.nbytes)
+    tma.async_copy_global_to_shared(k, [b, hk, j, 0], arrived.index(0), K.index(0))
+    tma.async_copy_global_to_shared(v, [b, hk, j, 0], arrived.index(0), V.index(0))
+    n = 0
+    for g in range(group):
+        row = b * H + h + g
+        for passed in range(0, tiles - first):
+            room, i = n % STAGES, (tiles - 1 - passed) * q.block_type.shape[2]
+            # When dS of step n - 2 is ready, step n - 3 has ended, whose tiles had this room. A wait names a phase by
+            # its parity, and a new barrier behaves as if the phase before phase 0 were complete.
+            mbarrier.wait(ready.index(n - 2 & 1), n - 2 >> 1 & 1)
+            mbarrier.expect(full.index(room), 2 * q.block_type.nbytes + 2 * lse_2.block_type.nbytes)
+            tma.async_copy_global_to_shared(q, [b, h + g, i, 0], full.index(room), Q.index(room))
+            tma.async_copy_global_to_shared(dout, [b, h + g, i, 0], full.index(room), dO.index(room))
+            tma.async_copy_global_to_shared(lse_2, [row, i], full.index(room), lse_i.index(room))
+            tma.async_copy_global_to_shared(delta, [row, i], full.index(room), delta_i.index(room))
+            n += 1
+
+
+@gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x (float32) in bfloat16 or float16, two numbers with one instruction."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
+        )  # fmt: skip
+
+
+@gluon.jit
+def widened(x):
+    """x in float32, two numbers at a time. The bits of a bfloat16 are the upper half of the same number in float32."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def add(dq, dQ):
+    """Adds dQ to Br * D_pad numbers of dq in the order of the registers: a thread's next 4 numbers are neighbours."""
+    row = gl.arange(0, dQ.shape[0], gl.SliceLayout(1, dQ.type.layout))
+    column = gl.arange(0, dQ.shape[1], gl.SliceLayout(0, dQ.type.layout))
+    # Four numbers of a thread lie in rows 8 apart and in neighbouring columns. Their address is the same: it leaves
+    # row / 8 % 2 and column % 2 out. It is computed as a pointer, so that the compiler finds what is constant in it.
+    place = dq + (row // 16 * 1024 + row % 8 * 16)[:, None]
+    place += (column // 64 * 4096 + column // 8 % 8 * 128 + column // 2 % 4 * 4)[None, :]
+    gl.inline_asm_elementwise(
+        "red.global.add.v4.f32 [$4], {$8, $9, $10, $11}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [place.to(gl.int64, bitcast=True), dQ], dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def pairs_layout(pairs):
+    """Which thread holds which pairs of neighbours of a left operand (128, 2 * pairs), as wgmma prescribes it."""
+    in_registers = [[8, 0], [0, 4]] + [[0, 8 << n] for n in range((pairs // 8).bit_length() - 1)]
+    lanes, warps = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]]
+    return gl.DistributedLinearLayout(in_registers, lanes, warps, [], [Bc.value, pairs])
+
+
+@gluon.jit
+def load_pairs(K):
+    """K_j from shared memory, two neighbours in 32 bits."""
+    pairs: gl.constexpr = K.shape[1] // 2
+    as_pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    return K._reinterpret(gl.int32, [Bc, pairs], as_pairs).load(pairs_layout(pairs))
+
+
+@gluon.jit
+def scores(K, rooms, n):
+    """Starts S^T = K_j Q_i^T of step n, as soon as Q_i is there. K_j is in shared memory, or in pairs."""
+    Q, dO, lse, delta, full = rooms
+    Br: gl.constexpr = Q.shape[3]
+    mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
+    zeros = gl.full((Bc, Br), 0, gl.float32, layout(Br))
+    if Br == 128:
+        K = out_of_pairs(K, Q.dtype)
+        K = gl.convert_layout(K, gl.DotOperandLayout(0, layout(Br), 2))  # every number stays in its thread
+    return warpgroup_mma(K, matrix(Q, n % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def step(S, dK, dV, K_left, K, V, rooms, dS_rooms, ready, dq, i, n, steps, seen_from, scale_log2, MASKED: gl.constexpr):
+    """From S^T of step n, whose queries start at i, to (S^T of the next step, dK, dV), and adds to dq."""
+    Q, dO, lse, delta, full = rooms
+    Br: gl.constexpr = Q.shape[3]
+    D_pad: gl.constexpr = Q.shape[4]
+    query: gl.constexpr = gl.SliceLayout(0, S.type.layout)
+    room = n % STAGES
+    Q_i, dO_i, dS_i = matrix(Q, room), matrix(dO, room), dS_rooms.index(n & 1)
+    zeros = gl.full((Bc, Br), 0, gl.float32, S.type.layout)
+    dP = warpgroup_mma(V, dO_i.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if MASKED:
+        S = gl.where(gl.arange(0, Br, query)[None, :] >= (seen_from - i)[:, None], S, float("-inf"))
+    lse_i = lse.index(room).reshape((Br,)).load(query)
+    # No P is larger than 1. Rounding could make it larger where the scores are huge, and even infinite.
+    P = rounded(gl.exp2(gl.minimum(S * scale_log2 - lse_i[None, :], 0.0)), Q.dtype)
+    # As a left operand P stays in registers, every number in its thread. So does dS.
+    dV = warpgroup_mma(gl.convert_layout(P, gl.DotOperandLayout(0, dV.type.layout, 2)), dO_i, dV, is_async=True)
+    dP = warpgroup_mma_wait(1, (dP,))  # all products but the last one have ended
+    delta_i = delta.index(room).reshape((Br,)).load(query)
+    dS = (widened(P) * (dP - delta_i[None, :])).to(Q.dtype)
+    dS_i.store(dS)
+    hopper.fence_async_shared()  # the products must see what was stored
+    mbarrier.arrive(ready.index(n & 1), count=1)  # all warps have stored, because the compiler lets them meet here
+    # dQ_i (Br, D) = dS_i K_j. A warpgroup has 64 of its columns, or of its rows where there are 128 of them.
+    zeros = gl.full((Br, D_pad), 0, gl.float32, layout(D_pad, 128 // Br))
+    dQ = warpgroup_mma(dS_i.permute((1, 0)), K, zeros, use_acc=False, is_async=True)
+    dV = warpgroup_mma_wait(1, (dV,))  # P needs no registers any more
+    S = scores(K_left, rooms, gl.minimum(n + 1, steps - 1))  # after the last step nobody uses it
+    dS = gl.convert_layout(dS, gl.DotOperandLayout(0, dK.type.layout, 2))
+    dK = warpgroup_mma(dS, Q_i, dK, is_async=True)
+    dQ = warpgroup_mma_wait(2, (dQ,))
+    add(dq, dQ)
+    S, dK = warpgroup_mma_wait(0, (S, dK))
+    return S, dK, dV
+
+
+@gluon.jit
+def consume(
+    CAUSAL: gl.constexpr, dq, dk, dv, rooms, keys, dS, ready, b, hk, h, H, j, first, tiles, group, Nq, Nk, scale
+):  # fmt: skip
+    """The 128 keys from j on."""
+    K_room, V_room, arrived = keys
+    Br: gl.constexpr = rooms[0].shape[3]
+    D_pad: gl.constexpr = rooms[0].shape[4]
+    key = j + gl.arange(0, Bc, gl.SliceLayout(1, layout(Br)))
+    seen_from = gl.zeros_like(key)  # the first query that sees the key
+    whole = 0  # the queries from here on see every key of the tile
+    if CAUSAL:  # query i stands at position i + Nk - Nq
+        seen_from = key - (Nk - Nq)
+        whole = j + Bc - 1 - (Nk - Nq)
+    if j + Bc > Nk:
+        whole = Nq
+    seen_from = gl.where(key < Nk, seen_from, Nq + Br)
+    masked = gl.maximum(first, gl.minimum(tiles, gl.cdiv(gl.maximum(0, whole), Br)))
+    scale_log2 = scale * 1.4426950408889634  # exp is computed as a power of 2
+    mbarrier.wait(arrived.index(0), 0)
+    K, V = matrix(K_room, 0), matrix(V_room, 0)
+    K_left = K  # as a left operand, of S^T
+    if Br == 128:
+        K_left = load_pairs(K)
+    dK = gl.full((Bc, D_pad), 0, gl.float32, layout(D_pad))
+    dV = dK
+    S = gl.full((Bc, Br), 0, gl.float32, layout(Br))
+    steps = (tiles - first) * group
+    if steps > 0:
+        S = warpgroup_mma_wait(0, (scores(K_left, rooms, 0),))
+    n = 0
+    for g in range(group):  # the query heads that share this key head
+        dq_g = dq + (b * H + h + g).to(gl.int64) * tiles * Br * D_pad
+        for passed in range(0, tiles - masked):
+            t = tiles - 1 - passed
+            S, dK, dV = step(
+                S, dK, dV, K_left, K, V, rooms, dS, ready, dq_g + t * Br * D_pad, t * Br, n, steps, seen_from,
+                scale_log2, False,
+            )  # fmt: skip
+            n += 1
+        for passed in range(0, masked - first):
+            t = masked - 1 - passed
+            S, dK, dV = step(
+                S, dK, dV, K_left, K, V, rooms, dS, ready, dq_g + t * Br * D_pad, t * Br, n, steps, seen_from,
+                scale_log2, True,
+            )  # fmt: skip
+            n += 1
+    K.store((dK * scale).to(K.dtype))  # no product needs K_j and V_j any more: dK and dV leave from their rooms
+    V.store(dV.to(V.dtype))
+    hopper.fence_async_shared()  # TMA must see what was stored
+    tma.async_copy_shared_to_global(dk, [b, hk, j, 0], K_room.index(0))
+    tma.async_copy_shared_to_global(dv, [b, hk, j, 0], V_room.index(0))
+    tma.store_wait(0)  # the shared memory must live until TMA has read it
+
+
+@gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
+def keys_kernel(q, k, v, dout, lse_2, delta, dq, dk, dv, H, group, Nq, Nk, scale, CAUSAL: gl.constexpr):
+    Br: gl.constexpr = q.block_type.shape[2]
+    Q = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_type.shape, q.layout)
+    dO = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_type.shape, q.layout)
+    K = gl.allocate_shared_memory(q.dtype, [1] + k.block_type.shape, k.layout)
+    V = gl.allocate_shared_memory(q.dtype, [1] + k.block_type.shape, k.layout)
+    lse_i = gl.allocate_shared_memory(gl.float32, [STAGES] + lse_2.block_type.shape, lse_2.layout)
+    delta_i = gl.allocate_shared_memory(gl.float32, [STAGES] + lse_2.block_type.shape, lse_2.layout)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Bc, Br], gl.float16)
+    dS = gl.allocate_shared_memory(q.dtype, [2, Bc, Br], swizzled)  # transposed: a row for each key
+    full, ready, arrived = make_barriers(STAGES), make_barriers(2), make_barriers(1)
+    program, tiles_k, tiles = gl.program_id(0), gl.cdiv(Nk, Bc), gl.cdiv(Nq, Br)
+    # The first keys start first: when causal, most queries see them.
+    j, bhk = program % tiles_k * Bc, program // tiles_k
+    Hk = H // group
+    b, hk = bhk // Hk, bhk % Hk
+    h = hk * group
+    first = 0  # the first tile of queries of which one sees a key
+    if CAUSAL:
+        first = gl.minimum(tiles, gl.maximum(0, j - (Nk - Nq)) // Br)
+    rooms, keys = (Q, dO, lse_i, delta_i, full), (K, V, arrived)
+    # The first function runs on the kernel's own 8 warps, the second on a warp of its own, as in fwd_3_gluon.
+    gl.warp_specialize([
+        (consume, (CAUSAL, dq, dk, dv, rooms, keys, dS, ready, b, hk, h, H, j, first, tiles, group, Nq, Nk, scale)),
+        (produce, ((q, k, v, dout, lse_2, delta), rooms, keys, ready, b, hk, h, H, j, first, tiles, group)),
+    ], [1], [24])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["Nq"])
+def dq_kernel(sums, dq, Nq, scale, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr):
+    """dq (B * H, Nq, D) = scale * sums, whose tiles of Br * D_pad numbers are in the order in which `add` left them."""
+    program, tiles = tl.program_id(0), tl.cdiv(Nq, Br)
+    i, bh = program % tiles * Br, program // tiles
+    tile = tl.load(sums + program.to(tl.int64) * Br * D_pad + tl.arange(0, Br * D_pad))
+    # column / 64, row / 16, column / 8 % 8, row % 8, column / 2 % 4, row / 8 % 2, column % 2
+    tile = tl.reshape(tile, (D_pad // 64, Br // 16, 8, 8, 4, 2, 2))
+    tile = tl.reshape(tl.permute(tile, (1, 5, 3, 0, 2, 4, 6)), (Br, D_pad)) * scale
+    row, column = i + tl.arange(0, Br)[:, None], tl.arange(0, D_pad)[None, :]
+    place = dq + (bh.to(tl.int64) * Nq + row) * D + column
+    tl.store(place, tile.to(dq.dtype.element_ty), mask=(row < Nq) & (column < D))
+
+
+def refusal(q):
+    """Why this kernel does not take q, shaped as in backward; None if it does."""
+    if q.shape[3] > 128:
+        return f"takes a head_dim up to 128; got {q.shape[3]}"
+    return fwd_3_gluon.refusal(q)
+
+
+def describe_numbers(x, N, Br):
+    """A descriptor of the first N numbers in each row of x (B * H, stride), with boxes of Br."""
+    plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(x, [len(x), N], [x.stride(0), 1], [1, Br], plain)
+
+
+@replayed
+def backward(record, dout, q, k, v, out, lse, *, causal=False, scale=None):
+    """(dq, dk, dv) from dout and out like q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous, 8, 16, ... 128.
+
+    lse (B, H, Nq) is float32. scale > 0; None is 1/sqrt(D). dq is not bit-equal from run to run, dk and dv are. Raises
+    ValueError with the `refusal`.
+    """
+    (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
+    if reason := refusal(q):
+        raise ValueError(f"the backward of rung gluon {reason}.")
+    if q.numel() == 0 or k.numel() == 0:  # there is no descriptor of an empty tensor
+        return tuple(record.new(x.shape, like=x, fill=0) for x in (q, k, v))
+    dout, q, k, v = (x if aligned(x) else record.derive(copy, x) for x in (dout, q, k, v))
+    scale = D**-0.5 if scale is None else scale
+    dq, dk, dv = (record.new(x.shape, like=x) for x in (q, k, v))
+    D_pad = 64 if D <= 64 else 128
+    Br = TILES[D_pad]
+    tiles = B * H * triton.cdiv(Nq, Br)
+    stride = 4 * triton.cdiv(Nq, 4)  # each row of lse_2 and delta begins at a multiple of 16 bytes
+    lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
+    sums = record.new((tiles * Br * D_pad,), fill=0)
+    lse = record.derive(torch.Tensor.contiguous, lse)
+    record.launch(
+        delta_kernel, B * H * triton.cdiv(Nq, 64), dout, out, lse, lse_2, delta, dout.stride()[:3], out.stride()[:3],
+        stride, H, Nq, D=D, D_pad=D_pad, Br=64,
+    )  # fmt: skip
+    queries = [describe(x, Br, D_pad) for x in (q, dout)] + [describe_numbers(x, Nq, Br) for x in (lse_2, delta)]
+    keys = [describe(x, Bc.value, D_pad) for x in (k, v, dk, dv)]
+    record.launch(
+        keys_kernel, B * Hk * triton.cdiv(Nk, Bc.value), queries[0], *keys[:2], *queries[1:], sums, *keys[2:],
+        H, H // Hk, Nq, Nk, float(scale), CAUSAL=causal, num_warps=8, maxnreg=168,
+    )  # fmt: skip
+    record.launch(dq_kernel, tiles, sums, dq, Nq, float(scale), D=D, D_pad=D_pad, Br=Br, num_warps=8)
+    return dq, dk, dv
