@@ -6,10 +6,12 @@ Such a module has
     run             starts the kernel: {name: tensor} from the arguments of the specification
     expected        {name: (what `run` has to return, how far from it a result may be)}
     CASES           the inputs that a check runs
-    the mistakes    functions marked by `mistake`: what `run` returns if that mistake is made
+    the mistakes    functions marked by `mistake`: what `run` returns if that mistake is made; or, where `run` takes the
+                    function as its argument `answer`, MISTAKES = {name: (what it says, an answer with that mistake)}
     explain         optional: the lines of text about a wrong result in the words of the exercise
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -44,7 +46,10 @@ def mistake(says):
 
 def mistakes(puzzle):
     """{name: function}: the known mistakes of a module of this package."""
-    return {name: value for name, value in vars(puzzle).items() if hasattr(value, "says")}
+    found = {name: value for name, value in vars(puzzle).items() if hasattr(value, "says")}
+    for name, (says, answer) in getattr(puzzle, "MISTAKES", {}).items():
+        found[name] = mistake(says)(functools.partial(puzzle.run, answer=answer))
+    return found
 
 
 def whole_numbers(function, result, count=1):
