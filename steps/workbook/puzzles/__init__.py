@@ -6,8 +6,9 @@ Such a module has
     run             starts the kernel: {name: tensor} from the arguments of the specification
     expected        {name: (what `run` has to return, how far from it a result may be)}
     CASES           the inputs that a check runs
-    the mistakes    functions marked by `mistake`: what `run` returns if that mistake is made; or, where `run` takes the
-                    function as its argument `answer`, MISTAKES = {name: (what it says, an answer with that mistake)}
+    the mistakes    functions marked by `mistake`: what `run` returns if that mistake is made; or
+                    MISTAKES = {name: (what it says, answer)}, where run(answer=...) takes a function with the mistake,
+                    or, if there is `mistaken`, mistaken(answer=...) returns what `run` would return
     explain         optional: the lines of text about a wrong result in the words of the exercise
 """
 
@@ -47,8 +48,9 @@ def mistake(says):
 def mistakes(puzzle):
     """{name: function}: the known mistakes of a module of this package."""
     found = {name: value for name, value in vars(puzzle).items() if hasattr(value, "says")}
+    made = getattr(puzzle, "mistaken", puzzle.run)
     for name, (says, answer) in getattr(puzzle, "MISTAKES", {}).items():
-        found[name] = mistake(says)(functools.partial(puzzle.run, answer=answer))
+        found[name] = mistake(says)(functools.partial(made, answer=answer))
     return found
 
 
