@@ -58,17 +58,18 @@ def code_cells(path):
 def executions(tmp_path_factory):
     """{stem: future of (notebook, error or "")}: runs each notebook's script in a Jupyter kernel, two at a time."""
 
-    def execute(path):
+    def execute(path, kernel):
         notebook = jupytext.reads(source(path.stem), "py:percent")
         where = {"metadata": {"path": str(ROOT / "notebooks")}}
         try:
-            nbclient.NotebookClient(notebook, timeout=300, kernel_name="preloaded", resources=where).execute()
+            nbclient.NotebookClient(notebook, timeout=300, kernel_name=kernel, resources=where).execute()
         except nbclient.exceptions.CellExecutionError as error:
             return notebook, str(error)
         return notebook, ""
 
-    with preloaded_kernel.specification(tmp_path_factory.mktemp("jupyter")), ThreadPoolExecutor(2) as pool:
-        yield {path.stem: pool.submit(execute, path) for path in NOTEBOOKS}
+    folder = tmp_path_factory.mktemp("jupyter")
+    with preloaded_kernel.specification(folder) as kernel, ThreadPoolExecutor(2) as pool:
+        yield {path.stem: pool.submit(execute, path, kernel) for path in NOTEBOOKS}
 
 
 @each_notebook

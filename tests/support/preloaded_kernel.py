@@ -1,6 +1,6 @@
 """Jupyter kernels that are forks of one process, because each would take seconds to import torch by itself.
 
-    with specification(folder): ...   inside, Jupyter has the kernel "preloaded"
+    with specification(folder) as name: ...   inside, Jupyter has the kernel of that name
 
 As a script it is either the process that forks, or, beside a connection file, what Jupyter starts in place of a kernel:
 it asks for a fork, and ends with it.
@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,16 +21,19 @@ from unittest import mock
 
 @contextlib.contextmanager
 def specification(folder):
+    if sys.platform != "linux":  # Elsewhere a fork after the import of torch may crash.
+        yield "python3"
+        return
     address = str(folder / "socket")
     place = folder / "kernels" / "preloaded"
     place.mkdir(parents=True)
     command = [sys.executable, "-S", "-E", __file__, address]
     (place / "kernel.json").write_text(json.dumps({"argv": [*command, "{connection_file}"], "display_name": "Python"}))
-    with subprocess.Popen([sys.executable, __file__, address], stdout=subprocess.PIPE) as server:
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, __file__, address], **pipes) as server:
         server.stdout.readline()  # It listens now.
         with mock.patch.dict(os.environ, JUPYTER_PATH=str(folder)):
-            yield
-        server.kill()
+            yield "preloaded"
 
 
 def serve(address):
@@ -44,15 +48,15 @@ def serve(address):
     listener.bind(address)
     listener.listen()
     print(flush=True)
-    while True:
+    # The end of its input is the end of the tests, with which the forks end, too.
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         asking, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
             os.setsid()
             asked = json.loads(asking.makefile().readline())
             os.chdir(asked["folder"])
-            os.environ.update(asked["environment"])
-            os.environ.pop("JPY_PARENT_PID", None)  # That is not this process's parent.
+            os.environ.update(asked["environment"] | {"JPY_PARENT_PID": str(os.getppid())})
             launch_new_instance(argv=["-f", asked["file"]])
             os._exit(0)
         asking.close()
