@@ -123,7 +123,7 @@ CASES = [
 
 
 def _scores(q, k, v, mask, dout, scale, Br=16, Bc=16, delta=1, added=None):
-    """dS (B, H, Nq, Nk) in float32. delta is 0 where it is forgotten, and `added` what is added in place of the mask."""
+    """dS (B, H, Nq, Nk) in float32. delta is 0 where it is forgotten; `added` is added in place of the mask."""
     out, lse = attention.forward(q, k, v, scale=scale, mask=mask)
     S = scale * q @ k.mT + (mask if added is None else added)
     dP = dout @ v.mT - delta * (dout * out.float()).sum(-1, keepdim=True)
