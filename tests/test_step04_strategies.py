@@ -32,6 +32,8 @@ from steps.workbook.case_on_ranks import PlainBlock, group_of
 from support.ranks import end_of_pool, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
 
 FOLDER = Path(strategies.__file__).parent
+LESSONS = {path.stem for path in FOLDER.glob("lesson_*.py")}
+RESULTS = "out", "dq", "dk", "dv"
 WITH_BACKWARD = ("query_parallel", "ulysses", "ring")
 
 
@@ -42,16 +44,33 @@ def inputs(S, H=4, Hk=4, D=16, dtype=torch.float32, Nq=None, device=engine.devic
     return [torch.randn(1, *shape, D, generator=random).to(device, dtype) for shape in shapes]
 
 
-def excess(got, want, whole, rank):
+def excess(got, want, whole=None, rank=0):
     """By how much the results of a rank, by name, leave the tolerance: {} if they do not."""
     found = {}
     for name, x in got.items():
-        shard = whole.shard(want.value[name], rank) if whole else want.value[name]
+        shard = whole.shard(want.value[name], rank, dim=2) if whole else want.value[name]
         assert x.shape == shard.shape and bool(x.isfinite().all())
         worst = (x.double() - shard).abs().max().item() if x.numel() else 0
         if not worst <= want.tolerance[name]:
             found[name] = worst, want.tolerance[name]
     return found
+
+
+def results(way, q, k, v, dout, change=lambda name, x: x, block=PlainBlock, **options):
+    """{name: result} of the ring, or what a strategy has of them. change(name, x) puts x into other memory."""
+    q, k, v, dout = (change(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout)))
+    if way in strategies.LESSONS:
+        found = account.passes(strategies.load(way), q, k, v, dout, block=block, **options)
+        assert len(found) == (4 if way in WITH_BACKWARD else 1)
+        return dict(zip(RESULTS, found, strict=False))
+    options |= {"transport": way, "block": block}
+    out, lse = step04.forward(q, k, v, **options)
+    grads = step04.backward(dout, q, k, v, change("out", out), change("lse", lse), **options)
+    return dict(zip(error.NAMES, (out, lse, *grads), strict=True))
+
+
+def layouts_of(way):
+    return [layout for layout in LAYOUTS if (way, layout) != ("query_parallel", "striped")]
 
 
 # Lessons 1 and 2.
@@ -71,7 +90,7 @@ def two_ranks_of_keys(overlap):
     lesson, options = (lesson_1_hop, {}) if overlap is None else (lesson_2_overlap, {"overlap": overlap})
     out, lse = lesson.attention(*mine, block=PlainBlock, **options)
     want = error.expected(mine[0], *(x.index_select(2, keys) for x in (k, v)), whole.shard(dout, rank))
-    return excess({"out": out, "lse": lse}, want, None, rank)
+    return excess({"out": out, "lse": lse}, want)
 
 
 def test_the_overlapped_hop_travels_while_the_block_is_computed():
@@ -105,43 +124,51 @@ def order_of_events(overlap):
     return events
 
 
-# The four strategies.
+# The strategies, and the ring by both of its transports.
+
+ON_FETCH = pytest.mark.skipif(
+    engine.name == "cuda" and torch.cuda.device_count() < 4, reason="fetch needs a GPU for each of the 4 ranks"
+)
+WAYS = ["query_parallel", "star", "ulysses", "relay", pytest.param("fetch", marks=ON_FETCH)]
+TEAMS = [(0, 1, 2, 3), (0, 1), (1, 2, 3), (2,)]
+SETTINGS = [  # (teams, S, H, Hk, dtype, scale, masks), of heads so many to a rank
+    (TEAMS, 37, 1, 1, torch.float32, 0.3, (False, True)),
+    (TEAMS, 3, 2, 1, torch.float32, 0.3, (False, True)),
+    (TEAMS, 32, 2, 1, torch.bfloat16, 0.3, (False, True)),
+    # Two extremes at once: fewer positions than ranks, 16 bits or unequal shards, with a large scale or many heads.
+    (TEAMS[:1], 3, 1, 1, torch.float32, 40.0, (True,)),
+    (TEAMS[:1], 13, 8, 0.25, torch.bfloat16, None, (True,)),
+    (TEAMS[:1], 13, 8, 1, torch.float16, 4.0, (True,)),
+]
 
 
-@pytest.mark.parametrize("strategy", strategies.LESSONS)
-def test_a_strategy_is_attention(strategy):
-    assert on_ranks(compare_with_the_reference, strategy) == [{}] * 4
+@pytest.mark.parametrize("way", WAYS)
+def test_a_strategy_is_attention(way):
+    assert on_ranks(compare_with_the_reference, way) == [{}] * 4
 
 
-def compare_with_the_reference(strategy):
+def compare_with_the_reference(way):
     """{setting: what is out of tolerance} over team sizes, lengths, layouts, heads and dtypes."""
     wrong = {}
-    attention, rank_in_world = strategies.load(strategy), dist.get_rank()
-    for members in [(0, 1, 2, 3), (0, 1), (1, 2, 3), (2,)]:
-        group, N = group_of(members), len(members)
-        for S, H, Hk, dtype in [
-            (37, N, N, torch.float32),
-            (3, 2 * N, N, torch.float32),
-            (32, 2 * N, N, torch.bfloat16),
-        ]:
-            if rank_in_world not in members:
+    for teams, S, H, Hk, dtype, scale, masks in SETTINGS:
+        for members in teams:
+            group, N = group_of(members), len(members)  # All ranks make a group together.
+            if dist.get_rank() not in members:
                 continue
-            q, k, v, dout = inputs(S, H, Hk, 16, dtype)
-            for causal in (False, True):
-                want = error.expected(q, k, v, dout, causal=causal, scale=0.3)
-                for layout in LAYOUTS if N > 2 else ("zigzag",):
-                    if layout == "striped" and strategy == "query_parallel" and N > 1:
-                        continue  # see test_what_a_strategy_refuses
-                    rank, whole = dist.get_rank(group), Layout(layout, S, N)
-                    mine = [whole.shard(x, rank) for x in (q, k, v, dout)]
+            tensors = inputs(S, H * N, max(int(Hk * N), N if way == "ulysses" else 1), 16, dtype)
+            rank = dist.get_rank(group)
+            for causal in masks:
+                want = error.expected(*tensors, causal=causal, scale=scale)
+                for layout in layouts_of(way) if N > 2 else ("zigzag",):
+                    whole = Layout(layout, S, N)
+                    mine = [whole.shard(x, rank) for x in tensors]
                     before = [x.clone() for x in mine]
-                    options = dict(causal=causal, scale=0.3, layout=layout, group=group, block=PlainBlock)
+                    options = dict(causal=causal, scale=scale, layout=layout, group=group)
                     options |= {} if S == 37 else {"S": S}  # without S the ranks add it up
-                    results = account.passes(attention, *mine, **options)
-                    assert len(results) == (4 if strategy in WITH_BACKWARD else 1)
-                    assert all(x.dtype == dtype for x in results)
+                    got = results(way, *mine, **options)
+                    got.pop("lse", None)
+                    assert all(x.dtype == dtype for x in got.values())
                     assert all(map(torch.equal, mine, before)), "an input was overwritten"
-                    got = dict(zip(("out", "dq", "dk", "dv"), results, strict=False))
                     if bad := excess(got, want, whole, rank):
                         wrong[members, S, H, str(dtype), causal, layout] = bad
     return wrong
@@ -149,13 +176,9 @@ def compare_with_the_reference(strategy):
 
 @pytest.mark.parametrize("mask", [{"causal": True}, {}])  # By default there is none.
 def test_without_a_process_group_a_strategy_has_one_rank(mask):
-    q, k, v, dout = inputs(21)
-    want = error.expected(q, k, v, dout, **mask)
+    tensors = inputs(21)
     for strategy in strategies.LESSONS:
-        options = dict(strategy=strategy, block=PlainBlock, **mask)
-        results = account.passes(strategies.attention, q, k, v, dout, **options)
-        got = dict(zip(("out", "dq", "dk", "dv"), results, strict=False))
-        assert excess(got, want, None, 0) == {}
+        assert excess(results(strategy, *tensors, **mask), error.expected(*tensors, **mask)) == {}
 
 
 @pytest.mark.parametrize(
@@ -176,33 +199,30 @@ PACKED = (  # beginnings and the end, for S = 48: shards of 6 and 6, or of 12
 def packed(layout, causal):
     """What is out of tolerance beside the reference of each sequence alone; over the packed call of stage 03."""
     wrong = {}
-    q, k, v, dout = inputs(48, H=2, Hk=1)
+    tensors = inputs(48, H=2, Hk=1)
     whole, rank = Layout(layout, 48, 4), dist.get_rank()
+    mine = [whole.shard(x, rank) for x in tensors]
     for cu in PACKED:
         scale = 20.0 if cu[-1] < 48 else None  # large beside rows without a key
         value = {
-            name: torch.zeros_like(x, dtype=torch.float64)
-            for name, x in zip(("out", "dq", "dk", "dv"), (q, q, k, v), strict=True)
+            name: x.new_zeros(x.shape).double() for name, x in zip(RESULTS, (tensors[0], *tensors[:3]), strict=True)
         }
         tolerance = dict.fromkeys(value, 0.0)
         for start, stop in zip(cu, cu[1:], strict=False):
-            one = error.expected(*(x[:, :, start:stop] for x in (q, k, v, dout)), causal=causal, scale=scale)
+            one = error.expected(*(x[:, :, start:stop] for x in tensors), causal=causal, scale=scale)
             for name in value if stop > start else ():
                 value[name][:, :, start:stop] = one.value[name]
                 tolerance[name] = max(tolerance[name], one.tolerance[name])
         options = dict(causal=causal, scale=scale, layout=layout, S=48, cu_seqlens=torch.tensor(cu, dtype=torch.int32))
-        mine = [whole.shard(x, rank) for x in (q, k, v, dout)]
-        results = account.passes(strategies.load("query_parallel"), *mine, **options)
-        got = dict(zip(value, results, strict=True))
+        got = results("query_parallel", *mine, block=None, **options)
         if bad := excess(got, SimpleNamespace(value=value, tolerance=tolerance), whole, rank):
             wrong[cu] = bad
     return wrong
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_star_takes_few_replicated_queries(layout):
-    for messages in on_ranks(few_queries, layout):
-        assert messages == {}
+    assert on_ranks(few_queries, layout) == [{}] * 4
 
 
 def few_queries(layout):
@@ -215,15 +235,17 @@ def few_queries(layout):
             continue
         q, k, v, dout = inputs(S, H=4, Hk=2, Nq=Nq, dtype=dtype)
         want, whole = error.expected(q, k, v, dout, causal=causal, scale=scale), Layout(layout, S, 4)
-        options = dict(causal=causal, scale=scale, layout=layout, S=S, block=InFloat32, replicated=True)
-        with account.counted() as sent:
-            out = strategies.attention(q, *(whole.shard(x, rank) for x in (k, v)), strategy="star", **options)
-        if sent["bytes"] != 3 * 4 * Nq * (16 + 1) * 4:  # out and lse of 4 heads in float32, to each of 3 ranks
-            wrong[S, Nq, causal, "sent"] = sent["bytes"]
+        k, v = (whole.shard(x, rank) for x in (k, v))
+        options = dict(strategy="star", causal=causal, scale=scale, layout=layout, S=S, replicated=True)
+        out = strategies.attention(q, k, v, block=InFloat32, **options)
+        with account.Watched((q, k, v)) as seen:
+            strategies.attention(q, k, v, block=account.Idle, **options)
+        if seen.sent != 3 * 4 * Nq * (16 + 1) * 4:  # out and lse of 4 heads in float32, to each of 3 ranks
+            wrong[S, Nq, causal, "sent"] = seen.sent
         everyone = [None] * 4
         dist.all_gather_object(everyone, out.cpu())
         assert all(torch.equal(x, everyone[0]) for x in everyone), "the ranks differ"
-        if bad := excess({"out": out}, want, None, rank):
+        if bad := excess({"out": out}, want):
             wrong[S, Nq, causal, dtype] = bad
         once = (want.value["out"].to(dtype).double() - want.value["out"]).abs()  # by one rounding, of the whole result
         if dtype != torch.float32 and not ((out.double() - want.value["out"]).abs() <= once + 1e-6).all():
@@ -247,55 +269,33 @@ def test_a_rank_computes_one_block_and_sends_one_message_for_a_new_token():
 def one_token():
     """What a rank does, in order, for a query that sees the keys of both of its zigzag chunks."""
     done, exchange, gather = [], dist.all_to_all_single, dist.all_gather
-
-    def block(*tensors, **options):
-        done.append("block")
-        return PlainBlock.forward(*tensors, **options)
-
-    def exchanged(*tensors, **options):
-        done.append("all_to_all_single")
-        return exchange(*tensors, **options)
-
-    def gathered(everyone, mine, **options):
-        done.append(mine.nbytes)
-        gather(everyone, mine, **options)
-
+    block = SimpleNamespace(forward=lambda *x, **options: done.append("block") or PlainBlock.forward(*x, **options))
     q, k, v = inputs(11, Hk=2, Nq=1)[:3]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", exchanged)
-        patch.setattr(dist, "all_gather", gathered)
-        options = dict(causal=True, S=44, block=SimpleNamespace(forward=block), replicated=True)
-        lesson_4_star.attention(q, k, v, **options)  # 44 keys in 4 shards of 11
+        sent = "all_to_all_single"
+        patch.setattr(dist, sent, lambda *x, **how: done.append(sent) or exchange(*x, **how))
+        patch.setattr(dist, "all_gather", lambda all, x, **how: done.append(x.nbytes) or gather(all, x, **how))
+        lesson_4_star.attention(q, k, v, causal=True, S=44, block=block, replicated=True)  # 4 shards of 11 keys
     return done
 
 
-def test_star_s_default_block_for_few_queries_is_stage_03_s():
+def test_star_s_default_block_for_few_queries_is_stage_03_s(monkeypatch):
     """On a Hopper GPU the block of many queries is another one. The GPU's place is taken by a patch."""
     chosen = []
-
-    class Chosen(Exception):
-        pass
-
-    def teams(*tensors, block=None, **others):
-        chosen.append(block)
-        raise Chosen
-
     q, k, v = inputs(8)[:3]
     on_hopper = SimpleNamespace(is_cuda=True, device="cuda:0", dtype=torch.bfloat16, shape=(1, 1, 4, 64))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        assert isinstance(block.default_block(on_hopper), block.Hopper)
-        usual = functools.partial(block.default_block, on_hopper)
-        patch.setattr(lesson_4_star, "default_block", lambda q, **how: usual(**how))
-        patch.setattr(lesson_4_star, "Team", teams)
-        for options in ({"replicated": True}, {}, {"replicated": True, "block": PlainBlock}, {"block": PlainBlock}):
-            with pytest.raises(Chosen):
-                lesson_4_star.attention(q, k, v, **options)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert isinstance(block.default_block(on_hopper), block.Hopper)
+    usual = functools.partial(block.default_block, on_hopper)
+    monkeypatch.setattr(lesson_4_star, "default_block", lambda q, **how: usual(**how))
+    monkeypatch.setattr(lesson_4_star, "Team", lambda *tensors, block=None, **others: chosen.append(block))
+    for options in ({"replicated": True}, {}, {"replicated": True, "block": PlainBlock}, {"block": PlainBlock}):
+        with pytest.raises(AttributeError):  # There is no team.
+            lesson_4_star.attention(q, k, v, **options)
     assert chosen == [step03_triton, None, PlainBlock, PlainBlock]
     few, many = (torch.empty(1, 8, n, 64, device=engine.device) for n in (1, 65))
-    takes = functools.partial(public.has_few_queries, step03_triton.SUPPORTS)
     keys = torch.empty(1, 2, 2048, 64, device=engine.device)
-    assert takes(few, keys) and not takes(many, keys)
+    assert [public.has_few_queries(step03_triton.SUPPORTS, x, keys) for x in (few, many)] == [True, False]
 
 
 def test_few_queries_cover_what_is_visible_once():
@@ -322,39 +322,7 @@ def test_a_run_of_packed_queries_takes_the_keys_that_it_sees():
     }  # fmt: skip
 
 
-def test_results_are_bit_equal_from_run_to_run():
-    for strategy in strategies.LESSONS:
-        assert on_ranks(twice, strategy) == [True] * 4
-
-
-def twice(strategy):
-    whole = Layout("zigzag", 41, 4)
-    mine = [whole.shard(x, dist.get_rank()) for x in inputs(41)]
-    options = dict(causal=True, S=41, block=PlainBlock)
-    runs = [account.passes(strategies.load(strategy), *mine, **options) for _ in range(3)]
-    return all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
-
-
-# What tests of equal, usual tensors do not see. WAYS are the strategies, and the ring by both of its transports.
-
-ON_FETCH = pytest.mark.skipif(
-    engine.name == "cuda" and torch.cuda.device_count() < 4, reason="fetch needs a GPU for each of the 4 ranks"
-)
-WAYS = ["query_parallel", "star", "ulysses", "relay", pytest.param("fetch", marks=ON_FETCH)]
-
-
-def results(way, q, k, v, dout, change=lambda name, x: x, block=PlainBlock, **options):
-    """(out, lse, dq, dk, dv) of the ring, or what a strategy has of them. change(name, x) puts x into other memory."""
-    q, k, v, dout = (change(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout)))
-    if way in strategies.LESSONS:
-        return account.passes(strategies.load(way), q, k, v, dout, block=block, **options)
-    options |= {"transport": way, "block": block}
-    out, lse = step04.forward(q, k, v, **options)
-    return out, lse, *step04.backward(dout, q, k, v, change("out", out), change("lse", lse), **options)
-
-
-def layouts_of(way):
-    return [layout for layout in LAYOUTS if (way, layout) != ("query_parallel", "striped")]
+# What tests of equal, usual tensors do not see.
 
 
 def apart(x, dim):
@@ -396,8 +364,7 @@ def one_unlike_the_others(way):
             return x
 
         got = results(way, *mine[layout], change, causal=True, layout=layout, S=21)
-        pairs = zip(got, want[layout], strict=True)
-        same = all((x - y).abs().max() < 1e-5 for x, y in pairs)  # torch's sums may differ
+        same = all((got[x] - want[layout][x]).abs().max() < 1e-5 for x in got)  # torch's sums may differ
         if not same or not all(torch.equal(x, before) for x, before in seen):
             wrong.append((layout, name, place))
     return wrong
@@ -416,12 +383,13 @@ def one_call_after_another(way):
         def call(seed, length=18, layout=layout, S=S):
             whole = Layout(layout, length, 4)
             tensors = [whole.shard(x, rank) + seed for x in inputs(length)]
-            return results(way, *tensors, causal=True, layout=layout, S=S and length)
+            return list(results(way, *tensors, causal=True, layout=layout, S=S and length).values())
 
         first, other = call(0), call(1)
         assert not torch.equal(first[0], other[0])
-        for between in (lambda: None, lambda: call(1), lambda: call(1, 29), lambda: call(1, 3)):
-            between()
+        for between in ((), (1,), (1, 29), (1, 3)):
+            if between:
+                call(*between)
             if not all(map(torch.equal, call(0), first)):
                 wrong.append((layout, S))
 
@@ -429,21 +397,20 @@ def one_call_after_another(way):
         raise MemoryError("on purpose")
 
     broken = SimpleNamespace(forward=raises, backward=raises)
-    all_raise = way in strategies.LESSONS  # which end on every rank only then
-    tensors = [x[:, :, :4] for x in inputs(8)]
+    lesson = way in strategies.LESSONS  # which ends on every rank only where it raises on every rank
+    options = {"S": 16} | ({} if lesson else {"transport": way})
+    q, k, v = inputs(4)[:3]
     for deterministic, grad in itertools.product((False, True), repeat=2):
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
         with torch.set_grad_enabled(grad):
             here = switches()
-            for block, options in ((PlainBlock, {}), (broken, {}), (PlainBlock, {"layout": "ring"})):
-                expected = contextlib.nullcontext() if block is PlainBlock and not options else pytest.raises(Exception)
-                with expected:
-                    block = block if all_raise or rank == 1 else PlainBlock
-                    attention = strategies.load("ring" if way not in strategies.LESSONS else way)
-                    options |= {"transport": way} if way not in strategies.LESSONS else {}
-                    attention(*tensors[:3], S=16, block=block, **options)
+            for block, layout in ((PlainBlock, "zigzag"), (broken, "zigzag"), (PlainBlock, "ring")):
+                fails = block is broken or layout == "ring"
+                with pytest.raises(Exception) if fails else contextlib.nullcontext():
+                    mine = block if lesson or rank == 1 else PlainBlock
+                    strategies.load(way if lesson else "ring")(q, k, v, block=mine, layout=layout, **options)
                 if switches() != here:
-                    wrong.append((deterministic, grad, block, options))
+                    wrong.append((deterministic, grad, block, layout))
     torch.use_deterministic_algorithms(False)
     return wrong
 
@@ -457,165 +424,126 @@ def switches():
     return *found, torch.get_rng_state().tolist()
 
 
-EXTREMES = {  # S, H, Hk, dtype, scale: two at once
-    "fewer positions than ranks, and a large scale": (3, 4, 4, torch.float32, 40.0),
-    "many queries' heads to one of keys, in 16 bits, and unequal shards": (13, 32, 1, torch.bfloat16, None),
-    "the same, and a large scale": (13, 32, 4, torch.float16, 4.0),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_two_extremes_at_once(way):
-    assert on_ranks(extremes, way) == [{}] * 4
-
-
-def extremes(way):
-    wrong, rank = {}, dist.get_rank()
-    for layout, (name, (S, H, Hk, dtype, scale)) in itertools.product(layouts_of(way), EXTREMES.items()):
-        Hk = max(Hk, 4) if way == "ulysses" else Hk  # which has whole heads on each of 4 ranks
-        whole, tensors = Layout(layout, S, 4), inputs(S, H, Hk, dtype=dtype)
-        want = error.expected(*tensors, causal=True, scale=scale)
-        mine = [whole.shard(x, rank) for x in tensors]
-        got = results(way, *mine, causal=True, scale=scale, layout=layout, S=S)
-        named = zip(("out", "lse", "dq", "dk", "dv") if len(got) == 5 else ("out", "dq", "dk", "dv"), got, strict=False)
-        got = {name: x for name, x in named if name != "lse"}
-        if bad := excess(got, want, whole, rank):
-            wrong[layout, name] = bad
-    return wrong
-
-
 # What is refused.
 
-REFUSALS = {  # (strategy, options): words of the message
-    "heads of q": ("ulysses", {"H": 6, "Hk": 6}, ("6 heads of q", "4 ranks", "lesson 3, 4 or 6")),
-    "heads of k": ("ulysses", {"H": 8, "Hk": 2}, ("2 heads of k and v", "repeat the heads")),
-    "striped": ("query_parallel", {"layout": "striped"}, ("successive", "not striped")),
-    "striped keys": ("star", {"layout": "striped", "causal": True, "replicated": True}, ("successive keys",)),
-    "length": ("star", {"S": 24}, ("S = 24 on 4 ranks have [6, 6, 6, 6]", "got 4")),
-    "packed": ("query_parallel", {"cu_seqlens": (1, 16)}, ("begin with 0", "[1, 16]")),
-    "layout": ("star", {"layout": "ring"}, ("zigzag, contiguous, striped; got 'ring'",)),
-}  # fmt: skip
+REFUSALS = [  # (strategy, H, Hk, options, words of the message), of shards of 4 positions on 4 ranks
+    ("ulysses", 6, 6, {}, "6 heads of q .* 4 ranks. Use lesson 3, 4 or 6"),
+    ("ulysses", 8, 2, {}, "2 heads of k and v .* repeat the heads"),
+    ("query_parallel", 4, 4, {"layout": "striped"}, "successive .*not striped"),
+    ("star", 4, 4, {"layout": "striped", "causal": True, "replicated": True}, "successive keys"),
+    ("star", 4, 4, {"S": 24}, r"S = 24 on 4 ranks have \[6, 6, 6, 6\] positions; got 4"),
+    ("query_parallel", 4, 4, {"cu_seqlens": (1, 16)}, r"begin with 0.*\[1, 16\]"),
+    ("star", 4, 4, {"layout": "ring"}, "zigzag, contiguous, striped; got 'ring'"),
+    ("rings", 4, 4, {}, "query_parallel, star, ulysses, ring; got 'rings'"),
+]
 
 
 def test_what_a_strategy_refuses():
-    for messages in on_ranks(refusals):
-        for name, (_, _, words) in REFUSALS.items():
-            assert all(word in messages[name] for word in words), (name, messages[name])
-    with pytest.raises(ValueError, match="query_parallel, star, ulysses, ring; got 'rings'"):
-        strategies.load("rings")
+    on_ranks(refusals)
 
 
 def refusals():
-    messages = {}
-    for name, (strategy, change, _) in REFUSALS.items():
-        options = {"S": 16, "block": PlainBlock} | {x: y for x, y in change.items() if x not in ("H", "Hk")}
-        q, k, v = inputs(4, change.get("H", 4), change.get("Hk", 4))[:3]
-        with pytest.raises(ValueError) as raised:
-            strategies.attention(q, k, v, strategy=strategy, **options)
-        messages[name] = str(raised.value)
-    return messages
+    for strategy, H, Hk, options, words in REFUSALS:
+        with pytest.raises(ValueError, match=words):
+            options = {"S": 16, "block": PlainBlock} | options
+            strategies.attention(*inputs(4, H, Hk)[:3], strategy=strategy, **options)
 
 
 @pytest.mark.parametrize("strategy", strategies.LESSONS)
-def test_tensors_that_do_not_fit_are_refused(strategy):
+def test_tensors_and_options_that_do_not_fit_are_refused(strategy):
     """Three keys would be padded with zeros, and six be cropped, without an error."""
-    q, k, v = inputs(4)[:3]
-    wrong = {
-        "same shape": (q, k, inputs(3)[2]), "Nq = Nk": (q, *inputs(6)[1:3]), "head_dim": (q, k[..., :8], v[..., :8]),
-        "one dtype": (q, k, v.half()), "takes float32": (q.double(), k.double(), v.double()),
-        "multiple": (q, k[:, :3], v[:, :3]),
-    }  # fmt: skip
-    for words, tensors in wrong.items():
+
+    def refused(words, q, k, v, **options):
         with pytest.raises((ValueError, TypeError, NotImplementedError), match=words):
-            strategies.attention(*tensors, strategy=strategy, S=4, block=PlainBlock)
-    for options in ({"causal": 1}, {"scale": 0}):
-        with pytest.raises((ValueError, TypeError), match="causal must be|scale must be"):
-            strategies.attention(q, k, v, strategy=strategy, S=4, block=PlainBlock, **options)
+            strategies.attention(q, k, v, strategy=strategy, **{"S": 4, "block": PlainBlock} | options)
+
+    q, k, v = inputs(4)[:3]
+    refused("same shape", q, k, inputs(3)[2])
+    refused("Nq = Nk", q, *inputs(6)[1:3])
+    refused("head_dim", q, k[..., :8], v[..., :8])
+    refused("one dtype", q, k, v.half())
+    refused("takes float32", q.double(), k.double(), v.double())
+    refused("multiple", q, k[:, :3], v[:, :3])
+    refused("causal must be", q, k, v, causal=1)
+    refused("scale must be", q, k, v, scale=0)
+    for option in {"window", "dropout", "casual", "cu_seqlens", "replicated", "transport"} - {
+        *strategies.OWN[strategy]
+    }:
+        refused(f"{strategy} has no {option}; its options are causal, ", q, k, v, **{option: None})
     if strategy != "ring":
-        with pytest.raises(ValueError, match=f"{strategy} takes q .B, H, n, D."):
-            strategies.attention(q[0], k[0], v[0], strategy=strategy, S=4, block=PlainBlock)
+        refused(f"{strategy} takes q .B, H, n, D.", q[0], k[0], v[0])
     if strategy == "star":  # which takes other queries than keys where they are replicated, but no other v
-        with pytest.raises(ValueError, match="same shape"):
-            strategies.attention(q[:, :, :1], k, v[:, :, :3], strategy=strategy, S=4, replicated=True)
+        refused("same shape", q[:, :, :1], k, v[:, :, :3], replicated=True)
+        for trained in range(3):
+            tensors = [x.clone().requires_grad_(number == trained) for number, x in enumerate((q, k, v))]
+            refused("star has no backward.*lesson 3, 5 or 6", *tensors)
 
 
-@pytest.mark.parametrize("strategy", strategies.LESSONS)
-def test_an_option_that_a_strategy_lacks_is_not_ignored(strategy):
-    q, k, v = inputs(8)[:3]
-    lacking = {"window", "dropout", "casual", "cu_seqlens", "replicated", "transport"} - set(strategies.OWN[strategy])
-    for option in lacking:
-        with pytest.raises(NotImplementedError, match=f"{strategy} has no {option}; its options are causal, "):
-            strategies.attention(q, k, v, strategy=strategy, block=PlainBlock, **{option: None})
+RING, ALL = ("relay", "fetch"), ("query_parallel", "star", "ulysses", "relay", "fetch")
+DISAGREEMENTS = [  # (who can disagree so, the call of most ranks, what rank 2 does otherwise, what every rank raises)
+    (ALL, {}, {"causal": True}, "the same causal; got rank 0 False, rank 1 False, rank 2 True, rank 3 False"),
+    (ALL, {}, {"scale": 0.5}, "the same scale; got rank 0 .*, rank 2 0.5, "),
+    (ALL, {}, {"layout": "contiguous"}, "the same layout; got rank 0 zigzag, rank 1 zigzag, rank 2 contiguous"),
+    (ALL, {}, {"dtype": torch.float16}, "the same dtype; got rank 0 torch.float32, .*rank 2 torch.float16"),
+    (ALL, {}, {"H": 8}, r"the same shape of q; got rank 0 \(1, 4, .*rank 2 \(1, 8, "),
+    (ALL, {}, {"S": "other"}, "the same S; got rank 0 "),
+    (ALL, {}, {"way": "other"}, "the same function; got rank 0 .*, rank 2 "),
+    (ALL, {}, {"n": 3}, "positions; got "),
+    (ALL, {}, {"causal": 1}, "rank 2 of the ring was given what it does not take. TypeError: causal must be"),
+    (RING, {}, {"transport": "other"}, "the same transport; got rank 0 "),
+    (RING, {}, {"only": "backward"}, "the same function; got rank 0 forward, .*rank 2 backward"),
+    ((*RING, "query_parallel", "ulysses"), {"backward": True}, {"backward": False, "twice": True},
+     "the same function; got rank 0 backward of attention, .*its inputs require no gradient"),
+    (("query_parallel",), {}, {"cu_seqlens": (0, 16)}, r"the same cu_seqlens; got rank 0 None, .*rank 2 \(0, 16\)"),
+    (("star",), {"Nq": 2}, {"Nq": 3}, r"the same shape of q; got rank 0 \(1, 4, 2, 16\), .*rank 2 \(1, 4, 3, 16\)"),
+    (("star",), {}, {"trained": True},
+     "rank 2 of the ring was given what it does not take. NotImplementedError: star has no backward"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("trained", range(3))
-def test_star_has_no_backward(trained):
-    q, k, v = tensors = inputs(8)[:3]
-    tensors[trained].requires_grad_()
-    with pytest.raises(NotImplementedError, match="lesson 3, 5 or 6"):
-        strategies.attention(q, k, v, strategy="star", block=PlainBlock)
-
-
-DISAGREEMENTS = {  # what rank 2 does otherwise: words of what every rank raises
-    "causal": ("the same causal; got rank 0 False, rank 1 False, rank 2 True, rank 3 False",),
-    "scale": ("the same scale; got rank 0 ", ", rank 2 0.5, "),
-    "layout": ("the same layout; got rank 0 zigzag, rank 1 zigzag, rank 2 contiguous",),
-    "dtype": ("the same dtype; got rank 0 torch.float32, ", "rank 2 torch.float16"),
-    "heads": ("the same shape of q; got rank 0 (1, 4, ", "rank 2 (1, 8, "),
-    "strategy": ("the same function; got rank 0 ", ", rank 2 "),
-    "a length": ("positions; got ",),
-    "not what it takes": ("rank 2 of the ring was given what it does not take. TypeError: causal must be",),
-    "no backward": ("the same function; got rank 0 backward of attention, ", "inputs require no gradient"),
-    "cu_seqlens": ("the same cu_seqlens; got rank 0 None, ", "rank 2 (0, 16)"),
-    "queries": ("the same shape of q; got rank 0 (1, 4, 2, 16), ", "rank 2 (1, 4, 3, 16)"),
-    "a gradient": ("rank 2 of the ring was given what it does not take. NotImplementedError: star has no backward",),
-}
-NOT_OF_ALL = {  # the strategies that can disagree so
-    "no backward": WITH_BACKWARD, "cu_seqlens": ("query_parallel",), "queries": ("star",), "a gradient": ("star",)
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("S", [16, pytest.param(None, marks=pytest.mark.long)])
-@pytest.mark.parametrize("strategy", strategies.LESSONS)
-def test_ranks_that_disagree_all_raise(strategy, S):
+@pytest.mark.parametrize(
+    "way, S",
+    [*((way, 16) for way in ALL), ("relay", None), *(pytest.param(way, None, marks=pytest.mark.long) for way in ALL)],
+)
+def test_ranks_that_disagree_all_raise(way, S):
     """With S these are calls that all ranks have agreed on before."""
-    messages = on_ranks(disagree, strategy, S)
-    assert len(messages[0]) == {"ulysses": 9, "ring": 9}.get(strategy, 10)
-    for name in messages[0]:
-        for rank, said in enumerate(messages):
-            by_itself = rank == 2 and name in ("a length", "not what it takes", "a gradient")
-            assert by_itself or all(words in said[name] for words in DISAGREEMENTS[name]), (name, rank, said[name])
+    if way == "fetch" and engine.name == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip("fetch needs a GPU for each of the 4 ranks")
+    for rank, messages in enumerate(on_ranks(disagree, way, S)):
+        assert len(messages) == {"query_parallel": 11, "star": 11, "ulysses": 10}.get(way, 12)
+        for words, said in messages:
+            assert re.search(words.split("Error: ")[-1] if rank == 2 else words, said), (words, said)
 
 
-def disagree(strategy, S):
-    """{what rank 2 does otherwise: the message that this rank raised}; calls that fit must go on giving the same."""
-    messages, other = {}, dist.get_rank() == 2
-    options_of = {"causal": True, "scale": 0.5, "layout": "contiguous", "cu_seqlens": (0, 16)}
+def disagree(way, S):
+    """[(words, the message that this rank raised)]; calls that fit must go on giving the same."""
+    messages, other = [], dist.get_rank() == 2
 
-    def call(name="", strategy=strategy):
-        H, n, Nq = 8 if name == "heads" else 4, 3 if name == "a length" else 4, {"few": 2, "queries": 3}.get(name)
-        q, k, v, dout = inputs(n, H, H, dtype=torch.float16 if name == "dtype" else torch.float32, Nq=Nq)
-        options = {name: options_of[name]} if name in options_of else {}
-        options |= {"causal": 1} if name == "not what it takes" else {"replicated": True} if Nq else {}
-        q.requires_grad_(name in ("a gradient", "backward"))
-        out = strategies.attention(q, k, v, strategy=strategy, S=S, block=PlainBlock, **options)
-        return torch.autograd.grad(out, q, dout)[0] if name == "backward" else out
+    def call(way=way, n=4, H=4, Nq=None, dtype=torch.float32, S=S, only="", backward=False, trained=False, **options):
+        q, k, v, dout = inputs(n, H, H, dtype=dtype, Nq=Nq)
+        options |= {"replicated": True} if Nq else {"transport": way} | options if way in RING else {}
+        options |= {"S": S, "block": PlainBlock}
+        if only:
+            return step04.backward(dout, q, k, v, q, q[..., 0].float(), **options)[0]
+        if options.pop("twice", False):
+            strategies.attention(q, k, v, strategy="ring" if way in RING else way, **options)
+        q.requires_grad_(trained or backward)
+        out = strategies.attention(q, k, v, strategy="ring" if way in RING else way, **options)
+        return torch.autograd.grad(out, q, dout)[0] if backward else out
 
-    known = ["causal", "scale", "layout", "dtype", "heads", "few" if strategy == "star" else "backward"]
-    want = [call(name) for name in known]
-    for name in DISAGREEMENTS:
-        if strategy not in NOT_OF_ALL.get(name, strategies.LESSONS):
-            continue
-        mine = {"queries": "few", "no backward": "backward"}.get(name, "")
-        with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
-            if other and name == "strategy":
-                call(strategy="ulysses" if strategy == "ring" else "ring")
-            elif other and name == "no backward":
-                call(), call()
-            else:
-                call(name if other else mine)
-        messages[name] = str(raised.value)
-        assert all(torch.equal(call(again), x) for again, x in zip(known, want, strict=True)), name
+    another = {"S": None if S else 16, "way": "star" if way == "ulysses" else "ulysses"}
+    another["transport"] = "fetch" if way == "relay" else "relay"
+    known = [dict(causal=True), dict(layout="contiguous"), dict(dtype=torch.float16), dict(H=8)]
+    known += [dict(Nq=2)] if way == "star" else [dict(backward=True)]
+    known += [dict(only="backward")] if way in RING else []
+    want = [call(**options) for options in known]
+    for ways, usual, changed, words in DISAGREEMENTS:
+        if way in ways:
+            options = usual | {name: another[name] if x == "other" else x for name, x in changed.items()}
+            with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
+                call(**(options if other else usual))
+            messages.append((words, str(raised.value)))
+            assert all(torch.equal(call(**again), x) for again, x in zip(known, want, strict=True)), words
     return messages
 
 
@@ -634,13 +562,9 @@ def disagree_as_over_nccl(strategy):
         init(self, group)
         self.through_host = False
 
-    def counted(*args, **options):
-        texts.append(args)
-        return exchange(*args, **options)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Comm, "__init__", as_over_nccl)
-        patch.setattr(watch, "exchange", counted)
+        patch.setattr(watch, "exchange", lambda *args, **options: texts.append(args) or exchange(*args, **options))
         tensors = inputs(5)[:3]
         options = dict(strategy=strategy, S=20, block=PlainBlock, group=group_of((3, 0, 1, 2)))
         for layout in 2 * ("zigzag", "contiguous"):
@@ -669,56 +593,48 @@ def test_sent_bytes_and_memory_are_those_of_the_formulas(strategy, S, H, Hk, dty
 
 
 def costs(strategy, layout, S, H, Hk, dtype, causal):
+    """((bytes sent in the forward, in the backward or None), bytes held in the forward)."""
     whole, attention = Layout(layout, S, 4), strategies.load(strategy)
     mine = [whole.shard(x, dist.get_rank()) for x in inputs(S, H, Hk, 64, dtype)]
-    options = dict(causal=causal, layout=layout, S=S)
-    quick = {name: functools.partial(getattr(PlainBlock, name), tile=(128, 128)) for name in ("forward", "backward")}
-    plain = SimpleNamespace(**quick)
-
-    def forward(block):
-        return attention(*mine[:3], block=block, **options)
-
-    forward(plain)  # the first call of these shapes may also compare arguments
-    with account.counted() as first:
-        forward(plain)
-    with account.counted() as both:
-        account.passes(attention, *mine, block=plain, **options)
-    backward = both["bytes"] - first["bytes"] if strategy in WITH_BACKWARD else None
-    return (first["bytes"], backward), account.measured_memory(forward, plain, mine)
+    options = dict(causal=causal, layout=layout, S=S, block=account.Idle)
+    forward, both = account.Watched(mine), account.Watched(mine)
+    attention(*mine[:3], **options)  # the first call of these shapes may also compare arguments
+    with forward:
+        attention(*mine[:3], **options)
+    with both:
+        account.passes(attention, *mine, **options)
+    return (forward.sent, both.sent - forward.sent if strategy in WITH_BACKWARD else None), forward.held
 
 
 # Programs.
 
 
 def test_every_lesson_is_a_program_of_at_most_60_lines():
-    lessons = sorted(FOLDER.glob("lesson_*.py"))
-    assert [path.stem.split("_")[1] for path in lessons] == list("123456")
-    assert {path.stem for path in lessons} >= set(strategies.LESSONS.values())
-    for path in lessons:
-        assert len(path.read_text().splitlines()) <= 60, path
+    assert [name.split("_")[1] for name in sorted(LESSONS)] == list("123456")
+    assert LESSONS >= set(strategies.LESSONS.values())
+    assert all(len((FOLDER / f"{name}.py").read_text().splitlines()) <= 60 for name in LESSONS)
 
 
-def test_a_lesson_runs():
-    command = [sys.executable, "-m", "steps.step04_ring.strategies.lesson_1_hop"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "rank 2 got [1, 1]" in done.stdout, done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("lesson", sorted(path.stem for path in FOLDER.glob("lesson_[2-6]*.py")))
-def test_the_other_lessons_run(lesson):
+@pytest.mark.parametrize(
+    "lesson",
+    ["lesson_1_hop", *(pytest.param(one, marks=pytest.mark.long) for one in sorted(LESSONS) if one > "lesson_2")],
+)
+def test_a_lesson_runs(lesson):
     command = [sys.executable, "-m", f"steps.step04_ring.strategies.{lesson}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    if lesson != "lesson_2_overlap":  # which prints times; the order of its events has a test above
+    if lesson == "lesson_1_hop":
+        assert "rank 2 got [1, 1]" in done.stdout
+    elif lesson != "lesson_2_overlap":  # which prints times; the order of its events has a test above
         assert max(float(word.strip(",")) for word in done.stdout.split() if "e-" in word) < 5e-6
 
 
-def test_demo_of_a_strategy():
+def test_demo_of_a_strategy(monkeypatch):
+    """In this file's ranks. test_step04_ring.py runs the demo as a program."""
     app = typer.Typer()
-    app.command()(demo.main)  # In this process starting ranks is fast. test_step04_ring.py runs the program.
-    words = ("--strategy", "ulysses", "--seq", "64", "--dim", "16", "--gpus", "2")
-    done = CliRunner().invoke(app, words)
+    app.command()(demo.main)
+    monkeypatch.setattr(launch, "spawn", lambda work, ranks, *args: on_ranks(work, *args))
+    done = CliRunner().invoke(app, ("--strategy", "ulysses", "--seq", "64", "--dim", "16"))
     assert done.exit_code == 0, done.output
     for words in ("forward + backward", "memory, forward", "by formula", "largest differences"):
         assert words in done.output

@@ -262,13 +262,11 @@ show("step04_ring/fetch", "start")
 # `start` runs two steps ahead, into two buffers; a barrier in front makes sure that the owners' keys are there, and one at the
 # end that nobody needs them any more. What it gives up: one host, and in the backward N - 1 slots for the parts of dK and dV.
 # An event model of both, with the links as measured and blocks at the speed of stage 02's rows. In it merging costs nothing,
-# and messages begin while a block runs. (Part 7: do they?)
+# messages begin while a block runs (part 7: do they?), and NCCL takes no multiprocessor from a block.
 
 # %% slideshow={"slide_type": "fragment"}
 machines = {  # Assumed: a message costs 10 us more than its bytes.
-    # NCCL sends with some of the multiprocessors: blocks beside it took 1.34 times as long
-    # (measured once, no recorded row yet).
-    "relay": Machine(speeds, links["NCCL, 155 GB/s"], latency=1e-5, lent=0.34),
+    "relay": Machine(speeds, links["NCCL, 155 GB/s"], latency=1e-5),
     "fetch": Machine(speeds, links["copy engine, 370 GB/s"], latency=1e-5),
 }
 
