@@ -29,11 +29,12 @@ from steps.step04_ring.comm import Comm
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.strategies import account, cuts, lesson_1_hop, lesson_2_overlap, lesson_4_star
 from steps.workbook.case_on_ranks import PlainBlock, group_of
-from support.ranks import end_of_pool, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
+from support.ranks import both_passes, end_of_pool, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
 
 FOLDER = Path(strategies.__file__).parent
 LESSONS = {path.stem for path in FOLDER.glob("lesson_*.py")}
 RESULTS = "out", "dq", "dk", "dv"
+RING, ALL = ("relay", "fetch"), ("query_parallel", "star", "ulysses", "relay", "fetch")
 WITH_BACKWARD = ("query_parallel", "ulysses", "ring")
 
 
@@ -56,9 +57,12 @@ def excess(got, want, whole=None, rank=0):
     return found
 
 
-def results(way, q, k, v, dout, change=lambda name, x: x, block=PlainBlock, **options):
+def results(way, q, k, v, dout, change=None, block=PlainBlock, **options):
     """{name: result} of the ring, or what a strategy has of them. change(name, x) puts x into other memory."""
-    q, k, v, dout = (change(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout)))
+    if not change and way in RING:
+        return dict(zip(error.NAMES, both_passes(q, k, v, dout, block, transport=way, **options), strict=True))
+    if change:
+        q, k, v, dout = (change(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout)))
     if way in strategies.LESSONS:
         found = account.passes(strategies.load(way), q, k, v, dout, block=block, **options)
         assert len(found) == (4 if way in WITH_BACKWARD else 1)
@@ -129,7 +133,7 @@ def order_of_events(overlap):
 ON_FETCH = pytest.mark.skipif(
     engine.name == "cuda" and torch.cuda.device_count() < 4, reason="fetch needs a GPU for each of the 4 ranks"
 )
-WAYS = ["query_parallel", "star", "ulysses", "relay", pytest.param("fetch", marks=ON_FETCH)]
+WAYS = [*ALL[:-1], pytest.param("fetch", marks=ON_FETCH)]
 TEAMS = [(0, 1, 2, 3), (0, 1), (1, 2, 3), (2,)]
 SETTINGS = [  # (teams, S, H, Hk, dtype, scale, masks), of heads so many to a rank
     (TEAMS, 37, 1, 1, torch.float32, 0.3, (False, True)),
@@ -479,7 +483,6 @@ def test_tensors_and_options_that_do_not_fit_are_refused(strategy):
             refused("star has no backward.*lesson 3, 5 or 6", *tensors)
 
 
-RING, ALL = ("relay", "fetch"), ("query_parallel", "star", "ulysses", "relay", "fetch")
 DISAGREEMENTS = [  # (who can disagree so, the call of most ranks, what rank 2 does otherwise, what every rank raises)
     (ALL, {}, {"causal": True}, "the same causal; got rank 0 False, rank 1 False, rank 2 True, rank 3 False"),
     (ALL, {}, {"scale": 0.5}, "the same scale; got rank 0 .*, rank 2 0.5, "),
@@ -629,16 +632,19 @@ def test_a_lesson_runs(lesson):
         assert max(float(word.strip(",")) for word in done.stdout.split() if "e-" in word) < 5e-6
 
 
-def test_demo_of_a_strategy(monkeypatch):
-    """In this file's ranks. test_step04_ring.py runs the demo as a program."""
+def test_the_demo_in_this_file_s_ranks(monkeypatch):
     app = typer.Typer()
     app.command()(demo.main)
     monkeypatch.setattr(launch, "spawn", lambda work, ranks, *args: on_ranks(work, *args))
-    done = CliRunner().invoke(app, ("--strategy", "ulysses", "--seq", "64", "--dim", "16"))
-    assert done.exit_code == 0, done.output
+    usual = "--seq", "67", "--dim", "16", "--causal"
+    ring, ulysses = (CliRunner().invoke(app, (*usual, *more)).output for more in ([], ["--strategy", "ulysses"]))
+    assert "4 ranks over" in ring and "one device" in ring and "speed-up" in ring
+    found = re.findall(r" (\w+) (\S+e[+-]\d+)", ring.split("largest differences to one device: ")[1])
+    assert [name for name, _ in found] == list(error.NAMES)
+    assert max(float(x) for _, x in found) < (1e-5 if engine.name == "cpu" else 5e-2)
     for words in ("forward + backward", "memory, forward", "by formula", "largest differences"):
-        assert words in done.output
-    sent = re.findall(r"sent, (\w+) +(\S+) MB a rank, by formula (\S+)", done.output)
+        assert words in ulysses
+    sent = re.findall(r"sent, (\w+) +(\S+) MB a rank, by formula (\S+)", ulysses)
     assert [of_pass for of_pass, _, _ in sent] == ["forward", "backward"]
     assert all(measured == formula != "0.000" for _, measured, formula in sent), sent
 
