@@ -177,7 +177,7 @@ def free_port():
 def meet(place, timeout=2):
     """The message of a start that fails."""
     with pytest.raises(RuntimeError) as raised:
-        launch._meet(place, f"{place.address}:{place.port}", timeout)
+        launch._meet(place, timeout)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 

@@ -104,7 +104,7 @@ def in_order(rows):
 
 
 def by_column(head, columns, cells):
-    """A table with a column for each of {key: name}. cells: (a line's first words, key, word); of equal ones the first."""
+    """A table with a column for each {key: name}. cells: (a line's first words, key, word), of equal ones the first."""
     lines = {}
     for words, key, word in cells:
         lines.setdefault(tuple(words), {}).setdefault(key, word)

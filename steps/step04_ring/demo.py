@@ -42,9 +42,8 @@ def main(
     if launched:
         gpus = in_one_line(environment.read, torch.cuda.device_count() if engine.name == "cuda" else 0).size
     check_flags(seq, dim, gpus, heads, layout, dtype, strategy)
-    work, arguments = report, (seq, dim, heads, causal, layout, dtype)
-    if strategy:
-        work, arguments = report_strategy, (strategy, *arguments)
+    work = partial(report_strategy, strategy) if strategy else report
+    arguments = seq, dim, heads, causal, layout, dtype
     if launched:
         in_one_line(launch.init)
         lines = work(*arguments)
@@ -118,7 +117,8 @@ def report(seq, dim, heads, causal, layout, dtype):
     ring_seconds, (out, *grads) = account.timed(together, dist.barrier)
     got = (out, forward(*mine[:3], **options)[1], *grads)
     shards = [whole.shard(x, rank, dim=2) for x in want]
-    differences = [largest_difference(a, b) for a, b in zip(got, shards, strict=True)]
+    pairs = (a.float() - b.float() for a, b in zip(got, shards, strict=True))
+    differences = [x.abs().max().item() if x.numel() else 0.0 for x in pairs]
 
     everyone = [None] * ranks
     dist.all_gather_object(everyone, (ring_seconds, differences))
@@ -147,11 +147,6 @@ def report_strategy(strategy, seq, dim, heads, causal, layout, dtype):
     lines = account.report(strategy, attention, block, seq, heads, heads, dim, causal, layout, kind)
     line = account.differences(attention, seq, heads, heads, dim, causal, layout, kind, block=block)
     return [f"{engine.describe()}, block {block_name}", *lines, line]
-
-
-def largest_difference(a, b):
-    """max |a - b| in float32; 0 for empty tensors."""
-    return (a.float() - b.float()).abs().max().item() if a.numel() else 0.0
 
 
 def choose_block(dtype):
