@@ -8,7 +8,6 @@ import errno
 import itertools
 import math
 import os
-import re
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ from steps.step04_ring.merge import Parts, add, merge
 from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
 from support import races
 from support.contract_suite import Contract
-from support.ranks import both_passes, end_of_pool, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
+from support.ranks import both_passes, end_of_pool, in_every_rank, on_ranks, shards  # noqa: F401  Pytest finds the fixture by its name.
 
 ON_FETCH = pytest.mark.skipif(
     engine.name == "cuda" and torch.cuda.device_count() < 4, reason="fetch needs a GPU for each of the 4 ranks"
@@ -169,29 +168,22 @@ class ExactInOrder(Exact):
 
 
 @pytest.mark.parametrize("transport", ["relay", FETCH])
+@in_every_rank
 def test_gradients_are_added_in_float32_and_in_order(transport):
-    rounded = torch.tensor([259.0, 2 * 259, 3 * 259]).bfloat16().tolist()
-    assert rounded[0] != 256
-    for rank, (sums, ordered) in enumerate(on_ranks(exact_gradients, transport)):
-        assert sums == rounded
-        # fetch adds in the order of the ranks, relay in that in which the keys visit them; both add dk and dv alike.
-        order = range(4) if transport == "fetch" else [(rank - 1 - step) % 4 for step in range(4)]
-        total = torch.zeros(2)
-        for giver in order:
-            total += torch.tensor([2.0, 3.0]) * ExactInOrder.parts[giver]
-        assert ordered[1:] == total.tolist()
-
-
-def exact_gradients(transport):
-    """The first entries of (dq, dk, dv), in bfloat16 of Exact and in float32 of ExactInOrder."""
-    found = []
+    """In bfloat16 of Exact and in float32 of ExactInOrder."""
+    rank, found = dist.get_rank(), []
     for dtype, exact in ((torch.bfloat16, Exact), (torch.float32, ExactInOrder)):
-        x = torch.full((1, 1, 2, 8), float(dist.get_rank()), dtype=dtype, device=engine.device)
+        x = torch.full((1, 1, 2, 8), float(rank), dtype=dtype, device=engine.device)
         lse = torch.zeros(1, 1, 2, device=engine.device)
         grads = step04.backward(x, x, x, x, x, lse, block=exact, S=8, layout="contiguous", transport=transport)
         found.append([grad.flatten()[0].item() for grad in grads])
         assert all((grad == grad.flatten()[0]).all() for grad in grads)
-    return found
+    assert found[0] == torch.tensor([259.0, 2 * 259, 3 * 259]).bfloat16().tolist()
+    # fetch adds in the order of the ranks, relay in that in which the keys visit them; both add dk and dv alike.
+    total = torch.zeros(2)
+    for giver in range(4) if transport == "fetch" else [(rank - 1 - step) % 4 for step in range(4)]:
+        total += torch.tensor([2.0, 3.0]) * ExactInOrder.parts[giver]
+    assert found[1][1:] == total.tolist()
 
 
 class InParts:
@@ -218,19 +210,13 @@ class InParts:
         return sums[-1]
 
 
+@in_every_rank
 def test_a_block_with_its_backward_in_parts():
-    assert all(on_ranks(compare_in_parts))
-
-
-def compare_in_parts():
-    random = torch.Generator().manual_seed(dist.get_rank())
-    shards = [torch.randn(1, 2, 5, 8, generator=random).to(engine.device) for _ in range(4)]
-    for options in (dict(layout=layout, causal=causal) for layout in LAYOUTS for causal in (False, True)):
+    mine = shards()
+    for layout, causal in itertools.product(LAYOUTS, (False, True)):
         InParts.calls = 0
-        results = [both_passes(*shards, S=20, block=one, **options) for one in (PlainBlock, InParts)]
-        if not all(map(torch.equal, *results)) or InParts.calls != 2:
-            return False
-    return True
+        both = [both_passes(*mine, one, S=20, layout=layout, causal=causal) for one in (PlainBlock, InParts)]
+        assert all(map(torch.equal, *both)) and InParts.calls == 2, (layout, causal)
 
 
 def failing(block, name, n):
@@ -253,125 +239,93 @@ BACKWARDS += [(InParts, "delta", 1), (InParts, "backward_into", 2), (InParts, "d
 
 @pytest.mark.parametrize("culprits", [(1,), (0, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize("transport", ["relay", FETCH])
+@in_every_rank
 def test_a_block_that_raises_ends_the_call_on_every_rank_and_the_next_call_is_right(transport, culprits):
-    """Ranks that did not raise name those that did. Where they waited in vain, this pool's minute would pass first."""
-    assert on_ranks(go_on_after_an_error, transport, culprits) == [[]] * 4
+    """Ranks that did not raise name those that did. Where they waited in vain, this pool's minute would pass first.
 
-
-def go_on_after_an_error(transport, culprits):
-    """What was wrong on this rank, in the world and in a group of two. culprits: the group's ranks that raise."""
-    wrong = []
-    for members in ((0, 1, 2, 3), (1, 3)):
-        group, N = group_of(members), len(members)
-        if dist.get_rank() not in members:
-            continue
-        rank, some = dist.get_rank(group), [who for who in culprits if who < N]
-        random = torch.Generator().manual_seed(rank)
-        q, k, v, dout = (torch.randn(1, 2, 5, 8, generator=random).to(engine.device) for _ in range(4))
+    In the world and in a group of two, whose ranks `culprits` raise.
+    """
+    groups = {members: group_of(members) for members in ((0, 1, 2, 3), (1, 3))}
+    for members, group in groups.items() if dist.get_rank() in (1, 3) else [*groups.items()][:1]:
+        rank, N = dist.get_rank(group), len(members)
+        some = [who for who in culprits if who < N]
+        q, k, v, dout = shards()
         options = dict(S=5 * N, causal=True, group=group, transport=transport)
         want = both_passes(q, k, v, dout, **options)
+        forward, backward = partial(step04.forward, q, k, v), partial(step04.backward, dout, q, k, v, *want[:2])
 
-        def forward(block, q=q, k=k, v=v, options=options):
-            return step04.forward(q, k, v, block=block, **options)
-
-        def backward(block, saved=(dout, q, k, v, *want[:2]), options=options):
-            return step04.backward(*saved, block=block, **options)
-
-        def autograd(block, q=q, k=k, v=v, dout=dout, options=options):
-            step04.attention(*(x.clone().requires_grad_() for x in (q, k, v)), block=block, **options).backward(dout)
+        def autograd(q=q, k=k, v=v, dout=dout, **options):
+            step04.attention(*(x.clone().requires_grad_() for x in (q, k, v)), **options).backward(dout)
 
         calls = [(forward, *row) for row in FORWARDS]
         calls += [(call, *row) for row in BACKWARDS for call in (backward, autograd)]
         for call, usual, name, n in calls:
-            step = N if n == "N" else n
-            with pytest.raises((MemoryError, step04.RingError)) as raised:
-                call(failing(usual, name, step) if rank in some else usual)
-            note = watch.note(group)
+            block = failing(usual, name, N if n == "N" else n) if rank in some else usual
+            with pytest.raises(MemoryError if rank in some else step04.RingError) as raised:
+                call(block=block, **options)
+            note, told = watch.note(group), str(raised.value)
             names = [f"rank {who} of {N} raised MemoryError: on purpose in call {note.now[0]}, hop " for who in some]
-            told = str(raised.value)
-            if rank in some:
-                right = raised.type is MemoryError and told == "on purpose"
-            else:
-                right = raised.type is step04.RingError and all(words in told for words in names)
-            if not right:
-                wrong.append((members, call.__name__, name, n, repr(raised.value)))
-            got = *step04.forward(q, k, v, block=PlainBlock, **options), *backward(PlainBlock)
-            if not all(map(torch.equal, got, want)) or note.failure:
-                wrong.append((members, call.__name__, name, n, "the next call"))
-    return wrong
+            assert told == "on purpose" if rank in some else all(words in told for words in names), (name, n, told)
+            got = *forward(block=PlainBlock, **options), *backward(block=PlainBlock, **options)
+            assert all(map(torch.equal, got, want)) and not note.failure, (members, name, n, "the next call")
 
 
 @pytest.mark.parametrize("transport", ["relay", FETCH])
-def test_where_a_block_has_raised_no_stale_number_passes_for_a_gradient(transport):
-    """As over NCCL, where the other ranks' hosts do not wait for the end of the call."""
-    for rank, found in enumerate(on_ranks(gradients_without_a_part, transport)):
-        assert found == ([] if rank == 1 else ["right", "right", "NaN", "NaN"]), (rank, found)
+@in_every_rank
+def test_where_a_block_has_raised_no_stale_number_passes_for_a_gradient(transport, monkeypatch):
+    """As over NCCL, where the other ranks' hosts do not wait for the end of the call. Rank 1 raises at its first step.
 
-
-def gradients_without_a_part(transport):
-    """Of (out, dq, dk, dv), while rank 1's block raises at its first step: whether each is right, NaN, or neither."""
-    random = torch.Generator().manual_seed(dist.get_rank())
-    q, k, v, dout = (torch.randn(1, 2, 5, 8, generator=random).to(engine.device) for _ in range(4))
+    The others' out and dq are right, and their dk and dv are NaN where they are not.
+    """
+    q, k, v, dout = shards()
     options = dict(S=20, causal=False, transport=transport)
     want_out, lse, *want = both_passes(q, k, v, dout, **options)
     both_passes(q, k, v, 2 * dout, **options)  # whose gradients are left in the shared memory
     got = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("steps.step04_ring.comm.Comm.together", lambda comm: contextlib.nullcontext())
-        for function, saved in ((step04.forward, (q, k, v)), (step04.backward, (dout, q, k, v, want_out, lse))):
-            block = failing(PlainBlock, function.__name__, 1) if dist.get_rank() == 1 else PlainBlock
-            with contextlib.suppress(MemoryError):
-                got += function(*saved, block=block, **options)
-    kinds = {(True, False): "right", (False, True): "NaN"}
-    pairs = zip([x for i, x in enumerate(got) if i != 1], (want_out, *want), strict=False)  # without lse
-    return [
-        kinds.get((torch.equal(x, y), bool(x.isnan().any() and (x.isnan() | (x == y)).all())), "neither")
-        for x, y in pairs
-    ]
+    monkeypatch.setattr("steps.step04_ring.comm.Comm.together", lambda comm: contextlib.nullcontext())
+    for function, saved in ((step04.forward, (q, k, v)), (step04.backward, (dout, q, k, v, want_out, lse))):
+        block = failing(PlainBlock, function.__name__, 1) if dist.get_rank() == 1 else PlainBlock
+        with contextlib.suppress(MemoryError):
+            got += function(*saved, block=block, **options)
+    assert (dist.get_rank() == 1) == (not got)
+    for name, x, y in zip(error.NAMES, got, (want_out, lse, *want), strict=False):
+        assert torch.equal(x, y) if name in ("out", "lse", "dq") else x.isnan().any() and (x.isnan() | (x == y)).all()
 
 
 @pytest.mark.skipif(engine.name == "cuda", reason="takes the place of NCCL")
-def test_over_nccl_every_other_rank_prints_what_a_block_raised():
-    line = "rank 1 of 4 raised MemoryError: on purpose in call {}, hop 2"
-    for rank, (call, lines) in enumerate(on_ranks(hear_of_a_failure)):
-        assert lines == ([] if rank == 1 else [line.format(call)])
-
-
-def hear_of_a_failure():
-    """(the call that rank 1 failed in, what this process has printed). Here over gloo, but as over NCCL."""
+@in_every_rank
+def test_over_nccl_every_other_rank_prints_what_a_block_raised(monkeypatch):
+    """Here over gloo, but as over NCCL. It is not printed again."""
     note, printed = watch.note(dist.group.WORLD), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "print_line", printed.append)
-        patch.setattr(note, "on_device", True)
-        patch.setattr(note, "now", (note.now[0], 2, {}))
-        dist.barrier()
-        if dist.get_rank() == 1:
-            note.failed(MemoryError("on purpose\nand more"))
-        while not printed and dist.get_rank() != 1:
-            time.sleep(0.01)
-        dist.barrier()
-        time.sleep(2 * watch.PERIOD)  # It is not printed again.
-        note.failure = ""
-        dist.barrier()
-    return note.now[0], printed
+    call = note.now[0]
+    monkeypatch.setattr(watch, "print_line", printed.append)
+    monkeypatch.setattr(note, "on_device", True)
+    monkeypatch.setattr(note, "now", (call, 2, {}))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        note.failed(MemoryError("on purpose\nand more"))
+    while not printed and dist.get_rank() != 1:
+        time.sleep(0.01)
+    dist.barrier()
+    time.sleep(2 * watch.PERIOD)
+    note.failure = ""
+    dist.barrier()
+    line = f"rank 1 of 4 raised MemoryError: on purpose in call {call}, hop 2"
+    assert printed == ([] if dist.get_rank() == 1 else [line])
 
 
-def test_a_file_that_finds_no_memory_is_an_error_on_every_rank():
-    words = "rank 1 has no room for 64 bytes in .*: No space left on device. .*--shm-size.*relay"
-    assert all(re.search(words, message) for message in on_ranks(share_too_much))
-
-
-def share_too_much():
+@in_every_rank
+def test_a_file_that_finds_no_memory_is_an_error_on_every_rank(monkeypatch):
     def full(file, first, size):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(os, "posix_fallocate", full, raising=False)
-        with pytest.raises(OSError) as raised:
+        words = "rank 1 has no room for 64 bytes in .*: No space left on device. .*--shm-size.*relay"
+        with pytest.raises(OSError, match=words):
             side.SharedFiles(64, comm.Comm())
     side.SharedFiles(64, comm.Comm())
-    return str(raised.value)
 
 
 def test_shared_memory_is_there_before_it_is_written(tmp_path):
@@ -418,28 +372,27 @@ def test_stage_02_s_backward_on_slices(first, n):
     assert torch.equal(lse, before), "an input was overwritten"
 
 
-@pytest.mark.parametrize("N", [1, 2, 4])
-def test_a_forward_s_kernel_is_persistent_only_where_no_other_rank_shares_the_work(N):
-    if N == 1:
-        assert asked_for(None) == [True]
-    for transport in ("relay", "fetch") if N > 1 and engine.name == "cpu" else ():
-        found = on_ranks(asked_for, transport, tuple(range(N)))
-        assert found == [[False]] * N + [[]] * (4 - N), transport
+def asked_for(monkeypatch, **options):
+    """What default_block is told of the GPU in a forward: [alone]."""
+    told, x = [], torch.zeros(1, 1, 4, 8, device=engine.device)
+    monkeypatch.setattr(entry, "default_block", lambda q, tile, alone: told.append(alone) or PlainBlock)
+    monkeypatch.setattr(entry, "_kept", {})
+    step04.forward(x, x, x, **options)
+    return told
+
+
+def test_a_forward_s_kernel_is_persistent_where_it_has_the_gpu_for_itself(monkeypatch):
+    assert asked_for(monkeypatch, S=4) == [True]
     assert block.Hopper(True).switches == {} and block.Hopper(False).switches == {"PERSISTENT": 0}
     assert block.Hopper().deterministic
 
 
-def asked_for(transport, members=()):
-    """What default_block is told of the GPU in a forward: [alone]."""
-    told, group = [], group_of(members) if members else None
-    if members and dist.get_rank() not in members:
-        return told
-    x = torch.zeros(1, 1, 4, 8, device=engine.device)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entry, "default_block", lambda q, tile, alone: told.append(alone) or PlainBlock)
-        patch.setattr(entry, "_kept", {})
-        step04.forward(x, x, x, group=group, S=4 * max(1, len(members)), transport=transport)
-    return told
+@pytest.mark.parametrize("transport", ["relay", FETCH])
+@in_every_rank
+def test_a_forward_s_kernel_is_not_persistent_where_ranks_share_the_work(transport, monkeypatch):
+    pair = group_of((0, 1))
+    for group, N in ((dist.group.WORLD, 4), (pair, 2))[: 2 if dist.get_rank() < 2 else 1]:
+        assert asked_for(monkeypatch, group=group, S=4 * N, transport=transport) == [False]
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -455,15 +408,10 @@ def test_the_default_block_hands_the_switch_to_its_kernel(monkeypatch, alone):
     assert seen[0].get("PERSISTENT", 1) == alone and seen[0]["rung"] == "hopper"
 
 
-def test_fetch_asks_for_its_first_copies_before_the_first_block():
+@ON_FETCH
+@in_every_rank
+def test_fetch_asks_for_its_first_copies_before_the_first_block(monkeypatch):
     """The barrier and the copies from the next two ranks then do not stand behind a block's kernel."""
-    if engine.name == "cuda" and torch.cuda.device_count() < 4:
-        pytest.skip("needs 4 GPUs")
-    order = ["own k", "barrier", "copy", "copy", "block", "block", "copy", "block", "block", "barrier"]
-    assert on_ranks(order_of_a_forward) == [order] * 4
-
-
-def order_of_a_forward():
     done, kind = [], side.Side if engine.name == "cuda" else side.HostSide
     copy, barrier = kind.copy, kind.barrier
 
@@ -471,33 +419,20 @@ def order_of_a_forward():
         done.append("own k" if len(pairs) == 2 else "copy")
         copy(beside, *pairs)
 
-    def waited(beside, memory):
-        done.append("barrier")
-        barrier(beside, memory)
-
-    def computed(*tensors, **options):
-        done.append("block")
-        return PlainBlock.forward(*tensors, **options)
-
+    monkeypatch.setattr(kind, "copy", copied)
+    monkeypatch.setattr(kind, "barrier", lambda *side: done.append("barrier") or barrier(*side))
+    block = SimpleNamespace(forward=lambda *x, **how: done.append("block") or PlainBlock.forward(*x, **how))
     x = torch.ones(1, 1, 4, 8, device=engine.device)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "copy", copied)
-        patch.setattr(kind, "barrier", waited)
-        step04.forward(x, x, x, S=16, transport="fetch", block=SimpleNamespace(forward=computed))
-    return done
+    step04.forward(x, x, x, S=16, transport="fetch", block=block)
+    assert done == ["own k", "barrier", "copy", "copy", "block", "block", "copy", "block", "block", "barrier"]
 
 
-def test_a_relay_notes_when_the_device_has_passed_each_hop():
-    assert on_ranks(notes_of_a_forward) == [1 + 3] * 4  # The first note is of the call's beginning.
-
-
-def notes_of_a_forward():
-    """How often the relay's forward notes where the device is."""
+@in_every_rank
+def test_a_relay_notes_when_the_device_has_passed_each_hop(monkeypatch):
     notes, x = [], torch.ones(1, 1, 4, 8, device=engine.device)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch.Note, "passed", lambda note: notes.append(note.now))
-        step04.forward(x, x, x, S=16, transport="relay", block=PlainBlock)
-    return len(notes)
+    monkeypatch.setattr(watch.Note, "passed", lambda note: notes.append(note.now))
+    step04.forward(x, x, x, S=16, transport="relay", block=PlainBlock)
+    assert len(notes) == 1 + 3  # The first note is of the call's beginning.
 
 
 def test_fetch_has_no_race_and_every_wait_is_needed(monkeypatch):
@@ -523,20 +458,17 @@ def test_a_rank_that_compares_its_call_names_the_ranks_beside_it(monkeypatch):
     assert said == ["comparing its call with those of all ranks, through rank 0 and rank 2"]
 
 
-def test_a_rank_outside_the_group_and_a_group_without_processes():
-    messages = on_ranks(call_from_outside)
-    assert messages[1] is None and "rank 0 is not in the group" in messages[0]
+def test_a_group_without_processes():
     with pytest.raises(ValueError, match="launch.init"):
         step04.forward(*[torch.zeros(2, 16, device=engine.device)] * 3, group="world")
 
 
-def call_from_outside():
-    group = group_of((1, 3))
-    if dist.get_rank() in (1, 3):
-        return None
-    with pytest.raises(ValueError) as raised:
-        step04.forward(*[torch.zeros(2, 16, device=engine.device)] * 3, group=group)
-    return str(raised.value)
+@in_every_rank
+def test_a_rank_outside_the_group():
+    group, rank = group_of((1, 3)), dist.get_rank()
+    if rank in (0, 2):
+        with pytest.raises(ValueError, match=f"rank {rank} is not in the group"):
+            step04.forward(*[torch.zeros(2, 16, device=engine.device)] * 3, group=group)
 
 
 # Failures. Each of these tests starts ranks of its own, because they do not survive it.

@@ -4,11 +4,14 @@ Starting ranks takes longer than most tests, so that all tests of a file share t
 """
 
 import functools
+import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import steps.step04_ring as step04
+from steps import engine
 from steps.step04_ring import launch
 from steps.workbook.case_on_ranks import PlainBlock
 
@@ -33,6 +36,28 @@ def on_ranks(worker, *args):
     except launch.RankError:
         pool.cache_clear()
         raise
+
+
+def in_every_rank(test):
+    """A test that runs in each of the ranks, and fails where it fails in one. Its monkeypatch is the rank's own."""
+
+    @functools.wraps(test)
+    def either(**arguments):
+        arguments.pop("monkeypatch", None)
+        if not dist.is_initialized():
+            on_ranks(functools.partial(either, **arguments))
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            own = {"monkeypatch": patch} if "monkeypatch" in inspect.signature(test).parameters else {}
+            test(**arguments, **own)
+
+    return either
+
+
+def shards(n=5, dtype=torch.float32):
+    """q, k, v and dout (1, 2, n, 8) of this rank."""
+    random = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randn(1, 2, n, 8, generator=random).to(engine.device, dtype) for _ in range(4)]
 
 
 def both_passes(q, k, v, dout, block=PlainBlock, **options):
