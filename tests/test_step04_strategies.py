@@ -29,7 +29,7 @@ from steps.step04_ring.comm import Comm
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.strategies import account, cuts, lesson_1_hop, lesson_2_overlap, lesson_4_star
 from steps.workbook.case_on_ranks import PlainBlock, group_of
-from support.ranks import both_passes, end_of_pool, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
+from support.ranks import both_passes, end_of_pool, in_every_rank, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
 
 FOLDER = Path(strategies.__file__).parent
 LESSONS = {path.stem for path in FOLDER.glob("lesson_*.py")}
@@ -45,16 +45,13 @@ def inputs(S, H=4, Hk=4, D=16, dtype=torch.float32, Nq=None, device=engine.devic
     return [torch.randn(1, *shape, D, generator=random).to(device, dtype) for shape in shapes]
 
 
-def excess(got, want, whole=None, rank=0):
-    """By how much the results of a rank, by name, leave the tolerance: {} if they do not."""
-    found = {}
+def check(got, want, whole=None, rank=0, about=None):
+    """The results of a rank, by name, are within the tolerance."""
     for name, x in got.items():
         shard = whole.shard(want.value[name], rank, dim=2) if whole else want.value[name]
-        assert x.shape == shard.shape and bool(x.isfinite().all())
+        assert x.shape == shard.shape and bool(x.isfinite().all()), (about, name)
         worst = (x.double() - shard).abs().max().item() if x.numel() else 0
-        if not worst <= want.tolerance[name]:
-            found[name] = worst, want.tolerance[name]
-    return found
+        assert worst <= want.tolerance[name], (about, name, worst, want.tolerance[name])
 
 
 def results(way, q, k, v, dout, change=None, block=PlainBlock, **options):
@@ -81,11 +78,8 @@ def layouts_of(way):
 
 
 @pytest.mark.parametrize("overlap", [None, False, True])
+@in_every_rank
 def test_one_hop_is_attention_over_the_keys_of_two_ranks(overlap):
-    assert on_ranks(two_ranks_of_keys, overlap) == [{}] * 4
-
-
-def two_ranks_of_keys(overlap):
     rank, whole = dist.get_rank(), Layout("contiguous", 52, 4)
     q, k, v, dout = inputs(52, device=launch.message_device())
     before = whole.positions((rank - 1) % 4)
@@ -94,38 +88,27 @@ def two_ranks_of_keys(overlap):
     lesson, options = (lesson_1_hop, {}) if overlap is None else (lesson_2_overlap, {"overlap": overlap})
     out, lse = lesson.attention(*mine, block=PlainBlock, **options)
     want = error.expected(mine[0], *(x.index_select(2, keys) for x in (k, v)), whole.shard(dout, rank))
-    return excess({"out": out, "lse": lse}, want)
+    check({"out": out, "lse": lse}, want)
 
 
-def test_the_overlapped_hop_travels_while_the_block_is_computed():
+@pytest.mark.parametrize(
+    "overlap, order", [(True, "post block wait block"), (False, "post wait block block")], ids=["overlap", "sequence"]
+)
+@in_every_rank
+def test_the_overlapped_hop_travels_while_the_block_is_computed(overlap, order, monkeypatch):
     """The message is under way when the block begins, and is waited for after it; without overlap before it."""
-    assert on_ranks(order_of_events, True) == [["post", "block", "wait", "block"]] * 4
-    assert on_ranks(order_of_events, False) == [["post", "wait", "block", "block"]] * 4
-
-
-def order_of_events(overlap):
     events, post = [], lesson_2_overlap.post
 
     def logged(x):
         messages, arriving = post(x)
         events.append("post")
+        wait = SimpleNamespace(wait=lambda: events.append("wait") or [message.wait() for message in messages])
+        return [wait], arriving
 
-        def wait():
-            events.append("wait")
-            for message in messages:
-                message.wait()
-
-        return [SimpleNamespace(wait=wait)], arriving
-
-    def block(*tensors):
-        events.append("block")
-        return PlainBlock.forward(*tensors)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lesson_2_overlap, "post", logged)
-        shards = inputs(8, device=launch.message_device())[:3]
-        lesson_2_overlap.attention(*shards, block=SimpleNamespace(forward=block), overlap=overlap)
-    return events
+    monkeypatch.setattr(lesson_2_overlap, "post", logged)
+    block = SimpleNamespace(forward=lambda *x: events.append("block") or PlainBlock.forward(*x))
+    lesson_2_overlap.attention(*inputs(8, device=launch.message_device())[:3], block=block, overlap=overlap)
+    assert events == order.split()
 
 
 # The strategies, and the ring by both of its transports.
@@ -147,50 +130,33 @@ SETTINGS = [  # (teams, S, H, Hk, dtype, scale, masks), of heads so many to a ra
 
 
 @pytest.mark.parametrize("way", WAYS)
+@in_every_rank
 def test_a_strategy_is_attention(way):
-    assert on_ranks(compare_with_the_reference, way) == [{}] * 4
-
-
-def compare_with_the_reference(way):
-    """{setting: what is out of tolerance} over team sizes, lengths, layouts, heads and dtypes."""
-    wrong = {}
+    """Over team sizes, lengths, layouts, heads and dtypes."""
     for teams, S, H, Hk, dtype, scale, masks in SETTINGS:
-        for members in teams:
+        for members, causal in itertools.product(teams, masks):
             group, N = group_of(members), len(members)  # All ranks make a group together.
             if dist.get_rank() not in members:
                 continue
             tensors = inputs(S, H * N, max(int(Hk * N), N if way == "ulysses" else 1), 16, dtype)
-            rank = dist.get_rank(group)
-            for causal in masks:
-                want = error.expected(*tensors, causal=causal, scale=scale)
-                for layout in layouts_of(way) if N > 2 else ("zigzag",):
-                    whole = Layout(layout, S, N)
-                    mine = [whole.shard(x, rank) for x in tensors]
-                    before = [x.clone() for x in mine]
-                    options = dict(causal=causal, scale=scale, layout=layout, group=group)
-                    options |= {} if S == 37 else {"S": S}  # without S the ranks add it up
-                    got = results(way, *mine, **options)
-                    got.pop("lse", None)
-                    assert all(x.dtype == dtype for x in got.values())
-                    assert all(map(torch.equal, mine, before)), "an input was overwritten"
-                    if bad := excess(got, want, whole, rank):
-                        wrong[members, S, H, str(dtype), causal, layout] = bad
-    return wrong
+            rank, want = dist.get_rank(group), error.expected(*tensors, causal=causal, scale=scale)
+            for layout in layouts_of(way) if N > 2 else ("zigzag",):
+                whole = Layout(layout, S, N)
+                mine = [whole.shard(x, rank) for x in tensors]
+                before = [x.clone() for x in mine]
+                options = dict(causal=causal, scale=scale, layout=layout, group=group)
+                options |= {} if S == 37 else {"S": S}  # without S the ranks add it up
+                got = results(way, *mine, **options)
+                assert all(x.dtype == dtype for name, x in got.items() if name != "lse")
+                assert all(map(torch.equal, mine, before)), "an input was overwritten"
+                check(got, want, whole, rank, (members, S, H, dtype, causal, layout))
 
 
 @pytest.mark.parametrize("mask", [{"causal": True}, {}])  # By default there is none.
 def test_without_a_process_group_a_strategy_has_one_rank(mask):
     tensors = inputs(21)
     for strategy in strategies.LESSONS:
-        assert excess(results(strategy, *tensors, **mask), error.expected(*tensors, **mask)) == {}
-
-
-@pytest.mark.parametrize(
-    "layout, causal",
-    [("zigzag", True), ("contiguous", False), pytest.param("zigzag", False, marks=pytest.mark.long)],
-)
-def test_query_parallel_takes_packed_sequences(layout, causal):
-    assert on_ranks(packed, layout, causal) == [{}] * 4
+        check(results(strategy, *tensors, **mask), error.expected(*tensors, **mask), about=strategy)
 
 
 PACKED = (  # beginnings and the end, for S = 48: shards of 6 and 6, or of 12
@@ -200,17 +166,20 @@ PACKED = (  # beginnings and the end, for S = 48: shards of 6 and 6, or of 12
 )
 
 
-def packed(layout, causal):
-    """What is out of tolerance beside the reference of each sequence alone; over the packed call of stage 03."""
-    wrong = {}
+@pytest.mark.parametrize(
+    "layout, causal",
+    [("zigzag", True), ("contiguous", False), pytest.param("zigzag", False, marks=pytest.mark.long)],
+)
+@in_every_rank
+def test_query_parallel_takes_packed_sequences(layout, causal):
+    """Beside the reference of each sequence alone; over the packed call of stage 03."""
     tensors = inputs(48, H=2, Hk=1)
     whole, rank = Layout(layout, 48, 4), dist.get_rank()
     mine = [whole.shard(x, rank) for x in tensors]
     for cu in PACKED:
         scale = 20.0 if cu[-1] < 48 else None  # large beside rows without a key
-        value = {
-            name: x.new_zeros(x.shape).double() for name, x in zip(RESULTS, (tensors[0], *tensors[:3]), strict=True)
-        }
+        places = zip(RESULTS, (tensors[0], *tensors[:3]), strict=True)
+        value = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in places}
         tolerance = dict.fromkeys(value, 0.0)
         for start, stop in zip(cu, cu[1:], strict=False):
             one = error.expected(*(x[:, :, start:stop] for x in tensors), causal=causal, scale=scale)
@@ -219,18 +188,13 @@ def packed(layout, causal):
                 tolerance[name] = max(tolerance[name], one.tolerance[name])
         options = dict(causal=causal, scale=scale, layout=layout, S=48, cu_seqlens=torch.tensor(cu, dtype=torch.int32))
         got = results("query_parallel", *mine, block=None, **options)
-        if bad := excess(got, SimpleNamespace(value=value, tolerance=tolerance), whole, rank):
-            wrong[cu] = bad
-    return wrong
+        check(got, SimpleNamespace(value=value, tolerance=tolerance), whole, rank, cu)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@in_every_rank
 def test_star_takes_few_replicated_queries(layout):
-    assert on_ranks(few_queries, layout) == [{}] * 4
-
-
-def few_queries(layout):
-    wrong, rank = {}, dist.get_rank()
+    rank = dist.get_rank()
     cases = [(61, 1, True), (61, 1, False), (61, 7, False), (61, 7, True), (61, 40, True), (3, 2, True), (3, 1, False)]
     some = [(*case, torch.float32, None) for case in cases] + [(5, 9, True, torch.float32, 40.0)]  # rows without a key
     some += [(61, 7, True, torch.bfloat16, None), (61, 1, False, torch.bfloat16, None)]
@@ -245,12 +209,9 @@ def few_queries(layout):
         everyone = [None] * 4
         dist.all_gather_object(everyone, out.cpu())
         assert all(torch.equal(x, everyone[0]) for x in everyone), "the ranks differ"
-        if bad := excess({"out": out}, want):
-            wrong[S, Nq, causal, dtype] = bad
+        check({"out": out}, want, about=(S, Nq, causal, dtype))
         once = (want.value["out"].to(dtype).double() - want.value["out"]).abs()  # by one rounding, of the whole result
-        if dtype != torch.float32 and not ((out.double() - want.value["out"]).abs() <= once + 1e-6).all():
-            wrong[S, Nq, causal, dtype] = "rounded more than once"
-    return wrong
+        assert dtype == torch.float32 or ((out.double() - want.value["out"]).abs() <= once + 1e-6).all(), (S, Nq)
 
 
 class InFloat32:
@@ -261,21 +222,19 @@ class InFloat32:
         return PlainBlock.forward(*(x.float() for x in tensors), **options)
 
 
-def test_a_rank_computes_one_block_and_sends_one_message_for_a_new_token():
-    """After 24 bytes, by which the ranks compare their calls: out and lse of 4 heads in float32, to each rank."""
-    assert on_ranks(one_token) == [[24, "block", 4 * 4 * (16 + 1) * 4]] * 4
+@in_every_rank
+def test_a_rank_computes_one_block_and_sends_one_message_for_a_new_token(monkeypatch):
+    """For a query that sees the keys of both of its zigzag chunks.
 
-
-def one_token():
-    """What a rank does, in order, for a query that sees the keys of both of its zigzag chunks."""
+    After 24 bytes, by which the ranks compare their calls: out and lse of 4 heads in float32, to each rank.
+    """
     done, exchange, gather = [], dist.all_to_all_single, dist.all_gather
     block = SimpleNamespace(forward=lambda *x, **options: done.append("block") or PlainBlock.forward(*x, **options))
     q, k, v = inputs(11, Hk=2, Nq=1)[:3]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", lambda *x, **how: done.append(x[1].nbytes) or exchange(*x, **how))
-        patch.setattr(dist, "all_gather", lambda all, x, **how: done.append(x.nbytes) or gather(all, x, **how))
-        lesson_4_star.attention(q, k, v, causal=True, S=44, block=block, replicated=True)  # 4 shards of 11 keys
-    return done
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *x, **how: done.append(x[1].nbytes) or exchange(*x, **how))
+    monkeypatch.setattr(dist, "all_gather", lambda all, x, **how: done.append(x.nbytes) or gather(all, x, **how))
+    lesson_4_star.attention(q, k, v, causal=True, S=44, block=block, replicated=True)  # 4 shards of 11 keys
+    assert done == [24, "block", 4 * 4 * (16 + 1) * 4]
 
 
 def test_star_s_default_block_for_few_queries_is_stage_03_s(monkeypatch):
@@ -341,14 +300,10 @@ PLACES = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@in_every_rank
 def test_one_tensor_that_lies_in_memory_unlike_the_others(way):
-    assert on_ranks(one_unlike_the_others, way) == [[]] * 4
-
-
-def one_unlike_the_others(way):
-    """[(layout, tensor, place)] with which a result is not that of dense tensors."""
-    wrong, rank, layouts = [], dist.get_rank(), layouts_of(way)
-    names = ("q", "k", "v", "dout") + (("out", "lse") if way not in strategies.LESSONS else ())
+    rank, layouts = dist.get_rank(), layouts_of(way)
+    names = ("q", "k", "v", "dout", "out", "lse")[: 6 if way in RING else 4]
     whole = {layout: Layout(layout, 21, 4) for layout in layouts}
     tensors = [x[:, :1].repeat(1, 4, 1, 1) for x in inputs(21)]  # All heads are the same.
     mine = {layout: [whole[layout].shard(x, rank) for x in tensors] for layout in layouts}
@@ -363,20 +318,16 @@ def one_unlike_the_others(way):
             return x
 
         got = results(way, *mine[layout], change, causal=True, layout=layout, S=21)
-        same = all((got[x] - want[layout][x]).abs().max() < 1e-5 for x in got)  # torch's sums may differ
-        if not same or not all(torch.equal(x, before) for x, before in seen):
-            wrong.append((layout, name, place))
-    return wrong
+        for x, y in zip(got.values(), want[layout].values(), strict=True):
+            assert (x - y).abs().max() < 1e-5, (layout, name, place)  # torch's sums may differ
+        assert all(torch.equal(x, before) for x, before in seen), (layout, name, place)
 
 
 @pytest.mark.parametrize("way", WAYS)
+@in_every_rank
 def test_a_call_leaves_nothing_for_the_next_one(way):
-    assert on_ranks(one_call_after_another, way) == [[]] * 4
-
-
-def one_call_after_another(way):
-    """Where the same call gives something else after another one; and what a call, also a failing one, has switched."""
-    wrong, rank = [], dist.get_rank()
+    """The same call gives the same after another one; and no call, also a failing one, leaves a switch turned."""
+    rank = dist.get_rank()
     for layout, S in itertools.product(layouts_of(way), (18, None)):
 
         def call(seed, length=18, layout=layout, S=S):
@@ -384,21 +335,18 @@ def one_call_after_another(way):
             tensors = [whole.shard(x, rank) + seed for x in inputs(length)]
             return list(results(way, *tensors, causal=True, layout=layout, S=S and length).values())
 
-        first, other = call(0), call(1)
-        assert not torch.equal(first[0], other[0])
-        for between in ((), (1,), (1, 29), (1, 3)):
-            if between:
-                call(*between)
-            if not all(map(torch.equal, call(0), first)):
-                wrong.append((layout, S))
+        first = call(0)
+        assert not torch.equal(first[0], call(1)[0])
+        for between in ((0,), (1,), (1, 29), (1, 3)):
+            call(*between)
+            assert all(map(torch.equal, call(0), first)), (layout, S, between)
 
     def raises(*tensors, **options):
         raise MemoryError("on purpose")
 
     broken = SimpleNamespace(forward=raises, backward=raises)
-    lesson = way in strategies.LESSONS  # which ends on every rank only where it raises on every rank
-    options = {"S": 16} | ({} if lesson else {"transport": way})
-    q, k, v = inputs(4)[:3]
+    alone = way in RING and rank != 1  # A lesson ends on every rank only where it raises on every rank.
+    options = {"S": 16} | ({"transport": way} if way in RING else {})
     for deterministic, grad in itertools.product((False, True), repeat=2):
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
         with torch.set_grad_enabled(grad):
@@ -406,12 +354,10 @@ def one_call_after_another(way):
             for block, layout in ((PlainBlock, "zigzag"), (broken, "zigzag"), (PlainBlock, "ring")):
                 fails = block is broken or layout == "ring"
                 with pytest.raises(Exception) if fails else contextlib.nullcontext():
-                    mine = block if lesson or rank == 1 else PlainBlock
-                    strategies.load(way if lesson else "ring")(q, k, v, block=mine, layout=layout, **options)
-                if switches() != here:
-                    wrong.append((deterministic, grad, block, layout))
+                    attention = strategies.load("ring" if way in RING else way)
+                    attention(*inputs(4)[:3], block=PlainBlock if alone else block, layout=layout, **options)
+                assert switches() == here, (deterministic, grad, block, layout)
     torch.use_deterministic_algorithms(False)
-    return wrong
 
 
 def switches():
@@ -437,11 +383,8 @@ REFUSALS = [  # (strategy, H, Hk, options, words of the message), of shards of 4
 ]
 
 
+@in_every_rank
 def test_what_a_strategy_refuses():
-    on_ranks(refusals)
-
-
-def refusals():
     for strategy, H, Hk, options, words in REFUSALS:
         with pytest.raises(ValueError, match=words):
             options = {"S": 16, "block": PlainBlock} | options
@@ -501,21 +444,12 @@ DISAGREEMENTS = [  # (who can disagree so, the call of most ranks, what rank 2 d
 
 @pytest.mark.parametrize(
     "way, S",
-    [*((way, 16) for way in ALL), ("relay", None), *(pytest.param(way, None, marks=pytest.mark.long) for way in ALL)],
+    [(way, 16) for way in ALL] + [("relay", None)] + [pytest.param(way, None, marks=pytest.mark.long) for way in ALL],
 )
+@in_every_rank
 def test_ranks_that_disagree_all_raise(way, S):
-    """With S these are calls that all ranks have agreed on before."""
-    if way == "fetch" and engine.name == "cuda" and torch.cuda.device_count() < 4:
-        pytest.skip("fetch needs a GPU for each of the 4 ranks")
-    for rank, messages in enumerate(on_ranks(disagree, way, S)):
-        assert len(messages) == {"query_parallel": 11, "star": 11, "ulysses": 10}.get(way, 12)
-        for words, said in messages:
-            assert re.search(words.split("Error: ")[-1] if rank == 2 else words, said), (words, said)
-
-
-def disagree(way, S):
-    """[(words, the message that this rank raised)]; calls that fit must go on giving the same."""
-    messages, other = [], dist.get_rank() == 2
+    """With S these are calls that all ranks have agreed on before. Calls that fit must go on giving the same."""
+    other, count = dist.get_rank() == 2, 0
 
     def call(way=way, n=4, H=4, Nq=None, dtype=torch.float32, S=S, only="", backward=False, trained=False, **options):
         q, k, v, dout = inputs(n, H, H, dtype=dtype, Nq=Nq)
@@ -523,10 +457,11 @@ def disagree(way, S):
         options |= {"S": S, "block": PlainBlock}
         if only:
             return step04.backward(dout, q, k, v, q, q[..., 0].float(), **options)[0]
+        attention = strategies.load("ring" if way in RING else way)
         if options.pop("twice", False):
-            strategies.attention(q, k, v, strategy="ring" if way in RING else way, **options)
+            attention(q, k, v, **options)
         q.requires_grad_(trained or backward)
-        out = strategies.attention(q, k, v, strategy="ring" if way in RING else way, **options)
+        out = attention(q, k, v, **options)
         return torch.autograd.grad(out, q, dout)[0] if backward else out
 
     another = {"S": None if S else 16, "way": "star" if way == "ulysses" else "ulysses"}
@@ -538,38 +473,33 @@ def disagree(way, S):
     for ways, usual, changed, words in DISAGREEMENTS:
         if way in ways:
             options = usual | {name: another[name] if x == "other" else x for name, x in changed.items()}
-            with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
+            own = words.split("Error: ")[-1]  # What rank 2 finds wrong by itself it does not quote.
+            with pytest.raises((ValueError, TypeError, NotImplementedError), match=own if other else words):
                 call(**(options if other else usual))
-            messages.append((words, str(raised.value)))
             assert all(torch.equal(call(**again), x) for again, x in zip(known, want, strict=True)), words
-    return messages
+            count += 1
+    assert count == {"query_parallel": 11, "star": 11, "ulysses": 10}.get(way, 12)
 
 
 @pytest.mark.skipif(engine.name == "cuda", reason="takes the place of NCCL")
 @pytest.mark.parametrize("strategy", ["query_parallel", "star", "ulysses"])
-def test_over_nccl_the_devices_compare_calls_that_were_agreed_on(strategy):
-    for said, texts in on_ranks(disagree_as_over_nccl, strategy):
-        assert said == "the ranks of the ring make different calls" and texts == 2
-
-
-def disagree_as_over_nccl(strategy):
-    """(what this rank raised, how often arguments were compared as text). Here over gloo, but as over NCCL."""
+@in_every_rank
+def test_over_nccl_the_devices_compare_calls_that_were_agreed_on(strategy, monkeypatch):
+    """Here over gloo, but as over NCCL. As text they were compared twice."""
     init, exchange, texts = Comm.__init__, watch.exchange, []
 
     def as_over_nccl(self, group=None):
         init(self, group)
         self.through_host = False
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Comm, "__init__", as_over_nccl)
-        patch.setattr(watch, "exchange", lambda *args, **options: texts.append(args) or exchange(*args, **options))
-        tensors = inputs(5)[:3]
-        options = dict(strategy=strategy, S=20, block=PlainBlock, group=group_of((3, 0, 1, 2)))
-        for layout in 2 * ("zigzag", "contiguous"):
-            strategies.attention(*tensors, layout=layout, **options)
-        with pytest.raises(RuntimeError) as raised:
-            strategies.attention(*tensors, layout="zigzag" if dist.get_rank() == 2 else "contiguous", **options)
-    return str(raised.value), len(texts)
+    monkeypatch.setattr(Comm, "__init__", as_over_nccl)
+    monkeypatch.setattr(watch, "exchange", lambda *args, **options: texts.append(args) or exchange(*args, **options))
+    options = dict(strategy=strategy, S=20, block=PlainBlock, group=group_of((3, 0, 1, 2)))
+    for layout in 2 * ("zigzag", "contiguous"):
+        strategies.attention(*inputs(5)[:3], layout=layout, **options)
+    with pytest.raises(RuntimeError, match="^the ranks of the ring make different calls$"):
+        strategies.attention(*inputs(5)[:3], layout="zigzag" if dist.get_rank() == 2 else "contiguous", **options)
+    assert len(texts) == 2
 
 
 # What a strategy costs.
@@ -578,22 +508,11 @@ def disagree_as_over_nccl(strategy):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("S, H, Hk, dtype", [(262, 8, 8, torch.float32), (258, 8, 4, torch.bfloat16)])
 @pytest.mark.parametrize("strategy", strategies.LESSONS)
+@in_every_rank
 def test_sent_bytes_and_memory_are_those_of_the_formulas(strategy, S, H, Hk, dtype, causal):
-    layout = "contiguous" if S == 258 else "zigzag"
-    sizes = dict(B=1, H=H, Hk=Hk, D=64, e=dtype.itemsize)
-    for rank, (sent, memory) in enumerate(on_ranks(costs, strategy, layout, S, H, Hk, dtype, causal)):
-        whole = Layout(layout, S, 4, causal)
-        formula = account.sent_bytes(strategy, whole, rank, **sizes)
-        assert sent == formula
-        by_formula = account.memory_bytes(strategy, whole, rank, **sizes)
-        if engine.name == "cpu":  # On a GPU this block's own tensors are counted, too.
-            assert 0.85 * by_formula < memory < 1.15 * by_formula, (rank, memory, by_formula)
-
-
-def costs(strategy, layout, S, H, Hk, dtype, causal):
-    """((bytes sent in the forward, in the backward or None), bytes held in the forward)."""
-    whole, attention = Layout(layout, S, 4), strategies.load(strategy)
-    mine = [whole.shard(x, dist.get_rank()) for x in inputs(S, H, Hk, 64, dtype)]
+    layout, rank = "contiguous" if S == 258 else "zigzag", dist.get_rank()
+    whole, attention = Layout(layout, S, 4, causal), strategies.load(strategy)
+    mine = [whole.shard(x, rank) for x in inputs(S, H, Hk, 64, dtype)]
     options = dict(causal=causal, layout=layout, S=S, block=account.Idle)
     forward, both = account.Watched(mine), account.Watched(mine)
     attention(*mine[:3], **options)  # the first call of these shapes may also compare arguments
@@ -601,7 +520,11 @@ def costs(strategy, layout, S, H, Hk, dtype, causal):
         attention(*mine[:3], **options)
     with both:
         account.passes(attention, *mine, **options)
-    return (forward.sent, both.sent - forward.sent if strategy in WITH_BACKWARD else None), forward.held
+    backward = both.sent - forward.sent if strategy in WITH_BACKWARD else None
+    sizes = dict(B=1, H=H, Hk=Hk, D=64, e=dtype.itemsize)
+    assert (forward.sent, backward) == account.sent_bytes(strategy, whole, rank, **sizes)
+    formula = account.memory_bytes(strategy, whole, rank, **sizes)
+    assert engine.name != "cpu" or 0.85 * formula < forward.held < 1.15 * formula, (forward.held, formula)
 
 
 # Programs.
@@ -645,19 +568,18 @@ def test_the_demo_in_this_file_s_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", strategies.LESSONS)
+@in_every_rank
 def test_a_report_of_fewer_positions_than_ranks(strategy):
-    for rank, line in enumerate(on_ranks(differences_of_one_position, strategy)):
-        assert line.startswith(f"rank {rank}: ") and max(float(word) for word in re.findall(r"\S+e.\d+", line)) < 5e-6
-
-
-def differences_of_one_position(strategy):
-    return account.differences(strategies.load(strategy), S=1, block=PlainBlock)
+    line = account.differences(strategies.load(strategy), S=1, block=PlainBlock)
+    assert line.startswith(f"rank {dist.get_rank()}: ")
+    assert max(float(word) for word in re.findall(r"\S+e.\d+", line)) < 5e-6
 
 
 # In a model.
 
 
 @pytest.mark.parametrize("S, layout", [(37, "zigzag"), (30, "striped")])
+@in_every_rank
 def test_a_model_on_ranks_has_the_loss_and_gradients_of_one_device(S, layout):
-    for found in on_ranks(in_your_model.compare, S, layout, PlainBlock):
-        assert len(found) == 22 and max(found.values()) < 2e-6, found
+    found = in_your_model.compare(S, layout, PlainBlock)
+    assert len(found) == 22 and max(found.values()) < 2e-6, found
