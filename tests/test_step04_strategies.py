@@ -29,6 +29,7 @@ from steps.step04_ring.comm import Comm
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.strategies import account, cuts, lesson_1_hop, lesson_2_overlap, lesson_4_star
 from steps.workbook.case_on_ranks import PlainBlock, group_of
+from support.operands import PLACES as OTHER_PLACES
 from support.ranks import both_passes, end_of_pool, in_every_rank, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
 
 FOLDER = Path(strategies.__file__).parent
@@ -283,19 +284,9 @@ def test_a_run_of_packed_queries_takes_the_keys_that_it_sees():
 # What tests of equal, usual tensors do not see.
 
 
-def apart(x, dim):
-    """x as every second entry of a tensor that is NaN in between."""
-    shape = list(x.shape)
-    shape[dim] *= 2
-    return x.new_full(shape, torch.nan).unflatten(dim, (-1, 2)).select(dim + 1, 0).copy_(x)
-
-
-PLACES = {
-    "strided rows": lambda x: apart(x, 2),
-    "strided columns": lambda x: apart(x, x.ndim - 1),
+PLACES = OTHER_PLACES | {
+    "strided columns": lambda x: x.new_full((*x.shape, 2), torch.nan)[..., 0].copy_(x),
     "heads and rows exchanged": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "unaligned": lambda x: x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x),
-    "expanded over heads": lambda x: x[:, :1].expand_as(x),
 }
 
 
@@ -364,8 +355,7 @@ def switches():
     """What a library may find switched, and has to leave so."""
     found = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     found += torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype(), dict(os.environ)
-    if engine.name == "cuda":
-        found += torch.cuda.current_device(), torch.cuda.current_stream()
+    found += (torch.cuda.current_device(), torch.cuda.current_stream()) if engine.name == "cuda" else ()
     return *found, torch.get_rng_state().tolist()
 
 
