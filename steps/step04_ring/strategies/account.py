@@ -134,15 +134,11 @@ class Idle:
         return tuple(map(torch.zeros_like, (q, k, v)))
 
 
-def measured_memory(call, block, inputs):
-    """Bytes that call(block) holds at its peak beyond the inputs; its result is among them."""
-    if not inputs[0].is_cuda:
-        with Watched(inputs) as seen:
-            call(Idle)
-        return seen.held
+def allocated(call):
+    """Bytes that the call holds on a GPU at its peak beyond its inputs; its result is among them."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    call(block)
+    call()
     return torch.cuda.max_memory_allocated() - before
 
 
@@ -160,16 +156,6 @@ def one_device(q, k, v, dout, causal):
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
     return out.detach(), *torch.autograd.grad(out, leaves, dout.double())
-
-
-class MatrixBlock:
-    """A block's forward in the matrix form, for lessons that need no kernel."""
-
-    @staticmethod
-    def forward(q, k, v):
-        S = q @ k.mT / q.shape[-1] ** 0.5
-        lse = S.logsumexp(-1)
-        return (S - lse[..., None]).exp() @ v, lse
 
 
 def passes(attention, q, k, v, dout, **options):
@@ -213,14 +199,15 @@ def report(strategy, attention, block, S, H, Hk, D, causal, layout, dtype):
         return passes(attention, *inputs, block=block, **options)
 
     has_backward = len(both(block)) > 1
-    mine, sent = [timed(partial(call, block), dist.barrier)[0] for call in (forward, both)], []
+    mine, seen = [timed(partial(call, block), dist.barrier)[0] for call in (forward, both)], []
     for call in (forward, both):
-        with Watched(inputs) as seen:
+        with Watched(inputs) as one:
             call(Idle)
-        sent.append(seen.sent)
+        seen.append(one)
     of_forward, of_backward = sent_bytes(strategy, whole, rank, **sizes)
-    mine += [sent[0], of_forward, sent[1] - sent[0], of_backward or 0]
-    mine += [measured_memory(forward, block, inputs), memory_bytes(strategy, whole, rank, **sizes)]
+    mine += [seen[0].sent, of_forward, seen[1].sent - seen[0].sent, of_backward or 0]
+    mine.append(seen[0].held if engine.name == "cpu" else allocated(partial(forward, block)))
+    mine.append(memory_bytes(strategy, whole, rank, **sizes))
 
     everyone = [None] * whole.N
     dist.all_gather_object(everyone, mine)
