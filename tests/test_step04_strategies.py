@@ -20,14 +20,13 @@ import typer
 from typer.testing import CliRunner
 
 import steps.step04_ring as step04
-from reference import attention as reference
 from reference import error
 from steps import engine, step03_triton
 from steps.step03_triton import public
 from steps.step04_ring import Layout, block, demo, in_your_model, launch, strategies, watch
 from steps.step04_ring.comm import Comm
 from steps.step04_ring.layout import LAYOUTS
-from steps.step04_ring.strategies import account, cuts, lesson_1_hop, lesson_2_overlap, lesson_4_star
+from steps.step04_ring.strategies import account, lesson_1_hop, lesson_2_overlap, lesson_4_star
 from steps.workbook.case_on_ranks import PlainBlock, group_of
 from support.operands import PLACES as OTHER_PLACES
 from support.ranks import both_passes, end_of_pool, in_every_rank, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
@@ -257,30 +256,6 @@ def test_star_s_default_block_for_few_queries_is_stage_03_s(monkeypatch):
     assert [public.has_few_queries(step03_triton.SUPPORTS, x, keys) for x in (few, many)] == [True, False]
 
 
-def test_few_queries_cover_what_is_visible_once():
-    for kind in ("zigzag", "contiguous"):
-        for S, N, Nq, causal in [(29, 4, 6, True), (29, 4, 29, True), (29, 3, 5, False), (2, 4, 1, True)]:
-            layout, seen = Layout(kind, S, N, causal), torch.zeros(Nq, S, dtype=torch.int)
-            for rank in range(N):
-                positions = layout.positions(rank)
-                for rows, keys, diagonal in cuts.few_queries(layout, rank, Nq):
-                    queries, columns = torch.arange(Nq)[rows], positions[keys]
-                    block = torch.ones(len(queries), len(columns), dtype=torch.int)
-                    assert block.numel(), "a block without a query or a key"
-                    if diagonal:  # aligned at the bottom right
-                        block = block.tril(len(columns) - len(queries))
-                    seen[queries[:, None], columns] += block
-            assert torch.equal(seen, reference.visible(Nq, S, causal).int()), (kind, S, N, Nq)
-
-
-def test_a_run_of_packed_queries_takes_the_keys_that_it_sees():
-    keys, options = cuts.cut((0, 5, 9, 16), range(7, 11), 16, True, "cpu")
-    lists = {name: x if isinstance(x, int) else x.tolist() for name, x in options.items()}
-    assert keys == slice(5, 11) and lists == {
-        "cu_seqlens_q": [0, 0, 2, 4], "max_seqlen_q": 2, "cu_seqlens_k": [0, 0, 4, 6], "max_seqlen_k": 4
-    }  # fmt: skip
-
-
 # What tests of equal, usual tensors do not see.
 
 
@@ -398,9 +373,7 @@ def test_tensors_and_options_that_do_not_fit_are_refused(strategy):
     refused("multiple", q, k[:, :3], v[:, :3])
     refused("causal must be", q, k, v, causal=1)
     refused("scale must be", q, k, v, scale=0)
-    for option in {"window", "dropout", "casual", "cu_seqlens", "replicated", "transport"} - {
-        *strategies.OWN[strategy]
-    }:
+    for option in {"window", "casual", "cu_seqlens", "replicated", "transport"} - {*strategies.OWN[strategy]}:
         refused(f"{strategy} has no {option}; its options are causal, ", q, k, v, **{option: None})
     if strategy != "ring":
         refused(f"{strategy} takes q .B, H, n, D.", q[0], k[0], v[0])
@@ -432,10 +405,9 @@ DISAGREEMENTS = [  # (who can disagree so, the call of most ranks, what rank 2 d
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "way, S",
-    [(way, 16) for way in ALL] + [("relay", None)] + [pytest.param(way, None, marks=pytest.mark.long) for way in ALL],
-)
+@pytest.mark.skipif(torch.cuda.device_count() >= 4, reason="over NCCL no rank waits for the comparison")
+@pytest.mark.parametrize("S", [16, pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", WAYS)
 @in_every_rank
 def test_ranks_that_disagree_all_raise(way, S):
     """With S these are calls that all ranks have agreed on before. Calls that fit must go on giving the same."""
