@@ -471,7 +471,7 @@ for name, (loss, grads) in mistakes.items():
 #
 # <details><summary>Answer, as the model has it</summary>
 #
-# At 128k all are within a fifth, because blocks take c² and what travels only c. (With fetch the ring even gains, as most of its
+# At 128k all are within a fifth, because blocks take c² and what travels only c. (The ring even gains, as most of its
 # blocks have no mask, and stage 02 is a little faster without one.) At 8k and Hk = 32 every way is bound by what travels, and the
 # ring over NCCL is the slowest: it has to send as much as query-parallel, at the lower rate of single messages. Ulysses sends
 # half as much. Fetch moves the ring's bytes at more than twice the rate, and hides some of them.
