@@ -545,8 +545,24 @@ def faulty_ranks(how, transport, ranks, timeout, culprit, hosts=("",), address="
     return processes
 
 
-def check_program(how, transport, ranks, line, culprit=None, timeout=4):
-    """Every survivor ends by itself, with an exit code other than 0 and the line, here with {c} for the culprit."""
+LONG = [over_gloo, pytest.mark.long]
+KEEPER = r"rank 0 of {n}, which keeps the store at 127.0.0.1:\d+, does not answer \(.*"
+OTHER_CALL = "the ranks make different calls: call 4 has layout (zigzag|contiguous) on .* and (zigzag|contiguous) on .*"
+PROGRAMS = [  # (what the culprit does, the transport, what the others print, the culprit, or None for the last but one)
+    *(pytest.param(how, "relay", BEHIND, None, marks=LONG) for how in ("kill", "stop", "sleep", "leave")),
+    *(pytest.param(how, "relay", KEEPER, 0, marks=LONG) for how in ("kill", "stop")),
+    *(
+        pytest.param(how, transport, line, None, marks=[pytest.mark.gpu, pytest.mark.multigpu])
+        for how, line in (("kill", BEHIND), ("sleep", BEHIND), ("differ", OTHER_CALL))
+        for transport in ("relay", "fetch")
+    ),
+]
+
+
+@pytest.mark.parametrize("how, transport, line, culprit", PROGRAMS)
+def test_every_survivor_of_a_program_prints_the_culprit(how, transport, line, culprit):
+    """It ends by itself, with an exit code other than 0 and the line."""
+    ranks, timeout = (4, 4) if engine.name == "cpu" else (min(torch.cuda.device_count(), 4), 6)
     culprit = max(1, ranks - 2) if culprit is None else culprit
     processes = faulty_ranks(how, transport, ranks, timeout, culprit)
     failed = processes.pop(culprit)
@@ -559,38 +575,6 @@ def check_program(how, transport, ranks, line, culprit=None, timeout=4):
         assert code not in (0, -signal.SIGKILL), (how, code, printed)
         said = [words for words in printed.splitlines() if re.match(line.format(c=culprit, n=ranks) + "$", words)]
         assert len(said) == 1, (how, printed)
-
-
-@over_gloo
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["kill", "stop", "sleep", "leave"])
-def test_every_survivor_of_a_program_prints_the_culprit(how):
-    check_program(how, "relay", 4, BEHIND)
-
-
-@over_gloo
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_the_rank_that_keeps_the_store_fails(how):
-    check_program(
-        how, "relay", 4, r"rank 0 of 4, which keeps the store at 127.0.0.1:\d+, does not answer \(.*", culprit=0
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.multigpu
-@pytest.mark.parametrize("transport", ["relay", "fetch"])
-@pytest.mark.parametrize("how", ["kill", "sleep"])
-def test_every_survivor_over_nccl_prints_the_culprit(how, transport):
-    check_program(how, transport, min(torch.cuda.device_count(), 4), BEHIND, timeout=6)
-
-
-@pytest.mark.gpu
-@pytest.mark.multigpu
-@pytest.mark.parametrize("transport", ["relay", "fetch"])
-def test_a_call_over_nccl_that_differs_although_it_was_agreed_on(transport):
-    line = "the ranks make different calls: call 4 has layout (zigzag|contiguous) on .* and (zigzag|contiguous) on .*"
-    check_program("differ", transport, min(torch.cuda.device_count(), 4), line, timeout=6)
 
 
 @over_gloo
