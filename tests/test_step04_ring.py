@@ -1,17 +1,20 @@
-"""Stage 04: the contract on 1 to 4 ranks; layouts, merge, agreement of the ranks, failures, the launcher and the demo.
+"""Stage 04: the contract on 1 to 4 ranks; layouts, merge, blocks and ranks that raise, both transports, the demo.
 
 Without a GPU the ranks are processes over gloo. One pool of four serves the whole file; smaller worlds are its groups.
 """
 
+import ast
 import contextlib
 import errno
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +26,7 @@ from hypothesis import strategies as st
 import steps.step04_ring as step04
 from reference import cases, error
 from steps import engine
-from steps.step04_ring import Layout, block, comm, entry, launch, merge_kernels, side, watch
+from steps.step04_ring import Layout, block, comm, demo, entry, launch, merge_kernels, side, watch
 from steps.step04_ring.agree import go_round
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
@@ -497,8 +500,8 @@ def test_the_demo_under_torchrun():
     if engine.name == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("torchrun gives each rank a GPU of its own")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    demo = ("-m", "steps.step04_ring.demo", "--seq", "67", "--dim", "16", "--layout", "striped")
-    done = subprocess.run([*torchrun, *demo], capture_output=True, text=True, timeout=120)
+    command = (*torchrun, "-m", "steps.step04_ring.demo", "--seq", "67", "--dim", "16", "--layout", "striped")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "2 ranks over" in done.stdout and "largest differences to one device: out " in done.stdout
 
@@ -566,6 +569,12 @@ def test_on_gpus(N, what):
 
 
 # The default block.
+
+
+def test_the_stage_imports_triton_and_its_blocks_only_where_they_run():
+    for path in set(Path(step04.__file__).parent.glob("*.py")) - {Path(demo.__file__), Path(merge_kernels.__file__)}:
+        imports = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom))
+        assert not re.search("triton|step0[0-3]", " ".join(map(ast.unparse, imports))), path
 
 
 def test_the_default_block_takes_what_the_stage_offers():

@@ -1,4 +1,4 @@
-"""Stage 04's lessons before the ring: each against the reference over gloo, and what it costs against the formulas.
+"""Stage 04's lessons and the ring: each against the reference over gloo, what it refuses, and what it costs.
 
 One pool of four ranks serves the whole file; smaller teams are its groups.
 """
