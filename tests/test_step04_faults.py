@@ -38,27 +38,18 @@ over_gloo = pytest.mark.skipif(engine.name == "cuda", reason="over gloo; the tes
 
 # What a launcher says.
 
+MET = dict(MASTER_ADDR="h", MASTER_PORT="7")
+SLURM = dict(SLURM_PROCID="3", SLURM_NTASKS="16", SLURM_LOCALID="3", SLURM_TASKS_PER_NODE="8(x2)")
+IN_SLURM = dict(SLURM_PROCID="0", SLURM_NTASKS="2", SLURM_LOCALID="0")  # an allocation in which another launcher starts
+OPEN_MPI = dict(RANK="3", SIZE="16", LOCAL_RANK="3", LOCAL_SIZE="8")
 LAUNCHERS = {
-    "torchrun": dict(RANK="3", WORLD_SIZE="16", LOCAL_RANK="3", LOCAL_WORLD_SIZE="8", MASTER_ADDR="h", MASTER_PORT="7"),
-    "by hand": dict(RANK="3", WORLD_SIZE="16", LOCAL_RANK="3", MASTER_ADDR="h", MASTER_PORT="7"),
-    "Open MPI": dict(
-        OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="16", OMPI_COMM_WORLD_LOCAL_RANK="3",
-        OMPI_COMM_WORLD_LOCAL_SIZE="8", PMIX_RANK="3", SLURM_PROCID="0", SLURM_NTASKS="2", SLURM_LOCALID="0",
-        MASTER_ADDR="h", MASTER_PORT="7",
-    ),
-    "MPICH": dict(
-        PMI_RANK="3", PMI_SIZE="16", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="8", MASTER_ADDR="h", MASTER_PORT="7",
-        SLURM_PROCID="0", SLURM_NTASKS="2", SLURM_LOCALID="0",
-    ),
-    "Slurm": dict(
-        SLURM_PROCID="3", SLURM_NTASKS="16", SLURM_LOCALID="3", SLURM_TASKS_PER_NODE="8(x2)", PMIX_RANK="3",
-        SLURM_JOB_NODELIST="h,node[03-05,09]", MASTER_PORT="7",
-    ),
-    "Slurm with PMI": dict(
-        PMI_RANK="3", PMI_SIZE="16", SLURM_PROCID="3", SLURM_NTASKS="16", SLURM_LOCALID="3",
-        SLURM_TASKS_PER_NODE="8(x2)", MASTER_ADDR="h", MASTER_PORT="7",
-    ),
-}  # fmt: skip
+    "torchrun": dict(RANK="3", WORLD_SIZE="16", LOCAL_RANK="3", LOCAL_WORLD_SIZE="8") | MET,
+    "by hand": dict(RANK="3", WORLD_SIZE="16", LOCAL_RANK="3") | MET,
+    "Open MPI": {f"OMPI_COMM_WORLD_{x}": y for x, y in OPEN_MPI.items()} | dict(PMIX_RANK="3") | IN_SLURM | MET,
+    "MPICH": dict(PMI_RANK="3", PMI_SIZE="16", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="8") | IN_SLURM | MET,
+    "Slurm": SLURM | dict(PMIX_RANK="3", SLURM_JOB_NODELIST="h,node[03-05,09]", MASTER_PORT="7"),
+    "Slurm with PMI": SLURM | dict(PMI_RANK="3", PMI_SIZE="16") | MET,
+}
 VARIABLES = {name for names, _ in environment.LAUNCHERS.values() for name in names}
 VARIABLES |= {name for variables in LAUNCHERS.values() for name in variables} | {"SLURM_STEP_NODELIST"}
 
@@ -501,9 +492,8 @@ def differ_as_over_nccl():
 
 
 def test_every_call_has_a_barrier_of_its_own():
-    made = SimpleNamespace(
-        comm=SimpleNamespace(size=4), gates=[], new_memory=lambda _: SimpleNamespace(handle=object())
-    )
+    made = SimpleNamespace(comm=SimpleNamespace(size=4), gates=[])
+    made.new_memory = lambda _: SimpleNamespace(handle=object())
     gates = [Side.gate(made, number) for number in range(300)]
     assert len(set(gates)) == 300 and gates[0] == Side.gate(made, 0)
     assert max(channel for _, channel in gates) < 512 // 4
