@@ -33,11 +33,8 @@ from steps.step04_ring.merge import Parts, add, merge
 from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
 from support import races
 from support.contract_suite import Contract
-from support.ranks import both_passes, end_of_pool, in_every_rank, on_ranks, shards  # noqa: F401  Pytest finds the fixture by its name.
+from support.ranks import ON_FETCH, both_passes, end_of_pool, in_every_rank, on_ranks, shards  # noqa: F401  Pytest finds the fixture by its name.
 
-ON_FETCH = pytest.mark.skipif(
-    engine.name == "cuda" and torch.cuda.device_count() < 4, reason="fetch needs a GPU for each of the 4 ranks"
-)
 FETCH = pytest.param("fetch", marks=ON_FETCH)
 
 

@@ -29,7 +29,7 @@ from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.strategies import account, lesson_1_hop, lesson_2_overlap, lesson_4_star
 from steps.workbook.case_on_ranks import PlainBlock, group_of
 from support.operands import PLACES as OTHER_PLACES
-from support.ranks import both_passes, end_of_pool, in_every_rank, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
+from support.ranks import ON_FETCH, both_passes, end_of_pool, in_every_rank, on_ranks  # noqa: F401  Pytest finds the fixture by its name.
 
 FOLDER = Path(strategies.__file__).parent
 LESSONS = {path.stem for path in FOLDER.glob("lesson_*.py")}
@@ -113,9 +113,6 @@ def test_the_overlapped_hop_travels_while_the_block_is_computed(overlap, order, 
 
 # The strategies, and the ring by both of its transports.
 
-ON_FETCH = pytest.mark.skipif(
-    engine.name == "cuda" and torch.cuda.device_count() < 4, reason="fetch needs a GPU for each of the 4 ranks"
-)
 WAYS = [*ALL[:-1], pytest.param("fetch", marks=ON_FETCH)]
 TEAMS = [(0, 1, 2, 3), (0, 1), (1, 2, 3), (2,)]
 SETTINGS = [  # (teams, S, H, Hk, dtype, scale, masks), of heads so many to a rank
