@@ -103,13 +103,17 @@ def in_order(rows):
     return sorted(rows, key=key)
 
 
+def by_column(head, columns, cells):
+    """A table with a column for each {key: name}. cells: (a line's first words, key, word), of equal ones the first."""
+    lines = {}
+    for words, key, word in cells:
+        lines.setdefault(tuple(words), {}).setdefault(key, word)
+    found = [[*words, *(of_line.get(key, "–") for key in columns)] for words, of_line in lines.items()]
+    return [[*head, *columns.values()], *found] if found else []
+
+
 def by_size(head, cells):
-    """A table with a column for each N. cells: (a line's first words, N, word); of equal ones the first counts."""
-    lengths, lines = sorted({N for _, N, _ in cells}), {}
-    for words, N, word in cells:
-        lines.setdefault(tuple(words), {}).setdefault(N, word)
-    found = [[*words, *(of_line.get(N, "–") for N in lengths)] for words, of_line in lines.items()]
-    return [[*head, *map(thousands, lengths)], *found] if found else []
+    return by_column(head, {N: thousands(N) for N in sorted({N for _, N, _ in cells})}, cells)
 
 
 def thousands(n):
@@ -146,17 +150,15 @@ def ring_strategies(rows):
 
 
 def token(rows):
-    rows = in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] == 1]))
-    head = ["GPUs", "keys", "Hk", "strategy", "us", "sent, MB"]
-    lines = []
-    for row in rows:
+    head, lines = ["GPUs", "keys", "Hk", "strategy", "us", "sent, MB"], []
+    for row in in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] == 1])):
         numbers = f"{1e3 * row['ms_median']:.0f}", f"{row['sent_bytes'] / 1e6:.3g}"
         lines.append([about(row)[0], thousands(row["Nk"]), str(row["Hk"]), who(row), *numbers])
     return [head, *lines] if lines else []
 
 
 def changes(rows):
-    lines, usual, rows = {}, {}, of_one_run([one for one in rows if one["kernel"] in RINGS and changed(one) in CHANGES])
+    cells, usual, rows = [], {}, of_one_run([one for one in rows if one["kernel"] in RINGS and changed(one) in CHANGES])
     # Where persistence was turned off, it was on in the other rows of this transport and this run.
     persistent = {(row["kernel"], row["run"]) for row in rows if changed(row) == "persistent=False"}
     for row in rows:
@@ -166,11 +168,9 @@ def changes(rows):
         what = CHANGES[changed(row)]
         if (row["kernel"], row["run"]) in persistent and changed(row) not in ("persistent=False", "block=stage 03"):
             what += ", kernel persistent"
-        words = about(row)[0], RINGS[row["kernel"]], what
         share = f" ({row['ms_median'] / usual[key]:.3f})" if key in usual else ""
-        lines.setdefault(words, {})[row["pass"]] = f"{ms(row)}{share}"
-    found = [[*words, *(of_line.get(pass_, "–") for pass_ in PASSES)] for words, of_line in lines.items()]
-    return [["GPUs", "transport", "what", *PASSES.values()], *found] if found else []
+        cells.append(((about(row)[0], RINGS[row["kernel"]], what), row["pass"], f"{ms(row)}{share}"))
+    return by_column(["GPUs", "transport", "what"], PASSES, cells)
 
 
 def changed(row):
@@ -178,26 +178,22 @@ def changed(row):
 
 
 def trace(rows):
-    rows = in_order(of_one_run([row for row in rows if row["options"] == {"profiler": True}]))
-    head = ["GPUs", "computed", "Hk", "transport", "ms", "hidden", "idle", "launches"]
-    lines = []
-    for row in rows:
+    head, lines = ["GPUs", "computed", "Hk", "transport", "ms", "hidden", "idle", "launches"], []
+    for row in in_order(of_one_run([row for row in rows if row["options"] == {"profiler": True}])):
         shares = f"{row['hidden']:.0%}", f"{row['idle']:.1%}", f"{row['launches']:.0f}"
         lines.append([*about(row), RINGS[row["kernel"]], ms(row), *shares])
     return [head, *lines] if lines else []
 
 
 def hops(rows):
-    lines = {}
+    cells = []
     for row in of_one_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] > 1]):
         nbytes = 2 * row["B"] * row["Hk"] * row["Nk"] * row["D"]
-        word = f"{nbytes / row['ms_median'] / 1e6:.3g} ({1e3 * row['ms_median']:.0f})"
-        lines.setdefault((about(row)[0], nbytes), {})[row["options"]["transport"]] = word
-    found = []
-    for which, nbytes in sorted(lines):
         amount = f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
-        found.append([which, amount, *(lines[which, nbytes].get(one, "–") for one in RINGS.values())])
-    return [["GPUs", "message", *RINGS.values()], *found] if found else []
+        word = f"{nbytes / row['ms_median'] / 1e6:.3g} ({1e3 * row['ms_median']:.0f})"
+        cells.append((about(row)[0], nbytes, amount, row["options"]["transport"], word))
+    cells = [((gpus, amount), transport, word) for gpus, _, amount, transport, word in sorted(cells)]
+    return by_column(["GPUs", "message"], {name: name for name in RINGS.values()}, cells)
 
 
 def predictions(rows):
@@ -288,14 +284,12 @@ def speeds(rows, n_gpus):
         for pass_ in speed.keys() & simulate.PASSES.keys():
             long.setdefault((pass_, causal), []).append((N * N, speed[pass_]))
     try:
-        alone = simulate.read_flops(rows, gpu=rows[0]["gpu"])
+        found = simulate.read_flops(rows, gpu=rows[0]["gpu"])
     except ValueError:  # There is none: the kernels have changed since they were measured.
-        alone = {}
-    found = {}
-    for key, some in alone.items():
-        of_long = long.get(key, [])
-        limit = max((speed for _, speed in of_long), default=math.inf)
-        found[key] = [(n, min(speed, limit)) for n, speed in some] + of_long
+        return {}
+    for key, alone in found.items():
+        limit = max((speed for _, speed in long.get(key, [])), default=math.inf)
+        found[key] = [(n, min(speed, limit)) for n, speed in alone] + long.get(key, [])
     return found
 
 
