@@ -8,11 +8,11 @@ import pytest
 
 from steps.bench import ring, rows
 from steps.bench.cost import Point
-from steps.bench.ring import FETCH, GRAPH, ONE, PEERS, RELAY, STRATEGIES, turned
+from steps.bench.ring import FETCH, ONE, PEERS, RELAY
 from steps.figures import measured, ring_tables
 from steps.figures.ring_tables import TABLES
 from steps.step04_ring import simulate
-from support.made_rows import LARGE, hop, made, peer_row, row
+from support.made_rows import LARGE, hop, made, peer_row, row, turned
 
 
 def of_one_gpu():
@@ -95,7 +95,8 @@ def test_the_price_of_the_order_is_measured_in_the_ring():
 def test_the_table_of_speed_compares_within_one_race():
     contiguous = ring.CASES["32k"][3]
     found = [made(LARGE, ONE, 20.0), made(LARGE, RELAY, 12.5), made(LARGE, FETCH, 10.0), made(LARGE, PEERS[0], 16.0)]
-    found += [made(contiguous, ONE, 30.0), made(contiguous, FETCH, 20.0), made(ring.CASES["8k"][0], GRAPH, 1.0)]
+    found += [made(contiguous, ONE, 30.0), made(contiguous, FETCH, 20.0)]
+    found.append(made(ring.CASES["8k"][0], turned(FETCH, graph=True), 1.0))
     found += [made(LARGE, FETCH, 99.0, run="r2"), made(LARGE, turned(FETCH, changed="nothing"), 1.0)]
     found += [made(LARGE, who, ms, n_gpus=4) for who, ms in ((RELAY, 8.0), (ONE, 40.0), (FETCH, 20.0))]
     found.append(made(LARGE, FETCH, 77.0, gpu="NVIDIA H100 80GB HBM3"))
@@ -104,7 +105,7 @@ def test_the_table_of_speed_compares_within_one_race():
     words = {(line[0], line[1], line[3]): line[4:] for line in lines}
     tflops = LARGE.point.flops("fwd") / 2 / 10e-3 / 1e12
     assert words["2 H200", "fwd, causal", "fetch"] == ["–", f"10 to 15 (1.00, {tflops:.0f})"]
-    shares = {"relay": "(0.80, ", PEERS[0].peer: "(0.62, "}
+    shares = {"relay": "(0.80, ", PEERS[0]: "(0.62, "}
     assert all(share in words["2 H200", "fwd, causal", who][1] for who, share in shares.items())
     assert words["2 H200", "fwd, causal, contiguous", "fetch"][1].startswith("20 to 30 (0.75, ")
     assert words["2 H200", "fwd, causal", "fetch, graph"][0].startswith("1 to 1.5 (")
@@ -115,8 +116,8 @@ def test_the_table_of_speed_compares_within_one_race():
 
 def test_the_table_of_strategies_has_time_memory_and_bytes():
     case, sizes = ring.CASES["strategies"][0], dict(shared_bytes=2 * 10**6, sent_bytes=5 * 10**6)
-    found = [made(case, who, 2.0 + n, **sizes) for n, who in enumerate(STRATEGIES)]
-    found.append(made(case, STRATEGIES[2], 9.0, "fwd+bwd", **sizes))
+    found = [made(case, who, 2.0 + n, **sizes) for n, who in enumerate(case.who)]
+    found.append(made(case, case.who[2], 9.0, "fwd+bwd", **sizes))
     head, *lines = ring_tables.ring_strategies(found)
     words = ["2 H200", "fwd, causal", "32", "query_parallel", "layout not striped", "2 / 3 / 5"]
     assert head[-1] == "32k" and lines[0] == words

@@ -1,11 +1,7 @@
 """`make gpu-check` on the CPU: what it makes of the tools' words, and that what it runs checks its results."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-from collections import Counter
 
 import pytest
 
@@ -19,15 +15,10 @@ needs_triton = pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="the
 
 CLEAN = "========= COMPUTE-SANITIZER\n12 passed in 9.1s\n========= ERROR SUMMARY: 0 errors\n"
 NO_RACE = CLEAN.replace("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
-RACE = """========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at attention_backward+0x430 in ptx.cuh:7
-=========     and Read access at attention_backward+0x770 in bwd_2_wgmma.cu:55 [248 hazards]
-4 passed
+RACE = """4 passed
 ========= ERROR SUMMARY: 669 errors were not printed. Use --print-limit option to adjust the number of printed errors
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
-REPORT = "Error: Race reported between Write access at attention_backward in ptx.cuh:7 and Read access at "
-REPORT += "attention_backward in bwd_2_wgmma.cu:55"
 
 
 @pytest.mark.parametrize(
@@ -39,10 +30,10 @@ REPORT += "attention_backward in bwd_2_wgmma.cu:55"
         ("synccheck 01_fa1_numba", "12 passed", 0, "", ["no summary"]),
         ("synccheck 01_fa1_numba", CLEAN, None, "", ["time limit"]),
         ("racecheck 03_triton/fwd_2_roles", RACE, 0, "", ["known"]),
-        ("racecheck 03_triton/fwd_1_tma", RACE, 0, "", [f"1 problems: {REPORT}"]),
+        ("racecheck 03_triton/fwd_1_tma", RACE, 0, "", ["1 problems"]),
         ("racecheck 02_fa2_cuda/fwd_0_scalar", NO_RACE, 0, RACE, ["clean", "seen"]),
         ("racecheck 02_fa2_cuda/fwd_0_scalar", NO_RACE, 0, NO_RACE, ["clean", "not seen"]),
-        ("racecheck 02_fa2_cuda/fwd_0_scalar", RACE, 0, RACE, [f"1 problems: {REPORT}", "not seen"]),  # no new report
+        ("racecheck 02_fa2_cuda/fwd_0_scalar", RACE, 0, RACE, ["1 problems", "not seen"]),  # nothing new
     ],
 )
 def test_nothing_is_clean_that_did_not_run_to_its_end(monkeypatch, what, output, code, planted, said):
@@ -52,33 +43,15 @@ def test_nothing_is_clean_that_did_not_run_to_its_end(monkeypatch, what, output,
     found = gpu_check.judged("compute-sanitizer", ((tool, kernel), gpu_check.sanitized()[kernel]))
     assert list(found.values()) == said and list(found)[0] == (tool, kernel)
     assert (set(said) <= set(gpu_check.GOOD)) == (said in (["clean"], ["known"], ["clean", "seen"]))
+    text = gpu_check.summary(rows.provenance("cpu") | {"python": "3"}, {"one GPU": (0, "7 passed")}, found)
+    assert "- tests on one GPU: 7 passed" in text and (f"- {kernel}, {tool}: {said[0]}" in text) == (said[0] != "clean")
 
 
-def test_a_time_limit_ends_what_runs():
-    assert gpu_check.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == (None, "")
-    assert gpu_check.run([sys.executable, "-c", "print(7)"], 60) == (0, "7\n")
-
-
-def test_the_summary_has_every_file_and_what_is_not_clean(tmp_path):
-    file = tmp_path / "test_some.py"
-    file.write_text("import pytest\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pytest.skip('x')\n")
-    report = tmp_path / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-c", "/dev/null", file, f"--junitxml={report}"]
-    subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
-    tests = gpu_check.counts(report)
-    assert tests == {"test_some": Counter(passed=1, failed=1, skipped=1)}
-    kernels = {(tool, "02/a"): "clean" for tool in gpu_check.TOOLS} | {("memcheck", "02/b"): "time limit"}
-    text = gpu_check.summary(rows.provenance("cpu", commit="c") | {"python": "3.12"}, tests, kernels)
-    assert "| test_some | 1 | 1 | 1 |" in text and ": 02/a.\n" in text and "- 02/b, memcheck: time limit" in text
-
-
-def test_known_reports_are_of_kernels_that_there_are():
+def test_known_reports_are_of_kernels_that_there_are_and_no_test_of_a_gpu_is_left_out():
     known = gpu_check.known_reports()
-    assert known and {kernel for _, kernel in known} <= set(gpu_check.sanitized())
-    assert {tool for tool, _ in known} <= set(gpu_check.TOOLS) and all(known.values())
-    for name in gpu_check.WITHOUT_GPU:
-        text = (rows.ROOT / "tests" / f"test_{name}.py").read_text()
-        assert "\n@pytest.mark.gpu" not in text and "\n@pytest.mark.multigpu" not in text
+    assert known and {kernel for _, kernel in known} <= set(gpu_check.sanitized()) and all(known.values())
+    texts = [(rows.ROOT / "tests" / f"test_{name}.py").read_text() for name in gpu_check.WITHOUT_GPU]
+    assert not any(re.search(r"\n@pytest.mark.(multi)?gpu", text) for text in texts)
 
 
 def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
@@ -120,37 +93,3 @@ def test_what_runs_of_stage_03_under_the_sanitizers_checks_its_results(monkeypat
     monkeypatch.setattr(error, "failures", lambda got, want: {"dk": (1.0, 0.1)} if "dk" in got else {})
     with pytest.raises(AssertionError, match="bwd_0_fused, N=40, D=64, torch.float32, causal=False: .*dk"):
         sanitized_triton.check("bwd_0_fused", N=40)
-
-
-DELTA = """
-import torch, triton
-from support import compile_triton
-from steps.step03_triton import {module}
-triton.runtime.driver.set_active(compile_triton.Driver())
-torch.cuda.get_device_capability = lambda device=None: (8, 0)
-launch = triton.runtime.jit.JITFunction.run
-def compile_only(kernel, *args, grid, warmup, **options):
-    if kernel.__name__ == "delta_kernel":
-        print(launch(kernel, *args, grid=grid, warmup=True, **options).asm["ptx"])
-triton.runtime.jit.JITFunction.run = compile_only
-x = torch.zeros(1, 1, 64, 24)  # Of rows with 24 numbers each lane takes one.
-{module}.backward(x, x, x, x, x, torch.zeros(1, 1, 64))
-"""
-
-
-@needs_triton
-@pytest.mark.long
-@pytest.mark.parametrize("module", ["bwd_0_fused", "flash"])
-def test_every_lane_that_stores_a_number_of_delta_stores_the_same(module):
-    """No product is fused into the addition of what another lane sends. It would be rounded in that lane only.
-
-    racecheck saw the lanes store numbers that differed. bwd_1_tma takes 16-bit numbers only, whose products are exact
-    in float32, so that it does not matter there.
-    """
-    path = os.pathsep.join((str(rows.ROOT), str(rows.ROOT / "tests")))
-    environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    command = [sys.executable, "-c", DELTA.format(module=module)]
-    ptx = subprocess.run(command, cwd=rows.ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    sent = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx))
-    added = set(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))
-    assert sent and not sent & added

@@ -26,9 +26,6 @@ def of_02(kernel="fwd_5_fa2", **changes):
 
 LOAD = {"timing": "sustained", "clock_mhz": 1600, "watts": 700.0}  # what a sustained row has
 
-
-# --- several GPUs ---------------------------------------------------------------------------------------------
-
 ORIGIN = {
     "run": "r1", "commit": "c", "date": "2026-01-31", "gpu": "NVIDIA H200", "n_gpus": 2, "driver": "580",
     "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0",
@@ -36,13 +33,21 @@ ORIGIN = {
 LARGE = ring.CASES["32k"][0]
 
 
+def turned(who, **options):
+    """A candidate of the ring whose rows tell these options."""
+    return who, options
+
+
 def made(case, who, ms, pass_="fwd", n_gpus=2, run="r1", **more):
-    found = {"error": 0.0, "peak_bytes": 10**6}
+    """A row of several GPUs."""
+    who, options = who if isinstance(who, tuple) else (who, case.options(who))
     origin = ORIGIN | {"n_gpus": n_gpus, "run": run}
-    return ring.row_of(case, who, pass_, [ms, ms, ms, ms, 1.5 * ms], 1, found, origin) | more
+    row = ring.row_of(case, who, pass_, [ms, ms, ms, ms, 1.5 * ms], 1, {"error": 0.0, "peak_bytes": 10**6}, origin)
+    return row | {"options": options} | more
 
 
 def hop(transport, nbytes, ms):
-    row = {**ORIGIN, **Point(1, 1, nbytes // 256, 128).sizes, **HOW, "pass": "copy", "dtype": "bf16"}
-    row |= {"stage": None, "kernel": None, "peer": "copy", "source": None, "options": {"transport": transport}}
-    return row | ring.speed([ms] * 5, 20) | {"tflops": 0.0, "error": 0.0}
+    """A row of a message to the next rank."""
+    row = {**ORIGIN, **Point(1, 1, nbytes // 256, 128).sizes, **HOW, "pass": "copy", "dtype": "bf16", "peer": "copy"}
+    row |= {"stage": None, "kernel": None, "source": None, "options": {"transport": transport}}
+    return row | dict(ms_median=ms, ms_p20=ms, ms_p80=ms, ms_worst=ms, reps=100, tflops=0.0, error=0.0)
