@@ -47,19 +47,12 @@ COPY = "copy"  # a peer and its pass: k (B, Hk, Nk, D) copied in device memory, 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NUMBER = float | int
 FIELDS = {  # by name: the type of the value, or a tuple of all values that there are
-    "run": str,  # the same for all rows measured together
-    "commit": str | None,
-    "date": str,  # YYYY-MM-DD, UTC
-    "gpu": str,  # as torch names it; "CPU" without one
+    "run": str, "commit": str | None, "date": str, "gpu": str,  # a run is measured together; YYYY-MM-DD; torch's name
     "n_gpus": int,
-    "driver": str | None,
-    "cuda": str | None,
-    "torch": str,
-    "triton": str | None,
-    "stage": str | None,  # "02_fa2_cuda"; null for a peer
-    "kernel": str | None,  # the stem of its file; "fwd_a+bwd_b" of two; "folder/a"; "fwd_a:LAZY=0" with a switch turned
-    "peer": str | None,
-    "source": str | None,  # a hash of the kernel and its launch
+    **dict.fromkeys(("driver", "cuda"), str | None), "torch": str, "triton": str | None,
+    # "02_fa2_cuda", null for a peer; the stem of its file, or "fwd_a+bwd_b" of two, "folder/a", "fwd_a:LAZY=0" with a
+    # switch turned; the peer's name; a hash of the kernel and its launch.
+    **dict.fromkeys(("stage", "kernel", "peer", "source"), str | None),
     "pass": ("fwd", "bwd", "fwd+bwd", MATMUL, COPY),
     "dtype": tuple(DTYPES),
     **dict.fromkeys(("B", "H", "Hk", "N", "Nk", "D"), int),  # N: queries, Nk: keys
@@ -67,13 +60,11 @@ FIELDS = {  # by name: the type of the value, or a tuple of all values that ther
     "layout": (None, "contiguous", "zigzag", "striped"),  # stage 04: how the sequence is distributed over the ranks
     "options": dict,  # what else was asked for, by name: feature, window, transport, strategy, graph, ...
     "timing": ("interleaved", "sustained"),  # single calls of all candidates in turn, or a second of calls of one
-    "clock_mhz": NUMBER | None,  # of sustained rows: the medians meanwhile
-    "watts": NUMBER | None,
-    **dict.fromkeys(("ms_median", "ms_p20", "ms_p80"), NUMBER),
-    "reps": int,
+    **dict.fromkeys(("clock_mhz", "watts"), NUMBER | None),  # of sustained rows: the medians meanwhile
+    **dict.fromkeys(("ms_median", "ms_p20", "ms_p80"), NUMBER), "reps": int,
     "tflops": NUMBER,  # 0 for a copy
     "error": NUMBER,  # max |result - float64| over the results of the pass
-}
+}  # fmt: skip
 OPTIONAL = {  # few rows have them
     "peak_bytes": int,  # of device memory, beyond the inputs, that one call held at once
     "shared_bytes": int,  # of device memory that the other ranks can read and write; they are not among peak_bytes
