@@ -21,12 +21,13 @@ from typer.testing import CliRunner
 from reference import attention
 from steps import __main__, catalogue, engine
 from steps.bench import __main__ as measuring
-from steps.bench import ablations, cost, grid, peers, plots, profile, report, rows, timing, tune
+from steps.bench import ablations, cost, grid, peers, profile, report, rows, timing, tune
 from steps.bench.cost import Point
 from steps.step02_fa2_cuda import calls, emulator
-from support.made_rows import LOAD, of_02, peer_row, row
+from support.made_rows import LOAD, ladder_rows, of_02, peer_row, row
 
 needs_triton = pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="there is no Triton")
+cpu_only = pytest.mark.skipif(engine.name == "cuda", reason="its kernels are measured on the CPU")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
@@ -173,16 +174,6 @@ def test_peers_compute_attention_and_never_fall_back(monkeypatch, heads):
         peers.PEERS["sdpa-cudnn"](q, k, v)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in peers.PEERS if name != "fa4"])
-def test_peers_on_the_gpu(name):
-    inputs = grid.make_inputs(Point(1, 2, 100, 64, causal=True), "bf16", "cuda")
-    truth = grid.sample_truth(inputs, True)
-    for pass_, names in grid.RESULTS.items():
-        got = grid.Beside(name).call(inputs, {"pass": pass_, "causal": True})()
-        assert grid.sample_error(dict(zip(names, got, strict=True)), truth) < 0.05
-
-
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
@@ -305,7 +296,7 @@ def matrix_backward(dout, q, k, v, out, lse, *, causal=False):
 SMALL = Point(2, 4, 20, 8, causal=True, Hk=2)
 
 
-def task(passes=("fwd",), beside=("sdpa-math",), point=SMALL, dtype="fp32", how=None, **changes):
+def task(passes=("fwd",), beside=(), point=SMALL, dtype="fp32", how=None, **changes):
     kernels = dict(stage="00_naive", fwd_kernel="fwd_1_matrix", bwd_kernel="bwd_1_matrix", forward=matrix)
     who = grid.Candidate(**{**kernels, "backward": matrix_backward, **changes})
     return grid.Task(point, dtype, passes, (who, *map(grid.Beside, beside)), **(how or {}))
@@ -313,9 +304,6 @@ def task(passes=("fwd",), beside=("sdpa-math",), point=SMALL, dtype="fp32", how=
 
 def measured(*groups, **how):
     return list(grid.measure(groups, warmup=0, **how))
-
-
-cpu_only = pytest.mark.skipif(engine.name == "cuda", reason="its kernels are measured on the CPU")
 
 
 @cpu_only
@@ -326,7 +314,7 @@ def test_measure_yields_a_row_for_each_pass_with_the_peer_in_the_same_run_and_th
         first[-1, -1, -1, -1] += 0.25
         return first, *others
 
-    found = measured([task(("fwd", "bwd", "fwd+bwd"), **({off: wrong} if off else {}))])
+    found = measured([task(("fwd", "bwd", "fwd+bwd"), ("sdpa-math",), **({off: wrong} if off else {}))])
     who = ["fwd_1_matrix", "sdpa-math", "bwd_1_matrix", "sdpa-math", "fwd_1_matrix+bwd_1_matrix", "sdpa-math"]
     assert [r["kernel"] or r["peer"] for r in found] == who and len({r["run"] for r in found}) == 1
     for r in found:
@@ -338,21 +326,17 @@ def test_measure_yields_a_row_for_each_pass_with_the_peer_in_the_same_run_and_th
 
 @cpu_only
 def test_a_group_takes_turns_as_a_whole_beside_its_ceiling(monkeypatch):
-    rounds = []
-    taken = timing.Timing(2.0, 1.0, 3.0, 30)
+    rounds, taken = [], timing.Timing(2.0, 1.0, 3.0, 30)
     monkeypatch.setattr(timing, "interleaved", lambda c, **_: rounds.append(len(c)) or dict.fromkeys(c, taken))
+    monkeypatch.setattr(timing, "sustained", lambda c, **_: dict.fromkeys(c, replace(taken, clock_mhz=1600, watts=700)))
     monkeypatch.setattr(grid, "MATMUL_SIZE", 48)
-    tasks = [task(beside=(), how=how) for how in ({}, dict(share=0.5, options={"feature": "half"}))]
-    copied = task(beside=(), how={"ceiling": grid.copied_keys})
-    product = task(beside=(), dtype="bf16", how={"ceiling": partial(grid.matrix_product, "bf16")})
-    plain, half, _, copy, _, matmul = measured([*tasks, copied], [product])
+    whole, share = task(), task(how=dict(share=0.5, options={"feature": "half"}))
+    product = task(dtype="bf16", how={"ceiling": partial(grid.matrix_product, "bf16")})
+    plain, half, _, copy, _, matmul = measured([whole, share, task(how={"ceiling": grid.copied_keys})], [product])
     assert rounds == [4, 2] and half["tflops"] == plain["tflops"] / 2 and half["options"] == {"feature": "half"}
     assert (copy["peer"], copy["pass"], copy["tflops"]) == ("copy", "copy", 0)
-    assert matmul["peer"] == "matmul" and [matmul[name] for name in ("N", "Nk", "D")] == [48] * 3
-    assert matmul["tflops"] == 2 * 48**3 / 2 / 1e9 and matmul["error"] < 0.1
-    load = timing.Timing(2.0, 1.0, 3.0, 30, 1600.0, 700.0)
-    monkeypatch.setattr(timing, "sustained", lambda calls, **_: dict.fromkeys(calls, load))
-    (one,) = measured([tasks[0]], timed="sustained")
+    assert (matmul["peer"], matmul["N"], matmul["D"], matmul["tflops"]) == ("matmul", 48, 48, 2 * 48**3 / 2 / 1e9)
+    (one,) = measured([whole], timed="sustained")
     assert (one["clock_mhz"], one["watts"], one["timing"]) == (1600, 700, "sustained")
 
 
@@ -361,18 +345,16 @@ def test_a_sample_is_of_the_last_head_and_if_asked_of_the_last_queries():
     assert all(map(torch.equal, inputs, grid.make_inputs(SMALL, "fp32", "cpu")))
     assert all(abs(x.std() - 1) < 0.1 for x in inputs) and not torch.equal(inputs[0], inputs[1])
     results = attention.forward(*inputs[1:], causal=True)[0], *attention.backward(*inputs, causal=True)
-    names = dict(zip(grid.RESULTS["fwd+bwd"], results, strict=True))
     whole, part = (grid.sample_truth(inputs, True, last=last) for last in (None, 5))
-    assert set(whole) == set(names) and set(part) == {"out", "dq"}
-    for name, want in names.items():
-        heads = 1 if name in ("dk", "dv") else 2
-        assert whole[name].shape[1] == heads and (whole[name] - want[-1:, -heads:]).abs().max() < 1e-12
-    for name in part:
-        wrong = names[name].clone()
-        wrong[0], wrong[:, :2], wrong[:, :, :-5] = 9, 9, 9  # all outside the sample
-        assert grid.sample_error({name: wrong}, part) < 1e-12
-        wrong[-1, -2, -5] += 0.5
-        assert grid.sample_error({name: wrong}, part) == pytest.approx(0.5)
+    assert set(part) == {"out", "dq"}
+    for name, want in zip(grid.RESULTS["fwd+bwd"], results, strict=True):
+        assert (whole[name] - want[-1:, -1 if name in ("dk", "dv") else -2 :]).abs().max() < 1e-12
+        if name in part:
+            wrong = want.clone()
+            wrong[0], wrong[:, :2], wrong[:, :, :-5] = 9, 9, 9  # all outside the sample
+            assert grid.sample_error({name: wrong}, part) < 1e-12
+            wrong[-1, -2, -5] += 0.5
+            assert grid.sample_error({name: wrong}, part) == pytest.approx(0.5)
 
 
 @cpu_only
@@ -387,21 +369,18 @@ def test_who_cannot_take_part_is_left_out_with_a_reason_given_once(monkeypatch, 
         "not finite": dict(forward=nan),
         "no kernel of this name": dict(fwd_kernel="fwd_9_none"),
         "has no backward": dict(passes=("bwd",), backward=None),
-        "flash_attn": dict(beside=("fa4",), dtypes=()),
     }
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
     for reason, changes in reasons.items():
-        one = task(**{"beside": (), **changes})
-        assert not measured([one], [one])
-        said = capsys.readouterr().out.splitlines()
-        assert len(said) == 1 + (reason == "flash_attn") and reason in said[-1]
+        assert not measured([task(**changes)], [task(**changes)])
+        (said,) = capsys.readouterr().out.splitlines()
+        assert reason in said
 
     def slow(q, *args, **options):
         tried.append(q.shape[2])
         return matrix(q, *args, **options)
 
     points = [Point(1, 1, N, D) for N, D in ((16, 8), (32, 8), (8, 8), (32, 4))]
-    assert not measured(*([task(beside=(), point=point, forward=slow)] for point in points), limit_ms=0.0)
+    assert not measured(*([task(point=point, forward=slow)] for point in points), limit_ms=0.0)
     assert tried == [16, 16, 8, 8, 32, 32], "who is too slow is not tried at larger sizes"
 
 
@@ -430,82 +409,61 @@ def test_the_plans_name_rungs_and_peers_that_there_are():
 @pytest.mark.skipif(bool(catalogue.unavailable("02")), reason="stage 02 cannot run here")
 def test_a_part_of_a_plan_gives_the_rows_of_its_rungs(monkeypatch):
     monkeypatch.setattr(grid, "measure", partial(grid.measure, warmup=0, limit_ms=1e5))
-    part = grid.Part((("02", "scalar"),), (Point(1, 1, 40, 32),), grid.BOTH, ("fp32",), ("sdpa-math",))
-    found = list(part.record())
+    found = list(grid.Part((("02", "scalar"),), (Point(1, 1, 40, 32),), grid.BOTH, ("fp32",), ("sdpa-math",)).record())
     assert [r["kernel"] or r["peer"] for r in found] == ["fwd_0_scalar", "sdpa-math", "bwd_0_scalar", "sdpa-math"]
     assert all(r["error"] < 1e-4 for r in found)
 
 
-FEATURES = ["none", "causal", "additive mask", "boolean mask", "ALiBi", "soft-cap", "dropout", "window",
-            "soft-cap + window", "packed", "padded"]  # fmt: skip
-
-
-def errors_of(task, passes):
-    """{(who, pass): largest error} of those who can run here."""
-    inputs, found = grid.make_inputs(task.point, "bf16", engine.device), {}
+def error_of(task):
+    """The error of a feature's own kernel, forward."""
+    inputs, where = grid.make_inputs(task.point, "bf16", engine.device), row() | task.point.sizes
     truth = grid.sample_truth(inputs, task.point.causal, last=task.last, options=task.reference)
-    for entrant, pass_ in itertools.product(task.entrants, passes):
-        where = row() | task.point.sizes | {"pass": pass_}
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # a backend that needs a GPU
-            results = entrant.call(inputs, where)()
-            results = dict(zip(grid.RESULTS[pass_], results, strict=True))
-            found[str(entrant), pass_] = grid.sample_error(results, truth)
-    return found
+    return grid.sample_error({"out": task.entrants[0].call(inputs, where)()[0]}, truth)
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("passes", [("fwd",), pytest.param(("fwd", "bwd", "fwd+bwd"), marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", FEATURES)
-def test_a_feature_computes_what_the_reference_does(monkeypatch, name, passes):
-    monkeypatch.setattr(peers, "compiled", lambda function: function)
+def test_a_feature_computes_what_the_reference_does_and_counts_the_scores_that_positions_leave_visible(monkeypatch):
     monkeypatch.setattr(grid, "SOFTCAP", 1.0)  # 50 hardly changes scores as small as these
-    tasks = grid.features_at(16 if passes == ("fwd",) else 64, 2, 16)
-    (task,) = (one for one in tasks if one.options["feature"] == name)
-    if passes == ("fwd",):
-        task = replace(task, entrants=task.entrants[:1])
-    found = errors_of(task, passes)
-    assert {("03_triton flash", pass_) for pass_ in passes} <= set(found) and max(found.values()) < 0.03
-
-
-@needs_triton
-def test_features_count_the_scores_that_positions_leave_visible():
     first, second, (decode,), (memory,) = grid.features(16, 40, 24)
-    assert [one.options["feature"] for one in first] == [one.options["feature"] for one in second] == FEATURES
+    assert [one.options for one in first] == [one.options for one in second] and len(first) == 11
     assert decode.ceiling and decode.passes == ("fwd",) and memory.passes == ("fwd+bwd",)
+    assert error_of(replace(decode, point=Point(2, 4, 1, 16, Hk=2, Nk=40))) < 0.03
     for one in grid.features_at(16, 2, 16):
         by_position = {name: x for name, x in one.reference(slice(1, 2)).items() if "mask" not in name}
         seen = one.point.B * int(attention.Features(**by_position).seen(one.point.N, one.point.N).sum())
         counted = one.share * one.point.flops("fwd") / (4 * one.point.H * one.point.D)
-        assert counted == (seen / 2 if one.point.causal else seen), one.options
-    small = replace(decode, point=Point(2, 4, 1, 16, Hk=2, Nk=40), entrants=decode.entrants[:1])
-    assert errors_of(small, ("fwd",))["03_triton decode", "fwd"] < 0.03
+        assert counted == (seen / 2 if one.point.causal else seen) and error_of(one) < 0.03, one.options
+
+
+@needs_triton
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_peers_of_a_feature_compute_the_same(monkeypatch):
+    monkeypatch.setattr(peers, "compiled", lambda function: function)
+    for one in grid.features_at(64, 2, 16):
+        inputs, where = grid.make_inputs(one.point, "bf16", engine.device), row() | one.point.sizes | {"pass": "fwd"}
+        truth = grid.sample_truth(inputs, one.point.causal, last=one.last, options=one.reference)
+        for peer in one.entrants[1:]:
+            with contextlib.suppress(RuntimeError):  # a backend that needs a GPU
+                assert grid.sample_error({"out": peer.call(inputs, where)()[0]}, truth) < 0.03, (one.options, peer)
 
 
 # --- ablations, profile, tune -------------------------------------------------------------------------------
 
 
-def test_a_switch_is_a_macro_that_is_0_or_1_or_an_expression_unless_defined():
+@pytest.mark.parametrize("kernel", ablations.SEPARATE)
+def test_a_turned_switch_is_another_kernel_and_large_scores_alone_need_the_separate_exponent(kernel):
     shapes = "#ifndef A\n#define A 1\n", "#ifndef B  // why\n#define B 0\n", "#ifndef N\n#define N 2\n"
     text = "#endif\n".join([*shapes, "#ifndef WIDE\n#define WIDE (D > 1)\n"])
     assert ablations.switches(text) == {"A": (0,), "B": (1,), "WIDE": (0, 1)}
-    with pytest.raises(ValueError, match="0 times, not once"):
-        ablations.changed("fwd_5_fa2", {"no such text": "y"})
-    _, ordered = grid.switched(grid.candidate("02", "hopper"), ("bwd",))
-    launched = rows.launches(of_02(ordered.bwd_kernel))["bwd_3_hopper"]
-    assert ordered.backward.keywords["deterministic"] and {m["DETERMINISTIC"] for *_, m in launched} == {1}
-
-
-@pytest.mark.parametrize("kernel", ablations.SEPARATE)
-def test_a_turned_switch_is_another_kernel_and_large_scores_alone_need_the_separate_exponent(kernel):
     whole = grid.candidate("02", kernel.split("_")[-1])
     same, *turned, fused = grid.switched(whole, ("fwd",))
+    _, ordered = grid.switched(grid.candidate("02", "hopper"), ("bwd",))
     assert same.fwd_kernel == kernel and len(turned) >= 3 and fused.fwd_kernel == f"{kernel}:LARGE_SCORES=0"
-    for one in turned:
-        ((name, value),) = re.findall(r"(\w+)=(\d)", one.fwd_kernel)
-        assert one.forward.keywords == {"rung": kernel.split("_")[-1], name: int(value)} and one.backward is None
-    hashes = {one.fwd_kernel: rows.row_hash(of_02(one.fwd_kernel)) for one in (same, *turned, fused)}
-    assert None not in hashes.values() and hashes[kernel] not in [hashes[one.fwd_kernel] for one in (*turned, fused)]
+    launched = [launch[-1] for launch in rows.launches(of_02(ordered.bwd_kernel))["bwd_3_hopper"]]
+    assert ordered.backward.keywords["deterministic"] and {macros["DETERMINISTIC"] for macros in launched} == {1}
+    hashes = [rows.row_hash(of_02(one.fwd_kernel)) for one in (same, *turned, fused)]
+    assert None not in hashes and hashes[0] not in hashes[1:]
     q, k, v = (torch.randn(1, 1, 150, 32, generator=torch.Generator().manual_seed(n)) for n in range(3))
     q, k, v = (x.to(engine.device, torch.bfloat16) for x in (q, k, v))
     for found, expected in zip(fused.forward(q, k, v), whole.forward(q, k, v), strict=True):
@@ -525,6 +483,8 @@ def test_clocks_go_forward_and_change_nothing():
     assert (times[:, 1:] >= times[:, :-1]).all()
     for edits in ablations.LEFT_OUT.values():
         ablations.changed(ablations.FORWARD, ablations.clocks() | edits)
+    with pytest.raises(ValueError, match="0 times, not once"):
+        ablations.changed("fwd_5_fa2", {"no such text": "y"})
 
 
 @needs_emulator
@@ -674,39 +634,7 @@ def test_a_table_has_the_median_share_of_the_fastest_peer_of_the_same_run_and_th
     assert "3 TFLOP/s at 1600 MHz and 700 W, error" in report.line(row(**LOAD))
 
 
-def ladder_rows(tflops=50.0):
-    """Rows of three rungs of stage 02, with their peers and a matrix product."""
-    at = dict(N=4096, Nk=4096)
-    return [
-        of_02("fwd_0_scalar", tflops=4.0, dtype="fp32", **at),
-        of_02("fwd_2_mma", tflops=tflops, D=128, **at),
-        of_02("bwd_0_scalar", tflops=1.5, dtype="fp32", **at, **{"pass": "bwd"}),
-        peer_row(**at, D=128, tflops=340.0),
-        peer_row(N=8192, Nk=8192, D=8192, tflops=800.0, peer="matmul", **{"pass": "matmul"}),
-    ]
-
-
-def test_the_ladder_shows_each_rung_once_says_what_differs_and_has_the_peers_of_one_run(tmp_path, monkeypatch):
-    more = [
-        of_02("fwd_2_mma", N=4096, D=64, tflops=1.0),  # there is one with D=128
-        of_02("fwd_2_mma", N=512, D=128, tflops=2.0),
-        of_02("fwd_2_mma", N=4096, D=128, causal=True, tflops=3.0),
-        row(stage="03_triton", kernel="fwd_0_fused", N=4096, D=128, tflops=5.0),
-        peer_row(N=4096, D=64, tflops=6.0),
-        of_02("fwd_2_mma", gpu="Tesla T4", N=4096, D=128, tflops=7.0),
-        peer_row(N=4096, Nk=4096, D=128, tflops=9.0, run="another"),  # beside other kernels
-    ]
-    some = [*ladder_rows(), *more, *ladder_rows(), of_02("fwd_2_mma", N=4096, D=128, tflops=8.0, timing="sustained")]
-    assert plots.ladder_numbers(more) is None and plots.ladder_numbers(some) == {
-        "gpu": "NVIDIA H200",
-        "matmul": 800.0,
-        "fwd": {"rungs": [["scalar", 4.0, "fp32\nD=64"], ["mma", 50.0, ""]], "peers": {"sdpa-flash": 340.0}},
-        "bwd": {"rungs": [["scalar", 1.5, "fp32\nD=64"]], "peers": {}},
-    }
-    forward, backward = plots.ladder(ladder_rows()).axes
-    assert [bar.get_height() for bar in forward.patches] == [4.0, 50.0] and forward.lines[0].get_ydata()[0] == 340
-    assert [bar.get_height() for bar in backward.patches] == [1.5]
-
+def test_the_picture_is_drawn_again_when_only_its_numbers_change(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "fresh", lambda found, root: found)
     path, results = report.PICTURES["02_fa2_cuda"], tmp_path / "steps/bench/results"
     readme, page = pages_in(tmp_path)

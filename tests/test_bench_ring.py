@@ -17,10 +17,11 @@ from steps.bench.ring import FETCH, LESSONS, ONE, PEERS, RELAY
 from steps.step04_ring import launch
 from steps.step04_ring.strategies import team
 from steps.workbook.case_on_ranks import PlainBlock
-from support.made_rows import LARGE, ORIGIN
+from support.made_rows import ORIGIN
 
 pytestmark = pytest.mark.skipif(engine.name != "cpu", reason="stands in for GPUs")
 
+LARGE = ring.CASES["32k"][0]
 SMALL = replace(LARGE, point=Point(1, 4, 32, 64, True, 2))  # two query heads share a K/V head
 OF_02 = SimpleNamespace(
     forward=lambda q, k, v, rung, causal: PlainBlock.forward(q, k, v, causal=causal),
