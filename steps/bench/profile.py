@@ -40,8 +40,7 @@ COUNTERS = {  # ncu's names by ours
     # warps that wait for it, on average over the cycles in which a scheduler issues
     **{f"stalled_{reason}": f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in STALLS},
 }
-WARM_UP = 2
-SECONDS = 200  # the limit of each run of ncu
+WARM_UP, SECONDS = 2, 200  # calls before, and the limit of each run of ncu
 TENSORS = f"{SIZE['B']}, {SIZE['H']}, {SIZE['N']}, {SIZE['D']}, device='cuda', dtype=torch.bfloat16"
 FORWARDS = (
     f"import sys, torch; from steps.step02_fa2_cuda import forward; qkv = torch.randn(3, {TENSORS}); "

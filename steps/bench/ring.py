@@ -7,10 +7,8 @@
 One process a GPU. Everybody who is compared at one size takes turns, five rounds; a round's time is that of the slowest
 rank, and a row has the median and the worst round. "One GPU" is stage 02 on the whole sequence, on all GPUs at once, as
 their clocks depend on how many of them work. TFLOP/s are those of each GPU. Who fails is left out with the reason; who
-dies or hangs ends its part of the plan.
-
-Beside the sizes there are the profiler's `trace`, and `strategies`, which are the lessons of stage 04 beside the ring.
-All but the peers' kernels runs on the CPU, too, over gloo.
+dies or hangs ends its part of the plan. Beside the sizes there are the profiler's `trace`, and `strategies`, which are
+the lessons of stage 04 beside the ring. All but the peers' kernels runs on the CPU, too, over gloo.
 """
 
 import contextlib
@@ -29,7 +27,6 @@ from steps.bench import grid, rows, timing
 from steps.bench.cost import Point
 from steps.step02_fa2_cuda import calls as kernels
 from steps.step04_ring import Layout, launch, strategies
-from steps.step04_ring.strategies import account
 
 DTYPE, D, LAST = "bf16", 128, grid.LAST
 ROUNDS, WORTH_MS, MOST_CALLS = 5, 20, 20  # a round takes about so long, and has no more calls
@@ -284,8 +281,7 @@ class RingPart:
 
     def record(self):
         """Yields the rows, and one record, a dict with the key "kind"."""
-        size = torch.cuda.device_count()
-        origin = rows.provenance(n_gpus=size)
+        size, origin = torch.cuda.device_count(), rows.provenance(n_gpus=torch.cuda.device_count())
         for name in self.names if size > 1 else ():
             measured = measure_trace if name == "trace" else partial(measure_cases, CASES[name])
             try:
@@ -354,19 +350,4 @@ def row_of(case, who, pass_, ms, count, found, origin):
     row |= vars(timing.summary(ms)) | {"reps": len(ms) * count, "ms_worst": max(ms)}
     row |= {name: found[name] for name in ("error", "peak_bytes") if name in found}
     row["tflops"] = point.flops(pass_) / (1 if who == ONE else N) / row["ms_median"] / 1e9  # of one GPU
-    return row | (moved(case, who, pass_, N) if options else {})
-
-
-def moved(case, who, pass_, N):
-    """{"sent_bytes", "shared_bytes"}: what a rank sends or copies in a call, and what others can read; 16 bits."""
-    point = case.point
-    sizes = dict(B=point.B, H=point.H, Hk=point.sizes["Hk"], D=point.D, e=2)
-    if who == FETCH:
-        shard = 4 * point.B * sizes["Hk"] * (point.N // N) * point.D  # of K and V
-        # The backward still has the shard that the forward fetched last, and gives all but its own dK and dV away.
-        fetched, slots = ((N - 1), 0) if pass_ == "fwd" else ((N - 1) + (N - 2) + (N - 1), N - 1)
-        return {"sent_bytes": fetched * shard, "shared_bytes": (1 + slots) * shard}
-    whole = Layout(case.layout, point.N, N, point.causal)
-    both = [account.sent_bytes(case.options(who)["strategy"], whole, rank, **sizes) for rank in range(N)]
-    sent = max(forward + (backward if pass_ != "fwd" else 0) for forward, backward in both)
-    return {"sent_bytes": sent, "shared_bytes": 0}
+    return row

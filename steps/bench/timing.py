@@ -165,10 +165,12 @@ def back_to_back(call, seconds, ms, least, device):
 @contextlib.contextmanager
 def watched(device):
     """Gives a list. After the block it holds (moment, MHz, W) of every 20 ms or so, as nvidia-smi gave them."""
-    # power.draw alone would be an average over the last second.
+    # nvidia-smi numbers GPUs in another way than torch. power.draw alone would be an average over the last second.
+    uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
     query = "--query-gpu=timestamp,clocks.sm,power.draw.instant", "--format=csv,noheader,nounits", "-lms", "20"
     samples = []
-    with subprocess.Popen(["nvidia-smi", "-i", uuid(device), *query], stdout=subprocess.PIPE, text=True) as watching:
+    command = ["nvidia-smi", "-i", f"GPU-{uuid}", *query]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         printed = watching.stdout.readline()  # It takes a while to start.
         try:
             yield samples
@@ -179,11 +181,6 @@ def watched(device):
         with contextlib.suppress(ValueError):  # a line without numbers, such as [N/A]
             moment, *numbers = line.split(", ")
             samples.append((datetime.strptime(moment, "%Y/%m/%d %H:%M:%S.%f"), *map(float, numbers)))
-
-
-def uuid(device):
-    """The GPU's name for nvidia-smi, which numbers GPUs in another way than torch."""
-    return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
 
 
 def work_a_clock(row):

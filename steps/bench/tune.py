@@ -71,7 +71,7 @@ def main(
         return partial(function.planned(*inputs), *inputs)
 
     for row, taken in sweep(tiles, head_dim, plan, device=engine.device).items():
-        own = "the table's own" if row in tiles.values() else ""
+        own = "the table's own" if row == tiles[min(n for n in tiles if head_dim <= n)] else ""
         words = "{}x{}, {} warps, {} stages".format(*row)
         print(f"{words} {taken.ms_median:.3g} ms ±{timing.spread(vars(taken)):.1f}% {own}")
 

@@ -25,6 +25,7 @@ from steps.bench.plots import COLOURS, GREYS, style
 from steps.bench.rows import COMMITTED, COPY, code_hash, read_record
 from steps.step04_ring import simulate
 from steps.step04_ring.layout import Layout
+from steps.step04_ring.strategies import account
 
 PASSES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
 RINGS = {"ring+fetch": "fetch", "ring+relay": "relay"}
@@ -131,12 +132,26 @@ def ring_speed(rows):
     return by_size(in_order(rows), lambda row: [*about(row), who(row)], ["GPUs", "computed", "Hk", "by"], word)
 
 
+def moved(row):
+    """(bytes that a rank sends or copies in a call, bytes that others can read), of 16-bit tensors."""
+    strategy, backward = row["options"]["strategy"], row["pass"] != "fwd"
+    N, sizes = row["n_gpus"], {name: row[name] for name in ("B", "H", "Hk", "D")}
+    if row["kernel"] == "ring+fetch":
+        shard = 4 * row["B"] * row["Hk"] * (row["N"] // N) * row["D"]  # of K and V
+        # The backward still has the shard that the forward fetched last, and gives all but its own dK and dV away.
+        fetched, slots = ((N - 1) + (N - 2) + (N - 1), N - 1) if backward else ((N - 1), 0)
+        return fetched * shard, (1 + slots) * shard
+    whole = Layout(row["layout"], row["N"], N, row["causal"])
+    both = [account.sent_bytes(strategy, whole, rank, **sizes, e=2) for rank in range(N)]
+    return max(there + (back if backward else 0) for there, back in both), 0
+
+
 def ring_strategies(rows):
     """The four ways to share a sequence."""
 
     def word(row):
-        held = row["peak_bytes"] + row["shared_bytes"]
-        return f"{ms(row)} / {held / 1e6:.0f} / {row['sent_bytes'] / 1e6:.0f}"
+        sent, shared = moved(row)
+        return f"{ms(row)} / {(row['peak_bytes'] + shared) / 1e6:.0f} / {sent / 1e6:.0f}"
 
     rows = in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] > 1]))
     head = ["GPUs", "computed", "Hk", "strategy", "limit"]
