@@ -90,14 +90,15 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
     def moment():
         return datetime(2026, 1, 31) + timedelta(seconds=gpu.now)
 
-    def pass_by(seconds, mhz, watts):
-        gpu.now += seconds
-        gpu.samples.append((moment(), mhz, watts))
+    def pass_by(seconds, mhz, watts, samples=1):
+        for _ in range(samples):
+            gpu.now += seconds / samples
+            gpu.samples.append((moment(), mhz, watts))
 
     def sleep(seconds):
         gpu.pauses.append(len(gpu.calls))
         gpu.load = 0.0
-        pass_by(seconds, 345, 100)
+        pass_by(seconds, 345, 100, samples=400)
 
     def call(name, ms, mhz):
         limited = gpu.load > 0.2
@@ -109,7 +110,7 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
     def watched(device):
         first, samples = len(gpu.samples), []
         yield samples
-        pass_by(9.0, 345, 100)
+        pass_by(9.0, 345, 100, samples=400)
         samples += gpu.samples[first:]
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=sleep, perf_counter=lambda: gpu.now))
