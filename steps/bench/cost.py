@@ -1,7 +1,7 @@
-"""What attention must cost: arithmetic, memory traffic, and room on a multiprocessor.
+"""What attention must cost: arithmetic on sizes for operations, memory traffic, and room on a multiprocessor.
 
-Everything here is arithmetic on sizes; nothing is measured. Sizes are those of the contract: q (B, H, N, D) and k, v
-(B, Hk, Nk, D). A pass is "fwd", "bwd" or "fwd+bwd"; a dtype is "fp64", "fp32", "fp16" or "bf16".
+Sizes are those of the contract: q (B, H, N, D) and k, v (B, Hk, Nk, D). A pass is "fwd", "bwd" or "fwd+bwd"; a dtype
+is "fp64", "fp32", "fp16" or "bf16".
 """
 
 import math

@@ -178,7 +178,7 @@ class Task:
 
 
 class TooSlow(Exception):
-    pass
+    """One call takes longer than the limit."""
 
 
 def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
@@ -359,10 +359,10 @@ def feature(name, point, options=(), told=(), share=1.0, beside=(), kernel="flas
     from steps.step03_triton import decode, flash  # imported here because Triton is not available everywhere
 
     options, beside = dict(options), beside if isinstance(beside, dict) else dict.fromkeys(beside)
-    who = Candidate("03_triton", "decode", decode.forward)
-    if kernel == "flash":
-        forward, backward = (partial(function, **options) for function in (flash.forward, flash.backward))
-        who = Candidate("03_triton", "flash", forward, "flash", backward)
+    forward, backward = (partial(function, **options) for function in (flash.forward, flash.backward))
+    who = Candidate("03_triton", "flash", forward, "flash", backward)
+    if kernel == "decode":
+        who = Candidate("03_triton", "decode", decode.forward)
     entered = who, *(Beside(peer, function) for peer, function in beside.items())
     reference = partial(reference_options, options, point, last)
     ceiling = copied_keys if kernel == "decode" else None  # Decoding reads k and v, and little else.

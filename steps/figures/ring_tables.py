@@ -10,7 +10,7 @@
 
 A table is a list of lines, which are lists of words, the first line its head. Of each size, the lines that compute the
 same are of one run: of several runs that with most rows there. What steps/bench/ring.py no longer measures, such as a
-ring without overlap, was measured when it could be turned off.
+ring without overlap, CUDA graphs or single messages, was measured by former versions of it.
 """
 
 import math
