@@ -141,7 +141,7 @@ def test_clock_and_power_are_read_from_nvidia_smi_while_the_block_runs(monkeypat
     assert "-i GPU-12-34 --query-gpu=timestamp,clocks.sm,power.draw.instant " in (tmp_path / "asked").read_text()
     assert samples == [(datetime(2026, 1, 31, 12, 0, 1, 500000), 1650, 690.5)]
     with pytest.raises(RuntimeError, match="clock and power 0 times"):
-        timing.sustained({"a": lambda: None}, device=engine.device)
+        timing.sustained({"a": lambda: time.sleep(0.01)}, device=engine.device)
 
 
 @pytest.mark.gpu
