@@ -1,6 +1,11 @@
 """Without a GPU, Triton's interpreter refuses a load or store beside its tensor, as memcheck does on a GPU."""
 
 import collections
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,3 +199,37 @@ def test_a_kernel_of_another_module_runs_as_triton_has_it(monkeypatch):
                 *tensors, *[q.stride()[:3]] * 4, 1, 1, 8, 8, 1.0,
                 CAUSAL=False, D=16, D_pad=16, Br=16, Bc=16, PRECISION="ieee",
             )  # fmt: skip
+
+
+DELTA = """
+import torch, triton
+from support import compile_triton
+from steps.step03_triton import {module}
+triton.runtime.driver.set_active(compile_triton.Driver())
+torch.cuda.get_device_capability = lambda device=None: (8, 0)
+launch = triton.runtime.jit.JITFunction.run
+def compile_only(kernel, *args, grid, warmup, **options):
+    if kernel.__name__ == "delta_kernel":
+        print(launch(kernel, *args, grid=grid, warmup=True, **options).asm["ptx"])
+triton.runtime.jit.JITFunction.run = compile_only
+x = torch.zeros(1, 1, 64, 24)  # Of rows with 24 numbers each lane takes one.
+{module}.backward(x, x, x, x, x, torch.zeros(1, 1, 64))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("module", ["bwd_0_fused", "flash"])
+def test_every_lane_that_stores_a_number_of_delta_stores_the_same(module):
+    """No product is fused into the addition of what another lane sends. It would be rounded in that lane only.
+
+    racecheck saw the lanes store numbers that differed. bwd_1_tma takes 16-bit numbers only, whose products are exact
+    in float32, so that it does not matter there.
+    """
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join((str(root), str(root / "tests")))
+    environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    command = [sys.executable, "-c", DELTA.format(module=module)]
+    ptx = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
+    sent = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx))
+    added = set(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))
+    assert sent and not sent & added
