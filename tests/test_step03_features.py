@@ -391,8 +391,9 @@ def order_kernel(order, tiles, heads, f):
 def test_programs_that_read_the_same_tile_of_a_mask_follow_one_another(shape, shared):
     """Where all heads have the same mask, which is where its stride of heads is 0. Elsewhere those of a head do."""
     q = torch.zeros(2, 3, 32, 16, device=engine.device)
-    f = flash.prepare(Recording([q]), q, q, mask=None if shape is None else torch.zeros(shape, device=engine.device))[3]
-    assert f.heads_first == (1 if shared else None)
+    mask = None if shape is None else torch.zeros(shape, device=engine.device)
+    f = flash.prepare(Recording([q]), q, q, {"mask": mask})[3]
+    assert f.policy.heads_first == (1 if shared else None)
     order = torch.empty(12, 3, dtype=torch.int32, device=engine.device)
     order_kernel[(12,)](order, 2, 3, f)
     by_tile = [(s, n, h) for s in range(2) for n in range(2) for h in range(3)]
@@ -406,9 +407,9 @@ def test_of_a_mask_that_all_queries_share_a_tile_is_one_row(shape, alike):
     q = torch.zeros(2, 3, 32, 16, dtype=torch.float16, device=engine.device)
     mask = torch.zeros(shape, device=engine.device)
     for same in (mask, mask.expand(2, 3, 32, 32)):
-        f = flash.prepare(Recording([q]), q, q, mask=same)[3]
-        assert f.queries_alike == alike
-        assert not alike or flash.with_tma(f, (q, q, q), same).mask_tma is None
+        f = flash.prepare(Recording([q]), q, q, {"mask": same})[3]
+        assert f.policy.queries_alike == alike
+        assert not alike or flash.with_tma(f, (q, q, q), same).policy.mask_tma is None
 
 
 def test_alibi_counts_queries_from_the_tiles_first_key():

@@ -313,8 +313,9 @@ was large.""", dpi=85)
 # | `scores` | S and dS/dX |
 # | `kept` | which P dropout keeps |
 #
-# Features come as a tuple `f` with a field for each. A field that is `None` is a constant for the compiler, which
-# leaves its branch out: a kernel is compiled for each *set* of features, and pays for no other.
+# Features come as a tuple `f` with a field for each; how they are read is in `f.policy`. A field that is `None` is a
+# constant for the compiler, which leaves its branch out: a kernel is compiled for each *set* of features, and pays for
+# no other.
 #
 # **In which unit is S?** P is $2^{cS - cm}$, one multiply-add (03a), in any unit, as long as c fits. So each set of
 # features takes the unit that saves work. Without features S is X itself; with a soft-cap it is the bare tanh, whose
@@ -328,7 +329,7 @@ show("step03_triton/features", "scores")
 @triton.jit
 def unit_kernel(found, N, f):
     seq = features.find_sequence(tl.program_id(0), N, N, f)
-    head = features.find_head(tl.program_id(0), None, f, seq)
+    head = features.find_head(tl.program_id(0), 0, None, f, seq)
     tl.store(found, seq.c)
     tl.store(found + 1, head.slope)
 
@@ -454,7 +455,8 @@ def places(found, tiles, heads, f):
 fig, axes = plt.subplots(1, 2, figsize=(9, 2.9), layout="constrained", sharey=True)
 for ax, heads_first in zip(axes, (None, 1), strict=True):
     found = torch.zeros(16, 2, dtype=torch.int32, device=device)
-    places[(16,)](found, 4, 4, features.Features(1.0, heads_first=heads_first))
+    f = features.Features(1.0, policy=features.Policy(heads_first=heads_first))
+    places[(16,)](found, 4, 4, f)
     for program, (h, n) in enumerate(found.tolist()):
         x, y = program % 4, program // 4
         look = {"facecolor": COLOURS[2 + n], "edgecolor": "white", "lw": 2}
