@@ -16,7 +16,7 @@ from steps.step02_fa2_cuda import ladder
 
 STEPS = Path(__file__).parents[1] / "steps"
 PUBLISHED = "step01_fa1_numba/fwd_0_published.py"
-MODELS = "options", "operators", "dropout", "decode", "sdpa", "models"
+MODELS = "options", "checked", "operators", "dropout", "decode", "sdpa", "models"
 REPLAY = "step03_triton/replay.py"
 FEATURES = [f"step03_triton/{file}.py" for file in ("flash", "flash_kernels", "features", "tiles", "replay")]
 SETS = {  # What to copy, and the file and function names of its forward and backward.
@@ -37,8 +37,8 @@ SETS = {  # What to copy, and the file and function names of its forward and bac
     "03 roles": (["step03_triton/fwd_2_roles.py", "step03_triton/bwd_1_tma.py", REPLAY],
                  "fwd_2_roles.forward", "bwd_1_tma.backward"),
     "03 features": (FEATURES, "flash.forward", "flash.backward"),
-    "03 operators": ([*FEATURES, *(f"step03_triton/{file}.py" for file in MODELS)],
-                     "operators.forward", "operators.backward"),
+    "03 checked": ([*FEATURES, *(f"step03_triton/{file}.py" for file in MODELS)],
+                     "checked.forward", "checked.backward"),
 }  # fmt: skip
 # What every rung of stage 02 needs beside its own .cu files.
 HOST = [f"step02_fa2_cuda/{file}.py" for file in ("ladder", "calls", "plan", "works", "nvrtc", "cache", "wgmma")]
@@ -114,7 +114,7 @@ def use(python, folder, **options):
 NO_GPU = """
 import importlib, torch
 q = torch.zeros(1, 1, 4, 16, dtype=torch.float16)
-for file in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "flash", "decode", "operators"):
+for file in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "flash", "decode", "checked"):
     try:
         importlib.import_module("lifted." + file).forward(q, q, q)
     except RuntimeError as problem:

@@ -246,13 +246,13 @@ def test_numbers_on_a_gpu_are_read_only_on_demand():
 
 def test_files_that_are_lifted_out_check_q_k_and_v_too():
     q, k, v = example()
-    options.check_inputs((("q", q), ("k", k), ("v", v)), False, None, None)
+    options.check_inputs((("q", q), ("k", k), ("v", v)))
     for bad in ((q, k, v[:, :, 1:]), (q, k[:1], v[:1]), (q, k[..., 1:], v[..., 1:]), (q[0], k, v), (q[:, :1], q, q)):
         with pytest.raises(ValueError, match="q must be"):
-            options.check_inputs(tuple(zip("qkv", bad, strict=True)), False, None, None)
+            options.check_inputs(tuple(zip("qkv", bad, strict=True)))
     for bad in ((q, k.half(), v), (q, k, v.to("meta")), (q.int(), k.int(), v.int())):
         with pytest.raises(TypeError, match="must be float"):
-            options.check_inputs(tuple(zip("qkv", bad, strict=True)), False, None, None)
+            options.check_inputs(tuple(zip("qkv", bad, strict=True)))
 
 
 def test_files_that_are_lifted_out_refuse_16_bits_before_ampere(monkeypatch):
@@ -267,7 +267,7 @@ def test_files_that_are_lifted_out_refuse_16_bits_before_ampere(monkeypatch):
         ):
             with FakeTensorMode(), pytest.raises(exception, match=words) if refused and words else nullcontext():
                 q, k, v = torch.empty(3, 1, H, 5, D, device="cuda", dtype=dtype)
-                options.check_inputs((("q", q), ("k", k), ("v", v)), False, None, None)
+                options.check_inputs((("q", q), ("k", k), ("v", v)))
 
 
 # ---- torch's operators -----------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def arguments(given):
     if isinstance(f["seed"], int):
         f["seed"] = torch.tensor(f["seed"], device=engine.device)
     f = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in f.items()}
-    return operators.in_order(given.get("causal", False), None, None, f)
+    return operators.in_order({"causal": given.get("causal", False), "scale": None, "tile": None} | f)
 
 
 @pytest.mark.parametrize(
