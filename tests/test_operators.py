@@ -65,12 +65,16 @@ def test_opcheck(stage):
 
 
 @every_stage
-def test_compile_gives_the_same(stage):
+def test_compile_and_autocast_give_the_same(stage):
     def attend(q, k, v):
         return stage.attention(q * 2, k, v, causal=True, scale=0.3).sin()
 
     tensors = example()
-    same(gradients(torch.compile(attend, fullgraph=True, backend="aot_eager"), *tensors), gradients(attend, *tensors))
+    want, compiled = gradients(attend, *tensors), torch.compile(attend, fullgraph=True, backend="aot_eager")
+    same(gradients(compiled, *tensors), want)
+    with torch.autocast(engine.device, torch.bfloat16):
+        same(gradients(attend, *tensors), want)
+        same(gradients(compiled, *tensors), want)
 
 
 @every_stage
@@ -139,7 +143,7 @@ def test_one_graph_serves_every_number(stage, name):
 
     torch._dynamo.utils.counters.clear()
     compiled, tensors = torch.compile(both, fullgraph=True, backend="aot_eager"), example(count=4)
-    results = [compiled(*tensors, NUMBERS[name](n)) for n in range(12)]
+    results = {n: compiled(*tensors, NUMBERS[name](n)) for n in (0, 1, 2, 11)}
     for n in (1, 11):
         want = both(*tensors, NUMBERS[name](n))
         same(results[n], want)
@@ -164,7 +168,7 @@ def test_batches_of_packed_sequences_share_a_graph():
 
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for n in range(12):
+    for n in range(4):
         starts = torch.tensor([0, 5 + n, 12 + 2 * n], dtype=torch.int32, device=engine.device)
         given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 7 + n, "max_seqlen_k": 7 + n}
         (q,) = example(12 + 2 * n, count=1)
@@ -247,16 +251,6 @@ def test_a_checkpoint_gives_the_same(stage):
     )
 
 
-@every_stage
-def test_autocast_leaves_the_dtype_as_it_is(stage):
-    q, k, v = example()
-    want = gradients(stage.attention, q, k, v)
-    with torch.autocast(engine.device, torch.bfloat16):
-        same(gradients(stage.attention, q, k, v), want)
-        compiled = torch.compile(stage.attention, fullgraph=True, backend="aot_eager")
-        same(gradients(compiled, q, k, v), want)
-
-
 def test_sdpa_with_a_scale_and_more_queries_than_keys():
     def ours(q, k, v):
         return step03.sdpa(q, k, v, is_causal=True, scale=0.9)
@@ -319,14 +313,6 @@ def test_the_options_reach_both_kernels(compiled):
     assert calls == [call for rung, *rest in (defaults, given)
                      for call in ((rung, "forward", *rest), (rung, "backward", *rest, rung == "second"))]  # fmt: skip
     assert all(type(number) is int for call in calls for number in call[4] or ())
-
-
-def test_a_tile_reaches_the_kernel_as_integers():
-    calls = []
-    forward, _, _ = stub_stage(calls)
-    q, k, v = example()
-    forward(q, k, v, tile=torch.tensor([8, 16]).numpy())
-    assert [type(number) for number in calls[0][4]] == [int, int]
 
 
 def test_an_eager_call_takes_no_operator():
