@@ -290,8 +290,10 @@ def test_opcheck(names):
         torch.library.opcheck(operators.carry_operator, (q, k, v, out.float(), lse, *arguments(given)))
 
 
-@pytest.mark.parametrize("dtype", step03.SUPPORTS["dtypes"], ids=str)
-@pytest.mark.parametrize("names", [(name,) for name in FEATURES] + SETS, ids=" + ".join)
+@pytest.mark.parametrize("names, dtype", [
+    *(((name,), torch.float16) for name in FEATURES), *((names, torch.bfloat16) for names in SETS),
+    (("additive",), torch.float32),
+], ids=str)  # fmt: skip
 def test_fake_results_are_like_real_ones(names, dtype):
     """What torch.compile plans with: a wrong dtype or shape would show only where it is used."""
     given = features(names)
@@ -348,22 +350,10 @@ def test_forward_backward_and_sdpa_are_compiled_too():
         assert same(compiled(q, q, k, v, seed), both(q, q, k, v, seed))
 
 
-def test_bad_input_is_refused_while_it_is_traced():
-    for given, words in (({"window": (-2, 0)}, "window must be"), ({"mask": Z(3, 3)}, "mask must broadcast")):
-        compiled = torch.compile(lambda q, k, v, given=given: step03.attention(q, k, v, **given), backend="eager")
-        with pytest.raises(Exception, match=words):
-            compiled(*example())
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_repeats_its_dropout(use_reentrant):
-    def layers(q, k, v, mask, run):
-        return run(attend, run(attend, q, k, v, mask), k, v, mask)
-
-    tensors = [*example(batch=1), random(Nq, Nk, seed=8)]
-    want = gradients(lambda *x: layers(*x, lambda f, *y: f(*y)), *tensors)
-    got = gradients(lambda *x: layers(*x, lambda f, *y: checkpoint(f, *y, use_reentrant=use_reentrant)), *tensors)
-    assert same(got, want)
+@pytest.mark.parametrize("given, words", [({"window": (-2, 0)}, "window"), ({"mask": Z(3, 3)}, "mask")], ids=str)
+def test_bad_input_is_refused_while_it_is_traced(given, words):
+    with pytest.raises(Exception, match=f"{words} must b"):
+        torch.compile(step03.attention, backend="eager")(*example(), **given)
 
 
 def test_every_call_draws_its_own_mask():
@@ -375,7 +365,7 @@ def test_every_call_draws_its_own_mask():
     torch.manual_seed(1)
     assert torch.equal(one, step03.attention(q, k, v, dropout_p=0.5))
     torch.manual_seed(1)
-    assert torch.equal(one, step03.sdpa(q, k, v, dropout_p=0.5, enable_gqa=True))
+    assert torch.equal(one, step03.sdpa(q, k, v, dropout_p=0.5, enable_gqa=True, attn_mask=Z(Nq, Nk)))
 
 
 def test_set_deterministic_counts_calls():
@@ -396,8 +386,16 @@ def test_set_deterministic_counts_calls():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_set_deterministic_refuses_checkpoints(use_reentrant):
-    """The second call of the same layer would get another mask, and the gradients would be wrong."""
+def test_a_checkpoint_repeats_its_dropout_and_refuses_set_deterministic(use_reentrant):
+    """There the second call of the same layer would get another mask, and the gradients would be wrong."""
+
+    def layers(q, k, v, mask, run):
+        return run(attend, run(attend, q, k, v, mask), k, v, mask)
+
+    tensors = [*example(batch=1), random(Nq, Nk, seed=8)]
+    want = gradients(lambda *x: layers(*x, lambda f, *y: f(*y)), *tensors)
+    got = gradients(lambda *x: layers(*x, lambda f, *y: checkpoint(f, *y, use_reentrant=use_reentrant)), *tensors)
+    assert same(got, want)
     step03.set_deterministic(3)
     q, k, v = example(gradient=True)
     out = checkpoint(lambda q: step03.attention(q, k, v, dropout_p=0.5), q, use_reentrant=use_reentrant)
@@ -604,19 +602,14 @@ def test_fewer_leading_dimensions(ndim):
 def test_any_layout():
     """A last dimension with gaps; numbers that torch negates only when it reads them; a mask with strides of 0."""
     q, k, v = example()
-    strange = [
-        torch.complex(Z(x.shape), -x).conj().imag if n else x.mT.contiguous().mT for n, x in enumerate((q, k, v))
-    ]
-    slopes = random(H, seed=3).abs()
-    mask = random(Nk, seed=2)
-    strange_mask = torch.complex(Z(Nk), -mask).conj().imag
-    assert strange[1].is_neg() and strange_mask.is_neg() and strange[0].stride(-1) > 1
+    slopes, mask = random(H, seed=3).abs(), random(Nk, seed=2)
+    strange = [q.mT.contiguous().mT, *(torch._neg_view(-x) for x in (k, v))]
+    strange_mask = torch._neg_view(-mask)
     want = step03.forward(q, k, v, mask=mask, alibi_slopes=slopes)
     wide = torch.stack([slopes, slopes], -1)[:, 0]
     got = step03.forward(*strange, mask=strange_mask.expand(B, H, Nq, Nk), alibi_slopes=wide)
     assert same(got, want)
     cu = {name: x.repeat_interleave(2)[::2] if name.startswith("cu") else x for name, x in PACKED.items()}
-    assert not cu["cu_seqlens_q"].is_contiguous()
     q, k, v = example(batch=1)
     assert same(step03.forward(q, k, v, **cu), step03.forward(q, k, v, **PACKED))
 
@@ -669,8 +662,7 @@ def test_nothing_is_saved_without_a_gradient():
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         with torch.no_grad():
-            out = step03.attention(q, k, v, softcap=2.0)
-        assert out.grad_fn is None and not saved
+            step03.attention(q, k, v, softcap=2.0)
         step03.attention(*(x.detach() for x in (q, k, v)), softcap=2.0)
         out, lse = step03.forward(q, k, v, softcap=2.0)
         grads = step03.backward(out, q, k, v, out, lse, softcap=2.0)
@@ -751,7 +743,7 @@ def launched(monkeypatch):
 
 def test_a_call_without_features_takes_the_rungs(launched):
     q, k, v = example(gradient=True)
-    off = {name: default for name, default in options.DEFAULTS.items()} | {"dropout_p": 0, "rung": "fused"}
+    off = options.DEFAULTS | {"dropout_p": 0, "rung": "fused"}
     assert type(step03.attention(q, k, v).grad_fn).__name__ == "AttentionBackward"
     out = step03.attention(q, k, v, **off)
     out.sum().backward()
@@ -763,8 +755,9 @@ def test_a_call_without_features_takes_the_rungs(launched):
     assert launched == ["flash.forward"]
 
 
-def test_few_queries_are_decoded(launched):
-    q, k, v = example(batch=1, heads=(2, 1), lengths=(1, 1030))
+def test_few_queries_are_decoded(launched, monkeypatch):
+    monkeypatch.setattr(decode, "LEAST_KEYS", 64)
+    q, k, v = example(batch=1, heads=(2, 1), lengths=(1, 70))
     want = step03.forward(q, k, v, rung="fused")
     assert not launched
     for got in (step03.forward(q, k, v), (step03.attention(q, k, v),), (step03.sdpa(q, k, v, enable_gqa=True),)):
@@ -775,17 +768,9 @@ def test_few_queries_are_decoded(launched):
     step03.attention(q.requires_grad_(), k, v)
     assert launched == ["decode.forward"] * 3
     step03.forward(q, k, v, window=(100, 0))
-    assert launched[3:] == ["flash.forward"]
-
-
-def test_what_is_carried_is_not_decoded(launched):
-    """decode.py could not add to what earlier calls gave."""
-    q, k, v = example(batch=1, heads=(2, 1), lengths=(1, 2060))
-    want = step03.forward(q, k, v, rung="fused")
-    out, lse = torch.zeros_like(q), Z(1, 2, 1).fill_(-math.inf)
-    for keys in (slice(1030), slice(1030, None)):
-        step03.forward(q, k[:, :, keys], v[:, :, keys], out=out, lse=lse)
-    assert launched == ["flash.forward"] * 2
+    out, lse = torch.zeros_like(q).detach(), Z(1, 2, 1).fill_(-math.inf)
+    step03.forward(q, k, v, out=out, lse=lse)  # decode.py could not add to what earlier calls gave.
+    assert launched[3:] == ["flash.forward"] * 2
     torch.testing.assert_close((out, lse), tuple(want), atol=1e-6, rtol=1e-5)
 
 
@@ -816,28 +801,29 @@ def test_help_says_what_the_features_are(name):
 
 LEAST = random(Nq, Nk, seed=1).index_fill(0, starts(4).long(), torch.finfo(torch.float32).min)
 HIDDEN = torch.zeros(Nq, Nk).masked_fill(torch.arange(Nq)[:, None] == 4, -math.inf).to(engine.device)
-SDPA = {  # shapes of query, key and value; the mask; other options
-    "bool, 2-D": ((B, H, Nq, D), (B, H, Nk, D), random(Nq, Nk, seed=1) > -0.5, {}),
-    "bool, 3-D": ((B, H, Nq, D), (B, H, Nk, D), random(H, Nq, Nk, seed=1) > -0.5, {"scale": 0.3}),
-    "of keys": ((B, H, Nq, D), (B, H, Nk, D), random(B, 1, 1, Nk, seed=1) > -0.5, {}),
-    "additive, 2-D": ((B, H, Nq, D), (B, H, Nk, D), random(Nq, Nk, seed=1), {}),
-    "additive, of heads": ((B, H, Nq, D), (B, H, Nk, D), random(1, H, 1, Nk, seed=1), {}),
-    "additive, 4-D": ((B, H, Nq, D), (B, H, Nk, D), random(B, H, Nq, Nk, seed=1), {"scale": 0.3}),
+FULL = (B, H, Nq, D), (B, H, Nk, D)
+SDPA = {  # shapes of the query, and of key and value; the mask; other options
+    "plain": (*FULL, None, {}),
+    "bool, 2-D": (*FULL, random(Nq, Nk, seed=1) > -0.5, {}),
+    "bool, 3-D": (*FULL, random(H, Nq, Nk, seed=1) > -0.5, {"scale": 0.3}),
+    "of keys": (*FULL, random(B, 1, 1, Nk, seed=1) > -0.5, {}),
+    "additive, 2-D": (*FULL, random(Nq, Nk, seed=1), {}),
+    "additive, of heads": (*FULL, random(1, H, 1, Nk, seed=1), {}),
+    "additive, 4-D": (*FULL, random(B, H, Nq, Nk, seed=1), {"scale": 0.3}),
+    "bool, hidden rows": (*FULL, HIDDEN == 0, {}),
+    "additive, hidden rows": (*FULL, HIDDEN, {}),
+    "additive, row of finfo.min": (*FULL, LEAST, {}),
+    "causal, fewer queries": (*FULL, None, {"is_causal": True}),
+    "causal, more queries": (*FULL[::-1], None, {"is_causal": True, "scale": 0.3}),
+    "causal, no key": ((1, 1, 4, D), (1, 1, 0, D), None, {"is_causal": True}),
     "grouped heads": ((B, H, Nq, D), (B, 1, Nk, D), random(Nq, Nk, seed=1), {"enable_gqa": True}),
-    "bool, hidden rows": ((B, H, Nq, D), (B, H, Nk, D), HIDDEN == 0, {}),
-    "additive, hidden rows": ((B, H, Nq, D), (B, H, Nk, D), HIDDEN, {}),
-    "additive, row of finfo.min": ((B, H, Nq, D), (B, H, Nk, D), LEAST, {}),
+    "grouped heads, 3-D": ((4, Nq, D), (2, Nk, D), None, {"enable_gqa": True, "is_causal": True}),
     "3-D": ((H, Nq, D), (H, Nk, D), random(H, Nq, Nk, seed=1), {}),
     "2-D": ((Nq, D), (Nk, D), random(Nq, Nk, seed=1), {}),
     "5-D": ((2, B, H, Nq, D), (2, B, H, Nk, D), random(B, 1, Nq, Nk, seed=1), {}),
     "batch broadcast": ((B, H, Nq, D), (1, H, Nk, D), random(B, 1, Nq, Nk, seed=1), {}),
-    "causal, fewer queries": ((B, H, Nq, D), (B, H, Nk, D), None, {"is_causal": True}),
-    "causal, more queries": ((B, H, Nk, D), (B, H, Nq, D), None, {"is_causal": True, "scale": 0.3}),
-    "causal, no key": ((1, 1, 4, D), (1, 1, 0, D), None, {"is_causal": True}),
-    "nothing": ((B, H, Nq, D), (B, H, Nk, D), None, {}),
     "head of query broadcast": ((1, 1, Nq, D), (1, 2, Nk, D), None, {}),
     "ranks differ": ((2, Nq, D), (Nk, D), None, {}),
-    "grouped heads, 3-D": ((4, Nq, D), (2, Nk, D), None, {"enable_gqa": True, "is_causal": True}),
 }  # fmt: skip
 
 
@@ -872,15 +858,6 @@ def test_sdpa_repeats_key_heads_no_more_than_it_must(heads, Hk):
     want = F.scaled_dot_product_attention(*tensors, enable_gqa=True)
     torch.testing.assert_close(sdpa_of(attention)(*tensors, enable_gqa=True), want, atol=1e-5, rtol=1e-5)
     assert arrived == [(Hk, Hk)]
-
-
-def test_sdpa_s_dropout_is_that_of_its_seed():
-    q, k, v = (x.double() for x in example())
-    step03.set_deterministic(2)
-    out = step03.sdpa(*example(), dropout_p=0.3, attn_mask=random(Nq, Nk), enable_gqa=True)
-    keep = step03.dropout_mask(2 << 32, B, H, Nq, Nk, 0.3)
-    want, _ = exact.forward(q, k, v, mask=random(Nq, Nk), dropout_mask=keep, dropout_p=philox.rounded(0.3))
-    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
 
 
 def test_what_sdpa_refuses():
