@@ -169,40 +169,6 @@ def test_a_window_is_a_bool_mask():
         assert torch.equal(attention.visible(Nq, Nk, window=window), mask.expand(Nq, Nk))
 
 
-def test_packed_sequences_are_the_same_as_one_call_each():
-    """Equal neighbours are an empty sequence; rows after the last entry give 0, -inf and gradient 0."""
-    starts_q, starts_k = [0, 3, 3, 8, 10, 10], [0, 2, 4, 4, 10, 11]
-    sizes = (H, 12), (Hk, 13), (Hk, 13), (H, 12)
-    q, k, v, dout = (random(1, *size, D, seed=n) for n, size in enumerate(sizes))
-    cu_seqlens = {"cu_seqlens_q": torch.tensor(starts_q, dtype=torch.int32), "cu_seqlens_k": torch.tensor(starts_k)}
-    keep = philox.keep_mask(9, 1, H, 12, 13, 0.4, **cu_seqlens)
-    mask, slopes = random(1, 12, 13, seed=6), random(5, H, seed=7).abs()
-    every = {"causal": True, "window": (4, -1), "softcap": 2.0, "dropout_p": philox.rounded(0.4)}
-    packed = every | cu_seqlens | {"mask": mask, "dropout_mask": keep, "alibi_slopes": slopes}
-    results = [
-        *attention.forward(q, k, v, **packed),
-        *attention.backward(dout, q, k, v, mask_gradient=True, **packed),
-    ]
-    want = [torch.zeros_like(q), q.new_full((1, H, 12), -math.inf), *map(torch.zeros_like, (q, k, v, mask))]
-    for s in range(5):
-        rows, keys = slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
-        one = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-        n, m = one[0].shape[2], one[1].shape[2]
-        o = every | {"mask": mask[:, rows, keys], "alibi_slopes": slopes[s]}
-        o["dropout_mask"] = philox.keep_mask(9, s + 1, H, n, m, 0.4)[s:]
-        alone = *attention.forward(*one, **o), *attention.backward(dout[:, :, rows], *one, mask_gradient=True, **o)
-        places = rows, rows, rows, keys, keys
-        for whole, part, place in zip(want, alone, places, strict=False):
-            whole[:, :, place] = part
-        want[5][:, rows, keys] = alone[5]
-    for result, expected in zip(results, want, strict=True):
-        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
-    exact = error.expected(q, k, v, dout, mask_gradient=True, **packed).exact
-    assert exact["lse"][0, 0].tolist() == [x == -math.inf for x in want[1][0, 0].tolist()]
-    assert exact["dk"][0, 0, :, 0].nonzero().flatten().tolist() == [2, 3, 10, 11, 12]
-    assert all((result[exact[name]] == 0).all() for name, result in zip(error.NAMES[2:], results[2:5], strict=True))
-
-
 def both(q, k, v, dout, options):
     return *attention.forward(q, k, v, **options), *attention.backward(dout, q, k, v, **options)
 
@@ -215,6 +181,18 @@ def test_without_batch(names):
     one, alone = both(*(x[:1] for x in tensors), options), both(*(x[0] for x in tensors), options)
     for with_batch, without in zip(one, alone, strict=True):
         torch.testing.assert_close(with_batch[0], without, rtol=1e-13, atol=1e-15)
+
+
+def test_what_is_exact_of_packed_sequences():
+    """Equal neighbours are an empty sequence; rows after the last entry give 0, -inf and gradient 0."""
+    sizes = (H, 12), (Hk, 13), (Hk, 13), (H, 12)
+    x = [random(1, *size, D, seed=n) for n, size in enumerate(sizes)]
+    starts = {"cu_seqlens_q": torch.tensor([0, 3, 3, 8, 10, 10]), "cu_seqlens_k": torch.tensor([0, 2, 4, 4, 10, 11])}
+    want = error.expected(*x, causal=True, window=(4, -1), **starts)
+    exact = want.exact
+    assert exact["lse"][0, 0].nonzero().flatten().tolist() == [0, 3, 4, 5, 6, 7, 10, 11]
+    assert exact["dk"][0, 0, :, 0].nonzero().flatten().tolist() == [2, 3, 10, 11, 12]
+    assert all((want.value[name][exact[name]] == 0).all() for name in error.NAMES[2:])
 
 
 def test_contradicting_options_raise():
@@ -284,6 +262,11 @@ def test_the_keep_mask_depends_on_seed_batch_head_query_and_key_alone():
         assert (mask.unbind(dimension)[0] != mask.unbind(dimension)[1]).any()
     assert (philox.keep_mask(2, 3, 4, 50, 70, 0.2) != mask).any()
     assert (philox.keep_mask(1 + 2**32, 3, 4, 50, 70, 0.2) != mask).any()
+    starts = torch.tensor([0, 3, 3, 8])
+    packed = philox.keep_mask(9, 1, 2, 9, 9, 0.4, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    for s, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
+        alone = philox.keep_mask(9, s + 1, 2, end - start, end - start, 0.4)[s]
+        assert torch.equal(packed[0, :, start:end, start:end], alone)
     assert philox.keep_mask(1, 1, 1, 9, 99, 0.0).all() and not philox.keep_mask(1, 1, 1, 9, 99, 1.0).any()
 
 

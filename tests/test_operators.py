@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -196,17 +195,6 @@ def test_a_mode_of_torch_sees_one_operator(stage):
 
 
 @every_stage
-def test_fake_results_are_like_real_ones_in_every_dtype(stage):
-    supports = stage.SUPPORTS
-    for dtype in supports["dtypes"]:
-        q, k, v, dout = (x.detach().to(dtype) for x in example(count=4))
-        real = stage.forward(q, k, v)
-        forward, backward = operators(stage)
-        for operator, given in ((forward, (q, k, v)), (backward, (dout, q, k, v, *real))):
-            torch.library.opcheck(operator, given, test_utils="test_faketensor")
-
-
-@every_stage
 @pytest.mark.parametrize("shape", [(1, 2, 7, 32), (2, 7, 32), (7, 32), (0, 2, 7, 32)], ids=len)
 def test_fake_tensors_give_fake_results(stage, shape):
     with FakeTensorMode():
@@ -235,9 +223,8 @@ def test_fake_tensors_are_refused_elsewhere(stage):
 
 @every_stage
 def test_bad_input_is_refused_while_it_is_traced(stage):
-    q, k, v = example()
     with pytest.raises(Exception, match="scale must be a finite number"):
-        torch.compile(stage.attention, fullgraph=True, backend="eager")(q, k, v, scale=-1.0)
+        torch.compile(stage.attention, fullgraph=True, backend="eager")(*example(), scale=-1.0)
     with FakeTensorMode(), pytest.raises(ValueError, match="k and v must have the same shape"):
         stage.attention(*(torch.empty(1, 1, N, 32, device=engine.device) for N in (7, 7, 8)))
 
@@ -249,20 +236,6 @@ def test_a_checkpoint_gives_the_same(stage):
         gradients(lambda *x: checkpoint(stage.attention, *x, use_reentrant=False), *tensors),
         gradients(stage.attention, *tensors),
     )
-
-
-def test_sdpa_with_a_scale_and_more_queries_than_keys():
-    def ours(q, k, v):
-        return step03.sdpa(q, k, v, is_causal=True, scale=0.9)
-
-    def theirs(q, k, v):  # in float64, because torch's float32 kernel of a GPU is further off than ours
-        return F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True, scale=0.9).float()
-
-    (q,), (_, k, v) = example(9, 1), example(4)
-    want = gradients(theirs, q, k, v)
-    for function in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
-        for x, y in zip(gradients(function, q, k, v), want, strict=True):
-            torch.testing.assert_close(x, y, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("Nq, Nk", [(0, 3), (3, 0)])

@@ -111,7 +111,6 @@ ERRORS = {
     "mask, 5-D": ({"mask": Z(1, 1, 1, Nq, Nk)}, ValueError, "mask must broadcast"),
     "mask, of keys": ({"mask": Z(B, Nk)}, ValueError, r"index it with mask\[:, None, None\]"),
     "mask, dtype": ({"mask": Z(Nq, Nk, dtype=torch.float64)}, TypeError, "mask must be bool or .*float32.*got float64"),
-    "mask, integers": ({"mask": Z(Nq, Nk, dtype=torch.int64)}, TypeError, "mask must be bool or .*got int64"),
     "mask, device": ({"mask": Z(Nq, Nk, device="meta")}, TypeError, r"where q is; got float32 on meta.*mask\.to"),
     "mask, sparse": ({"mask": Z(Nq, Nk).to_sparse()}, TypeError, "mask must be a dense.*sparse_coo.*to_dense"),
     "mask, nested": ({"mask": nested()}, TypeError, "mask must be a dense.*nested.*to_padded_tensor"),
@@ -119,33 +118,27 @@ ERRORS = {
     "dropout below 0": ({"dropout_p": -0.1}, ValueError, "0 <= dropout_p < 1; got -0.1"),
     "dropout NaN": ({"dropout_p": math.nan}, ValueError, "0 <= dropout_p < 1; got nan"),
     "dropout, words": ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number.*got '0.1'"),
-    "dropout, bool": ({"dropout_p": True}, TypeError, "dropout_p must be a number.*got True"),
     "window, a number": ({"window": 4}, TypeError, r"pair \(left, right\) of integers.*got 4"),
     "window, bools": ({"window": (True, False)}, TypeError, r"pair .*got \(True, False\)"),
     "window, floats": ({"window": (4.0, 0)}, TypeError, r"pair .*got \(4.0, 0\)"),
     "window, three": ({"window": (4, 0, 0)}, ValueError, r"pair .*got \(4, 0, 0\)"),
     "window, -2": ({"window": (-2, 0)}, ValueError, r">= -1 or None; got \(-2, 0\)"),
     "softcap 0": ({"softcap": 0}, ValueError, "softcap must be .* > 0.*got 0.0.*Leave it out"),
-    "softcap -1": ({"softcap": -1.0}, ValueError, "softcap must be .* > 0.*got -1.0"),
     "softcap inf": ({"softcap": math.inf}, ValueError, "softcap must be .*finite.*got inf"),
     "softcap NaN": ({"softcap": math.nan}, ValueError, "softcap must be .*finite.*got nan"),
     "softcap, words": ({"softcap": "20"}, TypeError, "softcap must be .*got '20'"),
-    "slopes, a list": ({"alibi_slopes": [0.5, 0.25]}, TypeError, "alibi_slopes must be a torch.Tensor.*got list"),
     "slopes, shape": ({"alibi_slopes": Z(3)}, ValueError, r"\(H,\) or \(B, H\) = \(2, 2\); got \(3,\)"),
     "slopes, dtype": ({"alibi_slopes": Z(H).int()}, TypeError, "alibi_slopes must be float32 or .*got int32"),
-    "slopes, device": ({"alibi_slopes": Z(H, device="meta")}, TypeError, "alibi_slopes must be .*on meta"),
     "slopes, gradient": ({"alibi_slopes": random(H).requires_grad_()}, ValueError, "alibi_slopes has no gradient"),
     "seed, a float": ({"dropout_p": 0.1, "seed": 1.5}, TypeError, "seed must be an integer or an int64 tensor"),
     "seed, too large": ({"dropout_p": 0.1, "seed": 2**63}, ValueError, "seed must be at least .*got 92233720"),
     "seed, dtype": ({"dropout_p": 0.1, "seed": starts(1)}, TypeError, "seed must be int64 .*got int32"),
     "seed, two": ({"dropout_p": 0.1, "seed": starts(1, 2).long()}, ValueError, "seed must have one element; got 2"),
-    "seed, device": ({"dropout_p": 0.1, "seed": Z((), dtype=torch.int64, device="meta")}, TypeError, "seed .*on meta"),
     "first_query": ({"first_query": 0.5}, TypeError, "first_query must be an integer or None"),
     "first_query, large": ({"first_query": 2**40}, ValueError, "first_query must be at least .*got 1099511627776"),
     "first_key": ({"first_key": "5"}, TypeError, "first_key must be an integer; got '5'"),
     "check": ({"check": 1, "softcap": 2.0}, TypeError, "check must be True or False, got 1"),
     "deterministic": ({"deterministic": "x", "softcap": 2.0}, TypeError, "deterministic must be True or .*got 'x'"),
-    "first_key, bool": ({"first_key": True}, TypeError, "first_key must be an integer; got True"),
     "a word": ({"softcap": 2.0, "windows": (3, 0)}, TypeError, "unexpected keyword argument 'windows'"),
     "no rung has it": ({"softcap": 2.0, "rung": "fused"}, ValueError, "rungs have no softcap; got rung='fused'.*out"),
     "q of the call": ({"softcap": 2.0, "scale": -1.0}, ValueError, "scale must be a finite number"),
@@ -153,11 +146,9 @@ ERRORS = {
     "only one": ({"cu_seqlens_q": starts(0, 20)}, ValueError, "need cu_seqlens_q, .*; got no cu_seqlens_k"),
     "no max_seqlen": (PACKED | {"max_seqlen_k": None}, ValueError, "got no max_seqlen_k.*all four or none"),
     "only max_seqlen": ({"max_seqlen_q": 9}, ValueError, "got no cu_seqlens_q"),
-    "max_seqlen, words": (PACKED | {"max_seqlen_q": "9"}, TypeError, "max_seqlen_q must be an integer"),
     "max_seqlen -1": (PACKED | {"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be at least 0"),
     "packed, B": (PACKED, ValueError, "packed sequences have B = 1; got B = 2"),
     "cu_seqlens, dtype": (changed("cu_seqlens_q", torch.Tensor.long), TypeError, "cu_seqlens_q must be int32 .*int64"),
-    "cu_seqlens, device": (changed("cu_seqlens_k", lambda x: x.to("meta")), TypeError, "cu_seqlens_k .*on meta"),
     "cu_seqlens, 2-D": (changed("cu_seqlens_k", lambda x: x[None]), ValueError, r"cu_seqlens_k .*got \(1, 4\)"),
     "cu_seqlens, empty": (changed("cu_seqlens_q", lambda x: x[:0]), ValueError, r"cu_seqlens_q .*got \(0,\)"),
     "cu_seqlens, lengths": (changed("cu_seqlens_q", lambda x: x[:3]), ValueError, "the same length.*got 3 and 4"),
@@ -167,7 +158,6 @@ ERRORS = {
     "max_seqlen, short": (PACKED | {"max_seqlen_k": 10}, ValueError, "max_seqlen_k must be at least .* 11; got 10"),
     "packed slopes": (PACKED | {"alibi_slopes": Z(2, H)}, ValueError, r"\(sequences, H\) = \(3, 2\); got \(2, 2\)"),
     "lengths_k, dtype": ({"lengths_k": starts(3, 4).long()}, TypeError, "lengths_k must be int32 .*got int64"),
-    "lengths_k, device": ({"lengths_k": Z(B, dtype=torch.int32, device="meta")}, TypeError, "lengths_k .*on meta"),
     "lengths_k, shape": ({"lengths_k": starts(3)}, ValueError, r"\(B,\) = \(2,\); got \(1,\)"),
     "lengths_k, values": ({"lengths_k": starts(3, 24)}, ValueError, r"between 0 and Nk = 23; got \[3, 24\]"),
     "lengths_k, others": ({"lengths_k": starts(3, 4), "softcap": 2.0}, ValueError, "lengths_k goes with .*got softcap"),
@@ -586,17 +576,14 @@ def test_the_gradient_of_a_mask_is_summed_over_what_it_was_broadcast_over(shape)
 @pytest.mark.parametrize("ndim", [2, 3])
 def test_fewer_leading_dimensions(ndim):
     q, k, v = (x[0, 0] if ndim == 2 else x[0] for x in example(gradient=True))
+    full = [x.detach().reshape(1, -1, *x.shape[-2:]).requires_grad_() for x in (q, k, v)]
     given = {"mask": random(Nq, Nk, seed=3), "window": (4, 4)}
-    out = step03.attention(q, k, v, **given)
-    full = [x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v)]
-    want, lse = step03.forward(*full, **given)
-    grads = torch.autograd.grad(out.sum(), (q, k, v))
-    wanted = [want, *step03.backward(torch.ones_like(want), *full, want, lse, **given)]
-    assert same([out, *grads], [x.reshape(y.shape) for x, y in zip(wanted, (q, q, k, v), strict=True)])
-    assert step03.forward(q, k, v, **given)[1].shape == q.shape[:-1]
-    carried = torch.zeros_like(q), lse.new_full(q.shape[:-1], -math.inf)
-    step03.forward(q, k, v, out=carried[0], lse=carried[1], **given)
-    torch.testing.assert_close(carried[0], out)
+    out, want = (gradients(lambda *x: step03.attention(*x, **given), *x) for x in ((q, k, v), full))
+    assert same(out, [x.reshape(y.shape) for x, y in zip(want, (q, q, k, v), strict=True)])
+    carried, lse = torch.zeros_like(q), Z(q.shape[:-1]).fill_(-math.inf)
+    step03.forward(q, k, v, out=carried, lse=lse, **given)
+    torch.testing.assert_close(carried, out[0])
+    assert torch.equal(lse, step03.forward(q, k, v, **given)[1])
 
 
 def test_any_layout():

@@ -37,7 +37,7 @@ def with_features(plain, whole, supports):
         if not arguments.keys() <= known:
             checks.refuse(supports["stage"], plain.__name__, [name for name in arguments if name not in known])
         if more.keys() & arguments.keys():
-            given = [name for name in more if is_given(arguments.get(name), more[name])]
+            given = [name for name, x in arguments.items() if name in more and is_given(x, more[name])]
             if given and rung is not None:
                 raise ValueError(f"the rungs have no {given[0]}; got rung={rung!r}. Leave rung out.")
             if given:
