@@ -98,8 +98,8 @@ def checked_by_stage(supports, q, k, v, tensors, given):
     """{name: value} of what is given, after the checks of the stage."""
     engine.check_runs()
     numbers = (given[name] for name in ("causal", "scale", "tile"))
-    scale, own = checks.check_call(supports, flash.forward, (("q", q), ("k", k), ("v", v)), *numbers)
-    return given | dict(zip(options.TENSORS, tensors, strict=True)) | {"scale": scale, "tile": own.get("tile")}
+    checks.check_call(supports, flash.forward, (("q", q), ("k", k), ("v", v)), *numbers)
+    return given | dict(zip(options.TENSORS, tensors, strict=True))
 
 
 def call_of(kernel, names, f, shapes, carried, **more):
