@@ -313,9 +313,8 @@ was large.""", dpi=85)
 # | `scores` | S and dS/dX |
 # | `kept` | which P dropout keeps |
 #
-# Features come as a tuple `f` with a field for each; how they are read is in `f.policy`. A field that is `None` is a
-# constant for the compiler, which leaves its branch out: a kernel is compiled for each *set* of features, and pays for
-# no other.
+# Features come as a tuple `f` with a field for each. A field that is `None` is a constant for the compiler, which
+# leaves its branch out: a kernel is compiled for each *set* of features, and pays for no other.
 #
 # **In which unit is S?** P is $2^{cS - cm}$, one multiply-add (03a), in any unit, as long as c fits. So each set of
 # features takes the unit that saves work. Without features S is X itself; with a soft-cap it is the bare tanh, whose
@@ -453,17 +452,16 @@ def places(found, tiles, heads, f):
 
 
 fig, axes = plt.subplots(1, 2, figsize=(9, 2.9), layout="constrained", sharey=True)
-for ax, heads_first in zip(axes, (None, 1), strict=True):
+for ax, policy in zip(axes, (features.Policy(), features.Policy(heads_first=1)), strict=True):
     found = torch.zeros(16, 2, dtype=torch.int32, device=device)
-    f = features.Features(1.0, policy=features.Policy(heads_first=heads_first))
-    places[(16,)](found, 4, 4, f)
+    places[(16,)](found, 4, 4, features.Features(1.0, policy=policy))
     for program, (h, n) in enumerate(found.tolist()):
         x, y = program % 4, program // 4
         look = {"facecolor": COLOURS[2 + n], "edgecolor": "white", "lw": 2}
         ax.add_patch(plt.Rectangle((x, y), 1, 1, **look))
         text = f"program {program}\nhead {h}, tile {n}"
         ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8)
-    title = "all heads of a tile" if heads_first else "one head after the other"
+    title = "all heads of a tile" if policy.heads_first else "one head after the other"
     ax.set(xlim=(0, 4), ylim=(4, 0), title=title)
     ax.set_xticks([n + 0.5 for n in range(4)], [f"SM {n}" for n in range(4)])
     ax.set_yticks([n + 0.5 for n in range(4)], ["first", "second", "third", "fourth"])
