@@ -26,7 +26,7 @@ SETS = {  # The stage, and the files to copy: that of the forward, that of the b
     "03 tma": ("step03_triton", "fwd_1_tma bwd_1_tma replay"),
     "03 roles": ("step03_triton", "fwd_2_roles bwd_1_tma replay"),
     "03 features": ("step03_triton", FEATURES),
-    "03 operators": ("step03_triton", f"operators operators {FEATURES} options dropout decode sdpa models"),
+    "03 checked": ("step03_triton", f"checked checked {FEATURES} options operators dropout decode sdpa models"),
 }
 # What every rung of stage 02 needs beside its own .cu files.
 HOST = [f"step02_fa2_cuda/{file}.py" for file in ("ladder", "calls", "plan", "works", "nvrtc", "cache", "wgmma")]
@@ -102,7 +102,7 @@ def use(python, folder, **options):
 NO_GPU = """
 import importlib, torch
 q = torch.zeros(1, 1, 4, 16, dtype=torch.float16)
-for file in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "flash", "decode", "operators"):
+for file in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "flash", "decode", "checked"):
     try:
         importlib.import_module("lifted." + file).forward(q, q, q)
     except RuntimeError as problem:
