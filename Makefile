@@ -133,7 +133,7 @@ report: setup ## tables and figures, from the measured rows
 	$(call run,$(PY) -m steps.bench.report $(ARGS))
 
 gpu-check: setup ## the tests and the sanitizers on this GPU, with a summary; JOBS=3 at a time
-	$(call run,$(PY) -m tests.support.gpu_check --jobs $(JOBS) $(ARGS))
+	$(call run,PYTHONPATH=tests $(PY) -m tests.test_gpu_check $(JOBS) $(ARGS))
 
 clean: ## remove .venv, the slides and the caches; my/ stays
 	rm -rf .venv build slides *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -308,17 +308,19 @@ def bench(
     if engine.name != "cuda":
         console.print("bench needs a GPU, because simulators say nothing about speed. Rows are in steps/bench/results.")
         raise typer.Exit(1)
+    both = ("fwd", "bwd")
     if sustained:
-        parts = grids.sustained(number=chosen(stage)[0] if stage else "02", rung=kernel)
-        found = grids.record(parts, say=say)
+        number = chosen(stage)[0] if stage else "02"
+        best = kernel or catalogue.stage(number).SUPPORTS["rungs"][0]
+        (part,) = grids.sustained([grids.Part(((number, best),), passes=both, peers=grids.BEST)])
     else:
         numbers = [number for number in chosen(stage) if number in ("01", "02", "03")]
-        candidates = [candidate for number in numbers for candidate in grids.entrants(number, kernel)]
-        best = {"bf16" if "bf16" in c.dtypes else "fp32" for c in candidates}
+        words = {number: catalogue.stage(number).SUPPORTS["rungs"] for number in numbers}
+        rungs = [(number, word) for number in numbers for word in words[number] if kernel in (None, word)]
+        taken = {"bf16" if "bf16" in grids.candidate(*rung).dtypes else "fp32" for rung in rungs}
         peers = peer or (("sdpa-flash", "sdpa-efficient") if file else tuple(PEERS))
-        groups = grids.over(grids.GRIDS[grid], candidates, peers, ("fwd", "bwd"), dtype or sorted(best), engine.device)
-        found = grids.measure(groups, say=say)
-    measuring.show(found, beside=True)
+        part = grids.Part(tuple(rungs), grids.GRIDS[grid], both, tuple(dtype or sorted(taken)), tuple(peers))
+    measuring.show(part.record(), beside=True)
 
 
 def check_kernel(number, rung):

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import time
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -15,120 +16,71 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
-from torch.nn.attention import SDPBackend
 from typer.testing import CliRunner
 
 from reference import attention
 from steps import __main__, catalogue, engine
 from steps.bench import __main__ as measuring
-from steps.bench import ablations, cost, grid, peers, plots, profile, report, rows, timing, tune
+from steps.bench import ablations, cost, grid, peers, profile, report, rows, timing, tune
 from steps.bench.cost import Point
 from steps.step02_fa2_cuda import calls, emulator
-from support.made_rows import LOAD, of_02, peer_row, row
+from support.made_rows import LOAD, ladder_rows, of_02, peer_row, row
 
 needs_triton = pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="there is no Triton")
+cpu_only = pytest.mark.skipif(engine.name == "cuda", reason="its kernels are measured on the CPU")
+needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
-def exit_code(main, **options):
-    """Of a command that is called as a function."""
-    try:
-        main(**options)
-    except typer.Exit as end:
-        return end.exit_code
-    return 0
-
-
-# --- cost ---------------------------------------------------------------------------------------------------
-
-
-def test_operations_bytes_and_rates_worked_by_hand():
-    assert cost.flops(2, 3, 10, 4) == 4 * 2 * 3 * 10 * 10 * 4
+def test_costs_worked_by_hand():
     assert cost.flops(2, 3, 10, 4, Nk=5) == 4 * 2 * 3 * 10 * 5 * 4
     assert cost.flops(1, 1, 8, 2, causal=True) == 256 == Point(1, 1, 8, 2, True).flops("fwd")
-    assert cost.flops(1, 1, 8, 2, pass_="bwd") == 1280
-    assert cost.flops(1, 1, 8, 2, pass_="fwd+bwd") == 1792
-    # q, k, v, out: 4 x 10 x 4 elements of 2 bytes; lse: 10 of 4.
-    assert cost.compulsory_bytes(1, 1, 10, 4, dtype="bf16") == 4 * 80 + 40
-    assert cost.compulsory_bytes(1, 1, 10, 4, dtype="bf16", pass_="bwd") == 8 * 80 + 40
-    assert cost.compulsory_bytes(1, 1, 10, 4, dtype="bf16", pass_="fwd+bwd") == 12 * 80 + 80
-    assert cost.compulsory_bytes(1, 4, 10, 4, Hk=2, dtype="fp32") == (4 + 2 + 2 + 4) * 160 + 160
-    assert cost.compulsory_bytes(1, 1, 10, 4, Nk=5, dtype="fp64") == 2 * 320 + 2 * 160 + 80
+    assert [cost.flops(1, 1, 8, 2, pass_=pass_) for pass_ in ("bwd", "fwd+bwd")] == [1280, 1792]
+    # q, k, v, out: 4 x 10 x 4 elements of 2 bytes; lse: 10 of 4. The backward reads and writes twice as many.
+    for pass_, want in (("fwd", 4 * 80 + 40), ("bwd", 8 * 80 + 40), ("fwd+bwd", 12 * 80 + 80)):
+        assert cost.compulsory_bytes(1, 1, 10, 4, dtype="bf16", pass_=pass_) == want
+    assert cost.compulsory_bytes(1, 4, 10, 4, Hk=2, Nk=5, dtype="fp64") == 2 * 4 * 320 + 2 * 2 * 160 + 4 * 80
     # A new token reads k and v, 2 x 8 x 1000 x 4 elements of 2 bytes, in 2 ms; a copy of k reads and writes as much.
     token = row(B=2, H=2, Hk=1, N=1, Nk=4000, D=4, ms_median=2.0)
     assert cost.bandwidth(token) == pytest.approx((2 * 64000 + 2 * 32 + 16) / 2e-3 / 1e12)
     assert cost.bandwidth(token | {"pass": "copy"}) == pytest.approx(2 * 64000 / 2e-3 / 1e12)
     h200 = cost.GPUS["NVIDIA H200"]
-    assert cost.peak_tflops(h200, "fp32") == 66.9 and cost.ridge(h200, "bf16") == pytest.approx(206.1, abs=0.1)
-    assert all(name == gpu.name and gpu.multiprocessor for name, gpu in cost.GPUS.items())
-    with pytest.raises(ValueError, match="bf16"):
-        cost.peak_tflops(cost.GPUS["Tesla T4"], "bf16")
-
-
-def test_shared_memory_and_registers_of_a_tile():
+    assert (cost.ridge(h200, "bf16"), cost.ridge(h200, "fp32")) == (989.4 / 4.8, 66.9 / 4.8)
     # FlashAttention-2 on Hopper, 128 x 128, D = 128, bf16, two stages of K and V: 32 + 4 x 32 KB.
     assert cost.shared_bytes(128, 128, 128, "bf16", stages=2) == 160 * 1024
-    assert cost.shared_bytes(16, 32, 64, "fp32", tiles="QKVOS") == 4 * (16 * 64 * 2 + 32 * 64 * 2 + 16 * 32)
-    assert cost.shared_bytes(16, 32, 64, "bf16", tiles="OS") == 4 * (16 * 64 + 16 * 32)
+    assert cost.shared_bytes(16, 32, 64, "bf16", tiles="QKVOS") == 2 * (16 + 2 * 32) * 64 + 4 * (16 * 64 + 16 * 32)
     # O 64, S 64, P 32 registers for each of 256 threads.
-    assert cost.accumulator_registers(128, 128, 128, "bf16", threads=256) == 160
-    assert cost.accumulator_registers(128, 128, 128, "fp32", threads=256) == 128
+    assert [cost.accumulator_registers(128, 128, 128, t, threads=256) for t in ("bf16", "fp32")] == [160, 128]
 
 
-@pytest.mark.parametrize(
-    "block, expected",
-    [
-        (dict(threads=1024), (2, "threads", 1.0)),
-        (dict(threads=128, shared=113 * 1024), (2, "shared memory", 0.125)),  # each takes 1 KB more: 2 x 114 = 228
-        (dict(threads=128, shared=227 * 1024 + 1), (0, "shared memory", 0.0)),  # more than a block may have
-        (dict(threads=128, shared=46336, registers=168), (3, "registers", 0.1875)),  # 65536 / (128 * 168) = 3.05
-        (dict(threads=256, registers=129), (1, "registers", 0.125)),  # 136 after rounding up
-        (dict(threads=32, registers=96), (20, "registers", 0.3125)),  # 5 in each of 4 register files, not 21
-    ],
-)
-def test_occupancy_names_the_resource_that_runs_out(block, expected):
-    assert cost.occupancy((9, 0), **block) == cost.Occupancy(*expected)
-    with pytest.raises(ValueError, match="compute capability"):
-        cost.occupancy((1, 0), **block)
+@pytest.mark.parametrize("threads, shared, registers, expected", [
+    (1024, 0, 0, (2, "threads", 1.0)), (128, 113 * 1024, 0, (2, "shared memory", 0.125)),  # each takes 1 KB more
+    (128, 227 * 1024 + 1, 0, (0, "shared memory", 0.0)), (128, 46336, 168, (3, "registers", 0.1875)),  # 3.05
+    (256, 0, 129, (1, "registers", 0.125)),  # 136 after rounding up
+    (32, 0, 96, (20, "registers", 0.3125)),  # 5 in each of 4 register files, not 21
+])  # fmt: skip
+def test_occupancy_names_the_resource_that_runs_out(threads, shared, registers, expected):
+    assert cost.occupancy((9, 0), threads=threads, shared=shared, registers=registers) == expected
 
 
 # --- timing -------------------------------------------------------------------------------------------------
 
 
-def test_candidates_take_turns_and_each_comes_first():
+def test_candidates_take_turns_and_times_are_milliseconds_without_the_warm_up(monkeypatch):
     called = []
     calls = {name: lambda name=name: called.append(name) for name in "abc"}
     times = timing.interleaved(calls, reps=4, warmup=2)
     assert "".join(called) == "abcbcacababcbcacab" and [t.reps for t in times.values()] == [4] * 3
-
-
-def test_times_are_milliseconds_without_the_warm_up(monkeypatch):
+    assert timing.interleaved({}) == {}
     now = iter([0.0, 100.0, 200.0, 200.004, 300.0, 300.006, 400.0, 400.005])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
     assert timing.interleaved({"a": lambda: None}, reps=3, warmup=1)["a"].ms_median == pytest.approx(5.0)
     assert timing.summary([float(i) for i in range(100, -1, -1)]) == timing.Timing(50.0, 20.0, 80.0, 101)
-
-
-def test_one_call_waits_for_its_result_and_the_host_s_time_does_not(monkeypatch):
-    order = []
+    order, seconds = [], iter([0.0, 8e-6, 10.0, 10.0 + 4e-6, 20.0, 21.0])
     monkeypatch.setattr(timing, "synchronize", lambda device: order.append("wait"))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: order.append("clock") or len(order))
-    assert timing.one_call(lambda: order.append("call"), device="cuda") == 3000
-    assert order == ["wait", "clock", "call", "wait", "clock"]
-    order.clear()
-    seconds = iter([0.0, 8e-6, 10.0, 10.0 + 4e-6])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: order.append("clock") or next(seconds))
     assert timing.host_us(lambda: order.append("call"), rounds=2, calls=2) == pytest.approx(2.0)
-    assert order == ["wait", "clock", "call", "call", "clock"] * 2
-
-
-def test_in_a_group_the_slowest_rank_counts(monkeypatch):
-    def all_reduce(mine, op):
-        assert op == torch.distributed.ReduceOp.MAX
-        mine.copy_(torch.maximum(mine, torch.tensor([2.0, 2.0], dtype=torch.float64)))
-
-    monkeypatch.setattr(timing.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(timing.dist, "all_reduce", all_reduce)
-    assert timing.slowest_rank([1.0, 3.0], "cpu") == [2.0, 3.0]
+    assert timing.one_call(lambda: order.append("call"), device="cuda") == 1000
+    assert order == ["wait", "clock", "call", "call", "clock"] * 2 + ["wait", "clock", "call", "wait", "clock"]
 
 
 def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(monkeypatch):
@@ -138,14 +90,15 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
     def moment():
         return datetime(2026, 1, 31) + timedelta(seconds=gpu.now)
 
-    def pass_by(seconds, mhz, watts):
-        gpu.now += seconds
-        gpu.samples.append((moment(), mhz, watts))
+    def pass_by(seconds, mhz, watts, samples=1):
+        for _ in range(samples):
+            gpu.now += seconds / samples
+            gpu.samples.append((moment(), mhz, watts))
 
     def sleep(seconds):
         gpu.pauses.append(len(gpu.calls))
         gpu.load = 0.0
-        pass_by(seconds, 345, 100)
+        pass_by(seconds, 345, 100, samples=400)
 
     def call(name, ms, mhz):
         limited = gpu.load > 0.2
@@ -157,7 +110,7 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
     def watched(device):
         first, samples = len(gpu.samples), []
         yield samples
-        pass_by(9.0, 345, 100)
+        pass_by(9.0, 345, 100, samples=400)
         samples += gpu.samples[first:]
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=sleep, perf_counter=lambda: gpu.now))
@@ -168,7 +121,7 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
     for name, (ms, mhz) in asked.items():
         load = found[name]
         assert (load.ms_p20, load.ms_median, load.ms_p80) == pytest.approx([1.25 * ms] * 3)
-        assert (load.clock_mhz, load.watts) == (mhz, 700)
+        assert (load.clock_mhz, load.watts) == (mhz, 700), "idle samples, and those before the clock fell, do not count"
     # As many calls as seemed to take 0.75 s, but 30 for a row.
     assert found["c"].reps == timing.MIN_REPS and 0.7 < 4e-3 * found["a"].reps < 0.8
     one_at_a_time = [name for name, _ in itertools.groupby(gpu.calls)]
@@ -176,44 +129,19 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
     assert gpu.pauses == [gpu.calls.index(name) for name in one_at_a_time], "each begins after a pause"
 
 
-def test_samples_outside_the_measured_calls_do_not_count():
-    moments = [datetime(2026, 1, 31, 12, 0, n) for n in range(10)]
-    samples = [(moment, 100.0 + n**2, 10.0 * n**2) for n, moment in enumerate(moments)]
-    assert timing.medians(samples, moments[2], moments[6]) == (116, 160)
-    with pytest.raises(RuntimeError, match="gave 2 of at least 3 samples in 1.00 s"):
-        timing.medians(samples, moments[2], moments[3])
-
-
-SMI = """#!/bin/bash
-echo "$@" > {folder}/asked
-trap 'echo "2026/01/31 14:00:00.000, 7, 7.0, 7.0"; echo ended > {folder}/ended; exit' TERM
-for n in 1 2 3 4; do echo "2026/01/31 12:00:0$n.500, 1650, 690.50, 400.00"; done
-touch {folder}/printed
-while true; do sleep 0.02; done
-"""
-
-
 def test_clock_and_power_are_read_from_nvidia_smi_while_the_block_runs(monkeypatch, tmp_path):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text(SMI.format(folder=tmp_path))
+    lines = "2026/01/31 12:00:00.500, 1650, [N/A]", "2026/01/31 12:00:01.500, 1650, 690.50"
+    smi.write_text(f"#!/bin/bash\necho $@ > {tmp_path}/asked; echo '{lines[0]}'; echo '{lines[1]}'; exec sleep 60")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
     with timing.watched("cuda") as samples:
-        while not (tmp_path / "printed").exists():
-            pass
-    assert (tmp_path / "ended").exists(), "nvidia-smi does not run on"
-    asked = (tmp_path / "asked").read_text()
-    assert "-i GPU-12-34 --query-gpu=timestamp,clocks.sm,power.draw.instant,power.draw " in asked
-    assert timing.medians(samples, *(datetime(2026, 1, 31, hour) for hour in (12, 13))) == (1650, 690.5)
-    assert samples[-1][1] == 7, "what it prints at its end is read too"
-    lines = "1600, [N/A], 250.5", "1600, [N/A], [N/A]", "[N/A], 3.0, 250.5", "1600"
-    lines = [f"2026/01/31 12:00:00.250, {line}" for line in lines] + ["No devices were found", ""]
-    assert timing.parsed("\n".join(lines)) == [(datetime(2026, 1, 31, 12, 0, 0, 250000), 1600, 250.5)]
-    smi.write_text("#!/bin/bash\necho No devices were found\n")
-    with pytest.raises(RuntimeError, match="no clock or no power here: No devices were found"):
-        with timing.watched("cuda"):
-            pass
+        time.sleep(0.2)
+    assert "-i GPU-12-34 --query-gpu=timestamp,clocks.sm,power.draw.instant " in (tmp_path / "asked").read_text()
+    assert samples == [(datetime(2026, 1, 31, 12, 0, 1, 500000), 1650, 690.5)]
+    with pytest.raises(RuntimeError, match="clock and power 0 times"):
+        timing.sustained({"a": lambda: time.sleep(0.01)}, device=engine.device)
 
 
 @pytest.mark.gpu
@@ -231,112 +159,55 @@ def test_on_a_gpu_events_clock_and_power_are_those_of_the_work():
 
 
 @pytest.mark.parametrize("heads", [4, 2])
-def test_peers_compute_attention_and_never_fall_back(heads):
+def test_peers_compute_attention_and_never_fall_back(monkeypatch, heads):
     q, k, v = (torch.randn(1, n, 40, 32) for n in (4, heads, heads))
-    for peer in (peers.PEERS["sdpa-flash"], peers.PEERS["sdpa-math"], peers.matrix_form):
-        want, _ = attention.forward(q, k, v, causal=True)
-        assert (peer(q, k, v, True) - want).abs().max() < 1e-5
-    for mask in (torch.randn(1, 1, 40, 40), torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()):
-        want, _ = attention.forward(q, k, v, mask=mask)
-        assert (peers.sdpa(SDPBackend.MATH, q, k, v, mask=mask) - want).abs().max() < 1e-5
-    want, _ = attention.forward(q[:, :, :9], k, v, causal=True)  # aligned at the bottom right
-    assert (peers.matrix_form(q[:, :, :9], k, v, True) - want).abs().max() < 1e-5
+    cute = SimpleNamespace(flash_attn_func=lambda q, k, v, causal: peers.matrix_form(
+        *(x.transpose(1, 2) for x in (q, k, v)), causal).transpose(1, 2))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    for peer in (peers.PEERS["sdpa-flash"], peers.PEERS["sdpa-math"], peers.matrix_form, peers.fa4):
+        assert (peer(q, k, v, True) - attention.forward(q, k, v, causal=True)[0]).abs().max() < 1e-5
+    few = q[:, :, :9]  # aligned at the bottom right
+    assert (peers.matrix_form(few, k, v, True) - attention.forward(few, k, v, causal=True)[0]).abs().max() < 1e-5
     with pytest.raises(ValueError, match="as many queries as keys"):
-        peers.PEERS["sdpa-math"](q[:, :, :9], k, v, True)
+        peers.PEERS["sdpa-math"](few, k, v, True)
     with pytest.raises(RuntimeError):
         peers.PEERS["sdpa-cudnn"](q, k, v)
-
-
-def test_flash_attention_4_takes_heads_after_rows_where_it_is_found(monkeypatch):
-    def flash_attn_func(q, k, v, causal):
-        out, lse = matrix(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
-        return out.transpose(1, 2), lse
-
-    q, k, v = torch.randn(3, 1, 2, 24, 16)
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    with pytest.raises(ImportError):
-        peers.fa4(q, k, v)
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=flash_attn_func))
-    assert (peers.fa4(q, k, v, True) - attention.forward(q, k, v, causal=True)[0]).abs().max() < 1e-5
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", peers.PEERS)
-def test_peers_on_the_gpu(name):
-    if name == "fa4":
-        pytest.importorskip("flash_attn.cute")
-    inputs = grid.make_inputs(Point(1, 2, 100, 64, causal=True), "bf16", "cuda")
-    truth = grid.sample_truth(inputs, True)
-    for pass_, names in grid.RESULTS.items():
-        got = dict(zip(names, grid.Beside(name).call(inputs, True, pass_)(), strict=True))
-        assert grid.sample_error(got, truth) < 0.05
-    if name in ("sdpa-flash", "sdpa-cudnn"):
-        with pytest.raises(RuntimeError):
-            peers.PEERS[name](*(x.float() for x in inputs[1:]))
 
 
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
-def test_rows_survive_writing_and_reading(tmp_path):
-    written = [row(options={"window": 128}), row(peak_bytes=2**40, host_us=9.5), peer_row(), row(gpu="Tesla T4")]
-    written[1:1] = [peer_row(peer="copy", tflops=0.0, **{"pass": "copy"})]
-    files = rows.append(written, tmp_path)
+def test_rows_survive_writing_and_reading_and_those_of_another_kind_are_read_only_when_asked_for(tmp_path, monkeypatch):
+    """Of a run with a switch turned, all rows: what stood beside it would replace what others were compared with."""
+    turned, load, ring = row(kernel="fwd_0_scalar:LAZY=0", run="r2"), row(**LOAD), row(n_gpus=2, reps=5)
+    plain = [row(options={"window": 1}), row(peak_bytes=2**40, host_us=9.5), peer_row(), row(gpu="Tesla T4")]
+    plain.insert(3, peer_row(peer="copy", tflops=0.0, **{"pass": "copy"}))
+    files = rows.append([row(run="r2"), peer_row(run="r2"), turned, load, ring, *plain], tmp_path)
     assert {file.name for file in files} == {"nvidia-h200.jsonl", "tesla-t4.jsonl"}
-    assert rows.read(tmp_path) == written and rows.read(tmp_path / "missing") == []
-    assert rows.validate(row() | rows.provenance("cpu", commit="abc123"))["commit"] == "abc123"
+    assert rows.read(tmp_path) == plain and rows.read(tmp_path / "missing") == []
+    assert turned in rows.read(tmp_path, switched=True) and rows.read(tmp_path, several_gpus=True) == [ring]
+    assert rows.read(tmp_path, timing="sustained") == [load]
+    monkeypatch.setenv("STEPS_COMMIT", "abc123")
+    assert rows.validate(row() | rows.provenance("cpu"))["commit"] == "abc123"
     with files[0].open("a") as file:
         file.write(json.dumps({name: value for name, value in row().items() if name != "options"}))
-    with pytest.raises(ValueError, match=r"h200\.jsonl:5: .*options is missing"):
+    with pytest.raises(ValueError, match=r"h200\.jsonl:10: .*options is missing"):
         rows.read(tmp_path)
 
 
-def test_a_row_tells_where_and_when_it_was_measured(monkeypatch):
-    here = rows.provenance("cpu")
-    assert (here["gpu"], here["n_gpus"], here["driver"], here["cuda"]) == ("CPU", 0, None, None)
-    assert rows.output("sh", "-c", "echo yes") == "yes" and rows.output("there-is-no-such-command") is None
-    assert rows.output("sh", "-c", "echo no; exit 1") is None
-    told = {"nvidia-smi": "580.1\n580.1", "git": "abc"}  # nvidia-smi has a line for each GPU
-    monkeypatch.setattr(rows, "output", lambda command, *_: told[command])
-    monkeypatch.setattr(rows, "datetime", SimpleNamespace(now=lambda zone: datetime(2026, 1, 31, 23, tzinfo=zone)))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU {device}")
-    there = rows.provenance("cuda:1", n_gpus=2)
-    assert [there[name] for name in ("gpu", "n_gpus", "driver", "commit")] == ["the GPU cuda:1", 2, "580.1", "abc"]
-    assert there["date"] == "2026-01-31" and there["run"].startswith("20260131T230000Z-")
-
-
-@pytest.mark.parametrize(
-    "changes, word",
-    [
-        ({"extra": 1}, "extra is not a field"),
-        ({"N": 512.0}, "N is 512.0"),
-        ({"error": math.nan}, "error is nan"),
-        ({"pass": "forward"}, "pass is"),
-        ({"stage": "step01_fa1_numba"}, "rule: stage like"),
-        ({"peer": "sdpa-math"}, "either a peer, or stage"),
-        ({"source": None}, "either a peer, or stage"),
-        ({"ms_p20": 2.1}, "ms_p20 <= ms_median"),
-        ({"reps": 29}, "reps >= 30"),
-        ({"tflops": 0.0}, "tflops > 0"),
-        ({"peak_bytes": None}, "peak_bytes is None"),
-        ({"pass": "copy"}, "the pass copy"),
-        ({"watts": 700.0}, "sustained rows alone"),
-        ({**LOAD, "n_gpus": 2}, "sustained on one GPU"),
-    ],
-)
+@pytest.mark.parametrize("changes, word", [
+    ({"extra": 1}, "extra is not a field"), ({"N": 512.0}, "N is 512.0"), ({"causal": 1}, "causal is 1"),
+    ({"reps": True}, "reps is True"), ({"error": math.nan}, "error is nan"), ({"pass": "forward"}, "pass is"),
+    ({"peer": "sdpa-math"}, "either a peer, or stage"), ({"source": None}, "either a peer, or stage"),
+    ({"ms_p20": 2.1}, "ms_p20 <= ms_median"), ({"reps": 29}, "reps >= 30"), ({"tflops": 0.0}, "tflops > 0"),
+    ({"pass": "copy"}, "the passes matmul and copy"), ({"watts": 700.0}, "sustained rows alone"),
+    ({**LOAD, "clock_mhz": None}, "sustained rows alone"), ({**LOAD, "n_gpus": 2}, "sustained on one GPU"),
+])  # fmt: skip
 def test_a_bad_row_is_refused(tmp_path, changes, word):
     with pytest.raises(ValueError, match=re.escape(word)):
         rows.append([row(**changes)], tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_rows_of_another_kind_are_read_only_when_asked_for(tmp_path):
-    """Of a run with a switch turned, all rows: what stood beside it would replace what others were compared with."""
-    turned, load, ring = row(kernel="fwd_0_scalar:LAZY=0", run="r2"), row(**LOAD), row(n_gpus=2, reps=5)
-    rows.append([row(run="r1"), row(run="r2"), peer_row(run="r2"), turned, load, ring], tmp_path)
-    assert [r["run"] for r in rows.read(tmp_path)] == ["r1"] and rows.read(tmp_path, switched=True)[-1] == turned
-    assert rows.read(tmp_path, timing="sustained") == [load] and rows.read(tmp_path, several_gpus=True) == [ring]
 
 
 def test_the_latest_row_of_the_runs_that_measured_most_wins():
@@ -361,67 +232,54 @@ def f(x):  # why
 CUDA = '// says\nint f(int x) { /* why\n */ return x + 1; }  const char *s = "a // b";\n'
 
 
-@pytest.mark.parametrize(
-    "code, text, old, new, same",
-    [
-        (rows.python_code, PYTHON, "  # why", "  # because of this", True),
-        (rows.python_code, PYTHON, '"""Says so."""', '"""Says it better."""', True),
-        (rows.python_code, PYTHON, "def f(x):", "\n\ndef f( x ):", True),
-        (rows.python_code, PYTHON, "    return y", "        return y", False),
-        (rows.python_code, PYTHON, "#1", "#2", False),
-        (rows.cuda_code, CUDA, "// says", "// says more\n// than one line", True),
-        (rows.cuda_code, CUDA, "why", 'it\'s "why"', True),
-        (rows.cuda_code, CUDA, "x + 1", "x+1", True),
-        (rows.cuda_code, CUDA, "x + 1", "x + 2", False),
-        (rows.cuda_code, CUDA, "a // b", "a // c", False),
-    ],
-)
+@pytest.mark.parametrize("code, text, old, new, same", [
+    (rows.python_code, PYTHON, "  # why", "  # because of this", True),
+    (rows.python_code, PYTHON, '"""Says so."""', '"""Says it better."""', True),
+    (rows.python_code, PYTHON, "def f(x):", "\n\ndef f( x ):", True),
+    (rows.python_code, PYTHON, "    return y", "        return y", False),
+    (rows.python_code, PYTHON, "#1", "#2", False),
+    (rows.cuda_code, CUDA, "// says", "// says more\n// than one line", True),
+    (rows.cuda_code, CUDA, "why", 'it\'s "why"', True), (rows.cuda_code, CUDA, "x + 1", "x+1", True),
+    (rows.cuda_code, CUDA, "x + 1", "x + 2", False), (rows.cuda_code, CUDA, "a // b", "a // c", False),
+])  # fmt: skip
 def test_only_code_counts(code, text, old, new, same):
     assert old in text and (code(text.replace(old, new)) == code(text)) == same
     # The same text for every version of Python.
     assert rows.python_code(PYTHON) == 'deff(x):;»ifx:;»y=f"{x}{}";y+="#1";«returny;«'
 
 
-@pytest.mark.parametrize(
-    "stage, kernel, files",
-    [
-        ("01_fa1_numba", "bwd_2_registers", "bwd_2_registers.py fwd_0_published.py fwd_2_registers.py"),
-        ("02_fa2_cuda", "fwd_8_hopper:LAZY=0", "fwd_8_hopper.cu ptx.cuh wgmma.py"),
-        ("02_fa2_cuda", "fwd_0_scalar+bwd_0_scalar", "bwd_0_scalar.cu fwd_0_scalar.cu ptx.cuh"),
-        ("04_ring", "ring+fetch", "block.py comm.py fetch.py layout.py merge.py merge_kernels.py ring.py side.py"),
-        ("02_fa2_cuda", "fwd_5_fa2+bwd_9_none", ""),
-    ],
-)
+@pytest.mark.parametrize("stage, kernel, files", [
+    ("01_fa1_numba", "bwd_2_registers", "bwd_2_registers.py fwd_0_published.py fwd_2_registers.py"),
+    ("02_fa2_cuda", "fwd_8_hopper:LAZY=0", "fwd_8_hopper.cu ptx.cuh wgmma.py"),
+    ("02_fa2_cuda", "fwd_0_scalar+bwd_0_scalar", "bwd_0_scalar.cu fwd_0_scalar.cu ptx.cuh"),
+    ("04_ring", "ring+fetch", "block.py comm.py fetch.py layout.py merge.py merge_kernels.py ring.py side.py"),
+    ("02_fa2_cuda", "fwd_5_fa2+bwd_9_none", ""),
+])  # fmt: skip
 def test_a_kernel_s_files_are_its_own_and_what_they_include_or_import(stage, kernel, files):
     assert sorted(path.name for path in rows.source_files(stage, kernel)) == files.split()
 
 
-def test_a_hash_follows_the_launch_at_the_row_s_own_sizes_switches_and_gpu(monkeypatch):
+def test_a_row_is_stale_once_its_kernel_or_its_launch_at_the_row_s_own_sizes_has_changed(monkeypatch):
     sizes = dict(B=4, H=16, Hk=16, N=4096, Nk=4096, D=128)
     ((_, blocks, threads, _, macros),) = rows.launches(of_02("fwd_8_hopper:PERSISTENT=0", **sizes))["fwd_8_hopper"]
     assert (blocks, threads, macros["PERSISTENT"]) == (4 * 16 * 4096 // 128, 384, 0)
     small, large = (rows.launches(of_02("bwd_1_fa2", **sizes, gpu=gpu)) for gpu in ("Tesla T4", "not listed"))
     assert small != large
     before = {D: rows.row_hash(of_02(D=D)) for D in (64, 128)}
+    assert rows.code_hash("02_fa2_cuda", "fwd_5_fa2") not in before.values()
+    assert rows.fresh([peer_row(), of_02(), of_02(source=before[64])]) == [peer_row(), of_02(source=before[64])]
+    for gone in (of_02(D=7), of_02("fwd_9_none"), row(kernel="fwd_9_none"), row(stage="09_none")):
+        assert rows.row_hash(gone) is None and rows.is_stale(gone)
+    beside_a_ring = of_02("fwd_9_none", n_gpus=2)  # shown as long as the ring's own code is as it was
+    assert rows.fresh([beside_a_ring]) == [beside_a_ring]
+    assert rows.is_stale(row(stage="04_ring", kernel="ring+none", n_gpus=2))
     usual = rows.geometry
 
     def other_tile_for_64(stem, **how):
         return [(*rest, macros | ({"Br": 32} if how["D"] == 64 else {})) for *rest, macros in usual(stem, **how)]
 
     monkeypatch.setattr(rows, "geometry", other_tile_for_64)
-    assert rows.row_hash(of_02(D=64)) != before[64] != before[128] == rows.row_hash(of_02(D=128))
     assert rows.fresh([of_02(D=D, source=before[D]) for D in (64, 128)]) == [of_02(D=128, source=before[128])]
-    assert rows.code_hash("02_fa2_cuda", "fwd_5_fa2") not in before.values()
-
-
-def test_what_is_gone_or_has_changed_is_stale():
-    assert not rows.is_stale(of_02(source=rows.row_hash(of_02())))
-    assert rows.fresh([peer_row(), of_02()]) == [peer_row()] and rows.is_stale(of_02())
-    for gone in (of_02(D=7), of_02("fwd_9_none"), row(kernel="fwd_9_none"), row(stage="09_none")):
-        assert rows.row_hash(gone) is None and rows.is_stale(gone)
-    beside_a_ring = of_02("fwd_9_none", n_gpus=2)  # shown as long as the ring's own code is as it was
-    assert rows.fresh([beside_a_ring]) == [beside_a_ring]
-    assert rows.is_stale(row(stage="04_ring", kernel="ring+none", n_gpus=2))
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -436,277 +294,187 @@ def matrix_backward(dout, q, k, v, out, lse, *, causal=False):
     return tuple(x.to(q.dtype) for x in attention.backward(dout, q, k, v, causal=causal))
 
 
-def candidate(**changes):
-    kernels = dict(stage="00_naive", fwd_kernel="fwd_1_matrix", bwd_kernel="bwd_1_matrix")
-    return grid.Candidate(**{**kernels, "forward": matrix, "backward": matrix_backward, **changes})
+SMALL = Point(2, 4, 20, 8, causal=True, Hk=2)
 
 
-SMALL = (Point(2, 4, 20, 8, causal=True, Hk=2),)
+def task(passes=("fwd",), beside=(), point=SMALL, dtype="fp32", how=None, **changes):
+    kernels = dict(stage="00_naive", fwd_kernel="fwd_1_matrix", bwd_kernel="bwd_1_matrix", forward=matrix)
+    who = grid.Candidate(**{**kernels, "backward": matrix_backward, **changes})
+    return grid.Task(point, dtype, passes, (who, *map(grid.Beside, beside)), **(how or {}))
 
 
-def measured(candidates, points=SMALL, peers=("sdpa-math",), passes=("fwd",), with_matmul=False, **options):
-    """(rows, what was said)."""
-    said, dtypes = [], ("bf16",) if with_matmul else ("fp32",)
-    groups = grid.over(points, candidates, peers, passes, dtypes, "cpu", with_matmul)
-    how = dict(device="cpu", warmup=0, commit="c", say=said.append) | options
-    return list(grid.measure(groups, **how)), said
+def measured(*groups, **how):
+    return list(grid.measure(groups, warmup=0, **how))
 
 
-def test_measure_yields_a_row_for_each_pass_with_the_peer_in_the_same_run():
-    found, said = measured([candidate()], passes=("fwd", "bwd", "fwd+bwd"))
-    who = [("fwd_1_matrix", "fwd"), ("sdpa-math", "fwd"), ("bwd_1_matrix", "bwd"), ("sdpa-math", "bwd")]
-    who += [("fwd_1_matrix+bwd_1_matrix", "fwd+bwd"), ("sdpa-math", "fwd+bwd")]
-    assert [(r["kernel"] or r["peer"], r["pass"]) for r in found] == who
-    assert len({r["run"] for r in found}) == 1 and not said
-    for r in found:
-        assert r["error"] < 1e-5 and r["commit"] == "c" and r["timing"] == "interleaved"
-        flops = cost.flops(2, 4, 20, 8, causal=True, pass_=r["pass"])
-        assert r["tflops"] == pytest.approx(flops / (r["ms_median"] * 1e-3) / 1e12)
-
-
-def test_a_group_takes_turns_as_a_whole_and_its_rows_tell_what_was_asked(monkeypatch):
-    rounds = []
-    monkeypatch.setattr(timing, "interleaved", lambda calls, **_: rounds.append(len(calls)) or dict.fromkeys(
-        calls, timing.Timing(2.0, 1.0, 3.0, 30)))  # fmt: skip
-    half = dict(share=0.5, options={"feature": "half"}, with_host=True)
-    tasks = [grid.Task(SMALL[0], "fp32", ("fwd",), (candidate(),), **how) for how in ({}, half)]
-    tasks.append(replace(tasks[0], ceiling=grid.copied_keys))
-    plain, of_half, _, copy = grid.measure([tasks], device="cpu", warmup=0)
-    assert rounds == [4] and of_half["tflops"] == pytest.approx(plain["tflops"] / 2) and of_half["host_us"] > 0
-    assert of_half["options"] == {"feature": "half"}
-    assert (copy["peer"], copy["pass"], copy["tflops"]) == ("copy", "copy", 0)
-
-
-@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
-@pytest.mark.parametrize("name", ["forward", "backward"])
-def test_the_error_is_the_kernels_own(pass_, name):
-    def off(*args, **options):
-        first, *others = (matrix if name == "forward" else matrix_backward)(*args, **options)
+@cpu_only
+@pytest.mark.parametrize("off", [None, "forward", "backward"])
+def test_measure_yields_a_row_for_each_pass_with_the_peer_in_the_same_run_and_the_kernel_s_own_error(off):
+    def wrong(*args, **options):
+        first, *others = (matrix if off == "forward" else matrix_backward)(*args, **options)
         first[-1, -1, -1, -1] += 0.25
         return first, *others
 
-    found, _ = measured([candidate(**{name: off})], passes=(pass_,))
-    wrong = 0.25 if {"forward": "fwd", "backward": "bwd"}[name] in pass_ else 0
-    assert found[0]["error"] == pytest.approx(wrong, abs=1e-4) and found[1]["error"] < 1e-5
+    found = measured([task(("fwd", "bwd", "fwd+bwd"), ("sdpa-math",), **({off: wrong} if off else {}))])
+    who = ["fwd_1_matrix", "sdpa-math", "bwd_1_matrix", "sdpa-math", "fwd_1_matrix+bwd_1_matrix", "sdpa-math"]
+    assert [r["kernel"] or r["peer"] for r in found] == who and len({r["run"] for r in found}) == 1
+    for r in found:
+        flops = cost.flops(2, 4, 20, 8, causal=True, pass_=r["pass"])
+        assert r["tflops"] == pytest.approx(flops / (r["ms_median"] * 1e-3) / 1e12) and r["timing"] == "interleaved"
+        is_off = r["kernel"] and {"forward": "fwd", "backward": "bwd", None: "no"}[off] in r["pass"]
+        assert r["error"] == pytest.approx(0.25 if is_off else 0, abs=1e-4)
 
 
-def test_a_sample_is_of_the_last_heads_and_if_asked_of_the_last_queries():
-    inputs = grid.make_inputs(SMALL[0], "fp32", "cpu")
-    assert all(map(torch.equal, inputs, grid.make_inputs(SMALL[0], "fp32", "cpu")))
+@cpu_only
+def test_a_group_takes_turns_as_a_whole_beside_its_ceiling(monkeypatch):
+    rounds, taken = [], timing.Timing(2.0, 1.0, 3.0, 30)
+    monkeypatch.setattr(timing, "interleaved", lambda c, **_: rounds.append(len(c)) or dict.fromkeys(c, taken))
+    monkeypatch.setattr(timing, "sustained", lambda c, **_: dict.fromkeys(c, replace(taken, clock_mhz=1600, watts=700)))
+    monkeypatch.setattr(grid, "MATMUL_SIZE", 48)
+    whole, share = task(), task(how=dict(share=0.5, options={"feature": "half"}))
+    product = task(dtype="bf16", how={"ceiling": partial(grid.matrix_product, "bf16")})
+    plain, half, _, copy, _, matmul = measured([whole, share, task(how={"ceiling": grid.copied_keys})], [product])
+    assert rounds == [4, 2] and half["tflops"] == plain["tflops"] / 2 and half["options"] == {"feature": "half"}
+    assert (copy["peer"], copy["pass"], copy["tflops"]) == ("copy", "copy", 0)
+    assert (matmul["peer"], matmul["N"], matmul["D"], matmul["tflops"]) == ("matmul", 48, 48, 2 * 48**3 / 2 / 1e9)
+    (one,) = measured([whole], timed="sustained")
+    assert (one["clock_mhz"], one["watts"], one["timing"]) == (1600, 700, "sustained")
+
+
+def test_a_sample_is_of_the_last_head_and_if_asked_of_the_last_queries():
+    inputs = grid.make_inputs(SMALL, "fp32", "cpu")
+    assert all(map(torch.equal, inputs, grid.make_inputs(SMALL, "fp32", "cpu")))
     assert all(abs(x.std() - 1) < 0.1 for x in inputs) and not torch.equal(inputs[0], inputs[1])
-    dout, q, k, v = inputs
-    out, _ = attention.forward(q, k, v, causal=True)
-    names = dict(zip(grid.RESULTS["bwd"], attention.backward(dout, q, k, v, causal=True), strict=True)) | {"out": out}
-    whole, part = (grid.sample_truth(inputs, True, kv_heads=1, last=last) for last in (None, 5))
-    assert set(whole) == set(names) and set(part) == {"out", "dq"}
-    for name, want in names.items():
-        assert (whole[name] - want[-1:, -whole[name].shape[1] :]).abs().max() < 1e-12
-        assert whole[name].shape[1] == (1 if name in ("dk", "dv") else 2)
-    for name in part:
-        assert (part[name] - whole[name][:, :, -5:]).abs().max() < 1e-12
-        wrong = names[name].clone()
-        wrong[0], wrong[:, :2], wrong[:, :, :-5] = 9, 9, 9  # all outside the sample
-        assert grid.sample_error({name: wrong}, part) < 1e-12
-        wrong[-1, -2, -5] += 0.5
-        assert grid.sample_error({name: wrong}, part) == pytest.approx(0.5)
+    results = attention.forward(*inputs[1:], causal=True)[0], *attention.backward(*inputs, causal=True)
+    whole, part = (grid.sample_truth(inputs, True, last=last) for last in (None, 5))
+    assert set(part) == {"out", "dq"}
+    for name, want in zip(grid.RESULTS["fwd+bwd"], results, strict=True):
+        assert (whole[name] - want[-1:, -1 if name in ("dk", "dv") else -2 :]).abs().max() < 1e-12
+        if name in part:
+            wrong = want.clone()
+            wrong[0], wrong[:, :2], wrong[:, :, :-5] = 9, 9, 9  # all outside the sample
+            assert grid.sample_error({name: wrong}, part) < 1e-12
+            wrong[-1, -2, -5] += 0.5
+            assert grid.sample_error({name: wrong}, part) == pytest.approx(0.5)
 
 
-def test_who_cannot_take_part_is_left_out_with_a_reason_given_once(monkeypatch):
+@cpu_only
+def test_who_cannot_take_part_is_left_out_with_a_reason_given_once(monkeypatch, capsys):
     def broken(*args, **options):
         raise RuntimeError("out of paper\nsecond line")
 
-    def nan(*args, **options):
-        out, lse = matrix(*args, **options)
-        return out * math.nan, lse
-
-    wrong = {
-        "take fp32": dict(dtypes=("bf16",)),
+    tried, nan = [], lambda *args, **options: (matrix(*args, **options)[0] * math.nan, None)
+    reasons = {
+        "does not take fp32": dict(dtypes=("bf16",)),
         "RuntimeError: out of paper": dict(forward=broken),
         "not finite": dict(forward=nan),
         "no kernel of this name": dict(fwd_kernel="fwd_9_none"),
+        "has no backward": dict(passes=("bwd",), backward=None),
     }
-    for reason, changes in wrong.items():
-        found, said = measured([candidate(**changes)], points=SMALL * 2, peers=())
-        assert not found and len(said) == 1 and reason in said[0]
-    for pass_ in ("bwd", "fwd+bwd"):
-        assert "has no backward" in measured([candidate(backward=None)], passes=(pass_,))[1][0]
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    found, said = measured([candidate()], SMALL * 2, peers=("fa4", "sdpa-math"))
-    assert len(said) == 1 and said[0].startswith("left out: fa4, fwd fp32 ") and "flash_attn" in said[0]
-    assert len(found) == 4
+    for reason, changes in reasons.items():
+        assert not measured([task(**changes)], [task(**changes)])
+        (said,) = capsys.readouterr().out.splitlines()
+        assert reason in said
 
-
-def test_who_is_too_slow_is_not_tried_at_larger_sizes():
-    tried = []
-
-    def slow(q, k, v, *, causal=False):
+    def slow(q, *args, **options):
         tried.append(q.shape[2])
-        return matrix(q, k, v, causal=causal)
+        return matrix(q, *args, **options)
 
-    points = [Point(1, 1, N, D) for N, D in ((16, 8), (32, 8), (16, 8), (8, 8), (32, 4))]
-    found, said = measured([candidate(forward=slow)], points, peers=(), limit_ms=0.0)
-    assert not found and tried == [16, 16, 8, 8, 32, 32]
-    assert "more than the limit" in said[0] and "too slow at a smaller size" in said[1]
-
-
-def test_a_matrix_product_is_measured_with_every_group_of_16_bits(monkeypatch):
-    peers.matmul.cache_clear()
-    monkeypatch.setattr(peers, "MATMUL_SIZE", 48)
-    monkeypatch.setattr(grid, "MATMUL_SIZE", 48)
-    found, _ = measured([candidate()], points=SMALL * 2, peers=(), with_matmul=True)
-    peers.matmul.cache_clear()
-    assert [r["kernel"] or r["peer"] for r in found] == ["fwd_1_matrix", "matmul"] * 2
-    product = found[1]
-    assert product["run"] == found[0]["run"] and [product[name] for name in ("N", "Nk", "D")] == [48] * 3
-    assert product["tflops"] == pytest.approx(2 * 48**3 / product["ms_median"] / 1e9) and product["error"] < 0.1
-
-
-def test_a_group_of_candidates_gives_sustained_rows(monkeypatch):
-    load = timing.Load(2.0, 1.0, 3.0, 30, 1600.0, 700.0)
-    monkeypatch.setattr(timing, "sustained", lambda calls, **_: dict.fromkeys(calls, load))
-    found, said = measured([candidate()], passes=("fwd", "bwd"), timed="sustained")
-    assert [(r["clock_mhz"], r["watts"], r["timing"]) for r in found] == [(1600, 700, "sustained")] * 4 and not said
+    points = [Point(1, 1, N, D) for N, D in ((16, 8), (32, 8), (8, 8), (32, 4))]
+    assert not measured(*([task(point=point, forward=slow)] for point in points), limit_ms=0.0)
+    assert tried == [16, 16, 8, 8, 32, 32], "who is too slow is not tried at larger sizes"
 
 
 # --- plans --------------------------------------------------------------------------------------------------
 
 
 def test_the_plans_name_rungs_and_peers_that_there_are():
-    parts = {part: name for name, some in grid.PLANS.items() for part in some if isinstance(part, grid.Part)}
-    assert grid.PLANS.items() <= measuring.PLANS.items() and "ring-32k" in measuring.PLANS
-    for part, name in parts.items():
+    parts = [part for some in grid.PLANS.values() for part in some if isinstance(part, grid.Part)]
+    for part in parts:
         assert set(part.peers) <= set(peers.PEERS) and set(part.dtypes) <= set(rows.DTYPES)
-        assert {(p.B * p.N, p.H * p.D) for p in part.grid} == {(16384, 2048)} or part.with_host, "the papers'"
-        assert "fa4" in part.peers or "bf16" not in part.dtypes or name not in ("fast", "bwd", "triton", "compilers")
-    for number, module in (("02", "step02_fa2_cuda"), ("03", "step03_triton")):
-        files = {path.stem.split("_", 2)[2] for path in (rows.ROOT / "steps" / module).glob("fwd_*")}
-        of_stage = [part for part in parts if part.stage == number and "fwd" in part.passes]
-        assert {rung for part in of_stage for rung in part.rungs} == files
-
-
-def test_a_backward_is_measured_only_under_the_rung_that_owns_it():
-    found = {c.fwd_kernel: c for c in grid.entrants("02")}
-    assert found["fwd_5_fa2"].bwd_kernel == "bwd_1_fa2" and found["fwd_2_mma"].backward is None
-    (scalar,) = grid.entrants("02", "scalar")
-    assert scalar.dtypes == ["fp32"] and scalar.kernel("bwd") == "bwd_0_scalar"
+        assert {(p.B * p.N, p.H * p.D) for p in part.grid} <= {(16384, 2048), (128, 64)}, "the papers', or one block"
+    for number in ("02", "03"):
+        (folder,) = (rows.ROOT / "steps").glob(f"step{number}_*")
+        files = {path.stem.split("_", 2)[2] for path in folder.glob("fwd_*")}
+        assert {word for part in parts if "fwd" in part.passes for n, word in part.rungs if n == number} == files
+    fa2, mma, scalar = (grid.candidate("02", word) for word in ("fa2", "mma", "scalar"))
+    assert (fa2.fwd_kernel, fa2.bwd_kernel, mma.backward) == ("fwd_5_fa2", "bwd_1_fa2", None)
+    assert scalar.dtypes == ["fp32"] and scalar.bwd_kernel == "bwd_0_scalar"
+    (long,) = grid.sustained(grid.PLANS["fast"])
+    assert [(p.N, p.D) for p in long.grid] == [(16384, 128)] * 2 + [(16384, 64)] * 2 and long.timed == "sustained"
+    assert not list(grid.sustained(grid.PLANS["slow"] + grid.PLANS["features"]))
+    found = [(one.options["feature"], one.point.causal, one.point.Hk) for group in grid.grouped() for one in group]
+    assert found[:2] == [("own heads", False, 8), ("grouped heads", False, 1)] and found[3][1:] == (True, 1)
 
 
 @pytest.mark.skipif(bool(catalogue.unavailable("02")), reason="stage 02 cannot run here")
-def test_a_part_of_a_plan_gives_the_rows_of_its_rungs():
-    part = grid.Part(("scalar",), (Point(1, 1, 40, 32),), ("fwd", "bwd"), ("fp32",), ("sdpa-math",))
-    found = list(grid.record([part, part], device=engine.device, commit="c", warmup=0, limit_ms=1e5))
-    names = ["fwd_0_scalar", "sdpa-math", "bwd_0_scalar", "sdpa-math"]
-    assert [r["kernel"] or r["peer"] for r in found] == names * 2 and all(r["error"] < 1e-4 for r in found)
+def test_a_part_of_a_plan_gives_the_rows_of_its_rungs(monkeypatch):
+    monkeypatch.setattr(grid, "measure", partial(grid.measure, warmup=0, limit_ms=1e5))
+    found = list(grid.Part((("02", "scalar"),), (Point(1, 1, 40, 32),), grid.BOTH, ("fp32",), ("sdpa-math",)).record())
+    assert [r["kernel"] or r["peer"] for r in found] == ["fwd_0_scalar", "sdpa-math", "bwd_0_scalar", "sdpa-math"]
+    assert all(r["error"] < 1e-4 for r in found)
 
 
-def test_sustained_parts_are_of_long_sequences_and_the_most_important_comes_first():
-    (part,) = grid.sustained()
-    settings = [(p.D, p.causal) for p in part.grid]
-    assert settings == [(128, False), (128, True), (64, False), (64, True)] and {p.N for p in part.grid} == {16384}
-    best = catalogue.stage("02").SUPPORTS["rungs"][0]
-    assert (part.rungs, part.stage, part.passes, part.peers) == ((best,), "02", ("fwd", "bwd"), grid.BEST)
-    (other,) = grid.sustained(number="03", rung="tma")
-    assert (other.rungs, other.stage, other.timed) == (("tma",), "03", "sustained")
-    assert [len(grid.sustained(grid.PLANS[name])) for name in ("fast", "slow")] == [1, 0]
-
-
-FEATURES = ["none", "causal", "additive mask", "boolean mask", "ALiBi", "soft-cap", "dropout", "window",
-            "soft-cap + window", "packed", "padded"]  # fmt: skip
-
-
-def errors_of(task, passes=None):
-    """{(who, pass): largest error} of those who can run here."""
-    inputs, found = grid.make_inputs(task.point, "bf16", engine.device), {}
-    how = dict(backward=task.passes != ("fwd",), last=task.last, options=task.reference)
-    truth = grid.sample_truth(inputs, task.point.causal, **how)
-    for entrant, pass_ in itertools.product(task.entrants, passes or task.passes):
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # a backend that needs a GPU
-            results = entrant.call(inputs, task.point.causal, pass_)()
-            results = dict(zip(grid.RESULTS[pass_], results, strict=True))
-            found[entrant.name(pass_), pass_] = grid.sample_error(results, truth)
-    return found
+def error_of(task):
+    """The error of a feature's own kernel, forward."""
+    inputs, where = grid.make_inputs(task.point, "bf16", engine.device), row() | task.point.sizes
+    truth = grid.sample_truth(inputs, task.point.causal, last=task.last, options=task.reference)
+    return grid.sample_error({"out": task.entrants[0].call(inputs, where)()[0]}, truth)
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("passes", [("fwd",), pytest.param(("fwd", "bwd", "fwd+bwd"), marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", FEATURES)
-def test_a_feature_computes_what_the_reference_does(monkeypatch, name, passes):
-    monkeypatch.setattr(peers, "compiled", lambda function: function)
+def test_a_feature_computes_what_the_reference_does_and_counts_the_scores_that_positions_leave_visible(monkeypatch):
     monkeypatch.setattr(grid, "SOFTCAP", 1.0)  # 50 hardly changes scores as small as these
-    tasks = grid.features_at(16 if passes == ("fwd",) else 64, 2, 16, engine.device)
-    (task,) = (one for one in tasks if one.options["feature"] == name)
-    if passes == ("fwd",):
-        task = replace(task, entrants=task.entrants[:1])
-    found = errors_of(task, passes)
-    assert {("03_triton flash", pass_) for pass_ in passes} <= set(found) and max(found.values()) < 0.03
-
-
-@needs_triton
-def test_features_are_in_groups_that_take_turns_and_count_the_scores_that_positions_leave_visible():
-    first, second, (decode,), (memory,) = grid.features(16, 40, 24, device="cpu")
-    assert [task.options["feature"] for task in first] == [task.options["feature"] for task in second] == FEATURES
+    first, second, (decode,), (memory,) = grid.features(16, 40, 24)
+    assert [one.options for one in first] == [one.options for one in second] and len(first) == 11
     assert decode.ceiling and decode.passes == ("fwd",) and memory.passes == ("fwd+bwd",)
-    for task in grid.features_at(16, 2, 16, "cpu"):
-        point, options = task.point, task.reference(slice(1, 2))
-        by_position = {name: options[name] for name in options if "mask" not in name}
-        seen = point.B * int(attention.Features(**by_position).seen(point.N, point.N).sum())
-        counted = task.share * point.flops("fwd") / (4 * point.H * point.D)
-        assert counted == (seen / 2 if point.causal else seen), task.options
-    assert task.options == {"feature": "padded"} and first[7].options == {"feature": "window", "window": [2, 0]}
-    small = replace(decode, point=Point(2, 4, 1, 16, Hk=2, Nk=40), entrants=decode.entrants[:1])
-    assert errors_of(small)["03_triton decode", "fwd"] < 0.03
+    assert error_of(replace(decode, point=Point(2, 4, 1, 16, Hk=2, Nk=40))) < 0.03
+    for one in grid.features_at(16, 2, 16):
+        by_position = {name: x for name, x in one.reference(slice(1, 2)).items() if "mask" not in name}
+        seen = one.point.B * int(attention.Features(**by_position).seen(one.point.N, one.point.N).sum())
+        counted = one.share * one.point.flops("fwd") / (4 * one.point.H * one.point.D)
+        assert counted == (seen / 2 if one.point.causal else seen) and error_of(one) < 0.03, one.options
 
 
 @needs_triton
-def test_grouped_heads_take_turns_with_heads_of_their_own_and_launches_are_timed_on_the_cpu():
-    groups = list(grid.grouped(device="cpu"))
-    assert [(t.options["feature"], t.point.causal, t.point.Hk) for group in groups for t in group] == [
-        ("own heads", False, 8), ("grouped heads", False, 1),
-        ("own heads, causal", True, 8), ("grouped heads, causal", True, 1),
-    ]  # fmt: skip
-    assert {task.entrants[0].kernel("bwd") for group in groups for task in group} == {"bwd_3_hopper"}
-    assert all(task.with_host for part in grid.PLANS["launches"][:1] for (task,) in part.groups())
-    assert rows.read_record("host")["microseconds"]["02 calls.forward"] <= 15
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_peers_of_a_feature_compute_the_same(monkeypatch):
+    monkeypatch.setattr(peers, "compiled", lambda function: function)
+    for one in grid.features_at(64, 2, 16):
+        inputs, where = grid.make_inputs(one.point, "bf16", engine.device), row() | one.point.sizes | {"pass": "fwd"}
+        truth = grid.sample_truth(inputs, one.point.causal, last=one.last, options=one.reference)
+        for peer in one.entrants[1:]:
+            with contextlib.suppress(RuntimeError):  # a backend that needs a GPU
+                assert grid.sample_error({"out": peer.call(inputs, where)()[0]}, truth) < 0.03, (one.options, peer)
 
 
 # --- ablations, profile, tune -------------------------------------------------------------------------------
 
 
-def test_switches_are_the_macros_that_are_0_or_1_or_an_expression_unless_defined():
+@pytest.mark.parametrize("kernel", ablations.SEPARATE)
+def test_a_turned_switch_is_another_kernel_and_large_scores_alone_need_the_separate_exponent(kernel):
     shapes = "#ifndef A\n#define A 1\n", "#ifndef B  // why\n#define B 0\n", "#ifndef N\n#define N 2\n"
     text = "#endif\n".join([*shapes, "#ifndef WIDE\n#define WIDE (D > 1)\n"])
     assert ablations.switches(text) == {"A": (0,), "B": (1,), "WIDE": (0, 1)}
-    with pytest.raises(ValueError, match="holds 'x' 2 times"):
-        ablations.edited("x x", {"x": "y"})
-    (part,) = [one for one in grid.PLANS["switches"] if one.passes == ("bwd",)]
-    any_order, ordered = next(part.groups())[0].entrants[:2]
-    assert ordered.bwd_kernel == f"{any_order.bwd_kernel}:DETERMINISTIC=1"
-    assert ordered.backward.keywords["deterministic"]
-    launched = rows.launches(of_02(ordered.bwd_kernel))["bwd_3_hopper"]
-    assert {macros["DETERMINISTIC"] for *_, macros in launched} == {1}
-
-
-@pytest.mark.parametrize("kernel", ablations.SEPARATE)
-def test_a_turned_switch_is_another_kernel_and_large_scores_alone_need_the_separate_exponent(kernel):
-    (whole,) = grid.entrants("02", kernel.split("_")[-1])
+    whole = grid.candidate("02", kernel.split("_")[-1])
     same, *turned, fused = grid.switched(whole, ("fwd",))
+    _, ordered = grid.switched(grid.candidate("02", "hopper"), ("bwd",))
     assert same.fwd_kernel == kernel and len(turned) >= 3 and fused.fwd_kernel == f"{kernel}:LARGE_SCORES=0"
-    for one in turned:
-        ((name, value),) = re.findall(r"(\w+)=(\d)", one.fwd_kernel)
-        assert one.forward.keywords == {"rung": kernel.split("_")[-1], name: int(value)} and one.backward is None
-    hashes = {one.fwd_kernel: rows.row_hash(of_02(one.fwd_kernel)) for one in (same, *turned, fused)}
-    assert None not in hashes.values() and hashes[kernel] not in [hashes[one.fwd_kernel] for one in (*turned, fused)]
+    launched = [launch[-1] for launch in rows.launches(of_02(ordered.bwd_kernel))["bwd_3_hopper"]]
+    assert ordered.backward.keywords["deterministic"] and {macros["DETERMINISTIC"] for macros in launched} == {1}
+    hashes = [rows.row_hash(of_02(one.fwd_kernel)) for one in (same, *turned, fused)]
+    assert None not in hashes and hashes[0] not in hashes[1:]
     q, k, v = (torch.randn(1, 1, 150, 32, generator=torch.Generator().manual_seed(n)) for n in range(3))
     q, k, v = (x.to(engine.device, torch.bfloat16) for x in (q, k, v))
     for found, expected in zip(fused.forward(q, k, v), whole.forward(q, k, v), strict=True):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@needs_emulator
 def test_clocks_go_forward_and_change_nothing():
     q, k, v = torch.randn(3, 1, 1, 512, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    run, out, lse, marks = ablations.timed_launch(ablations.timed_text(first=2, steps=8), q, k, v, {}, steps=8)
+    run, out, lse, marks = ablations.timed_launch(q, k, v, {}, first=2, steps=8)
     run()
     assert all(map(torch.equal, calls.forward(q, k, v, rung="hopper"), (out, lse)))
     # Block 0 of 3 has the first and the last of 4 tiles of queries, with 4 blocks of keys each: steps 0 to 7, the last
@@ -714,12 +482,13 @@ def test_clocks_go_forward_and_change_nothing():
     assert (marks[:5] > 0).all() and (marks[5:] == 0).all()
     times = marks[:5].transpose(0, 1).flatten(1)
     assert (times[:, 1:] >= times[:, :-1]).all()
-    whole, exp, softmax = (ablations.timed_text(without) for without in (None, "exp", "softmax"))
-    assert [text.count("exp2_approx(S[e") for text in (whole, exp, softmax)] == [2, 0, 2]
-    assert [text.count("online_softmax(S,") for text in (whole, exp, softmax)] == [2, 2, 0]
+    for edits in ablations.LEFT_OUT.values():
+        ablations.changed(ablations.FORWARD, ablations.clocks() | edits)
+    with pytest.raises(ValueError, match="0 times, not once"):
+        ablations.changed("fwd_5_fa2", {"no such text": "y"})
 
 
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@needs_emulator
 def test_what_the_backward_computes_without_a_part():
     tensors = ablations.tensors_at(Point(1, 1, 200, 128), "cpu")
 
@@ -735,26 +504,7 @@ def test_what_the_backward_computes_without_a_part():
     for without, changed in (("delta", [True, True, False]), ("additions to dq", [True, False, False])):
         found = results(without)
         assert [not torch.equal(*pair) for pair in zip(found, whole, strict=True)] == changed
-    assert not found[0].any()
-
-
-def test_what_is_recorded_of_hopper_s_kernels_is_of_the_kernels_as_they_are(tmp_path, monkeypatch):
-    parts, clocks = ablations.read("left_out"), ablations.read("timeline")
-    assert [time["without"] for time in parts["times"]] == [None, *ablations.PARTS] * len(ablations.POINTS)
-    assert len(clocks["timelines"]) == 4 + len(ablations.LEFT_OUT)
-    assert len(clocks["timelines"][0]["marks"]) == ablations.STEPS
-    for kind, record in (("left_out", parts), ("timeline", clocks)):
-        rows.write_record(kind, record | {"gpu": "NVIDIA H200", "source": "of another kernel"}, tmp_path)
-        assert ablations.read(kind, tmp_path) == {}
-        rows.write_record(kind, record | {"gpu": "NVIDIA H100 80GB HBM3"}, tmp_path)
-        assert ablations.read(kind, tmp_path) or kind == "timeline"  # whose launch may be another one there
-    load = timing.Load(2.0, 1.0, 3.0, 30, 1600.0, 700.0)
-    monkeypatch.setattr(timing, "sustained", lambda calls: dict.fromkeys(calls, load))
-    monkeypatch.setattr(rows, "output", lambda *_: "650.00")
-    monkeypatch.setattr(timing, "identity", lambda device: "GPU-1")
-    found = ablations.power(*torch.zeros(3, 1, 1, 1, 1))
-    assert [(one["load"], one["data"]) for one in found] == [(one["load"], one["data"]) for one in clocks["power"]]
-    assert found[0].keys() == clocks["power"][0].keys() and found[0]["limit_watts"] == 650
+    assert not found[0].any() and ablations.changed(ablations.BACKWARD, ablations.PARTS["all four"])
 
 
 NCU = """==PROF== Profiling "attention_forward" - 2: 0%....50%....100% - 8 passes
@@ -765,54 +515,45 @@ NCU = """==PROF== Profiling "attention_forward" - 2: 0%....50%....100% - 8 passe
 """
 
 
-def test_a_profile_is_of_the_rungs_that_ncu_read_and_shown_while_they_are_as_they_were(tmp_path, monkeypatch, capsys):
+def test_a_record_is_shown_as_long_as_its_kernel_is_as_it_was(tmp_path, monkeypatch, capsys):
+    for kind in ("left_out", "timeline"):
+        record = ablations.read(kind)
+        assert [len(record[name]) for name in ("times", "timelines") if name in record] in ([2 * 6], [4 + 2])
+        rows.write_record(kind, record | {"source": "of another kernel"}, tmp_path)
+        assert ablations.read(kind, tmp_path) == {}
     metrics = {"bank_conflicts": "l1.sum", "registers": "launch__registers", "missing": "not__there.sum"}
     assert profile.parse(NCU, metrics) == {"bank_conflicts": 1234567.0}
-    with pytest.raises(ValueError, match="0 kernels, not 1"):
-        profile.parse("==ERROR== no device", metrics)
     found = profile.waits({"tensor_pipe": 40.0, "stalled_wait": 1.5, "stalled_selected": 1.0, "stalled_gmma": 2.5})
     assert list(found.items()) == [("gmma", 0.5), ("wait", 0.3), ("selected", 0.2)] and profile.waits({}) == {}
-
-    def run(words):
-        if words[-1] == "mma":
-            raise profile.subprocess.CalledProcessError(1, "ncu", "==ERROR== no permission")
-        return NCU if "--metrics" in words else "Version 2025.3.1.0"
-
-    monkeypatch.setattr(profile, "run", run)
-    found = profile.profile("ncu", "NVIDIA H200")
-    assert set(found["rungs"]) == set(profile.RUNGS) - {"mma"} and "no permission" in capsys.readouterr().out
+    monkeypatch.setattr(profile.subprocess, "check_output", lambda words, **_: "" if words[-1] == "mma" else NCU)
+    found = profile.profiled("ncu", "NVIDIA H200")
+    assert set(found["rungs"]) == set(profile.RUNGS) - {"mma"} and "0 kernels, not 1" in capsys.readouterr().out
     found["rungs"]["hopper"]["source"] = found["triton"]["forward_kernel"]["source"] = "0" * 12
     rows.write_record("profile", found, tmp_path)
     assert profile.read(tmp_path) == dict.fromkeys(("ldmatrix", "fa2"), {"tensor_pipe": 41.25})
     assert set(profile.read(tmp_path, "triton")) == {"keys_kernel", "queries_kernel"}
 
 
-def test_a_sweep_times_a_row_of_a_table_and_its_neighbours_and_puts_the_row_back():
+def test_a_sweep_times_a_row_of_a_table_and_its_neighbours_and_puts_the_row_back(capsys):
     near = tune.neighbours((64, 128, 4, 2))
     assert near[0] == (64, 128, 4, 2) and len(near) == len(set(near)) == 3 * 3 * 2 * 3
     assert {one[0] for one in tune.neighbours((16, 32, 16, 1))} == {16, 32}, "tensor cores take 16 rows"
-    own, launched, said = (64, 64, 4, 2), [], []
-    table = {64: (1, 1, 1, 1), 128: own}
+    own, table = (64, 64, 4, 2), {64: (1, 1, 1, 1), 128: (64, 64, 4, 2)}
 
     def plan():
-        row = table[128]
-        if row[3] == 1:
+        if table[128][3] == 1:
             raise RuntimeError("shared memory")
-        return lambda: launched.append(row)
+        return lambda: None
 
-    found = tune.sweep(table, 100, plan, said.append, reps=3, warmup=0)
+    found = tune.sweep(table, 100, plan, reps=3, warmup=0)
     assert table == {64: (1, 1, 1, 1), 128: own} and own in found and set(found) < set(tune.neighbours(own))
-    assert len(said) == 18 and "shared memory" in said[0] and launched[-1] != launched[-2]
+    assert capsys.readouterr().out.count("shared memory") == 18
     assert list(found.values()) == sorted(found.values(), key=lambda one: one.ms_median)
-    if not catalogue.unavailable("03"):
-        for file, name, launcher in tune.TABLES.values():
-            module = tune.importlib.import_module(f"steps.step03_triton.{file}")
-            assert all(len(one) == 4 for one in getattr(module, name).values()) and hasattr(module, launcher)
 
 
 # --- report and plots ---------------------------------------------------------------------------------------
 
-README = """# Title
+PAGE = """# Title
 <!-- results: gpu=nvidia-h200 pass=fwd dtype=bf16 D=64 causal=false -->
 old
 <!-- /results -->
@@ -822,12 +563,21 @@ old
 """
 
 
-def write_pages(root, text):
-    """Both pages that the report fills, with the same text; returns their paths."""
+def reported(root, check=False):
+    """The exit code of the report."""
+    try:
+        report.main(check=check, root=root)
+    except typer.Exit as end:
+        return end.exit_code
+    return 0
+
+
+def pages_in(root):
+    """Both pages that the report fills, with the same text."""
     pages = [root / page for page in report.PAGES]
     for page in pages:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(text)
+        page.write_text(PAGE)
     return pages
 
 
@@ -835,7 +585,7 @@ def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path):
     folder = tmp_path / "steps" / "step01_fa1_numba"
     folder.mkdir(parents=True)
     (folder / "fwd_0_scalar.py").write_text("x = 1\n")
-    readme, page = write_pages(tmp_path, README)
+    readme, page = pages_in(tmp_path)
     fresh = row(source=rows.code_hash("01_fa1_numba", "fwd_0_scalar", tmp_path))
     others = ({"dtype": "fp32"}, {"options": {"window": 64}}, LOAD, {"kernel": "fwd_1_warp"})
     found = [fresh | other | {"tflops": 888.0} for other in others]
@@ -843,125 +593,58 @@ def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path):
     # The peer's row at N = 1024 is of another run, and its row with another Nk of another setting.
     found += [peer_row(tflops=200.0), peer_row(N=1024, tflops=150.0, run="r2"), peer_row(tflops=400.0, Nk=9, D=80)]
     rows.append(found, tmp_path / "steps" / "bench" / "results")
-
-    assert exit_code(report.main, check=True, root=tmp_path) == 1 and readme.read_text() == README
-    assert exit_code(report.main, root=tmp_path) == 0 == exit_code(report.main, check=True, root=tmp_path)
+    assert reported(tmp_path, check=True) == 1 and readme.read_text() == PAGE
+    assert reported(tmp_path) == 0 == reported(tmp_path, check=True)
     text = readme.read_text()
     assert page.read_text() == text
-    page.write_text(README)
-    assert exit_code(report.main, check=True, root=tmp_path) == 1, "only README is up to date"
+    page.write_text(PAGE)
+    assert reported(tmp_path, check=True) == 1, "only README is up to date"
     assert "| 01 fwd_0_scalar | 100 | 123 | 50% | 1.0e-03 |\n| sdpa-flash | 200 | – | – | 1.0e-03 |" in text
     assert "Changed since it was measured, and not shown: 01 fwd_1_warp." in text
     assert not re.search("888|\nold\n", text) and text.count(report.EMPTY) == 1
-
     (folder / "fwd_0_scalar.py").write_text("x = 2\n")
-    report.main(root=tmp_path)
+    assert reported(tmp_path) == 0
     table, _, rest = readme.read_text().partition("<!-- /results -->")
-    assert "and not shown: 01 fwd_0_scalar, 01 fwd_1_warp." in table and rest
-    assert "|" not in table, "a table of peers alone"
+    assert "and not shown: 01 fwd_0_scalar, 01 fwd_1_warp." in table and rest and "|" not in table
     with pytest.raises(ValueError, match="no such field: head"):
-        report.render(README.replace("D=64", "head=64"), [])
-    own = [one for one in report.select(found, "N=512 without=sdpa-flash") if not one["peer"]]
-    assert own and own == report.select(found, "N=512 without=sdpa-flash")
+        report.render(PAGE.replace("D=64", "head=64"), [])
 
 
-def test_a_table_has_the_median_share_of_the_fastest_peer_and_the_largest_error():
+def test_a_table_has_the_median_share_of_the_fastest_peer_of_the_same_run_and_the_largest_error():
     found = []
     for N, speed, others, off in ((512, 20, (100, 80), 1e-3), (1024, 50, (70, 100), 5e-3), (2048, 60, (100, 90), 2e-3)):
         found.append(row(N=N, Nk=N, tflops=float(speed), error=off))
         names = "sdpa-flash", "sdpa-cudnn"
         found += [peer_row(N=N, Nk=N, peer=peer, tflops=float(x)) for peer, x in zip(names, others, strict=True)]
-    assert "| 01 fwd_0_scalar | 20 | 50 | 60 | 50% | 5.0e-03 |" in report.markdown(found)
-    load = [of_02(**LOAD, tflops=640.0), of_02(**LOAD, tflops=320.0), peer_row(**LOAD, tflops=700.0, run="r0")]
-    text = report.markdown([load[0], load[2], load[1] | {"run": "r2"}])
-    assert "| fwd, D=64, full | 02 fwd_5_fa2 | 320 | 1600 | 700 | 200 | 2.19 |" in text and "640" not in text + "fa4"
+    found.append(peer_row(N=1024, Nk=1024, peer="fa4", tflops=999.0, run="r2"))
+    text = report.markdown(found)
+    assert "| 01 fwd_0_scalar | 20 | 50 | 60 | 50% | 5.0e-03 |" in text and "fa4" not in text
+    load = [of_02(**LOAD, tflops=640.0), of_02(**LOAD, tflops=320.0, run="r2"), peer_row(**LOAD, tflops=700.0)]
+    text = report.markdown([load[0], load[2], load[1]])
+    assert "| fwd, D=64, full | 02 fwd_5_fa2 | 320 | 1600 | 700 | 200 | 2.19 |" in text and "640" not in text
     assert "sdpa-flash" not in text, "a peer of another run"
     with pytest.raises(ValueError, match="choose first"):
         report.markdown(found + load)
-    ring = row(stage="04_ring", kernel="ring+fetch", n_gpus=2, reps=5, layout="zigzag")
-    rings = [ring, ring | {"layout": "contiguous"}]
+    rings = [row(stage="04_ring", kernel="ring+fetch", n_gpus=2, reps=5, layout=x) for x in ("zigzag", "contiguous")]
     assert report.select([row(), *rings], "n_gpus=2") == rings and report.select([row(), *rings], "") == [row()]
     text = report.markdown(rings)
     assert "| 04 ring+fetch |" in text and "| 04 ring+fetch, contiguous |" in text and "at least 5 interleaved" in text
-
-
-def ladder_rows(tflops=50.0):
-    """Rows of three rungs of stage 02, with their peers and a matrix product."""
-    at = dict(N=4096, Nk=4096)
-    return [
-        of_02("fwd_0_scalar", tflops=4.0, dtype="fp32", **at),
-        of_02("fwd_2_mma", tflops=tflops, D=128, **at),
-        of_02("bwd_0_scalar", tflops=1.5, dtype="fp32", **at, **{"pass": "bwd"}),
-        peer_row(**at, D=128, tflops=340.0),
-        peer_row(N=8192, Nk=8192, D=8192, tflops=800.0, peer="matmul", **{"pass": "matmul"}),
-    ]
-
-
-def test_the_ladder_shows_each_rung_once_says_what_differs_and_has_the_peers_of_one_run():
-    more = [
-        of_02("fwd_2_mma", N=4096, D=64, tflops=1.0),  # there is one with D=128
-        of_02("fwd_2_mma", N=512, D=128, tflops=2.0),
-        of_02("fwd_2_mma", N=4096, D=128, causal=True, tflops=3.0),
-        row(stage="03_triton", kernel="fwd_0_fused", N=4096, D=128, tflops=5.0),
-        peer_row(N=4096, D=64, tflops=6.0),
-        of_02("fwd_2_mma", gpu="Tesla T4", N=4096, D=128, tflops=7.0),
-        peer_row(N=4096, Nk=4096, D=128, tflops=9.0, run="another"),  # beside other kernels
-    ]
-    some = [*ladder_rows(), *more, *ladder_rows(), of_02("fwd_2_mma", N=4096, D=128, tflops=8.0, timing="sustained")]
-    assert plots.ladder_numbers(more) is None and plots.ladder_numbers(some) == {
-        "gpu": "NVIDIA H200",
-        "matmul": 800.0,
-        "fwd": {"rungs": [["scalar", 4.0, "fp32\nD=64"], ["mma", 50.0, ""]], "peers": {"sdpa-flash": 340.0}},
-        "bwd": {"rungs": [["scalar", 1.5, "fp32\nD=64"]], "peers": {}},
-    }
-    forward, backward = plots.ladder(ladder_rows()).axes
-    assert [bar.get_height() for bar in forward.patches] == [4.0, 50.0] and forward.lines[0].get_ydata()[0] == 340
-    assert [bar.get_height() for bar in backward.patches] == [1.5] and forward.get_ylim()[1] >= 800
-    with pytest.raises(ValueError, match="no rows of 03_triton"):
-        plots.ladder(ladder_rows(), "03_triton")
+    assert report.line(row()).endswith("2 ms ±25.0%, 3 TFLOP/s, error 1e-03")
+    assert ", soft-cap: " in report.line(row(options={"feature": "soft-cap", "softcap": 50.0}))
+    assert "±25.0%, 0.0671 TB/s, error" in report.line(row(N=1, Nk=2**18))
+    assert "3 TFLOP/s at 1600 MHz and 700 W, error" in report.line(row(**LOAD))
 
 
 def test_the_picture_is_drawn_again_when_only_its_numbers_change(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "fresh", lambda found, root: found)
-    path = report.PICTURES["02_fa2_cuda"]
-    picture, results = tmp_path / path, tmp_path / "steps/bench/results"
-    readme, page = write_pages(tmp_path, README)
+    path, results = report.PICTURES["02_fa2_cuda"], tmp_path / "steps/bench/results"
+    readme, page = pages_in(tmp_path)
     rows.append(ladder_rows(), results)
-    report.main(root=tmp_path)
-    assert f"(../../../{path})" in page.read_text()
-    assert f"({path})" in readme.read_text() and not exit_code(report.main, check=True, root=tmp_path)
-    rows.append(ladder_rows(tflops=60.0), results)  # README says the same, the picture does not
-    assert exit_code(report.main, check=True, root=tmp_path) == 1
-    report.main(root=tmp_path)
-    assert report.ladder_in(picture)["fwd"]["rungs"][1][1] == 60.0
-    monkeypatch.setattr(rows, "fresh", lambda found, root: found[:1])
-    report.main(root=tmp_path)
-    assert not picture.exists() and "ladder.png" not in readme.read_text()
-
-
-@pytest.mark.parametrize("stage", report.PICTURES)
-def test_the_ladders_legend_hides_no_line(stage):
-    figure = plots.ladder(rows.fresh(rows.read()), stage)
-    figure.canvas.draw()
-    for ax in figure.axes[:2]:
-        names = [text.get_text().rsplit(" ", 1)[0] for text in ax.get_legend().get_texts()]
-        assert names == ["FlashAttention-2", "cuDNN", "FlashAttention-4"]
-        highest = max(line.get_ydata()[0] for line in ax.lines)
-        assert ax.get_legend().get_window_extent().y0 > ax.transData.transform((0, highest))[1]
-
-
-def test_ink_is_the_one_of_higher_contrast():
-    inks = {colour: plots.ink_on(colour) for colour in plots.COLOURS}
-    assert inks.pop("#0072b2") == plots.ink_on("black") == plots.ink_on("navy") == "white"
-    assert set(inks.values()) == {plots.ink_on("white")} == {plots.INK}
-
-
-def test_a_line_of_text_shows_the_speed_its_spread_and_the_error():
-    assert report.line(row()).endswith("2 ms ±25.0%, 3 TFLOP/s, error 1e-03")
-    assert ", soft-cap: " in report.line(row(options={"feature": "soft-cap", "softcap": 50.0}))
-    assert "causal, {'window': 64}: " in report.line(row(causal=True, options={"window": 64}))
-    assert "±25.0%, 0.0671 TB/s, error" in report.line(row(N=1, Nk=2**18))
-    assert "3 TFLOP/s at 1600 MHz and 700 W, error" in report.line(row(**LOAD))
+    assert reported(tmp_path) == reported(tmp_path, check=True) == 0
+    assert f"(../../../{path})" in page.read_text() and f"({path})" in readme.read_text()
+    rows.append(ladder_rows(tflops=60.0), results)
+    assert reported(tmp_path, check=True) == 1, "README says the same, the picture does not"
+    assert reported(tmp_path) == 0 and report.numbers_in(tmp_path / path)["fwd"]["rungs"][1][1] == 60.0
 
 
 # --- commands -----------------------------------------------------------------------------------------------
@@ -971,10 +654,7 @@ def invoke(*words):
     return CliRunner().invoke(__main__.app, ["bench", *words])
 
 
-KERNEL_FILES = ["fwd_1_matrix", "fwd_1_loops_swapped", "bwd_0_scalar", "fwd_0_fused"]
-
-
-@pytest.mark.parametrize("name", KERNEL_FILES)
+@pytest.mark.parametrize("name", ["fwd_1_matrix", "fwd_1_loops_swapped", "bwd_0_scalar", "fwd_0_fused"])
 def test_one_command_checks_a_kernel_file(name, monkeypatch):
     files = grid.kernel_files()
     if name not in files:
@@ -994,21 +674,16 @@ def test_one_command_checks_a_kernel_file(name, monkeypatch):
     assert done.exit_code == 1 and "wrong: " in done.output and "'out': (1" in done.output
 
 
-def test_the_commands_say_what_they_lack_and_what_there_is(monkeypatch):
+def test_the_commands_refuse_what_there_is_not_and_write_rows_beside_what_is_committed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(engine, "name", "cpu")
     assert invoke("--sustained").exit_code == 1 and "bench needs a GPU" in invoke().output
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        measuring.main(["fast"])
+    monkeypatch.setattr(engine, "name", "cuda")
     for words in (["no_kernel"], ["--grid", "huge"], ["--peer", "nobody"], ["--stage", "09"]):
-        monkeypatch.setattr(engine, "name", "cuda")
         assert invoke(*words).exit_code == 2
     with pytest.raises(typer.BadParameter, match="there is no 'nothing'"):
         measuring.main(["nothing"])
-    monkeypatch.setattr(engine, "name", "cpu")
-    with pytest.raises(SystemExit, match="needs a GPU"):
-        measuring.main(["fast"])
-    assert len(__main__.bench.__annotations__) - 1 <= 6, "options beside the kernel file"
-
-
-def test_the_commands_write_rows_and_records_and_show_what_is_committed_beside_them(monkeypatch, tmp_path, capsys):
     asked, read = [], rows.read
     rows.append([of_02(**LOAD, tflops=600.0), of_02(tflops=700.0), of_02(**LOAD, N=9)], tmp_path / "committed")
     monkeypatch.setattr(rows, "read", lambda **how: read(tmp_path / "committed", **how))
@@ -1016,9 +691,11 @@ def test_the_commands_write_rows_and_records_and_show_what_is_committed_beside_t
     first, second = capsys.readouterr().out.splitlines()
     assert "500 TFLOP/s at 1600 MHz" in first and second.startswith("committed:") and "600 TFLOP/s" in second
     assert read(tmp_path / "own", timing="sustained") == [of_02(**LOAD, tflops=500.0)]
-    monkeypatch.setattr(engine, "name", "cuda")
-    monkeypatch.setattr(measuring, "show", lambda found, *_, **__: None)
-    monkeypatch.setattr(grid, "record", lambda parts, **how: asked.extend(parts))
-    assert invoke("--sustained", "--kernel", "fa2").exit_code == 0 and asked == grid.sustained(rung="fa2")
-    measuring.main(["fast", "bwd"], sustained=False, out=tmp_path / "other")
-    assert asked[1:] == [*grid.PLANS["fast"], *grid.PLANS["bwd"]]
+    monkeypatch.setattr(grid, "measure", lambda groups, timed: [])
+    monkeypatch.setattr(grid.Part, "record", lambda part: asked.append(part) or [])
+    assert invoke("--sustained", "--kernel", "fa2").exit_code == 0 == invoke("--stage", "02").exit_code
+    assert (asked[0].rungs, asked[0].timed, len(asked[0].grid)) == ((("02", "fa2"),), "sustained", 4)
+    assert asked[1].grid == grid.QUICK_GRID and asked[1].dtypes == ("bf16", "fp32") and len(asked[1].rungs) == 9
+    measuring.main(["fast", "bwd"], record=False, sustained=False)
+    assert asked[2:] == [*grid.PLANS["fast"], *grid.PLANS["bwd"]]
+    assert len(__main__.bench.__annotations__) - 1 <= 6, "options beside the kernel file"

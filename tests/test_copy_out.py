@@ -15,31 +15,19 @@ from steps import catalogue, engine
 from steps.step02_fa2_cuda import ladder
 
 STEPS = Path(__file__).parents[1] / "steps"
-PUBLISHED = "step01_fa1_numba/fwd_0_published.py"
-MODELS = "options", "operators", "dropout", "decode", "sdpa", "models"
-REPLAY = "step03_triton/replay.py"
-FEATURES = [f"step03_triton/{file}.py" for file in ("flash", "flash_kernels", "features", "tiles", "replay")]
-SETS = {  # What to copy, and the file and function names of its forward and backward.
-    "00 matrix": (["step00_naive/fwd_1_matrix.py", "step00_naive/bwd_1_matrix.py"],
-                  "fwd_1_matrix.forward", "bwd_1_matrix.backward"),
-    "00 tiled": (["step00_naive/fwd_3_tiled.py", "step00_naive/bwd_3_tiled.py"],
-                 "fwd_3_tiled.forward", "bwd_3_tiled.backward"),
-    "01 published": ([PUBLISHED, "step01_fa1_numba/bwd_0_published.py"],
-                     "fwd_0_published.forward", "bwd_0_published.backward"),
-    "01 loops_swapped": ([PUBLISHED, "step01_fa1_numba/fwd_1_loops_swapped.py", "step01_fa1_numba/bwd_0_published.py"],
-                         "fwd_1_loops_swapped.forward", "bwd_0_published.backward"),
-    "01 registers": ([PUBLISHED, "step01_fa1_numba/fwd_2_registers.py", "step01_fa1_numba/bwd_2_registers.py"],
-                     "fwd_2_registers.forward", "bwd_2_registers.backward"),
-    "03 fused": (["step03_triton/fwd_0_fused.py", "step03_triton/bwd_0_fused.py", REPLAY],
-                 "fwd_0_fused.forward", "bwd_0_fused.backward"),
-    "03 tma": (["step03_triton/fwd_1_tma.py", "step03_triton/bwd_1_tma.py", REPLAY],
-               "fwd_1_tma.forward", "bwd_1_tma.backward"),
-    "03 roles": (["step03_triton/fwd_2_roles.py", "step03_triton/bwd_1_tma.py", REPLAY],
-                 "fwd_2_roles.forward", "bwd_1_tma.backward"),
-    "03 features": (FEATURES, "flash.forward", "flash.backward"),
-    "03 operators": ([*FEATURES, *(f"step03_triton/{file}.py" for file in MODELS)],
-                     "operators.forward", "operators.backward"),
-}  # fmt: skip
+FEATURES = "flash flash flash_kernels features tiles replay"
+SETS = {  # The stage, and the files to copy: that of the forward, that of the backward, and those that they need.
+    "00 matrix": ("step00_naive", "fwd_1_matrix bwd_1_matrix"),
+    "00 tiled": ("step00_naive", "fwd_3_tiled bwd_3_tiled"),
+    "01 published": ("step01_fa1_numba", "fwd_0_published bwd_0_published"),
+    "01 loops_swapped": ("step01_fa1_numba", "fwd_1_loops_swapped bwd_0_published fwd_0_published"),
+    "01 registers": ("step01_fa1_numba", "fwd_2_registers bwd_2_registers fwd_0_published"),
+    "03 fused": ("step03_triton", "fwd_0_fused bwd_0_fused replay"),
+    "03 tma": ("step03_triton", "fwd_1_tma bwd_1_tma replay"),
+    "03 roles": ("step03_triton", "fwd_2_roles bwd_1_tma replay"),
+    "03 features": ("step03_triton", FEATURES),
+    "03 checked": ("step03_triton", f"checked checked {FEATURES} options operators dropout decode sdpa models"),
+}
 # What every rung of stage 02 needs beside its own .cu files.
 HOST = [f"step02_fa2_cuda/{file}.py" for file in ("ladder", "calls", "plan", "works", "nvrtc", "cache", "wgmma")]
 HOST += ["step02_fa2_cuda/ptx.cuh", "step02_fa2_cuda/emulator"]  # the last where there is no GPU
@@ -114,7 +102,7 @@ def use(python, folder, **options):
 NO_GPU = """
 import importlib, torch
 q = torch.zeros(1, 1, 4, 16, dtype=torch.float16)
-for file in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "flash", "decode", "operators"):
+for file in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "flash", "decode", "checked"):
     try:
         importlib.import_module("lifted." + file).forward(q, q, q)
     except RuntimeError as problem:
@@ -126,8 +114,7 @@ for file in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "flash", "decode", "oper
 def test_without_a_gpu_a_file_of_triton_says_what_is_missing(tmp_path):
     if reason := catalogue.unavailable("03"):
         pytest.skip(reason)
-    files = {file for name in SETS if name.startswith("03") for file in SETS[name][0]}
-    copy(files, tmp_path)
+    copy({f"{stage}/{stem}.py" for stage, stems in SETS.values() for stem in stems.split() if "03" in stage}, tmp_path)
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     said = subprocess.check_output([sys.executable, "-c", NO_GPU], cwd=tmp_path, env=environment, text=True)
     assert said.count("no GPU: start Python with TRITON_INTERPRET=1") == len(said.splitlines()) == 6
@@ -137,9 +124,9 @@ def test_without_a_gpu_a_file_of_triton_says_what_is_missing(tmp_path):
 def test_copied_files_work_alone(name, tmp_path, python):
     if reason := catalogue.unavailable(name[:2]):
         pytest.skip(reason)
-    files, forward, backward = SETS[name]
-    copy(files, tmp_path)
-    use(python, tmp_path, forward=forward, backward=backward)
+    stage, stems = SETS[name][0], SETS[name][1].split()
+    copy([f"{stage}/{stem}.py" for stem in stems], tmp_path)
+    use(python, tmp_path, forward=f"{stems[0]}.forward", backward=f"{stems[1]}.backward")
 
 
 def inputs(rung, dtypes):
@@ -186,9 +173,8 @@ def names_in_readme(call):
 
 @pytest.mark.parametrize("name", ["00 tiled", "01 registers", "03 fused", "03 tma"])
 def test_readme_names_the_files_of_a_set(name):
-    files, forward, _ = SETS[name]
-    stages = {file.split("/")[0] for file in files}
-    assert names_in_readme(forward) - stages == {Path(file).name for file in files}
+    stage, stems = SETS[name][0], SETS[name][1].split()
+    assert names_in_readme(f"{stems[0]}.forward") - {stage} == {f"{stem}.py" for stem in stems}
 
 
 def test_readme_names_the_files_that_every_rung_needs():

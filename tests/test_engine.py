@@ -3,18 +3,13 @@
 import os
 import subprocess
 import sys
+import threading
+from types import ModuleType
 
 import pytest
+import torch
 
-from steps import engine
-
-
-def python(code, **environment):
-    """(exit code, stdout, stderr) of code in a fresh interpreter."""
-    ours = ("STEPS_ENGINE", "NUMBA_ENABLE_CUDASIM", "TRITON_INTERPRET")
-    env = {name: value for name, value in os.environ.items() if name not in ours}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env | environment)
-    return done.returncode, done.stdout.strip(), done.stderr
+from steps import engine, step00_naive
 
 
 @pytest.mark.parametrize(
@@ -38,73 +33,64 @@ def test_impossible_choices_say_what_is_possible(asked, words):
         engine._choose(asked, gpu=False)
 
 
-def test_sets_the_modes_of_numba_and_triton():
-    code = "import os, steps; from numba import cuda; print(os.environ['TRITON_INTERPRET'], cuda.is_available())"
-    assert python(code, STEPS_ENGINE="cpu")[1] == "1 True"  # the simulator is always available
+MODES = {"numba": "NUMBA_ENABLE_CUDASIM", "triton": "TRITON_INTERPRET"}
 
 
-def test_an_engine_that_only_compiles_neither_simulates_nor_computes():
-    modes = "os.environ['NUMBA_ENABLE_CUDASIM'], os.environ['TRITON_INTERPRET']"
-    code = f"import os; from steps import engine; print(engine.device, {modes}, engine.describe()); engine.check_runs()"
-    status, said, stderr = python(code, STEPS_ENGINE="compile")
-    assert said.startswith("cpu 0 0 engine compile: neither runs nor simulates")
-    assert status != 0 and "RuntimeError: under STEPS_ENGINE=compile nothing is computed" in stderr
+@pytest.mark.parametrize("module", MODES)
+def test_too_late_is_an_error(module, monkeypatch):
+    """Only where the module was imported in the mode of the other engine."""
+    for other in MODES:
+        monkeypatch.delitem(sys.modules, other, raising=False)
+        monkeypatch.setenv(MODES[other], "0")
+    for name, mode in ("cpu", "1"), ("compile", "0"), ("cuda", "0"):
+        engine._configure(name)
+        assert [os.environ[variable] for variable in MODES.values()] == [mode] * 2
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    with pytest.raises(RuntimeError, match=f"{module} was imported before steps.*{MODES[module]}"):
+        engine._configure("cpu")
+    monkeypatch.setenv(MODES[module], "1")
+    engine._configure("cpu")
+
+
+def test_an_engine_that_only_compiles_neither_simulates_nor_computes(monkeypatch):
     engine.check_runs()  # here something is computed
-
-
-@pytest.mark.parametrize("module, variable", [("numba", "NUMBA_ENABLE_CUDASIM"), ("triton", "TRITON_INTERPRET")])
-def test_too_late_is_an_error(module, variable):
-    code, _, stderr = python(f"import {module}, steps", STEPS_ENGINE="cpu")
-    assert code != 0 and f"{module} was imported before steps" in stderr and variable in stderr
-    assert python(f"import {module}, steps", STEPS_ENGINE="cpu", **{variable: "1"})[0] == 0
-
-
-def test_one_thread_at_a_time_is_in_a_simulator():
-    code = """if True:
-        import threading
-        from steps import engine
-
-        inside, counts, both = [], [], threading.Event()
-
-        @engine.one_at_a_time
-        def outer():
-            inside.append(0)
-            counts.append(len(inside))
-            if len(inside) == 2:
-                both.set()
-            both.wait(1)  # second
-            inner()
-            inside.pop()
-
-        inner = engine.one_at_a_time(lambda: None)
-        raises = engine.one_at_a_time(lambda: 1 / 0)
-        try:
-            raises()
-        except ZeroDivisionError:
-            pass  # The two threads below still get their turn.
-        threads = [threading.Thread(target=outer, daemon=True) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        print(counts, inside, engine.one_at_a_time(print) is print)
-    """
-    assert python(code, STEPS_ENGINE="cpu")[1] == "[1, 1] [] False"
-    assert python(code, STEPS_ENGINE="compile")[1] == "[1, 2] [] True"  # like "cuda": no lock, and so no cost
-
-
-def test_description_names_the_engine():
     assert engine.describe().startswith(f"engine {engine.name}:")
+    monkeypatch.setattr(engine, "name", "compile")
+    assert engine.describe().startswith("engine compile: neither runs nor simulates")
+    with pytest.raises(RuntimeError, match="under STEPS_ENGINE=compile nothing is computed"):
+        step00_naive.forward(*torch.randn(3, 4, 8))
 
 
-def test_a_stage_refuses_to_compute_where_it_can_only_be_compiled():
-    code = "import torch; from steps import step00_naive; step00_naive.forward(*torch.randn(3, 4, 8))"
-    status, _, stderr = python(code, STEPS_ENGINE="compile")
-    assert status != 0 and "nothing is computed" in stderr
+@pytest.mark.parametrize("name, together", [("cpu", [1, 1]), ("compile", [1, 2])])
+def test_one_thread_at_a_time_is_in_a_simulator(name, together, monkeypatch):
+    monkeypatch.setattr(engine, "name", name)
+    monkeypatch.setattr(engine, "_lock", threading.RLock())
+    inside, counts, both = [], [], threading.Event()
+
+    @engine.one_at_a_time
+    def outer():
+        inside.append(0)
+        counts.append(len(inside))
+        if len(inside) == 2:
+            both.set()
+        both.wait(1)  # second
+        inner()
+        inside.pop()
+
+    inner = engine.one_at_a_time(lambda: None)
+    with pytest.raises(ZeroDivisionError):  # The two threads below still get their turn.
+        engine.one_at_a_time(lambda: 1 / 0)()
+    threads = [threading.Thread(target=outer, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert counts == together and not inside
+    assert (engine.one_at_a_time(print) is print) == (name != "cpu")  # like "cuda": no lock, and so no cost
 
 
 UNTIL_THE_GRADIENTS = """
-import sys, torch
+import steps, sys, torch
 from steps import engine, step00_naive, step01_fa1_numba, step02_fa2_cuda, step03_triton
 for stage, features in ((step00_naive, {}), (step01_fa1_numba, {}), (step02_fa2_cuda, {}), (step03_triton, {}),
                         (step03_triton, {"window": (3, 0), "dropout_p": 0.5})):
@@ -114,6 +100,9 @@ print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 """
 
 
-def test_what_torch_compile_needs_is_not_imported_without_it():
-    """It takes seconds, which the first call of a process would wait."""
-    assert python(UNTIL_THE_GRADIENTS) == (0, "[]", "")
+def test_a_fresh_process_gets_to_the_gradients_without_what_torch_compile_needs():
+    """Its import takes seconds, which the first call of a process would wait. No variable sets the modes here."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("STEPS_ENGINE", *MODES.values())}
+    command = [sys.executable, "-c", UNTIL_THE_GRADIENTS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")

@@ -127,18 +127,6 @@ def test_backward_by_formula_equals_autograd(names):
         torch.testing.assert_close(formula, autograd, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_finite_differences(name):
-    q, k, v, _, options = inputs((name,))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def attend(q, k, v):
-        out, lse = attention.forward(q, k, v, **options)
-        return out, lse.where(lse.isfinite(), 0)
-
-    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
-
-
 # ---- against other implementations -----------------------------------------------------------------------------------
 
 
@@ -173,103 +161,38 @@ def test_a_bool_mask_equals_sdpa_and_has_no_gradient():
 
 
 def test_a_window_is_a_bool_mask():
-    q, k, v, dout, _ = inputs(())
     i, j = torch.arange(Nq)[:, None] + Nk - Nq, torch.arange(Nk)
     for window, mask in (
-        ((2, 1), (j >= i - 2) & (j <= i + 1)),
-        ((0, 0), i == j),
-        ((2, -1), j >= i - 2),
-        ((None, 1), j <= i + 1),
-        ((-1, None), j > -1),
-        (None, j > -1),
-    ):
+        ((2, 1), (j >= i - 2) & (j <= i + 1)), ((0, 0), i == j), ((2, -1), j >= i - 2),
+        ((None, 1), j <= i + 1), ((-1, None), j > -1), (None, j > -1),
+    ):  # fmt: skip
         assert torch.equal(attention.visible(Nq, Nk, window=window), mask.expand(Nq, Nk))
-        results = [attention.backward(dout, q, k, v, **o) for o in ({"window": window}, {"mask": mask})]
-        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_lengths_are_the_same_as_fewer_keys():
-    q, k, v, dout, _ = inputs(())
-    options = {"causal": True, "window": (3, -1), "alibi_slopes": FEATURES["alibi"]["alibi_slopes"]}
-    lengths = torch.tensor([6, 3])
-    out, lse = attention.forward(q, k, v, lengths_k=lengths, **options)
-    gradients = attention.backward(dout, q, k, v, lengths_k=lengths, **options)
-    for b, n in enumerate(lengths):
-        one = q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n]
-        alone = *attention.forward(*one, **options), *attention.backward(dout[b : b + 1], *one, **options)
-        assert torch.equal(alone[0][0], out[b]) and torch.equal(alone[1][0], lse[b])
-        for whole, part in zip(gradients, alone[2:], strict=True):
-            torch.testing.assert_close(whole[b, :, : part.shape[2]], part[0], rtol=1e-12, atol=1e-14)
-            assert (whole[b, :, part.shape[2] :] == 0).all()
+def both(q, k, v, dout, options):
+    return *attention.forward(q, k, v, **options), *attention.backward(dout, q, k, v, **options)
 
 
-def test_packed_sequences_are_the_same_as_one_call_each():
-    """Equal neighbours are an empty sequence; rows after the last entry give 0, -inf and gradient 0."""
-    starts_q, starts_k = [0, 3, 3, 8, 10, 10], [0, 2, 4, 4, 10, 11]
-    sizes = (H, 12), (Hk, 13), (Hk, 13), (H, 12)
-    q, k, v, dout = (random(1, *size, D, seed=n) for n, size in enumerate(sizes))
-    cu_seqlens = {"cu_seqlens_q": torch.tensor(starts_q, dtype=torch.int32), "cu_seqlens_k": torch.tensor(starts_k)}
-    keep = philox.keep_mask(9, 1, H, 12, 13, 0.4, **cu_seqlens)
-    mask, slopes = random(1, 12, 13, seed=6), random(5, H, seed=7).abs()
-    every = {"causal": True, "window": (4, -1), "softcap": 2.0, "dropout_p": philox.rounded(0.4)}
-    packed = every | cu_seqlens | {"mask": mask, "dropout_mask": keep, "alibi_slopes": slopes}
-    results = [
-        *attention.forward(q, k, v, **packed),
-        *attention.backward(dout, q, k, v, mask_gradient=True, **packed),
-    ]
-    want = [torch.zeros_like(q), q.new_full((1, H, 12), -math.inf), *map(torch.zeros_like, (q, k, v, mask))]
-    for s in range(5):
-        rows, keys = slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
-        one = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-        n, m = one[0].shape[2], one[1].shape[2]
-        o = every | {"mask": mask[:, rows, keys], "alibi_slopes": slopes[s]}
-        o["dropout_mask"] = philox.keep_mask(9, s + 1, H, n, m, 0.4)[s:]
-        alone = *attention.forward(*one, **o), *attention.backward(dout[:, :, rows], *one, mask_gradient=True, **o)
-        places = rows, rows, rows, keys, keys
-        for whole, part, place in zip(want, alone, places, strict=False):
-            whole[:, :, place] = part
-        want[5][:, rows, keys] = alone[5]
-    for result, expected in zip(results, want, strict=True):
-        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
-    exact = error.expected(q, k, v, dout, mask_gradient=True, **packed).exact
-    assert exact["lse"][0, 0].tolist() == [x == -math.inf for x in want[1][0, 0].tolist()]
-    assert exact["dk"][0, 0, :, 0].nonzero().flatten().tolist() == [2, 3, 10, 11, 12]
-    assert all((result[exact[name]] == 0).all() for name, result in zip(error.NAMES[2:], results[2:5], strict=True))
-
-
-def test_a_part_of_the_keys_at_a_time_equals_one_call():
-    q, k, v, _, options = inputs(("causal", "softcap", "alibi"))
-    p, first_query = 0.3, Nk - Nq
-    options |= {"window": (4, -1), "first_query": first_query}
-    keep = philox.keep_mask(-3, B, H, Nq, Nk, p, first_query)
-    out, lse = attention.forward(q, k, v, dropout_mask=keep, dropout_p=philox.rounded(p), **options)
-    parts = []
-    for keys in (slice(0, 3), slice(3, 4), slice(4, Nk)):
-        n, first_key = keys.stop - keys.start, keys.start
-        part = philox.keep_mask(-3, B, H, Nq, n, p, first_query, first_key)
-        assert torch.equal(part, keep[..., keys])
-        o = options | {"first_key": first_key, "dropout_mask": part, "dropout_p": philox.rounded(p)}
-        parts.append(attention.forward(q, k[:, :, keys], v[:, :, keys], **o))
-    merged = torch.stack([part[1] for part in parts]).logsumexp(0)
-    torch.testing.assert_close(merged, lse, rtol=1e-12, atol=1e-13)
-    weighted = sum((part[1] - merged).exp()[..., None] * part[0] for part in parts)
-    torch.testing.assert_close(weighted, out, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    "names", [(), ("causal", "window"), ("softcap", "additive mask"), ("alibi", "dropout")], ids=str
-)
+@pytest.mark.parametrize("names", [(), ("causal", "window"), ("softcap", "additive mask"), ("alibi", "dropout")])
 def test_without_batch(names):
-    q, k, v, dout, options = inputs(names)
+    *tensors, options = inputs(names)
     if "dropout" in names:
         options["dropout_mask"] = options["dropout_mask"][0]
-    one = (
-        *attention.forward(q[:1], k[:1], v[:1], **options),
-        *attention.backward(dout[:1], q[:1], k[:1], v[:1], **options),
-    )
-    alone = *attention.forward(q[0], k[0], v[0], **options), *attention.backward(dout[0], q[0], k[0], v[0], **options)
+    one, alone = both(*(x[:1] for x in tensors), options), both(*(x[0] for x in tensors), options)
     for with_batch, without in zip(one, alone, strict=True):
         torch.testing.assert_close(with_batch[0], without, rtol=1e-13, atol=1e-15)
+
+
+def test_what_is_exact_of_packed_sequences():
+    """Equal neighbours are an empty sequence; rows after the last entry give 0, -inf and gradient 0."""
+    sizes = (H, 12), (Hk, 13), (Hk, 13), (H, 12)
+    x = [random(1, *size, D, seed=n) for n, size in enumerate(sizes)]
+    starts = {"cu_seqlens_q": torch.tensor([0, 3, 3, 8, 10, 10]), "cu_seqlens_k": torch.tensor([0, 2, 4, 4, 10, 11])}
+    want = error.expected(*x, causal=True, window=(4, -1), **starts)
+    exact = want.exact
+    assert exact["lse"][0, 0].nonzero().flatten().tolist() == [0, 3, 4, 5, 6, 7, 10, 11]
+    assert exact["dk"][0, 0, :, 0].nonzero().flatten().tolist() == [2, 3, 10, 11, 12]
+    assert all((want.value[name][exact[name]] == 0).all() for name in error.NAMES[2:])
 
 
 def test_contradicting_options_raise():
@@ -302,18 +225,14 @@ def test_triton_gives_the_same_words():
 
     @triton.jit
     def kernel(words, counter, seed):
-        column = tl.arange(0, 64)
-        c0, c1, c2, c3 = tl.philox(
-            seed,
-            tl.load(counter + column),
-            tl.load(counter + 64 + column),
-            tl.load(counter + 128 + column),
-            tl.load(counter + 192 + column),
-        )
-        tl.store(words + column, c0.to(tl.int32, bitcast=True))
-        tl.store(words + 64 + column, c1.to(tl.int32, bitcast=True))
-        tl.store(words + 128 + column, c2.to(tl.int32, bitcast=True))
-        tl.store(words + 192 + column, c3.to(tl.int32, bitcast=True))
+        at = tl.arange(0, 64)
+        c0, c1 = tl.load(counter + at), tl.load(counter + 64 + at)
+        c2, c3 = tl.load(counter + 128 + at), tl.load(counter + 192 + at)
+        w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
+        tl.store(words + at, w0.to(tl.int32, bitcast=True))
+        tl.store(words + 64 + at, w1.to(tl.int32, bitcast=True))
+        tl.store(words + 128 + at, w2.to(tl.int32, bitcast=True))
+        tl.store(words + 192 + at, w3.to(tl.int32, bitcast=True))
 
     counter = torch.randint(-(2**31), 2**31, (4, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     for seed in (0, 7, -1, 2**40 + 3, -(2**63)):
@@ -343,15 +262,19 @@ def test_the_keep_mask_depends_on_seed_batch_head_query_and_key_alone():
         assert (mask.unbind(dimension)[0] != mask.unbind(dimension)[1]).any()
     assert (philox.keep_mask(2, 3, 4, 50, 70, 0.2) != mask).any()
     assert (philox.keep_mask(1 + 2**32, 3, 4, 50, 70, 0.2) != mask).any()
+    starts = torch.tensor([0, 3, 3, 8])
+    packed = philox.keep_mask(9, 1, 2, 9, 9, 0.4, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    for s, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
+        alone = philox.keep_mask(9, s + 1, 2, end - start, end - start, 0.4)[s]
+        assert torch.equal(packed[0, :, start:end, start:end], alone)
     assert philox.keep_mask(1, 1, 1, 9, 99, 0.0).all() and not philox.keep_mask(1, 1, 1, 9, 99, 1.0).any()
 
 
 def test_dropping_everything_gives_zeros():
-    q, k, v, dout, _ = inputs(())
+    *tensors, _ = inputs(())
     options = {"dropout_mask": philox.keep_mask(1, B, H, Nq, Nk, 1.0), "dropout_p": 1.0}
-    out, lse = attention.forward(q, k, v, **options)
-    assert (out == 0).all() and lse.isfinite().all()
-    assert all((grad == 0).all() for grad in attention.backward(dout, q, k, v, **options))
+    out, lse, *grads = both(*tensors, options)
+    assert lse.isfinite().all() and all((x == 0).all() for x in (out, *grads))
 
 
 # ---- the tolerance ---------------------------------------------------------------------------------------------------

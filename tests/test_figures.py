@@ -6,13 +6,35 @@ from dataclasses import replace
 
 import pytest
 
-from steps.bench import ring, rows
+from steps.bench import plots, ring, rows
 from steps.bench.cost import Point
-from steps.bench.ring import FETCH, GRAPH, ONE, PEERS, RELAY, STRATEGIES, turned
+from steps.bench.ring import FETCH, ONE, PEERS, RELAY
 from steps.figures import measured, ring_tables
 from steps.figures.ring_tables import TABLES
 from steps.step04_ring import simulate
-from support.made_rows import LARGE, hop, made, peer_row, row
+from support.made_rows import ORIGIN, ladder_rows, of_02, peer_row, row
+
+LARGE = ring.CASES["32k"][0]
+
+
+def turned(who, **options):
+    """A candidate of the ring whose rows tell these options."""
+    return who, options
+
+
+def made(case, who, ms, pass_="fwd", n_gpus=2, run="r1", **more):
+    """A row of several GPUs."""
+    who, options = who if isinstance(who, tuple) else (who, case.options(who))
+    origin = ORIGIN | {"n_gpus": n_gpus, "run": run}
+    row = ring.row_of(case, who, pass_, [ms, ms, ms, ms, 1.5 * ms], 1, {"error": 0.0, "peak_bytes": 10**6}, origin)
+    return row | {"options": options} | more
+
+
+def hop(transport, nbytes, ms):
+    """A row of a message to the next rank."""
+    times = dict(ms_median=ms, ms_p20=ms, ms_p80=ms, ms_worst=ms, reps=100, tflops=0.0, error=0.0)
+    sizes = Point(1, 1, nbytes // 256, 128).sizes
+    return peer_row(peer="copy", n_gpus=2, options={"transport": transport}, **sizes, **times, **{"pass": "copy"})
 
 
 def of_one_gpu():
@@ -95,7 +117,8 @@ def test_the_price_of_the_order_is_measured_in_the_ring():
 def test_the_table_of_speed_compares_within_one_race():
     contiguous = ring.CASES["32k"][3]
     found = [made(LARGE, ONE, 20.0), made(LARGE, RELAY, 12.5), made(LARGE, FETCH, 10.0), made(LARGE, PEERS[0], 16.0)]
-    found += [made(contiguous, ONE, 30.0), made(contiguous, FETCH, 20.0), made(ring.CASES["8k"][0], GRAPH, 1.0)]
+    found += [made(contiguous, ONE, 30.0), made(contiguous, FETCH, 20.0)]
+    found.append(made(ring.CASES["8k"][0], turned(FETCH, graph=True), 1.0))
     found += [made(LARGE, FETCH, 99.0, run="r2"), made(LARGE, turned(FETCH, changed="nothing"), 1.0)]
     found += [made(LARGE, who, ms, n_gpus=4) for who, ms in ((RELAY, 8.0), (ONE, 40.0), (FETCH, 20.0))]
     found.append(made(LARGE, FETCH, 77.0, gpu="NVIDIA H100 80GB HBM3"))
@@ -104,7 +127,7 @@ def test_the_table_of_speed_compares_within_one_race():
     words = {(line[0], line[1], line[3]): line[4:] for line in lines}
     tflops = LARGE.point.flops("fwd") / 2 / 10e-3 / 1e12
     assert words["2 H200", "fwd, causal", "fetch"] == ["–", f"10 to 15 (1.00, {tflops:.0f})"]
-    shares = {"relay": "(0.80, ", PEERS[0].peer: "(0.62, "}
+    shares = {"relay": "(0.80, ", PEERS[0]: "(0.62, "}
     assert all(share in words["2 H200", "fwd, causal", who][1] for who, share in shares.items())
     assert words["2 H200", "fwd, causal, contiguous", "fetch"][1].startswith("20 to 30 (0.75, ")
     assert words["2 H200", "fwd, causal", "fetch, graph"][0].startswith("1 to 1.5 (")
@@ -113,43 +136,11 @@ def test_the_table_of_speed_compares_within_one_race():
     assert not ring_tables.ring_speed([made(LARGE, ONE, 1.0, n_gpus=1)])
 
 
-def test_the_table_of_strategies_has_time_memory_and_bytes():
-    case, sizes = ring.CASES["strategies"][0], dict(shared_bytes=2 * 10**6, sent_bytes=5 * 10**6)
-    found = [made(case, who, 2.0 + n, **sizes) for n, who in enumerate(STRATEGIES)]
-    found.append(made(case, STRATEGIES[2], 9.0, "fwd+bwd", **sizes))
-    head, *lines = ring_tables.ring_strategies(found)
-    words = ["2 H200", "fwd, causal", "32", "query_parallel", "layout not striped", "2 / 3 / 5"]
-    assert head[-1] == "32k" and lines[0] == words
-    assert [line[3] for line in lines] == ["query_parallel", "star", "ulysses", "ring, fetch", "ring, relay", "ulysses"]
-
-
-def test_the_tables_of_changes_trace_hops_and_a_token():
-    """Of a run in which persistence was the default over fetch, and could be turned off; and of another transport."""
-    changes = [dict(changed="nothing"), dict(overlap=False), dict(persistent=False), dict(block="stage 03")]
-    found = [made(LARGE, turned(FETCH, **change), 4.0 + n) for n, change in enumerate(changes)]
-    found += [made(LARGE, turned(RELAY, changed="nothing"), 8.0), made(LARGE, turned(RELAY, persistent=True), 9.0)]
-    assert [line[1:4] for line in ring_tables.changes(found)[1:]] == [
-        ["fetch", "as it is, kernel persistent", "4 (1.000)"],
-        ["fetch", "no overlap, kernel persistent", "5 (1.250)"],
-        ["fetch", "kernel not persistent", "6 (1.500)"], ["fetch", "stage 03's block", "7 (1.750)"],
-        ["relay", "as it is", "8 (1.000)"], ["relay", "kernel persistent for short tiles", "9 (1.125)"],
-    ]  # fmt: skip
-    token = replace(LARGE, point=Point(1, 32, 1, 128, False, 8, 131072))
-    found += [made(LARGE, turned(RELAY, profiler=True), 4.0, hidden=0.876, idle=0.0123, launches=33.0)]
-    found += [hop("fetch", 2**20, 0.01), hop("relay", 4096, 0.025)]
-    found += [made(token, turned(FETCH, strategy="ring"), 0.05) | {"sent_bytes": 5 * 10**6}]
-    assert ring_tables.trace(found)[1] == ["2 H200", "fwd, causal", "32", "relay", "4", "88%", "1.2%", "33"]
-    assert ring_tables.hops(found)[1:] == [["2 H200", "4 KiB", "–", "0.164 (25)"], ["2 H200", "1 MiB", "105 (10)", "–"]]
-    assert ring_tables.token(found)[1:] == [["2 H200", "128k", "8", "ring, fetch", "50", "5"]]
-    text = ring_tables.shown("hops", found)
-    assert text.startswith("GPUs    message  fetch     relay\n2 H200  4 KiB    –         0.164 (25)\n")
-    assert all(ring_tables.shown(name, of_one_gpu()).startswith("Not recorded yet.") for name in TABLES)
-
-
 def test_the_notebook_shows_every_table_of_what_is_recorded_as_it_is_now():
     recorded = rows.fresh(rows.read() + rows.read(several_gpus=True))
     text = (rows.ROOT / "notebooks" / "04b_strategies.ipynb").read_text()
     for name in TABLES:
+        assert ring_tables.shown(name, of_one_gpu()).startswith("Not recorded yet.")
         for line in ring_tables.shown(name, recorded).splitlines():
             assert json.dumps(line)[1:-1] in text or json.dumps(line, ensure_ascii=False)[1:-1] in text, (name, line)
 
@@ -189,3 +180,25 @@ def test_bars_show_every_number():
     assert [bar.get_width() for bar in bars.patches] == [3.0, 9.0]
     with pytest.raises(ValueError, match="one row for each"):
         measured.speed_bars([row(N=512), row(N=1024)])
+
+
+def test_the_ladder_shows_each_rung_once_says_what_differs_and_has_the_peers_of_one_run():
+    more = [
+        of_02("fwd_2_mma", N=4096, D=64, tflops=1.0),  # there is one with D=128
+        of_02("fwd_2_mma", N=512, D=128, tflops=2.0),
+        of_02("fwd_2_mma", N=4096, D=128, causal=True, tflops=3.0),
+        row(stage="03_triton", kernel="fwd_0_fused", N=4096, D=128, tflops=5.0),
+        peer_row(N=4096, D=64, tflops=6.0),
+        of_02("fwd_2_mma", gpu="Tesla T4", N=4096, D=128, tflops=7.0),
+        peer_row(N=4096, Nk=4096, D=128, tflops=9.0, run="another"),  # beside other kernels
+    ]
+    some = [*ladder_rows(), *more, *ladder_rows(), of_02("fwd_2_mma", N=4096, D=128, tflops=8.0, timing="sustained")]
+    assert plots.ladder_numbers(more) is None and plots.ladder_numbers(some) == {
+        "gpu": "NVIDIA H200",
+        "matmul": 800.0,
+        "fwd": {"rungs": [["scalar", 4.0, "fp32\nD=64"], ["mma", 50.0, ""]], "peers": {"sdpa-flash": 340.0}},
+        "bwd": {"rungs": [["scalar", 1.5, "fp32\nD=64"]], "peers": {}},
+    }
+    forward, backward = plots.ladder(ladder_rows()).axes
+    assert [bar.get_height() for bar in forward.patches] == [4.0, 50.0] and forward.lines[0].get_ydata()[0] == 340
+    assert [bar.get_height() for bar in backward.patches] == [1.5]

@@ -84,12 +84,8 @@ def test_a_seed_gives_the_same_changes_of_every_stage(stage):
         assert change.apply(text) != text
         if change.file.endswith(".py"):
             compile(change.apply(text), change.file, "exec")
-
-
-@pytest.mark.parametrize("stage", mutate.STAGES)
-def test_the_files_that_all_stages_share_are_changed_with_every_stage(stage):
-    files = {change.file for change in mutate.changes(stage)}
-    assert {"steps/contract.py", "steps/operators.py", "steps/engine.py"} < files
+    shared = {"steps/contract.py", "steps/operators.py", "steps/engine.py"}
+    assert shared < {change.file for change in mutate.changes(stage)}
 
 
 def test_a_scale_can_be_lost():

@@ -1,6 +1,7 @@
 """The notebooks execute, have the same cells as their scripts, and keep to sizes that make them readable."""
 
 import ast
+import functools
 import hashlib
 import json
 import re
@@ -13,6 +14,7 @@ from PIL import Image
 
 from steps import catalogue
 from steps.bench import cost, profile, rows
+from support import preloaded_kernel
 
 jupytext = pytest.importorskip("jupytext", reason="Jupyter is not installed")
 nbclient = pytest.importorskip("nbclient", reason="Jupyter is not installed")
@@ -32,21 +34,42 @@ def test_there_are_eleven_with_a_script_each():
     assert [p.stem for p in sorted((ROOT / "notebooks" / "src").glob("*.py"))] == [p.stem for p in NOTEBOOKS]
 
 
+def source(stem):
+    return (ROOT / "notebooks" / "src" / f"{stem}.py").read_text()
+
+
+@functools.cache
+def script(stem):
+    """The cells of a notebook's script."""
+    return jupytext.reads(source(stem), "py:percent").cells
+
+
+@functools.cache
+def saved(path):
+    """The cells of a notebook."""
+    return nbformat.read(path, as_version=4).cells
+
+
+def code_cells(path):
+    return [cell for cell in saved(path) if cell.cell_type == "code"]
+
+
 @pytest.fixture(scope="module")
-def executions():
+def executions(tmp_path_factory):
     """{stem: future of (notebook, error or "")}: runs each notebook's script in a Jupyter kernel, two at a time."""
 
-    def execute(path):
-        notebook = jupytext.read(ROOT / "notebooks" / "src" / f"{path.stem}.py")
+    def execute(path, kernel):
+        notebook = jupytext.reads(source(path.stem), "py:percent")
         where = {"metadata": {"path": str(ROOT / "notebooks")}}
         try:
-            nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
+            nbclient.NotebookClient(notebook, timeout=300, kernel_name=kernel, resources=where).execute()
         except nbclient.exceptions.CellExecutionError as error:
             return notebook, str(error)
         return notebook, ""
 
-    with ThreadPoolExecutor(2) as pool:
-        yield {path.stem: pool.submit(execute, path) for path in NOTEBOOKS}
+    folder = tmp_path_factory.mktemp("jupyter")
+    with preloaded_kernel.specification(folder) as kernel, ThreadPoolExecutor(2) as pool:
+        yield {path.stem: pool.submit(execute, path, kernel) for path in NOTEBOOKS}
 
 
 @each_notebook
@@ -57,19 +80,15 @@ def test_executes(path, executions):
 
 @each_notebook
 def test_notebook_and_script_are_in_step(path):
-    script = jupytext.read(ROOT / "notebooks" / "src" / f"{path.stem}.py")
-    notebook = nbformat.read(path, as_version=4)
-
     def shown(cell):
         return cell.cell_type, cell.source, cell.metadata.get("slideshow"), cell.metadata.get("jupyter")
 
-    assert [shown(c) for c in notebook.cells] == [shown(c) for c in script.cells]
+    assert [shown(c) for c in saved(path)] == [shown(c) for c in script(path.stem)]
 
 
 @each_notebook
 def test_outputs_are_saved_and_free_of_errors(path):
-    code = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
-    outputs = [o for c in code for o in c.outputs]
+    outputs = [o for c in code_cells(path) for o in c.outputs]
     assert outputs and not [o for o in outputs if o.output_type == "error"]
     assert path.stat().st_size < 300_000
     text = json.dumps(outputs)
@@ -80,46 +99,14 @@ def test_outputs_are_saved_and_free_of_errors(path):
 
 @each_notebook
 def test_cells_are_short_and_pictures_have_words(path):
-    cells = nbformat.read(path, as_version=4).cells
-    for cell in cells:
-        if cell.cell_type == "code":
-            assert len(cell.source.splitlines()) <= 25, cell.source[:80]
-            pictures = [o for o in cell.outputs if o.get("data", {}).keys() & {"image/png", "image/gif"}]
-            assert all(alt_text(o) for o in pictures), f"no alt text: {cell.source[:80]}"
-    headings = re.findall(r"^## \d", "\n".join(c.source for c in cells if c.cell_type == "markdown"), re.M)
-    assert len(headings) >= 7
-
-
-@each_notebook
-def test_the_text_is_read_in_one_sitting(path):
-    """At most 65 cells and 2600 words. Those of tables, formulas, answers and descriptions of pictures count, too."""
-    cells = jupytext.read(ROOT / "notebooks" / "src" / f"{path.stem}.py").cells
-    assert len(cells) <= 65
-    text = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    assert sum(bool(re.search(r"\w", word)) for word in text.split()) <= 2600
-
-
-@each_notebook
-def test_there_are_five_questions_to_ask_oneself(path):
-    text = (ROOT / "notebooks" / "src" / f"{path.stem}.py").read_text()
-    questions = text.split("**Ask yourself**\n#\n")[1].split("\n#\n")[0]
-    assert re.findall(r"^# (\d+)\. ", questions, re.M) == list("12345")
-
-
-def test_02b_explains_the_stall_reasons_that_it_prints():
-    text = (ROOT / "notebooks" / "src" / "02b_fa2_cuda_tensor_cores.py").read_text()
-    counted = profile.read()
-    printed = {name for rung in ("mma", "ldmatrix", "fa2") for name in list(profile.waits(counted[rung]))[:4]}
-    assert len(printed) >= 4 and [name for name in printed if f"`{name}`" not in text] == []
-
-
-@each_notebook
-def test_lines_of_code_are_short(path):
-    """A line of code fits into a cell without scrolling. Comments may be longer."""
-    for cell in jupytext.read(ROOT / "notebooks" / "src" / f"{path.stem}.py").cells:
-        if cell.cell_type == "code":
-            code = [re.sub(r"(^|  )#.*", "", line) for line in cell.source.splitlines()]
-            assert not [line for line in code if len(line) > 92]
+    for cell in code_cells(path):
+        assert ast.parse(cell.source).body  # There are no magics and no empty cells, so the script runs as it is.
+        lines = cell.source.splitlines()
+        assert len(lines) <= 25, cell.source[:80]
+        # A line of code fits into a cell without scrolling. Comments may be longer.
+        assert max(len(re.sub(r"(^|  )#.*", "", line)) for line in lines) <= 92, cell.source[:80]
+        pictures = [o for o in cell.outputs if o.get("data", {}).keys() & {"image/png", "image/gif"}]
+        assert all(alt_text(o) for o in pictures), f"no alt text: {cell.source[:80]}"
 
 
 def alt_text(output):
@@ -129,10 +116,22 @@ def alt_text(output):
 
 
 @each_notebook
-def test_code_cells_are_python(path):
-    for cell in nbformat.read(path, as_version=4).cells:
-        if cell.cell_type == "code":
-            assert ast.parse(cell.source).body  # There are no magics and no empty cells, so the script runs as it is.
+def test_the_text_is_read_in_one_sitting(path):
+    """At most 65 cells and 2600 words. Those of tables, formulas, answers and descriptions of pictures count, too."""
+    cells = script(path.stem)
+    assert len(cells) <= 65
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert sum(bool(re.search(r"\w", word)) for word in text.split()) <= 2600
+    assert len(re.findall(r"^## \d", text, re.M)) >= 7
+    questions = text.split("**Ask yourself**\n\n")[1].split("\n\n")[0]
+    assert re.findall(r"^(\d+)\. ", questions, re.M) == list("12345")
+
+
+def test_02b_explains_the_stall_reasons_that_it_prints():
+    text = source("02b_fa2_cuda_tensor_cores")
+    counted = profile.read()
+    printed = {name for rung in ("mma", "ldmatrix", "fa2") for name in list(profile.waits(counted[rung]))[:4]}
+    assert len(printed) >= 4 and [name for name in printed if f"`{name}`" not in text] == []
 
 
 # --- what a reader sees first -------------------------------------------------------------------------------
@@ -160,24 +159,16 @@ def is_folded(cell):
 
 @each_notebook
 def test_code_that_imports_draws_or_converts_is_folded(path):
-    code = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    code = code_cells(path)
     reasons = [(folded_because(c.source), c) for c in code]
     unfolded = [f"{why}: {c.source[:60]!r}" for why, c in reasons if why and not is_folded(c)]
     assert not unfolded, "\n".join(unfolded)
     assert not [c.source for c in code if is_folded(c) and re.search(r"^(check|show|diff)\(", c.source, re.M)]
 
 
-def test_cells_to_be_folded_are_recognised():
-    assert folded_because("import torch\nfrom steps import engine\nprint(engine)") == "imports"
-    assert folded_because("import torch\nx = 1\ny = 2") is None
-    assert folded_because("def bars(x):\n    return plt.barh(x, x)") == "draws"
-    assert folded_because("found = rows.latest(rows.read())") == "converts"
-    assert folded_because("out, lse = step00.forward(q, k, v)\nprint(out)") is None
-
-
 @each_notebook
 def test_the_first_screen_is_a_question_and_a_picture(path):
-    question = nbformat.read(path, as_version=4).cells[0]
+    question = saved(path)[0]
     assert re.match(r"# .+\n\n## 1\. The question\n\n\*[^*]+\?\*\n\n!\[", question.source)
     assert len(question.source.splitlines()) <= 14, "The question and its picture no longer fit on one screen."
     alt, picture = re.search(r"!\[([^]]+)\]\((.+?)\)$", question.source, re.S).groups()
@@ -192,7 +183,7 @@ def test_the_first_screen_is_a_question_and_a_picture(path):
 
 @each_notebook
 def test_links_lead_somewhere_from_the_notebook_and_from_its_copy(path):
-    for cell in nbformat.read(path, as_version=4).cells:
+    for cell in saved(path):
         if cell.cell_type == "markdown":
             prose = re.sub(r"`[^`]*`", "", cell.source)
             for target in re.findall(r"\]\(([^)#\s]+?)(?:#[^)]*)?\)", prose):
@@ -206,7 +197,7 @@ def test_links_lead_somewhere_from_the_notebook_and_from_its_copy(path):
 
 def first_kernel():
     """The cells of 02a in which a reader writes an index, a barrier and a launch, as one namespace; and the answer."""
-    cells = jupytext.read(ROOT / "notebooks" / "src" / "02a_fa2_cuda_first_kernels.py").cells
+    cells = script("02a_fa2_cuda_first_kernels")
     namespace = {}
     exec("import math, tempfile, torch\nfrom pathlib import Path\nimport steps", namespace)
     exec("from steps.step02_fa2_cuda import emulator", namespace)
@@ -236,10 +227,6 @@ def test_the_first_kernel_of_02a_is_checked(capsys):
 
 
 # --- what the notebooks say is true -------------------------------------------------------------------------
-
-
-def source(stem):
-    return (ROOT / "notebooks" / "src" / f"{stem}.py").read_text()
 
 
 def minutes(stem):
@@ -284,25 +271,6 @@ def test_a_warp_goes_on_while_an_mma_runs(executions):
     assert "whose warp waits for the result" not in source("02d_fa2_cuda_hopper")
 
 
-def test_02a_prints_the_order_that_its_second_question_asks_for(executions):
-    text = printed("02a_fa2_cuda_first_kernels", executions)
-    if "not measured yet" in text:
-        pytest.skip("the rows are of another version of the kernels")
-    names = re.search("Measured in float32, from the fastest on: (.+)", text)[1].split(", ")
-    assert {"fwd_1_warp", "fwd_2_registers", "fwd_0_scalar"} <= set(names)
-    one, other = re.search(r"reach ([\d.]+) TFLOP/s,\s+and a thread for a row ([\d.]+)", text).groups()
-    assert (names.index("fwd_1_warp") < names.index("fwd_0_scalar")) == (float(one) > float(other))
-
-
-def test_units_that_work_at_once_are_as_slow_as_the_slowest(executions):
-    line = r"tensor (\d+), exp (\d+), fp32 (\d+)\. Tensor cores busy (\d+)% one after the other, (\d+)% if all three"
-    found = re.findall(line, printed("02d_fa2_cuda_hopper", executions))
-    assert len(found) == 3  # head_dims
-    for tensor, exp, fp32, after, at_once in (map(int, numbers) for numbers in found):
-        assert after == round(100 * tensor / (tensor + exp + fp32))
-        assert at_once == round(100 * tensor / max(tensor, exp, fp32))
-
-
 def test_no_clocks_without_a_product_are_claimed_where_their_end_is_not_recorded(executions):
     """With OVERLAP a timeline does not show when products end. The third column is the share without any."""
     text = printed("02d_fa2_cuda_hopper", executions)
@@ -333,13 +301,6 @@ def test_03a_counts_all_products_and_compiles_the_tiles_that_it_names(executions
     for _, *sizes in found:
         D, Br, Bc, stages, KiB = map(int, sizes)
         assert KiB - cost.shared_bytes(Br, Bc, D, "bf16", stages=stages) // 1024 in (0, 1)  # 1 for barriers
-
-
-def test_break_even_is_computed_with_the_links_that_are_named(executions):
-    text = printed("04b_strategies", executions)
-    for name, rate in (("copy engine, 370 GB/s", 370e9), ("NCCL, 155 GB/s", 155e9)):
-        tokens = 2 * 1e12 * cost.GPUS["NVIDIA H200"].half_tflops / rate  # forward, Hk = H
-        assert re.search(rf"{name} +fwd +{tokens:,.0f} ", text)
 
 
 def test_02e_counts_the_roof_that_02c_promises(executions):

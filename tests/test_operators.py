@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -65,12 +64,16 @@ def test_opcheck(stage):
 
 
 @every_stage
-def test_compile_gives_the_same(stage):
+def test_compile_and_autocast_give_the_same(stage):
     def attend(q, k, v):
         return stage.attention(q * 2, k, v, causal=True, scale=0.3).sin()
 
     tensors = example()
-    same(gradients(torch.compile(attend, fullgraph=True, backend="aot_eager"), *tensors), gradients(attend, *tensors))
+    want, compiled = gradients(attend, *tensors), torch.compile(attend, fullgraph=True, backend="aot_eager")
+    same(gradients(compiled, *tensors), want)
+    with torch.autocast(engine.device, torch.bfloat16):
+        same(gradients(attend, *tensors), want)
+        same(gradients(compiled, *tensors), want)
 
 
 @every_stage
@@ -139,7 +142,7 @@ def test_one_graph_serves_every_number(stage, name):
 
     torch._dynamo.utils.counters.clear()
     compiled, tensors = torch.compile(both, fullgraph=True, backend="aot_eager"), example(count=4)
-    results = [compiled(*tensors, NUMBERS[name](n)) for n in range(12)]
+    results = {n: compiled(*tensors, NUMBERS[name](n)) for n in (0, 1, 2, 11)}
     for n in (1, 11):
         want = both(*tensors, NUMBERS[name](n))
         same(results[n], want)
@@ -164,7 +167,7 @@ def test_batches_of_packed_sequences_share_a_graph():
 
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for n in range(12):
+    for n in range(4):
         starts = torch.tensor([0, 5 + n, 12 + 2 * n], dtype=torch.int32, device=engine.device)
         given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 7 + n, "max_seqlen_k": 7 + n}
         (q,) = example(12 + 2 * n, count=1)
@@ -189,17 +192,6 @@ def test_a_mode_of_torch_sees_one_operator(stage):
     q, k, v = (x.detach() for x in example())
     nodes = make_fx(lambda *x: stage.attention(*x))(q, k, v).graph.nodes
     assert sum(node.target is operators(stage)[0].default for node in nodes) == 1
-
-
-@every_stage
-def test_fake_results_are_like_real_ones_in_every_dtype(stage):
-    supports = stage.SUPPORTS
-    for dtype in supports["dtypes"]:
-        q, k, v, dout = (x.detach().to(dtype) for x in example(count=4))
-        real = stage.forward(q, k, v)
-        forward, backward = operators(stage)
-        for operator, given in ((forward, (q, k, v)), (backward, (dout, q, k, v, *real))):
-            torch.library.opcheck(operator, given, test_utils="test_faketensor")
 
 
 @every_stage
@@ -231,9 +223,8 @@ def test_fake_tensors_are_refused_elsewhere(stage):
 
 @every_stage
 def test_bad_input_is_refused_while_it_is_traced(stage):
-    q, k, v = example()
     with pytest.raises(Exception, match="scale must be a finite number"):
-        torch.compile(stage.attention, fullgraph=True, backend="eager")(q, k, v, scale=-1.0)
+        torch.compile(stage.attention, fullgraph=True, backend="eager")(*example(), scale=-1.0)
     with FakeTensorMode(), pytest.raises(ValueError, match="k and v must have the same shape"):
         stage.attention(*(torch.empty(1, 1, N, 32, device=engine.device) for N in (7, 7, 8)))
 
@@ -245,30 +236,6 @@ def test_a_checkpoint_gives_the_same(stage):
         gradients(lambda *x: checkpoint(stage.attention, *x, use_reentrant=False), *tensors),
         gradients(stage.attention, *tensors),
     )
-
-
-@every_stage
-def test_autocast_leaves_the_dtype_as_it_is(stage):
-    q, k, v = example()
-    want = gradients(stage.attention, q, k, v)
-    with torch.autocast(engine.device, torch.bfloat16):
-        same(gradients(stage.attention, q, k, v), want)
-        compiled = torch.compile(stage.attention, fullgraph=True, backend="aot_eager")
-        same(gradients(compiled, q, k, v), want)
-
-
-def test_sdpa_with_a_scale_and_more_queries_than_keys():
-    def ours(q, k, v):
-        return step03.sdpa(q, k, v, is_causal=True, scale=0.9)
-
-    def theirs(q, k, v):  # in float64, because torch's float32 kernel of a GPU is further off than ours
-        return F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True, scale=0.9).float()
-
-    (q,), (_, k, v) = example(9, 1), example(4)
-    want = gradients(theirs, q, k, v)
-    for function in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
-        for x, y in zip(gradients(function, q, k, v), want, strict=True):
-            torch.testing.assert_close(x, y, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("Nq, Nk", [(0, 3), (3, 0)])
@@ -319,14 +286,6 @@ def test_the_options_reach_both_kernels(compiled):
     assert calls == [call for rung, *rest in (defaults, given)
                      for call in ((rung, "forward", *rest), (rung, "backward", *rest, rung == "second"))]  # fmt: skip
     assert all(type(number) is int for call in calls for number in call[4] or ())
-
-
-def test_a_tile_reaches_the_kernel_as_integers():
-    calls = []
-    forward, _, _ = stub_stage(calls)
-    q, k, v = example()
-    forward(q, k, v, tile=torch.tensor([8, 16]).numpy())
-    assert [type(number) for number in calls[0][4]] == [int, int]
 
 
 def test_an_eager_call_takes_no_operator():

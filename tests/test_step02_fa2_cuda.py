@@ -323,11 +323,11 @@ def test_random_shapes(problem):
 def test_the_contract_where_hoppers_backwards_are_used(rung, D):
     """The cases at the backwards' own head_dims, because at the contract's other ones the gradients are fa2's.
 
-    In the emulation only some of them, to save time.
+    In the emulation only some of them, to save time, except of rung hopper at head_dim 64.
     """
-    supports = checks.supports_of(step02.SUPPORTS, rung)
+    supports, whole = checks.supports_of(step02.SUPPORTS, rung), GPU or (rung, D) == ("hopper", 64)
     for case, dtype, reason in cases.select(supports, GPU):
-        if reason is None and (GPU or dtype == torch.bfloat16 and (D == 64 or case.name in TestContract.few)):
+        if reason is None and (GPU or dtype == torch.bfloat16 and (whole or case.name in TestContract.few)):
             inputs = cases.build(replace(case, D=D), supports, dtype, engine.device)
             want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal, scale=inputs.scale)
             assert not error.failures(one_rung.results(step02, rung, case, inputs), want), case.says
@@ -502,7 +502,7 @@ def test_keys_beyond_the_last_one_give_nothing_to_dq(rung, D, Nk):
 
 
 FORWARDS, BACKWARDS = dict(blocks="forward"), dict(threads="reverse", blocks="reverse")
-SCHEDULES = FORWARDS, BACKWARDS, *(dict(threads="random", blocks="random", seed=seed) for seed in (1, 2, 3))
+SCHEDULES = FORWARDS, BACKWARDS, dict(threads="random", blocks="random", seed=1)
 
 
 def gradients(schedules, rung, D, causal, Nq, Nk, **options):
@@ -523,6 +523,8 @@ def gradients(schedules, rung, D, causal, Nq, Nk, **options):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rung, D", PAIRS)
 def test_deterministic_gradients_are_bit_equal(rung, D, causal):
+    if causal and rung == "wgmma" and not GPU:
+        pytest.skip("in a fixed order it has the backward of rung hopper")
     problem = rung, D, causal, *((1000, 5000) if GPU else (70, 350) if rung == "fa2" else (150, 700))
     first, *others = gradients(SCHEDULES, *problem, deterministic=True)
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
@@ -692,10 +694,10 @@ def repeated(N, count):
 
 repeated(70, 1)  # From here on nothing has to be compiled.
 signal.signal(signal.SIGALRM, lambda *_: time.sleep(1e-4))  # meanwhile the other thread runs
-thread = threading.Thread(target=repeated, args=(90, 200))
+thread = threading.Thread(target=repeated, args=(90, 100))
 signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)
 thread.start()
-right = repeated(70, 200)
+right = repeated(70, 100)
 thread.join()
 signal.setitimer(signal.ITIMER_REAL, 0)
 print("right" if right else "wrong")

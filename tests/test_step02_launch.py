@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import math
-import pickle
 import re
 import weakref
 from ctypes import addressof, c_uint64, c_void_p
@@ -388,14 +387,6 @@ def test_the_launcher_and_the_stage_have_one_rule_for_a_scale():
             assert len(verdicts) in (0, 2), scale
 
 
-def test_a_rung_of_a_backward_may_be_a_row(monkeypatch):
-    monkeypatch.setattr(plan, "bind", lambda works, tensors: [])
-    q, k, v, dout = (x.to(engine.device) for x in inputs())
-    for rung in ("fa2", ladder.FORWARD["fa2"]):
-        grads = calls.backward(dout, q, k, v, q, torch.zeros(1, 4, 40, device=q.device), rung=rung)
-        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
-
-
 @pytest.mark.parametrize("rung, dtype, tile", [("scalar", torch.float32, (8, 16)), ("fa2", torch.bfloat16, (64, 64))])
 def test_the_forward_s_tile_is_for_scalar_s_backward_alone(rung, dtype, tile, monkeypatch):
     monkeypatch.setattr(plan, "bind", lambda works, tensors: [])
@@ -465,11 +456,6 @@ def test_no_keys_and_no_queries_give_nothing(rung):
         assert out.shape == q.shape and not out.any() and torch.equal(lse, torch.full((1, 2, Nq), -torch.inf))
         grads = calls.backward(q, q, k, k, out, lse, rung=rung)
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape] and not any(x.any() for x in grads)
-
-
-def test_a_rung_s_functions_can_be_pickled():
-    for functions in RUNGS.values():
-        assert [f.keywords for f in pickle.loads(pickle.dumps(functions))] == [f.keywords for f in functions]
 
 
 # ---- the table, and launches as data ---------------------------------------------------------------------------------
@@ -610,18 +596,6 @@ def test_gradients_of_slices_add_up_to_those_of_the_whole(rung, D, deterministic
         torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02)
 
 
-def test_a_kernel_can_count_to_the_most():
-    works.check_count("tiles", works.MOST)
-    with pytest.raises(ValueError, match="more than a kernel can count"):
-        works.check_count("tiles", works.MOST + 1)
-
-
-def test_the_tiles_on_offer_are_whole_tensor_core_tiles():
-    for row in ladder.ROWS:
-        for Br, Bc in (*row.choices, *row.emulated_choices):
-            assert row.word == "scalar" or Br % 16 == Bc % 16 == 0, row.word
-
-
 @pytest.mark.parametrize("kind", ["ss", "rs"])
 def test_the_operands_of_wgmma_are_numbered_as_they_are_listed(kind):
     """An operand with a wrong number would be read as another one, which only a Hopper GPU would show."""
@@ -641,10 +615,3 @@ def test_the_operands_of_wgmma_are_numbered_as_they_are_listed(kind):
         rest = "".join(f", %{add + 1 + i}" for i in range(len(trans)))
         assert f"setp.ne.b32 add, %{add}, 0;" in instruction
         assert instruction.endswith(f" {{{D}}}, {A}, %{add - 1}, add, 1, 1{rest}; }}")
-
-
-@pytest.mark.parametrize("D, tile, warps", [
-    (64, (64, 64), 4), (64, (128, 128), 8), (256, (64, 64), 8), (256, (32, 64), 4), (256, (64, 32), 4),
-])  # fmt: skip
-def test_a_warp_of_fa2_s_backward_has_8_rows_and_8_columns_at_least(D, tile, warps):
-    assert ladder.fa2_backward_threads(D, *tile) == 32 * warps

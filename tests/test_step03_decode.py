@@ -2,17 +2,16 @@
 
 import json
 import math
-import re
 import sys
 
 import pytest
 import torch
-import triton
 
 import steps.step03_triton as step03
 from reference import cases, error
 from steps import engine
 from steps.step03_triton import decode
+from steps.step03_triton.replay import Recording
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
@@ -73,23 +72,16 @@ def test_the_tables_own_tiles(dtype):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("Nq", [1, 3, 5])
-def test_queries_and_groups(Nq, group, causal, small_tiles):
-    check(*inputs(H=2 * group, Hk=2, Nq=Nq), splits=3, causal=causal)
+@pytest.mark.parametrize("Nq, group, splits", [(1, 1, 3), (3, 1, 3), (1, 4, 3), (4, 4, 3), (5, 4, 1), (9, 4, 2)])
+def test_queries_and_groups(Nq, group, splits, causal, small_tiles):
+    """`group` heads times Nq queries are a part of a tile, exactly one, one and a part of another, and three."""
+    check(*inputs(H=2 * group, Hk=2, Nq=Nq, Nk=50), splits=splits, causal=causal, lengths_k=int32(41))
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 48, 82, 83])
 def test_lengths_around_the_tiles(length, small_tiles):
     """In the second entry the queries see as many keys as exist, in the first one fewer than there are queries."""
     check(*inputs(B=2, Nq=4), splits=4, causal=True, lengths_k=int32(3, length))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("Nq, splits", [(5, 1), (4, 3), (9, 2)])
-def test_more_rows_than_a_tile(Nq, splits, causal, small_tiles):
-    """4 heads times Nq queries are one tile and a part of another, exactly one tile, and three."""
-    check(*inputs(H=8, Hk=2, Nq=Nq, Nk=50), splits=splits, causal=causal, lengths_k=int32(41))
 
 
 CASES = [
@@ -137,19 +129,14 @@ def test_a_length_beyond_the_cache_is_the_cache(small_tiles):
 
 def test_a_short_sequence_in_a_long_cache_is_divided_evenly(small_tiles, monkeypatch):
     """Four tiles of keys for four shares: in each of them every query meets keys, and no share has more than a tile."""
-    merge, sums = decode.merge_kernel, []
+    sums, launch = [], Recording.launch
 
-    class Recorder:
-        arg_names = getattr(merge, "arg_names", ())
+    def noted(self, kernel, programs, *arguments, **options):
+        if kernel is decode.merge_kernel:
+            sums.append(arguments[2])
+        launch(self, kernel, programs, *arguments, **options)
 
-        def __getitem__(self, grid):
-            def launch(O_s, m_s, l_s, *arguments, **options):
-                sums.append(l_s)
-                return merge[grid](O_s, m_s, l_s, *arguments, **options)
-
-            return launch
-
-    monkeypatch.setattr(decode, "merge_kernel", Recorder())
+    monkeypatch.setattr(Recording, "launch", noted)
     q, k, v = inputs(B=2, Nq=2, Nk=300)
     run(q * 0, k, v, splits=4, lengths_k=int32(64, 300))  # All scores are 0, so l counts the keys.
     assert (sums[0][0] == 16).all()
@@ -232,14 +219,7 @@ def test_bit_equal_from_run_to_run(small_tiles):
 def test_how_many_splits_there_are(monkeypatch):
     """About two programs a multiprocessor, but no more shares than tiles of keys, and at least one."""
     grids = []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            grids.append(grid)
-            return lambda *arguments, **options: None
-
-    for kernel in ("split_kernel", "merge_kernel"):
-        monkeypatch.setattr(decode, kernel, Recorder())
+    monkeypatch.setattr(Recording, "launch", lambda self, kernel, programs, *given, **options: grids.append(programs))
     monkeypatch.setattr(decode, "multiprocessors", lambda x: 132)
     for B, H, Hk, Nq, Nk in [(8, 32, 8, 1, 32768), (1, 8, 8, 1, 200), (70, 4, 4, 1, 999), (1, 32, 1, 3, 9999)]:
         q, k = (torch.empty(B, *heads, 64, dtype=torch.float16) for heads in ((H, Nq), (Hk, Nk)))
@@ -300,23 +280,12 @@ def test_every_row_of_the_table(D, dtype):
 # ---- what the kernels compile to, for GPUs that need not be there ----------------------------------------------------
 
 
-def compile_kernels(wanted):
-    """Prints a line of JSON for each kernel of (compute capability, dtype, head_dim, rows, causal, with lengths_k)."""
-    driver, launch = compile_triton.Driver(), triton.runtime.jit.JITFunction.run
-    triton.runtime.driver.set_active(driver)
+def launch_kernels(wanted):
+    """Launches the kernels of each (compute capability, dtype, head_dim, rows, causal, with lengths_k)."""
     decode.multiprocessors = lambda x: 132
-
-    def compile_only(kernel, *args, grid, warmup, **options):
-        compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
-        log = compile_triton.assemble(compiled.asm["ptx"], driver.capability)
-        found = dict(asked=asked, kernel=kernel.__name__, shared=compiled.metadata.shared)
-        found |= dict(spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]), serialised="serialized" in log)
-        found |= {word: compiled.asm["ptx"].count(word) for word in compile_triton.INSTRUCTIONS}
-        print(json.dumps(found), flush=True)
-
-    triton.runtime.jit.JITFunction.run = compile_only
     for asked in wanted:
-        driver.capability, dtype, D, rows, causal, lengths = asked
+        capability, dtype, D, rows, causal, lengths = asked
+        yield dict(asked=asked), capability
         q = torch.zeros(1, rows, 1, D, dtype=getattr(torch, dtype))
         k = q.new_zeros(1, 1, 4096, D)
         decode.forward(q, k, k, causal=causal, lengths_k=int32(7) if lengths else None)
@@ -339,10 +308,6 @@ def test_every_row_of_the_table_compiles(capability):
             assert (row["mma.sync"] + row["wgmma.mma_async"] > 0) == (row["asked"][1] != "float32"), row
 
 
-if __name__ == "__main__":
-    compile_kernels(json.loads(sys.argv[1]))
-
-
 def test_a_device_that_does_not_run_the_stage_is_not_asked_for_its_size(monkeypatch):
     def refuse(x):
         raise AssertionError(f"asked of {x.device}")
@@ -351,3 +316,7 @@ def test_a_device_that_does_not_run_the_stage_is_not_asked_for_its_size(monkeypa
     q, k = torch.empty(1, 2, 1, 32, device="meta"), torch.empty(1, 2, 2000, 32, device="meta")
     with pytest.raises(ValueError, match="meta.*STEPS_ENGINE"):
         step03.forward(q, k, k)
+
+
+if __name__ == "__main__":
+    compile_triton.compile_all(launch_kernels(json.loads(sys.argv[1])))

@@ -15,6 +15,7 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import nbformat
 import pytest
 import torch
 import typer
@@ -28,6 +29,7 @@ from steps.workbook import (
     answer,
     capstone,
     check,
+    checking,
     exercises,
     grading,
     hint,
@@ -41,7 +43,6 @@ from steps.workbook import (
     splice,
 )
 from steps.workbook.capstone import Guarded
-from steps.workbook.checking import _slips
 from steps.workbook.differences import of_tensors
 from steps.workbook.exercises import Exercise, Hunt, Puzzle, Step
 from steps.workbook.explain import explain
@@ -59,6 +60,7 @@ FUNCTIONS = EXERCISES | PUZZLES  # the tasks that ask for one function
 LIMIT = 15 if engine.name == "cpu" else 60
 MISTAKES = tomllib.loads((ROOT / "steps" / "workbook" / "mistakes.toml").read_text())
 PLANTED = [{"exercise": id} | row for id, rows in MISTAKES.items() for row in rows]
+ONLINE = f"import torch\n\n{solution('00.2')}\n"
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +83,42 @@ def runnable(task):
         pytest.skip("runs in the emulation, which g++ compiles")
 
 
+def edited(id, *edits):
+    """The stage's own text of a task with each pair (old, new) of text replaced wherever it occurs."""
+    text = str(solution(id))
+    for old, new in edits:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+def hand_in(id, text):
+    """Writes the reader's file of a task."""
+    TASKS[id].mine.parent.mkdir(exist_ok=True)
+    TASKS[id].mine.write_text(text)
+
+
+def body(task):
+    """The lines of the stage's own function below its docstring."""
+    text = task.path.read_text()
+    own = answer.top_level(ast.parse(text), task.function)
+    first = own.body[ast.get_docstring(own) is not None]
+    return "\n".join(text.splitlines()[first.lineno - 1 : own.end_lineno]) + "\n"
+
+
+def filled_in(task):
+    """The file that a reader starts from, with the stage's own function in it."""
+    text = skeleton.text(task)
+    if task.path.suffix == ".py":
+        return text.replace("    raise Blank\n", body(task))
+    return text[: text.index("\n\n") + 2] + str(solution(task.id))
+
+
+def puzzle(id):
+    """The module of a puzzle."""
+    return importlib.import_module(f"steps.workbook.puzzles.{PUZZLES[id].path.stem}")
+
+
 # The exercises and hunts.
 
 
@@ -93,6 +131,8 @@ def test_an_exercise_is_complete(id):
         assert task.cases and {case.split(":")[0] for case in task.cases} <= known
         named = [p for p in MISTAKES[id] if "mutant" in p]
         assert len(task.cases) > 1 or not named, "a single case does not tell one mistake from another"
+        # A slip in what the course itself wrote would be found in every wrong answer.
+        assert checking._slips(task, answer.Answer(filled_in(task), "your text")) == []
     assert len(MISTAKES[id]) >= (2 if id in STEPS else 3)
     text = answer.Answer(skeleton.text(task), "skeleton")
     answer.require(text, task)  # The stage's function exists, and the skeleton has its signature.
@@ -101,19 +141,15 @@ def test_an_exercise_is_complete(id):
 
 
 @pytest.mark.parametrize("id", TASKS)
-def test_an_untouched_skeleton_is_a_skip_with_a_pointer(id, my):
+def test_an_untouched_skeleton_is_a_skip_with_a_pointer_and_a_file_of_the_reader_stays(id, my):
     report = check(id)
     assert report.verdict == "blank" and not report.failed
     assert f"hint {id}" in repr(report) and f"my/{TASKS[id].mine.name}" in repr(report)
-    assert [path.name for path in my.iterdir()] == [TASKS[id].mine.name]
-
-
-def test_a_file_of_the_reader_is_never_overwritten(my):
-    check("00.2")
     (path,) = my.iterdir()
-    path.write_text(path.read_text() + "# mine\n")
-    check("00.2")
-    assert path.read_text().endswith("# mine\n")
+    assert path.name == TASKS[id].mine.name
+    path.write_text(path.read_text() + "// mine\n# mine\n")
+    check(id)
+    assert path.read_text().endswith("// mine\n# mine\n")
 
 
 def test_there_is_no_exercise_of_that_name():
@@ -132,103 +168,69 @@ def test_there_is_no_exercise_of_that_name():
 def test_the_stages_own_body_passes(id):
     task = FUNCTIONS[id]
     runnable(task)
-    task.mine.parent.mkdir()
-    text = skeleton.text(task)
-    if task.path.suffix == ".cu":
-        text = text[: text.index("\n\n") + 2] + str(solution(id))
-    else:
-        text = text.replace("    raise Blank\n", body(task))
-    task.mine.write_text(text)
+    hand_in(id, filled_in(task))
     report = check(id, limit=LIMIT)
     assert report.verdict == "passed", report
     ran = len(task.cases) + bool(task.cost) + (id == "04.2") if id in EXERCISES else len(puzzle(id).CASES)
     assert repr(report).count("  ok  ") == ran
 
 
-def puzzle(id):
-    """The module of a puzzle."""
-    return importlib.import_module(f"steps.workbook.puzzles.{PUZZLES[id].path.stem}")
-
-
-def body(task):
-    """The lines of the stage's own function below its docstring."""
-    text = task.path.read_text()
-    own = answer.top_level(ast.parse(text), task.function)
-    first = own.body[ast.get_docstring(own) is not None]
-    return "\n".join(text.splitlines()[first.lineno - 1 : own.end_lineno]) + "\n"
-
-
-def name_of(planted):
-    return f"{planted['exercise']}-{planted.get('mutant') or edits_of(planted)[-1][1]}"
-
-
 def edits_of(planted):
     return planted.get("edits") or [(planted["old"], planted["new"])]
 
 
-# So many mistakes a short run plants into an exercise that is slow to check: in Numba's simulator, or in Triton.
+# So many mistakes a short run plants into an exercise that is slow to check: in Numba's simulator, in Triton, or on
+# ranks.
 FEW = {"01.1": 6, "01.2": 4, "02.7": 1, "03.1": 1, "03.2": 1, "03.3": 0, "03.7": 1}
 
 
-def marks(planted):
-    """A short run plants no mistake into the capstone, and those of FEW.
+def planted(row):
+    """The row as a parameter. A short run plants no mistake into the capstone, and those of FEW.
 
     The puzzles about Hopper are fast, because their kernels are compiled once for all answers. Those about rings
     have no kernel.
     """
-    id = planted["exercise"]
-    of_exercise = [p for p in PLANTED if p["exercise"] == id]
+    id = row["exercise"]
     is_fast = id in EXERCISES or id in PUZZLES and id[:2] in ("02", "04")
-    in_short_run = planted in of_exercise[: FEW[id]] if id in FEW else is_fast and "long" not in planted
-    return () if in_short_run else pytest.mark.long
+    of_exercise = [p for p in PLANTED if p["exercise"] == id]
+    in_short_run = row in of_exercise[: FEW[id]] if id in FEW else is_fast and "long" not in row
+    name = f"{id}-{row.get('mutant') or edits_of(row)[-1][1]}"
+    return pytest.param(row, marks=() if in_short_run else pytest.mark.long, id=name)
 
 
-@pytest.mark.parametrize("planted", [pytest.param(p, marks=marks(p), id=name_of(p)) for p in PLANTED])
-def test_a_planted_misconception_is_named(planted):
+@pytest.mark.parametrize("row", [planted(row) for row in PLANTED])
+def test_a_planted_misconception_is_named(row):
     """As the mutant of that name, or in `words` where the mistake concerns memory and not the results.
 
     `emulated`: only the emulation recognises the mistake, which also runs beside a GPU if there is g++. `simulated`:
     only Numba's simulator does. `needs`: a flag that g++ before version 12 does not know.
     """
-    runnable(TASKS[planted["exercise"]])
-    if planted.get("needs", "-g1") not in emulator._FLAGS:
+    id = row["exercise"]
+    runnable(TASKS[id])
+    if row.get("needs", "-g1") not in emulator._FLAGS:
         pytest.skip("g++ is too old")
-    if planted.get("simulated") and engine.name == "cuda":
+    if row.get("simulated") and engine.name == "cuda":
         pytest.skip("a GPU runs more threads than the tile has rows")
-    text = str(solution(planted["exercise"]))
-    for old, new in edits_of(planted):
-        assert old in text
-        text = text.replace(old, new)
-    report = check(planted["exercise"], text)
-    if planted.get("emulated") and engine.name == "cuda" and not shutil.which("g++"):
+    report = check(id, edited(id, *edits_of(row)))
+    if row.get("emulated") and engine.name == "cuda" and not shutil.which("g++"):
         return
-    if "words" in planted:
-        assert report.failed and all(word in repr(report) for word in planted["words"]), report
-        assert not any(word in repr(report) for word in planted.get("absent", ())), report
+    if "words" in row:
+        assert report.failed and all(word in repr(report) for word in row["words"]), report
+        assert not any(word in repr(report) for word in row.get("absent", ())), report
         return
-    names = planted["mutant"].split()
+    names = row["mutant"].split()
     assert report.verdict == "wrong" and sorted(report.mutants) == sorted(names), report
-    if planted["exercise"] in PUZZLES:
-        says = {name: m.says for name, m in puzzles.mistakes(puzzle(planted["exercise"])).items()}
-    elif planted["exercise"] == "04.2":
-        says = {name: says for name, (says, *_) in parts.MISTAKES.items()}
-    else:
-        says = {m.name: m.says for m in mutants.MUTANTS}
+    says = {m.name: m.says for m in mutants.MUTANTS} | {name: says for name, (says, *_) in parts.MISTAKES.items()}
+    if id in PUZZLES:
+        says = {name: m.says for name, m in puzzles.mistakes(puzzle(id)).items()}
     assert "WRONG" in repr(report) and "equals what you get when" in repr(report)
     assert all(f" when {says[name]}" in repr(report) for name in names), report
 
 
-@pytest.mark.parametrize(
-    "id, here, asked",
-    [
-        ("02.2", "cpu", ["cpu"]),
-        ("02.2", "cuda", ["cpu", "cuda"]),  # A GPU would let some mistakes pass.
-        ("01.1", "cuda", ["cuda"]),
-        ("04.1", "cuda", ["cpu"]),
-    ],
-)
 @pytest.mark.parametrize("wrong", [None, "cpu", "cuda"])
-def test_an_answer_in_cuda_runs_in_the_emulation_first(id, here, asked, wrong, monkeypatch):
+def test_an_answer_in_cuda_runs_in_the_emulation_first(wrong, monkeypatch):
+    """A GPU would let some mistakes pass."""
+
     def run(job, folder, limit, on=None):
         ran.append(on)
         last = {"accesses": 1, "wavefronts": 1, "additions": 1} if job["kind"] == "cost" else {"says": "a case"}
@@ -236,12 +238,13 @@ def test_an_answer_in_cuda_runs_in_the_emulation_first(id, here, asked, wrong, m
 
     ran = []
     monkeypatch.setattr(runner, "run", run)
-    monkeypatch.setattr(engine, "name", here)
+    monkeypatch.setattr(engine, "name", "cuda")
     monkeypatch.setattr(shutil, "which", lambda _: "g++")
-    report = check(id, str(solution(id)))
-    where = asked[: asked.index(wrong) + 1] if wrong in asked else asked
-    assert ran[: len(where)] == where and report.verdict == ("wrong" if wrong in asked else "passed")
-    assert wrong not in asked or len(ran) == len(where)
+    assert [checking._engines(EXERCISES[id]) for id in ("01.1", "04.1")] == [["cuda"], ["cpu"]]
+    report = check("02.2", str(solution("02.2")))
+    asked = ["cpu"] if wrong == "cpu" else ["cpu", "cuda"]
+    assert ran[:2] == asked or not wrong and ran[:3] == [*asked, "cpu"]
+    assert report.verdict == ("wrong" if wrong else "passed")
 
 
 def test_an_answer_that_is_too_slow_to_be_counted_is_told_so(monkeypatch):
@@ -256,15 +259,13 @@ def test_an_answer_that_is_too_slow_to_be_counted_is_told_so(monkeypatch):
     monkeypatch.setattr(runner, "run", run)
     monkeypatch.setattr(engine, "name", "cpu")
     monkeypatch.setattr(shutil, "which", lambda _: "g++")
-    slow = "e = 0; e < rows * D && threadIdx.x == 0; e++"
-    report = check("02.2", str(solution("02.2")).replace("e = threadIdx.x; e < rows * D; e += Bc", slow))
+    report = check("02.2", edited("02.2", ("e = threadIdx.x; e < rows * D; e += Bc", "e = 0; e < rows * D; e++")))
     assert report.verdict == "wrong" and "Does a loop never end" not in repr(report), report
-    says = "the results are right, but counting was stopped after 60 s: it is far slower than the stage's own"
-    assert says in repr(report) and EXERCISES["02.2"].cost in repr(report)
+    assert "counting was stopped after 60 s" in repr(report) and EXERCISES["02.2"].cost in repr(report)
 
 
 def wrong_answers_without_a_name():
-    yield "00.2", str(solution("00.2")).replace("alpha * l + p", "alpha * l + 2 * p")
+    yield "00.2", edited("00.2", ("alpha * l + p", "alpha * l + 2 * p"))
     own, right = str(solution("01.1")), "cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x"
     yield "01.1", own[: own.index("    thread = ")] + "    pass\n"  # Nearly all is NaN, as with some that have a name.
     slip = own.replace("beta * l_block", "3 * l_block")  # It begins as a slip does, and is none.
@@ -279,24 +280,16 @@ def test_a_mistake_that_has_no_name_gets_none(id, text):
     assert "Look at" not in repr(report), report
 
 
-@pytest.mark.parametrize("id", [id for id, task in EXERCISES.items() if task.slips])
-def test_what_a_reader_is_given_and_the_solution_contain_no_slip(id):
-    """A slip in a comment of the file that the course itself wrote would be found in every wrong answer."""
-    task = EXERCISES[id]
-    given = skeleton.text(task)
-    if task.path.suffix == ".py":
-        given = given.replace("    raise Blank\n", body(task))
-    else:
-        given += str(solution(id))
-    assert _slips(task, answer.Answer(given, "your text")) == []
-
-
 @pytest.mark.parametrize("id", HUNTS)
-def test_a_hunt_is_won_by_its_reference_test(id):
-    runnable(HUNTS[id])
-    path = Path(exercises.__file__).parent / "hunts" / HUNTS[id].mine.name
-    HUNTS[id].mine.parent.mkdir()
-    shutil.copy(path, HUNTS[id].mine)
+def test_a_hunt_shows_its_kernel_and_is_won_by_its_reference_test(id):
+    """The kernel is whole, so that nothing tells where the text of the stage's file was changed."""
+    task = HUNTS[id]
+    told = CliRunner().invoke(__main__.app, ["hint", id, "--code"]).output
+    assert " ".join(told.split()).startswith(task.symptom) and told.endswith(f"\n\n{task.broken}\n")
+    assert show(id) == task.broken == task.path.read_text().replace(*task.edit) != task.path.read_text()
+    assert list(task.causes) == list("abcd") and task.cause in task.causes
+    runnable(task)
+    hand_in(id, (Path(exercises.__file__).parent / "hunts" / task.mine.name).read_text())
     report = check(id)
     assert report.verdict == "passed" and "fails on the broken kernel" in repr(report), report
 
@@ -345,34 +338,20 @@ def specified(module, **inputs):
     return {name: torch.nn.functional.pad(torch.stack([x[name] for x in each]), (1, 1)) for name in each[0]}
 
 
-@pytest.mark.long
-def test_a_wrong_tile_is_shown_in_words_and_as_a_picture():
-    runnable(PUZZLES["03.4"])
-    report = repr(check("03.4", str(solution("03.4")).replace("last - left", "first - left")))
-    for words in (
-        "6 of 11 windows are wrong; the first one is left = 4, right = 0:",
-        "is visited without a mask, but a key of it is hidden from a query",
-        "# no mask, / mask, . no visit",
-        "yours   right",
-    ):
-        assert words in report, report
-
-
-def test_a_specification_is_not_the_answer():
-    """Here the specification reads the tile by other means than addresses, which the reader has to find."""
-    text = skeleton.text(PUZZLES["02.9"])
-    assert "def specification" in text and not any(part in text for part in ("^", "0x70", "// 8 * stride", "* 128"))
+def test_a_puzzle_s_answer_of_nan_is_wrong():
+    right = torch.ones(2, 3)
+    assert of_tensors({"out": right}, {"out": (right, 1e-3)}) == []
+    assert "wrong in 6 of 6" in of_tensors({"out": right * math.nan}, {"out": (right, 1e-3)})[0]
 
 
 # The capstone: one file that grows in four steps.
 
 
 @pytest.mark.parametrize("id", [pytest.param(id, marks=pytest.mark.long if id[-1] in "23" else ()) for id in STEPS])
-def test_a_step_of_the_capstone_is_passed_by_its_solution(id, my):
+def test_a_step_of_the_capstone_is_passed_by_its_solution(id):
     task = STEPS[id]
     runnable(task)
-    my.mkdir()
-    task.mine.write_text(str(solution(id)))
+    hand_in(id, str(solution(id)))
     report = check(id, limit=LIMIT)
     assert report.verdict == "passed", report
     assert repr(report).count("  ok  ") == task.level - 1 + len(capstone.STEPS[task.level]), report
@@ -384,9 +363,7 @@ def test_a_step_of_the_capstone_is_passed_by_its_solution(id, my):
 @pytest.mark.parametrize("level", [2, 3, 4])
 def test_a_step_of_the_capstone_asks_for_more_than_the_one_before(level):
     runnable(STEPS["03.capstone.1"])
-    STEPS["03.capstone.1"].mine.parent.mkdir()
-    STEPS["03.capstone.1"].mine.write_text(str(solution(f"03.capstone.{level - 1}")))
-    report = check(f"03.capstone.{level}")
+    report = check(f"03.capstone.{level}", str(solution(f"03.capstone.{level - 1}")))
     assert report.failed and repr(report).count("  ok     step") == level - 1, report
     says = [case.says for case in capstone.STEPS[level]]  # One of these is wrong, or makes the kernel raise.
     assert any(f"WRONG  {s}\n" in repr(report) or f"(in the case: {s})" in repr(report) for s in says), report
@@ -394,44 +371,9 @@ def test_a_step_of_the_capstone_asks_for_more_than_the_one_before(level):
 
 def test_a_step_of_the_capstone_points_to_the_first_one_that_is_not_right():
     runnable(STEPS["03.capstone.1"])
-    wrong = str(solution("03.capstone.1")).replace("scale * tl.dot", "tl.dot")
-    report = check("03.capstone.3", wrong)
+    report = check("03.capstone.3", edited("03.capstone.1", ("scale * tl.dot", "tl.dot")))
     assert report.verdict == "blank", report
     assert "Step 1 comes first, and is not right: python -m steps check 03.capstone.1" in repr(report)
-
-
-CAPSTONE_ERRORS = {  # name: (an edit of the first step's solution, lines of the report)
-    "no kernel": (("@triton.jit\n", ""), ("no function with @triton.jit",)),
-    "other parameters": (("scale=None)", "softmax_scale=None)"), ("expected other parameters: def attention(q, k, v",)),
-    "no tensor": (("    return out\n", ""), ("attention returned NoneType; in step 1 it has to return out",)),
-    "an exception": (("torch.empty_like(q)", "torch.empty_like(Q)"),
-                     ("my/03_capstone.py, {line}:", "out = torch.empty_like(Q)", "NameError")),
-    "in the kernel": (("tl.trans(K)", "tl.trans(k_tile)"), ("{line}:", "tl.trans(k_tile)")),
-    "beside a tensor": (("tl.load(v + tile)", "tl.load(v + tile + 1)"),
-                        ("{line}:", "OutOfBounds: program (0, 0, 0) loads up to 4 bytes behind the last of v")),
-    "an input overwritten": (("torch.empty_like(q)", "q"), ("q, k or v has been overwritten",)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CAPSTONE_ERRORS)
-def test_an_error_in_the_capstone_is_answered_in_the_readers_lines(name, my):
-    (old, new), words = CAPSTONE_ERRORS[name]
-    if name == "beside a tensor" and engine.name == "cuda":
-        pytest.skip("on a GPU compute-sanitizer checks this")
-    runnable(STEPS["03.capstone.1"])
-    own = str(solution("03.capstone.1"))
-    assert old in own
-    my.mkdir()
-    STEPS["03.capstone.1"].mine.write_text(own.replace(old, new))
-    report = check("03.capstone.1")
-    words = [word.replace("{line}", line_of(own, old)) for word in words]
-    assert report.failed and all(word in repr(report) for word in words), report
-
-
-def test_the_capstone_is_a_file():
-    runnable(STEPS["03.capstone.1"])
-    report = check("03.capstone.1", online_update)
-    assert report.verdict == "error" and "The capstone is a file: write it in my/03_capstone.py" in repr(report)
 
 
 def test_a_store_beside_a_tensor_is_seen():
@@ -446,126 +388,159 @@ def test_a_store_beside_a_tensor_is_seen():
 
 @pytest.mark.long
 def test_the_last_step_holds_what_verify_asks(my):
-    runnable(STEPS["03.capstone.4"])
-    my.mkdir()
-    STEPS["03.capstone.4"].mine.write_text(str(solution("03.capstone.4")))
-    words = STEPS["03.capstone.4"].verify.split()[3:]
-    words[1] = f"{my}/{words[1].removeprefix('my/')}"
+    task = STEPS["03.capstone.4"]
+    runnable(task)
+    hand_in(task.id, str(solution(task.id)))
+    words = task.verify.replace(" my/", f" {my}/").split()[3:]
     done = CliRunner().invoke(__main__.app, words)
     assert done.exit_code == 0 and "properties hold" in done.output, done.output
 
 
-# Where it is wrong, and how.
+# What a report tells, in the reader's own lines.
 
-WRONG = {  # name: (exercise, an edit of the stage's own function, lines of the report)
-    "off": ("00.2", ("(m - unit).exp()", "torch.where(torch.arange(m.shape[-1]).to(m) == 20, 1, (m - unit).exp())"),
-            ("out is off by", "(tolerance ", "first such entry: out[0, 0, 20, 0] is ",
-             f"queries 0 to 34             {'.' * 20}x{'.' * 14}", f"columns 0 to 31             {'x' * 32}")),
-    "one head": ("00.2", ("p[..., None] * v_j", "p[..., None] * v_j * torch.tensor([1, 2]).to(p)[:, None, None]"),
-                 ("first such entry: out[0, 1, 14, 0] is ", "heads 0 to 1                .x")),
-    "NaN": ("00.2", ("m_new.nan_to_num(neginf=0.0)", "m_new"),
-            ("out is NaN in 896 of 2240 entries", "first such entry: out[0, 0, 0, 0] is nan, expected 0",
-             "lse is NaN in 28 of 70 entries", "lse[0, 0, 0] is nan, expected -inf")),
-    "infinite": ("00.1", ("(m + l.log())", "(m + l.log() + math.inf)"),
-                 ("lse is infinite in 42 of 42 entries where it must not be", "lse[0, 0, 0] is inf, expected")),
-    "not masked": ("00.3", ("-math.inf", "-1e9"),
-                   ("out should have been masked in", "a query that sees no key has out = 0",
-                    "lse should have been masked in", "lse = -inf")),
-    "dk": ("00.4", (" - delta[..., rows, None]", ""), ("dk is off by", "dk[0, 0, 0, 0] is", "keys 0 to ")),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_failure_shows_where_and_what(name):
-    id, (old, new), words = WRONG[name]
-    own = str(solution(id))
-    assert old in own
-    report = check(id, own.replace(old, new))
-    assert report.verdict == "wrong" and all(word in repr(report) for word in words), report
-    assert max(map(len, repr(report).splitlines())) <= 120 or "equals" in repr(report)
-
-
-# The answers to learners' mistakes.
-
-ONLINE = """
-import torch
-
-def online_update(m, l, O, s, v_j):
-    m_new = torch.maximum(m, s)
-    unit = m_new.nan_to_num(neginf=0.0)
-    alpha = (m - unit).exp()
-    p = (s - unit).exp()
-    return m_new, alpha * l + p, alpha[..., None] * O + p[..., None] * v_j
-"""
 RETURN = "return m_new, alpha * l + p, alpha[..., None] * O + p[..., None] * v_j"
 MERGE = "def merge(out, lse, out_block, lse_block):\n    "
-ERRORS = {  # name: (exercise, the answer's text, words of the report)
-    "syntax": ("00.2", ONLINE.replace("(m - unit)", "(m - unit"),
-               ("line 7:", "alpha = (m - unit.exp()", "SyntaxError")),
-    "no function": ("00.2", "def update(m):\n    pass", ("has update", "def online_update(m, l, O, s, v_j)")),
-    "parameters": ("00.2", ONLINE.replace("s, v_j)", "s, v)"),
-                   ("line 4:", "expected", "online_update(m, l, O, s, v_j)")),
-    "exception": ("00.2", ONLINE.replace("alpha * l", "beta * l"),
-                  ("line 9:", "return m_new, beta * l", "NameError", "'beta'")),
-    "left over": ("00.2", ONLINE.replace(RETURN, "raise Blank"), ("line 9:", "raise Blank")),
-    "no return": ("00.2", ONLINE.replace(RETURN, "pass"),
-                  ("online_update returned None; expected (a tensor (1, 2, 35),",)),
-    "too few": ("00.2", ONLINE.replace("m_new, alpha * l + p, ", "m_new, "),
-                ("returned (a tensor", "expected (a tensor")),
-    "a shape": ("00.2", ONLINE.replace("m_new, alpha", "m_new[..., None], alpha"),
-                ("returned (a tensor (1, 2, 35, 1)",)),
-    "not in place": ("04.1", MERGE + "return out, lse", ("returned (a", "expected None")),
-    "in a rank": ("04.1", MERGE + "lse += typo", ("line 2:", "lse += typo", "'typo'")),
-    "in a simulated thread": ("01.3", None, ("NameError", "delt_i", "dS[r, c] =")),
-    "in an interpreted kernel": ("03.1", None, ("NameError", "colum", "seen = colum < Nk")),
-    "beside a tensor": ("03.6", None,
+FORGED = """    import os, sys
+    open(sys.path[0] + '/results.jsonl', 'a').write('{"done": true}\\n')
+    os._exit(0)
+"""
+LEFT = ("it left before the check was complete",)
+CALL = """import torch
+from reference import attention
+
+def test(forward):
+    q, k, v = torch.randn(3, 1, 1, 100, 8)
+"""
+RIGHT = """    out, _ = forward(q, k, v, causal=True)
+    want = attention.forward(q, k, v, causal=True)[0]
+    assert (out - want).abs().max() < 1e-5, 'out differs'
+"""
+# {name: (task, verdict, the answer, what the report tells)}. The answer is a text, or an edit of the stage's own, and
+# {line} is then the line of the edit.
+TOLD = {
+    # Where a result is wrong, and how.
+    "off": ("00.2", "wrong",
+            ("(m - unit).exp()", "torch.where(torch.arange(m.shape[-1]).to(m) == 20, 1, (m - unit).exp())"),
+            ("out is off by", "(tolerance ", "first such entry: out[0, 0, 20, 0] is ",
+             f"queries 0 to 34             {'.' * 20}x{'.' * 14}", f"columns 0 to 31             {'x' * 32}")),
+    "one head": ("00.2", "wrong",
+                 ("p[..., None] * v_j", "p[..., None] * v_j * torch.tensor([1, 2]).to(p)[:, None, None]"),
+                 ("first such entry: out[0, 1, 14, 0] is ", "heads 0 to 1                .x")),
+    "NaN": ("00.2", "wrong", ("m_new.nan_to_num(neginf=0.0)", "m_new"),
+            ("out is NaN in 896 of 2240 entries", "first such entry: out[0, 0, 0, 0] is nan, expected 0",
+             "lse is NaN in 28 of 70 entries", "lse[0, 0, 0] is nan, expected -inf")),
+    "infinite": ("00.1", "wrong", ("(m + l.log())", "(m + l.log() + math.inf)"),
+                 ("lse is infinite in 42 of 42 entries where it must not be", "lse[0, 0, 0] is inf, expected")),
+    "not masked": ("00.3", "wrong", ("-math.inf", "-1e9"),
+                   ("out should have been masked in", "a query that sees no key has out = 0",
+                    "lse should have been masked in", "lse = -inf")),
+    "dk": ("00.4", "wrong", (" - delta[..., rows, None]", ""), ("dk is off by", "dk[0, 0, 0, 0] is", "keys 0 to ")),
+    # Errors.
+    "syntax": ("00.2", "error", ("(m - unit)", "(m - unit"), ("{line}:", "alpha = (m - unit.exp()", "SyntaxError")),
+    "no function": ("00.2", "error", "def update(m):\n    pass",
+                    ("has update", "def online_update(m, l, O, s, v_j)")),
+    "parameters": ("00.2", "error", ("s, v_j)", "s, v)"), ("{line}:", "expected", "online_update(m, l, O, s, v_j)")),
+    "exception": ("00.2", "error", (RETURN, RETURN.replace("alpha * l", "beta * l")),
+                  ("{line}:", "return m_new, beta * l", "NameError", "'beta'")),
+    "left over": ("00.2", "error", (RETURN, "raise Blank"), ("{line}:", "raise Blank")),
+    "no return": ("00.2", "error", (RETURN, "pass"), ("online_update returned None; expected (a tensor (1, 2, 35),",)),
+    "too few": ("00.2", "error", ("m_new, alpha * l + p, ", "m_new, "), ("returned (a tensor", "expected (a tensor")),
+    "a shape": ("00.2", "error", ("m_new, alpha", "m_new[..., None], alpha"), ("returned (a tensor (1, 2, 35, 1)",)),
+    "not in place": ("04.1", "error", MERGE + "return out, lse", ("returned (a", "expected None")),
+    "in a rank": ("04.1", "error", MERGE + "lse += typo", ("line 2:", "lse += typo", "'typo'")),
+    "in a simulated thread": ("01.3", "error", ("- delta_i", "- delt_i"), ("NameError", "delt_i", "dS[r, c] =")),
+    "a barrier that one thread meets": ("01.3", "wrong", ("i, Bc, D):\n", "i, Bc, D):\n    if cuda.threadIdx.x == 0:\n"
+                                        "        cuda.syncthreads()\n"), ()),
+    "in an interpreted kernel": ("03.1", "error", ("seen = column < Nk", "seen = colum < Nk"),
+                                 ("NameError", "colum", "seen = colum < Nk")),
+    "beside a tensor": ("03.6", "error",
+                        ("products(q, k, v, dout, b * H + h,", "products(q, k, v, dout, b * H + h + B * H,"),
                         ("{line}:", "S, dP = products(q, k, v, dout,", "OutOfBounds: program (0, 0, 0) loads")),
-    "CUDA": ("02.1", None, ("{line}:", "float alpha = expf(m - m_neu);", "the compiler says:", "m_neu")),
-    "CUDA brace": ("02.1", None, ("The compiler finds this error behind your function",)),
-    "CUDA at run time": ("02.1", None,
+    "CUDA": ("02.1", "error", ("expf(m - m_new)", "expf(m - m_neu)"),
+             ("{line}:", "float alpha = expf(m - m_neu);", "the compiler says:", "m_neu")),
+    "CUDA brace": ("02.1", "error", ("  m = m_new;\n}", "  m = m_new;\n"),
+                   ("The compiler finds this error behind your function",)),
+    "CUDA at run time": ("02.1", "error", ("S[j * Br]", "S[-1]"),
                          ("{line}:", "float P = expf(S[-1] - m_new);", "access to element -1 of a shared")),
-    "CUDA no function": ("02.1", "__device__ void update() {}", ("has no function online_update",)),
+    "CUDA no function": ("02.1", "error", "__device__ void update() {}", ("has no function online_update",)),
+    # The capstone.
+    "no kernel": ("03.capstone.1", "error", ("@triton.jit\n", ""), ("no function with @triton.jit",)),
+    "other parameters": ("03.capstone.1", "error", ("scale=None)", "softmax_scale=None)"),
+                         ("expected other parameters: def attention(q, k, v",)),
+    "no tensor": ("03.capstone.1", "error", ("    return out\n", ""),
+                  ("attention returned NoneType; in step 1 it has to return out",)),
+    "Python of the capstone": ("03.capstone.1", "error", ("torch.empty_like(q)", "torch.empty_like(Q)"),
+                               ("{line}:", "out = torch.empty_like(Q)", "NameError")),
+    "kernel of the capstone": ("03.capstone.1", "error", ("tl.trans(K)", "tl.trans(k_tile)"),
+                               ("{line}:", "tl.trans(k_tile)")),
+    "beside a tensor of the capstone": (
+        "03.capstone.1", "error", ("tl.load(v + tile)", "tl.load(v + tile + 1)"),
+        ("{line}:", "OutOfBounds: program (0, 0, 0) loads up to 4 bytes behind the last of v")),
+    "an input overwritten": ("03.capstone.1", "wrong", ("torch.empty_like(q)", "q"),
+                             ("q, k or v has been overwritten",)),
+    # An answer that ends its process, never ends, or says itself that it is done.
+    "exit code 0": ("00.2", "error", ("    alpha =", "    import os; os._exit(0)\n    alpha ="), LEFT),
+    "exit code 3": ("00.2", "error", ("    alpha =", "    import os; os._exit(3)\n    alpha ="), ("exit code 3",)),
+    "a signal": ("00.2", "error", ("    alpha =", "    import os; os.abort()\n    alpha ="), ("SIGABRT",)),
+    "endless": ("00.2", "error", ("    alpha =", "    while True: pass\n    alpha ="),
+                ("stopped after {limit} s in the case: causal with more queries than keys",)),
+    "a forged end": ("00.2", "error", ("    m_new =", f"{FORGED}    m_new ="), LEFT),
+    "a forged end of a puzzle": ("04.4", "error", ("    to = None", f"{FORGED}    to = None"), LEFT),
+    "a forged end of the capstone": ("03.capstone.1", "error", ("    B, H", f"{FORGED}    B, H"), LEFT),
+    "prints": ("00.2", "passed", ("    alpha =", "    print('shape', m.shape)\n    alpha ="),
+               ("shape torch.Size([1, 2, 35])", "lines more")),
+    # The tests of a hunt.
+    "passes on both": ("00.bug1", "wrong", CALL + "    forward(q, k, v)\n",
+                       ("WRONG: passes on the broken kernel too", "its inputs do not show what is wrong")),
+    "compares nothing": ("00.bug1", "wrong", CALL + "    forward(q, k, v, causal=True)\n",
+                         ("WRONG: passes on the broken kernel too", "it does not compare what is wrong")),
+    "asks for the file": ("00.bug1", "wrong", CALL + "    assert not hasattr(forward, '__code__')\n",
+                          ("WRONG: passes on the broken kernel too",)),
+    "fails on both": ("00.bug1", "wrong", CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n",
+                      ("fails on the repaired kernel too", "line 6:")),
+    "raises": ("00.bug1", "error", CALL + "    forward(q, k, v, mask=None)\n", ("line 6:", "TypeError", "mask")),
+    "no test": ("00.bug1", "error", "import torch\n", ("no function test(forward)",)),
+    "ends before the test": ("00.bug1", "error", "import os\nos._exit(0)\n" + CALL + RIGHT,
+                             ("complete) before the test was called",)),
+    "endless before the test": ("00.bug1", "error", "while True: pass\n" + CALL + RIGHT,
+                                ("stopped after {limit} s before the test was called",)),
+    "returns": ("00.bug1", "error", CALL + RIGHT.replace("assert (", "return (").replace(", 'out differs'", ""),
+                ("test returned tensor(True); it has to assert, because what a test returns is ignored.",)),
+    "no cause": ("00.bug1", "blank", CALL + RIGHT,
+                 ("The test is right. Still to be answered: what is the cause?", "  b  the ")),
+    "wrong cause": ("00.bug1", "wrong", 'CAUSE = "a"\n' + CALL + RIGHT,
+                    ("WRONG: the cause is not 'a'", "  b  the causal mask")),
+    "right cause": ("00.bug1", "passed", 'CAUSE = "b"\n' + CALL + RIGHT,
+                    ("AssertionError: out differs", "the cause: the causal mask")),
 }  # fmt: skip
-EDITS = {  # Where ERRORS has no text, it is the stage's own function with this edit; {line} is the edited line.
-    "in a simulated thread": ("- delta_i", "- delt_i"),
-    "in an interpreted kernel": ("seen = column < Nk", "seen = colum < Nk"),
-    "beside a tensor": ("products(q, k, v, dout, b * H + h,", "products(q, k, v, dout, b * H + h + B * H,"),
-    "CUDA": ("expf(m - m_new)", "expf(m - m_neu)"),
-    "CUDA brace": ("  m = m_new;\n}", "  m = m_new;\n"),
-    "CUDA at run time": ("S[j * Br]", "S[-1]"),
-}
-
-
-def line_of(text, part):
-    """Such as "line 3", the first line with that part of the text."""
-    return f"line {text[: text.index(part)].count(chr(10)) + 1}"
-
-
-def edited(name):
-    """(text, words) of an entry of EDITS."""
-    id, _, words = ERRORS[name]
-    old, new = EDITS[name]
-    own = str(solution(id))
-    assert own.count(old) >= 1
-    return own.replace(old, new), [word.replace("{line}", line_of(own, old)) for word in words]
-
-
 on_cpu = pytest.mark.skipif(engine.name != "cpu", reason="the words of the simulator, the interpreter and g++")
 # "not in place" is among them because with a GPU each rank is a new process, in which nothing compares what the
 # function returns. There the check finds wrong results instead.
-ON_CPU = ("in a simulated thread", "in an interpreted kernel", "beside a tensor", "CUDA at run time", "not in place")
+ON_CPU = ("in a simulated thread", "a barrier that one thread meets", "in an interpreted kernel", "beside a tensor",
+          "beside a tensor of the capstone", "CUDA at run time", "not in place")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=on_cpu if name in ON_CPU else ()) for name in ERRORS])
-def test_an_error_is_answered_in_the_readers_lines(name):
-    id, text, words = ERRORS[name]
-    runnable(FUNCTIONS[id])
-    if text is None:
-        text, words = edited(name)
-    report = check(id, text)
-    assert report.verdict == "error" and report.failed, report
-    assert all(word in repr(report) for word in words), report
+def line_of(id, part):
+    """Such as "line 3", the first line with that part in the stage's own text."""
+    text = str(solution(id))
+    return f"line {text[: text.index(part)].count(chr(10)) + 1}"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_cpu if name in ON_CPU else ()) for name in TOLD])
+def test_what_a_reader_is_told(name):
+    id, verdict, given, words = TOLD[name]
+    runnable(TASKS[id])
+    limit = 60
+    if "endless" in name:
+        limit = 1 if engine.name == "cpu" else 10  # A GPU takes some seconds to begin.
+    words = [word.replace("{limit}", str(limit)) for word in words]
+    if isinstance(given, tuple):
+        words = [word.replace("{line}", line_of(id, given[0])) for word in words]
+        given = edited(id, given)
+    report = check(id, given, limit=limit)
+    assert report.verdict == verdict and all(word in repr(report) for word in words), report
     assert "Traceback" not in repr(report) and "/tmp" not in repr(report)
+    assert max(map(len, repr(report).splitlines())) <= 120 or "equals" in repr(report) or verdict != "wrong"
 
 
 @pytest.mark.parametrize("name", ["CUDA", "CUDA brace"])
@@ -573,14 +548,13 @@ def test_an_error_of_nvrtc_is_answered_in_the_readers_lines(name, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and NVRTC")
     from steps.step02_fa2_cuda import nvrtc
 
-    id, _, _ = ERRORS[name]
-    text, words = edited(name)
-    text = answer.Answer(text, "your text")
+    id, _, edit, words = TOLD[name]
+    text = answer.Answer(edited(id, edit), "your text")
     (tmp_path / "fwd_0_scalar.cu").write_text(splice.splice(EXERCISES[id].path.read_text(), text, EXERCISES[id]).text)
     with pytest.raises(Exception, match="error") as e:
         nvrtc.compile(tmp_path / "fwd_0_scalar.cu", {"D": 32, "Br": 16, "Bc": 16}, "sm_90a")
     says = "\n".join(explain(account(e.value, tmp_path), EXERCISES[id], text, {}))
-    assert all(word in says for word in words), says
+    assert all(word.replace("{line}", line_of(id, edit[0])) in says for word in words), says
 
 
 TYPING = """Failed in cuda mode pipeline (step: nopython frontend)
@@ -594,7 +568,7 @@ COMPILATION = "at 4:11:\ndef mask(S, i, j, Nq, Nk):\n    ...\n           ^\nName
 # What Numba and Triton say when they compile for a GPU, what the answer to it contains, and what it does not.
 COMPILED = {
     "a line of Numba's": ("01.3", "TypingError", TYPING, ("line 3:", "Unknown attribute 'size2'"), "/tmp"),
-    "a name of Numba's": ("01.3", "TypingError", UNDEFINED, ("{line}:", "delta_i = delta", "'delta_i' is not"), "/tmp"),
+    "a name of Numba's": ("01.3", "TypingError", UNDEFINED, ("line 5:", "delta_i = delta", "'delta_i' is not"), "/tmp"),
     "Triton's": ("03.1", "CompilationError", COMPILATION, ("line 5:", "NameError('colum is"), "at 4"),
     "Triton's of a kernel": ("03.capstone.1", "CompilationError", COMPILATION.replace("mask(S", "forward_kernel(q"),
                              ("line 12:", "NameError('colum is"), "at 4"),
@@ -604,74 +578,21 @@ COMPILED = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_what_compilers_for_a_gpu_say_is_answered_in_the_readers_lines(name):
     id, kind, message, words, hidden = COMPILED[name]
-    own = str(solution(id))
-    if id == "01.3":
-        words = [word.replace("{line}", line_of(own, "delta_i = delta")) for word in words]
     lines = {43 + n: n for n in range(1, 9)}
     called = [(f"steps/{TASKS[id].file}", 44)] if id == "03.capstone.1" else []  # Triton compiles at a kernel's call.
     error = {"type": kind, "message": message, "frames": called}
-    says = "\n".join(explain(error, TASKS[id], answer.Answer(own, "your text"), lines))
+    says = "\n".join(explain(error, TASKS[id], answer.Answer(str(solution(id)), "your text"), lines))
     assert all(word in says for word in words) and hidden not in says, says
 
 
-def test_an_endless_loop_is_stopped_and_its_case_is_named():
-    limit = 1 if engine.name == "cpu" else 10  # A GPU takes some seconds to begin.
-    report = check("00.2", ONLINE.replace("    alpha =", "    while True: pass\n    alpha ="), limit=limit)
-    assert report.verdict == "error"
-    assert f"stopped after {limit} s in the case: causal with more queries than keys" in repr(report)
-    assert "does a barrier wait for a thread that has left?" in repr(report)
-    assert check("00.2", ONLINE).verdict == "passed"  # The next check works again.
-
-
-@on_cpu
-def test_a_barrier_that_one_thread_leaves_out_is_stopped():
-    runnable(EXERCISES["01.3"])
-    one_thread = "    if cuda.threadIdx.x == 0:\n        cuda.syncthreads()\n    for r in"
-    report = check("01.3", str(solution("01.3")).replace("    for r in", one_thread, 1), limit=5)
-    assert report.failed, report
-
-
-@pytest.mark.parametrize("where", ["    alpha =", "    return"])
-@pytest.mark.parametrize(
-    "end, words",
-    [("_exit(0)", "it left before the check was complete"), ("_exit(3)", "exit code 3"), ("abort()", "SIGABRT")],
-)
-def test_an_answer_that_ends_the_process_does_not_pass(end, words, where):
-    report = check("00.2", ONLINE.replace(where, f"    import os; os.{end}\n{where}"))
-    assert report.verdict == "error" and words in repr(report), report
-
-
-@pytest.mark.parametrize("id, where", [("00.2", "    m_new ="), ("04.4", "    return"), ("03.capstone.1", "    B, H")])
-def test_an_answer_that_only_says_that_it_is_done_does_not_pass(id, where):
-    """It writes the last line of the results itself: of an exercise, of a puzzle, and of a step of the capstone."""
-    runnable(TASKS[id])
-    end = "open(sys.path[0] + '/results.jsonl', 'a').write('{\"done\": true}\\n')"
-    forged = f"    import os, sys\n    {end}\n    os._exit(0)\n{where}"
-    assert where in str(solution(id))
-    report = check(id, str(solution(id)).replace(where, forged, 1))
-    assert report.verdict == "error" and "it left before the check was complete" in repr(report), report
-
-
-CHILD = "b = b'x' * (5 * 2**28); import time; time.sleep(30)"
-MEMORY = {
-    "its own": "more = []\n    while True: more.append(torch.ones(2**22))",
-    "its child's": f'import subprocess, sys; subprocess.run([sys.executable, "-c", "{CHILD}"])',
-}
-
-
-@pytest.mark.parametrize("whose", MEMORY)
-def test_an_answer_that_takes_too_much_memory_is_stopped(monkeypatch, whose):
+def test_an_answer_whose_child_takes_too_much_memory_is_stopped(monkeypatch):
     monkeypatch.setattr(runner, "MEMORY", 2**30)
-    report = check("00.2", ONLINE.replace("    alpha =", f"    {MEMORY[whose]}\n    alpha ="), limit=LIMIT)
+    child = "b = b'x' * (5 * 2**28); import time; time.sleep(30)"
+    start = f'    import subprocess, sys; subprocess.run([sys.executable, "-c", "{child}"])\n'
+    report = check("00.2", edited("00.2", ("    alpha =", f"{start}    alpha =")), limit=LIMIT)
     assert report.verdict == "error", report
     assert "took more than 1 GB of memory" in repr(report) and "in the case: causal with more" in repr(report)
-    assert check("00.2", ONLINE).verdict == "passed"
-
-
-def test_what_an_answer_prints_is_shown():
-    report = check("00.2", ONLINE.replace("    alpha =", "    print('shape', m.shape)\n    alpha ="))
-    assert report.verdict == "passed"
-    assert "shape torch.Size([1, 2, 35])" in repr(report) and "lines more" in repr(report)
+    assert check("00.2", ONLINE).verdict == "passed"  # The next check works again.
 
 
 # Functions from a notebook.
@@ -691,9 +612,7 @@ def online_update(m, l, O, s, v_j):
 
 def test_a_function_travels_with_its_helpers_and_imports():
     assert check("00.2", online_update).verdict == "passed"
-
-
-def test_a_function_without_source_is_refused():
+    assert "The capstone is a file: write it in my/03_capstone.py" in repr(check("03.capstone.1", online_update))
     namespace = {}
     exec(ONLINE, namespace)
     report = check("00.2", namespace["online_update"])
@@ -708,59 +627,10 @@ def test_a_blank_function_of_a_notebook():
     assert check("00.2", online_update).verdict == "blank"
 
 
-# Hunts.
-
-CALL = """import torch
-from reference import attention
-
-def test(forward):
-    q, k, v = torch.randn(3, 1, 1, 100, 8)
-"""
-RIGHT = """    out, _ = forward(q, k, v, causal=True)
-    want = attention.forward(q, k, v, causal=True)[0]
-    assert (out - want).abs().max() < 1e-5, 'out differs'
-"""
-HUNT_ERRORS = {
-    "passes on both": (CALL + "    forward(q, k, v)\n", "wrong",
-                       ("WRONG: passes on the broken kernel too", "its inputs do not show what is wrong")),
-    "compares nothing": (CALL + "    forward(q, k, v, causal=True)\n", "wrong",
-                         ("WRONG: passes on the broken kernel too", "it does not compare what is wrong")),
-    "asks for the file": (CALL + "    assert not hasattr(forward, '__code__')\n", "wrong",
-                          ("WRONG: passes on the broken kernel too",)),
-    "fails on both": (CALL + "    assert forward(q, k, v)[0].sum() > 1e9\n", "wrong",
-                      ("fails on the repaired kernel too", "line 6:")),
-    "raises": (CALL + "    forward(q, k, v, mask=None)\n", "error", ("line 6:", "TypeError", "mask")),
-    "no test": ("import torch\n", "error", ("no function test(forward)",)),
-    "ends the process": ("import os\nos._exit(0)\n" + CALL + RIGHT, "error", ("complete) before the test was called",)),
-    "crashes": ("import os\nos.abort()\n" + CALL + RIGHT, "error", ("(SIGABRT) before the test was called",)),
-    "never begins": ("while True: pass\n" + CALL + RIGHT, "error", ("stopped after 1 s before the test was called",)),
-    "returns": (
-        CALL + RIGHT.replace("assert (", "return (").replace(", 'out differs'", ""),
-        "error",
-        ("test returned tensor(True); it has to assert, because what a test returns is ignored.",),
-    ),
-    "no cause": (CALL + RIGHT, "blank", ("The test is right. Still to be answered: what is the cause?", "  b  the ")),
-    "wrong cause": ('CAUSE = "a"\n' + CALL + RIGHT, "wrong", ("WRONG: the cause is not 'a'", "  b  the causal mask")),
-    "right": ('CAUSE = "b"\n' + CALL + RIGHT, "passed", ("AssertionError: out differs", "the cause: the causal mask")),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HUNT_ERRORS)
-def test_a_hunt_is_judged(name):
-    text, verdict, words = HUNT_ERRORS[name]
-    report = check("00.bug1", text, limit=1 if name == "never begins" else LIMIT)
-    assert report.verdict == verdict and all(word in repr(report) for word in words), report
-
-
-@pytest.mark.parametrize("id", HUNTS)
-def test_a_hunt_shows_its_kernel_and_offers_causes_of_which_one_is_right(id):
-    """The kernel is whole, so that nothing tells where the text of the stage's file was changed."""
-    task = HUNTS[id]
-    old, new = task.edit
-    told = CliRunner().invoke(__main__.app, ["hint", id, "--code"]).output
-    assert " ".join(told.split()).startswith(task.symptom) and told.endswith(f"\n\n{task.broken}\n")
-    assert show(id) == task.broken == task.path.read_text().replace(old, new) != task.path.read_text()
-    assert list(task.causes) == list("abcd") and task.cause in task.causes
+def test_of_two_definitions_the_last_is_judged():
+    """As Python calls it."""
+    first, last = ast.parse("def f():\n    return 1\n\ndef f():\n    return 2").body
+    assert answer.top_level(ast.Module([first, last], []), "f") is last
 
 
 @pytest.mark.parametrize("old, count", [("no such text", 0), ("Nk", "[2-9]")])
@@ -782,27 +652,11 @@ def normalised(text):
     return [line for line in lines if re.search(r"\w", line)]
 
 
-def notebook_text(path):
-    """The text of a notebook's cells and outputs, or of a script."""
-    if path.suffix == ".py":
-        return path.read_text()
-    parts = []
-
-    def collect(value):
-        if isinstance(value, str):
-            parts.append(value)
-        elif isinstance(value, list) and all(isinstance(x, str) for x in value):
-            parts.append("".join(value))
-        elif isinstance(value, dict):
-            for x in value.values():
-                collect(x)
-        elif isinstance(value, list):
-            for x in value:
-                collect(x)
-
-    for cell in json.loads(path.read_text())["cells"]:
-        collect({name: x for name, x in cell.items() if name != "metadata"})
-    return "\n".join(parts)
+def texts(value):
+    """Every string in the cells and outputs of a notebook."""
+    if isinstance(value, dict):
+        return [text for name, x in value.items() if name != "metadata" for text in texts(x)]
+    return [text for x in value for text in texts(x)] if isinstance(value, list) else [str(value)]
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb")) + sorted((ROOT / "notebooks").glob("src/*.py"))
@@ -810,7 +664,8 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb")) + sorted((ROOT / "noteb
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_no_notebook_contains_a_solution(path):
-    there = "\n".join(["", *normalised(notebook_text(path)), ""])
+    text = path.read_text() if path.suffix == ".py" else "\n".join(texts(nbformat.read(path, 4).cells))
+    there = "\n".join(["", *normalised(text), ""])
     for id, task in FUNCTIONS.items():
         lines = normalised(str(solution(id)).split("{\n", 1)[1] if task.path.suffix != ".py" else body(task))
         size = min(3, len(lines))
@@ -829,14 +684,15 @@ def test_check_hint_and_solution_on_the_command_line(my):
     first = run("check", "00")
     assert first.exit_code == 0 and first.output.count(": blank") == len(exercises.of_stage("00"))
     assert len(list(my.iterdir())) == len(exercises.of_stage("00"))
-    exercises.find("00.2").mine.write_text(ONLINE)
+    hand_in("00.2", ONLINE)
     second = run("check", "00.2")
     assert second.exit_code == 0 and "passed" in second.output
-    exercises.find("00.2").mine.write_text(ONLINE.replace("alpha * l", "l"))
+    hand_in("00.2", ONLINE.replace("alpha * l", "l"))
     third = run("check", "00")
     assert third.exit_code == 1
     assert "00.2 Add one key to m, l and O: WRONG" in third.output and "l is not rescaled" in third.output
-    assert "What do you" in run("hint", "00.2").output and "m_new = max(m, s)" in run("hint", "00.2", "3").output
+    for level, words in ("1", "Next: python -m steps hint 00.2 2"), ("2", "hint 00.2 3"), ("3", "m_new = max(m, s)"):
+        assert words in run("hint", "00.2", level).output
     assert "alpha = (m - unit).exp()" in run("solution", "00.2").output
     unknown = run("check", "00.9")
     assert unknown.exit_code == 2 and "00.1, 00.2" in unknown.output
@@ -846,15 +702,16 @@ def test_a_class_is_graded(my, tmp_path):
     """Names with spaces and brackets, an empty folder, an endless loop, no Python, a contract that takes too long."""
     my.mkdir()
     (my / "00_1_softmax.py").write_text("the lecturer's own")
-    (tmp_path / "class" / "nobody yet").mkdir(parents=True)
-    (tmp_path / "class" / "[Ann] Lee" / "my").mkdir(parents=True)
+    ann = tmp_path / "class" / "[Ann] Lee"
+    for folder in (tmp_path / "class" / "nobody yet", ann / "my"):
+        folder.mkdir(parents=True)
     handed_in = {
         "my/00_2_online_update.py": ONLINE,
         "00_1_softmax.py": "def softmax(S):\n    open('written.txt', 'w')\n    while True: pass\n",
         "00_3_mask.py": "def mask(:\n",
     }
     for name, text in handed_in.items():
-        (tmp_path / "class" / "[Ann] Lee" / name).write_text(text)
+        (ann / name).write_text(text)
     words = "grade", f"{tmp_path}/class", "--stage", "00", "--limit", "2", "--json", f"{tmp_path}/grades.json"
     done = CliRunner().invoke(__main__.app, words, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
@@ -864,12 +721,9 @@ def test_a_class_is_graded(my, tmp_path):
     assert grades["[Ann] Lee"]["00.2"]["contract"]["ended"] == "stopped after 2 s"
     assert "stopped after 2 s" in grades["[Ann] Lee"]["00.1"]["lines"][0]
     assert {row["verdict"] for row in grades["nobody yet"].values()} == {"blank"}
-    assert re.search(r"student +00\.1 +00\.2 +00\.3 *\n", done.output), done.output
     assert re.search(r"\[Ann\] Lee +ERROR +passed; contract stopped after 2 s +ERROR", done.output), done.output
     assert [path.name for path in my.iterdir()] == ["00_1_softmax.py"]
-    assert {str(p.relative_to(tmp_path / "class" / "[Ann] Lee")) for p in (tmp_path / "class").rglob("*.py")} == {
-        *handed_in
-    }
+    assert {str(path.relative_to(ann)) for path in (tmp_path / "class").rglob("*.py")} == {*handed_in}
     assert not list(tmp_path.rglob("written.txt")) and not Path("written.txt").exists()
 
 
@@ -877,36 +731,11 @@ def test_a_class_is_graded(my, tmp_path):
 def test_the_contract_finds_what_the_check_does_not(tmp_path):
     """A small number in the denominator shows in float64 only."""
     (tmp_path / "student").mkdir()
-    text = skeleton.text(EXERCISES["00.1"]).replace("    raise Blank\n", body(EXERCISES["00.1"]))
+    text = filled_in(EXERCISES["00.1"])
     (tmp_path / "student" / "00_1_softmax.py").write_text(text.replace("E / l)", "E / (l + 1e-8))"))
     row = grading.grade(tmp_path / "student", [EXERCISES["00.1"]], limit=300)["00.1"]
     assert row["verdict"] == "passed" and row["contract"]["ended"] is None
     assert "test_case[ragged-float64-matrix]" in row["contract"]["failed"] and row["contract"]["passed"] > 100
-
-
-@pytest.mark.parametrize("id", TASKS)
-def test_what_is_printed_to_read_has_no_blank_ends(id, monkeypatch):
-    """And Triton's pseudo-code joins conditions by &: between tiles `and` loses the first one in the interpreter."""
-    monkeypatch.setattr(__main__.console, "_width", 80)
-    for level in (1, 2, 3):
-        lines = CliRunner().invoke(__main__.app, ["hint", id, str(level)]).output.splitlines()
-        assert all(line == line.rstrip() and len(line) <= 80 for line in lines), lines
-    assert "\n\n\n\n" not in skeleton.text(TASKS[id])
-    assert id[:2] != "03" or not re.search(r"seen\b.* and ", TASKS[id].hints[-1])
-
-
-def test_a_hint_ends_with_the_command_to_type_next():
-    for level, following in (1, "hint 00.2 2"), (2, "hint 00.2 3"), (3, "check 00.2"):
-        last = CliRunner().invoke(__main__.app, ["hint", "00.2", str(level)]).output.splitlines()[-1]
-        assert last.startswith(f"Next: python -m steps {following}"), last
-        words = following.split()
-        assert CliRunner().invoke(__main__.app, words).exit_code == 0
-
-
-def test_the_help_of_all_commands_is_printed_whole():
-    output = CliRunner().invoke(__main__.app, ["--help"]).output.split("Commands:")[1]
-    assert "..." not in output
-    assert "Runs what you have written in my/ inside the stage. The first call writes" in " ".join(output.split())
 
 
 def test_no_command_has_more_than_six_options():
@@ -915,51 +744,23 @@ def test_no_command_has_more_than_six_options():
         assert len(options) <= 6, (name, options)
 
 
-def test_the_demo_explains_only_the_numbers_that_it_shows():
-    row = {"stage": "step00_naive", "engine": "torch", "shape": [1], "verdict": "agrees", "seconds": 1.0}
-    row |= {name: dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 1e-6) for name in ("errors", "tolerances")}
-    row |= {"loss_difference": 1e-6, "loss_tolerance": 1e-6, "gradient": {"difference": 1e-6, "tolerance": 1e-6}}
-    table = __main__.results([row])
-    explained = re.findall(r"\w+", table.caption)
-    assert {"out", "dv", "loss", "model", "s"} <= set(explained) and "speed" not in explained
-    assert [column.header for column in table.columns[1:-1]] == "out lse dq dk dv loss model s".split()
-    assert "Below a speed" in __main__.results([row | {"tflops": 1.0, "sdpa_tflops": 2.0}]).caption
-
-
-def test_what_a_reader_is_told_suffices(my):
-    """The numbering of a two-dimensional block, an example of shared work, and the names that an answer may need."""
-    for id in ("01.1", "01.2"):
-        told = " ".join(skeleton.text(EXERCISES[id]).replace("#", "").split())
-        assert "cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x" in told
-    assert "threadIdx.y * blockDim.x + threadIdx.x" in hint("01.1")
-    assert "# def scores(S, Q_i, K_j" in skeleton.text(EXERCISES["01.3"])
-    lines = body(EXERCISES["00.4"]).splitlines()
-    own = "\n".join(line for line in lines if "row =" not in line and "col =" not in line)
-    own = own.replace("P.masked_fill(causal & (col > row), 0)", MASKED)
-    assert check("00.4", skeleton.text(EXERCISES["00.4"]).replace("    raise Blank", own)).verdict == "passed"
-
-
-MASKED = "P.masked_fill(mask(S, rows.start, keys.start, k.shape[-2] - q.shape[-2]) == -math.inf, 0) if causal else P"
-
-
 def test_mine_knows_what_is_filled_in():
     nothing = Mine()
     assert nothing.rungs("step00_naive") == [] and "python -m steps check 00" in nothing.nothing("00")
     check("00.1")
-    exercises.find("00.2").mine.write_text(ONLINE)
+    hand_in("00.2", ONLINE)
     mine = Mine()
     assert mine.rungs("step00_naive") == ["online"] and mine.nothing("00") is None and mine.nothing("03")
     assert "00.1-softmax" in mine.blanks("step00_naive") and "00.2-online_update" not in mine.blanks("step00_naive")
-    exercises.find("00.2").mine.write_text("def")
+    hand_in("00.2", "def")
     with pytest.raises(answer.Problem, match="my/00_2_online_update.py, line 1"):
         Mine()
 
 
 def test_pytest_mine_names_the_misconception_and_skips_the_blanks(tmp_path):
-    """A run of pytest in which one function of stage 00 is wrong, and stage 02 has none."""
+    """A run of pytest in which one function of stage 00 is wrong."""
     (tmp_path / "00_2_online_update.py").write_text(ONLINE.replace("alpha * l", "l"))
-    command = [sys.executable, "-m", "pytest", "tests/test_step00_naive.py", "tests/test_step02_fa2_cuda.py"]
-    command += ["--mine", "-rs", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests/test_step00_naive.py", "--mine", "-rs", "-p", "no:cacheprovider"]
     command += ["-k", "TestContract and (ragged_causal or softmax or bit_equal)"]
     # The run needs no plugins, and their import would double its time.
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "STEPS_MY": str(tmp_path)}
@@ -969,7 +770,6 @@ def test_pytest_mine_names_the_misconception_and_skips_the_blanks(tmp_path):
         "In this case, this equals what you get when l is not rescaled when the running maximum moves",
         "test_case[ragged_causal-float32-online]",
         "my/00_1_softmax.py is blank: python -m steps hint 00.1",
-        "nothing of stage 02 is filled in under my/: python -m steps check 02",
     ):
         assert words in done.stdout, done.stdout
     assert "matrix" not in done.stdout
@@ -978,8 +778,6 @@ def test_pytest_mine_names_the_misconception_and_skips_the_blanks(tmp_path):
 def test_where_nothing_can_be_forked(monkeypatch):
     monkeypatch.setattr(runner, "FORK", False)
     assert check("00.2", ONLINE).verdict == "passed"  # The server itself did the job, and has ended.
-    report = check("00.2", ONLINE.replace("    alpha =", "    import os; os.abort()\n    alpha ="))
-    assert report.verdict == "error" and "SIGABRT" in repr(report)
 
 
 def test_a_kernel_s_text_is_edited_in_a_copy_and_only_there():
@@ -997,15 +795,3 @@ def test_a_kernel_s_text_is_edited_in_a_copy_and_only_there():
     with pytest.raises(ValueError, match="fwd_2_mma.cu contains 'no such text' 0 times"):
         with listing.edited("fwd_2_mma.cu", ("no such text", "")):
             pass
-
-
-def test_of_two_definitions_the_last_is_judged():
-    """As Python calls it."""
-    first, last = ast.parse("def f():\n    return 1\n\ndef f():\n    return 2").body
-    assert answer.top_level(ast.Module([first, last], []), "f") is last
-
-
-def test_a_puzzle_s_answer_of_nan_is_wrong():
-    right = torch.ones(2, 3)
-    assert of_tensors({"out": right}, {"out": (right, 1e-3)}) == []
-    assert "wrong in 6 of 6" in of_tensors({"out": right * math.nan}, {"out": (right, 1e-3)})[0]

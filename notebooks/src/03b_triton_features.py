@@ -328,7 +328,7 @@ show("step03_triton/features", "scores")
 @triton.jit
 def unit_kernel(found, N, f):
     seq = features.find_sequence(tl.program_id(0), N, N, f)
-    head = features.find_head(tl.program_id(0), None, f, seq)
+    head = features.find_head(tl.program_id(0), 0, None, f, seq)
     tl.store(found, seq.c)
     tl.store(found + 1, head.slope)
 
@@ -452,16 +452,16 @@ def places(found, tiles, heads, f):
 
 
 fig, axes = plt.subplots(1, 2, figsize=(9, 2.9), layout="constrained", sharey=True)
-for ax, heads_first in zip(axes, (None, 1), strict=True):
+for ax, first in zip(axes, (None, 1), strict=True):
     found = torch.zeros(16, 2, dtype=torch.int32, device=device)
-    places[(16,)](found, 4, 4, features.Features(1.0, heads_first=heads_first))
+    f = features.Features(1.0, policy=features.Policy(heads_first=first))
+    places[(16,)](found, 4, 4, f)
     for program, (h, n) in enumerate(found.tolist()):
-        x, y = program % 4, program // 4
-        look = {"facecolor": COLOURS[2 + n], "edgecolor": "white", "lw": 2}
-        ax.add_patch(plt.Rectangle((x, y), 1, 1, **look))
-        text = f"program {program}\nhead {h}, tile {n}"
-        ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8)
-    title = "all heads of a tile" if heads_first else "one head after the other"
+        y, x = divmod(program, 4)
+        ax.add_patch(plt.Rectangle((x, y), 1, 1, fc=COLOURS[2 + n], ec="white", lw=2))
+        says = f"program {program}\nhead {h}, tile {n}"
+        ax.text(x + 0.5, y + 0.5, says, ha="center", va="center", fontsize=8)
+    title = "all heads of a tile" if first else "one head after the other"
     ax.set(xlim=(0, 4), ylim=(4, 0), title=title)
     ax.set_xticks([n + 0.5 for n in range(4)], [f"SM {n}" for n in range(4)])
     ax.set_yticks([n + 0.5 for n in range(4)], ["first", "second", "third", "fourth"])

@@ -262,13 +262,11 @@ show("step04_ring/fetch", "start")
 # `start` runs two steps ahead, into two buffers; a barrier in front makes sure that the owners' keys are there, and one at the
 # end that nobody needs them any more. What it gives up: one host, and in the backward N - 1 slots for the parts of dK and dV.
 # An event model of both, with the links as measured and blocks at the speed of stage 02's rows. In it merging costs nothing,
-# and messages begin while a block runs. (Part 7: do they?)
+# messages begin while a block runs (part 7: do they?), and NCCL takes no multiprocessor from a block.
 
 # %% slideshow={"slide_type": "fragment"}
 machines = {  # Assumed: a message costs 10 us more than its bytes.
-    # NCCL sends with some of the multiprocessors: blocks beside it took 1.34 times as long
-    # (measured once, no recorded row yet).
-    "relay": Machine(speeds, links["NCCL, 155 GB/s"], latency=1e-5, lent=0.34),
+    "relay": Machine(speeds, links["NCCL, 155 GB/s"], latency=1e-5),
     "fetch": Machine(speeds, links["copy engine, 370 GB/s"], latency=1e-5),
 }
 
@@ -473,7 +471,7 @@ for name, (loss, grads) in mistakes.items():
 #
 # <details><summary>Answer, as the model has it</summary>
 #
-# At 128k all are within a fifth, because blocks take c² and what travels only c. (With fetch the ring even gains, as most of its
+# At 128k all are within a fifth, because blocks take c² and what travels only c. (The ring even gains, as most of its
 # blocks have no mask, and stage 02 is a little faster without one.) At 8k and Hk = 32 every way is bound by what travels, and the
 # ring over NCCL is the slowest: it has to send as much as query-parallel, at the lower rate of single messages. Ulysses sends
 # half as much. Fetch moves the ring's bytes at more than twice the rate, and hides some of them.

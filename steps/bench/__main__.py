@@ -4,10 +4,10 @@
     python -m steps.bench fast --sustained      what a plan has at N = 16k, under sustained load
     python -m steps.bench ring-32k              a part of stage 04's plan, on all GPUs of this machine
 
-`python -m steps.bench.ablations`, `.profile`, `.tune` and `.report` are commands, too.
+`python -m steps.bench.ablations`, `.profile`, `.tune` and `.report` are commands, too. STEPS_COMMIT names what is
+measured on a machine that has no git history.
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,16 +20,16 @@ PLANS = grid.PLANS | ring.PLANS
 
 def show(found, folder=rows.OWN, beside=False):
     """Writes rows as they come, and prints them; beside: and then what is committed at the same settings."""
-    settings, timed = set(), set()
+    shown = []
     for row in found:
         if "kind" in row:  # a record, such as that of a profiler
             print("written:", rows.write_record(row.pop("kind"), row, folder))
             continue
         rows.append([row], folder)
         print(report.line(row), flush=True)
-        settings.add(rows.setting(row))
-        timed.add(row["timing"])
-    for row in rows.latest([row for timing in sorted(timed) for row in rows.read(timing=timing)]) if beside else ():
+        shown.append(row)
+    settings, timed = set(map(rows.setting, shown)), {row["timing"] for row in shown}
+    for row in rows.latest([row for way in sorted(timed) for row in rows.read(timing=way)]) if beside else ():
         if rows.setting(row) in settings:
             print("committed:", report.line(row))
 
@@ -38,8 +38,6 @@ def main(
     plans: Annotated[list[str], typer.Argument(help=f"One or more of {', '.join(PLANS)}.")],
     record: Annotated[bool, typer.Option("--record", help="Write to the committed rows, not to my/results.")] = False,
     sustained: Annotated[bool, typer.Option("--sustained", help="Time each candidate alone for a second.")] = False,
-    commit: rows.Commit = None,
-    out: Annotated[Path | None, typer.Option(help="Another folder for the rows.")] = None,
 ):
     """Measures plans on this machine's GPUs."""
     if unknown := [name for name in plans if name not in PLANS]:
@@ -47,12 +45,8 @@ def main(
     if engine.name != "cuda":
         raise SystemExit("This needs a GPU: simulators say nothing about speed.")
     parts = [part for name in plans for part in PLANS[name]]
-    if sustained:
-        parts = grid.sustained([part for part in parts if isinstance(part, grid.Part)])
-    for part in parts:
-        options = dict(commit=commit, say=print)
-        found = part.record(**options) if isinstance(part, ring.RingPart) else grid.record([part], **options)
-        show(found, out or (rows.COMMITTED if record else rows.OWN))
+    for part in grid.sustained(parts) if sustained else parts:
+        show(grid.measure(part()) if callable(part) else part.record(), rows.COMMITTED if record else rows.OWN)
 
 
 if __name__ == "__main__":

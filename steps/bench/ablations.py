@@ -7,10 +7,8 @@ timelines   fwd_8_hopper.cu with clocks written into its text: when each warpgro
 parts       the time of bwd_3_hopper.cu without some of its parts. A part that runs beside the products of the tensor
             cores costs nothing, and then the kernel is no faster without it. The kernel of dk, dv and dq is timed
             alone, without those that prepare delta and round dq.
-power       TFLOP/s, clock and power under load: a matrix product and the forward, on random normal numbers and, here
-            alone, on zeros. The difference shows how much power depends on the numbers.
 
-`python -m steps.bench.ablations` records the last three for notebooks 02d and 02e, on a GPU of Hopper's kind.
+`python -m steps.bench.ablations` records the last two for notebooks 02d and 02e, on a GPU of Hopper's kind.
 """
 
 import functools
@@ -29,9 +27,14 @@ from steps.bench import rows, timing
 from steps.bench.cost import Point
 from steps.step02_fa2_cuda import calls, ladder, plan, works
 
+FORWARD, BACKWARD = "fwd_8_hopper", "bwd_3_hopper"
+POINTS = Point(4, 16, 4096, 128), Point(4, 32, 4096, 64)
+AT = POINTS[0]  # the longest tiles for which the forward is persistent
 
-def edited(text, edits):
+
+def changed(kernel, edits):
     """The kernel's text with {old: new} pieces. ValueError if an old one is not there exactly once."""
+    text = (works.HERE / f"{kernel}.cu").read_text()
     for old, new in edits.items():
         if text.count(old) != 1:
             raise ValueError(f"The kernel has changed: it holds {old!r} {text.count(old)} times, not once.")
@@ -39,14 +42,7 @@ def edited(text, edits):
     return text
 
 
-def text_of(kernel):
-    return (works.HERE / f"{kernel}.cu").read_text()
-
-
-@functools.cache
-def folder():
-    """Where the changed texts lie until this process ends."""
-    return tempfile.TemporaryDirectory()
+folder = functools.cache(tempfile.TemporaryDirectory)  # where the changed texts lie until this process ends
 
 
 def written(kernel, text):
@@ -81,18 +77,17 @@ def forwards(kernel):
     """
     forward = partial(calls.forward, rung=kernel.split("_", 2)[2])
     found = {kernel: forward}
-    for name, values in switches(text_of(kernel)).items():
+    for name, values in switches(changed(kernel, {})).items():
         found |= {f"{kernel}:{name}={value}": partial(forward, **{name: value}) for value in values}
     if kernel in SEPARATE:
-        row = ladder.FORWARD[forward.keywords["rung"]]
-        file = written(kernel, edited(text_of(kernel), SEPARATE[kernel]))
-        found[f"{kernel}:LARGE_SCORES=0"] = partial(calls.forward, rung=replace(row, file=str(file)))
+        file = written(kernel, changed(kernel, SEPARATE[kernel]))
+        row = replace(ladder.FORWARD[forward.keywords["rung"]], file=str(file))
+        found[f"{kernel}:LARGE_SCORES=0"] = partial(calls.forward, rung=row)
     return found
 
 
 # --- timelines of the forward -------------------------------------------------------------------------------
 
-FORWARD = "fwd_8_hopper"
 FIRST, STEPS = 16, 72  # blocks of keys that are recorded: from the middle of a tile of queries into the next but one
 # What a warpgroup notes in each step, one block of keys, in this order:
 EVENTS = ("asks", "starts", "started", "scores", "exponentials", "output")
@@ -103,11 +98,10 @@ LEFT_OUT = {
     "softmax": {"bool grown = online_softmax(S, m, l, alpha, scale_log2);": "bool grown = false;",
                 "      online_softmax(S, m, l, alpha, scale_log2);": "      l[0] = l[1] = 1;"},
 }  # fmt: skip
-AT = Point(4, 16, 4096, 128)  # the longest tiles for which the kernel is persistent
 
 
-def instrumented(text, first=FIRST, steps=STEPS):
-    """The kernel's text with a further argument, Global<int> marks [steps][2 warpgroups][6 events], that block 0 fills.
+def clocks(first=FIRST, steps=STEPS):
+    """Edits that give the kernel a further argument, Global<int> marks [steps][2 warpgroups][6 events], for block 0.
 
     Clocks stay in registers during a step; one thread of each warpgroup writes them out before the next.
     """
@@ -115,61 +109,48 @@ def instrumented(text, first=FIRST, steps=STEPS):
         f"      if (blockIdx.x == 0 && threadIdx.x % 128 == 0 && K.n - {first + 1} < {steps}u)\n"
         f"        for (int e = 0; e < 6; e++) marks[((K.n - {first + 1}) * 2 + w) * 6 + e] = clocks[e];\n"
     )
-    waited = f"      turn.wait();\n{clock_read(1)}      wgmma_fence();"
-    edits = {
+    asks, starts, started, scores, exponentials, output = (f"      clocks[{e}] = clock();\n" for e in range(6))
+    return {
         "int section) {": "int section, Global<int> marks) {",
         "    Turn turn(w);\n": "    Turn turn(w);\n    int clocks[6] = {};\n",
-        "      turn.wait();\n      wgmma_fence();": f"{write}{clock_read(0)}{waited}",
-        "      turn.pass();\n": f"      turn.pass();\n{clock_read(2)}",
-        "      K.release();\n    };": f"{clock_read(3)}      K.release();\n    }};",  # S is complete
-        "      finish_output();\n      to_operand": f"{clock_read(4)}      finish_output();\n      to_operand",
-        "      if (beside.value) finish_output();": f"{clock_read(4)}      if (beside.value) finish_output();",
-        "      V.release();\n    };": f"{clock_read(5)}      V.release();\n    }};",
+        "      turn.wait();\n      wgmma_fence();": f"{write}{asks}      turn.wait();\n{starts}      wgmma_fence();",
+        "      turn.pass();\n": f"      turn.pass();\n{started}",
+        "      K.release();\n    };": f"{scores}      K.release();\n    }};",  # S is complete
+        "      finish_output();\n      to_operand": f"{exponentials}      finish_output();\n      to_operand",
+        "      if (beside.value) finish_output();": f"{exponentials}      if (beside.value) finish_output();",
+        "      V.release();\n    };": f"{output}      V.release();\n    }};",
     }
-    return edited(text, edits)
 
 
-def clock_read(event):
-    return f"      clocks[{event}] = clock();\n"
-
-
-def timed_text(without=None, **where):
-    """The instrumented text, without one of LEFT_OUT if it is named."""
-    return edited(instrumented(text_of(FORWARD), **where), LEFT_OUT.get(without, {}))
-
-
-def timed_launch(text, q, k, v, switches, steps=STEPS):
-    """(a call of the instrumented kernel, out, lse, marks (steps, 2, 6) int32)."""
+def timed_launch(q, k, v, switches, without=None, first=FIRST, steps=STEPS):
+    """(a call of the kernel with clocks and without one of LEFT_OUT, out, lse, marks (steps, 2, 6) int32)."""
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     marks = torch.zeros(steps, 2, len(EVENTS), dtype=torch.int32, device=q.device)
-    problem = works.problem_of(ladder.FORWARD["hopper"], q, k, switches=switches.items())
-    (work,) = works.forward_works(problem, {})
+    (work,) = works.forward_works(works.problem_of(ladder.FORWARD["hopper"], q, k, switches=switches.items()), {})
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "marks": marks}
-    file = written(FORWARD, text)
+    file = written(FORWARD, changed(FORWARD, clocks(first, steps) | LEFT_OUT.get(without, {})))
     (bound,) = plan.bind([replace(work, file=file, arguments=(*work.arguments, "marks"))], tensors)
     return partial(bound, tensors), out, lse, marks
 
 
-def timelines(q, k, v):
+def timelines():
     """The clocks of block 0 for each setting of the switches, and for each of LEFT_OUT, beside TFLOP/s with the clocks.
 
     Of the switches also TFLOP/s without clocks in the text.
     """
+    q, k, v = torch.randn(3, AT.B, AT.H, AT.N, AT.D, dtype=torch.bfloat16, device="cuda")
     found, candidates = [], {}
-    for overlap, pingpong in itertools.product((0, 1), repeat=2):
-        switched = {"OVERLAP": overlap, "PINGPONG": pingpong}
-        timed, out, lse, marks = timed_launch(timed_text(), q, k, v, switched)
-        shipped = partial(calls.forward, q, k, v, rung="hopper", **switched)
-        timed()
-        pairs = zip(shipped(), (out, lse), strict=True)
-        if any((a.float() - b).norm() > 1e-3 * b.float().norm() for a, b in pairs):
-            raise RuntimeError(f"with clocks in its text, {switched}, the kernel computes something else")
-        candidates |= {(len(found), "tflops"): shipped, (len(found), "tflops_timed"): timed}
-        found.append({"switches": switched, "marks": marks})
-    for name in LEFT_OUT:
-        switched = {"OVERLAP": 1, "PINGPONG": 1}
-        candidates[len(found), "tflops_timed"], _, _, marks = timed_launch(timed_text(name), q, k, v, switched)
-        found.append({"switches": switched, "without": name, "marks": marks})
+    settings = [{"OVERLAP": a, "PINGPONG": b} for a, b in itertools.product((0, 1), repeat=2)]
+    for switched, without in [(one, None) for one in settings] + [(settings[-1], name) for name in LEFT_OUT]:
+        timed, out, lse, marks = timed_launch(q, k, v, switched, without)
+        candidates[len(found), "tflops_timed"] = timed
+        if not without:
+            shipped = candidates[len(found), "tflops"] = partial(calls.forward, q, k, v, rung="hopper", **switched)
+            timed()
+            pairs = zip(shipped(), (out, lse), strict=True)
+            if any((a.float() - b).norm() > 1e-3 * b.float().norm() for a, b in pairs):
+                raise RuntimeError(f"with clocks in its text, {switched}, the kernel computes something else")
+        found.append({"switches": switched, "marks": marks} | ({"without": without} if without else {}))
     for (n, name), taken in timing.interleaved(candidates, device="cuda").items():
         found[n][name] = AT.flops("fwd") / taken.ms_median / 1e9
     for one in found:  # of the last call; clocks are 32-bit numbers that wrap around
@@ -178,27 +159,8 @@ def timelines(q, k, v):
     return found
 
 
-def power(q, k, v):
-    """For each load TFLOP/s, the medians of the clock in MHz and the power in watts, and the power's limit."""
-    query = "--query-gpu=enforced.power.limit", "--format=csv,noheader,nounits"
-    limit = rows.output("nvidia-smi", "-i", timing.identity("cuda"), *query)
-    a, b = (torch.randn(8192, 8192, dtype=q.dtype, device=q.device) for _ in range(2))
-    loads = {
-        "matmul 8192": (torch.mm, (a, b), 2 * 8192**3),
-        "hopper forward": (partial(calls.forward, rung="hopper"), (q, k, v), AT.flops("fwd")),
-    }
-    found = []
-    for (load, (function, tensors, flops)), data in itertools.product(loads.items(), ("random normal", "zeros")):
-        inputs = [torch.zeros_like(x) for x in tensors] if data == "zeros" else tensors
-        taken = timing.sustained({load: partial(function, *inputs)})[load]
-        speed = {"tflops": flops / taken.ms_median / 1e9, "sm_mhz": taken.clock_mhz, "watts": taken.watts}
-        found.append({"load": load, "data": data, **speed, "limit_watts": float(limit)})
-    return found
-
-
 # --- parts of the backward ----------------------------------------------------------------------------------
 
-BACKWARD = "bwd_3_hopper"
 # Pieces of the kernel's text, and what they are replaced by. Each product must still be used, or else the compiler
 # leaves it out, too.
 PARTS = {
@@ -209,13 +171,12 @@ PARTS = {
     "additions to dq": {"    add_dQ(": "    if (scale < 0) add_dQ("},
 }  # fmt: skip
 PARTS["all four"] = {old: new for part in PARTS.values() for old, new in part.items()}
-POINTS = Point(4, 16, 4096, 128), Point(4, 32, 4096, 64)
 
 
 def tensors_at(point, device):
-    """What the kernel reads and writes, {name: tensor}; random normal inputs."""
+    """What the backward's kernel reads and writes, {name: tensor}; random normal inputs."""
     shape = point.B, point.H, point.N, point.D
-    dout, q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(4))
+    dout, q, k, v = torch.randn(4, *shape, dtype=torch.bfloat16, device=device)
     out, lse = calls.forward(q, k, v, rung="hopper")
     sums = calls.start_gradients(dout, out, lse, rung="hopper")
     results = {"dk": torch.empty_like(k), "dv": torch.empty_like(v)}
@@ -224,7 +185,7 @@ def tensors_at(point, device):
 
 def backward_call(tensors, without=None):
     """A call of the backward's kernel on these tensors, without one of PARTS if it is named."""
-    file = written(BACKWARD, edited(text_of(BACKWARD), PARTS.get(without, {})))
+    file = written(BACKWARD, changed(BACKWARD, PARTS.get(without, {})))
     (work,) = works.gradient_works(works.problem_of(ladder.BACKWARD["hopper"], tensors["q"], tensors["k"]), {})
     (bound,) = plan.bind([replace(work, file=file)], tensors)
     return partial(bound, tensors)
@@ -235,9 +196,8 @@ def parts():
     found = []
     for point in POINTS:
         tensors = tensors_at(point, "cuda")
-        candidates = {name: backward_call(tensors, name) for name in (None, *PARTS)}
-        for name, taken in timing.interleaved(candidates, device="cuda").items():
-            found.append({**point.sizes, "without": name, "ms_median": taken.ms_median})
+        taken = timing.interleaved({name: backward_call(tensors, name) for name in (None, *PARTS)}, device="cuda")
+        found += [{**point.sizes, "without": name, "ms_median": one.ms_median} for name, one in taken.items()]
     return found
 
 
@@ -255,17 +215,17 @@ def read(kind, folder=rows.COMMITTED):
     return next((record for record in found if record and record["source"] == source_of(kind, record)), {})
 
 
-def main(commit: rows.Commit = None, out: rows.Folder = rows.COMMITTED):
-    """When Hopper's forward does what, what parts of the backward cost, and how much power a load consumes."""
+def main():
+    """When Hopper's forward does what, and what parts of the backward cost."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise SystemExit("This needs a GPU of Hopper's kind, and torch sees none here.")
-    q, k, v = (torch.randn([AT.B, AT.H, AT.N, AT.D], dtype=torch.bfloat16, device="cuda") for _ in range(3))
-    origin = rows.provenance(commit=commit)
-    of_forward = {"first": FIRST, "events": EVENTS, "timelines": timelines(q, k, v), "power": power(q, k, v)}
+    origin = rows.provenance()
+    # What zeros and random numbers consume was measured once, and is kept: it is no matter of the kernel's text.
+    kept = rows.read_record("timeline", origin["gpu"]).get("power", [])
+    of_forward = {"first": FIRST, "events": EVENTS, "timelines": timelines(), "power": kept}
     for kind, kernel, found in (("timeline", FORWARD, of_forward), ("left_out", BACKWARD, {"times": parts()})):
         subject = {**origin, "stage": "02_fa2_cuda", "kernel": kernel, "peer": None, "dtype": "bf16", **AT.sizes}
-        record = subject | {"source": source_of(kind, subject)} | found
-        print("written:", rows.write_record(kind, record, out))
+        print("written:", rows.write_record(kind, subject | {"source": source_of(kind, subject)} | found))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What attention must cost: arithmetic, memory traffic, and room on a multiprocessor.
+"""What attention must cost: arithmetic on sizes for operations, memory traffic, and room on a multiprocessor.
 
-Everything here is arithmetic on sizes; nothing is measured. Sizes are those of the contract: q (B, H, N, D) and k, v
-(B, Hk, Nk, D). A pass is "fwd", "bwd" or "fwd+bwd"; a dtype is "fp64", "fp32", "fp16" or "bf16".
+Sizes are those of the contract: q (B, H, N, D) and k, v (B, Hk, Nk, D). A pass is "fwd", "bwd" or "fwd+bwd"; a dtype
+is "fp64", "fp32", "fp16" or "bf16".
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 # The backward multiplies five N x N x D matrices (S, dP, dV, dQ, dK) where the forward multiplies two (S, O).
@@ -98,26 +99,28 @@ class Multiprocessor:
     threads: int
     blocks: int
     shared: int  # all blocks together
-    shared_per_block: int  # the most that one block may ask for
-    shared_reserved: int  # taken by the system for every block
-    shared_unit: int  # an allocation is rounded up to this
+    shared_reserved: int = 1024  # taken by the system for every block
+    shared_unit: int = 128  # an allocation is rounded up to this
     registers: int = 65536
+
+    @property
+    def shared_per_block(self):
+        """The most that one block may ask for."""
+        return self.shared - self.shared_reserved
 
 
 # By compute capability. CUDA C++ Programming Guide, "Compute Capabilities", table "Technical Specifications"; the
 # allocation units are those of NVIDIA's occupancy calculator.
-_KB = 1024
 MULTIPROCESSORS = {
-    (7, 5): Multiprocessor(1024, 16, 64 * _KB, 64 * _KB, 0, 256),
-    (8, 0): Multiprocessor(2048, 32, 164 * _KB, 163 * _KB, 1 * _KB, 128),
-    (8, 6): Multiprocessor(1536, 16, 100 * _KB, 99 * _KB, 1 * _KB, 128),
-    (8, 9): Multiprocessor(1536, 24, 100 * _KB, 99 * _KB, 1 * _KB, 128),
-    (9, 0): Multiprocessor(2048, 32, 228 * _KB, 227 * _KB, 1 * _KB, 128),
+    (7, 5): Multiprocessor(1024, 16, 64 * 1024, 0, 256),
+    (8, 0): Multiprocessor(2048, 32, 164 * 1024),
+    (8, 6): Multiprocessor(1536, 16, 100 * 1024),
+    (8, 9): Multiprocessor(1536, 24, 100 * 1024),
+    (9, 0): Multiprocessor(2048, 32, 228 * 1024),
 }
 
 
-@dataclass(frozen=True)
-class Occupancy:
+class Occupancy(NamedTuple):
     """Blocks resident on one multiprocessor, the resource that refuses one more, the share of its threads."""
 
     blocks: int
@@ -129,28 +132,21 @@ def occupancy(capability, *, threads, shared=0, registers=0):
     """How many blocks of this size fit on one multiprocessor: an Occupancy.
 
     threads: in a block. shared: bytes of shared memory of a block. registers: of a thread. 0: not considered.
-    capability: (major, minor), as torch.cuda.get_device_capability() gives it; ValueError for one not listed. 0 blocks:
-    the kernel cannot be launched.
+    capability: (major, minor), as torch.cuda.get_device_capability() gives it. 0 blocks: it cannot be launched.
     """
-    if capability not in MULTIPROCESSORS:
-        raise ValueError(f"compute capability {capability} is not among {', '.join(map(str, MULTIPROCESSORS))}")
     sm = MULTIPROCESSORS[capability]
     warps = -(-threads // 32)
     fits = {"threads": sm.threads // (32 * warps), "blocks": sm.blocks}
     if shared:
-        taken = _round_up(shared + sm.shared_reserved, sm.shared_unit)
-        fits["shared memory"] = sm.shared // taken if shared <= sm.shared_per_block else 0
+        taken = -(-(shared + sm.shared_reserved) // sm.shared_unit) * sm.shared_unit
+        fits["shared memory"] = sm.shared // taken
     if registers:
         # Handed out a warp at a time in units of 256, out of four equal register files: by fours of warps.
-        resident_warps = sm.registers // _round_up(32 * registers, 256) // 4 * 4
+        resident_warps = sm.registers // (-(-32 * registers // 256) * 256) // 4 * 4
         fits["registers"] = resident_warps // warps if registers <= 255 else 0
     limited_by = min(fits, key=fits.get)
     blocks = fits[limited_by]
     return Occupancy(blocks, limited_by, 32 * warps * blocks / sm.threads)
-
-
-def _round_up(n, unit):
-    return -(-n // unit) * unit
 
 
 # --- the whole chip -----------------------------------------------------------------------------------------
@@ -190,13 +186,6 @@ GPUS = {
 }
 
 
-def peak_tflops(gpu, dtype):
-    """The chip's arithmetic ceiling for matrix products of this dtype, TFLOP/s."""
-    if dtype not in ("fp32", "fp16", "bf16") or (dtype == "bf16" and gpu.capability < (8, 0)):
-        raise ValueError(f"no peak listed for {dtype} on {gpu.name}.")
-    return gpu.fp32_tflops if dtype == "fp32" else gpu.half_tflops
-
-
 def ridge(gpu, dtype):
     """The corner of the roofline: FLOPs a byte above which arithmetic, not device memory, is the limit."""
-    return peak_tflops(gpu, dtype) / gpu.bandwidth
+    return (gpu.fp32_tflops if dtype == "fp32" else gpu.half_tflops) / gpu.bandwidth

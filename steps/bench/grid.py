@@ -6,6 +6,7 @@ or one after the other for a second each. Tasks of one group take turns with eac
 """
 
 import itertools
+import math
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,10 +16,9 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from reference import attention, philox
-from steps import catalogue, checks
-from steps.bench import ablations, rows, timing
+from steps import catalogue, checks, engine
+from steps.bench import ablations, peers, rows, timing
 from steps.bench.cost import Point
-from steps.bench.peers import MATMUL_SIZE, PEERS, copy, flex, matmul, sdpa, varlen
 
 # The FlashAttention papers': 16k tokens in every batch, hidden size H D = 2048.
 STANDARD_GRID = tuple(
@@ -31,6 +31,8 @@ STANDARD_GRID = tuple(
 QUICK_GRID = tuple(Point(2, 8, N, 64, causal) for causal in (False, True) for N in (512, 1024, 2048))
 GRIDS = {"standard": STANDARD_GRID, "quick": QUICK_GRID}
 RESULTS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv"), "fwd+bwd": ("out", "dq", "dk", "dv")}
+MATMUL_SIZE = 8192
+SHORT_MS = 1.0  # of a shorter call the CPU's time is measured, too
 HOW = dict(layout=None, options={}, timing="interleaved", clock_mhz=None, watts=None)
 
 
@@ -41,9 +43,8 @@ HOW = dict(layout=None, options={}, timing="interleaved", clock_mhz=None, watts=
 class Candidate:
     """A stage's kernel as plain functions with the contract's signatures.
 
-    stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files, for the rows. Without backward (and
-    bwd_kernel) only "fwd" is measured. dtypes: names out of rows.DTYPES. Whatever else a kernel does not take, it
-    refuses itself with an exception.
+    stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files, for the rows. dtypes: names out of
+    rows.DTYPES. Whatever else a kernel does not take, it refuses itself with an exception.
     """
 
     stage: str
@@ -53,45 +54,32 @@ class Candidate:
     backward: Callable | None = None
     dtypes: Container[str] = tuple(rows.DTYPES)
 
-    def kernel(self, pass_):
-        both = "+".join(dict.fromkeys((self.fwd_kernel, self.bwd_kernel))) if self.bwd_kernel else None
-        return {"fwd": self.fwd_kernel, "bwd": self.bwd_kernel, "fwd+bwd": both}[pass_]
-
-    def name(self, pass_):
-        return f"{self.stage} {self.kernel(pass_)}"
+    def __str__(self):
+        return f"{self.stage} {self.fwd_kernel}"
 
     def subject(self, where):
         """The fields of a row that say what was measured. where: the row's other fields."""
-        who = {"stage": self.stage, "kernel": self.kernel(where["pass"]), "peer": None}
+        stems = {"fwd": [self.fwd_kernel], "bwd": [self.bwd_kernel], "fwd+bwd": [self.fwd_kernel, self.bwd_kernel]}
+        who = {"stage": self.stage, "kernel": "+".join(dict.fromkeys(stems[where["pass"]])), "peer": None}
         return {**who, "source": rows.row_hash({**where, **who})}
 
-    def refusal(self, where):
-        """Why it does not take part, or None. where: as for `subject`."""
-        if where["pass"] != "fwd" and self.backward is None:
-            return "has no backward"
-        if where["dtype"] not in self.dtypes:
-            return f"does not take {where['dtype']}"
-        if self.subject(where)["source"] is None:
-            return f"steps/step{self.stage} has no kernel of this name, or none for this size"
-        return None
-
-    def call(self, inputs, causal, pass_):
+    def call(self, inputs, where):
         """The function to be timed: without arguments, it gives the results of the pass as a tuple."""
-        dout, *qkv = inputs
+        (dout, *qkv), causal = inputs, where["causal"]
+        if where["dtype"] not in self.dtypes:
+            raise NotImplementedError(f"does not take {where['dtype']}")
+        if where["pass"] != "fwd" and self.backward is None:
+            raise NotImplementedError("has no backward")
+        if self.subject(where)["source"] is None:
+            raise NotImplementedError(f"steps/step{self.stage} has no kernel of this name, or none for this size")
 
         def forward():
             return self.forward(*qkv, causal=causal)
 
-        def backward(out, lse):
-            return tuple(self.backward(dout, *qkv, out, lse, causal=causal))
+        def backward(saved):
+            return tuple(self.backward(dout, *qkv, *saved, causal=causal))
 
-        def both():
-            saved = forward()
-            return saved[0], *backward(*saved)
-
-        if pass_ != "bwd":
-            return both if pass_ == "fwd+bwd" else lambda: forward()[:1]
-        return partial(backward, *forward())
+        return in_pass(where["pass"], forward, backward)
 
 
 @dataclass(frozen=True)
@@ -101,64 +89,60 @@ class Beside:
     peer: str
     function: Callable | None = None
 
-    def name(self, pass_):
+    def __str__(self):
         return self.peer
 
     def subject(self, where):
         return {"stage": None, "kernel": None, "peer": self.peer, "source": None}
 
-    def refusal(self, where):
-        return None  # what it does not take, it refuses itself; a peer that is not installed, too
+    def call(self, inputs, where):
+        (dout, *qkv), attend, pass_ = inputs, self.function or peers.PEERS[self.peer], where["pass"]
+        leaves = qkv if pass_ == "fwd" else [x.detach().requires_grad_() for x in qkv]
 
-    def call(self, inputs, causal, pass_):
-        dout, *qkv = inputs
-        attend = self.function or PEERS[self.peer]
-        if pass_ == "fwd":
-            return lambda: (attend(*qkv, causal),)
-        leaves = [x.detach().requires_grad_() for x in qkv]
+        def forward():
+            return (attend(*leaves, where["causal"]),)
 
-        def backward(out):
+        def backward(saved):
             # Not out.backward(), which would also add each result to the .grad of the one before.
-            return torch.autograd.grad(out, leaves, dout, retain_graph=pass_ == "bwd")
+            return torch.autograd.grad(*saved, leaves, dout, retain_graph=pass_ == "bwd")
 
-        def both():
-            out = attend(*leaves, causal)
-            return out.detach(), *backward(out)
-
-        return both if pass_ == "fwd+bwd" else partial(backward, attend(*leaves, causal))
+        return in_pass(pass_, forward, backward)
 
 
-def entrants(number, rung=None):
-    """The stage's rungs, or one of them, as candidates. A backward belongs to the rung that has one of its own."""
+def in_pass(pass_, forward, backward):
+    """A call of the pass. forward() gives what backward(saved) needs, first of all out."""
+
+    def both():
+        saved = forward()
+        return saved[0].detach(), *backward(saved)
+
+    if pass_ == "bwd":
+        return partial(backward, forward())
+    return both if pass_ == "fwd+bwd" else lambda: forward()[:1]
+
+
+def candidate(number, word):
+    """A stage's rung. A backward belongs to the rung that has a file of its own for it."""
     module = catalogue.stage(number)
-    for word in module.SUPPORTS["rungs"]:
-        if rung in (None, word):
-            own = checks.supports_of(module.SUPPORTS, word)
-            backward = stem(module, "bwd", word)
-            yield Candidate(
-                module.SUPPORTS["stage"].removeprefix("step"),
-                stem(module, "fwd", word),
-                partial(module.forward, rung=word),
-                backward,
-                backward and partial(module.backward, rung=word),
-                dtypes=[name for name, dtype in rows.DTYPES.items() if dtype in own["dtypes"]],
-            )
+    taken = checks.supports_of(module.SUPPORTS, word)["dtypes"]
+    files = [file_of(module, prefix, word) for prefix in ("fwd", "bwd")]
+    forward, backward = (partial(function, rung=word) for function in (module.forward, module.backward))
+    dtypes = [name for name, dtype in rows.DTYPES.items() if dtype in taken]
+    stage = module.SUPPORTS["stage"].removeprefix("step")
+    return Candidate(stage, files[0], forward, files[1], backward if files[1] else None, dtypes)
 
 
-def stem(module, prefix, word):
-    """The name of the rung's file, "fwd_5_fa2" for ("fwd", "fa2"), or None if it has none of its own."""
+def file_of(module, prefix, word):
+    """The stem of the rung's file, "fwd_5_fa2" for ("fwd", "fa2"), or None if it has none of its own."""
     return next((path.stem for path in Path(module.__file__).parent.glob(f"{prefix}_*_{word}.*")), None)
 
 
 def kernel_files():
     """{"fwd_8_hopper": ("02", "hopper")}: stage and rung of every kernel file of stages 00 to 03 that can run here."""
-    found = {}
-    for number in filter(lambda number: catalogue.unavailable(number) is None, ("00", "01", "02", "03")):
-        module = catalogue.stage(number)
-        for word, prefix in itertools.product(module.SUPPORTS["rungs"], ("fwd", "bwd")):
-            if name := stem(module, prefix, word):
-                found[name] = number, word
-    return found
+    modules = {n: catalogue.stage(n) for n in ("00", "01", "02", "03") if catalogue.unavailable(n) is None}
+    rungs = [(n, word) for n, module in modules.items() for word in module.SUPPORTS["rungs"]]
+    files = [(file_of(modules[n], prefix, word), (n, word)) for n, word in rungs for prefix in ("fwd", "bwd")]
+    return {file: rung for file, rung in files if file}
 
 
 def switched(candidate, passes):
@@ -180,7 +164,6 @@ class Task:
     options: what the rows say was asked for. share: of all scores, those whose operations are counted. reference(heads)
     gives the reference's options for a slice of the query heads. last: only so many of the last queries are compared
     with float64. ceiling(inputs) gives what is timed beside them: (fields of its row, call, operations, error).
-    with_host: whether the CPU's time is measured, too.
     """
 
     point: Point
@@ -192,86 +175,72 @@ class Task:
     reference: Callable = lambda heads: {}
     last: int | None = None
     ceiling: Callable | None = None
-    with_host: bool = False
 
 
-def measure(groups, *, device="cuda", timed="interleaved", warmup=3, limit_ms=3000.0, commit=None, say=print):
+class TooSlow(Exception):
+    """One call takes longer than the limit."""
+
+
+def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
     """Yields a valid results row for everybody at every task of the groups, which are lists of tasks.
 
     Who cannot take part (dtype, head_dim, out of memory, a result that is not finite, a call longer than limit_ms) is
-    left out, and `say` is called with one line that gives the reason. Who was too slow at a size is not tried at larger
-    ones. The rows of one call share one `run`. timed: "interleaved" or "sustained".
+    left out, and the reason is printed once. Who was too slow at a size is not tried at larger ones. The rows of one
+    call share one `run`. timed: "interleaved" or "sustained".
     """
-    origin = rows.provenance(device, commit=commit)
-    guard = Guard(limit_ms, device, say)
+    origin, said, too_slow = rows.provenance(engine.device), set(), {}
     take_times = {"interleaved": timing.interleaved, "sustained": timing.sustained}[timed]
     for group in groups:
-        admitted = {}  # {pass: [(the row without its times, call, operations, error, task)]}
+        admitted = {}  # {pass: [(the row without its times, call, operations)]}
         for task in group:
-            inputs = make_inputs(task.point, task.dtype, device)
+            inputs = make_inputs(task.point, task.dtype, engine.device)
             how = dict(backward=task.passes != ("fwd",), last=task.last, options=task.reference)
             truth = sample_truth(inputs, task.point.causal, **how)
             for pass_ in task.passes:
                 where = {**origin, **task.point.sizes, "pass": pass_, "dtype": task.dtype, **HOW}
                 where |= {"options": task.options, "timing": timed}
-                found = guard.admit(task, inputs, truth, where)
+                flops, found = task.share * task.point.flops(pass_), admitted.setdefault(pass_, [])
+                for entrant in task.entrants:
+                    who = str(entrant), pass_, task.dtype, task.point.D
+                    try:
+                        if flops >= too_slow.get(who, math.inf):
+                            raise TooSlow("at a smaller size, too")
+                        call, error = tried(entrant, inputs, where, truth, limit_ms)
+                        found.append((where | entrant.subject(where) | {"error": error}, call, flops))
+                    except Exception as problem:  # whatever one kernel raises, the others are still to be measured
+                        if isinstance(problem, TooSlow):
+                            too_slow[who] = min(flops, too_slow.get(who, math.inf))
+                        if (reason := (str(entrant), pass_, in_words(problem))) not in said:
+                            about = task.options.get("feature") or f"{task.dtype} {task.point}"
+                            print(f"left out: {entrant}, {pass_} {about}: {reason[-1]}")
+                        said.add(reason)
                 if task.ceiling and found:
-                    fields, *measured = task.ceiling(inputs)
-                    found.append((where | fields, *measured, task))
-                admitted.setdefault(pass_, []).extend(found)
+                    fields, call, flops, error = task.ceiling(inputs)
+                    found.append((where | fields | {"error": error}, call, flops))
         for found in admitted.values():
-            times = take_times({n: one[1] for n, one in enumerate(found)}, warmup=warmup, device=device)
-            for n, (row, call, flops, worst, task) in enumerate(found):
-                row |= {**vars(times[n]), "tflops": flops / times[n].ms_median / 1e9, "error": worst}
-                if row["pass"] == "fwd+bwd" and device == "cuda":
+            times = take_times({n: one[1] for n, one in enumerate(found)}, warmup=warmup, device=engine.device)
+            for n, (row, call, flops) in enumerate(found):
+                row |= {**vars(times[n]), "tflops": flops / times[n].ms_median / 1e9}
+                if row["pass"] == "fwd+bwd" and engine.device == "cuda":
                     row["peak_bytes"] = peak_bytes(call)
-                if task.with_host:
-                    row["host_us"] = timing.host_us(call, device=device)
+                if row["ms_median"] < SHORT_MS and timed == "interleaved" and engine.device == "cuda":
+                    row["host_us"] = timing.host_us(call)
                 yield rows.validate(row)
         admitted, found, call = {}, [], None  # A backward holds its forward's results; this makes room for the next.
 
 
-class Guard:
-    """Decides who takes part, says who does not, and remembers who was too slow."""
+def tried(entrant, inputs, where, truth, limit_ms):
+    """(call, error) of one who takes part; otherwise an exception. The second call is timed."""
+    call = entrant.call(inputs, where)
+    error = sample_error(dict(zip(RESULTS[where["pass"]], call(), strict=True)), truth)
+    ms = timing.one_call(call, device=engine.device)
+    if ms > limit_ms:
+        raise TooSlow(f"one call takes {ms:.0f} ms, more than the limit of {limit_ms:g} ms")
+    return call, error
 
-    def __init__(self, limit_ms, device, say):
-        self.limit_ms, self.device, self.say = limit_ms, device, say
-        self.too_slow = {}  # (name, pass, dtype, D) -> the operations at which it was
-        self.said = set()
 
-    def admit(self, task, inputs, truth, where):
-        """[(the row without its times, call, operations, error, task)] of those who can run the pass in time."""
-        admitted, flops = [], task.share * task.point.flops(where["pass"])
-        for entrant in task.entrants:
-            who = entrant.name(where["pass"]), where["pass"], where["dtype"], task.point.D
-            call, worst, reason = self._try(entrant, who, inputs, truth, task.point, where)
-            if reason is None:
-                admitted.append((where | entrant.subject(where), call, flops, worst, task))
-            elif (who, reason) not in self.said:  # the same at every N: once is enough
-                self.said.add((who, reason))
-                about = task.options.get("feature") or f"{where['dtype']} {task.point}"
-                self.say(f"left out: {who[0]}, {where['pass']} {about}: {reason}")
-        return admitted
-
-    def _try(self, entrant, who, inputs, truth, point, where):
-        """(call, error, None), or (None, None, why it does not take part). The second call is timed."""
-        pass_ = where["pass"]
-        if reason := entrant.refusal(where):
-            return None, None, reason
-        if point.flops(pass_) >= self.too_slow.get(who, float("inf")):
-            return None, None, "too slow at a smaller size"
-        try:
-            call = entrant.call(inputs, point.causal, pass_)
-            worst = sample_error(dict(zip(RESULTS[pass_], call(), strict=True)), truth)
-            ms = timing.one_call(call, device=self.device)
-        except Exception as problem:  # whatever one kernel raises, the others are still to be measured
-            return None, None, f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-        if worst is None:
-            return None, None, "its result is not finite"
-        if ms > self.limit_ms:
-            self.too_slow[who] = point.flops(pass_)
-            return None, None, f"one call takes {ms:.0f} ms, more than the limit of {self.limit_ms:g} ms"
-        return call, worst, None
+def in_words(problem):
+    return f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
 
 
 def make_inputs(point, dtype, device):
@@ -293,47 +262,39 @@ def peak_bytes(call):
     return torch.cuda.max_memory_allocated() - before
 
 
-def sample_truth(inputs, causal, *, backward=True, kv_heads=2, last=None, options=lambda heads: {}):
-    """{name: float64 result} for the last batch and its last K/V heads, with their query heads.
+def sample_truth(inputs, causal, *, backward=True, last=None, options=lambda heads: {}):
+    """{name: float64 result} for the last batch and its last K/V head, with its query heads.
 
-    The reference holds several N x N matrices in float64, 2 GB each at N = 16k. Therefore it computes a sample, one K/V
-    head at a time, and on the CPU where the GPU's memory does not suffice. The sample is the last heads, because there
-    a wrong stride has the largest effect.
+    The reference holds several N x N matrices in float64, 2 GB each at N = 16k. Therefore it computes a sample, and on
+    the CPU where the GPU's memory does not suffice. It is the last head, where a wrong stride has the largest effect.
 
     last: only so many of the last queries, with out and dq, because dk and dv would need all of them.
     options(heads): further options of the reference, for a slice of the query heads.
     """
-    dout, q, k, v = (x[-1:] for x in inputs)
-    group = q.shape[1] // k.shape[1]
-    if last:
-        dout, q = dout[:, :, -last:], q[:, :, -last:]
-    parts = {name: [] for name in (*RESULTS["fwd"], *(RESULTS["bwd"] if backward else ()))}
-    for head in range(max(0, k.shape[1] - kv_heads), k.shape[1]):
-        queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
-        head_inputs = dout[:, queries], q[:, queries], k[:, keys], v[:, keys]
-        how = dict(causal=causal, **options(queries))
-        try:
-            results = _float64(head_inputs, backward, **how)
-        except torch.OutOfMemoryError:
-            how = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in how.items()}
-            on_cpu = _float64([x.cpu() for x in head_inputs], backward, **how)
-            results = [x.to(q.device) for x in on_cpu]
-        for name, result in zip(parts, results, strict=True):
-            parts[name].append(result)
-    return {name: torch.cat(part, dim=1) for name, part in parts.items() if not last or name in ("out", "dq")}
+    dout, q, k, v = inputs
+    heads = slice(q.shape[1] - q.shape[1] // k.shape[1], q.shape[1])
+    dout, q, k, v = (*(x[-1:, heads, -last if last else 0 :] for x in (dout, q)), k[-1:, -1:], v[-1:, -1:])
+    how = dict(causal=causal, **options(heads))
+    try:
+        found = _float64(dout, q, k, v, backward, how)
+    except torch.OutOfMemoryError:
+        how = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in how.items()}
+        found = [x.to(q.device) for x in _float64(*(x.cpu() for x in (dout, q, k, v)), backward, how)]
+    names = RESULTS["fwd+bwd" if backward else "fwd"]
+    return {name: x for name, x in zip(names, found, strict=True) if not last or name in ("out", "dq")}
 
 
-def _float64(inputs, backward, **how):
-    out, _ = attention.forward(*inputs[1:], **how)
-    return (out, *attention.backward(*inputs, **how)) if backward else (out,)
+def _float64(dout, q, k, v, backward, how):
+    out, _ = attention.forward(q, k, v, **how)
+    return (out, *attention.backward(dout, q, k, v, **how)) if backward else (out,)
 
 
 def sample_error(got, truth):
-    """The largest absolute difference of `got` from `truth` in the sample; None if a result is not finite."""
+    """The largest absolute difference of `got` from `truth` in the sample; ValueError if a result is not finite."""
     largest = 0.0
     for name, result in got.items():
         if not bool(torch.isfinite(result).all()):
-            return None
+            raise ValueError("its result is not finite")
         if name in truth:
             want = truth[name]
             sample = result[-1:, -want.shape[1] :, -want.shape[2] :]
@@ -346,56 +307,44 @@ def sample_error(got, truth):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a plan: these rungs of a stage beside these peers, over a grid. All of it is one run."""
+    """A part of a plan: rungs, pairs of stage and word, beside peers over a grid. All of it is one run."""
 
-    rungs: tuple[str, ...]
+    rungs: tuple[tuple[str, str], ...]
     grid: tuple[Point, ...] = STANDARD_GRID
     passes: tuple[str, ...] = ("fwd",)
     dtypes: tuple[str, ...] = ("bf16",)
     peers: tuple[str, ...] = ("sdpa-flash", "sdpa-cudnn")
     switches: bool = False  # also with one switch turned at a time; a backward also with a fixed order of dq
-    stage: str = "02"
     timed: str = "interleaved"  # or "sustained"
-    with_host: bool = False  # whether the CPU's time is measured, too
 
-    def groups(self, device="cuda"):
-        """Each task is a group of its own. A matrix product is measured beside interleaved ones of 16 bits."""
-        candidates = [candidate for rung in self.rungs for candidate in entrants(self.stage, rung)]
-        if self.switches:
-            candidates = [one for candidate in candidates for one in switched(candidate, self.passes)]
-        how = dict(with_matmul=self.timed == "interleaved", with_host=self.with_host)
-        return over(self.grid, candidates, self.peers, self.passes, self.dtypes, device, **how)
+    def groups(self):
+        """Each task is a group of its own. A matrix product is measured beside interleaved rungs of 16 bits."""
+        who = [candidate(*rung) for rung in self.rungs]
+        who = [turned for one in who for turned in (switched(one, self.passes) if self.switches else [one])]
+        for dtype, point in itertools.product(self.dtypes, self.grid):
+            product = partial(matrix_product, dtype) if self.timed == "interleaved" and dtype != "fp32" else None
+            yield [Task(point, dtype, self.passes, (*who, *map(Beside, self.peers)), ceiling=product)]
 
-
-def over(grid, candidates, peers, passes, dtypes, device, with_matmul=False, with_host=False):
-    """Groups of one task for each size and dtype."""
-    for dtype in dtypes:
-        product = partial(matrix_product, dtype, device) if with_matmul and dtype != "fp32" else None
-        for point in grid:
-            who = *candidates, *map(Beside, peers)
-            yield [Task(point, dtype, passes, who, ceiling=product, with_host=with_host)]
+    def record(self):
+        """Yields the rows."""
+        return measure(self.groups(), timed=self.timed)
 
 
-def matrix_product(dtype, device, inputs):
+def matrix_product(dtype, inputs):
     """A Task's ceiling: a product of two large matrices, at the tensor cores' full speed."""
-    call, worst = matmul(rows.DTYPES[dtype], device)
-    fields = {**Point(1, 1, MATMUL_SIZE, MATMUL_SIZE).sizes, "pass": rows.MATMUL}
-    return fields | Beside(rows.MATMUL).subject(fields), call, 2 * MATMUL_SIZE**3, worst
+    N = MATMUL_SIZE
+    generator = torch.Generator(inputs[0].device).manual_seed(0)
+    a, b = torch.randn(2, N, N, generator=generator, device=inputs[0].device).to(rows.DTYPES[dtype])
+    out = a @ b
+    error = float((out[-1].double() - a[-1].double() @ b.double()).abs().max())  # in the last row
+    fields = {**Point(1, 1, N, N).sizes, "pass": rows.MATMUL, **Beside(rows.MATMUL).subject({})}
+    return fields, lambda: torch.mm(a, b, out=out), 2 * N**3, error
 
 
 def copied_keys(inputs):
     """A Task's ceiling: a copy of k, which reads and writes as much as reading k and v takes."""
-    call, worst = copy(inputs[2])
-    return {"pass": rows.COPY} | Beside(rows.COPY).subject({}), call, 0, worst
-
-
-def record(parts, *, device="cuda", say=print, **options):
-    """Yields the rows of parts of plans: of a Part, or of groups that a function lists."""
-    for part in parts:
-        if isinstance(part, Part):
-            yield from measure(part.groups(device), device=device, timed=part.timed, say=say, **options)
-        else:
-            yield from measure(part(device=device), device=device, say=say, **options)
+    out = inputs[2].clone()
+    return {"pass": rows.COPY, **Beside(rows.COPY).subject({})}, lambda: out.copy_(inputs[2]), 0, 0.0
 
 
 # --- features -----------------------------------------------------------------------------------------------
@@ -405,23 +354,19 @@ LAST = 128  # so many of the last queries are compared with float64, where all w
 ANY = "sdpa-cudnn", "sdpa-flash", "flex"
 
 
-def of_stage_03(kernel, options):
-    """flash.py with these options, or decode.py, as a candidate."""
+def feature(name, point, options=(), told=(), share=1.0, beside=(), kernel="flash", passes=("fwd", "bwd"), last=None):
+    """The task of a feature: options of the kernel, what rows tell besides the name, peers' names or functions."""
     from steps.step03_triton import decode, flash  # imported here because Triton is not available everywhere
 
-    if kernel == "decode":
-        return Candidate("03_triton", "decode", decode.forward)
+    options, beside = dict(options), beside if isinstance(beside, dict) else dict.fromkeys(beside)
     forward, backward = (partial(function, **options) for function in (flash.forward, flash.backward))
-    return Candidate("03_triton", "flash", forward, "flash", backward)
-
-
-def feature(name, point, options=(), told=(), share=1.0, peers=(), *, kernel="flash", passes=("fwd", "bwd"), last=None):
-    """The task of a feature: options of the kernel, what rows tell besides the name, peers' names or functions."""
-    options, peers = dict(options), peers if isinstance(peers, dict) else dict.fromkeys(peers)
-    who = of_stage_03(kernel, options), *(Beside(peer, function) for peer, function in peers.items())
+    who = Candidate("03_triton", "flash", forward, "flash", backward)
+    if kernel == "decode":
+        who = Candidate("03_triton", "decode", decode.forward)
+    entered = who, *(Beside(peer, function) for peer, function in beside.items())
     reference = partial(reference_options, options, point, last)
     ceiling = copied_keys if kernel == "decode" else None  # Decoding reads k and v, and little else.
-    return Task(point, "bf16", passes, who, {"feature": name, **dict(told)}, share, reference, last, ceiling)
+    return Task(point, "bf16", passes, entered, {"feature": name, **dict(told)}, share, reference, last, ceiling)
 
 
 def reference_options(options, point, last, heads):
@@ -438,80 +383,71 @@ def reference_options(options, point, last, heads):
     return found
 
 
-def features_at(N, H, D, device):
+def features_at(N, H, D):
     """The features of flash.py, each by itself, and one pair that models use. N is a multiple of SEQUENCES.
 
     They take turns, and the peers that have the same feature take turns with them, so that each can be compared with
     each. The operations are those of the scores that the positions leave visible: half of them if causal, fewer in a
     window, an eighth in a pack of eight sequences. A mask hides nothing from the count.
     """
-    point, left, length = Point(1, H, N, D), N // 8, N // SEQUENCES
+    device, point, left, length = engine.device, Point(1, H, N, D), N // 8, N // SEQUENCES
     generator = torch.Generator(device).manual_seed(1)
     added = torch.randn(1, 1, N, N, generator=generator, device=device).to(torch.bfloat16)
     seen = added > -0.5
     slopes = 2.0 ** (-8 * torch.arange(1, H + 1, device=device) / H)  # those of the ALiBi paper
     starts = torch.arange(0, N + 1, length, dtype=torch.int32, device=device)
 
-    def capped(score, b, h, i, j):
-        return SOFTCAP * torch.tanh(score / SOFTCAP)
-
-    def slanted(score, b, h, i, j):
-        return score - slopes[h] * (i - j).abs()
-
-    def near(b, h, i, j):
-        return (j <= i) & (j >= i - left)
-
-    def together(b, h, i, j):
-        return i // length == j // length
+    capped = {"change": lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)}
+    slanted = {"change": lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()}
+    near = {"seen": lambda b, h, i, j: (j <= i) & (j >= i - left)}
+    together = {"seen": lambda b, h, i, j: i // length == j // length}
 
     def with_mask(mask):
         backends = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION}
-        return {name: partial(sdpa, backend, mask=mask) for name, backend in backends.items()}
+        return {name: partial(peers.sdpa, backend, mask=mask) for name, backend in backends.items()}
 
-    def by_flex(**options):
-        return {"flex": partial(flex, **options)}
+    def by_flex(how):
+        return {"flex": partial(peers.flex, **how)}
 
     window, softcap, told_window = {"window": (left, 0)}, {"softcap": SOFTCAP}, {"window": [left, 0]}
     in_window = (left + 1) * (N - left / 2) / N**2  # query i sees min(i, left) + 1 keys
     dropout = {"dropout_p": DROPOUT, "seed": torch.tensor(SEED, device=device)}
     packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
-    of_packed = by_flex(seen=together) | {"varlen": partial(varlen, starts, length)}
-    of_pair = by_flex(change=capped, seen=near)
+    of_packed = by_flex(together) | {"varlen": partial(peers.varlen, starts, length)}
     return [
-        feature("none", point, peers=ANY),
-        feature("causal", replace(point, causal=True), peers=ANY),
-        feature("additive mask", point, {"mask": added}, peers=with_mask(added)),
-        feature("boolean mask", point, {"mask": seen}, peers=with_mask(seen)),
-        feature("ALiBi", point, {"alibi_slopes": slopes}, peers=by_flex(change=slanted)),
-        feature("soft-cap", point, softcap, softcap, peers=by_flex(change=capped)),
+        feature("none", point, beside=ANY),
+        feature("causal", replace(point, causal=True), beside=ANY),
+        feature("additive mask", point, {"mask": added}, beside=with_mask(added)),
+        feature("boolean mask", point, {"mask": seen}, beside=with_mask(seen)),
+        feature("ALiBi", point, {"alibi_slopes": slopes}, beside=by_flex(slanted)),
+        feature("soft-cap", point, softcap, softcap, beside=by_flex(capped)),
         feature("dropout", point, dropout, {"dropout_p": DROPOUT}, last=min(LAST, N)),
-        feature("window", point, window, told_window, in_window, by_flex(seen=near)),
-        feature("soft-cap + window", point, softcap | window, softcap | told_window, in_window, of_pair),
+        feature("window", point, window, told_window, in_window, by_flex(near)),
+        feature("soft-cap + window", point, softcap | window, softcap | told_window, in_window, by_flex(capped | near)),
         feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, of_packed),
         feature("padded", Point(SEQUENCES, H, length, D)),  # the same work as a batch
     ]
 
 
-def features(N=16384, cache=32768, longest=65536, *, device):
+def features(N=16384, cache=32768, longest=65536):
     """Groups: the features of two head_dims, a new token over a cache of keys, and memory at a great length."""
-    yield features_at(N, 16, 128, device)
-    yield features_at(N, 32, 64, device)
+    yield features_at(N, 16, 128)
+    yield features_at(N, 32, 64)
     # 8 sequences; four query heads share a key head.
-    yield [feature("decode", Point(8, 32, 1, 128, Hk=8, Nk=cache), peers=ANY, kernel="decode", passes=("fwd",))]
+    yield [feature("decode", Point(8, 32, 1, 128, Hk=8, Nk=cache), beside=ANY, kernel="decode", passes=("fwd",))]
     causal = Point(1, 16, longest, 128, causal=True)  # as models are, which takes half the time
-    yield [feature("memory", causal, peers=("sdpa-cudnn",), passes=("fwd+bwd",), last=min(LAST, longest))]
+    yield [feature("memory", causal, beside=("sdpa-cudnn",), passes=("fwd+bwd",), last=min(LAST, longest))]
 
 
-def grouped(*, device):
+def grouped():
     """Groups: stage 02's backward where all 8 query heads share one K/V head, beside heads of their own.
 
     The keys of one K/V head alone give a GPU too few blocks.
     """
-    (hopper,) = entrants("02", "hopper")
+    who = candidate("02", "hopper"), Beside("sdpa-cudnn")
     for causal in (False, True):
         names = {8: "own heads" + ", causal" * causal, 1: "grouped heads" + ", causal" * causal}
         points = {Hk: Point(1, 8, 4096, 128, causal, Hk=Hk) for Hk in names}
-        who = hopper, Beside("sdpa-cudnn")
         yield [Task(points[Hk], "bf16", ("bwd",), who, {"feature": name}) for Hk, name in names.items()]
 
 
@@ -522,49 +458,42 @@ def _at(*lengths, D=(64, 128)):
     return tuple(Point(16384 // N, 2048 // d, N, d, causal) for d in D for causal in (False, True) for N in lengths)
 
 
+def of(number, words):
+    return tuple((number, word) for word in words.split())
+
+
 BEST = "sdpa-flash", "sdpa-cudnn", "fa4"  # the fastest that others have, where they are found
+COMPILED = "flex", "compiled", "fa4", "sdpa-cudnn"
+BOTH = ("fwd", "bwd")
+FLOAT32 = dict(passes=BOTH, dtypes=("fp32",), peers=("sdpa-efficient",))
+ONE_BLOCK = (Point(1, 1, 128, 64),)  # a kernel at this size is shorter than its launch
 PLANS = {  # What is recorded of stages 02 and 03, in parts of a few minutes. The slow rungs are measured at 4k alone.
-    "fast": (Part(("hopper", "roles", "wgmma", "fa2", "cp_async", "ldmatrix"), peers=BEST),),
-    "slow": (
-        Part(("mma", "warp"), _at(4096)),
-        Part(("scalar", "warp"), _at(4096), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",)),
-    ),
-    "bwd": (Part(("hopper", "wgmma", "fa2"), passes=("bwd",), peers=BEST),),
+    "fast": (Part(of("02", "hopper roles wgmma fa2 cp_async ldmatrix"), peers=BEST),),
+    "slow": (Part(of("02", "mma warp"), _at(4096)), Part(of("02", "scalar warp"), _at(4096), **FLOAT32)),
+    "bwd": (Part(of("02", "hopper wgmma fa2"), passes=("bwd",), peers=BEST),),
     "more": (
-        Part(("hopper", "fa2"), _at(4096, 16384, D=(256,))),
-        Part(("hopper", "fa2"), _at(4096), ("fwd", "bwd"), ("fp16",)),
+        Part(of("02", "hopper fa2"), _at(4096, 16384, D=(256,))),
+        Part(of("02", "hopper fa2"), _at(4096), BOTH, ("fp16",)),
     ),
     "switches": (
-        Part(("hopper", "fa2"), _at(512, 4096, 16384), switches=True),
-        Part(("hopper",), _at(4096, 16384), ("bwd",), switches=True),
+        Part(of("02", "hopper fa2"), _at(512, 4096, 16384), switches=True),
+        Part(of("02", "hopper"), _at(4096, 16384), ("bwd",), switches=True),
     ),
     "triton": (
-        Part(("gluon", "tma", "roles", "fused"), peers=BEST, stage="03"),
-        Part(("tma", "fused"), passes=("bwd",), peers=BEST, stage="03"),
+        Part(of("03", "gluon tma roles fused"), peers=BEST),
+        Part(of("03", "tma fused"), passes=("bwd",), peers=BEST),
     ),
-    "float32": (
-        Part(("fused",), _at(512, 4096, 16384), ("fwd", "bwd"), ("fp32",), ("sdpa-efficient",), stage="03"),
-    ),
-    "compilers": (
-        Part(("gluon", "tma"), _at(16384), ("fwd", "bwd"), peers=("flex", "compiled", "fa4", "sdpa-cudnn"), stage="03"),
-    ),
+    "float32": (Part(of("03", "fused"), _at(512, 4096, 16384), **FLOAT32),),
+    "compilers": (Part(of("03", "gluon tma"), _at(16384), BOTH, peers=COMPILED),),
     "features": (features,),
     "grouped": (grouped,),
-    "launches": (  # what a call costs the CPU; a kernel at this size is shorter than its launch
-        Part(("hopper", "fa2"), (Point(1, 1, 128, 64),), with_host=True),
-        Part(("gluon", "tma"), (Point(1, 1, 128, 64),), stage="03", with_host=True),
-    ),
+    "launches": (Part(of("02", "hopper fa2") + of("03", "gluon tma"), ONE_BLOCK),),
 }
 LONG = 16384  # A call has to take milliseconds, or else a second of calls measures how fast they are launched.
 
 
-def sustained(parts=None, number="02", rung=None):
-    """The parts as they are under sustained load: at N = 16k, and D = 128 first.
-
-    Without parts it is one: a rung of the stage, by default the first, beside the fastest peers.
-    """
-    if parts is None:
-        rung = rung or catalogue.stage(number).SUPPORTS["rungs"][0]
-        parts = [Part((rung,), passes=("fwd", "bwd"), peers=BEST, stage=number)]
-    long = {part: sorted((p for p in part.grid if p.N == LONG), key=lambda p: p.D != 128) for part in parts}
-    return [replace(part, grid=tuple(points), timed="sustained") for part, points in long.items() if points]
+def sustained(parts):
+    """Those of the parts that have N = 16k, as they are under sustained load; D = 128 comes first."""
+    for part in parts:
+        if long := sorted((p for p in getattr(part, "grid", ()) if p.N == LONG), key=lambda p: p.D != 128):
+            yield replace(part, grid=tuple(long), timed="sustained")

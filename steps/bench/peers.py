@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
-MATMUL_SIZE = 8192
-
 
 def sdpa(backend, q, k, v, causal=False, mask=None):
     """out, like q (B, H, N, D), for k and v (B, Hk, Nk, D). RuntimeError where the backend declines."""
@@ -30,8 +28,8 @@ def flex(q, k, v, causal=False, *, change=None, seen=None):
     """
     seen = seen_causally(k.shape[-2] - q.shape[-2]) if causal else seen
     blocks = seen and blocks_of(seen, q.shape[-2], k.shape[-2], q.device)
-    attend = compiled(flex_attention.flex_attention)
-    return attend(q, k, v, score_mod=change, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+    how = dict(score_mod=change, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+    return compiled(flex_attention.flex_attention)(q, k, v, **how)
 
 
 @cache
@@ -72,10 +70,6 @@ def compiled(function):
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def compiled_matrix_form(q, k, v, causal=False):
-    return compiled(matrix_form)(q, k, v, causal)
-
-
 def fa4(q, k, v, causal=False):
     """FlashAttention-4, whose tensors are (B, N, H, D), and which in some versions returns lse too."""
     from flash_attn.cute import flash_attn_func
@@ -90,26 +84,6 @@ PEERS = {
     "sdpa-efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),  # xFormers' memory-efficient kernels; fp32 too
     "sdpa-math": partial(sdpa, SDPBackend.MATH),  # the matrix form, N x N in memory; every dtype and device
     "flex": flex,  # FlexAttention, compiled
-    "compiled": compiled_matrix_form,  # what torch.compile makes of the matrix form
+    "compiled": lambda *qkv_causal: compiled(matrix_form)(*qkv_causal),  # what torch.compile makes of the matrix form
     "fa4": fa4,
 }
-
-
-@cache
-def matmul(dtype, device):
-    """(call, error) of a product of two square matrices, random normal: what the chip reaches without a softmax.
-
-    error: the largest difference from float64, in the last row.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, generator=generator, device=device).to(dtype)
-    out = torch.empty_like(a)
-    torch.mm(a, b, out=out)
-    return lambda: torch.mm(a, b, out=out), float((out[-1].double() - a[-1].double() @ b.double()).abs().max())
-
-
-def copy(x):
-    """(call, error) of a copy of x in device memory."""
-    out = torch.empty_like(x)
-    out.copy_(x)
-    return lambda: out.copy_(x), float((out - x).abs().max())

@@ -37,7 +37,7 @@ def ink_on(colour):
     return INK if luminance > 0.2 else "white"
 
 
-LADDER = {"N": 4096, "D": 128, "causal": False, "dtype": "bf16"}  # what the ladder compares, where a rung takes it
+LADDER = {"dtype": "bf16", "D": 128, "N": 4096, "causal": False}  # what the ladder compares, where a rung takes it
 PEERS = {
     "sdpa-flash": ("FlashAttention-2", "--", COLOURS[1]), "sdpa-cudnn": ("cuDNN", "-", COLOURS[2]),
     "fa4": ("FlashAttention-4", ":", COLOURS[3]),
@@ -51,22 +51,27 @@ def ladder_numbers(rows, stage="02_fa2_cuda"):
     "peers": {name: TFLOP/s}}}. Of several GPUs the one measured last; of several rows of one subject that of `latest`.
     The peers are those of one run, in which most of the rungs were measured.
     """
+
+    def like(row):  # compares by how much a row is what the ladder compares: dtype first, then D
+        return [row[name] == value for name, value in LADDER.items()]
+
     plain = [row for row in rows if row["n_gpus"] == 1 and not row["options"] and row["timing"] == "interleaved"]
-    runs = {row["run"] for row in plain if row["stage"] == stage}
-    here = [row for row in plain if row["run"] in runs and (row["stage"] == stage or row["peer"])]
-    mine = [row for row in here if row["stage"] and row["N"] == LADDER["N"] and row["causal"] == LADDER["causal"]]
+    mine = [row for row in plain if row["stage"] == stage and like(row)[2:] == [True, True]]
     gpu = mine[-1]["gpu"] if mine else None
-    here = [row for row in here if row["gpu"] == gpu]
-    mine = latest([row for row in mine if row["gpu"] == gpu])
-    products = [row["tflops"] for row in here if row["peer"] == "matmul" and row["dtype"] == LADDER["dtype"]]
+    runs = {row["run"] for row in plain if row["stage"] == stage}
+    beside = [row for row in plain if row["run"] in runs and row["peer"] and row["gpu"] == gpu]
+    products = [row["tflops"] for row in beside if row["peer"] == "matmul" and row["dtype"] == LADDER["dtype"]]
     numbers = {"gpu": gpu, "matmul": statistics.median(products) if products else None}
     for pass_ in ("fwd", "bwd"):
-        own = sorted((row for row in mine if row in here and row["pass"] == pass_), key=_likeness)
-        rungs = {row["kernel"]: [row["kernel"].split("_", 2)[2], row["tflops"], _difference(row)] for row in own}
-        run_of = [row["run"] for row in own if all(_likeness(row))]
+        own = latest([row for row in mine if row["gpu"] == gpu and row["pass"] == pass_])
+        rungs = {}
+        for row in sorted(own, key=like):
+            differs = [row["dtype"]] * (not like(row)[0]) + [f"D={row['D']}"] * (not like(row)[1])
+            rungs[row["kernel"]] = [row["kernel"].split("_", 2)[2], row["tflops"], "\n".join(differs)]
+        run_of = [row["run"] for row in sorted(own, key=like) if all(like(row))]
         most = max(reversed(run_of), key=run_of.count, default=None)
-        like = [row for row in here if row["run"] == most and row["pass"] == pass_ and all(_likeness(row))]
-        peers = {row["peer"]: row["tflops"] for row in latest(like)}
+        found = latest([row for row in beside if row["run"] == most and row["pass"] == pass_ and all(like(row))])
+        peers = {row["peer"]: row["tflops"] for row in found}
         peers = {name: peers[name] for name in PEERS if name in peers}
         numbers[pass_] = {"rungs": [rungs[kernel] for kernel in sorted(rungs)], "peers": peers}
     return numbers if numbers["fwd"]["rungs"] and numbers["bwd"]["rungs"] else None
@@ -111,14 +116,3 @@ def ladder(rows, stage="02_fa2_cuda"):
     fig.suptitle(f"{numbers['gpu']}, {size} unless a rung says otherwise", x=0.01, ha="left", fontsize=11)
     plt.close(fig)
     return fig
-
-
-def _likeness(row):
-    """Compares by how much a row is what the ladder compares: dtype first, then D."""
-    return tuple(row[name] == LADDER[name] for name in ("dtype", "D", "N", "causal"))
-
-
-def _difference(row):
-    """The row's dtype and D, a line each, where they are not the ladder's."""
-    shown = {"dtype": row["dtype"], "D": f"D={row['D']}"}
-    return "\n".join(text for name, text in shown.items() if row[name] != LADDER[name])

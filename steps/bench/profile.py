@@ -40,16 +40,14 @@ COUNTERS = {  # ncu's names by ours
     # warps that wait for it, on average over the cycles in which a scheduler issues
     **{f"stalled_{reason}": f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in STALLS},
 }
-WARM_UP = 2
-SECONDS = 200  # the limit of each run of ncu
+WARM_UP, SECONDS = 2, 200  # calls before, and the limit of each run of ncu
+TENSORS = f"{SIZE['B']}, {SIZE['H']}, {SIZE['N']}, {SIZE['D']}, device='cuda', dtype=torch.bfloat16"
 FORWARDS = (
-    "import sys, torch; from steps.step02_fa2_cuda import forward; "
-    f"qkv = torch.randn(3, {SIZE['B']}, {SIZE['H']}, {SIZE['N']}, {SIZE['D']}, device='cuda', dtype=torch.bfloat16); "
+    f"import sys, torch; from steps.step02_fa2_cuda import forward; qkv = torch.randn(3, {TENSORS}); "
     f"[forward(*qkv, rung=sys.argv[1]) for _ in range({WARM_UP + 1})]; torch.cuda.synchronize()"
 )
 BOTH_PASSES = (
-    "import torch; from steps.step03_triton import bwd_1_tma, fwd_1_tma; "
-    f"x = torch.randn(4, {SIZE['B']}, {SIZE['H']}, {SIZE['N']}, {SIZE['D']}, device='cuda', dtype=torch.bfloat16); "
+    f"import torch; from steps.step03_triton import bwd_1_tma, fwd_1_tma; x = torch.randn(4, {TENSORS}); "
     f"[bwd_1_tma.backward(*x, *fwd_1_tma.forward(*x[1:])) for _ in range({WARM_UP + 1})]; torch.cuda.synchronize()"
 )
 
@@ -79,20 +77,16 @@ def parse(output, metrics):
     return {name: float(cell) for name, cell in cells.items() if re.fullmatch(r"-?\d+(\.\d+)?([eE][-+]?\d+)?", cell)}
 
 
-def profile(ncu, gpu):
-    """What the file says besides its origin: ncu's version, the counters' names, and what each rung's run gave.
-
-    A rung that ncu fails on is left out, and the reason is printed.
-    """
-    (version,) = re.findall(r"Version (\S+)", run([ncu, "--version"]))
-    found = {"gpu": gpu, "ncu": version, "size": SIZE, "metrics": COUNTERS, "rungs": {}, "triton": {}}
+def profiled(ncu, gpu):
+    """What the file says besides its origin. A rung that ncu fails on is left out, and the reason is printed."""
+    found = {"gpu": gpu, "size": SIZE, "metrics": COUNTERS, "rungs": {}, "triton": {}}
+    how = dict(cwd=rows.ROOT, env=os.environ | {"STEPS_ENGINE": "cuda"}, text=True, errors="replace", timeout=SECONDS)
     files = {rung: Path(ladder.FORWARD[rung].file).stem for rung in RUNGS}
     for rung, file in (files | TRITON).items():
-        one = {"kernel": file}
-        one["source"] = rows.row_hash(subject(found, one))
+        one = {"kernel": file, "source": rows.row_hash(subject(found, {"kernel": file}))}
         try:
-            one["counters"] = parse(run(command(ncu, rung, COUNTERS)), COUNTERS)
-            found["triton" if rung in TRITON else "rungs"][rung] = one
+            output = subprocess.check_output(command(ncu, rung, COUNTERS), stderr=subprocess.STDOUT, **how)
+            found["triton" if rung in TRITON else "rungs"][rung] = one | {"counters": parse(output, COUNTERS)}
         except (subprocess.SubprocessError, ValueError) as problem:
             print(f"{rung}: {problem} {getattr(problem, 'output', '')}")
     return found
@@ -102,12 +96,6 @@ def subject(record, one):
     """What rows.py has to know of one rung of the record, as the fields of a row."""
     stage = "03_triton" if one["kernel"] in TRITON.values() else "02_fa2_cuda"
     return {"stage": stage, "peer": None, "gpu": record["gpu"], "n_gpus": 1, **record["size"], **one}
-
-
-def run(words):
-    """What a command prints. subprocess.SubprocessError if it fails or takes longer than SECONDS."""
-    how = dict(cwd=rows.ROOT, env=os.environ | {"STEPS_ENGINE": "cuda"}, text=True, errors="replace")
-    return subprocess.check_output(words, stderr=subprocess.STDOUT, timeout=SECONDS, **how)
 
 
 def read(folder=rows.COMMITTED, part="rungs"):
@@ -126,17 +114,16 @@ def waits(counters):
     return {name: stalls[name] / sum(stalls.values()) for name in sorted(stalls, key=stalls.get, reverse=True)}
 
 
-def main(commit: rows.Commit = None, out: rows.Folder = rows.COMMITTED):
+def main():
     """What the hardware counters say about kernels of stages 02 and 03."""
     folders = ["/usr/local/cuda/bin", *map(str, Path("/opt/nvidia/nsight-compute").glob("*"))]
     ncu = shutil.which("ncu", path=os.pathsep.join([os.environ.get("PATH", ""), *folders]))
     if not ncu or not torch.cuda.is_available():
         raise SystemExit("profile needs a GPU and Nsight Compute's ncu on the PATH.")
-    origin = rows.provenance(commit=commit)
-    measured = {**origin, **profile(ncu, origin["gpu"])}
-    both = measured["rungs"] | measured["triton"]
-    print(both, f"written: {rows.write_record('profile', measured, out)}", sep="\n")
-    raise typer.Exit(0 if len(both) == len(RUNGS) + len(TRITON) else 1)
+    origin = rows.provenance()
+    measured = origin | profiled(ncu, origin["gpu"])
+    print("written:", rows.write_record("profile", measured))
+    raise SystemExit(len(measured["rungs"] | measured["triton"]) < len(RUNGS) + len(TRITON))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,10 @@ A table stands between two markers; the first says by field=value pairs which ro
     <!-- results: gpu=nvidia-h200 pass=fwd dtype=bf16 D=128 causal=false -->
     <!-- /results -->
 
-Rows of sustained load (timing=sustained) have other columns. without=fa4 leaves out a peer. It then has a table of its
-own with run=..., because only what was measured in one run can be compared. A picture of a stage's rungs stands between
-<!-- ladder 02_fa2_cuda --> and <!-- /ladder -->. It carries its numbers inside, so that a picture of other rows is
-noticed.
-
-Rows whose kernel has changed since they were measured are stale: they are listed, no page shows them, and each page
-says so. --check writes nothing and exits with 1 if a page or a picture would change.
+A table with fa4 names one run=..., because only what was measured in one run can be compared. A picture of a stage's
+rungs stands between <!-- ladder 02_fa2_cuda --> and <!-- /ladder -->. It carries its numbers inside, so that a picture
+of other rows is noticed. Rows whose kernel has changed since they were measured are stale: no page shows them, and each
+page says so. --check writes nothing and exits with 1 if a page or a picture would change.
 """
 
 import json
@@ -34,73 +31,55 @@ _LADDER = re.compile(r"(<!-- ladder (\w+) -->\n).*?(<!-- /ladder -->)", re.S)
 EMPTY = "_Not measured yet._\n"
 PAGES = "README.md", "steps/bench/results/README.md"
 PICTURES = {"02_fa2_cuda": "notebooks/figures/ladder.png", "03_triton": "notebooks/figures/ladder_triton.png"}
-ALT = (
-    "TFLOP/s of the rungs of stage {}, forward and backward, the peers as lines; "
-    "right axis: % of a matrix product."
-)
-VERSIONS = {"driver": "driver", "CUDA": "cuda", "torch": "torch", "triton": "triton"}
+ALT = "TFLOP/s of the rungs of stage {}, forward and backward, the peers as lines; right axis: % of a matrix product."
 USUAL = {"options": "{}", "timing": "interleaved", "n_gpus": "1"}  # what a marker means that names none of them
 
 
-# --- pages --------------------------------------------------------------------------------------------------
+# --- tables: lines of words, the first one the head -----------------------------------------------------------
 
 
-def render(text, rows, stale=(), page=PAGES[0]):
-    """`text` of a page with each section filled from `rows`, and a note of who has only stale ones."""
+def table(rows, head, words, columns):
+    """A line for each of the different words(row), in their order; [] without rows.
 
-    def pictured(match):
-        begin, stage, end = match.groups()
-        path = Path(os.path.relpath(PICTURES[stage], Path(page).parent)).as_posix()
-        image = f"![{ALT.format(stage)}]({path})\n" if plots.ladder_numbers(rows, stage) else EMPTY
-        return begin + image + end
-
-    def filled(match):
-        begin, marker, end = match.groups()
-        shown, hidden = (select(some, marker) for some in (rows, stale))
-        changed = sorted({label(row) for row in hidden if row["kernel"]} - set(map(label, shown)))
-        note = f"Changed since it was measured, and not shown: {', '.join(changed)}.\n"
-        if changed and not any(row["kernel"] for row in shown):
-            return begin + note + end
-        return begin + markdown(shown) + (f"\n{note}" if changed else "") + end
-
-    return _SECTION.sub(filled, _LADDER.sub(pictured, text))
+    head: the names of these first words. columns: {name: function of the line's rows that gives a word}.
+    """
+    lines = {}
+    for row in rows:
+        lines.setdefault(tuple(words(row)), []).append(row)
+    found = [[*first, *(column(some) for column in columns.values())] for first, some in lines.items()]
+    return [[*head, *columns], *found] if found else []
 
 
-def select(rows, marker):
-    """The rows that read as a marker says, "D=128 causal=false gpu=nvidia-h200"; ValueError for an unknown field."""
-    conditions = dict(pair.split("=", 1) for pair in marker.split())
-    absent = conditions.pop("without", None)
-    if unknown := sorted(set(conditions) - set(results.FIELDS)):
-        raise ValueError(f"<!-- results:{marker}-->: no such field: {', '.join(unknown)}.")
-    wanted = {**USUAL, **conditions}.items()
-    found = [row for row in rows if all(_text(row, name) == value for name, value in wanted)]
-    return [row for row in found if absent is None or row["peer"] != absent]
+def across(value, word, names):
+    """Columns for `table`, {value(row): name}: the word of a line's first row with this value, or –."""
+    return {
+        name: lambda own, wanted=wanted: next((word(row) for row in own if value(row) == wanted), "–")
+        for wanted, name in names.items()
+    }
 
 
-def _text(row, name):
-    """A field as a marker writes it."""
-    if name == "gpu":
-        return results.slug(row["gpu"])
-    return row[name] if isinstance(row[name], str) else json.dumps(row[name], sort_keys=True)
+def of_one(**words):
+    """Columns for `table` of lines that have one row each, {name: its word}."""
+    return {name: lambda own, word=word: word(own[0]) for name, word in words.items()}
 
 
-def in_markdown(lines, words):
-    """Lines of words as a table, the first one as its head. So many columns hold words, and the others numbers."""
-    rule = ["---" if n < words else "---:" for n, _ in enumerate(lines[0])]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
-
-
-# --- tables -------------------------------------------------------------------------------------------------
+def in_text(lines):
+    """The lines in columns as wide as their longest words."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(w.ljust(n) for w, n in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def markdown(rows):
-    """The table of a section with its caption."""
-    if not rows:
-        return EMPTY
+    """The table of a section of a page, with its caption."""
     if len({row["timing"] for row in rows}) > 1:
         raise ValueError("a table shows interleaved rows or sustained ones: choose first.")
-    lines, words, caption = (loads if rows[0]["timing"] == "sustained" else speeds)(rows)
-    return f"{in_markdown(lines, words)}\n{caption}.\n" if lines[1:] else EMPTY
+    loaded = any(row["timing"] == "sustained" for row in rows)
+    lines, shown, caption = (loads if loaded else speeds)(rows)
+    if not lines:
+        return EMPTY
+    rule = ["---" if n <= loaded else "---:" for n, _ in enumerate(lines[0])]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
+    return f"{text}\n{caption}. {machines(shown)}.\n"
 
 
 def speeds(rows):
@@ -109,20 +88,18 @@ def speeds(rows):
     beside = {(row["run"], setting(row)) for row in shown if row["kernel"]}
     # A peer from a run of which no kernel is shown would be compared across runs.
     shown = [row for row in shown if row["kernel"] or (row["run"], setting(row)) in beside or not beside]
-    lengths = sorted({row["N"] for row in shown})
-    lines = [["kernel", *(f"N={N}" for N in lengths), "of the best peer", "error"]]
-    for _, name in sorted({(row["peer"] is not None, label(row)) for row in shown}):
-        own = [row for row in shown if label(row) == name]
-        speed = {row["N"]: f"{row['tflops']:.3g}" for row in own}
-        error = f"{max(row['error'] for row in own):.1e}"
-        lines.append([name, *(speed.get(N, "–") for N in lengths), _of_best_peer(own, rows), error])
-    how = f"TFLOP/s, medians of at least {min(row['reps'] for row in shown)} interleaved calls"
+    lengths = {N: f"N={N}" for N in sorted({row["N"] for row in shown})}
+    columns = across(lambda row: row["N"], lambda row: f"{row['tflops']:.3g}", lengths)
+    columns["of the best peer"] = lambda own: of_best_peer(own, rows)
+    columns["error"] = lambda own: f"{max(row['error'] for row in own):.1e}"
+    reps = min((row["reps"] for row in shown), default=0)
     share = "of the best peer: median over N of the speed divided by the fastest peer's in the same run"
-    caption = f"{how}; {share}; error: largest difference from float64. {machines(shown)}"
-    return lines, 1, caption
+    caption = f"TFLOP/s, medians of at least {reps} interleaved calls; {share}; error: largest difference from float64"
+    in_order = sorted(shown, key=lambda row: (row["peer"] is not None, label(row)))
+    return table(in_order, ["kernel"], lambda row: [label(row)], columns), shown, caption
 
 
-def _of_best_peer(own, rows):
+def of_best_peer(own, rows):
     """A kernel's speed as a share of the fastest peer's in the same run, median over N; – for a peer."""
     shares = []
     for row in own:
@@ -141,61 +118,84 @@ def of_last_run(rows):
 
 def loads(rows):
     """Of sustained rows: for each pass and size a line for each kernel, then each peer."""
-    rows = of_last_run(rows)
-    lines = [["measured", "kernel", "TFLOP/s", "MHz", "W", "TFLOP/s a GHz", "J/TFLOP"]]
-    for row in sorted(rows, key=lambda row: (row["pass"] != "fwd", -row["D"], row["causal"], bool(row["peer"]))):
-        size = f"{row['pass']}, D={row['D']}, {'causal' if row['causal'] else 'full'}"
-        load = f"{row['clock_mhz']:.0f}", f"{row['watts']:.0f}"
-        speed, *derived = (f"{x:.3g}" for x in (row["tflops"], timing.work_a_clock(row), timing.energy(row)))
-        lines.append([size, label(row), speed, *load, *derived])
+    rows = sorted(of_last_run(rows), key=lambda r: (r["pass"] != "fwd", -r["D"], r["causal"], bool(r["peer"])))
+    columns = {
+        "TFLOP/s": lambda row: f"{row['tflops']:.3g}",
+        "MHz": lambda row: f"{row['clock_mhz']:.0f}",
+        "W": lambda row: f"{row['watts']:.0f}",
+        "TFLOP/s a GHz": lambda row: f"{timing.work_a_clock(row):.3g}",
+        "J/TFLOP": lambda row: f"{timing.energy(row):.3g}",
+    }
+
+    def words(row):
+        return f"{row['pass']}, D={row['D']}, {'causal' if row['causal'] else 'full'}", label(row)
+
     lengths = ", ".join(str(N) for N in sorted({row["N"] for row in rows}))
     how = f"N = {lengths}; about a second of calls of one candidate, then of the next"
     medians = "medians of the calls' TFLOP/s, of the SM clock and of the power meanwhile"
-    return lines, 2, f"{how}; {medians}. {machines(rows)}"
+    return table(rows, ["measured", "kernel"], words, of_one(**columns)), rows, f"{how}; {medians}"
 
 
 def machines(rows):
     """Hardware and versions of the rows, and for each machine the commits and days of its runs."""
     found = {}
     for row in rows:
-        versions = (f"{name} {row[field]}" for name, field in VERSIONS.items())
-        where = f"{row['gpu']}, {', '.join(versions)}"
+        where = "{gpu}, driver {driver}, CUDA {cuda}, torch {torch}, triton {triton}".format(**row)
         found.setdefault(where, {})[f"{(row['commit'] or 'unknown')[:7]} ({row['date']})"] = True
-    runs = {where: f"commit{'' if len(some) == 1 else 's'} {', '.join(some)}" for where, some in found.items()}
-    return "; ".join(f"{where}, {some}" for where, some in runs.items())
-
-
-# --- pictures, lines and the command ------------------------------------------------------------------------
-
-
-def ladder_in(picture):
-    """What the picture was drawn from, as `plots.ladder_numbers` gives it; None if there is no such file."""
-    if not picture.exists():
-        return None
-    with Image.open(picture) as image:
-        return json.loads(image.text.get("Description", "null"))
-
-
-def draw(rows, stage, picture):
-    """Writes the picture with its numbers inside, or removes it where the rows do not suffice."""
-    if numbers := plots.ladder_numbers(rows, stage):
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        plots.ladder(rows, stage).savefig(picture, dpi=110, metadata={"Description": json.dumps(numbers)})
-    else:
-        picture.unlink(missing_ok=True)
+    return "; ".join(f"{where}, commit{'s'[: len(some) - 1]} {', '.join(some)}" for where, some in found.items())
 
 
 def line(row):
-    """A row as a line of text. The ± is half the way from the 20th to the 80th percentile, in % of the median."""
+    """A row as a line of text, with the spread of its calls."""
     what = " ".join(f"{name}={row[name]}" for name in ("B", "H", "N", "D")) + (" causal" if row["causal"] else "")
     if row["options"]:
         what += f", {row['options'].get('feature', row['options'])}"
-    spread = 50 * (row["ms_p80"] - row["ms_p20"]) / row["ms_median"]
     # Where there is one query, reading the keys is all that counts.
     reached = f"{row['tflops']:.3g} TFLOP/s" if row["N"] > 1 else f"{cost.bandwidth(row):.3g} TB/s"
     reached += f" at {row['clock_mhz']:.0f} MHz and {row['watts']:.0f} W" if row["timing"] == "sustained" else ""
-    speed = f"{row['ms_median']:8.3g} ms ±{spread:.1f}%, {reached}, error {row['error']:.0e}"
+    speed = f"{row['ms_median']:8.3g} ms ±{timing.spread(row):.1f}%, {reached}, error {row['error']:.0e}"
     return f"{label(row):24} {row['pass']} {row['dtype']} {what}: {speed}"
+
+
+# --- pages and pictures ---------------------------------------------------------------------------------------
+
+
+def render(text, rows, stale=(), page=PAGES[0]):
+    """`text` of a page with each section filled from `rows`, and a note of who has only stale ones."""
+
+    def pictured(match):
+        begin, stage, end = match.groups()
+        path = Path(os.path.relpath(PICTURES[stage], Path(page).parent)).as_posix()
+        return begin + (f"![{ALT.format(stage)}]({path})\n" if plots.ladder_numbers(rows, stage) else EMPTY) + end
+
+    def filled(match):
+        begin, marker, end = match.groups()
+        shown, hidden = (select(some, marker) for some in (rows, stale))
+        changed = sorted({label(row) for row in hidden if row["kernel"]} - set(map(label, shown)))
+        note = f"Changed since it was measured, and not shown: {', '.join(changed)}.\n" if changed else ""
+        if changed and not any(row["kernel"] for row in shown):
+            return begin + note + end  # not a table of peers alone
+        return begin + markdown(shown) + (note and f"\n{note}") + end
+
+    return _SECTION.sub(filled, _LADDER.sub(pictured, text))
+
+
+def select(rows, marker):
+    """The rows that read as a marker says, "D=128 causal=false gpu=nvidia-h200"; ValueError for an unknown field."""
+    wanted = USUAL | dict(pair.split("=", 1) for pair in marker.split())
+    if unknown := sorted(set(wanted) - set(results.FIELDS)):
+        raise ValueError(f"<!-- results:{marker}-->: no such field: {', '.join(unknown)}.")
+
+    def written(row, name):
+        value = results.slug(row["gpu"]) if name == "gpu" else row[name]
+        return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+    return [row for row in rows if all(written(row, name) == value for name, value in wanted.items())]
+
+
+def numbers_in(picture):
+    """What the picture was drawn from, as `plots.ladder_numbers` gives it; None if there is no such file."""
+    return json.loads(Image.open(picture).text.get("Description", "null")) if picture.exists() else None
 
 
 def main(
@@ -204,28 +204,29 @@ def main(
 ):
     """Writes the measured rows into the tables of README.md and steps/bench/results/README.md."""
     folder = root / results.COMMITTED.relative_to(results.ROOT)
-    of_one = results.read(folder) + results.read(folder, timing="sustained")
-    measured = of_one + results.read(folder, several_gpus=True)
+    ways = dict(timing="interleaved"), dict(timing="sustained"), dict(several_gpus=True)
+    measured = [row for how in ways for row in results.read(folder, **how)]
     shown = results.fresh(measured, root)
     kept = set(map(id, shown))
     stale = [row for row in measured if id(row) not in kept]
-    print(f"{len(measured)} rows, {len(stale)} of them stale: their kernels have changed since.")
-    for name, count in Counter(map(label, stale)).items():
-        print(f"  {name}: {count}")
-    texts = {page: (root / page).read_text() for page in PAGES}
-    new = {page: render(text, shown, stale, page) for page, text in texts.items()}
-    drawn = all(ladder_in(root / path) == plots.ladder_numbers(shown, stage) for stage, path in PICTURES.items())
-    if new == texts and drawn:
-        print(f"{' and '.join(PAGES)} and their pictures are up to date.")
-    elif check:
-        print(f"{' and '.join(PAGES)} or a picture is out of date: run `make report`.")
+    print(f"{len(measured)} rows, {len(stale)} of them stale: {dict(Counter(map(label, stale)))}")
+    old = {page: (root / page).read_text() for page in PAGES}
+    new = {page: render(text, shown, stale, page) for page, text in old.items()}
+    drawn = {stage: plots.ladder_numbers(shown, stage) for stage in PICTURES}
+    names = f"{' and '.join(PAGES)} and their pictures"
+    if new == old and drawn == {stage: numbers_in(root / path) for stage, path in PICTURES.items()}:
+        return print(f"{names} are up to date.")
+    if check:
+        print(f"{names} are out of date: run `make report`.")
         raise typer.Exit(1)
-    else:
-        for page, text in new.items():
-            (root / page).write_text(text)
-        for stage, path in PICTURES.items():
-            draw(shown, stage, root / path)
-        print(f"{' and '.join(PAGES)} rewritten.")
+    for page, text in new.items():
+        (root / page).write_text(text)
+    for stage, path in PICTURES.items():
+        (root / path).unlink(missing_ok=True)
+        if drawn[stage]:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            plots.ladder(shown, stage).savefig(root / path, dpi=110, metadata={"Description": json.dumps(drawn[stage])})
+    return print(f"{names} are rewritten.")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
 """The plan `ring`: stage 04 on all GPUs of this machine beside one GPU and torch's context_parallel.
 
-    python -m steps.bench ring --record           everything but 1m, what matters most first
+    python -m steps.bench ring --record           everything, what matters most first
     python -m steps.bench ring-32k                one part of it
     CUDA_VISIBLE_DEVICES=0,1 python -m steps ...  on two GPUs
 
 One process a GPU. Everybody who is compared at one size takes turns, five rounds; a round's time is that of the slowest
 rank, and a row has the median and the worst round. "One GPU" is stage 02 on the whole sequence, on all GPUs at once, as
 their clocks depend on how many of them work. TFLOP/s are those of each GPU. Who fails is left out with the reason; who
-dies or hangs ends its part of the plan.
-
-Beside the sizes there are `hops` of single messages, for simulate.py, the profiler's `trace`, and `strategies`, which
-are the lessons of stage 04 beside the ring. All but CUDA graphs and the peers' kernels runs on the CPU, too, over gloo.
+dies or hangs ends its part of the plan. Beside the sizes there are the profiler's `trace`, and `strategies`, which are
+the lessons of stage 04 beside the ring. All but the peers' kernels runs on the CPU, too, over gloo.
 """
 
 import contextlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
 
@@ -25,54 +23,21 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from steps import engine, step04_ring
-from steps.bench import rows, timing
+from steps.bench import grid, rows, timing
 from steps.bench.cost import Point
-from steps.bench.grid import HOW, LAST, make_inputs, peak_bytes, sample_error, sample_truth
 from steps.step02_fa2_cuda import calls as kernels
-from steps.step04_ring import Layout, comm, launch, side, strategies
-from steps.step04_ring.strategies import account
+from steps.step04_ring import Layout, launch, strategies
 
-DTYPE, D = "bf16", 128
-ROUNDS, WORTH_MS, MOST_CALLS = 5, 20, 20  # a round calls so often that it takes about so long, and not more often
+DTYPE, D, LAST = "bf16", 128, grid.LAST
+ROUNDS, WORTH_MS, MOST_CALLS = 5, 20, 20  # a round takes about so long, and has no more calls
 PATIENCE, LIMIT = 45, 240  # seconds that ranks wait for each other, and that one task may take
 PROFILED = 6  # calls that are profiled, one after the other
 
+# Candidates are called by their kernel files, peers by their names, and lessons by their strategies.
+ONE, FETCH, RELAY = "fwd_8_hopper", "ring+fetch", "ring+relay"
+PEERS = "context-parallel-allgather", "context-parallel-alltoall"
+LESSONS = {"query_parallel": "lesson_3_query_parallel", "star": "lesson_4_star", "ulysses": "lesson_5_ulysses"}
 
-# --- who is compared, and where -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Who:
-    """A candidate. kernel: files of stage 04, such as "ring+fetch", or stage 02's. options: as the row has them."""
-
-    kernel: str | None = None
-    peer: str | None = None
-    options: tuple = ()  # pairs, so that it can be a key
-
-    def __str__(self):
-        turned = " ".join(f"{name}={value}" for name, value in self.options)
-        return " ".join(filter(None, (self.peer or self.kernel, turned)))
-
-    def takes(self, pass_):
-        """Whether it has the pass."""
-        return pass_ == "fwd" or dict(self.options).get("strategy") != "star"
-
-
-def turned(who, **options):
-    return replace(who, options=tuple(options.items()))
-
-
-def lesson(strategy, file):
-    return Who(f"strategies/{file}+strategies/team", options=(("strategy", strategy),))
-
-
-ONE, FETCH, RELAY = Who("fwd_8_hopper"), Who("ring+fetch"), Who("ring+relay")
-PEERS = Who(peer="context-parallel-allgather"), Who(peer="context-parallel-alltoall")
-GRAPH = turned(FETCH, graph=True)
-STRATEGIES = (
-    lesson("query_parallel", "lesson_3_query_parallel"), lesson("star", "lesson_4_star"),
-    lesson("ulysses", "lesson_5_ulysses"), turned(FETCH, strategy="ring"), turned(RELAY, strategy="ring"),
-)  # fmt: skip
 
 @dataclass(frozen=True)
 class Case:
@@ -81,7 +46,11 @@ class Case:
     point: Point
     layout: str = "zigzag"
     passes: tuple[str, ...] = ("fwd", "fwd+bwd")
-    who: tuple[Who, ...] = (ONE, FETCH, RELAY, *PEERS)
+    who: tuple[str, ...] = (ONE, FETCH, RELAY, *PEERS)
+
+    def options(self, who):
+        """What a row says was asked for. Where lessons are compared, the ring is one of the strategies."""
+        return {"strategy": who if who in LESSONS else "ring"} if "star" in self.who else {}
 
 
 def causal(N, Hk, **how):
@@ -94,12 +63,10 @@ CASES = {
         Case(Point(1, 32, 32768, D, False, 32)),
         causal(32768, 32, layout="contiguous", who=(ONE, FETCH, RELAY)),
     ),
-    "8k": tuple(causal(8192, Hk, who=(ONE, FETCH, GRAPH, RELAY, *PEERS)) for Hk in (32, 8)),
+    "8k": tuple(causal(8192, Hk) for Hk in (32, 8)),
     "128k": (*(causal(131072, Hk) for Hk in (32, 8)), Case(Point(1, 32, 131072, D, False, 32), passes=("fwd",))),
-    "strategies": tuple(causal(N, Hk, who=STRATEGIES) for N in (32768, 8192, 131072) for Hk in (32, 8)),
-    "1m": (causal(1048576, 8, who=(FETCH,)),),
+    "strategies": tuple(causal(N, Hk, who=(*LESSONS, FETCH, RELAY)) for N in (32768, 8192, 131072) for Hk in (32, 8)),
 }
-HOPS = tuple(2**n for n in range(12, 29, 2))  # bytes, 4 KB to 256 MB
 TRACED = CASES["32k"][0]
 
 
@@ -109,7 +76,7 @@ TRACED = CASES["32k"][0]
 @cache
 def of_case(case):
     """(inputs of the whole sequence, this rank's shards, its Layout)."""
-    inputs = make_inputs(case.point, DTYPE, engine.device)
+    inputs = grid.make_inputs(case.point, DTYPE, engine.device)
     whole = Layout(case.layout, case.point.N, dist.get_world_size(), case.point.causal)
     return inputs, tuple(whole.shard(x, dist.get_rank()) for x in inputs), whole
 
@@ -117,7 +84,7 @@ def of_case(case):
 @cache
 def truth(case, backward):
     """float64 results of the last queries."""
-    return sample_truth(of_case(case)[0], case.point.causal, backward=backward, last=LAST)
+    return grid.sample_truth(of_case(case)[0], case.point.causal, backward=backward, last=LAST)
 
 
 def forget():
@@ -131,17 +98,14 @@ def forget():
 def call_of(case, who, pass_):
     """The function to be timed: without arguments, it gives this rank's results of the pass as a tuple."""
     inputs, shards, whole = of_case(case)
-    how = dict(who.options)
-    options = dict(causal=case.point.causal, layout=case.layout, S=whole.S)
-    if who.peer:
-        return partial(context_parallel, case.point.causal, who.peer.rpartition("-")[2], pass_, *shards)
-    if who.kernel == ONE.kernel:
+    if who in PEERS:
+        return partial(context_parallel, case.point.causal, who.rpartition("-")[2], pass_, *shards)
+    if who == ONE:
         return partial(alone, *inputs, case.point.causal, pass_)
-    if who.kernel.startswith("strategies/"):
-        return partial(by_autograd, strategies.load(how["strategy"]), pass_, *shards, **options)
-    transport = who.kernel.removeprefix("ring+")
-    call = partial(by_autograd, step04_ring.attention, pass_, *shards, transport=transport, **options)
-    return captured(call) if how.get("graph") else call
+    how = dict(causal=case.point.causal, layout=case.layout, S=whole.S)
+    if who in LESSONS:
+        return partial(by_autograd, strategies.load(who), pass_, *shards, **how)
+    return partial(by_autograd, step04_ring.attention, pass_, *shards, transport=who.removeprefix("ring+"), **how)
 
 
 def alone(dout, q, k, v, causal, pass_):
@@ -159,17 +123,6 @@ def by_autograd(attention, pass_, dout, q, k, v, **options):
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
-def captured(call):
-    """The call as a CUDA graph."""
-    for _ in range(3):  # compiles, and shares memory
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = call()
-    return lambda: (graph.replay(), results)[1]
-
-
 _context, _balanced = contextlib.ExitStack(), []
 
 
@@ -181,38 +134,15 @@ def context_parallel(causal, rotation, pass_, dout, q, k, v):
     if _balanced != [causal]:  # It is one context at a time, around all later calls of SDPA in this process.
         _context.close()
         N = dist.get_world_size()
-        mesh = dist.init_device_mesh(engine.device, (N,))
         # It cuts `buffers` by itself, and takes their length as the sign whether to balance. Ours are cut already.
         buffer = torch.zeros(1, 1, 2 * N if causal else N, 1, device=engine.device)
+        mesh = dist.init_device_mesh(engine.device, (N,))
         _context.enter_context(context(mesh, buffers=[buffer], buffer_seq_dims=[2]))
         _balanced[:] = [causal]
     set_rotate_method(rotation)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         how = dict(is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         return by_autograd(F.scaled_dot_product_attention, pass_, dout, q, k, v, **how)
-
-
-def messages(transport, sizes):
-    """[a call for each size in bytes, which sends so many to the next rank]."""
-    ring, lengths = comm.Comm(), [nbytes // (2 * D) for nbytes in sizes]
-    mine = torch.full((1, 1, max(lengths), D), ring.rank, dtype=rows.DTYPES[DTYPE], device=engine.device)
-    if transport == "relay":
-        some = [mine[:, :, :n].contiguous() for n in lengths]
-        return [lambda x=x: ring.post(x, x.shape, towards=1).wait() for x in some]
-    beside = side.side_of(ring, mine.device, "fetch")
-    memory = beside.memory("hops", mine.nbytes)
-    memory.of(ring.rank, mine.shape, mine.dtype).copy_(mine)
-    dist.barrier()  # What is fetched is there from now on.
-    sources = [memory.of((ring.rank - 1) % ring.size, (1, 1, n, D), mine.dtype) for n in lengths]
-    return [partial(fetched, beside, torch.empty_like(x), x) for x in sources]
-
-
-def fetched(beside, arriving, x):
-    """x of the rank before, as fetch.py copies it."""
-    beside.follow()
-    beside.copy((arriving, x))
-    beside.lead(beside.mark())
-    return arriving
 
 
 # --- in a rank: trying and timing -----------------------------------------------------------------------------
@@ -224,14 +154,14 @@ def trial(case, who, pass_):
         call = call_of(case, who, pass_)
         call()
         found = {"ms": timing.one_call(call, device=engine.device)}
-        if who.kernel != ONE.kernel and not dict(who.options).get("graph"):
-            found["peak_bytes"] = peak_bytes(call)
+        if who != ONE:
+            found["peak_bytes"] = grid.peak_bytes(call)
         results = call()  # Behind this one rank may find something wrong, and the others nothing.
         return found | {"error": error_of(case, who, results, pass_)}
     except Exception as problem:  # whatever one of them raises, the others are still to be measured
         # A GPU that has failed raises here again. This ends the ranks, and the next trial starts new ones.
         timing.synchronize(engine.device)
-        return f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        return grid.in_words(problem)
 
 
 def error_of(case, who, results, pass_):
@@ -240,52 +170,39 @@ def error_of(case, who, results, pass_):
     The last queries see all keys, so that a block that is missing or comes twice shows here.
     """
     whole, names = of_case(case)[2], ("out",) if pass_ == "fwd" else ("out", "dq")
-    if who.kernel != ONE.kernel and whole.positions(dist.get_rank())[-1] != whole.S - 1:
+    if who != ONE and whole.positions(dist.get_rank())[-1] != whole.S - 1:
         return 0.0
-    error = sample_error(dict(zip(names, results, strict=False)), truth(case, pass_ != "fwd"))
-    if error is None:
-        raise ValueError("its result is not finite")
-    return error
+    return grid.sample_error(dict(zip(names, results, strict=False)), truth(case, pass_ != "fwd"))
 
 
-def race(case, pass_, ms):
-    """{who: [milliseconds of a call in each round]} of the slowest rank. ms: {who: about how long a call takes}."""
-    return take_turns({who: (call_of(case, who, pass_), calls_of_a_round(one)) for who, one in ms.items()})
-
-
-def hops(transport, sizes):
-    """{bytes: [milliseconds in each round]} of a message to the next rank, while all ranks send one."""
-    calls = zip(sizes, messages(transport, sizes), strict=True)
-    return take_turns({nbytes: (call, MOST_CALLS) for nbytes, call in calls})
+def race(case, pass_, counts):
+    """What `take_turns` gives. counts: {who: how often a round calls}."""
+    return take_turns({who: (call_of(case, who, pass_), count) for who, count in counts.items()})
 
 
 def take_turns(calls):
     """{name: [milliseconds of a call in each round]} of the slowest rank. calls: {name: (call, calls of a round)}."""
-    found, names = {name: [] for name in calls}, list(calls)
+    found = {name: [] for name in calls}
     for call, _ in calls.values():  # in case that the ranks have been started again
         call()
-    for n in range(ROUNDS):
-        first = n % len(names)
-        for name in names[first:] + names[:first]:
-            found[name].append(one_round(*calls[name]))
-    return {name: timing.slowest_rank(ms, engine.device) for name, ms in found.items()}
+    for name in timing.turns(list(calls), ROUNDS):
+        found[name].append(one_round(*calls[name]))
+    slowest = torch.tensor(list(found.values()), dtype=torch.float64, device=engine.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return dict(zip(found, slowest.tolist(), strict=True))
 
 
-def calls_of_a_round(ms):
-    return max(1, min(MOST_CALLS, round(WORTH_MS / ms)))
-
-
-def one_round(call, calls):
+def one_round(call, count):
     """Milliseconds of a call, over so many calls that follow each other."""
     mark, milliseconds = timing.clock(engine.device)
     dist.barrier()
     call()  # The queue is then full, and the ranks are in step.
     start = mark()
-    for _ in range(calls):
+    for _ in range(count):
         call()
     end = mark()
     timing.synchronize(engine.device)
-    return milliseconds(start, end) / calls
+    return milliseconds(start, end) / count
 
 
 def trace(case, who, pass_):
@@ -311,21 +228,14 @@ def spans_of(events):
     """
     on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     found = [(e.device_resource_id, e.name, e.time_range.start, e.time_range.end) for e in on_gpu]
-    found = [one for one in found if not one[1].startswith("nccl:")]  # torch's words around NCCL's kernels
     blocks = [stream for stream, name, *_ in found if "attention" in name]
-    if not blocks:
-        raise ValueError("the profiler has seen no block")
-    blocks_on = max(set(blocks), key=blocks.count)
-
-    def lane(stream, name):
-        if "nccl" in name.lower():
-            return "moves"
-        if "barrier" in name.lower():
-            return "waits"
-        return "computes" if stream == blocks_on else "moves"
-
-    with_lanes = ((lane(stream, name), stream, name, start, end) for stream, name, start, end in found)
-    return sorted((one for one in with_lanes if one[4] > one[3]), key=lambda one: one[3])
+    blocks_on, spans = max(set(blocks), key=blocks.count), []
+    for stream, name, start, end in sorted(found, key=lambda one: one[2]):
+        lane = "computes" if stream == blocks_on else "moves"
+        lane = "moves" if "nccl" in name.lower() else "waits" if "barrier" in name.lower() else lane
+        if end > start and not name.startswith("nccl:"):  # torch's words around NCCL's kernels
+            spans.append((lane, stream, name, start, end))
+    return spans
 
 
 def shares(spans, calls):
@@ -334,8 +244,6 @@ def shares(spans, calls):
     hidden: the share of the time of moving in which a kernel computes. idle: the share of all time in which none does.
     """
     computing, moving = ([one[3:] for one in spans if one[0] == name] for name in ("computes", "moves"))
-    if not moving:
-        raise ValueError("nothing moves between the GPUs")
     whole = max(one[4] for one in spans) - min(one[3] for one in spans)
     both = length(computing) + length(moving) - length(computing + moving)
     found = {"ms": whole / calls / 1e3, "hidden": both / length(moving)}
@@ -357,8 +265,8 @@ def last_call(spans, calls):
     for _, of_stream in groupby(sorted(spans, key=lambda one: one[1]), key=lambda one: one[1]):
         some = list(of_stream)  # a stream does the same in every call, in the same order
         chosen += some[-(len(some) // calls) :] if len(some) >= calls else []
-    first = min(one[3] for one in chosen)
     chosen.sort(key=lambda one: one[3])
+    first = chosen[0][3]
     return [[lane, name[:40], round(a - first, 1), round(b - first, 1)] for lane, _, name, a, b in chosen]
 
 
@@ -367,106 +275,79 @@ def last_call(spans, calls):
 
 @dataclass(frozen=True)
 class RingPart:
-    """Parts of the plan, keys of CASES, "hops" or "trace". All of it is one run."""
+    """Parts of the plan, keys of CASES, or "trace". All of it is one run."""
 
     names: tuple[str, ...]
 
-    def record(self, *, device="cuda", commit=None, say=print):
-        """Yields the rows, and one record, a dict with the key "kind"; options as for grid.measure."""
-        size = torch.cuda.device_count()
-        origin = rows.provenance(device, commit=commit, n_gpus=size)
-        of_name = {"hops": measure_hops, "trace": measure_trace}
+    def record(self):
+        """Yields the rows, and one record, a dict with the key "kind"."""
+        size, origin = torch.cuda.device_count(), rows.provenance(n_gpus=torch.cuda.device_count())
         for name in self.names if size > 1 else ():
-            measured = of_name.get(name, partial(measure_cases, CASES.get(name)))
+            measured = measure_trace if name == "trace" else partial(measure_cases, CASES[name])
             try:
                 with launch.Ranks(size, timeout=PATIENCE) as ranks:
-                    yield from measured(partial(ranks.run, limit=LIMIT), origin, say)
+                    yield from measured(partial(ranks.run, limit=LIMIT), origin)
             except launch.RankError as problem:
-                say(f"{name} ended early: {'; '.join(str(problem).splitlines()[: size + 1])}")
+                print(f"{name} ended early: {'; '.join(str(problem).splitlines()[: size + 1])}")
 
 
-ALL = "32k", "8k", "hops", "trace", "128k", "strategies"  # what matters most first
-PLANS = {"ring": (RingPart(ALL),), **{f"ring-{name}": (RingPart((name,)),) for name in (*ALL, "1m")}}
+ALL = "32k", "8k", "trace", "128k", "strategies"  # what matters most first
+PLANS = {"ring": (RingPart(ALL),), **{f"ring-{name}": (RingPart((name,)),) for name in ALL}}
 
 
-def measure_cases(cases, run, origin, say):
+def measure_cases(cases, run, origin):
     """Yields the rows of those who take turns. run(task, *args): what every rank answers."""
     for case in cases:
         for pass_ in case.passes:
-            some = {who: tried(run, case, who, pass_, say) for who in case.who if who.takes(pass_)}
-            found = {who: one for who, one in some.items() if one}
-            ms = {who: one["ms"] for who, one in found.items()}
-            for who, of_who in (run(race, case, pass_, ms)[0] if found else {}).items():
-                yield row_of(case, who, pass_, of_who, calls_of_a_round(ms[who]), found[who], origin)
+            entered = [who for who in case.who if (who, pass_) != ("star", "fwd+bwd")]  # It has no backward.
+            found = {who: one for who in entered if (one := tried(run, case, who, pass_))}
+            # A round takes about WORTH_MS.
+            counts = {who: max(1, min(MOST_CALLS, round(WORTH_MS / one["ms"]))) for who, one in found.items()}
+            for who, ms in (run(race, case, pass_, counts)[0] if found else {}).items():
+                yield row_of(case, who, pass_, ms, counts[who], found[who], origin)
         run(forget)
 
 
-def tried(run, case, who, pass_, say):
-    """What `trial` finds, of each number the largest of all ranks; None for who fails, which is said."""
+def tried(run, case, who, pass_):
+    """What `trial` finds, of each number the largest of all ranks; None for who fails, and the reason is printed."""
     found = run(trial, case, who, pass_)
     if wrong := next((one for one in found if isinstance(one, str)), None):
-        return say(f"left out: {who}, {pass_} {case.point}: {wrong}")
+        return print(f"left out: {who}, {pass_} {case.point}: {wrong}")
     return {name: max(one[name] for one in found) for name in found[0]}
 
 
-def measure_hops(run, origin, say):
-    """Yields the rows of single messages, as simulate.read_link reads them: copies of k to the next rank."""
-    for transport in ("fetch", "relay"):
-        for nbytes, ms in run(hops, transport, HOPS)[0].items():
-            row = {**origin, **Point(1, 1, nbytes // (2 * D), D).sizes, **HOW, "pass": rows.COPY, "dtype": DTYPE}
-            row |= {"stage": None, "kernel": None, "peer": rows.COPY, "source": None}
-            row |= {"options": {"transport": transport}, "tflops": 0.0, "error": 0.0}
-            yield row | speed(ms, MOST_CALLS)
-
-
-def measure_trace(run, origin, say):
+def measure_trace(run, origin):
     """Yields rows of the profiler's shares, and then the record of kind "trace" with the spans of one rank's call."""
     of_calls = []
     for pass_, who in ((pass_, who) for pass_ in TRACED.passes for who in (FETCH, RELAY)):
-        if one := tried(run, TRACED, who, pass_, say):
+        if one := tried(run, TRACED, who, pass_):
             found = run(trace, TRACED, who, pass_)
             worst = max(found, key=lambda of_rank: of_rank["idle"])
             seen = {name: worst[name] for name in ("hidden", "idle", "launches")}
             ms = [max(of_rank["ms"] for of_rank in found)]
-            yield row_of(TRACED, turned(who, profiler=True), pass_, ms, PROFILED, one, origin) | seen
-            of_calls.append({"kernel": who.kernel, "pass": pass_, "ms": ms[0], **seen, "spans": worst["spans"]})
+            yield row_of(TRACED, who, pass_, ms, PROFILED, one, origin) | seen | {"options": {"profiler": True}}
+            of_calls.append({"kernel": who, "pass": pass_, "ms": ms[0], **seen, "spans": worst["spans"]})
     if of_calls:
         about = {**TRACED.point.sizes, "dtype": DTYPE, "layout": TRACED.layout, "stage": "04_ring"}
         about["source"] = {one["kernel"]: rows.code_hash("04_ring", one["kernel"]) for one in of_calls}
         yield {"kind": "trace", **origin, **about, "calls": of_calls}
 
 
-def row_of(case, who, pass_, ms, calls, found, origin):
+def row_of(case, who, pass_, ms, count, found, origin):
     """One row. ms: of a call in each round of so many calls. found: what `tried` has."""
-    point, N = case.point, origin["n_gpus"]
-    shared = who.kernel != ONE.kernel  # the sequence among the ranks
-    row = {**origin, **point.sizes, "pass": pass_, "dtype": DTYPE, **HOW, "options": dict(who.options)}
-    row["layout"] = (case.layout if point.causal or not who.peer else "contiguous") if shared else None
-    row |= {"stage": None, "kernel": None, "peer": who.peer, "source": None}
-    if who.kernel:
-        row["kernel"] = who.kernel if shared or pass_ == "fwd" else f"{who.kernel}+bwd_3_hopper"
-        row["stage"] = "04_ring" if shared else "02_fa2_cuda"
+    point, N, options = case.point, origin["n_gpus"], case.options(who)
+    row = {**origin, **point.sizes, "pass": pass_, "dtype": DTYPE, **grid.HOW, "options": options}
+    row |= {"stage": "04_ring", "kernel": who, "peer": None, "source": None, "layout": case.layout}
+    if who in LESSONS:
+        row["kernel"] = f"strategies/{LESSONS[who]}+strategies/team"
+    if who == ONE:
+        kernel = ONE if pass_ == "fwd" else f"{ONE}+bwd_3_hopper"
+        row |= {"stage": "02_fa2_cuda", "kernel": kernel, "layout": None}
+    if who in PEERS:
+        row |= {"stage": None, "kernel": None, "peer": who, "layout": case.layout if point.causal else "contiguous"}
+    else:
         row["source"] = rows.row_hash(row)
-    row |= speed(ms, calls) | {name: found[name] for name in ("error", "peak_bytes") if name in found}
-    row["tflops"] = point.flops(pass_) / (N if shared else 1) / row["ms_median"] / 1e9  # of one GPU
-    return row | (moved(case, who, pass_, N) if "strategy" in row["options"] else {})
-
-
-def speed(ms, calls):
-    """The fields of a row that say how long it took, from the milliseconds of a call in each round of so many calls."""
-    return vars(timing.summary(ms)) | {"reps": len(ms) * calls, "ms_worst": max(ms)}
-
-
-def moved(case, who, pass_, N):
-    """{"sent_bytes", "shared_bytes"}: what a rank sends or copies in a call, and what others can read; 16 bits."""
-    point = case.point
-    sizes = dict(B=point.B, H=point.H, Hk=point.sizes["Hk"], D=point.D, e=2)
-    if who.kernel == "ring+fetch":
-        shard = 4 * point.B * sizes["Hk"] * (point.N // N) * point.D  # of K and V
-        # The backward still has the shard that the forward fetched last, and gives all but its own dK and dV away.
-        fetched_, slots = ((N - 1), 0) if pass_ == "fwd" else ((N - 1) + (N - 2) + (N - 1), N - 1)
-        return {"sent_bytes": fetched_ * shard, "shared_bytes": (1 + slots) * shard}
-    whole = Layout(case.layout, point.N, N, point.causal)
-    both = [account.sent_bytes(dict(who.options)["strategy"], whole, rank, **sizes) for rank in range(N)]
-    sent = max(forward + (backward if pass_ != "fwd" else 0) for forward, backward in both)
-    return {"sent_bytes": sent, "shared_bytes": 0}
+    row |= vars(timing.summary(ms)) | {"reps": len(ms) * count, "ms_worst": max(ms)}
+    row |= {name: found[name] for name in ("error", "peak_bytes") if name in found}
+    row["tflops"] = point.flops(pass_) / (1 if who == ONE else N) / row["ms_median"] / 1e9  # of one GPU
+    return row

@@ -1,16 +1,15 @@
 """A measurement as one line of JSON: its fields, how it is checked, written and read, and where it comes from.
 
-A row is a dict with exactly the keys of FIELDS. It describes either a stage's kernel (`stage`, `kernel` and `source`
-are set) or a peer (`peer` is set). Committed rows are in steps/bench/results/<gpu>.jsonl, a reader's own in
-my/results/. What else is recorded of a GPU is in <gpu>.<kind>.json beside them.
+A row is a dict with exactly the keys of FIELDS, of a stage's kernel (`stage`, `kernel` and `source` are set) or of a
+peer. Committed rows are in steps/bench/results/<gpu>.jsonl, a reader's own in my/results/. What else is recorded of a
+GPU is in <gpu>.<kind>.json beside them.
 
 A row is stale, and no longer shown, once the hash in its `source` has changed. The hash covers what decides how fast a
 kernel runs and what it computes, and nothing else:
 
 - The kernel's code. For CUDA that is the .cu file, ptx.cuh, and wgmma.py if the kernel calls its wrappers. For Python
   it is the kernel's file, which holds the launcher too, and the files of its stage that it imports; of the ring also
-  those that it is handed, in ALSO. Comments, docstrings and layout do not count, so that a kernel which is only
-  explained better need not be measured again.
+  those that it is handed, in ALSO. Comments, docstrings and layout do not count.
 - For CUDA, how the kernel is launched at the row's own sizes on the row's own GPU: names, grid, block, shared memory
   and macros. If a tile changes for head_dim 64, the rows of head_dim 64 become stale, and no others do.
 
@@ -32,10 +31,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 
 from steps.bench import cost
 from steps.bench.timing import MIN_REPS
@@ -48,50 +45,35 @@ OWN = ROOT / "my" / "results"
 MATMUL = "matmul"  # a peer and its pass: a plain product, (N, D) times (D, N), as a ceiling for attention
 COPY = "copy"  # a peer and its pass: k (B, Hk, Nk, D) copied in device memory, as a ceiling for decoding
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+NUMBER = float | int
 FIELDS = {  # by name: the type of the value, or a tuple of all values that there are
-    "run": str,  # the same for all rows measured together
-    "commit": str | None,
-    "date": str,  # YYYY-MM-DD, UTC
-    "gpu": str,  # as torch names it; "CPU" without one
+    "run": str, "commit": str | None, "date": str, "gpu": str,  # a run is measured together; YYYY-MM-DD; torch's name
     "n_gpus": int,
-    "driver": str | None,
-    "cuda": str | None,
-    "torch": str,
-    "triton": str | None,
-    "stage": str | None,  # "02_fa2_cuda"; null for a peer
-    "kernel": str | None,  # the stem of its file; "fwd_a+bwd_b" of two; "folder/a"; "fwd_a:LAZY=0" with a switch turned
-    "peer": str | None,
-    "source": str | None,  # a hash of the kernel and its launch
+    **dict.fromkeys(("driver", "cuda"), str | None), "torch": str, "triton": str | None,
+    # "02_fa2_cuda", null for a peer; the stem of its file, or "fwd_a+bwd_b" of two, "folder/a", "fwd_a:LAZY=0" with a
+    # switch turned; the peer's name; a hash of the kernel and its launch.
+    **dict.fromkeys(("stage", "kernel", "peer", "source"), str | None),
     "pass": ("fwd", "bwd", "fwd+bwd", MATMUL, COPY),
     "dtype": tuple(DTYPES),
-    "B": int,
-    "H": int,
-    "Hk": int,
-    "N": int,  # queries
-    "Nk": int,  # keys
-    "D": int,
+    **dict.fromkeys(("B", "H", "Hk", "N", "Nk", "D"), int),  # N: queries, Nk: keys
     "causal": bool,
     "layout": (None, "contiguous", "zigzag", "striped"),  # stage 04: how the sequence is distributed over the ranks
     "options": dict,  # what else was asked for, by name: feature, window, transport, strategy, graph, ...
     "timing": ("interleaved", "sustained"),  # single calls of all candidates in turn, or a second of calls of one
-    "clock_mhz": float | int | None,  # of sustained rows: the medians meanwhile
-    "watts": float | int | None,
-    "ms_median": float | int,
-    "ms_p20": float | int,
-    "ms_p80": float | int,
-    "reps": int,
-    "tflops": float | int,  # 0 for a copy
-    "error": float | int,  # max |result - float64| over the results of the pass
-}
+    **dict.fromkeys(("clock_mhz", "watts"), NUMBER | None),  # of sustained rows: the medians meanwhile
+    **dict.fromkeys(("ms_median", "ms_p20", "ms_p80"), NUMBER), "reps": int,
+    "tflops": NUMBER,  # 0 for a copy
+    "error": NUMBER,  # max |result - float64| over the results of the pass
+}  # fmt: skip
 OPTIONAL = {  # few rows have them
     "peak_bytes": int,  # of device memory, beyond the inputs, that one call held at once
     "shared_bytes": int,  # of device memory that the other ranks can read and write; they are not among peak_bytes
     "sent_bytes": int,  # that a rank sends to other ranks, or copies from and to their memory, in one call
-    "hidden": float | int,  # by a profiler: the share of the time of copies between GPUs in which a kernel computes
-    "idle": float | int,  # by a profiler: the share of the time in which no kernel computes
-    "launches": float | int,  # by a profiler: kernels and copies of one call
-    "ms_worst": float | int,  # of the slowest round
-    "host_us": float | int,  # microseconds that a call takes the CPU, which does not wait for the GPU
+    "hidden": NUMBER,  # by a profiler: the share of the time of copies between GPUs in which a kernel computes
+    "idle": NUMBER,  # by a profiler: the share of the time in which no kernel computes
+    "launches": NUMBER,  # by a profiler: kernels and copies of one call
+    "ms_worst": NUMBER,  # of the slowest round
+    "host_us": NUMBER,  # microseconds that a call takes the CPU, which does not wait for the GPU
 }
 # What a kernel and a peer are compared at, and what two rows that measure the same thing share.
 SETTING = ("gpu", "n_gpus", "pass", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal", "options", "timing")
@@ -125,35 +107,30 @@ def _fits(value, kind):
     """Whether FIELDS allows it. bool counts as no number, and a number must be finite (JSON has no NaN)."""
     if isinstance(kind, tuple):
         return value in kind
-    if isinstance(value, bool) or kind is bool:
-        return type(value) is kind
-    return isinstance(value, kind) and not (isinstance(value, float) and not math.isfinite(value))
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return type(value) is kind if bool in (kind, type(value)) else isinstance(value, kind) and finite
 
 
 def _rules(row):
     """{rule: whether the row keeps it}, for a row whose fields fit."""
     of_kernel = [row[name] is not None for name in ("stage", "kernel", "source")]
-    load = [row[name] for name in ("clock_mhz", "watts")]
+    own_pass = {row["pass"], row["peer"]} & {MATMUL, COPY}
+    load, sustained = [row["clock_mhz"], row["watts"]], row["timing"] == "sustained"
     return {
         "either a peer, or stage, kernel and source": of_kernel == [row["peer"] is None] * 3,
-        "the pass matmul belongs to the peer matmul": (row["pass"] == MATMUL) == (row["peer"] == MATMUL),
-        "the pass copy belongs to the peer copy": (row["pass"] == COPY) == (row["peer"] == COPY),
-        "stage like '02_fa2_cuda'": row["stage"] is None or bool(re.fullmatch(r"\d\d_\w+", row["stage"])),
+        "the passes matmul and copy are those of these peers": not own_pass or row["pass"] == row["peer"],
         "0 < ms_p20 <= ms_median <= ms_p80": 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"],
         f"reps >= {MIN_REPS}, or 5 of several GPUs": row["reps"] >= (MIN_REPS if row["n_gpus"] < 2 else 5),
-        "tflops > 0, but 0 of a copy": (row["tflops"] > 0) == (row["pass"] != COPY) and row["tflops"] >= 0,
-        "error >= 0": row["error"] >= 0,
-        "clock_mhz and watts of sustained rows alone": [x is None for x in load] == [row["timing"] != "sustained"] * 2,
-        "clock_mhz > 0 and watts > 0": all(x is None or x > 0 for x in load),
-        "sustained on one GPU": row["timing"] != "sustained" or row["n_gpus"] < 2,
+        "tflops > 0, but 0 of a copy; error >= 0": (row["tflops"] > 0) == (row["pass"] != COPY) and row["error"] >= 0,
+        "clock_mhz and watts of sustained rows alone": all((x or 0) > 0 if sustained else x is None for x in load),
+        "sustained on one GPU": not sustained or row["n_gpus"] < 2,
     }
 
 
 def append(rows, folder=OWN):
     """Adds rows to <folder>/<gpu>.jsonl; returns those files. Nothing is written if a row is not valid."""
     lines = {}
-    for row in rows:
-        validate(row)
+    for row in map(validate, rows):
         ordered = {name: row[name] for name in FIELDS | OPTIONAL if name in row}
         lines.setdefault(Path(folder) / f"{slug(row['gpu'])}.jsonl", []).append(json.dumps(ordered) + "\n")
     for path, text in lines.items():
@@ -167,8 +144,7 @@ def read(folder=COMMITTED, *, switched=False, timing="interleaved", several_gpus
     """The rows of all .jsonl files in a folder. ValueError names a bad row's file and line.
 
     switched: also those of runs in which a kernel's switches were turned, which answer another question. timing: only
-    those that were timed in this way, because an interleaved number is not compared with a sustained one. several_gpus:
-    only those of several GPUs that work together, otherwise only the others.
+    those that were timed in this way. several_gpus: only those of several GPUs together, otherwise only the others.
     """
     rows = []
     for path in sorted(Path(folder).glob("*.jsonl")):
@@ -192,8 +168,7 @@ def latest(rows):
     for row in rows:
         subject = *(row[name] for name in SUBJECT), setting(row)
         before = chosen.get(subject)
-        in_smaller_run = before and company[row["run"], setting(row)] < company[before["run"], setting(row)]
-        if not in_smaller_run:
+        if not before or company[row["run"], setting(row)] >= company[before["run"], setting(row)]:
             chosen[subject] = row
     return list(chosen.values())
 
@@ -201,17 +176,14 @@ def latest(rows):
 # --- where and with what something was measured -------------------------------------------------------------
 
 
-def provenance(device="cuda", *, commit=None, n_gpus=1):
-    """The fields of a row that say where and with what it was measured, the same for a whole run.
-
-    commit: for a machine without the git history; otherwise git is asked, and null where it does not know.
-    """
+def provenance(device="cuda", *, n_gpus=1):
+    """The fields of a row that say where and with what it was measured; STEPS_COMMIT names it where git cannot."""
     now = datetime.now(UTC)
     on_gpu = torch.device(device).type == "cuda"
     driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
     return {
         "run": f"{now:%Y%m%dT%H%M%SZ}-{os.getpid()}",
-        "commit": commit or output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
+        "commit": os.environ.get("STEPS_COMMIT") or output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
         "date": f"{now:%Y-%m-%d}",
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "n_gpus": n_gpus if on_gpu else 0,
@@ -234,11 +206,6 @@ def output(*command):
 def slug(gpu):
     """The GPU's name as a file name: "NVIDIA H200" -> "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-
-
-# The options of every command that writes a record.
-Commit = Annotated[str | None, typer.Option(help="What is measured, for a machine without the git history.")]
-Folder = Annotated[Path, typer.Option(help="The folder of the file.")]
 
 
 def write_record(kind, record, folder=COMMITTED):
@@ -293,12 +260,21 @@ def row_hash(row, root=ROOT):
         launched = {} if row["stage"] != "02_fa2_cuda" else launches(row)
     except (TypeError, ValueError, NotImplementedError, KeyError):  # the kernel is gone, or no longer takes these sizes
         return None
-    return _hash(source_files(row["stage"], row["kernel"], root), launched)
+    return code_hash(row["stage"], row["kernel"], root, launched)
 
 
-def code_hash(stage, kernel, root=ROOT):
+def code_hash(stage, kernel, root=ROOT, launched=()):
     """The same for the kernel's code alone: for what is recorded of a kernel at no sizes in particular."""
-    return _hash(source_files(stage, kernel, root), {})
+    files = source_files(stage, kernel, root)
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(files, key=lambda path: path.name):
+        code = python_code if path.suffix == ".py" else cuda_code
+        digest.update(f"{path.name}\n{code(path.read_text())}\n".encode())
+    if launched:
+        digest.update(json.dumps(launched, sort_keys=True).encode())
+    return digest.hexdigest()[:12]
 
 
 def launches(row):
@@ -318,8 +294,7 @@ def geometry(stem, *, B, H, Hk, Nq, Nk, D, causal, dtype, processors, shared_lim
     processors, shared_limit: the GPU's multiprocessors, and the bytes of shared memory that a block can have there.
     """
     (row,) = (row for row in (*ladder.ROWS, *ladder.BACKWARD_ROWS) if row.file == f"{stem}.cu")
-    tile = row.tile(D, shared_limit)
-    how = causal, D**-0.5, *tile, processors
+    how = causal, D**-0.5, *row.tile(D, shared_limit), processors
     problem = ladder.Problem(row, B, H, Hk, Nq, Nk, D, dtype, *how, switches=tuple(switches.items()))
     launched = works.forward_works if row in ladder.ROWS else works.backward_works
     found = launched(problem, defaultdict(lambda: (0, 0, 0)))
@@ -346,43 +321,21 @@ def source_files(stage, kernel, root=ROOT):
     while waiting:
         path = waiting.pop()
         found.add(path)
-        names = (_imported_beside if path.suffix == ".py" else _included)(path.read_text())
-        used = {path.with_name(name) for name in names}
-        if path.suffix == ".py":
-            used |= {folder / name for name in _imported_of_stage(path.read_text(), folder.name)}
-        waiting |= {file for file in used if file.exists() and file.name not in NOT_FOLLOWED} - found
+        waiting |= {used for used in _used(path, folder) if used.exists() and used.name not in NOT_FOLLOWED} - found
     return sorted(found)
 
 
-def _imported_beside(text):
-    """The files in the same folder that a Python file imports: `from .tiles import get` or `from . import tiles`."""
-    imports = re.findall(r"^ *from \.(?:(\w+) import| import ([\w, ]+))", text, re.M)
-    return {f"{name}.py" for one, several in imports for name in (one or several).split(", ")}
-
-
-def _imported_of_stage(text, package):
-    """The same for imports with the stage's whole name: `from steps.step04_ring.merge import Parts`."""
-    imports = re.findall(rf"^ *from steps\.{package}\.([\w.]+) import", text, re.M)
-    return {f"{name.replace('.', '/')}.py" for name in imports}
-
-
-def _included(text):
-    """The headers that a .cu file includes, and wgmma.py if the file calls the wrappers that wgmma.py writes."""
-    code = cuda_code(text)
-    wrappers = {"wgmma.py"} if "wgmma_ss<" in code or "wgmma_rs<" in code else set()
-    return wrappers.union(re.findall(r'^#include "([\w.]+)"', text, re.M))
-
-
-def _hash(files, launched):
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    for path in sorted(files, key=lambda path: path.name):
-        code = python_code if path.suffix == ".py" else cuda_code
-        digest.update(f"{path.name}\n{code(path.read_text())}\n".encode())
-    if launched:
-        digest.update(json.dumps(launched, sort_keys=True).encode())
-    return digest.hexdigest()[:12]
+def _used(path, folder):
+    """The files of its stage that a file imports or includes; some of them may not exist."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        wrappers = {"wgmma.py"} if re.search("wgmma_[sr]s<", cuda_code(text)) else set()  # which wgmma.py writes
+        return {path.with_name(name) for name in wrappers.union(re.findall(r'^#include "([\w.]+)"', text, re.M))}
+    # `from .tiles import get`, `from . import tiles`, or `from steps.step04_ring.merge import Parts`
+    beside = re.findall(r"^ *from \.(?:(\w+) import| import ([\w, ]+))", text, re.M)
+    whole = re.findall(rf"^ *from steps\.{folder.name}\.([\w.]+) import", text, re.M)
+    used = {path.with_name(f"{name}.py") for one, several in beside for name in (one or several).split(", ")}
+    return used | {folder / f"{name.replace('.', '/')}.py" for name in whole}
 
 
 @functools.cache  # many rows are of one kernel

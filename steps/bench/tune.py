@@ -13,9 +13,8 @@ from typing import Annotated
 import typer
 
 from steps import engine
-from steps.bench import timing
+from steps.bench import grid, timing
 from steps.bench.cost import Point
-from steps.bench.grid import make_inputs
 
 TABLES = {  # the file, its table and its launcher
     "forward": ("fwd_1_tma", "TILES", "forward"),
@@ -32,8 +31,8 @@ def neighbours(row):
     return [row, *(one for one in near if one != row)]
 
 
-def sweep(table, head_dim, plan, say=print, **how):
-    """{row: timing.Timing} of a table's row and its neighbours, the fastest first; `say` gets who cannot run.
+def sweep(table, head_dim, plan, **how):
+    """{row: timing.Timing} of a table's row and its neighbours, the fastest first; it is printed who cannot run.
 
     table: {largest head_dim: row}. plan() runs the stage's launcher, which reads the table, and returns a call of what
     it has recorded. how: for `interleaved`.
@@ -46,11 +45,10 @@ def sweep(table, head_dim, plan, say=print, **how):
             try:
                 calls[row] = plan()
             except Exception as problem:  # The compiler's errors are of many types.
-                say(f"left out: {row}: {type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}")
+                print(f"left out: {row}: {grid.in_words(problem)}")
     finally:
         table[key] = own
-    found = timing.interleaved(calls, **how)
-    return dict(sorted(found.items(), key=lambda one: one[1].ms_median))
+    return dict(sorted(timing.interleaved(calls, **how).items(), key=lambda one: one[1].ms_median))
 
 
 def main(
@@ -63,10 +61,9 @@ def main(
         raise SystemExit("This needs a GPU: simulators say nothing about speed.")
     file, name, launcher = TABLES[table]
     module, forward = (importlib.import_module(f"steps.step03_triton.{stem}") for stem in (file, "fwd_1_tma"))
-    dout, *qkv = make_inputs(Point(4, max(1, 2048 // head_dim), 4096, head_dim), dtype, engine.device)
+    tiles, function = getattr(module, name), getattr(module, launcher)
+    dout, *qkv = grid.make_inputs(Point(4, max(1, 2048 // head_dim), 4096, head_dim), dtype, engine.device)
     inputs = qkv if launcher == "forward" else [dout, *qkv, *forward.forward(*qkv)]
-    tiles = getattr(module, name)
-    own, function = tiles[min(largest for largest in tiles if head_dim <= largest)], getattr(module, launcher)
 
     def plan():
         function.forget()  # what it has recorded with another row
@@ -74,9 +71,9 @@ def main(
         return partial(function.planned(*inputs), *inputs)
 
     for row, taken in sweep(tiles, head_dim, plan, device=engine.device).items():
-        spread = 50 * (taken.ms_p80 - taken.ms_p20) / taken.ms_median
-        own_row = "the table's own" if row == own else ""
-        print("{}x{}, {} warps, {} stages".format(*row), f"{taken.ms_median:.3g} ms ±{spread:.1f}%", own_row)
+        own = "the table's own" if row == tiles[min(n for n in tiles if head_dim <= n)] else ""
+        words = "{}x{}, {} warps, {} stages".format(*row)
+        print(f"{words} {taken.ms_median:.3g} ms ±{timing.spread(vars(taken)):.1f}% {own}")
 
 
 if __name__ == "__main__":

@@ -10,27 +10,36 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 from steps.bench import cost
+from steps.step02_fa2_cuda import cache
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def table(D=64, dtype="float32", cc=(9, 0), only=""):
-    """One dict for each kernel whose name contains `only`, at its default tile for a GPU. A few seconds a kernel.
+    """One dict for each kernel whose name contains `only`, at its default tile for a GPU. It is kept from run to run.
 
     kernel, tile, threads (of a block), registers (of a thread), spilled (bytes), shared (bytes of a block), float64 and
     local (how often the PTX computes in float64, and names local memory, which is device memory), blocks (on a
     multiprocessor), limit (what keeps a further one out), occupancy (share of the threads that it can hold).
     """
     command = [sys.executable, "-m", "steps.figures.numba_resources", str(D), dtype, *map(str, cc), only]
-    environment = os.environ | {"STEPS_ENGINE": "compile"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return json.loads(done.stdout)
+
+    def compile(path):
+        environment = os.environ | {"STEPS_ENGINE": "compile"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+        path.write_text(done.stdout)
+
+    files = [Path(__file__), *sorted((ROOT / "steps" / "step01_fa1_numba").glob("*.py"))]
+    compilers = sorted(f"{d.name} {d.version}" for d in metadata.distributions() if "numba" in d.name or "nv" in d.name)
+    parts = command, compilers, [file.read_text() for file in files]
+    return json.loads(cache.get(parts, ".json", compile).read_text())
 
 
 def kernels(D, dtype, only):

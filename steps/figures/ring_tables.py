@@ -10,7 +10,7 @@
 
 A table is a list of lines, which are lists of words, the first line its head. Of each size, the lines that compute the
 same are of one run: of several runs that with most rows there. What steps/bench/ring.py no longer measures, such as a
-ring without overlap, was measured when it could be turned off.
+ring without overlap, CUDA graphs or single messages, was measured by former versions of it.
 """
 
 import math
@@ -20,11 +20,12 @@ from collections import Counter
 
 import matplotlib.pyplot as plt
 
-from steps.bench import cost
+from steps.bench import cost, report
 from steps.bench.plots import COLOURS, GREYS, style
 from steps.bench.rows import COMMITTED, COPY, code_hash, read_record
 from steps.step04_ring import simulate
 from steps.step04_ring.layout import Layout
+from steps.step04_ring.strategies import account
 
 PASSES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
 RINGS = {"ring+fetch": "fetch", "ring+relay": "relay"}
@@ -48,9 +49,7 @@ def shown(name, rows):
     lines = table(rows)
     if not lines:
         return "Not recorded yet. `python -m steps.bench ring` measures it on two GPUs or more."
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    columns = ["  ".join(w.ljust(n) for w, n in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([*columns, "", f"{textwrap.fill(note, 110)}."])
+    return "\n".join([*report.in_text(lines), "", f"{textwrap.fill(note, 110)}."])
 
 
 def recorded_trace(folder=COMMITTED):
@@ -103,13 +102,10 @@ def in_order(rows):
     return sorted(rows, key=key)
 
 
-def by_size(head, cells):
-    """A table with a column for each N. cells: (a line's first words, N, word); of equal ones the first counts."""
-    lengths, lines = sorted({N for _, N, _ in cells}), {}
-    for words, N, word in cells:
-        lines.setdefault(tuple(words), {}).setdefault(N, word)
-    found = [[*words, *(of_line.get(N, "–") for N in lengths)] for words, of_line in lines.items()]
-    return [[*head, *map(thousands, lengths)], *found] if found else []
+def by_size(rows, words, head, word):
+    """A table with a column for each N, and in it the word of the first row of this line and N."""
+    lengths = {N: thousands(N) for N in sorted({row["N"] for row in rows})}
+    return report.table(rows, head, words, report.across(lambda row: row["N"], word, lengths))
 
 
 def thousands(n):
@@ -123,54 +119,76 @@ def ms(row, name="ms_median"):
 def ring_speed(rows):
     """The ring beside one GPU and torch's context_parallel."""
     rows = of_one_run([row for row in rows if row["n_gpus"] > 1 and row["options"] in ({}, {"graph": True})])
-    alone, shares, cells = {}, {}, []
+    alone, shares = {}, {}
     for row in rows:
         if who(row) == ORDER[0]:  # Its row comes before those of the ones that it takes turns with.
             alone[size(row)] = row["ms_median"]
         elif size(row) in alone:
             shares[id(row)] = f"{alone[size(row)] / row['n_gpus'] / row['ms_median']:.2f}, "
-    for row in in_order(rows):
-        word = f"{ms(row)} to {ms(row, 'ms_worst')} ({shares.get(id(row), '')}{row['tflops']:.0f})"
-        cells.append(([*about(row), who(row)], row["N"], word))
-    return by_size(["GPUs", "computed", "Hk", "by"], cells)
+
+    def word(row):
+        return f"{ms(row)} to {ms(row, 'ms_worst')} ({shares.get(id(row), '')}{row['tflops']:.0f})"
+
+    return by_size(in_order(rows), lambda row: [*about(row), who(row)], ["GPUs", "computed", "Hk", "by"], word)
+
+
+def moved(row):
+    """(bytes that a rank sends or copies in a call, bytes that others can read), of 16-bit tensors."""
+    strategy, backward = row["options"]["strategy"], row["pass"] != "fwd"
+    N, sizes = row["n_gpus"], {name: row[name] for name in ("B", "H", "Hk", "D")}
+    if row["kernel"] == "ring+fetch":
+        shard = 4 * row["B"] * row["Hk"] * (row["N"] // N) * row["D"]  # of K and V
+        # The backward still has the shard that the forward fetched last, and gives all but its own dK and dV away.
+        fetched, slots = ((N - 1) + (N - 2) + (N - 1), N - 1) if backward else ((N - 1), 0)
+        return fetched * shard, (1 + slots) * shard
+    whole = Layout(row["layout"], row["N"], N, row["causal"])
+    both = [account.sent_bytes(strategy, whole, rank, **sizes, e=2) for rank in range(N)]
+    return max(there + (back if backward else 0) for there, back in both), 0
 
 
 def ring_strategies(rows):
     """The four ways to share a sequence."""
-    cells = []
-    for row in in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] > 1])):
-        held = row["peak_bytes"] + row["shared_bytes"]
-        word = f"{ms(row)} / {held / 1e6:.0f} / {row['sent_bytes'] / 1e6:.0f}"
-        cells.append(([*about(row), who(row), LIMITS[who(row)]], row["N"], word))
-    return by_size(["GPUs", "computed", "Hk", "strategy", "limit"], cells)
+
+    def word(row):
+        sent, shared = moved(row)
+        return f"{ms(row)} / {(row['peak_bytes'] + shared) / 1e6:.0f} / {sent / 1e6:.0f}"
+
+    rows = in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] > 1]))
+    head = ["GPUs", "computed", "Hk", "strategy", "limit"]
+    return by_size(rows, lambda row: [*about(row), who(row), LIMITS[who(row)]], head, word)
 
 
 def token(rows):
     rows = in_order(of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] == 1]))
-    head = ["GPUs", "keys", "Hk", "strategy", "us", "sent, MB"]
-    lines = []
-    for row in rows:
-        numbers = f"{1e3 * row['ms_median']:.0f}", f"{row['sent_bytes'] / 1e6:.3g}"
-        lines.append([about(row)[0], thousands(row["Nk"]), str(row["Hk"]), who(row), *numbers])
-    return [head, *lines] if lines else []
+    columns = {"us": lambda row: f"{1e3 * row['ms_median']:.0f}"}
+    columns["sent, MB"] = lambda row: f"{row['sent_bytes'] / 1e6:.3g}"
+
+    def words(row):
+        return about(row)[0], thousands(row["Nk"]), str(row["Hk"]), who(row)
+
+    return report.table(rows, ["GPUs", "keys", "Hk", "strategy"], words, report.of_one(**columns))
 
 
 def changes(rows):
-    lines, usual, rows = {}, {}, of_one_run([one for one in rows if one["kernel"] in RINGS and changed(one) in CHANGES])
+    usual, rows = {}, of_one_run([one for one in rows if one["kernel"] in RINGS and changed(one) in CHANGES])
     # Where persistence was turned off, it was on in the other rows of this transport and this run.
     persistent = {(row["kernel"], row["run"]) for row in rows if changed(row) == "persistent=False"}
-    for row in rows:
-        key = row["kernel"], row["pass"], size(row)
-        if changed(row) in ("changed=nothing", "watch=True"):
-            usual[key] = row["ms_median"]
+
+    def key(row):
+        return row["kernel"], row["pass"], size(row)
+
+    def words(row):
         what = CHANGES[changed(row)]
         if (row["kernel"], row["run"]) in persistent and changed(row) not in ("persistent=False", "block=stage 03"):
             what += ", kernel persistent"
-        words = about(row)[0], RINGS[row["kernel"]], what
-        share = f" ({row['ms_median'] / usual[key]:.3f})" if key in usual else ""
-        lines.setdefault(words, {})[row["pass"]] = f"{ms(row)}{share}"
-    found = [[*words, *(of_line.get(pass_, "–") for pass_ in PASSES)] for words, of_line in lines.items()]
-    return [["GPUs", "transport", "what", *PASSES.values()], *found] if found else []
+        return about(row)[0], RINGS[row["kernel"]], what
+
+    def word(row):
+        return ms(row) + (f" ({row['ms_median'] / usual[key(row)]:.3f})" if key(row) in usual else "")
+
+    usual |= {key(row): row["ms_median"] for row in rows if changed(row) in ("changed=nothing", "watch=True")}
+    columns = report.across(lambda row: row["pass"], word, PASSES)
+    return report.table(rows, ["GPUs", "transport", "what"], words, columns)
 
 
 def changed(row):
@@ -179,39 +197,49 @@ def changed(row):
 
 def trace(rows):
     rows = in_order(of_one_run([row for row in rows if row["options"] == {"profiler": True}]))
-    head = ["GPUs", "computed", "Hk", "transport", "ms", "hidden", "idle", "launches"]
-    lines = []
-    for row in rows:
-        shares = f"{row['hidden']:.0%}", f"{row['idle']:.1%}", f"{row['launches']:.0f}"
-        lines.append([*about(row), RINGS[row["kernel"]], ms(row), *shares])
-    return [head, *lines] if lines else []
+    columns = report.of_one(
+        ms=ms,
+        hidden=lambda row: f"{row['hidden']:.0%}",
+        idle=lambda row: f"{row['idle']:.1%}",
+        launches=lambda row: f"{row['launches']:.0f}",
+    )
+    head = ["GPUs", "computed", "Hk", "transport"]
+    return report.table(rows, head, lambda row: [*about(row), RINGS[row["kernel"]]], columns)
 
 
 def hops(rows):
-    lines = {}
-    for row in of_one_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] > 1]):
-        nbytes = 2 * row["B"] * row["Hk"] * row["Nk"] * row["D"]
-        word = f"{nbytes / row['ms_median'] / 1e6:.3g} ({1e3 * row['ms_median']:.0f})"
-        lines.setdefault((about(row)[0], nbytes), {})[row["options"]["transport"]] = word
-    found = []
-    for which, nbytes in sorted(lines):
-        amount = f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
-        found.append([which, amount, *(lines[which, nbytes].get(one, "–") for one in RINGS.values())])
-    return [["GPUs", "message", *RINGS.values()], *found] if found else []
+    def nbytes(row):
+        return 2 * row["B"] * row["Hk"] * row["Nk"] * row["D"]
+
+    def words(row):
+        amount = f"{nbytes(row) >> 20} MiB" if nbytes(row) >= 2**20 else f"{nbytes(row) >> 10} KiB"
+        return about(row)[0], amount
+
+    def word(row):
+        return f"{nbytes(row) / row['ms_median'] / 1e6:.3g} ({1e3 * row['ms_median']:.0f})"
+
+    rows = of_one_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] > 1])
+    rows.sort(key=lambda row: (about(row)[0], nbytes(row)))
+    columns = report.across(lambda row: row["options"]["transport"], word, {one: one for one in RINGS.values()})
+    return report.table(rows, ["GPUs", "message"], words, columns)
 
 
 def predictions(rows):
     plain = [row for row in rows if row["kernel"] in RINGS and row["layout"] == "zigzag" and row["causal"]]
     plain = in_order(of_one_run([row for row in plain if row["options"] in ({}, {"graph": True})]))
     known = {where: machines(rows, *where) for where in {(row["gpu"], row["n_gpus"]) for row in plain}}
-    cells = []
+    seconds = {}
     for row in plain:
         transport = RINGS[row["kernel"]]
         machine = known[row["gpu"], row["n_gpus"]].get(transport)
-        if machine and (seconds := predicted(row, machine, transport, hidden(rows, row))):
-            word = f"{1e3 * seconds:.3g} / {ms(row)} ({1e3 * seconds / row['ms_median'] - 1:+.0%})"
-            cells.append(([*about(row), who(row)], row["N"], word))
-    return by_size(["GPUs", "computed", "Hk", "transport"], cells)
+        seconds[id(row)] = machine and predicted(row, machine, transport, hidden(rows, row))
+
+    def word(row):
+        model = 1e3 * seconds[id(row)]
+        return f"{model:.3g} / {ms(row)} ({model / row['ms_median'] - 1:+.0%})"
+
+    plain = [row for row in plain if seconds[id(row)]]
+    return by_size(plain, lambda row: [*about(row), who(row)], ["GPUs", "computed", "Hk", "transport"], word)
 
 
 def predicted(row, machine, transport, shares):
@@ -288,14 +316,12 @@ def speeds(rows, n_gpus):
         for pass_ in speed.keys() & simulate.PASSES.keys():
             long.setdefault((pass_, causal), []).append((N * N, speed[pass_]))
     try:
-        alone = simulate.read_flops(rows, gpu=rows[0]["gpu"])
+        found = simulate.read_flops(rows, gpu=rows[0]["gpu"])
     except ValueError:  # There is none: the kernels have changed since they were measured.
-        alone = {}
-    found = {}
-    for key, some in alone.items():
-        of_long = long.get(key, [])
-        limit = max((speed for _, speed in of_long), default=math.inf)
-        found[key] = [(n, min(speed, limit)) for n, speed in some] + of_long
+        return {}
+    for key, alone in found.items():
+        limit = max((speed for _, speed in long.get(key, [])), default=math.inf)
+        found[key] = [(n, min(speed, limit)) for n, speed in alone] + long.get(key, [])
     return found
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from . import options
-from .features import Features, Head, find_sequence, kept
+from .features import Features, Head, Policy, Tile, find_sequence, kept
 from .replay import replayed
 
 _base, _calls = None, 0  # of set_deterministic
@@ -45,15 +45,20 @@ def draw_seed(device):
 
 @triton.jit
 def dropout_kernel(keep, strides, H, Nq, Nk, f, Br: tl.constexpr, Bc: tl.constexpr):
-    tiles_q, tiles_k, program = tl.cdiv(Nq, Br), tl.cdiv(Nk, Bc), tl.program_id(0)
-    j = program % tiles_k * Bc  # the tile's first key
-    i = program // tiles_k % tiles_q * Br  # and its first query
+    tiles_q = tl.cdiv(Nq, Br)
+    tiles_k = tl.cdiv(Nk, Bc)
+    program = tl.program_id(0)
+    j = program % tiles_k * Bc
+    i = program // tiles_k % tiles_q * Br
     sequence_and_head = program // (tiles_k * tiles_q)
-    s, h = sequence_and_head // H, sequence_and_head % H
+    s = sequence_and_head // H
+    h = sequence_and_head % H
     seq = find_sequence(s, Nq, Nk, f)
-    row, column = tl.arange(0, Br)[:, None], tl.arange(0, Bc)[None, :]
-    keeps = kept(i, j, row, column, f, seq, Head(h, 0, 0.0))
-    query, key = (seq.queries.start + i + row).to(tl.int64), seq.keys.start + j + column
+    row = tl.arange(0, Br)[:, None]
+    column = tl.arange(0, Bc)[None, :]
+    keeps = kept(Tile(i, j, row, column), f, seq, Head(h, h, 0, 0.0))
+    query = (seq.queries.start + i + row).to(tl.int64)
+    key = seq.keys.start + j + column
     corner = keep + seq.queries.b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     exists = (i + row < seq.queries.N) & (j + column < seq.keys.N)
     tl.store(corner + query * strides[2] + key * strides[3], keeps.to(tl.int8), mask=exists)
@@ -94,7 +99,8 @@ def kept_entries(record, q, k, seed, cu_seqlens_q, cu_seqlens_k, *, p, first_que
     keep = record.new((B, H, Nq, Nk), fill=0, dtype=torch.int8)
     f = Features(
         1.0, first_query=first_query, first_key=first_key, seed=seed, threshold=max(1, round(256 * (1 - p))),
-        aligned=1 if first_key % 16 == 0 else None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        policy=Policy(aligned=1 if first_key % 16 == 0 else None),
     )  # fmt: skip
     sequences = B if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     programs = sequences * H * triton.cdiv(Nq, 32) * triton.cdiv(Nk, 32)

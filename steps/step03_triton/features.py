@@ -3,9 +3,10 @@
 
     S = softcap tanh(scale X / softcap)  + mask  - slope |pos - key|    X = Q K^T; -inf where the key is hidden
 
-in this order. A feature is a field of `Features`. The kernels are compiled anew for each set of features, and for a
-field that is None not one instruction is made. Query i stands where key i + shift stands. It sees the keys from
-i + shift - left to i + shift + right, and `causal` is right = 0. Which tiles that concerns, `tile_ranges` says.
+in this order. What is asked is a field of `Features` each, how the kernels go about it a field of `Policy`. They are
+compiled anew for each set of these, and for a field that is None not one instruction is made. Query i stands where key
+i + shift stands. It sees the keys from i + shift - left to i + shift + right, and `causal` is right = 0. Which tiles
+that concerns, `tile_ranges` says.
 
 Sources: soft-cap: Gemma 2, arXiv 2408.00118. ALiBi: arXiv 2108.12409. Window: Longformer, arXiv 2004.05150. Random
 numbers: Salmon and others, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. Needs torch and Triton only.
@@ -26,33 +27,42 @@ WHERE_SEEN = tl.constexpr("".join(
 ))  # fmt: skip
 
 
+class Policy(NamedTuple):
+    """How the kernels read and multiply. Each field is 1, or None where it does not hold.
+
+    They follow from dtypes, layouts and the GPU, and change no result by more than rounding.
+    """
+
+    ieee: Any = None  # products of float32 are made without tensor cores
+    approximate: Any = None  # the soft-cap uses the special function unit's tanh
+    tma: Any = None  # tiles are read by Hopper's copy engine
+    mask_tma: Any = None  # the mask, too
+    in_fours: Any = None  # a thread tests four entries of a boolean mask in one register
+    heads_first: Any = None  # neighbouring programs share a tile of the mask, which is one for all heads
+    queries_alike: Any = None  # all queries have the same row of the mask, as a mask for padding has
+    aligned: Any = None  # the keys' random bytes begin at a multiple of 16, as those of one call do
+
+
 class Features(NamedTuple):
-    """The features as a kernel takes them. None is off."""
+    """What is asked. None is off."""
 
     scale: float
     left: Any = None  # the window, in which 0 on the right is causal
     right: Any = None
     first_query: Any = None  # the position of the first query; None is that of Nk - Nq
     first_key: Any = 0
-    ieee: Any = None  # whether products of float32 are made without tensor cores
-    tma: Any = None  # whether tiles are read by Hopper's copy engine
     softcap: Any = None
-    approximate: Any = None  # whether the soft-cap may use the special function unit's tanh
-    added: Any = None  # whether there is an additive mask
-    seen: Any = None  # whether there is a boolean mask, of 8-bit integers
-    in_fours: Any = None  # whether a thread may test four of them in one register
+    added: Any = None  # 1: there is an additive mask
+    seen: Any = None  # 1: there is a boolean mask, of 8-bit integers
     mask_strides: Any = None  # of batch, head, query and key
-    mask_tma: Any = None  # whether the copy engine reads the mask
-    heads_first: Any = None  # whether all heads have the same mask
-    queries_alike: Any = None  # whether all queries have the same row of the mask, as a mask for padding has
     slopes: Any = None  # of ALiBi
     slope_strides: Any = None  # of batch (of the sequence, when packed) and head
     seed: Any = None  # a tensor of one int64
     threshold: Any = None  # dropout keeps where a random byte is less
     kept_scale: Any = None  # 256 / threshold
-    aligned: Any = None  # whether the keys' numbers begin at a multiple of 16, as one random call needs
     cu_seqlens_q: Any = None  # where the packed sequences begin
     cu_seqlens_k: Any = None
+    policy: Policy = Policy()
 
 
 class Part(NamedTuple):
@@ -76,8 +86,18 @@ class Sequence(NamedTuple):
 
 class Head(NamedTuple):
     h: Any
+    hk: Any  # the key head that it shares
     mask: Any  # a pointer to the mask of this head and sequence, or its descriptor
     slope: Any  # of ALiBi, in units of S
+
+
+class Tile(NamedTuple):
+    """A tile of scores. row and column count from i and j: (Br, 1) and (1, Bc), or transposed (1, Br) and (Bc, 1)."""
+
+    i: Any  # its first query
+    j: Any  # its first key
+    row: Any
+    column: Any
 
 
 class Ranges(NamedTuple):
@@ -91,13 +111,16 @@ class Ranges(NamedTuple):
 
 @triton.jit
 def find_sequence(s, Nq, Nk, f):
-    seed, c = 0, f.scale
+    seed = 0
+    c = f.scale
     if f.cu_seqlens_q is not None:
-        q_start, k_start = tl.load(f.cu_seqlens_q + s), tl.load(f.cu_seqlens_k + s)
+        q_start = tl.load(f.cu_seqlens_q + s)
+        k_start = tl.load(f.cu_seqlens_k + s)
         queries = Part(s - s, q_start, tl.load(f.cu_seqlens_q + s + 1) - q_start)
         keys = Part(s - s, k_start, tl.load(f.cu_seqlens_k + s + 1) - k_start)
     else:
-        queries, keys = Part(s, 0, Nq), Part(s, 0, Nk)
+        queries = Part(s, 0, Nq)
+        keys = Part(s, 0, Nk)
     if f.first_query is None:  # The last query stands at the last key.
         shift = keys.N - queries.N - f.first_key
     else:
@@ -112,16 +135,19 @@ def find_sequence(s, Nq, Nk, f):
 
 
 @triton.jit
-def find_head(h, mask, f, seq):
+def find_head(h, hk, mask, f, seq):
     slope = 0.0
     if mask is None:
         mask = 0
-    elif f.mask_tma is None:
-        strides, i, j = f.mask_strides, tl.cast(seq.queries.start, tl.int64), tl.cast(seq.keys.start, tl.int64)
-        mask += seq.queries.b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + i * strides[2] + j * strides[3]
+    elif f.policy.mask_tma is None:
+        strides = f.mask_strides
+        query = tl.cast(seq.queries.start, tl.int64)
+        key = tl.cast(seq.keys.start, tl.int64)
+        of_head = seq.queries.b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+        mask += of_head + query * strides[2] + key * strides[3]
     if f.slopes is not None:
         slope = tl.load(f.slopes + seq.number * f.slope_strides[0] + h * f.slope_strides[1]) * (LOG2_E / seq.c)
-    return Head(h, mask, slope)
+    return Head(h, hk, mask, slope)
 
 
 @triton.jit
@@ -130,7 +156,10 @@ def tile_ranges(x, shift, before, after, N, ragged, OWN: tl.constexpr, T: tl.con
 
     With `ragged` all of them need a mask.
     """
-    begin, whole, full, end = 0, 0, N, N
+    begin = 0
+    whole = 0
+    full = N
+    end = N
     if before is not None:
         begin = tl.maximum(0, x + shift - before) // T * T
         whole = tl.cdiv(tl.maximum(0, x + OWN - 1 + shift - before), T) * T
@@ -173,19 +202,21 @@ def tanh(x, approximate):
 
 
 @triton.jit
-def load_mask(i, j, row, column, f, seq, head, MASKED: tl.constexpr):
-    """The mask's tile at query i and key j, 0 without a mask and where it has no entry. For the rest see `scores`."""
+def load_mask(tile, f, seq, head, MASKED: tl.constexpr):
+    """The mask's tile, 0 without a mask and where it has no entry. For the rest see `scores`."""
+    i, j, row, column = tile
     strides = f.mask_strides
     if strides is None:
         return 0
-    elif f.mask_tma is not None:  # A stride of 0 stands for a size of 1.
-        b, h = tl.where(strides[0] == 0, 0, seq.queries.b), tl.where(strides[1] == 0, 0, head.h)
-        tile = head.mask.load([b, h, i, j])
+    elif f.policy.mask_tma is not None:  # A stride of 0 stands for a size of 1.
+        b = tl.where(strides[0] == 0, 0, seq.queries.b)
+        h = tl.where(strides[1] == 0, 0, head.h)
+        M = head.mask.load([b, h, i, j])
         if row.shape[0] == 1:
-            return tl.trans(tile.reshape(row.shape[1], column.shape[0]))
+            return tl.trans(M.reshape(row.shape[1], column.shape[0]))
         else:
-            return tile.reshape(row.shape[0], column.shape[1])
-    elif f.queries_alike is not None:  # One number a key, which `scores` broadcasts over the queries.
+            return M.reshape(row.shape[0], column.shape[1])
+    elif f.policy.queries_alike is not None:  # One number a key, which `scores` broadcasts over the queries.
         key = j + column
         return tl.load(head.mask + key.to(tl.int64) * strides[3], mask=key < seq.keys.N, other=0)
     else:
@@ -200,22 +231,20 @@ def load_mask(i, j, row, column, f, seq, head, MASKED: tl.constexpr):
 @triton.jit
 def hide(S, M, f):
     """-inf where the boolean mask M is 0, S elsewhere."""
-    if f.in_fours is not None:  # The compiler would take every byte into a register of its own.
+    if f.policy.in_fours is not None:  # The compiler would take every byte into a register of its own.
         return tl.inline_asm_elementwise(WHERE_SEEN, "=f,=f,=f,=f,r,f,f,f,f", [M, S], tl.float32, is_pure=True, pack=4)
     else:
         return tl.where(M != 0, S, float("-inf"))
 
 
 @triton.jit
-def scores(X, M, i, j, row, column, f, seq, head, MASKED: tl.constexpr):
-    """(S, dS/dX) of the tile X at query i and key j, S in units of 1 / c. M is the mask's tile.
-
-    row and column count from i and j: (Br, 1) and (1, Bc), or (1, Br) and (Bc, 1) if X is transposed. If not MASKED,
-    position hides none of the keys.
-    """
-    S, derivative = X, 1.0
+def scores(X, M, tile, f, seq, head, MASKED: tl.constexpr):
+    """(S, dS/dX) of a tile, S in units of 1 / c. M is the mask's. If not MASKED, position hides none of the keys."""
+    i, j, row, column = tile
+    S = X
+    derivative = 1.0
     if f.softcap is not None:
-        S = tanh(X * (f.scale / f.softcap), f.approximate)
+        S = tanh(X * (f.scale / f.softcap), f.policy.approximate)
         derivative = 1 - S * S
     if f.added is not None:
         M = M.to(tl.float32)
@@ -227,7 +256,8 @@ def scores(X, M, i, j, row, column, f, seq, head, MASKED: tl.constexpr):
         first = row.to(tl.float32) - (j - i - seq.shift).to(tl.float32)
         S -= head.slope * tl.abs(first - column.to(tl.float32))
     if MASKED:
-        query, key = i + row, j + column
+        query = i + row
+        key = j + column
         seen = key < seq.keys.N
         if f.right is not None:
             seen = seen & (key <= query + (seq.shift + f.right))
@@ -238,17 +268,19 @@ def scores(X, M, i, j, row, column, f, seq, head, MASKED: tl.constexpr):
 
 
 @triton.jit
-def kept(i, j, row, column, f, seq, head):
+def kept(tile, f, seq, head):
     """Which entries of the tile dropout keeps: a function of seed, sequence, head, query and key alone.
 
     The generator Philox turns the counter (key div 16, query, head, sequence) into sixteen bytes, one for each key.
     """
+    i, j, row, column = tile
     TRANSPOSED: tl.constexpr = row.shape[0] == 1
     j += f.first_key
-    key, query = j + column, i + row
+    key = j + column
+    query = i + row
     if f.first_query is not None:
         query += f.first_query
-    if f.aligned is not None:
+    if f.policy.aligned is not None:
         CALLS: tl.constexpr = column.shape[0] * column.shape[1] // 16
         call = (j >> 4) + tl.arange(0, CALLS)
         w0, w1, w2, w3 = tl.philox(seq.seed, call[:, None] if TRANSPOSED else call[None, :], query, head.h, seq.number)

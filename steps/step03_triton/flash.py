@@ -12,11 +12,21 @@ rotary embedding, block-sparse tables, and decoding, which decode.py does. Needs
 features.py and tiles.py.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 
-from .features import Features
-from .flash_kernels import delta_kernel, forward_kernel, keys_kernel, mask_kernel, queries_kernel
+from .features import Features, Policy
+from .flash_kernels import (
+    Inputs,
+    Strides,
+    delta_kernel,
+    forward_kernel,
+    keys_kernel,
+    mask_kernel,
+    queries_kernel,
+)
 from .replay import replayed
 from .tiles import can_copy, describe, describe_numbers, is_aligned, products, strides_of
 
@@ -52,55 +62,104 @@ QUERIES_TILES = {
 }
 
 
-def prepare(
-    record, q, k, *, causal=False, scale=None, window=None, softcap=None, mask=None, alibi_slopes=None, dropout_p=0.0,
-    seed=None, first_query=None, first_key=0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None
-):  # fmt: skip
+class Options(NamedTuple):
+    """The options of `forward` and `backward`."""
+
+    causal: bool = False
+    scale: float | None = None
+    window: tuple | None = None
+    softcap: float | None = None
+    mask: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    seed: torch.Tensor | int | None = None
+    first_query: int | None = None
+    first_key: int = 0
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+
+# ---- what is asked: the fields of Features that an option sets -------------------------------------------------------
+
+
+def window_fields(o):
+    if o.window is not None and (isinstance(o.window, int) or len(o.window) != 2):
+        raise ValueError(f"window must be None or a pair (left, right); got {o.window!r}. (W - 1, 0) are W keys.")
+    left, right = (None if limit == -1 else limit for limit in o.window or (None, None))
+    return {"left": left, "right": 0 if o.causal else right}
+
+
+def mask_fields(o, q, k):
+    if o.mask is None:
+        return {}
+    (B, H, Nq, _), Nk = q.shape, k.shape[2]
+    kind = "seen" if o.mask.dtype == torch.bool else "added"
+    return {kind: 1, "mask_strides": o.mask.expand(B, H, Nq, Nk).stride()}
+
+
+def alibi_fields(record, o, sequences, H):
+    if o.alibi_slopes is None:
+        return {}
+    slopes = record.derive(lambda slopes: slopes.float().contiguous(), o.alibi_slopes)
+    return {"slopes": slopes, "slope_strides": slopes.expand(sequences, H).stride()}
+
+
+def dropout_fields(record, o, device):
+    if not o.dropout_p:
+        return {}
+    if isinstance(o.seed, torch.Tensor):
+        seed = record.derive(lambda seed: seed.to(device), o.seed)
+    else:
+        seed = record.new((1,), fill=o.seed, dtype=torch.int64)
+    threshold = max(1, round(256 * (1 - o.dropout_p))) if o.dropout_p < 1 else 0
+    return {"seed": seed, "threshold": threshold, "kept_scale": 256 / threshold if threshold else 0.0}
+
+
+def packed_fields(record, o):
+    if o.cu_seqlens_q is None:
+        return {}
+    starts = [record.derive(torch.Tensor.contiguous, x) for x in (o.cu_seqlens_q, o.cu_seqlens_k)]
+    return {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+
+
+def prepare(record, q, k, options):
     """(sequences, Nq, Nk, features), as the kernels take them, from the options of `forward`."""
+    o = Options(**options)
     (B, H, Nq, D), Nk = q.shape, k.shape[2]
-    if window is not None and (isinstance(window, int) or len(window) != 2):
-        raise ValueError(f"window must be None or a pair (left, right); got {window!r}. (W - 1, 0) are W keys.")
-    left, right = (None if limit == -1 else limit for limit in window or (None, None))
-    f = {"scale": D**-0.5 if scale is None else scale, "left": left, "right": 0 if causal else right}
-    f |= {"first_query": first_query, "first_key": first_key, "ieee": 1 if products(q) == "ieee" else None}
+    if o.cu_seqlens_q is not None:
+        B, Nq, Nk = len(o.cu_seqlens_q) - 1, o.max_seqlen_q, o.max_seqlen_k
+    f = Features(
+        scale=D**-0.5 if o.scale is None else o.scale,
+        softcap=o.softcap or None,
+        first_query=o.first_query,
+        first_key=o.first_key,
+        **window_fields(o),
+        **mask_fields(o, q, k),
+        **packed_fields(record, o),
+        **alibi_fields(record, o, B, H),
+        **dropout_fields(record, o, q.device),
+    )
+    return B, Nq, Nk, f._replace(policy=policy_of(q, f))
+
+
+# ---- how the kernels go about it -------------------------------------------------------------------------------------
+
+
+def policy_of(q, f):
+    """The policy for these features, if tiles are read by pointers."""
     assembly = not triton.knobs.runtime.interpret  # The interpreter has no inline assembly.
-    if softcap:
-        f |= {"softcap": softcap, "approximate": 1 if assembly and q.dtype != torch.float32 else None}
-    if mask is not None:
-        f |= {"seen" if mask.dtype == torch.bool else "added": 1, "mask_strides": mask.expand(B, H, Nq, Nk).stride()}
-        f["heads_first"] = 1 if f["mask_strides"][1] == 0 else None
-        f["queries_alike"] = 1 if f["mask_strides"][2] == 0 else None
-        f["in_fours"] = 1 if assembly and f.get("seen") and not f["queries_alike"] else None
-    if cu_seqlens_q is not None:
-        starts = [record.derive(torch.Tensor.contiguous, x) for x in (cu_seqlens_q, cu_seqlens_k)]
-        f |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
-        B, Nq, Nk = len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k
-    if alibi_slopes is not None:
-        slopes = record.derive(lambda slopes: slopes.float().contiguous(), alibi_slopes)
-        f |= {"slopes": slopes, "slope_strides": slopes.expand(B, H).stride()}
-    if dropout_p:
-        t = max(1, round(256 * (1 - dropout_p))) if dropout_p < 1 else 0
-        if isinstance(seed, torch.Tensor):
-            device = q.device
-            seed = record.derive(lambda seed: seed.to(device), seed)
-        else:
-            seed = record.new((1,), fill=seed, dtype=torch.int64)
-        f |= {"seed": seed, "threshold": t, "kept_scale": 256 / t if t else 0.0}
-        f["aligned"] = 1 if first_key % 16 == 0 else None
-    return B, Nq, Nk, Features(**f)
-
-
-def sizes(table, q, tile, f):
-    """The constants of a kernel; its tile is the `tile` asked for, or that of the table's first row that applies."""
-    D_pad = max(16, triton.next_power_of_2(q.shape[-1]))  # tiles are powers of two, and a tensor core takes 16 columns
-    in_positions = f.left is not None or f.slopes is not None or f.cu_seqlens_q is not None
-    rows = [
-        ("tma, mask by tma", f.mask_tma), ("tma, mask", f.mask_strides), ("tma, dropout", f.seed is not None),
-        ("tma, positions", in_positions), ("tma, no mask", not f.mask_strides), ("tma", True)
-    ] if f.tma else [(f"{products(q)}, mask", f.mask_strides), (products(q), True)]  # fmt: skip
-    kind = next(kind for kind, applies in rows if applies and kind in table)
-    Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else table[kind][max(64, D_pad)]
-    return {"D": q.shape[-1], "D_pad": D_pad, "Br": Br, "Bc": Bc, "num_warps": num_warps, "num_stages": num_stages}
+    alike = f.mask_strides is not None and f.mask_strides[2] == 0
+    holds = {
+        "ieee": products(q) == "ieee",
+        "approximate": f.softcap is not None and assembly and q.dtype != torch.float32,
+        "heads_first": f.mask_strides is not None and f.mask_strides[1] == 0,
+        "queries_alike": alike,
+        "in_fours": f.seen is not None and assembly and not alike,
+        "aligned": f.seed is not None and f.first_key % 16 == 0,
+    }
+    return Policy(**{name: 1 if value else None for name, value in holds.items()})
 
 
 def with_tma(f, tensors, mask):
@@ -110,11 +169,35 @@ def with_tma(f, tensors, mask):
     """
     if not can_copy(tensors):
         return f
-    f = f._replace(tma=1)
+    q, k = tensors[:2]
     packed = f.cu_seqlens_q is not None  # A sequence's first key may be any, and boxes begin at multiples of 16 bytes.
-    if mask is None or packed or f.queries_alike or mask.shape[-2:] != (tensors[0].shape[2], tensors[1].shape[2]):
-        return f
-    return f._replace(mask_tma=1 if mask.stride(-1) == 1 and is_aligned(four_dimensions(mask)) else None)
+    whole = mask is not None and not f.policy.queries_alike and mask.shape[-2:] == (q.shape[2], k.shape[2])
+    mask_too = whole and not packed and mask.stride(-1) == 1 and is_aligned(four_dimensions(mask))
+    return f._replace(policy=f.policy._replace(tma=1, mask_tma=1 if mask_too else None))
+
+
+def kinds(q, f):
+    """The rows of a table of tiles that apply, the most special one first."""
+    if not f.policy.tma:
+        yield f"{products(q)}, mask", f.mask_strides
+        yield products(q), True
+        return
+    yield "tma, mask by tma", f.policy.mask_tma
+    yield "tma, mask", f.mask_strides
+    yield "tma, dropout", f.seed is not None
+    yield "tma, positions", f.left is not None or f.slopes is not None or f.cu_seqlens_q is not None
+    yield "tma, no mask", not f.mask_strides
+    yield "tma", True
+
+
+def sizes(table, q, tile, f):
+    """The constants of a kernel; its tile is the `tile` asked for, or that of the table's first row that applies."""
+    D_pad = max(16, triton.next_power_of_2(q.shape[-1]))  # tiles are powers of two, and a tensor core takes 16 columns
+    for kind, applies in kinds(q, f):
+        if applies and kind in table:
+            break
+    Br, Bc, num_warps, num_stages = (*tile, 4, 1) if tile else table[kind][max(64, D_pad)]
+    return {"D": q.shape[-1], "D_pad": D_pad, "Br": Br, "Bc": Bc, "num_warps": num_warps, "num_stages": num_stages}
 
 
 def four_dimensions(mask):
@@ -123,7 +206,7 @@ def four_dimensions(mask):
 
 def boxes(f, *tensors_and_rows, D_pad):
     """For each (tensor, rows) a descriptor whose boxes have so many rows, if the copy engine reads the tensors."""
-    return [describe(x, rows, D_pad) if f.tma else None for x, rows in tensors_and_rows]
+    return [describe(x, rows, D_pad) if f.policy.tma else None for x, rows in tensors_and_rows]
 
 
 def tiled(record, mask, f, Br, Bc):
@@ -132,7 +215,7 @@ def tiled(record, mask, f, Br, Bc):
         return None
     if mask.dtype == torch.bool:
         mask = record.derive(lambda mask: mask.view(torch.int8), mask)
-    return describe(record.derive(four_dimensions, mask), Br, Bc) if f.mask_tma else mask
+    return describe(record.derive(four_dimensions, mask), Br, Bc) if f.policy.mask_tma else mask
 
 
 @replayed
@@ -156,11 +239,12 @@ def forward(record, q, k, v, *, out=None, lse=None, tile=None, **options):
     """
     if out is not None and record.negated(out, lse):
         raise ValueError("out and lse are changed in place: give and keep out.resolve_neg() and lse.resolve_neg().")
-    sequences, Nq, Nk, f = prepare(record, q, k, **options)
+    sequences, Nq, Nk, f = prepare(record, q, k, options)
     mask = options.get("mask")
-    H, Hk, packed, carried = q.shape[1], k.shape[1], f.cu_seqlens_q is not None, out is not None
+    H, Hk = q.shape[1], k.shape[1]
+    carried = out is not None
     if not carried:
-        out = record.new(q.shape, like=q, fill=0 if packed else None)
+        out = record.new(q.shape, like=q, fill=None if f.cu_seqlens_q is None else 0)
         lse = record.new(q.shape[:3], fill=-torch.inf)
     f = with_tma(f, (q, k, v), mask)
     how = sizes(TILES, q, tile, f)
@@ -179,58 +263,64 @@ def backward(record, dout, q, k, v, out, lse, *, tile=None, mask_gradient=False,
 
     out and lse may be those of more keys than k and v: dq is then the part that comes from these keys.
     """
-    sequences, Nq, Nk, f = prepare(record, q, k, **options)
-    (B, H), Hk, packed = q.shape[:2], k.shape[1], f.cu_seqlens_q is not None
+    sequences, Nq, Nk, f = prepare(record, q, k, options)
+    mask = options.get("mask")
+    (B, H), Hk = q.shape[:2], k.shape[1]
+    group = H // Hk
+    packed = f.cu_seqlens_q is not None
     dq, dk, dv = (record.new(x.shape, like=x, fill=0 if packed else None) for x in (q, k, v))
     # Each row of lse_2 and delta, and in it each sequence, begins at a multiple of 16 bytes.
     stride = 4 * (triton.cdiv(q.shape[2], 4) + (sequences if packed else 0))
     lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
-    tensors, lse = (dout, q, k, v), record.derive(torch.Tensor.contiguous, lse)
-    strides, group, mask = [strides_of(x) for x in tensors], H // Hk, options.get("mask")
+    lse = record.derive(torch.Tensor.contiguous, lse)
+    inputs = Inputs(dout, q, k, v, lse_2, delta)
+    strides = Strides(*map(strides_of, (dout, q, k, v)))
 
     how = sizes(QUERIES_TILES, q, tile, f)
     record.launch(
         delta_kernel, sequences * H * triton.cdiv(Nq, 64),
-        dout, out, lse, lse_2, delta, strides[0], strides_of(out), stride, H, Nq, Nk, q.shape[2], f,
+        dout, out, lse, lse_2, delta, strides.dout, strides_of(out), stride, H, Nq, Nk, q.shape[2], f,
         D=how["D"], D_pad=how["D_pad"], Br=64,
     )  # fmt: skip
     if mask_gradient:
-        dmask = gradient_of_mask(record, mask, tensors, lse_2, delta, strides, sequences, Nq, Nk, f, how)
+        dmask = gradient_of_mask(record, mask, inputs, strides, sequences, Nq, Nk, f, how)
     f = with_tma(f, (q, k, v, dout), mask)
     how = sizes(KEYS_TILES, q, tile, f)
     Br, Bc, D_pad = how["Br"], how["Bc"], how["D_pad"]
-    numbers = [describe_numbers(x, stride if packed else Nq, Br) if f.tma else None for x in (lse_2, delta)]
+    numbers = [describe_numbers(x, stride if packed else Nq, Br) if f.policy.tma else None for x in (lse_2, delta)]
     record.launch(
-        keys_kernel, sequences * Hk * triton.cdiv(Nk, Bc), *tensors, lse_2, delta,
-        *boxes(f, (dout, Br), (q, Br), D_pad=D_pad), *numbers, tiled(record, mask, f, Br, Bc),
-        dk, dv, *strides, strides_of(dk), stride, Hk, group, Nq, Nk, f, **how,
+        keys_kernel, sequences * Hk * triton.cdiv(Nk, Bc),
+        inputs, *boxes(f, (dout, Br), (q, Br), D_pad=D_pad), *numbers, tiled(record, mask, f, Br, Bc), dk, dv,
+        strides, strides_of(dk), stride, Hk, group, Nq, Nk, f, **how,
     )  # fmt: skip
     how = sizes(QUERIES_TILES, q, tile, f)
     Br, Bc = how["Br"], how["Bc"]
     record.launch(
-        queries_kernel, sequences * H * triton.cdiv(Nq, Br), *tensors, lse_2, delta,
-        *boxes(f, (dout, Br), (q, Br), (k, Bc), (v, Bc), D_pad=D_pad), tiled(record, mask, f, Br, Bc),
-        dq, *strides, strides_of(dq), stride, H, group, Nq, Nk, f, **how,
+        queries_kernel, sequences * H * triton.cdiv(Nq, Br),
+        inputs, *boxes(f, (dout, Br), (q, Br), (k, Bc), (v, Bc), D_pad=D_pad), tiled(record, mask, f, Br, Bc), dq,
+        strides, strides_of(dq), stride, H, group, Nq, Nk, f, **how,
     )  # fmt: skip
     return (dq, dk, dv, dmask) if mask_gradient else (dq, dk, dv)
 
 
-def gradient_of_mask(record, mask, tensors, lse_2, delta, strides, sequences, Nq, Nk, f, how):
+def gradient_of_mask(record, mask, inputs, strides, sequences, Nq, Nk, f, how):
     """dmask like the mask: dS, summed over what the mask was broadcast over."""
-    dout, q, k, v = tensors
-    (B, H), packed, group = q.shape[:2], f.cu_seqlens_q is not None, q.shape[1] // k.shape[1]
+    q, k = inputs.q, inputs.k
+    (B, H), group = q.shape[:2], q.shape[1] // k.shape[1]
+    packed = f.cu_seqlens_q is not None
     shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     # One number for all queries and keys is summed over the queries in the kernel, and over the keys after it.
     columns = k.shape[2] if shape[2:] == (1, 1) else shape[3]
     dmask = record.new((*shape[:3], columns), fill=0)
     over_queries, over_keys = shape[2] == 1, columns == 1
-    batches, heads = sequences if shape[0] == 1 and not packed else 1, H if shape[1] == 1 else 1
+    batches = sequences if shape[0] == 1 and not packed else 1
+    heads = H if shape[1] == 1 else 1
     tiles_q = 1 if over_queries else triton.cdiv(Nq, how["Br"])
     tiles_k = 1 if over_keys else triton.cdiv(Nk, how["Bc"])
     dmask_strides = dmask.expand(B, H, q.shape[2], k.shape[2]).stride()
     record.launch(
         mask_kernel, sequences // batches * (H // heads) * tiles_q * tiles_k,
-        *tensors, lse_2, delta, tiled(record, mask, f, 0, 0), dmask, *strides, dmask_strides, lse_2.shape[1],
+        inputs, tiled(record, mask, f, 0, 0), dmask, strides, dmask_strides, inputs.delta.shape[1],
         H, group, Nq, Nk, f, batches, heads, OVER_QUERIES=over_queries, OVER_KEYS=over_keys, **how,
     )  # fmt: skip
     if columns != shape[3]:

@@ -7,14 +7,30 @@
     queries_kernel   owns Br queries, for dQ                                         dX = P (dP - delta) derivative
     mask_kernel      owns a tile of an additive mask, and sums dS = P (dP - delta) over all that the tile was added to
 
-features.py says what a feature does, tiles.py how tiles are read and written. Nothing is added by atomics, so results
-are equal to the bit from run to run. Sources: FlashAttention-2, Algorithms 1 and 2. Needs torch and Triton only.
+features.py says what a feature does, tiles.py how tiles are read and written. i is the first query of a tile, and j its
+first key. A kernel has more parameters than a function: a number that must not be compiled into it, and a descriptor,
+each has to be one of its own. Nothing is added by atomics, so results are equal to the bit from run to run. Sources:
+FlashAttention-2, Algorithms 1 and 2. Needs torch and Triton only.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from .features import LN_2, LOG2_E, SWALLOWS, find_head, find_sequence, jump, kept, load_mask, scores, tile_ranges
+from .features import (
+    LN_2,
+    LOG2_E,
+    SWALLOWS,
+    Tile,
+    find_head,
+    find_sequence,
+    jump,
+    kept,
+    load_mask,
+    scores,
+    tile_ranges,
+)
 from .tiles import (
     load_numbers,
     load_rows,
@@ -29,6 +45,35 @@ from .tiles import (
 LENGTHS = ["H", "Hk", "Nq", "Nk", "total_q", "stride"]
 
 
+class Inputs(NamedTuple):
+    """What a kernel of the backward reads, beside a mask."""
+
+    dout: Any
+    q: Any
+    k: Any
+    v: Any
+    lse_2: Any  # and delta: made by delta_kernel
+    delta: Any
+
+
+class Strides(NamedTuple):
+    """Of batch, head and row."""
+
+    dout: Any
+    q: Any
+    k: Any
+    v: Any
+
+
+class Queries(NamedTuple):
+    """What the backward reads of queries: all of it as Rows, or of one tile (Br, D), and (Br,) for lse_2 and delta."""
+
+    Q: Any
+    dO: Any
+    lse_2: Any
+    delta: Any
+
+
 @triton.jit
 def find_tile(tiles, heads, f):
     """(n, s, h): this program owns tile n of head h of sequence s.
@@ -37,7 +82,7 @@ def find_tile(tiles, heads, f):
     heads, if they share a mask there, which is larger than K and V.
     """
     program = tl.program_id(0)
-    if f.heads_first is None:
+    if f.policy.heads_first is None:
         return program % tiles, program // tiles // heads, program // tiles % heads
     else:
         return program // heads % tiles, program // (heads * tiles), program % heads
@@ -58,27 +103,30 @@ def is_swallowed(x):
 
 
 @triton.jit
-def visit_keys(m, l, O, Q_i, K, V, hk, i, ranges, f, seq, head, MASKED: tl.constexpr):
-    row, column = tl.arange(0, Q_i.shape[0])[:, None], tl.arange(0, K.row.shape[0])[None, :]
-    first, last = ranges.whole, ranges.full
-    if MASKED:
-        first, last = ranges.begin, ranges.end
+def visit_keys(m, l, O, Q_i, K, V, i, ranges, f, seq, head, MASKED: tl.constexpr):
+    row = tl.arange(0, Q_i.shape[0])[:, None]
+    column = tl.arange(0, K.row.shape[0])[None, :]
+    first = ranges.begin if MASKED else ranges.whole
+    last = ranges.end if MASKED else ranges.full
     for n in range(first, last, K.row.shape[0]):
         j = jump(n, ranges, f.left) if MASKED else n
-        K_j, V_j = load_tile(K, hk, j, f, MASKED), load_tile(V, hk, j, f, MASKED)  # (Bc, D)
-        M = load_mask(i, j, row, column, f, seq, head, MASKED) if f.mask_tma is None else 0
+        tile = Tile(i, j, row, column)
+        K_j = load_tile(K, head.hk, j, f, MASKED)  # (Bc, D)
+        V_j = load_tile(V, head.hk, j, f, MASKED)
+        M = load_mask(tile, f, seq, head, MASKED) if f.policy.mask_tma is None else 0
         X = product(Q_i, tl.trans(K_j), f)  # (Br, Bc)
-        if f.mask_tma is not None:  # It lies in shared memory already, and takes no registers during the product.
-            M = load_mask(i, j, row, column, f, seq, head, MASKED)
-        S, _ = scores(X, M, i, j, row, column, f, seq, head, MASKED)
+        if f.policy.mask_tma is not None:  # It lies in shared memory, and takes no registers during the product.
+            M = load_mask(tile, f, seq, head, MASKED)
+        S, _ = scores(X, M, tile, f, seq, head, MASKED)
         m_new = tl.maximum(m, tl.max(S, 1))
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
         factor, shift = factor_and_shift(finite, seq.c)
         alpha = tl.exp2((m - finite) * factor)
         P = tl.exp2(S * factor[:, None] - shift[:, None])
-        m, l = m_new, alpha * l + tl.sum(P, 1)
+        m = m_new
+        l = alpha * l + tl.sum(P, 1)
         if f.seed is not None:  # after the sum, which dropout does not change
-            P = tl.where(kept(i, j, row, column, f, seq, head), P, 0.0)
+            P = tl.where(kept(tile, f, seq, head), P, 0.0)
         O = product(P.to(V_j.dtype), V_j, f, O * alpha[:, None])
     return m, l, O
 
@@ -86,9 +134,11 @@ def visit_keys(m, l, O, Q_i, K, V, hk, i, ranges, f, seq, head, MASKED: tl.const
 @triton.jit
 def carried_state(lse, O, f, seq):
     """(m, l, O) after the keys of earlier calls: they count as one key, of score lse and value O."""
-    m, l = lse * (LOG2_E / seq.c), tl.full(lse.shape, 1.0, tl.float32)
+    m = lse * (LOG2_E / seq.c)
+    l = tl.full(lse.shape, 1.0, tl.float32)
     if f.added is not None:
-        m, l = tl.where(is_swallowed(lse), SWALLOWS, m), tl.where(is_swallowed(lse), lse / SWALLOWS, l)
+        m = tl.where(is_swallowed(lse), SWALLOWS, m)
+        l = tl.where(is_swallowed(lse), lse / SWALLOWS, l)
     if f.seed is not None:
         O = O * (f.threshold / 256)
     return m, l, O * l[:, None]
@@ -110,18 +160,20 @@ def forward_kernel(
     K = open_rows(k, k_box, k_strides, seq.keys, Bc, D, D_pad)
     V = open_rows(v, v_box, v_strides, seq.keys, Bc, D, D_pad)
     out = open_rows(out, None, out_strides, seq.queries, Br, D, D_pad)
-    head = find_head(h, mask, f, seq)
+    head = find_head(h, hk, mask, f, seq)
 
     Q_i = load_rows(open_rows(q, None, q_strides, seq.queries, Br, D, D_pad), h, i)  # (Br, D)
-    row = i + tl.arange(0, Br)
+    query = i + tl.arange(0, Br)
     lse += (seq.queries.b.to(tl.int64) * H + h) * total_q + seq.queries.start
     m = tl.full((Br,), float("-inf"), tl.float32)
-    l, O = tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
+    l = tl.zeros((Br,), tl.float32)
+    O = tl.zeros((Br, D_pad), tl.float32)
     if CARRIED:
-        m, l, O = carried_state(tl.load(lse + row, mask=row < seq.queries.N, other=0.0), load_rows(out, h, i), f, seq)
+        lse_i = tl.load(lse + query, mask=query < seq.queries.N, other=0.0)
+        m, l, O = carried_state(lse_i, load_rows(out, h, i), f, seq)
     ranges = tile_ranges(i, seq.shift, f.left, f.right, seq.keys.N, False, Br, Bc)
-    m, l, O = visit_keys(m, l, O, Q_i, K, V, hk, i, ranges, f, seq, head, False)
-    m, l, O = visit_keys(m, l, O, Q_i, K, V, hk, i, ranges, f, seq, head, True)
+    m, l, O = visit_keys(m, l, O, Q_i, K, V, i, ranges, f, seq, head, False)
+    m, l, O = visit_keys(m, l, O, Q_i, K, V, i, ranges, f, seq, head, True)
 
     l = tl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
     O = O / l[:, None]
@@ -131,7 +183,7 @@ def forward_kernel(
     if f.added is not None:  # Beside a number as large as SWALLOWS log l would be lost, so it becomes a factor.
         lse_i = tl.where(is_swallowed(m), SWALLOWS * l, lse_i)
     store_rows(out, O, h, i)
-    tl.store(lse + row, lse_i, mask=row < seq.queries.N)
+    tl.store(lse + query, lse_i, mask=query < seq.queries.N)
 
 
 @triton.jit
@@ -146,10 +198,10 @@ def in_base_2(lse, f):
 
 
 @triton.jit
-def tile_gradients(X, dP, M, lse_2, delta, i, j, row, column, f, seq, head, MASKED: tl.constexpr):
+def tile_gradients(X, dP, M, lse_2, delta, tile, f, seq, head, MASKED: tl.constexpr):
     """(P after dropout, dS, dX) of one tile, from X and from dP, the gradient of that P; all may be transposed."""
     factor = seq.c
-    S, derivative = scores(X, M, i, j, row, column, f, seq, head, MASKED)
+    S, derivative = scores(X, M, tile, f, seq, head, MASKED)
     if f.added is not None:  # Where lse_2 = SWALLOWS l, P is 1 / l. 2^-126 turns SWALLOWS into 0, and leaves -inf.
         factor = tl.where(is_swallowed(lse_2), 1.1754944e-38, factor)
         lse_2 = tl.where(is_swallowed(lse_2), tl.log2(tl.maximum(lse_2 / SWALLOWS, 1.0)), lse_2)
@@ -157,8 +209,9 @@ def tile_gradients(X, dP, M, lse_2, delta, i, j, row, column, f, seq, head, MASK
     P = tl.exp2(tl.minimum(S * factor - lse_2, 0.0))
     P_kept = P
     if f.seed is not None:
-        keep = kept(i, j, row, column, f, seq, head)
-        P_kept, dP = tl.where(keep, P, 0.0), tl.where(keep, dP * f.kept_scale, 0.0)
+        keep = kept(tile, f, seq, head)
+        P_kept = tl.where(keep, P, 0.0)
+        dP = tl.where(keep, dP * f.kept_scale, 0.0)
     dS = P * (dP - delta)
     return P_kept, dS, dS * derivative
 
@@ -173,39 +226,42 @@ def delta_kernel(
     seq = find_sequence(s, Nq, Nk, f)
     dO = load_rows(open_rows(dout, None, dout_strides, seq.queries, Br, D, D_pad), h, i)
     O = load_rows(open_rows(out, None, out_strides, seq.queries, Br, D, D_pad), h, i)
-    row, head, exists = i + tl.arange(0, Br), seq.queries.b.to(tl.int64) * H + h, i + tl.arange(0, Br) < seq.queries.N
-    lse_i = tl.load(lse + head * total_q + seq.queries.start + row, mask=exists, other=0.0)
-    delta, lse_2 = open_numbers(delta, None, stride, H, seq, Br, f), open_numbers(lse_2, None, stride, H, seq, Br, f)
+    query = i + tl.arange(0, Br)
+    batch_and_head = seq.queries.b.to(tl.int64) * H + h
+    exists = query < seq.queries.N
+    lse_i = tl.load(lse + batch_and_head * total_q + seq.queries.start + query, mask=exists, other=0.0)
+    delta = open_numbers(delta, None, stride, H, seq, Br, f)
+    lse_2 = open_numbers(lse_2, None, stride, H, seq, Br, f)
     # A row lies in several lanes. Each of them adds up the whole row and stores the sum. The sums are equal to the bit
     # if all products are rounded, as in fma(x, y, 0). With dO * O the compiler would fuse a lane's own products, and no
     # others, into the additions.
     products = tl.fma(dO.to(tl.float32), O.to(tl.float32), 0.0)
-    tl.store(delta.x + head * stride + row, tl.sum(products, 1), mask=exists)
-    tl.store(lse_2.x + head * stride + row, in_base_2(lse_i, f), mask=exists)
+    tl.store(delta.x + batch_and_head * stride + query, tl.sum(products, 1), mask=exists)
+    tl.store(lse_2.x + batch_and_head * stride + query, in_base_2(lse_i, f), mask=exists)
 
 
 @triton.jit
-def visit_queries(dK, dV, K_j, V_j, Q, dO, lse_2, delta, j, ranges, f, seq, head, MASKED: tl.constexpr):
+def visit_queries(dK, dV, K_j, V_j, queries, j, ranges, f, seq, head, MASKED: tl.constexpr):
     """(dK, dV) with a range of queries added.
 
     Every tile is computed transposed, with a row for each key and a column for each query, because P^T and dX^T are the
     left factors of the products for dV and dK.
     """
-    row, column = tl.arange(0, Q.row.shape[0])[None, :], tl.arange(0, K_j.shape[0])[:, None]
-    first, last = ranges.whole, ranges.full
-    if MASKED:
-        first, last = ranges.begin, ranges.end
-    for n in range(first, last, Q.row.shape[0]):
+    row = tl.arange(0, queries.Q.row.shape[0])[None, :]
+    column = tl.arange(0, K_j.shape[0])[:, None]
+    first = ranges.begin if MASKED else ranges.whole
+    last = ranges.end if MASKED else ranges.full
+    for n in range(first, last, queries.Q.row.shape[0]):
         i = jump(n, ranges, f.right) if MASKED else n
-        Q_i = load_tile(Q, head.h, i, f, MASKED)  # (Br, D)
-        dO_i = load_tile(dO, head.h, i, f, MASKED)  # beyond Nq it is 0, and adds nothing
-        lse_i, delta_i = load_numbers(lse_2, head.h, i, f, MASKED), load_numbers(delta, head.h, i, f, MASKED)  # (Br,)
-        M_T = load_mask(i, j, row, column, f, seq, head, MASKED)
+        tile = Tile(i, j, row, column)
+        Q_i = load_tile(queries.Q, head.h, i, f, MASKED)  # (Br, D)
+        dO_i = load_tile(queries.dO, head.h, i, f, MASKED)  # beyond Nq it is 0, and adds nothing
+        lse_i = load_numbers(queries.lse_2, head.h, i, f, MASKED)  # (Br,)
+        delta_i = load_numbers(queries.delta, head.h, i, f, MASKED)
+        M_T = load_mask(tile, f, seq, head, MASKED)
         X_T = product(K_j, tl.trans(Q_i), f)  # (Bc, Br)
         dP_T = product(V_j, tl.trans(dO_i), f)  # (Bc, Br)
-        P_T, _, dX_T = tile_gradients(
-            X_T, dP_T, M_T, lse_i[None, :], delta_i[None, :], i, j, row, column, f, seq, head, MASKED
-        )
+        P_T, _, dX_T = tile_gradients(X_T, dP_T, M_T, lse_i[None, :], delta_i[None, :], tile, f, seq, head, MASKED)
         dV = product(P_T.to(dO_i.dtype), dO_i, f, dV)
         dK = product(dX_T.to(Q_i.dtype), Q_i, f, dK)
     return dK, dV
@@ -213,31 +269,33 @@ def visit_queries(dK, dV, K_j, V_j, Q, dO, lse_2, delta, j, ranges, f, seq, head
 
 @triton.jit(do_not_specialize=LENGTHS)
 def keys_kernel(
-    dout, q, k, v, lse_2, delta, dout_box, q_box, lse_box, delta_box, mask, dk, dv,
-    dout_strides, q_strides, k_strides, v_strides, dk_strides, stride, Hk, group, Nq, Nk, f,
+    inputs, dout_box, q_box, lse_box, delta_box, mask, dk, dv, strides, dk_strides, stride, Hk, group, Nq, Nk, f,
     D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
     n, s, hk = find_tile(tl.cdiv(Nk, Bc), Hk, f)
-    j, H = n * Bc, Hk * group  # The first keys start first: when causal, most queries see them.
+    j = n * Bc  # The first keys start first: when causal, most queries see them.
+    H = Hk * group
     seq = find_sequence(s, Nq, Nk, f)
     if f.cu_seqlens_q is not None:
         if j >= seq.keys.N:
             return
-    dO = open_rows(dout, dout_box, dout_strides, seq.queries, Br, D, D_pad)
-    Q = open_rows(q, q_box, q_strides, seq.queries, Br, D, D_pad)
-    K_j = load_rows(open_rows(k, None, k_strides, seq.keys, Bc, D, D_pad), hk, j)  # (Bc, D)
-    V_j = load_rows(open_rows(v, None, v_strides, seq.keys, Bc, D, D_pad), hk, j)
-    lse_2 = open_numbers(lse_2, lse_box, stride, H, seq, Br, f)
-    delta = open_numbers(delta, delta_box, stride, H, seq, Br, f)
-    dK, dV = tl.zeros((Bc, D_pad), tl.float32), tl.zeros((Bc, D_pad), tl.float32)
+    dO = open_rows(inputs.dout, dout_box, strides.dout, seq.queries, Br, D, D_pad)
+    Q = open_rows(inputs.q, q_box, strides.q, seq.queries, Br, D, D_pad)
+    K_j = load_rows(open_rows(inputs.k, None, strides.k, seq.keys, Bc, D, D_pad), hk, j)  # (Bc, D)
+    V_j = load_rows(open_rows(inputs.v, None, strides.v, seq.keys, Bc, D, D_pad), hk, j)
+    lse_2 = open_numbers(inputs.lse_2, lse_box, stride, H, seq, Br, f)
+    delta = open_numbers(inputs.delta, delta_box, stride, H, seq, Br, f)
+    queries = Queries(Q, dO, lse_2, delta)
+    dK = tl.zeros((Bc, D_pad), tl.float32)
+    dV = tl.zeros((Bc, D_pad), tl.float32)
     # Key j is seen by the queries from j - shift - right to j - shift + left. Those beyond Nq need no mask, because
     # they are 0. The ragged last tile of keys is masked for every query.
     end = tl.cdiv(seq.queries.N, Br) * Br if f.cu_seqlens_q is None else seq.queries.N
     ranges = tile_ranges(j, -seq.shift, f.right, f.left, end, j + Bc > seq.keys.N, Bc, Br)
     for g in range(0, group):  # the query heads that share this key head; with group = 1 Triton drops the loop
-        head = find_head(hk * group + g, mask, f, seq)
-        dK, dV = visit_queries(dK, dV, K_j, V_j, Q, dO, lse_2, delta, j, ranges, f, seq, head, True)
-        dK, dV = visit_queries(dK, dV, K_j, V_j, Q, dO, lse_2, delta, j, ranges, f, seq, head, False)
+        head = find_head(hk * group + g, hk, mask, f, seq)
+        dK, dV = visit_queries(dK, dV, K_j, V_j, queries, j, ranges, f, seq, head, True)
+        dK, dV = visit_queries(dK, dV, K_j, V_j, queries, j, ranges, f, seq, head, False)
     if f.seed is not None:
         dV = dV * f.kept_scale
     store_rows(open_rows(dk, None, dk_strides, seq.keys, Bc, D, D_pad), dK * f.scale, hk, j)
@@ -245,19 +303,21 @@ def keys_kernel(
 
 
 @triton.jit
-def add_keys(dQ, Q_i, dO_i, lse_i, delta_i, K, V, hk, i, ranges, f, seq, head, MASKED: tl.constexpr):
-    """dQ with a range of keys added."""
-    row, column = tl.arange(0, Q_i.shape[0])[:, None], tl.arange(0, K.row.shape[0])[None, :]
-    first, last = ranges.whole, ranges.full
-    if MASKED:
-        first, last = ranges.begin, ranges.end
+def add_keys(dQ, own, K, V, i, ranges, f, seq, head, MASKED: tl.constexpr):
+    """dQ of the queries `own` with a range of keys added."""
+    row = tl.arange(0, own.Q.shape[0])[:, None]
+    column = tl.arange(0, K.row.shape[0])[None, :]
+    first = ranges.begin if MASKED else ranges.whole
+    last = ranges.end if MASKED else ranges.full
     for n in range(first, last, K.row.shape[0]):
         j = jump(n, ranges, f.left) if MASKED else n
-        K_j, V_j = load_tile(K, hk, j, f, MASKED), load_tile(V, hk, j, f, MASKED)  # (Bc, D)
-        M = load_mask(i, j, row, column, f, seq, head, MASKED)
-        X = product(Q_i, tl.trans(K_j), f)  # (Br, Bc)
-        dP = product(dO_i, tl.trans(V_j), f)  # (Br, Bc)
-        _, _, dX = tile_gradients(X, dP, M, lse_i[:, None], delta_i[:, None], i, j, row, column, f, seq, head, MASKED)
+        tile = Tile(i, j, row, column)
+        K_j = load_tile(K, head.hk, j, f, MASKED)  # (Bc, D)
+        V_j = load_tile(V, head.hk, j, f, MASKED)
+        M = load_mask(tile, f, seq, head, MASKED)
+        X = product(own.Q, tl.trans(K_j), f)  # (Br, Bc)
+        dP = product(own.dO, tl.trans(V_j), f)  # (Br, Bc)
+        _, _, dX = tile_gradients(X, dP, M, own.lse_2[:, None], own.delta[:, None], tile, f, seq, head, MASKED)
         dQ = product(dX.to(K_j.dtype), K_j, f, dQ)
     return dQ
 
@@ -268,7 +328,8 @@ def load_left_factor(rows, h, first, f):
 
     It is slower for tiles that pointers loaded, and dropout's random numbers need the registers.
     """
-    if (f.tma is None) or (f.cu_seqlens_q is not None) or (f.seed is not None) or (rows.column.shape[1] != 128):
+    by_pointers = (f.policy.tma is None) or (f.cu_seqlens_q is not None)
+    if by_pointers or (f.seed is not None) or (rows.column.shape[1] != 128):
         return load_rows(rows, h, first)
     else:
         return load_tile(rows, h, first, f, False) + 0.0
@@ -276,8 +337,7 @@ def load_left_factor(rows, h, first, f):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def queries_kernel(
-    dout, q, k, v, lse_2, delta, dout_box, q_box, k_box, v_box, mask, dq,
-    dout_strides, q_strides, k_strides, v_strides, dq_strides, stride, H, group, Nq, Nk, f,
+    inputs, dout_box, q_box, k_box, v_box, mask, dq, strides, dq_strides, stride, H, group, Nq, Nk, f,
     D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
     n, s, h = find_tile(tl.cdiv(Nq, Br), H, f)
@@ -287,55 +347,84 @@ def queries_kernel(
     if f.cu_seqlens_q is not None:
         if i >= seq.queries.N:
             return
-    dO_i = load_left_factor(open_rows(dout, dout_box, dout_strides, seq.queries, Br, D, D_pad), h, i, f)
-    Q_i = load_left_factor(open_rows(q, q_box, q_strides, seq.queries, Br, D, D_pad), h, i, f)  # (Br, D)
-    K = open_rows(k, k_box, k_strides, seq.keys, Bc, D, D_pad)
-    V = open_rows(v, v_box, v_strides, seq.keys, Bc, D, D_pad)
-    lse_i = number_rows(open_numbers(lse_2, None, stride, H, seq, Br, f), h, i)  # (Br,)
-    delta_i = number_rows(open_numbers(delta, None, stride, H, seq, Br, f), h, i)
-    head, dQ = find_head(h, mask, f, seq), tl.zeros((Br, D_pad), tl.float32)
+    dO_i = load_left_factor(open_rows(inputs.dout, dout_box, strides.dout, seq.queries, Br, D, D_pad), h, i, f)
+    Q_i = load_left_factor(open_rows(inputs.q, q_box, strides.q, seq.queries, Br, D, D_pad), h, i, f)  # (Br, D)
+    K = open_rows(inputs.k, k_box, strides.k, seq.keys, Bc, D, D_pad)
+    V = open_rows(inputs.v, v_box, strides.v, seq.keys, Bc, D, D_pad)
+    lse_i = number_rows(open_numbers(inputs.lse_2, None, stride, H, seq, Br, f), h, i)  # (Br,)
+    delta_i = number_rows(open_numbers(inputs.delta, None, stride, H, seq, Br, f), h, i)
+    own = Queries(Q_i, dO_i, lse_i, delta_i)
+    head = find_head(h, hk, mask, f, seq)
+    dQ = tl.zeros((Br, D_pad), tl.float32)
     ranges = tile_ranges(i, seq.shift, f.left, f.right, seq.keys.N, False, Br, Bc)
-    dQ = add_keys(dQ, Q_i, dO_i, lse_i, delta_i, K, V, hk, i, ranges, f, seq, head, False)
-    dQ = add_keys(dQ, Q_i, dO_i, lse_i, delta_i, K, V, hk, i, ranges, f, seq, head, True)
+    dQ = add_keys(dQ, own, K, V, i, ranges, f, seq, head, False)
+    dQ = add_keys(dQ, own, K, V, i, ranges, f, seq, head, True)
     store_rows(open_rows(dq, None, dq_strides, seq.queries, Br, D, D_pad), dQ * f.scale, h, i)
+
+
+@triton.jit
+def tile_dS(inputs, strides, stride, H, h, hk, mask, tile, f, seq, D: tl.constexpr, D_pad: tl.constexpr):
+    """dS of one tile of scores, for which all that it needs is read by pointers."""
+    i, j, row, column = tile
+    Br: tl.constexpr = row.shape[0]
+    Bc: tl.constexpr = column.shape[1]
+    Q_i = load_rows(open_rows(inputs.q, None, strides.q, seq.queries, Br, D, D_pad), h, i)
+    dO_i = load_rows(open_rows(inputs.dout, None, strides.dout, seq.queries, Br, D, D_pad), h, i)
+    K_j = load_rows(open_rows(inputs.k, None, strides.k, seq.keys, Bc, D, D_pad), hk, j)
+    V_j = load_rows(open_rows(inputs.v, None, strides.v, seq.keys, Bc, D, D_pad), hk, j)
+    lse_i = number_rows(open_numbers(inputs.lse_2, None, stride, H, seq, Br, f), h, i)[:, None]
+    delta_i = number_rows(open_numbers(inputs.delta, None, stride, H, seq, Br, f), h, i)[:, None]
+    head = find_head(h, hk, mask, f, seq)
+    M = load_mask(tile, f, seq, head, True)
+    X = product(Q_i, tl.trans(K_j), f)  # (Br, Bc)
+    dP = product(dO_i, tl.trans(V_j), f)
+    _, dS, _ = tile_gradients(X, dP, M, lse_i, delta_i, tile, f, seq, head, True)
+    return dS
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def mask_kernel(
-    dout, q, k, v, lse_2, delta, mask, dmask, dout_strides, q_strides, k_strides, v_strides, dmask_strides, stride,
-    H, group, Nq, Nk, f, batches, heads,
+    inputs, mask, dmask, strides, dmask_strides, stride, H, group, Nq, Nk, f, batches, heads,
     OVER_QUERIES: tl.constexpr, OVER_KEYS: tl.constexpr,
     D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr
 ):
-    """dmask: dS, summed over the `batches`, the `heads`, and, if OVER_ them, the queries or keys of a mask's entry."""
-    tiles_q, tiles_k = 1 if OVER_QUERIES else tl.cdiv(Nq, Br), 1 if OVER_KEYS else tl.cdiv(Nk, Bc)
-    program, Hm = tl.program_id(0), H // heads
-    j0, i0, sh = program % tiles_k * Bc, program // tiles_k % tiles_q * Br, program // (tiles_k * tiles_q)
-    seq = find_sequence(sh // Hm, Nq, Nk, f)
-    visits_q = tl.cdiv(seq.queries.N, Br) if OVER_QUERIES else 1
-    visits_k = tl.cdiv(seq.keys.N, Bc) if OVER_KEYS else 1
-    row, column = tl.arange(0, Br)[:, None], tl.arange(0, Bc)[None, :]
+    """dmask: dS, summed over the `batches`, the `heads`, and, if OVER_ them, the queries or keys of a mask's entry.
+
+    A program owns one tile of the mask, and visits all tiles of scores that it was added to.
+    """
+    tiles_q = 1 if OVER_QUERIES else tl.cdiv(Nq, Br)
+    tiles_k = 1 if OVER_KEYS else tl.cdiv(Nk, Bc)
+    program = tl.program_id(0)
+    mask_heads = H // heads
+    own_j = program % tiles_k * Bc
+    own_i = program // tiles_k % tiles_q * Br
+    sequence_and_head = program // (tiles_k * tiles_q)
+    own_s = sequence_and_head // mask_heads
+    own = find_sequence(own_s, Nq, Nk, f)
+    visits_q = tl.cdiv(own.queries.N, Br) if OVER_QUERIES else 1
+    visits_k = tl.cdiv(own.keys.N, Bc) if OVER_KEYS else 1
+    row = tl.arange(0, Br)[:, None]
+    column = tl.arange(0, Bc)[None, :]
     dM = tl.zeros((Br, Bc), tl.float32)
-    for n in range(0, batches * heads * visits_q * visits_k):
-        i, j, bh = i0 + n // visits_k % visits_q * Br, j0 + n % visits_k * Bc, n // (visits_k * visits_q)
-        h, hk = sh % Hm + bh % heads, (sh % Hm + bh % heads) // group
-        visit = find_sequence(sh // Hm + bh // heads, Nq, Nk, f)
-        Q_i = load_rows(open_rows(q, None, q_strides, visit.queries, Br, D, D_pad), h, i)
-        dO_i = load_rows(open_rows(dout, None, dout_strides, visit.queries, Br, D, D_pad), h, i)
-        K_j = load_rows(open_rows(k, None, k_strides, visit.keys, Bc, D, D_pad), hk, j)
-        V_j = load_rows(open_rows(v, None, v_strides, visit.keys, Bc, D, D_pad), hk, j)
-        lse_i = number_rows(open_numbers(lse_2, None, stride, H, visit, Br, f), h, i)[:, None]
-        delta_i = number_rows(open_numbers(delta, None, stride, H, visit, Br, f), h, i)[:, None]
-        head = find_head(h, mask, f, visit)
-        M = load_mask(i, j, row, column, f, visit, head, True)
-        X = product(Q_i, tl.trans(K_j), f)  # (Br, Bc)
-        dP = product(dO_i, tl.trans(V_j), f)
-        dM += tile_gradients(X, dP, M, lse_i, delta_i, i, j, row, column, f, visit, head, True)[1]
+    visits = batches * heads * visits_q * visits_k
+    own_h = sequence_and_head % mask_heads
+    for n in range(0, visits):
+        i = own_i + n // visits_k % visits_q * Br
+        j = own_j + n % visits_k * Bc
+        batch_and_head = n // (visits_k * visits_q)
+        h = own_h + batch_and_head % heads
+        hk = h // group
+        seq = find_sequence(own_s + batch_and_head // heads, Nq, Nk, f)
+        tile = Tile(i, j, row, column)
+        dM += tile_dS(inputs, strides, stride, H, h, hk, mask, tile, f, seq, D, D_pad)
     if OVER_QUERIES:
-        dM, row = tl.sum(dM, 0, keep_dims=True), tl.zeros((1, 1), tl.int32)
+        dM = tl.sum(dM, 0, keep_dims=True)
+        row = tl.zeros((1, 1), tl.int32)
     if OVER_KEYS:
-        dM, column = tl.sum(dM, 1, keep_dims=True), tl.zeros((1, 1), tl.int32)
-    corner = seq.queries.b.to(tl.int64) * dmask_strides[0] + (sh % Hm).to(tl.int64) * dmask_strides[1]
-    query, key = tl.cast(seq.queries.start + i0, tl.int64) + row, tl.cast(seq.keys.start + j0, tl.int64) + column
-    exists = (row < seq.queries.N - i0) & (column < seq.keys.N - j0)
+        dM = tl.sum(dM, 1, keep_dims=True)
+        column = tl.zeros((1, 1), tl.int32)
+    corner = own.queries.b.to(tl.int64) * dmask_strides[0] + own_h.to(tl.int64) * dmask_strides[1]
+    query = tl.cast(own.queries.start + own_i, tl.int64) + row
+    key = tl.cast(own.keys.start + own_j, tl.int64) + column
+    exists = (row < own.queries.N - own_i) & (column < own.keys.N - own_j)
     tl.store(dmask + corner + query * dmask_strides[2] + key * dmask_strides[3], dM, mask=exists)

@@ -27,7 +27,7 @@ kernel: so a call reaches us before torch has chosen, on a CPU and on a GPU. Wha
     nn.MultiheadAttention with need_weights=True                  no call: it computes P as a matrix itself
     in a function that was compiled outside of the context        as compiled
 
-Needs operators.py, sdpa.py and the files that they name. Left out: sinks and the mask of T5 in transformers.
+Needs checked.py, sdpa.py and the files that they name. Left out: sinks and the mask of T5 in transformers.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from torch._functorch import config as compiling
 from torch.autograd import forward_ad
 
 from . import options
-from .operators import attention
+from .checked import attention
 from .sdpa import sdpa_of
 
 NAME = "steps_triton"

@@ -143,7 +143,7 @@ def taken_on(device):
     return taken(torch.cuda.get_device_capability(device) if on_gpu else None)
 
 
-def check_inputs(tensors, causal, scale, tile):
+def check_inputs(tensors):
     """Raises unless (("q", q), ("k", k), ("v", v)) fit to each other and to their GPU: no kernel may read elsewhere."""
     (_, q), (_, k), (_, v) = tensors
     dtypes, head_dims = taken_on(q.device)

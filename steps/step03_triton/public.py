@@ -1,27 +1,28 @@
 """The stage's public functions: `attention` of the rungs, which also takes the features.
 
-A call with a feature, or with few queries, goes to operators.py, whose kernels are those of flash.py and decode.py;
+A call with a feature, or with few queries, goes to checked.py, whose kernels are those of flash.py and decode.py;
 every other goes to the rungs. As for these, what the checks decide is kept for each layout of the tensors, in
 contract.Calls.
 """
 
 import inspect
-import numbers
 from functools import partial
+from numbers import Real
 
 import torch
 
 from steps import checks, contract, engine
 
-from . import decode, flash, operators, options
+from . import checked, decode, flash, operators, options
 
 
 def functions(rungs, supports):
     """(forward, backward, attention) as contract.py makes them from the rungs, which also take the features."""
     plain = contract.entry_points(rungs, supports)
     forwards = contract.Calls(partial(checked_forward, rungs, supports))
-    whole = operators.functions(forwards, contract.Calls(partial(checked_backward, supports)))
-    return [with_features(*pair, supports) for pair in zip(plain, whole, strict=True)]
+    whole = checked.Functions(forwards, contract.Calls(partial(checked_backward, supports)))
+    pairs = zip(plain, (whole.forward, whole.backward, whole.attention), strict=True)
+    return [with_features(*pair, supports) for pair in pairs]
 
 
 def with_features(plain, whole, supports):
@@ -36,7 +37,7 @@ def with_features(plain, whole, supports):
         if not arguments.keys() <= known:
             checks.refuse(supports["stage"], plain.__name__, [name for name in arguments if name not in known])
         if more.keys() & arguments.keys():
-            given = [name for name in more if is_given(arguments.get(name), more[name])]
+            given = [name for name, x in arguments.items() if name in more and is_given(x, more[name])]
             if given and rung is not None:
                 raise ValueError(f"the rungs have no {given[0]}; got rung={rung!r}. Leave rung out.")
             if given:
@@ -55,7 +56,7 @@ def with_features(plain, whole, supports):
 
 def is_given(value, default):
     """Whether an option of this default asks for something."""
-    return value is not None and not (isinstance(value, numbers.Real) and value == default)
+    return value is not None and not (isinstance(value, Real) and value == default)
 
 
 def has_few_queries(supports, q=None, k=None, *, tile=None, **_):
@@ -69,11 +70,10 @@ def has_few_queries(supports, q=None, k=None, *, tile=None, **_):
     return not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
 
 
-def checked_forward(rungs, supports, q, k, v, out, lse, *tensors, causal, scale, tile, deterministic=False, **others):
+def checked_forward(rungs, supports, q, k, v, out, lse, *tensors, **given):
     """A function of these tensors that computes (out, lse), after all checks."""
-    checks.check_flag("deterministic", deterministic)
-    f = read(supports, q, k, v, tensors, causal, scale, tile, others)
-    operators.check_state(q, out, lse, f)
+    given = checked_by_stage(supports, q, k, v, tensors, given)
+    f = checked.read_forward(q, k, v, out, lse, given)
     if q.numel() == 0 or k.numel() == 0:
         return no_key if out is None else unchanged
     kernel, names = operators.launcher(q, k, f, out is not None)
@@ -83,29 +83,23 @@ def checked_forward(rungs, supports, q, k, v, out, lse, *tensors, causal, scale,
     return with_values_checked(call, f, q)
 
 
-def checked_backward(
-    supports, dout, q, k, v, out, lse, *tensors, causal, scale, tile, deterministic, mask_gradient, **others
-):  # fmt: skip
+def checked_backward(supports, dout, q, k, v, out, lse, *tensors, mask_gradient, **given):
     """A function of these tensors that computes (dq, dk, dv), and dmask if it is asked for, after all checks."""
-    checks.check_flag("deterministic", deterministic)
-    f = read(supports, q, k, v, tensors, causal, scale, tile, others)
-    operators.check_gradient(q, dout, out, lse, mask_gradient, f)
+    given = checked_by_stage(supports, q, k, v, tensors, given)
+    f = checked.read_backward(dout, q, k, v, out, lse, mask_gradient, given)
     shapes = (q.shape, k.shape, v.shape, *((f["mask"].shape,) if mask_gradient else ()))
     if q.numel() == 0 or k.numel() == 0:
         return partial(zeros, mask_gradient)
-    names = [name for name in f if name not in ("lengths_k", "check")]
-    call = call_of(flash.backward, names, f, shapes, (), mask_gradient=mask_gradient)
+    call = call_of(flash.backward, operators.OF_FLASH, f, shapes, (), mask_gradient=mask_gradient)
     return with_values_checked(call, f, q)
 
 
-def read(supports, q, k, v, tensors, causal, scale, tile, others):
-    """{name: value} of all options as the launchers take them, checked but for the numbers in cu_seqlens."""
+def checked_by_stage(supports, q, k, v, tensors, given):
+    """{name: value} of what is given, after the checks of the stage."""
     engine.check_runs()
-    f = options.read(dict(zip(options.TENSORS, tensors, strict=True)) | others)
-    scale, own = checks.check_call(supports, flash.forward, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
-    options.check(q, k, f)
-    options.check_seed(f)
-    return {"causal": causal, "scale": scale, "tile": own.get("tile")} | f
+    numbers = (given[name] for name in ("causal", "scale", "tile"))
+    checks.check_call(supports, flash.forward, (("q", q), ("k", k), ("v", v)), *numbers)
+    return given | dict(zip(options.TENSORS, tensors, strict=True))
 
 
 def call_of(kernel, names, f, shapes, carried, **more):
@@ -120,12 +114,12 @@ def with_values_checked(call, f, q):
     if f["cu_seqlens_q"] is None and f["lengths_k"] is None or q.is_cuda and not f["check"]:
         return call
 
-    def checked(*tensors):
+    def checked_call(*tensors):
         q, k = (tensors[1:3] if len(tensors) == 6 + len(options.TENSORS) else tensors[:2])
         options.check_values(q, k, f | dict(zip(options.TENSORS, tensors[-len(options.TENSORS) :], strict=True)))
         return call(*tensors)
 
-    return checked
+    return checked_call
 
 
 def no_key(q, k, v, *others):

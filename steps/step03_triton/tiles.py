@@ -3,7 +3,7 @@
 
     rows = open_rows(x, box, strides, part, ...)   the rows of one sequence in a tensor (B, H, ., D)
     load_rows(rows, h, i), store_rows(rows, ...)   a tile from row i of head h on, by pointers, as in fwd_0_fused.py
-    load_tile(rows, h, i, f, MASKED)               the same by the copy engine, if f.tma is not None
+    load_tile(rows, h, i, f, MASKED)               the same by the copy engine, if f.policy.tma is not None
 
 The idea: a kernel does not know whether its sequence is a batch entry, or one of many that are packed into one tensor.
 `box` is a descriptor of the whole tensor, made by the host. It does not stop where a packed sequence ends, so there the
@@ -39,14 +39,16 @@ def open_rows(x, box, strides, part, SIZE: tl.constexpr, D: tl.constexpr, D_pad:
     if box is None:
         box = 0
     x += tl.cast(part.start, tl.int64) * strides[2]
-    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, D_pad)[None, :]
+    row = tl.arange(0, SIZE)[:, None]
+    column = tl.arange(0, D_pad)[None, :]
     return Rows(x, box, strides, part.b, part.start, part.N, D, row, column)
 
 
 @triton.jit
 def open_numbers(x, box, stride, heads, seq, SIZE: tl.constexpr, f):
     """The same for lse_2 and delta, (B * H, stride), where each sequence begins at a multiple of 16 bytes."""
-    queries, start = seq.queries, 0
+    queries = seq.queries
+    start = 0
     if box is None:
         box = 0
     if f.cu_seqlens_q is not None:
@@ -80,7 +82,7 @@ def store_rows(rows, tile, h, first):
 @triton.jit
 def load_tile(rows, h, first, f, MASKED: tl.constexpr):
     """What `load_rows` gives. If not MASKED, all rows of the tile belong to the sequence, or it is not packed."""
-    if (f.tma is None) or (MASKED and (f.cu_seqlens_q is not None)):
+    if (f.policy.tma is None) or (MASKED and (f.cu_seqlens_q is not None)):
         return load_rows(rows, h, first)
     else:
         return rows.box.load([rows.b, h, rows.start + first, 0]).reshape(rows.row.shape[0], rows.column.shape[1])
@@ -89,7 +91,7 @@ def load_tile(rows, h, first, f, MASKED: tl.constexpr):
 @triton.jit
 def product(A, B, f, C=None):
     """A B, or C + A B. The tensors' dtype and `products` decide how; of 16 bits there is one way only."""
-    return tl.dot(A, B, C, input_precision="tf32x3" if f.ieee is None else "ieee")
+    return tl.dot(A, B, C, input_precision="tf32x3" if f.policy.ieee is None else "ieee")
 
 
 @triton.jit
@@ -101,7 +103,7 @@ def number_rows(numbers, h, first):
 
 @triton.jit
 def load_numbers(numbers, h, first, f, MASKED: tl.constexpr):
-    if (f.tma is None) or (MASKED and (f.cu_seqlens_q is not None)):
+    if (f.policy.tma is None) or (MASKED and (f.cu_seqlens_q is not None)):
         return number_rows(numbers, h, first)
     else:
         return numbers.box.load([numbers.b + h, numbers.start + first]).reshape(numbers.row.shape[0])

@@ -10,7 +10,6 @@ because Triton's interpreter would take minutes. For the comparison every rank a
 """
 
 import os
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -43,9 +42,8 @@ def main(
     if launched:
         gpus = in_one_line(environment.read, torch.cuda.device_count() if engine.name == "cuda" else 0).size
     check_flags(seq, dim, gpus, heads, layout, dtype, strategy)
-    work, arguments = report, (seq, dim, heads, causal, layout, dtype)
-    if strategy:
-        work, arguments = report_strategy, (strategy, *arguments)
+    work = partial(report_strategy, strategy) if strategy else report
+    arguments = seq, dim, heads, causal, layout, dtype
     if launched:
         in_one_line(launch.init)
         lines = work(*arguments)
@@ -112,14 +110,15 @@ def report(seq, dim, heads, causal, layout, dtype):
         return out.detach(), *(x.grad for x in leaves)
 
     if rank == 0:  # timed while the other ranks wait; these need only the result
-        single_seconds, want = timed(alone)
+        single_seconds, want = account.timed(alone)
     dist.barrier()
     if rank != 0:
         want = alone()
-    ring_seconds, (out, *grads) = timed(together, dist.barrier)
+    ring_seconds, (out, *grads) = account.timed(together, dist.barrier)
     got = (out, forward(*mine[:3], **options)[1], *grads)
     shards = [whole.shard(x, rank, dim=2) for x in want]
-    differences = [largest_difference(a, b) for a, b in zip(got, shards, strict=True)]
+    pairs = (a.float() - b.float() for a, b in zip(got, shards, strict=True))
+    differences = [x.abs().max().item() if x.numel() else 0.0 for x in pairs]
 
     everyone = [None] * ranks
     dist.all_gather_object(everyone, (ring_seconds, differences))
@@ -150,11 +149,6 @@ def report_strategy(strategy, seq, dim, heads, causal, layout, dtype):
     return [f"{engine.describe()}, block {block_name}", *lines, line]
 
 
-def largest_difference(a, b):
-    """max |a - b| in float32; 0 for empty tensors."""
-    return (a.float() - b.float()).abs().max().item() if a.numel() else 0.0
-
-
 def choose_block(dtype):
     """(block, its name): the default block, but without a GPU one that computes float32 faster."""
     if engine.name == "cpu" and dtype == "float32":
@@ -164,28 +158,6 @@ def choose_block(dtype):
     from steps import step03_triton
 
     return step03_triton, "step03_triton"
-
-
-def timed(work, before=lambda: None, repeats=2):
-    """(the fewest seconds that one of `repeats` calls took, the result), after one call to warm up.
-
-    `before` is called before each timed call.
-    """
-    result, seconds = work(), []
-    for _ in range(repeats):
-        before()
-        synchronize()
-        start = time.perf_counter()
-        result = work()
-        synchronize()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds), result
-
-
-def synchronize():
-    """Waits for the GPU. A kernel launch returns before the kernel has finished, so the clock must not be read yet."""
-    if engine.name == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

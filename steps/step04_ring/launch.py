@@ -55,16 +55,16 @@ def init(timeout=60, end_process=False):
     _set_threads(place.here or place.size)
     if place.here == place.size:
         _use_loopback()
-    at = f"{place.address}:{place.port}"
-    store = _meet(place, at, timeout)
+    store, at = _meet(place, timeout), f"{place.address}:{place.port}"
     backend = "nccl" if engine.device == "cuda" else "gloo"
     try:
         device = _join(place.rank, place.size, place.local_rank, backend, timeout, store)
     except RuntimeError as error:
         variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+        reason = (str(error).splitlines() or [""])[0]
         raise RuntimeError(
             f"rank {place.rank} of {place.size} met the others at {at}, but cannot reach them over {backend}; on "
-            f"several hosts {variable} must name the network interface that connects them: {_first_line(error)}"
+            f"several hosts {variable} must name the network interface that connects them: {reason}"
         ) from error
     keeper = "torchrun" if _agent() else f"rank 0 of {place.size}"
     watch.start(store, watch.print_line, end_process, keeper=f"{keeper}, which keeps the store at {at},")
@@ -76,13 +76,13 @@ def _agent():
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _meet(place, at, timeout):
+def _meet(place, timeout):
     """The store at MASTER_ADDR:MASTER_PORT, once every rank has come to it.
 
     The steps are taken in a thread, because some have no time limit: a name server that does not answer, or another
     program at the port, which accepts a connection and says nothing.
     """
-    me, end = f"rank {place.rank} of {place.size}", time.monotonic() + timeout
+    at, end = f"{place.address}:{place.port}", time.monotonic() + timeout
     keeps = place.rank == 0 and not _agent()
     try:
         watch.answered(lambda: socket.getaddrinfo(place.address, place.port), timeout)
@@ -90,17 +90,17 @@ def _meet(place, at, timeout):
             _knock(place, end)
         store = watch.answered(lambda: _store(place, keeps, timeout), end - time.monotonic())
         watch.answered(lambda: _come(store, place, end - time.monotonic()), timeout)
+        return store
     except socket.gaierror as error:
-        raise RuntimeError(f"{me} cannot find the host in MASTER_ADDR, {place.address!r}: {error.strerror}") from error
-    except (TimeoutError, dist.DistNetworkError) as error:
+        problem = f"cannot find the host in MASTER_ADDR, {place.address!r}: {error.strerror}"
+    except (TimeoutError, dist.DistNetworkError):
         problem = f"connected to {at}, but no store answered within {timeout:g} s: another program listens there"
         if keeps:
             problem = f"cannot listen at {at}: another program does, or another process has rank 0 as well"
-        raise RuntimeError(f"{me} {problem}") from error
     except OSError as error:
         reason = f"rank 0 was not started there, or its host cannot be reached ({error})"
-        raise RuntimeError(f"{me} could not connect to {at} within {timeout:g} s: {reason}") from error
-    return store
+        problem = f"could not connect to {at} within {timeout:g} s: {reason}"
+    raise RuntimeError(f"rank {place.rank} of {place.size} {problem}")
 
 
 def _knock(place, end):
@@ -137,10 +137,6 @@ def _come(store, place, patience):
 def _check_timeout(timeout):
     if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
         raise ValueError(f"timeout must be a number of seconds greater than 0; got {timeout!r}.")
-
-
-def _first_line(error):
-    return (str(error).splitlines() or [""])[0]
 
 
 def _set_threads(here):
@@ -299,16 +295,10 @@ def _explain(outcomes, world_size, limit):
     problems |= {rank: silent for rank in range(world_size) if rank not in outcomes}
 
     def how_late(rank):
-        """0 for a rank that died, 1 for an error of its own, 2 for silence, 3 for an exchange that failed.
-
-        A failed exchange is how the other ranks see a failure, so it is the least likely beginning.
-        """
+        """0 for a rank that died, 1 for an error of its own, 2 for silence, 3 for how the others see a failure."""
         problem = problems[rank]
-        if problem.startswith("died"):
-            return 0
-        if "RingError" in problem:
-            return 3
-        return 2 if problem == silent else 1
+        by_itself = problem != silent and "RingError" not in problem
+        return [problem.startswith("died"), by_itself, problem == silent, True].index(True)
 
     first = min(problems, key=how_late)
     last_lines = (problems.get(rank, "fine").strip().splitlines()[-1] for rank in range(world_size))

@@ -17,7 +17,8 @@ begin:
     relay   when its sender and its receiver have both begun the step before the one that needs it
     fetch   when its buffer is free, of which there are two; the owner of the keys need not do anything
 
-Left out: the host's time, the sums of dK and dV, links that several messages share, and what varies from run to run.
+Left out: the host's time, the sums of dK and dV, links that several messages share, the multiprocessors that NCCL takes
+from a block beside its messages, and what varies from run to run.
 dry_run.py has the same ring with real numbers. Needs layout.py, dry_run.py and numpy; for pictures matplotlib.
 """
 
@@ -59,7 +60,6 @@ class Machine:
     interpolates. link: bytes/s each way between two ranks of a host. latency: seconds that a hop, or the barrier before
     the first fetch, costs beside its bytes.
     host: ranks on a host; all, if None. network: bytes/s each way of a rank's part of the link between hosts.
-    lent: the share by which a block takes longer while a relay's message travels, as NCCL borrows multiprocessors.
     slow: {rank: factor by which its blocks take longer}.
     memory: bytes/s of a GPU's own memory, by its datasheet. If it is infinite, copies and merges take no time.
     ordered: the factor by which a block of the backward takes longer because it adds to dQ in a fixed order.
@@ -70,7 +70,6 @@ class Machine:
     latency: float = 0.0
     host: int | None = None
     network: float | None = None
-    lent: float = 0.0
     slow: dict | None = None
     memory: float = math.inf
     ordered: float = 1.0
@@ -182,15 +181,12 @@ def _relay(machine, src, seconds, kv, dkv, towards, overlap, blocks, keys, gradi
     summed = np.zeros(N)  # when dK, dV of the ranks before have arrived
     for step in range(N):
         here, last = blocks[:, step], step == N - 1
-        started, arrived = begin, begin
+        arrived = begin
         if not last:
-            started, arrived = keys[:, step + 1] = _hop(machine, begin, lane, kv[src[step]], towards)
-            lane = arrived
+            keys[:, step + 1] = _hop(machine, begin, lane, kv[src[step]], towards)
+            lane = arrived = keys[1, step + 1]
         here[0] = begin if overlap else arrived
-        noise = started, arrived  # from when to when messages travel during this block
-        if towards == -1 and step > 0:
-            noise = np.minimum(started, gradients[0, step - 1]), np.maximum(arrived, gradients[1, step - 1])
-        here[1] = _slowed(here[0], seconds[step], *noise, machine.lent if overlap else 0.0)
+        here[1] = here[0] + seconds[step]
         begin = np.maximum(here[1], arrived)
         if towards == -1:  # The backward adds its dK, dV to those that have arrived, and sends the sums on.
             given = np.maximum(here[1], summed)
@@ -212,14 +208,6 @@ def _hop(machine, posted, lane, size, towards):
     begin = np.maximum(able, np.roll(able, -towards))
     end = begin + machine.latency + size / machine.bandwidth(ranks, (ranks + towards) % len(size))
     return np.minimum(begin, np.roll(begin, towards)), np.maximum(end, np.roll(end, towards))
-
-
-def _slowed(begin, seconds, started, ended, lent):
-    """When a block ends that begins at `begin` and progresses by 1 / (1 + lent) from `started` to `ended`."""
-    before = np.minimum(seconds, np.maximum(0, started - begin))
-    beside = np.maximum(0, ended - np.maximum(started, begin))  # at most so long does it compute beside a message
-    slow = np.minimum((seconds - before) * (1 + lent), beside)
-    return begin + before + slow + (seconds - before - slow / (1 + lent))
 
 
 def _fetch(machine, src, seconds, kv, pass_, overlap, blocks, keys, gradients):

@@ -58,20 +58,14 @@ def _about(name, got, want, distance, tolerance):
         return [f"{name} has the shape {tuple(got.shape)}; expected {tuple(ref.shape)}"]
     got = got.double()
     wrong = torch.where(exact, got != ref, ~((got - ref).abs() <= tolerance))
-    is_nan, is_infinite, is_visible = got.isnan(), got.isinf() & wrong, exact & wrong
-    total = got.numel()
-    if is_nan.any():
-        kind = is_nan
-        sentence = f"{name} is NaN in {kind.sum()} of {total} entries"
-    elif is_infinite.any():
-        kind = is_infinite
-        sentence = f"{name} is infinite in {kind.sum()} of {total} entries where it must not be"
-    elif is_visible.any():
-        kind = is_visible
-        sentence = f"{name} should have been masked in {kind.sum()} of {total} entries: {MASKED[name]}"
-    else:
-        kind = wrong
-        sentence = f"{name} is off by {distance:.1e} (tolerance {tolerance:.0e})"
+    kinds = (
+        (got.isnan(), "is NaN in {}"),
+        (got.isinf() & wrong, "is infinite in {} where it must not be"),
+        (exact & wrong, f"should have been masked in {{}}: {MASKED[name]}"),
+        (wrong, f"is off by {distance:.1e} (tolerance {tolerance:.0e})"),
+    )
+    kind, says = next((kind, says) for kind, says in kinds if kind.any())
+    sentence = f"{name} {says.format(f'{kind.sum()} of {got.numel()} entries')}"
     first = tuple(kind.nonzero()[0].tolist())
     return [sentence, _entry(name, first, got[first], ref[first]), *_strips(name, wrong)]
 

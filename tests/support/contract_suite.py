@@ -278,23 +278,14 @@ class Contract:
             for operator, inputs in zip(operators, ((q, k, v), (q, q, k, v, *saved)), strict=True):
                 torch.library.opcheck(operator, inputs, test_utils="test_faketensor")
 
-    def test_a_nan_in_a_query_stays_in_its_row(self, every_rung):
+    @pytest.mark.parametrize("where, meets", [("q", (1, 0, 5)), ("k", (1, 0)), ("v", (1, 0))])
+    def test_a_nan_stays_in_the_row_of_its_query_or_the_head_of_its_key(self, where, meets, every_rung):
         q, k, v = self.example(rung=every_rung)
         clean = self.forward(q, k, v, every_rung)[0]
-        q[1, 0, 5, 2] = math.nan
+        {"q": q, "k": k, "v": v}[where][1, 0, 5, 2] = math.nan
         out = self.forward(q, k, v, every_rung)[0]
-        assert out[1, 0, 5].isnan().all()
-        out[1, 0, 5] = clean[1, 0, 5]
-        assert torch.equal(out, clean)
-
-    @pytest.mark.parametrize("where", ["k", "v"])
-    def test_a_nan_in_a_key_or_value_stays_in_its_head(self, where, every_rung):
-        q, k, v = self.example(rung=every_rung)
-        clean = self.forward(q, k, v, every_rung)[0]
-        (k if where == "k" else v)[1, 0, 5, 2] = math.nan
-        out = self.forward(q, k, v, every_rung)[0]
-        assert out[1, 0].isnan().any()
-        out[1, 0] = clean[1, 0]
+        assert out[meets].isnan().all() if where == "q" else out[meets].isnan().any()
+        out[meets] = clean[meets]
         assert torch.equal(out, clean)
 
     @pytest.mark.parametrize("ndim", [2, 3])
@@ -307,11 +298,6 @@ class Contract:
         rows = [x.reshape(1, -1, *x.shape[-2:]) for x in (torch.ones_like(q), q, k, v)]
         for grad, whole in zip(grads, self.stage.backward(*rows, full, full_lse, causal=True), strict=True):
             torch.testing.assert_close(grad, whole.reshape(q.shape))  # Not bit-equal where dq is added in any order.
-
-    def test_supports_has_what_the_course_promises(self):
-        supports = self.stage.SUPPORTS
-        assert {32, 64} <= set(supports["head_dims"]) and any(D & (D - 1) for D in supports["head_dims"])
-        assert any(Br < Bc for Br, Bc in supports["tiles"]) and any(Br > Bc for Br, Bc in supports["tiles"])
 
     # Input that has to be refused: each `bad` is (change of the input, exception, words that the message must contain).
     def test_bad_input(self, bad):
@@ -385,14 +371,14 @@ class Contract:
     @pytest.mark.parametrize("name", ["dout", "out", "lse"])
     def test_bad_saved_tensors(self, name):
         q, k, v = self.example()
-        out, lse = self.stage.forward(q, k, v)
-        good = {"dout": torch.ones_like(q), "out": out, "lse": lse}
-        with pytest.raises(ValueError, match=name):
-            self.stage.backward(**good | {name: good[name][..., 1:]}, q=q, k=k, v=v)
-        with pytest.raises(TypeError, match=name):
-            self.stage.backward(**good | {name: good[name].to(torch.int32)}, q=q, k=k, v=v)
-        with pytest.raises(TypeError, match=name):
-            self.stage.backward(**good | {name: "saved"}, q=q, k=k, v=v)
+        good = {"dout": q, "out": q, "lse": q[..., 0].float()}
+        device = f"{name} must be .* on {q.device}, where q is; got .* on meta"
+        for bad, kind, words in (
+            (good[name][..., 1:], ValueError, name), (good[name].to(torch.int32), TypeError, name),
+            ("saved", TypeError, name), (good[name].to("meta"), TypeError, device),
+        ):  # fmt: skip
+            with pytest.raises(kind, match=words):
+                self.stage.backward(**good | {name: bad}, q=q, k=k, v=v)
 
     def example(self, N=19, D=32, rung=None):
         """q, k, v (2, 2, N, D) in the first dtype that the rung, by default the first, takes."""
@@ -400,18 +386,13 @@ class Contract:
         dtype = one_rung.supports_of(self.stage, rung or self.stage.SUPPORTS["rungs"][0])["dtypes"][0]
         return tuple(torch.randn(2, 2, N, D, generator=rng).to(engine.device, dtype) for _ in range(3))
 
-    @pytest.mark.parametrize("ndim", [2, 3])
-    def test_gradients_with_fewer_leading_dimensions(self, ndim):
-        q, k, v = (x[:1, :1] if ndim == 2 else x[:1] for x in self.example())
+    @pytest.mark.parametrize("ndim", [2, 3, 4])
+    def test_gradients_of_attention_have_its_scale_and_the_dimensions_of_its_inputs(self, ndim):
+        q, k, v = (x[:1, :1] if ndim == 2 else x[:1] if ndim == 3 else x for x in self.example())
         got = self.gradients(*(x.reshape(x.shape[4 - ndim :]) for x in (q, k, v)), causal=True, scale=0.3)
         want = error.expected(q, k, v, torch.ones_like(q), causal=True, scale=0.3)
         grads = {name: got[name].reshape(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}
         assert not error.failures(grads, want)
-
-    def test_gradients_of_attention_have_its_scale(self):
-        q, k, v = self.example()
-        want = error.expected(q, k, v, torch.ones_like(q), causal=True, scale=0.3)
-        assert not error.failures(self.gradients(q, k, v, causal=True, scale=0.3), want)
 
     def test_two_threads_at_once(self):
         """As where a model runs in a thread of its own. Autograd may run the backward in yet another one."""
@@ -469,13 +450,6 @@ class Contract:
         with pytest.raises(TypeError, match="no memory"):
             torch.func.functionalize(self.stage.forward)(*self.example())
 
-    @pytest.mark.parametrize("name", ["dout", "out", "lse"])
-    def test_saved_tensors_on_another_device(self, name):
-        q, k, v = self.example()
-        saved = {"dout": q, "out": q, "lse": q[..., 0].float()}
-        with pytest.raises(TypeError, match=f"{name} must be .* on {q.device}, where q is; got .* on meta"):
-            self.stage.backward(**saved | {name: saved[name].to("meta")}, q=q, k=k, v=v)
-
     def test_a_tile_of_numpy_integers(self):
         q, k, v = self.example()
         rung = self.stage.SUPPORTS["rungs"][0]
@@ -492,10 +466,13 @@ class Contract:
             self.stage.forward(*self.example(N=5, rung=every_rung), tile=tile, rung=every_rung)
 
     @pytest.mark.parametrize("name", ["forward", "backward", "attention"])
-    def test_a_call_without_options_is_the_plain_one(self, name):
-        parameters = inspect.signature(getattr(self.stage, name)).parameters
+    def test_a_function_s_options_its_docstring_and_that_it_can_be_pickled(self, name):
+        function = getattr(self.stage, name)
+        parameters = inspect.signature(function).parameters
         assert parameters["causal"].default is False
         assert all(parameters[option].default is None for option in ("scale", "tile", "rung"))
+        assert pickle.loads(pickle.dumps(function)) is function
+        assert function.__doc__ and {"q", "k", "v"} <= parameters.keys()
 
     def test_the_least_that_a_stage_supports(self):
         supports = self.stage.SUPPORTS
@@ -507,6 +484,7 @@ class Contract:
             assert set(least.get(number, all_three)) <= set(supports["dtypes"])
         assert {32, 64} | ({128} if number != "00" else set()) <= set(supports["head_dims"])
         assert any(D & (D - 1) for D in supports["head_dims"]), "no head_dim but powers of two"
+        assert any(Br < Bc for Br, Bc in supports["tiles"]) and any(Br > Bc for Br, Bc in supports["tiles"])
         assert supports["gqa"] or number in ("00", "01")
         assert supports["nq_ne_nk"] or number == "04"
 
@@ -536,12 +514,6 @@ class Contract:
         runs = [self.results(q, k, v, every_rung, causal=True) for _ in range(40)]
         for name in runs[0] if self.stage.SUPPORTS["deterministic"] else ("out", "lse"):
             assert all(torch.equal(run[name], runs[0][name]) for run in runs), name
-
-    @pytest.mark.parametrize("name", ["forward", "backward", "attention"])
-    def test_functions_can_be_pickled(self, name):
-        function = getattr(self.stage, name)
-        assert pickle.loads(pickle.dumps(function)) is function
-        assert function.__doc__ and {"q", "k", "v", "causal", "scale"} <= inspect.signature(function).parameters.keys()
 
 
 def diagnosis(supports, rung, inputs, got, want):

@@ -2,7 +2,7 @@
 
     kill, stop    it sends itself SIGKILL, or SIGSTOP            sleep    it sleeps for a minute
     kill later    it sends itself SIGKILL after the first hop of a call has begun, so that all ranks stand at that hop
-    leave         it ends as if it had made all its calls
+    leave         it ends, with exit code 3, as if it had made all its calls
     differ        it makes a call that all ranks have made before, but now make no more
     none          it goes on like the others                     on       all go on for ever
 
@@ -64,7 +64,7 @@ def failing(how):
     if how == "sleep":
         time.sleep(60)
     if how == "leave":
-        os._exit(0)
+        os._exit(3)
 
 
 def main(how, transport, timeout, who):

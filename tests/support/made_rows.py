@@ -1,9 +1,5 @@
 """Valid rows of results, made up."""
 
-from steps.bench import ring
-from steps.bench.cost import Point
-from steps.bench.grid import HOW
-
 
 def row(**changes):
     """A valid row of a kernel, with some fields changed."""
@@ -24,25 +20,18 @@ def of_02(kernel="fwd_5_fa2", **changes):
     return row(stage="02_fa2_cuda", kernel=kernel, **changes)
 
 
+def ladder_rows(tflops=50.0):
+    """Rows of three rungs of stage 02, with their peers and a matrix product."""
+    at = dict(N=4096, Nk=4096)
+    return [
+        of_02("fwd_0_scalar", tflops=4.0, dtype="fp32", **at),
+        of_02("fwd_2_mma", tflops=tflops, D=128, **at),
+        of_02("bwd_0_scalar", tflops=1.5, dtype="fp32", **at, **{"pass": "bwd"}),
+        peer_row(**at, D=128, tflops=340.0),
+        peer_row(N=8192, Nk=8192, D=8192, tflops=800.0, peer="matmul", **{"pass": "matmul"}),
+    ]
+
+
 LOAD = {"timing": "sustained", "clock_mhz": 1600, "watts": 700.0}  # what a sustained row has
-
-
-# --- several GPUs ---------------------------------------------------------------------------------------------
-
-ORIGIN = {
-    "run": "r1", "commit": "c", "date": "2026-01-31", "gpu": "NVIDIA H200", "n_gpus": 2, "driver": "580",
-    "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0",
-}  # fmt: skip
-LARGE = ring.CASES["32k"][0]
-
-
-def made(case, who, ms, pass_="fwd", n_gpus=2, run="r1", **more):
-    found = {"error": 0.0, "peak_bytes": 10**6}
-    origin = ORIGIN | {"n_gpus": n_gpus, "run": run}
-    return ring.row_of(case, who, pass_, [ms, ms, ms, ms, 1.5 * ms], 1, found, origin) | more
-
-
-def hop(transport, nbytes, ms):
-    row = {**ORIGIN, **Point(1, 1, nbytes // 256, 128).sizes, **HOW, "pass": "copy", "dtype": "bf16"}
-    row |= {"stage": None, "kernel": None, "peer": "copy", "source": None, "options": {"transport": transport}}
-    return row | ring.speed([ms] * 5, 20) | {"tflops": 0.0, "error": 0.0}
+WHERE = "run", "commit", "date", "gpu", "n_gpus", "driver", "cuda", "torch", "triton"
+ORIGIN = {name: row()[name] for name in WHERE} | {"n_gpus": 2}

@@ -16,15 +16,12 @@ N ranks, c = S / N; q = B H c D and kv = 2 B Hk c D elements of e bytes; f = 4 /
 
 `sent_bytes` is exact, for shards of any length. What is sent is counted where torch.distributed is called: without what
 the backend adds, without what a copy engine fetches, and without the few bytes by which the ranks compare their calls.
-Memory on a GPU is what torch's allocator says; on a CPU, the most that tensors hold at one time, without what a block
-needs inside, because a fused kernel needs nothing there.
+Memory on a GPU is what torch's allocator says. On a CPU it is the most that tensors hold at one time, with a block that
+computes nothing, because a fused kernel needs no memory inside.
 """
 
-import contextlib
 import time
 from functools import partial
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -81,55 +78,22 @@ def memory_bytes(strategy, layout, rank, *, B, H, Hk, D, e):
     return 5 * q + kv + lse
 
 
-# ---- counters --------------------------------------------------------------------------------------------------------
+# ---- measured --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def counted():
-    """Counts the bytes that this process sends to other ranks; {"bytes": ...}."""
-    sent = {"bytes": 0}
+class Watched(TorchDispatchMode):
+    """What a call does under this mode: the bytes that it sends, and the most that its new tensors hold at one time."""
 
-    def watch(name, size):
-        original = getattr(dist, name)
-
-        def function(*args, **kwargs):
-            sent["bytes"] += size(*args, **kwargs)
-            return original(*args, **kwargs)
-
-        return patch.object(dist, name, function)
-
-    def to_all(out, x, group=None):
-        compared = x.dtype == torch.uint8  # 24 bytes, or 16, that say which call the rank makes
-        return 0 if compared else (dist.get_world_size(group) - 1) * x.nbytes
-
-    def to_each(out, x, out_lengths, in_lengths, group=None):
-        return (x.numel() - in_lengths[dist.get_rank(group)]) * x.element_size()
-
-    with (
-        watch("batch_isend_irecv", lambda ops: sum(op.tensor.nbytes for op in ops if op.op is dist.isend)),
-        watch("all_gather", to_all),
-        watch("all_to_all_single", to_each),
-    ):
-        yield sent
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made under this mode hold at one time: `bytes`."""
-
-    def __init__(self):
+    def __init__(self, inputs):
         super().__init__()
-        self.bytes, self.paused, self.alive = 0, False, {}
+        self.sent = self.held = 0
+        self.alive = {x.untyped_storage()._cdata: (StorageWeakRef(x.untyped_storage()), 0) for x in inputs}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if not self.paused:
-            self.note(result)
-        return result
-
-    def note(self, result):
-        """Adds the tensors of a result, unless they are views of what is there already."""
+        self.sent += sent_by(function.name(), args)
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes():
+            if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes():  # A view's storage is there already.
                 storage = x.untyped_storage()
                 known = self.alive.get(storage._cdata)
                 if known is None or known[0].expired():
@@ -137,42 +101,45 @@ class Peak(TorchDispatchMode):
         for pause in (0, 0.001, 0.02):  # gloo's thread holds a message's tensors until it next gets a turn
             time.sleep(pause)
             self.alive = {key: known for key, known in self.alive.items() if not known[0].expired()}
-            held = sum(size for _, size in self.alive.values())
-            if held <= self.bytes:
-                return
-        self.bytes = held
-
-    def around(self, block):
-        """The block with what it needs inside left out: only its results count."""
-
-        def quiet(function):
-            def call(*args, **options):
-                self.paused = True
-                try:
-                    result = function(*args, **options)
-                finally:
-                    self.paused = False
-                self.note(result)
+            if (held := sum(size for _, size in self.alive.values())) <= self.held:
                 return result
-
-            return call
-
-        return SimpleNamespace(forward=quiet(block.forward), backward=quiet(block.backward))
+        self.held = held
+        return result
 
 
-def measured_memory(call, block, inputs):
-    """Bytes that call(block) holds at its peak beyond the inputs; its result is among them."""
-    if inputs[0].is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call(block)
-        return torch.cuda.max_memory_allocated() - before
-    peak = Peak()
-    for x in inputs:
-        peak.alive[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage()), 0
-    with peak:
-        call(peak.around(block))
-    return peak.bytes
+def sent_by(name, args):
+    """The bytes that an operator of torch.distributed sends to other ranks of the world.
+
+    Without those by which ranks compare their calls, which are integers.
+    """
+    if name == "c10d::send":
+        return sum(x.nbytes for x in args[0] if x.is_floating_point())
+    if name == "c10d::allgather_":
+        return sum((len(out) - 1) * x.nbytes for out, x in zip(*args[:2], strict=True) if x.is_floating_point())
+    if name == "c10d::alltoall_base_":
+        _, x, _, _, lengths, *_ = args
+        return (x.numel() - lengths[dist.get_rank()]) * x.element_size()
+    return 0
+
+
+class Idle:
+    """A block that computes nothing, and holds nothing but its results."""
+
+    @staticmethod
+    def forward(q, k, v, **options):
+        return torch.zeros_like(q), torch.zeros(q.shape[:-1], device=q.device)
+
+    @staticmethod
+    def backward(dout, q, k, v, out, lse, **options):
+        return tuple(map(torch.zeros_like, (q, k, v)))
+
+
+def allocated(call):
+    """Bytes that the call holds on a GPU at its peak beyond its inputs; its result is among them."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
 
 
 # ---- inputs, and what to compare with --------------------------------------------------------------------------------
@@ -189,16 +156,6 @@ def one_device(q, k, v, dout, causal):
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
     return out.detach(), *torch.autograd.grad(out, leaves, dout.double())
-
-
-class MatrixBlock:
-    """A block's forward in the matrix form, for lessons that need no kernel."""
-
-    @staticmethod
-    def forward(q, k, v):
-        S = q @ k.mT / q.shape[-1] ** 0.5
-        lse = S.logsumexp(-1)
-        return (S - lse[..., None]).exp() @ v, lse
 
 
 def passes(attention, q, k, v, dout, **options):
@@ -227,7 +184,7 @@ def differences(attention, S=61, H=4, Hk=4, D=16, causal=True, layout="zigzag", 
 # ---- reports ---------------------------------------------------------------------------------------------------------
 
 
-def report(strategy, attention, block, S, H, Hk, D, causal, layout, dtype, repeats=3):
+def report(strategy, attention, block, S, H, Hk, D, causal, layout, dtype):
     """The lines that say what a strategy costs, from every rank's point of view the same. Every rank calls."""
     rank, whole = dist.get_rank(), Layout(layout, S, dist.get_world_size(), causal)
     inputs = [whole.shard(x, rank) for x in random_inputs(S, H, Hk, D, dtype, engine.device)]
@@ -241,46 +198,48 @@ def report(strategy, attention, block, S, H, Hk, D, causal, layout, dtype, repea
     def both(block):
         return passes(attention, *inputs, block=block, **options)
 
-    has_backward = len(both(block)) > 1  # this call also warms up
-    sent, formula = [], sent_bytes(strategy, whole, rank, **sizes)
+    has_backward = len(both(block)) > 1
+    mine, seen = [timed(partial(call, block), dist.barrier)[0] for call in (forward, both)], []
     for call in (forward, both):
-        with counted() as count:
-            call(block)
-        sent.append(count["bytes"])
-    memory = measured_memory(forward, block, inputs), memory_bytes(strategy, whole, rank, **sizes)
-    seconds = [timed(partial(call, block), repeats) for call in (forward, both)]
+        with Watched(inputs) as one:
+            call(Idle)
+        seen.append(one)
+    of_forward, of_backward = sent_bytes(strategy, whole, rank, **sizes)
+    mine += [seen[0].sent, of_forward, seen[1].sent - seen[0].sent, of_backward or 0]
+    mine.append(seen[0].held if engine.name == "cpu" else allocated(partial(forward, block)))
+    mine.append(memory_bytes(strategy, whole, rank, **sizes))
 
     everyone = [None] * whole.N
-    mine = (seconds, sent[0], formula[0], sent[1] - sent[0], formula[1] or 0, *memory)
     dist.all_gather_object(everyone, mine)
-    times, *amounts = zip(*everyone, strict=True)
-    slowest = [1e3 * max(column) for column in zip(*times, strict=True)]
-    forward_sent, of_forward, backward_sent, of_backward, held, of_memory = (max(column) / 1e6 for column in amounts)
+    ms, ms_both, *bytes_ = (max(column) for column in zip(*everyone, strict=True))
     lines = [
         f"{strategy}, {layout}, {whole.N} ranks, S {S}, H {H}, Hk {Hk}, D {D}, {'causal' if causal else 'not causal'}",
-        f"forward             {slowest[0]:9.2f} ms (slowest rank)",
-        f"forward + backward  {slowest[1]:9.2f} ms" if has_backward else "no backward",
-        f"sent, forward       {forward_sent:9.3f} MB a rank, by formula {of_forward:.3f}",
-        f"sent, backward      {backward_sent:9.3f} MB a rank, by formula {of_backward:.3f}" if has_backward else "",
-        f"memory, forward     {held:9.3f} MB a rank, by formula {of_memory:.3f}",
+        f"forward             {1e3 * ms:9.2f} ms (slowest rank)",
+        f"forward + backward  {1e3 * ms_both:9.2f} ms" if has_backward else "no backward",
     ]
-    return [line for line in lines if line]
+    for i, what in enumerate(("sent, forward", "sent, backward", "memory, forward")):
+        if has_backward or what != "sent, backward":
+            lines.append(f"{what:19} {bytes_[2 * i] / 1e6:9.3f} MB a rank, by formula {bytes_[2 * i + 1] / 1e6:.3f}")
+    return lines
 
 
-def timed(call, repeats):
-    """The fewest seconds of `repeats` calls, each begun by all ranks together."""
-    seconds = []
+def timed(call, before=lambda: None, repeats=2):
+    """(the fewest seconds that one of `repeats` calls took, the result), after one call to warm up.
+
+    before: is called before each timed call.
+    """
+    result, seconds = call(), []
     for _ in range(repeats):
-        dist.barrier()
+        before()
         synchronize()
         start = time.perf_counter()
-        call()
+        result = call()
         synchronize()
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(seconds), result
 
 
 def synchronize():
-    """Waits for the GPU: a kernel's launch returns before the kernel has finished."""
+    """Waits for the GPU. A kernel launch returns before the kernel has finished, so the clock must not be read yet."""
     if engine.name == "cuda":
         torch.cuda.synchronize()

@@ -6,10 +6,13 @@ Such a module has
     run             starts the kernel: {name: tensor} from the arguments of the specification
     expected        {name: (what `run` has to return, how far from it a result may be)}
     CASES           the inputs that a check runs
-    the mistakes    functions marked by `mistake`: what `run` returns if that mistake is made
+    the mistakes    functions marked by `mistake`: what `run` returns if that mistake is made; or
+                    MISTAKES = {name: (what it says, answer)}, where run(answer=...) takes a function with the mistake,
+                    or, if there is `mistaken`, mistaken(answer=...) returns what `run` would return
     explain         optional: the lines of text about a wrong result in the words of the exercise
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -44,7 +47,11 @@ def mistake(says):
 
 def mistakes(puzzle):
     """{name: function}: the known mistakes of a module of this package."""
-    return {name: value for name, value in vars(puzzle).items() if hasattr(value, "says")}
+    found = {name: value for name, value in vars(puzzle).items() if hasattr(value, "says")}
+    made = getattr(puzzle, "mistaken", puzzle.run)
+    for name, (says, answer) in getattr(puzzle, "MISTAKES", {}).items():
+        found[name] = mistake(says)(functools.partial(made, answer=answer))
+    return found
 
 
 def whole_numbers(function, result, count=1):

@@ -3,7 +3,7 @@
 import torch
 
 from steps.step02_fa2_cuda import calls
-from steps.workbook.puzzles import Case, mistake, whole_numbers
+from steps.workbook.puzzles import Case, whole_numbers
 
 
 def specification(q, k, v, dout):
@@ -35,15 +35,11 @@ def dq_position(row, column, D):
     return 1024 * warp + (32 * i + lane) * 4 + e
 
 
-def run(**inputs):
+def run(q, k, v, dout, answer=dq_position):
     """{"dq": what lies at the positions that were answered}; NaN where there is no such position."""
-    return _gathered(dq_position, **inputs)
-
-
-def _gathered(position, q, k, v, dout):
     D, Br = q.shape[-1], 8192 // q.shape[-1]
     sums = _sums(q, k, v, dout).reshape(-1, 8192)  # a row for each tile of queries
-    answers = [[position(row, column, D) for column in range(D)] for row in range(Br)]
+    answers = [[answer(row, column, D) for column in range(D)] for row in range(Br)]
     places = torch.tensor([[whole_numbers("dq_position", x) for x in row] for row in answers])
     found = sums[:, places.clamp(0, 8191)]  # (tiles, Br, D)
     found[:, (places < 0) | (places > 8191)] = torch.nan
@@ -110,39 +106,26 @@ def _mistaken(warp=None, e=None, step=None):
     return position
 
 
-@mistake("at D = 128 the two warpgroups have different rows, as they have at D = 64")
-def rows_at_128(**inputs):
-    return _gathered(_mistaken(lambda row, column, D: row // 16 if D == 64 else row // 8), **inputs)
-
-
-@mistake("at D = 64 the warps of the second warpgroup are those of the first")
-def one_warpgroup(**inputs):
-    return _gathered(_mistaken(lambda row, column, D: row // 16 % 4 + column // 64 * 4), **inputs)
-
-
-@mistake("the warps take turns: of each warpgroup first one, then the other")
-def warps_interleaved(**inputs):
-    def warp(row, column, D):
-        return row // 16 % 4 * 2 + (row // 64 if D == 64 else column // 64)
-
-    return _gathered(_mistaken(warp), **inputs)
-
-
-@mistake("a lane's four numbers are the two rows of one column, and then those of the next column")
-def rows_first(**inputs):
-    return _gathered(_mistaken(e=lambda row, column: column % 2 * 2 + row // 8 % 2), **inputs)
-
-
-@mistake("dQ lies row by row, as in the output, and not in the order of the registers")
-def row_by_row(**inputs):
-    return _gathered(lambda row, column, D: row * D + column, **inputs)
-
-
-@mistake("the lanes go down the rows first: lane t has the row t mod 8 and the columns 2 (t div 8)")
-def lanes_down(**inputs):
-    return _gathered(_mistaken(step=lambda i, lane: (32 * i + lane % 4 * 8 + lane // 4) * 4), **inputs)
-
-
-@mistake("all 32 registers of lane 0 come first, then all of lane 1")
-def lane_by_lane(**inputs):
-    return _gathered(_mistaken(step=lambda i, lane: 32 * lane + 4 * i), **inputs)
+MISTAKES = {
+    "rows_at_128": (
+        "at D = 128 the two warpgroups have different rows, as they have at D = 64",
+        _mistaken(lambda row, column, D: row // 16 if D == 64 else row // 8)),
+    "one_warpgroup": (
+        "at D = 64 the warps of the second warpgroup are those of the first",
+        _mistaken(lambda row, column, D: row // 16 % 4 + column // 64 * 4)),
+    "warps_interleaved": (
+        "the warps take turns: of each warpgroup first one, then the other",
+        _mistaken(lambda row, column, D: row // 16 % 4 * 2 + (row // 64 if D == 64 else column // 64))),
+    "rows_first": (
+        "a lane's four numbers are the two rows of one column, and then those of the next column",
+        _mistaken(e=lambda row, column: column % 2 * 2 + row // 8 % 2)),
+    "row_by_row": (
+        "dQ lies row by row, as in the output, and not in the order of the registers",
+        lambda row, column, D: row * D + column),
+    "lanes_down": (
+        "the lanes go down the rows first: lane t has the row t mod 8 and the columns 2 (t div 8)",
+        _mistaken(step=lambda i, lane: (32 * i + lane % 4 * 8 + lane // 4) * 4)),
+    "lane_by_lane": (
+        "all 32 registers of lane 0 come first, then all of lane 1",
+        _mistaken(step=lambda i, lane: 32 * lane + 4 * i)),
+}  # fmt: skip

@@ -4,6 +4,8 @@ In this stage the forward, the two kernels of the backward (one of them with its
 to draw the same mask, although each divides the queries and keys into other tiles.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 import triton
@@ -11,7 +13,7 @@ import triton.language as tl
 
 from reference import philox
 from steps import engine
-from steps.workbook.puzzles import Case, mistake
+from steps.workbook.puzzles import Case
 
 
 def specification(seed, B, H, Nq, Nk, p):
@@ -82,80 +84,58 @@ CASES = [
 # The mistakes: another counter, or another byte of the result.
 
 
-def _drawn(seed, B, H, Nq, Nk, p, counter, number=lambda key: key % 16, more=0):
-    """{"keep"} from counter(batch, head, query, key) and the number of the byte that an entry takes."""
+def mistaken(seed, B, H, Nq, Nk, p, Br, Bc, transposed, answer):
+    """{"keep"} with answer = {"counter": of an entry, "number": of the byte that it takes, or "keeps": by its byte}."""
     batch, head, query, key = np.ogrid[:B, :H, :Nq, :Nk]
-    words = philox.philox(counter(batch, head, query, key), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
-    number = np.broadcast_to(number(key), (B, H, Nq, Nk))
+    x = SimpleNamespace(b=batch, h=head, i=query, j=key, Br=Br, Bc=Bc)
+    right = {"counter": _counter, "number": lambda x: x.j % 16, "keeps": lambda byte, threshold: byte < threshold}
+    counter, number, keeps = (right | answer).values()
+    words = philox.philox(counter(x), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    number = np.broadcast_to(number(x), (B, H, Nq, Nk))
     words = [np.broadcast_to(word, number.shape) for word in words]
     byte = np.choose(number // 4, words) >> (8 * (number % 4)).astype(np.uint32) & 255
-    return {"keep": torch.from_numpy(byte < philox.threshold(p) + more)}
+    return {"keep": torch.from_numpy(keeps(byte, philox.threshold(p)))}
 
 
-def _right(batch, head, query, key):
-    return key // 16, query, head, batch
+def _counter(x):
+    return x.j // 16, x.i, x.h, x.b
 
 
-@mistake("keys are counted from the tile's first key, so that the tile's width decides what is dropped")
-def keys_of_the_tile(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=lambda b, h, i, j: (j % Bc // 16, i, h, b), number=lambda key: key % Bc % 16)
-
-
-@mistake("queries are counted from the tile's first query, so that all tiles of queries drop the same entries")
-def queries_of_the_tile(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=lambda b, h, i, j: (j // 16, i % Br, h, b))
-
-
-@mistake("queries and keys are counted from the tile's first ones, so that the tile's size decides what is dropped")
-def counted_from_the_tile(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=lambda b, h, i, j: (j % Bc // 16, i % Br, h, b), number=lambda key: key % Bc % 16)
-
-
-@mistake("an entry is kept where its byte is at most the threshold, and not below it")
-def at_most_the_threshold(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=_right, more=1)
-
-
-@mistake("the counter begins with the key itself and not with key div 16, so that each key has a call of its own")
-def key_not_divided(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=lambda b, h, i, j: (j, i, h, b))
-
-
-@mistake("all sixteen keys of a call take its first byte, so that they are kept or dropped together")
-def one_byte_for_all(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=_right, number=lambda key: 0 * key)
-
-
-@mistake("the bytes of a word are taken from the highest one on")
-def highest_byte_first(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=_right, number=lambda key: key % 16 ^ 3)
-
-
-@mistake("the word is key mod 4 and the byte in it key div 4 mod 4, instead of the other way round")
-def word_and_byte_exchanged(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=_right, number=lambda key: key % 4 * 4 + key // 4 % 4)
-
-
-@mistake("head and batch have each other's place in the counter")
-def head_and_batch_exchanged(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=lambda b, h, i, j: (j // 16, i, b, h))
-
-
-@mistake("query and key have each other's place in the counter")
-def query_and_key_exchanged(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=lambda b, h, i, j: (i, j // 16, h, b))
-
-
-@mistake("the head is not in the counter, so that all heads drop the same entries")
-def head_left_out(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=lambda b, h, i, j: (j // 16, i, 0 * h, b))
-
-
-@mistake("the batch is not in the counter, so that all batch entries drop the same entries")
-def batch_left_out(Br, Bc, transposed, **inputs):
-    return _drawn(**inputs, counter=lambda b, h, i, j: (j // 16, i, h, 0 * b))
-
-
-@mistake("what should be kept is dropped, and what should be dropped is kept")
-def kept_and_dropped_exchanged(Br, Bc, transposed, **inputs):
-    return {"keep": ~expected(**inputs)["keep"][0]}
+MISTAKES = {
+    "keys_of_the_tile": (
+        "keys are counted from the tile's first key, so that the tile's width decides what is dropped",
+        dict(counter=lambda x: (x.j % x.Bc // 16, x.i, x.h, x.b), number=lambda x: x.j % x.Bc % 16)),
+    "queries_of_the_tile": (
+        "queries are counted from the tile's first query, so that all tiles of queries drop the same entries",
+        dict(counter=lambda x: (x.j // 16, x.i % x.Br, x.h, x.b))),
+    "counted_from_the_tile": (
+        "queries and keys are counted from the tile's first ones, so that the tile's size decides what is dropped",
+        dict(counter=lambda x: (x.j % x.Bc // 16, x.i % x.Br, x.h, x.b), number=lambda x: x.j % x.Bc % 16)),
+    "at_most_the_threshold": (
+        "an entry is kept where its byte is at most the threshold, and not below it",
+        dict(keeps=lambda byte, threshold: byte <= threshold)),
+    "key_not_divided": (
+        "the counter begins with the key itself and not with key div 16, so that each key has a call of its own",
+        dict(counter=lambda x: (x.j, x.i, x.h, x.b))),
+    "one_byte_for_all": (
+        "all sixteen keys of a call take its first byte, so that they are kept or dropped together",
+        dict(number=lambda x: 0 * x.j)),
+    "highest_byte_first": (
+        "the bytes of a word are taken from the highest one on", dict(number=lambda x: x.j % 16 ^ 3)),
+    "word_and_byte_exchanged": (
+        "the word is key mod 4 and the byte in it key div 4 mod 4, instead of the other way round",
+        dict(number=lambda x: x.j % 4 * 4 + x.j // 4 % 4)),
+    "head_and_batch_exchanged": (
+        "head and batch have each other's place in the counter", dict(counter=lambda x: (x.j // 16, x.i, x.b, x.h))),
+    "query_and_key_exchanged": (
+        "query and key have each other's place in the counter", dict(counter=lambda x: (x.i, x.j // 16, x.h, x.b))),
+    "head_left_out": (
+        "the head is not in the counter, so that all heads drop the same entries",
+        dict(counter=lambda x: (x.j // 16, x.i, 0 * x.h, x.b))),
+    "batch_left_out": (
+        "the batch is not in the counter, so that all batch entries drop the same entries",
+        dict(counter=lambda x: (x.j // 16, x.i, x.h, 0 * x.b))),
+    "kept_and_dropped_exchanged": (
+        "what should be kept is dropped, and what should be dropped is kept",
+        dict(keeps=lambda byte, threshold: byte >= threshold)),
+}  # fmt: skip

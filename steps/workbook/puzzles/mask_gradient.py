@@ -122,10 +122,10 @@ CASES = [
 # The mistakes: another gradient of the scores, or another sum.
 
 
-def _scores(q, k, v, mask, dout, scale, Br=16, Bc=16, delta=1, with_mask=1):
-    """dS (B, H, Nq, Nk) in float32. delta and with_mask are 0 where these are forgotten."""
+def _scores(q, k, v, mask, dout, scale, Br=16, Bc=16, delta=1, added=None):
+    """dS (B, H, Nq, Nk) in float32. delta is 0 where it is forgotten; `added` is added in place of the mask."""
     out, lse = attention.forward(q, k, v, scale=scale, mask=mask)
-    S = scale * q @ k.mT + (mask if with_mask else 0)
+    S = scale * q @ k.mT + (mask if added is None else added)
     dP = dout @ v.mT - delta * (dout * out.float()).sum(-1, keepdim=True)
     return (S - lse.float()[..., None]).exp() * dP
 
@@ -166,14 +166,8 @@ def everything_summed(mask, **inputs):
     total = torch.zeros_like(mask)
     for bm in range(mask.shape[0]):
         for hm in range(mask.shape[1]):
-            total[bm, hm] = _with_another_mask(mask, bm, hm, **inputs).sum((0, 1))
+            total[bm, hm] = _scores(mask=mask, **inputs, added=mask[bm, hm]).sum((0, 1))
     return {"dmask": total}
-
-
-def _with_another_mask(mask, bm, hm, q, k, v, dout, scale, Br=16, Bc=16):
-    out, lse = attention.forward(q, k, v, scale=scale, mask=mask)
-    S = scale * q @ k.mT + mask[bm, hm]
-    return (S - lse.float()[..., None]).exp() * (dout @ v.mT - (dout * out.float()).sum(-1, keepdim=True))
 
 
 @mistake("the gradients are averaged over those who share the mask instead of summed")
@@ -189,4 +183,4 @@ def delta_missing(mask, **inputs):
 
 @mistake("P is computed from the scores without the mask")
 def mask_missing(mask, **inputs):
-    return _summed(_scores(mask=mask, **inputs, with_mask=0), mask)
+    return _summed(_scores(mask=mask, **inputs, added=0), mask)

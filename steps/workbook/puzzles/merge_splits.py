@@ -4,13 +4,15 @@ Each part s has its own softmax: out_s is divided by its own sum, and lse_s is t
 keys are all hidden has out_s = 0 and lse_s = -inf.
 """
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from steps import engine
-from steps.workbook.puzzles import Case, mistake
+from steps.workbook.puzzles import Case
 
 
 def specification(out_s, lse_s):
@@ -89,76 +91,48 @@ CASES = [
 # The mistakes: other weights, or another lse.
 
 
-def _merged(out_s, lse_s, guard=0.0, exp=torch.exp):
-    """(out, l, lse, m): the merge in float32. `guard` is what is subtracted instead of a maximum of -inf."""
-    m = lse_s.amax(0)
-    w = exp(lse_s - m.where(m > -torch.inf, guard))
-    l = w.sum(0)
-    return (w[..., None] * out_s).sum(0) / l.where(l != 0, 1)[..., None], l, m + l.log(), m
+def mistaken(out_s, lse_s, answer):
+    """What `run` returns where some of the names below are wrong: answer = {its name: function of those above it}."""
+    x = SimpleNamespace(out_s=out_s, lse_s=lse_s, exist=triton.next_power_of_2(len(out_s)))
+    rules = {
+        "out_s": lambda x: x.out_s,
+        "lse_s": lambda x: x.lse_s,
+        "m": lambda x: x.lse_s.amax(0),
+        "unit": lambda x: x.m.where(x.m > -torch.inf, 0),
+        "w": lambda x: (x.lse_s - x.unit).exp(),
+        "l": lambda x: x.w.sum(0),
+        "divisor": lambda x: x.l.where(x.l != 0, 1),
+        "out": lambda x: (x.w[..., None] * x.out_s).sum(0) / x.divisor[..., None],
+        "lse": lambda x: x.m + x.l.log(),
+    }
+    for name, rule in (rules | answer).items():
+        setattr(x, name, rule(x))
+    return {"out": x.out, "lse": x.lse}
 
 
-@mistake("the parts are averaged instead of weighted, those that do not exist included")
-def averaged(out_s, lse_s):
-    return {"out": out_s.sum(0) / triton.next_power_of_2(len(out_s)), "lse": lse_s.logsumexp(0)}
-
-
-@mistake("the parts are added without weights")
-def added(out_s, lse_s):
-    return {"out": out_s.sum(0), "lse": lse_s.logsumexp(0)}
-
-
-@mistake("the weights are quotients of exp(lse), which overflows")
-def weights_overflow(out_s, lse_s):
-    w = lse_s.exp()
-    l = w.sum(0)
-    return {"out": (w[..., None] * out_s).sum(0) / l[..., None], "lse": l.log()}
-
-
-@mistake("-inf - (-inf) or 0 / 0 is not guarded: a row without a key becomes NaN")
-def no_guard(out_s, lse_s):
-    out, _, lse, _ = _merged(out_s, lse_s, guard=-torch.inf)
-    return {"out": out, "lse": lse}
-
-
-@mistake("lse = -inf is replaced by 0, so that a part without a key has the weight of one whose sum is 1")
-def minus_infinity_replaced(out_s, lse_s):
-    exist = triton.next_power_of_2(len(out_s)) - len(out_s)
-    lse_s = torch.cat([lse_s, lse_s.new_zeros(exist, lse_s.shape[1])])
-    out, _, lse, _ = _merged(F.pad(out_s, (0, 0, 0, 0, 0, exist)), lse_s.where(lse_s > -torch.inf, 0))
-    return {"out": out, "lse": lse}
-
-
-@mistake("the weighted sum is not divided by the sum of the weights")
-def not_normalised(out_s, lse_s):
-    out, l, lse, _ = _merged(out_s, lse_s)
-    return {"out": out * l[..., None], "lse": lse}
-
-
-@mistake("the largest of the parts' lse is taken for that of all keys")
-def maximum_for_lse(out_s, lse_s):
-    out, _, _, m = _merged(out_s, lse_s)
-    return {"out": out, "lse": m}
-
-
-@mistake("lse leaves out the maximum")
-def lse_without_maximum(out_s, lse_s):
-    out, l, _, _ = _merged(out_s, lse_s)
-    return {"out": out, "lse": l.log()}
-
-
-@mistake("lse leaves out the maximum, and is 0 for a row without a key")
-def lse_without_maximum_or_key(out_s, lse_s):
-    out, l, _, _ = _merged(out_s, lse_s)
-    return {"out": out, "lse": l.where(l != 0, 1).log()}
-
-
-@mistake("the sum of the weights is not guarded: in a row without a key it is 0, and 0 / 0 is NaN")
-def sum_not_guarded(out_s, lse_s):
-    out, l, lse, _ = _merged(out_s, lse_s)
-    return {"out": out.where(l[..., None] != 0, torch.nan), "lse": lse}
-
-
-@mistake("the weights are powers of 2, but lse is a natural logarithm")
-def powers_of_2(out_s, lse_s):
-    out, _, lse, _ = _merged(out_s, lse_s, exp=torch.exp2)
-    return {"out": out, "lse": lse}
+MISTAKES = {
+    "averaged": (
+        "the parts are averaged instead of weighted, those that do not exist included",
+        dict(out=lambda x: x.out_s.sum(0) / x.exist)),
+    "added": ("the parts are added without weights", dict(out=lambda x: x.out_s.sum(0))),
+    "weights_overflow": (
+        "the weights are quotients of exp(lse), which overflows",
+        dict(unit=lambda x: 0, divisor=lambda x: x.l, lse=lambda x: x.l.log())),
+    "no_guard": (
+        "-inf - (-inf) or 0 / 0 is not guarded: a row without a key becomes NaN", dict(unit=lambda x: x.m)),
+    "minus_infinity_replaced": (
+        "lse = -inf is replaced by 0, so that a part without a key has the weight of one whose sum is 1",
+        dict(out_s=lambda x: F.pad(x.out_s, (0, 0, 0, 0, 0, x.exist - len(x.out_s))),
+             lse_s=lambda x: F.pad(x.lse_s.where(x.lse_s > -torch.inf, 0), (0, 0, 0, x.exist - len(x.lse_s))))),
+    "not_normalised": (
+        "the weighted sum is not divided by the sum of the weights", dict(divisor=lambda x: torch.ones_like(x.l))),
+    "maximum_for_lse": ("the largest of the parts' lse is taken for that of all keys", dict(lse=lambda x: x.m)),
+    "lse_without_maximum": ("lse leaves out the maximum", dict(lse=lambda x: x.l.log())),
+    "lse_without_maximum_or_key": (
+        "lse leaves out the maximum, and is 0 for a row without a key", dict(lse=lambda x: x.divisor.log())),
+    "sum_not_guarded": (
+        "the sum of the weights is not guarded: in a row without a key it is 0, and 0 / 0 is NaN",
+        dict(divisor=lambda x: x.l)),
+    "powers_of_2": (
+        "the weights are powers of 2, but lse is a natural logarithm", dict(w=lambda x: (x.lse_s - x.unit).exp2())),
+}  # fmt: skip

@@ -7,7 +7,7 @@ even neighbours.
 import torch
 
 from steps.step04_ring import Layout
-from steps.workbook.puzzles import Case, mistake
+from steps.workbook.puzzles import Case
 
 IGNORED = -100  # the label of a token that has no next one; torch's cross_entropy leaves it out
 
@@ -31,17 +31,15 @@ def of_rank(tokens, layout, rank):
     return tokens[mine], mine, labels[mine], len(tokens) - 1
 
 
-def run(tokens, kind, N):
+def run(tokens, kind, N, answer=of_rank):
     """The entries of the specification, from `of_rank` on every rank."""
-    return _together(of_rank, tokens, kind, N)
-
-
-def _together(function, tokens, kind, N):
     layout = Layout(kind, len(tokens), N)
-    *columns, counts = zip(*(_checked(function(tokens, layout, rank), layout, rank) for rank in range(N)), strict=True)
-    names = "tokens", "positions", "labels"
-    whole = {name: layout.unshard(column, dim=0) for name, column in zip(names, columns, strict=True)}
+    *columns, counts = zip(*(_checked(answer(tokens, layout, rank), layout, rank) for rank in range(N)), strict=True)
+    whole = {name: layout.unshard(column, dim=0) for name, column in zip(NAMES, columns, strict=False)}
     return whole | {"count": torch.tensor(counts)}
+
+
+NAMES = "tokens", "positions", "labels", "count"
 
 
 def _checked(result, layout, rank):
@@ -49,7 +47,7 @@ def _checked(result, layout, rank):
     if not isinstance(result, tuple | list) or len(result) != 4:
         raise TypeError(f"of_rank has to return (tokens, positions, labels, count); got {result!r:.60}")
     *tensors, count = result
-    for name, x in zip(("tokens", "positions", "labels"), tensors, strict=True):
+    for name, x in zip(NAMES, tensors, strict=False):
         if not isinstance(x, torch.Tensor) or x.shape != (layout.size(rank),):
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise ValueError(f"{name} of rank {rank} must be a tensor ({layout.size(rank)},); got {shape}")
@@ -96,75 +94,51 @@ def _listed(numbers):
 # The mistakes: something is computed after the cut that belongs before it, or the rank is taken for the whole sequence.
 
 
-def _instead(tokens, kind, N, **others):
-    """The results if the functions `others`, by name, of (tokens, mine) take the place of what is right."""
+def _changed(**others):
+    """The right answer with the functions `others`, by name, of (tokens, mine, rank) in place of what is right."""
 
-    def wrong(tokens, layout, rank):
+    def answer(tokens, layout, rank):
         mine = layout.positions(rank)
-        right = dict(zip(("tokens", "positions", "labels", "count"), of_rank_right(tokens, layout, rank), strict=True))
+        labels = torch.tensor([*tokens[1:], IGNORED])
+        right = dict(zip(NAMES, (tokens[mine], mine, labels[mine], len(tokens) - 1), strict=True))
         return tuple((right | {name: f(tokens, mine, rank) for name, f in others.items()}).values())
 
-    return _together(wrong, tokens, kind, N)
-
-
-def of_rank_right(tokens, layout, rank):
-    """What `of_rank` has to return; a reader's function may stand in its place, so that the mistakes need their own."""
-    mine = layout.positions(rank)
-    labels = torch.tensor([*tokens[1:], IGNORED])
-    return tokens[mine], mine, labels[mine], len(tokens) - 1
+    return answer
 
 
 def _shifted_shard(tokens, mine, rank):
     return torch.cat([tokens[mine][1:], torch.tensor([IGNORED])[: len(mine)]])
 
 
-@mistake("every rank counts its positions from 0, so that the rotary embedding takes all shards for the beginning")
-def counted_from_zero(**inputs):
-    return _instead(**inputs, positions=lambda tokens, mine, rank: torch.arange(len(mine)))
+def _wrapped(tokens, mine, rank):
+    return tokens.roll(-1)[mine]
 
 
-@mistake("a rank's positions are taken for neighbours, as they are in the layout contiguous only")
-def taken_for_contiguous(**inputs):
-    return _instead(**inputs, positions=lambda tokens, mine, rank: rank * len(mine) + torch.arange(len(mine)))
-
-
-@mistake("the labels are shifted after the cut: the last token of a chunk gets the first one of another chunk, or none")
-def shifted_after_the_cut(**inputs):
-    return _instead(**inputs, labels=_shifted_shard)
-
-
-@mistake("the labels are shifted after the cut, and every rank counts its own")
-def shifted_and_counted_after_the_cut(**inputs):
-    return _instead(**inputs, labels=_shifted_shard, count=lambda tokens, mine, rank: len(mine) - 1)
-
-
-@mistake("the last token has a label, the first token: nobody has set it to IGNORED after the shift")
-def last_label_wraps(**inputs):
-    return _instead(**inputs, labels=lambda tokens, mine, rank: tokens.roll(-1)[mine])
-
-
-@mistake("the last token has a label, the first token, and is counted")
-def last_label_wraps_and_counts(**inputs):
-    labels, count = (lambda tokens, mine, rank: tokens.roll(-1)[mine]), (lambda tokens, mine, rank: len(tokens))
-    return _instead(**inputs, labels=labels, count=count)
-
-
-@mistake("a token's label is the token before it")
-def shifted_the_other_way(**inputs):
-    def labels(tokens, mine, rank):
-        return torch.tensor([IGNORED, *tokens[:-1]])[mine]
-
-    return _instead(**inputs, labels=labels)
-
-
-@mistake("every rank divides by the number of its own labels, so that the labels of short shards weigh more")
-def counts_its_own(**inputs):
-    def count(tokens, mine, rank):
-        return (mine < len(tokens) - 1).sum()
-
-    return _instead(**inputs, count=count)
-
-
-@mistake("the last token, which has no label, is counted")
-def counts_the_last_token(**inputs):
-    return _instead(**inputs, count=lambda tokens, mine, rank: len(tokens))
+MISTAKES = {
+    "counted_from_zero": (
+        "every rank counts its positions from 0, so that the rotary embedding takes all shards for the beginning",
+        _changed(positions=lambda tokens, mine, rank: torch.arange(len(mine)))),
+    "taken_for_contiguous": (
+        "a rank's positions are taken for neighbours, as they are in the layout contiguous only",
+        _changed(positions=lambda tokens, mine, rank: rank * len(mine) + torch.arange(len(mine)))),
+    "shifted_after_the_cut": (
+        "the labels are shifted after the cut: the last token of a chunk gets the first one of another chunk, or none",
+        _changed(labels=_shifted_shard)),
+    "shifted_and_counted_after_the_cut": (
+        "the labels are shifted after the cut, and every rank counts its own",
+        _changed(labels=_shifted_shard, count=lambda tokens, mine, rank: len(mine) - 1)),
+    "last_label_wraps": (
+        "the last token has a label, the first token: nobody has set it to IGNORED after the shift",
+        _changed(labels=_wrapped)),
+    "last_label_wraps_and_counts": (
+        "the last token has a label, the first token, and is counted",
+        _changed(labels=_wrapped, count=lambda tokens, mine, rank: len(tokens))),
+    "shifted_the_other_way": (
+        "a token's label is the token before it",
+        _changed(labels=lambda tokens, mine, rank: torch.tensor([IGNORED, *tokens[:-1]])[mine])),
+    "counts_its_own": (
+        "every rank divides by the number of its own labels, so that the labels of short shards weigh more",
+        _changed(count=lambda tokens, mine, rank: (mine < len(tokens) - 1).sum())),
+    "counts_the_last_token": (
+        "the last token, which has no label, is counted", _changed(count=lambda tokens, mine, rank: len(tokens))),
+}  # fmt: skip

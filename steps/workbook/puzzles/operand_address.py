@@ -2,7 +2,7 @@
 
 import torch
 
-from steps.workbook.puzzles import Case, mistake, whole_numbers
+from steps.workbook.puzzles import Case, whole_numbers
 from steps.workbook.puzzles._emulated import launch
 
 
@@ -41,16 +41,12 @@ def operand_address(start, leading, stride, k, i, runs_down):
     return a ^ (a >> 3 & 0x70)
 
 
-def run(**inputs):
+def run(tile, start, leading, stride, runs_down, answer=operand_address):
     """{"operand": what lies at the addresses that were answered}; -1 where an address is outside of the tile."""
-    return _numbers(operand_address, **inputs)
-
-
-def _numbers(address, tile, start, leading, stride, runs_down):
     flat, found = tile.flatten(), torch.full((16, 128 if runs_down else 64), -1.0)
     for k in range(16):
         for i in range(found.shape[1]):
-            at = whole_numbers("operand_address", address(start, leading, stride, k, i, runs_down))
+            at = whole_numbers("operand_address", answer(start, leading, stride, k, i, runs_down))
             if 0 <= at < 2 * flat.numel() and at % 2 == 0:
                 found[k, i] = flat[at // 2].item()
     return {"operand": found}
@@ -95,83 +91,51 @@ def explain(got, want, tile, start, leading, stride, runs_down):
     ]
 
 
-def _of(address):
-    """What `run` returns with another address, before the swizzle, and the swizzle `mixed` of start and address."""
-
-    def numbers(mixed=lambda a, start: a ^ (a >> 3 & 0x70), **inputs):
-        def at(start, leading, stride, k, i, runs_down):
-            return mixed(address(start, leading, stride, k, i, runs_down), start)
-
-        return _numbers(at, **inputs)
-
-    return numbers
-
-
 def _right(start, leading, stride, k, i, runs_down):
     if runs_down:
         return start + i // 64 * leading + k // 8 * stride + k % 8 * 128 + i % 64 * 2
     return start + i // 8 * stride + i % 8 * 128 + k * 2
 
 
-@mistake("the address is not swizzled")
-def no_swizzle(**inputs):
-    return _of(_right)(mixed=lambda a, start: a, **inputs)
+def _swizzled(a):
+    return a ^ (a >> 3 & 0x70)
 
 
-@mistake("the distance from the operand's begin is swizzled, and not the address")
-def offset_swizzled(**inputs):
-    return _of(_right)(mixed=lambda a, start: start + (a - start ^ (a - start >> 3 & 0x70)), **inputs)
+def _to_right(change):
+    """The right answer of changed arguments: `change` gets all of them and returns those that are other ones."""
+
+    def answer(start, leading, stride, k, i, runs_down):
+        given = dict(start=start, leading=leading, stride=stride, k=k, i=i, runs_down=runs_down)
+        return _swizzled(_right(**given | change(**given)))
+
+    return answer
 
 
-@mistake("k and i are exchanged: V is read as if the sum ran along its rows, and K as if it ran down")
-def exchanged(**inputs):
-    return _of(lambda *x: _right(*x[:-1], not x[-1]))(**inputs)
-
-
-@mistake("the rows are counted without the stride, as if each of them followed the one before")
-def no_stride(**inputs):
-    def address(start, leading, stride, k, i, runs_down):
-        return _right(start, leading, 1024, k, i, runs_down)
-
-    return _of(address)(**inputs)
-
-
-@mistake("leading is left out: a row of V is taken to go on behind its 64 numbers")
-def leading_left_out(**inputs):
-    def address(start, leading, stride, k, i, runs_down):
-        return _right(start, 128 if runs_down else leading, stride, k, i, runs_down)
-
-    return _of(address)(**inputs)
-
-
-@mistake("leading is left out: the second slab of V is taken to be the first")
-def one_slab(**inputs):
-    def address(start, leading, stride, k, i, runs_down):
-        return _right(start, leading, stride, k, i % 64, runs_down)
-
-    return _of(address)(**inputs)
-
-
-@mistake("leading and stride are exchanged for V: its slabs lie leading apart, and its groups of 8 rows stride apart")
-def leading_for_stride(**inputs):
-    def address(start, leading, stride, k, i, runs_down):
-        return _right(start, stride, leading, k, i, runs_down) if runs_down else _right(start, leading, stride, k, i, 0)
-
-    return _of(address)(**inputs)
-
-
-@mistake("leading is taken for the distance between the two chunks of a row of K, which follow each other")
-def leading_for_chunks(**inputs):
-    def address(start, leading, stride, k, i, runs_down):
-        a = _right(start, leading, stride, k, i, runs_down)
-        return a if runs_down else a + k // 8 * (leading - 16)
-
-    return _of(address)(**inputs)
-
-
-@mistake("a number has 1 byte")
-def one_byte(**inputs):
-    def address(start, leading, stride, k, i, runs_down):
-        return _right(start, leading, stride, k, i, runs_down) - (i % 64 if runs_down else k)
-
-    return _of(address)(mixed=lambda a, start: (a ^ (a >> 3 & 0x70)) // 2 * 2, **inputs)
+MISTAKES = {
+    "no_swizzle": ("the address is not swizzled", _right),
+    "offset_swizzled": (
+        "the distance from the operand's begin is swizzled, and not the address",
+        lambda start, *x: start + _swizzled(_right(0, *x))),
+    "exchanged": (
+        "k and i are exchanged: V is read as if the sum ran along its rows, and K as if it ran down",
+        _to_right(lambda runs_down, **_: dict(runs_down=not runs_down))),
+    "no_stride": (
+        "the rows are counted without the stride, as if each of them followed the one before",
+        _to_right(lambda **_: dict(stride=1024))),
+    "leading_left_out": (
+        "leading is left out: a row of V is taken to go on behind its 64 numbers",
+        _to_right(lambda **_: dict(leading=128))),
+    "one_slab": (
+        "leading is left out: the second slab of V is taken to be the first",
+        _to_right(lambda i, **_: dict(i=i % 64))),
+    "leading_for_stride": (
+        "leading and stride are exchanged for V: its slabs lie leading apart, and its groups of 8 rows stride apart",
+        _to_right(lambda leading, stride, runs_down, **_: dict(leading=stride, stride=leading) if runs_down else {})),
+    "leading_for_chunks": (
+        "leading is taken for the distance between the two chunks of a row of K, which follow each other",
+        _to_right(lambda start, leading, k, runs_down, **_: {} if runs_down else
+                  dict(start=start + k // 8 * (leading - 16)))),
+    "one_byte": (
+        "a number has 1 byte",
+        lambda *x: _swizzled(_right(*x) - (x[4] % 64 if x[5] else x[3])) // 2 * 2),
+}  # fmt: skip

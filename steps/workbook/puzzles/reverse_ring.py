@@ -6,7 +6,7 @@ travel with their K and V, and must end at the rank that these belong to, withou
 
 import torch
 
-from steps.workbook.puzzles import Case, mistake
+from steps.workbook.puzzles import Case
 
 
 def specification(N):
@@ -31,13 +31,9 @@ def reverse_step(rank, step, N):
     return (rank + 1 + step) % N, to, to
 
 
-def run(N):
+def run(N, answer=reverse_step):
     """The entries of the specification, from `reverse_step` of every rank in every step."""
-    return _tables(reverse_step, N)
-
-
-def _tables(function, N):
-    table = [[_checked(function(rank, step, N), rank, step, N) for rank in range(N)] for step in range(N)]
+    table = [[_checked(answer(rank, step, N), rank, step, N) for rank in range(N)] for step in range(N)]
     return {name: torch.tensor([[x[i] for x in row] for row in table]) for i, name in enumerate(NAMES)}
 
 
@@ -119,77 +115,58 @@ def _both(yours, right):
 # The mistakes: another order, another direction, or a message too many or too few.
 
 
-@mistake("the backward goes round as the forward does, beginning with its own keys: dK and dV then need one hop more")
-def as_the_forward(N):
-    def step(rank, step, N):
-        return (rank - step) % N, None if step == N - 1 else (rank + 1) % N, (rank + 1) % N
-
-    return _tables(step, N)
+def _right(rank, step, N):
+    to = None if step == N - 1 else (rank - 1) % N
+    return (rank + 1 + step) % N, to, to
 
 
-@mistake("the backward goes round as the forward does, and dK and dV are not sent home in the end")
-def as_the_forward_without_the_last_hop(N):
-    def step(rank, step, N):
-        to = None if step == N - 1 else (rank + 1) % N
-        return (rank - step) % N, to, to
+def _changed(**others):
+    """The right answer with the functions `others`, by name, of (rank, step, N) in place of what is right."""
 
-    return _tables(step, N)
+    def answer(*step):
+        right = dict(zip(NAMES, _right(*step), strict=True))
+        return tuple((right | {name: f(*step) for name, f in others.items()}).values())
 
-
-@mistake("the backward begins with its own keys, which are not those that the forward ended with, and ends elsewhere")
-def begins_with_its_own(N):
-    return _changed(N, src=lambda rank, step, N: (rank + step) % N)
+    return answer
 
 
-@mistake("the keys go on to rank + 1, though those of the next step are at rank + 1 and have to come from there")
-def sent_the_wrong_way(N):
-    def to(rank, step, N):
-        return None if step == N - 1 else (rank + 1) % N
-
-    return _changed(N, kv_to=to, dkv_to=to)
+def _on(rank, step, N):
+    return None if step == N - 1 else (rank + 1) % N
 
 
-@mistake("the backward begins where the forward ended, but goes on in the forward's direction")
-def the_same_direction(N):
-    def to(rank, step, N):
-        return None if step == N - 1 else (rank + 1) % N
-
-    return _changed(N, src=lambda rank, step, N: (rank + 1 - step) % N, kv_to=to, dkv_to=to)
+def _back(rank, step, N):
+    return (rank - 1) % N
 
 
-@mistake("K and V are sent in the last step too, N hops and not N - 1")
-def keys_sent_in_the_last_step(N):
-    return _changed(N, kv_to=lambda rank, step, N: (rank - 1) % N)
+def _owner(rank, step, N):
+    src, *_ = _right(rank, step, N)
+    return None if src == rank else src
 
 
-@mistake("dK and dV are sent in the last step too, although they have arrived")
-def sums_sent_in_the_last_step(N):
-    return _changed(N, dkv_to=lambda rank, step, N: (rank - 1) % N)
-
-
-@mistake("everything is sent in the last step too, although nobody needs K and V, and dK and dV have arrived")
-def all_sent_in_the_last_step(N):
-    def to(rank, step, N):
-        return (rank - 1) % N
-
-    return _changed(N, kv_to=to, dkv_to=to)
-
-
-@mistake("dK and dV are sent to their owner at once, as `fetch` does: N - 1 parts arrive there, and no sum travels")
-def straight_to_the_owner(N):
-    def to(rank, step, N):
-        src = (rank + 1 + step) % N
-        return None if src == rank else src
-
-    return _changed(N, dkv_to=to)
-
-
-def _changed(N, **others):
-    """The tables if the functions `others`, by name, of (rank, step, N) take the place of what is right."""
-
-    def step(rank, step, N):
-        to = None if step == N - 1 else (rank - 1) % N
-        right = {"src": (rank + 1 + step) % N, "kv_to": to, "dkv_to": to}
-        return tuple((right | {name: f(rank, step, N) for name, f in others.items()}).values())
-
-    return _tables(step, N)
+MISTAKES = {
+    "as_the_forward": (
+        "the backward goes round as the forward does, beginning with its own keys: dK and dV then need one hop more",
+        _changed(src=lambda rank, step, N: (rank - step) % N, kv_to=_on, dkv_to=lambda rank, step, N: (rank + 1) % N)),
+    "as_the_forward_without_the_last_hop": (
+        "the backward goes round as the forward does, and dK and dV are not sent home in the end",
+        _changed(src=lambda rank, step, N: (rank - step) % N, kv_to=_on, dkv_to=_on)),
+    "begins_with_its_own": (
+        "the backward begins with its own keys, which are not those that the forward ended with, and ends elsewhere",
+        _changed(src=lambda rank, step, N: (rank + step) % N)),
+    "sent_the_wrong_way": (
+        "the keys go on to rank + 1, though those of the next step are at rank + 1 and have to come from there",
+        _changed(kv_to=_on, dkv_to=_on)),
+    "the_same_direction": (
+        "the backward begins where the forward ended, but goes on in the forward's direction",
+        _changed(src=lambda rank, step, N: (rank + 1 - step) % N, kv_to=_on, dkv_to=_on)),
+    "keys_sent_in_the_last_step": (
+        "K and V are sent in the last step too, N hops and not N - 1", _changed(kv_to=_back)),
+    "sums_sent_in_the_last_step": (
+        "dK and dV are sent in the last step too, although they have arrived", _changed(dkv_to=_back)),
+    "all_sent_in_the_last_step": (
+        "everything is sent in the last step too, although nobody needs K and V, and dK and dV have arrived",
+        _changed(kv_to=_back, dkv_to=_back)),
+    "straight_to_the_owner": (
+        "dK and dV are sent to their owner at once, as `fetch` does: N - 1 parts arrive there, and no sum travels",
+        _changed(dkv_to=_owner)),
+}  # fmt: skip

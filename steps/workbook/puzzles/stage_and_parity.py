@@ -2,7 +2,7 @@
 
 import torch
 
-from steps.workbook.puzzles import Case, mistake, whole_numbers
+from steps.workbook.puzzles import Case, whole_numbers
 from steps.workbook.puzzles._emulated import launch
 
 
@@ -22,13 +22,9 @@ def stage_and_parity(n, stages):
     return n % stages, parity, parity ^ 1
 
 
-def run(tiles, stages):
+def run(tiles, stages, answer=stage_and_parity):
     """{"sums": of each tile, -1 of those that were never added up; "places": what was answered}."""
-    return _run(stage_and_parity, tiles, stages)
-
-
-def _run(function, tiles, stages):
-    found = [whole_numbers("stage_and_parity", function(n, stages), 3) for n in range(tiles)]
+    found = [whole_numbers("stage_and_parity", answer(n, stages), 3) for n in range(tiles)]
     places = torch.tensor(found, dtype=torch.int32)
     x, sums = torch.arange(4.0 * tiles), torch.full((tiles,), -1.0)
     _report[:] = [""]
@@ -77,46 +73,32 @@ def explain(got, want, tiles, stages):
     return lines + [f"the emulation reports: {line}" for line in _report[0].splitlines()[:3]]
 
 
-@mistake("the parity is that of n, and not of how often the ring has gone round")
-def parity_of_n(tiles, stages):
-    return _run(lambda n, stages: (n % stages, n % 2, n % 2 ^ 1), tiles, stages)
-
-
-@mistake("the parity never flips")
-def parity_never_flips(tiles, stages):
-    return _run(lambda n, stages: (n % stages, 0, 1), tiles, stages)
-
-
-@mistake("the producer always waits for parity 1, and does not notice that a stage is still full")
-def producer_never_flips(tiles, stages):
-    return _run(lambda n, stages: (n % stages, n // stages % 2, 1), tiles, stages)
-
-
-@mistake("both sides wait for the same parity, so that the producer waits for consumers that have had nothing")
-def same_parity(tiles, stages):
-    return _run(lambda n, stages: (n % stages, n // stages % 2, n // stages % 2), tiles, stages)
-
-
-@mistake("the two parities are exchanged")
-def parities_exchanged(tiles, stages):
-    return _run(lambda n, stages: (n % stages, n // stages % 2 ^ 1, n // stages % 2), tiles, stages)
-
-
-@mistake("the stage is the number of times that the ring has gone round, and the parity is that of the place")
-def stage_and_round_exchanged(tiles, stages):
-    return _run(lambda n, stages: (n // stages % stages, n % stages % 2, n % stages % 2 ^ 1), tiles, stages)
-
-
-@mistake("div and mod are exchanged: the stage is n div stages, and the parity that of n mod stages")
-def div_and_mod_exchanged(tiles, stages):
-    return _run(lambda n, stages: (n // stages, n % stages % 2, n % stages % 2 ^ 1), tiles, stages)
-
-
-@mistake("the producer's parity is that of the tile before, n - 1, and not of the stage's tile before, n - stages")
-def producer_one_tile_back(tiles, stages):
-    return _run(lambda n, stages: (n % stages, n // stages % 2, (n - 1) // stages % 2), tiles, stages)
-
-
-@mistake("the stage is n div stages, the number of times that the ring has gone round, and not n mod stages")
-def round_for_stage(tiles, stages):
-    return _run(lambda n, stages: (n // stages, n // stages % 2, n // stages % 2 ^ 1), tiles, stages)
+MISTAKES = {
+    "parity_of_n": (
+        "the parity is that of n, and not of how often the ring has gone round",
+        lambda n, stages: (n % stages, n % 2, n % 2 ^ 1)),
+    "parity_never_flips": (
+        "the parity never flips",
+        lambda n, stages: (n % stages, 0, 1)),
+    "producer_never_flips": (
+        "the producer always waits for parity 1, and does not notice that a stage is still full",
+        lambda n, stages: (n % stages, n // stages % 2, 1)),
+    "same_parity": (
+        "both sides wait for the same parity, so that the producer waits for consumers that have had nothing",
+        lambda n, stages: (n % stages, n // stages % 2, n // stages % 2)),
+    "parities_exchanged": (
+        "the two parities are exchanged",
+        lambda n, stages: (n % stages, n // stages % 2 ^ 1, n // stages % 2)),
+    "stage_and_round_exchanged": (
+        "the stage is the number of times that the ring has gone round, and the parity is that of the place",
+        lambda n, stages: (n // stages % stages, n % stages % 2, n % stages % 2 ^ 1)),
+    "div_and_mod_exchanged": (
+        "div and mod are exchanged: the stage is n div stages, and the parity that of n mod stages",
+        lambda n, stages: (n // stages, n % stages % 2, n % stages % 2 ^ 1)),
+    "producer_one_tile_back": (
+        "the producer's parity is that of the tile before, n - 1, and not of the stage's tile before, n - stages",
+        lambda n, stages: (n % stages, n // stages % 2, (n - 1) // stages % 2)),
+    "round_for_stage": (
+        "the stage is n div stages, the number of times that the ring has gone round, and not n mod stages",
+        lambda n, stages: (n // stages, n // stages % 2, n // stages % 2 ^ 1)),
+}  # fmt: skip

@@ -5,7 +5,7 @@ import re
 import torch
 
 from steps.step02_fa2_cuda import emulator, plan
-from steps.workbook.puzzles import Case, mistake
+from steps.workbook.puzzles import Case
 from steps.workbook.puzzles._emulated import launch as emulate
 
 # In the order in which hopper.cu numbers them.
@@ -37,17 +37,14 @@ def order_of_step():
     return [*before, "wait for all", "release V", "pack P", "rescale O"]
 
 
-def run(**inputs):
+def run(q, k, v, factors, copies, wgmma, answer=order_of_step):
     """What the kernel makes of the order, and three properties of the order that no result shows.
 
     {"out": the result, "refused": the lines of hopper.cu that misuse a register, "overlap": whether the softmax runs
     under the product for O, "operand": whether P stays as it is until that product has read it, "started": see
     `_started`}.
     """
-    return _run(order_of_step(), **inputs)
-
-
-def _run(order, q, k, v, factors, copies, wgmma):
+    order = answer()
     _check_names(order)
     out = torch.full((64, 64), torch.nan)
     maps = [emulator.tensor_map(*plan.view_and_box(x[None, None], 64)) for x in (k, v)]
@@ -173,41 +170,29 @@ def _moved(name, before):
     return rest
 
 
-@mistake("K is given back before S has been waited for, and the producer overwrites it")
-def k_released_early(**inputs):
-    return _run(_moved("release K", "wait for S"), **inputs)
-
-
-@mistake("V is given back before the product for O has ended, and the producer overwrites it")
-def v_released_early(**inputs):
-    return _run(_moved("release V", "wait for all"), **inputs)
-
-
-@mistake("the softmax reads S before it has been waited for")
-def softmax_early(**inputs):
-    return _run(_moved("softmax", "wait for S"), **inputs)
-
-
-@mistake("O is rescaled while its product is under way")
-def rescaled_early(**inputs):
-    return _run(_moved("rescale O", "wait for all"), **inputs)
-
-
-@mistake("P is packed while the product for O still reads it")
-def packed_early(**inputs):
-    return _run(_moved("pack P", "wait for all"), **inputs)
-
-
-@mistake("O is started before S, so that the wait for all but one group waits for O, and S is used too early")
-def o_first(**inputs):
-    return _run(["start O", "start S", *RIGHT[2:]], **inputs)
-
-
-@mistake("O is started after the wait for S, which leaves one group under way: S itself, so that S is used too early")
-def o_late(**inputs):
-    return _run(["start S", "wait for S", "start O", *RIGHT[3:]], **inputs)
-
-
-@mistake("all is waited for before the softmax, so that nothing runs under it")
-def no_overlap(**inputs):
-    return _run(_moved("softmax", "release V"), **inputs)
+MISTAKES = {
+    "k_released_early": (
+        "K is given back before S has been waited for, and the producer overwrites it",
+        lambda: _moved("release K", "wait for S")),
+    "v_released_early": (
+        "V is given back before the product for O has ended, and the producer overwrites it",
+        lambda: _moved("release V", "wait for all")),
+    "softmax_early": (
+        "the softmax reads S before it has been waited for",
+        lambda: _moved("softmax", "wait for S")),
+    "rescaled_early": (
+        "O is rescaled while its product is under way",
+        lambda: _moved("rescale O", "wait for all")),
+    "packed_early": (
+        "P is packed while the product for O still reads it",
+        lambda: _moved("pack P", "wait for all")),
+    "o_first": (
+        "O is started before S, so that the wait for all but one group waits for O, and S is used too early",
+        lambda: ["start O", "start S", *RIGHT[2:]]),
+    "o_late": (
+        "O is started after the wait for S, which leaves one group under way: S itself, so that S is used too early",
+        lambda: ["start S", "wait for S", "start O", *RIGHT[3:]]),
+    "no_overlap": (
+        "all is waited for before the softmax, so that nothing runs under it",
+        lambda: _moved("softmax", "release V")),
+}  # fmt: skip

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from steps import engine
-from steps.workbook.puzzles import Case, mistake
+from steps.workbook.puzzles import Case
 
 
 def specification(Nq, Nk, left, right, Br, Bc):
@@ -129,95 +129,65 @@ def _picture(counts):
     return ["".join({0: ".", 1: "#", 10: "/"}.get(state, "2") for state in row[1:-1]) for row in states.tolist()]
 
 
-# The mistakes: one of the four numbers is another one. Each is computed in Python from the names of `_visits`.
+# The mistakes: one of the four numbers is another one. Each is computed in Python from the names of `mistaken`.
 
 
-def _visits(Nq, Nk, windows, Br, Bc, ordered=True, **wrong):
-    """What `run` returns where some of the four numbers are wrong: {its name: function of the names below}."""
+def mistaken(Nq, Nk, windows, Br, Bc, answer):
+    """What `run` returns where some of the names below are wrong: answer = {its name: function of those above it}."""
     tiles = -(-Nk // Bc)
     counts = {name: torch.zeros(len(windows), Nq // Br, tiles + 2, dtype=torch.int32) for name in ("masked", "plain")}
+    rules = {
+        "left": lambda x: x.left,
+        "right": lambda x: x.right,
+        "first": lambda x: x.first,
+        "last": lambda x: x.first + Br - 1,
+        "begin": lambda x: x.down(x.first - x.left),
+        "whole": lambda x: x.up(x.last - x.left),
+        "end": lambda x: x.up(min(Nk, x.last + x.right + 1)),
+        "full": lambda x: x.down(min(Nk, x.first + x.right + 1)),
+        "ordered": lambda x: max(x.whole, x.full),
+    } | answer
     for number, (left, right) in enumerate(windows):
         for n in range(Nq // Br):
             x = SimpleNamespace(Nk=Nk, left=left, right=right, tiles=tiles, shift=Nk - Nq, first=n * Br + Nk - Nq)
-            x.last = x.first + Br - 1
             x.down = lambda key: max(0, key) // Bc  # the tile of that key
             x.up = lambda key: -(-max(0, key) // Bc)  # the first tile that begins at that key or later
-            x.begin, x.whole = x.down(x.first - left), x.up(x.last - left)
-            x.full, x.end = x.down(min(Nk, x.first + right + 1)), x.up(min(Nk, x.last + right + 1))
-            vars(x).update({name: function(x) for name, function in wrong.items()})
-            x.full = max(x.whole, x.full) if ordered else x.full
-            edges = x.begin, x.whole, x.full, x.end
+            for name, rule in rules.items():
+                setattr(x, name, rule(x))
+            edges = x.begin, x.whole, x.ordered, x.end
             for name, begin, end in zip(("masked", "plain", "masked"), edges, edges[1:], strict=False):
                 for t in range(begin, end):
                     counts[name][number, n, 1 + min(max(t, -1), tiles)] += 1
     return counts
 
 
-@mistake("the visits begin where the window of the tile's last query begins")
-def begins_at_the_last_query(**inputs):
-    return _visits(**inputs, begin=lambda x: x.down(x.last - x.left))
-
-
-@mistake("the visits end where the window of the tile's first query ends")
-def ends_at_the_first_query(**inputs):
-    return _visits(**inputs, end=lambda x: x.up(min(x.Nk, x.first + x.right + 1)))
-
-
-@mistake("the tiles before the window are visited too")
-def begins_at_the_first_key(**inputs):
-    return _visits(**inputs, begin=lambda x: 0)
-
-
-@mistake("the tiles behind the window are visited too")
-def ends_at_the_last_key(**inputs):
-    return _visits(**inputs, end=lambda x: x.tiles)
-
-
-@mistake("the tiles at the window's left edge have no mask")
-def left_edge_not_masked(**inputs):
-    return _visits(**inputs, whole=lambda x: x.begin)
-
-
-@mistake("the tiles at the window's right edge have no mask")
-def right_edge_not_masked(**inputs):
-    return _visits(**inputs, full=lambda x: x.end)
-
-
-@mistake("the tile in which the first query's window ends counts as whole, because the division is rounded up")
-def full_rounded_up(**inputs):
-    return _visits(**inputs, full=lambda x: x.up(min(x.Nk, x.first + x.right + 1)))
-
-
-@mistake("the tile in which the last query's window begins counts as whole, because the division is rounded down")
-def whole_rounded_down(**inputs):
-    return _visits(**inputs, whole=lambda x: x.down(x.last - x.left))
-
-
-@mistake("every tile has a mask")
-def everything_masked(**inputs):
-    return _visits(**inputs, full=lambda x: x.whole)
-
-
-@mistake("a window that is narrower than a tile has whole > full, and its tiles are visited twice")
-def narrow_window_visited_twice(**inputs):
-    return _visits(**inputs, ordered=False)
-
-
-@mistake("the window is aligned at the top left: Nk - Nq is not added")
-def aligned_at_the_top_left(**inputs):
-    return _visits(
-        **inputs,
-        begin=lambda x: x.down(x.first - x.shift - x.left), whole=lambda x: x.up(x.last - x.shift - x.left),
-        full=lambda x: x.down(min(x.Nk, x.first - x.shift + x.right + 1)),
-        end=lambda x: x.up(min(x.Nk, x.last - x.shift + x.right + 1)),
-    )  # fmt: skip
-
-
-@mistake("the window's right edge is one key too far to the left: the key at p + right is seen")
-def right_edge_exclusive(windows, **inputs):
-    return _visits(windows=[(left, right - 1) for left, right in windows], **inputs)
-
-
-@mistake("the window's left edge is one key too far to the right: the key at p - left is seen")
-def left_edge_exclusive(windows, **inputs):
-    return _visits(windows=[(left - 1, right) for left, right in windows], **inputs)
+MISTAKES = {
+    "begins_at_the_last_query": (
+        "the visits begin where the window of the tile's last query begins",
+        dict(begin=lambda x: x.down(x.last - x.left))),
+    "ends_at_the_first_query": (
+        "the visits end where the window of the tile's first query ends",
+        dict(end=lambda x: x.up(min(x.Nk, x.first + x.right + 1)))),
+    "begins_at_the_first_key": ("the tiles before the window are visited too", dict(begin=lambda x: 0)),
+    "ends_at_the_last_key": ("the tiles behind the window are visited too", dict(end=lambda x: x.tiles)),
+    "left_edge_not_masked": ("the tiles at the window's left edge have no mask", dict(whole=lambda x: x.begin)),
+    "right_edge_not_masked": ("the tiles at the window's right edge have no mask", dict(full=lambda x: x.end)),
+    "full_rounded_up": (
+        "the tile in which the first query's window ends counts as whole, because the division is rounded up",
+        dict(full=lambda x: x.up(min(x.Nk, x.first + x.right + 1)))),
+    "whole_rounded_down": (
+        "the tile in which the last query's window begins counts as whole, because the division is rounded down",
+        dict(whole=lambda x: x.down(x.last - x.left))),
+    "everything_masked": ("every tile has a mask", dict(full=lambda x: x.whole)),
+    "narrow_window_visited_twice": (
+        "a window that is narrower than a tile has whole > full, and its tiles are visited twice",
+        dict(ordered=lambda x: x.full)),
+    "aligned_at_the_top_left": (
+        "the window is aligned at the top left: Nk - Nq is not added", dict(first=lambda x: x.first - x.shift)),
+    "right_edge_exclusive": (
+        "the window's right edge is one key too far to the left: the key at p + right is seen",
+        dict(right=lambda x: x.right - 1)),
+    "left_edge_exclusive": (
+        "the window's left edge is one key too far to the right: the key at p - left is seen",
+        dict(left=lambda x: x.left - 1)),
+}  # fmt: skip
