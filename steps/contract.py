@@ -82,7 +82,7 @@ def entry_points(rungs, supports):
         scale, options = checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         checks.check_saved(q, dout, out, lse)
         checks.check_flag("deterministic", deterministic)
-        if deterministic and not supports["deterministic"]:
+        if deterministic and not own["deterministic"]:
             options["deterministic"] = True
         if q.numel() == 0 or k.numel() == 0:
             return no_gradients

@@ -26,10 +26,10 @@ SUPPORTS = {
     "rungs": tuple(RUNGS),
     "limits": {rung: limits for rung, limits in rungs.LIMITS.items() if rung in RUNGS},
     "elsewhere": {rung: needs for rung, needs in rungs.NEEDS.items() if rung not in RUNGS},
-    "own_backward": ("tma", "fused"),  # gluon and roles have tma's backward
+    "own_backward": ("gluon", "tma", "fused"),  # roles has tma's backward
     "gqa": True,
     "nq_ne_nk": True,
-    "deterministic": True,
+    "deterministic": "gluon" not in RUNGS,  # unless it is asked for
     "order": "fa2",  # the order in which tiles are visited, for reference/mutants.py
     "title": "FlashAttention-2 fused in Triton",
     "notebooks": ("03a_triton_kernels", "03b_triton_features"),

@@ -5,16 +5,28 @@ import functools
 
 import torch
 
-from . import bwd_0_fused, bwd_1_tma, fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon
+from . import bwd_0_fused, bwd_1_tma, bwd_2_gluon, fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon
 
 
-@functools.wraps(bwd_1_tma.backward, assigned=("__module__", "__name__"))
-def backward_of_gluon(*tensors, tile=None, **options):
-    """The backward of rung tma. It has tiles of its own, which the forward's `tile` does not change."""
-    return bwd_1_tma.backward(*tensors, **options)
+@functools.wraps(bwd_2_gluon.backward, assigned=("__module__", "__name__"))
+def backward_of_gluon(*tensors, tile=None, deterministic=False, **options):
+    """That of bwd_2_gluon.py, or of rung tma if dq has to be deterministic or head_dim is above 128.
+
+    Both have tiles of their own, which the forward's `tile` does not change.
+    """
+    return backward_for(tensors, deterministic)(*tensors, **options)
 
 
-backward_of_gluon.planned = lambda *tensors, tile=None, **options: bwd_1_tma.backward.planned(*tensors, **options)
+def planned_of_gluon(*tensors, tile=None, deterministic=False, **options):
+    return backward_for(tensors, deterministic).planned(*tensors, **options)
+
+
+def backward_for(tensors, deterministic):
+    dout, *_ = tensors
+    return (bwd_1_tma if deterministic or dout.shape[3] > 128 else bwd_2_gluon).backward
+
+
+backward_of_gluon.planned = planned_of_gluon
 
 
 # In the order in which a call that names no rung tries them. tma takes all that roles takes, so that roles only runs if
@@ -33,11 +45,13 @@ LIMITS = {
     "gluon": {
         "dtypes": SIXTEEN_BITS,
         "head_dims": range(8, 257, 8),
-        "best_head_dims": range(72, 257, 8),  # at head_dim 64 rung tma is faster
+        "best_head_dims": range(64, 257, 8),
         "tiles": ((128, 64),),
+        "deterministic": False,  # unless it is asked for
     },
-    "tma": {"dtypes": SIXTEEN_BITS},
-    "roles": {"dtypes": SIXTEEN_BITS},
+    "tma": {"dtypes": SIXTEEN_BITS, "deterministic": True},
+    "roles": {"dtypes": SIXTEEN_BITS, "deterministic": True},
+    "fused": {"deterministic": True},
 }
 
 
