@@ -393,7 +393,7 @@ def test_what_the_kernels_compile_to(compiled, rung, capability, kernel):
     row = compiled[rung, capability, kernel]
     check_compiled(row)
     assert (row["setmaxnreg"] > 0) == (rung in ("roles", "gluon")), "a warp's role decides how many registers it gets"
-    if (rung, kernel) == ("gluon", "keys_kernel"):
+    if (rung, kernel) == ("gluon", "keys_kernel") and triton.__version__ == PINNED:
         assert row["bar.sync"] <= 9, "the warps meet three times a step, and three times at the end"
 
 
@@ -417,7 +417,7 @@ def test_three_consumers_in_gluon(H, Hk, Nq, Nk, D, dtype, causal):
     """Their tile, at lengths at which a call does not pick it by itself."""
     q, k, v = (torch.randn(2, h, N, D, device="cuda", dtype=dtype) for h, N in ((H, Nq), (Hk, Nk), (Hk, Nk)))
     got = dict(zip(("out", "lse"), fwd_3_gluon.forward(q, k, v, causal=causal, tile=(192, 128)), strict=True))
-    assert not error.failures(got, error.expected(q, k, v, causal=causal))
+    assert not error.failures(got, error.expected(q, k, v, q, causal=causal))
 
 
 @pytest.mark.gpu

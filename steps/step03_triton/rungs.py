@@ -9,20 +9,19 @@ from . import bwd_0_fused, bwd_1_tma, bwd_2_gluon, fwd_0_fused, fwd_1_tma, fwd_2
 
 
 @functools.wraps(bwd_2_gluon.backward, assigned=("__module__", "__name__"))
-def backward_of_gluon(*tensors, tile=None, deterministic=False, **options):
+def backward_of_gluon(dout, *tensors, tile=None, deterministic=False, **options):
     """That of bwd_2_gluon.py, or of rung tma if dq has to be deterministic or head_dim is above 128.
 
     Both have tiles of their own, which the forward's `tile` does not change.
     """
-    return backward_for(tensors, deterministic)(*tensors, **options)
+    return backward_for(dout, deterministic)(dout, *tensors, **options)
 
 
-def planned_of_gluon(*tensors, tile=None, deterministic=False, **options):
-    return backward_for(tensors, deterministic).planned(*tensors, **options)
+def planned_of_gluon(dout, *tensors, tile=None, deterministic=False, **options):
+    return backward_for(dout, deterministic).planned(dout, *tensors, **options)
 
 
-def backward_for(tensors, deterministic):
-    dout, *_ = tensors
+def backward_for(dout, deterministic):
     return (bwd_1_tma if deterministic or dout.shape[3] > 128 else bwd_2_gluon).backward
 
 
