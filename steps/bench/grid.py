@@ -481,7 +481,7 @@ PLANS = {  # What is recorded of stages 02 and 03, in parts of a few minutes. Th
     ),
     "triton": (
         Part(of("03", "gluon tma roles fused"), peers=BEST),
-        Part(of("03", "tma fused"), passes=("bwd",), peers=BEST),
+        Part(of("03", "gluon tma fused"), passes=("bwd",), peers=BEST),
     ),
     "float32": (Part(of("03", "fused"), _at(512, 4096, 16384), **FLOAT32),),
     "compilers": (Part(of("03", "gluon tma"), _at(16384), BOTH, peers=COMPILED),),
