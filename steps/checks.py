@@ -68,7 +68,7 @@ def pick(rungs, supports, rung, direction, q, whole=None):
     if rung is not None:
         return rungs[rung][direction], whole[rung]
     for name, own in whole.items():
-        if takes(own, q) and q.shape[-1] in own.get("best_head_dims", own["head_dims"]):
+        if takes(own, q) and ("best" not in own or own["best"](q, direction)):
             return rungs[name][direction], own
     if takes(supports, q):
         raise no_rung(whole, supports, q)

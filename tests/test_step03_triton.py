@@ -281,7 +281,7 @@ def test_which_rungs_a_gpu_has():
 
 
 @pytest.mark.parametrize("D, dtype, rung", [
-    (128, torch.bfloat16, "gluon"), (64, torch.float16, "gluon"), (256, torch.float16, "gluon"),
+    (128, torch.bfloat16, "gluon"), (72, torch.float16, "gluon"), (256, torch.float16, "gluon"),
     (56, torch.bfloat16, "tma"), (71, torch.float16, "tma"), (129, torch.bfloat16, "tma"), (1, torch.float16, "tma"),
     (64, torch.float32, "fused"), (128, torch.float32, "fused"),
 ])  # fmt: skip
@@ -291,6 +291,10 @@ def test_the_rung_that_a_hopper_gpu_picks(D, dtype, rung):
     for direction in (0, 1):
         kernel, _ = pick(kernels, supports, None, direction, torch.empty(1, 1, 1, D, dtype=dtype))
         assert kernel is kernels[rung][direction]
+    for N, forward in ((4095, "tma"), (4096, "gluon")):  # at head_dim 64 a short forward is faster in rung tma
+        q = torch.empty(1, 1, N, 64, dtype=torch.bfloat16)
+        picked = [pick(kernels, supports, None, direction, q)[0] for direction in (0, 1)]
+        assert picked == [kernels[forward][0], kernels["gluon"][1]]
 
 
 def test_what_gluon_refuses():
