@@ -22,11 +22,15 @@ nbformat = pytest.importorskip("nbformat", reason="Jupyter is not installed")
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+DEEPER = [path for path in NOTEBOOKS if path.stem[2] == "x"]  # for specialists, in sections that can be read alone
+MAIN = [path for path in NOTEBOOKS if path not in DEEPER]
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+each_of_the_main_line = pytest.mark.parametrize("path", MAIN, ids=lambda path: path.stem)
 
 
-def test_there_are_eleven_with_a_script_each():
-    assert [p.stem for p in NOTEBOOKS] == [
+def test_there_are_eleven_with_a_script_each_and_one_that_goes_deeper():
+    assert [p.stem for p in DEEPER] == ["03x_deeper"] and all(len(script(p.stem)) <= 20 for p in DEEPER)
+    assert [p.stem for p in MAIN] == [
         "00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
         "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward", "03a_triton_kernels", "03b_triton_features",
         "04a_ring", "04b_strategies",
@@ -115,7 +119,7 @@ def alt_text(output):
     return any(of_image) or 'alt="' in output.data.get("text/html", "")
 
 
-@each_notebook
+@each_of_the_main_line
 def test_the_text_is_read_in_one_sitting(path):
     """At most 65 cells and 2600 words. Those of tables, formulas, answers and descriptions of pictures count, too."""
     cells = script(path.stem)
@@ -166,7 +170,7 @@ def test_code_that_imports_draws_or_converts_is_folded(path):
     assert not [c.source for c in code if is_folded(c) and re.search(r"^(check|show|diff)\(", c.source, re.M)]
 
 
-@each_notebook
+@each_of_the_main_line
 def test_the_first_screen_is_a_question_and_a_picture(path):
     question = saved(path)[0]
     assert re.match(r"# .+\n\n## 1\. The question\n\n\*[^*]+\?\*\n\n!\[", question.source)
@@ -248,7 +252,7 @@ def test_minutes_of_the_headers_are_those_of_the_stage_and_of_readme(number):
 
 def test_minutes_of_readmes_paths_are_sums_of_the_headers():
     found = re.findall(r"(\d+) minutes to read, (\d+) more\s+with the exercises", (ROOT / "README.md").read_text())
-    stems = [path.stem for path in NOTEBOOKS]
+    stems = [path.stem for path in MAIN]
     paths = ["00_naive", "01_fa1_numba"], stems  # an evening, the whole course
     expected = [tuple(map(sum, zip(*map(minutes, path), strict=True))) for path in paths]
     assert [(int(read), int(more)) for read, more in found] == expected
