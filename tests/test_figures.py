@@ -1,5 +1,6 @@
 """What notebooks draw of recorded rows: tables of the ring, simulate.py's model beside them, sweeps, bars."""
 
+import functools
 import itertools
 import json
 from dataclasses import replace
@@ -190,6 +191,72 @@ def test_a_sweep_is_drawn_and_told_and_a_neighbour_is_faster_only_by_more_than_t
     assert told.startswith("32x64, 4 warps, 2 stages is 2.00 times as fast") and told.endswith(": 1 does not fit.")
     told = measured.sweep_in_words(sweep | {"candidates": [best | {"ms_p80": own["ms_p20"]}, own], "left_out": []})
     assert told.startswith("No neighbour is faster") and "Left out" not in told
+
+
+HOPPER = "fwd_8_hopper", "bwd_3_hopper"
+CLAIMS = [  # a notebook, what it says, the kernels, the one that they are compared with, at which sizes
+    ("02e", "both have {least:.2f} to {most:.2f} of its speed", HOPPER, "fa4", lambda D, N, causal: N >= 4096),
+    ("02e", "forward leads by up to {ahead:.0f} %", HOPPER[:1], "fa4", lambda D, N, causal: N < 4096),
+    ("02e", "is mostly behind, by up to {behind:.0f} %", HOPPER[1:], "fa4", lambda D, N, causal: N < 4096),
+    ("02e", "N = 16384, {least:.2f} to {most:.2f})", HOPPER, "fa4 under load", lambda D, N, causal: N == 16384),
+    *(
+        ("03a", words, (kernel,), other, lambda D, N, causal, heads=heads: N >= 4096 and D in heads)
+        for words, kernel, other, heads in (
+            ("`gluon` has {least:.2f} to {most:.2f} of cuDNN's speed", "fwd_3_gluon", "sdpa-cudnn", (128,)),
+            ("and {least:.2f} to {most:.2f} of FlashAttention-4's", "fwd_3_gluon", "fa4", (128,)),
+            ("at D = 64 `tma` {least:.2f} to {most:.2f} and", "fwd_1_tma", "sdpa-cudnn", (64,)),
+            ("and {least:.2f} to {most:.2f}; backward", "fwd_1_tma", "fa4", (64,)),
+            ("backward `tma` {least:.2f} to {most:.2f} and", "bwd_1_tma", "sdpa-cudnn", (64, 128)),
+            ("and {least:.2f} to {most:.2f}.", "bwd_1_tma", "fa4", (64, 128)),
+        )
+    ),
+    (
+        "04b", "Its backward has {least:.2f} of the speed in any order (02e: D = 128, causal, 4k and 16k)",
+        ("bwd_3_hopper:DETERMINISTIC=1",), "bwd_3_hopper", lambda D, N, causal: D == 128 and causal
+    ),
+]  # fmt: skip
+
+
+@functools.cache
+def on_h200(**which):
+    found = [row for row in rows.fresh(rows.read(**which)) if row["gpu"] == "NVIDIA H200"]
+    return [row for row in found if row["dtype"] == "bf16" and row["D"] in (64, 128)]
+
+
+@pytest.mark.parametrize("notebook, words, kernels, other, holds", CLAIMS)
+def test_notebooks_say_of_others_what_rows_of_one_run_say(notebook, words, kernels, other, holds):
+    other, _, loaded = other.partition(" under ")
+    found = on_h200(timing="sustained" if loaded else "interleaved", switched=other == "bwd_3_hopper")
+    beside = measured.beside(found, kernels, other)
+    shares = [share for row, share in beside if holds(row["D"], row["N"], row["causal"])]
+    if not shares:
+        pytest.skip(f"{', '.join(kernels)} has changed since it was measured beside {other}")
+    least, most = min(shares), max(shares)
+    words = words.format(least=least, most=most, ahead=100 * (most - 1), behind=100 * (1 - least))
+    (script,) = (rows.ROOT / "notebooks" / "src").glob(f"{notebook}_*.py")
+    assert words in script.read_text().replace("\n# ", " "), words
+
+
+def test_shares_are_of_one_run_and_one_size_and_the_last_run_counts():
+    def ours(tflops, **at):
+        return of_02("fwd_2_mma", tflops=tflops, **at)
+
+    def theirs(tflops, **at):
+        return peer_row(peer="fa4", tflops=tflops, **at)
+
+    late, larger = dict(run="r2"), dict(N=1024, Nk=1024)
+    found = [ours(5.0, **late), ours(3.0), theirs(6.0), theirs(4.0, **late), ours(6.0, **larger), theirs(8.0, **larger)]
+    found += [ours(1.0, D=128), theirs(4.0, D=128), ours(9.0, causal=True), theirs(9.0, causal=True, **late)]
+    found += [ours(2.0, options={"window": 8}), ours(2.0, D=256), ours(1.0, N=2048)]
+    assert [share for _, share in measured.beside(found, ("fwd_2_mma",), "fa4")] == [1.25, 0.75, 0.25]
+    assert measured.shares(found, ("fwd_2_mma",), "fa4").splitlines() == [
+        "of fa4                    N = 512  N = 1024",
+        "fwd_2_mma  D = 64   full  1.25     0.75",
+        "fwd_2_mma  D = 128  full  0.25     –",
+    ]
+    assert measured.shares(found, ("fwd_2_mma",), "flex") == "no rows of fwd_2_mma beside flex"
+    itself = measured.beside(found, ("fwd_2_mma",), "fwd_2_mma")
+    assert {share for _, share in itself} == {1.0}
 
 
 def test_bars_show_every_number():

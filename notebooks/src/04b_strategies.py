@@ -556,11 +556,10 @@ print()
 print(ring_tables.shown("token", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The ring over fetch was the fastest at every size, in both passes, but for one: at 8k with Hk = 8 query-parallel's forward takes
-# no longer. (Two ranks make one hop; of more there are no rows.)
+# The ring over fetch was the fastest at every size, causal, in both passes. (Two ranks make one hop; of more there are no rows.)
 #
-# For one token star sends 16 KB and takes 0.77 ms. The ring sends 268 MB and takes 1.02, of which its hop alone is 0.72 (256 MiB
-# in the next table). Most of star's time is probably launches, as 268 MB are read in 0.06 ms at 4.8 TB/s.
+# For one token the ring sends 268 MB and takes 1.02 ms, of which its hop alone is 0.72 (256 MiB in the next table). Star would
+# send 16 KB; as it is now, it has not been measured.
 #
 # Single messages, and the model, fed with what its note names:
 
