@@ -163,6 +163,30 @@ def test_the_notebook_shows_every_table_of_what_is_recorded_as_it_is_now():
             assert json.dumps(line)[1:-1] in text or json.dumps(line, ensure_ascii=False)[1:-1] in text, (name, line)
 
 
+def test_04b_says_of_the_ring_s_efficiency_what_the_table_shows():
+    head, *lines = ring_tables.ring_speed(rows.fresh(rows.read() + rows.read(several_gpus=True)))
+    shares = {}  # {(pass, who, N): of each number of K/V heads}
+    for gpus, computed, _, who, *words in lines:
+        pass_, *layout = computed.split(", ")
+        for N, word in zip(head[4:], words, strict=True):
+            if gpus == "2 H200" and layout == ["causal"] and word.count(",") == 1:
+                shares.setdefault((pass_, who.rpartition("-")[0] or who, N), []).append(word.split("(")[1][:4])
+    if not shares:
+        pytest.skip("the ring has changed since it was measured")
+    forward = [min(shares["fwd", "fetch", N]) for N in ("128k", "32k")]
+    others = shares["fwd", "context-parallel", "32k"]
+    both = shares["fwd+bwd", "fetch", "32k"] + shares["fwd+bwd", "fetch", "128k"]
+    in_any_order = max(shares["fwd+bwd", "fetch, dQ in any order", "32k"])
+    said = (rows.ROOT / "notebooks" / "src" / "04b_strategies.py").read_text().replace("\n# ", " ")
+    for words in (
+        f"the efficiency is {forward[0]} or more at 128k and {forward[1]} or more at 32k, where",
+        f"`context_parallel` has {min(others)} to {max(others)}.",
+        f"Forward + backward has {min(both)} to {max(both)} from 32k on, beside a GPU that adds to dQ in any order",
+        f"the efficiency is {in_any_order} instead of {shares['fwd+bwd', 'fetch', '32k'][0]}.",
+    ):
+        assert words in said, words
+
+
 def test_the_trace_is_drawn_and_told_as_long_as_the_ring_is_as_it_was(tmp_path):
     record = ring_tables.recorded_trace()
     calls = [call for call in record["calls"] if call["pass"] == "fwd"]

@@ -523,7 +523,7 @@ print(ring_tables.shown("changes", recorded))
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The ring's blocks add to dQ in a fixed order, so that dq is bit-equal from run to run. In any order, as the one GPU adds, the
 # call takes 9 % less time, and the efficiency is 0.95 instead of 0.88. A GPU that keeps the order was not measured beside the
-# ring. Its backward has 0.87 of the speed in any order (02e: D = 128, causal, 4k and 16k), which would make the ring's 0.97.
+# ring. Its backward has 0.87 of the speed in any order (02e: D = 128, causal, 4k and 16k), which would make the ring's about 0.97.
 #
 # Merging by torch costs 13 % of the forward, stage 03's block 5 %; if that carries the sums in float32, so that nothing is
 # merged, 39 %. Float32 dK and dV, the watching threads and persistence cost nothing that shows. No overlap costs fetch 11 %. So
