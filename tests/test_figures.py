@@ -1,5 +1,6 @@
 """What notebooks draw of recorded rows: tables of the ring, simulate.py's model beside them, sweeps, bars."""
 
+import functools
 import itertools
 import json
 from dataclasses import replace
@@ -51,6 +52,7 @@ FREE = [hop(t, n, 1e3 * (n / 1e15 + 1e-9)) for t in simulate.TRANSPORTS for n in
 def test_predictions_stand_beside_what_was_measured():
     seconds = LARGE.point.flops("fwd") / 2 / 100e12
     merged = 3 * 32 * 16384 * 128 * 2 / 4.8e12  # two parts of out read and one written, with an H200's memory
+    launched = 8 * simulate.read_launch(rows.read_record("host"))
     found = of_one_gpu() + FREE + [made(LARGE, FETCH, 1e3 * seconds), made(LARGE, RELAY, 2e3 * seconds, n_gpus=4)]
     head, line = ring_tables.predictions(found)  # there are no hops of four GPUs
     assert head[-1] == "32k" and line == [
@@ -58,10 +60,10 @@ def test_predictions_stand_beside_what_was_measured():
         "fwd, causal",
         "32",
         "fetch",
-        f"{1e3 * (seconds + merged):.3g} / {1e3 * seconds:.3g} (+0%)",
+        f"{1e3 * (seconds + merged + launched):.3g} / {1e3 * seconds:.3g} (+0%)",
     ]
     found.append(made(LARGE, FETCH, 1e3 * seconds, "fwd+bwd"))
-    assert ring_tables.predictions(found)[2][-1].endswith("(+250%)")
+    assert ring_tables.predictions(found)[2][-1].endswith("(+251%)")
     without = [row for row in found if row["pass"] != "bwd"]
     assert len(ring_tables.predictions(without)) == 2, "a forward is predicted without rows of backwards"
     assert ring_tables.predictions([row for row in found if row["n_gpus"] > 1]) == []
@@ -69,21 +71,23 @@ def test_predictions_stand_beside_what_was_measured():
     assert ring_tables.predictions(elsewhere + [row for row in found if row["n_gpus"] > 1]) == []
 
 
-def test_blocks_are_not_faster_than_one_gpu_while_all_compute():
-    """Half as fast while all GPUs compute: 50 TFLOP/s, and so twice the time. In a causal block as before."""
-    slow = replace(LARGE, point=replace(LARGE.point, causal=False))
-    ms = 1e3 * slow.point.flops("fwd") / 50e12
-    together = [made(slow, ONE, ms), made(slow, ONE, 3 * ms, "fwd+bwd")]
-    speeds = ring_tables.speeds([*of_one_gpu(), *together], 2)
-    assert speeds["fwd", False] == [(4096**2, pytest.approx(50e12)), (32768**2, pytest.approx(50e12))]
-    assert speeds["bwd", False][-1] == (32768**2, pytest.approx(50e12 * 2.5 / 2))
-    assert speeds["fwd", True] == [(4096**2, 100e12)]
-    # Of three races at one size the median counts; on longer sequences clocks may be lower still.
-    longer = replace(slow, point=replace(slow.point, N=131072))
-    together += [made(slow, ONE, 0.9 * ms), made(slow, ONE, 2 * ms), made(longer, ONE, 20 * ms)]
-    points = ring_tables.speeds([*of_one_gpu(), *together], 2)["fwd", False]
-    assert [n for n, _ in points] == [4096**2, 32768**2, 131072**2]
-    assert [speed for _, speed in points] == pytest.approx([50e12, 50e12, 40e12])
+def test_blocks_are_as_fast_as_one_gpu_at_this_size_while_all_compute():
+    """Half as fast, so that they take twice the time. Other heads, lengths and masks are other sizes."""
+    seconds = LARGE.point.flops("fwd") / 100e12
+    full = replace(LARGE, point=replace(LARGE.point, causal=False))
+    rings = [made(LARGE, FETCH, 1.0, pass_) for pass_ in ("fwd", "fwd+bwd")]
+    usual = [ring_tables.predicted([*of_one_gpu(), *FREE, *rings], row) for row in rings]
+    together = [made(LARGE, ONE, 2e3 * seconds), made(LARGE, ONE, 12e3 * seconds, "fwd+bwd")]
+    together += [made(case, ONE, 1.0) for case in (full, ring.CASES["8k"][0], ring.CASES["32k"][1])]
+    found = [*of_one_gpu(), *together, *FREE, *rings]
+    assert ring_tables.beside_others(found, rings[1]) == pytest.approx({"fwd": 2 * seconds, "bwd": 10 * seconds})
+    forward, both = (ring_tables.predicted(found, row) for row in rings)
+    assert forward - usual[0] == pytest.approx(seconds / 2)
+    assert both - usual[1] == pytest.approx((1 + 7.5) * seconds / 2)
+    # Of three races at one size the median counts.
+    again = [made(LARGE, ONE, 1e3 * x * seconds) for x in (3, 9)]
+    assert ring_tables.beside_others([*found, *again], rings[0])["fwd"] == pytest.approx(3 * seconds)
+    assert ring_tables.beside_others(of_one_gpu(), rings[0]) == {}
 
 
 def test_what_was_not_hidden_is_added_to_a_prediction():
@@ -111,7 +115,7 @@ def test_the_price_of_the_order_is_measured_in_the_ring():
     assert ring_tables.price_of_the_order(changes, 2) == pytest.approx(25 / 20)
     assert ring_tables.price_of_the_order(changes[:2], 2) == ring_tables.price_of_the_order(changes, 4) == 1.0
     fetch = ring_tables.machines([*of_one_gpu(), *FREE, *changes], "NVIDIA H200", 2)["fetch"]
-    assert (fetch.ordered, fetch.memory) == (pytest.approx(1.25), 4.8e12)
+    assert (fetch.ordered, fetch.memory) == (pytest.approx(1.25), 4.8e12) and 1e-6 < fetch.launch < 1e-4
 
 
 def test_the_table_of_speed_compares_within_one_race():
@@ -132,8 +136,22 @@ def test_the_table_of_speed_compares_within_one_race():
     assert words["2 H200", "fwd, causal, contiguous", "fetch"][1].startswith("20 to 30 (0.75, ")
     assert words["2 H200", "fwd, causal", "fetch, graph"][0].startswith("1 to 1.5 (")
     assert "(0.50, " in words["4 H200", "fwd, causal", "fetch"][-1] and lines[0][0] == "2 H100"
-    assert [line[3] for line in lines][1:5] == list(ring_tables.ORDER)
+    assert [line[3] for line in lines][1:5] == [one for one in ring_tables.ORDER if "dQ" not in one]
     assert not ring_tables.ring_speed([made(LARGE, ONE, 1.0, n_gpus=1)])
+
+
+def test_the_ring_stands_beside_one_gpu_in_any_order_and_beside_one_in_the_ring_s_order():
+    contiguous = ring.CASES["32k"][3]
+    race = [(ONE, 50.0), (turned(ONE, deterministic=True), 56.0), (FETCH, 28.0), (PEERS[0], 40.0)]
+    found = [made(LARGE, who, ms, "fwd+bwd") for who, ms in race]
+    found.append(made(LARGE, turned(FETCH, deterministic=False), 26.0, "fwd+bwd"))
+    found += [made(contiguous, who, ms, "fwd+bwd") for who, ms in ((ONE, 50.0), (FETCH, 40.0))]
+    lines = {(line[1], line[3]): line[4] for line in ring_tables.ring_speed(found)}
+    shares = {"fetch": "0.89 / 1.00", "fetch, dQ in any order": "0.96 / 1.08", PEERS[0]: "0.62 / 0.70"}
+    for who, both in shares.items():
+        assert f"({both}, " in lines["fwd+bwd, causal", who]
+    assert lines["fwd+bwd, causal", "one GPU, dQ in order"].startswith("56 to 84 (550)")
+    assert "(0.62, " in lines["fwd+bwd, causal, contiguous", "fetch"], "in order it was not measured in this race"
 
 
 def test_the_notebook_shows_every_table_of_what_is_recorded_as_it_is_now():
@@ -143,6 +161,30 @@ def test_the_notebook_shows_every_table_of_what_is_recorded_as_it_is_now():
         assert ring_tables.shown(name, of_one_gpu()).startswith("Not recorded yet.")
         for line in ring_tables.shown(name, recorded).splitlines():
             assert json.dumps(line)[1:-1] in text or json.dumps(line, ensure_ascii=False)[1:-1] in text, (name, line)
+
+
+def test_04b_says_of_the_ring_s_efficiency_what_the_table_shows():
+    head, *lines = ring_tables.ring_speed(rows.fresh(rows.read() + rows.read(several_gpus=True)))
+    shares = {}  # {(pass, who, N): of each number of K/V heads}
+    for gpus, computed, _, who, *words in lines:
+        pass_, *layout = computed.split(", ")
+        for N, word in zip(head[4:], words, strict=True):
+            if gpus == "2 H200" and layout == ["causal"] and word.count(",") == 1:
+                shares.setdefault((pass_, who.rpartition("-")[0] or who, N), []).append(word.split("(")[1][:4])
+    if not shares:
+        pytest.skip("the ring has changed since it was measured")
+    forward = [min(shares["fwd", "fetch", N]) for N in ("128k", "32k")]
+    others = shares["fwd", "context-parallel", "32k"]
+    both = shares["fwd+bwd", "fetch", "32k"] + shares["fwd+bwd", "fetch", "128k"]
+    in_any_order = max(shares["fwd+bwd", "fetch, dQ in any order", "32k"])
+    said = (rows.ROOT / "notebooks" / "src" / "04b_strategies.py").read_text().replace("\n# ", " ")
+    for words in (
+        f"the efficiency is {forward[0]} or more at 128k and {forward[1]} or more at 32k, where",
+        f"`context_parallel` has {min(others)} to {max(others)}.",
+        f"Forward + backward has {min(both)} to {max(both)} from 32k on, beside a GPU that adds to dQ in any order",
+        f"the efficiency is {in_any_order} instead of {shares['fwd+bwd', 'fetch', '32k'][0]}.",
+    ):
+        assert words in said, words
 
 
 def test_the_trace_is_drawn_and_told_as_long_as_the_ring_is_as_it_was(tmp_path):
@@ -173,6 +215,72 @@ def test_a_sweep_is_drawn_and_told_and_a_neighbour_is_faster_only_by_more_than_t
     assert told.startswith("32x64, 4 warps, 2 stages is 2.00 times as fast") and told.endswith(": 1 does not fit.")
     told = measured.sweep_in_words(sweep | {"candidates": [best | {"ms_p80": own["ms_p20"]}, own], "left_out": []})
     assert told.startswith("No neighbour is faster") and "Left out" not in told
+
+
+HOPPER = "fwd_8_hopper", "bwd_3_hopper"
+CLAIMS = [  # a notebook, what it says, the kernels, the one that they are compared with, at which sizes
+    ("02e", "both have {least:.2f} to {most:.2f} of its speed", HOPPER, "fa4", lambda D, N, causal: N >= 4096),
+    ("02e", "forward leads by up to {ahead:.0f} %", HOPPER[:1], "fa4", lambda D, N, causal: N < 4096),
+    ("02e", "is mostly behind, by up to {behind:.0f} %", HOPPER[1:], "fa4", lambda D, N, causal: N < 4096),
+    ("02e", "N = 16384, {least:.2f} to {most:.2f})", HOPPER, "fa4 under load", lambda D, N, causal: N == 16384),
+    *(
+        ("03a", words, (kernel,), other, lambda D, N, causal, heads=heads: N >= 4096 and D in heads)
+        for words, kernel, other, heads in (
+            ("`gluon` has {least:.2f} to {most:.2f} of cuDNN's speed", "fwd_3_gluon", "sdpa-cudnn", (128,)),
+            ("and {least:.2f} to {most:.2f} of FlashAttention-4's", "fwd_3_gluon", "fa4", (128,)),
+            ("at D = 64 `tma` {least:.2f} to {most:.2f} and", "fwd_1_tma", "sdpa-cudnn", (64,)),
+            ("and {least:.2f} to {most:.2f}; backward", "fwd_1_tma", "fa4", (64,)),
+            ("backward `tma` {least:.2f} to {most:.2f} and", "bwd_1_tma", "sdpa-cudnn", (64, 128)),
+            ("and {least:.2f} to {most:.2f}.", "bwd_1_tma", "fa4", (64, 128)),
+        )
+    ),
+    (
+        "04b", "Its backward has {least:.2f} of the speed in any order (02e: D = 128, causal, 4k and 16k)",
+        ("bwd_3_hopper:DETERMINISTIC=1",), "bwd_3_hopper", lambda D, N, causal: D == 128 and causal
+    ),
+]  # fmt: skip
+
+
+@functools.cache
+def on_h200(**which):
+    found = [row for row in rows.fresh(rows.read(**which)) if row["gpu"] == "NVIDIA H200"]
+    return [row for row in found if row["dtype"] == "bf16" and row["D"] in (64, 128)]
+
+
+@pytest.mark.parametrize("notebook, words, kernels, other, holds", CLAIMS)
+def test_notebooks_say_of_others_what_rows_of_one_run_say(notebook, words, kernels, other, holds):
+    other, _, loaded = other.partition(" under ")
+    found = on_h200(timing="sustained" if loaded else "interleaved", switched=other == "bwd_3_hopper")
+    beside = measured.beside(found, kernels, other)
+    shares = [share for row, share in beside if holds(row["D"], row["N"], row["causal"])]
+    if not shares:
+        pytest.skip(f"{', '.join(kernels)} has changed since it was measured beside {other}")
+    least, most = min(shares), max(shares)
+    words = words.format(least=least, most=most, ahead=100 * (most - 1), behind=100 * (1 - least))
+    (script,) = (rows.ROOT / "notebooks" / "src").glob(f"{notebook}_*.py")
+    assert words in script.read_text().replace("\n# ", " "), words
+
+
+def test_shares_are_of_one_run_and_one_size_and_the_last_run_counts():
+    def ours(tflops, **at):
+        return of_02("fwd_2_mma", tflops=tflops, **at)
+
+    def theirs(tflops, **at):
+        return peer_row(peer="fa4", tflops=tflops, **at)
+
+    late, larger = dict(run="r2"), dict(N=1024, Nk=1024)
+    found = [ours(5.0, **late), ours(3.0), theirs(6.0), theirs(4.0, **late), ours(6.0, **larger), theirs(8.0, **larger)]
+    found += [ours(1.0, D=128), theirs(4.0, D=128), ours(9.0, causal=True), theirs(9.0, causal=True, **late)]
+    found += [ours(2.0, options={"window": 8}), ours(2.0, D=256), ours(1.0, N=2048)]
+    assert [share for _, share in measured.beside(found, ("fwd_2_mma",), "fa4")] == [1.25, 0.75, 0.25]
+    assert measured.shares(found, ("fwd_2_mma",), "fa4").splitlines() == [
+        "of fa4                    N = 512  N = 1024",
+        "fwd_2_mma  D = 64   full  1.25     0.75",
+        "fwd_2_mma  D = 128  full  0.25     –",
+    ]
+    assert measured.shares(found, ("fwd_2_mma",), "flex") == "no rows of fwd_2_mma beside flex"
+    itself = measured.beside(found, ("fwd_2_mma",), "fwd_2_mma")
+    assert {share for _, share in itself} == {1.0}
 
 
 def test_bars_show_every_number():

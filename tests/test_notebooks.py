@@ -316,23 +316,6 @@ def test_02e_counts_the_roof_that_02c_promises(executions):
         assert roof == round(cost.GPUS["NVIDIA H200"].half_tflops * products / max(products, shared))
 
 
-def test_flashattention_4_is_compared_within_one_run(executions):
-    text = printed("02e_fa2_cuda_hopper_backward", executions)
-    line = r"(fwd_8_hopper|bwd_3_hopper) +D = +(\d+), of fa4's TFLOP/s: .*\s+from ([\d.]+) to ([\d.]+) in (\d+)"
-    found = re.findall(line, text)
-    if not found:
-        pytest.skip("the rows are of another version of the kernels")
-    runs = {}
-    for row in rows.read():
-        at = row["run"], row["D"], row["causal"], row["N"]
-        runs.setdefault(at, {})[row["kernel"] or row["peer"], row["pass"]] = row["tflops"]
-    for kernel, D, least, most, settings in found:
-        ours, theirs = (kernel, kernel[:3]), ("fa4", kernel[:3])
-        both = [run for at, run in runs.items() if at[1] == int(D) and {ours, theirs} <= run.keys()]
-        shares = [run[ours] / run[theirs] for run in both]
-        assert int(settings) >= 6 and {least, most} <= {f"{share:.3f}" for share in shares}
-
-
 def test_each_mistake_in_the_backward_is_seen_by_a_schedule(executions):
     """In 02e: as it is the kernel lives in all three schedules, and each of the six mistakes is seen in one of them."""
     text = printed("02e_fa2_cuda_hopper_backward", executions)

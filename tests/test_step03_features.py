@@ -387,12 +387,12 @@ SWITCHES = {
 
 
 def launch_switches(wanted):
-    """Launches the kernels of each (name, compute capability, head_dim, dtype)."""
-    for name, capability, D, dtype in wanted:
-        yield dict(name=name, D=D), capability
+    """Launches the kernels of each (name, compute capability, head_dim, dtype, number of queries and keys)."""
+    for name, capability, D, dtype, N in wanted:
+        yield dict(name=name, D=D, N=N), capability
         options = dict(SWITCHES[name])
         mask_gradient = options.pop("mask_gradient", False)
-        x = torch.zeros(1 if name == "packed" else 2, 4, 256, D, dtype=getattr(torch, dtype))
+        x = torch.zeros(1 if name == "packed" else 2, 4, N, D, dtype=getattr(torch, dtype))
         if "mask" in options and options["mask"].dtype == torch.bfloat16:
             options["mask"] = options["mask"].to(x.dtype)
         lse = torch.zeros(x.shape[:3])
@@ -410,13 +410,24 @@ def test_every_switch_compiles(capability):
     """On Turing the kernels take float32 only, up to head_dim 128. A mask takes the most shared memory."""
     dtype, head_dims = ("float32", (64, 128)) if capability == 75 else ("bfloat16", (64, 128, 256))
     names = [name for name in SWITCHES if capability in (80, 90) or name == "none" or "mask" in SWITCHES[name]]
-    rows = compile_triton.in_a_process(__file__, [(name, capability, D, dtype) for name in names for D in head_dims])
+    wanted = [(name, capability, D, dtype, 256) for name in names for D in head_dims]
+    rows = compile_triton.in_a_process(__file__, wanted)
     assert {row["name"] for row in rows} == set(names)
     for row in rows:
         assert row["shared"] <= SHARED[capability] * 1024, row
         assert not row["serialised"], row
         if row["kernel"] != "delta_kernel" and capability > 75:
             assert row["wgmma.mma_async" if capability == 90 else "mma.sync"] > 0, row
+
+
+def test_a_first_call_with_a_feature_compiles_four_kernels_and_another_length_none():
+    """Backward needs delta before the others, and dK, dV and dQ come from two kernels, so that none adds atomically."""
+    names = "window", "packed"
+    rows = compile_triton.in_a_process(__file__, [(name, 90, 16, "bfloat16", N) for name in names for N in (256, 1000)])
+    for name in names:
+        first, second = ([row for row in rows if (row["name"], row["N"]) == (name, N)] for N in (256, 1000))
+        assert [row["kernel"] for row in first] == ["forward_kernel", "delta_kernel", "keys_kernel", "queries_kernel"]
+        assert [row["key"] for row in second] == [row["key"] for row in first], name
 
 
 if __name__ == "__main__":

@@ -926,9 +926,9 @@ def draw_ladder(N=4096):
     axes[1].set_title("beside others, in one run")
     axes[0].set_ylim(0, 760)
     axes[0].legend(fontsize=8, loc="upper left", ncols=2)
-    return picture(fig, """Bars of TFLOP/s at D = 64 and 128. Left, the rungs fa2, wgmma,
-    roles and hopper, each higher than the one before. Right, hopper and FlashAttention-4
-    nearly equally high, cuDNN below them, FlashAttention-2 at about half.""")
+    return picture(fig, """Bars of TFLOP/s at N = 4096, full, D = 64 and 128. Left, fa2,
+    wgmma, roles and hopper, each higher than the one before. Right, hopper and
+    FlashAttention-4 nearly equal, cuDNN below them, FlashAttention-2 at about half.""")
 
 
 # %% slideshow={"slide_type": "fragment"}
@@ -963,7 +963,7 @@ else:
 #
 # The bars above are of calls *in turn*: all kernels meet nearly the same clock. Below, each runs alone for a second
 # (*sustained*). At D = 128 every good kernel then meets the limit of 700 W, and the chip lowers its clock, for rung 8
-# from 1,980 MHz to 1,635 or less. `sdpa-flash` gets faster. Compare numbers of one kind only.
+# from 1,980 MHz to 1,635 or less. Compare numbers of one kind only.
 
 # %% slideshow={"slide_type": "fragment"}
 under_load = [r for r in loads if r["gpu"] == h200.name and r["pass"] == "fwd"]

@@ -513,21 +513,21 @@ recorded = rows.fresh(rows.read() + rows.read(several_gpus=True))
 print(ring_tables.shown("speed", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Forward, zigzag, fetch: the efficiency is 0.98 or more at 128k and 0.90 or more at 32k, where `context_parallel` has 0.67 to
-# 0.76. Forward + backward has 0.88 to 0.91 from 32k on, and is ahead of `context_parallel` wherever that was measured beside
-# it, too. Change one thing at a time:
+# Forward, causal, zigzag, fetch: the efficiency is 0.98 or more at 128k and 0.90 or more at 32k, where `context_parallel` has
+# 0.67 to 0.76. Forward + backward has 0.88 to 0.91 from 32k on, beside a GPU that adds to dQ in any order, and is ahead of
+# `context_parallel` at 8k and 32k, too. Change one thing at a time:
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_tables.shown("changes", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The ring's blocks add to dQ in a fixed order, so that dq is bit-equal from run to run. In any order, as the one GPU adds, the
-# call takes 9 % less time.
+# call takes 9 % less time, and the efficiency is 0.95 instead of 0.88. A GPU that keeps the order was not measured beside the
+# ring. Its backward has 0.87 of the speed in any order (02e: D = 128, causal, 4k and 16k), which would make the ring's about 0.97.
 #
 # Merging by torch costs 13 % of the forward, stage 03's block 5 %; if that carries the sums in float32, so that nothing is
-# merged, 39 %. Float32 dK and dV and the watching threads cost nothing that shows. Persistence hardly counts here: most
-# tiles are long, and then the kernel is not persistent anyway. No overlap costs fetch 11 %. So is the hop hidden? Forward and
-# backward under the profiler (dark: a block, light: another kernel):
+# merged, 39 %. Float32 dK and dV, the watching threads and persistence cost nothing that shows. No overlap costs fetch 11 %. So
+# is the hop hidden? Forward and backward under the profiler (dark: a block, light: another kernel):
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "fragment"}
 if record := ring_tables.recorded_trace():
@@ -556,14 +556,12 @@ print()
 print(ring_tables.shown("token", recorded))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The ring over fetch was the fastest at every size, in both passes, but for one: at 8k with Hk = 8 query-parallel's forward takes
-# no longer. (Two ranks make one hop; of more there are no rows.)
+# The ring over fetch was the fastest at every size, causal, in both passes. (Two ranks make one hop; of more there are no rows.)
 #
-# For one token star sends 16 KB and takes 0.77 ms. The ring sends 268 MB and takes 1.02, of which its hop alone is 0.72 (256 MiB
-# in the next table). Most of star's time is probably launches, as 268 MB are read in 0.06 ms at 4.8 TB/s.
+# For one token the ring sends 268 MB and takes 1.02 ms, of which its hop alone is 0.72 (256 MiB in the next table). Star would
+# send 16 KB; as it is now, it has not been measured.
 #
-# Single messages, and the model, fed with these, with blocks on one GPU, with what the profiler saw hidden, and with the price
-# of the order:
+# Single messages, and the model, fed with what its note names:
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_tables.shown("hops", recorded))
@@ -576,11 +574,11 @@ for size in head[4:]:
     print(f"{size}: the model is off by {min(off):+} to {max(off):+} %")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The model is always too fast, and most at 8k: it leaves out the host's time. A CUDA graph needs no host, but its forward takes
-# longer with Hk = 32 than with 8, as if the hop were not hidden.
+# All but one are within a tenth; without the launches the model is off by up to 25 % at 8k. A CUDA graph needs no host, but was
+# slower in three of four settings.
 #
-# So from 32k positions on, two GPUs that share a sequence keep nine tenths of their speed, with a backward that is bit-equal from
-# run to run. `python -m steps.bench ring-32k` measures on your GPUs.
+# So from 32k positions on, two GPUs that share a sequence over fetch keep nine tenths of their speed, with a backward that is
+# bit-equal from run to run. `python -m steps.bench ring-32k` measures on your GPUs.
 #
 # **Question.** More and more hosts of 8 GPUs, on three networks: what happens to the efficiency?
 #

@@ -1,12 +1,13 @@
-"""Recorded speeds as pictures and words: bars of kernels and peers, a sweep of tiles, what a launch costs."""
+"""Recorded speeds as pictures and words: bars of kernels and peers, shares of a peer's speed, a sweep of tiles."""
 
 import itertools
 from collections import Counter
 
 import matplotlib.pyplot as plt
 
+from steps.bench import report
 from steps.bench.plots import COLOURS, GREYS, INK, style
-from steps.bench.rows import label
+from steps.bench.rows import label, setting
 
 MARKERS = "osD^vP"
 
@@ -32,6 +33,31 @@ def speed_bars(found):
     ax.set(xlabel="TFLOP/s", title=f"{subtitle(found)}, N={found[0]['N']}")
     plt.close(fig)
     return fig
+
+
+def beside(found, kernels, other):
+    """[(row, share)]: the kernels' rows, and their TFLOP/s in those of another kernel or a peer in the same run.
+
+    Of several runs that measured both at one size the last one counts.
+    """
+    theirs = {(row["run"], setting(row)): row["tflops"] for row in found if other in (row["peer"], row["kernel"])}
+    both = [row for row in found if row["kernel"] in kernels and (row["run"], setting(row)) in theirs]
+    last = {(row["kernel"], setting(row)): row for row in sorted(both, key=lambda row: row["run"])}.values()
+    last = sorted(last, key=lambda row: (kernels.index(row["kernel"]), row["D"], row["causal"], row["N"]))
+    return [(row, row["tflops"] / theirs[row["run"], setting(row)]) for row in last]
+
+
+def shares(found, kernels, other):
+    """What `beside` gives as a table in words: a line for each kernel, head_dim and mask, a column for each N."""
+    ordered = [row | {"share": f"{share:.2f}"} for row, share in beside(found, kernels, other)]
+    lengths = {N: f"N = {N}" for N in sorted({row["N"] for row in ordered})}
+    columns = report.across(lambda row: row["N"], lambda row: row["share"], lengths)
+
+    def words(row):
+        return row["kernel"], f"D = {row['D']}", "causal" if row["causal"] else "full"
+
+    lines = report.table(ordered, [f"of {other}", "", ""], words, columns)
+    return "\n".join(report.in_text(lines)) if lines else f"no rows of {', '.join(kernels)} beside {other}"
 
 
 def subtitle(found):

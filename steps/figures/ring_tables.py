@@ -17,6 +17,7 @@ import math
 import statistics
 import textwrap
 from collections import Counter
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 
@@ -29,11 +30,13 @@ from steps.step04_ring.strategies import account
 
 PASSES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
 RINGS = {"ring+fetch": "fetch", "ring+relay": "relay"}
-ORDER = "one GPU", "fetch", "fetch, graph", "relay"
+DQ = {True: ", dQ in order", False: ", dQ in any order"}  # what is said of a row whose options have "deterministic"
+ONE = "one GPU"  # adds dQ in any order
+ONE_IN_ORDER = ONE + DQ[True]  # as the ring does
+ORDER = ONE, ONE_IN_ORDER, "fetch", "fetch" + DQ[False], "fetch, graph", "relay"
 SIZE = "gpu", "n_gpus", "pass", "B", "H", "Hk", "N", "Nk", "D", "dtype", "causal"
 LIMITS = {"query_parallel": "layout not striped", "star": "no backward", "ulysses": "N divides H and Hk",
           "ring, relay": "", "ring, fetch": "one host"}  # fmt: skip
-ONE = ORDER[0]
 CHANGES = {
     "changed=nothing": "as it is", "overlap=False": "no overlap", "merge=eager": "merged by torch, not in one kernel",
     "dkv=fp32": "dK, dV sent in float32", "deterministic=False": "dQ summed in any order",
@@ -78,9 +81,10 @@ def of_one_run(rows):
 def who(row):
     """The row's candidate in words."""
     options, ring = row["options"], RINGS.get(row["kernel"])
+    order = DQ.get(options.get("deterministic"), "")
     if ring is None:
-        return row["peer"] or options.get("strategy", ORDER[0])
-    return f"ring, {ring}" if "strategy" in options else f"{ring}, graph" if options.get("graph") else ring
+        return row["peer"] or options.get("strategy", ONE + order)
+    return f"ring, {ring}" if "strategy" in options else f"{ring}, graph" if options.get("graph") else ring + order
 
 
 def about(row):
@@ -118,13 +122,17 @@ def ms(row, name="ms_median"):
 
 def ring_speed(rows):
     """The ring beside one GPU and torch's context_parallel."""
-    rows = of_one_run([row for row in rows if row["n_gpus"] > 1 and row["options"] in ({}, {"graph": True})])
+    shown = [{}, {"graph": True}, {"deterministic": True}, {"deterministic": False}]
+    rows = of_one_run([row for row in rows if row["n_gpus"] > 1 and row["options"] in shown])
     alone, shares = {}, {}
     for row in rows:
-        if who(row) == ORDER[0]:  # Its row comes before those of the ones that it takes turns with.
-            alone[size(row)] = row["ms_median"]
+        if who(row) == ONE:  # Its row comes before those of the ones that it takes turns with.
+            alone[size(row)] = [row["ms_median"]]
+        elif who(row) == ONE_IN_ORDER and size(row) in alone:
+            alone[size(row)].append(row["ms_median"])
         elif size(row) in alone:
-            shares[id(row)] = f"{alone[size(row)] / row['n_gpus'] / row['ms_median']:.2f}, "
+            both = [f"{ms / row['n_gpus'] / row['ms_median']:.2f}" for ms in alone[size(row)]]
+            shares[id(row)] = f"{' / '.join(both)}, "
 
     def word(row):
         return f"{ms(row)} to {ms(row, 'ms_worst')} ({shares.get(id(row), '')}{row['tflops']:.0f})"
@@ -226,38 +234,51 @@ def hops(rows):
 
 def predictions(rows):
     plain = [row for row in rows if row["kernel"] in RINGS and row["layout"] == "zigzag" and row["causal"]]
-    plain = in_order(of_one_run([row for row in plain if row["options"] in ({}, {"graph": True})]))
-    known = {where: machines(rows, *where) for where in {(row["gpu"], row["n_gpus"]) for row in plain}}
-    seconds = {}
-    for row in plain:
-        transport = RINGS[row["kernel"]]
-        machine = known[row["gpu"], row["n_gpus"]].get(transport)
-        seconds[id(row)] = machine and predicted(row, machine, transport, hidden(rows, row))
+    plain = in_order(of_one_run([row for row in plain if row["options"] == {}]))
+    seconds = {id(row): predicted(rows, row) for row in plain}
 
     def word(row):
         model = 1e3 * seconds[id(row)]
         return f"{model:.3g} / {ms(row)} ({model / row['ms_median'] - 1:+.0%})"
 
-    plain = [row for row in plain if seconds[id(row)]]
-    return by_size(plain, lambda row: [*about(row), who(row)], ["GPUs", "computed", "Hk", "transport"], word)
+    def words(row):
+        return [*about(row), who(row)]
+
+    return by_size([row for row in plain if seconds[id(row)]], words, ["GPUs", "computed", "Hk", "transport"], word)
 
 
-def predicted(row, machine, transport, shares):
-    """The model's seconds for the row's pass; None where there is no row of the blocks' speed.
-
-    shares: {pass: the share of the moving that takes place beside a kernel}, 1 where it is not known.
-    """
+def predicted(rows, row):
+    """The model's seconds for a row of the ring; None where it lacks the rows of a block's speed or of hops."""
+    transport, shares, factors = RINGS[row["kernel"]], hidden(rows, row), beside_others(rows, row)
+    machine = machines(rows, row["gpu"], row["n_gpus"]).get(transport)
     passes = row["pass"].split("+")
-    if not {(pass_, causal) for pass_ in passes for causal in (False, True)} <= machine.flops.keys():
+    if not machine or not {(pass_, causal) for pass_ in passes for causal in (False, True)} <= machine.flops.keys():
         return None
     layout = Layout(row["layout"], row["N"], row["n_gpus"], row["causal"])
     shape = simulate.Shape(row["B"], row["H"], row["Hk"], row["D"])
     seconds = 0.0
     for pass_ in passes:
-        how = layout, shape, machine, transport, pass_
+        measured = factors.get(pass_)
+        factor = measured / machine.block(shape, row["N"], row["N"], row["causal"], pass_) if measured else 1.0
+        slowed = replace(machine, slow=dict.fromkeys(range(row["n_gpus"]), factor))
+        how = layout, shape, slowed, transport, pass_
         beside, after = (simulate.schedule(*how, overlap=overlap).seconds for overlap in (True, False))
         seconds += after + shares.get(pass_, 1.0) * (beside - after)
     return seconds
+
+
+def beside_others(rows, like):
+    """{pass: seconds of one GPU for the whole sequence, while all GPUs compute}, at this row's size.
+
+    Clocks are lower then, and blocks with few K/V heads slower, than where the speed of a block was measured.
+    """
+    same = [row for row in rows if row["n_gpus"] > 1 and who(row) == ONE and row["peer"] is None]
+    same = [row for row in same if size(row | {"pass": like["pass"]}) == size(like)]
+    ms = {pass_: [row["ms_median"] for row in same if row["pass"] == pass_] for pass_ in PASSES}
+    found = {pass_: 1e-3 * statistics.median(some) for pass_, some in ms.items() if some}
+    if both := found.pop("fwd+bwd", None):
+        found["bwd"] = both - found["fwd"]
+    return found
 
 
 def hidden(rows, like):
@@ -272,15 +293,21 @@ def hidden(rows, like):
 def machines(rows, gpu, n_gpus):
     """{transport: simulate.Machine} of so many GPUs, of the transports whose hops were measured.
 
-    Measured are the speed of a block on one GPU, a link's bytes/s and its latency, and the price of a fixed order.
+    Measured are the speed of a block on one GPU, a link's bytes/s and its latency, what a launch costs the host, and
+    the price of a fixed order.
     """
     rows = [row for row in rows if row["gpu"] == gpu]
+    try:
+        flops = simulate.read_flops(rows, gpu=gpu)
+    except ValueError:  # There is none: the kernels have changed since they were measured.
+        return {}
     hops = of_one_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] == n_gpus])
     sizes = Counter(row["options"]["transport"] for row in hops)
     links = {one: simulate.read_link(hops, one) for one in RINGS.values() if sizes[one] > 1}
     memory = 1e12 * cost.GPUS[gpu].bandwidth if gpu in cost.GPUS else math.inf
     how = {"memory": memory, "ordered": price_of_the_order(rows, n_gpus)}
-    return {one: simulate.Machine(speeds(rows, n_gpus), *link, **how) for one, link in links.items()}
+    how["launch"] = simulate.read_launch(read_record("host", gpu))
+    return {one: simulate.Machine(flops, *link, **how) for one, link in links.items()}
 
 
 def price_of_the_order(rows, n_gpus):
@@ -297,39 +324,13 @@ def price_of_the_order(rows, n_gpus):
         return 1.0
 
 
-def speeds(rows, n_gpus):
-    """{(pass, causal): [(rows x keys, FLOP/s)]} of a block: by its size as on one GPU, but not above a limit.
-
-    The limit is the fastest that one GPU was on a whole long sequence while all GPUs computed: under such a load their
-    clocks are lower. Behind the sizes of one GPU come those of the long sequences.
-    """
-    together = {}
-    for row in rows:
-        if row["n_gpus"] == n_gpus and who(row) == ONE and row["peer"] is None and row["N"] >= 2**15:
-            of_size = together.setdefault((row["causal"], row["N"]), {})
-            of_size.setdefault(row["pass"], []).append(1e12 * row["tflops"])
-    long = {}
-    for (causal, N), of_size in sorted(together.items()):
-        speed = {pass_: statistics.median(some) for pass_, some in of_size.items()}
-        if speed.keys() == PASSES.keys():  # Of the seconds of 3.5 forwards' operations 2.5 are the backward's.
-            speed["bwd"] = 2.5 / (3.5 / speed["fwd+bwd"] - 1 / speed["fwd"])
-        for pass_ in speed.keys() & simulate.PASSES.keys():
-            long.setdefault((pass_, causal), []).append((N * N, speed[pass_]))
-    try:
-        found = simulate.read_flops(rows, gpu=rows[0]["gpu"])
-    except ValueError:  # There is none: the kernels have changed since they were measured.
-        return {}
-    for key, alone in found.items():
-        limit = max((speed for _, speed in long.get(key, [])), default=math.inf)
-        found[key] = [(n, min(speed, limit)) for n, speed in alone] + long.get(key, [])
-    return found
-
-
 TABLES = {  # by name: the function, and what stands below the table
     "speed": (
         ring_speed,
         "Milliseconds of the slowest rank, the median and the worst of five rounds; in brackets the efficiency, "
-        "which is the time of one GPU (while all of them compute) / GPUs / the ring's, and TFLOP/s a GPU",
+        "which is the time of one GPU (while all of them compute) / GPUs / the ring's, and TFLOP/s a GPU. One "
+        "GPU adds to dQ in any order. Where one that keeps the ring's order was measured too, the efficiency beside it "
+        "stands second",
     ),
     "strategies": (
         ring_strategies,
@@ -340,8 +341,8 @@ TABLES = {  # by name: the function, and what stands below the table
         predictions,
         "Milliseconds by the model of `simulate.py` / measured (how far the model is off). It knows from "
         "other rows how fast a block is on one GPU, a link's bytes a second and a hop's latency, which share of the "
-        "moving a profiler has seen hidden, and what the fixed order of dQ costs at one size; and nothing of the "
-        "host's time, which a CUDA graph (graph) takes out",
+        "moving a profiler has seen hidden, what the fixed order of dQ costs at one size, and what a launch of stage "
+        "02 costs the host",
     ),
     "changes": (
         changes,

@@ -3,13 +3,14 @@
 
     python -m steps.step04_ring.simulate --seq 32768 --gpus 4 --flops 620e12 --link 370e9 --picture x.png
 
-The idea: `Layout.work` says what every rank computes in every step, as it does in the ring itself. Three numbers, all
+The idea: `Layout.work` says what every rank computes in every step, as it does in the ring itself. Four numbers, all
 measured, say how long that takes:
 
     FLOP/s of a block, by rows x keys    bytes/s of a link, each way    seconds that every hop costs beside its bytes
+    seconds that a launch costs the host
 
-A fourth comes from the datasheet: the bytes/s of a GPU's own memory, with which k and v are copied before they travel,
-and the parts of out merged.
+A fifth comes from the datasheet: the bytes/s of a GPU's own memory, with which k and v are copied before they travel,
+the parts of out merged, and those of dK and dV added.
 
 Each rank has two lanes, one that computes and one that carries messages. The transports differ in when a message may
 begin:
@@ -17,8 +18,9 @@ begin:
     relay   when its sender and its receiver have both begun the step before the one that needs it
     fetch   when its buffer is free, of which there are two; the owner of the keys need not do anything
 
-Left out: the host's time, the sums of dK and dV, links that several messages share, the multiprocessors that NCCL takes
-from a block beside its messages, and what varies from run to run.
+Launches are counted for a call, and their time is added to it, as if the GPU waited for each of them.
+Left out: links that several messages share, the multiprocessors that NCCL takes from a block beside its messages, and
+what varies from run to run.
 dry_run.py has the same ring with real numbers. Needs layout.py, dry_run.py and numpy; for pictures matplotlib.
 """
 
@@ -37,6 +39,13 @@ from steps.step04_ring.layout import LAYOUTS, Layout
 PASSES = {"fwd": 1.0, "bwd": 2.5}  # operations, in forwards
 TRANSPORTS = ("relay", "fetch")
 MEASURED = Path(__file__).parents[1] / "bench" / "results" / "nvidia-h200.jsonl"
+# (a, b): a call of N ranks launches a + b N kernels, copies and barriers, as the profiler counts them.
+LAUNCHES = {
+    ("relay", "fwd"): (4, 2),  # a rank: a block and a hop
+    ("fetch", "fwd"): (4, 2),  # a rank: a block, and a copy of K and V
+    ("relay", "bwd"): (6, 6),  # a rank: a block and zeros before it, two hops, two sums
+    ("fetch", "bwd"): (4, 5),  # a rank: a block and zeros before it, copies of K with V, of dK, of dV
+}
 
 # ---- a machine -------------------------------------------------------------------------------------------------------
 
@@ -54,15 +63,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model knows of the ranks. The first three fields, and `ordered`, are measured.
+    """What the model knows of the ranks. The first three fields, `ordered` and `launch` are measured.
 
     flops: FLOP/s of a block, a number, or {(pass, causal): [(rows x keys, FLOP/s), ...]} between whose points the model
     interpolates. link: bytes/s each way between two ranks of a host. latency: seconds that a hop, or the barrier before
     the first fetch, costs beside its bytes.
     host: ranks on a host; all, if None. network: bytes/s each way of a rank's part of the link between hosts.
     slow: {rank: factor by which its blocks take longer}.
-    memory: bytes/s of a GPU's own memory, by its datasheet. If it is infinite, copies and merges take no time.
+    memory: bytes/s of a GPU's own memory, by its datasheet. If it is infinite, copies, merges and sums take no time.
     ordered: the factor by which a block of the backward takes longer because it adds to dQ in a fixed order.
+    launch: seconds that each launch of a kernel, a copy or a barrier costs the host.
     """
 
     flops: float | dict
@@ -73,6 +83,7 @@ class Machine:
     slow: dict | None = None
     memory: float = math.inf
     ordered: float = 1.0
+    launch: float = 0.0
 
     def speed(self, rows, keys, causal, pass_):
         """FLOP/s of a block."""
@@ -120,6 +131,11 @@ def read_link(rows, transport):
     return 1 / float(slope), max(0.0, float(latency))
 
 
+def read_launch(record):
+    """Machine.launch from a record of the kind "host": what stage 02's launcher takes for one call."""
+    return 1e-6 * record.get("microseconds", {}).get("02 calls.forward", 0.0)
+
+
 # ---- when everything happens -----------------------------------------------------------------------------------------
 
 
@@ -161,9 +177,16 @@ def schedule(layout, shape, machine, transport="relay", pass_="fwd", overlap=Tru
         end = _relay(machine, src, seconds, kv, kv * 4 / shape.e, 1 if pass_ == "fwd" else -1, overlap, *tables)
     else:
         end = _fetch(machine, src, seconds, kv, pass_, overlap, *tables)
-    if pass_ == "fwd" and layout.N > 1:  # Each block's part of out is read to be merged, and out is written.
+    if pass_ == "fwd":  # Each block's part of out is read to be merged, and out is written.
         rows = np.array([0 if work is None else _lengths(work)[0] for work in distinct])[which].sum(1)
-        end = end + shape.B * shape.H * (rows + own) * shape.D * shape.e / machine.memory
+        added = shape.B * shape.H * (rows + own) * shape.D * shape.e
+    elif transport == "fetch":  # Each rank's dK and dV are read, and the sums are written.
+        added = (layout.N + 1) * kv
+    else:  # In each step a sum in float32 is read and written, and what is added to it read.
+        added = layout.N * (8 / shape.e + 1) * kv
+    some, a_rank = LAUNCHES[transport, pass_]
+    if layout.N > 1:
+        end = end + added / machine.memory + machine.launch * (some + a_rank * layout.N)
     return Schedule(layout, src, *tables, float(end.max()))
 
 
@@ -331,7 +354,8 @@ def main(
     try:
         whole = Layout(layout, seq, gpus, causal=True)
         link, latency = (link, 1e-5) if link else read_link(rows, transport)
-        machine = Machine(flops or read_flops(rows), link, latency, memory=4.8e12)
+        launch = read_launch(json.loads(MEASURED.with_suffix(".host.json").read_text()))
+        machine = Machine(flops or read_flops(rows), link, latency, memory=4.8e12, launch=launch)
         plan = schedule(whole, shape, machine, transport)
     except ValueError as error:
         raise SystemExit(str(error)) from None

@@ -3,10 +3,12 @@
     python tests/support/compile_triton.py '[["fused", 80, "bfloat16", 128, true], ...]'
 
 An entry is (rung, compute capability, dtype, head_dim, causal). Prints a line of JSON for each kernel: what was asked,
-the kernel's name, the threads and the bytes of shared memory of a program, a thread's registers, the bytes of them that
-ptxas spills, whether ptxas serialises wgmma instructions, and how often some instructions stand in the PTX.
+the kernel's name and its key in Triton's cache, the threads and the bytes of shared memory of a program, a thread's
+registers, the bytes of them that ptxas spills, whether ptxas serialises wgmma instructions, and how often some
+instructions stand in the PTX.
 """
 
+import functools
 import json
 import os
 import re
@@ -38,6 +40,7 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
 
+@functools.cache
 def assemble(ptx, capability):
     """What ptxas says about a kernel: its use of registers, and its warnings."""
     tools = triton.knobs.nvidia
@@ -70,7 +73,8 @@ def compile_all(launches):
         compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
         ptx = compiled.asm["ptx"]
         log = assemble(ptx, driver.capability)
-        found = says | dict(capability=driver.capability, kernel=kernel.__name__, shared=compiled.metadata.shared)
+        found = says | dict(capability=driver.capability, kernel=kernel.__name__, key=compiled.hash)
+        found |= dict(shared=compiled.metadata.shared)
         found |= dict(spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]), serialised="serialized" in log)
         found |= dict(registers=int(re.search(r"Used (\d+) registers", log)[1]))
         found |= dict(threads=32 * compiled.metadata.num_warps) | {name: ptx.count(name) for name in INSTRUCTIONS}
