@@ -972,7 +972,7 @@ with {speeds[fastest]:.0f}, the slowest has {min(speeds.values()):.0f}.""")
 #
 # 2. With a causal mask, and for D up to 64: there that rung is `tma` with descriptors made in the kernel, and V_j
 #    loaded later: slower. `gluon` alone multiplies under its own exponentials. At D = 64 two groups are too few by the
-#    count, and `tma` has three.
+#    count: `tma` has three, and `gluon` from N = 2048 on.
 # 3. 5/7 of what a plain matrix product reaches in the same run: the dashed line. `fa4` passes it with 5 products in
 #    one pass, for which it adds up dQ in memory. The share of cycles: forward about TFLOP/s over the peak, backward 7/5
 #    of that. `queries_kernel` leads: its left factors, Q_i and dO_i, stay in registers, so that wgmma reads less. Where
@@ -1068,8 +1068,9 @@ picture(fig, f"""Bars of five counters in percent for {", ".join(counted)}. Thos
 names end in _kernel are rung tma's.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Where it stands** from N = 4096 on, causal or not: at D = 128 `gluon` has 0.99 to 1.14 of cuDNN's speed and 0.91 to 0.95 of
-# FlashAttention-4's (`fa4`), at D = 64 `tma` 0.97 to 1.02 and 0.82 to 0.89; backward `tma` 0.84 to 0.98 and 0.71 to 0.77.
+# **Where it stands** from N = 4096 on, causal or not: at D = 128 `gluon` has 0.99 to 1.14 of cuDNN's speed and 0.90 to 0.95 of
+# FlashAttention-4's (`fa4`), at D = 64 `tma` 0.98 to 1.03 and 0.82 to 0.90; backward `tma` 0.83 to 0.98 and 0.69 to 0.77, `gluon`
+# (03x) 1.01 to 1.19 and 0.86 to 0.91.
 #
 # ### torch.compile of naive attention
 #
@@ -1141,7 +1142,6 @@ for D, causal in itertools.product((128, 64), (False, True)):
 #
 # - ★ (15 minutes) Give question 1's table a tile of 32 x 64 at D = 128. What do the counts leave out?
 # - ★★ (1 hour, GPU) `python -m steps.bench.tune` on your GPU: where do the counts fail?
-# - ★★★ (a weekend, GPU) A third consumer for `fwd_3_gluon.py` at D = 64: which tile, how many registers each?
 #
 # **Read:** `papers/flash_attention_2.md`, `papers/flash_attention_3.md`; Triton's tutorial on fused attention.
 #

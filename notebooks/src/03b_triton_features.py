@@ -1028,7 +1028,7 @@ print(f"a padded batch through nn.MultiheadAttention: at most {apart:.0e} apart"
 # |---|---|
 # | full or causal attention in float32, or on another GPU than Hopper (before Ampere float32 only) | `fwd_0_fused.py`, `bwd_0_fused.py` |
 # | the same on Hopper, in 16 bits | `fwd_1_tma.py`, `bwd_1_tma.py` |
-# | the same with head_dim 72, 80, ... 256, and Triton 3.6.0 or 3.7.1 | `fwd_3_gluon.py`, `bwd_1_tma.py` |
+# | the same, head_dim 64, 72, ... 128, and Triton 3.6.0 or 3.7.1 | `fwd_3_gluon.py`, `bwd_2_gluon.py`, `bwd_1_tma.py` |
 # | any feature of this notebook | `flash.py`, `flash_kernels.py`, `features.py`, `tiles.py`, `replay.py`, in one folder |
 # | one query and many keys | `decode.py` |
 # | torch's function for a whole model | `steps.step03_triton.sdpa` |

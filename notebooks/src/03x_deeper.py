@@ -25,8 +25,10 @@
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
 from steps.bench import rows
+from steps.figures import measured
 from steps.workbook import show
 
+fresh = rows.fresh(rows.read())  # what was measured of the kernels as they are
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -40,18 +42,8 @@ print(steps.engine.describe())
 # memory. If products were all that counts, the gain would be 7 / 5. Predict the measured gain before you run the cell.
 
 # %% slideshow={"slide_type": "fragment"}
-measured = [row for row in rows.fresh(rows.read()) if row["pass"] == "bwd" and row["dtype"] == "bf16"]
-run = max(row["run"] for row in measured if row["kernel"] == "bwd_2_gluon")
-speed = {}
-for row in measured:
-    if row["run"] == run and not row["options"]:
-        speed[row["kernel"] or row["peer"], row["D"], row["causal"], row["N"]] = row["tflops"]
-
-print(f"7 / 5 = {7 / 5}; bwd_2_gluon / bwd_1_tma on one H200:")
-for D in (64, 128):
-    for N in (512, 2048, 16384):
-        gain = speed["bwd_2_gluon", D, True, N] / speed["bwd_1_tma", D, True, N]
-        print(f"  head_dim {D:3}, N = {N:5}, causal: {gain:.2f}")
+print("7 / 5 =", 7 / 5)
+print(measured.shares(fresh, ["bwd_2_gluon"], "bwd_1_tma"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # The gain is smaller. Additions to memory take time, and dq must be set to zero before and put in order after. That
@@ -137,11 +129,11 @@ show("bwd_2_gluon", "rounded")
 # A multiprocessor has 65,536 registers. What does a thread of a consumer need for its 64 x 128 scores?
 
 # %% slideshow={"slide_type": "fragment"}
-S, P_32_bits, O = 64 * 128 // 128, 64 * 128 // 128, 64 * 64 // 128  # numbers a thread
+S, P, O = 64 * 128 // 128, 64 * 128 // 128, 64 * 64 // 128  # numbers a thread
 for consumers in (2, 3):
     room = min(240, (65536 - 32 * 128) // (consumers * 128) // 8 * 8)
-    print(f"{consumers} consumers: {room} registers a thread; S, P in 32 bits and O need {S + P_32_bits + O},")
-    print(f"   with P in 16 bits {S + P_32_bits // 2 + O}")
+    print(f"{consumers} consumers: {room} registers a thread; S, P and O need {S + P + O},")
+    print(f"   with P in 16 bits {S + P // 2 + O}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # So three consumers keep P in pairs of 16 bits from one step to the next. Short sequences gain nothing, because the
@@ -153,12 +145,8 @@ for consumers in (2, 3):
 # Shares of FlashAttention-4's and cuDNN's speed in the backward, in one run. Losses are shown like wins.
 
 # %% slideshow={"slide_type": "fragment"}
-print("head_dim  causal       N  of FA4  of cuDNN")
-for D in (64, 128):
-    for causal in (False, True):
-        for N in (1024, 4096, 8192, 16384):
-            own, fa4, cudnn = (speed[who, D, causal, N] for who in ("bwd_2_gluon", "fa4", "sdpa-cudnn"))
-            print(f"{D:8}  {causal!s:6} {N:7}  {own / fa4:6.2f}  {own / cudnn:8.2f}")
+for peer in ("fa4", "sdpa-cudnn"):
+    print(measured.shares(fresh, ["bwd_2_gluon"], peer), end="\n\n")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Check yourself
