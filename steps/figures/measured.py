@@ -5,8 +5,8 @@ from collections import Counter
 
 import matplotlib.pyplot as plt
 
-from steps.bench.plots import COLOURS, GREYS, INK, style
 from steps.bench.rows import label
+from steps.figures.plots import COLOURS, GREYS, INK, style
 
 MARKERS = "osD^vP"
 

@@ -21,8 +21,8 @@ from collections import Counter
 import matplotlib.pyplot as plt
 
 from steps.bench import cost, report
-from steps.bench.plots import COLOURS, GREYS, style
 from steps.bench.rows import COMMITTED, COPY, code_hash, read_record
+from steps.figures.plots import COLOURS, GREYS, style
 from steps.step04_ring import simulate
 from steps.step04_ring.layout import Layout
 from steps.step04_ring.strategies import account
