@@ -85,32 +85,32 @@ def test_candidates_take_turns_and_times_are_milliseconds_without_the_warm_up(mo
 
 def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(monkeypatch):
     """A GPU whose power limit acts after 0.2 s of calls: then its clock falls, and calls take a quarter longer."""
-    gpu = SimpleNamespace(now=0.0, load=0.0, samples=[], calls=[], pauses=[])
+    gpu = SimpleNamespace(now=0.0, load=0.0, samples=[], calls=[])
 
     def moment():
         return datetime(2026, 1, 31) + timedelta(seconds=gpu.now)
 
-    def pass_by(seconds, mhz, watts, samples=1):
+    def pass_by(seconds, mhz=345, watts=100, samples=400):
         for _ in range(samples):
             gpu.now += seconds / samples
             gpu.samples.append((moment(), mhz, watts))
 
     def sleep(seconds):
-        gpu.pauses.append(len(gpu.calls))
+        gpu.calls.append("pause")
         gpu.load = 0.0
-        pass_by(seconds, 345, 100, samples=400)
+        pass_by(seconds)
 
     def call(name, ms, mhz):
-        limited = gpu.load > 0.2
         gpu.calls.append(name)
-        pass_by(1e-3 * ms * (1.25 if limited else 1), *((mhz, 700.0) if limited else (1980.0, 650.0)))
+        limited = gpu.load > 0.2
+        pass_by(1.25e-3 * ms, mhz, 700.0, 1) if limited else pass_by(1e-3 * ms, 1980.0, 650.0, 1)
         gpu.load += 1e-3 * ms
 
     @contextlib.contextmanager
     def watched(device):
         first, samples = len(gpu.samples), []
         yield samples
-        pass_by(9.0, 345, 100, samples=400)
+        pass_by(9.0)
         samples += gpu.samples[first:]
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=sleep, perf_counter=lambda: gpu.now))
@@ -124,9 +124,8 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
         assert (load.clock_mhz, load.watts) == (mhz, 700), "idle samples, and those before the clock fell, do not count"
     # As many calls as seemed to take 0.75 s, but 30 for a row.
     assert found["c"].reps == timing.MIN_REPS and 0.7 < 4e-3 * found["a"].reps < 0.8
-    one_at_a_time = [name for name, _ in itertools.groupby(gpu.calls)]
-    assert sorted(one_at_a_time) == ["a", "b", "c"], "nobody is called between the calls of another"
-    assert gpu.pauses == [gpu.calls.index(name) for name in one_at_a_time], "each begins after a pause"
+    turns = [name for name, _ in itertools.groupby(gpu.calls)]
+    assert turns[::2] == ["pause"] * 3 and sorted(turns[1::2]) == ["a", "b", "c"], "each alone, after a pause"
 
 
 def test_clock_and_power_are_read_from_nvidia_smi_while_the_block_runs(monkeypatch, tmp_path):
@@ -594,15 +593,6 @@ old
 """
 
 
-def reported(root, check=False):
-    """The exit code of the report."""
-    try:
-        report.main(check=check, root=root)
-    except typer.Exit as end:
-        return end.exit_code
-    return 0
-
-
 def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path):
     folder = tmp_path / "steps" / "step01_fa1_numba"
     results = tmp_path / "steps" / "bench" / "results"
@@ -619,17 +609,21 @@ def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path):
     # The peer's row at N = 1024 is of another run, and its row with another Nk of another setting.
     found += [peer_row(tflops=200.0), peer_row(N=1024, tflops=150.0, run="r2"), peer_row(tflops=400.0, Nk=9, D=80)]
     write(found, results)
-    assert reported(tmp_path, check=True) == 1 and readme.read_text() == PAGE
-    assert reported(tmp_path) == 0 == reported(tmp_path, check=True)
+    with pytest.raises(typer.Exit):
+        report.main(check=True, root=tmp_path)
+    assert readme.read_text() == PAGE
+    report.main(root=tmp_path)
+    report.main(check=True, root=tmp_path)
     text = readme.read_text()
     assert page.read_text() == text
     page.write_text(PAGE)
-    assert reported(tmp_path, check=True) == 1, "only README is up to date"
+    with pytest.raises(typer.Exit):  # Only README is up to date.
+        report.main(check=True, root=tmp_path)
     assert "| 01 fwd_0_scalar | 100 | 123 | 50% | 1.0e-03 |\n| sdpa-flash | 200 | – | – | 1.0e-03 |" in text
     assert "Changed since it was measured, and not shown: 01 fwd_1_warp." in text
     assert not re.search("888|\nold\n", text) and text.count(report.EMPTY) == 1
     (folder / "fwd_0_scalar.py").write_text("x = 2\n")
-    assert reported(tmp_path) == 0
+    report.main(root=tmp_path)
     table, _, rest = readme.read_text().partition("<!-- /results -->")
     assert "and not shown: 01 fwd_0_scalar, 01 fwd_1_warp." in table and rest and "|" not in table
     with pytest.raises(ValueError, match="no such field: head"):

@@ -121,23 +121,19 @@ def in_pass(pass_, forward, backward):
 def candidate(number, word):
     """A stage's rung. A backward belongs to the rung that has a file of its own for it."""
     module = catalogue.stage(number)
-    files = [file_of(module, prefix, word) for prefix in ("fwd", "bwd")]
+    folder = Path(module.__file__).parent
+    found = {prefix: path.stem for prefix in ("fwd", "bwd") for path in folder.glob(f"{prefix}_*_{word}.*")}
     forward, backward = (partial(function, rung=word) for function in (module.forward, module.backward))
     stage = module.SUPPORTS["stage"].removeprefix("step")
-    return Candidate(stage, files[0], forward, files[1], backward if files[1] else None)
-
-
-def file_of(module, prefix, word):
-    """The stem of the rung's file, "fwd_5_fa2" for ("fwd", "fa2"), or None if it has none of its own."""
-    return next((path.stem for path in Path(module.__file__).parent.glob(f"{prefix}_*_{word}.*")), None)
+    return Candidate(stage, found.get("fwd"), forward, found.get("bwd"), backward if "bwd" in found else None)
 
 
 def kernel_files():
     """{"fwd_8_hopper": ("02", "hopper")}: stage and rung of every kernel file of stages 00 to 03 that can run here."""
-    modules = {n: catalogue.stage(n) for n in ("00", "01", "02", "03") if catalogue.unavailable(n) is None}
-    rungs = [(n, word) for n, module in modules.items() for word in module.SUPPORTS["rungs"]]
-    files = [(file_of(modules[n], prefix, word), (n, word)) for n, word in rungs for prefix in ("fwd", "bwd")]
-    return {file: rung for file, rung in files if file}
+    numbers = [number for number in ("00", "01", "02", "03") if catalogue.unavailable(number) is None]
+    rungs = [(number, word) for number in numbers for word in catalogue.stage(number).SUPPORTS["rungs"]]
+    found = {rung: candidate(*rung) for rung in rungs}
+    return {file: rung for rung, one in found.items() for file in (one.fwd_kernel, one.bwd_kernel) if file}
 
 
 def switched(candidate, passes):

@@ -129,30 +129,27 @@ def context_parallel(rotation, q, k, v, causal):
 
 
 def trial(case, who, pass_):
-    """What this rank finds when it calls somebody a few times: a dict, or in words why it cannot."""
+    """What this rank finds when it calls somebody a few times: a dict, or in words why it cannot.
+
+    "error" is max |result - float64| of the last queries, on the ranks that have them, and otherwise 0. The last
+    queries see all keys, so that a block that is missing or comes twice shows here.
+    """
+    whole = of_case(case)[2]
     try:
         call = call_of(case, who, pass_)
         call()
-        found = {"ms": timing.one_call(call, device=engine.device)}
+        found = {"ms": timing.one_call(call, device=engine.device), "error": 0.0}
         if who != ONE:
             found["peak_bytes"] = grid.peak_bytes(call)
-        results = call()  # Behind this one rank may find something wrong, and the others nothing.
-        return found | {"error": error_of(case, who, results, pass_)}
+        results = dict(zip(("out", "dq") if pass_ == "fwd+bwd" else ("out",), call(), strict=False))
+        # Behind this one rank may find something wrong, and the others nothing.
+        if who == ONE or whole.positions(dist.get_rank())[-1] == whole.S - 1:
+            found["error"] = grid.sample_error(results, truth(case, pass_ != "fwd"))
+        return found
     except Exception as problem:  # whatever one of them raises, the others are still to be measured
         # A GPU that has failed raises here again. This ends the ranks, and the next trial starts new ones.
         timing.synchronize(engine.device)
         return grid.in_words(problem)
-
-
-def error_of(case, who, results, pass_):
-    """max |result - float64| of the last queries, on the ranks that have them, otherwise 0. ValueError if not finite.
-
-    The last queries see all keys, so that a block that is missing or comes twice shows here.
-    """
-    whole, names = of_case(case)[2], ("out",) if pass_ == "fwd" else ("out", "dq")
-    if who != ONE and whole.positions(dist.get_rank())[-1] != whole.S - 1:
-        return 0.0
-    return grid.sample_error(dict(zip(names, results, strict=False)), truth(case, pass_ != "fwd"))
 
 
 def race(case, pass_, counts):
