@@ -70,14 +70,16 @@ def fa4(q, k, v, causal=False, **how):
     """FlashAttention-4. how: window_size=(left, right), softcap."""
     from flash_attn.cute import flash_attn_func
 
-    return with_heads_last(flash_attn_func, q, k, v, causal=causal, **how)
+    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, **how)
+    return without_lse(out).transpose(1, 2)
 
 
 def fa3(q, k, v, causal=False):
     """FlashAttention-3, forward only: the package fa3-fwd has no more than that."""
     if q.requires_grad:
         raise NotImplementedError("has no backward")
-    return with_heads_last(fa3_module().flash_attn_func, q, k, v, causal=causal)
+    out = fa3_module().flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+    return without_lse(out).transpose(1, 2)
 
 
 def fa3_module():
@@ -88,9 +90,8 @@ def fa3_module():
     return module
 
 
-def with_heads_last(function, q, k, v, **how):
-    out = function(*(x.transpose(1, 2) for x in (q, k, v)), **how)
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+def without_lse(out):
+    return out[0] if isinstance(out, tuple) else out
 
 
 def fa4_packed(starts, length, q, k, v, causal=False):
@@ -99,7 +100,7 @@ def fa4_packed(starts, length, q, k, v, causal=False):
 
     how = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
     out = flash_attn_varlen_func(*(x[0].transpose(0, 1) for x in (q, k, v)), **how)
-    return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)[None]
+    return without_lse(out).transpose(0, 1)[None]
 
 
 def varlen(starts, length, q, k, v, causal=False):

@@ -57,12 +57,6 @@ def of_one(**words):
     return {name: lambda own, word=word: word(own[0]) for name, word in words.items()}
 
 
-def in_text(lines):
-    """The lines in columns as wide as their longest words."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(w.ljust(n) for w, n in zip(line, widths, strict=True)).rstrip() for line in lines]
-
-
 def markdown(rows):
     """The table of a section of a page, with its caption."""
     if len({row["timing"] for row in rows}) > 1:

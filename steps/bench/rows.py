@@ -93,12 +93,12 @@ def label(row):
 
 
 def validate(row):
-    """The row itself. Raises ValueError that lists all that is wrong with it."""
+    """The row itself. Raises ValueError that says what is wrong with it."""
     kinds = FIELDS | OPTIONAL
     wrong = [f"{name} is missing" for name in FIELDS if name not in row]
     wrong += [f"{name} is not a field" for name in row if name not in kinds]
     wrong += [f"{name} is {row[name]!r}" for name in kinds if name in row and not _fits(row[name], kinds[name])]
-    wrong = wrong or [f"against the rule: {rule}" for rule, kept in _rules(row).items() if not kept]
+    wrong = wrong or _broken_rules(row)
     if wrong:
         raise ValueError(f"not a results row: {'; '.join(wrong)}. Row: {row}")
     return row
@@ -112,12 +112,12 @@ def _fits(value, kind):
     return type(value) is kind if bool in (kind, type(value)) else isinstance(value, kind) and finite
 
 
-def _rules(row):
-    """{rule: whether the row keeps it}, for a row whose fields fit."""
+def _broken_rules(row):
+    """Which of these rules a row breaks whose fields fit."""
     of_kernel = [row[name] is not None for name in ("stage", "kernel", "source")]
     own_pass = {row["pass"], row["peer"]} & {MATMUL, COPY}
     load, sustained = [row["clock_mhz"], row["watts"]], row["timing"] == "sustained"
-    return {
+    kept = {
         "either a peer, or stage, kernel and source": of_kernel == [row["peer"] is None] * 3,
         "the passes matmul and copy are those of these peers": not own_pass or row["pass"] == row["peer"],
         "0 < ms_p20 <= ms_median <= ms_p80": 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"],
@@ -126,6 +126,7 @@ def _rules(row):
         "clock_mhz and watts of sustained rows alone": all((x or 0) > 0 if sustained else x is None for x in load),
         "sustained on one GPU": not sustained or row["n_gpus"] < 2,
     }
+    return [f"against the rule: {rule}" for rule in kept if not kept[rule]]
 
 
 def append(row, folder=OWN):
