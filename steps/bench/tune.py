@@ -34,19 +34,16 @@ def neighbours(row):
 def sweep(table, key, plan, **how):
     """{row: timing.Timing} of the table's row of this key and its neighbours; it is printed who cannot run.
 
-    plan() runs the stage's launcher, which reads the table, and returns a call of what it has recorded. how: for
-    `interleaved`.
+    plan() runs the launcher, which reads the table, and returns a call of what it has recorded. how: for `interleaved`.
     """
     own, calls = table[key], {}
-    try:
-        for row in neighbours(own):
-            table[key] = row
-            try:
-                calls[row] = plan()
-            except Exception as problem:  # The compiler's errors are of many types.
-                print(f"left out: {row}: {grid.in_words(problem)}")
-    finally:
-        table[key] = own
+    for row in neighbours(own):
+        table[key] = row
+        try:
+            calls[row] = plan()
+        except Exception as problem:  # The compiler's errors are of many types.
+            print(f"left out: {row}: {grid.in_words(problem)}")
+    table[key] = own
     return timing.interleaved(calls, **how)
 
 
