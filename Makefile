@@ -130,7 +130,7 @@ lint: setup ## ruff
 	$(call run,$(PY) -m ruff check $(ARGS))
 
 report: setup ## tables and figures, from the measured rows
-	$(call run,$(PY) -m steps.bench.report $(ARGS))
+	$(call run,$(PY) -m steps.bench.report $(ARGS) && $(PY) -m steps.figures.plots $(ARGS))
 
 gpu-check: setup ## the tests and the sanitizers on this GPU, with a summary; JOBS=3 at a time
 	$(call run,PYTHONPATH=tests $(PY) -m tests.test_gpu_check $(JOBS) $(ARGS))

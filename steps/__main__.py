@@ -286,8 +286,8 @@ def bench(
     A kernel file that is named is first compared with the reference on a few of the contract's cases. This needs no
     GPU.
 
-    What is measured is added to my/results. The peer fa4, which is FlashAttention-4, takes part where the package
-    flash-attn-4 is installed.
+    What is measured is added to my/results. The peers fa4 and fa3, which are FlashAttention-4 and 3, take part where
+    the packages flash-attn-4 and fa3-fwd are installed.
 
     With --sustained there are clock and power beside the speed, of the best rung of stage 02, or of --stage and
     --kernel, and of the fastest peers. `python -m steps.bench --help` is for maintainers.
@@ -295,6 +295,7 @@ def bench(
     from steps.bench import __main__ as measuring
     from steps.bench import grid as grids
     from steps.bench.peers import PEERS
+    from steps.workbook import one_rung
 
     check_known({"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS)})
     if file:
@@ -317,10 +318,11 @@ def bench(
         numbers = [number for number in chosen(stage) if number in ("01", "02", "03")]
         words = {number: catalogue.stage(number).SUPPORTS["rungs"] for number in numbers}
         rungs = [(number, word) for number in numbers for word in words[number] if kernel in (None, word)]
-        taken = {"bf16" if "bf16" in grids.candidate(*rung).dtypes else "fp32" for rung in rungs}
+        takes = [one_rung.supports_of(catalogue.stage(number), word)["dtypes"] for number, word in rungs]
+        taken = {"bf16" if torch.bfloat16 in dtypes else "fp32" for dtypes in takes}
         peers = peer or (("sdpa-flash", "sdpa-efficient") if file else tuple(PEERS))
         part = grids.Part(tuple(rungs), grids.GRIDS[grid], both, tuple(dtype or sorted(taken)), tuple(peers))
-    measuring.show(part.record(), beside=True)
+    measuring.show(part(), beside=True)
 
 
 def check_kernel(number, rung):

@@ -6,11 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+import typer
 
-from steps.bench import plots, ring, rows
+from steps.bench import ring, rows
 from steps.bench.cost import Point
 from steps.bench.ring import FETCH, ONE, PEERS, RELAY
-from steps.figures import measured, ring_tables
+from steps.figures import measured, plots, ring_tables
 from steps.figures.ring_tables import TABLES
 from steps.step04_ring import simulate
 from support.made_rows import ORIGIN, ladder_rows, of_02, peer_row, row
@@ -312,3 +313,16 @@ def test_the_ladder_shows_each_rung_once_says_what_differs_and_has_the_peers_of_
     forward, backward = plots.ladder(ladder_rows()).axes
     assert [bar.get_height() for bar in forward.patches] == [4.0, 50.0] and forward.lines[0].get_ydata()[0] == 340
     assert [bar.get_height() for bar in backward.patches] == [1.5]
+
+
+def test_the_ladder_is_drawn_again_when_its_numbers_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "fresh", lambda found, root: found)
+    monkeypatch.setattr(plots, "PICTURES", {"02_fa2_cuda": "pictures/ladder.png"})
+    for speed in (50.0, 60.0):
+        for one in ladder_rows(tflops=speed):
+            rows.append(one, tmp_path / "steps/bench/results")
+        with pytest.raises(typer.Exit):
+            plots.main(check=True, root=tmp_path)
+        plots.main(root=tmp_path)
+        plots.main(check=True, root=tmp_path)
+        assert plots.numbers_in(tmp_path / "pictures/ladder.png")["fwd"]["rungs"][1][1] == speed

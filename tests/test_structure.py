@@ -32,7 +32,7 @@ BELOW = {
     "workbook": {"checks", "contract", "engine", "stages", "catalogue"},
     "bench": {"checks", "contract", "engine", "stages", "catalogue"},
     "figures": {"checks", "contract", "engine", "stages", "catalogue", "bench"},
-    "demo": {"contract", "engine", "stages", "catalogue", "bench"},
+    "demo": {"contract", "engine", "stages", "catalogue", "bench", "figures"},
     "verify": {"engine", "workbook", "bench"},
     "__main__": {"contract", "engine", "stages", "catalogue", "workbook", "bench", "demo", "verify"},
 }

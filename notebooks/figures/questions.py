@@ -12,7 +12,7 @@ import torch
 from matplotlib.colors import ListedColormap
 
 from steps.bench import cost
-from steps.bench.plots import COLOURS, FAINT, INK, style
+from steps.figures.plots import COLOURS, FAINT, INK, style
 
 HERE = Path(__file__).parent
 SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

@@ -36,7 +36,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from reference import cases, error, mutants
 from steps.bench import cost
-from steps.bench.plots import COLOURS, FAINT, INK, style
+from steps.figures.plots import COLOURS, FAINT, INK, style
 from steps import step00_naive as step00
 from steps.step00_naive import bwd_1_matrix, fwd_1_matrix, fwd_2_online
 from steps.step00_naive import fwd_3_tiled, io_count

@@ -42,8 +42,8 @@ from numba import cuda
 
 from reference import cases, error
 from steps.bench import cost, rows
-from steps.bench.plots import COLOURS, FAINT, GREYS, INK, ink_on, style
 from steps.figures import numba_resources
+from steps.figures.plots import COLOURS, FAINT, GREYS, INK, ink_on, style
 from steps import step01_fa1_numba as step01
 from steps.step00_naive import fwd_1_matrix, io_count
 

@@ -47,15 +47,15 @@ from matplotlib.colors import ListedColormap
 from reference import attention, cases, error
 from steps import checks
 from steps import step02_fa2_cuda as step02
-from steps.bench import cost, plots, rows
-from steps.bench.plots import COLOURS, FAINT, INK
+from steps.bench import cost, rows
 from steps.figures.measured import speed_bars
+from steps.figures.plots import COLOURS, FAINT, INK, style
 from steps.step02_fa2_cuda import cache, calls, emulator, ladder, nvrtc, works
 from steps.workbook import check, edited, hint, picture, show, solution  # noqa: F401
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
-plots.style()
+style()
 gpu = cost.GPUS["NVIDIA H200"]
 print(steps.engine.describe())
 print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")

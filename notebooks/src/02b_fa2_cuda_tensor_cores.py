@@ -42,8 +42,9 @@ import torch
 from reference import cases, error
 from steps import checks
 from steps import step02_fa2_cuda as step02
-from steps.bench import cost, plots, profile, rows
-from steps.bench.plots import COLOURS, FAINT, INK
+from steps.bench import cost, profile, rows
+from steps.figures import plots
+from steps.figures.plots import COLOURS, FAINT, INK
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}

@@ -41,7 +41,7 @@ from reference import cases, error, mutants
 from steps import checks
 from steps import step02_fa2_cuda as step02
 from steps.bench import cost, rows, timing
-from steps.bench.plots import COLOURS, FAINT, GREYS, INK, style
+from steps.figures.plots import COLOURS, FAINT, GREYS, INK, style
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import check, edited, one_rung, picture, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5

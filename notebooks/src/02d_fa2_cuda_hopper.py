@@ -41,8 +41,8 @@ from IPython.display import display
 from reference import cases, error
 from steps import checks
 from steps import step02_fa2_cuda as step02
-from steps.bench import ablations, cost, plots, profile, report, rows, timing
-from steps.bench.plots import COLOURS, FAINT, GREYS, INK
+from steps.bench import ablations, cost, profile, report, rows, timing
+from steps.figures.plots import COLOURS, FAINT, GREYS, INK, style
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, plan, works
 from steps.workbook import Blank, check, edited, exercises, picture, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
@@ -50,7 +50,7 @@ from steps.workbook.listing import Source
 from steps.workbook.puzzles.operand_address import operand_address  # yours, in part 5
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
-plots.style()
+style()
 torch.set_num_threads(1)
 h200 = cost.GPUS["NVIDIA H200"]
 fresh = rows.fresh(rows.read())

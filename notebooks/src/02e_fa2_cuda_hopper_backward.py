@@ -35,9 +35,9 @@ import matplotlib.pyplot as plt
 import torch
 
 from reference import error
-from steps.bench import ablations, cost, plots, rows, timing
-from steps.bench.plots import COLOURS, GREYS, INK
-from steps.figures import measured
+from steps.bench import ablations, cost, rows, timing
+from steps.figures import measured, plots
+from steps.figures.plots import COLOURS, GREYS, INK
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import Blank, check, edited, exercises, picture, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5

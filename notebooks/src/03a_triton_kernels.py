@@ -44,8 +44,8 @@ import triton
 import triton.language as tl
 
 from reference import attention, cases, error, mutants
-from steps.bench import cost, plots, profile, rows
-from steps.bench.plots import COLOURS, GREYS, INK
+from steps.bench import cost, profile, rows
+from steps.figures.plots import COLOURS, GREYS, INK, style
 from steps import step00_naive as step00, step03_triton as step03
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
@@ -56,7 +56,7 @@ from steps.workbook import Blank, check, hint, picture, show, solution  # noqa: 
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
-plots.style()
+style()
 device, h200 = steps.engine.device, cost.GPUS["NVIDIA H200"]
 fresh = rows.fresh(rows.read())  # what was measured of the kernels as they are
 print(steps.engine.describe())

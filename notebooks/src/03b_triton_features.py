@@ -47,8 +47,8 @@ from torch.utils._pytree import tree_leaves
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from reference import attention, error, philox
-from steps.bench import cost, plots, rows
-from steps.bench.plots import COLOURS, FAINT, INK
+from steps.bench import cost, rows
+from steps.figures.plots import COLOURS, FAINT, INK, style
 from steps import step03_triton as step03
 from steps.step03_triton import decode, features, flash, flash_kernels
 from steps.workbook import picture, show
@@ -57,7 +57,7 @@ from steps.workbook import Blank, check, hint, solution  # noqa: F401  They are 
 torch.manual_seed(0)
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)
-plots.style()
+style()
 device, h200 = steps.engine.device, cost.GPUS["NVIDIA H200"]
 print(steps.engine.describe())
 print(f"triton {triton.__version__}, matplotlib {matplotlib.__version__}")

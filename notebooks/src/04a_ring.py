@@ -36,7 +36,7 @@ import torch
 from IPython.display import display
 from reference import attention, cases, error
 from steps.bench import cost, rows
-from steps.bench.plots import COLOURS, GREYS, INK, style
+from steps.figures.plots import COLOURS, GREYS, INK, style
 from steps import step00_naive as step00, step04_ring as step04
 from steps.step04_ring import Layout, demo, launch, ring
 from steps.step04_ring.merge import merge as merge_parts

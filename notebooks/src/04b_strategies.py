@@ -31,8 +31,8 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from steps.bench import cost, rows
-from steps.bench.plots import COLOURS, INK, style
 from steps.figures import ring_tables
+from steps.figures.plots import COLOURS, INK, style
 from steps import step00_naive as step00, step04_ring as step04
 from steps.step04_ring import Layout, demo, in_your_model, launch, simulate, strategies
 from steps.step04_ring.dry_run import dry_run

@@ -25,7 +25,7 @@ def show(found, folder=rows.OWN, beside=False):
         if "kind" in row:  # a record, such as that of a profiler
             print("written:", rows.write_record(row.pop("kind"), row, folder))
             continue
-        rows.append([row], folder)
+        rows.append(row, folder)
         print(report.line(row), flush=True)
         shown.append(row)
     settings, timed = set(map(rows.setting, shown)), {row["timing"] for row in shown}
@@ -46,7 +46,7 @@ def main(
         raise SystemExit("This needs a GPU: simulators say nothing about speed.")
     parts = [part for name in plans for part in PLANS[name]]
     for part in grid.sustained(parts) if sustained else parts:
-        show(grid.measure(part()) if callable(part) else part.record(), rows.COMMITTED if record else rows.OWN)
+        show(part(), rows.COMMITTED if record else rows.OWN)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ or one after the other for a second each. Tasks of one group take turns with eac
 """
 
 import itertools
-import math
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +15,17 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from reference import attention, philox
-from steps import catalogue, checks, engine
+from steps import catalogue, engine
 from steps.bench import ablations, peers, rows, timing
 from steps.bench.cost import Point
 
-# The FlashAttention papers': 16k tokens in every batch, hidden size H D = 2048.
-STANDARD_GRID = tuple(
-    Point(B, 2048 // D, N, D, causal)
-    for D in (64, 128)
-    for causal in (False, True)
-    for B, N in ((32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384))
-)
+
+def sizes(*lengths, D=(64, 128)):
+    """Points of the FlashAttention papers' grid: 16k tokens in every batch, hidden size H D = 2048."""
+    return tuple(Point(16384 // N, 2048 // d, N, d, causal) for d in D for causal in (False, True) for N in lengths)
+
+
+STANDARD_GRID = sizes(512, 1024, 2048, 4096, 8192, 16384)
 # Under a minute, and small enough for a laptop's GPU and a first kernel.
 QUICK_GRID = tuple(Point(2, 8, N, 64, causal) for causal in (False, True) for N in (512, 1024, 2048))
 GRIDS = {"standard": STANDARD_GRID, "quick": QUICK_GRID}
@@ -41,10 +40,9 @@ HOW = dict(layout=None, options={}, timing="interleaved", clock_mhz=None, watts=
 
 @dataclass(frozen=True)
 class Candidate:
-    """A stage's kernel as plain functions with the contract's signatures.
+    """A stage's kernel as plain functions with the contract's signatures, which refuse what they do not take.
 
-    stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files, for the rows. dtypes: names out of
-    rows.DTYPES. Whatever else a kernel does not take, it refuses itself with an exception.
+    stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files, for the rows.
     """
 
     stage: str
@@ -52,26 +50,24 @@ class Candidate:
     forward: Callable
     bwd_kernel: str | None = None
     backward: Callable | None = None
-    dtypes: Container[str] = tuple(rows.DTYPES)
 
     def __str__(self):
         return f"{self.stage} {self.fwd_kernel}"
 
     def subject(self, where):
         """The fields of a row that say what was measured. where: the row's other fields."""
-        stems = {"fwd": [self.fwd_kernel], "bwd": [self.bwd_kernel], "fwd+bwd": [self.fwd_kernel, self.bwd_kernel]}
-        who = {"stage": self.stage, "kernel": "+".join(dict.fromkeys(stems[where["pass"]])), "peer": None}
-        return {**who, "source": rows.row_hash({**where, **who})}
-
-    def call(self, inputs, where):
-        """The function to be timed: without arguments, it gives the results of the pass as a tuple."""
-        (dout, *qkv), causal = inputs, where["causal"]
-        if where["dtype"] not in self.dtypes:
-            raise NotImplementedError(f"does not take {where['dtype']}")
         if where["pass"] != "fwd" and self.backward is None:
             raise NotImplementedError("has no backward")
-        if self.subject(where)["source"] is None:
+        stems = {"fwd": [self.fwd_kernel], "bwd": [self.bwd_kernel], "fwd+bwd": [self.fwd_kernel, self.bwd_kernel]}
+        who = {"stage": self.stage, "kernel": "+".join(dict.fromkeys(stems[where["pass"]])), "peer": None}
+        source = rows.row_hash({**where, **who})
+        if source is None:
             raise NotImplementedError(f"steps/step{self.stage} has no kernel of this name, or none for this size")
+        return {**who, "source": source}
+
+    def call(self, inputs, pass_, causal):
+        """The function to be timed: without arguments, it gives the results of the pass as a tuple."""
+        dout, *qkv = inputs
 
         def forward():
             return self.forward(*qkv, causal=causal)
@@ -79,7 +75,7 @@ class Candidate:
         def backward(saved):
             return tuple(self.backward(dout, *qkv, *saved, causal=causal))
 
-        return in_pass(where["pass"], forward, backward)
+        return in_pass(pass_, forward, backward)
 
 
 @dataclass(frozen=True)
@@ -93,14 +89,15 @@ class Beside:
         return self.peer
 
     def subject(self, where):
-        return {"stage": None, "kernel": None, "peer": self.peer, "source": None}
+        who = {"stage": None, "kernel": None, "peer": self.peer, "source": None}
+        return {**who, "peer_version": peers.version(self.peer)}
 
-    def call(self, inputs, where):
-        (dout, *qkv), attend, pass_ = inputs, self.function or peers.PEERS[self.peer], where["pass"]
+    def call(self, inputs, pass_, causal):
+        (dout, *qkv), attend = inputs, self.function or peers.PEERS[self.peer]
         leaves = qkv if pass_ == "fwd" else [x.detach().requires_grad_() for x in qkv]
 
         def forward():
-            return (attend(*leaves, where["causal"]),)
+            return (attend(*leaves, causal=causal),)
 
         def backward(saved):
             # Not out.backward(), which would also add each result to the .grad of the one before.
@@ -124,25 +121,19 @@ def in_pass(pass_, forward, backward):
 def candidate(number, word):
     """A stage's rung. A backward belongs to the rung that has a file of its own for it."""
     module = catalogue.stage(number)
-    taken = checks.supports_of(module.SUPPORTS, word)["dtypes"]
-    files = [file_of(module, prefix, word) for prefix in ("fwd", "bwd")]
+    folder = Path(module.__file__).parent
+    found = {prefix: path.stem for prefix in ("fwd", "bwd") for path in folder.glob(f"{prefix}_*_{word}.*")}
     forward, backward = (partial(function, rung=word) for function in (module.forward, module.backward))
-    dtypes = [name for name, dtype in rows.DTYPES.items() if dtype in taken]
     stage = module.SUPPORTS["stage"].removeprefix("step")
-    return Candidate(stage, files[0], forward, files[1], backward if files[1] else None, dtypes)
-
-
-def file_of(module, prefix, word):
-    """The stem of the rung's file, "fwd_5_fa2" for ("fwd", "fa2"), or None if it has none of its own."""
-    return next((path.stem for path in Path(module.__file__).parent.glob(f"{prefix}_*_{word}.*")), None)
+    return Candidate(stage, found.get("fwd"), forward, found.get("bwd"), backward if "bwd" in found else None)
 
 
 def kernel_files():
     """{"fwd_8_hopper": ("02", "hopper")}: stage and rung of every kernel file of stages 00 to 03 that can run here."""
-    modules = {n: catalogue.stage(n) for n in ("00", "01", "02", "03") if catalogue.unavailable(n) is None}
-    rungs = [(n, word) for n, module in modules.items() for word in module.SUPPORTS["rungs"]]
-    files = [(file_of(modules[n], prefix, word), (n, word)) for n, word in rungs for prefix in ("fwd", "bwd")]
-    return {file: rung for file, rung in files if file}
+    numbers = [number for number in ("00", "01", "02", "03") if catalogue.unavailable(number) is None]
+    rungs = [(number, word) for number in numbers for word in catalogue.stage(number).SUPPORTS["rungs"]]
+    found = {rung: candidate(*rung) for rung in rungs}
+    return {file: rung for rung, one in found.items() for file in (one.fwd_kernel, one.bwd_kernel) if file}
 
 
 def switched(candidate, passes):
@@ -151,7 +142,7 @@ def switched(candidate, passes):
         backward = partial(candidate.backward, deterministic=True)
         return [candidate, replace(candidate, bwd_kernel=f"{candidate.bwd_kernel}:DETERMINISTIC=1", backward=backward)]
     found = ablations.forwards(candidate.fwd_kernel).items()
-    return [Candidate(candidate.stage, kernel, forward, dtypes=candidate.dtypes) for kernel, forward in found]
+    return [Candidate(candidate.stage, kernel, forward) for kernel, forward in found]
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -177,18 +168,13 @@ class Task:
     ceiling: Callable | None = None
 
 
-class TooSlow(Exception):
-    """One call takes longer than the limit."""
-
-
 def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
     """Yields a valid results row for everybody at every task of the groups, which are lists of tasks.
 
     Who cannot take part (dtype, head_dim, out of memory, a result that is not finite, a call longer than limit_ms) is
-    left out, and the reason is printed once. Who was too slow at a size is not tried at larger ones. The rows of one
-    call share one `run`. timed: "interleaved" or "sustained".
+    left out, and the reason is printed once. The rows of one call share one `run`. timed: "interleaved" or "sustained".
     """
-    origin, said, too_slow = rows.provenance(engine.device), set(), {}
+    origin, said = {**rows.provenance(engine.device), **HOW, "timing": timed}, set()
     take_times = {"interleaved": timing.interleaved, "sustained": timing.sustained}[timed]
     for group in groups:
         admitted = {}  # {pass: [(the row without its times, call, operations)]}
@@ -197,22 +183,18 @@ def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
             how = dict(backward=task.passes != ("fwd",), last=task.last, options=task.reference)
             truth = sample_truth(inputs, task.point.causal, **how)
             for pass_ in task.passes:
-                where = {**origin, **task.point.sizes, "pass": pass_, "dtype": task.dtype, **HOW}
-                where |= {"options": task.options, "timing": timed}
-                flops, found = task.share * task.point.flops(pass_), admitted.setdefault(pass_, [])
+                where = {**origin, **task.point.sizes, "pass": pass_, "dtype": task.dtype, "options": task.options}
+                found, flops = admitted.setdefault(pass_, []), task.share * task.point.flops(pass_)
                 for entrant in task.entrants:
-                    who = str(entrant), pass_, task.dtype, task.point.D
                     try:
-                        if flops >= too_slow.get(who, math.inf):
-                            raise TooSlow("at a smaller size, too")
-                        call, error = tried(entrant, inputs, where, truth, limit_ms)
-                        found.append((where | entrant.subject(where) | {"error": error}, call, flops))
+                        row = where | entrant.subject(where)
+                        call, row["error"] = tried(entrant, inputs, row, truth, limit_ms)
+                        found.append((row, call, flops))
                     except Exception as problem:  # whatever one kernel raises, the others are still to be measured
-                        if isinstance(problem, TooSlow):
-                            too_slow[who] = min(flops, too_slow.get(who, math.inf))
-                        if (reason := (str(entrant), pass_, in_words(problem))) not in said:
+                        reason = f"{entrant}, {pass_}", in_words(problem)
+                        if reason not in said:
                             about = task.options.get("feature") or f"{task.dtype} {task.point}"
-                            print(f"left out: {entrant}, {pass_} {about}: {reason[-1]}")
+                            print(f"left out: {reason[0]} {about}: {reason[1]}")
                         said.add(reason)
                 if task.ceiling and found:
                     fields, call, flops, error = task.ceiling(inputs)
@@ -231,11 +213,10 @@ def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
 
 def tried(entrant, inputs, where, truth, limit_ms):
     """(call, error) of one who takes part; otherwise an exception. The second call is timed."""
-    call = entrant.call(inputs, where)
+    call = entrant.call(inputs, where["pass"], where["causal"])
     error = sample_error(dict(zip(RESULTS[where["pass"]], call(), strict=True)), truth)
-    ms = timing.one_call(call, device=engine.device)
-    if ms > limit_ms:
-        raise TooSlow(f"one call takes {ms:.0f} ms, more than the limit of {limit_ms:g} ms")
+    if timing.one_call(call, device=engine.device) > limit_ms:
+        raise RuntimeError(f"one call takes more than the limit of {limit_ms:g} ms")
     return call, error
 
 
@@ -273,20 +254,20 @@ def sample_truth(inputs, causal, *, backward=True, last=None, options=lambda hea
     """
     dout, q, k, v = inputs
     heads = slice(q.shape[1] - q.shape[1] // k.shape[1], q.shape[1])
-    dout, q, k, v = (*(x[-1:, heads, -last if last else 0 :] for x in (dout, q)), k[-1:, -1:], v[-1:, -1:])
-    how = dict(causal=causal, **options(heads))
+    sample = [*(x[-1:, heads, -last if last else 0 :] for x in (dout, q)), k[-1:, -1:], v[-1:, -1:]]
+
+    def computed(device):
+        how = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options(heads).items()}
+        dout, *qkv = (x.to(device) for x in sample)
+        out, _ = attention.forward(*qkv, causal=causal, **how)
+        return out, *(attention.backward(dout, *qkv, causal=causal, **how) if backward else ())
+
     try:
-        found = _float64(dout, q, k, v, backward, how)
+        found = computed(q.device)
     except torch.OutOfMemoryError:
-        how = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in how.items()}
-        found = [x.to(q.device) for x in _float64(*(x.cpu() for x in (dout, q, k, v)), backward, how)]
+        found = [x.to(q.device) for x in computed("cpu")]
     names = RESULTS["fwd+bwd" if backward else "fwd"]
     return {name: x for name, x in zip(names, found, strict=True) if not last or name in ("out", "dq")}
-
-
-def _float64(dout, q, k, v, backward, how):
-    out, _ = attention.forward(q, k, v, **how)
-    return (out, *attention.backward(dout, q, k, v, **how)) if backward else (out,)
 
 
 def sample_error(got, truth):
@@ -317,6 +298,10 @@ class Part:
     switches: bool = False  # also with one switch turned at a time; a backward also with a fixed order of dq
     timed: str = "interleaved"  # or "sustained"
 
+    def __call__(self):
+        """Yields the rows."""
+        return measure(self.groups(), timed=self.timed)
+
     def groups(self):
         """Each task is a group of its own. A matrix product is measured beside interleaved rungs of 16 bits."""
         who = [candidate(*rung) for rung in self.rungs]
@@ -324,10 +309,6 @@ class Part:
         for dtype, point in itertools.product(self.dtypes, self.grid):
             product = partial(matrix_product, dtype) if self.timed == "interleaved" and dtype != "fp32" else None
             yield [Task(point, dtype, self.passes, (*who, *map(Beside, self.peers)), ceiling=product)]
-
-    def record(self):
-        """Yields the rows."""
-        return measure(self.groups(), timed=self.timed)
 
 
 def matrix_product(dtype, inputs):
@@ -351,22 +332,29 @@ def copied_keys(inputs):
 
 SEQUENCES, SOFTCAP, DROPOUT, SEED = 8, 50.0, 0.1, 2**35 + 11
 LAST = 128  # so many of the last queries are compared with float64, where all would take too long
-ANY = "sdpa-cudnn", "sdpa-flash", "flex"
+ANY = dict.fromkeys(("sdpa-cudnn", "sdpa-flash", "flex", "fa4"))
 
 
-def feature(name, point, options=(), told=(), share=1.0, beside=(), kernel="flash", passes=("fwd", "bwd"), last=None):
-    """The task of a feature: options of the kernel, what rows tell besides the name, peers' names or functions."""
-    from steps.step03_triton import decode, flash  # imported here because Triton is not available everywhere
+def feature(name, point, options=(), told=(), share=1.0, beside=(), passes=("fwd", "bwd"), last=None):
+    """The task of a feature: options of the kernel, what rows tell besides the name, {peer: function or None}."""
+    from steps.step03_triton import flash  # imported here because Triton is not available everywhere
 
-    options, beside = dict(options), beside if isinstance(beside, dict) else dict.fromkeys(beside)
+    options = dict(options)
     forward, backward = (partial(function, **options) for function in (flash.forward, flash.backward))
-    who = Candidate("03_triton", "flash", forward, "flash", backward)
-    if kernel == "decode":
-        who = Candidate("03_triton", "decode", decode.forward)
-    entered = who, *(Beside(peer, function) for peer, function in beside.items())
+    entrants = [Candidate("03_triton", "flash", forward, "flash", backward)]
+    entrants += [Beside(peer, function) for peer, function in dict(beside).items()]
     reference = partial(reference_options, options, point, last)
-    ceiling = copied_keys if kernel == "decode" else None  # Decoding reads k and v, and little else.
-    return Task(point, "bf16", passes, entered, {"feature": name, **dict(told)}, share, reference, last, ceiling)
+    return Task(point, "bf16", passes, tuple(entrants), {"feature": name, **dict(told)}, share, reference, last)
+
+
+def a_new_token(cache):
+    """The task of decoding: 8 sequences; four query heads share a key head."""
+    from steps.step03_triton import decode
+
+    entrants = Candidate("03_triton", "decode", decode.forward), *map(Beside, ANY)
+    point = Point(8, 32, 1, 128, Hk=8, Nk=cache)
+    # Decoding reads k and v, and little else.
+    return Task(point, "bf16", ("fwd",), entrants, {"feature": "decode"}, ceiling=copied_keys)
 
 
 def reference_options(options, point, last, heads):
@@ -401,30 +389,34 @@ def features_at(N, H, D):
     slanted = {"change": lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()}
     near = {"seen": lambda b, h, i, j: (j <= i) & (j >= i - left)}
     together = {"seen": lambda b, h, i, j: i // length == j // length}
+    backends = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION}
 
     def with_mask(mask):
-        backends = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION}
         return {name: partial(peers.sdpa, backend, mask=mask) for name, backend in backends.items()}
 
-    def by_flex(how):
+    def by_flex(**how):
         return {"flex": partial(peers.flex, **how)}
+
+    def by_both(of_flex, **how):
+        return by_flex(**of_flex) | {"fa4": partial(peers.fa4, **how)}
 
     window, softcap, told_window = {"window": (left, 0)}, {"softcap": SOFTCAP}, {"window": [left, 0]}
     in_window = (left + 1) * (N - left / 2) / N**2  # query i sees min(i, left) + 1 keys
     dropout = {"dropout_p": DROPOUT, "seed": torch.tensor(SEED, device=device)}
     packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
-    of_packed = by_flex(together) | {"varlen": partial(peers.varlen, starts, length)}
+    of_packed = {"varlen": partial(peers.varlen, starts, length), "fa4": partial(peers.fa4_packed, starts, length)}
+    of_window, of_pair = by_both(near, window_size=(left, 0)), by_both(capped | near, window_size=(left, 0), **softcap)
     return [
         feature("none", point, beside=ANY),
         feature("causal", replace(point, causal=True), beside=ANY),
         feature("additive mask", point, {"mask": added}, beside=with_mask(added)),
         feature("boolean mask", point, {"mask": seen}, beside=with_mask(seen)),
-        feature("ALiBi", point, {"alibi_slopes": slopes}, beside=by_flex(slanted)),
-        feature("soft-cap", point, softcap, softcap, beside=by_flex(capped)),
+        feature("ALiBi", point, {"alibi_slopes": slopes}, beside=by_flex(**slanted)),
+        feature("soft-cap", point, softcap, softcap, beside=by_both(capped, **softcap)),
         feature("dropout", point, dropout, {"dropout_p": DROPOUT}, last=min(LAST, N)),
-        feature("window", point, window, told_window, in_window, by_flex(near)),
-        feature("soft-cap + window", point, softcap | window, softcap | told_window, in_window, by_flex(capped | near)),
-        feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, of_packed),
+        feature("window", point, window, told_window, in_window, of_window),
+        feature("soft-cap + window", point, softcap | window, softcap | told_window, in_window, of_pair),
+        feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, by_flex(**together) | of_packed),
         feature("padded", Point(SEQUENCES, H, length, D)),  # the same work as a batch
     ]
 
@@ -433,10 +425,9 @@ def features(N=16384, cache=32768, longest=65536):
     """Groups: the features of two head_dims, a new token over a cache of keys, and memory at a great length."""
     yield features_at(N, 16, 128)
     yield features_at(N, 32, 64)
-    # 8 sequences; four query heads share a key head.
-    yield [feature("decode", Point(8, 32, 1, 128, Hk=8, Nk=cache), beside=ANY, kernel="decode", passes=("fwd",))]
+    yield [a_new_token(cache)]
     causal = Point(1, 16, longest, 128, causal=True)  # as models are, which takes half the time
-    yield [feature("memory", causal, beside=("sdpa-cudnn",), passes=("fwd+bwd",), last=min(LAST, longest))]
+    yield [feature("memory", causal, beside={"sdpa-cudnn": None}, passes=("fwd+bwd",), last=min(LAST, longest))]
 
 
 def grouped():
@@ -454,39 +445,37 @@ def grouped():
 # --- plans --------------------------------------------------------------------------------------------------
 
 
-def _at(*lengths, D=(64, 128)):
-    return tuple(Point(16384 // N, 2048 // d, N, d, causal) for d in D for causal in (False, True) for N in lengths)
-
-
 def of(number, words):
     return tuple((number, word) for word in words.split())
 
 
-BEST = "sdpa-flash", "sdpa-cudnn", "fa4"  # the fastest that others have, where they are found
+BEST = "sdpa-flash", "sdpa-cudnn", "fa4", "fa3"  # the fastest that others have, where they are found
 COMPILED = "flex", "compiled", "fa4", "sdpa-cudnn"
 BOTH = ("fwd", "bwd")
 FLOAT32 = dict(passes=BOTH, dtypes=("fp32",), peers=("sdpa-efficient",))
 ONE_BLOCK = (Point(1, 1, 128, 64),)  # a kernel at this size is shorter than its launch
-PLANS = {  # What is recorded of stages 02 and 03, in parts of a few minutes. The slow rungs are measured at 4k alone.
+# What is recorded of stages 02 and 03: parts of a few minutes, which yield rows when they are called. The slow rungs
+# are measured at 4k alone.
+PLANS = {
     "fast": (Part(of("02", "hopper roles wgmma fa2 cp_async ldmatrix"), peers=BEST),),
-    "slow": (Part(of("02", "mma warp"), _at(4096)), Part(of("02", "scalar warp"), _at(4096), **FLOAT32)),
+    "slow": (Part(of("02", "mma warp"), sizes(4096)), Part(of("02", "scalar warp"), sizes(4096), **FLOAT32)),
     "bwd": (Part(of("02", "hopper wgmma fa2"), passes=("bwd",), peers=BEST),),
     "more": (
-        Part(of("02", "hopper fa2"), _at(4096, 16384, D=(256,))),
-        Part(of("02", "hopper fa2"), _at(4096), BOTH, ("fp16",)),
+        Part(of("02", "hopper fa2"), sizes(4096, 16384, D=(256,))),
+        Part(of("02", "hopper fa2"), sizes(4096), BOTH, ("fp16",)),
     ),
     "switches": (
-        Part(of("02", "hopper fa2"), _at(512, 4096, 16384), switches=True),
-        Part(of("02", "hopper"), _at(4096, 16384), ("bwd",), switches=True),
+        Part(of("02", "hopper fa2"), sizes(512, 4096, 16384), switches=True),
+        Part(of("02", "hopper"), sizes(4096, 16384), ("bwd",), switches=True),
     ),
     "triton": (
         Part(of("03", "gluon tma roles fused"), peers=BEST),
         Part(of("03", "gluon tma fused"), passes=("bwd",), peers=BEST),
     ),
-    "float32": (Part(of("03", "fused"), _at(512, 4096, 16384), **FLOAT32),),
-    "compilers": (Part(of("03", "gluon tma"), _at(16384), BOTH, peers=COMPILED),),
-    "features": (features,),
-    "grouped": (grouped,),
+    "float32": (Part(of("03", "fused"), sizes(512, 4096, 16384), **FLOAT32),),
+    "compilers": (Part(of("03", "gluon tma"), sizes(16384), BOTH, peers=COMPILED),),
+    "features": (lambda: measure(features()),),
+    "grouped": (lambda: measure(grouped()),),
     "launches": (Part(of("02", "hopper fa2") + of("03", "gluon tma"), ONE_BLOCK),),
 }
 LONG = 16384  # A call has to take milliseconds, or else a second of calls measures how fast they are launched.

@@ -1,10 +1,11 @@
 """What the stages are measured against: PyTorch's own attention, its compiler, and what others wrote for it.
 
 A peer is called as `peer(q, k, v, causal) -> out`, is differentiable, and never falls back to another backend: what it
-cannot do is an error. fa4 is FlashAttention-4, and takes part where the package flash-attn-4 is installed.
+cannot do is an error. fa4 and fa3 take part where their packages are installed.
 """
 
 from functools import cache, partial
+from importlib import metadata
 
 import torch
 import torch.nn.functional as F
@@ -44,14 +45,6 @@ def blocks_of(seen, Nq, Nk, device):
     return flex_attention.create_block_mask(seen, None, None, Nq, Nk, device)
 
 
-def varlen(starts, length, q, k, v, causal=False):
-    """torch's FlashAttention-2 for packed sequences, whose tensors are (total, H, D)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    return varlen_attn(q, k, v, starts, starts, length, length).transpose(0, 1)[None]
-
-
 def matrix_form(q, k, v, causal=False):
     """Attention as one writes it down, with the N x N matrix."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -70,12 +63,52 @@ def compiled(function):
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def fa4(q, k, v, causal=False):
-    """FlashAttention-4, whose tensors are (B, N, H, D), and which in some versions returns lse too."""
+# --- packages of FlashAttention: their tensors are (B, N, H, D), and some versions return lse beside out --------------
+
+
+def fa4(q, k, v, causal=False, **how):
+    """FlashAttention-4. how: window_size=(left, right), softcap."""
     from flash_attn.cute import flash_attn_func
 
-    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, **how)
+    return without_lse(out).transpose(1, 2)
+
+
+def fa3(q, k, v, causal=False):
+    """FlashAttention-3, forward only: the package fa3-fwd has no more than that."""
+    if q.requires_grad:
+        raise NotImplementedError("has no backward")
+    out = fa3_module().flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+    return without_lse(out).transpose(1, 2)
+
+
+def fa3_module():
+    try:
+        import fa3_fwd_interface as module
+    except ModuleNotFoundError:
+        import flash_attn_interface as module  # built from source
+    return module
+
+
+def without_lse(out):
+    return out[0] if isinstance(out, tuple) else out
+
+
+def fa4_packed(starts, length, q, k, v, causal=False):
+    """FlashAttention-4 for packed sequences, whose tensors are (total, H, D)."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    how = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
+    out = flash_attn_varlen_func(*(x[0].transpose(0, 1) for x in (q, k, v)), **how)
+    return without_lse(out).transpose(0, 1)[None]
+
+
+def varlen(starts, length, q, k, v, causal=False):
+    """torch's FlashAttention-2 for packed sequences."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    return varlen_attn(q, k, v, starts, starts, length, length).transpose(0, 1)[None]
 
 
 PEERS = {
@@ -84,6 +117,21 @@ PEERS = {
     "sdpa-efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),  # xFormers' memory-efficient kernels; fp32 too
     "sdpa-math": partial(sdpa, SDPBackend.MATH),  # the matrix form, N x N in memory; every dtype and device
     "flex": flex,  # FlexAttention, compiled
-    "compiled": lambda *qkv_causal: compiled(matrix_form)(*qkv_causal),  # what torch.compile makes of the matrix form
+    "compiled": lambda q, k, v, causal=False: compiled(matrix_form)(q, k, v, causal),
     "fa4": fa4,
+    "fa3": fa3,
 }
+
+
+def version(peer):
+    """What a peer is part of, with its version: "flash-attn-4 4.0.0b36", "cudnn 9.19.0", "torch 2.11.0"."""
+    if peer == "sdpa-cudnn" or peer.startswith("context-parallel"):  # which calls cuDNN
+        number = torch.backends.cudnn.version() or 0
+        return f"cudnn {number // 10000}.{number // 100 % 100}.{number % 100}"
+    package = {"fa4": "flash-attn-4"}.get(peer, "torch")
+    if peer == "fa3":
+        package = {"fa3_fwd_interface": "fa3-fwd"}.get(fa3_module().__name__, "flash-attn-3")
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"{package}, built from source"

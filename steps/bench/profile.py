@@ -29,14 +29,12 @@ membar mio_throttle misc no_instruction not_selected selected short_scoreboard s
 COUNTERS = {  # ncu's names by ours
     "tensor_pipe": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",  # % of the SM's cycles with work
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    "ldmatrix_bank_conflicts": "sm__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_ldsm.sum",
     "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",  # including those that conflicts cost
     "issue_slots": "smsp__issue_active.avg.pct_of_peak_sustained_active",  # % of a scheduler's cycles with work
     "exp_units": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",  # % of the cycles of the exp units
     "dram_throughput": "dram__throughput.avg.pct_of_peak_sustained_elapsed",  # % of the peak
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",  # % of the warps that an SM can hold
     "nanoseconds": "gpu__time_duration.sum",  # under the profiler, and therefore no speed to quote
-    "registers": "launch__registers_per_thread",
     # warps that wait for it, on average over the cycles in which a scheduler issues
     **{f"stalled_{reason}": f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in STALLS},
 }

@@ -5,14 +5,12 @@ A table stands between two markers; the first says by field=value pairs which ro
     <!-- results: gpu=nvidia-h200 pass=fwd dtype=bf16 D=128 causal=false -->
     <!-- /results -->
 
-A table with fa4 names one run=..., because only what was measured in one run can be compared. A picture of a stage's
-rungs stands between <!-- ladder 02_fa2_cuda --> and <!-- /ladder -->. It carries its numbers inside, so that a picture
-of other rows is noticed. Rows whose kernel has changed since they were measured are stale: no page shows them, and each
-page says so. --check writes nothing and exits with 1 if a page or a picture would change.
+A table with fa3 or fa4 names one run=..., because only what was measured in one run can be compared. Rows whose kernel
+has changed since they were measured are stale: no page shows them, and each page says so. `make report` also draws the
+pages' pictures (steps/figures/plots.py).
 """
 
 import json
-import os
 import re
 import statistics
 from collections import Counter
@@ -20,18 +18,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from PIL import Image
 
-from steps.bench import cost, plots, timing
+from steps.bench import cost, timing
 from steps.bench import rows as results
 from steps.bench.rows import label, setting
 
 _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
-_LADDER = re.compile(r"(<!-- ladder (\w+) -->\n).*?(<!-- /ladder -->)", re.S)
 EMPTY = "_Not measured yet._\n"
 PAGES = "README.md", "steps/bench/results/README.md"
-PICTURES = {"02_fa2_cuda": "notebooks/figures/ladder.png", "03_triton": "notebooks/figures/ladder_triton.png"}
-ALT = "TFLOP/s of the rungs of stage {}, forward and backward, the peers as lines; right axis: % of a matrix product."
 USUAL = {"options": "{}", "timing": "interleaved", "n_gpus": "1"}  # what a marker means that names none of them
 
 
@@ -63,12 +57,6 @@ def of_one(**words):
     return {name: lambda own, word=word: word(own[0]) for name, word in words.items()}
 
 
-def in_text(lines):
-    """The lines in columns as wide as their longest words."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(w.ljust(n) for w, n in zip(line, widths, strict=True)).rstrip() for line in lines]
-
-
 def markdown(rows):
     """The table of a section of a page, with its caption."""
     if len({row["timing"] for row in rows}) > 1:
@@ -88,26 +76,25 @@ def speeds(rows):
     beside = {(row["run"], setting(row)) for row in shown if row["kernel"]}
     # A peer from a run of which no kernel is shown would be compared across runs.
     shown = [row for row in shown if row["kernel"] or (row["run"], setting(row)) in beside or not beside]
+    fastest = {}  # {(run, setting): TFLOP/s of the fastest peer}
+    for row in rows:
+        if row["peer"]:
+            where = row["run"], setting(row)
+            fastest[where] = max(row["tflops"], fastest.get(where, 0))
+
+    def of_best_peer(own):
+        shares = [row["tflops"] / fastest[where] for row in own if (where := (row["run"], setting(row))) in fastest]
+        return f"{statistics.median(shares):.0%}" if shares and own[0]["kernel"] else "–"
+
     lengths = {N: f"N={N}" for N in sorted({row["N"] for row in shown})}
     columns = across(lambda row: row["N"], lambda row: f"{row['tflops']:.3g}", lengths)
-    columns["of the best peer"] = lambda own: of_best_peer(own, rows)
+    columns["of the best peer"] = of_best_peer
     columns["error"] = lambda own: f"{max(row['error'] for row in own):.1e}"
     reps = min((row["reps"] for row in shown), default=0)
     share = "of the best peer: median over N of the speed divided by the fastest peer's in the same run"
     caption = f"TFLOP/s, medians of at least {reps} interleaved calls; {share}; error: largest difference from float64"
     in_order = sorted(shown, key=lambda row: (row["peer"] is not None, label(row)))
     return table(in_order, ["kernel"], lambda row: [label(row)], columns), shown, caption
-
-
-def of_best_peer(own, rows):
-    """A kernel's speed as a share of the fastest peer's in the same run, median over N; – for a peer."""
-    shares = []
-    for row in own:
-        here = row["run"], setting(row)
-        peers = [other["tflops"] for other in rows if other["peer"] and (other["run"], setting(other)) == here]
-        if row["peer"] is None and peers:
-            shares.append(row["tflops"] / max(peers))
-    return f"{statistics.median(shares):.0%}" if shares else "–"
 
 
 def of_last_run(rows):
@@ -157,16 +144,11 @@ def line(row):
     return f"{label(row):24} {row['pass']} {row['dtype']} {what}: {speed}"
 
 
-# --- pages and pictures ---------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------------------
 
 
-def render(text, rows, stale=(), page=PAGES[0]):
+def render(text, rows, stale=()):
     """`text` of a page with each section filled from `rows`, and a note of who has only stale ones."""
-
-    def pictured(match):
-        begin, stage, end = match.groups()
-        path = Path(os.path.relpath(PICTURES[stage], Path(page).parent)).as_posix()
-        return begin + (f"![{ALT.format(stage)}]({path})\n" if plots.ladder_numbers(rows, stage) else EMPTY) + end
 
     def filled(match):
         begin, marker, end = match.groups()
@@ -177,7 +159,7 @@ def render(text, rows, stale=(), page=PAGES[0]):
             return begin + note + end  # not a table of peers alone
         return begin + markdown(shown) + (note and f"\n{note}") + end
 
-    return _SECTION.sub(filled, _LADDER.sub(pictured, text))
+    return _SECTION.sub(filled, text)
 
 
 def select(rows, marker):
@@ -193,11 +175,6 @@ def select(rows, marker):
     return [row for row in rows if all(written(row, name) == value for name, value in wanted.items())]
 
 
-def numbers_in(picture):
-    """What the picture was drawn from, as `plots.ladder_numbers` gives it; None if there is no such file."""
-    return json.loads(Image.open(picture).text.get("Description", "null")) if picture.exists() else None
-
-
 def main(
     check: Annotated[bool, typer.Option(help="Write nothing; exit with 1 if a page is out of date.")] = False,
     root: Annotated[Path, typer.Option(help="The repository.")] = results.ROOT,
@@ -210,23 +187,17 @@ def main(
     kept = set(map(id, shown))
     stale = [row for row in measured if id(row) not in kept]
     print(f"{len(measured)} rows, {len(stale)} of them stale: {dict(Counter(map(label, stale)))}")
-    old = {page: (root / page).read_text() for page in PAGES}
-    new = {page: render(text, shown, stale, page) for page, text in old.items()}
-    drawn = {stage: plots.ladder_numbers(shown, stage) for stage in PICTURES}
-    names = f"{' and '.join(PAGES)} and their pictures"
-    if new == old and drawn == {stage: numbers_in(root / path) for stage, path in PICTURES.items()}:
-        return print(f"{names} are up to date.")
-    if check:
-        print(f"{names} are out of date: run `make report`.")
-        raise typer.Exit(1)
-    for page, text in new.items():
-        (root / page).write_text(text)
-    for stage, path in PICTURES.items():
-        (root / path).unlink(missing_ok=True)
-        if drawn[stage]:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            plots.ladder(shown, stage).savefig(root / path, dpi=110, metadata={"Description": json.dumps(drawn[stage])})
-    return print(f"{names} are rewritten.")
+    for page in PAGES:
+        old = (root / page).read_text()
+        new = render(old, shown, stale)
+        if new == old:
+            print(f"{page} is up to date.")
+        elif check:
+            print(f"{page} is out of date: run `make report`.")
+            raise typer.Exit(1)
+        else:
+            (root / page).write_text(new)
+            print(f"{page} is rewritten.")
 
 
 if __name__ == "__main__":

@@ -7,25 +7,21 @@
 One process a GPU. Everybody who is compared at one size takes turns, five rounds; a round's time is that of the slowest
 rank, and a row has the median and the worst round. "One GPU" is stage 02 on the whole sequence, on all GPUs at once, as
 their clocks depend on how many of them work. TFLOP/s are those of each GPU. Who fails is left out with the reason; who
-dies or hangs ends its part of the plan. Beside the sizes there are the profiler's `trace`, and `strategies`, which are
-the lessons of stage 04 beside the ring. All but the peers' kernels runs on the CPU, too, over gloo.
+dies or hangs ends its part of the plan. All but the peers' kernels runs on the CPU, too, over gloo.
 """
 
 import contextlib
 import math
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from steps import engine, step04_ring
-from steps.bench import grid, rows, timing
+from steps.bench import grid, peers, rows, timing
 from steps.bench.cost import Point
-from steps.step02_fa2_cuda import calls as kernels
 from steps.step04_ring import Layout, launch, strategies
 
 DTYPE, D, LAST = "bf16", 128, grid.LAST
@@ -36,7 +32,7 @@ PROFILED = 6  # calls that are profiled, one after the other
 # Candidates are called by their kernel files, peers by their names, and lessons by their strategies.
 ONE, FETCH, RELAY = "fwd_8_hopper", "ring+fetch", "ring+relay"
 PEERS = "context-parallel-allgather", "context-parallel-alltoall"
-LESSONS = {"query_parallel": "lesson_3_query_parallel", "star": "lesson_4_star", "ulysses": "lesson_5_ulysses"}
+LESSONS = "query_parallel", "star", "ulysses"
 
 
 @dataclass(frozen=True)
@@ -53,19 +49,19 @@ class Case:
         return {"strategy": who if who in LESSONS else "ring"} if "star" in self.who else {}
 
 
-def causal(N, Hk, **how):
-    return Case(Point(1, 32, N, D, True, Hk), **how)
+def cases(*lengths, Hk=(32, 8), causal=True, **how):
+    return tuple(Case(Point(1, 32, N, D, causal, heads), **how) for N in lengths for heads in Hk)
 
 
 CASES = {
     "32k": (
-        *(causal(32768, Hk) for Hk in (32, 8)),
-        Case(Point(1, 32, 32768, D, False, 32)),
-        causal(32768, 32, layout="contiguous", who=(ONE, FETCH, RELAY)),
+        *cases(32768),
+        *cases(32768, Hk=(32,), causal=False),
+        *cases(32768, Hk=(32,), layout="contiguous", who=(ONE, FETCH, RELAY)),
     ),
-    "8k": tuple(causal(8192, Hk) for Hk in (32, 8)),
-    "128k": (*(causal(131072, Hk) for Hk in (32, 8)), Case(Point(1, 32, 131072, D, False, 32), passes=("fwd",))),
-    "strategies": tuple(causal(N, Hk, who=(*LESSONS, FETCH, RELAY)) for N in (32768, 8192, 131072) for Hk in (32, 8)),
+    "8k": cases(8192),
+    "128k": cases(131072) + cases(131072, Hk=(32,), causal=False, passes=("fwd",)),
+    "strategies": cases(32768, 8192, 131072, who=(*LESSONS, FETCH, RELAY)),
 }
 TRACED = CASES["32k"][0]
 
@@ -98,35 +94,21 @@ def forget():
 def call_of(case, who, pass_):
     """The function to be timed: without arguments, it gives this rank's results of the pass as a tuple."""
     inputs, shards, whole = of_case(case)
-    if who in PEERS:
-        return partial(context_parallel, case.point.causal, who.rpartition("-")[2], pass_, *shards)
     if who == ONE:
-        return partial(alone, *inputs, case.point.causal, pass_)
-    how = dict(causal=case.point.causal, layout=case.layout, S=whole.S)
-    if who in LESSONS:
-        return partial(by_autograd, strategies.load(who), pass_, *shards, **how)
-    return partial(by_autograd, step04_ring.attention, pass_, *shards, transport=who.removeprefix("ring+"), **how)
-
-
-def alone(dout, q, k, v, causal, pass_):
-    out, lse = kernels.forward(q, k, v, rung="hopper", causal=causal)
-    return (out,) if pass_ == "fwd" else (out, *kernels.backward(dout, q, k, v, out, lse, rung="hopper", causal=causal))
-
-
-def by_autograd(attention, pass_, dout, q, k, v, **options):
-    """(out,) or (out, dq, dk, dv) of a differentiable function."""
-    if pass_ == "fwd":
-        with torch.no_grad():
-            return (attention(q, k, v, **options),)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves, **options)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+        return grid.candidate("02", "hopper").call(inputs, pass_, case.point.causal)
+    if who in PEERS:
+        attend = partial(context_parallel, who.rpartition("-")[2])
+    elif who in LESSONS:
+        attend = partial(strategies.load(who), layout=case.layout, S=whole.S)
+    else:
+        attend = partial(step04_ring.attention, layout=case.layout, S=whole.S, transport=who.removeprefix("ring+"))
+    return grid.Beside(who, attend).call(shards, pass_, case.point.causal)
 
 
 _context, _balanced = contextlib.ExitStack(), []
 
 
-def context_parallel(causal, rotation, pass_, dout, q, k, v):
+def context_parallel(rotation, q, k, v, causal):
     """torch's context_parallel over cuDNN, on shards that are cut as its own are."""
     from torch.distributed.tensor.experimental import context_parallel as context
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -140,53 +122,43 @@ def context_parallel(causal, rotation, pass_, dout, q, k, v):
         _context.enter_context(context(mesh, buffers=[buffer], buffer_seq_dims=[2]))
         _balanced[:] = [causal]
     set_rotate_method(rotation)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        how = dict(is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-        return by_autograd(F.scaled_dot_product_attention, pass_, dout, q, k, v, **how)
+    return peers.sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
 
 
 # --- in a rank: trying and timing -----------------------------------------------------------------------------
 
 
 def trial(case, who, pass_):
-    """What this rank finds when it calls somebody a few times: a dict, or in words why it cannot."""
+    """What this rank finds when it calls somebody a few times: a dict, or in words why it cannot.
+
+    "error" is max |result - float64| of the last queries, on the ranks that have them, and otherwise 0. The last
+    queries see all keys, so that a block that is missing or comes twice shows here.
+    """
+    whole = of_case(case)[2]
     try:
         call = call_of(case, who, pass_)
         call()
-        found = {"ms": timing.one_call(call, device=engine.device)}
+        found = {"ms": timing.one_call(call, device=engine.device), "error": 0.0}
         if who != ONE:
             found["peak_bytes"] = grid.peak_bytes(call)
-        results = call()  # Behind this one rank may find something wrong, and the others nothing.
-        return found | {"error": error_of(case, who, results, pass_)}
+        results = dict(zip(("out", "dq") if pass_ == "fwd+bwd" else ("out",), call(), strict=False))
+        # Behind this one rank may find something wrong, and the others nothing.
+        if who == ONE or whole.positions(dist.get_rank())[-1] == whole.S - 1:
+            found["error"] = grid.sample_error(results, truth(case, pass_ != "fwd"))
+        return found
     except Exception as problem:  # whatever one of them raises, the others are still to be measured
         # A GPU that has failed raises here again. This ends the ranks, and the next trial starts new ones.
         timing.synchronize(engine.device)
         return grid.in_words(problem)
 
 
-def error_of(case, who, results, pass_):
-    """max |result - float64| of the last queries, on the ranks that have them, otherwise 0. ValueError if not finite.
-
-    The last queries see all keys, so that a block that is missing or comes twice shows here.
-    """
-    whole, names = of_case(case)[2], ("out",) if pass_ == "fwd" else ("out", "dq")
-    if who != ONE and whole.positions(dist.get_rank())[-1] != whole.S - 1:
-        return 0.0
-    return grid.sample_error(dict(zip(names, results, strict=False)), truth(case, pass_ != "fwd"))
-
-
 def race(case, pass_, counts):
-    """What `take_turns` gives. counts: {who: how often a round calls}."""
-    return take_turns({who: (call_of(case, who, pass_), count) for who, count in counts.items()})
-
-
-def take_turns(calls):
-    """{name: [milliseconds of a call in each round]} of the slowest rank. calls: {name: (call, calls of a round)}."""
-    found = {name: [] for name in calls}
-    for call, _ in calls.values():  # in case that the ranks have been started again
+    """{who: [milliseconds of a call in each round]} of the slowest rank. counts: {who: how often a round calls}."""
+    calls, found = {who: call_of(case, who, pass_) for who in counts}, {who: [] for who in counts}
+    for call in calls.values():  # in case that the ranks have been started again
         call()
-    for name in timing.turns(list(calls), ROUNDS):
-        found[name].append(one_round(*calls[name]))
+    for who in timing.turns(list(calls), ROUNDS):
+        found[who].append(one_round(calls[who], counts[who]))
     slowest = torch.tensor(list(found.values()), dtype=torch.float64, device=engine.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return dict(zip(found, slowest.tolist(), strict=True))
@@ -227,14 +199,14 @@ def spans_of(events):
     kernels and the copies on other streams, which are those between GPUs.
     """
     on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    found = [(e.device_resource_id, e.name, e.time_range.start, e.time_range.end) for e in on_gpu]
-    blocks = [stream for stream, name, *_ in found if "attention" in name]
+    blocks = [event.device_resource_id for event in on_gpu if "attention" in event.name]
     blocks_on, spans = max(set(blocks), key=blocks.count), []
-    for stream, name, start, end in sorted(found, key=lambda one: one[2]):
+    for event in sorted(on_gpu, key=lambda event: event.time_range.start):
+        stream, name, span = event.device_resource_id, event.name, event.time_range
         lane = "computes" if stream == blocks_on else "moves"
         lane = "moves" if "nccl" in name.lower() else "waits" if "barrier" in name.lower() else lane
-        if end > start and not name.startswith("nccl:"):  # torch's words around NCCL's kernels
-            spans.append((lane, stream, name, start, end))
+        if span.end > span.start and not name.startswith("nccl:"):  # torch's words around NCCL's kernels
+            spans.append((lane, stream, name, span.start, span.end))
     return spans
 
 
@@ -262,8 +234,8 @@ def length(spans):
 def last_call(spans, calls):
     """[[lane, name, start, end]] in microseconds of the last of so many equal calls, which begins at 0."""
     chosen = []
-    for _, of_stream in groupby(sorted(spans, key=lambda one: one[1]), key=lambda one: one[1]):
-        some = list(of_stream)  # a stream does the same in every call, in the same order
+    for stream in {one[1] for one in spans}:
+        some = [one for one in spans if one[1] == stream]  # A stream does the same in every call, in the same order.
         chosen += some[-(len(some) // calls) :] if len(some) >= calls else []
     chosen.sort(key=lambda one: one[3])
     first = chosen[0][3]
@@ -273,34 +245,30 @@ def last_call(spans, calls):
 # --- the plan -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RingPart:
-    """Parts of the plan, keys of CASES, or "trace". All of it is one run."""
+def record(*names):
+    """Yields the rows of parts of the plan, keys of CASES or "trace", and of the trace one record with a "kind".
 
-    names: tuple[str, ...]
-
-    def record(self):
-        """Yields the rows, and one record, a dict with the key "kind"."""
-        size, origin = torch.cuda.device_count(), rows.provenance(n_gpus=torch.cuda.device_count())
-        for name in self.names if size > 1 else ():
-            measured = measure_trace if name == "trace" else partial(measure_cases, CASES[name])
-            try:
-                with launch.Ranks(size, timeout=PATIENCE) as ranks:
-                    yield from measured(partial(ranks.run, limit=LIMIT), origin)
-            except launch.RankError as problem:
-                print(f"{name} ended early: {'; '.join(str(problem).splitlines()[: size + 1])}")
+    All of it is one run.
+    """
+    size, origin = torch.cuda.device_count(), rows.provenance(n_gpus=torch.cuda.device_count())
+    for name in names if size > 1 else ():
+        measured = measure_trace if name == "trace" else partial(measure_cases, CASES[name])
+        try:
+            with launch.Ranks(size, timeout=PATIENCE) as ranks:
+                yield from measured(partial(ranks.run, limit=LIMIT), origin)
+        except launch.RankError as problem:
+            print(f"{name} ended early: {'; '.join(str(problem).splitlines()[: size + 1])}")
 
 
 ALL = "32k", "8k", "trace", "128k", "strategies"  # what matters most first
-PLANS = {"ring": (RingPart(ALL),), **{f"ring-{name}": (RingPart((name,)),) for name in ALL}}
+PLANS = {"ring": (partial(record, *ALL),), **{f"ring-{name}": (partial(record, name),) for name in ALL}}
 
 
 def measure_cases(cases, run, origin):
     """Yields the rows of those who take turns. run(task, *args): what every rank answers."""
     for case in cases:
         for pass_ in case.passes:
-            entered = [who for who in case.who if (who, pass_) != ("star", "fwd+bwd")]  # It has no backward.
-            found = {who: one for who in entered if (one := tried(run, case, who, pass_))}
+            found = {who: one for who in case.who if (one := tried(run, case, who, pass_))}
             # A round takes about WORTH_MS.
             counts = {who: max(1, min(MOST_CALLS, round(WORTH_MS / one["ms"]))) for who, one in found.items()}
             for who, ms in (run(race, case, pass_, counts)[0] if found else {}).items():
@@ -335,19 +303,18 @@ def measure_trace(run, origin):
 
 def row_of(case, who, pass_, ms, count, found, origin):
     """One row. ms: of a call in each round of so many calls. found: what `tried` has."""
-    point, N, options = case.point, origin["n_gpus"], case.options(who)
-    row = {**origin, **point.sizes, "pass": pass_, "dtype": DTYPE, **grid.HOW, "options": options}
-    row |= {"stage": "04_ring", "kernel": who, "peer": None, "source": None, "layout": case.layout}
-    if who in LESSONS:
-        row["kernel"] = f"strategies/{LESSONS[who]}+strategies/team"
+    row = {**origin, **case.point.sizes, "pass": pass_, "dtype": DTYPE, **grid.HOW, "options": case.options(who)}
+    row["layout"] = "contiguous" if who in PEERS and not case.point.causal else case.layout
     if who == ONE:
-        kernel = ONE if pass_ == "fwd" else f"{ONE}+bwd_3_hopper"
-        row |= {"stage": "02_fa2_cuda", "kernel": kernel, "layout": None}
-    if who in PEERS:
-        row |= {"stage": None, "kernel": None, "peer": who, "layout": case.layout if point.causal else "contiguous"}
+        row |= grid.candidate("02", "hopper").subject(row) | {"layout": None}
+    elif who in PEERS:
+        row |= grid.Beside(who).subject(row)
     else:
+        lesson = f"strategies/{strategies.LESSONS[who]}+strategies/team" if who in LESSONS else who
+        row |= {"stage": "04_ring", "kernel": lesson, "peer": None}
         row["source"] = rows.row_hash(row)
     row |= vars(timing.summary(ms)) | {"reps": len(ms) * count, "ms_worst": max(ms)}
     row |= {name: found[name] for name in ("error", "peak_bytes") if name in found}
-    row["tflops"] = point.flops(pass_) / (1 if who == ONE else N) / row["ms_median"] / 1e9  # of one GPU
+    gpus = 1 if who == ONE else origin["n_gpus"]
+    row["tflops"] = case.point.flops(pass_) / gpus / row["ms_median"] / 1e9  # of one GPU
     return row

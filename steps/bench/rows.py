@@ -1,17 +1,17 @@
 """A measurement as one line of JSON: its fields, how it is checked, written and read, and where it comes from.
 
-A row is a dict with exactly the keys of FIELDS, of a stage's kernel (`stage`, `kernel` and `source` are set) or of a
-peer. Committed rows are in steps/bench/results/<gpu>.jsonl, a reader's own in my/results/. What else is recorded of a
-GPU is in <gpu>.<kind>.json beside them.
+A row is a dict with the keys of FIELDS, of a stage's kernel (`stage`, `kernel` and `source` are set) or of a peer.
+Committed rows are in steps/bench/results/<gpu>.jsonl, a reader's own in my/results/. What else is recorded of a GPU is
+in <gpu>.<kind>.json beside them.
 
 A row is stale, and no longer shown, once the hash in its `source` has changed. The hash covers what decides how fast a
 kernel runs and what it computes, and nothing else:
 
-- The kernel's code. For CUDA that is the .cu file, ptx.cuh, and wgmma.py if the kernel calls its wrappers. For Python
-  it is the kernel's file, which holds the launcher too, and the files of its stage that it imports; of the ring also
-  those that it is handed, in ALSO. Comments, docstrings and layout do not count.
-- For CUDA, how the kernel is launched at the row's own sizes on the row's own GPU: names, grid, block, shared memory
-  and macros. If a tile changes for head_dim 64, the rows of head_dim 64 become stale, and no others do.
+- The kernel's code without comments. For CUDA that is the .cu file, ptx.cuh, and wgmma.py if the kernel calls its
+  wrappers. For Python it is the kernel's file, which holds the launcher too, and the files of its stage that it
+  imports; of the ring also those that it is handed, in ALSO.
+- For CUDA, how the kernel is launched at the row's own sizes on the row's own GPU. If a tile changes for head_dim 64,
+  the rows of head_dim 64 become stale, and no others do.
 
 A ring's row is judged by the ring's code alone, although its blocks are kernels of other stages. So the row of one GPU
 beside it, while all GPUs compute, never becomes stale: both say how fast the kernels of their commit were.
@@ -74,6 +74,7 @@ OPTIONAL = {  # few rows have them
     "launches": NUMBER,  # by a profiler: kernels and copies of one call
     "ms_worst": NUMBER,  # of the slowest round
     "host_us": NUMBER,  # microseconds that a call takes the CPU, which does not wait for the GPU
+    "peer_version": str,  # "flash-attn-4 4.0.0b36", "cudnn 9.19.0"
 }
 # What a kernel and a peer are compared at, and what two rows that measure the same thing share.
 SETTING = ("gpu", "n_gpus", "pass", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal", "options", "timing")
@@ -92,12 +93,12 @@ def label(row):
 
 
 def validate(row):
-    """The row itself. Raises ValueError that lists all that is wrong with it."""
+    """The row itself. Raises ValueError that says what is wrong with it."""
     kinds = FIELDS | OPTIONAL
     wrong = [f"{name} is missing" for name in FIELDS if name not in row]
     wrong += [f"{name} is not a field" for name in row if name not in kinds]
     wrong += [f"{name} is {row[name]!r}" for name in kinds if name in row and not _fits(row[name], kinds[name])]
-    wrong = wrong or [f"against the rule: {rule}" for rule, kept in _rules(row).items() if not kept]
+    wrong = wrong or _broken_rules(row)
     if wrong:
         raise ValueError(f"not a results row: {'; '.join(wrong)}. Row: {row}")
     return row
@@ -111,12 +112,12 @@ def _fits(value, kind):
     return type(value) is kind if bool in (kind, type(value)) else isinstance(value, kind) and finite
 
 
-def _rules(row):
-    """{rule: whether the row keeps it}, for a row whose fields fit."""
+def _broken_rules(row):
+    """Which of these rules a row breaks whose fields fit."""
     of_kernel = [row[name] is not None for name in ("stage", "kernel", "source")]
     own_pass = {row["pass"], row["peer"]} & {MATMUL, COPY}
     load, sustained = [row["clock_mhz"], row["watts"]], row["timing"] == "sustained"
-    return {
+    kept = {
         "either a peer, or stage, kernel and source": of_kernel == [row["peer"] is None] * 3,
         "the passes matmul and copy are those of these peers": not own_pass or row["pass"] == row["peer"],
         "0 < ms_p20 <= ms_median <= ms_p80": 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"],
@@ -125,19 +126,16 @@ def _rules(row):
         "clock_mhz and watts of sustained rows alone": all((x or 0) > 0 if sustained else x is None for x in load),
         "sustained on one GPU": not sustained or row["n_gpus"] < 2,
     }
+    return [f"against the rule: {rule}" for rule in kept if not kept[rule]]
 
 
-def append(rows, folder=OWN):
-    """Adds rows to <folder>/<gpu>.jsonl; returns those files. Nothing is written if a row is not valid."""
-    lines = {}
-    for row in map(validate, rows):
-        ordered = {name: row[name] for name in FIELDS | OPTIONAL if name in row}
-        lines.setdefault(Path(folder) / f"{slug(row['gpu'])}.jsonl", []).append(json.dumps(ordered) + "\n")
-    for path, text in lines.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.writelines(text)
-    return list(lines)
+def append(row, folder=OWN):
+    """Adds a row to <folder>/<gpu>.jsonl. ValueError, and nothing is written, if it is not valid."""
+    validate(row)
+    ordered = {name: row[name] for name in FIELDS | OPTIONAL if name in row}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with (Path(folder) / f"{slug(row['gpu'])}.jsonl").open("a") as file:
+        file.write(json.dumps(ordered) + "\n")
 
 
 def read(folder=COMMITTED, *, switched=False, timing="interleaved", several_gpus=False):
@@ -243,12 +241,7 @@ def is_stale(row, root=ROOT):
 
 def fresh(rows, root=ROOT):
     """Those of the rows that are not stale: what may be shown beside the files as they are."""
-    stale = {}  # many rows measure the same thing
-    for row in rows:
-        key = row["stage"], row["kernel"], row["source"], setting(row)
-        if key not in stale:
-            stale[key] = is_stale(row, root)
-    return [row for row in rows if not stale[row["stage"], row["kernel"], row["source"], setting(row)]]
+    return [row for row in rows if not is_stale(row, root)]
 
 
 def row_hash(row, root=ROOT):
@@ -280,7 +273,7 @@ def code_hash(stage, kernel, root=ROOT, launched=()):
 def launches(row):
     """Of a row of stage 02, {stem of the file: [(kernel, grid, block, bytes of shared memory, {macro: value})]}."""
     stems, _, turned = row["kernel"].partition(":")
-    gpu = gpu_of(row)
+    gpu = cost.GPUS.get(row["gpu"], cost.GPUS["NVIDIA H200"])
     how = {name: row[name] for name in ("B", "H", "Hk", "Nk", "D", "causal")}
     how |= {"Nq": row["N"], "dtype": DTYPES[row["dtype"]]}
     how |= {"processors": gpu.sms, "shared_limit": gpu.multiprocessor.shared_per_block}
@@ -299,11 +292,6 @@ def geometry(stem, *, B, H, Hk, Nq, Nk, D, causal, dtype, processors, shared_lim
     launched = works.forward_works if row in ladder.ROWS else works.backward_works
     found = launched(problem, defaultdict(lambda: (0, 0, 0)))
     return [(work.kernel, work.grid, work.block, work.shared_bytes, work.macros) for work in found]
-
-
-def gpu_of(row):
-    """The row's GPU; for one that cost.py does not list, an H200."""
-    return cost.GPUS.get(row["gpu"], cost.GPUS["NVIDIA H200"])
 
 
 def source_files(stage, kernel, root=ROOT):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import typer
 
-from steps.bench import profile, rows
+from steps.bench import cost, profile, rows
 
 # What a hash depends on.
 FIELDS = ("stage", "kernel", "peer", "source", "gpu", "n_gpus", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal")
@@ -66,7 +66,7 @@ def recorded_in(content):
 
 def builds(record):
     """What has to be compiled for a record: {(stem, macros, architecture)}."""
-    major, minor = rows.gpu_of(record).capability
+    major, minor = cost.GPUS.get(record["gpu"], cost.GPUS["NVIDIA H200"]).capability
     arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"
     works = [(stem, macros) for stem, found in rows.launches(record).items() for *_, macros in found]
     return {(stem, tuple((name, str(value)) for name, value in macros.items()), arch) for stem, macros in works}

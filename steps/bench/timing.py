@@ -129,23 +129,22 @@ def sustained(calls, *, warmup=3, device="cuda"):
     The order is random, because the GPU gets warmer, and then needs more power. RuntimeError where nvidia-smi gives no
     clock or no power.
     """
-    return {name: alone(calls[name], warmup, device) for name in random.sample(list(calls), len(calls))}
-
-
-def alone(call, warmup, device):
-    """The Timing of one candidate under its own load."""
-    with watched(device) as samples:
-        time.sleep(IDLE)
-        for _ in range(warmup):
-            call()
-        settling = back_to_back(call, SETTLE, one_call(call, device=device), 1, device)
-        start = datetime.now()
-        ms = back_to_back(call, MEASURED, statistics.median(settling), MIN_REPS, device)
-        end = datetime.now()
-    during = [numbers for moment, *numbers in samples if start <= moment <= end]
-    if len(during) < MIN_SAMPLES:
-        raise RuntimeError(f"nvidia-smi gave clock and power {len(during)} times, which must be {MIN_SAMPLES} at least")
-    return summary(ms, *map(statistics.median, zip(*during, strict=True)))
+    found = {}
+    for name in random.sample(list(calls), len(calls)):
+        call = calls[name]
+        with watched(device) as samples:
+            time.sleep(IDLE)
+            for _ in range(warmup):
+                call()
+            settling = back_to_back(call, SETTLE, one_call(call, device=device), 1, device)
+            start = datetime.now()
+            ms = back_to_back(call, MEASURED, statistics.median(settling), MIN_REPS, device)
+            end = datetime.now()
+        load = [numbers for moment, *numbers in samples if start <= moment <= end]
+        if len(load) < MIN_SAMPLES:
+            raise RuntimeError(f"nvidia-smi gave clock and power {len(load)} times, not {MIN_SAMPLES} or more")
+        found[name] = summary(ms, *map(statistics.median, zip(*load, strict=True)))
+    return found
 
 
 def back_to_back(call, seconds, ms, least, device):

@@ -31,24 +31,20 @@ def neighbours(row):
     return [row, *(one for one in near if one != row)]
 
 
-def sweep(table, head_dim, plan, **how):
-    """{row: timing.Timing} of a table's row and its neighbours, the fastest first; it is printed who cannot run.
+def sweep(table, key, plan, **how):
+    """{row: timing.Timing} of the table's row of this key and its neighbours; it is printed who cannot run.
 
-    table: {largest head_dim: row}. plan() runs the stage's launcher, which reads the table, and returns a call of what
-    it has recorded. how: for `interleaved`.
+    plan() runs the launcher, which reads the table, and returns a call of what it has recorded. how: for `interleaved`.
     """
-    key = min(largest for largest in table if head_dim <= largest)
     own, calls = table[key], {}
-    try:
-        for row in neighbours(own):
-            table[key] = row
-            try:
-                calls[row] = plan()
-            except Exception as problem:  # The compiler's errors are of many types.
-                print(f"left out: {row}: {grid.in_words(problem)}")
-    finally:
-        table[key] = own
-    return dict(sorted(timing.interleaved(calls, **how).items(), key=lambda one: one[1].ms_median))
+    for row in neighbours(own):
+        table[key] = row
+        try:
+            calls[row] = plan()
+        except Exception as problem:  # The compiler's errors are of many types.
+            print(f"left out: {row}: {grid.in_words(problem)}")
+    table[key] = own
+    return timing.interleaved(calls, **how)
 
 
 def main(
@@ -56,7 +52,7 @@ def main(
     head_dim: Annotated[int, typer.Option(min=1, max=256)] = 128,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
 ):
-    """Times the neighbours of a row of rung tma's tables; a Hopper GPU is needed."""
+    """Times the neighbours of a row of rung tma's tables, fastest first; a Hopper GPU is needed."""
     if engine.name != "cuda":
         raise SystemExit("This needs a GPU: simulators say nothing about speed.")
     file, name, launcher = TABLES[table]
@@ -70,10 +66,11 @@ def main(
         function(*inputs)
         return partial(function.planned(*inputs), *inputs)
 
-    for row, taken in sweep(tiles, head_dim, plan, device=engine.device).items():
-        own = "the table's own" if row == tiles[min(n for n in tiles if head_dim <= n)] else ""
-        words = "{}x{}, {} warps, {} stages".format(*row)
-        print(f"{words} {taken.ms_median:.3g} ms ±{timing.spread(vars(taken)):.1f}% {own}")
+    key = min(largest for largest in tiles if head_dim <= largest)
+    found = sweep(tiles, key, plan, device=engine.device)
+    for row, taken in sorted(found.items(), key=lambda one: one[1].ms_median):
+        words = "{}x{}, {} warps, {} stages".format(*row) + ", the table's own" * (row == tiles[key])
+        print(f"{words}: {taken.ms_median:.3g} ms ±{timing.spread(vars(taken)):.1f}%")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from matplotlib.patches import Rectangle
 
 from reference import attention
 from steps import catalogue
-from steps.bench.plots import ink_on, style
 from steps.demo import compare
 from steps.demo.model import ROOT, SMALL
+from steps.figures.plots import ink_on, style
 from steps.step02_fa2_cuda import ladder
 from steps.step03_triton import rungs as triton_rungs
 from steps.step04_ring.layout import Layout

@@ -6,8 +6,8 @@ from collections import Counter
 import matplotlib.pyplot as plt
 
 from steps.bench import report
-from steps.bench.plots import COLOURS, GREYS, INK, style
 from steps.bench.rows import label, setting
+from steps.figures.plots import COLOURS, GREYS, INK, style
 
 MARKERS = "osD^vP"
 

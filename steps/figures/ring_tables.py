@@ -22,8 +22,8 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 
 from steps.bench import cost, report
-from steps.bench.plots import COLOURS, GREYS, style
 from steps.bench.rows import COMMITTED, COPY, code_hash, read_record
+from steps.figures.plots import COLOURS, GREYS, style
 from steps.step04_ring import simulate
 from steps.step04_ring.layout import Layout
 from steps.step04_ring.strategies import account
@@ -52,7 +52,9 @@ def shown(name, rows):
     lines = table(rows)
     if not lines:
         return "Not recorded yet. `python -m steps.bench ring` measures it on two GPUs or more."
-    return "\n".join([*report.in_text(lines), "", f"{textwrap.fill(note, 110)}."])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(w.ljust(n) for w, n in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*text, "", f"{textwrap.fill(note, 110)}."])
 
 
 def recorded_trace(folder=COMMITTED):

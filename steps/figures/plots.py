@@ -1,15 +1,23 @@
-"""The one style that all of the course's figures share, and README's picture of a stage's rungs.
+"""The one style that all of the course's figures share, and the pictures of a stage's rungs on the pages.
 
 A function returns a closed matplotlib Figure, so that a notebook shows it once, as the value of its cell. The
 background is opaque white, because a dark page would swallow dark text.
+
+`python -m steps.figures.plots` draws the pictures anew whose rows have changed. A picture carries its numbers inside,
+so that one of other rows is noticed; --check draws nothing and exits with 1 if there is one.
 """
 
+import json
 import statistics
+from pathlib import Path
+from typing import Annotated
 
 import matplotlib.pyplot as plt
+import typer
 from matplotlib.colors import to_rgb
+from PIL import Image
 
-from steps.bench.rows import latest
+from steps.bench import rows as results
 
 INK, FAINT = "#1a1a1a", "#c8c8c8"
 # Okabe and Ito's palette without yellow: told apart with any kind of colour vision.
@@ -40,8 +48,9 @@ def ink_on(colour):
 LADDER = {"dtype": "bf16", "D": 128, "N": 4096, "causal": False}  # what the ladder compares, where a rung takes it
 PEERS = {
     "sdpa-flash": ("FlashAttention-2", "--", COLOURS[1]), "sdpa-cudnn": ("cuDNN", "-", COLOURS[2]),
-    "fa4": ("FlashAttention-4", ":", COLOURS[3]),
+    "fa4": ("FlashAttention-4", ":", COLOURS[3]), "fa3": ("FlashAttention-3", "-.", COLOURS[4]),
 }  # fmt: skip
+PICTURES = {"02_fa2_cuda": "notebooks/figures/ladder.png", "03_triton": "notebooks/figures/ladder_triton.png"}
 
 
 def ladder_numbers(rows, stage="02_fa2_cuda"):
@@ -63,15 +72,15 @@ def ladder_numbers(rows, stage="02_fa2_cuda"):
     products = [row["tflops"] for row in beside if row["peer"] == "matmul" and row["dtype"] == LADDER["dtype"]]
     numbers = {"gpu": gpu, "matmul": statistics.median(products) if products else None}
     for pass_ in ("fwd", "bwd"):
-        own = latest([row for row in mine if row["gpu"] == gpu and row["pass"] == pass_])
+        own = results.latest([row for row in mine if row["gpu"] == gpu and row["pass"] == pass_])
         rungs = {}
         for row in sorted(own, key=like):
             differs = [row["dtype"]] * (not like(row)[0]) + [f"D={row['D']}"] * (not like(row)[1])
             rungs[row["kernel"]] = [row["kernel"].split("_", 2)[2], row["tflops"], "\n".join(differs)]
         run_of = [row["run"] for row in sorted(own, key=like) if all(like(row))]
         most = max(reversed(run_of), key=run_of.count, default=None)
-        found = latest([row for row in beside if row["run"] == most and row["pass"] == pass_ and all(like(row))])
-        peers = {row["peer"]: row["tflops"] for row in found}
+        of_run = [row for row in beside if row["run"] == most and row["pass"] == pass_ and all(like(row))]
+        peers = {row["peer"]: row["tflops"] for row in results.latest(of_run)}
         peers = {name: peers[name] for name in PEERS if name in peers}
         numbers[pass_] = {"rungs": [rungs[kernel] for kernel in sorted(rungs)], "peers": peers}
     return numbers if numbers["fwd"]["rungs"] and numbers["bwd"]["rungs"] else None
@@ -116,3 +125,31 @@ def ladder(rows, stage="02_fa2_cuda"):
     fig.suptitle(f"{numbers['gpu']}, {size} unless a rung says otherwise", x=0.01, ha="left", fontsize=11)
     plt.close(fig)
     return fig
+
+
+def numbers_in(picture):
+    """What a picture was drawn from, as `ladder_numbers` gives it; None if there is no such file."""
+    return json.loads(Image.open(picture).text.get("Description", "null")) if picture.exists() else None
+
+
+def main(
+    check: Annotated[bool, typer.Option(help="Draw nothing; exit with 1 if a picture is out of date.")] = False,
+    root: Annotated[Path, typer.Option(help="The repository.")] = results.ROOT,
+):
+    """Draws the ladders of stages 02 and 03 for the pages, from the rows of kernels as they are now."""
+    shown = results.fresh(results.read(root / results.COMMITTED.relative_to(results.ROOT)), root)
+    for stage, path in PICTURES.items():
+        numbers = ladder_numbers(shown, stage)
+        if numbers == numbers_in(root / path):
+            print(f"{path} is up to date.")
+        elif check:
+            print(f"{path} is out of date: run `make report`.")
+            raise typer.Exit(1)
+        else:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            ladder(shown, stage).savefig(root / path, dpi=110, metadata={"Description": json.dumps(numbers)})
+            print(f"{path} is drawn.")
+
+
+if __name__ == "__main__":
+    typer.run(main)
