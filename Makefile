@@ -86,7 +86,10 @@ lab: setup ## JupyterLab on your own copies of the notebooks, in my/
 	@for notebook in notebooks/*.ipynb; do \
 	  [ -e "my/$${notebook##*/}" ] || cp "$$notebook" my/; \
 	done
-	$(call run,$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my $(ARGS))
+	$(call run,$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my $(QUIET) $(ARGS))
+
+# Jupyter says where it can be opened, and what fails; it does not ask about Jupyter's news.
+QUIET := --log-level=ERROR --LabApp.log_level=ERROR --LabApp.news_url=None
 
 NOTEBOOKS := $(patsubst notebooks/src/%.py,notebooks/%.ipynb,$(wildcard notebooks/src/*.py))
 notebooks: $(NOTEBOOKS) ## execute notebooks/src/*.py; one alone: make notebooks/04a_ring.ipynb

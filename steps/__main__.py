@@ -102,7 +102,7 @@ DOES = (
 )
 COLUMNS = """\
 stage        below it: what runs it; batch x heads x tokens x head_dim
-out, lse     the result of attention, and the logarithm of each row's softmax sum
+out, lse     the result of attention, and log of each row's softmax sum
 dq, dk, dv   the gradients of attention's inputs
 loss, model  a training step with this attention: its loss, its worst gradient
 s            seconds. Without a GPU kernels are simulated: this is no speed"""

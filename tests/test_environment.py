@@ -314,4 +314,6 @@ def test_lab_never_overwrites_the_readers_notebooks(course):
     assert (course.folder / "my/00 a.ipynb").read_text() == "ours"
     assert (course.folder / "my/01.ipynb").read_text() == "the reader's"
     # The root is the course's folder: what a copy in my/ links to lies beside it.
-    assert log == "-m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my\n"
+    # Jupyter's log of some 20 lines and its question about news stand in nobody's way.
+    places = "--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my"
+    assert log == f"-m jupyterlab {places} --log-level=ERROR --LabApp.log_level=ERROR --LabApp.news_url=None\n"
