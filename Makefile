@@ -132,8 +132,8 @@ slides/assets: notebooks/slides/package.json
 lint: setup ## ruff
 	$(call run,$(PY) -m ruff check $(ARGS))
 
-report: setup ## tables and figures, from the measured rows
-	$(call run,$(PY) -m steps.bench.report $(ARGS))
+report: setup ## the pages' tables, figures and solutions, from the measured rows and the stages
+	$(call run,$(PY) -m steps.bench.report && $(PY) -m steps.demo.readme --tables && $(PY) -m steps.workbook.solutions)
 
 gpu-check: setup ## the tests and the sanitizers on this GPU, with a summary; JOBS=3 at a time
 	$(call run,$(PY) -m tests.support.gpu_check --jobs $(JOBS) $(ARGS))
