@@ -93,6 +93,8 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   const found = [...document.querySelectorAll(".slides > section > section")].map(section => ({
     height: section.offsetHeight,
     text: section.innerText,
+    headed: section.querySelector("h1, h2, h3, p, ul, ol, table, pre, img, details, mjx-container, .highlight")
+      ?.matches("h1, h2, h3, .again"),
     scrolls: section.scrollWidth > section.clientWidth,
     figures: [...section.querySelectorAll(".jp-OutputArea img")].map(image => {
       const scale = Math.min(image.offsetWidth / image.naturalWidth, image.offsetHeight / image.naturalHeight);
@@ -137,6 +139,9 @@ def test_slides_fit_the_screen_and_figures_fill_it(stem, tmp_path):
     assert not [slide["text"][:60] for slide in slides if slide["height"] > 720], "taller than the screen"
     if fetched:  # The text of a formula is wider than the formula.
         assert not [slide["text"][:60] for slide in slides if slide["scrolls"]], "wider than the screen"
+    assert not [slide["text"][:60] for slide in slides if not slide["headed"]], "no heading"
+    elsewhere = r"\bBelow(?=[,:]| is\b| are\b| the \w+ is\b)|\b(printed|counted|shown|dashed|count) below\b"
+    assert not [slide["text"] for slide in slides if re.search(elsewhere, slide["text"])], "points to another page"
     assert not [slide["text"][:60] for slide in slides if slide["code_first"]], "the code stands before what it shows"
     assert not [slide for slide in slides if slide["text"].strip() in ("", "Code") and not slide["figures"]], "empty"
     figures = [size for slide in slides for size in slide["figures"]]
