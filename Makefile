@@ -113,10 +113,8 @@ need_npm = $(if $(shell command -v npm 2>/dev/null),,\
 slides: slides/assets setup ## lecture slides of every notebook, in slides/index.html; they need no network
 	@mkdir -p slides/assets/reveal.js/dist/theme
 	@cp notebooks/slides/course.css slides/assets/reveal.js/dist/theme/
-	@for stem in $$(basename -s .ipynb notebooks/*.ipynb); do \
-	  echo "<p><a href='$$stem.slides.html'>$$stem</a></p>"; \
-	done > slides/index.html
 	$(call run,$(PY) -m nbconvert --log-level WARN --to slides $(SLIDES_OPTIONS) --output-dir slides notebooks/*.ipynb)
+	@$(PY) notebooks/slides/contents.py slides
 
 slides/assets: notebooks/slides/package.json
 	$(need_npm)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -76,6 +77,18 @@ def test_pictures_keep_their_words_and_links_lead_to_slides(page):
     assert pictures and all(len(alt) > 40 and not alt.startswith("No description") for alt in pictures)
     links = [attributes["href"] for tag, attributes in tags if tag == "a" and "#" not in attributes["href"]]
     assert "01_fa1_numba.slides.html" in links and not [link for link in links if link.endswith(".ipynb")]
+
+
+@needs_make
+def test_the_list_of_slides_leads_to_every_section(page, tmp_path):
+    (tmp_path / "00_naive.slides.html").write_text(page)
+    subprocess.run([sys.executable, ROOT / "notebooks/slides/contents.py", tmp_path], check=True)
+    links = re.findall(r"<a href='00_naive.slides.html#/(.+?)'>(.+?)</a>", (tmp_path / "index.html").read_text())
+    assert [html.unescape(title) for _, title in links] == re.findall(
+        r"^# ##* (.+)$", (ROOT / "notebooks/src/00_naive.py").read_text(), re.M
+    )
+    ids = [attributes.get("id") for tag, attributes in Tags(page).found if tag in ("h1", "h2", "h3")]
+    assert [unquote(id) for id, _ in links] == ids and not any("/" in id for id in ids)
 
 
 # --- measured in Chromium -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ A table stands between two markers; the first says by field=value pairs which ro
 Rows of sustained load (timing=sustained) have other columns. without=fa4 leaves out a peer. It then has a table of its
 own with run=..., because only what was measured in one run can be compared. A picture of a stage's rungs stands between
 <!-- ladder 02_fa2_cuda --> and <!-- /ladder -->. It carries its numbers inside, so that a picture of other rows is
-noticed.
+noticed. What the hardware counters said of an H200 stands between <!-- profile --> and <!-- /profile -->.
 
 Rows whose kernel has changed since they were measured are stale: they are listed, no page shows them, and each page
 says so. --check writes nothing and exits with 1 if a page or a picture would change.
@@ -25,12 +25,13 @@ from typing import Annotated
 import typer
 from PIL import Image
 
-from steps.bench import cost, plots, timing
+from steps.bench import cost, plots, profile, timing
 from steps.bench import rows as results
 from steps.bench.rows import label, setting
 
 _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
 _LADDER = re.compile(r"(<!-- ladder (\w+) -->\n).*?(<!-- /ladder -->)", re.S)
+_PROFILE = re.compile(r"(<!-- profile -->\n).*?(<!-- /profile -->)", re.S)
 EMPTY = "_Not measured yet._\n"
 PAGES = "README.md", "steps/bench/results/README.md"
 PICTURES = {"02_fa2_cuda": "notebooks/figures/ladder.png", "03_triton": "notebooks/figures/ladder_triton.png"}
@@ -158,11 +159,40 @@ def machines(rows):
     """Hardware and versions of the rows, and for each machine the commits and days of its runs."""
     found = {}
     for row in rows:
-        versions = (f"{name} {row[field]}" for name, field in VERSIONS.items())
+        versions = (f"{name} {row[field]}" for name, field in VERSIONS.items() if isinstance(row[field], str))
         where = f"{row['gpu']}, {', '.join(versions)}"
         found.setdefault(where, {})[f"{(row['commit'] or 'unknown')[:7]} ({row['date']})"] = True
     runs = {where: f"commit{'' if len(some) == 1 else 's'} {', '.join(some)}" for where, some in found.items()}
     return "; ".join(f"{where}, {some}" for where, some in runs.items())
+
+
+def counters(folder=results.COMMITTED):
+    """The recorded profile: a line for each kernel, with what the hardware counted while it ran once."""
+    record, found = results.read_record("profile", folder=folder), profile.read(folder)
+    if not found:
+        return EMPTY
+    lines = [["kernel", *COUNTED, "registers a thread", "warps wait most for"]]
+    for rung, counted in found.items():
+        numbers = (counted[name] / unit for name, unit in COUNTED.values())
+        numbers = (f"{n:.0f}" if n >= 100 else f"{n:.3g}" for n in numbers)
+        reasons = [f"{name} {share:.0%}" for name, share in profile.waits(counted).items() if name != "selected"][:3]
+        name = f"02 {record['rungs'][rung]['kernel']}"
+        lines.append([name, *numbers, f"{counted['registers']:.0f}", ", ".join(reasons)])
+    size = ", ".join(f"{name} = {record['size'][name]}" for name in ("B", "H", "N", "D"))
+    how = f"{size}, bfloat16, without a mask; read by ncu {record['ncu']}. {machines([record])}"
+    return f"{in_markdown(lines, 1)}\n{how}.\n"
+
+
+COUNTED = {  # the column: (the counter's name, what its numbers are divided by)
+    "time, µs": ("nanoseconds", 1e3),
+    "tensor cores, % of the cycles": ("tensor_pipe", 1),
+    "exp units, %": ("exp_units", 1),
+    "instructions issued, % of the slots": ("issue_slots", 1),
+    "device memory, % of its peak": ("dram_throughput", 1),
+    "wavefronts of shared memory, millions": ("shared_wavefronts", 1e6),
+    "of them for bank conflicts": ("bank_conflicts", 1e6),
+    "warps on the SM, % of the most": ("occupancy", 1),
+}
 
 
 # --- pictures, lines and the command ------------------------------------------------------------------------
@@ -214,6 +244,7 @@ def main(
         print(f"  {name}: {count}")
     texts = {page: (root / page).read_text() for page in PAGES}
     new = {page: render(text, shown, stale, page) for page, text in texts.items()}
+    new = {page: _PROFILE.sub(lambda m: m[1] + counters(folder) + m[2], text) for page, text in new.items()}
     drawn = all(ladder_in(root / path) == plots.ladder_numbers(shown, stage) for stage, path in PICTURES.items())
     if new == texts and drawn:
         print(f"{' and '.join(PAGES)} and their pictures are up to date.")
