@@ -110,8 +110,8 @@ def test_the_speeds_in_readmes_sentence_are_those_of_its_picture():
     cudnn, fa4 = ([f"{each['peers'][peer]:.3g}" for each in both] for peer in ("sdpa-cudnn", "fa4"))
     said = (
         f"At N = {plots.LADDER['N']} tokens, D = {plots.LADDER['D']}, in bfloat16 and without a mask, on an "
-        f"{numbers['gpu'].split()[-1]}, the last one computes forward and backward with {' and '.join(ours)} TFLOP/s; "
-        f"PyTorch's cuDNN with {' and '.join(cudnn)}, FlashAttention-4 with {' and '.join(fa4)}."
+        f"{numbers['gpu'].split()[-1]}, the last forward and the last backward reach {' and '.join(ours)} TFLOP/s, "
+        f"NVIDIA's cuDNN {' and '.join(cudnn)}, FlashAttention-4 {' and '.join(fa4)}."
     )
     assert said in " ".join(README.split())
     assert not plots.LADDER["causal"] and plots.LADDER["dtype"] == "bf16"
