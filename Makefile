@@ -86,7 +86,10 @@ lab: setup ## JupyterLab on your own copies of the notebooks, in my/
 	@for notebook in notebooks/*.ipynb; do \
 	  [ -e "my/$${notebook##*/}" ] || cp "$$notebook" my/; \
 	done
-	$(call run,$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my $(ARGS))
+	$(call run,$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my $(QUIET) $(ARGS))
+
+# Jupyter says where it can be opened, and what fails; it does not ask about Jupyter's news.
+QUIET := --log-level=ERROR --LabApp.log_level=ERROR --LabApp.news_url=None
 
 NOTEBOOKS := $(patsubst notebooks/src/%.py,notebooks/%.ipynb,$(wildcard notebooks/src/*.py))
 notebooks: $(NOTEBOOKS) ## execute notebooks/src/*.py; one alone: make notebooks/04a_ring.ipynb
@@ -110,10 +113,8 @@ need_npm = $(if $(shell command -v npm 2>/dev/null),,\
 slides: slides/assets setup ## lecture slides of every notebook, in slides/index.html; they need no network
 	@mkdir -p slides/assets/reveal.js/dist/theme
 	@cp notebooks/slides/course.css slides/assets/reveal.js/dist/theme/
-	@for stem in $$(basename -s .ipynb notebooks/*.ipynb); do \
-	  echo "<p><a href='$$stem.slides.html'>$$stem</a></p>"; \
-	done > slides/index.html
 	$(call run,$(PY) -m nbconvert --log-level WARN --to slides $(SLIDES_OPTIONS) --output-dir slides notebooks/*.ipynb)
+	@$(PY) notebooks/slides/contents.py slides
 
 slides/assets: notebooks/slides/package.json
 	$(need_npm)
@@ -129,8 +130,8 @@ slides/assets: notebooks/slides/package.json
 lint: setup ## ruff
 	$(call run,$(PY) -m ruff check $(ARGS))
 
-report: setup ## tables and figures, from the measured rows
-	$(call run,$(PY) -m steps.bench.report $(ARGS) && $(PY) -m steps.figures.plots $(ARGS))
+report: setup ## the pages' tables, figures and solutions, from the measured rows and the stages
+	$(call run,$(PY) -m steps.bench.report && $(PY) -m steps.figures.plots && $(PY) -m steps.demo.readme --tables && $(PY) -m steps.workbook.solutions)
 
 gpu-check: setup ## the tests and the sanitizers on this GPU, with a summary; JOBS=3 at a time
 	$(call run,PYTHONPATH=tests $(PY) -m tests.test_gpu_check $(JOBS) $(ARGS))

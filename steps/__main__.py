@@ -1,11 +1,14 @@
-"""The command line: python -m steps demo | check | hint | solution | grade | verify | mutants | bench."""
+"""The command line: python -m steps demo | check | hint | solution | grade | verify | mutants | bench | engine."""
 
 import json
+import os
+import platform
 import signal
 import string
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -62,8 +65,8 @@ def demo(
     from steps.demo import compare
     from steps.demo.model import LARGE, SMALL
 
-    console.print(engine.describe(), highlight=False)
     numbers = chosen(stage)
+    say(engine.describe(), "", *paragraph(DOES))
     sizes = [(SMALL, numbers, False)]
     if engine.name == "cuda":
         sizes.append((LARGE, [n for n in numbers if n != "00"], True))
@@ -79,29 +82,47 @@ def demo(
                 rows.append(compare.compare(number, subject, timed))
                 progress.advance(task)
     console.print(results(rows))
+    say(*COLUMNS.splitlines())
+    if any("tflops" in row for row in rows):
+        say("TFLOP/s      speed of the forward, and below it SDPA's, which is PyTorch's own attention")
     for row in rows:
         if "reason" in row:
-            console.print(f"{row['stage']} was skipped: {row['reason']}")
+            say(*paragraph(f"{row['stage']} was skipped: {row['reason']}"))
     if json_file:
         json_file.write_text(json.dumps(rows, indent=1))
     if any(row["verdict"] == "FAILS" for row in rows):
         raise typer.Exit(1)
-    console.print(NEXT, highlight=False)
+    say(*NEXT.splitlines())
 
 
+DOES = (
+    "The demo trains a small language model on the text of this repository. Then each stage computes the model's "
+    "attention, forward and backward. Each result is compared with the same in float64: the upper number is the "
+    "largest difference, the lower one how large it may be."
+)
+COLUMNS = """\
+stage        below it: what runs it; batch x heads x tokens x head_dim
+out, lse     the result of attention, and log of each row's softmax sum
+dq, dk, dv   the gradients of attention's inputs
+loss, model  a training step with this attention: its loss, its worst gradient
+s            seconds. Without a GPU kernels are simulated: this is no speed"""
 NEXT = """
 What next
-  read      make lab, then open my/00_naive.ipynb: what attention computes, and how to do it without the N x N matrix
-  exercise  python -m steps check 00 writes the stage's exercises to my/, and checks them from then on
-  test      make test ARGS=tests/test_step00_naive.py: what the stage promises, case by case"""
+  read      make lab, then open my/00_naive.ipynb
+  exercise  python -m steps check 00   writes the exercises of stage 00 to my/,
+                                       and checks them from then on
+  test      make test ARGS=tests/test_step00_naive.py"""
+
+
+def paragraph(text):
+    """The text in lines as wide as the terminal, at most 80."""
+    return textwrap.wrap(text, min(80, console.width))
 
 
 def results(rows):
     """The demo's table, 80 columns wide. Each cell has an error, and below it the tolerance."""
     speeds = any("tflops" in row for row in rows)
-    caption = "out to dv: largest error; loss, model: error of a training step's loss and gradients; s: seconds. "
-    caption += "Below each error: its tolerance." + (" Below a speed: SDPA's." if speeds else "")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("stage", no_wrap=True)
     for name in ("out", "lse", "dq", "dk", "dv", "loss", "model", "s"):
         table.add_column(name, justify="right")
@@ -344,6 +365,30 @@ def check_kernel(number, rung):
 
 
 CASES_OF_A_FILE = "ragged_causal", "more_queries_causal", "explicit_scale", "scores_200"
+
+
+@app.command("engine")
+def show_engine():
+    """What runs the kernels here, stage by stage, and the versions behind it: the facts for a report of a fault."""
+    from steps.demo.compare import ENGINES
+
+    asked = os.environ.get("STEPS_ENGINE")
+    chosen_by = f"STEPS_ENGINE={asked}" if asked else "itself; STEPS_ENGINE=cpu or STEPS_ENGINE=cuda overrides it"
+    say(engine.describe(), f"chosen by {chosen_by}")
+    runs = ENGINES.get(engine.name, dict.fromkeys(catalogue.STAGES, "only compiled"))
+    for number, stem in catalogue.STAGES.items():
+        say(f"{stem:18} {catalogue.unavailable(number) or runs[number]}")
+    if torch.cuda.is_available():
+        for n in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(n)
+            size = f"{found.total_memory / 2**30:.0f} GiB"
+            say(f"GPU {n}: {found.name}, compute capability {found.major}.{found.minor}, {size}")
+    packages = [each for each in PACKAGES if list(metadata.distributions(name=each))]
+    versions = ", ".join(f"{each} {metadata.version(each)}" for each in packages)
+    say(f"{os.cpu_count()} CPU cores, {platform.platform()}", f"Python {platform.python_version()}, {versions}")
+
+
+PACKAGES = "torch", "triton", "numpy", "numba", "numba-cuda", "cuda-core", "cuda-bindings", "cuda-toolkit"
 
 
 def check_known(asked):

@@ -74,12 +74,12 @@ def one_at_a_time(function):
 
 
 def describe() -> str:
-    """One line for people: the engine, the hardware and the versions behind it."""
+    """One short line for people. `python -m steps engine` tells the rest."""
     if name == "cuda":
         count = torch.cuda.device_count()
-        hardware = torch.cuda.get_device_name() + (f" x {count}" if count > 1 else "")
+        says = torch.cuda.get_device_name() + (f" x {count}" if count > 1 else "")
     elif name == "compile":
-        hardware = "neither runs nor simulates: Numba and Triton compile for GPUs that need not be there"
+        says = "neither runs nor simulates"
     else:
-        hardware = f"no GPU in use, {os.cpu_count()} CPU cores: simulator, emulation, interpreter and gloo stand in"
-    return f"engine {name}: {hardware} | Python {sys.version.split()[0]}, torch {torch.__version__}"
+        says = "no GPU in use, kernels are simulated"
+    return f"engine {name}: {says}"

@@ -1,4 +1,4 @@
-"""Each set of files that README advertises computes attention in an empty folder, without the rest of the course."""
+"""Each set of files that steps/README.md advertises computes attention in an empty folder, without the rest."""
 
 import itertools
 import json
@@ -164,18 +164,18 @@ def test_a_cuda_file_needs_no_other_than_ptx_cuh():
         assert set(re.findall(r'#include [<"](.+)[>"]', file.read_text())) <= {"ptx.cuh"}, file
 
 
-def names_in_readme(call):
-    """The names of files and folders in the row of README's table with this call."""
-    readme = (STEPS.parent / "README.md").read_text()
-    (line,) = [line for line in readme.splitlines() if line.startswith("|") and f"`{call}(" in line]
+def names_on_the_page(call):
+    """The names of files and folders in the row of the page's table with this call."""
+    page = (STEPS / "README.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("|") and f"`{call}(" in line]
     return {Path(file).name for file in re.findall(r"`([^`]+)`", line.split("|")[2])}
 
 
 @pytest.mark.parametrize("name", ["00 tiled", "01 registers", "03 fused", "03 tma"])
-def test_readme_names_the_files_of_a_set(name):
+def test_the_page_names_the_files_of_a_set(name):
     stage, stems = SETS[name][0], SETS[name][1].split()
-    assert names_in_readme(f"{stems[0]}.forward") - {stage} == {f"{stem}.py" for stem in stems}
+    assert names_on_the_page(f"{stems[0]}.forward") - {stage} == {f"{stem}.py" for stem in stems}
 
 
-def test_readme_names_the_files_that_every_rung_needs():
-    assert names_in_readme("calls.forward") == {"step02_fa2_cuda", *(Path(file).name for file in HOST)}
+def test_the_page_names_the_files_that_every_rung_needs():
+    assert names_on_the_page("calls.forward") == {"step02_fa2_cuda", *(Path(file).name for file in HOST)}

@@ -1,6 +1,7 @@
 """`python -m steps demo` on the command line: every stage agrees with the reference, and a wrong stage fails."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -27,9 +28,17 @@ def test_the_command_runs_one_stage_and_writes_its_row(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("engine ") and "What next" in done.stdout and "make lab" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
     (row,) = [r for r in json.loads(file.read_text()) if r["stage"] == "step00_naive"]
     assert row["verdict"] == "agrees" and row["shape"] == [1, 2, 131, 32]
     assert all(0 < row["errors"][n] <= row["tolerances"][n] for n in ("out", "lse", "dq", "dk", "dv"))
+
+
+def test_every_column_is_explained(subject):
+    row = compare.compare("00", subject) | {"tflops": 1.0, "sdpa_tflops": 2.0}
+    columns = [str(column.header).replace("\n", "") for column in __main__.results([row]).columns]
+    explained = re.findall(r"^(\w+(?:, \w+)*) ", __main__.COLUMNS, re.M)
+    assert [*", ".join(explained).split(", "), "TFLOP/s", "verdict"] == columns
 
 
 @pytest.mark.parametrize("number", catalogue.STAGES)

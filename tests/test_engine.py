@@ -1,15 +1,19 @@
 """The engine is decided before Numba and Triton are imported, or says that it is too late."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
+from importlib import metadata
 from types import ModuleType
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from steps import engine, step00_naive
+from steps import __main__, catalogue, engine, step00_naive
+from steps.demo import compare
 
 
 @pytest.mark.parametrize(
@@ -54,9 +58,9 @@ def test_too_late_is_an_error(module, monkeypatch):
 
 def test_an_engine_that_only_compiles_neither_simulates_nor_computes(monkeypatch):
     engine.check_runs()  # here something is computed
-    assert engine.describe().startswith(f"engine {engine.name}:")
+    assert re.fullmatch(rf"engine {engine.name}: [^\n]{{1,40}}", engine.describe())
     monkeypatch.setattr(engine, "name", "compile")
-    assert engine.describe().startswith("engine compile: neither runs nor simulates")
+    assert engine.describe() == "engine compile: neither runs nor simulates"
     with pytest.raises(RuntimeError, match="under STEPS_ENGINE=compile nothing is computed"):
         step00_naive.forward(*torch.randn(3, 4, 8))
 
@@ -87,6 +91,18 @@ def test_one_thread_at_a_time_is_in_a_simulator(name, together, monkeypatch):
         thread.join(10)
     assert counts == together and not inside
     assert (engine.one_at_a_time(print) is print) == (name != "cpu")  # like "cuda": no lock, and so no cost
+
+
+def test_the_long_form_tells_what_runs_each_stage_and_the_versions(monkeypatch):
+    result = CliRunner().invoke(__main__.app, ["engine"])
+    lines = result.output.splitlines()
+    assert result.exit_code == 0 and lines[0] == engine.describe()
+    for number, stem in catalogue.STAGES.items():
+        (line,) = [line for line in lines if line.startswith(stem)]
+        assert catalogue.unavailable(number) or line.endswith(compare.ENGINES[engine.name][number])
+    assert f"torch {metadata.version('torch')}, " in lines[-1] and f"numpy {metadata.version('numpy')}" in lines[-1]
+    monkeypatch.setenv("STEPS_ENGINE", "cpu")
+    assert "chosen by STEPS_ENGINE=cpu" in CliRunner().invoke(__main__.app, ["engine"]).output
 
 
 UNTIL_THE_GRADIENTS = """

@@ -57,6 +57,17 @@ def test_conda_environment_repeats_the_pins():
     assert python.removeprefix("python=") in SpecifierSet(PROJECT["requires-python"])
 
 
+def test_the_citation_is_of_this_version():
+    cff = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text())
+    # What the format's version 1.2.0 requires, and of the rest only keys that it knows.
+    required = {"cff-version", "message", "title", "authors"}
+    assert required <= cff.keys() <= required | {"abstract", "keywords", "license", "type", "version"}
+    assert (cff["cff-version"], cff["type"]) == ("1.2.0", "software")
+    assert cff["authors"] and all(author.keys() == {"name"} for author in cff["authors"])
+    assert (cff["version"], cff["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert (ROOT / "README.md").read_text().startswith(f"# {cff['title']}\n")
+
+
 def test_ranges_admit_the_pins():
     outside = [
         f"{RANGES[name]} does not admit {pin}"
@@ -314,4 +325,6 @@ def test_lab_never_overwrites_the_readers_notebooks(course):
     assert (course.folder / "my/00 a.ipynb").read_text() == "ours"
     assert (course.folder / "my/01.ipynb").read_text() == "the reader's"
     # The root is the course's folder: what a copy in my/ links to lies beside it.
-    assert log == "-m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my\n"
+    # Jupyter's log of some 20 lines and its question about news stand in nobody's way.
+    places = "--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my"
+    assert log == f"-m jupyterlab {places} --log-level=ERROR --LabApp.log_level=ERROR --LabApp.news_url=None\n"

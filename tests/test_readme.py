@@ -14,26 +14,40 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from steps import catalogue
+from reference import mutants
+from steps import __main__, catalogue
 from steps.bench import report
 from steps.figures import plots
+from steps.workbook import exercises
 
 ROOT = Path(__file__).parents[1]
-ALONE = [*report.PAGES, "notebooks/TEACHING.md", "steps/step02_fa2_cuda/debugging.md"]
-PAGES = [*map(ROOT.joinpath, ALONE), *sorted(ROOT.glob("papers/*.md")), *sorted(ROOT.glob("reference/*.md"))]
+PAGES = [page for folder in (".", "notebooks", "papers", "reference") for page in sorted(ROOT.glob(f"{folder}/*.md"))]
+PAGES += sorted(ROOT.glob("steps/**/*.md"))
 README, RESULTS = ((ROOT / page).read_text() for page in report.PAGES)
+STAGES = "".join(page.read_text() for page in sorted(ROOT.glob("steps/step0*/README.md")))
+TEXT = "".join(page.read_text() for page in PAGES if page.parent.name != "papers")
 
 NO_TRITON = any(catalogue.unavailable(number) for number in ("03", "04"))
 
 
 @pytest.mark.skipif(NO_TRITON, reason="the table is made from all five stages")
-def test_the_table_of_stages_is_what_the_stages_say():
+def test_the_tables_of_stages_and_rungs_are_what_the_stages_say():
     from steps.demo import readme
 
-    assert readme.render(README) == README
+    for page in readme.TABLES:
+        assert readme.render(page) == (ROOT / page).read_text(), page
     for number in catalogue.STAGES:
         for name in catalogue.stage(number).SUPPORTS["notebooks"]:
             assert (ROOT / "notebooks" / f"{name}.ipynb").exists()
+
+
+@pytest.mark.skipif(NO_TRITON, reason="the answers are those of all five stages")
+def test_the_page_of_solutions_is_what_the_exercises_and_the_stages_say():
+    from steps.workbook import solutions
+
+    page = solutions.PAGE.read_text()
+    assert page == solutions.page(), "run python -m steps.workbook.solutions"
+    assert re.findall(r"<summary><b>(\S+)</b>", page) == list(exercises.load())
 
 
 @pytest.mark.skipif(NO_TRITON, reason="the picture is drawn with all five stages")
@@ -59,17 +73,52 @@ def test_the_pictures_of_the_rungs_are_what_the_rows_say_and_stand_on_the_pages(
     assert f"]({plots.PICTURES['02_fa2_cuda']})" in README and f"/{plots.PICTURES['03_triton']})" in RESULTS
 
 
-def test_what_is_not_for_everybody_is_on_another_page_or_behind_a_fold():
-    """README has one table for forward and one for backward; a link leads to all others."""
-    markers = re.findall(r"<!-- results:(.*?)-->", README)
-    assert [re.search(r"pass=(\w+) dtype=bf16 D=128 causal=true", marker)[1] for marker in markers] == ["fwd", "bwd"]
+def test_readme_is_short_and_what_is_not_for_everybody_is_on_another_page():
+    assert len(README.split()) <= 1300 and "<!-- results" not in README
     shown = [part.count("<!-- results:") for part in RESULTS.split("\n## ")]
-    assert shown == [0, 4, 1, 3, 2, 2, 0], "stage 03, sustained load, H100, ring, float32"
-    for heading in re.findall("^## (.+)", RESULTS, re.M):
-        assert f"]({report.PAGES[1]}#{anchor(heading)})" in README, heading
-    assert "gdb -q" not in README and "<details>" not in RESULTS and len(README.splitlines()) < 300
-    for fold in re.findall(r"<details>(.*?)</details>", README, re.S):
-        assert re.match(r"\n<summary><b>[^<]+</b></summary>\n\n", fold), "GitHub needs the empty line to show a table"
+    assert shown == [0, 2, 4, 1, 3, 2, 2, 0, 0], "stage 02, stage 03, sustained load, H100, ring, float32"
+
+
+def test_no_page_is_without_a_link_that_leads_to_it():
+    """From README on, by links."""
+    found, seen = [ROOT / "README.md"], set()
+    while found:
+        if (page := found.pop().resolve()) not in seen and page.suffix == ".md":
+            seen.add(page)
+            links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text())
+            found += [target for link in links if (target := page.parent / link).exists()]
+    machines = set(ROOT.glob("steps/bench/results/*.checks.md"))
+    assert set(PAGES) - machines <= seen
+
+
+def test_what_readme_shows_of_commands_is_what_they_print():
+    blocks = re.findall(r"^\$ ([^#\n]+).*\n((?:(?!\$|```).*\n)*)", README, re.M)
+    shown = {command.strip(): text for command, text in blocks}
+    line = next(command for command in shown if command.startswith("python3 steps/puzzle.py"))
+    printed = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True).stdout
+    assert shown[line] == printed
+    demo = shown["make demo"]
+    assert demo.startswith("engine cpu: ") and demo.splitlines()[2:6] == textwrap.wrap(__main__.DOES, 80)
+    head = re.search("^ stage .*", demo, re.M)[0].split()
+    assert head == [str(column.header) for column in __main__.results([]).columns]
+    wrong = shown["python -m steps check 00.2"]
+    task = exercises.find("00.2")
+    assert wrong.startswith(f"00.2 {task.title}: WRONG\n")
+    assert any(f"This equals what you get when {mutant.says}.\n" in wrong for mutant in mutants.MUTANTS)
+
+
+def test_the_speeds_in_readmes_sentence_are_those_of_its_picture():
+    numbers = plots.numbers_in(ROOT / plots.PICTURES["02_fa2_cuda"])
+    both = [numbers[pass_] for pass_ in ("fwd", "bwd")]
+    ours = [f"{each['rungs'][-1][1]:.3g}" for each in both]
+    cudnn, fa4 = ([f"{each['peers'][peer]:.3g}" for each in both] for peer in ("sdpa-cudnn", "fa4"))
+    said = (
+        f"At N = {plots.LADDER['N']} tokens, D = {plots.LADDER['D']}, in bfloat16 and without a mask, on an "
+        f"{numbers['gpu'].split()[-1]}, the last forward and the last backward reach {' and '.join(ours)} TFLOP/s, "
+        f"NVIDIA's cuDNN {' and '.join(cudnn)}, FlashAttention-4 {' and '.join(fa4)}."
+    )
+    assert said in " ".join(README.split())
+    assert not plots.LADDER["causal"] and plots.LADDER["dtype"] == "bf16"
 
 
 def test_flash_attention_3_and_4_stand_only_in_tables_of_one_run():
@@ -92,13 +141,13 @@ def anchor(heading):
 
 
 def test_files_named_in_backticks_exist():
-    names = re.findall(r"`((?:step0\d_\w+/)?(?:fwd|bwd)_\d_\w+\.(?:py|cu))`", README)
-    assert len(names) >= 6 and all(list((ROOT / "steps").rglob(name)) for name in names)
+    names = re.findall(r"`((?:step0\d_\w+/)?(?:fwd|bwd)_\d_\w+\.(?:py|cu))`", TEXT)
+    assert len(names) >= 16 and all(list((ROOT / "steps").rglob(name)) for name in names)
 
 
 def test_examples_use_what_they_import():
-    examples = list(map(ast.parse, re.findall(r"```python\n(.*?)```", README, re.S)))
-    assert len(examples) >= 3
+    examples = list(map(ast.parse, re.findall(r"```python\n(.*?)```", README + STAGES, re.S)))
+    assert len(examples) >= 4
     for nodes in map(list, map(ast.walk, examples)):
         imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
         assert imported <= {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -106,17 +155,14 @@ def test_examples_use_what_they_import():
 
 def test_commands_are_those_of_the_makefile_and_the_command_line():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    text = README + RESULTS
-    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= targets
-    from steps.__main__ import app
-
-    commands = {c.name or c.callback.__name__ for c in app.registered_commands}
-    assert set(re.findall(r"python -m steps (\w+)", text)) <= commands
+    assert set(re.findall(r"(?:^\$? ?|`)make ([a-z-]+)", TEXT, re.M)) <= targets
+    commands = {c.name or c.callback.__name__ for c in __main__.app.registered_commands}
+    assert set(re.findall(r"python -m steps (\w+)", TEXT)) <= commands
     from steps.bench.__main__ import PLANS
 
     names = re.search(r"steps.bench (\w+) --record` \(then ([\w,\s]+)\)", RESULTS)
     assert {names[1], *re.split(r",\s", names[2])} == {name for name in PLANS if "-" not in name}
-    modules = re.findall(r"python -m ((?:reference|steps)\.[\w.]*\w)", text)
+    modules = re.findall(r"python -m ((?:reference|steps|tests)\.[\w.]*\w)", TEXT)
     assert all(importlib.util.find_spec(name) for name in modules)
 
 

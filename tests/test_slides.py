@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -78,6 +79,18 @@ def test_pictures_keep_their_words_and_links_lead_to_slides(page):
     assert "01_fa1_numba.slides.html" in links and not [link for link in links if link.endswith(".ipynb")]
 
 
+@needs_make
+def test_the_list_of_slides_leads_to_every_section(page, tmp_path):
+    (tmp_path / "00_naive.slides.html").write_text(page)
+    subprocess.run([sys.executable, ROOT / "notebooks/slides/contents.py", tmp_path], check=True)
+    links = re.findall(r"<a href='00_naive.slides.html#/(.+?)'>(.+?)</a>", (tmp_path / "index.html").read_text())
+    assert [html.unescape(title) for _, title in links] == re.findall(
+        r"^# ##* (.+)$", (ROOT / "notebooks/src/00_naive.py").read_text(), re.M
+    )
+    ids = [attributes.get("id") for tag, attributes in Tags(page).found if tag in ("h1", "h2", "h3")]
+    assert [unquote(id) for id, _ in links] == ids and not any("/" in id for id in ids)
+
+
 # --- measured in Chromium -----------------------------------------------------------------------------------
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -93,6 +106,8 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   const found = [...document.querySelectorAll(".slides > section > section")].map(section => ({
     height: section.offsetHeight,
     text: section.innerText,
+    headed: section.querySelector("h1, h2, h3, p, ul, ol, table, pre, img, details, mjx-container, .highlight")
+      ?.matches("h1, h2, h3, .again"),
     scrolls: section.scrollWidth > section.clientWidth,
     figures: [...section.querySelectorAll(".jp-OutputArea img")].map(image => {
       const scale = Math.min(image.offsetWidth / image.naturalWidth, image.offsetHeight / image.naturalHeight);
@@ -137,6 +152,9 @@ def test_slides_fit_the_screen_and_figures_fill_it(stem, tmp_path):
     assert not [slide["text"][:60] for slide in slides if slide["height"] > 720], "taller than the screen"
     if fetched:  # The text of a formula is wider than the formula.
         assert not [slide["text"][:60] for slide in slides if slide["scrolls"]], "wider than the screen"
+    assert not [slide["text"][:60] for slide in slides if not slide["headed"]], "no heading"
+    elsewhere = r"\bBelow(?=[,:]| is\b| are\b| the \w+ is\b)|\b(printed|counted|shown|dashed|count) below\b"
+    assert not [slide["text"] for slide in slides if re.search(elsewhere, slide["text"])], "points to another page"
     assert not [slide["text"][:60] for slide in slides if slide["code_first"]], "the code stands before what it shows"
     assert not [slide for slide in slides if slide["text"].strip() in ("", "Code") and not slide["figures"]], "empty"
     figures = [size for slide in slides for size in slide["figures"]]
@@ -189,6 +207,14 @@ def test_questions_are_numbered_answered_and_asked(number):
     assert re.findall(r"^\*\*(Board \d)", session, re.M) == re.findall(r"\| (Board \d)", session)
 
 
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_what_to_leave_out_is_in_the_session_and_long_enough(number):
+    session = SESSIONS[number - 1]
+    minutes = {sections: int(n) for n, sections in re.findall(r"^\| (\d+) \| ([^|]+) \|", session, re.M)}
+    (late,) = re.findall(r"^\*\*15 minutes late:\*\*(.*?)\.\s+Question", session, re.M | re.S)
+    assert sum(minutes[" ".join(part.split())] for part in re.findall(r"\*([^*]+)\*", late)) >= 15
+
+
 @pytest.mark.parametrize("sections", [each for _, cell in ROWS if cell != "slack" for each in cell.split("<br>or ")])
 def test_planned_sections_are_in_the_notebooks(sections):
     notebook, _, titles = sections.partition(": ")
@@ -208,12 +234,38 @@ def test_homework_is_in_the_workbook():
     assert homework(PLAN) == {id for id, task in tasks.items() if not isinstance(task, exercises.Step)}
 
 
+def test_hours_and_points_of_the_homework_are_those_of_the_notebooks_and_of_the_rubric():
+    hours = {"an": 1, "two": 2}
+    rows = re.findall(r"^\|[^|]*\| (0\d\w?)(?:, or \w+)? \| ([^|]*\|[^|]*) \| (\d+) \| (\d+) \|$", PLAN, re.M)
+    assert len(rows) == 10
+    for notebook, tasks, said, points in rows:
+        (script,) = (ROOT / "notebooks/src").glob(f"{notebook}_*.py")
+        more = re.search(r"to read, (an|two) hours? more with the exercises?", script.read_text())[1]
+        first = re.sub(", or [^|]*", "", tasks)  # of two ways, which count the same
+        assert (int(said), int(points)) == (hours[more], 3 * len(ids(first))), notebook
+
+
+def test_the_profile_says_what_the_answer_says():
+    from steps.bench import report
+
+    lines = {line.split("|")[1].strip(): line for line in report.counters().splitlines()[2:] if line.startswith("|")}
+    answer = PLAN[PLAN.index("437 of its") : PLAN.index("Typical wrong answer: too few warps")]
+    before, after = answer.split("`fwd_8_hopper`")
+    for part, kernel in ((before, "02 fwd_2_mma"), (after, "02 fwd_8_hopper")):
+        numbers = re.findall(r"[\d.]*\d", part)
+        assert len(numbers) >= 3 and all(re.search(rf"[ |]{re.escape(n)}[ %]", lines[kernel]) for n in numbers), part
+
+
 ID = r"\b0[0-4]\.(?:bug)?\d+\b"  # of an exercise or hunt
 
 
 def homework(plan):
-    """The ids in the table of homework, also those between the two ends of "02.7 to 02.10"."""
-    table = plan[plan.index("## Homework") : plan.index("The first `check`")]
+    """The ids in the table of homework."""
+    return ids(plan[plan.index("## Homework") : plan.index("The first `check`")])
+
+
+def ids(table):
+    """The ids in a part of the table, also those between the two ends of "02.7 to 02.10"."""
     named = set(re.findall(ID, table))
     for first, last in re.findall(rf"({ID}) to ({ID})", table):
         stage, begin, end = first[:2], *(int(id.split(".")[1]) for id in (first, last))

@@ -24,6 +24,7 @@ TIES = {
 # workbook must not need them.
 BELOW = {
     "engine": set(),
+    "puzzle": set(),
     "operators": set(),
     "checks": set(),
     "contract": {"checks", "engine", "operators"},

@@ -6,8 +6,9 @@ A table stands between two markers; the first says by field=value pairs which ro
     <!-- /results -->
 
 A table with fa3 or fa4 names one run=..., because only what was measured in one run can be compared. Rows whose kernel
-has changed since they were measured are stale: no page shows them, and each page says so. `make report` also draws the
-pages' pictures (steps/figures/plots.py).
+has changed since they were measured are stale: no page shows them, and each page says so. What the hardware counters
+said of an H200 stands between <!-- profile --> and <!-- /profile -->. `make report` also draws the pages' pictures
+(steps/figures/plots.py).
 """
 
 import json
@@ -19,11 +20,12 @@ from typing import Annotated
 
 import typer
 
-from steps.bench import cost, timing
+from steps.bench import cost, profile, timing
 from steps.bench import rows as results
 from steps.bench.rows import label, setting
 
 _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
+_PROFILE = re.compile(r"(<!-- profile -->\n).*?(<!-- /profile -->)", re.S)
 EMPTY = "_Not measured yet._\n"
 PAGES = "README.md", "steps/bench/results/README.md"
 USUAL = {"options": "{}", "timing": "interleaved", "n_gpus": "1"}  # what a marker means that names none of them
@@ -65,9 +67,19 @@ def markdown(rows):
     lines, shown, caption = (loads if loaded else speeds)(rows)
     if not lines:
         return EMPTY
-    rule = ["---" if n <= loaded else "---:" for n, _ in enumerate(lines[0])]
-    text = "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
-    return f"{text}\n{caption}. {machines(shown)}.\n"
+    return f"{piped(lines, 1 + loaded)}\n{caption}. {machines(shown)}.\n"
+
+
+def in_text(lines):
+    """The table's lines as text, in columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(w.ljust(n) for w, n in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def piped(lines, left):
+    """The table in Markdown. left: how many of its first columns are words."""
+    rule = ["---" if n < left else "---:" for n, _ in enumerate(lines[0])]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
 
 
 def speeds(rows):
@@ -127,9 +139,40 @@ def machines(rows):
     """Hardware and versions of the rows, and for each machine the commits and days of its runs."""
     found = {}
     for row in rows:
-        where = "{gpu}, driver {driver}, CUDA {cuda}, torch {torch}, triton {triton}".format(**row)
+        versions = (f"{name} {row[field]}" for name, field in VERSIONS.items() if isinstance(row[field], str))
+        where = f"{row['gpu']}, {', '.join(versions)}"
         found.setdefault(where, {})[f"{(row['commit'] or 'unknown')[:7]} ({row['date']})"] = True
     return "; ".join(f"{where}, commit{'s'[: len(some) - 1]} {', '.join(some)}" for where, some in found.items())
+
+
+VERSIONS = {"driver": "driver", "CUDA": "cuda", "torch": "torch", "triton": "triton"}  # field, by its name on a page
+COUNTED = {  # the column: (the counter's name, what its numbers are divided by)
+    "time, µs": ("nanoseconds", 1e3),
+    "tensor cores, % of the cycles": ("tensor_pipe", 1),
+    "exp units, %": ("exp_units", 1),
+    "instructions issued, % of the slots": ("issue_slots", 1),
+    "device memory, % of its peak": ("dram_throughput", 1),
+    "wavefronts of shared memory, millions": ("shared_wavefronts", 1e6),
+    "of them for bank conflicts": ("bank_conflicts", 1e6),
+    "warps on the SM, % of the most": ("occupancy", 1),
+}
+
+
+def counters(folder=results.COMMITTED):
+    """The recorded profile: a line for each kernel, with what the hardware counted while it ran once."""
+    record, found = results.read_record("profile", folder=folder), profile.read(folder)
+    if not found:
+        return EMPTY
+    lines = [["kernel", *COUNTED, "registers a thread", "warps wait most for"]]
+    for rung, counted in found.items():
+        numbers = (counted[name] / unit for name, unit in COUNTED.values())
+        numbers = (f"{n:.0f}" if n >= 100 else f"{n:.3g}" for n in numbers)
+        reasons = [f"{name} {share:.0%}" for name, share in profile.waits(counted).items() if name != "selected"][:3]
+        name = f"02 {record['rungs'][rung]['kernel']}"
+        lines.append([name, *numbers, f"{counted['registers']:.0f}", ", ".join(reasons)])
+    size = ", ".join(f"{name} = {record['size'][name]}" for name in ("B", "H", "N", "D"))
+    how = f"{size}, bfloat16, without a mask; read by ncu {record['ncu']}. {machines([record])}"
+    return f"{piped(lines, 1)}\n{how}.\n"
 
 
 def line(row):
@@ -190,6 +233,7 @@ def main(
     for page in PAGES:
         old = (root / page).read_text()
         new = render(old, shown, stale)
+        new = _PROFILE.sub(lambda match: match[1] + counters(folder) + match[2], new)
         if new == old:
             print(f"{page} is up to date.")
         elif check:

@@ -2,5 +2,5 @@
 
     model.py     the model, which makes real input for the stages
     compare.py   one stage on that input, compared with the float64 reference and with torch's own attention
-    readme.py    `python -m steps.demo.readme` writes README.md's table of stages and its picture of the five stages
+    readme.py    `python -m steps.demo.readme` writes README.md's table and picture of the stages, and tables of rungs
 """

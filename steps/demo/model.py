@@ -33,9 +33,8 @@ LARGE = Size(N=4096, H=16, D=64, batch=4)  # for a GPU
 
 
 def text() -> torch.Tensor:
-    """The bytes of README.md and papers/*.md as one long int64 tensor."""
-    files = [ROOT / "README.md", *sorted((ROOT / "papers").glob("*.md"))]
-    return torch.tensor(list(b"\n".join(f.read_bytes() for f in files if f.exists())))
+    """The bytes of papers/*.md as one long int64 tensor."""
+    return torch.tensor(list(b"\n".join(file.read_bytes() for file in sorted((ROOT / "papers").glob("*.md")))))
 
 
 class Model(nn.Module):
@@ -106,8 +105,8 @@ def train(size, device, progress=lambda: None):
 
 
 def sequence(size, device):
-    """The N + 1 bytes (1, N + 1) that every stage is run on."""
-    return text()[None, : size.N + 1].to(device)
+    """The first N + 1 bytes of README.md (1, N + 1), which every stage is run on."""
+    return torch.tensor(list((ROOT / "README.md").read_bytes()[: size.N + 1]))[None].to(device)
 
 
 def attention_input(model, tokens):

@@ -1,4 +1,4 @@
-"""`python -m steps.demo.readme` writes README.md's tables of stages and of rungs, and its first picture.
+"""`python -m steps.demo.readme` writes README.md's table of stages and first picture, and the stages' tables of rungs.
 
 The tables are made from the stages' SUPPORTS and from the ladders of stages 02 and 03. For the picture all five stages
 are run, so that the errors in its text are computed ones. With --tables only the tables are written.
@@ -20,7 +20,7 @@ from steps.step02_fa2_cuda import ladder
 from steps.step03_triton import rungs as triton_rungs
 from steps.step04_ring.layout import Layout
 
-README, PICTURE = ROOT / "README.md", ROOT / "notebooks" / "figures" / "five_stages.png"
+PICTURE = ROOT / "notebooks" / "figures" / "five_stages.png"
 # The picture shows 64 bytes of text in tiles of 8 x 8, on 4 ranks.
 N = 64
 TILE = 8
@@ -30,12 +30,12 @@ PAINT = 0.55  # how much of a tile's colour there is, with the weights below it
 
 def stages():
     """The stages as a markdown table."""
-    lines = ["| stage | notebook | module | test command | minutes | hardware |", "|---|---|---|---|---|---|"]
+    lines = ["| stage | notebook | module | test | minutes |", "|---|---|---|---|---|"]
     for number, name in catalogue.STAGES.items():
         s = catalogue.stage(number).SUPPORTS
         links = ", ".join(f"[{n.split('_')[0]}](notebooks/{n}.ipynb)" for n in s["notebooks"])
-        module, test = f"[`steps/{name}`](steps/{name})", f'`make test ARGS="tests/test_step{number}_*.py"`'
-        lines.append(f"| {number} {s['title']} | {links} | {module} | {test} | {s['minutes']} | {s['hardware']} |")
+        module, test = f"[`steps/{name}`](steps/{name}/README.md)", f"[`tests/test_{name}.py`](tests/test_{name}.py)"
+        lines.append(f"| {number} {s['title']} | {links} | {module} | {test} | {s['minutes']} |")
     return "\n".join(lines)
 
 
@@ -63,14 +63,19 @@ def rungs_of_triton():
     return "\n".join(lines)
 
 
-def render(text):
-    """README's text with the current tables between their markers."""
-    tables = {"stages": stages(), "rungs": rungs(), "triton rungs": rungs_of_triton()}
-    for name, table in tables.items():
-        before, rest = text.split(f"<!-- {name} -->\n")
-        _, after = rest.split(f"<!-- /{name} -->")
-        text = f"{before}<!-- {name} -->\n{table}\n<!-- /{name} -->{after}"
-    return text
+TABLES = {  # page: (the name between its markers, what makes the table)
+    "README.md": ("stages", stages),
+    "steps/step02_fa2_cuda/README.md": ("rungs", rungs),
+    "steps/step03_triton/README.md": ("triton rungs", rungs_of_triton),
+}
+
+
+def render(page):
+    """The page's text with the current table between its markers."""
+    name, table = TABLES[page]
+    before, rest = (ROOT / page).read_text().split(f"<!-- {name} -->\n")
+    _, after = rest.split(f"<!-- /{name} -->")
+    return f"{before}<!-- {name} -->\n{table()}\n<!-- /{name} -->{after}"
 
 
 def draw():
@@ -149,4 +154,5 @@ PANELS = (
 if __name__ == "__main__":
     if "--tables" not in sys.argv:
         draw()
-    README.write_text(render(README.read_text()))
+    for page in TABLES:
+        (ROOT / page).write_text(render(page))

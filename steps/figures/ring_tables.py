@@ -52,9 +52,7 @@ def shown(name, rows):
     lines = table(rows)
     if not lines:
         return "Not recorded yet. `python -m steps.bench ring` measures it on two GPUs or more."
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(w.ljust(n) for w, n in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([*text, "", f"{textwrap.fill(note, 110)}."])
+    return "\n".join([*report.in_text(lines), "", f"{textwrap.fill(note, 110)}."])
 
 
 def recorded_trace(folder=COMMITTED):

@@ -30,6 +30,5 @@ SUPPORTS = {
     "title": "Naive attention, and tiles in plain torch",
     "notebooks": ("00_naive",),
     "minutes": 45,  # to read
-    "hardware": "any",
 }
 forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)

@@ -31,6 +31,5 @@ SUPPORTS = {
     "title": "FlashAttention-1 in Numba CUDA",
     "notebooks": ("01_fa1_numba",),
     "minutes": 60,  # to read
-    "hardware": "any; an NVIDIA GPU for its speed",
 }
 forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)

@@ -31,6 +31,5 @@ SUPPORTS = {
     "notebooks": ("02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
                   "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward"),  # fmt: skip
     "minutes": 300,  # to read
-    "hardware": "any with g++; an NVIDIA GPU for its speed",
 }
 forward, backward, attention = contract.entry_points(RUNGS, SUPPORTS)

@@ -34,7 +34,6 @@ SUPPORTS = {
     "title": "FlashAttention-2 fused in Triton",
     "notebooks": ("03a_triton_kernels", "03b_triton_features"),
     "minutes": 120,  # to read
-    "hardware": "Linux; an NVIDIA GPU for its speed",
 }
 forward, backward, attention = functions(RUNGS, SUPPORTS)
 sdpa = sdpa_of(attention)  # with the arguments of torch's scaled_dot_product_attention

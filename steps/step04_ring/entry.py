@@ -38,7 +38,6 @@ SUPPORTS = {
     "title": "Ring attention with torch.distributed",
     "notebooks": ("04a_ring", "04b_strategies"),
     "minutes": 105,  # to read
-    "hardware": "any; 2 or more GPUs for its speed",
 }
 
 

@@ -1,0 +1,245 @@
+"""Puzzle 0: write one line of online softmax. Needs Python 3.11 and no package: python3 steps/puzzle.py
+
+The line is not executed by Python. It is parsed, and `value` computes what arithmetic there is in it, so that whatever
+is typed ends, and touches nothing. Nothing of the course is imported.
+"""
+
+import ast
+import math
+import operator
+import sys
+
+PUZZLE = """\
+Puzzle 0: one line of online softmax
+
+Softmax divides exp(score - m) by the sum of all of them, where m is the largest score.
+Here the scores arrive one by one, so m is only the largest score so far:
+
+    m = ?                      # the second question
+    l = 0                      # the sum of exp(score - m) over the scores so far
+    for s in scores:
+        m_new = max(m, s)
+        l = ?                  # your line
+        m = m_new
+
+Which line keeps l right? It may use l, m, m_new, s and exp."""
+
+HINTS = (
+    "Hint 1: l holds terms exp(score - m). When m becomes m_new, each of them has to become exp(score - m_new).",
+    "Hint 2: exp(score - m_new) = exp(score - m) * exp(m - m_new), with the same factor for every score in l.",
+    "Hint 3, the answer: l * exp(m - m_new) + exp(s - m_new)",
+)
+START = "Second question: which number is m before the first score?"
+START_HINTS = ("Hint: max(m, s) has to be s for the first score, whatever it is.",)
+RIGHT = "Right: in all tests l ends at the sum of exp(score - m)."
+NEXT = """\
+Right: every score is above -inf, and exp(-inf - m_new) is 0, so the empty sum adds nothing.
+FlashAttention does the same with each row of attention, and with a sum of values beside l.
+Next: notebooks/00_naive.ipynb, which you can read on GitHub without installing anything."""
+
+SCORES = {  # what it says of each list of scores
+    "the scores of notebook 00": [0.71, 2.12, -1.41, 3.54, 4.24, -0.71],
+    "scores that fall": [5.0, 4.0, 2.0, -1.0],
+    "scores that rise": [-1.0, 2.0, 4.0, 5.0],
+    "equal scores": [2.0, 2.0, 2.0],
+    "large scores": [1000.0, 1001.0, 999.0],
+    "very negative scores": [-1000.0, -1001.0, -999.0],
+    "scores far apart": [0.0, 1000.0, 0.0],
+}
+
+# Answers that people give, each with what is wrong with it. A wrong line that gives the same numbers gets these words.
+MISTAKES = {
+    "l + exp(s - m_new)": "You do not rescale l. When the maximum rises, the terms already in l are still measured\n"
+    "from the old maximum m: multiply l by exp(m - m_new).",
+    "l * exp(m - m_new) + exp(s - m)": "You use the old maximum for the new term. It is exp(s - m_new).",
+    "l + exp(s - m)": "You use the old maximum for the new term, and do not rescale l to the new one.",
+    "exp(m - m_new) * (l + exp(s - m))": "In algebra this is right, but it uses the old maximum: exp(s - m) is inf at\n"
+    "the first score and overflows later. Use m_new in the new term.",
+    "l * exp(m_new - m) + exp(s - m_new)": "The factor of l is upside down: it is exp(m - m_new), never above 1.\n"
+    "(Line 10 of Algorithm 1 in FlashAttention-2's paper prints it your way, too.)",
+    "(l + exp(s - m_new)) * exp(m - m_new)": "You rescale the new term, too. It is measured from m_new already:\n"
+    "only l has to be multiplied by exp(m - m_new).",
+    "exp(s - m_new)": "You start at 0 again with each score: what l has summed so far is lost.",
+    "l * exp(m - m_new)": "You rescale l, but the new score is not added.",
+    "l + exp(s)": "You leave the maximum out. exp(s) overflows for large scores, and is 0 for very negative ones.",
+    "l + s": "You add the score itself. l is a sum of exponentials.",
+}
+
+
+class Unclear(Exception):
+    """The line is not arithmetic with the names of the puzzle; the message says why."""
+
+
+def exponential(x):
+    """exp, which is inf where Python's own raises OverflowError."""
+    return math.inf if x > 709 else math.exp(x)
+
+
+FUNCTIONS = {"exp": exponential, "log": math.log, "max": max, "min": min, "abs": abs}
+CONSTANTS = {"inf": math.inf, "e": math.e}
+NAMES = ("l", "m", "m_new", "s")
+OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos,
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne,
+}  # fmt: skip
+
+
+def parse(line):
+    """The expression for the new l, from a line with or without "l =". Raises Unclear."""
+    line = line.strip()
+    if len(line) > 300:
+        raise Unclear("This is longer than one line. The answer needs some 35 characters.")
+    try:
+        statements = ast.parse(line).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise Unclear("Python cannot read this line. Are the brackets closed? Has each product a *?") from None
+    match statements:
+        case [ast.Expr(value=found)]:
+            return found
+        case [ast.Assign(targets=[ast.Name(id="l")], value=found)]:
+            return found
+        case [ast.AugAssign(target=ast.Name(id="l"), op=op, value=found)]:
+            return ast.BinOp(ast.Name("l"), op, found)
+    raise Unclear("Write one expression: what stands at the question mark. No other statement is needed.")
+
+
+def value(node, names):
+    """The number that the expression has, with the values of its names. Raises Unclear for all but arithmetic."""
+
+    def of(part):
+        return value(part, names)
+
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return float(number)  # Powers of floats overflow at once, where those of whole numbers can take hours.
+        case ast.Name(id=name):
+            if name in names:
+                return names[name]
+            if name in CONSTANTS:
+                return CONSTANTS[name]
+            raise Unclear(f"There is no {name!r} here. There are {', '.join(NAMES)} and {', '.join(FUNCTIONS)}.")
+        case ast.Attribute(value=ast.Name(id="math"), attr=("inf" | "e") as name):
+            return CONSTANTS[name]
+        case ast.BinOp(left=a, op=op, right=b) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](of(a), of(b))
+        case ast.Compare(left=a, ops=[op], comparators=[b]) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](of(a), of(b))
+        case ast.UnaryOp(op=op, operand=a) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](of(a))
+        case ast.IfExp(test=test, body=a, orelse=b):
+            return of(a) if of(test) else of(b)
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name(id="math"), attr=name), keywords=[]):
+            if name in FUNCTIONS:
+                return FUNCTIONS[name](*map(of, node.args))
+    raise Unclear("Only arithmetic is computed here: + - * / **, if ... else, and " + ", ".join(FUNCTIONS) + ".")
+
+
+def run(expression, scores, m=-math.inf, l=0.0):
+    """l after the loop over the scores; nan where Python would raise an error."""
+    for s in scores:
+        m_new = max(m, s)
+        try:
+            l = value(expression, {"l": l, "m": m, "m_new": m_new, "s": s})
+        except (ArithmeticError, ValueError, RecursionError):
+            return math.nan
+        except TypeError:  # exp() without a number, say, or the order of complex numbers
+            raise Unclear("One of the functions cannot take what you gave it.") from None
+        if isinstance(l, complex):  # a negative number to the power of 0.5
+            return math.nan
+        m = m_new
+    return float(l)
+
+
+def results(expression):
+    """What the line gives for each list of scores: (from the first score on, from the second, where m is a number)."""
+    return {
+        name: (run(expression, scores), run(expression, scores[1:], m=scores[0], l=1.0))
+        for name, scores in SCORES.items()
+    }
+
+
+def same(some, others):
+    """Whether the numbers are equal up to rounding; nan equals nan."""
+    pairs = zip(some, others, strict=True)
+    return all(math.isclose(a, b, rel_tol=1e-9) or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+
+
+def judge(line):
+    """(whether the line is right, what to say about it)."""
+    try:
+        got = results(parse(line))
+    except Unclear as problem:
+        return False, str(problem)
+    want = {name: sum(math.exp(s - max(scores)) for s in scores) for name, scores in SCORES.items()}
+    wrong = [name for name in SCORES if not same(got[name][:1], [want[name]])]
+    if not wrong:
+        return True, RIGHT
+    name = wrong[0]
+    says = f"Not yet. For {name}, {SCORES[name]},\nl ends at {got[name][0]:.4g} and should be {want[name]:.4g}."
+    for answer, words in MISTAKES.items():
+        mistaken = results(parse(answer))
+        if all(same(got[name], mistaken[name]) for name in SCORES):
+            return False, f"{says}\n{words}"
+    if all(same(got[name][1:], [want[name]]) for name in SCORES):
+        return False, f"{says}\nFrom the second score on it is right. At the first, m is -inf and l is 0."
+    return False, says
+
+
+def judge_start(text):
+    """(whether m may begin with this number, what to say about it)."""
+    try:
+        statements = ast.parse(text.strip().removeprefix("m").strip().removeprefix("=").strip(), mode="eval")
+        start = value(statements.body, {})
+    except (Unclear, SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError):
+        return False, "Write a number, or inf with a sign."
+    if start == -math.inf:
+        return True, NEXT
+    if start == 0:
+        return False, (
+            "Not 0: for the scores [-1000, -1001, -999] m would stay 0, and exp(-1000) is 0 in floating point.\n"
+            "l would be 0, and softmax 0 / 0."
+        )
+    return False, f"Not {start:g}: if all scores are far below it, l is 0 again. What is below every score?"
+
+
+def ask(judged_by, prompt, hints):
+    """Asks at the keyboard until the answer is right; returns whether it was."""
+    hints = iter(hints)
+    while True:
+        try:
+            line = input(prompt)
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return False
+        right, says = judged_by(line) if line.strip() else (False, next(hints, "That was the last hint."))
+        print(says, end="\n\n")
+        if right:
+            return True
+
+
+def main(arguments):
+    """The exit code: 0 if what was answered is right. Without arguments the answers are read, line by line."""
+    if not arguments and sys.stdin.isatty():
+        print(PUZZLE, "\nAn empty line shows a hint, Ctrl-D ends.\n", sep="\n")
+        if not ask(judge, "l = ", HINTS):
+            return 1
+        print(START)
+        return 0 if ask(judge_start, "m = ", START_HINTS) else 1
+    line, start, *_ = [*arguments, "", ""] if arguments else [sys.stdin.readline() for _ in range(2)]
+    if not line.strip() or line in ("-h", "--help"):
+        print(PUZZLE, '\nFor example: python3 steps/puzzle.py "l + s"', sep="\n")
+        return 1
+    right, says = judge(line)
+    print(says)
+    if right and start.strip():
+        right, says = judge_start(start)
+        print(says)
+    elif right:
+        print(f"{START} Answer as a second argument.")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
