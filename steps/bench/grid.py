@@ -42,7 +42,7 @@ HOW = dict(layout=None, options={}, timing="interleaved", clock_mhz=None, watts=
 class Candidate:
     """A stage's kernel as plain functions with the contract's signatures, which refuse what they do not take.
 
-    stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files, for the rows.
+    stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files, for the rows. attention: through autograd.
     """
 
     stage: str
@@ -50,6 +50,7 @@ class Candidate:
     forward: Callable
     bwd_kernel: str | None = None
     backward: Callable | None = None
+    attention: Callable | None = None
 
     def __str__(self):
         return f"{self.stage} {self.fwd_kernel}"
@@ -67,6 +68,8 @@ class Candidate:
 
     def call(self, inputs, pass_, causal):
         """The function to be timed: without arguments, it gives the results of the pass as a tuple."""
+        if pass_ == "fwd+bwd" and self.attention:
+            return Beside(str(self), self.attention).call(inputs, pass_, causal)
         dout, *qkv = inputs
 
         def forward():
@@ -123,9 +126,9 @@ def candidate(number, word):
     module = catalogue.stage(number)
     folder = Path(module.__file__).parent
     found = {prefix: path.stem for prefix in ("fwd", "bwd") for path in folder.glob(f"{prefix}_*_{word}.*")}
-    forward, backward = (partial(function, rung=word) for function in (module.forward, module.backward))
+    forward, *both = (partial(getattr(module, name), rung=word) for name in ("forward", "backward", "attention"))
     stage = module.SUPPORTS["stage"].removeprefix("step")
-    return Candidate(stage, found.get("fwd"), forward, found.get("bwd"), backward if "bwd" in found else None)
+    return Candidate(stage, found.get("fwd"), forward, found.get("bwd"), *(both if "bwd" in found else ()))
 
 
 def kernel_files():
@@ -347,14 +350,21 @@ def feature(name, point, options=(), told=(), share=1.0, beside=(), passes=("fwd
     return Task(point, "bf16", passes, tuple(entrants), {"feature": name, **dict(told)}, share, reference, last)
 
 
-def a_new_token(cache):
-    """The task of decoding: 8 sequences; four query heads share a key head."""
+def a_new_token(B, cache):
+    """The task of decoding for B sequences; four query heads share a key head."""
     from steps.step03_triton import decode
 
     entrants = Candidate("03_triton", "decode", decode.forward), *map(Beside, ANY)
-    point = Point(8, 32, 1, 128, Hk=8, Nk=cache)
+    point = Point(B, 32, 1, 128, Hk=8, Nk=cache)
     # Decoding reads k and v, and little else.
     return Task(point, "bf16", ("fwd",), entrants, {"feature": "decode"}, ceiling=copied_keys)
+
+
+def small_calls():
+    """Groups: a feature at the size of the plan `host`, and a new token of one sequence and of many."""
+    yield [feature("soft-cap", SMALL[0], {"softcap": SOFTCAP}, {"softcap": SOFTCAP}, passes=("fwd",))]
+    yield [a_new_token(1, 4096)]
+    yield [a_new_token(64, 2048)]
 
 
 def reference_options(options, point, last, heads):
@@ -425,7 +435,7 @@ def features(N=16384, cache=32768, longest=65536):
     """Groups: the features of two head_dims, a new token over a cache of keys, and memory at a great length."""
     yield features_at(N, 16, 128)
     yield features_at(N, 32, 64)
-    yield [a_new_token(cache)]
+    yield [a_new_token(8, cache)]
     causal = Point(1, 16, longest, 128, causal=True)  # as models are, which takes half the time
     yield [feature("memory", causal, beside={"sdpa-cudnn": None}, passes=("fwd+bwd",), last=min(LAST, longest))]
 
@@ -454,6 +464,7 @@ COMPILED = "flex", "compiled", "fa4", "sdpa-cudnn"
 BOTH = ("fwd", "bwd")
 FLOAT32 = dict(passes=BOTH, dtypes=("fp32",), peers=("sdpa-efficient",))
 ONE_BLOCK = (Point(1, 1, 128, 64),)  # a kernel at this size is shorter than its launch
+SMALL = Point(1, 16, 256, 128), Point(1, 16, 1024, 128)  # calls that are lost in Python
 # What is recorded of stages 02 and 03: parts of a few minutes, which yield rows when they are called. The slow rungs
 # are measured at 4k alone.
 PLANS = {
@@ -477,6 +488,10 @@ PLANS = {
     "features": (lambda: measure(features()),),
     "grouped": (lambda: measure(grouped()),),
     "launches": (Part(of("02", "hopper fa2") + of("03", "gluon tma"), ONE_BLOCK),),
+    "host": (
+        Part(of("02", "hopper") + of("03", "gluon tma fused"), SMALL, ("fwd", "fwd+bwd"), peers=BEST),
+        lambda: measure(small_calls()),
+    ),
 }
 LONG = 16384  # A call has to take milliseconds, or else a second of calls measures how fast they are launched.
 
