@@ -110,6 +110,8 @@ def inputs(names, dtype=torch.float32, gain=1.0, n=1, D=D, device="cpu"):
     options = {key: value for name in names for key, value in every[name].items()}
     if {"packed", "alibi of each batch"} <= set(names):  # of each sequence
         options["alibi_slopes"] = random(5, H, seed=9).to(device)
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].to(dtype)
     if "mask" in options and options["mask"].is_floating_point():
         mask = options["mask"].to(dtype)
         four = mask.view((1,) * (4 - mask.ndim) + mask.shape)

@@ -593,12 +593,12 @@ def test_fewer_leading_dimensions(ndim):
 def test_any_layout():
     """A last dimension with gaps; numbers that torch negates only when it reads them; a mask with strides of 0."""
     q, k, v = example()
-    slopes, mask = random(H, seed=3).abs(), random(Nk, seed=2)
+    slopes, mask, sinks = random(H, seed=3).abs(), random(Nk, seed=2), random(H, seed=4)
     strange = [q.mT.contiguous().mT, *(torch._neg_view(-x) for x in (k, v))]
     strange_mask = torch._neg_view(-mask)
-    want = step03.forward(q, k, v, mask=mask, alibi_slopes=slopes)
-    wide = torch.stack([slopes, slopes], -1)[:, 0]
-    got = step03.forward(*strange, mask=strange_mask.expand(B, H, Nq, Nk), alibi_slopes=wide)
+    want = step03.forward(q, k, v, mask=mask, alibi_slopes=slopes, sinks=sinks)
+    wide = [torch.stack([x, x], -1)[:, 0] for x in (slopes, sinks)]
+    got = step03.forward(*strange, mask=strange_mask.expand(B, H, Nq, Nk), alibi_slopes=wide[0], sinks=wide[1])
     assert same(got, want)
     cu = {name: x.repeat_interleave(2)[::2] if name.startswith("cu") else x for name, x in PACKED.items()}
     q, k, v = example(batch=1)
@@ -776,11 +776,11 @@ def test_few_queries_are_decoded(launched, monkeypatch):
 def test_lengths_k(launched):
     q, k, v = example(lengths=(3, Nk))
     lengths = starts(0, 20)
-    for causal in (False, True):
-        out, lse = step03.forward(q, k, v, causal=causal, lengths_k=lengths)
-        want = error.expected(q, k, v, q, causal=causal, lengths_k=lengths)
+    for given in ({}, {"causal": True, "sinks": random(H, seed=3)}):
+        out, lse = step03.forward(q, k, v, lengths_k=lengths, **given)
+        want = error.expected(q, k, v, q, lengths_k=lengths, **given)
         assert not error.failures({"out": out, "lse": lse}, want)
-        assert torch.equal(out, step03.attention(q, k, v, causal=causal, lengths_k=lengths))
+        assert torch.equal(out, step03.attention(q, k, v, lengths_k=lengths, **given))
     assert launched == ["decode.forward"] * 4
 
 
