@@ -415,6 +415,17 @@ def test_the_tolerance_refuses_wrong_features(right, wrong):
     assert error.failures({name: got[name] for name in ("dq", "dk", "dv")}, want)
 
 
+def test_the_tolerance_allows_for_the_rounding_of_sinks():
+    """lse may be off by four roundings of a sink, and the sinks' gradient by four of the terms that cancel in it."""
+    *x, _ = inputs((), torch.float32)
+    eps = torch.finfo(torch.float32).eps
+    assert error.expected(*x, sinks=torch.full((H,), 1e4)).tolerance["lse"] >= 4e4 * eps
+    sinks, (q, k, v, dout) = torch.zeros(H), (x.double() for x in x)
+    out, lse = attention.forward(q, k, v, sinks=sinks)
+    terms = (-lse).exp() * (dout * out).sum(-1).abs()
+    assert error.expected(*x, sinks=sinks).tolerance["dsinks"] >= 4 * eps * terms.sum((0, 2)).max()
+
+
 def test_the_tolerance_knows_no_sign_of_a_slope():
     S, slopes = torch.zeros(B, H, Nq, Nk), FEATURES["alibi"]["alibi_slopes"]
     positive, negative = (Features(alibi_slopes=x).added(S) for x in (slopes, -slopes))

@@ -154,7 +154,7 @@ def test_bit_equal_from_run_to_run():
 
 
 @pytest.mark.parametrize("names, value", [
-    (("causal", "additive"), -1e4), (("causal", "additive"), "finfo.min"),
+    (("causal", "additive"), -1e4), (("causal", "additive"), "finfo.min"), (("additive", "sinks"), "finfo.min"),
     (("additive", "window", "parts"), "finfo.min"),
 ], ids=str)  # fmt: skip
 def test_a_finite_mask_stays_finite(names, value):

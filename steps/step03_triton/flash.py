@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""FlashAttention to copy: forward and backward with masks, bias, dropout, window, ALiBi, soft-cap, packed sequences.
+"""FlashAttention to copy: forward and backward with masks, bias, dropout, window, ALiBi, soft-cap, sinks, packed rows.
 
     out, lse   = forward(q, k, v, causal=True, window=(4095, 0), softcap=50.0)
     dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True, window=(4095, 0), softcap=50.0)
