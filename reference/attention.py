@@ -3,9 +3,11 @@
 Written to be read next to the papers, not to be fast: the N x N matrices are formed.
 
     X = scale Q K^T    S = what reference/options.py makes of X    lse = log rowsum exp S    P = exp(S - lse)
+    with sinks the sum over a row of exp S has one more term, exp sink
     O = (P . Z) V
     dV = (P . Z)^T dO     dP = (dO V^T) . Z     delta = rowsum(dO . O)     dS = P . (dP - delta)     dX = dS . dS/dX
     dQ = scale dX K       dK = scale dX^T Q     dmask = dS, summed over what the mask was broadcast over
+    dsink = -exp(sink - lse) delta, summed over the rows of the head: dS of a column whose value, and so its dP, is 0
 
 with Z = 1 without dropout, otherwise the given mask of the kept entries divided by 1 - p, and dS/dX = 1 without a
 soft-cap. Source: FlashAttention, arXiv 2205.14135, section 3.1 and appendix B.2.
@@ -22,19 +24,19 @@ def forward(q, k, v, *, scale=None, **features):
     """(out, lse) in float64: out like q, lse (B, H, Nq), natural logarithm, of the final scores before dropout.
 
     q (B, H, Nq, D), k and v (B, Hk, Nk, D), of any real dtype and device; without B too.
-    `features`: the fields of `reference.options.Features`. A query without a key gets out 0, lse -inf.
+    `features`: the fields of `reference.options.Features`. A query without a key gets out 0, lse -inf or the sink.
     """
-    P, Z, lse = _probabilities(q, k, scale=scale, **features)
+    P, Z, lse, _ = _probabilities(q, k, scale=scale, **features)
     return (P * Z) @ _repeat(v.double(), q), lse
 
 
 def backward(dout, q, k, v, *, scale=None, mask_gradient=False, **features):
     """(dq, dk, dv) in float64, shaped like q, k and v, by the formulas above (no autograd).
 
-    With mask_gradient=True (dq, dk, dv, dmask), dmask shaped like the additive mask.
+    With mask_gradient=True there is also dmask, shaped like the additive mask, and with sinks, at last, dsinks (H,).
     """
     feature = Features(**features)
-    P, Z, _ = _probabilities(q, k, scale=scale, **features)
+    P, Z, _, P_sink = _probabilities(q, k, scale=scale, **features)
     dO, Q, K, V = dout.double(), q.double(), _repeat(k.double(), q), _repeat(v.double(), q)
     O = (P * Z) @ V  # (B, H, Nq, D)
     dV = (P * Z).mT @ dO  # (B, H, Nk, D)
@@ -45,7 +47,9 @@ def backward(dout, q, k, v, *, scale=None, mask_gradient=False, **features):
     dX = dS * feature.slope(scale * Q @ K.mT)
     dQ, dK = scale * dX @ K, scale * dX.mT @ Q
     gradients = dQ, _sum_groups(dK, k), _sum_groups(dV, v)
-    return (*gradients, feature.sum_to_mask(dS)) if mask_gradient else gradients
+    if mask_gradient:
+        gradients += (feature.sum_to_mask(dS),)
+    return gradients if feature.sinks is None else (*gradients, feature.sum_to_sinks(-P_sink * delta))
 
 
 def visible(Nq, Nk, causal=False, window=None, device="cpu", first_query=None, first_key=0):
@@ -77,11 +81,12 @@ def probabilities(S, large, rest):
 
 
 def _probabilities(q, k, *, scale=None, **features):
-    """P (B, H, Nq, Nk), the dropout factor Z, and lse (B, H, Nq)."""
-    S = scores(q, k, scale=scale, **features)
+    """P (B, H, Nq, Nk), the dropout factor Z, lse (B, H, Nq), and the sinks' P (B, H, Nq, 1), or (B, H, Nq, 0)."""
+    feature = Features(**features)
+    S = feature.with_sinks(scores(q, k, scale=scale, **features))
     large, rest = log_sum_exp(S)
-    P = probabilities(S, large, rest)
-    return P, Features(**features).dropped(P), (large + rest)[..., 0]
+    P, P_sink = probabilities(S, large, rest).tensor_split([k.shape[-2]], -1)
+    return P, feature.dropped(P), (large + rest)[..., 0], P_sink
 
 
 def _scale(scale, q):

@@ -11,9 +11,9 @@
    the other way round.
    With 16 bits, the rounding of P and out moves the delta of a row by one random number. Where only a few rows count,
    these numbers can happen to be next to 0 in plain attention, and not in a kernel that rounds other numbers. For dq,
-   dk and dmask, e is therefore at least twice what such a rounding typically makes (see `_typical`).
+   dk, dmask and dsinks, e is therefore at least twice what such a rounding typically makes (see `_typical`).
 2. eps(dtype) max|float64| allows for rounding the result itself to the dtype it is stored in. lse is stored in
-   float32, dmask in the dtype of the mask.
+   float32, dmask in the dtype of the mask, dsinks in that of the sinks.
 3. eps(float32) M allows for what float32 can lose on the way, even where plain attention happens to lose nothing on
    the processor that runs this. M is the largest entry of the same formulas on absolute values, so it shows how large
    the terms are that may cancel. Each P in it counts 4 + |S| times: rounding a score and lse changes each by up to
@@ -40,7 +40,7 @@ the same numbers in float32, times eps(float64) / eps(float32).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,7 +66,8 @@ def expected(q, k, v, dout, *, scale=None, mask_gradient=False, **features) -> E
     """
     options = dict(scale=scale, mask_gradient=mask_gradient)
     backward = attention.backward(dout, q, k, v, **options, **features)
-    value = _by_name(*attention.forward(q, k, v, scale=scale, **features), *backward)
+    results = *attention.forward(q, k, v, scale=scale, **features), *backward
+    value = _by_name(*results, sinks=features.get("sinks"))
     if q.dtype == torch.float64:
         single = expected(*(x.float() for x in (q, k, v, dout)), **options, **features).tolerance
         tolerance = {name: t * _eps(torch.float64) / _eps(torch.float32) for name, t in single.items()}
@@ -75,19 +76,22 @@ def expected(q, k, v, dout, *, scale=None, mask_gradient=False, **features) -> E
     return Expected(value, tolerance, _exact(value, q, k, Features(**features)))
 
 
-def _by_name(*results):
-    """{name: result} for out, lse, dq, dk, dv and, if it is there, dmask."""
-    return dict(zip((*NAMES, "dmask"), results, strict=False))
+def _by_name(*results, sinks=None):
+    """{name: result} for out, lse, dq, dk, dv, if it is there dmask, and with sinks at last dsinks."""
+    more = {} if sinks is None else {"dsinks": results[-1]}
+    return dict(zip((*NAMES, "dmask"), results[: len(results) - len(more)], strict=False)) | more
 
 
 def _exact(value, q, k, feature):
-    """By name: where nothing is seen, so that the result is exactly 0, or -inf for lse."""
+    """By name: where nothing is seen, so that the result is exactly 0, or -inf for lse if there is no sink either."""
     seen = feature.seen(q.shape[-2], k.shape[-2], q.device).expand(*q.shape[:-1], k.shape[-2])  # (B, H, Nq, Nk)
     no_key = ~seen.any(-1, keepdim=True)
     no_query = attention._sum_groups(seen.any(-2)[..., None].int(), k[..., :1]) == 0
-    rows = {"out": no_key, "lse": no_key[..., 0], "dq": no_key, "dk": no_query, "dv": no_query}
+    rows = {"out": no_key, "lse": value["lse"] == -math.inf, "dq": no_key, "dk": no_query, "dv": no_query}
     if "dmask" in value:
         rows["dmask"] = feature.sum_to_mask(seen.double()) == 0
+    if "dsinks" in value:
+        rows["dsinks"] = feature.sinks == -math.inf
     return {name: rows[name].expand(ref.shape) for name, ref in value.items()}
 
 
@@ -107,8 +111,9 @@ def _tolerances(q, k, v, dout, value, *, scale, mask_gradient, **features):
     M = _absolute(q, k, v, dout, **options)
     typical = _typical(q, k, v, dout, **options) if rough else {}
     eps = dict.fromkeys(NAMES, _eps(q.dtype)) | {"lse": _eps(torch.float32)}
-    if mask_gradient:
-        eps["dmask"] = max(_eps(features["mask"].dtype), _eps(torch.float32))
+    for name in ("mask", "sinks"):
+        if features.get(name) is not None and features[name].is_floating_point():
+            eps[f"d{name}"] = max(_eps(features[name].dtype), _eps(torch.float32))
     tolerance = {}
     for name, ref in value.items():
         e = max(one_way[name], other_way[name], 2 * typical.get(name, 0))
@@ -165,7 +170,7 @@ def _plain(q, k, v, dout, *, scale=None, mask_gradient=False, forward_product=to
     K, V = (attention._repeat(x.float(), q) for x in (k, v))
 
     S = feature.scores(scale * forward_product(Q, K.mT), tanh)
-    lse = attention.log_sum_exp(S)  # a pair whose sum it is
+    lse = attention.log_sum_exp(feature.with_sinks(S))  # a pair whose sum it is
     P = attention.probabilities(S, *lse)
     Z = feature.dropped(P)
     out = forward_product((P * Z).to(q.dtype).float(), V).to(q.dtype)
@@ -178,7 +183,11 @@ def _plain(q, k, v, dout, *, scale=None, mask_gradient=False, forward_product=to
     dq = scale * backward_product(dX, K)
     dk = attention._sum_groups(scale * backward_product(dX.mT, Q), k)
     dv = attention._sum_groups(backward_product((P * Z).to(q.dtype).float().mT, dO), v)
-    return _by_name(out, sum(lse)[..., 0], dq, dk, dv, *([feature.sum_to_mask(dS)] if mask_gradient else []))
+    results = [out, sum(lse)[..., 0], dq, dk, dv, *([feature.sum_to_mask(dS)] if mask_gradient else [])]
+    if feature.sinks is not None:
+        P_sink = attention.probabilities(feature.with_sinks(S[..., :0]), *lse)
+        results.append(feature.sum_to_sinks(-P_sink * delta))
+    return _by_name(*results, sinks=feature.sinks)
 
 
 def _absolute(q, k, v, dout, *, scale=None, mask_gradient=False, **features):
@@ -186,20 +195,28 @@ def _absolute(q, k, v, dout, *, scale=None, mask_gradient=False, **features):
     feature, scale = Features(**features), attention._scale(scale, q)
     Q, dO = q.double().abs(), dout.double().abs()
     K, V = (attention._repeat(x.double().abs(), q) for x in (k, v))
-    P, Z, _ = attention._probabilities(q, k, scale=scale, **features)
+    P, Z, _, P_sink = attention._probabilities(q, k, scale=scale, **features)
+    if feature.sinks is not None:
+        sizes = feature.sinks.double().abs().where(feature.sinks > -math.inf, -math.inf)
+        feature = replace(feature, sinks=sizes)
     seen = feature.seen(q.shape[-2], k.shape[-2], q.device)
     products = scale * Q @ K.mT
     added = feature.added(P).masked_fill(P == 0, 0)
     S = products + added
     times = 4 if q.dtype == torch.float32 else 4 + q.shape[-1] / 16
-    lse = times * sum(attention.log_sum_exp(products.masked_fill(~seen, -math.inf)))[..., 0] + 4 * (P * added).sum(-1)
-    dP = (dO @ V.mT) * Z + (dO * ((P * Z) @ V)).sum(-1, keepdim=True)
-    divided = P * (4 + S.minimum(2 * (1 - P) * _row_max(S.masked_fill(~seen, 0))))
+    products = feature.with_sinks(products.masked_fill(~seen, -math.inf))
+    lse = times * sum(attention.log_sum_exp(products))[..., 0] + 4 * (P * added).sum(-1)
+    delta = (dO * ((P * Z) @ V)).sum(-1, keepdim=True)
+    dP = (dO @ V.mT) * Z + delta
+    divided = P * (4 + S.minimum(2 * (1 - P) * _row_max(feature.with_sinks(S.masked_fill(~seen, 0)))))
     P = (P * (4 + S)).clamp(max=1 / _eps(torch.float32))
     dS = P * dP
     dk, dv = attention._sum_groups(scale * dS.mT @ Q, k), attention._sum_groups((P * Z).mT @ dO, v)
-    M = _by_name((divided * Z) @ V, lse, scale * dS @ K, dk, dv, *([feature.sum_to_mask(dS)] if mask_gradient else []))
-    return {name: _largest(x) for name, x in M.items()}
+    M = [(divided * Z) @ V, lse, scale * dS @ K, dk, dv, *([feature.sum_to_mask(dS)] if mask_gradient else [])]
+    if feature.sinks is not None:
+        size = feature.with_sinks(S[..., :0]).clamp(min=0)
+        M.append(feature.sum_to_sinks((P_sink * (4 + size)).clamp(max=1 / _eps(torch.float32)) * delta))
+    return {name: _largest(x) for name, x in _by_name(*M, sinks=feature.sinks).items()}
 
 
 def _typical(q, k, v, dout, *, scale=None, mask_gradient=False, **features):
@@ -212,7 +229,7 @@ def _typical(q, k, v, dout, *, scale=None, mask_gradient=False, **features):
     feature, scale, unit = Features(**features), attention._scale(scale, q), _eps(q.dtype) / 4
     Q, dO = q.double(), dout.double()
     K, V = (attention._repeat(x.double(), q) for x in (k, v))
-    P, Z, _ = attention._probabilities(q, k, scale=scale, **features)
+    P, Z, _, P_sink = attention._probabilities(q, k, scale=scale, **features)
     if not P.numel():
         return {}
     O = (P * Z) @ V
@@ -225,6 +242,8 @@ def _typical(q, k, v, dout, *, scale=None, mask_gradient=False, **features):
     off = {"dq": dq, "dk": dk}
     if mask_gradient:
         off["dmask"] = feature.sum_to_mask((P * off_delta).square()).sqrt()
+    if feature.sinks is not None:
+        off["dsinks"] = feature.sum_to_sinks((P_sink * off_delta).square()).sqrt()
     return {name: x.amax(-1).pow(4).mean().pow(1 / 4).item() for name, x in off.items()}
 
 

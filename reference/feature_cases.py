@@ -77,6 +77,7 @@ def features(B=2, H=2, n=1, device="cpu"):
         "additive for heads": {"mask": numbers(B, H, 1, 1, seed=8)},
         "alibi": {"alibi_slopes": 0.5 ** torch.arange(1, 3 * H, 3, device=device)},
         "alibi of each batch": {"alibi_slopes": numbers(B, H, seed=9)},  # of both signs
+        "sinks": {"sinks": 1.5 * torch.arange(1, H + 1, device=device) - 2},  # natural units, of both signs
         "dropout": {"dropout_p": 0.4, "seed": torch.tensor(2**35 + 11)},
         "first": {"first_query": 9 * n, "first_key": 16 * n, "causal": True},
         "first key": {"first_key": 3 * n, "causal": True},
@@ -96,6 +97,8 @@ COMBINED = [
     ("causal", "first", "dropout", "left window"), ("softcap", "additive", "alibi"), ("causal", "dropout", "parts"),
     ("softcap", "alibi", "parts"), ("additive", "window", "parts"), ("causal", "lengths"),
     ("boolean of all heads", "packed", "dropout", "first key"), ("padding", "causal", "softcap"),
+    ("boolean", "causal", "sinks"), ("causal", "window", "sinks", "packed"), ("alibi", "parts", "sinks"),
+    ("additive", "dropout", "softcap", "sinks"), ("causal", "lengths", "sinks"),
 ]  # fmt: skip
 CASES = ALONE + COMBINED
 
@@ -107,6 +110,8 @@ def inputs(names, dtype=torch.float32, gain=1.0, n=1, D=D, device="cpu"):
     options = {key: value for name in names for key, value in every[name].items()}
     if {"packed", "alibi of each batch"} <= set(names):  # of each sequence
         options["alibi_slopes"] = random(5, H, seed=9).to(device)
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].to(dtype)
     if "mask" in options and options["mask"].is_floating_point():
         mask = options["mask"].to(dtype)
         four = mask.view((1,) * (4 - mask.ndim) + mask.shape)
@@ -121,20 +126,22 @@ def inputs(names, dtype=torch.float32, gain=1.0, n=1, D=D, device="cpu"):
 def run(module, q, k, v, dout, options, **more):
     """The results by name; with the gradient of the mask if it is additive. `more` options go to both functions."""
     options = options | more
-    borders, mask = options.pop("parts", None), options.get("mask")
+    borders, mask, sinks = options.pop("parts", None), options.get("mask"), options.get("sinks")
     gradient = {"mask_gradient": mask is not None and mask.is_floating_point()}
     if borders is None:
         out, lse = module.forward(q, k, v, **options)
-        return error._by_name(out, lse, *module.backward(dout, q, k, v, out, lse, **options, **gradient))
+        grads = module.backward(dout, q, k, v, out, lse, **options, **gradient)
+        return error._by_name(out, lse, *grads, sinks=sinks)
     calls = [_part_of(k, v, options, *ends) for ends in pairwise(borders)]
     out, lse = torch.zeros(q.shape, device=q.device), torch.full(q.shape[:3], -math.inf, device=q.device)
     for K, V, o in calls:
         module.forward(q, K, V, out=out, lse=lse, **o)
-    parts = [module.backward(dout, q, K, V, out, lse, **o, **gradient) for K, V, o in calls]
+    parts = [[*module.backward(dout, q, K, V, out, lse, **o, **gradient)] for K, V, o in calls]
+    dsinks = [] if sinks is None else [parts[0].pop()]  # Only the first call has them.
     dq, dk, dv, *dmask = zip(*parts, strict=True)
     if dmask:
         dmask = [sum(dmask[0]) if mask.shape[-1] == 1 else torch.cat(dmask[0], -1)]
-    return error._by_name(out, lse, sum(dq), torch.cat(dk, 2), torch.cat(dv, 2), *dmask)
+    return error._by_name(out, lse, sum(dq), torch.cat(dk, 2), torch.cat(dv, 2), *dmask, *dsinks, sinks=sinks)
 
 
 def _part_of(k, v, options, start, end):
@@ -142,6 +149,8 @@ def _part_of(k, v, options, start, end):
     options, mask = options | {"first_key": start}, options.get("mask")
     if mask is not None and mask.shape[-1] > 1:
         options["mask"] = mask[..., start:end]
+    if start > 0:
+        options.pop("sinks", None)
     return k[:, :, start:end], v[:, :, start:end], options
 
 

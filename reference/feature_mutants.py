@@ -17,7 +17,7 @@ import torch
 from reference import error, feature_cases, mutants, philox
 
 NOT_GIVEN = dict.fromkeys(
-    ("scale", "window", "softcap", "mask", "alibi_slopes", "seed", "first_query", "parts", "cu_seqlens_q", "lengths_k")
+    "scale window softcap mask alibi_slopes sinks seed first_query parts cu_seqlens_q lengths_k".split()
 ) | {"causal": False, "first_key": 0, "dropout_p": 0.0}
 
 
@@ -36,6 +36,7 @@ class Attention:
     """Forward and backward of every feature in float32, one method a step."""
 
     hidden_score = -math.inf
+    sink_of_every_part = False
 
     def __init__(self, q, k, v, dout, options):
         self.q, self.k, self.v, self.dout = (x.float() for x in (q, k, v, dout))
@@ -46,16 +47,21 @@ class Attention:
         self.additive = self.o.mask is not None and self.o.mask.is_floating_point()
 
     def run(self):
-        """The results by name; with the gradient of the mask if it is additive."""
+        """The results by name; with the gradient of the mask if it is additive, and that of the sinks."""
         out, lse = self.new_results()
         dq, dk, dv = (torch.zeros_like(x) for x in (self.q, self.k, self.v))
-        dS = torch.zeros(self.B, self.H, self.Nq, self.Nk)
+        dS, dsinks = torch.zeros(self.B, self.H, self.Nq, self.Nk), torch.zeros(self.H)
         for blocks in self.sequences():
             rows = cut(blocks[0].b, blocks[0].rows)
             O, L = torch.zeros_like(out[rows]), torch.full_like(lse[rows], -math.inf)
-            for x in blocks:
+            for n, x in enumerate(blocks):
                 O, L = self.merge(O, L, *self.forward(x))
+                if self.o.sinks is not None and (n == 0 or self.sink_of_every_part):
+                    O, L = self.add_sink(O, L)
             out[rows], lse[rows] = O, L
+            if self.o.sinks is not None:
+                P = (self.sink(L) - self.unit(L)).exp()
+                dsinks -= self.sink_gradient(P, (self.dout[rows] * O).sum(-1))
             for x in blocks:
                 keys = cut(x.b, x.keys)
                 dQ, dK, dV, dS_x = self.backward(x, O, L)
@@ -63,7 +69,8 @@ class Attention:
                 dk[keys] += self.sum_heads(dK)
                 dv[keys] += self.sum_heads(dV)
                 dS[(*rows, slice(x.keys.start, x.keys.stop))] += dS_x
-        return error._by_name(out, lse, dq, dk, dv, *([self.sum_to_mask(dS)] if self.additive else []))
+        more = [*([self.sum_to_mask(dS)] if self.additive else []), *([] if self.o.sinks is None else [dsinks])]
+        return error._by_name(out, lse, dq, dk, dv, *more, sinks=self.o.sinks)
 
     def forward(self, x):
         """(O, lse) of a block."""
@@ -201,6 +208,18 @@ class Attention:
 
     def probabilities(self, S, L):
         return (S - self.unit(L)[..., None]).exp()
+
+    # Sinks.
+    def sink(self, L):
+        """The score of each row's sink, like L (H, Nq)."""
+        return self.o.sinks.float()[:, None].expand_as(L)
+
+    def add_sink(self, O, L):
+        return self.merge(O, L, torch.zeros_like(O), self.sink(L))
+
+    def sink_gradient(self, P, delta):
+        """What is subtracted from the gradient of the sinks (H,), from P and delta (H, Nq)."""
+        return (P * delta).sum(-1)
 
     # Dropout.
     def threshold(self):
@@ -553,6 +572,56 @@ class DropoutSameForHeads(Attention):
 class DropoutSameForBatches(Attention):
     def draw(self, x, first_query, first_key):
         return super().draw(x._replace(s=0), first_query, first_key)
+
+
+# ---- sinks -----------------------------------------------------------------------------------------------------------
+
+
+@mutant("the sink is multiplied by scale, as the scores are")
+class SinkScaled(Attention):
+    def sink(self, L):
+        return self.scale * super().sink(L)
+
+
+@mutant("the sink is not converted to base 2, as the scores are")
+class SinkInBase2(Attention):
+    def sink(self, L):
+        return math.log(2) * super().sink(L)
+
+
+@mutant("the sink is taken of the key head instead of the query head")
+class SinkOfKeyHead(Attention):
+    def sink(self, L):
+        return super().sink(L)[torch.arange(self.H) // self.group]
+
+
+@mutant("the sink is counted once for each part of the keys")
+class SinkOfEveryPart(Attention):
+    sink_of_every_part = True
+
+
+@mutant("the sink makes out smaller, but is not in lse")
+class SinkNotInLse(Attention):
+    def add_sink(self, O, L):
+        return super().add_sink(O, L)[0], L
+
+
+@mutant("the sink is left out where a row sees no key: its lse is -inf")
+class SinkOnlyBesideKeys(Attention):
+    def sink(self, L):
+        return super().sink(L).masked_fill(L == -math.inf, -math.inf)
+
+
+@mutant("the gradient of the sinks lacks delta: it is the sum of their P")
+class SinkGradientWithoutDelta(Attention):
+    def sink_gradient(self, P, delta):
+        return P.sum(-1)
+
+
+@mutant("the gradient of the sinks has the wrong sign")
+class SinkGradientNegative(Attention):
+    def sink_gradient(self, P, delta):
+        return -super().sink_gradient(P, delta)
 
 
 # ---- packed sequences, and keys that do not exist --------------------------------------------------------------------

@@ -5,9 +5,11 @@
 
 in this order. A key is hidden by a boolean mask (True = seen), by an additive mask of -inf, by `causal` (key > pos), by
 a window outside of pos - left <= key <= pos + right, and where it belongs to another sequence or does not exist. The
-functions compute in the type of their argument, so that float64 and plain float32 attention share every line.
+functions compute in the type of their argument, so that float64 and plain float32 attention share every line. A sink is
+one more column of S, to which none of this is done, and whose value is 0.
 
 Sources: soft-cap: Gemma 2, arXiv 2408.00118, section 2. ALiBi: arXiv 2108.12409. Window: Longformer, arXiv 2004.05150.
+Sinks: gpt-oss, arXiv 2508.10925; their name: arXiv 2309.17453.
 """
 
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ class Features:
     softcap           a number > 0; None or 0 is none
     mask              (..., Nq, Nk), broadcast to (B, H, Nq, Nk): bool (True = seen), or float, added in natural units
     alibi_slopes      (H,) or (B, H)
+    sinks             (H,), in natural units: each row's softmax has one more column of this score, whose value is 0.
+                      -inf is no sink. A row without a key then gets out 0 and lse = sink.
     first_query, first_key        integers, see above
     cu_seqlens_q, cu_seqlens_k    packed sequences: (n + 1,) integers that begin with 0 and do not decrease. B is 1, and
                       sequence s is the queries cu_seqlens_q[s] ... cu_seqlens_q[s + 1] - 1 and likewise the keys.
@@ -47,6 +51,7 @@ class Features:
     softcap: float | None = None
     mask: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     first_query: int | None = None
     first_key: int = 0
     cu_seqlens_q: torch.Tensor | None = None
@@ -76,6 +81,16 @@ class Features:
         seen = self.seen(*S.shape[-2:], S.device)
         return S.masked_fill(~seen.reshape(seen.shape[-S.ndim :]), -torch.inf)
 
+    def with_sinks(self, S):
+        """S (B, H, Nq, Nk) with one more column, the sinks, if there are any; -inf in rows of no sequence."""
+        if self.sinks is None:
+            return S
+        column = self.sinks.to(S.dtype)[:, None, None]
+        if self.cu_seqlens_q is not None:
+            row = torch.arange(S.shape[-2], device=S.device)
+            column = torch.where((row < self.cu_seqlens_q[-1])[:, None], column, -torch.inf)
+        return torch.cat([S, column.reshape(column.shape[-S.ndim :]).expand(*S.shape[:-1], 1)], -1)
+
     def slope(self, X, tanh=torch.tanh):
         """dS / dX in the type of X: 1 - tanh^2 with a soft-cap, otherwise the number 1."""
         return 1 - tanh(X / self.softcap).square() if self.softcap else 1.0
@@ -100,6 +115,10 @@ class Features:
         if not self.additive:
             raise ValueError("only a mask of floating-point numbers has a gradient")
         return dS.sum_to_size(self.mask.shape)
+
+    def sum_to_sinks(self, dS):
+        """The gradient of the sinks (H,): dS (B, H, Nq, 1) of their column, summed over batch and rows."""
+        return dS.sum_to_size((len(self.sinks), 1, 1)[-dS.ndim :]).flatten()
 
     def seen(self, Nq, Nk, device="cpu"):
         """bool, broadcastable to (B, H, Nq, Nk): which keys each query sees."""

@@ -23,15 +23,16 @@ FLOAT32 = torch.finfo(torch.float32)
 # {option: the stage that has it}, without those that every stage has.
 STAGE_WITH = {
     **dict.fromkeys(
-        ("window", "softcap", "mask", "alibi_slopes", "dropout_p", "seed", "first_query", "first_key", "cu_seqlens_q",
-         "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "lengths_k", "check", "mask_gradient"),
+        ("window", "softcap", "mask", "sinks", "alibi_slopes", "dropout_p", "seed", "first_query", "first_key",
+         "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "lengths_k", "check", "mask_gradient"),
         "step03_triton",
     ),
     **dict.fromkeys(("layout", "group", "block", "S", "transport"), "step04_ring"),
     "cu_seqlens": 'step04_ring.strategies.attention (with strategy="query_parallel")',
 }  # fmt: skip
 # {an option of torch's attention or of flash_attn: its name here}
-OTHER_NAMES = {"is_causal": "causal", "attn_mask": "mask", "softmax_scale": "scale", "window_size": "window"}
+OTHER_NAMES = {"is_causal": "causal", "attn_mask": "mask", "softmax_scale": "scale", "window_size": "window",
+               "s_aux": "sinks", "learnable_sink": "sinks"}  # fmt: skip
 
 
 def refuse(stage, function, options):

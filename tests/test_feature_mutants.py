@@ -56,6 +56,13 @@ PLANTED = [
     ("alibi_of_first_batch", "alibi of each batch", "features.py", "seq.number * f.slope_strides[0]", "0"),
     ("softcap_without_derivative", "softcap", "flash_kernels.py", "dS * derivative", "dS"),
     ("softcap_without_scale", "softcap", "features.py", "X * (f.scale / f.softcap)", "X / f.softcap"),
+    ("sink_scaled", "boolean + causal + sinks", "flash.py", "sinks.float()", "(sinks.float() * 24**-0.5)"),  # of D = 24
+    ("sink_in_base2", "additive + dropout + softcap + sinks", "flash.py", "sinks.float()",
+     "(sinks.float() * 0.6931472)"),
+    ("sink_not_in_lse", "sinks", "flash_kernels.py", "lse_i, kept_share = add_sink(", "_, kept_share = add_sink("),
+    ("sink_gradient_without_delta", "causal + window + sinks + packed", "flash_kernels.py",
+     "-P * tl.sum(products, 1)", "-P"),
+    ("sink_gradient_negative", "sinks", "flash_kernels.py", "-P * tl.sum", "P * tl.sum"),
     ("dropout_drawn_anew", "dropout", "flash_kernels.py", "keep = kept(tile, f, seq, head)",
      "keep = kept(tile, f, seq._replace(number=seq.number + 1), head)"),
     ("dropout_not_scaled", "dropout", "flash.py", "256 / threshold if threshold else 0.0", "1.0"),

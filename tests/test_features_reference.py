@@ -36,6 +36,7 @@ FEATURES = {
     "additive mask": {"mask": random(H, 1, Nk, seed=2).masked_fill(random(H, 1, Nk, seed=3) > 1, -math.inf)},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
     "alibi of each batch": {"alibi_slopes": random(B, H, seed=4)},
+    "sinks": {"sinks": torch.tensor([0.5, -math.inf, 2.5, -1.0])},
     "first": {"first_query": 4, "first_key": 1},
     "lengths": {"lengths_k": torch.tensor([6, 3])},
     "dropout": {"dropout_mask": philox.keep_mask(5, B, H, Nq, Nk, 0.3), "dropout_p": philox.rounded(0.3)},
@@ -107,7 +108,7 @@ def test_scores_are_what_the_definition_says(names):
         score_by_hand(q, k, *entry, options)
         for entry in itertools.product(range(q.shape[0]), range(H), range(Nq), range(Nk))
     ]
-    options = {key: value for key, value in options.items() if not key.startswith("dropout")}
+    options = {key: value for key, value in options.items() if not key.startswith(("dropout", "sinks"))}
     S = attention.scores(q, k, **options)
     torch.testing.assert_close(S, torch.tensor(by_hand, dtype=S.dtype).view(S.shape), rtol=1e-12, atol=1e-13)
 
@@ -117,14 +118,56 @@ def test_backward_by_formula_equals_autograd(names):
     q, k, v, dout, options = inputs(names)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with_mask = "additive mask" in names
-    if with_mask:
-        leaves.append(options["mask"].clone().requires_grad_())
-    by_autograd = torch.autograd.grad(
-        attention.forward(*leaves[:3], **options | ({"mask": leaves[3]} if with_mask else {}))[0], leaves, dout
-    )
+    own = {"mask": with_mask, "sinks": "sinks" in names}
+    own = {name: options[name].double().requires_grad_() for name in own if own[name]}
+    leaves += own.values()
+    by_autograd = torch.autograd.grad(attention.forward(*leaves[:3], **options | own)[0], leaves, dout)
     by_formula = attention.backward(dout, q, k, v, mask_gradient=with_mask, **options)
     for formula, autograd in zip(by_formula, by_autograd, strict=True):
         torch.testing.assert_close(formula, autograd, rtol=1e-11, atol=1e-13)
+
+
+def test_the_gradient_of_sinks_by_finite_differences():
+    names = ("sinks", "additive mask", "dropout")  # Some rows see no key.
+    q, k, v, dout, options = inputs(names)
+    sinks, step = options.pop("sinks").double(), 1e-5
+    *_, dsinks = attention.backward(dout, q, k, v, sinks=sinks, **options)
+    for h in range(H):
+        change = step * torch.eye(H, dtype=torch.float64)[h]
+        more, less = (attention.forward(q, k, v, sinks=x, **options)[0] for x in (sinks + change, sinks - change))
+        torch.testing.assert_close(dsinks[h], ((more - less) * dout).sum() / (2 * step), rtol=1e-7, atol=1e-9)
+
+
+def test_a_sink_is_a_key_whose_value_is_0():
+    """q has one more entry, 1, and k one more, which is the sink for that key and 0 for the others."""
+    q, k, v, dout, _ = inputs(())
+    k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
+    sinks, scale = torch.tensor([0.5, -2.0, 2.5, -1.0], dtype=torch.float64), 0.7
+    q_more, k_more = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1, 0, 1))
+    k_more[:, :, -1, -1] = sinks / scale
+    v_more, dout_more = F.pad(v, (0, 1, 0, 1)), F.pad(dout, (0, 1))
+    out, lse = attention.forward(q_more, k_more, v_more, scale=scale)
+    dq, dk, dv = attention.backward(dout_more, q_more, k_more, v_more, scale=scale)
+    gradients = dq[..., :-1], dk[..., :-1, :-1], dv[..., :-1, :-1], dk[:, :, -1, -1].sum(0) / scale
+    got = both(q, k, v, dout, {"sinks": sinks, "scale": scale})
+    for x, y in zip(got, (out[..., :-1], lse, *gradients), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("names", [(), ("causal", "lengths"), ("causal", "packed")], ids=str)
+def test_without_a_key_lse_is_the_sink_and_a_sink_of_minus_infinity_is_none(names):
+    *x, options = inputs(names)
+    _, lse, _, _, _, dsinks = both(*x, options | FEATURES["sinks"])
+    plain, without = both(*x, options | {"sinks": torch.full((H,), -math.inf)}), both(*x, options)
+    assert (plain[5] == 0).all() and dsinks[1] == 0
+    for with_none, none in zip(plain[:5], without, strict=True):
+        torch.testing.assert_close(with_none, none, rtol=1e-12, atol=1e-14)
+    no_key = without[1] == -math.inf
+    if "packed" in names:
+        no_key[:, :, 4:] = False  # rows of no sequence
+        assert (lse[:, :, 4:] == -math.inf).all()
+    sinks = FEATURES["sinks"]["sinks"].double()[:, None].expand_as(lse)
+    assert no_key.any() == (names != ()) and torch.equal(lse[no_key], sinks[no_key])
 
 
 # ---- against other implementations -----------------------------------------------------------------------------------
@@ -147,7 +190,7 @@ def test_masks_equal_sdpa(dtype, value):
     want = error.expected(*(x.detach() for x in (q, k, v, dout)), mask=mask.detach(), mask_gradient=True)
     assert not error.failures(got, want)
     if value < -1e30 and value > -math.inf:
-        P, _, lse = attention._probabilities(q.detach(), k.detach(), mask=mask.detach())
+        P, _, lse, _ = attention._probabilities(q.detach(), k.detach(), mask=mask.detach())
         assert (P[:, :, 2] == P[:, :, 2, :1]).all() and (lse[:, :, 2] == value).all()
         assert want.tolerance["out"] < 2e-5 and want.tolerance["dv"] < 2e-5
 
@@ -173,14 +216,15 @@ def both(q, k, v, dout, options):
     return *attention.forward(q, k, v, **options), *attention.backward(dout, q, k, v, **options)
 
 
-@pytest.mark.parametrize("names", [(), ("causal", "window"), ("softcap", "additive mask"), ("alibi", "dropout")])
+@pytest.mark.parametrize("names", [(), ("causal", "window"), ("softcap", "additive mask"), ("alibi", "dropout"),
+                                   ("sinks", "causal")])  # fmt: skip
 def test_without_batch(names):
     *tensors, options = inputs(names)
     if "dropout" in names:
         options["dropout_mask"] = options["dropout_mask"][0]
     one, alone = both(*(x[:1] for x in tensors), options), both(*(x[0] for x in tensors), options)
     for with_batch, without in zip(one, alone, strict=True):
-        torch.testing.assert_close(with_batch[0], without, rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(with_batch.reshape(without.shape), without, rtol=1e-13, atol=1e-15)
 
 
 def test_what_is_exact_of_packed_sequences():
@@ -297,15 +341,25 @@ def like_a_kernel(q, k, v, dout, *, scale=None, mask_gradient=False, tanh=torch.
         l, m = alpha * l + P.sum(-1), m_new
         O = alpha[..., None] * O + (P * (Z[..., keys] > 0)).to(dtype).float() @ V[..., keys, :]
     factor = Z.amax() if Z.numel() else 1.0
-    out = torch.where(l[..., None] == 0, 0, factor * O / l[..., None]).to(dtype)
-    lse = m + l.log2()
+    out = torch.where(l[..., None] == 0, 0, factor * O / l[..., None])
+    lse = (m + l.log2()) / log2_e
+    if feature.sinks is not None:
+        with_sinks = torch.logaddexp(lse, feature.with_sinks(S[..., :0])[..., 0])
+        out *= (lse - with_sinks.nan_to_num(neginf=0.0)).exp()[..., None]
+        lse = with_sinks
+    out = out.to(dtype)
 
-    P = torch.exp2(S - lse.nan_to_num(neginf=0.0)[..., None])
-    dS = P * ((dO @ V.mT) * Z - (dO * out.float()).sum(-1, keepdim=True))
+    P = torch.exp2(S - log2_e * lse.nan_to_num(neginf=0.0)[..., None])
+    delta = (dO * out.float()).sum(-1, keepdim=True)
+    dS = P * ((dO @ V.mT) * Z - delta)
     dX = (dS * feature.slope(X, tanh)).to(dtype).float()
     gradients = scale * dX @ K, scale * dX.mT @ Q, factor * (P * (Z > 0)).to(dtype).float().mT @ dO
     dq, dk, dv = (attention._sum_groups(x, like).to(dtype) for x, like in zip(gradients, (q, k, v), strict=True))
-    return error._by_name(out, lse / log2_e, dq, dk, dv, *([feature.sum_to_mask(dS)] if mask_gradient else []))
+    results = [out, lse, dq, dk, dv, *([feature.sum_to_mask(dS)] if mask_gradient else [])]
+    if feature.sinks is not None:
+        P_sink = (feature.with_sinks(S[..., :0]) - lse.nan_to_num(neginf=0.0)[..., None]).exp()
+        results.append(feature.sum_to_sinks(-P_sink * delta))
+    return error._by_name(*results, sinks=feature.sinks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -347,6 +401,7 @@ WRONG = {
     "another dropout factor": (FEATURES["dropout"], FEATURES["dropout"] | {"dropout_p": 0.3}),
     "lengths forgotten": (FEATURES["lengths"], {}),
     "sequences not separated": (FEATURES["packed"] | {"causal": True}, {"causal": True}),
+    "a sink scaled": ({"sinks": torch.tensor([1.0] * H)}, {"sinks": torch.tensor([3**-0.5] * H)}),
     "the mask scaled": ({"mask": random(Nq, Nk, seed=8)}, {"mask": 3**-0.5 * random(Nq, Nk, seed=8)}),
 }
 
@@ -358,6 +413,17 @@ def test_the_tolerance_refuses_wrong_features(right, wrong):
     got = like_a_kernel(q, k, v, dout, **wrong)
     assert error.failures({name: got[name] for name in ("out", "lse")}, want)
     assert error.failures({name: got[name] for name in ("dq", "dk", "dv")}, want)
+
+
+def test_the_tolerance_allows_for_the_rounding_of_sinks():
+    """lse may be off by four roundings of a sink, and the sinks' gradient by four of the terms that cancel in it."""
+    *x, _ = inputs((), torch.float32)
+    eps = torch.finfo(torch.float32).eps
+    assert error.expected(*x, sinks=torch.full((H,), 1e4)).tolerance["lse"] >= 4e4 * eps
+    sinks, (q, k, v, dout) = torch.zeros(H), (x.double() for x in x)
+    out, lse = attention.forward(q, k, v, sinks=sinks)
+    terms = (-lse).exp() * (dout * out).sum(-1).abs()
+    assert error.expected(*x, sinks=sinks).tolerance["dsinks"] >= 4 * eps * terms.sum((0, 2)).max()
 
 
 def test_the_tolerance_knows_no_sign_of_a_slope():

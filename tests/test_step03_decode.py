@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import steps.step03_triton as step03
-from reference import cases, error
+from reference import cases, error, feature_cases
 from steps import engine
 from steps.step03_triton import decode
 from steps.step03_triton.replay import Recording
@@ -60,10 +60,21 @@ def check(q, k, v, splits=None, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, None], ids=str)
-def test_every_number_of_splits(splits, dtype, small_tiles):
+@pytest.mark.parametrize("sinks", [None, (1.5, -0.75)], ids=str)
+def test_every_number_of_splits(sinks, splits, dtype, small_tiles):
     """No key, one key, exactly one tile and all keys. There are fewer tiles than splits, as many, and more."""
     x = inputs(B=4, Nq=2, Nk=53, dtype=dtype)
-    check(*x, splits=splits, causal=True, lengths_k=int32(0, 1, 16, 53))
+    options = {} if sinks is None else {"sinks": torch.tensor(sinks, dtype=dtype, device=engine.device)}
+    check(*x, splits=splits, causal=True, lengths_k=int32(0, 1, 16, 53), **options)
+
+
+def test_a_sink_of_minus_infinity_is_none(small_tiles):
+    """Also where there is no key. The other head's sink is one more key of value 0, far above all scores."""
+    x, options = inputs(B=2, Nq=2), {"lengths_k": int32(0, 70), "splits": 3}
+    sinks = torch.tensor([-math.inf, 1e4], device=engine.device)
+    got, without = check(*x, sinks=sinks, **options), run(*x, **options)
+    assert all(torch.equal(got[name][:, 0], without[name][:, 0]) for name in got)
+    assert (got["out"][:, 1] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,7 +86,8 @@ def test_the_tables_own_tiles(dtype):
 @pytest.mark.parametrize("Nq, group, splits", [(1, 1, 3), (3, 1, 3), (1, 4, 3), (4, 4, 3), (5, 4, 1), (9, 4, 2)])
 def test_queries_and_groups(Nq, group, splits, causal, small_tiles):
     """`group` heads times Nq queries are a part of a tile, exactly one, one and a part of another, and three."""
-    check(*inputs(H=2 * group, Hk=2, Nq=Nq, Nk=50), splits=splits, causal=causal, lengths_k=int32(41))
+    sinks = {"sinks": feature_cases.random(2 * group, seed=4).to(engine.device)} if causal else {}
+    check(*inputs(H=2 * group, Hk=2, Nq=Nq, Nk=50), splits=splits, causal=causal, lengths_k=int32(41), **sinks)
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 48, 82, 83])
@@ -182,19 +194,15 @@ def test_where_there_is_no_key_out_is_0():
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("operand", ["q", "k", "v", "lengths_k"])
+@pytest.mark.parametrize("operand", ["q", "k", "v", "lengths_k", "sinks"])
 def test_one_operand_unlike_the_others(operand, place, small_tiles):
     names = dict(zip("qkv", inputs(B=2, H=4, Hk=2, Nq=2, place="contiguous"), strict=True))
-    lengths = int32(40, 83)
-    if operand == "lengths_k":
-        if place == "expanded":
-            pytest.skip("it has no heads")
-        moved = PLACES[place](lengths)
-    else:
-        moved, names[operand] = lengths, PLACES[place](names[operand])
-    got = run(**names, causal=True, splits=2, lengths_k=moved)
-    q, k, v = (x.resolve_neg() for x in names.values())
-    want = error.expected(q, k, v, q, causal=True, lengths_k=lengths)
+    names |= {"lengths_k": int32(40, 83), "sinks": feature_cases.random(4, seed=4).to(engine.device)}
+    if place == "expanded" and names[operand].ndim == 1:
+        pytest.skip("it has no heads")
+    got = run(**names | {operand: PLACES[place](names[operand])}, causal=True, splits=2)
+    q, k, v = (PLACES[place](x).resolve_neg() if name == operand else x for name, x in [*names.items()][:3])
+    want = error.expected(q, k, v, q, causal=True, lengths_k=names["lengths_k"], sinks=names["sinks"])
     assert not error.failures(got, want)
 
 
@@ -288,7 +296,8 @@ def launch_kernels(wanted):
         yield dict(asked=asked), capability
         q = torch.zeros(1, rows, 1, D, dtype=getattr(torch, dtype))
         k = q.new_zeros(1, 1, 4096, D)
-        decode.forward(q, k, k, causal=causal, lengths_k=int32(7) if lengths else None)
+        sinks = q.new_zeros(rows) if lengths else None
+        decode.forward(q, k, k, causal=causal, lengths_k=int32(7) if lengths else None, sinks=sinks)
 
 
 @pytest.mark.long

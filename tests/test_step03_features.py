@@ -42,7 +42,7 @@ def run(q, k, v, dout, options, tile):
     """The results by name, from memory that is full of NaN until it is written."""
     with unwritten_is_nan():
         got = feature_cases.run(flash, q, k, v, dout, options, tile=tile)
-    like = dict.fromkeys(("out", "dq", "dk", "dv"), q) | {"dmask": options.get("mask")}
+    like = dict.fromkeys(("out", "dq", "dk", "dv"), q) | {"dmask": options.get("mask"), "dsinks": options.get("sinks")}
     carried = ("out", "lse") if "parts" in options else ("lse",)
     assert all(x.dtype == (torch.float32 if name in carried else like[name].dtype) for name, x in got.items())
     return got
@@ -154,7 +154,7 @@ def test_bit_equal_from_run_to_run():
 
 
 @pytest.mark.parametrize("names, value", [
-    (("causal", "additive"), -1e4), (("causal", "additive"), "finfo.min"),
+    (("causal", "additive"), -1e4), (("causal", "additive"), "finfo.min"), (("additive", "sinks"), "finfo.min"),
     (("additive", "window", "parts"), "finfo.min"),
 ], ids=str)  # fmt: skip
 def test_a_finite_mask_stays_finite(names, value):
@@ -177,6 +177,22 @@ def test_a_nan_in_the_mask_reaches_its_row_and_no_other():
     right[1, 0, 3] = False
     assert torch.equal(lse.isfinite(), right) and torch.equal(wrong.isfinite().all(-1), right)
     assert wrong[1, 0, 3].isnan().all() and torch.equal(wrong[right], out[right])
+
+
+@pytest.mark.parametrize("names", [("causal", "first"), ("boolean", "dropout"), ("packed",), ("additive", "parts")],
+                         ids=" + ".join)  # fmt: skip
+def test_a_row_without_a_key_has_its_sink_as_lse_and_a_sink_of_minus_infinity_is_none(names):
+    x = *tensors, options = inputs(names, torch.float16)
+    H, rows = tensors[0].shape[1], 20 if "packed" in names else None  # Behind them rows belong to no sequence.
+    sinks = torch.tensor([-math.inf, 100.0, 7.0, -2.0], device=engine.device)[:H]  # exp(100) is too much for float32.
+    got, without = run(*tensors, options | {"sinks": sinks}, TILES[0]), run(*x, TILES[0])
+    for name in without:
+        heads = slice(0, 1) if name in ("out", "lse", "dq") else slice(0, 0)  # dk and dv are sums over two heads.
+        assert torch.equal(got[name][:, heads], without[name][:, heads])
+    no_key = without["lse"][:, :, :rows] == -math.inf
+    assert no_key.any() and got["dsinks"][0] == 0
+    assert torch.equal(got["lse"][:, :, :rows][no_key], sinks[:, None].expand(no_key.shape)[no_key])
+    assert (got["out"][:, :, :rows][no_key] == 0).all() and got["dsinks"].isfinite().all()
 
 
 def test_a_sequence_does_not_read_its_neighbours():
@@ -379,7 +395,8 @@ SWITCHES = {
     "additive": {"mask": torch.zeros(1, 1, 256, 256, dtype=torch.bfloat16), "mask_gradient": True},
     "padding": {"mask": torch.zeros(2, 1, 1, 256, dtype=torch.bool)},
     "float32 mask": {"mask": torch.zeros(1, 1, 1, 256), "mask_gradient": True},
-    "alibi": {"alibi_slopes": torch.zeros(4)}, "dropout": {"dropout_p": 0.1, "seed": 3},
+    "alibi": {"alibi_slopes": torch.zeros(4)}, "sinks": {"sinks": torch.zeros(4)},
+    "dropout": {"dropout_p": 0.1, "seed": 3},
     "packed": {"cu_seqlens_q": torch.tensor([0, 100, 256], dtype=torch.int32), "max_seqlen_q": 156,
                "cu_seqlens_k": torch.tensor([0, 100, 256], dtype=torch.int32), "max_seqlen_k": 156, "causal": True},
     "carried": {"first_query": 7, "first_key": 16, "causal": True},

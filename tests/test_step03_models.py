@@ -312,11 +312,12 @@ def test_an_older_torch_is_named(place, name, monkeypatch):
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
 
-MODELS = {  # Gemma 2 and its relatives have a soft-cap, and a window in every other layer.
+MODELS = {  # Gemma 2 and its relatives have a soft-cap, and a window in every other layer; gpt-oss has sinks.
     "Llama": {},
     "Gemma2": {"attn_logit_softcapping": 0.05, "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 16},
     "VaultGemma": {"attn_logit_softcapping": 0.05, "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 16},
     "T5Gemma": {"attn_logit_softcapping": 0.05, "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 16},
+    "GptOss": {"sliding_window": 5, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -448,11 +449,13 @@ def test_a_call_that_does_not_say_whether_it_is_causal_asks_the_module(says):
 
 CHUNK, KEYS = 3, 8  # Three queries stand behind five cached keys.
 BEHIND = torch.ones(CHUNK, KEYS, dtype=torch.bool, device=engine.device).tril(KEYS - CHUNK)
+SINKS = random(H, seed=3)
 ASKED = {  # what a model asks for, and the same for `attention`
     "mask": ({"attention_mask": BEHIND}, {"mask": BEHIND}),
     "added mask": ({"attention_mask": BEHIND.float().log()}, {"mask": BEHIND}),
     "window": ({"attention_mask": BEHIND & torch.ones_like(BEHIND).triu(3)}, {"window": (2, 0)}),
     "softcap": ({"attention_mask": BEHIND, "softcap": 0.5}, {"mask": BEHIND, "softcap": 0.5}),
+    "sinks": ({"attention_mask": BEHIND, "s_aux": SINKS}, {"mask": BEHIND, "sinks": SINKS}),
     "scaling": ({"attention_mask": BEHIND, "scaling": 0.7}, {"mask": BEHIND, "scale": 0.7}),
     "dropout": ({"attention_mask": BEHIND, "dropout": 0.4}, {"mask": BEHIND, "dropout_p": 0.4, "seed": 5 << 32}),
     "no mask, not causal": ({"attention_mask": None, "is_causal": False}, {}),
@@ -480,7 +483,7 @@ def test_one_query_behind_a_cache_sees_every_key():
     torch.testing.assert_close(out.transpose(1, 2), step03.attention(q, k, v), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["s_aux", "sinks", "position_bias", "cache", "indices", "block_indices"])
+@pytest.mark.parametrize("name", ["sinks", "position_bias", "cache", "indices", "block_indices"])
 def test_what_a_model_asks_for_in_vain(name):
     with pytest.raises(NotImplementedError, match=name):
         models.attend(torch.nn.Module(), *example(), None, **{name: torch.zeros(H)})

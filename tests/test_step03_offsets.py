@@ -62,6 +62,7 @@ MASKS = {
 def test_of_the_features(mask, packed, dtype):
     batches = 1 if packed else B
     options = PACKED if packed else {"alibi_slopes": torch.ones(B, 16 * N * H)[:, :: 16 * N]}
+    options = options | {"sinks": torch.zeros(H)}
     if mask is not None:
         options = options | {"mask": MASKS[mask][:batches]}
     both(flash.forward, flash.backward, dtype, {"mask_gradient": mask is not None}, batches, **options)
@@ -70,6 +71,7 @@ def test_of_the_features(mask, packed, dtype):
 def test_of_decoding():
     q, k, v, *_ = tensors(torch.float32, 64)
     decode.forward(q[:, :, :6], k, v, splits=2)
+    decode.forward(q[:, :, :6], k, v, splits=2, sinks=torch.zeros(H))
     decode.forward(q[:, :, :6], k, v, splits=2, lengths_k=torch.tensor([64, 0], dtype=torch.int32))
 
 

@@ -56,11 +56,12 @@ FEATURES = {
     "bool": {"mask": random(B, 1, 1, Nk, seed=5) > -0.5},
     "additive": {"mask": random(1, H, Nq, Nk, seed=6)},
     "alibi": {"alibi_slopes": random(B, H, seed=7)},
+    "sinks": {"sinks": random(H, seed=8)},
     "dropout": {"dropout_p": 0.4, "seed": 7},
     "first": {"first_query": 3, "first_key": -5, "causal": True},
     "packed": PACKED,
 }  # fmt: skip
-SETS = [("additive", "dropout"), ("softcap", "window"), ("alibi", "packed"), ("bool", "first")]
+SETS = [("additive", "dropout", "sinks"), ("softcap", "window", "sinks"), ("alibi", "packed"), ("bool", "first")]
 
 
 def features(names):
@@ -84,6 +85,11 @@ def for_reference(q, k, given):
 
 def is_additive(given):
     return "mask" in given and given["mask"].is_floating_point()
+
+
+def learned(given):
+    """The names of the features that have a gradient."""
+    return [*(["mask"] if is_additive(given) else []), *(["sinks"] if "sinks" in given else [])]
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -128,6 +134,15 @@ ERRORS = {
     "slopes, shape": ({"alibi_slopes": Z(3)}, ValueError, r"\(H,\) or \(B, H\) = \(2, 2\); got \(3,\)"),
     "slopes, dtype": ({"alibi_slopes": Z(H).int()}, TypeError, "alibi_slopes must be float32 or .*got int32"),
     "slopes, gradient": ({"alibi_slopes": random(H).requires_grad_()}, ValueError, "alibi_slopes has no gradient"),
+    "sinks, a list": ({"sinks": [0.0, 1.0]}, TypeError, "sinks must be a torch.Tensor or None, got list"),
+    "sinks, a number": ({"sinks": 0.0}, TypeError, "sinks must be a torch.Tensor or None, got float"),
+    "sinks, shape": ({"sinks": Z(3)}, ValueError, r"sinks must have shape \(H,\) = \(2,\), .*; got \(3,\)"),
+    "sinks, of key heads": ({"sinks": Z(Hk)}, ValueError, r"a number for each query head; got \(1,\)"),
+    "sinks, 2-D": ({"sinks": Z(B, H)}, ValueError, r"sinks must have shape .*got \(2, 2\)"),
+    "sinks, dtype": ({"sinks": Z(H).int()}, TypeError, "sinks must be float32 or .*got int32"),
+    "sinks, float64": ({"sinks": Z(H).double()}, TypeError, "sinks must be float32 or .*got float64"),
+    "sinks, device": ({"sinks": Z(H, device="meta")}, TypeError, r"where q is; got float32 on meta.*sinks\.to"),
+    "sinks, name": ({"s_aux": Z(H)}, TypeError, "has no s_aux; here it is sinks="),
     "seed, a float": ({"dropout_p": 0.1, "seed": 1.5}, TypeError, "seed must be an integer or an int64 tensor"),
     "seed, too large": ({"dropout_p": 0.1, "seed": 2**63}, ValueError, "seed must be at least .*got 92233720"),
     "seed, dtype": ({"dropout_p": 0.1, "seed": starts(1)}, TypeError, "seed must be int64 .*got int32"),
@@ -208,6 +223,9 @@ def test_lengths_k_and_a_gradient():
         step03.attention(q, k, v, lengths_k=starts(3, 4))
     with torch.no_grad():
         step03.attention(q, k, v, lengths_k=starts(3, 4))
+    q, k, v = example()
+    with pytest.raises(ValueError, match="lengths_k has no backward"):
+        step03.attention(q, k, v, lengths_k=starts(3, 4), sinks=random(H).requires_grad_())
 
 
 def test_numbers_on_a_gpu_are_read_only_on_demand():
@@ -269,8 +287,8 @@ def test_opcheck(names):
     out, lse = operators.forward_operator(q, k, v, *arguments(given))
     torch.library.opcheck(operators.backward_operator, (q, q, k, v, out, lse, *arguments(given), is_additive(given)))
     leaves, of_forward = [x.clone().requires_grad_() for x in (q, k, v)], list(arguments(given))
-    if is_additive(given):
-        of_forward[operators.NAMES.index("mask")].requires_grad_()
+    for name in learned(given):
+        of_forward[operators.NAMES.index(name)].requires_grad_()
     torch.library.opcheck(operators.forward_operator, (*leaves, *of_forward))
     out, lse = operators.forward_operator(*leaves, *of_forward)
     assert out.requires_grad and not lse.requires_grad  # there is no gradient through lse
@@ -299,7 +317,8 @@ def test_fake_results_are_like_real_ones(names, dtype):
 
 
 def attend(q, k, v, mask):
-    return step03.attention(q * 2, k, v, mask=mask, dropout_p=0.3, window=(9, 4)).sin()
+    mask = mask * 2
+    return step03.attention(q * 2, k, v, mask=mask, sinks=mask[0, :H], dropout_p=0.3, window=(9, 4)).sin()
 
 
 def gradients(function, *tensors, seed=3):
@@ -327,9 +346,10 @@ def test_compiled_it_is_one_graph_for_all_sizes_and_gives_the_same():
 def test_forward_backward_and_sdpa_are_compiled_too():
     def both(dout, q, k, v, seed):
         given = dict(dropout_p=0.3, seed=seed, alibi_slopes=dout[0, :, 0, 0], first_query=k.shape[2])
+        given["sinks"] = dout[0, :, 1, 0]
         out, lse = step03.forward(q, k, v, **given)
         carried = step03.forward(q, k, v, out=torch.zeros_like(out), lse=torch.full_like(lse, -math.inf), **given)
-        sdpa = step03.sdpa(q, k, v, attn_mask=k[0, 0, :, 0] > 0, enable_gqa=True)
+        sdpa = step03.sdpa(q, k, v, attn_mask=k[0, 0, :, 0] > 0, enable_gqa=True, sinks=given["sinks"])
         return out, lse, *carried, sdpa, *step03.backward(dout, q, k, v, out, lse, **given)
 
     q, k, v = example(batch=1)
@@ -529,9 +549,9 @@ def test_the_stage_s_functions_take_features(names, dtype):
     given = features(names)
     q, k, v = example(batch=1 if "packed" in names else B, dtype=dtype, gradient=True)
     tensors, additive, dout = [q, k, v], is_additive(given), random(*q.shape, seed=9, dtype=dtype)
-    if additive:
-        given["mask"] = given["mask"].to(dtype).requires_grad_()
-        tensors.append(given["mask"])
+    for name in learned(given):
+        given[name] = given[name].to(dtype).requires_grad_()
+        tensors.append(given[name])
     out = step03.attention(q, k, v, **given)
     grads = torch.autograd.grad(out, tensors, dout)
     detached = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
@@ -540,7 +560,7 @@ def test_the_stage_s_functions_take_features(names, dtype):
     saved = step03.forward(q, k, v, **detached)
     by_hand = step03.backward(dout, q, k, v, *saved, mask_gradient=additive, **detached)
     assert same([out, *grads], [saved[0], *by_hand])
-    assert not error.failures(error._by_name(*saved, *grads), want)
+    assert not error.failures(error._by_name(*saved, *grads, sinks=given.get("sinks")), want)
     assert [x.dtype for x in grads] == [dtype] * len(grads) and saved[1].dtype == torch.float32
 
 
@@ -573,12 +593,12 @@ def test_fewer_leading_dimensions(ndim):
 def test_any_layout():
     """A last dimension with gaps; numbers that torch negates only when it reads them; a mask with strides of 0."""
     q, k, v = example()
-    slopes, mask = random(H, seed=3).abs(), random(Nk, seed=2)
+    slopes, mask, sinks = random(H, seed=3).abs(), random(Nk, seed=2), random(H, seed=4)
     strange = [q.mT.contiguous().mT, *(torch._neg_view(-x) for x in (k, v))]
     strange_mask = torch._neg_view(-mask)
-    want = step03.forward(q, k, v, mask=mask, alibi_slopes=slopes)
-    wide = torch.stack([slopes, slopes], -1)[:, 0]
-    got = step03.forward(*strange, mask=strange_mask.expand(B, H, Nq, Nk), alibi_slopes=wide)
+    want = step03.forward(q, k, v, mask=mask, alibi_slopes=slopes, sinks=sinks)
+    wide = [torch.stack([x, x], -1)[:, 0] for x in (slopes, sinks)]
+    got = step03.forward(*strange, mask=strange_mask.expand(B, H, Nq, Nk), alibi_slopes=wide[0], sinks=wide[1])
     assert same(got, want)
     cu = {name: x.repeat_interleave(2)[::2] if name.startswith("cu") else x for name, x in PACKED.items()}
     q, k, v = example(batch=1)
@@ -609,17 +629,20 @@ def test_tensors_of_no_element(name, shape):
         given["mask"] = Z(batch, 1, 1, keys, dtype=given["mask"].dtype)
     if "alibi_slopes" in given:
         given["alibi_slopes"] = Z(batch, heads)
+    if "sinks" in given:
+        given["sinks"] = random(heads, seed=8)
     q, k, v = example(batch=batch, heads=(heads, heads), lengths=(queries, keys), gradient=True)
     tensors = [q, k, v]
-    if is_additive(given):
-        tensors.append(given["mask"].requires_grad_())
+    tensors += (given[x].requires_grad_() for x in learned(given))
     out, lse = step03.forward(q, k, v, **given)
-    assert out.shape == q.shape and (out == 0).all() and (lse == -math.inf).all()
+    sinks = given.get("sinks", Z(heads) - math.inf).detach()[:, None].expand_as(lse)
+    assert out.shape == q.shape and (out == 0).all() and torch.equal(lse, sinks)
     for x, grad in zip(tensors, torch.autograd.grad(step03.attention(q, k, v, **given).sum(), tensors), strict=True):
         assert grad.shape == x.shape and (grad == 0).all()
     carried = torch.ones_like(q).detach(), torch.ones_like(lse)
     step03.forward(q, k, v, out=carried[0], lse=carried[1], **given)
-    assert all((x == 1).all() for x in carried), "no key changes nothing"
+    with_sinks = torch.logaddexp(torch.ones_like(lse), sinks)  # No key changes nothing, and a sink counts as one.
+    torch.testing.assert_close(carried, ((1 - with_sinks).exp()[..., None].expand_as(q), with_sinks))
 
 
 def test_no_sequence_at_all():
@@ -738,6 +761,11 @@ def test_few_queries_are_decoded(launched, monkeypatch):
     step03.forward(q, k, v, tile=(16, 32))
     step03.attention(q.requires_grad_(), k, v)
     assert launched == ["decode.forward"] * 3
+    for names in ({"sinks": random(2)}, {"sinks": random(2), "causal": True}):
+        decoded, want_sinks = step03.forward(q, k, v, **names), flash.forward(q, k, v, **names)
+        torch.testing.assert_close(decoded, want_sinks, atol=1e-6, rtol=1e-5)
+    assert launched[3:] == ["decode.forward", "flash.forward"] * 2
+    del launched[3:]
     step03.forward(q, k, v, window=(100, 0))
     out, lse = torch.zeros_like(q).detach(), Z(1, 2, 1).fill_(-math.inf)
     step03.forward(q, k, v, out=out, lse=lse)  # decode.py could not add to what earlier calls gave.
@@ -748,11 +776,11 @@ def test_few_queries_are_decoded(launched, monkeypatch):
 def test_lengths_k(launched):
     q, k, v = example(lengths=(3, Nk))
     lengths = starts(0, 20)
-    for causal in (False, True):
-        out, lse = step03.forward(q, k, v, causal=causal, lengths_k=lengths)
-        want = error.expected(q, k, v, q, causal=causal, lengths_k=lengths)
+    for given in ({}, {"causal": True, "sinks": random(H, seed=3)}):
+        out, lse = step03.forward(q, k, v, lengths_k=lengths, **given)
+        want = error.expected(q, k, v, q, lengths_k=lengths, **given)
         assert not error.failures({"out": out, "lse": lse}, want)
-        assert torch.equal(out, step03.attention(q, k, v, causal=causal, lengths_k=lengths))
+        assert torch.equal(out, step03.attention(q, k, v, lengths_k=lengths, **given))
     assert launched == ["decode.forward"] * 4
 
 

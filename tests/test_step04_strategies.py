@@ -537,6 +537,23 @@ def test_a_report_of_fewer_positions_than_ranks(strategy):
 # In a model.
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@in_every_rank
+def test_sinks_are_merged_once_after_the_ring(layout, dtype):
+    q, k, v, dout = inputs(37, Hk=2, dtype=dtype)
+    sinks = torch.tensor([0.5, -torch.inf, 3.0, -1.0], device=engine.device)
+    rank, whole = dist.get_rank(), Layout(layout, 37, dist.get_world_size())
+    *leaves, dout_here = (whole.shard(x, rank) for x in (q, k, v, dout))
+    leaves = [x.requires_grad_() for x in (*leaves, sinks.clone())]
+    out = in_your_model.WithSinks.apply(*leaves, dict(causal=True, layout=layout, S=37, block=PlainBlock))
+    grads = torch.autograd.grad(out, leaves, dout_here)
+    want = error.expected(q, k, v, dout, causal=True, sinks=sinks)
+    check(dict(zip(RESULTS, (out.detach(), *grads[:3]), strict=True)), want, whole, rank)
+    dist.all_reduce(grads[3])
+    assert not error.failures({"dsinks": grads[3]}, want)
+
+
 @pytest.mark.parametrize("S, layout", [(37, "zigzag"), (30, "striped")])
 @in_every_rank
 def test_a_model_on_ranks_has_the_loss_and_gradients_of_one_device(S, layout):

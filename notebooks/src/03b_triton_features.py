@@ -612,7 +612,8 @@ for start, end in ((0, 7), (7, 19), (19, 24)):
 #
 # `out` and `lse` of earlier calls can be handed in, in float32: what they stand for counts as **one key of score lse
 # and value out**, which the online softmax takes in like any other. `first_key` says where the new keys stand. So a
-# sequence can be divided among calls, or among GPUs (notebook 04a):
+# sequence can be divided among calls, or among GPUs (notebook 04a). gpt-oss's **sinks** are one key more, of a learned
+# score and value 0:
 
 # %% slideshow={"slide_type": "fragment"}
 options = dict(causal=True, dropout_p=p, seed=seed, first_query=0, tile=(16, 16))
@@ -624,6 +625,13 @@ for first, end in ((0, 5), (5, 16), (16, 24)):
     away = (out - whole).abs().amax((0, 1, 3))
     print(f"keys to {end:2}: {(away < 1e-5).sum()} of 24 rows are finished")
 print(f"largest difference: out {away.max():.0e}, lse {(lse - lse_of_all).abs().max():.0e}")
+
+sinks = torch.linspace(-1, 2, q.shape[1], device=device)  # one of each head
+with_sinks, _ = step03.forward(q, k, v, sinks=sinks, **options)
+out, lse = torch.zeros_like(q), sinks[:, None].expand(q.shape[:3]).contiguous()
+step03.forward(q, k, v, out=out, lse=lse, **options)
+apart = (out - with_sinks).abs().max()
+print(f"sinks= and the carried out = 0, lse = sink: {apart:.0e} apart")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Decoding: one query, many keys
@@ -1053,8 +1061,8 @@ print(f"a padded batch through nn.MultiheadAttention: at most {apart:.0e} apart"
 #
 # **Go further**
 #
-# - ★ (15 minutes) Attention sinks, as in gpt-oss: a number of each head counts like the score of a key without a value,
-#   so each row starts at (m, l) = (sink, 1). `forward` can do that as it is: which `out` and `lse` do you hand in?
+# - ★ (15 minutes) What is the gradient of a sink, by the formula of dS and from lse and delta alone? Compare with
+#   `step03.backward(..., sinks=sinks)`, whose last result it is.
 # - ★★ (2 hours) Block-sparse: a table says which tiles of keys a tile of queries visits. What replaces `tile_ranges`?
 # - ★★★ (a weekend, GPU) Paged K and V: a sequence's keys lie in pages of 64, anywhere. Give `decode.py` a page table.
 #   Which loads change?

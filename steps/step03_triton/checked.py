@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Attention with every feature as people call it: checked, differentiable, and one operator for torch.compile.
 
-    attention(q, k, v, causal=True, dropout_p=0.1)       differentiable in q, k, v and in an additive mask
+    attention(q, k, v, causal=True, dropout_p=0.1)       differentiable in q, k, v, in an additive mask and in sinks
     forward, backward                                    the two halves
 
 Arguments are checked before anything is computed. While a call is traced, it becomes an operator of operators.py, which
@@ -62,6 +62,9 @@ class Functions:
             mask               S + mask, float16, bfloat16 or float32, or bool: True is seen. It broadcasts to
                                (B, H, Nq, Nk) without being copied.
             alibi_slopes       S - slope |pos - key|: floating point, (H,) or (B, H); (n, H) for n packed sequences
+            sinks              (H,), floating point: a row's softmax has one more key with this score, whose value is 0,
+                               so that out is smaller, and in lse. It is in natural units, and not scaled, capped or
+                               hidden; -inf is no sink. gpt-oss learns it. Of calls that carry out and lse, one has it.
             causal             keys after pos are hidden
             window             (left, right): keys before pos - left or after pos + right are hidden. None or -1 is no
                                limit on that side: (-1, 0) is causal.
@@ -74,13 +77,13 @@ class Functions:
                                tensors (n + 1,). Positions count from 0 in each. Rows after the last belong to none. No
                                sequence is longer than the integer max_seqlen.
             lengths_k          (B,) int32: only so many keys exist, and causal is aligned at the last of them. For
-                               decoding: without a gradient, and with no other feature. A number above Nk counts as Nk
-                               on a GPU, and is refused on a CPU and with check.
+                               decoding: without a gradient, and with no other feature but sinks. A number above Nk
+                               counts as Nk on a GPU, and is refused on a CPU and with check.
             check              True also checks the numbers in cu_seqlens and lengths_k, and waits for the GPU.
 
-        A query that sees no key gets out 0 and lse -inf. tile: (Br, Bc). out, lse: what earlier calls with other keys
-        gave, float32 and contiguous, at first 0 and -inf. They are changed in place to what one call with all keys
-        gives, and returned. Raises TypeError or ValueError before anything is computed.
+        A query that sees no key gets out 0 and lse -inf, or the sink. tile: (Br, Bc). out, lse: what earlier calls with
+        other keys gave, float32 and contiguous, at first 0 and -inf. They are changed in place to what one call with
+        all keys gives, and returned. Raises TypeError or ValueError before anything is computed.
         """
         given = dict(causal=causal, scale=scale, tile=tile) | features
         if not is_traced(q):
@@ -99,6 +102,8 @@ class Functions:
     ):  # fmt: skip
         """Gradients (dq, dk, dv), like q, k and v, and with mask_gradient=True also dmask, like the additive mask.
 
+        With sinks the last result is dsinks. Without them the others are the same, because lse knows of the sinks.
+
         dout is the gradient of out; out and lse are what `forward` gave with the same features, for these keys or for
         more: dq is then the part that comes from these keys. The results are equal to the bit from run to run, whether
         or not `deterministic` asks for it.
@@ -109,12 +114,13 @@ class Functions:
             return self.backwards(dout, q, k, v, out, lse, *tensors, mask_gradient=mask_gradient, **given)
         f = read_backward(dout, q, k, v, out, lse, mask_gradient, given)
         with torch.no_grad():
-            *grads, dmask = backward_operator(dout, q, k, v, out, lse, *in_order(f), mask_gradient)
-        return (*grads, dmask) if mask_gradient else tuple(grads)
+            *grads, dmask, dsinks = backward_operator(dout, q, k, v, out, lse, *in_order(f), mask_gradient)
+        more = [dmask] if mask_gradient else []
+        return (*grads, *more) if f["sinks"] is None else (*grads, *more, dsinks)
 
     @with_features
     def attention(self, q, k, v, *, causal=False, scale=None, tile=None, deterministic=False, **features):
-        """out as of `forward`, differentiable once in q, k, v and in an additive mask that requires a gradient.
+        """out as of `forward`, differentiable once in q, k, v, and in an additive mask and sinks that ask for it.
 
         The arguments are those of `forward`. dropout_p without a seed draws one from torch's generator on q's device;
         see also `set_deterministic`. For the backward only the inputs, out and lse are kept, so that memory grows with
@@ -125,7 +131,7 @@ class Functions:
             options.check_flag("deterministic", deterministic)
             options.read(features)
             given["seed"] = draw_seed(q.device)
-        check_gradients(given.get("alibi_slopes"), given.get("lengths_k"), q, k, v)
+        check_gradients(given.get("alibi_slopes"), given.get("lengths_k"), q, k, v, given.get("sinks"))
         if is_traced(q):
             return forward_operator(q, k, v, *in_order(read(q, k, v, given)))[0]
         check_derivatives(q, k, v)
@@ -137,8 +143,8 @@ class Attention(torch.autograd.Function):
     """What `attention` is to autograd where a call is not traced."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, alibi_slopes, seed, cu_seqlens_q, cu_seqlens_k, lengths_k, functions, given):
-        tensors = mask, alibi_slopes, seed, cu_seqlens_q, cu_seqlens_k, lengths_k
+    def forward(ctx, q, k, v, mask, sinks, alibi_slopes, seed, cu_seqlens_q, cu_seqlens_k, lengths_k, functions, given):
+        tensors = mask, sinks, alibi_slopes, seed, cu_seqlens_q, cu_seqlens_k, lengths_k
         ctx.functions, ctx.given = functions, given
         out, lse = functions.forwards(q, k, v, None, None, *tensors, **given)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
@@ -146,11 +152,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        mask_gradient = ctx.needs_input_grad[3]
+        q, k, v, out, lse, mask, sinks, *tensors = ctx.saved_tensors
+        mask_gradient, sinks_gradient = ctx.needs_input_grad[3:5]
+        sinks = sinks if sinks_gradient else None
         with torch.no_grad():
-            grads = ctx.functions.backwards(dout, *ctx.saved_tensors, mask_gradient=mask_gradient, **ctx.given)
-        dq, dk, dv, *dmask = grads
-        return *once(dq, dk, dv, *(dmask or [None])), *(None for _ in ctx.needs_input_grad[4:])
+            saved = q, k, v, out, lse, mask, sinks, *tensors
+            dq, dk, dv, *more = ctx.functions.backwards(dout, *saved, mask_gradient=mask_gradient, **ctx.given)
+        dmask = more.pop(0) if mask_gradient else None
+        return *once(dq, dk, dv, dmask, *(more or [None])), *(None for _ in ctx.needs_input_grad[5:])
 
 
 def once(*grads):
@@ -220,7 +229,7 @@ def check_gradients(alibi_slopes, lengths_k, *tensors):
     if torch.is_grad_enabled():
         if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.requires_grad:
             raise ValueError("alibi_slopes has no gradient. Detach it, or add the biases as a mask.")
-        if lengths_k is not None and any(x.requires_grad for x in tensors):
+        if lengths_k is not None and any(x is not None and x.requires_grad for x in tensors):
             raise ValueError("lengths_k has no backward. Use torch.no_grad(), or give the lengths as a mask.")
 
 

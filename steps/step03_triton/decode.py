@@ -3,6 +3,7 @@
 
     split_kernel   m_s, l_s, O_s = the online softmax over one share s of the keys, in base 2 with c = scale log2(e)
     merge_kernel   m = max m_s,  w_s = 2^(c (m_s - m)),  l = sum w_s l_s,  out = sum w_s O_s / l,  lse = scale m + log l
+                   A sink, one more key of value 0, counts as one more share, and so once for all of them.
 
 The idea: a new token has one query a head. One program a head would leave most multiprocessors empty, and each head of
 a group would read the same K and V, which takes all the time. So the H / Hk heads times Nq queries that share K and V
@@ -71,15 +72,20 @@ def split_kernel(q, k, v, lengths_k, O_s, m_s, l_s, q_strides, k_strides, v_stri
 
 
 @triton.jit(do_not_specialize=["splits"])
-def merge_kernel(O_s, m_s, l_s, out, lse, splits, scale, D: tl.constexpr, SPLITS: tl.constexpr):
+def merge_kernel(O_s, m_s, l_s, out, lse, splits, scale, sinks, D: tl.constexpr, SPLITS: tl.constexpr):
     row, s, column = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.program_id(1) * 32 + tl.arange(0, 32)
     place, exists = row * splits + s, s < splits
     m_s = tl.load(m_s + place, mask=exists, other=float("-inf"))  # (SPLITS,)
     l_s = tl.load(l_s + place, mask=exists, other=0.0)
     O_s = tl.load(O_s + place[:, None] * D + column, mask=exists[:, None] & (column < D), other=0.0)  # (SPLITS, 32)
     m = tl.max(m_s, 0)
+    if sinks is not None:  # (numbers, H, Nq). A sink is one more share: m = sink / scale, l = 1 and O = 0.
+        m_sink = tl.load(sinks[0] + row // sinks[2] % sinks[1]) / scale
+        m = tl.maximum(m, m_sink)
     w = tl.exp2((m_s - tl.where(m == float("-inf"), 0.0, m)) * (scale * 1.4426950408889634))
     l = tl.sum(w * l_s, 0)
+    if sinks is not None:
+        l += tl.exp2((m_sink - tl.where(m == float("-inf"), 0.0, m)) * (scale * 1.4426950408889634))
     l = tl.where(l == 0, 1.0, l)  # a query that saw no key then gets out = 0 / 1 and lse = -inf + log 1
     tl.store(out + row * D + column, tl.sum(w[:, None] * O_s, 0) / l, mask=column < D)
     tl.store(lse + row, m * scale + tl.log(l))
@@ -97,12 +103,13 @@ def fits(q, k):
 
 
 @replayed
-def forward(record, q, k, v, *, causal=False, scale=None, lengths_k=None, splits=None):
+def forward(record, q, k, v, *, causal=False, scale=None, lengths_k=None, sinks=None, splits=None):
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
     scale > 0; None is 1/sqrt(D). lengths_k (B,) int32 on the device of q, or a list: only the first lengths_k[b] keys
-    exist, and causal is aligned at the last of them; a number above Nk counts as Nk. splits: the number of shares; None
-    is about two programs a multiprocessor.
+    exist, and causal is aligned at the last of them; a number above Nk counts as Nk. sinks: (H,) floating point, the
+    scores of one more key of each head, whose value is 0. splits: the number of shares; None is about two programs a
+    multiprocessor.
     """
     if isinstance(lengths_k, torch.Tensor):
         lengths_k = record.derive(torch.Tensor.contiguous, lengths_k)
@@ -110,6 +117,8 @@ def forward(record, q, k, v, *, causal=False, scale=None, lengths_k=None, splits
         lengths = tuple(lengths_k)
         lengths_k = record.derive(lambda q: torch.tensor(lengths, dtype=torch.int32, device=q.device), q)
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
+    if sinks is not None:
+        sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks), H, Nq
     out, lse = record.new(q.shape, like=q), record.new((B, H, Nq))
     if lse.numel() == 0:
         return out, lse
@@ -126,6 +135,6 @@ def forward(record, q, k, v, *, causal=False, scale=None, lengths_k=None, splits
     )  # fmt: skip
     columns, SPLITS = triton.cdiv(D, 32), triton.next_power_of_2(splits)
     record.launch(
-        merge_kernel, (B * H * Nq, columns), O_s, m_s, l_s, out, lse, splits, scale, D=D, SPLITS=SPLITS
+        merge_kernel, (B * H * Nq, columns), O_s, m_s, l_s, out, lse, splits, scale, sinks, D=D, SPLITS=SPLITS
     )  # fmt: skip
     return out, lse

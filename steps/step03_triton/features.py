@@ -57,6 +57,7 @@ class Features(NamedTuple):
     mask_strides: Any = None  # of batch, head, query and key
     slopes: Any = None  # of ALiBi
     slope_strides: Any = None  # of batch (of the sequence, when packed) and head
+    sinks: Any = None  # (H,) float32, in natural units
     seed: Any = None  # a tensor of one int64
     threshold: Any = None  # dropout keeps where a random byte is less
     kept_scale: Any = None  # 256 / threshold

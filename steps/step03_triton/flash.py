@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""FlashAttention to copy: forward and backward with masks, bias, dropout, window, ALiBi, soft-cap, packed sequences.
+"""FlashAttention to copy: forward and backward with masks, bias, dropout, window, ALiBi, soft-cap, sinks, packed rows.
 
     out, lse   = forward(q, k, v, causal=True, window=(4095, 0), softcap=50.0)
     dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True, window=(4095, 0), softcap=50.0)
@@ -71,6 +71,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     mask: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     dropout_p: float = 0.0
     seed: torch.Tensor | int | None = None
     first_query: int | None = None
@@ -106,6 +107,12 @@ def alibi_fields(record, o, sequences, H):
     return {"slopes": slopes, "slope_strides": slopes.expand(sequences, H).stride()}
 
 
+def sinks_fields(record, o):
+    if o.sinks is None:
+        return {}
+    return {"sinks": record.derive(lambda sinks: sinks.float().contiguous(), o.sinks)}
+
+
 def dropout_fields(record, o, device):
     if not o.dropout_p:
         return {}
@@ -139,6 +146,7 @@ def prepare(record, q, k, options):
         **mask_fields(o, q, k),
         **packed_fields(record, o),
         **alibi_fields(record, o, B, H),
+        **sinks_fields(record, o),
         **dropout_fields(record, o, q.device),
     )
     return B, Nq, Nk, f._replace(policy=policy_of(q, f))
@@ -229,6 +237,7 @@ def forward(record, q, k, v, *, out=None, lse=None, tile=None, **options):
         window=(left, right)      both inclusive; None or -1 is no limit
         mask                      broadcast to (B, H, Nq, Nk) without being copied; bool (True = seen) or added
         alibi_slopes              (H,) or (B, H)
+        sinks                     (H,): scores of one more key of value 0. Of calls that carry out and lse one has it.
         dropout_p, seed           p in steps of 1/256; the seed is an int64 tensor on q's device, or an integer
         first_query, first_key    the positions of the first query and key
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k    packed sequences: B is 1, int32 tensors (n + 1,);
@@ -261,7 +270,8 @@ def forward(record, q, k, v, *, out=None, lse=None, tile=None, **options):
 def backward(record, dout, q, k, v, out, lse, *, tile=None, mask_gradient=False, **options):
     """(dq, dk, dv), and dmask if mask_gradient, from dout and out like q, lse (B, H, Nq), and the options of `forward`.
 
-    out and lse may be those of more keys than k and v: dq is then the part that comes from these keys.
+    out and lse may be those of more keys than k and v: dq is then the part that comes from these keys. With sinks, of
+    which lse knows, the last result is dsinks; without them the others are the same.
     """
     sequences, Nq, Nk, f = prepare(record, q, k, options)
     mask = options.get("mask")
@@ -272,16 +282,19 @@ def backward(record, dout, q, k, v, out, lse, *, tile=None, mask_gradient=False,
     # Each row of lse_2 and delta, and in it each sequence, begins at a multiple of 16 bytes.
     stride = 4 * (triton.cdiv(q.shape[2], 4) + (sequences if packed else 0))
     lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
+    tiles, sinks = triton.cdiv(Nq, 64), options.get("sinks")
+    dsinks = None if sinks is None else record.new((sequences * tiles, H))
     lse = record.derive(torch.Tensor.contiguous, lse)
     inputs = Inputs(dout, q, k, v, lse_2, delta)
     strides = Strides(*map(strides_of, (dout, q, k, v)))
 
     how = sizes(QUERIES_TILES, q, tile, f)
     record.launch(
-        delta_kernel, sequences * H * triton.cdiv(Nq, 64),
-        dout, out, lse, lse_2, delta, strides.dout, strides_of(out), stride, H, Nq, Nk, q.shape[2], f,
+        delta_kernel, sequences * H * tiles,
+        dout, out, lse, lse_2, delta, dsinks, strides.dout, strides_of(out), stride, H, Nq, Nk, q.shape[2], f,
         D=how["D"], D_pad=how["D_pad"], Br=64,
     )  # fmt: skip
+    f = f._replace(sinks=None)  # The other kernels need not be compiled for them.
     if mask_gradient:
         dmask = gradient_of_mask(record, mask, inputs, strides, sequences, Nq, Nk, f, how)
     f = with_tma(f, (q, k, v, dout), mask)
@@ -300,7 +313,11 @@ def backward(record, dout, q, k, v, out, lse, *, tile=None, mask_gradient=False,
         inputs, *boxes(f, (dout, Br), (q, Br), (k, Bc), (v, Bc), D_pad=D_pad), tiled(record, mask, f, Br, Bc), dq,
         strides, strides_of(dq), stride, H, group, Nq, Nk, f, **how,
     )  # fmt: skip
-    return (dq, dk, dv, dmask) if mask_gradient else (dq, dk, dv)
+    gradients = (dq, dk, dv, dmask) if mask_gradient else (dq, dk, dv)
+    if sinks is None:
+        return gradients
+    dtype = sinks.dtype
+    return *gradients, record.derive(lambda dsinks: dsinks.sum(0).to(dtype), dsinks, like=sinks)
 
 
 def gradient_of_mask(record, mask, inputs, strides, sequences, Nq, Nk, f, how):

@@ -2,7 +2,7 @@
 """The kernels of flash.py: those of fwd_1_tma.py and bwd_1_tma.py, with `scores` between Q K^T and the softmax.
 
     forward_kernel   owns Br queries, visits the tiles of keys that they see         S, derivative = scores(Q_i K_j^T)
-    delta_kernel     delta = rowsum(dO * O), and lse in base 2
+    delta_kernel     delta = rowsum(dO * O), lse in base 2, and the gradient of the sinks, -exp(sink - lse) delta
     keys_kernel      owns Bc keys, visits the tiles of queries that see them         the same on S^T = K_j Q_i^T
     queries_kernel   owns Br queries, for dQ                                         dX = P (dP - delta) derivative
     mask_kernel      owns a tile of an additive mask, and sums dS = P (dP - delta) over all that the tile was added to
@@ -144,6 +144,20 @@ def carried_state(lse, O, f, seq):
     return m, l, O * l[:, None]
 
 
+@triton.jit
+def add_sink(lse, sink):
+    """(lse after one more key of score `sink`, the share of all P that the keys before it keep).
+
+    Its value is 0, so out shrinks by that share. step04_ring/merge.py does the same with a part of out = 0, lse = sink.
+    """
+    largest = tl.maximum(lse, sink)
+    finite = tl.where(largest == float("-inf"), 0.0, largest)  # without a key and a sink -inf - (-inf) would be NaN
+    before = tl.exp(lse - finite)
+    both = before + tl.exp(sink - finite)
+    both = tl.where(both == 0, 1.0, both)
+    return largest + tl.log(both), before / both
+
+
 @triton.jit(do_not_specialize=LENGTHS)  # so that one compiled kernel serves every length
 def forward_kernel(
     q, k, v, k_box, v_box, mask, out, lse, q_strides, k_strides, v_strides, out_strides, H, group, Nq, Nk, total_q,
@@ -182,6 +196,9 @@ def forward_kernel(
     lse_i = m * (seq.c * LN_2) + tl.log(l)
     if f.added is not None:  # Beside a number as large as SWALLOWS log l would be lost, so it becomes a factor.
         lse_i = tl.where(is_swallowed(m), SWALLOWS * l, lse_i)
+    if f.sinks is not None:
+        lse_i, kept_share = add_sink(lse_i, tl.load(f.sinks + h))
+        O = O * kept_share[:, None]
     store_rows(out, O, h, i)
     tl.store(lse + query, lse_i, mask=query < seq.queries.N)
 
@@ -218,7 +235,7 @@ def tile_gradients(X, dP, M, lse_2, delta, tile, f, seq, head, MASKED: tl.conste
 
 @triton.jit(do_not_specialize=LENGTHS)
 def delta_kernel(
-    dout, out, lse, lse_2, delta, dout_strides, out_strides, stride, H, Nq, Nk, total_q, f,
+    dout, out, lse, lse_2, delta, dsinks, dout_strides, out_strides, stride, H, Nq, Nk, total_q, f,
     D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr
 ):
     n, s, h = find_tile(tl.cdiv(Nq, Br), H, f)
@@ -238,6 +255,10 @@ def delta_kernel(
     products = tl.fma(dO.to(tl.float32), O.to(tl.float32), 0.0)
     tl.store(delta.x + batch_and_head * stride + query, tl.sum(products, 1), mask=exists)
     tl.store(lse_2.x + batch_and_head * stride + query, in_base_2(lse_i, f), mask=exists)
+    if f.sinks is not None:  # dS = P (dP - delta) of a key whose value, and so its dP, is 0
+        P = tl.exp(tl.load(f.sinks + h) - tl.where(lse_i == float("-inf"), 0.0, lse_i))
+        dS = tl.where(exists, -P * tl.sum(products, 1), 0.0)
+        tl.store(dsinks + (s * tl.cdiv(Nq, Br) + n).to(tl.int64) * H + h, tl.sum(dS, 0))
 
 
 @triton.jit

@@ -27,7 +27,7 @@ kernel: so a call reaches us before torch has chosen, on a CPU and on a GPU. Wha
     nn.MultiheadAttention with need_weights=True                  no call: it computes P as a matrix itself
     in a function that was compiled outside of the context        as compiled
 
-Needs checked.py, sdpa.py and the files that they name. Left out: sinks and the mask of T5 in transformers.
+Needs checked.py, sdpa.py and the files that they name. Left out: the mask of T5 in transformers.
 """
 
 import contextlib
@@ -174,19 +174,21 @@ def package(kind):
     return kind.__module__.rpartition(".")[0]
 
 
-def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None, **more):
+def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None,
+           s_aux=None, **more):  # fmt: skip
     """(out (B, Nq, H, D), None) as transformers asks for it; query (B, H, Nq, D), key and value (B, Hk, Nk, D).
 
     Without a mask a decoder's queries see what is_causal of torch shows them, at the top left: in a cache that was
-    allocated longer, the keys after the queries are still empty. One query sees all keys.
+    allocated longer, the keys after the queries are still empty. One query sees all keys. s_aux: the sinks of gpt-oss.
     """
-    for name in ("s_aux", "sinks", "position_bias", "cache", "indices", "block_indices"):
+    for name in ("sinks", "position_bias", "cache", "indices", "block_indices"):
         if more.get(name) is not None:
-            raise NotImplementedError(f"the kernels of stage 03 have no {name}. Use attn_implementation='eager'.")
+            raise NotImplementedError(f"stage 03 takes no {name} of a model. Use attn_implementation='eager'.")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = is_causal and attention_mask is None and query.shape[2] > 1
     first_query = 0 if causal and query.shape[2] != key.shape[2] else None
-    features = {"mask": attention_mask, "dropout_p": dropout, "softcap": softcap, "first_query": first_query}
+    features = {"mask": attention_mask, "dropout_p": dropout, "softcap": softcap, "sinks": s_aux,
+                "first_query": first_query}  # fmt: skip
     out = attention(query, key, value, causal=causal, scale=scaling, **features)
     return out.transpose(1, 2).contiguous(), None

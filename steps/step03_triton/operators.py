@@ -2,7 +2,7 @@
 """Attention with every feature as operators of torch, which torch.compile, torch.export and fake tensors see as nodes.
 
     torch.ops.steps.step03_triton_flash_forward    (q, k, v, options)                 -> (out, lse)
-    torch.ops.steps.step03_triton_flash_backward   (dout, q, k, v, out, lse, options) -> (dq, dk, dv, dmask)
+    torch.ops.steps.step03_triton_flash_backward   (dout, q, k, v, out, lse, options) -> (dq, dk, dv, dmask, dsinks)
     torch.ops.steps.step03_triton_flash_carry      (q, k, v, out, lse, options)       changes out and lse in place
 
 What traces a program does not look into them. torch.compile compiles a program anew for each value of a float that an
@@ -19,12 +19,13 @@ from . import decode, flash, options
 
 SCHEMA = (
     "bool causal=False, float? scale=None, int[]? tile=None, SymInt[]? window=None, float? softcap=None, "
-    "Tensor? mask=None, Tensor? alibi_slopes=None, float dropout_p=0.0, Tensor? seed=None, SymInt? first_query=None, "
-    "SymInt first_key=0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, "
-    "SymInt? max_seqlen_k=None, Tensor? lengths_k=None, bool check=False, Tensor? traced=None"
+    "Tensor? mask=None, Tensor? sinks=None, Tensor? alibi_slopes=None, float dropout_p=0.0, Tensor? seed=None, "
+    "SymInt? first_query=None, SymInt first_key=0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? lengths_k=None, bool check=False, "
+    "Tensor? traced=None"
 )
 SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
-GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dmask"  # dmask is empty unless it is asked for
+GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor dsinks"  # Those not asked for are empty.
 DEFAULTS = {"causal": False, "scale": None, "tile": None} | options.DEFAULTS | {"traced": None}
 NAMES = tuple(DEFAULTS)
 TENSORS = (*options.TENSORS, "traced")
@@ -52,9 +53,10 @@ def rows_4d(lse):
 
 def launcher(q, k, f, carried):
     """(the function that launches the kernels of a call, the names of what it takes): decode.py's for few queries."""
-    few = not options.asked(f) and f["tile"] is None and not carried and q.ndim == 4 and decode.fits(q, k)
+    plain = not {*options.asked(f)} - {"sinks"} and f["tile"] is None and not carried
+    few = plain and q.ndim == 4 and decode.fits(q, k)
     if f["lengths_k"] is not None or few:
-        return decode.forward, ("causal", "scale", "lengths_k")
+        return decode.forward, ("causal", "scale", "lengths_k", "sinks")
     return flash.forward, OF_FLASH
 
 
@@ -69,7 +71,7 @@ def attend(q, k, v, f, out=None, lse=None):
     """(out, lse) like q; those that are given are changed in place."""
     f = in_memory(q, k, f)
     carried = {} if out is None else {"out": as_4d(out), "lse": rows_4d(lse)}
-    if q.numel() == 0 or k.numel() == 0:  # There is no query, or no key to sum over.
+    if nothing_to_sum(q, k, f["sinks"]):
         nothing = q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
         return (out, lse) if carried else nothing
     function, names = launcher(q, k, f, carried)
@@ -77,11 +79,16 @@ def attend(q, k, v, f, out=None, lse=None):
     return (out, lse) if carried else (new_out.reshape(q.shape), new_lse.reshape(q.shape[:-1]))
 
 
+def nothing_to_sum(q, k, sinks):
+    """Whether there is no query, or neither a key nor a sink to sum over."""
+    return q.numel() == 0 or k.numel() == 0 and sinks is None
+
+
 def gradients(dout, q, k, v, out, lse, f, mask_gradient):
-    """[dq, dk, dv], and dmask if mask_gradient."""
+    """[dq, dk, dv], dmask if mask_gradient, and dsinks if there are sinks."""
     f = in_memory(q, k, f)
-    like = (q, k, v, f["mask"]) if mask_gradient else (q, k, v)
-    if q.numel() == 0 or k.numel() == 0:
+    like = [q, k, v, *([f["mask"]] if mask_gradient else []), *([] if f["sinks"] is None else [f["sinks"]])]
+    if nothing_to_sum(q, k, f["sinks"]):
         return [x.new_zeros(x.shape) for x in like]
     tensors = *map(as_4d, (dout, q, k, v, out)), rows_4d(lse)
     grads = flash.backward(*tensors, mask_gradient=mask_gradient, **{name: f[name] for name in OF_FLASH})
@@ -142,9 +149,10 @@ def forward_operator(q, k, v, *arguments):
 @torch.library.custom_op("steps::step03_triton_flash_backward", mutates_args=(),
                          schema=f"({SAVED}, {SCHEMA}, bool mask_gradient=False) -> ({GRADIENTS})")  # fmt: skip
 def backward_operator(dout, q, k, v, out, lse, *arguments):
-    f = numbers_by_name(arguments)
-    dq, dk, dv, *dmask = gradients(dout, q, k, v, out, lse, f, wants_dmask(arguments))
-    return dq, dk, dv, *(dmask or [q.new_empty(0)])
+    f, mask_gradient = numbers_by_name(arguments), wants_dmask(arguments)
+    dq, dk, dv, *more = gradients(dout, q, k, v, out, lse, f, mask_gradient)
+    dmask = more.pop(0) if mask_gradient else q.new_empty(0)
+    return dq, dk, dv, dmask, *(more or [q.new_empty(0)])
 
 
 @torch.library.custom_op("steps::step03_triton_flash_carry", mutates_args=("out", "lse"),
@@ -164,7 +172,8 @@ def _(dout, q, k, v, out, lse, *arguments):
     f = by_name(arguments)
     check(q, k, v, f)
     options.check_saved(q, dout, out, lse)
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, f["mask"] if wants_dmask(arguments) else q.new_empty(0)))
+    mask, sinks = f["mask"] if wants_dmask(arguments) else None, f["sinks"]
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, mask, sinks))
 
 
 @carry_operator.register_fake
@@ -183,11 +192,13 @@ def keep(ctx, inputs, output):
 def differentiate_operator(ctx, dout, dlse):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     f = ctx.options | dict(zip(TENSORS, tensors, strict=True))
-    place = 3 + NAMES.index("mask")
-    mask_gradient = any(ctx.needs_input_grad[place : place + 1])  # It is shorter where the last arguments are default.
+    # It is shorter where the last arguments are default.
+    needed = {name for name, needs in zip(NAMES, ctx.needs_input_grad[3:], strict=False) if needs}
+    f["sinks"] = f["sinks"] if "sinks" in needed else None
     arguments = [f[name] for name in NAMES]
-    *grads, dmask = backward_operator(dout, q, k, v, out, lse, *arguments, mask_gradient)
-    return *grads, *(dmask if mask_gradient and name == "mask" else None for name in NAMES)
+    *grads, dmask, dsinks = backward_operator(dout, q, k, v, out, lse, *arguments, "mask" in needed)
+    more = {"mask": dmask, "sinks": dsinks}
+    return *grads, *(more[name] if name in needed else None for name in NAMES)
 
 
 def refuse(ctx, *grads):

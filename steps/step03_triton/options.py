@@ -15,11 +15,11 @@ import torch
 
 # The features in the order in which the operators take them, and what each is where it is not given.
 DEFAULTS = {
-    "window": None, "softcap": None, "mask": None, "alibi_slopes": None, "dropout_p": 0.0, "seed": None,
+    "window": None, "softcap": None, "mask": None, "sinks": None, "alibi_slopes": None, "dropout_p": 0.0, "seed": None,
     "first_query": None, "first_key": 0, "cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None,
     "max_seqlen_k": None, "lengths_k": None, "check": False,
 }  # fmt: skip
-TENSORS = ("mask", "alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k", "lengths_k")
+TENSORS = ("mask", "sinks", "alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k", "lengths_k")
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FAR = 2**28  # Positions and lengths stay below it, so that sums of them fit into the kernels' 32 bits.
@@ -180,6 +180,12 @@ def check(q, k, f):
                 f"alibi_slopes must have shape (H,) or {of_each} = ({sequences}, {H}); got {tuple(slopes.shape)}. "
                 "Select or expand the slopes of these heads."
             )
+    if f["sinks"] is not None:
+        check_dtype("sinks", f["sinks"], FLOATS, q.device)
+        if tuple(f["sinks"].shape) != (H,):
+            raise ValueError(
+                f"sinks must have shape (H,) = ({H},), a number for each query head; got {tuple(f['sinks'].shape)}."
+            )
     if isinstance(seed, torch.Tensor):
         check_dtype("seed", seed, (torch.int64,), q.device)
         if seed.numel() != 1:
@@ -211,9 +217,11 @@ def check_packed(q, B, f):
 
 
 def check_lengths(q, B, f):
-    others = [name for name in asked(f) if name not in ("lengths_k", "check")]
+    others = [name for name in asked(f) if name not in ("lengths_k", "sinks", "check")]
     if others:
-        raise ValueError(f"lengths_k goes with causal and scale only; got {others[0]}. Give the lengths as a mask.")
+        raise ValueError(
+            f"lengths_k goes with causal, scale and sinks only; got {others[0]}. Give the lengths as a mask."
+        )
     check_dtype("lengths_k", f["lengths_k"], (torch.int32,), q.device)
     if tuple(f["lengths_k"].shape) != (B,):
         raise ValueError(

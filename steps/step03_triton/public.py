@@ -74,7 +74,7 @@ def checked_forward(rungs, supports, q, k, v, out, lse, *tensors, **given):
     """A function of these tensors that computes (out, lse), after all checks."""
     given = checked_by_stage(supports, q, k, v, tensors, given)
     f = checked.read_forward(q, k, v, out, lse, given)
-    if q.numel() == 0 or k.numel() == 0:
+    if operators.nothing_to_sum(q, k, f["sinks"]):
         return no_key if out is None else unchanged
     kernel, names = operators.launcher(q, k, f, out is not None)
     if kernel is flash.forward and out is None and not options.asked(f):  # a call with few queries, but few keys, too
@@ -84,11 +84,12 @@ def checked_forward(rungs, supports, q, k, v, out, lse, *tensors, **given):
 
 
 def checked_backward(supports, dout, q, k, v, out, lse, *tensors, mask_gradient, **given):
-    """A function of these tensors that computes (dq, dk, dv), and dmask if it is asked for, after all checks."""
+    """A function of these tensors that computes (dq, dk, dv), dmask if asked for and dsinks, after all checks."""
     given = checked_by_stage(supports, q, k, v, tensors, given)
     f = checked.read_backward(dout, q, k, v, out, lse, mask_gradient, given)
-    shapes = (q.shape, k.shape, v.shape, *((f["mask"].shape,) if mask_gradient else ()))
-    if q.numel() == 0 or k.numel() == 0:
+    more = [f["mask"] if mask_gradient else None, f["sinks"]]
+    shapes = (q.shape, k.shape, v.shape, *(x.shape for x in more if x is not None))
+    if operators.nothing_to_sum(q, k, f["sinks"]):
         return partial(zeros, mask_gradient)
     call = call_of(flash.backward, operators.OF_FLASH, f, shapes, (), mask_gradient=mask_gradient)
     return with_values_checked(call, f, q)
@@ -130,5 +131,6 @@ def unchanged(q, k, v, out, lse, *tensors):
     return out, lse
 
 
-def zeros(mask_gradient, dout, q, k, v, out, lse, mask, *tensors):
-    return tuple(map(contract.zeros, (q, k, v, mask) if mask_gradient else (q, k, v)))
+def zeros(mask_gradient, dout, q, k, v, out, lse, mask, sinks, *tensors):
+    more = [mask if mask_gradient else None, sinks]
+    return tuple(map(contract.zeros, (q, k, v, *(x for x in more if x is not None))))

@@ -7,7 +7,8 @@ import torch
 def sdpa_of(attention):
     """`sdpa`, which computes what torch's function computes, by an `attention` with masks and dropout."""
 
-    def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False,
+             *, sinks=None):  # fmt: skip
         """What torch's function of this signature computes, differentiable, also in a floating-point attn_mask.
 
         query (..., H, Nq, D), key and value (..., Hk, Nk, D); leading dimensions broadcast.
@@ -15,6 +16,7 @@ def sdpa_of(attention):
         dropout_p: the probability, in steps of 1/256, with which an entry of P is dropped. Pass 0 for inference.
         is_causal: query i sees the keys 0 to i, whatever Nq and Nk. This is torch's alignment at the top left;
         `attention` aligns at the bottom right. enable_gqa: H may be a multiple of Hk.
+        sinks: those of `attention`, (H,), which torch's function does not have.
         Raises NotImplementedError for a value whose last dimension is not the query's; RuntimeError where leading
         dimensions do not fit, as torch does, and for is_causal with attn_mask, as some of torch's kernels do; and what
         `attention` raises for other bad input, such as a scale that is not above 0.
@@ -31,7 +33,7 @@ def sdpa_of(attention):
             if attn_mask is not None and attn_mask.ndim > 3:
                 attn_mask = attn_mask.expand(*leading[:-1], *attn_mask.shape[-3:]).flatten(0, -4)
             query, key, value = (x.flatten(0, -4) for x in (query, key, value))
-        options = {"scale": scale, "causal": is_causal, "mask": attn_mask, "dropout_p": dropout_p}
+        options = {"scale": scale, "causal": is_causal, "mask": attn_mask, "dropout_p": dropout_p, "sinks": sinks}
         if is_causal and query.shape[-2] != key.shape[-2]:
             options["first_query"] = 0
         out = attention(query, key, value, **options)

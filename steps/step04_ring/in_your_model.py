@@ -6,6 +6,7 @@
     attention          the ring's; everything else acts on each position alone, and needs no change
     loss               the sum over the rank's labels, divided by the number of labels of *all* ranks
     gradients          summed over the ranks, once, when the backward is done
+    sinks              one part more, merged into the ring's result: see WithSinks; the decoder here has none
 
 The idea: a mean over each rank's own labels would weigh those of shorter shards more, so the sum is divided by what all
 ranks have together. Grouped heads (H = 4, Hk = 2) need nothing: the ring sends Hk heads. `python -m
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from steps import engine
-from steps.step04_ring import Layout, launch, ring_attention
+from steps.step04_ring import Layout, backward, forward, launch, ring_attention
+from steps.step04_ring.merge import merge
 
 VOCABULARY, H, HK, D = 32, 4, 2, 16
 
@@ -28,6 +30,33 @@ def rotated(x, positions):
     angle = positions[:, None] / 10000 ** (torch.arange(0, D, 2, device=x.device) / D)  # (n, D / 2)
     even, odd = x.unflatten(-1, (2, D // 2)).unbind(-2)
     return torch.cat([even * angle.cos() - odd * angle.sin(), odd * angle.cos() + even * angle.sin()], -1)
+
+
+class WithSinks(torch.autograd.Function):
+    """out of the ring with attention sinks (H,), as gpt-oss learns them: WithSinks.apply(q, k, v, sinks, options).
+
+    A sink is one more key, of this score and of value 0, for every row. The ring need not know of it: a part of out = 0
+    and lse = sink is merged once, into the rows of each rank. From then on out and lse are those of all keys and the
+    sink, and give the right dq, dk and dv. dsinks is that of this rank's rows, to be summed like every gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, options):
+        out, lse = forward(q, k, v, **options)
+        total = out.float()
+        merge(total, lse, torch.zeros_like(total), sinks.float()[:, None].expand_as(lse))
+        out = total.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        delta = (dout.float() * out.float()).sum(-1)  # (B, H, n)
+        P = (sinks.float()[:, None] - lse).exp()
+        dsinks = -(P * delta).sum((0, 2)).to(sinks.dtype)
+        return *backward(dout, q, k, v, out, lse, **ctx.options), dsinks, None
 
 
 class Layer(nn.Module):
