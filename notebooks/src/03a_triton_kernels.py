@@ -1068,9 +1068,9 @@ picture(fig, f"""Bars of five counters in percent for {", ".join(counted)}. Thos
 names end in _kernel are rung tma's.""")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Where it stands** from N = 4096 on, causal or not: at D = 128 `gluon` has 0.99 to 1.14 of cuDNN's speed and 0.90 to 0.95 of
-# FlashAttention-4's (`fa4`), at D = 64 `tma` 0.98 to 1.03 and 0.82 to 0.90; backward `tma` 0.83 to 0.98 and 0.69 to 0.77, `gluon`
-# (03x) 1.01 to 1.19 and 0.86 to 0.91.
+# **Where it stands** from N = 4096 on, causal or not: at D = 128 `gluon` has 0.99 to 1.12 of cuDNN's speed and 0.90 to 0.96 of
+# FlashAttention-4's (`fa4`), at D = 64 `tma` 0.98 to 1.02 and 0.81 to 0.90; backward `tma` 0.83 to 0.98 and 0.70 to 0.77, `gluon`
+# (03x) 1.01 to 1.20 and 0.86 to 0.91.
 #
 # ### torch.compile of naive attention
 #

@@ -300,6 +300,7 @@ class Part:
     peers: tuple[str, ...] = ("sdpa-flash", "sdpa-cudnn")
     switches: bool = False  # also with one switch turned at a time; a backward also with a fixed order of dq
     timed: str = "interleaved"  # or "sustained"
+    told: tuple = ()  # what rows tell besides, pairs of names and values
 
     def __call__(self):
         """Yields the rows."""
@@ -311,7 +312,8 @@ class Part:
         who = [turned for one in who for turned in (switched(one, self.passes) if self.switches else [one])]
         for dtype, point in itertools.product(self.dtypes, self.grid):
             product = partial(matrix_product, dtype) if self.timed == "interleaved" and dtype != "fp32" else None
-            yield [Task(point, dtype, self.passes, (*who, *map(Beside, self.peers)), ceiling=product)]
+            entrants = *who, *map(Beside, self.peers)
+            yield [Task(point, dtype, self.passes, entrants, dict(self.told), ceiling=product)]
 
 
 def matrix_product(dtype, inputs):
@@ -489,7 +491,10 @@ PLANS = {
     "grouped": (lambda: measure(grouped()),),
     "launches": (Part(of("02", "hopper fa2") + of("03", "gluon tma"), ONE_BLOCK),),
     "host": (
-        Part(of("02", "hopper") + of("03", "gluon tma fused"), SMALL, ("fwd", "fwd+bwd"), peers=BEST),
+        Part(
+            of("02", "hopper") + of("03", "gluon tma fused"), SMALL, ("fwd", "fwd+bwd"), peers=BEST,
+            told=(("feature", "small call"),),
+        ),
         lambda: measure(small_calls()),
     ),
 }
