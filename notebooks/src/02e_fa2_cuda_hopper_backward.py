@@ -399,8 +399,8 @@ for D in TILES:
 # several heads, but to few, because blocks of one head share Q, dO and dq in the L2 cache.
 
 # %% slideshow={"slide_type": "subslide"}
-turns = "__device__ void wait_for_turn", "// Stores dK or dV"
-loop = "barrier_wait(queries_full + stage", "if (DETERMINISTIC) pass_turn_on"
+turns = "struct Turns {", "// The block that a block"
+loop = "barrier_wait(queries_full + stage", "__syncthreads();  // nobody still reads K"
 excerpt("bwd_3_hopper", turns, loop)
 
 # %% slideshow={"slide_type": "fragment"}

@@ -26,7 +26,7 @@ SUPPORTS = {
     "rungs": tuple(RUNGS),
     "limits": {rung: limits for rung, limits in rungs.LIMITS.items() if rung in RUNGS},
     "elsewhere": {rung: needs for rung, needs in rungs.NEEDS.items() if rung not in RUNGS},
-    "own_backward": ("gluon", "tma", "fused"),  # roles has tma's backward
+    "own_backward": tuple(rung for rung in RUNGS if rung != "roles"),  # which has tma's backward
     "gqa": True,
     "nq_ne_nk": True,
     "deterministic": "gluon" not in RUNGS,  # unless it is asked for
