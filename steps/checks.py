@@ -56,8 +56,9 @@ def refuse(stage, function, options):
 def pick(rungs, supports, rung, direction, q, whole=None):
     """(the rung's forward for direction 0 or backward for 1, SUPPORTS as it holds for the rung).
 
-    rung None stands for the first rung that takes q's dtype and head_dim. A rung may take head_dims for which another
-    one is faster: those it is picked for are its best_head_dims. whole: {rung: `supports_of` it}, if they are kept.
+    rung None stands for the first rung that takes q's dtype and head_dim. A rung may take inputs for which another one
+    is faster: SUPPORTS["best"](q, direction) says whether it is to be picked. whole: {rung: `supports_of` it}, if they
+    are kept.
     Raises ValueError that names the rungs.
     """
     whole = whole or {rung: supports_of(supports, rung) for rung in rungs}

@@ -186,9 +186,11 @@ def test_a_row_without_a_key_has_its_sink_as_lse_and_a_sink_of_minus_infinity_is
     H, rows = tensors[0].shape[1], 20 if "packed" in names else None  # Behind them rows belong to no sequence.
     sinks = torch.tensor([-math.inf, 100.0, 7.0, -2.0], device=engine.device)[:H]  # exp(100) is too much for float32.
     got, without = run(*tensors, options | {"sinks": sinks}, TILES[0]), run(*x, TILES[0])
+    # Compiled with sinks, a kernel may round in another order. The interpreter does not.
+    rounding = dict(rtol=0, atol=0) if engine.name == "cpu" else {}
     for name in without:
         heads = slice(0, 1) if name in ("out", "lse", "dq") else slice(0, 0)  # dk and dv are sums over two heads.
-        torch.testing.assert_close(got[name][:, heads], without[name][:, heads])  # A GPU rounds in another order.
+        torch.testing.assert_close(got[name][:, heads], without[name][:, heads], **rounding)
     no_key = without["lse"][:, :, :rows] == -math.inf
     assert no_key.any() and got["dsinks"][0] == 0
     assert torch.equal(got["lse"][:, :, :rows][no_key], sinks[:, None].expand(no_key.shape)[no_key])

@@ -21,6 +21,7 @@ from steps.checks import pick
 from steps.step03_triton import (
     bwd_0_fused,
     bwd_1_tma,
+    bwd_2_gluon,
     flash,
     fwd_0_fused,
     fwd_1_tma,
@@ -295,6 +296,21 @@ def test_the_rung_that_a_hopper_gpu_picks(D, dtype, rung):
         q = torch.empty(1, 1, N, 64, dtype=torch.bfloat16)
         picked = [pick(kernels, supports, None, direction, q)[0] for direction in (0, 1)]
         assert picked == [kernels[forward][0], kernels["gluon"][1]]
+
+
+@pytest.mark.parametrize("D, deterministic, module", [(128, False, bwd_2_gluon), (128, True, bwd_1_tma),
+                                                      (136, False, bwd_1_tma)])  # fmt: skip
+def test_which_backward_rung_gluon_has(monkeypatch, D, deterministic, module):
+    """Tensors by position or by name; the forward's tile goes to neither of the two."""
+    def backward(*tensors, **options):
+        return len(tensors), options
+
+    backward.planned = backward
+    monkeypatch.setattr(module, "backward", backward)
+    dout = torch.empty(1, 1, 1, D)
+    for call in (rungs.backward_of_gluon, rungs.backward_of_gluon.planned):
+        assert call(dout, dout, tile=(192, 128), deterministic=deterministic, causal=True) == (2, {"causal": True})
+        assert call(dout=dout, q=dout, deterministic=deterministic)[1].keys() == {"q"}
 
 
 def test_what_gluon_refuses():

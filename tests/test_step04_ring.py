@@ -575,6 +575,19 @@ def test_the_stage_imports_triton_and_its_blocks_only_where_they_run():
         assert not re.search("triton|step0[0-3]", " ".join(map(ast.unparse, imports))), path
 
 
+def test_the_default_block_adds_in_a_fixed_order(monkeypatch):
+    """Also where stage 03 does so only if it is asked to, as on a Hopper GPU."""
+    from steps import step03_triton
+
+    q = torch.empty(1, 1, 1, 64)
+    assert block.default_block(q) is step03_triton
+    monkeypatch.setitem(step03_triton.SUPPORTS, "deterministic", False)
+    monkeypatch.setattr(step03_triton, "backward", lambda *tensors, **options: options)
+    chosen = block.default_block(q)
+    assert chosen.forward is step03_triton.forward
+    assert chosen.backward(q, causal=True) == {"causal": True, "deterministic": True}
+
+
 def test_the_default_block_takes_what_the_stage_offers():
     from steps import step03_triton
 

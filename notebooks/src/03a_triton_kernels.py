@@ -973,7 +973,7 @@ with {speeds[fastest]:.0f}, the slowest has {min(speeds.values()):.0f}.""")
 # 2. With a causal mask, and for D up to 64: there that rung is `tma` with descriptors made in the kernel, and V_j
 #    loaded later: slower. `gluon` alone multiplies under its own exponentials. At D = 64 two groups are too few by the
 #    count: `tma` has three, and `gluon` from N = 2048 on.
-# 3. 5/7 of what a plain matrix product reaches in the same run: the dashed line. `fa4` passes it with 5 products in
+# 3. 5/7 of what a plain matrix product reaches in the same run: the dashed line. `fa4` and `gluon` pass it with 5 products in
 #    one pass, for which it adds up dQ in memory. The share of cycles: forward about TFLOP/s over the peak, backward 7/5
 #    of that. `queries_kernel` leads: its left factors, Q_i and dO_i, stay in registers, so that wgmma reads less. Where
 #    no other unit is near its limit, a kernel waits.
@@ -981,6 +981,9 @@ with {speeds[fastest]:.0f}, the slowest has {min(speeds.values()):.0f}.""")
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
+of_rung = dict(zip(("fused", "tma", "roles", "gluon"), COLOURS, strict=False))
+
+
 def at_longest(kernel, which):
     """{(D, causal): {name: TFLOP/s}} at the longest N of the run with most kernels."""
     speeds = {}
@@ -1008,9 +1011,9 @@ def draw(speeds, which, alt, roof=None):
     if not names:
         return print("on an H200: python -m steps.bench triton")
     fig, ax = plt.subplots(figsize=(9.2, 3.2), layout="constrained")
-    greys, colours, count = iter(GREYS[1:]), iter(COLOURS), len(names)
+    greys, count = iter(GREYS[1:]), len(names)
     for n, name in enumerate(names):
-        colour = next(colours if "wd_" in name else greys)
+        colour = of_rung[name.split("_")[-1]] if "wd_" in name else next(greys)
         heights = [found.get(name, 0) for found in speeds.values()]
         at = [s + 0.84 * (n + 0.5) / count - 0.42 for s in range(4)]
         bars = ax.bar(at, heights, width=0.8 / count, color=colour, label=name)
@@ -1032,7 +1035,7 @@ mask.""")
 # %% slideshow={"slide_type": "fragment"}
 in_bf16 = [row for row in fresh if row["dtype"] == "bf16" and row["gpu"] == h200.name]
 for peer in ("sdpa-cudnn", "fa4"):
-    best = "fwd_3_gluon", "fwd_1_tma", "bwd_1_tma"
+    best = "fwd_3_gluon", "fwd_1_tma", "bwd_1_tma", "bwd_2_gluon"
     print(measured.shares(in_bf16, best, peer), end="\n\n")
 backwards = at_longest("bwd_0_fused", "bwd")
 run = {row["run"] for row in one_run("bwd_0_fused", "bwd", 128, False)}
@@ -1040,7 +1043,7 @@ beside = [row for row in fresh if row["run"] in run and row["peer"] == rows.MATM
 beside = [row["tflops"] for row in beside]
 roof = 5 / 7 * sorted(beside)[len(beside) // 2] if beside else None
 for (D, causal), found in backwards.items():
-    for name in (name for name in found if roof and "bwd_" in name):
+    for name in ("bwd_0_fused", "bwd_1_tma") if roof and found else ():  # seven products
         print(f"D = {D}, causal {causal}: {name} has {found[name] / roof:.0%} of the roof")
 draw(backwards, "backward", """Bars of TFLOP/s of the backwards of stage 03, torch's
 kernels and FlashAttention-4, at D = 128 and 64, with and without a causal mask; a dashed

@@ -370,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
     if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
     else start_product(dP, V + warpgroup * 64 * 64, dO_i);
-    turns.pass_on();   // here, because the products run while it waits
+    turns.pass_on();  // here, because the products run while it waits
     wgmma_wait<1>();  // S^T is there
     if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
     probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
