@@ -12,6 +12,7 @@ from steps.bench import ring, rows
 from steps.bench.cost import Point
 from steps.bench.ring import FETCH, ONE, PEERS, RELAY
 from steps.figures import measured, plots, ring_tables
+from steps.figures.picture import picture
 from steps.figures.ring_tables import TABLES
 from steps.step04_ring import simulate
 from support.made_rows import ORIGIN, ladder_rows, of_02, peer_row, row
@@ -284,6 +285,30 @@ def test_shares_are_of_one_run_and_one_size_and_the_last_run_counts():
     assert measured.shares(found, ("fwd_2_mma",), "flex") == "no rows of fwd_2_mma beside flex"
     itself = measured.beside(found, ("fwd_2_mma",), "fwd_2_mma")
     assert {share for _, share in itself} == {1.0}
+
+
+def test_a_rung_s_line_compares_it_in_one_run_with_the_rung_below_and_the_fastest_peer():
+    at = dict(D=128, N=4096, Nk=4096)
+    found = [of_02("fwd_2_mma", tflops=20.0, **at), of_02("fwd_5_fa2", tflops=50.0, **at)]
+    found += [peer_row(peer=name, tflops=tflops, **at) for name, tflops in (("sdpa-flash", 80.0), ("fa4", 100.0))]
+    found += [of_02("fwd_0_scalar", tflops=1.0, **at), of_02("fwd_9_next", tflops=1.0, **at)]
+    found += [of_02("fwd_5_fa2", tflops=70.0, run="r2", **at)]  # it has no company
+    line, where = measured.rung("fwd_5_fa2", found).splitlines()
+    assert line == "fwd_5_fa2: 50 TFLOP/s, 2.50 x fwd_2_mma, 0.50 of fa4" and "NVIDIA H200, bf16, D = 128" in where
+    assert measured.rung("fwd_0_scalar", found).startswith("fwd_0_scalar: 1 TFLOP/s, 0.01 of fa4")
+    assert measured.rung("fwd_5_fa2", found[-1:]).startswith("fwd_5_fa2: 70 TFLOP/s\n")
+    assert "not measured as it is now" in measured.rung("fwd_5_fa2", found, N=512)
+
+
+def test_a_picture_has_words_and_letters_that_can_be_read():
+    wide, narrow = plots.plt.figure(figsize=(12, 2)), plots.plt.figure(figsize=(6, 2))
+    for fig in (wide, narrow):
+        fig.text(0, 0, "a label", fontsize=10)
+    assert picture(narrow, "words").alt == "words"
+    with pytest.raises(ValueError, match="below 9 points.*'a label'"):
+        picture(wide, "words")
+    with pytest.raises(ValueError, match="alt text"):
+        picture(narrow, " ")
 
 
 def test_bars_show_every_number():

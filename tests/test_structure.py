@@ -32,7 +32,7 @@ BELOW = {
     "catalogue": {"engine", "stages"},
     "workbook": {"checks", "contract", "engine", "stages", "catalogue"},
     "bench": {"checks", "contract", "engine", "stages", "catalogue"},
-    "figures": {"checks", "contract", "engine", "stages", "catalogue", "bench"},
+    "figures": {"checks", "contract", "engine", "stages", "catalogue", "bench", "workbook"},
     "demo": {"contract", "engine", "stages", "catalogue", "bench", "figures"},
     "verify": {"engine", "workbook", "bench"},
     "__main__": {"contract", "engine", "stages", "catalogue", "workbook", "bench", "demo", "verify"},
@@ -47,7 +47,6 @@ SHARED_NAMES = {
     "demo": "shows what it stands beside, the course or the ring, on one input",
     "options": "what a call may ask for beside q, k and v: its definition, and its checks",
     "operators": "what torch.compile sees of a stage",
-    "figures": "what draws, for the notebooks and for the workbook",
     "ring": "stage 04's loop, and what measures it",
 }
 

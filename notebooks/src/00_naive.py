@@ -40,7 +40,8 @@ from steps.figures.plots import COLOURS, FAINT, INK, style
 from steps import step00_naive as step00
 from steps.step00_naive import bwd_1_matrix, fwd_1_matrix, fwd_2_online
 from steps.step00_naive import fwd_3_tiled, io_count
-from steps.workbook import Blank, check, exercises, picture, show
+from steps.figures.picture import unchecked as picture
+from steps.workbook import Blank, check, exercises, show
 from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 
 torch.set_num_threads(1)  # small tensors are faster on one thread, and the times steadier

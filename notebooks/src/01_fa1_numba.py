@@ -50,7 +50,8 @@ from steps.step00_naive import fwd_1_matrix, io_count
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 from steps.step01_fa1_numba import fwd_0_published as fwd
 from steps.step01_fa1_numba import fwd_1_loops_swapped, fwd_2_registers
-from steps.workbook import Blank, check, exercises, picture, show
+from steps.figures.picture import unchecked as picture
+from steps.workbook import Blank, check, exercises, show
 from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 
 torch.set_num_threads(1)  # small tensors are faster on one thread, and the times steadier

@@ -51,7 +51,8 @@ from steps.bench import cost, rows
 from steps.figures.measured import speed_bars
 from steps.figures.plots import COLOURS, FAINT, INK, style
 from steps.step02_fa2_cuda import cache, calls, emulator, ladder, nvrtc, works
-from steps.workbook import check, edited, hint, picture, show, solution  # noqa: F401
+from steps.figures.picture import unchecked as picture
+from steps.workbook import check, edited, hint, show, solution  # noqa: F401
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)

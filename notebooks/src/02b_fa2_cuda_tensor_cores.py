@@ -48,7 +48,8 @@ from steps.figures.plots import COLOURS, FAINT, INK
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
-from steps.workbook import Blank, check, edited, exercises, picture, show
+from steps.figures.picture import unchecked as picture
+from steps.workbook import Blank, check, edited, exercises, show
 from steps.workbook import diff, hint, solution  # noqa: F401  for you, in parts 4 and 5
 from steps.workbook.listing import Source
 

@@ -43,7 +43,8 @@ from steps import step02_fa2_cuda as step02
 from steps.bench import cost, rows, timing
 from steps.figures.plots import COLOURS, FAINT, GREYS, INK, style
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
-from steps.workbook import check, edited, one_rung, picture, show
+from steps.figures.picture import unchecked as picture
+from steps.workbook import check, edited, one_rung, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
 from steps.workbook.listing import Source
 

@@ -44,7 +44,8 @@ from steps import step02_fa2_cuda as step02
 from steps.bench import ablations, cost, profile, report, rows, timing
 from steps.figures.plots import COLOURS, FAINT, GREYS, INK, style
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, plan, works
-from steps.workbook import Blank, check, edited, exercises, picture, show
+from steps.figures.picture import unchecked as picture
+from steps.workbook import Blank, check, edited, exercises, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
 from steps.workbook.listing import Source
 from steps.workbook.puzzles.operand_address import operand_address  # yours, in part 5

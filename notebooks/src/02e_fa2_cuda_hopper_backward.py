@@ -39,7 +39,8 @@ from steps.bench import ablations, cost, rows, timing
 from steps.figures import measured, plots
 from steps.figures.plots import COLOURS, GREYS, INK
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
-from steps.workbook import Blank, check, edited, exercises, picture, show
+from steps.figures.picture import unchecked as picture
+from steps.workbook import Blank, check, edited, exercises, show
 from steps.workbook import hint, solution  # noqa: F401  for you, in part 5
 from steps.workbook.listing import Source
 

@@ -52,7 +52,8 @@ from steps import step00_naive as step00, step03_triton as step03
 from steps.figures import measured
 from steps.step00_naive import fwd_3_tiled
 from steps.step03_triton import fwd_0_fused, fwd_1_tma, fwd_2_roles, fwd_3_gluon, memcheck
-from steps.workbook import Blank, check, hint, picture, show, solution  # noqa: F401  part 5
+from steps.figures.picture import unchecked as picture
+from steps.workbook import Blank, check, hint, show, solution  # noqa: F401  part 5
 
 torch.set_num_threads(1)
 torch.set_printoptions(precision=2, sci_mode=False)

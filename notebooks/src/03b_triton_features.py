@@ -51,7 +51,8 @@ from steps.bench import cost, rows
 from steps.figures.plots import COLOURS, FAINT, INK, style
 from steps import step03_triton as step03
 from steps.step03_triton import decode, features, flash, flash_kernels
-from steps.workbook import picture, show
+from steps.figures.picture import unchecked as picture
+from steps.workbook import show
 from steps.workbook import Blank, check, hint, solution  # noqa: F401  They are for part 5.
 
 torch.manual_seed(0)

@@ -42,7 +42,8 @@ from steps.step04_ring import Layout, demo, launch, ring
 from steps.step04_ring.merge import merge as merge_parts
 from steps.step04_ring.simulate import Machine, Shape, gantt, read_flops, schedule
 from steps.step04_ring.strategies import lesson_1_hop, lesson_2_overlap
-from steps.workbook import Blank, check, picture, show
+from steps.figures.picture import unchecked as picture
+from steps.workbook import Blank, check, show
 from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 
 torch.set_num_threads(1)  # the ranks below are threads or processes themselves

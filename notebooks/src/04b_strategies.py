@@ -39,7 +39,8 @@ from steps.step04_ring.dry_run import dry_run
 from steps.step04_ring.merge import merge
 from steps.step04_ring.simulate import Machine, Shape, gantt, predict, schedule
 from steps.step04_ring.strategies import account, lesson_1_hop
-from steps.workbook import Blank, check, picture, show
+from steps.figures.picture import unchecked as picture
+from steps.workbook import Blank, check, show
 from steps.workbook import hint, solution  # noqa: F401  They are for part 5.
 from steps.workbook.case_on_ranks import PlainBlock
 

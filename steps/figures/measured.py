@@ -6,6 +6,7 @@ from collections import Counter
 import matplotlib.pyplot as plt
 
 from steps.bench import report
+from steps.bench import rows as results
 from steps.bench.rows import label, setting
 from steps.figures.plots import COLOURS, GREYS, INK, style
 
@@ -58,6 +59,36 @@ def shares(found, kernels, other):
 
     lines = report.table(ordered, [f"of {other}", "", ""], words, columns)
     return "\n".join(report.in_text(lines)) if lines else f"no rows of {', '.join(kernels)} beside {other}"
+
+
+def rung(kernel, found=None, *, gpu="NVIDIA H200", D=128, N=4096, causal=False, dtype="bf16"):
+    """A rung's result in a line, of one run: TFLOP/s, the factor to the rung before it, and to the fastest peer.
+
+    found: rows, the fresh committed ones if None. Of several runs the last one counts in which a lower rung was
+    measured, too. Where there is no row at this size, the line says so.
+    """
+    found = results.fresh(results.read()) if found is None else found
+    at = {"gpu": gpu, "D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
+    found = [row for row in found if row["timing"] == "interleaved" and all(row[name] == at[name] for name in at)]
+    size = f"{gpu}, {dtype}, D = {D}, N = {N}, {'causal' if causal else 'full'}"
+    candidates = [(row, *company(row, found)) for row in found if row["kernel"] == kernel]
+    if not candidates:
+        return f"{kernel}: not measured as it is now on {size}"
+    mine, before, peer = max(candidates, key=lambda one: (one[1] is not None, one[0]["run"]))
+    words = [f"{kernel}: {mine['tflops']:.3g} TFLOP/s"]
+    words += [f"{mine['tflops'] / before['tflops']:.2f} x {before['kernel']}"] if before else []
+    words += [f"{mine['tflops'] / peer['tflops']:.2f} of {peer['peer']}"] if peer else []
+    return f"{', '.join(words)}\n  ({size})"
+
+
+def company(row, found):
+    """Of the run and size of a kernel's row: the row of the next lower rung, and of the fastest peer, or None."""
+    pass_, number, _ = row["kernel"].split("_", 2)
+    beside = [one for one in found if (one["run"], setting(one)) == (row["run"], setting(row))]
+    kernels = {int(one["kernel"].split("_")[1]): one for one in beside if one["stage"] == row["stage"]}
+    lower = [n for n in kernels if n < int(number) and kernels[n]["kernel"].startswith(pass_)]
+    peers = [one for one in beside if one["peer"]]
+    return kernels[max(lower)] if lower else None, max(peers, key=lambda one: one["tflops"], default=None)
 
 
 def subtitle(found):

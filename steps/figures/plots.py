@@ -23,6 +23,10 @@ INK, FAINT = "#1a1a1a", "#c8c8c8"
 # Okabe and Ito's palette without yellow: told apart with any kind of colour vision.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREYS = ("#222222", "#5f5f5f", "#8a8a8a", "#ababab")
+# One thing has one colour in all figures: a rank, an operand and its tiles, what a test sees and does not see.
+RANK = COLOURS[:4]
+OPERAND = {"Q": COLOURS[0], "K": COLOURS[1], "V": COLOURS[4], "S": COLOURS[5], "P": COLOURS[5], "O": COLOURS[2]}
+SEEN, UNSEEN = COLOURS[2], COLOURS[1]
 STYLE = {
     "figure.figsize": (7.2, 4.0), "figure.dpi": 110, "figure.facecolor": "white", "font.size": 10, "text.color": INK,
     "savefig.facecolor": "white", "savefig.transparent": False, "savefig.bbox": "tight", "legend.frameon": False,
@@ -38,6 +42,13 @@ def style():
     plt.rcParams.update(STYLE)
 
 
+def colour_of(kernel):
+    """The colour of a kernel's rung, or of a peer: "fwd_3_ldmatrix" and "bwd_3_hopper" have the same."""
+    if kernel in PEERS:
+        return PEERS[kernel][2]
+    return COLOURS[int(kernel.split("_")[1]) % len(COLOURS)]
+
+
 def ink_on(colour):
     """INK or "white": the one in which text is easier to read on this colour, by WCAG 2's contrast."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
@@ -47,8 +58,8 @@ def ink_on(colour):
 
 LADDER = {"dtype": "bf16", "D": 128, "N": 4096, "causal": False}  # what the ladder compares, where a rung takes it
 PEERS = {
-    "sdpa-flash": ("FlashAttention-2", "--", COLOURS[1]), "sdpa-cudnn": ("cuDNN", "-", COLOURS[2]),
-    "fa4": ("FlashAttention-4", ":", COLOURS[3]), "fa3": ("FlashAttention-3", "-.", COLOURS[4]),
+    "sdpa-flash": ("FlashAttention-2", "--", GREYS[2]), "sdpa-cudnn": ("cuDNN", "-", GREYS[0]),
+    "fa4": ("FlashAttention-4", ":", GREYS[1]), "fa3": ("FlashAttention-3", "-.", GREYS[3]),
 }  # fmt: skip
 PICTURES = {"02_fa2_cuda": "notebooks/figures/ladder.png", "03_triton": "notebooks/figures/ladder_triton.png"}
 

@@ -1,11 +1,10 @@
 """The learner's side of the course.
 
-A notebook looks at the kernels' source with `show` and `diff`, runs a kernel with a mistake planted by `edited`, and
-shows figures with `picture`. A reader writes functions and has them run inside a stage with `check`, `hint` and
+A notebook looks at the kernels' source with `show` and `diff`, and runs a kernel with a mistake planted by `edited`. A
+reader writes functions and has them run inside a stage with `check`, `hint` and
 `solution`; the same three are commands of `python -m steps`. The exercises are listed in exercises.toml.
 """
 
 from steps.workbook.answer import Blank  # noqa: F401
 from steps.workbook.checking import check, hint, solution  # noqa: F401
-from steps.workbook.figures import picture  # noqa: F401
 from steps.workbook.listing import diff, edited, show  # noqa: F401

@@ -1,7 +1,11 @@
-"""Figures in notebooks: a PNG together with a description in words."""
+"""Figures in notebooks: a PNG together with a description in words, and letters that can be read."""
 
 import base64
+import functools
 import io
+
+SMALLEST = 9  # points of a letter where a page shows the figure
+PAGE = 8.5  # inches; a wider figure is made smaller until it fits
 
 
 class Picture:
@@ -22,16 +26,19 @@ class Picture:
         return f"Figure: {self.alt}"
 
 
-def picture(fig, alt, dpi=110):
+def picture(fig, alt, dpi=110, check=True):
     """The matplotlib figure as a `Picture`. Its opaque white ground keeps it legible on light and on dark pages.
 
-    The figure is closed. alt says what the figure shows, for those who do not see it; an empty one raises ValueError.
+    The figure is closed. alt says what the figure shows, for those who do not see it. ValueError if there are no words,
+    or if a text of the figure is too small to be read.
     """
     import matplotlib.pyplot as plt  # Imported here, because its import would delay `python -m steps`.
     import PIL.Image
 
     if not alt.strip():
         raise ValueError("picture needs alt text: one or two sentences that say what the figure shows.")
+    if check and (small := small_texts(fig)):
+        raise ValueError(f"below {SMALLEST} points where the page shows it: {', '.join(small)}.")
     drawn, png = io.BytesIO(), io.BytesIO()
     fig.savefig(drawn, format="png", dpi=dpi, facecolor="white", bbox_inches="tight")
     plt.close(fig)  # Jupyter would show an open figure a second time.
@@ -39,3 +46,15 @@ def picture(fig, alt, dpi=110):
     image = PIL.Image.open(drawn).convert("RGB").quantize(64, dither=PIL.Image.Dither.NONE)
     image.save(png, format="png", optimize=True)
     return Picture(png.getvalue(), " ".join(alt.split()))
+
+
+def small_texts(fig):
+    """The texts of a figure whose letters have fewer than SMALLEST points on the page."""
+    from matplotlib.text import Text
+
+    shown = min(1.0, PAGE / fig.get_figwidth())
+    found = {text.get_text(): text.get_fontsize() * shown for text in fig.findobj(Text) if text.get_visible()}
+    return [repr(words) for words, points in found.items() if words.strip() and points < SMALLEST - 0.01]
+
+
+unchecked = functools.partial(picture, check=False)  # for notebooks whose figures are not yet legible
