@@ -171,6 +171,15 @@ def test_printed_lines_fit_on_a_page(path):
             assert max(map(len, lines), default=0) <= 88, cell.source[:80]
 
 
+@pytest.mark.parametrize("stem", ["00_naive", "01_fa1_numba"])
+def test_numbers_that_the_prose_quotes_are_printed(stem):
+    """Those with two decimals, such as the six tokens' results."""
+    printed = "".join(o.get("text", "") for c in code_cells(ROOT / f"notebooks/{stem}.ipynb") for o in c.outputs)
+    text = " ".join(cell.source for cell in script(stem) if cell.cell_type == "markdown")
+    quoted = set(re.findall(r"\b\d+\.\d\d\b", re.sub(r"papers/\S+", "", text)))
+    assert {"6.83", "1.34"} <= quoted and [number for number in sorted(quoted) if number not in printed] == []
+
+
 def test_02b_explains_the_stall_reasons_that_it_prints():
     text = source("02b_fa2_cuda_tensor_cores")
     counted = profile.read()

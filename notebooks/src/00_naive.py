@@ -21,7 +21,8 @@
 #
 # - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU.
 # - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
-# - **Code:** [`steps/step00_naive`](../steps/step00_naive/__init__.py): a file a **rung**, each with one idea more.
+# - **Code:** [`steps/step00_naive`](../steps/step00_naive/__init__.py): one file for each **rung**, a version with one idea
+#   more.
 # - **Tests:** `pytest tests/test_step00_naive.py`.
 # - **Symbols:** [reference/symbols.md](../reference/symbols.md). **Terms:**
 #   [reference/glossary.md](../reference/glossary.md).
@@ -65,7 +66,8 @@ O = P @ V  # (N, d)
 for j, name in enumerate(names):
     print(f"key {j} {name:8} q5 . k{j} = {Q[5] @ K[j]:2.0f}", end="   ")
     print(f"S[5,{j}] = {S[5, j]:5.2f}   P[5,{j}] = {P[5, j]:.2f}")
-print(f"O[5] = {O[5]}; P[5,4] / P[5,3] = {P[5, 4] / P[5, 3]:.2f}")
+print(f"O[5] = {O[5]}; S[5,4] - S[5,3] = {S[5, 4] - S[5, 3]:.2f}", end=", ")
+print(f"P[5,4] / P[5,3] = {P[5, 4] / P[5, 3]:.2f}")
 
 # %% slideshow={"slide_type": "subslide"}
 figures.soft_lookup(names, Q, K, V)

@@ -22,7 +22,7 @@
 #
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
 # - **Time:** about 40 minutes to read, 120 minutes more with the exercises.
-# - **Code:** [`steps/step01_fa1_numba`](../steps/step01_fa1_numba/__init__.py): three rungs, a file each.
+# - **Code:** [`steps/step01_fa1_numba`](../steps/step01_fa1_numba/__init__.py): one file for each of three rungs.
 # - **Tests:** `pytest tests/test_step01_fa1_numba.py`.
 # - **Paper:** [papers/flash_attention.md](../papers/flash_attention.md).
 
