@@ -82,7 +82,7 @@ def unsigned(x, y):
 print(figures.ptx(signed, unsigned))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### What the stage does about it
+# ### What rung 2 does about it
 #
 # Rung 2 fetches 16 numbers for 64 multiply-adds, so it would spend much of its time on such tests. Its thread indices
 # are made unsigned, in `add_products` for example.
@@ -134,17 +134,6 @@ except ValueError as refusal:
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.resources(D=64))
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### The paper's line 1
-#
-# FlashAttention's Algorithm 1 chooses the tile in its line 1: $B_c = \lceil M / 4d \rceil$ and $B_r = \min(B_c, d)$, for
-# M numbers of shared memory. It gives all the room to K, V, Q and O, and none to S. At d = 128 the tiles then do not
-# fit ([papers/errata.md](../papers/errata.md), E4).
-
-# %% slideshow={"slide_type": "fragment"}
-print(figures.room_of_line_1(64))
-print(figures.room_of_line_1(128))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Three roofs

@@ -1,6 +1,7 @@
 """What notebook 00 draws, counts and breaks: the six animals, the running maximum, tiles, memory, mistakes."""
 
 import contextlib
+import itertools
 import textwrap
 import timeit
 import weakref
@@ -8,6 +9,7 @@ from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.colors import ListedColormap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference import cases, error, mutants
@@ -81,12 +83,9 @@ def peak_bytes(forward, N, d=64):
 
 def milliseconds(forward, N=512, d=64):
     """The shortest of three runs of forward(q, k, v), for one head of N tokens, on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small
+    torch.set_num_threads(1)  # The tensors are small.
     q, k, v = torch.randn(3, 1, 1, N, d)
-    shortest = min(timeit.repeat(lambda: forward(q, k, v), number=1, repeat=3))
-    torch.set_num_threads(threads)
-    return 1e3 * shortest
+    return 1e3 * min(timeit.repeat(lambda: forward(q, k, v), number=1, repeat=3))
 
 
 def running_maximum(scores, steps):
@@ -123,15 +122,13 @@ def tiles_visited():
     whole, crossed = OPERAND["S"], OPERAND["Q"]
     for ax, (Nq, Nk, Br, Bc) in zip(axes, ((80, 80, 16, 16), (56, 88, 8, 16), (88, 56, 16, 8)), strict=True):
         visited = 0
-        for i in range(0, Nq, Br):
+        for i, j in itertools.product(range(0, Nq, Br), range(0, Nk, Bc)):
             end = fwd_3_tiled.last_key(i + Br, Nq, Nk, True)
-            for j in range(0, Nk, Bc):
-                S = torch.zeros(min(Br, Nq - i), min(Bc, Nk - j))
-                masked = fwd_3_tiled.mask(S, i, j, Nk - Nq).isinf().any()
-                colour = "white" if j >= end else crossed if masked else whole
-                look = {"facecolor": colour, "edgecolor": INK, "lw": 0.8, "clip_on": False}
-                ax.add_patch(plt.Rectangle((j, i), S.shape[1], S.shape[0], **look))
-                visited += j < end
+            S = torch.zeros(min(Br, Nq - i), min(Bc, Nk - j))
+            masked = fwd_3_tiled.mask(S, i, j, Nk - Nq).isinf().any()
+            colour = "white" if j >= end else crossed if masked else whole
+            ax.add_patch(plt.Rectangle((j, i), S.shape[1], S.shape[0], fc=colour, ec=INK, lw=0.8, clip_on=False))
+            visited += j < end
         ax.plot([Nk - Nq, Nk], [0, Nq], color=INK, lw=1.5, ls="--")
         ax.set_title(f"tile {Br, Bc}: {visited} of {-(-Nq // Br) * -(-Nk // Bc)}", fontsize=10)
         ax.set(xlim=(0, Nk), ylim=(Nq, 0), aspect="equal", xlabel=f"{Nk} keys", ylabel=f"{Nq} queries")
@@ -179,31 +176,35 @@ INPUTS = {  # a case's name -> its column
 
 
 def mistakes_seen():
-    """Planted mistakes against cases of the contract: coloured where the case fails, so that the mistake is seen."""
+    """Planted mistakes against inputs of the contract: coloured where the input fails, so that the mistake is seen."""
     style()
     fig, ax = plt.subplots(figsize=(8.4, 4.0), layout="constrained")
-    for column, case in enumerate(case for name in INPUTS for case in cases.CASES if case.name == name):
-        x = cases.build(case, stage.SUPPORTS, torch.float32)
-        want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-        for row, mutant in enumerate(m for name in MISTAKES for m in mutants.MUTANTS if m.name == name):
-            try:
-                seen = bool(error.failures(mutant.run(x, x.tile, stage.SUPPORTS["order"]), want))
-            except mutants.NotApplicable:
-                seen = False
-            colour = SEEN if seen else "white"
-            ax.add_patch(plt.Rectangle((column, row), 1, 1, facecolor=colour, edgecolor=FAINT))
-            ax.text(column + 0.5, row + 0.5, "seen" * seen, color=ink_on(colour), ha="center", va="center", fontsize=9)
-    ax.set(xlim=(0, len(INPUTS)), ylim=(len(MISTAKES), 0))
-    ax.set_xticks([c + 0.5 for c in range(len(INPUTS))], INPUTS.values())
-    ax.set_yticks([r + 0.5 for r in range(len(MISTAKES))], MISTAKES.values())
+    seen = [[fails(mistake, name) for name in INPUTS] for mistake in MISTAKES]
+    ax.pcolormesh(seen, cmap=ListedColormap(["white", SEEN]), edgecolors=FAINT, lw=0.8, vmin=0, vmax=1)
+    for row, column in torch.tensor(seen).nonzero().tolist():
+        ax.text(column + 0.5, row + 0.5, "seen", color=ink_on(SEEN), ha="center", va="center", fontsize=9)
+    ax.set_xticks([n + 0.5 for n in range(len(INPUTS))], INPUTS.values())
+    ax.set_yticks([n + 0.5 for n in range(len(MISTAKES))], MISTAKES.values())
     ax.tick_params(length=0, labelsize=9)
     ax.xaxis.tick_top()
+    ax.invert_yaxis()
     ax.grid(False)
-    ax.spines[:].set_visible(False)
     return picture(fig, """A table of eight mistakes against eight kinds of input. Several mistakes are seen almost
         everywhere. Leaving out the maximum is seen only with large or very negative scores; a maximum that starts at 0
         only with a row of very negative scores; a mask aligned at the top left only where Nq and Nk differ; a scale
         fixed to 1/8 everywhere but at d = 64.""")
+
+
+def fails(mistake, name):
+    """Whether a kernel with this mutant's mistake fails on this case."""
+    (mutant,) = (m for m in mutants.MUTANTS if m.name == mistake)
+    (case,) = (c for c in cases.CASES if c.name == name)
+    x = cases.build(case, stage.SUPPORTS, torch.float32)
+    want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+    try:
+        return bool(error.failures(mutant.run(x, x.tile, stage.SUPPORTS["order"]), want))
+    except mutants.NotApplicable:
+        return False
 
 
 def symptom(id):

@@ -7,7 +7,6 @@ start another one.
 
 import inspect
 import json
-import math
 import os
 import re
 import subprocess
@@ -175,15 +174,6 @@ def roofs(N=4096, d=64):
         reached = lesson.recorded(N)["fwd"][f"fwd_{n}_{name}"][d]["tflops"]
         lines.append(f"{name:17}{shared:15.1f}{device:15.1f}{lesson.GPU.fp32_tflops:12.1f}{reached:10.1f}")
     return "\n".join(lines)
-
-
-def room_of_line_1(d):
-    """What Algorithm 1's line 1 takes of a block's shared memory on an H200, in words: without S, and with it."""
-    limit = cost.GPUS["NVIDIA H200"].multiprocessor.shared_per_block
-    Bc = math.ceil(limit / 4 / (4 * d))
-    Br = min(Bc, d)
-    without, with_S = (cost.shared_bytes(Br, Bc, d, tiles=tiles) / limit for tiles in ("QKVO", "QKVOS"))
-    return f"d = {d}: Br {Br}, Bc {Bc}: K, V, Q, O take {without:.0%} of a block's limit, with S {with_S:.0%}"
 
 
 if __name__ == "__main__":
