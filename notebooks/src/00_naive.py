@@ -113,7 +113,7 @@ print("row 5:", by_loops[5], " as torch's own:", torch.allclose(by_loops, torch_
 #
 # Q, K, V and O have $N d$ numbers each, S and P have $N^2$. Each of the two matrix products takes $2 N^2 d$ operations.
 #
-# Rung 1 is the matrix form. We count the bytes of all tensors that are alive at the same time, while N doubles. **By
+# Rung 1, `fwd_1_matrix.py`, is the matrix form. We count the bytes of all tensors that are alive at the same time, while N doubles. **By
 # which factor does the peak grow?**
 
 # %% slideshow={"slide_type": "fragment"}
@@ -126,9 +126,9 @@ print(f"S of one head at N = 16384: {4 * 16384**2 / 2**30:.0f} GiB")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. A softmax that never sees its whole row
 #
-# By 4: at the peak four N x N matrices are alive. The $N^2$ *operations* are attention itself and stay. The $N^2$
-# *memory* can go, if two obstacles can: softmax wants the whole row of scores before it gives out a weight, and the
-# backward wants P.
+# By 4: at the peak four N x N matrices are alive, S, its exponentials, their quotients and P. The $N^2$ *operations* are
+# attention itself and stay. The $N^2$ *memory* can go. Two obstacles are in the way: softmax wants the whole row of scores
+# before it gives out a weight, and the backward wants P.
 #
 # ### First, it must not overflow
 #
@@ -239,7 +239,7 @@ check("00.2", online_update)
 # | [9–10] | m_new, P, alpha; new l and O | `online_update`, for a tile |
 # | [12–15] | O / l and lse, written once | end of the outer loop |
 #
-# What a round keeps fits on a GPU's chip, whatever N is. Later stages keep it there.
+# What one round of the inner loop keeps does not depend on N, and fits on a GPU's chip. Later stages keep it there.
 
 # %% slideshow={"slide_type": "subslide"}
 for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):

@@ -44,10 +44,10 @@ print(steps.engine.describe())
 # piece of their SM's **shared memory**. Tensors lie in **device memory**, outside the chip.
 #
 # **Device memory is the first bottleneck.** Standard attention, notebook 00's matrix form, writes S, reads it for the
-# softmax, writes P, and reads P for P V. FlashAttention computes a tile of S, uses it and discards it, all on the chip.
+# softmax, writes P, and reads P for P V. This weighs most in fp16 on **tensor cores**, the units for matrix products that
+# stage 02 uses. FlashAttention computes a tile of S, uses it and discards it, all on the chip.
 #
-# **Shared memory is the second.** It is fast, but it gives a thread one number in the time of four multiply-adds. Part 5
-# is about that.
+# **Shared memory is the second.** It is fast, but it gives a thread one number in the time of four multiply-adds.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.memories())
@@ -220,8 +220,9 @@ print("row 5:", O.copy_to_host()[0, 5].round(2))
 # | `head`, `i` | numbers | the tile's row r is `l[head, i + r]`, if l has it |
 # | `Bc` | number | keys of the tile; S may have a spare column |
 #
-# `exp_difference(x, m)` is exp(x - m), and 0 for x = -inf, as in a row that has seen no key. A thread's number is
-# `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`. Write `ZERO` for 0, as 0.0 is float64 for Numba.
+# `exp_difference(x, m)` is exp(x - m), and 0 for x = -inf. In a row that has seen no key l_new is 0, and both factors are
+# 0. A thread's number is `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`. Write `ZERO` for 0, as 0.0 is float64 for
+# Numba.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -281,7 +282,7 @@ figures.who_works(B=1, H=16)
 # ### Exercise 01.2: the same tile, with O not divided
 #
 # Rung 1 has the loops swapped. A block owns one tile of queries: O_i, l and m are in shared memory too, and are written
-# out once. P is born in the unit of m_new; `alpha` (Br,) receives what O is multiplied with.
+# out once. P is relative to m_new at once; `alpha` (Br,) receives what O is multiplied with.
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_1_loops_swapped", "kernel")
@@ -446,8 +447,8 @@ print(figures.speeds())
 # ### Go further
 #
 # - ★★ (1 hour) Put all threads to work in rung 1's `online_update`: several share a row and exchange their maxima.
-# - ★★★ (a weekend) Count the backward's traffic with [`io_count.Memory`](../steps/step00_naive/io_count.py), in both
-#   orders of its loops. Which moves less, and when?
+# - ★★★ (a weekend) Count the backward's traffic in both orders, with
+#   [`io_count.py`](../steps/step00_naive/io_count.py).
 #
 # **Deeper:** [01x_deeper.ipynb](01x_deeper.ipynb): types, banks, registers, roofs, one rounding too many.
 #

@@ -40,7 +40,7 @@ def memories():
 def standard_traffic(N=4096, d=64):
     """How long an H200 would take for standard attention's traffic, in times of its arithmetic."""
     moved = sum(io_count.standard_count(N, d))
-    lines = [f"N = {N}, d = {d}: {moved / (4 * N * d + N):.0f} times the traffic of q, k, v, out and lse"]
+    lines = [f"standard attention, N = {N}, d = {d}: {moved / (4 * N * d + N):.0f} times what q, k, v, out and lse are"]
     for dtype, size, rate in (("float32", 4, MULTIPLY_ADDS), ("fp16, tensor cores", 2, GPU.half_tflops / 2)):
         times = moved / (GPU.bandwidth / size) / (2 * N * N * d / rate)
         lines.append(f"{dtype:18} the traffic takes {times:.1f} times as long as the arithmetic")
