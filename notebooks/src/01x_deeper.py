@@ -131,6 +131,8 @@ except ValueError as refusal:
 #
 # An SM holds two blocks of rung 2, an eighth of the warps that it has room for. That is enough: a thread has 64
 # independent sums, so it need not wait for one of them.
+#
+# **Try it.** ★★★ (a weekend) Give rung 2 other tiles and patches, and predict the fastest from this table.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.resources(D=64))
