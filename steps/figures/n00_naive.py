@@ -19,6 +19,7 @@ from steps.figures.plots import FAINT, INK, OPERAND, SEEN, ink_on, style
 from steps.step00_naive import fwd_3_tiled
 from steps.workbook import exercises
 
+torch.set_num_threads(1)  # The tensors of notebooks 00 and 01 are small: they are faster on one thread.
 
 def soft_lookup(names, Q, K, V):
     """Left: the keys, and query 5. Right: the values, with discs as large as their weights, and the path of O[5]."""
@@ -83,7 +84,6 @@ def peak_bytes(forward, N, d=64):
 
 def milliseconds(forward, N=512, d=64):
     """The shortest of three runs of forward(q, k, v), for one head of N tokens, on one thread."""
-    torch.set_num_threads(1)  # The tensors are small.
     q, k, v = torch.randn(3, 1, 1, N, d)
     return 1e3 * min(timeit.repeat(lambda: forward(q, k, v), number=1, repeat=3))
 
