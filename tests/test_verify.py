@@ -331,20 +331,13 @@ def tutorial_attention(q, k, v, causal, sm_scale, warp_specialize=True):
     return plain(q, k, v, causal, sm_scale)
 
 
-LIBRARIES = {
-    "flash_attn": types.SimpleNamespace(flash_attn_func=flash_attn_func),
-    "tutorial": types.SimpleNamespace(attention=tutorial_attention),
-}
-
-
 @pytest.mark.skipif(engine.name != "cpu", reason="what stands for the libraries is slow on a GPU")
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_the_wrappers_that_the_help_shows_fit(monkeypatch, tmp_path, library):
-    """With the options that it names, the libraries' interfaces being played by the functions above."""
-    monkeypatch.setitem(sys.modules, library, LIBRARIES[library])
+def test_the_wrapper_that_the_help_shows_fits(monkeypatch, tmp_path):
+    """With the options that it names, the tutorial's interface being played by the function above."""
+    monkeypatch.setitem(sys.modules, "tutorial", types.SimpleNamespace(attention=tutorial_attention))
     monkeypatch.setattr(sys, "path", [*sys.path])
     paragraphs = inspect.cleandoc(__main__.verify.__doc__).split("\n\n")
-    ((before, wrapper),) = [pair for pair in itertools.pairwise(paragraphs) if f"from {library} import" in pair[1]]
+    ((before, wrapper),) = [pair for pair in itertools.pairwise(paragraphs) if "from tutorial import" in pair[1]]
     (tmp_path / "mine.py").write_text(wrapper.removeprefix("\b"))
     options = re.search(r"with (--[^:]*):$", before)[1].split()
     code, text, written = verify(f"{tmp_path}/mine.py:attention", *options)
@@ -553,18 +546,13 @@ def custom_kernel(data):
     return top_left(*data)[0]
 
 
-def flash_attn_func(q, k, v, causal=False, softmax_scale=None):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return top_left(q, k, v, causal, softmax_scale)[0].transpose(1, 2)
-
-
 @pytest.mark.parametrize(
     "adapter, function, options",
     [
         ("cs336", OfTheCourse, ("--without", "large-scores")),
         ("leetgpu", solve, ()),
         ("kernelbot", custom_kernel, ()),
-        ("flash_attn", flash_attn_func, ("--top-left", "--without", "gqa,large-scores,nq-ne-nk")),
+        ("flash_attn", flash_attn_func, ("--dtype", "bfloat16", "--dtype", "float16")),
     ],
 )
 def test_a_form_from_elsewhere_is_wrapped_by_its_adapter(adapter, function, options, monkeypatch):
