@@ -11,7 +11,7 @@ import typer
 from steps.bench import ring, rows
 from steps.bench.cost import Point
 from steps.bench.ring import FETCH, ONE, PEERS, RELAY
-from steps.figures import measured, plots, ring_tables
+from steps.figures import measured, n02d_hopper, plots, ring_tables
 from steps.figures.picture import picture
 from steps.figures.ring_tables import TABLES
 from steps.step04_ring import simulate
@@ -230,6 +230,14 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
             ("at most {most:.2f}.", lambda D, N, causal: D == 128 and causal and N > 512),
         )
     ),
+    *(
+        ("02d", words, HOPPER[:1], "fa3", holds)
+        for words, holds in (
+            ("`hopper` has {least:.2f} to {most:.2f} of its speed without", lambda D, N, causal: D > 64 and not causal),
+            ("without a mask, and {least:.2f} to {most:.2f} with one", lambda D, N, causal: D == 128 and causal),
+            ("At D = 64 `hopper` has {least:.2f} to {most:.2f} of its speed.", lambda D, N, causal: D == 64),
+        )
+    ),
     ("02e", "both have {least:.2f} to {most:.2f} of its speed", HOPPER, "fa4", lambda D, N, causal: N >= 4096),
     ("02e", "forward leads by up to {ahead:.0f} %", HOPPER[:1], "fa4", lambda D, N, causal: N < 4096),
     ("02e", "is mostly behind, by up to {behind:.0f} %", HOPPER[1:], "fa4", lambda D, N, causal: N < 4096),
@@ -318,6 +326,26 @@ def test_a_picture_has_words_and_letters_that_can_be_read():
         picture(wide, "words")
     with pytest.raises(ValueError, match="alt text"):
         picture(narrow, " ")
+
+
+def test_the_speeds_of_02d_s_bars_are_of_the_last_run_that_measured_them_all(monkeypatch):
+    at = dict(D=128, N=4096, Nk=4096)
+    found = [of_02("fwd_5_fa2", tflops=10.0, **at), peer_row(peer="fa3", tflops=20.0, **at)]
+    late = [of_02("fwd_5_fa2", tflops=30.0, run="r2", **at), of_02("fwd_5_fa2", tflops=1.0, N=512, run="r2")]
+    monkeypatch.setattr(rows, "fresh", lambda some: [*found, *late])
+    assert n02d_hopper.of_one_run("fwd_5_fa2", "fa3") == {"fwd_5_fa2": 10.0, "fa3": 20.0}
+    assert n02d_hopper.of_one_run("fwd_5_fa2") == {"fwd_5_fa2": 30.0} and not n02d_hopper.of_one_run("fa4")
+
+
+def test_turns_hide_what_lockstep_does_not():
+    """The shares that 02d's picture of the model names."""
+    for clocks, shares in (((512, 512, 288), (0.39, 0.78)), ((1024, 512, 320), (0.55, 1.0))):
+        work = dict(zip(("products", "exp", "float32"), clocks, strict=True))
+        for turns, share in zip((n02d_hopper.lockstep, n02d_hopper.ping_pong), shares, strict=True):
+            spans = turns(work, 100)
+            assert 200 * clocks[0] / max(end for *_, end in spans) == pytest.approx(share, abs=0.01)
+    served = sorted(span[2:] for span in spans if span[0] == "products")
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(served)), "one at a time"
 
 
 def test_bars_show_every_number():

@@ -1,0 +1,363 @@
+"""Pictures and experiments of notebook 02d: who waits for whom on Hopper."""
+
+import itertools
+import re
+import tempfile
+from ctypes import c_int
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+from reference import cases, error
+from steps import checks
+from steps import step02_fa2_cuda as step02
+from steps.bench import ablations, cost, rows
+from steps.figures.picture import picture
+from steps.figures.plots import COLOURS, FAINT, GREYS, OPERAND, PEERS, colour_of, ink_on, style
+from steps.step02_fa2_cuda import calls, emulator, plan
+from steps.workbook import edited
+
+UNITS = {"products": COLOURS[0], "float32": COLOURS[2], "exp": COLOURS[1]}
+H200 = cost.GPUS["NVIDIA H200"]
+
+
+def axes(rows=1, columns=1, **how):
+    """(figure, axes) in the course's style."""
+    style()
+    return plt.subplots(rows, columns, layout="constrained", **how)
+
+
+def boxes(fig, colours, where="outside upper center"):
+    """A legend of {name: colour}, a box for each."""
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
+    fig.legend(patches, colours, ncols=len(colours), loc=where)
+
+
+def of_one_run(*names, pass_="fwd", D=128, N=4096, causal=False):
+    """{name: TFLOP/s} of kernels and peers on an H200, in the last run in which all of them were measured; or {}."""
+    at = {"gpu": H200.name, "pass": pass_, "D": D, "N": N, "causal": causal, "dtype": "bf16", "options": {}}
+    runs = {}
+    for row in rows.fresh(rows.read()):
+        if row["timing"] == "interleaved" and at.items() <= row.items():
+            runs.setdefault(row["run"], {})[row["kernel"] or row["peer"]] = row["tflops"]
+    complete = [runs[run] for run in sorted(runs) if set(names) <= runs[run].keys()]
+    return {name: complete[-1][name] for name in names} if complete else {}
+
+
+def share_of_the_peak(*kernels):
+    """The kernels' TFLOP/s as shares of the datasheet's, D = 128, N = 4096, full."""
+    found = of_one_run(*kernels)
+    words = [f"{kernel} {tflops / H200.half_tflops:.0%}" for kernel, tflops in found.items()]
+    return f"of an H200's {H200.half_tflops:.0f} TFLOP/s: {', '.join(words) or 'not measured as they are now'}"
+
+
+def clocks_of_a_tile(tile_clocks):
+    """What each unit needs for a tile, one after the other. tile_clocks(D): of tensor cores, exp and float32."""
+    fig, ax = axes(figsize=(7.6, 2.9))
+    for y, D in enumerate((64, 128, 256)):
+        start = 0
+        for clocks, unit in zip(tile_clocks(D), ("products", "exp", "float32"), strict=True):
+            ax.barh(y, clocks, left=start, height=0.6, color=UNITS[unit])
+            ax.text(start + clocks / 2, y, clocks, ha="center", va="center", color=ink_on(UNITS[unit]))
+            start += clocks
+    ax.set_yticks(range(3), ["D = 64", "D = 128", "D = 256"])
+    ax.set(xlabel="clocks for a tile of 128 x 128 scores, one unit after the other", ylim=(2.5, -0.5))
+    ax.grid(axis="y", visible=False)
+    boxes(fig, UNITS)
+    alt = """Bars of clocks a tile. Tensor cores take 1024, 2048 and 4096 at D = 64, 128 and 256; exp always 1024;
+    float32 instructions 576, 640 and 768. At D = 64 exp takes as long as the products, at D = 128 half."""
+    return picture(fig, alt)
+
+
+def lockstep(work, steps):
+    """[(unit, warpgroup, start, end)]: both do the same at the same time, each with half of the unit."""
+    now, spans = 0, []
+    for unit, clocks in steps * [*work.items()]:
+        spans += [(unit, group, now, now + 2 * clocks) for group in (0, 1)]
+        now += 2 * clocks
+    return spans
+
+
+def ping_pong(work, steps):
+    """The same with turns: each unit serves one warpgroup at a time, and they alternate."""
+    free, ready, spans = dict.fromkeys(work, 0), [0, 0], []
+    for group, (unit, clocks) in itertools.product(steps * (0, 1), work.items()):
+        start = max(free[unit], ready[group])
+        free[unit] = ready[group] = start + clocks
+        spans.append((unit, group, start, start + clocks))
+    return spans
+
+
+def lockstep_and_ping_pong(tile_clocks):
+    """Timelines of a model of two warpgroups, and how busy they keep the tensor cores."""
+    fig, grid = axes(2, 2, figsize=(8.5, 4), sharex=True)
+    for column, D in zip(grid.T, (64, 128), strict=True):
+        work = dict(zip(("products", "exp", "float32"), tile_clocks(D, Br=64), strict=True))
+        for ax, turns in zip(column, (lockstep, ping_pong), strict=True):
+            for unit, group, start, end in turns(work, 3):
+                ax.barh(group, end - start, left=start, height=0.7, color=UNITS[unit], edgecolor="white")
+            busy = 2 * work["products"] * 100 / max(end for *_, end in turns(work, 100))
+            ax.set_title(f"D = {D}, {turns.__name__.replace('_', '-')}: products {busy:.0%} of the time", fontsize=10)
+            ax.set(ylim=(1.6, -0.6), xlim=(0, 11500))
+            ax.set_yticks((0, 1), ("group 0", "group 1"))
+            ax.grid(axis="y", visible=False)
+    fig.supxlabel("clocks, three steps of each warpgroup", fontsize=10)
+    boxes(fig, UNITS)
+    alt = """A model's timelines of two warpgroups over three steps, in lockstep and in ping-pong. In lockstep the
+    tensor cores work 39 % of the time at D = 64 and 55 % at D = 128; in ping-pong, where one's softmax lies under
+    the other's products, 78 % and 100 %."""
+    return picture(fig, alt)
+
+
+# --- copies, phases, stages -----------------------------------------------------------------------------------
+
+
+def emulate(text, kernel, *arguments, block=32):
+    """Runs a kernel of this text in the emulation of a GPU, with one block."""
+    arguments = [c_int(x) if isinstance(x, int) else x for x in arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{kernel}.cu"
+        file.write_text(text)
+        emulator.launch(file, kernel, arguments, grid=1, block=block, shared_bytes=8192, macros={"T": "bf16"})
+
+
+def tensor_map(x, rows):
+    """The tensor map of a matrix: where it lies, its strides, and a box of so many rows and all columns."""
+    return emulator.tensor_map(*plan.view_and_box(x[None, None], rows))
+
+
+def copied_box(y, first=13, rows=21):
+    """The two slabs that TMA wrote for rows first ... of a matrix with so many rows. y: 10 x row + chunk."""
+    fig, grid = axes(1, 2, figsize=(8.5, 4.2), sharey=True)
+    chunks = y.view(2, 16, 8, 8)[..., 0]  # slab, row, position in the row
+    inside = rows - first
+    for slab, ax in enumerate(grid):
+        for row, at in itertools.product(range(16), range(8)):
+            chunk = int(chunks[slab, row, at]) - 10 * (first + row)
+            colour = "white" if row >= inside else OPERAND["K"] if chunk == 2 + 8 * slab else FAINT
+            ax.add_patch(plt.Rectangle((at, row), 1, 1, facecolor=colour, edgecolor="white"))
+            says = chunk if row < inside else ""
+            ax.text(at + 0.5, row + 0.55, says, ha="center", va="center", fontsize=9, color=ink_on(colour))
+        frame = {"facecolor": "none", "edgecolor": GREYS[1], "ls": "--", "clip_on": False}
+        ax.add_patch(plt.Rectangle((0, inside + 0.05), 8, 16 - inside - 0.05, **frame))
+        ax.text(4, (inside + 16) / 2, "rows that x does not have: all zeros", ha="center", va="center")
+        ax.set(xlim=(0, 8), ylim=(16, 0), xlabel="place in the row, 16 bytes each", xticks=[])
+        ax.set_title(f"slab {slab}: columns {64 * slab} to {64 * slab + 63}")
+        ax.set_yticks([row + 0.5 for row in range(16)], range(16), fontsize=9)
+        ax.grid(False)
+    grid[0].set_ylabel("row of 128 bytes")
+    alt = """What TMA wrote: two slabs of 16 rows of 128 bytes, each cell a chunk of 16 bytes with its number in the
+    row of x. In each slab one chunk is marked; it stands in another place in each of eight rows. Rows 8 to 15, in a
+    dashed frame, do not exist in x and are zero."""
+    return picture(fig, alt)
+
+
+ENDED = """#include "ptx.cuh"
+extern "C" __global__ void passes(int ended, int parity) {
+  SharedMemory smem;
+  Shared<Barrier> b = smem.array<Barrier>(1);
+  barrier_init(b, 1);
+  for (int i = 0; i < ended; i++) barrier_arrive(b);  // ends a phase
+  barrier_wait(b, parity);
+}"""
+
+
+def goes_on(ended, parity):
+    """Whether barrier_wait(parity) returns when so many phases have ended. Otherwise the thread is found stuck."""
+    try:
+        emulate(ENDED, "passes", ended, parity, block=1)
+    except RuntimeError as stuck:
+        if "is stuck" not in str(stuck):
+            raise
+        return False
+    return True
+
+
+def phases():
+    """What a wait does, by the number of phases that have ended and by the parity that it asks for."""
+    lines = ["phases ended   wait for 0   wait for 1"]
+    for ended in range(5):
+        says = ["goes on" if goes_on(ended, parity) else "waits" for parity in (0, 1)]
+        lines.append(f"{ended:7}        {says[0]:12} {says[1]}")
+    return "\n".join(lines)
+
+
+def ring_of_stages(copies, uses):
+    """The spans of copies and uses in a ring of two stages, and the parity of each barrier's phase."""
+    fig, ax = axes(figsize=(8.4, 3))
+    last = uses[-1][1] + 1
+    for side, barrier, spans in (("producer", "full", copies), ("consumer", "empty", uses)):
+        for n, (start, end) in enumerate(spans):
+            ax.barh(side, end - start, height=0.7, left=start, color=COLOURS[n % 2], edgecolor="white")
+            ax.text((start + end) / 2, side, n, ha="center", va="center", color=ink_on(COLOURS[n % 2]))
+        for stage in (0, 1):
+            ends = [0, *(end for _, end in spans[stage::2]), last]  # a phase of full ends with a copy
+            for phase, (start, end) in enumerate(itertools.pairwise(ends)):
+                shade, at = (FAINT, GREYS[1])[phase % 2], f"{barrier}[{stage}]"
+                ax.barh(at, end - start, left=start, height=0.55, color=shade, edgecolor="white")
+                ax.text(start + 0.2, at, phase % 2, va="center", fontsize=9, color=ink_on(shade))
+    ax.set(xlabel="clock", xlim=(0, last), xticks=range(0, last, 2))
+    ax.set_title("two stages (blue, orange): tiles, and the parity of each barrier's phase")
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    alt = """A ring of two stages. The producer copies tiles 0 to 5 back to back into stages 0, 1, 0, 1 ...; the
+    consumer uses each as soon as it has come. The parity of full flips when a copy ends, that of empty when a use
+    ends."""
+    return picture(fig, alt)
+
+
+def one_wgmma():
+    """Which numbers an instruction reads and where its result goes: 64 x 16 times 16 x 128."""
+    fig, ax = axes(figsize=(8.4, 3.6))
+    for warp in range(4):
+        shade = OPERAND["S"] if warp % 2 else "#8cc6ea"
+        ax.add_patch(plt.Rectangle((24, 16 * warp), 128, 15, color=shade))
+        ax.text(88, 16 * warp + 7.5, f"S, rows {16 * warp} to {16 * warp + 15}: registers of warp {warp}",
+                ha="center", va="center", color=ink_on(shade))  # fmt: skip
+    ax.add_patch(plt.Rectangle((0, 0), 16, 63, color=OPERAND["Q"]))
+    ax.text(8, 31, "Q\n64 x 16", ha="center", va="center", color=ink_on(OPERAND["Q"]))
+    ax.add_patch(plt.Rectangle((24, -24), 128, 16, color=OPERAND["K"]))
+    ax.text(88, -16, "K transposed, 16 x 128: shared memory", ha="center", va="center", color=ink_on(OPERAND["K"]))
+    ax.text(8, 66, "shared\nmemory", ha="center", va="top")
+    ax.set(xlim=(-4, 154), ylim=(78, -26), aspect="equal")
+    ax.axis("off")
+    alt = """One wgmma. Q, 64 x 16 numbers, and K transposed, 16 x 128, are read from shared memory. The result S,
+    64 x 128, lies in the registers of four warps, 16 rows each."""
+    return picture(fig, alt)
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "copies late": {},  # the emulation's default: finds waits that are missing
+    "products late": {"copies": "eager", "wgmma": "late"},  # finds stages that are filled again too early
+    "random": {"threads": "random", "copies": "random", "wgmma": "random", "seed": 1},
+}
+
+
+def in_all_schedules(rung, names=("ragged_causal", "fewer_queries_causal", "scores_200")):
+    """How often the rung fails in three cases and three schedules, and its largest error."""
+    supports = checks.supports_of(step02.SUPPORTS, "hopper") | {"tiles": ((128, 64),)}
+    failed, shares = 0, []
+    for case in (case for case in cases.CASES if case.name in names):
+        x = cases.build(case, supports, torch.bfloat16)
+        want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+        for how in SCHEDULES.values():
+            with emulator.schedule(**how):
+                got = dict(zip(("out", "lse"), calls.forward(x.q, x.k, x.v, rung=rung, **x.options), strict=True))
+            failed += bool(error.failures(got, want))
+            errors = error.errors(got, want)
+            shares += [errors[name] / (want.tolerance[name] or 1) for name in got]
+    return f"{len(names) * len(SCHEDULES)} runs, {failed} failed, largest error {max(shares):.2f} of the tolerance"
+
+
+def small_inputs():
+    """q, k, v of one head with 300 tokens."""
+    return torch.randn(3, 1, 1, 300, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def report_of(*mistake):
+    """What the emulation says of rung roles with a mistake, shortened, and the lines that it names."""
+    try:
+        with edited("fwd_7_roles.cu", mistake) as lines:
+            calls.forward(*small_inputs(), rung="roles", tile=(64, 64))
+    except RuntimeError as stuck:
+        told = re.sub(r"; threads 1-31 returned.*", "; ...", str(stuck)).replace(", and count as missing", "")
+        told = re.sub(r" \(\d+ of \d+ arrivals.*?\)", "", told)
+        named = sorted({int(n) for n in re.findall(r"\.cu:(\d+)", told)})
+        return "\n".join([told, *(f"line {n}: {lines[n - 1].strip()}" for n in named)])
+    return "It ended."
+
+
+def outcomes(mistakes):
+    """A table of what becomes of rung roles with each of {name: (old text, new text)}, in three schedules."""
+    q, k, v = small_inputs()
+    want = error.expected(q, k, v, torch.zeros_like(q))
+
+    def outcome(how):
+        try:
+            with emulator.schedule(**how):
+                out, lse = calls.forward(q, k, v, rung="roles", tile=(64, 64))
+            return "wrong" if error.failures({"out": out, "lse": lse}, want) else "lives"
+        except RuntimeError as report:
+            return "stuck" if "stuck" in str(report) else "refused"
+
+    lines = [f"{'':36}" + "".join(f"{name:15}" for name in SCHEDULES)]
+    for name, change in mistakes.items():
+        with edited("fwd_7_roles.cu", change):
+            lines.append(f"{name:36}" + "".join(f"{outcome(how):15}" for how in SCHEDULES.values()))
+    return "\n".join(lines)
+
+
+# --- measured -------------------------------------------------------------------------------------------------
+
+LADDER = "fwd_5_fa2", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper"
+BESIDE = "sdpa-flash", "sdpa-cudnn", "fa4", "fa3"
+
+
+def ladder(N=4096):
+    """Bars of the last rungs of the forward and of others, without and with a causal mask, D = 128, in one run."""
+    fig, grid = axes(1, 2, figsize=(8.5, 3.6), sharey=True)
+    for ax, causal in zip(grid, (False, True), strict=True):
+        found = of_one_run(*LADDER, *BESIDE, N=N, causal=causal)
+        if not found:
+            plt.close(fig)
+            return print("rows are missing: on an H200, python -m steps.bench fast")
+        bars = ax.bar(range(len(found)), found.values(), color=[colour_of(name) for name in found])
+        ax.bar_label(bars, fmt="%.0f", fontsize=9)
+        ax.set_xticks(range(len(found)), [label(name) for name in found], rotation=40, ha="right", fontsize=9)
+        ax.set_title(f"{'causal' if causal else 'full'}, D = 128, N = {N}")
+        ax.grid(axis="x", visible=False)
+    grid[0].set_ylabel("TFLOP/s, bf16, H200")
+    alt = """Bars of TFLOP/s at D = 128, N = 4096, in one run. Each of fa2, wgmma, roles and hopper is higher than
+    the one before. FlashAttention-3 is the highest of all: a little above hopper without a mask, a tenth with one.
+    FlashAttention-4 and cuDNN are near hopper, FlashAttention-2 at half."""
+    return picture(fig, alt)
+
+
+def label(name):
+    """ "hopper" of "fwd_8_hopper", "FlashAttention-3" of "fa3"."""
+    return PEERS[name][0] if name in PEERS else name.split("_", 2)[2]
+
+
+def spans(timeline, begin, end):
+    """[[(start, end)], ...]: from one event of a recorded timeline to another, in each step of each warpgroup."""
+    a, b = (ablations.EVENTS.index(event) for event in (begin, end))
+    return [[(step[group][a], step[group][b]) for step in timeline["marks"]] for group in (0, 1)]
+
+
+def clocks_of_a_step(timeline):
+    """From one block of keys to the next, both warpgroups."""
+    marks = timeline["marks"]
+    return (marks[-1][0][0] - marks[0][0][0]) / (len(marks) - 1)
+
+
+def recorded_timelines():
+    """{(OVERLAP, PINGPONG): timeline} of rung hopper as it is now, recorded on an H200; or {}."""
+    found = ablations.read("timeline").get("timelines", ())
+    return {tuple(one["switches"].values()): one for one in found if "without" not in one}
+
+
+def timelines(first=8, steps=5):
+    """Two warpgroups of rung hopper over five steps, without and with turns, recorded."""
+    shown = {turns: one for (overlap, turns), one in recorded_timelines().items() if overlap}
+    if not shown:
+        return print("no timeline of this kernel: on an H200, python -m steps.bench.ablations")
+    fig, grid = axes(len(shown), 1, figsize=(8.5, 4.6))
+    bars = ("starts", "output", 0, UNITS["products"]), ("scores", "exponentials", 0.4, UNITS["exp"])
+    for ax, (turns, one) in zip(grid, shown.items(), strict=True):
+        origin, end = (one["marks"][n][0][0] for n in (first, first + steps))
+        for begin, stop, shift, colour in bars:
+            for group, found in enumerate(spans(one, begin, stop)):
+                pieces = [(start - origin, till - start) for start, till in found]
+                ax.broken_barh(pieces, (group + shift - 0.18, 0.36), fc=colour, ec="white")
+        ax.set_yticks((0, 0.4, 1, 1.4), ("group 0: products", "softmax", "group 1: products", "softmax"))
+        ax.set(ylim=(1.7, -0.3), xlim=(0, end - origin))
+        ax.set_title(f"{'with' if turns else 'without'} turns: {clocks_of_a_step(one):.0f} clocks a step")
+        ax.grid(axis="y", visible=False)
+    grid[-1].set_xlabel("clocks of the SM, D = 128, no mask")
+    alt = """Recorded timelines of two warpgroups over five steps, without and with turns. Bars of products follow
+    each other nearly without a gap, and the softmax of one warpgroup lies under the products of both. The two
+    warpgroups alternate in either case."""
+    return picture(fig, alt)
