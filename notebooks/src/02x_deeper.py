@@ -135,7 +135,8 @@ figures.products_and_exponentials("fa2")
 for N, heads in ((4096, 16), (4096, 64), (16384, 16)):
     lengths = heads * [(i + 1) * 2 for i in range(N // 128)]  # in tiles of 64 keys
     ideal = sum(lengths) / (2 * figures.GPU.sms)  # two blocks on a multiprocessor
-    by_head, longest_first = figures.finished(lengths), figures.finished(sorted(lengths)[::-1])
+    by_head = figures.finished(lengths)
+    longest_first = figures.finished(sorted(lengths)[::-1])
     print(f"N = {N:5}, {heads} heads, of the ideal time:",
           f"{by_head / ideal:.2f} head by head, {longest_first / ideal:.2f} longest first")
 
