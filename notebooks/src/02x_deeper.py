@@ -207,11 +207,11 @@ show("bwd_1_fa2", "block_number")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The emulation runs one block after the other in an order that we choose. We compare blocks in order with other orders,
-# and count the numbers that get other bits. (The waiting itself cannot be seen here.)
+# and count how many of 10,240 numbers get other bits. (The waiting itself cannot be seen here.)
 
 # %% slideshow={"slide_type": "fragment"}
 for deterministic in (False, True):
-    print(f"deterministic={deterministic}: changed in dq's float32 sum, dq, dk, dv, of 10240")
+    print(f"deterministic={deterministic}; of dq's float32 sum, dq, dk, dv change:")
     for blocks, seed in (("reverse", 0), ("random", 1), ("random", 2)):
         print(f"    {blocks:7} {seed}", figures.changed_bits(blocks, seed, deterministic))
 
