@@ -48,7 +48,7 @@ TENSOR, EXP, FP32 = 4096, 16, 128  # FLOP, exponentials, instructions: a clock a
 
 
 def tile_clocks(D, Br=128, Bc=128):
-    """Clocks of the tensor cores, the special-function units and the float32 units for a tile."""
+    """Clocks of tensor cores, special-function units and float32 units for a tile."""
     return 4 * Br * Bc * D // TENSOR, Br * Bc // EXP, (4 * Br * Bc + Br * D) // FP32
 
 
@@ -111,7 +111,7 @@ y = torch.empty(2 * 16, 64).bfloat16()
 for waits in (0, 1):
     figures.emulate(COPY, "copied", figures.tensor_map(x, rows=16), y, 13, waits)
     print(f"waits: {bool(waits)!s:5}: {y.isnan().sum()} of {y.numel()} numbers are NaN")
-print("row 2, the first number of each chunk:", y[2, ::8].tolist())
+print("row 2, the first number of each chunk:", y[2, ::8].int().tolist())
 figures.copied_box(y)
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
@@ -229,7 +229,7 @@ show("fwd_7_roles", "// The producer: starts to copy ROWS rows", until="};")
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_8_hopper"))
-show("fwd_8_hopper", "// S of one block of keys, alone or beside O", until="// A tile's first block")
+show("fwd_8_hopper", "// S of one block of keys,", until="// A tile's first block")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.10: the order of two waits.** A step of rung 8 has nine operations. In which order does a warpgroup do
