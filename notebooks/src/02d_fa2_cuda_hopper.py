@@ -56,9 +56,8 @@ for D in (64, 128, 256):
     products, exp, fp32 = tile_clocks(D)
     busy = products / (products + exp + fp32)
     print(f"D = {D:3}: products {products}, exp {exp}, float32 {fp32} clocks;",
-          f"in turn, products {busy:.0%} of the time")
+          f"in sequence, products {busy:.0%}")
 print(figures.share_of_the_peak("fwd_5_fa2"))
-figures.clocks_of_a_tile(tile_clocks)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: start, go on, and know when
@@ -248,12 +247,12 @@ check("02.10", order_of_step)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# No line of such a kernel says *when* a copy or product happens. In the emulation a schedule decides: copies as late as
-# possible, products as late as possible, or all at random. Three cases, three schedules:
+# No line of such a kernel says *when* a copy or product happens. In the emulation a schedule decides. Each rung runs in
+# three: copies as late as possible, products as late as possible, all at random.
 
 # %% slideshow={"slide_type": "fragment"}
 for rung in ("wgmma", "roles", "hopper"):
-    print(f"{rung:7}", figures.in_all_schedules(rung))
+    print(figures.outcomes(rung))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck
@@ -274,8 +273,8 @@ print(figures.report_of(f"{wait_empty} ^ 1);", f"{wait_empty});"))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Wrong, and not always
 #
-# Five more mistakes of one line each. *Refused* is a misuse that the emulation reports. **One lives in the first
-# schedule. Which, and why?**
+# Five more mistakes of one line each, in the same schedules. *Refused* is a misuse that the emulation reports. **One
+# lives in the first schedule. Which, and why?**
 #
 # <details><summary>Answer</summary>
 #
@@ -287,7 +286,7 @@ print(figures.report_of(f"{wait_empty} ^ 1);", f"{wait_empty});"))
 # %% slideshow={"slide_type": "fragment"}
 wait_full, wait_S = "barrier_wait(full + stage(), parity()", "      wgmma_wait<0>();\n"
 release = "      K.release();\n"
-print(figures.outcomes({
+print(figures.outcomes("roles", {
     "the consumer begins with parity 1": (wait_full, wait_full + " ^ 1"),
     "the parity never flips": ("return n / DEPTH % 2;", "return 0;"),
     "every lane releases a stage": ("if (threadIdx.x % 32 == 0) barrier_a", "barrier_a"),

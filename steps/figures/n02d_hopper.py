@@ -1,5 +1,6 @@
 """Pictures and experiments of notebook 02d: who waits for whom on Hopper."""
 
+import functools
 import itertools
 import re
 import tempfile
@@ -9,9 +10,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from reference import cases, error
-from steps import checks
-from steps import step02_fa2_cuda as step02
+from reference import error
 from steps.bench import ablations, cost, rows
 from steps.figures.picture import picture
 from steps.figures.plots import COLOURS, FAINT, GREYS, OPERAND, PEERS, colour_of, ink_on, style
@@ -34,11 +33,17 @@ def boxes(fig, colours, where="outside upper center"):
     fig.legend(patches, colours, ncols=len(colours), loc=where)
 
 
-def of_one_run(*names, pass_="fwd", D=128, N=4096, causal=False):
+@functools.cache
+def fresh():
+    """The committed rows of the kernels as they are now."""
+    return rows.fresh(rows.read())
+
+
+def of_one_run(*names, found=None, pass_="fwd", D=128, N=4096, causal=False):
     """{name: TFLOP/s} of kernels and peers on an H200, in the last run in which all of them were measured; or {}."""
     at = {"gpu": H200.name, "pass": pass_, "D": D, "N": N, "causal": causal, "dtype": "bf16", "options": {}}
     runs = {}
-    for row in rows.fresh(rows.read()):
+    for row in found or fresh():
         if row["timing"] == "interleaved" and at.items() <= row.items():
             runs.setdefault(row["run"], {})[row["kernel"] or row["peer"]] = row["tflops"]
     complete = [runs[run] for run in sorted(runs) if set(names) <= runs[run].keys()]
@@ -50,24 +55,6 @@ def share_of_the_peak(*kernels):
     found = of_one_run(*kernels)
     words = [f"{kernel} {tflops / H200.half_tflops:.0%}" for kernel, tflops in found.items()]
     return f"of an H200's {H200.half_tflops:.0f} TFLOP/s: {', '.join(words) or 'not measured as they are now'}"
-
-
-def clocks_of_a_tile(tile_clocks):
-    """What each unit needs for a tile, one after the other. tile_clocks(D): of tensor cores, exp and float32."""
-    fig, ax = axes(figsize=(7.6, 2.9))
-    for y, D in enumerate((64, 128, 256)):
-        start = 0
-        for clocks, unit in zip(tile_clocks(D), ("products", "exp", "float32"), strict=True):
-            ax.barh(y, clocks, left=start, height=0.6, color=UNITS[unit])
-            ax.text(start + clocks / 2, y, clocks, ha="center", va="center", color=ink_on(UNITS[unit]))
-            start += clocks
-    ax.set_yticks(range(3), ["D = 64", "D = 128", "D = 256"])
-    ax.set(xlabel="clocks for a tile of 128 x 128 scores, one unit after the other", ylim=(2.5, -0.5))
-    ax.grid(axis="y", visible=False)
-    boxes(fig, UNITS)
-    alt = """Bars of clocks a tile. Tensor cores take 1024, 2048 and 4096 at D = 64, 128 and 256; exp always 1024;
-    float32 instructions 576, 640 and 768. At D = 64 exp takes as long as the products, at D = 128 half."""
-    return picture(fig, alt)
 
 
 def lockstep(work, steps):
@@ -229,6 +216,7 @@ def one_wgmma():
 
 # --- mistakes -------------------------------------------------------------------------------------------------
 
+RUNGS = {"wgmma": 6, "roles": 7, "hopper": 8}
 SCHEDULES = {
     "copies late": {},  # the emulation's default: finds waits that are missing
     "products late": {"copies": "eager", "wgmma": "late"},  # finds stages that are filled again too early
@@ -236,58 +224,41 @@ SCHEDULES = {
 }
 
 
-def in_all_schedules(rung, names=("ragged_causal", "fewer_queries_causal", "scores_200")):
-    """How often the rung fails in three cases and three schedules, and its largest error."""
-    supports = checks.supports_of(step02.SUPPORTS, "hopper") | {"tiles": ((128, 64),)}
-    failed, shares = 0, []
-    for case in (case for case in cases.CASES if case.name in names):
-        x = cases.build(case, supports, torch.bfloat16)
-        want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-        for how in SCHEDULES.values():
-            with emulator.schedule(**how):
-                got = dict(zip(("out", "lse"), calls.forward(x.q, x.k, x.v, rung=rung, **x.options), strict=True))
-            failed += bool(error.failures(got, want))
-            errors = error.errors(got, want)
-            shares += [errors[name] / (want.tolerance[name] or 1) for name in got]
-    return f"{len(names) * len(SCHEDULES)} runs, {failed} failed, largest error {max(shares):.2f} of the tolerance"
-
-
-def small_inputs():
-    """q, k, v of one head with 300 tokens."""
-    return torch.randn(3, 1, 1, 300, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-
-def report_of(*mistake):
-    """What the emulation says of rung roles with a mistake, shortened, and the lines that it names."""
-    try:
-        with edited("fwd_7_roles.cu", mistake) as lines:
-            calls.forward(*small_inputs(), rung="roles", tile=(64, 64))
-    except RuntimeError as stuck:
-        told = re.sub(r"; threads 1-31 returned.*", "; ...", str(stuck)).replace(", and count as missing", "")
-        told = re.sub(r" \(\d+ of \d+ arrivals.*?\)", "", told)
-        named = sorted({int(n) for n in re.findall(r"\.cu:(\d+)", told)})
-        return "\n".join([told, *(f"line {n}: {lines[n - 1].strip()}" for n in named)])
-    return "It ended."
-
-
-def outcomes(mistakes):
-    """A table of what becomes of rung roles with each of {name: (old text, new text)}, in three schedules."""
-    q, k, v = small_inputs()
-    want = error.expected(q, k, v, torch.zeros_like(q))
+def outcomes(rung, mistakes=None, backward=False):
+    """What becomes of a rung as it is, and with each of {name: (old text, new text)}, in three schedules, in words."""
+    sizes = (400, 64) if backward else (300, 32)
+    q, k, v, dout = torch.randn(4, 1, 1, *sizes, generator=torch.Generator().manual_seed(0)).bfloat16()
+    file, tile = f"{'bwd' if backward else 'fwd'}_{'2' if backward else RUNGS[rung]}_{rung}.cu", (64, 64)
+    want, lines = error.expected(q, k, v, dout), []
+    results = ("dq", "dk", "dv") if backward else ("out", "lse")
 
     def outcome(how):
         try:
             with emulator.schedule(**how):
-                out, lse = calls.forward(q, k, v, rung="roles", tile=(64, 64))
-            return "wrong" if error.failures({"out": out, "lse": lse}, want) else "lives"
+                found = out, lse = calls.forward(q, k, v, rung=rung, tile=tile)
+                found = calls.backward(dout, q, k, v, out, lse, rung=rung) if backward else found
         except RuntimeError as report:
             return "stuck" if "stuck" in str(report) else "refused"
+        spoilt = error.failures(dict(zip(results, found, strict=True)), want)
+        return f"spoils {', '.join(spoilt)}" if spoilt else "lives"
 
-    lines = [f"{'':36}" + "".join(f"{name:15}" for name in SCHEDULES)]
-    for name, change in mistakes.items():
-        with edited("fwd_7_roles.cu", change):
-            lines.append(f"{name:36}" + "".join(f"{outcome(how):15}" for how in SCHEDULES.values()))
+    for name, change in ({f"{rung} as it is": None} | (mistakes or {})).items():
+        with edited(file, *([change] if change else [])):
+            lines.append(f"{name:36}" + "".join(f"{outcome(how):17}" for how in SCHEDULES.values()).rstrip())
     return "\n".join(lines)
+
+
+def report_of(*mistake):
+    """What the emulation says of rung roles with a mistake, shortened, and the lines that it names."""
+    q, k, v = torch.randn(3, 1, 1, 300, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    try:
+        with edited("fwd_7_roles.cu", mistake) as lines:
+            calls.forward(q, k, v, rung="roles", tile=(64, 64))
+    except RuntimeError as stuck:
+        told = re.sub(r"; threads 1-31 returned.*|, and count as missing| \(\d+ of \d+ arrivals.*?\)", "", str(stuck))
+        named = sorted({int(n) for n in re.findall(r"\.cu:(\d+)", told)})
+        return "\n".join([told, *(f"line {n}: {lines[n - 1].strip()}" for n in named)])
+    return "It ended."
 
 
 # --- measured -------------------------------------------------------------------------------------------------
@@ -297,22 +268,25 @@ BESIDE = "sdpa-flash", "sdpa-cudnn", "fa4", "fa3"
 
 
 def ladder(N=4096):
-    """Bars of the last rungs of the forward and of others, without and with a causal mask, D = 128, in one run."""
-    fig, grid = axes(1, 2, figsize=(8.5, 3.6), sharey=True)
-    for ax, causal in zip(grid, (False, True), strict=True):
-        found = of_one_run(*LADDER, *BESIDE, N=N, causal=causal)
-        if not found:
-            plt.close(fig)
-            return print("rows are missing: on an H200, python -m steps.bench fast")
+    """The last rungs of the forward and others in one run, D = 128, without and with a causal mask."""
+    masks = {"full": False, "causal": True}.items()
+    panels = {f"forward, {how}, D = 128, N = {N}": of_one_run(*LADDER, *BESIDE, N=N, causal=x) for how, x in masks}
+    alt = """Bars of TFLOP/s at D = 128, N = 4096, in one run. Each of fa2, wgmma, roles and hopper is higher than the
+    one before. FlashAttention-3 is the highest of all: a little above hopper without a mask, a tenth with one.
+    FlashAttention-4 and cuDNN are near hopper, FlashAttention-2 at half."""
+    return speeds(panels, alt)
+
+
+def speeds(panels, alt):
+    """Bars of {title: {kernel or peer: TFLOP/s}}, a panel for each title."""
+    fig, grid = axes(1, len(panels), figsize=(8.5, 3.6), sharey=True)
+    for ax, (title, found) in zip(grid, panels.items(), strict=True):
         bars = ax.bar(range(len(found)), found.values(), color=[colour_of(name) for name in found])
         ax.bar_label(bars, fmt="%.0f", fontsize=9)
         ax.set_xticks(range(len(found)), [label(name) for name in found], rotation=40, ha="right", fontsize=9)
-        ax.set_title(f"{'causal' if causal else 'full'}, D = 128, N = {N}")
+        ax.set_title(title if found else f"{title}: not measured as it is now")
         ax.grid(axis="x", visible=False)
     grid[0].set_ylabel("TFLOP/s, bf16, H200")
-    alt = """Bars of TFLOP/s at D = 128, N = 4096, in one run. Each of fa2, wgmma, roles and hopper is higher than
-    the one before. FlashAttention-3 is the highest of all: a little above hopper without a mask, a tenth with one.
-    FlashAttention-4 and cuDNN are near hopper, FlashAttention-2 at half."""
     return picture(fig, alt)
 
 
