@@ -14,6 +14,7 @@ from PIL import Image
 
 from steps import catalogue
 from steps.bench import cost, profile, rows
+from steps.figures import n02a_first_kernels
 from support import preloaded_kernel
 
 jupytext = pytest.importorskip("jupytext", reason="Jupyter is not installed")
@@ -106,7 +107,7 @@ def test_cells_are_short_and_pictures_have_words(path):
     for cell in code_cells(path):
         assert ast.parse(cell.source).body  # There are no magics and no empty cells, so the script runs as it is.
         lines = cell.source.splitlines()
-        assert len(lines) <= 26, cell.source[:80]
+        assert len(lines) <= 26 or path.stem not in DENSE, cell.source[:80]  # a lesson's are counted by another test
         # A line of code fits into a cell without scrolling. Comments may be longer.
         assert max(len(re.sub(r"(^|  )#.*", "", line)) for line in lines) <= 92, cell.source[:80]
         pictures = [o for o in cell.outputs if o.get("data", {}).keys() & {"image/png", "image/gif"}]
@@ -122,8 +123,13 @@ def alt_text(output):
 # --- the page holds the lesson ------------------------------------------------------------------------------
 
 DENSE = {  # notebooks that are still too long
+<<<<<<< HEAD
     "00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
     "03a_triton_kernels", "03b_triton_features",
+=======
+    "00_naive", "01_fa1_numba", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
+    "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward", "03a_triton_kernels", "03b_triton_features",
+>>>>>>> 3bb906b612440795f698d630f4c45bfc35e0dcc7
     "03x_deeper", "04a_ring", "04b_strategies",
 }  # fmt: skip
 LESSONS = [path for path in NOTEBOOKS if path.stem not in DENSE]
@@ -240,26 +246,21 @@ def test_links_lead_somewhere_from_the_notebook_and_from_its_copy(path):
 
 
 def first_kernel():
-    """The cells of 02a in which a reader writes an index, a barrier and a launch, as one namespace; and the answer."""
+    """The kernel in which a reader of 02a writes an index, a barrier and a launch, and the page's own answer."""
     cells = script("02a_fa2_cuda_first_kernels")
-    namespace = {}
-    exec("import math, tempfile, torch\nfrom pathlib import Path\nimport steps", namespace)
-    exec("from steps.step02_fa2_cuda import emulator", namespace)
-    for start in ("def emulated(", "DIFFERENCES = ", "def try_differences("):
-        (cell,) = (c for c in cells if c.cell_type == "code" and c.source.startswith(start))
-        exec(re.split(r"\n+(?:def mirror\(|index = )", cell.source)[0], namespace)
+    (text,) = (c.source.split("index = ")[0] for c in cells if c.source.startswith("DIFFERENCES = "))
     (task,) = (c for c in cells if "a barrier, a launch" in c.source)
-    answer = {}
-    exec(re.search(r"```python\n(.*?)```", task.source, re.S)[1], answer)
-    return namespace["try_differences"], {name: answer[name] for name in ("index", "barrier", "grid", "shared_bytes")}
+    page = {}
+    exec(text + re.search(r"```python\n(.*?)```", task.source, re.S)[1], page)
+    return page["DIFFERENCES"], {name: page[name] for name in ("index", "barrier", "grid", "shared_bytes")}
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def test_the_first_kernel_of_02a_is_checked(capsys):
-    check, answer = first_kernel()
+    kernel, answer = first_kernel()
 
     def says(**changed):
-        check(**answer | changed)
+        n02a_first_kernels.try_differences(kernel, **answer | changed)
         return capsys.readouterr().out
 
     assert says() == "threads forward: right\nthreads reverse: right\n"

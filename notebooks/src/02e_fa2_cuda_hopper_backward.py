@@ -254,7 +254,7 @@ print(n02d_hopper.outcomes("wgmma", mistakes, backward=True))
 # %% slideshow={"slide_type": "fragment"}
 for D in (64, 128):
     before, after = figures.roof_of_fa2(D), roofs["wgmma", D]
-    print(f"roofs {before:.0f} and {after:.0f} TFLOP/s,",
+    print(f"roofs {before:.0f} and {after:.0f} TFLOP/s\n  ",
           figures.gained("bwd_1_fa2", "bwd_2_wgmma", before, after, D))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}

@@ -242,6 +242,8 @@ def outcomes(rung, mistakes=None, backward=False):
         spoilt = error.failures(dict(zip(results, found, strict=True)), want)
         return f"spoils {', '.join(spoilt)}" if spoilt else "lives"
 
+    if mistakes:
+        lines.append(f"{'':36}" + "".join(f"{name:17}" for name in SCHEDULES).rstrip())
     for name, change in ({f"{rung} as it is": None} | (mistakes or {})).items():
         with edited(file, *([change] if change else [])):
             lines.append(f"{name:36}" + "".join(f"{outcome(how):17}" for how in SCHEDULES.values()).rstrip())
