@@ -123,13 +123,8 @@ def alt_text(output):
 # --- the page holds the lesson ------------------------------------------------------------------------------
 
 DENSE = {  # notebooks that are still too long
-<<<<<<< HEAD
-    "00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
-    "03a_triton_kernels", "03b_triton_features",
-=======
     "00_naive", "01_fa1_numba", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
-    "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward", "03a_triton_kernels", "03b_triton_features",
->>>>>>> 3bb906b612440795f698d630f4c45bfc35e0dcc7
+    "03a_triton_kernels", "03b_triton_features",
     "03x_deeper", "04a_ring", "04b_strategies",
 }  # fmt: skip
 LESSONS = [path for path in NOTEBOOKS if path.stem not in DENSE]

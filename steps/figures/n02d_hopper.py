@@ -3,15 +3,13 @@
 import functools
 import itertools
 import re
-import tempfile
-from ctypes import c_int
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 
 from reference import error
 from steps.bench import ablations, cost, rows
+from steps.figures import planted
 from steps.figures.picture import picture
 from steps.figures.plots import COLOURS, FAINT, GREYS, OPERAND, PEERS, colour_of, ink_on, style
 from steps.step02_fa2_cuda import calls, emulator, plan
@@ -102,11 +100,7 @@ def lockstep_and_ping_pong(tile_clocks):
 
 def emulate(text, kernel, *arguments, block=32):
     """Runs a kernel of this text in the emulation of a GPU, with one block."""
-    arguments = [c_int(x) if isinstance(x, int) else x for x in arguments]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{kernel}.cu"
-        file.write_text(text)
-        emulator.launch(file, kernel, arguments, grid=1, block=block, shared_bytes=8192, macros={"T": "bf16"})
+    planted.emulated(text, kernel, arguments, grid=1, block=block, shared_bytes=8192, T="bf16")
 
 
 def tensor_map(x, rows):

@@ -7,16 +7,21 @@ import itertools
 import re
 import subprocess
 import tempfile
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.colors import ListedColormap
 
-from steps.bench import cost, rows
+from steps.bench import ablations, cost, rows
+from steps.figures import measured
 from steps.figures.picture import picture
 from steps.figures.plots import COLOURS, INK, style
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
+from steps.workbook import edited, show
+from steps.workbook.puzzles.operand_address import operand_address
 
 GPU = cost.GPUS["NVIDIA H200"]
 WAYS = {  # what the text says instead, and the head_dim
@@ -185,5 +190,124 @@ def turns():
         ax.set(title="causal" if causal else "not causal", xlabel="time, in steps", ylim=(5.6, -0.6), yticks=range(6))
     axes[0].set_ylabel("key tile")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
-    return picture(fig, """Six blocks of one head over time. Not causal: in its first step block j waits j fifths of a
-    step, later none; the last ends one step late. Causal: the same queue, bars that get shorter with j.""")
+    return picture(
+        fig,
+        """Six blocks of one head over time. Not causal: in its first step block j waits j fifths of a
+    step, later none; the last ends one step late. Causal: the same queue, bars that get shorter with j.""",
+    )
+
+
+# --- Hopper: descriptors, registers, persistent blocks, clocks, power -------------------------------------------
+
+
+def read_by_wgmma():
+    """Which 16-byte chunks of a tile of 64 x 64 numbers four instructions read, of K and of V."""
+    style()
+    fig, axes = plt.subplots(1, 2, figsize=(8.4, 4.2), sharey=True, layout="constrained")
+    titles = "K: an instruction reads 16 columns", "V: an instruction reads 16 keys"
+    for is_V, (ax, title) in enumerate(zip(axes, titles, strict=True)):
+        reader = torch.full((64 * 8,), float("nan"))
+        for step in range(4):
+            where = (2048 * step, 8192, 1024) if is_V else (32 * step, 16, 1024)
+            for k, i in itertools.product(range(16), range(64)):
+                reader[operand_address(*where, k, i, bool(is_V)) // 16] = step
+        ax.pcolormesh(reader.view(64, 8), cmap=ListedColormap(COLOURS[:4]), edgecolors="white", lw=0.5)
+        ax.set(ylim=(32, 0), xlabel="16-byte chunk of the row", title=title, yticks=range(0, 33, 8))
+        ax.grid(False)
+    axes[0].set_ylabel("row of 128 bytes, the first 32 of 64")
+    boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS[:4]]
+    fig.legend(boxes, [f"instruction {step}" for step in range(4)], ncols=4, loc="outside lower center")
+    alt = """Which chunks of a tile four instructions read, its first 32 rows. Of K each reads two chunks of every row,
+    which the swizzle moves about in a pattern that repeats after eight rows. Of V each reads 16 whole rows."""
+    return picture(fig, alt)
+
+
+def registers_of_the_roles(D):
+    """What a consumer of rung hopper needs, and what setmaxnreg gives it, in words."""
+    row = ladder.FORWARD["hopper"]
+    Br, Bc = row.tiles[0][D]
+    need, threads, n = cost.accumulator_registers(64, Bc, D, "bf16", threads=128), row.threads(D, Br, Bc), Br // 64
+    lines = [line for line in str(show("fwd_8_hopper")).splitlines() if "_REGISTERS = " in line]
+    kept, taken = (int(re.findall(r"[?:] (\d+)", line)[n - 1]) for line in lines)
+    total, at_launch = 128 * (kept + n * taken), GPU.multiprocessor.registers // threads // 8 * 8
+    given = f"at the launch {at_launch}, then {taken}, producer {kept}; all {total}"
+    return f"D = {D:3}, {n} consumers: S, P, O need {need}; {given}"
+
+
+def without_the_wait():
+    """What ptxas says of rung wgmma when it does not wait for S."""
+    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, D=128, causal=False, dtype=torch.bfloat16, processors=GPU.sms)
+    (launch,) = rows.geometry("fwd_6_wgmma", shared_limit=GPU.multiprocessor.shared_per_block, **sizes)
+    with edited("fwd_6_wgmma.cu", ("    wgmma_wait<0>();\n    if (j * Bc", "    if (j * Bc")):
+        try:
+            nvrtc.compile(works.HERE / "fwd_6_wgmma.cu", launch[-1], "sm_90a")
+        except RuntimeError as refused:
+            found = re.findall(r"\(C75\d\d\)[^;\n]*", str(refused))
+            return "\n".join(textwrap.fill(says, 88) for says in dict.fromkeys(found))
+
+
+def dealt(order, reverse=False, persistent=True):
+    """(time until all is done, [(SM, start, end)]) of tiles of these lengths.
+
+    A persistent block takes the tile of its number in every round, or in reverse every other round. Otherwise an SM
+    takes the next tile when it is free.
+    """
+    free, spans = [0] * GPU.sms, []
+    for n, length in enumerate(order):
+        sm = n % GPU.sms if persistent else min(range(GPU.sms), key=free.__getitem__)
+        if reverse and n // GPU.sms % 2:
+            sm = GPU.sms - 1 - sm
+        spans.append((sm, free[sm], free[sm] + length))
+        free[sm] += length
+    return max(free), spans
+
+
+def tiles_dealt():
+    """When 132 SMs work, for four ways of dealing out the tiles of 16 causal heads of 4,096 tokens."""
+    style()
+    tiles = 16 * list(range(32, 0, -1))  # blocks of keys, head by head, the longest first
+    ways = {
+        "as SMs are free,\nhead by head": dealt(tiles, persistent=False),
+        "as SMs are free,\nlongest first": dealt(sorted(tiles)[::-1], persistent=False),
+        "persistent,\nlongest first": dealt(sorted(tiles)[::-1]),
+        "persistent, every other\nround in reverse": dealt(sorted(tiles)[::-1], reverse=True),
+    }
+    fig, axes = plt.subplots(1, 4, figsize=(8.5, 3.4), sharey=True, layout="constrained")
+    for ax, (name, (end, spans)) in zip(axes, ways.items(), strict=True):
+        lengths = torch.full((GPU.sms, end), float("nan"))
+        for sm, start, stop in spans:
+            lengths[sm, start:stop] = stop - start
+        ax.pcolormesh(lengths, cmap="cividis")
+        ax.axvline(sum(tiles) / GPU.sms, color=COLOURS[1], lw=1.5, ls="--")
+        ax.set_title(f"{name}:\nbusy {sum(tiles) / GPU.sms / end:.0%}", fontsize=9)
+        ax.set(xlabel="blocks of keys", xlim=(0, 85), ylim=(GPU.sms, 0))
+        ax.grid(False)
+    axes[0].set_ylabel("SM")
+    alt = """Timelines of 132 SMs; long tiles are yellow, a dashed line is the ideal end. As SMs are free: head by head
+    they end at different times, longest first close to the ideal. Persistent, dealt in one direction, SM 0 ends last;
+    with every other round in reverse all end close to the ideal."""
+    return picture(fig, alt)
+
+
+def clocks_a_step():
+    """A line for each recorded timeline of rung hopper: what was changed, and the clocks of a step."""
+    for one in ablations.read("timeline").get("timelines", ()):
+        marks, turned = one["marks"], ", ".join(f"{name} = {value}" for name, value in one["switches"].items())
+        took = (marks[-1][0][0] - marks[0][0][0]) / (len(marks) - 1)
+        changed = f"without {one['without']}" if "without" in one else turned
+        print(f"{changed:27}{took:6.0f} clocks a step")
+
+
+def power():
+    """A line for each load that was run under the power limit: its speed, clock and watts."""
+    for one in ablations.read("timeline").get("power", ()):
+        allowed = GPU.sms * 4096 * one["sm_mhz"] / 1e6
+        print(f"{one['load']:14} {one['data']:13}: {one['tflops']:.0f} TFLOP/s at {one['sm_mhz']:.0f} MHz,",
+              f"{one['tflops'] / allowed:.0%} of what that allows; {one['watts']:.0f} W")  # fmt: skip
+
+
+def price_of_order():
+    """A line for each size at which bwd_3 was measured in a fixed order: its share of the speed in any order."""
+    found = [row for row in rows.fresh(rows.read(switched=True)) if row["gpu"] == GPU.name]
+    for row, share in measured.beside(found, ("bwd_3_hopper:DETERMINISTIC=1",), "bwd_3_hopper"):
+        print(f"D = {row['D']:3}, N = {row['N']:5}, {'causal' if row['causal'] else 'full':6}: {share:.2f}")
