@@ -230,7 +230,7 @@ def registers_of_the_roles(D):
     lines = [line for line in str(show("fwd_8_hopper")).splitlines() if "_REGISTERS = " in line]
     kept, taken = (int(re.findall(r"[?:] (\d+)", line)[n - 1]) for line in lines)
     total, at_launch = 128 * (kept + n * taken), GPU.multiprocessor.registers // threads // 8 * 8
-    given = f"at the launch {at_launch}, then {taken}, producer {kept}; all {total}"
+    given = f"at first {at_launch}, then {taken}, producer {kept}; all {total}"
     return f"D = {D:3}, {n} consumers: S, P, O need {need}; {given}"
 
 
