@@ -114,9 +114,8 @@ print("row 2, the first number of each chunk:", y[2, ::8].int().tolist())
 figures.copied_box(y)
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Without the wait the threads read what nobody has written yet: NaN in the emulation, anything on a GPU.
-#
-# With it the tile is there, in two *slabs* of 128-byte rows. Row 2 of the box is row 15 of x, so it begins with chunk
+# Without the wait the threads read what nobody has written yet: NaN in the emulation, anything on a GPU. With it the tile
+# is there, in two *slabs* of 128-byte rows. Row 2 of the box is row 15 of x, so it begins with chunk
 # 150, but not at its first place: chunk c of row r lies at place c ^ (r % 8). This is a *swizzle*: it spreads the eight
 # chunks of a column over different banks of shared memory, so that they can be read at once. wgmma knows it.
 
@@ -136,9 +135,9 @@ print(figures.phases())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A ring of stages
 #
-# One thread, the **producer**, copies tiles into a ring of places, the **stages**. The **consumers** compute with them.
-# Each stage has two barriers: `full` says that the bytes have come, `empty` that all consumers are done with it. A copy
-# needs an empty stage, a use needs a full one:
+# One thread, the **producer**, copies tiles into a ring of **stages**. The **consumers** compute with them. A stage has
+# two barriers: `full` says that the bytes have come, `empty` that all consumers are done. A copy needs an empty stage, a
+# use a full one:
 
 # %% slideshow={"slide_type": "fragment"}
 def ring(stages, tiles=6, copy=3, use=2):
@@ -226,13 +225,9 @@ show("fwd_7_roles", "// The producer: starts to copy ROWS rows", until="};")
 # Blocks are *persistent*: one for each SM, which computes tile after tile of queries. So the producer loads the next tile
 # while the consumers finish this one, and barriers count on from tile to tile.
 
-# %% slideshow={"slide_type": "fragment"}
-print(measured.rung("fwd_8_hopper"))
-show("fwd_8_hopper", "// S of one block of keys,", until="// A tile's first block")
-
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.10: the order of two waits.** A step of rung 8 has nine operations. In which order does a warpgroup do
-# them? Ask of each what it reads and who still writes it.
+# them? Ask of each what it reads and who still writes it. Then compare with the kernel.
 
 # %% slideshow={"slide_type": "fragment"}
 def order_of_step():
@@ -244,11 +239,15 @@ def order_of_step():
 
 check("02.10", order_of_step)
 
+# %% slideshow={"slide_type": "subslide"}
+print(measured.rung("fwd_8_hopper"))
+show("fwd_8_hopper", "// S of one block of keys,", until="// A tile's first block")
+
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
 # No line of such a kernel says *when* a copy or product happens. In the emulation a schedule decides. Each rung runs in
-# three: copies as late as possible, products as late as possible, all at random.
+# three: copies as late as possible, products as late as possible, all at random. It *lives* if all numbers are right.
 
 # %% slideshow={"slide_type": "fragment"}
 for rung in ("wgmma", "roles", "hopper"):

@@ -305,7 +305,7 @@ figures.beside_others()
 #    <details><summary>Answer</summary>
 #
 #    The first operand is read once for n columns, so a wider n reads fewer bytes a clock. n = 128 is a tile of 128
-#    queries: Sᵀ and dPᵀ would take 128 registers more, beside 128 for dK and dV.
+#    queries: Sᵀ and dPᵀ would take 128 registers, beside 128 for dK and dV, and there are 255.
 #    </details>
 # 2. Why does dQ read both operands from shared memory, although its first operand was in registers?
 #    <details><summary>Answer</summary>
