@@ -16,7 +16,7 @@ import torch
 from matplotlib.colors import ListedColormap
 
 from steps.bench import ablations, cost, rows
-from steps.figures import measured
+from steps.figures import measured, n02d_hopper
 from steps.figures.picture import picture
 from steps.figures.plots import COLOURS, INK, style
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
@@ -215,8 +215,7 @@ def read_by_wgmma():
         ax.set(ylim=(32, 0), xlabel="16-byte chunk of the row", title=title, yticks=range(0, 33, 8))
         ax.grid(False)
     axes[0].set_ylabel("row of 128 bytes, the first 32 of 64")
-    boxes = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS[:4]]
-    fig.legend(boxes, [f"instruction {step}" for step in range(4)], ncols=4, loc="outside lower center")
+    n02d_hopper.boxes(fig, {f"instruction {step}": COLOURS[step] for step in range(4)}, "outside lower center")
     alt = """Which chunks of a tile four instructions read, its first 32 rows. Of K each reads two chunks of every row,
     which the swizzle moves about in a pattern that repeats after eight rows. Of V each reads 16 whole rows."""
     return picture(fig, alt)
@@ -292,10 +291,9 @@ def tiles_dealt():
 def clocks_a_step():
     """A line for each recorded timeline of rung hopper: what was changed, and the clocks of a step."""
     for one in ablations.read("timeline").get("timelines", ()):
-        marks, turned = one["marks"], ", ".join(f"{name} = {value}" for name, value in one["switches"].items())
-        took = (marks[-1][0][0] - marks[0][0][0]) / (len(marks) - 1)
+        turned = ", ".join(f"{name} = {value}" for name, value in one["switches"].items())
         changed = f"without {one['without']}" if "without" in one else turned
-        print(f"{changed:27}{took:6.0f} clocks a step")
+        print(f"{changed:27}{n02d_hopper.clocks_of_a_step(one):6.0f} clocks a step")
 
 
 def power():
