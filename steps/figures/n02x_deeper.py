@@ -190,11 +190,8 @@ def turns():
         ax.set(title="causal" if causal else "not causal", xlabel="time, in steps", ylim=(5.6, -0.6), yticks=range(6))
     axes[0].set_ylabel("key tile")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
-    return picture(
-        fig,
-        """Six blocks of one head over time. Not causal: in its first step block j waits j fifths of a
-    step, later none; the last ends one step late. Causal: the same queue, bars that get shorter with j.""",
-    )
+    return picture(fig, """Six blocks of one head over time. Not causal: in its first step block j waits j fifths of a
+    step, later none; the last ends one step late. Causal: the same queue, bars that get shorter with j.""")
 
 
 # --- Hopper: descriptors, registers, persistent blocks, clocks, power -------------------------------------------
