@@ -339,7 +339,7 @@ def test_02d_says_which_mistake_lives_and_in_which_schedule(executions):
     text = printed("02d_fa2_cuda_hopper", executions)
     lines = text[text.index("the consumer begins with") :].splitlines()[:5]
     (lives,) = [line for line in lines if "lives" in line]
-    assert lives.startswith("K released before") and lives.split()[-5:] == ["lives", *2 * ("spoils", "out")]
+    assert re.match("K released before its products end  lives +spoils .* spoils", lives)
 
 
 def test_02e_counts_the_roof_that_02c_promises(executions):
