@@ -303,7 +303,7 @@ def printed(stem, executions):
 
 
 def test_a_warp_goes_on_while_an_mma_runs(executions):
-    """The machine code of fwd_5 has exponentials between independent products, as 02b says, and 02d does not deny it."""
+    """The machine code of fwd_5 has exponentials between independent products, and 02d does not deny it."""
     text = printed("02x_deeper", executions)
     if "there is no nvdisasm here" in text:
         pytest.skip("needs nvdisasm, which Triton's package brings for Linux")

@@ -75,8 +75,8 @@ def ceilings(last):
         most, got = WAVEFRONTS * per_wavefront(rung), speeds().get(rung)
         says = f"{got:8.3g} ({got / most:.0%})" if got else "  no row yet"
         print(f"{rung:9} {RUNGS[rung]:3}  {per_wavefront(rung):16.0f} {most:8.0f} {says}")
-    places = ", ".join(f"{name} {n} for {a}" for name, (a, n) in wavefronts(last).items())
-    print(f"wavefronts for accesses: {places}")
+    places = ", ".join(f"{name} {n}/{a}" for name, (a, n) in wavefronts(last).items())
+    print(f"wavefronts/accesses: {places}")
     print(block(last))
 
 
