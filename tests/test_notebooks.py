@@ -123,8 +123,7 @@ def alt_text(output):
 # --- the page holds the lesson ------------------------------------------------------------------------------
 
 DENSE = {  # notebooks that are still too long
-    "00_naive", "01_fa1_numba", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
-    "03a_triton_kernels", "03b_triton_features",
+    "00_naive", "01_fa1_numba", "02c_fa2_cuda_backward", "03a_triton_kernels", "03b_triton_features",
     "03x_deeper", "04a_ring", "04b_strategies",
 }  # fmt: skip
 LESSONS = [path for path in NOTEBOOKS if path.stem not in DENSE]
@@ -304,7 +303,7 @@ def printed(stem, executions):
 
 def test_a_warp_goes_on_while_an_mma_runs(executions):
     """The machine code of fwd_5 has exponentials between independent products, and 02d does not deny it."""
-    text = printed("02b_fa2_cuda_tensor_cores", executions)
+    text = printed("02x_deeper", executions)
     if "there is no nvdisasm here" in text:
         pytest.skip("needs nvdisasm, which Triton's package brings for Linux")
     exponentials, between = re.search(r"HMMA and (\d+) MUFU.EX2; (\d+) of them have HMMAs", text).groups()

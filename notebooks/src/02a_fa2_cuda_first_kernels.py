@@ -386,7 +386,8 @@ mistakes = {
     "l = 0 is divided by": ("l == 0 ? 0 : O[d] / l", "O[d] / l"),
     "one column of S for all": ("<float>(Bc * Br) + threadIdx.x", "<float>(Bc * Br)"),
 }
-figures.seen_by_cases(mistakes, names)
+orders = {order: {"threads": order} for order in ("forward", "reverse")}
+planted.seen_by("scalar", mistakes, names, tile=(16, 16), **orders)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure

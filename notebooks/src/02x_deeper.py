@@ -41,7 +41,7 @@
 import steps  # first: it chooses the engine
 import torch
 from reference import error
-from steps.figures import n02x_deeper as figures
+from steps.figures import n02x_deeper as figures, planted
 from steps.step02_fa2_cuda import calls
 from steps.workbook import Blank, check, show
 print(steps.engine.describe())
@@ -107,11 +107,18 @@ print("c * S - m, by an FMA:       ", (exact - m.double()).tolist())
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `__fmul_rn(scale_log2, S[n][i])` in `fwd_4_cp_async.cu` rounds the product by itself, so that the compiler may not
-# fuse it. Section 3 shows its cost, as `LARGE_SCORES`. Hopper's rungs round c to a power of two where scores are so
-# large: multiplying by a power of two is exact, fused or not (`exponent_factor` in `ptx.cuh`).
-#
-# g++ fuses as NVRTC does, if this processor has an FMA: so the emulation sees the mistake, too. Part 6 of notebook 02b
-# plants it.
+# fuse it. Section 3 shows its cost, as `LARGE_SCORES`. Let us plant the FMA. g++ fuses as NVRTC does, if this processor
+# has an FMA; otherwise the cell shows nothing.
+
+# %% slideshow={"slide_type": "fragment"}
+fused = {"c * S - m as one FMA": ("__fmul_rn(scale_log2, S[n][i])", "scale_log2 * S[n][i]")}
+cases = ["scores_200", "large_scores"]
+for (_, case), (verdict,) in planted.killed("cp_async", fused, cases, [{}]).items():
+    print(f"{case:13} {verdict}")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Scores of 200 do not notice; only the contract's case of very large scores does. Hopper's rungs round c to a power of
+# two where scores are so large: multiplying by a power of two is exact, fused or not (`exponent_factor` in `ptx.cuh`).
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. What each idea of rung `fa2` brings

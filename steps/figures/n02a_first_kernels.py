@@ -12,8 +12,8 @@ from reference import attention
 from steps.bench import cost, rows
 from steps.figures import measured
 from steps.figures.picture import picture
-from steps.figures.planted import emulated, killed, mistake, outputs, prepared, wrapped
-from steps.figures.plots import COLOURS, FAINT, INK, SEEN, UNSEEN, ink_on, style
+from steps.figures.planted import emulated, mistake, outputs, prepared, wrapped
+from steps.figures.plots import COLOURS, FAINT, INK, ink_on, style
 from steps.step02_fa2_cuda import calls, emulator
 
 GPU = cost.GPUS["NVIDIA H200"]
@@ -160,27 +160,3 @@ def rows_right(edit, threads):
         out, _ = calls.forward(q, k, v, rung="scalar", causal=True)
     want = attention.forward(q, k, v, causal=True)[0]
     return int(torch.isclose(out.double(), want).sum()), int(out.isnan().sum())
-
-
-def seen_by_cases(mistakes, names):
-    """A table of mistakes in rung 0 against the contract's cases: seen or not, with threads in two orders."""
-    style()
-    found = killed("scalar", mistakes, names, tile=(16, 16))
-    found = {at: next((v for v in verdicts if v != "lives"), "lives") for at, verdicts in found.items()}
-    fig, ax = plt.subplots(figsize=(8.4, 3), layout="constrained")
-    for y, says in enumerate(mistakes):
-        everywhere = all(found[says, name] == "lives" for name in names)
-        for x, name in enumerate(names):
-            word = found[says, name]
-            colour = SEEN if word != "lives" else UNSEEN if everywhere else FAINT
-            ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white"))
-            ax.text(x + 0.5, y + 0.5, word, fontsize=9, ha="center", va="center", color=ink_on(colour))
-    ax.set(xlim=(0, len(names)), ylim=(len(mistakes), 0))
-    ax.set_xticks([x + 0.5 for x in range(len(names))], [name.replace("_", "\n") for name in names], fontsize=9)
-    ax.set_yticks([y + 0.5 for y in range(len(mistakes))], mistakes, fontsize=9)
-    ax.grid(False)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    seen = {says: [name for name in names if found[says, name] != "lives"] for says in mistakes}
-    told = "; ".join(f"{says}: {', '.join(by) or 'in none'}" for says, by in seen.items())
-    return picture(fig, f"Mistakes against cases; green is seen, orange never seen. Seen in: {told}.")

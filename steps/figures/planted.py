@@ -6,11 +6,13 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-import torch
+import matplotlib.pyplot as plt
 
 from reference import cases, error
 from steps import checks, engine
 from steps import step02_fa2_cuda as step02
+from steps.figures.picture import picture
+from steps.figures.plots import FAINT, SEEN, UNSEEN, ink_on, style
 from steps.step02_fa2_cuda import calls, emulator, ladder, works
 from steps.workbook import edited
 
@@ -80,11 +82,13 @@ def verdict(x, want, rung, **schedule):
         try:
             return "wrong" if error.failures(outputs(x, rung), want) else "lives"
         except RuntimeError as complaint:
+            if "stuck" not in str(complaint) and "access to" not in str(complaint):
+                raise
             return "stuck" if "stuck" in str(complaint) else "outside"
 
 
-def killed(rung, mistakes, names, dtype=None, tile=None, orders=({"threads": "forward"}, {"threads": "reverse"})):
-    """{(mistake, case): [a verdict for each of the orders]}."""
+def killed(rung, mistakes, names, orders, dtype=None, tile=None):
+    """{(mistake, case): [a verdict for each of the orders, which are arguments of `emulator.schedule`]}."""
     ready, found = {name: prepared(name, rung, dtype, tile) for name in names}, {}
     for says, edit in mistakes.items():
         with mistake(rung, edit):
@@ -92,5 +96,37 @@ def killed(rung, mistakes, names, dtype=None, tile=None, orders=({"threads": "fo
     return found
 
 
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def seen_by(rung, mistakes, names, dtype=None, tile=None, harmless=(), **orders):
+    """A table of mistakes in a rung's forward against cases: by which case each is seen, and in which of the orders.
+
+    orders: names of schedules, such as late={"copies": "late"}. A mistake that only one of them shows says so. A
+    mistake that is never seen is orange, unless it is among the harmless.
+    """
+    style()
+    found = killed(rung, mistakes, names, orders.values(), dtype, tile)
+    found = {at: in_words(verdicts, orders) for at, verdicts in found.items()}
+    fig, ax = plt.subplots(figsize=(8.4, 3), layout="constrained")
+    for y, says in enumerate(mistakes):
+        everywhere = all(found[says, name] == "lives" for name in names) and says not in harmless
+        for x, name in enumerate(names):
+            word = found[says, name]
+            colour = SEEN if word != "lives" else UNSEEN if everywhere else FAINT
+            ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white"))
+            ax.text(x + 0.5, y + 0.5, word, fontsize=9, ha="center", va="center", color=ink_on(colour))
+    ax.set(xlim=(0, len(names)), ylim=(len(mistakes), 0))
+    ax.set_xticks([x + 0.5 for x in range(len(names))], [name.replace("_", "\n") for name in names], fontsize=9)
+    ax.set_yticks([y + 0.5 for y in range(len(mistakes))], mistakes, fontsize=9)
+    ax.grid(False)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    seen = {says: [name for name in names if found[says, name] != "lives"] for says in mistakes}
+    told = "; ".join(f"{says}: {', '.join(by) or 'in none'}" for says, by in seen.items())
+    return picture(fig, f"Mistakes against cases; green is seen, orange never seen. Seen in: {told}.")
+
+
+def in_words(verdicts, orders):
+    """The verdicts of late and eager copies, ["lives", "wrong"], are "if eager"; else the first that is bad, if any."""
+    bad = [order for order, word in zip(orders, verdicts, strict=True) if word != "lives"]
+    if len(bad) == 1 and "wrong" in verdicts and "late" in orders:
+        return f"if {bad[0]}"
+    return next((word for word in verdicts if word != "lives"), "lives")
