@@ -1,4 +1,4 @@
-"""What notebook 02x shows: registers that are lost, machine code, ideas switched off, turns of a backward."""
+"""What notebook 02x shows: lost registers, machine code, ideas switched off, turns, Hopper's registers, tiles and clocks."""
 
 import functools
 import heapq
