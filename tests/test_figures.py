@@ -238,6 +238,13 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
             ("At D = 64 `hopper` has {least:.2f} to {most:.2f} of its speed.", lambda D, N, causal: D == 64),
         )
     ),
+    *(
+        ("02d", words, (f"{HOPPER[0]}:{switch}=0",), HOPPER[0], lambda D, N, causal: (D, N) == (128, 4096))
+        for switch, words in (
+            ("PINGPONG", "turns `hopper` still has {least:.2f} to {most:.2f} of its speed"),
+            ("OVERLAP", "without OVERLAP {least:.2f} to {most:.2f}."),
+        )
+    ),
     ("02e", "both have {least:.2f} to {most:.2f} of its speed", HOPPER, "fa4", lambda D, N, causal: N >= 4096),
     (
         "02e", "at {least:.2f} to {most:.2f} of the speed. Going deeper", ("bwd_3_hopper:DETERMINISTIC=1",),
@@ -275,7 +282,7 @@ def on_h200(**which):
 @pytest.mark.parametrize("notebook, words, kernels, other, holds", CLAIMS)
 def test_notebooks_say_of_others_what_rows_of_one_run_say(notebook, words, kernels, other, holds):
     other, _, loaded = other.partition(" under ")
-    found = on_h200(timing="sustained" if loaded else "interleaved", switched=other == "bwd_3_hopper")
+    found = on_h200(timing="sustained" if loaded else "interleaved", switched=other in HOPPER)
     beside = measured.beside(found, kernels, other)
     shares = [share for row, share in beside if holds(row["D"], row["N"], row["causal"])]
     if not shares:

@@ -128,8 +128,8 @@ figures.bytes_a_clock()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
 #
-# FlashAttention-3's Algorithm 3; lines in brackets are those of FlashAttention-2's Algorithm 2
-# (`papers/flash_attention_2.md`).
+# FlashAttention-3's Algorithm 3; lines in brackets are those of FlashAttention-2's Algorithm 2, on
+# [our page on the paper](../papers/flash_attention_2.md).
 #
 # | line | what | in `bwd_2_wgmma.cu` |
 # |---|---|---|
@@ -175,8 +175,8 @@ for D in (64, 128):
 # registers once, before the loop. V_j could stay there, too.
 #
 # **Predict.** A thread has 255 registers. dK_j and dV_j take D of them for the whole loop, Sᵀ and dPᵀ take Br, the
-# queries of a tile: 128 at D = 64, and 64 at D = 128. The rows of K_j take D / 4, those of V_j as many. Where do both fit,
-# and where only K_j?
+# queries of a tile: 128 at D = 64, and 64 at D = 128. The rows of K_j take D / 4, those of V_j as many. Where do both
+# fit, and where only K_j?
 
 # %% slideshow={"slide_type": "fragment"}
 for D, Br in ((64, 128), (128, 64)):
@@ -190,8 +190,8 @@ for D in (64, 128):
     print(figures.gained("bwd_2_wgmma", "bwd_3_hopper", old, new, D))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# `bwd_3` keeps both at D = 64, and K_j alone at D = 128. The larger gain was foreseen at D = 64 and came at D = 128: bytes
-# are not the only limit. Tensor cores also rest while both warpgroups compute their softmax. So `bwd_3` starts dV_j
+# `bwd_3` keeps both at D = 64, and K_j alone at D = 128. The larger gain was foreseen at D = 64 and came at D = 128:
+# bytes are not the only limit. Tensor cores also rest while both warpgroups compute their softmax. So `bwd_3` starts dV_j
 # before the barrier, because dV_j needs only what its own warpgroup has.
 #
 # **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
@@ -263,8 +263,8 @@ for D in (64, 128):
 #
 # <details><summary>Answer</summary>
 #
-# At D = 128 the additions to dq, 5.9 %. The exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 delta and
-# the exponentials cost most. Without all four the kernel of D = 128 has 95 % of the matrix product's speed: the products
+# At D = 128 the additions to dq, 5.9 %. The exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 delta
+# and the exponentials cost most. Without all four the kernel of D = 128 has 95 % of the matrix product's speed: the products
 # themselves are nearly perfect.
 #
 # </details>

@@ -376,19 +376,25 @@ for switch in ("PERSISTENT=0", "SKIP=0", "PINGPONG=0", "OVERLAP=0"):
 #
 # **You need:** notebook 02d, parts 2 and 5.
 #
-# At D = 128 the products of a step take 2,048 clocks by the datasheet. A copy of the kernel that notes the clock takes
-# more. Without exponentials, or without the whole softmax, it computes nonsense, but shows what they cost. Which costs
-# more, the exponentials or the rest?
+# A copy of the kernel notes the clock in each step, at D = 128, N = 4096. **Predict:** without turns, will the two
+# warpgroups compute their softmax at the same time? (A bar of products lasts until the group looks for O.)
+
+# %% slideshow={"slide_type": "fragment"}
+figures.timelines()
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Rarely. The tensor cores serve both groups, and whoever comes second gets its S later: they drift apart by themselves.
+# So turns gain next to nothing here.
+#
+# The products of a step take 2,048 clocks by the datasheet. Without exponentials, or without the whole softmax, the
+# kernel computes nonsense, but shows what they cost. Which costs more, the exponentials or the rest?
 
 # %% slideshow={"slide_type": "fragment"}
 figures.clocks_a_step()
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Of the 690 clocks beyond the products 300 vanish with the exponentials and 280 with the rest of the softmax. The last
-# 100 are unexplained.
-#
-# Turns bring nothing here, and OVERLAP 7 %. The groups drift apart by themselves, because the tensor cores serve one
-# first, and the other gets its S later.
+# 100 are unexplained. OVERLAP gains 7 %.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 11. The order of dQ on Hopper

@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from reference import error
-from steps.bench import ablations, cost, rows
+from steps.bench import cost, rows
 from steps.figures import planted
 from steps.figures.picture import picture
 from steps.figures.plots import COLOURS, FAINT, GREYS, OPERAND, PEERS, colour_of, ink_on, style
@@ -279,45 +279,3 @@ def speeds(panels, alt):
 def label(name):
     """ "hopper" of "fwd_8_hopper", "FlashAttention-3" of "fa3"."""
     return PEERS[name][0] if name in PEERS else name.split("_", 2)[2]
-
-
-def spans(timeline, begin, end):
-    """[[(start, end)], ...]: from one event of a recorded timeline to another, in each step of each warpgroup."""
-    a, b = (ablations.EVENTS.index(event) for event in (begin, end))
-    return [[(step[group][a], step[group][b]) for step in timeline["marks"]] for group in (0, 1)]
-
-
-def clocks_of_a_step(timeline):
-    """From one block of keys to the next, both warpgroups."""
-    marks = timeline["marks"]
-    return (marks[-1][0][0] - marks[0][0][0]) / (len(marks) - 1)
-
-
-def recorded_timelines():
-    """{(OVERLAP, PINGPONG): timeline} of rung hopper as it is now, recorded on an H200; or {}."""
-    found = ablations.read("timeline").get("timelines", ())
-    return {tuple(one["switches"].values()): one for one in found if "without" not in one}
-
-
-def timelines(first=8, steps=5):
-    """Two warpgroups of rung hopper over five steps, without and with turns, recorded."""
-    shown = {turns: one for (overlap, turns), one in recorded_timelines().items() if overlap}
-    if not shown:
-        return print("no timeline of this kernel: on an H200, python -m steps.bench.ablations")
-    fig, grid = axes(len(shown), 1, figsize=(8.5, 4.6))
-    bars = ("starts", "output", 0, UNITS["products"]), ("scores", "exponentials", 0.4, UNITS["exp"])
-    for ax, (turns, one) in zip(grid, shown.items(), strict=True):
-        origin, end = (one["marks"][n][0][0] for n in (first, first + steps))
-        for begin, stop, shift, colour in bars:
-            for group, found in enumerate(spans(one, begin, stop)):
-                pieces = [(start - origin, till - start) for start, till in found]
-                ax.broken_barh(pieces, (group + shift - 0.18, 0.36), fc=colour, ec="white")
-        ax.set_yticks((0, 0.4, 1, 1.4), ("group 0: products", "softmax", "group 1: products", "softmax"))
-        ax.set(ylim=(1.7, -0.3), xlim=(0, end - origin))
-        ax.set_title(f"{'with' if turns else 'without'} turns: {clocks_of_a_step(one):.0f} clocks a step")
-        ax.grid(axis="y", visible=False)
-    grid[-1].set_xlabel("clocks of the SM, D = 128, no mask")
-    alt = """Recorded timelines of two warpgroups over five steps, without and with turns. Bars of products follow
-    each other nearly without a gap, and the softmax of one warpgroup lies under the products of both. The two
-    warpgroups alternate in either case."""
-    return picture(fig, alt)

@@ -1,4 +1,4 @@
-"""What notebook 02x shows: lost registers, machine code, ideas switched off, turns, Hopper's registers, tiles and clocks."""
+"""What notebook 02x shows: lost registers, machine code, ideas switched off, turns, and the clocks of Hopper."""
 
 import functools
 import heapq
@@ -285,12 +285,55 @@ def tiles_dealt():
     return picture(fig, alt)
 
 
+def spans(timeline, begin, end):
+    """[[(start, end)], ...]: from one event of a recorded timeline to another, in each step of each warpgroup."""
+    a, b = (ablations.EVENTS.index(event) for event in (begin, end))
+    return [[(step[group][a], step[group][b]) for step in timeline["marks"]] for group in (0, 1)]
+
+
+def clocks_of_a_step(timeline):
+    """From one block of keys to the next, both warpgroups."""
+    marks = timeline["marks"]
+    return (marks[-1][0][0] - marks[0][0][0]) / (len(marks) - 1)
+
+
+def recorded_timelines():
+    """{(OVERLAP, PINGPONG): timeline} of rung hopper as it is now, recorded on an H200; or {}."""
+    found = ablations.read("timeline").get("timelines", ())
+    return {tuple(one["switches"].values()): one for one in found if "without" not in one}
+
+
+def timelines(first=8, steps=5):
+    """Two warpgroups of rung hopper over five steps, without and with turns, recorded."""
+    shown = {turns: one for (overlap, turns), one in recorded_timelines().items() if overlap}
+    if not shown:
+        return print("no timeline of this kernel: on an H200, python -m steps.bench.ablations")
+    style()
+    fig, grid = plt.subplots(len(shown), 1, figsize=(8.5, 4.6), layout="constrained")
+    bars = ("starts", "output", 0, COLOURS[0]), ("scores", "exponentials", 0.4, COLOURS[1])
+    for ax, (turns, one) in zip(grid, shown.items(), strict=True):
+        origin, end = (one["marks"][n][0][0] for n in (first, first + steps))
+        for begin, stop, shift, colour in bars:
+            for group, found in enumerate(spans(one, begin, stop)):
+                pieces = [(start - origin, till - start) for start, till in found]
+                ax.broken_barh(pieces, (group + shift - 0.18, 0.36), fc=colour, ec="white")
+        ax.set_yticks((0, 0.4, 1, 1.4), ("group 0: products", "softmax", "group 1: products", "softmax"))
+        ax.set(ylim=(1.7, -0.3), xlim=(0, end - origin))
+        ax.set_title(f"{'with' if turns else 'without'} turns: {clocks_of_a_step(one):.0f} clocks a step")
+        ax.grid(axis="y", visible=False)
+    grid[-1].set_xlabel("clocks of the SM, D = 128, no mask")
+    alt = """Recorded timelines of two warpgroups over five steps, without and with turns. Bars of products follow
+    each other nearly without a gap, and the softmax of one warpgroup lies under the products of both. The two
+    warpgroups alternate in either case."""
+    return picture(fig, alt)
+
+
 def clocks_a_step():
     """A line for each recorded timeline of rung hopper: what was changed, and the clocks of a step."""
     for one in ablations.read("timeline").get("timelines", ()):
         turned = ", ".join(f"{name} = {value}" for name, value in one["switches"].items())
         changed = f"without {one['without']}" if "without" in one else turned
-        print(f"{changed:27}{n02d_hopper.clocks_of_a_step(one):6.0f} clocks a step")
+        print(f"{changed:27}{clocks_of_a_step(one):6.0f} clocks a step")
 
 
 def power():
