@@ -341,11 +341,24 @@ print(figures.without_the_wait())
 # empty stages, and the tensor cores wait. So the launch starts one block an SM, which takes tile after tile (switch
 # PERSISTENT): the producer loads the next tile while the consumers store this one.
 #
-# Now the kernel deals out tiles, and causal tiles differ in length (yellow: long). Which block takes which tile is fixed
-# before the launch. **Predict:** every block takes the next longest tile in each round. Which one ends last?
+# Now the kernel deals out tiles, and causal tiles differ in length. Which block takes which tile is fixed before the
+# launch: in each round block b takes the b-th of the longest tiles that are left. **Predict:** which block ends last,
+# and how busy are the others?
 
 # %% slideshow={"slide_type": "fragment"}
-figures.tiles_dealt()
+def busy(lengths, reverse, sms=132):
+    """The share of the time for which SMs work, until the last one ends."""
+    work = [0] * sms
+    for n, length in enumerate(lengths):
+        block = n % sms
+        work[sms - 1 - block if reverse and n // sms % 2 else block] += length
+    return sum(work) / sms / max(work)
+
+
+# in blocks of 128 keys: the tiles of 16 heads of 4,096 tokens
+longest_first = sorted(16 * list(range(1, 33)), reverse=True)
+print(f"every round in the same order: busy {busy(longest_first, False):.0%}")
+print(f"every other round in reverse: {busy(longest_first, True):.0%}")
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_8_hopper", "tile_number")

@@ -242,49 +242,6 @@ def without_the_wait():
             return "\n".join(textwrap.fill(says, 88) for says in dict.fromkeys(found))
 
 
-def dealt(order, reverse=False, persistent=True):
-    """(time until all is done, [(SM, start, end)]) of tiles of these lengths.
-
-    A persistent block takes the tile of its number in every round, or in reverse every other round. Otherwise an SM
-    takes the next tile when it is free.
-    """
-    free, spans = [0] * GPU.sms, []
-    for n, length in enumerate(order):
-        sm = n % GPU.sms if persistent else min(range(GPU.sms), key=free.__getitem__)
-        if reverse and n // GPU.sms % 2:
-            sm = GPU.sms - 1 - sm
-        spans.append((sm, free[sm], free[sm] + length))
-        free[sm] += length
-    return max(free), spans
-
-
-def tiles_dealt():
-    """When 132 SMs work, for four ways of dealing out the tiles of 16 causal heads of 4,096 tokens."""
-    style()
-    tiles = 16 * list(range(32, 0, -1))  # blocks of keys, head by head, the longest first
-    ways = {
-        "as SMs are free,\nhead by head": dealt(tiles, persistent=False),
-        "as SMs are free,\nlongest first": dealt(sorted(tiles)[::-1], persistent=False),
-        "persistent,\nlongest first": dealt(sorted(tiles)[::-1]),
-        "persistent, every other\nround in reverse": dealt(sorted(tiles)[::-1], reverse=True),
-    }
-    fig, axes = plt.subplots(1, 4, figsize=(8.5, 3.4), sharey=True, layout="constrained")
-    for ax, (name, (end, spans)) in zip(axes, ways.items(), strict=True):
-        lengths = torch.full((GPU.sms, end), float("nan"))
-        for sm, start, stop in spans:
-            lengths[sm, start:stop] = stop - start
-        ax.pcolormesh(lengths, cmap="cividis")
-        ax.axvline(sum(tiles) / GPU.sms, color=COLOURS[1], lw=1.5, ls="--")
-        ax.set_title(f"{name}:\nbusy {sum(tiles) / GPU.sms / end:.0%}", fontsize=9)
-        ax.set(xlabel="blocks of keys", xlim=(0, 85), ylim=(GPU.sms, 0))
-        ax.grid(False)
-    axes[0].set_ylabel("SM")
-    alt = """Timelines of 132 SMs; long tiles are yellow, a dashed line is the ideal end. As SMs are free: head by head
-    they end at different times, longest first close to the ideal. Persistent, dealt in one direction, SM 0 ends last;
-    with every other round in reverse all end close to the ideal."""
-    return picture(fig, alt)
-
-
 def spans(timeline, begin, end):
     """[[(start, end)], ...]: from one event of a recorded timeline to another, in each step of each warpgroup."""
     a, b = (ablations.EVENTS.index(event) for event in (begin, end))
