@@ -11,9 +11,10 @@ import typer
 from steps.bench import ring, rows
 from steps.bench.cost import Point
 from steps.bench.ring import FETCH, ONE, PEERS, RELAY
-from steps.figures import measured, n02d_hopper, plots, ring_tables
+from steps.figures import measured, n02b_tensor_cores, n02d_hopper, n02x_deeper, planted, plots, ring_tables
 from steps.figures.picture import picture
 from steps.figures.ring_tables import TABLES
+from steps.step02_fa2_cuda import emulator
 from steps.step04_ring import simulate
 from support.made_rows import ORIGIN, ladder_rows, of_02, peer_row, row
 
@@ -399,3 +400,40 @@ def test_the_ladder_is_drawn_again_when_its_numbers_change(tmp_path, monkeypatch
         plots.main(root=tmp_path)
         plots.main(check=True, root=tmp_path)
         assert plots.numbers_in(tmp_path / "pictures/ladder.png")["fwd"]["rungs"][1][1] == speed
+
+
+# --- what 02a, 02b and 02c say -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+def test_02b_says_what_is_counted_and_measured():
+    page = (rows.ROOT / "notebooks/src/02b_fa2_cuda_tensor_cores.py").read_text().replace("\n# ", " ")
+    feeds = {rung: n02b_tensor_cores.per_wavefront(rung) for rung in n02b_tensor_cores.RUNGS}
+    ceilings = {rung: n02b_tensor_cores.WAVEFRONTS * flop for rung, flop in feeds.items()}
+    assert f"one feeds {feeds['scalar']:.0f} FLOP." in page and f"**ceiling**, {ceilings['scalar']:.0f} TFLOP/s" in page
+    assert f"Three times as many, {feeds['warp']:.0f}." in page and f"feeds {feeds['mma']:.0f} FLOP" in page
+    assert f"from {ceilings['mma']:.0f} to {ceilings['ldmatrix']:.0f} TFLOP/s" in page
+    assert f"The ceiling, {ceilings['fa2']:.0f} TFLOP/s" in page
+    steps = [feeds[b] / feeds[a] for a, b in itertools.pairwise(feeds)]
+    warp, mma, ldmatrix, cp_async, fa2 = (f"{step:.3g}" for step in steps)
+    assert f"`ldmatrix` {steps[2]:.2g}, `warp` {steps[0]:.2g}, `fa2` {fa2}, `mma` {mma}, `cp_async` {cp_async}." in page
+    if scalar := n02b_tensor_cores.speeds().get("scalar"):
+        assert scalar > ceilings["scalar"] and f"measured at {scalar:.3g}, *above* its ceiling" in page
+
+
+def test_a_compiler_joins_four_loads_of_rung_scalar_as_02a_and_02b_say():
+    code = n02x_deeper.machine_code("scalar", 64)
+    if not code:
+        pytest.skip("needs nvdisasm, which Triton's package brings for Linux")
+    loads = [line.split()[0] for line in code if "LDS" in line]
+    assert loads.count("LDS.128") > len(loads) / 2
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+def test_a_planted_text_that_no_compiler_takes_is_no_mistake_that_a_case_sees():
+    x, want = planted.prepared("one_key", "scalar", tile=(16, 16))
+    with planted.mistake("scalar", ("m = -INFINITY, l = 0;", "m = ;")), pytest.raises(RuntimeError, match="expected"):
+        planted.verdict(x, want, "scalar")
+    zero = {"m": ("m = -INFINITY, l = 0;", "m = 0, l = 0;")}
+    seen = planted.killed("scalar", zero, ["negative_row"], [{}], tile=(16, 16))
+    assert seen == {("m", "negative_row"): ["wrong"]}

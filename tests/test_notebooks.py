@@ -123,7 +123,7 @@ def alt_text(output):
 # --- the page holds the lesson ------------------------------------------------------------------------------
 
 DENSE = {  # notebooks that are still too long
-    "00_naive", "01_fa1_numba", "02c_fa2_cuda_backward", "03a_triton_kernels", "03b_triton_features",
+    "00_naive", "01_fa1_numba", "03a_triton_kernels", "03b_triton_features",
     "03x_deeper", "04a_ring", "04b_strategies",
 }  # fmt: skip
 LESSONS = [path for path in NOTEBOOKS if path.stem not in DENSE]

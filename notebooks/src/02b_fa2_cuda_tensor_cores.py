@@ -116,8 +116,8 @@ maximum = S[:, [0, 1, 4, 5]].amax(1)  # of the lane's numbers of row lane / 4
 for distance in (1, 2):
     maximum = torch.maximum(maximum, maximum[lane ^ distance])
     right = (maximum == X.int().amax(1)[lane // 4]).sum()
-    print(f"after the shuffle with lane ^ {distance}: lanes 4 to 7 say",
-          f"{maximum[4:8].tolist()}; right in {right} of 32 lanes")
+    print(f"after the shuffle with lane ^ {distance}: lanes 4 to 7 have",
+          f"{maximum[4:8].tolist()}, {right} of 32 are right")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code

@@ -215,7 +215,7 @@ def counters(*rungs):
         tiles = size["B"] * size["H"] * (size["N"] // Br) * (size["N"] // Bc)
         expected, got = tiles * sum(n for _, n in wavefronts(rung).values()), c["shared_wavefronts"]
         print(f"{rung:9} million wavefronts: {expected / 1e6:.1f} expected, {got / 1e6:.1f} by the hardware")
-        print("          a warp's time:", ", ".join(f"{x:.0%} {why}" for why, x in list(profile.waits(c).items())[:4]))
+        print("  a warp's time:", ", ".join(f"{x:.0%} {why}" for why, x in list(profile.waits(c).items())[:4]))
         busy = 100 * got / (1e3 * WAVEFRONTS * c["nanoseconds"])
         shares = c["tensor_pipe"], busy, 100 * c["bank_conflicts"] / got, c["issue_slots"], c["dram_throughput"]
         at = [i + (n - (len(rungs) - 1) / 2) * 0.25 for i in range(5)]

@@ -79,7 +79,8 @@ def registers_and_promises(head_dims=(32, 64, 96, 128), promises=(1, 6, 7, 10, 1
 
 def machine_code(rung="fa2", D=128):
     """A rung's instructions for an H200; empty without nvdisasm, which Triton brings."""
-    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, causal=False, dtype=torch.bfloat16, processors=GPU.sms)
+    dtype = torch.float32 if rung == "scalar" else torch.bfloat16
+    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, causal=False, dtype=dtype, processors=GPU.sms)
     file = works.HERE / ladder.FORWARD[rung].file
     (launch,) = rows.geometry(file.stem, D=D, shared_limit=GPU.multiprocessor.shared_per_block, **sizes)
     triton = importlib.util.find_spec("triton")
