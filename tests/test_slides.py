@@ -235,12 +235,12 @@ def test_homework_is_in_the_workbook():
 
 
 def test_hours_and_points_of_the_homework_are_those_of_the_notebooks_and_of_the_rubric():
-    hours = {"an": 1, "two": 2}
+    hours = {"an hour": 1, "60 minutes": 1, "two hours": 2, "120 minutes": 2}
     rows = re.findall(r"^\|[^|]*\| (0\d\w?)(?:, or \w+)? \| ([^|]*\|[^|]*) \| (\d+) \| (\d+) \|$", PLAN, re.M)
     assert len(rows) == 10
     for notebook, tasks, said, points in rows:
         (script,) = (ROOT / "notebooks/src").glob(f"{notebook}_*.py")
-        more = re.search(r"to read, (an|two) hours? more with the exercises?", script.read_text())[1]
+        more = re.search(r"to read, (an hour|two hours|\d+ minutes) more with the exercises?", script.read_text())[1]
         first = re.sub(", or [^|]*", "", tasks)  # of two ways, which count the same
         assert (int(said), int(points)) == (hours[more], 3 * len(ids(first))), notebook
 
