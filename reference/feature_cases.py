@@ -99,6 +99,8 @@ COMBINED = [
     ("boolean of all heads", "packed", "dropout", "first key"), ("padding", "causal", "softcap"),
     ("boolean", "causal", "sinks"), ("causal", "window", "sinks", "packed"), ("alibi", "parts", "sinks"),
     ("additive", "dropout", "softcap", "sinks"), ("causal", "lengths", "sinks"),
+    ("lengths", "window"), ("causal", "left window", "softcap", "lengths", "sinks"), ("alibi", "lengths", "softcap"),
+    ("alibi of each batch", "causal", "lengths"), ("lengths", "narrow window", "sinks"),
 ]  # fmt: skip
 CASES = ALONE + COMBINED
 

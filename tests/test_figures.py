@@ -220,7 +220,16 @@ def test_a_sweep_is_drawn_and_told_and_a_neighbour_is_faster_only_by_more_than_t
 
 
 HOPPER = "fwd_8_hopper", "bwd_3_hopper"
-CLAIMS = [  # a notebook, what it says, the kernels, the one that they are compared with, at which sizes
+CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they are compared with, at which sizes
+    *(
+        ("papers/flash_attention_3.md", words, HOPPER[:1], "fa3", holds)
+        for words, holds in (
+            ("D = 64: ours has {least:.2f} to {most:.2f} of its speed.", lambda D, N, causal: D == 64),
+            ("D = 128, full: {least:.2f} to {most:.2f}.", lambda D, N, causal: D == 128 and not causal),
+            ("D = 128, causal: {least:.2f} to {most:.2f}, from", lambda D, N, causal: D == 128 and causal),
+            ("at most {most:.2f}.", lambda D, N, causal: D == 128 and causal and N > 512),
+        )
+    ),
     ("02e", "both have {least:.2f} to {most:.2f} of its speed", HOPPER, "fa4", lambda D, N, causal: N >= 4096),
     ("02e", "forward leads by up to {ahead:.0f} %", HOPPER[:1], "fa4", lambda D, N, causal: N < 4096),
     ("02e", "is mostly behind, by up to {behind:.0f} %", HOPPER[1:], "fa4", lambda D, N, causal: N < 4096),
@@ -248,7 +257,7 @@ CLAIMS = [  # a notebook, what it says, the kernels, the one that they are compa
 @functools.cache
 def on_h200(**which):
     found = [row for row in rows.fresh(rows.read(**which)) if row["gpu"] == "NVIDIA H200"]
-    return [row for row in found if row["dtype"] == "bf16" and row["D"] in (64, 128)]
+    return [row for row in found if row["dtype"] == "bf16" and row["D"] in (64, 128) and not row["options"]]
 
 
 @pytest.mark.parametrize("notebook, words, kernels, other, holds", CLAIMS)
@@ -261,8 +270,8 @@ def test_notebooks_say_of_others_what_rows_of_one_run_say(notebook, words, kerne
         pytest.skip(f"{', '.join(kernels)} has changed since it was measured beside {other}")
     least, most = min(shares), max(shares)
     words = words.format(least=least, most=most, ahead=100 * (most - 1), behind=100 * (1 - least))
-    (script,) = (rows.ROOT / "notebooks" / "src").glob(f"{notebook}_*.py")
-    assert words in script.read_text().replace("\n# ", " "), words
+    (page,) = [rows.ROOT / notebook] if "/" in notebook else (rows.ROOT / "notebooks" / "src").glob(f"{notebook}_*.py")
+    assert words in page.read_text().replace("\n# ", " "), words
 
 
 def test_shares_are_of_one_run_and_one_size_and_the_last_run_counts():

@@ -115,7 +115,8 @@ def test_the_speeds_in_readmes_sentence_are_those_of_its_picture():
     said = (
         f"At N = {plots.LADDER['N']} tokens, D = {plots.LADDER['D']}, in bfloat16 and without a mask, on an "
         f"{numbers['gpu'].split()[-1]}, the last forward and the last backward reach {' and '.join(ours)} TFLOP/s, "
-        f"NVIDIA's cuDNN {' and '.join(cudnn)}, FlashAttention-4 {' and '.join(fa4)}."
+        f"NVIDIA's cuDNN {' and '.join(cudnn)}, FlashAttention-4 {' and '.join(fa4)}; FlashAttention-3's forward "
+        f"reaches {both[0]['peers']['fa3']:.3g}."
     )
     assert said in " ".join(README.split())
     assert not plots.LADDER["causal"] and plots.LADDER["dtype"] == "bf16"

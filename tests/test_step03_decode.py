@@ -68,6 +68,35 @@ def test_every_number_of_splits(sinks, splits, dtype, small_tiles):
     check(*x, splits=splits, causal=True, lengths_k=int32(0, 1, 16, 53), **options)
 
 
+FEATURES = {
+    "left": {"window": (19, -1)}, "both": {"window": (33, 4)}, "right": {"window": (-1, 5)},
+    "none": {"window": (500, -1)}, "softcap": {"softcap": 1.5}, "softcap, left": {"softcap": 0.7, "window": (20, 0)},
+    "alibi": {"alibi_slopes": "(H,)"},
+    "alibi, softcap": {"alibi_slopes": "(B, H)", "softcap": 3.0},
+    "all": {"alibi_slopes": "(B, H)", "softcap": 3.0, "window": (40, 2), "sinks": "(H,)"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, splits", [*zip(DTYPES, (3, None, 1), strict=True)], ids=str)
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_of_a_cache(name, dtype, splits, small_tiles):
+    """With a causal mask and without, where a sequence is empty, shorter than the queries, and as long as the cache."""
+    shapes, options = {"(H,)": (4,), "(B, H)": (4, 4)}, {"causal": splits == 3, "lengths_k": int32(0, 2, 61, 83)}
+    for feature, x in FEATURES[name].items():
+        options[feature] = feature_cases.random(*shapes[x], seed=4).to(engine.device) if isinstance(x, str) else x
+    check(*inputs(B=4, H=4, Hk=2, Nq=3, dtype=dtype), splits=splits, **options)
+
+
+def test_a_window_reads_its_own_keys_only(small_tiles):
+    """NaN before the window of the first query does not matter, nor does it cost time: the shares divide the window."""
+    q, k, v = inputs(Nq=2, Nk=300)
+    want = run(q, k, v, window=(30, 0), splits=2)
+    for x in (k, v):
+        x[:, :, : 300 - 2 - 30] = math.nan
+    got = run(q, k, v, window=(30, 0), splits=2)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
 def test_a_sink_of_minus_infinity_is_none(small_tiles):
     """Also where there is no key. The other head's sink is one more key of value 0, far above all scores."""
     x, options = inputs(B=2, Nq=2), {"lengths_k": int32(0, 70), "splits": 3}
@@ -225,15 +254,16 @@ def test_bit_equal_from_run_to_run(small_tiles):
 
 
 def test_how_many_splits_there_are(monkeypatch):
-    """About two programs a multiprocessor, but no more shares than tiles of keys, and at least one."""
+    """About two programs a multiprocessor, or three of each head; no more shares than tiles of keys."""
     grids = []
     monkeypatch.setattr(Recording, "launch", lambda self, kernel, programs, *given, **options: grids.append(programs))
     monkeypatch.setattr(decode, "multiprocessors", lambda x: 132)
     for B, H, Hk, Nq, Nk in [(8, 32, 8, 1, 32768), (1, 8, 8, 1, 200), (70, 4, 4, 1, 999), (1, 32, 1, 3, 9999)]:
         q, k = (torch.empty(B, *heads, 64, dtype=torch.float16) for heads in ((H, Nq), (Hk, Nk)))
         decode.forward(q, k, k)
+    decode.forward(q, k, k, window=(189, -1))  # the three queries see 192 keys
     heads_and_shares = [grid[:2] for grid in grids[::2]]  # heads times tiles of rows, shares
-    assert heads_and_shares == [(64, 4), (8, 4), (280, 1), (2, 132)]
+    assert heads_and_shares == [(64, 4), (8, 4), (280, 3), (2, 132), (2, 3)]
 
 
 def test_fits(monkeypatch):
@@ -296,8 +326,8 @@ def launch_kernels(wanted):
         yield dict(asked=asked), capability
         q = torch.zeros(1, rows, 1, D, dtype=getattr(torch, dtype))
         k = q.new_zeros(1, 1, 4096, D)
-        sinks = q.new_zeros(rows) if lengths else None
-        decode.forward(q, k, k, causal=causal, lengths_k=int32(7) if lengths else None, sinks=sinks)
+        more = {"window": (1000, 0), "softcap": 30.0, "alibi_slopes": q.new_zeros(rows), "sinks": q.new_zeros(rows)}
+        decode.forward(q, k, k, causal=causal, **more | {"lengths_k": int32(7)} if lengths else {})
 
 
 @pytest.mark.long

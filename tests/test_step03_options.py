@@ -173,7 +173,7 @@ ERRORS = {
     "lengths_k, dtype": ({"lengths_k": starts(3, 4).long()}, TypeError, "lengths_k must be int32 .*got int64"),
     "lengths_k, shape": ({"lengths_k": starts(3)}, ValueError, r"\(B,\) = \(2,\); got \(1,\)"),
     "lengths_k, values": ({"lengths_k": starts(3, 24)}, ValueError, r"between 0 and Nk = 23; got \[3, 24\]"),
-    "lengths_k, others": ({"lengths_k": starts(3, 4), "softcap": 2.0}, ValueError, "lengths_k goes with .*got softcap"),
+    "lengths_k, others": ({"lengths_k": starts(3, 4), "first_key": 2}, ValueError, "lengths_k goes .*got first_key"),
 }  # fmt: skip
 ONE = ("packed slopes", "cu_seqlens", "max_seqlen", "no max", "only")  # These are called with B = 1.
 
@@ -761,12 +761,13 @@ def test_few_queries_are_decoded(launched, monkeypatch):
     step03.forward(q, k, v, tile=(16, 32))
     step03.attention(q.requires_grad_(), k, v)
     assert launched == ["decode.forward"] * 3
-    for names in ({"sinks": random(2)}, {"sinks": random(2), "causal": True}):
-        decoded, want_sinks = step03.forward(q, k, v, **names), flash.forward(q, k, v, **names)
-        torch.testing.assert_close(decoded, want_sinks, atol=1e-6, rtol=1e-5)
-    assert launched[3:] == ["decode.forward", "flash.forward"] * 2
+    cache = {"window": (30, 0), "softcap": 2.0, "alibi_slopes": random(2)}
+    for names in ({"sinks": random(2)}, {"sinks": random(2), "causal": True}, cache):
+        decoded, want_of_flash = step03.forward(q, k, v, **names), flash.forward(q, k, v, **names)
+        torch.testing.assert_close(decoded, want_of_flash, atol=1e-6, rtol=1e-5)
+    assert launched[3:] == ["decode.forward", "flash.forward"] * 3
     del launched[3:]
-    step03.forward(q, k, v, window=(100, 0))
+    step03.forward(q, k, v, first_key=0, mask=q.new_ones(1, 70))
     out, lse = torch.zeros_like(q).detach(), Z(1, 2, 1).fill_(-math.inf)
     step03.forward(q, k, v, out=out, lse=lse)  # decode.py could not add to what earlier calls gave.
     assert launched[3:] == ["flash.forward"] * 2
@@ -776,12 +777,13 @@ def test_few_queries_are_decoded(launched, monkeypatch):
 def test_lengths_k(launched):
     q, k, v = example(lengths=(3, Nk))
     lengths = starts(0, 20)
-    for given in ({}, {"causal": True, "sinks": random(H, seed=3)}):
+    features = {"window": (7, 0), "softcap": 2.0, "alibi_slopes": random(2, H, seed=4)}
+    for given in ({}, {"causal": True, "sinks": random(H, seed=3)}, features):
         out, lse = step03.forward(q, k, v, lengths_k=lengths, **given)
         want = error.expected(q, k, v, q, lengths_k=lengths, **given)
         assert not error.failures({"out": out, "lse": lse}, want)
         assert torch.equal(out, step03.attention(q, k, v, lengths_k=lengths, **given))
-    assert launched == ["decode.forward"] * 4
+    assert launched == ["decode.forward"] * 6
 
 
 @pytest.mark.parametrize("name", ["forward", "backward", "attention"])

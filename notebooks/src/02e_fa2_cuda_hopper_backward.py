@@ -589,8 +589,8 @@ if product:
 #
 # <details><summary>Answer</summary>
 #
-# At D = 64 and 128, full and causal: from N = 4096 on in neither, as both have 0.98 to 1.05 of its speed (under load, at
-# N = 16384, 0.99 to 1.01). Below, our forward leads by up to 39 %, and our backward is mostly behind, by up to 7 %.
+# At D = 64 and 128, full and causal: from N = 4096 on in neither, as both have 0.98 to 1.06 of its speed (under load, at
+# N = 16384, 0.99 to 1.01). Below, our forward leads by up to 38 %, and our backward is mostly behind, by up to 7 %.
 #
 # </details>
 

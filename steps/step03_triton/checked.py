@@ -77,8 +77,9 @@ class Functions:
                                tensors (n + 1,). Positions count from 0 in each. Rows after the last belong to none. No
                                sequence is longer than the integer max_seqlen.
             lengths_k          (B,) int32: only so many keys exist, and causal is aligned at the last of them. For
-                               decoding: without a gradient, and with no other feature but sinks. A number above Nk
-                               counts as Nk on a GPU, and is refused on a CPU and with check.
+                               decoding: without a gradient; of the other features with window, softcap, alibi_slopes
+                               and sinks. A number above Nk counts as Nk on a GPU, and is refused on a CPU and with
+                               check.
             check              True also checks the numbers in cu_seqlens and lengths_k, and waits for the GPU.
 
         A query that sees no key gets out 0 and lse -inf, or the sink. tile: (Br, Bc). out, lse: what earlier calls with

@@ -11,7 +11,8 @@ are the rows of one tile, and there are so many shares that each multiprocessor 
 at least 16 rows, for the tensor cores, and always a mask. Both are free, since the next keys do not arrive any sooner.
 
 The merge is that of step04_ring/merge.py for lse_s = scale m_s + log l_s. Here m_s and l_s stay apart: at scores of 4
-million float32 has no room for log l_s. Left out: K and V in pages. Needs torch and Triton only.
+million float32 has no room for log l_s. What caches of today's models ask for is here, too: a window, whose keys alone
+are read, a soft-cap, ALiBi and sinks. Left out: K and V in pages. Needs torch, Triton, replay.py and features.py.
 """
 
 import functools
@@ -20,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .features import tanh
 from .replay import replayed
 
 # (largest Br, Bc, num_warps, num_stages) by bytes an entry and head_dim: up to 64, 128, 256. Smaller GPUs use the same
@@ -27,6 +29,7 @@ from .replay import replayed
 TILES = {2: {64: (64, 64, 4, 4), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3)},
          4: {64: (32, 32, 4, 3), 128: (16, 32, 8, 3), 256: (16, 16, 4, 3)}}  # fmt: skip
 LEAST_KEYS = 1024  # With fewer the second launch costs more than the first one saves.
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -45,8 +48,20 @@ def online_update(m, l, O, S, V_j, c):
     return m_new, alpha * l + tl.sum(P, 1), tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["Hk", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
+@triton.jit
+def changed(S, distance, scale, softcap, slope):
+    """The scores in natural units from Q K_j^T (Br, Bc), with the soft-cap and ALiBi; distance: position - key."""
+    S *= scale
+    if softcap is not None:
+        S = tanh(S / softcap, None) * softcap
+    if slope is not None:
+        S -= slope[:, None] * tl.abs(distance.to(tl.float32))
+    return S
+
+
+@triton.jit(do_not_specialize=["Hk", "group", "Nq", "Nk", "left", "right"])  # so that one kernel serves every length
 def split_kernel(q, k, v, lengths_k, O_s, m_s, l_s, q_strides, k_strides, v_strides, Hk, group, Nq, Nk, scale,
+                 left, right, softcap, slopes,
                  CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
     tiles, s, splits = tl.cdiv(group * Nq, Br), tl.program_id(1), tl.num_programs(1)
     bh = (tl.program_id(0) // tiles).to(tl.int64)  # Offsets have 64 bits: a tensor may have more than 2^31 entries.
@@ -54,17 +69,31 @@ def split_kernel(q, k, v, lengths_k, O_s, m_s, l_s, q_strides, k_strides, v_stri
     length = Nk if lengths_k is None else tl.minimum(tl.load(lengths_k + b), Nk)
     row = tl.program_id(0) % tiles * Br + tl.arange(0, Br)  # Nq rows for each of the `group` heads
     h, i, exists = hk * group + row // Nq, row % Nq, row < group * Nq
-    last = tl.where(CAUSAL, i + length - Nq, length - 1)  # the last key that a query sees
+    position = i + length - Nq
+    last = tl.where(CAUSAL, position, length - 1)  # the last key that a query sees
+    first, slope = 0, None  # No query sees a key before `first`.
+    if left is not None:
+        first = tl.maximum(length - Nq - left, 0)
+    if right is not None:
+        last = tl.minimum(last, position + right)
+    if slopes is not None:  # (numbers, stride of batch)
+        slope = tl.load(slopes[0] + b * slopes[1] + h, mask=exists, other=0.0)
     Q = load_tile(q, b * q_strides[0] + h * q_strides[1] + i.to(tl.int64) * q_strides[2], exists, D, D_pad)  # (Br, D)
     m, l, O = tl.full((Br,), float("-inf"), tl.float32), tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
-    share = tl.cdiv(tl.cdiv(length, Bc), splits) * Bc
-    for j in range(s * share, tl.minimum((s + 1) * share, length), Bc):
+    share = tl.cdiv(tl.cdiv(length - first, Bc), splits) * Bc
+    for j in range(first + s * share, tl.minimum(first + (s + 1) * share, length), Bc):
         key = j + tl.arange(0, Bc).to(tl.int64)
         K_j = load_tile(k, b * k_strides[0] + hk * k_strides[1] + key * k_strides[2], key < length, D, D_pad)  # (Bc, D)
         V_j = load_tile(v, b * v_strides[0] + hk * v_strides[1] + key * v_strides[2], key < length, D, D_pad)
         S = tl.dot(Q, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
+        c = scale * LOG2_E
+        if softcap is not None or slope is not None:
+            S = changed(S, position[:, None] - key[None, :], scale, softcap, slope)
+            c = LOG2_E
         S = tl.where(tl.arange(0, Bc)[None, :] <= last[:, None] - j, S, float("-inf"))
-        m, l, O = online_update(m, l, O, S, V_j, scale * 1.4426950408889634)
+        if left is not None:
+            S = tl.where(tl.arange(0, Bc)[None, :] >= position[:, None] - left - j, S, float("-inf"))
+        m, l, O = online_update(m, l, O, S, V_j, c)
     place, column = (bh * group * Nq + row) * splits + s, tl.arange(0, D_pad)[None, :]
     tl.store(O_s + place[:, None] * D + column, O, mask=exists[:, None] & (column < D))
     tl.store(m_s + place, m, mask=exists)
@@ -72,20 +101,23 @@ def split_kernel(q, k, v, lengths_k, O_s, m_s, l_s, q_strides, k_strides, v_stri
 
 
 @triton.jit(do_not_specialize=["splits"])
-def merge_kernel(O_s, m_s, l_s, out, lse, splits, scale, sinks, D: tl.constexpr, SPLITS: tl.constexpr):
-    row, s, column = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.program_id(1) * 32 + tl.arange(0, 32)
+def merge_kernel(O_s, m_s, l_s, out, lse, splits, scale, sinks, D: tl.constexpr, SPLITS: tl.constexpr,
+                 COLUMNS: tl.constexpr):
+    row, s = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place, exists = row * splits + s, s < splits
     m_s = tl.load(m_s + place, mask=exists, other=float("-inf"))  # (SPLITS,)
     l_s = tl.load(l_s + place, mask=exists, other=0.0)
-    O_s = tl.load(O_s + place[:, None] * D + column, mask=exists[:, None] & (column < D), other=0.0)  # (SPLITS, 32)
+    exists = exists[:, None] & (column < D)
+    O_s = tl.load(O_s + place[:, None] * D + column, mask=exists, other=0.0)  # (SPLITS, COLUMNS)
     m = tl.max(m_s, 0)
     if sinks is not None:  # (numbers, H, Nq). A sink is one more share: m = sink / scale, l = 1 and O = 0.
         m_sink = tl.load(sinks[0] + row // sinks[2] % sinks[1]) / scale
         m = tl.maximum(m, m_sink)
-    w = tl.exp2((m_s - tl.where(m == float("-inf"), 0.0, m)) * (scale * 1.4426950408889634))
+    w = tl.exp2((m_s - tl.where(m == float("-inf"), 0.0, m)) * (scale * LOG2_E))
     l = tl.sum(w * l_s, 0)
     if sinks is not None:
-        l += tl.exp2((m_sink - tl.where(m == float("-inf"), 0.0, m)) * (scale * 1.4426950408889634))
+        l += tl.exp2((m_sink - tl.where(m == float("-inf"), 0.0, m)) * (scale * LOG2_E))
     l = tl.where(l == 0, 1.0, l)  # a query that saw no key then gets out = 0 / 1 and lse = -inf + log 1
     tl.store(out + row * D + column, tl.sum(w[:, None] * O_s, 0) / l, mask=column < D)
     tl.store(lse + row, m * scale + tl.log(l))
@@ -103,13 +135,17 @@ def fits(q, k):
 
 
 @replayed
-def forward(record, q, k, v, *, causal=False, scale=None, lengths_k=None, sinks=None, splits=None):
+def forward(
+    record, q, k, v, *, causal=False, scale=None, window=None, softcap=None, alibi_slopes=None, lengths_k=None,
+    sinks=None, splits=None
+):  # fmt: skip
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
     scale > 0; None is 1/sqrt(D). lengths_k (B,) int32 on the device of q, or a list: only the first lengths_k[b] keys
-    exist, and causal is aligned at the last of them; a number above Nk counts as Nk. sinks: (H,) floating point, the
-    scores of one more key of each head, whose value is 0. splits: the number of shares; None is about two programs a
-    multiprocessor.
+    exist, and a causal mask and a window are aligned at the last of them; a number above Nk counts as Nk. window (left,
+    right), softcap and alibi_slopes, (H,) or (B, H), as in flash.py. sinks: (H,) floating point, the scores of one more
+    key of each head, whose value is 0. splits: the number of shares; None is about two programs a multiprocessor, or
+    three shares of a head.
     """
     if isinstance(lengths_k, torch.Tensor):
         lengths_k = record.derive(torch.Tensor.contiguous, lengths_k)
@@ -119,22 +155,34 @@ def forward(record, q, k, v, *, causal=False, scale=None, lengths_k=None, sinks=
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     if sinks is not None:
         sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks), H, Nq
+    slopes = None
+    if alibi_slopes is not None:
+        numbers = record.derive(lambda slopes: slopes.float().contiguous(), alibi_slopes)
+        slopes = numbers, H * (alibi_slopes.ndim - 1)
+    # A window that reaches further than there are keys is none.
+    left, right = (None if limit in (None, -1) or limit >= Nq + Nk else limit for limit in window or (None, None))
+    natural = softcap is not None or slopes is not None  # Then the scores of the shares are in natural units.
     out, lse = record.new(q.shape, like=q), record.new((B, H, Nq))
     if lse.numel() == 0:
         return out, lse
     rows, D_pad = H // Hk * Nq, max(16, triton.next_power_of_2(D))  # A tensor core takes 16 rows and columns.
     Br, Bc, num_warps, num_stages = TILES[q.element_size()][max(64, D_pad)]
     Br, scale = min(Br, max(16, triton.next_power_of_2(rows))), D**-0.5 if scale is None else scale
-    programs = B * Hk * triton.cdiv(rows, Br)
-    splits = splits or max(1, min(2 * multiprocessors(q.device) // programs, triton.cdiv(Nk, Bc)))
+    programs, keys = B * Hk * triton.cdiv(rows, Br), Nk if left is None else min(Nk, left + Nq)
+    together = 2 * multiprocessors(q.device)  # so many programs run at once
+    # If there are more heads than that, three shares of each leave less of the GPU empty at the end.
+    splits = splits or min(together // programs or 3, max(1, triton.cdiv(keys, Bc)))
     O_s, m_s, l_s = record.new((B, H, Nq, splits, D)), record.new((B, H, Nq, splits)), record.new((B, H, Nq, splits))
     record.launch(
         split_kernel, (programs, splits),
         q, k, v, lengths_k, O_s, m_s, l_s, *(x.stride()[:3] for x in (q, k, v)), Hk, H // Hk, Nq, Nk, scale,
+        left, right, softcap, slopes,
         CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    columns, SPLITS = triton.cdiv(D, 32), triton.next_power_of_2(splits)
+    # Few rows are divided further, among programs that have some of the columns.
+    SPLITS, COLUMNS = triton.next_power_of_2(splits), D_pad if B * H * Nq >= 2 * together else 32
     record.launch(
-        merge_kernel, (B * H * Nq, columns), O_s, m_s, l_s, out, lse, splits, scale, sinks, D=D, SPLITS=SPLITS
+        merge_kernel, (B * H * Nq, triton.cdiv(D, COLUMNS)),
+        O_s, m_s, l_s, out, lse, splits, 1.0 if natural else scale, sinks, D=D, SPLITS=SPLITS, COLUMNS=COLUMNS,
     )  # fmt: skip
     return out, lse

@@ -53,10 +53,10 @@ def rows_4d(lse):
 
 def launcher(q, k, f, carried):
     """(the function that launches the kernels of a call, the names of what it takes): decode.py's for few queries."""
-    plain = not {*options.asked(f)} - {"sinks"} and f["tile"] is None and not carried
-    few = plain and q.ndim == 4 and decode.fits(q, k)
+    takes = not {*options.asked(f)} - {*options.OF_DECODE} and f["tile"] is None and not carried
+    few = takes and q.ndim == 4 and decode.fits(q, k)
     if f["lengths_k"] is not None or few:
-        return decode.forward, ("causal", "scale", "lengths_k", "sinks")
+        return decode.forward, ("causal", "scale", *options.OF_DECODE)
     return flash.forward, OF_FLASH
 
 

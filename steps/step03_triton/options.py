@@ -19,6 +19,7 @@ DEFAULTS = {
     "first_query": None, "first_key": 0, "cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None,
     "max_seqlen_k": None, "lengths_k": None, "check": False,
 }  # fmt: skip
+OF_DECODE = "window", "softcap", "alibi_slopes", "sinks", "lengths_k"  # what decode.py takes
 TENSORS = ("mask", "sinks", "alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k", "lengths_k")
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -217,10 +218,11 @@ def check_packed(q, B, f):
 
 
 def check_lengths(q, B, f):
-    others = [name for name in asked(f) if name not in ("lengths_k", "sinks", "check")]
+    others = [name for name in asked(f) if name not in (*OF_DECODE, "check")]
     if others:
         raise ValueError(
-            f"lengths_k goes with causal, scale and sinks only; got {others[0]}. Give the lengths as a mask."
+            f"lengths_k goes with causal, scale, window, softcap, alibi_slopes and sinks only; got {others[0]}. "
+            "Give the lengths as a mask."
         )
     check_dtype("lengths_k", f["lengths_k"], (torch.int32,), q.device)
     if tuple(f["lengths_k"].shape) != (B,):
