@@ -123,7 +123,7 @@ def alt_text(output):
 
 DENSE = {  # notebooks that are still too long
     "00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
-    "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward", "03b_triton_features",
+    "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward",
     "03x_deeper", "04a_ring", "04b_strategies",
 }  # fmt: skip
 LESSONS = [path for path in NOTEBOOKS if path.stem not in DENSE]
@@ -348,6 +348,61 @@ def test_03a_counts_all_products_of_the_backward():
     drawn = (ROOT / "steps" / "figures" / "n03a_triton_kernels.py").read_text()
     assert "S, dP, dV, dK: 4 products" in drawn and "S, dP, dQ: 3 products" in drawn
     assert "seven products instead of five" in source("03a_triton_kernels").replace("\n# ", " ")
+
+
+def pictures(stem, executions):
+    """What the pictures of an executed notebook say to those who do not see them."""
+    notebook, error = executions[stem].result()
+    assert not error, error[-3000:]
+    outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
+    return "".join(o.metadata["image/png"]["alt"] for o in outputs if "image/png" in o.get("data", {}))
+
+
+def seen_by(stem, executions):
+    """{mistake: [(who sees it, how)]} of the notebook's table of planted mistakes."""
+    found = {}
+    for mistake, who, how in re.findall(r"[.;] ([^.;]+), seen by ([^:]+): ([^.;]+)", pictures(stem, executions)):
+        found.setdefault(mistake, []).append((who, how))
+    return found
+
+
+def test_03a_says_which_mistakes_die_and_where(executions):
+    seen = seen_by("03a_triton_kernels", executions)
+    assert seen.keys() == {"masked only if causal", "end at the top left", "columns not masked", "key head h % Hk"}
+    assert seen["key head h % Hk"] == [("grouped heads", "heads interleaved")]
+    text = printed("03a_triton_kernels", executions)
+    assert text.count("InterpreterError") == 1 and text.count("no complaint; 0 atomic") == 1
+
+
+def test_03b_says_which_result_sees_which_mistake(executions):
+    seen = {mistake: {who for who, _ in by} for mistake, by in seen_by("03b_triton_features", executions).items()}
+    assert seen["ALiBi of the key alone"] == {"lse"}
+    assert seen["soft-cap without derivative"] == seen["dP not scaled"] == {"dq", "dk"}
+    assert seen["keys counted from the tile"] == {"out", "dq", "dk", "dv"} < seen["window one key too wide"]
+    assert "mask transposed" in seen and not [mistake for mistake in seen if "the same" in mistake]
+
+
+def test_03b_says_how_much_faster_a_window_is():
+    from steps.figures import n03b_triton_features as figures
+
+    masked, causal = (figures.tiles_of(256, (left, 0), 1) for left in (32, None))
+    assert f"a factor of {(causal > 0).sum() / (masked > 0).sum():.1f}." in source("03b_triton_features")
+    times = [figures.milliseconds(D, which) for D in (64, 128) for which in ("fwd", "bwd")]
+    shares = [ms["causal", "flash"] / ms["window", "flash"] for ms in times if ms]
+    if shares:
+        said = f"Measured are {min(shares):.1f} to {max(shares):.1f}"
+        assert said in source("03b_triton_features").replace("\n#    ", " ")
+
+
+@pytest.mark.compile
+def test_03b_orders_features_by_their_instructions():
+    from steps.figures import n03b_triton_features as figures
+
+    more = figures.instructions_a_score()
+    total = {feature: sum(kinds.values()) for feature, kinds in more.items()}
+    order = "dropout", "additive mask", "boolean mask", "ALiBi", "soft-cap"
+    assert sorted(total, key=total.get, reverse=True) == list(order)
+    assert round(more["soft-cap"]["exp2, tanh"]) == 1 and more["dropout"]["integer product"] > 1
 
 
 @pytest.mark.compile
