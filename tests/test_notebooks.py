@@ -124,7 +124,7 @@ def alt_text(output):
 DENSE = {  # notebooks that are still too long
     "00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
     "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward",
-    "03x_deeper", "04a_ring", "04b_strategies",
+    "04a_ring", "04b_strategies",
 }  # fmt: skip
 LESSONS = [path for path in NOTEBOOKS if path.stem not in DENSE]
 each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -416,6 +416,17 @@ def test_03a_says_what_the_compiler_makes_of_one_text_for_two_gpus():
     assert "wgmma" in ptx[90] and "mma.sync" not in ptx[90] and "cp.async" in ptx[90]
     Br, Bc, _, stages = fwd_0_fused.TILES["16 bits, Hopper"][64]
     assert both[90]["shared"] == cost.shared_bytes(Br, Bc, 64, "bf16", stages=stages)
+
+
+def test_03x_says_what_compilers_make_of_roles_and_of_the_formula(executions):
+    text = printed("03x_deeper", executions)
+    assert re.findall(r"begins at row i \+ (\d+): (\d+) of 256 rows", text) == [("64", "256"), ("128", "128")]
+    integers = [int(n) for n in re.findall(r"addresses, comparisons (\d+)", text)]
+    assert integers[1] < 0.4 * integers[0] and len(set(re.findall(r"products (\d+)", text))) == 1
+    times = [tuple(map(float, line)) for line in re.findall(r"compiled ([\d.]+), sdpa-cudnn ([\d.]+)", text)]
+    if times:  # the rows are of the peers as they are
+        (full, cudnn), (causal, cudnn_causal) = times
+        assert full < 1.1 * cudnn and causal > 4 * cudnn_causal
 
 
 def test_02e_counts_the_roof_that_02c_promises(executions):
