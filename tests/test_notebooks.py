@@ -418,6 +418,17 @@ def test_03a_says_what_the_compiler_makes_of_one_text_for_two_gpus():
     assert both[90]["shared"] == cost.shared_bytes(Br, Bc, 64, "bf16", stages=stages)
 
 
+@pytest.mark.compile
+def test_the_whole_forward_of_03a_is_compiled_as_it_stands_on_the_page():
+    from steps.figures.triton_compiler import compiled
+
+    (page,) = [c.source for c in script("03a_triton_kernels") if "def attention_kernel" in c.source]
+    head = "import torch, triton\nimport triton.language as tl\nfrom steps.step03_triton import fwd_0_fused\n"
+    launch = "import page\nx = torch.zeros(1, 2, 70, 64).bfloat16()\npage.attend(x, x, x, True, 64, 64)"
+    (found,) = compiled(launch, {"page": head + page})
+    assert "wgmma" in found["ptx"] and "refused" not in found
+
+
 def test_03x_says_what_compilers_make_of_roles_and_of_the_formula(executions):
     text = printed("03x_deeper", executions)
     assert re.findall(r"begins at row i \+ (\d+): (\d+) of 256 rows", text) == [("64", "256"), ("128", "128")]
