@@ -76,8 +76,8 @@ figures.memory()
 # \qquad dM = dS$$
 #
 # The mask is added after the scale, so its gradient is dS itself, summed over whatever the mask was broadcast to.
-# Notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and a bonus of 0.5 for key 0. First come two
-# mistakes of writing the scores twice.
+# The example is notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and a bonus of 0.5 for key 0. First
+# come two mistakes of writing the scores twice.
 
 # %% slideshow={"slide_type": "fragment"}
 Q, K, V, dO = figures.six_tokens()
@@ -261,8 +261,8 @@ figures.beside_flex()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # FlexAttention takes any formula of the scores, also a learned bias with its gradient. On a GPU it adds that gradient
-# up by atomics, in any order; here each entry has one owner, and the same bits each time. Its two functions cannot say
-# dropout, which comes after the softmax.
+# up by atomics, in any order; here each entry has one owner, and the same bits each time. Dropout comes after the
+# softmax, and cannot be said in its two functions.
 #
 # ## 4. Write it yourself
 #
@@ -329,9 +329,9 @@ figures.mistakes_against_results()
 #
 # ## 6. Predict, then measure
 #
-# **Question 1.** While its tensor cores make one score at D = 128, a multiprocessor has time for 16 instructions on one
-# number each, but for 2 of exp2 or tanh. Order by cost: additive mask, boolean mask, ALiBi, soft-cap, dropout. First
-# comes what the compiler adds a score, then what was measured.
+# **Question 1.** At D = 128 an H100's tensor cores need an eighth of a clock for a score. In that time a multiprocessor
+# can do 16 instructions on one number each, but only 2 of exp2 or tanh. Order by cost: additive mask, boolean mask,
+# ALiBi, soft-cap, dropout.
 #
 # **Question 2.** A window of N/8 to the left: at most how many times faster than causal attention?
 #
@@ -400,7 +400,7 @@ for step in range(5):
 #
 # - One function, `scores`, for both directions. What is off is compiled away.
 # - Positions decide which tiles are visited. A mask is read by strides, never expanded.
-# - Dropout is a function of seed, batch, head, query and key, after l.
+# - Dropout is a function of seed, batch, head, query and key.
 # - out and lse stand for all keys they were made of. Carrying them, sinks and splitting keys are one idea.
 #
 # **A model that exists.** Within `step03.use_in_sdpa()` torch's own `scaled_dot_product_attention` computes with these

@@ -198,6 +198,7 @@ def instructions_a_score(side=64):
         counts[name] = {kind: n / (2 * side * side / 128) for kind, n in collections.Counter(kinds).items()}
     plain = counts.pop("none")
     more = {name: {kind: c.get(kind, 0) - plain[kind] for kind in KINDS} for name, c in counts.items()}
+    print("instructions a score that each feature adds to the forward:")
     for name, kinds in more.items():
         shown = ", ".join(f"{kind} {round(n, 1) + 0:.1f}" for kind, n in kinds.items())
         print(f"{name:13} {sum(kinds.values()):4.1f} more: {shown}")
