@@ -61,7 +61,7 @@ need_venv = $(if $(shell $(1) -c 'import ensurepip, venv; print(1)' 2>/dev/null)
   $(error $(1) cannot make virtual environments. Install the package $(notdir $(PYTHON))-venv))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lab notebooks slides lint report gpu-check clean setup install force
+.PHONY: help demo test test-all lab notebooks slides site lint report gpu-check clean setup install force
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=python3.12] [ENV=none|active]'
@@ -127,11 +127,24 @@ slides/assets: notebooks/slides/package.json
 	tar -xf slides/npm/assets.tar -C $@
 	rm -rf slides/npm
 
+site: build/site-env/done ## the course as a site, in build/site/README.html; it needs no network then
+	build/site-env/bin/python -m sphinx -b html -q -W --keep-going -d build/site-cache -c notebooks/site . build/site
+	@cp build/site/README.html build/site/index.html
+	@echo 'Open build/site/index.html.'
+
+# Packages of its own, because the course needs none of them.
+build/site-env/done: notebooks/site/requirements.txt
+	$(call need_venv,$(PYTHON))
+	rm -rf build/site-env
+	$(PYTHON) -m venv build/site-env
+	build/site-env/bin/python -m pip install --quiet -r $<
+	touch $@
+
 lint: setup ## ruff
 	$(call run,$(PY) -m ruff check $(ARGS))
 
 report: setup ## the pages' tables, figures and solutions, from the measured rows and the stages
-	$(call run,$(PY) -m steps.bench.report && $(PY) -m steps.figures.plots && $(PY) -m steps.demo.readme --tables && $(PY) -m steps.workbook.solutions)
+	$(call run,$(PY) -m steps.bench.report && $(PY) -m steps.figures.plots && $(PY) -m steps.demo.readme --tables && PYTHONPATH=. $(PY) notebooks/site/record.py && $(PY) -m steps.workbook.solutions)
 
 gpu-check: setup ## the tests and the sanitizers on this GPU, with a summary; JOBS=3 at a time
 	$(call run,PYTHONPATH=tests $(PY) -m tests.test_gpu_check $(JOBS) $(ARGS))

@@ -316,8 +316,8 @@ check("03.7", merge_parts)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Check it, then break it
 #
-# Six mistakes, each planted in a copy of the files, two of them in two
-# settings. **Which mistake does only lse see? Which setting hides one?**
+# Six mistakes, each planted in a copy of the files, two of them in two settings. **Which mistake does only lse see?
+# Which setting hides one?**
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_against_results()

@@ -23,6 +23,7 @@ from steps.figures.triton_planted import planted, who_sees
 from steps.step03_triton import features, flash
 
 style()
+torch.set_num_threads(1)  # Small tensors are faster on one thread.
 torch.set_printoptions(precision=2, sci_mode=False)
 H200 = cost.GPUS["NVIDIA H200"]
 warnings.filterwarnings("ignore", message="flex_attention called without")  # The page says that it is not compiled.
