@@ -42,14 +42,14 @@ print(steps.engine.describe())
 #
 # | what | who uses it |
 # |---|---|
-# | window: only near keys | Mistral 7B; Gemma 2, in every other layer |
+# | window: only near keys | Mistral 7B; half of Gemma 2's layers |
 # | soft-cap: scores bounded by tanh | Gemma 2, at ±50 |
 # | ALiBi: less weight with distance | BLOOM, MPT-7B |
 # | additive mask, with a gradient | T5: a learned bias |
 # | boolean mask | BERT: batches padded to one length |
-# | dropout of P | BERT and GPT-2 in training |
+# | dropout of P | GPT-2 in training |
 # | sinks: one more key, of learned score and value 0 | gpt-oss |
-# | packed sequences | Llama 3 in training: no token sees another document |
+# | packed sequences | Llama 3: no token sees another document |
 # | one query, many keys | every model that generates text |
 #
 # What would a mask of each head take, or S itself? First for 8 x 32 heads with D = 128; then what a call was measured
@@ -140,7 +140,7 @@ show("step03_triton/features", "scores")
 # ### A window is no mask
 #
 # Query i sees the keys from i - left to i + right, and causal is right = 0. A tile that no row sees is not visited
-# (white), one that *every* row sees whole needs no comparison (blue). With a window, work grows like N and not like N².
+# (white), one that *every* row sees whole needs no comparison (blue). With a window, work grows like N.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.windows()
@@ -201,7 +201,7 @@ for start, end in ((0, 7), (7, 19), (19, 24)):
 # ### A part of the keys at a time, and sinks
 #
 # `out` and `lse` of earlier calls can be handed in. What they stand for counts as **one key of score lse and value
-# out**, which the online softmax takes in like any other. So a sequence can be divided among calls, or among GPUs. A
+# out**, which the online softmax takes in like any other. A
 # **sink** is such a key, too, with value 0: a row may give weight to nothing. Here it is carried in, as the first part:
 
 # %% slideshow={"slide_type": "fragment"}
@@ -335,13 +335,16 @@ figures.mistakes_against_results()
 #
 # **Question 2.** A window of N/8 to the left: at most how many times faster than causal attention?
 #
+# **Question 3.** Which limit does decoding meet, with a cache of 32k keys?
+#
 # <details><summary>Answers</summary>
 #
 # 1. Dropout: ten rounds of integer products, and bytes to be taken apart. Then the masks: each entry is loaded,
 #    unpacked and applied. The soft-cap adds few instructions, but one is a tanh. At D = 64 products take half the time,
 #    and each feature weighs more.
-# 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. Measured are 3.5 to 3.6, since
+# 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. Measured are 3.6 to 3.7, since
 #    two tiles of a row need a mask.
+# 3. Memory: each number of K and V serves four queries. The fair peer is a copy of as many bytes.
 #
 # </details>
 
@@ -359,7 +362,7 @@ figures.costs()
 # - A window of W keys is `(W - 1, 0)`, since the query's own key counts.
 # - `attention` draws dropout's seed from torch's generator, so `torch.manual_seed` decides it. `forward` and `backward`
 #   must get the same `seed=`.
-# - The layout is (B, H, N, D), and not flash_attn's (B, N, H, D). On a GPU take bfloat16.
+# - The layout is (B, H, N, D), and not flash_attn's (B, N, H, D).
 # - Without a GPU `import steps` sets `TRITON_INTERPRET=1`. With copied files do so yourself, before Triton is imported.
 
 # %% slideshow={"slide_type": "subslide"}
@@ -398,7 +401,7 @@ for step in range(5):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - One function, `scores`, for both directions. What is off is compiled away.
+# - One function, `scores`, for both directions.
 # - Positions decide which tiles are visited. A mask is read by strides, never expanded.
 # - Dropout is a function of seed, batch, head, query and key.
 # - out and lse stand for all keys they were made of. Carrying them, sinks and splitting keys are one idea.

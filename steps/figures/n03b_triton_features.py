@@ -218,8 +218,18 @@ def milliseconds(D, which):
     return {(r["options"]["feature"], r["kernel"] or r["peer"]): r["ms_median"] for r in found if r["run"] == last}
 
 
+def decoding():
+    """Prints how fast memory is read for one query of each head and a cache of 32k keys, beside a copy."""
+    found = [row for row in rows.fresh(rows.read()) if row["options"].get("feature") == "decode"]
+    last = max((row["run"] for row in found if row["kernel"]), default=None)
+    for row in [row for row in found if row["run"] == last]:
+        who = row["kernel"] or row["peer"]
+        print(f"Nk = {row['Nk']}, {who:10} {1e3 * row['ms_median']:5.0f} us, {cost.bandwidth(row):.2f} TB/s")
+
+
 def costs():
-    """The time with each feature to the time without it, forward and backward, as bars."""
+    """The time with each feature to the time without it, forward and backward, as bars; before it `decoding`."""
+    decoding()
     fig, axes = plt.subplots(1, 2, figsize=(8.4, 4.4), layout="constrained", sharex=True, sharey=True)
     words = []
     for ax, which in zip(axes, ("fwd", "bwd"), strict=True):
