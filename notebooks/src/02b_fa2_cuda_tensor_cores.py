@@ -29,7 +29,7 @@ import steps  # first: it chooses the engine
 import torch
 from steps.bench import cost
 from steps.figures import measured, n02b_tensor_cores as figures, planted
-from steps.workbook import Blank, check, exercises, show
+from steps.workbook import Blank, check, exercises, hint, show, solution  # noqa: F401
 gpu = cost.GPUS["NVIDIA H200"]
 print(steps.engine.describe())
 
