@@ -59,13 +59,24 @@ def per_wavefront(rung):
 
 
 @functools.cache
-def speeds():
-    """{rung: TFLOP/s} of the forwards on an H200 at N = 4096, not causal; scalar in float32, the others in bf16."""
+def speeds(at_D=None):
+    """{rung: TFLOP/s} of the forwards on an H200 at N = 4096, not causal; scalar in float32, the others in bf16.
+
+    At each rung's head_dim in RUNGS, or all at another one, if they were measured there.
+    """
     fresh = rows.fresh(rows.read())
-    files = {rung: ladder.FORWARD[rung].file.removesuffix(".cu") for rung in RUNGS}
-    dtypes = {rung: "fp32" if rung == "scalar" else "bf16" for rung in RUNGS}
-    found = {rung: measured.rung_row(files[rung], fresh, D=RUNGS[rung], dtype=dtypes[rung]) for rung in RUNGS}
-    return {rung: chosen[0]["tflops"] for rung, chosen in found.items() if chosen}
+    found = {}
+    for rung, D in RUNGS.items():
+        kernel, dtype = ladder.FORWARD[rung].file.removesuffix(".cu"), "fp32" if rung == "scalar" else "bf16"
+        if chosen := measured.rung_row(kernel, fresh, D=at_D or D, dtype=dtype):
+            found[rung] = chosen[0]["tflops"]
+    return found
+
+
+def gain(before, rung):
+    """How many times as fast a rung is as the one before, at the head_dim of the one before."""
+    at = speeds(RUNGS[before])
+    return at[rung] / at[before] if {before, rung} <= at.keys() else float("nan")
 
 
 def ceilings(last):
@@ -198,10 +209,25 @@ def roofline():
 
 
 def ladder_of_rungs():
-    """The ladder of stage 02: TFLOP/s of all its rungs and of the peers."""
-    alt = """The ladder of stage 02, rung by rung, forward and backward: TFLOP/s and the share of a measured matrix
-    product, with FlashAttention-2, cuDNN and others as lines."""
-    return picture(plots.ladder(rows.fresh(rows.read())), alt, check=False)  # as README shows it
+    """The rungs so far, forward on an H200, with what each gained over the one before; FlashAttention-2 as a line."""
+    style()
+    found = speeds()
+    gains = ["", *(f"x {gain(*pair):.2f}" for pair in itertools.pairwise(found))]
+    fig, ax = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    names = [f"{rung}\nD = {RUNGS[rung]}" for rung in found]
+    bars = ax.bar(names, found.values(), width=0.66, color=COLOURS[: len(found)])
+    labels = [f"{tflops:.3g}\n{gain}".strip() for tflops, gain in zip(found.values(), gains, strict=True)]
+    plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # no line runs through a number
+    ax.bar_label(bars, labels, padding=3, fontsize=9, bbox=plain)
+    at = {"gpu": GPU.name, "pass": "fwd", "peer": "sdpa-flash", "dtype": "bf16", "D": 128, "N": 4096, "causal": False}
+    for row in [r for r in rows.latest(rows.read()) if all(r[name] == at[name] for name in at)][:1]:
+        says = f"FlashAttention-2, D = 128: {row['tflops']:.3g}"
+        ax.axhline(row["tflops"], color=plots.PEERS["sdpa-flash"][2], ls="--", label=says)
+        ax.legend(loc="upper left", fontsize=9)
+    ax.set(ylabel="TFLOP/s", title=f"{GPU.name}, forward, N = 4096, not causal", ylim=(0, 440))
+    ax.grid(axis="x", visible=False)
+    told = ", ".join(f"{rung} {tflops:.3g}" for rung, tflops in found.items())
+    return picture(fig, f"TFLOP/s of the forward as bars: {told}. A dashed line for FlashAttention-2.")
 
 
 def counters(*rungs):
