@@ -16,7 +16,7 @@
 #
 # *What do compilers, rounding and the order of blocks do to the kernels of stage 02?*
 #
-# Each section can be read alone; its first line says what you need before. No GPU is needed.
+# Each section takes about ten minutes and can be read alone; its first line says what you need before. No GPU is needed.
 #
 # 1. Three ways to lose the registers (02a)
 # 2. A multiply-add that harms a softmax (02b)

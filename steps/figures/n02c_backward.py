@@ -132,7 +132,7 @@ def budget(rung, D):
     if rung != "scalar":
         sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, D=D, causal=False, dtype=torch.bfloat16, processors=GPU.sms)
         macros = rows.geometry(row.file.removesuffix(".cu"), shared_limit=limit, **sizes)[1][-1]
-    says = f"{Br} x {Bc}, {block['threads']} threads, {block['shared'] / 1024:.0f} KiB"
+    says = f"tile {Br} x {Bc}, {block['threads']} threads, {block['shared'] / 1024:.0f} KiB"
     try:
         used = nvrtc.compile(works.HERE / row.file, macros, "sm_90a").usage["attention_backward"]
     except RuntimeError as refused:
