@@ -3,6 +3,7 @@
 `make` runs in a folder of its own with stand-ins for Python, so that these tests download and install nothing.
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -75,8 +76,10 @@ def test_ranges_admit_the_pins():
         if name in RANGES and pin.specifier and pinned_version(pin) not in RANGES[name].specifier
     ]
     assert not outside
-    # The two that are not pinned by name come with a package that is.
-    assert RANGES.keys() - PINS.keys() == {"cuda-core", "cuda-bindings"}
+    assert RANGES.keys() - PINS.keys() == {"cuda-core"}, "it is not pinned by name, as it comes with cuda-python"
+    extras = {name: [*map(Requirement, needed)] for name, needed in PROJECT["optional-dependencies"].items()}
+    assert PINS["numba-cuda"].extras == extras["cu13"][0].extras == {"cu13"}
+    assert pinned_version(PINS["numba-cuda"]) in extras["cu13"][0].specifier & extras["cu12"][0].specifier
 
 
 # What is installed
@@ -328,3 +331,30 @@ def test_lab_never_overwrites_the_readers_notebooks(course):
     # Jupyter's log of some 20 lines and its question about news stand in nobody's way.
     places = "--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my"
     assert log == f"-m jupyterlab {places} --log-level=ERROR --LabApp.log_level=ERROR --LabApp.news_url=None\n"
+
+
+# ---- CUDA 12 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="CUDA is for Linux")
+@pytest.mark.parametrize("version", ["12.8.93", "12.9.86"])
+def test_stage_02_compiles_with_cuda_12(version, tmp_path):
+    """In an environment with this NVRTC and cuda-bindings 12, and with links to everything else of this one."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    cuda = [f"nvidia-cuda-nvrtc-cu12=={version}", "cuda-bindings==12.*", "cuda-core>=1.0", "numpy<2.5"]
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *cuda]
+    subprocess.run(install, check=True, capture_output=True)
+    (there,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    for path in Path(metadata.distribution("torch").locate_file("")).iterdir():
+        other_cuda = path.name.startswith(("cuda", "nvidia", "numba_cuda", "_numba_cuda", "__editable__"))
+        if not other_cuda and not (there / path.name).exists():
+            (there / path.name).symlink_to(path)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "XDG_CACHE_HOME": str(tmp_path)}
+    run = functools.partial(subprocess.run, env=environment, cwd=ROOT, capture_output=True, text=True)
+    found = run([python, "-c", "from cuda.bindings import nvrtc; print(*nvrtc.nvrtcVersion()[1:], sep='.')"])
+    assert found.stdout.strip() == version.rpartition(".")[0], found.stdout + found.stderr
+    how = "-q -p no:xdist -p no:cacheprovider -m compile".split()
+    done = run([python, "-m", "pytest", *how, "tests/test_step02_fa2_cuda.py"])
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

@@ -12,9 +12,20 @@ import typer
 from steps.bench import ring, rows
 from steps.bench.cost import Point
 from steps.bench.ring import FETCH, ONE, PEERS, RELAY
-from steps.figures import measured, n02b_tensor_cores, n02x_deeper, planted, plots, ring_tables
+from steps.figures import (
+    measured,
+    n00_naive,
+    n01_fa1_numba,
+    n02b_tensor_cores,
+    n02x_deeper,
+    planted,
+    plots,
+    ring_tables,
+)
 from steps.figures.picture import picture
 from steps.figures.ring_tables import TABLES
+from steps.step00_naive import fwd_3_tiled
+from steps.step01_fa1_numba import fwd_0_published
 from steps.step02_fa2_cuda import emulator
 from steps.step04_ring import simulate
 from support.made_rows import ORIGIN, ladder_rows, of_02, peer_row, row
@@ -309,6 +320,17 @@ def test_a_rung_s_line_compares_it_in_one_run_with_the_rung_below_and_the_fastes
     assert measured.rung("fwd_0_scalar", found).startswith("fwd_0_scalar: 1 TFLOP/s, 0.01 of fa4")
     assert measured.rung("fwd_5_fa2", found[-1:]).startswith("fwd_5_fa2: 70 TFLOP/s\n")
     assert "not measured as it is now" in measured.rung("fwd_5_fa2", found, N=512)
+
+
+def test_the_forgotten_shift_fails_where_notebooks_00_and_01_say():
+    told = n00_naive.contract(mask=lambda S, i, j, shift, mask=fwd_3_tiled.mask: mask(S, i, j, 0))
+    assert [line.split()[1:4] for line in told.splitlines()[1:]] == [["causal", "with", n] for n in ("fewer", "more")]
+    assert "fails" not in n00_naive.contract()
+    causal = "ragged_causal", "fewer_queries_causal", "more_queries_causal"
+    shift_forgotten = fwd_0_published.cuda.jit(device=True)(lambda j, Nq, Nk, Br, causal: j // Br * Br if causal else 0)
+    told = n01_fa1_numba.cases_of_the_contract(*causal, first_query_tile=shift_forgotten)
+    assert [line.split()[1] for line in told.splitlines()[1::2]] == ["passes", "FAILS", "passes"]
+    assert "FAILS" not in n01_fa1_numba.cases_of_the_contract(*causal)
 
 
 def test_a_picture_has_words_and_letters_that_can_be_read():

@@ -123,7 +123,6 @@ def alt_text(output):
 # --- the page holds the lesson ------------------------------------------------------------------------------
 
 DENSE = {  # notebooks that are still too long
-    "00_naive", "01_fa1_numba",
     "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward", "03a_triton_kernels", "03b_triton_features",
     "03x_deeper", "04a_ring", "04b_strategies",
 }  # fmt: skip
@@ -170,6 +169,15 @@ def test_printed_lines_fit_on_a_page(path):
         if not re.search(r"\b(show|diff)\(", cell.source):
             lines = [line for out in cell.outputs for line in out.get("text", "").splitlines()]
             assert max(map(len, lines), default=0) <= 88, cell.source[:80]
+
+
+@pytest.mark.parametrize("stem", ["00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels"])
+def test_numbers_that_the_prose_quotes_are_printed(stem):
+    """Those with two decimals, such as the six tokens' results."""
+    printed = "".join(o.get("text", "") for c in code_cells(ROOT / f"notebooks/{stem}.ipynb") for o in c.outputs)
+    text = " ".join(cell.source for cell in script(stem) if cell.cell_type == "markdown")
+    quoted = set(re.findall(r"\b\d+\.\d\d\b", re.sub(r"papers/\S+", "", text)))
+    assert {"6.83", "1.34"} <= quoted and [number for number in sorted(quoted) if number not in printed] == []
 
 
 def test_02b_explains_the_stall_reasons_that_it_prints():

@@ -9,7 +9,7 @@ import torch
 import steps.step01_fa1_numba as step01
 from reference import error
 from steps import engine
-from steps.figures import numba_resources
+from steps.figures import n01x_deeper
 from steps.step01_fa1_numba import bwd_0_published, fwd_0_published, fwd_1_loops_swapped, fwd_2_registers
 from support.contract_suite import PLACES, Contract
 
@@ -46,7 +46,7 @@ class TestContract(Contract):
 )
 def test_no_float64_and_no_local_memory_in_the_compiled_kernels(D, dtype, cc):
     """With local memory the patches would not lie in registers."""
-    found = {row["kernel"]: row for row in numba_resources.table(D, dtype, cc)}
+    found = {row["kernel"]: row for row in n01x_deeper.table(D, dtype, cc)}
     assert len(found) == 6 and all(row["float64"] == row["local"] == 0 for row in found.values())
     assert all(32 <= row["registers"] <= 255 for row in found.values())
     swapped = found["fwd_1_loops_swapped"]

@@ -48,8 +48,9 @@ def compile(file: Path, macros: dict, arch: str) -> Compiled:
     from cuda.bindings import nvrtc
 
     source = _source(file)
-    parts = ("nvrtc", source, sorted(macros.items()), arch, nvrtc.nvrtcVersion()[1:], _OPTIONS, _SERIALISED)
-    make = functools.partial(_compile, source, file.name, macros, arch)
+    version = nvrtc.nvrtcVersion()[1:]
+    parts = ("nvrtc", source, sorted(macros.items()), arch, version, _OPTIONS, _SERIALISED)
+    make = functools.partial(_compile, source, file.name, macros, arch, version)
     made = json.loads(cache.get(parts, ".json", lambda path: path.write_text(json.dumps(make()))).read_text())
     usage = {name: Usage(**usage) for name, usage in made["usage"].items()}
     compiled = Compiled(bytes.fromhex(made["cubin"]), usage, made["serialised"])
@@ -72,16 +73,17 @@ def _slow(file, macros, arch, problem, usage):
     return error
 
 
-# no_cache: what NVRTC's own cache holds comes without a log, and a log is what the spill budget is read from.
-_OPTIONS = dict(std="c++17", lineinfo=True, ptxas_options=["-v"], device_as_default_execution_space=True, no_cache=True)
+_OPTIONS = dict(std="c++17", lineinfo=True, ptxas_options=["-v"], device_as_default_execution_space=True)
 _SERIALISED = r"\(C75(?:0[89]|1[0-8])\) .*"  # C7519 only says that ptxas has put in a wgmma.fence
 
 
-def _compile(source, name, macros, arch):
+def _compile(source, name, macros, arch, version):
     Program, ProgramOptions = _cuda_core("Program", "ProgramOptions")
     log = io.StringIO()
     macros = [(key, str(value)) for key, value in macros.items()]
-    options = ProgramOptions(name=name, arch=arch, define_macro=macros, **_OPTIONS)
+    # From 12.9 on NVRTC has a cache of its own. What it holds comes without a log, from which spills are read.
+    own_cache = {"no_cache": True} if version >= (12, 9) else {}
+    options = ProgramOptions(name=name, arch=arch, define_macro=macros, **_OPTIONS, **own_cache)
     cubin = Program(source, "c++", options).compile("cubin", logs=log).code
     usage = {name: asdict(usage) for name, usage in _usage(log.getvalue()).items()}
     return {"cubin": cubin.hex(), "usage": usage, "serialised": re.findall(_SERIALISED, log.getvalue())}

@@ -1,10 +1,11 @@
-"""What the compiler makes of stage 01's kernels: registers, spills, shared memory, blocks on a multiprocessor. No GPU.
+"""What notebook 01x compiles and draws: PTX, registers and blocks of stage 01's kernels, banks, roofs.
 
 Numba's compiler (libNVVM) turns a kernel into PTX, and NVIDIA's linker (nvJitLink) turns that into machine code and
-reports what it used; neither library needs a driver. A process that simulates cannot compile, so that `table` starts
-another one with STEPS_ENGINE=compile.
+reports what it used; neither library needs a driver. A process that simulates cannot compile, so that `ptx` and `table`
+start another one.
 """
 
+import inspect
 import json
 import os
 import re
@@ -14,7 +15,14 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
+import numpy as np
+
 from steps.bench import cost
+from steps.figures import n01_fa1_numba as lesson
+from steps.figures.picture import picture
+from steps.figures.plots import OPERAND, style
+from steps.step00_naive import io_count
 from steps.step02_fa2_cuda import cache
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +35,7 @@ def table(D=64, dtype="float32", cc=(9, 0), only=""):
     local (how often the PTX computes in float64, and names local memory, which is device memory), blocks (on a
     multiprocessor), limit (what keeps a further one out), occupancy (share of the threads that it can hold).
     """
-    command = [sys.executable, "-m", "steps.figures.numba_resources", str(D), dtype, *map(str, cc), only]
+    command = [sys.executable, "-m", "steps.figures.n01x_deeper", str(D), dtype, *map(str, cc), only]
 
     def compile(path):
         environment = os.environ | {"STEPS_ENGINE": "compile"}
@@ -94,6 +102,78 @@ def compile_table(D, dtype, cc, only):
         row = {"kernel": name, "tile": tile, "threads": x * y} | compile_kernel(kernel, arguments, cc)
         fits = cost.occupancy(cc, threads=row["threads"], registers=row["registers"], shared=row["shared"])
         yield row | {"blocks": fits.blocks, "limit": fits.limited_by, "occupancy": fits.fraction}
+
+
+def resources(D=64):
+    """`table` in words, for an H200; or that this installation cannot compile."""
+    columns = ("registers", "spilled", "shared", "threads", "blocks", "limit")
+    try:
+        found = table(D)
+    except RuntimeError:
+        return "this installation of Numba has no CUDA compiler"
+    lines = [f"{f'd = {D}':25}" + "".join(f"{name:>10}" for name in columns)]
+    return "\n".join(lines + [f"{row['kernel']:25}" + "".join(f"{row[n]:>10}" for n in columns) for row in found])
+
+
+def ptx(*functions):
+    """The loads, multiply-adds, conversions and comparisons in the PTX of functions of two float32 arrays."""
+    sources = "\n".join(inspect.getsource(function) for function in functions)
+    names = ", ".join(function.__name__ for function in functions)
+    program = f"""
+import re, numpy as np
+from numba import cuda, float32
+{sources}
+for f in {names},:
+    text, _ = cuda.compile_ptx(f, (float32[::1], float32[::1]), cc=(8, 0))
+    print(f.__name__ + ":")
+    for line in re.findall(r"^\\t((?:fma|cvt.*f32|setp|ld.global).*);", text, re.M):
+        print("   ", " ".join(line.split()))
+"""
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return done.stdout.rstrip() if done.returncode == 0 else "this installation of Numba has no CUDA compiler"
+
+
+def online(in_alpha, in_P, x, v):
+    """(P at the maximum, out, lse) of scores x (rows, N) and values v (N,) in tiles of 64, with two forms of exp."""
+    m, l, O = np.full(len(x), -np.inf, np.float32), 0, 0
+    for j in range(0, x.shape[1], 64):
+        m_new = np.maximum(m, x[:, j : j + 64].max(1))
+        alpha, P = in_alpha(m, m_new), in_P(x[:, j : j + 64], m_new[:, None])
+        m, l, O = m_new, alpha * l + P.sum(1), alpha * O + P @ v[j : j + 64]
+    return in_P(m, m), O / l, m + np.log(l)
+
+
+def banks_asked():
+    """How many addresses a warp asks of each bank for a column of K_j, with rows of 16 and of 17 numbers."""
+    style()
+    fig, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
+    for ax, width in zip(axes, (16, 17), strict=True):
+        addresses = {x * width + 3 for x in range(8)}  # column 3 of the rows of eight neighbouring threads
+        asked = [sum(a % 32 == bank for a in addresses) for bank in range(32)]
+        ax.bar(range(32), asked, color=OPERAND["K"])
+        ax.set_title(f"rows of {width}: {max(asked)} wavefront{'s' * (max(asked) > 1)}")
+        ax.set(xlabel="bank", ylim=(0, 4.4), xticks=range(0, 33, 8), yticks=range(5))
+    axes[0].set(ylabel="addresses asked of a bank")
+    return picture(fig, """Addresses asked of each of the 32 banks when a warp fetches one column of K_j. With rows of
+        16 two banks are asked for four addresses each; with rows of 17 eight banks for one each.""")
+
+
+def roofs(N=4096, d=64):
+    """The recorded speed of each forward rung, and what shared memory and device memory would allow it."""
+    tiles = lesson.TILES
+    moved = {name: sum(io_count.fa2_count(N, d, *tile)) for name, tile in tiles.items()}
+    moved["published"] = sum(io_count.fa1_count(N, d, *tiles["published"]))
+    moved["registers"] += (N // tiles["registers"][1] - 1) * N * d  # It reads Q_i again for each key tile.
+    loads = {"published": 2, "loops_swapped": 2, "registers": 16 / 64}  # of shared memory, a multiply-add
+    lines = [f"d = {d}, TFLOP/s:   shared memory  device memory  arithmetic  measured"]
+    for n, name in enumerate(tiles):
+        shared = 2 * lesson.DELIVERS["shared memory"] / loads[name]
+        device = 4 * N * N * d * lesson.DELIVERS["device memory"] / moved[name]
+        reached = lesson.recorded(N)["fwd"][f"fwd_{n}_{name}"][d]["tflops"]
+        lines.append(f"{name:17}{shared:15.1f}{device:15.1f}{lesson.GPU.fp32_tflops:12.1f}{reached:10.1f}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
