@@ -316,7 +316,7 @@ x = torch.zeros(4, 32)
 x[0] = torch.tensor([3, 7, 1, 5, 0, 6, 4, 2]).repeat(4)
 print(planted.report(BUTTERFLY, "butterfly", [x], grid=1, block=32, TAKE_PART=16))
 planted.emulated(BUTTERFLY, "butterfly", [x], grid=1, block=32, TAKE_PART=32)
-figures.butterfly(x[:, :8])
+print(x[:, :8].int())  # of eight lanes: at first, after 4, after 2, after 1
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it

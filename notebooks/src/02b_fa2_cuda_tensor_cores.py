@@ -343,13 +343,11 @@ check("02.bug1", test)
 #
 # </details>
 #
-# On the roofline after the ladder, open marks are ceilings, full ones were measured. `scalar` lies above its ceiling,
-# because the compiler joins its loads.
+# On the roofline open marks are ceilings, full ones were measured. `scalar` lies above its ceiling, because the compiler
+# joins its loads.
 
 # %% slideshow={"slide_type": "fragment"}
-figures.ladder_of_rungs()
-
-# %% slideshow={"slide_type": "fragment"}
+figures.gains()
 figures.roofline()
 
 # %% [markdown] slideshow={"slide_type": "slide"}

@@ -9,11 +9,11 @@ import matplotlib.pyplot as plt
 import torch
 
 from steps.bench import cost, profile, rows
-from steps.figures import measured, plots
+from steps.figures import measured
 from steps.figures.picture import picture
-from steps.figures.planted import behind, emulated, mistake
+from steps.figures.planted import behind, block, emulated, mistake
 from steps.figures.plots import COLOURS, FAINT, INK, style
-from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
+from steps.step02_fa2_cuda import calls, emulator, ladder, works
 from steps.workbook import show
 from steps.workbook.listing import Source
 
@@ -79,6 +79,13 @@ def gain(before, rung):
     return at[rung] / at[before] if {before, rung} <= at.keys() else float("nan")
 
 
+def gains():
+    """Prints what each rung gained over the one before, in the speed measured and in what a wavefront feeds."""
+    for before, rung in itertools.pairwise(RUNGS):
+        counted = per_wavefront(rung) / per_wavefront(before)
+        print(f"{rung:9} x {gain(before, rung):.2f} measured, x {counted:.2f} counted")
+
+
 def ceilings(last):
     """Prints the ceilings of the rungs so far and their measured speeds, and where the last one's wavefronts go."""
     print("rung        D  FLOP a wavefront  ceiling  measured TFLOP/s")
@@ -88,21 +95,7 @@ def ceilings(last):
         print(f"{rung:9} {RUNGS[rung]:3}  {per_wavefront(rung):16.0f} {most:8.0f} {says}")
     places = ", ".join(f"{name} {n}/{a}" for name, (a, n) in wavefronts(last).items())
     print(f"wavefronts/accesses: {places}")
-    print(block(last))
-
-
-def block(rung):
-    """A block's threads, registers and shared memory on an H200, and how many fit on a multiprocessor."""
-    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, causal=False, processors=GPU.sms)
-    sizes |= dict(D=RUNGS[rung], dtype=torch.float32 if rung == "scalar" else torch.bfloat16)
-    file = works.HERE / ladder.FORWARD[rung].file
-    ((kernel, _, threads, shared, macros),) = rows.geometry(
-        file.stem, shared_limit=GPU.multiprocessor.shared_per_block, **sizes
-    )
-    registers = nvrtc.compile(file, macros, "sm_90a").usage[kernel].registers
-    fit = cost.occupancy(GPU.capability, threads=threads, shared=shared, registers=registers)
-    says = f"its block: {threads} threads of {registers} registers, {shared / 1024:.0f} KiB"
-    return f"{says}; {fit.blocks} fit on a multiprocessor ({fit.limited_by})"
+    print("its block:", block(ladder.FORWARD[last].file.removesuffix(".cu"), RUNGS[last]))
 
 
 def changed(old, new, function):
@@ -206,28 +199,6 @@ def roofline():
     slope, below the float32 units' peak or near it; ldmatrix and cp_async together, six times further right; fa2
     beyond them. At the end of a dotted line what was measured: below the ceiling, except scalar, whose loads the
     compiler has joined.""")
-
-
-def ladder_of_rungs():
-    """The rungs so far, forward on an H200, with what each gained over the one before; FlashAttention-2 as a line."""
-    style()
-    found = speeds()
-    gains = ["", *(f"x {gain(*pair):.2f}" for pair in itertools.pairwise(found))]
-    fig, ax = plt.subplots(figsize=(8, 3.2), layout="constrained")
-    names = [f"{rung}\nD = {RUNGS[rung]}" for rung in found]
-    bars = ax.bar(names, found.values(), width=0.66, color=COLOURS[: len(found)])
-    labels = [f"{tflops:.3g}\n{gain}".strip() for tflops, gain in zip(found.values(), gains, strict=True)]
-    plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # no line runs through a number
-    ax.bar_label(bars, labels, padding=3, fontsize=9, bbox=plain)
-    at = {"gpu": GPU.name, "pass": "fwd", "peer": "sdpa-flash", "dtype": "bf16", "D": 128, "N": 4096, "causal": False}
-    for row in [r for r in rows.latest(rows.read()) if all(r[name] == at[name] for name in at)][:1]:
-        says = f"FlashAttention-2, D = 128: {row['tflops']:.3g}"
-        ax.axhline(row["tflops"], color=plots.PEERS["sdpa-flash"][2], ls="--", label=says)
-        ax.legend(loc="upper left", fontsize=9)
-    ax.set(ylabel="TFLOP/s", title=f"{GPU.name}, forward, N = 4096, not causal", ylim=(0, 440))
-    ax.grid(axis="x", visible=False)
-    told = ", ".join(f"{rung} {tflops:.3g}" for rung, tflops in found.items())
-    return picture(fig, f"TFLOP/s of the forward as bars: {told}. A dashed line for FlashAttention-2.")
 
 
 def counters(*rungs):
