@@ -17,6 +17,7 @@ from steps.figures import (
     n00_naive,
     n01_fa1_numba,
     n02b_tensor_cores,
+    n02d_hopper,
     n02x_deeper,
     planted,
     plots,
@@ -243,7 +244,26 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
             ("at most {most:.2f}.", lambda D, N, causal: D == 128 and causal and N > 512),
         )
     ),
+    *(
+        ("02d", words, HOPPER[:1], "fa3", holds)
+        for words, holds in (
+            ("`hopper` has {least:.2f} to {most:.2f} of its speed without", lambda D, N, causal: D > 64 and not causal),
+            ("without a mask, and {least:.2f} to {most:.2f} with one", lambda D, N, causal: D == 128 and causal),
+            ("At D = 64 `hopper` has {least:.2f} to {most:.2f} of its speed.", lambda D, N, causal: D == 64),
+        )
+    ),
+    *(
+        ("02d", words, (f"{HOPPER[0]}:{switch}=0",), HOPPER[0], lambda D, N, causal: (D, N) == (128, 4096))
+        for switch, words in (
+            ("PINGPONG", "turns `hopper` still has {least:.2f} to {most:.2f} of its speed"),
+            ("OVERLAP", "without OVERLAP {least:.2f} to {most:.2f}."),
+        )
+    ),
     ("02e", "both have {least:.2f} to {most:.2f} of its speed", HOPPER, "fa4", lambda D, N, causal: N >= 4096),
+    (
+        "02e", "at {least:.2f} to {most:.2f} of the speed. Going deeper", ("bwd_3_hopper:DETERMINISTIC=1",),
+        "bwd_3_hopper", lambda D, N, causal: True,
+    ),
     ("02e", "forward leads by up to {ahead:.0f} %", HOPPER[:1], "fa4", lambda D, N, causal: N < 4096),
     ("02e", "is mostly behind, by up to {behind:.0f} %", HOPPER[1:], "fa4", lambda D, N, causal: N < 4096),
     ("02e", "N = 16384, {least:.2f} to {most:.2f})", HOPPER, "fa4 under load", lambda D, N, causal: N == 16384),
@@ -276,7 +296,7 @@ def on_h200(**which):
 @pytest.mark.parametrize("notebook, words, kernels, other, holds", CLAIMS)
 def test_notebooks_say_of_others_what_rows_of_one_run_say(notebook, words, kernels, other, holds):
     other, _, loaded = other.partition(" under ")
-    found = on_h200(timing="sustained" if loaded else "interleaved", switched=other == "bwd_3_hopper")
+    found = on_h200(timing="sustained" if loaded else "interleaved", switched=other in HOPPER)
     beside = measured.beside(found, kernels, other)
     shares = [share for row, share in beside if holds(row["D"], row["N"], row["causal"])]
     if not shares:
@@ -342,6 +362,26 @@ def test_a_picture_has_words_and_letters_that_can_be_read():
         picture(wide, "words")
     with pytest.raises(ValueError, match="alt text"):
         picture(narrow, " ")
+
+
+def test_the_speeds_of_02d_s_bars_are_of_the_last_run_that_measured_them_all():
+    at = dict(D=128, N=4096, Nk=4096)
+    found = [of_02("fwd_5_fa2", tflops=10.0, **at), peer_row(peer="fa3", tflops=20.0, **at)]
+    late = [of_02("fwd_5_fa2", tflops=30.0, run="r2", **at), of_02("fwd_5_fa2", tflops=1.0, N=512, run="r2")]
+    both = functools.partial(n02d_hopper.of_one_run, found=[*found, *late])
+    assert both("fwd_5_fa2", "fa3") == {"fwd_5_fa2": 10.0, "fa3": 20.0}
+    assert both("fwd_5_fa2") == {"fwd_5_fa2": 30.0} and not both("fa4")
+
+
+def test_turns_hide_what_lockstep_does_not():
+    """The shares that 02d's picture of the model names."""
+    for clocks, shares in (((512, 512, 288), (0.39, 0.78)), ((1024, 512, 320), (0.55, 1.0))):
+        work = dict(zip(("products", "exp", "float32"), clocks, strict=True))
+        for turns, share in zip((n02d_hopper.lockstep, n02d_hopper.ping_pong), shares, strict=True):
+            spans = turns(work, 100)
+            assert 200 * clocks[0] / max(end for *_, end in spans) == pytest.approx(share, abs=0.01)
+    served = sorted(span[2:] for span in spans if span[0] == "products")
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(served)), "one at a time"
 
 
 def test_bars_show_every_number():

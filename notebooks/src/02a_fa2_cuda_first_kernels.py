@@ -249,6 +249,7 @@ shared = (2 * Bc * D + Bc * Br) * 4
 launch = dict(grid=N // Br, block=Br, shared_bytes=shared, D=D, Br=Br, Bc=Bc)
 planted.emulated(text, "one_head", arguments, **launch)
 print("out[5] =", out[5])
+print("at D = 96:", planted.block("fwd_0_scalar", 96))
 print(measured.rung("fwd_0_scalar", D=64, dtype="fp32"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
