@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -424,6 +425,9 @@ def test_02b_says_what_is_counted_and_measured():
     steps = [feeds[b] / feeds[a] for a, b in itertools.pairwise(feeds)]
     warp, mma, ldmatrix, cp_async, fa2 = (f"{step:.3g}" for step in steps)
     assert f"`ldmatrix` {steps[2]:.2g}, `warp` {steps[0]:.2g}, `fa2` {fa2}, `mma` {mma}, `cp_async` {cp_async}." in page
+    speeds = {rung: n02b_tensor_cores.gain(*pair) for pair in itertools.pairwise(feeds) for rung in pair[1:]}
+    if not any(map(math.isnan, speeds.values())):
+        assert min(speeds, key=speeds.get) == "fa2" and "Measured, `fa2` comes last." in page
     if scalar := n02b_tensor_cores.speeds().get("scalar"):
         assert scalar > ceilings["scalar"] and f"measured at {scalar:.3g}, *above* its ceiling" in page
 

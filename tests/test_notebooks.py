@@ -170,7 +170,7 @@ def test_printed_lines_fit_on_a_page(path):
             assert max(map(len, lines), default=0) <= 88, cell.source[:80]
 
 
-@pytest.mark.parametrize("stem", ["00_naive", "01_fa1_numba"])
+@pytest.mark.parametrize("stem", ["00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels"])
 def test_numbers_that_the_prose_quotes_are_printed(stem):
     """Those with two decimals, such as the six tokens' results."""
     printed = "".join(o.get("text", "") for c in code_cells(ROOT / f"notebooks/{stem}.ipynb") for o in c.outputs)

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from steps.bench import report
 from steps.bench import rows as results
 from steps.bench.rows import label, setting
-from steps.figures.plots import COLOURS, GREYS, INK, style
+from steps.figures.plots import COLOURS, GREYS, INK, PEERS, colour_of, style
 
 
 def speed_bars(found):
@@ -18,13 +18,10 @@ def speed_bars(found):
         raise ValueError("no results rows to draw; measure some with `python -m steps bench`.")
     style()
     fig, ax = plt.subplots(layout="constrained")
-    is_peer = {label(row): row["peer"] is not None for row in found}
-    colours = {False: itertools.cycle(COLOURS), True: itertools.cycle(GREYS)}
-    looks = {name: next(colours[is_peer[name]]) for name in sorted(is_peer)}
     ordered = sorted(found, key=lambda row: row["tflops"])
     bars = ax.barh([label(row) for row in ordered], [row["tflops"] for row in ordered], height=0.7)
     for bar, row in zip(bars, ordered, strict=True):
-        bar.set_color(looks[label(row)])
+        bar.set_color(GREYS[1] if row["peer"] and row["peer"] not in PEERS else colour_of(row["peer"] or row["kernel"]))
     ax.bar_label(bars, fmt="%.3g", padding=4, color=INK)
     ax.margins(x=0.1)  # room for the values
     ax.grid(axis="y", visible=False)
