@@ -36,8 +36,8 @@ def show(file, *names, until=None):
     file: the stem of a kernel file, such as "fwd_3_tiled". Where two stages have a file of that stem, the stage comes
     first: "step00_naive/fwd_3_tiled". A hunt's id, such as "00.bug1", stands for its broken kernel. The
     FileNotFoundError or KeyError for an unknown name lists the known ones.
-    until: then name is no function but a text, and the source is that of the lines from the first one that contains
-    name to the one before the next that contains until. ValueError if there are none.
+    until: then the name is no function but a text, and the source is that of the lines from the first one that contains
+    it to the one before the next that contains until. ValueError if there are none.
     """
     if isinstance(hunt := exercises.load().get(file), exercises.Hunt):
         return _source(hunt.broken, hunt.path)
