@@ -1,13 +1,12 @@
 """Recorded speeds as pictures and words: bars of kernels and peers, shares of a peer's speed, a rung's result."""
 
-import itertools
 
 import matplotlib.pyplot as plt
 
 from steps.bench import report
 from steps.bench import rows as results
 from steps.bench.rows import label, setting
-from steps.figures.plots import COLOURS, GREYS, INK, PEERS, colour_of, style
+from steps.figures.plots import GREYS, INK, PEERS, colour_of, style
 
 
 def speed_bars(found):
