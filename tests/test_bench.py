@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -366,7 +367,7 @@ def test_measure_yields_a_row_for_each_pass_with_the_peer_in_the_same_run_and_th
         assert r["tflops"] == pytest.approx(flops / (r["ms_median"] * 1e-3) / 1e12) and r["timing"] == "interleaved"
         is_off = r["kernel"] and {"forward": "fwd", "backward": "bwd", None: "no"}[off] in r["pass"]
         assert r["error"] == pytest.approx(0.25 if is_off else 0, abs=1e-4)
-        assert r.get("peer_version") == (f"torch {torch.__version__}" if r["peer"] else None)
+        assert r.get("peer_version") == (f"torch {metadata.version('torch')}" if r["peer"] else None)
 
 
 @cpu_only

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -112,7 +113,13 @@ def test_calls_that_arrive_are_what_torch_computes(call, in_sdpa, arrived):
 def test_calls_that_are_left_to_torch(call, in_sdpa, arrived):
     shapes, options = LEFT_TO_TORCH[call]
     tensors = example(**shapes)
-    expected = F.scaled_dot_product_attention(*tensors, **options)
+    try:
+        expected = F.scaled_dot_product_attention(*tensors, **options)
+    except RuntimeError as e:  # torch 2.15 refuses a mask beside is_causal, older ones on some devices
+        with in_sdpa(), pytest.raises(RuntimeError, match=re.escape(str(e))):
+            F.scaled_dot_product_attention(*tensors, **options)
+        assert arrived == []
+        return
     with in_sdpa():
         found = F.scaled_dot_product_attention(*tensors, **options)
     assert arrived == []

@@ -51,7 +51,7 @@ CODE = (".py", ".cu", ".cuh", ".h", ".cpp")
 include_patterns = [
     "README.md", "CONTRIBUTING.md", "notebooks/*.ipynb", "notebooks/TEACHING.md", "notebooks/site/*.md", "papers/*.md",
     "reference/*.md", "reference/*.py", "steps/*.md", "steps/*.py", f"{STAGES}/**", "steps/figures/*.py",
-    "steps/workbook/SOLUTIONS.md", "steps/workbook/*/*.py", "steps/bench/results/*.md",
+    "steps/workbook/SOLUTIONS.md", "steps/demo/*.md", "steps/workbook/*/*.py", "steps/bench/results/*.md",
     *(f"tests/test_{stage.name}.py" for stage in ROOT.glob(STAGES)),
 ]  # fmt: skip
 # What is broken on purpose is for the hunts. Of a header and its .cpp file the header has the words.

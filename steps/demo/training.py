@@ -2,6 +2,7 @@
 
     python -m steps.demo.training          trains on this machine, and prints how far the losses lie apart
     python -m steps.demo.training --record writes steps/bench/results/<gpu>.training.json, which the page shows
+    python -m steps.demo.training --draw   draws the page's picture of that record
 
 In float32 all stages take part; in bfloat16, where attention alone computes in 16 bits, those that have tensor cores.
 Two trainings of one seed stay together at first and then part slowly, even with equal formulas: a sum in another order
@@ -12,6 +13,7 @@ import statistics
 from functools import partial
 from typing import Annotated
 
+import matplotlib.pyplot as plt
 import torch
 import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,9 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from steps import engine
 from steps.bench import rows
 from steps.catalogue import stage
-from steps.demo.model import LARGE, Size, sdpa, training
+from steps.demo.model import LARGE, ROOT, Size, sdpa, training
+from steps.figures.plots import COLOURS, GREYS, style
 
 SIZE = Size(N=1024, H=8, D=64, steps=300, batch=8)
+PICTURE = ROOT / "notebooks" / "figures" / "training.png"
 SDPA, MATH = "SDPA", "SDPA, math"
 
 
@@ -46,7 +50,7 @@ def attentions(dtype, numbers=None):
 
 def curve(size, attention):
     """The losses of a training, in nats a byte."""
-    return torch.stack([loss for _, loss in training(size, engine.device, attention)]).tolist()
+    return [round(x, 5) for x in torch.stack([loss for _, loss in training(size, engine.device, attention)]).tolist()]
 
 
 def apart(losses):
@@ -71,7 +75,33 @@ def tokens_a_second(size, found):
     return {name: size.batch * size.N / (1e-3 * statistics.median(one)) for name, one in ms.items()}
 
 
-def main(record: Annotated[bool, typer.Option("--record", help="Write the results that the page shows.")] = False):
+def draw():
+    """The losses of the record: the curves of each dtype, and how far each is from SDPA's."""
+    losses = rows.read_record("training")["losses"]
+    style()
+    fig, axes = plt.subplots(2, 2, figsize=(8.5, 5.4), sharex=True, layout="constrained", height_ratios=(2, 1))
+    for (dtype, curves), (above, below) in zip(losses.items(), axes.T, strict=True):
+        for n, (name, one) in enumerate(curves.items()):
+            about = name if "SDPA" in name else f"stage {name}"
+            looks = dict(color=GREYS[n]) if "SDPA" in name else dict(color=COLOURS[int(name)])
+            above.plot(one, **looks, lw=1.2, label=about)
+            if name != SDPA:
+                distance = [max(abs(a - b), 1e-5) for a, b in zip(one, curves[SDPA], strict=True)]
+                below.semilogy(distance, **looks, lw=0.8)
+        above.set(title=f"attention in {dtype}", ylabel="loss, nats a byte")
+        above.legend()
+        below.set(xlabel="training step", ylabel="from SDPA's", ylim=(1e-5, 1))
+    PICTURE.parent.mkdir(exist_ok=True)
+    fig.savefig(PICTURE, dpi=110, facecolor="white")
+    plt.close(fig)
+
+
+def main(
+    record: Annotated[bool, typer.Option("--record", help="Write the results that the page shows.")] = False,
+    drawn: Annotated[bool, typer.Option("--draw", help="Only draw the page's picture of what is recorded.")] = False,
+):
+    if drawn:
+        return draw()
     size = SIZE if engine.name == "cuda" else Size(N=33, H=1, D=32, steps=5, batch=2)
     made = {"size": vars(size), "losses": {}}
     for dtype in ("float32", "bfloat16") if engine.name == "cuda" else ("float32",):

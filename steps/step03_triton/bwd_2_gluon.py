@@ -26,7 +26,7 @@ queries from the first to the last, where a causal mask makes every program begi
 have met; P rounded one by one, as the compiler does it by itself where P has two uses, on the unit that exp2 needs.
 Spills: at most three words a step at D = 64, none at D = 128.
 Source: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1. Launch: grid (B * Hk * ceil(Nk / 128),), 12 warps,
-one program a multiprocessor. Needs torch, Triton 3.6 or 3.7 and a Hopper GPU; bwd_1_tma.py, fwd_3_gluon.py, replay.py.
+one program a multiprocessor. Needs torch, Triton 3.6 to 3.9 and a Hopper GPU; bwd_1_tma.py, fwd_3_gluon.py, replay.py.
 """
 
 import torch
@@ -40,7 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import fwd_3_gluon
 from .bwd_1_tma import delta_kernel
-from .fwd_3_gluon import aligned, copy, describe, out_of_pairs
+from .fwd_3_gluon import aligned, async_load, async_store, copy, describe, out_of_pairs
 from .replay import replayed
 
 Bc = gl.constexpr(128)  # keys of a program, 64 a warpgroup
@@ -78,8 +78,8 @@ def produce(inputs, rooms, keys, ready, b, hk, h, H, j, first, tiles, group):
     Q, dO, lse_i, delta_i, full = rooms
     K, V, arrived = keys
     mbarrier.expect(arrived.index(0), 2 * k.block_type.nbytes)
-    tma.async_copy_global_to_shared(k, [b, hk, j, 0], arrived.index(0), K.index(0))
-    tma.async_copy_global_to_shared(v, [b, hk, j, 0], arrived.index(0), V.index(0))
+    async_load(k, [b, hk, j, 0], arrived.index(0), K.index(0))
+    async_load(v, [b, hk, j, 0], arrived.index(0), V.index(0))
     n = 0
     for g in range(group):
         row = b * H + h + g
@@ -89,10 +89,10 @@ def produce(inputs, rooms, keys, ready, b, hk, h, H, j, first, tiles, group):
             # its parity, and a new barrier behaves as if the phase before phase 0 were complete.
             mbarrier.wait(ready.index(n - 2 & 1), n - 2 >> 1 & 1)
             mbarrier.expect(full.index(room), 2 * q.block_type.nbytes + 2 * lse_2.block_type.nbytes)
-            tma.async_copy_global_to_shared(q, [b, h + g, i, 0], full.index(room), Q.index(room))
-            tma.async_copy_global_to_shared(dout, [b, h + g, i, 0], full.index(room), dO.index(room))
-            tma.async_copy_global_to_shared(lse_2, [row, i], full.index(room), lse_i.index(room))
-            tma.async_copy_global_to_shared(delta, [row, i], full.index(room), delta_i.index(room))
+            async_load(q, [b, h + g, i, 0], full.index(room), Q.index(room))
+            async_load(dout, [b, h + g, i, 0], full.index(room), dO.index(room))
+            async_load(lse_2, [row, i], full.index(room), lse_i.index(room))
+            async_load(delta, [row, i], full.index(room), delta_i.index(room))
             n += 1
 
 
@@ -251,8 +251,8 @@ def consume(
     K.store((dK * scale).to(K.dtype))  # no product needs K_j and V_j any more: dK and dV leave from their rooms
     V.store(dV.to(V.dtype))
     hopper.fence_async_shared()  # TMA must see what was stored
-    tma.async_copy_shared_to_global(dk, [b, hk, j, 0], K_room.index(0))
-    tma.async_copy_shared_to_global(dv, [b, hk, j, 0], V_room.index(0))
+    async_store(dk, [b, hk, j, 0], K_room.index(0))
+    async_store(dv, [b, hk, j, 0], V_room.index(0))
     tma.store_wait(0)  # the shared memory must live until TMA has read it
 
 

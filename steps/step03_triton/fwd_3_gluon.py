@@ -22,7 +22,7 @@ K_n released later; pairs of 16-bit numbers with two consumers. Spills: with thr
 words a step, else none inside the loops.
 Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 12 or 16 warps, one program a
 multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run Gluon. Needs torch and
-Triton only: 3.6.0 or 3.7.1, because Gluon is experimental and may change.
+Triton only: 3.6 to 3.9, because Gluon is experimental and may change.
 """
 
 import torch
@@ -35,6 +35,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .replay import replayed
 
+# Triton 3.9 has new names for the two directions of a copy.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 STAGES = gl.constexpr(2)  # tiles of K and of V in shared memory: one in use, one on its way
 TILES = {64: (192, 128), 128: (128, 128), 256: (128, 64)}  # (Br, Bc) by the columns of a tile in shared memory
 SHORT = 2048  # queries below which three consumers are no faster, because the last tile of a head is not full
@@ -62,7 +65,7 @@ def load(x, ring, n, b, h, first):
     room, phase = n % tiles.shape[0], n // tiles.shape[0] & 1
     mbarrier.wait(empty.index(room), phase ^ 1)
     mbarrier.expect(full.index(room), x.block_type.nbytes)
-    tma.async_copy_global_to_shared(x, [b, h, first, 0], full.index(room), tiles.index(room))
+    async_load(x, [b, h, first, 0], full.index(room), tiles.index(room))
 
 
 @gluon.jit
@@ -228,7 +231,7 @@ def consume(w, CAUSAL: gl.constexpr, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk,
     inverse = gl.convert_layout(1 / l, gl.SliceLayout(1, layout(D_pad)))
     tile.reshape((64, D_pad)).store((O * inverse[:, None]).to(out.dtype))
     hopper.fence_async_shared()  # TMA must see what was stored
-    tma.async_copy_shared_to_global(out, [b, h, i, 0], tile)
+    async_store(out, [b, h, i, 0], tile)
     tma.store_wait(0)  # the shared memory must live until TMA has read it
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
 INSTRUCTIONS = "mma.sync", "wgmma.mma_async", "cp.async.cg", "cp.async.bulk.tensor", "setmaxnreg", "fma.rn.f32"
@@ -43,8 +44,7 @@ class Driver:
 @functools.cache
 def assemble(ptx, capability):
     """What ptxas says about a kernel: its use of registers, and its warnings."""
-    tools = triton.knobs.nvidia
-    ptxas = tools.ptxas_blackwell if capability >= 100 and hasattr(tools, "ptxas_blackwell") else tools.ptxas
+    ptxas = get_ptxas(capability)  # Triton has an older and a newer one
     target = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     command = [ptxas.path, "-v", f"--gpu-name={target}", "-o", "/dev/null", "/dev/stdin"]
     return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
