@@ -124,7 +124,7 @@ def alt_text(output):
 DENSE = {  # notebooks that are still too long
     "02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
     "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward", "03a_triton_kernels", "03b_triton_features",
-    "03x_deeper", "04a_ring", "04b_strategies",
+    "03x_deeper",
 }  # fmt: skip
 LESSONS = [path for path in NOTEBOOKS if path.stem not in DENSE]
 each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -171,7 +171,7 @@ def test_printed_lines_fit_on_a_page(path):
             assert max(map(len, lines), default=0) <= 88, cell.source[:80]
 
 
-@pytest.mark.parametrize("stem", ["00_naive", "01_fa1_numba"])
+@pytest.mark.parametrize("stem", ["00_naive", "01_fa1_numba", "04a_ring"])
 def test_numbers_that_the_prose_quotes_are_printed(stem):
     """Those with two decimals, such as the six tokens' results."""
     printed = "".join(o.get("text", "") for c in code_cells(ROOT / f"notebooks/{stem}.ipynb") for o in c.outputs)
