@@ -61,7 +61,7 @@ need_venv = $(if $(shell $(1) -c 'import ensurepip, venv; print(1)' 2>/dev/null)
   $(error $(1) cannot make virtual environments. Install the package $(notdir $(PYTHON))-venv))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lab notebooks slides site lint report gpu-check clean setup install force
+.PHONY: help demo test test-all lab notebooks slides site newest lint report gpu-check clean setup install force
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=python3.12] [ENV=none|active]'
@@ -139,6 +139,14 @@ build/site-env/done: notebooks/site/requirements.txt
 	$(PYTHON) -m venv build/site-env
 	build/site-env/bin/python -m pip install --quiet -r $<
 	touch $@
+
+newest: ## the tests with the newest packages that pyproject.toml admits, in build/newest; ARGS picks, as in `make test`
+	$(call need_venv,$(PYTHON))
+	[ -e build/newest ] || $(PYTHON) -m venv build/newest
+	sed 's/==[0-9][0-9.]*//' requirements.txt | \
+	  build/newest/bin/python -m pip install --quiet --upgrade --editable '.[cu13]' --requirement /dev/stdin
+	build/newest/bin/python -m pip freeze | sed -n '/^\(torch\|triton\|numba\|numba-cuda\|numpy\|cuda-core\|cuda-python\)==/p'
+	STEPS_ENV=none build/newest/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: setup ## ruff
 	$(call run,$(PY) -m ruff check $(ARGS))

@@ -407,6 +407,7 @@ def verify(
     tile: Annotated[int, typer.Option(help="The longer side of its tiles: N is several of them, and ragged.")] = 64,
     top_left: Annotated[bool, typer.Option("--top-left", help="Causal with Nq != Nk is aligned as in SDPA.")] = False,
     without: Annotated[str, typer.Option(help="What it does not take, of the list below: gqa,backward,empty.")] = "",
+    adapter: Annotated[str, typer.Option(help="Its form: cs336, leetgpu, kernelbot or flash_attn; see below.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file too.")] = None,
 ):
     """Runs the contract's cases on your own attention, and names the mistake that its failures equal.
@@ -426,24 +427,23 @@ def verify(
     large-scores  scores of 10^11
     backward      differentiation by autograd
 
-    A function of another form is wrapped in a file of yours. flash_attn, with --dtype bfloat16 --dtype float16
-    --without empty,offset:
+    --adapter takes files as they are written elsewhere, and leaves out what such a function never takes
 
     \b
-    from flash_attn import flash_attn_func    # (B, N, H, D)
-    def attention(q, k, v, causal, scale):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return flash_attn_func(q, k, v, causal=causal, softmax_scale=scale).transpose(1, 2)
+    cs336         an autograd.Function of q, k, v (batch, N, D) and is_causal
+    leetgpu       solve(Q, K, V, output, M, N, d) of one head
+    kernelbot     custom_kernel(data) with data = (q, k, v)
+    flash_attn    flash_attn_func(q, k, v, causal=, softmax_scale=) of (B, N, H, D)
 
-    A copy of Triton's tutorial 06, with --dtype float16 --head-dim 64 --head-dim 128 --tile 128
-    --without ragged,gqa,nq-ne-nk,empty,strides,offset:
+    A function of another form is wrapped in a file of yours: a copy of Triton's tutorial 06, with --dtype float16
+    --head-dim 64 --head-dim 128 --tile 128 --without ragged,gqa,nq-ne-nk,empty,strides,offset:
 
     \b
     from tutorial import attention as theirs
     def attention(q, k, v, causal, scale):
         return theirs(q, k, v, causal, scale, False)
     """
-    from steps.verify import anybody, verdict
+    from steps.verify import adapters, anybody, verdict
     from steps.workbook.outcome import case_lines
 
     console.print(engine.describe(), highlight=False)
@@ -451,12 +451,15 @@ def verify(
     if not all(isinstance(x, torch.dtype) and x.is_floating_point for x in dtypes):
         raise typer.BadParameter("there are float32, bfloat16, float16 and float64", param_hint="--dtype")
     left_out = [name for name in without.split(",") if name]
-    check_known({"without": (left_out, anybody.PROPERTIES)})
-    takes = {name.replace("-", "_"): False for name in left_out}
-    claims = anybody.Claims(tuple(dtypes), tuple(head_dim or (32, 64, 40)), tile, top_left, **takes)
+    forms = adapters.ADAPTERS
+    check_known({"without": (left_out, anybody.PROPERTIES), "adapter": ([adapter] if adapter else [], forms)})
+    takes = forms[adapter].takes if adapter else {}
+    takes = {"top_left": top_left} | takes | {name.replace("-", "_"): False for name in left_out}
+    claims = anybody.Claims(tuple(dtypes), tuple(head_dim or (32, 64, 40)), tile, **takes)
     rows, kept = [], []
     try:
         function = anybody.load(target)
+        function = forms[adapter].wrap(function) if adapter else function
         for row in verdict.judge(function, claims, kept):
             rows.append(row)
             many = sum(bool(row["wrong"]) for row in rows) > 3

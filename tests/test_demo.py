@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from reference import attention, error, mutants
 from steps import __main__, catalogue, engine
-from steps.demo import compare, model
+from steps.demo import compare, model, training
 
 QUICK = model.Size(N=40, H=2, D=32, steps=20)
 without_a_gpu = pytest.mark.skipif(engine.name != "cpu", reason="there is a GPU in use")
@@ -132,3 +132,16 @@ def test_mutants_fails_where_a_mistake_survives_or_two_cannot_be_told_apart(mark
 def test_bench_without_a_gpu_says_so():
     result = CliRunner().invoke(__main__.app, ["bench"])
     assert result.exit_code == 1 and "needs a GPU" in result.output
+
+
+def test_a_model_learns_the_same_with_every_stage_and_not_with_a_wrong_one():
+    size = model.Size(N=33, H=1, D=32, steps=4, batch=2)
+    found = training.attentions("float32", ("00", "03") if not catalogue.unavailable("03") else ("00",))
+
+    def ahead(q, k, v):  # each query sees one key too many
+        return catalogue.stage("00").attention(q, torch.roll(k, -1, -2), torch.roll(v, -1, -2), causal=True)
+
+    losses = {name: training.curve(size, one) for name, one in (found | {"ahead": ahead}).items()}
+    far = training.apart(losses)
+    assert far.keys() == losses.keys() - {training.SDPA} and losses[training.SDPA][-1] < losses[training.SDPA][0]
+    assert far.pop("ahead") > 1e-3 and max(far.values()) < 1e-5

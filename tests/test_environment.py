@@ -76,8 +76,10 @@ def test_ranges_admit_the_pins():
         if name in RANGES and pin.specifier and pinned_version(pin) not in RANGES[name].specifier
     ]
     assert not outside
-    # The two that are not pinned by name come with a package that is.
-    assert RANGES.keys() - PINS.keys() == {"cuda-core", "cuda-bindings"}
+    assert RANGES.keys() - PINS.keys() == {"cuda-core"}, "it is not pinned by name, as it comes with cuda-python"
+    extras = {name: [*map(Requirement, needed)] for name, needed in PROJECT["optional-dependencies"].items()}
+    assert PINS["numba-cuda"].extras == extras["cu13"][0].extras == {"cu13"}
+    assert pinned_version(PINS["numba-cuda"]) in extras["cu13"][0].specifier & extras["cu12"][0].specifier
 
 
 # What is installed
@@ -353,5 +355,6 @@ def test_stage_02_compiles_with_cuda_12(version, tmp_path):
     run = functools.partial(subprocess.run, env=environment, cwd=ROOT, capture_output=True, text=True)
     found = run([python, "-c", "from cuda.bindings import nvrtc; print(*nvrtc.nvrtcVersion()[1:], sep='.')"])
     assert found.stdout.strip() == version.rpartition(".")[0], found.stdout + found.stderr
-    done = run([python, *"-m pytest -q -p no:xdist -p no:cacheprovider -m compile".split(), "tests/test_step02_fa2_cuda.py"])
+    how = "-q -p no:xdist -p no:cacheprovider -m compile".split()
+    done = run([python, "-m", "pytest", *how, "tests/test_step02_fa2_cuda.py"])
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

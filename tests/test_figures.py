@@ -11,11 +11,23 @@ import typer
 from steps.bench import ring, rows
 from steps.bench.cost import Point
 from steps.bench.ring import FETCH, ONE, PEERS, RELAY
-from steps.figures import measured, n00_naive, n01_fa1_numba, n04a_ring, plots, ring_tables
+from steps.figures import (
+    measured,
+    n00_naive,
+    n01_fa1_numba,
+    n02b_tensor_cores,
+    n02d_hopper,
+    n02x_deeper,
+    n04a_ring,
+    planted,
+    plots,
+    ring_tables,
+)
 from steps.figures.picture import picture
 from steps.figures.ring_tables import TABLES
 from steps.step00_naive import fwd_3_tiled
 from steps.step01_fa1_numba import fwd_0_published
+from steps.step02_fa2_cuda import emulator
 from steps.step04_ring import Layout, simulate
 from support.made_rows import ORIGIN, ladder_rows, of_02, peer_row, row
 
@@ -274,7 +286,26 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
             ("at most {most:.2f}.", lambda D, N, causal: D == 128 and causal and N > 512),
         )
     ),
+    *(
+        ("02d", words, HOPPER[:1], "fa3", holds)
+        for words, holds in (
+            ("`hopper` has {least:.2f} to {most:.2f} of its speed without", lambda D, N, causal: D > 64 and not causal),
+            ("without a mask, and {least:.2f} to {most:.2f} with one", lambda D, N, causal: D == 128 and causal),
+            ("At D = 64 `hopper` has {least:.2f} to {most:.2f} of its speed.", lambda D, N, causal: D == 64),
+        )
+    ),
+    *(
+        ("02d", words, (f"{HOPPER[0]}:{switch}=0",), HOPPER[0], lambda D, N, causal: (D, N) == (128, 4096))
+        for switch, words in (
+            ("PINGPONG", "turns `hopper` still has {least:.2f} to {most:.2f} of its speed"),
+            ("OVERLAP", "without OVERLAP {least:.2f} to {most:.2f}."),
+        )
+    ),
     ("02e", "both have {least:.2f} to {most:.2f} of its speed", HOPPER, "fa4", lambda D, N, causal: N >= 4096),
+    (
+        "02e", "at {least:.2f} to {most:.2f} of the speed. Going deeper", ("bwd_3_hopper:DETERMINISTIC=1",),
+        "bwd_3_hopper", lambda D, N, causal: True,
+    ),
     ("02e", "forward leads by up to {ahead:.0f} %", HOPPER[:1], "fa4", lambda D, N, causal: N < 4096),
     ("02e", "is mostly behind, by up to {behind:.0f} %", HOPPER[1:], "fa4", lambda D, N, causal: N < 4096),
     ("02e", "N = 16384, {least:.2f} to {most:.2f})", HOPPER, "fa4 under load", lambda D, N, causal: N == 16384),
@@ -303,7 +334,7 @@ def on_h200(**which):
 @pytest.mark.parametrize("notebook, words, kernels, other, holds", CLAIMS)
 def test_notebooks_say_of_others_what_rows_of_one_run_say(notebook, words, kernels, other, holds):
     other, _, loaded = other.partition(" under ")
-    found = on_h200(timing="sustained" if loaded else "interleaved")
+    found = on_h200(timing="sustained" if loaded else "interleaved", switched=other in HOPPER)
     beside = measured.beside(found, kernels, other)
     shares = [share for row, share in beside if holds(row["D"], row["N"], row["causal"])]
     if not shares:
@@ -371,6 +402,26 @@ def test_a_picture_has_words_and_letters_that_can_be_read():
         picture(narrow, " ")
 
 
+def test_the_speeds_of_02d_s_bars_are_of_the_last_run_that_measured_them_all():
+    at = dict(D=128, N=4096, Nk=4096)
+    found = [of_02("fwd_5_fa2", tflops=10.0, **at), peer_row(peer="fa3", tflops=20.0, **at)]
+    late = [of_02("fwd_5_fa2", tflops=30.0, run="r2", **at), of_02("fwd_5_fa2", tflops=1.0, N=512, run="r2")]
+    both = functools.partial(n02d_hopper.of_one_run, found=[*found, *late])
+    assert both("fwd_5_fa2", "fa3") == {"fwd_5_fa2": 10.0, "fa3": 20.0}
+    assert both("fwd_5_fa2") == {"fwd_5_fa2": 30.0} and not both("fa4")
+
+
+def test_turns_hide_what_lockstep_does_not():
+    """The shares that 02d's picture of the model names."""
+    for clocks, shares in (((512, 512, 288), (0.39, 0.78)), ((1024, 512, 320), (0.55, 1.0))):
+        work = dict(zip(("products", "exp", "float32"), clocks, strict=True))
+        for turns, share in zip((n02d_hopper.lockstep, n02d_hopper.ping_pong), shares, strict=True):
+            spans = turns(work, 100)
+            assert 200 * clocks[0] / max(end for *_, end in spans) == pytest.approx(share, abs=0.01)
+    served = sorted(span[2:] for span in spans if span[0] == "products")
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(served)), "one at a time"
+
+
 def test_bars_show_every_number():
     bars = measured.speed_bars([row(), peer_row(tflops=9.0)]).axes[0]
     assert [bar.get_width() for bar in bars.patches] == [3.0, 9.0]
@@ -411,3 +462,40 @@ def test_the_ladder_is_drawn_again_when_its_numbers_change(tmp_path, monkeypatch
         plots.main(root=tmp_path)
         plots.main(check=True, root=tmp_path)
         assert plots.numbers_in(tmp_path / "pictures/ladder.png")["fwd"]["rungs"][1][1] == speed
+
+
+# --- what 02a, 02b and 02c say -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+def test_02b_says_what_is_counted_and_measured():
+    page = (rows.ROOT / "notebooks/src/02b_fa2_cuda_tensor_cores.py").read_text().replace("\n# ", " ")
+    feeds = {rung: n02b_tensor_cores.per_wavefront(rung) for rung in n02b_tensor_cores.RUNGS}
+    ceilings = {rung: n02b_tensor_cores.WAVEFRONTS * flop for rung, flop in feeds.items()}
+    assert f"one feeds {feeds['scalar']:.0f} FLOP." in page and f"**ceiling**, {ceilings['scalar']:.0f} TFLOP/s" in page
+    assert f"Three times as many, {feeds['warp']:.0f}." in page and f"feeds {feeds['mma']:.0f} FLOP" in page
+    assert f"from {ceilings['mma']:.0f} to {ceilings['ldmatrix']:.0f} TFLOP/s" in page
+    assert f"The ceiling, {ceilings['fa2']:.0f} TFLOP/s" in page
+    steps = [feeds[b] / feeds[a] for a, b in itertools.pairwise(feeds)]
+    warp, mma, ldmatrix, cp_async, fa2 = (f"{step:.3g}" for step in steps)
+    assert f"`ldmatrix` {steps[2]:.2g}, `warp` {steps[0]:.2g}, `fa2` {fa2}, `mma` {mma}, `cp_async` {cp_async}." in page
+    if scalar := n02b_tensor_cores.speeds().get("scalar"):
+        assert scalar > ceilings["scalar"] and f"measured at {scalar:.3g}, *above* its ceiling" in page
+
+
+def test_a_compiler_joins_four_loads_of_rung_scalar_as_02a_and_02b_say():
+    code = n02x_deeper.machine_code("scalar", 64)
+    if not code:
+        pytest.skip("needs nvdisasm, which Triton's package brings for Linux")
+    loads = [line.split()[0] for line in code if "LDS" in line]
+    assert loads.count("LDS.128") > len(loads) / 2
+
+
+@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+def test_a_planted_text_that_no_compiler_takes_is_no_mistake_that_a_case_sees():
+    x, want = planted.prepared("one_key", "scalar", tile=(16, 16))
+    with planted.mistake("scalar", ("m = -INFINITY, l = 0;", "m = ;")), pytest.raises(RuntimeError, match="expected"):
+        planted.verdict(x, want, "scalar")
+    zero = {"m": ("m = -INFINITY, l = 0;", "m = 0, l = 0;")}
+    seen = planted.killed("scalar", zero, ["negative_row"], [{}], tile=(16, 16))
+    assert seen == {("m", "negative_row"): ["wrong"]}

@@ -14,6 +14,7 @@ from PIL import Image
 
 from steps import catalogue
 from steps.bench import cost, profile, rows
+from steps.figures import n02a_first_kernels
 from support import preloaded_kernel
 
 jupytext = pytest.importorskip("jupytext", reason="Jupyter is not installed")
@@ -122,9 +123,7 @@ def alt_text(output):
 # --- the page holds the lesson ------------------------------------------------------------------------------
 
 DENSE = {  # notebooks that are still too long
-    "02a_fa2_cuda_first_kernels", "02b_fa2_cuda_tensor_cores", "02c_fa2_cuda_backward",
-    "02d_fa2_cuda_hopper", "02e_fa2_cuda_hopper_backward", "03a_triton_kernels", "03b_triton_features",
-    "03x_deeper",
+    "03a_triton_kernels", "03b_triton_features", "03x_deeper",
 }  # fmt: skip
 LESSONS = [path for path in NOTEBOOKS if path.stem not in DENSE]
 each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -249,26 +248,21 @@ def test_links_lead_somewhere_from_the_notebook_and_from_its_copy(path):
 
 
 def first_kernel():
-    """The cells of 02a in which a reader writes an index, a barrier and a launch, as one namespace; and the answer."""
+    """The kernel in which a reader of 02a writes an index, a barrier and a launch, and the page's own answer."""
     cells = script("02a_fa2_cuda_first_kernels")
-    namespace = {}
-    exec("import math, tempfile, torch\nfrom pathlib import Path\nimport steps", namespace)
-    exec("from steps.step02_fa2_cuda import emulator", namespace)
-    for start in ("def emulated(", "DIFFERENCES = ", "def try_differences("):
-        (cell,) = (c for c in cells if c.cell_type == "code" and c.source.startswith(start))
-        exec(re.split(r"\n+(?:def mirror\(|index = )", cell.source)[0], namespace)
+    (text,) = (c.source.split("index = ")[0] for c in cells if c.source.startswith("DIFFERENCES = "))
     (task,) = (c for c in cells if "a barrier, a launch" in c.source)
-    answer = {}
-    exec(re.search(r"```python\n(.*?)```", task.source, re.S)[1], answer)
-    return namespace["try_differences"], {name: answer[name] for name in ("index", "barrier", "grid", "shared_bytes")}
+    page = {}
+    exec(text + re.search(r"```python\n(.*?)```", task.source, re.S)[1], page)
+    return page["DIFFERENCES"], {name: page[name] for name in ("index", "barrier", "grid", "shared_bytes")}
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def test_the_first_kernel_of_02a_is_checked(capsys):
-    check, answer = first_kernel()
+    kernel, answer = first_kernel()
 
     def says(**changed):
-        check(**answer | changed)
+        n02a_first_kernels.try_differences(kernel, **answer | changed)
         return capsys.readouterr().out
 
     assert says() == "threads forward: right\nthreads reverse: right\n"
@@ -317,21 +311,12 @@ def printed(stem, executions):
 
 def test_a_warp_goes_on_while_an_mma_runs(executions):
     """The machine code of fwd_5 has exponentials between independent products, and 02d does not deny it."""
-    text = printed("02b_fa2_cuda_tensor_cores", executions)
+    text = printed("02x_deeper", executions)
     if "there is no nvdisasm here" in text:
         pytest.skip("needs nvdisasm, which Triton's package brings for Linux")
     exponentials, between = re.search(r"HMMA and (\d+) MUFU.EX2; (\d+) of them have HMMAs", text).groups()
     assert int(between) > int(exponentials) / 2
     assert "whose warp waits for the result" not in source("02d_fa2_cuda_hopper")
-
-
-def test_no_clocks_without_a_product_are_claimed_where_their_end_is_not_recorded(executions):
-    """With OVERLAP a timeline does not show when products end. The third column is the share without any."""
-    text = printed("02d_fa2_cuda_hopper", executions)
-    lines = re.findall(r"^OVERLAP = (\d), PINGPONG = \d +\d+ +\d+% +(\S+)", text, re.M)
-    if not lines:
-        pytest.skip("the recorded timeline is of another version of the kernel")
-    assert {overlap: share != "-" for overlap, share in lines} == {"0": True, "1": False}
 
 
 @pytest.mark.parametrize("kernel", ["fwd_0_fused", "bwd_0_fused"])
@@ -357,6 +342,13 @@ def test_03a_counts_all_products_and_compiles_the_tiles_that_it_names(executions
         assert KiB - cost.shared_bytes(Br, Bc, D, "bf16", stages=stages) // 1024 in (0, 1)  # 1 for barriers
 
 
+def test_02d_says_which_mistake_lives_and_in_which_schedule(executions):
+    text = printed("02d_fa2_cuda_hopper", executions)
+    lines = text[text.index("the consumer begins with") :].splitlines()[:5]
+    (lives,) = [line for line in lines if "lives" in line]
+    assert re.match("K released before its products end  lives +spoils .* spoils", lives)
+
+
 def test_02e_counts_the_roof_that_02c_promises(executions):
     assert re.search(r"roof is counted in 02e", source("02c_fa2_cuda_backward"))
     text = printed("02e_fa2_cuda_hopper_backward", executions)
@@ -369,7 +361,7 @@ def test_02e_counts_the_roof_that_02c_promises(executions):
 def test_each_mistake_in_the_backward_is_seen_by_a_schedule(executions):
     """In 02e: as it is the kernel lives in all three schedules, and each of the six mistakes is seen in one of them."""
     text = printed("02e_fa2_cuda_hopper_backward", executions)
-    table = text[text.index("as it is   ") :].splitlines()[:7]
-    assert table[0].split()[3:] == ["lives"] * 3
+    table = text[text.index("wgmma as it is") :].splitlines()[:7]
+    assert table[0].split()[4:] == ["lives"] * 3
     assert all(re.search(r"spoils|refused", line) for line in table[1:])
     assert [line for line in table[1:] if "lives" in line] == [line for line in table if line.startswith("no barrier")]

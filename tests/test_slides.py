@@ -237,7 +237,7 @@ def test_homework_is_in_the_workbook():
 def test_hours_and_points_of_the_homework_are_those_of_the_notebooks_and_of_the_rubric():
     hours = {"an hour": 1, "60 minutes": 1, "two hours": 2, "120 minutes": 2}
     rows = re.findall(r"^\|[^|]*\| (0\d\w?)(?:, or \w+)? \| ([^|]*\|[^|]*) \| (\d+) \| (\d+) \|$", PLAN, re.M)
-    assert len(rows) == 10
+    assert len(rows) == 11
     for notebook, tasks, said, points in rows:
         (script,) = (ROOT / "notebooks/src").glob(f"{notebook}_*.py")
         more = re.search(r"to read, (an hour|two hours|\d+ minutes) more with the exercises?", script.read_text())[1]

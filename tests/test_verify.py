@@ -331,20 +331,13 @@ def tutorial_attention(q, k, v, causal, sm_scale, warp_specialize=True):
     return plain(q, k, v, causal, sm_scale)
 
 
-LIBRARIES = {
-    "flash_attn": types.SimpleNamespace(flash_attn_func=flash_attn_func),
-    "tutorial": types.SimpleNamespace(attention=tutorial_attention),
-}
-
-
 @pytest.mark.skipif(engine.name != "cpu", reason="what stands for the libraries is slow on a GPU")
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_the_wrappers_that_the_help_shows_fit(monkeypatch, tmp_path, library):
-    """With the options that it names, the libraries' interfaces being played by the functions above."""
-    monkeypatch.setitem(sys.modules, library, LIBRARIES[library])
+def test_the_wrapper_that_the_help_shows_fits(monkeypatch, tmp_path):
+    """With the options that it names, the tutorial's interface being played by the function above."""
+    monkeypatch.setitem(sys.modules, "tutorial", types.SimpleNamespace(attention=tutorial_attention))
     monkeypatch.setattr(sys, "path", [*sys.path])
     paragraphs = inspect.cleandoc(__main__.verify.__doc__).split("\n\n")
-    ((before, wrapper),) = [pair for pair in itertools.pairwise(paragraphs) if f"from {library} import" in pair[1]]
+    ((before, wrapper),) = [pair for pair in itertools.pairwise(paragraphs) if "from tutorial import" in pair[1]]
     (tmp_path / "mine.py").write_text(wrapper.removeprefix("\b"))
     options = re.search(r"with (--[^:]*):$", before)[1].split()
     code, text, written = verify(f"{tmp_path}/mine.py:attention", *options)
@@ -508,3 +501,70 @@ def test_a_gpu_shows_the_speed_beside_that_of_sdpa():
     assert code == 0, text
     assert [row["pass"] for row in written["speed"]] == ["fwd", "fwd+bwd"]
     assert all(0.8 < row["tflops"] / row["sdpa_tflops"] < 1.25 for row in written["speed"]), written["speed"]
+
+
+# ---- files as they are written elsewhere -----------------------------------------------------------------------------
+
+
+def top_left(Q, K, V, causal=False, scale=None):
+    """(out, lse) of the last two dimensions, aligned at the top left."""
+    S = Q @ K.mT * (Q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        S = S.masked_fill(torch.ones_like(S, dtype=torch.bool).triu(1), -math.inf)
+    return S.softmax(-1) @ V, S.logsumexp(-1)
+
+
+class OfTheCourse(torch.autograd.Function):
+    """As an answer to CS336's assignment; the backward multiplies by the transposed P, and may forget delta."""
+
+    forgets_delta = False
+
+    @staticmethod
+    def forward(ctx, Q, K, V, is_causal=False):
+        O, L = top_left(Q, K, V, is_causal)
+        ctx.save_for_backward(Q, K, V, O, L)
+        ctx.is_causal = is_causal
+        return O
+
+    @staticmethod
+    def backward(ctx, dO):
+        Q, K, V, O, L = ctx.saved_tensors
+        scale = Q.shape[-1] ** -0.5
+        P = (Q @ K.mT * scale - L[..., None]).exp()
+        P = P.tril() if ctx.is_causal else P
+        delta = 0 if OfTheCourse.forgets_delta else (dO * O).sum(-1, keepdim=True)
+        dS = P * (dO @ V.mT - delta)
+        return scale * dS @ K, scale * dS.mT @ Q, P.mT @ dO, None
+
+
+def solve(Q, K, V, output, M, N, d):
+    assert Q.shape == (M, d) == output.shape and K.shape == (N, d)
+    output.copy_(top_left(Q, K, V)[0])
+
+
+def custom_kernel(data):
+    return top_left(*data)[0]
+
+
+@pytest.mark.parametrize(
+    "adapter, function, options",
+    [
+        ("cs336", OfTheCourse, ("--without", "large-scores")),
+        ("leetgpu", solve, ()),
+        ("kernelbot", custom_kernel, ()),
+        ("flash_attn", flash_attn_func, ("--dtype", "bfloat16", "--dtype", "float16")),
+    ],
+)
+def test_a_form_from_elsewhere_is_wrapped_by_its_adapter(adapter, function, options, monkeypatch):
+    code, text, written = verify_function(monkeypatch, function, "--adapter", adapter, "--tile", "16", *options)
+    assert code == 0, text
+    errors = written["cases"][0]["errors"]
+    assert ("lse" in errors) == (adapter == "cs336") and ("dq" in errors) == (adapter in ("cs336", "flash_attn"))
+
+
+def test_a_mistake_behind_an_adapter_is_named(monkeypatch):
+    monkeypatch.setattr(OfTheCourse, "forgets_delta", True)
+    code, text, _ = verify_function(monkeypatch, OfTheCourse, "--adapter", "cs336", "--tile", "16")
+    assert code == 1 and says("delta_missing") in text
+    code, text, _ = verify_function(monkeypatch, solve, "--adapter", "leetcode")
+    assert code == 2 and "there is no 'leetcode'" in text

@@ -294,6 +294,12 @@ def test_a_hunt_shows_its_kernel_and_is_won_by_its_reference_test(id):
     assert report.verdict == "passed" and "fails on the broken kernel" in repr(report), report
 
 
+def test_a_part_of_a_kernel_is_shown_from_one_text_to_the_next():
+    assert show("fwd_7_roles", "// The consumers: gives", until="n++;").splitlines()[-1].startswith("  if (threadIdx.x")
+    with pytest.raises(ValueError, match="no line with 'n\\+\\+' that one with 'nothing'"):
+        show("fwd_7_roles", "n++", until="nothing")
+
+
 def test_a_changed_file_of_the_copy_is_no_link_into_the_course(tmp_path, monkeypatch):
     course, copy, task = tmp_path / "course", tmp_path / "copy", SimpleNamespace(file="stage/kernel.py")
     for name in ("contract.py", "stage/kernel.py", "other/kernel.py", "bench/rows.py"):

@@ -89,7 +89,19 @@ def loss_of(model, tokens, attention, positions=None, targets=None):
 
 
 def train(size, device, progress=lambda: None):
-    """A model after size.steps steps of AdamW with SDPA, on random pieces of the text that are the same every time."""
+    """A model after all of its training with SDPA."""
+    done = training(size, device)
+    for _ in range(size.steps):
+        model, _ = next(done)
+        progress()
+    return model
+
+
+def training(size, device, attention=sdpa):
+    """Yields (model, loss) after each of size.steps steps of AdamW. Model and pieces of text are the same every time.
+
+    loss: a tensor, the mean cross-entropy of a byte in nats, before the step.
+    """
     torch.manual_seed(0)
     data = text().to(device)
     model = Model(size.H, size.D).to(device)
@@ -98,10 +110,10 @@ def train(size, device, progress=lambda: None):
         starts = torch.randint(len(data) - size.N - 1, (size.batch, 1))
         tokens = data[(starts + torch.arange(size.N + 1)).to(device)]
         optimizer.zero_grad()
-        (loss_of(model, tokens, sdpa) / (size.batch * size.N)).backward()
+        loss = loss_of(model, tokens, attention) / (size.batch * size.N)
+        loss.backward()
         optimizer.step()
-        progress()
-    return model
+        yield model, loss.detach()
 
 
 def sequence(size, device):

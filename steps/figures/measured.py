@@ -64,21 +64,29 @@ def shares(found, kernels, other):
 def rung(kernel, found=None, *, gpu="NVIDIA H200", D=128, N=4096, causal=False, dtype="bf16"):
     """A rung's result in a line, of one run: TFLOP/s, the factor to the rung before it, and to the fastest peer.
 
-    found: rows, the fresh committed ones if None. Of several runs the last one counts in which a lower rung was
-    measured, too. Where there is no row at this size, the line says so.
+    found: rows, the fresh committed ones if None. Where there is no row at this size, the line says so.
     """
-    found = results.fresh(results.read()) if found is None else found
-    at = {"gpu": gpu, "D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
-    found = [row for row in found if row["timing"] == "interleaved" and all(row[name] == at[name] for name in at)]
     size = f"{gpu}, {dtype}, D = {D}, N = {N}, {'causal' if causal else 'full'}"
-    candidates = [(row, *company(row, found)) for row in found if row["kernel"] == kernel]
-    if not candidates:
+    chosen = rung_row(kernel, found, gpu=gpu, D=D, N=N, causal=causal, dtype=dtype)
+    if not chosen:
         return f"{kernel}: not measured as it is now on {size}"
-    mine, before, peer = max(candidates, key=lambda one: (one[1] is not None, one[0]["run"]))
+    mine, before, peer = chosen
     words = [f"{kernel}: {mine['tflops']:.3g} TFLOP/s"]
     words += [f"{mine['tflops'] / before['tflops']:.2f} x {before['kernel']}"] if before else []
     words += [f"{mine['tflops'] / peer['tflops']:.2f} of {peer['peer']}"] if peer else []
     return f"{', '.join(words)}\n  ({size})"
+
+
+def rung_row(kernel, found=None, *, gpu="NVIDIA H200", D=128, N=4096, causal=False, dtype="bf16"):
+    """(row, row of the next lower rung or None, row of the fastest peer or None) of a rung in one run, or None.
+
+    Of several runs the last one counts in which a lower rung was measured, too.
+    """
+    found = results.fresh(results.read()) if found is None else found
+    at = {"gpu": gpu, "D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
+    found = [row for row in found if row["timing"] == "interleaved" and all(row[name] == at[name] for name in at)]
+    candidates = [(row, *company(row, found)) for row in found if row["kernel"] == kernel]
+    return max(candidates, key=lambda one: (one[1] is not None, one[0]["run"]), default=None)
 
 
 def company(row, found):

@@ -1,0 +1,521 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# # 02x. Going deeper: CUDA C++
+#
+# *What do compilers, rounding and the order of blocks do to the kernels of stage 02?*
+#
+# Each section can be read alone; its first line says what you need before. No GPU is needed.
+#
+# 1. Three ways to lose the registers (02a)
+# 2. A multiply-add that harms a softmax (02b)
+# 3. What each idea of rung `fa2` brings (02b)
+# 4. Grouped heads in the backward (02c)
+# 5. Bit by bit: `deterministic=True` (02c)
+# 6. What turns cost, by a model (section 5)
+# 7. Where wgmma finds a number (02d): exercise 02.9, hunt 02.bug3
+# 8. Registers that change hands (02d)
+# 9. Persistent blocks (02d)
+# 10. Where the clocks of rung 8 go (02d)
+# 11. The order of dQ on Hopper (02e)
+# 12. Two tricks of FlashAttention-4 (02d)
+# 13. What the power limit does
+# 14. What was tried, and what is open (02d, 02e)
+#
+# **Time:** about 90 minutes to read, 60 minutes more with the exercise.
+# **Code:** [`steps/step02_fa2_cuda/ladder.py`](../steps/step02_fa2_cuda/ladder.py) and the kernels that it names.
+# **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
+import steps  # first: it chooses the engine
+import torch
+from reference import error
+from steps.figures import n02x_deeper as figures, planted
+from steps.step02_fa2_cuda import calls
+from steps.workbook import Blank, check, show
+print(steps.engine.describe())
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 1. Three ways to lose the registers
+#
+# **You need:** notebook 02a, rung 0, `scalar`: a thread keeps a row of Q and a row of O in its registers.
+#
+# NVRTC, NVIDIA's run-time compiler, turns CUDA C++ into **PTX**, an assembly language with as many registers as it
+# likes. `ptxas` then makes machine code of one architecture and assigns the real registers, at most 255 a thread. A
+# number that finds no register is **spilled**: it goes to the thread's *local memory*, which lies in device memory,
+# behind the caches. Neither tool needs a GPU.
+#
+# There are three ways to lose.
+#
+# - **Too many numbers.** q and O take 2 D registers, addresses and counters some 70 more. At D = 128 that is over 255.
+# - **An index that is not constant.** Registers have no addresses, so the compiler must know every index of an array
+#   that it keeps in them. Hence `#pragma unroll`, which writes a loop out in full; `#pragma unroll 8` keeps a loop.
+# - **A promise.** `__launch_bounds__(Br, blocks)` says how many blocks are to share a multiprocessor's 65,536
+#   registers. More blocks leave fewer registers to each thread.
+#
+# **Predict.** Which of the three is reported as spilled bytes, and which is not?
+
+# %% slideshow={"slide_type": "fragment"}
+for says, change in figures.WAYS.items():
+    print(f"{says:17}", figures.registers(*change))
+print(f"{'8 blocks promised':17}", figures.promised(8))
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# The index is the treacherous one: fewest registers of all, and not a byte *spilled*. But `stack` is the thread's local
+# memory, 512 bytes: all of q and O. Read the stack frame, too, whenever you read how many registers a kernel has.
+#
+# The figure shows where it begins. Six blocks of 64 threads can be promised, seven cannot. The stage's loader refuses a kernel that spills more than the
+# header of its file allows.
+
+# %% slideshow={"slide_type": "fragment"}
+figures.registers_and_promises()
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 2. A multiply-add that harms a softmax
+#
+# **You need:** notebook 02b, the softmax of rungs 2 to 5: P = 2^(c S - m), where c = scale log₂ e and m is the largest
+# c S of the row so far.
+#
+# A GPU has a **fused multiply-add** (FMA): it computes a b - c and rounds once, at the end. A compiler makes one of
+# `c * S - m` unasked, and usually that is a gain: one instruction fewer and one rounding fewer.
+#
+# Here the missing rounding does harm. m is the *rounded* product c S. At the largest score the exponent should be
+# exactly 0. With an FMA it is the exact product less the rounded one, which is the rounding error of m.
+#
+# For ordinary scores this error is tiny. But the neighbours of a float32 number of size 1.44 x 10¹¹ are 16,384 apart,
+# so that the rounding error can be 8,192. Then P is infinite or 0.
+
+# %% slideshow={"slide_type": "fragment"}
+c = torch.tensor(1.4426950408889634)  # log2(e), for a scale of 1
+S = torch.tensor([1.0e11, 1.1e11, 1.2e11])
+m = c * S  # each is the maximum of a row of its own
+exact = c.double() * S.double()
+print("neighbours of m are apart by", torch.nextafter(m, m + m) - m)
+print("c * S - m, rounded twice:   ", (c * S - m).tolist())
+print("c * S - m, by an FMA:       ", (exact - m.double()).tolist())
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# `__fmul_rn(scale_log2, S[n][i])` in `fwd_4_cp_async.cu` rounds the product by itself, so that the compiler may not
+# fuse it. Section 3 shows its cost, as `LARGE_SCORES`. Let us plant the FMA. g++ fuses as NVRTC does, if this processor
+# has an FMA; otherwise the cell shows nothing.
+
+# %% slideshow={"slide_type": "fragment"}
+fused = {"c * S - m as one FMA": ("__fmul_rn(scale_log2, S[n][i])", "scale_log2 * S[n][i]")}
+cases = ["scores_200", "large_scores"]
+for (_, case), (verdict,) in planted.killed("cp_async", fused, cases, [{}]).items():
+    print(f"{case:13} {verdict}")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Scores of 200 do not notice; only the contract's case of very large scores does. Hopper's rungs round c to a power of
+# two where scores are so large: multiplying by a power of two is exact, fused or not (`exponent_factor` in `ptx.cuh`).
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 3. What each idea of rung `fa2` brings
+#
+# **You need:** notebook 02b, rung 5, `fa2`.
+#
+# ### Exponentials between products
+#
+# Rung 5 computes the exponentials of 16 keys while `mma` works on the 16 keys before. Whether the compiler keeps this
+# order is in the machine code: `HMMA` is `mma`, and `MUFU.EX2` is an exponential.
+
+# %% slideshow={"slide_type": "fragment"}
+figures.products_and_exponentials("fa2")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# A warp issues an `HMMA` and goes on. Only an instruction that needs the result has to wait, and the exponentials of
+# the next 16 keys do not need it.
+#
+# ### Ideas that can be switched off
+#
+# - `FEW_MASKS`: only tiles at the end of the keys or on the diagonal are masked.
+# - `LONGEST_FIRST`: with a causal mask the blocks of the last queries have the most keys. They start first, because a
+#   long block that starts last runs alone.
+# - `SECTIONS`: heads come in groups whose K and V fit into the L2 cache.
+# - `LARGE_SCORES`: the product c S is rounded by itself (section 2). This one costs time and buys correctness.
+#
+# A model of the second: each block takes the slot that is free first.
+
+# %% slideshow={"slide_type": "fragment"}
+for N, heads in ((4096, 16), (4096, 64), (16384, 16)):
+    lengths = heads * [(i + 1) * 2 for i in range(N // 128)]  # in tiles of 64 keys
+    ideal = sum(lengths) / (2 * figures.GPU.sms)  # two blocks on a multiprocessor
+    by_head = figures.finished(lengths)
+    longest_first = figures.finished(sorted(lengths)[::-1])
+    print(f"N = {N:5}, {heads} heads, of the ideal time:",
+          f"{by_head / ideal:.2f} head by head, {longest_first / ideal:.2f} longest first")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# **Predict.** Which of the four brings nothing, and why? A + says that the kernel is slower with the idea off.
+#
+# <details><summary>Answer</summary>
+#
+# `SECTIONS`: device memory is no limit here, so an L2 cache that hits more often changes nothing beyond noise. Without
+# a causal mask `LONGEST_FIRST` is noise, too, since all blocks are equally long.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+for switch in ("FEW_MASKS=0", "LONGEST_FIRST=0", "SECTIONS=0", "LARGE_SCORES=0"):
+    figures.without(switch)
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 4. Grouped heads in the backward
+#
+# **You need:** notebook 02c, rungs 0 and 1.
+#
+# With Hk < H several query heads share one head of K and V (grouped-query attention). Then dK and dV are sums over
+# those query heads, too.
+#
+# Rung 0 copies k and v for every query head and adds up dk and dv afterwards. Rung 1 has a block for each tile of a
+# *key* head, and its loop runs over all query heads of the group: no copies and no second pass.
+#
+# With few key heads there are few blocks, perhaps too few to fill a GPU. Then a block takes one query head after all
+# (`HEADS_APART`), and the parts of dk and dv are added afterwards.
+
+# %% slideshow={"slide_type": "fragment"}
+generator = torch.Generator().manual_seed(0)
+q, dout = torch.randn(2, 1, 8, 40, 32, generator=generator).bfloat16()
+k, v = torch.randn(2, 1, 2, 40, 32, generator=generator).bfloat16()
+out, lse = calls.forward(q, k, v, rung="fa2")
+dq, dk, dv = calls.backward(dout, q, k, v, out, lse, rung="fa2")
+print("dq", tuple(dq.shape), "dk", tuple(dk.shape), "dv", tuple(dv.shape))
+wrong = error.failures({"dq": dq, "dk": dk, "dv": dv}, error.expected(q, k, v, dout))
+print("wrong:", wrong or "none")
+for Hk in (32, 8, 1):
+    print(figures.grouped(H=32, Hk=Hk))
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Eight key heads still make 256 blocks, about two for each of the 132 multiprocessors. One key head makes 32 blocks, so
+# rung 1 takes the query heads apart.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 5. Bit by bit: `deterministic=True`
+#
+# **You need:** notebook 02c, rung 1: a block owns a tile of keys, and all blocks of a head add to dQ.
+#
+# Floating-point addition is not associative, so the last bits of dQ depend on the order in which blocks add. The cure
+# is an order. Each dQ_i takes the key tiles one after the other, and a counter in device memory says whose turn it is.
+#
+# There is a trap. Suppose a GPU is full of blocks that wait for the turn of a block that has not started: they wait for
+# ever. Nothing promises that blocks start in the order of `blockIdx.x`. So a block draws its number when it starts, and
+# a block with a smaller number is always there already.
+
+# %% slideshow={"slide_type": "fragment"}
+show("bwd_1_fa2", "wait_for_turn")
+
+# %% slideshow={"slide_type": "fragment"}
+show("bwd_1_fa2", "pass_turn_on")
+
+# %% slideshow={"slide_type": "fragment"}
+show("bwd_1_fa2", "block_number")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# The emulation runs one block after the other in an order that we choose. We compare blocks in order with other orders,
+# and count how many of 10,240 numbers get other bits. (The waiting itself cannot be seen here.)
+
+# %% slideshow={"slide_type": "fragment"}
+for deterministic in (False, True):
+    print(f"deterministic={deterministic}; of dq's float32 sum, dq, dk, dv change:")
+    for blocks, seed in (("reverse", 0), ("random", 1), ("random", 2)):
+        print(f"    {blocks:7} {seed}", figures.changed_bits(blocks, seed, deterministic))
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# By default about half of the float32 sums change. Rounding to 16 bits hides nearly all of it, but one number of dq
+# still differs in reverse order. In turn every bit stays. dk and dv never change, since one block owns each.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 6. What turns cost, by a model
+#
+# **You need:** section 5.
+#
+# All blocks of a head start at the same dQ_i, and have to queue. Take as a model that a step takes time 1, of which the
+# turn (the additions and one product of five) takes 0.2. A multiprocessor takes the next block when it is free.
+
+# %% slideshow={"slide_type": "fragment"}
+figures.turns()
+
+# %% slideshow={"slide_type": "fragment"}
+for N in (512, 1024, 2048, 4096):
+    full, causal = (figures.price_of_turns(N, causal) for causal in (False, True))
+    print(f"N = {N:4}: in turn over in any order: full {full:.3f}, causal {causal:.3f}")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# The queue forms once; then each block runs one turn behind the block before it. That matters where blocks have few
+# steps, which is where sequences are short.
+#
+# The model leaves out what else a turn costs: two barriers a step, and additions that must have arrived before the
+# counter moves. On a GPU you can measure the whole: run `backward` of rung `fa2` with `deterministic=True` and without.
+#
+# **Challenge** ★★ (1 hour). Let each block start at another dQ_i, and let the turns of dQ_i begin with another tile. Try
+# it in `run` of [`n02x_deeper.py`](../steps/figures/n02x_deeper.py). Which order is free of waiting? And with a causal
+# mask?
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 7. Where wgmma finds a number
+#
+# **You need:** notebook 02d, parts TMA and wgmma.
+#
+# A wgmma reads its operands from shared memory. A *descriptor* of 64 bits tells it where. In it are the byte where the
+# operand *starts*; *stride*, how far the next 8 rows are; *leading*, how far the next slab of 64 columns is; and that
+# the rows are swizzled. Addresses are stored divided by 16, so that moving on is an addition to the lowest bits.
+#
+# A tile lies in rows of 128 bytes, 64 numbers. For S = Q Kᵀ the sum runs along a row: the next instruction starts 32
+# bytes further, *inside* a row. For P V it runs down the rows: the next instruction starts 16 rows further, and no one
+# has to transpose V. How can one rule find the numbers in both?
+#
+# **Claim.** The swizzle is applied to the address, not to the operand: bits 4 to 6 of an address, the chunk, are XORed
+# with bits 7 to 9, the row modulo 8. So it does not matter where in the pattern an operand starts. But a tile must
+# start at a multiple of 1024 bytes, 8 rows, or the bits say another row than the one that TMA had in mind.
+
+# %% slideshow={"slide_type": "fragment"}
+figures.read_by_wgmma()
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Exercise 02.9: where wgmma finds a number.** From start, leading and stride to the byte of the number (k, i) of the
+# second operand, 16 x N. k counts what is summed over. `check` compares with what the emulated instruction reads.
+
+# %% slideshow={"slide_type": "fragment"}
+def operand_address(start, leading, stride, k, i, runs_down):
+    """The byte at which wgmma finds the number (k, i). runs_down: as for V."""
+    raise Blank
+
+
+check("02.9", operand_address)
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Bug hunt 02.bug3.** In this rung 6, `show("02.bug3")`, lse is right, and so are the columns 0 to 63 of out. At D =
+# 128 the columns from 64 on are wrong, the same in every run. At D = 64 nothing is wrong. Find the cause, and write a
+# test that fails on it and passes on the stage's own forward.
+
+# %% slideshow={"slide_type": "fragment"}
+def test(forward):
+    """Asserts what must hold of (out, lse) = forward(q, k, v, causal=..., scale=...)."""
+    raise Blank
+
+
+check("02.bug3", test)
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 8. Registers that change hands
+#
+# **You need:** notebook 02d, rung 7: a producer that loads, and consumers that compute.
+#
+# At the launch all threads of a block get equally many registers. A producer needs few. `setmaxnreg.dec` gives some
+# back; by `setmaxnreg.inc` consumers take more, and *wait* until enough are free. If the sum is too large, they wait for
+# ever, and no compiler says so. A consumer's 128 threads share 64 rows of S and O, with P packed beside S, and each
+# needs some 30 registers besides:
+
+# %% slideshow={"slide_type": "fragment"}
+for D in (64, 128, 256):
+    print(figures.registers_of_the_roles(D))
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# At D = 128 the 168 registers of the launch would not do for 160 + 30. At D = 64 a third consumer fits. Registers are
+# given out in eights: what 240 and 24 leave is too little for 8 more a thread of two consumers.
+#
+# **A wait that is left out.** What does the compiler say, if a kernel reads S before `wgmma_wait`? The emulation refuses
+# it. `ptxas` repairs it: it inserts a wait at a place of its own choice. The loader of this course takes the warning
+# for an error, since the kernel is no longer the one that was written:
+
+# %% slideshow={"slide_type": "fragment"}
+print(figures.without_the_wait())
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 9. Persistent blocks
+#
+# **You need:** notebook 02d, rung 8.
+#
+# A block of rung 8 takes nearly all registers of an SM, so that one runs at a time. When it ends, the next begins with
+# empty stages, and the tensor cores wait. So the launch starts one block an SM, which takes tile after tile (switch
+# PERSISTENT): the producer loads the next tile while the consumers store this one.
+#
+# Now the kernel deals out tiles, and causal tiles differ in length. Which block takes which tile is fixed before the
+# launch: in each round block b takes the b-th of the longest tiles that are left. **Predict:** which block ends last,
+# and how busy are the others?
+
+# %% slideshow={"slide_type": "fragment"}
+def busy(lengths, reverse, sms=132):
+    """The share of the time for which SMs work, until the last one ends."""
+    work = [0] * sms
+    for n, length in enumerate(lengths):
+        block = n % sms
+        work[sms - 1 - block if reverse and n // sms % 2 else block] += length
+    return sum(work) / sms / max(work)
+
+
+# in blocks of 128 keys: the tiles of 16 heads of 4,096 tokens
+longest_first = sorted(16 * list(range(1, 33)), reverse=True)
+print(f"every round in the same order: busy {busy(longest_first, False):.0%}")
+print(f"every other round in reverse: {busy(longest_first, True):.0%}")
+
+# %% slideshow={"slide_type": "fragment"}
+show("fwd_8_hopper", "tile_number")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Block 0 gets the longest tile of every round, unless every other round runs in reverse.
+#
+# Tiles are sorted by length within a *section* of heads. On an H200 with 132 SMs a section has 66 heads at D = 64, and 33
+# above. Larger sections balance better. In smaller ones more blocks read the same K and V, which then stay in the L2
+# cache.
+#
+# A tile needs a block of keys if *one* of its rows sees it. At D = 64 a tile has 192 rows, three warpgroups. With a
+# causal mask the first warpgroup sees nothing of the last block, and in the last tile a warpgroup may have no rows at
+# all. With SKIP it gives such a stage back at once, and passes its turn on. At D = 128 hardly anything is skipped.
+#
+# **Predict:** for which N does each switch matter? + is how much slower the kernel is without it.
+
+# %% slideshow={"slide_type": "fragment"}
+for switch in ("PERSISTENT=0", "SKIP=0", "PINGPONG=0", "OVERLAP=0"):
+    figures.without(switch, "fwd_8_hopper")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# PERSISTENT hides each tile's beginning and end. Without it the kernel is slower by 21 to 32 % at N = 512. At N = 16384
+# the launch turns it off by itself, and without a mask PINGPONG, too: these numbers show the noise.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 10. Where the clocks of rung 8 go
+#
+# **You need:** notebook 02d, parts 2 and 5.
+#
+# A copy of the kernel notes the clock in each step, at D = 128, N = 4096. **Predict:** without turns, will the two
+# warpgroups compute their softmax at the same time? (A bar of products lasts until the group looks for O.)
+
+# %% slideshow={"slide_type": "fragment"}
+figures.timelines()
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Rarely. The tensor cores serve both groups, and whoever comes second gets its S later: they drift apart by themselves.
+# So turns gain next to nothing here.
+#
+# The products of a step take 2,048 clocks by the datasheet. Without exponentials, or without the whole softmax, the
+# kernel computes nonsense, but shows what they cost. Which costs more, the exponentials or the rest?
+
+# %% slideshow={"slide_type": "fragment"}
+figures.clocks_a_step()
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# Of the 690 clocks beyond the products 300 vanish with the exponentials and 280 with the rest of the softmax. The last
+# 100 are unexplained. OVERLAP gains 7 %.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 11. The order of dQ on Hopper
+#
+# **You need:** section 5, and notebook 02e.
+#
+# In `bwd_3` a turn takes longer than in rung 1, because the additions must first arrive in the L2 cache. So a turn
+# covers 4 tiles of queries and is passed on once. A warp does this after it has started the next step's first products,
+# which run meanwhile. dV_j starts after dQ_i, so that it runs while the warp waits for its turn.
+#
+# A block begins one turn later than the block before it in its head. So blocks that run at the same time belong to
+# several heads, but to few, because blocks of one head share Q, dO and dq in the L2 cache. The share of the speed in any
+# order, on an H200:
+
+# %% slideshow={"slide_type": "fragment"}
+figures.price_of_order()
+
+# %% slideshow={"slide_type": "subslide"}
+show("bwd_3_hopper", "struct Turns {", until="// The block that a block")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 12. Two tricks of FlashAttention-4
+#
+# **You need:** the online softmax; notebook 02d, part 1.
+#
+# **Conditional rescaling** ([FlashAttention-4](../papers/flash_attention_4.md), in rung 8 the switch LAZY). O and l may
+# stay in the units of an old maximum, as long as 2^(S - m) cannot overflow. So O is rescaled only if m has grown by more
+# than 8 in log2 in one of a warp's 16 rows. **In how many steps is that?** Scores are random here, with three standard
+# deviations in log2:
+
+# %% slideshow={"slide_type": "fragment"}
+for scale in (1, 5, 20):
+    S = scale * torch.randn(64, 16, 32, 128, generator=torch.Generator().manual_seed(0))
+    best = S.amax(-1)  # of 64 warps, 16 rows, 32 tiles of 128 keys
+    true = used = best[:, :, 0]
+    grows = rescales = 0
+    for j in range(1, 32):
+        new = torch.maximum(true, best[:, :, j])
+        grows += (new > true).any(1).float().mean() / 31
+        far = (new - used > 8).any(1, keepdim=True)
+        rescales += far.float().mean() / 31
+        true, used = new, torch.where(far, new, used)
+    print(f"deviation {scale:2}: a maximum grows in {grows:.0%} of the steps,",
+          f"O is rescaled in {rescales:.0%}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# With ordinary scores some maximum grows in two of three steps, but never by 8. The rescaling is needed rarely, and then
+# it is done.
+#
+# **A polynomial for exp2.** At D = 64 exponentials take as long as products. 2^x is 2^⌊x⌋ times 2^f with f in [0, 1).
+# The first factor only moves exponent bits. The second can be a polynomial: a few multiply-adds on other units. P is
+# rounded to bf16 anyway. **Which degree is enough?**
+
+# %% slideshow={"slide_type": "fragment"}
+x = -16 * torch.rand(200_000, generator=torch.Generator().manual_seed(0)).double()
+exact, f = x.exp2(), (x - x.floor()).float()
+nodes = (torch.cos(torch.pi * (torch.arange(64) + 0.5) / 64).double() + 1) / 2  # in (0, 1)
+print(f"rounding to bf16: error {((exact.bfloat16() - exact) / exact).abs().max():.1e}")
+for degree in range(1, 5):
+    powers = nodes[:, None] ** torch.arange(degree + 1) / nodes.exp2()[:, None]  # relative error
+    weights = torch.linalg.lstsq(powers, torch.ones(64, 1).double()).solution[:, 0]
+    y = torch.zeros_like(f)
+    for weight in weights.flip(0):
+        y = y * f + weight.float()  # a multiply-add
+    y = torch.ldexp(y, x.floor().int())
+    other = (y.bfloat16() != exact.float().bfloat16()).float().mean()
+    print(f"degree {degree}: error {((y - exact) / exact).abs().max():.1e};",
+          f"{other:.2%} of P are another bf16 number")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# At degree 3, which FlashAttention-4 takes, less than one P in a hundred becomes another number. But rung 8 became
+# slower with it: on Hopper it adds more instructions than it saves.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 13. What the power limit does
+#
+# **You need:** nothing.
+#
+# The datasheet's TFLOP/s belong to a clock that the chip does not always hold. Near its limit of 700 W it lowers the
+# clock. **Predict:** the same product, once on random normal numbers and once on zeros. Same time?
+
+# %% slideshow={"slide_type": "fragment"}
+figures.power()
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# No. A circuit consumes much of its power when bits change, and between zeros none do. So the clock falls less, and the
+# same kernel gets "faster" on data that nobody has. All rows of this course are of random normal numbers.
+# [The table of sustained load](../steps/bench/results/README.md) has the clock and the energy of each kernel.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 14. What was tried, and what is open
+#
+# **You need:** notebooks 02d and 02e. *Slower* means: at most sizes, than the kernel as it was then.
+#
+# 1. **A producer warp in the backward**: no faster at D = 128, slower at D = 64. Beside K_j in registers there is no room.
+# 2. **A warp that sends dQ_i**, as FlashAttention-3 has it: not tried. 02e has what the additions cost.
+# 3. **80 queries a tile, and dQ_iᵀ instead of dQ_i**: wider products read less. Faster only at N = 16384, and without K_j
+#    in registers.
+# 4. **lse and delta read before Sᵀ is there**: slower.
+# 5. **The backward's three kernels overlapped** by programmatic dependent launch: not tried.
+# 6. **D = 32, 96 and 256 in the backward**: still `bwd_1`.
+# 7. **The forward at D = 64**: a polynomial for 1 to 6 of 16 exponentials: slower. Tiles of 128 x 160, 128 x 192, 192 x 96
+#    or 192 x 112: slower. Four stages: no faster.
+# 8. **The forward at D = 128**: exponentials before and after the wait for O: slower. 128 x 176 with one place for Q:
+#    slower. Q in registers: slower. The next tile's number by an atomic addition: slower.
+#
+# **Past one kernel.** A ring over GPUs from inside a kernel: NVSHMEM lets a thread write to another GPU's memory and
+# raise a flag there. A whole network as one persistent kernel: *Look Ma, No Bubbles!* (Hazy Research, May 2025) runs
+# Llama-1B's forward so. On Blackwell tensor cores are twice as fast; exponentials and shared memory are not, so that all
+# limits of 02d and 02e move. FlashAttention-4 answers with accumulators in a memory of their own, and with products
+# that two SMs share.

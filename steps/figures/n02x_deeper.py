@@ -1,0 +1,309 @@
+"""What notebook 02x shows: lost registers, machine code, ideas switched off, turns, and the clocks of Hopper."""
+
+import functools
+import heapq
+import importlib.util
+import itertools
+import re
+import subprocess
+import tempfile
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.colors import ListedColormap
+
+from steps.bench import ablations, cost, rows
+from steps.figures import measured, n02d_hopper
+from steps.figures.picture import picture
+from steps.figures.plots import COLOURS, INK, style
+from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
+from steps.workbook import edited, show
+from steps.workbook.puzzles.operand_address import operand_address
+
+GPU = cost.GPUS["NVIDIA H200"]
+WAYS = {  # what the text says instead, and the head_dim
+    "as it is": ("", "", 64),
+    "too many numbers": ("", "", 128),
+    "an index": ("#pragma unroll\n", "#pragma unroll 8\n", 64),
+}
+
+
+def registers(old="", new="", D=64, arch="sm_90a"):
+    """What ptxas reports of rung 0 with `new` in place of `old`, also where the loader would refuse the kernel."""
+    row = ladder.FORWARD["scalar"]
+    text = (works.HERE / row.file).read_text().replace(old, new)
+    Br, Bc = row.tiles[0][64]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / row.file
+        file.write_text(text)
+        try:
+            return nvrtc.compile(file, {"D": D, "Br": Br, "Bc": Bc}, arch).usage["attention_forward"]
+        except RuntimeError as refused:
+            return refused.usage["attention_forward"]
+
+
+def promised(blocks):
+    """The same where a multiprocessor is promised to hold so many blocks."""
+    return registers("_bounds__(Br)", f"_bounds__(Br, {blocks})")
+
+
+def registers_and_promises(head_dims=(32, 64, 96, 128), promises=(1, 6, 7, 10, 16)):
+    """Registers and spills of rung 0, for some head_dims and for some promises of blocks."""
+    style()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda D: registers(D=D), head_dims)), list(pool.map(promised, promises))
+    fig, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained", sharey=True)
+    for ax, xs, used in zip(axes, (head_dims, promises), found, strict=True):
+        ax.plot(xs, [u.registers for u in used], "o-", color=COLOURS[0], label="ptxas, sm_90a")
+        looks = dict(textcoords="offset points", ha="center", va="top", fontsize=9, zorder=1)
+        for x, u in zip(xs, used, strict=True):
+            what = f"{u.registers}\n{u.spills} bytes" if u.spills else u.registers
+            ax.annotate(what, (x, u.registers), (0, -8), **looks)
+        ax.axhline(255, color=COLOURS[1], lw=1.2)
+        ax.set(ylim=(0, 285), xticks=xs)
+    axes[0].plot(head_dims, [2 * D for D in head_dims], "--", color=INK, lw=1, label="q and O: 2 D")
+    axes[1].plot(promises, [min(255, 65536 // (64 * n)) for n in promises], ":", color=INK, label="a thread's share")
+    axes[0].text(31, 259, "the most a thread can have: 255", fontsize=9, color=COLOURS[1])
+    axes[0].set(xlabel="head_dim D", ylabel="registers a thread, bytes spilled", title="too many numbers")
+    axes[1].set(xlabel="blocks promised, D = 64", title="a promise", xlim=(0, 18))
+    axes[0].legend(fontsize=9, loc="lower right")
+    axes[1].legend(fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.88))
+    alt = """Registers a thread. Left, against D: 60 to 90 above the line 2 D; 255 at D = 96 and, with bytes spilled, at
+    128. Right, against the blocks promised: they fall with a thread's share of 65536, and from 7 blocks on bytes are
+    spilled, ever more."""
+    return picture(fig, alt)
+
+
+def machine_code(rung="fa2", D=128):
+    """A rung's instructions for an H200; empty without nvdisasm, which Triton brings."""
+    dtype = torch.float32 if rung == "scalar" else torch.bfloat16
+    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, causal=False, dtype=dtype, processors=GPU.sms)
+    file = works.HERE / ladder.FORWARD[rung].file
+    (launch,) = rows.geometry(file.stem, D=D, shared_limit=GPU.multiprocessor.shared_per_block, **sizes)
+    triton = importlib.util.find_spec("triton")
+    tool = triton and Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
+    if not (tool and tool.exists()):
+        return []
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        Path(cubin.name).write_bytes(nvrtc.compile(file, launch[-1], "sm_90a").cubin)
+        ran = subprocess.run([tool, "-c", cubin.name], capture_output=True, text=True)
+    return re.findall(r"/\*[0-9a-f]{4}\*/ +(.*?) *;", ran.stdout)
+
+
+def products_and_exponentials(rung="fa2", shown=14):
+    """Counts a rung's HMMA and MUFU.EX2 and prints the lines in which both are most frequent."""
+    code = machine_code(rung)
+    kinds = "".join("m" if "HMMA" in x else "e" if "MUFU.EX2" in x else "." for x in code)
+    at = [n for n, kind in enumerate(kinds) if kind == "e"]
+    near = sum("m" in kinds[max(0, n - 10) : n] and "m" in kinds[n : n + 11] for n in at)
+    if not code:
+        print("there is no nvdisasm here, so the machine code is not shown")
+        return
+    print(f"{kinds.count('m')} HMMA and {len(at)} MUFU.EX2; {near} of them have HMMAs close by, before and after")
+    both = [min(kinds.count(k, n, n + shown) for k in "me") for n in range(len(code))]
+    first = both.index(max(both))
+    print(*code[first : first + shown], sep="\n")
+
+
+def finished(blocks, slots=2 * GPU.sms):
+    """When the last block ends, if each takes its tiles in the slot that is free first."""
+    free = [0] * slots
+    for length in blocks:
+        heapq.heappush(free, heapq.heappop(free) + length)
+    return max(free)
+
+
+def without(switch, kernel="fwd_5_fa2"):
+    """Prints by how much a kernel is slower (+) with one of its ideas switched off, on an H200."""
+    found = [row for row in rows.fresh(rows.read(switched=True)) if row["gpu"] == GPU.name]
+    ms = {(r["run"], r["kernel"], r["D"], r["causal"], r["N"]): r["ms_median"] for r in found}
+    for D, causal in itertools.product((64, 128), (True, False)):
+        slower = [
+            f"{time / ms[run, kernel, *at] - 1:+.1%} at N = {at[2]}"
+            for (run, name, *at), time in ms.items()
+            if name == f"{kernel}:{switch}" and at[:2] == [D, causal]
+        ]
+        print(f"{switch}, D {D:3}, {'causal' if causal else 'full':6}:", ", ".join(slower) or "no rows yet")
+
+
+def grouped(H, Hk, N=4096, D=64):
+    """What the two backwards of the ladder need beside their tensors for Hk heads of K and V, in words."""
+    copies = 4 * H * N * D * 4 / 2**20 if H > Hk else 0  # k, v, dk, dv in float32
+    sizes = dict(B=1, H=H, Hk=Hk, Nq=N, Nk=N, D=D, causal=False, dtype=torch.bfloat16, processors=GPU.sms)
+    _, launch, _ = rows.geometry("bwd_1_fa2", shared_limit=GPU.multiprocessor.shared_per_block, **sizes)
+    parts = 2 * H * N * D * 2 / 2**20 if launch[-1]["HEADS_APART"] else 0  # dk and dv in bf16
+    return f"Hk = {Hk:2}: rung 0 adds {copies:3.0f} MiB; rung 1 adds {parts:2.0f} MiB and has {launch[1]:4} blocks"
+
+
+def changed_bits(blocks, seed=0, deterministic=False):
+    """How many elements change against blocks in order, of [dq in float32, dq, dk, dv] of rung 1's backward."""
+    pairs = zip(gradients("forward", 0, deterministic), gradients(blocks, seed, deterministic), strict=True)
+    return [int((a != b).sum()) for a, b in pairs]
+
+
+@functools.cache
+def gradients(blocks, seed, deterministic):
+    """(dq before its rounding, dq, dk, dv) of two heads of 160 tokens in fp16: five tiles of keys, in the emulation."""
+    q, k, v, dout = torch.randn(4, 1, 2, 160, 32, generator=torch.Generator().manual_seed(0)).half()
+    out, lse = calls.forward(q, k, v, rung="fa2")
+    with emulator.schedule(blocks=blocks, seed=seed):
+        sums = calls.start_gradients(dout, out, lse, deterministic=deterministic)
+        dk, dv = calls.add_gradients(sums, dout, q, k, v)
+        return sums.dq_sum, calls.finish_dq(sums), dk, dv
+
+
+def run(in_turn, tiles, heads, sms, causal):
+    """(time until all is done, [(tile, i, start, wait from, turn from)]) of heads of tiles x tiles, by a model.
+
+    A step takes 1, of which the turn takes 0.2. A multiprocessor takes the next block when it is free.
+    """
+    free, done, visits = [0.0] * sms, {}, []
+    for head, tile in itertools.product(range(heads), range(tiles)):
+        now = heapq.heappop(free)
+        for i in range(tiles - 1, (tile if causal else 0) - 1, -1):  # from the last queries to the first
+            ready = now + 0.8
+            begin = max(ready, done.get((head, i), 0)) if in_turn else ready
+            visits.append((tile, i, now, ready, begin))
+            now = done[head, i] = begin + 0.2
+        heapq.heappush(free, now)
+    return max(free), visits
+
+
+def price_of_turns(N, causal):
+    """The time in turn over the time in any order, by the model: 16k tokens, 32 heads, tiles of 128, an H200."""
+    sizes = dict(tiles=N // 128, heads=32 * 16384 // N, sms=GPU.sms, causal=causal)
+    return run(True, **sizes)[0] / run(False, **sizes)[0]
+
+
+def turns():
+    """Six blocks of one head that take turns, over time: full and causal."""
+    style()
+    fig, axes = plt.subplots(1, 2, figsize=(8.4, 3), layout="constrained", sharex=True, sharey=True)
+    for ax, causal in zip(axes, (False, True), strict=True):
+        for tile, i, start, ready, begin in run(True, 6, 1, 6, causal)[1]:
+            spans = ("own work", start, ready, COLOURS[0]), ("waiting", ready, begin, COLOURS[4])
+            for what, a, b, colour in (*spans, ("its turn", begin, begin + 0.2, INK)):
+                label = what if (tile, i) == (1, 5) else None
+                ax.barh(tile, b - a, left=a, height=0.7, color=colour, label=label)
+        ax.set(title="causal" if causal else "not causal", xlabel="time, in steps", ylim=(5.6, -0.6), yticks=range(6))
+    axes[0].set_ylabel("key tile")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    return picture(fig, """Six blocks of one head over time. Not causal: in its first step block j waits j fifths of a
+    step, later none; the last ends one step late. Causal: the same queue, bars that get shorter with j.""")
+
+
+# --- Hopper: descriptors, registers, persistent blocks, clocks, power -------------------------------------------
+
+
+def read_by_wgmma():
+    """Which 16-byte chunks of a tile of 64 x 64 numbers four instructions read, of K and of V."""
+    style()
+    fig, axes = plt.subplots(1, 2, figsize=(8.4, 4.2), sharey=True, layout="constrained")
+    titles = "K: an instruction reads 16 columns", "V: an instruction reads 16 keys"
+    for is_V, (ax, title) in enumerate(zip(axes, titles, strict=True)):
+        reader = torch.full((64 * 8,), float("nan"))
+        for step in range(4):
+            where = (2048 * step, 8192, 1024) if is_V else (32 * step, 16, 1024)
+            for k, i in itertools.product(range(16), range(64)):
+                reader[operand_address(*where, k, i, bool(is_V)) // 16] = step
+        ax.pcolormesh(reader.view(64, 8), cmap=ListedColormap(COLOURS[:4]), edgecolors="white", lw=0.5)
+        ax.set(ylim=(32, 0), xlabel="16-byte chunk of the row", title=title, yticks=range(0, 33, 8))
+        ax.grid(False)
+    axes[0].set_ylabel("row of 128 bytes, the first 32 of 64")
+    n02d_hopper.boxes(fig, {f"instruction {step}": COLOURS[step] for step in range(4)}, "outside lower center")
+    alt = """Which chunks of a tile four instructions read, its first 32 rows. Of K each reads two chunks of every row,
+    which the swizzle moves about in a pattern that repeats after eight rows. Of V each reads 16 whole rows."""
+    return picture(fig, alt)
+
+
+def registers_of_the_roles(D):
+    """What a consumer of rung hopper needs, and what setmaxnreg gives it, in words."""
+    row = ladder.FORWARD["hopper"]
+    Br, Bc = row.tiles[0][D]
+    need, threads, n = cost.accumulator_registers(64, Bc, D, "bf16", threads=128), row.threads(D, Br, Bc), Br // 64
+    lines = [line for line in str(show("fwd_8_hopper")).splitlines() if "_REGISTERS = " in line]
+    kept, taken = (int(re.findall(r"[?:] (\d+)", line)[n - 1]) for line in lines)
+    total, at_launch = 128 * (kept + n * taken), GPU.multiprocessor.registers // threads // 8 * 8
+    given = f"at first {at_launch}, then {taken}, producer {kept}; all {total}"
+    return f"D = {D:3}, {n} consumers: S, P, O need {need}; {given}"
+
+
+def without_the_wait():
+    """What ptxas says of rung wgmma when it does not wait for S."""
+    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, D=128, causal=False, dtype=torch.bfloat16, processors=GPU.sms)
+    (launch,) = rows.geometry("fwd_6_wgmma", shared_limit=GPU.multiprocessor.shared_per_block, **sizes)
+    with edited("fwd_6_wgmma.cu", ("    wgmma_wait<0>();\n    if (j * Bc", "    if (j * Bc")):
+        try:
+            nvrtc.compile(works.HERE / "fwd_6_wgmma.cu", launch[-1], "sm_90a")
+        except RuntimeError as refused:
+            found = re.findall(r"\(C75\d\d\)[^;\n]*", str(refused))
+            return "\n".join(textwrap.fill(says, 88) for says in dict.fromkeys(found))
+
+
+def spans(timeline, begin, end):
+    """[[(start, end)], ...]: from one event of a recorded timeline to another, in each step of each warpgroup."""
+    a, b = (ablations.EVENTS.index(event) for event in (begin, end))
+    return [[(step[group][a], step[group][b]) for step in timeline["marks"]] for group in (0, 1)]
+
+
+def clocks_of_a_step(timeline):
+    """From one block of keys to the next, both warpgroups."""
+    marks = timeline["marks"]
+    return (marks[-1][0][0] - marks[0][0][0]) / (len(marks) - 1)
+
+
+def recorded_timelines():
+    """{(OVERLAP, PINGPONG): timeline} of rung hopper as it is now, recorded on an H200; or {}."""
+    found = ablations.read("timeline").get("timelines", ())
+    return {tuple(one["switches"].values()): one for one in found if "without" not in one}
+
+
+def timelines(first=8, steps=5):
+    """Two warpgroups of rung hopper over five steps, without and with turns, recorded."""
+    shown = {turns: one for (overlap, turns), one in recorded_timelines().items() if overlap}
+    if not shown:
+        return print("no timeline of this kernel: on an H200, python -m steps.bench.ablations")
+    style()
+    fig, grid = plt.subplots(len(shown), 1, figsize=(8.5, 4.6), layout="constrained")
+    bars = ("starts", "output", 0, COLOURS[0]), ("scores", "exponentials", 0.4, COLOURS[1])
+    for ax, (turns, one) in zip(grid, shown.items(), strict=True):
+        origin, end = (one["marks"][n][0][0] for n in (first, first + steps))
+        for begin, stop, shift, colour in bars:
+            for group, found in enumerate(spans(one, begin, stop)):
+                pieces = [(start - origin, till - start) for start, till in found]
+                ax.broken_barh(pieces, (group + shift - 0.18, 0.36), fc=colour, ec="white")
+        ax.set_yticks((0, 0.4, 1, 1.4), ("group 0: products", "softmax", "group 1: products", "softmax"))
+        ax.set(ylim=(1.7, -0.3), xlim=(0, end - origin))
+        ax.set_title(f"{'with' if turns else 'without'} turns: {clocks_of_a_step(one):.0f} clocks a step")
+        ax.grid(axis="y", visible=False)
+    grid[-1].set_xlabel("clocks of the SM, D = 128, no mask")
+    alt = """Recorded timelines of two warpgroups over five steps, without and with turns. Bars of products follow
+    each other nearly without a gap, and the softmax of one warpgroup lies under the products of both. The two
+    warpgroups alternate in either case."""
+    return picture(fig, alt)
+
+
+def clocks_a_step():
+    """A line for each recorded timeline of rung hopper: what was changed, and the clocks of a step."""
+    for one in ablations.read("timeline").get("timelines", ()):
+        turned = ", ".join(f"{name} = {value}" for name, value in one["switches"].items())
+        changed = f"without {one['without']}" if "without" in one else turned
+        print(f"{changed:27}{clocks_of_a_step(one):6.0f} clocks a step")
+
+
+def power():
+    """A line for each load that was run under the power limit: its speed, clock and watts."""
+    for one in ablations.read("timeline").get("power", ()):
+        allowed = GPU.sms * 4096 * one["sm_mhz"] / 1e6
+        print(f"{one['load']:14} {one['data']:13}: {one['tflops']:.0f} TFLOP/s at {one['sm_mhz']:.0f} MHz,",
+              f"{one['tflops'] / allowed:.0%} of what that allows; {one['watts']:.0f} W")  # fmt: skip
+
+
+def price_of_order():
+    """A line for each size at which bwd_3 was measured in a fixed order: its share of the speed in any order."""
+    found = [row for row in rows.fresh(rows.read(switched=True)) if row["gpu"] == GPU.name]
+    for row, share in measured.beside(found, ("bwd_3_hopper:DETERMINISTIC=1",), "bwd_3_hopper"):
+        print(f"D = {row['D']:3}, N = {row['N']:5}, {'causal' if row['causal'] else 'full':6}: {share:.2f}")
