@@ -125,9 +125,6 @@ def layouts_measured():
     return "\n".join(told) if alone else "Not measured as it is now."
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------
-
-
 PLACES = {"merge": dry, "work": Layout}  # a broken function's name: where the dry run finds the right one
 INPUTS = {"not causal": ("ragged", "striped"), "contiguous": ("ragged_causal", "contiguous"),
           "zigzag": ("ragged_causal", "zigzag"), "striped": ("ragged_causal", "striped"),
