@@ -158,7 +158,8 @@ def test_slides_fit_the_screen_and_figures_fill_it(stem, tmp_path):
     assert not [slide["text"][:60] for slide in slides if slide["code_first"]], "the code stands before what it shows"
     assert not [slide for slide in slides if slide["text"].strip() in ("", "Code") and not slide["figures"]], "empty"
     figures = [size for slide in slides for size in slide["figures"]]
-    assert figures and not [(w, h) for w, h in figures if w < 1050 and h < 530], "a figure smaller than its slide"
+    assert figures or stem[2] == "x", "no figure"
+    assert not [(w, h) for w, h in figures if w < 1050 and h < 530], "a figure smaller than its slide"
 
 
 def test_packages_are_pinned():

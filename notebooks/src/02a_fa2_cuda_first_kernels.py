@@ -29,16 +29,16 @@ import steps  # first: it chooses the engine
 import torch
 from steps.figures import measured, n02a_first_kernels as figures, planted
 from steps.step02_fa2_cuda import emulator
-from steps.workbook import check, show
+from steps.workbook import check, hint, show, solution  # noqa: F401
 torch.set_printoptions(precision=2, sci_mode=False)
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# In stage 01's `published` the loop over keys is outside, with one block for each head. In `loops_swapped` the loop over
-# queries is outside, with one block for each *query tile*, so that every multiprocessor has work. In `registers` a
-# thread also keeps a patch of 8 x 8 scores.
+# In stage 01's `published` the loop over keys is outside, with one block for each head: 32 heads keep 32 of an H200's 132
+# multiprocessors busy. In `loops_swapped` the loop over queries is outside, with one block for each *query tile*. In
+# `registers` a thread also keeps a patch of 8 x 8 scores.
 #
 # Each step helps, and PyTorch's kernel (`sdpa-efficient`) is still ahead. What is in the way can only be said in CUDA
 # C++: loads of four numbers at once, lanes of a warp that exchange numbers, and from the next notebook on the tensor
@@ -83,10 +83,8 @@ for m1, m2 in ((S[first].max(), S[second].max()), (S.max(), S.max())):
 #
 # The same choice comes again *inside* a block, which consists of **warps**: 32 threads that run together, called
 # **lanes**. FlashAttention-1 gave each warp some keys of every row, so warps had to add up O through shared memory.
-# FlashAttention-2 gives each warp some rows (section 3.3 of the paper). We go one step further down:
-#
-# - rung 0, `scalar`: a thread owns a row. There is nothing to agree on.
-# - rung 1, `warp`: eight lanes own four rows together. They agree on m by three exchanges.
+# FlashAttention-2 gives each warp some rows (section 3.3 of the paper). We go one step further down: in rung 0 a *thread*
+# owns a row, in rung 1 eight lanes own four rows together, and have to agree on m.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.owners()
@@ -153,10 +151,10 @@ for says, (old, new) in mistakes.items():
 # ### Yours: an index, a barrier, a launch
 #
 # The kernel `differences` computes $y_n = x_n - x_{n-1}$ for 20 numbers, with $x_{-1} = 0$. Each thread leaves its
-# number in shared memory for its right neighbour. Only the first thread of a block asks device memory.
+# number in shared memory for its right neighbour.
 #
-# **Fill in the four blanks.** Index and barrier are C++. The index is this thread's place in x, over all blocks of
-# eight threads. `grid` is the number of blocks, `shared_bytes` what the tile takes.
+# **Fill in the four blanks.** Index and barrier are C++. The index is this thread's place in x, over all blocks of eight
+# threads; `grid` is the number of blocks.
 #
 # <details><summary>Answer</summary>
 #
@@ -251,6 +249,7 @@ shared = (2 * Bc * D + Bc * Br) * 4
 launch = dict(grid=N // Br, block=Br, shared_bytes=shared, D=D, Br=Br, Bc=Bc)
 planted.emulated(text, "one_head", arguments, **launch)
 print("out[5] =", out[5])
+print("at D = 96:", planted.block("fwd_0_scalar", 96))
 print(measured.rung("fwd_0_scalar", D=64, dtype="fp32"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -318,7 +317,7 @@ x = torch.zeros(4, 32)
 x[0] = torch.tensor([3, 7, 1, 5, 0, 6, 4, 2]).repeat(4)
 print(planted.report(BUTTERFLY, "butterfly", [x], grid=1, block=32, TAKE_PART=16))
 planted.emulated(BUTTERFLY, "butterfly", [x], grid=1, block=32, TAKE_PART=32)
-figures.butterfly(x[:, :8])
+print(x[:, :8].int())  # of eight lanes: at first, after 4, after 2, after 1
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it

@@ -30,7 +30,7 @@ import steps  # first: it chooses the engine
 import torch
 from steps import step02_fa2_cuda as step02
 from steps.figures import measured, n02c_backward as figures, planted
-from steps.workbook import check
+from steps.workbook import check, hint, show, solution  # noqa: F401
 torch.set_num_threads(1)  # small tensors: one thread is faster
 torch.set_printoptions(precision=2, sci_mode=False)
 print(steps.engine.describe())
@@ -198,11 +198,13 @@ for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # That is the whole kernel for one head, in two blocks of three keys. The file's own adds batches, heads, strides and the
 # causal mask. The second barrier is what `add_dQ` needs: it sums over the keys of the *block*, and every key belongs to
-# another thread. How far do the registers reach?
+# another thread.
+#
+# How far do the registers reach? At D = 128 dK_j and dV_j alone would take 256, and a thread has at most 255.
 
 # %% slideshow={"slide_type": "fragment"}
-for D in (32, 64, 96, 128):
-    print(f"D = {D:3}:", figures.budget("scalar", D))
+for D in (32, 64, 96):
+    print(f"D = {D}:", planted.block("bwd_0_scalar", D))
 print(measured.rung("bwd_0_scalar", D=64, dtype="fp32"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -305,8 +307,8 @@ for says, total in (("once", exact.float().bfloat16()), ("32 times", in_bf16)):
 
 # %% slideshow={"slide_type": "fragment"}
 for rung, D in (("scalar", 64), ("fa2", 64), ("fa2", 128)):
-    print(f"{rung:6} D = {D:3}: {figures.budget(rung, D)}")
-    print(f"       roof {figures.roof(rung, D):.3g} TFLOP/s")
+    print(f"{rung:6} D = {D:3}: roof {figures.roof(rung, D):.3g} TFLOP/s")
+print(planted.block("bwd_1_fa2", 128))
 print(measured.rung("bwd_1_fa2"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -357,7 +359,10 @@ for says, (rung, *edit) in mistakes.items():
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-figures.bits_by_key_tiles()
+for tiles in (1, 2, 3, 4, 8):
+    orders = (figures.gradients(16 * tiles, blocks)[0] for blocks in ("forward", "reverse"))
+    changed = torch.ne(*orders).float().mean()
+    print(f"{tiles} key tiles: {changed:.0%} of dq changes when the blocks run backwards")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Question 2.** Which rung comes near its roof? And where do PyTorch's kernels lie, `sdpa-flash` (FlashAttention-2) and
@@ -373,7 +378,7 @@ figures.bits_by_key_tiles()
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-figures.speeds()
+figures.against_roofs()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary

@@ -69,17 +69,15 @@ print(steps.engine.describe())
 # %% slideshow={"slide_type": "fragment"}
 for says, change in figures.WAYS.items():
     print(f"{says:17}", figures.registers(*change))
-print(f"{'8 blocks promised':17}", figures.promised(8))
+for blocks in (6, 7, 8, 16):
+    print(f"{blocks:2} blocks promised", figures.promised(blocks))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # The index is the treacherous one: fewest registers of all, and not a byte *spilled*. But `stack` is the thread's local
 # memory, 512 bytes: all of q and O. Read the stack frame, too, whenever you read how many registers a kernel has.
 #
-# The figure shows where it begins. Six blocks of 64 threads can be promised, seven cannot. The stage's loader refuses a kernel that spills more than the
+# Six blocks of 64 threads can be promised, seven cannot. The stage's loader refuses a kernel that spills more than the
 # header of its file allows.
-
-# %% slideshow={"slide_type": "fragment"}
-figures.registers_and_promises()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. A multiply-add that harms a softmax

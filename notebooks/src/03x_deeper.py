@@ -12,27 +12,187 @@
 # ---
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# # 03x. Going deeper: Gluon, where the compiler no longer decides
+# # 03x. Going deeper: what Triton decides, and Gluon, where it no longer does
 #
 # *How close does a kernel in Python come to one in CUDA C++, and what is in the way?*
 #
 # ![A ladder of stage 03's forward kernels beside cuDNN and FlashAttention-4 on an H200: rung gluon is the
 # highest of ours.](../notebooks/figures/ladder_triton.png)
 #
-# **Before this:** notebooks 02e and 03a. **Time:** about half an hour. Each section can be read alone. A GPU is not
-# needed: what only a GPU shows stands here as rows that were measured on an H200.
+# - **Before you start:** notebook 03a. Sections 7 to 12 also want what tensor cores, warpgroups and TMA are.
+# - **Time:** each section takes five minutes and can be read alone.
+# - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md), [figures](../steps/figures/n03x_deeper.py).
+# - **Tests:** `pytest tests/test_step03_triton.py tests/test_step03_features.py`.
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
-from steps.bench import rows
-from steps.figures import measured
+import math, torch  # noqa: E401
+from reference import attention
+from steps import step03_triton as step03
+from steps.figures import measured, n03x_deeper as figures
 from steps.workbook import show
-
-fresh = rows.fresh(rows.read())  # what was measured of the kernels as they are
 print(steps.engine.describe())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 1. Five products where seven were
+# ## 1. What descriptors save
+#
+# Rung `fused` computes an address for each number that it loads. Rung `tma` has a *descriptor*: it says once where a
+# tensor lies, and how large a **box** is, the part that one copy brings. A copy then names the **coordinates** of the
+# box, which are the batch entry, the head and the first row.
+#
+# Both rungs are compiled here for an H100 with the same tile, 64 x 64 at D = 128, and their machine instructions are
+# counted. Which groups should shrink?
+
+# %% slideshow={"slide_type": "fragment"}
+figures.descriptors()
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Products and exponentials are the same. What goes is two thirds of the integer work, most of the copies' instructions,
+# and the registers that held pointers. Register counts belong to a compiler: these are Triton 3.7.1's. The committed
+# counters of an H200 were read with 3.6.0, which took 140 for rung `tma`.
+
+# %% slideshow={"slide_type": "fragment"}
+print(measured.rung("fwd_0_fused"), measured.rung("fwd_1_tma"), sep="\n")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 2. One rounding instead of two
+#
+# A kernel computes P = 2^(c S - c m), and the compiler makes one *fused multiply-add* of c S - c m. It rounds once: c S
+# enters exactly. But c m was computed before, and rounded. So at S = m, where the exponent should be 0, it is the
+# rounding error of c m.
+#
+# How large can P become there? Predict for scores of 10⁸. Numbers in float64 stand for the exact product.
+
+# %% slideshow={"slide_type": "fragment"}
+c = torch.tensor(math.log2(math.e) / math.sqrt(128))
+power_of_two = (c.view(torch.int32) & 0x7F800000).view(torch.float32)
+for size in (1e2, 1e5, 1e8, 1e11):
+    m = size * (1 + torch.rand(1000, generator=torch.Generator().manual_seed(0)))
+    for name, factor in {"c": c, "power of two": power_of_two}.items():
+        exponent = m.double() * factor.double() - (m * factor).double()
+        P = exponent.max().exp2().float()
+        print(f"m about {size:.0e}, factor {name:12}: largest P at S = m is {P:.6g}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# At 10⁸ P may be 2 instead of 1. But so is all of its row, l included, and out is right. At 10¹¹ P is infinite, and out
+# is NaN. So from c m = 2²⁶ on the kernels take the power of two below c, whose products are exact. The interpreter
+# rounds twice, and shows nothing of this.
+
+# %% slideshow={"slide_type": "fragment"}
+show("step03_triton/fwd_0_fused", "factor_and_shift")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 3. A mask that swallows the scores
+#
+# Many libraries hide keys with the most negative finite number instead of -inf. In a row of nothing else it swallows
+# the scores: their sum with the mask rounds to the mask, and all keys count alike. torch's SDPA returns the mean of V
+# there.
+#
+# A kernel that stores lse = m + log l meets a second rounding. log l is lost beside m, so in the backward
+# P = exp(S - lse) would add up to the number of keys:
+
+# %% slideshow={"slide_type": "fragment"}
+torch.manual_seed(0)
+lowest = torch.finfo(torch.float32).min
+S_row = torch.tensor([0.3, -1.2, 2.0, 0.5]) + lowest
+P = (S_row - S_row.logsumexp(0)).exp()
+print(f"{len(S_row.unique())} different score of 4; P adds up to {P.sum():.0f}")
+q, dout = torch.randn(2, 1, 1, 3, 16).to(steps.engine.device)
+k, v = torch.randn(2, 1, 1, 4, 16).to(q)
+mask = torch.zeros(3, 4).to(q)
+mask[1], mask[2] = lowest, -math.inf
+out, lse = step03.forward(q, k, v, mask=mask)
+dv = step03.backward(dout, q, k, v, out, lse, mask=mask)[2]
+want = attention.backward(dout, q, k, v, mask=mask)[2]
+print("rows of 0, of finfo.min and of -inf: lse", [f"{x:.3g}" for x in lse[0, 0].tolist()])
+print("dv as in float64:", torch.allclose(dv.double(), want, atol=1e-5))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# The kernel counts such a mask as -2¹⁰¹. There it stores m · l instead of m + log l, from which the backward gets l
+# back: four keys at -2¹⁰¹ are -2¹⁰³, or -1.01e+31. Only -inf hides a key for certain: then out is 0 and lse -inf.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 4. The formula under torch.compile
+#
+# What does `torch.compile` make of plain attention, the formula with its N x N matrix? These are rows of one run on an
+# H200, bfloat16, D = 128, N = 16384. Predict before you look: is it nearer to cuDNN without or with a causal mask?
+
+# %% slideshow={"slide_type": "fragment"}
+figures.formula_compiled()
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Its compiler, Inductor, knows the plain formula as a pattern, and calls torch's SDPA in its place. A mask by
+# `masked_fill` fits no pattern. Then both products are calls of a library, and Triton gets what lies between them, a
+# whole row at a time. S and P go through memory, and no tile above the diagonal is skipped. `TORCH_LOGS=output_code
+# python FILE.py` shows what it writes.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 5. Roles by one argument, and their trap
+#
+# While a warp computes exponentials it does not multiply. Rung `roles` gives the warps of one program different work:
+# `tl.range(..., warp_specialize=True)` around the loop over keys is all its text says of it. The compiler divides the
+# program into **partitions**: a warp that copies K and V, and two groups of four warps that compute, with 64 rows of
+# the tile each.
+#
+# It does so on conditions that it does not name. Descriptors must be made in the kernel, and there may be one loop
+# only, so a causal mask has no place. Where can this rung not be better than `tma`?
+
+# %% slideshow={"slide_type": "fragment"}
+print(figures.shares("fwd_2_roles", "fwd_1_tma"))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# With a causal mask, and at D = 64, it is `tma` with descriptors that each program makes anew: slower.
+#
+# Now the trap. The compiler works in steps, and each is a text that can be read. In **TTGIR**, Triton's text for GPUs,
+# a line gives a name to the result of one operation: `%row = tt.make_range {start = 64, end = 128}` are the numbers
+# from 64 to
+# 127. Out of the second group's partition come the lines that lead to the address of lse and add 64, first of the file
+#      as it is, then of one that computes that address as `fwd_1_tma.py` does.
+
+# %% slideshow={"slide_type": "fragment"}
+figures.roles()
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# The second group gets its rows by adding 64 to two kinds of numbers. One is a tile of row numbers, `row`. The other is
+# `i`, because `i` is a coordinate of Q's descriptor. Where an address has both in a sum, it moves twice, and half of
+# lse is never written. No message says so. Therefore this file keeps `i` in the address, where it is not moved, and
+# `row` counts from the tile. 
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 6. The forward in Gluon, beside `fwd_8_hopper.cu`
+#
+# Triton waits for a `tl.dot` as soon as the same iteration uses its result. So no group of warps multiplies under its
+# own exponentials. `fwd_3_gluon.py` is written in **Gluon**, the layer below Triton: still tiles, but you say who
+# copies, when a product starts and who waits.
+#
+# | | `fwd_3_gluon.py` | `fwd_8_hopper.cu` of stage 02 |
+# |---|---|---|
+# | room, barriers | `allocate_shared_memory`, `mbarrier.init` | `struct Ring`, `barrier_init` |
+# | a copy | `async_copy_global_to_shared` | `Ring::load`: `tma_load` |
+# | start S, O | `warpgroup_mma(..., is_async=True)` | `wgmma_fence`, `wgmma_ss`, `wgmma_commit` |
+# | wait for S, not O | `warpgroup_mma_wait(1, (S,))` | `wgmma_wait<...>()` |
+# | P as an operand | `convert_layout(P, DotOperandLayout(...))` | `to_operand`, `pack` |
+# | roles, registers | `gl.warp_specialize([...], [4, 1], [240, 24])` | `if (threadIdx.x < 128)` |
+#
+# A barrier in shared memory counts **phases**: it flips from 0 to 1 and back each time a tile has arrived, and who
+# waits says for which phase. A **layout** says which thread holds which number; `convert_layout` moves numbers until
+# they lie as the next operation wants them. The swizzle, a permutation of a tile in shared memory against conflicts, is
+# part of a layout and not written by hand.
+#
+# In the listing S of tile n starts, then P V of tile n - 1, and only S is waited for. The exponentials run beside P V.
+
+# %% slideshow={"slide_type": "fragment"}
+show("step03_triton/fwd_3_gluon", "step")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# What `fwd_8_hopper.cu` has beyond this: two groups take turns at the tensor cores, and blocks are **persistent**,
+# which means that there is one for each multiprocessor and it fetches work until none is left.
+
+# %% slideshow={"slide_type": "fragment"}
+print(measured.rung("fwd_3_gluon"))
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 7. Five products where seven were
 #
 # The backward has five matrix products for each pair of tiles: S, dP, dV, dK and dQ. The rungs `fused` and `tma` run
 # two kernels, one that owns keys and one that owns queries. Each of them needs S and dP for itself, so that they
@@ -43,7 +203,7 @@ print(steps.engine.describe())
 
 # %% slideshow={"slide_type": "fragment"}
 print("7 / 5 =", 7 / 5)
-print(measured.shares(fresh, ["bwd_2_gluon"], "bwd_1_tma"))
+print(figures.shares("bwd_2_gluon", "bwd_1_tma"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # The gain is smaller. Additions to memory take time, and dq must be set to zero before and put in order after. That
@@ -53,7 +213,7 @@ print(measured.shares(fresh, ["bwd_2_gluon"], "bwd_1_tma"))
 # from run to run. `backward(..., deterministic=True)` takes rung `tma`'s backward instead, at its price.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 2. Beside `bwd_3_hopper.cu`, line by line
+# ## 8. Beside `bwd_3_hopper.cu`, line by line
 #
 # | step | `bwd_3_hopper.cu` | `bwd_2_gluon.py` |
 # |---|---|---|
@@ -74,7 +234,7 @@ print(measured.shares(fresh, ["bwd_2_gluon"], "bwd_1_tma"))
 show("bwd_2_gluon", "step")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 3. Where the clocks go
+# ## 9. Where the clocks go
 #
 # A step handles Br queries and 128 keys. A multiprocessor of an H200 makes 2,048 multiply-adds of 16 bits a clock,
 # reads 128 bytes of shared memory, and computes 16 exponentials. A `wgmma` instruction whose left operand is in shared
@@ -107,12 +267,12 @@ for D, Br in ((128, 64), (64, 128)):
 # carries K_j as pairs, and `out_of_pairs` names their halves just before the product.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 4. One number rounded, or two
+# ## 10. One number rounded, or two
 #
-# P has two uses: it is an operand in 16 bits, and dS is computed from it. In such a place the compiler rounds one number
-# at a time (`F2F.BF16` in the machine code). That instruction runs on the unit of the exponentials, at its speed. Two
-# numbers at a time (`F2FP.BF16`) run on the units of additions. At head_dim 64 the one-by-one rounding of P takes as
-# many clocks as its exponentials, 1,024 a step, beside products of 2,560.
+# P has two uses: it is an operand in 16 bits, and dS is computed from it. In such a place the compiler rounds one
+# number at a time (`F2F.BF16` in the machine code). That instruction runs on the unit of the exponentials, at its
+# speed. Two numbers at a time (`F2FP.BF16`) run on the units of additions. At head_dim 64 the one-by-one rounding of P
+# takes as many clocks as its exponentials, 1,024 a step, beside products of 2,560.
 #
 # The cure is a line of PTX, `cvt.rn.bf16x2.f32`, in `rounded`. Nothing in the Python text shows the trouble: it was
 # found by counting instructions in the machine code.
@@ -121,7 +281,7 @@ for D, Br in ((128, 64), (64, 128)):
 show("bwd_2_gluon", "rounded")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 5. Three consumers at head_dim 64
+# ## 11. Three consumers at head_dim 64
 #
 # In the forward at head_dim 64 the exponentials of a tile take as long as its products. Two warpgroups can then hide
 # either behind the other only if they are exactly half a step apart. With three there is always one that multiplies.
@@ -140,34 +300,45 @@ for consumers in (2, 3):
 # last of a head's tiles of 192 queries is mostly empty there: below 2,048 queries rung `gluon` has two consumers.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 6. What was measured
+# ## 12. What was measured
 #
 # Shares of FlashAttention-4's and cuDNN's speed in the backward, in one run. Losses are shown like wins.
 
 # %% slideshow={"slide_type": "fragment"}
 for peer in ("fa4", "sdpa-cudnn"):
-    print(measured.shares(fresh, ["bwd_2_gluon"], peer), end="\n\n")
+    print(figures.shares("bwd_2_gluon", peer), end="\n\n")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 7. Check yourself
+# ## 13. Check yourself
 #
 # **Ask yourself**
 #
-# 1. Why does one kernel that owns keys compute five products, and two kernels seven?
-# 2. Why does `deterministic=True` choose another kernel?
+# 1. Why do half of the rows of lse stay unwritten if `i` is a part of `row` in rung roles?
+#    <details><summary>Answer</summary>
+#
+#    `i` is a coordinate of Q's descriptor, and `row` a tile of row numbers. The compiler adds 64 to both for the second
+#    group.
+#    </details>
+# 2. Why does one kernel that owns keys compute five products, and two kernels seven?
+#    <details><summary>Answer</summary>
+#
+#    S and dP are needed for dK and dV, and again for dQ. Two kernels compute them twice.
+#    </details>
 # 3. Which of the five products reads fewer bytes when K_j is in registers?
+#    <details><summary>Answer</summary>
+#
+#    Sᵀ = K_j Q_iᵀ. K_j is its left operand, and only a left operand may come from registers.
+#    </details>
 # 4. Why is a rounding of one number at a time slow, although it is one instruction like any other?
+#    <details><summary>Answer</summary>
+#
+#    It runs on the unit of the exponentials, 16 a clock, and these have that unit busy already.
+#    </details>
 # 5. Why does a third consumer need P in 16 bits?
+#    <details><summary>Answer</summary>
 #
-# <details><summary>Answers</summary>
-#
-# 1. S and dP are needed for dK and dV, and again for dQ. Two kernels compute them twice, one computes them once.
-# 2. Its additions to dq come in any order. Rung `tma` has a kernel that owns queries and sums dQ in registers.
-# 3. S^T = K_j Q_i^T. K_j is its left operand, and only a left operand may come from registers.
-# 4. It runs on the unit of the exponentials, 16 a clock, and these have that unit busy already.
-# 5. Three consumers have 160 registers a thread. S, P in 32 bits and O alone would need all of them.
-#
-# </details>
+#    Three consumers have 160 registers a thread. S, P in 32 bits and O alone would need all of them.
+#    </details>
 #
 # **Read on:** `fwd_3_gluon.py` and `bwd_2_gluon.py` say in their heads what was tried and was slower. Triton's own
 # tutorials have a series on Gluon. FlashAttention-3 (section 3) has the ideas of roles and of two products in flight.

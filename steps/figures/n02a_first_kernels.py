@@ -1,6 +1,5 @@
 """What notebook 02a shows: speeds, owners of a row, the order of threads, lanes that agree, mistakes that are seen."""
 
-import itertools
 import math
 import re
 
@@ -13,7 +12,7 @@ from steps.bench import cost, rows
 from steps.figures import measured
 from steps.figures.picture import picture
 from steps.figures.planted import emulated, mistake, outputs, prepared, wrapped
-from steps.figures.plots import COLOURS, FAINT, INK, ink_on, style
+from steps.figures.plots import COLOURS, FAINT, INK, style
 from steps.step02_fa2_cuda import calls, emulator
 
 GPU = cost.GPUS["NVIDIA H200"]
@@ -120,26 +119,6 @@ def warp_owners(a=1, b=2):
     return picture(fig, """A warp's 16 rows of S and of O at D = 64. Lane (1, 2) owns the rows 1, 5, 9 and 13: of S the
     keys 2, 10, 18 and so on, eight of them; of O the columns 8 to 11 and 40 to 43. The rest of these four rows belongs
     to the seven other lanes of a = 1.""")
-
-
-def butterfly(numbers):
-    """numbers (4, 8): what each of eight lanes holds at first and after each shuffle, and from whom it came."""
-    style()
-    fig, ax = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
-    for step, lanes in enumerate((4, 2, 1)):
-        for lane in range(8):
-            for partner in (lane, lane ^ lanes):
-                ax.plot([partner, lane], [step, step + 1], color=FAINT, lw=1.3, zorder=0)
-    for step, lane in itertools.product(range(4), range(8)):
-        fill = COLOURS[0] if numbers[step, lane] == numbers[0].max() else "white"
-        circle = {"boxstyle": "circle,pad=0.25", "fc": fill, "ec": INK, "lw": 0.8}
-        looks = dict(bbox=circle, ha="center", va="center", color=ink_on(fill), fontsize=9)
-        ax.text(lane, step, int(numbers[step, lane]), **looks)
-    ax.set(xlabel="lane", xlim=(-0.5, 7.5), ylim=(3.45, -0.45), xticks=range(8))
-    ax.set_yticks(range(4), ["its own", "after 4", "after 2", "after 1"])
-    ax.grid(False)
-    return picture(fig, """Eight lanes with a number each. After the exchange with the lane 4 away two lanes hold the
-    maximum, after the one 2 away four, after the one 1 away all eight.""")
 
 
 def stuck(rung, edit):

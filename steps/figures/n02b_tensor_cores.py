@@ -9,11 +9,11 @@ import matplotlib.pyplot as plt
 import torch
 
 from steps.bench import cost, profile, rows
-from steps.figures import measured, plots
+from steps.figures import measured
 from steps.figures.picture import picture
-from steps.figures.planted import behind, emulated, mistake
+from steps.figures.planted import behind, block, emulated, mistake
 from steps.figures.plots import COLOURS, FAINT, INK, style
-from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
+from steps.step02_fa2_cuda import calls, emulator, ladder, works
 from steps.workbook import show
 from steps.workbook.listing import Source
 
@@ -59,13 +59,31 @@ def per_wavefront(rung):
 
 
 @functools.cache
-def speeds():
-    """{rung: TFLOP/s} of the forwards on an H200 at N = 4096, not causal; scalar in float32, the others in bf16."""
+def speeds(at_D=None):
+    """{rung: TFLOP/s} of the forwards on an H200 at N = 4096, not causal; scalar in float32, the others in bf16.
+
+    At each rung's head_dim in RUNGS, or all at another one, if they were measured there.
+    """
     fresh = rows.fresh(rows.read())
-    files = {rung: ladder.FORWARD[rung].file.removesuffix(".cu") for rung in RUNGS}
-    dtypes = {rung: "fp32" if rung == "scalar" else "bf16" for rung in RUNGS}
-    found = {rung: measured.rung_row(files[rung], fresh, D=RUNGS[rung], dtype=dtypes[rung]) for rung in RUNGS}
-    return {rung: chosen[0]["tflops"] for rung, chosen in found.items() if chosen}
+    found = {}
+    for rung, D in RUNGS.items():
+        kernel, dtype = ladder.FORWARD[rung].file.removesuffix(".cu"), "fp32" if rung == "scalar" else "bf16"
+        if chosen := measured.rung_row(kernel, fresh, D=at_D or D, dtype=dtype):
+            found[rung] = chosen[0]["tflops"]
+    return found
+
+
+def gain(before, rung):
+    """How many times as fast a rung is as the one before, at the head_dim of the one before."""
+    at = speeds(RUNGS[before])
+    return at[rung] / at[before] if {before, rung} <= at.keys() else float("nan")
+
+
+def gains():
+    """Prints what each rung gained over the one before, in the speed measured and in what a wavefront feeds."""
+    for before, rung in itertools.pairwise(RUNGS):
+        counted = per_wavefront(rung) / per_wavefront(before)
+        print(f"{rung:9} x {gain(before, rung):.2f} measured, x {counted:.2f} counted")
 
 
 def ceilings(last):
@@ -77,21 +95,7 @@ def ceilings(last):
         print(f"{rung:9} {RUNGS[rung]:3}  {per_wavefront(rung):16.0f} {most:8.0f} {says}")
     places = ", ".join(f"{name} {n}/{a}" for name, (a, n) in wavefronts(last).items())
     print(f"wavefronts/accesses: {places}")
-    print(block(last))
-
-
-def block(rung):
-    """A block's threads, registers and shared memory on an H200, and how many fit on a multiprocessor."""
-    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, causal=False, processors=GPU.sms)
-    sizes |= dict(D=RUNGS[rung], dtype=torch.float32 if rung == "scalar" else torch.bfloat16)
-    file = works.HERE / ladder.FORWARD[rung].file
-    ((kernel, _, threads, shared, macros),) = rows.geometry(
-        file.stem, shared_limit=GPU.multiprocessor.shared_per_block, **sizes
-    )
-    registers = nvrtc.compile(file, macros, "sm_90a").usage[kernel].registers
-    fit = cost.occupancy(GPU.capability, threads=threads, shared=shared, registers=registers)
-    says = f"its block: {threads} threads of {registers} registers, {shared / 1024:.0f} KiB"
-    return f"{says}; {fit.blocks} fit on a multiprocessor ({fit.limited_by})"
+    print("its block:", block(ladder.FORWARD[last].file.removesuffix(".cu"), RUNGS[last]))
 
 
 def changed(old, new, function):
@@ -195,13 +199,6 @@ def roofline():
     slope, below the float32 units' peak or near it; ldmatrix and cp_async together, six times further right; fa2
     beyond them. At the end of a dotted line what was measured: below the ceiling, except scalar, whose loads the
     compiler has joined.""")
-
-
-def ladder_of_rungs():
-    """The ladder of stage 02: TFLOP/s of all its rungs and of the peers."""
-    alt = """The ladder of stage 02, rung by rung, forward and backward: TFLOP/s and the share of a measured matrix
-    product, with FlashAttention-2, cuDNN and others as lines."""
-    return picture(plots.ladder(rows.fresh(rows.read())), alt, check=False)  # as README shows it
 
 
 def counters(*rungs):

@@ -11,8 +11,8 @@ from steps import step02_fa2_cuda as step02
 from steps.bench import cost, rows
 from steps.figures.picture import picture
 from steps.figures.planted import emulated, prepared
-from steps.figures.plots import COLOURS, FAINT, INK, PEERS, colour_of, style
-from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
+from steps.figures.plots import COLOURS, FAINT, INK, style
+from steps.step02_fa2_cuda import calls, emulator, ladder
 from steps.workbook import edited, one_rung
 
 GPU = cost.GPUS["NVIDIA H200"]
@@ -83,21 +83,6 @@ def gradients(n, blocks, seed=0):
         return calls.backward(dout, q, k, v, out, lse, rung="scalar")
 
 
-def bits_by_key_tiles(tiles=(1, 2, 3, 4, 6, 8)):
-    """The share of dq whose bits change when rung 0's blocks run backwards, for some numbers of key tiles."""
-    style()
-    pairs = ((gradients(16 * n, blocks)[0] for blocks in ("forward", "reverse")) for n in tiles)
-    shares = [(one != other).float().mean().item() for one, other in pairs]
-    fig, ax = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
-    bars = ax.bar([str(n) for n in tiles], shares, color=COLOURS[0], width=0.6)
-    ax.bar_label(bars, [f"{share:.0%}" for share in shares], padding=2, fontsize=9)
-    ax.set(title="rung 0: share of dq that changes when blocks run backwards", xlabel="key tiles of 16", yticks=[])
-    ax.set_ylim(0, 0.8)
-    ax.grid(False)
-    return picture(fig, """Bars: with one and with two key tiles no element of dq changes when the blocks run in
-    reverse; from three tiles on a share that grows to well over half at eight tiles.""")
-
-
 def pieces():
     """(as stored, transposed), each (32, 2): which numbers of an 8 x 8 piece that counts 0, 1, ... a lane gets."""
     x, held = torch.arange(256.0).bfloat16(), torch.zeros(2, 32, dtype=torch.int32)
@@ -121,24 +106,6 @@ def who_gets_it(stored, transposed):
     return picture(fig, """An 8 x 8 piece of P, a query a row, with the number of the lane that gets each entry. By
     ldmatrix lanes 0 to 3 share the first row, two neighbouring keys each. By ldmatrix.trans they share the first
     column, two neighbouring queries each.""")
-
-
-def budget(rung, D):
-    """A block of a rung's backward on an H200, in words; also where the loader refuses it for its spills."""
-    row, limit = ladder.BACKWARD[rung], GPU.multiprocessor.shared_per_block
-    Br, Bc = row.tile(D, limit) if D in row.head_dims else row.tiles[0][64]
-    block = {"threads": row.threads(D, Br, Bc), "shared": row.shared_bytes(D, Br, Bc)}
-    macros = {"D": D, "Br": Br, "Bc": Bc}
-    if rung != "scalar":
-        sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, D=D, causal=False, dtype=torch.bfloat16, processors=GPU.sms)
-        macros = rows.geometry(row.file.removesuffix(".cu"), shared_limit=limit, **sizes)[1][-1]
-    says = f"{Br} x {Bc}, {block['threads']} threads, {block['shared'] / 1024:.0f} KiB"
-    try:
-        used = nvrtc.compile(works.HERE / row.file, macros, "sm_90a").usage["attention_backward"]
-    except RuntimeError as refused:
-        return f"{says}, refused: {refused.usage['attention_backward'].spills} bytes spilled"
-    fit = cost.occupancy(GPU.capability, registers=used.registers, **block)
-    return f"{says}, {used.registers} registers: {fit.blocks} a multiprocessor"
 
 
 @functools.cache
@@ -196,26 +163,15 @@ def equals(mutant, x, rung, got, want):
     return all((got[name] - wrong[name]).abs().max() <= 2 * want.tolerance[name] for name in got)
 
 
-def speeds():
-    """TFLOP/s of the backward against N on an H200, rungs 0 and 1 and the peers, below the roof over rung 1."""
-    style()
-    fresh = rows.fresh(rows.read())
-    fig, axes = plt.subplots(1, 2, figsize=(8.5, 3.6), layout="constrained", sharey=True)
-    at = {"gpu": GPU.name, "n_gpus": 1, "pass": "bwd", "causal": False, "options": {}}
-    found = [r for r in rows.latest(fresh) if all(r[name] == at[name] for name in at) and r["B"] * r["N"] == 16384]
-    for ax, D in zip(axes, (64, 128), strict=True):
-        for who in ("bwd_0_scalar", "bwd_1_fa2", "sdpa-flash", "sdpa-cudnn"):
-            dtype, look = "fp32" if "scalar" in who else "bf16", "--" if who in PEERS else "-"
-            mine = [r for r in found if who in (r["peer"], r["kernel"]) and (r["D"], r["dtype"]) == (D, dtype)]
-            points = sorted((r["N"], r["tflops"]) for r in mine)
-            looks = dict(marker="o", color=colour_of(who), label=f"{who}, {dtype}")
-            ax.plot([N for N, _ in points], [tflops for _, tflops in points], look, **looks)
-        ax.axhline(roof("fa2", D), color=INK, lw=1, ls=":")
-        ax.text(17000, roof("fa2", D) - 8, f"roof over rung 1: {roof('fa2', D):.0f}", fontsize=9, ha="right", va="top")
-        ax.set_xscale("log", base=2)
-        ax.set_xticks([512 * 2**n for n in range(6)], ("512", "1k", "2k", "4k", "8k", "16k"))
-        ax.set(title=f"backward, D = {D}, not causal", xlabel="N", ylim=(0, 700))
-    axes[0].set_ylabel("TFLOP/s, H200")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
-    return picture(fig, """TFLOP/s of the backward against N on an H200 for D = 64 and 128: rungs 0 and 1,
-    FlashAttention-2 and cuDNN as lines, the roof that shared memory puts over rung 1 as a dotted line.""")
+def against_roofs(N=4096):
+    """Prints the backward's TFLOP/s on an H200, not causal, of the rungs beside their roofs, and of the peers."""
+    fresh = rows.latest(rows.fresh(rows.read()))
+    at = {"gpu": GPU.name, "n_gpus": 1, "pass": "bwd", "causal": False, "N": N, "options": {}}
+    found = [row for row in fresh if all(row[name] == at[name] for name in at)]
+    roofs = {("bwd_0_scalar", 64): "scalar", ("bwd_1_fa2", 64): "fa2", ("bwd_1_fa2", 128): "fa2"}
+    for who in ("bwd_0_scalar", "bwd_1_fa2", "sdpa-flash", "sdpa-cudnn"):
+        dtype = "fp32" if "scalar" in who else "bf16"
+        for row in (r for r in found if who in (r["peer"], r["kernel"]) and r["dtype"] == dtype):
+            rung = roofs.get((who, row["D"]))
+            share = f", {row['tflops'] / roof(rung, row['D']):.0%} of its roof" if rung else ""
+            print(f"{who:12} {dtype} D = {row['D']:3}: {row['tflops']:5.3g} TFLOP/s{share}")

@@ -8,7 +8,6 @@ import re
 import subprocess
 import tempfile
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -18,6 +17,7 @@ from matplotlib.colors import ListedColormap
 from steps.bench import ablations, cost, rows
 from steps.figures import measured, n02d_hopper
 from steps.figures.picture import picture
+from steps.figures.planted import compiled
 from steps.figures.plots import COLOURS, INK, style
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import edited, show
@@ -50,45 +50,14 @@ def promised(blocks):
     return registers("_bounds__(Br)", f"_bounds__(Br, {blocks})")
 
 
-def registers_and_promises(head_dims=(32, 64, 96, 128), promises=(1, 6, 7, 10, 16)):
-    """Registers and spills of rung 0, for some head_dims and for some promises of blocks."""
-    style()
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda D: registers(D=D), head_dims)), list(pool.map(promised, promises))
-    fig, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained", sharey=True)
-    for ax, xs, used in zip(axes, (head_dims, promises), found, strict=True):
-        ax.plot(xs, [u.registers for u in used], "o-", color=COLOURS[0], label="ptxas, sm_90a")
-        looks = dict(textcoords="offset points", ha="center", va="top", fontsize=9, zorder=1)
-        for x, u in zip(xs, used, strict=True):
-            what = f"{u.registers}\n{u.spills} bytes" if u.spills else u.registers
-            ax.annotate(what, (x, u.registers), (0, -8), **looks)
-        ax.axhline(255, color=COLOURS[1], lw=1.2)
-        ax.set(ylim=(0, 285), xticks=xs)
-    axes[0].plot(head_dims, [2 * D for D in head_dims], "--", color=INK, lw=1, label="q and O: 2 D")
-    axes[1].plot(promises, [min(255, 65536 // (64 * n)) for n in promises], ":", color=INK, label="a thread's share")
-    axes[0].text(31, 259, "the most a thread can have: 255", fontsize=9, color=COLOURS[1])
-    axes[0].set(xlabel="head_dim D", ylabel="registers a thread, bytes spilled", title="too many numbers")
-    axes[1].set(xlabel="blocks promised, D = 64", title="a promise", xlim=(0, 18))
-    axes[0].legend(fontsize=9, loc="lower right")
-    axes[1].legend(fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.88))
-    alt = """Registers a thread. Left, against D: 60 to 90 above the line 2 D; 255 at D = 96 and, with bytes spilled, at
-    128. Right, against the blocks promised: they fall with a thread's share of 65536, and from 7 blocks on bytes are
-    spilled, ever more."""
-    return picture(fig, alt)
-
-
 def machine_code(rung="fa2", D=128):
     """A rung's instructions for an H200; empty without nvdisasm, which Triton brings."""
-    dtype = torch.float32 if rung == "scalar" else torch.bfloat16
-    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, causal=False, dtype=dtype, processors=GPU.sms)
-    file = works.HERE / ladder.FORWARD[rung].file
-    (launch,) = rows.geometry(file.stem, D=D, shared_limit=GPU.multiprocessor.shared_per_block, **sizes)
     triton = importlib.util.find_spec("triton")
     tool = triton and Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
     if not (tool and tool.exists()):
         return []
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        Path(cubin.name).write_bytes(nvrtc.compile(file, launch[-1], "sm_90a").cubin)
+        Path(cubin.name).write_bytes(compiled(ladder.FORWARD[rung].file.removesuffix(".cu"), D)[-1])
         ran = subprocess.run([tool, "-c", cubin.name], capture_output=True, text=True)
     return re.findall(r"/\*[0-9a-f]{4}\*/ +(.*?) *;", ran.stdout)
 

@@ -7,14 +7,19 @@ import textwrap
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import torch
 
 from reference import cases, error
 from steps import checks, engine
 from steps import step02_fa2_cuda as step02
+from steps.bench import cost, rows
 from steps.figures.picture import picture
 from steps.figures.plots import FAINT, SEEN, UNSEEN, ink_on, style
-from steps.step02_fa2_cuda import calls, emulator, ladder, works
+from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import edited
+
+GPU = cost.GPUS["NVIDIA H200"]
+MAIN = ("attention_forward", "attention_backward")
 
 
 def emulated(text, kernel, tensors, *, grid, block, shared_bytes=0, **macros):
@@ -25,6 +30,24 @@ def emulated(text, kernel, tensors, *, grid, block, shared_bytes=0, **macros):
         file = Path(folder) / f"{kernel}.cu"
         file.write_text(text)
         emulator.launch(file, kernel, tensors, grid=grid, block=block, shared_bytes=shared_bytes, macros=macros)
+
+
+def compiled(file, D, arch="sm_90a", **sizes):
+    """(threads of a block, its shared memory, Usage, cubin) of a file's main kernel on an H200."""
+    dtype = torch.float32 if "scalar" in file else torch.bfloat16
+    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, D=D, causal=False, dtype=dtype, processors=GPU.sms) | sizes
+    found = rows.geometry(file, shared_limit=GPU.multiprocessor.shared_per_block, **sizes)
+    ((kernel, _, threads, shared, macros),) = (launch for launch in found if launch[0] in MAIN)
+    made = nvrtc.compile(works.HERE / f"{file}.cu", macros, arch)  # needs no GPU
+    return threads, shared, made.usage[kernel], made.cubin
+
+
+def block(file, D, **sizes):
+    """What a block of a file's main kernel takes on an H200, and how many fit on a multiprocessor, in words."""
+    threads, shared, used, _ = compiled(file, D, **sizes)
+    fit = cost.occupancy(GPU.capability, threads=threads, shared=shared, registers=used.registers)
+    says = f"{threads} threads of {used.registers} registers, {shared / 1024:.0f} KiB"
+    return f"{says}; {fit.blocks} fit on a multiprocessor ({fit.limited_by})"
 
 
 def behind(file, text):

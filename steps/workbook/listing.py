@@ -30,23 +30,24 @@ class Source(str):
         return str(self)
 
 
-def show(file, name=None, until=None):
-    """The source of one function, or of the whole file if name is None, as a code block.
+def show(file, *names, until=None):
+    """The source of these functions, or of the whole file without a name, as a code block.
 
     file: the stem of a kernel file, such as "fwd_3_tiled". Where two stages have a file of that stem, the stage comes
     first: "step00_naive/fwd_3_tiled". A hunt's id, such as "00.bug1", stands for its broken kernel. The
     FileNotFoundError or KeyError for an unknown name lists the known ones.
-    until: then name is no function but a text, and the source is that of the lines from the first one that contains
-    name to the one before the next that contains until. ValueError if there are none.
+    until: then the name is no function but a text, and the source is that of the lines from the first one that contains
+    it to the one before the next that contains until. ValueError if there are none.
     """
     if isinstance(hunt := exercises.load().get(file), exercises.Hunt):
         return _source(hunt.broken, hunt.path)
     path = find(file)
     text = path.read_text()
     if until is not None:
-        text = _between(text, name, until, path)
-    elif name is not None:
-        text = (_python_function if path.suffix == ".py" else _cuda_function)(text, name, path)
+        text = _between(text, *names, until, path)
+    elif names:
+        function = _python_function if path.suffix == ".py" else _cuda_function
+        text = "\n\n\n".join(function(text, name, path).strip("\n") for name in names)
     return _source(text, path)
 
 
