@@ -107,7 +107,6 @@ def test_cells_are_short_and_pictures_have_words(path):
     for cell in code_cells(path):
         assert ast.parse(cell.source).body  # There are no magics and no empty cells, so the script runs as it is.
         lines = cell.source.splitlines()
-        assert len(lines) <= 26 or path.stem not in DENSE, cell.source[:80]  # a lesson's are counted by another test
         # A line of code fits into a cell without scrolling. Comments may be longer.
         assert max(len(re.sub(r"(^|  )#.*", "", line)) for line in lines) <= 92, cell.source[:80]
         pictures = [o for o in cell.outputs if o.get("data", {}).keys() & {"image/png", "image/gif"}]
@@ -122,11 +121,6 @@ def alt_text(output):
 
 # --- the page holds the lesson ------------------------------------------------------------------------------
 
-DENSE = {  # notebooks that are still too long
-    "04a_ring", "04b_strategies",
-}  # fmt: skip
-LESSONS = [path for path in NOTEBOOKS if path.stem not in DENSE]
-each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 MACHINERY = {"subprocess", "json", "re", "importlib", "tempfile", "Path", "plt", "patch"}
 
 
@@ -134,7 +128,7 @@ def imports(cell):
     return [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-@each_lesson
+@each_notebook
 def test_one_short_cell_imports_and_none_draws_or_converts(path):
     code = code_cells(path)
     (opening,) = [cell for cell in code if imports(cell)]
@@ -144,7 +138,7 @@ def test_one_short_cell_imports_and_none_draws_or_converts(path):
         assert not names & MACHINERY, cell.source
 
 
-@each_lesson
+@each_notebook
 def test_a_page_is_read_in_one_sitting(path):
     """Text and code of a lesson; of "going deeper" only the cells. One cell holds the smallest kernel, 45 lines."""
     lengths = sorted(len(cell.source.splitlines()) for cell in code_cells(path))
@@ -161,7 +155,7 @@ def test_a_page_is_read_in_one_sitting(path):
         assert len(section.split()) <= 600, section[:60]
 
 
-@each_lesson
+@each_notebook
 def test_printed_lines_fit_on_a_page(path):
     """Source that `show` and `diff` print is as wide as its file."""
     for cell in code_cells(path):
@@ -170,7 +164,7 @@ def test_printed_lines_fit_on_a_page(path):
             assert max(map(len, lines), default=0) <= 88, cell.source[:80]
 
 
-@pytest.mark.parametrize("stem", ["00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels"])
+@pytest.mark.parametrize("stem", ["00_naive", "01_fa1_numba", "02a_fa2_cuda_first_kernels", "04a_ring"])
 def test_numbers_that_the_prose_quotes_are_printed(stem):
     """Those with two decimals, such as the six tokens' results."""
     printed = "".join(o.get("text", "") for c in code_cells(ROOT / f"notebooks/{stem}.ipynb") for o in c.outputs)

@@ -264,8 +264,8 @@ def test_link_and_latency_are_read_from_rows_of_hops():
 RECORDED = rows.fresh(rows.read() + rows.read(several_gpus=True))
 RINGS = [row for row in RECORDED if row["kernel"] in ring_tables.RINGS and row["layout"] == "zigzag"]
 RINGS = ring_tables.of_one_run([row for row in RINGS if row["causal"] and not row["options"]])
-# Further off, and how far: forward + backward over relay, 4k positions a rank, few K/V heads.
-FURTHER = {("fwd+bwd", 8192, 8, "relay"): -0.15}
+# Further off than a tenth, and how far at most: 4k positions a rank, few K/V heads. Notebook 04x counts them.
+FURTHER = {("fwd+bwd", 8192, 8, "relay"): 0.15, ("fwd", 8192, 8, "fetch"): 0.11}
 
 
 @pytest.mark.skipif(not RINGS, reason="the ring has changed since it was measured")
@@ -275,7 +275,8 @@ def test_the_model_is_within_a_tenth_of_what_was_measured():
         at = row["pass"], row["N"], row["Hk"], ring_tables.RINGS[row["kernel"]]
         off[at] = ring_tables.predicted(RECORDED, row) / (1e-3 * row["ms_median"]) - 1
     told = "\n".join(f"{x:+.1%} {at}" for at, x in sorted(off.items(), key=lambda one: one[1]))
-    assert all(min(FURTHER.get(at, 0), -0.1) <= x <= 0.1 for at, x in off.items()), told
+    assert {at for at, x in off.items() if abs(x) > 0.1} == set(FURTHER), told
+    assert all(abs(x) <= FURTHER.get(at, 0.1) for at, x in off.items()), told
     assert sum(map(abs, off.values())) / len(off) < 0.06, told
 
 

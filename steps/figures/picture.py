@@ -1,7 +1,6 @@
 """Figures in notebooks: a PNG together with a description in words, and letters that can be read."""
 
 import base64
-import functools
 import io
 
 SMALLEST = 9  # points of a letter where a page shows the figure
@@ -26,7 +25,7 @@ class Picture:
         return f"Figure: {self.alt}"
 
 
-def picture(fig, alt, dpi=110, check=True):
+def picture(fig, alt, dpi=110):
     """The matplotlib figure as a `Picture`. Its opaque white ground keeps it legible on light and on dark pages.
 
     The figure is closed. alt says what the figure shows, for those who do not see it. ValueError if there are no words,
@@ -37,7 +36,7 @@ def picture(fig, alt, dpi=110, check=True):
 
     if not alt.strip():
         raise ValueError("picture needs alt text: one or two sentences that say what the figure shows.")
-    if check and (small := small_texts(fig)):
+    if small := small_texts(fig):
         raise ValueError(f"below {SMALLEST} points where the page shows it: {', '.join(small)}.")
     drawn, png = io.BytesIO(), io.BytesIO()
     fig.savefig(drawn, format="png", dpi=dpi, facecolor="white", bbox_inches="tight")
@@ -55,6 +54,3 @@ def small_texts(fig):
     shown = min(1.0, PAGE / fig.get_figwidth())
     found = {text.get_text(): text.get_fontsize() * shown for text in fig.findobj(Text) if text.get_visible()}
     return [repr(words) for words, points in found.items() if words.strip() and points < SMALLEST - 0.01]
-
-
-unchecked = functools.partial(picture, check=False)  # for notebooks whose figures are not yet legible

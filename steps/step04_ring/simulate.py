@@ -305,24 +305,30 @@ def gantt(plan, title=""):
     dK and dV away. Dark text on opaque white, so that it can be read on a dark page too.
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     N, unit = plan.layout.N, 1e3
-    figure = Figure(figsize=(9, 0.9 + 0.55 * N), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(8.4, 1.2 + 0.55 * N), facecolor="white", layout="constrained")
     axes = figure.subplots()
     axes.set_facecolor("white")
     for step in range(N):
         for rank in range(N):
+            whose, ink = RANK[plan.src[step, rank] % len(RANK)]
             for table, top, height, colour in (
-                (plan.blocks, -0.42, 0.56, COLOURS[plan.src[step, rank] % len(COLOURS)]),
-                (plan.keys, 0.18, 0.12, "#222222"),
-                (plan.gradients, 0.32, 0.12, "#8a8a8a"),
+                (plan.blocks, -0.42, 0.56, whose),
+                (plan.keys, 0.18, 0.12, DARK),
+                (plan.gradients, 0.32, 0.12, LIGHT),
             ):
                 begin, end = unit * table[:, step, rank]
                 if end > begin:
                     axes.barh(rank + top, end - begin, height, begin, align="edge", color=colour, edgecolor="white")
                 if end > begin and table is plan.blocks and N <= 8:
-                    text = dict(ha="center", va="center", color="white", fontsize=8, clip_on=True)
+                    text = dict(ha="center", va="center", color=ink, fontsize=9.5, clip_on=True)
                     axes.text((begin + end) / 2, rank + top + height / 2, f"K{plan.src[step, rank]}", **text)
+    words = {DARK: "brings K and V", LIGHT: "takes dK and dV away"}
+    seen = [DARK] + [LIGHT] * bool((plan.gradients[1] > plan.gradients[0]).any())
+    handles = [Patch(color=colour, label=words[colour]) for colour in seen]
+    figure.legend(handles=handles, ncols=2, loc="outside lower right", frameon=False, fontsize=9.5)
     axes.set_ylim(N - 0.4, -0.6)
     axes.set_yticks(range(N), [f"rank {rank}" for rank in range(N)], color=INK)
     axes.tick_params(axis="x", colors=INK)
@@ -332,8 +338,9 @@ def gantt(plan, title=""):
     return figure
 
 
-INK = "#1a1a1a"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a8578a", "#8a6d00", "#3a6ea5")  # white numbers can be read on each
+INK, DARK, LIGHT = "#1a1a1a", "#222222", "#ababab"
+# The colours that a rank has in all figures of the course, each with that of the letters on it.
+RANK = ("#0072b2", "white"), ("#d55e00", INK), ("#009e73", INK), ("#cc79a7", INK)
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------

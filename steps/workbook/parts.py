@@ -1,4 +1,4 @@
-"""Judges the table of stage 04's `visible_part`, exercise 04.2, for all pairs of ranks by the positions that they hold.
+"""Judges the table of stage 04's `visible_part`, exercise 04.3, for all pairs of ranks by the positions that they hold.
 
 A ring with a wrong table gives wrong numbers, which do not tell whose block is wrong. Here every pair (me, src) is
 asked for, with shards of equal and of unequal length.

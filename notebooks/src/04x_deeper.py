@@ -1,0 +1,217 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# # 04x. Going deeper: roundings, bytes, time and failures of a ring
+#
+# *What may be rounded on the way, what does each strategy send and hold, how well can the time be predicted, and what do
+# ranks say when one of them fails?*
+#
+# - **Before you start:** notebooks 04a and 04b. Each section can be read alone.
+# - **Time:** about 25 minutes to read. Nothing here needs a GPU.
+# - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md), and what counts and draws,
+#   [`n04x_deeper.py`](../steps/figures/n04x_deeper.py) and [`ring_tables.py`](../steps/figures/ring_tables.py).
+
+# %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
+import steps  # comes first, because it chooses the engine
+from functools import partial
+import torch
+from reference import attention
+from steps.figures import n04x_deeper as figures, ring_tables
+from steps.step04_ring import Layout, dry_run, forward, launch, merge, simulate
+from steps.workbook.case_on_ranks import PlainBlock
+print(steps.engine.describe())
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 1. What may be rounded
+#
+# This section needs 04a's merge. Suppose the merged out is rounded to bfloat16 after every merge. **Does the error grow
+# with the number of ranks? Is it worse than if only each *block's* result comes rounded?**
+#
+# <details><summary>Answer</summary>
+#
+# A block's rounding enters with the block's weight, and the weights add up to 1: the error stays level. The merged out is
+# rounded as a whole, once a step, so its error grows with the number of ranks. Rounding lse too is worse, as an error in
+# lse is a *relative* error of the weights.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+def ring_error(N, rounds):
+    """The error of out. Rounded: "b" a block's out, "o" the merged out, "l" lse."""
+    def kept(x, what):
+        return x.bfloat16().float() if what in rounds else x
+
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf)
+    for keys, values in zip(k.chunk(N, 2), v.chunk(N, 2), strict=True):
+        part, part_lse = PlainBlock.forward(q, keys, values, tile=(256, 256))
+        merge.merge(out, lse, kept(part, "b"), part_lse)
+        out, lse = kept(out, "o"), kept(lse, "l")
+    return (out - exact).abs().max() / exact.abs().max()
+
+
+# %% slideshow={"slide_type": "fragment"}
+q, k, v = torch.randn(3, 1, 1, 512, 64, generator=torch.Generator().manual_seed(0))
+exact, _ = attention.forward(q, k, v)
+names = {"": "nothing", "b": "a block's out", "o": "merged out", "ol": "merged out and lse"}
+print("rounded to bfloat16    " + "".join(f"{N:5} ranks" for N in (1, 4, 16, 64)))
+for rounds, name in names.items():
+    print(f"{name:22} ", *(f"{ring_error(N, rounds):10.1e}" for N in (1, 4, 16, 64)))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What the stage does about it
+#
+# out, lse, and the sums of dq, dk and dv are float32, and relay sends its sums in float32. Fetch sends each part once, as
+# the block gives it, and the owner adds them in float32: that is the second line.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 2. Bytes and memory of four strategies
+#
+# This section needs 04b's table of who sends what. `account.py` has the formulas, and what two real ranks send equals them
+# to the byte. So they may be asked about sizes that no CPU can run: four ranks, a layer with H = 32 and D = 128 in
+# bfloat16. The first number of each pair has Hk = 32, the second Hk = 8.
+
+# %% slideshow={"slide_type": "fragment"}
+print(figures.sent_and_held())
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### What it costs in time
+#
+# At Hk = 32 Ulysses sends half of what the others send; at Hk = 8 query-parallel and the ring send less. What the ring
+# holds for K and V does not grow with N, and that of query-parallel does. Measured on two GPUs of one host, the ring over
+# fetch was the fastest at every size:
+
+# %% slideshow={"slide_type": "fragment"}
+h100 = [row for row in ring_tables.recorded() if "H100" in row["gpu"]]
+print(ring_tables.shown("strategies", h100))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### A single new token
+#
+# Star is seldom the best in this table. But take one new query against a cache of keys that the ranks share. Star sends
+# each rank's part of the result, out and lse, to all others. The rest would gather the keys.
+
+# %% slideshow={"slide_type": "fragment"}
+N, H, Hk, D = 4, 32, 8, 128
+for keys in (2**13, 2**17):
+    gathered = (N - 1) * 2 * Hk * (keys // N) * D * 2
+    parts = (N - 1) * H * (D + 1) * 4  # out and lse, float32
+    print(f"{keys:7,} keys: star sends {parts:,} bytes a rank, gathering {gathered:,}")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 3. A model of the ring's time
+#
+# This section needs 04b's two transports. `simulate.py` is an **event model**: it knows how fast a block and a link are,
+# and works out when each block and each message can begin. For relay that is when both ranks have posted the hop; for
+# fetch when one of two buffers is free.
+#
+# Four ranks at 8k positions, Hk = H, with blocks and links as fast as their rows on H200. Here a rank has only 2k tokens,
+# too few to hide a message.
+
+# %% slideshow={"slide_type": "fragment"}
+figures.timeline("relay")
+
+# %% slideshow={"slide_type": "fragment"}
+figures.timeline("fetch")
+
+# %% slideshow={"slide_type": "fragment"}
+figures.timeline("fetch", S=2**15, pass_="bwd")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Is the model right?
+#
+# Its limits are known: over an infinitely fast link contiguous must reach N / (2N - 1), and zigzag 1. Then it is compared
+# with what two H200 did.
+
+# %% slideshow={"slide_type": "fragment"}
+instant = simulate.Machine(flops=6e14, link=1e30)
+for N in (4, 64):
+    for kind in ("contiguous", "zigzag"):
+        layout = Layout(kind, 1024 * N, N, causal=True)
+        share = simulate.predict(layout, simulate.Shape(), instant)["fwd"][1]
+        print(f"{kind:10} {N:2} ranks: {share:.4f}, N / (2N - 1) = {N / (2 * N - 1):.4f}")
+print(ring_tables.shown("predictions", ring_tables.recorded()))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### More and more hosts
+#
+# All but two are within a tenth. Now ask it what cannot be tried here: hosts of 8 GPUs, and between them a network with the
+# whole, a quarter or a sixteenth of the speed of relay's link. **What happens to the efficiency with the second host, and
+# what with further ones?**
+#
+# <details><summary>Answer</summary>
+#
+# One hop in eight crosses the network, and every rank moves at the slowest link's pace. If a rank has fewer tokens than
+# that link needs, efficiency falls with the second host. Further hosts change little, as a rank's work grows with N.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+link = figures.machine("relay").link
+print("network   Hk   tokens a rank" + "".join(f"{N:6} GPUs" for N in (8, 16, 64, 1024)))
+for part in (1, 4, 16):
+    hosts = figures.machine("relay", host=8, network=link / part)
+    for Hk, c in ((32, 2**13), (32, 2**15), (8, 2**13)):
+        found = simulate.scale_out(hosts, simulate.Shape(Hk=Hk), c, (8, 16, 64, 1024))
+        shares = "".join(f"{share:11.2f}" for _, share in found)
+        print(f"link / {part:2} {Hk:3} {c:15,}{shares}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### How to read it
+#
+# A value above 1 is no mistake: efficiency is measured against one GPU with the whole causal sequence, and most of the
+# ring's blocks have no mask, while stage 02 is a little slower with one. The model leaves out links that several messages
+# share, and the multiprocessors that NCCL takes from a block.
+#
+# ### And the results?
+#
+# Where a machine is not there, its *results* can be: `dry_run.py` computes those of any number of ranks in one process,
+# from the same table of work as the ring. Here are 256 ranks, with 2 or 3 positions each.
+
+# %% slideshow={"slide_type": "fragment"}
+q, k, v = torch.randn(3, 1, 2, 700, 16, generator=torch.Generator().manual_seed(0))
+out, _ = dry_run.dry_run(q, k, v, Layout("zigzag", 700, 256, causal=True), PlainBlock)
+want, _ = attention.forward(q, k, v, causal=True)
+print(f"256 ranks: largest difference to one device {(out - want).abs().max():.0e}")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 4. When a rank fails
+#
+# In a ring everybody soon waits for everybody, so that the neighbour that a rank waits for is seldom the culprit. Every
+# rank therefore publishes where it stands, and whoever fails first compares. Rank 2 is killed; what do the others say?
+
+# %% slideshow={"slide_type": "fragment"}
+# When this runs as a plain script, the new processes must not run the file again.
+globals().pop("__file__", None)
+x = torch.zeros(1, 1, 4, 16, device=steps.engine.device)
+call = partial(forward, block=PlainBlock)
+four_ranks = launch.Ranks(4, timeout=4)  # seconds; 60 is the default
+four_ranks.run(call, x, x, x)
+four_ranks.processes[2].kill()
+figures.what_ranks_say(lambda: four_ranks.run(call, x, x, x))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Ranks that do not make the same call
+#
+# The neighbours of rank 2 see at once that a connection is gone. Rank 0 waits until its timeout, and names rank 2 all the
+# same.
+#
+# Another failure is silent in many programs: ranks that do not make the same call. If the messages fit, the results are
+# wrong. So every call is compared, here on two ranks that both bring four positions, while they say that S is nine:
+
+# %% slideshow={"slide_type": "fragment"}
+figures.what_ranks_say(lambda: launch.Ranks(2).run(partial(forward, S=9), x, x, x))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# **Try it.** ★ (15 minutes) Let rank 1 sleep instead: `steps/step04_ring/watch.py` says how a rank that is slow is told
+# from one that hangs.
