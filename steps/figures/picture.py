@@ -57,4 +57,14 @@ def small_texts(fig):
     return [repr(words) for words, points in found.items() if words.strip() and points < SMALLEST - 0.01]
 
 
+def pictured(draw):
+    """A function that draws a figure, as one that gives a `Picture`. Its docstring is the alt text."""
+
+    @functools.wraps(draw)
+    def drawn(*args, **options):
+        return picture(draw(*args, **options), draw.__doc__)
+
+    return drawn
+
+
 unchecked = functools.partial(picture, check=False)  # for notebooks whose figures are not yet legible
