@@ -1449,17 +1449,17 @@ def _on_cpu(x):
 # ---- who is killed by what -------------------------------------------------------------------------------------------
 
 
-def kill_matrix(supports, dtype=None):
-    """(matrix, twins) for a stage's cases in one dtype, by default its first.
+def kill_matrix(supports, dtype=None, among=MUTANTS):
+    """(matrix, twins) for a stage's cases in one dtype, by default its first, and these mutants.
 
     matrix is {mutant name: {case name: "killed", "survives" or "n/a"}}; twins are the pairs of mutants that no case
     tells apart.
     """
     dtype = dtype or supports["dtypes"][0]
-    matrix, results = {m.name: {} for m in MUTANTS}, {m.name: {} for m in MUTANTS}
+    matrix, results = {m.name: {} for m in among}, {m.name: {} for m in among}
     for case, inputs, want in _prepared(supports, dtype):
         tile = inputs.tile or supports["tiles"][0]
-        for m in MUTANTS:
+        for m in among:
             try:
                 got = m.run(inputs, tile, supports["order"])
             except NotApplicable:

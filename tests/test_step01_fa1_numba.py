@@ -46,7 +46,7 @@ class TestContract(Contract):
 )
 def test_no_float64_and_no_local_memory_in_the_compiled_kernels(D, dtype, cc):
     """With local memory the patches would not lie in registers."""
-    found = {row["kernel"]: row for row in n01x_deeper.table(D, dtype, cc)}
+    found = {row["kernel"]: row for row in n01x_deeper.compiled(D, dtype, cc)}
     assert len(found) == 6 and all(row["float64"] == row["local"] == 0 for row in found.values())
     assert all(32 <= row["registers"] <= 255 for row in found.values())
     swapped = found["fwd_1_loops_swapped"]

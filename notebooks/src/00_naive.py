@@ -16,16 +16,13 @@
 #
 # *What does attention compute, what does it cost, and how can it be done without ever storing the N x N matrix?*
 #
-# ![The weights of 48 tokens as pictures. Left, all 48 x 48 at once. Right, one tile of 16 x 16, and an arrow to the
-# next.](../notebooks/figures/question_00.png)
+# ![Left, the 48 x 48 weights of 48 tokens. Right, one tile of 16 x 16, and an arrow to the next.](../notebooks/figures/question_00.png)
 #
 # - **Before you start:** matrix products, `exp` and `log`, a first idea of gradients. No GPU.
-# - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
-# - **Code:** [`steps/step00_naive`](../steps/step00_naive/__init__.py): one file for each **rung**, a version with one idea
-#   more.
-# - **Tests:** `pytest tests/test_step00_naive.py`.
-# - **Symbols:** [reference/symbols.md](../reference/symbols.md). **Terms:**
-#   [reference/glossary.md](../reference/glossary.md).
+# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
+# - **Code:** [`steps/step00_naive`](../steps/step00_naive/__init__.py). Each version, or **rung**, adds one idea.
+# - **Tests:** `pytest tests/test_step00_naive.py`. **Symbols:** [reference/symbols.md](../reference/symbols.md).
+#   **Terms:** [reference/glossary.md](../reference/glossary.md).
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
@@ -45,12 +42,12 @@ print(steps.engine.describe())
 #
 # $$S = \mathit{scale}\; Q K^\top \qquad P_{ij} = \frac{e^{S_{ij}}}{\sum_{j'} e^{S_{ij'}}} \qquad O = P V$$
 #
-# The rows of Q, K and V are queries, keys and values. The **score** $S_{ij}$ says how well query i matches key j, and
-# **softmax** turns a row of scores into weights that add up to 1. The scale, by default $1/\sqrt d$, keeps scores from
-# growing with d.
+# The rows of Q, K and V are queries, keys and values, each with d numbers. The **score** $S_{ij}$ says how well query i
+# matches key j, and **softmax** turns a row of scores into weights that add up to 1. The scale, by default $1/\sqrt d$,
+# keeps scores from growing with d.
 #
-# In self-attention all three come from the same N tokens. Here N = 6 animals live in d = 2 dimensions, and their values
-# are points in the plane.
+# In self-attention all three come from the same N tokens. Here these are N = 6 animals, d = 2, and the values are points
+# in the plane.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -75,15 +72,15 @@ figures.soft_lookup(names, Q, K, V)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the numbers say
 #
-# Query 5 is (3, 1): much water, some air. It fits the trout best, with a scalar product of 6, then the gull with 5;
-# scaled, 4.24 and 3.54. A difference of 0.71 between scores is a factor of 2.03 between weights.
+# Query 5 is (3, 1): much water, some air. The trout fits it best, with a score of 4.24, then the gull with 3.54. A
+# difference of 0.71 between scores is a factor of $e^{0.71} = 2.03$ between weights.
 #
-# The result (6.83, 1.34) lies between the trout's value (8, 0) and the gull's (6, 4). The scale decides how soft the
-# lookup is: at 0 all keys count the same; as it grows, the best key takes all the weight.
+# So the result (6.83, 1.34) lies near the trout's value. The scale decides how soft the lookup is: at 0 all keys count the
+# same; as it grows, the best key takes all the weight.
 #
 # ### Number by number
 #
-# The matrix products hide three loops. This is the whole of attention:
+# The matrix products hide three loops:
 
 # %% slideshow={"slide_type": "fragment"}
 def attend(Q, K, V, scale):
@@ -111,10 +108,11 @@ print("row 5:", by_loops[5], " as torch's own:", torch.allclose(by_loops, torch_
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. What it costs
 #
-# Q, K, V and O have $N d$ numbers each, S and P have $N^2$. Each of the two matrix products takes $2 N^2 d$ operations.
+# Q, K, V and O have $N d$ numbers each, S and P have $N^2$. A model computes many such attentions side by side, H
+# **heads** for each of B sequences.
 #
-# Rung 1, `fwd_1_matrix.py`, is the matrix form. We count the bytes of all tensors that are alive at the same time, while N doubles. **By
-# which factor does the peak grow?**
+# Rung 1, `fwd_1_matrix.py`, is the matrix form. N doubles, and we measure its peak memory: the most bytes that its
+# tensors take at the same time. **By which factor does the peak grow?**
 
 # %% slideshow={"slide_type": "fragment"}
 for N in (128, 256, 512, 1024, 2048):
@@ -126,13 +124,19 @@ print(f"S of one head at N = 16384: {4 * 16384**2 / 2**30:.0f} GiB")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. A softmax that never sees its whole row
 #
-# By 4: at the peak four N x N matrices are alive, S, its exponentials, their quotients and P. The $N^2$ *operations* are
-# attention itself and stay. The $N^2$ *memory* can go. Two obstacles are in the way: softmax wants the whole row of scores
-# before it gives out a weight, and the backward wants P.
+# By 4, as $N^2$ does: S and what softmax makes of it fill the memory. The $N^2$ *operations* are attention itself and
+# stay. The $N^2$ *memory* can go, past two obstacles: softmax wants the whole row of scores before it gives out a
+# weight, and the backward wants P.
 #
 # ### First, it must not overflow
 #
-# Typed in as the formula stands, softmax fails: float32 ends at $e^{88.7}$, beyond it is inf, and inf / inf is NaN.
+# As the formula stands, softmax fails for large scores: exp becomes inf, and inf / inf is NaN.
+#
+# **Claim 1.** Softmax does not change when all scores of a row are reduced by the same number m: the factor $e^{-m}$
+# cancels. Let m be the row's maximum. Then nothing overflows, and the sum $l = \sum e^{s_j - m}$ is at least 1.
+#
+# **Claim 2.** $P_{ij} = e^{S_{ij} - \mathit{lse}_i}$ with the row's **log-sum-exp**,
+# $\mathit{lse} = \log \sum_j e^{s_j} = m + \log l$. One number for each row gives back any weight from its score alone.
 
 # %% slideshow={"slide_type": "fragment"}
 def naive_softmax(s):
@@ -151,20 +155,12 @@ print("claim 2:", torch.allclose((s - lse).exp(), naive_softmax(s)))
 print(f"P[5,4] alone: exp({s[4]:.2f} - {lse:.2f}) = {(s[4] - lse).exp():.2f}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Claims 1 and 2
-#
-# **Claim 1.** Softmax does not change when one constant c is subtracted from all scores of a row:
-# $e^{s_j - c} / \sum e^{s_{j'} - c} = e^{-c} e^{s_j} / (e^{-c} \sum e^{s_{j'}})$. Choose c = m, the row's maximum. Then
-# nothing overflows, and the sum l is at least 1.
-#
-# **Claim 2.** $P_{ij} = e^{S_{ij} - \mathit{lse}_i}$ with the **log-sum-exp** of the row,
-# $\mathit{lse} = m + \log l = \log \sum_j e^{s_j}$. With this one number a row, any weight can be made again from its
-# score alone. The backward will use that.
-#
 # ### Exercise 00.1: a softmax that cannot overflow
 #
-# Write both claims for all rows at once, in place of `raise Blank`, and run the cell: `check` names what fails.
-# `hint("00.1")` asks a question; `hint("00.1", 2)` and `3` say more, and `solution("00.1")` shows the function.
+# Write softmax by both claims, for all rows at once, in place of `raise Blank`, and run the cell: `check` names what
+# fails. A key that a query may not see has the score -inf. In some rows all keys have it.
+#
+# `hint("00.1")` helps, `hint("00.1", 3)` helps most, and `solution("00.1")` shows the function.
 
 # %% slideshow={"slide_type": "fragment"}
 def softmax(S):
@@ -181,10 +177,10 @@ check("00.1", softmax)
 # comes, m moves, and the terms already in l are wrong.
 #
 # **Claim 3.** One factor corrects them all: $\sum e^{s_j - m_{new}} = \alpha \sum e^{s_j - m}$ with
-# $\alpha = e^{m - m_{new}} \le 1$. Think of $e^m$ as the unit in which l is counted: a larger unit, a smaller count.
+# $\alpha = e^{m - m_{new}} \le 1$.
 #
-# **Claim 4.** The output is a sum of the same kind, $O = \sum e^{s_j - m} v_j$, so the same factor corrects it. At the
-# end O / l is the row of the result, exactly, and no row of S or P was stored. We start with m = -inf and l = O = 0.
+# **Claim 4.** The same factor corrects a sum of values, $O = \sum e^{s_j - m} v_j$, which is divided by l only at the
+# end. Then O / l is exactly the row of the result, and no row of S or P was stored. We start with m = -inf, l = O = 0.
 
 # %% slideshow={"slide_type": "fragment"}
 m, l = -math.inf, 0.0
@@ -208,11 +204,10 @@ figures.running_maximum(s, trace)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 00.2: add one key to m, l and O
 #
-# m moves at keys 1, 3 and 4, where alpha is 0.24, 0.24 and 0.49. After every key O / l *is* the attention over the keys
-# so far.
+# m moves at keys 1, 3 and 4. After every key O / l *is* the attention over the keys so far.
 #
-# Write claims 3 and 4 for all queries at once, of B sequences and H heads. Take care of a query that has seen no key
-# yet: its m is -inf, and -inf - (-inf) is NaN.
+# Write claims 3 and 4 for all queries, heads and sequences at once. Take care of a query that has seen no key yet: its m
+# is -inf, and -inf - (-inf) is NaN.
 
 # %% slideshow={"slide_type": "fragment"}
 def online_update(m, l, O, s, v_j):
@@ -226,10 +221,9 @@ check("00.2", online_update)
 # ## 4. Tile by tile
 #
 # **Claim 5.** Keys may come in groups. Bc keys move m once, add a sum to l, and a matrix product to O. Their scores with
-# Br queries are a **tile**, and only one tile exists at a time.
+# Br queries are a **tile** of S, and only one tile exists at a time.
 #
-# This is rung 3, FlashAttention-2's Algorithm 1. (Its line 10 is printed with the inverse of alpha, a misprint:
-# [papers/errata.md](../papers/errata.md), E12.)
+# This is rung 3, FlashAttention-2's Algorithm 1. There P is $e^{S - m}$, not yet divided by l.
 #
 # | line | what it does | in `fwd_3_tiled.py` |
 # |---|---|---|
@@ -239,7 +233,7 @@ check("00.2", online_update)
 # | [9–10] | m_new, P, alpha; new l and O | `online_update`, for a tile |
 # | [12–15] | O / l and lse, written once | end of the outer loop |
 #
-# What one round of the inner loop keeps does not depend on N, and fits on a GPU's chip. Later stages keep it there.
+# What the inner loop keeps does not grow with N. Later stages keep it on a GPU's chip.
 
 # %% slideshow={"slide_type": "subslide"}
 for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):
@@ -254,11 +248,11 @@ show("fwd_3_tiled", "forward")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 00.3: mask a causal tile
 #
-# **Causal**: a query sees keys up to its own position. If Nq and Nk differ, the *last* query sees every key, as in a
-# chat whose last tokens are new: the diagonal ends at the bottom right.
+# **Causal**: a query sees keys up to its own position. There may be Nq queries and Nk keys, as in a chat whose last
+# tokens are new. Then the *last* query sees every key: the diagonal ends at the bottom right.
 #
-# With more queries than keys the first queries see no key. Then `out` is 0 and `lse` is -inf, the value and the logarithm
-# of an empty sum. Make -inf what the queries of a tile may not see; `shift` is Nk - Nq.
+# With more queries than keys the first queries see no key. Their sums are empty, so `out` is 0 and `lse` is log 0 = -inf.
+# Set to -inf the scores that the queries of a tile may not see; `shift` is Nk - Nq.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.tiles_visited()
@@ -277,8 +271,8 @@ check("00.3", mask)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. The backward, by hand
 #
-# dX is the gradient of the loss with respect to X. Given dO, we need dQ, dK and dV. In $O_{ix} = \sum_j P_{ij} V_{jx}$
-# each $V_{jx}$ has the factor $P_{ij}$, and each $P_{ij}$ the factor $V_{jx}$; S is a product as well. So
+# dX is the gradient of the loss with respect to X. Given dO, we need dQ, dK and dV. O = P V and S are products, and a
+# factor's gradient is a product with the other factor:
 #
 # $$dV = P^\top dO \qquad dP = dO\, V^\top \qquad dQ = \mathit{scale}\; dS\, K \qquad dK = \mathit{scale}\; dS^\top Q$$
 #
@@ -288,7 +282,7 @@ check("00.3", mask)
 # $$dS_{ik} = \sum_j dP_{ij}\, P_{ij} ([j = k] - P_{ik}) = P_{ik}\, (dP_{ik} - \mathit{delta}_i), \qquad
 # \mathit{delta}_i = \sum_j P_{ij}\, dP_{ij}.$$
 #
-# delta seems to need rows of two N x N matrices. Exchange the sums, and it is a scalar product of length d:
+# delta seems to need whole rows of P and dP. Exchange the sums, and it is a scalar product of length d:
 #
 # $$\mathit{delta}_i = \sum_j P_{ij} \sum_x dO_{ix} V_{jx} = \sum_x dO_{ix} \sum_j P_{ij} V_{jx} = \sum_x dO_{ix}\, O_{ix}$$
 
@@ -312,11 +306,11 @@ print("delta, two ways:", torch.allclose(delta, (P * dP).sum(-1), atol=1e-5))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 00.4: one tile of the backward
 #
-# Every formula works on one tile at a time, and nothing is rescaled, because lse is final. So the backward keeps q, k, v,
-# out and lse, and *recomputes* S: the second obstacle is gone. This is FlashAttention-2's Algorithm 2, with key tiles
-# outside, so that dK_j and dV_j are finished in one visit.
+# Every formula works on one tile at a time, and nothing is rescaled, because lse is final. The backward *recomputes* S
+# from q and k: the second obstacle is gone. In FlashAttention-2's Algorithm 2, below, the outer loop goes over key tiles,
+# so that dK_j and dV_j are finished in one visit.
 #
-# Recompute P from lse and find dS, as the loop asks for them. `q[..., rows, :]` is Q_i. Do not forget the mask.
+# Recompute P of a tile from lse, and find its dS. `q[..., rows, :]` is Q_i. Do not forget the mask.
 
 # %% slideshow={"slide_type": "fragment"}
 show("bwd_3_tiled", "backward")
@@ -332,19 +326,19 @@ check("00.4", tile_gradients)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# All stages run on the same inputs and are compared with a float64 reference. The tolerance is no guess: twice the error
-# of the matrix form in the same precision, plus what rounding may add.
+# All stages are compared with a float64 reference, on the same inputs. The tolerance is twice the error of the matrix
+# form in the same precision, plus what rounding may add.
 #
-# Now break one thing: `forward` passes Nk - Nq to `mask`, and somebody passes 0. **Which kind of input will fail?**
+# Now break one thing: `forward` passes 0 to `mask` instead of Nk - Nq. **Which kind of input will fail?**
 #
 # <details><summary>Answer</summary>
 #
-# Only causal inputs in which Nq and Nk differ. For Nq = Nk the shift is 0 anyway.
+# Only causal inputs in which Nq and Nk differ.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-def top_left(S, i, j, shift, mask=fwd_3_tiled.mask):
+def top_left(S, i, j, shift, mask=fwd_3_tiled.mask):  # the right one, kept before it is replaced
     return mask(S, i, j, 0)
 
 
@@ -353,11 +347,11 @@ print("\nwith the shift forgotten:")
 print(figures.contract(mask=top_left))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Which inputs see which mistakes
+# ### Which inputs show which mistakes
 #
-# Rows are planted mistakes, columns kinds of input. Ordinary random scores do not see that the maximum is missing. A
-# maximum that starts at 0 instead of -inf is seen in one column alone: where all scores of a row are very negative,
-# every exponential underflows.
+# Rows are planted mistakes, columns kinds of input; white cells give the right result. Ordinary random scores do not show
+# that the maximum is missing. A maximum that starts at 0 is seen in one column alone: if all scores of a row are very
+# negative, every exponential is rounded to 0.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_seen()
@@ -365,8 +359,8 @@ figures.mistakes_seen()
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Bug hunt 00.bug1
 #
-# `show("00.bug1")` is a broken forward, and a report about it is printed by the cell. Find the cause, and write a test
-# that fails on the broken forward and passes on the right one. `check` then asks which of four causes it is.
+# `show("00.bug1")` is a broken forward, and the cell prints what users report. Find the cause, and write a test that fails
+# on the broken forward and passes on the right one. `check` then asks which of four causes it is.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.symptom("00.bug1"))
@@ -382,13 +376,13 @@ check("00.bug1", test)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# When N doubles, rung 1's peak memory grows by 4. **By how much does it grow for rung 2, which takes one key at a time for
-# all queries, and for rung 3 with tiles of (64, 64)? Is rung 3 faster than rung 1 on this CPU?**
+# Rung 2 takes one key at a time for all queries. **When N doubles, by how much does its peak memory grow, and that of rung
+# 3 with tiles of (64, 64)? Is rung 3 faster than rung 1 on this CPU?**
 #
 # <details><summary>Answer</summary>
 #
-# Rung 2: by 2. Rung 3: by less, as only out and lse grow with N, beside one tile. Faster: no, as calling torch for each
-# tile takes longer than its arithmetic. Only a kernel turns saved memory into saved time.
+# Rung 2: by 2. Rung 3: by less, as only out and lse grow with N, not the tile. It is not faster: calling torch for each
+# tile takes longer than its arithmetic.
 #
 # </details>
 
@@ -403,48 +397,46 @@ for name, forward in rungs.items():
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - Attention is a mean of values under the softmax of scores: $N^2$ scores, N d results.
 # - A running maximum keeps exp in range, if alpha rescales l and O whenever it moves.
 # - O / l is exact, whatever the tiles; only one tile of S exists at a time.
 # - lse gives back P, and with delta the backward works tile by tile too.
-# - Small random scores and square shapes miss real mistakes.
+# - Small random scores and square shapes hide real mistakes.
 #
 # **Ask yourself**
 #
 # 1. Why is l never below 1 once a row has seen a key?
 #    <details><summary>Answer</summary>
 #
-#    The largest score so far adds exp(0) = 1, and no other term is negative.
+#    The largest score so far adds exp(0) = 1.
 #    </details>
 # 2. In which order of scores is alpha always 1 after the first key?
 #    <details><summary>Answer</summary>
 #
-#    Falling order: the first score stays the maximum.
+#    In falling order: the first stays the maximum.
 #    </details>
 # 3. What would go wrong if m started at -100?
 #    <details><summary>Answer</summary>
 #
-#    If all scores of a row are far below -100, every exp(s + 100) is 0 in float32, and out is 0 / 0.
+#    If all scores of a row are far below -100, every exp(s + 100) is rounded to 0, and out is 0 / 0.
 #    </details>
 # 4. Why does the backward need no running maximum?
 #    <details><summary>Answer</summary>
 #
-#    lse is final, so P = exp(S - lse) at once, and it never exceeds 1.
+#    lse is final, so P = exp(S - lse) at once, and never above 1.
 #    </details>
 # 5. What does the forward keep for the backward beside its inputs, and how many numbers a row?
 #    <details><summary>Answer</summary>
 #
-#    out, d numbers, and lse, one number. delta, one more, is made of out and dO. P would be N numbers.
+#    out, d numbers, and lse, one.
 #    </details>
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Go further
 #
-# - ★ (15 minutes) Write the softmax of a vector in two passes instead of three. Test at scores of ±200.
+# - ★ (15 minutes) Write the softmax of a vector in two passes instead of three.
 # - ★★ (1 hour) Give rung 2 a sliding window: query i sees the last w keys. Check against
 #   `reference.attention.forward(..., causal=True, window=(w - 1, 0))`.
-# - ★★★ (a weekend) Give the tiled backward a window too, and skip the tiles that it hides.
 #
 # **Read:** [papers/attention.md](../papers/attention.md) and [papers/online_softmax.md](../papers/online_softmax.md).
 #
-# **Next:** [01_fa1_numba.ipynb](01_fa1_numba.ipynb). The tiles move to where they pay: a GPU's shared memory.
+# **Next:** [01_fa1_numba.ipynb](01_fa1_numba.ipynb). The tiles move into a GPU's shared memory.

@@ -17,12 +17,11 @@
 # *How does a GPU hold attention's tiles on the chip, what does FlashAttention-1's loop order cost, and what belongs in
 # registers?*
 #
-# ![Three boxes: device memory with Q, K, V and O; shared memory with tiles of Q, K, V and S, at 4.8 TB/s on an H200;
-# registers with 8 x 8 numbers of S and of O, at 33.5 TB/s.](../notebooks/figures/question_01.png)
+# ![Device memory with Q, K, V, O; shared memory with tiles; registers with 8 x 8 numbers of S and O.](../notebooks/figures/question_01.png)
 #
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
-# - **Time:** about 40 minutes to read, 120 minutes more with the exercises.
-# - **Code:** [`steps/step01_fa1_numba`](../steps/step01_fa1_numba/__init__.py): one file for each of three rungs.
+# - **Time:** about an hour to read, 120 minutes more with the exercises.
+# - **Code:** [`steps/step01_fa1_numba`](../steps/step01_fa1_numba/__init__.py), three rungs.
 # - **Tests:** `pytest tests/test_step01_fa1_numba.py`.
 # - **Paper:** [papers/flash_attention.md](../papers/flash_attention.md).
 
@@ -39,37 +38,37 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# A GPU consists of streaming multiprocessors (**SMs**). An SM runs threads in groups of 32, the **warps**. A thread
-# computes with the numbers in its **registers**. Threads are launched in **blocks**, and the threads of a block share a
-# piece of their SM's **shared memory**. Tensors lie in **device memory**, outside the chip.
+# A GPU consists of streaming multiprocessors (**SMs**). An SM runs threads in groups of 32, **warps**. A thread computes
+# with the numbers in its **registers**. Threads are launched in **blocks**, and the threads of a block share a piece of
+# their SM's **shared memory**. Tensors lie in **device memory**, outside the chip.
 #
 # **Device memory is the first bottleneck.** Standard attention, notebook 00's matrix form, writes S, reads it for the
-# softmax, writes P, and reads P for P V. This weighs most in fp16 on **tensor cores**, the units for matrix products that
-# stage 02 uses. FlashAttention computes a tile of S, uses it and discards it, all on the chip.
+# softmax, writes P, and reads P for P V. This weighs most beside fast arithmetic: 16-bit floats (fp16) on **tensor
+# cores**, which stage 02 uses. FlashAttention computes a tile of S, uses it and discards it, on the chip.
 #
-# **Shared memory is the second.** It is fast, but it gives a thread one number in the time of four multiply-adds.
+# **Shared memory is the second.** It gives one number in the time of four **multiply-adds**, operations a b + c.
 
 # %% slideshow={"slide_type": "fragment"}
-print(figures.memories())
-print(figures.standard_traffic(N=4096, d=64))
+print(figures.memories(N=4096, d=64))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 2. The idea: O is finished after every visit
+# ## 2. The idea: O is right after every visit
 #
 # FlashAttention-1 loads a tile of keys *once*, and every tile of queries visits it. Between two visits a row's O, l and m
-# wait in device memory.
+# wait in device memory, with O *normalised*, divided by l.
 #
-# **Claim.** Keep O *normalised*, that is divided by l. If a row has O, l, m from the keys so far, and the new tile alone
-# gives $m_b = \max S$, $P = e^{S - m_b}$, $l_b = \sum P$, then with $m_{new} = \max(m, m_b)$,
-# $\alpha = e^{m - m_{new}}$, $\beta = e^{m_b - m_{new}}$
+# **Claim.** If a row has O, l, m from the keys so far, and the new tile alone gives $m_b = \max S$, $P = e^{S - m_b}$,
+# $l_b = \sum P$, then with $m_{new} = \max(m, m_b)$, $\alpha = e^{m - m_{new}}$, $\beta = e^{m_b - m_{new}}$
 #
 # $$l_{new} = \alpha\, l + \beta\, l_b \qquad O_{new} = \frac{\alpha\, l}{l_{new}}\, O + \frac{\beta}{l_{new}}\, P V_j$$
 #
-# is the attention over the old and the new keys together. For $l\, O$ is the sum $\sum e^{s - m} v$ over the old keys,
-# and $\alpha$ and $\beta$ change it and $P V_j$ to the unit $e^{m_{new}}$.
+# is the attention over the old and the new keys together. The reason: $l\, O$ is the sum $\sum e^{s - m} v$ over the old
+# keys. $\alpha$ takes this sum, and $\beta$ takes $P V_j$, from its own maximum to $m_{new}$.
 #
-# Here are notebook 00's six tokens in three tiles of two keys; we follow query 5. An easy mistake is to rescale O by
-# $\alpha$ alone, as if it had not been divided by l.
+# We follow notebook 00's query 5 over three tiles of two keys. An easy mistake is to rescale O by $\alpha$ alone. Then the
+# row ends at (6.35, 1.01) instead of (6.83, 1.34).
+#
+# In the picture a value is black once its key has been seen. The new O lies between the old one and the tile's own.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -103,17 +102,14 @@ figures.visits_of_O(V, visits(multiply_by_l=True))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
 #
-# With l forgotten the row ends at (6.35, 1.01) instead of (6.83, 1.34). Done right, O is after every visit the attention
-# over the keys seen so far, the black ones.
-#
 # ### Numba CUDA in one page
 #
-# A **kernel** is launched as a **grid** of blocks: `kernel[blocks, threads](arguments)`. Every thread runs the same
-# function; `threadIdx` is its number in the block, `blockIdx` the number of its block, and `cuda.grid(1)` its number in
-# the whole grid.
+# A **kernel** is a function that every thread runs. It is launched as a **grid** of blocks,
+# `kernel[blocks, threads](arguments)`. `threadIdx` is a thread's number in its block, `blockIdx` the block's number, and
+# `cuda.grid(1)` the thread's number in the whole grid.
 #
-# `cuda.shared.array` is shared by a block. `cuda.syncthreads()` is a **barrier**: no thread goes on before all threads of
-# the block have arrived.
+# `cuda.shared.array` lies in shared memory, one for each block. `cuda.syncthreads()` is a **barrier**: no thread goes on
+# before all threads of the block have arrived. `cuda.to_device` copies an array to device memory.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -130,13 +126,13 @@ backwards[2, 3](x, out)  # two blocks of three threads
 print(out.copy_to_host())
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### What the simulator shows, and what not
+# ### What the simulator shows
 #
 # Without a GPU the same source runs in Numba's simulator, a Python thread for each GPU thread. There an index past an
-# array's end is an error; a GPU would read or overwrite whatever lies behind.
+# array's end is an error; a GPU would read what lies there.
 #
-# The simulator does not show races, where two threads need an order that no barrier gives them. This kernel lacks one
-# and is right all the same: a right result proves nothing.
+# The simulator does not show **races**, where two threads need an order that no barrier gives them. This kernel lacks a
+# barrier, and its result is right all the same.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -153,8 +149,8 @@ print(out.copy_to_host())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 0: Algorithm 1, line by line
 #
-# One block handles one head. First the budget: a block may take 48 KiB of shared memory without asking, and Q_i, K_j, V_j
-# and S have to fit.
+# One block handles one head. Q_i, K_j, V_j and S have to fit into the 48 KiB of shared memory that a block may use without
+# asking: tiles of 64 x 64 are too large.
 #
 # | line | what it does | in `fwd_0_published.py` |
 # |---|---|---|
@@ -210,7 +206,7 @@ print("row 5:", O.copy_to_host()[0, 5].round(2))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.1: one tile of keys, with O kept normalised
 #
-# Part 2's claim, one thread a row. `hint("01.1")` to `hint("01.1", 3)` and `solution("01.1")` help.
+# Part 2's claim, one thread a row: of T threads, thread t computes rows t, t + T, and so on.
 #
 # | argument | shape, place | what it is |
 # |---|---|---|
@@ -221,8 +217,7 @@ print("row 5:", O.copy_to_host()[0, 5].round(2))
 # | `Bc` | number | keys of the tile; S may have a spare column |
 #
 # `exp_difference(x, m)` is exp(x - m), and 0 for x = -inf. In a row that has seen no key l_new is 0, and both factors are
-# 0. A thread's number is `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`. Write `ZERO` for 0, as 0.0 is float64 for
-# Numba.
+# 0. t is `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`. Write `ZERO` for 0, as 0.0 is float64 for Numba.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -239,16 +234,13 @@ check("01.1", online_update)
 # ### The order of the visits
 #
 # FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In the second order the sums of a query
-# tile stay on the chip until they are complete. O is divided once, and notebook 00's update is enough: one $\alpha$ and
-# no $\beta$. A colour is a tile of queries.
+# tile stay on the chip until they are complete. O is divided once. A colour is a tile of queries.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.order_of_visits()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### The traffic, counted
-#
-# How many numbers pass between device memory and the chip?
+# ### Numbers that pass between device memory and the chip
 #
 # - *standard* writes and reads S and P: $4N^2$;
 # - *fa1*: each key tile reads Q and O and writes O, about $3dN^2/B_c$ in all;
@@ -258,8 +250,7 @@ figures.order_of_visits()
 #
 # <details><summary>Answer</summary>
 #
-# With l and m, *fa1* moves $(3d+4)N^2/B_c$: less than $4N^2$ for $B_c>49$. With smaller tiles the visits of O cost more
-# than S and P did.
+# With l and m, *fa1* moves $(3d+4)N^2/B_c$: less than $4N^2$ for $B_c>49$.
 #
 # </details>
 
@@ -272,17 +263,17 @@ print(figures.traffic(N=1024, d=64))
 # With keys outside, two key tiles may not update one row of O at the same time. So a head stays in one block, and a
 # block on one SM. With queries outside, every query tile can be a block.
 #
-# The picture shows one sequence of 4096 tokens with 16 heads on an H200. A box is room for one block. Neighbouring heads
-# differ in colour, and a head's number stands in its first block.
+# The picture shows one sequence of 4096 tokens with 16 heads on an H200. A box is an SM, its colour the head of its first
+# block.
 
 # %% slideshow={"slide_type": "fragment"}
-figures.who_works(B=1, H=16)
+figures.who_works(heads=16)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.2: the same tile, with O not divided
 #
 # Rung 1 has the loops swapped. A block owns one tile of queries: O_i, l and m are in shared memory too, and are written
-# out once. P is relative to m_new at once; `alpha` (Br,) receives what O is multiplied with.
+# out once. P is exp(S - m_new) at once; `alpha` (Br,) receives what O is multiplied with.
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_1_loops_swapped", "kernel")
@@ -300,8 +291,8 @@ check("01.2", online_update)
 # ## 5. What belongs in registers
 #
 # In rungs 0 and 1 `dot` fetches both factors of every product from shared memory: 2 loads a multiply-add. In rung 2 a
-# thread owns a **patch** of 8 x 8 numbers of S, in its registers. For each of the d columns it fetches 8 numbers of Q_i
-# and 8 of K_j, and multiplies each with each: 16 loads for 64 multiply-adds.
+# thread owns a **patch** of 8 x 8 numbers of S, in its registers, of which it can have 255. For each of the d columns it
+# fetches 8 numbers of Q_i and 8 of K_j, and multiplies each with each: 16 loads for 64 multiply-adds.
 
 # %% slideshow={"slide_type": "fragment"}
 for name, loads, products in (("dot", 2, 1), ("a patch of 8 x 8", 16, 64)):
@@ -313,8 +304,8 @@ show("fwd_2_registers", "add_products")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.3: the gradient of the scores
 #
-# Rung 0's backward has keys outside, so that dK_j and dV_j are finished in one visit; dQ is loaded and stored at every
-# visit, as O was. It has P of a tile and needs dS = P (dP - delta), as in notebook 00.
+# Rung 0's backward has keys outside too: dQ is loaded and stored at every visit, as O was. It has P of a tile and needs
+# dS = P (dP - delta), as in notebook 00.
 #
 # dO_i is (Br, D), V_j (Bc, D), delta (heads, Nq) in device memory; i is the tile's first row. All threads share the
 # tile, as in `show("fwd_0_published", "scores")`.
@@ -331,9 +322,9 @@ check("01.3", score_gradients)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Every rung runs the inputs of stage 00; here are three. Then we break rung 0: `first_query_tile` skips query tiles above
-# the causal diagonal, as key j is first seen by query j - (Nk - Nq). Suppose we forget Nk - Nq. **Which causal input
-# fails: as many queries as keys, fewer, or more?**
+# Every rung runs on the inputs of stage 00; here are three. Then we break rung 0: `first_query_tile` skips query tiles
+# above the causal diagonal, as key j is first seen by query j - (Nk - Nq). Suppose we forget Nk - Nq. **Which causal
+# input fails: as many queries as keys, fewer, or more?**
 #
 # <details><summary>Answer</summary>
 #
@@ -355,8 +346,8 @@ print(figures.cases_of_the_contract(*causal, first_query_tile=shift_forgotten))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Bug hunts 01.bug1 and 01.bug2
 #
-# `show("01.bug1")` and `show("01.bug2")` are broken kernels; each cell prints what was reported. Write tests that fail
-# on the broken kernel and pass on the right one.
+# `show("01.bug1")` and `show("01.bug2")` are broken kernels. Write tests that fail on the broken kernel and pass on the
+# right one.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.symptom("01.bug1"))
@@ -400,18 +391,17 @@ print(figures.speeds())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the rows say
 #
-# Patches in registers bring more than the order of the loops: from 1.7 to 20 TFLOP/s at d = 64. Every rung stays below
-# what shared memory allows, because that bound assumes that nothing waits.
+# Patches in registers bring more than the order of the loops: from 1.7 to 20 TFLOP/s at d = 64.
 #
-# Rung 2 has about half of the speed of `sdpa-efficient`, its backward a third. Even standard attention is faster at d =
-# 128 and in the backward: in float32 its traffic takes no longer than its arithmetic.
+# Rung 2 has about half of `sdpa-efficient`'s speed, its backward a third. Standard attention is faster at d = 128
+# and in the backward: in float32 its traffic takes no longer than its arithmetic.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
 # - Tiles save traffic to device memory, patches in registers save loads from shared memory.
-# - FlashAttention-1 keeps O normalised: after every visit it is the attention over the keys so far.
-# - Keys outside: one block a head, and O, l, m go back and forth. Queries outside: one block a query tile, written once.
+# - FlashAttention-1 keeps O divided by l: after every visit it is the attention over the keys so far.
+# - Keys outside: one block a head, O, l, m go back and forth. Queries outside: one block a query tile, O written once.
 # - The simulator checks indices and arithmetic, not races, types or speed.
 #
 # **Ask yourself**
@@ -419,37 +409,34 @@ print(figures.speeds())
 # 1. Why must every thread of a block reach each barrier, even one that has no row?
 #    <details><summary>Answer</summary>
 #
-#    A barrier waits for all threads of the block, and a thread without a row still loads its part of the tile.
+#    A barrier waits for all threads of the block.
 #    </details>
 # 2. What would be saved by storing O undivided between rung 0's visits? What would be lost?
 #    <details><summary>Answer</summary>
 #
-#    Saved: a multiplication by l and a division for each number. Lost: between visits O is no longer attention over the
-#    keys so far, and a last pass has to divide it.
+#    Saved: multiplying by l and dividing again. Lost: O is no longer attention over the keys so far.
 #    </details>
-# 3. Why is that O float32 when q, k and v are float16?
+# 3. Why is rung 0's O float32 when q, k and v are float16?
 #    <details><summary>Answer</summary>
 #
-#    It is read and written at each visit, and would be rounded each time.
+#    It is stored at each visit, and would be rounded each time.
 #    </details>
 # 4. How many loads a multiply-add does a patch of 4 x 4 need, and of 16 x 16? What forbids the latter?
 #    <details><summary>Answer</summary>
 #
-#    8 loads for 16 multiply-adds, and 32 for 256. A patch of 16 x 16 needs 256 registers, and a thread has 255.
+#    8 loads for 16 multiply-adds, and 32 for 256. 16 x 16 numbers do not fit into 255 registers.
 #    </details>
 # 5. Why may rung 0 not give the key tiles of a head to several blocks?
 #    <details><summary>Answer</summary>
 #
-#    They update the same rows of O, l and m, so they cannot run at the same time.
+#    They update the same O, l and m.
 #    </details>
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Go further
 #
-# - ★★ (1 hour) Put all threads to work in rung 1's `online_update`: several share a row and exchange their maxima.
-# - ★★★ (a weekend) Count the backward's traffic in both orders, with
-#   [`io_count.py`](../steps/step00_naive/io_count.py).
+# - ★★ (1 hour) Put all threads to work in rung 1's `online_update`.
 #
-# **Deeper:** [01x_deeper.ipynb](01x_deeper.ipynb): types, banks, registers, roofs, one rounding too many.
+# **Deeper:** [01x_deeper.ipynb](01x_deeper.ipynb).
 #
 # **Next:** [02a_fa2_cuda_first_kernels.ipynb](02a_fa2_cuda_first_kernels.ipynb). Rung 1's order, in CUDA C++.

@@ -135,7 +135,7 @@ except ValueError as refusal:
 # **Try it.** ★★★ (a weekend) Give rung 2 other tiles and patches, and predict the fastest from this table.
 
 # %% slideshow={"slide_type": "fragment"}
-print(figures.resources(D=64))
+print(figures.resources())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Three roofs
@@ -152,7 +152,7 @@ print(figures.resources(D=64))
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-print(figures.roofs(N=4096, d=64))
+print(figures.roofs())
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Why all stay below

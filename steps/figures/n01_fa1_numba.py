@@ -1,177 +1,132 @@
 """What notebook 01 draws, counts and breaks: memories, the order of the visits, who works, measured speeds."""
 
-import contextlib
+import itertools
 from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.collections import PatchCollection
 
 from reference import cases, error
-from steps import engine
 from steps import step01_fa1_numba as stage
 from steps.bench import cost, rows
-from steps.figures.n00_naive import symptom  # noqa: F401  The notebook's hunts begin with it.
-from steps.figures.picture import picture
-from steps.figures.plots import COLOURS, FAINT, INK, OPERAND, ink_on, style
+from steps.figures.n00_naive import outcome, symptom  # noqa: F401  The notebook's hunts begin with symptom.
+from steps.figures.picture import pictured
+from steps.figures.plots import COLOURS, FAINT, INK, OPERAND, boxes, subplots, table
 from steps.step00_naive import io_count
 
 GPU = cost.GPUS["NVIDIA H200"]
-BANKS, LANES = 32, 128  # numbers that shared memory delivers to an SM in a cycle; its multiply-adds in float32
-MULTIPLY_ADDS = GPU.fp32_tflops / 2  # in 10^12 a second, all SMs together
-# What each memory delivers, in 10^12 numbers of float32 a second.
-DELIVERS = {"shared memory": MULTIPLY_ADDS * BANKS / LANES, "device memory": GPU.bandwidth / 4}
-# The tiles that each rung takes on a GPU at d = 64.
-TILES = {"published": (16, 16), "loops_swapped": (16, 32), "registers": (128, 64)}
+MULTIPLY_ADDS = GPU.fp32_tflops / 2  # in 10^12 a second, all SMs together: 128 an SM and cycle
+# Numbers of float32 in 10^12 a second. Shared memory delivers 32 an SM and cycle.
+DELIVERS = {"shared memory": MULTIPLY_ADDS * 32 / 128, "device memory": GPU.bandwidth / 4}
+TILES = {"published": (16, 16), "loops_swapped": (16, 32), "registers": (128, 64)}  # on a GPU, at d = 64
 
 
-def memories():
-    """Sizes and speeds of an H200's memories, in words."""
-    sm = GPU.multiprocessor
-    lines = [f"{GPU.name}: {GPU.sms} SMs, {MULTIPLY_ADDS:.1f} x 10^12 multiply-adds a second in float32"]
-    for name, size in (("registers", 4 * sm.registers), ("shared memory", sm.shared)):
-        lines.append(f"{name:13}  {size / 2**10:.0f} KiB an SM, {size * GPU.sms / 2**20:.1f} MiB in all")
-    for name, numbers in DELIVERS.items():
-        waits = MULTIPLY_ADDS / numbers
-        lines.append(f"{name:13} {4 * numbers:5.1f} TB/s: a number in the time of {waits:2.0f} multiply-adds")
-    return "\n".join(lines)
+def memories(N, d):
+    """Sizes and speeds of an H200's memories, and how long standard attention's traffic would take there."""
+    sm, speed = GPU.multiprocessor, {name: (f"{4 * x:.1f}", f"{MULTIPLY_ADDS / x:.0f}") for name, x in DELIVERS.items()}
+    lines = [(f"{GPU.name}, {GPU.sms} SMs", "KiB an SM", "TB/s in all", "multiply-adds in the time of a number")]
+    lines += [("registers", 4 * sm.registers // 2**10, "", "")]
+    lines += [("shared memory", sm.shared // 2**10, *speed["shared memory"])]
+    lines += [("device memory", "", *speed["device memory"])]
+    moved, kept = sum(io_count.standard_count(N, d)), 4 * N * d + N
+    in_float32 = moved / DELIVERS["device memory"] / (2 * N * N * d / MULTIPLY_ADDS)
+    in_fp16 = in_float32 / 2 * GPU.half_tflops / GPU.fp32_tflops
+    told = f"Standard attention, N = {N}, d = {d}, moves {moved / kept:.0f} times the size of q, k, v, out and lse."
+    told += f"\nThis takes {in_float32:.1f} times as long as the arithmetic in float32, {in_fp16:.1f} times in fp16."
+    return f"{table(*lines)}\n{told}"
 
 
-def standard_traffic(N=4096, d=64):
-    """How long an H200 would take for standard attention's traffic, in times of its arithmetic."""
-    moved = sum(io_count.standard_count(N, d))
-    lines = [f"standard attention, N = {N}, d = {d}: {moved / (4 * N * d + N):.0f} times what q, k, v, out and lse are"]
-    for dtype, size, rate in (("float32", 4, MULTIPLY_ADDS), ("fp16, tensor cores", 2, GPU.half_tflops / 2)):
-        times = moved / (GPU.bandwidth / size) / (2 * N * N * d / rate)
-        lines.append(f"{dtype:18} the traffic takes {times:.1f} times as long as the arithmetic")
-    return "\n".join(lines)
-
-
+@pictured
 def visits_of_O(V, trace):
-    """The six values, and where O goes at each visit. trace: [(O of the tile alone, O)] after each tile of two keys."""
-    style()
-    fig, axes = plt.subplots(1, 3, figsize=(8.4, 3.2), layout="constrained", sharey=True)
-    for n, (ax, (alone, O)) in enumerate(zip(axes, trace, strict=True)):
+    """The six values at each of three visits. The new O lies between the old O and what the new tile alone gives."""
+    fig, axes = subplots(1, 3, figsize=(8.4, 3.2), sharey=True)
+    for n, (ax, (alone, O), (_, old)) in enumerate(zip(axes, trace, trace[:1] + trace[:2], strict=True)):
         for j, (x, y) in enumerate(V.tolist()):
-            seen = j < 2 * n + 2
-            ax.plot(x, y, "o", color=INK if seen else FAINT, ms=4)
-            ax.text(x, y + 0.45, f"v{j}", ha="center", fontsize=9, alpha=1 if seen else 0.6)
-        if n:
-            before = trace[n - 1][1]
-            ax.plot(*torch.stack([before, alone]).T, color=FAINT, lw=1.5, zorder=0)
-            ax.plot(*before, "s", color=INK, ms=7, label="old O")
+            ax.plot(x, y, "o", color=INK if j < 2 * n + 2 else FAINT, ms=4)
+            ax.text(x, y + 0.45, f"v{j}", ha="center", fontsize=9)
+        ax.plot(*torch.stack([old, alone]).T, color=FAINT, lw=1.5, zorder=0)
+        ax.plot(*old, "s", color=INK, ms=7, label="old O")
         ax.plot(*alone, "D", color=OPERAND["V"], ms=8, label="the tile alone")
         ax.plot(*O, "X", color=OPERAND["O"], ms=10, label="new O")
         ax.set(title=f"visit {n + 1}: keys {2 * n}, {2 * n + 1}", xlim=(-1, 11), ylim=(-1, 7.6))
-    fig.legend(*axes[2].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return picture(fig, """Three plots of the six values, one for each visit. At the first, O is the attention over the
-        first tile. At visits 2 and 3 the new O lies on the line from the old O to the attention over the new tile
-        alone, nearer to the tile's.""")
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return fig
 
 
+@pictured
 def order_of_visits():
-    """Top: the visits of the tiles of S, numbered, in both orders. Bottom: the rows of O written at each visit."""
-    style()
-    orders = {"FA1: keys outside": [(i, j) for j in range(4) for i in range(3)],
-              "FA2: queries outside": [(i, j) for i in range(3) for j in range(4)]}  # fmt: skip
-    fig, axes = plt.subplots(2, 2, figsize=(8, 4.6), height_ratios=(1.1, 1), layout="constrained")
-    for (name, order), top, bottom in zip(orders.items(), *axes, strict=True):
-        for visit, (i, j) in enumerate(order, 1):
-            top.add_patch(plt.Rectangle((8 * j, 8 * i), 8, 8, fc=COLOURS[i], ec="white", lw=2))
-            look = {"ha": "center", "va": "center", "fontweight": "bold", "color": ink_on(COLOURS[i])}
-            top.text(8 * j + 4, 8 * i + 4, visit, **look)
-            if name.startswith("FA1") or j == 3:
-                bottom.add_patch(plt.Rectangle((visit - 0.4, 8 * i), 0.8, 8, fc=COLOURS[i]))
-        top.set(xlim=(0, 32), ylim=(24, 0), title=name, xlabel="key", ylabel="query", xticks=range(0, 33, 8))
+    """Top: S as 3 by 4 tiles with the number of the visit. FA1 numbers them down the columns, FA2 along the rows.
+    Bottom: the rows of O written. FA1 writes a tile at each of 12 visits, so each row four times; FA2 each row once.
+    """
+    fig, axes = subplots(2, 2, figsize=(8, 4.6), height_ratios=(1.1, 1))
+    for (name, fa1), top, bottom in zip((("FA1: keys outside", 1), ("FA2: queries outside", 0)), *axes, strict=True):
+        for i, j in itertools.product(range(3), range(4)):
+            visit = 1 + (3 * j + i if fa1 else 4 * i + j)
+            boxes(top, [(8 * j, 8 * i, 8, 8, COLOURS[i], visit)])
+            boxes(bottom, [(visit - 0.4, 8 * i, 0.8, 8, COLOURS[i], "")] * (fa1 or j == 3))
+        top.set(xlim=(0, 32), ylim=(24, 0), xlabel="key", ylabel="query", title=name)
         bottom.set(xlim=(0.4, 12.6), ylim=(24, 0), xlabel="visit", ylabel="row of O written", xticks=range(1, 13))
-        for ax in (top, bottom):
-            ax.set_yticks(range(0, 25, 8))
-            ax.grid(False)
-    return picture(fig, """Top: S as 3 by 4 tiles with the number of the visit. FA1 numbers them down the columns, FA2
-        along the rows. Bottom: the rows of O written at each visit. FA1 writes a tile of rows at every one of the 12
-        visits, so each row four times; FA2 writes each row once, at visits 4, 8 and 12.""")
+    plt.setp(axes, yticks=range(0, 25, 8))
+    plt.setp(axes[0], xticks=range(0, 33, 8))
+    return fig
 
 
-def traffic(N=1024, d=64, tiles=(16, 32, 64, 128)):
-    """Numbers that pass between device memory and the chip, in units of N^2: counted, and equal to the formulas."""
-    lines = [f"{'moved / N^2':12}" + "".join(f"  tile {b:3}" for b in tiles)]
-    for order in ("standard", "fa1", "fa2"):
-        run, formula = getattr(io_count, order), getattr(io_count, f"{order}_count")
-        counts = []
-        for b in tiles:
-            tile = () if order == "standard" else (b, b)
-            memory = io_count.Memory()
-            run(memory, *torch.randn(3, N, d), **({"tile": tile} if tile else {}))
-            assert (memory.loads, memory.stores) == formula(N, d, *tile)
-            counts.append((memory.loads + memory.stores) / N**2)
-        lines.append(f"{order:12}" + "".join(f"{count:10.2f}" for count in counts))
-    return "\n".join(lines)
+def traffic(N, d):
+    """Numbers that pass between device memory and the chip, in units of N^2, by the formulas of io_count.py."""
+    lines = [("tile", "standard", "fa1", "fa2")]
+    for b in (16, 32, 64, 128):
+        counts = io_count.standard_count(N, d), io_count.fa1_count(N, d, b, b), io_count.fa2_count(N, d, b, b)
+        lines.append((f"{b} x {b}", *(f"{sum(both) / N**2:.2f} N^2" for both in counts)))
+    return table(*lines)
 
 
-def who_works(B=1, H=16, N=4096):
-    """The multiprocessors of an H200, and the blocks that start on them: of a head one, or one for each query tile."""
-    style()
-    fig, axes = plt.subplots(1, 2, figsize=(8.4, 3.8), layout="constrained")
-    grids = (("published", 1, B * H), ("registers", 2, B * H * -(-N // TILES["registers"][0])))
-    for ax, (name, resident, blocks) in zip(axes, grids, strict=True):
-        boxes, colours = [], []
-        for slot in range(GPU.sms * resident):
-            y, x = divmod(slot % GPU.sms, 12)
-            y += 0.88 / resident * (slot // GPU.sms)
-            head, first = divmod(slot * B * H, blocks)
-            boxes.append(plt.Rectangle((x, y), 0.88, 0.88 / resident))
-            colours.append(COLOURS[head % 6] if head < B * H else "white")
-            if head < B * H and first < B * H:
-                look = {"ha": "center", "va": "center", "fontsize": 9, "color": ink_on(colours[-1])}
-                ax.text(x + 0.44, y + 0.46 / resident, head, **look)
-        ax.add_collection(PatchCollection(boxes, facecolor=colours, edgecolor=FAINT, lw=0.8))
-        busy = min(1, blocks / GPU.sms)
-        ax.set_title(f"{name}: {blocks} blocks, {busy:.0%} of the SMs work", fontsize=10)
+@pictured
+def who_works(heads):
+    """The multiprocessors of an H200 as a grid of 11 by 12, for one sequence of 4096 tokens. Keys outside: as many are
+    coloured as there are heads. Queries outside: all are coloured, many with the same head.
+    """
+    fig, axes = subplots(1, 2, figsize=(8.4, 3.8))
+    grids = {"keys outside": heads, "queries outside": heads * 4096 // TILES["registers"][0]}
+    for ax, (name, blocks) in zip(axes, grids.items(), strict=True):
+        for y, x in itertools.product(range(11), range(12)):
+            head, rest = divmod((12 * y + x) * heads, blocks)
+            look = (COLOURS[head % 6], head if rest < heads else "") if head < heads else ("white", "")
+            boxes(ax, [(x, y, 0.88, 0.88, *look)])
         ax.set(xlim=(-0.1, 12), ylim=(11, -0.1), xticks=[], yticks=[])
-        ax.grid(False)
+        ax.set_title(f"{name}: {blocks} blocks, {min(1, blocks / GPU.sms):.0%} of the SMs work", fontsize=10)
         ax.spines[:].set_visible(False)
-    return picture(fig, f"""The {GPU.sms} multiprocessors of an H200 as a grid of 11 by 12, for one sequence of 4096
-        tokens with 16 heads. Published: 16 are coloured, one for each head, the others are empty. Registers: each has
-        two blocks; the first blocks belong to heads 0 to 8.""")
+    return fig
 
 
 def cases_of_the_contract(*names, **replaced):
     """Whether each rung passes these cases; or rung published with functions of its file replaced."""
-    module, lines = stage.fwd_0_published, []
-    with contextlib.ExitStack() as stack:
-        for name, function in replaced.items():
-            stack.enter_context(patch.object(module, name, function))
-        module.forward_kernel.cache_clear()  # Kernels that were compiled before still call the old functions.
+    kernels, lines = stage.fwd_0_published, []
+    with patch.dict(vars(kernels), replaced):
+        kernels.forward_kernel.cache_clear()  # Kernels that were compiled before still call the old functions.
         for case in (case for name in names for case in cases.CASES if case.name == name):
-            x = cases.build(case, stage.SUPPORTS, torch.float32, engine.device)
-            want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
-            words = []
+            lines.append(case.says)
             for rung in ("published",) if replaced else TILES:
-                got = dict(zip(("out", "lse"), stage.forward(x.q, x.k, x.v, **x.options, rung=rung), strict=True))
-                words.append(f"{rung} {'FAILS' if error.failures(got, want) else 'passes'}")
-            lines.append(f"{case.says}\n    {', '.join(words)}")
-    module.forward_kernel.cache_clear()
+                got, want = outcome(stage, case, lambda x, r=rung: stage.forward(x.q, x.k, x.v, **x.options, rung=r))
+                failed = error.failures({"out": got[0], "lse": got[1]}, want)
+                lines.append(f"    {rung} {'FAILS' if failed else 'passes'}")
+    kernels.forward_kernel.cache_clear()
     return "\n".join(lines)
 
 
-def recorded(N=4096):
-    """{pass: {kernel or peer: {d: row}}} on an H200 in float32, not causal."""
-    at = {"gpu": GPU.name, "dtype": "fp32", "N": N, "causal": False, "options": {}, "timing": "interleaved"}
-    found = {}
-    for row in rows.latest(rows.fresh(rows.read())):
-        if row["stage"] in ("01_fa1_numba", None) and all(row[name] == value for name, value in at.items()):
-            found.setdefault(row["pass"], {}).setdefault(row["kernel"] or row["peer"], {})[row["D"]] = row
-    return found
+def recorded():
+    """{(pass, kernel or peer, d): row} on an H200 in float32, at N = 4096, not causal."""
+    at = {"gpu": GPU.name, "dtype": "fp32", "N": 4096, "causal": False, "options": {}, "timing": "interleaved"}
+    found = [row for row in rows.latest(rows.fresh(rows.read())) if row["stage"] in ("01_fa1_numba", None)]
+    found = [row for row in found if all(row[name] == value for name, value in at.items())]
+    return {(row["pass"], row["kernel"] or row["peer"], row["D"]): row for row in found}
 
 
-def speeds(N=4096):
+def speeds():
     """Recorded TFLOP/s, shares of sdpa-efficient's speed, and the largest error."""
-    lines = []
-    for pass_, kernels in recorded(N).items():
-        best = kernels["sdpa-efficient"]
-        lines.append(f"{pass_:19}" + "".join(f"   d = {D:3}: TFLOP/s  share  error" for D in sorted(best)))
-        for name in sorted(kernels):
-            cells = [(row["tflops"], row["tflops"] / best[D]["tflops"], row["error"])
-                     for D, row in sorted(kernels[name].items()) if D in best]  # fmt: skip
-            lines.append(f"{name:19}" + "".join("{:19.1f}  {:5.2f}  {:5.0e}".format(*cell) for cell in cells))
-    return "\n".join(lines)
+    found, lines = recorded(), [("TFLOP/s", "d = 64", "share", "error", "d = 128", "share", "error")]
+    for pass_, name in sorted({(pass_, name) for pass_, name, _ in found}, key=lambda one: (one[0] != "fwd", one[1])):
+        lines.append([name if name.startswith(pass_) else f"{pass_} {name}"])
+        for d in (64, 128):
+            row, best = found[pass_, name, d], found[pass_, "sdpa-efficient", d]
+            lines[-1] += [f"{row['tflops']:.1f}", f"{row['tflops'] / best['tflops']:.2f}", f"{row['error']:.0e}"]
+    return table(*lines)

@@ -54,3 +54,13 @@ def small_texts(fig):
     shown = min(1.0, PAGE / fig.get_figwidth())
     found = {text.get_text(): text.get_fontsize() * shown for text in fig.findobj(Text) if text.get_visible()}
     return [repr(words) for words, points in found.items() if words.strip() and points < SMALLEST - 0.01]
+
+
+def pictured(draw):
+    """A function that draws a figure, as one that gives a `Picture`. Its docstring is the alt text."""
+
+    @functools.wraps(draw)
+    def drawn(*args, **options):
+        return picture(draw(*args, **options), draw.__doc__)
+
+    return drawn

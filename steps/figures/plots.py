@@ -56,6 +56,29 @@ def ink_on(colour):
     return INK if luminance > 0.2 else "white"
 
 
+def subplots(rows=1, columns=1, **how):
+    """(figure, its axes), in the style of the course and arranged without overlaps."""
+    style()
+    return plt.subplots(rows, columns, layout="constrained", **how)
+
+
+def boxes(ax, found):
+    """Rectangles with a word in each, on axes without a grid. found: [(x, y, width, height, colour, word)]."""
+    ax.grid(False)
+    for x, y, width, height, colour, word in found:
+        ax.add_patch(plt.Rectangle((x, y), width, height, fc=colour, ec=INK, lw=0.8, clip_on=False))
+        place = x + width / 2, y + height / 2
+        ax.text(*place, word, color=ink_on(colour), fontsize=9, ha="center", va="center_baseline")
+
+
+def table(*lines):
+    """Lines of words and numbers as text in columns: the first begins at the left, the others end at the right."""
+    lines = [[str(word) for word in line] for line in lines]
+    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
+    right = "".join(f"{{:>{width + 3}}}" for width in widths)
+    return "\n".join((f"{{:{first}}}" + right).format(*line).rstrip() for line in lines)
+
+
 LADDER = {"dtype": "bf16", "D": 128, "N": 4096, "causal": False}  # what the ladder compares, where a rung takes it
 PEERS = {
     "sdpa-flash": ("FlashAttention-2", "--", GREYS[2]), "sdpa-cudnn": ("cuDNN", "-", GREYS[0]),
