@@ -1,6 +1,7 @@
 """Figures in notebooks: a PNG together with a description in words, and letters that can be read."""
 
 import base64
+import functools
 import io
 
 SMALLEST = 9  # points of a letter where a page shows the figure
