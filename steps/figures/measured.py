@@ -1,13 +1,13 @@
 """Recorded speeds as pictures and words: bars of kernels and peers, shares of a peer's speed, a rung's result."""
 
-import itertools
+import functools
 
 import matplotlib.pyplot as plt
 
 from steps.bench import report
 from steps.bench import rows as results
 from steps.bench.rows import label, setting
-from steps.figures.plots import COLOURS, GREYS, INK, PEERS, colour_of, style
+from steps.figures.plots import GREYS, INK, PEERS, colour_of, style
 
 
 def speed_bars(found):
@@ -76,11 +76,17 @@ def rung_row(kernel, found=None, *, gpu="NVIDIA H200", D=128, N=4096, causal=Fal
 
     Of several runs the last one counts in which a lower rung was measured, too.
     """
-    found = results.fresh(results.read()) if found is None else found
+    found = fresh() if found is None else found
     at = {"gpu": gpu, "D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
     found = [row for row in found if row["timing"] == "interleaved" and all(row[name] == at[name] for name in at)]
     candidates = [(row, *company(row, found)) for row in found if row["kernel"] == kernel]
     return max(candidates, key=lambda one: (one[1] is not None, one[0]["run"]), default=None)
+
+
+@functools.cache
+def fresh():
+    """The committed rows of the kernels as they are now."""
+    return results.fresh(results.read())
 
 
 def company(row, found):
