@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from steps import catalogue
-from steps.bench import cost, profile, rows
+from steps.bench import cost, rows
 from steps.figures import n02a_first_kernels
 from support import preloaded_kernel
 
@@ -171,13 +171,6 @@ def test_numbers_that_the_prose_quotes_are_printed(stem):
     text = " ".join(cell.source for cell in script(stem) if cell.cell_type == "markdown")
     quoted = set(re.findall(r"\b\d+\.\d\d\b", re.sub(r"papers/\S+", "", text)))
     assert {"6.83", "1.34"} <= quoted and [number for number in sorted(quoted) if number not in printed] == []
-
-
-def test_02b_explains_the_stall_reasons_that_it_prints():
-    text = source("02b_fa2_cuda_tensor_cores")
-    counted = profile.read()
-    printed = {name for rung in ("mma", "ldmatrix", "fa2") for name in list(profile.waits(counted[rung]))[:4]}
-    assert len(printed) >= 4 and [name for name in printed if f"`{name}`" not in text] == []
 
 
 # --- what a reader sees first -------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Recorded speeds as pictures and words: bars of kernels and peers, shares of a peer's speed, a rung's result."""
 
+import functools
 
 import matplotlib.pyplot as plt
 
@@ -75,11 +76,17 @@ def rung_row(kernel, found=None, *, gpu="NVIDIA H200", D=128, N=4096, causal=Fal
 
     Of several runs the last one counts in which a lower rung was measured, too.
     """
-    found = results.fresh(results.read()) if found is None else found
+    found = fresh() if found is None else found
     at = {"gpu": gpu, "D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
     found = [row for row in found if row["timing"] == "interleaved" and all(row[name] == at[name] for name in at)]
     candidates = [(row, *company(row, found)) for row in found if row["kernel"] == kernel]
     return max(candidates, key=lambda one: (one[1] is not None, one[0]["run"]), default=None)
+
+
+@functools.cache
+def fresh():
+    """The committed rows of the kernels as they are now."""
+    return results.fresh(results.read())
 
 
 def company(row, found):
