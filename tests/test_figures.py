@@ -303,9 +303,7 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
             ("at D = 64 it has {least:.2f} to {most:.2f} and", "fwd_3_gluon", "sdpa-cudnn", (64,)),
             ("and {least:.2f} to {most:.2f}. Backward:", "fwd_3_gluon", "fa4", (64,)),
             ("`gluon` has {least:.2f} to {most:.2f} and", "bwd_2_gluon", "sdpa-cudnn", (64, 128)),
-            ("and {least:.2f} to {most:.2f}, and `tma`", "bwd_2_gluon", "fa4", (64, 128)),
-            ("and `tma` {least:.2f} to {most:.2f} and", "bwd_1_tma", "sdpa-cudnn", (64, 128)),
-            ("and {least:.2f} to {most:.2f}.", "bwd_1_tma", "fa4", (64, 128)),
+            ("and {least:.2f} to {most:.2f}.", "bwd_2_gluon", "fa4", (64, 128)),
         )
     ),
 ]  # fmt: skip

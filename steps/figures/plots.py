@@ -105,6 +105,25 @@ def boxes(ax, found):
         ax.text(*place, word, color=ink_on(colour), fontsize=9, ha="center", va="center_baseline")
 
 
+def visited_tiles(panels, side):
+    """Queries against keys, a panel for each {title: (tiles, pairs)}, with a dot for each pair that is seen.
+
+    tiles: 0 for those that are not visited, 1 for those visited without a mask (blue), 2 for those with one (orange).
+    """
+    fig, axes = subplots(1, len(panels), figsize=(8.4, 3.1))
+    end = side * max(max(tiles.shape) for tiles, _ in panels.values())
+    for ax, (title, (tiles, pairs)) in zip(axes, panels.items(), strict=True):
+        colours = {(i, j): COLOURS[5 if tiles[i, j] == 1 else 4] for i, j in tiles.nonzero().tolist()}
+        boxes(ax, [(side * j, side * i, side, side, colour, "") for (i, j), colour in colours.items()])
+        i, j = pairs.nonzero(as_tuple=True)
+        ax.plot(j + 0.5, i + 0.5, ".", color=INK, ms=3)
+        ax.add_patch(plt.Rectangle((0, 0), *reversed(pairs.shape), fill=False, edgecolor=INK, lw=2))
+        ax.set(xlim=(-0.5, end + 0.5), ylim=(end + 0.5, -0.5), aspect="equal", xlabel="key", title=title)
+        ax.set(xticks=range(0, end + 1, side), yticks=range(0, end + 1, side))
+    axes[0].set_ylabel("query")
+    return fig
+
+
 def table(*lines):
     """Lines of words and numbers as text in columns: the first begins at the left, the others end at the right."""
     lines = [[str(word) for word in line] for line in lines]
