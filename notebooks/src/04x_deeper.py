@@ -119,13 +119,13 @@ for keys in (2**13, 2**17):
 # too few to hide a message.
 
 # %% slideshow={"slide_type": "fragment"}
-figures.timeline("relay")
+figures.timeline("zigzag", "relay", S=2**13)
 
 # %% slideshow={"slide_type": "fragment"}
-figures.timeline("fetch")
+figures.timeline("zigzag", "fetch", S=2**13)
 
 # %% slideshow={"slide_type": "fragment"}
-figures.timeline("fetch", S=2**15, pass_="bwd")
+figures.timeline("zigzag", "fetch", pass_="bwd")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Is the model right?
