@@ -272,7 +272,7 @@ figures.who_computes()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Contiguous**: rank 3 alone. **Zigzag** gives each rank an early and a late chunk: in every step all do equally much.
-# **Striped** deals positions like cards, which is nearly as good.
+# **Striped** deals positions like cards, nearly as good.
 #
 # Count a block of c² scores as one, c = S / N, and one on the diagonal as half. Contiguous, the last rank has N - 1/2
 # blocks to do and the mean rank N / 2, so that the mean rank computes N / (2N - 1) of the time.

@@ -32,7 +32,8 @@ def machine(transport, **more):
 def timeline(kind, transport="relay", S=2**15, pass_="fwd"):
     """What four ranks do, as the event model has it."""
     plan = simulate.schedule(Layout(kind, S, 4, causal=True), Shape(), machine(transport), transport, pass_)
-    shares = ", ".join(f"{share:.0%}" for share in (plan.blocks[1] - plan.blocks[0]).sum(0) / plan.seconds)
+    shares = [f"{share:.0%}" for share in (plan.blocks[1] - plan.blocks[0]).sum(0) / plan.seconds]
+    shares = ", ".join(dict.fromkeys(shares))  # one, if they are equal
     title = f"model: {kind}, {transport}, {S // 1024}k, {pass_}; ranks compute {shares} of the time"
     return picture(simulate.gantt(plan, title), f"Timeline of four ranks, {title}. Messages stand below the blocks.")
 
