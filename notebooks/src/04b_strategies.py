@@ -22,8 +22,8 @@
 #
 # - **Before you start:** notebook 04a (merge, hop, overlap, ring, layouts).
 # - **Time:** about 30 minutes to read, 60 minutes more with the exercise.
-# - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md), above all `strategies/` and `fetch.py`. Speeds come
-#   from recorded rows of two H200; no GPU is needed.
+# - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md), above all `strategies/` and `fetch.py`. Speeds are
+#   recorded ones of two GPUs; no GPU is needed.
 # - **Tests:** `pytest tests/test_step04_strategies.py tests/test_step04_faults.py`.
 # - **Symbols:** [reference/symbols.md](../reference/symbols.md). **Terms:**
 #   [reference/glossary.md](../reference/glossary.md).
@@ -42,22 +42,24 @@ print(steps.engine.describe())
 # ## 1. The problem: a message that nothing hides
 #
 # The ring hides a hop behind a block, if the block takes longer. Each of N ranks has c = S / N positions. In a step of the
-# zigzag ring a block has $2 B H c^2 D$ operations, and K and V are $4 B H_k c D$ bytes in bfloat16. With F operations and W
-# bytes a second the block takes longer from
+# causal zigzag ring half of a block's c² scores are visible: $2 B H c^2 D$ operations. K and V are $4 B H_k c D$ bytes in
+# bfloat16. With F operations and W bytes a second the block takes longer from
 #
 # $$c \ge 2\, \frac{F}{W}\, \frac{H_k}{H}$$
 #
-# tokens on: work grows like c², bytes like c. B, D and the number of ranks cancel. In the backward dK and dV travel too, and
-# the 2 becomes 12/5 where they are sums in float32, 8/5 where they are sent once in bfloat16.
+# tokens on: work grows like c², bytes like c. B, D and the number of ranks cancel.
 #
-# F and W come from rows: of stage 02's kernels, and of messages of 4 KiB to 256 MiB between two H200, over two *transports*
-# that part 3 explains. The cell has Hk = H; with Hk = H / 4 a quarter of the tokens is enough.
+# The backward has 2.5 times the operations. It moves K and V again, and dK and dV: twice as many bytes if they are float32,
+# as many in bfloat16. So the 2 becomes 2 · 3 / 2.5 = 2.4, or 2 · 2 / 2.5 = 1.6.
+#
+# F and W come from rows of stage 02's kernels, and of messages between two H200 over two *transports* that part 3 explains.
+# The cell has Hk = H.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.tokens_needed())
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Between hosts W is smaller, and c larger in proportion. Below this c the ring waits. Is there a way that sends less?
+# Between hosts W is smaller, and c larger. Below this c the ring waits. Is there a way that sends less?
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. Something has to travel
@@ -98,35 +100,35 @@ for name, out in ways.items():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who sends what
 #
-# Eight times the (6.83, 1.34) of notebook 00: all four are exact. They differ in what travels. A rank's queries are
-# q = B H c D numbers, its keys and values kv = 2 B Hk c D.
+# Eight times the (6.83, 1.34) of notebook 00: all four are exact. They differ in what travels. A rank's queries, or its
+# results, are q = B H c D numbers, its keys and values kv = 2 B Hk c D.
 #
-# | strategy | what moves | a rank sends, forward | a rank holds beside its own | limit |
+# | strategy | what moves | a rank sends, forward | holds beside its own | limit |
 # |---|---|---|---|---|
 # | query-parallel | K, V to everybody | (N - 1) kv | N kv | not striped |
 # | ring | K, V from rank to rank | (N - 1) kv | 2 kv | – |
-# | star | queries to everybody, results home | about (N - 1) · 2 q | up to 3 N results | no backward |
+# | star | queries to everybody, results home | about (N - 1) · 2 q | up to 3 N q | no backward |
 # | Ulysses | positions against heads | (N - 1) / N · (2 q + kv) | 5 q + kv | N divides H and Hk |
 #
-# Ulysses sends q, k and v, and out home, but only the part that belongs to other ranks' heads: *less* a rank, the more
-# ranks there are.
+# Ulysses sends only what belongs to other ranks' heads. As q and kv shrink like 1 / N, a rank sends *less*, the more ranks
+# there are.
 #
 # **Predict.** With grouped heads, Hk = H / 4, which of the four send less than with Hk = H?
 #
 # <details><summary>Answer</summary>
 #
-# Query-parallel and the ring send a quarter, Ulysses a little less, as q and out are most of it, and star the same.
+# Query-parallel and the ring send a quarter, Ulysses somewhat less, and star the same.
 #
 # </details>
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
 #
-# Each strategy is one function of the shards, `attention(q, k, v, causal=...)`. Query-parallel needs no merge: it
-# **gathers**, so that every rank has the keys of all, and each run of successive queries is an ordinary call.
+# Query-parallel **gathers**, so that every rank has the keys of all. Each run of successive queries is then an ordinary
+# call, and nothing is merged.
 #
-# Ulysses is attention on one device between two **all-to-alls**: in such an exchange each rank sends every other rank a
-# different part. Afterwards a rank has all positions of its share of the heads.
+# Ulysses is attention on one device between two **all-to-alls**: each rank sends every other rank a different part.
+# Between them a rank has all positions of its share of the heads.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step04_ring/strategies/lesson_3_query_parallel", "forward")
@@ -135,7 +137,7 @@ show("step04_ring/strategies/lesson_3_query_parallel", "forward")
 show("step04_ring/strategies/lesson_5_ulysses", "forward")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now on two real ranks, with H = Hk = 4: what each sends, counted where torch.distributed is called, beside the formula.
+# Now on two ranks, with H = Hk = 4: the bytes that each sends, counted, beside the formula.
 
 # %% slideshow={"slide_type": "fragment"}
 # When this runs as a plain script, the new processes must not run the file again.
@@ -153,11 +155,10 @@ for name in ("query_parallel", "ring", "star", "ulysses"):
 # kernel of NCCL, which occupies multiprocessors.
 #
 # Inside a host every GPU can read the memory of the others. With **fetch** each rank copies K and V from their *owner*, by
-# the GPU's **copy engine**, a unit that only copies. This happens on a **stream** of its own, a queue of work that runs
-# beside the blocks. A **barrier**, which no rank passes before all have come, makes sure that the owners' keys are there.
+# the GPU's **copy engine**, a unit that only copies. `start` begins such a copy on a **stream** of its own, a queue of work
+# that runs beside the blocks. A **barrier**, which no rank passes before all have come, makes sure that the keys are there.
 #
-# In the backward a rank copies its part of dK and dV into a **slot**, the owner's memory for this part. `start` begins one
-# copy of K and V. What fetch gives up: all ranks are on one host.
+# In the backward each rank copies its part of dK and dV to the owner, which adds the parts in float32.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step04_ring/fetch", "start")
@@ -165,16 +166,17 @@ show("step04_ring/fetch", "start")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. In your model
 #
-# Everything but attention acts on each position alone, and does not notice that some are elsewhere. Four places do:
+# Everything but attention acts on each position alone. Four places notice that some positions are elsewhere:
 #
 # - **Positions.** A rotary embedding turns q and k by an angle that grows with the position *in the whole sequence*.
 #   `Layout.positions(rank)` takes the place of `arange`.
 # - **Labels.** A token's label is the next token, which may be on another rank.
-# - **Loss.** Shards differ in length by one or two. Each rank's *sum* is divided by the labels of all ranks.
-# - **Gradients** of the weights are summed over the ranks, once, after the backward.
+# - **Loss.** Shards differ in length. Each rank's *sum* is divided by the number of labels of all ranks.
+# - **Gradients** of the weights are summed over the ranks, once, after the backward. (With FSDP:
+#   [04x](04x_deeper.ipynb).)
 #
-# Grouped heads need nothing: only Hk heads travel. [`in_your_model.py`](../steps/step04_ring/in_your_model.py) has a
-# decoder of two layers and 37 tokens. Two ranks run it on their shards, and compare loss and gradients with one device.
+# [`in_your_model.py`](../steps/step04_ring/in_your_model.py) has a decoder of two layers and 37 tokens. Two ranks run it on
+# their shards, and compare loss and gradients with one device.
 
 # %% slideshow={"slide_type": "fragment"}
 for rank in range(2):
@@ -185,14 +187,6 @@ with two_ranks:  # ends them afterwards
 loss = found.pop("loss")
 print(f"differences: loss {loss:.0e}, {len(found)} gradients {max(found.values()):.0e}")
 show("step04_ring/in_your_model", "loss_and_gradients")
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### With FSDP and tensor parallelism
-#
-# The ring is one dimension of a `DeviceMesh`: pass `group=mesh["context"].get_group()` to `attention`, and let **FSDP**,
-# which divides the weights, take the context and the data ranks as one dimension. FSDP averages gradients over its ranks,
-# so that each rank's loss, which is divided by all labels, has to be multiplied by their number first. **Tensor
-# parallelism** divides the heads: each of its T ranks runs a ring with H / T and Hk / T of them, at the same break-even c.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 04.4: what a rank gives to its model
@@ -218,12 +212,12 @@ check("04.4", of_rank)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Check it, then break it
 #
-# The differences so far were rounding. Now three of the four places are wrong, one at a time, on four ranks. **Which
-# mistake would you notice from the loss alone?**
+# The differences so far were rounding. Now one of the places is wrong on four ranks. **Which mistake would you notice from
+# the loss alone?**
 #
 # <details><summary>Answer</summary>
 #
-# None: each is a plausible loss. The gradients are off by several percent and more: the model learns, only worse.
+# None: each is a plausible loss. The gradients are off by several percent and more.
 #
 # </details>
 
@@ -234,7 +228,7 @@ figures.mistakes_in_a_model()
 # ### Bug hunt 04.bug1: somewhere in the third hour
 #
 # Four ranks trained a model for weeks. Since the documents are single sentences, all four stand still after some hundred
-# steps, each waiting for another one. `python -m steps check 04.bug1` writes `my/04_bug1.py` with the whole complaint.
+# steps, each waiting for another one. `python -m steps check 04.bug1` writes `my/04_bug1.py`.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Predict, then measure
@@ -244,11 +238,11 @@ figures.mistakes_in_a_model()
 #
 # <details><summary>Answer</summary>
 #
-# From 32k on, with 16k tokens a rank; at 8k a rank has 4k, hardly more than needed. Relay is slower at every size.
+# From 32k on, with 16k tokens a rank. At 8k a rank has 4k, hardly more than needed. Relay is slower at every size.
 #
 # </details>
 #
-# The lines "torch" are torch's own `context_parallel`, which brings the keys in two ways.
+# The lines "torch" are torch's own `context_parallel`.
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_tables.shown("speed", ring_tables.recorded()))
@@ -269,24 +263,24 @@ ring_tables.recorded_call()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Over fetch the copy of the other rank's keys runs beside the first block, and the second block begins at once. Over relay
-# NCCL's kernel begins only when the first block ends, although the hop was posted before. A kernel needs free
-# multiprocessors, and probably the block's thread blocks had taken them all. The second block waits.
+# NCCL's kernel begins only when the first block ends, although the hop was posted before. It needs free multiprocessors,
+# and probably the block had taken them all.
 #
 # This is one call; on average of six, 41 % of relay's moving was hidden and 96 % of fetch's. So a hop is hidden if the
-# block takes longer, *and* leaves room for whatever starts the hop.
+# block takes longer, *and* leaves room for whatever starts the hop. (Pale: kernels that copy or merge.)
 #
 # ### Which strategy?
 #
 # | your case | take | because |
 # |---|---|---|
-# | all ranks on one host whose GPUs read each other's memory | ring, fetch | fastest of the five on two H100, causal, 8k to 128k |
+# | all ranks on one host | ring, fetch | fastest of the five on two H100, causal, 8k to 128k |
 # | several hosts, c ≥ 2 (F/W)(Hk/H) with the network's W | ring, relay | a hop takes no longer than a block |
 # | fewer tokens a rank, and N divides H and Hk | Ulysses | sends less, the more ranks there are |
 # | fewer tokens a rank, N does not divide Hk, N kv fits | query-parallel | few K/V heads are few bytes |
 # | a few new tokens, many keys | star | results are smaller than keys |
 #
-# The first line is measured: [04x](04x_deeper.ipynb) has the table of all strategies. The others follow from the bytes of
-# parts 1 and 2. On your machines: `python -m steps.bench ring-32k`.
+# The first line is measured, in [04x](04x_deeper.ipynb). The others follow from the bytes of parts 1 and 2. On your
+# machines: `python -m steps.bench ring-32k`.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Summary
@@ -303,26 +297,25 @@ ring_tables.recorded_call()
 #
 #    Queries and results have H heads, whatever Hk is. With one new token there is one query, and the keys stay.
 #    </details>
-# 2. Why may Ulysses not use 8 ranks with Hk = 4? What would it cost to repeat the heads?
+# 2. Why may Ulysses not use 8 ranks with Hk = 4?
 #    <details><summary>Answer</summary>
 #
-#    Half of the ranks would have no head of K and V. Repeated, kv is twice as large, to send and to hold.
+#    Half of the ranks would have no head of K and V.
 #    </details>
 # 3. The batch doubles. What happens to the break-even c?
 #    <details><summary>Answer</summary>
 #
 #    Nothing: work and bytes both double.
 #    </details>
-# 4. Why does the backward need 2.4 (F/W)(Hk/H) tokens over relay, and 1.6 over fetch?
+# 4. Why does the backward need more tokens over relay than over fetch?
 #    <details><summary>Answer</summary>
 #
-#    2.5 times the operations. K and V come again; relay's float32 sums are twice their bytes, fetch's parts as many:
-#    2 · 3 / 2.5 and 2 · 2 / 2.5.
+#    Relay's sums are float32, fetch's parts bfloat16.
 #    </details>
-# 5. A sum of dK that travels in bfloat16 would be rounded at every rank. Why may fetch send bfloat16?
+# 5. A sum of dK in bfloat16 would be rounded at every rank. Why may fetch send bfloat16?
 #    <details><summary>Answer</summary>
 #
-#    Each part is sent once, as the block gives it, and the owner adds the parts in float32.
+#    Each part is sent once, as the block gives it; the sum is float32.
 #    </details>
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -335,4 +328,4 @@ ring_tables.recorded_call()
 # **Read:** [papers/ring_attention.md](../papers/ring_attention.md); DeepSpeed Ulysses, arXiv 2309.14509; Star Attention,
 # arXiv 2411.17116.
 #
-# **Next:** [04x_deeper.ipynb](04x_deeper.ipynb): roundings, bytes, a model of time, ranks that fail. And `make demo`.
+# **Next:** [04x_deeper.ipynb](04x_deeper.ipynb): roundings, bytes, a model of time, ranks that fail.

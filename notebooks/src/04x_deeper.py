@@ -116,16 +116,16 @@ for keys in (2**13, 2**17):
 # fetch when one of two buffers is free.
 #
 # Four ranks at 8k positions, Hk = H, with blocks and links as fast as their rows on H200. Here a rank has only 2k tokens,
-# too few to hide a message.
+# too few to hide a message. The third picture is a backward at 32k.
 
 # %% slideshow={"slide_type": "fragment"}
-figures.timeline("relay")
+figures.timeline("zigzag", "relay", S=2**13)
 
 # %% slideshow={"slide_type": "fragment"}
-figures.timeline("fetch")
+figures.timeline("zigzag", "fetch", S=2**13)
 
 # %% slideshow={"slide_type": "fragment"}
-figures.timeline("fetch", S=2**15, pass_="bwd")
+figures.timeline("zigzag", "fetch", pass_="bwd")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Is the model right?
@@ -185,7 +185,14 @@ want, _ = attention.forward(q, k, v, causal=True)
 print(f"256 ranks: largest difference to one device {(out - want).abs().max():.0e}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 4. When a rank fails
+# ## 4. With FSDP and tensor parallelism
+#
+# The ring is one dimension of a `DeviceMesh`: pass `group=mesh["context"].get_group()` to `attention`. **FSDP** divides the
+# weights over all ranks, and averages gradients. So each rank's loss, which is divided by all labels, has to be multiplied
+# by the number of ranks. **Tensor parallelism** divides the heads: T rings with H / T and Hk / T of them, at the same c.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 5. When a rank fails
 #
 # In a ring everybody soon waits for everybody, so that the neighbour that a rank waits for is seldom the culprit. Every
 # rank therefore publishes where it stands, and whoever fails first compares. Rank 2 is killed; what do the others say?

@@ -2,31 +2,26 @@
 
 import functools
 
-import matplotlib.pyplot as plt
-
 from steps.bench import report
 from steps.bench import rows as results
 from steps.bench.rows import label, setting
-from steps.figures.plots import GREYS, INK, PEERS, colour_of, style
+from steps.figures.plots import GREYS, INK, PEERS, colour_of, subplots
 
 
 def speed_bars(found):
     """TFLOP/s as bars with their values, fastest on top. One row for each kernel and peer, at one size."""
-    if len({label(row) for row in found}) < len(found):
-        raise ValueError("speed_bars needs one row for each kernel and peer: choose one size first.")
-    if not found:
-        raise ValueError("no results rows to draw; measure some with `python -m steps bench`.")
-    style()
-    fig, ax = plt.subplots(layout="constrained")
+    fig, ax = subplots()
     ordered = sorted(found, key=lambda row: row["tflops"])
-    bars = ax.barh([label(row) for row in ordered], [row["tflops"] for row in ordered], height=0.7)
-    for bar, row in zip(bars, ordered, strict=True):
-        bar.set_color(GREYS[1] if row["peer"] and row["peer"] not in PEERS else colour_of(row["peer"] or row["kernel"]))
+    others = [row["peer"] is not None and row["peer"] not in PEERS for row in ordered]
+    colours = [GREYS[1] if other else colour_of(row["peer"] or row["kernel"])
+               for row, other in zip(ordered, others, strict=True)]  # fmt: skip
+    bars = ax.barh([label(row) for row in ordered], [row["tflops"] for row in ordered], height=0.7, color=colours)
     ax.bar_label(bars, fmt="%.3g", padding=4, color=INK)
     ax.margins(x=0.1)  # room for the values
     ax.grid(axis="y", visible=False)
-    ax.set(xlabel="TFLOP/s", title=f"{subtitle(found)}, N={found[0]['N']}")
-    plt.close(fig)
+    size = "{gpu}, {pass}, {dtype}, D={D}, {mask}, N={N}"
+    mask = "causal" if found[0]["causal"] else "not causal"
+    ax.set(xlabel="TFLOP/s", title=size.format(**found[0], mask=mask))
     return fig
 
 
@@ -97,10 +92,3 @@ def company(row, found):
     lower = [n for n in kernels if n < int(number) and kernels[n]["kernel"].startswith(pass_)]
     peers = [one for one in beside if one["peer"]]
     return kernels[max(lower)] if lower else None, max(peers, key=lambda one: one["tflops"], default=None)
-
-
-def subtitle(found):
-    """What the rows have in common: "NVIDIA H200, fwd, bf16, D=128, causal"."""
-    row = found[0]
-    mask = "causal" if row["causal"] else "not causal"
-    return f"{row['gpu']}, {row['pass']}, {row['dtype']}, D={row['D']}, {mask}"

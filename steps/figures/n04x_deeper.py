@@ -1,4 +1,4 @@
-"""What notebook 04x counts and draws: bytes of four strategies, the timelines of two transports, a rank that fails."""
+"""What notebook 04x counts and draws: bytes of four strategies, timelines of the event model, a rank that fails."""
 
 import textwrap
 
@@ -29,10 +29,12 @@ def machine(transport, **more):
     return Machine(simulate.read_flops(recorded), *simulate.read_link(recorded, transport), **more)
 
 
-def timeline(transport, S=2**13, pass_="fwd"):
-    """The event model's timeline of four ranks."""
-    plan = simulate.schedule(Layout("zigzag", S, 4, causal=True), Shape(), machine(transport), transport, pass_)
-    title = f"model: {transport}, {S // 1024}k, {pass_}; a rank computes {plan.busy / plan.seconds:.0%} of the time"
+def timeline(kind, transport="relay", S=2**15, pass_="fwd"):
+    """What four ranks do, as the event model has it."""
+    plan = simulate.schedule(Layout(kind, S, 4, causal=True), Shape(), machine(transport), transport, pass_)
+    shares = [f"{share:.0%}" for share in (plan.blocks[1] - plan.blocks[0]).sum(0) / plan.seconds]
+    shares = ", ".join(dict.fromkeys(shares))  # one, if they are equal
+    title = f"model: {kind}, {transport}, {S // 1024}k, {pass_}; ranks compute {shares} of the time"
     return picture(simulate.gantt(plan, title), f"Timeline of four ranks, {title}. Messages stand below the blocks.")
 
 

@@ -26,7 +26,7 @@ def post(x):
 
 
 def attention(q, k, v, *, block, overlap=True):
-    """out (B, H, n, D) and lse (B, H, n) as in lesson 1. overlap=False waits before the first block."""
+    """out (B, H, n, D) and lse (B, H, n) of this one of two ranks. overlap=False waits before the first block."""
     mine = torch.stack((k, v))
     messages, theirs = post(mine)
     part = block.forward(q, *mine) if overlap else None  # while the message travels
