@@ -20,7 +20,7 @@
 # rows.](../notebooks/figures/question_02a.png)
 #
 # - **Before you start:** notebooks 00 and 01; reading C. No GPU: g++ runs the kernels.
-# - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`fwd_0_scalar.cu`](../steps/step02_fa2_cuda/fwd_0_scalar.cu),
 #   [`fwd_1_warp.cu`](../steps/step02_fa2_cuda/fwd_1_warp.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 

@@ -20,7 +20,7 @@
 # Warp: twelve for 32. Mma: eight for 128, with the queries in registers.](../notebooks/figures/question_02b.png)
 #
 # - **Before you start:** notebook 02a: the scalar kernel, warps and lanes, the emulation. No GPU: speeds are recorded.
-# - **Time:** about 40 minutes to read, 120 minutes more with the exercises.
+# - **Time:** about 55 minutes to read, 120 minutes more with the exercises.
 # - **Code:** [`fwd_2_mma.cu`](../steps/step02_fa2_cuda/fwd_2_mma.cu) to
 #   [`fwd_5_fa2.cu`](../steps/step02_fa2_cuda/fwd_5_fa2.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 

@@ -21,7 +21,7 @@
 # of P: each owns its dK and dV, all add to dQ.](../notebooks/figures/question_02c.png)
 #
 # - **Before you start:** notebook 00, its backward; 02a, a kernel in CUDA C++; for rung 1 also 02b, `mma`, `ldmatrix`.
-# - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 50 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`bwd_0_scalar.cu`](../steps/step02_fa2_cuda/bwd_0_scalar.cu),
 #   [`bwd_1_fa2.cu`](../steps/step02_fa2_cuda/bwd_1_fa2.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 

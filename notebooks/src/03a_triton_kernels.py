@@ -20,7 +20,7 @@
 # Triton, the place of a number in CUDA C++ alone.](../notebooks/figures/question_03a.png)
 #
 # - **Before you start:** notebook 00 (tiles, online softmax, lse, delta); what a block and shared memory are. Linux.
-# - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md),
 #   [figures](../steps/figures/n03a_triton_kernels.py).
 # - **Tests:** `pytest tests/test_step03_triton.py`.

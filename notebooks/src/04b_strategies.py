@@ -21,7 +21,7 @@
 # time.](../notebooks/figures/question_04b.png)
 #
 # - **Before you start:** notebook 04a (merge, hop, overlap, ring, layouts).
-# - **Time:** about 30 minutes to read, 60 minutes more with the exercise.
+# - **Time:** about 35 minutes to read, 60 minutes more with the exercise.
 # - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md), above all `strategies/` and `fetch.py`. Speeds are
 #   recorded ones of two GPUs; no GPU is needed.
 # - **Tests:** `pytest tests/test_step04_strategies.py tests/test_step04_faults.py`.

@@ -37,7 +37,7 @@ SUPPORTS = {
     "order": "fa2",
     "title": "Ring attention with torch.distributed",
     "notebooks": ("04a_ring", "04b_strategies"),
-    "minutes": 70,  # to read
+    "minutes": 75,  # to read
 }
 
 
