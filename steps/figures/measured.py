@@ -44,13 +44,13 @@ def beside(found, kernels, other):
 def shares(found, kernels, other):
     """What `beside` gives as a table in words: a line for each kernel, head_dim and mask, a column for each N."""
     ordered = [row | {"share": f"{share:.2f}"} for row, share in beside(found, kernels, other)]
-    lengths = {N: f"N = {N}" for N in sorted({row["N"] for row in ordered})}
+    lengths = {N: str(N) for N in sorted({row["N"] for row in ordered})}
     columns = report.across(lambda row: row["N"], lambda row: row["share"], lengths)
 
     def words(row):
         return row["kernel"], f"D = {row['D']}", "causal" if row["causal"] else "full"
 
-    lines = report.table(ordered, [f"of {other}", "", ""], words, columns)
+    lines = report.table(ordered, [f"of {other}", "", "N ="], words, columns)
     return "\n".join(report.in_text(lines)) if lines else f"no rows of {', '.join(kernels)} beside {other}"
 
 
