@@ -408,7 +408,6 @@ def verify(
     top_left: Annotated[bool, typer.Option("--top-left", help="Causal with Nq != Nk is aligned as in SDPA.")] = False,
     without: Annotated[str, typer.Option(help="What it does not take, of the list below: gqa,backward,empty.")] = "",
     adapter: Annotated[str, typer.Option(help="Its form: cs336, leetgpu, kernelbot or flash_attn; see below.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file too.")] = None,
 ):
     """Runs the contract's cases on your own attention, and names the mistake that its failures equal.
 
@@ -480,14 +479,11 @@ def verify(
             say("{pass}: {ms:.3f} ms, {tflops:.1f} TFLOP/s; SDPA: {sdpa_tflops:.1f} TFLOP/s".format(**row))
     except RuntimeError as e:  # Too little memory, or the GPU's context is lost after a kernel's error.
         say(f"The speed could not be measured: {anybody.told(e)}")
-    failed = sum(bool(row["wrong"]) for row in rows)
-    say(f"{len(rows) - failed} of {len(rows)} properties hold." + (FEWER if failed else ""))
-    if failed and (options := verdict.options(rows, claims, named)):
+    judged = verdict.Judged(rows, named, speeds)
+    say(f"{len(rows) - judged.failed} of {len(rows)} properties hold." + (FEWER if judged.failed else ""))
+    if judged.failed and (options := verdict.options(rows, claims, named)):
         say(f"All that it is then asked holds with {' '.join(options)}")
-    if json_file:
-        equals = [{"case": where, "mutants": [m.name for m in equal]} for where, equal in named]
-        json_file.write_text(json.dumps({"cases": rows, "equals": equals, "speed": speeds}, indent=1))
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(1 if judged.failed else 0)
 
 
 def one_line(row):

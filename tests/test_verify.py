@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import json
 import math
 import os
 import re
@@ -13,6 +12,7 @@ import textwrap
 import types
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -27,17 +27,20 @@ from steps.workbook.capstone import step_3
 
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
 here = sys.modules[__name__]
+JUDGED = verdict.Judged
 
 
 def verify(target, *options):
-    """(exit code, text, what --json wrote) of the command."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.json"
-        done = CliRunner().invoke(app, ["verify", target, *options, "--json", str(file)])
-        written = json.loads(file.read_text()) if file.exists() else None
+    """(exit code, text, what was found or None) of the command."""
+    found = []
+    with mock.patch.object(verdict, "Judged", lambda *parts: found.append(JUDGED(*parts)) or found[0]):
+        done = CliRunner().invoke(app, ["verify", target, *options])
     if done.exception and not isinstance(done.exception, SystemExit):
         raise done.exception
-    return done.exit_code, done.output, written
+    if not found:
+        return done.exit_code, done.output, None
+    equals = [{"case": where, "mutants": [m.name for m in equal]} for where, equal in found[0].equals]
+    return done.exit_code, done.output, found[0]._asdict() | {"equals": equals}
 
 
 def verify_function(monkeypatch, function, *options):

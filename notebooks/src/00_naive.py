@@ -233,7 +233,8 @@ check("00.2", online_update)
 # | [9–10] | m_new, P, alpha; new l and O | `online_update`, for a tile |
 # | [12–15] | O / l and lse, written once | end of the outer loop |
 #
-# What the inner loop keeps does not grow with N. Later stages keep it on a GPU's chip.
+# What the inner loop keeps does not grow with N. Later stages keep it on a GPU's chip. The site's
+# [player](../notebooks/site/player.md) shows the tiles in motion.
 
 # %% slideshow={"slide_type": "subslide"}
 for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):

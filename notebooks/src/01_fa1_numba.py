@@ -234,7 +234,8 @@ check("01.1", online_update)
 # ### The order of the visits
 #
 # FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In the second order the sums of a query
-# tile stay on the chip until they are complete. O is divided once. A colour is a tile of queries.
+# tile stay on the chip until they are complete. O is divided once. A colour is a tile of queries. The site's
+# [player](../notebooks/site/player.md) plays both orders.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.order_of_visits()

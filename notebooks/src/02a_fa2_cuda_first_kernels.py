@@ -19,7 +19,7 @@
 # ![A tile of S twice. Left, a thread owns a whole row. Right, a lane of a warp owns every eighth number of four
 # rows.](../notebooks/figures/question_02a.png)
 #
-# - **Before you start:** notebooks 00 and 01; reading C. No CUDA C++ yet, and no GPU: g++ runs the kernels.
+# - **Before you start:** notebooks 00 and 01; reading C. No GPU: g++ runs the kernels.
 # - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`fwd_0_scalar.cu`](../steps/step02_fa2_cuda/fwd_0_scalar.cu),
 #   [`fwd_1_warp.cu`](../steps/step02_fa2_cuda/fwd_1_warp.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
@@ -28,7 +28,6 @@
 import steps  # first: it chooses the engine
 import torch
 from steps.figures import measured, n02a_first_kernels as figures, planted
-from steps.step02_fa2_cuda import emulator
 from steps.workbook import check, hint, show, solution  # noqa: F401
 torch.set_printoptions(precision=2, sci_mode=False)
 print(steps.engine.describe())
@@ -36,16 +35,15 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# In stage 01's `published` the loop over keys is outside, with one block for each head: 32 heads keep 32 of an H200's 132
-# multiprocessors busy. In `loops_swapped` the loop over queries is outside, with one block for each *query tile*. In
-# `registers` a thread also keeps a patch of 8 x 8 scores.
+# Stage 01's `published` has one block for each head, so that 32 heads keep 32 of an H200's 132 multiprocessors busy.
+# `loops_swapped` has one for each *query tile*. In `registers` a thread also keeps a patch of 8 x 8 scores.
 #
-# Each step helps, and PyTorch's kernel (`sdpa-efficient`) is still ahead. What is in the way can only be said in CUDA
-# C++: loads of four numbers at once, lanes of a warp that exchange numbers, and from the next notebook on the tensor
-# cores.
+# Each step helps, and PyTorch's kernel (`sdpa-efficient`) is still ahead. Numba has no words for what is missing: loads of
+# four numbers at once, threads that exchange numbers, and, from the next notebook on, tensor cores.
 
 # %% slideshow={"slide_type": "fragment"}
-figures.float32_speeds()
+for kernel in figures.KERNELS[:3]:
+    print(measured.rung(kernel, D=64, dtype="fp32"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: owners who agree on m
@@ -55,10 +53,9 @@ figures.float32_speeds()
 # $$O_i = \frac{\sum_j e^{S_{ij} - m}\, V_j}{\sum_j e^{S_{ij} - m}}$$
 #
 # No other row occurs in it, so rows can be divided freely among workers. The *keys* of a row can be divided, too, if
-# all its workers use one m: then their parts of both sums simply add up.
+# all its workers use one m: then their parts of both sums add up.
 #
-# Take the six tokens of notebook 00 and let two workers have three keys each. First each uses its own maximum, then
-# both use one m.
+# Take notebook 00's six tokens, and let two workers have three keys each. First each uses its own maximum, then both one.
 
 # %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
@@ -67,7 +64,7 @@ V = torch.tensor([[0.0, 6], [2, 0], [4, 6], [6, 4], [8, 0], [10, 6]])
 S = Q[5] @ K.T / 2**0.5  # row 5 of the scores
 
 def part(keys, m):
-    """(l, O) over some keys, in the unit e^m."""
+    """(l, O) over some keys, both divided by e^m."""
     P = (S[keys] - m).exp()
     return P.sum(), P @ V[keys]
 
@@ -78,13 +75,13 @@ for m1, m2 in ((S[first].max(), S[second].max()), (S.max(), S.max())):
           f"added {(O1 + O2) / (l1 + l2)}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Row 5 of the output should be (6.83, 1.34), and is with one m. The last worker alone has (7.35, 1.34); parts in different
-# units add up to (4.74, 1.32).
+# Row 5 of the output should be (6.83, 1.34), and is with one m. Parts that were divided by different numbers add up to
+# (4.74, 1.32).
 #
 # The same choice comes again *inside* a block, which consists of **warps**: 32 threads that run together, called
 # **lanes**. FlashAttention-1 gave each warp some keys of every row, so warps had to add up O through shared memory.
-# FlashAttention-2 gives each warp some rows (section 3.3 of the paper). We go one step further down: in rung 0 a *thread*
-# owns a row, in rung 1 eight lanes own four rows together, and have to agree on m.
+# FlashAttention-2 gives each warp some rows (section 3.3 of the paper). We go one step further down. In the first kernel,
+# **rung 0**, a *thread* owns a row. In rung 1 eight lanes own four rows together, and have to agree on m.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.owners()
@@ -102,7 +99,7 @@ figures.owners()
 # | an array `x` | `Global<const float> x` | memory of the GPU |
 # | `cuda.shared.array(n, float32)` | `smem.array<float>(n)`, a `Shared<float>` | shared memory |
 # | `cuda.local.array(n, float32)` | `float O[n]` | registers |
-# | arrays are passed as they are | `float (&O)[n]`, `float& m` | the caller's own variable |
+# | an array as an argument | `float (&O)[n]`; a number: `float& m` | the caller's own, not a copy |
 # | `cuda.syncthreads()` | `__syncthreads()` | the barrier of a block |
 # | a factory with `Br`, `Bc`, `D` | macros `Br`, `Bc`, `D` | known to the compiler |
 #
@@ -125,15 +122,15 @@ print(y)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The same text on a CPU
 #
-# g++ compiles the text unchanged, with an **emulation** of CUDA behind it. Each CUDA thread is a **fiber**: a function
-# that runs until it has to wait, and goes on when all others have come. One fiber runs at a time, so we can ask for any
-# order of the threads. A mistake that one order hides, another may show.
+# g++ compiles the text unchanged, with an **emulation** of CUDA behind it. A thread runs alone until it has to wait, and
+# goes on when all others have come. So we can choose the order of the threads. Here eight come to a barrier:
 
 # %% slideshow={"slide_type": "fragment"}
 figures.order_of_threads()
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Three mistakes in `mirror`, and what the emulation says of each. Its shared memory starts as NaN:
+# Three mistakes in `mirror`, and what the emulation says of each. Its shared memory starts as NaN. A GPU says nothing: its
+# barrier does not wait for threads that have returned, and the block goes on without what they should have stored.
 
 # %% slideshow={"slide_type": "fragment"}
 mistakes = {
@@ -153,8 +150,8 @@ for says, (old, new) in mistakes.items():
 # The kernel `differences` computes $y_n = x_n - x_{n-1}$ for 20 numbers, with $x_{-1} = 0$. Each thread leaves its
 # number in shared memory for its right neighbour.
 #
-# **Fill in the four blanks.** Index and barrier are C++. The index is this thread's place in x, over all blocks of eight
-# threads; `grid` is the number of blocks.
+# **Fill in the four blanks.** The index is this thread's place in x, over all blocks of eight
+# threads; `grid` is the number of blocks. Then set `barrier = ""`: **in which order of the threads is all well?**
 #
 # <details><summary>Answer</summary>
 #
@@ -167,6 +164,9 @@ for says, (old, new) in mistakes.items():
 #
 # Three blocks of eight make 24 threads. The last four have no number, so `n < N` stands twice, but not around the
 # barrier.
+#
+# Without the barrier all is well forwards, where the left neighbour has come before. A test in this one order would have
+# passed.
 #
 # </details>
 
@@ -189,8 +189,8 @@ figures.try_differences(DIFFERENCES, index, barrier, grid, shared_bytes)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 0, `scalar`, line by line
 #
-# A thread owns a query row, a block Br of them. In brackets stand the lines of FlashAttention-2's Algorithm 1, whose
-# line 10 is misprinted in the paper ([papers/errata.md](../papers/errata.md)).
+# A thread owns a query row, a block Br of them. In brackets stand the lines of FlashAttention-2's Algorithm 1, corrected
+# ([papers/errata.md](../papers/errata.md)).
 #
 # | line | what it does | in the kernel |
 # |---|---|---|
@@ -202,17 +202,16 @@ figures.try_differences(DIFFERENCES, index, barrier, grid, shared_bytes)
 # | [9–10] | m_new, P, alpha; new l and O | `online_update`, yours in exercise 02.1 |
 # | [12–15] | O / l and lse, written once | `store_row` |
 #
-# **The budget.** q and O take 2 D of a thread's at most 255 registers; addresses and the like take some 70 more. So D
-# ends at 96, and S has to lie in shared memory. There all threads of a warp read the same `K[j * D + d]` at once, and
-# one read serves them all.
+# **The budget.** q and O take 2 D of a thread's at most 255 registers, addresses and counters the rest. So D ends at 96,
+# and S lies in shared memory. All threads of a warp read the same `K[j * D + d]` at once, and one read serves them all.
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_0_scalar", "scores")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Here is the whole kernel for one head, behind the functions of `fwd_0_scalar.cu`, and its launch: three blocks of two
-# threads, tiles of three keys. The file's own kernel adds batches, heads, strides and the causal mask. With a mask rows
-# end at different keys; all threads still run the loop and its two barriers equally often.
+# Here is the whole kernel for one head and its launch: three blocks of two threads, tiles of three keys. The functions
+# that it calls stand in `fwd_0_scalar.cu`. The file's own kernel adds batches, heads, strides and the causal mask. With a
+# mask rows end at different keys; all threads still run the loop and its two barriers equally often.
 
 # %% slideshow={"slide_type": "fragment"}
 KERNEL = """
@@ -243,7 +242,7 @@ extern "C" __global__ void one_head(
 }"""
 N, D, Br, Bc = 6, 2, 2, 3
 out, lse = torch.zeros(N, D), torch.zeros(N)
-text = planted.behind("fwd_0_scalar", KERNEL)
+text = show("fwd_0_scalar") + KERNEL
 arguments = [Q, K, V, out, lse, N, D**-0.5]
 shared = (2 * Bc * D + Bc * Br) * 4
 launch = dict(grid=N // Br, block=Br, shared_bytes=shared, D=D, Br=Br, Bc=Bc)
@@ -255,12 +254,11 @@ print(measured.rung("fwd_0_scalar", D=64, dtype="fp32"))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Exercise 02.1: take in a tile of keys, in registers
 #
-# Lines [9–10] in about ten lines. D is the head_dim, Br the block's threads. `S[j * Br]` is this thread's score of key
-# j, and row j of V begins at `V[j * D]`. `max_S` is the largest of the n scores; there is at least one. O is not divided
-# by l. What you assign to m, l and O the caller sees.
+# Lines [9–10] in about ten lines. `S[j * Br]` is this thread's score of key j, and row j of V begins at `V[j * D]`. `max_S`
+# is the largest of the n scores. O is not divided by l.
 #
-# Write the body in place of the line with `#error`: `check` compiles the kernel with it and runs some of the contract's
-# cases. `hint("02.1")`, up to `hint("02.1", 3)`, and `solution("02.1")` help.
+# Write the body in place of the line with `#error`: `check` runs some of the contract's cases with it. `hint("02.1")` and
+# `solution("02.1")` help.
 
 # %% slideshow={"slide_type": "fragment"}
 online_update = r"""
@@ -278,14 +276,14 @@ check("02.1", online_update)
 # patch of scores, so that a number serves a whole row or column of the patch.
 #
 # Number the 32 lanes (a, b), 4 x 8. The eight lanes with the same a own the same four rows; each takes every eighth key
-# of S and eight columns of O. S stays in registers.
+# of S and eight columns of O, in registers. Orange is lane (1, 2), light blue the seven others with a = 1:
 
 # %% slideshow={"slide_type": "fragment"}
 figures.warp_owners()
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# At D = 64 and tiles of 64 keys a lane has 4 rows, 8 keys and 8 columns. For a column of S it fetches 4 + 8 numbers for
-# 32 multiply-adds. For a key of O it fetches 8 numbers of V for 32 more; the 4 numbers of P come from other lanes.
+# At D = 64 and tiles of 64 keys a lane has 4 rows, 8 keys and 8 columns. For S it fetches 4 + 8 numbers at each step along
+# d, for 32 multiply-adds. For O it fetches 8 numbers of V at each key, for 32 more; 4 of P come from other lanes.
 
 # %% slideshow={"slide_type": "fragment"}
 ROWS, KEYS, COLUMNS, D, Bc = 4, 8, 8, 64, 64
@@ -301,7 +299,7 @@ print("rung 0: 1 each")
 # `__shfl_xor_sync(mask, x, 4)` gives a lane the x of the lane whose number differs in the bit of value 4, from register
 # to register. After 4, 2 and 1 every lane has met all eight.
 #
-# `mask` names who takes part, and all of them must come. First half of the warp stays away; then all come.
+# `mask` names who takes part, `~0u` all 32, and all of them must come. First half of the warp stays away; then all come.
 
 # %% slideshow={"slide_type": "fragment"}
 BUTTERFLY = """#include "ptx.cuh"
@@ -331,62 +329,31 @@ for rung in ("scalar", "warp"):
     planted.on_cases(rung, names, torch.float32)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Stuck
-#
-# A thread beyond the last query has nothing to compute. Let it return at once. **What happens?**
-#
-# <details><summary>Answer</summary>
-#
-# The others wait at a barrier for company that has returned. A GPU's barrier does not wait for threads that have
-# returned: the block goes on without the rows that these should have loaded, and is wrong. A thread without a row must
-# stay and help.
-#
-# </details>
-
-# %% slideshow={"slide_type": "fragment"}
-early_return = ("  float Q_i[D], O_i", "  if (i >= Nq) return;\n  float Q_i[D], O_i")
-figures.stuck("scalar", early_return)
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### A missing barrier
-#
-# Take away rung 0's barrier *after* the loads, with D = 1, twelve causal tokens and one tile: thread t loads key t and
-# reads the keys 0 to t. **In which of three orders of the threads is all well?**
-
-# %% slideshow={"slide_type": "fragment"}
-no_barrier = ("    __syncthreads();  // every thread", "    // every thread")
-for threads in emulator.ORDERS:
-    right, nan = figures.rows_right(no_barrier, threads)
-    print(f"threads {threads:7}: {right} of 12 rows are right, {nan} are NaN")
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# Forwards, the threads before a thread have loaded all its keys. A test in this one order would have passed.
-#
 # ### The mistake that lives
 #
-# Six mistakes of one line each, with the threads forward and in reverse. **One survives everything. Which, and why?**
+# Six mistakes of one line each in rung 0. The first is tempting: a thread beyond the last query has no row. But it has
+# keys to load. **One mistake survives everything. Which, and why?**
 #
 # <details><summary>Answer</summary>
 #
 # If all threads write S to one column, they overwrite each other's scores on a GPU, where they run at the same time.
-# Here a fiber is only interrupted where it waits, and between `scores` and `online_update` it does not. On a GPU
-# `compute-sanitizer --tool racecheck` finds it. [emulator/cuda.h](../steps/step02_fa2_cuda/emulator/cuda.h) lists what
-# the emulation finds and what not.
+# The emulation changes to another thread only where one waits, and between `scores` and `online_update` none does. On a
+# GPU `compute-sanitizer --tool racecheck` finds it.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
+idle_returns = ("  float Q_i[D], O_i", "  if (i >= Nq) return;\n  float Q_i[D], O_i")
 loop = "load_tile(V, v + j * v_row, v_row, "
 mistakes = {
-    "idle threads return early": early_return,
+    "idle threads return early": idle_returns,
     "no barrier before the loads": ("    __syncthreads();  // no ", "    // no "),
     "V loaded beyond the last key": (loop + "min(Bc, keys - j)", loop + "Bc"),
     "m starts at 0": ("m = -INFINITY, l = 0;", "m = 0, l = 0;"),
     "l = 0 is divided by": ("l == 0 ? 0 : O[d] / l", "O[d] / l"),
     "one column of S for all": ("<float>(Bc * Br) + threadIdx.x", "<float>(Bc * Br)"),
 }
-orders = {order: {"threads": order} for order in ("forward", "reverse")}
-planted.seen_by("scalar", mistakes, names, tile=(16, 16), **orders)
+planted.seen_by("scalar", mistakes, names, tile=(16, 16))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
@@ -395,19 +362,19 @@ planted.seen_by("scalar", mistakes, names, tile=(16, 16), **orders)
 #
 # <details><summary>Answer</summary>
 #
-# Rung 1 fetches 0.31 numbers for a multiply-add, rung 0 one: by these counts it is 3.2 times as fast. Measured it is
-# 1.5 times. The compiler joins four loads of rung 0 into one, and rung 1 spends instructions on shuffles.
+# By the counts above 1 / 0.31 = 3.2 times, measured 1.5 times. The compiler joins four loads of rung 0 into one, and
+# rung 1 spends instructions on shuffles.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_1_warp", D=64, dtype="fp32"))
-figures.float32_speeds("fwd_0_scalar", "fwd_1_warp")
+figures.float32_speeds()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary
 #
-# - Rows can be shared out freely, and a row's keys among those who agree on m. Eight lanes do, with three shuffles.
+# - Rows can be divided freely, and a row's keys among those who agree on m. Eight lanes do, with three shuffles.
 # - Barriers and shuffles stand where all come. What one order of threads hides another shows; some races none shows.
 # - A warp beats a thread, because a number that is fetched serves more than one multiply-add.
 #
@@ -423,10 +390,10 @@ figures.float32_speeds("fwd_0_scalar", "fwd_1_warp")
 #
 #    Bc. It costs shared memory, for K_j, V_j and S. A larger Br is more threads, each with registers of its own.
 #    </details>
-# 3. Rung 1 computes all keys of a tile and gives hidden ones P = 0. Why must it write zeros beyond the last key?
+# 3. Rung 1 computes all keys of a tile and gives hidden ones P = 0. Why must V hold zeros beyond the last key?
 #    <details><summary>Answer</summary>
 #
-#    0 times a NaN that happens to lie in V is NaN. Rung 0 stops at the last key that a row sees.
+#    0 times a NaN that happens to lie there is NaN. Rung 0 stops at the last key that a row sees.
 #    </details>
 # 4. Why may l stay divided among eight lanes until the end, and m not?
 #    <details><summary>Answer</summary>
@@ -441,12 +408,10 @@ figures.float32_speeds("fwd_0_scalar", "fwd_1_warp")
 #
 # **Go further**
 #
-# - ★ (15 minutes) Set rung 1's `STRIDE` to D. What do `emulator.count_conflicts()` say of its loads of K?
-# - ★★ (1 hour) Give rung 0 four sums in `scores` instead of one. Do the registers still suffice at D = 64?
-# - ★★★ (a weekend) Load the next K_j and V_j into a second pair of arrays meanwhile. How many barriers are left?
+# - ★ (15 minutes) Give rung 0 four sums in `scores` instead of one. Do the registers still suffice at D = 64?
 #
 # **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); how a compiler loses registers,
 # [02x_deeper.ipynb](02x_deeper.ipynb).
 #
-# **Next:** [02b_fa2_cuda_tensor_cores.ipynb](02b_fa2_cuda_tensor_cores.ipynb): a warp multiplies tiles in one
-# instruction. Or first the backward, [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb).
+# **Next:** [02b_fa2_cuda_tensor_cores.ipynb](02b_fa2_cuda_tensor_cores.ipynb), or first the backward,
+# [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb).

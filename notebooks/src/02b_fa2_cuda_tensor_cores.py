@@ -37,8 +37,8 @@ print(steps.engine.describe())
 # ## 1. The problem, counted
 #
 # A **roofline** says: a kernel that does x operations (FLOP) for each byte it moves does at most x times the bandwidth.
-# From the *corner* on, arithmetic is the limit. Long sequences lie far right of it, so device memory is no limit for a
-# kernel that keeps its tiles on the chip.
+# From the *corner* on, arithmetic is the limit. Long sequences do far more FLOP a byte, so device memory is no limit for
+# a kernel that keeps its tiles on the chip.
 #
 # But its inner loop reads **shared memory**, which gives each multiprocessor one **wavefront** a cycle: a 4-byte word
 # from each of its 32 banks. Tensor cores do 4096 FLOP in this cycle (NVIDIA's Hopper whitepaper).
@@ -53,8 +53,8 @@ for units, peak in (("float32 units", gpu.fp32_tflops), ("tensor cores", gpu.hal
 figures.ceilings("scalar")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The emulation counts the wavefronts of every access. In `scalar` one feeds 62 FLOP. Times the wavefronts a second that is
-# its **ceiling**, 15 TFLOP/s: less than a quarter of the float32 units' peak.
+# The emulation counts a warp's accesses and their wavefronts. In `scalar` one feeds 62 FLOP. Times the wavefronts a second
+# that is its **ceiling**, 15 TFLOP/s: less than a quarter of the float32 units' peak.
 #
 # It was measured at 17.5, *above* its ceiling: the emulation counts word by word, while a compiler joins four neighbouring
 # words into one load. From rung 2 on the kernels ask for wide loads themselves.
@@ -66,8 +66,8 @@ figures.ceilings("scalar")
 # warp. The matrices lie in the registers of its 32 lanes. A lane's share is a **fragment**: 8 numbers of A, 4 of B, 4 of
 # C.
 #
-# **Claim.** Two C fragments side by side are an A fragment. So what S = Q Kᵀ leaves in registers is, as it lies, the
-# operand of P V.
+# **Claim.** Two C fragments side by side are an A fragment. So what S = Q Kᵀ leaves in registers becomes the operand of
+# P V where it lies.
 #
 # To check it, a kernel of our own calls functions of `fwd_2_mma.cu`. The numbers of X name their place, 16 r + c.
 
@@ -94,7 +94,7 @@ extern "C" __global__ void who_holds_what(Global<const T> x, Global<const T> one
 X, held = torch.arange(256.0).view(16, 16), torch.zeros(32, 20)
 arguments = X.bfloat16(), torch.eye(16).bfloat16(), held
 launch = dict(grid=1, block=32, shared_bytes=1024, T="bf16", D=16, Br=16, Bc=16)
-planted.emulated(planted.behind("fwd_2_mma", WHO), "who_holds_what", arguments, **launch)
+planted.emulated(show("fwd_2_mma") + WHO, "who_holds_what", arguments, **launch)
 A, B, S = held.int().split((8, 4, 8), 1)
 for name, fragment in (("A", A), ("B", B), ("two C", S)):
     print(f"lane 5 holds of {name:5}:", *(f"{n:3}" for n in fragment[5].tolist()))
@@ -104,11 +104,11 @@ print("two C fragments of S are the A fragment:", torch.equal(A, S))
 figures.fragments(A, B, S)
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Lane 5 holds 18 and 19 (row 1, columns 2 and 3), 146 and 147 (row 9), and the same 8 columns on. A colour is a pair, in
-# one register. After exp, a lane rounds its pairs and has its share of P: **no number moves to another lane**.
+# Lane 5 holds 18 and 19 (row 1, columns 2 and 3), 146 and 147 (row 9), and the two pairs 8 columns to the right. A colour
+# is a pair, in one register. After exp, a lane rounds its pairs and has its share of P: **no number moves to another
+# lane**.
 #
-# A row lies in four neighbouring lanes, so its maximum needs all four. `__shfl_xor_sync(~0u, x, 1)` hands a lane the x
-# of lane ^ 1. One such shuffle is not enough; two are.
+# A row lies in four neighbouring lanes, so its maximum needs two shuffles:
 
 # %% slideshow={"slide_type": "fragment"}
 lane = torch.arange(32)
@@ -141,19 +141,18 @@ for distance in (1, 2):
 #
 # <details><summary>Answer</summary>
 #
-# Three times as many, 195. The next roof is close: the float32 units, 66.9 TFLOP/s.
+# Three times as many, 195.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
 figures.ceilings("warp")
-print(measured.rung("fwd_1_warp", D=64, dtype="fp32"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 2, `mma`: tensor cores
 #
-# **Claim.** Q, S, P and O live in fragments; only B operands come from shared memory, for 4096 FLOP two registers of each
-# lane.
+# **Claim.** Q, S, P and O live in fragments. Only B comes from shared memory: two registers of each lane for an `mma`,
+# which does 4096 FLOP.
 #
 # **Predict 2.** The tensor cores are 15 times as fast as the float32 units. Will rung 2 be 15 times as fast as rung 1?
 #
@@ -172,8 +171,8 @@ show("fwd_2_mma", "scores")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 3, `ldmatrix`: no two rows in one bank
 #
-# Why 8 wavefronts? A warp reads 8 rows of K at once. Rows of 128 or 256 bytes all begin in the same bank, and a bank
-# gives one word a cycle: a **bank conflict**.
+# Why 8 wavefronts? A warp reads 8 rows of K at once. Rows of 128 or 256 bytes begin in one bank, and a bank gives one
+# word a cycle: a **bank conflict**.
 #
 # **Claim.** Let row r keep its 16-byte chunk c at position c XOR (r mod 8), a **swizzle**. Then any 8 neighbouring rows
 # have it at 8 different positions, and 8 positions are all 32 banks.
@@ -185,13 +184,13 @@ show("fwd_2_mma", "scores")
 figures.banks()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Without the swizzle `ldmatrix` gains nothing: its 32 rows take 32 wavefronts. Swizzled they take 4.
+# Without the swizzle `ldmatrix` gains nothing: an access, 32 rows, takes 32 wavefronts. Swizzled it takes 4.
 #
 # **Predict 3.** The ceiling rises from 60 to 396 TFLOP/s, 6.6 times. Will the speed?
 #
 # <details><summary>Answer</summary>
 #
-# Less: four times. No count says anything of waiting, and in every tile all warps of a block wait for K_j and V_j.
+# Less: four times. No count says anything of waiting, and all warps of a block wait for each K_j and V_j.
 #
 # </details>
 
@@ -220,11 +219,11 @@ check("02.4", at)
 # to shared memory, and the thread goes on. `cp_async_wait<0>` waits for the thread's *own* copies; only the barrier after
 # it says that all threads' copies are there.
 #
-# **Predict 4.** The wavefronts are rung 3's to the last one. How much can rung 4 gain?
+# **Predict 4.** Its wavefronts are exactly rung 3's. How much can rung 4 gain?
 #
 # <details><summary>Answer</summary>
 #
-# What rung 3 spent waiting for tiles: at a gain of x at least 1 - 1/x of its time.
+# At most the time that rung 3 waits for tiles. It became 1.37 times as fast, so this was at least 1 - 1/1.37 = 27%.
 #
 # </details>
 
@@ -235,9 +234,9 @@ figures.changed("fwd_3_ldmatrix", "fwd_4_cp_async", "attention_forward")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 5, `fa2`: 32 rows a warp, and nothing needless
 #
-# **Claim.** What `ldmatrix` brings for 16 rows serves 32 just as well: a warp owns two tiles of 16 rows, and each B
-# operand feeds two `mma`. The price is registers, so Q goes back to shared memory. Besides, the exponentials of 16 keys
-# are computed while `mma` works on the 16 before, and with a causal mask the longest blocks start first.
+# **Claim.** If a warp owns two tiles of 16 rows, each B operand feeds two `mma`. The price is registers, so Q goes back to
+# shared memory. Besides, the exponentials of 16 keys are computed while `mma` works on the 16 before, and with a causal
+# mask the longest blocks start first.
 #
 # **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow?
 #
@@ -289,15 +288,13 @@ for rung in ("warp", "mma", "ldmatrix", "cp_async", "fa2"):
     planted.on_cases(rung, names, torch.bfloat16)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# A copy may land at any moment between its start and its wait. The emulation performs it late or eagerly. Six edits of
-# `fwd_4_cp_async.cu`, on seven cases. **One does no harm. One is never seen in a causal case, one in a single case only,
-# one in all cases but one, one never with eager copies. Which?**
+# A copy may land at any moment between its start and its wait. The emulation performs it late, at the wait, or eagerly,
+# at the start. Six edits of `fwd_4_cp_async.cu`, on seven cases. **One does no harm. One is seen only if copies are late.
+# Which?**
 #
 # <details><summary>Answer</summary>
 #
-# No harm: beyond the last tile nothing is read. Never causal: a causal mask hides the zeros after the last key. A single
-# case: m = -infinity makes rows that see no key NaN. All but one: over a single key four lanes cannot disagree. Not with
-# eager copies: K was there in time.
+# A tile too many does no harm: beyond the last key nothing is read. A missing wait is not seen if K was there in time.
 #
 # </details>
 
@@ -343,34 +340,11 @@ check("02.bug1", test)
 #
 # </details>
 #
-# On the roofline open marks are ceilings, full ones were measured. `scalar` lies above its ceiling, because the compiler
-# joins its loads.
+# On the roofline open marks are ceilings, full ones were measured.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.gains()
 figures.roofline()
-
-# %% [markdown] slideshow={"slide_type": "slide"}
-# ### Profile a rung
-#
-# A rung near its open mark is bound by shared memory. One far from it waits, and the hardware's counters tell for what
-# (Nsight Compute's `ncu`, run by `python -m steps.bench.profile`).
-#
-# The **stall reasons** say what a warp waits for. `short_scoreboard` and `mio_throttle` are shared memory (or exp),
-# `long_scoreboard` is device memory, `wait` the latency of the instruction before. `selected` is no wait: an
-# instruction is issued. With `math_pipe_throttle` its unit is busy, here the tensor cores.
-#
-# **Predict 7.** Which counter is the highest in `mma`, `ldmatrix` and `fa2`?
-#
-# <details><summary>Answer</summary>
-#
-# In `mma` the wavefronts, most of them conflicts; in `ldmatrix` still the wavefronts, but nothing near its limit; in
-# `fa2` the tensor cores.
-#
-# </details>
-
-# %% slideshow={"slide_type": "fragment"}
-figures.counters("mma", "ldmatrix", "fa2")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary
@@ -412,9 +386,9 @@ figures.counters("mma", "ldmatrix", "fa2")
 #
 # - ★ (15 minutes) Count `fa2` with tiles (64, 64) and (128, 128) at D = 64. Which has the higher ceiling?
 # - ★★ (1 hour) Pad the rows of `fwd_2_mma.cu` by 8 numbers instead of swizzling. Where do conflicts remain?
-# - ★★★ (a weekend) Give rung 4 a second buffer for K and V and one barrier a tile.
 #
-# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); the PTX ISA on `mma` and `ldmatrix`;
-# [02x_deeper.ipynb](02x_deeper.ipynb) on what each idea of rung 5 brings.
+# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); the PTX ISA on `mma` and `ldmatrix`; what the
+# hardware counted, [a profile of four kernels](../steps/bench/results/README.md#a-profile-of-four-kernels); what each idea
+# of rung 5 brings, [02x_deeper.ipynb](02x_deeper.ipynb).
 #
 # **Next:** [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb), the backward pass.

@@ -39,7 +39,7 @@ print(steps.engine.describe())
 # ## 1. The problem, measured
 #
 # Between forward and backward, autograd keeps what the gradients will need. For standard attention that includes P, N x
-# N numbers a head. We add up the bytes of all that autograd saves for one head with D = 32.
+# N numbers a head. Here is all that it saves for one head with D = 32:
 
 # %% slideshow={"slide_type": "fragment"}
 def standard(q, k, v):
@@ -50,8 +50,8 @@ for N in (64, 256, 1024):
     print(f"N = {N:4}: standard keeps {most:5.0f} KiB, stage 02 {least:4.0f}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# At N = 1024 standard attention keeps 4480 KiB, and stage 02 keeps 516: q, k, v, out and lse. What replaces P is lse, 4
-# KiB. The price is arithmetic: S has to be multiplied out again.
+# At N = 1024 stage 02 keeps 516 KiB instead of 4480: q, k, v, out and lse. What replaces P is lse, 4 KiB. The price is
+# arithmetic: S has to be multiplied out again.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: recompute P, and let each gradient be a sum over tiles
@@ -65,7 +65,7 @@ for N in (64, 256, 1024):
 # $$dQ = \mathit{scale}\; dS\, K \qquad dK = \mathit{scale}\; dS^\top Q$$
 #
 # **Claim.** With lse kept, every entry of P can be made again alone, and all gradients are sums over entries. lse is
-# final, so nothing is rescaled. Here it is checked on the six tokens, the tempting dS without delta first.
+# final, so nothing is rescaled. On the six tokens, first with a dS that lacks delta:
 
 # %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
@@ -93,11 +93,12 @@ for says, dS in (("without", P * dP), ("with", P * (dP - delta[:, None]))):
 figures.owners()
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# On its colour: kept in the block's registers, written once. On white: added to by *all* blocks, which needs **atomic
-# additions**. In a plain `dq[e] += x` another block may write between the read and the write.
+# A colour is a block. What stands on its colour it keeps in registers and writes once. To what stands on white *all*
+# blocks add. That needs **atomic additions**, because in a plain `dq[e] += x` another block may write between the read
+# and the write.
 #
 # Key tiles outside is cheaper: blocks add to one matrix, not two. A third way, that of stages 01 and 03, is both orders,
-# in two kernels. It needs no atomic additions, but S and dP twice.
+# in two kernels. It needs no atomic additions, but computes S and dP twice.
 
 # %% slideshow={"slide_type": "fragment"}
 N, D, tiles = 4096, 64, 4096 // 64
@@ -112,8 +113,8 @@ for order, (products, atomics) in orders.items():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What atomics cost: the last bits
 #
-# An atomic addition loses nothing, but additions happen in their order of arrival, and in floating point the order
-# counts. The emulation runs one block after the other in an order that we choose, so we can watch.
+# Atomic additions happen in their order of arrival, and in floating point the order counts. The emulation runs one block
+# after the other in an order that we choose, so we can watch.
 
 # %% slideshow={"slide_type": "fragment"}
 large, one = torch.tensor(1e8), torch.tensor(1.0)
@@ -126,9 +127,8 @@ for blocks, seed in (("reverse", 0), ("random", 1), ("random", 2)):
 print(f"dq by at most {(other[0] - first[0]).abs().max():.1e}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# dk and dv keep every bit: each is summed by one thread, in one order. In dq about half of its 4288 numbers change, in the
-# last bits: noise for training, but a nuisance in debugging. `deterministic=True` of rung 1 lets the blocks take turns
-# ([02x_deeper.ipynb](02x_deeper.ipynb), section 5).
+# dk and dv keep every bit: each is summed by one thread, in one order. About half of dq's 4288 numbers change in their
+# last bits. `deterministic=True` of rung 1 lets the blocks take turns ([02x_deeper.ipynb](02x_deeper.ipynb), section 5).
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
@@ -148,7 +148,7 @@ print(f"dq by at most {(other[0] - first[0]).abs().max():.1e}")
 # | [16–18] | dK_j += scale dSᵀ Q_i; dK_j, dV_j written once | `store_row` |
 #
 # dK_j and dV_j take 2 D registers of a thread, so that Q_i, dO_i, K_j, V_j and dS lie in shared memory. Thread t reads
-# *its own* row of K: a spare word a row, `STRIDE = D + 1`, spreads a warp's 32 rows over the 32 banks.
+# *its own* row of K. A row has a spare word, `STRIDE = D + 1`, so that a warp's 32 rows begin in 32 banks.
 
 # %% slideshow={"slide_type": "fragment"}
 KERNEL = """
@@ -191,16 +191,15 @@ got = [torch.zeros(N, D) for _ in range(3)]
 arguments = [dO, Q, K, V, lse, delta, *got, N, scale]
 shared = (2 * Bc * (D + 1) + 2 * Br * D + Br * Bc + 2 * Br) * 4
 launch = dict(grid=N // Bc, block=Bc, shared_bytes=shared, D=D, Br=Br, Bc=Bc)
-planted.emulated(planted.behind("bwd_0_scalar", KERNEL), "one_head", arguments, **launch)
+planted.emulated(show("bwd_0_scalar") + KERNEL, "one_head", arguments, **launch)
 for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
     print(name, torch.allclose(a, b, atol=1e-5))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# That is the whole kernel for one head, in two blocks of three keys. The file's own adds batches, heads, strides and the
-# causal mask. The second barrier is what `add_dQ` needs: it sums over the keys of the *block*, and every key belongs to
-# another thread.
+# That is the whole kernel for one head, in two blocks of three keys. `add_dQ` needs the second barrier: it sums over the
+# keys of the *block*, and every key belongs to another thread.
 #
-# How far do the registers reach? At D = 128 dK_j and dV_j alone would take 256, and a thread has at most 255.
+# At D = 128 dK_j and dV_j alone would take 256 registers, and a thread has at most 255:
 
 # %% slideshow={"slide_type": "fragment"}
 for D in (32, 64, 96):
@@ -209,11 +208,8 @@ print(measured.rung("bwd_0_scalar", D=64, dtype="fp32"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.2: one gradient that all blocks add to.** Line [15] for one tile, by all Bc threads of the block, in about
-# five lines: dQ_i (rows, D) += scale dS (rows, keys) K_j (keys, D). `dS[r * Bc + j]` and `K[j * STRIDE + d]` lie in
-# shared memory; `dq` points at the tile's first row, and its rows are D apart.
-#
-# Write the body in place of the line with `#error`: `check` compiles the kernel with it and runs some of the contract's
-# cases. `hint("02.2")`, up to `hint("02.2", 3)`, and `solution("02.2")` help.
+# five lines: dQ_i (rows, D) += scale dS (rows, keys) K_j (keys, D). Read `dS[r * Bc + j]` and `K[j * STRIDE + d]`; `dq`
+# points at the tile's first row, and its rows are D apart. `hint("02.2")` and `solution("02.2")` help.
 
 # %% slideshow={"slide_type": "fragment"}
 add_dQ = r"""
@@ -239,9 +235,9 @@ check("02.3", row_delta)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 1, `fa2`: five products on tensor cores
 #
-# Operands have 16 bits, sums 32. A register of an `mma` operand holds two numbers that are neighbours along the index
-# that is *summed*. In shared memory Q_i, dO_i, K_j and V_j have a token a row, P and dS a query a row. Where the summed
-# index runs down the columns, the operand has to be transposed on its way:
+# Operands have 16 bits, sums 32. A register of an `mma` operand holds two neighbours along the index that is *summed*.
+# In shared memory Q_i, dO_i, K_j and V_j have a token a row, P and dS a query a row. Where the summed index runs down
+# the columns, the operand has to be transposed on its way:
 #
 # | product | sums over | first operand | second operand |
 # |---|---|---|---|
@@ -251,23 +247,22 @@ check("02.3", row_delta)
 # | dQ_i += dS K_j | keys | dS as stored | K_j transposed |
 # | dK_j += dSᵀ Q_i | queries | dS transposed | Q_i transposed |
 #
-# K_j, Q_i, dO_i and dS are needed both ways, from one copy each. `ldmatrix.trans` hands out the transpose of each 8 x 8
-# piece: a lane of P then has two neighbouring *queries* of one key. Here a piece counts 0, 1, 2, ...
+# K_j, Q_i, dO_i and dS are needed both ways, from one copy each. `ldmatrix.trans` deals out the transpose of each 8 x 8
+# piece: a lane of P then has two neighbouring *queries* of one key. A piece that counts 0, 1, 2, ... says which lane gets
+# which number:
 
 # %% slideshow={"slide_type": "fragment"}
-stored, transposed = figures.pieces()
-for lane in (0, 1, 4):
-    two = stored[lane].tolist(), transposed[lane].tolist()
-    print(f"lane {lane} gets {two[0]} as stored, {two[1]} transposed")
-figures.who_gets_it(stored, transposed)
+for name, held in zip(("ldmatrix", "ldmatrix.trans"), figures.pieces(), strict=True):
+    print(f"{name}: lane 0 gets {held[0].tolist()}, lane 4 {held[4].tolist()}; all lanes:")
+    print((held.flatten().argsort() // 2).view(8, 8))  # a query a row
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.7: an operand that is stored transposed.** Which address does this lane give to `ldmatrix` for the 16 x 16
 # piece at (row, column) of a tile, if the *transpose* of the tile is the operand? Lane t gives row t % 8 of matrix t / 8,
 # and `mma` wants the four matrices down the columns of the operand.
 #
-# The tile is swizzled: `swizzle<WIDTH>(r)` is XORed with a column. `show("bwd_1_fa2", "lane_row")` does it for an operand
-# that is stored as it is multiplied. About four lines.
+# The tile is swizzled: `swizzle<WIDTH>(r)` is XORed with a column, as in `show("bwd_1_fa2", "lane_row")`, which is for an
+# operand that is not transposed. About four lines.
 
 # %% slideshow={"slide_type": "fragment"}
 lane_row_transposed = r"""
@@ -282,11 +277,10 @@ check("02.7", lane_row_transposed)
 # ### What stays in registers, what goes through shared memory
 #
 # In the forward P never left the registers: the warp that made 16 rows of S multiplied them with V. Here dV_j sums over
-# queries, and dQ_i over keys, that *other warps* hold. So P and dS go to shared memory in 16 bits, and all read them
-# back: hence a second barrier a step. dK_j and dV_j stay in registers throughout.
+# queries, and dQ_i over keys, that *other warps* hold. So P and dS go to shared memory in 16 bits, and each step needs a
+# second barrier. dK_j and dV_j stay in registers throughout.
 #
-# dq is added up in float32 and rounded once, by a kernel of its own after the rest. Adding in bf16 would round at every
-# key tile:
+# dq is added up in float32 and rounded once, at the end. Adding in bf16 would round at every key tile:
 
 # %% slideshow={"slide_type": "fragment"}
 torch.manual_seed(0)
@@ -298,38 +292,24 @@ exact = terms.double().sum(0)
 for says, total in (("once", exact.float().bfloat16()), ("32 times", in_bf16)):
     print(f"rounded {says:8}: largest error {(total - exact).abs().max():.3f}")
 
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# ### What it buys: shared memory
-#
-# Shared memory gives a multiprocessor one **wavefront** a cycle, a word from each of its 32 banks. The emulation counts
-# how many a backward needs, and that puts a roof over its speed. One `ldmatrix` feeds several `mma`s, a scalar load one
-# multiply-add.
-
-# %% slideshow={"slide_type": "fragment"}
-for rung, D in (("scalar", 64), ("fa2", 64), ("fa2", 128)):
-    print(f"{rung:6} D = {D:3}: roof {figures.roof(rung, D):.3g} TFLOP/s")
-print(planted.block("bwd_1_fa2", 128))
-print(measured.rung("bwd_1_fa2"))
-
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# Some of the contract's cases, both rungs:
+# Some of the contract's cases:
 
 # %% slideshow={"slide_type": "fragment"}
 names = ["ragged", "ragged_causal", "fewer_queries_causal", "scores_200", "grouped_heads"]
 for rung in ("scalar", "fa2"):
-    figures.on_cases(rung, names)
+    planted.on_cases(rung, names, results=figures.results)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now mistakes of one line each, planted in the CUDA text. **Which gradients will each spoil, and which of two cases
-# notice?** A result that equals one of the reference's planted mistakes is named.
+# Now mistakes of one line each in the CUDA text. **Which gradients will each spoil, and which of two cases notice?** A
+# result that equals one of the reference's planted mistakes is named.
 #
 # <details><summary>Answer</summary>
 #
 # dv needs neither delta nor a scale, but a wrong P spoils it. The diagonal is wrong only in a causal case with Nq != Nk.
-# A scale left out spoils its own gradient, P not transposed spoils dv. Without the barrier a warp reads what others have
-# yet to write.
+# Without the barrier a warp reads what others have yet to write.
 #
 # </details>
 
@@ -348,8 +328,7 @@ for says, (rung, *edit) in mistakes.items():
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
 #
-# **Question 1.** With one key tile, one block adds to dq, and its bits cannot depend on the order of blocks. From how
-# many key tiles on do they?
+# **Question 1.** From how many key tiles on do the bits of dq depend on the order of the blocks?
 #
 # <details><summary>Answer</summary>
 #
@@ -365,15 +344,14 @@ for tiles in (1, 2, 3, 4, 8):
     print(f"{tiles} key tiles: {changed:.0%} of dq changes when the blocks run backwards")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 2.** Which rung comes near its roof? And where do PyTorch's kernels lie, `sdpa-flash` (FlashAttention-2) and
-# `sdpa-cudnn`: which may pass the roof over rung 1?
+# **Question 2.** As in 02b, wavefronts of shared memory put a **roof** over the speed. Which rung comes near its roof?
+# Which of PyTorch's kernels, `sdpa-flash` (FlashAttention-2) and `sdpa-cudnn`, may pass the roof over rung 1?
 #
 # <details><summary>Answer</summary>
 #
 # Rung 0 does: its loads do not depend on each other, and many are under way at once. Rung 1 and `sdpa-flash` are one
-# design and should lie together, below the roof: at two barriers a step all wait for the last. cuDNN can use Hopper's own
-# tensor-core instruction, which takes operands from shared memory without `ldmatrix`. This roof is not over it, nor over
-# `bwd_2` and `bwd_3`. Their own roof is counted in 02e.
+# design: at two barriers a step all wait for the last. cuDNN can use Hopper's own tensor-core instruction, which reads
+# operands from shared memory without `ldmatrix`. Its roof is counted in 02e.
 #
 # </details>
 
@@ -385,8 +363,8 @@ figures.against_roofs()
 #
 # - The forward keeps lse, one number a row. The backward makes P again from it, tile by tile, and rescales nothing.
 # - One of the three gradients crosses blocks. With key tiles outside it is dq, added to atomically, in float32.
-# - Tensor cores want operands along the summed index; three of the five products transpose.
-# - P and dS go through shared memory, since the sums run over what other warps hold.
+# - Three of the five products transpose an operand. P and dS go through shared memory, since the sums run over what other
+#   warps hold.
 # - Atomic additions come in any order: from three key tiles on the last bits of dq depend on it.
 #
 # **Ask yourself**
@@ -412,21 +390,18 @@ figures.against_roofs()
 #    dQ_i in registers. K_j and V_j would pass by, and two sums, dK and dV, would get numbers from several blocks.
 #    </details>
 # 5. Suppose rung 1 computed Sᵀ = K_j Q_iᵀ, each warp with its own keys. Which product could take its operand straight from
-#    registers? (Rung 2 does this.)
+#    registers?
 #    <details><summary>Answer</summary>
 #
-#    dV = Pᵀ dO and dK = dSᵀ Q: the accumulators of Sᵀ are their first operand. dQ still needs what other warps hold.
+#    dV = Pᵀ dO and dK = dSᵀ Q: what Sᵀ and dPᵀ leave in registers is their first operand, as in 02b. dQ still needs what
+#    other warps hold.
 #    </details>
 #
 # **Go further**
 #
-# - ★ (15 minutes) Plant a `dq[e] +=` in rung 0 instead of the atomic addition. What does the emulation report?
-# - ★★ (1 hour) Count with `emulator.count_additions()` how many atomic additions rung 0 and rung 1 make at D = 64.
-# - ★★★ (a weekend) Write the third way: a second kernel with query tiles outside that computes dq alone. Check that it
-#   is bit-equal under every schedule.
+# - ★★★ (a weekend) Write the third way: a second kernel with query tiles outside that computes dq alone.
 #
-# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md), Algorithm 2. Grouped heads and turns:
-# [02x_deeper.ipynb](02x_deeper.ipynb).
+# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md), Algorithm 2; [02x_deeper.ipynb](02x_deeper.ipynb),
+# sections 4 to 6.
 #
-# **Next:** [02d_fa2_cuda_hopper.ipynb](02d_fa2_cuda_hopper.ipynb); or on to Triton in
-# [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb).
+# **Next:** [02d_fa2_cuda_hopper.ipynb](02d_fa2_cuda_hopper.ipynb), or [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb).

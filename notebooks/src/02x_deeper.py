@@ -58,7 +58,7 @@ print(steps.engine.describe())
 #
 # There are three ways to lose.
 #
-# - **Too many numbers.** q and O take 2 D registers, addresses and counters some 70 more. At D = 128 that is over 255.
+# - **Too many numbers.** q and O take 2 D registers, and addresses and counters come on top. At D = 128 that is over 255.
 # - **An index that is not constant.** Registers have no addresses, so the compiler must know every index of an array
 #   that it keeps in them. Hence `#pragma unroll`, which writes a loop out in full; `#pragma unroll 8` keeps a loop.
 # - **A promise.** `__launch_bounds__(Br, blocks)` says how many blocks are to share a multiprocessor's 65,536
@@ -67,14 +67,17 @@ print(steps.engine.describe())
 # **Predict.** Which of the three is reported as spilled bytes, and which is not?
 
 # %% slideshow={"slide_type": "fragment"}
-for says, change in figures.WAYS.items():
-    print(f"{says:17}", figures.registers(*change))
+loop = "#pragma unroll\n"
+print("as it is         ", figures.registers(D=64))
+print("too many numbers ", figures.registers(D=128))
+print("an index         ", figures.registers(D=64, old=loop, new="#pragma unroll 8\n"))
 for blocks in (6, 7, 8, 16):
-    print(f"{blocks:2} blocks promised", figures.promised(blocks))
+    promise = figures.registers(old="_bounds__(Br)", new=f"_bounds__(Br, {blocks})")
+    print(f"{blocks:2} blocks promised", promise)
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The index is the treacherous one: fewest registers of all, and not a byte *spilled*. But `stack` is the thread's local
-# memory, 512 bytes: all of q and O. Read the stack frame, too, whenever you read how many registers a kernel has.
+# The index is easily missed: the kernel has the fewest registers of all, and not a byte is *spilled*. But `stack` is the
+# thread's local memory, 512 bytes: all of q and O. So look at the stack, too, not only at registers and spills.
 #
 # Six blocks of 64 threads can be promised, seven cannot. The stage's loader refuses a kernel that spills more than the
 # header of its file allows.
@@ -129,7 +132,7 @@ for (_, case), (verdict,) in planted.killed("cp_async", fused, cases, [{}]).item
 # order is in the machine code: `HMMA` is `mma`, and `MUFU.EX2` is an exponential.
 
 # %% slideshow={"slide_type": "fragment"}
-figures.products_and_exponentials("fa2")
+figures.products_and_exponentials()
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # A warp issues an `HMMA` and goes on. Only an instruction that needs the result has to wait, and the exponentials of
@@ -143,7 +146,7 @@ figures.products_and_exponentials("fa2")
 # - `SECTIONS`: heads come in groups whose K and V fit into the L2 cache.
 # - `LARGE_SCORES`: the product c S is rounded by itself (section 2). This one costs time and buys correctness.
 #
-# A model of the second: each block takes the slot that is free first.
+# For the second idea, a model: each block takes the slot that is free first. Two blocks fit on a multiprocessor.
 
 # %% slideshow={"slide_type": "fragment"}
 for N, heads in ((4096, 16), (4096, 64), (16384, 16)):
@@ -155,7 +158,7 @@ for N, heads in ((4096, 16), (4096, 64), (16384, 16)):
           f"{by_head / ideal:.2f} head by head, {longest_first / ideal:.2f} longest first")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# **Predict.** Which of the four brings nothing, and why? A + says that the kernel is slower with the idea off.
+# **Predict.** Which of the four brings nothing, and why? A plus means: the kernel is slower with the idea switched off.
 #
 # <details><summary>Answer</summary>
 #
@@ -239,14 +242,24 @@ for deterministic in (False, True):
 # **You need:** section 5.
 #
 # All blocks of a head start at the same dQ_i, and have to queue. Take as a model that a step takes time 1, of which the
-# turn (the additions and one product of five) takes 0.2. A multiprocessor takes the next block when it is free.
+# turn (the additions and one product of five) takes 0.2. A multiprocessor takes the next block when it is free. How long
+# does each of a head's six blocks wait, step by step?
 
 # %% slideshow={"slide_type": "fragment"}
-figures.turns()
+for causal in (False, True):
+    visits = figures.run(True, tiles=6, heads=1, sms=6, causal=causal)[1]
+    for j in range(6):
+        waits = [f"{begin - ready:.1f}" for tile, _, ready, begin in visits if tile == j]
+        print("causal" if causal else "full  ", f"key tile {j} waits", *waits)
 
 # %% slideshow={"slide_type": "fragment"}
+def time(in_turn, N, causal):
+    """16k tokens, 32 heads, tiles of 128, an H200."""
+    sizes = dict(tiles=N // 128, heads=32 * 16384 // N, sms=figures.GPU.sms)
+    return figures.run(in_turn, causal=causal, **sizes)[0]
+
 for N in (512, 1024, 2048, 4096):
-    full, causal = (figures.price_of_turns(N, causal) for causal in (False, True))
+    full, causal = (time(True, N, c) / time(False, N, c) for c in (False, True))
     print(f"N = {N:4}: in turn over in any order: full {full:.3f}, causal {causal:.3f}")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}

@@ -16,8 +16,8 @@
 #
 # *What does a tile language take over, what stays yours, and how far does that reach?*
 #
-# ![A table of five decisions in CUDA C++, Gluon and Triton. Owners of results, tiles and masks are always yours; copies
-# and barriers not in Triton; the place of a number in CUDA C++ alone.](../notebooks/figures/question_03a.png)
+# ![Five decisions in CUDA C++, Gluon and Triton: owners, tiles and masks are always yours, copies and barriers not in
+# Triton, the place of a number in CUDA C++ alone.](../notebooks/figures/question_03a.png)
 #
 # - **Before you start:** notebook 00 (tiles, online softmax, lse, delta); what a block and shared memory are. Linux.
 # - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
@@ -38,15 +38,15 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# In CUDA C++ you say which thread holds which number. Much of a fast kernel's text is about that. How much, and what
-# does it bring? Speeds are shares of cuDNN's in one run on an H200 (D = 128, N = 16384, bfloat16, no mask).
+# How much of a fast kernel's text is about the machine, that is, about threads, barriers and copies? Speeds are shares
+# of cuDNN's, NVIDIA's library, on an H200 (D = 128, N = 16384, bfloat16, no mask). The first two kernels are stage 02's.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.text_and_speed()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# The short Triton kernel beats 209 lines of CUDA C++. The last quarter of the speed costs much text again, in CUDA C++
-# or in Gluon, the layer below Triton.
+# The short Triton kernel beats 209 lines of CUDA C++. The last quarter of the speed needs much text again, also in
+# Gluon, the layer below.
 #
 # ## 2. The idea: programs instead of threads
 #
@@ -54,8 +54,8 @@ figures.text_and_speed()
 # four numbers, `x + tl.arange(0, 4)` a tile of four pointers. The compiler decides which thread holds which number.
 #
 # The launch `add[(2,)](...)` starts a **grid** of two programs, and `tl.program_id(0)` tells each which one it is. A
-# `tl.constexpr` argument is known to the compiler, which makes a kernel for each of its values. The size of a tile must
-# be one, and a power of two. So the last tile may hang over the edge, here by two numbers:
+# `tl.constexpr` argument is known to the compiler, which makes a kernel for each of its values. The size of a tile is
+# such an argument, and a power of two. So the last tile may hang over the edge, here by two numbers:
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -65,7 +65,6 @@ def add(x, y, out, N, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.load(x + i, mask=inside, other=0.0) + tl.load(y + i, mask=inside, other=0.0)
     tl.store(out + i, total, mask=inside)
 
-
 device = steps.engine.device
 x, y = torch.arange(8.0).to(device), torch.full((8,), 10.0).to(device)
 for masked in (False, True):
@@ -74,27 +73,22 @@ for masked in (False, True):
     print("masked", masked, memory[:6].tolist(), "its neighbours", memory[6:].tolist())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# Without a mask the neighbours became 16 and 17, and nobody complained. What was `if (i < N)` in CUDA is a **mask**,
-# and masks stay yours. So does `other`, what a masked load yields: 0 before a sum, -inf before a maximum.
+# Without a mask the neighbours became 16 and 17, and nobody complained. What was `if (i < N)` in CUDA is a **mask**.
+# `other` is what a masked load yields: 0 before a sum, -inf before a maximum.
 #
 # ### What the interpreter shows, and what it hides
 #
-# Without a GPU, Triton's **interpreter** runs a kernel's Python text with numpy, one program after the other. Four
-# kernels follow, each with a common fault. **Which of them does the interpreter refuse?**
+# Without a GPU, Triton's **interpreter** runs a kernel's Python text with numpy, one program after the other. Each of
+# these kernels has a common fault. **Which of them does the interpreter refuse?**
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
 def odd_tile(x, out):  # copies a tile of 48 numbers
     tl.store(out + tl.arange(0, 48), tl.load(x + tl.arange(0, 48)))
 
-
 @triton.jit
-def many_stages(x, out):  # adds up products of tiles of 128 x 128
-    at = tl.arange(0, 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    first, total = tl.load(x + at), tl.zeros((128, 128), tl.float32)
-    for j in tl.range(0, 256, 128, num_stages=7):  # copies tiles up to six steps ahead
-        total += tl.dot(first, tl.load(x + j * 128 + at))
-    tl.store(out + at, total)
+def count(x, out):  # counts the programs
+    tl.store(out, tl.load(out) + 1.0)
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -104,24 +98,15 @@ def largest(x, out):  # finds the largest of 9 numbers
         m = tl.maximum(m, tl.load(x + j))
     tl.store(out, m)
 
-
-@triton.jit
-def count(x, out):  # counts the programs
-    tl.store(out, tl.load(out) + 1.0)
-
-
-figures.interpreted_and_compiled(odd_tile, many_stages, largest, count)
+figures.interpreted_and_compiled(odd_tile, count, largest)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# The interpreter refuses one, the compiler, for an H100, three. All numbers of x are -1, and eight programs ran.
+# The interpreter refuses one, the compiler (for an H100) two. All numbers of x are -1, and eight programs ran.
 #
 # - `odd_tile`: take a tile of 64, and a mask.
-# - `many_stages`: copies that run ahead need room in shared memory. Seven stages do not fit.
-# - `largest`: m begins as an integer and becomes a float, which only Python allows. The 0 is wrong, too. Begin with
-#   `float("-inf")`.
-# - `count`: nobody complains, but nothing is atomic. On a GPU all eight programs may read 0, and leave 1.
-#
-# numpy also lacks bfloat16, which this stage interprets in float32.
+# - `count`: nobody complains, but reading, adding and writing are three steps, and not one **atomic** step. On a GPU all
+#   eight programs may read 0, and leave 1.
+# - `largest`: m begins as an integer and becomes a float. Begin with `float("-inf")`; the 0 is wrong, too.
 #
 # ## 3. From algorithm to code
 #
@@ -136,18 +121,18 @@ figures.interpreted_and_compiled(odd_tile, many_stages, largest, count)
 # | [9–10] | m, l and O take in the tile | `online_update` |
 # | [12–15] | out = O / l, lse = scale · m + log l | two `tl.store` |
 #
-# GPUs compute powers of 2. With c = scale · log2(e) it is exp(scale · S - scale · m) = 2^(c S - c m), so m is the
-# maximum of the *unscaled* scores. `mask` and `online_update` are called from the stage: you will write them in part 5.
+# GPUs compute powers of 2: with c = scale · log2(e), exp(scale · S - scale · m) = 2^(c S - c m), so m is the maximum of
+# the *unscaled* scores. You will write `mask` and `online_update` in part 5.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### A whole forward
 #
-# At the end of the cell stands the launch. The grid has a program for each tile of queries and each head of the batch.
-# The **strides** are the tensors' own, so a transposed view needs no copy. `num_warps` and `num_stages` go to the
-# compiler: how many warps share a program, and how early tiles are copied.
+# The launch stands at the end of the cell. The grid has a program for each tile of queries and each head; `group` query
+# heads share a key head. The **strides** are the tensors' own, so a transposed view needs no copy. Two arguments are
+# the compiler's: how many warps share a program, and how early tiles are copied (`num_stages`).
 #
-# It is tried with 70 queries and 50 keys, which fill no tile. Then come notebook 00's six tokens, in one tile of 16 x
-# 16, with D = 2 filled up with zeros. Row 5 ends at (6.83, 1.34), as in notebook 00.
+# It is tried with 70 queries and 50 keys, which fill no tile, then with notebook 00's six tokens, D filled up with zeros.
+# Row 5 ends at (6.83, 1.34), as there.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -170,14 +155,13 @@ def attention_kernel(
         key = j + tl.arange(0, Bc)[:, None]
         K_j = tl.load(k + at_k + key * k_strides[2], mask=key < Nk, other=0.0)  # (Bc, D)
         V_j = tl.load(v + at_k + key * k_strides[2], mask=key < Nk, other=0.0)
-        S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
+        S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc), not in TF32
         S = fwd_0_fused.mask(S, i, j, Nq, Nk, CAUSAL, Br, Bc)
         m, l, O = fwd_0_fused.online_update(m, l, O, S, V_j, scale_log2, "ieee")
     l = tl.where(l == 0, 1.0, l)  # a query that saw no key gets out = 0 / 1
     tl.store(out + at_q, O / l[:, None], mask=row < Nq)
     row = i + tl.arange(0, Br)
     tl.store(lse + bh * Nq + row, scale * m + tl.log(l), mask=row < Nq)
-
 
 def attend(q, k, v, causal=False, Br=16, Bc=16):
     """(out, lse) for q (B, H, Nq, D), k and v (B, Hk, Nk, D) with equal strides."""
@@ -195,7 +179,7 @@ q, (k, v) = torch.randn(2, 4, 70, 16).to(device), torch.randn(2, 2, 2, 50, 16).t
 for causal in (False, True):
     want_out, _ = attention.forward(q, k, v, causal=causal)
     out, lse = attend(q, k, v, causal)
-    away, unseen = (out - want_out).abs().max(), (lse == -float("inf")).sum() // 8
+    away, unseen = (out - want_out).abs().max(), (lse[0, 0] == -float("inf")).sum()
     print(f"causal {causal!s:5}: {away:.0e} from float64, {unseen} queries see no key")
 
 # %% slideshow={"slide_type": "fragment"}
@@ -212,9 +196,9 @@ for seen in (3, 6):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Which tiles are visited, and which need a mask
 #
-# A mask costs comparisons on every score and every load, and most tiles need none. So the stage makes **two passes**
-# over the keys: up to `full` without a mask (blue), then up to `end` with one (orange). White tiles are never visited.
-# The last query sees the last key, so a causal diagonal ends in the lower right corner.
+# A mask costs comparisons on every score, and most tiles need none. So the stage makes **two passes** over the keys:
+# up to `full` without a mask (blue), then up to `end` with one (orange). White tiles are never visited. The frame is S,
+# a dot a pair that is seen. The last query sees the last key.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.tiles_visited()
@@ -222,59 +206,36 @@ figures.tiles_visited()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### The real kernel, and its launcher
 #
-# `fwd_0_fused.py` is that kernel with what use demands. It calls the loop, `visit_keys`, twice, and the constexpr
-# MASKED makes two loops of it. `pointers` computes in 64 bits, since row 2²⁵ of 64 numbers begins at element 2³¹. A
-# head_dim of 80 lies in tiles of `D_pad` = 128 columns.
-#
-# In the launcher `record.launch(kernel, programs, ...)` is `kernel[(programs,)](...)`,
-# remembered: the next call with such tensors skips Python's work.
+# `fwd_0_fused.py` is that kernel with what use demands. The loop is a function, `visit_keys`, called twice; its
+# constexpr MASKED makes two loops of it. `pointers` computes in 64 bits, since row 2²⁵ of 64 numbers begins at element
+# 2³¹. A head_dim of 80 lies in tiles of `D_pad` = 128 columns. `record.launch(kernel, programs, ...)` is
+# `kernel[(programs,)](...)`, remembered. `TILES` holds the tiles that were measured to be best.
 
 # %% slideshow={"slide_type": "subslide"}
 show("step03_triton/fwd_0_fused", "key_ranges", "forward_kernel", "forward")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ### Which tile? Let Triton try
-#
-# `triton.autotune` runs a kernel with each configuration, keeps the fastest, and tries again only when an argument in
-# `key` changes. Br and Bc leave the launch, and the grid becomes a function of the configuration.
-
-# %% slideshow={"slide_type": "fragment"}
-configs = [triton.Config({"Br": Br, "Bc": Bc}) for Br, Bc in ((16, 16), (32, 16), (64, 32))]
-clock = {} if device == "cuda" else {"do_bench": figures.wall_clock}
-tuned = triton.autotune(configs, key=["Nq", "Nk"], **clock)(attention_kernel)
-q, k, v = torch.randn(3, 1, 2, 64, 16).to(device)
-out, lse = torch.empty_like(q), q.new_empty(1, 2, 64)
-tuned[lambda config: (triton.cdiv(64, config["Br"]), 2)](
-    q, k, v, out, lse, q.stride(), k.stride(), 2, 1, 64, 64, 0.25, CAUSAL=True, D=16)  # fmt: skip
-print("fastest here:", tuned.best_config.kwargs)
-
-# %% [markdown] slideshow={"slide_type": "slide"}
-# The interpreter prefers large tiles. On a GPU they must fit: S, P and O into registers, copies of K and V into shared
-# memory. The stage has tables of measured tiles instead, so that no first call waits.
-#
 # ### What the compiler made of it
 #
 # The compiler needs no GPU: here it is given `fwd_0_fused.py` for an A100 (sm_80) and an H100 (sm_90), in bfloat16 with
-# D = 64. The same text becomes `mma.sync`, a product by one warp, or `wgmma`, a product by four. `cp.async` copies
-# tiles ahead of their use. (`fa4` is FlashAttention-4.)
+# D = 64. The same text becomes `mma.sync`, a product by one warp, or `wgmma`, by four. `cp.async` copies tiles ahead.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.instructions()
-print(measured.rung("fwd_0_fused"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Descriptors: a box instead of pointers
 #
-# In `fwd_1_tma.py` a **descriptor** says once where a tensor lies in memory and how large a tile is. Then one thread
-# asks Hopper's copy engine, the Tensor Memory Accelerator (TMA), for the tile at some row. Rows beyond the tensor come
-# as zeros, so loads need no mask. The price: address and strides must be multiples
-# of 16 bytes. Anything else takes the `else`.
+# The stage's files are rungs of a ladder: each adds an idea. In `fwd_1_tma.py` a **descriptor** says once where a tensor
+# lies and how large a tile is. Then one thread asks Hopper's copy engine, the Tensor Memory Accelerator (TMA), for the
+# tile at some row. Rows beyond the tensor come as zeros. Address and strides must be multiples of 16 bytes; anything
+# else takes the `else` below.
 #
-# Two more rungs let one half of a program's warps multiply while the other half computes exponentials: `fwd_2_roles.py`
-# by one argument to the compiler, `fwd_3_gluon.py` in Gluon. [03x](03x_deeper.ipynb) goes into both.
+# In two more rungs some warps multiply while others compute exponentials: `roles` by an argument to the compiler,
+# `gluon` in Gluon; see [03x](03x_deeper.ipynb). (`fa4` is FlashAttention-4.)
 
 # %% slideshow={"slide_type": "fragment"}
-for kernel in ("fwd_1_tma", "fwd_2_roles", "fwd_3_gluon"):
+for kernel in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "fwd_3_gluon"):
     print(measured.rung(kernel))
 show("fwd_1_tma", "load_tile")
 
@@ -282,40 +243,40 @@ show("fwd_1_tma", "load_tile")
 # ## 4. The backward: two passes and no atomics
 #
 # The backward makes five products for each pair of tiles: S, dP, dV, dK and dQ. If a program owns a tile of keys, dK_j
-# and dV_j stay with it. But dQ_i gets a part from every such program, and parts that are added to memory arrive in any
-# order. Floating-point sums depend on the order:
+# and dV_j stay with it. But dQ_i gets a part from every program, in any order, on which floating-point sums depend:
 
 # %% slideshow={"slide_type": "fragment"}
 torch.manual_seed(0)
 q, k, v, dout = torch.randn(4, 1, 1, 64, 16).to(device)
 out, lse = forward(q, k, v)
-parts = []
-for j in range(0, 64, 16):
-    tile = k[:, :, j : j + 16], v[:, :, j : j + 16]
-    parts.append(backward(dout, q, *tile, out, lse)[0])
+tiles = [(k[:, :, j : j + 16], v[:, :, j : j + 16]) for j in range(0, 64, 16)]
+parts = [backward(dout, q, *tile, out, lse)[0] for tile in tiles]
 same = torch.equal(sum(parts), sum(reversed(parts)))
 print("dQ from 4 tiles of keys, from the first or from the last: the same bits", same)
 runs = [backward(dout, q, k, v, out, lse, rung="fused")[0] for _ in range(2)]
 print("rung fused, twice: the same bits", torch.equal(*runs))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# So rungs `fused` and `tma` have two kernels, and each result has one owner. Both need S and dP: seven products instead
-# of five, and no atomics. The owner of a tile of keys visits the queries of all heads that share them. Rung `gluon`
-# makes five products and adds dQ up in memory.
+# So rungs `fused` and `tma` have two kernels, and each result has one owner:
+#
+# | kernel | a program owns | it visits, in order | products |
+# |---|---|---|---|
+# | `keys_kernel` | a tile of keys, dK_j and dV_j | queries, of all heads with these keys | S, dP, dV, dK: 4 |
+# | `queries_kernel` | a tile of queries, dQ_i | keys | S, dP, dQ: 3 |
+#
+# Both need S and dP: seven products instead of five, and no atomics. Rung `gluon` makes five and adds dQ up in memory.
 
 # %% slideshow={"slide_type": "fragment"}
 for kernel in ("bwd_0_fused", "bwd_1_tma", "bwd_2_gluon"):
     print(measured.rung(kernel))
-figures.owners()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself
 #
-# Write the body in place of `raise Blank`. `check` runs cases of the contract and names what fails; `hint("03.1")` to
-# `hint("03.1", 3)` help.
+# Write the body in place of `raise Blank`. `check` runs cases and names what fails; `hint("03.1")` to `hint("03.1", 3)`
+# help.
 #
-# **Exercise 03.1: the scores that are hidden.** The orange tiles: there is no key, or, if CAUSAL, it stands after the
-# query.
+# **Exercise 03.1: the scores that are hidden**, where there is no key or, if CAUSAL, it stands after the query.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -323,20 +284,18 @@ def mask(S, i, j, Nq, Nk, CAUSAL: tl.constexpr, Br: tl.constexpr, Bc: tl.constex
     """S (Br, Bc) from query i and key j on, with -inf where it is hidden."""
     raise Blank
 
-
 check("03.1", mask)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 03.2: P and dS of one tile, or of its transpose.** The keys' kernel calls it with everything transposed. So
-# `lse_2`, `delta`, `query` and `key` (positions in q and k) come as a column or as a row that matches S. S is not
-# scaled. `scale_log2` is scale · log2(e), and `lse_2` is lse · log2(e), or +inf for a query that sees no key.
+# **Exercise 03.2: P and dS of one tile.** The keys' kernel calls it with all transposed, so `lse_2`, `delta`, `query`
+# and `key` (positions) come as a column or a row that matches S. S is not scaled. `scale_log2` is scale · log2(e),
+# `lse_2` lse · log2(e), or +inf for a query that sees no key.
 #
-# **Exercise 03.3: one tile of keys, in base 2.** `factor_and_shift(m, scale_log2)` gives the two numbers a row, f and f
-# m, of P = 2^(f S - f m). PRECISION is `tl.dot`'s `input_precision`. V_j (Bc, D) has the tensors' dtype. In a row that
-# has seen no key m is -inf.
+# **Exercise 03.3: one tile of keys, in base 2.** `factor_and_shift(m, scale_log2)` gives two numbers for each row, f and
+# f · m, so that P = 2^(f S - f m). PRECISION is `tl.dot`'s `input_precision`. P must have the dtype of V_j (Bc, D). In a
+# row that has seen no key m is -inf.
 #
-# **Bug hunt 03.bug1:** "half of my lse is garbage, only with `warp_specialize`". `python -m steps check 03.bug1` tells
-# the rest; you write the test that catches it.
+# **Bug hunt 03.bug1:** half of lse is garbage. `python -m steps check 03.bug1` tells the rest.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -347,7 +306,6 @@ def tile_gradients(
     """(P, dS) of one tile, from S and dP, the gradient of P; also with all transposed."""
     raise Blank
 
-
 check("03.2", tile_gradients)
 
 # %% slideshow={"slide_type": "fragment"}
@@ -356,19 +314,18 @@ def online_update(m, l, O, S, V_j, scale_log2, PRECISION: tl.constexpr):
     """(m, l, O) after one more tile of keys, with S = Q_i K_j^T (Br, Bc), not scaled."""
     raise Blank
 
-
 check("03.3", online_update)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Five of the contract's cases, cut to be quick, and five mistakes, each planted in a copy of `fwd_0_fused.py`. **Which
-# mistake lives through everything? Which dies only with grouped heads?**
+# Five mistakes are planted in `fwd_0_fused.py`, one at a time, and meet five of the cases that every stage must pass.
+# **Which mistake lives through all? Which dies only with grouped heads?**
 #
 # <details><summary>Answer</summary>
 #
-# Offsets in 32 bits live: it takes 2³¹ elements to see them, and a GPU. `h % Hk` dies only with grouped heads. Its out
-# equals a known misconception's, "heads interleaved".
+# Offsets in 32 bits live: it takes 2³¹ elements to see them. `h % Hk` dies only with grouped heads. The words in quotes
+# name a known misconception with the same result.
 #
 # </details>
 
@@ -380,13 +337,13 @@ figures.mistakes_against_cases()
 #
 # **Question 1.** Which of the four forwards loses most by a causal mask?
 #
-# **Question 2.** The backward's five products are counted as work. Which share of a plain matrix product's speed can
-# rungs `fused` and `tma` show at most, with their seven? Who may pass that line?
+# **Question 2.** Five products count as the backward's work. With their seven, which share of a plain matrix product's
+# speed can `fused` and `tma` show at most? Who may show more?
 #
 # <details><summary>Answers</summary>
 #
-# 1. `roles`. The compiler divides a program's warps only if there is a single loop, and a mask needs a second one.
-# 2. 5/7, the dashed line of the second picture. FlashAttention-4 and `gluon` may pass it.
+# 1. `roles`. The compiler divides a program's warps only if there is one loop, and a mask needs a second one.
+# 2. 5/7 of it, which is printed above the bars. FlashAttention-4 and `gluon` may show more.
 #
 # </details>
 
@@ -397,39 +354,37 @@ figures.speeds("fwd")
 figures.speeds("bwd")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# **Where it stands** on an H200 from N = 4096 on, causal or not, in one run each. Forward: at D = 128 `gluon` has 0.99
-# to 1.12 of cuDNN's speed and 0.90 to 0.96 of FlashAttention-4's; at D = 64 it has 0.93 to 1.11 and 0.86 to 0.91.
-# Backward: `gluon` has 1.01 to 1.20 and 0.86 to 0.91, and `tma` 0.83 to 0.98 and 0.70 to 0.77.
+# **Where it stands** on an H200 from N = 4096 on, causal or not. Forward: at D = 128 `gluon` has 0.99 to 1.12 of cuDNN's
+# speed and 0.90 to 0.96 of FlashAttention-4's; at D = 64 it has 0.93 to 1.11 and 0.86 to 0.91. Backward: `gluon` has
+# 1.01 to 1.20 and 0.86 to 0.91.
 #
 # ## 8. Summary
 #
-# - Threads, registers, barriers and instructions are the compiler's. Pointers, masks, tile sizes, and who owns which
-#   result stay yours.
-# - The interpreter proves formulas and edges, and nothing else.
-# - A constexpr writes one loop twice, with a mask and without.
-# - Two passes in the backward: seven products instead of five, no atomics, the same bits each time.
+# - Threads, registers and barriers are the compiler's. Pointers, masks, tiles and owners stay yours.
+# - The interpreter proves formulas and edges, nothing else.
+# - Two kernels in the backward: seven products, no atomics, the same bits each time.
 #
 # **Ask yourself**
 #
 # 1. Why may a load fill K_j beyond the last key with 0, though a softmax needs -inf there?
 #    <details><summary>Answer</summary>
 #
-#    `mask` sets those scores to -inf afterwards. The 0 keeps what lies beside the tensor out of the product.
+#    `mask` sets those scores to -inf. The 0 keeps what lies beside the tensor out of the product.
 #    </details>
 # 2. What does `full // Bc * Bc` do at a ragged end when there is no causal mask?
 #    <details><summary>Answer</summary>
 #
-#    It rounds Nk down to whole tiles. The last, ragged tile is left to the second pass, which has the mask.
+#    It rounds Nk down to whole tiles. The ragged tile is left to the second pass, which has the mask.
 #    </details>
 # 3. In what do the stage's two calls of `visit_keys` differ?
 #    <details><summary>Answer</summary>
 #
-#    In the range of keys and in MASKED, a constexpr. It makes two loops, of which the first has no comparison.
+#    In the range of keys and in MASKED, a constexpr. It makes two loops; the first has no comparison.
 #    </details>
 # 4. The interpreter leaves 8 in `count`. Why is that no proof?
 #    <details><summary>Answer</summary>
 #
-#    It runs one program after the other. On a GPU several may read before one has written.
+#    It runs one program after the other. On a GPU several may read before one writes.
 #    </details>
 # 5. With 8 query heads a key head, how many programs write dK_j, and how many query tiles does each visit?
 #    <details><summary>Answer</summary>
@@ -437,14 +392,12 @@ figures.speeds("bwd")
 #    One. It visits all tiles of queries that see it, of each of the 8 heads.
 #    </details>
 #
-# **Capstone: the forward from an empty file**, `my/03_capstone.py`, in four steps: `python -m steps check
-# 03.capstone.1` and on.
+# **Capstone: the forward from an empty file**, in four steps: `python -m steps check 03.capstone.1` and on.
 #
 # **Go further**
 #
-# - ★ (15 minutes) Give `attend` a head_dim of 80. Which masks are missing?
+# - ★ (15 minutes, GPU) Let `triton.autotune` choose Br and Bc.
 #
-# **Read:** `papers/flash_attention_2.md`; Triton's tutorial on fused attention.
+# **Read:** `papers/flash_attention_2.md`; Triton's tutorial.
 #
-# **Next:** [03b_triton_features.ipynb](03b_triton_features.ipynb): masks, windows, dropout, decoding, your training
-# loop.
+# **Next:** [03b_triton_features.ipynb](03b_triton_features.ipynb): masks, windows, dropout, decoding.

@@ -17,7 +17,7 @@
 # *How do masks, biases, windows, dropout, packed sequences and decoding fit into one kernel, and what does each of
 # them cost?*
 #
-# ![Queries against keys: a window is a band, packed sequences are triangles, ALiBi fades, a mask is any pattern, dropout has holes, decoding is one row.](../notebooks/figures/question_03b.png)
+# ![Queries against keys: a window is a band, packed sequences are triangles, decoding is one row.](../notebooks/figures/question_03b.png)
 #
 # - **Before you start:** notebook 03a (a kernel in tiles), and of notebook 00 lse and delta. Linux.
 # - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
@@ -38,7 +38,7 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# Published models put more than a causal mask between Q Kᵀ and the softmax:
+# Models put more than a causal mask between Q Kᵀ and the softmax:
 #
 # | what | who uses it |
 # |---|---|
@@ -47,20 +47,19 @@ print(steps.engine.describe())
 # | ALiBi: less weight with distance | BLOOM, MPT-7B |
 # | additive mask, with a gradient | T5: a learned bias |
 # | boolean mask | BERT: batches padded to one length |
-# | dropout of P | GPT-2 in training |
+# | dropout of P | GPT-2 |
 # | sinks: one more key, of learned score and value 0 | gpt-oss |
-# | packed sequences | Llama 3: no token sees another document |
-# | one query, many keys | every model that generates text |
+# | packed sequences | Llama 3 |
+# | one query, many keys | every model that writes text |
 #
-# What would a mask of each head take, or S itself? First for 8 x 32 heads with D = 128; then what a call was measured
-# to hold on an H200:
+# What would a mask take for each of 8 x 32 heads (D = 128)? What did a call with both passes hold on an H200?
 
 # %% slideshow={"slide_type": "fragment"}
 figures.memory()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# So a mask must be **broadcast and never expanded**, dropout must not be stored, and what follows from positions alone
-# should not be a mask at all.
+# So a mask must never be expanded, dropout must not be stored, and what follows from positions alone should not be a
+# mask at all.
 #
 # ## 2. The idea: one function of the scores, for both directions
 #
@@ -69,15 +68,15 @@ figures.memory()
 # $$S = \mathit{cap} \tanh\!\big(\tfrac{\mathit{scale}}{\mathit{cap}} X\big) + M - \mathit{slope}\,|i - j|
 # \qquad\text{and } -\infty \text{ where key } j \text{ is hidden}$$
 #
-# with the soft-cap's bound cap and the additive mask M. The forward is notebook 00's. The backward needs S again, and
-# its derivative:
+# with the soft-cap's bound cap and the additive mask M. The backward needs S again, and its derivative:
 #
 # $$dX = dS \circ \Big(1 - \tanh^2\big(\tfrac{\mathit{scale}}{\mathit{cap}} X\big)\Big) \qquad dQ = \mathit{scale}\; dX\, K
 # \qquad dM = dS$$
 #
 # The mask is added after the scale, so its gradient is dS itself, summed over whatever the mask was broadcast to.
-# The example is notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and a bonus of 0.5 for key 0. First
-# come two mistakes of writing the scores twice.
+#
+# The example is notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and M = 0.5 for key 0. Who writes the
+# scores twice, once for each direction, may forget a part. Two such mistakes first.
 
 # %% slideshow={"slide_type": "fragment"}
 Q, K, V, dO = figures.six_tokens()
@@ -112,26 +111,17 @@ print("ALiBi in one pass:     rows of P sum to", gradients(*scores(X, slope=0))[
 _, dQ, dM = gradients(S, derivative)
 right = torch.allclose(dQ, want[0], atol=1e-5), torch.allclose(dM, want[1], atol=1e-5)
 print("one function for both: dQ and dM as autograd's", right)
-
-# %% slideshow={"slide_type": "fragment"}
-device = steps.engine.device
-leaves = [x[None, None].to(device).requires_grad_() for x in (Q, K, V, M)]
-options = dict(causal=True, softcap=cap, alibi_slopes=torch.tensor([slope]).to(device))
-out = step03.attention(*leaves[:3], mask=leaves[3], **options)
-dq, _, _, dmask = torch.autograd.grad(out, leaves, dO[None, None].to(device))
-pairs = (dq, want[0]), (dmask, want[1])
-print("of stage 03:", [torch.allclose(x[0, 0].cpu(), y, atol=1e-5) for x, y in pairs])
-figures.score_tables(scale * X, cap, M, slope * distance, S, derivative)
+figures.row_of_scores(5, scale * X, cap, M, S, derivative)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# In row 5 the cap brings the scores of keys 3 and 4 from 3.54 and 4.24 to 1.47 and 1.49. There the derivative is 0.04
-# and 0.01: who forgets it gets a dQ that is far too large.
+# The cap brings the scores of keys 3 and 4 from 3.54 and 4.24 to 1.47 and 1.49. There the derivative is 0.04 and 0.01:
+# who forgets it gets a dQ that is far too large.
 #
 # ## 3. From algorithm to code
 #
-# `flash_kernels.py` is 03a's rung `tma` with calls of `features.py` in between. Both directions call the same
-# functions: `tile_ranges` says which tiles are visited, `scores` gives S and dS/dX, `kept` says which P dropout keeps.
-# A feature that is off is `None`, a constant for the compiler, which leaves its branch out.
+# `flash_kernels.py` is 03a's rung `tma` with calls of `features.py`, the same in both directions: `tile_ranges` says
+# which tiles are visited, `scores` gives S and dS/dX, `kept` says which P dropout keeps. A feature that is off is
+# `None`, and the compiler leaves its branch out. In the listing c is 03a's scale · log2(e); 03x explains `SWALLOWS`.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step03_triton/features", "scores")
@@ -140,7 +130,8 @@ show("step03_triton/features", "scores")
 # ### A window is no mask
 #
 # Query i sees the keys from i - left to i + right, and causal is right = 0. A tile that no row sees is not visited
-# (white), one that *every* row sees whole needs no comparison (blue). With a window, work grows like N.
+# (white), one that *every* row sees whole needs no comparison (blue), the others do (orange). With a window, work grows
+# like N.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.windows()
@@ -149,19 +140,13 @@ figures.windows()
 # ### A mask is read by its strides
 #
 # An expanded tensor has a stride of 0 where it was broadcast. As (8, 4, 24, 24) a padding mask (8, 1, 1, 24) has the
-# strides (24, 0, 0, 1): no memory, and all that a kernel needs. Neighbouring programs take the *same* tile of all
-# heads, and find a shared mask in the L2 cache, which all multiprocessors share.
+# strides (24, 0, 0, 1): no memory, and all that a kernel needs.
 #
 # ### Dropout without memory: Philox
 #
 # The backward must drop what the forward dropped, in tiles of another shape, and nothing may be stored. **Philox** has
 # no state: it turns a *counter* of four numbers and a seed into sixteen random bytes. Here the counter is (key div 16,
-# query, head, batch), and each byte decides for one key: keep where it is less than t = round(256 (1 - p)).
-#
-# Counted from the tile instead, the mask repeats itself, and the backward, whose tiles are others, draws another one.
-#
-# Dropout comes **after** the sum, since it is defined on the finished softmax. Were P dropped before it is added to l,
-# each row would be wrong on average too: row 5 of the example, over 20,000 masks.
+# query, head, batch), and each byte decides for one key: keep (x) where it is less than t = round(256 (1 - p)).
 
 # %% slideshow={"slide_type": "fragment"}
 seed, p, t = 7, 0.3, philox.threshold(0.3)
@@ -169,25 +154,20 @@ for counter in ((0, 5, 0, 0), (1, 5, 0, 0), (0, 6, 0, 0)):
     words = philox.philox(counter, key=(seed, 0))
     numbers = b"".join(int(word).to_bytes(4, "little") for word in words)
     print(counter, numbers.hex(" "), "".join(".x"[byte < t] for byte in numbers))
-figures.dropout_masks(seed, p)
-
-# %% slideshow={"slide_type": "fragment"}
-P_5 = S[5].softmax(-1)
-Z = torch.rand(20000, 6, generator=torch.Generator().manual_seed(0)) < 0.5
-before = (Z * P_5) @ V / (Z * P_5).sum(-1, keepdim=True).clamp(min=1e-9)
-print("without dropout ", P_5 @ V)
-print("dropped after l ", ((2 * Z * P_5) @ V).mean(0), "on average")
-print("dropped before l", before[Z.any(-1)].mean(0), "on average")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
+# Counted from the tile, keys 16 to 31 would repeat the first line, and the backward, whose tiles are others, would draw
+# another mask. Dropout comes **after** the sum l, since it is defined on the finished softmax.
+#
 # ### Packed sequences
 #
 # Sequences of unequal length lie behind each other in one tensor with B = 1. `cu_seqlens`, the cumulative sum of their
-# lengths, says where each begins. A program counts positions, tiles and random numbers from its sequence's start. The
-# grid is made for the longest, `max_seqlen`, which the caller knows; surplus programs return at once.
+# lengths, says where each begins. A program counts positions from its sequence's start. The grid is made for the
+# longest, `max_seqlen`; surplus programs return at once.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.manual_seed(0)
+device = steps.engine.device
 q, k, v = torch.randn(3, 1, 2, 24, 16).to(device)
 cu = torch.tensor([0, 7, 7, 19, 24], dtype=torch.int32).to(device)  # lengths 7, 0, 12, 5
 packed = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=12, max_seqlen_k=12)
@@ -201,8 +181,9 @@ for start, end in ((0, 7), (7, 19), (19, 24)):
 # ### A part of the keys at a time, and sinks
 #
 # `out` and `lse` of earlier calls can be handed in. What they stand for counts as **one key of score lse and value
-# out**, which the online softmax takes in like any other. A
-# **sink** is such a key, too, with value 0: a row may give weight to nothing. Here it is carried in, as the first part:
+# out**, which the online softmax takes in like any other. A **sink** is such a key, too, with value 0: a row may give
+# weight to nothing. Here it is handed in as the first part. The mask is causal, so a row is finished as soon as its own
+# key has come:
 
 # %% slideshow={"slide_type": "fragment"}
 sinks = torch.tensor([-1.0, 2.0], device=device)  # one of each head
@@ -217,12 +198,13 @@ for first, end in ((0, 5), (5, 16), (16, 24)):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Decoding with a KV cache
 #
-# To generate a token, each head has one query and reads all of its K and V. A program a head would leave most
-# multiprocessors idle. In `decode.py` the query heads that share a key head are *one* tile, so K and V are read once.
-# The keys are **split** over the multiprocessors, and a second kernel **merges** the parts, each with the weight
-# exp(lse of the part - lse of all).
+# To write a token, each head has one query and reads all of its K and V. In `decode.py` the query heads that share a key
+# head are *one* tile (of 16 rows at least, which a tensor core wants), so K and V are read once. The keys are **split**
+# over the multiprocessors, and a second kernel **merges** the parts, each with the weight exp(lse of the part - lse of
+# all).
 #
-# The cache is allocated once, and `lengths_k` says how much of it is filled:
+# The cache is allocated once, and `lengths_k` says how much of it each sequence has filled. Windows, soft-cap, ALiBi and
+# sinks are decoded with `lengths_k` or without.
 
 # %% slideshow={"slide_type": "fragment"}
 q, (k, v) = torch.randn(2, 4, 8, 16).to(device), torch.randn(2, 2, 2, 8, 16).to(device)
@@ -239,44 +221,37 @@ print(f"8 tokens one by one: {away:.0e} from all at once")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### The same in FlexAttention
 #
-# torch's FlexAttention takes two functions instead of options: `score_mod` changes a score, `mask_mod` hides pairs and
-# says which tiles to skip. `torch.compile` makes a kernel of them. Called plainly, as here, it makes the whole matrix.
+# torch's FlexAttention takes two functions: `score_mod` changes a score, `mask_mod` hides pairs and says which tiles to
+# skip. `torch.compile` makes a kernel of them. Called plainly, as here, it makes the whole matrix.
 
 # %% slideshow={"slide_type": "fragment"}
 flex = torch.nn.attention.flex_attention
 q, k, v = torch.randn(3, 1, 2, 24, 16).to(device)
 bias = torch.randn(2, 24, 24, device=device, requires_grad=True)
-
 def score_mod(score, b, h, i, j):
     return 1.5 * torch.tanh(score / 1.5) + bias[h, i, j]
-
 def mask_mod(b, h, i, j):
     return (j <= i) & (i - j < 10)
-
 block_mask = flex.create_block_mask(mask_mod, None, None, 24, 24, device=device)
 theirs = flex.flex_attention(q, k, v, score_mod, block_mask)
 ours = step03.attention(q, k, v, window=(9, 0), softcap=1.5, mask=bias)
-figures.apart(theirs, ours, bias)
-figures.beside_flex()
+pairs = (theirs, ours), [torch.autograd.grad(x.sum(), bias)[0] for x in (theirs, ours)]
+print("apart: out and dbias", [f"{(a - b).abs().max():.0e}" for a, b in pairs])
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# FlexAttention takes any formula of the scores, also a learned bias with its gradient. On a GPU it adds that gradient
-# up by atomics, in any order; here each entry has one owner, and the same bits each time. Dropout comes after the
-# softmax, and cannot be said in its two functions.
+# FlexAttention takes any formula of the scores, but no dropout, which comes after the softmax. On a GPU it adds up the
+# bias's gradient by atomics, in any order; here each entry has one owner.
 #
 # ## 4. Write it yourself
 #
 # - **03.4, the tiles that a sliding window visits.** The last query stands at the last key. Tiles begin ... whole - 1
 #   and full ... end - 1 need a mask, those between them do not. No other is visited.
 # - **03.5, the same dropout mask from every tile.** `tl.philox(seed, c0, c1, c2, c3)` gives the four words of each
-#   counter. row and column count from i and j, as (Br, 1) and (1, Bc) or, if the tile is transposed, the other way.
-# - **03.6, the gradient of a mask that many share.** The mask has Bm x Hm entries, where Bm is B or 1 and Hm is H or 1,
-#   and M belongs to entry (bm, hm). `products(q, k, v, dout, b * H + h, i, j, Nq, Nk, Br, Bc, D)` gives (Q Kᵀ, dP) of a
-#   head, `load_numbers(lse, b * H + h, i, Nq, Br)` its lse, and the same of delta.
+#   counter. row and column count from i and j, as (Br, 1) and (1, Bc) or, if transposed, the other way.
+# - **03.6, the gradient of a mask that many heads share**: `python -m steps check 03.6` writes its file.
 # - **03.7, one result from many parts of the keys.** A part without a key has out_s = 0 and lse_s = -inf.
 #
-# **Bug hunt 03.bug2:** the dropout is right on average, and the training fails. `python -m steps check 03.bug2` tells
-# the rest.
+# **Bug hunt 03.bug2:** dropout is right on average, and training fails: `python -m steps check 03.bug2`.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -296,17 +271,6 @@ check("03.5", kept)
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
-def mask_gradient(
-    M, i, j, bm, hm, Bm, Hm, q, k, v, dout, lse, delta, B, H, Nq, Nk, scale,
-    Br: tl.constexpr, Bc: tl.constexpr, D: tl.constexpr
-):  # fmt: skip
-    """The gradient (Br, Bc) of the mask's tile M, summed over all who share the tile."""
-    raise Blank
-
-check("03.6", mask_gradient)
-
-# %% slideshow={"slide_type": "fragment"}
-@triton.jit
 def merge_parts(out_s, lse_s):
     """(out (D,), lse) of one query, from out_s (parts, D) and lse_s (parts,)."""
     raise Blank
@@ -316,8 +280,8 @@ check("03.7", merge_parts)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Check it, then break it
 #
-# Six mistakes, each planted in a copy of the files, two of them in two settings. **Which mistake does only lse see?
-# Which setting hides one?**
+# Six mistakes, planted one at a time, two of them in two settings. **Which mistake does only lse see? Which setting
+# hides one?**
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_against_results()
@@ -325,13 +289,12 @@ figures.mistakes_against_results()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # The derivative and the scale of dP are seen by dq and dk alone, so a test of the forward passes. ALiBi of the key
 # alone adds one number to a whole row: the softmax removes it, lse does not. A symmetric mask cannot show a
-# transposition, nor a window wider than N its edge.
+# transposition.
 #
 # ## 6. Predict, then measure
 #
-# **Question 1.** At D = 128 an H100's tensor cores need an eighth of a clock for a score. In that time a multiprocessor
-# can do 16 instructions on one number each, but only 2 of exp2 or tanh. Order by cost: additive mask, boolean mask,
-# ALiBi, soft-cap, dropout.
+# **Question 1.** For each score at D = 128 an H100's multiprocessor has time for about 16 instructions on one number
+# each, but only 2 of exp2 or tanh. Order by cost: additive mask, boolean mask, ALiBi, soft-cap, dropout.
 #
 # **Question 2.** A window of N/8 to the left: at most how many times faster than causal attention?
 #
@@ -339,12 +302,11 @@ figures.mistakes_against_results()
 #
 # <details><summary>Answers</summary>
 #
-# 1. Dropout: ten rounds of integer products, and bytes to be taken apart. Then the masks: each entry is loaded,
-#    unpacked and applied. The soft-cap adds few instructions, but one is a tanh. At D = 64 products take half the time,
-#    and each feature weighs more.
+# 1. Dropout: ten rounds of integer products, and bytes to be taken apart. Then the masks: each entry is loaded and
+#    unpacked. The soft-cap adds few instructions, but one is a tanh. At D = 64 most of them weigh more.
 # 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. Measured are 3.6 to 3.7, since
 #    two tiles of a row need a mask.
-# 3. Memory: each number of K and V serves four queries. The fair peer is a copy of as many bytes.
+# 3. Memory: each number of K and V serves only the few queries that share it.
 #
 # </details>
 
@@ -352,18 +314,21 @@ figures.mistakes_against_results()
 figures.instructions_a_score()
 figures.costs()
 
+# %% slideshow={"slide_type": "subslide"}
+figures.decoding()
+
 # %% [markdown] slideshow={"slide_type": "slide"}
+# The losses: with a window and with packed sequences FlashAttention-4 is faster ("of fa4" is below 1), with a soft-cap
+# this stage. Decoding is a little slower than cuDNN.
+#
 # ## 7. In your training loop
 #
-# A decoder layer over packed documents, with grouped heads, a window and dropout:
+# A decoder layer over packed documents:
 #
-# - `cu_seqlens` is int32 and lies where q does. `max_seqlen` is a Python number: reading it back would wait for the
-#   GPU.
-# - A window of W keys is `(W - 1, 0)`, since the query's own key counts.
-# - `attention` draws dropout's seed from torch's generator, so `torch.manual_seed` decides it. `forward` and `backward`
-#   must get the same `seed=`.
+# - `cu_seqlens` is int32 and lies where q does. `max_seqlen` is a Python number, since reading it back would wait for
+#   the GPU.
+# - A window of W keys is `(W - 1, 0)`: the query's own key counts.
 # - The layout is (B, H, N, D), and not flash_attn's (B, N, H, D).
-# - Without a GPU `import steps` sets `TRITON_INTERPRET=1`. With copied files do so yourself, before Triton is imported.
 
 # %% slideshow={"slide_type": "subslide"}
 class Attention(torch.nn.Module):  # 4 query heads and 2 key heads of 16 numbers
@@ -371,14 +336,12 @@ class Attention(torch.nn.Module):  # 4 query heads and 2 key heads of 16 numbers
         super().__init__()
         self.qkv, self.window = torch.nn.Linear(width, 8 * 16), (window - 1, 0)
 
-    def forward(self, x, cu_seqlens, longest):  # x (tokens, width)
+    def forward(self, x, cu, n):  # x (tokens, width); the longest sequence has n tokens
         heads = self.qkv(x).unflatten(-1, (8, 16)).transpose(0, 1)[None]  # (1, 8, tokens, 16)
         q, k, v = heads.split((4, 2, 2), dim=1)
-        out = step03.attention(
-            q, k, v, causal=True, window=self.window,
-            dropout_p=0.1 if self.training else 0.0, cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
-        )  # fmt: skip
+        how = dict(causal=True, window=self.window, dropout_p=0.1 if self.training else 0.0)
+        how |= dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=n, max_seqlen_k=n)
+        out = step03.attention(q, k, v, **how)
         return x + out[0].transpose(0, 1).flatten(1)
 
 # %% slideshow={"slide_type": "fragment"}
@@ -401,14 +364,13 @@ for step in range(5):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
-# - One function, `scores`, for both directions.
-# - Positions decide which tiles are visited. A mask is read by strides, never expanded.
+# - One function, `scores`, for both directions. A mask is read by strides, never expanded.
+# - Positions decide which tiles are visited.
 # - Dropout is a function of seed, batch, head, query and key.
-# - out and lse stand for all keys they were made of. Carrying them, sinks and splitting keys are one idea.
+# - out and lse stand for all their keys: parts of keys, sinks and splitting are one idea.
 #
 # **A model that exists.** Within `step03.use_in_sdpa()` torch's own `scaled_dot_product_attention` computes with these
-# kernels. In transformers `register_with_transformers()` gives a name for `attn_implementation=`, also for Gemma 2 and
-# gpt-oss. Which files to copy for which feature: [steps/README](../steps/README.md).
+# kernels. In transformers `register_with_transformers()` gives a name for `attn_implementation=`.
 #
 # **Ask yourself**
 #
@@ -440,11 +402,9 @@ for step in range(5):
 #
 # **Go further**
 #
-# - ★ (15 minutes) What is the gradient of a sink, from lse and delta alone? Compare with the last result of
+# - ★ (15 minutes) What is the gradient of a sink, from lse and delta alone? Compare with the last of
 #   `step03.backward(..., sinks=sinks)`.
-# - ★★★ (a weekend, GPU) Paged K and V: a sequence's keys lie in pages of 64, anywhere. Which loads of `decode.py`
-#   change?
 #
-# **Read:** Gemma 2 (2408.00118); ALiBi (2108.12409); for Philox Salmon and others, SC 2011.
+# **Read:** Gemma 2 (2408.00118); ALiBi (2108.12409); Philox: Salmon and others, SC 2011.
 #
 # **Next:** [04a_ring.ipynb](04a_ring.ipynb), where the keys are divided among GPUs, and merged by lse.

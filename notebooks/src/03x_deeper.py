@@ -145,18 +145,17 @@ print(figures.shares("fwd_2_roles", "fwd_1_tma"))
 #
 # Now the trap. The compiler works in steps, and each is a text that can be read. In **TTGIR**, Triton's text for GPUs,
 # a line gives a name to the result of one operation: `%row = tt.make_range {start = 64, end = 128}` are the numbers
-# from 64 to
-# 127. Out of the second group's partition come the lines that lead to the address of lse and add 64, first of the file
-#      as it is, then of one that computes that address as `fwd_1_tma.py` does.
+# from 64 to 127. Out of the second group's partition come the lines that add 64 to a part of the address of lse, first
+# of the file as it is, then of one that computes that address as `fwd_1_tma.py` does.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.roles()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # The second group gets its rows by adding 64 to two kinds of numbers. One is a tile of row numbers, `row`. The other is
-# `i`, because `i` is a coordinate of Q's descriptor. Where an address has both in a sum, it moves twice, and half of
-# lse is never written. No message says so. Therefore this file keeps `i` in the address, where it is not moved, and
-# `row` counts from the tile. 
+# `i`, because `i` is a coordinate of Q's descriptor (the line is named after `Q_i`). Where an address has both in a sum,
+# it moves twice: rows i + 64 to i + 127, half of lse, are never written. No message says so. Therefore this file keeps `i` in the address, where it is not moved, and
+# `row` counts from the tile.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. The forward in Gluon, beside `fwd_8_hopper.cu`
@@ -168,7 +167,7 @@ figures.roles()
 # | | `fwd_3_gluon.py` | `fwd_8_hopper.cu` of stage 02 |
 # |---|---|---|
 # | room, barriers | `allocate_shared_memory`, `mbarrier.init` | `struct Ring`, `barrier_init` |
-# | a copy | `async_copy_global_to_shared` | `Ring::load`: `tma_load` |
+# | a copy | `async_load` | `Ring::load`: `tma_load` |
 # | start S, O | `warpgroup_mma(..., is_async=True)` | `wgmma_fence`, `wgmma_ss`, `wgmma_commit` |
 # | wait for S, not O | `warpgroup_mma_wait(1, (S,))` | `wgmma_wait<...>()` |
 # | P as an operand | `convert_layout(P, DotOperandLayout(...))` | `to_operand`, `pack` |

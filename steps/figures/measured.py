@@ -1,12 +1,16 @@
 """Recorded speeds as pictures and words: bars of kernels and peers, shares of a peer's speed, a rung's result."""
 
+import functools
 
 import matplotlib.pyplot as plt
 
-from steps.bench import report
+from steps.bench import cost, report
 from steps.bench import rows as results
 from steps.bench.rows import label, setting
-from steps.figures.plots import GREYS, INK, PEERS, colour_of, style
+from steps.figures.picture import picture
+from steps.figures.plots import GREYS, INK, PEERS, colour_of, style, subplots
+
+H200 = cost.GPUS["NVIDIA H200"]
 
 
 def speed_bars(found):
@@ -75,11 +79,42 @@ def rung_row(kernel, found=None, *, gpu="NVIDIA H200", D=128, N=4096, causal=Fal
 
     Of several runs the last one counts in which a lower rung was measured, too.
     """
-    found = results.fresh(results.read()) if found is None else found
+    found = fresh() if found is None else found
     at = {"gpu": gpu, "D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
     found = [row for row in found if row["timing"] == "interleaved" and all(row[name] == at[name] for name in at)]
     candidates = [(row, *company(row, found)) for row in found if row["kernel"] == kernel]
     return max(candidates, key=lambda one: (one[1] is not None, one[0]["run"]), default=None)
+
+
+@functools.cache
+def fresh():
+    """The committed rows of the kernels as they are now."""
+    return results.fresh(results.read())
+
+
+def of_one_run(*names, found=None, pass_="fwd", D=128, N=4096, causal=False):
+    """{name: TFLOP/s} of kernels and peers on an H200, in the last run in which all of them were measured; or {}."""
+    at = {"gpu": H200.name, "pass": pass_, "D": D, "N": N, "causal": causal, "dtype": "bf16", "options": {}}
+    runs = {}
+    for row in found or fresh():
+        if row["timing"] == "interleaved" and at.items() <= row.items():
+            runs.setdefault(row["run"], {})[row["kernel"] or row["peer"]] = row["tflops"]
+    complete = [runs[run] for run in sorted(runs) if set(names) <= runs[run].keys()]
+    return {name: complete[-1][name] for name in names} if complete else {}
+
+
+def speeds(panels, alt):
+    """Bars of {title: {kernel or peer: TFLOP/s}}, a panel for each title."""
+    fig, grid = subplots(1, len(panels), figsize=(8.5, 3.6), sharey=True)
+    for ax, (title, found) in zip(grid, panels.items(), strict=True):
+        words = [PEERS[name][0] if name in PEERS else name.split("_", 2)[2] for name in found]
+        bars = ax.bar(range(len(found)), found.values(), color=[colour_of(name) for name in found])
+        ax.bar_label(bars, fmt="%.0f", fontsize=9)
+        ax.set_xticks(range(len(found)), words, rotation=40, ha="right", fontsize=9)
+        ax.set_title(title if found else f"{title}: not measured as it is now")
+        ax.grid(axis="x", visible=False)
+    grid[0].set_ylabel("TFLOP/s, bf16, H200")
+    return picture(fig, alt)
 
 
 def company(row, found):

@@ -2,14 +2,14 @@
 
 import torch
 
-from steps.bench import ablations, cost, rows
+from steps.bench import ablations, rows
 from steps.figures import measured
 from steps.figures.n02d_hopper import legend
 from steps.figures.picture import pictured
 from steps.figures.plots import COLOURS, INK, subplots, table
 from steps.step02_fa2_cuda import calls, emulator, ladder
 
-PEAK = cost.GPUS["NVIDIA H200"].half_tflops
+PEAK = measured.H200.half_tflops
 BANDWIDTH, TENSOR = 128, 4096  # bytes of shared memory, FLOP: a clock and SM
 TILES = ladder.BACKWARD["wgmma"].tiles[0]  # {D: (Br, Bc)}
 KEPT = {("hopper", 64): ("S^T", "dP^T"), ("hopper", 128): ("S^T",)}  # products with a first operand kept in registers
@@ -110,8 +110,7 @@ def parts_left_out():
     parts = ablations.read("left_out")
     if not parts:
         return "not recorded of this kernel: python -m steps.bench.ablations"
-    found = rows.fresh(rows.read())
-    product = sorted(r["tflops"] for r in found if (r["peer"], r["gpu"]) == (rows.MATMUL, parts["gpu"]))
+    product = sorted(r["tflops"] for r in measured.fresh() if (r["peer"], r["gpu"]) == (rows.MATMUL, parts["gpu"]))
     took = {(t["without"], t["D"]): t["ms_median"] for t in parts["times"]}
     lines = [(parts["gpu"], *(word for point in ablations.POINTS for word in (f"D = {point.D}: time", "TFLOP/s")))]
     for name in dict.fromkeys(name for name, _ in took):

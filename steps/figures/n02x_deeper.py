@@ -10,44 +10,31 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import ListedColormap
 
 from steps.bench import ablations, cost, rows
-from steps.figures import n02d_hopper
-from steps.figures.picture import picture, pictured
-from steps.figures.planted import compiled
-from steps.figures.plots import COLOURS, INK, style, subplots
+from steps.figures import measured, n02d_hopper
+from steps.figures.picture import pictured
+from steps.figures.planted import compiled, launched
+from steps.figures.plots import COLOURS, subplots
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import edited, show
 from steps.workbook.puzzles.operand_address import operand_address
 
 GPU = cost.GPUS["NVIDIA H200"]
-WAYS = {  # what the text says instead, and the head_dim
-    "as it is": ("", "", 64),
-    "too many numbers": ("", "", 128),
-    "an index": ("#pragma unroll\n", "#pragma unroll 8\n", 64),
-}
 
-
-def registers(old="", new="", D=64, arch="sm_90a"):
+def registers(D=64, old="", new=""):
     """What ptxas reports of rung 0 with `new` in place of `old`, also where the loader would refuse the kernel."""
     row = ladder.FORWARD["scalar"]
-    text = (works.HERE / row.file).read_text().replace(old, new)
-    Br, Bc = row.tiles[0][64]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / row.file
-        file.write_text(text)
+        file.write_text((works.HERE / row.file).read_text().replace(old, new))
         try:
-            return nvrtc.compile(file, {"D": D, "Br": Br, "Bc": Bc}, arch).usage["attention_forward"]
+            made = nvrtc.compile(file, dict(zip(("D", "Br", "Bc"), (D, *row.tiles[0][64]), strict=True)), "sm_90a")
         except RuntimeError as refused:
-            return refused.usage["attention_forward"]
-
-
-def promised(blocks):
-    """The same where a multiprocessor is promised to hold so many blocks."""
-    return registers("_bounds__(Br)", f"_bounds__(Br, {blocks})")
+            made = refused
+        return made.usage["attention_forward"]
 
 
 def machine_code(rung="fa2", D=128):
@@ -62,24 +49,22 @@ def machine_code(rung="fa2", D=128):
     return re.findall(r"/\*[0-9a-f]{4}\*/ +(.*?) *;", ran.stdout)
 
 
-def products_and_exponentials(rung="fa2", shown=14):
-    """Counts a rung's HMMA and MUFU.EX2 and prints the lines in which both are most frequent."""
-    code = machine_code(rung)
-    kinds = "".join("m" if "HMMA" in x else "e" if "MUFU.EX2" in x else "." for x in code)
-    at = [n for n, kind in enumerate(kinds) if kind == "e"]
-    near = sum("m" in kinds[max(0, n - 10) : n] and "m" in kinds[n : n + 11] for n in at)
+def products_and_exponentials():
+    """Counts rung fa2's HMMA and MUFU.EX2 and prints the 14 lines in which both are most frequent."""
+    code = machine_code()
     if not code:
-        print("there is no nvdisasm here, so the machine code is not shown")
-        return
-    print(f"{kinds.count('m')} HMMA and {len(at)} MUFU.EX2; {near} of them have HMMAs close by, before and after")
-    both = [min(kinds.count(k, n, n + shown) for k in "me") for n in range(len(code))]
-    first = both.index(max(both))
-    print(*code[first : first + shown], sep="\n")
+        return print("there is no nvdisasm here, so the machine code is not shown")
+    kinds = "".join("m" if "HMMA" in x else "e" if "MUFU.EX2" in x else "." for x in code)
+    near = [n for n in range(len(code)) if "m" in kinds[max(0, n - 10) : n] and "m" in kinds[n : n + 11]]
+    between = f"{sum(kinds[n] == 'e' for n in near)} of them have HMMAs close by, before and after"
+    print(f"{kinds.count('m')} HMMA and {kinds.count('e')} MUFU.EX2; {between}")
+    first = max(range(len(code)), key=lambda n: min(kinds.count(kind, n, n + 14) for kind in "me"))
+    print(*code[first : first + 14], sep="\n")
 
 
-def finished(blocks, slots=2 * GPU.sms):
-    """When the last block ends, if each takes its tiles in the slot that is free first."""
-    free = [0] * slots
+def finished(blocks):
+    """When the last block ends, if each takes its tiles in the slot that is free first, two slots a multiprocessor."""
+    free = [0] * (2 * GPU.sms)
     for length in blocks:
         heapq.heappush(free, heapq.heappop(free) + length)
     return max(free)
@@ -88,26 +73,21 @@ def finished(blocks, slots=2 * GPU.sms):
 def without(switch, kernel="fwd_5_fa2"):
     """Prints by how much a kernel is slower (+) with one of its ideas switched off, on an H200."""
     found = [row for row in rows.fresh(rows.read(switched=True)) if row["gpu"] == GPU.name]
-    ms = {(r["run"], r["kernel"], r["D"], r["causal"], r["N"]): r["ms_median"] for r in found}
-    for D, causal in itertools.product((64, 128), (True, False)):
-        slower = [
-            f"{time / ms[run, kernel, *at] - 1:+.1%} at N = {at[2]}"
-            for (run, name, *at), time in ms.items()
-            if name == f"{kernel}:{switch}" and at[:2] == [D, causal]
-        ]
-        print(f"{switch}, D {D:3}, {'causal' if causal else 'full':6}:", ", ".join(slower) or "no rows yet")
+    both = measured.beside(found, (f"{kernel}:{switch}",), kernel)
+    for (D, causal), some in itertools.groupby(both, lambda one: (one[0]["D"], one[0]["causal"])):
+        slower = ", ".join(f"{1 / share - 1:+.1%} at N = {row['N']}" for row, share in some)
+        print(f"{switch}, D {D:3}, {'causal' if causal else 'full':6}: {slower}")
 
 
-def grouped(H, Hk, N=4096, D=64):
+def grouped(H, Hk, D=64):
     """What the two backwards of the ladder need beside their tensors for Hk heads of K and V, in words."""
-    copies = 4 * H * N * D * 4 / 2**20 if H > Hk else 0  # k, v, dk, dv in float32
-    sizes = dict(B=1, H=H, Hk=Hk, Nq=N, Nk=N, D=D, causal=False, dtype=torch.bfloat16, processors=GPU.sms)
-    _, launch, _ = rows.geometry("bwd_1_fa2", shared_limit=GPU.multiprocessor.shared_per_block, **sizes)
-    parts = 2 * H * N * D * 2 / 2**20 if launch[-1]["HEADS_APART"] else 0  # dk and dv in bf16
-    return f"Hk = {Hk:2}: rung 0 adds {copies:3.0f} MiB; rung 1 adds {parts:2.0f} MiB and has {launch[1]:4} blocks"
+    copies = 4 * H * 4096 * D * 4 / 2**20 if H > Hk else 0  # k, v, dk, dv in float32
+    _, blocks, _, _, macros = launched("bwd_1_fa2", D, H, Hk)
+    parts = 2 * H * 4096 * D * 2 / 2**20 if macros["HEADS_APART"] else 0  # dk and dv in bf16
+    return f"Hk = {Hk:2}: rung 0 adds {copies:3.0f} MiB; rung 1 adds {parts:2.0f} MiB and has {blocks:4} blocks"
 
 
-def changed_bits(blocks, seed=0, deterministic=False):
+def changed_bits(blocks, seed, deterministic):
     """How many elements change against blocks in order, of [dq in float32, dq, dk, dv] of rung 1's backward."""
     pairs = zip(gradients("forward", 0, deterministic), gradients(blocks, seed, deterministic), strict=True)
     return [int((a != b).sum()) for a, b in pairs]
@@ -125,43 +105,17 @@ def gradients(blocks, seed, deterministic):
 
 
 def run(in_turn, tiles, heads, sms, causal):
-    """(time until all is done, [(tile, i, start, wait from, turn from)]) of heads of tiles x tiles, by a model.
-
-    A step takes 1, of which the turn takes 0.2. A multiprocessor takes the next block when it is free.
-    """
+    """(time until all is done, [(tile, i, ready, begin of the turn)]): a step takes 1, of which the turn takes 0.2."""
     free, done, visits = [0.0] * sms, {}, []
     for head, tile in itertools.product(range(heads), range(tiles)):
         now = heapq.heappop(free)
         for i in range(tiles - 1, (tile if causal else 0) - 1, -1):  # from the last queries to the first
             ready = now + 0.8
             begin = max(ready, done.get((head, i), 0)) if in_turn else ready
-            visits.append((tile, i, now, ready, begin))
+            visits.append((tile, i, ready, begin))
             now = done[head, i] = begin + 0.2
         heapq.heappush(free, now)
     return max(free), visits
-
-
-def price_of_turns(N, causal):
-    """The time in turn over the time in any order, by the model: 16k tokens, 32 heads, tiles of 128, an H200."""
-    sizes = dict(tiles=N // 128, heads=32 * 16384 // N, sms=GPU.sms, causal=causal)
-    return run(True, **sizes)[0] / run(False, **sizes)[0]
-
-
-def turns():
-    """Six blocks of one head that take turns, over time: full and causal."""
-    style()
-    fig, axes = plt.subplots(1, 2, figsize=(8.4, 3), layout="constrained", sharex=True, sharey=True)
-    for ax, causal in zip(axes, (False, True), strict=True):
-        for tile, i, start, ready, begin in run(True, 6, 1, 6, causal)[1]:
-            spans = ("own work", start, ready, COLOURS[0]), ("waiting", ready, begin, COLOURS[4])
-            for what, a, b, colour in (*spans, ("its turn", begin, begin + 0.2, INK)):
-                label = what if (tile, i) == (1, 5) else None
-                ax.barh(tile, b - a, left=a, height=0.7, color=colour, label=label)
-        ax.set(title="causal" if causal else "not causal", xlabel="time, in steps", ylim=(5.6, -0.6), yticks=range(6))
-    axes[0].set_ylabel("key tile")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
-    return picture(fig, """Six blocks of one head over time. Not causal: in its first step block j waits j fifths of a
-    step, later none; the last ends one step late. Causal: the same queue, bars that get shorter with j.""")
 
 
 @pictured

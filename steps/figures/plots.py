@@ -9,6 +9,7 @@ so that one of other rows is noticed; --check draws nothing and exits with 1 if 
 
 import json
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +19,12 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from steps.bench import rows as results
+from steps.figures.picture import picture
 
 INK, FAINT = "#1a1a1a", "#c8c8c8"
 # Okabe and Ito's palette without yellow: told apart with any kind of colour vision.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+PALE = tuple(tuple((1 + c) / 2 for c in to_rgb(colour)) for colour in COLOURS)
 GREYS = ("#222222", "#5f5f5f", "#8a8a8a", "#ababab")
 # One thing has one colour in all figures: a rank, an operand and its tiles, what a test sees and does not see.
 RANK = COLOURS[:4]
@@ -40,6 +43,37 @@ STYLE = {
 def style():
     """Sets matplotlib's defaults in this process: dark text on opaque white, no frame, a faint grid."""
     plt.rcParams.update(STYLE)
+
+
+def cells(ax, colours, words=(), edge="white", **axes):
+    """A grid of coloured cells with a word in each, row by row from the top; (row, column) 0 and on are its ticks.
+
+    colours, words: a list for each row. axes: what `ax.set` takes.
+    """
+    rgb = [[to_rgb(colour) for colour in row] for row in colours]
+    ax.pcolormesh(range(len(rgb[0])), range(len(rgb)), rgb, shading="nearest", edgecolors=edge, lw=1)
+    for i, row in enumerate(words):
+        for j, word in enumerate(row):
+            ax.text(j, i, word, color=ink_on(colours[i][j]), fontsize=9, ha="center", va="center_baseline")
+    ax.set(ylim=(len(rgb) - 0.5, -0.5), **axes)
+    ax.tick_params(length=0)
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+
+
+def who_sees(found, alt, harmless=("as it is",), title=""):
+    """A table of {(mistake, who): word}, "lives" if unseen. What nobody sees is orange, unless it is harmless."""
+    names, columns = (list(dict.fromkeys(key[n] for key in found)) for n in (0, 1))
+    words = {name: [textwrap.fill(found[name, column], 15) for column in columns] for name in names}
+    missed = {name for name in names if set(words[name]) == {"lives"}} - set(harmless)
+    colours = [
+        [SEEN if word != "lives" else UNSEEN if name in missed else FAINT for word in words[name]] for name in names
+    ]
+    fig, ax = subplots(figsize=(8.4, 0.6 + 0.46 * len(names)))
+    cells(ax, colours, words.values(), title=title, yticks=range(len(names)), yticklabels=names)
+    ax.set_xticks(range(len(columns)), [column.replace("_", "\n") for column in columns])
+    told = "; ".join(f"{name}, seen by {who}: {word}" for (name, who), word in found.items() if word != "lives")
+    return picture(fig, f"{alt} Green is seen, orange never seen. {told}. All others live.")
 
 
 def colour_of(kernel):
@@ -69,6 +103,25 @@ def boxes(ax, found):
         ax.add_patch(plt.Rectangle((x, y), width, height, fc=colour, ec=INK, lw=0.8, clip_on=False))
         place = x + width / 2, y + height / 2
         ax.text(*place, word, color=ink_on(colour), fontsize=9, ha="center", va="center_baseline")
+
+
+def visited_tiles(panels, side):
+    """Queries against keys, a panel for each {title: (tiles, pairs)}, with a dot for each pair that is seen.
+
+    tiles: 0 for those that are not visited, 1 for those visited without a mask (blue), 2 for those with one (orange).
+    """
+    fig, axes = subplots(1, len(panels), figsize=(8.4, 3.1))
+    end = side * max(max(tiles.shape) for tiles, _ in panels.values())
+    for ax, (title, (tiles, pairs)) in zip(axes, panels.items(), strict=True):
+        colours = {(i, j): COLOURS[5 if tiles[i, j] == 1 else 4] for i, j in tiles.nonzero().tolist()}
+        boxes(ax, [(side * j, side * i, side, side, colour, "") for (i, j), colour in colours.items()])
+        i, j = pairs.nonzero(as_tuple=True)
+        ax.plot(j + 0.5, i + 0.5, ".", color=INK, ms=3)
+        ax.add_patch(plt.Rectangle((0, 0), *reversed(pairs.shape), fill=False, edgecolor=INK, lw=2))
+        ax.set(xlim=(-0.5, end + 0.5), ylim=(end + 0.5, -0.5), aspect="equal", xlabel="key", title=title)
+        ax.set(xticks=range(0, end + 1, side), yticks=range(0, end + 1, side))
+    axes[0].set_ylabel("query")
+    return fig
 
 
 def table(*lines):

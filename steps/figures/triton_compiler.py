@@ -13,8 +13,6 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).parents[2]
-
 
 def compiled(script, modules=()):
     """A dict for each kernel that the Python text `script` launches, in order: see `found_in`.
@@ -25,7 +23,7 @@ def compiled(script, modules=()):
     with tempfile.TemporaryDirectory() as folder:
         for name, text in dict(modules).items():
             Path(folder, f"{name}.py").write_text(text)  # Triton reads a kernel's text from its file.
-        path = os.pathsep.join((str(ROOT), folder))
+        path = os.pathsep.join((str(Path(__file__).parents[2]), folder))
         environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
         command = [sys.executable, "-m", "steps.figures.triton_compiler"]
         done = subprocess.run(command, input=script, env=environment, capture_output=True, text=True, cwd=folder)
@@ -42,8 +40,8 @@ def found_in(made):
         Path(file.name).write_bytes(made.asm["cubin"])
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {"registers": int(re.search(r"REG:(\d+)", text)[1]), "shared": made.metadata.shared}
-    found["machine"] = re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?\w+ )?([\w.]+)", text)
+    machine = re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?\w+ )?([\w.]+)", text)
+    found = {"registers": int(re.search(r"REG:(\d+)", text)[1]), "shared": made.metadata.shared, "machine": machine}
     return found | {"ptx": made.asm["ptx"], "ttgir": made.asm["ttgir"]}
 
 

@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,19 @@ from steps.workbook import differences
 LIMIT, FIRST = 60, 300  # seconds for a case; in the first one the function may be compiled
 # (Br, Bc) that are tried to name a mistake, beside the tile that was given.
 TILES = tuple(pair for pair in product((128, 64, 32, 16), repeat=2) if max(pair) <= 2 * min(pair))
+
+
+class Judged(NamedTuple):
+    """What is found of a function."""
+
+    cases: list  # the rows that `judge` yields
+    equals: list  # what `mistakes` gives
+    speed: list  # the rows that `speed` yields
+
+    @property
+    def failed(self):
+        """How many cases are wrong."""
+        return sum(bool(row["wrong"]) for row in self.cases)
 
 
 def judge(function, claims, kept):

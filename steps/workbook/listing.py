@@ -45,7 +45,7 @@ def show(file, *names, until=None):
     text = path.read_text()
     if until is not None:
         text = _between(text, *names, until, path)
-    elif names:
+    elif names := [name for name in names if name is not None]:
         function = _python_function if path.suffix == ".py" else _cuda_function
         text = "\n\n\n".join(function(text, name, path).strip("\n") for name in names)
     return _source(text, path)
