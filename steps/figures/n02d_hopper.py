@@ -10,7 +10,7 @@ from reference import error
 from steps.bench import rows
 from steps.figures import measured, planted
 from steps.figures.picture import pictured
-from steps.figures.plots import COLOURS, FAINT, GREYS, OPERAND, boxes, subplots, table
+from steps.figures.plots import COLOURS, FAINT, GREYS, OPERAND, boxes, cells, subplots, table
 from steps.step02_fa2_cuda import calls, emulator, ladder, plan
 from steps.workbook import edited
 
@@ -90,16 +90,13 @@ def copied_box(y):
     """What TMA wrote: two slabs of 16 rows of 128 bytes, each cell a chunk of 16 bytes with its number in the
     row of x. In each slab one chunk is marked; it stands in another place in each of eight rows. Rows 8 to 15 do not
     exist in x and are zero."""
-    fig, ax = subplots(figsize=(8.5, 3.2))
-    cells = [(9 * slab, 8, 8, 1, "white", "rows 8 to 15: x has no such rows, all zeros") for slab in (0, 1)]
-    for slab, row, at in itertools.product(range(2), range(8), range(8)):
-        chunk = int(y.view(2, 16, 8, 8)[slab, row, at, 0]) - 10 * (13 + row)  # y holds 10 x row + chunk
-        cells.append((9 * slab + at, row, 1, 1, OPERAND["K"] if chunk % 8 == 2 else FAINT, chunk))
-    boxes(ax, cells)
-    ax.set(xlim=(0, 17), ylim=(9, 0), ylabel="row of 128 bytes")
-    ax.set_xticks((4, 13), ("slab 0: columns 0 to 63", "slab 1: columns 64 to 127"))
-    ax.set_yticks([row + 0.5 for row in range(8)], range(8))
-    ax.set_title("the chunk of x (8 numbers, 16 bytes) that lies in each place")
+    fig, grid = subplots(1, 2, figsize=(8.5, 3.2), sharey=True)
+    chunks = y.view(2, 16, 8, 8)[:, :8, :, 0].int() - 10 * torch.arange(13, 21)[:, None]  # y holds 10 x row + chunk
+    for slab, (ax, words) in enumerate(zip(grid, chunks.tolist(), strict=True)):
+        colours = [[OPERAND["K"] if chunk % 8 == 2 else FAINT for chunk in row] for row in words]
+        cells(ax, colours, words, title=f"slab {slab}: chunks {8 * slab} to {8 * slab + 7} of a row of x")
+        ax.set(xlabel="place, 16 bytes each", xticks=range(8), yticks=range(8))
+    grid[0].set_ylabel("row (8 to 15 are zeros)")
     return fig
 
 
