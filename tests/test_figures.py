@@ -330,9 +330,9 @@ def test_shares_are_of_one_run_and_one_size_and_the_last_run_counts():
     found += [ours(2.0, options={"window": 8}), ours(2.0, D=256), ours(1.0, N=2048)]
     assert [share for _, share in measured.beside(found, ("fwd_2_mma",), "fa4")] == [1.25, 0.75, 0.25]
     assert measured.shares(found, ("fwd_2_mma",), "fa4").splitlines() == [
-        "of fa4                    N = 512  N = 1024",
-        "fwd_2_mma  D = 64   full  1.25     0.75",
-        "fwd_2_mma  D = 128  full  0.25     –",
+        "of fa4              N =   512   1024",
+        "fwd_2_mma  D = 64   full  1.25  0.75",
+        "fwd_2_mma  D = 128  full  0.25  –",
     ]
     assert measured.shares(found, ("fwd_2_mma",), "flex") == "no rows of fwd_2_mma beside flex"
     itself = measured.beside(found, ("fwd_2_mma",), "fwd_2_mma")
@@ -374,11 +374,11 @@ def test_a_picture_has_words_and_letters_that_can_be_read():
         picture(narrow, " ")
 
 
-def test_the_speeds_of_02d_s_bars_are_of_the_last_run_that_measured_them_all():
+def test_speeds_of_one_run_are_of_the_last_run_that_measured_them_all():
     at = dict(D=128, N=4096, Nk=4096)
     found = [of_02("fwd_5_fa2", tflops=10.0, **at), peer_row(peer="fa3", tflops=20.0, **at)]
     late = [of_02("fwd_5_fa2", tflops=30.0, run="r2", **at), of_02("fwd_5_fa2", tflops=1.0, N=512, run="r2")]
-    both = functools.partial(n02d_hopper.of_one_run, found=[*found, *late])
+    both = functools.partial(measured.of_one_run, found=[*found, *late])
     assert both("fwd_5_fa2", "fa3") == {"fwd_5_fa2": 10.0, "fa3": 20.0}
     assert both("fwd_5_fa2") == {"fwd_5_fa2": 30.0} and not both("fa4")
 

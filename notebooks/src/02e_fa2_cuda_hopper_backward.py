@@ -14,15 +14,15 @@
 # %% [markdown] slideshow={"slide_type": "slide"}
 # # 02e. Hopper's backward: who reads from where
 #
-# *From `bwd_1` to `bwd_2` the backward of 4,096 tokens becomes more than twice as fast. The arithmetic is the same. What
-# changed, and what is the next limit?*
+# *From `bwd_1` to `bwd_2` the backward becomes more than twice as fast, with the same arithmetic. What changed, and what
+# is the next limit?*
 #
 # ![The operands of the backward's five products. In bwd_1 warps fetch all ten. In bwd_2 the tensor cores read eight from
-# shared memory; the first of dV and of dK lie in registers.](../notebooks/figures/question_02e.png)
+# shared memory; two lie in registers.](../notebooks/figures/question_02e.png)
 #
-# - **Before you start:** 02c (the backward's five products) and 02d (TMA, wgmma, schedules). Hopper is emulated here.
-#   Speeds were measured on an H200, but for one table of part 5, which is of an H100.
-# - **Time:** about 30 minutes to read, 60 minutes more with the exercises.
+# - **Before you start:** 02c (the backward's five products) and 02d (TMA, wgmma, schedules). Hopper is emulated here;
+#   speeds were measured on an H200.
+# - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
 # - **Code:** `bwd_1_fa2.cu`, `bwd_2_wgmma.cu` and `bwd_3_hopper.cu` in `steps/step02_fa2_cuda/`.
 # - **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
@@ -39,16 +39,16 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# Three rungs of the backward, and other people's kernels. `bwd_1` is FlashAttention-2's design on `mma`. `bwd_2` has the
-# same tiles and loops with TMA and wgmma.
+# `bwd_1` is FlashAttention-2's design on `mma`. `bwd_2` has the same tiles and loops with TMA and wgmma. `fa4` is
+# FlashAttention-4's own kernel for Hopper.
 
 # %% slideshow={"slide_type": "fragment"}
-print(measured.rung("bwd_2_wgmma"), measured.rung("bwd_2_wgmma", D=64), sep="\n")
-figures.bars()
+for kernel in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper"):
+    print(measured.rung(kernel))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # In `bwd_1` warps fetch every operand by `ldmatrix`, and shared memory is the limit: it gives 128 bytes a clock. wgmma
-# reads shared memory without `ldmatrix`. So how high is the new roof, and how near does the kernel come to it?
+# reads shared memory without `ldmatrix`. How high is the new *roof*, the speed if the busiest unit never rests?
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: bytes a clock
@@ -57,8 +57,8 @@ figures.bars()
 # takes n / 2 clocks. It reads its second operand, 32 n bytes, from shared memory. Its first, 2048 bytes, comes from
 # there or from registers.
 #
-# **Claim 1.** With n = 64 and both operands in shared memory, a product needs *all* of its bandwidth. Nothing else can
-# be read or written meanwhile. Only a first operand in registers, or a wider n, leaves bandwidth for others.
+# **Claim 1.** With n = 64 and both operands in shared memory, a product needs *all* of its bandwidth. A first operand in
+# registers, or a wider n, leaves bandwidth for others.
 
 # %% slideshow={"slide_type": "fragment"}
 def bytes_a_clock(n, first_in_registers):
@@ -76,8 +76,8 @@ for n in (64, 128):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Which operand can stay in registers?
 #
-# A product leaves its result in registers. It can be the first operand of the next product if that one has the same
-# rows. A block owns keys. So it can compute S, with a query a row, or Sᵀ = K_j Q_iᵀ, with a key a row.
+# A product leaves its result in registers. There it can be the first operand of the next product if that one has the same
+# rows. A block owns keys. It can compute S, with a query a row, or Sᵀ = K_j Q_iᵀ, with a key a row.
 #
 # | product | sums over | rows of its result | first operand, with S | with Sᵀ |
 # |---|---|---|---|---|
@@ -87,10 +87,10 @@ for n in (64, 128):
 # | dQ_i = dS K_j | keys | queries | dS, as it lies | dS, from shared memory |
 #
 # **Claim 2.** With Sᵀ two products take their first operand from registers, and P is never stored. dS goes to shared
-# memory either way: one sum over dS runs along its rows, the other down its columns.
+# memory either way: it is summed over queries for dK, and over keys for dQ.
 #
-# Here are four queries and six keys. Two *warpgroups* have three keys each, and in registers only their own rows of Pᵀ
-# and dSᵀ. Is that enough for dV, dK and dQ?
+# Here are four queries and six keys. Two warpgroups have three keys each, and only their own rows of Pᵀ and dSᵀ. Is that
+# enough for dV, dK and dQ?
 
 # %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1]])
@@ -109,39 +109,32 @@ print(f"dQ's row 0 over all keys: {dQ[0, 0]:.2f} {dQ[0, 1]:.2f}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # dV and dK need no exchange, dQ does: each warpgroup has only a part of the sum (-0.01 and 0.11 make 0.10). So the two
-# exchange dSᵀ, and each computes one half of dQ_i over all keys.
-#
-# What does a step, one tile of queries, read and write with either choice?
+# exchange dSᵀ, and each computes one half of dQ_i over all keys. What does a step, one tile of queries, read and write?
 
 # %% slideshow={"slide_type": "fragment"}
-for D in (64, 128):
-    for swapped in (False, True):
-        print(figures.in_words(D, swapped))
-figures.bytes_a_clock()
+print(figures.traffic())
+figures.five_products()
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# At D = 64 wgmma reads less with Sᵀ. At D = 128 it reads just as much, since dQ costs what dV and dK save; but P is not
-# stored, and half of the additions to dq in device memory are saved.
-#
-# At D = 128 three of five products leave shared memory no time for anything else.
+# With Sᵀ wgmma reads less at D = 64 and as much at D = 128, where dQ costs what dV and dK save. But P is not stored, and
+# at D = 128 half of the additions to dq are saved. There three of five products still take all of the bandwidth.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
 #
-# FlashAttention-3's Algorithm 3; lines in brackets are those of FlashAttention-2's Algorithm 2, on
-# [our page on the paper](../papers/flash_attention_2.md).
+# FlashAttention-2's Algorithm 2, by the lines of [our page on the paper](../papers/flash_attention_2.md).
 #
 # | line | what | in `bwd_2_wgmma.cu` |
 # |---|---|---|
-# | [4] | delta, lse in base 2; dq = 0 | `attention_delta`, a kernel of its own |
-# | [5–7] | K_j, V_j by TMA; dK_j = dV_j = 0 | before the loop |
-# | [8–9] | Q_i, dO_i, lse_i, delta_i, one tile ahead | lambda `load_queries`, thread 0 |
-# | [10], [13] | Sᵀ = K_j Q_iᵀ, dPᵀ = V_j dO_iᵀ | `start_product`, two groups |
-# | [11] | Pᵀ, while dPᵀ is computed | `wgmma_wait<1>`, `mask`, `probabilities` |
-# | [14] | dSᵀ, also to shared memory | `wgmma_wait<0>`, `score_gradients`, `store_tile` |
-# | [15] | dQ_i, its half | `start_dQ`, `add_dQ` |
-# | [12], [16] | dV_j, dK_j, under `add_dQ` | `start_product`, from registers |
-# | [18] | dK_j, dV_j, written once | `store_rows` |
+# | 4 | delta, lse in base 2; dq = 0 | `attention_delta`, a kernel of its own |
+# | 5–7 | K_j, V_j by TMA; dK_j = dV_j = 0 | before the loop |
+# | 8–9 | Q_i, dO_i, lse_i, delta_i, one tile ahead | lambda `load_queries`, thread 0 |
+# | 10, 13 | Sᵀ = K_j Q_iᵀ, dPᵀ = V_j dO_iᵀ | `start_product`, two groups |
+# | 11 | Pᵀ, while dPᵀ is computed | `wgmma_wait<1>`, `mask`, `probabilities` |
+# | 14 | dSᵀ, also to shared memory | `wgmma_wait<0>`, `score_gradients`, `store_tile` |
+# | 15 | dQ_i, its half | `start_dQ`, `add_dQ` |
+# | 12, 16 | dV_j, dK_j, under `add_dQ` | `start_product`, from registers |
+# | 18 | dK_j, dV_j, written once | `store_rows` |
 
 # %% slideshow={"slide_type": "subslide"}
 step = "barrier_wait(queries_full + stage"
@@ -149,16 +142,14 @@ show("bwd_2_wgmma", step, until="__syncthreads();  // nobody still")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Two groups of products are started, and `wgmma_wait<1>` waits for the older one. So Pᵀ is computed under dPᵀ's product.
-# Later dQ_i, dV_j and dK_j are three groups, and `wgmma_wait<2>` waits for dQ_i alone: its additions to memory run under
-# the other two.
+# In the same way `wgmma_wait<2>` waits for dQ_i alone: its additions to memory run under dV_j and dK_j.
 #
 # There is one barrier a step, where the warpgroups exchange dSᵀ. `fence_async` before it makes the stores visible to
 # wgmma, which reads by another path.
 #
 # ### The new roof
 #
-# Beside wgmma, TMA writes Q_i and dO_i; `store_tile` writes dSᵀ, and all lanes read lse and delta. The emulation counts
-# the loads and stores of the text, the rest is arithmetic:
+# Beside wgmma, TMA writes Q_i and dO_i; `store_tile` writes dSᵀ, and all lanes read lse and delta:
 
 # %% slideshow={"slide_type": "fragment"}
 roofs = {}
@@ -167,12 +158,12 @@ for D in (64, 128):
     print(words)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Both units need nearly the same time. That makes this kernel hard: whoever waits for one also stops the other.
+# Both units need nearly the same time, so a wait for one leaves the other idle, too.
 #
 # ### Rung 3, `hopper`: K_j stays in registers
 #
-# Claim 1 names a way out. A warpgroup multiplies the same 64 rows of K_j by every Q_iᵀ, so `bwd_3` loads them into
-# registers once, before the loop. V_j could stay there, too.
+# A warpgroup multiplies the same 64 rows of K_j by every Q_iᵀ, so `bwd_3` loads them into registers once, before the
+# loop. V_j could stay there, too.
 #
 # **Predict.** A thread has 255 registers. dK_j and dV_j take D of them for the whole loop, Sᵀ and dPᵀ take Br, the
 # queries of a tile: 128 at D = 64, and 64 at D = 128. The rows of K_j take D / 4, those of V_j as many. Where do both
@@ -187,20 +178,20 @@ for D in (64, 128):
     print(words)
 for D in (64, 128):
     old, new = roofs["wgmma", D], roofs["hopper", D]
-    print(figures.gained("bwd_2_wgmma", "bwd_3_hopper", old, new, D))
+    print(figures.gained("bwd_3_hopper", old, new, D))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `bwd_3` keeps both at D = 64, and K_j alone at D = 128. The larger gain was foreseen at D = 64 and came at D = 128:
-# bytes are not the only limit. Tensor cores also rest while both warpgroups compute their softmax. So `bwd_3` starts dV_j
-# before the barrier, because dV_j needs only what its own warpgroup has.
+# bytes are not the only limit. Tensor cores also rest while both warpgroups compute their softmax. So `bwd_3` starts dV_j,
+# which needs no exchange, before the barrier.
 #
 # **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
 # at 0.82 to 0.90 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i to memory in the order of its registers,
-# which saves the arithmetic of addresses. The last kernel restores rows and columns. Where does the number (row, column)
-# lie? `check("02.11")` writes a file that says how the registers hold dQ_i; `hint("02.11")` helps.
+# **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i to memory in the order of its registers.
+# The last kernel restores rows and columns. Where does (row, column) lie? `check("02.11")` writes a file that says how
+# registers hold dQ_i.
 
 # %% slideshow={"slide_type": "fragment"}
 def dq_position(row, column, D):
@@ -213,15 +204,14 @@ check("02.11", dq_position)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
-# Six mistakes of one line each in `bwd_2_wgmma.cu`, in three schedules of the emulation: copies late, products late, all
-# at random. **Which one is seen only when threads come in another order?**
+# Six mistakes of one line each in `bwd_2_wgmma.cu`, in the three schedules of 02d. **Which one is seen only when threads
+# come in another order?**
 #
 # <details><summary>Answer</summary>
 #
 # Without the barrier, a warpgroup may compute dQ_i before the other one has stored its dSᵀ. In the emulation's usual
-# order both have stored by then. Registers that are used while a product writes them are refused at once, and so is a
-# block that ends before its products. dPᵀ is only read too early, which the emulation cannot see, but the numbers are
-# wrong. The last two mistakes spoil dq alone.
+# order both have stored by then. *Refused* are registers that are used while a product may write them, and a block that
+# ends before its products.
 #
 # </details>
 
@@ -237,35 +227,31 @@ mistakes = {
     "both compute the same half of dQ": ("D == 64 ? warpgroup * Bc * 64 : 0", "0"),
     "dQ sums over half of the keys": (loop, loop.replace("Bc / 16", "Bc / 32")),
 }
-print(n02d_hopper.outcomes("wgmma", mistakes, backward=True))
+print(n02d_hopper.outcomes("wgmma", mistakes=mistakes, backward=True))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
 #
-# **Question 1.** By how much should `bwd_2` be faster than `bwd_1`, if it stays equally far below its own roof?
+# **Question 1.** By how much should `bwd_2` be faster than `bwd_1`, if both stay equally far below their roofs?
 #
 # <details><summary>Answer</summary>
 #
-# By the ratio of the roofs. At D = 128 that is what was measured, at D = 64 less. Both stay far below their roofs: a step
-# takes many more clocks than its products.
+# By the ratio of the roofs. At D = 128 a little more was measured, at D = 64 less.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
 for D in (64, 128):
-    before, after = figures.roof_of_fa2(D), roofs["wgmma", D]
-    print(f"roofs {before:.0f} and {after:.0f} TFLOP/s\n  ",
-          figures.gained("bwd_1_fa2", "bwd_2_wgmma", before, after, D))
+    before, words = figures.roof("fa2", D)
+    print(words, figures.gained("bwd_2_wgmma", before, roofs["wgmma", D], D), sep="\n  ")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 2.** Which part of `bwd_3` costs most? This table is of an **H100**, where a copy of the kernel was timed
-# without some of its parts.
+# **Question 2.** Which part of `bwd_3` costs most? On an **H100** a copy of it was timed without some parts.
 #
 # <details><summary>Answer</summary>
 #
-# At D = 128 the additions to dq, 5.9 %. The exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 delta
-# and the exponentials cost most. Without all four the kernel of D = 128 has 95 % of the matrix product's speed: the products
-# themselves are nearly perfect.
+# At D = 128 the additions to dq, 5.9 %; the exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 delta
+# and the exponentials. Without all four the kernel of D = 128 has 95 % of the matrix product's speed.
 #
 # </details>
 
@@ -275,29 +261,26 @@ print(figures.parts_left_out())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Beside others
 #
-# FlashAttention-4 was designed for Blackwell, the next generation, and its package has kernels for Hopper.
-# FlashAttention-3 takes part in the forward only. Each point is of one run. **Question 3.** Where are we behind?
+# **Question 3.** Where are we behind? (Above 1 we are faster.)
 #
 # <details><summary>Answer</summary>
 #
-# FlashAttention-4, at D = 64 and 128, full and causal: from N = 4096 on nowhere, as both have 0.98 to 1.06 of its speed
-# (under load, at N = 16384, 0.99 to 1.01). Below, our forward leads by up to 38 %, and our backward is mostly behind,
-# by up to 7 %.
-#
-# FlashAttention-3's forward is ahead at D = 128, most of all with a causal mask (part 5 of 02d).
+# FlashAttention-4: from N = 4096 on by 2 % at most, as both have 0.98 to 1.06 of its speed (under load, at N = 16384,
+# 0.99 to 1.01). Below, our forward leads by up to 38 %, and our backward is mostly behind, by up to 7 %. cuDNN is ahead
+# in three forwards at N = 512.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-figures.beside_others()
+for other in ("fa4", "sdpa-cudnn"):
+    print(n02d_hopper.beside(other, "fwd_8_hopper", "bwd_3_hopper"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary
 #
 # - A 64 x 64 x 16 wgmma with both operands in shared memory needs its whole bandwidth: 4 KB in 32 clocks.
 # - Sᵀ puts Pᵀ and dSᵀ into the registers of those who own the keys. P is never stored.
-# - dS alone is exchanged, at one barrier a step. dQ_i is divided between the warpgroups.
-# - Tensor cores and shared memory need nearly equal time, so that every wait costs both.
+# - dS alone is exchanged, at one barrier a step. Each warpgroup computes half of dQ_i.
 #
 # **Ask yourself**
 #
@@ -305,19 +288,19 @@ figures.beside_others()
 #    <details><summary>Answer</summary>
 #
 #    The first operand is read once for n columns, so a wider n reads fewer bytes a clock. n = 128 is a tile of 128
-#    queries: Sᵀ and dPᵀ would take 128 registers, beside 128 for dK and dV, and there are 255.
+#    queries: Sᵀ and dPᵀ would take 128 registers, beside 128 for dK and dV, and there are 255. Shared memory, with two
+#    buffers for each of Q, dO and dSᵀ, would not do either.
 #    </details>
 # 2. Why does dQ read both operands from shared memory, although its first operand was in registers?
 #    <details><summary>Answer</summary>
 #
-#    It sums over keys, and a warpgroup has only half of them. With a key a row, what lies in its registers is dSᵀ, not
-#    dS.
+#    It sums over keys, and a warpgroup has only half of them. What lies in its registers is dSᵀ, not dS.
 #    </details>
 # 3. Why is one barrier a step enough, given that dSᵀ has two buffers?
 #    <details><summary>Answer</summary>
 #
-#    Whoever writes the other buffer may be one step ahead. To write the same buffer again it must pass the next barrier,
-#    and there all have finished reading it.
+#    A warpgroup that is ahead writes the other buffer. To write this one again it must pass the next barrier, where all
+#    arrive only after `wgmma_wait<0>`: they have finished reading it.
 #    </details>
 # 4. What would change if the block owned queries instead of keys?
 #    <details><summary>Answer</summary>
@@ -327,16 +310,16 @@ figures.beside_others()
 # 5. Why may `add_dQ` use the order of registers, and `store_rows` not?
 #    <details><summary>Answer</summary>
 #
-#    dq is an intermediate result, which the last kernel puts in order. dk and dv are what the caller gets.
+#    All blocks add to dq in this same order, and a last kernel has to round the sums anyway: it also restores rows.
+#    dK and dV are complete in their block and are written once, as rows.
 #    </details>
 #
 # **Go further**
 #
-# - ★ (15 minutes) `figures.step_of` for a tile of 128 queries at D = 128: what would it read, and why does it not fit?
+# - ★ (15 minutes) `figures.step_of(128, 128)`: what would a tile of 128 queries read?
 # - ★★ (1 hour) Count `bwd_1` in the same way: how many bytes does `ldmatrix` fetch for each product?
 # - ★★★ (a weekend) A warp that sends dQ_i: number 2 of the open problems in [02x](02x_deeper.ipynb).
 #
-# **Read:** [FlashAttention-3](../papers/flash_attention_3.md) and [FlashAttention-4](../papers/flash_attention_4.md); the
-# PTX ISA on `wgmma`. What was tried and was slower is in 02x, too.
+# **Read:** [FlashAttention-3](../papers/flash_attention_3.md) and [FlashAttention-4](../papers/flash_attention_4.md).
 #
 # **Next:** [03a_triton_kernels.ipynb](03a_triton_kernels.ipynb). A compiler decides most of this for you.

@@ -2,10 +2,13 @@
 
 import functools
 
-from steps.bench import report
+from steps.bench import cost, report
 from steps.bench import rows as results
 from steps.bench.rows import label, setting
+from steps.figures.picture import picture
 from steps.figures.plots import GREYS, INK, PEERS, colour_of, subplots
+
+H200 = cost.GPUS["NVIDIA H200"]
 
 
 def speed_bars(found):
@@ -40,13 +43,13 @@ def beside(found, kernels, other):
 def shares(found, kernels, other):
     """What `beside` gives as a table in words: a line for each kernel, head_dim and mask, a column for each N."""
     ordered = [row | {"share": f"{share:.2f}"} for row, share in beside(found, kernels, other)]
-    lengths = {N: f"N = {N}" for N in sorted({row["N"] for row in ordered})}
+    lengths = {N: str(N) for N in sorted({row["N"] for row in ordered})}
     columns = report.across(lambda row: row["N"], lambda row: row["share"], lengths)
 
     def words(row):
         return row["kernel"], f"D = {row['D']}", "causal" if row["causal"] else "full"
 
-    lines = report.table(ordered, [f"of {other}", "", ""], words, columns)
+    lines = report.table(ordered, [f"of {other}", "", "N ="], words, columns)
     return "\n".join(report.in_text(lines)) if lines else f"no rows of {', '.join(kernels)} beside {other}"
 
 
@@ -82,6 +85,31 @@ def rung_row(kernel, found=None, *, gpu="NVIDIA H200", D=128, N=4096, causal=Fal
 def fresh():
     """The committed rows of the kernels as they are now."""
     return results.fresh(results.read())
+
+
+def of_one_run(*names, found=None, pass_="fwd", D=128, N=4096, causal=False):
+    """{name: TFLOP/s} of kernels and peers on an H200, in the last run in which all of them were measured; or {}."""
+    at = {"gpu": H200.name, "pass": pass_, "D": D, "N": N, "causal": causal, "dtype": "bf16", "options": {}}
+    runs = {}
+    for row in found or fresh():
+        if row["timing"] == "interleaved" and at.items() <= row.items():
+            runs.setdefault(row["run"], {})[row["kernel"] or row["peer"]] = row["tflops"]
+    complete = [runs[run] for run in sorted(runs) if set(names) <= runs[run].keys()]
+    return {name: complete[-1][name] for name in names} if complete else {}
+
+
+def speeds(panels, alt):
+    """Bars of {title: {kernel or peer: TFLOP/s}}, a panel for each title."""
+    fig, grid = subplots(1, len(panels), figsize=(8.5, 3.6), sharey=True)
+    for ax, (title, found) in zip(grid, panels.items(), strict=True):
+        words = [PEERS[name][0] if name in PEERS else name.split("_", 2)[2] for name in found]
+        bars = ax.bar(range(len(found)), found.values(), color=[colour_of(name) for name in found])
+        ax.bar_label(bars, fmt="%.0f", fontsize=9)
+        ax.set_xticks(range(len(found)), words, rotation=40, ha="right", fontsize=9)
+        ax.set_title(title if found else f"{title}: not measured as it is now")
+        ax.grid(axis="x", visible=False)
+    grid[0].set_ylabel("TFLOP/s, bf16, H200")
+    return picture(fig, alt)
 
 
 def company(row, found):

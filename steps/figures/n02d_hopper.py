@@ -1,6 +1,5 @@
 """Pictures and experiments of notebook 02d: who waits for whom on Hopper."""
 
-import functools
 import itertools
 import re
 
@@ -8,51 +7,32 @@ import matplotlib.pyplot as plt
 import torch
 
 from reference import error
-from steps.bench import cost, rows
-from steps.figures import planted
-from steps.figures.picture import picture
-from steps.figures.plots import COLOURS, FAINT, GREYS, OPERAND, PEERS, colour_of, ink_on, style
-from steps.step02_fa2_cuda import calls, emulator, plan
+from steps.bench import rows
+from steps.figures import measured, planted
+from steps.figures.picture import pictured
+from steps.figures.plots import COLOURS, FAINT, GREYS, OPERAND, boxes, cells, subplots, table
+from steps.step02_fa2_cuda import calls, emulator, ladder, plan
 from steps.workbook import edited
 
-UNITS = {"products": COLOURS[0], "float32": COLOURS[2], "exp": COLOURS[1]}
-H200 = cost.GPUS["NVIDIA H200"]
+UNITS = {"products": COLOURS[0], "exp": COLOURS[1], "float32": COLOURS[2]}
+SCHEDULES = {
+    "copies late": {},  # the emulation's default: finds waits that are missing
+    "products late": {"copies": "eager", "wgmma": "late"},  # finds stages that are filled again too early
+    "random": {"threads": "random", "copies": "random", "wgmma": "random", "seed": 1},
+}
 
 
-def axes(rows=1, columns=1, **how):
-    """(figure, axes) in the course's style."""
-    style()
-    return plt.subplots(rows, columns, layout="constrained", **how)
-
-
-def boxes(fig, colours, where="outside upper center"):
+def legend(fig, colours, where="outside upper center"):
     """A legend of {name: colour}, a box for each."""
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
     fig.legend(patches, colours, ncols=len(colours), loc=where)
 
 
-@functools.cache
-def fresh():
-    """The committed rows of the kernels as they are now."""
-    return rows.fresh(rows.read())
-
-
-def of_one_run(*names, found=None, pass_="fwd", D=128, N=4096, causal=False):
-    """{name: TFLOP/s} of kernels and peers on an H200, in the last run in which all of them were measured; or {}."""
-    at = {"gpu": H200.name, "pass": pass_, "D": D, "N": N, "causal": causal, "dtype": "bf16", "options": {}}
-    runs = {}
-    for row in found or fresh():
-        if row["timing"] == "interleaved" and at.items() <= row.items():
-            runs.setdefault(row["run"], {})[row["kernel"] or row["peer"]] = row["tflops"]
-    complete = [runs[run] for run in sorted(runs) if set(names) <= runs[run].keys()]
-    return {name: complete[-1][name] for name in names} if complete else {}
-
-
-def share_of_the_peak(*kernels):
-    """The kernels' TFLOP/s as shares of the datasheet's, D = 128, N = 4096, full."""
-    found = of_one_run(*kernels)
-    words = [f"{kernel} {tflops / H200.half_tflops:.0%}" for kernel, tflops in found.items()]
-    return f"of an H200's {H200.half_tflops:.0f} TFLOP/s: {', '.join(words) or 'not measured as they are now'}"
+def beside(other, *kernels, **which):
+    """A table of the kernels' shares of another one's speed on an H200, each of one run. which: see `rows.read`."""
+    at = {"gpu": "NVIDIA H200", "dtype": "bf16", "options": {}}
+    found = [row for row in rows.fresh(rows.read(**which)) if at.items() <= row.items() and row["D"] in (64, 128)]
+    return measured.shares(found, kernels, other)
 
 
 def lockstep(work, steps):
@@ -74,9 +54,12 @@ def ping_pong(work, steps):
     return spans
 
 
+@pictured
 def lockstep_and_ping_pong(tile_clocks):
-    """Timelines of a model of two warpgroups, and how busy they keep the tensor cores."""
-    fig, grid = axes(2, 2, figsize=(8.5, 4), sharex=True)
+    """A model's timelines of two warpgroups over three steps, in lockstep and in ping-pong. In lockstep the
+    tensor cores work 39 % of the time at D = 64 and 55 % at D = 128; in ping-pong, where one's softmax lies under
+    the other's products, 78 % and 100 %."""
+    fig, grid = subplots(2, 2, figsize=(8.5, 4), sharex=True)
     for column, D in zip(grid.T, (64, 128), strict=True):
         work = dict(zip(("products", "exp", "float32"), tile_clocks(D, Br=64), strict=True))
         for ax, turns in zip(column, (lockstep, ping_pong), strict=True):
@@ -88,19 +71,13 @@ def lockstep_and_ping_pong(tile_clocks):
             ax.set_yticks((0, 1), ("group 0", "group 1"))
             ax.grid(axis="y", visible=False)
     fig.supxlabel("clocks, three steps of each warpgroup", fontsize=10)
-    boxes(fig, UNITS)
-    alt = """A model's timelines of two warpgroups over three steps, in lockstep and in ping-pong. In lockstep the
-    tensor cores work 39 % of the time at D = 64 and 55 % at D = 128; in ping-pong, where one's softmax lies under
-    the other's products, 78 % and 100 %."""
-    return picture(fig, alt)
+    legend(fig, UNITS)
+    return fig
 
 
-# --- copies, phases, stages -----------------------------------------------------------------------------------
-
-
-def emulate(text, kernel, *arguments, block=32):
-    """Runs a kernel of this text in the emulation of a GPU, with one block."""
-    planted.emulated(text, kernel, arguments, grid=1, block=block, shared_bytes=8192, T="bf16")
+def emulate(text, kernel, *arguments):
+    """Runs a kernel of this text in the emulation of a GPU, with one block of one warp."""
+    planted.emulated(text, kernel, arguments, grid=1, block=32, shared_bytes=8192, T="bf16")
 
 
 def tensor_map(x, rows):
@@ -108,130 +85,87 @@ def tensor_map(x, rows):
     return emulator.tensor_map(*plan.view_and_box(x[None, None], rows))
 
 
-def copied_box(y, first=13, rows=21):
-    """The two slabs that TMA wrote for rows first ... of a matrix with so many rows. y: 10 x row + chunk."""
-    fig, grid = axes(1, 2, figsize=(8.5, 4.2), sharey=True)
-    chunks = y.view(2, 16, 8, 8)[..., 0]  # slab, row, position in the row
-    inside = rows - first
-    for slab, ax in enumerate(grid):
-        for row, at in itertools.product(range(16), range(8)):
-            chunk = int(chunks[slab, row, at]) - 10 * (first + row)
-            colour = "white" if row >= inside else OPERAND["K"] if chunk == 2 + 8 * slab else FAINT
-            ax.add_patch(plt.Rectangle((at, row), 1, 1, facecolor=colour, edgecolor="white"))
-            says = chunk if row < inside else ""
-            ax.text(at + 0.5, row + 0.55, says, ha="center", va="center", fontsize=9, color=ink_on(colour))
-        frame = {"facecolor": "none", "edgecolor": GREYS[1], "ls": "--", "clip_on": False}
-        ax.add_patch(plt.Rectangle((0, inside + 0.05), 8, 16 - inside - 0.05, **frame))
-        ax.text(4, (inside + 16) / 2, "rows that x does not have: all zeros", ha="center", va="center")
-        ax.set(xlim=(0, 8), ylim=(16, 0), xlabel="place in the row, 16 bytes each", xticks=[])
-        ax.set_title(f"slab {slab}: columns {64 * slab} to {64 * slab + 63}")
-        ax.set_yticks([row + 0.5 for row in range(16)], range(16), fontsize=9)
-        ax.grid(False)
-    grid[0].set_ylabel("row of 128 bytes")
-    alt = """What TMA wrote: two slabs of 16 rows of 128 bytes, each cell a chunk of 16 bytes with its number in the
-    row of x. In each slab one chunk is marked; it stands in another place in each of eight rows. Rows 8 to 15, in a
-    dashed frame, do not exist in x and are zero."""
-    return picture(fig, alt)
+@pictured
+def copied_box(y):
+    """What TMA wrote: two slabs of 16 rows of 128 bytes, each cell a chunk of 16 bytes with its number in the
+    row of x. In each slab one chunk is marked; it stands in another place in each of eight rows. Rows 8 to 15 do not
+    exist in x and are zero."""
+    fig, grid = subplots(1, 2, figsize=(8.5, 3.2), sharey=True)
+    chunks = y.view(2, 16, 8, 8)[:, :8, :, 0].int() - 10 * torch.arange(13, 21)[:, None]  # y holds 10 x row + chunk
+    for slab, (ax, words) in enumerate(zip(grid, chunks.tolist(), strict=True)):
+        colours = [[OPERAND["K"] if chunk % 8 == 2 else FAINT for chunk in row] for row in words]
+        cells(ax, colours, words, title=f"slab {slab}: chunks {8 * slab} to {8 * slab + 7} of a row of x")
+        ax.set(xlabel="place, 16 bytes each", xticks=range(8), yticks=range(8))
+    grid[0].set_ylabel("row (8 to 15 are zeros)")
+    return fig
 
 
-ENDED = """#include "ptx.cuh"
-extern "C" __global__ void passes(int ended, int parity) {
-  SharedMemory smem;
-  Shared<Barrier> b = smem.array<Barrier>(1);
-  barrier_init(b, 1);
-  for (int i = 0; i < ended; i++) barrier_arrive(b);  // ends a phase
-  barrier_wait(b, parity);
-}"""
+def phases(text):
+    """A table of what the wait of a kernel `passes` does, by the phases that ended and the parity that it asks for."""
+    how, lines = dict(grid=1, block=1, shared_bytes=64, T="bf16"), [("phases ended", "wait for 0", "wait for 1")]
+    for ended in range(4):
+        reports = [planted.report(text, "passes", (ended, parity), **how) for parity in (0, 1)]
+        lines.append((ended, *("waits" if "is stuck" in report else "goes on" for report in reports)))
+    return table(*lines)
 
 
-def phases():
-    """What a wait does, by the number of phases that have ended and by the parity that it asks for."""
-    how, lines = dict(grid=1, block=1, shared_bytes=64, T="bf16"), ["phases ended   wait for 0   wait for 1"]
-    for ended in range(5):
-        reports = [planted.report(ENDED, "passes", (ended, parity), **how) for parity in (0, 1)]
-        says = ["waits" if "is stuck" in report else "goes on" for report in reports]
-        lines.append(f"{ended:7}        {says[0]:12} {says[1]}")
-    return "\n".join(lines)
-
-
+@pictured
 def ring_of_stages(copies, uses):
-    """The spans of copies and uses in a ring of two stages, and the parity of each barrier's phase."""
-    fig, ax = axes(figsize=(8.4, 3))
-    last = uses[-1][1] + 1
-    for side, barrier, spans in (("producer", "full", copies), ("consumer", "empty", uses)):
-        for n, (start, end) in enumerate(spans):
-            ax.barh(side, end - start, height=0.7, left=start, color=COLOURS[n % 2], edgecolor="white")
-            ax.text((start + end) / 2, side, n, ha="center", va="center", color=ink_on(COLOURS[n % 2]))
-        for stage in (0, 1):
-            ends = [0, *(end for _, end in spans[stage::2]), last]  # a phase of full ends with a copy
-            for phase, (start, end) in enumerate(itertools.pairwise(ends)):
-                shade, at = (FAINT, GREYS[1])[phase % 2], f"{barrier}[{stage}]"
-                ax.barh(at, end - start, left=start, height=0.55, color=shade, edgecolor="white")
-                ax.text(start + 0.2, at, phase % 2, va="center", fontsize=9, color=ink_on(shade))
-    ax.set(xlabel="clock", xlim=(0, last), xticks=range(0, last, 2))
-    ax.set_title("two stages (blue, orange): tiles, and the parity of each barrier's phase")
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    alt = """A ring of two stages. The producer copies tiles 0 to 5 back to back into stages 0, 1, 0, 1 ...; the
+    """A ring of two stages. The producer copies tiles 0 to 5 back to back into stages 0, 1, 0, 1 ...; the
     consumer uses each as soon as it has come. The parity of full flips when a copy ends, that of empty when a use
     ends."""
-    return picture(fig, alt)
+    fig, ax = subplots(figsize=(8.4, 3))
+    last, found = uses[-1][1] + 1, []
+    for y, spans in ((0, copies), (3, uses)):
+        found += [(start, y, end - start, 0.7, COLOURS[n % 2], n) for n, (start, end) in enumerate(spans)]
+        for stage in (0, 1):
+            ends = [0, *(end for _, end in spans[stage::2]), last]  # a phase of full ends with a copy
+            for n, (start, end) in enumerate(itertools.pairwise(ends)):
+                found.append((start, y + 1 + stage, end - start, 0.7, (FAINT, GREYS[1])[n % 2], n % 2))
+    boxes(ax, found)
+    ax.set(xlabel="clock", xlim=(0, last), ylim=(5.9, -0.2), xticks=range(0, last, 2))
+    ax.set_yticks([y + 0.35 for y in range(6)], ("producer", "full[0]", "full[1]", "consumer", "empty[0]", "empty[1]"))
+    ax.set_title("blue: stage 0, orange: stage 1, with the number of the tile; grey: the parity of a barrier's phase")
+    return fig
 
 
+@pictured
 def one_wgmma():
-    """Which numbers an instruction reads and where its result goes: 64 x 16 times 16 x 128."""
-    fig, ax = axes(figsize=(8.4, 3.6))
-    for warp in range(4):
-        shade = OPERAND["S"] if warp % 2 else "#8cc6ea"
-        ax.add_patch(plt.Rectangle((24, 16 * warp), 128, 15, color=shade))
-        ax.text(88, 16 * warp + 7.5, f"S, rows {16 * warp} to {16 * warp + 15}: registers of warp {warp}",
-                ha="center", va="center", color=ink_on(shade))  # fmt: skip
-    ax.add_patch(plt.Rectangle((0, 0), 16, 63, color=OPERAND["Q"]))
-    ax.text(8, 31, "Q\n64 x 16", ha="center", va="center", color=ink_on(OPERAND["Q"]))
-    ax.add_patch(plt.Rectangle((24, -24), 128, 16, color=OPERAND["K"]))
-    ax.text(88, -16, "K transposed, 16 x 128: shared memory", ha="center", va="center", color=ink_on(OPERAND["K"]))
-    ax.text(8, 66, "shared\nmemory", ha="center", va="top")
-    ax.set(xlim=(-4, 154), ylim=(78, -26), aspect="equal")
-    ax.axis("off")
-    alt = """One wgmma. Q, 64 x 16 numbers, and K transposed, 16 x 128, are read from shared memory. The result S,
+    """One wgmma. Q, 64 x 16 numbers, and K transposed, 16 x 128, are read from shared memory. The result S,
     64 x 128, lies in the registers of four warps, 16 rows each."""
-    return picture(fig, alt)
+    fig, ax = subplots(figsize=(8.4, 3.4))
+    says = [f"S, rows {16 * warp} to {16 * warp + 15}: registers of warp {warp}" for warp in range(4)]
+    found = [(24, 16 * warp, 128, 16, OPERAND["S"], words) for warp, words in enumerate(says)]
+    found.append((24, -24, 128, 16, OPERAND["K"], "K transposed, 16 x 128: shared memory"))
+    boxes(ax, [*found, (0, 0, 16, 64, OPERAND["Q"], "Q\n64 x 16\nshared\nmemory")])
+    ax.set(xlim=(-1, 153), ylim=(65, -25), aspect="equal")
+    ax.axis("off")
+    return fig
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------
-
-RUNGS = {"wgmma": 6, "roles": 7, "hopper": 8}
-SCHEDULES = {
-    "copies late": {},  # the emulation's default: finds waits that are missing
-    "products late": {"copies": "eager", "wgmma": "late"},  # finds stages that are filled again too early
-    "random": {"threads": "random", "copies": "random", "wgmma": "random", "seed": 1},
-}
-
-
-def outcomes(rung, mistakes=None, backward=False):
-    """What becomes of a rung as it is, and with each of {name: (old text, new text)}, in three schedules, in words."""
-    sizes = (400, 64) if backward else (300, 32)
+def outcomes(*rungs, mistakes=(), backward=False):
+    """A table: what becomes of rungs as they are, and of the last with each of {name: (old text, new text)}."""
+    sizes, kernels = ((400, 64), ladder.BACKWARD) if backward else ((300, 32), ladder.FORWARD)
     q, k, v, dout = torch.randn(4, 1, 1, *sizes, generator=torch.Generator().manual_seed(0)).bfloat16()
-    file, tile = f"{'bwd' if backward else 'fwd'}_{'2' if backward else RUNGS[rung]}_{rung}.cu", (64, 64)
-    want, lines = error.expected(q, k, v, dout), []
-    results = ("dq", "dk", "dv") if backward else ("out", "lse")
+    want, lines = error.expected(q, k, v, dout), [("", *SCHEDULES)]
 
-    def outcome(how):
+    def outcome(rung, how):
         try:
             with emulator.schedule(**how):
-                found = out, lse = calls.forward(q, k, v, rung=rung, tile=tile)
+                found = out, lse = calls.forward(q, k, v, rung=rung, tile=(64, 64))
                 found = calls.backward(dout, q, k, v, out, lse, rung=rung) if backward else found
         except RuntimeError as report:
             return "stuck" if "stuck" in str(report) else "refused"
-        spoilt = error.failures(dict(zip(results, found, strict=True)), want)
+        names = ("dq", "dk", "dv") if backward else ("out", "lse")
+        spoilt = error.failures(dict(zip(names, found, strict=True)), want)
         return f"spoils {', '.join(spoilt)}" if spoilt else "lives"
 
-    if mistakes:
-        lines.append(f"{'':36}" + "".join(f"{name:17}" for name in SCHEDULES).rstrip())
-    for name, change in ({f"{rung} as it is": None} | (mistakes or {})).items():
-        with edited(file, *([change] if change else [])):
-            lines.append(f"{name:36}" + "".join(f"{outcome(how):17}" for how in SCHEDULES.values()).rstrip())
-    return "\n".join(lines)
+    tried = [(rung, f"{rung} as it is", ()) for rung in rungs]
+    tried += [(rungs[-1], name, (change,)) for name, change in dict(mistakes).items()]
+    for rung, name, change in tried:
+        with edited(kernels[rung].file, *change):
+            lines.append((name, *(outcome(rung, how) for how in SCHEDULES.values())))
+    return table(*lines)
 
 
 def report_of(*mistake):
@@ -244,38 +178,3 @@ def report_of(*mistake):
         told = re.sub(r"; threads 1-31 returned.*|, and count as missing| \(\d+ of \d+ arrivals.*?\)", "", str(stuck))
         named = sorted({int(n) for n in re.findall(r"\.cu:(\d+)", told)})
         return "\n".join([told, *(f"line {n}: {lines[n - 1].strip()}" for n in named)])
-    return "It ended."
-
-
-# --- measured -------------------------------------------------------------------------------------------------
-
-LADDER = "fwd_5_fa2", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper"
-BESIDE = "sdpa-flash", "sdpa-cudnn", "fa4", "fa3"
-
-
-def ladder(N=4096):
-    """The last rungs of the forward and others in one run, D = 128, without and with a causal mask."""
-    masks = {"full": False, "causal": True}.items()
-    panels = {f"forward, {how}, D = 128, N = {N}": of_one_run(*LADDER, *BESIDE, N=N, causal=x) for how, x in masks}
-    alt = """Bars of TFLOP/s at D = 128, N = 4096, in one run. Each of fa2, wgmma, roles and hopper is higher than the
-    one before. FlashAttention-3 is the highest of all: a little above hopper without a mask, a tenth with one.
-    FlashAttention-4 and cuDNN are near hopper, FlashAttention-2 at half."""
-    return speeds(panels, alt)
-
-
-def speeds(panels, alt):
-    """Bars of {title: {kernel or peer: TFLOP/s}}, a panel for each title."""
-    fig, grid = axes(1, len(panels), figsize=(8.5, 3.6), sharey=True)
-    for ax, (title, found) in zip(grid, panels.items(), strict=True):
-        bars = ax.bar(range(len(found)), found.values(), color=[colour_of(name) for name in found])
-        ax.bar_label(bars, fmt="%.0f", fontsize=9)
-        ax.set_xticks(range(len(found)), [label(name) for name in found], rotation=40, ha="right", fontsize=9)
-        ax.set_title(title if found else f"{title}: not measured as it is now")
-        ax.grid(axis="x", visible=False)
-    grid[0].set_ylabel("TFLOP/s, bf16, H200")
-    return picture(fig, alt)
-
-
-def label(name):
-    """ "hopper" of "fwd_8_hopper", "FlashAttention-3" of "fa3"."""
-    return PEERS[name][0] if name in PEERS else name.split("_", 2)[2]

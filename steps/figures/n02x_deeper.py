@@ -10,15 +10,14 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import ListedColormap
 
 from steps.bench import ablations, cost, rows
 from steps.figures import measured, n02d_hopper
-from steps.figures.picture import picture
+from steps.figures.picture import pictured
 from steps.figures.planted import compiled, launched
-from steps.figures.plots import COLOURS, style
+from steps.figures.plots import COLOURS, subplots
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import edited, show
 from steps.workbook.puzzles.operand_address import operand_address
@@ -119,103 +118,74 @@ def run(in_turn, tiles, heads, sms, causal):
     return max(free), visits
 
 
-# --- Hopper: descriptors, registers, persistent blocks, clocks, power -------------------------------------------
-
-
+@pictured
 def read_by_wgmma():
-    """Which 16-byte chunks of a tile of 64 x 64 numbers four instructions read, of K and of V."""
-    style()
-    fig, axes = plt.subplots(1, 2, figsize=(8.4, 4.2), sharey=True, layout="constrained")
-    titles = "K: an instruction reads 16 columns", "V: an instruction reads 16 keys"
-    for is_V, (ax, title) in enumerate(zip(axes, titles, strict=True)):
+    """Which chunks of a tile four instructions read, its first 32 rows. Of K each reads two chunks of every row,
+    which the swizzle moves about in a pattern that repeats after eight rows. Of V each reads 16 whole rows."""
+    fig, axes = subplots(1, 2, figsize=(8.4, 4.2), sharey=True)
+    for is_V, ax in enumerate(axes):
         reader = torch.full((64 * 8,), float("nan"))
-        for step in range(4):
+        for step, k, i in itertools.product(range(4), range(16), range(64)):
             where = (2048 * step, 8192, 1024) if is_V else (32 * step, 16, 1024)
-            for k, i in itertools.product(range(16), range(64)):
-                reader[operand_address(*where, k, i, bool(is_V)) // 16] = step
+            reader[operand_address(*where, k, i, bool(is_V)) // 16] = step
         ax.pcolormesh(reader.view(64, 8), cmap=ListedColormap(COLOURS[:4]), edgecolors="white", lw=0.5)
-        ax.set(ylim=(32, 0), xlabel="16-byte chunk of the row", title=title, yticks=range(0, 33, 8))
+        ax.set(ylim=(32, 0), xlabel="16-byte chunk of the row", yticks=range(0, 33, 8))
+        ax.set_title("V: an instruction reads 16 keys" if is_V else "K: an instruction reads 16 columns")
         ax.grid(False)
     axes[0].set_ylabel("row of 128 bytes, the first 32 of 64")
-    n02d_hopper.boxes(fig, {f"instruction {step}": COLOURS[step] for step in range(4)}, "outside lower center")
-    alt = """Which chunks of a tile four instructions read, its first 32 rows. Of K each reads two chunks of every row,
-    which the swizzle moves about in a pattern that repeats after eight rows. Of V each reads 16 whole rows."""
-    return picture(fig, alt)
+    n02d_hopper.legend(fig, {f"instruction {step}": COLOURS[step] for step in range(4)}, "outside lower center")
+    return fig
 
 
 def registers_of_the_roles(D):
     """What a consumer of rung hopper needs, and what setmaxnreg gives it, in words."""
     row = ladder.FORWARD["hopper"]
     Br, Bc = row.tiles[0][D]
-    need, threads, n = cost.accumulator_registers(64, Bc, D, "bf16", threads=128), row.threads(D, Br, Bc), Br // 64
-    lines = [line for line in str(show("fwd_8_hopper")).splitlines() if "_REGISTERS = " in line]
-    kept, taken = (int(re.findall(r"[?:] (\d+)", line)[n - 1]) for line in lines)
-    total, at_launch = 128 * (kept + n * taken), GPU.multiprocessor.registers // threads // 8 * 8
-    given = f"at first {at_launch}, then {taken}, producer {kept}; all {total}"
+    need, n = cost.accumulator_registers(64, Bc, D, "bf16", threads=128), Br // 64
+    text = re.findall(r"_REGISTERS = .*", str(show("fwd_8_hopper")))
+    kept, taken = (int(re.findall(r"[?:] (\d+)", line)[n - 1]) for line in text)
+    first = GPU.multiprocessor.registers // row.threads(D, Br, Bc) // 8 * 8
+    given = f"at first {first}, then {taken}, producer {kept}; all {128 * (kept + n * taken)}"
     return f"D = {D:3}, {n} consumers: S, P, O need {need}; {given}"
 
 
 def without_the_wait():
     """What ptxas says of rung wgmma when it does not wait for S."""
-    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, D=128, causal=False, dtype=torch.bfloat16, processors=GPU.sms)
-    (launch,) = rows.geometry("fwd_6_wgmma", shared_limit=GPU.multiprocessor.shared_per_block, **sizes)
     with edited("fwd_6_wgmma.cu", ("    wgmma_wait<0>();\n    if (j * Bc", "    if (j * Bc")):
         try:
-            nvrtc.compile(works.HERE / "fwd_6_wgmma.cu", launch[-1], "sm_90a")
+            compiled("fwd_6_wgmma", 128)
         except RuntimeError as refused:
             found = re.findall(r"\(C75\d\d\)[^;\n]*", str(refused))
             return "\n".join(textwrap.fill(says, 88) for says in dict.fromkeys(found))
 
 
-def spans(timeline, begin, end):
-    """[[(start, end)], ...]: from one event of a recorded timeline to another, in each step of each warpgroup."""
-    a, b = (ablations.EVENTS.index(event) for event in (begin, end))
-    return [[(step[group][a], step[group][b]) for step in timeline["marks"]] for group in (0, 1)]
-
-
-def clocks_of_a_step(timeline):
-    """From one block of keys to the next, both warpgroups."""
-    marks = timeline["marks"]
-    return (marks[-1][0][0] - marks[0][0][0]) / (len(marks) - 1)
-
-
-def recorded_timelines():
-    """{(OVERLAP, PINGPONG): timeline} of rung hopper as it is now, recorded on an H200; or {}."""
-    found = ablations.read("timeline").get("timelines", ())
-    return {tuple(one["switches"].values()): one for one in found if "without" not in one}
-
-
-def timelines(first=8, steps=5):
-    """Two warpgroups of rung hopper over five steps, without and with turns, recorded."""
-    shown = {turns: one for (overlap, turns), one in recorded_timelines().items() if overlap}
-    if not shown:
-        return print("no timeline of this kernel: on an H200, python -m steps.bench.ablations")
-    style()
-    fig, grid = plt.subplots(len(shown), 1, figsize=(8.5, 4.6), layout="constrained")
-    bars = ("starts", "output", 0, COLOURS[0]), ("scores", "exponentials", 0.4, COLOURS[1])
-    for ax, (turns, one) in zip(grid, shown.items(), strict=True):
-        origin, end = (one["marks"][n][0][0] for n in (first, first + steps))
-        for begin, stop, shift, colour in bars:
-            for group, found in enumerate(spans(one, begin, stop)):
-                pieces = [(start - origin, till - start) for start, till in found]
-                ax.broken_barh(pieces, (group + shift - 0.18, 0.36), fc=colour, ec="white")
-        ax.set_yticks((0, 0.4, 1, 1.4), ("group 0: products", "softmax", "group 1: products", "softmax"))
-        ax.set(ylim=(1.7, -0.3), xlim=(0, end - origin))
-        ax.set_title(f"{'with' if turns else 'without'} turns: {clocks_of_a_step(one):.0f} clocks a step")
-        ax.grid(axis="y", visible=False)
-    grid[-1].set_xlabel("clocks of the SM, D = 128, no mask")
-    alt = """Recorded timelines of two warpgroups over five steps, without and with turns. Bars of products follow
-    each other nearly without a gap, and the softmax of one warpgroup lies under the products of both. The two
-    warpgroups alternate in either case."""
-    return picture(fig, alt)
-
-
-def clocks_a_step():
-    """A line for each recorded timeline of rung hopper: what was changed, and the clocks of a step."""
+def recorded():
+    """[(what was changed, clocks from one block of keys to the next, timeline)] of rung hopper as it is now."""
     for one in ablations.read("timeline").get("timelines", ()):
-        turned = ", ".join(f"{name} = {value}" for name, value in one["switches"].items())
-        changed = f"without {one['without']}" if "without" in one else turned
-        print(f"{changed:27}{clocks_of_a_step(one):6.0f} clocks a step")
+        changed = ", ".join(f"{name} = {value}" for name, value in one["switches"].items())
+        first, *between, last = (step[0][0] for step in one["marks"])
+        yield f"without {one['without']}" if "without" in one else changed, (last - first) / (len(between) + 1), one
+
+
+@pictured
+def timelines():
+    """Recorded timelines of two warpgroups over five steps, without and with turns. In both products follow each other
+    nearly without a gap, the softmax of one warpgroup lies under the products of both, and the two alternate."""
+    fig, grid = subplots(2, 1, figsize=(8.5, 4.6))
+    bars = ("starts", "output", 0, COLOURS[0]), ("scores", "exponentials", 0.4, COLOURS[1])
+    for changed, clocks, one in recorded():
+        if changed.startswith("OVERLAP = 1"):
+            ax, (origin, end) = grid[one["switches"]["PINGPONG"]], (one["marks"][n][0][0] for n in (8, 13))
+            for (*events, shift, colour), group in itertools.product(bars, (0, 1)):
+                a, b = map(ablations.EVENTS.index, events)
+                pieces = [(step[group][a] - origin, step[group][b] - step[group][a]) for step in one["marks"]]
+                ax.broken_barh(pieces, (group + shift - 0.18, 0.36), fc=colour, ec="white")
+            ax.set_yticks((0, 0.4, 1, 1.4), ("group 0: products", "softmax", "group 1: products", "softmax"))
+            turns = "with turns" if changed.endswith("1") else "without turns"
+            ax.set(ylim=(1.7, -0.3), xlim=(0, end - origin), title=f"{turns}: {clocks:.0f} clocks a step")
+            ax.grid(axis="y", visible=False)
+    grid[1].set_xlabel("clocks of the SM, D = 128, no mask")
+    return fig
 
 
 def power():
@@ -226,8 +196,5 @@ def power():
               f"{one['tflops'] / allowed:.0%} of what that allows; {one['watts']:.0f} W")  # fmt: skip
 
 
-def price_of_order():
-    """A line for each size at which bwd_3 was measured in a fixed order: its share of the speed in any order."""
-    found = [row for row in rows.fresh(rows.read(switched=True)) if row["gpu"] == GPU.name]
-    for row, share in measured.beside(found, ("bwd_3_hopper:DETERMINISTIC=1",), "bwd_3_hopper"):
-        print(f"D = {row['D']:3}, N = {row['N']:5}, {'causal' if row['causal'] else 'full':6}: {share:.2f}")
+# A table of bwd_3's speed in a fixed order as a share of that in any order.
+price_of_order = functools.partial(n02d_hopper.beside, "bwd_3_hopper", "bwd_3_hopper:DETERMINISTIC=1", switched=True)

@@ -15,8 +15,8 @@ from reference import attention, cases, error, mutants
 from steps import engine
 from steps import step03_triton as step03
 from steps.bench import rows
-from steps.figures.n02d_hopper import H200, fresh, of_one_run
-from steps.figures.n02d_hopper import speeds as speed_bars
+from steps.figures.measured import H200, fresh, of_one_run
+from steps.figures.measured import speeds as speed_bars
 from steps.figures.picture import picture
 from steps.figures.plots import visited_tiles
 from steps.figures.triton_compiler import compiled

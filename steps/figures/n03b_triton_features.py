@@ -11,7 +11,7 @@ import triton.language as tl
 from reference import attention, error, philox
 from steps import engine
 from steps.bench import cost
-from steps.figures.n02d_hopper import H200, fresh
+from steps.figures.measured import H200, fresh
 from steps.figures.picture import picture
 from steps.figures.plots import table, visited_tiles
 from steps.figures.triton_compiler import compiled

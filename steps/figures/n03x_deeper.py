@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from steps.figures import measured
-from steps.figures.n02d_hopper import fresh, of_one_run
+from steps.figures.measured import fresh, of_one_run
 from steps.figures.triton_compiler import compiled
 from steps.step03_triton import fwd_2_roles
 
