@@ -73,6 +73,14 @@ def test_the_last_run_counts_and_one_of_two_lengths_is_no_picture():
     assert chart["ours"] == ["fwd_8_hopper"] and chart["date"] == "2026-01-02"
 
 
+def test_only_plain_rows_of_the_two_stages_are_read(tmp_path):
+    others = {"options": {"window": 8}, "dtype": "fp16", "timing": "sustained", "n_gpus": 2, "pass": "fwd+bwd"}
+    found = [of_02("fwd_8_hopper", N=512, Nk=512), of_02("fwd_0_matrix") | {"stage": "00_naive"}]
+    found += [found[0] | {name: value} for name, value in others.items()]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, found)))
+    assert gallery.read(tmp_path) == found[:1]
+
+
 def test_readers_own_rows_stand_beside_the_committed_ones():
     own = [of_02("fwd_8_hopper", N=N, Nk=N, gpu="NVIDIA L4") for N in (512, 1024, 2048)]
     page = gallery.page([], own)

@@ -298,6 +298,12 @@ def test_the_rung_that_a_hopper_gpu_picks(D, dtype, rung):
         assert picked == [kernels[forward][0], kernels["gluon"][1]]
 
 
+def test_a_rung_is_picked_for_a_vector_too_which_is_refused_afterwards():
+    kernels = rungs.available((9, 0))
+    supports = step03.SUPPORTS | {"rungs": tuple(kernels), "limits": rungs.LIMITS, "elsewhere": {}}
+    assert callable(pick(kernels, supports, None, 0, torch.empty(128, dtype=torch.bfloat16))[0])
+
+
 @pytest.mark.parametrize("D, deterministic, module", [(128, False, bwd_2_gluon), (128, True, bwd_1_tma),
                                                       (136, False, bwd_1_tma)])  # fmt: skip
 def test_which_backward_rung_gluon_has(monkeypatch, D, deterministic, module):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.parsers import Parser
-from docutils.utils import new_document  # noqa: F401  Sphinx's parsers need docutils' utilities loaded.
 from myst_nb.core.render import NbElementRenderer
 from sphinx.util.nodes import make_refnode
 
@@ -33,7 +32,6 @@ html_css_files = ["course.css"]
 html_copy_source = html_show_sphinx = html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 highlight_language = "none"  # A fence without a language is pseudo-code or what a command prints.
-suppress_warnings = ["myst.header", "mystnb.unknown_mime_type"]
 
 # One file of MathJax that has its letters inside; the package brings a hundred.
 (mathjax,) = [file for file in distribution("sphinx-mathjax-offline").files if file.name == "tex-svg.js"]

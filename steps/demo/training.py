@@ -1,10 +1,11 @@
-"""Does a model learn the same with every stage? It is trained with each of them, and with SDPA, from one seed.
+"""Does a model learn the same with the stages as with SDPA? It is trained with each of them from one seed.
 
     python -m steps.demo.training          trains on this machine, and prints how far the losses lie apart
     python -m steps.demo.training --record writes steps/bench/results/<gpu>.training.json, which the page shows
     python -m steps.demo.training --draw   draws the page's picture of that record
 
-In float32 all stages take part; in bfloat16, where attention alone computes in 16 bits, those that have tensor cores.
+In float32 all stages take part, stage 04 as a ring of one rank. In bfloat16, where attention alone computes in 16 bits,
+those do whose kernels use tensor cores.
 Two trainings of one seed stay together at first and then part slowly, even with equal formulas: a sum in another order
 differs in its last bit, and training makes more of it. So SDPA is there twice, by two of torch's kernels.
 """
@@ -41,7 +42,7 @@ def in_16_bits(attention, q, k, v):
 
 def attentions(dtype, numbers=None):
     """{name: attention(q, k, v)}: SDPA twice, and the stages that take this dtype."""
-    numbers = numbers or {"float32": ("00", "01", "02", "03"), "bfloat16": ("02", "03")}[dtype]
+    numbers = numbers or {"float32": ("00", "01", "02", "03", "04"), "bfloat16": ("02", "03")}[dtype]
     found = {SDPA: sdpa, MATH: by_math} | {number: partial(stage(number).attention, causal=True) for number in numbers}
     if "00" in found:
         found["00"] = partial(found["00"], rung="matrix")  # its tiles are Python's loops, which take seconds on a GPU

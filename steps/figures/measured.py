@@ -91,7 +91,7 @@ def of_one_run(*names, found=None, pass_="fwd", D=128, N=4096, causal=False):
     """{name: TFLOP/s} of kernels and peers on an H200, in the last run in which all of them were measured; or {}."""
     at = {"gpu": H200.name, "pass": pass_, "D": D, "N": N, "causal": causal, "dtype": "bf16", "options": {}}
     runs = {}
-    for row in found or fresh():
+    for row in fresh() if found is None else found:
         if row["timing"] == "interleaved" and at.items() <= row.items():
             runs.setdefault(row["run"], {})[row["kernel"] or row["peer"]] = row["tflops"]
     complete = [runs[run] for run in sorted(runs) if set(names) <= runs[run].keys()]
