@@ -80,7 +80,10 @@ figures.memory()
 # scores twice, once for each direction, may forget a part in the backward. Two such mistakes come first.
 
 # %% slideshow={"slide_type": "fragment"}
-Q, K, V, dO = figures.six_tokens()
+Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
+K = torch.tensor([[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]])
+V = torch.tensor([[0.0, 6], [2, 0], [4, 6], [6, 4], [8, 0], [10, 6]])
+dO = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0], [0, -1], [1, -1]])
 scale, cap, slope = 1 / math.sqrt(2), 1.5, 0.25
 M = torch.tensor([0.5, 0, 0, 0, 0, 0]).expand(6, 6)
 distance = (torch.arange(6)[:, None] - torch.arange(6)).abs()

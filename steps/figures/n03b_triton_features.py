@@ -17,15 +17,6 @@ torch.set_num_threads(1)  # Small tensors are faster on one thread.
 torch.set_printoptions(precision=2, sci_mode=False)
 
 
-def six_tokens():
-    """Q, K, V and dO of notebook 00's example."""
-    Q = [[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]]
-    K = [[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]]
-    V = [[0.0, 6], [2, 0], [4, 6], [6, 4], [8, 0], [10, 6]]
-    dO = [[1.0, 0], [0, 1], [1, 1], [2, 0], [0, -1], [1, -1]]
-    return [torch.tensor(x) for x in (Q, K, V, dO)]
-
-
 def of_feature(*names):
     """The rows of these features as the kernels are now, on an H200."""
     return [row for row in fresh() if row["options"].get("feature") in names and row["gpu"] == H200.name]

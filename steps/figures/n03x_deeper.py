@@ -1,12 +1,15 @@
 """What notebook 03x compiles and reads from recorded rows."""
 
 import re
+import warnings
 from pathlib import Path
 
 from steps.figures import measured
 from steps.figures.measured import fresh, of_one_run
 from steps.figures.triton_compiler import compiled
 from steps.step03_triton import fwd_2_roles
+
+warnings.filterwarnings("ignore", message="flex_attention called without")  # The page says that it is not compiled.
 
 
 def shares(kernel, other):
