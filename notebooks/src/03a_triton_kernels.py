@@ -121,8 +121,8 @@ figures.interpreted_and_compiled(odd_tile, count, largest)
 # | [9–10] | m, l and O take in the tile | `online_update` |
 # | [12–15] | out = O / l, lse = scale · m + log l | two `tl.store` |
 #
-# GPUs compute powers of 2: with c = scale · log2(e), exp(scale · S - scale · m) = 2^(c S - c m), so m is the maximum of
-# the *unscaled* scores. You will write `mask` and `online_update` in part 5.
+# GPUs compute powers of 2: with c = scale · log2(e), exp(scale · S - scale · m) = 2^(c S - c m). So S and its maximum m
+# stay *unscaled*. You will write `mask` and `online_update` in part 5.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### A whole forward

@@ -120,7 +120,11 @@ print("dv as in float64:", torch.allclose(dv.double(), want, atol=1e-5))
 # H200, bfloat16, D = 128, N = 16384. Predict before you look: is it nearer to cuDNN without or with a causal mask?
 
 # %% slideshow={"slide_type": "fragment"}
-figures.formula_compiled()
+for causal in (False, True):
+    names = "compiled", "sdpa-cudnn", "fwd_3_gluon"
+    found = measured.of_one_run(*names, N=16384, causal=causal)
+    speeds = ", ".join(f"{name} {tflops:.0f}" for name, tflops in found.items())
+    print(f"causal {causal!s:5} TFLOP/s: {speeds or 'not measured as it is now'}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Its compiler, Inductor, knows the plain formula as a pattern, and calls torch's SDPA in its place. A mask by
