@@ -182,7 +182,7 @@ print("dq", tuple(dq.shape), "dk", tuple(dk.shape), "dv", tuple(dv.shape))
 wrong = error.failures({"dq": dq, "dk": dk, "dv": dv}, error.expected(q, k, v, dout))
 print("wrong:", wrong or "none")
 for Hk in (32, 8, 1):
-    print(f"{Hk:2} key heads, 4,096 keys, tiles of 128: {Hk * 4096 // 128:4} blocks")
+    print(f"Hk = {Hk:2}, 4,096 keys in tiles of 128: {Hk * 4096 // 128:4} blocks")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # Eight key heads still make 256 blocks, about two for each of an H200's 132 multiprocessors. One key head makes 32 blocks,
