@@ -23,6 +23,7 @@ from steps.workbook.puzzles.operand_address import operand_address
 
 GPU = cost.GPUS["NVIDIA H200"]
 
+
 def registers(D=64, old="", new=""):
     """What ptxas reports of rung 0 with `new` in place of `old`, also where the loader would refuse the kernel."""
     row = ladder.FORWARD["scalar"]
