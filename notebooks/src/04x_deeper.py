@@ -88,7 +88,8 @@ for name in strategies.LESSONS:
         at = dict(B=1, H=32, Hk=Hk, D=128, e=2)  # bytes of an element
         sent = strategies.account.sent_bytes(name, layout, 0, **at)[0]  # forward, rank 0
         held = strategies.account.memory_bytes(name, layout, 0, **at)
-        print(f"{name:14} Hk = {Hk:2}: sends {sent / 1e6:4.0f} MB, holds {held / 1e6:4.0f} more")
+        print(f"{name:14} Hk = {Hk:2}: sends {sent / 1e6:4.0f} MB,",
+              f"holds {held / 1e6:4.0f} MB more")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What it costs in time
