@@ -126,11 +126,8 @@ for name, out in ways.items():
 # Query-parallel **gathers**, so that every rank has the keys of all. Each run of successive queries is then an ordinary
 # call, and nothing is merged.
 #
-# Ulysses is attention on one device between two **all-to-alls**: each rank sends every other rank a different part.
-# Between them a rank has all positions of its share of the heads.
-
-# %% slideshow={"slide_type": "fragment"}
-show("step04_ring/strategies/lesson_3_query_parallel", "forward")
+# Ulysses is attention on one device between two **all-to-alls**, here `to_heads` and `to_positions`: each rank sends every
+# other rank a different part. Between them a rank has all positions of its share of the heads.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step04_ring/strategies/lesson_5_ulysses", "forward")
