@@ -13,7 +13,7 @@ import steps
 from steps import engine, step00_naive
 from steps.bench import grid, ring, rows, timing
 from steps.bench.cost import Point
-from steps.bench.ring import ANY_ORDER, FETCH, IN_ORDER, LESSONS, ONE, PEERS, RELAY
+from steps.bench.ring import ANY_ORDER, FETCH, GRAPH, IN_ORDER, LESSONS, ONE, PEERS, RELAY
 from steps.step04_ring import launch
 from steps.step04_ring.strategies import team
 from steps.workbook.case_on_ranks import PlainBlock
@@ -27,7 +27,8 @@ SMALL = replace(LARGE, point=Point(1, 4, 32, 64, True, 2))  # two query heads sh
 
 def of_02(q, k, v, *, causal, deterministic=False):
     """Stands in for stage 02, and is less exact where dq may be added in any order."""
-    out = step00_naive.attention(q.float(), k.float(), v.float(), causal=causal, rung="matrix").to(q.dtype)
+    q, k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (q, k, v))
+    out = step00_naive.attention(q, k, v, causal=causal, rung="matrix").bfloat16()
     return out if deterministic else out * 1.01
 
 
@@ -54,6 +55,8 @@ def in_rank(task, *args):
         steps.step04_ring.entry.default_block = team.default_block = lambda *q, **how: PlainBlock
         grid.peak_bytes = lambda call: 1000
         torch.profiler.profile = profiler
+        torch.cuda.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
+        torch.cuda.graph = lambda graph, capture_error_mode: contextlib.nullcontext()
     return task(*args)
 
 
@@ -111,16 +114,16 @@ def test_everybody_computes_attention_in_two_ranks_and_has_rows_of_its_own(monke
     assert all(rows.source_files(row["stage"], row["kernel"]) for row in found)
 
 
-def test_the_ring_and_one_gpu_take_part_in_both_orders_of_adding_to_dq(monkeypatch):
-    both = replace(SMALL, passes=("fwd+bwd",), who=(ONE, IN_ORDER, FETCH, ANY_ORDER))
+def test_the_ring_and_one_gpu_take_part_in_both_orders_of_adding_to_dq_and_the_ring_in_a_graph(monkeypatch):
+    both = replace(SMALL, passes=("fwd+bwd",), who=(ONE, IN_ORDER, FETCH, ANY_ORDER, GRAPH))
     found = recorded(monkeypatch, {"order": (both,)}, "order")
-    kernels = [f"{ONE}+bwd_3_hopper"] * 2 + [FETCH] * 2
-    options = [{}, {"deterministic": True}, {}, {"deterministic": False}]
+    kernels = [f"{ONE}+bwd_3_hopper"] * 2 + [FETCH] * 3
+    options = [{}, {"deterministic": True}, {}, {"deterministic": False}, {"graph": True}]
     assert [row["kernel"] for row in found] == kernels and [row["options"] for row in found] == options
     assert found[0]["error"] > found[1]["error"], "this one was not asked for a fixed order"
     assert all("peak_bytes" in row for row in found[2:]) and not any("peak_bytes" in row for row in found[:2])
     flops = [row["tflops"] * row["ms_median"] for row in found]
-    assert flops == pytest.approx([flops[0], flops[0], flops[0] / 2, flops[0] / 2])
+    assert flops == pytest.approx([flops[0]] * 2 + [flops[0] / 2] * 3)
 
 
 def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch):

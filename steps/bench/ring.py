@@ -33,14 +33,15 @@ PROFILED = 6  # calls that are profiled, one after the other
 # Candidates are called by their kernel files, peers by their names, and lessons by their strategies.
 ONE, FETCH, RELAY = "fwd_8_hopper", "ring+fetch", "ring+relay"
 # In forward + backward the ring adds to dQ in a fixed order, one GPU in any; here each of them does as the other.
-IN_ORDER, ANY_ORDER = f"{ONE}, in order", f"{FETCH}, any order"
+IN_ORDER, ANY_ORDER, GRAPH = f"{ONE}, in order", f"{FETCH}, any order", f"{FETCH}, in a graph"
+OPTIONS = {IN_ORDER: {"deterministic": True}, ANY_ORDER: {"deterministic": False}, GRAPH: {"graph": True}}
 PEERS = "context-parallel-allgather", "context-parallel-alltoall"
 LESSONS = "query_parallel", "star", "ulysses"
 ALONE = ONE, IN_ORDER
 
 
 def kernel_of(who):
-    """The kernel that a candidate of one of the two orders has in common with its plain form."""
+    """The kernel that one of OPTIONS has in common with its plain form."""
     return who.partition(",")[0]
 
 
@@ -55,9 +56,8 @@ class Case:
 
     def options(self, who):
         """What a row says was asked for. Where lessons are compared, the ring is one of the strategies."""
-        if who in (IN_ORDER, ANY_ORDER):
-            return {"deterministic": who == IN_ORDER}
-        return {"strategy": who if who in LESSONS else "ring"} if "star" in self.who else {}
+        strategy = {"strategy": who if who in LESSONS else "ring"} if "star" in self.who else {}
+        return OPTIONS.get(who, strategy)
 
 
 def cases(*lengths, Hk=(32, 8), causal=True, **how):
@@ -73,6 +73,7 @@ CASES = {
     "8k": cases(8192),
     "128k": cases(131072) + cases(131072, Hk=(32,), causal=False, passes=("fwd",)),
     "order": cases(32768, 131072, passes=("fwd+bwd",), who=(ONE, IN_ORDER, FETCH, ANY_ORDER)),
+    "graph": cases(8192, who=(FETCH, GRAPH)),
     "1m": (Case(Point(1, 8, 2**20, D, True, 2), who=(FETCH,)),),
     "strategies": cases(32768, 8192, 131072, who=(*LESSONS, FETCH, RELAY)),
 }
@@ -120,7 +121,18 @@ def call_of(case, who, pass_):
         how = {"block": Hopper(persistent=False, deterministic=False)} if who == ANY_ORDER else {}
         transport = kernel_of(who).removeprefix("ring+")
         attend = partial(step04_ring.attention, layout=case.layout, S=whole.S, transport=transport, **how)
-    return grid.Beside(who, attend).call(shards, pass_, case.point.causal)
+    call = grid.Beside(who, attend).call(shards, pass_, case.point.causal)
+    return captured(call) if who == GRAPH else call
+
+
+def captured(call):
+    """The same call as a CUDA graph, which is replayed without Python."""
+    for _ in range(2):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = call()
+    return lambda: graph.replay() or results
 
 
 _context, _balanced = contextlib.ExitStack(), []
@@ -278,7 +290,7 @@ def record(*names):
             print(f"{name} ended early: {'; '.join(str(problem).splitlines()[: size + 1])}")
 
 
-ALL = "32k", "8k", "trace", "128k", "strategies", "order", "1m"  # what matters most first
+ALL = "32k", "8k", "trace", "128k", "strategies", "order", "graph", "1m"  # what matters most first
 PLANS = {"ring": (partial(record, *ALL),), **{f"ring-{name}": (partial(record, name),) for name in ALL}}
 
 
