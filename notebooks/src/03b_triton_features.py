@@ -301,8 +301,8 @@ figures.costs()
 figures.decoding()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# The losses: where it was measured without a soft-cap FlashAttention-4 is faster, as it is in the backward of soft-cap
-# and window. In decoding cuDNN is a little faster.
+# The losses: FlashAttention-4 is faster in what it was measured at without a soft-cap, and in the backward with soft-cap
+# and window. cuDNN decodes a little faster.
 #
 # ## 7. In your training loop
 #

@@ -110,8 +110,9 @@ print("rows of 0, of finfo.min and of -inf: lse", [f"{x:.3g}" for x in lse[0, 0]
 print("dv as in float64:", torch.allclose(dv.double(), want, atol=1e-5))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The kernel counts such a mask as -2¹⁰¹. There it stores m · l instead of m + log l, from which the backward gets l
-# back: four keys at -2¹⁰¹ are -2¹⁰³, or -1.01e+31. Only -inf hides a key for certain: then out is 0 and lse -inf.
+# The kernel counts such a mask as -2¹⁰¹. In such a row it stores m · l instead of m + log l: four keys at -2¹⁰¹ give
+# -2¹⁰³, or -1.01e+31. The backward divides by -2¹⁰¹ and has l. Only -inf hides a key for certain: then out is 0 and lse
+# -inf.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. The formula under torch.compile
@@ -147,7 +148,8 @@ for causal in (False, True):
 print(figures.shares("fwd_2_roles", "fwd_1_tma"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# With a causal mask, and at D = 64, it is `tma` with descriptors that each program makes anew: slower.
+# With a causal mask, and at D = 64, the program is not divided. Then the rung is `tma`, but every program makes its
+# descriptors anew, so it is slower.
 #
 # Now the trap. The compiler works in steps, and each is a text that can be read. In **TTGIR**, Triton's text for GPUs,
 # a line gives a name to the result of one operation: `%row = tt.make_range {start = 64, end = 128}` are the numbers
