@@ -325,8 +325,8 @@ for tiles in (1, 2, 3, 4, 8):
 # <details><summary>Answer</summary>
 #
 # A little less than half. At two barriers a step all warps wait for the last, and every operand passes through
-# `ldmatrix`. The fastest use Hopper's own instruction, which reads operands from shared memory. Its roof is counted in
-# 02e.
+# `ldmatrix`. The fastest use Hopper's own instruction, which reads operands from shared memory.
+# Its roof is counted in 02e.
 #
 # </details>
 
