@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from reference import attention
 from steps.figures import n04x_deeper as figures, ring_tables
-from steps.step04_ring import Layout, dry_run, forward, launch, merge, simulate
+from steps.step04_ring import Layout, dry_run, forward, launch, merge, simulate, strategies
 from steps.workbook.case_on_ranks import PlainBlock
 print(steps.engine.describe())
 
@@ -78,11 +78,18 @@ for rounds, name in names.items():
 # ## 2. Bytes and memory of four strategies
 #
 # This section needs 04b's table of who sends what. `account.py` has the formulas, and what two real ranks send equals them
-# to the byte. So they may be asked about sizes that no CPU can run: four ranks, a layer with H = 32 and D = 128 in
-# bfloat16. The first number of each pair has Hk = 32, the second Hk = 8.
+# to the byte. So they may be asked about sizes that no CPU can run: four ranks with 32k tokens, a layer with H = 32 and
+# D = 128 in bfloat16.
 
 # %% slideshow={"slide_type": "fragment"}
-print(figures.sent_and_held())
+layout = Layout("zigzag", 2**15, 4, causal=True)
+for name in strategies.LESSONS:
+    for Hk in (32, 8):
+        at = dict(B=1, H=32, Hk=Hk, D=128, e=2)  # bytes of an element
+        sent = strategies.account.sent_bytes(name, layout, 0, **at)[0]  # forward, rank 0
+        held = strategies.account.memory_bytes(name, layout, 0, **at)
+        print(f"{name:14} Hk = {Hk:2}: sends {sent / 1e6:4.0f} MB,",
+              f"holds {held / 1e6:4.0f} MB more")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What it costs in time
