@@ -129,9 +129,9 @@ print(out.copy_to_host())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the simulator shows
 #
-# Without a GPU the same source runs in Numba's simulator, which starts a Python thread for each GPU thread. It does not
-# show **races**, where two threads need an order that no barrier gives them. This kernel lacks a barrier, and its result
-# is right all the same.
+# Without a GPU the same source runs in Numba's simulator, a Python thread for each GPU thread. It does not show **races**,
+# where two threads need an order that no barrier gives them. This kernel lacks a barrier, and its result is right all the
+# same.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -249,8 +249,8 @@ print(figures.traffic(N=1024, d=64))
 # ### Who works
 #
 # With keys outside, two key tiles may not update one row of O at the same time. So a head stays in one block, on one SM:
-# 16 heads keep 16 of an H200's 132 SMs busy. With queries outside, every query tile can be a block. At N = 4096, tiles of
-# 128 queries make $16 \cdot 32 = 512$ blocks.
+# 16 heads keep 16 of an H200's 132 SMs busy. With queries outside, every query tile can be a block: at N = 4096, 128
+# queries a tile, these are $16 \cdot 32 = 512$.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.2: the same tile, with O not divided

@@ -36,8 +36,7 @@ print(steps.engine.describe())
 # ## 1. The float64 trap
 #
 # A Python number such as 0.5 is a float64 for Numba. In a kernel it turns the arithmetic around it into float64, which
-# GPUs compute more slowly. NumPy keeps such an expression in float32, and so does the simulator,
-# which computes with NumPy: it cannot show this mistake.
+# GPUs compute more slowly. The simulator computes with NumPy, which stays in float32: it cannot show this mistake.
 #
 # The compiler can, and needs no GPU. **PTX** is NVIDIA's assembly language. In it `fma` is a multiply-add, `cvt` a
 # conversion, and the endings `f32` and `f64` are types.
@@ -84,8 +83,8 @@ print(figures.ptx(signed, unsigned))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What rung 2 does about it
 #
-# Rung 2 fetches 16 numbers for 64 multiply-adds, so it would spend much of its time on such tests. Its thread indices
-# are made unsigned, in `add_products` for example.
+# Rung 2 fetches 16 numbers for 64 multiply-adds, so it would spend much of its time on such tests. Its indices are made
+# unsigned, in `add_products` for example.
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_2_registers", "add_products")
@@ -100,9 +99,9 @@ show("fwd_2_registers", "add_products")
 # Shared memory has 32 **banks**; address a lies in bank a mod 32. In a cycle each bank gives out one number. If a warp
 # asks a bank for several addresses, it serves them one after the other, each in a **wavefront**.
 #
-# The cell prints the banks that the 8 rows ask for column 3. With rows of 16 numbers every other row begins in the same
-# bank, and the warp waits for four wavefronts. With a spare column, width 17, the rows are spread over the banks. That is
-# why the tiles of stage 01 have odd widths.
+# The cell prints the banks asked for column 3. With rows of 16 numbers every other row begins in the same bank, and the
+# warp waits for four wavefronts. With a spare column the rows are spread over the banks: the tiles of stage 01 have odd
+# widths.
 
 # %% slideshow={"slide_type": "fragment"}
 for width in (16, 17):

@@ -126,7 +126,7 @@ check("04.1", merge)
 # The first block of scores does not need the message. So a rank posts the hop, computes with the keys that it has, and
 # only then waits: **overlap**.
 #
-# **Predict.** A hop takes h, a block b. How long do two blocks and the hop take, without overlap and with it?
+# **Predict.** A hop takes h, a block b. How long do two blocks and the hop take without overlap, and with it?
 #
 # <details><summary>Answer</summary>
 #
@@ -175,25 +175,23 @@ want, want_lse = step00.forward(Q, K, V)
 print("as on one device:", torch.allclose(torch.cat(out), want, atol=1e-6))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Follow rank 1, whose last query is query 5. In step 0 it has its own keys, and gets B's result with lse 4.65. In step 1
-# rank 0's keys have arrived: A's result, with lse 2.36. Merged, that is (6.83, 1.34) again.
+# Follow rank 1, whose last query is query 5. In step 0 it has its own keys: B's result. In step 1 rank 0's keys have
+# arrived: A's result. Merged, that is (6.83, 1.34) again.
 #
 # A rank holds two pairs of K and V, the one at hand and the one that is arriving: 2 / N of all. There are N blocks and
 # N - 1 hops.
 #
 # ### Line by line
 #
-# The lines are those of [papers/ring_attention.md](../papers/ring_attention.md).
-#
-# | line | what it does | in [`step04_ring`](../steps/step04_ring/README.md) |
-# |---|---|---|
-# | 1 | out = 0, lse = -inf, float32 | `merge.py`: `Parts` |
-# | 4, 9 | post the hop, later wait for it | `relay.py` |
-# | 5 | a block: any kernel that gives (out, lse) | the argument `block` |
-# | 6–8 | merge | `merge.py`: `merge` |
+# | line of [papers/ring_attention.md](../papers/ring_attention.md) | in [`step04_ring`](../steps/step04_ring/README.md) |
+# |---|---|
+# | [1] out = 0, lse = -inf, float32 | `merge.py`: `Parts` |
+# | [4, 9] post the hop, later wait for it | `relay.py`: `Relay` |
+# | [5] a block: any kernel that gives (out, lse) | the argument `block` |
+# | [6–8] merge | `merge.py`: `merge` |
 #
 # In the function, `src` is the rank whose keys have come, and `work_of` says which of them the causal mask lets us see.
-# `Relay` brings the keys by hops. The six tokens go through it in two processes:
+# The six tokens go through it in two processes:
 
 # %% slideshow={"slide_type": "fragment"}
 for rank, (out_r, lse_r) in enumerate(two_ranks.run(figures.ring_on_this_rank, Q, K, V)):
@@ -257,7 +255,7 @@ check("04.2", reverse_step)
 # ### Who waits for whom
 #
 # Under a causal mask late queries see much, and early ones little. As every rank waits for its neighbour's keys, the
-# slowest rank sets the pace. So it matters which positions a rank holds, its **layout**.
+# slowest sets the pace. So it matters which positions a rank holds, its **layout**.
 #
 # The figure deals 8 positions to 4 ranks. A number is the step in which a score is computed. **How many ranks compute
 # something in step 3?**
@@ -303,7 +301,7 @@ check("04.3", visible_part)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# `report` runs the ring, forward and backward, and compares with one device: only the rounding of float32 may be left.
+# `report` runs the ring, forward and backward, and compares with one device: only float32's rounding may be left.
 # Then we break the table of work of four ranks: `no_diagonal` masks nothing in a block, and with `key_too_many` a rank of
 # striped sees one key too many. **Which of the two is not seen by tests without a causal mask?**
 #
@@ -388,8 +386,8 @@ print(figures.layouts_measured())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Go further
 #
-# - **Bug hunt 04.bug2, "NaN at the beginning".** On 2 ranks everything is right; on 4 the first queries of a causal call
-#   are NaN, though their lse is right. `python -m steps check 04.bug2` writes `my/04_bug2.py`.
+# - **Bug hunt 04.bug2, "NaN at the beginning".** On 4 ranks the first queries of a causal call are NaN, though their lse
+#   is right. `python -m steps check 04.bug2` writes `my/04_bug2.py`.
 # - ★ (15 minutes) `simulate.gantt` with `Machine(..., slow={1: 2.0})`, rank 1 half as fast: who notices?
 # - ★★ (1 hour) Give the ring of two ranks in one process a causal mask, by `Layout("zigzag", 6, 2, causal=True).work`.
 # - ★★★ (a weekend) Zigzag sends late chunks to ranks that never use them. Send each half only as far as it is needed.
