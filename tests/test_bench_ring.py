@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import steps
-from steps import engine
+from steps import engine, step00_naive
 from steps.bench import grid, ring, rows, timing
 from steps.bench.cost import Point
-from steps.bench.ring import FETCH, LESSONS, ONE, PEERS, RELAY
+from steps.bench.ring import ANY_ORDER, FETCH, GRAPH, IN_ORDER, LESSONS, ONE, PEERS, RELAY
 from steps.step04_ring import launch
 from steps.step04_ring.strategies import team
 from steps.workbook.case_on_ranks import PlainBlock
@@ -23,7 +23,16 @@ pytestmark = pytest.mark.skipif(engine.name != "cpu", reason="stands in for GPUs
 
 LARGE = ring.CASES["32k"][0]
 SMALL = replace(LARGE, point=Point(1, 4, 32, 64, True, 2))  # two query heads share a K/V head
-OF_02 = grid.Candidate("02_fa2_cuda", ONE, PlainBlock.forward, "bwd_3_hopper", PlainBlock.backward)
+
+
+def of_02(q, k, v, *, causal, deterministic=False):
+    """Stands in for stage 02, and is less exact where dq may be added in any order."""
+    q, k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (q, k, v))
+    out = step00_naive.attention(q, k, v, causal=causal, rung="matrix").bfloat16()
+    return out if deterministic else out * 1.01
+
+
+OF_02 = grid.Candidate("02_fa2_cuda", ONE, PlainBlock.forward, "bwd_3_hopper", PlainBlock.backward, of_02)
 
 
 def event(name, stream, start, end, device="CUDA"):
@@ -42,9 +51,12 @@ def in_rank(task, *args):
     """The task in a rank, where the first one replaces what only a GPU has."""
     if ring.LAST != 8:
         ring.WORTH_MS, ring.MOST_CALLS, ring.LAST, grid.candidate = 1.0, 2, 8, lambda *rung: OF_02
+        ring.Hopper = lambda **how: PlainBlock if how == {"persistent": False, "deterministic": False} else None
         steps.step04_ring.entry.default_block = team.default_block = lambda *q, **how: PlainBlock
         grid.peak_bytes = lambda call: 1000
         torch.profiler.profile = profiler
+        torch.cuda.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
+        torch.cuda.graph = lambda graph, capture_error_mode: contextlib.nullcontext()
     return task(*args)
 
 
@@ -88,7 +100,7 @@ def test_everybody_computes_attention_in_two_ranks_and_has_rows_of_its_own(monke
     reasons = [line.partition(f" {SMALL.point}: ")[0] for line in capsys.readouterr().out.splitlines()]
     peers = [f"left out: {who}, {p}" for p in ("fwd", "fwd+bwd") for who in PEERS]
     assert reasons == [*peers, "left out: star, fwd+bwd"], "cuDNN needs a GPU, and star has no backward"
-    assert all(0 < row["error"] < 0.02 and row["reps"] >= 5 and row["ms_worst"] >= row["ms_median"] for row in found)
+    assert all(0 < row["error"] < 0.04 and row["reps"] >= 5 and row["ms_worst"] >= row["ms_median"] for row in found)
     plain = {(row["kernel"].partition("+bwd")[0], row["pass"]): row for row in found if not row["options"]}
     assert set(plain) == set(itertools.product((ONE, FETCH, RELAY), ("fwd", "fwd+bwd")))
     assert plain[ONE, "fwd"]["layout"] is None and plain[RELAY, "fwd"]["layout"] == "zigzag"
@@ -100,6 +112,18 @@ def test_everybody_computes_attention_in_two_ranks_and_has_rows_of_its_own(monke
     both = [(name, p) for name in ("query_parallel", "ulysses", "ring", "ring") for p in ("fwd", "fwd+bwd")]
     assert sorted(asked) == sorted([*both, ("star", "fwd")])
     assert all(rows.source_files(row["stage"], row["kernel"]) for row in found)
+
+
+def test_the_ring_and_one_gpu_take_part_in_both_orders_of_adding_to_dq_and_the_ring_in_a_graph(monkeypatch):
+    both = replace(SMALL, passes=("fwd+bwd",), who=(ONE, IN_ORDER, FETCH, ANY_ORDER, GRAPH))
+    found = recorded(monkeypatch, {"order": (both,)}, "order")
+    kernels = [f"{ONE}+bwd_3_hopper"] * 2 + [FETCH] * 3
+    options = [{}, {"deterministic": True}, {}, {"deterministic": False}, {"graph": True}]
+    assert [row["kernel"] for row in found] == kernels and [row["options"] for row in found] == options
+    assert found[0]["error"] > found[1]["error"], "this one was not asked for a fixed order"
+    assert all("peak_bytes" in row for row in found[2:]) and not any("peak_bytes" in row for row in found[:2])
+    flops = [row["tflops"] * row["ms_median"] for row in found]
+    assert flops == pytest.approx([flops[0]] * 2 + [flops[0] / 2] * 3)
 
 
 def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch):

@@ -139,15 +139,27 @@ def test_the_table_of_speed_compares_within_one_race():
     found += [made(LARGE, FETCH, 99.0, run="r2"), made(LARGE, turned(FETCH, changed="nothing"), 1.0)]
     found += [made(LARGE, who, ms, n_gpus=4) for who, ms in ((RELAY, 8.0), (ONE, 40.0), (FETCH, 20.0))]
     found.append(made(LARGE, FETCH, 77.0, gpu="NVIDIA H100 80GB HBM3"))
-    found.append(made(LARGE, turned(FETCH, deterministic=False), 9.0))
     head, *lines = ring_tables.ring_speed(found)
     assert head == ["GPUs", "causal", "Hk", "by", "32k"], "neither graphs nor changed rings"
     words = {(line[0], line[3]): line[4] for line in lines}
     assert words["2 H200", "one GPU"] == "20" and words["2 H200", "fetch"] == "10 (1.00)"
     assert words["2 H200", "relay"] == "12.5 (0.80)" and words["2 H200", "torch, allgather"] == "16 (0.62)"
     assert words["4 H200", "fetch"] == "20 (0.50)" and lines[0][0] == "2 H100"
-    assert [line[3] for line in lines][1:5] == ["one GPU", "fetch", "fetch, any order", "relay"]
+    assert [line[3] for line in lines][1:4] == ["one GPU", "fetch", "relay"]
     assert not ring_tables.ring_speed([made(LARGE, ONE, 1.0, n_gpus=1)])
+
+
+def test_the_ring_stands_beside_one_gpu_in_either_order():
+    kinds = {"deterministic": True}, {"deterministic": False}, {"graph": True}
+    in_order, any_order, graph = (turned(who, **how) for who, how in zip((ONE, FETCH, FETCH), kinds, strict=True))
+    large = [(ONE, 20.0), (in_order, 24.0), (FETCH, 12.5), (any_order, 10.0)]
+    found = [made(LARGE, FETCH, 1.0, run="r0")]
+    found += [made(LARGE, who, ms) for who, ms in large] + [made(ring.CASES["8k"][0], graph, 3.0, run="r2")]
+    head, *lines = ring_tables.ring_variants(found)
+    words = {line[3]: line[4:] for line in lines}
+    assert head[4:] == ["8k", "32k"] and words["one GPU"] == ["–", "20"] and words["one GPU, in order"] == ["–", "24"]
+    assert words["fetch"] == ["–", "12.5 (0.80, 0.96)"] and words["fetch, any order"] == ["–", "10 (1.00, 1.20)"]
+    assert words["fetch, in a graph"] == ["3", "–"]
 
 
 def outputs(stem):

@@ -427,6 +427,21 @@ def test_fetch_asks_for_its_first_copies_before_the_first_block(monkeypatch):
     assert done == ["own k", "barrier", "copy", "copy", "block", "block", "copy", "block", "block", "barrier"]
 
 
+@ON_FETCH
+@in_every_rank
+def test_in_a_graph_the_first_block_waits_for_the_first_barrier(monkeypatch):
+    """A graph would start the block beside the copy before it, and the barrier's kernel would have to wait."""
+    done, kind = [], side.Side if engine.name == "cuda" else side.HostSide
+    lead, barrier = kind.lead, kind.barrier
+    monkeypatch.setattr(kind, "in_a_graph", lambda side: True)
+    monkeypatch.setattr(kind, "lead", lambda *side: done.append("wait") or lead(*side))
+    monkeypatch.setattr(kind, "barrier", lambda *side: done.append("barrier") or barrier(*side))
+    block = SimpleNamespace(forward=lambda *x, **how: done.append("block") or PlainBlock.forward(*x, **how))
+    x = torch.ones(1, 1, 4, 8, device=engine.device)
+    step04.forward(x, x, x, S=16, transport="fetch", block=block)
+    assert done[:3] == ["barrier", "wait", "block"]
+
+
 @in_every_rank
 def test_a_relay_notes_when_the_device_has_passed_each_hop(monkeypatch):
     notes, x = [], torch.ones(1, 1, 4, 8, device=engine.device)

@@ -21,7 +21,7 @@
 # side.](../notebooks/figures/question_02d.png)
 #
 # - **Before you start:** 02b, tensor cores. Hopper is emulated here; speeds were measured on an H200.
-# - **Time:** about 50 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
 # - **Code:** `fwd_6_wgmma.cu`, `fwd_7_roles.cu` and `fwd_8_hopper.cu` in `steps/step02_fa2_cuda/`.
 # - **Tests:** `pytest tests/test_step02_fa2_cuda.py tests/test_emulator_hopper.py`.
 
@@ -42,8 +42,8 @@ print(steps.engine.describe())
 #
 # Count clocks for a tile of 128 x 128 scores on one multiprocessor (SM). The two products take 4 x 128 x 128 x D FLOP on
 # the tensor cores. Each score also needs an exponential, from the special-function units, and about four float32
-# instructions. The rates are those of NVIDIA's H100 whitepaper and CUDA C++ Programming Guide. The last one was
-# measured; `fa3` is FlashAttention-3's own kernel.
+# instructions; O is rescaled, too. The rates are from NVIDIA's H100 whitepaper and CUDA C++ Programming Guide. The last line
+# is a measured speed; `fa3` is FlashAttention-3's own kernel.
 
 # %% slideshow={"slide_type": "fragment"}
 TENSOR, EXP, FP32 = 4096, 16, 128  # FLOP, exponentials, instructions: a clock and SM
@@ -64,15 +64,15 @@ print(measured.rung("fwd_5_fa2"))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: start, go on, and know when
 #
-# At D = 128 exponentials take half as long as the products, at D = 64 just as long. If one unit waits for the other,
-# tensor cores rest for nearly half of the time or more. `fa2` has even less, 35 % of the datasheet's 989 TFLOP/s: its threads
+# At D = 128 exponentials take half as long as the products, at D = 64 just as long. If each unit waits for the others,
+# the tensor cores work 55 % of the time, or 39 %. `fa2` reaches only 35 % of the datasheet's 989 TFLOP/s, since its threads
 # also copy tiles and fetch operands.
 #
-# On Hopper copies and products are *asynchronous*: a thread starts them and goes on. **TMA**, the copy engine, fetches a
-# whole tile for one thread. **wgmma** multiplies for a *warpgroup*, which is four warps.
+# On Hopper copies and products are *asynchronous*: a thread starts them and goes on. **TMA**, the copy engine, fetches
+# whole tiles. **wgmma** multiplies for a *warpgroup*, four warps.
 #
 # **Claim 1.** If two warpgroups take turns at the tensor cores (**ping-pong**), one's softmax can hide under the other's
-# products. If both do the same at the same time (*lockstep*), each has half of a unit, and nothing hides. This is a model:
+# products. If both do the same at the same time (*lockstep*), each has half of a unit, and nothing hides. In a model:
 
 # %% slideshow={"slide_type": "fragment"}
 figures.lockstep_and_ping_pong(tile_clocks)
@@ -84,7 +84,7 @@ figures.lockstep_and_ping_pong(tile_clocks)
 # asks for a box, and names a *barrier* in shared memory, which counts the bytes that come.
 #
 # This kernel copies 16 rows of x (21 x 128), from row 13 on, and writes to y what it finds in shared memory. The first
-# time nobody waits: what does y hold?
+# time nobody waits. **Predict** what y holds each time.
 
 # %% slideshow={"slide_type": "fragment"}
 COPY = r"""#include "ptx.cuh"
@@ -95,9 +95,9 @@ extern "C" __global__ void copied(const __grid_constant__ TensorMap x, Global<T>
   Shared<Barrier> full = smem.array<Barrier>(1);
   if (threadIdx.x == 0) {
     barrier_init(full, 1);                    // one arrival ends the phase ...
-    barrier_init_fence();
+    barrier_init_fence();                     // the copy engine sees the barrier
     barrier_expect(full, 16 * 128 * sizeof(T));  // ... this one, and so many bytes
-    tma_load(tile, x, full, 0, first, 0, 0, 0);  // starts, and goes on
+    tma_load(tile, x, full, 0, first, 0, 0, 0);  // column, row ...: starts, and goes on
   }
   __syncthreads();  // the barrier exists
   if (waits) barrier_wait(full, 0);
@@ -105,21 +105,15 @@ extern "C" __global__ void copied(const __grid_constant__ TensorMap x, Global<T>
   barrier_wait(full, 0);
 }"""
 
-# each number is 10 x its row + the number of its chunk of 8 numbers, 16 bytes
-x = (10 * torch.arange(21)[:, None] + torch.arange(128) // 8).bfloat16()
-y = torch.empty(2 * 16, 64).bfloat16()
+x, y = torch.ones(21, 128).bfloat16(), torch.empty(16, 128).bfloat16()
 for waits in (0, 1):
     figures.emulate(COPY, "copied", figures.tensor_map(x, rows=16), y, 13, waits)
-    print(f"waits: {bool(waits)!s:5}: {y.isnan().sum()} of {y.numel()} numbers are NaN")
-print("row 2, the first number of each chunk:", y[2, ::8].int().tolist())
-figures.copied_box(y)
+    print(f"waits: {bool(waits)!s:5} of {y.numel()} numbers {y.isnan().sum()} are NaN,",
+          f"{(y == 1).sum()} are 1, {(y == 0).sum()} are 0")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Without the wait the threads read what nobody has written yet: NaN here, anything on a GPU. With it the tile is there,
-# in two *slabs* of 128-byte rows.
-#
-# Row 2 of the box is row 15 of x. Its chunk 0, printed as 150, lies at place 2: chunk c of row r is at place c ^ (r % 8),
-# an exclusive or. This *swizzle* puts the chunks of a column into different banks of shared memory. wgmma expects it.
+# Without the wait the threads read what nobody has written yet: NaN here, anything on a GPU. With it eight rows of x are
+# there, and zeros for rows that x does not have. A tile lies in *slabs* of 64 columns, swizzled as in 02b.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to wait: phases
@@ -182,14 +176,11 @@ check("02.8", stage_and_parity)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### wgmma: one product for 128 threads
 #
-# An `mma` wants both operands in registers, so threads have to fetch them. A wgmma reads them from shared memory; only
-# the first may also come from registers, as P does.
+# An `mma` wants both operands in registers, so threads fetch them. A wgmma multiplies 64 x 16 numbers by 16 x n, and reads
+# them from shared memory; the first may also come from registers, as P does. The result lies in registers, 16 rows a warp.
 #
 # `wgmma_fence` says that the registers are ready. `wgmma_commit` closes a *group* of started products. `wgmma_wait<N>`
 # waits until at most N groups are under way. Nobody may touch the registers of a product before it has ended.
-
-# %% slideshow={"slide_type": "fragment"}
-figures.one_wgmma()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
@@ -218,7 +209,7 @@ show("fwd_6_wgmma", "wgmma_fence();", until="int64_t first =")
 #
 # In rung 6 all warpgroups wait for the slowest one, so that thread 0 can ask for the next tiles. In rung 7 one thread of
 # an additional warpgroup does nothing but load. The consumers call `get` before a product and `release` after it, and
-# none waits for another. They also get registers that the producer can spare.
+# none waits for another.
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_7_roles"))
@@ -227,12 +218,12 @@ show("fwd_7_roles", "// The producer: starts to copy ROWS rows", until="};")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 8, `hopper`: overlap and turns
 #
-# *Within* a warpgroup (switch OVERLAP): S of the next block is started together with O of the block before, whose P is
-# ready. The softmax of S then runs while O is computed. *Between* warpgroups (PINGPONG): `turn.wait` lets one group at
+# *Within* a warpgroup (switch OVERLAP): S of the next tile of keys is started together with O of the tile before, whose P
+# is ready. The softmax of S then runs while O is computed. *Between* warpgroups (PINGPONG): `turn.wait` lets one group at
 # a time start its products, `turn.pass` lets the other one start behind them.
 #
-# Blocks are *persistent*: one for each SM, which takes tile after tile. So the producer loads the next tile while the
-# consumers finish this one.
+# Blocks are *persistent*: one for each SM takes one tile of queries after the other, so that the producer never pauses.
+# (In the code `beside` is false for the first tile of keys, which has no O before it.)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.10: the order of two waits.** In which order does a warpgroup do the nine operations of a step? Ask of
@@ -250,16 +241,13 @@ check("02.10", order_of_step)
 
 # %% slideshow={"slide_type": "subslide"}
 print(measured.rung("fwd_8_hopper"))
-show("fwd_8_hopper", "// S of one block of keys,", until="// A tile's first block")
+show("fwd_8_hopper", "// S of one block of keys,", until="auto finish_output")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
 #
 # No line of such a kernel says *when* a copy or product happens. In the emulation a *schedule* decides. There are three:
-# copies as late as possible, products as late as possible, all at random. A kernel *lives* if all numbers are right.
-
-# %% slideshow={"slide_type": "fragment"}
-print(figures.outcomes("wgmma", "roles", "hopper"))
+# copies as late as possible, products as late as possible, all at random.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Stuck
@@ -268,7 +256,7 @@ print(figures.outcomes("wgmma", "roles", "hopper"))
 #
 # <details><summary>Answer</summary>
 #
-# Thread 0, the producer, waits until the consumers empty a stage that nobody has filled, and they wait for its tile.
+# Thread 0, the producer, waits until the consumers empty a stage that nobody has filled. They wait for its tile.
 #
 # </details>
 
@@ -279,8 +267,8 @@ print(figures.report_of(f"{wait_empty} ^ 1);", f"{wait_empty});"))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Wrong, and not always
 #
-# Five more mistakes of one line. *Refused* is a misuse that the emulation reports. **One lives in the first schedule.
-# Which, and why?**
+# First the three rungs as they are, then `roles` with five more mistakes of one line. A kernel *lives* if all its numbers
+# are right. *Refused* is a misuse that the emulation reports. **One mistake lives in the first schedule. Which, and why?**
 #
 # <details><summary>Answer</summary>
 #
@@ -292,7 +280,7 @@ print(figures.report_of(f"{wait_empty} ^ 1);", f"{wait_empty});"))
 # %% slideshow={"slide_type": "fragment"}
 wait_full, wait_S = "barrier_wait(full + stage(), parity()", "      wgmma_wait<0>();\n"
 release = "      K.release();\n"
-print(figures.outcomes("roles", mistakes={
+print(figures.outcomes("wgmma", "hopper", "roles", mistakes={
     "the consumer begins with parity 1": (wait_full, wait_full + " ^ 1"),
     "the parity never flips": ("return n / DEPTH % 2;", "return 0;"),
     "every lane releases a stage": ("if (threadIdx.x % 32 == 0) barrier_a", "barrier_a"),
@@ -321,9 +309,9 @@ check("02.bug2", test)
 #
 # <details><summary>Answer</summary>
 #
-# Copies and operands: a factor of 1.42 times 1.09, against 1.26. Nothing keeps the warpgroups of `roles` in step, so
-# some softmax ran under products there already. Without turns `hopper` still has 0.97 to 0.98 of its speed, without
-# OVERLAP 0.93 to 0.94.
+# Copies and operands: a factor of 1.42 times 1.09, against 1.26. In `roles` some softmax ran under products already, as
+# nothing keeps the warpgroups in step. Without turns `hopper` still has 0.97 to 0.98 of its speed, without OVERLAP 0.93
+# to 0.94.
 #
 # FlashAttention-3 is ahead at D = 128: `hopper` has 0.95 to 0.99 of its speed without a mask, and 0.90 to 1.00 with one.
 # At D = 64 `hopper` has 0.99 to 1.21 of its speed.
@@ -351,10 +339,10 @@ print(figures.beside("fa3", "fwd_7_roles", "fwd_8_hopper"))
 # 2. Why is one parity bit enough although a barrier goes through many phases?
 #    <details><summary>Answer</summary>
 #
-#    No thread falls two phases behind: a stage is not filled again before it was released, and not released before it
-#    was filled.
+#    No thread falls two phases behind: a stage is not filled again before it is released, nor released before it is
+#    filled.
 #    </details>
-# 3. What does a third stage gain in the ring of part 2, if a copy takes 3 clocks and a use 2? And 2 and 3?
+# 3. What does a third stage gain in the ring of part 2? And if a copy takes 2 clocks and a use 3?
 #    <details><summary>Answer</summary>
 #
 #    Nothing in either case: with two stages the slower side already works without a pause.
@@ -367,7 +355,7 @@ print(figures.beside("fa3", "fwd_7_roles", "fwd_8_hopper"))
 # 5. Why does `hopper` release K before O is there, and V after?
 #    <details><summary>Answer</summary>
 #
-#    The last product that reads K is S, which has ended before the softmax. P V reads V until O is there.
+#    K is read by S, which has ended before the softmax. V is read until O is there.
 #    </details>
 #
 # **Go further**
@@ -376,7 +364,7 @@ print(figures.beside("fa3", "fwd_7_roles", "fwd_8_hopper"))
 # - ★★ (1 hour) Give `fwd_7_roles.cu` three stages. For which D do they fit?
 # - ★★★ (a weekend) Three consumers at D = 128: do the registers suffice?
 #
-# **Read:** [FlashAttention-3](../papers/flash_attention_3.md); the PTX ISA on `mbarrier` and `wgmma`; sections 7 to 10 of
+# **Read:** [FlashAttention-3](../papers/flash_attention_3.md); the PTX ISA on `mbarrier` and `wgmma`; sections 6 to 9 of
 # [02x_deeper.ipynb](02x_deeper.ipynb).
 #
 # **Next:** [02e_fa2_cuda_hopper_backward.ipynb](02e_fa2_cuda_hopper_backward.ipynb), Hopper's backward.

@@ -57,8 +57,8 @@ for kernel in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper"):
 # takes n / 2 clocks. It reads its second operand, 32 n bytes, from shared memory. Its first, 2048 bytes, comes from
 # there or from registers.
 #
-# **Claim 1.** With n = 64 and both operands in shared memory, a product needs *all* of its bandwidth. A first operand in
-# registers, or a wider n, leaves bandwidth for others.
+# **Claim 1.** With n = 64 and both operands in shared memory, a product needs *all* of that memory's bandwidth. A first
+# operand in registers, or a wider n, leaves some for others.
 
 # %% slideshow={"slide_type": "fragment"}
 def bytes_a_clock(n, first_in_registers):
@@ -109,15 +109,15 @@ print(f"dQ's row 0 over all keys: {dQ[0, 0]:.2f} {dQ[0, 1]:.2f}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # dV and dK need no exchange, dQ does: each warpgroup has only a part of the sum (-0.01 and 0.11 make 0.10). So the two
-# exchange dSᵀ, and each computes one half of dQ_i over all keys. What does a step, one tile of queries, read and write?
+# exchange dSᵀ, and each computes one half of dQ_i over all keys. What does each product of a step, one tile of queries,
+# read?
 
 # %% slideshow={"slide_type": "fragment"}
-print(figures.traffic())
 figures.five_products()
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# With Sᵀ wgmma reads less at D = 64 and as much at D = 128, where dQ costs what dV and dK save. But P is not stored, and
-# at D = 128 half of the additions to dq are saved. There three of five products still take all of the bandwidth.
+# At D = 128 three of five products still take all of the bandwidth. Sᵀ saves no reads there, as dQ costs what dV and dK
+# save; but P is not stored.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
@@ -265,8 +265,8 @@ print(figures.parts_left_out())
 #
 # <details><summary>Answer</summary>
 #
-# FlashAttention-4: from N = 4096 on by 2 % at most, as both have 0.98 to 1.06 of its speed (under load, at N = 16384,
-# 0.99 to 1.01). Below, our forward leads by up to 38 %, and our backward is mostly behind, by up to 7 %. cuDNN is ahead
+# FlashAttention-4: from N = 4096 on by 2 % at most, as both have 0.98 to 1.06 of its speed (in a second of calls without a pause, at
+# N = 16384, 0.99 to 1.01). Below, our forward leads by up to 38 %, and our backward is mostly behind, by up to 7 %. cuDNN is ahead
 # in three forwards at N = 512.
 #
 # </details>
@@ -278,7 +278,7 @@ for other in ("fa4", "sdpa-cudnn"):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary
 #
-# - A 64 x 64 x 16 wgmma with both operands in shared memory needs its whole bandwidth: 4 KB in 32 clocks.
+# - A 64 x 64 x 16 wgmma with both operands in shared memory needs that memory's whole bandwidth: 4 KB in 32 clocks.
 # - Sᵀ puts Pᵀ and dSᵀ into the registers of those who own the keys. P is never stored.
 # - dS alone is exchanged, at one barrier a step. Each warpgroup computes half of dQ_i.
 #
@@ -288,8 +288,7 @@ for other in ("fa4", "sdpa-cudnn"):
 #    <details><summary>Answer</summary>
 #
 #    The first operand is read once for n columns, so a wider n reads fewer bytes a clock. n = 128 is a tile of 128
-#    queries: Sᵀ and dPᵀ would take 128 registers, beside 128 for dK and dV, and there are 255. Shared memory, with two
-#    buffers for each of Q, dO and dSᵀ, would not do either.
+#    queries: Sᵀ and dPᵀ would take 128 registers, beside 128 for dK and dV, and there are 255.
 #    </details>
 # 2. Why does dQ read both operands from shared memory, although its first operand was in registers?
 #    <details><summary>Answer</summary>

@@ -23,17 +23,16 @@
 # 3. What each idea of rung `fa2` brings (02b)
 # 4. Grouped heads in the backward (02c)
 # 5. Bit by bit: `deterministic=True` (02c)
-# 6. What turns cost, by a model (section 5)
-# 7. Where wgmma finds a number (02d): exercise 02.9, hunt 02.bug3
-# 8. Registers that change hands (02d)
-# 9. Persistent blocks (02d)
-# 10. Where the clocks of rung 8 go (02d)
-# 11. The order of dQ on Hopper (02e)
-# 12. Two tricks of FlashAttention-4 (02d)
-# 13. What the power limit does
-# 14. What was tried, and what is open (02d, 02e)
+# 6. Where wgmma finds a number (02d): exercise 02.9, hunt 02.bug3
+# 7. Registers that change hands (02d)
+# 8. Persistent blocks (02d)
+# 9. Where the clocks of rung 8 go (02d)
+# 10. The order of dQ on Hopper (02e)
+# 11. Two tricks of FlashAttention-4 (02d)
+# 12. What the power limit does
+# 13. What was tried, and what is open (02d, 02e)
 #
-# **Time:** about 90 minutes to read, 60 minutes more with the exercise.
+# **Time:** about 80 minutes to read, 60 minutes more with the exercise.
 # **Code:** [`steps/step02_fa2_cuda/ladder.py`](../steps/step02_fa2_cuda/ladder.py) and the kernels that it names.
 # **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
@@ -146,18 +145,6 @@ figures.products_and_exponentials()
 # - `SECTIONS`: heads come in groups whose K and V fit into the L2 cache.
 # - `LARGE_SCORES`: the product c S is rounded by itself (section 2). This one costs time and buys correctness.
 #
-# For the second idea, a model: each block takes the slot that is free first. Two blocks fit on a multiprocessor.
-
-# %% slideshow={"slide_type": "fragment"}
-for N, heads in ((4096, 16), (4096, 64), (16384, 16)):
-    lengths = heads * [(i + 1) * 2 for i in range(N // 128)]  # in tiles of 64 keys
-    ideal = sum(lengths) / (2 * figures.GPU.sms)  # two blocks on a multiprocessor
-    by_head = figures.finished(lengths)
-    longest_first = figures.finished(sorted(lengths)[::-1])
-    print(f"N = {N:5}, {heads} heads, of the ideal time:",
-          f"{by_head / ideal:.2f} head by head, {longest_first / ideal:.2f} longest first")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
 # **Predict.** Which of the four brings nothing, and why? A plus means: the kernel is slower with the idea switched off.
 #
 # <details><summary>Answer</summary>
@@ -195,11 +182,11 @@ print("dq", tuple(dq.shape), "dk", tuple(dk.shape), "dv", tuple(dv.shape))
 wrong = error.failures({"dq": dq, "dk": dk, "dv": dv}, error.expected(q, k, v, dout))
 print("wrong:", wrong or "none")
 for Hk in (32, 8, 1):
-    print(figures.grouped(H=32, Hk=Hk))
+    print(f"Hk = {Hk:2}, 4,096 keys in tiles of 128: {Hk * 4096 // 128:4} blocks")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Eight key heads still make 256 blocks, about two for each of the 132 multiprocessors. One key head makes 32 blocks, so
-# rung 1 takes the query heads apart.
+# Eight key heads still make 256 blocks, about two for each of an H200's 132 multiprocessors. One key head makes 32 blocks,
+# so that rung 1 takes the query heads apart.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Bit by bit: `deterministic=True`
@@ -237,44 +224,7 @@ for deterministic in (False, True):
 # still differs in reverse order. In turn every bit stays. dk and dv never change, since one block owns each.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 6. What turns cost, by a model
-#
-# **You need:** section 5.
-#
-# All blocks of a head start at the same dQ_i, and have to queue. Take as a model that a step takes time 1, of which the
-# turn (the additions and one product of five) takes 0.2. A multiprocessor takes the next block when it is free. How long
-# does each of a head's six blocks wait, step by step?
-
-# %% slideshow={"slide_type": "fragment"}
-for causal in (False, True):
-    visits = figures.run(True, tiles=6, heads=1, sms=6, causal=causal)[1]
-    for j in range(6):
-        waits = [f"{begin - ready:.1f}" for tile, _, ready, begin in visits if tile == j]
-        print("causal" if causal else "full  ", f"key tile {j} waits", *waits)
-
-# %% slideshow={"slide_type": "fragment"}
-def time(in_turn, N, causal):
-    """16k tokens, 32 heads, tiles of 128, an H200."""
-    sizes = dict(tiles=N // 128, heads=32 * 16384 // N, sms=figures.GPU.sms)
-    return figures.run(in_turn, causal=causal, **sizes)[0]
-
-for N in (512, 1024, 2048, 4096):
-    full, causal = (time(True, N, c) / time(False, N, c) for c in (False, True))
-    print(f"N = {N:4}: in turn over in any order: full {full:.3f}, causal {causal:.3f}")
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# The queue forms once; then each block runs one turn behind the block before it. That matters where blocks have few
-# steps, which is where sequences are short.
-#
-# The model leaves out what else a turn costs: two barriers a step, and additions that must have arrived before the
-# counter moves. On a GPU you can measure the whole: run `backward` of rung `fa2` with `deterministic=True` and without.
-#
-# **Challenge** ★★ (1 hour). Let each block start at another dQ_i, and let the turns of dQ_i begin with another tile. Try
-# it in `run` of [`n02x_deeper.py`](../steps/figures/n02x_deeper.py). Which order is free of waiting? And with a causal
-# mask?
-
-# %% [markdown] slideshow={"slide_type": "slide"}
-# ## 7. Where wgmma finds a number
+# ## 6. Where wgmma finds a number
 #
 # **You need:** notebook 02d, parts TMA and wgmma.
 #
@@ -319,7 +269,7 @@ def test(forward):
 check("02.bug3", test)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 8. Registers that change hands
+# ## 7. Registers that change hands
 #
 # **You need:** notebook 02d, rung 7: a producer that loads, and consumers that compute.
 #
@@ -344,7 +294,7 @@ for D in (64, 128, 256):
 print(figures.without_the_wait())
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 9. Persistent blocks
+# ## 8. Persistent blocks
 #
 # **You need:** notebook 02d, rung 8.
 #
@@ -396,7 +346,7 @@ for switch in ("PERSISTENT=0", "SKIP=0", "PINGPONG=0", "OVERLAP=0"):
 # the launch turns it off by itself, and without a mask PINGPONG, too: these numbers show the noise.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 10. Where the clocks of rung 8 go
+# ## 9. Where the clocks of rung 8 go
 #
 # **You need:** notebook 02d, parts 2 and 5.
 #
@@ -422,7 +372,7 @@ for changed, clocks, _ in figures.recorded():
 # 100 are unexplained. OVERLAP gains 7 %.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 11. The order of dQ on Hopper
+# ## 10. The order of dQ on Hopper
 #
 # **You need:** section 5, and notebook 02e.
 #
@@ -430,7 +380,8 @@ for changed, clocks, _ in figures.recorded():
 # covers 4 tiles of queries and is passed on once. A warp does this after it has started the next step's first products,
 # which run meanwhile. dV_j starts after dQ_i, so that it runs while the warp waits for its turn.
 #
-# A block begins one turn later than the block before it in its head. So blocks that run at the same time belong to
+# All blocks of a head start at the same dQ_i and queue there once. Then each runs one turn behind the block before it, which
+# matters most where sequences are short and blocks have few steps. So blocks that run at the same time belong to
 # several heads, but to few, because blocks of one head share Q, dO and dq in the L2 cache. The share of the speed in any
 # order, on an H200:
 
@@ -441,7 +392,7 @@ print(figures.price_of_order())
 show("bwd_3_hopper", "struct Turns {", until="// The block that a block")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 12. Two tricks of FlashAttention-4
+# ## 11. Two tricks of FlashAttention-4
 #
 # **You need:** the online softmax; notebook 02d, part 1.
 #
@@ -494,7 +445,7 @@ for degree in range(1, 5):
 # slower with it: on Hopper it adds more instructions than it saves.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 13. What the power limit does
+# ## 12. What the power limit does
 #
 # **You need:** nothing.
 #
@@ -510,7 +461,7 @@ figures.power()
 # [The table of sustained load](../steps/bench/results/README.md) has the clock and the energy of each kernel.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 14. What was tried, and what is open
+# ## 13. What was tried, and what is open
 #
 # **You need:** notebooks 02d and 02e. *Slower* means: at most sizes, than the kernel as it was then.
 #

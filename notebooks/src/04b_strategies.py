@@ -49,11 +49,10 @@ print(steps.engine.describe())
 #
 # tokens on: work grows like c², bytes like c. B, D and the number of ranks cancel.
 #
-# The backward has 2.5 times the operations. It moves K and V again, and dK and dV: twice as many bytes if they are float32,
-# as many in bfloat16. So the 2 becomes 2 · 3 / 2.5 = 2.4, or 2 · 2 / 2.5 = 1.6.
+# The backward has 2.5 times the operations. It moves K and V again, and dK and dV: in float32 3 times the forward's bytes,
+# in bfloat16 twice. So the 2 becomes 2 · 3 / 2.5 = 2.4, or 2 · 2 / 2.5 = 1.6.
 #
-# F and W come from rows of stage 02's kernels, and of messages between two H200 over two *transports* that part 3 explains.
-# The cell has Hk = H.
+# F and W were measured on two H200, W over two *transports* that part 3 explains. The cell has Hk = H.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.tokens_needed())
@@ -64,7 +63,7 @@ print(figures.tokens_needed())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. Something has to travel
 #
-# A score needs a query and a key in one place. So either the keys come to the queries (**query-parallel**: all at once;
+# A score needs a query and a key in one place. Either the keys come to the queries (**query-parallel**: all at once;
 # **ring**: one rank's after the other), or the queries go to the keys (**star**), or both go where their *head* is
 # (**Ulysses**).
 #
@@ -127,41 +126,34 @@ for name, out in ways.items():
 # Query-parallel **gathers**, so that every rank has the keys of all. Each run of successive queries is then an ordinary
 # call, and nothing is merged.
 #
-# Ulysses is attention on one device between two **all-to-alls**: each rank sends every other rank a different part.
-# Between them a rank has all positions of its share of the heads.
-
-# %% slideshow={"slide_type": "fragment"}
-show("step04_ring/strategies/lesson_3_query_parallel", "forward")
+# Ulysses is attention on one device between two **all-to-alls**, here `to_heads` and `to_positions`: each rank sends every
+# other rank a different part. Between them a rank has all positions of its share of the heads.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step04_ring/strategies/lesson_5_ulysses", "forward")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now on two ranks, with H = Hk = 4: the bytes that each sends, counted, beside the formula.
+# Now on four ranks, with H = Hk = 4: the bytes that each sends, counted, beside the formula.
 
 # %% slideshow={"slide_type": "fragment"}
 # When this runs as a plain script, the new processes must not run the file again.
 globals().pop("__file__", None)
-two_ranks = launch.Ranks(2)
+four_ranks = launch.Ranks(4)
 for name in ("query_parallel", "ring", "star", "ulysses"):
     arguments = name, 512, 16, 4, True, "zigzag", "float32"  # S, D, H, causal, layout, dtype
-    lines = two_ranks.run(demo.report_strategy, *arguments)[0]
+    lines = four_ranks.run(demo.report_strategy, *arguments)[0]
     print(f"{name:15}", *(line for line in lines if line.startswith("sent, forward")))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The ring's other transport: fetch
 #
-# The hops of 04a are the transport **relay**: keys go from neighbour to neighbour. Each hop needs both ranks, and on a GPU a
-# kernel of NCCL, which occupies multiprocessors.
+# The hops of 04a are the transport **relay**: keys go from neighbour to neighbour. On a GPU each hop is a kernel of NCCL,
+# which occupies multiprocessors.
 #
-# Inside a host every GPU can read the memory of the others. With **fetch** each rank copies K and V from their *owner*, by
-# the GPU's **copy engine**, a unit that only copies. `start` begins such a copy on a **stream** of its own, a queue of work
-# that runs beside the blocks. A **barrier**, which no rank passes before all have come, makes sure that the keys are there.
-#
-# In the backward each rank copies its part of dK and dV to the owner, which adds the parts in float32.
-
-# %% slideshow={"slide_type": "fragment"}
-show("step04_ring/fetch", "start")
+# Inside a host every GPU can read the memory of the others. With **fetch** ([`fetch.py`](../steps/step04_ring/fetch.py)) each
+# rank copies K and V from their *owner*, by the GPU's **copy engine**, a unit that only copies. A **barrier**, which no rank
+# passes before all have come, makes sure that the keys are there. In the backward each rank copies its part of dK and dV to
+# the owner, which adds the parts in float32.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. In your model
@@ -175,15 +167,15 @@ show("step04_ring/fetch", "start")
 # - **Gradients** of the weights are summed over the ranks, once, after the backward. (With FSDP:
 #   [04x](04x_deeper.ipynb).)
 #
-# [`in_your_model.py`](../steps/step04_ring/in_your_model.py) has a decoder of two layers and 37 tokens. Two ranks run it on
+# [`in_your_model.py`](../steps/step04_ring/in_your_model.py) has a decoder of two layers and 37 tokens. Four ranks run it on
 # their shards, and compare loss and gradients with one device.
 
 # %% slideshow={"slide_type": "fragment"}
 for rank in range(2):
     positions = Layout("zigzag", 9, 2).positions(rank).tolist()
     print(f"zigzag, S = 9, rank {rank} of 2: {positions}")
-with two_ranks:  # ends them afterwards
-    found = two_ranks.run(model.compare, 37, "zigzag", PlainBlock)[0]
+with four_ranks:  # ends them afterwards
+    found = four_ranks.run(model.compare, 37, "zigzag", PlainBlock)[0]
 loss = found.pop("loss")
 print(f"differences: loss {loss:.0e}, {len(found)} gradients {max(found.values()):.0e}")
 show("step04_ring/in_your_model", "loss_and_gradients")
@@ -249,10 +241,8 @@ print(ring_tables.shown("speed", ring_tables.recorded()))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Forward: the efficiency is 0.98 or more at 128k and 0.90 or more at 32k, where `context_parallel` has 0.67 to 0.76.
-# Forward + backward has 0.88 to 0.91 from 32k on, beside a GPU that adds to dQ in any order.
-#
-# The ring adds to dQ in a fixed order, so that dq is bit-equal from run to run. In any order, as the one GPU adds, the
-# efficiency is 0.95 instead of 0.88.
+# Forward + backward has 0.88 to 0.91 from 32k on, beside a GPU that adds to dQ in any order. The ring adds in a fixed order,
+# so that dq is bit-equal from run to run. In any order, too, the efficiency is 0.95 instead of 0.88.
 #
 # ### Is the hop hidden?
 #
@@ -264,10 +254,10 @@ ring_tables.recorded_call()
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Over fetch the copy of the other rank's keys runs beside the first block, and the second block begins at once. Over relay
 # NCCL's kernel begins only when the first block ends, although the hop was posted before. It needs free multiprocessors,
-# and probably the block had taken them all.
+# and probably the block had taken them all. (Pale: kernels that copy or merge.)
 #
 # This is one call; on average of six, 41 % of relay's moving was hidden and 96 % of fetch's. So a hop is hidden if the
-# block takes longer, *and* leaves room for whatever starts the hop. (Pale: kernels that copy or merge.)
+# block takes longer, *and* leaves room for whatever starts the hop.
 #
 # ### Which strategy?
 #

@@ -12,7 +12,7 @@ dies or hangs ends its part of the plan. All but the peers' kernels runs on the 
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -23,6 +23,7 @@ from steps import engine, step04_ring
 from steps.bench import grid, peers, rows, timing
 from steps.bench.cost import Point
 from steps.step04_ring import Layout, launch, strategies
+from steps.step04_ring.block import Hopper
 
 DTYPE, D, LAST = "bf16", 128, grid.LAST
 ROUNDS, WORTH_MS, MOST_CALLS = 5, 20, 20  # a round takes about so long, and has no more calls
@@ -31,8 +32,17 @@ PROFILED = 6  # calls that are profiled, one after the other
 
 # Candidates are called by their kernel files, peers by their names, and lessons by their strategies.
 ONE, FETCH, RELAY = "fwd_8_hopper", "ring+fetch", "ring+relay"
+# In forward + backward the ring adds to dQ in a fixed order, one GPU in any; here each of them does as the other.
+IN_ORDER, ANY_ORDER, GRAPH = f"{ONE}, in order", f"{FETCH}, any order", f"{FETCH}, in a graph"
+OPTIONS = {IN_ORDER: {"deterministic": True}, ANY_ORDER: {"deterministic": False}, GRAPH: {"graph": True}}
 PEERS = "context-parallel-allgather", "context-parallel-alltoall"
 LESSONS = "query_parallel", "star", "ulysses"
+ALONE = ONE, IN_ORDER
+
+
+def kernel_of(who):
+    """The kernel that one of OPTIONS has in common with its plain form."""
+    return who.partition(",")[0]
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,8 @@ class Case:
 
     def options(self, who):
         """What a row says was asked for. Where lessons are compared, the ring is one of the strategies."""
-        return {"strategy": who if who in LESSONS else "ring"} if "star" in self.who else {}
+        strategy = {"strategy": who if who in LESSONS else "ring"} if "star" in self.who else {}
+        return OPTIONS.get(who, strategy)
 
 
 def cases(*lengths, Hk=(32, 8), causal=True, **how):
@@ -61,6 +72,9 @@ CASES = {
     ),
     "8k": cases(8192),
     "128k": cases(131072) + cases(131072, Hk=(32,), causal=False, passes=("fwd",)),
+    "order": cases(32768, 131072, passes=("fwd+bwd",), who=(ONE, IN_ORDER, FETCH, ANY_ORDER)),
+    "graph": cases(8192, who=(FETCH, GRAPH)),
+    "1m": (Case(Point(1, 8, 2**20, D, True, 2), who=(FETCH,)),),
     "strategies": cases(32768, 8192, 131072, who=(*LESSONS, FETCH, RELAY)),
 }
 TRACED = CASES["32k"][0]
@@ -94,15 +108,31 @@ def forget():
 def call_of(case, who, pass_):
     """The function to be timed: without arguments, it gives this rank's results of the pass as a tuple."""
     inputs, shards, whole = of_case(case)
-    if who == ONE:
-        return grid.candidate("02", "hopper").call(inputs, pass_, case.point.causal)
+    if who in ALONE:
+        one = grid.candidate("02", "hopper")
+        if who == IN_ORDER:
+            one = replace(one, attention=partial(one.attention, deterministic=True))
+        return one.call(inputs, pass_, case.point.causal)
     if who in PEERS:
         attend = partial(context_parallel, who.rpartition("-")[2])
     elif who in LESSONS:
         attend = partial(strategies.load(who), layout=case.layout, S=whole.S)
     else:
-        attend = partial(step04_ring.attention, layout=case.layout, S=whole.S, transport=who.removeprefix("ring+"))
-    return grid.Beside(who, attend).call(shards, pass_, case.point.causal)
+        how = {"block": Hopper(persistent=False, deterministic=False)} if who == ANY_ORDER else {}
+        transport = kernel_of(who).removeprefix("ring+")
+        attend = partial(step04_ring.attention, layout=case.layout, S=whole.S, transport=transport, **how)
+    call = grid.Beside(who, attend).call(shards, pass_, case.point.causal)
+    return captured(call) if who == GRAPH else call
+
+
+def captured(call):
+    """The same call as a CUDA graph, which is replayed without Python."""
+    for _ in range(2):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = call()
+    return lambda: graph.replay() or results
 
 
 _context, _balanced = contextlib.ExitStack(), []
@@ -139,11 +169,11 @@ def trial(case, who, pass_):
         call = call_of(case, who, pass_)
         call()
         found = {"ms": timing.one_call(call, device=engine.device), "error": 0.0}
-        if who != ONE:
+        if who not in ALONE:
             found["peak_bytes"] = grid.peak_bytes(call)
         results = dict(zip(("out", "dq") if pass_ == "fwd+bwd" else ("out",), call(), strict=False))
         # Behind this one rank may find something wrong, and the others nothing.
-        if who == ONE or whole.positions(dist.get_rank())[-1] == whole.S - 1:
+        if who in ALONE or whole.positions(dist.get_rank())[-1] == whole.S - 1:
             found["error"] = grid.sample_error(results, truth(case, pass_ != "fwd"))
         return found
     except Exception as problem:  # whatever one of them raises, the others are still to be measured
@@ -260,7 +290,7 @@ def record(*names):
             print(f"{name} ended early: {'; '.join(str(problem).splitlines()[: size + 1])}")
 
 
-ALL = "32k", "8k", "trace", "128k", "strategies"  # what matters most first
+ALL = "32k", "8k", "trace", "128k", "strategies", "order", "graph", "1m"  # what matters most first
 PLANS = {"ring": (partial(record, *ALL),), **{f"ring-{name}": (partial(record, name),) for name in ALL}}
 
 
@@ -305,16 +335,16 @@ def row_of(case, who, pass_, ms, count, found, origin):
     """One row. ms: of a call in each round of so many calls. found: what `tried` has."""
     row = {**origin, **case.point.sizes, "pass": pass_, "dtype": DTYPE, **grid.HOW, "options": case.options(who)}
     row["layout"] = "contiguous" if who in PEERS and not case.point.causal else case.layout
-    if who == ONE:
+    if who in ALONE:
         row |= grid.candidate("02", "hopper").subject(row) | {"layout": None}
     elif who in PEERS:
         row |= grid.Beside(who).subject(row)
     else:
-        lesson = f"strategies/{strategies.LESSONS[who]}+strategies/team" if who in LESSONS else who
+        lesson = f"strategies/{strategies.LESSONS[who]}+strategies/team" if who in LESSONS else kernel_of(who)
         row |= {"stage": "04_ring", "kernel": lesson, "peer": None}
         row["source"] = rows.row_hash(row)
     row |= vars(timing.summary(ms)) | {"reps": len(ms) * count, "ms_worst": max(ms)}
     row |= {name: found[name] for name in ("error", "peak_bytes") if name in found}
-    gpus = 1 if who == ONE else origin["n_gpus"]
+    gpus = 1 if who in ALONE else origin["n_gpus"]
     row["tflops"] = case.point.flops(pass_) / gpus / row["ms_median"] / 1e9  # of one GPU
     return row

@@ -10,7 +10,7 @@ from reference import error
 from steps.bench import rows
 from steps.figures import measured, planted
 from steps.figures.picture import pictured
-from steps.figures.plots import COLOURS, FAINT, GREYS, OPERAND, boxes, cells, subplots, table
+from steps.figures.plots import COLOURS, FAINT, GREYS, boxes, subplots, table
 from steps.step02_fa2_cuda import calls, emulator, ladder, plan
 from steps.workbook import edited
 
@@ -85,21 +85,6 @@ def tensor_map(x, rows):
     return emulator.tensor_map(*plan.view_and_box(x[None, None], rows))
 
 
-@pictured
-def copied_box(y):
-    """What TMA wrote: two slabs of 16 rows of 128 bytes, each cell a chunk of 16 bytes with its number in the
-    row of x. In each slab one chunk is marked; it stands in another place in each of eight rows. Rows 8 to 15 do not
-    exist in x and are zero."""
-    fig, grid = subplots(1, 2, figsize=(8.5, 3.2), sharey=True)
-    chunks = y.view(2, 16, 8, 8)[:, :8, :, 0].int() - 10 * torch.arange(13, 21)[:, None]  # y holds 10 x row + chunk
-    for slab, (ax, words) in enumerate(zip(grid, chunks.tolist(), strict=True)):
-        colours = [[OPERAND["K"] if chunk % 8 == 2 else FAINT for chunk in row] for row in words]
-        cells(ax, colours, words, title=f"slab {slab}: chunks {8 * slab} to {8 * slab + 7} of a row of x")
-        ax.set(xlabel="place, 16 bytes each", xticks=range(8), yticks=range(8))
-    grid[0].set_ylabel("row (8 to 15 are zeros)")
-    return fig
-
-
 def phases(text):
     """A table of what the wait of a kernel `passes` does, by the phases that ended and the parity that it asks for."""
     how, lines = dict(grid=1, block=1, shared_bytes=64, T="bf16"), [("phases ended", "wait for 0", "wait for 1")]
@@ -126,20 +111,6 @@ def ring_of_stages(copies, uses):
     ax.set(xlabel="clock", xlim=(0, last), ylim=(5.9, -0.2), xticks=range(0, last, 2))
     ax.set_yticks([y + 0.35 for y in range(6)], ("producer", "full[0]", "full[1]", "consumer", "empty[0]", "empty[1]"))
     ax.set_title("blue: stage 0, orange: stage 1, with the number of the tile; grey: the parity of a barrier's phase")
-    return fig
-
-
-@pictured
-def one_wgmma():
-    """One wgmma. Q, 64 x 16 numbers, and K transposed, 16 x 128, are read from shared memory. The result S,
-    64 x 128, lies in the registers of four warps, 16 rows each."""
-    fig, ax = subplots(figsize=(8.4, 3.4))
-    says = [f"S, rows {16 * warp} to {16 * warp + 15}: registers of warp {warp}" for warp in range(4)]
-    found = [(24, 16 * warp, 128, 16, OPERAND["S"], words) for warp, words in enumerate(says)]
-    found.append((24, -24, 128, 16, OPERAND["K"], "K transposed, 16 x 128: shared memory"))
-    boxes(ax, [*found, (0, 0, 16, 64, OPERAND["Q"], "Q\n64 x 16\nshared\nmemory")])
-    ax.set(xlim=(-1, 153), ylim=(65, -25), aspect="equal")
-    ax.axis("off")
     return fig
 
 

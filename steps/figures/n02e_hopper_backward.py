@@ -15,39 +15,24 @@ TILES = ladder.BACKWARD["wgmma"].tiles[0]  # {D: (Br, Bc)}
 KEPT = {("hopper", 64): ("S^T", "dP^T"), ("hopper", 128): ("S^T",)}  # products with a first operand kept in registers
 
 
-def products(D, Br, swapped=True, kept=()):
+def products(D, Br, kept=()):
     """{product: (clocks, bytes read from shared memory, first operand in registers)} of a step of two warpgroups.
 
-    Each has 64 of the block's 128 keys. swapped: S^T and dP^T are computed, with a key a row. dQ_i is then shared
-    equally between the two. kept: those of S^T and dP^T whose first operand stays in registers.
+    Each has 64 of the block's 128 keys, and computes half of dQ_i. kept: those of S^T and dP^T whose first operand
+    stays in registers.
     """
-    t = "^T" if swapped else ""
-    found = {f"{x}{t}": (Br, D // 16, f"{x}{t}" in kept) for x in ("S", "dP")}  # wgmma's n, how many, in registers
-    found |= {"dV": (D, Br // 16, swapped), "dK": (D, Br // 16, swapped)}
-    whole = not swapped and Br == 64  # a part of the whole dQ_i, over a warpgroup's own 64 keys
-    found |= {"dQ": (128, 64 // 16, True) if whole else (64, 128 // 16, not swapped)}
+    found = {name: (Br, D // 16, name in kept) for name in ("S^T", "dP^T")}  # wgmma's n, how many, in registers
+    found |= {"dV": (D, Br // 16, True), "dK": (D, Br // 16, True), "dQ": (64, 128 // 16, False)}
     return {
         name: (2 * count * 2 * 64 * 16 * n // TENSOR, 2 * count * 32 * (n if registers else n + 64), registers)
         for name, (n, count, registers) in found.items()
     }
 
 
-def step_of(D, Br, **how):
+def step_of(D, Br, kept=()):
     """(clocks of the tensor cores, bytes that wgmma reads) of a block's step."""
-    clocks, read, _ = zip(*products(D, Br, **how).values(), strict=True)
+    clocks, read, _ = zip(*products(D, Br, kept).values(), strict=True)
     return sum(clocks), sum(read)
-
-
-def traffic():
-    """A table of what a step reads from shared memory, what it stores there, and what it adds to dq, with S and S^T."""
-    lines = [("KiB a step", "wgmma reads", "stored there", "added to dq in memory")]
-    for D, (Br, Bc) in TILES.items():
-        for swapped in (False, True):
-            stored = 2 * Br * Bc * (1 if swapped else 2)  # dS, and P unless swapped
-            added = 4 * Br * D * (2 if not swapped and D == 128 else 1)  # in float32
-            kib = (n // 1024 for n in (step_of(D, Br, swapped=swapped)[1], stored, added))
-            lines.append((f"D = {D:3}, {'S^T' if swapped else 'S'}", *kib))
-    return table(*lines)
 
 
 @pictured
@@ -88,7 +73,7 @@ def wavefronts(rung, D):
 def roof(rung, D):
     """(TFLOP/s on an H200 if the busier of tensor cores and shared memory never rests, the count in words)."""
     Br, _ = TILES[D]
-    clocks, read = step_of(D, Br, kept=KEPT.get((rung, D), ()))
+    clocks, read = step_of(D, Br, KEPT.get((rung, D), ()))
     read = 0 if rung == "fa2" else read + 2 * 2 * Br * D  # Q_i and dO_i come; fa2's loads are all in its text
     shared = read / BANDWIDTH + wavefronts(rung, D)
     tflops = PEAK * clocks / max(clocks, shared)

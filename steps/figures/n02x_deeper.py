@@ -1,7 +1,6 @@
 """What notebook 02x shows: lost registers, machine code, ideas switched off, turns, and the clocks of Hopper."""
 
 import functools
-import heapq
 import importlib.util
 import itertools
 import re
@@ -16,13 +15,14 @@ from matplotlib.colors import ListedColormap
 from steps.bench import ablations, cost, rows
 from steps.figures import measured, n02d_hopper
 from steps.figures.picture import pictured
-from steps.figures.planted import compiled, launched
+from steps.figures.planted import compiled
 from steps.figures.plots import COLOURS, subplots
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import edited, show
 from steps.workbook.puzzles.operand_address import operand_address
 
 GPU = cost.GPUS["NVIDIA H200"]
+
 
 def registers(D=64, old="", new=""):
     """What ptxas reports of rung 0 with `new` in place of `old`, also where the loader would refuse the kernel."""
@@ -62,14 +62,6 @@ def products_and_exponentials():
     print(*code[first : first + 14], sep="\n")
 
 
-def finished(blocks):
-    """When the last block ends, if each takes its tiles in the slot that is free first, two slots a multiprocessor."""
-    free = [0] * (2 * GPU.sms)
-    for length in blocks:
-        heapq.heappush(free, heapq.heappop(free) + length)
-    return max(free)
-
-
 def without(switch, kernel="fwd_5_fa2"):
     """Prints by how much a kernel is slower (+) with one of its ideas switched off, on an H200."""
     found = [row for row in rows.fresh(rows.read(switched=True)) if row["gpu"] == GPU.name]
@@ -77,14 +69,6 @@ def without(switch, kernel="fwd_5_fa2"):
     for (D, causal), some in itertools.groupby(both, lambda one: (one[0]["D"], one[0]["causal"])):
         slower = ", ".join(f"{1 / share - 1:+.1%} at N = {row['N']}" for row, share in some)
         print(f"{switch}, D {D:3}, {'causal' if causal else 'full':6}: {slower}")
-
-
-def grouped(H, Hk, D=64):
-    """What the two backwards of the ladder need beside their tensors for Hk heads of K and V, in words."""
-    copies = 4 * H * 4096 * D * 4 / 2**20 if H > Hk else 0  # k, v, dk, dv in float32
-    _, blocks, _, _, macros = launched("bwd_1_fa2", D, H, Hk)
-    parts = 2 * H * 4096 * D * 2 / 2**20 if macros["HEADS_APART"] else 0  # dk and dv in bf16
-    return f"Hk = {Hk:2}: rung 0 adds {copies:3.0f} MiB; rung 1 adds {parts:2.0f} MiB and has {blocks:4} blocks"
 
 
 def changed_bits(blocks, seed, deterministic):
@@ -102,20 +86,6 @@ def gradients(blocks, seed, deterministic):
         sums = calls.start_gradients(dout, out, lse, deterministic=deterministic)
         dk, dv = calls.add_gradients(sums, dout, q, k, v)
         return sums.dq_sum, calls.finish_dq(sums), dk, dv
-
-
-def run(in_turn, tiles, heads, sms, causal):
-    """(time until all is done, [(tile, i, ready, begin of the turn)]): a step takes 1, of which the turn takes 0.2."""
-    free, done, visits = [0.0] * sms, {}, []
-    for head, tile in itertools.product(range(heads), range(tiles)):
-        now = heapq.heappop(free)
-        for i in range(tiles - 1, (tile if causal else 0) - 1, -1):  # from the last queries to the first
-            ready = now + 0.8
-            begin = max(ready, done.get((head, i), 0)) if in_turn else ready
-            visits.append((tile, i, ready, begin))
-            now = done[head, i] = begin + 0.2
-        heapq.heappush(free, now)
-    return max(free), visits
 
 
 @pictured

@@ -48,5 +48,6 @@ def mistakes_in_a_model(S=37, N=4):
         "mean of the ranks' means": sum(model(labels=one, count=(one != IGNORED).sum()) for one in alone) / N,
     }
     gradients = found["right"][1:]
-    for name, (got, *_), off in ((name, x, (x[1:] - gradients).abs().max()) for name, x in found.items()):
-        print(f"{name:31} loss {got:.3f}, gradients off by {off / gradients.abs().max():.1%} of the largest")
+    for name, x in found.items():
+        off = (x[1:] - gradients).abs().max() / gradients.abs().max()
+        print(f"{name:31} loss {x[0]:.3f}, gradients off by {off:.1%} of the largest")

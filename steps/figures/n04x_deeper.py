@@ -1,26 +1,11 @@
-"""What notebook 04x counts and draws: bytes of four strategies, timelines of the event model, a rank that fails."""
+"""What notebook 04x draws and tells: timelines of the event model, what ranks say of a rank that fails."""
 
 import textwrap
 
 from steps.figures import ring_tables
 from steps.figures.picture import picture
-from steps.step04_ring import Layout, launch, simulate, strategies
+from steps.step04_ring import Layout, launch, simulate
 from steps.step04_ring.simulate import Machine, Shape
-from steps.step04_ring.strategies import account
-
-
-def sent_and_held(N=4):
-    """MB that a rank sends, and holds beyond its inputs, with Hk = 32 / Hk = 8; H = 32, D = 128, bfloat16."""
-    lines = [f"{'MB, forward':15}" + "".join(f"{f'sent, {size}':>13}{'held':>13}" for size in ("8k", "32k"))]
-    sizes = dict(B=1, H=32, D=128, e=2)
-    for name in strategies.LESSONS:
-        line = f"{name:15}"
-        for layout in (Layout("zigzag", S, N, causal=True) for S in (2**13, 2**15)):
-            for formula in (lambda *at, **how: account.sent_bytes(*at, **how)[0], account.memory_bytes):
-                both = [max(formula(name, layout, rank, Hk=Hk, **sizes) for rank in range(N)) / 1e6 for Hk in (32, 8)]
-                line += f"{f'{both[0]:.0f} / {both[1]:.0f}':>13}"
-        lines.append(line)
-    return "\n".join(lines)
 
 
 def machine(transport, **more):

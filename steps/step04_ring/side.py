@@ -120,6 +120,10 @@ class Side:
     def lead(self, mark):
         torch.cuda.current_stream(self.device).wait_event(mark)
 
+    def in_a_graph(self):
+        """Whether what is asked for is not done, but captured in a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
     def copy(self, *pairs):
         """Starts to copy, for each pair (to, from)."""
         with torch.cuda.stream(self.stream):
@@ -182,6 +186,9 @@ class HostSide(Side):
 
     def lead(self, mark):
         pass
+
+    def in_a_graph(self):
+        return False
 
     def copy(self, *pairs):
         for to, x in pairs:

@@ -97,6 +97,9 @@ class NotingSide(Side):
         if not self.left_out("follow"):
             self.log.edges.add((self.log.last["computation", self.rank], self.log.add(("side", self.rank))))
 
+    def in_a_graph(self):
+        return False
+
     def mark(self):
         return self.log.last["side", self.rank]
 
