@@ -79,7 +79,7 @@ def ms(row):
 
 
 def beside_one(rows, single=ONE):
-    """The rows of one run; those that took turns with a single GPU, whose row comes before theirs, get its "efficiency"."""
+    """The rows of one run. Those that took turns with a single GPU, whose row comes first, get an "efficiency"."""
     alone, found = {}, []
     for row in of_fullest_run(rows):
         if who(row) == single:
