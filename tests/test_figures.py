@@ -264,14 +264,6 @@ def test_a_rank_has_one_colour_in_all_figures():
     assert simulate.RANK == tuple((colour, plots.ink_on(colour)) for colour in plots.RANK)
 
 
-@pytest.mark.parametrize("kind", ("contiguous", "zigzag", "striped"))
-def test_every_visible_score_is_computed_once(kind):
-    for S, N in ((8, 4), (13, 3)):
-        triangle = {(i, j) for i in range(S) for j in range(i + 1)}
-        assert sorted((i, j) for i, j, *_ in n04a_ring.owners(Layout(kind, S, N, causal=True))) == sorted(triangle)
-        assert len(n04a_ring.owners(Layout(kind, S, N))) == S * S
-
-
 def test_mistakes_of_04a_are_seen_where_its_answer_says():
     def no_diagonal(layout, me, src, work=Layout.work):
         return (found := work(layout, me, src)) and (*found[:2], False)

@@ -46,8 +46,7 @@ print(steps.engine.describe())
 # matches key j, and **softmax** turns a row of scores into weights that add up to 1. The scale, by default $1/\sqrt d$,
 # keeps scores from growing with d.
 #
-# In self-attention all three come from the same N tokens. Here these are N = 6 animals, d = 2, and the values are points
-# in the plane.
+# In self-attention all three come from the same N tokens, here 6 animals with d = 2. The values are points in the plane.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -75,12 +74,12 @@ figures.soft_lookup(names, Q, K, V)
 # Query 5 is (3, 1): much water, some air. The trout fits it best, with a score of 4.24, then the gull with 3.54. A
 # difference of 0.71 between scores is a factor of $e^{0.71} = 2.03$ between weights.
 #
-# So the result (6.83, 1.34) lies near the trout's value. The scale decides how soft the lookup is: at 0 all keys count the
-# same; as it grows, the best key takes all the weight.
+# So the result (6.83, 1.34) lies near the trout's value. At scale 0 all keys would count the same; as the scale grows, the
+# best key takes all the weight.
 #
 # ### Number by number
 #
-# The matrix products hide three loops:
+# The matrix products hide three loops: over queries, keys, and the d numbers of a row.
 
 # %% slideshow={"slide_type": "fragment"}
 def attend(Q, K, V, scale):
@@ -89,15 +88,10 @@ def attend(Q, K, V, scale):
     for q in Q:
         exps = []
         for k in K:
-            s = 0.0
-            for x in range(len(q)):
-                s += scale * q[x] * k[x]
-            exps.append(math.exp(s))
-        row = [0.0] * len(V[0])
-        for e, v in zip(exps, V, strict=True):
-            for x in range(len(v)):
-                row[x] += e / sum(exps) * v[x]
-        out.append(row)
+            exps.append(math.exp(scale * sum(a * b for a, b in zip(q, k, strict=True))))
+        P = [e / sum(exps) for e in exps]
+        columns = zip(*V, strict=True)
+        out.append([sum(p * x for p, x in zip(P, v, strict=True)) for v in columns])
     return out
 
 
@@ -111,8 +105,8 @@ print("row 5:", by_loops[5], " as torch's own:", torch.allclose(by_loops, torch_
 # Q, K, V and O have $N d$ numbers each, S and P have $N^2$. A model computes many such attentions side by side, H
 # **heads** for each of B sequences.
 #
-# Rung 1, `fwd_1_matrix.py`, is the matrix form. N doubles, and we measure its peak memory: the most bytes that its
-# tensors take at the same time. **By which factor does the peak grow?**
+# Rung 1, `fwd_1_matrix.py`, is the matrix form. Its peak memory is the most bytes that its tensors take at the same time.
+# **By which factor does the peak grow when N doubles?**
 
 # %% slideshow={"slide_type": "fragment"}
 for N in (128, 256, 512, 1024, 2048):
@@ -124,9 +118,8 @@ print(f"S of one head at N = 16384: {4 * 16384**2 / 2**30:.0f} GiB")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. A softmax that never sees its whole row
 #
-# By 4, as $N^2$ does: S and what softmax makes of it fill the memory. The $N^2$ *operations* are attention itself and
-# stay. The $N^2$ *memory* can go, past two obstacles: softmax wants the whole row of scores before it gives out a
-# weight, and the backward wants P.
+# The peak grows by 4, as $N^2$ does: it is S and what softmax makes of it. The $N^2$ *operations* are attention itself and
+# stay. The $N^2$ *memory* can go, if softmax can do without its whole row of scores, and the backward without P.
 #
 # ### First, it must not overflow
 #
@@ -179,8 +172,8 @@ check("00.1", softmax)
 # **Claim 3.** One factor corrects them all: $\sum e^{s_j - m_{new}} = \alpha \sum e^{s_j - m}$ with
 # $\alpha = e^{m - m_{new}} \le 1$.
 #
-# **Claim 4.** The same factor corrects a sum of values, $O = \sum e^{s_j - m} v_j$, which is divided by l only at the
-# end. Then O / l is exactly the row of the result, and no row of S or P was stored. We start with m = -inf, l = O = 0.
+# **Claim 4.** The same factor corrects the sum of values $O = \sum e^{s_j - m} v_j$. At the end O / l is exactly the row of
+# the result, and no row of S or P was stored. We start with m = -inf, l = O = 0.
 
 # %% slideshow={"slide_type": "fragment"}
 m, l = -math.inf, 0.0
@@ -206,8 +199,8 @@ figures.running_maximum(s, trace)
 #
 # m moves at keys 1, 3 and 4. After every key O / l *is* the attention over the keys so far.
 #
-# Write claims 3 and 4 for all queries, heads and sequences at once. Take care of a query that has seen no key yet: its m
-# is -inf, and -inf - (-inf) is NaN.
+# Write claims 3 and 4 for all queries, heads and sequences at once. Beware of a query that has seen no key yet: its m is
+# -inf, and -inf - (-inf) is NaN.
 
 # %% slideshow={"slide_type": "fragment"}
 def online_update(m, l, O, s, v_j):
@@ -221,9 +214,8 @@ check("00.2", online_update)
 # ## 4. Tile by tile
 #
 # **Claim 5.** Keys may come in groups. Bc keys move m once, add a sum to l, and a matrix product to O. Their scores with
-# Br queries are a **tile** of S, and only one tile exists at a time.
-#
-# This is rung 3, FlashAttention-2's Algorithm 1. There P is $e^{S - m}$, not yet divided by l.
+# Br queries are a **tile** of S, and only one tile exists at a time. This is rung 3, FlashAttention-2's Algorithm 1. Its P
+# is $e^{S - m}$, not yet divided by l.
 #
 # | line | what it does | in `fwd_3_tiled.py` |
 # |---|---|---|
@@ -233,8 +225,7 @@ check("00.2", online_update)
 # | [9–10] | m_new, P, alpha; new l and O | `online_update`, for a tile |
 # | [12–15] | O / l and lse, written once | end of the outer loop |
 #
-# What the inner loop keeps does not grow with N. Later stages keep it on a GPU's chip. The site's
-# [player](../notebooks/site/player.md) shows the tiles in motion.
+# What the inner loop keeps does not grow with N. The site's [player](../notebooks/site/player.md) shows the tiles in motion.
 
 # %% slideshow={"slide_type": "subslide"}
 for tile in ((1, 1), (2, 3), (4, 2), (6, 6)):
@@ -253,6 +244,8 @@ show("fwd_3_tiled", "forward")
 # tokens are new. Then the *last* query sees every key: the diagonal ends at the bottom right.
 #
 # With more queries than keys the first queries see no key. Their sums are empty, so `out` is 0 and `lse` is log 0 = -inf.
+# In the picture dots are scores that are seen, orange tiles need the mask, and white ones are never visited.
+#
 # Set to -inf the scores that the queries of a tile may not see; `shift` is Nk - Nq.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -283,7 +276,7 @@ check("00.3", mask)
 # $$dS_{ik} = \sum_j dP_{ij}\, P_{ij} ([j = k] - P_{ik}) = P_{ik}\, (dP_{ik} - \mathit{delta}_i), \qquad
 # \mathit{delta}_i = \sum_j P_{ij}\, dP_{ij}.$$
 #
-# delta seems to need whole rows of P and dP. Exchange the sums, and it is a scalar product of length d:
+# delta seems to need whole rows of P and dP. Exchange the sums, and it needs two rows of length d:
 #
 # $$\mathit{delta}_i = \sum_j P_{ij} \sum_x dO_{ix} V_{jx} = \sum_x dO_{ix} \sum_j P_{ij} V_{jx} = \sum_x dO_{ix}\, O_{ix}$$
 
@@ -307,11 +300,11 @@ print("delta, two ways:", torch.allclose(delta, (P * dP).sum(-1), atol=1e-5))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 00.4: one tile of the backward
 #
-# Every formula works on one tile at a time, and nothing is rescaled, because lse is final. The backward *recomputes* S
-# from q and k: the second obstacle is gone. In FlashAttention-2's Algorithm 2, below, the outer loop goes over key tiles,
-# so that dK_j and dV_j are finished in one visit.
+# Every formula works on one tile at a time, and nothing is rescaled, because lse is final. P need not be stored: the
+# backward *recomputes* it. In FlashAttention-2's Algorithm 2, below, the outer loop goes over key tiles, so that dK_j and
+# dV_j are finished in one visit.
 #
-# Recompute P of a tile from lse, and find its dS. `q[..., rows, :]` is Q_i. Do not forget the mask.
+# Recompute P of a tile from q, k and lse, and find its dS. `q[..., rows, :]` is Q_i. Do not forget the mask.
 
 # %% slideshow={"slide_type": "fragment"}
 show("bwd_3_tiled", "backward")
@@ -327,8 +320,8 @@ check("00.4", tile_gradients)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# All stages are compared with a float64 reference, on the same inputs. The tolerance is twice the error of the matrix
-# form in the same precision, plus what rounding may add.
+# All stages are compared with a float64 reference. The tolerance is twice the error of the matrix form in the same
+# precision, plus what rounding may add.
 #
 # Now break one thing: `forward` passes 0 to `mask` instead of Nk - Nq. **Which kind of input will fail?**
 #
@@ -350,9 +343,9 @@ print(figures.contract(mask=top_left))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Which inputs show which mistakes
 #
-# Rows are planted mistakes, columns kinds of input; white cells give the right result. Ordinary random scores do not show
-# that the maximum is missing. A maximum that starts at 0 is seen in one column alone: if all scores of a row are very
-# negative, every exponential is rounded to 0.
+# Rows are planted mistakes, columns kinds of input. A white cell gives the right result: ordinary random scores do not
+# show that the maximum is missing. A maximum that starts at 0 is seen in one column alone: if all scores of a row are
+# very negative, every exponential is rounded to 0.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_seen()
@@ -360,8 +353,8 @@ figures.mistakes_seen()
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Bug hunt 00.bug1
 #
-# `show("00.bug1")` is a broken forward, and the cell prints what users report. Find the cause, and write a test that fails
-# on the broken forward and passes on the right one. `check` then asks which of four causes it is.
+# `show("00.bug1")` is a broken forward; the cell prints what users report. Write a test that fails on the broken forward
+# and passes on the right one. `check` then asks which of four causes it is.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.symptom("00.bug1"))
@@ -382,8 +375,8 @@ check("00.bug1", test)
 #
 # <details><summary>Answer</summary>
 #
-# Rung 2: by 2. Rung 3: by less, as only out and lse grow with N, not the tile. It is not faster: calling torch for each
-# tile takes longer than its arithmetic.
+# Rung 2: by 2. Rung 3: by less, as only out and lse grow with N, not the tile. It is slower: calling torch for each tile
+# takes longer than the arithmetic.
 #
 # </details>
 

@@ -20,7 +20,7 @@
 # ![Device memory with Q, K, V, O; shared memory with tiles; registers with 8 x 8 numbers of S and O.](../notebooks/figures/question_01.png)
 #
 # - **Before you start:** notebook 00: tiles, the running maximum, l, lse. No GPU programming.
-# - **Time:** about an hour to read, 120 minutes more with the exercises.
+# - **Time:** about 45 minutes to read, 120 minutes more with the exercises.
 # - **Code:** [`steps/step01_fa1_numba`](../steps/step01_fa1_numba/__init__.py), three rungs.
 # - **Tests:** `pytest tests/test_step01_fa1_numba.py`.
 # - **Paper:** [papers/flash_attention.md](../papers/flash_attention.md).
@@ -38,15 +38,15 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# A GPU consists of streaming multiprocessors (**SMs**). An SM runs threads in groups of 32, **warps**. A thread computes
-# with the numbers in its **registers**. Threads are launched in **blocks**, and the threads of a block share a piece of
-# their SM's **shared memory**. Tensors lie in **device memory**, outside the chip.
+# A GPU consists of streaming multiprocessors (**SMs**). Threads are launched in **blocks**. A block stays on one SM, and
+# its threads share a piece of the SM's **shared memory**. Each thread computes with the numbers in its own
+# **registers**. Tensors lie in **device memory**, outside the chip.
 #
-# **Device memory is the first bottleneck.** Standard attention, notebook 00's matrix form, writes S, reads it for the
-# softmax, writes P, and reads P for P V. This weighs most beside fast arithmetic: 16-bit floats (fp16) on **tensor
-# cores**, which stage 02 uses. FlashAttention computes a tile of S, uses it and discards it, on the chip.
+# **Device memory is the first bottleneck.** Standard attention, notebook 00's matrix form, writes S and P there and reads
+# them again. FlashAttention computes a tile of S, uses it and discards it, on the chip. The faster the arithmetic, the
+# more this matters: products of 16-bit floats (fp16) take much less time than those of float32.
 #
-# **Shared memory is the second.** It gives one number in the time of four **multiply-adds**, operations a b + c.
+# **Shared memory is the second.** While it gives one number, the SM can do four **multiply-adds**, a b + c.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.memories(N=4096, d=64))
@@ -55,20 +55,15 @@ print(figures.memories(N=4096, d=64))
 # ## 2. The idea: O is right after every visit
 #
 # FlashAttention-1 loads a tile of keys *once*, and every tile of queries visits it. Between two visits a row's O, l and m
-# wait in device memory, with O *normalised*, divided by l.
+# wait in device memory, with O already divided by l.
 #
-# **Claim.** If a row has O, l, m from the keys so far, and the new tile alone gives $m_b = \max S$, $P = e^{S - m_b}$,
-# $l_b = \sum P$, then with $m_{new} = \max(m, m_b)$, $\alpha = e^{m - m_{new}}$, $\beta = e^{m_b - m_{new}}$
+# **Claim.** A row has O, l, m from the keys so far. The new tile alone gives $m_b = \max S$, $P = e^{S - m_b}$,
+# $l_b = \sum P$. Then with $m_{new} = \max(m, m_b)$, $\alpha = e^{m - m_{new}}$, $\beta = e^{m_b - m_{new}}$
 #
 # $$l_{new} = \alpha\, l + \beta\, l_b \qquad O_{new} = \frac{\alpha\, l}{l_{new}}\, O + \frac{\beta}{l_{new}}\, P V_j$$
 #
-# is the attention over the old and the new keys together. The reason: $l\, O$ is the sum $\sum e^{s - m} v$ over the old
-# keys. $\alpha$ takes this sum, and $\beta$ takes $P V_j$, from its own maximum to $m_{new}$.
-#
-# We follow notebook 00's query 5 over three tiles of two keys. An easy mistake is to rescale O by $\alpha$ alone. Then the
-# row ends at (6.35, 1.01) instead of (6.83, 1.34).
-#
-# In the picture a value is black once its key has been seen. The new O lies between the old one and the tile's own.
+# is the attention over all keys so far. The reason: $l\, O$ is the sum $\sum e^{s - m} v$ over the old keys. $\alpha$
+# turns its m into $m_{new}$, and $\beta$ does so with the $m_b$ in $P V_j$.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -94,6 +89,12 @@ def visits(multiply_by_l):
         trace.append((P @ V[j : j + 2] / P.sum(), O))
     return trace
 
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### Query 5, over three tiles of two keys
+#
+# An easy mistake is to multiply the old O by $\alpha$ only, as in notebook 00, and not by l. Then the row ends at (6.35,
+# 1.01) instead of (6.83, 1.34). In the picture the keys seen so far are black.
+
 # %% slideshow={"slide_type": "fragment"}
 print("l forgotten:", *(O for _, O in visits(multiply_by_l=False)))
 print("right:      ", *(O for _, O in visits(multiply_by_l=True)))
@@ -106,7 +107,7 @@ figures.visits_of_O(V, visits(multiply_by_l=True))
 #
 # A **kernel** is a function that every thread runs. It is launched as a **grid** of blocks,
 # `kernel[blocks, threads](arguments)`. `threadIdx` is a thread's number in its block, `blockIdx` the block's number, and
-# `cuda.grid(1)` the thread's number in the whole grid.
+# `cuda.grid(1)` the thread's number in the whole grid. A kernel may call functions marked `cuda.jit(device=True)`.
 #
 # `cuda.shared.array` lies in shared memory, one for each block. `cuda.syncthreads()` is a **barrier**: no thread goes on
 # before all threads of the block have arrived. `cuda.to_device` copies an array to device memory.
@@ -128,11 +129,9 @@ print(out.copy_to_host())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What the simulator shows
 #
-# Without a GPU the same source runs in Numba's simulator, a Python thread for each GPU thread. There an index past an
-# array's end is an error; a GPU would read what lies there.
-#
-# The simulator does not show **races**, where two threads need an order that no barrier gives them. This kernel lacks a
-# barrier, and its result is right all the same.
+# Without a GPU the same source runs in Numba's simulator, a Python thread for each GPU thread. It does not show **races**,
+# where two threads need an order that no barrier gives them. This kernel lacks a barrier, and its result is right all the
+# same.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
@@ -149,24 +148,13 @@ print(out.copy_to_host())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Rung 0: Algorithm 1, line by line
 #
-# One block handles one head. Q_i, K_j, V_j and S have to fit into the 48 KiB of shared memory that a block may use without
-# asking: tiles of 64 x 64 are too large.
+# Here is the whole kernel for six tokens and tiles of 2 x 2: each thread computes one number of S. In brackets stand the
+# lines of the paper's Algorithm 1. Read the barriers first: the comments say what all threads have done there.
 #
-# | line | what it does | in `fwd_0_published.py` |
-# |---|---|---|
-# | [2] | O = 0, l = 0, m = -inf in device memory | `forward` |
-# | [5–6] | for each tile of Bc keys: K_j, V_j | `load_tile` |
-# | [7–8] | for each tile of Br queries: Q_i | `load_tile` |
-# | [9] | S = scale Q_i K_jᵀ, masked | `scores` |
-# | [10–11], l, m of [13] | P, m_new, l_new | `online_update` |
-# | [12] | O_i, read and written | `update_output` |
-#
-# Here is the whole kernel for six tokens and tiles of 2 x 2, so that a thread owns one number of each tile. Read the
-# barriers first: each comment says what all threads have done.
+# A block handles one head. Q_i, K_j, V_j and S have to fit into the 48 KiB of shared memory that it has without asking
+# for more. At d = 64 tiles of 64 x 64 would take $4\,(3 \cdot 64 \cdot 64 + 64 \cdot 64)$ bytes = 64 KiB.
 
 # %% slideshow={"slide_type": "subslide"}
-for b in (32, 64):
-    print(f"tiles of {b} x {b}, d = 64: {4 * (3 * b * 64 + b * b) / 1024:.0f} KiB")
 N, d, Br, Bc = 6, 2, 2, 2
 
 
@@ -179,11 +167,11 @@ def forward(q, k, v, O, l, m, scale):
     old = cuda.shared.array(Br, np.float32)  # the factor of the old O
     new = cuda.shared.array(Br, np.float32)  # the factor of P V_j
     x, y, head = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockIdx.x
-    for j in range(0, N, Bc):  # [5]
+    for j in range(0, N, Bc):  # [5] tiles of keys
         cuda.syncthreads()  # the last V_j has been read
         K_j[y, x] = k[head, j + y, x]  # [6]
         V_j[y, x] = v[head, j + y, x]
-        for i in range(0, N, Br):  # [7]
+        for i in range(0, N, Br):  # [7] visited by all tiles of queries
             Q_i[y, x] = q[head, i + y, x]  # [8]
             cuda.syncthreads()  # Q_i, K_j and V_j are complete
             S[y, x] = scale * fwd.dot(Q_i, y, K_j, x, d)  # [9]
@@ -206,18 +194,17 @@ print("row 5:", O.copy_to_host()[0, 5].round(2))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.1: one tile of keys, with O kept normalised
 #
-# Part 2's claim, one thread a row: of T threads, thread t computes rows t, t + T, and so on.
+# Part 2's claim, one thread a row. Of T threads, thread t computes rows t, t + T, and so on, with
+# t = `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`.
 #
-# | argument | shape, place | what it is |
-# |---|---|---|
-# | `S` | (Br, Bc), shared | arrives as scores, leaves as $P = e^{S - m_b}$ |
-# | `old`, `new` | (Br,), shared | you write the factors of O and of P V_j |
-# | `l`, `m` | (heads, Nq), device memory | read, and written anew |
-# | `head`, `i` | numbers | the tile's row r is `l[head, i + r]`, if l has it |
-# | `Bc` | number | keys of the tile; S may have a spare column |
+# | argument | what it is |
+# |---|---|
+# | `S` (Br, at least Bc), shared | arrives as scores, leaves as $P = e^{S - m_b}$ |
+# | `old`, `new` (Br,), shared | you write the factors of O and of P V_j |
+# | `l`, `m` (heads, Nq), device memory | read and written anew; the tile's row r is `l[head, i + r]`, if l has it |
 #
 # `exp_difference(x, m)` is exp(x - m), and 0 for x = -inf. In a row that has seen no key l_new is 0, and both factors are
-# 0. t is `cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x`. Write `ZERO` for 0, as 0.0 is float64 for Numba.
+# 0. Write `ZERO` for 0, as 0.0 is float64 for Numba.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -233,9 +220,9 @@ check("01.1", online_update)
 #
 # ### The order of the visits
 #
-# FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In the second order the sums of a query
-# tile stay on the chip until they are complete. O is divided once. A colour is a tile of queries. The site's
-# [player](../notebooks/site/player.md) plays both orders.
+# FlashAttention-1 goes through S column by column, FlashAttention-2 row by row. In the picture a tile has the number of
+# its visit. In the second order O stays on the chip until its rows are complete. The site's
+# [player](../notebooks/site/player.md) plays both.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.order_of_visits()
@@ -244,14 +231,14 @@ figures.order_of_visits()
 # ### Numbers that pass between device memory and the chip
 #
 # - *standard* writes and reads S and P: $4N^2$;
-# - *fa1*: each key tile reads Q and O and writes O, about $3dN^2/B_c$ in all;
-# - *fa2*: each query tile reads K and V, about $2dN^2/B_r$.
+# - *fa1*: each key tile reads Q and O and writes O, with l and m: about $(3d+4)N^2/B_c$;
+# - *fa2*: each query tile reads K and V: about $2dN^2/B_r$.
 #
 # **From which Bc on does FA1's order move less than standard attention, at d = 64?**
 #
 # <details><summary>Answer</summary>
 #
-# With l and m, *fa1* moves $(3d+4)N^2/B_c$: less than $4N^2$ for $B_c>49$.
+# $(3d+4)/B_c < 4$ for $B_c > 49$.
 #
 # </details>
 
@@ -261,23 +248,15 @@ print(figures.traffic(N=1024, d=64))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Who works
 #
-# With keys outside, two key tiles may not update one row of O at the same time. So a head stays in one block, and a
-# block on one SM. With queries outside, every query tile can be a block.
-#
-# The picture shows one sequence of 4096 tokens with 16 heads on an H200. A box is an SM, its colour the head of its first
-# block.
-
-# %% slideshow={"slide_type": "fragment"}
-figures.who_works(heads=16)
+# With keys outside, two key tiles may not update one row of O at the same time. So a head stays in one block, on one SM:
+# 16 heads keep 16 of an H200's 132 SMs busy. With queries outside, every query tile can be a block: at N = 4096, 128
+# queries a tile, these are $16 \cdot 32 = 512$.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.2: the same tile, with O not divided
 #
-# Rung 1 has the loops swapped. A block owns one tile of queries: O_i, l and m are in shared memory too, and are written
-# out once. P is exp(S - m_new) at once; `alpha` (Br,) receives what O is multiplied with.
-
-# %% slideshow={"slide_type": "fragment"}
-show("fwd_1_loops_swapped", "kernel")
+# Rung 1 has the loops swapped. A block owns one tile of queries, with O_i, l and m in shared memory. P is exp(S - m_new)
+# at once; `alpha` (Br,) receives what O is multiplied with. See `show("fwd_1_loops_swapped", "kernel")`.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -292,15 +271,14 @@ check("01.2", online_update)
 # ## 5. What belongs in registers
 #
 # In rungs 0 and 1 `dot` fetches both factors of every product from shared memory: 2 loads a multiply-add. In rung 2 a
-# thread owns a **patch** of 8 x 8 numbers of S, in its registers, of which it can have 255. For each of the d columns it
-# fetches 8 numbers of Q_i and 8 of K_j, and multiplies each with each: 16 loads for 64 multiply-adds.
+# thread computes a **patch** of 8 x 8 numbers of S. For each of the d columns it fetches 8 numbers of Q_i and 8 of K_j,
+# and multiplies each with each: 16 loads for 64 multiply-adds. The sums stay in its registers, of which it can have 255.
 
 # %% slideshow={"slide_type": "fragment"}
 for name, loads, products in (("dot", 2, 1), ("a patch of 8 x 8", 16, 64)):
-    TFLOPs = 2 * figures.DELIVERS["shared memory"] * products / loads
+    TFLOPs = 2 * figures.DELIVERS["shared memory"] * products / loads  # 2 a multiply-add
     print(f"{name}: {loads / products} loads a multiply-add", end="; ")
     print(f"shared memory allows {TFLOPs:.1f} TFLOP/s")
-show("fwd_2_registers", "add_products")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Exercise 01.3: the gradient of the scores
@@ -308,8 +286,8 @@ show("fwd_2_registers", "add_products")
 # Rung 0's backward has keys outside too: dQ is loaded and stored at every visit, as O was. It has P of a tile and needs
 # dS = P (dP - delta), as in notebook 00.
 #
-# dO_i is (Br, D), V_j (Bc, D), delta (heads, Nq) in device memory; i is the tile's first row. All threads share the
-# tile, as in `show("fwd_0_published", "scores")`.
+# dO_i is (Br, D), V_j (Bc, D), delta (heads, Nq) in device memory. The tile's row r is `delta[head, i + r]`, if
+# delta has it. The threads divide the tile among themselves, as in `show("fwd_0_published", "scores")`.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit(device=True)
@@ -323,9 +301,9 @@ check("01.3", score_gradients)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# Every rung runs on the inputs of stage 00; here are three. Then we break rung 0: `first_query_tile` skips query tiles
-# above the causal diagonal, as key j is first seen by query j - (Nk - Nq). Suppose we forget Nk - Nq. **Which causal
-# input fails: as many queries as keys, fewer, or more?**
+# Every rung runs on the inputs of stage 00; here are three. Then we break rung 0. When causal, its inner loop starts at
+# `first_query_tile`: key j is first seen by query j - (Nk - Nq). Suppose we forget Nk - Nq. **Which causal input fails:
+# as many queries as keys, fewer, or more?**
 #
 # <details><summary>Answer</summary>
 #
@@ -376,13 +354,13 @@ check("01.bug2", test)
 # ## 7. Predict, then measure
 #
 # Recorded on an H200 in float32, at N = 4096, not causal, with 128 heads at d = 64 and 64 at d = 128. Of PyTorch's kernels
-# `sdpa-math` is standard attention and `sdpa-efficient` works by tiles; shares are of the latter's speed.
+# `sdpa-math` is standard attention, and `sdpa-efficient` works by tiles. Shares are of `sdpa-efficient`'s speed.
 #
-# **Rung 1 fills the GPU at any batch. Is it faster than rung 0 by the same factor at both d?**
+# **Rung 1 has enough blocks for all SMs. Is it faster than rung 0 by the same factor at both d?**
 #
 # <details><summary>Answer</summary>
 #
-# No. At d = 64 even the published order has 128 blocks for 132 SMs. At d = 128 it has 64, and half of the SMs are idle.
+# No. At d = 64 rung 0 has 128 blocks for 132 SMs. At d = 128 it has 64, and half of the SMs are idle.
 #
 # </details>
 
@@ -394,15 +372,15 @@ print(figures.speeds())
 #
 # Patches in registers bring more than the order of the loops: from 1.7 to 20 TFLOP/s at d = 64.
 #
-# Rung 2 has about half of `sdpa-efficient`'s speed, its backward a third. Standard attention is faster at d = 128
-# and in the backward: in float32 its traffic takes no longer than its arithmetic.
+# `sdpa-efficient` is faster: rung 2 has about half of its speed, the backward a third. So is standard attention at d = 128
+# and in the backward, because in float32 its traffic takes no longer than its arithmetic.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
 # - Tiles save traffic to device memory, patches in registers save loads from shared memory.
 # - FlashAttention-1 keeps O divided by l: after every visit it is the attention over the keys so far.
-# - Keys outside: one block a head, O, l, m go back and forth. Queries outside: one block a query tile, O written once.
+# - Keys outside: one block a head, and O comes and goes. Queries outside: one block a query tile, and O is written once.
 # - The simulator checks indices and arithmetic, not races, types or speed.
 #
 # **Ask yourself**
@@ -417,7 +395,7 @@ print(figures.speeds())
 #
 #    Saved: multiplying by l and dividing again. Lost: O is no longer attention over the keys so far.
 #    </details>
-# 3. Why is rung 0's O float32 when q, k and v are float16?
+# 3. Between two visits rung 0's O is float32 even when q, k and v are float16. Why?
 #    <details><summary>Answer</summary>
 #
 #    It is stored at each visit, and would be rounded each time.

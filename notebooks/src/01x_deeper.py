@@ -19,7 +19,7 @@
 #
 # - **Before you start:** notebook 01. Each section can be read alone.
 # - **Time:** about 30 minutes to read. Nothing here needs a GPU.
-# - **Code:** [`steps/step01_fa1_numba`](../steps/step01_fa1_numba/__init__.py), and what compiles and draws,
+# - **Code:** [`steps/step01_fa1_numba`](../steps/step01_fa1_numba/__init__.py), and what compiles,
 #   [`n01x_deeper.py`](../steps/figures/n01x_deeper.py).
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
@@ -36,8 +36,7 @@ print(steps.engine.describe())
 # ## 1. The float64 trap
 #
 # A Python number such as 0.5 is a float64 for Numba. In a kernel it turns the arithmetic around it into float64, which
-# GPUs compute more slowly. NumPy keeps such an expression in float32, and so does the simulator,
-# which computes with NumPy: it cannot show this mistake.
+# GPUs compute more slowly. The simulator computes with NumPy, which stays in float32: it cannot show this mistake.
 #
 # The compiler can, and needs no GPU. **PTX** is NVIDIA's assembly language. In it `fma` is a multiply-add, `cvt` a
 # conversion, and the endings `f32` and `f64` are types.
@@ -84,8 +83,8 @@ print(figures.ptx(signed, unsigned))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What rung 2 does about it
 #
-# Rung 2 fetches 16 numbers for 64 multiply-adds, so it would spend much of its time on such tests. Its thread indices
-# are made unsigned, in `add_products` for example.
+# Rung 2 fetches 16 numbers for 64 multiply-adds, so it would spend much of its time on such tests. Its indices are made
+# unsigned, in `add_products` for example.
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_2_registers", "add_products")
@@ -94,19 +93,24 @@ show("fwd_2_registers", "add_products")
 # ## 3. The banks that a warp asks
 #
 # This section needs rung 2's patch: a thread (x, y) owns 8 x 8 numbers of S, every 16th row from y on and every 8th
-# column from x on. The threads of a warp, 8 values of x and 4 of y, fetch one number of K_j each, from 8 different rows.
+# column from x on. A **warp** is 32 threads that run together, here 8 values of x and 4 of y. They fetch one number of
+# K_j each, from 8 different rows.
 #
 # Shared memory has 32 **banks**; address a lies in bank a mod 32. In a cycle each bank gives out one number. If a warp
 # asks a bank for several addresses, it serves them one after the other, each in a **wavefront**.
 #
-# With rows of 16 numbers every other row begins in the same bank, and the warp waits for four wavefronts. With a spare
-# column, width 17, the rows are spread over the banks. That is why the tiles of stage 01 have odd widths.
+# The cell prints the banks asked for column 3. With rows of 16 numbers every other row begins in the same bank, and the
+# warp waits for four wavefronts. With a spare column the rows are spread over the banks: the tiles of stage 01 have odd
+# widths.
 
 # %% slideshow={"slide_type": "fragment"}
-figures.banks_asked()
+for width in (16, 17):
+    banks = [(x * width + 3) % 32 for x in range(8)]
+    wavefronts = max(banks.count(bank) for bank in banks)
+    print(f"rows of {width}: banks {banks}, wavefronts: {wavefronts}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Try it.** ★ (15 minutes) Draw the banks that a warp asks in `store_transposed` of `fwd_2_registers.py`. Is 17 the
+# **Try it.** ★ (15 minutes) Print the banks that a warp asks in `store_transposed` of `fwd_2_registers.py`. Is 17 the
 # right width for it?
 
 # %% [markdown] slideshow={"slide_type": "slide"}

@@ -53,16 +53,14 @@ for S in (2**13, 2**17, 2**20):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: the keys travel
 #
-# At a million tokens attention keeps 691.5 GB, and an H200 has 141. The rest keeps five times as much. But norms and MLP
-# treat each token alone, so that dividing the *sequence* divides their memory, too.
-#
-# So each of N devices, called **ranks**, holds S / N of the S positions. Only attention needs more than its own tokens: a
-# query wants keys that lie on other ranks.
+# At a million tokens attention keeps 691.5 GB, and an H200 has 141. The rest keeps five times as much, but norms and MLP
+# treat each token alone. So the *sequence* is divided: each of N devices, called **ranks**, holds S / N of the S
+# positions. Only attention needs more than its own tokens: a query needs keys that lie on other ranks.
 #
 # ### Merging two results
 #
 # One query has attended to the keys A on rank 0, and to the keys B on rank 1. Write $o$ for a part's out and $\ell$ for its
-# lse, the log of its sum of exponentials. Then $e^{\ell_A} o_A = \sum_A e^{s_j} v_j$ is the sum before it was divided. Add
+# lse, the log of its sum of exponentials. Then $e^{\ell_A} o_A = \sum_A e^{s_j} v_j$ is the sum before the division. Add
 # both sums, and divide by $e^{\ell_A} + e^{\ell_B}$:
 #
 # $$\ell = \log(e^{\ell_A} + e^{\ell_B}) \qquad w = e^{\ell_B - \ell} \qquad o = (1 - w)\, o_A + w\, o_B$$
@@ -88,19 +86,16 @@ print("claim 1:", torch.allclose(out, step00.forward(Q[5:], K, V)[0]))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # B has 0.91 of the sum: the result (6.83, 1.34) lies near B's.
 #
-# Typed in like this, the formula has two weak points. exp(lse) overflows from 89 on. And a query that has seen no key has
-# lse = -inf: with two such parts, -inf - (-inf) is NaN. The stage's `merge` survives both.
+# Written like this, the formula fails twice. exp(lse) overflows above 88. And a query that has seen no key has lse =
+# -inf: with two such parts, -inf - (-inf) is NaN. The stage's `merge` avoids both, and you will write it.
 #
 # **Claim 2.** Parts may be merged in any order, up to rounding. So each rank may begin with its own keys.
 
 # %% slideshow={"slide_type": "fragment"}
-for a, b in ((0.0, 1.0), (100.0, 100.0), (-torch.inf, 1.0), (-torch.inf, -torch.inf)):
-    a, b = torch.tensor([a, b]).chunk(2)
-    typed_in = (a.exp() + b.exp()).log()
-    w, lse = torch.zeros(1, 1), a.clone()
-    merging.merge(w, lse, torch.ones(1, 1), b)  # out is 0 and 1, so that the result is w
-    told = f"lse {a[0]:4.0f} and {b[0]:4.0f}: typed in, lse {typed_in[0]:6.2f}"
-    print(f"{told}, w {(b - typed_in).exp()[0]:4.2f}; merge: {lse[0]:6.2f}, {w[0, 0]:.2f}")
+for a, b in ((0.0, 1.0), (100.0, 100.0), (-torch.inf, -torch.inf)):
+    lse_A, lse_B = torch.tensor([a, b])
+    lse = (lse_A.exp() + lse_B.exp()).log()
+    print(f"lse of A {a:4.0f}, of B {b:4.0f}: lse {lse:5.2f}, w {(lse_B - lse).exp():.2f}")
 parts = [step00.forward(Q, K[i : i + 2], V[i : i + 2]) for i in (0, 2, 4)]
 for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
     out, lse = torch.zeros(6, 2), torch.full((6,), -torch.inf)
@@ -125,13 +120,13 @@ check("04.1", merge)
 # ### Hop and overlap
 #
 # A **hop** sends the keys of every rank to the next one. If all ranks first sent and then received, each would wait for
-# ever. So both halves are **posted** together, which only starts them, and waited for later. Until then what is sent must
-# not change, and what arrives must not be touched.
+# ever. So a rank **posts** both together, which only starts them, and waits later. Until then what is sent must not
+# change, and what arrives must not be touched.
 #
-# The first block of scores does not need the message. So a rank posts the hop, computes with the keys that it has, and only
-# then waits: **overlap**.
+# The first block of scores does not need the message. So a rank posts the hop, computes with the keys that it has, and
+# only then waits: **overlap**.
 #
-# **Predict.** A hop takes h, a block b. How long do two blocks and the hop take, without overlap and with it?
+# **Predict.** A hop takes h, a block b. How long do two blocks and the hop take without overlap, and with it?
 #
 # <details><summary>Answer</summary>
 #
@@ -139,8 +134,8 @@ check("04.1", merge)
 #
 # </details>
 #
-# `launch.Ranks` starts processes, which send each other messages over **gloo**, torch's library for CPUs; with GPUs it is
-# NCCL. In the test a block only sleeps for 100 ms, as a processor may while its GPU computes.
+# `launch.Ranks` starts processes, which send each other messages by torch's library for CPUs. In the test a block only
+# sleeps for 100 ms, as a processor may while its GPU computes.
 
 # %% slideshow={"slide_type": "fragment"}
 # When this runs as a plain script, the new processes must not run the file again.
@@ -159,7 +154,7 @@ show("step04_ring/strategies/lesson_2_overlap", "post", "attention")
 # ### The ring, in one process
 #
 # Every rank keeps its queries. In each of N steps it attends to the keys at hand, merges, and hands the keys on. Here are
-# two ranks of three tokens; the ranks are a loop, and a hop turns a list.
+# two ranks of three tokens. The ranks are a loop, and a hop rotates a list.
 
 # %% slideshow={"slide_type": "fragment"}
 N = 2
@@ -180,25 +175,23 @@ want, want_lse = step00.forward(Q, K, V)
 print("as on one device:", torch.allclose(torch.cat(out), want, atol=1e-6))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Follow rank 1, whose last query is query 5. In step 0 it has its own keys, and gets B's result with lse 4.65. In step 1
-# rank 0's keys have arrived: A's result, with lse 2.36. Merged, that is (6.83, 1.34) again.
+# Follow rank 1, whose last query is query 5. In step 0 it has its own keys: B's result. In step 1 rank 0's keys have
+# arrived: A's result. Merged, that is (6.83, 1.34) again.
 #
 # A rank holds two pairs of K and V, the one at hand and the one that is arriving: 2 / N of all. There are N blocks and
 # N - 1 hops.
 #
 # ### Line by line
 #
-# The lines are those of [papers/ring_attention.md](../papers/ring_attention.md).
+# | line of [papers/ring_attention.md](../papers/ring_attention.md) | in [`step04_ring`](../steps/step04_ring/README.md) |
+# |---|---|
+# | [1] out = 0, lse = -inf, float32 | `merge.py`: `Parts` |
+# | [4, 9] post the hop, later wait for it | `relay.py`: `Relay` |
+# | [5] a block: any kernel that gives (out, lse) | the argument `block` |
+# | [6–8] merge | `merge.py`: `merge` |
 #
-# | line | what it does | in [`step04_ring`](../steps/step04_ring/README.md) |
-# |---|---|---|
-# | 1 | out = 0, lse = -inf, float32 | `merge.py`: `Parts`, which merges up to four parts at once |
-# | 4, 9 | post the hop, later wait for it | `relay.py` |
-# | 5 | a block: any kernel that gives (out, lse) | the argument `block` |
-# | 6–8 | merge | `merge.py`: `merge` |
-#
-# In the function, `src` is the rank whose keys have come, and `work_of` says which of them a causal mask lets us see. A
-# **transport** brings the keys; `Relay` does so by hops. The six tokens go through it in two processes:
+# In the function, `src` is the rank whose keys have come, and `work_of` says which of them the causal mask lets us see.
+# The six tokens go through it in two processes:
 
 # %% slideshow={"slide_type": "fragment"}
 for rank, (out_r, lse_r) in enumerate(two_ranks.run(figures.ring_on_this_rank, Q, K, V)):
@@ -231,8 +224,8 @@ print("all keys at once:                    dq of query 5", dq[5])
 # ### Whose keys are where
 #
 # dQ stays with its rank. dK and dV are sums over the queries of *all* ranks: they travel with their K and V, and must end
-# at their owner. If the ring turns round, this takes no extra hop. The backward begins with the keys that the forward ended
-# with, those of rank + 1, and ends with the rank's own.
+# at their owner. If the ring turns the other way, this takes no extra hop. The backward begins with the keys that the
+# forward ended with, those of rank + 1, and ends with the rank's own.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.whose_keys()
@@ -262,7 +255,7 @@ check("04.2", reverse_step)
 # ### Who waits for whom
 #
 # Under a causal mask late queries see much, and early ones little. As every rank waits for its neighbour's keys, the
-# slowest rank sets the pace. So it matters which positions a rank holds, its **layout**.
+# slowest sets the pace. So it matters which positions a rank holds, its **layout**.
 #
 # The figure deals 8 positions to 4 ranks. A number is the step in which a score is computed. **How many ranks compute
 # something in step 3?**
@@ -274,11 +267,11 @@ figures.who_computes()
 # **Contiguous**: rank 3 alone. **Zigzag** gives each rank an early and a late chunk: in every step all do equally much.
 # **Striped** deals positions like cards, nearly as good.
 #
-# Count a block of c² scores as one, c = S / N, and one on the diagonal as half. Contiguous, the last rank has N - 1/2
-# blocks to do and the mean rank N / 2, so that the mean rank computes N / (2N - 1) of the time.
+# Contiguous ranks have blocks of S / N queries and keys. Count one as 1, on the diagonal as half. The last rank has N - 1/2
+# to do and the mean rank N / 2. So the mean rank computes N / (2N - 1) of the time: 4/7 with four ranks.
 #
-# The timeline is a model: blocks and messages are as fast as recorded on H200s. A bar's colour says whose keys it computes
-# with. A hop begins when both of its ranks have posted it.
+# The timelines are a model: blocks and messages are as fast as recorded on H200s. A bar's colour says whose keys it
+# computes with. A hop begins when both of its ranks have posted it.
 
 # %% slideshow={"slide_type": "fragment"}
 n04x_deeper.timeline("contiguous")
@@ -308,13 +301,13 @@ check("04.3", visible_part)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Check it, then break it
 #
-# `report` runs the ring, forward and backward, and compares with one device: only the rounding of float32 may be left.
-# Then the table of work of four ranks is wrong: `no_diagonal` masks nothing in a block, and with `key_too_many` a rank of
-# striped sees one key too many. **Which of the two lives through tests without a causal mask?**
+# `report` runs the ring, forward and backward, and compares with one device: only float32's rounding may be left.
+# Then we break the table of work of four ranks: `no_diagonal` masks nothing in a block, and with `key_too_many` a rank of
+# striped sees one key too many. **Which of the two is not seen by tests without a causal mask?**
 #
 # <details><summary>Answer</summary>
 #
-# Both. `key_too_many` needs striped, too, where a later rank's keys have a diagonal. (A dash: all results are right.)
+# Both. `key_too_many` is seen in striped alone, where a later rank's keys have a diagonal. (A dash: all results are right.)
 #
 # </details>
 
@@ -342,8 +335,8 @@ print(figures.mistakes_seen(no_diagonal, key_too_many))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# Two H200 share a causal sequence of 32k positions. **Which efficiency do you expect of contiguous, which of zigzag?**
-# It is the time of one GPU, which took turns with the two, divided by 2 and by the ring's time.
+# Two H200 share a causal sequence of 32k positions. Efficiency is the time of one GPU, divided by 2 and by the ring's time.
+# **How much do you expect of contiguous, how much of zigzag?**
 #
 # <details><summary>Answer</summary>
 #
@@ -393,8 +386,8 @@ print(figures.layouts_measured())
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Go further
 #
-# - **Bug hunt 04.bug2, "NaN at the beginning".** On 2 ranks everything is right; on 4 the first queries of a causal call
-#   are NaN, though their lse is right. `python -m steps check 04.bug2` writes `my/04_bug2.py`.
+# - **Bug hunt 04.bug2, "NaN at the beginning".** On 4 ranks the first queries of a causal call are NaN, though their lse
+#   is right. `python -m steps check 04.bug2` writes `my/04_bug2.py`.
 # - ★ (15 minutes) `simulate.gantt` with `Machine(..., slow={1: 2.0})`, rank 1 half as fast: who notices?
 # - ★★ (1 hour) Give the ring of two ranks in one process a causal mask, by `Layout("zigzag", 6, 2, causal=True).work`.
 # - ★★★ (a weekend) Zigzag sends late chunks to ranks that never use them. Send each half only as far as it is needed.

@@ -1,7 +1,6 @@
 """What notebook 00 draws, counts and breaks: the six animals, the running maximum, tiles, memory, mistakes."""
 
 import functools
-import itertools
 import textwrap
 import timeit
 from unittest.mock import patch
@@ -12,7 +11,7 @@ from reference import cases, error, mutants
 from steps import engine
 from steps import step00_naive as stage
 from steps.figures.picture import pictured
-from steps.figures.plots import FAINT, INK, OPERAND, SEEN, boxes, subplots
+from steps.figures.plots import FAINT, INK, OPERAND, SEEN, cells, subplots, visited_tiles
 from steps.step00_naive import fwd_3_tiled
 from steps.step04_ring.strategies.account import Watched
 from steps.workbook import exercises
@@ -22,9 +21,8 @@ torch.set_num_threads(1)  # The tensors of notebooks 00 and 01 are small: they a
 
 @pictured
 def soft_lookup(names, Q, K, V):
-    """Left: six key arrows and query 5 on the axes water and air. The query points between the trout and the gull,
-    whose keys are long. Right: the six values as discs whose areas are their weights, 0.61 for the trout and 0.30 for
-    the gull. As the scale grows, the output moves from the mean of all values to the trout's value.
+    """Left: query 5 as an arrow between those of the keys trout and gull. Right: the six values as discs, the areas
+    their weights. As the scale grows, the output moves from the mean of all values to the trout's value.
     """
     fig, (left, right) = subplots(1, 2, figsize=(8.4, 4.0), width_ratios=(1, 1.2))
     tips, colours = torch.cat([K, Q[5:]]), [OPERAND["K"]] * 6 + [OPERAND["Q"]]
@@ -61,46 +59,34 @@ def milliseconds(forward, N):
 
 @pictured
 def running_maximum(scores, steps):
-    """Three plots over keys 0 to 5. The running maximum steps up at keys 1, 3 and 4; the sum l is multiplied by alpha,
-    0.24, 0.24 and 0.49, there; the two components of O / l move from the first value to the final row of the output.
+    """Two plots over keys 0 to 5. The running maximum steps up at keys 1, 3 and 4. There the sum l is multiplied by
+    alpha, 0.24, 0.24 and 0.49, and 1 is added.
     """
-    fig, (top, middle, bottom) = subplots(3, 1, figsize=(7.2, 5.4), sharex=True)
-    m, l, O = (torch.stack(x) for x in zip(*steps, strict=True))
-    keys, rows = range(len(scores)), O / l[:, None]
+    fig, (top, bottom) = subplots(2, 1, figsize=(7.2, 3.8), sharex=True)
+    m, l, _ = (torch.stack(x) for x in zip(*steps, strict=True))
+    keys = range(len(scores))
     top.bar(keys, scores, width=0.35, color=OPERAND["S"])
     top.step(keys, m, "o-", where="post", color=INK)
-    middle.plot(keys, l, "o-", color=INK)
+    bottom.plot(keys, l, "o-", color=INK)
     for j in keys[1:]:
         if m[j] > m[j - 1]:
-            middle.text(j, l[j] + 0.12, f"x {(m[j - 1] - m[j]).exp():.2f}, then + 1", ha="right", fontsize=9)
-    for x, mark in enumerate(("o-", "s--")):
-        bottom.plot(keys, rows[:, x], mark, color=OPERAND["O"])
-        bottom.axhline(rows[-1, x], color=FAINT, lw=1.2, zorder=0)
+            bottom.text(j, l[j] + 0.12, f"x {(m[j - 1] - m[j]).exp():.2f}, then + 1", ha="right", fontsize=9)
     top.set(title="bars: the scores; black: their running maximum m")
-    middle.set(ylim=(0.9, 2.0), title="l, and its factor alpha where m moves")
-    bottom.set(title="O / l: first number solid, second dashed; grey: the final row", xlabel="key j", xticks=keys)
+    bottom.set(title="l, and its factor alpha where m moves", xlabel="key j", xticks=keys, ylim=(0.9, 2.0))
     return fig
 
 
 @pictured
 def tiles_visited():
-    """Three maps of S cut into tiles. Nq = Nk: the lower left triangle is visited, its tiles on the diagonal masked in
-    part. Fewer queries than keys: the diagonal ends at the bottom right, so all queries visit a block of early keys.
-    More queries than keys: the first queries see no key, and their tiles are never visited.
+    """Three maps of S in tiles of 4 x 4. The diagonal ends at the bottom right, and its tiles are masked. Fewer queries
+    than keys: all see the first tile of keys. More: the first queries see no key, and their tiles are never visited.
     """
-    fig, axes = subplots(1, 3, figsize=(8.4, 3.4))
-    for ax, (Nq, Nk, Br, Bc) in zip(axes, ((80, 80, 16, 16), (56, 88, 8, 16), (88, 56, 16, 8)), strict=True):
-        tiles = []
-        for i, j in itertools.product(range(0, Nq, Br), range(0, Nk, Bc)):
-            hidden = fwd_3_tiled.mask(torch.zeros(min(Br, Nq - i), min(Bc, Nk - j)), i, j, Nk - Nq).isinf()
-            colour = "white" if hidden.all() else OPERAND["Q"] if hidden.any() else OPERAND["S"]
-            tiles.append((j, i, *reversed(hidden.shape), colour, ""))
-        boxes(ax, tiles)
-        ax.plot([Nk - Nq, Nk], [0, Nq], color=INK, lw=1.5, ls="--")
-        ax.set_title(f"tile {Br, Bc}: {sum(tile[4] != 'white' for tile in tiles)} of {len(tiles)} visited", fontsize=10)
-        ax.set(xlim=(0, Nk), ylim=(Nq, 0), aspect="equal", xlabel=f"{Nk} keys", ylabel=f"{Nq} queries")
-    fig.supxlabel("light blue: seen whole; dark blue: masked in part; white: never visited", fontsize=10)
-    return fig
+    panels = {}
+    for title, Nq, Nk in (("Nq = Nk", 12, 12), ("Nq < Nk", 8, 12), ("Nq > Nk", 12, 8)):
+        pairs = fwd_3_tiled.mask(torch.zeros(Nq, Nk), 0, 0, Nk - Nq) == 0
+        seen = pairs.unfold(0, 4, 4).unfold(1, 4, 4).sum((2, 3))  # how many scores of each tile
+        panels[title] = seen.sign() + ((0 < seen) & (seen < 16)), pairs
+    return visited_tiles(panels, 4)
 
 
 def outcome(stage, case, compute, dtype=torch.float32):
@@ -126,7 +112,7 @@ def contract(**replaced):
 MISTAKES = {  # a mutant's name -> what it does
     "no_rescale_of_o": "O not rescaled", "inverse_alpha": "alpha inverted", "no_maximum": "no maximum subtracted",
     "maximum_starts_at_zero": "m starts at 0", "top_left": "causal: aligned top left",
-    "tail_not_masked": "places after the last key count", "hard_coded_scale": "scale fixed to 1/8",
+    "tail_not_masked": "end of the last tile not masked", "hard_coded_scale": "scale fixed to 1/8",
     "delta_missing": "delta left out",
 }  # fmt: skip
 INPUTS = {  # a case's name -> its column
@@ -138,19 +124,17 @@ INPUTS = {  # a case's name -> its column
 
 @pictured
 def mistakes_seen():
-    """A table of eight mistakes against eight kinds of input. Most mistakes are seen almost everywhere. Leaving out the
-    maximum is seen only with large or very negative scores; a maximum that starts at 0 only with a row of very negative
-    scores; a mask aligned at the top left only where Nq and Nk differ; a scale fixed to 1/8 everywhere but at d = 64.
+    """A table of eight mistakes against eight kinds of input. Leaving out the maximum is seen only with large or very
+    negative scores; a maximum that starts at 0 only with very negative scores; a mask aligned at the top left only
+    where Nq and Nk differ; a scale fixed to 1/8 everywhere but at d = 64.
     """
+    killed, _ = mutants.kill_matrix(stage.SUPPORTS, among=[one for one in mutants.MUTANTS if one.name in MISTAKES])
+    words = [["seen" if killed[mistake][name] == "killed" else "" for name in INPUTS] for mistake in MISTAKES]
     fig, ax = subplots(figsize=(8.4, 4.0))
-    seen, _ = mutants.kill_matrix(stage.SUPPORTS, among=[one for one in mutants.MUTANTS if one.name in MISTAKES])
-    for (y, mistake), (x, name) in itertools.product(enumerate(MISTAKES), enumerate(INPUTS)):
-        boxes(ax, [(x, y, 1, 1, *((SEEN, "seen") if seen[mistake][name] == "killed" else ("white", "")))])
-    ax.set_xticks([n + 0.5 for n in range(len(INPUTS))], INPUTS.values())
-    ax.set_yticks([n + 0.5 for n in range(len(MISTAKES))], MISTAKES.values())
-    ax.tick_params(length=0, labelsize=9)
+    cells(ax, [[SEEN if word else "white" for word in row] for row in words], words, edge=FAINT)
+    ax.set_xticks(range(len(INPUTS)), INPUTS.values())
+    ax.set_yticks(range(len(MISTAKES)), MISTAKES.values())
     ax.xaxis.tick_top()
-    ax.set(xlim=(0, len(INPUTS)), ylim=(len(MISTAKES), 0))
     return fig
 
 

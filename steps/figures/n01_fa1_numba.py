@@ -1,9 +1,7 @@
-"""What notebook 01 draws, counts and breaks: memories, the order of the visits, who works, measured speeds."""
+"""What notebook 01 draws, counts and breaks: memories, the order of the visits, measured speeds."""
 
-import itertools
 from unittest.mock import patch
 
-import matplotlib.pyplot as plt
 import torch
 
 from reference import cases, error
@@ -11,7 +9,7 @@ from steps import step01_fa1_numba as stage
 from steps.bench import cost, rows
 from steps.figures.n00_naive import outcome, symptom  # noqa: F401  The notebook's hunts begin with symptom.
 from steps.figures.picture import pictured
-from steps.figures.plots import COLOURS, FAINT, INK, OPERAND, boxes, subplots, table
+from steps.figures.plots import FAINT, INK, OPERAND, PALE, cells, subplots, table
 from steps.step00_naive import io_count
 
 GPU = cost.GPUS["NVIDIA H200"]
@@ -55,19 +53,18 @@ def visits_of_O(V, trace):
 
 @pictured
 def order_of_visits():
-    """Top: S as 3 by 4 tiles with the number of the visit. FA1 numbers them down the columns, FA2 along the rows.
-    Bottom: the rows of O written. FA1 writes a tile at each of 12 visits, so each row four times; FA2 each row once.
+    """S as 3 by 4 tiles with the number of the visit, and where O is written. FA1 goes down the columns and writes O at
+    each of the 12 visits. FA2 goes along the rows and writes O at the end of a row, at visits 4, 8 and 12.
     """
-    fig, axes = subplots(2, 2, figsize=(8, 4.6), height_ratios=(1.1, 1))
-    for (name, fa1), top, bottom in zip((("FA1: keys outside", 1), ("FA2: queries outside", 0)), *axes, strict=True):
-        for i, j in itertools.product(range(3), range(4)):
-            visit = 1 + (3 * j + i if fa1 else 4 * i + j)
-            boxes(top, [(8 * j, 8 * i, 8, 8, COLOURS[i], visit)])
-            boxes(bottom, [(visit - 0.4, 8 * i, 0.8, 8, COLOURS[i], "")] * (fa1 or j == 3))
-        top.set(xlim=(0, 32), ylim=(24, 0), xlabel="key", ylabel="query", title=name)
-        bottom.set(xlim=(0.4, 12.6), ylim=(24, 0), xlabel="visit", ylabel="row of O written", xticks=range(1, 13))
-    plt.setp(axes, yticks=range(0, 25, 8))
-    plt.setp(axes[0], xticks=range(0, 33, 8))
+    fig, axes = subplots(1, 2, figsize=(8.4, 2.6))
+    visits = torch.arange(1, 13)
+    orders = {"FA1: keys outside": visits.reshape(4, 3).T, "FA2: queries outside": visits.reshape(3, 4)}
+    for ax, (title, order) in zip(axes, orders.items(), strict=True):
+        written = set(range(1, 13)) if "FA1" in title else {4, 8, 12}
+        words = [[f"{n}\nO written" if n in written else n for n in row] for row in order.tolist()]
+        colours = [[PALE[i]] * 4 for i in range(3)]
+        cells(ax, colours, words, title=title, xlabel="tile of keys", xticks=range(4), yticks=range(3))
+    axes[0].set_ylabel("tile of queries")
     return fig
 
 
@@ -80,35 +77,18 @@ def traffic(N, d):
     return table(*lines)
 
 
-@pictured
-def who_works(heads):
-    """The multiprocessors of an H200 as a grid of 11 by 12, for one sequence of 4096 tokens. Keys outside: as many are
-    coloured as there are heads. Queries outside: all are coloured, many with the same head.
-    """
-    fig, axes = subplots(1, 2, figsize=(8.4, 3.8))
-    grids = {"keys outside": heads, "queries outside": heads * 4096 // TILES["registers"][0]}
-    for ax, (name, blocks) in zip(axes, grids.items(), strict=True):
-        for y, x in itertools.product(range(11), range(12)):
-            head, rest = divmod((12 * y + x) * heads, blocks)
-            look = (COLOURS[head % 6], head if rest < heads else "") if head < heads else ("white", "")
-            boxes(ax, [(x, y, 0.88, 0.88, *look)])
-        ax.set(xlim=(-0.1, 12), ylim=(11, -0.1), xticks=[], yticks=[])
-        ax.set_title(f"{name}: {blocks} blocks, {min(1, blocks / GPU.sms):.0%} of the SMs work", fontsize=10)
-        ax.spines[:].set_visible(False)
-    return fig
-
-
 def cases_of_the_contract(*names, **replaced):
     """Whether each rung passes these cases; or rung published with functions of its file replaced."""
     kernels, lines = stage.fwd_0_published, []
     with patch.dict(vars(kernels), replaced):
         kernels.forward_kernel.cache_clear()  # Kernels that were compiled before still call the old functions.
         for case in (case for name in names for case in cases.CASES if case.name == name):
-            lines.append(case.says)
+            told = []
             for rung in ("published",) if replaced else TILES:
                 got, want = outcome(stage, case, lambda x, r=rung: stage.forward(x.q, x.k, x.v, **x.options, rung=r))
                 failed = error.failures({"out": got[0], "lse": got[1]}, want)
-                lines.append(f"    {rung} {'FAILS' if failed else 'passes'}")
+                told.append(f"{rung} {'FAILS' if failed else 'passes'}")
+            lines += [case.says, f"    {', '.join(told)}"]
     kernels.forward_kernel.cache_clear()
     return "\n".join(lines)
 
@@ -116,8 +96,8 @@ def cases_of_the_contract(*names, **replaced):
 def recorded():
     """{(pass, kernel or peer, d): row} on an H200 in float32, at N = 4096, not causal."""
     at = {"gpu": GPU.name, "dtype": "fp32", "N": 4096, "causal": False, "options": {}, "timing": "interleaved"}
-    found = [row for row in rows.latest(rows.fresh(rows.read())) if row["stage"] in ("01_fa1_numba", None)]
-    found = [row for row in found if all(row[name] == value for name, value in at.items())]
+    found = [row for row in rows.latest(rows.fresh(rows.read())) if at.items() <= row.items()]
+    found = [row for row in found if row["stage"] in ("01_fa1_numba", None)]
     return {(row["pass"], row["kernel"] or row["peer"], row["D"]): row for row in found}
 
 

@@ -1,4 +1,4 @@
-"""What notebook 01x compiles and draws: PTX, registers and blocks of stage 01's kernels, banks, roofs.
+"""What notebook 01x compiles and counts: PTX, registers and blocks of stage 01's kernels, roofs.
 
 Numba's compiler (libNVVM) turns a kernel into PTX, and NVIDIA's linker (nvJitLink) turns that into machine code and
 reports what it used; neither needs a driver. A process that simulates cannot compile, so another one does it.
@@ -18,8 +18,7 @@ import numpy as np
 
 from steps.bench import cost
 from steps.figures import n01_fa1_numba as lesson
-from steps.figures.picture import pictured
-from steps.figures.plots import OPERAND, subplots, table
+from steps.figures.plots import table
 from steps.step00_naive import io_count
 from steps.step02_fa2_cuda import cache
 
@@ -106,20 +105,6 @@ def online(in_alpha, in_P, x, v):
         alpha, P = in_alpha(m, m_new), in_P(x[:, j : j + 64], m_new[:, None])
         m, l, O = m_new, alpha * l + P.sum(1), alpha * O + P @ v[j : j + 64]
     return in_P(m, m), O / l, m + np.log(l)
-
-
-@pictured
-def banks_asked():
-    """Addresses that a column of K_j asks of 32 banks. Rows of 16: 4 of 2 banks each. Rows of 17: 1 of 8 banks each."""
-    fig, axes = subplots(1, 2, figsize=(8, 3.2), sharey=True)
-    for ax, width in zip(axes, (16, 17), strict=True):
-        banks = [(x * width + 3) % 32 for x in range(8)]  # column 3 of the rows of eight neighbouring threads
-        asked = [banks.count(bank) for bank in range(32)]
-        ax.bar(range(32), asked, color=OPERAND["K"])
-        ax.set_title(f"rows of {width}: {max(asked)} wavefront{'s' * (max(asked) > 1)}")
-        ax.set(xlabel="bank", xticks=range(0, 33, 8), ylim=(0, 4.4), yticks=range(5))
-    axes[0].set(ylabel="addresses asked of a bank")
-    return fig
 
 
 def roofs():

@@ -1,17 +1,16 @@
 """What notebook 04a draws, measures and breaks: whose keys a rank has, who computes which score, which layout wins."""
 
-import itertools
 from unittest.mock import patch
 
 import matplotlib.pyplot as plt
-import torch
 import torch.distributed as dist
 
 from reference import cases, error
 from steps import step04_ring as stage
 from steps.figures import ring_tables
+from steps.figures.n00_naive import outcome
 from steps.figures.picture import pictured
-from steps.figures.plots import RANK, boxes, subplots, table
+from steps.figures.plots import RANK, cells, subplots, table
 from steps.step04_ring import Layout
 from steps.step04_ring import dry_run as dry
 from steps.workbook.case_on_ranks import PlainBlock
@@ -29,51 +28,29 @@ def ring_on_this_rank(q, k, v):
 
 @pictured
 def whose_keys(N=4):
-    """Two tables of 4 ranks by 4 steps: whose K and V a rank has. Forward: rank 0 has those of rank 0, 3, 2, 1; each
-    colour moves down a rank a step. Backward: rank 0 begins with those of rank 1, where the forward ended, then has 2,
-    3, and last its own; each colour moves up."""
+    """Two tables of 4 ranks by 4 steps: whose K and V a rank has. Forward: those of rank 0 move down a rank a step.
+    Backward: rank 0 begins with those of rank 1, where the forward ended, then has 2, 3, and last its own."""
     fig, axes = subplots(1, 2, figsize=(8.4, 2.4))
     titles = {"fwd": "forward: keys go to rank + 1", "bwd": "backward: they return to rank - 1"}
     for ax, (pass_, title) in zip(axes, titles.items(), strict=True):
-        for step, ranks in enumerate(dry.sources(Layout("zigzag", 2 * N, N), pass_).tolist()):
-            boxes(ax, [(step, rank, 0.94, 0.9, RANK[src], f"K{src} V{src}") for rank, src in enumerate(ranks)])
-        ax.set(xlim=(0, N), ylim=(N, 0), title=title, xlabel="step")
-        labelled(ax, range(N), [f"rank {rank}" for rank in range(N)])
+        owners = dry.sources(Layout("zigzag", 2 * N, N), pass_).T.tolist()  # a list of N steps for each rank
+        words = [[f"K{src} V{src}" for src in row] for row in owners]
+        cells(ax, [[RANK[src] for src in row] for row in owners], words, title=title, xlabel="step", xticks=range(N))
+        ax.set_yticks(range(N), [f"rank {rank}" for rank in range(N)])
     return fig
-
-
-def labelled(ax, columns, rows):
-    """Words at the middle of each column and row of boxes."""
-    ax.set_xticks([n + 0.5 for n in range(len(columns))], columns)
-    ax.set_yticks([n + 0.5 for n in range(len(rows))], rows)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-
-
-def owners(layout):
-    """[(query, key, the rank that computes the score, the step)]."""
-    found = []
-    for me, step in itertools.product(range(layout.N), range(layout.N)):
-        src = (me - step) % layout.N
-        if work := layout.work(me, src):
-            rows, keys, causal = work
-            for i, query in enumerate(layout.positions(me)[rows].tolist()):
-                seen = layout.positions(src)[keys][: i + 1 if causal else None].tolist()
-                found += [(query, key, me, step) for key in seen]
-    return found
 
 
 @pictured
 def who_computes(S=8, N=4):
     """The causal triangle of 8 by 8 scores for three layouts, coloured by the rank that computes a score and numbered
-    with the step. Contiguous: four bands of rows, the last much larger than the first, and step 3 is a block of rank 3
-    alone. Zigzag: rank 0 has the first and the last row. Striped: rows alternate between the ranks."""
+    with the step. Contiguous: rank 3 alone has step 3. Zigzag: rank 0 has the first and the last row. Striped: rows
+    alternate between the ranks."""
     fig, axes = subplots(1, 3, figsize=(8.4, 3.4))
     for ax, kind in zip(axes, LAYOUTS, strict=True):
-        computed = owners(Layout(kind, S, N, causal=True))
-        boxes(ax, [(key, query, 1, 1, RANK[rank], step) for query, key, rank, step in computed])
-        ax.set(xlim=(0, S), ylim=(S, 0), aspect="equal", xlabel="keys", title=kind)
-        labelled(ax, range(S), range(S))
+        owner = {place: rank for rank in range(N) for place in Layout(kind, S, N).positions(rank).tolist()}
+        steps = [[(owner[i] - owner[j]) % N if j <= i else "" for j in range(S)] for i in range(S)]
+        colours = [[RANK[owner[i]] if j <= i else "white" for j in range(S)] for i in range(S)]
+        cells(ax, colours, steps, aspect=1, xlabel="keys", title=kind, xticks=range(S), yticks=range(S))
     axes[0].set_ylabel("queries")
     handles = [plt.Rectangle((0, 0), 1, 1, fc=colour) for colour in RANK]
     fig.legend(handles, [f"rank {rank}" for rank in range(N)], ncols=N, loc="outside lower center")
@@ -98,10 +75,12 @@ INPUTS = {"not causal": ("ragged", "striped")} | {kind: ("ragged_causal", kind) 
 def wrong_results(name, kind, work):
     """The results of the case that are out of tolerance on 4 ranks with another table of work."""
     (case,) = (case for case in cases.CASES if case.name == name)
-    x = cases.build(case, stage.SUPPORTS, torch.float32)
+
+    def compute(x):
+        return dry.dry_run(x.q, x.k, x.v, Layout(kind, x.q.shape[2], 4, x.causal), PlainBlock, x.dout)
+
     with patch.object(Layout, "work", work):
-        got = dry.dry_run(x.q, x.k, x.v, Layout(kind, x.q.shape[2], 4, x.causal), PlainBlock, x.dout)
-    want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal)
+        got, want = outcome(stage, case, compute)
     wrong = error.failures(dict(zip(error.NAMES, got, strict=True)), want)
     return "all" if len(wrong) == 5 else ", ".join(wrong) or "-"
 
