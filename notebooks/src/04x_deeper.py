@@ -192,14 +192,41 @@ want, _ = attention.forward(q, k, v, causal=True)
 print(f"256 ranks: largest difference to one device {(out - want).abs().max():.0e}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 4. With FSDP and tensor parallelism
+# ## 4. A fixed order, a CUDA graph, a million tokens
+#
+# This section needs 04b's table of speed. There the ring over fetch has 0.88 to 0.91 of two GPUs in forward + backward. But
+# the ring adds to dQ in a fixed order, so that dq is bit-equal from run to run, and the one GPU beside it does not. What
+# remains if both do the same? And what does the ring cost at 8k if Python is out of the way?
+
+# %% slideshow={"slide_type": "fragment"}
+print(ring_tables.shown("variants", ring_tables.recorded()))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# ### How to read it
+#
+# Compare like with like: the first number of "any order", and the second of "fetch". Both are between 0.95 and 1.00. So
+# what the ring seemed to lose is mostly the price of the order, not of the hops.
+#
+# A **CUDA graph** records the launches of a call once, and replays them without the host. At 8k a rank's GPU has only half
+# a millisecond of work for a forward. This host needed longer than that to ask for it: as a graph the forward took 0.50 and
+# 0.60 of the time.
+#
+# A graph keeps no order but that of waits. The first one that was recorded here was slower than no graph: it started the
+# first block together with the copy of the rank's own K and V. That block took all multiprocessors, so the next small kernel,
+# and behind it the hop, waited until the block ended. Now the block waits for the barrier in front of the hop (`fetch.py`).
+#
+# Once the ring was also run at a million positions, with 8 query heads and 2 heads of K and V: 1.70 seconds forward and 6.87
+# forward + backward, 664 and 574 TFLOP/s on each of two H200. The model of section 3 says 8 and 7 % less.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 5. With FSDP and tensor parallelism
 #
 # The ring is one dimension of a `DeviceMesh`: pass `group=mesh["context"].get_group()` to `attention`. **FSDP** divides the
 # weights over all ranks, and averages gradients. So each rank's loss, which is divided by all labels, has to be multiplied
 # by the number of ranks. **Tensor parallelism** divides the heads: T rings with H / T and Hk / T of them, at the same c.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 5. When a rank fails
+# ## 6. When a rank fails
 #
 # In a ring everybody soon waits for everybody, so that the neighbour that a rank waits for is seldom the culprit. Every
 # rank therefore publishes where it stands, and whoever fails first compares. Rank 2 is killed; what do the others say?

@@ -19,6 +19,7 @@ from steps.step04_ring.strategies import account
 
 RINGS = {"ring+fetch": "fetch", "ring+relay": "relay"}
 ONE = "one GPU"
+ASKED = {"deterministic": {True: ", in order", False: ", any order"}, "graph": {True: ", in a graph"}}
 
 
 def recorded():
@@ -39,7 +40,7 @@ def size(row):
     return tuple(row[name] for name in ("gpu", "n_gpus", "pass", "B", "H", "Hk", "N", "Nk", "D", "dtype", "causal"))
 
 
-def of_one_run(rows):
+def of_fullest_run(rows):
     """The rows of each size that were measured in the run with most of them; of equal runs the last one counts."""
     counts, best = Counter((size(row), row["run"]) for row in rows), {}
     for (where, run), count in counts.items():
@@ -51,11 +52,10 @@ def of_one_run(rows):
 def who(row):
     """The row's candidate in words."""
     options, transport = row["options"], RINGS.get(row["kernel"])
+    asked = "".join(words[options[name]] for name, words in ASKED.items() if name in options)
     if transport is None:
-        return (row["peer"] or options.get("strategy", ONE)).replace("context-parallel-", "torch, ")
-    if "strategy" in options:
-        return f"ring, {transport}"
-    return f"{transport}, any order" if "deterministic" in options else transport
+        return (row["peer"] or options.get("strategy", ONE)).replace("context-parallel-", "torch, ") + asked
+    return f"ring, {transport}" if "strategy" in options else transport + asked
 
 
 def by_size(rows, word):
@@ -78,11 +78,11 @@ def ms(row):
     return f"{row['ms_median']:.3g}"
 
 
-def beside_one(rows):
-    """The rows of one run; those that took turns with one GPU, whose row comes before theirs, get its "efficiency"."""
+def beside_one(rows, single=ONE):
+    """The rows of one run. Those that took turns with a single GPU, whose row comes first, get an "efficiency"."""
     alone, found = {}, []
-    for row in of_one_run(rows):
-        if who(row) == ONE:
+    for row in of_fullest_run(rows):
+        if who(row) == single:
             alone[size(row)] = row["ms_median"]
         elif one := alone.get(size(row)):
             row = row | {"one_gpu_ms": one, "efficiency": one / row["n_gpus"] / row["ms_median"]}
@@ -94,13 +94,28 @@ def ring_speed(rows):
     """Milliseconds of the slowest rank, the median of five rounds. In brackets the efficiency: the time of one GPU
     (while all of them compute) / GPUs / this time."""
     rows = [row for row in rows if row["n_gpus"] > 1 and row["layout"] in (None, "zigzag")]
-    rows = beside_one([row for row in rows if row["options"] in ({}, {"deterministic": False})])
+    rows = beside_one([row for row in rows if not row["options"] and row["H"] == 32])
     return by_size(rows, lambda row: ms(row) + (f" ({row['efficiency']:.2f})" if "efficiency" in row else ""))
+
+
+def ring_variants(rows):
+    """Milliseconds of the slowest rank. In brackets the efficiency beside one GPU that adds to dQ in any order, and
+    beside one that adds in a fixed order, as the ring does where nothing else is said."""
+    runs = {row["run"] for row in rows if row["options"] in ({"deterministic": True}, {"graph": True})}
+    rows = [row for row in rows if row["n_gpus"] > 1 and row["run"] in runs]
+    in_order = [row.get("efficiency") for row in beside_one(rows, f"{ONE}, in order")]
+    rows = [row | {"in_order": share} for row, share in zip(beside_one(rows), in_order, strict=True)]
+
+    def word(row):
+        shares = [f"{share:.2f}" for share in (row.get("efficiency"), row["in_order"]) if share]
+        return ms(row) + (f" ({', '.join(shares)})" if shares and RINGS.get(row["kernel"]) else "")
+
+    return by_size(rows, word)
 
 
 def ring_strategies(rows):
     """Milliseconds of the slowest rank / MB that a rank sends."""
-    rows = of_one_run([row for row in rows if "strategy" in row["options"] and row["N"] > 1])
+    rows = of_fullest_run([row for row in rows if "strategy" in row["options"] and row["N"] > 1])
     return by_size(rows, lambda row: f"{ms(row)} / {sent(row) / 1e6:.0f}")
 
 
@@ -121,7 +136,7 @@ def predictions(rows):
     how fast a block is on one GPU, a link's bytes a second and a hop's latency, which share of the moving a profiler
     has seen hidden, what the fixed order of dQ costs at one size, and what a launch costs the host."""
     plain = [row for row in rows if row["kernel"] in RINGS and row["layout"] == "zigzag" and not row["options"]]
-    plain = [row | {"model": predicted(rows, row)} for row in of_one_run(plain)]
+    plain = [row | {"model": predicted(rows, row)} for row in of_fullest_run(plain)]
     return by_size([row for row in plain if row["model"]],
                    lambda row: f"{ms(row)} ({1e3 * row['model'] / row['ms_median'] - 1:+.0%})")  # fmt: skip
 
@@ -165,7 +180,7 @@ def machine_of(rows, like):
     """The simulate.Machine of a ring's GPUs and transport; None if its blocks or hops were not measured."""
     gpu = like["gpu"]
     rows = [row for row in rows if row["gpu"] == gpu]
-    hops = of_one_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] == like["n_gpus"]])
+    hops = of_fullest_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] == like["n_gpus"]])
     try:
         speeds = simulate.read_flops(rows, gpu=gpu), *simulate.read_link(hops, RINGS[like["kernel"]])
     except ValueError:  # there are no rows: the code has changed since it was measured
@@ -176,14 +191,16 @@ def machine_of(rows, like):
 
 def price_of_the_order(rows, n_gpus):
     """How much longer a backward takes that adds to dQ in a fixed order; 1 if the ring was not measured both ways."""
-    rows = of_one_run([row for row in rows if row["n_gpus"] == n_gpus and row["kernel"] == "ring+fetch"])
+    rows = of_fullest_run([row for row in rows if row["n_gpus"] == n_gpus and row["kernel"] == "ring+fetch"])
+    runs = {(row["run"], row["N"]) for row in rows if "changed" in row["options"]}
+    rows = [row for row in rows if (row["run"], row["N"]) in runs]
     ms = {(row["pass"], *row["options"].items()): row["ms_median"] for row in rows}
     forward, in_order = (ms.get((pass_, ("changed", "nothing")), 0) for pass_ in ("fwd", "fwd+bwd"))
     in_any_order = ms.get(("fwd+bwd", ("deterministic", False)))
     return (in_order - forward) / (in_any_order - forward) if in_order and in_any_order else 1.0
 
 
-TABLES = {"speed": ring_speed, "strategies": ring_strategies, "predictions": predictions}
+TABLES = {"speed": ring_speed, "variants": ring_variants, "strategies": ring_strategies, "predictions": predictions}
 LANES = {"computes": COLOURS[0], "moves": COLOURS[1], "waits": GREYS[2]}  # as spans_of in steps/bench/ring.py has them
 
 
