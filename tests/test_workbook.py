@@ -294,6 +294,22 @@ def test_a_hunt_shows_its_kernel_and_is_won_by_its_reference_test(id):
     assert report.verdict == "passed" and "fails on the broken kernel" in repr(report), report
 
 
+@pytest.mark.parametrize("id", TASKS)
+def test_pseudo_code_is_printed_as_it_is_written(id):
+    """A terminal is 80 columns wide; a longer line would be broken in the middle of what stands beside it."""
+    hint_3 = TASKS[id].hints[2]
+    assert CliRunner().invoke(__main__.app, ["hint", id, "3"]).output.startswith(hint_3.rstrip() + "\n")
+
+
+def test_03_bug1_is_seen_in_out_too_so_its_title_names_no_result():
+    """A causal call computes wrong rows of out, and a test of these is a right answer."""
+    runnable(HUNTS["03.bug1"])
+    text = (Path(exercises.__file__).parent / "hunts" / "03_bug1.py").read_text()
+    text = re.sub(r".*lse.double.*\n", "", text).replace("(q, k, v)", "(q, k, v, causal=True)")
+    assert check("03.bug1", text).verdict == "passed"
+    assert not re.search("lse|out", HUNTS["03.bug1"].title)
+
+
 def test_a_part_of_a_kernel_is_shown_from_one_text_to_the_next():
     assert show("fwd_7_roles", "// The consumers: gives", until="n++;").splitlines()[-1].startswith("  if (threadIdx.x")
     with pytest.raises(ValueError, match="no line with 'n\\+\\+' that one with 'nothing'"):

@@ -20,7 +20,7 @@
 # rows.](../notebooks/figures/question_02a.png)
 #
 # - **Before you start:** notebooks 00 and 01; reading C. No GPU: g++ runs the kernels.
-# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`fwd_0_scalar.cu`](../steps/step02_fa2_cuda/fwd_0_scalar.cu),
 #   [`fwd_1_warp.cu`](../steps/step02_fa2_cuda/fwd_1_warp.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
@@ -35,11 +35,11 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, measured
 #
-# Stage 01's `published` has one block for each head, so that 32 heads keep 32 of an H200's 132 multiprocessors busy.
+# Stage 01's `published` has one block for each head: 32 heads keep 32 of an H200's 132 multiprocessors busy.
 # `loops_swapped` has one for each *query tile*. In `registers` a thread also keeps a patch of 8 x 8 scores.
 #
-# Each step helps, and PyTorch's kernel (`sdpa-efficient`) is still ahead. Numba has no words for what is missing: loads of
-# four numbers at once, threads that exchange numbers, and, from the next notebook on, tensor cores.
+# PyTorch's kernel (`sdpa-efficient`) is still ahead. Numba has no words for what is missing: loads of four numbers at
+# once, threads that exchange numbers, and tensor cores (02b).
 
 # %% slideshow={"slide_type": "fragment"}
 for kernel in figures.KERNELS[:3]:
@@ -55,7 +55,7 @@ for kernel in figures.KERNELS[:3]:
 # No other row occurs in it, so rows can be divided freely among workers. The *keys* of a row can be divided, too, if
 # all its workers use one m: then their parts of both sums add up.
 #
-# Take notebook 00's six tokens, and let two workers have three keys each. First each uses its own maximum, then both one.
+# Take notebook 00's six tokens, and two workers with three keys each. First each uses its own maximum, then both one:
 
 # %% slideshow={"slide_type": "fragment"}
 Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
@@ -71,17 +71,19 @@ def part(keys, m):
 first, second = slice(0, 3), slice(3, 6)
 for m1, m2 in ((S[first].max(), S[second].max()), (S.max(), S.max())):
     (l1, O1), (l2, O2) = part(first, m1), part(second, m2)
-    print(f"m = {m1:.2f} and {m2:.2f}: the last alone {O2 / l2},",
+    print(f"m = {m1:.2f} and {m2:.2f}: the second alone {O2 / l2},",
           f"added {(O1 + O2) / (l1 + l2)}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Row 5 of the output should be (6.83, 1.34), and is with one m. Parts that were divided by different numbers add up to
+# Row 5 of the output should be (6.83, 1.34), and is with one m. Divided by two different numbers, the parts add up to
 # (4.74, 1.32).
 #
 # The same choice comes again *inside* a block, which consists of **warps**: 32 threads that run together, called
 # **lanes**. FlashAttention-1 gave each warp some keys of every row, so warps had to add up O through shared memory.
-# FlashAttention-2 gives each warp some rows (section 3.3 of the paper). We go one step further down. In the first kernel,
-# **rung 0**, a *thread* owns a row. In rung 1 eight lanes own four rows together, and have to agree on m.
+# FlashAttention-2 gives each warp some rows (section 3.3 of the paper).
+#
+# We go one step further down. In our first kernel, **rung 0**, a *thread* owns a row. In rung 1 eight lanes own four rows
+# together, and have to agree on m.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.owners()
@@ -122,13 +124,9 @@ print(y)
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### The same text on a CPU
 #
-# g++ compiles the text unchanged, with an **emulation** of CUDA behind it. A thread runs alone until it has to wait, and
-# goes on when all others have come. So we can choose the order of the threads. Here eight come to a barrier:
-
-# %% slideshow={"slide_type": "fragment"}
-figures.order_of_threads()
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
+# g++ compiles the text unchanged, with an **emulation** of CUDA behind it. A thread runs alone until it has to wait. The
+# threads come in an order that we choose: forward, reverse or random.
+#
 # Three mistakes in `mirror`, and what the emulation says of each. Its shared memory starts as NaN. A GPU says nothing: its
 # barrier does not wait for threads that have returned, and the block goes on without what they should have stored.
 
@@ -163,10 +161,8 @@ for says, (old, new) in mistakes.items():
 # ```
 #
 # Three blocks of eight make 24 threads. The last four have no number, so `n < N` stands twice, but not around the
-# barrier.
-#
-# Without the barrier all is well forwards, where the left neighbour has come before. A test in this one order would have
-# passed.
+# barrier. Without it all is well forward, where the left neighbour has come before: a test in this order alone would
+# have passed.
 #
 # </details>
 
@@ -202,8 +198,8 @@ figures.try_differences(DIFFERENCES, index, barrier, grid, shared_bytes)
 # | [9–10] | m_new, P, alpha; new l and O | `online_update`, yours in exercise 02.1 |
 # | [12–15] | O / l and lse, written once | `store_row` |
 #
-# **The budget.** q and O take 2 D of a thread's at most 255 registers, addresses and counters the rest. So D ends at 96,
-# and S lies in shared memory. All threads of a warp read the same `K[j * D + d]` at once, and one read serves them all.
+# **The budget.** q and O take 2 D of a thread's at most 255 registers, so D ends at 96, and S lies in shared memory. All
+# threads of a warp read the same `K[j * D + d]` at once, and one read serves them all.
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_0_scalar", "scores")
@@ -257,8 +253,8 @@ print(measured.rung("fwd_0_scalar", D=64, dtype="fp32"))
 # Lines [9–10] in about ten lines. `S[j * Br]` is this thread's score of key j, and row j of V begins at `V[j * D]`. `max_S`
 # is the largest of the n scores. O is not divided by l.
 #
-# Write the body in place of the line with `#error`: `check` runs some of the contract's cases with it. `hint("02.1")` and
-# `solution("02.1")` help.
+# Write the body in place of `#error`: `check` runs some of the contract's cases. `hint("02.1")` and `solution("02.1")`
+# help.
 
 # %% slideshow={"slide_type": "fragment"}
 online_update = r"""
@@ -276,14 +272,11 @@ check("02.1", online_update)
 # patch of scores, so that a number serves a whole row or column of the patch.
 #
 # Number the 32 lanes (a, b), 4 x 8. The eight lanes with the same a own the same four rows; each takes every eighth key
-# of S and eight columns of O, in registers. Orange is lane (1, 2), light blue the seven others with a = 1:
-
-# %% slideshow={"slide_type": "fragment"}
-figures.warp_owners()
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# At D = 64 and tiles of 64 keys a lane has 4 rows, 8 keys and 8 columns. For S it fetches 4 + 8 numbers at each step along
-# d, for 32 multiply-adds. For O it fetches 8 numbers of V at each key, for 32 more; 4 of P come from other lanes.
+# of S and eight columns of O, in registers. In the picture at the top, lane (1, 2) is orange and the others with a = 1 are
+# blue.
+#
+# At D = 64 and tiles of 64 keys a lane fetches 4 + 8 numbers at each step along d, for 32 multiply-adds of S. For O it
+# fetches 8 numbers of V at each key, for 32 more; P comes from other lanes' registers.
 
 # %% slideshow={"slide_type": "fragment"}
 ROWS, KEYS, COLUMNS, D, Bc = 4, 8, 8, 64, 64
@@ -297,9 +290,8 @@ print("rung 0: 1 each")
 # ### Eight lanes agree
 #
 # `__shfl_xor_sync(mask, x, 4)` gives a lane the x of the lane whose number differs in the bit of value 4, from register
-# to register. After 4, 2 and 1 every lane has met all eight.
-#
-# `mask` names who takes part, `~0u` all 32, and all of them must come. First half of the warp stays away; then all come.
+# to register. After 4, 2 and 1 every lane has met all eight. `mask` names who takes part, `~0u` all 32, and all of them
+# must come. First half of the warp stays away; then all come.
 
 # %% slideshow={"slide_type": "fragment"}
 BUTTERFLY = """#include "ptx.cuh"
@@ -336,9 +328,9 @@ for rung in ("scalar", "warp"):
 #
 # <details><summary>Answer</summary>
 #
-# If all threads write S to one column, they overwrite each other's scores on a GPU, where they run at the same time.
-# The emulation changes to another thread only where one waits, and between `scores` and `online_update` none does. On a
-# GPU `compute-sanitizer --tool racecheck` finds it.
+# With one column of S for all, threads overwrite each other's scores on a GPU, where they run at the same time. The
+# emulation changes to another thread only where one waits, and between `scores` and `online_update` none does. On a GPU
+# `compute-sanitizer --tool racecheck` finds it.
 #
 # </details>
 
@@ -363,7 +355,7 @@ planted.seen_by("scalar", mistakes, names, tile=(16, 16))
 # <details><summary>Answer</summary>
 #
 # By the counts above 1 / 0.31 = 3.2 times, measured 1.5 times. The compiler joins four loads of rung 0 into one, and
-# rung 1 spends instructions on shuffles.
+# rung 1 also has its shuffles.
 #
 # </details>
 
@@ -376,34 +368,34 @@ figures.float32_speeds()
 #
 # - Rows can be divided freely, and a row's keys among those who agree on m. Eight lanes do, with three shuffles.
 # - Barriers and shuffles stand where all come. What one order of threads hides another shows; some races none shows.
-# - A warp beats a thread, because a number that is fetched serves more than one multiply-add.
+# - A number that is fetched serves more than one multiply-add if a warp, not a thread, owns the rows.
 #
 # **Ask yourself**
 #
 # 1. Why does rung 0's loop need two barriers a tile, and not one?
 #    <details><summary>Answer</summary>
 #
-#    One so that nobody reads a tile that is not all there, one so that nobody overwrites a tile that is still read.
+#    One before the tile is read, so that all of it is there; one before it is overwritten, so that nobody still reads it.
 #    </details>
 # 2. Which of rung 0's Br and Bc could grow at no cost in registers? What would it cost instead?
 #    <details><summary>Answer</summary>
 #
-#    Bc. It costs shared memory, for K_j, V_j and S. A larger Br is more threads, each with registers of its own.
+#    Bc. It costs shared memory, for K_j, V_j and S. A larger Br is more threads, each with its registers.
 #    </details>
-# 3. Rung 1 computes all keys of a tile and gives hidden ones P = 0. Why must V hold zeros beyond the last key?
+# 3. What goes wrong if a thread without a query returns at once?
 #    <details><summary>Answer</summary>
 #
-#    0 times a NaN that happens to lie there is NaN. Rung 0 stops at the last key that a row sees.
+#    Its rows of K_j and V_j are not loaded. In the emulation the others wait for it for ever.
 #    </details>
 # 4. Why may l stay divided among eight lanes until the end, and m not?
 #    <details><summary>Answer</summary>
 #
-#    l is a sum: parts that are rescaled by the same alpha may be added at any time. alpha and P are made of m.
+#    Parts of a sum that are rescaled by the same alpha may be added at any time. alpha and P are made of m.
 #    </details>
 # 5. In rung 0 the last key that a row sees differs from thread to thread. Why is that no danger for the barriers?
 #    <details><summary>Answer</summary>
 #
-#    The loop with the barriers ends at the block's last key. The row's own end only limits what happens between them.
+#    The loop with the barriers ends at the block's last key. The row's own end limits only what happens between them.
 #    </details>
 #
 # **Go further**

@@ -20,7 +20,7 @@
 # Warp: twelve for 32. Mma: eight for 128, with the queries in registers.](../notebooks/figures/question_02b.png)
 #
 # - **Before you start:** notebook 02a: the scalar kernel, warps and lanes, the emulation. No GPU: speeds are recorded.
-# - **Time:** about 55 minutes to read, 120 minutes more with the exercises.
+# - **Time:** about 45 minutes to read, 120 minutes more with the exercises.
 # - **Code:** [`fwd_2_mma.cu`](../steps/step02_fa2_cuda/fwd_2_mma.cu) to
 #   [`fwd_5_fa2.cu`](../steps/step02_fa2_cuda/fwd_5_fa2.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
@@ -36,88 +36,82 @@ print(steps.engine.describe())
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 1. The problem, counted
 #
-# A **roofline** says: a kernel that does x operations (FLOP) for each byte it moves does at most x times the bandwidth.
-# From the *corner* on, arithmetic is the limit. Long sequences do far more FLOP a byte, so device memory is no limit for
-# a kernel that keeps its tiles on the chip.
+# A kernel that keeps its tiles on the chip hardly waits for device memory: a number from there serves additions and
+# multiplications (FLOP) in proportion to N. But its inner loop reads **shared memory**.
 #
-# But its inner loop reads **shared memory**, which gives each multiprocessor one **wavefront** a cycle: a 4-byte word
-# from each of its 32 banks. Tensor cores do 4096 FLOP in this cycle (NVIDIA's Hopper whitepaper).
+# Shared memory gives each multiprocessor one **wavefront** a cycle: a 4-byte word from each of its 32 banks. In a cycle
+# the tensor cores do 4096 FLOP (NVIDIA's Hopper whitepaper). The emulation counts wavefronts.
 
 # %% slideshow={"slide_type": "fragment"}
-for N in (512, 4096, 16384):
-    needs = cost.flops(1, 16, N, 128) / cost.compulsory_bytes(1, 16, N, 128)
-    print(f"N = {N:5}: {needs:4.0f} FLOP a byte; corner {cost.ridge(gpu, 'bf16'):.0f}")
 wavefronts = gpu.half_tflops / 4096  # of all multiprocessors, 10^12 a second
 for units, peak in (("float32 units", gpu.fp32_tflops), ("tensor cores", gpu.half_tflops)):
     print(f"{units}: {peak} TFLOP/s need {peak / wavefronts:.0f} FLOP a wavefront")
-figures.ceilings("scalar")
+figures.ceiling("scalar")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# The emulation counts a warp's accesses and their wavefronts. In `scalar` one feeds 62 FLOP. Times the wavefronts a second
-# that is its **ceiling**, 15 TFLOP/s: less than a quarter of the float32 units' peak.
+# In `scalar` one feeds 62 FLOP. Times the wavefronts a second, that is its **ceiling**, 15 TFLOP/s: less than a quarter of
+# the float32 units' peak. It was measured at 17.5, *above* its ceiling, because the emulation counts word by word, while
+# the compiler joins four words into one load. From rung 2 on the kernels ask for wide loads themselves.
 #
-# It was measured at 17.5, *above* its ceiling: the emulation counts word by word, while a compiler joins four neighbouring
-# words into one load. From rung 2 on the kernels ask for wide loads themselves.
+# **Predict 1.** In rung 1, `warp`, a lane fetches 4 + 8 numbers for 32 multiply-adds. What does its wavefront feed?
+#
+# <details><summary>Answer</summary>
+#
+# Three times as many, 195.
+#
+# </details>
+
+# %% slideshow={"slide_type": "fragment"}
+figures.ceiling("warp")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. The idea: a warp holds a matrix
 #
 # The instruction `mma.m16n8k16` multiplies A (16 x 16) with B (16 x 8) and adds the product to C (16 x 8), for a whole
-# warp. The matrices lie in the registers of its 32 lanes. A lane's share is a **fragment**: 8 numbers of A, 4 of B, 4 of
-# C.
+# warp. The matrices lie in the registers of its lanes. A lane's share is a **fragment**: 8 numbers of A, 4 of B, 4 of C.
 #
-# **Claim.** Two C fragments side by side are an A fragment. So what S = Q Kᵀ leaves in registers becomes the operand of
-# P V where it lies.
+# **Claim.** Two C fragments side by side are an A fragment. So S = Q Kᵀ, in registers, becomes the operand of P V where it
+# lies.
 #
-# To check it, a kernel of our own calls functions of `fwd_2_mma.cu`. The numbers of X name their place, 16 r + c.
+# This kernel loads X as A and as B, and multiplies it by the identity, so that C holds X, too. The numbers of X name their
+# place: 16 times the row, plus the column.
 
 # %% slideshow={"slide_type": "fragment"}
 WHO = """
-extern "C" __global__ void who_holds_what(Global<const T> x, Global<const T> one,
-                                          Global<float> held) {
+extern "C" __global__ void who_holds_what(
+    Global<const T> x, Global<const T> one, Global<uint32_t> pairs, Global<float> sums) {
   SharedMemory smem;
   Shared<T> X = smem.array<T>(256), I = smem.array<T>(256);
   load_tile(X, x, 16, 16, 16);
   load_tile(I, one, 16, 16, 16);
   __syncthreads();
-  uint32_t A[1][4];
-  float S[2][4];
+  int t = threadIdx.x;
+  uint32_t A[1][4];  // a register holds a pair of 16-bit numbers
   load_Q(A, X);
+  for (int i = 0; i < 4; i++) pairs[6 * t + i] = A[0][i];
+  Shared<T> B = X + (t / 4 * 16 + t % 4 * 2);  // as `scores` does it
+  for (int i = 0; i < 2; i++) pairs[6 * t + 4 + i] = load_pair(B + 8 * i);
+  float S[2][4];
   scores(S, A, I);  // X times the identity, by mma: two C fragments
-  Shared<T> B = X + (threadIdx.x / 4 * 16 + threadIdx.x % 4 * 2);  // as `scores` does it
-  uint32_t pairs[6] = {A[0][0], A[0][1], A[0][2], A[0][3], load_pair(B), load_pair(B + 8)};
-  held += 20 * threadIdx.x;
-  for (int i = 0; i < 12; i++)
-    held[i] = to_float(T{uint16_t(pairs[i / 2] >> 16 * (i % 2))});
-  for (int i = 0; i < 8; i++) held[12 + i] = S[i / 4][i % 4];
+  for (int i = 0; i < 8; i++) sums[8 * t + i] = S[i / 4][i % 4];
 }"""
-X, held = torch.arange(256.0).view(16, 16), torch.zeros(32, 20)
-arguments = X.bfloat16(), torch.eye(16).bfloat16(), held
+X = torch.arange(256.0).view(16, 16).bfloat16()
+pairs, S = torch.zeros(32, 6).int(), torch.zeros(32, 8)
 launch = dict(grid=1, block=32, shared_bytes=1024, T="bf16", D=16, Br=16, Bc=16)
+arguments = [X, torch.eye(16).bfloat16(), pairs, S]
 planted.emulated(show("fwd_2_mma") + WHO, "who_holds_what", arguments, **launch)
-A, B, S = held.int().split((8, 4, 8), 1)
+A, B = pairs.view(torch.bfloat16).split((8, 4), 1)
 for name, fragment in (("A", A), ("B", B), ("two C", S)):
-    print(f"lane 5 holds of {name:5}:", *(f"{n:3}" for n in fragment[5].tolist()))
-print("two C fragments of S are the A fragment:", torch.equal(A, S))
+    print(f"lane 5 holds of {name:5}:", *(f"{n:3.0f}" for n in fragment[5].tolist()))
+print("two C fragments of S are the A fragment:", torch.equal(A.float(), S))
 
 # %% slideshow={"slide_type": "fragment"}
-figures.fragments(A, B, S)
+figures.fragments(A, B)
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Lane 5 holds 18 and 19 (row 1, columns 2 and 3), 146 and 147 (row 9), and the two pairs 8 columns to the right. A colour
-# is a pair, in one register. After exp, a lane rounds its pairs and has its share of P: **no number moves to another
-# lane**.
-#
-# A row lies in four neighbouring lanes, so its maximum needs two shuffles:
-
-# %% slideshow={"slide_type": "fragment"}
-lane = torch.arange(32)
-maximum = S[:, [0, 1, 4, 5]].amax(1)  # of the lane's numbers of row lane / 4
-for distance in (1, 2):
-    maximum = torch.maximum(maximum, maximum[lane ^ distance])
-    right = (maximum == X.int().amax(1)[lane // 4]).sum()
-    print(f"after the shuffle with lane ^ {distance}: lanes 4 to 7 have",
-          f"{maximum[4:8].tolist()}, {right} of 32 are right")
+# A colour is a pair, in one register. Lane 5 holds 18 and 19 (row 1, columns 2 and 3), 146 and 147 (row 9), and the pairs
+# 8 columns to the right. After exp it rounds its pairs and has its share of P: **no number moves to another lane**. Only
+# the maximum of a row, which lies in four neighbouring lanes, needs two shuffles.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 3. From algorithm to code
@@ -132,76 +126,58 @@ for distance in (1, 2):
 # | [9] | m_new, P, l; O times alpha | `online_update`, `row_max` |
 # | [10] | O += P V_j | `to_operand` (02.5), `add_PV` |
 # | [12–15] | O / l and lse, written once | `store_rows` |
-#
-# ### Rung 1, `warp`: a number serves a row of products
-#
-# **Claim.** A lane that owns 4 x 8 scores fetches 4 + 8 numbers for 32 multiply-adds.
-#
-# **Predict 1.** `scalar` had 62 FLOP a wavefront. How many has `warp`?
-#
-# <details><summary>Answer</summary>
-#
-# Three times as many, 195.
-#
-# </details>
-
-# %% slideshow={"slide_type": "fragment"}
-figures.ceilings("warp")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 2, `mma`: tensor cores
 #
-# **Claim.** Q, S, P and O live in fragments. Only B comes from shared memory: two registers of each lane for an `mma`,
-# which does 4096 FLOP.
+# **Claim.** Q, S, P and O live in fragments. Only B, which is K or V, comes from shared memory.
 #
 # **Predict 2.** The tensor cores are 15 times as fast as the float32 units. Will rung 2 be 15 times as fast as rung 1?
 #
 # <details><summary>Answer</summary>
 #
-# No. `scores` needs 4096 wavefronts for 512 accesses: 8 for each, where 1 would do. So a wavefront feeds 248 FLOP, only
-# 1.27 times rung 1's 195. The tensor cores wait for shared memory.
+# No. `scores` needs 8 wavefronts for each access, where 1 would do. So a wavefront feeds 248 FLOP, only 1.27 times rung
+# 1's 195. The tensor cores wait for shared memory.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-figures.ceilings("mma")
+figures.ceiling("mma")
 print(measured.rung("fwd_2_mma", D=64))
 show("fwd_2_mma", "scores")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 3, `ldmatrix`: no two rows in one bank
 #
-# Why 8 wavefronts? A warp reads 8 rows of K at once. Rows of 128 or 256 bytes begin in one bank, and a bank gives one
+# Why 8 wavefronts? A warp reads 8 rows of K at once. Rows of 128 or 256 bytes all begin in the same bank, which gives one
 # word a cycle: a **bank conflict**.
 #
 # **Claim.** Let row r keep its 16-byte chunk c at position c XOR (r mod 8), a **swizzle**. Then any 8 neighbouring rows
 # have it at 8 different positions, and 8 positions are all 32 banks.
 #
-# `ldmatrix` fetches four matrices of 8 rows of one chunk at once, and deals them out as fragments. With `.trans` it
-# transposes on the way, as V wants it.
+# `ldmatrix` fetches four matrices of 8 rows of one chunk, and deals them out as fragments; with `.trans` transposed, as V
+# wants it. First without the swizzle, which gains nothing: an access, 32 rows, takes 32 wavefronts.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.banks()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Without the swizzle `ldmatrix` gains nothing: an access, 32 rows, takes 32 wavefronts. Swizzled it takes 4.
-#
 # **Predict 3.** The ceiling rises from 60 to 396 TFLOP/s, 6.6 times. Will the speed?
 #
 # <details><summary>Answer</summary>
 #
-# Less: four times. No count says anything of waiting, and all warps of a block wait for each K_j and V_j.
+# Less: four times. No count tells of waiting, and all warps of a block wait for each K_j and V_j.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-figures.ceilings("ldmatrix")
+figures.ceiling("ldmatrix")
 print(measured.rung("fwd_3_ldmatrix"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.4: where a chunk goes.** A tile of `rows` rows lies in **slabs** of W columns, one after the other: 64
-# columns, or 32 where D is no multiple of 64. Return where the element (row, column) lies, counted in elements, such that
-# rows 8 n to 8 n + 7 have a chunk at 8 different positions. With W = 32 two rows share the banks. `check` also counts
+# **Exercise 02.4: where a chunk goes.** A tile of `rows` rows lies in **slabs** of W columns, one slab after the other. W is
+# 64, or 32 where D is no multiple of 64; then two rows share the banks. Return where the element (row, column) lies,
+# counted in elements. Of eight rows, 8 n to 8 n + 7, a chunk must have 8 different positions. `check` also counts
 # wavefronts; `hint("02.4")` and `solution("02.4")` help.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -215,7 +191,7 @@ check("02.4", at)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 4, `cp_async`: the next tile travels meanwhile
 #
-# **Claim.** K_j is needed in S, V_j in P V; while one is used the other can come. `cp_async_16` starts a copy from device
+# **Claim.** K_j is needed in S, V_j in P V; while one is used the other can come. `load_tile` now starts copies from device
 # to shared memory, and the thread goes on. `cp_async_wait<0>` waits for the thread's *own* copies; only the barrier after
 # it says that all threads' copies are there.
 #
@@ -229,14 +205,14 @@ check("02.4", at)
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_4_cp_async"))
-figures.changed("fwd_3_ldmatrix", "fwd_4_cp_async", "attention_forward")
+show("fwd_4_cp_async", "  for (int j = 0; j < keys", until="  int64_t row = int64_t")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 5, `fa2`: 32 rows a warp, and nothing needless
 #
 # **Claim.** If a warp owns two tiles of 16 rows, each B operand feeds two `mma`. The price is registers, so Q goes back to
-# shared memory. Besides, the exponentials of 16 keys are computed while `mma` works on the 16 before, and with a causal
-# mask the longest blocks start first.
+# shared memory. Besides, exponentials are computed while `mma` works on other keys, and with a causal mask the longest
+# blocks start first, lest one runs on alone at the end.
 #
 # **Predict 5.** A wavefront feeds 1.67 times as many FLOP. Will the speed follow?
 #
@@ -248,7 +224,7 @@ figures.changed("fwd_3_ldmatrix", "fwd_4_cp_async", "attention_forward")
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-figures.ceilings("fa2")
+figures.ceiling("fa2")
 print(measured.rung("fwd_5_fa2"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
@@ -289,12 +265,11 @@ for rung in ("warp", "mma", "ldmatrix", "cp_async", "fa2"):
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # A copy may land at any moment between its start and its wait. The emulation performs it late, at the wait, or eagerly,
-# at the start. Six edits of `fwd_4_cp_async.cu`, on seven cases. **One does no harm. One is seen only if copies are late.
-# Which?**
+# at the start. Of six edits of `fwd_4_cp_async.cu` **one does no harm. One is seen only if copies are late. Which?**
 #
 # <details><summary>Answer</summary>
 #
-# A tile too many does no harm: beyond the last key nothing is read. A missing wait is not seen if K was there in time.
+# A tile too many: beyond the last key nothing is read. A missing wait: eager copies are there in time.
 #
 # </details>
 
@@ -335,12 +310,12 @@ check("02.bug1", test)
 #
 # <details><summary>Answer</summary>
 #
-# By the counts: `ldmatrix` 6.6, `warp` 3.1, `fa2` 1.67, `mma` 1.27, `cp_async` 1. Measured, `fa2` comes last. Even
-# `cp_async` brings more: it removes waiting, which no count shows.
+# By the counts: `ldmatrix` 6.6, `warp` 3.1, `fa2` 1.67, `mma` 1.27, `cp_async` 1. Measured, `fa2` comes last. `cp_async`
+# removes waiting, which no count shows.
 #
 # </details>
 #
-# On the roofline open marks are ceilings, full ones were measured.
+# The picture is a **roofline**: its line is the ceiling. Open marks are counted, full ones were measured.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.gains()
@@ -356,15 +331,15 @@ figures.roofline()
 #
 # **Ask yourself**
 #
-# 1. Which lanes hold row 9 of S, and how many of its numbers has each?
+# 1. Which lanes hold row 9 of S?
 #    <details><summary>Answer</summary>
 #
-#    Lanes 4 to 7, each with two of every eight columns.
+#    Lanes 4 to 7, each two of every eight columns.
 #    </details>
 # 2. Why may P and V both have their keys in another order, as long as it is the same one?
 #    <details><summary>Answer</summary>
 #
-#    P V sums over the keys, in any order, as long as each number of P meets its own row of V.
+#    P V sums over the keys. Each number of P must only meet its own row of V.
 #    </details>
 # 3. Why does rung 4 need no second buffer for K?
 #    <details><summary>Answer</summary>
@@ -387,8 +362,8 @@ figures.roofline()
 # - ★ (15 minutes) Count `fa2` with tiles (64, 64) and (128, 128) at D = 64. Which has the higher ceiling?
 # - ★★ (1 hour) Pad the rows of `fwd_2_mma.cu` by 8 numbers instead of swizzling. Where do conflicts remain?
 #
-# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); the PTX ISA on `mma` and `ldmatrix`; what the
-# hardware counted, [a profile of four kernels](../steps/bench/results/README.md#a-profile-of-four-kernels); what each idea
-# of rung 5 brings, [02x_deeper.ipynb](02x_deeper.ipynb).
+# **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md); what the hardware counted,
+# [a profile of four kernels](../steps/bench/results/README.md#a-profile-of-four-kernels); each idea of rung 5 alone,
+# [02x_deeper.ipynb](02x_deeper.ipynb).
 #
 # **Next:** [02c_fa2_cuda_backward.ipynb](02c_fa2_cuda_backward.ipynb), the backward pass.

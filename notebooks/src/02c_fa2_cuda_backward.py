@@ -21,7 +21,7 @@
 # of P: each owns its dK and dV, all add to dQ.](../notebooks/figures/question_02c.png)
 #
 # - **Before you start:** notebook 00, its backward; 02a, a kernel in CUDA C++; for rung 1 also 02b, `mma`, `ldmatrix`.
-# - **Time:** about 50 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`bwd_0_scalar.cu`](../steps/step02_fa2_cuda/bwd_0_scalar.cu),
 #   [`bwd_1_fa2.cu`](../steps/step02_fa2_cuda/bwd_1_fa2.cu). **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
 
@@ -39,7 +39,7 @@ print(steps.engine.describe())
 # ## 1. The problem, measured
 #
 # Between forward and backward, autograd keeps what the gradients will need. For standard attention that includes P, N x
-# N numbers a head. Here is all that it saves for one head with D = 32:
+# N numbers a head. All that it saves for one head with D = 32:
 
 # %% slideshow={"slide_type": "fragment"}
 def standard(q, k, v):
@@ -86,35 +86,23 @@ for says, dS in (("without", P * dP), ("with", P * (dP - delta[:, None]))):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Whose gradient stays on the chip?
 #
-# A tile of P and dS adds to dV_j and dK_j (a sum over queries) *and* to dQ_i (a sum over keys). Whichever loop is
-# outside, one of the sums crosses blocks.
-
-# %% slideshow={"slide_type": "fragment"}
-figures.owners()
-
-# %% [markdown] slideshow={"slide_type": "fragment"}
-# A colour is a block. What stands on its colour it keeps in registers and writes once. To what stands on white *all*
-# blocks add. That needs **atomic additions**, because in a plain `dq[e] += x` another block may write between the read
-# and the write.
+# A tile of P and dS adds to dV_j and dK_j (sums over queries) *and* to dQ_i (a sum over keys). Whichever loop is outside,
+# one of them crosses blocks:
 #
-# Key tiles outside is cheaper: blocks add to one matrix, not two. A third way, that of stages 01 and 03, is both orders,
-# in two kernels. It needs no atomic additions, but computes S and dP twice.
-
-# %% slideshow={"slide_type": "fragment"}
-N, D, tiles = 4096, 64, 4096 // 64
-orders = {  # products of 64 x 64 x D, numbers added atomically
-    "key tiles outside": (5 * tiles**2, tiles * N * D),
-    "query tiles outside": (5 * tiles**2, tiles * 2 * N * D),
-    "both, one after the other": (7 * tiles**2, 0),
-}
-for order, (products, atomics) in orders.items():
-    print(f"{order:26} {products:6} products, {atomics / 1e6:4.1f} million additions")
+# | outside | a block owns, in registers | all blocks add to |
+# |---|---|---|
+# | key tiles (the picture above) | dK_j and dV_j | dQ |
+# | query tiles | dQ_i | dK and dV |
+#
+# They have to add **atomically**: in a plain `dq[e] += x` another block may write between the read and the write. Key
+# tiles outside is cheaper, with one such matrix instead of two. Stages 01 and 03 take both orders, in two kernels, without
+# atomic additions; they compute S and dP twice.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### What atomics cost: the last bits
 #
 # Atomic additions happen in their order of arrival, and in floating point the order counts. The emulation runs one block
-# after the other in an order that we choose, so we can watch.
+# after the other in an order that we choose, here for two heads of 67 tokens:
 
 # %% slideshow={"slide_type": "fragment"}
 large, one = torch.tensor(1e8), torch.tensor(1.0)
@@ -147,8 +135,8 @@ print(f"dq by at most {(other[0] - first[0]).abs().max():.1e}")
 # | [15] | dQ_i += scale dS K_j, atomically | `add_dQ` (02.2) |
 # | [16–18] | dK_j += scale dSᵀ Q_i; dK_j, dV_j written once | `store_row` |
 #
-# dK_j and dV_j take 2 D registers of a thread, so that Q_i, dO_i, K_j, V_j and dS lie in shared memory. Thread t reads
-# *its own* row of K. A row has a spare word, `STRIDE = D + 1`, so that a warp's 32 rows begin in 32 banks.
+# dK_j and dV_j take 2 D registers of a thread, so all else lies in shared memory. Thread t reads *its own* row of K. A row
+# has a spare word, `STRIDE = D + 1`, so that a warp's 32 rows begin in 32 banks.
 
 # %% slideshow={"slide_type": "fragment"}
 KERNEL = """
@@ -202,14 +190,13 @@ for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
 # At D = 128 dK_j and dV_j alone would take 256 registers, and a thread has at most 255:
 
 # %% slideshow={"slide_type": "fragment"}
-for D in (32, 64, 96):
-    print(f"D = {D}:", planted.block("bwd_0_scalar", D))
+print("D = 96:", planted.block("bwd_0_scalar", 96))
 print(measured.rung("bwd_0_scalar", D=64, dtype="fp32"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.2: one gradient that all blocks add to.** Line [15] for one tile, by all Bc threads of the block, in about
-# five lines: dQ_i (rows, D) += scale dS (rows, keys) K_j (keys, D). Read `dS[r * Bc + j]` and `K[j * STRIDE + d]`; `dq`
-# points at the tile's first row, and its rows are D apart. `hint("02.2")` and `solution("02.2")` help.
+# **Exercise 02.2: one gradient that all blocks add to.** Line [15] for one tile, by all Bc threads of the block:
+# dQ_i (rows, D) += scale dS (rows, keys) K_j (keys, D). Read `dS[r * Bc + j]` and `K[j * STRIDE + d]`; `dq` points at the
+# tile's first row, and its rows are D apart. About five lines; `hint("02.2")` and `solution("02.2")` help.
 
 # %% slideshow={"slide_type": "fragment"}
 add_dQ = r"""
@@ -221,8 +208,8 @@ __device__ void add_dQ(Global<float> dq, Shared<float> dS, Shared<float> K, int 
 check("02.2", add_dQ)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.3: delta of one query.** Line [4] for one row, by one thread, in about three lines. dO and O point at the
-# row's first number.
+# **Exercise 02.3: delta of one query.** Line [4] for one row, whose numbers begin at dO and O, by one thread. About three
+# lines.
 
 # %% slideshow={"slide_type": "fragment"}
 row_delta = r"""
@@ -235,9 +222,9 @@ check("02.3", row_delta)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Rung 1, `fa2`: five products on tensor cores
 #
-# Operands have 16 bits, sums 32. A register of an `mma` operand holds two neighbours along the index that is *summed*.
-# In shared memory Q_i, dO_i, K_j and V_j have a token a row, P and dS a query a row. Where the summed index runs down
-# the columns, the operand has to be transposed on its way:
+# Operands have 16 bits, sums 32. A register of an operand holds two neighbours along the index that is *summed*. In shared
+# memory Q_i, dO_i, K_j and V_j have a token a row, P and dS a query a row. Where the summed index runs down the columns,
+# the operand is transposed on its way:
 #
 # | product | sums over | first operand | second operand |
 # |---|---|---|---|
@@ -247,22 +234,23 @@ check("02.3", row_delta)
 # | dQ_i += dS K_j | keys | dS as stored | K_j transposed |
 # | dK_j += dSᵀ Q_i | queries | dS transposed | Q_i transposed |
 #
-# K_j, Q_i, dO_i and dS are needed both ways, from one copy each. `ldmatrix.trans` deals out the transpose of each 8 x 8
-# piece: a lane of P then has two neighbouring *queries* of one key. A piece that counts 0, 1, 2, ... says which lane gets
-# which number:
+# K_j, Q_i, dO_i and dS are needed both ways, from one copy each. `ldmatrix` gives a lane two neighbours of a row of each
+# 8 x 8 piece, `ldmatrix.trans` two of a column: of P, two neighbouring *queries* of one key. In torch's words:
 
 # %% slideshow={"slide_type": "fragment"}
-for name, held in zip(("ldmatrix", "ldmatrix.trans"), figures.pieces(), strict=True):
-    print(f"{name}: lane 0 gets {held[0].tolist()}, lane 4 {held[4].tolist()}; all lanes:")
-    print((held.flatten().argsort() // 2).view(8, 8))  # a query a row
+piece = torch.arange(64).view(8, 8)
+for name, x in (("ldmatrix", piece), ("ldmatrix.trans", piece.T)):
+    lanes = x.reshape(32, 2)  # two numbers a lane
+    print(f"{name:14} gives lane 0 {lanes[0].tolist()}, lane 1 {lanes[1].tolist()},",
+          f"lane 4 {lanes[4].tolist()}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Exercise 02.7: an operand that is stored transposed.** Which address does this lane give to `ldmatrix` for the 16 x 16
-# piece at (row, column) of a tile, if the *transpose* of the tile is the operand? Lane t gives row t % 8 of matrix t / 8,
-# and `mma` wants the four matrices down the columns of the operand.
+# **Exercise 02.7: an operand that is stored transposed.** The *transpose* of a tile is the operand. Which address does
+# this lane give to `ldmatrix` for the 16 x 16 piece at (row, column) of the tile? Lane t gives row t % 8 of matrix t / 8;
+# the four matrices are the operand's top left, bottom left, top right and bottom right.
 #
-# The tile is swizzled: `swizzle<WIDTH>(r)` is XORed with a column, as in `show("bwd_1_fa2", "lane_row")`, which is for an
-# operand that is not transposed. About four lines.
+# A column is XORed with `swizzle<WIDTH>(r)`, as in `show("bwd_1_fa2", "lane_row")`, which is for an operand as stored.
+# About four lines.
 
 # %% slideshow={"slide_type": "fragment"}
 lane_row_transposed = r"""
@@ -280,17 +268,7 @@ check("02.7", lane_row_transposed)
 # queries, and dQ_i over keys, that *other warps* hold. So P and dS go to shared memory in 16 bits, and each step needs a
 # second barrier. dK_j and dV_j stay in registers throughout.
 #
-# dq is added up in float32 and rounded once, at the end. Adding in bf16 would round at every key tile:
-
-# %% slideshow={"slide_type": "fragment"}
-torch.manual_seed(0)
-terms = torch.randn(32, 4000).bfloat16()  # what 32 key tiles add to 4000 numbers
-in_bf16 = torch.zeros(4000, dtype=torch.bfloat16)
-for term in terms:
-    in_bf16 += term
-exact = terms.double().sum(0)
-for says, total in (("once", exact.float().bfloat16()), ("32 times", in_bf16)):
-    print(f"rounded {says:8}: largest error {(total - exact).abs().max():.3f}")
+# dq is added up in float32 and rounded to 16 bits once, at the end. In bf16 it would be rounded at every key tile.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. Check it, then break it
@@ -303,8 +281,7 @@ for rung in ("scalar", "fa2"):
     planted.on_cases(rung, names, results=figures.results)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Now mistakes of one line each in the CUDA text. **Which gradients will each spoil, and which of two cases notice?** A
-# result that equals one of the reference's planted mistakes is named.
+# Now mistakes of one line each. **Which gradients will each spoil, and which of two cases notice?**
 #
 # <details><summary>Answer</summary>
 #
@@ -321,9 +298,7 @@ mistakes = {
     "no second barrier": ("fa2", "__syncthreads();  // P and dS are complete", ""),
     "P not transposed": ("fa2", "true, false>(dV, P_i", "false, false>(dV, P_i"),
 }
-for says, (rung, *edit) in mistakes.items():
-    spoilt, named = figures.spoilt(rung, edit, ["ragged", "fewer_queries_causal"])
-    print(f"{says}: {spoilt}\n    equals: {named}")
+figures.spoilt(mistakes, ["ragged", "fewer_queries_causal"])
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Predict, then measure
@@ -344,35 +319,36 @@ for tiles in (1, 2, 3, 4, 8):
     print(f"{tiles} key tiles: {changed:.0%} of dq changes when the blocks run backwards")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 2.** As in 02b, wavefronts of shared memory put a **roof** over the speed. Which rung comes near its roof?
-# Which of PyTorch's kernels, `sdpa-flash` (FlashAttention-2) and `sdpa-cudnn`, may pass the roof over rung 1?
+# **Question 2.** Rung 1 is FlashAttention-2's design, as 02b's `fa2`, which reached half of FlashAttention-3's speed. Which
+# share of the fastest peer's speed does it reach in the backward?
 #
 # <details><summary>Answer</summary>
 #
-# Rung 0 does: its loads do not depend on each other, and many are under way at once. Rung 1 and `sdpa-flash` are one
-# design: at two barriers a step all wait for the last. cuDNN can use Hopper's own tensor-core instruction, which reads
-# operands from shared memory without `ldmatrix`. Its roof is counted in 02e.
+# A little less than half. At two barriers a step all warps wait for the last, and every operand passes through
+# `ldmatrix`. The fastest use Hopper's own instruction, which reads operands from shared memory.
+# Its roof is counted in 02e.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-figures.against_roofs()
+for D in (64, 128):
+    print(measured.rung("bwd_1_fa2", D=D))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary
 #
 # - The forward keeps lse, one number a row. The backward makes P again from it, tile by tile, and rescales nothing.
-# - One of the three gradients crosses blocks. With key tiles outside it is dq, added to atomically, in float32.
+# - One gradient crosses blocks: with key tiles outside dq, added to atomically, in float32. From three key tiles on its
+#   last bits depend on the order.
 # - Three of the five products transpose an operand. P and dS go through shared memory, since the sums run over what other
 #   warps hold.
-# - Atomic additions come in any order: from three key tiles on the last bits of dq depend on it.
 #
 # **Ask yourself**
 #
 # 1. Why is dk multiplied by the scale once at the end, and dq, in rung 0, at every visit?
 #    <details><summary>Answer</summary>
 #
-#    One block owns dk and knows when its sum is complete. Of dq's many blocks none is known to be the last.
+#    One block owns dk and knows when its sum is complete. Of dq's blocks none knows that it is the last.
 #    </details>
 # 2. Suppose rung 0 left dq out. Why must both barriers of its loop stay all the same?
 #    <details><summary>Answer</summary>
@@ -384,22 +360,21 @@ figures.against_roofs()
 #
 #    dq is added to; dk and dv are stored once.
 #    </details>
-# 4. With query tiles outside, what would a block own, and what would lie in its registers?
+# 4. P and dS are rounded to 16 bits, too. Why does that harm less than a dq in bf16?
 #    <details><summary>Answer</summary>
 #
-#    dQ_i in registers. K_j and V_j would pass by, and two sums, dK and dV, would get numbers from several blocks.
+#    Each of their numbers is rounded once, and a sum in float32 follows. dq would be rounded at every visit.
 #    </details>
 # 5. Suppose rung 1 computed Sᵀ = K_j Q_iᵀ, each warp with its own keys. Which product could take its operand straight from
 #    registers?
 #    <details><summary>Answer</summary>
 #
-#    dV = Pᵀ dO and dK = dSᵀ Q: what Sᵀ and dPᵀ leave in registers is their first operand, as in 02b. dQ still needs what
-#    other warps hold.
+#    dV = Pᵀ dO and dK = dSᵀ Q: what Sᵀ and dPᵀ leave in registers is their first operand, as in 02b.
 #    </details>
 #
 # **Go further**
 #
-# - ★★★ (a weekend) Write the third way: a second kernel with query tiles outside that computes dq alone.
+# - ★★★ (a weekend) Do as stages 01 and 03: write a second kernel with query tiles outside that computes dq alone.
 #
 # **Read:** [papers/flash_attention_2.md](../papers/flash_attention_2.md), Algorithm 2; [02x_deeper.ipynb](02x_deeper.ipynb),
 # sections 4 to 6.

@@ -121,8 +121,8 @@ figures.interpreted_and_compiled(odd_tile, count, largest)
 # | [9–10] | m, l and O take in the tile | `online_update` |
 # | [12–15] | out = O / l, lse = scale · m + log l | two `tl.store` |
 #
-# GPUs compute powers of 2: with c = scale · log2(e), exp(scale · S - scale · m) = 2^(c S - c m), so m is the maximum of
-# the *unscaled* scores. You will write `mask` and `online_update` in part 5.
+# GPUs compute powers of 2: with c = scale · log2(e), exp(scale · S - scale · m) = 2^(c S - c m). So S and its maximum m
+# stay *unscaled*. You will write `mask` and `online_update` in part 5.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### A whole forward
@@ -196,23 +196,22 @@ for seen in (3, 6):
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### Which tiles are visited, and which need a mask
 #
-# A mask costs comparisons on every score, and most tiles need none. So the stage makes **two passes** over the keys:
-# up to `full` without a mask (blue), then up to `end` with one (orange). White tiles are never visited. The frame is S,
-# a dot a pair that is seen. The last query sees the last key.
+# A mask costs comparisons on every score, and most tiles need none. So the stage makes **two passes** over the keys: up
+# to `full` without a mask (blue), then up to `end` with one (orange). White tiles are never visited. The frame is S, and
+# a dot is a pair that is seen. The last query sees the last key.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.tiles_visited()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ### The real kernel, and its launcher
+# ### The real kernel
 #
 # `fwd_0_fused.py` is that kernel with what use demands. The loop is a function, `visit_keys`, called twice; its
 # constexpr MASKED makes two loops of it. `pointers` computes in 64 bits, since row 2²⁵ of 64 numbers begins at element
-# 2³¹. A head_dim of 80 lies in tiles of `D_pad` = 128 columns. `record.launch(kernel, programs, ...)` is
-# `kernel[(programs,)](...)`, remembered. `TILES` holds the tiles that were measured to be best.
+# 2³¹. A head_dim of 80 lies in tiles of `D_pad` = 128 columns.
 
 # %% slideshow={"slide_type": "subslide"}
-show("step03_triton/fwd_0_fused", "key_ranges", "forward_kernel", "forward")
+show("step03_triton/fwd_0_fused", "key_ranges", "forward_kernel")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### What the compiler made of it
@@ -228,8 +227,8 @@ figures.instructions()
 #
 # The stage's files are rungs of a ladder: each adds an idea. In `fwd_1_tma.py` a **descriptor** says once where a tensor
 # lies and how large a tile is. Then one thread asks Hopper's copy engine, the Tensor Memory Accelerator (TMA), for the
-# tile at some row. Rows beyond the tensor come as zeros. Address and strides must be multiples of 16 bytes; anything
-# else takes the `else` below.
+# tile at some row. Rows beyond the tensor come as zeros. Where address or strides are no multiples of 16 bytes, the
+# `else` below loads by pointers.
 #
 # In two more rungs some warps multiply while others compute exponentials: `roles` by an argument to the compiler,
 # `gluon` in Gluon; see [03x](03x_deeper.ipynb). (`fa4` is FlashAttention-4.)
@@ -243,7 +242,8 @@ show("fwd_1_tma", "load_tile")
 # ## 4. The backward: two passes and no atomics
 #
 # The backward makes five products for each pair of tiles: S, dP, dV, dK and dQ. If a program owns a tile of keys, dK_j
-# and dV_j stay with it. But dQ_i gets a part from every program, in any order, on which floating-point sums depend:
+# and dV_j stay with it. But dQ_i gets a part from every program, and they come in any order. A floating-point sum
+# depends on the order:
 
 # %% slideshow={"slide_type": "fragment"}
 torch.manual_seed(0)
@@ -295,7 +295,7 @@ check("03.1", mask)
 # f · m, so that P = 2^(f S - f m). PRECISION is `tl.dot`'s `input_precision`. P must have the dtype of V_j (Bc, D). In a
 # row that has seen no key m is -inf.
 #
-# **Bug hunt 03.bug1:** half of lse is garbage. `python -m steps check 03.bug1` tells the rest.
+# **Bug hunt 03.bug1:** every second half tile is wrong. `python -m steps check 03.bug1` tells the rest.
 
 # %% slideshow={"slide_type": "fragment"}
 @triton.jit
@@ -348,10 +348,10 @@ figures.mistakes_against_cases()
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
-figures.speeds("fwd")
+figures.speeds("forward")
 
 # %% slideshow={"slide_type": "subslide"}
-figures.speeds("bwd")
+figures.speeds("backward")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # **Where it stands** on an H200 from N = 4096 on, causal or not. Forward: at D = 128 `gluon` has 0.99 to 1.12 of cuDNN's

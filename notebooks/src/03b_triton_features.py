@@ -20,7 +20,7 @@
 # ![Queries against keys: a window is a band, packed sequences are triangles, decoding is one row.](../notebooks/figures/question_03b.png)
 #
 # - **Before you start:** notebook 03a (a kernel in tiles), and of notebook 00 lse and delta. Linux.
-# - **Time:** about 50 minutes to read, 60 minutes more with the exercises.
+# - **Time:** about 45 minutes to read, 60 minutes more with the exercises.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md): `flash*.py`, `features.py`, `decode.py`;
 #   [figures](../steps/figures/n03b_triton_features.py).
 # - **Tests:** `pytest tests/test_step03_features.py tests/test_step03_decode.py`.
@@ -52,14 +52,15 @@ print(steps.engine.describe())
 # | packed sequences | Llama 3 |
 # | one query, many keys | every model that writes text |
 #
-# What would a mask take for each of 8 x 32 heads (D = 128)? What did a call with both passes hold on an H200?
+# May any of these be a tensor of the size of S? On an H200 a causal call with both passes was measured, with H = 16,
+# N = 65536 and D = 128:
 
 # %% slideshow={"slide_type": "fragment"}
 figures.memory()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# So a mask must never be expanded, dropout must not be stored, and what follows from positions alone should not be a
-# mask at all.
+# So a mask must never be expanded to all heads, dropout must not be stored, and what follows from positions alone should
+# not be a mask at all.
 #
 # ## 2. The idea: one function of the scores, for both directions
 #
@@ -76,15 +77,18 @@ figures.memory()
 # The mask is added after the scale, so its gradient is dS itself, summed over whatever the mask was broadcast to.
 #
 # The example is notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and M = 0.5 for key 0. Who writes the
-# scores twice, once for each direction, may forget a part. Two such mistakes first.
+# scores twice, once for each direction, may forget a part in the backward. Two such mistakes come first.
 
 # %% slideshow={"slide_type": "fragment"}
-Q, K, V, dO = figures.six_tokens()
+Q = torch.tensor([[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]])
+K = torch.tensor([[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]])
+V = torch.tensor([[0.0, 6], [2, 0], [4, 6], [6, 4], [8, 0], [10, 6]])
+dO = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0], [0, -1], [1, -1]])
 scale, cap, slope = 1 / math.sqrt(2), 1.5, 0.25
 M = torch.tensor([0.5, 0, 0, 0, 0, 0]).expand(6, 6)
 distance = (torch.arange(6)[:, None] - torch.arange(6)).abs()
 
-def scores(X, slope=slope):
+def scores(X, M, slope):
     """(S, dS/dX), where dS/dX leaves out the factor scale."""
     t = torch.tanh(scale / cap * X)
     S = cap * t + M - slope * distance
@@ -92,7 +96,7 @@ def scores(X, slope=slope):
 
 # %% slideshow={"slide_type": "fragment"}
 X = Q @ K.T
-S, derivative = scores(X)
+S, derivative = scores(X, M, slope)
 lse, O = S.logsumexp(-1), S.softmax(-1) @ V
 delta = (dO * O).sum(-1)
 
@@ -103,11 +107,11 @@ def gradients(S, derivative):
     return P, scale * (dS * derivative) @ K, dS
 
 # %% slideshow={"slide_type": "fragment"}
-leaf, bonus = Q.clone().requires_grad_(), M.clone().requires_grad_()
-P = (scores(leaf @ K.T)[0] - M + bonus).softmax(-1)
-want = torch.autograd.grad(P @ V, (leaf, bonus), dO)
+Q_leaf, M_leaf = Q.clone().requires_grad_(), M.clone().requires_grad_()
+P = scores(Q_leaf @ K.T, M_leaf, slope)[0].softmax(-1)
+want = torch.autograd.grad(P @ V, (Q_leaf, M_leaf), dO)
 print("derivative forgotten:  row 5 of dQ", gradients(S, 1.0)[1][5], "not", want[0][5])
-print("ALiBi in one pass:     rows of P sum to", gradients(*scores(X, slope=0))[0].sum(-1))
+print("ALiBi forward only:    rows of P sum to", gradients(*scores(X, M, 0))[0].sum(-1))
 _, dQ, dM = gradients(S, derivative)
 right = torch.allclose(dQ, want[0], atol=1e-5), torch.allclose(dM, want[1], atol=1e-5)
 print("one function for both: dQ and dM as autograd's", right)
@@ -120,8 +124,10 @@ figures.row_of_scores(5, scale * X, cap, M, S, derivative)
 # ## 3. From algorithm to code
 #
 # `flash_kernels.py` is 03a's rung `tma` with calls of `features.py`, the same in both directions: `tile_ranges` says
-# which tiles are visited, `scores` gives S and dS/dX, `kept` says which P dropout keeps. A feature that is off is
-# `None`, and the compiler leaves its branch out. In the listing c is 03a's scale · log2(e); 03x explains `SWALLOWS`.
+# which tiles are visited, `scores` gives S and dS/dX, `kept` says which P dropout keeps.
+#
+# In the listing `f` holds the features. One that is off is `None`, and the compiler leaves its branch out. c is 03a's
+# scale · log2(e), `seq.shift` is Nk - Nq, and 03x explains `SWALLOWS`.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step03_triton/features", "scores")
@@ -129,9 +135,9 @@ show("step03_triton/features", "scores")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### A window is no mask
 #
-# Query i sees the keys from i - left to i + right, and causal is right = 0. A tile that no row sees is not visited
-# (white), one that *every* row sees whole needs no comparison (blue), the others do (orange). With a window, work grows
-# like N.
+# With `window=(left, right)` query i sees the keys from i - left to i + right. Causal is right = 0. A tile that no row
+# sees is not visited (white). One that *every* row sees whole needs no comparison (blue), the others do (orange). With a
+# window, work grows like N and not like N².
 
 # %% slideshow={"slide_type": "fragment"}
 figures.windows()
@@ -139,8 +145,8 @@ figures.windows()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ### A mask is read by its strides
 #
-# An expanded tensor has a stride of 0 where it was broadcast. As (8, 4, 24, 24) a padding mask (8, 1, 1, 24) has the
-# strides (24, 0, 0, 1): no memory, and all that a kernel needs.
+# A padding mask (8, 1, 1, 24), expanded to (8, 4, 24, 24), has the strides (24, 0, 0, 1): 0 where it was broadcast. That
+# takes no memory, and is all that a kernel needs.
 #
 # ### Dropout without memory: Philox
 #
@@ -162,8 +168,8 @@ for counter in ((0, 5, 0, 0), (1, 5, 0, 0), (0, 6, 0, 0)):
 # ### Packed sequences
 #
 # Sequences of unequal length lie behind each other in one tensor with B = 1. `cu_seqlens`, the cumulative sum of their
-# lengths, says where each begins. A program counts positions from its sequence's start. The grid is made for the
-# longest, `max_seqlen`; surplus programs return at once.
+# lengths, says where each begins; positions count from there. The grid is made for the longest, `max_seqlen`; surplus
+# programs return at once.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.manual_seed(0)
@@ -203,8 +209,7 @@ for first, end in ((0, 5), (5, 16), (16, 24)):
 # over the multiprocessors, and a second kernel **merges** the parts, each with the weight exp(lse of the part - lse of
 # all).
 #
-# The cache is allocated once, and `lengths_k` says how much of it each sequence has filled. Windows, soft-cap, ALiBi and
-# sinks are decoded with `lengths_k` or without.
+# The cache is allocated once, and `lengths_k` says how much of it each sequence has filled.
 
 # %% slideshow={"slide_type": "fragment"}
 q, (k, v) = torch.randn(2, 4, 8, 16).to(device), torch.randn(2, 2, 2, 8, 16).to(device)
@@ -219,29 +224,6 @@ away = (torch.cat(tokens, 2) - step03.attention(q, k, v, causal=True)).abs().max
 print(f"8 tokens one by one: {away:.0e} from all at once")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ### The same in FlexAttention
-#
-# torch's FlexAttention takes two functions: `score_mod` changes a score, `mask_mod` hides pairs and says which tiles to
-# skip. `torch.compile` makes a kernel of them. Called plainly, as here, it makes the whole matrix.
-
-# %% slideshow={"slide_type": "fragment"}
-flex = torch.nn.attention.flex_attention
-q, k, v = torch.randn(3, 1, 2, 24, 16).to(device)
-bias = torch.randn(2, 24, 24, device=device, requires_grad=True)
-def score_mod(score, b, h, i, j):
-    return 1.5 * torch.tanh(score / 1.5) + bias[h, i, j]
-def mask_mod(b, h, i, j):
-    return (j <= i) & (i - j < 10)
-block_mask = flex.create_block_mask(mask_mod, None, None, 24, 24, device=device)
-theirs = flex.flex_attention(q, k, v, score_mod, block_mask)
-ours = step03.attention(q, k, v, window=(9, 0), softcap=1.5, mask=bias)
-pairs = (theirs, ours), [torch.autograd.grad(x.sum(), bias)[0] for x in (theirs, ours)]
-print("apart: out and dbias", [f"{(a - b).abs().max():.0e}" for a, b in pairs])
-
-# %% [markdown] slideshow={"slide_type": "slide"}
-# FlexAttention takes any formula of the scores, but no dropout, which comes after the softmax. On a GPU it adds up the
-# bias's gradient by atomics, in any order; here each entry has one owner.
-#
 # ## 4. Write it yourself
 #
 # - **03.4, the tiles that a sliding window visits.** The last query stands at the last key. Tiles begin ... whole - 1
@@ -280,8 +262,8 @@ check("03.7", merge_parts)
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Check it, then break it
 #
-# Six mistakes, planted one at a time, two of them in two settings. **Which mistake does only lse see? Which setting
-# hides one?**
+# Six mistakes are planted, one at a time, and one of them meets two masks. **Which mistake does only lse see? Which
+# mask hides one?**
 
 # %% slideshow={"slide_type": "fragment"}
 figures.mistakes_against_results()
@@ -293,8 +275,7 @@ figures.mistakes_against_results()
 #
 # ## 6. Predict, then measure
 #
-# **Question 1.** For each score at D = 128 an H100's multiprocessor has time for about 16 instructions on one number
-# each, but only 2 of exp2 or tanh. Order by cost: additive mask, boolean mask, ALiBi, soft-cap, dropout.
+# **Question 1.** Which costs most: an additive mask, ALiBi, a soft-cap or dropout?
 #
 # **Question 2.** A window of N/8 to the left: at most how many times faster than causal attention?
 #
@@ -302,28 +283,30 @@ figures.mistakes_against_results()
 #
 # <details><summary>Answers</summary>
 #
-# 1. Dropout: ten rounds of integer products, and bytes to be taken apart. Then the masks: each entry is loaded and
-#    unpacked. The soft-cap adds few instructions, but one is a tanh. At D = 64 most of them weigh more.
+# 1. Dropout: Philox makes ten rounds of integer products, and its bytes are taken apart. Then the mask, whose entries
+#    are loaded. The soft-cap adds few instructions, but one is a tanh. `figures.costs(64)` shows head_dim 64.
 # 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. Measured are 3.6 to 3.7, since
 #    two tiles of a row need a mask.
-# 3. Memory: each number of K and V serves only the few queries that share it.
+# 3. Memory: each number of K and V serves only the few queries that share it. A copy of as many bytes takes as long.
 #
 # </details>
+#
+# The table shows the time with a feature by the time without it, and our speed as a share of FlashAttention-4's (fa4)
+# and of FlexAttention's (flex; see [03x](03x_deeper.ipynb)). H200, bfloat16, N = 16384, or 8 packed sequences of 2048.
 
 # %% slideshow={"slide_type": "fragment"}
-figures.instructions_a_score()
 figures.costs()
 
 # %% slideshow={"slide_type": "subslide"}
 figures.decoding()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# The losses: with a window and with packed sequences FlashAttention-4 is faster ("of fa4" is below 1), with a soft-cap
-# this stage. Decoding is a little slower than cuDNN.
+# The losses: FlashAttention-4 is faster in what it was measured at without a soft-cap, and in the backward with soft-cap
+# and window. cuDNN decodes a little faster.
 #
 # ## 7. In your training loop
 #
-# A decoder layer over packed documents:
+# A layer over packed documents, with three things to know:
 #
 # - `cu_seqlens` is int32 and lies where q does. `max_seqlen` is a Python number, since reading it back would wait for
 #   the GPU.

@@ -19,7 +19,8 @@
 # ![A ladder of stage 03's forward kernels beside cuDNN and FlashAttention-4 on an H200: rung gluon is the
 # highest of ours.](../notebooks/figures/ladder_triton.png)
 #
-# - **Before you start:** notebook 03a. Sections 7 to 12 also want what tensor cores, warpgroups and TMA are.
+# - **Before you start:** notebook 03a, for section 13 also 03b. Sections 7 to 12 want what tensor cores, warpgroups and
+#   TMA are.
 # - **Time:** each section takes five minutes and can be read alone.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md), [figures](../steps/figures/n03x_deeper.py).
 # - **Tests:** `pytest tests/test_step03_triton.py tests/test_step03_features.py`.
@@ -27,6 +28,7 @@
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
 import math, torch  # noqa: E401
+from torch.nn.attention import flex_attention as flex
 from reference import attention
 from steps import step03_triton as step03
 from steps.figures import measured, n03x_deeper as figures
@@ -108,8 +110,9 @@ print("rows of 0, of finfo.min and of -inf: lse", [f"{x:.3g}" for x in lse[0, 0]
 print("dv as in float64:", torch.allclose(dv.double(), want, atol=1e-5))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The kernel counts such a mask as -2¹⁰¹. There it stores m · l instead of m + log l, from which the backward gets l
-# back: four keys at -2¹⁰¹ are -2¹⁰³, or -1.01e+31. Only -inf hides a key for certain: then out is 0 and lse -inf.
+# The kernel counts such a mask as -2¹⁰¹. In such a row it stores m · l instead of m + log l: four keys at -2¹⁰¹ give
+# -2¹⁰³, or -1.01e+31. The backward divides by -2¹⁰¹ and has l. Only -inf hides a key for certain: then out is 0 and lse
+# -inf.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. The formula under torch.compile
@@ -118,7 +121,11 @@ print("dv as in float64:", torch.allclose(dv.double(), want, atol=1e-5))
 # H200, bfloat16, D = 128, N = 16384. Predict before you look: is it nearer to cuDNN without or with a causal mask?
 
 # %% slideshow={"slide_type": "fragment"}
-figures.formula_compiled()
+for causal in (False, True):
+    names = "compiled", "sdpa-cudnn", "fwd_3_gluon"
+    found = measured.of_one_run(*names, N=16384, causal=causal)
+    speeds = ", ".join(f"{name} {tflops:.0f}" for name, tflops in found.items())
+    print(f"causal {causal!s:5} TFLOP/s: {speeds or 'not measured as it is now'}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Its compiler, Inductor, knows the plain formula as a pattern, and calls torch's SDPA in its place. A mask by
@@ -141,7 +148,8 @@ figures.formula_compiled()
 print(figures.shares("fwd_2_roles", "fwd_1_tma"))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# With a causal mask, and at D = 64, it is `tma` with descriptors that each program makes anew: slower.
+# With a causal mask, and at D = 64, the program is not divided. Then the rung is `tma`, but every program makes its
+# descriptors anew, so it is slower.
 #
 # Now the trap. The compiler works in steps, and each is a text that can be read. In **TTGIR**, Triton's text for GPUs,
 # a line gives a name to the result of one operation: `%row = tt.make_range {start = 64, end = 128}` are the numbers
@@ -154,8 +162,8 @@ figures.roles()
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # The second group gets its rows by adding 64 to two kinds of numbers. One is a tile of row numbers, `row`. The other is
 # `i`, because `i` is a coordinate of Q's descriptor (the line is named after `Q_i`). Where an address has both in a sum,
-# it moves twice: rows i + 64 to i + 127, half of lse, are never written. No message says so. Therefore this file keeps `i` in the address, where it is not moved, and
-# `row` counts from the tile.
+# it moves twice: rows i + 64 to i + 127 of lse are never written. No message says so. Therefore this file keeps `i` in
+# the address, where it is not moved, and `row` counts from the tile.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. The forward in Gluon, beside `fwd_8_hopper.cu`
@@ -308,7 +316,32 @@ for peer in ("fa4", "sdpa-cudnn"):
     print(figures.shares("bwd_2_gluon", peer), end="\n\n")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 13. Check yourself
+# ## 13. The same scores in FlexAttention
+#
+# torch's FlexAttention takes two functions of 03b's kind: `score_mod` changes a score, `mask_mod` hides pairs and says
+# which tiles to skip. `torch.compile` makes a kernel of them. Called plainly, as here, it makes the whole matrix. Here
+# both compute a soft-cap, a bias with a gradient, and a window.
+
+# %% slideshow={"slide_type": "fragment"}
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 1, 2, 24, 16).to(steps.engine.device)
+bias = torch.randn(2, 24, 24).to(q).requires_grad_()
+def score_mod(score, b, h, i, j):
+    return 1.5 * torch.tanh(score / 1.5) + bias[h, i, j]
+def mask_mod(b, h, i, j):
+    return (j <= i) & (i - j < 10)
+block_mask = flex.create_block_mask(mask_mod, None, None, 24, 24, device=q.device)
+theirs = flex.flex_attention(q, k, v, score_mod, block_mask)
+ours = step03.attention(q, k, v, window=(9, 0), softcap=1.5, mask=bias)
+pairs = (theirs, ours), [torch.autograd.grad(x.sum(), bias)[0] for x in (theirs, ours)]
+print("apart: out and dbias", [f"{(a - b).abs().max():.0e}" for a, b in pairs])
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# FlexAttention takes any formula of the scores, but no dropout, which comes after the softmax. On a GPU it adds up the
+# bias's gradient by atomics, in any order; in stage 03 each entry has one owner.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 14. Check yourself
 #
 # **Ask yourself**
 #

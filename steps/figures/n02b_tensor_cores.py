@@ -1,6 +1,5 @@
 """What notebook 02b shows: wavefronts of shared memory and the ceilings they set, fragments, banks."""
 
-import difflib
 import functools
 import itertools
 import re
@@ -11,18 +10,14 @@ import torch
 
 from steps.figures import measured
 from steps.figures.picture import picture
-from steps.figures.planted import GPU, block, emulated
+from steps.figures.planted import GPU
 from steps.figures.plots import COLOURS, FAINT, INK, PALE, cells, subplots
 from steps.step02_fa2_cuda import calls, emulator, ladder, works
-from steps.workbook import edited, show
-from steps.workbook.listing import Source
+from steps.workbook import edited
 
 WAVEFRONTS = GPU.half_tflops / 4096  # of all multiprocessors, 10^12 a second: one a cycle, as 4096 FLOP in bf16
 RUNGS = {"scalar": 64, "warp": 64, "mma": 128, "ldmatrix": 128, "cp_async": 128, "fa2": 128}  # with a head_dim
 AT = "__device__ int at(int rows, int row, int column) {\n"
-POSITIONS = """extern "C" __global__ void positions(Global<int> position) {
-  for (int e = threadIdx.x; e < Bc * D; e += THREADS) position[e] = at(Bc, e / D, e % D);
-}"""
 
 
 @functools.cache
@@ -72,69 +67,53 @@ def gains():
         print(f"{rung:9} x {gain(before, rung):.2f} measured, x {counted:.2f} counted")
 
 
-def ceilings(last):
-    """Prints the ceilings of the rungs so far and their measured speeds, and where the last one's wavefronts go."""
-    print("rung        D  FLOP a wavefront  ceiling  measured TFLOP/s")
-    for rung in list(RUNGS)[: list(RUNGS).index(last) + 1]:
-        most, got = WAVEFRONTS * per_wavefront(rung), speed(rung, RUNGS[rung])
-        print(f"{rung:9} {RUNGS[rung]:3}  {per_wavefront(rung):16.0f} {most:8.0f} {got:8.3g} ({got / most:.0%})")
-    print_wavefronts(last, wavefronts(last))
-    print("its block:", block(ladder.FORWARD[last].file.removesuffix(".cu"), RUNGS[last]))
+def ceiling(rung):
+    """Prints a rung's ceiling beside its measured speed, and where its wavefronts go."""
+    D, feeds = RUNGS[rung], per_wavefront(rung)
+    most, got = WAVEFRONTS * feeds, speed(rung, D)
+    print(f"{rung}, D = {D}: {feeds:.0f} FLOP a wavefront, ceiling {most:.0f} TFLOP/s;", end=" ")
+    print(f"measured {got:.3g}, {got / most:.0%} of it")
+    print_wavefronts(rung, wavefronts(rung))
 
 
 def print_wavefronts(name, found):
     print(f"{name} wavefronts/accesses: {', '.join(f'{at} {n}/{a}' for at, (a, n) in found.items())}")
 
 
-def changed(old, new, function):
-    """What changes in one function from a kernel file to another, as a diff."""
-    changes = difflib.unified_diff(*(show(file, function).splitlines() for file in (old, new)), lineterm="", n=2)
-    result = Source("\n".join(list(changes)[2:]))
-    result.language = "diff"
-    return result
-
-
-def fragments(A, B, S):
-    """Grids of lane numbers, coloured by pair. A, B, S: (32 lanes, numbers), numbers that name their place."""
-    fig, axes = subplots(1, 3, figsize=(8.5, 4), width_ratios=(2, 2, 1))
-    panels = ("S: two C fragments", S // 16, S % 16), ("P: an A fragment", A // 16, A % 16)
-    for ax, (title, down, across) in zip(axes, (*panels, ("K$^T$ or V: B", B % 16, B // 16)), strict=True):
-        lanes, pairs = torch.zeros(2, 16, across.max() + 1).int()
-        lanes[down, across] = torch.arange(32).int()[:, None].expand(down.shape)
-        pairs[down, across] = (torch.arange(down.shape[1]).int() // 2).expand(down.shape)
+def fragments(A, B):
+    """Grids of lane numbers, coloured by pair. A, B: (32 lanes, numbers), numbers that name their place."""
+    fig, axes = subplots(1, 2, figsize=(6.4, 4), width_ratios=(2, 1))
+    panels = ("A, or two C side by side", A // 16, A % 16), ("B", B % 16, B // 16)
+    for ax, (title, down, across) in zip(axes, panels, strict=True):
+        lanes, pairs = torch.zeros(2, 16, int(across.max()) + 1).int()
+        lanes[down.long(), across.long()] = torch.arange(32).int()[:, None].expand(down.shape)
+        pairs[down.long(), across.long()] = (torch.arange(down.shape[1]).int() // 2).expand(down.shape)
         colours = [[PALE[(0, 4, 2, 3)[pair]] for pair in row] for row in pairs.tolist()]
         cells(ax, colours, lanes.tolist(), title=title, aspect=1, yticks=(0, 8), xticks=range(0, len(lanes[0]), 8))
         for i, j in (lanes == 5).nonzero().tolist():
             ax.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, edgecolor=INK, fill=False, lw=2))
-    axes[0].axvline(7.5, color=INK, lw=2)
-    return picture(fig, """Grids of lane numbers, coloured by pair, lane 5 framed. Two C fragments of S side by side and
-    an A fragment of 16 x 16 look alike. In B, 16 x 8, lane 5 has rows 2, 3, 10 and 11 of column 1.""")
+    return picture(fig, """Grids of lane numbers, coloured by pair, lane 5 framed. In A, 16 x 16, it has columns 2, 3,
+    10 and 11 of rows 1 and 9. In B, 16 x 8, it has rows 2, 3, 10 and 11 of column 1.""")
 
 
 def banks():
-    """Where the chunks of eight rows lie, plain and swizzled; prints a tile's wavefronts with rung 3 both ways."""
+    """Where the chunks of eight rows lie, plain and swizzled; prints the wavefronts of rung 3 without its swizzle."""
     fig, axes = subplots(1, 2, figsize=(7, 3.2))
-    for ax, title, at in ((axes[0], "plain", "  return row * D + column;\n"), (axes[1], "swizzled", "")):
-        found = torch.zeros(64, 64, dtype=torch.int32)
-        with edited("fwd_3_ldmatrix.cu", (AT, AT + at)) as lines:
-            print_wavefronts(title, wavefronts.__wrapped__("ldmatrix"))
-        launch = dict(grid=1, block=128, T="bf16", D=64, Br=64, Bc=64)
-        emulated("\n".join((*lines, POSITIONS)), "positions", [found], **launch)
-        chunks = (found[:8, ::8] // 8 % 8).argsort(1).tolist()  # a row's chunks in the order of their positions
+    for ax, (title, mask) in zip(axes, {"plain": 0, "swizzled": 7}.items(), strict=True):
+        chunks = [[position ^ (row & mask) for position in range(8)] for row in range(8)]
         colours = [[COLOURS[1] if chunk == 2 else FAINT for chunk in row] for row in chunks]
         cells(ax, colours, chunks, title=f"chunks, {title}", xlabel="first of four banks", ylabel="row")
         ax.set(xticks=range(8), xticklabels=range(0, 32, 4), yticks=range(8))
+    with edited("fwd_3_ldmatrix.cu", (AT, AT + "  return row * D + column;\n")):
+        print_wavefronts("plain", wavefronts.__wrapped__("ldmatrix"))
     return picture(fig, """8 rows of 8 chunks against the banks. Plain, chunk 2 of every row stands in the same four
     banks; swizzled, at eight different positions.""")
 
 
 def roofline():
-    """All rungs on the H200's roofline for shared memory: open marks are counted ceilings, full ones were measured."""
+    """The rungs on an H200's roofline for shared memory: open marks are counted ceilings, full ones were measured."""
     fig, ax = subplots(figsize=(7.4, 4))
     ax.loglog([32, 4096, 8192], [32 * WAVEFRONTS, GPU.half_tflops, GPU.half_tflops], color=INK, lw=1.4)
-    ax.axhline(GPU.fp32_tflops, color=INK, lw=1, ls="--")
-    for name, peak in (("float32 units", GPU.fp32_tflops), ("tensor cores", GPU.half_tflops)):
-        ax.text(8192, 1.1 * peak, f"{name} {peak}", ha="right", fontsize=9)
     for (rung, D), mark, colour in zip(RUNGS.items(), "osD^vP", COLOURS, strict=True):
         x, got = per_wavefront(rung), speed(rung, D)
         ax.plot([x, x], [got, WAVEFRONTS * x], ":", color=colour, lw=1)
@@ -145,6 +124,6 @@ def roofline():
     ax.set_yticks([10, 100, 1000], [10, 100, 1000])
     ax.minorticks_off()
     ax.legend(fontsize=9, loc="lower right")
-    return picture(fig, """The roofline for shared memory with a mark for each rung: scalar, warp and mma on the slope,
-    below the float32 units' peak or near it; ldmatrix and cp_async six times further right; fa2 beyond them. Measured
-    speeds lie below, except scalar's.""")
+    return picture(fig, """The roofline for shared memory with a mark for each rung: scalar, warp and mma low on the
+    slope; ldmatrix and cp_async six times further right; fa2 beyond them. Measured speeds lie below the slope, except
+    scalar's.""")

@@ -5,7 +5,6 @@ import re
 import statistics
 import textwrap
 import warnings
-from dataclasses import replace
 
 import torch
 import triton
@@ -80,11 +79,10 @@ def tiles_visited():
         tiles = torch.zeros(triton.cdiv(Nq, side), count, dtype=torch.int32, device=engine.device)
         ranges_kernel[(len(tiles),)](tiles, count, Nq, Nk, CAUSAL=causal, SIDE=side)
         panels[title] = tiles.cpu(), attention.visible(Nq, Nk, causal)
-    return picture(visited_tiles(panels, side), """Four drawings of queries against keys in tiles of 4 by 4; dots are
-        the pairs that are seen. Blue tiles are visited without a mask, orange ones with one. Not causal: the last,
-        ragged column is orange. Causal: orange on the diagonal, blue below it, nothing above it. With 10 queries and
-        18 keys the diagonal ends in the lower right corner; with 18 queries and 10 keys the first 8 queries see
-        nothing, and their tiles are not visited.""")  # fmt: skip
+    return picture(visited_tiles(panels, side), """Four drawings of queries against keys in tiles of 4 by 4, a dot a
+        pair that is seen. Not causal: the last, ragged column is orange. Causal: orange on the diagonal, blue below it,
+        nothing above it. With 10 queries and 18 keys the diagonal ends in the lower right corner; with 18 queries and
+        10 keys the first 8 queries see nothing, and tiles of theirs alone are not visited.""")  # fmt: skip
 
 
 def instructions():
@@ -104,57 +102,49 @@ MISTAKES = {
     "columns not masked": ("ROWS, D, D_pad), other", "ROWS, D_pad, D_pad), other"),
     "offsets in 32 bits": (".to(tl.int64)", ""),
 }
-SMALL = {  # cases of the contract, cut to be quick; T is the longer side of the stage's smallest tile
-    "ragged": dict(H=1, Nq=lambda T: T + 5),
-    "fewer_queries_causal": dict(H=1, Nq=lambda T: T + 5, Nk=lambda T: 2 * T + 3),
-    "more_queries_causal": dict(H=1, Nq=lambda T: 2 * T + 3, Nk=lambda T: T + 5),
-    "head_dim_odd": dict(H=1, Nq=lambda T: 5),
-    "grouped_heads": dict(H=4, Hk=2, Nq=lambda T: 5),
-}
+CASES = "ragged", "fewer_queries_causal", "more_queries_causal", "head_dim_odd", "grouped_heads"
 
 
-def verdict(kernel, x, want):
-    """What is wrong with a kernel's results: "" or "beside the tensor", the name of an equal mutant, or "wrong"."""
-    try:
-        out, lse = (y.cpu() for y in kernel.forward(*(t.to(engine.device) for t in (x.q, x.k, x.v)), **x.options))
-    except IndexError:  # memcheck.py's
-        return "beside the tensor"
-    if not error.failures({"out": out, "lse": lse}, want):
-        return ""
-    for mutant in (m for m in mutants.MUTANTS if issubclass(m.kind, mutants.Forward)):
+def seen_by(kernel, ready):
+    """Which of CASES a kernel fails, and which known mistake its results equal, in words; "lives" if it fails none."""
+    rows = []
+    for name, (x, want) in zip(CASES, ready, strict=True):
         try:
-            theirs = mutant.run(x, x.tile, step03.SUPPORTS["order"])["out"]
-        except mutants.NotApplicable:
-            continue
-        if torch.allclose(out, theirs, atol=2 * want.tolerance["out"], equal_nan=True):
-            return f"as in {mutant.name.replace('_', ' ')!r}"
-    return "wrong"
+            out, lse = kernel.forward(*(t.to(engine.device) for t in (x.q, x.k, x.v)), **x.options)
+        except IndexError:  # memcheck.py's
+            return f"{name.replace('_', ' ')}: beside the tensor"
+        rows.append((x, x.tile, {"out": out.cpu(), "lse": lse.cpu()}, want))
+    failed = [name for name, (*_, got, want) in zip(CASES, rows, strict=True) if error.failures(got, want)]
+    equal = mutants.diagnose(rows, step03.SUPPORTS["order"])
+    how = f"as in {equal[0].name!r}" if equal else "wrong"
+    return f"{', '.join(failed)}: {how}".replace("_", " ") if failed else "lives"
 
 
 def mistakes_against_cases():
     """Prints which case of the contract sees which mistake that is planted in fwd_0_fused, and as what."""
     warnings.filterwarnings("ignore", message="All-NaN")  # numpy, where the interpreter meets the NaN we look for
     by_name = {case.name: case for case in cases.CASES}
-    small = {name: replace(by_name[name], **sizes) for name, sizes in SMALL.items()}
-    ready = {name: cases.build(case, step03.SUPPORTS, torch.float32) for name, case in small.items()}
-    wants = {name: error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale) for name, x in ready.items()}
+    inputs = [cases.build(by_name[name], step03.SUPPORTS, torch.float32) for name in CASES]
+    ready = [(x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)) for x in inputs]
     for mistake, change in ({"as it is": ("", "")} | MISTAKES).items():
-        kernel = planted("fwd_0_fused", "fwd_0_fused", *change)
-        found = {name.replace("_", " "): verdict(kernel, x, wants[name]) for name, x in ready.items()}
-        print(f"{mistake:22}", ", ".join(f"{name}: {how}" for name, how in found.items() if how) or "lives")
+        print(f"{mistake:22}", seen_by(planted("fwd_0_fused", "fwd_0_fused", *change), ready))
 
 
-PASSES = {"fwd": "forward", "bwd": "backward"}
-RUNGS = {"fwd": ("0_fused", "1_tma", "2_roles", "3_gluon"), "bwd": ("0_fused", "1_tma", "2_gluon")}
+RUNGS = {
+    "forward": ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "fwd_3_gluon"),
+    "backward": ("bwd_0_fused", "bwd_1_tma", "bwd_2_gluon"),
+}
 
 
 def speeds(which):
-    """TFLOP/s of the stage's kernels and of others as bars, at D = 128 and N = 16384. which: "fwd" or "bwd"."""
-    names = [*(f"{which}_{rung}" for rung in RUNGS[which]), "sdpa-flash", "sdpa-cudnn", "fa4"]
-    panels = {mask: of_one_run(*names, pass_=which, N=16384, causal=mask == "causal") for mask in ("full", "causal")}
-    if which == "bwd":
+    """TFLOP/s of the stage's kernels and of others as bars. which: "forward" or "backward"."""
+    names = *RUNGS[which], "sdpa-flash", "sdpa-cudnn", "fa4"
+    panels = {}
+    for mask in ("full", "causal"):
+        found = of_one_run(*names, pass_=names[0][:3], N=16384, causal=mask == "causal")
+        panels[f"{which}, {mask}, D = 128, N = 16384"] = found
+    if which == "backward":
         products = [row["tflops"] for row in fresh() if (row["peer"], row["gpu"]) == (rows.MATMUL, H200.name)]
         print(f"5/7 of a plain matrix product: {5 / 7 * statistics.median(products):.0f} TFLOP/s")
-    words = "; ".join(f"{mask}: " + ", ".join(f"{n} {x:.0f}" for n, x in of.items()) for mask, of in panels.items())
-    titles = {f"{PASSES[which]}, {mask}, D = 128, N = 16384": found for mask, found in panels.items()}
-    return speed_bars(titles, f"Bars of TFLOP/s. {words}.")
+    words = "; ".join(f"{title}: " + ", ".join(f"{n} {x:.0f}" for n, x in of.items()) for title, of in panels.items())
+    return speed_bars(panels, f"Bars of TFLOP/s. {words}.")

@@ -1,10 +1,6 @@
 """What notebook 03b draws, measures and breaks."""
 
-import re
-import warnings
-
 import torch
-import torch.nn.attention.flex_attention  # noqa: F401  The page calls it by its whole name.
 import triton
 import triton.language as tl
 
@@ -14,22 +10,11 @@ from steps.bench import cost
 from steps.figures.measured import H200, fresh
 from steps.figures.picture import picture
 from steps.figures.plots import table, visited_tiles
-from steps.figures.triton_compiler import compiled
 from steps.figures.triton_planted import planted
 from steps.step03_triton import features, flash
 
 torch.set_num_threads(1)  # Small tensors are faster on one thread.
 torch.set_printoptions(precision=2, sci_mode=False)
-warnings.filterwarnings("ignore", message="flex_attention called without")  # The page says that it is not compiled.
-
-
-def six_tokens():
-    """Q, K, V and dO of notebook 00's example."""
-    Q = [[1.0, 2], [0, 1], [-1, 0], [2, -1], [1, 1], [3, 1]]
-    K = [[0.0, 1], [1, 0], [-1, 1], [1, 2], [2, 0], [0, -1]]
-    V = [[0.0, 6], [2, 0], [4, 6], [6, 4], [8, 0], [10, 6]]
-    dO = [[1.0, 0], [0, 1], [1, 1], [2, 0], [0, -1], [1, -1]]
-    return [torch.tensor(x) for x in (Q, K, V, dO)]
 
 
 def of_feature(*names):
@@ -38,13 +23,10 @@ def of_feature(*names):
 
 
 def memory():
-    """Prints what masks and S take at two lengths, and what a call with both passes was measured to hold on an H200."""
-    for N in (8192, 65536):
-        inputs, mask = cost.compulsory_bytes(B=8, H=32, N=N, D=128), 2 * 8 * 32 * N * N
-        print(f"N = {N:5}: q, k, v, out: {inputs / 1e9:4.1f} GB; a 16-bit mask of each head: {mask / 1e9:5,.0f} GB")
+    """Prints what a causal call with both passes held on an H200, beside what a 16-bit mask of each head would take."""
     for row in of_feature("memory"):
-        held, S = row["peak_bytes"] / 1e9, 2 * row["H"] * row["N"] ** 2 / 1e9
-        print(f"{row['peer'] or 'this stage'}, H = {row['H']}, N = {row['N']}: {held:.2f} GB held; S has {S:.0f} GB")
+        held, mask = row["peak_bytes"] / 1e9, 2 * row["H"] * row["N"] ** 2 / 1e9
+        print(f"{row['peer'] or 'this stage':10} held {held:.2f} GB; a 16-bit mask of each head takes {mask:.0f} GB")
 
 
 def row_of_scores(i, scaled, cap, M, S, derivative):
@@ -73,21 +55,17 @@ def windows():
         visit_kernel[(len(tiles),)](tiles, len(tiles), N, *window, SIDE=side)
         panels[title] = tiles.cpu(), attention.visible(N, N, window=window)
     return picture(visited_tiles(panels, side), """Three squares of 24 queries by 24 keys in tiles of 4 by 4. Causal:
-        blue tiles below the diagonal, orange ones on it, none above. Window (11, 0): from the third row of tiles on, a
-        band of an orange, two blue and an orange tile. Window (5, 5): a band around the diagonal, with a blue tile in
-        each row and orange ones on both sides.""")  # fmt: skip
+        blue tiles below the diagonal, orange ones on it. Window (11, 0): rows of an orange, two blue and an orange
+        tile. Window (5, 5): a blue tile in each row, and orange ones on both sides.""")  # fmt: skip
 
 
-WINDOW = "features", "(seq.shift - f.left)", "(seq.shift - f.left - 1)"
 TRANSPOSED = "flash", "expand(B, H, Nq, Nk).stride()", "expand(B, H, Nq, Nk).mT.stride()"
-ALIBI = "features", "S -= head.slope * tl.abs(first - column.to(", "S += head.slope * ((j + column).to("
 MISTAKES = {  # the setting in which they are run, the file, and the change
-    "window one key too wide": ("window", *WINDOW),
-    "the same, wider than N": ("wide window", *WINDOW),
+    "window one key too wide": ("window", "features", "(seq.shift - f.left)", "(seq.shift - f.left - 1)"),
     "mask transposed": ("mask", *TRANSPOSED),
     "the same, symmetric mask": ("symmetric mask", *TRANSPOSED),
     "soft-cap without derivative": ("soft-cap", "features", "1 - S * S", "1.0"),
-    "ALiBi of the key alone": ("causal ALiBi", *ALIBI),
+    "ALiBi of the key alone": ("causal ALiBi", "features", "tl.abs(first - column.to(tl.float32))", "-(j + column)"),
     "keys counted from the tile": ("dropout", "features", "(j >> 4) + tl.arange", "tl.arange"),
     "dP not scaled": ("dropout", "flash_kernels", "dP * f.kept_scale", "dP"),
 }
@@ -98,10 +76,9 @@ def mistakes_against_results():
     torch.manual_seed(1)
     q, k, v, dout = torch.randn(4, 1, 1, 32, 16).to(engine.device)
     mask, away = torch.randn(32, 32).to(q), (torch.arange(32)[:, None] - torch.arange(32)).abs().to(q)
-    settings = {"window": {"window": (9, 0)}, "wide window": {"window": (40, 0)}, "soft-cap": {"softcap": 1.5}}
+    settings = {"window": {"window": (9, 0)}, "soft-cap": {"softcap": 1.5}, "dropout": {"dropout_p": 0.3, "seed": 7}}
     settings |= {"mask": {"mask": mask}, "symmetric mask": {"mask": -0.3 * away}}
     settings["causal ALiBi"] = {"alibi_slopes": torch.tensor([0.25]).to(q), "causal": True}
-    settings["dropout"] = {"dropout_p": 0.3, "seed": 7}
     keep = philox.keep_mask(7, 1, 1, 32, 32, 0.3).to(engine.device)
     of_reference = settings | {"dropout": {"dropout_mask": keep, "dropout_p": philox.rounded(0.3)}}
 
@@ -122,29 +99,6 @@ def mistakes_against_results():
         print(f"{mistake:28} {', '.join(seen) or 'lives'}")
 
 
-KINDS = {"integer products": r"IMAD(\.HI\.U32|\.WIDE\.U32)?$", "exp2, tanh": r"MUFU", "all": r""}
-
-
-def instructions_a_score():
-    """{feature: {kind: instructions a score more than without it}}, of the forward at D = 128 on an H100; printed."""
-    options = {"none": "", "additive mask": "mask=mask.bfloat16()", "boolean mask": "mask=mask > 0"}
-    options |= {"ALiBi": "alibi_slopes=torch.ones(2)", "soft-cap": "softcap=50.0"}
-    options |= {"dropout": "dropout_p=0.1, seed=torch.tensor(3)"}
-    script = "from steps.step03_triton import flash\n"
-    script += "x, mask = torch.zeros(1, 2, 256, 128).bfloat16(), torch.zeros(256, 256)\n"
-    script += "\n".join(f"flash.forward(x, x, x, tile=(64, 64), {given})" for given in options.values())
-    counts = {}
-    for name, made in zip(options, compiled(script), strict=True):
-        of_kind = {kind: sum(bool(re.match(p, x)) for x in made["machine"]) for kind, p in KINDS.items()}
-        # A kernel has its loop's text twice, with and without a mask; 128 threads share a tile.
-        counts[name] = {kind: n / (2 * 64 * 64 / 128) for kind, n in of_kind.items()}
-    plain = counts.pop("none")
-    more = {name: {kind: n - plain[kind] for kind, n in kinds.items()} for name, kinds in counts.items()}
-    lines = [[name, *(f"{round(n, 1) + 0:.1f}" for n in kinds.values())] for name, kinds in more.items()]
-    print(table(["more instructions a score", *KINDS], *lines))
-    return more
-
-
 BASES = dict.fromkeys(("causal", "additive mask", "boolean mask", "ALiBi", "soft-cap", "dropout"), "none")
 BASES |= {"window": "causal", "soft-cap + window": "causal", "packed": "padded"}  # packed: the same work as a batch
 
@@ -156,19 +110,16 @@ def milliseconds(D, which):
     return {(r["options"]["feature"], r["kernel"] or r["peer"]): r["ms_median"] for r in found if r["run"] == last}
 
 
-def costs():
-    """Prints what each feature costs, and our speed as a share of that of peers, forward and backward."""
-    print("\nThe time with / without a feature, and our speed as a share of two peers',")
-    print("on an H200, bf16, N = 16384 (packed: 8 sequences of 2048)\n")
-    for D in (128, 64):
-        lines = [[f"D = {D}"], *([name if base == "none" else f"{name}, to {base}"] for name, base in BASES.items())]
-        for which, name in (("fwd", "forward"), ("bwd", "backward")):
-            ms = milliseconds(D, which)
-            lines[0] += [name, "of fa4", "of flex"]
-            for line, (name, base) in zip(lines[1:], BASES.items(), strict=True):
-                pairs = ((name, "flash"), (base, "flash")), *(((name, who), (name, "flash")) for who in ("fa4", "flex"))
-                line += [f"{ms[a] / ms[b]:.2f}" if {a, b} <= ms.keys() else "–" for a, b in pairs]
-        print(table(*lines), end="\n\n" if D == 128 else "\n")
+def costs(D=128):
+    """Prints what each feature costs on an H200, and our speed as a share of that of two peers, in both passes."""
+    lines = [[f"D = {D}"], *([name if base == "none" else f"{name}, to {base}"] for name, base in BASES.items())]
+    for which, name in (("fwd", "forward"), ("bwd", "backward")):
+        ms = milliseconds(D, which)
+        lines[0] += [name, "of fa4", "of flex"]
+        for line, (name, base) in zip(lines[1:], BASES.items(), strict=True):
+            pairs = ((name, "flash"), (base, "flash")), *(((name, who), (name, "flash")) for who in ("fa4", "flex"))
+            line += [f"{ms[a] / ms[b]:.2f}" if {a, b} <= ms.keys() else "–" for a, b in pairs]
+    print(table(*lines))
 
 
 def decoding():

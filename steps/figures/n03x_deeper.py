@@ -1,12 +1,15 @@
 """What notebook 03x compiles and reads from recorded rows."""
 
 import re
+import warnings
 from pathlib import Path
 
 from steps.figures import measured
-from steps.figures.measured import fresh, of_one_run
+from steps.figures.measured import fresh
 from steps.figures.triton_compiler import compiled
 from steps.step03_triton import fwd_2_roles
+
+warnings.filterwarnings("ignore", message="flex_attention called without")  # The page says that it is not compiled.
 
 
 def shares(kernel, other):
@@ -44,11 +47,3 @@ def roles():
         found = re.findall(r"%[A-Za-z]\w* = (?:tt.make_range .*start = 64 : i32}|arith.addi .*%c64_\w+)", part)
         print(f"lse at {says}", *(re.sub("async_task_id = [^>]*>, ", "", line) for line in found), sep="\n    ")
         print(f"    group 2 begins at row i + {64 * len(found)}")
-
-
-def formula_compiled():
-    """Prints TFLOP/s of the formula under torch.compile, of cuDNN and of rung gluon, in one run on an H200."""
-    for causal in (False, True):
-        found = of_one_run("compiled", "sdpa-cudnn", "fwd_3_gluon", N=16384, causal=causal)
-        shown = ", ".join(f"{name} {tflops:.0f}" for name, tflops in found.items())
-        print(f"{'causal' if causal else 'full':6} TFLOP/s: {shown or 'not measured as it is now'}")

@@ -11,6 +11,7 @@ from steps.step03_triton import fwd_0_fused
 FILES = "fwd_0_fused", "replay", "flash", "flash_kernels", "features", "tiles"  # they import no other file
 numbers = itertools.count()
 folder = tempfile.TemporaryDirectory()  # Triton reads a kernel's text from its file when it first runs.
+sys.path.insert(0, folder.name)
 
 
 def planted(module, file, before, after):
@@ -22,6 +23,4 @@ def planted(module, file, before, after):
         if stem == file and before not in text:
             raise ValueError(f"{file} has no {before!r}.")
         (package / f"{stem}.py").write_text(text.replace(before, after) if stem == file else text)
-    if folder.name not in sys.path:
-        sys.path.insert(0, folder.name)
     return importlib.import_module(f"{package.name}.{module}")

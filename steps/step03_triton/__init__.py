@@ -33,7 +33,7 @@ SUPPORTS = {
     "order": "fa2",  # the order in which tiles are visited, for reference/mutants.py
     "title": "FlashAttention-2 fused in Triton",
     "notebooks": ("03a_triton_kernels", "03b_triton_features"),
-    "minutes": 95,  # to read
+    "minutes": 90,  # to read
 }
 forward, backward, attention = functions(RUNGS, SUPPORTS)
 sdpa = sdpa_of(attention)  # with the arguments of torch's scaled_dot_product_attention

@@ -111,14 +111,15 @@ def judged(task, text, job, lines, on=None):
 
 def _exercise(task, text, job):
     spliced = splice.copy_of_steps(job["folder"], [(task, text)])[task.id]
-    names = "function", "rung", "cases", "order", "tile", "threads", "masks"
-    job |= {name: getattr(task, name) for name in names}
+    fields = "function", "rung", "cases", "order", "tile", "threads", "masks"
+    job |= {name: getattr(task, name) for name in fields}
     job |= {"kind": "exercise", "own": answers.plain_source(task)}
     for on in _engines(task):
         verdict, lines, rows, printed = judged(task, text, job, spliced.lines, on)
         if verdict != "passed":
             break
-    if verdict != "passed" and not (rows and rows[-1].get("equals")):
+    names = rows[-1].get("equals", []) if rows else []
+    if verdict != "passed" and len(names) != 1:  # The results do not say which mistake it is; the text may.
         lines += _slips(task, text, rows)
     if verdict == "passed" and task.cost and shutil.which("g++"):
         verdict, *cost = _cost(task, text, job["limit"])
