@@ -222,8 +222,8 @@ show("fwd_7_roles", "// The producer: starts to copy ROWS rows", until="};")
 # is ready. The softmax of S then runs while O is computed. *Between* warpgroups (PINGPONG): `turn.wait` lets one group at
 # a time start its products, `turn.pass` lets the other one start behind them.
 #
-# Blocks are *persistent*: one for each SM takes one tile of queries after the other, so that the producer never pauses.
-# (In the code `beside` is false for the first tile of keys, which has no O before it.)
+# Blocks are *persistent*: one for each SM takes one tile of queries after the other. So the producer loads the next one
+# while the consumers finish this one. (In the code `beside` is false for the first tile of keys, which has no O before it.)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.10: the order of two waits.** In which order does a warpgroup do the nine operations of a step? Ask of

@@ -40,7 +40,7 @@
 import steps  # first: it chooses the engine
 import torch
 from reference import error
-from steps.figures import n02x_deeper as figures, planted
+from steps.figures import n02d_hopper, n02x_deeper as figures, planted
 from steps.step02_fa2_cuda import calls
 from steps.workbook import Blank, check, show
 print(steps.engine.describe())
@@ -380,13 +380,12 @@ for changed, clocks, _ in figures.recorded():
 # covers 4 tiles of queries and is passed on once. A warp does this after it has started the next step's first products,
 # which run meanwhile. dV_j starts after dQ_i, so that it runs while the warp waits for its turn.
 #
-# All blocks of a head start at the same dQ_i and queue there once. Then each runs one turn behind the block before it, which
-# matters most where sequences are short and blocks have few steps. So blocks that run at the same time belong to
+# A block begins one turn later than the block before it in its head. So blocks that run at the same time belong to
 # several heads, but to few, because blocks of one head share Q, dO and dq in the L2 cache. The share of the speed in any
 # order, on an H200:
 
 # %% slideshow={"slide_type": "fragment"}
-print(figures.price_of_order())
+print(n02d_hopper.beside("bwd_3_hopper", "bwd_3_hopper:DETERMINISTIC=1", switched=True))
 
 # %% slideshow={"slide_type": "subslide"}
 show("bwd_3_hopper", "struct Turns {", until="// The block that a block")

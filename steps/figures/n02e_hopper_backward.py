@@ -9,7 +9,6 @@ from steps.figures.picture import pictured
 from steps.figures.plots import COLOURS, INK, subplots, table
 from steps.step02_fa2_cuda import calls, emulator, ladder
 
-PEAK = measured.H200.half_tflops
 BANDWIDTH, TENSOR = 128, 4096  # bytes of shared memory, FLOP: a clock and SM
 TILES = ladder.BACKWARD["wgmma"].tiles[0]  # {D: (Br, Bc)}
 KEPT = {("hopper", 64): ("S^T", "dP^T"), ("hopper", 128): ("S^T",)}  # products with a first operand kept in registers
@@ -76,7 +75,7 @@ def roof(rung, D):
     clocks, read = step_of(D, Br, KEPT.get((rung, D), ()))
     read = 0 if rung == "fa2" else read + 2 * 2 * Br * D  # Q_i and dO_i come; fa2's loads are all in its text
     shared = read / BANDWIDTH + wavefronts(rung, D)
-    tflops = PEAK * clocks / max(clocks, shared)
+    tflops = measured.H200.half_tflops * clocks / max(clocks, shared)
     words = f"products {clocks}, shared memory {shared:.0f} clocks a step; roof {tflops:.0f} TFLOP/s"
     return tflops, f"bwd {rung:6} D = {D:3}: {words}"
 

@@ -164,7 +164,3 @@ def power():
         allowed = GPU.sms * 4096 * one["sm_mhz"] / 1e6
         print(f"{one['load']:14} {one['data']:13}: {one['tflops']:.0f} TFLOP/s at {one['sm_mhz']:.0f} MHz,",
               f"{one['tflops'] / allowed:.0%} of what that allows; {one['watts']:.0f} W")  # fmt: skip
-
-
-# A table of bwd_3's speed in a fixed order as a share of that in any order.
-price_of_order = functools.partial(n02d_hopper.beside, "bwd_3_hopper", "bwd_3_hopper:DETERMINISTIC=1", switched=True)
