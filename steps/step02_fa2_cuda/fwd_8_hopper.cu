@@ -355,13 +355,12 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     // S of one block of keys, alone or beside O of the block before it, whose P is ready.
     auto start = [&](uint64_t Q_i, auto beside) {
       uint64_t K_j = K.get();
-      uint64_t V_before = beside.value ? V.get(V_SLAB) : 0;
       turn.wait();
       wgmma_fence();  // O and P were written by ordinary instructions
       start_scores(S, Q_i, K_j);
       wgmma_commit();
       if (beside.value) {
-        start_output(O, P, V_before);
+        start_output(O, P, V.get(V_SLAB));  // V is awaited while the tensor cores compute S
         wgmma_commit();
       }
       turn.pass();
@@ -369,10 +368,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       K.release();
     };
     auto finish_output = [&] {
-      // V came long ago, so that wait() returns at once. But at D = 128 the call keeps the compiler from
-      // putting the wait for O before the exponentials.
-      if (D == 128) V.wait();
-      wgmma_wait<0>();
+      wgmma_wait<0>();  // ptxas puts it among the exponentials: those behind it run beside the conversions
       V.release();
     };
     auto consume = [&](const Tile& tile, int j, auto masked, uint64_t Q_i) {
