@@ -14,11 +14,11 @@ from the last key backwards, so that those that need a mask come first. Compared
 is no ping-pong scheduling, no persistent blocks and no lazy rescaling.
 
 At D <= 64 the exponentials take as long as the products. So three consumers share a multiprocessor there: while one
-waits for a product, two others compute. Each has 160 registers a thread, and P goes around the loop in pairs of 16-bit
-numbers.
+waits for a product, two others compute. Each has 160 registers a thread, for which P goes around the loop in pairs of
+16-bit numbers.
 
 Left out, because it was slower: programs that take several tiles one after the other, which are faster at N = 1k only;
-K_n released later; pairs of 16-bit numbers with two consumers. Spills: with three consumers and a causal mask 5 or 6
+K_n released later; the wait for O behind all exponentials. Spills: with three consumers and a causal mask 5 or 6
 words a step, else none inside the loops.
 Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 12 or 16 warps, one program a
 multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run Gluon. Needs torch and
@@ -137,10 +137,9 @@ def out_of_pairs(x, dtype: gl.constexpr):
 
 @gluon.jit
 def start_output(O, P, V_n):
-    # P is float32 or in pairs until here: if 16-bit numbers went around the loop, ptxas would swap each of them twice.
-    if P.dtype == gl.int32:
-        P = out_of_pairs(P, V_n.dtype)
-    P = gl.convert_layout(P.to(V_n.dtype), gl.DotOperandLayout(0, O.type.layout, 2))  # every number stays in its thread
+    # P is in pairs until here: if 16-bit numbers went around the loop, ptxas would swap each of them twice.
+    P = out_of_pairs(P, V_n.dtype)
+    P = gl.convert_layout(P, gl.DotOperandLayout(0, O.type.layout, 2))  # every number stays in its thread
     return warpgroup_mma(P, V_n, O, is_async=True)  # (64, D_pad)
 
 
@@ -176,8 +175,7 @@ def online_softmax(m, l, S, scale_log2):
 
 @gluon.jit
 def step(
-    m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, IN_PAIRS: gl.constexpr,
+    m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """Computes S of tile n, which starts at key j, and beside it adds P V of tile n - 1 to O."""
     S = start_scores(Q_i, get(K, n))
@@ -187,12 +185,9 @@ def step(
     if MASKED:
         S = mask(S, i, j, Nq, Nk, CAUSAL)
     m, l, alpha, P = online_softmax(m, l, S, scale_log2)
-    get(V, n - 1)  # returns at once, but keeps ptxas from moving the wait for O before the exponentials
     O = warpgroup_mma_wait(0, (O,))
     release(V, n - 1)
-    if IN_PAIRS:
-        P = in_pairs(P, V[0].dtype)
-    return m, l, P, O * gl.convert_layout(alpha, gl.SliceLayout(1, O.type.layout))[:, None]
+    return m, l, in_pairs(P, V[0].dtype), O * gl.convert_layout(alpha, gl.SliceLayout(1, O.type.layout))[:, None]
 
 
 @gluon.jit
@@ -201,7 +196,6 @@ def consume(w, CAUSAL: gl.constexpr, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk,
     Bc: gl.constexpr = K[0].shape[3]
     D_pad: gl.constexpr = K[0].shape[4]
     rows: gl.constexpr = gl.SliceLayout(1, layout(Bc))
-    in_16_bits: gl.constexpr = Q[0].shape[0] == 3  # three consumers have no registers for P in float32
     m, l = gl.full((64,), float("-inf"), gl.float32, rows), gl.full((64,), 0, gl.float32, rows)
     O = gl.full((64, D_pad), 0, gl.float32, layout(D_pad))  # not yet divided by l
     scale_log2 = scale * 1.4426950408889634  # exp is computed as a power of 2
@@ -214,15 +208,14 @@ def consume(w, CAUSAL: gl.constexpr, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk,
         release(K, 0)
         S = mask(S, i, (blocks - 1) * Bc, Nq, Nk, CAUSAL)
         m, l, alpha, P = online_softmax(m, l, S, scale_log2)
-        if in_16_bits:
-            P = in_pairs(P, V[0].dtype)
+        P = in_pairs(P, V[0].dtype)
         masked = gl.maximum(1, blocks - whole)
         if CAUSAL:  # otherwise only the first tile needs a mask
             for n in range(1, masked):
                 j = (blocks - 1 - n) * Bc
-                m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, True, CAUSAL, in_16_bits)
+                m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, True, CAUSAL)
         for n in range(masked, blocks):
-            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, 0, Nq, Nk, scale_log2, False, CAUSAL, in_16_bits)
+            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, 0, Nq, Nk, scale_log2, False, CAUSAL)
         O = warpgroup_mma_wait(0, (start_output(O, P, get(V, blocks - 1)),))
     l = gl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
     row = gl.arange(0, 64, rows)
