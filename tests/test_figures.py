@@ -219,8 +219,6 @@ def test_04x_says_of_orders_graphs_and_a_million_tokens_what_is_recorded():
     seconds = [row["ms_median"] / 1e3 for row in (forward, both)]
     assert f"{seconds[0]:.2f} seconds forward and {seconds[1]:.2f} forward + backward" in text
     assert f"{forward['tflops']:.0f} and {both['tflops']:.0f} TFLOP/s on each of two H200" in text
-    off = [1 - ring_tables.predicted(recorded, row) / s for row, s in zip((forward, both), seconds, strict=True)]
-    assert f"section 3 says {100 * off[0]:.0f} and {100 * off[1]:.0f} % less" in text
 
 
 def test_the_ring_over_fetch_was_the_fastest_strategy_as_04b_and_04x_say():
@@ -297,7 +295,7 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
         ("02d", words, (f"{HOPPER[0]}:{switch}=0",), HOPPER[0], lambda D, N, causal: (D, N) == (128, 4096))
         for switch, words in (
             ("PINGPONG", "turns `hopper` still has {least:.2f} to {most:.2f} of its speed"),
-            ("OVERLAP", "without OVERLAP {least:.2f} to {most:.2f}."),
+            ("OVERLAP", "without OVERLAP {least:.2f}."),
         )
     ),
     ("02e", "both have {least:.2f} to {most:.2f} of its speed", HOPPER, "fa4", lambda D, N, causal: N >= 4096),

@@ -63,18 +63,23 @@ def test_a_picture_of_the_gallery_shows_one_run_of_kernels_as_they_are():
         assert own <= fresh, "the kernel has changed since; measure it again, or delete the rows"
 
 
-def test_the_last_run_counts_and_one_of_two_lengths_is_no_picture():
-    def run(name, tflops, lengths=(512, 1024, 2048)):
-        sizes = [dict(N=N, Nk=N, D=128, run=name, date=f"{name}T") for N in lengths]
-        return [one for at in sizes for one in (of_02("fwd_8_hopper", tflops=tflops, **at), peer_row(peer="fa4", **at))]
+def test_the_last_of_the_largest_runs_counts_and_one_of_two_lengths_is_no_picture():
+    both = "fwd_7_roles", "fwd_8_hopper"
 
-    (chart,) = gallery.charts([*run("2026-01-02", 5.0), *run("2026-01-01", 9.0), *run("2026-01-03", 7.0, (512, 1024))])
+    def run(name, tflops, lengths=(512, 1024, 2048), kernels=both):
+        sizes = [dict(N=N, Nk=N, D=128, run=name, date=f"{name}T") for N in lengths]
+        own = [of_02(kernel, tflops=tflops, **at) for at in sizes for kernel in kernels]
+        return own + [peer_row(peer="fa4", **at) for at in sizes]
+
+    small = *run("2026-01-03", 7.0, (512, 1024)), *run("2026-01-04", 8.0, kernels=both[1:])
+    (chart,) = gallery.charts([*run("2026-01-02", 5.0), *run("2026-01-01", 9.0), *small])
     assert chart["speeds"]["fwd_8_hopper"] == {512: 5.0, 1024: 5.0, 2048: 5.0} and set(chart["speeds"]) > {"fa4"}
-    assert chart["ours"] == ["fwd_8_hopper"] and chart["date"] == "2026-01-02"
+    assert chart["ours"] == list(both) and chart["date"] == "2026-01-02"
 
 
 def test_only_plain_rows_of_the_two_stages_are_read(tmp_path):
     others = {"options": {"window": 8}, "dtype": "fp16", "timing": "sustained", "n_gpus": 2, "pass": "fwd+bwd"}
+    others["kernel"] = "fwd_8_hopper:SKIP=0"
     found = [of_02("fwd_8_hopper", N=512, Nk=512), of_02("fwd_0_matrix") | {"stage": "00_naive"}]
     found += [found[0] | {name: value} for name, value in others.items()]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, found)))

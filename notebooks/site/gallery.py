@@ -14,13 +14,14 @@ def read(folder):
     """The rows of a folder's files, of stages 02 and 03 and their peers."""
     rows = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
     plain = [row for row in rows if all(row[name] == value for name, value in PLAIN.items())]
+    plain = [row for row in plain if ":" not in (row["kernel"] or "")]  # a kernel with one of its switches turned
     return [row for row in plain if row["pass"] in ("fwd", "bwd") and row["stage"] in (None, *STAGES)]
 
 
 def charts(rows, suffix=""):
     """[{gpu, stage, pass, head_dim, mask, date, ours, versions, speeds: {name: {N: TFLOP/s}}}], of one run each.
 
-    Of the runs that measured a stage in a pass at three lengths or more, the last one counts.
+    Of the runs that measured a stage in a pass, the one with most of its rows counts, and of equal ones the last.
     """
     runs = defaultdict(list)
     for row in rows:
@@ -28,9 +29,10 @@ def charts(rows, suffix=""):
     last = {}
     for (_, gpu, pass_, D, causal), found in sorted(runs.items()):
         for stage in STAGES:
-            own = [row for row in found if row["stage"] == stage]
-            if len({row["N"] for row in own}) >= 3:
-                last[gpu, stage, pass_, D, causal] = own + [row for row in found if row["peer"]]
+            own, where = [row for row in found if row["stage"] == stage], (gpu, stage, pass_, D, causal)
+            before = [row for row in last.get(where, ()) if row["stage"] == stage]
+            if len({row["N"] for row in own}) >= 3 and len(own) >= len(before):
+                last[where] = own + [row for row in found if row["peer"]]
     return [chart(*where, found, suffix) for where, found in sorted(last.items())]
 
 

@@ -186,7 +186,7 @@ for D in (64, 128):
 # which needs no exchange, before the barrier.
 #
 # **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
-# at 0.82 to 0.90 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
+# at 0.83 to 0.91 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i to memory in the order of its registers.
@@ -265,8 +265,8 @@ print(figures.parts_left_out())
 #
 # <details><summary>Answer</summary>
 #
-# FlashAttention-4: from N = 4096 on by 2 % at most, as both have 0.98 to 1.06 of its speed (in a second of calls without a pause, at
-# N = 16384, 0.99 to 1.01). Below, our forward leads by up to 38 %, and our backward is mostly behind, by up to 7 %. cuDNN is ahead
+# FlashAttention-4: from N = 4096 on by 2 % at most, as both have 0.98 to 1.07 of its speed (in a second of calls without a pause, at
+# N = 16384, 0.99 to 1.03). Below, our forward leads by up to 41 %, and our backward is mostly behind, by up to 7 %. cuDNN is ahead
 # in three forwards at N = 512.
 #
 # </details>

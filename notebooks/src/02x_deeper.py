@@ -342,7 +342,7 @@ for switch in ("PERSISTENT=0", "SKIP=0", "PINGPONG=0", "OVERLAP=0"):
     figures.without(switch, "fwd_8_hopper")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# PERSISTENT hides each tile's beginning and end. Without it the kernel is slower by 21 to 32 % at N = 512. At N = 16384
+# PERSISTENT hides each tile's beginning and end. Without it the kernel is slower by 24 to 36 % at N = 512. At N = 16384
 # the launch turns it off by itself, and without a mask PINGPONG, too: these numbers show the noise.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -368,7 +368,7 @@ for changed, clocks, _ in figures.recorded():
     print(f"{changed:27}{clocks:6.0f} clocks a step")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Of the 690 clocks beyond the products 300 vanish with the exponentials and 280 with the rest of the softmax. The last
+# Of the 590 clocks beyond the products 260 vanish with the exponentials and 230 with the rest of the softmax. The last
 # 100 are unexplained. OVERLAP gains 7 %.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -473,8 +473,9 @@ figures.power()
 # 6. **D = 32, 96 and 256 in the backward**: still `bwd_1`.
 # 7. **The forward at D = 64**: a polynomial for 1 to 6 of 16 exponentials: slower. Tiles of 128 x 160, 128 x 192, 192 x 96
 #    or 192 x 112: slower. Four stages: no faster.
-# 8. **The forward at D = 128**: exponentials before and after the wait for O: slower. 128 x 176 with one place for Q:
-#    slower. Q in registers: slower. The next tile's number by an atomic addition: slower.
+# 8. **The forward at D = 128**: the wait for O behind all exponentials, or in front of them, or the wait for V in front of
+#    S: slower. The softmax of one row after the other: slower. 128 x 176 with one place for Q: slower. Q in registers:
+#    slower. Tiles dealt out by an atomic addition or by a table of equal loads: no faster.
 #
 # **Past one kernel.** A ring over GPUs from inside a kernel: NVSHMEM lets a thread write to another GPU's memory and
 # raise a flag there. A whole network as one persistent kernel: *Look Ma, No Bubbles!* (Hazy Research, May 2025) runs

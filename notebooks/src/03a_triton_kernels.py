@@ -354,9 +354,9 @@ figures.speeds("forward")
 figures.speeds("backward")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# **Where it stands** on an H200 from N = 4096 on, causal or not. Forward: at D = 128 `gluon` has 0.99 to 1.12 of cuDNN's
-# speed and 0.90 to 0.96 of FlashAttention-4's; at D = 64 it has 0.93 to 1.11 and 0.86 to 0.91. Backward: `gluon` has
-# 1.01 to 1.20 and 0.86 to 0.91.
+# **Where it stands** on an H200 from N = 4096 on, causal or not. Forward: at D = 128 `gluon` has 0.99 to 1.18 of cuDNN's
+# speed and 0.92 to 0.99 of FlashAttention-4's; at D = 64 it has 0.93 to 1.11 and 0.86 to 0.91. Backward: `gluon` has
+# 1.00 to 1.19 and 0.86 to 0.90.
 #
 # ## 8. Summary
 #

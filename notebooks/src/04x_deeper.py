@@ -216,7 +216,7 @@ print(ring_tables.shown("variants", ring_tables.recorded()))
 # and behind it the hop, waited until the block ended. Now the block waits for the barrier in front of the hop (`fetch.py`).
 #
 # Once the ring was also run at a million positions, with 8 query heads and 2 heads of K and V: 1.70 seconds forward and 6.87
-# forward + backward, 664 and 574 TFLOP/s on each of two H200. The model of section 3 says 8 and 7 % less.
+# forward + backward, 664 and 574 TFLOP/s on each of two H200.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. With FSDP and tensor parallelism

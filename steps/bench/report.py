@@ -163,15 +163,15 @@ def counters(folder=results.COMMITTED):
     record, found = results.read_record("profile", folder=folder), profile.read(folder)
     if not found:
         return EMPTY
-    lines = [["kernel", *COUNTED, "registers a thread", "warps wait most for"]]
+    lines = [["kernel", *COUNTED, "warps wait most for"]]
     for rung, counted in found.items():
         numbers = (counted[name] / unit for name, unit in COUNTED.values())
         numbers = (f"{n:.0f}" if n >= 100 else f"{n:.3g}" for n in numbers)
         reasons = [f"{name} {share:.0%}" for name, share in profile.waits(counted).items() if name != "selected"][:3]
         name = f"02 {record['rungs'][rung]['kernel']}"
-        lines.append([name, *numbers, f"{counted['registers']:.0f}", ", ".join(reasons)])
+        lines.append([name, *numbers, ", ".join(reasons)])
     size = ", ".join(f"{name} = {record['size'][name]}" for name in ("B", "H", "N", "D"))
-    how = f"{size}, bfloat16, without a mask; read by ncu {record['ncu']}. {machines([record])}"
+    how = f"{size}, bfloat16, without a mask; read by ncu. {machines([record])}"
     return f"{piped(lines, 1)}\n{how}.\n"
 
 

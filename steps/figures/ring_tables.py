@@ -136,6 +136,7 @@ def predictions(rows):
     how fast a block is on one GPU, a link's bytes a second and a hop's latency, which share of the moving a profiler
     has seen hidden, what the fixed order of dQ costs at one size, and what a launch costs the host."""
     plain = [row for row in rows if row["kernel"] in RINGS and row["layout"] == "zigzag" and not row["options"]]
+    plain = [row for row in plain if row["H"] == 32]  # the sizes at which one GPU took turns with the ring
     plain = [row | {"model": predicted(rows, row)} for row in of_fullest_run(plain)]
     return by_size([row for row in plain if row["model"]],
                    lambda row: f"{ms(row)} ({1e3 * row['model'] / row['ms_median'] - 1:+.0%})")  # fmt: skip
