@@ -121,6 +121,10 @@ def visited_tiles(panels, side):
         ax.set(xlim=(-0.5, end + 0.5), ylim=(end + 0.5, -0.5), aspect="equal", xlabel="key", title=title)
         ax.set(xticks=range(0, end + 1, side), yticks=range(0, end + 1, side))
     axes[0].set_ylabel("query")
+    told = {4: "tile with a mask", 5: "tile without"}
+    handles = [plt.Rectangle((0, 0), 1, 1, fc=COLOURS[n], ec=INK, label=words) for n, words in told.items()]
+    handles += axes[0].plot([], [], ".", color=INK, label="pair that is seen")
+    fig.legend(handles=handles, loc="outside lower center", ncols=3)
     return fig
 
 
