@@ -122,7 +122,7 @@ print("dv as in float64:", torch.allclose(dv.double(), want, atol=1e-5))
 
 # %% slideshow={"slide_type": "fragment"}
 for causal in (False, True):
-    names = "compiled", "sdpa-cudnn", "fwd_3_gluon"
+    names = "compiled", "sdpa-cudnn", "fwd_1_tma"
     found = measured.of_one_run(*names, N=16384, causal=causal)
     speeds = ", ".join(f"{name} {tflops:.0f}" for name, tflops in found.items())
     print(f"causal {causal!s:5} TFLOP/s: {speeds or 'not measured as it is now'}")

@@ -368,7 +368,8 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
       K.release();
     };
     auto finish_output = [&] {
-      wgmma_wait<0>();  // ptxas puts it among the exponentials: those behind it run beside the conversions
+      // ptxas moves this wait in between the exponentials, so that conversions run beside the rest of them.
+      wgmma_wait<0>();
       V.release();
     };
     auto consume = [&](const Tile& tile, int j, auto masked, uint64_t Q_i) {
