@@ -67,8 +67,6 @@ FIELDS = {  # by name: the type of the value, or a tuple of all values that ther
 }  # fmt: skip
 OPTIONAL = {  # few rows have them
     "peak_bytes": int,  # of device memory, beyond the inputs, that one call held at once
-    "shared_bytes": int,  # of device memory that the other ranks can read and write; they are not among peak_bytes
-    "sent_bytes": int,  # that a rank sends to other ranks, or copies from and to their memory, in one call
     "hidden": NUMBER,  # by a profiler: the share of the time of copies between GPUs in which a kernel computes
     "idle": NUMBER,  # by a profiler: the share of the time in which no kernel computes
     "launches": NUMBER,  # by a profiler: kernels and copies of one call
