@@ -214,6 +214,8 @@ def test_04x_says_of_orders_graphs_and_a_million_tokens_what_is_recorded():
         ms = [float(table["fwd", Hk, who, "8k"]) for who in ("fetch, in a graph", "fetch")]
         small.append(f"{ms[0] / ms[1]:.2f}")
     assert f"as a graph the forward took {small[0]} and {small[1]} of the time" in text
+    plain = [line[4].split()[0] for line in ring_tables.ring_speed(recorded) if line[1] == "fwd" and line[3] == "fetch"]
+    assert f"there a forward takes {plain[0]} and {plain[1]} ms without a graph" in text
     million = [row for row in recorded if row["N"] == 2**20 and row["kernel"] == FETCH]
     forward, both = ({row["pass"]: row for row in million}[which] for which in ("fwd", "fwd+bwd"))
     seconds = [row["ms_median"] / 1e3 for row in (forward, both)]
