@@ -558,6 +558,7 @@ def test_a_record_is_shown_as_long_as_its_kernel_is_as_it_was(tmp_path, monkeypa
         assert [len(record[name]) for name in ("times", "timelines") if name in record] in ([2 * 6], [4 + 2])
         rows.write_record(kind, record | {"source": "of another kernel"}, tmp_path)
         assert ablations.read(kind, tmp_path) == {}
+    assert {name for name, _ in report.COUNTED.values()} <= set(profile.COUNTERS), "the page shows what is counted"
     metrics = {"bank_conflicts": "l1.sum", "registers": "launch__registers", "missing": "not__there.sum"}
     assert profile.parse(NCU, metrics) == {"bank_conflicts": 1234567.0}
     found = profile.waits({"tensor_pipe": 40.0, "stalled_wait": 1.5, "stalled_selected": 1.0, "stalled_gmma": 2.5})
