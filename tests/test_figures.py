@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import typer
 
-from steps.bench import ring, rows
+from steps.bench import report, ring, rows
 from steps.bench.cost import Point
 from steps.bench.ring import FETCH, ONE, PEERS, RELAY
 from steps.figures import (
@@ -160,6 +160,10 @@ def test_the_ring_stands_beside_one_gpu_in_either_order():
     assert head[4:] == ["8k", "32k"] and words["one GPU"] == ["–", "20"] and words["one GPU, in order"] == ["–", "24"]
     assert words["fetch"] == ["–", "12.5 (0.80, 0.96)"] and words["fetch, any order"] == ["–", "10 (1.00, 1.20)"]
     assert words["fetch, in a graph"] == ["3", "–"]
+
+
+def test_the_page_of_results_has_no_table_of_a_run_that_is_gone():
+    assert report.EMPTY not in (rows.COMMITTED / "README.md").read_text()
 
 
 def outputs(stem):
