@@ -373,6 +373,8 @@ PLANTED = {
          "if (w == WARPGROUPS - 1) turn.pass();", "", f"{STUCK}(.*\n)+.* wait at named_barrier"),
         ("the last turn is not taken",
          "if (w == 0) turn.wait();", "", "128 of 256 threads have come to the named barrier"),
+        ("no wait for V", "start_output(O, P, V.get(V_SLAB));",
+         "start_output(O, P, descriptor(V.tiles, V_SLAB, 1024));", "more arrivals"),
         ("no wait for O", "wgmma_wait<0>();\n      V.release();", "V.release();", "was written while a wgmma"),
     ],
     "bwd_2_wgmma": [

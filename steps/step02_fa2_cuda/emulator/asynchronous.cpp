@@ -21,6 +21,14 @@ bool under_way(int queue, int group) {
   return false;
 }
 
+// Whether a thread waits at the barrier that counts this load.
+static bool awaited(const Work& w) {
+  if (w.barrier)
+    for (auto& t : threads)
+      if (t.ready && t.subject == w.barrier) return true;
+  return false;
+}
+
 // The number of the work that is performed next by the schedule, or -1 if there is none. random_only: only
 // work whose time is random.
 static int choose(bool random_only) {
@@ -41,7 +49,11 @@ static int choose(bool random_only) {
   bool take_wgmma = copies.empty() || (mixed && random_order.below(all) < wgmmas.size());
   auto& from = take_wgmma ? wgmmas : copies;
   When when = take_wgmma ? wgmma_time : copy_time;
-  return when == LATE ? from.front() : when == LIFO ? from.back() : from[random_order.below(from.size())];
+  if (when == LIFO) return from.back();
+  if (when == RANDOM_TIME) return from[random_order.below(from.size())];
+  for (int i : from)
+    if (awaited(*work_under_way[i])) return i;
+  return from.front();
 }
 
 bool run_work(bool nobody_can_go_on) {

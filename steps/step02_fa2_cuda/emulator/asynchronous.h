@@ -2,7 +2,8 @@
 // Asynchronous work: copies and wgmma, which run while the threads go on. A kernel must be right whenever
 // this work is performed. The schedule decides when that is:
 //   eager     at once
-//   late      when no thread can go on without it, the oldest first; wgmma after all copies
+//   late      when no thread can go on without it: what a thread waits for comes first, and of that, or
+//             else of all, the oldest; wgmma after all copies
 //   lifo      when no thread can go on without it, the newest first
 //   random    at any time, in any order
 // A cp.async belongs to one thread, and is performed at the latest when this thread waits for it.
@@ -16,6 +17,7 @@ namespace emulator {
 struct Work {
   int queue, group;  // they tell who waits for it, see `under_way`
   bool is_wgmma;     // the wgmma of one warpgroup are performed in their order
+  const void* barrier = nullptr;  // counts it, if it is a load
   Work(int queue, int group, bool is_wgmma) : queue(queue), group(group), is_wgmma(is_wgmma) {}
   virtual void run() = 0;
   virtual ~Work() = default;
@@ -29,14 +31,17 @@ extern std::vector<WorkPointer> work_under_way;  // in the order of issue
 
 void start(WorkPointer w);
 
-template <class Run> void start(int queue, int group, bool is_wgmma, Run run) {
+template <class Run>
+void start(int queue, int group, bool is_wgmma, Run run, const void* barrier = nullptr) {
   struct This : Work {
     Run action;
     This(int queue, int group, bool is_wgmma, Run run)
         : Work(queue, group, is_wgmma), action(std::move(run)) {}
     void run() override { action(); }
   };
-  start(WorkPointer(new This(queue, group, is_wgmma, std::move(run))));
+  WorkPointer w(new This(queue, group, is_wgmma, std::move(run)));
+  w->barrier = barrier;
+  start(std::move(w));
 }
 
 // Whether a queue still holds work of a group before this one.

@@ -161,7 +161,7 @@ void load_box(char* tile, const TensorMap& map, Barrier& barrier, Coordinates fr
       else memset(to, 0, bytes);
     });
     deliver(barrier, box_bytes(map), site);
-  });
+  }, &barrier);
 }
 
 void load_numbers(float* to, const float* from, int n, Barrier& barrier, Site site) {
@@ -169,7 +169,7 @@ void load_numbers(float* to, const float* from, int n, Barrier& barrier, Site si
   start(LOAD_QUEUE, 0, false, [to, from, n, &barrier, site] {
     memcpy(to, from, 4 * n);
     deliver(barrier, 4 * n, site);
-  });
+  }, &barrier);
 }
 
 void wait_for_bulk(const char* operation, int groups_left, Site site) {
