@@ -1,8 +1,12 @@
 """Stage 01: the contract, what the kernels compile to, and what only a GPU can show."""
 
 import sys
+import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,6 +108,53 @@ def test_the_simulator_s_turns_end_with_the_call():
         assert sys.getswitchinterval() == pytest.approx(0.02)
     finally:
         sys.setswitchinterval(before)
+
+
+def run_one_by_one(monkeypatch, backwards):
+    """Lets the simulator's threads run one after the other from barrier to barrier, not side by side."""
+    from numba.cuda.simulator import kernel as simulator
+
+    def to_the_next_barrier(thread):
+        while thread.is_alive() and not thread.syncthreads_blocked:
+            time.sleep(0)
+
+    class Turn(threading.Event):
+        """What a thread waits for at a barrier. Who sets it goes on when the thread has come to the next one."""
+
+        def set(self):
+            super().set()
+            to_the_next_barrier(self.thread)
+
+    def start(thread):
+        thread.syncthreads_event = Turn()
+        thread.syncthreads_event.thread = thread
+        threading.Thread.start(thread)
+        to_the_next_barrier(thread)
+
+    def in_order(*sizes):
+        return sorted(np.ndindex(*sizes), reverse=backwards)
+
+    def place(thread):  # The simulator goes through a set of threads, and a set is in the order of small hashes.
+        number = getattr(thread, "thread_id", 0)
+        return 255 - number if backwards else number
+
+    monkeypatch.setattr(simulator.BlockThread, "__hash__", place)
+    monkeypatch.setattr(simulator.BlockThread, "start", start)
+    monkeypatch.setattr(simulator, "np", SimpleNamespace(**vars(np) | {"ndindex": in_order}))
+
+
+@pytest.mark.skipif(engine.name == "cuda", reason="the simulator's threads")
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("rung", step01.RUNGS)
+def test_the_order_of_threads_does_not_matter(monkeypatch, rung, backwards):
+    """Where a barrier is missing, a thread reads in one of the orders what another one writes later."""
+    run_one_by_one(monkeypatch, backwards)
+    q, dout = torch.randn(2, 1, 1, 17, 8, generator=torch.Generator().manual_seed(0))
+    k, v = torch.randn(2, 1, 1, 9, 8, generator=torch.Generator().manual_seed(1))
+    out, lse = step01.forward(q, k, v, rung=rung, causal=True)
+    grads = step01.backward(dout, q, k, v, out, lse, rung=rung, causal=True)
+    got = dict(zip(error.NAMES, (out, lse, *grads), strict=True))
+    assert not error.failures(got, error.expected(q, k, v, dout, causal=True))
 
 
 def test_a_patch_that_is_too_long_for_the_registers_raises():

@@ -131,7 +131,7 @@ print(out.copy_to_host())
 #
 # Without a GPU the same source runs in Numba's simulator, a Python thread for each GPU thread. It does not show **races**,
 # where two threads need an order that no barrier gives them. This kernel lacks a barrier, and its result is right all the
-# same.
+# same. The stage's tests therefore also run the threads one after the other, first to last and last to first.
 
 # %% slideshow={"slide_type": "fragment"}
 @cuda.jit
