@@ -29,7 +29,8 @@ def charts(rows, suffix=""):
     last = {}
     for (_, gpu, pass_, D, causal), found in sorted(runs.items()):
         for stage in STAGES:
-            own, where = [row for row in found if row["stage"] == stage], (gpu, stage, pass_, D, causal)
+            where = gpu, stage, pass_, D, causal
+            own = [row for row in found if row["stage"] == stage]
             before = [row for row in last.get(where, ()) if row["stage"] == stage]
             if len({row["N"] for row in own}) >= 3 and len(own) >= len(before):
                 last[where] = own + [row for row in found if row["peer"]]

@@ -374,15 +374,15 @@ for changed, clocks, _ in figures.recorded():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Two waits in the wrong place
 #
-# For a long time rung 8 was up to a tenth slower than FlashAttention-3 with a causal mask. **Guess:** is it the order in
+# For a long time rung 8 was slower than FlashAttention-3 at most lengths with a causal mask. **Guess:** is it the order in
 # which tiles are dealt out? A table of equal loads and an atomic counter changed nothing. Then the hardware's counters
-# showed as many products in both kernels, and 7 % more clocks in ours. So it was the loop.
+# showed as many products in both kernels, and more clocks in ours. So it was the loop.
 #
 # Side by side, the machine code of the two loops differed in two waits. Ours waited for V in front of S, although only O
 # reads V. And one line kept the wait for O behind all exponentials; it had helped an earlier version of the kernel. Now
 # `ptxas` puts that wait behind some of the exponentials, and conversions to 16 bits run beside the others.
 #
-# The mended kernel has three lines less, and the gap that is left is in 02d. A trick has to be measured again whenever
+# The mended kernel is shorter, and the gap that is left is in 02d. A trick has to be measured again whenever
 # what surrounds it has changed.
 
 # %% [markdown] slideshow={"slide_type": "slide"}

@@ -23,7 +23,7 @@ from steps import engine
 from steps.bench import rows
 from steps.catalogue import stage
 from steps.demo.model import LARGE, ROOT, Size, sdpa, training
-from steps.figures.plots import COLOURS, GREYS, style
+from steps.figures.plots import COLOURS, GREYS, subplots
 
 SIZE = Size(N=1024, H=8, D=64, steps=300, batch=8)
 PICTURE = ROOT / "notebooks" / "figures" / "training.png"
@@ -37,6 +37,7 @@ def by_math(q, k, v):
 
 
 def in_16_bits(attention, q, k, v):
+    """The attention on q, k and v rounded to bfloat16; the rest of the model stays in float32."""
     return attention(*(x.bfloat16() for x in (q, k, v))).to(q.dtype)
 
 
@@ -79,8 +80,7 @@ def tokens_a_second(size, found):
 def draw():
     """The losses of the record: the curves of each dtype, and how far each is from SDPA's."""
     losses = rows.read_record("training")["losses"]
-    style()
-    fig, axes = plt.subplots(2, 2, figsize=(8.5, 5.4), sharex=True, layout="constrained", height_ratios=(2, 1))
+    fig, axes = subplots(2, 2, figsize=(8.5, 5.4), sharex=True, height_ratios=(2, 1))
     for (dtype, curves), (above, below) in zip(losses.items(), axes.T, strict=True):
         for n, (name, one) in enumerate(curves.items()):
             about = name if "SDPA" in name else f"stage {name}"

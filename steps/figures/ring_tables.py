@@ -193,6 +193,7 @@ def machine_of(rows, like):
 def price_of_the_order(rows, n_gpus):
     """How much longer a backward takes that adds to dQ in a fixed order; 1 if the ring was not measured both ways."""
     rows = of_fullest_run([row for row in rows if row["n_gpus"] == n_gpus and row["kernel"] == "ring+fetch"])
+    # Other runs have both orders too, at other sizes, of which the forward alone was not measured beside them.
     runs = {(row["run"], row["N"]) for row in rows if "changed" in row["options"]}
     rows = [row for row in rows if (row["run"], row["N"]) in runs]
     ms = {(row["pass"], *row["options"].items()): row["ms_median"] for row in rows}
