@@ -126,6 +126,23 @@ def test_the_ring_and_one_gpu_take_part_in_both_orders_of_adding_to_dq_and_the_r
     assert flops == pytest.approx([flops[0]] * 2 + [flops[0] / 2] * 3)
 
 
+def test_a_graph_is_captured_after_two_calls_and_then_only_replayed(monkeypatch):
+    done = []
+
+    @contextlib.contextmanager
+    def capture(graph, capture_error_mode):
+        done.append("capture")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: done.append("replay")))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(ring, "of_case", lambda case: ((), (), SimpleNamespace(S=8)))
+    monkeypatch.setattr(grid.Beside, "call", lambda *asked: lambda: done.append("call") or "results")
+    calls = [ring.call_of.__wrapped__(SMALL, who, "fwd") for who in (FETCH, GRAPH)]
+    assert done == ["call", "call", "capture", "call"] and calls[1]() == "results"
+    assert done.pop() == "replay" and calls[0]() == "results" and done.pop() == "call"
+
+
 def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch):
     monkeypatch.setattr(ring, "TRACED", SMALL)
     *found, record = recorded(monkeypatch, {}, "trace")
