@@ -231,7 +231,7 @@ __device__ void store_rows(const TensorMap& map, Shared<T> tile, const float (&C
 extern "C" __global__ void __launch_bounds__(256) attention_delta(
     Global<const T> dout, int64_t dout_batch, int64_t dout_head, int64_t dout_row,
     Global<const T> out, int64_t out_batch, int64_t out_head, int64_t out_row,
-    Global<const float> lse, Global<float> lse_2, Global<float> delta, Global<float> dq, Global<int> claimed,
+    Global<const float> lse, Global<float> lse_2, Global<float> delta, Global<float> dq, Global<unsigned> claimed,
     int H, int Nq) {
   constexpr int ROW_LANES = D / 8;       // threads that share a row, 8 numbers each
   constexpr int ROWS = 256 / ROW_LANES;  // rows at a time
@@ -298,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap q_map,
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
     const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
-    Global<const float> lse_2, Global<const float> delta, Global<float> dq, Global<int> claimed,
+    Global<const float> lse_2, Global<const float> delta, Global<float> dq, Global<unsigned> claimed,
     Global<int> counters, int H, int group, int Nq, int Nk, float scale, int causal, int tiles) {
   SharedMemory smem;
   // The arrays that TMA and wgmma use come first, because they must begin at multiples of 1024 bytes.
@@ -324,10 +324,10 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     bulk_load(lse_i + stage * Br, lse_2 + column, Br, queries_full + stage);
     bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
   };
+  auto claim = [&] { return int(atomicInc(&claimed[0], PERSISTENT ? tiles + gridDim.x - 1 : tiles - 1)); };
   // Thread 0 makes the tile with number n the next one, and starts to load its K and V.
   auto take = [&](int n, int stage) {
     next[0].tile = -1;
-    if (n == (PERSISTENT ? tiles + int(gridDim.x) : tiles) - 1) claimed[0] = 0;  // nobody claims any more
     if (n >= tiles) return;
     if (DETERMINISTIC) n = dealt_tile(n, tiles, tiles_of_head, Nq, causal);
     int tile = n % tiles_of_head, part = n / tiles_of_head % parts, batch = n / tiles_of_head / parts;
@@ -349,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     barrier_init_fence();
     // A GPU does not promise to start the blocks in the order of blockIdx.x, and a block must not wait for
     // one that has not started. So blocks that wait for those before them are numbered as they start.
-    take(PERSISTENT || DETERMINISTIC ? atomicAdd(&claimed[0], 1) : blockIdx.x, 0);
+    take(PERSISTENT || DETERMINISTIC ? claim() : blockIdx.x, 0);
     load_first_queries(0);
   }
   __syncthreads();  // the barriers are ready
@@ -365,15 +365,15 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   dq += warp * DQ_PER_WARP;
   Turns turns{counters + warp, query_tiles - 1};
 
-  int step = 0;  // counted over all tiles
-  for (int round = 0;; round++) {
+  unsigned step = 0;  // counted over all tiles
+  for (unsigned round = 0;; round++) {
     int tile = uniform(next[0].tile), part = uniform(next[0].part), batch = uniform(next[0].batch);
     if (tile < 0) break;
     Shared<T> K_j = K + round % STAGES * Bc * D, V_j = V + round % STAGES * Bc * D;
     // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
     int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile of queries that sees a key
-    int end = step + (query_tiles - first) * own;
-    int claim_step = max(step, end - 2);
+    unsigned end = step + (query_tiles - first) * own;
+    unsigned claim_step = max(step + 2, end) - 2;
     int head = part * own, i = query_tiles - 1;
     turns.first = first;
     turns.tile = tile;
@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
       uint32_t P[Br / 16][4], dS[Br / 16][4];
 
       int n = tiles;
-      if (PERSISTENT && threadIdx.x == 0 && step == claim_step) n = atomicAdd(&claimed[0], 1);
+      if (PERSISTENT && threadIdx.x == 0 && step == claim_step) n = claim();
       barrier_wait(queries_full + stage, step / STAGES % 2);
       start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
       if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T

@@ -213,7 +213,7 @@ def backward_tiles(D, Br, Bc):
 
 
 def two_stages_of_keys(D, Br, Bc):
-    """backward_tiles with K and V twice, so that the next ones arrive while these are used, and 128 bytes of barriers."""
+    """K and V twice, so that the next ones arrive while these are used; and 128 bytes of barriers."""
     return backward_tiles(D, Br, Bc) + 2 * 2 * Bc * D + 128
 
 
