@@ -399,7 +399,7 @@ PLANTED = {
         ("dK is staged over K", "__syncthreads();  // nobody still reads K", "//", WRONG),
         ("K and V are loaded over dK and dV", "step == claim_step) bulk_wait_read<0>();", "false) ;", WRONG),
         ("no wait for the second K and V of a buffer", "round / STAGES % 2)", "0)", WRONG),
-        ("dK begins with that of the tile before", "float dK[D / 2] = {},", "float dK[D / 2],", WRONG),
+        ("dK and dV begin with those of the tile before", "add || i > 0", "true", WRONG),
         ("no fence before wgmma reads dS",
          "fence_async();\n      if (!DETERMINISTIC) start", "if (!DETERMINISTIC) start", NOTHING),
     ],

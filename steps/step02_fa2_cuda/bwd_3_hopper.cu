@@ -74,11 +74,11 @@ __device__ void start_product(float (&C)[Br / 2], const uint32_t (&A)[D / 16][4]
 }
 
 // Starts C (64 x D) += A B. A (64 x Br) is in registers, B is a tile of Br x D.
-__device__ void start_product(float (&C)[D / 2], const uint32_t (&A)[Br / 16][4], Shared<T> B) {
+__device__ void start_product(float (&C)[D / 2], const uint32_t (&A)[Br / 16][4], Shared<T> B, bool add) {
   wgmma_fence();
   uint64_t b = descriptor(B, Br * 128, EIGHT_ROWS);
 #pragma unroll
-  for (int i = 0; i < Br / 16; i++) wgmma_rs<T, D, 1>(C, A[i], b + i * 16 * 128 / 16, true);
+  for (int i = 0; i < Br / 16; i++) wgmma_rs<T, D, 1>(C, A[i], b + i * 16 * 128 / 16, add || i > 0);
   wgmma_commit();
 }
 
@@ -387,7 +387,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     // The queries from masked_below on see all keys of this tile. Those below it need the mask.
     int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;
 
-    float dK[D / 2] = {}, dV[D / 2] = {};
+    float dK[D / 2], dV[D / 2];
+    unsigned begin = step;
     barrier_wait(keys_full + round % STAGES, round / STAGES % 2);
     uint32_t K_rows[D / 16][4], V_rows[D / 16][4];  // the warp's 16 rows of K_j and V_j
     load_rows(K_rows, K_j, 16 * warp);
@@ -413,7 +414,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
       score_gradients(dS, P, dP, delta_i + (stage * Br + column));
       store_tile<Br>(dS_t, Bc, 16 * warp, dS);
       fence_async();
-      if (!DETERMINISTIC) start_product(dV, P, dO_i);  // dV_j += P^T dO_i
+      if (!DETERMINISTIC) start_product(dV, P, dO_i, step > begin);  // dV_j += P^T dO_i
       if (lane == 0 && step == claim_step) bulk_wait_read<0>();  // dK and dV of the tile before are read
       __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
 
@@ -426,18 +427,19 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
       if (threadIdx.x == 0 && step + 1 < end) load_queries((step + 1) % STAGES, batch, head, i);
 
       start_dQ(dQ, dS_t + dS_slab, K_j + K_slab);  // dQ_i = dS_i K_j
-      if (DETERMINISTIC) start_product(dV, P, dO_i);  // after dQ_i: two products cover the wait
-      start_product(dK, dS, Q_i);                     // dK_j += dS^T Q_i
+      if (DETERMINISTIC) start_product(dV, P, dO_i, step > begin);  // after dQ_i: two products cover the wait
+      start_product(dK, dS, Q_i, step > begin);                     // dK_j += dS^T Q_i
       if (threadIdx.x == 0 && step == claim_step) take(n, (round + 1) % STAGES);
       if (threadIdx.x == 0 && step + 1 == end) load_first_queries((step + 1) % STAGES);
       turns.wait(dq_tile, this_i);
       wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there
       add_dQ(dq + dq_tile * Br * D, dQ);
       turns.end(dq_tile, this_i);
+      wgmma_wait<1>();  // dV_j is there
+      if (step + 1 == end) store_rows(dv_map, V_j + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
       wgmma_wait<0>();
     }
     __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
-    store_rows(dv_map, V_j + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
     store_rows(dk_map, K_j + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);
   }
   turns.pass_on();
