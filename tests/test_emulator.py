@@ -382,11 +382,11 @@ PLANTED = {
          "wgmma_wait<1>();                  // S^T", "// S^T", "was written while a wgmma .* was under way"),
     ],
     "bwd_3_hopper": [
-        ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", STUCK),
+        ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", WRONG),
         ("the rows of K of another warp",
-         "load_rows(K_rows, K, 16 * warp)", "load_rows(K_rows, K, 16 * (warp ^ 1))", WRONG),
+         "load_rows(K_rows, K_j, 16 * warp)", "load_rows(K_rows, K_j, 16 * (warp ^ 1))", WRONG),
         ("the rows of V of another warp",
-         "load_rows(V_rows, V, 16 * warp)", "load_rows(V_rows, V, 16 * (warp ^ 4))", WRONG),
+         "load_rows(V_rows, V_j, 16 * warp)", "load_rows(V_rows, V_j, 16 * (warp ^ 4))", WRONG),
         ("no wait for dQ",
          "wgmma_wait<DETERMINISTIC ? 2 : 1>();", "wgmma_wait<2>();", "was (read|written) while|" + WRONG),
         ("a turn that ends before the block's last tile of queries, in order",
@@ -397,8 +397,11 @@ PLANTED = {
         ("the turn is not passed on, in order", "add_release(added + int64_t(ended) * WARPS, 1);", ";",
          "polls for ever"),
         ("dK is staged over K", "__syncthreads();  // nobody still reads K", "//", WRONG),
+        ("K and V are loaded over dK and dV", "step == claim_step) bulk_wait_read<0>();", "false) ;", WRONG),
+        ("no wait for the second K and V of a buffer", "round / STAGES % 2)", "0)", WRONG),
+        ("dK and dV begin with those of the tile before", "add || i > 0", "true", WRONG),
         ("no fence before wgmma reads dS",
-         "fence_async();\n    if (!DETERMINISTIC) start", "if (!DETERMINISTIC) start", NOTHING),
+         "fence_async();\n      if (!DETERMINISTIC) start", "if (!DETERMINISTIC) start", NOTHING),
     ],
 }  # fmt: skip
 BUGS = [

@@ -412,6 +412,27 @@ def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
 
 
 @needs_compiler
+@needs_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_are_counted_from_0_in_every_launch(deterministic, monkeypatch):
+    """attention_delta sets the count to 0, and so does the last block of each launch."""
+    inputs = random_inputs(1, 4, 2, 70, 450, 64, torch.bfloat16)
+    q, k, v, dout = inputs
+    out, lse = saved(*inputs, causal=True)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(7))
+    for persistent in (True, False):
+        sums = calls.start_gradients(dout, out, lse, rung="hopper", deterministic=deterministic)
+        for _ in range(2):  # as the ring does for the keys of several ranks
+            assert sums.tensors["claimed"].tolist() == [0]
+            sums.dq_sum.zero_()
+            dk, dv = calls.add_gradients(sums, dout, q, k, v, causal=True)
+        assert is_right((calls.finish_dq(sums), dk, dv), q, k, v, dout, causal=True)
+        if persistent:
+            take_one_tile_a_block(monkeypatch)
+
+
+@needs_compiler
 @pytest.mark.parametrize("tile", [(32, 64), (64, 32)])
 def test_fa2_s_backward_has_tiles_of_two_sizes(tile):
     """On a GPU it has tiles like these. The emulation's usual one is square, in which the two cannot be told apart."""
@@ -522,15 +543,24 @@ def gradients(schedules, rung, D, causal, Nq, Nk, **options):
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rung, D", PAIRS)
-def test_deterministic_gradients_are_bit_equal(rung, D, causal):
+def test_deterministic_gradients_are_bit_equal(rung, D, causal, monkeypatch):
     if causal and rung == "wgmma" and not GPU:
         pytest.skip("in a fixed order it has the backward of rung hopper")
     problem = rung, D, causal, *((1000, 5000) if GPU else (70, 350) if rung == "fa2" else (150, 700))
     first, *others = gradients(SCHEDULES, *problem, deterministic=True)
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
     if not GPU:  # there the schedule decides what a GPU may do
+        take_one_tile_a_block(monkeypatch)
         first, other = gradients((FORWARDS, BACKWARDS), *problem)
         assert not torch.equal(first[0], other[0])
+
+
+def take_one_tile_a_block(monkeypatch):
+    """Otherwise the first block that the emulation runs takes all tiles of rung hopper's backward, in their order."""
+    row = ladder.BACKWARD["hopper"]
+    one = replace(row, macros=lambda problem: row.macros(problem) | {"PERSISTENT": 0})
+    monkeypatch.setitem(ladder.BACKWARD, "hopper", one)
+    monkeypatch.setattr(calls, "kept", {})
 
 
 @needs_compiler

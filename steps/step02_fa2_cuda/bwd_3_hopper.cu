@@ -29,6 +29,10 @@
 // D = 64 P^T and dS^T, because both warpgroups compute them at the same time.
 #include "ptx.cuh"
 
+#ifndef PERSISTENT
+#define PERSISTENT 1
+#endif
+
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int STAGES = 2;  // buffers for Q, dO, lse and delta of a tile of queries, and for dS
 constexpr int WARPS = 8;
@@ -70,11 +74,11 @@ __device__ void start_product(float (&C)[Br / 2], const uint32_t (&A)[D / 16][4]
 }
 
 // Starts C (64 x D) += A B. A (64 x Br) is in registers, B is a tile of Br x D.
-__device__ void start_product(float (&C)[D / 2], const uint32_t (&A)[Br / 16][4], Shared<T> B) {
+__device__ void start_product(float (&C)[D / 2], const uint32_t (&A)[Br / 16][4], Shared<T> B, bool add) {
   wgmma_fence();
   uint64_t b = descriptor(B, Br * 128, EIGHT_ROWS);
 #pragma unroll
-  for (int i = 0; i < Br / 16; i++) wgmma_rs<T, D, 1>(C, A[i], b + i * 16 * 128 / 16, true);
+  for (int i = 0; i < Br / 16; i++) wgmma_rs<T, D, 1>(C, A[i], b + i * 16 * 128 / 16, add || i > 0);
   wgmma_commit();
 }
 
@@ -160,8 +164,9 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
 // additions may be made at any time, and nothing here does anything.
 struct Turns {
   Global<int> added;   // the counters of this warp, one in WARPS
-  int tile;            // of keys, which this block has
-  int first, last;     // tiles of queries that the block goes through, from the last to the first
+  int last;            // the tiles of queries that the block goes through, from the last to the first
+  int first = 0;
+  int tile = 0;        // of keys, which this block has
   int ended = -1;      // the turn that has ended and is not yet passed on
 
   static __device__ int64_t turn_of(int64_t dq_tile, int i) { return dq_tile - i % TURN; }
@@ -187,20 +192,20 @@ struct Turns {
   }
 };
 
-// The block that a block of attention_backward is, if DETERMINISTIC, by the order in which it started. The
-// blocks of a head add to dq one after the other, so that each runs a turn behind the one before. If the
+// A tile of keys, counted over all heads, by its number n, if DETERMINISTIC. The blocks of a head add to dq
+// one after the other, so that each runs a turn behind the one before. If the
 // blocks that run at the same time were all of one head, the last of them would begin late. They are
 // therefore dealt to a section of heads, one block to each and then again. A section has more heads where
 // blocks are short, because a turn is then a larger part of a block. It has few where blocks are long: the
 // more blocks of a head run at the same time, the more often its Q, dO and dq are read from the L2 cache and
 // not from memory. So the heads are 4096, or 1024 without a mask, divided by the tiles of queries, and 4 to
 // SECTION. These numbers were measured.
-__device__ int dealt_block(int started, int tiles, int Nq, int causal) {
+__device__ int dealt_tile(int n, int tiles, int tiles_of_head, int Nq, int causal) {
   int section = max(4, min(SECTION, (causal ? 4096 : 1024) * Br / Nq));
-  int first_head = started / (section * tiles) * section;
-  int heads = min(section, int(gridDim.x) / tiles - first_head);
-  int n = started - first_head * tiles;
-  return (first_head + n % heads) * tiles + n / heads;
+  int first_head = n / (section * tiles_of_head) * section;
+  int heads = min(section, tiles / tiles_of_head - first_head);
+  int in_section = n - first_head * tiles_of_head;
+  return (first_head + in_section % heads) * tiles_of_head + in_section / heads;
 }
 
 // Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
@@ -226,7 +231,8 @@ __device__ void store_rows(const TensorMap& map, Shared<T> tile, const float (&C
 extern "C" __global__ void __launch_bounds__(256) attention_delta(
     Global<const T> dout, int64_t dout_batch, int64_t dout_head, int64_t dout_row,
     Global<const T> out, int64_t out_batch, int64_t out_head, int64_t out_row,
-    Global<const float> lse, Global<float> lse_2, Global<float> delta, Global<float> dq, int H, int Nq) {
+    Global<const float> lse, Global<float> lse_2, Global<float> delta, Global<float> dq, Global<unsigned> claimed,
+    int H, int Nq) {
   constexpr int ROW_LANES = D / 8;       // threads that share a row, 8 numbers each
   constexpr int ROWS = 256 / ROW_LANES;  // rows at a time
   int tiles = (Nq + Br - 1) / Br;
@@ -236,6 +242,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
   int lane = threadIdx.x % ROW_LANES;  // of those that share the row
   dout += batch * dout_batch + head * dout_head + 8 * lane;
   out += batch * out_batch + head * out_head + 8 * lane;
+  if (blockIdx.x == 0 && threadIdx.x == 0) claimed[0] = 0;
   float sum[Br / ROWS] = {};
 #pragma unroll
   for (int r = 0; r < Br / ROWS; r++) {
@@ -270,52 +277,46 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
   }
 }
 
+// x, on which all lanes of the warp agree. The shuffle lets the compiler know that they agree: what is
+// computed from x then takes no registers of the threads.
+__device__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// A tile of keys that a block computes.
+struct KeyTile {
+  int tile;   // of its head; -1 if there is none
+  int part;   // of dK and dV
+  int batch;
+};
+
 // The tensor maps describe dout and q (B, H, Nq, D) with boxes of Br rows, k and v (B, H / group, Nk, D) with
 // boxes of Bc rows, and dk and dv (B, parts, Nk, D) with boxes of 16 rows, where parts is H if HEADS_APART,
 // else H / group. lse_2, delta and dq are those of attention_delta. counters, if DETERMINISTIC, are
-// 1 + 8 * B * H * ceil(Nq / Br) zeros: one for the blocks that have started, and one for each warp's part of
-// each dQ_i, for the tiles of keys that have been added to it; a turn uses those of its first tile.
+// 8 * B * H * ceil(Nq / Br) zeros: one for each warp's part of each dQ_i, for the tiles of keys that have been
+// added to it; a turn uses those of its first tile. claimed is 0, and 0 again when the last block ends. tiles
+// are those of keys of all parts.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap q_map,
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
     const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
-    Global<const float> lse_2, Global<const float> delta, Global<float> dq, Global<int> counters,
-    int H, int group, int Nq, int Nk, float scale, int causal) {
+    Global<const float> lse_2, Global<const float> delta, Global<float> dq, Global<unsigned> claimed,
+    Global<int> counters, int H, int group, int Nq, int Nk, float scale, int causal, int tiles) {
   SharedMemory smem;
   // The arrays that TMA and wgmma use come first, because they must begin at multiples of 1024 bytes.
-  Shared<T> K = smem.array<T>(Bc * D), V = smem.array<T>(Bc * D);
+  Shared<T> K = smem.array<T>(STAGES * Bc * D), V = smem.array<T>(STAGES * Bc * D);
   Shared<T> Q = smem.array<T>(STAGES * Br * D), dO = smem.array<T>(STAGES * Br * D);
   Shared<T> dS_i = smem.array<T>(STAGES * Br * Bc);
   Shared<float> lse_i = smem.array<float>(STAGES * Br), delta_i = smem.array<float>(STAGES * Br);
-  Shared<Barrier> keys_full = smem.array<Barrier>(1), queries_full = smem.array<Barrier>(STAGES);
-  Shared<int> started = smem.array<int>(4);  // the blocks that started before this one
-
-  if (threadIdx.x == 0) {
-    barrier_init(keys_full, 1);
-    for (int s = 0; s < STAGES; s++) barrier_init(queries_full + s, 1);
-    barrier_init_fence();
-    // A GPU does not promise to start the blocks in the order of blockIdx.x, and a block must not wait for
-    // one that has not started. So blocks that wait for those before them are numbered as they start.
-    if (DETERMINISTIC) started[0] = atomicAdd(&counters[0], 1);
-  }
-  __syncthreads();  // the barriers are ready
+  Shared<Barrier> keys_full = smem.array<Barrier>(STAGES), queries_full = smem.array<Barrier>(STAGES);
+  Shared<KeyTile> next = smem.array<KeyTile>(1);
 
   // The tiles of a head are taken from the first to the last, because with a causal mask the first keys have
   // the most queries.
-  int tiles = (Nk + Bc - 1) / Bc;
+  int tiles_of_head = (Nk + Bc - 1) / Bc;
   int own = HEADS_APART ? 1 : group;  // query heads that a block takes
   int parts = H / own;                // of dK and dV
-  int block = DETERMINISTIC ? dealt_block(started[0], tiles, Nq, causal) : blockIdx.x;
-  int tile = block % tiles;
-  int part = block / tiles % parts;
-  int head_k = HEADS_APART ? part / group : part;
-  int batch = block / tiles / parts;
   int query_tiles = (Nq + Br - 1) / Br;
-  // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
-  int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile of queries that sees a key
-  int steps = (query_tiles - first) * own;
 
-  auto load_queries = [&](int stage, int head, int i) {
+  auto load_queries = [&](int stage, int batch, int head, int i) {
     int64_t column = (int64_t(batch * H + head) * query_tiles + i) * Br;
     barrier_expect(queries_full + stage, 2 * (2 * Br * D + 4 * Br));
     tma_load(Q + stage * Br * D, q_map, queries_full + stage, 0, i * Br, 0, head, batch);
@@ -323,85 +324,125 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     bulk_load(lse_i + stage * Br, lse_2 + column, Br, queries_full + stage);
     bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
   };
+  auto claim = [&] { return int(atomicInc(&claimed[0], PERSISTENT ? tiles + gridDim.x - 1 : tiles - 1)); };
+  // Thread 0 makes the tile with number n the next one, and starts to load its K and V.
+  auto take = [&](int n, int stage) {
+    next[0].tile = -1;
+    if (n >= tiles) return;
+    if (DETERMINISTIC) n = dealt_tile(n, tiles, tiles_of_head, Nq, causal);
+    int tile = n % tiles_of_head, part = n / tiles_of_head % parts, batch = n / tiles_of_head / parts;
+    next[0] = {tile, part, batch};
+    int head_k = HEADS_APART ? part / group : part;
+    barrier_expect(keys_full + stage, 2 * 2 * Bc * D);
+    tma_load(K + stage * Bc * D, k_map, keys_full + stage, 0, tile * Bc, 0, head_k, batch);
+    tma_load(V + stage * Bc * D, v_map, keys_full + stage, 0, tile * Bc, 0, head_k, batch);
+  };
+  auto load_first_queries = [&](int stage) {
+    if (next[0].tile >= 0) load_queries(stage, next[0].batch, next[0].part * own, query_tiles - 1);
+  };
 
-  int head = part * own, i = query_tiles - 1;
   if (threadIdx.x == 0) {
-    barrier_expect(keys_full, 2 * 2 * Bc * D);
-    tma_load(K, k_map, keys_full, 0, tile * Bc, 0, head_k, batch);
-    tma_load(V, v_map, keys_full, 0, tile * Bc, 0, head_k, batch);
-    load_queries(0, head, i);
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(keys_full + s, 1);
+      barrier_init(queries_full + s, 1);
+    }
+    barrier_init_fence();
+    // A GPU does not promise to start the blocks in the order of blockIdx.x, and a block must not wait for
+    // one that has not started. So blocks that wait for those before them are numbered as they start.
+    take(PERSISTENT || DETERMINISTIC ? claim() : blockIdx.x, 0);
+    load_first_queries(0);
   }
+  __syncthreads();  // the barriers are ready
 
-  // The shuffle lets the compiler know that all lanes of a warp have the same warpgroup: what is computed
-  // from it then takes no registers of the threads.
-  int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  int warpgroup = uniform(threadIdx.x / 128);
   int warp = threadIdx.x / 32;
   int lane = threadIdx.x % 32;
   int row = 16 * warp + lane / 4;  // this lane's first key in a tile
   int column = lane % 4 * 2;       // this lane's first query in a tile
   // Of dQ_i = dS_i K_j this warpgroup computes 64 columns if D = 128, and 64 rows if D = 64.
   int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
-  Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
+  int K_slab = D == 128 ? warpgroup * Bc * 64 : 0;
   dq += warp * DQ_PER_WARP;
-  Turns turns{counters + (1 + warp), tile, first, query_tiles - 1};
+  Turns turns{counters + warp, query_tiles - 1};
 
-  // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
-  // seen_from_1 on, or by none if the key does not exist. Both are counted from the lane's first query, as
-  // `mask` wants them.
-  int key = tile * Bc + row;
-  int seen_from_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
-  int seen_from_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
-  // The queries from masked_below on see all keys of this tile. Those below it need the mask.
-  int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;
+  unsigned step = 0;  // counted over all tiles
+  for (unsigned round = 0;; round++) {
+    int tile = uniform(next[0].tile), part = uniform(next[0].part), batch = uniform(next[0].batch);
+    if (tile < 0) break;
+    Shared<T> K_j = K + round % STAGES * Bc * D, V_j = V + round % STAGES * Bc * D;
+    // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
+    int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile of queries that sees a key
+    unsigned end = step + (query_tiles - first) * own;
+    unsigned claim_step = max(step + 2, end) - 2;
+    int head = part * own, i = query_tiles - 1;
+    turns.first = first;
+    turns.tile = tile;
 
-  float dK[D / 2] = {}, dV[D / 2] = {};
-  barrier_wait(keys_full, 0);
-  uint32_t K_rows[D / 16][4], V_rows[D / 16][4];  // the warp's 16 rows of K_j and V_j
-  load_rows(K_rows, K, 16 * warp);
-  if (V_IN_REGISTERS) load_rows(V_rows, V, 16 * warp);
-  for (int step = 0; step < steps; step++) {
-    int stage = step % STAGES;
-    Shared<T> Q_i = Q + stage * Br * D, dO_i = dO + stage * Br * D;
-    Shared<T> dS_t = dS_i + stage * Br * Bc;
-    float S[Br / 2], dP[Br / 2], dQ[32];
-    uint32_t P[Br / 16][4], dS[Br / 16][4];
+    // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
+    // seen_from_1 on, or by none if the key does not exist. Both are counted from the lane's first query, as
+    // `mask` wants them.
+    int key = tile * Bc + row;
+    int seen_from_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
+    int seen_from_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
+    // The queries from masked_below on see all keys of this tile. Those below it need the mask.
+    int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;
 
-    barrier_wait(queries_full + stage, step / STAGES % 2);
-    start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
-    if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
-    else start_product(dP, V + warpgroup * 64 * 64, dO_i);
-    turns.pass_on();  // here, because the products run while it waits
-    wgmma_wait<1>();  // S^T is there
-    if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
-    probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
-    wgmma_wait<0>();  // dP^T is there
-    score_gradients(dS, P, dP, delta_i + (stage * Br + column));
-    store_tile<Br>(dS_t, Bc, 16 * warp, dS);
-    fence_async();
-    if (!DETERMINISTIC) start_product(dV, P, dO_i);  // dV_j += P^T dO_i
-    __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
+    float dK[D / 2], dV[D / 2];
+    unsigned begin = step;
+    barrier_wait(keys_full + round % STAGES, round / STAGES % 2);
+    uint32_t K_rows[D / 16][4], V_rows[D / 16][4];  // the warp's 16 rows of K_j and V_j
+    load_rows(K_rows, K_j, 16 * warp);
+    if (V_IN_REGISTERS) load_rows(V_rows, V_j, 16 * warp);
+    for (; step < end; step++) {
+      int stage = step % STAGES;
+      Shared<T> Q_i = Q + stage * Br * D, dO_i = dO + stage * Br * D;
+      Shared<T> dS_t = dS_i + stage * Br * Bc;
+      float S[Br / 2], dP[Br / 2], dQ[32];
+      uint32_t P[Br / 16][4], dS[Br / 16][4];
 
-    int this_i = i;
-    int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
-    if (--i < first) {
-      i = query_tiles - 1;
-      head++;
+      int n = tiles;
+      if (PERSISTENT && threadIdx.x == 0 && step == claim_step) n = claim();
+      barrier_wait(queries_full + stage, step / STAGES % 2);
+      start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
+      if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
+      else start_product(dP, V_j + warpgroup * 64 * 64, dO_i);
+      turns.pass_on();  // here, because the products run while it waits
+      wgmma_wait<1>();  // S^T is there
+      if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
+      probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
+      wgmma_wait<0>();  // dP^T is there
+      score_gradients(dS, P, dP, delta_i + (stage * Br + column));
+      store_tile<Br>(dS_t, Bc, 16 * warp, dS);
+      fence_async();
+      if (!DETERMINISTIC) start_product(dV, P, dO_i, step > begin);  // dV_j += P^T dO_i
+      if (lane == 0 && step == claim_step) bulk_wait_read<0>();  // dK and dV of the tile before are read
+      __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
+
+      int this_i = i;
+      int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
+      if (--i < first) {
+        i = query_tiles - 1;
+        head++;
+      }
+      if (threadIdx.x == 0 && step + 1 < end) load_queries((step + 1) % STAGES, batch, head, i);
+
+      start_dQ(dQ, dS_t + dS_slab, K_j + K_slab);  // dQ_i = dS_i K_j
+      if (DETERMINISTIC) start_product(dV, P, dO_i, step > begin);  // after dQ_i: two products cover the wait
+      start_product(dK, dS, Q_i, step > begin);                     // dK_j += dS^T Q_i
+      if (threadIdx.x == 0 && step == claim_step) take(n, (round + 1) % STAGES);
+      if (threadIdx.x == 0 && step + 1 == end) load_first_queries((step + 1) % STAGES);
+      turns.wait(dq_tile, this_i);
+      wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there
+      add_dQ(dq + dq_tile * Br * D, dQ);
+      turns.end(dq_tile, this_i);
+      wgmma_wait<1>();  // dV_j is there
+      if (step + 1 == end) store_rows(dv_map, V_j + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
+      wgmma_wait<0>();
     }
-    if (threadIdx.x == 0 && step + 1 < steps) load_queries((step + 1) % STAGES, head, i);
-
-    start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
-    if (DETERMINISTIC) start_product(dV, P, dO_i);  // after dQ_i: two products cover the wait
-    start_product(dK, dS, Q_i);                     // dK_j += dS^T Q_i
-    turns.wait(dq_tile, this_i);
-    wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there
-    add_dQ(dq + dq_tile * Br * D, dQ);
-    turns.end(dq_tile, this_i);
-    wgmma_wait<0>();
+    __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
+    store_rows(dk_map, K_j + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);
   }
   turns.pass_on();
-  __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
-  store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
-  store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);
   if (lane == 0) bulk_wait_read<0>();  // shared memory must exist until the copy engine has read it
 }
 

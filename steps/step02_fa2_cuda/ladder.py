@@ -212,6 +212,11 @@ def backward_tiles(D, Br, Bc):
     return 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * 4 * Br
 
 
+def two_stages_of_keys(D, Br, Bc):
+    """K and V twice, so that the next ones arrive while these are used; and 128 bytes of barriers."""
+    return backward_tiles(D, Br, Bc) + 2 * 2 * Bc * D + 128
+
+
 def forward_macros(problem):
     return {"T": MACRO_T[problem.dtype], **dict(problem.switches)}
 
@@ -300,7 +305,8 @@ BACKWARD_ROWS = (
            counters_per_tile=1),
     Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), macros=backward_macros, **HOPPER_BACKWARDS),
     Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), macros=hopper_backward_macros,
-           counters_per_tile=8, **HOPPER_BACKWARDS),  # a counter for each of the 8 warps of a block
+           counters_per_tile=8,  # one for each of the 8 warps of a block
+           persistent=True, **HOPPER_BACKWARDS | dict(shared_bytes=two_stages_of_keys)),
 )  # fmt: skip
 FORWARD = {row.word: row for row in ROWS}
 BACKWARD = {row.word: row for row in BACKWARD_ROWS}

@@ -96,8 +96,13 @@ def forward_works(problem, strides):
     persistent = problem.row.macros(problem).get("PERSISTENT", 1)
     lowest = -3.4e38 / max(1, problem.scale / math.log(2))  # where a row's maximum starts; the kernel says why
     further = c_float(lowest), c_int(tiles), c_int(heads_of_a_section(problem, persistent))
-    blocks = min(tiles, problem.processors) if persistent else tiles
-    return [work(problem, "attention_forward", (*arguments, *further), blocks)]
+    return [work(problem, "attention_forward", (*arguments, *further), blocks_for(problem, tiles))]
+
+
+def blocks_for(problem, tiles):
+    """How many blocks compute so many tiles: one for each, or if they are persistent at most one a multiprocessor."""
+    persistent = problem.row.persistent and problem.row.macros(problem).get("PERSISTENT", 1)
+    return min(tiles, problem.processors) if persistent else tiles
 
 
 def heads_of_a_section(problem, persistent):
@@ -140,7 +145,8 @@ def delta_works(problem, strides):
     numbers = c_int(problem.H), c_int(problem.Nq)
     if problem.row.zeroes_dq:
         blocks = problem.query_tiles
-        arguments = *arguments, "dq_sum", *numbers
+        claimed = ("claimed",) if problem.row.persistent else ()
+        arguments = *arguments, "dq_sum", *claimed, *numbers
     else:
         rows_of_a_block = 16 if problem.D == 96 else 2048 // problem.D  # 256 threads take 8 numbers each
         blocks = -(-problem.query_rows // rows_of_a_block)
@@ -156,12 +162,16 @@ def gradient_works(problem, strides):
     if problem.row.loads == "tma":
         Br, Bc = problem.Br, problem.Bc
         boxes = Box("dout", Br), Box("q", Br), Box("k", Bc), Box("v", Bc), Box("dk", 16), Box("dv", 16)
-        arguments = *boxes, *sums, *counters, *numbers
+        claimed = ("claimed",) if problem.row.persistent else ()
+        arguments = *boxes, *sums, *claimed, *counters, *numbers
     else:
         tensors = *strided(("dout", "q", "k", "v"), strides), *sums, "dk", "dv", *counters
         arguments = *tensors, *numbers, c_int(problem.deterministic)
-    blocks = problem.key_tiles * problem.gradient_heads * problem.B
-    return [work(problem, "attention_backward", arguments, blocks)]
+    tiles = problem.key_tiles * problem.gradient_heads * problem.B
+    check_count("tiles", tiles)
+    if problem.row.persistent:
+        arguments = *arguments, c_int(tiles)
+    return [work(problem, "attention_backward", arguments, blocks_for(problem, tiles))]
 
 
 def dq_works(problem, strides):
