@@ -382,7 +382,7 @@ PLANTED = {
          "wgmma_wait<1>();                  // S^T", "// S^T", "was written while a wgmma .* was under way"),
     ],
     "bwd_3_hopper": [
-        ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", WRONG),
+        ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", STUCK),
         ("the rows of K of another warp",
          "load_rows(K_rows, K_j, 16 * warp)", "load_rows(K_rows, K_j, 16 * (warp ^ 1))", WRONG),
         ("the rows of V of another warp",
@@ -397,11 +397,12 @@ PLANTED = {
         ("the turn is not passed on, in order", "add_release(added + int64_t(ended) * WARPS, 1);", ";",
          "polls for ever"),
         ("dK is staged over K", "__syncthreads();  // nobody still reads K", "//", WRONG),
-        ("K and V are loaded over dK and dV", "step == claim_step) bulk_wait_read<0>();", "false) ;", WRONG),
-        ("no wait for the second K and V of a buffer", "round / STAGES % 2)", "0)", WRONG),
-        ("dK and dV begin with those of the tile before", "add || i > 0", "true", WRONG),
         ("no fence before wgmma reads dS",
          "fence_async();\n      if (!DETERMINISTIC) start", "if (!DETERMINISTIC) start", NOTHING),
+        ("K and V are loaded over dK and dV, persistent", "if (PERSISTENT && lane == 0) bulk_wait_read<0>();", "", WRONG),
+        ("no wait for the second K and V of a buffer, persistent", "round / KEY_STAGES % 2);", "0);", WRONG),
+        ("the next tile's queries in this tile's room, persistent", "step % STAGES);\n    store_rows",
+         "(step + 1) % STAGES);\n    store_rows", STUCK),
     ],
 }  # fmt: skip
 BUGS = [

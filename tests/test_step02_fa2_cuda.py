@@ -388,7 +388,8 @@ def test_grouped_heads_are_taken_apart_where_that_fills_the_gpu(B, H, Hk, Nk, pr
     for file in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper"):
         _, (kernel, grid, *_, macros), _ = geometry(file, **how, shared_limit=227 * 1024)
         assert kernel == "attention_backward" and macros["HEADS_APART"] == apart
-        assert grid == B * (H if apart else Hk) * -(-Nk // macros["Bc"])
+        tiles = B * (H if apart else Hk) * -(-Nk // macros["Bc"])
+        assert grid == (min(tiles, processors) if macros.get("PERSISTENT") else tiles)
 
 
 @needs_compiler
@@ -409,27 +410,6 @@ def test_gradients_of_grouped_heads(rung, D, apart, monkeypatch):
     sums = calls.start_gradients(dout, out, lse, rung=rung)
     dk, dv = calls.add_gradients(sums, dout, q, k, v, causal=True)
     assert is_right((calls.finish_dq(sums), dk, dv), q, k, v, dout, causal=True)
-
-
-@needs_compiler
-@needs_hopper
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_tiles_are_counted_from_0_in_every_launch(deterministic, monkeypatch):
-    """attention_delta sets the count to 0, and so does the last block of each launch."""
-    inputs = random_inputs(1, 4, 2, 70, 450, 64, torch.bfloat16)
-    q, k, v, dout = inputs
-    out, lse = saved(*inputs, causal=True)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(7))
-    for persistent in (True, False):
-        sums = calls.start_gradients(dout, out, lse, rung="hopper", deterministic=deterministic)
-        for _ in range(2):  # as the ring does for the keys of several ranks
-            assert sums.tensors["claimed"].tolist() == [0]
-            sums.dq_sum.zero_()
-            dk, dv = calls.add_gradients(sums, dout, q, k, v, causal=True)
-        assert is_right((calls.finish_dq(sums), dk, dv), q, k, v, dout, causal=True)
-        if persistent:
-            take_one_tile_a_block(monkeypatch)
 
 
 @needs_compiler
@@ -492,7 +472,7 @@ def test_the_last_section_of_rung_hopper_may_have_fewer_heads(monkeypatch):
     monkeypatch.setattr(calls, "kept", {})
     q, k, v, dout = random_inputs(1, 5, 1, 330, 330, 96, torch.float16)
     problem = works.problem_of(ladder.FORWARD["hopper"], q, k, causal=True)
-    assert works.heads_of_a_section(problem, True) == 2
+    assert works.heads_of_a_section(problem) == 2
     got = calls.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32))
     assert is_right(got, q, k, v, dout, causal=True)
 
@@ -543,40 +523,44 @@ def gradients(schedules, rung, D, causal, Nq, Nk, **options):
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rung, D", PAIRS)
-def test_deterministic_gradients_are_bit_equal(rung, D, causal, monkeypatch):
+def test_deterministic_gradients_are_bit_equal(rung, D, causal):
     if causal and rung == "wgmma" and not GPU:
         pytest.skip("in a fixed order it has the backward of rung hopper")
     problem = rung, D, causal, *((1000, 5000) if GPU else (70, 350) if rung == "fa2" else (150, 700))
     first, *others = gradients(SCHEDULES, *problem, deterministic=True)
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
     if not GPU:  # there the schedule decides what a GPU may do
-        take_one_tile_a_block(monkeypatch)
         first, other = gradients((FORWARDS, BACKWARDS), *problem)
         assert not torch.equal(first[0], other[0])
 
 
-def take_one_tile_a_block(monkeypatch):
-    """Otherwise the first block that the emulation runs takes all tiles of rung hopper's backward, in their order."""
-    row = ladder.BACKWARD["hopper"]
-    one = replace(row, macros=lambda problem: row.macros(problem) | {"PERSISTENT": 0})
-    monkeypatch.setitem(ladder.BACKWARD, "hopper", one)
-    monkeypatch.setattr(calls, "kept", {})
-
-
 @needs_compiler
 @needs_hopper
-def test_a_fixed_order_in_several_sections_of_heads(tmp_path, monkeypatch):
-    """Six heads in sections of four, which otherwise takes long sequences: the last section is a short one."""
-    row = ladder.BACKWARD["hopper"]
-    text, most = (works.HERE / row.file).read_text(), "constexpr int SECTION = 32;"
-    assert text.count(most) == 1
-    (tmp_path / row.file).write_text(text.replace(most, "constexpr int SECTION = 4;"))
-    monkeypatch.setitem(ladder.BACKWARD, "hopper", replace(row, file=str(tmp_path / row.file)))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_of_keys_dealt_to_several_sections_of_heads(deterministic, monkeypatch):
+    """Six heads in sections of four, which otherwise takes more heads or long sequences: the last one is short."""
+    monkeypatch.setattr(works, "heads_dealt_together", lambda problem: 4)
     monkeypatch.setattr(calls, "kept", {})
     q, k, v, dout = random_inputs(1, 6, 6, 150, 300, 64, torch.bfloat16)
     out, lse = saved(q, k, v, dout, causal=True)
-    grads = calls.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=True)
+    grads = calls.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=deterministic)
     assert is_right(grads, q, k, v, dout, causal=True)
+
+
+def test_where_rung_hopper_s_backward_is_persistent():
+    """Where a tile of keys has few steps, of all the heads that a block takes; never in a fixed order."""
+    row = ladder.BACKWARD["hopper"]
+
+    def blocks(Nq, H=8, Hk=8, **options):
+        q, k = (torch.empty(1, h, Nq, 128, dtype=torch.float16, device="meta") for h in (H, Hk))
+        problem = replace(works.problem_of(row, q, k, **options), processors=132)
+        return works.is_persistent(problem), works.blocks_for(problem, 1000), works.heads_dealt_together(problem)
+
+    assert blocks(512) == (1, 132, 8) and blocks(513) == (0, 1000, 1)
+    assert blocks(4096, causal=True) == (1, 132, 33) and blocks(4097, causal=True) == (0, 1000, 1)
+    assert blocks(4096, 8, 1, causal=True)[0] and not blocks(4096, 1024, 128, causal=True)[0], "8 heads a block"
+    assert blocks(512, deterministic=True)[:2] == (0, 1000)
+    assert blocks(512, switches=(("PERSISTENT", 0),))[0] == 0
 
 
 @needs_compiler

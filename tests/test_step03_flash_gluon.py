@@ -84,7 +84,8 @@ def check(q, k, v, tile=None, **given):
     """Compares a call's results, from memory full of NaN, with the reference."""
     with unwritten_is_nan():
         got = dict(zip(("out", "lse"), flash_gluon.forward(q, k, v, tile=tile, **given), strict=True))
-    assert not error.failures(got, error.expected(q, k, v, q, **given))
+    of_reference = {name: x for name, x in given.items() if not name.startswith("max_")}
+    assert not error.failures(got, error.expected(q, k, v, q, **of_reference))
 
 
 def tensors(B, H, Hk, Nq, Nk, D, dtype):

@@ -82,8 +82,6 @@ class Sums:
         new_dq = torch.empty if problem.row.zeroes_dq else torch.zeros
         self.dq_sum = new_dq(*rows, problem.D, **like)
         self.tensors = {"lse_2": torch.empty(rows, **like), "delta": torch.empty(rows, **like), "dq_sum": self.dq_sum}
-        if problem.row.persistent:
-            self.tensors["claimed"] = torch.empty(1, dtype=torch.int32, device=problem.device)
 
 
 def zero_counters(problem):
@@ -91,7 +89,7 @@ def zero_counters(problem):
     if not problem.deterministic:
         return None
     counters = problem.B * problem.H * problem.query_tiles * problem.row.counters_per_tile
-    return torch.zeros(counters if problem.row.persistent else 1 + counters, dtype=torch.int32, device=problem.device)
+    return torch.zeros(1 + counters, dtype=torch.int32, device=problem.device)
 
 
 # ---- inputs that a kernel cannot read where they lie -----------------------------------------------------------------

@@ -88,14 +88,6 @@ E atomicAdd(emulator::Pointer<E, M> p, std::common_type_t<E> value, EMULATOR_SIT
   return atomicAdd(p.vector(sizeof(E), {file, line}), value, file, line);
 }
 
-// Counts 0, 1, ..., last, 0, 1, ... Returns the old value, as CUDA does.
-inline unsigned atomicInc(unsigned* address, unsigned last, EMULATOR_SITE) {
-  emulator::note_addition(address, 1);
-  unsigned old = *address;
-  *address = old >= last ? 0 : old + 1;
-  return old;
-}
-
 // Blocks take turns by a number: a thread reads it by load_acquire until it has its turn, and then passes the
 // turn on by add_release.
 inline int load_acquire(Global<int> p, EMULATOR_SITE) {
