@@ -16,6 +16,7 @@ from steps.step02_fa2_cuda import ladder
 
 STEPS = Path(__file__).parents[1] / "steps"
 FEATURES = "flash flash flash_kernels features tiles replay"
+CHECKED = "options operators dropout decode flash_gluon fwd_3_gluon sdpa models"
 SETS = {  # The stage, and the files to copy: that of the forward, that of the backward, and those that they need.
     "00 matrix": ("step00_naive", "fwd_1_matrix bwd_1_matrix"),
     "00 tiled": ("step00_naive", "fwd_3_tiled bwd_3_tiled"),
@@ -26,7 +27,7 @@ SETS = {  # The stage, and the files to copy: that of the forward, that of the b
     "03 tma": ("step03_triton", "fwd_1_tma bwd_1_tma replay"),
     "03 roles": ("step03_triton", "fwd_2_roles bwd_1_tma replay"),
     "03 features": ("step03_triton", FEATURES),
-    "03 checked": ("step03_triton", f"checked checked {FEATURES} options operators dropout decode sdpa models"),
+    "03 checked": ("step03_triton", f"checked checked {FEATURES} {CHECKED}"),
 }
 # What every rung of stage 02 needs beside its own .cu files.
 HOST = [f"step02_fa2_cuda/{file}.py" for file in ("ladder", "calls", "plan", "works", "nvrtc", "cache", "wgmma")]

@@ -210,8 +210,8 @@ struct KeyTile {
   int steps;
 };
 
-// The number of the tile that this block computes in a round. Every other round gives out the tiles in reverse
-// order of the blocks, so that no block gets the longest tile of every round.
+// The number of the tile that this block computes in a round. Every other round gives out the tiles in
+// reverse order of the blocks, so that no block gets the longest tile of every round.
 __device__ int tile_number(int round) {
   if (!PERSISTENT) return round == 0 ? int(blockIdx.x) : 0x7fffffff;
   return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -335,8 +335,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     if (n >= tiles) return {-1, 0, 0, 0, 0};
     n = dealt_tile(n, tiles, tiles_of_head, section);
     int tile = n % tiles_of_head, head = n / tiles_of_head;
-    // The last heads come first: attention_delta has just written them, and attention_dq starts with the first
-    // ones. So some of dq is still in the L2 cache both times.
+    // The last heads come first: attention_delta has just written them, and attention_dq starts with the
+    // first ones. So some of dq is still in the L2 cache both times.
     if (PERSISTENT) head = tiles / tiles_of_head - 1 - head;
     // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
     int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;
@@ -436,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
       wgmma_wait<0>();
     }
     turns.pass_on();
-    if (PERSISTENT && lane == 0) bulk_wait_read<0>();  // dK and dV of the tile before have left the other buffer
+    if (PERSISTENT && lane == 0) bulk_wait_read<0>();  // the other buffer's dK and dV have left
     __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
     if (threadIdx.x == 0 && next.tile >= 0) load_tile(next, (round + 1) % KEY_STAGES, step % STAGES);
     store_rows(dv_map, V_j + warp * 16 * D, dV, 1, j.tile * Bc + 16 * warp, j.part, j.batch);
