@@ -32,6 +32,7 @@ ENVIRONMENT = os.environ | {"STEPS_ENGINE": "cuda", "STEPS_SANITIZE": "1", "PYTO
 COMMANDS = {  # arguments of Python that run a kernel; stage 04 runs those of 02 and 03
     kernel: ("-m", "pytest", f"tests/test_{file}.py", "-q", "-p", "no:cacheprovider", "-k", words)
     for kernel, file, words in (("03_triton/flash", "step03_features", "as_models"),
+                                ("03_triton/flash_gluon", "step03_flash_gluon", "72"),
                                 ("03_triton/decode", "step03_decode", "queries_and_groups or of_a_cache"),
                                 ("01_fa1_numba", "step01_fa1_numba", "ragged"))
 }  # fmt: skip
@@ -96,7 +97,7 @@ def test_nothing_is_clean_that_did_not_run_to_its_end():
 
 def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
     kernels = {path.stem for path in STAGE_02.glob("*.cu")}
-    of_stage_03 = {path.stem for path in (STAGE_02.parent / "step03_triton").glob("?wd_*.py")} | {"flash", "decode"}
+    of_stage_03 = {path.stem for path in (STAGE_02.parent / "step03_triton").glob("?wd_*.py")} | {"flash", "flash_gluon", "decode"}
     others = {"01_fa1_numba", *(f"03_triton/{kernel}" for kernel in of_stage_03)}
     assert {f"02_fa2_cuda/{kernel}" for kernel in kernels} | others == set(COMMANDS)
     assert set(sanitized_kernels.PLANTED) == kernels and all(KNOWN.values())

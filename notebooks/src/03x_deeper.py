@@ -19,7 +19,7 @@
 # ![A ladder of stage 03's forward kernels beside cuDNN and FlashAttention-4 on an H200: rung gluon is the
 # highest of ours.](../notebooks/figures/ladder_triton.png)
 #
-# - **Before you start:** notebook 03a, for section 13 also 03b. Sections 7 to 12 want what tensor cores, warpgroups and
+# - **Before you start:** notebook 03a, for sections 13 and 14 also 03b. Sections 7 to 12 want what tensor cores, warpgroups and
 #   TMA are.
 # - **Time:** each section takes five minutes and can be read alone.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md), [figures](../steps/figures/n03x_deeper.py).
@@ -233,6 +233,7 @@ print(figures.shares("bwd_2_gluon", "bwd_1_tma"))
 # | add dQ_i to memory | `atomic_add_4` | a line of PTX: `red.global.add.v4.f32` |
 # | K_j in registers | at both head_dims | at head_dim 64, as pairs of numbers |
 # | S^T of the next tile | after this tile has ended | beside dK and the additions |
+# | the next tile of keys | the same block's, if tiles are short | another program's |
 #
 # Gluon takes over where a number lies: layouts of tiles and of products, and the descriptors. It leaves to you who
 # does what, when a product starts and who waits. What it cannot say: which barrier is not needed.
@@ -341,7 +342,28 @@ print("apart: out and dbias", [f"{(a - b).abs().max():.0e}" for a, b in pairs])
 # bias's gradient by atomics, in any order; in stage 03 each entry has one owner.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# ## 14. Check yourself
+# ## 14. A tensor that ends where a sequence ends
+#
+# `flash_gluon.py` gives windows and packed sequences the roles of section 6. With a window it begins and ends at other
+# tiles. Packed sequences ask for more: the copy engine reads zeros beyond the end of a *tensor*, but beyond the end of a
+# sequence lie the rows of the next one. Their keys can be masked. Their values cannot: P = 0 times a NaN of a neighbour
+# is NaN. And a store would overwrite the neighbour's rows of out.
+#
+# The trick of Triton's `ragged_tma`: the descriptor has a dimension of 2³⁰ rows, in which a sequence of n rows gets the
+# **last** n, so that it ends where the dimension does. Two further dimensions bring each row to its place. Steps of the
+# first are 2³⁴ - s numbers of 2 bytes, where s is that of a row. 2³⁰ of them are 2⁶⁵ bytes, which an address of 64 bits
+# does not hold, and 2³⁰ rows **back**. The second counts rows up to the sequence's end. Is row r of a sequence then the
+# right one?
+
+# %% slideshow={"slide_type": "fragment"}
+s, start, n = 128, 700, 300  # a row has 128 numbers, and the sequence begins at row 700
+for r in (0, 299, 300):
+    first, second, row = 2**30, start + n, 2**30 - n + r
+    address = 2 * (first * (2**34 - s) + second * s + row * s) % 2**64
+    print(f"row {r}: row {address // (2 * s)} of the tensor,", "read" if row < 2**30 else "beyond the end: zeros")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 15. Check yourself
 #
 # **Ask yourself**
 #
