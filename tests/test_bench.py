@@ -36,16 +36,10 @@ def test_costs_worked_by_hand():
     assert cost.flops(2, 3, 10, 4, Nk=5) == 4 * 2 * 3 * 10 * 5 * 4
     assert cost.flops(1, 1, 8, 2, causal=True) == 256 == Point(1, 1, 8, 2, True).flops("fwd")
     assert [cost.flops(1, 1, 8, 2, pass_=pass_) for pass_ in ("bwd", "fwd+bwd")] == [1280, 1792]
-    # q, k, v, out: 4 x 10 x 4 elements of 2 bytes; lse: 10 of 4. The backward reads and writes twice as many.
-    for pass_, want in (("fwd", 4 * 80 + 40), ("bwd", 8 * 80 + 40), ("fwd+bwd", 12 * 80 + 80)):
-        assert cost.compulsory_bytes(1, 1, 10, 4, dtype="bf16", pass_=pass_) == want
-    assert cost.compulsory_bytes(1, 4, 10, 4, Hk=2, Nk=5, dtype="fp64") == 2 * 4 * 320 + 2 * 2 * 160 + 4 * 80
     # A new token reads k and v, 2 x 8 x 1000 x 4 elements of 2 bytes, in 2 ms; a copy of k reads and writes as much.
     token = row(B=2, H=2, Hk=1, N=1, Nk=4000, D=4, ms_median=2.0)
     assert cost.bandwidth(token) == pytest.approx((2 * 64000 + 2 * 32 + 16) / 2e-3 / 1e12)
     assert cost.bandwidth(token | {"pass": "copy"}) == pytest.approx(2 * 64000 / 2e-3 / 1e12)
-    h200 = cost.GPUS["NVIDIA H200"]
-    assert (cost.ridge(h200, "bf16"), cost.ridge(h200, "fp32")) == (989.4 / 4.8, 66.9 / 4.8)
     # FlashAttention-2 on Hopper, 128 x 128, D = 128, bf16, two stages of K and V: 32 + 4 x 32 KB.
     assert cost.shared_bytes(128, 128, 128, "bf16", stages=2) == 160 * 1024
     assert cost.shared_bytes(16, 32, 64, "bf16", tiles="QKVOS") == 2 * (16 + 2 * 32) * 64 + 4 * (16 * 64 + 16 * 32)
@@ -80,8 +74,8 @@ def test_candidates_take_turns_and_times_are_milliseconds_without_the_warm_up(mo
     monkeypatch.setattr(timing, "synchronize", lambda device: order.append("wait"))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: order.append("clock") or next(seconds))
     assert timing.host_us(lambda: order.append("call"), rounds=2, calls=2) == pytest.approx(2.0)
-    assert timing.one_call(lambda: order.append("call"), device="cuda") == 1000
-    assert order == ["wait", "clock", "call", "call", "clock"] * 2 + ["wait", "clock", "call", "wait", "clock"]
+    assert timing.one_call(lambda: order.append("call")) == 1000
+    assert order == ["wait", "clock", "call", "call", "clock"] * 2 + ["clock", "call", "clock", "wait"]
 
 
 def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(monkeypatch):
@@ -379,7 +373,7 @@ def test_a_group_takes_turns_as_a_whole_beside_its_ceiling(monkeypatch):
     whole, share = task(), task(how=dict(share=0.5, options={"feature": "half"}))
     product = task(dtype="bf16", how={"ceiling": partial(grid.matrix_product, "bf16")})
     plain, half, _, copy, _, matmul = measured([whole, share, task(how={"ceiling": grid.copied_keys})], [product])
-    assert rounds == [4, 2] and half["tflops"] == plain["tflops"] / 2 and half["options"] == {"feature": "half"}
+    assert [n for n in rounds if n > 1] == [4, 2] and half["tflops"] == plain["tflops"] / 2 and half["options"] == {"feature": "half"}
     assert (copy["peer"], copy["pass"], copy["tflops"]) == ("copy", "copy", 0)
     assert (matmul["peer"], matmul["N"], matmul["D"], matmul["tflops"]) == ("matmul", 48, 48, 2 * 48**3 / 2 / 1e9)
     (one,) = measured([whole], timed="sustained")
@@ -544,9 +538,9 @@ def test_what_the_backward_computes_without_a_part():
     assert not found[0].any() and ablations.changed(ablations.BACKWARD, ablations.PARTS["all four"])
 
 
-NCU = """==PROF== Profiling "attention_forward" - 2: 0%....50%....100% - 8 passes
-"ID","Kernel Name","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","l1.sum","launch__registers"
-"","","%","","register/thread"
+NCU = f"""==PROF== Profiling "attention_forward" - 2: 0%....50%....100% - 8 passes
+"ID","Kernel Name","{profile.COUNTERS["tensor_pipe"]}","{profile.COUNTERS["bank_conflicts"]}","gpu__time_duration.sum"
+"","","%","","ns"
 "0","attention_forward","41.25","1,234,567","n/a"
 ==PROF== Disconnected
 """
@@ -559,17 +553,15 @@ def test_a_record_is_shown_as_long_as_its_kernel_is_as_it_was(tmp_path, monkeypa
         rows.write_record(kind, record | {"source": "of another kernel"}, tmp_path)
         assert ablations.read(kind, tmp_path) == {}
     assert {name for name, _ in report.COUNTED.values()} <= set(profile.COUNTERS), "the page shows what is counted"
-    metrics = {"bank_conflicts": "l1.sum", "registers": "launch__registers", "missing": "not__there.sum"}
-    assert profile.parse(NCU, metrics) == {"bank_conflicts": 1234567.0}
     found = profile.waits({"tensor_pipe": 40.0, "stalled_wait": 1.5, "stalled_selected": 1.0, "stalled_gmma": 2.5})
     assert list(found.items()) == [("gmma", 0.5), ("wait", 0.3), ("selected", 0.2)] and profile.waits({}) == {}
     monkeypatch.setattr(profile.subprocess, "check_output", lambda words, **_: "" if words[-1] == "mma" else NCU)
     found = profile.profiled("ncu", "NVIDIA H200")
     assert set(found["rungs"]) == set(profile.RUNGS) - {"mma"} and "0 kernels, not 1" in capsys.readouterr().out
-    found["rungs"]["hopper"]["source"] = found["triton"]["forward_kernel"]["source"] = "0" * 12
+    found["rungs"]["hopper"]["source"] = "0" * 12
     rows.write_record("profile", found, tmp_path)
-    assert profile.read(tmp_path) == dict.fromkeys(("ldmatrix", "fa2"), {"tensor_pipe": 41.25})
-    assert set(profile.read(tmp_path, "triton")) == {"keys_kernel", "queries_kernel"}
+    counted = {"tensor_pipe": 41.25, "bank_conflicts": 1234567.0}
+    assert profile.read(tmp_path) == dict.fromkeys(("ldmatrix", "fa2"), counted)
 
 
 def test_a_sweep_times_a_row_of_a_table_and_its_neighbours_and_puts_the_row_back(capsys):

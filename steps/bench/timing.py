@@ -77,12 +77,8 @@ def turns(names, rounds):
 
 
 def one_call(call, *, device="cpu"):
-    """Milliseconds of a single call, waiting included: enough to see whether thirty more are affordable."""
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - start)
+    """Milliseconds of a single call: enough to see whether thirty more are affordable."""
+    return interleaved({"": call}, reps=1, warmup=0, device=device)[""].ms_median
 
 
 def host_us(call, *, rounds=50, calls=20, device="cuda"):
@@ -180,13 +176,3 @@ def watched(device):
         with contextlib.suppress(ValueError):  # a line without numbers, such as [N/A]
             moment, *numbers = line.split(", ")
             samples.append((datetime.strptime(moment, "%Y/%m/%d %H:%M:%S.%f"), *map(float, numbers)))
-
-
-def work_a_clock(row):
-    """TFLOP/s a GHz of a sustained row: thousands of FLOPs that the whole GPU does in one clock."""
-    return 1e3 * row["tflops"] / row["clock_mhz"]
-
-
-def energy(row):
-    """Joules a TFLOP of a sustained row: its watts divided by its TFLOP/s."""
-    return row["watts"] / row["tflops"]
