@@ -82,12 +82,16 @@ def piped(lines, left):
     return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
 
 
-def speeds(rows):
-    """A line for each kernel, then each peer: TFLOP/s for each N, the share of the best peer, the error."""
+def comparable(rows):
+    """The latest rows, without peers of runs of which no kernel is among them: those were not measured beside one."""
     shown = results.latest(rows)
     beside = {(row["run"], setting(row)) for row in shown if row["kernel"]}
-    # A peer from a run of which no kernel is shown would be compared across runs.
-    shown = [row for row in shown if row["kernel"] or (row["run"], setting(row)) in beside or not beside]
+    return [row for row in shown if row["kernel"] or (row["run"], setting(row)) in beside or not beside]
+
+
+def speeds(rows):
+    """A line for each kernel, then each peer: TFLOP/s for each N, the share of the best peer, the error."""
+    shown = comparable(rows)
     fastest = {}  # {(run, setting): TFLOP/s of the fastest peer}
     for row in rows:
         if row["peer"]:
@@ -109,15 +113,9 @@ def speeds(rows):
     return table(in_order, ["kernel"], lambda row: [label(row)], columns), shown, caption
 
 
-def of_last_run(rows):
-    """Of each setting the rows of the last run in which a kernel was measured there."""
-    last = {setting(row): row["run"] for row in rows if row["kernel"]}
-    return [row for row in rows if last.get(setting(row)) == row["run"]]
-
-
 def loads(rows):
     """Of sustained rows: for each pass and size a line for each kernel, then each peer."""
-    rows = sorted(of_last_run(rows), key=lambda r: (r["pass"] != "fwd", -r["D"], r["causal"], bool(r["peer"])))
+    rows = sorted(comparable(rows), key=lambda r: (r["pass"] != "fwd", -r["D"], r["causal"], bool(r["peer"])))
     columns = {
         "TFLOP/s": lambda row: f"{row['tflops']:.3g}",
         "MHz": lambda row: f"{row['clock_mhz']:.0f}",
@@ -226,9 +224,7 @@ def main(
     folder = root / results.COMMITTED.relative_to(results.ROOT)
     ways = dict(timing="interleaved"), dict(timing="sustained"), dict(several_gpus=True)
     measured = [row for how in ways for row in results.read(folder, **how)]
-    shown = results.fresh(measured, root)
-    kept = set(map(id, shown))
-    stale = [row for row in measured if id(row) not in kept]
+    shown, stale = results.fresh(measured, root), [row for row in measured if results.is_stale(row, root)]
     print(f"{len(measured)} rows, {len(stale)} of them stale: {dict(Counter(map(label, stale)))}")
     for page in PAGES:
         old = (root / page).read_text()
