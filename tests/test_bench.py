@@ -399,10 +399,10 @@ def test_a_sample_is_of_the_last_head_and_if_asked_of_the_last_queries():
 
 @cpu_only
 @pytest.mark.parametrize("reason, changes", [
-    ("TypeError: 'NoneType' object is not callable", {"forward": None}),
+    ("TypeError: the first argument must be callable", {"forward": None}),
     ("not finite", {"forward": lambda *args, **options: (matrix(*args, **options)[0] * math.nan, None)}),
     ("no kernel of this name", {"fwd_kernel": "fwd_9_none"}), ("more than the limit of 0 ms", {}),
-    ("has no backward", {"passes": ("bwd",), "backward": None}),
+    ("has no backward", {"passes": ("bwd",), "bwd_kernel": None}),
 ])  # fmt: skip
 def test_who_cannot_take_part_is_left_out_with_a_reason_given_once(capsys, reason, changes):
     assert not measured([task(**changes)], [task(**changes)], limit_ms=1000.0 if changes else 0.0)

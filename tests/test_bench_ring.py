@@ -137,7 +137,7 @@ def test_a_graph_is_captured_after_two_calls_and_then_only_replayed(monkeypatch)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: done.append("replay")))
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(ring, "of_case", lambda case: ((), (), SimpleNamespace(S=8)))
-    monkeypatch.setattr(grid.Beside, "call", lambda *asked: lambda: done.append("call") or "results")
+    monkeypatch.setattr(grid.Candidate, "call", lambda *asked: lambda: done.append("call") or "results")
     calls = [ring.call_of.__wrapped__(SMALL, who, "fwd") for who in (FETCH, GRAPH)]
     assert done == ["call", "call", "capture", "call"] and calls[1]() == "results"
     assert done.pop() == "replay" and calls[0]() == "results" and done.pop() == "call"

@@ -8,7 +8,7 @@ or one after the other for a second each. Tasks of one group take turns with eac
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -40,7 +40,7 @@ HOW = dict(layout=None, options={}, timing="interleaved", clock_mhz=None, watts=
 
 @dataclass(frozen=True)
 class Candidate:
-    """A stage's kernel as plain functions with the contract's signatures, which refuse what they do not take.
+    """A stage's kernel as functions with the contract's signatures, which refuse what they do not take.
 
     stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files, for the rows. attention: through autograd.
     """
@@ -57,10 +57,11 @@ class Candidate:
 
     def subject(self, where):
         """The fields of a row that say what was measured. where: the row's other fields."""
-        if where["pass"] != "fwd" and self.backward is None:
+        if where["pass"] != "fwd" and self.bwd_kernel is None:
             raise NotImplementedError("has no backward")
-        stems = {"fwd": [self.fwd_kernel], "bwd": [self.bwd_kernel], "fwd+bwd": [self.fwd_kernel, self.bwd_kernel]}
-        who = {"stage": self.stage, "kernel": "+".join(dict.fromkeys(stems[where["pass"]])), "peer": None}
+        kernels = {"fwd": self.fwd_kernel, "bwd": self.bwd_kernel}
+        stems = dict.fromkeys(kernels[name] for name in where["pass"].split("+"))
+        who = {"stage": self.stage, "kernel": "+".join(stems), "peer": None}
         source = rows.row_hash({**where, **who})
         if source is None:
             raise NotImplementedError(f"steps/step{self.stage} has no kernel of this name, or none for this size")
@@ -71,14 +72,8 @@ class Candidate:
         if pass_ == "fwd+bwd" and self.attention:
             return Beside(str(self), self.attention).call(inputs, pass_, causal)
         dout, *qkv = inputs
-
-        def forward():
-            return self.forward(*qkv, causal=causal)
-
-        def backward(saved):
-            return tuple(self.backward(dout, *qkv, *saved, causal=causal))
-
-        return in_pass(pass_, forward, backward)
+        forward = partial(self.forward, *qkv, causal=causal)
+        return in_pass(pass_, forward, lambda saved: tuple(self.backward(dout, *qkv, *saved, causal=causal)))
 
 
 @dataclass(frozen=True)
@@ -112,13 +107,14 @@ class Beside:
 def in_pass(pass_, forward, backward):
     """A call of the pass. forward() gives what backward(saved) needs, first of all out."""
 
-    def both():
-        saved = forward()
-        return saved[0].detach(), *backward(saved)
-
     if pass_ == "bwd":
         return partial(backward, forward())
-    return both if pass_ == "fwd+bwd" else lambda: forward()[:1]
+
+    def call():
+        saved = forward()
+        return (saved[0].detach(), *backward(saved)) if pass_ == "fwd+bwd" else saved[:1]
+
+    return call
 
 
 def candidate(number, word):
@@ -177,32 +173,14 @@ def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
     Who cannot take part (dtype, head_dim, out of memory, a result that is not finite, a call longer than limit_ms) is
     left out, and the reason is printed once. The rows of one call share one `run`. timed: "interleaved" or "sustained".
     """
-    origin, said = {**rows.provenance(engine.device), **HOW, "timing": timed}, set()
+    origin, say = {**rows.provenance(engine.device), **HOW, "timing": timed}, cache(print)
     take_times = {"interleaved": timing.interleaved, "sustained": timing.sustained}[timed]
     for group in groups:
-        admitted = {}  # {pass: [(the row without its times, call, operations)]}
+        taking_part = {}  # {pass: [(the row without its times, call, operations)]}
         for task in group:
-            inputs = make_inputs(task.point, task.dtype, engine.device)
-            how = dict(backward=task.passes != ("fwd",), last=task.last, options=task.reference)
-            truth = sample_truth(inputs, task.point.causal, **how)
-            for pass_ in task.passes:
-                where = {**origin, **task.point.sizes, "pass": pass_, "dtype": task.dtype, "options": task.options}
-                found, flops = admitted.setdefault(pass_, []), task.share * task.point.flops(pass_)
-                for entrant in task.entrants:
-                    try:
-                        row = where | entrant.subject(where)
-                        call, row["error"] = tried(entrant, inputs, row, truth, limit_ms)
-                        found.append((row, call, flops))
-                    except Exception as problem:  # whatever one kernel raises, the others are still to be measured
-                        reason = f"{entrant}, {pass_}", in_words(problem)
-                        if reason not in said:
-                            about = task.options.get("feature") or f"{task.dtype} {task.point}"
-                            print(f"left out: {reason[0]} {about}: {reason[1]}")
-                        said.add(reason)
-                if task.ceiling and found:
-                    fields, call, flops, error = task.ceiling(inputs)
-                    found.append((where | fields | {"error": error}, call, flops))
-        for found in admitted.values():
+            for pass_, found in who_takes_part(task, origin, limit_ms, say):
+                taking_part.setdefault(pass_, []).extend(found)
+        for found in taking_part.values():
             times = take_times({n: one[1] for n, one in enumerate(found)}, warmup=warmup, device=engine.device)
             for n, (row, call, flops) in enumerate(found):
                 row |= {**vars(times[n]), "tflops": flops / times[n].ms_median / 1e9}
@@ -211,7 +189,28 @@ def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
                 if row["ms_median"] < SHORT_MS and timed == "interleaved" and engine.device == "cuda":
                     row["host_us"] = timing.host_us(call)
                 yield rows.validate(row)
-        admitted, found, call = {}, [], None  # A backward holds its forward's results; this makes room for the next.
+        taking_part, found, call = {}, [], None  # A backward holds its forward's results; this makes room for the next.
+
+
+def who_takes_part(task, origin, limit_ms, say):
+    """Yields of each pass of a task (pass, [(the row without its times, call, operations)])."""
+    inputs = make_inputs(task.point, task.dtype, engine.device)
+    how = dict(backward=task.passes != ("fwd",), last=task.last, options=task.reference)
+    truth = sample_truth(inputs, task.point.causal, **how)
+    for pass_ in task.passes:
+        where = {**origin, **task.point.sizes, "pass": pass_, "dtype": task.dtype, "options": task.options}
+        found = []
+        for entrant in task.entrants:
+            try:
+                row = where | entrant.subject(where)
+                call, row["error"] = tried(entrant, inputs, row, truth, limit_ms)
+                found.append((row, call, task.share * task.point.flops(pass_)))
+            except Exception as problem:  # whatever one kernel raises, the others are still to be measured
+                say(f"left out: {entrant}, {pass_} {task.options.get('feature', task.dtype)}: {in_words(problem)}")
+        if task.ceiling and found:
+            fields, call, flops, error = task.ceiling(inputs)
+            found.append((where | fields | {"error": error}, call, flops))
+        yield pass_, found
 
 
 def tried(entrant, inputs, where, truth, limit_ms):

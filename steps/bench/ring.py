@@ -12,6 +12,7 @@ dies or hangs ends its part of the plan. All but the peers' kernels runs on the 
 
 import contextlib
 import math
+import statistics
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -38,11 +39,6 @@ OPTIONS = {IN_ORDER: {"deterministic": True}, ANY_ORDER: {"deterministic": False
 PEERS = "context-parallel-allgather", "context-parallel-alltoall"
 LESSONS = "query_parallel", "star", "ulysses"
 ALONE = ONE, IN_ORDER
-
-
-def kernel_of(who):
-    """The kernel that one of OPTIONS has in common with its plain form."""
-    return who.partition(",")[0]
 
 
 @dataclass(frozen=True)
@@ -107,22 +103,27 @@ def forget():
 @cache
 def call_of(case, who, pass_):
     """The function to be timed: without arguments, it gives this rank's results of the pass as a tuple."""
-    inputs, shards, whole = of_case(case)
+    inputs, shards, _ = of_case(case)
+    call = entrant(case, who).call(inputs if who in ALONE else shards, pass_, case.point.causal)
+    return captured(call) if who == GRAPH else call
+
+
+def entrant(case, who):
+    """Somebody as one of grid.py's entrants: one GPU on the whole sequence, or a rank on its shards."""
     if who in ALONE:
         one = grid.candidate("02", "hopper")
-        if who == IN_ORDER:
-            one = replace(one, attention=partial(one.attention, deterministic=True))
-        return one.call(inputs, pass_, case.point.causal)
+        return replace(one, attention=partial(one.attention, deterministic=True)) if who == IN_ORDER else one
     if who in PEERS:
-        attend = partial(context_parallel, who.rpartition("-")[2])
-    elif who in LESSONS:
-        attend = partial(strategies.load(who), layout=case.layout, S=whole.S)
+        return grid.Beside(who, partial(context_parallel, who.rpartition("-")[2]))
+    if who in LESSONS:
+        kernel, attention = f"strategies/{strategies.LESSONS[who]}+strategies/team", strategies.load(who)
     else:
+        kernel = who.partition(",")[0]  # without what OPTIONS adds
         how = {"block": Hopper(persistent=False, deterministic=False)} if who == ANY_ORDER else {}
-        transport = kernel_of(who).removeprefix("ring+")
-        attend = partial(step04_ring.attention, layout=case.layout, S=whole.S, transport=transport, **how)
-    call = grid.Beside(who, attend).call(shards, pass_, case.point.causal)
-    return captured(call) if who == GRAPH else call
+        attention = partial(step04_ring.attention, transport=kernel.removeprefix("ring+"), **how)
+    attention = partial(attention, layout=case.layout, S=case.point.N)
+    return grid.Candidate("04_ring", kernel, lambda *qkv, causal: (attention(*qkv, causal=causal),), kernel,
+                          attention=attention)  # fmt: skip
 
 
 def captured(call):
@@ -171,7 +172,7 @@ def trial(case, who, pass_):
         found = {"ms": timing.one_call(call, device=engine.device), "error": 0.0}
         if who not in ALONE:
             found["peak_bytes"] = grid.peak_bytes(call)
-        results = dict(zip(("out", "dq") if pass_ == "fwd+bwd" else ("out",), call(), strict=False))
+        results = dict(zip(grid.RESULTS[pass_], call(), strict=True))
         # Behind this one rank may find something wrong, and the others nothing.
         if who in ALONE or whole.positions(dist.get_rank())[-1] == whole.S - 1:
             found["error"] = grid.sample_error(results, truth(case, pass_ != "fwd"))
@@ -195,16 +196,10 @@ def race(case, pass_, counts):
 
 
 def one_round(call, count):
-    """Milliseconds of a call, over so many calls that follow each other."""
-    mark, milliseconds = timing.clock(engine.device)
+    """Milliseconds of a call, the mean of so many that follow each other."""
     dist.barrier()
     call()  # The queue is then full, and the ranks are in step.
-    start = mark()
-    for _ in range(count):
-        call()
-    end = mark()
-    timing.synchronize(engine.device)
-    return milliseconds(start, end) / count
+    return statistics.mean(timing.back_to_back(call, count, engine.device))
 
 
 def trace(case, who, pass_):
@@ -334,15 +329,11 @@ def measure_trace(run, origin):
 def row_of(case, who, pass_, ms, count, found, origin):
     """One row. ms: of a call in each round of so many calls. found: what `tried` has."""
     row = {**origin, **case.point.sizes, "pass": pass_, "dtype": DTYPE, **grid.HOW, "options": case.options(who)}
-    row["layout"] = "contiguous" if who in PEERS and not case.point.causal else case.layout
     if who in ALONE:
-        row |= grid.candidate("02", "hopper").subject(row) | {"layout": None}
-    elif who in PEERS:
-        row |= grid.Beside(who).subject(row)
+        row["layout"] = None
     else:
-        lesson = f"strategies/{strategies.LESSONS[who]}+strategies/team" if who in LESSONS else kernel_of(who)
-        row |= {"stage": "04_ring", "kernel": lesson, "peer": None}
-        row["source"] = rows.row_hash(row)
+        row["layout"] = "contiguous" if who in PEERS and not case.point.causal else case.layout
+    row |= entrant(case, who).subject(row)
     row |= vars(timing.summary(ms)) | {"reps": len(ms) * count, "ms_worst": max(ms)}
     row |= {name: found[name] for name in ("error", "peak_bytes") if name in found}
     gpus = 1 if who in ALONE else origin["n_gpus"]

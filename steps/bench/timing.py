@@ -132,9 +132,9 @@ def sustained(calls, *, warmup=3, device="cuda"):
             time.sleep(IDLE)
             for _ in range(warmup):
                 call()
-            settling = back_to_back(call, SETTLE, one_call(call, device=device), 1, device)
+            settling = back_to_back(call, calls_in(SETTLE, one_call(call, device=device)), device)
             start = datetime.now()
-            ms = back_to_back(call, MEASURED, statistics.median(settling), MIN_REPS, device)
+            ms = back_to_back(call, max(MIN_REPS, calls_in(MEASURED, statistics.median(settling))), device)
             end = datetime.now()
         load = [numbers for moment, *numbers in samples if start <= moment <= end]
         if len(load) < MIN_SAMPLES:
@@ -143,14 +143,16 @@ def sustained(calls, *, warmup=3, device="cuda"):
     return found
 
 
-def back_to_back(call, seconds, ms, least, device):
-    """Milliseconds of each of the calls that take about so many seconds if one takes `ms`; `least` calls at least.
+def calls_in(seconds, ms):
+    """How many calls of so many milliseconds fill the seconds."""
+    return max(1, round(1e3 * seconds / ms))
 
-    Nothing waits between them, and the end of one is the start of the next.
-    """
+
+def back_to_back(call, count, device):
+    """Milliseconds of each of so many calls. Nothing waits between them: the end of one is the start of the next."""
     mark, milliseconds = clock(device)
     marks = [mark()]
-    for _ in range(max(least, round(1e3 * seconds / ms))):
+    for _ in range(count):
         call()
         marks.append(mark())
     synchronize(device)
