@@ -186,7 +186,7 @@ def test_peers_compute_attention_and_never_fall_back(packages, heads):
     with pytest.raises(RuntimeError):
         peers.PEERS["sdpa-cudnn"](q, k, v)
     with pytest.raises(NotImplementedError, match="has no backward"):
-        grid.Beside("fa3").call((q, q, k, v), "bwd", True)
+        grid.a_peer("fa3").call((q, q, k, v), "bwd", True)
 
 
 def test_a_peer_is_named_with_its_version(monkeypatch):
@@ -337,8 +337,8 @@ SMALL = Point(2, 4, 20, 8, causal=True, Hk=2)
 
 def task(passes=("fwd",), beside=(), point=SMALL, dtype="fp32", how=None, **changes):
     kernels = dict(stage="00_naive", fwd_kernel="fwd_1_matrix", bwd_kernel="bwd_1_matrix", forward=matrix)
-    who = grid.Candidate(**{**kernels, "backward": matrix_backward, **changes})
-    return grid.Task(point, dtype, passes, (who, *map(grid.Beside, beside)), **(how or {}))
+    who = grid.Entrant(**{**kernels, "backward": matrix_backward, **changes})
+    return grid.Task(point, dtype, passes, (who, *map(grid.a_peer, beside)), **(how or {}))
 
 
 def measured(*groups, **how):

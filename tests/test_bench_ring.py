@@ -32,7 +32,7 @@ def of_02(q, k, v, *, causal, deterministic=False):
     return out if deterministic else out * 1.01
 
 
-OF_02 = grid.Candidate("02_fa2_cuda", ONE, PlainBlock.forward, "bwd_3_hopper", PlainBlock.backward, of_02)
+OF_02 = grid.Entrant("02_fa2_cuda", ONE, PlainBlock.forward, "bwd_3_hopper", PlainBlock.backward, of_02)
 
 
 def event(name, stream, start, end, device="CUDA"):
@@ -137,7 +137,7 @@ def test_a_graph_is_captured_after_two_calls_and_then_only_replayed(monkeypatch)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: done.append("replay")))
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(ring, "of_case", lambda case: ((), (), SimpleNamespace(S=8)))
-    monkeypatch.setattr(grid.Candidate, "call", lambda *asked: lambda: done.append("call") or "results")
+    monkeypatch.setattr(grid.Entrant, "call", lambda *asked: lambda: done.append("call") or "results")
     calls = [ring.call_of.__wrapped__(SMALL, who, "fwd") for who in (FETCH, GRAPH)]
     assert done == ["call", "call", "capture", "call"] and calls[1]() == "results"
     assert done.pop() == "replay" and calls[0]() == "results" and done.pop() == "call"

@@ -39,69 +39,57 @@ HOW = dict(layout=None, options={}, timing="interleaved", clock_mhz=None, watts=
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A stage's kernel as functions with the contract's signatures, which refuse what they do not take.
+class Entrant:
+    """A stage's kernel, or a peer, as functions that refuse what they do not take.
 
-    stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files, for the rows. attention: through autograd.
+    stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files; or else the peer's name. forward, backward:
+    with the contract's signatures. attention: differentiable, and all that a peer has.
     """
 
-    stage: str
-    fwd_kernel: str
-    forward: Callable
+    stage: str | None = None
+    fwd_kernel: str | None = None
+    forward: Callable | None = None
     bwd_kernel: str | None = None
     backward: Callable | None = None
     attention: Callable | None = None
+    peer: str | None = None
 
     def __str__(self):
-        return f"{self.stage} {self.fwd_kernel}"
+        return self.peer or f"{self.stage} {self.fwd_kernel}"
 
     def subject(self, where):
         """The fields of a row that say what was measured. where: the row's other fields."""
+        who = {"stage": self.stage, "kernel": None, "peer": self.peer, "source": None}
+        if self.peer:
+            return {**who, "peer_version": peers.version(self.peer)}
         if where["pass"] != "fwd" and self.bwd_kernel is None:
             raise NotImplementedError("has no backward")
         kernels = {"fwd": self.fwd_kernel, "bwd": self.bwd_kernel}
-        stems = dict.fromkeys(kernels[name] for name in where["pass"].split("+"))
-        who = {"stage": self.stage, "kernel": "+".join(stems), "peer": None}
-        source = rows.row_hash({**where, **who})
-        if source is None:
+        who["kernel"] = "+".join(dict.fromkeys(kernels[name] for name in where["pass"].split("+")))
+        who["source"] = rows.row_hash({**where, **who})
+        if who["source"] is None:
             raise NotImplementedError(f"steps/step{self.stage} has no kernel of this name, or none for this size")
-        return {**who, "source": source}
+        return who
 
     def call(self, inputs, pass_, causal):
         """The function to be timed: without arguments, it gives the results of the pass as a tuple."""
-        if pass_ == "fwd+bwd" and self.attention:
-            return Beside(str(self), self.attention).call(inputs, pass_, causal)
         dout, *qkv = inputs
+        if self.attention and (self.forward is None or pass_ == "fwd+bwd"):
+            return by_autograd(self.attention, inputs, pass_, causal)
         forward = partial(self.forward, *qkv, causal=causal)
         return in_pass(pass_, forward, lambda saved: tuple(self.backward(dout, *qkv, *saved, causal=causal)))
 
 
-@dataclass(frozen=True)
-class Beside:
-    """A peer, which takes part as a Candidate does. function: if it is not the one of this name in PEERS."""
+def by_autograd(attend, inputs, pass_, causal):
+    """The call of a differentiable attention."""
+    dout, *qkv = inputs
+    leaves = qkv if pass_ == "fwd" else [x.detach().requires_grad_() for x in qkv]
 
-    peer: str
-    function: Callable | None = None
+    def backward(saved):
+        # Not out.backward(), which would also add each result to the .grad of the one before.
+        return torch.autograd.grad(*saved, leaves, dout, retain_graph=pass_ == "bwd")
 
-    def __str__(self):
-        return self.peer
-
-    def subject(self, where):
-        who = {"stage": None, "kernel": None, "peer": self.peer, "source": None}
-        return {**who, "peer_version": peers.version(self.peer)}
-
-    def call(self, inputs, pass_, causal):
-        (dout, *qkv), attend = inputs, self.function or peers.PEERS[self.peer]
-        leaves = qkv if pass_ == "fwd" else [x.detach().requires_grad_() for x in qkv]
-
-        def forward():
-            return (attend(*leaves, causal=causal),)
-
-        def backward(saved):
-            # Not out.backward(), which would also add each result to the .grad of the one before.
-            return torch.autograd.grad(*saved, leaves, dout, retain_graph=pass_ == "bwd")
-
-        return in_pass(pass_, forward, backward)
+    return in_pass(pass_, lambda: (attend(*leaves, causal=causal),), backward)
 
 
 def in_pass(pass_, forward, backward):
@@ -117,6 +105,11 @@ def in_pass(pass_, forward, backward):
     return call
 
 
+def a_peer(name, function=None):
+    """A peer as an entrant. function: if it is not the one of this name in PEERS."""
+    return Entrant(peer=name, attention=function or peers.PEERS.get(name))
+
+
 def candidate(number, word):
     """A stage's rung. A backward belongs to the rung that has a file of its own for it."""
     module = catalogue.stage(number)
@@ -124,7 +117,7 @@ def candidate(number, word):
     found = {prefix: path.stem for prefix in ("fwd", "bwd") for path in folder.glob(f"{prefix}_*_{word}.*")}
     forward, *both = (partial(getattr(module, name), rung=word) for name in ("forward", "backward", "attention"))
     stage = module.SUPPORTS["stage"].removeprefix("step")
-    return Candidate(stage, found.get("fwd"), forward, found.get("bwd"), *(both if "bwd" in found else ()))
+    return Entrant(stage, found.get("fwd"), forward, found.get("bwd"), *(both if "bwd" in found else ()))
 
 
 def kernel_files():
@@ -141,7 +134,7 @@ def switched(candidate, passes):
         backward = partial(candidate.backward, deterministic=True)
         return [candidate, replace(candidate, bwd_kernel=f"{candidate.bwd_kernel}:DETERMINISTIC=1", backward=backward)]
     found = ablations.forwards(candidate.fwd_kernel).items()
-    return [Candidate(candidate.stage, kernel, forward) for kernel, forward in found]
+    return [Entrant(candidate.stage, kernel, forward) for kernel, forward in found]
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -311,7 +304,7 @@ class Part:
         who = [turned for one in who for turned in (switched(one, self.passes) if self.switches else [one])]
         for dtype, point in itertools.product(self.dtypes, self.grid):
             product = partial(matrix_product, dtype) if self.timed == "interleaved" and dtype != "fp32" else None
-            entrants = *who, *map(Beside, self.peers)
+            entrants = *who, *map(a_peer, self.peers)
             yield [Task(point, dtype, self.passes, entrants, dict(self.told), ceiling=product)]
 
 
@@ -322,40 +315,39 @@ def matrix_product(dtype, inputs):
     a, b = torch.randn(2, N, N, generator=generator, device=inputs[0].device).to(rows.DTYPES[dtype])
     out = a @ b
     error = float((out[-1].double() - a[-1].double() @ b.double()).abs().max())  # in the last row
-    fields = {**Point(1, 1, N, N).sizes, "pass": rows.MATMUL, **Beside(rows.MATMUL).subject({})}
+    fields = {**Point(1, 1, N, N).sizes, "pass": rows.MATMUL, **a_peer(rows.MATMUL).subject({})}
     return fields, lambda: torch.mm(a, b, out=out), 2 * N**3, error
 
 
 def copied_keys(inputs):
     """A Task's ceiling: a copy of k, which reads and writes as much as reading k and v takes."""
     out = inputs[2].clone()
-    return {"pass": rows.COPY, **Beside(rows.COPY).subject({})}, lambda: out.copy_(inputs[2]), 0, 0.0
+    return {"pass": rows.COPY, **a_peer(rows.COPY).subject({})}, lambda: out.copy_(inputs[2]), 0, 0.0
 
 
 # --- features -----------------------------------------------------------------------------------------------
 
 SEQUENCES, SOFTCAP, DROPOUT, SEED = 8, 50.0, 0.1, 2**35 + 11
 LAST = 128  # so many of the last queries are compared with float64, where all would take too long
-ANY = dict.fromkeys(("sdpa-cudnn", "sdpa-flash", "flex", "fa4"))
+ANY = "sdpa-cudnn", "sdpa-flash", "flex", "fa4"
 
 
 def feature(name, point, options=(), told=(), share=1.0, beside=(), passes=("fwd", "bwd"), last=None):
-    """The task of a feature: options of the kernel, what rows tell besides the name, {peer: function or None}."""
+    """The task of a feature: options of the kernel, what rows tell besides the name, the peers."""
     from steps.step03_triton import flash  # imported here because Triton is not available everywhere
 
     options = dict(options)
     forward, backward = (partial(function, **options) for function in (flash.forward, flash.backward))
-    entrants = [Candidate("03_triton", "flash", forward, "flash", backward)]
-    entrants += [Beside(peer, function) for peer, function in dict(beside).items()]
+    entrants = Entrant("03_triton", "flash", forward, "flash", backward), *beside
     reference = partial(reference_options, options, point, last)
-    return Task(point, "bf16", passes, tuple(entrants), {"feature": name, **dict(told)}, share, reference, last)
+    return Task(point, "bf16", passes, entrants, {"feature": name, **dict(told)}, share, reference, last)
 
 
 def a_new_token(B, cache):
     """The task of decoding for B sequences; four query heads share a key head."""
     from steps.step03_triton import decode
 
-    entrants = Candidate("03_triton", "decode", decode.forward), *map(Beside, ANY)
+    entrants = Entrant("03_triton", "decode", decode.forward), *map(a_peer, ANY)
     point = Point(B, 32, 1, 128, Hk=8, Nk=cache)
     # Decoding reads k and v, and little else.
     return Task(point, "bf16", ("fwd",), entrants, {"feature": "decode"}, ceiling=copied_keys)
@@ -403,23 +395,24 @@ def features_at(N, H, D):
     backends = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION}
 
     def with_mask(mask):
-        return {name: partial(peers.sdpa, backend, mask=mask) for name, backend in backends.items()}
+        return [a_peer(name, partial(peers.sdpa, backend, mask=mask)) for name, backend in backends.items()]
 
     def by_flex(**how):
-        return {"flex": partial(peers.flex, **how)}
+        return [a_peer("flex", partial(peers.flex, **how))]
 
     def by_both(of_flex, **how):
-        return by_flex(**of_flex) | {"fa4": partial(peers.fa4, **how)}
+        return [*by_flex(**of_flex), a_peer("fa4", partial(peers.fa4, **how))]
 
     window, softcap, told_window = {"window": (left, 0)}, {"softcap": SOFTCAP}, {"window": [left, 0]}
     in_window = (left + 1) * (N - left / 2) / N**2  # query i sees min(i, left) + 1 keys
     dropout = {"dropout_p": DROPOUT, "seed": torch.tensor(SEED, device=device)}
     packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
-    of_packed = {"varlen": partial(peers.varlen, starts, length), "fa4": partial(peers.fa4_packed, starts, length)}
+    others = {"varlen": peers.varlen, "fa4": peers.fa4_packed}
+    of_packed = [a_peer(name, partial(function, starts, length)) for name, function in others.items()]
     of_window, of_pair = by_both(near, window_size=(left, 0)), by_both(capped | near, window_size=(left, 0), **softcap)
     return [
-        feature("none", point, beside=ANY),
-        feature("causal", replace(point, causal=True), beside=ANY),
+        feature("none", point, beside=map(a_peer, ANY)),
+        feature("causal", replace(point, causal=True), beside=map(a_peer, ANY)),
         feature("additive mask", point, {"mask": added}, beside=with_mask(added)),
         feature("boolean mask", point, {"mask": seen}, beside=with_mask(seen)),
         feature("ALiBi", point, {"alibi_slopes": slopes}, beside=by_flex(**slanted)),
@@ -427,7 +420,7 @@ def features_at(N, H, D):
         feature("dropout", point, dropout, {"dropout_p": DROPOUT}, last=min(LAST, N)),
         feature("window", point, window, told_window, in_window, of_window),
         feature("soft-cap + window", point, softcap | window, softcap | told_window, in_window, of_pair),
-        feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, by_flex(**together) | of_packed),
+        feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, by_flex(**together) + of_packed),
         feature("padded", Point(SEQUENCES, H, length, D)),  # the same work as a batch
     ]
 
@@ -438,7 +431,7 @@ def features(N=16384, cache=32768, longest=65536):
     yield features_at(N, 32, 64)
     yield [a_new_token(8, cache)]
     causal = Point(1, 16, longest, 128, causal=True)  # as models are, which takes half the time
-    yield [feature("memory", causal, beside={"sdpa-cudnn": None}, passes=("fwd+bwd",), last=min(LAST, longest))]
+    yield [feature("memory", causal, beside=[a_peer("sdpa-cudnn")], passes=("fwd+bwd",), last=min(LAST, longest))]
 
 
 def grouped():
@@ -446,7 +439,7 @@ def grouped():
 
     The keys of one K/V head alone give a GPU too few blocks.
     """
-    who = candidate("02", "hopper"), Beside("sdpa-cudnn")
+    who = candidate("02", "hopper"), a_peer("sdpa-cudnn")
     for causal in (False, True):
         names = {8: "own heads" + ", causal" * causal, 1: "grouped heads" + ", causal" * causal}
         points = {Hk: Point(1, 8, 4096, 128, causal, Hk=Hk) for Hk in names}

@@ -114,7 +114,7 @@ def entrant(case, who):
         one = grid.candidate("02", "hopper")
         return replace(one, attention=partial(one.attention, deterministic=True)) if who == IN_ORDER else one
     if who in PEERS:
-        return grid.Beside(who, partial(context_parallel, who.rpartition("-")[2]))
+        return grid.a_peer(who, partial(context_parallel, who.rpartition("-")[2]))
     if who in LESSONS:
         kernel, attention = f"strategies/{strategies.LESSONS[who]}+strategies/team", strategies.load(who)
     else:
@@ -122,8 +122,7 @@ def entrant(case, who):
         how = {"block": Hopper(persistent=False, deterministic=False)} if who == ANY_ORDER else {}
         attention = partial(step04_ring.attention, transport=kernel.removeprefix("ring+"), **how)
     attention = partial(attention, layout=case.layout, S=case.point.N)
-    return grid.Candidate("04_ring", kernel, lambda *qkv, causal: (attention(*qkv, causal=causal),), kernel,
-                          attention=attention)  # fmt: skip
+    return grid.Entrant("04_ring", kernel, bwd_kernel=kernel, attention=attention)
 
 
 def captured(call):
