@@ -373,7 +373,8 @@ def test_a_group_takes_turns_as_a_whole_beside_its_ceiling(monkeypatch):
     whole, share = task(), task(how=dict(share=0.5, options={"feature": "half"}))
     product = task(dtype="bf16", how={"ceiling": partial(grid.matrix_product, "bf16")})
     plain, half, _, copy, _, matmul = measured([whole, share, task(how={"ceiling": grid.copied_keys})], [product])
-    assert [n for n in rounds if n > 1] == [4, 2] and half["tflops"] == plain["tflops"] / 2 and half["options"] == {"feature": "half"}
+    assert [n for n in rounds if n > 1] == [4, 2]
+    assert half["tflops"] == plain["tflops"] / 2 and half["options"] == {"feature": "half"}
     assert (copy["peer"], copy["pass"], copy["tflops"]) == ("copy", "copy", 0)
     assert (matmul["peer"], matmul["N"], matmul["D"], matmul["tflops"]) == ("matmul", 48, 48, 2 * 48**3 / 2 / 1e9)
     (one,) = measured([whole], timed="sustained")
@@ -640,8 +641,6 @@ def test_a_table_has_the_median_share_of_the_fastest_peer_of_the_same_run_and_th
     text = report.markdown(load[1:])
     assert "| fwd, D=64, full | 02 fwd_5_fa2 | 320 | 1600 | 700 | 200 | 2.19 |" in text
     assert "sdpa-flash" not in text, "a peer of another run"
-    with pytest.raises(ValueError, match="choose first"):
-        report.markdown(found + load)
     rings = [row(stage="04_ring", kernel="ring+fetch", n_gpus=2, reps=5, layout=x) for x in ("zigzag", "contiguous")]
     assert report.select([row(), *rings], "n_gpus=2") == rings and report.select([row(), *rings], "") == [row()]
     text = report.markdown(rings)
