@@ -170,7 +170,7 @@ def packages(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     cute = SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=packed)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", dense_alone)
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", dense_alone)
 
 
 @pytest.mark.parametrize("heads", [4, 2])
@@ -191,20 +191,10 @@ def test_peers_compute_attention_and_never_fall_back(packages, heads):
 
 def test_a_peer_is_named_with_its_version(monkeypatch):
     installed = {"torch": "2.11.0", "flash-attn-4": "4.0.0b36", "fa3-fwd": "0.0.3"}
-
-    def version(package):
-        if package not in installed:
-            raise peers.metadata.PackageNotFoundError
-        return installed[package]
-
-    monkeypatch.setattr(peers.metadata, "version", version)
+    monkeypatch.setattr(peers.metadata, "version", installed.get)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert (peers.version("matmul"), peers.version("fa4")) == ("torch 2.11.0", "flash-attn-4 4.0.0b36")
-    assert peers.version("sdpa-cudnn") == peers.version("context-parallel-alltoall") == "cudnn 9.19.0"
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(__name__="flash_attn_interface"))
-    assert peers.version("fa3") == "flash-attn-3, built from source"
-    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", SimpleNamespace(__name__="fa3_fwd_interface"))
-    assert peers.version("fa3") == "fa3-fwd 0.0.3"
+    found = [peers.version(name) for name in ("matmul", "fa4", "fa3", "sdpa-cudnn", "context-parallel-alltoall")]
+    assert found == ["torch 2.11.0", "flash-attn-4 4.0.0b36", "fa3-fwd 0.0.3", "cudnn 9.19.0", "cudnn 9.19.0"]
 
 
 # --- rows ---------------------------------------------------------------------------------------------------

@@ -248,8 +248,8 @@ def sample_truth(inputs, causal, *, backward=True, last=None, options=lambda hea
     options(heads): further options of the reference, for a slice of the query heads.
     """
     dout, q, k, v = inputs
-    heads = slice(q.shape[1] - q.shape[1] // k.shape[1], q.shape[1])
-    sample = [*(x[-1:, heads, -last if last else 0 :] for x in (dout, q)), k[-1:, -1:], v[-1:, -1:]]
+    heads, queries = slice(-(q.shape[1] // k.shape[1]), None), slice(-(last or 0), None)
+    sample = dout[-1:, heads, queries], q[-1:, heads, queries], k[-1:, -1:], v[-1:, -1:]
 
     def computed(device):
         how = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options(heads).items()}

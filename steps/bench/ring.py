@@ -169,8 +169,6 @@ def trial(case, who, pass_):
         call = call_of(case, who, pass_)
         call()
         found = {"ms": timing.one_call(call, device=engine.device), "error": 0.0}
-        if who not in ALONE:
-            found["peak_bytes"] = grid.peak_bytes(call)
         results = dict(zip(grid.RESULTS[pass_], call(), strict=True))
         # Behind this one rank may find something wrong, and the others nothing.
         if who in ALONE or whole.positions(dist.get_rank())[-1] == whole.S - 1:
@@ -296,7 +294,7 @@ def measure_cases(cases, run, origin):
             # A round takes about WORTH_MS.
             counts = {who: max(1, min(MOST_CALLS, round(WORTH_MS / one["ms"]))) for who, one in found.items()}
             for who, ms in (run(race, case, pass_, counts)[0] if found else {}).items():
-                yield row_of(case, who, pass_, ms, counts[who], found[who], origin)
+                yield row_of(case, who, pass_, ms, counts[who], found[who]["error"], origin)
         run(forget)
 
 
@@ -317,7 +315,7 @@ def measure_trace(run, origin):
             worst = max(found, key=lambda of_rank: of_rank["idle"])
             seen = {name: worst[name] for name in ("hidden", "idle", "launches")}
             ms = [max(of_rank["ms"] for of_rank in found)]
-            yield row_of(TRACED, who, pass_, ms, PROFILED, one, origin) | seen | {"options": {"profiler": True}}
+            yield row_of(TRACED, who, pass_, ms, PROFILED, one["error"], origin) | seen | {"options": {"profiler": True}}
             of_calls.append({"kernel": who, "pass": pass_, "ms": ms[0], **seen, "spans": worst["spans"]})
     if of_calls:
         about = {**TRACED.point.sizes, "dtype": DTYPE, "layout": TRACED.layout, "stage": "04_ring"}
@@ -325,16 +323,15 @@ def measure_trace(run, origin):
         yield {"kind": "trace", **origin, **about, "calls": of_calls}
 
 
-def row_of(case, who, pass_, ms, count, found, origin):
-    """One row. ms: of a call in each round of so many calls. found: what `tried` has."""
+def row_of(case, who, pass_, ms, count, error, origin):
+    """One row. ms: of a call in each round of so many calls."""
     row = {**origin, **case.point.sizes, "pass": pass_, "dtype": DTYPE, **grid.HOW, "options": case.options(who)}
     if who in ALONE:
         row["layout"] = None
     else:
         row["layout"] = "contiguous" if who in PEERS and not case.point.causal else case.layout
     row |= entrant(case, who).subject(row)
-    row |= vars(timing.summary(ms)) | {"reps": len(ms) * count, "ms_worst": max(ms)}
-    row |= {name: found[name] for name in ("error", "peak_bytes") if name in found}
+    row |= vars(timing.summary(ms)) | {"reps": len(ms) * count, "ms_worst": max(ms), "error": error}
     gpus = 1 if who in ALONE else origin["n_gpus"]
     row["tflops"] = case.point.flops(pass_) / gpus / row["ms_median"] / 1e9  # of one GPU
     return row
