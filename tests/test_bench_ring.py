@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -133,15 +134,14 @@ def test_a_graph_is_captured_after_two_calls_and_then_only_replayed(monkeypatch)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: done.append("replay")))
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(ring, "of_case", lambda case: ((), (), SimpleNamespace(S=8)))
-    monkeypatch.setattr(grid.Entrant, "call", lambda *asked: lambda: done.append("call") or "results")
-    calls = [ring.call_of.__wrapped__(SMALL, who, "fwd") for who in (FETCH, GRAPH)]
-    assert done == ["call", "call", "capture", "call"] and calls[1]() == "results"
-    assert done.pop() == "replay" and calls[0]() == "results" and done.pop() == "call"
+    monkeypatch.setattr(grid.Entrant, "call", lambda *asked: lambda: done.append("call") or (torch.ones(1),))
+    calls = [ring.tried(SMALL, who, "fwd", (), {})[0] for who in (FETCH, GRAPH)]
+    assert done == ["call"] * 3 + ["call", "call", "capture", "call"] + ["replay"] * 3
+    assert [call() for call in calls] == [(torch.ones(1),)] * 2 and done[-2:] == ["call", "replay"]
 
 
 def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch):
-    monkeypatch.setattr(ring, "TRACED", SMALL)
+    monkeypatch.setattr(ring, "TRACED", replace(SMALL, who=(FETCH, RELAY)))
     *found, record = recorded(monkeypatch, {}, "trace")
     assert [(row["kernel"], row["pass"]) for row in found] == [
         (who, pass_) for pass_ in ("fwd", "fwd+bwd") for who in (FETCH, RELAY)
@@ -163,50 +163,61 @@ def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch):
 
 def test_a_round_is_that_of_the_slowest_rank_and_everybody_comes_first_once():
     for called, found in OnCpu(2, 60).run(three_in_turn):
-        assert called == "abc" + "aabbbcc" + "bbbccaa" + "ccaabbb" + "aabbbcc" + "bbbccaa"
+        assert called == "aabbbcc" + "bbbccaa" + "ccaabbb" + "aabbbcc" + "bbbccaa"
         assert found == {"a": [1.0] * 5, "b": [2.0] * 5, "c": [1.0] * 5}
 
 
 def three_in_turn():
     """(the order of calls of a, b twice and c, what the ranks make of 1 in rank 1 and of b's count in rank 0)."""
-    called, usual = [], (ring.one_round, ring.call_of)
-    ring.one_round = lambda call, count: usual[0](call, count) * 0 + (count if dist.get_rank() == 0 else 1.0)
-    ring.call_of = lambda case, who, pass_: lambda: called.append(who)
-    found = ring.race(SMALL, "fwd", {"a": 1, "b": 2, "c": 1})
-    ring.one_round, ring.call_of = usual
+    called, usual = [], ring.one_round
+    ring.one_round = lambda call, count: usual(call, count) * 0 + (count if dist.get_rank() == 0 else 1.0)
+    found = ring.race({who: partial(called.append, who) for who in "abc"}, {"a": 1, "b": 2, "c": 1})
+    ring.one_round = usual
     return "".join(called), found
 
 
-class Some(OnCpu):
-    """Ranks in which peers have no forward, and the relay dies in its backward."""
+def test_who_cannot_take_part_in_one_rank_takes_part_in_none_and_the_worst_rank_counts():
+    for found, left_out in OnCpu(2, 60).run(refused_in_rank_1):
+        assert found == {RELAY: (None, {"ms": 2.0, "error": 0.5})}
+        assert left_out == [f"left out: {FETCH}, fwd {SMALL.point}: RuntimeError: no kernel"]
 
-    def run(self, task, *args, limit):
-        if task is ring.race:
-            return [{who: [30.0 * n for n in (1.0, 1.1, 1.2, 1.5, 1.0)] for who in args[2]}] * 2
-        if task is ring.trial and args[1:] == (RELAY, "fwd+bwd"):
+
+def refused_in_rank_1():
+    """What comes of a pass in which rank 1 refuses fetch, and each rank is the worse one of relay in something."""
+    rank, usual, left_out = dist.get_rank(), ring.tried, []
+    of_fetch = ({"ms": 1.0, "error": 0.0}, "RuntimeError: no kernel")[rank]
+    of_relay = ({"ms": 1.0, "error": 0.5}, {"ms": 2.0, "error": 0.0})[rank]
+    ring.tried = lambda case, who, *rest: (None, of_fetch if who == FETCH else of_relay)
+    ((_, found),) = ring.by_pass(replace(SMALL, passes=("fwd",), who=(FETCH, RELAY)), left_out)
+    ring.tried = usual
+    return found, left_out
+
+
+class Dying(OnCpu):
+    """Ranks of which one dies in a large case."""
+
+    def run(self, task, case, origin, limit):
+        if case is LARGE:
             raise launch.RankError("rank 1 of 2 failed.\n  rank 0: fine\n  rank 1: died: SIGABRT\nmore", {})
-        if task is ring.trial and args[1] in PEERS and args[2] == "fwd":
-            return [{}, "RuntimeError: no kernel"]
-        return [{"error": 0.01 * rank, "ms": 30.0} for rank in range(2)]
+        return super().run(task, case, origin)
 
 
-def test_who_fails_is_left_out_who_dies_ends_the_part_and_one_gpu_has_no_ring(monkeypatch, capsys):
-    found = recorded(monkeypatch, {"32k": (LARGE,)}, "32k", "32k", ranks=Some)
-    assert [row["kernel"] for row in found] == ["fwd_8_hopper", "ring+fetch", "ring+relay"] * 2
-    assert (found[1]["ms_worst"], found[1]["reps"], found[1]["error"]) == (pytest.approx(45), 5, 0.01)
-    reasons = [f"left out: {who}, fwd {LARGE.point}: RuntimeError: no kernel" for who in PEERS]
-    ended = "32k ended early: rank 1 of 2 failed.;   rank 0: fine;   rank 1: died: SIGABRT"
-    assert capsys.readouterr().out.splitlines() == [*reasons, ended] * 2
-    assert recorded(monkeypatch, {}, "32k", gpus=1) == []
+def test_who_dies_ends_the_part_and_one_gpu_has_no_ring(monkeypatch, capsys):
+    parts = {"32k": (LARGE,), "8k": (replace(SMALL, passes=("fwd",), who=(FETCH,)), LARGE, SMALL)}
+    assert [row["kernel"] for row in recorded(monkeypatch, parts, *parts, ranks=Dying)] == [FETCH]
+    ended = " ended early: rank 1 of 2 failed.;   rank 0: fine;   rank 1: died: SIGABRT"
+    assert capsys.readouterr().out.splitlines() == [name + ended for name in parts]
+    assert recorded(monkeypatch, parts, *parts, gpus=1) == []
+    row = ring.row_of(LARGE, FETCH, "fwd", [30.0 * n for n in (1.0, 1.1, 1.2, 1.5, 1.0)], 3, 0.01, ORIGIN)
+    assert (row["ms_median"], row["ms_worst"], row["reps"], row["error"]) == (pytest.approx(33), 45, 15, 0.01)
 
 
-def test_a_trial_says_what_is_wrong_and_a_broken_device_ends_the_rank(monkeypatch):
+def test_a_broken_device_ends_the_rank(monkeypatch):
     def broken(*args):
         raise RuntimeError("no kernel\nfor this")
 
-    monkeypatch.setattr(ring, "of_case", lambda case: (None, None, None))
-    monkeypatch.setattr(ring, "call_of", broken)
-    assert ring.trial(SMALL, FETCH, "fwd") == "RuntimeError: no kernel"
+    monkeypatch.setattr(ring, "entrant", broken)
+    assert ring.tried(SMALL, FETCH, "fwd", (), {}) == (None, "RuntimeError: no kernel")
     monkeypatch.setattr(timing, "synchronize", broken)
     with pytest.raises(RuntimeError, match="no kernel"):
-        ring.trial(SMALL, FETCH, "fwd")
+        ring.tried(SMALL, FETCH, "fwd", (), {})
