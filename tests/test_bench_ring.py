@@ -48,55 +48,35 @@ def profiler(activities):
     return contextlib.nullcontext(SimpleNamespace(events=lambda: seen))
 
 
-def in_rank(task, *args):
-    """The task in a rank, where the first one replaces what only a GPU has."""
-    if ring.LAST != 8:
-        ring.WORTH_MS, ring.MOST_CALLS, ring.LAST, grid.candidate = 1.0, 2, 8, lambda *rung: OF_02
-        ring.Hopper = lambda **how: PlainBlock if how == {"persistent": False, "deterministic": False} else None
-        steps.step04_ring.entry.default_block = team.default_block = lambda *q, **how: PlainBlock
-        torch.profiler.profile = profiler
-        torch.cuda.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
-        torch.cuda.graph = lambda graph, capture_error_mode: contextlib.nullcontext()
-    return task(*args)
+@pytest.fixture(scope="module")
+def ranks():
+    """Two ranks over gloo, for all tests of this file."""
+    with launch.Ranks(2) as two:
+        two.run(replace_what_only_a_gpu_has)
+        yield two
 
 
-class OnCpu:
-    """Two ranks over gloo. Those of one test go on to the next."""
-
-    kept = None
-
-    def __init__(self, size, timeout):
-        OnCpu.kept = OnCpu.kept or launch.Ranks(2, timeout)
-
-    def run(self, task, *args, limit=60):
-        return OnCpu.kept.run(in_rank, task, *args, limit=limit)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
+def replace_what_only_a_gpu_has():
+    ring.WORTH_MS, ring.MOST_CALLS, ring.LAST, grid.candidate = 1.0, 2, 8, lambda *rung: OF_02
+    ring.Hopper = lambda **how: PlainBlock if how == {"persistent": False, "deterministic": False} else None
+    steps.step04_ring.entry.default_block = team.default_block = lambda *q, **how: PlainBlock
+    torch.profiler.profile = profiler
+    torch.cuda.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
+    torch.cuda.graph = lambda graph, capture_error_mode: contextlib.nullcontext()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def end_of_ranks():
-    yield
-    if OnCpu.kept:
-        OnCpu.kept.close()
-
-
-def recorded(monkeypatch, cases, *names, ranks=OnCpu, gpus=2):
+def recorded(monkeypatch, ranks, cases, *names, gpus=2):
     """What parts of the plan yield on the CPU."""
     monkeypatch.setattr(ring, "CASES", cases)
-    monkeypatch.setattr(ring, "launch", SimpleNamespace(Ranks=ranks, RankError=launch.RankError))
+    monkeypatch.setattr(launch, "Ranks", lambda size, timeout: contextlib.nullcontext(ranks))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(rows, "provenance", lambda n_gpus: ORIGIN)
     return [row if "kind" in row else rows.validate(row) for row in ring.record(*names)]
 
 
-def test_everybody_computes_attention_in_two_ranks_and_has_rows_of_its_own(monkeypatch, capsys):
+def test_everybody_computes_attention_in_two_ranks_and_has_rows_of_its_own(monkeypatch, capsys, ranks):
     whos = {"sizes": (ONE, FETCH, RELAY, *PEERS), "strategies": (*LESSONS, FETCH, RELAY)}
-    found = recorded(monkeypatch, {name: (replace(SMALL, who=who),) for name, who in whos.items()}, *whos)
+    found = recorded(monkeypatch, ranks, {name: (replace(SMALL, who=who),) for name, who in whos.items()}, *whos)
     reasons = [line.partition(f" {SMALL.point}: ")[0] for line in capsys.readouterr().out.splitlines()]
     peers = [f"left out: {who}, {p}" for p in ("fwd", "fwd+bwd") for who in PEERS]
     assert reasons == [*peers, "left out: star, fwd+bwd"], "cuDNN needs a GPU, and star has no backward"
@@ -113,9 +93,9 @@ def test_everybody_computes_attention_in_two_ranks_and_has_rows_of_its_own(monke
     assert all(rows.source_files(row["stage"], row["kernel"]) for row in found)
 
 
-def test_the_ring_and_one_gpu_take_part_in_both_orders_of_adding_to_dq_and_the_ring_in_a_graph(monkeypatch):
+def test_the_ring_and_one_gpu_take_part_in_both_orders_of_adding_to_dq_and_the_ring_in_a_graph(monkeypatch, ranks):
     both = replace(SMALL, passes=("fwd+bwd",), who=(ONE, IN_ORDER, FETCH, ANY_ORDER, GRAPH))
-    found = recorded(monkeypatch, {"order": (both,)}, "order")
+    found = recorded(monkeypatch, ranks, {"order": (both,)}, "order")
     kernels = [f"{ONE}+bwd_3_hopper"] * 2 + [FETCH] * 3
     options = [{}, {"deterministic": True}, {}, {"deterministic": False}, {"graph": True}]
     assert [row["kernel"] for row in found] == kernels and [row["options"] for row in found] == options
@@ -140,9 +120,9 @@ def test_a_graph_is_captured_after_two_calls_and_then_only_replayed(monkeypatch)
     assert [call() for call in calls] == [(torch.ones(1),)] * 2 and done[-2:] == ["call", "replay"]
 
 
-def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch):
+def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch, ranks):
     monkeypatch.setattr(ring, "TRACED", replace(SMALL, who=(FETCH, RELAY)))
-    *found, record = recorded(monkeypatch, {}, "trace")
+    *found, record = recorded(monkeypatch, ranks, {}, "trace")
     assert [(row["kernel"], row["pass"]) for row in found] == [
         (who, pass_) for pass_ in ("fwd", "fwd+bwd") for who in (FETCH, RELAY)
     ]
@@ -161,8 +141,8 @@ def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch):
     assert ring.length([(5, 6), (0, 2), (1, 3), (3, 4)]) == 5, "what overlaps counts once"
 
 
-def test_a_round_is_that_of_the_slowest_rank_and_everybody_comes_first_once():
-    for called, found in OnCpu(2, 60).run(three_in_turn):
+def test_a_round_is_that_of_the_slowest_rank_and_everybody_comes_first_once(ranks):
+    for called, found in ranks.run(three_in_turn):
         assert called == "aabbbcc" + "bbbccaa" + "ccaabbb" + "aabbbcc" + "bbbccaa"
         assert found == {"a": [1.0] * 5, "b": [2.0] * 5, "c": [1.0] * 5}
 
@@ -176,8 +156,8 @@ def three_in_turn():
     return "".join(called), found
 
 
-def test_who_cannot_take_part_in_one_rank_takes_part_in_none_and_the_worst_rank_counts():
-    for found, left_out in OnCpu(2, 60).run(refused_in_rank_1):
+def test_who_cannot_take_part_in_one_rank_takes_part_in_none_and_the_worst_rank_counts(ranks):
+    for found, left_out in ranks.run(refused_in_rank_1):
         assert found == {RELAY: (None, {"ms": 2.0, "error": 0.5})}
         assert left_out == [f"left out: {FETCH}, fwd {SMALL.point}: RuntimeError: no kernel"]
 
@@ -193,21 +173,18 @@ def refused_in_rank_1():
     return found, left_out
 
 
-class Dying(OnCpu):
-    """Ranks of which one dies in a large case."""
-
-    def run(self, task, case, origin, limit):
+def test_who_dies_ends_the_part_and_one_gpu_has_no_ring(monkeypatch, capsys, ranks):
+    def dies_in_a_large_case(task, case, origin, limit):
         if case is LARGE:
             raise launch.RankError("rank 1 of 2 failed.\n  rank 0: fine\n  rank 1: died: SIGABRT\nmore", {})
-        return super().run(task, case, origin)
+        return ranks.run(task, case, origin)
 
-
-def test_who_dies_ends_the_part_and_one_gpu_has_no_ring(monkeypatch, capsys):
+    some = SimpleNamespace(run=dies_in_a_large_case)
     parts = {"32k": (LARGE,), "8k": (replace(SMALL, passes=("fwd",), who=(FETCH,)), LARGE, SMALL)}
-    assert [row["kernel"] for row in recorded(monkeypatch, parts, *parts, ranks=Dying)] == [FETCH]
+    assert [row["kernel"] for row in recorded(monkeypatch, some, parts, *parts)] == [FETCH]
     ended = " ended early: rank 1 of 2 failed.;   rank 0: fine;   rank 1: died: SIGABRT"
     assert capsys.readouterr().out.splitlines() == [name + ended for name in parts]
-    assert recorded(monkeypatch, parts, *parts, gpus=1) == []
+    assert recorded(monkeypatch, some, parts, *parts, gpus=1) == []
     row = ring.row_of(LARGE, FETCH, "fwd", [30.0 * n for n in (1.0, 1.1, 1.2, 1.5, 1.0)], 3, 0.01, ORIGIN)
     assert (row["ms_median"], row["ms_worst"], row["reps"], row["error"]) == (pytest.approx(33), 45, 15, 0.01)
 
