@@ -85,30 +85,27 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
     def moment():
         return datetime(2026, 1, 31) + timedelta(seconds=gpu.now)
 
-    def pass_by(seconds, mhz=345, watts=100, samples=400):
-        for _ in range(samples):
-            gpu.now += seconds / samples
-            gpu.samples.append((moment(), mhz, watts))
+    def work(seconds, mhz, watts):
+        gpu.now += seconds
+        gpu.samples.append((moment(), mhz, watts))
 
-    def sleep(seconds):
-        gpu.calls.append("pause")
+    def pause(seconds):
         gpu.load = 0.0
-        pass_by(seconds)
+        gpu.calls.append("pause")
+        for _ in range(400):
+            work(seconds / 400, 345, 100)
 
     def call(name, ms, mhz):
         gpu.calls.append(name)
-        limited = gpu.load > 0.2
-        pass_by(1.25e-3 * ms, mhz, 700.0, 1) if limited else pass_by(1e-3 * ms, 1980.0, 650.0, 1)
+        work(1.25e-3 * ms, mhz, 700.0) if gpu.load > 0.2 else work(1e-3 * ms, 1980.0, 650.0)
         gpu.load += 1e-3 * ms
 
     @contextlib.contextmanager
     def watched(device):
-        first, samples = len(gpu.samples), []
-        yield samples
-        pass_by(9.0)
-        samples += gpu.samples[first:]
+        yield gpu.samples
+        pause(9.0)
 
-    monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=sleep, perf_counter=lambda: gpu.now))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=pause, perf_counter=lambda: gpu.now))
     monkeypatch.setattr(timing, "datetime", SimpleNamespace(now=moment))
     monkeypatch.setattr(timing, "watched", watched)
     asked = {"a": (4.0, 1600), "b": (8.0, 1700), "c": (100.0, 1600)}
@@ -120,7 +117,7 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
     # As many calls as seemed to take 0.75 s, but 30 for a row.
     assert found["c"].reps == timing.MIN_REPS and 0.7 < 4e-3 * found["a"].reps < 0.8
     turns = [name for name, _ in itertools.groupby(gpu.calls)]
-    assert turns[::2] == ["pause"] * 3 and sorted(turns[1::2]) == ["a", "b", "c"], "each alone, after a pause"
+    assert turns[::2] == ["pause"] * 4 and sorted(turns[1::2]) == ["a", "b", "c"], "each alone, after a pause"
 
 
 def test_clock_and_power_are_read_from_nvidia_smi_while_the_block_runs(monkeypatch, tmp_path):
