@@ -459,6 +459,7 @@ BOTH = ("fwd", "bwd")
 FLOAT32 = dict(passes=BOTH, dtypes=("fp32",), peers=("sdpa-efficient",))
 ONE_BLOCK = (Point(1, 1, 128, 64),)  # a kernel at this size is shorter than its launch
 SMALL = Point(1, 16, 256, 128), Point(1, 16, 1024, 128)  # calls that are lost in Python
+SMALL_CALL = (("feature", "small call"),)
 # What is recorded of stages 02 and 03: parts of a few minutes, which yield rows when they are called. The slow rungs
 # are measured at 4k alone.
 PLANS = {
@@ -483,10 +484,7 @@ PLANS = {
     "grouped": (lambda: measure(grouped()),),
     "launches": (Part(of("02", "hopper fa2") + of("03", "gluon tma"), ONE_BLOCK),),
     "host": (
-        Part(
-            of("02", "hopper") + of("03", "gluon tma fused"), SMALL, ("fwd", "fwd+bwd"), peers=BEST,
-            told=(("feature", "small call"),),
-        ),
+        Part(of("02", "hopper") + of("03", "gluon tma fused"), SMALL, ("fwd", "fwd+bwd"), peers=BEST, told=SMALL_CALL),
         lambda: measure(small_calls()),
     ),
 }

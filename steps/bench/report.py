@@ -80,7 +80,7 @@ def comparable(rows):
     """The latest rows, without peers of runs of which no kernel is among them: those were not measured beside one."""
     shown = results.latest(rows)
     beside = {(row["run"], setting(row)) for row in shown if row["kernel"]}
-    return [row for row in shown if row["kernel"] or (row["run"], setting(row)) in beside or not beside]
+    return [row for row in shown if row["kernel"] or (row["run"], setting(row)) in beside]
 
 
 def speeds(rows):
