@@ -323,6 +323,11 @@ def test_measure_yields_a_row_for_each_pass_with_the_peer_in_the_same_run_and_th
         assert r.get("peer_version") == (f"torch {metadata.version('torch')}" if r["peer"] else None)
 
 
+def test_a_forward_alone_is_called_without_autograd():
+    who = grid.Entrant(forward=lambda causal: ("out", "lse"), attention=lambda causal: "by autograd")
+    assert who.call([None], "fwd", False)() == ("out",)
+
+
 @cpu_only
 def test_a_group_takes_turns_as_a_whole_beside_its_ceiling(monkeypatch):
     rounds, taken = [], timing.Timing(2.0, 1.0, 3.0, 30)

@@ -109,6 +109,7 @@ def test_a_graph_is_captured_after_two_calls_and_then_only_replayed(monkeypatch)
     monkeypatch.setattr(grid.Entrant, "call", lambda *asked: lambda: done.append("call") or (torch.ones(1),))
     calls = [ring.tried(SMALL, who, "fwd", (), {})[0] for who in (FETCH, GRAPH)]
     assert done == ["call"] * 3 + ["call", "call", "capture", "call"] + ["replay"] * 3
+    assert [ring.entrant(SMALL, who).attention.keywords["transport"] for who in (GRAPH, RELAY)] == ["fetch", "relay"]
     assert [call() for call in calls] == [(torch.ones(1),)] * 2 and done[-2:] == ["call", "replay"]
 
 

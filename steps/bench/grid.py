@@ -94,7 +94,6 @@ def by_autograd(attend, inputs, pass_, causal):
 
 def in_pass(pass_, forward, backward):
     """A call of the pass. forward() gives what backward(saved) needs, first of all out."""
-
     if pass_ == "bwd":
         return partial(backward, forward())
 

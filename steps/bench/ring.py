@@ -311,9 +311,7 @@ PLANS = {"ring": (partial(record, *ALL),), **{f"ring-{name}": (partial(record, n
 def row_of(case, who, pass_, ms, count, error, origin):
     """One row. ms: of a call in each round of so many calls."""
     row = {**origin, **case.point.sizes, "pass": pass_, "dtype": DTYPE, **grid.HOW, "options": case.options(who)}
-    if who in ALONE:
-        row["layout"] = None
-    else:
+    if who not in ALONE:
         row["layout"] = "contiguous" if who in PEERS and not case.point.causal else case.layout
     row |= entrant(case, who).subject(row)
     row |= vars(timing.summary(ms)) | {"reps": len(ms) * count, "ms_worst": max(ms), "error": error}
