@@ -13,14 +13,6 @@ BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 FORWARDS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 
 
-def flops(B, H, N, D, *, Nk=None, causal=False, pass_="fwd"):
-    """Floating-point operations by the papers' convention: 4 B H N Nk D forward, half when causal.
-
-    The softmax is not counted, and recomputing S in the backward is.
-    """
-    return 4.0 * B * H * N * (N if Nk is None else Nk) * D * (0.5 if causal else 1.0) * FORWARDS[pass_]
-
-
 @dataclass(frozen=True)
 class Point:
     """One size: q (B, H, N, D), k and v (B, Hk, Nk, D). Hk is H and Nk is N unless given."""
@@ -38,8 +30,13 @@ class Point:
         """The fields of a results row."""
         return {**vars(self), "Hk": self.Hk or self.H, "Nk": self.Nk or self.N}
 
-    def flops(self, pass_):
-        return flops(self.B, self.H, self.N, self.D, Nk=self.Nk, causal=self.causal, pass_=pass_)
+    def flops(self, pass_="fwd"):
+        """Floating-point operations by the papers' convention: 4 B H N Nk D forward, half when causal.
+
+        The softmax is not counted, and recomputing S in the backward is.
+        """
+        forward = 4.0 * self.B * self.H * self.N * (self.Nk or self.N) * self.D
+        return forward * (0.5 if self.causal else 1.0) * FORWARDS[pass_]
 
     def __str__(self):
         return " ".join(f"{name}={value}" for name, value in self.sizes.items())

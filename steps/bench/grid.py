@@ -143,9 +143,9 @@ def switched(candidate, passes):
 class Task:
     """What is compared at one size.
 
-    options: what the rows say was asked for. share: of all scores, those whose operations are counted. reference(heads)
-    gives the reference's options for a slice of the query heads. last: only so many of the last queries are compared
-    with float64. ceiling(inputs) gives what is timed beside them: (fields of its row, call, operations, error).
+    options: what the rows say was asked for. share: of all scores, those whose operations are counted. reference: its
+    options for the last head. last: only so many of the last queries are compared with float64. ceiling(inputs) gives
+    what is timed beside them: (fields of its row, call, operations, error).
     """
 
     point: Point
@@ -154,7 +154,7 @@ class Task:
     entrants: tuple
     options: dict = field(default_factory=dict)
     share: float = 1.0
-    reference: Callable = lambda heads: {}
+    reference: dict = field(default_factory=dict)
     last: int | None = None
     ceiling: Callable | None = None
 
@@ -237,21 +237,21 @@ def peak_bytes(call):
     return torch.cuda.max_memory_allocated() - before
 
 
-def sample_truth(inputs, causal, *, backward=True, last=None, options=lambda heads: {}):
+def sample_truth(inputs, causal, *, backward=True, last=None, options=None):
     """{name: float64 result} for the last batch and its last K/V head, with its query heads.
 
     The reference holds several N x N matrices in float64, 2 GB each at N = 16k. Therefore it computes a sample, and on
     the CPU where the GPU's memory does not suffice. It is the last head, where a wrong stride has the largest effect.
 
     last: only so many of the last queries, with out and dq, because dk and dv would need all of them.
-    options(heads): further options of the reference, for a slice of the query heads.
+    options: further ones of the reference, for these heads.
     """
     dout, q, k, v = inputs
     heads, queries = slice(-(q.shape[1] // k.shape[1]), None), slice(-(last or 0), None)
     sample = dout[-1:, heads, queries], q[-1:, heads, queries], k[-1:, -1:], v[-1:, -1:]
 
     def computed(device):
-        how = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options(heads).items()}
+        how = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in (options or {}).items()}
         dout, *qkv = (x.to(device) for x in sample)
         out, _ = attention.forward(*qkv, causal=causal, **how)
         return out, *(attention.backward(dout, *qkv, causal=causal, **how) if backward else ())
@@ -338,7 +338,7 @@ def feature(name, point, options=(), told=(), share=1.0, beside=(), passes=("fwd
     options = dict(options)
     forward, backward = (partial(function, **options) for function in (flash.forward, flash.backward))
     entrants = Entrant("03_triton", "flash", forward, "flash", backward), *beside
-    reference = partial(reference_options, options, point, last)
+    reference = reference_options(options, point, last)
     return Task(point, "bf16", passes, entrants, {"feature": name, **dict(told)}, share, reference, last)
 
 
@@ -359,16 +359,16 @@ def small_calls():
     yield [a_new_token(64, 2048)]
 
 
-def reference_options(options, point, last, heads):
-    """The kernel's options as the reference takes them, for a slice of the query heads."""
+def reference_options(options, point, last):
+    """The kernel's options as the reference takes them, for the last head."""
     alike = "window", "softcap", "mask", "cu_seqlens_q", "cu_seqlens_k"
     found = {name: options[name] for name in alike if name in options}
     if "alibi_slopes" in options:
-        found["alibi_slopes"] = options["alibi_slopes"][heads]
+        found["alibi_slopes"] = options["alibi_slopes"][-1:]
     if "dropout_p" in options:
         first = point.N - last
         keep = philox.keep_mask(SEED, 1, point.H, last, point.N, options["dropout_p"], first_query=first)
-        found["dropout_mask"] = keep[:, heads].to(options["seed"].device)
+        found["dropout_mask"] = keep[:, -1:].to(options["seed"].device)
         found["dropout_p"] = philox.rounded(options["dropout_p"])
     return found
 
