@@ -435,7 +435,7 @@ def test_every_switch_compiles(capability):
     for row in rows:
         assert row["shared"] <= SHARED[capability] * 1024, row
         assert not row["serialised"], row
-        if row["kernel"] != "delta_kernel" and capability > 75:
+        if row["kernel"] not in ("clear_kernel", "delta_kernel") and capability > 75:
             assert row["wgmma.mma_async" if capability == 90 else "mma.sync"] > 0, row
 
 
@@ -445,7 +445,8 @@ def test_a_first_call_with_a_feature_compiles_four_kernels_and_another_length_no
     rows = compile_triton.in_a_process(__file__, [(name, 90, 16, "bfloat16", N) for name in names for N in (256, 1000)])
     for name in names:
         first, second = ([row for row in rows if (row["name"], row["N"]) == (name, N)] for N in (256, 1000))
-        assert [row["kernel"] for row in first] == ["forward_kernel", "delta_kernel", "keys_kernel", "queries_kernel"]
+        kernels = [row["kernel"] for row in first if row["kernel"] != "clear_kernel"]  # of rows that no sequence has
+        assert kernels == ["forward_kernel", "delta_kernel", "keys_kernel", "queries_kernel"]
         assert [row["key"] for row in second] == [row["key"] for row in first], name
 
 

@@ -28,7 +28,7 @@ from .flash_kernels import (
     queries_kernel,
 )
 from .replay import replayed
-from .tiles import can_copy, describe, describe_numbers, is_aligned, products, strides_of
+from .tiles import can_copy, describe, describe_numbers, is_aligned, new_packed, products, strides_of
 
 # (Br, Bc, num_warps, num_stages) by head_dim up to 64, 128, 256. In "tma" the copy engine reads the tiles. A mask, the
 # random numbers of dropout, and positions (of a window, ALiBi or packed sequences) take registers from the tiles.
@@ -37,6 +37,7 @@ TILES = {
     "tma, mask by tma": {64: (64, 64, 4, 3), 128: (128, 64, 4, 2), 256: (128, 64, 8, 2)},
     "tma, mask": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
     "tma, dropout": {64: (64, 64, 4, 2), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
+    "tma, window": {64: (64, 64, 4, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
     "tma, positions": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
     "16 bits": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 8, 2)},
     "16 bits, mask": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
@@ -193,6 +194,7 @@ def kinds(q, f):
     yield "tma, mask by tma", f.policy.mask_tma
     yield "tma, mask", f.mask_strides
     yield "tma, dropout", f.seed is not None
+    yield "tma, window", f.left is not None
     yield "tma, positions", f.left is not None or f.slopes is not None or f.cu_seqlens_q is not None
     yield "tma, no mask", not f.mask_strides
     yield "tma", True
@@ -253,7 +255,7 @@ def forward(record, q, k, v, *, out=None, lse=None, tile=None, **options):
     H, Hk = q.shape[1], k.shape[1]
     carried = out is not None
     if not carried:
-        out = record.new(q.shape, like=q, fill=None if f.cu_seqlens_q is None else 0)
+        out = record.new(q.shape, like=q) if f.cu_seqlens_q is None else new_packed(record, q, f.cu_seqlens_q)
         lse = record.new(q.shape[:3], fill=-torch.inf)
     f = with_tma(f, (q, k, v), mask)
     how = sizes(TILES, q, tile, f)
@@ -278,7 +280,11 @@ def backward(record, dout, q, k, v, out, lse, *, tile=None, mask_gradient=False,
     (B, H), Hk = q.shape[:2], k.shape[1]
     group = H // Hk
     packed = f.cu_seqlens_q is not None
-    dq, dk, dv = (record.new(x.shape, like=x, fill=0 if packed else None) for x in (q, k, v))
+    if packed:
+        starts = f.cu_seqlens_q, f.cu_seqlens_k, f.cu_seqlens_k
+        dq, dk, dv = (new_packed(record, x, of_x) for x, of_x in zip((q, k, v), starts, strict=True))
+    else:
+        dq, dk, dv = (record.new(x.shape, like=x) for x in (q, k, v))
     # Each row of lse_2 and delta, and in it each sequence, begins at a multiple of 16 bytes.
     stride = 4 * (triton.cdiv(q.shape[2], 4) + (sequences if packed else 0))
     lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))

@@ -59,13 +59,13 @@ def make_ring(x, DEPTH: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def load(x, ring, n, b, h, first):
-    """The producer: starts to copy tile n, the rows of one head from `first` on. TMA writes zeros beyond the edges."""
+def load(x, ring, n, where):
+    """The producer: starts to copy tile n, which begins at these coordinates. TMA writes zeros beyond the edges."""
     tiles, full, empty = ring
     room, phase = n % tiles.shape[0], n // tiles.shape[0] & 1
     mbarrier.wait(empty.index(room), phase ^ 1)
     mbarrier.expect(full.index(room), x.block_type.nbytes)
-    async_load(x, [b, h, first, 0], full.index(room), tiles.index(room))
+    async_load(x, where, full.index(room), tiles.index(room))
 
 
 @gluon.jit
@@ -73,7 +73,7 @@ def get(ring, n):
     """A consumer: waits until tile n has come, and returns it as a matrix in shared memory."""
     tiles, full, empty = ring
     mbarrier.wait(full.index(n % tiles.shape[0]), n // tiles.shape[0] & 1)
-    return tiles.index(n % tiles.shape[0]).reshape((tiles.shape[3], tiles.shape[4]))
+    return tiles.index(n % tiles.shape[0]).reshape((tiles.shape[-2], tiles.shape[-1]))
 
 
 @gluon.jit
@@ -88,11 +88,11 @@ def produce(q, k, v, Q, K, V, b, h, hk, i, blocks):
     consumers: gl.constexpr = Q[0].shape[0]
     for n in range(blocks):
         j = (blocks - 1 - n) * k.block_type.shape[2]
-        load(k, K, n, b, hk, j)
+        load(k, K, n, [b, hk, j, 0])
         if n == 0:
             for w in gl.static_range(consumers):
-                load(q, Q, w, b, h, i + 64 * w)
-        load(v, V, n, b, hk, j)
+                load(q, Q, w, [b, h, i + 64 * w, 0])
+        load(v, V, n, [b, hk, j, 0])
 
 
 @gluon.constexpr_function
@@ -144,14 +144,20 @@ def start_output(O, P, V_n):
 
 
 @gluon.jit
-def mask(S, i, j, Nq, Nk, CAUSAL: gl.constexpr):
-    """S with -inf where there is no key, or the key lies after the query. S (64, Bc) starts at query i and key j."""
+def mask(S, j, low, high, Nk):
+    """S (64, Bc), which starts at key j, with -inf where there is no key or the query does not see it.
+
+    The first query sees the keys low ... high - 1, the next one those from low + 1 to high. None is no limit.
+    """
     row = gl.arange(0, 64, gl.SliceLayout(1, S.type.layout))
     column = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))
-    seen = gl.zeros_like(row) + (Nk - j)  # the row sees the columns before this one
-    if CAUSAL:  # query i stands at position i + Nk - Nq
-        seen = gl.minimum(seen, row + (i + 1 + Nk - Nq - j))
-    return gl.where(column[None, :] < seen[:, None], S, float("-inf"))
+    end = gl.zeros_like(row) + (Nk - j)  # the row sees the columns before this one
+    if high is not None:
+        end = gl.minimum(end, row + (high - j))
+    seen = column[None, :] < end[:, None]
+    if low is not None:
+        seen = seen & (column[None, :] >= (row + (low - j))[:, None])
+    return gl.where(seen, S, float("-inf"))
 
 
 @gluon.jit
@@ -174,16 +180,14 @@ def online_softmax(m, l, S, scale_log2):
 
 
 @gluon.jit
-def step(
-    m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
+def step(m, l, P, O, Q_i, K, V, n, j, low, high, Nk, scale_log2, MASKED: gl.constexpr):
     """Computes S of tile n, which starts at key j, and beside it adds P V of tile n - 1 to O."""
     S = start_scores(Q_i, get(K, n))
     O = start_output(O, P, get(V, n - 1))
     S = warpgroup_mma_wait(1, (S,))  # all products but the last one have ended
     release(K, n)
     if MASKED:
-        S = mask(S, i, j, Nq, Nk, CAUSAL)
+        S = mask(S, j, low, high, Nk)
     m, l, alpha, P = online_softmax(m, l, S, scale_log2)
     O = warpgroup_mma_wait(0, (O,))
     release(V, n - 1)
@@ -199,23 +203,24 @@ def consume(w, CAUSAL: gl.constexpr, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk,
     m, l = gl.full((64,), float("-inf"), gl.float32, rows), gl.full((64,), 0, gl.float32, rows)
     O = gl.full((64, D_pad), 0, gl.float32, layout(D_pad))  # not yet divided by l
     scale_log2 = scale * 1.4426950408889634  # exp is computed as a power of 2
-    whole = Nk // Bc  # the first tiles of the keys, which need no mask
-    if CAUSAL:
-        whole = gl.minimum(Nk, gl.maximum(0, i + 1 + Nk - Nq)) // Bc
+    whole, high = Nk // Bc, None  # the first tiles of the keys, which need no mask
+    if CAUSAL:  # query i stands at position i + Nk - Nq
+        high = i + 1 + Nk - Nq
+        whole = gl.minimum(Nk, gl.maximum(0, high)) // Bc
     if blocks > 0:  # otherwise nothing comes to wait for
         Q_i = get(Q, w)
         S = warpgroup_mma_wait(0, (start_scores(Q_i, get(K, 0)),))
         release(K, 0)
-        S = mask(S, i, (blocks - 1) * Bc, Nq, Nk, CAUSAL)
+        S = mask(S, (blocks - 1) * Bc, None, high, Nk)
         m, l, alpha, P = online_softmax(m, l, S, scale_log2)
         P = in_pairs(P, V[0].dtype)
         masked = gl.maximum(1, blocks - whole)
         if CAUSAL:  # otherwise only the first tile needs a mask
             for n in range(1, masked):
                 j = (blocks - 1 - n) * Bc
-                m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, j, Nq, Nk, scale_log2, True, CAUSAL)
+                m, l, P, O = step(m, l, P, O, Q_i, K, V, n, j, None, high, Nk, scale_log2, True)
         for n in range(masked, blocks):
-            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, i, 0, Nq, Nk, scale_log2, False, CAUSAL)
+            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, 0, None, high, Nk, scale_log2, False)
         O = warpgroup_mma_wait(0, (start_output(O, P, get(V, blocks - 1)),))
     l = gl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
     row = gl.arange(0, 64, rows)

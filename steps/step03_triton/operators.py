@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from . import decode, flash, options
+from . import decode, flash, flash_gluon, options
 
 SCHEMA = (
     "bool causal=False, float? scale=None, int[]? tile=None, SymInt[]? window=None, float? softcap=None, "
@@ -53,10 +53,12 @@ def rows_4d(lse):
 
 def launcher(q, k, f, carried):
     """(the function that launches the kernels of a call, the names of what it takes): decode.py's for few queries."""
-    takes = not {*options.asked(f)} - {*options.OF_DECODE} and f["tile"] is None and not carried
-    few = takes and q.ndim == 4 and decode.fits(q, k)
+    free, asked = f["tile"] is None and not carried, options.asked(f)
+    few = free and not {*asked} - {*options.OF_DECODE} and q.ndim == 4 and decode.fits(q, k)
     if f["lengths_k"] is not None or few:
         return decode.forward, ("causal", "scale", *options.OF_DECODE)
+    if free and flash_gluon.fits(q, [*asked, "causal"] if f["causal"] else asked):
+        return flash_gluon.forward, flash_gluon.OPTIONS
     return flash.forward, OF_FLASH
 
 

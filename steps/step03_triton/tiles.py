@@ -109,6 +109,24 @@ def load_numbers(numbers, h, first, f, MASKED: tl.constexpr):
         return numbers.box.load([numbers.b + h, numbers.start + first]).reshape(numbers.row.shape[0])
 
 
+@triton.jit(do_not_specialize=["N"])
+def clear_kernel(x, strides, starts, sequences, N, D: tl.constexpr, D_pad: tl.constexpr):
+    """Sets the rows of x (1, H, N, D) to 0 that come after the last packed sequence. Grid (H, any number)."""
+    head = x + tl.program_id(0).to(tl.int64) * strides[1]
+    column = tl.arange(0, D_pad)[None, :]
+    for first in range(tl.load(starts + sequences) + 16 * tl.program_id(1), N, 16 * tl.num_programs(1)):
+        row = first + tl.arange(0, 16)[:, None]
+        tl.store(head + row.to(tl.int64) * strides[2] + column, 0.0, mask=(row < N) & (column < D))
+
+
+def new_packed(record, x, starts):
+    """A tensor like x (1, H, N, D) whose sequences begin at `starts`; the rows after the last one are 0."""
+    new, (_, H, N, D) = record.new(x.shape, like=x), x.shape
+    D_pad = triton.next_power_of_2(D)
+    record.launch(clear_kernel, (H, 64), new, strides_of(new), starts, len(starts) - 1, N, D=D, D_pad=D_pad)
+    return new
+
+
 def products(x):
     """How matrices like x are multiplied; fwd_0_fused.py tells what the words mean."""
     if x.element_size() == 2:

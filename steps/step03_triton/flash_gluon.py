@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: MIT
+"""The forward of flash.py with a window or packed sequences, on Hopper: the roles of fwd_3_gluon.py.
+
+A producer and two or three consumers work as they do there. Two things are different:
+
+    window    The queries of a program see the keys from the first query's left edge to the last query's right edge.
+              First come the tiles that an edge cuts, which need a mask, and then the others.
+    packed    A sequence is a range of rows of one long tensor. The copy engine reads zeros, and writes nothing, beyond
+              the end of a tensor, but does not know where a sequence ends. `ragged` describes the tensor in such a way
+              that a dimension ends there.
+
+Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py. Left
+out: all other features, and head_dims below 64. Needs torch and Triton, fwd_3_gluon.py, replay.py and tiles.py.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .fwd_3_gluon import (
+    SHORT,
+    STAGES,
+    TILES,
+    aligned,
+    async_store,
+    copy,
+    describe,
+    get,
+    in_pairs,
+    layout,
+    load,
+    make_ring,
+    mask,
+    online_softmax,
+    refusal,
+    release,
+    start_output,
+    start_scores,
+    step,
+)
+from .replay import replayed
+from .tiles import new_packed
+
+BILLION = gl.constexpr(2**30)
+UNLIMITED = 2**29  # more keys than a GPU has memory for; twice as many are still a number of 32 bits
+
+
+@gluon.jit
+def coordinates(part, row, PACKED: gl.constexpr):
+    """What a descriptor calls this row of a part: (batch entry, head, first row, number of rows)."""
+    b, h, start, N = part
+    if PACKED:  # see `ragged`
+        return [BILLION, start + N, h, BILLION - N + row, 0]
+    else:
+        return [b, h, row, 0]
+
+
+@gluon.jit
+def visits(low, high, Nk, Br: gl.constexpr, Bc: gl.constexpr):
+    """(begin, whole, full, end): tiles begin ... end - 1 are visited, and whole ... full - 1 of them need no mask.
+
+    The first of the Br queries sees the keys low ... high - 1, the next one those from low + 1 to high.
+    """
+    end = gl.cdiv(gl.minimum(Nk, gl.maximum(0, high + Br - 1)), Bc)
+    begin = gl.minimum(end, gl.maximum(0, low) // Bc)
+    whole = gl.minimum(end, gl.cdiv(gl.maximum(0, low + Br - 1), Bc))
+    full = gl.maximum(whole, gl.minimum(Nk, gl.maximum(0, high)) // Bc)
+    return begin, whole, full, end
+
+
+@gluon.jit
+def visited(n, tiles):
+    """The tile that is visited n-th: from the last one on those of the right edge, those of the left, the others."""
+    begin, whole, full, end = tiles
+    right, cut = end - full, end - full + whole - begin
+    return gl.where(n < right, end - 1 - n, gl.where(n < cut, begin + n - right, full - 1 - (n - cut)))
+
+
+@gluon.jit
+def produce(q, k, v, Q, K, V, queries, keys, i, tiles, PACKED: gl.constexpr):
+    consumers: gl.constexpr = Q[0].shape[0]
+    begin, whole, full, end = tiles
+    for n in range(end - begin):
+        where = coordinates(keys, visited(n, tiles) * K[0].shape[-2], PACKED)
+        load(k, K, n, where)
+        if n == 0:
+            for w in gl.static_range(consumers):
+                load(q, Q, w, coordinates(queries, i + 64 * w, PACKED))
+        load(v, V, n, where)
+
+
+@gluon.jit
+def consume(w, PACKED: gl.constexpr, out, lse, Q, K, V, queries, i, low, high, Nk, tiles, scale):
+    """Warpgroup w: the 64 queries from i on, of which the first one sees the keys low ... high - 1."""
+    Bc: gl.constexpr = K[0].shape[-2]
+    D_pad: gl.constexpr = K[0].shape[-1]
+    rows: gl.constexpr = gl.SliceLayout(1, layout(Bc))
+    m, l = gl.full((64,), float("-inf"), gl.float32, rows), gl.full((64,), 0, gl.float32, rows)
+    O = gl.full((64, D_pad), 0, gl.float32, layout(D_pad))  # not yet divided by l
+    scale_log2 = scale * 1.4426950408889634  # exp is computed as a power of 2
+    begin, whole, full, end = tiles
+    blocks = end - begin
+    if blocks > 0:  # otherwise nothing comes to wait for
+        Q_i = get(Q, w)
+        S = warpgroup_mma_wait(0, (start_scores(Q_i, get(K, 0)),))
+        release(K, 0)
+        S = mask(S, visited(0, tiles) * Bc, low, high, Nk)
+        m, l, alpha, P = online_softmax(m, l, S, scale_log2)
+        P = in_pairs(P, V[0].dtype)
+        masked = gl.maximum(1, blocks - (full - whole))
+        for n in range(1, masked):
+            j = visited(n, tiles) * Bc
+            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, j, low, high, Nk, scale_log2, True)
+        for n in range(masked, blocks):
+            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, 0, low, high, Nk, scale_log2, False)
+        O = warpgroup_mma_wait(0, (start_output(O, P, get(V, blocks - 1)),))
+    l = gl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
+    row = i + gl.arange(0, 64, rows)
+    gl.store(lse + row, m * scale + gl.log(l), mask=row < queries[3])
+    tile = Q[0].index(w)  # Q_i is not needed any more, so out leaves the chip from its place
+    inverse = gl.convert_layout(1 / l, gl.SliceLayout(1, layout(D_pad)))
+    tile.reshape((64, D_pad)).store((O * inverse[:, None]).to(out.dtype))
+    fence_async_shared()  # TMA must see what was stored
+    async_store(out, coordinates(queries, i, PACKED), tile)
+    tma.store_wait(0)  # the shared memory must live until TMA has read it
+
+
+@gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk", "left", "right", "total"])  # one kernel for every length
+def forward_kernel(
+    q, k, v, out, lse, starts_q, starts_k, H, group, Nq, Nk, left, right, total, scale, CONSUMERS: gl.constexpr
+):
+    Br: gl.constexpr = 64 * CONSUMERS
+    PACKED: gl.constexpr = starts_q is not None
+    program, programs = gl.program_id(0), gl.cdiv(Nq, Br)
+    # Neighbouring programs work on the same head, so they find its K and V in the L2 cache. The last queries start
+    # first: when causal, they see most keys.
+    i, bh = (programs - 1 - program % programs) * Br, program // programs
+    b, h = bh // H, bh % H
+    q_start, k_start = 0, 0
+    if PACKED:  # b is the sequence, and Nq the length of the longest one
+        q_start, k_start = gl.load(starts_q + b), gl.load(starts_k + b)
+        Nq, Nk = gl.load(starts_q + b + 1) - q_start, gl.load(starts_k + b + 1) - k_start
+        lse += h.to(gl.int64) * total + q_start
+        if i >= Nq:
+            return
+    else:
+        lse += bh.to(gl.int64) * Nq
+    queries, keys = (b, h, q_start, Nq), (b, h // group, k_start, Nk)
+    low, high = i + Nk - Nq - left, i + Nk - Nq + right + 1
+    tiles = visits(low, high, Nk, Br, k.block_type.shape[-2])
+    Q, K, V = make_ring(q, CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS), make_ring(v, STAGES, CONSUMERS)
+    # The warps and registers are those of fwd_3_gluon.py.
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consume, (0, PACKED, out, lse, Q, K, V, queries, i, low, high, Nk, tiles, scale)),
+            (consume, (1, PACKED, out, lse, Q, K, V, queries, i + 64, low + 64, high + 64, Nk, tiles, scale)),
+            (produce, (q, k, v, Q, K, V, queries, keys, i, tiles, PACKED)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, PACKED, out, lse, Q, K, V, queries, i, low, high, Nk, tiles, scale)),
+            (consume, (1, PACKED, out, lse, Q, K, V, queries, i + 64, low + 64, high + 64, Nk, tiles, scale)),
+            (consume, (2, PACKED, out, lse, Q, K, V, queries, i + 128, low + 128, high + 128, Nk, tiles, scale)),
+            (produce, (q, k, v, Q, K, V, queries, keys, i, tiles, PACKED)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+
+
+def ragged(x, rows, D_pad):
+    """A descriptor of x (1, H, N, D), whose boxes have so many rows of one packed sequence.
+
+    Its dimensions are (., ., H, 2^30, D), and a row has s entries of 2 bytes. Row r of a sequence of n rows that ends
+    at row e is row 2^30 - n + r of the fourth dimension, which ends with the sequence. The first two take it to its
+    place: 2^30 steps of 2^34 - s entries are 2^65 bytes, which in addresses of 64 bits are none, and -2^30 rows; and e
+    steps of s entries are e rows.
+    """
+    s, most = x.stride(2), 2**31 - 2**16
+    shape, strides = [most, most, x.shape[1], 2**30, x.shape[3]], [2**34 - s, s, x.stride(1), s, 1]
+    swizzled = gl.NVMMASharedLayout.get_default_for([1, 1, 1, rows, D_pad], gl.float16)  # bfloat16 has the same size
+    return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, D_pad], swizzled)
+
+
+OPTIONS = "causal", "scale", "window", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+
+
+def fits(q, asked):
+    """Whether `forward` takes q and is the fastest. asked: the names of the options in use, with a window or packed.
+
+    At head_dim 64 flash.py is faster where an edge cuts tiles: three consumers have no registers left for a mask.
+    """
+    if {*asked} - {*OPTIONS} or not {"window", "cu_seqlens_q"} & {*asked} or q.ndim != 4 or q.numel() == 0:
+        return False
+    edges = {"causal", "window"} & {*asked}
+    return q.shape[3] >= (65 if edges else 64) and refusal(q) is None
+
+
+@replayed
+def forward(
+    record, q, k, v, *, causal=False, scale=None, window=None, cu_seqlens_q=None, cu_seqlens_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, tile=None,
+):  # fmt: skip
+    """(out, lse) as flash.forward gives them, with its options. There is at least one key."""
+    (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
+    q, k, v = (x if aligned(x) else record.derive(copy, x) for x in (q, k, v))
+    left, right = window or (None, None)
+    left, right = (UNLIMITED if x in (None, -1) else min(x, UNLIMITED) for x in (left, 0 if causal else right))
+    if cu_seqlens_q is None:
+        kind, starts, sequences = describe, (None, None), B
+        out, lse = record.new(q.shape, like=q), record.new(q.shape[:3])
+    else:
+        kind, starts, sequences, Nq = ragged, (cu_seqlens_q, cu_seqlens_k), len(cu_seqlens_q) - 1, max_seqlen_q
+        out, lse = new_packed(record, q, cu_seqlens_q), record.new(q.shape[:3], fill=-torch.inf)
+    D_pad = max(64, triton.next_power_of_2(D))
+    Br, Bc = tile or (TILES[D_pad] if Nq >= SHORT else (128, TILES[D_pad][1]))
+    descriptors = [kind(x, rows, D_pad) for x, rows in ((q, 64), (k, Bc), (v, Bc), (out, 64))]
+    record.launch(
+        forward_kernel, sequences * H * triton.cdiv(Nq, Br), *descriptors, lse, *starts, H, H // Hk, Nq, Nk,
+        left, right, q.shape[2], float(D**-0.5 if scale is None else scale),
+        CONSUMERS=Br // 64, num_warps=4, maxnreg=168 if Br == 128 else 128,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,160 @@
+"""Stage 03's flash_gluon.py: windows and packed sequences on Hopper. What can be shown without a GPU is shown there."""
+
+import itertools
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+
+import steps.step03_triton as step03
+from reference import error
+from steps.step03_triton import flash, flash_gluon, operators, options
+from support import compile_triton
+from support.contract_suite import unwritten_is_nan
+
+on_hopper = pytest.mark.skipif("gluon" not in step03.SUPPORTS["rungs"], reason="needs a Hopper GPU")
+Br, Bc = 192, 128
+
+
+@pytest.fixture
+def on_integers(monkeypatch):
+    """The kernel's functions of numbers, as Python runs them."""
+    of_numbers = dict(minimum=min, maximum=max, cdiv=lambda x, y: -(-x // y), where=lambda c, x, y: x if c else y)
+    monkeypatch.setattr(flash_gluon, "gl", SimpleNamespace(**vars(flash_gluon.gl) | of_numbers))
+    monkeypatch.setattr(flash_gluon, "BILLION", 2**30)
+
+
+@pytest.mark.parametrize("Nq, Nk", [(1, 1), (300, 700), (700, 300), (512, 512), (900, 1025)])
+def test_every_key_that_is_seen_is_visited_once(on_integers, Nq, Nk):
+    """And a tile that is visited without a mask is seen wholly by every query that there is."""
+    for left, right in itertools.product((0, 1, 127, 200, flash_gluon.UNLIMITED), repeat=2):
+        for i in range(0, Nq, Br):
+            low, high = i + Nk - Nq - left, i + Nk - Nq + right + 1
+            tiles = begin, whole, full, end = flash_gluon.visits.fn(low, high, Nk, Br, Bc)
+            order = [flash_gluon.visited.fn(n, tiles) for n in range(end - begin)]
+            assert sorted(order) == [*range(begin, end)], "each tile once, and no other"
+            last = min(i + Br, Nq) - 1 - i
+            seen = range(max(0, low), min(Nk, high + last))
+            assert not seen or (begin * Bc <= seen[0] and seen[-1] < end * Bc)
+            for n in order[end - begin - (full - whole) :]:
+                assert low + last <= n * Bc and (n + 1) * Bc <= min(Nk, high)
+
+
+def test_a_packed_sequence_ends_where_the_descriptor_does(on_integers):
+    """The address of a row is that of the row in the whole tensor, and beyond the sequence no coordinate is valid."""
+    x = torch.zeros(1, 500, 3, 64, dtype=torch.float16).transpose(1, 2)
+    descriptor = flash_gluon.ragged(x, 64, 64)
+    steps = [2 * stride for stride in descriptor.strides]  # bytes
+    for start, n, h in ((0, 500, 0), (17, 100, 2), (499, 1, 1), (3, 0, 0)):
+        for row in (0, 1, 63, 99, 100, 499, 500, 563):
+            where = flash_gluon.coordinates.fn((0, h, start, n), row, True)
+            exists = all(0 <= c < size for c, size in zip(where, descriptor.shape, strict=True))
+            assert exists == (row < n)
+            if exists:
+                address = sum(c * step for c, step in zip(where, steps, strict=True)) % 2**64  # as hardware counts
+                assert address == 2 * (h * x.stride(1) + (start + row) * x.stride(2))
+    assert flash_gluon.coordinates.fn((5, 2, 0, 9), 3, False) == [5, 2, 3, 0]
+
+
+def test_which_calls_take_it(monkeypatch):
+    starts = torch.tensor([0, 10, 32], dtype=torch.int32)
+    packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=22, max_seqlen_k=22)
+
+    def picked(D, carried=False, **given):
+        q = torch.zeros(1, 2, 32, D, dtype=torch.float16)
+        f = {"causal": False, "scale": None, "tile": None} | options.DEFAULTS | given
+        return operators.launcher(q, q, f, carried)[0]
+
+    window = {"window": (7, 0)}
+    assert picked(128, **window) is flash.forward, "there is no Hopper GPU"
+    monkeypatch.setattr(flash_gluon, "refusal", lambda q: None)
+    for D, given in ((128, window), (72, window), (256, packed), (128, packed | window), (64, packed)):
+        assert picked(D, **given) is flash_gluon.forward
+    for D, given in ((64, window), (64, packed | {"causal": True}), (56, packed), (128, {}), (128, {"causal": True})):
+        assert picked(D, **given) is flash.forward
+    for more in ({"softcap": 2.0}, {"first_query": 3}, {"tile": [128, 64]}, {"carried": True}, {"sinks": starts}):
+        assert picked(128, **window, **more) is flash.forward
+
+
+def check(q, k, v, tile=None, **given):
+    """Compares a call's results, from memory full of NaN, with the reference."""
+    with unwritten_is_nan():
+        got = dict(zip(("out", "lse"), flash_gluon.forward(q, k, v, tile=tile, **given), strict=True))
+    of_reference = {name: x for name, x in given.items() if not name.startswith("max_")}
+    assert not error.failures(got, error.expected(q, k, v, q, **of_reference))
+
+
+def tensors(B, H, Hk, Nq, Nk, D, dtype):
+    return (torch.randn(B, h, N, D, device="cuda", dtype=dtype) for h, N in ((H, Nq), (Hk, Nk), (Hk, Nk)))
+
+
+TILES = [(D, tile) for D, tiles in flash_gluon.TILES.items() for tile in dict.fromkeys((tiles, (128, 64)))]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("D, tile", [*TILES, (72, None)], ids=str)
+def test_windows(D, tile, dtype):
+    for Nq, Nk in ((1, 1), (200, 200), (300, 700), (700, 300)):
+        q, k, v = tensors(2, 4, 2, Nq, Nk, D, dtype)
+        for window, causal in (((0, 0), False), ((100, None), True), ((300, 40), False), ((1, -1), False)):
+            check(q, k, v, tile, window=window, causal=causal)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("D, tile", [*TILES, (72, None)], ids=str)
+def test_packed(D, tile, dtype):
+    """Sequences of any length, also without queries or keys; behind the last one are rows of none."""
+    for of_q, of_k in (((1, 64, 200, 0, 129), (5, 64, 200, 70, 0)), ((128, 256), (256, 128))):
+        starts = {"q": [0, *itertools.accumulate(of_q)], "k": [0, *itertools.accumulate(of_k)]}
+        given = {f"cu_seqlens_{x}": torch.tensor(n, dtype=torch.int32, device="cuda") for x, n in starts.items()}
+        given |= {"max_seqlen_q": max(of_q), "max_seqlen_k": max(of_k)}
+        q, k, v = tensors(1, 4, 2, sum(of_q) + 9, sum(of_k) + 30, D, dtype)
+        for more in ({}, {"causal": True}, {"window": (50, 0)}, {"window": (64, 10)}):
+            check(q, k, v, tile, **given, **more)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_sequence_does_not_read_its_neighbours():
+    q, k, v = tensors(1, 2, 2, 300, 300, 128, torch.float16)
+    starts = torch.tensor([0, 100, 290], dtype=torch.int32, device="cuda")
+    given = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=190, max_seqlen_k=190)
+    right = flash_gluon.forward(q, k, v, **given)
+    for x in (q, k, v):
+        x[:, :, 100:] = math.nan
+    for x, y, name in zip(flash_gluon.forward(q, k, v, **given), right, ("out", "lse"), strict=True):
+        assert torch.equal(x[:, :, :100], y[:, :, :100]) and x[:, :, 100:290].isnan().all()
+        assert (x[:, :, 290:] == (0 if name == "out" else -math.inf)).all()
+
+
+def launches(wanted):
+    flash_gluon.refusal = lambda q: None  # it looks for a GPU
+    for D, packed in wanted:
+        yield dict(D=D, packed=packed), 90
+        x = torch.zeros(1, 2, flash_gluon.SHORT, D, dtype=torch.bfloat16)
+        starts = torch.zeros(3, dtype=torch.int32)
+        of_packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=len(x[0, 0]), max_seqlen_k=1)
+        flash_gluon.forward(x, x, x, **(of_packed if packed else {"window": (7, 0)}))
+
+
+def test_what_it_compiles_to():
+    rows = compile_triton.in_a_process(__file__, [(64, True), (128, False), (128, True)])
+    rows = [row for row in rows if row["kernel"] == "forward_kernel"]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["wgmma.mma_async"] > 0 and row["cp.async.bulk.tensor"] > 0 and row["setmaxnreg"] > 0, row
+        assert row["shared"] <= 227 * 1024 and not row["serialised"], row
+        if row["D"] == 128 and triton.__version__.startswith("3.7"):  # Other versions may spill a few registers.
+            assert row["spilled"] == 0, row
+
+
+if __name__ == "__main__":
+    compile_triton.compile_all(launches(json.loads(sys.argv[1])))
