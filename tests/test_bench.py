@@ -62,12 +62,13 @@ def test_candidates_take_turns_and_times_are_milliseconds_without_the_warm_up(mo
     called = []
     calls = {name: lambda name=name: called.append(name) for name in "abc"}
     times = timing.interleaved(calls, reps=4, warmup=2)
-    assert "".join(called) == "abcbcacababcbcacab" and [t.reps for t in times.values()] == [4] * 3
+    assert "".join(called) == "abcbcacababcbcacab" and [t["reps"] for t in times.values()] == [4] * 3
     assert timing.interleaved({}) == {}
     now = iter([0.0, 100.0, 200.0, 200.004, 300.0, 300.006, 400.0, 400.005])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
-    assert timing.interleaved({"a": lambda: None}, reps=3, warmup=1)["a"].ms_median == pytest.approx(5.0)
-    assert timing.summary([float(i) for i in range(100, -1, -1)]) == timing.Timing(50.0, 20.0, 80.0, 101)
+    assert timing.interleaved({"a": lambda: None}, reps=3, warmup=1)["a"]["ms_median"] == pytest.approx(5.0)
+    taken = {"ms_median": 50.0, "ms_p20": 20.0, "ms_p80": 80.0, "reps": 101}
+    assert timing.summary([float(i) for i in range(100, -1, -1)]) == taken
     order, seconds = [], iter([0.0, 8e-6, 10.0, 10.0 + 4e-6, 20.0, 21.0])
     monkeypatch.setattr(timing, "synchronize", lambda device: order.append("wait"))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: order.append("clock") or next(seconds))
@@ -110,10 +111,11 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
     found = timing.sustained({name: partial(call, name, *how) for name, how in asked.items()}, warmup=2, device="cpu")
     for name, (ms, mhz) in asked.items():
         load = found[name]
-        assert (load.ms_p20, load.ms_median, load.ms_p80) == pytest.approx([1.25 * ms] * 3)
-        assert (load.clock_mhz, load.watts) == (mhz, 700), "idle samples, and those before the clock fell, do not count"
+        assert (load["ms_p20"], load["ms_median"], load["ms_p80"]) == pytest.approx([1.25 * ms] * 3)
+        # Neither idle samples count, nor those before the clock fell.
+        assert (load["clock_mhz"], load["watts"]) == (mhz, 700)
     # As many calls as seemed to take 0.75 s, but 30 for a row.
-    assert found["c"].reps == timing.MIN_REPS and 0.7 < 4e-3 * found["a"].reps < 0.8
+    assert found["c"]["reps"] == timing.MIN_REPS and 0.7 < 4e-3 * found["a"]["reps"] < 0.8
     turns = [name for name, _ in itertools.groupby(gpu.calls)]
     assert turns[::2] == ["pause"] * 4 and sorted(turns[1::2]) == ["a", "b", "c"], "each alone, after a pause"
 
@@ -138,9 +140,9 @@ def test_on_a_gpu_events_clock_and_power_are_those_of_the_work():
     x = torch.randn(4096, 4096, device="cuda")
     few, many = (lambda: x @ x), (lambda: [x @ x for _ in range(8)])
     times = timing.interleaved({"few": few, "many": many}, device="cuda")
-    assert 5 < times["many"].ms_median / times["few"].ms_median < 11
+    assert 5 < times["many"]["ms_median"] / times["few"]["ms_median"] < 11
     load = timing.sustained({"product": few})["product"]
-    assert 300 < load.clock_mhz < 5000 and 5 < load.watts < 3000 and load.reps >= timing.MIN_REPS
+    assert 300 < load["clock_mhz"] < 5000 and 5 < load["watts"] < 3000 and load["reps"] >= timing.MIN_REPS
     assert 2 * x.nbytes <= grid.peak_bytes(lambda: (x + 1) * 2) <= 2 * x.nbytes + 2**21
 
 
@@ -329,9 +331,9 @@ def test_a_forward_alone_is_called_without_autograd():
 
 @cpu_only
 def test_a_group_takes_turns_as_a_whole_beside_its_ceiling(monkeypatch):
-    rounds, taken = [], timing.Timing(2.0, 1.0, 3.0, 30)
+    rounds, taken = [], timing.summary([1.0, 2.0, 3.0] * 10)
     monkeypatch.setattr(timing, "interleaved", lambda c, **_: rounds.append(len(c)) or dict.fromkeys(c, taken))
-    monkeypatch.setattr(timing, "sustained", lambda c, **_: dict.fromkeys(c, replace(taken, clock_mhz=1600, watts=700)))
+    monkeypatch.setattr(timing, "sustained", lambda c, **_: dict.fromkeys(c, taken | {"clock_mhz": 1600, "watts": 700}))
     monkeypatch.setattr(grid, "MATMUL_SIZE", 48)
     whole, share = task(), task(how=dict(share=0.5, options={"feature": "half"}))
     product = task(dtype="bf16", how={"ceiling": partial(grid.matrix_product, "bf16")})

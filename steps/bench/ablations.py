@@ -147,7 +147,7 @@ def timelines():
         if "without" not in one:
             candidates[n, "tflops"] = partial(calls.forward, q, k, v, rung="hopper", **one["switches"])
     for (n, name), taken in timing.interleaved(candidates, device="cuda").items():
-        found[n][name] = AT.flops("fwd") / taken.ms_median / 1e9
+        found[n][name] = AT.flops("fwd") / taken["ms_median"] / 1e9
     for one in found:  # of the last call; clocks are 32-bit numbers that wrap around
         marks = one["marks"].cpu().to(torch.int64)
         one["marks"] = ((marks - marks[0, :, 0].min()) % 2**32).tolist()
@@ -192,7 +192,7 @@ def parts():
     for point in POINTS:
         tensors = tensors_at(point, "cuda")
         taken = timing.interleaved({name: backward_call(tensors, name) for name in (None, *PARTS)}, device="cuda")
-        found += [{**point.sizes, "without": name, "ms_median": one.ms_median} for name, one in taken.items()]
+        found += [{**point.sizes, "without": name, "ms_median": one["ms_median"]} for name, one in taken.items()]
     return found
 
 

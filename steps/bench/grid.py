@@ -175,7 +175,7 @@ def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
         for found in taking_part.values():
             times = take_times({n: one[1] for n, one in enumerate(found)}, warmup=warmup, device=engine.device)
             for n, (row, call, flops) in enumerate(found):
-                row |= {**vars(times[n]), "tflops": flops / times[n].ms_median / 1e9}
+                row |= times[n] | {"tflops": flops / times[n]["ms_median"] / 1e9}
                 if row["pass"] == "fwd+bwd" and engine.device == "cuda":
                     row["peak_bytes"] = peak_bytes(call)
                 if row["ms_median"] < SHORT_MS and timed == "interleaved" and engine.device == "cuda":

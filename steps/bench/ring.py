@@ -314,7 +314,7 @@ def row_of(case, who, pass_, ms, count, error, origin):
     if who not in ALONE:
         row["layout"] = "contiguous" if who in PEERS and not case.point.causal else case.layout
     row |= entrant(case, who).subject(row)
-    row |= vars(timing.summary(ms)) | {"reps": len(ms) * count, "ms_worst": max(ms), "error": error}
+    row |= timing.summary(ms) | {"reps": len(ms) * count, "ms_worst": max(ms), "error": error}
     gpus = 1 if who in ALONE else origin["n_gpus"]
     row["tflops"] = case.point.flops(pass_) / gpus / row["ms_median"] / 1e9  # of one GPU
     return row

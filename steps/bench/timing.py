@@ -16,7 +16,6 @@ import random
 import statistics
 import subprocess
 import time
-from dataclasses import dataclass
 from datetime import datetime
 
 import numpy as np
@@ -27,34 +26,22 @@ IDLE = 0.3  # seconds without work before each candidate, so that each begins al
 SETTLE, MEASURED = 0.25, 0.75  # seconds of calls: until the power limit has set the clock, and those that count
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call: the median, the 20th and 80th percentile, over how many calls.
+def summary(ms, **load):
+    """The fields of a row: of a list of milliseconds the median, the 20th and 80th percentile, and their number.
 
-    Of sustained calls also the medians of the SM clock in MHz and of the board's power in watts.
+    load: of sustained calls also clock_mhz and watts, the medians of the SM's clock and of the board's power.
     """
-
-    ms_median: float
-    ms_p20: float
-    ms_p80: float
-    reps: int
-    clock_mhz: float | None = None
-    watts: float | None = None
-
-
-def summary(ms, *load):
-    """The Timing of a list of milliseconds, and of clock and power if they were measured."""
     p20, median, p80 = map(float, np.percentile(ms, (20, 50, 80)))
-    return Timing(median, p20, p80, len(ms), *load)
+    return {"ms_median": median, "ms_p20": p20, "ms_p80": p80, "reps": len(ms), **load}
 
 
 def spread(taken):
-    """Half the way from the 20th to the 80th percentile, in % of the median. taken: a Timing's fields, as a dict."""
+    """Half the way from the 20th to the 80th percentile, in % of the median. taken: what `summary` gives."""
     return 50 * (taken["ms_p80"] - taken["ms_p20"]) / taken["ms_median"]
 
 
 def interleaved(calls, *, reps=MIN_REPS, warmup=3, device="cpu"):
-    """{name: Timing} for `calls`, a dict of functions without arguments, after `warmup` untimed rounds.
+    """{name: summary} for `calls`, a dict of functions without arguments, after `warmup` untimed rounds.
 
     device: "cuda" times with events on the current stream, anything else with the host's clock.
     """
@@ -78,7 +65,7 @@ def turns(names, rounds):
 
 def one_call(call, *, device="cpu"):
     """Milliseconds of a single call: enough to see whether thirty more are affordable."""
-    return interleaved({"": call}, reps=1, warmup=0, device=device)[""].ms_median
+    return interleaved({"": call}, reps=1, warmup=0, device=device)[""]["ms_median"]
 
 
 def host_us(call, *, rounds=50, calls=20, device="cuda"):
@@ -120,7 +107,7 @@ def clock(device):
 
 
 def sustained(calls, *, warmup=3, device="cuda"):
-    """{name: Timing} for `calls`, a dict of functions without arguments: a second of each, after `warmup` calls.
+    """{name: summary} for `calls`, a dict of functions without arguments: a second of each, after `warmup` calls.
 
     The order is random, because the GPU gets warmer, and then needs more power. RuntimeError where nvidia-smi gives no
     clock or no power.
@@ -139,7 +126,8 @@ def sustained(calls, *, warmup=3, device="cuda"):
         load = [numbers for moment, *numbers in samples if start <= moment <= end]
         if len(load) < MIN_SAMPLES:
             raise RuntimeError(f"nvidia-smi gave clock and power {len(load)} times, not {MIN_SAMPLES} or more")
-        found[name] = summary(ms, *map(statistics.median, zip(*load, strict=True)))
+        clocks, watts = zip(*load, strict=True)
+        found[name] = summary(ms, clock_mhz=statistics.median(clocks), watts=statistics.median(watts))
     return found
 
 
