@@ -1,8 +1,8 @@
 """The plan `ring` on the CPU: its tasks in two real ranks over gloo, what only a GPU has replaced by stand-ins."""
 
 import contextlib
-import itertools
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +32,7 @@ def of_02(q, k, v, *, causal, deterministic=False):
     return out if deterministic else out * 1.01
 
 
-OF_02 = grid.Candidate("02_fa2_cuda", ONE, PlainBlock.forward, "bwd_3_hopper", PlainBlock.backward, of_02)
+OF_02 = grid.Entrant("02_fa2_cuda", ONE, PlainBlock.forward, "bwd_3_hopper", PlainBlock.backward, of_02)
 
 
 def event(name, stream, start, end, device="CUDA"):
@@ -47,83 +47,53 @@ def profiler(activities):
     return contextlib.nullcontext(SimpleNamespace(events=lambda: seen))
 
 
-def in_rank(task, *args):
-    """The task in a rank, where the first one replaces what only a GPU has."""
-    if ring.LAST != 8:
-        ring.WORTH_MS, ring.MOST_CALLS, ring.LAST, grid.candidate = 1.0, 2, 8, lambda *rung: OF_02
-        ring.Hopper = lambda **how: PlainBlock if how == {"persistent": False, "deterministic": False} else None
-        steps.step04_ring.entry.default_block = team.default_block = lambda *q, **how: PlainBlock
-        grid.peak_bytes = lambda call: 1000
-        torch.profiler.profile = profiler
-        torch.cuda.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
-        torch.cuda.graph = lambda graph, capture_error_mode: contextlib.nullcontext()
-    return task(*args)
+@pytest.fixture(scope="module")
+def ranks():
+    """Two ranks over gloo, for all tests of this file."""
+    with launch.Ranks(2) as two:
+        two.run(replace_what_only_a_gpu_has)
+        yield two
 
 
-class OnCpu:
-    """Two ranks over gloo. Those of one test go on to the next."""
-
-    kept = None
-
-    def __init__(self, size, timeout):
-        OnCpu.kept = OnCpu.kept or launch.Ranks(2, timeout)
-
-    def run(self, task, *args, limit=60):
-        return OnCpu.kept.run(in_rank, task, *args, limit=limit)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
+def replace_what_only_a_gpu_has():
+    ring.WORTH_MS, ring.MOST_CALLS, ring.LAST, grid.candidate = 1.0, 2, 8, lambda *rung: OF_02
+    ring.Hopper = lambda **how: PlainBlock if how == {"persistent": False, "deterministic": False} else None
+    steps.step04_ring.entry.default_block = team.default_block = lambda *q, **how: PlainBlock
+    torch.profiler.profile = profiler
+    torch.cuda.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
+    torch.cuda.graph = lambda graph, capture_error_mode: contextlib.nullcontext()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def end_of_ranks():
-    yield
-    if OnCpu.kept:
-        OnCpu.kept.close()
-
-
-def recorded(monkeypatch, cases, *names, ranks=OnCpu, gpus=2):
+def recorded(monkeypatch, ranks, cases, *names, gpus=2):
     """What parts of the plan yield on the CPU."""
     monkeypatch.setattr(ring, "CASES", cases)
-    monkeypatch.setattr(ring, "launch", SimpleNamespace(Ranks=ranks, RankError=launch.RankError))
+    monkeypatch.setattr(launch, "Ranks", lambda size, timeout: contextlib.nullcontext(ranks))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(rows, "provenance", lambda n_gpus: ORIGIN)
     return [row if "kind" in row else rows.validate(row) for row in ring.record(*names)]
 
 
-def test_everybody_computes_attention_in_two_ranks_and_has_rows_of_its_own(monkeypatch, capsys):
-    whos = {"sizes": (ONE, FETCH, RELAY, *PEERS), "strategies": (*LESSONS, FETCH, RELAY)}
-    found = recorded(monkeypatch, {name: (replace(SMALL, who=who),) for name, who in whos.items()}, *whos)
+def test_everybody_computes_attention_in_two_ranks_and_has_rows_of_its_own(monkeypatch, capsys, ranks):
+    whos = {"sizes": (ONE, IN_ORDER, FETCH, ANY_ORDER, GRAPH, RELAY, *PEERS), "strategies": (*LESSONS, FETCH, RELAY)}
+    found = recorded(monkeypatch, ranks, {name: (replace(SMALL, who=who),) for name, who in whos.items()}, *whos)
     reasons = [line.partition(f" {SMALL.point}: ")[0] for line in capsys.readouterr().out.splitlines()]
     peers = [f"left out: {who}, {p}" for p in ("fwd", "fwd+bwd") for who in PEERS]
     assert reasons == [*peers, "left out: star, fwd+bwd"], "cuDNN needs a GPU, and star has no backward"
     assert all(0 < row["error"] < 0.04 and row["reps"] >= 5 and row["ms_worst"] >= row["ms_median"] for row in found)
-    plain = {(row["kernel"].partition("+bwd")[0], row["pass"]): row for row in found if not row["options"]}
-    assert set(plain) == set(itertools.product((ONE, FETCH, RELAY), ("fwd", "fwd+bwd")))
-    assert plain[ONE, "fwd"]["layout"] is None and plain[RELAY, "fwd"]["layout"] == "zigzag"
-    assert "peak_bytes" not in plain[ONE, "fwd"] and plain[RELAY, "fwd"]["peak_bytes"] == 1000
-    for (who, pass_), row in plain.items():  # A rank computes half of what one GPU does; TFLOP/s are those of a GPU.
-        shared = 1 if who == ONE else 2
-        assert row["tflops"] == pytest.approx(SMALL.point.flops(pass_) / shared / row["ms_median"] / 1e9)
-    asked = [(row["options"]["strategy"], row["pass"]) for row in found if row["options"]]
+    assert all(rows.source_files(row["stage"], row["kernel"]) for row in found)
+    first, second = ([row for row in found if ("strategy" in row["options"]) == x] for x in (False, True))
+    options = [{}, {"deterministic": True}, {}, {"deterministic": False}, {"graph": True}, {}] * 2
+    assert [row["options"] for row in first] == options
+    whole, both = [ONE] * 2 + [FETCH] * 3 + [RELAY], [f"{ONE}+bwd_3_hopper"] * 2 + [FETCH] * 3 + [RELAY]
+    assert [row["kernel"] for row in first] == whole + both
+    assert [row["layout"] for row in first] == ([None] * 2 + ["zigzag"] * 4) * 2
+    for row in first:  # A rank computes half of what one GPU does; TFLOP/s are those of a GPU.
+        shared = 2 if row["layout"] else 1
+        assert row["tflops"] == pytest.approx(SMALL.point.flops(row["pass"]) / shared / row["ms_median"] / 1e9)
+    assert first[6]["error"] > first[7]["error"], "this one was not asked for a fixed order"
+    asked = [(row["options"]["strategy"], row["pass"]) for row in second]
     both = [(name, p) for name in ("query_parallel", "ulysses", "ring", "ring") for p in ("fwd", "fwd+bwd")]
     assert sorted(asked) == sorted([*both, ("star", "fwd")])
-    assert all(rows.source_files(row["stage"], row["kernel"]) for row in found)
-
-
-def test_the_ring_and_one_gpu_take_part_in_both_orders_of_adding_to_dq_and_the_ring_in_a_graph(monkeypatch):
-    both = replace(SMALL, passes=("fwd+bwd",), who=(ONE, IN_ORDER, FETCH, ANY_ORDER, GRAPH))
-    found = recorded(monkeypatch, {"order": (both,)}, "order")
-    kernels = [f"{ONE}+bwd_3_hopper"] * 2 + [FETCH] * 3
-    options = [{}, {"deterministic": True}, {}, {"deterministic": False}, {"graph": True}]
-    assert [row["kernel"] for row in found] == kernels and [row["options"] for row in found] == options
-    assert found[0]["error"] > found[1]["error"], "this one was not asked for a fixed order"
-    assert all("peak_bytes" in row for row in found[2:]) and not any("peak_bytes" in row for row in found[:2])
-    flops = [row["tflops"] * row["ms_median"] for row in found]
-    assert flops == pytest.approx([flops[0]] * 2 + [flops[0] / 2] * 3)
 
 
 def test_a_graph_is_captured_after_two_calls_and_then_only_replayed(monkeypatch):
@@ -136,19 +106,17 @@ def test_a_graph_is_captured_after_two_calls_and_then_only_replayed(monkeypatch)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: done.append("replay")))
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(ring, "of_case", lambda case: ((), (), SimpleNamespace(S=8)))
-    monkeypatch.setattr(grid.Beside, "call", lambda *asked: lambda: done.append("call") or "results")
-    calls = [ring.call_of.__wrapped__(SMALL, who, "fwd") for who in (FETCH, GRAPH)]
-    assert done == ["call", "call", "capture", "call"] and calls[1]() == "results"
-    assert done.pop() == "replay" and calls[0]() == "results" and done.pop() == "call"
+    monkeypatch.setattr(grid.Entrant, "call", lambda *asked: lambda: done.append("call") or (torch.ones(1),))
+    calls = [ring.tried(SMALL, who, "fwd", (), {})[0] for who in (FETCH, GRAPH)]
+    assert done == ["call"] * 3 + ["call", "call", "capture", "call"] + ["replay"] * 3
+    assert [ring.entrant(SMALL, who).attention.keywords["transport"] for who in (GRAPH, RELAY)] == ["fetch", "relay"]
+    assert [call() for call in calls] == [(torch.ones(1),)] * 2 and done[-2:] == ["call", "replay"]
 
 
-def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch):
-    monkeypatch.setattr(ring, "TRACED", SMALL)
-    *found, record = recorded(monkeypatch, {}, "trace")
-    assert [(row["kernel"], row["pass"]) for row in found] == [
-        (who, pass_) for pass_ in ("fwd", "fwd+bwd") for who in (FETCH, RELAY)
-    ]
+def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch, ranks):
+    monkeypatch.setattr(ring, "TRACED", replace(SMALL, who=(FETCH, RELAY)))
+    *found, record = recorded(monkeypatch, ranks, {}, "trace")
+    assert [row["kernel"] for row in found] == [FETCH, RELAY] * 2 and found[2]["pass"] == "fwd+bwd"
     for row in found:
         assert (row["hidden"], row["launches"], row["options"]) == (0.5, 3, {"profiler": True})
         assert row["idle"] == pytest.approx(0.3) and row["ms_median"] == pytest.approx(0.1)
@@ -164,52 +132,60 @@ def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch):
     assert ring.length([(5, 6), (0, 2), (1, 3), (3, 4)]) == 5, "what overlaps counts once"
 
 
-def test_a_round_is_that_of_the_slowest_rank_and_everybody_comes_first_once():
-    for called, found in OnCpu(2, 60).run(three_in_turn):
-        assert called == "abc" + "aabbbcc" + "bbbccaa" + "ccaabbb" + "aabbbcc" + "bbbccaa"
+def test_a_round_is_that_of_the_slowest_rank_and_everybody_comes_first_once(ranks):
+    for called, found in ranks.run(three_in_turn):
+        assert called == "aabbbcc" + "bbbccaa" + "ccaabbb" + "aabbbcc" + "bbbccaa"
         assert found == {"a": [1.0] * 5, "b": [2.0] * 5, "c": [1.0] * 5}
 
 
 def three_in_turn():
     """(the order of calls of a, b twice and c, what the ranks make of 1 in rank 1 and of b's count in rank 0)."""
-    called, usual = [], (ring.one_round, ring.call_of)
-    ring.one_round = lambda call, count: usual[0](call, count) * 0 + (count if dist.get_rank() == 0 else 1.0)
-    ring.call_of = lambda case, who, pass_: lambda: called.append(who)
-    found = ring.race(SMALL, "fwd", {"a": 1, "b": 2, "c": 1})
-    ring.one_round, ring.call_of = usual
+    called, usual = [], ring.one_round
+    ring.one_round = lambda call, count: usual(call, count) * 0 + (count if dist.get_rank() == 0 else 1.0)
+    found = ring.race({who: partial(called.append, who) for who in "abc"}, {"a": 1, "b": 2, "c": 1})
+    ring.one_round = usual
     return "".join(called), found
 
 
-class Some(OnCpu):
-    """Ranks in which peers have no forward, and the relay dies in its backward."""
+def test_who_cannot_take_part_in_one_rank_takes_part_in_none_and_the_worst_rank_counts(ranks):
+    for found, left_out in ranks.run(refused_in_rank_1):
+        assert found == {RELAY: (None, {"ms": 2.0, "error": 0.5})}
+        assert left_out == [f"left out: {FETCH}, fwd {SMALL.point}: RuntimeError: no kernel"]
 
-    def run(self, task, *args, limit):
-        if task is ring.race:
-            return [{who: [30.0 * n for n in (1.0, 1.1, 1.2, 1.5, 1.0)] for who in args[2]}] * 2
-        if task is ring.trial and args[1:] == (RELAY, "fwd+bwd"):
+
+def refused_in_rank_1():
+    """What comes of a pass in which rank 1 refuses fetch, and each rank is the worse one of relay in something."""
+    rank, usual, left_out = dist.get_rank(), ring.tried, []
+    of_fetch = ({"ms": 1.0, "error": 0.0}, "RuntimeError: no kernel")[rank]
+    of_relay = ({"ms": 1.0, "error": 0.5}, {"ms": 2.0, "error": 0.0})[rank]
+    ring.tried = lambda case, who, *rest: (None, of_fetch if who == FETCH else of_relay)
+    ((_, found),) = ring.by_pass(replace(SMALL, passes=("fwd",), who=(FETCH, RELAY)), left_out)
+    ring.tried = usual
+    return found, left_out
+
+
+def test_who_dies_ends_the_part_and_one_gpu_has_no_ring(monkeypatch, capsys, ranks):
+    def dies_in_a_large_case(task, case, origin, limit):
+        if case is LARGE:
             raise launch.RankError("rank 1 of 2 failed.\n  rank 0: fine\n  rank 1: died: SIGABRT\nmore", {})
-        if task is ring.trial and args[1] in PEERS and args[2] == "fwd":
-            return [{}, "RuntimeError: no kernel"]
-        return [{"error": 0.01, "ms": 30.0, "peak_bytes": 10 * rank} for rank in range(2)]
+        return ranks.run(task, case, origin)
+
+    some = SimpleNamespace(run=dies_in_a_large_case)
+    parts = {"32k": (LARGE,), "8k": (replace(SMALL, passes=("fwd",), who=(FETCH,)), LARGE, SMALL)}
+    assert [row["kernel"] for row in recorded(monkeypatch, some, parts, *parts)] == [FETCH]
+    ended = " ended early: rank 1 of 2 failed.;   rank 0: fine;   rank 1: died: SIGABRT"
+    assert capsys.readouterr().out.splitlines() == [name + ended for name in parts]
+    assert recorded(monkeypatch, some, parts, *parts, gpus=1) == []
+    row = ring.row_of(LARGE, FETCH, "fwd", [30.0 * n for n in (1.0, 1.1, 1.2, 1.5, 1.0)], 3, 0.01, ORIGIN)
+    assert (row["ms_median"], row["ms_worst"], row["reps"], row["error"]) == (pytest.approx(33), 45, 15, 0.01)
 
 
-def test_who_fails_is_left_out_who_dies_ends_the_part_and_one_gpu_has_no_ring(monkeypatch, capsys):
-    found = recorded(monkeypatch, {"32k": (LARGE,)}, "32k", "32k", ranks=Some)
-    assert [row["kernel"] for row in found] == ["fwd_8_hopper", "ring+fetch", "ring+relay"] * 2
-    assert (found[1]["ms_worst"], found[1]["reps"], found[1]["peak_bytes"]) == (pytest.approx(45), 5, 10)
-    reasons = [f"left out: {who}, fwd {LARGE.point}: RuntimeError: no kernel" for who in PEERS]
-    ended = "32k ended early: rank 1 of 2 failed.;   rank 0: fine;   rank 1: died: SIGABRT"
-    assert capsys.readouterr().out.splitlines() == [*reasons, ended] * 2
-    assert recorded(monkeypatch, {}, "32k", gpus=1) == []
-
-
-def test_a_trial_says_what_is_wrong_and_a_broken_device_ends_the_rank(monkeypatch):
+def test_a_broken_device_ends_the_rank(monkeypatch):
     def broken(*args):
         raise RuntimeError("no kernel\nfor this")
 
-    monkeypatch.setattr(ring, "of_case", lambda case: (None, None, None))
-    monkeypatch.setattr(ring, "call_of", broken)
-    assert ring.trial(SMALL, FETCH, "fwd") == "RuntimeError: no kernel"
+    monkeypatch.setattr(ring, "entrant", broken)
+    assert ring.tried(SMALL, FETCH, "fwd", (), {}) == (None, "RuntimeError: no kernel")
     monkeypatch.setattr(timing, "synchronize", broken)
     with pytest.raises(RuntimeError, match="no kernel"):
-        ring.trial(SMALL, FETCH, "fwd")
+        ring.tried(SMALL, FETCH, "fwd", (), {})

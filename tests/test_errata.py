@@ -142,8 +142,8 @@ def test_e5_a_tile_that_is_masked_throughout():
 
 def test_e6_the_gflops_of_figure_2():
     size = dict(B=64, H=16, N=1024, D=64)
-    standard = 3 * cost.flops(**size) / 1e9  # 2 matrix products in the forward, 4 in the backward
-    flash = cost.flops(**size, pass_="fwd+bwd") / 1e9  # 2 in the forward, 5 in the backward
+    standard = 3 * cost.Point(**size).flops() / 1e9  # 2 matrix products in the forward, 4 in the backward
+    flash = cost.Point(**size).flops("fwd+bwd") / 1e9  # 2 in the forward, 5 in the backward
     assert (round(standard), round(flash)) == (825, 962)
     assert standard / 66.6 > 12 and flash / 75.2 > 12
     assert round(75.2 / 7.3) == 10 and round(flash / 7.3) == 132  # TFLOP/s, with the 7.3 ms of the same table

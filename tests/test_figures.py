@@ -46,7 +46,7 @@ def made(case, who, ms, pass_="fwd", n_gpus=2, run="r1", **more):
     """A row of several GPUs."""
     who, options = who if isinstance(who, tuple) else (who, case.options(who))
     origin = ORIGIN | {"n_gpus": n_gpus, "run": run}
-    row = ring.row_of(case, who, pass_, [ms, ms, ms, ms, 1.5 * ms], 1, {"error": 0.0, "peak_bytes": 10**6}, origin)
+    row = ring.row_of(case, who, pass_, [ms, ms, ms, ms, 1.5 * ms], 1, 0.0, origin)
     return row | {"options": options} | more
 
 

@@ -1,9 +1,8 @@
 """What parts of a kernel of stage 02 cost. A kernel's text is changed here, and nowhere else.
 
 forwards    a forward with one of its switches turned, or with an exponent that is one FMA: for the plan `switches`
-timelines   fwd_8_hopper.cu with clocks written into its text: when each warpgroup of one block asks for the tensor
-            cores, gets them, has its scores, its exponentials, its output. With and without OVERLAP and PINGPONG, and
-            without exponentials or the whole softmax, which computes nonsense but shows what they cost.
+timelines   fwd_8_hopper.cu with clocks in its text: when each warpgroup of one block does what. Also without
+            exponentials or the whole softmax, which computes nonsense but shows what they cost.
 parts       the time of bwd_3_hopper.cu's kernel of dk, dv and dq without some of its parts. A part that runs beside the
             products of the tensor cores costs nothing, and then the kernel is no faster without it.
 
@@ -135,7 +134,7 @@ def timed_launch(q, k, v, switches, without=None, first=FIRST, steps=STEPS):
 def timelines():
     """The clocks of block 0 for each setting of the switches, and for each of LEFT_OUT, beside TFLOP/s with the clocks.
 
-    Of the switches also TFLOP/s without clocks in the text.
+    Of OVERLAP and PINGPONG also TFLOP/s without clocks in the text.
     """
     q, k, v = torch.randn(3, AT.B, AT.H, AT.N, AT.D, dtype=torch.bfloat16, device="cuda")
     settings = [{"OVERLAP": a, "PINGPONG": b} for a, b in itertools.product((0, 1), repeat=2)]
@@ -148,7 +147,7 @@ def timelines():
         if "without" not in one:
             candidates[n, "tflops"] = partial(calls.forward, q, k, v, rung="hopper", **one["switches"])
     for (n, name), taken in timing.interleaved(candidates, device="cuda").items():
-        found[n][name] = AT.flops("fwd") / taken.ms_median / 1e9
+        found[n][name] = AT.flops("fwd") / taken["ms_median"] / 1e9
     for one in found:  # of the last call; clocks are 32-bit numbers that wrap around
         marks = one["marks"].cpu().to(torch.int64)
         one["marks"] = ((marks - marks[0, :, 0].min()) % 2**32).tolist()
@@ -193,7 +192,7 @@ def parts():
     for point in POINTS:
         tensors = tensors_at(point, "cuda")
         taken = timing.interleaved({name: backward_call(tensors, name) for name in (None, *PARTS)}, device="cuda")
-        found += [{**point.sizes, "without": name, "ms_median": one.ms_median} for name, one in taken.items()]
+        found += [{**point.sizes, "without": name, "ms_median": one["ms_median"]} for name, one in taken.items()]
     return found
 
 

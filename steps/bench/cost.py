@@ -1,24 +1,16 @@
 """What attention must cost: arithmetic on sizes for operations, memory traffic, and room on a multiprocessor.
 
 Sizes are those of the contract: q (B, H, N, D) and k, v (B, Hk, Nk, D). A pass is "fwd", "bwd" or "fwd+bwd"; a dtype
-is "fp64", "fp32", "fp16" or "bf16".
+is "fp32", "fp16" or "bf16".
 """
 
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 # The backward multiplies five N x N x D matrices (S, dP, dV, dQ, dK) where the forward multiplies two (S, O).
 FORWARDS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
-
-
-def flops(B, H, N, D, *, Nk=None, causal=False, pass_="fwd"):
-    """Floating-point operations by the papers' convention: 4 B H N Nk D forward, half when causal.
-
-    The softmax is not counted, and recomputing S in the backward is.
-    """
-    return 4.0 * B * H * N * (N if Nk is None else Nk) * D * (0.5 if causal else 1.0) * FORWARDS[pass_]
 
 
 @dataclass(frozen=True)
@@ -38,31 +30,29 @@ class Point:
         """The fields of a results row."""
         return {**vars(self), "Hk": self.Hk or self.H, "Nk": self.Nk or self.N}
 
-    def flops(self, pass_):
-        return flops(self.B, self.H, self.N, self.D, Nk=self.Nk, causal=self.causal, pass_=pass_)
+    def flops(self, pass_="fwd"):
+        """Floating-point operations by the papers' convention: 4 B H N Nk D forward, half when causal.
+
+        The softmax is not counted, and recomputing S in the backward is.
+        """
+        forward = 4.0 * self.B * self.H * self.N * (self.Nk or self.N) * self.D
+        return forward * (0.5 if self.causal else 1.0) * FORWARDS[pass_]
 
     def __str__(self):
         return " ".join(f"{name}={value}" for name, value in self.sizes.items())
 
 
-def compulsory_bytes(B, H, N, D, *, Hk=None, Nk=None, dtype="bf16", pass_="fwd"):
-    """The least traffic with device memory: every input read once, every output written once.
-
-    fwd reads q, k, v and writes out, lse. bwd reads dout, q, k, v, out, lse and writes dq, dk, dv. fwd+bwd is their
-    sum, because a second launch finds nothing of the first one on the chip. copy reads k and writes a second one.
-    """
-    queries = B * H * N * D * BYTES[dtype]  # q, out, dout or dq
-    keys = B * (Hk or H) * (N if Nk is None else Nk) * D * BYTES[dtype]  # k, v, dk or dv
-    lse = B * H * N * max(4, BYTES[dtype])  # float32, or float64 for float64 input
-    forward = 2 * queries + 2 * keys + lse
-    backward = 4 * queries + 4 * keys + lse
-    return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward, "copy": 2 * keys}[pass_]
+def compulsory_bytes(row):
+    """The least traffic with device memory: a forward reads q, k, v and writes out, lse; a copy reads and writes k."""
+    queries = row["B"] * row["H"] * row["N"] * row["D"] * BYTES[row["dtype"]]  # q or out
+    keys = row["B"] * row["Hk"] * row["Nk"] * row["D"] * BYTES[row["dtype"]]  # k or v
+    lse = row["B"] * row["H"] * row["N"] * 4
+    return 2 * keys if row["pass"] == "copy" else 2 * queries + 2 * keys + lse
 
 
 def bandwidth(row):
-    """TB/s that a measured row reached, by its compulsory bytes."""
-    sizes = {name: row[name] for name in ("B", "H", "N", "D", "Hk", "Nk", "dtype")}
-    return compulsory_bytes(**sizes, pass_=row["pass"]) / row["ms_median"] / 1e9
+    """TB/s that a measured row of a forward or of a copy reached, by its compulsory bytes."""
+    return compulsory_bytes(row) / row["ms_median"] / 1e9
 
 
 # --- one thread block ---------------------------------------------------------------------------------------
@@ -76,8 +66,7 @@ def shared_bytes(Br, Bc, D, dtype="fp32", *, tiles="QKV", stages=1):
     tile lands while this one is used.
     """
     element = BYTES[dtype]
-    accumulator = max(4, element)
-    size = {"Q": Br * D * element, "O": Br * D * accumulator, "S": Br * Bc * accumulator}
+    size = {"Q": Br * D * element, "O": Br * D * 4, "S": Br * Bc * 4}
     size["K"] = size["V"] = stages * Bc * D * element
     return sum(size[tile] for tile in tiles)
 
@@ -184,8 +173,3 @@ GPUS = {
         Gpu("Tesla T4", (7, 5), 40, 65.0, 8.1, 0.320),  # fp16 only: its tensor cores know no bf16
     )
 }
-
-
-def ridge(gpu, dtype):
-    """The corner of the roofline: FLOPs a byte above which arithmetic, not device memory, is the limit."""
-    return (gpu.fp32_tflops if dtype == "fp32" else gpu.half_tflops) / gpu.bandwidth

@@ -8,7 +8,7 @@ or one after the other for a second each. Tasks of one group take turns with eac
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -39,86 +39,74 @@ HOW = dict(layout=None, options={}, timing="interleaved", clock_mhz=None, watts=
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A stage's kernel as plain functions with the contract's signatures, which refuse what they do not take.
+class Entrant:
+    """A stage's kernel, or a peer, as functions that refuse what they do not take.
 
-    stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files, for the rows. attention: through autograd.
+    stage "02_fa2_cuda"; fwd_kernel, bwd_kernel: stems of the kernel files; or else the peer's name. forward, backward:
+    with the contract's signatures. attention: differentiable, and all that a peer has.
     """
 
-    stage: str
-    fwd_kernel: str
-    forward: Callable
+    stage: str | None = None
+    fwd_kernel: str | None = None
+    forward: Callable | None = None
     bwd_kernel: str | None = None
     backward: Callable | None = None
     attention: Callable | None = None
+    peer: str | None = None
 
     def __str__(self):
-        return f"{self.stage} {self.fwd_kernel}"
+        return self.peer or f"{self.stage} {self.fwd_kernel}"
 
     def subject(self, where):
         """The fields of a row that say what was measured. where: the row's other fields."""
-        if where["pass"] != "fwd" and self.backward is None:
+        who = {"stage": self.stage, "kernel": None, "peer": self.peer, "source": None}
+        if self.peer:
+            return {**who, "peer_version": peers.version(self.peer)}
+        if where["pass"] != "fwd" and self.bwd_kernel is None:
             raise NotImplementedError("has no backward")
-        stems = {"fwd": [self.fwd_kernel], "bwd": [self.bwd_kernel], "fwd+bwd": [self.fwd_kernel, self.bwd_kernel]}
-        who = {"stage": self.stage, "kernel": "+".join(dict.fromkeys(stems[where["pass"]])), "peer": None}
-        source = rows.row_hash({**where, **who})
-        if source is None:
+        kernels = {"fwd": self.fwd_kernel, "bwd": self.bwd_kernel}
+        who["kernel"] = "+".join(dict.fromkeys(kernels[name] for name in where["pass"].split("+")))
+        who["source"] = rows.row_hash({**where, **who})
+        if who["source"] is None:
             raise NotImplementedError(f"steps/step{self.stage} has no kernel of this name, or none for this size")
-        return {**who, "source": source}
+        return who
 
     def call(self, inputs, pass_, causal):
         """The function to be timed: without arguments, it gives the results of the pass as a tuple."""
-        if pass_ == "fwd+bwd" and self.attention:
-            return Beside(str(self), self.attention).call(inputs, pass_, causal)
         dout, *qkv = inputs
-
-        def forward():
-            return self.forward(*qkv, causal=causal)
-
-        def backward(saved):
-            return tuple(self.backward(dout, *qkv, *saved, causal=causal))
-
-        return in_pass(pass_, forward, backward)
+        if self.attention and (self.forward is None or pass_ == "fwd+bwd"):
+            return by_autograd(self.attention, inputs, pass_, causal)
+        forward = partial(self.forward, *qkv, causal=causal)
+        return in_pass(pass_, forward, lambda saved: tuple(self.backward(dout, *qkv, *saved, causal=causal)))
 
 
-@dataclass(frozen=True)
-class Beside:
-    """A peer, which takes part as a Candidate does. function: if it is not the one of this name in PEERS."""
+def by_autograd(attend, inputs, pass_, causal):
+    """The call of a differentiable attention."""
+    dout, *qkv = inputs
+    leaves = qkv if pass_ == "fwd" else [x.detach().requires_grad_() for x in qkv]
 
-    peer: str
-    function: Callable | None = None
+    def backward(saved):
+        # Not out.backward(), which would also add each result to the .grad of the one before.
+        return torch.autograd.grad(*saved, leaves, dout, retain_graph=pass_ == "bwd")
 
-    def __str__(self):
-        return self.peer
-
-    def subject(self, where):
-        who = {"stage": None, "kernel": None, "peer": self.peer, "source": None}
-        return {**who, "peer_version": peers.version(self.peer)}
-
-    def call(self, inputs, pass_, causal):
-        (dout, *qkv), attend = inputs, self.function or peers.PEERS[self.peer]
-        leaves = qkv if pass_ == "fwd" else [x.detach().requires_grad_() for x in qkv]
-
-        def forward():
-            return (attend(*leaves, causal=causal),)
-
-        def backward(saved):
-            # Not out.backward(), which would also add each result to the .grad of the one before.
-            return torch.autograd.grad(*saved, leaves, dout, retain_graph=pass_ == "bwd")
-
-        return in_pass(pass_, forward, backward)
+    return in_pass(pass_, lambda: (attend(*leaves, causal=causal),), backward)
 
 
 def in_pass(pass_, forward, backward):
     """A call of the pass. forward() gives what backward(saved) needs, first of all out."""
-
-    def both():
-        saved = forward()
-        return saved[0].detach(), *backward(saved)
-
     if pass_ == "bwd":
         return partial(backward, forward())
-    return both if pass_ == "fwd+bwd" else lambda: forward()[:1]
+
+    def call():
+        saved = forward()
+        return (saved[0].detach(), *backward(saved)) if pass_ == "fwd+bwd" else saved[:1]
+
+    return call
+
+
+def a_peer(name, function=None):
+    """A peer as an entrant. function: if it is not the one of this name in PEERS."""
+    return Entrant(peer=name, attention=function or peers.PEERS.get(name))
 
 
 def candidate(number, word):
@@ -128,7 +116,7 @@ def candidate(number, word):
     found = {prefix: path.stem for prefix in ("fwd", "bwd") for path in folder.glob(f"{prefix}_*_{word}.*")}
     forward, *both = (partial(getattr(module, name), rung=word) for name in ("forward", "backward", "attention"))
     stage = module.SUPPORTS["stage"].removeprefix("step")
-    return Candidate(stage, found.get("fwd"), forward, found.get("bwd"), *(both if "bwd" in found else ()))
+    return Entrant(stage, found.get("fwd"), forward, found.get("bwd"), *(both if "bwd" in found else ()))
 
 
 def kernel_files():
@@ -145,7 +133,7 @@ def switched(candidate, passes):
         backward = partial(candidate.backward, deterministic=True)
         return [candidate, replace(candidate, bwd_kernel=f"{candidate.bwd_kernel}:DETERMINISTIC=1", backward=backward)]
     found = ablations.forwards(candidate.fwd_kernel).items()
-    return [Candidate(candidate.stage, kernel, forward) for kernel, forward in found]
+    return [Entrant(candidate.stage, kernel, forward) for kernel, forward in found]
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -155,9 +143,9 @@ def switched(candidate, passes):
 class Task:
     """What is compared at one size.
 
-    options: what the rows say was asked for. share: of all scores, those whose operations are counted. reference(heads)
-    gives the reference's options for a slice of the query heads. last: only so many of the last queries are compared
-    with float64. ceiling(inputs) gives what is timed beside them: (fields of its row, call, operations, error).
+    options: what the rows say was asked for. share: of all scores, those whose operations are counted. reference: its
+    options for the last head. last: only so many of the last queries are compared with float64. ceiling(inputs) gives
+    what is timed beside them: (fields of its row, call, operations, error).
     """
 
     point: Point
@@ -166,7 +154,7 @@ class Task:
     entrants: tuple
     options: dict = field(default_factory=dict)
     share: float = 1.0
-    reference: Callable = lambda heads: {}
+    reference: dict = field(default_factory=dict)
     last: int | None = None
     ceiling: Callable | None = None
 
@@ -177,41 +165,44 @@ def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
     Who cannot take part (dtype, head_dim, out of memory, a result that is not finite, a call longer than limit_ms) is
     left out, and the reason is printed once. The rows of one call share one `run`. timed: "interleaved" or "sustained".
     """
-    origin, said = {**rows.provenance(engine.device), **HOW, "timing": timed}, set()
+    origin, say = {**rows.provenance(engine.device), **HOW, "timing": timed}, cache(print)
     take_times = {"interleaved": timing.interleaved, "sustained": timing.sustained}[timed]
     for group in groups:
-        admitted = {}  # {pass: [(the row without its times, call, operations)]}
+        taking_part = {}  # {pass: [(the row without its times, call, operations)]}
         for task in group:
-            inputs = make_inputs(task.point, task.dtype, engine.device)
-            how = dict(backward=task.passes != ("fwd",), last=task.last, options=task.reference)
-            truth = sample_truth(inputs, task.point.causal, **how)
-            for pass_ in task.passes:
-                where = {**origin, **task.point.sizes, "pass": pass_, "dtype": task.dtype, "options": task.options}
-                found, flops = admitted.setdefault(pass_, []), task.share * task.point.flops(pass_)
-                for entrant in task.entrants:
-                    try:
-                        row = where | entrant.subject(where)
-                        call, row["error"] = tried(entrant, inputs, row, truth, limit_ms)
-                        found.append((row, call, flops))
-                    except Exception as problem:  # whatever one kernel raises, the others are still to be measured
-                        reason = f"{entrant}, {pass_}", in_words(problem)
-                        if reason not in said:
-                            about = task.options.get("feature") or f"{task.dtype} {task.point}"
-                            print(f"left out: {reason[0]} {about}: {reason[1]}")
-                        said.add(reason)
-                if task.ceiling and found:
-                    fields, call, flops, error = task.ceiling(inputs)
-                    found.append((where | fields | {"error": error}, call, flops))
-        for found in admitted.values():
+            for pass_, found in who_takes_part(task, origin, limit_ms, say):
+                taking_part.setdefault(pass_, []).extend(found)
+        for found in taking_part.values():
             times = take_times({n: one[1] for n, one in enumerate(found)}, warmup=warmup, device=engine.device)
             for n, (row, call, flops) in enumerate(found):
-                row |= {**vars(times[n]), "tflops": flops / times[n].ms_median / 1e9}
+                row |= times[n] | {"tflops": flops / times[n]["ms_median"] / 1e9}
                 if row["pass"] == "fwd+bwd" and engine.device == "cuda":
                     row["peak_bytes"] = peak_bytes(call)
                 if row["ms_median"] < SHORT_MS and timed == "interleaved" and engine.device == "cuda":
                     row["host_us"] = timing.host_us(call)
                 yield rows.validate(row)
-        admitted, found, call = {}, [], None  # A backward holds its forward's results; this makes room for the next.
+        taking_part, found, call = {}, [], None  # A backward holds its forward's results; this makes room for the next.
+
+
+def who_takes_part(task, origin, limit_ms, say):
+    """Yields of each pass of a task (pass, [(the row without its times, call, operations)])."""
+    inputs = make_inputs(task.point, task.dtype, engine.device)
+    how = dict(backward=task.passes != ("fwd",), last=task.last, options=task.reference)
+    truth = sample_truth(inputs, task.point.causal, **how)
+    for pass_ in task.passes:
+        where = {**origin, **task.point.sizes, "pass": pass_, "dtype": task.dtype, "options": task.options}
+        found = []
+        for entrant in task.entrants:
+            try:
+                row = where | entrant.subject(where)
+                call, row["error"] = tried(entrant, inputs, row, truth, limit_ms)
+                found.append((row, call, task.share * task.point.flops(pass_)))
+            except Exception as problem:  # whatever one kernel raises, the others are still to be measured
+                say(f"left out: {entrant}, {pass_} {task.options.get('feature', task.dtype)}: {in_words(problem)}")
+        if task.ceiling and found:
+            fields, call, flops, error = task.ceiling(inputs)
+            found.append((where | fields | {"error": error}, call, flops))
+        yield pass_, found
 
 
 def tried(entrant, inputs, where, truth, limit_ms):
@@ -246,21 +237,21 @@ def peak_bytes(call):
     return torch.cuda.max_memory_allocated() - before
 
 
-def sample_truth(inputs, causal, *, backward=True, last=None, options=lambda heads: {}):
+def sample_truth(inputs, causal, *, backward=True, last=None, options=None):
     """{name: float64 result} for the last batch and its last K/V head, with its query heads.
 
     The reference holds several N x N matrices in float64, 2 GB each at N = 16k. Therefore it computes a sample, and on
     the CPU where the GPU's memory does not suffice. It is the last head, where a wrong stride has the largest effect.
 
     last: only so many of the last queries, with out and dq, because dk and dv would need all of them.
-    options(heads): further options of the reference, for a slice of the query heads.
+    options: further ones of the reference, for these heads.
     """
     dout, q, k, v = inputs
-    heads = slice(q.shape[1] - q.shape[1] // k.shape[1], q.shape[1])
-    sample = [*(x[-1:, heads, -last if last else 0 :] for x in (dout, q)), k[-1:, -1:], v[-1:, -1:]]
+    heads, queries = slice(-(q.shape[1] // k.shape[1]), None), slice(-(last or 0), None)
+    sample = dout[-1:, heads, queries], q[-1:, heads, queries], k[-1:, -1:], v[-1:, -1:]
 
     def computed(device):
-        how = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options(heads).items()}
+        how = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in (options or {}).items()}
         dout, *qkv = (x.to(device) for x in sample)
         out, _ = attention.forward(*qkv, causal=causal, **how)
         return out, *(attention.backward(dout, *qkv, causal=causal, **how) if backward else ())
@@ -312,7 +303,7 @@ class Part:
         who = [turned for one in who for turned in (switched(one, self.passes) if self.switches else [one])]
         for dtype, point in itertools.product(self.dtypes, self.grid):
             product = partial(matrix_product, dtype) if self.timed == "interleaved" and dtype != "fp32" else None
-            entrants = *who, *map(Beside, self.peers)
+            entrants = *who, *map(a_peer, self.peers)
             yield [Task(point, dtype, self.passes, entrants, dict(self.told), ceiling=product)]
 
 
@@ -323,40 +314,39 @@ def matrix_product(dtype, inputs):
     a, b = torch.randn(2, N, N, generator=generator, device=inputs[0].device).to(rows.DTYPES[dtype])
     out = a @ b
     error = float((out[-1].double() - a[-1].double() @ b.double()).abs().max())  # in the last row
-    fields = {**Point(1, 1, N, N).sizes, "pass": rows.MATMUL, **Beside(rows.MATMUL).subject({})}
+    fields = {**Point(1, 1, N, N).sizes, "pass": rows.MATMUL, **a_peer(rows.MATMUL).subject({})}
     return fields, lambda: torch.mm(a, b, out=out), 2 * N**3, error
 
 
 def copied_keys(inputs):
     """A Task's ceiling: a copy of k, which reads and writes as much as reading k and v takes."""
     out = inputs[2].clone()
-    return {"pass": rows.COPY, **Beside(rows.COPY).subject({})}, lambda: out.copy_(inputs[2]), 0, 0.0
+    return {"pass": rows.COPY, **a_peer(rows.COPY).subject({})}, lambda: out.copy_(inputs[2]), 0, 0.0
 
 
 # --- features -----------------------------------------------------------------------------------------------
 
 SEQUENCES, SOFTCAP, DROPOUT, SEED = 8, 50.0, 0.1, 2**35 + 11
 LAST = 128  # so many of the last queries are compared with float64, where all would take too long
-ANY = dict.fromkeys(("sdpa-cudnn", "sdpa-flash", "flex", "fa4"))
+ANY = "sdpa-cudnn", "sdpa-flash", "flex", "fa4"
 
 
 def feature(name, point, options=(), told=(), share=1.0, beside=(), passes=("fwd", "bwd"), last=None):
-    """The task of a feature: options of the kernel, what rows tell besides the name, {peer: function or None}."""
+    """The task of a feature: options of the kernel, what rows tell besides the name, the peers."""
     from steps.step03_triton import flash  # imported here because Triton is not available everywhere
 
     options = dict(options)
     forward, backward = (partial(function, **options) for function in (flash.forward, flash.backward))
-    entrants = [Candidate("03_triton", "flash", forward, "flash", backward)]
-    entrants += [Beside(peer, function) for peer, function in dict(beside).items()]
-    reference = partial(reference_options, options, point, last)
-    return Task(point, "bf16", passes, tuple(entrants), {"feature": name, **dict(told)}, share, reference, last)
+    entrants = Entrant("03_triton", "flash", forward, "flash", backward), *beside
+    reference = reference_options(options, point, last)
+    return Task(point, "bf16", passes, entrants, {"feature": name, **dict(told)}, share, reference, last)
 
 
 def a_new_token(B, cache):
     """The task of decoding for B sequences; four query heads share a key head."""
     from steps.step03_triton import decode
 
-    entrants = Candidate("03_triton", "decode", decode.forward), *map(Beside, ANY)
+    entrants = Entrant("03_triton", "decode", decode.forward), *map(a_peer, ANY)
     point = Point(B, 32, 1, 128, Hk=8, Nk=cache)
     # Decoding reads k and v, and little else.
     return Task(point, "bf16", ("fwd",), entrants, {"feature": "decode"}, ceiling=copied_keys)
@@ -369,16 +359,16 @@ def small_calls():
     yield [a_new_token(64, 2048)]
 
 
-def reference_options(options, point, last, heads):
-    """The kernel's options as the reference takes them, for a slice of the query heads."""
+def reference_options(options, point, last):
+    """The kernel's options as the reference takes them, for the last head."""
     alike = "window", "softcap", "mask", "cu_seqlens_q", "cu_seqlens_k"
     found = {name: options[name] for name in alike if name in options}
     if "alibi_slopes" in options:
-        found["alibi_slopes"] = options["alibi_slopes"][heads]
+        found["alibi_slopes"] = options["alibi_slopes"][-1:]
     if "dropout_p" in options:
         first = point.N - last
         keep = philox.keep_mask(SEED, 1, point.H, last, point.N, options["dropout_p"], first_query=first)
-        found["dropout_mask"] = keep[:, heads].to(options["seed"].device)
+        found["dropout_mask"] = keep[:, -1:].to(options["seed"].device)
         found["dropout_p"] = philox.rounded(options["dropout_p"])
     return found
 
@@ -404,23 +394,24 @@ def features_at(N, H, D):
     backends = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION}
 
     def with_mask(mask):
-        return {name: partial(peers.sdpa, backend, mask=mask) for name, backend in backends.items()}
+        return [a_peer(name, partial(peers.sdpa, backend, mask=mask)) for name, backend in backends.items()]
 
     def by_flex(**how):
-        return {"flex": partial(peers.flex, **how)}
+        return [a_peer("flex", partial(peers.flex, **how))]
 
     def by_both(of_flex, **how):
-        return by_flex(**of_flex) | {"fa4": partial(peers.fa4, **how)}
+        return [*by_flex(**of_flex), a_peer("fa4", partial(peers.fa4, **how))]
 
     window, softcap, told_window = {"window": (left, 0)}, {"softcap": SOFTCAP}, {"window": [left, 0]}
     in_window = (left + 1) * (N - left / 2) / N**2  # query i sees min(i, left) + 1 keys
     dropout = {"dropout_p": DROPOUT, "seed": torch.tensor(SEED, device=device)}
     packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
-    of_packed = {"varlen": partial(peers.varlen, starts, length), "fa4": partial(peers.fa4_packed, starts, length)}
+    others = {"varlen": peers.varlen, "fa4": peers.fa4_packed}
+    of_packed = [a_peer(name, partial(function, starts, length)) for name, function in others.items()]
     of_window, of_pair = by_both(near, window_size=(left, 0)), by_both(capped | near, window_size=(left, 0), **softcap)
     return [
-        feature("none", point, beside=ANY),
-        feature("causal", replace(point, causal=True), beside=ANY),
+        feature("none", point, beside=map(a_peer, ANY)),
+        feature("causal", replace(point, causal=True), beside=map(a_peer, ANY)),
         feature("additive mask", point, {"mask": added}, beside=with_mask(added)),
         feature("boolean mask", point, {"mask": seen}, beside=with_mask(seen)),
         feature("ALiBi", point, {"alibi_slopes": slopes}, beside=by_flex(**slanted)),
@@ -428,7 +419,7 @@ def features_at(N, H, D):
         feature("dropout", point, dropout, {"dropout_p": DROPOUT}, last=min(LAST, N)),
         feature("window", point, window, told_window, in_window, of_window),
         feature("soft-cap + window", point, softcap | window, softcap | told_window, in_window, of_pair),
-        feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, by_flex(**together) | of_packed),
+        feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, by_flex(**together) + of_packed),
         feature("padded", Point(SEQUENCES, H, length, D)),  # the same work as a batch
     ]
 
@@ -439,7 +430,7 @@ def features(N=16384, cache=32768, longest=65536):
     yield features_at(N, 32, 64)
     yield [a_new_token(8, cache)]
     causal = Point(1, 16, longest, 128, causal=True)  # as models are, which takes half the time
-    yield [feature("memory", causal, beside={"sdpa-cudnn": None}, passes=("fwd+bwd",), last=min(LAST, longest))]
+    yield [feature("memory", causal, beside=[a_peer("sdpa-cudnn")], passes=("fwd+bwd",), last=min(LAST, longest))]
 
 
 def grouped():
@@ -447,7 +438,7 @@ def grouped():
 
     The keys of one K/V head alone give a GPU too few blocks.
     """
-    who = candidate("02", "hopper"), Beside("sdpa-cudnn")
+    who = candidate("02", "hopper"), a_peer("sdpa-cudnn")
     for causal in (False, True):
         names = {8: "own heads" + ", causal" * causal, 1: "grouped heads" + ", causal" * causal}
         points = {Hk: Point(1, 8, 4096, 128, causal, Hk=Hk) for Hk in names}
@@ -467,6 +458,7 @@ BOTH = ("fwd", "bwd")
 FLOAT32 = dict(passes=BOTH, dtypes=("fp32",), peers=("sdpa-efficient",))
 ONE_BLOCK = (Point(1, 1, 128, 64),)  # a kernel at this size is shorter than its launch
 SMALL = Point(1, 16, 256, 128), Point(1, 16, 1024, 128)  # calls that are lost in Python
+SMALL_CALL = (("feature", "small call"),)
 # What is recorded of stages 02 and 03: parts of a few minutes, which yield rows when they are called. The slow rungs
 # are measured at 4k alone.
 PLANS = {
@@ -491,10 +483,7 @@ PLANS = {
     "grouped": (lambda: measure(grouped()),),
     "launches": (Part(of("02", "hopper fa2") + of("03", "gluon tma"), ONE_BLOCK),),
     "host": (
-        Part(
-            of("02", "hopper") + of("03", "gluon tma fused"), SMALL, ("fwd", "fwd+bwd"), peers=BEST,
-            told=(("feature", "small call"),),
-        ),
+        Part(of("02", "hopper") + of("03", "gluon tma fused"), SMALL, ("fwd", "fwd+bwd"), peers=BEST, told=SMALL_CALL),
         lambda: measure(small_calls()),
     ),
 }

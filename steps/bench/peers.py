@@ -78,16 +78,10 @@ def fa3(q, k, v, causal=False):
     """FlashAttention-3, forward only: the package fa3-fwd has no more than that."""
     if q.requires_grad:
         raise NotImplementedError("has no backward")
-    out = fa3_module().flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+    from fa3_fwd_interface import flash_attn_func
+
+    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
     return without_lse(out).transpose(1, 2)
-
-
-def fa3_module():
-    try:
-        import fa3_fwd_interface as module
-    except ModuleNotFoundError:
-        import flash_attn_interface as module  # built from source
-    return module
 
 
 def without_lse(out):
@@ -128,10 +122,5 @@ def version(peer):
     if peer == "sdpa-cudnn" or peer.startswith("context-parallel"):  # which calls cuDNN
         number = torch.backends.cudnn.version() or 0
         return f"cudnn {number // 10000}.{number // 100 % 100}.{number % 100}"
-    package = {"fa4": "flash-attn-4"}.get(peer, "torch")
-    if peer == "fa3":
-        package = {"fa3_fwd_interface": "fa3-fwd"}.get(fa3_module().__name__, "flash-attn-3")
-    try:
-        return f"{package} {metadata.version(package)}"
-    except metadata.PackageNotFoundError:
-        return f"{package}, built from source"
+    package = {"fa4": "flash-attn-4", "fa3": "fa3-fwd"}.get(peer, "torch")
+    return f"{package} {metadata.version(package)}"

@@ -46,23 +46,17 @@ def table(rows, head, words, columns):
     return [[*head, *columns], *found] if found else []
 
 
-def across(value, word, names):
-    """Columns for `table`, {value(row): name}: the word of a line's first row with this value, or –."""
-    return {
-        name: lambda own, wanted=wanted: next((word(row) for row in own if value(row) == wanted), "–")
-        for wanted, name in names.items()
-    }
+def by_length(rows, word, name=str):
+    """Columns for `table`, one for each N of the rows: the word of a line's first row with this N, or –."""
 
+    def cell(N):
+        return lambda own: next((word(row) for row in own if row["N"] == N), "–")
 
-def of_one(**words):
-    """Columns for `table` of lines that have one row each, {name: its word}."""
-    return {name: lambda own, word=word: word(own[0]) for name, word in words.items()}
+    return {name(N): cell(N) for N in sorted({row["N"] for row in rows})}
 
 
 def markdown(rows):
-    """The table of a section of a page, with its caption."""
-    if len({row["timing"] for row in rows}) > 1:
-        raise ValueError("a table shows interleaved rows or sustained ones: choose first.")
+    """The table of a section of a page, with its caption. rows: either interleaved or sustained."""
     loaded = any(row["timing"] == "sustained" for row in rows)
     lines, shown, caption = (loads if loaded else speeds)(rows)
     if not lines:
@@ -82,12 +76,16 @@ def piped(lines, left):
     return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
 
 
-def speeds(rows):
-    """A line for each kernel, then each peer: TFLOP/s for each N, the share of the best peer, the error."""
+def comparable(rows):
+    """The latest rows, without peers of runs of which no kernel is among them: those were not measured beside one."""
     shown = results.latest(rows)
     beside = {(row["run"], setting(row)) for row in shown if row["kernel"]}
-    # A peer from a run of which no kernel is shown would be compared across runs.
-    shown = [row for row in shown if row["kernel"] or (row["run"], setting(row)) in beside or not beside]
+    return [row for row in shown if row["kernel"] or (row["run"], setting(row)) in beside]
+
+
+def speeds(rows):
+    """A line for each kernel, then each peer: TFLOP/s for each N, the share of the best peer, the error."""
+    shown = comparable(rows)
     fastest = {}  # {(run, setting): TFLOP/s of the fastest peer}
     for row in rows:
         if row["peer"]:
@@ -98,8 +96,7 @@ def speeds(rows):
         shares = [row["tflops"] / fastest[where] for row in own if (where := (row["run"], setting(row))) in fastest]
         return f"{statistics.median(shares):.0%}" if shares and own[0]["kernel"] else "–"
 
-    lengths = {N: f"N={N}" for N in sorted({row["N"] for row in shown})}
-    columns = across(lambda row: row["N"], lambda row: f"{row['tflops']:.3g}", lengths)
+    columns = by_length(shown, lambda row: f"{row['tflops']:.3g}", "N={}".format)
     columns["of the best peer"] = of_best_peer
     columns["error"] = lambda own: f"{max(row['error'] for row in own):.1e}"
     reps = min((row["reps"] for row in shown), default=0)
@@ -109,21 +106,15 @@ def speeds(rows):
     return table(in_order, ["kernel"], lambda row: [label(row)], columns), shown, caption
 
 
-def of_last_run(rows):
-    """Of each setting the rows of the last run in which a kernel was measured there."""
-    last = {setting(row): row["run"] for row in rows if row["kernel"]}
-    return [row for row in rows if last.get(setting(row)) == row["run"]]
-
-
 def loads(rows):
     """Of sustained rows: for each pass and size a line for each kernel, then each peer."""
-    rows = sorted(of_last_run(rows), key=lambda r: (r["pass"] != "fwd", -r["D"], r["causal"], bool(r["peer"])))
-    columns = {
-        "TFLOP/s": lambda row: f"{row['tflops']:.3g}",
-        "MHz": lambda row: f"{row['clock_mhz']:.0f}",
-        "W": lambda row: f"{row['watts']:.0f}",
-        "TFLOP/s a GHz": lambda row: f"{timing.work_a_clock(row):.3g}",
-        "J/TFLOP": lambda row: f"{timing.energy(row):.3g}",
+    rows = sorted(comparable(rows), key=lambda r: (r["pass"] != "fwd", -r["D"], r["causal"], bool(r["peer"])))
+    columns = {  # a line has one row
+        "TFLOP/s": lambda own: f"{own[0]['tflops']:.3g}",
+        "MHz": lambda own: f"{own[0]['clock_mhz']:.0f}",
+        "W": lambda own: f"{own[0]['watts']:.0f}",
+        "TFLOP/s a GHz": lambda own: f"{1e3 * own[0]['tflops'] / own[0]['clock_mhz']:.3g}",
+        "J/TFLOP": lambda own: f"{own[0]['watts'] / own[0]['tflops']:.3g}",
     }
 
     def words(row):
@@ -132,7 +123,7 @@ def loads(rows):
     lengths = ", ".join(str(N) for N in sorted({row["N"] for row in rows}))
     how = f"N = {lengths}; about a second of calls of one candidate, then of the next"
     medians = "medians of the calls' TFLOP/s, of the SM clock and of the power meanwhile"
-    return table(rows, ["measured", "kernel"], words, of_one(**columns)), rows, f"{how}; {medians}"
+    return table(rows, ["measured", "kernel"], words, columns), rows, f"{how}; {medians}"
 
 
 def machines(rows):
@@ -226,9 +217,7 @@ def main(
     folder = root / results.COMMITTED.relative_to(results.ROOT)
     ways = dict(timing="interleaved"), dict(timing="sustained"), dict(several_gpus=True)
     measured = [row for how in ways for row in results.read(folder, **how)]
-    shown = results.fresh(measured, root)
-    kept = set(map(id, shown))
-    stale = [row for row in measured if id(row) not in kept]
+    shown, stale = results.fresh(measured, root), [row for row in measured if results.is_stale(row, root)]
     print(f"{len(measured)} rows, {len(stale)} of them stale: {dict(Counter(map(label, stale)))}")
     for page in PAGES:
         old = (root / page).read_text()

@@ -12,8 +12,9 @@ dies or hangs ends its part of the plan. All but the peers' kernels runs on the 
 
 import contextlib
 import math
+import statistics
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from steps.step04_ring.block import Hopper
 
 DTYPE, D, LAST = "bf16", 128, grid.LAST
 ROUNDS, WORTH_MS, MOST_CALLS = 5, 20, 20  # a round takes about so long, and has no more calls
-PATIENCE, LIMIT = 45, 240  # seconds that ranks wait for each other, and that one task may take
+PATIENCE, LIMIT = 45, 600  # seconds that ranks wait for each other, and that one case may take
 PROFILED = 6  # calls that are profiled, one after the other
 
 # Candidates are called by their kernel files, peers by their names, and lessons by their strategies.
@@ -38,11 +39,6 @@ OPTIONS = {IN_ORDER: {"deterministic": True}, ANY_ORDER: {"deterministic": False
 PEERS = "context-parallel-allgather", "context-parallel-alltoall"
 LESSONS = "query_parallel", "star", "ulysses"
 ALONE = ONE, IN_ORDER
-
-
-def kernel_of(who):
-    """The kernel that one of OPTIONS has in common with its plain form."""
-    return who.partition(",")[0]
 
 
 @dataclass(frozen=True)
@@ -77,52 +73,27 @@ CASES = {
     "1m": (Case(Point(1, 8, 2**20, D, True, 2), who=(FETCH,)),),
     "strategies": cases(32768, 8192, 131072, who=(*LESSONS, FETCH, RELAY)),
 }
-TRACED = CASES["32k"][0]
+TRACED = replace(CASES["32k"][0], who=(FETCH, RELAY))
 
 
-# --- in a rank: calls -----------------------------------------------------------------------------------------
+# --- who takes part -------------------------------------------------------------------------------------------
 
 
-@cache
-def of_case(case):
-    """(inputs of the whole sequence, this rank's shards, its Layout)."""
-    inputs = grid.make_inputs(case.point, DTYPE, engine.device)
-    whole = Layout(case.layout, case.point.N, dist.get_world_size(), case.point.causal)
-    return inputs, tuple(whole.shard(x, dist.get_rank()) for x in inputs), whole
-
-
-@cache
-def truth(case, backward):
-    """float64 results of the last queries."""
-    return grid.sample_truth(of_case(case)[0], case.point.causal, backward=backward, last=LAST)
-
-
-def forget():
-    """Frees what was kept for the cases before."""
-    for kept in (of_case, truth, call_of):
-        kept.cache_clear()
-    torch.cuda.empty_cache()
-
-
-@cache
-def call_of(case, who, pass_):
-    """The function to be timed: without arguments, it gives this rank's results of the pass as a tuple."""
-    inputs, shards, whole = of_case(case)
+def entrant(case, who):
+    """Somebody as one of grid.py's entrants: one GPU on the whole sequence, or a rank on its shards."""
     if who in ALONE:
         one = grid.candidate("02", "hopper")
-        if who == IN_ORDER:
-            one = replace(one, attention=partial(one.attention, deterministic=True))
-        return one.call(inputs, pass_, case.point.causal)
+        return replace(one, attention=partial(one.attention, deterministic=True)) if who == IN_ORDER else one
     if who in PEERS:
-        attend = partial(context_parallel, who.rpartition("-")[2])
-    elif who in LESSONS:
-        attend = partial(strategies.load(who), layout=case.layout, S=whole.S)
+        return grid.a_peer(who, partial(context_parallel, who.rpartition("-")[2]))
+    if who in LESSONS:
+        kernel, attention = f"strategies/{strategies.LESSONS[who]}+strategies/team", strategies.load(who)
     else:
+        kernel = who.partition(",")[0]  # without what OPTIONS adds
         how = {"block": Hopper(persistent=False, deterministic=False)} if who == ANY_ORDER else {}
-        transport = kernel_of(who).removeprefix("ring+")
-        attend = partial(step04_ring.attention, layout=case.layout, S=whole.S, transport=transport, **how)
-    call = grid.Beside(who, attend).call(shards, pass_, case.point.causal)
-    return captured(call) if who == GRAPH else call
+        attention = partial(step04_ring.attention, transport=kernel.removeprefix("ring+"), **how)
+    attention = partial(attention, layout=case.layout, S=case.point.N)
+    return grid.Entrant("04_ring", kernel, bwd_kernel=kernel, attention=attention)
 
 
 def captured(call):
@@ -155,63 +126,102 @@ def context_parallel(rotation, q, k, v, causal):
     return peers.sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
 
 
-# --- in a rank: trying and timing -----------------------------------------------------------------------------
+# --- in a rank ------------------------------------------------------------------------------------------------
 
 
-def trial(case, who, pass_):
-    """What this rank finds when it calls somebody a few times: a dict, or in words why it cannot.
+def measure(case, origin):
+    """(the rows of those who take turns, why the others are left out): what every rank answers, all the same."""
+    found, left_out = [], []
+    for pass_, takes_part in by_pass(case, left_out):
+        # A round takes about WORTH_MS.
+        counts = {who: max(1, min(MOST_CALLS, round(WORTH_MS / one["ms"]))) for who, (_, one) in takes_part.items()}
+        ms = race({who: call for who, (call, _) in takes_part.items()}, counts)
+        for who, (_, one) in takes_part.items():
+            found.append(row_of(case, who, pass_, ms[who], counts[who], one["error"], origin))
+    return found, left_out
 
-    "error" is max |result - float64| of the last queries, on the ranks that have them, and otherwise 0. The last
-    queries see all keys, so that a block that is missing or comes twice shows here.
+
+def measure_trace(case, origin):
+    """The same with the profiler's shares, and last of the rows a record of kind "trace" with one rank's spans."""
+    found, left_out, calls = [], [], []
+    for pass_, takes_part in by_pass(case, left_out):
+        for who, (call, one) in takes_part.items():
+            every = gathered(trace(call))
+            worst = max(every, key=lambda of_rank: of_rank["idle"])
+            seen = {name: worst[name] for name in ("hidden", "idle", "launches")}
+            ms = [max(of_rank["ms"] for of_rank in every)]
+            row = row_of(case, who, pass_, ms, PROFILED, one["error"], origin)
+            found.append(row | seen | {"options": {"profiler": True}})
+            calls.append({"kernel": who, "pass": pass_, "ms": ms[0], **seen, "spans": worst["spans"]})
+    about = {**case.point.sizes, "dtype": DTYPE, "layout": case.layout, "stage": "04_ring"}
+    about["source"] = {who: rows.code_hash("04_ring", who) for who in case.who}
+    return found + [{"kind": "trace", **origin, **about, "calls": calls}] * bool(calls), left_out
+
+
+def by_pass(case, left_out):
+    """Yields (pass, {who: (call, {"ms", "error"})} of those whom no rank refuses); left_out gets the others' reasons.
+
+    The error is that of the last queries, which see all keys: a block that is missing or comes twice shows there.
     """
-    whole = of_case(case)[2]
+    torch.cuda.empty_cache()  # of what the case before has left
+    inputs = grid.make_inputs(case.point, DTYPE, engine.device)
+    whole = Layout(case.layout, case.point.N, dist.get_world_size(), case.point.causal)
+    shards = tuple(whole.shard(x, dist.get_rank()) for x in inputs)
+    has_last = whole.positions(dist.get_rank())[-1] == whole.S - 1
+    for pass_ in case.passes:
+        truth = grid.sample_truth(inputs, case.point.causal, backward=pass_ != "fwd", last=LAST)
+        found = {}
+        for who in case.who:
+            alone = who in ALONE
+            mine = tried(case, who, pass_, inputs if alone else shards, truth if alone or has_last else {})
+            every = gathered(mine[1])
+            if reasons := [one for one in every if isinstance(one, str)]:
+                left_out.append(f"left out: {who}, {pass_} {case.point}: {reasons[0]}")
+            else:
+                found[who] = mine[0], {name: max(one[name] for one in every) for name in ("ms", "error")}
+        yield pass_, found
+
+
+def tried(case, who, pass_, tensors, truth):
+    """(its call, {"ms", "error"} in this rank), or (None, in words why it cannot)."""
     try:
-        call = call_of(case, who, pass_)
+        call = entrant(case, who).call(tensors, pass_, case.point.causal)
+        call = captured(call) if who == GRAPH else call
         call()
-        found = {"ms": timing.one_call(call, device=engine.device), "error": 0.0}
-        if who not in ALONE:
-            found["peak_bytes"] = grid.peak_bytes(call)
-        results = dict(zip(("out", "dq") if pass_ == "fwd+bwd" else ("out",), call(), strict=False))
+        ms = timing.one_call(call, device=engine.device)
+        results = dict(zip(grid.RESULTS[pass_], call(), strict=True))
         # Behind this one rank may find something wrong, and the others nothing.
-        if who in ALONE or whole.positions(dist.get_rank())[-1] == whole.S - 1:
-            found["error"] = grid.sample_error(results, truth(case, pass_ != "fwd"))
-        return found
+        return call, {"ms": ms, "error": grid.sample_error(results, truth)}
     except Exception as problem:  # whatever one of them raises, the others are still to be measured
-        # A GPU that has failed raises here again. This ends the ranks, and the next trial starts new ones.
-        timing.synchronize(engine.device)
-        return grid.in_words(problem)
+        timing.synchronize(engine.device)  # A GPU that has failed raises here again, and this ends the ranks.
+        return None, grid.in_words(problem)
 
 
-def race(case, pass_, counts):
+def gathered(mine):
+    """What each rank has."""
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
+
+
+def race(calls, counts):
     """{who: [milliseconds of a call in each round]} of the slowest rank. counts: {who: how often a round calls}."""
-    calls, found = {who: call_of(case, who, pass_) for who in counts}, {who: [] for who in counts}
-    for call in calls.values():  # in case that the ranks have been started again
-        call()
+    ms = {who: [] for who in calls}
     for who in timing.turns(list(calls), ROUNDS):
-        found[who].append(one_round(calls[who], counts[who]))
-    slowest = torch.tensor(list(found.values()), dtype=torch.float64, device=engine.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(found, slowest.tolist(), strict=True))
+        ms[who].append(one_round(calls[who], counts[who]))
+    every = gathered(ms)
+    return {who: [max(of_ranks) for of_ranks in zip(*(one[who] for one in every), strict=True)] for who in ms}
 
 
 def one_round(call, count):
-    """Milliseconds of a call, over so many calls that follow each other."""
-    mark, milliseconds = timing.clock(engine.device)
+    """Milliseconds of a call, the mean of so many that follow each other."""
     dist.barrier()
     call()  # The queue is then full, and the ranks are in step.
-    start = mark()
-    for _ in range(count):
-        call()
-    end = mark()
-    timing.synchronize(engine.device)
-    return milliseconds(start, end) / count
+    return statistics.mean(timing.back_to_back(call, count, engine.device))
 
 
-def trace(case, who, pass_):
+def trace(call):
     """What `shares` says of this rank, and {"spans": [[lane, name, start, end]] of the last call}, by a profiler."""
-    call = call_of(case, who, pass_)
-    for _ in range(2):
-        call()
     dist.barrier()
     timing.synchronize(engine.device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -282,10 +292,14 @@ def record(*names):
     """
     size, origin = torch.cuda.device_count(), rows.provenance(n_gpus=torch.cuda.device_count())
     for name in names if size > 1 else ():
-        measured = measure_trace if name == "trace" else partial(measure_cases, CASES[name])
+        task, cases = (measure_trace, (TRACED,)) if name == "trace" else (measure, CASES[name])
         try:
             with launch.Ranks(size, timeout=PATIENCE) as ranks:
-                yield from measured(partial(ranks.run, limit=LIMIT), origin)
+                for case in cases:
+                    found, left_out = ranks.run(task, case, origin, limit=LIMIT)[0]
+                    for reason in left_out:
+                        print(reason)
+                    yield from found
         except launch.RankError as problem:
             print(f"{name} ended early: {'; '.join(str(problem).splitlines()[: size + 1])}")
 
@@ -294,57 +308,13 @@ ALL = "32k", "8k", "trace", "128k", "strategies", "order", "graph", "1m"  # what
 PLANS = {"ring": (partial(record, *ALL),), **{f"ring-{name}": (partial(record, name),) for name in ALL}}
 
 
-def measure_cases(cases, run, origin):
-    """Yields the rows of those who take turns. run(task, *args): what every rank answers."""
-    for case in cases:
-        for pass_ in case.passes:
-            found = {who: one for who in case.who if (one := tried(run, case, who, pass_))}
-            # A round takes about WORTH_MS.
-            counts = {who: max(1, min(MOST_CALLS, round(WORTH_MS / one["ms"]))) for who, one in found.items()}
-            for who, ms in (run(race, case, pass_, counts)[0] if found else {}).items():
-                yield row_of(case, who, pass_, ms, counts[who], found[who], origin)
-        run(forget)
-
-
-def tried(run, case, who, pass_):
-    """What `trial` finds, of each number the largest of all ranks; None for who fails, and the reason is printed."""
-    found = run(trial, case, who, pass_)
-    if wrong := next((one for one in found if isinstance(one, str)), None):
-        return print(f"left out: {who}, {pass_} {case.point}: {wrong}")
-    return {name: max(one[name] for one in found) for name in found[0]}
-
-
-def measure_trace(run, origin):
-    """Yields rows of the profiler's shares, and then the record of kind "trace" with the spans of one rank's call."""
-    of_calls = []
-    for pass_, who in ((pass_, who) for pass_ in TRACED.passes for who in (FETCH, RELAY)):
-        if one := tried(run, TRACED, who, pass_):
-            found = run(trace, TRACED, who, pass_)
-            worst = max(found, key=lambda of_rank: of_rank["idle"])
-            seen = {name: worst[name] for name in ("hidden", "idle", "launches")}
-            ms = [max(of_rank["ms"] for of_rank in found)]
-            yield row_of(TRACED, who, pass_, ms, PROFILED, one, origin) | seen | {"options": {"profiler": True}}
-            of_calls.append({"kernel": who, "pass": pass_, "ms": ms[0], **seen, "spans": worst["spans"]})
-    if of_calls:
-        about = {**TRACED.point.sizes, "dtype": DTYPE, "layout": TRACED.layout, "stage": "04_ring"}
-        about["source"] = {one["kernel"]: rows.code_hash("04_ring", one["kernel"]) for one in of_calls}
-        yield {"kind": "trace", **origin, **about, "calls": of_calls}
-
-
-def row_of(case, who, pass_, ms, count, found, origin):
-    """One row. ms: of a call in each round of so many calls. found: what `tried` has."""
+def row_of(case, who, pass_, ms, count, error, origin):
+    """One row. ms: of a call in each round of so many calls."""
     row = {**origin, **case.point.sizes, "pass": pass_, "dtype": DTYPE, **grid.HOW, "options": case.options(who)}
-    row["layout"] = "contiguous" if who in PEERS and not case.point.causal else case.layout
-    if who in ALONE:
-        row |= grid.candidate("02", "hopper").subject(row) | {"layout": None}
-    elif who in PEERS:
-        row |= grid.Beside(who).subject(row)
-    else:
-        lesson = f"strategies/{strategies.LESSONS[who]}+strategies/team" if who in LESSONS else kernel_of(who)
-        row |= {"stage": "04_ring", "kernel": lesson, "peer": None}
-        row["source"] = rows.row_hash(row)
-    row |= vars(timing.summary(ms)) | {"reps": len(ms) * count, "ms_worst": max(ms)}
-    row |= {name: found[name] for name in ("error", "peak_bytes") if name in found}
+    if who not in ALONE:
+        row["layout"] = "contiguous" if who in PEERS and not case.point.causal else case.layout
+    row |= entrant(case, who).subject(row)
+    row |= timing.summary(ms) | {"reps": len(ms) * count, "ms_worst": max(ms), "error": error}
     gpus = 1 if who in ALONE else origin["n_gpus"]
     row["tflops"] = case.point.flops(pass_) / gpus / row["ms_median"] / 1e9  # of one GPU
     return row

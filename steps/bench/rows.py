@@ -1,20 +1,12 @@
-"""A measurement as one line of JSON: its fields, how it is checked, written and read, and where it comes from.
+"""A measurement as one line of JSON: its fields, how it is checked, written and read, and when it is stale.
 
 A row is a dict with the keys of FIELDS, of a stage's kernel (`stage`, `kernel` and `source` are set) or of a peer.
 Committed rows are in steps/bench/results/<gpu>.jsonl, a reader's own in my/results/. What else is recorded of a GPU is
 in <gpu>.<kind>.json beside them.
 
 A row is stale, and no longer shown, once the hash in its `source` has changed. The hash covers what decides how fast a
-kernel runs and what it computes, and nothing else:
-
-- The kernel's code without comments. For CUDA that is the .cu file, ptx.cuh, and wgmma.py if the kernel calls its
-  wrappers. For Python it is the kernel's file, which holds the launcher too, and the files of its stage that it
-  imports; of the ring also those that it is handed, in ALSO.
-- For CUDA, how the kernel is launched at the row's own sizes on the row's own GPU. If a tile changes for head_dim 64,
-  the rows of head_dim 64 become stale, and no others do.
-
-A ring's row is judged by the ring's code alone, although its blocks are kernels of other stages. So the row of one GPU
-beside it, while all GPUs compute, never becomes stale: both say how fast the kernels of their commit were.
+kernel runs and what it computes: its code without comments, and in CUDA how it is launched at the row's own sizes on
+the row's own GPU. If a tile changes for head_dim 64, the rows of head_dim 64 become stale, and no others do.
 """
 
 import functools
@@ -96,8 +88,7 @@ def validate(row):
     wrong = [f"{name} is missing" for name in FIELDS if name not in row]
     wrong += [f"{name} is not a field" for name in row if name not in kinds]
     wrong += [f"{name} is {row[name]!r}" for name in kinds if name in row and not _fits(row[name], kinds[name])]
-    wrong = wrong or _broken_rules(row)
-    if wrong:
+    if wrong := wrong or _broken_rules(row):
         raise ValueError(f"not a results row: {'; '.join(wrong)}. Row: {row}")
     return row
 
@@ -193,10 +184,9 @@ def provenance(device="cuda", *, n_gpus=1):
 def output(*command):
     """What a command prints, or None where it is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30).strip() or None
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def slug(gpu):
@@ -232,7 +222,11 @@ _CUDA = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?
 
 
 def is_stale(row, root=ROOT):
-    """Whether the kernel or its launch has changed since the row was measured, or is gone. Never for a peer's row."""
+    """Whether the kernel or its launch has changed since the row was measured, or is gone.
+
+    Never of a peer's row, nor of one GPU beside a ring, whose own blocks do not count either: both rows say how fast
+    the kernels of their commit were.
+    """
     beside_a_ring = row["stage"] == "02_fa2_cuda" and row["n_gpus"] > 1
     return row["peer"] is None and not beside_a_ring and row["source"] != row_hash(row, root)
 
@@ -295,8 +289,7 @@ def geometry(stem, *, B, H, Hk, Nq, Nk, D, causal, dtype, processors, shared_lim
 def source_files(stage, kernel, root=ROOT):
     """The files that a kernel's code consists of, sorted; empty if there is no such kernel.
 
-    stage: "02_fa2_cuda". kernel: a file's stem, with its folder's name if it is in one inside of the stage's; or two
-    joined by "+". A switch behind a ":" does not count.
+    They are the kernel's own, and the files of its stage that those import or include. stage, kernel: as in FIELDS.
     """
     folder, stems = Path(root) / "steps" / f"step{stage}", kernel.partition(":")[0].split("+")
     own = [path for stem in stems for path in folder.glob(f"{stem}.*")]

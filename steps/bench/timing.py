@@ -16,7 +16,6 @@ import random
 import statistics
 import subprocess
 import time
-from dataclasses import dataclass
 from datetime import datetime
 
 import numpy as np
@@ -27,34 +26,22 @@ IDLE = 0.3  # seconds without work before each candidate, so that each begins al
 SETTLE, MEASURED = 0.25, 0.75  # seconds of calls: until the power limit has set the clock, and those that count
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call: the median, the 20th and 80th percentile, over how many calls.
+def summary(ms, **load):
+    """The fields of a row: of a list of milliseconds the median, the 20th and 80th percentile, and their number.
 
-    Of sustained calls also the medians of the SM clock in MHz and of the board's power in watts.
+    load: of sustained calls also clock_mhz and watts, the medians of the SM's clock and of the board's power.
     """
-
-    ms_median: float
-    ms_p20: float
-    ms_p80: float
-    reps: int
-    clock_mhz: float | None = None
-    watts: float | None = None
-
-
-def summary(ms, *load):
-    """The Timing of a list of milliseconds, and of clock and power if they were measured."""
     p20, median, p80 = map(float, np.percentile(ms, (20, 50, 80)))
-    return Timing(median, p20, p80, len(ms), *load)
+    return {"ms_median": median, "ms_p20": p20, "ms_p80": p80, "reps": len(ms), **load}
 
 
 def spread(taken):
-    """Half the way from the 20th to the 80th percentile, in % of the median. taken: a Timing's fields, as a dict."""
+    """Half the way from the 20th to the 80th percentile, in % of the median. taken: what `summary` gives."""
     return 50 * (taken["ms_p80"] - taken["ms_p20"]) / taken["ms_median"]
 
 
 def interleaved(calls, *, reps=MIN_REPS, warmup=3, device="cpu"):
-    """{name: Timing} for `calls`, a dict of functions without arguments, after `warmup` untimed rounds.
+    """{name: summary} for `calls`, a dict of functions without arguments, after `warmup` untimed rounds.
 
     device: "cuda" times with events on the current stream, anything else with the host's clock.
     """
@@ -77,12 +64,8 @@ def turns(names, rounds):
 
 
 def one_call(call, *, device="cpu"):
-    """Milliseconds of a single call, waiting included: enough to see whether thirty more are affordable."""
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - start)
+    """Milliseconds of a single call: enough to see whether thirty more are affordable."""
+    return interleaved({"": call}, reps=1, warmup=0, device=device)[""]["ms_median"]
 
 
 def host_us(call, *, rounds=50, calls=20, device="cuda"):
@@ -124,7 +107,7 @@ def clock(device):
 
 
 def sustained(calls, *, warmup=3, device="cuda"):
-    """{name: Timing} for `calls`, a dict of functions without arguments: a second of each, after `warmup` calls.
+    """{name: summary} for `calls`, a dict of functions without arguments: a second of each, after `warmup` calls.
 
     The order is random, because the GPU gets warmer, and then needs more power. RuntimeError where nvidia-smi gives no
     clock or no power.
@@ -136,25 +119,28 @@ def sustained(calls, *, warmup=3, device="cuda"):
             time.sleep(IDLE)
             for _ in range(warmup):
                 call()
-            settling = back_to_back(call, SETTLE, one_call(call, device=device), 1, device)
+            settling = back_to_back(call, calls_in(SETTLE, one_call(call, device=device)), device)
             start = datetime.now()
-            ms = back_to_back(call, MEASURED, statistics.median(settling), MIN_REPS, device)
+            ms = back_to_back(call, max(MIN_REPS, calls_in(MEASURED, statistics.median(settling))), device)
             end = datetime.now()
         load = [numbers for moment, *numbers in samples if start <= moment <= end]
         if len(load) < MIN_SAMPLES:
             raise RuntimeError(f"nvidia-smi gave clock and power {len(load)} times, not {MIN_SAMPLES} or more")
-        found[name] = summary(ms, *map(statistics.median, zip(*load, strict=True)))
+        clocks, watts = zip(*load, strict=True)
+        found[name] = summary(ms, clock_mhz=statistics.median(clocks), watts=statistics.median(watts))
     return found
 
 
-def back_to_back(call, seconds, ms, least, device):
-    """Milliseconds of each of the calls that take about so many seconds if one takes `ms`; `least` calls at least.
+def calls_in(seconds, ms):
+    """How many calls of so many milliseconds fill the seconds."""
+    return max(1, round(1e3 * seconds / ms))
 
-    Nothing waits between them, and the end of one is the start of the next.
-    """
+
+def back_to_back(call, count, device):
+    """Milliseconds of each of so many calls. Nothing waits between them: the end of one is the start of the next."""
     mark, milliseconds = clock(device)
     marks = [mark()]
-    for _ in range(max(least, round(1e3 * seconds / ms))):
+    for _ in range(count):
         call()
         marks.append(mark())
     synchronize(device)
@@ -180,13 +166,3 @@ def watched(device):
         with contextlib.suppress(ValueError):  # a line without numbers, such as [N/A]
             moment, *numbers = line.split(", ")
             samples.append((datetime.strptime(moment, "%Y/%m/%d %H:%M:%S.%f"), *map(float, numbers)))
-
-
-def work_a_clock(row):
-    """TFLOP/s a GHz of a sustained row: thousands of FLOPs that the whole GPU does in one clock."""
-    return 1e3 * row["tflops"] / row["clock_mhz"]
-
-
-def energy(row):
-    """Joules a TFLOP of a sustained row: its watts divided by its TFLOP/s."""
-    return row["watts"] / row["tflops"]

@@ -32,7 +32,7 @@ def neighbours(row):
 
 
 def sweep(table, key, plan, **how):
-    """{row: timing.Timing} of the table's row of this key and its neighbours; it is printed who cannot run.
+    """{row: its times} of the table's row of this key and its neighbours; it is printed who cannot run.
 
     plan() runs the launcher, which reads the table, and returns a call of what it has recorded. how: for `interleaved`.
     """
@@ -68,9 +68,9 @@ def main(
 
     key = min(largest for largest in tiles if head_dim <= largest)
     found = sweep(tiles, key, plan, device=engine.device)
-    for row, taken in sorted(found.items(), key=lambda one: one[1].ms_median):
+    for row, taken in sorted(found.items(), key=lambda one: one[1]["ms_median"]):
         words = "{}x{}, {} warps, {} stages".format(*row) + ", the table's own" * (row == tiles[key])
-        print(f"{words}: {taken.ms_median:.3g} ms ±{timing.spread(vars(taken)):.1f}%")
+        print(f"{words}: {taken['ms_median']:.3g} ms ±{timing.spread(taken):.1f}%")
 
 
 if __name__ == "__main__":

@@ -151,9 +151,9 @@ def _speed(number, q, k, v):
     B, H, N, D = q.shape
     module = stage(number)
     calls = {"tflops": lambda: module.forward(q, k, v, causal=True), "sdpa_tflops": lambda: sdpa(q, k, v)}
-    flops = cost.flops(B, H, N, D, causal=True)
+    flops = cost.Point(B, H, N, D, causal=True).flops()
     times = timing.interleaved(calls, reps=10, device=q.device)
-    return {name: round(flops / t.ms_median / 1e9, 2) for name, t in times.items()}
+    return {name: round(flops / t["ms_median"] / 1e9, 2) for name, t in times.items()}
 
 
 def _flat(step):

@@ -43,8 +43,7 @@ def beside(found, kernels, other):
 def shares(found, kernels, other):
     """What `beside` gives as a table in words: a line for each kernel, head_dim and mask, a column for each N."""
     ordered = [row | {"share": f"{share:.2f}"} for row, share in beside(found, kernels, other)]
-    lengths = {N: str(N) for N in sorted({row["N"] for row in ordered})}
-    columns = report.across(lambda row: row["N"], lambda row: row["share"], lengths)
+    columns = report.by_length(ordered, lambda row: row["share"])
 
     def words(row):
         return row["kernel"], f"D = {row['D']}", "causal" if row["causal"] else "full"

@@ -61,7 +61,6 @@ def who(row):
 def by_size(rows, word):
     """A table with a line for each candidate and a column for each N, and in it the word of the first such row."""
     rows = [row for row in rows if row["causal"]]
-    lengths = {N: f"{N // 1024}k" for N in sorted({row["N"] for row in rows})}
 
     def words(row):
         gpus = f"{row['n_gpus']} {row['gpu'].removeprefix('NVIDIA ').split()[0]}"
@@ -70,7 +69,7 @@ def by_size(rows, word):
     def place(row):
         return row["n_gpus"], row["gpu"], row["pass"] != "fwd", -row["Hk"], who(row) != ONE, who(row)
 
-    columns = report.across(lambda row: row["N"], word, lengths)
+    columns = report.by_length(rows, word, lambda N: f"{N // 1024}k")
     return report.table(sorted(rows, key=place), ["GPUs", "causal", "Hk", "by"], words, columns)
 
 

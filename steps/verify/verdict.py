@@ -255,8 +255,8 @@ def speed(function, claims):
         calls["theirs"]()  # The first call may compile.
         if timing.one_call(calls["theirs"], device="cuda") > 1000:
             break
-        ms = {name: t.ms_median for name, t in timing.interleaved(calls, device="cuda").items()}
-        tflops = {name: cost.flops(B, H, N, D, causal=claims.causal, pass_=pass_) / 1e9 / t for name, t in ms.items()}
+        ms = {name: t["ms_median"] for name, t in timing.interleaved(calls, device="cuda").items()}
+        tflops = {name: cost.Point(B, H, N, D, claims.causal).flops(pass_) / 1e9 / t for name, t in ms.items()}
         rows.append({"pass": pass_, "ms": ms["theirs"], "tflops": tflops["theirs"], "sdpa_tflops": tflops["sdpa"]})
     return rows
 
