@@ -153,8 +153,8 @@ def test_on_a_gpu_events_clock_and_power_are_those_of_the_work():
 def packages(monkeypatch):
     """Stand-ins for the packages of FlashAttention, whose tensors are (B, N, H, D), or (N, H, D) if they are packed."""
 
-    def dense(q, k, v, causal=False, window_size=None, softcap=0.0):
-        how = {"window": window_size, "softcap": softcap or None}
+    def dense(q, k, v, causal=False, window_size=None, softcap=0.0, learnable_sink=None):
+        how = {"window": window_size, "softcap": softcap or None, "sinks": learnable_sink}
         out, lse = attention.forward(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, **how)
         return out.to(q.dtype).transpose(1, 2), lse
 
@@ -418,7 +418,7 @@ def error_of(task, who=0):
 def test_a_feature_computes_what_the_reference_does_and_counts_the_scores_that_positions_leave_visible(monkeypatch):
     monkeypatch.setattr(grid, "SOFTCAP", 1.0)  # 50 hardly changes scores as small as these
     first, second, (decode,), (memory,) = grid.features(16, 40, 24)
-    assert [one.options for one in first] == [one.options for one in second] and len(first) == 11
+    assert [one.options for one in first] == [one.options for one in second] and len(first) == 12
     assert decode.ceiling and decode.passes == ("fwd",) and memory.passes == ("fwd+bwd",)
     assert error_of(replace(decode, point=Point(2, 4, 1, 16, Hk=2, Nk=40))) < 0.03
     for one in grid.features_at(16, 2, 16):
@@ -431,7 +431,7 @@ def test_a_feature_computes_what_the_reference_does_and_counts_the_scores_that_p
 @needs_triton
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name, features", [
-    ("fa4", ["none", "causal", "soft-cap", "window", "soft-cap + window", "packed"]),
+    ("fa4", ["none", "causal", "soft-cap", "sinks", "window", "soft-cap + window", "packed"]),
     pytest.param("flex", ["none", "causal", "ALiBi", "soft-cap", "window", "soft-cap + window", "packed"],
                  marks=pytest.mark.long),
 ])  # fmt: skip

@@ -97,7 +97,8 @@ def test_nothing_is_clean_that_did_not_run_to_its_end():
 
 def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
     kernels = {path.stem for path in STAGE_02.glob("*.cu")}
-    of_stage_03 = {path.stem for path in (STAGE_02.parent / "step03_triton").glob("?wd_*.py")} | {"flash", "flash_gluon", "decode"}
+    of_stage_03 = {path.stem for path in (STAGE_02.parent / "step03_triton").glob("?wd_*.py")}
+    of_stage_03 |= {"flash", "flash_gluon", "decode"}
     others = {"01_fa1_numba", *(f"03_triton/{kernel}" for kernel in of_stage_03)}
     assert {f"02_fa2_cuda/{kernel}" for kernel in kernels} | others == set(COMMANDS)
     assert set(sanitized_kernels.PLANTED) == kernels and all(KNOWN.values())

@@ -5,6 +5,7 @@ less power on zeros, and would run faster than on real data), are checked agains
 or one after the other for a second each. Tasks of one group take turns with each other, too.
 """
 
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -261,7 +262,7 @@ def sample_truth(inputs, causal, *, backward=True, last=None, options=None):
     except torch.OutOfMemoryError:
         found = [x.to(q.device) for x in computed("cpu")]
     names = RESULTS["fwd+bwd" if backward else "fwd"]
-    return {name: x for name, x in zip(names, found, strict=True) if not last or name in ("out", "dq")}
+    return {name: x for name, x in zip(names, found, strict=False) if not last or name in ("out", "dq")}
 
 
 def sample_error(got, truth):
@@ -333,11 +334,16 @@ ANY = "sdpa-cudnn", "sdpa-flash", "flex", "fa4"
 
 def feature(name, point, options=(), told=(), share=1.0, beside=(), passes=("fwd", "bwd"), last=None):
     """The task of a feature: options of the kernel, what rows tell besides the name, the peers."""
-    from steps.step03_triton import flash  # imported here because Triton is not available everywhere
+    from steps.step03_triton import flash, operators  # imported here because Triton is not available everywhere
 
-    options = dict(options)
-    forward, backward = (partial(function, **options) for function in (flash.forward, flash.backward))
-    entrants = Entrant("03_triton", "flash", forward, "flash", backward), *beside
+    options, q = dict(options), torch.empty(1, 1, point.N, point.D, dtype=torch.bfloat16, device=engine.device)
+    kernel, _ = operators.launcher(q, q, operators.DEFAULTS | options, carried=False)
+    stem, forward = Path(inspect.getfile(kernel)).stem, partial(kernel, **options)
+
+    def backward(*tensors, causal):
+        return flash.backward(*tensors, causal=causal, **options)[:3]  # with sinks there is one more result
+
+    entrants = Entrant("03_triton", stem, forward, "flash", backward), *beside
     reference = reference_options(options, point, last)
     return Task(point, "bf16", passes, entrants, {"feature": name, **dict(told)}, share, reference, last)
 
@@ -363,8 +369,7 @@ def reference_options(options, point, last):
     """The kernel's options as the reference takes them, for the last head."""
     alike = "window", "softcap", "mask", "cu_seqlens_q", "cu_seqlens_k"
     found = {name: options[name] for name in alike if name in options}
-    if "alibi_slopes" in options:
-        found["alibi_slopes"] = options["alibi_slopes"][-1:]
+    found |= {name: options[name][-1:] for name in ("alibi_slopes", "sinks") if name in options}
     if "dropout_p" in options:
         first = point.N - last
         keep = philox.keep_mask(SEED, 1, point.H, last, point.N, options["dropout_p"], first_query=first)
@@ -405,6 +410,8 @@ def features_at(N, H, D):
     window, softcap, told_window = {"window": (left, 0)}, {"softcap": SOFTCAP}, {"window": [left, 0]}
     in_window = (left + 1) * (N - left / 2) / N**2  # query i sees min(i, left) + 1 keys
     dropout = {"dropout_p": DROPOUT, "seed": torch.tensor(SEED, device=device)}
+    sinks = torch.randn(H, generator=generator, device=device).to(torch.bfloat16)
+    by_fa4 = [a_peer("fa4", partial(peers.fa4, learnable_sink=sinks))]
     packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
     others = {"varlen": peers.varlen, "fa4": peers.fa4_packed}
     of_packed = [a_peer(name, partial(function, starts, length)) for name, function in others.items()]
@@ -417,6 +424,7 @@ def features_at(N, H, D):
         feature("ALiBi", point, {"alibi_slopes": slopes}, beside=by_flex(**slanted)),
         feature("soft-cap", point, softcap, softcap, beside=by_both(capped, **softcap)),
         feature("dropout", point, dropout, {"dropout_p": DROPOUT}, last=min(LAST, N)),
+        feature("sinks", point, {"sinks": sinks}, beside=by_fa4),
         feature("window", point, window, told_window, in_window, of_window),
         feature("soft-cap + window", point, softcap | window, softcap | told_window, in_window, of_pair),
         feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, by_flex(**together) + of_packed),

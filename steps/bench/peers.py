@@ -67,7 +67,7 @@ def compiled(function):
 
 
 def fa4(q, k, v, causal=False, **how):
-    """FlashAttention-4. how: window_size=(left, right), softcap."""
+    """FlashAttention-4. how: window_size=(left, right), softcap, learnable_sink."""
     from flash_attn.cute import flash_attn_func
 
     out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, **how)
