@@ -153,9 +153,11 @@ def measure_trace(case, origin):
             row = row_of(case, who, pass_, ms, PROFILED, one["error"], origin)
             found.append(row | seen | {"options": {"profiler": True}})
             calls.append({"kernel": who, "pass": pass_, "ms": ms[0], **seen, "spans": worst["spans"]})
-    about = {**case.point.sizes, "dtype": DTYPE, "layout": case.layout, "stage": "04_ring"}
-    about["source"] = {who: rows.code_hash("04_ring", who) for who in case.who}
-    return found + [{"kind": "trace", **origin, **about, "calls": calls}] * bool(calls), left_out
+    if calls:
+        about = {**case.point.sizes, "dtype": DTYPE, "layout": case.layout, "stage": "04_ring"}
+        about["source"] = {one["kernel"]: rows.code_hash("04_ring", one["kernel"]) for one in calls}
+        found.append({"kind": "trace", **origin, **about, "calls": calls})
+    return found, left_out
 
 
 def by_pass(case, left_out):
