@@ -448,9 +448,9 @@ def grouped():
     """
     who = candidate("02", "hopper"), a_peer("sdpa-cudnn")
     for causal in (False, True):
-        names = {8: "own heads" + ", causal" * causal, 1: "grouped heads" + ", causal" * causal}
-        points = {Hk: Point(1, 8, 4096, 128, causal, Hk=Hk) for Hk in names}
-        yield [Task(points[Hk], "bf16", ("bwd",), who, {"feature": name}) for Hk, name in names.items()]
+        points = {name: Point(1, 8, 4096, 128, causal, Hk) for name, Hk in (("own heads", 8), ("grouped heads", 1))}
+        mask = ", causal" if causal else ""
+        yield [Task(point, "bf16", ("bwd",), who, {"feature": name + mask}) for name, point in points.items()]
 
 
 # --- plans --------------------------------------------------------------------------------------------------
