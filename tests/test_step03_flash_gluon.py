@@ -1,4 +1,4 @@
-"""Stage 03's flash_gluon.py: windows and packed sequences on Hopper. What can be shown without a GPU is shown there."""
+"""Stage 03's flash_gluon.py: windows, packed sequences, sinks. What needs no Hopper GPU is shown without one."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from support import compile_triton
 from support.contract_suite import unwritten_is_nan
 
 on_hopper = pytest.mark.skipif("gluon" not in step03.SUPPORTS["rungs"], reason="needs a Hopper GPU")
-Br, Bc = 192, 128
+Br, Bc = 128, 128
 
 
 @pytest.fixture
@@ -72,18 +72,18 @@ def test_which_calls_take_it(monkeypatch):
     window = {"window": (7, 0)}
     assert picked(128, **window) is flash.forward, "there is no Hopper GPU"
     monkeypatch.setattr(flash_gluon, "refusal", lambda q: None)
-    for D, given in ((128, window), (72, window), (256, packed), (128, packed | window), (64, packed)):
+    for D, given in ((128, window), (72, window), (256, packed), (128, packed | window), (128, {"sinks": starts})):
         assert picked(D, **given) is flash_gluon.forward
-    for D, given in ((64, window), (64, packed | {"causal": True}), (56, packed), (128, {}), (128, {"causal": True})):
+    for D, given in ((64, window), (64, packed), (128, {}), (128, {"causal": True})):
         assert picked(D, **given) is flash.forward
-    for more in ({"softcap": 2.0}, {"first_query": 3}, {"tile": [128, 64]}, {"carried": True}, {"sinks": starts}):
+    for more in ({"softcap": 2.0}, {"first_query": 3}, {"tile": [128, 64]}, {"carried": True}):
         assert picked(128, **window, **more) is flash.forward
 
 
-def check(q, k, v, tile=None, **given):
+def check(q, k, v, **given):
     """Compares a call's results, from memory full of NaN, with the reference."""
     with unwritten_is_nan():
-        got = dict(zip(("out", "lse"), flash_gluon.forward(q, k, v, tile=tile, **given), strict=True))
+        got = dict(zip(("out", "lse"), flash_gluon.forward(q, k, v, **given), strict=True))
     of_reference = {name: x for name, x in given.items() if not name.startswith("max_")}
     assert not error.failures(got, error.expected(q, k, v, q, **of_reference))
 
@@ -92,25 +92,23 @@ def tensors(B, H, Hk, Nq, Nk, D, dtype):
     return (torch.randn(B, h, N, D, device="cuda", dtype=dtype) for h, N in ((H, Nq), (Hk, Nk), (Hk, Nk)))
 
 
-TILES = [(D, tile) for D, tiles in flash_gluon.TILES.items() for tile in dict.fromkeys((tiles, (128, 64)))]
-
-
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("D, tile", [*TILES, (72, None)], ids=str)
-def test_windows(D, tile, dtype):
+@pytest.mark.parametrize("D", [72, 128, 256])
+def test_windows(D, dtype):
     for Nq, Nk in ((1, 1), (200, 200), (300, 700), (700, 300)):
         q, k, v = tensors(2, 4, 2, Nq, Nk, D, dtype)
         for window, causal in (((0, 0), False), ((100, None), True), ((300, 40), False), ((1, -1), False)):
-            check(q, k, v, tile, window=window, causal=causal)
+            check(q, k, v, window=window, causal=causal)
+        check(q, k, v, window=(100, 0), sinks=torch.tensor([-math.inf, 7.0, -2.0, 100.0], device="cuda"))
 
 
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("D, tile", [*TILES, (72, None)], ids=str)
-def test_packed(D, tile, dtype):
+@pytest.mark.parametrize("D", [72, 128, 256])
+def test_packed(D, dtype):
     """Sequences of any length, also without queries or keys; behind the last one are rows of none."""
     for of_q, of_k in (((1, 64, 200, 0, 129), (5, 64, 200, 70, 0)), ((128, 256), (256, 128))):
         starts = {"q": [0, *itertools.accumulate(of_q)], "k": [0, *itertools.accumulate(of_k)]}
@@ -118,7 +116,7 @@ def test_packed(D, tile, dtype):
         given |= {"max_seqlen_q": max(of_q), "max_seqlen_k": max(of_k)}
         q, k, v = tensors(1, 4, 2, sum(of_q) + 9, sum(of_k) + 30, D, dtype)
         for more in ({}, {"causal": True}, {"window": (50, 0)}, {"window": (64, 10)}):
-            check(q, k, v, tile, **given, **more)
+            check(q, k, v, **given, **more)
 
 
 @pytest.mark.gpu
@@ -139,21 +137,19 @@ def launches(wanted):
     flash_gluon.refusal = lambda q: None  # it looks for a GPU
     for D, packed in wanted:
         yield dict(D=D, packed=packed), 90
-        x = torch.zeros(1, 2, flash_gluon.SHORT, D, dtype=torch.bfloat16)
-        starts = torch.zeros(3, dtype=torch.int32)
-        of_packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=len(x[0, 0]), max_seqlen_k=1)
-        flash_gluon.forward(x, x, x, **(of_packed if packed else {"window": (7, 0)}))
+        x, starts = torch.zeros(1, 2, 128, D, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int32)
+        of_packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=128, max_seqlen_k=128)
+        flash_gluon.forward(x, x, x, **(of_packed if packed else {"window": (7, 0), "sinks": torch.zeros(2)}))
 
 
 def test_what_it_compiles_to():
-    rows = compile_triton.in_a_process(__file__, [(64, True), (128, False), (128, True)])
+    rows = compile_triton.in_a_process(__file__, [(128, False), (128, True), (256, True)])
     rows = [row for row in rows if row["kernel"] == "forward_kernel"]
     assert len(rows) == 3
     for row in rows:
         assert row["wgmma.mma_async"] > 0 and row["cp.async.bulk.tensor"] > 0 and row["setmaxnreg"] > 0, row
         assert row["shared"] <= 227 * 1024 and not row["serialised"], row
-        if row["D"] == 128 and triton.__version__.startswith("3.7"):  # Other versions may spill a few registers.
-            assert row["spilled"] == 0, row
+        assert row["spilled"] == 0 or not triton.__version__.startswith("3.7"), row  # others may spill a few registers
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ less power on zeros, and would run faster than on real data), are checked agains
 or one after the other for a second each. Tasks of one group take turns with each other, too.
 """
 
-import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -338,7 +337,7 @@ def feature(name, point, options=(), told=(), share=1.0, beside=(), passes=("fwd
 
     options, q = dict(options), torch.empty(1, 1, point.N, point.D, dtype=torch.bfloat16, device=engine.device)
     kernel, _ = operators.launcher(q, q, operators.DEFAULTS | options, carried=False)
-    stem, forward = Path(inspect.getfile(kernel)).stem, partial(kernel, **options)
+    stem, forward = kernel.__module__.rpartition(".")[2], partial(kernel, **options)
 
     def backward(*tensors, causal):
         return flash.backward(*tensors, causal=causal, **options)[:3]  # with sinks there is one more result

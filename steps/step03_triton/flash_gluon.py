@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""The forward of flash.py with a window or packed sequences, on Hopper: the roles of fwd_3_gluon.py.
+"""The forward of flash.py with a window, packed sequences or sinks, on Hopper: the roles of fwd_3_gluon.py.
 
-A producer and two or three consumers work as they do there. Two things are different:
+A producer and two consumers work as they do there. What is different:
 
     window    The queries of a program see the keys from the first query's left edge to the last query's right edge.
               First come the tiles that an edge cuts, which need a mask, and then the others.
     packed    A sequence is a range of rows of one long tensor. The copy engine reads zeros, and writes nothing, beyond
               the end of a tensor, but does not know where a sequence ends. `ragged` describes the tensor in such a way
               that a dimension ends there.
+    sinks     One more key of value 0 at the end, as in flash_kernels.add_sink.
 
 Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py. Left
-out: all other features, and head_dims below 64. Needs torch and Triton, fwd_3_gluon.py, replay.py and tiles.py.
+out: all other features, and head_dims up to 64, where flash.py is as fast: its small programs share a multiprocessor.
+Needs torch and Triton, fwd_3_gluon.py, replay.py and tiles.py.
 """
 
 import torch
@@ -21,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .fwd_3_gluon import (
-    SHORT,
     STAGES,
     TILES,
     aligned,
@@ -81,19 +82,29 @@ def visited(n, tiles):
 
 @gluon.jit
 def produce(q, k, v, Q, K, V, queries, keys, i, tiles, PACKED: gl.constexpr):
-    consumers: gl.constexpr = Q[0].shape[0]
     begin, whole, full, end = tiles
     for n in range(end - begin):
         where = coordinates(keys, visited(n, tiles) * K[0].shape[-2], PACKED)
         load(k, K, n, where)
         if n == 0:
-            for w in gl.static_range(consumers):
+            for w in gl.static_range(2):
                 load(q, Q, w, coordinates(queries, i + 64 * w, PACKED))
         load(v, V, n, where)
 
 
 @gluon.jit
-def consume(w, PACKED: gl.constexpr, out, lse, Q, K, V, queries, i, low, high, Nk, tiles, scale):
+def add_sink(lse, sink):
+    """(lse after one more key of score `sink`, the share of all P that the keys before it keep)."""
+    largest = gl.maximum(lse, sink)
+    finite = gl.where(largest == float("-inf"), 0.0, largest)  # without a key and a sink -inf - (-inf) would be NaN
+    before = gl.exp(lse - finite)
+    both = before + gl.exp(sink - finite)
+    both = gl.where(both == 0, 1.0, both)
+    return largest + gl.log(both), before / both
+
+
+@gluon.jit
+def consume(w, PACKED: gl.constexpr, out, lse, sinks, Q, K, V, queries, i, low, high, Nk, tiles, scale):
     """Warpgroup w: the 64 queries from i on, of which the first one sees the keys low ... high - 1."""
     Bc: gl.constexpr = K[0].shape[-2]
     D_pad: gl.constexpr = K[0].shape[-1]
@@ -119,7 +130,12 @@ def consume(w, PACKED: gl.constexpr, out, lse, Q, K, V, queries, i, low, high, N
         O = warpgroup_mma_wait(0, (start_output(O, P, get(V, blocks - 1)),))
     l = gl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
     row = i + gl.arange(0, 64, rows)
-    gl.store(lse + row, m * scale + gl.log(l), mask=row < queries[3])
+    lse += row
+    lse_i = m * scale + gl.log(l)
+    if sinks is not None:
+        lse_i, kept_share = add_sink(lse_i, gl.load(sinks + queries[1]))
+        l /= kept_share
+    gl.store(lse, lse_i, mask=row < queries[3])
     tile = Q[0].index(w)  # Q_i is not needed any more, so out leaves the chip from its place
     inverse = gl.convert_layout(1 / l, gl.SliceLayout(1, layout(D_pad)))
     tile.reshape((64, D_pad)).store((O * inverse[:, None]).to(out.dtype))
@@ -130,9 +146,9 @@ def consume(w, PACKED: gl.constexpr, out, lse, Q, K, V, queries, i, low, high, N
 
 @gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk", "left", "right", "total"])  # one kernel for every length
 def forward_kernel(
-    q, k, v, out, lse, starts_q, starts_k, H, group, Nq, Nk, left, right, total, scale, CONSUMERS: gl.constexpr
-):
-    Br: gl.constexpr = 64 * CONSUMERS
+    q, k, v, out, lse, sinks, starts_q, starts_k, H, group, Nq, Nk, left, right, total, scale
+):  # fmt: skip
+    Br: gl.constexpr = 128
     PACKED: gl.constexpr = starts_q is not None
     program, programs = gl.program_id(0), gl.cdiv(Nq, Br)
     # Neighbouring programs work on the same head, so they find its K and V in the L2 cache. The last queries start
@@ -151,21 +167,13 @@ def forward_kernel(
     queries, keys = (b, h, q_start, Nq), (b, h // group, k_start, Nk)
     low, high = i + Nk - Nq - left, i + Nk - Nq + right + 1
     tiles = visits(low, high, Nk, Br, k.block_type.shape[-2])
-    Q, K, V = make_ring(q, CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS), make_ring(v, STAGES, CONSUMERS)
+    Q, K, V = make_ring(q, 2, 1), make_ring(k, STAGES, 2), make_ring(v, STAGES, 2)
     # The warps and registers are those of fwd_3_gluon.py.
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (consume, (0, PACKED, out, lse, Q, K, V, queries, i, low, high, Nk, tiles, scale)),
-            (consume, (1, PACKED, out, lse, Q, K, V, queries, i + 64, low + 64, high + 64, Nk, tiles, scale)),
-            (produce, (q, k, v, Q, K, V, queries, keys, i, tiles, PACKED)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, PACKED, out, lse, Q, K, V, queries, i, low, high, Nk, tiles, scale)),
-            (consume, (1, PACKED, out, lse, Q, K, V, queries, i + 64, low + 64, high + 64, Nk, tiles, scale)),
-            (consume, (2, PACKED, out, lse, Q, K, V, queries, i + 128, low + 128, high + 128, Nk, tiles, scale)),
-            (produce, (q, k, v, Q, K, V, queries, keys, i, tiles, PACKED)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    gl.warp_specialize([
+        (consume, (0, PACKED, out, lse, sinks, Q, K, V, queries, i, low, high, Nk, tiles, scale)),
+        (consume, (1, PACKED, out, lse, sinks, Q, K, V, queries, i + 64, low + 64, high + 64, Nk, tiles, scale)),
+        (produce, (q, k, v, Q, K, V, queries, keys, i, tiles, PACKED)),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 def ragged(x, rows, D_pad):
@@ -182,26 +190,22 @@ def ragged(x, rows, D_pad):
     return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, D_pad], swizzled)
 
 
-OPTIONS = "causal", "scale", "window", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+OPTIONS = "causal", "scale", "window", "sinks", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 
 
 def fits(q, asked):
-    """Whether `forward` takes q and is the fastest. asked: the names of the options in use, with a window or packed.
-
-    At head_dim 64 flash.py is faster where an edge cuts tiles: three consumers have no registers left for a mask.
-    """
-    if {*asked} - {*OPTIONS} or not {"window", "cu_seqlens_q"} & {*asked} or q.ndim != 4 or q.numel() == 0:
+    """Whether `forward` takes q, and is faster than flash.py. asked: the names of the features in use, and causal."""
+    if {*asked} - {*OPTIONS} or not {"window", "sinks", "cu_seqlens_q"} & {*asked}:
         return False
-    edges = {"causal", "window"} & {*asked}
-    return q.shape[3] >= (65 if edges else 64) and refusal(q) is None
+    return q.ndim == 4 and q.numel() > 0 and q.shape[3] > 64 and refusal(q) is None
 
 
 @replayed
 def forward(
-    record, q, k, v, *, causal=False, scale=None, window=None, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=None, max_seqlen_k=None, tile=None,
+    record, q, k, v, *, causal=False, scale=None, window=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None,
+    max_seqlen_q=None, max_seqlen_k=None,
 ):  # fmt: skip
-    """(out, lse) as flash.forward gives them, with its options. There is at least one key."""
+    """(out, lse) as flash.forward gives them, with its options. head_dim is above 64, and there is at least one key."""
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     q, k, v = (x if aligned(x) else record.derive(copy, x) for x in (q, k, v))
     left, right = window or (None, None)
@@ -212,12 +216,13 @@ def forward(
     else:
         kind, starts, sequences, Nq = ragged, (cu_seqlens_q, cu_seqlens_k), len(cu_seqlens_q) - 1, max_seqlen_q
         out, lse = new_packed(record, q, cu_seqlens_q), record.new(q.shape[:3], fill=-torch.inf)
-    D_pad = max(64, triton.next_power_of_2(D))
-    Br, Bc = tile or (TILES[D_pad] if Nq >= SHORT else (128, TILES[D_pad][1]))
+    if sinks is not None:
+        sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks)
+    D_pad = triton.next_power_of_2(D)
+    Br, Bc = TILES[D_pad]
     descriptors = [kind(x, rows, D_pad) for x, rows in ((q, 64), (k, Bc), (v, Bc), (out, 64))]
     record.launch(
-        forward_kernel, sequences * H * triton.cdiv(Nq, Br), *descriptors, lse, *starts, H, H // Hk, Nq, Nk,
-        left, right, q.shape[2], float(D**-0.5 if scale is None else scale),
-        CONSUMERS=Br // 64, num_warps=4, maxnreg=168 if Br == 128 else 128,
+        forward_kernel, sequences * H * triton.cdiv(Nq, Br), *descriptors, lse, sinks, *starts, H, H // Hk, Nq, Nk,
+        left, right, q.shape[2], float(D**-0.5 if scale is None else scale), num_warps=4, maxnreg=168,
     )  # fmt: skip
     return out, lse
