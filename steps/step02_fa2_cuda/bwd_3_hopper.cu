@@ -213,7 +213,6 @@ struct KeyTile {
 // The number of the tile that this block computes in a round. Every other round gives out the tiles in
 // reverse order of the blocks, so that no block gets the longest tile of every round.
 __device__ int tile_number(int round) {
-  if (!PERSISTENT) return round == 0 ? int(blockIdx.x) : 0x7fffffff;
   return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
@@ -331,9 +330,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int query_tiles = (Nq + Br - 1) / Br;
 
   auto tile_of = [&](int round) -> KeyTile {
-    int n = DETERMINISTIC && round == 0 ? started[0] : tile_number(round);
-    if (n >= tiles) return {-1, 0, 0, 0, 0};
-    n = dealt_tile(n, tiles, tiles_of_head, section);
+    int n = DETERMINISTIC ? started[0] : tile_number(round);
+    if (PERSISTENT ? n >= tiles : round > 0) return {-1, 0, 0, 0, 0};
+    if (PERSISTENT || DETERMINISTIC) n = dealt_tile(n, tiles, tiles_of_head, section);
     int tile = n % tiles_of_head, head = n / tiles_of_head;
     // The last heads come first: attention_delta has just written them, and attention_dq starts with the
     // first ones. So some of dq is still in the L2 cache both times.

@@ -212,11 +212,6 @@ def backward_tiles(D, Br, Bc):
     return 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * 4 * Br
 
 
-def two_stages_of_keys(D, Br, Bc):
-    """K and V twice, so that the next ones arrive while these are used; and 128 bytes of barriers."""
-    return backward_tiles(D, Br, Bc) + 2 * 2 * Bc * D + 128
-
-
 def forward_macros(problem):
     return {"T": MACRO_T[problem.dtype], **dict(problem.switches)}
 
@@ -256,7 +251,7 @@ def hopper_backward_macros(problem):
 
 LONG = 16384  # So many keys make a tile long; at head_dim 128 without a mask half as many do.
 # Queries up to which rung hopper's backward is faster if it is persistent, by head_dim and whether it is causal.
-SHORT_BACKWARD = {(64, True): 8192, (64, False): 2048, (128, True): 4096, (128, False): 512}
+SHORT_BACKWARD = {(64, True): 2048, (64, False): 1024, (128, True): 1024, (128, False): 512}
 SMALL = range(1, 97)
 MMA = same((64, 64), (32, 64, 96, 128))
 WGMMA = {32: (128, 128), 64: (128, 128), 96: (128, 96), 128: (128, 128), 256: (128, 80)}
@@ -312,7 +307,7 @@ BACKWARD_ROWS = (
     Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), macros=backward_macros, **HOPPER_BACKWARDS),
     Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), macros=hopper_backward_macros,
            counters_per_tile=8,  # one for each of the 8 warps of a block
-           persistent=True, **HOPPER_BACKWARDS | dict(shared_bytes=two_stages_of_keys)),
+           persistent=True, **HOPPER_BACKWARDS),
 )  # fmt: skip
 FORWARD = {row.word: row for row in ROWS}
 BACKWARD = {row.word: row for row in BACKWARD_ROWS}

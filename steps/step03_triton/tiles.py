@@ -123,7 +123,7 @@ def new_packed(record, x, starts):
     """A tensor like x (1, H, N, D) whose sequences begin at `starts`; the rows after the last one are 0."""
     new, (_, H, N, D) = record.new(x.shape, like=x), x.shape
     D_pad = triton.next_power_of_2(D)
-    record.launch(clear_kernel, (H, 64), new, strides_of(new), starts, len(starts) - 1, N, D=D, D_pad=D_pad)
+    record.launch(clear_kernel, (H, 4), new, strides_of(new), starts, len(starts) - 1, N, D=D, D_pad=D_pad)
     return new
 
 
