@@ -388,8 +388,7 @@ def test_grouped_heads_are_taken_apart_where_that_fills_the_gpu(B, H, Hk, Nk, pr
     for file in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper"):
         _, (kernel, grid, *_, macros), _ = geometry(file, **how, shared_limit=227 * 1024)
         assert kernel == "attention_backward" and macros["HEADS_APART"] == apart
-        tiles = B * (H if apart else Hk) * -(-Nk // macros["Bc"])
-        assert grid == (min(tiles, processors) if macros.get("PERSISTENT") else tiles)
+        assert grid == B * (H if apart else Hk) * -(-Nk // macros["Bc"])
 
 
 @needs_compiler
@@ -472,7 +471,7 @@ def test_the_last_section_of_rung_hopper_may_have_fewer_heads(monkeypatch):
     monkeypatch.setattr(calls, "kept", {})
     q, k, v, dout = random_inputs(1, 5, 1, 330, 330, 96, torch.float16)
     problem = works.problem_of(ladder.FORWARD["hopper"], q, k, causal=True)
-    assert works.heads_of_a_section(problem) == 2
+    assert works.heads_of_a_section(problem, True) == 2
     got = calls.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32))
     assert is_right(got, q, k, v, dout, causal=True)
 
@@ -536,31 +535,18 @@ def test_deterministic_gradients_are_bit_equal(rung, D, causal):
 
 @needs_compiler
 @needs_hopper
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_tiles_of_keys_dealt_to_several_sections_of_heads(deterministic, monkeypatch):
-    """Six heads in sections of four, which otherwise takes more heads or long sequences: the last one is short."""
-    monkeypatch.setattr(works, "heads_dealt_together", lambda problem: 4)
+def test_a_fixed_order_in_several_sections_of_heads(tmp_path, monkeypatch):
+    """Six heads in sections of four, which otherwise takes long sequences: the last section is a short one."""
+    row = ladder.BACKWARD["hopper"]
+    text, most = (works.HERE / row.file).read_text(), "constexpr int SECTION = 32;"
+    assert text.count(most) == 1
+    (tmp_path / row.file).write_text(text.replace(most, "constexpr int SECTION = 4;"))
+    monkeypatch.setitem(ladder.BACKWARD, "hopper", replace(row, file=str(tmp_path / row.file)))
     monkeypatch.setattr(calls, "kept", {})
     q, k, v, dout = random_inputs(1, 6, 6, 150, 300, 64, torch.bfloat16)
     out, lse = saved(q, k, v, dout, causal=True)
-    grads = calls.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=deterministic)
+    grads = calls.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=True)
     assert is_right(grads, q, k, v, dout, causal=True)
-
-
-def test_where_rung_hopper_s_backward_is_persistent():
-    """Where a tile of keys has few steps, of all the heads that a block takes; never in a fixed order."""
-    row = ladder.BACKWARD["hopper"]
-
-    def blocks(Nq, H=8, Hk=8, **options):
-        q, k = (torch.empty(1, h, Nq, 128, dtype=torch.float16, device="meta") for h in (H, Hk))
-        problem = replace(works.problem_of(row, q, k, **options), processors=132)
-        return works.is_persistent(problem), works.blocks_for(problem, 1000), works.heads_dealt_together(problem)
-
-    assert blocks(512) == (1, 132, 8) and blocks(513)[:2] == (0, 1000)
-    assert blocks(1024, causal=True) == (1, 132, 1) and blocks(1025, causal=True)[:2] == (0, 1000)
-    assert blocks(1024, 8, 1, causal=True)[0] and not blocks(1024, 1024, 128, causal=True)[0], "8 heads a block"
-    assert blocks(512, deterministic=True)[:2] == (0, 1000)
-    assert blocks(512, switches=(("PERSISTENT", 0),))[0] == 0
 
 
 @needs_compiler

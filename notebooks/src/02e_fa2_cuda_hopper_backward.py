@@ -183,8 +183,7 @@ for D in (64, 128):
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `bwd_3` keeps both at D = 64, and K_j alone at D = 128. The larger gain was foreseen at D = 64 and came at D = 128:
 # bytes are not the only limit. Tensor cores also rest while both warpgroups compute their softmax. So `bwd_3` starts dV_j,
-# which needs no exchange, before the barrier. Where tiles are short its blocks are persistent, as in 02d: the next K_j and
-# V_j come while dK_j and dV_j of this tile leave.
+# which needs no exchange, before the barrier.
 #
 # **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
 # at 0.83 to 0.91 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.

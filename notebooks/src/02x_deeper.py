@@ -344,11 +344,6 @@ for switch in ("PERSISTENT=0", "SKIP=0", "PINGPONG=0", "OVERLAP=0"):
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # PERSISTENT hides each tile's beginning and end. Without it the kernel is slower by 24 to 36 % at N = 512. At N = 16384
 # the launch turns it off by itself, and without a mask PINGPONG, too: these numbers show the noise.
-#
-# The backward's rung 3 is persistent, too, where a tile of keys has few steps. Its blocks could draw their tiles from a
-# counter in memory, which would give work to whoever is free. But then `ptxas` no longer knows that all lanes of a warp
-# have the same tile: it computes every descriptor in the threads' registers, and moves it to the warp's (`R2UR`), in each
-# step anew. So the tiles are dealt out beforehand, by a formula of the block's number.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 9. Where the clocks of rung 8 go
@@ -407,7 +402,7 @@ for changed, clocks, _ in figures.recorded():
 print(n02d_hopper.beside("bwd_3_hopper", "bwd_3_hopper:DETERMINISTIC=1", switched=True))
 
 # %% slideshow={"slide_type": "subslide"}
-show("bwd_3_hopper", "struct Turns {", until="// A tile of keys that a block")
+show("bwd_3_hopper", "struct Turns {", until="// The block that a block")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 11. Two tricks of FlashAttention-4

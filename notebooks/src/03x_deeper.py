@@ -233,7 +233,6 @@ print(figures.shares("bwd_2_gluon", "bwd_1_tma"))
 # | add dQ_i to memory | `atomic_add_4` | a line of PTX: `red.global.add.v4.f32` |
 # | K_j in registers | at both head_dims | at head_dim 64, as pairs of numbers |
 # | S^T of the next tile | after this tile has ended | beside dK and the additions |
-# | the next tile of keys | the same block's, if tiles are short | another program's |
 #
 # Gluon takes over where a number lies: layouts of tiles and of products, and the descriptors. It leaves to you who
 # does what, when a product starts and who waits. What it cannot say: which barrier is not needed.
@@ -356,11 +355,12 @@ print("apart: out and dbias", [f"{(a - b).abs().max():.0e}" for a, b in pairs])
 # right one?
 
 # %% slideshow={"slide_type": "fragment"}
-s, start, n = 128, 700, 300  # a row has 128 numbers, and the sequence begins at row 700
+s, start, n = 128, 700, 300  # a row has s numbers, and the sequence begins at row 700
 for r in (0, 299, 300):
     first, second, row = 2**30, start + n, 2**30 - n + r
     address = 2 * (first * (2**34 - s) + second * s + row * s) % 2**64
-    print(f"row {r}: row {address // (2 * s)} of the tensor,", "read" if row < 2**30 else "beyond the end: zeros")
+    seen = "read" if row < 2**30 else "beyond the end: zeros"
+    print(f"row {r}: row {address // (2 * s)} of the tensor,", seen)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 15. Check yourself

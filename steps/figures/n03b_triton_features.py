@@ -99,15 +99,15 @@ def mistakes_against_results():
         print(f"{mistake:28} {', '.join(seen) or 'lives'}")
 
 
-BASES = dict.fromkeys(("causal", "additive mask", "boolean mask", "ALiBi", "soft-cap", "dropout"), "none")
+BASES = dict.fromkeys(("causal", "additive mask", "boolean mask", "ALiBi", "soft-cap", "sinks", "dropout"), "none")
 BASES |= {"window": "causal", "soft-cap + window": "causal", "packed": "padded"}  # packed: the same work as a batch
 
 
 def milliseconds(D, which):
-    """{(feature, kernel or peer): ms} of the last run on an H200 that measured the features of flash.py."""
+    """{(feature, "ours" or a peer): ms} of the last run on an H200 that measured the features."""
     found = [row for row in of_feature(*BASES, "none", "padded") if (row["D"], row["pass"]) == (D, which)]
     last = max((row["run"] for row in found if row["kernel"] == "flash" and row["N"] > 1024), default=None)
-    return {(r["options"]["feature"], r["kernel"] or r["peer"]): r["ms_median"] for r in found if r["run"] == last}
+    return {(r["options"]["feature"], r["peer"] or "ours"): r["ms_median"] for r in found if r["run"] == last}
 
 
 def costs(D=128):
@@ -117,7 +117,7 @@ def costs(D=128):
         ms = milliseconds(D, which)
         lines[0] += [name, "of fa4", "of flex"]
         for line, (name, base) in zip(lines[1:], BASES.items(), strict=True):
-            pairs = ((name, "flash"), (base, "flash")), *(((name, who), (name, "flash")) for who in ("fa4", "flex"))
+            pairs = ((name, "ours"), (base, "ours")), *(((name, who), (name, "ours")) for who in ("fa4", "flex"))
             line += [f"{ms[a] / ms[b]:.2f}" if {a, b} <= ms.keys() else "–" for a, b in pairs]
     print(table(*lines))
 

@@ -13,43 +13,29 @@
 // If DETERMINISTIC, the blocks add to each dQ_i one after the other, in the order of their keys, and dq, too,
 // is bit-equal from run to run. A block has its turn for TURN tiles of queries at a time, because to pass a
 // turn on takes long: the additions must have arrived in the L2 cache, and then the next block must see it.
-//
-// A block has a multiprocessor for itself, so that nothing else runs there while it begins and ends. If
-// PERSISTENT, a block computes tile after tile of keys, and loads the next one into a second buffer for K and
-// V while dK and dV leave through the first. This pays where a tile has few steps.
 // In all else the algorithm is that of rung 2.
 //
 // Parameters, which are macros. T, D, Br, Bc and HEADS_APART are those of rung 2.
 //   DETERMINISTIC    1 or 0, as above; a macro, so that without it the counters cost nothing
-//   PERSISTENT       1 or 0, as above; not with DETERMINISTIC, whose blocks wait for those before them: they
-//                    might not have started
 //
 // sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
-// with a block for each of B * parts * ceil(Nk / Bc) tiles, or if PERSISTENT at most as many as there are
-// multiprocessors, block 256, and
-// 2 * (4 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br + 48 bytes of dynamic shared memory.
+// with grid B * parts * ceil(Nk / Bc), block 256,
+// 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br + 40 bytes of dynamic shared memory.
 // Spill budget: 0 bytes.
 // Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; additions by the
-// copy engine; to deal out tiles as blocks ask for them, because ptxas then no longer knows that all lanes
-// have the same tile, and computes descriptors in the threads' registers. A producer with a warp of its own
-// would need too many registers.
+// copy engine. A producer with a warp of its own would need too many registers.
 // Bottleneck, by leaving parts out (steps/bench/ablations.py): at D = 128 above all the additions to dq; at
 // D = 64 P^T and dS^T, because both warpgroups compute them at the same time.
 #include "ptx.cuh"
 
-#ifndef PERSISTENT
-#define PERSISTENT !DETERMINISTIC
-#endif
-
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int STAGES = 2;  // buffers for Q, dO, lse and delta of a tile of queries, and for dS
-constexpr int KEY_STAGES = PERSISTENT ? 2 : 1;  // buffers for K and V of a tile of keys
 constexpr int WARPS = 8;
 constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
 constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
+constexpr int SECTION = 32;                  // most heads that are dealt with together, if DETERMINISTIC
 constexpr int TURN = 4;                      // tiles of queries that a block adds to in one turn
-static_assert(!(PERSISTENT && DETERMINISTIC), "see above");
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
               "each warpgroup computes 64 x 64 of dQ_i");
 
@@ -201,29 +187,20 @@ struct Turns {
   }
 };
 
-// A tile of keys that a block computes.
-struct KeyTile {
-  int tile;   // of its head; -1 if there is none
-  int part;   // of dK and dV
-  int batch;
-  int first;  // the first tile of queries that sees a key
-  int steps;
-};
-
-// The number of the tile that this block computes in a round. Every other round gives out the tiles in
-// reverse order of the blocks, so that no block gets the longest tile of every round.
-__device__ int tile_number(int round) {
-  return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-}
-
-// The tile with number n, counted over all heads. Tiles are dealt out to a section of heads, one to each and
-// then again. Those of a head are taken from the first to the last, because with a causal mask the first keys
-// have the most queries.
-__device__ int dealt_tile(int n, int tiles, int tiles_of_head, int section) {
-  int first_head = n / (section * tiles_of_head) * section;
-  int heads = min(section, tiles / tiles_of_head - first_head);  // the last section may have fewer
-  int in_section = n - first_head * tiles_of_head;
-  return (first_head + in_section % heads) * tiles_of_head + in_section / heads;
+// The block that a block of attention_backward is, if DETERMINISTIC, by the order in which it started. The
+// blocks of a head add to dq one after the other, so that each runs a turn behind the one before. If the
+// blocks that run at the same time were all of one head, the last of them would begin late. They are
+// therefore dealt to a section of heads, one block to each and then again. A section has more heads where
+// blocks are short, because a turn is then a larger part of a block. It has few where blocks are long: the
+// more blocks of a head run at the same time, the more often its Q, dO and dq are read from the L2 cache and
+// not from memory. So the heads are 4096, or 1024 without a mask, divided by the tiles of queries, and 4 to
+// SECTION. These numbers were measured.
+__device__ int dealt_block(int started, int tiles, int Nq, int causal) {
+  int section = max(4, min(SECTION, (causal ? 4096 : 1024) * Br / Nq));
+  int first_head = started / (section * tiles) * section;
+  int heads = min(section, int(gridDim.x) / tiles - first_head);
+  int n = started - first_head * tiles;
+  return (first_head + n % heads) * tiles + n / heads;
 }
 
 // Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
@@ -297,25 +274,24 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
 // boxes of Bc rows, and dk and dv (B, parts, Nk, D) with boxes of 16 rows, where parts is H if HEADS_APART,
 // else H / group. lse_2, delta and dq are those of attention_delta. counters, if DETERMINISTIC, are
 // 1 + 8 * B * H * ceil(Nq / Br) zeros: one for the blocks that have started, and one for each warp's part of
-// each dQ_i, for the tiles of keys that have been added to it; a turn uses those of its first tile. tiles is
-// B * parts * ceil(Nk / Bc); section: see dealt_tile.
+// each dQ_i, for the tiles of keys that have been added to it; a turn uses those of its first tile.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap q_map,
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
     const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
     Global<const float> lse_2, Global<const float> delta, Global<float> dq, Global<int> counters,
-    int H, int group, int Nq, int Nk, float scale, int causal, int tiles, int section) {
+    int H, int group, int Nq, int Nk, float scale, int causal) {
   SharedMemory smem;
   // The arrays that TMA and wgmma use come first, because they must begin at multiples of 1024 bytes.
-  Shared<T> K = smem.array<T>(KEY_STAGES * Bc * D), V = smem.array<T>(KEY_STAGES * Bc * D);
+  Shared<T> K = smem.array<T>(Bc * D), V = smem.array<T>(Bc * D);
   Shared<T> Q = smem.array<T>(STAGES * Br * D), dO = smem.array<T>(STAGES * Br * D);
   Shared<T> dS_i = smem.array<T>(STAGES * Br * Bc);
   Shared<float> lse_i = smem.array<float>(STAGES * Br), delta_i = smem.array<float>(STAGES * Br);
-  Shared<Barrier> keys_full = smem.array<Barrier>(KEY_STAGES), queries_full = smem.array<Barrier>(STAGES);
+  Shared<Barrier> keys_full = smem.array<Barrier>(1), queries_full = smem.array<Barrier>(STAGES);
   Shared<int> started = smem.array<int>(4);  // the blocks that started before this one
 
   if (threadIdx.x == 0) {
-    for (int s = 0; s < KEY_STAGES; s++) barrier_init(keys_full + s, 1);
+    barrier_init(keys_full, 1);
     for (int s = 0; s < STAGES; s++) barrier_init(queries_full + s, 1);
     barrier_init_fence();
     // A GPU does not promise to start the blocks in the order of blockIdx.x, and a block must not wait for
@@ -324,24 +300,22 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   }
   __syncthreads();  // the barriers are ready
 
-  int tiles_of_head = (Nk + Bc - 1) / Bc;
+  // The tiles of a head are taken from the first to the last, because with a causal mask the first keys have
+  // the most queries.
+  int tiles = (Nk + Bc - 1) / Bc;
   int own = HEADS_APART ? 1 : group;  // query heads that a block takes
   int parts = H / own;                // of dK and dV
+  int block = DETERMINISTIC ? dealt_block(started[0], tiles, Nq, causal) : blockIdx.x;
+  int tile = block % tiles;
+  int part = block / tiles % parts;
+  int head_k = HEADS_APART ? part / group : part;
+  int batch = block / tiles / parts;
   int query_tiles = (Nq + Br - 1) / Br;
+  // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
+  int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile of queries that sees a key
+  int steps = (query_tiles - first) * own;
 
-  auto tile_of = [&](int round) -> KeyTile {
-    int n = DETERMINISTIC ? started[0] : tile_number(round);
-    if (PERSISTENT ? n >= tiles : round > 0) return {-1, 0, 0, 0, 0};
-    if (PERSISTENT || DETERMINISTIC) n = dealt_tile(n, tiles, tiles_of_head, section);
-    int tile = n % tiles_of_head, head = n / tiles_of_head;
-    // The last heads come first: attention_delta has just written them, and attention_dq starts with the
-    // first ones. So some of dq is still in the L2 cache both times.
-    if (PERSISTENT) head = tiles / tiles_of_head - 1 - head;
-    // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
-    int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;
-    return {tile, head % parts, head / parts, first, (query_tiles - first) * own};
-  };
-  auto load_queries = [&](int stage, int batch, int head, int i) {
+  auto load_queries = [&](int stage, int head, int i) {
     int64_t column = (int64_t(batch * H + head) * query_tiles + i) * Br;
     barrier_expect(queries_full + stage, 2 * (2 * Br * D + 4 * Br));
     tma_load(Q + stage * Br * D, q_map, queries_full + stage, 0, i * Br, 0, head, batch);
@@ -349,17 +323,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     bulk_load(lse_i + stage * Br, lse_2 + column, Br, queries_full + stage);
     bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
   };
-  // K and V of a tile of keys, and the first queries.
-  auto load_tile = [&](const KeyTile& j, int stage, int query_stage) {
-    int head_k = HEADS_APART ? j.part / group : j.part;
-    barrier_expect(keys_full + stage, 2 * 2 * Bc * D);
-    tma_load(K + stage * Bc * D, k_map, keys_full + stage, 0, j.tile * Bc, 0, head_k, j.batch);
-    tma_load(V + stage * Bc * D, v_map, keys_full + stage, 0, j.tile * Bc, 0, head_k, j.batch);
-    load_queries(query_stage, j.batch, j.part * own, query_tiles - 1);
-  };
 
-  KeyTile j = tile_of(0);
-  if (threadIdx.x == 0) load_tile(j, 0, 0);
+  int head = part * own, i = query_tiles - 1;
+  if (threadIdx.x == 0) {
+    barrier_expect(keys_full, 2 * 2 * Bc * D);
+    tma_load(K, k_map, keys_full, 0, tile * Bc, 0, head_k, batch);
+    tma_load(V, v_map, keys_full, 0, tile * Bc, 0, head_k, batch);
+    load_queries(0, head, i);
+  }
 
   // The shuffle lets the compiler know that all lanes of a warp have the same warpgroup: what is computed
   // from it then takes no registers of the threads.
@@ -370,78 +341,67 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int column = lane % 4 * 2;       // this lane's first query in a tile
   // Of dQ_i = dS_i K_j this warpgroup computes 64 columns if D = 128, and 64 rows if D = 64.
   int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
-  int K_slab = D == 128 ? warpgroup * Bc * 64 : 0;
+  Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
   dq += warp * DQ_PER_WARP;
+  Turns turns{counters + (1 + warp), tile, first, query_tiles - 1};
 
-  int step = 0;  // counted over all tiles
-  for (int round = 0; j.tile >= 0; round++) {
-    KeyTile next = tile_of(round + 1);
-    int key_stage = round % KEY_STAGES;
-    Shared<T> K_j = K + key_stage * Bc * D, V_j = V + key_stage * Bc * D;
-    int head = j.part * own, i = query_tiles - 1;
-    Turns turns{counters + (1 + warp), j.tile, j.first, query_tiles - 1};
+  // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
+  // seen_from_1 on, or by none if the key does not exist. Both are counted from the lane's first query, as
+  // `mask` wants them.
+  int key = tile * Bc + row;
+  int seen_from_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
+  int seen_from_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
+  // The queries from masked_below on see all keys of this tile. Those below it need the mask.
+  int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;
 
-    // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
-    // seen_from_1 on, or by none if the key does not exist. Both are counted from the lane's first query, as
-    // `mask` wants them.
-    int key = j.tile * Bc + row;
-    int seen_from_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
-    int seen_from_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
-    // The queries from masked_below on see all keys of this tile. Those below it need the mask.
-    int masked_below = j.tile * Bc + Bc > Nk ? Nq : causal ? j.tile * Bc + Bc - 1 - (Nk - Nq) : 0;
+  float dK[D / 2] = {}, dV[D / 2] = {};
+  barrier_wait(keys_full, 0);
+  uint32_t K_rows[D / 16][4], V_rows[D / 16][4];  // the warp's 16 rows of K_j and V_j
+  load_rows(K_rows, K, 16 * warp);
+  if (V_IN_REGISTERS) load_rows(V_rows, V, 16 * warp);
+  for (int step = 0; step < steps; step++) {
+    int stage = step % STAGES;
+    Shared<T> Q_i = Q + stage * Br * D, dO_i = dO + stage * Br * D;
+    Shared<T> dS_t = dS_i + stage * Br * Bc;
+    float S[Br / 2], dP[Br / 2], dQ[32];
+    uint32_t P[Br / 16][4], dS[Br / 16][4];
 
-    float dK[D / 2] = {}, dV[D / 2] = {};
-    barrier_wait(keys_full + key_stage, round / KEY_STAGES % 2);
-    uint32_t K_rows[D / 16][4], V_rows[D / 16][4];  // the warp's 16 rows of K_j and V_j
-    load_rows(K_rows, K_j, 16 * warp);
-    if (V_IN_REGISTERS) load_rows(V_rows, V_j, 16 * warp);
-    for (int end = step + j.steps; step < end; step++) {
-      int stage = step % STAGES;
-      Shared<T> Q_i = Q + stage * Br * D, dO_i = dO + stage * Br * D;
-      Shared<T> dS_t = dS_i + stage * Br * Bc;
-      float S[Br / 2], dP[Br / 2], dQ[32];
-      uint32_t P[Br / 16][4], dS[Br / 16][4];
+    barrier_wait(queries_full + stage, step / STAGES % 2);
+    start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
+    if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
+    else start_product(dP, V + warpgroup * 64 * 64, dO_i);
+    turns.pass_on();  // here, because the products run while it waits
+    wgmma_wait<1>();  // S^T is there
+    if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
+    probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
+    wgmma_wait<0>();  // dP^T is there
+    score_gradients(dS, P, dP, delta_i + (stage * Br + column));
+    store_tile<Br>(dS_t, Bc, 16 * warp, dS);
+    fence_async();
+    if (!DETERMINISTIC) start_product(dV, P, dO_i);  // dV_j += P^T dO_i
+    __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
 
-      barrier_wait(queries_full + stage, step / STAGES % 2);
-      start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
-      if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
-      else start_product(dP, V_j + warpgroup * 64 * 64, dO_i);
-      turns.pass_on();  // here, because the products run while it waits
-      wgmma_wait<1>();  // S^T is there
-      if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
-      probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
-      wgmma_wait<0>();  // dP^T is there
-      score_gradients(dS, P, dP, delta_i + (stage * Br + column));
-      store_tile<Br>(dS_t, Bc, 16 * warp, dS);
-      fence_async();
-      if (!DETERMINISTIC) start_product(dV, P, dO_i);  // dV_j += P^T dO_i
-      __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
-
-      int this_i = i;
-      int64_t dq_tile = int64_t(j.batch * H + head) * query_tiles + i;
-      if (--i < j.first) {
-        i = query_tiles - 1;
-        head++;
-      }
-      if (threadIdx.x == 0 && step + 1 < end) load_queries((step + 1) % STAGES, j.batch, head, i);
-
-      start_dQ(dQ, dS_t + dS_slab, K_j + K_slab);  // dQ_i = dS_i K_j
-      if (DETERMINISTIC) start_product(dV, P, dO_i);  // after dQ_i: two products cover the wait
-      start_product(dK, dS, Q_i);                     // dK_j += dS^T Q_i
-      turns.wait(dq_tile, this_i);
-      wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there
-      add_dQ(dq + dq_tile * Br * D, dQ);
-      turns.end(dq_tile, this_i);
-      wgmma_wait<0>();
+    int this_i = i;
+    int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
+    if (--i < first) {
+      i = query_tiles - 1;
+      head++;
     }
-    turns.pass_on();
-    if (PERSISTENT && lane == 0) bulk_wait_read<0>();  // the other buffer's dK and dV have left
-    __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
-    if (threadIdx.x == 0 && next.tile >= 0) load_tile(next, (round + 1) % KEY_STAGES, step % STAGES);
-    store_rows(dv_map, V_j + warp * 16 * D, dV, 1, j.tile * Bc + 16 * warp, j.part, j.batch);
-    store_rows(dk_map, K_j + warp * 16 * D, dK, scale, j.tile * Bc + 16 * warp, j.part, j.batch);
-    j = next;
+    if (threadIdx.x == 0 && step + 1 < steps) load_queries((step + 1) % STAGES, head, i);
+
+    start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
+    if (DETERMINISTIC) start_product(dV, P, dO_i);  // after dQ_i: two products cover the wait
+    start_product(dK, dS, Q_i);                     // dK_j += dS^T Q_i
+    turns.wait(dq_tile, this_i);
+    wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there
+    add_dQ(dq + dq_tile * Br * D, dQ);
+    turns.end(dq_tile, this_i);
+    wgmma_wait<0>();
   }
+  turns.pass_on();
+  __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
+  store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
+  store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);
   if (lane == 0) bulk_wait_read<0>();  // shared memory must exist until the copy engine has read it
 }
 

@@ -240,18 +240,12 @@ def fa2_backward_macros(problem):
 
 
 def hopper_backward_macros(problem):
-    """PERSISTENT is 1 where a tile of keys has few steps, unless the caller has set it."""
-    heads = 1 if problem.heads_apart else problem.H // problem.Hk  # of queries, to which a block goes
-    short = heads * problem.Nq <= SHORT_BACKWARD[problem.D, problem.causal] and not problem.deterministic
-    macros = {"DETERMINISTIC": int(problem.deterministic), "PERSISTENT": int(short)}
-    return backward_macros(problem) | macros | dict(problem.switches)
+    return backward_macros(problem) | {"DETERMINISTIC": int(problem.deterministic), **dict(problem.switches)}
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 LONG = 16384  # So many keys make a tile long; at head_dim 128 without a mask half as many do.
-# Queries up to which rung hopper's backward is faster if it is persistent, by head_dim and whether it is causal.
-SHORT_BACKWARD = {(64, True): 2048, (64, False): 1024, (128, True): 1024, (128, False): 512}
 SMALL = range(1, 97)
 MMA = same((64, 64), (32, 64, 96, 128))
 WGMMA = {32: (128, 128), 64: (128, 128), 96: (128, 96), 128: (128, 128), 256: (128, 80)}
@@ -306,8 +300,7 @@ BACKWARD_ROWS = (
            counters_per_tile=1),
     Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), macros=backward_macros, **HOPPER_BACKWARDS),
     Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), macros=hopper_backward_macros,
-           counters_per_tile=8,  # one for each of the 8 warps of a block
-           persistent=True, **HOPPER_BACKWARDS),
+           counters_per_tile=8, **HOPPER_BACKWARDS),  # a counter for each of the 8 warps of a block
 )  # fmt: skip
 FORWARD = {row.word: row for row in ROWS}
 BACKWARD = {row.word: row for row in BACKWARD_ROWS}

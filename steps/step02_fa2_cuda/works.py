@@ -93,21 +93,14 @@ def forward_works(problem, strides):
     arguments = Box("q", problem.Br), Box("k", problem.Bc), Box("v", problem.Bc), *outputs
     if not problem.row.persistent:
         return [work(problem, "attention_forward", arguments, tiles)]
+    persistent = problem.row.macros(problem).get("PERSISTENT", 1)
     lowest = -3.4e38 / max(1, problem.scale / math.log(2))  # where a row's maximum starts; the kernel says why
-    further = c_float(lowest), c_int(tiles), c_int(heads_of_a_section(problem))
-    return [work(problem, "attention_forward", (*arguments, *further), blocks_for(problem, tiles))]
+    further = c_float(lowest), c_int(tiles), c_int(heads_of_a_section(problem, persistent))
+    blocks = min(tiles, problem.processors) if persistent else tiles
+    return [work(problem, "attention_forward", (*arguments, *further), blocks)]
 
 
-def blocks_for(problem, tiles):
-    """How many blocks compute so many tiles: one each, or if they are persistent at most one a multiprocessor."""
-    return min(tiles, problem.processors) if is_persistent(problem) else tiles
-
-
-def is_persistent(problem):
-    return problem.row.persistent and problem.row.macros(problem).get("PERSISTENT", 1)
-
-
-def heads_of_a_section(problem):
+def heads_of_a_section(problem, persistent):
     """How many heads a causal forward of rung hopper takes together: their tiles are ordered by length, longest first.
 
     The fewer they are, the more blocks read the same keys from the L2 cache, which saves power. If a multiprocessor
@@ -118,7 +111,7 @@ def heads_of_a_section(problem):
     bytes_of_K_and_V = 2 * problem.Nk * problem.D * problem.dtype.itemsize
     in_the_cache = max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
     dealt = max(1, problem.processors // (4 if problem.D > 64 else 2))
-    section = dealt if is_persistent(problem) else in_the_cache
+    section = dealt if persistent else in_the_cache
     return min(section, problem.B * problem.H)
 
 
@@ -167,31 +160,8 @@ def gradient_works(problem, strides):
     else:
         tensors = *strided(("dout", "q", "k", "v"), strides), *sums, "dk", "dv", *counters
         arguments = *tensors, *numbers, c_int(problem.deterministic)
-    tiles = problem.key_tiles * problem.gradient_heads * problem.B
-    check_count("tiles", tiles)
-    if problem.row.persistent:
-        arguments = *arguments, c_int(tiles), c_int(heads_dealt_together(problem))
-    shared_bytes = problem.row.shared_bytes(problem.D, problem.Br, problem.Bc)
-    if is_persistent(problem):  # K and V have two stages
-        shared_bytes += 2 * 2 * problem.Bc * problem.D
-    blocks = blocks_for(problem, tiles)
-    return [work(problem, "attention_backward", arguments, blocks, shared_bytes=shared_bytes)]
-
-
-def heads_dealt_together(problem):
-    """How many heads rung hopper's backward deals its tiles of keys out to, one to each and then again.
-
-    In a fixed order, tiles of a head add to dq one after the other, so that each runs a turn behind the one before. If
-    those that are computed at the same time were all of one head, the last of them would begin late. There are more
-    heads where tiles are short, because a turn is then a larger part of one, and few where they are long: the more
-    tiles of a head are computed at the same time, the more often its Q, dO and dq come from the L2 cache.
-
-    Persistent blocks get equal work if their heads come one after the other, because every other round is dealt out in
-    reverse; without a mask more heads at a time are a little faster. All these numbers were measured.
-    """
-    if problem.deterministic:
-        return max(4, min(32, (4096 if problem.causal else 1024) * problem.Br // problem.Nq))
-    return 1 if problem.causal else 8
+    blocks = problem.key_tiles * problem.gradient_heads * problem.B
+    return [work(problem, "attention_backward", arguments, blocks)]
 
 
 def dq_works(problem, strides):
