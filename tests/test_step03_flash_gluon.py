@@ -58,16 +58,19 @@ def test_a_packed_sequence_ends_where_the_descriptor_does(on_integers):
                 address = sum(c * step for c, step in zip(where, steps, strict=True)) % 2**64  # as hardware counts
                 assert address == 2 * (h * x.stride(1) + (start + row) * x.stride(2))
     assert flash_gluon.coordinates.fn((5, 2, 0, 9), 3, False) == [5, 2, 3, 0]
+    one = torch.zeros(64, dtype=torch.float16).as_strided((1, 1, 1, 64), (1, 1, 1, 1))
+    strides = flash_gluon.ragged(one, 64, 64).strides  # The strides of one head and one row may be any.
+    assert all(2 * stride % 16 == 0 for stride in strides[:4])
 
 
 def test_which_calls_take_it(monkeypatch):
     starts = torch.tensor([0, 10, 32], dtype=torch.int32)
     packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=22, max_seqlen_k=22)
 
-    def picked(D, carried=False, **given):
-        q = torch.zeros(1, 2, 32, D, dtype=torch.float16)
+    def picked(D, carried=False, keys=32, **given):
+        q, k = (torch.zeros(1, 2, N, D, dtype=torch.float16) for N in (32, keys))
         f = {"causal": False, "scale": None, "tile": None} | options.DEFAULTS | given
-        return operators.launcher(q, q, f, carried)[0]
+        return operators.launcher(q, k, f, carried)[0]
 
     window = {"window": (7, 0)}
     assert picked(128, **window) is flash.forward, "there is no Hopper GPU"
@@ -76,7 +79,7 @@ def test_which_calls_take_it(monkeypatch):
         assert picked(D, **given) is flash_gluon.forward
     for D, given in ((64, window), (64, packed), (128, {}), (128, {"causal": True})):
         assert picked(D, **given) is flash.forward
-    for more in ({"softcap": 2.0}, {"first_query": 3}, {"tile": [128, 64]}, {"carried": True}):
+    for more in ({"softcap": 2.0}, {"first_query": 3}, {"tile": [128, 64]}, {"carried": True}, {"keys": 0}):
         assert picked(128, **window, **more) is flash.forward
 
 

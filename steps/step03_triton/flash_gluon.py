@@ -43,7 +43,7 @@ from .fwd_3_gluon import (
     step,
 )
 from .replay import replayed
-from .tiles import new_packed
+from .tiles import new_packed, strides_of
 
 BILLION = gl.constexpr(2**30)
 UNLIMITED = 2**29  # more keys than a GPU has memory for; twice as many are still a number of 32 bits
@@ -184,8 +184,8 @@ def ragged(x, rows, D_pad):
     place: 2^30 steps of 2^34 - s entries are 2^65 bytes, which in addresses of 64 bits are none, and -2^30 rows; and e
     steps of s entries are e rows.
     """
-    s, most = x.stride(2), 2**31 - 2**16
-    shape, strides = [most, most, x.shape[1], 2**30, x.shape[3]], [2**34 - s, s, x.stride(1), s, 1]
+    (_, h, s), most = strides_of(x), 2**31 - 2**16
+    shape, strides = [most, most, x.shape[1], 2**30, x.shape[3]], [2**34 - s, s, h, s, 1]
     swizzled = gl.NVMMASharedLayout.get_default_for([1, 1, 1, rows, D_pad], gl.float16)  # bfloat16 has the same size
     return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, D_pad], swizzled)
 

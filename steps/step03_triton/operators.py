@@ -57,7 +57,7 @@ def launcher(q, k, f, carried):
     few = free and not {*asked} - {*options.OF_DECODE} and q.ndim == 4 and decode.fits(q, k)
     if f["lengths_k"] is not None or few:
         return decode.forward, ("causal", "scale", *options.OF_DECODE)
-    if free and flash_gluon.fits(q, [*asked, "causal"] if f["causal"] else asked):
+    if free and k.numel() and flash_gluon.fits(q, [*asked, "causal"] if f["causal"] else asked):
         return flash_gluon.forward, flash_gluon.OPTIONS
     return flash.forward, OF_FLASH
 
