@@ -19,8 +19,8 @@
 # ![A ladder of stage 03's forward kernels beside cuDNN and FlashAttention-4 on an H200: rung gluon is the
 # highest of ours.](../notebooks/figures/ladder_triton.png)
 #
-# - **Before you start:** notebook 03a, for sections 13 and 14 also 03b. Sections 7 to 12 want what tensor cores, warpgroups and
-#   TMA are.
+# - **Before you start:** notebook 03a, for sections 13 and 14 also 03b. Sections 7 to 12 want what tensor cores,
+#   warpgroups and TMA are.
 # - **Time:** each section takes five minutes and can be read alone.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md), [figures](../steps/figures/n03x_deeper.py).
 # - **Tests:** `pytest tests/test_step03_triton.py tests/test_step03_features.py`.

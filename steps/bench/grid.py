@@ -260,7 +260,7 @@ def sample_truth(inputs, causal, *, backward=True, last=None, options=None):
         found = computed(q.device)
     except torch.OutOfMemoryError:
         found = [x.to(q.device) for x in computed("cpu")]
-    names = RESULTS["fwd+bwd" if backward else "fwd"]
+    names = RESULTS["fwd+bwd" if backward else "fwd"]  # with sinks the reference has one more result
     return {name: x for name, x in zip(names, found, strict=False) if not last or name in ("out", "dq")}
 
 

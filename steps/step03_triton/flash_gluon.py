@@ -8,11 +8,11 @@ A producer and two consumers work as they do there. What is different:
     packed    A sequence is a range of rows of one long tensor. The copy engine reads zeros, and writes nothing, beyond
               the end of a tensor, but does not know where a sequence ends. `ragged` describes the tensor in such a way
               that a dimension ends there.
-    sinks     One more key of value 0 at the end, as in flash_kernels.add_sink.
+    sinks     One more key of value 0 at the end, by flash_kernels.add_sink.
 
 Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py. Left
 out: all other features, and head_dims up to 64, where flash.py is as fast: its small programs share a multiprocessor.
-Needs torch and Triton, fwd_3_gluon.py, replay.py and tiles.py.
+Needs torch and Triton, fwd_3_gluon.py, flash_kernels.py, features.py, replay.py and tiles.py.
 """
 
 import torch
@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .flash_kernels import add_sink as add_sink_in_triton
 from .fwd_3_gluon import (
     STAGES,
     TILES,
@@ -45,6 +46,7 @@ from .fwd_3_gluon import (
 from .replay import replayed
 from .tiles import new_packed, strides_of
 
+add_sink = gluon.jit(add_sink_in_triton.fn)  # One text, because what it calls means the same in both languages.
 BILLION = gl.constexpr(2**30)
 UNLIMITED = 2**29  # more keys than a GPU has memory for; twice as many are still a number of 32 bits
 
@@ -90,17 +92,6 @@ def produce(q, k, v, Q, K, V, queries, keys, i, tiles, PACKED: gl.constexpr):
             for w in gl.static_range(2):
                 load(q, Q, w, coordinates(queries, i + 64 * w, PACKED))
         load(v, V, n, where)
-
-
-@gluon.jit
-def add_sink(lse, sink):
-    """(lse after one more key of score `sink`, the share of all P that the keys before it keep)."""
-    largest = gl.maximum(lse, sink)
-    finite = gl.where(largest == float("-inf"), 0.0, largest)  # without a key and a sink -inf - (-inf) would be NaN
-    before = gl.exp(lse - finite)
-    both = before + gl.exp(sink - finite)
-    both = gl.where(both == 0, 1.0, both)
-    return largest + gl.log(both), before / both
 
 
 @gluon.jit

@@ -8,7 +8,8 @@
 What traces a program does not look into them. torch.compile compiles a program anew for each value of a float that an
 operator takes. It does not for a float that becomes a tensor, so the floats among the options that are not constant in
 a compiled program reach the operators in a tensor, `traced`. `attend` and `gradients` compute; checked.py calls them
-without an operator where nothing is traced. Needs flash.py, decode.py, options.py and the files that they name.
+without an operator where nothing is traced. Needs flash.py, flash_gluon.py, decode.py, options.py and the files that
+they name.
 """
 
 import math
@@ -52,7 +53,10 @@ def rows_4d(lse):
 
 
 def launcher(q, k, f, carried):
-    """(the function that launches the kernels of a call, the names of what it takes): decode.py's for few queries."""
+    """(the function that launches the kernels of a call, the names of what it takes).
+
+    It is decode.py's for few queries, flash_gluon.py's where that is faster, and otherwise that of flash.py.
+    """
     free, asked = f["tile"] is None and not carried, options.asked(f)
     few = free and not {*asked} - {*options.OF_DECODE} and q.ndim == 4 and decode.fits(q, k)
     if f["lengths_k"] is not None or few:

@@ -1,8 +1,8 @@
 """The stage's public functions: `attention` of the rungs, which also takes the features.
 
-A call with a feature, or with few queries, goes to checked.py, whose kernels are those of flash.py and decode.py;
-every other goes to the rungs. As for these, what the checks decide is kept for each layout of the tensors, in
-contract.Calls.
+A call with a feature, or with few queries, goes to checked.py, whose kernels are those of flash.py, flash_gluon.py and
+decode.py; every other goes to the rungs. As for these, what the checks decide is kept for each layout of the tensors,
+in contract.Calls.
 """
 
 import inspect
