@@ -302,7 +302,7 @@ def task(passes=("fwd",), beside=(), point=SMALL, dtype="fp32", how=None, **chan
 
 
 def measured(*groups, **how):
-    return list(grid.measure(groups, warmup=0, **how))
+    return list(grid.measure(groups, **how))
 
 
 @cpu_only
@@ -370,8 +370,9 @@ def test_a_sample_is_of_the_last_head_and_if_asked_of_the_last_queries():
     ("no kernel of this name", {"fwd_kernel": "fwd_9_none"}), ("more than the limit of 0 ms", {}),
     ("has no backward", {"passes": ("bwd",), "bwd_kernel": None}),
 ])  # fmt: skip
-def test_who_cannot_take_part_is_left_out_with_a_reason_given_once(capsys, reason, changes):
-    assert not measured([task(**changes)], [task(**changes)], limit_ms=1000.0 if changes else 0.0)
+def test_who_cannot_take_part_is_left_out_with_a_reason_given_once(monkeypatch, capsys, reason, changes):
+    monkeypatch.setattr(grid, "LIMIT_MS", 1000 if changes else 0)
+    assert not measured([task(**changes)], [task(**changes)])
     (said,) = capsys.readouterr().out.splitlines()
     assert reason in said
 
@@ -398,7 +399,7 @@ def test_the_plans_name_rungs_and_peers_that_there_are():
 
 @pytest.mark.skipif(bool(catalogue.unavailable("02")), reason="stage 02 cannot run here")
 def test_a_part_of_a_plan_gives_the_rows_of_its_rungs_in_the_dtypes_that_they_take(monkeypatch):
-    monkeypatch.setattr(grid, "measure", partial(grid.measure, warmup=0, limit_ms=1e5))
+    monkeypatch.setattr(grid, "LIMIT_MS", 1e5)
     monkeypatch.setattr(grid, "MATMUL_SIZE", 48)
     part = grid.Part((("02", "scalar"),), (Point(1, 1, 40, 32),), grid.BOTH, ("fp32", "bf16"), ("sdpa-math",))
     found = [(r["dtype"], r["pass"], r["kernel"] or r["peer"]) for r in part() if r["error"] < 1e-4 or not r["kernel"]]

@@ -132,36 +132,31 @@ def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch, ran
     assert ring.length([(5, 6), (0, 2), (1, 3), (3, 4)]) == 5, "what overlaps counts once"
 
 
-def test_a_round_is_that_of_the_slowest_rank_and_everybody_comes_first_once(ranks):
-    for called, found in ranks.run(three_in_turn):
-        assert called == "aabbbcc" + "bbbccaa" + "ccaabbb" + "aabbbcc" + "bbbccaa"
-        assert found == {"a": [1.0] * 5, "b": [2.0] * 5, "c": [1.0] * 5}
+@pytest.fixture
+def in_rank_0(monkeypatch):
+    """Stands in for the first of two ranks."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
 
 
-def three_in_turn():
-    """(the order of calls of a, b twice and c, what the ranks make of 1 in rank 1 and of b's count in rank 0)."""
+def test_a_round_is_that_of_the_slowest_rank_and_everybody_comes_first_once(monkeypatch, in_rank_0):
     called, usual = [], ring.one_round
-    ring.one_round = lambda call, count: usual(call, count) * 0 + (count if dist.get_rank() == 0 else 1.0)
+    monkeypatch.setattr(ring, "one_round", lambda call, count: usual(call, count) * 0 + count)
+    monkeypatch.setattr(ring, "gathered", lambda mine: [mine, dict.fromkeys(mine, [1.5] * 5)])
     found = ring.race({who: partial(called.append, who) for who in "abc"}, {"a": 1, "b": 2, "c": 1})
-    ring.one_round = usual
-    return "".join(called), found
+    assert "".join(called) == "aabbbcc" + "bbbccaa" + "ccaabbb" + "aabbbcc" + "bbbccaa"
+    assert found == {"a": [1.5] * 5, "b": [2.0] * 5, "c": [1.5] * 5}
 
 
-def test_who_cannot_take_part_in_one_rank_takes_part_in_none_and_the_worst_rank_counts(ranks):
-    for found, left_out in ranks.run(refused_in_rank_1):
-        assert found == {RELAY: (None, {"ms": 2.0, "error": 0.5})}
-        assert left_out == [f"left out: {FETCH}, fwd {SMALL.point}: RuntimeError: no kernel"]
-
-
-def refused_in_rank_1():
-    """What comes of a pass in which rank 1 refuses fetch, and each rank is the worse one of relay in something."""
-    rank, usual, left_out = dist.get_rank(), ring.tried, []
-    of_fetch = ({"ms": 1.0, "error": 0.0}, "RuntimeError: no kernel")[rank]
-    of_relay = ({"ms": 1.0, "error": 0.5}, {"ms": 2.0, "error": 0.0})[rank]
-    ring.tried = lambda case, who, *rest: (None, of_fetch if who == FETCH else of_relay)
+def test_who_cannot_take_part_in_one_rank_takes_part_in_none_and_the_worst_rank_counts(monkeypatch, in_rank_0):
+    other = {FETCH: "RuntimeError: no kernel", RELAY: (2.0, 0.0)}
+    monkeypatch.setattr(ring, "tried", lambda case, who, *rest: (who, (who, (1.0, 0.5))))
+    monkeypatch.setattr(ring, "gathered", lambda mine: [mine[1], other[mine[0]]])
+    left_out = []
     ((_, found),) = ring.by_pass(replace(SMALL, passes=("fwd",), who=(FETCH, RELAY)), left_out)
-    ring.tried = usual
-    return found, left_out
+    assert found == {RELAY: (RELAY, 2.0, 0.5)}
+    assert left_out == [f"left out: {FETCH}, fwd {SMALL.point}: RuntimeError: no kernel"]
 
 
 def test_who_dies_ends_the_part_and_one_gpu_has_no_ring(monkeypatch, capsys, ranks):

@@ -32,6 +32,7 @@ GRIDS = {"standard": STANDARD_GRID, "quick": QUICK_GRID}
 RESULTS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv"), "fwd+bwd": ("out", "dq", "dk", "dv")}
 MATMUL_SIZE = 8192
 SHORT_MS = 1.0  # of a shorter call the CPU's time is measured, too
+LIMIT_MS = 3000.0  # whose call takes longer does not take part
 HOW = dict(layout=None, options={}, timing="interleaved", clock_mhz=None, watts=None)
 
 
@@ -159,10 +160,10 @@ class Task:
     ceiling: Callable | None = None
 
 
-def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
+def measure(groups, timed="interleaved"):
     """Yields a valid results row for everybody at every task of the groups, which are lists of tasks.
 
-    Who cannot take part (dtype, head_dim, out of memory, a result that is not finite, a call longer than limit_ms) is
+    Who cannot take part (dtype, head_dim, out of memory, a result that is not finite, a call longer than LIMIT_MS) is
     left out, and the reason is printed once. The rows of one call share one `run`. timed: "interleaved" or "sustained".
     """
     origin, say = {**rows.provenance(engine.device), **HOW, "timing": timed}, cache(print)
@@ -170,10 +171,10 @@ def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
     for group in groups:
         taking_part = {}  # {pass: [(the row without its times, call, operations)]}
         for task in group:
-            for pass_, found in who_takes_part(task, origin, limit_ms, say):
+            for pass_, found in who_takes_part(task, origin, say):
                 taking_part.setdefault(pass_, []).extend(found)
         for found in taking_part.values():
-            times = take_times({n: one[1] for n, one in enumerate(found)}, warmup=warmup, device=engine.device)
+            times = take_times({n: one[1] for n, one in enumerate(found)}, device=engine.device)
             for n, (row, call, flops) in enumerate(found):
                 row |= times[n] | {"tflops": flops / times[n]["ms_median"] / 1e9}
                 if row["pass"] == "fwd+bwd" and engine.device == "cuda":
@@ -184,7 +185,7 @@ def measure(groups, *, timed="interleaved", warmup=3, limit_ms=3000.0):
         taking_part, found, call = {}, [], None  # A backward holds its forward's results; this makes room for the next.
 
 
-def who_takes_part(task, origin, limit_ms, say):
+def who_takes_part(task, origin, say):
     """Yields of each pass of a task (pass, [(the row without its times, call, operations)])."""
     inputs = make_inputs(task.point, task.dtype, engine.device)
     how = dict(backward=task.passes != ("fwd",), last=task.last, options=task.reference)
@@ -195,7 +196,10 @@ def who_takes_part(task, origin, limit_ms, say):
         for entrant in task.entrants:
             try:
                 row = where | entrant.subject(where)
-                call, row["error"] = tried(entrant, inputs, row, truth, limit_ms)
+                call = entrant.call(inputs, pass_, task.point.causal)
+                ms, row["error"] = tried(call, pass_, truth)
+                if ms > LIMIT_MS:
+                    raise RuntimeError(f"one call takes more than the limit of {LIMIT_MS:g} ms")
                 found.append((row, call, task.share * task.point.flops(pass_)))
             except Exception as problem:  # whatever one kernel raises, the others are still to be measured
                 say(f"left out: {entrant}, {pass_} {task.options.get('feature', task.dtype)}: {in_words(problem)}")
@@ -205,13 +209,11 @@ def who_takes_part(task, origin, limit_ms, say):
         yield pass_, found
 
 
-def tried(entrant, inputs, where, truth, limit_ms):
-    """(call, error) of one who takes part; otherwise an exception. The second call is timed."""
-    call = entrant.call(inputs, where["pass"], where["causal"])
-    error = sample_error(dict(zip(RESULTS[where["pass"]], call(), strict=True)), truth)
-    if timing.one_call(call, device=engine.device) > limit_ms:
-        raise RuntimeError(f"one call takes more than the limit of {limit_ms:g} ms")
-    return call, error
+def tried(call, pass_, truth):
+    """(milliseconds of the second call, error of the third); ValueError if a result is not finite."""
+    call()
+    ms = timing.one_call(call, device=engine.device)
+    return ms, sample_error(dict(zip(RESULTS[pass_], call(), strict=True)), truth)
 
 
 def in_words(problem):
@@ -412,8 +414,8 @@ def features_at(N, H, D):
     sinks = torch.randn(H, generator=generator, device=device).to(torch.bfloat16)
     by_fa4 = [a_peer("fa4", partial(peers.fa4, learnable_sink=sinks))]
     packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
-    others = {"varlen": peers.varlen, "fa4": peers.fa4_packed}
-    of_packed = [a_peer(name, partial(function, starts, length)) for name, function in others.items()]
+    varlen, fa4 = partial(peers.varlen, starts, length), partial(peers.fa4_packed, **packed)
+    of_packed = [*by_flex(**together), a_peer("varlen", varlen), a_peer("fa4", fa4)]
     of_window, of_pair = by_both(near, window_size=(left, 0)), by_both(capped | near, window_size=(left, 0), **softcap)
     return [
         feature("none", point, beside=map(a_peer, ANY)),
@@ -426,7 +428,7 @@ def features_at(N, H, D):
         feature("sinks", point, {"sinks": sinks}, beside=by_fa4),
         feature("window", point, window, told_window, in_window, of_window),
         feature("soft-cap + window", point, softcap | window, softcap | told_window, in_window, of_pair),
-        feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, by_flex(**together) + of_packed),
+        feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, of_packed),
         feature("padded", Point(SEQUENCES, H, length, D)),  # the same work as a batch
     ]
 

@@ -88,11 +88,10 @@ def without_lse(out):
     return out[0] if isinstance(out, tuple) else out
 
 
-def fa4_packed(starts, length, q, k, v, causal=False):
-    """FlashAttention-4 for packed sequences, whose tensors are (total, H, D)."""
+def fa4_packed(q, k, v, causal=False, **how):
+    """FlashAttention-4 for packed sequences, whose tensors are (total, H, D). how: cu_seqlens_q, max_seqlen_q, ..."""
     from flash_attn.cute import flash_attn_varlen_func
 
-    how = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
     out = flash_attn_varlen_func(*(x[0].transpose(0, 1) for x in (q, k, v)), **how)
     return without_lse(out).transpose(0, 1)[None]
 

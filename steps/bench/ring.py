@@ -134,10 +134,10 @@ def measure(case, origin):
     found, left_out = [], []
     for pass_, takes_part in by_pass(case, left_out):
         # A round takes about WORTH_MS.
-        counts = {who: max(1, min(MOST_CALLS, round(WORTH_MS / one["ms"]))) for who, (_, one) in takes_part.items()}
-        ms = race({who: call for who, (call, _) in takes_part.items()}, counts)
-        for who, (_, one) in takes_part.items():
-            found.append(row_of(case, who, pass_, ms[who], counts[who], one["error"], origin))
+        counts = {who: max(1, min(MOST_CALLS, round(WORTH_MS / ms))) for who, (_, ms, _) in takes_part.items()}
+        times = race({who: call for who, (call, *_) in takes_part.items()}, counts)
+        for who, (*_, error) in takes_part.items():
+            found.append(row_of(case, who, pass_, times[who], counts[who], error, origin))
     return found, left_out
 
 
@@ -145,12 +145,12 @@ def measure_trace(case, origin):
     """The same with the profiler's shares, and last of the rows a record of kind "trace" with one rank's spans."""
     found, left_out, calls = [], [], []
     for pass_, takes_part in by_pass(case, left_out):
-        for who, (call, one) in takes_part.items():
+        for who, (call, _, error) in takes_part.items():
             every = gathered(trace(call))
             worst = max(every, key=lambda of_rank: of_rank["idle"])
             seen = {name: worst[name] for name in ("hidden", "idle", "launches")}
             ms = [max(of_rank["ms"] for of_rank in every)]
-            row = row_of(case, who, pass_, ms, PROFILED, one["error"], origin)
+            row = row_of(case, who, pass_, ms, PROFILED, error, origin)
             found.append(row | seen | {"options": {"profiler": True}})
             calls.append({"kernel": who, "pass": pass_, "ms": ms[0], **seen, "spans": worst["spans"]})
     if calls:
@@ -161,9 +161,10 @@ def measure_trace(case, origin):
 
 
 def by_pass(case, left_out):
-    """Yields (pass, {who: (call, {"ms", "error"})} of those whom no rank refuses); left_out gets the others' reasons.
+    """Yields (pass, {who: (call, ms, error)} of those whom no rank refuses); left_out gets the others' reasons.
 
-    The error is that of the last queries, which see all keys: a block that is missing or comes twice shows there.
+    Both numbers are the worst rank's. The error is that of the last queries, which see all keys: a block that is
+    missing or comes twice shows there.
     """
     torch.cuda.empty_cache()  # of what the case before has left
     inputs = grid.make_inputs(case.point, DTYPE, engine.device)
@@ -180,20 +181,17 @@ def by_pass(case, left_out):
             if reasons := [one for one in every if isinstance(one, str)]:
                 left_out.append(f"left out: {who}, {pass_} {case.point}: {reasons[0]}")
             else:
-                found[who] = mine[0], {name: max(one[name] for one in every) for name in ("ms", "error")}
+                found[who] = mine[0], *map(max, zip(*every, strict=True))
         yield pass_, found
 
 
 def tried(case, who, pass_, tensors, truth):
-    """(its call, {"ms", "error"} in this rank), or (None, in words why it cannot)."""
+    """(its call, (ms, error) in this rank), or (None, in words why it cannot)."""
     try:
         call = entrant(case, who).call(tensors, pass_, case.point.causal)
         call = captured(call) if who == GRAPH else call
-        call()
-        ms = timing.one_call(call, device=engine.device)
-        results = dict(zip(grid.RESULTS[pass_], call(), strict=True))
-        # Behind this one rank may find something wrong, and the others nothing.
-        return call, {"ms": ms, "error": grid.sample_error(results, truth)}
+        # One rank may find its results wrong, and the others nothing: after the last call, so that nobody waits for it.
+        return call, grid.tried(call, pass_, truth)
     except Exception as problem:  # whatever one of them raises, the others are still to be measured
         timing.synchronize(engine.device)  # A GPU that has failed raises here again, and this ends the ranks.
         return None, grid.in_words(problem)
