@@ -24,18 +24,19 @@ SIZE = {**Point(1, 16, 4096, 128).sizes, "dtype": "bf16"}
 # What a warp can wait for: Nsight Compute's stall reasons of an H100, and "selected", which is no wait.
 STALLS = """barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard math_pipe_throttle
 membar mio_throttle misc no_instruction not_selected selected short_scoreboard sleeping tex_throttle wait""".split()
-COUNTERS = {  # ncu's names by ours
-    "tensor_pipe": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",  # % of the SM's cycles with work
-    "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",  # including those that conflicts cost
-    "issue_slots": "smsp__issue_active.avg.pct_of_peak_sustained_active",  # % of a scheduler's cycles with work
-    "exp_units": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",  # % of the cycles of the exp units
-    "dram_throughput": "dram__throughput.avg.pct_of_peak_sustained_elapsed",  # % of the peak
-    "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",  # % of the warps that an SM can hold
-    "nanoseconds": "gpu__time_duration.sum",  # under the profiler, and therefore no speed to quote
-    # warps that wait for it, on average over the cycles in which a scheduler issues
-    **{f"stalled_{reason}": f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in STALLS},
+COUNTERS = {  # by our name: ncu's name, and that on the page of results
+    "nanoseconds": ("gpu__time_duration.sum", "time, µs"),  # under the profiler, and therefore no speed to quote
+    "tensor_pipe": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", "tensor cores, % of the cycles"),
+    "exp_units": ("sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active", "exp units, %"),
+    "issue_slots": ("smsp__issue_active.avg.pct_of_peak_sustained_active", "instructions issued, % of the slots"),
+    "dram_throughput": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", "device memory, % of its peak"),
+    "shared_wavefronts": ("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", "wavefronts of shared memory, millions"),
+    "bank_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", "of them for bank conflicts"),
+    "occupancy": ("sm__warps_active.avg.pct_of_peak_sustained_active", "warps on the SM, % of the most"),
 }
+# And the warps that wait for each reason, on average over the cycles in which a scheduler issues.
+WAITING = {f"stalled_{why}": f"smsp__average_warps_issue_stalled_{why}_per_issue_active.ratio" for why in STALLS}
+METRICS = {name: ncus for name, (ncus, _) in COUNTERS.items()} | WAITING
 WARM_UP, SECONDS = 2, 200  # calls before, and the limit of each run of ncu
 CALLS = f"""import sys, torch
 from steps.step02_fa2_cuda import forward
@@ -51,7 +52,7 @@ def command(ncu, rung):
     # The clock is left alone: a shared machine's is not ours to set.
     options = "--clock-control none --target-processes all --csv --page raw --print-units base".split()
     options += ["--kernel-name", "attention_forward", "--launch-skip", str(WARM_UP), "--launch-count", "1"]
-    return [ncu, *options, "--metrics", ",".join(COUNTERS.values()), sys.executable, "-c", CALLS, rung]
+    return [ncu, *options, "--metrics", ",".join(METRICS.values()), sys.executable, "-c", CALLS, rung]
 
 
 def parse(output):
@@ -63,20 +64,19 @@ def parse(output):
     kernels = [row for row in cells if row.get("ID")]  # without the line of the units
     if len(kernels) != 1:
         raise ValueError(f"ncu's table has {len(kernels)} kernels, not 1. It ends: {output[-500:]}")
-    words = {name: (kernels[0].get(metric) or "").replace(",", "") for name, metric in COUNTERS.items()}
+    words = {name: (kernels[0].get(metric) or "").replace(",", "") for name, metric in METRICS.items()}
     return {name: float(word) for name, word in words.items() if re.fullmatch(r"-?\d+(\.\d+)?([eE][-+]?\d+)?", word)}
 
 
 def profiled(ncu, gpu):
     """What the file says besides its origin. A rung that ncu fails on is left out, and the reason is printed."""
-    found = {"gpu": gpu, "size": SIZE, "metrics": COUNTERS, "rungs": {}}
+    found = {"gpu": gpu, "size": SIZE, "metrics": METRICS, "rungs": {}}
     how = dict(cwd=rows.ROOT, env=os.environ | {"STEPS_ENGINE": "cuda"}, text=True, errors="replace", timeout=SECONDS)
     for rung in RUNGS:
         one = {"kernel": Path(ladder.FORWARD[rung].file).stem}
         try:
             output = subprocess.check_output(command(ncu, rung), stderr=subprocess.STDOUT, **how)
-            one |= {"source": rows.row_hash(subject(found, one)), "counters": parse(output)}
-            found["rungs"][rung] = one
+            found["rungs"][rung] = one | {"source": rows.row_hash(subject(found, one)), "counters": parse(output)}
         except (subprocess.SubprocessError, ValueError) as problem:
             print(f"{rung}: {problem} {getattr(problem, 'output', '')}")
     return found

@@ -137,16 +137,7 @@ def machines(rows):
 
 
 VERSIONS = {"driver": "driver", "CUDA": "cuda", "torch": "torch", "triton": "triton"}  # field, by its name on a page
-COUNTED = {  # the column: (the counter's name, what its numbers are divided by)
-    "time, µs": ("nanoseconds", 1e3),
-    "tensor cores, % of the cycles": ("tensor_pipe", 1),
-    "exp units, %": ("exp_units", 1),
-    "instructions issued, % of the slots": ("issue_slots", 1),
-    "device memory, % of its peak": ("dram_throughput", 1),
-    "wavefronts of shared memory, millions": ("shared_wavefronts", 1e6),
-    "of them for bank conflicts": ("bank_conflicts", 1e6),
-    "warps on the SM, % of the most": ("occupancy", 1),
-}
+UNITS = {"nanoseconds": 1e3, "shared_wavefronts": 1e6, "bank_conflicts": 1e6}  # microseconds and millions on a page
 
 
 def counters(folder=results.COMMITTED):
@@ -154,9 +145,9 @@ def counters(folder=results.COMMITTED):
     record, found = results.read_record("profile", folder=folder), profile.read(folder)
     if not found:
         return EMPTY
-    lines = [["kernel", *COUNTED, "warps wait most for"]]
+    lines = [["kernel", *(title for _, title in profile.COUNTERS.values()), "warps wait most for"]]
     for rung, counted in found.items():
-        numbers = (counted[name] / unit for name, unit in COUNTED.values())
+        numbers = (counted[name] / UNITS.get(name, 1) for name in profile.COUNTERS)
         numbers = (f"{n:.0f}" if n >= 100 else f"{n:.3g}" for n in numbers)
         reasons = [f"{name} {share:.0%}" for name, share in profile.waits(counted).items() if name != "selected"][:3]
         name = f"02 {record['rungs'][rung]['kernel']}"

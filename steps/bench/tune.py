@@ -5,7 +5,6 @@ its neighbours, in turn, on the same random normal inputs: Br and Bc halved and 
 and one less. Whose turn it is stands in the table while the stage's own launcher runs.
 """
 
-import importlib
 import itertools
 from functools import partial
 from typing import Annotated
@@ -16,11 +15,7 @@ from steps import engine
 from steps.bench import grid, timing
 from steps.bench.cost import Point
 
-TABLES = {  # the file, its table and its launcher
-    "forward": ("fwd_1_tma", "TILES", "forward"),
-    "keys": ("bwd_1_tma", "KEYS_TILES", "backward"),
-    "queries": ("bwd_1_tma", "QUERIES_TILES", "backward"),
-}
+TABLES = {"forward": "TILES", "keys": "KEYS_TILES", "queries": "QUERIES_TILES"}
 
 
 def neighbours(row):
@@ -55,16 +50,18 @@ def main(
     """Times the neighbours of a row of rung tma's tables, fastest first; a Hopper GPU is needed."""
     if engine.name != "cuda":
         raise SystemExit("This needs a GPU: simulators say nothing about speed.")
-    file, name, launcher = TABLES[table]
-    module, forward = (importlib.import_module(f"steps.step03_triton.{stem}") for stem in (file, "fwd_1_tma"))
-    tiles, function = getattr(module, name), getattr(module, launcher)
-    dout, *qkv = grid.make_inputs(Point(4, max(1, 2048 // head_dim), 4096, head_dim), dtype, engine.device)
-    inputs = qkv if launcher == "forward" else [dout, *qkv, *forward.forward(*qkv)]
+    from steps.step03_triton import bwd_1_tma, fwd_1_tma  # imported here because Triton is not available everywhere
+
+    dout, *inputs = grid.make_inputs(Point(4, max(1, 2048 // head_dim), 4096, head_dim), dtype, engine.device)
+    module, launcher = fwd_1_tma, fwd_1_tma.forward
+    if table != "forward":
+        module, launcher, inputs = bwd_1_tma, bwd_1_tma.backward, [dout, *inputs, *launcher(*inputs)]
+    tiles = getattr(module, TABLES[table])
 
     def plan():
-        function.forget()  # what it has recorded with another row
-        function(*inputs)
-        return partial(function.planned(*inputs), *inputs)
+        launcher.forget()  # what it has recorded with another row
+        launcher(*inputs)
+        return partial(launcher.planned(*inputs), *inputs)
 
     key = min(largest for largest in tiles if head_dim <= largest)
     found = sweep(tiles, key, plan, device=engine.device)
