@@ -79,24 +79,23 @@ def test_candidates_take_turns_and_times_are_milliseconds_without_the_warm_up(mo
 
 def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(monkeypatch):
     """A GPU whose power limit acts after 0.2 s of calls: then its clock falls, and calls take a quarter longer."""
-    gpu = SimpleNamespace(now=0.0, load=0.0, samples=[], calls=[])
+    gpu = SimpleNamespace(now=0.0, load=0.0, samples=[], done=[])
 
     def moment():
         return datetime(2026, 1, 31) + timedelta(seconds=gpu.now)
 
-    def work(seconds, mhz, watts):
+    def work(name, seconds, mhz, watts):
         gpu.now += seconds
         gpu.samples.append((moment(), mhz, watts))
+        gpu.done.append(name)
 
     def pause(seconds):
         gpu.load = 0.0
-        gpu.calls.append("pause")
         for _ in range(400):
-            work(seconds / 400, 345, 100)
+            work("pause", seconds / 400, 345, 100)
 
     def call(name, ms, mhz):
-        gpu.calls.append(name)
-        work(1.25e-3 * ms, mhz, 700.0) if gpu.load > 0.2 else work(1e-3 * ms, 1980.0, 650.0)
+        work(name, 1.25e-3 * ms, mhz, 700.0) if gpu.load > 0.2 else work(name, 1e-3 * ms, 1980.0, 650.0)
         gpu.load += 1e-3 * ms
 
     @contextlib.contextmanager
@@ -116,7 +115,7 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
         assert (load["clock_mhz"], load["watts"]) == (mhz, 700)
     # As many calls as seemed to take 0.75 s, but 30 for a row.
     assert found["c"]["reps"] == timing.MIN_REPS and 0.7 < 4e-3 * found["a"]["reps"] < 0.8
-    turns = [name for name, _ in itertools.groupby(gpu.calls)]
+    turns = [name for name, _ in itertools.groupby(gpu.done)]
     assert turns[::2] == ["pause"] * 4 and sorted(turns[1::2]) == ["a", "b", "c"], "each alone, after a pause"
 
 
@@ -542,16 +541,14 @@ old
 
 
 def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path):
-    kernel, results = tmp_path / "steps/step01_fa1_numba/fwd_0_scalar.py", tmp_path / "steps/bench/results"
-    for folder in (kernel.parent, results):
-        folder.mkdir(parents=True)
-    kernel.write_text("x = 1\n")
-    readme, page = pages = [tmp_path / name for name in report.PAGES]
-    for one in pages:
-        one.write_text(PAGE)
+    kernel = tmp_path / "steps/step01_fa1_numba/fwd_0_scalar.py"
+    readme, page = (tmp_path / name for name in report.PAGES)
+    for file, text in ((kernel, "x = 1\n"), (readme, PAGE), (page, PAGE)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     fresh = row(source=rows.code_hash("01_fa1_numba", "fwd_0_scalar", tmp_path))
     others = ({"dtype": "fp32"}, {"options": {"window": 64}}, LOAD, {"kernel": "fwd_1_warp"})
-    write([fresh, *(fresh | other | {"tflops": 888.0} for other in others), peer_row()], results)
+    write([fresh, *(fresh | other | {"tflops": 888.0} for other in others), peer_row()], page.parent)
     report.main(root=tmp_path)
     report.main(check=True, root=tmp_path)
     text = readme.read_text()

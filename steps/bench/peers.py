@@ -27,22 +27,17 @@ def flex(q, k, v, causal=False, *, change=None, seen=None):
 
     change(score, b, h, i, j) is a score as it enters the softmax, and seen(b, h, i, j) says whether query i sees key j.
     """
-    seen = seen_causally(k.shape[-2] - q.shape[-2]) if causal else seen
-    blocks = seen and blocks_of(seen, q.shape[-2], k.shape[-2], q.device)
+    blocks = blocks_of(seen, causal, q.shape[-2], k.shape[-2], q.device)
     how = dict(score_mod=change, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
     return compiled(flex_attention.flex_attention)(q, k, v, **how)
 
 
 @cache
-def seen_causally(shift):
-    """The contract's causal mask, where query i stands at the key i + shift."""
-    return lambda b, h, i, j: j <= i + shift
-
-
-@cache
-def blocks_of(seen, Nq, Nk, device):
-    """FlexAttention's description of a mask."""
-    return flex_attention.create_block_mask(seen, None, None, Nq, Nk, device)
+def blocks_of(seen, causal, Nq, Nk, device):
+    """FlexAttention's description of a mask, or None without one. If causal, query i stands at the key i + Nk - Nq."""
+    if causal:
+        return flex_attention.create_block_mask(lambda b, h, i, j: j <= i + Nk - Nq, None, None, Nq, Nk, device)
+    return seen and flex_attention.create_block_mask(seen, None, None, Nq, Nk, device)
 
 
 def matrix_form(q, k, v, causal=False):

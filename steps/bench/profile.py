@@ -47,14 +47,6 @@ torch.cuda.synchronize()
 """
 
 
-def command(ncu, rung):
-    """The ncu command that profiles a rung once, after the warm-up."""
-    # The clock is left alone: a shared machine's is not ours to set.
-    options = "--clock-control none --target-processes all --csv --page raw --print-units base".split()
-    options += ["--kernel-name", "attention_forward", "--launch-skip", str(WARM_UP), "--launch-count", "1"]
-    return [ncu, *options, "--metrics", ",".join(METRICS.values()), sys.executable, "-c", CALLS, rung]
-
-
 def parse(output):
     """{name of a counter: number} out of what `ncu --csv --page raw` prints, without the counters that have no value.
 
@@ -71,11 +63,15 @@ def parse(output):
 def profiled(ncu, gpu):
     """What the file says besides its origin. A rung that ncu fails on is left out, and the reason is printed."""
     found = {"gpu": gpu, "size": SIZE, "metrics": METRICS, "rungs": {}}
+    # The clock is left alone: a shared machine's is not ours to set.
+    options = "--clock-control none --target-processes all --csv --page raw --print-units base".split()
+    options += ["--kernel-name", "attention_forward", "--launch-skip", str(WARM_UP), "--launch-count", "1"]
+    command = [ncu, *options, "--metrics", ",".join(METRICS.values()), sys.executable, "-c", CALLS]
     how = dict(cwd=rows.ROOT, env=os.environ | {"STEPS_ENGINE": "cuda"}, text=True, errors="replace", timeout=SECONDS)
     for rung in RUNGS:
         one = {"kernel": Path(ladder.FORWARD[rung].file).stem}
         try:
-            output = subprocess.check_output(command(ncu, rung), stderr=subprocess.STDOUT, **how)
+            output = subprocess.check_output([*command, rung], stderr=subprocess.STDOUT, **how)
             found["rungs"][rung] = one | {"source": rows.row_hash(subject(found, one)), "counters": parse(output)}
         except (subprocess.SubprocessError, ValueError) as problem:
             print(f"{rung}: {problem} {getattr(problem, 'output', '')}")

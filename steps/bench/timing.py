@@ -119,9 +119,10 @@ def sustained(calls, *, warmup=3, device="cuda"):
             time.sleep(IDLE)
             for _ in range(warmup):
                 call()
-            settling = back_to_back(call, calls_in(SETTLE, one_call(call, device=device)), device)
+            count = max(1, round(1e3 * SETTLE / one_call(call, device=device)))
+            settled = statistics.median(back_to_back(call, count, device))
             start = datetime.now()
-            ms = back_to_back(call, max(MIN_REPS, calls_in(MEASURED, statistics.median(settling))), device)
+            ms = back_to_back(call, max(MIN_REPS, round(1e3 * MEASURED / settled)), device)
             end = datetime.now()
         load = [numbers for moment, *numbers in samples if start <= moment <= end]
         if len(load) < MIN_SAMPLES:
@@ -129,11 +130,6 @@ def sustained(calls, *, warmup=3, device="cuda"):
         clocks, watts = zip(*load, strict=True)
         found[name] = summary(ms, clock_mhz=statistics.median(clocks), watts=statistics.median(watts))
     return found
-
-
-def calls_in(seconds, ms):
-    """How many calls of so many milliseconds fill the seconds."""
-    return max(1, round(1e3 * seconds / ms))
 
 
 def back_to_back(call, count, device):
