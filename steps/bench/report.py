@@ -86,11 +86,8 @@ def comparable(rows):
 def speeds(rows):
     """A line for each kernel, then each peer: TFLOP/s for each N, the share of the best peer, the error."""
     shown = comparable(rows)
-    fastest = {}  # {(run, setting): TFLOP/s of the fastest peer}
-    for row in rows:
-        if row["peer"]:
-            where = row["run"], setting(row)
-            fastest[where] = max(row["tflops"], fastest.get(where, 0))
+    slowest_first = sorted((row for row in rows if row["peer"]), key=lambda row: row["tflops"])
+    fastest = {(row["run"], setting(row)): row["tflops"] for row in slowest_first}  # of the fastest peer: the last one
 
     def of_best_peer(own):
         shares = [row["tflops"] / fastest[where] for row in own if (where := (row["run"], setting(row))) in fastest]
