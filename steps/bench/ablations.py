@@ -30,22 +30,17 @@ POINTS = Point(4, 16, 4096, 128), Point(4, 32, 4096, 64)
 AT = POINTS[0]  # the longest tiles for which the forward is persistent
 
 
+folder = functools.cache(tempfile.TemporaryDirectory)  # where the changed texts lie until this process ends
+
+
 def changed(kernel, edits):
-    """The kernel's text with {old: new} pieces. ValueError if an old one is not there exactly once."""
+    """A .cu file of the kernel's text with {old: new} pieces. ValueError if an old one is not there exactly once."""
     text = (works.HERE / f"{kernel}.cu").read_text()
     for old, new in edits.items():
         if text.count(old) != 1:
             raise ValueError(f"The kernel has changed: it holds {old!r} {text.count(old)} times, not once.")
         text = text.replace(old, new)
-    return text
-
-
-folder = functools.cache(tempfile.TemporaryDirectory)  # where the changed texts lie until this process ends
-
-
-def written(kernel, text):
-    """The text as a .cu file that works.py takes; another text is another file."""
-    file = Path(folder().name) / f"{kernel}_{zlib.crc32(text.encode()):08x}.cu"
+    file = Path(folder().name) / f"{kernel}_{zlib.crc32(text.encode()):08x}.cu"  # another text is another file
     file.write_text(text)
     return file
 
@@ -75,11 +70,10 @@ def forwards(kernel):
     """
     forward = partial(calls.forward, rung=kernel.split("_", 2)[2])
     found = {kernel: forward}
-    for name, values in switches(changed(kernel, {})).items():
+    for name, values in switches((works.HERE / f"{kernel}.cu").read_text()).items():
         found |= {f"{kernel}:{name}={value}": partial(forward, **{name: value}) for value in values}
     if kernel in SEPARATE:
-        file = written(kernel, changed(kernel, SEPARATE[kernel]))
-        row = replace(ladder.FORWARD[forward.keywords["rung"]], file=str(file))
+        row = replace(ladder.FORWARD[forward.keywords["rung"]], file=str(changed(kernel, SEPARATE[kernel])))
         found[f"{kernel}:LARGE_SCORES=0"] = partial(calls.forward, rung=row)
     return found
 
@@ -126,7 +120,7 @@ def timed_launch(q, k, v, switches, without=None, first=FIRST, steps=STEPS):
     marks = torch.zeros(steps, 2, len(EVENTS), dtype=torch.int32, device=q.device)
     (work,) = works.forward_works(works.problem_of(ladder.FORWARD["hopper"], q, k, switches=switches.items()), {})
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "marks": marks}
-    file = written(FORWARD, changed(FORWARD, clocks(first, steps) | LEFT_OUT.get(without, {})))
+    file = changed(FORWARD, clocks(first, steps) | LEFT_OUT.get(without, {}))
     (bound,) = plan.bind([replace(work, file=file, arguments=(*work.arguments, "marks"))], tensors)
     return partial(bound, tensors), out, lse, marks
 
@@ -180,7 +174,7 @@ def tensors_at(point, device):
 
 def backward_call(tensors, without=None):
     """A call of the backward's kernel on these tensors, without one of PARTS if it is named."""
-    file = written(BACKWARD, changed(BACKWARD, PARTS.get(without, {})))
+    file = changed(BACKWARD, PARTS.get(without, {}))
     (work,) = works.gradient_works(works.problem_of(ladder.BACKWARD["hopper"], tensors["q"], tensors["k"]), {})
     (bound,) = plan.bind([replace(work, file=file)], tensors)
     return partial(bound, tensors)
