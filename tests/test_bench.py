@@ -46,10 +46,10 @@ def test_costs_worked_by_hand():
 
 
 @pytest.mark.parametrize("threads, shared, registers, expected", [
-    (1024, 0, 0, (2, "threads", 1.0)), (128, 113 * 1024, 0, (2, "shared memory", 0.125)),  # each takes 1 KB more
-    (128, 227 * 1024 + 1, 0, (0, "shared memory", 0.0)), (128, 46336, 168, (3, "registers", 0.1875)),  # 3.05
-    (256, 0, 129, (1, "registers", 0.125)),  # 136 after rounding up
-    (32, 0, 96, (20, "registers", 0.3125)),  # 5 in each of 4 register files, not 21
+    (1024, 0, 0, (2, "threads")), (128, 113 * 1024, 0, (2, "shared memory")),  # each takes 1 KB more
+    (128, 227 * 1024 + 1, 0, (0, "shared memory")), (128, 46336, 168, (3, "registers")),  # 3.05
+    (256, 0, 129, (1, "registers")),  # 136 after rounding up
+    (32, 0, 96, (20, "registers")),  # 5 in each of 4 register files, not 21
 ])  # fmt: skip
 def test_occupancy_names_the_resource_that_runs_out(threads, shared, registers, expected):
     assert cost.occupancy((9, 0), threads=threads, shared=shared, registers=registers) == expected

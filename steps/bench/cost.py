@@ -42,17 +42,16 @@ class Point:
         return " ".join(f"{name}={value}" for name, value in self.sizes.items())
 
 
-def compulsory_bytes(row):
-    """The least traffic with device memory: a forward reads q, k, v and writes out, lse; a copy reads and writes k."""
+def bandwidth(row):
+    """TB/s that a measured row reached, by the bytes that must be moved between device memory and the multiprocessors.
+
+    A forward reads q, k, v and writes out, lse; a copy reads and writes k.
+    """
     queries = row["B"] * row["H"] * row["N"] * row["D"] * BYTES[row["dtype"]]  # q or out
     keys = row["B"] * row["Hk"] * row["Nk"] * row["D"] * BYTES[row["dtype"]]  # k or v
     lse = row["B"] * row["H"] * row["N"] * 4
-    return 2 * keys if row["pass"] == "copy" else 2 * queries + 2 * keys + lse
-
-
-def bandwidth(row):
-    """TB/s that a measured row of a forward or of a copy reached, by its compulsory bytes."""
-    return compulsory_bytes(row) / row["ms_median"] / 1e9
+    compulsory = 2 * keys if row["pass"] == "copy" else 2 * queries + 2 * keys + lse
+    return compulsory / row["ms_median"] / 1e9
 
 
 # --- one thread block ---------------------------------------------------------------------------------------
@@ -110,11 +109,10 @@ MULTIPROCESSORS = {
 
 
 class Occupancy(NamedTuple):
-    """Blocks resident on one multiprocessor, the resource that refuses one more, the share of its threads."""
+    """Blocks resident on one multiprocessor, and the resource that refuses one more."""
 
     blocks: int
     limited_by: str
-    fraction: float
 
 
 def occupancy(capability, *, threads, shared=0, registers=0):
@@ -134,8 +132,7 @@ def occupancy(capability, *, threads, shared=0, registers=0):
         resident_warps = sm.registers // (-(-32 * registers // 256) * 256) // 4 * 4
         fits["registers"] = resident_warps // warps if registers <= 255 else 0
     limited_by = min(fits, key=fits.get)
-    blocks = fits[limited_by]
-    return Occupancy(blocks, limited_by, 32 * warps * blocks / sm.threads)
+    return Occupancy(fits[limited_by], limited_by)
 
 
 # --- the whole chip -----------------------------------------------------------------------------------------

@@ -462,10 +462,8 @@ def of(number, words):
 
 
 BEST = "sdpa-flash", "sdpa-cudnn", "fa4", "fa3"  # the fastest that others have, where they are found
-COMPILED = "flex", "compiled", "fa4", "sdpa-cudnn"
 BOTH = ("fwd", "bwd")
 FLOAT32 = dict(passes=BOTH, dtypes=("fp32",), peers=("sdpa-efficient",))
-ONE_BLOCK = (Point(1, 1, 128, 64),)  # a kernel at this size is shorter than its launch
 SMALL = Point(1, 16, 256, 128), Point(1, 16, 1024, 128)  # calls that are lost in Python
 SMALL_CALL = (("feature", "small call"),)
 # What is recorded of stages 02 and 03: parts of a few minutes, which yield rows when they are called. The slow rungs
@@ -487,10 +485,11 @@ PLANS = {
         Part(of("03", "gluon tma fused"), passes=("bwd",), peers=BEST),
     ),
     "float32": (Part(of("03", "fused"), sizes(512, 4096, 16384), **FLOAT32),),
-    "compilers": (Part(of("03", "gluon tma"), sizes(16384), BOTH, peers=COMPILED),),
+    "compilers": (Part(of("03", "gluon tma"), sizes(16384), BOTH, peers=("flex", "compiled", "fa4", "sdpa-cudnn")),),
     "features": (lambda: measure(features()),),
     "grouped": (lambda: measure(grouped()),),
-    "launches": (Part(of("02", "hopper fa2") + of("03", "gluon tma"), ONE_BLOCK),),
+    # One block of one head: a kernel is shorter than its launch.
+    "launches": (Part(of("02", "hopper fa2") + of("03", "gluon tma"), (Point(1, 1, 128, 64),)),),
     "host": (
         Part(of("02", "hopper") + of("03", "gluon tma fused"), SMALL, ("fwd", "fwd+bwd"), peers=BEST, told=SMALL_CALL),
         lambda: measure(small_calls()),
