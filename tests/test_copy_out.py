@@ -158,6 +158,26 @@ def test_a_rung_of_stage_02_works_alone(rung, tmp_path, python):
         use(python, tmp_path, forward="calls.forward", backward="calls.backward", **input, **options)
 
 
+TRITON = {path.stem: path.read_text() for path in (STEPS / "step03_triton").glob("*.py")}
+HEADS = {stem: " ".join(text.split('"""')[1].split()) for stem, text in TRITON.items()}
+OF_THESE = "the files that they name"
+
+
+def needed(stem):
+    """The files that the head of a file of stage 03 names as needed, and where it says so those that they name."""
+    needs = HEADS[stem].partition("Needs ")[2]
+    found = set(re.findall(r"(\w+)\.py", needs))
+    return found.union(*map(needed, found)) if OF_THESE in needs else found
+
+
+@pytest.mark.parametrize("stem", [stem for stem, head in HEADS.items() if "Needs " in head])
+def test_the_head_of_a_file_names_the_files_that_it_needs(stem):
+    lines = re.findall(r"^from \.(\w*) import ([\w, ]+)", TRITON[stem], re.M)
+    imported = {name for file, names in lines for name in ([file] if file else names.split(", "))}
+    imported |= set(re.findall(r"^from \.(\w+) import \(", TRITON[stem], re.M))
+    assert imported <= needed(stem) and (OF_THESE in HEADS[stem] or imported == needed(stem))
+
+
 def test_a_cuda_file_needs_no_other_than_ptx_cuh():
     files = sorted((STEPS / "step02_fa2_cuda").glob("*.cu"))
     assert files

@@ -12,12 +12,12 @@ import triton
 
 import steps.step03_triton as step03
 from reference import error
+from steps import engine
 from steps.step03_triton import flash, flash_gluon, operators, options
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan
 
 on_hopper = pytest.mark.skipif("gluon" not in step03.SUPPORTS["rungs"], reason="needs a Hopper GPU")
-Br, Bc = 128, 128
 
 
 @pytest.fixture
@@ -28,10 +28,12 @@ def on_integers(monkeypatch):
     monkeypatch.setattr(flash_gluon, "BILLION", 2**30)
 
 
-@pytest.mark.parametrize("Nq, Nk", [(1, 1), (300, 700), (700, 300), (512, 512), (900, 1025)])
-def test_every_key_that_is_seen_is_visited_once(on_integers, Nq, Nk):
+@pytest.mark.parametrize("Br, Bc", [(4, 4), (2, 4), (4, 2), (128, 128)])
+def test_every_key_that_is_seen_is_visited_once(on_integers, Br, Bc):
     """And a tile that is visited without a mask is seen wholly by every query that there is."""
-    for left, right in itertools.product((0, 1, 127, 200, flash_gluon.UNLIMITED), repeat=2):
+    large = [(1, 1), (300, 700), (700, 300), (512, 512), (900, 1025)]
+    lengths, window = (itertools.product(range(1, 11), range(11)), range(6)) if Br < 128 else (large, (0, 1, 127, 200))
+    for (Nq, Nk), left, right in itertools.product(lengths, *2 * [(*window, flash_gluon.UNLIMITED)]):
         for i in range(0, Nq, Br):
             low, high = i + Nk - Nq - left, i + Nk - Nq + right + 1
             tiles = begin, whole, full, end = flash_gluon.visits.fn(low, high, Nk, Br, Bc)
@@ -63,6 +65,54 @@ def test_a_packed_sequence_ends_where_the_descriptor_does(on_integers):
     assert all(2 * stride % 16 == 0 for stride in strides[:4])
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """The arguments of the kernels that would be launched, by name; there is no GPU that could run them."""
+    calls, names = [], flash_gluon.forward_kernel.arg_names
+
+    class Kernel:
+        arg_names = names
+
+        def __getitem__(self, grid):
+            return lambda *x, **_: calls.append({"programs": grid[0], **dict(zip(names, x, strict=True))})
+
+    monkeypatch.setattr(flash_gluon, "refusal", lambda q: None)
+    monkeypatch.setattr(flash_gluon, "forward_kernel", Kernel())
+    return calls
+
+
+@pytest.mark.skipif(engine.name == "cuda", reason="stands in for a GPU")
+def test_what_the_kernel_is_given(launched):
+    q, k, v = (torch.randn(1, H, N, 72, dtype=torch.float16) for H, N in ((4, 300), (2, 500), (2, 500)))
+    starts = torch.tensor([[0, 0], [10, 200], [190, 450]], dtype=torch.int32).unbind(1)  # not contiguous
+    packed = dict(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=180, max_seqlen_k=250)
+    for sinks in (None, torch.zeros(4, dtype=torch.float16)):
+        with unwritten_is_nan():
+            out, lse = step03.forward(q, k, v, causal=True, scale=0.5, sinks=sinks, **packed)
+        found = launched[-1]
+        assert found["starts_q"].is_contiguous() and found["starts_k"].is_contiguous()
+        assert [found[name].tolist() for name in ("starts_q", "starts_k")] == [[0, 10, 190], [0, 200, 450]]
+        numbers = [found[name] for name in ("programs", "H", "group", "Nq", "left", "right", "total", "scale")]
+        assert numbers == [2 * 4 * 2, 4, 2, 180, flash_gluon.UNLIMITED, 0, 300, 0.5]
+        assert (out[:, :, 190:] == 0).all() and (lse == -math.inf).all(), "of rows that no sequence has"
+        assert [found[name].base.data_ptr() for name in "qkv"] == [x.data_ptr() for x in (q, k, v)]
+        assert (found["sinks"] is None) == (sinks is None) and (sinks is None or found["sinks"].dtype == torch.float32)
+    far = flash_gluon.UNLIMITED
+    seen = (((7, 3), False, (7, 3)), ((7, 3), True, (7, 0)), ((-1, 5), False, (far, 5)), ((4, None), False, (4, far)))
+    for window, causal, edges in seen:
+        step03.forward(q, k, v, window=window, causal=causal)
+        found = launched[-1]
+        numbers = [found[name] for name in ("programs", "left", "right", "Nk", "scale")]
+        assert numbers == [4 * 3, *edges, 500, 72**-0.5]
+    unaligned = torch.randn(1, 4, 300, 76, dtype=torch.float16)[..., 4:]
+    step03.forward(unaligned, k, v, window=(7, 0))
+    assert launched[-1]["q"].base.data_ptr() % 16 == 0, "TMA reads a copy"
+    count = len(launched)
+    for given in ({"check": True}, {}):
+        step03.forward(q[0], k[0], v[0], window=(7, 0), **given)
+    assert len(launched) == count + 2, "fewer dimensions, and a check of what it is given, change no kernel"
+
+
 def test_which_calls_take_it(monkeypatch):
     starts = torch.tensor([0, 10, 32], dtype=torch.int32)
     packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=22, max_seqlen_k=22)
@@ -75,7 +125,8 @@ def test_which_calls_take_it(monkeypatch):
     window = {"window": (7, 0)}
     assert picked(128, **window) is flash.forward, "there is no Hopper GPU"
     monkeypatch.setattr(flash_gluon, "refusal", lambda q: None)
-    for D, given in ((128, window), (72, window), (256, packed), (128, packed | window), (128, {"sinks": starts})):
+    taken = (128, window), (72, window), (256, packed), (128, packed | window), (128, {"sinks": starts})
+    for D, given in (*taken, (128, window | {"check": True})):
         assert picked(D, **given) is flash_gluon.forward
     for D, given in ((64, window), (64, packed), (128, {}), (128, {"causal": True})):
         assert picked(D, **given) is flash.forward
@@ -103,7 +154,7 @@ def test_windows(D, dtype):
     for Nq, Nk in ((1, 1), (200, 200), (300, 700), (700, 300)):
         q, k, v = tensors(2, 4, 2, Nq, Nk, D, dtype)
         for window, causal in (((0, 0), False), ((100, None), True), ((300, 40), False), ((1, -1), False)):
-            check(q, k, v, window=window, causal=causal)
+            check(q, k, v, window=window, causal=causal, scale=0.3)
         check(q, k, v, window=(100, 0), sinks=torch.tensor([-math.inf, 7.0, -2.0, 100.0], device="cuda"))
 
 
@@ -113,13 +164,16 @@ def test_windows(D, dtype):
 @pytest.mark.parametrize("D", [72, 128, 256])
 def test_packed(D, dtype):
     """Sequences of any length, also without queries or keys; behind the last one are rows of none."""
-    for of_q, of_k in (((1, 64, 200, 0, 129), (5, 64, 200, 70, 0)), ((128, 256), (256, 128))):
+    for of_q, of_k in (((1, 64, 200, 0, 129), (5, 64, 230, 70, 0)), ((128, 256), (256, 128))):
         starts = {"q": [0, *itertools.accumulate(of_q)], "k": [0, *itertools.accumulate(of_k)]}
         given = {f"cu_seqlens_{x}": torch.tensor(n, dtype=torch.int32, device="cuda") for x, n in starts.items()}
         given |= {"max_seqlen_q": max(of_q), "max_seqlen_k": max(of_k)}
         q, k, v = tensors(1, 4, 2, sum(of_q) + 9, sum(of_k) + 30, D, dtype)
-        for more in ({}, {"causal": True}, {"window": (50, 0)}, {"window": (64, 10)}):
+        sinks = {"sinks": torch.tensor([-math.inf, 7.0, -2.0, 100.0], device="cuda")}
+        for more in ({}, {"causal": True}, {"window": (50, 0)}, {"window": (64, 10)}, sinks):
             check(q, k, v, **given, **more)
+    apart = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))  # (B, N, H, D) in memory
+    check(*apart, **given)
 
 
 @pytest.mark.gpu
@@ -142,13 +196,16 @@ def launches(wanted):
         yield dict(D=D, packed=packed), 90
         x, starts = torch.zeros(1, 2, 128, D, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int32)
         of_packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=128, max_seqlen_k=128)
-        flash_gluon.forward(x, x, x, **(of_packed if packed else {"window": (7, 0), "sinks": torch.zeros(2)}))
+        sinks = torch.zeros(2)
+        given = [of_packed, of_packed | {"sinks": sinks}] if packed else [{"window": (7, 0), "sinks": sinks}]
+        for one in given:
+            flash_gluon.forward(x, x, x, **one)
 
 
 def test_what_it_compiles_to():
     rows = compile_triton.in_a_process(__file__, [(128, False), (128, True), (256, True)])
     rows = [row for row in rows if row["kernel"] == "forward_kernel"]
-    assert len(rows) == 3
+    assert len(rows) == 5
     for row in rows:
         assert row["wgmma.mma_async"] > 0 and row["cp.async.bulk.tensor"] > 0 and row["setmaxnreg"] > 0, row
         assert row["shared"] <= 227 * 1024 and not row["serialised"], row

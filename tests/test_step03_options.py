@@ -483,6 +483,7 @@ def test_dropout_mask_of_nothing():
     ({"B": 2, "cu_seqlens_q": starts(0, 20), "cu_seqlens_k": starts(0, 23)}, ValueError, "have B = 1; got B = 2"),
     ({"seed": starts(1)}, TypeError, "seed must be int64 .*got int32"),
     ({"seed": starts(1, 2).long()}, ValueError, "seed must have one element; got 2"),
+    ({"seed": None}, TypeError, "seed must be an integer or an int64 tensor; got None"),
     ({"p": 1.5}, ValueError, "dropout_p must be"),
     ({"B": -1}, ValueError, "B must be at least 0"),
     ({"Nq": 20.0}, TypeError, "Nq must be an integer; got 20.0"),
@@ -757,10 +758,13 @@ def test_few_queries_are_decoded(launched, monkeypatch):
     for got in (step03.forward(q, k, v), (step03.attention(q, k, v),), (step03.sdpa(q, k, v, enable_gqa=True),)):
         for x, y in zip(got, want, strict=False):
             torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
-    assert launched == ["decode.forward"] * 3
+    for x, y in zip(step03.forward(q[0], k[0], v[0]), want, strict=True):
+        torch.testing.assert_close(x, y[0], atol=1e-6, rtol=1e-5)
+    assert launched == ["decode.forward"] * 4
     step03.forward(q, k, v, tile=(16, 32))
     step03.attention(q.requires_grad_(), k, v)
-    assert launched == ["decode.forward"] * 3
+    assert launched == ["decode.forward"] * 4
+    del launched[3:]
     cache = {"window": (30, 0), "softcap": 2.0, "alibi_slopes": random(2)}
     for names in ({"sinks": random(2)}, {"sinks": random(2), "causal": True}, cache):
         decoded, want_of_flash = step03.forward(q, k, v, **names), flash.forward(q, k, v, **names)

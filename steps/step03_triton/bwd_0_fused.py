@@ -16,7 +16,7 @@ The idea: in a single pass over the tiles many programs contribute to every dQ_i
 whose order changes from run to run. In two passes each result has one owner; the price is that S and dP are computed
 twice, in 7 matrix products instead of 5. Grouped heads need no second kernel, because the owner of a key tile visits
 the queries of all heads that share it. Source: FlashAttention-2, Algorithm 2. Left out: the single pass, TMA (rung 1),
-autotuning. Needs torch and Triton only.
+autotuning. Needs torch, Triton and replay.py.
 """
 
 import torch

@@ -15,7 +15,7 @@ GPUs other than Hopper, take pointers as in rung 0. Where the limit lies: 7 prod
 needs 5, so no more than 5/7 of the tensor cores' speed can be reached. A single pass of 5 products would add to dQ by
 atomics, in an order that changes from run to run, and its dS would have to go through shared memory.
 
-Source: FlashAttention-2, Algorithm 2. Left out: the single pass, autotuning. Needs torch and Triton only.
+Source: FlashAttention-2, Algorithm 2. Left out: the single pass, autotuning. Needs torch, Triton and replay.py.
 """
 
 import torch

@@ -79,6 +79,8 @@ def dropout_mask(
         "dropout_p": p, "seed": seed, "first_query": first_query, "first_key": first_key,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     })  # fmt: skip
+    if seed is None:
+        raise TypeError("seed must be an integer or an int64 tensor; got None.")
     place = next((x.device for x in (seed, cu_seqlens_q) if isinstance(x, torch.Tensor)), None)
     device = device or place or ("cpu" if triton.knobs.runtime.interpret else "cuda")
     given["seed"] = torch.as_tensor(given["seed"], device=device)

@@ -9,8 +9,8 @@ tables of tiles. A kernel is compiled for each set of features, and has no instr
 flash_gluon.py has a faster forward for some of them.
 
 Sources: FlashAttention-2, Algorithms 1 and 2; features.py names those of the features. Left out: paged K and V, fp8,
-rotary embedding, block-sparse tables, and decoding, which decode.py does. Needs torch and Triton, flash_kernels.py,
-features.py and tiles.py.
+rotary embedding, block-sparse tables, and decoding, which decode.py does. Needs torch, Triton, flash_kernels.py,
+features.py, tiles.py and replay.py.
 """
 
 from typing import NamedTuple
@@ -240,7 +240,7 @@ def forward(record, q, k, v, *, out=None, lse=None, tile=None, **options):
         window=(left, right)      both inclusive; None or -1 is no limit
         mask                      broadcast to (B, H, Nq, Nk) without being copied; bool (True = seen) or added
         alibi_slopes              (H,) or (B, H)
-        sinks                     (H,): scores of one more key of value 0. Of calls that carry out and lse one has it.
+        sinks                     (H,): scores of one more key of value 0. If calls carry out and lse, one has it.
         dropout_p, seed           p in steps of 1/256; the seed is an int64 tensor on q's device, or an integer
         first_query, first_key    the positions of the first query and key
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k    packed sequences: B is 1, int32 tensors (n + 1,);

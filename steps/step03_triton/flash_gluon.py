@@ -12,7 +12,7 @@ A producer and two consumers work as they do there. What is different:
 
 Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py. Left
 out: all other features, and head_dims up to 64, where flash.py is as fast: its small programs share a multiprocessor.
-Needs torch and Triton, fwd_3_gluon.py, flash_kernels.py, features.py, replay.py and tiles.py.
+Needs torch, Triton, fwd_3_gluon.py, flash_kernels.py, replay.py and tiles.py.
 """
 
 import torch
@@ -76,7 +76,7 @@ def visits(low, high, Nk, Br: gl.constexpr, Bc: gl.constexpr):
 
 @gluon.jit
 def visited(n, tiles):
-    """The tile that is visited n-th: from the last one on those of the right edge, those of the left, the others."""
+    """The tile visited n-th: of the right edge from the last one on, of the left edge from the first one on, others."""
     begin, whole, full, end = tiles
     right, cut = end - full, end - full + whole - begin
     return gl.where(n < right, end - 1 - n, gl.where(n < cut, begin + n - right, full - 1 - (n - cut)))
@@ -170,10 +170,10 @@ def forward_kernel(
 def ragged(x, rows, D_pad):
     """A descriptor of x (1, H, N, D), whose boxes have so many rows of one packed sequence.
 
-    Its dimensions are (., ., H, 2^30, D), and a row has s entries of 2 bytes. Row r of a sequence of n rows that ends
-    at row e is row 2^30 - n + r of the fourth dimension, which ends with the sequence. The first two take it to its
-    place: 2^30 steps of 2^34 - s entries are 2^65 bytes, which in addresses of 64 bits are none, and -2^30 rows; and e
-    steps of s entries are e rows.
+    Its dimensions are (., ., H, 2^30, D), and from one row to the next are s entries of 2 bytes. Row r of a sequence of
+    n rows that ends at row e is row 2^30 - n + r of the fourth dimension, which ends with the sequence. The first two
+    take it to its place: 2^30 steps of 2^34 - s entries are 2^65 bytes, which in addresses of 64 bits are none, and
+    -2^30 rows; and e steps of s entries are e rows.
     """
     (_, h, s), most = strides_of(x), 2**31 - 2**16
     shape, strides = [most, most, x.shape[1], 2**30, x.shape[3]], [2**34 - s, s, h, s, 1]
@@ -188,7 +188,7 @@ def fits(q, asked):
     """Whether `forward` takes q, and is faster than flash.py. asked: the names of the features in use, and causal."""
     if {*asked} - {*OPTIONS} or not {"window", "sinks", "cu_seqlens_q"} & {*asked}:
         return False
-    return q.ndim == 4 and q.numel() > 0 and q.shape[3] > 64 and refusal(q) is None
+    return q.shape[3] > 64 and refusal(q) is None
 
 
 @replayed
@@ -205,8 +205,9 @@ def forward(
         kind, starts, sequences = describe, (None, None), B
         out, lse = record.new(q.shape, like=q), record.new(q.shape[:3])
     else:
-        kind, starts, sequences, Nq = ragged, (cu_seqlens_q, cu_seqlens_k), len(cu_seqlens_q) - 1, max_seqlen_q
-        out, lse = new_packed(record, q, cu_seqlens_q), record.new(q.shape[:3], fill=-torch.inf)
+        kind, sequences, Nq = ragged, len(cu_seqlens_q) - 1, max_seqlen_q
+        starts = [record.derive(torch.Tensor.contiguous, x) for x in (cu_seqlens_q, cu_seqlens_k)]
+        out, lse = new_packed(record, q, starts[0]), record.new(q.shape[:3], fill=-torch.inf)
     if sinks is not None:
         sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks)
     D_pad = triton.next_power_of_2(D)

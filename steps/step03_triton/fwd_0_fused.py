@@ -19,7 +19,7 @@ There a product of 64 x 64 reads shared memory as fast as it can be read, and at
 the same work. A taller tile needs K and V less often.
 
 Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Left out: TMA (rung 1), warp
-specialisation (rung 2), autotuning. Needs torch and Triton only.
+specialisation (rung 2), autotuning. Needs torch, Triton and replay.py.
 """
 
 import torch

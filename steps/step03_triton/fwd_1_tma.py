@@ -15,7 +15,7 @@ as a slice from the second column on, are read as in rung 0, and so is every ten
 ways differ in load_tile and store_tile only.
 
 Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Left out: warp specialisation (rung 2),
-float32, autotuning. Needs torch and Triton only.
+float32, autotuning. Needs torch, Triton and replay.py.
 """
 
 import torch

@@ -20,8 +20,8 @@ addresses, they are moved twice, and then half of lse is never written, without 
 from the first row of the tile here: lse + i + row, with row < Nq - i.
 
 Source: FlashAttention-2, Algorithm 1; the roles are FlashAttention-3's (section 3.1). Launch: grid
-(B * H * ceil(Nq / Br),). Left out: products and softmax of one group at the same time (rung 3). Needs torch and Triton
-only.
+(B * H * ceil(Nq / Br),). Left out: products and softmax of one group at the same time (rung 3). Needs torch, Triton
+and replay.py.
 """
 
 import torch

@@ -21,8 +21,8 @@ Left out, because it was slower: programs that take several tiles one after the 
 K_n released later; the wait for O behind all exponentials. Spills: with three consumers and a causal mask 5 or 6
 words a step, else none inside the loops.
 Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 12 or 16 warps, one program a
-multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run Gluon. Needs torch and
-Triton only: 3.6 to 3.9, because Gluon is experimental and may change.
+multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run Gluon. Needs torch,
+replay.py and Triton 3.6 to 3.9, because Gluon is experimental and may change.
 """
 
 import torch
@@ -247,8 +247,8 @@ def forward_kernel(q, k, v, out, lse, H, group, Nq, Nk, scale, CAUSAL: gl.conste
     blocks = gl.cdiv(end, k.block_type.shape[2])
     lse += bh.to(gl.int64) * Nq  # in 64 bits because a tensor may have more than 2^31 entries
     Q, K, V = make_ring(q, CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS), make_ring(v, STAGES, CONSUMERS)
-    # The first function runs on the kernel's own 4 warps, the others on 4, 4 and 1 warps of their own. A multiprocessor
-    # has 512 registers for a thread of each of its four parts: the others ask for theirs, and the first has the rest.
+    # The first function runs on the kernel's own 4 warps, the others on 4, 4 and 1 warps of their own. The others ask
+    # for so many registers a thread, and the first function has the rest of those that the program was started with.
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (0, CAUSAL, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk, scale)),

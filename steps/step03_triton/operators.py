@@ -57,8 +57,8 @@ def launcher(q, k, f, carried):
 
     It is decode.py's for few queries, flash_gluon.py's where that is faster, and otherwise that of flash.py.
     """
-    free, asked = f["tile"] is None and not carried, options.asked(f)
-    few = free and not {*asked} - {*options.OF_DECODE} and q.ndim == 4 and decode.fits(q, k)
+    q, k, free, asked = as_4d(q), as_4d(k), f["tile"] is None and not carried, options.asked(f)
+    few = free and not {*asked} - {*options.OF_DECODE} and decode.fits(q, k)
     if f["lengths_k"] is not None or few:
         return decode.forward, ("causal", "scale", *options.OF_DECODE)
     if free and k.numel() and flash_gluon.fits(q, [*asked, "causal"] if f["causal"] else asked):
@@ -66,16 +66,9 @@ def launcher(q, k, f, carried):
     return flash.forward, OF_FLASH
 
 
-def in_memory(q, k, f):
-    """The options as a launcher takes them, after a look at the numbers in cu_seqlens and lengths_k."""
-    options.check_values(q, k, f)
-    small = [name for name in ("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "lengths_k") if f[name] is not None]
-    return f | {name: f[name].contiguous() for name in small}
-
-
 def attend(q, k, v, f, out=None, lse=None):
     """(out, lse) like q; those that are given are changed in place."""
-    f = in_memory(q, k, f)
+    options.check_values(q, k, f)
     carried = {} if out is None else {"out": as_4d(out), "lse": rows_4d(lse)}
     if nothing_to_sum(q, k, f["sinks"]):
         nothing = q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
@@ -92,7 +85,7 @@ def nothing_to_sum(q, k, sinks):
 
 def gradients(dout, q, k, v, out, lse, f, mask_gradient):
     """[dq, dk, dv], dmask if mask_gradient, and dsinks if there are sinks."""
-    f = in_memory(q, k, f)
+    options.check_values(q, k, f)
     like = [q, k, v, *([f["mask"]] if mask_gradient else []), *([] if f["sinks"] is None else [f["sinks"]])]
     if nothing_to_sum(q, k, f["sinks"]):
         return [x.new_zeros(x.shape) for x in like]

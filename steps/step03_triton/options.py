@@ -27,8 +27,9 @@ FAR = 2**28  # Positions and lengths stay below it, so that sums of them fit int
 
 
 def asked(f):
-    """The names of the features that ask for something, among those that `read` gave."""
-    return [name for name, x in DEFAULTS.items() if isinstance(f.get(name, x), torch.Tensor) or f.get(name, x) != x]
+    """The names of the features that ask for something, among those that `read` gave; `check` changes no result."""
+    given = {name: f.get(name, x) for name, x in DEFAULTS.items() if name != "check"}
+    return [name for name, x in given.items() if isinstance(x, torch.Tensor) or x != DEFAULTS[name]]
 
 
 def read(features):
@@ -218,7 +219,7 @@ def check_packed(q, B, f):
 
 
 def check_lengths(q, B, f):
-    others = [name for name in asked(f) if name not in (*OF_DECODE, "check")]
+    others = [name for name in asked(f) if name not in OF_DECODE]
     if others:
         raise ValueError(
             f"lengths_k goes with causal, scale, window, softcap, alibi_slopes and sinks only; got {others[0]}. "

@@ -61,11 +61,11 @@ def is_given(value, default):
 
 def has_few_queries(supports, q=None, k=None, *, tile=None, **_):
     """Whether a call without features may be one for decode.py. While it is traced, its lengths may not be known."""
-    if type(q) is not torch.Tensor or q.is_nested or q.ndim != 4 or q.shape[2] > 64 or tile is not None:
+    if type(q) is not torch.Tensor or q.is_nested or q.ndim < 2 or q.shape[-2] > 64 or tile is not None:
         return False
     if torch.compiler.is_compiling() or not (checks.takes(supports, q) and checks.takes(supports, k)):
         return False
-    if k.ndim != 4 or k.shape[2] < decode.LEAST_KEYS or q.device.type not in supports["devices"]:
+    if k.ndim != q.ndim or k.shape[-2] < decode.LEAST_KEYS or q.device.type not in supports["devices"]:
         return False
     return not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
 

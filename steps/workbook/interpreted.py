@@ -24,10 +24,12 @@ def faster(replace=setattr):
     """From now on two things are left out: replacing triton.language's functions anew at each call of a helper, because
     the first replacement is enough, and checking each addition of integers for overflow. replace: as setattr.
     """
-    call = interpreter.InterpretedFunction.__call__
+    call, replaced = interpreter.InterpretedFunction.__call__, set()
 
     def helper(self, *args, **kwargs):
-        if self.fn.__module__.startswith("triton"):
+        module = self.fn.__module__
+        if module.startswith("triton") and module not in replaced:  # What is replaced in a module of Triton's stays so.
+            replaced.add(module)
             return call(self, *args, **kwargs)
         return self.rewrite()(*args, **kwargs)
 
