@@ -623,6 +623,10 @@ def test_the_commands_refuse_what_there_is_not_and_write_rows_beside_what_is_com
     assert invoke("--sustained", "--kernel", "fa2").exit_code == 0 == invoke("--stage", "02").exit_code
     assert (asked[0].rungs, asked[0].timed, len(asked[0].grid)) == ((("02", "fa2"),), "sustained", 4)
     assert asked[1].grid == grid.QUICK_GRID and asked[1].dtypes == ("bf16", "fp32") and len(asked[1].rungs) == 9
+    folders = []
+    monkeypatch.setattr(measuring, "show", lambda found, folder: folders.append(folder))
     measuring.main(["fast", "bwd"], record=False, sustained=False)
     assert asked[2:] == [*grid.PLANS["fast"], *grid.PLANS["bwd"]]
+    measuring.main(["fast"], record=True, sustained=False)
+    assert folders == [rows.OWN, rows.OWN, rows.COMMITTED]
     assert len(__main__.bench.__annotations__) - 1 <= 6, "options beside the kernel file"
