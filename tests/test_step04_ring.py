@@ -658,8 +658,16 @@ def test_a_barrier_of_gpus_has_a_time_limit_and_a_channel_of_its_call():
     note = SimpleNamespace(begin_hop=lambda: 1, passed=passed, number=3, timeout=10.0)
     made = SimpleNamespace(comm=SimpleNamespace(size=4, note=note), stream=None, gates=[SimpleNamespace(handle=handle)])
     made.gate = lambda number: side.Side.gate(made, number)
-    side.Side.barrier(made, None)
+    side.Side.barrier(made)
     assert asked == [(3, 15_000), "passed"]
+
+
+def test_memory_first_seen_in_inference_mode_can_be_written_to_afterwards():
+    memory = object.__new__(side.SymmetricMemory)
+    memory.views, memory.handle = {}, SimpleNamespace(get_buffer=lambda rank, shape, dtype, first: torch.zeros(shape))
+    with torch.inference_mode():
+        memory.of(0, (2,), torch.float32).fill_(1)
+    assert memory.of(0, (2,), torch.float32).fill_(2).tolist() == [2, 2]
 
 
 def test_multicast_is_off_before_memory_is_shared(monkeypatch):
