@@ -60,6 +60,21 @@ class TestContract(Contract):
         assert len(met) == 4 * len(LAYOUTS), met
 
 
+@in_every_rank
+def test_a_compiled_model_has_the_ring_between_its_graphs():
+    def attend(q, k, v):
+        return step04.attention(q * 2, k, v, causal=True, block=PlainBlock).sin()
+
+    *tensors, dout = shards()
+    compiled = torch.compile(attend, backend="eager")
+    for function in (attend, compiled):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = function(*leaves)
+        found = out.detach(), *torch.autograd.grad(out, leaves, dout)
+        want = found if function is attend else want
+    assert all(map(torch.equal, found, want))
+
+
 # Layouts: no processes needed.
 
 

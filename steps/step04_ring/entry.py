@@ -6,6 +6,7 @@ millisecond, and the host must not think for longer.
 """
 
 import atexit
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,18 @@ SUPPORTS = {
 }
 
 
+def uncompiled(function):
+    """The function, of which torch.compile makes no graph: it would trace the exchanges among the ranks."""
+
+    @functools.wraps(function)
+    def call(*tensors, **options):
+        run = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+        return run(*tensors, **options)
+
+    return call
+
+
+@uncompiled
 def forward(
     q, k, v, *,
     causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
@@ -75,6 +88,7 @@ def forward(
     return out, lse
 
 
+@uncompiled
 def backward(
     dout, q, k, v, out, lse, *,
     causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
@@ -94,6 +108,7 @@ def backward(
         return _backward(dout, q, k, v, kv, out, lse, plan)
 
 
+@uncompiled
 def attention(
     q, k, v, *,
     causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
