@@ -60,6 +60,20 @@ class TestContract(Contract):
         assert len(met) == 4 * len(LAYOUTS), met
 
 
+@in_every_rank
+def test_a_compiled_model_has_the_ring_between_its_graphs():
+    def attend(q, k, v):
+        return step04.attention(q * 2, k, v, causal=True, block=PlainBlock).sin()
+
+    *tensors, dout = shards()
+    def passes(attend):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = attend(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    assert all(map(torch.equal, passes(torch.compile(attend, backend="eager")), passes(attend)))
+
+
 # Layouts: no processes needed.
 
 
@@ -658,8 +672,16 @@ def test_a_barrier_of_gpus_has_a_time_limit_and_a_channel_of_its_call():
     note = SimpleNamespace(begin_hop=lambda: 1, passed=passed, number=3, timeout=10.0)
     made = SimpleNamespace(comm=SimpleNamespace(size=4, note=note), stream=None, gates=[SimpleNamespace(handle=handle)])
     made.gate = lambda number: side.Side.gate(made, number)
-    side.Side.barrier(made, None)
+    side.Side.barrier(made)
     assert asked == [(3, 15_000), "passed"]
+
+
+def test_memory_first_seen_in_inference_mode_can_be_written_to_afterwards():
+    memory = object.__new__(side.SymmetricMemory)
+    memory.views, memory.handle = {}, SimpleNamespace(get_buffer=lambda rank, shape, dtype, first: torch.zeros(shape))
+    with torch.inference_mode():
+        memory.of(0, (2,), torch.float32).fill_(1)
+    assert memory.of(0, (2,), torch.float32).fill_(2).tolist() == [2, 2]
 
 
 def test_multicast_is_off_before_memory_is_shared(monkeypatch):

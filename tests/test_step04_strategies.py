@@ -288,6 +288,18 @@ def test_one_tensor_that_lies_in_memory_unlike_the_others(way):
 
 @pytest.mark.parametrize("way", WAYS)
 @in_every_rank
+def test_autocast_changes_nothing(way):
+    """The block is plain torch, whose products autocast would compute in bfloat16."""
+    whole = Layout("zigzag", 20, 4)
+    mine = [whole.shard(x, dist.get_rank()) for x in inputs(20)]
+    want = results(way, *mine, S=20)
+    with torch.autocast(engine.device, torch.bfloat16):
+        got = results(way, *mine, S=20)
+    assert all(map(torch.equal, got.values(), want.values()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_every_rank
 def test_a_call_leaves_nothing_for_the_next_one(way):
     """The same call gives the same after another one; and no call, also a failing one, leaves a switch turned."""
     rank = dist.get_rank()
@@ -391,11 +403,14 @@ DISAGREEMENTS = [  # (who can disagree so, the call of most ranks, what rank 2 d
     (ALL, {}, {"way": "other"}, "the same function; got rank 0 .*, rank 2 "),
     (ALL, {}, {"n": 3}, "positions; got "),
     (ALL, {}, {"causal": 1}, "rank 2 of the ring was given what it does not take. TypeError: causal must be"),
+    (ALL, {}, {"window": 3}, "rank 2 of the ring was given what it does not take. NotImplementedError: .* no window"),
     (RING, {}, {"transport": "other"}, "the same transport; got rank 0 "),
     (RING, {}, {"only": "backward"}, "the same function; got rank 0 forward, .*rank 2 backward"),
     ((*RING, "query_parallel", "ulysses"), {"backward": True}, {"backward": False, "twice": True},
      "the same function; got rank 0 backward of attention, .*its inputs require no gradient"),
     (("query_parallel",), {}, {"cu_seqlens": (0, 16)}, r"the same cu_seqlens; got rank 0 None, .*rank 2 \(0, 16\)"),
+    (("query_parallel",), {}, {"cu_seqlens": (0, 5.5, 16)},
+     "rank 2 of the ring was given what it does not take. TypeError: 'float' object"),
     (("star",), {"Nq": 2}, {"Nq": 3}, r"the same shape of q; got rank 0 \(1, 4, 2, 16\), .*rank 2 \(1, 4, 3, 16\)"),
     (("star",), {}, {"trained": True},
      "rank 2 of the ring was given what it does not take. NotImplementedError: star has no backward"),
@@ -437,7 +452,7 @@ def test_ranks_that_disagree_all_raise(way, S):
                 call(**(options if other else usual))
             assert all(torch.equal(call(**again), x) for again, x in zip(known, want, strict=True)), words
             count += 1
-    assert count == {"query_parallel": 11, "star": 11, "ulysses": 10}.get(way, 12)
+    assert count == {"query_parallel": 13, "star": 12, "ulysses": 11}.get(way, 13)
 
 
 @pytest.mark.skipif(engine.name == "cuda", reason="takes the place of NCCL")
@@ -547,6 +562,9 @@ def test_sinks_are_merged_once_after_the_ring(layout, dtype):
     *leaves, dout_here = (whole.shard(x, rank) for x in (q, k, v, dout))
     leaves = [x.requires_grad_() for x in (*leaves, sinks.clone())]
     out = in_your_model.WithSinks.apply(*leaves, dict(causal=True, layout=layout, S=37, block=PlainBlock))
+    first = torch.autograd.grad((out * out).sum(), leaves[3], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
     grads = torch.autograd.grad(out, leaves, dout_here)
     want = error.expected(q, k, v, dout, causal=True, sinks=sinks)
     check(dict(zip(RESULTS, (out.detach(), *grads[:3]), strict=True)), want, whole, rank)

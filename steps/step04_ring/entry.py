@@ -6,6 +6,7 @@ millisecond, and the host must not think for longer.
 """
 
 import atexit
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,18 @@ SUPPORTS = {
 }
 
 
+def uncompiled(function):
+    """The function, of which torch.compile makes no graph: it would trace the exchanges among the ranks."""
+
+    @functools.wraps(function)
+    def call(*tensors, **options):
+        run = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+        return run(*tensors, **options)
+
+    return call
+
+
+@uncompiled
 def forward(
     q, k, v, *,
     causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
@@ -75,6 +88,7 @@ def forward(
     return out, lse
 
 
+@uncompiled
 def backward(
     dout, q, k, v, out, lse, *,
     causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
@@ -89,17 +103,20 @@ def backward(
         checks.refuse("step04_ring", "backward", lacking)
     call = Call(causal, scale, tile, rung, layout, group, block, S, transport, deterministic)
     plan = _plan(call, q, k, v, (dout, out, lse))
-    with plan["comm"].together(), torch.no_grad():
+    with plan["comm"].together(), torch.no_grad(), contract.no_autocast(q):
         kv = plan["transport"].fetch_next(*map(contract.as_4d, (k, v)))
         return _backward(dout, q, k, v, kv, out, lse, plan)
 
 
+@uncompiled
 def attention(
     q, k, v, *,
     causal=False, scale=None, tile=None, rung=None, layout="zigzag", group=None, block=None, S=None, transport=None,
     deterministic=False, **lacking
 ):  # fmt: skip
     """out of `forward`, differentiable once. It keeps the next rank's k and v, which saves the backward a hop.
+
+    Autocast does not change the dtype, neither of the ring nor inside the block.
 
     deterministic: as for `backward`.
     """
@@ -122,13 +139,13 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         agree_again(ctx.plan["comm"], watch.BACKWARD)
-        with ctx.plan["comm"].together(), torch.no_grad():
+        with ctx.plan["comm"].together(), torch.no_grad(), contract.no_autocast(dout):
             dq, dk, dv = _backward(dout, *ctx.saved_tensors, ctx.plan)
         return dq, dk.reshape(ctx.shape), dv.reshape(ctx.shape), None
 
 
 def _forward(q, k, v, plan):
-    with plan["comm"].together(), torch.no_grad():
+    with plan["comm"].together(), torch.no_grad(), contract.no_autocast(q):
         out, lse, kv = ring.forward(*map(contract.as_4d, (q, k, v)), **plan)
     return out.reshape(q.shape), lse.reshape(q.shape[:-1]), kv
 

@@ -26,7 +26,6 @@ from .merge import add
 class Fetch:
     """The copies of the calls with one layout on one ring. side: a Side, which the calls of a process group share."""
 
-    name = "fetch"
     keeps_own = True  # a backward copies this rank's k and v once more to where the others read them
 
     def __init__(self, layout, comm, side):
@@ -69,7 +68,7 @@ class Trip:
         side.follow()  # k and v have been computed, and nobody needs what the buffers' memory held before.
         mine = self.memory.of(rank, self.shape(rank), self.k.dtype)
         side.copy((mine[0], self.k), (mine[1], self.v))
-        side.barrier(self.memory)
+        side.barrier()
         if side.in_a_graph():  # It keeps no order but that of waits: these kernels would start behind the first block.
             side.lead(side.mark())
         for buffer in free:
@@ -87,7 +86,7 @@ class Trip:
             for src in missing:
                 slot = self.slot(src, rank, self.owed[src])
                 side.copy((slot, slot.new_full((), math.nan).expand(slot.shape)))
-        side.barrier(self.memory)
+        side.barrier()
         side.lead(side.mark())
 
     def shape(self, rank, keys=None):

@@ -21,7 +21,6 @@ from .merge import add
 class Relay:
     """The hops of calls with one layout on one ring. Stateless, so that calls may be nested."""
 
-    name = "relay"
     keeps_own = False  # K and V of the own rank come back at the end of the backward
 
     def __init__(self, layout, comm):

@@ -130,7 +130,7 @@ class Side:
             for to, x in pairs:
                 to.copy_(x, non_blocking=True)
 
-    def barrier(self, memory):
+    def barrier(self):
         """Every rank's side waits for those of the others. Ranks in different calls never meet.
 
         After the group's timeout watch.py names the culprit and ends the process; 5 s later the GPU itself would stop.
@@ -165,7 +165,8 @@ class SymmetricMemory:
         """A tensor in the memory of that rank, which begins at the number `first` of this dtype."""
         key = rank, shape, dtype, first
         if key not in self.views:
-            self.views[key] = self.handle.get_buffer(rank, shape, dtype, first)
+            with torch.inference_mode(False):  # A tensor of inference mode could not be written to outside of it.
+                self.views[key] = self.handle.get_buffer(rank, shape, dtype, first)
         return self.views[key]
 
 
@@ -194,7 +195,7 @@ class HostSide(Side):
         for to, x in pairs:
             to.copy_(x)
 
-    def barrier(self, memory):
+    def barrier(self):
         self.comm.note.begin_hop()
         with self.comm.explained("waiting for all ranks"):
             dist.barrier(group=self.comm.group)

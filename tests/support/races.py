@@ -112,7 +112,7 @@ class NotingSide(Side):
             assert to.shape == x.shape and to.dtype == x.dtype
             self.log.add(("side", self.rank), [x], [to])
 
-    def barrier(self, memory):
+    def barrier(self):
         if not self.left_out("barrier"):
             self.log.follow(("side", self.rank), self.log.barriers[self.barriers])
         self.barriers += 1

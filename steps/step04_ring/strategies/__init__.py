@@ -18,6 +18,7 @@ from functools import partial
 from importlib import import_module
 
 from steps import checks
+from steps.contract import no_autocast
 from steps.step04_ring.agree import agree
 from steps.step04_ring.comm import Comm
 from steps.step04_ring.entry import SUPPORTS
@@ -53,19 +54,23 @@ def load(strategy):
 
 
 def _checked(strategy, q, k, v, **options):
+    attend = import_module(f"{__name__}.{LESSONS[strategy]}").attention
     taken = (*COMMON, *OWN[strategy])
-    if lacking := sorted(options.keys() - set(taken)):
-        raise NotImplementedError(
-            f"{strategy} has no {', '.join(lacking)}; its options are {', '.join(taken)}. Of the strategies only "
-            "query_parallel takes packed sequences (cu_seqlens). Windows, masks and dropout are step03_triton's."
-        )
-    if strategy != "ring":  # which checks all of this itself
-        supports = SUPPORTS | {"nq_ne_nk": options.get("replicated", False)}
-        tensors = ("q", q), ("k", k), ("v", v)
-        try:
+    try:
+        if lacking := sorted(options.keys() - set(taken)):
+            raise NotImplementedError(
+                f"{strategy} has no {', '.join(lacking)}; its options are {', '.join(taken)}. Of the strategies only "
+                "query_parallel takes packed sequences (cu_seqlens). Windows, masks and dropout are step03_triton's."
+            )
+        if strategy != "ring":  # which checks all of this itself
+            supports = SUPPORTS | {"nq_ne_nk": options.get("replicated", False)}
+            tensors = ("q", q), ("k", k), ("v", v)
             checks.check_call(supports, None, tensors, options.get("causal", False), options.get("scale"), None)
             if q.ndim != 4:
                 raise ValueError(f"{strategy} takes q (B, H, n, D), k and v (B, Hk, n, D); got q {tuple(q.shape)}.")
-        except (TypeError, ValueError, NotImplementedError) as problem:  # The other ranks have to hear of it.
-            agree(Comm(options.get("group")), {"strategy": strategy}, None, problem=problem)
-    return import_module(f"{__name__}.{LESSONS[strategy]}").attention(q, k, v, **options)
+    except (TypeError, ValueError, NotImplementedError) as problem:  # The other ranks have to hear of it.
+        agree(Comm(options.get("group")), {"strategy": strategy}, None, problem=problem)
+    if strategy == "ring":
+        return attend(q, k, v, **options)
+    with no_autocast(q):
+        return attend(q, k, v, **options)

@@ -9,6 +9,8 @@ the same call, as in the ring; agree.py compares them. Left out: a name for the 
 which is the work of the stage's own ring. Needs agree.py, comm.py, layout.py and block.py.
 """
 
+import operator
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -43,7 +45,7 @@ class Team:
         call |= {f"shape of {name}": (*x.shape[:-2], shapes[name], x.shape[-1]) for name, x in (("q", q), ("k", k))}
         try:
             if packed is not None:
-                call["cu_seqlens"] = tuple(map(int, packed))
+                call["cu_seqlens"] = tuple(map(operator.index, packed))
             if S is not None:
                 check_length(self.comm, Layout(layout, S, self.size), n)
         except (TypeError, ValueError) as error:
@@ -135,4 +137,5 @@ class Differentiable(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         ctx.options["team"].agree_on_backward(dout.device)
-        return *ctx.gradients(dout, *ctx.saved_tensors, **ctx.options), None, None, None
+        with torch.autocast(dout.device.type, enabled=False):  # as in the forward
+            return *ctx.gradients(dout, *ctx.saved_tensors, **ctx.options), None, None, None
