@@ -1,5 +1,6 @@
 """The command line: python -m steps demo | check | hint | solution | grade | verify | mutants | bench | engine."""
 
+import difflib
 import json
 import os
 import platform
@@ -314,14 +315,22 @@ def bench(
     --kernel, and of the fastest peers. `python -m steps.bench --help` is for maintainers.
     """
     from steps.bench import __main__ as measuring
+    from steps.bench import cost
     from steps.bench import grid as grids
     from steps.bench.peers import PEERS
     from steps.workbook import one_rung
 
-    check_known({"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS)})
+    check_known({"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS), "dtype": (dtype or (), cost.BYTES)})
+    numbers = [number for number in chosen(stage) if number in ("01", "02", "03")]
+    if kernel:
+        supports = [catalogue.stage(number).SUPPORTS for number in numbers if catalogue.unavailable(number) is None]
+        words = [word for each in supports for word in (*each["rungs"], *each.get("elsewhere", ()))]
+        check_known({"kernel": ([kernel], dict.fromkeys(words))})
     if file:
         file = file.removesuffix(".py").removesuffix(".cu")
         files = grids.kernel_files()
+        if file not in files and file in {path.stem for path in Path(__file__).parent.glob("step0*/*wd_*")}:
+            raise typer.BadParameter(f"no rung that can run here has the file {file}", param_hint="KERNEL")
         check_known({"KERNEL": ([file], files)})
         stage, kernel = files[file]
         check_kernel(stage, kernel)
@@ -395,7 +404,10 @@ def check_known(asked):
     """Ends the program if an option has an unknown value; asked is {option: (values, known values)}."""
     for option, (values, known) in asked.items():
         if unknown := set(values) - set(known):
-            problem = f"there is no {unknown.pop()!r}; there are {', '.join(known)}"
+            name, *_ = sorted(unknown)
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            problem = f"there is no {name!r}{meant}; there are {', '.join(known)}"
             raise typer.BadParameter(problem, param_hint=option if option.isupper() else f"--{option}")
 
 
@@ -406,8 +418,8 @@ def verify(
     head_dim: Annotated[list[int] | None, typer.Option(help="Once for each; by default 32, 64 and 40.")] = None,
     tile: Annotated[int, typer.Option(help="The longer side of its tiles: N is several of them, and ragged.")] = 64,
     top_left: Annotated[bool, typer.Option("--top-left", help="Causal with Nq != Nk is aligned as in SDPA.")] = False,
-    without: Annotated[str, typer.Option(help="What it does not take, of the list below: gqa,backward,empty.")] = "",
-    adapter: Annotated[str, typer.Option(help="Its form: cs336, leetgpu, kernelbot or flash_attn; see below.")] = "",
+    without: Annotated[str, typer.Option(help="What it does not take, of the list above: gqa,backward,empty.")] = "",
+    adapter: Annotated[str, typer.Option(help="Its form: cs336, leetgpu, kernelbot or flash_attn; see above.")] = "",
 ):
     """Runs the contract's cases on your own attention, and names the mistake that its failures equal.
 
