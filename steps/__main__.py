@@ -208,7 +208,7 @@ def grade(
     """Checks the answers of a class, and runs the whole contract on each exercise that is passed.
 
     The folder has a folder for each student, with the files of that student's my/. They are only read, and so is your
-    own my/. "passed 170/171" is an exercise that its check passes, but that fails one of the contract's 171 tests. This
+    own my/. "passed 190/191" is an exercise that its check passes, but that fails one of the contract's 191 tests. This
     runs what students wrote: use an account with nothing to lose.
     """
     from steps.workbook import exercises, grading
