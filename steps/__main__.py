@@ -57,6 +57,15 @@ def chosen(stage):
     return [stage] if stage else list(catalogue.STAGES)
 
 
+def require_engine():
+    """Ends the program with a line where the engine runs nothing."""
+    try:
+        engine.check_runs()
+    except RuntimeError as e:
+        say(str(e))
+        raise typer.Exit(1) from None
+
+
 @app.command()
 def demo(
     stage: Stage = None,
@@ -67,6 +76,7 @@ def demo(
     from steps.demo.model import LARGE, SMALL
 
     numbers = chosen(stage)
+    require_engine()
     say(engine.describe(), "", *paragraph(DOES))
     sizes = [(SMALL, numbers, False)]
     if engine.name == "cuda":
@@ -333,6 +343,7 @@ def bench(
             raise typer.BadParameter(f"no rung that can run here has the file {file}", param_hint="KERNEL")
         check_known({"KERNEL": ([file], files)})
         stage, kernel = files[file]
+        require_engine()
         check_kernel(stage, kernel)
         if engine.name != "cuda" or stage == "00":  # Stage 00 is written to be read, and takes minutes for such sizes.
             return
