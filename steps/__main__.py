@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import platform
+import re
 import signal
 import string
 import subprocess
@@ -195,9 +196,11 @@ def hint(
         if not isinstance(hunt := task(id), Hunt):
             raise typer.BadParameter(f"only a hunt has a broken kernel, and {id} is none", param_hint="--code")
         return say(*textwrap.wrap(hunt.symptom, console.width), "", str(workbook.show(id)))
+    kept = "\N{NO-BREAK SPACE}"  # for the spaces within brackets, as in exp(s - m_new), where no line may end
     for line in str(workbook.hint(task(id).id, level)).splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
-        say(*textwrap.wrap(line, console.width, subsequent_indent=indent) or [""])
+        line = re.sub(r"\([^()]{1,24}\)", lambda found: found[0].replace(" ", kept), line)
+        say(*(part.replace(kept, " ") for part in textwrap.wrap(line, console.width, subsequent_indent=indent) or [""]))
 
 
 @app.command()
