@@ -1,8 +1,10 @@
 """The command line: python -m steps demo | check | hint | solution | grade | verify | mutants | bench | engine."""
 
+import difflib
 import json
 import os
 import platform
+import re
 import signal
 import string
 import subprocess
@@ -56,6 +58,15 @@ def chosen(stage):
     return [stage] if stage else list(catalogue.STAGES)
 
 
+def require_engine():
+    """Ends the program with a line where the engine runs nothing."""
+    try:
+        engine.check_runs()
+    except RuntimeError as e:
+        say(str(e))
+        raise typer.Exit(1) from None
+
+
 @app.command()
 def demo(
     stage: Stage = None,
@@ -66,6 +77,7 @@ def demo(
     from steps.demo.model import LARGE, SMALL
 
     numbers = chosen(stage)
+    require_engine()
     say(engine.describe(), "", *paragraph(DOES))
     sizes = [(SMALL, numbers, False)]
     if engine.name == "cuda":
@@ -184,9 +196,11 @@ def hint(
         if not isinstance(hunt := task(id), Hunt):
             raise typer.BadParameter(f"only a hunt has a broken kernel, and {id} is none", param_hint="--code")
         return say(*textwrap.wrap(hunt.symptom, console.width), "", str(workbook.show(id)))
+    kept = "\N{NO-BREAK SPACE}"  # for the spaces within brackets, as in exp(s - m_new), where no line may end
     for line in str(workbook.hint(task(id).id, level)).splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
-        say(*textwrap.wrap(line, console.width, subsequent_indent=indent) or [""])
+        line = re.sub(r"\([^()]{1,24}\)", lambda found: found[0].replace(" ", kept), line)
+        say(*(part.replace(kept, " ") for part in textwrap.wrap(line, console.width, subsequent_indent=indent) or [""]))
 
 
 @app.command()
@@ -207,7 +221,7 @@ def grade(
     """Checks the answers of a class, and runs the whole contract on each exercise that is passed.
 
     The folder has a folder for each student, with the files of that student's my/. They are only read, and so is your
-    own my/. "passed 170/171" is an exercise that its check passes, but that fails one of the contract's 171 tests. This
+    own my/. "passed 190/191" is an exercise that its check passes, but that fails one of the contract's 191 tests. This
     runs what students wrote: use an account with nothing to lose.
     """
     from steps.workbook import exercises, grading
@@ -314,16 +328,25 @@ def bench(
     --kernel, and of the fastest peers. `python -m steps.bench --help` is for maintainers.
     """
     from steps.bench import __main__ as measuring
+    from steps.bench import cost
     from steps.bench import grid as grids
     from steps.bench.peers import PEERS
     from steps.workbook import one_rung
 
-    check_known({"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS)})
+    check_known({"peer": (peer or (), PEERS), "grid": ([grid], grids.GRIDS), "dtype": (dtype or (), cost.BYTES)})
+    numbers = [number for number in chosen(stage) if number in ("01", "02", "03")]
+    if kernel:
+        supports = [catalogue.stage(number).SUPPORTS for number in numbers if catalogue.unavailable(number) is None]
+        words = [word for each in supports for word in (*each["rungs"], *each.get("elsewhere", ()))]
+        check_known({"kernel": ([kernel], dict.fromkeys(words))})
     if file:
         file = file.removesuffix(".py").removesuffix(".cu")
         files = grids.kernel_files()
+        if file not in files and file in {path.stem for path in Path(__file__).parent.glob("step0*/*wd_*")}:
+            raise typer.BadParameter(f"no rung that can run here has the file {file}", param_hint="KERNEL")
         check_known({"KERNEL": ([file], files)})
         stage, kernel = files[file]
+        require_engine()
         check_kernel(stage, kernel)
         if engine.name != "cuda" or stage == "00":  # Stage 00 is written to be read, and takes minutes for such sizes.
             return
@@ -395,7 +418,10 @@ def check_known(asked):
     """Ends the program if an option has an unknown value; asked is {option: (values, known values)}."""
     for option, (values, known) in asked.items():
         if unknown := set(values) - set(known):
-            problem = f"there is no {unknown.pop()!r}; there are {', '.join(known)}"
+            name, *_ = sorted(unknown)
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            problem = f"there is no {name!r}{meant}; there are {', '.join(known)}"
             raise typer.BadParameter(problem, param_hint=option if option.isupper() else f"--{option}")
 
 
@@ -406,8 +432,8 @@ def verify(
     head_dim: Annotated[list[int] | None, typer.Option(help="Once for each; by default 32, 64 and 40.")] = None,
     tile: Annotated[int, typer.Option(help="The longer side of its tiles: N is several of them, and ragged.")] = 64,
     top_left: Annotated[bool, typer.Option("--top-left", help="Causal with Nq != Nk is aligned as in SDPA.")] = False,
-    without: Annotated[str, typer.Option(help="What it does not take, of the list below: gqa,backward,empty.")] = "",
-    adapter: Annotated[str, typer.Option(help="Its form: cs336, leetgpu, kernelbot or flash_attn; see below.")] = "",
+    without: Annotated[str, typer.Option(help="What it does not take, of the list above: gqa,backward,empty.")] = "",
+    adapter: Annotated[str, typer.Option(help="Its form: cs336, leetgpu, kernelbot or flash_attn; see above.")] = "",
 ):
     """Runs the contract's cases on your own attention, and names the mistake that its failures equal.
 

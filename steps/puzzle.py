@@ -88,7 +88,7 @@ OPERATORS = {
 
 def parse(line):
     """The expression for the new l, from a line with or without "l =". Raises Unclear."""
-    line = line.strip()
+    line = line.strip().replace("\N{MINUS SIGN}", "-")  # as it is copied from a paper
     if len(line) > 300:
         raise Unclear("This is longer than one line. The answer needs some 35 characters.")
     try:
@@ -119,6 +119,8 @@ def value(node, names):
                 return names[name]
             if name in CONSTANTS:
                 return CONSTANTS[name]
+            if name in FUNCTIONS:
+                raise Unclear(f"{name} is a function: write {name}(...).")
             raise Unclear(f"There is no {name!r} here. There are {', '.join(NAMES)} and {', '.join(FUNCTIONS)}.")
         case ast.Attribute(value=ast.Name(id="math"), attr=("inf" | "e") as name):
             return CONSTANTS[name]

@@ -602,13 +602,22 @@ def test_one_command_checks_a_kernel_file(name, monkeypatch):
     assert done.exit_code == 1 and "wrong: " in done.output and "'out': (1" in done.output
 
 
+def test_a_kernel_file_that_cannot_run_here_is_not_said_to_be_missing():
+    if "fwd_3_gluon" in grid.kernel_files():
+        pytest.skip("it can run here")
+    done = invoke("fwd_3_gluon.py")
+    assert done.exit_code == 2 and "no rung that can run here has the file fwd_3_gluon" in " ".join(done.output.split())
+
+
 def test_the_commands_refuse_what_there_is_not_and_write_rows_beside_what_is_committed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(engine, "name", "cpu")
     assert invoke("--sustained").exit_code == 1 and "bench needs a GPU" in invoke().output
+    assert "(did you mean 'fwd_1_matrix'?); there are fwd_3_tiled" in " ".join(invoke("fwd_1_matricx").output.split())
     with pytest.raises(SystemExit, match="needs a GPU"):
         measuring.main(["fast"])
     monkeypatch.setattr(engine, "name", "cuda")
-    for words in (["no_kernel"], ["--grid", "huge"], ["--peer", "nobody"], ["--stage", "09"]):
+    unknown = ["--grid", "huge"], ["--peer", "nobody"], ["--stage", "09"], ["--dtype", "fp8"], ["--kernel", "fusedd"]
+    for words in (["no_kernel"], *unknown, ["--stage", "02", "--kernel", "fused"]):
         assert invoke(*words).exit_code == 2
     with pytest.raises(typer.BadParameter, match="there is no 'nothing'"):
         measuring.main(["nothing"])

@@ -61,6 +61,9 @@ def test_an_engine_that_only_compiles_neither_simulates_nor_computes(monkeypatch
     assert re.fullmatch(rf"engine {engine.name}: [^\n]{{1,40}}", engine.describe())
     monkeypatch.setattr(engine, "name", "compile")
     assert engine.describe() == "engine compile: neither runs nor simulates"
+    for words in (["demo"], ["bench", "fwd_1_matrix"]):
+        done = CliRunner().invoke(__main__.app, words)
+        assert done.exit_code == 1 and done.output.startswith("under STEPS_ENGINE=compile nothing is computed")
     with pytest.raises(RuntimeError, match="under STEPS_ENGINE=compile nothing is computed"):
         step00_naive.forward(*torch.randn(3, 4, 8))
 

@@ -309,6 +309,10 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
         "02e", "at {least:.2f} to {most:.2f} of the speed. Going deeper", ("bwd_3_hopper:DETERMINISTIC=1",),
         "bwd_3_hopper", lambda D, N, causal: True,
     ),
+    (
+        "steps/bench/results/README.md", "leaves the backward of stage 02 {least:.2f} to {most:.2f} of its speed",
+        ("bwd_3_hopper:DETERMINISTIC=1",), "bwd_3_hopper", lambda D, N, causal: True,
+    ),
     ("02e", "forward leads by up to {ahead:.0f} %", HOPPER[:1], "fa4", lambda D, N, causal: N < 4096),
     ("02e", "is mostly behind, by up to {behind:.0f} %", HOPPER[1:], "fa4", lambda D, N, causal: N < 4096),
     ("02e", "N = 16384, {least:.2f} to {most:.2f})", HOPPER, "fa4 under load", lambda D, N, causal: N == 16384),

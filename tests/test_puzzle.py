@@ -16,6 +16,7 @@ FILE = Path(puzzle.__file__)
 RIGHT = [
     "l * exp(m - m_new) + exp(s - m_new)",
     "l = math.exp(s-m_new) + math.exp(m-m_new)*l",
+    "l * exp(m \N{MINUS SIGN} m_new) + exp(s \N{MINUS SIGN} m_new)",
     "l*e**(m - m_new) + e**(s - m_new)",
     "l / exp(m_new - m) + exp(s - max(m, s))",
     "l * exp(m - s) + 1 if s > m else l + exp(s - m)",
@@ -36,6 +37,7 @@ WRONG = {
 NO_ARITHMETIC = {
     "": "Write one expression",
     "softmax": "There is no 'softmax' here",
+    "l * exp": "exp is a function: write exp(...)",
     "l * exp(m - m_new": "cannot read this line",
     "\0": "cannot read this line",
     "(" * 250: "cannot read this line",

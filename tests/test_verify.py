@@ -399,6 +399,7 @@ SAYS = {
     "leaves": "SystemExit: 0",
     "value": "there is no function value in",
     "absent": "there is no function absent in",
+    "leave": "there is no function leave in forms.py; did you mean leaves?",
 }
 
 
@@ -461,6 +462,12 @@ def test_a_function_that_never_returns_is_stopped(forms, monkeypatch):
     code, text = in_a_fork(f"{forms}:never")
     assert code == 1
     assert text.splitlines()[-1].startswith("stopped after 0.5 s in the case: N is not a multiple of the tile")
+
+
+def test_ctrl_c_names_the_case(capsys):
+    with pytest.raises(KeyboardInterrupt), verdict.time_limit(60, "N = 1"):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().out == "stopped in the case: N = 1\n"
 
 
 def in_a_fork(*words):

@@ -152,6 +152,19 @@ def test_an_untouched_skeleton_is_a_skip_with_a_pointer_and_a_file_of_the_reader
     assert path.read_text().endswith("// mine\n# mine\n")
 
 
+def test_a_file_that_cannot_be_written_or_read_is_told_in_a_line(my):
+    my.write_text("a file where the folder should be")
+    assert check("00.2").lines[0].startswith("my/00_2_online_update.py cannot be written: File exists. May you write")
+    my.unlink()
+    my.mkdir()
+    file = my / "00_2_online_update.py"
+    file.write_bytes("# März\ndef online_update(): pass".encode("utf-16"))
+    assert check("00.2").verdict == "error" and "is not UTF-8 text" in check("00.2").lines[0]
+    file.unlink()
+    file.mkdir()
+    assert check("00.2").lines[0] == "my/00_2_online_update.py cannot be read: Is a directory."
+
+
 def test_there_is_no_exercise_of_that_name():
     assert check("99.9").failed and "no exercise '99.9'; there are 00.1, 00.2" in repr(check("99.9"))
     for call in (hint, solution):

@@ -25,7 +25,7 @@ from steps.step04_ring.strategies import account
 INTERPRETED = 256  # so many positions in 16 bits Triton's interpreter computes within some seconds
 NAMES = ("out", "lse", "dq", "dk", "dv")
 EXPECTED = (
-    "             below 1 x is expected: these ranks are processes that share the cores of one CPU.\n"
+    "             says nothing about GPUs: these ranks are processes that share the cores of one CPU.\n"
     "             A ring is faster than one device where each rank has a GPU."
 )
 

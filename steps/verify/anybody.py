@@ -1,5 +1,6 @@
 """Anybody's attention: how it is found and called, and the cases that it claims to take."""
 
+import difflib
 import importlib.util
 import inspect
 import sys
@@ -120,7 +121,8 @@ def load(target):
         importlib.import_module("steps.step03_triton.memcheck").watch_every_kernel()
     function = getattr(found, name, None)
     if not callable(function):
-        raise Problem(f"there is no function {name} in {place}")
+        near = difflib.get_close_matches(name, [each for each, value in vars(found).items() if callable(value)], 1)
+        raise Problem(f"there is no function {name} in {place}" + (f"; did you mean {near[0]}?" if near else ""))
     return function
 
 

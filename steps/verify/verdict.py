@@ -131,16 +131,23 @@ def expected_top_left(x):
 
 @contextlib.contextmanager
 def time_limit(seconds, says):
-    """Ends the program after so many seconds: a kernel that hangs cannot be stopped in any other way."""
+    """Ends the program after so many seconds: a kernel that hangs cannot be stopped in any other way.
+
+    says: the case, which is told then, and at Ctrl-C.
+    """
 
     def give_up():
-        print(f"stopped after {seconds} s in the case: {says}. A smaller --tile makes N smaller.", flush=True)
+        why = "Does a loop never end? If it is only slow, a smaller --tile makes N smaller."
+        print(f"stopped after {seconds} s in the case: {says}. {why}", flush=True)
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
     timer.start()
     try:
         yield
+    except KeyboardInterrupt:
+        print(f"stopped in the case: {says}", flush=True)
+        raise
     finally:
         timer.cancel()
 

@@ -42,7 +42,12 @@ def read(task, given=None):
     """The answer to a task: its file under my/, a function of a notebook, or text. Raises Problem."""
     name = getattr(task, "function", "test")
     if given is None:
-        return Answer(task.mine.read_text(), task.label)
+        try:
+            return Answer(task.mine.read_text(encoding="utf-8-sig"), task.label)
+        except OSError as e:
+            raise Problem(f"{task.label} cannot be read: {e.strerror}.") from None
+        except UnicodeDecodeError:
+            raise Problem(f"{task.label} is not UTF-8 text. Save it as UTF-8 in your editor.") from None
     if isinstance(task, Step) and not isinstance(given, str):
         raise Problem(f'The capstone is a file: write it in {task.label}, where check("{task.id}") finds it.')
     if isinstance(given, str):

@@ -34,9 +34,9 @@ def check(id, answer=None, limit=LIMIT, cause=None):
         task = exercises.find(id)
     except KeyError as e:
         return Report(id, "unknown", "error", [*e.args])
-    if answer is None:
-        skeleton.write(task)
     try:
+        if answer is None:
+            skeleton.write(task)
         text = answers.read(task, answer)
         function, suffix = ("test", ".py") if isinstance(task, Hunt) else (task.function, task.path.suffix)
         if answers.is_blank(text, function, suffix):

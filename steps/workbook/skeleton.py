@@ -7,16 +7,20 @@ import ast
 import textwrap
 
 from steps.workbook import exercises
-from steps.workbook.answer import top_level
+from steps.workbook.answer import Problem, top_level
 from steps.workbook.exercises import Hunt, Puzzle, Step
 from steps.workbook.listing import cuda_span, show
 
 
 def write(task):
-    """Writes the task's file under my/, unless there is one already."""
-    if not task.mine.exists():
+    """Writes the task's file under my/, unless there is one already. Raises Problem if it cannot be written."""
+    if task.mine.exists():
+        return
+    try:
         task.mine.parent.mkdir(exist_ok=True)
-        task.mine.write_text(text(task))
+        task.mine.write_text(text(task), encoding="utf-8")
+    except OSError as e:
+        raise Problem(f"{task.label} cannot be written: {e.strerror}. May you write in the folder my/?") from None
 
 
 def text(task):
