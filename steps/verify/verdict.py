@@ -18,6 +18,7 @@ from steps.verify.anybody import Problem, by_its_names, results, told
 from steps.workbook import differences
 
 LIMIT, FIRST = 60, 300  # seconds for a case; in the first one the function may be compiled
+PATIENCE = 20  # seconds after which a case is named that has not ended
 # (Br, Bc) that are tried to name a mistake, beside the tile that was given.
 TILES = tuple(pair for pair in product((128, 64, 32, 16), repeat=2) if max(pair) <= 2 * min(pair))
 
@@ -141,15 +142,18 @@ def time_limit(seconds, says):
         print(f"stopped after {seconds} s in the case: {says}. {why}", flush=True)
         os._exit(1)
 
-    timer = threading.Timer(seconds, give_up)
-    timer.start()
+    tell = f"not yet ended: {says}. It may take {seconds} s, and Ctrl-C stops it."
+    timers = threading.Timer(PATIENCE, print, [tell], {"flush": True}), threading.Timer(seconds, give_up)
+    for timer in timers:
+        timer.start()
     try:
         yield
     except KeyboardInterrupt:
         print(f"stopped in the case: {says}", flush=True)
         raise
     finally:
-        timer.cancel()
+        for timer in timers:
+            timer.cancel()
 
 
 def mistakes(kept, tile):
