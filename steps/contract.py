@@ -10,6 +10,7 @@ The rules about arguments are in checks.py. What they decide depends on the opti
 only, so it is decided once for each of them: `Calls` keeps a call that has passed the checks.
 """
 
+import contextlib
 import math
 import numbers
 import operator
@@ -201,7 +202,8 @@ class Call:
         results = compute(self.kernel, *read, **named, **self.options)
         if hasattr(self.kernel, "planned") and all(map(operator.is_, (*read, *named.values()), given)):
             # Nothing has to be done before or after the kernel.
-            self.planned = engine.one_at_a_time(self.kernel.planned(*read, **named, **self.options))
+            with contextlib.suppress(KeyError):  # Another thread has just made the kernel forget what it kept.
+                self.planned = engine.one_at_a_time(self.kernel.planned(*read, **named, **self.options))
         if tensors[0].ndim == 4:
             return results
         return tuple(x.reshape(shape) for x, shape in zip(results, self.shapes, strict=True))

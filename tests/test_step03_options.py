@@ -123,6 +123,7 @@ ERRORS = {
     "dropout below 0": ({"dropout_p": -0.1}, ValueError, "0 <= dropout_p < 1; got -0.1"),
     "dropout NaN": ({"dropout_p": math.nan}, ValueError, "0 <= dropout_p < 1; got nan"),
     "dropout, False": ({"dropout_p": False}, TypeError, "dropout_p must be a number.*got False"),
+    "dropout, huge": ({"dropout_p": 10**400}, ValueError, "dropout_p must be a number.*beyond float64"),
     "dropout, tensor": ({"dropout_p": Z(2)}, TypeError, "dropout_p must be a number.*got tensor"),
     "dropout, words": ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number.*got '0.1'"),
     "window, a number": ({"window": 4}, TypeError, r"pair \(left, right\) of integers.*got 4"),

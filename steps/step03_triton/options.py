@@ -88,7 +88,10 @@ def read_window(window):
 def read_number(name, x, expected):
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name} must be {expected}; got {x!r}.")
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError:
+        raise ValueError(f"{name} must be {expected}; got an integer beyond float64.") from None
 
 
 def read_factor(name, x, otherwise):

@@ -12,7 +12,8 @@ def sdpa_of(attention):
         """What torch's function of this signature computes, differentiable, also in a floating-point attn_mask.
 
         query (..., H, Nq, D), key and value (..., Hk, Nk, D); leading dimensions broadcast.
-        attn_mask: broadcast to (..., H, Nq, Nk) without being copied; bool (True is seen), or added to the scores.
+        attn_mask: broadcast to (..., H, Nq, Nk), without being copied unless the query has more than four dimensions;
+        bool (True is seen), or added to the scores.
         dropout_p: the probability, in steps of 1/256, with which an entry of P is dropped. Pass 0 for inference.
         is_causal: query i sees the keys 0 to i, whatever Nq and Nk. This is torch's alignment at the top left;
         `attention` aligns at the bottom right. enable_gqa: H may be a multiple of Hk.
