@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+import weakref
 from contextlib import nullcontext
 
 import numpy as np
@@ -695,6 +696,20 @@ def test_no_sequence_at_all():
     q, k, v = example(batch=1, gradient=True)
     out = step03.attention(q, k, v, cu_seqlens_q=starts(0), cu_seqlens_k=starts(0), max_seqlen_q=0, max_seqlen_k=0)
     assert (out == 0).all() and all((grad == 0).all() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_is_kept_of_a_call_keeps_no_tensor_alive(name):
+    q, k, v = example(batch=1 if name in ("packed", "alibi") else B)
+    given = features([name]) | ({"mask": random(Nq, Nk)} if name == "packed" else {})
+    given = {n: x[:1].clone() if n == "alibi_slopes" else x.clone() if isinstance(x, torch.Tensor) else x
+             for n, x in given.items()}  # fmt: skip
+    tensors = [q, k, v, *(x for x in given.values() if isinstance(x, torch.Tensor))]
+    tensors += step03.forward(q, k, v, check=True, **given)
+    step03.backward(q, q, k, v, *tensors[-2:], check=True, **given)
+    alive = [weakref.ref(x) for x in tensors]
+    del q, k, v, given, tensors
+    assert not any(x() is not None for x in alive)
 
 
 def test_nothing_is_saved_without_a_gradient():
