@@ -12,6 +12,7 @@ only, so it is decided once for each of them: `Calls` keeps a call that has pass
 
 import contextlib
 import math
+import numbers
 import operator
 
 import torch
@@ -140,10 +141,10 @@ class Calls:
 def key_of(tensors, options):
     """What the checks and a plan depend on: the options with their types, because 1 == True, and the tensors' layouts.
 
-    None where that is not known: of tensors without memory, of subclasses, and of options that have no hash.
+    None where that is not known: of tensors without memory, of subclasses, and of options that can change.
     """
     try:
-        key = [(name, type(x), x) for name, x in options.items()]
+        key = [(name, type(x) if type(x) in CONSTANT else types_in(x), x) for name, x in options.items()]
         for x in tensors:
             if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
                 address = x.data_ptr()
@@ -159,6 +160,22 @@ def key_of(tensors, options):
         return key
     except (RuntimeError, TypeError, NotImplementedError):
         return None
+
+
+CONSTANT = frozenset((bool, int, float, str, type(None)))
+
+
+def types_in(x):
+    """The type of a number, or those in a tuple, because (1.0, 1) == (True, 1).
+
+    Raises TypeError for what can change. A tensor may be an option, such as first_query: it equals itself, and has the
+    same hash, also after its number has changed.
+    """
+    if type(x) is tuple:
+        return tuple(map(types_in, x))
+    if type(x) in CONSTANT or isinstance(x, numbers.Number):
+        return type(x)
+    raise TypeError
 
 
 class Call:
@@ -185,7 +202,8 @@ class Call:
         results = compute(self.kernel, *read, **named, **self.options)
         if hasattr(self.kernel, "planned") and all(map(operator.is_, (*read, *named.values()), given)):
             # Nothing has to be done before or after the kernel.
-            self.planned = engine.one_at_a_time(self.kernel.planned(*read, **named, **self.options))
+            with contextlib.suppress(KeyError):  # Another thread has just made the kernel forget what it kept.
+                self.planned = engine.one_at_a_time(self.kernel.planned(*read, **named, **self.options))
         if tensors[0].ndim == 4:
             return results
         return tuple(x.reshape(shape) for x, shape in zip(results, self.shapes, strict=True))
@@ -219,6 +237,7 @@ def differentiable(stage, forward, backward, forward_operator):
         """
         if lacking:
             checks.refuse(stage, "attention", lacking)
+        checks.check_flag("causal", causal)
         checks.check_flag("deterministic", deterministic)
         if is_traced(q):
             options = dict(causal=causal, scale=scale, tile=tile, rung=rung, deterministic=deterministic)

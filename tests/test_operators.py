@@ -288,6 +288,20 @@ def test_the_options_reach_both_kernels(compiled):
     assert all(type(number) is int for call in calls for number in call[4] or ())
 
 
+def test_a_kernel_may_forget_a_call_while_it_is_kept():
+    """As where another thread has made a kernel's thousandth plan between the call and the question for its plan."""
+
+    def kernel(q, *, causal):
+        return (q + causal,)
+
+    def planned(q, *, causal):
+        raise KeyError
+
+    kernel.planned, x = planned, torch.ones(1, 1, 2, 4)
+    call = contract.Call(kernel, (x.shape,), causal=1)
+    assert all(torch.equal(call(x)[0], x + 1) for _ in range(2)) and call.planned is None
+
+
 def test_an_eager_call_takes_no_operator():
     """An operator would cost 10 microseconds more."""
     q, k, v = example()

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+import weakref
 from contextlib import nullcontext
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime.interpreter import GridExecutor
 
 import steps.step03_triton as step03
@@ -121,6 +123,9 @@ ERRORS = {
     "dropout 1": ({"dropout_p": 1.0}, ValueError, "0 <= dropout_p < 1; got 1.0"),
     "dropout below 0": ({"dropout_p": -0.1}, ValueError, "0 <= dropout_p < 1; got -0.1"),
     "dropout NaN": ({"dropout_p": math.nan}, ValueError, "0 <= dropout_p < 1; got nan"),
+    "dropout, False": ({"dropout_p": False}, TypeError, "dropout_p must be a number.*got False"),
+    "dropout, huge": ({"dropout_p": 10**400}, ValueError, "dropout_p must be a number.*beyond float64"),
+    "dropout, tensor": ({"dropout_p": Z(2)}, TypeError, "dropout_p must be a number.*got tensor"),
     "dropout, words": ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number.*got '0.1'"),
     "window, a number": ({"window": 4}, TypeError, r"pair \(left, right\) of integers.*got 4"),
     "window, bools": ({"window": (True, False)}, TypeError, r"pair .*got \(True, False\)"),
@@ -130,6 +135,8 @@ ERRORS = {
     "softcap 0": ({"softcap": 0}, ValueError, "softcap must be .* > 0.*got 0.0.*Leave it out"),
     "softcap inf": ({"softcap": math.inf}, ValueError, "softcap must be .*finite.*got inf"),
     "softcap NaN": ({"softcap": math.nan}, ValueError, "softcap must be .*finite.*got nan"),
+    "softcap, large": ({"softcap": 3e38}, ValueError, r"softcap must be .*times log2\(e\) too; got 3e\+38"),
+    "softcap, small": ({"softcap": 1.2e-38, "scale": 5.0}, ValueError, "scale / softcap must be .*; got 5.0 / 1.2e-38"),
     "softcap, words": ({"softcap": "20"}, TypeError, "softcap must be .*got '20'"),
     "slopes, shape": ({"alibi_slopes": Z(3)}, ValueError, r"\(H,\) or \(B, H\) = \(2, 2\); got \(3,\)"),
     "slopes, dtype": ({"alibi_slopes": Z(H).int()}, TypeError, "alibi_slopes must be float32 or .*got int32"),
@@ -151,6 +158,7 @@ ERRORS = {
     "first_query, large": ({"first_query": 2**40}, ValueError, "first_query must be at least .*got 1099511627776"),
     "first_key": ({"first_key": "5"}, TypeError, "first_key must be an integer; got '5'"),
     "check": ({"check": 1, "softcap": 2.0}, TypeError, "check must be True or False, got 1"),
+    "check 0": ({"check": 0}, TypeError, "check must be True or False, got 0"),
     "deterministic": ({"deterministic": "x", "softcap": 2.0}, TypeError, "deterministic must be True or .*got 'x'"),
     "a word": ({"softcap": 2.0, "windows": (3, 0)}, TypeError, "unexpected keyword argument 'windows'"),
     "no rung has it": ({"softcap": 2.0, "rung": "fused"}, ValueError, "rungs have no softcap; got rung='fused'.*out"),
@@ -173,6 +181,7 @@ ERRORS = {
     "lengths_k, dtype": ({"lengths_k": starts(3, 4).long()}, TypeError, "lengths_k must be int32 .*got int64"),
     "lengths_k, shape": ({"lengths_k": starts(3)}, ValueError, r"\(B,\) = \(2,\); got \(1,\)"),
     "lengths_k, values": ({"lengths_k": starts(3, 24)}, ValueError, r"between 0 and Nk = 23; got \[3, 24\]"),
+    "lengths_k, sinks": ({"lengths_k": starts(3, 4), "sinks": [1.0]}, TypeError, "sinks must be .*got list"),
     "lengths_k, others": ({"lengths_k": starts(3, 4), "first_key": 2}, ValueError, "lengths_k goes .*got first_key"),
 }  # fmt: skip
 ONE = ("packed slopes", "cu_seqlens", "max_seqlen", "no max", "only")  # These are called with B = 1.
@@ -201,6 +210,11 @@ REFUSED = [  # the function, what is passed to it, and the error
     ("backward", {"out": Z(B, H, Nq, D).double()}, TypeError, "out must be float32"),
     ("backward", {"lse": Z(B, H, Nq).half()}, TypeError, "lse must be float32 .*got float16"),
     ("backward", {"lse": Z(B, H, Nq, device="meta")}, TypeError, "lse must be .*on meta"),
+    ("forward", {"q": [1.0], "dropout_p": 0.1, "seed": 1}, TypeError, "q must be a torch.Tensor, got list"),
+    ("attention", {"q": [1.0], "dropout_p": 0.1}, TypeError, "q must be a torch.Tensor, got list"),
+    ("attention", {"v": [1.0], "lengths_k": starts(3, 4)}, TypeError, "v must be a torch.Tensor, got list"),
+    ("backward", {"dout": [1.0]}, TypeError, "dout must be a torch.Tensor, got list"),
+    ("backward", {"mask_gradient": 1}, TypeError, "mask_gradient must be True or False, got 1"),
     ("backward", {"mask_gradient": True}, ValueError, "mask_gradient needs a mask of floating-point"),
     ("backward", {"lengths_k": starts(3, 4), "softcap": None}, ValueError, "lengths_k has no backward"),
     ("backward", {"dropout_p": 0.1}, ValueError, "needs a seed"),
@@ -214,7 +228,7 @@ def test_what_the_halves_refuse(name, given, exception, words):
         given = {"dout": CARRIED["out"], "softcap": 2.0} | CARRIED | given
     q, k, v = example()
     with pytest.raises(exception, match=words):
-        getattr(step03, name)(q=q, k=k, v=v, **given)
+        getattr(step03, name)(**{"q": q, "k": k, "v": v} | given)
 
 
 def test_lengths_k_and_a_gradient():
@@ -362,6 +376,18 @@ def test_forward_backward_and_sdpa_are_compiled_too():
 def test_bad_input_is_refused_while_it_is_traced(given, words):
     with pytest.raises(Exception, match=f"{words} must b"):
         torch.compile(step03.attention, backend="eager")(*example(), **given)
+
+
+@pytest.mark.parametrize("given, exception, words", [
+    ({"scale": -1.0}, ValueError, "scale must be .*> 0.*got -1.0"), ({"scale": math.nan}, ValueError, "got nan"),
+    ({"tile": (24, 24)}, ValueError, "tile must be .*powers of two"), ({"tile": 16}, TypeError, "tile must .*got 16"),
+    ({"causal": 1}, TypeError, "causal must be True or False, got 1"), ({"k": [1.0]}, TypeError, "k must be a torch.T"),
+], ids=str)  # fmt: skip
+def test_bad_input_is_refused_under_a_mode(given, exception, words):
+    """Such a call goes past the stage's own checks, as one of files that are lifted out does."""
+    q, k, v = example()
+    with FlopCounterMode(display=False), pytest.raises(exception, match=words):
+        step03.attention(**{"q": q, "k": k, "v": v, "softcap": 2.0} | given)
 
 
 def test_every_call_draws_its_own_mask():
@@ -616,6 +642,26 @@ def test_numbers_of_any_kind():
     assert same(none, most), "a window so large that the kernels' sums would overflow is no limit"
 
 
+@pytest.mark.parametrize("name, numbers", [("first_query", torch.tensor(2)), ("window", torch.tensor([2, 2])),
+                                           ("window", (torch.tensor(2), 0))], ids=str)  # fmt: skip
+def test_an_option_whose_number_changes_in_place(name, numbers):
+    """It is equal to itself, before and after, but what was kept for it is not."""
+    q, k, v = example()
+    step03.forward(q, k, v, causal=True, **{name: numbers})
+    (numbers[0] if name == "window" else numbers).fill_(9)
+    now = tuple(map(int, numbers)) if name == "window" else int(numbers)
+    assert same(step03.forward(q, k, v, causal=True, **{name: numbers}),
+                step03.forward(q, k, v, causal=True, **{name: now}))  # fmt: skip
+
+
+@pytest.mark.parametrize("name, good, bad", [("window", (3, 1), (3, True)), ("tile", (16, 32), (16.0, 32))])
+def test_a_number_that_equals_one_that_is_kept_is_checked_too(name, good, bad):
+    q, k, v = example()
+    step03.forward(q, k, v, **{name: good})
+    with pytest.raises(TypeError, match=f"{name} must be .*pair"):
+        step03.forward(q, k, v, **{name: bad})
+
+
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("shape", [(0, H, Nq, Nk), (B, 0, Nq, Nk), (B, H, 0, Nk), (B, H, Nq, 0)], ids=str)
 def test_tensors_of_no_element(name, shape):
@@ -650,6 +696,20 @@ def test_no_sequence_at_all():
     q, k, v = example(batch=1, gradient=True)
     out = step03.attention(q, k, v, cu_seqlens_q=starts(0), cu_seqlens_k=starts(0), max_seqlen_q=0, max_seqlen_k=0)
     assert (out == 0).all() and all((grad == 0).all() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_is_kept_of_a_call_keeps_no_tensor_alive(name):
+    q, k, v = example(batch=1 if name in ("packed", "alibi") else B)
+    given = features([name]) | ({"mask": random(Nq, Nk)} if name == "packed" else {})
+    given = {n: x[:1].clone() if n == "alibi_slopes" else x.clone() if isinstance(x, torch.Tensor) else x
+             for n, x in given.items()}  # fmt: skip
+    tensors = [q, k, v, *(x for x in given.values() if isinstance(x, torch.Tensor))]
+    tensors += step03.forward(q, k, v, check=True, **given)
+    step03.backward(q, q, k, v, *tensors[-2:], check=True, **given)
+    alive = [weakref.ref(x) for x in tensors]
+    del q, k, v, given, tensors
+    assert not any(x() is not None for x in alive)
 
 
 def test_nothing_is_saved_without_a_gradient():
@@ -881,3 +941,11 @@ def test_what_sdpa_refuses():
         step03.sdpa(q, k, v, attn_mask=Z(Nk, Nq))
     with pytest.raises(ValueError, match="dropout_p must be"):
         step03.sdpa(q, k, v, dropout_p=1.5)
+    with pytest.raises(TypeError, match="key must be a torch.Tensor, got NoneType"):
+        step03.sdpa(q, None, v)
+
+
+def test_sdpa_without_a_head():
+    q, k = random(B, 0, Nq, D), random(B, 0, Nk, D)
+    for gqa in (False, True):
+        assert step03.sdpa(q, k, k, enable_gqa=gqa).shape == q.shape

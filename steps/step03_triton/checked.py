@@ -10,6 +10,7 @@ operators.py, options.py, dropout.py and the files that they name.
 """
 
 import inspect
+from numbers import Real
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -128,7 +129,9 @@ class Functions:
         N and not with N^2. Autocast does not change the dtype.
         """
         given = dict(causal=causal, scale=scale, tile=tile, deterministic=deterministic) | features
-        if features.get("dropout_p") and features.get("seed") is None:
+        p = features.get("dropout_p")
+        if isinstance(p, Real) and p and features.get("seed") is None:
+            options.check_dense("q", q)
             options.check_flag("deterministic", deterministic)
             options.read(features)
             given["seed"] = draw_seed(q.device)
@@ -176,7 +179,7 @@ def once(*grads):
 
 def divided(given, q):
     """The features that are tensors, or None, which are taken out of `given`; a seed becomes a tensor."""
-    if (seed := given.get("seed")) is not None and not isinstance(seed, torch.Tensor):
+    if isinstance(q, torch.Tensor) and (seed := given.get("seed")) is not None and not isinstance(seed, torch.Tensor):
         given["seed"] = seed_on(q.device, seed)
     return [given.pop(name, None) for name in options.TENSORS]
 
@@ -189,6 +192,7 @@ def seed_on(device, seed):
 def read(q, k, v, given):
     """{name: value} of all options, checked unless torch.compile traces, the seed as a tensor."""
     own = {name: given[name] for name in ("causal", "scale", "tile")}
+    options.check_flag("causal", own["causal"])
     options.check_flag("deterministic", given.get("deterministic", False))
     f = options.read({name: x for name, x in given.items() if name not in own and name != "deterministic"})
     if not torch.compiler.is_compiling():
@@ -197,9 +201,9 @@ def read(q, k, v, given):
         f["seed"] = seed_on(q.device, f["seed"])
     options.check_seed(f)
     if own["scale"] is not None:
-        own["scale"] = options.read_number("scale", own["scale"], "a number or None for 1/sqrt(D)")
+        own["scale"] = options.read_scale(own["scale"], f["softcap"])
     if own["tile"] is not None:
-        own["tile"] = list(map(int, own["tile"]))
+        own["tile"] = options.read_tile(own["tile"])
     return own | f
 
 
@@ -216,6 +220,7 @@ def read_forward(q, k, v, out, lse, given):
 def read_backward(dout, q, k, v, out, lse, mask_gradient, given):
     """`read`, after which dout, out and lse are those of a forward with a gradient."""
     f = read(q, k, v, given)
+    options.check_flag("mask_gradient", mask_gradient)
     if not torch.compiler.is_compiling():
         options.check_saved(q, dout, out, lse)
     if f["lengths_k"] is not None:
@@ -230,7 +235,7 @@ def check_gradients(alibi_slopes, lengths_k, *tensors):
     if torch.is_grad_enabled():
         if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.requires_grad:
             raise ValueError("alibi_slopes has no gradient. Detach it, or add the biases as a mask.")
-        if lengths_k is not None and any(x is not None and x.requires_grad for x in tensors):
+        if lengths_k is not None and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
             raise ValueError("lengths_k has no backward. Use torch.no_grad(), or give the lengths as a mask.")
 
 

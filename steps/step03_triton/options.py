@@ -8,6 +8,7 @@
 Numbers that lie on a GPU are checked only on demand, because Python would have to wait for the GPU. Needs torch only.
 """
 
+import math
 import numbers
 import operator
 
@@ -23,6 +24,7 @@ OF_DECODE = "window", "softcap", "alibi_slopes", "sinks", "lengths_k"  # what de
 TENSORS = ("mask", "sinks", "alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k", "lengths_k")
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT32 = torch.finfo(torch.float32)
 FAR = 2**28  # Positions and lengths stay below it, so that sums of them fit into the kernels' 32 bits.
 
 
@@ -46,11 +48,7 @@ def read(features):
             check_dense(name, f[name])
     f["window"] = None if f["window"] is None else read_window(f["window"])
     if f["softcap"] is not None:
-        f["softcap"] = read_number("softcap", f["softcap"], "None, or a finite number > 0 that float32 can hold")
-        limits = torch.finfo(torch.float32)
-        if not limits.tiny <= f["softcap"] <= limits.max:
-            expected = "None, or a finite number > 0 that float32 can hold"
-            raise ValueError(f"softcap must be {expected}; got {f['softcap']}. Leave it out for none.")
+        f["softcap"] = read_factor("softcap", f["softcap"], "none")
     f["dropout_p"] = read_number("dropout_p", f["dropout_p"], "a number, 0 <= dropout_p < 1")
     if not 0 <= f["dropout_p"] < 1:
         raise ValueError(f"dropout_p must be a probability, 0 <= dropout_p < 1; got {f['dropout_p']}.")
@@ -90,7 +88,39 @@ def read_window(window):
 def read_number(name, x, expected):
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name} must be {expected}; got {x!r}.")
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError:
+        raise ValueError(f"{name} must be {expected}; got an integer beyond float64.") from None
+
+
+def read_factor(name, x, otherwise):
+    """x as a float: a number > 0 with which the kernels compute in float32, also multiplied by log2(e)."""
+    expected = "None, or a finite number > 0 that float32 can hold, times log2(e) too"
+    x = read_number(name, x, expected)
+    if not FLOAT32.tiny <= x <= FLOAT32.max * math.log(2):
+        raise ValueError(f"{name} must be {expected}; got {x}. Leave it out for {otherwise}.")
+    return x
+
+
+def read_scale(scale, softcap):
+    """The scale as a float, after a check that the kernels can divide it by softcap."""
+    scale = read_factor("scale", scale, "1/sqrt(D)")
+    if softcap is not None and scale / softcap > FLOAT32.max:
+        raise ValueError(f"scale / softcap must be a number that float32 can hold; got {scale} / {softcap}.")
+    return scale
+
+
+def read_tile(tile):
+    """(Br, Bc) as Python's integers."""
+    expected = "tile must be None or a pair (Br, Bc) of powers of two, at least 16"
+    try:
+        pair = list(map(operator.index, tile))
+    except TypeError:
+        raise TypeError(f"{expected}; got {tile!r}.") from None
+    if len(pair) != 2 or any(size < 16 or size & (size - 1) for size in pair):
+        raise ValueError(f"{expected}; got {tile!r}.")
+    return pair
 
 
 def read_integer(name, x, least, end, otherwise=""):
@@ -121,7 +151,8 @@ def check_flag(name, x):
 def check_dense(name, x):
     """Raises TypeError unless x is a tensor in which every entry has a place in memory."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}. Use torch.tensor(...).")
+        expected = "a torch.Tensor or None" if name in TENSORS else "a torch.Tensor"
+        raise TypeError(f"{name} must be {expected}, got {type(x).__name__}. Use torch.tensor(...).")
     if x.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got a nested one. Convert it with .to_padded_tensor(0).")
     if x.layout is not torch.strided:
@@ -147,6 +178,8 @@ def taken_on(device):
 
 def check_inputs(tensors):
     """Raises unless (("q", q), ("k", k), ("v", v)) fit to each other and to their GPU: no kernel may read elsewhere."""
+    for name, x in tensors:
+        check_dense(name, x)
     (_, q), (_, k), (_, v) = tensors
     dtypes, head_dims = taken_on(q.device)
     fit = 2 <= q.ndim <= 4 and k.ndim == q.ndim and k.shape == v.shape and q.shape[:-3] == k.shape[:-3]

@@ -55,8 +55,9 @@ def with_features(plain, whole, supports):
 
 
 def is_given(value, default):
-    """Whether an option of this default asks for something."""
-    return value is not None and not (isinstance(value, Real) and value == default)
+    """Whether an option of this default asks for something, or is a number for a flag, or a flag for a number."""
+    alike = isinstance(value, Real) and isinstance(value, bool) == isinstance(default, bool)
+    return value is not None and not (alike and value == default)
 
 
 def has_few_queries(supports, q=None, k=None, *, tile=None, **_):
@@ -114,10 +115,11 @@ def with_values_checked(call, f, q):
     """The call, before which the numbers in cu_seqlens and lengths_k are checked each time where they can be."""
     if f["cu_seqlens_q"] is None and f["lengths_k"] is None or q.is_cuda and not f["check"]:
         return call
+    others = {name: x for name, x in f.items() if name not in options.TENSORS}  # What is kept keeps no tensor alive.
 
     def checked_call(*tensors):
         q, k = (tensors[1:3] if len(tensors) == 6 + len(options.TENSORS) else tensors[:2])
-        options.check_values(q, k, f | dict(zip(options.TENSORS, tensors[-len(options.TENSORS) :], strict=True)))
+        options.check_values(q, k, others | dict(zip(options.TENSORS, tensors[-len(options.TENSORS) :], strict=True)))
         return call(*tensors)
 
     return checked_call

@@ -12,7 +12,8 @@ def sdpa_of(attention):
         """What torch's function of this signature computes, differentiable, also in a floating-point attn_mask.
 
         query (..., H, Nq, D), key and value (..., Hk, Nk, D); leading dimensions broadcast.
-        attn_mask: broadcast to (..., H, Nq, Nk) without being copied; bool (True is seen), or added to the scores.
+        attn_mask: broadcast to (..., H, Nq, Nk), without being copied unless the query has more than four dimensions;
+        bool (True is seen), or added to the scores.
         dropout_p: the probability, in steps of 1/256, with which an entry of P is dropped. Pass 0 for inference.
         is_causal: query i sees the keys 0 to i, whatever Nq and Nk. This is torch's alignment at the top left;
         `attention` aligns at the bottom right. enable_gqa: H may be a multiple of Hk.
@@ -23,6 +24,9 @@ def sdpa_of(attention):
         """
         if attn_mask is not None and is_causal:
             raise RuntimeError("sdpa takes attn_mask or is_causal, not both. Hide in the mask what causal would hide.")
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
         if value.shape[-1] != key.shape[-1]:
             raise NotImplementedError(
                 f"sdpa needs key and value of one head_dim; got {key.shape[-1]} and {value.shape[-1]}."
@@ -44,7 +48,7 @@ def sdpa_of(attention):
 
 def broadcast(query, key, value, enable_gqa):
     """The three with common leading dimensions; with enable_gqa key and value may keep fewer heads than the query."""
-    if enable_gqa:
+    if enable_gqa and query.shape[-3] > 0:
         H, heads = query.shape[-3], (key.shape[-3], value.shape[-3])
         if any(Hk == 0 or H % Hk for Hk in heads):
             raise RuntimeError(
