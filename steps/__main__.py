@@ -359,7 +359,6 @@ def bench(
         best = kernel or catalogue.stage(number).SUPPORTS["rungs"][0]
         (part,) = grids.sustained([grids.Part(((number, best),), passes=both, peers=grids.BEST)])
     else:
-        numbers = [number for number in chosen(stage) if number in ("01", "02", "03")]
         words = {number: catalogue.stage(number).SUPPORTS["rungs"] for number in numbers}
         rungs = [(number, word) for number in numbers for word in words[number] if kernel in (None, word)]
         takes = [one_rung.supports_of(catalogue.stage(number), word)["dtypes"] for number, word in rungs]

@@ -162,7 +162,7 @@ def key_of(tensors, options):
         return None
 
 
-CONSTANT = frozenset((bool, int, float, str, type(None)))
+CONSTANT = frozenset((bool, int, float, str, type(None)))  # the types of almost all options, which are told fast
 
 
 def types_in(x):

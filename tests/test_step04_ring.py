@@ -33,7 +33,14 @@ from steps.step04_ring.merge import Parts, add, merge
 from steps.workbook.case_on_ranks import PlainBlock, group_of, outputs
 from support import races
 from support.contract_suite import Contract
-from support.ranks import ON_FETCH, both_passes, end_of_pool, in_every_rank, on_ranks, shards  # noqa: F401  Pytest finds the fixture by its name.
+from support.ranks import (
+    ON_FETCH,
+    both_passes,
+    end_of_pool,  # noqa: F401  Pytest finds the fixture by its name.
+    in_every_rank,
+    on_ranks,
+    shards,
+)
 
 FETCH = pytest.param("fetch", marks=ON_FETCH)
 
@@ -66,6 +73,7 @@ def test_a_compiled_model_has_the_ring_between_its_graphs():
         return step04.attention(q * 2, k, v, causal=True, block=PlainBlock).sin()
 
     *tensors, dout = shards()
+
     def passes(attend):
         leaves = [x.clone().requires_grad_() for x in tensors]
         out = attend(*leaves)

@@ -349,11 +349,11 @@ print("apart: out and dbias", [f"{(a - b).abs().max():.0e}" for a, b in pairs])
 # is NaN. And a store would overwrite the neighbour's rows of out.
 #
 # The trick of Triton's `ragged_tma`: the descriptor has a dimension of 2³⁰ rows, in which a sequence of n rows gets the
-# **last** n, so that it ends where the dimension does. Two further dimensions bring each row to its place. From one row
-# of the tensor to the next let there be s numbers of 2 bytes. A step in the first dimension is 2³⁴ - s numbers long, and
-# the kernel takes 2³⁰ of them: 2⁶⁵ bytes forward, of which an address of 64 bits keeps nothing, and 2³⁰ rows **back**. A
-# step in the second is one row, and the kernel takes as many as there are up to the sequence's end. Is row r of a
-# sequence then the right one?
+# **last** n, so that it ends where the dimension does. Two further dimensions bring each row to its place. The rows
+# of the tensor begin s numbers of 2 bytes apart. A step in the first dimension is 2³⁴ - s numbers long, and the kernel
+# takes 2³⁰ of them: 2⁶⁵ bytes forward, of which an address of 64 bits keeps nothing, and 2³⁰ rows **back**. A step in
+# the second is one row, and the kernel takes as many as there are up to the sequence's end. Is row r of a sequence then
+# the right one?
 
 # %% slideshow={"slide_type": "fragment"}
 s, start, n = 128, 700, 300  # the sequence begins at row 700

@@ -240,7 +240,8 @@ def forward(record, q, k, v, *, out=None, lse=None, tile=None, **options):
         window=(left, right)      both inclusive; None or -1 is no limit
         mask                      broadcast to (B, H, Nq, Nk) without being copied; bool (True = seen) or added
         alibi_slopes              (H,) or (B, H)
-        sinks                     (H,): scores of one more key of value 0. If calls carry out and lse, one has it.
+        sinks                     (H,): scores of one more key of value 0. Where several calls carry out and lse, only
+                                  one of them may have sinks, because the key would otherwise count several times
         dropout_p, seed           p in steps of 1/256; the seed is an int64 tensor on q's device, or an integer
         first_query, first_key    the positions of the first query and key
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k    packed sequences: B is 1, int32 tensors (n + 1,);

@@ -76,7 +76,11 @@ def visits(low, high, Nk, Br: gl.constexpr, Bc: gl.constexpr):
 
 @gluon.jit
 def visited(n, tiles):
-    """The tile visited n-th: of the right edge from the last one on, of the left edge from the first one on, others."""
+    """The tile that is visited n-th.
+
+    First come the tiles of the right edge, the last one first, then those of the left edge, the first one first, and
+    then all others, the last one first.
+    """
     begin, whole, full, end = tiles
     right, cut = end - full, end - full + whole - begin
     return gl.where(n < right, end - 1 - n, gl.where(n < cut, begin + n - right, full - 1 - (n - cut)))
@@ -170,10 +174,10 @@ def forward_kernel(
 def ragged(x, rows, D_pad):
     """A descriptor of x (1, H, N, D), whose boxes have so many rows of one packed sequence.
 
-    Its dimensions are (., ., H, 2^30, D), and from one row to the next are s entries of 2 bytes. Row r of a sequence of
-    n rows that ends at row e is row 2^30 - n + r of the fourth dimension, which ends with the sequence. The first two
-    take it to its place: 2^30 steps of 2^34 - s entries are 2^65 bytes, which in addresses of 64 bits are none, and
-    -2^30 rows; and e steps of s entries are e rows.
+    Its dimensions are (., ., H, 2^30, D), and its rows begin s entries of 2 bytes apart. Row r of a sequence of n rows
+    that ends at row e is row 2^30 - n + r of the fourth dimension, which ends with the sequence. The first two take it
+    to its place: 2^30 steps of 2^34 - s entries are 2^65 bytes, which in addresses of 64 bits are none, and -2^30 rows;
+    and e steps of s entries are e rows.
     """
     (_, h, s), most = strides_of(x), 2**31 - 2**16
     shape, strides = [most, most, x.shape[1], 2**30, x.shape[3]], [2**34 - s, s, h, s, 1]

@@ -247,8 +247,8 @@ def forward_kernel(q, k, v, out, lse, H, group, Nq, Nk, scale, CAUSAL: gl.conste
     blocks = gl.cdiv(end, k.block_type.shape[2])
     lse += bh.to(gl.int64) * Nq  # in 64 bits because a tensor may have more than 2^31 entries
     Q, K, V = make_ring(q, CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS), make_ring(v, STAGES, CONSUMERS)
-    # The first function runs on the kernel's own 4 warps, the others on 4, 4 and 1 warps of their own. The others ask
-    # for so many registers a thread, and the first function has the rest of those that the program was started with.
+    # The first function runs on the kernel's own 4 warps. The lists at the end have the warps of the others, and the
+    # registers that each of their threads asks for. The first function has the rest of the program's registers.
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (0, CAUSAL, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk, scale)),

@@ -53,11 +53,11 @@ def rows_4d(lse):
 
 
 def launcher(q, k, f, carried):
-    """(the function that launches the kernels of a call, the names of what it takes).
+    """(the function that launches the kernels of a call, the names of what it takes). q and k are as it gets them.
 
     It is decode.py's for few queries, flash_gluon.py's where that is faster, and otherwise that of flash.py.
     """
-    q, k, free, asked = as_4d(q), as_4d(k), f["tile"] is None and not carried, options.asked(f)
+    free, asked = f["tile"] is None and not carried, options.asked(f)
     few = free and not {*asked} - {*options.OF_DECODE} and decode.fits(q, k)
     if f["lengths_k"] is not None or few:
         return decode.forward, ("causal", "scale", *options.OF_DECODE)
@@ -73,8 +73,9 @@ def attend(q, k, v, f, out=None, lse=None):
     if nothing_to_sum(q, k, f["sinks"]):
         nothing = q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
         return (out, lse) if carried else nothing
-    function, names = launcher(q, k, f, carried)
-    new_out, new_lse = function(*map(as_4d, (q, k, v)), **carried, **{name: f[name] for name in names})
+    read = [as_4d(x) for x in (q, k, v)]
+    function, names = launcher(*read[:2], f, carried)
+    new_out, new_lse = function(*read, **carried, **{name: f[name] for name in names})
     return (out, lse) if carried else (new_out.reshape(q.shape), new_lse.reshape(q.shape[:-1]))
 
 

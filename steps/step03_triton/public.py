@@ -77,7 +77,7 @@ def checked_forward(rungs, supports, q, k, v, out, lse, *tensors, **given):
     f = checked.read_forward(q, k, v, out, lse, given)
     if operators.nothing_to_sum(q, k, f["sinks"]):
         return no_key if out is None else unchanged
-    kernel, names = operators.launcher(q, k, f, out is not None)
+    kernel, names = operators.launcher(operators.as_4d(q), operators.as_4d(k), f, out is not None)
     if kernel is flash.forward and out is None and not options.asked(f):  # a call with few queries, but few keys, too
         kernel, names = checks.pick(rungs, supports, None, 0, q)[0], ("causal", "scale")
     call = call_of(kernel, names, f, (q.shape, q.shape[:-1]), ("out", "lse") if out is not None else ())

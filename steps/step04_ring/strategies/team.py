@@ -45,7 +45,7 @@ class Team:
         call |= {f"shape of {name}": (*x.shape[:-2], shapes[name], x.shape[-1]) for name, x in (("q", q), ("k", k))}
         try:
             if packed is not None:
-                call["cu_seqlens"] = tuple(map(operator.index, packed))
+                call["cu_seqlens"] = integers("cu_seqlens", packed)
             if S is not None:
                 check_length(self.comm, Layout(layout, S, self.size), n)
         except (TypeError, ValueError) as error:
@@ -121,6 +121,14 @@ class Team:
 def needs_gradient(*tensors):
     """Whether autograd would want a backward of these tensors."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def integers(name, numbers):
+    """The numbers as a tuple of Python's integers. TypeError if one is no integer, such as 5.0."""
+    try:
+        return tuple(map(operator.index, numbers))
+    except TypeError:
+        raise TypeError(f"{name} must be integers; got {numbers!r}.") from None
 
 
 class Differentiable(torch.autograd.Function):
