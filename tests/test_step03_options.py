@@ -824,6 +824,9 @@ def test_few_queries_are_decoded(launched, monkeypatch):
     step03.forward(q, k, v, tile=(16, 32))
     step03.attention(q.requires_grad_(), k, v)
     assert launched == ["decode.forward"] * 4
+    with FlopCounterMode(display=False), torch.no_grad():  # by an operator
+        step03.attention(q, k, v, softcap=2.0)
+    assert launched == ["decode.forward"] * 5
     del launched[3:]
     cache = {"window": (30, 0), "softcap": 2.0, "alibi_slopes": random(2)}
     for names in ({"sinks": random(2)}, {"sinks": random(2), "causal": True}, cache):
