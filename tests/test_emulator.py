@@ -396,6 +396,8 @@ PLANTED = {
          "i != last && i % TURN != TURN - 1", "i != last", "has not waited for"),
         ("the turn is not passed on, in order", "add_release(added + int64_t(ended) * WARPS, 1);", ";",
          "polls for ever"),
+        ("queries are loaded over those of this step", "load_queries((step + STAGES - 1) % STAGES",
+         "load_queries(step % STAGES", "was (read|written) while|" + WRONG + "|" + STUCK),
         ("dK is staged over K", "__syncthreads();  // nobody still reads K", "//", WRONG),
         ("no fence before wgmma reads dS",
          "fence_async();\n    if (!DETERMINISTIC) start", "if (!DETERMINISTIC) start", NOTHING),

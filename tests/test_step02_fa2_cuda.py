@@ -69,6 +69,7 @@ BUILDS = [  # every kernel for every GPU that it is for, at tiles that such a GP
     build("bwd_2_wgmma", "sm_90a", 128),
     *(build(file, "sm_90a", 128, H=8, processors=132) for file in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper")),
     *(build("bwd_3_hopper", "sm_90a", D, deterministic=there) for D, there in ((64, False), (64, True), (128, True))),
+    *(build("bwd_3_hopper", "sm_90a", D, switches=(("STAGES", 2),)) for D in (64, 128)),
 ]  # fmt: skip
 
 
@@ -159,6 +160,14 @@ def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
 def test_every_kernel_in_several_schedules(kernel):
     assert {file.stem for file in works.HERE.glob("*.cu")} == set(schedules.CALLS)
     assert schedules.problems(kernel) == ""
+
+
+@emulated
+def test_a_backward_with_two_buffers_in_several_schedules(monkeypatch):
+    """As rung hopper's is for many queries: with so few as in the emulation it has three."""
+    monkeypatch.setattr(ladder, "FEW_QUERIES", 0)
+    monkeypatch.setattr(calls, "kept", {})
+    assert schedules.problems("bwd_3_hopper") == ""
 
 
 @emulated

@@ -10,6 +10,11 @@
 // own warpgroup has computed. So it starts before the barrier, and the tensor cores have work meanwhile. (Not
 // if DETERMINISTIC: then it covers the wait for the turn.)
 //
+// Where a block has few steps, its beginning counts. A third buffer for Q_i and dO_i lets two tiles be on
+// their way before the first step, and one more in each step. And between the kernels the L2 cache counts,
+// which keeps what was written last: attention_delta and attention_dq go through the tiles backwards, so that
+// the additions begin, and the rounding too, where dq is still in the cache.
+//
 // If DETERMINISTIC, the blocks add to each dQ_i one after the other, in the order of their keys, and dq, too,
 // is bit-equal from run to run. A block has its turn for TURN tiles of queries at a time, because to pass a
 // turn on takes long: the additions must have arrived in the L2 cache, and then the next block must see it.
@@ -17,20 +22,21 @@
 //
 // Parameters, which are macros. T, D, Br, Bc and HEADS_APART are those of rung 2.
 //   DETERMINISTIC    1 or 0, as above; a macro, so that without it the counters cost nothing
+//   STAGES           buffers for a tile of queries: 3, or 2, which is a little faster where there are many tiles
 //
 // sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
 // with grid B * parts * ceil(Nk / Bc), block 256,
-// 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 16 * Br + 40 bytes of dynamic shared memory.
+// 2 * (2 * Bc * D + 6 * Br * D + 2 * Br * Bc) + 24 * Br + 48 bytes of dynamic shared memory.
 // Spill budget: 0 bytes.
 // Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; additions by the
-// copy engine. A producer with a warp of its own would need too many registers.
+// copy engine; the rounding of dq in the last block of a head; persistent blocks, which at D = 128 lose up to
+// 7 % from 2048 keys on. A producer with a warp of its own would need too many registers.
 // Bottleneck, by leaving parts out (steps/bench/ablations.py): at D = 128 above all the additions to dq; at
 // D = 64 P^T and dS^T, because both warpgroups compute them at the same time.
 #include "ptx.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int STAGES = 2;  // buffers for Q, dO, lse and delta of a tile of queries, and for dS
 constexpr int WARPS = 8;
 constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
 constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
@@ -146,12 +152,10 @@ __device__ void load_rows(uint32_t (&x)[D / 16][4], Shared<T> tile, int row) {
 }
 
 // Adds the warp's part of dQ_i to its 1024 numbers of dq, in the order of the registers: 8 times 16 bytes a
-// lane.
+// lane. dq points at the lane's first number, so that the other addresses need no instruction.
 __device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
-  int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < 32; i += 4)
-    atomic_add_4(dq + (i * 32 + lane * 4), dQ[i], dQ[i + 1], dQ[i + 2], dQ[i + 3]);
+  for (int i = 0; i < 32; i += 4) atomic_add_4(dq + i * 32, dQ[i], dQ[i + 1], dQ[i + 2], dQ[i + 3]);
 }
 
 // If DETERMINISTIC, the blocks add to dQ_i in the order of their tiles of keys, each warp to a part of its
@@ -229,10 +233,11 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
     Global<const float> lse, Global<float> lse_2, Global<float> delta, Global<float> dq, int H, int Nq) {
   constexpr int ROW_LANES = D / 8;       // threads that share a row, 8 numbers each
   constexpr int ROWS = 256 / ROW_LANES;  // rows at a time
+  int block = gridDim.x - 1 - blockIdx.x;  // from the last tile to the first
   int tiles = (Nq + Br - 1) / Br;
-  int tile = blockIdx.x % tiles;
-  int head = blockIdx.x / tiles % H;
-  int batch = blockIdx.x / tiles / H;
+  int tile = block % tiles;
+  int head = block / tiles % H;
+  int batch = block / tiles / H;
   int lane = threadIdx.x % ROW_LANES;  // of those that share the row
   dout += batch * dout_batch + head * dout_head + 8 * lane;
   out += batch * out_batch + head * out_head + 8 * lane;
@@ -254,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
 #pragma unroll
   for (int e = threadIdx.x * 4; e < Br * D; e += 1024) {
     const uint32_t zeros[4] = {};
-    store_16(dq + (int64_t(blockIdx.x) * Br * D + e), zeros);
+    store_16(dq + (int64_t(block) * Br * D + e), zeros);
   }
 #pragma unroll
   for (int r = 0; r < Br / ROWS; r++) {
@@ -264,8 +269,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
     int i = tile * Br + row;
     if (lane == 0) {
       float l = i < Nq ? lse[(int64_t(batch) * H + head) * Nq + i] : -INFINITY;
-      delta[int64_t(blockIdx.x) * Br + row] = sum[r];
-      lse_2[int64_t(blockIdx.x) * Br + row] = lse_in_base_2(l);
+      delta[int64_t(block) * Br + row] = sum[r];
+      lse_2[int64_t(block) * Br + row] = lse_in_base_2(l);
     }
   }
 }
@@ -285,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   // The arrays that TMA and wgmma use come first, because they must begin at multiples of 1024 bytes.
   Shared<T> K = smem.array<T>(Bc * D), V = smem.array<T>(Bc * D);
   Shared<T> Q = smem.array<T>(STAGES * Br * D), dO = smem.array<T>(STAGES * Br * D);
-  Shared<T> dS_i = smem.array<T>(STAGES * Br * Bc);
+  Shared<T> dS_i = smem.array<T>(2 * Br * Bc);
   Shared<float> lse_i = smem.array<float>(STAGES * Br), delta_i = smem.array<float>(STAGES * Br);
   Shared<Barrier> keys_full = smem.array<Barrier>(1), queries_full = smem.array<Barrier>(STAGES);
   Shared<int> started = smem.array<int>(4);  // the blocks that started before this one
@@ -324,12 +329,24 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
   };
 
+  // From one tile of queries to the next: from the last to the first that sees a key, head by head.
+  auto go_on = [&](int& head, int& i) {
+    if (--i < first) {
+      i = query_tiles - 1;
+      head++;
+    }
+  };
+
   int head = part * own, i = query_tiles - 1;
   if (threadIdx.x == 0) {
     barrier_expect(keys_full, 2 * 2 * Bc * D);
     tma_load(K, k_map, keys_full, 0, tile * Bc, 0, head_k, batch);
     tma_load(V, v_map, keys_full, 0, tile * Bc, 0, head_k, batch);
-    load_queries(0, head, i);
+    int next_head = head, next_i = i;
+    for (int step = 0; step < STAGES - 1 && step < steps; step++) {
+      load_queries(step, next_head, next_i);
+      go_on(next_head, next_i);
+    }
   }
 
   // The shuffle lets the compiler know that all lanes of a warp have the same warpgroup: what is computed
@@ -342,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   // Of dQ_i = dS_i K_j this warpgroup computes 64 columns if D = 128, and 64 rows if D = 64.
   int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
   Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
-  dq += warp * DQ_PER_WARP;
+  dq += warp * DQ_PER_WARP + lane * 4;
   Turns turns{counters + (1 + warp), tile, first, query_tiles - 1};
 
   // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
@@ -362,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   for (int step = 0; step < steps; step++) {
     int stage = step % STAGES;
     Shared<T> Q_i = Q + stage * Br * D, dO_i = dO + stage * Br * D;
-    Shared<T> dS_t = dS_i + stage * Br * Bc;
+    Shared<T> dS_t = dS_i + step % 2 * Br * Bc;
     float S[Br / 2], dP[Br / 2], dQ[32];
     uint32_t P[Br / 16][4], dS[Br / 16][4];
 
@@ -383,11 +400,12 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
 
     int this_i = i;
     int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
-    if (--i < first) {
-      i = query_tiles - 1;
-      head++;
+    go_on(head, i);
+    if (threadIdx.x == 0 && step + STAGES - 1 < steps) {
+      int next_head = head, next_i = i;
+      for (int s = 2; s < STAGES; s++) go_on(next_head, next_i);
+      load_queries((step + STAGES - 1) % STAGES, next_head, next_i);
     }
-    if (threadIdx.x == 0 && step + 1 < steps) load_queries((step + 1) % STAGES, head, i);
 
     start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
     if (DETERMINISTIC) start_product(dV, P, dO_i);  // after dQ_i: two products cover the wait
@@ -410,10 +428,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
 // the next one. A thread takes the numbers of four neighbouring lanes, which are 8 columns of two rows.
 extern "C" __global__ void __launch_bounds__(256) attention_dq(
     Global<const float> dq, Global<T> out, int Nq, float scale) {
+  int block = gridDim.x - 1 - blockIdx.x;  // from the last tile to the first
   int tiles = (Nq + Br - 1) / Br;
-  int tile = blockIdx.x % tiles;
-  out += int64_t(blockIdx.x / tiles) * Nq * D;
-  dq += int64_t(blockIdx.x) * Br * D;
+  int tile = block % tiles;
+  out += int64_t(block / tiles) * Nq * D;
+  dq += int64_t(block) * Br * D;
 #pragma unroll
   for (int n = threadIdx.x; n < Br * D / 16; n += 256) {
     int i = n % 8, g = n / 8 % 8, warp = n / 64;  // neighbouring threads write neighbouring columns

@@ -207,9 +207,9 @@ def hopper_stages(D, Br, Bc):
     return swizzled_tiles(2 if D <= 128 else 1, 6 if D <= 64 else 4, D, Br, Bc)
 
 
-def backward_tiles(D, Br, Bc):
-    """K and V, two stages of Q and dO, and P and dS in 16 bits; two stages of lse and delta in float32."""
-    return 2 * (2 * Bc * D + 4 * Br * D + 2 * Br * Bc) + 4 * 4 * Br
+def backward_tiles(D, Br, Bc, stages=2):
+    """K and V, stages of Q and dO, and two tiles of P or dS in 16 bits; stages of lse and delta in float32."""
+    return 2 * (2 * Bc * D + 2 * stages * Br * D + 2 * Br * Bc) + 4 * 2 * stages * Br
 
 
 def forward_macros(problem):
@@ -240,11 +240,14 @@ def fa2_backward_macros(problem):
 
 
 def hopper_backward_macros(problem):
-    return backward_macros(problem) | {"DETERMINISTIC": int(problem.deterministic), **dict(problem.switches)}
+    stages = 3 if problem.Nq <= FEW_QUERIES else 2
+    own = {"DETERMINISTIC": int(problem.deterministic), "STAGES": stages}
+    return backward_macros(problem) | own | dict(problem.switches)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
+FEW_QUERIES = 1024  # With so few, rung hopper's backward is faster with a third buffer for their tiles.
 LONG = 16384  # So many keys make a tile long; at head_dim 128 without a mask half as many do.
 SMALL = range(1, 97)
 MMA = same((64, 64), (32, 64, 96, 128))
@@ -263,10 +266,7 @@ WARPS_OF_MMA = dict(
     choices=((64, 64), (32, 64), (64, 32)), emulated_choices=((64, 64),),
 )  # fmt: skip
 ON_HOPPER = dict(needs=HOPPER, loads="tma")
-HOPPER_BACKWARDS = ON_HOPPER | dict(
-    threads=two_warpgroups, shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128,
-    zeroes_dq=True, dq_by_tile=True,
-)  # fmt: skip
+HOPPER_BACKWARDS = ON_HOPPER | dict(threads=two_warpgroups, zeroes_dq=True, dq_by_tile=True)
 WARPGROUPS = ON_HOPPER | dict(macros=hopper_macros, choices=((128, 128), (128, 64)), emulated_choices=((192, 128),))
 
 ROWS = (  # forward, the simplest first
@@ -298,8 +298,10 @@ BACKWARD_ROWS = (
     Kernel("fa2", "bwd_1_fa2.cu", HALF, (FA2_BACKWARD, FA2_BACKWARD_SMALL, FA2_BACKWARD_SMALLEST),
            threads=fa2_backward_threads, shared_bytes=backward_tiles, macros=fa2_backward_macros, loads="16 bytes",
            counters_per_tile=1),
-    Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), macros=backward_macros, **HOPPER_BACKWARDS),
+    Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), macros=backward_macros,
+           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128, **HOPPER_BACKWARDS),
     Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), macros=hopper_backward_macros,
+           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc, stages=3) + 128,
            counters_per_tile=8, **HOPPER_BACKWARDS),  # a counter for each of the 8 warps of a block
 )  # fmt: skip
 FORWARD = {row.word: row for row in ROWS}
