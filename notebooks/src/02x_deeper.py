@@ -40,7 +40,7 @@
 import steps  # first: it chooses the engine
 import torch
 from reference import error
-from steps.figures import n02d_hopper, n02x_deeper as figures, planted
+from steps.figures import measured, n02d_hopper, n02x_deeper as figures, planted
 from steps.step02_fa2_cuda import calls
 from steps.workbook import Blank, check, show
 print(steps.engine.describe())
@@ -396,10 +396,11 @@ for changed, clocks, _ in figures.recorded():
 #
 # A block begins one turn later than the block before it in its head. So blocks that run at the same time belong to
 # several heads, but to few, because blocks of one head share Q, dO and dq in the L2 cache. The share of the speed in any
-# order, on an H200:
+# order, on an H100:
 
 # %% slideshow={"slide_type": "fragment"}
-print(n02d_hopper.beside("bwd_3_hopper", "bwd_3_hopper:DETERMINISTIC=1", switched=True))
+in_order = "bwd_3_hopper:DETERMINISTIC=1"
+print(n02d_hopper.beside("bwd_3_hopper", in_order, gpu=measured.H100, switched=True))
 
 # %% slideshow={"slide_type": "subslide"}
 show("bwd_3_hopper", "struct Turns {", until="// The block that a block")

@@ -286,15 +286,15 @@ figures.mistakes_against_results()
 #
 # 1. Dropout: Philox makes ten rounds of integer products, and its bytes are taken apart. Then the mask, whose entries
 #    are loaded. The soft-cap adds few instructions, but one is a tanh. `figures.costs(64)` shows head_dim 64.
-# 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. Measured are 3.5 to 3.7, since
-#    two tiles of a row need a mask. Only the forward at head_dim 128 has 4.3: its windows have a kernel with roles, while
-#    causal in this table is `flash.py`'s.
+# 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. Measured are 3.6, since
+#    two tiles of a row need a mask. Only the forward at head_dim 128 has 4.3: its windows have a kernel with roles, as its
+#    sinks have, while causal in this table is `flash.py`'s.
 # 3. Memory: each number of K and V serves only the few queries that share it. A copy of as many bytes takes as long.
 #
 # </details>
 #
 # The table shows the time with a feature by the time without it, and our speed as a share of FlashAttention-4's (fa4)
-# and of FlexAttention's (flex; see [03x](03x_deeper.ipynb)). H200, bfloat16, N = 16384, or 8 packed sequences of 2048.
+# and of FlexAttention's (flex; see [03x](03x_deeper.ipynb)). H100, bfloat16, N = 16384, or 8 packed sequences of 2048.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.costs()
@@ -303,8 +303,8 @@ figures.costs()
 figures.decoding()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# The losses: FlashAttention-4 is faster in what it was measured at without a soft-cap, and in the backward with soft-cap
-# and window. cuDNN decodes a little faster.
+# The losses: FlashAttention-4 is faster in what it was measured at without a soft-cap. cuDNN decodes a little faster (on
+# an H200).
 #
 # ## 7. In your training loop
 #

@@ -8,7 +8,7 @@ from steps.bench.rows import label, setting
 from steps.figures.picture import picture
 from steps.figures.plots import GREYS, INK, PEERS, colour_of, subplots
 
-H200 = cost.GPUS["NVIDIA H200"]
+H200, H100 = cost.GPUS["NVIDIA H200"], cost.GPUS["NVIDIA H100 80GB HBM3"]
 
 
 def speed_bars(found):

@@ -7,7 +7,7 @@ import triton.language as tl
 from reference import attention, error, philox
 from steps import engine
 from steps.bench import cost
-from steps.figures.measured import H200, fresh
+from steps.figures.measured import H100, H200, fresh
 from steps.figures.picture import picture
 from steps.figures.plots import table, visited_tiles
 from steps.figures.triton_planted import planted
@@ -17,9 +17,9 @@ torch.set_num_threads(1)  # Small tensors are faster on one thread.
 torch.set_printoptions(precision=2, sci_mode=False)
 
 
-def of_feature(*names):
-    """The rows of these features as the kernels are now, on an H200."""
-    return [row for row in fresh() if row["options"].get("feature") in names and row["gpu"] == H200.name]
+def of_feature(*names, gpu=H200):
+    """The rows of these features as the kernels are now, on a GPU."""
+    return [row for row in fresh() if row["options"].get("feature") in names and row["gpu"] == gpu.name]
 
 
 def memory():
@@ -104,14 +104,14 @@ BASES |= {"window": "causal", "soft-cap + window": "causal", "packed": "padded"}
 
 
 def milliseconds(D, which):
-    """{(feature, "ours" or a peer): ms} of the last run on an H200 that measured the features."""
-    found = [row for row in of_feature(*BASES, "none", "padded") if (row["D"], row["pass"]) == (D, which)]
+    """{(feature, "ours" or a peer): ms} of the last run on an H100 that measured the features."""
+    found = [row for row in of_feature(*BASES, "none", "padded", gpu=H100) if (row["D"], row["pass"]) == (D, which)]
     last = max((row["run"] for row in found if row["kernel"] == "flash" and row["N"] > 1024), default=None)
     return {(r["options"]["feature"], r["peer"] or "ours"): r["ms_median"] for r in found if r["run"] == last}
 
 
 def costs(D=128):
-    """Prints what each feature costs on an H200, and our speed as a share of that of two peers, in both passes."""
+    """Prints what each feature costs on an H100, and our speed as a share of that of two peers, in both passes."""
     lines = [[f"D = {D}"], *([name if base == "none" else f"{name}, to {base}"] for name, base in BASES.items())]
     for which, name in (("fwd", "forward"), ("bwd", "backward")):
         ms = milliseconds(D, which)

@@ -157,7 +157,7 @@ def ladder_numbers(rows, stage="02_fa2_cuda"):
 
     plain = [row for row in rows if row["n_gpus"] == 1 and not row["options"] and row["timing"] == "interleaved"]
     mine = [row for row in plain if row["stage"] == stage and like(row)[2:] == [True, True]]
-    gpu = mine[-1]["gpu"] if mine else None
+    gpu = max(mine, key=lambda row: row["run"])["gpu"] if mine else None
     runs = {row["run"] for row in plain if row["stage"] == stage}
     beside = [row for row in plain if row["run"] in runs and row["peer"] and row["gpu"] == gpu]
     products = [row["tflops"] for row in beside if row["peer"] == "matmul" and row["dtype"] == LADDER["dtype"]]
