@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   // The arrays that TMA and wgmma use come first, because they must begin at multiples of 1024 bytes.
   Shared<T> K = smem.array<T>(Bc * D), V = smem.array<T>(Bc * D);
   Shared<T> Q = smem.array<T>(STAGES * Br * D), dO = smem.array<T>(STAGES * Br * D);
-  Shared<T> dS_i = smem.array<T>(2 * Br * Bc);
+  Shared<T> dS_i = smem.array<T>(2 * Br * Bc);  // two tiles, so that one barrier a step is enough
   Shared<float> lse_i = smem.array<float>(STAGES * Br), delta_i = smem.array<float>(STAGES * Br);
   Shared<Barrier> keys_full = smem.array<Barrier>(1), queries_full = smem.array<Barrier>(STAGES);
   Shared<int> started = smem.array<int>(4);  // the blocks that started before this one
