@@ -22,7 +22,7 @@
 //
 // Parameters, which are macros. T, D, Br, Bc and HEADS_APART are those of rung 2.
 //   DETERMINISTIC    1 or 0, as above; a macro, so that without it the counters cost nothing
-//   STAGES           buffers for a tile of queries: 3, or 2, which is a little faster where there are many
+//   STAGES           buffers for tiles of queries: 3, or 2, a little faster with more than 1024 queries
 //
 // sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
