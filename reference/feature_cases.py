@@ -135,6 +135,8 @@ def run(module, q, k, v, dout, options, **more):
         grads = module.backward(dout, q, k, v, out, lse, **options, **gradient)
         return error._by_name(out, lse, *grads, sinks=sinks)
     calls = [_part_of(k, v, options, *ends) for ends in pairwise(borders)]
+    for _, _, later in calls[1:]:
+        later.pop("sinks", None)
     out, lse = torch.zeros(q.shape, device=q.device), torch.full(q.shape[:3], -math.inf, device=q.device)
     for K, V, o in calls:
         module.forward(q, K, V, out=out, lse=lse, **o)
@@ -151,8 +153,6 @@ def _part_of(k, v, options, start, end):
     options, mask = options | {"first_key": start}, options.get("mask")
     if mask is not None and mask.shape[-1] > 1:
         options["mask"] = mask[..., start:end]
-    if start > 0:
-        options.pop("sinks", None)
     return k[:, :, start:end], v[:, :, start:end], options
 
 
