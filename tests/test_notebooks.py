@@ -356,7 +356,7 @@ def test_03b_says_how_much_faster_a_window_is():
     if shares:
         with_roles = shares.pop((128, "fwd"))
         least_and_most = sorted({f"{of(shares.values()):.1f}" for of in (min, max)})
-        said = f"Measured are {' to '.join(least_and_most)}, "
+        said = f"It was measured as {' to '.join(least_and_most)}, "
         text = source("03b_triton_features").replace("\n#    ", " ")
         assert said in text and f"the forward at head_dim 128 has {with_roles:.1f}" in text
 

@@ -110,8 +110,9 @@ def read_flops(rows, *, gpu="NVIDIA H200", D=128, dtype="bf16", kernels=("fwd_8_
 
     A pass that was not measured on it has the speeds of its twin, which computes at the same rate.
     """
-    own, twins = ({"gpu": name, "D": D, "dtype": dtype, "kernels": kernels} for name in (gpu, TWIN.get(gpu)))
-    speeds = medians(rows, **twins) | medians(rows, **own)
+    speeds = {}
+    for name in (TWIN.get(gpu), gpu):  # the second replaces what the first has, too
+        speeds |= medians(rows, gpu=name, D=D, dtype=dtype, kernels=kernels)
     if not speeds:
         raise ValueError(f"no rows of {', '.join(kernels)} on one {gpu} with D = {D} and {dtype}.")
     return speeds
@@ -362,7 +363,7 @@ def main(
     gpus: Annotated[int, typer.Option(min=1)] = 4,
     layout: Annotated[str, typer.Option(help=", ".join(LAYOUTS))] = "zigzag",
     transport: Annotated[str, typer.Option(help=", ".join(TRANSPORTS))] = "relay",
-    flops: Annotated[float, typer.Option(min=0, help="FLOP/s of a block; 0: as measured on an H200")] = 0,
+    flops: Annotated[float, typer.Option(min=0, help="FLOP/s of a block; 0: as measured on an H200, or else on an H100")] = 0,
     link: Annotated[float, typer.Option(min=0, help="bytes/s each way; 0: as measured between two H200")] = 0,
     picture: Annotated[Path | None, typer.Option(help="a .png to draw the forward into")] = None,
 ):
