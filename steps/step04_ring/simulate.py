@@ -363,7 +363,7 @@ def main(
     gpus: Annotated[int, typer.Option(min=1)] = 4,
     layout: Annotated[str, typer.Option(help=", ".join(LAYOUTS))] = "zigzag",
     transport: Annotated[str, typer.Option(help=", ".join(TRANSPORTS))] = "relay",
-    flops: Annotated[float, typer.Option(min=0, help="FLOP/s of a block; 0: as measured on an H200, or else on an H100")] = 0,
+    flops: Annotated[float, typer.Option(min=0, help="FLOP/s of a block; 0: as measured on an H200 or H100")] = 0,
     link: Annotated[float, typer.Option(min=0, help="bytes/s each way; 0: as measured between two H200")] = 0,
     picture: Annotated[Path | None, typer.Option(help="a .png to draw the forward into")] = None,
 ):
