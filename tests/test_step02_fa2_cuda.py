@@ -173,7 +173,6 @@ def test_a_backward_with_two_buffers_in_several_schedules(monkeypatch):
 @emulated
 @pytest.mark.parametrize("kernel", ["bwd_1_fa2", "bwd_3_hopper"])
 def test_dq_in_a_fixed_order_in_several_schedules(kernel):
-    """Of rung hopper with more tiles of queries than a turn has."""
     assert schedules.problems(kernel, deterministic=True) == ""
 
 
@@ -545,11 +544,11 @@ def test_deterministic_gradients_are_bit_equal(rung, D, causal):
 @needs_compiler
 @needs_hopper
 def test_a_fixed_order_in_several_sections_of_heads(tmp_path, monkeypatch):
-    """Six heads in sections of four, which otherwise takes long sequences: the last section is a short one."""
+    """Six heads in sections of four, which otherwise takes many heads: the last section is a short one."""
     row = ladder.BACKWARD["hopper"]
-    text, most = (works.HERE / row.file).read_text(), "constexpr int SECTION = 32;"
-    assert text.count(most) == 1
-    (tmp_path / row.file).write_text(text.replace(most, "constexpr int SECTION = 4;"))
+    text, usual = (works.HERE / row.file).read_text(), "SECTION = 1 << 25;"
+    assert text.count(usual) == 1
+    (tmp_path / row.file).write_text(text.replace(usual, "SECTION = 4 * 8 * 64 * (150 + 300);"))
     monkeypatch.setitem(ladder.BACKWARD, "hopper", replace(row, file=str(tmp_path / row.file)))
     monkeypatch.setattr(calls, "kept", {})
     q, k, v, dout = random_inputs(1, 6, 6, 150, 300, 64, torch.bfloat16)

@@ -8,17 +8,18 @@
 //
 // dQ_i needs dS^T of both warpgroups, which meet at a barrier before it. dV_j += P^T dO_i needs only what its
 // own warpgroup has computed. So it starts before the barrier, and the tensor cores have work meanwhile. (Not
-// if DETERMINISTIC: then it covers the wait for the turn.)
+// if DETERMINISTIC: then it covers the time that passing on a turn takes.)
 //
 // Where a block has few steps, its beginning counts. A third buffer for Q_i and dO_i lets two tiles be on
 // their way before the first step, and one more in each step. And between the kernels the L2 cache counts,
 // which keeps what was written last: attention_delta and attention_dq go through the tiles backwards, so that
 // the additions begin, and the rounding too, where dq is still in the cache.
 //
-// If DETERMINISTIC, the blocks add to each dQ_i one after the other, in the order of their keys, and dq, too,
-// is bit-equal from run to run. A block has its turn for TURN tiles of queries at a time, because to pass a
-// turn on takes long: the additions must have arrived in the L2 cache, and then the next block must see it.
-// In all else the algorithm is that of rung 2.
+// A block goes through the queries from the first tile that sees its keys to the last. With a causal mask the
+// blocks of a head so begin at different tiles, and seldom add to the same one at the same time.
+//
+// If DETERMINISTIC, the blocks add to each dQ_i one after the other, from the last keys to the first, and dq,
+// too, is bit-equal from run to run. In all else the algorithm is that of rung 2.
 //
 // Parameters, which are macros. T, D, Br, Bc and HEADS_APART are those of rung 2.
 //   DETERMINISTIC    1 or 0, as above; a macro, so that without it the counters cost nothing
@@ -40,8 +41,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int WARPS = 8;
 constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
 constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
-constexpr int SECTION = 32;                  // most heads that are dealt with together, if DETERMINISTIC
-constexpr int TURN = 4;                      // tiles of queries that a block adds to in one turn
+constexpr int SECTION = 1 << 25;             // bytes of the heads that are dealt together, if DETERMINISTIC
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
               "each warpgroup computes 64 x 64 of dQ_i");
 
@@ -158,53 +158,46 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
   for (int i = 0; i < 32; i += 4) atomic_add_4(dq + i * 32, dQ[i], dQ[i + 1], dQ[i + 2], dQ[i + 3]);
 }
 
-// If DETERMINISTIC, the blocks add to dQ_i in the order of their tiles of keys, each warp to a part of its
-// own. A turn is TURN tiles of queries, and has a counter for each warp: of the tiles of keys that have been
-// added. A warp has its turn when that is the number of its block's tile. Without DETERMINISTIC all
-// additions may be made at any time, and nothing here does anything.
+// If DETERMINISTIC, the blocks of a head take turns at dQ_i, from the last tile of keys that it sees to the
+// first. A counter for each tile of queries says how many have added to it. Without DETERMINISTIC nothing
+// here does anything.
+//
+// One thread waits for the turns of its block and passes them on. (If each warp did, all would wait until
+// their additions have arrived in the L2 cache, and this cost a tenth of the time.) The barrier of each step
+// speaks for the others: they add after this thread has waited, and it passes on what they added before.
 struct Turns {
-  Global<int> added;   // the counters of this warp, one in WARPS
-  int tile;            // of keys, which this block has
-  int first, last;     // tiles of queries that the block goes through, from the last to the first
-  int ended = -1;      // the turn that has ended and is not yet passed on
+  Global<int> added;  // the counters
+  int64_t had = -1;   // the tile of queries to which this block has added last
 
-  static __device__ int64_t turn_of(int64_t dq_tile, int i) { return dq_tile - i % TURN; }
+  static __device__ bool mine() { return DETERMINISTIC && threadIdx.x == 32 * WARPS - 32; }
 
-  // Before the addition to dQ_i, which is tile dq_tile of all heads.
-  __device__ void wait(int64_t dq_tile, int i) {
-    if (!DETERMINISTIC || i != last && i % TURN != TURN - 1) return;
-    if (threadIdx.x % 32 == 0)
-      while (load_acquire(added + turn_of(dq_tile, i) * WARPS) != tile) {
-      }
-    __syncwarp();  // the other lanes wait for lane 0
+  // Before the barrier: waits until so many blocks have added to the tile `dq_tile` of all heads.
+  __device__ void wait(int64_t dq_tile, int blocks) {
+    if (!mine()) return;
+    while (load_acquire(added + dq_tile) != blocks) {
+    }
   }
-  // After it.
-  __device__ void end(int64_t dq_tile, int i) {
-    if (DETERMINISTIC && (i == first || i % TURN == 0)) ended = int(turn_of(dq_tile, i));
-  }
-  // Later, because it waits until the additions have arrived.
-  __device__ void pass_on() {
-    if (!DETERMINISTIC || ended < 0) return;
-    __syncwarp();  // all lanes have made their additions
-    if (threadIdx.x % 32 == 0) add_release(added + int64_t(ended) * WARPS, 1);
-    ended = -1;
+  // After it: passes on the turn that the block had one step before.
+  __device__ void pass_on(int64_t dq_tile) {
+    if (!mine()) return;
+    if (had >= 0) add_release(added + had, 1);
+    had = dq_tile;
   }
 };
 
 // The block that a block of attention_backward is, if DETERMINISTIC, by the order in which it started. The
-// blocks of a head add to dq one after the other, so that each runs a turn behind the one before. If the
-// blocks that run at the same time were all of one head, the last of them would begin late. They are
-// therefore dealt to a section of heads, one block to each and then again. A section has more heads where
-// blocks are short, because a turn is then a larger part of a block. It has few where blocks are long: the
-// more blocks of a head run at the same time, the more often its Q, dO and dq are read from the L2 cache and
-// not from memory. So the heads are 4096, or 1024 without a mask, divided by the tiles of queries, and 4 to
-// SECTION. These numbers were measured.
-__device__ int dealt_block(int started, int tiles, int Nq, int causal) {
-  int section = max(4, min(SECTION, (causal ? 4096 : 1024) * Br / Nq));
+// tiles of a head are dealt from the last to the first, because a block must not wait for one that has not
+// started. With a causal mask hardly any block waits: it begins at the diagonal, and comes to the next tiles
+// of queries just after the block of the next keys. Without a mask all blocks of a head begin with the same
+// queries, so that each runs a step behind the one before. Blocks are therefore dealt to a section of heads,
+// one to each and then again. A section has as many heads as have all their tensors in SECTION bytes of the
+// L2 cache. Q, dO and dQ have 8 bytes a number together, K, V, dK and dV as well. rows: of queries and keys.
+__device__ int dealt_block(int started, int tiles, int64_t rows) {
+  int section = max(1, int(SECTION / (8 * D) / rows));
   int first_head = started / (section * tiles) * section;
   int heads = min(section, int(gridDim.x) / tiles - first_head);
   int n = started - first_head * tiles;
-  return (first_head + n % heads) * tiles + n / heads;
+  return (first_head + n % heads) * tiles + tiles - 1 - n / heads;
 }
 
 // Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
@@ -278,8 +271,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
 // The tensor maps describe dout and q (B, H, Nq, D) with boxes of Br rows, k and v (B, H / group, Nk, D) with
 // boxes of Bc rows, and dk and dv (B, parts, Nk, D) with boxes of 16 rows, where parts is H if HEADS_APART,
 // else H / group. lse_2, delta and dq are those of attention_delta. counters, if DETERMINISTIC, are
-// 1 + 8 * B * H * ceil(Nq / Br) zeros: one for the blocks that have started, and one for each warp's part of
-// each dQ_i, for the tiles of keys that have been added to it; a turn uses those of its first tile.
+// 1 + B * H * ceil(Nq / Br) zeros: one for the blocks that have started, and one for each tile of queries.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap q_map,
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
@@ -306,11 +298,12 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   __syncthreads();  // the barriers are ready
 
   // The tiles of a head are taken from the first to the last, because with a causal mask the first keys have
-  // the most queries.
+  // the most queries; or as they are dealt.
   int tiles = (Nk + Bc - 1) / Bc;
   int own = HEADS_APART ? 1 : group;  // query heads that a block takes
   int parts = H / own;                // of dK and dV
-  int block = DETERMINISTIC ? dealt_block(started[0], tiles, Nq, causal) : blockIdx.x;
+  int64_t rows = int64_t(own) * Nq + Nk;
+  int block = DETERMINISTIC ? dealt_block(started[0], tiles, rows) : blockIdx.x;
   int tile = block % tiles;
   int part = block / tiles % parts;
   int head_k = HEADS_APART ? part / group : part;
@@ -329,15 +322,20 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
   };
 
-  // From one tile of queries to the next: from the last to the first that sees a key, head by head.
+  // From one tile of queries to the next: from the first that sees a key to the last, head by head.
   auto go_on = [&](int& head, int& i) {
-    if (--i < first) {
-      i = query_tiles - 1;
+    if (++i == query_tiles) {
+      i = first;
       head++;
     }
   };
+  // The tiles of keys after this one that a tile of queries sees, too.
+  auto tiles_after = [&](int i) {
+    int last_key = causal ? (i + 1) * Br - 1 + Nk - Nq : Nk - 1;
+    return min(tiles - 1, last_key / Bc) - tile;
+  };
 
-  int head = part * own, i = query_tiles - 1;
+  int head = part * own, i = first;
   if (threadIdx.x == 0) {
     barrier_expect(keys_full, 2 * 2 * Bc * D);
     tma_load(K, k_map, keys_full, 0, tile * Bc, 0, head_k, batch);
@@ -360,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
   Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
   dq += warp * DQ_PER_WARP + lane * 4;
-  Turns turns{counters + (1 + warp), tile, first, query_tiles - 1};
+  Turns turns{counters + 1};
 
   // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
   // seen_from_1 on, or by none if the key does not exist. Both are counted from the lane's first query, as
@@ -387,8 +385,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
     if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
     else start_product(dP, V + warpgroup * 64 * 64, dO_i);
-    turns.pass_on();  // here, because the products run while it waits
-    wgmma_wait<1>();  // S^T is there
+    int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
+    turns.wait(dq_tile, tiles_after(i));  // here, because the products run meanwhile
+    wgmma_wait<1>();                      // S^T is there
     if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
     probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
     wgmma_wait<0>();  // dP^T is there
@@ -398,8 +397,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     if (!DETERMINISTIC) start_product(dV, P, dO_i);  // dV_j += P^T dO_i
     __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
 
-    int this_i = i;
-    int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
     go_on(head, i);
     if (threadIdx.x == 0 && step + STAGES - 1 < steps) {
       int next_head = head, next_i = i;
@@ -408,16 +405,15 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     }
 
     start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
-    if (DETERMINISTIC) start_product(dV, P, dO_i);  // after dQ_i: two products cover the wait
-    start_product(dK, dS, Q_i);                     // dK_j += dS^T Q_i
-    turns.wait(dq_tile, this_i);
+    if (DETERMINISTIC) start_product(dV, P, dO_i);
+    start_product(dK, dS, Q_i);  // dK_j += dS^T Q_i
+    turns.pass_on(dq_tile);
     wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there
     add_dQ(dq + dq_tile * Br * D, dQ);
-    turns.end(dq_tile, this_i);
     wgmma_wait<0>();
   }
-  turns.pass_on();
   __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
+  turns.pass_on(-1);
   store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
   store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);
   if (lane == 0) bulk_wait_read<0>();  // shared memory must exist until the copy engine has read it

@@ -40,7 +40,7 @@ class Kernel:
     choices: tuple = ()  # of a forward: the tiles that `tile=` may name
     emulated_choices: tuple = ()  # the same in the emulation, where every tile costs seconds to compile
     # Of a backward:
-    counters_per_tile: int = 0  # by which blocks add to dq in a fixed order; without any, dq is not bit-equal
+    in_order: bool = False  # whether blocks can add to dq in a fixed order, so that it is bit-equal from run to run
     zeroes_dq: bool = False  # attention_delta takes a tile of queries, and also sets its dq_sum to 0
     dq_by_tile: bool = False  # attention_dq takes a tile of queries, and not 1024 numbers of dq
     adds_to_dq: bool = False  # attention_backward adds to dq itself, so that there is no dq_sum and no attention_dq
@@ -66,7 +66,7 @@ class Kernel:
         return memory is None or self.shared_bytes(D, *self.tiles[-1][D]) <= memory
 
     def takes(self, dtype, D, deterministic=False):
-        return dtype in self.dtypes and D in self.head_dims and (self.counters_per_tile > 0 or not deterministic)
+        return dtype in self.dtypes and D in self.head_dims and (self.in_order or not deterministic)
 
     def describe(self):
         """ "fwd_5_fa2.cu takes bfloat16 or float16 and head_dim 32, 64"."""
@@ -297,12 +297,12 @@ BACKWARD_ROWS = (
            shared_bytes=lambda D, Br, Bc: 4 * (2 * Bc * (D + 1) + 2 * Br * D + Br * Bc + 2 * Br)),
     Kernel("fa2", "bwd_1_fa2.cu", HALF, (FA2_BACKWARD, FA2_BACKWARD_SMALL, FA2_BACKWARD_SMALLEST),
            threads=fa2_backward_threads, shared_bytes=backward_tiles, macros=fa2_backward_macros, loads="16 bytes",
-           counters_per_tile=1),
+           in_order=True),
     Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), macros=backward_macros,
            shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128, **HOPPER_BACKWARDS),
     Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), macros=hopper_backward_macros,
            shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc, stages=3) + 128,
-           counters_per_tile=8, **HOPPER_BACKWARDS),  # a counter for each of the 8 warps of a block
+           in_order=True, **HOPPER_BACKWARDS),
 )  # fmt: skip
 FORWARD = {row.word: row for row in ROWS}
 BACKWARD = {row.word: row for row in BACKWARD_ROWS}

@@ -88,8 +88,8 @@ def zero_counters(problem):
     """Counters by which the blocks add to dq in a fixed order; None if dq need not be bit-equal from run to run."""
     if not problem.deterministic:
         return None
-    counters = problem.B * problem.H * problem.query_tiles * problem.row.counters_per_tile
-    return torch.zeros(1 + counters, dtype=torch.int32, device=problem.device)
+    tiles = problem.B * problem.H * problem.query_tiles
+    return torch.zeros(1 + tiles, dtype=torch.int32, device=problem.device)
 
 
 # ---- inputs that a kernel cannot read where they lie -----------------------------------------------------------------

@@ -152,7 +152,7 @@ def gradient_works(problem, strides):
     """dk and dv of the keys, and what the keys give to dq."""
     numbers = *heads_and_lengths(problem), c_float(problem.scale), c_int(problem.causal)
     sums = "lse_2", "delta", "dq_sum"
-    counters = ("counters",) if problem.row.counters_per_tile else ()
+    counters = ("counters",) if problem.row.in_order else ()
     if problem.row.loads == "tma":
         Br, Bc = problem.Br, problem.Bc
         boxes = Box("dout", Br), Box("q", Br), Box("k", Bc), Box("v", Bc), Box("dk", 16), Box("dv", 16)

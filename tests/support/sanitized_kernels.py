@@ -97,7 +97,7 @@ def check(kernel, planted=False, N=261, head_dims=(64, 128)):
     """
     (row,) = (row for row in (*ladder.ROWS, *ladder.BACKWARD_ROWS) if row.file == f"{kernel}.cu")
     dtype = row.dtypes[0]
-    orders = (False, True) if row.counters_per_tile else (False,)
+    orders = (False, True) if row.in_order else (False,)
     passed = 0
     with planted_race(kernel) if planted else contextlib.nullcontext():
         for D in [D for D in head_dims if D in row.head_dims]:

@@ -145,7 +145,7 @@ static void run_block(Order order, Stacks& stacks) {
     t.rank = i;
     t.done = false;
     t.polls = 0;
-    t.turn = nullptr;
+    t.turns[0] = t.turns[1] = nullptr;
     t.ready = nullptr;
     t.fiber.start(stacks.stack(i), Stacks::SIZE, fiber_main);
   }

@@ -30,7 +30,7 @@ struct Thread {
   int rank;  // in the block; rank / 32 is the warp, rank % 32 the lane
   bool done;
   int polls;              // how often it has polled since its last wait
-  const int* turn;        // what it has last read by load_acquire and not yet passed on by add_release
+  const int* turns[2];    // what it has last read by load_acquire and not yet passed on by add_release
   const char* operation;  // where it waits, for the report
   Site site;
   bool (*ready)(void*);   // whether it can go on; null if it does not wait

@@ -89,15 +89,20 @@ E atomicAdd(emulator::Pointer<E, M> p, std::common_type_t<E> value, EMULATOR_SIT
 }
 
 // Blocks take turns by a number: a thread reads it by load_acquire until it has its turn, and then passes the
-// turn on by add_release.
+// turn on by add_release. Before it passes a turn on it may wait for the next.
 inline int load_acquire(Global<int> p, EMULATOR_SITE) {
-  emulator::current->turn = p.vector(4, {file, line});
+  auto& turns = emulator::current->turns;
+  const int* turn = p.vector(4, {file, line});
+  if (turns[0] != turn) turns[1] = turns[0], turns[0] = turn;
   return atomicAdd(p, 0, file, line);
 }
 inline void add_release(Global<int> p, int n, EMULATOR_SITE) {
-  if (emulator::current->turn != p.vector(4, {file, line}))
+  auto& turns = emulator::current->turns;
+  const int* turn = p.vector(4, {file, line});
+  int older = turns[0] == turn ? 0 : 1;
+  if (turns[older] != turn)
     emulator::fail({file, line}, "this thread passes on a turn that it has not waited for by load_acquire");
-  emulator::current->turn = nullptr;
+  turns[older] = nullptr;
   atomicAdd(p, n, file, line);
 }
 
