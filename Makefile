@@ -96,11 +96,12 @@ notebooks: $(NOTEBOOKS) ## execute notebooks/src/*.py; one alone: make notebooks
 	$(call run,true)
 
 # Always executed: what a notebook shows depends on the stages, too. --update, no timing, and what a cell prints as one
-# output: equal outputs, equal file.
-EXECUTE := --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.coalesce_streams=True
+# output: equal outputs, equal file. The latter takes a call of its own, as nbconvert does it before it executes.
+NBCONVERT := -m nbconvert --log-level WARN --to notebook --inplace
 notebooks/%.ipynb: notebooks/src/%.py force | setup
 	$(PY) -m jupytext --quiet --update --to ipynb --output $@ $<
-	$(PY) -m nbconvert --log-level WARN --to notebook --inplace --execute $(EXECUTE) $@
+	$(PY) $(NBCONVERT) --execute --ExecutePreprocessor.record_timing=False $@
+	$(PY) $(NBCONVERT) --coalesce-streams $@
 
 # What the slides load, out of the packages that notebooks/slides/package.json pins, and where they look for it.
 SLIDES_ASSETS := reveal.js/dist/reveal.css reveal.js/dist/reveal.js mathjax/es5/tex-svg.js mathjax/LICENSE

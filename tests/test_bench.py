@@ -405,7 +405,7 @@ def test_a_feature_computes_what_the_reference_does_and_counts_the_scores_that_p
     assert error_of(replace(decode, point=Point(2, 4, 1, 16, Hk=2, Nk=40))) < 0.03
     for one in grid.features_at(16, 2, 16):
         by_position = {name: x for name, x in one.reference.items() if "mask" not in name}
-        seen = one.point.B * int(attention.Features(**by_position).seen(one.point.N, one.point.N).sum())
+        seen = one.point.B * int(attention.Features(**by_position).seen(one.point.N, one.point.N, engine.device).sum())
         counted = one.share * one.point.flops("fwd") / (4 * one.point.H * one.point.D)
         assert counted == (seen / 2 if one.point.causal else seen) and error_of(one) < 0.03, one.options
 

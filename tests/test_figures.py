@@ -81,9 +81,8 @@ def test_predictions_stand_beside_what_was_measured():
     without = [row for row in found if row["pass"] != "bwd"]
     assert len(ring_tables.predictions(without)) == 2, "a forward is predicted without rows of backwards"
     assert ring_tables.predictions([row for row in found if row["n_gpus"] > 1]) == []
-    for gpu, lines in (("NVIDIA L4", 0), ("NVIDIA H100 80GB HBM3", 3)):  # of which the second computes at the same rate
-        elsewhere = [row | {"gpu": gpu} for row in found if row["n_gpus"] == 1]
-        assert len(ring_tables.predictions(elsewhere + [row for row in found if row["n_gpus"] > 1])) == lines
+    elsewhere = [row | {"gpu": "NVIDIA H100 80GB HBM3"} for row in found if row["n_gpus"] == 1]
+    assert ring_tables.predictions(elsewhere + [row for row in found if row["n_gpus"] > 1]) == []
 
 
 def test_blocks_are_as_fast_as_one_gpu_at_this_size_while_all_compute():
@@ -334,20 +333,16 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
 ]  # fmt: skip
 
 
-ON_H100 = "02e", "steps/bench/results/README.md"  # the other pages tell of an H200
-
-
 @functools.cache
-def measured_on(gpu, **which):
-    found = [row for row in rows.fresh(rows.read(**which)) if row["gpu"] == gpu.name]
+def measured_on_h200(**which):
+    found = [row for row in rows.fresh(rows.read(**which)) if row["gpu"] == measured.H200.name]
     return [row for row in found if row["dtype"] == "bf16" and row["D"] in (64, 128) and not row["options"]]
 
 
 @pytest.mark.parametrize("notebook, words, kernels, other, holds", CLAIMS)
 def test_notebooks_say_of_others_what_rows_of_one_run_say(notebook, words, kernels, other, holds):
     other, _, loaded = other.partition(" under ")
-    gpu = measured.H100 if notebook in ON_H100 else measured.H200
-    found = measured_on(gpu, timing="sustained" if loaded else "interleaved", switched=other in HOPPER)
+    found = measured_on_h200(timing="sustained" if loaded else "interleaved", switched=other in HOPPER)
     beside = measured.beside(found, kernels, other)
     shares = [share for row, share in beside if holds(row["D"], row["N"], row["causal"])]
     if not shares:

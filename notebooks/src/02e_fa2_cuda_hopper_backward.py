@@ -21,7 +21,7 @@
 # shared memory; two lie in registers.](../notebooks/figures/question_02e.png)
 #
 # - **Before you start:** 02c (the backward's five products) and 02d (TMA, wgmma, schedules). Hopper is emulated here;
-#   speeds were measured on an H100.
+#   speeds were measured on an H200.
 # - **Time:** about 40 minutes to read, 60 minutes more with the exercises.
 # - **Code:** `bwd_1_fa2.cu`, `bwd_2_wgmma.cu` and `bwd_3_hopper.cu` in `steps/step02_fa2_cuda/`.
 # - **Tests:** `pytest tests/test_step02_fa2_cuda.py`.
@@ -44,7 +44,7 @@ print(steps.engine.describe())
 
 # %% slideshow={"slide_type": "fragment"}
 for kernel in ("bwd_1_fa2", "bwd_2_wgmma", "bwd_3_hopper"):
-    print(measured.rung(kernel, gpu=measured.H100.name))
+    print(measured.rung(kernel))
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # In `bwd_1` warps fetch every operand by `ldmatrix`, and shared memory is the limit: it gives 128 bytes a clock. wgmma
@@ -187,7 +187,7 @@ for D in (64, 128):
 # block of few steps must not wait for its second tile.
 #
 # **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
-# at 0.71 to 0.91 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
+# at 0.85 to 0.93 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i to memory in the order of its registers.
@@ -251,8 +251,8 @@ for D in (64, 128):
 #
 # <details><summary>Answer</summary>
 #
-# At D = 128 the additions to dq, 4.6 %; the exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 the
-# exponentials and delta. Without all four the kernel of D = 128 has 92 % of the matrix product's speed.
+# At D = 128 the additions to dq, 4.9 %; the exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 the
+# exponentials and delta. Without all four the kernel of D = 128 has 93 % of the matrix product's speed.
 #
 # </details>
 
@@ -267,14 +267,14 @@ print(figures.parts_left_out())
 # <details><summary>Answer</summary>
 #
 # FlashAttention-4: from N = 4096 on by 2 % at most, as both have 0.98 to 1.07 of its speed (in a second of calls without a pause, at
-# N = 16384, 0.99 to 1.05). Below, our forward leads by up to 43 %, and our backward has 0.96 to 1.08 of its speed. cuDNN is ahead
-# in two forwards at N = 512, by 1 %.
+# N = 16384, 0.99 to 1.03). Below, our forward leads by up to 41 %, and our backward has 0.97 to 1.08 of its speed. cuDNN is ahead
+# in one forward at N = 512, by 1 %.
 #
 # </details>
 
 # %% slideshow={"slide_type": "fragment"}
 for other in ("fa4", "sdpa-cudnn"):
-    print(n02d_hopper.beside(other, "fwd_8_hopper", "bwd_3_hopper", gpu=measured.H100))
+    print(n02d_hopper.beside(other, "fwd_8_hopper", "bwd_3_hopper"))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Summary

@@ -40,7 +40,7 @@
 import steps  # first: it chooses the engine
 import torch
 from reference import error
-from steps.figures import measured, n02d_hopper, n02x_deeper as figures, planted
+from steps.figures import n02d_hopper, n02x_deeper as figures, planted
 from steps.step02_fa2_cuda import calls
 from steps.workbook import Blank, check, show
 print(steps.engine.describe())
@@ -390,17 +390,38 @@ for changed, clocks, _ in figures.recorded():
 #
 # **You need:** section 5, and notebook 02e.
 #
-# In `bwd_3` a turn takes longer than in rung 1, because the additions must first arrive in the L2 cache. So a turn
-# covers 4 tiles of queries and is passed on once. A warp does this after it has started the next step's first products,
-# which run meanwhile. dV_j starts after dQ_i, so that it runs while the warp waits for its turn.
+# In `bwd_3` it takes longer to pass a turn on than in rung 1, because the additions must first arrive in the L2 cache.
+# While every warp waited for that, it cost a tenth of the time. Now one thread takes the turns of its block.
 #
-# A block begins one turn later than the block before it in its head. So blocks that run at the same time belong to
-# several heads, but to few, because blocks of one head share Q, dO and dq in the L2 cache. The share of the speed in any
-# order, on an H100:
+# **In which order?** With a causal mask block j of the keys has the queries i ≥ j. All blocks of a head start together.
+# One order lets them wait, the other one does not:
 
 # %% slideshow={"slide_type": "fragment"}
-in_order = "bwd_3_hopper:DETERMINISTIC=1"
-print(n02d_hopper.beside("bwd_3_hopper", in_order, gpu=measured.H100, switched=True))
+def waited(keys, queries):
+    """Steps that blocks wait in all. keys: who adds first; queries(j): block j's way."""
+    added, steps = {}, 0  # added[i]: when the last block has added to dQ_i
+    for j in keys:
+        now = 0
+        for i in queries(j):
+            steps += max(0, added.get(i, 0) - now)
+            now = added[i] = max(now, added.get(i, 0)) + 1
+    return steps
+
+
+T = 16  # tiles of keys, and of queries
+for keys, queries, words in (
+    (range(T), lambda j: reversed(range(j, T)), "first keys first, from the last queries"),
+    (reversed(range(T)), lambda j: range(j, T), "last keys first, from the diagonal"),
+):
+    print(f"{words}: {waited(keys, queries)} steps of waiting, {T * (T + 1) // 2} of work")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Without a mask all blocks begin with the same queries, and each runs a step behind the one before. So blocks that run at
+# the same time belong to several heads. But these should have their Q, dO and dq in the L2 cache, or else the memory is
+# the limit. The share of the speed in any order, on an H200:
+
+# %% slideshow={"slide_type": "fragment"}
+print(n02d_hopper.beside("bwd_3_hopper", "bwd_3_hopper:DETERMINISTIC=1", switched=True))
 
 # %% slideshow={"slide_type": "subslide"}
 show("bwd_3_hopper", "struct Turns {", until="// The block that a block")

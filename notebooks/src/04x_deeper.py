@@ -152,7 +152,7 @@ print(ring_tables.shown("predictions", ring_tables.recorded()))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### More and more hosts
 #
-# All are within a tenth. Now ask it what cannot be tried here: hosts of 8 GPUs, and between them a network with the
+# All but one are within a tenth. Now ask it what cannot be tried here: hosts of 8 GPUs, and between them a network with the
 # whole, a quarter or a sixteenth of the speed of relay's link. **What happens to the efficiency with the second host, and
 # what with further ones?**
 #
@@ -194,7 +194,7 @@ print(f"256 ranks: largest difference to one device {(out - want).abs().max():.0
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. A fixed order, a CUDA graph, a million tokens
 #
-# This section needs 04b's table of speed. There the ring over fetch has 0.88 to 0.91 of two GPUs in forward + backward. But
+# This section needs 04b's table of speed. There the ring over fetch has 0.86 to 0.91 of two GPUs in forward + backward. But
 # the ring adds to dQ in a fixed order, so that dq is bit-equal from run to run, and the one GPU beside it does not. What
 # remains if both do the same? And what does the ring cost at 8k if Python is out of the way?
 
@@ -204,7 +204,7 @@ print(ring_tables.shown("variants", ring_tables.recorded()))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to read it
 #
-# Compare like with like: the first number of "any order", and the second of "fetch". Both are between 0.95 and 1.00. So
+# Compare like with like: the first number of "any order", and the second of "fetch". Both are between 0.90 and 1.03. So
 # what the ring seemed to lose is mostly the price of the order, not of the hops.
 #
 # A **CUDA graph** records the launches of a call once, and replays them without the host. At 8k a rank's GPU has only half

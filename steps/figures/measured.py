@@ -52,13 +52,13 @@ def shares(found, kernels, other):
     return "\n".join(report.in_text(lines)) if lines else f"no rows of {', '.join(kernels)} beside {other}"
 
 
-def rung(kernel, found=None, *, gpu="NVIDIA H200", D=128, N=4096, causal=False, dtype="bf16"):
+def rung(kernel, found=None, *, D=128, N=4096, causal=False, dtype="bf16"):
     """A rung's result in a line, of one run: TFLOP/s, the factor to the rung before it, and to the fastest peer.
 
     found: rows, the fresh committed ones if None. Where there is no row at this size, the line says so.
     """
-    size = f"{gpu}, {dtype}, D = {D}, N = {N}, {'causal' if causal else 'full'}"
-    chosen = rung_row(kernel, found, gpu=gpu, D=D, N=N, causal=causal, dtype=dtype)
+    size = f"{H200.name}, {dtype}, D = {D}, N = {N}, {'causal' if causal else 'full'}"
+    chosen = rung_row(kernel, found, D=D, N=N, causal=causal, dtype=dtype)
     if not chosen:
         return f"{kernel}: not measured as it is now on {size}"
     mine, before, peer = chosen
@@ -68,13 +68,13 @@ def rung(kernel, found=None, *, gpu="NVIDIA H200", D=128, N=4096, causal=False, 
     return f"{', '.join(words)}\n  ({size})"
 
 
-def rung_row(kernel, found=None, *, gpu="NVIDIA H200", D=128, N=4096, causal=False, dtype="bf16"):
-    """(row, row of the next lower rung or None, row of the fastest peer or None) of a rung in one run, or None.
+def rung_row(kernel, found=None, *, D=128, N=4096, causal=False, dtype="bf16"):
+    """(row, row of the next lower rung or None, row of the fastest peer or None) of a rung in one run on an H200.
 
     Of several runs the last one counts in which a lower rung was measured, too.
     """
     found = fresh() if found is None else found
-    at = {"gpu": gpu, "D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
+    at = {"gpu": H200.name, "D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
     found = [row for row in found if row["timing"] == "interleaved" and all(row[name] == at[name] for name in at)]
     candidates = [(row, *company(row, found)) for row in found if row["kernel"] == kernel]
     return max(candidates, key=lambda one: (one[1] is not None, one[0]["run"]), default=None)

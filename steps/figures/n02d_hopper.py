@@ -28,9 +28,9 @@ def legend(fig, colours, where="outside upper center"):
     fig.legend(patches, colours, ncols=len(colours), loc=where)
 
 
-def beside(other, *kernels, gpu=measured.H200, **which):
-    """A table of the kernels' shares of another one's speed on a GPU, each of one run. which: see `rows.read`."""
-    at = {"gpu": gpu.name, "dtype": "bf16", "options": {}}
+def beside(other, *kernels, **which):
+    """A table of the kernels' shares of another one's speed on an H200, each of one run. which: see `rows.read`."""
+    at = {"gpu": measured.H200.name, "dtype": "bf16", "options": {}}
     found = [row for row in rows.fresh(rows.read(**which)) if at.items() <= row.items() and row["D"] in (64, 128)]
     return measured.shares(found, kernels, other)
 

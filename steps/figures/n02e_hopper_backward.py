@@ -70,12 +70,12 @@ def wavefronts(rung, D):
 
 
 def roof(rung, D):
-    """(TFLOP/s on an H100 if the busier of tensor cores and shared memory never rests, the count in words)."""
+    """(TFLOP/s on an H200 if the busier of tensor cores and shared memory never rests, the count in words)."""
     Br, _ = TILES[D]
     clocks, read = step_of(D, Br, KEPT.get((rung, D), ()))
     read = 0 if rung == "fa2" else read + 2 * 2 * Br * D  # Q_i and dO_i come; fa2's loads are all in its text
     shared = read / BANDWIDTH + wavefronts(rung, D)
-    tflops = measured.H100.half_tflops * clocks / max(clocks, shared)
+    tflops = measured.H200.half_tflops * clocks / max(clocks, shared)
     words = f"products {clocks}, shared memory {shared:.0f} clocks a step; roof {tflops:.0f} TFLOP/s"
     return tflops, f"bwd {rung:6} D = {D:3}: {words}"
 
@@ -83,7 +83,7 @@ def roof(rung, D):
 def gained(kernel, before, after, D):
     """A kernel's measured factor to the rung before it, beside that of their roofs, in words."""
     foreseen = f"D = {D:3}: foreseen x {after / before:.2f}"
-    if not (chosen := measured.rung_row(kernel, gpu=measured.H100.name, D=D)):
+    if not (chosen := measured.rung_row(kernel, D=D)):
         return f"{foreseen}, not measured as it is now"
     new, old = (row["tflops"] for row in chosen[:2])
     return f"{foreseen}, measured x {new / old:.2f}; {old / before:.0%} and {new / after:.0%} of the roofs"

@@ -14,7 +14,7 @@ def tokens_needed():
     recorded = ring_tables.recorded()
     speeds = simulate.read_flops(recorded)  # of the largest size, without a diagonal, as blocks of others' keys are
     flops = {pass_: max(speeds[pass_, False])[1] for pass_ in ("fwd", "bwd")}
-    lines = [f"H200, or else H100: forward F = {flops['fwd'] / 1e12:.0f} TFLOP/s, backward {flops['bwd'] / 1e12:.0f}"]
+    lines = [f"H200: forward F = {flops['fwd'] / 1e12:.0f} TFLOP/s, backward {flops['bwd'] / 1e12:.0f}"]
     for transport in simulate.TRANSPORTS:
         W, latency = simulate.read_link(recorded, transport)
         c = [simulate.tokens_needed(flops[pass_], W, pass_=pass_, transport=transport) for pass_ in ("fwd", "bwd")]

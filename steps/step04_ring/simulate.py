@@ -38,9 +38,9 @@ from steps.step04_ring.layout import LAYOUTS, Layout
 
 PASSES = {"fwd": 1.0, "bwd": 2.5}  # operations, in forwards
 TRANSPORTS = ("relay", "fetch")
-RESULTS = Path(__file__).parents[1] / "bench" / "results"
-TWIN = {"NVIDIA H200": "NVIDIA H100 80GB HBM3"}  # the same multiprocessors with another memory
-# (a, b): a call of N ranks launches a + b N kernels, copies and barriers, as the profiler counts them.
+MEASURED = Path(__file__).parents[1] / "bench" / "results" / "nvidia-h200.jsonl"
+# (a, b): a call of N ranks launches a + b N kernels, copies and barriers, as the profiler counts them. In a backward
+# a rank that has only late queries for a block launches three more; the profiler has counted such a rank of relay.
 LAUNCHES = {
     ("relay", "fwd"): (4, 2),  # a rank: a block and a hop
     ("fetch", "fwd"): (4, 2),  # a rank: a block, and a copy of K and V
@@ -106,26 +106,15 @@ class Machine:
 
 
 def read_flops(rows, *, gpu="NVIDIA H200", D=128, dtype="bf16", kernels=("fwd_8_hopper", "bwd_3_hopper")):
-    """Machine.flops from results rows of one GPU of this name: the median speed of these kernels at each size.
-
-    A pass that was not measured on it has the speeds of its twin, which computes at the same rate.
-    """
-    speeds = {}
-    for name in (TWIN.get(gpu), gpu):  # the second replaces what the first has, too
-        speeds |= medians(rows, gpu=name, D=D, dtype=dtype, kernels=kernels)
-    if not speeds:
-        raise ValueError(f"no rows of {', '.join(kernels)} on one {gpu} with D = {D} and {dtype}.")
-    return speeds
-
-
-def medians(rows, *, gpu, D, dtype, kernels):
-    """{(pass, causal): [(rows x keys, FLOP/s), ...]} of one GPU, the median at each size."""
+    """Machine.flops from results rows of one GPU of this name: the median speed of these kernels at each size."""
     speeds = {}
     for row in (row for row in rows if row["gpu"] == gpu):
         plain = row["n_gpus"] == 1 and row["layout"] is None and not row["options"] and row["timing"] == "interleaved"
         if plain and row["kernel"] in kernels and (row["D"], row["dtype"]) == (D, dtype) and row["pass"] in PASSES:
             where = speeds.setdefault((row["pass"], row["causal"]), {})
             where.setdefault(row["N"] * row["Nk"], []).append(1e12 * row["tflops"])
+    if not speeds:
+        raise ValueError(f"no rows of {', '.join(kernels)} on one {gpu} with D = {D} and {dtype}.")
     return {key: [(size, float(np.median(some))) for size, some in found.items()] for key, found in speeds.items()}
 
 
@@ -368,13 +357,12 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="a .png to draw the forward into")] = None,
 ):
     """How long the causal ring would take with the heads of `Shape`, and how many tokens a GPU needs."""
-    rows = [json.loads(line) for path in RESULTS.glob("nvidia-*.jsonl") for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
     shape = Shape()
     try:
         whole = Layout(layout, seq, gpus, causal=True)
-        hops = [row for row in rows if row["gpu"] == "NVIDIA H200"]
-        link, latency = (link, 1e-5) if link else read_link(hops, transport)
-        launch = read_launch(json.loads((RESULTS / "nvidia-h200.host.json").read_text()))
+        link, latency = (link, 1e-5) if link else read_link(rows, transport)
+        launch = read_launch(json.loads(MEASURED.with_suffix(".host.json").read_text()))
         machine = Machine(flops or read_flops(rows), link, latency, memory=4.8e12, launch=launch)
         plan = schedule(whole, shape, machine, transport)
     except ValueError as error:
