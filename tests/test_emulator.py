@@ -89,6 +89,19 @@ extern "C" __global__ void two_barriers() {
     __syncthreads();  // mark: second
 }
 
+// The threads of each block add to dq in the block's turn, which the last thread waits for and passes on.
+extern "C" __global__ void add_in_turn(Global<float> dq, Global<int> added, int before, int after) {
+  bool last = threadIdx.x == blockDim.x - 1;
+  if (last)
+    while (load_acquire(added) != blockIdx.x) {
+    }
+  if (before) __syncthreads();
+  atomic_add_4(dq, 1, 2, 3, 4);
+  if (after == 1) __syncthreads();
+  if (after == 2) __syncwarp();
+  if (last) add_release(added, 1);
+}
+
 extern "C" __global__ void take_turns(Global<int> turns, Global<int> counter) {
   turns[atomicAdd(&counter[0], 1)] = blockIdx.x * blockDim.x + threadIdx.x;
 }
@@ -295,6 +308,22 @@ def turns(run, *schedule):
     return y.view(3, 4)
 
 
+@pytest.mark.parametrize("before, after", [(1, 1), (0, 1), (1, 0), (1, 2)])
+def test_additions_in_a_turn_are_between_two_barriers(run, before, after):
+    dq = torch.zeros(4)
+    for threads in ("forward", "reverse"):
+        with emulator.schedule(threads):
+            arguments = dq, torch.zeros(1, dtype=torch.int32), before, after
+            if before and after == 1:
+                run("add_in_turn", *arguments, grid=3, block=64)
+                continue
+            with pytest.raises(RuntimeError, match="others have added|before its block has its turn"):
+                run("add_in_turn", *arguments, grid=3, block=64)
+    if before and after == 1:
+        run("add_in_turn", dq, torch.zeros(1, dtype=torch.int32), 0, 0, grid=3, block=1)  # One thread needs no barrier.
+        assert dq.tolist() == [(2 * 3 * 64 + 3) * n for n in (1, 2, 3, 4)]
+
+
 def test_schedules(run):
     forward = torch.arange(12, dtype=torch.int32).view(3, 4)
     assert torch.equal(turns(run), forward)
@@ -390,8 +419,12 @@ PLANTED = {
         ("no wait for dQ",
          "wgmma_wait<DETERMINISTIC ? 2 : 1>();", "wgmma_wait<2>();", "was (read|written) while|" + WRONG),
         ("nobody waits for a turn, in order", "load_acquire(added + dq_tile) != blocks", "false", "has not waited for"),
-        ("a turn is passed on a step too early, in order", "add_release(added + had, 1)",
-         "add_release(added + dq_tile, 1)", "has not waited for"),
+        ("a turn is passed on while others add, in order",
+         "    turns.pass_on(dq_tile);\n    wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there\n",
+         "    wgmma_wait<DETERMINISTIC ? 2 : 1>();\n    turns.had = dq_tile;\n    turns.pass_on(-1);\n",
+         "others have added since|after the turn was passed on"),
+        ("the turn of this step is passed on, in order", "add_release(added + had, 1)",
+         "add_release(added + dq_tile, 1)", "after the turn was passed on"),
         ("a turn is not passed on, in order", "if (had >= 0) add_release(added + had, 1);", "", "polls for ever"),
         ("the last turn is not passed on, in order", "turns.pass_on(-1);", "", "polls for ever"),
         ("the tile on the diagonal does not count, in order",

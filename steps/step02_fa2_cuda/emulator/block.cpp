@@ -145,11 +145,11 @@ static void run_block(Order order, Stacks& stacks) {
     t.rank = i;
     t.done = false;
     t.polls = 0;
-    t.turns[0] = t.turns[1] = nullptr;
     t.ready = nullptr;
     t.fiber.start(stacks.stack(i), Stacks::SIZE, fiber_main);
   }
   begin_work();
+  forget_turns();
   // In each round every thread that can go on runs once. In a random order some warps are slow: they pause in
   // most rounds.
   std::vector<unsigned> round, slowness((n + 31) / 32);

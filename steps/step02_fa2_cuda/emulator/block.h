@@ -30,7 +30,6 @@ struct Thread {
   int rank;  // in the block; rank / 32 is the warp, rank % 32 the lane
   bool done;
   int polls;              // how often it has polled since its last wait
-  const int* turns[2];    // what it has last read by load_acquire and not yet passed on by add_release
   const char* operation;  // where it waits, for the report
   Site site;
   bool (*ready)(void*);   // whether it can go on; null if it does not wait
@@ -117,6 +116,7 @@ void meet(Meeting& m, int wanted, int rank, void* offer, const char* operation, 
 Meeting& warp_meeting(unsigned mask);  // of the running thread's warp
 
 void begin_work(), end_work();         // wgmma.cpp; called before and after a block
+void forget_turns();                   // warp.cpp; called before a block
 bool run_work(bool nobody_can_go_on);  // asynchronous.cpp; called after each round; whether it did any work
 
 }  // namespace emulator

@@ -14,7 +14,8 @@
 //   - accumulators that are used while a wgmma has them, in every schedule
 //   - a warpgroup that waits for registers which the others do not give back
 //   - two blocks that write to one element of an argument, unless they add to it atomically
-//   - a turn that a thread passes on by add_release and has not waited for by load_acquire
+//   - a turn that a thread passes on by add_release and has not waited for by load_acquire, and additions of
+//     other threads that no __syncthreads keeps between the two
 //
 // In some points it is stricter than a GPU. A thread that has returned counts as missing at a barrier. All
 // threads of a barrier must be at the same line. A warp comes to a named barrier as a whole. A block that

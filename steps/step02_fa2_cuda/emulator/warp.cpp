@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT
 // What a warp does together: see warp.h.
 
+#include <algorithm>
+
 namespace emulator {
 
 template <class Half> static void multiply(MmaOffer** lanes) {
@@ -72,6 +74,49 @@ void poll(Site site) {
          "this thread polls for ever; blocks run one after the other, and none can wait for a later one");
   wait("a loop of atomicAdd", site, [] { return true; });
   current->polls = polls;
+}
+
+struct Turn {
+  const int* number;
+  int thread;     // that waits for it and passes it on
+  int since;      // how many times the block had met at __syncthreads when it waited for the turn
+  int added;      // the same when another thread last added
+  bool passed_on;
+};
+static std::vector<Turn> turns;  // of this block, in their order
+static bool added_without_turn;
+
+void forget_turns() {
+  turns.clear();
+  added_without_turn = false;
+}
+
+void wait_for_turn(const int* number, Site site) {
+  if (added_without_turn) fail(site, "this thread waits for a turn, and others have added already");
+  if (turns.empty() || turns.back().number != number)
+    turns.push_back({number, current->rank, block_meeting.generation, -1, false});
+}
+
+void add_in_turn(Site site) {
+  if (turns.empty()) {  // most kernels have none
+    added_without_turn = true;
+    return;
+  }
+  auto knows = [](Turn& t) { return t.thread == current->rank || t.since != block_meeting.generation; };
+  auto turn = std::find_if(turns.rbegin(), turns.rend(), knows);  // the last that this thread knows of
+  if (turn == turns.rend() || turn->passed_on)
+    fail(site, "this thread adds before its block has its turn, or after the turn was passed on");
+  if (turn->thread != current->rank) turn->added = block_meeting.generation;
+}
+
+void pass_turn_on(const int* number, Site site) {
+  auto has = [&](Turn& t) { return t.number == number && t.thread == current->rank && !t.passed_on; };
+  auto turn = std::find_if(turns.rbegin(), turns.rend(), has);
+  if (turn == turns.rend())
+    fail(site, "this thread passes on a turn that it has not waited for by load_acquire");
+  if (turn->added == block_meeting.generation)
+    fail(site, "a turn is passed on, and others have added since the last __syncthreads");
+  turn->passed_on = true;
 }
 
 }  // namespace emulator

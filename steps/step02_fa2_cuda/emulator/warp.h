@@ -28,6 +28,13 @@ void stmatrix(const uint32_t (&r)[4], void* row, Site site);
 // thread loops for ever.
 void poll(Site site);
 
+// Blocks take turns by a number. A thread reads it by load_acquire until its block has its turn. The others
+// may add after the next __syncthreads. They have added when there was another one, and then the thread
+// passes the turn on by add_release. Meanwhile it may wait for the block's next turn.
+void wait_for_turn(const int* number, Site site);
+void add_in_turn(Site site);
+void pass_turn_on(const int* number, Site site);
+
 }  // namespace emulator
 
 template <class Half>
@@ -88,26 +95,18 @@ E atomicAdd(emulator::Pointer<E, M> p, std::common_type_t<E> value, EMULATOR_SIT
   return atomicAdd(p.vector(sizeof(E), {file, line}), value, file, line);
 }
 
-// Blocks take turns by a number: a thread reads it by load_acquire until it has its turn, and then passes the
-// turn on by add_release. Before it passes a turn on it may wait for the next.
 inline int load_acquire(Global<int> p, EMULATOR_SITE) {
-  auto& turns = emulator::current->turns;
-  const int* turn = p.vector(4, {file, line});
-  if (turns[0] != turn) turns[1] = turns[0], turns[0] = turn;
+  emulator::wait_for_turn(p.vector(4, {file, line}), {file, line});
   return atomicAdd(p, 0, file, line);
 }
 inline void add_release(Global<int> p, int n, EMULATOR_SITE) {
-  auto& turns = emulator::current->turns;
-  const int* turn = p.vector(4, {file, line});
-  int older = turns[0] == turn ? 0 : 1;
-  if (turns[older] != turn)
-    emulator::fail({file, line}, "this thread passes on a turn that it has not waited for by load_acquire");
-  turns[older] = nullptr;
+  emulator::pass_turn_on(p.vector(4, {file, line}), {file, line});
   atomicAdd(p, n, file, line);
 }
 
 inline void atomic_add_4(Global<float> p, float a, float b, float c, float d, EMULATOR_SITE) {
   float* x = p.vector(16, {file, line});
+  emulator::add_in_turn({file, line});
   emulator::note_addition(x, 4);
   x[0] += a;
   x[1] += b;
