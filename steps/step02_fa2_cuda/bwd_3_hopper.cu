@@ -15,8 +15,8 @@
 // which keeps what was written last: attention_delta and attention_dq go through the tiles backwards, so that
 // the additions begin, and the rounding too, where dq is still in the cache.
 //
-// A block goes through the queries from the first tile that sees its keys to the last. With a causal mask the
-// blocks of a head so begin at different tiles, and seldom add to the same one at the same time.
+// A block goes through the queries from the first tile that sees its keys to the last. So with a causal mask
+// the blocks of a head begin at different tiles, and seldom add to the same one at the same time.
 //
 // If DETERMINISTIC, the blocks add to each dQ_i one after the other, from the last keys to the first, and dq,
 // too, is bit-equal from run to run. In all else the algorithm is that of rung 2.
