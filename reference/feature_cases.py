@@ -136,7 +136,7 @@ def run(module, q, k, v, dout, options, **more):
         return error._by_name(out, lse, *grads, sinks=sinks)
     calls = [_part_of(k, v, options, *ends) for ends in pairwise(borders)]
     for _, _, later in calls[1:]:
-        later.pop("sinks", None)
+        later.pop("sinks", None)  # They count once, whether or not the first part has keys.
     out, lse = torch.zeros(q.shape, device=q.device), torch.full(q.shape[:3], -math.inf, device=q.device)
     for K, V, o in calls:
         module.forward(q, K, V, out=out, lse=lse, **o)

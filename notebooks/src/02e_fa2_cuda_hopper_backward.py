@@ -183,8 +183,8 @@ for D in (64, 128):
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `bwd_3` keeps both at D = 64, and K_j alone at D = 128. The larger gain was foreseen at D = 64 and came at D = 128:
 # bytes are not the only limit. Tensor cores also rest while both warpgroups compute their softmax. So `bwd_3` starts dV_j,
-# which needs no exchange, before the barrier. And with 1,024 queries or fewer it has a third buffer for Q_i and dO_i, because a
-# block of few steps must not wait for its second tile.
+# which needs no exchange, before the barrier. And with 1,024 queries or fewer it has a third buffer for Q_i and dO_i,
+# because a block of few steps must not wait for its second tile.
 #
 # **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
 # at 0.85 to 0.93 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
@@ -266,9 +266,9 @@ print(figures.parts_left_out())
 #
 # <details><summary>Answer</summary>
 #
-# FlashAttention-4: from N = 4096 on by 2 % at most, as both have 0.98 to 1.07 of its speed (in a second of calls without a pause, at
-# N = 16384, 0.99 to 1.03). Below, our forward leads by up to 41 %, and our backward has 0.97 to 1.08 of its speed. cuDNN is ahead
-# in one forward at N = 512, by 1 %.
+# FlashAttention-4: from N = 4096 on by 2 % at most, as both have 0.98 to 1.07 of its speed (in a second of calls
+# without a pause, at N = 16384, 0.99 to 1.03). Below, our forward leads by up to 41 %, and our backward has 0.97 to 1.08
+# of its speed. cuDNN is ahead in one forward at N = 512, by 1 %.
 #
 # </details>
 

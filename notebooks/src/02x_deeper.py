@@ -391,7 +391,7 @@ for changed, clocks, _ in figures.recorded():
 # **You need:** section 5, and notebook 02e.
 #
 # In `bwd_3` it takes longer to pass a turn on than in rung 1, because the additions must first arrive in the L2 cache.
-# While every warp waited for that, it cost a tenth of the time. Now one thread takes the turns of its block.
+# A warp that passes on its own turn has to wait for that. So one thread takes the turns of its whole block.
 #
 # **In which order?** With a causal mask block j of the keys has the queries i ≥ j. All blocks of a head start together.
 # One order lets them wait, the other one does not:
@@ -465,7 +465,7 @@ exact, f = x.exp2(), (x - x.floor()).float()
 nodes = (torch.cos(torch.pi * (torch.arange(64) + 0.5) / 64).double() + 1) / 2  # in (0, 1)
 print(f"rounding to bf16: error {((exact.bfloat16() - exact) / exact).abs().max():.1e}")
 for degree in range(1, 5):
-    powers = nodes[:, None] ** torch.arange(degree + 1) / nodes.exp2()[:, None]  # relative error
+    powers = nodes[:, None] ** torch.arange(degree + 1) / nodes.exp2()[:, None]  # relative
     weights = torch.linalg.lstsq(powers, torch.ones(64, 1).double()).solution[:, 0]
     y = torch.zeros_like(f)
     for weight in weights.flip(0):

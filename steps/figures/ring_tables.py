@@ -179,14 +179,14 @@ def hidden(rows, like):
 def machine_of(rows, like):
     """The simulate.Machine of a ring's GPUs and transport; None if its blocks or hops were not measured."""
     gpu = like["gpu"]
-    own = [row for row in rows if row["gpu"] == gpu]
-    hops = of_fullest_run([row for row in own if row["peer"] == COPY and row["n_gpus"] == like["n_gpus"]])
+    rows = [row for row in rows if row["gpu"] == gpu]
+    hops = of_fullest_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] == like["n_gpus"]])
     try:
         speeds = simulate.read_flops(rows, gpu=gpu), *simulate.read_link(hops, RINGS[like["kernel"]])
     except ValueError:  # there are no rows: the code has changed since it was measured
         return None
     memory, launch = 1e12 * cost.GPUS[gpu].bandwidth, simulate.read_launch(read_record("host", gpu))
-    return simulate.Machine(*speeds, memory=memory, launch=launch, ordered=price_of_the_order(own, like["n_gpus"]))
+    return simulate.Machine(*speeds, memory=memory, launch=launch, ordered=price_of_the_order(rows, like["n_gpus"]))
 
 
 def price_of_the_order(rows, n_gpus):

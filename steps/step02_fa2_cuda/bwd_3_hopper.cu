@@ -162,9 +162,10 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
 // first. A counter for each tile of queries says how many have added to it. Without DETERMINISTIC nothing
 // here does anything.
 //
-// One thread waits for the turns of its block and passes them on. (If each warp did, all would wait until
-// their additions have arrived in the L2 cache, and this cost a tenth of the time.) The barrier of each step
-// speaks for the others: they add after this thread has waited, and it passes on what they added before.
+// One thread waits for the turns of its block and passes them on. (If each warp did, all of them would wait
+// until their additions have arrived in the L2 cache. This took up to a tenth of the time.) The others learn
+// of it by the barrier of each step: they add after it if that thread has waited before it, and what they
+// have added before it may be passed on after it.
 struct Turns {
   Global<int> added;  // the counters
   int64_t had = -1;   // the tile of queries to which this block has added last

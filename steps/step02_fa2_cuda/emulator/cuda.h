@@ -14,8 +14,9 @@
 //   - accumulators that are used while a wgmma has them, in every schedule
 //   - a warpgroup that waits for registers which the others do not give back
 //   - two blocks that write to one element of an argument, unless they add to it atomically
-//   - a turn that a thread passes on by add_release and has not waited for by load_acquire, and additions of
-//     other threads that no __syncthreads keeps between the two
+//   - a turn that a thread passes on by add_release and has not waited for by load_acquire
+//   - an addition in such a turn that may come before the wait or after the passing on, because it is another
+//     thread's, and there is no __syncthreads between
 //
 // In some points it is stricter than a GPU. A thread that has returned counts as missing at a barrier. All
 // threads of a barrier must be at the same line. A warp comes to a named barrier as a whole. A block that
