@@ -161,7 +161,7 @@ ERRORS = {
     "check 0": ({"check": 0}, TypeError, "check must be True or False, got 0"),
     "deterministic": ({"deterministic": "x", "softcap": 2.0}, TypeError, "deterministic must be True or .*got 'x'"),
     "a word": ({"softcap": 2.0, "windows": (3, 0)}, TypeError, "unexpected keyword argument 'windows'"),
-    "no rung has it": ({"softcap": 2.0, "rung": "fused"}, ValueError, "rungs have no softcap; got rung='fused'.*out"),
+    "no rung has it": ({"softcap": 2.0, "rung": "fused"}, ValueError, "have no (softcap|check); got rung=.fused.*out"),
     "q of the call": ({"softcap": 2.0, "scale": -1.0}, ValueError, "scale must be a finite number"),
     "tile": ({"softcap": 2.0, "tile": (7, 7)}, ValueError, "has the tiles"),
     "only one": ({"cu_seqlens_q": starts(0, 20)}, ValueError, "need cu_seqlens_q, .*; got no cu_seqlens_k"),

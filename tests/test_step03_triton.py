@@ -489,7 +489,7 @@ def test_a_cuda_graph_replays_it(rung):
 def test_it_runs_on_the_current_stream(rung):
     """On another stream than its input's, a kernel would read what has not been written yet."""
     inputs = [random(1, 2, 300, 128, dtype=torch.float16).detach() for _ in range(4)]
-    want = forward_and_backward(*inputs, rung)
+    forward_and_backward(*inputs, rung)  # compiles
     stream, late = torch.cuda.Stream(), [torch.zeros_like(x) for x in inputs]
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -498,7 +498,7 @@ def test_it_runs_on_the_current_stream(rung):
             x.copy_(y)
         got = forward_and_backward(*late, rung)
     stream.synchronize()
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert not error.failures(got, error.expected(*inputs, causal=True))
 
 
 def test_a_recording_tells_a_tensor_apart_that_is_given_twice():

@@ -617,6 +617,7 @@ def test_the_default_block_adds_in_a_fixed_order(monkeypatch):
     from steps import step03_triton
 
     q = torch.empty(1, 1, 1, 64)
+    monkeypatch.setitem(step03_triton.SUPPORTS, "deterministic", True)
     assert block.default_block(q) is step03_triton
     monkeypatch.setitem(step03_triton.SUPPORTS, "deterministic", False)
     monkeypatch.setattr(step03_triton, "backward", lambda *tensors, **options: options)

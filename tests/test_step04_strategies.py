@@ -246,6 +246,7 @@ def test_star_s_default_block_for_few_queries_is_stage_03_s(monkeypatch):
     q, k, v = inputs(8)[:3]
     on_hopper = SimpleNamespace(is_cuda=True, device="cuda:0", dtype=torch.bfloat16, shape=(1, 1, 4, 64))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(step03_triton.SUPPORTS, "deterministic", True)
     assert isinstance(block.default_block(on_hopper), block.Hopper)
     usual = functools.partial(block.default_block, on_hopper)
     monkeypatch.setattr(lesson_4_star, "default_block", lambda q, **how: usual(**how))

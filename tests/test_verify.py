@@ -458,6 +458,7 @@ def test_a_triton_kernel_that_loads_beside_a_tensor_is_told_in_one_line(tmp_path
     assert re.search(rf"OutOfBounds: program .* bytes behind the last of \w+ \(mine.py, line {line}\)$", says), text
 
 
+@pytest.mark.skipif(engine.name == "cuda", reason="a forked process cannot use the GPU")
 def test_a_function_that_never_returns_is_stopped(forms, monkeypatch):
     monkeypatch.setattr(verdict, "FIRST", 0.5)
     code, text = in_a_fork(f"{forms}:never")
