@@ -300,13 +300,14 @@ def source_files(stage, kernel, root=ROOT):
     while waiting:
         path = waiting.pop()
         found.add(path)
-        waiting |= {used for used in _used(path, folder) if used.exists() and used.name not in NOT_FOLLOWED} - found
+        used = _used(path, path.read_text(), folder)
+        waiting |= {path for path in used if path.exists() and path.name not in NOT_FOLLOWED} - found
     return sorted(found)
 
 
-def _used(path, folder):
+@functools.cache
+def _used(path, text, folder):
     """The files of its stage that a file imports or includes; some of them may not exist."""
-    text = path.read_text()
     if path.suffix != ".py":
         wrappers = {"wgmma.py"} if re.search("wgmma_[sr]s<", cuda_code(text)) else set()  # which wgmma.py writes
         return {path.with_name(name) for name in wrappers.union(re.findall(r'^#include "([\w.]+)"', text, re.M))}
