@@ -171,8 +171,11 @@ def test_a_backward_with_two_buffers_in_several_schedules(monkeypatch):
 
 
 @emulated
-@pytest.mark.parametrize("kernel", ["bwd_1_fa2", "bwd_3_hopper"])
-def test_dq_in_a_fixed_order_in_several_schedules(kernel):
+@pytest.mark.parametrize("kernel, apart", [("bwd_1_fa2", False), ("bwd_3_hopper", False), ("bwd_3_hopper", True)])
+def test_dq_in_a_fixed_order_in_several_schedules(kernel, apart, monkeypatch):
+    """In rung hopper the queries ascend if a block has one head, and descend if it has a group."""
+    monkeypatch.setattr(ladder.Problem, "heads_apart", apart)
+    monkeypatch.setattr(calls, "kept", {})
     assert schedules.problems(kernel, deterministic=True) == ""
 
 
@@ -543,17 +546,29 @@ def test_deterministic_gradients_are_bit_equal(rung, D, causal):
 
 @needs_compiler
 @needs_hopper
-def test_a_fixed_order_in_several_sections_of_heads(tmp_path, monkeypatch):
-    """Six heads in sections of four, which otherwise takes many heads: the last section is a short one."""
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "Hk, small",
+    [
+        (6, {"CACHE = 1 << 25": "CACHE = 4 * 8 * 64 * (150 + 300)", "SECTION = 8": "SECTION = 4"}),
+        (6, {"CACHE = 1 << 25": "CACHE = 0", "FEW = 128": "FEW = 0", "SECTION = 8": "SECTION = 4"}),
+        (2, {}),  # heads of queries are in groups, so the queries descend
+    ],
+)
+def test_the_order_of_a_long_backward(Hk, small, deterministic, tmp_path, monkeypatch):
+    """What takes many heads or many keys: six heads in sections of four, and each way through the queries."""
     row = ladder.BACKWARD["hopper"]
-    text, usual = (works.HERE / row.file).read_text(), "SECTION = 1 << 25;"
-    assert text.count(usual) == 1
-    (tmp_path / row.file).write_text(text.replace(usual, "SECTION = 4 * 8 * 64 * (150 + 300);"))
+    text = (works.HERE / row.file).read_text()
+    for usual, smaller in small.items():
+        assert text.count(usual) == 1
+        text = text.replace(usual, smaller)
+    (tmp_path / row.file).write_text(text)
     monkeypatch.setitem(ladder.BACKWARD, "hopper", replace(row, file=str(tmp_path / row.file)))
+    monkeypatch.setattr(ladder.Problem, "heads_apart", False)
     monkeypatch.setattr(calls, "kept", {})
-    q, k, v, dout = random_inputs(1, 6, 6, 150, 300, 64, torch.bfloat16)
+    q, k, v, dout = random_inputs(1, 6, Hk, 150, 300, 64, torch.bfloat16)
     out, lse = saved(q, k, v, dout, causal=True)
-    grads = calls.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=True)
+    grads = calls.backward(dout, q, k, v, out, lse, rung="hopper", causal=True, deterministic=deterministic)
     assert is_right(grads, q, k, v, dout, causal=True)
 
 

@@ -266,10 +266,6 @@ RINGS = [row for row in RECORDED if row["kernel"] in ring_tables.RINGS and row["
 RINGS = ring_tables.of_fullest_run([row for row in RINGS if row["causal"] and not row["options"] and row["H"] == 32])
 
 
-# Further off than a tenth, and how far at most: 4k positions a rank, few K/V heads. Notebook 04x counts them.
-FURTHER = {("fwd+bwd", 8192, 8, "relay"): 0.15}
-
-
 @pytest.mark.skipif(not RINGS, reason="the ring has changed since it was measured")
 def test_the_model_is_within_a_tenth_of_what_was_measured():
     off = {}
@@ -277,8 +273,7 @@ def test_the_model_is_within_a_tenth_of_what_was_measured():
         at = row["pass"], row["N"], row["Hk"], ring_tables.RINGS[row["kernel"]]
         off[at] = ring_tables.predicted(RECORDED, row) / (1e-3 * row["ms_median"]) - 1
     told = "\n".join(f"{x:+.1%} {at}" for at, x in sorted(off.items(), key=lambda one: one[1]))
-    assert {at for at, x in off.items() if abs(x) > 0.1} == set(FURTHER), told
-    assert all(abs(x) <= FURTHER.get(at, 0.1) for at, x in off.items()), told
+    assert max(map(abs, off.values())) < 0.1, told
     assert sum(map(abs, off.values())) / len(off) < 0.06, told
 
 

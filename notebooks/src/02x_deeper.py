@@ -418,13 +418,15 @@ for keys, queries, words in (
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Without a mask all blocks begin with the same queries, and each runs a step behind the one before. So blocks that run at
 # the same time belong to several heads. But these should have their Q, dO and dq in the L2 cache, or else the memory is
-# the limit. The share of the speed in any order, on an H200:
+# the limit. That is the price of the second order: block j has two steps more than block j + 1, so that with many tiles
+# the blocks drift apart. Above 16k keys, and with grouped heads, bwd_3 therefore takes the first order, and lets them
+# wait. The share of the speed in any order, on an H200:
 
 # %% slideshow={"slide_type": "fragment"}
 print(n02d_hopper.beside("bwd_3_hopper", "bwd_3_hopper:DETERMINISTIC=1", switched=True))
 
 # %% slideshow={"slide_type": "subslide"}
-show("bwd_3_hopper", "struct Turns {", until="// The block that a block")
+show("bwd_3_hopper", "struct Turns {", until="// Which block of")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 11. Two tricks of FlashAttention-4

@@ -152,7 +152,7 @@ print(ring_tables.shown("predictions", ring_tables.recorded()))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### More and more hosts
 #
-# All but one are within a tenth. Now ask it what cannot be tried here: hosts of 8 GPUs, and between them a network with the
+# All are within a tenth. Now ask it what cannot be tried here: hosts of 8 GPUs, and between them a network with the
 # whole, a quarter or a sixteenth of the speed of relay's link. **What happens to the efficiency with the second host, and
 # what with further ones?**
 #

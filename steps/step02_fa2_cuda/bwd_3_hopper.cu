@@ -16,10 +16,12 @@
 // the additions begin, and the rounding too, where dq is still in the cache.
 //
 // A block goes through the queries from the first tile that sees its keys to the last. So with a causal mask
-// the blocks of a head begin at different tiles, and seldom add to the same one at the same time.
+// the blocks of a head begin at different tiles, and seldom add to the same one at the same time. The first
+// keys have the most queries then. So they come first, over the heads of a section, as the longest tiles do
+// in the forward: the last blocks are short, and the multiprocessors end at nearly the same time.
 //
-// If DETERMINISTIC, the blocks add to each dQ_i one after the other, from the last keys to the first, and dq,
-// too, is bit-equal from run to run. In all else the algorithm is that of rung 2.
+// If DETERMINISTIC, the blocks add to each dQ_i one after the other, and dq, too, is bit-equal from run to
+// run. In all else the algorithm is that of rung 2.
 //
 // Parameters, which are macros. T, D, Br, Bc and HEADS_APART are those of rung 2.
 //   DETERMINISTIC    1 or 0, as above; a macro, so that without it the counters cost nothing
@@ -41,7 +43,9 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int WARPS = 8;
 constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
 constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
-constexpr int SECTION = 1 << 25;             // bytes of the heads that are dealt together, if DETERMINISTIC
+constexpr int SECTION = 8;                   // heads whose blocks are dealt together
+constexpr int CACHE = 1 << 25;               // bytes of the L2 cache that a section should fit into
+constexpr int FEW = 128;                     // tiles of keys up to which the queries ascend in a fixed order
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
               "each warpgroup computes 64 x 64 of dQ_i");
 
@@ -158,9 +162,8 @@ __device__ void add_dQ(Global<float> dq, const float (&dQ)[32]) {
   for (int i = 0; i < 32; i += 4) atomic_add_4(dq + i * 32, dQ[i], dQ[i + 1], dQ[i + 2], dQ[i + 3]);
 }
 
-// If DETERMINISTIC, the blocks of a head take turns at dQ_i, from the last tile of keys that it sees to the
-// first. A counter for each tile of queries says how many have added to it. Without DETERMINISTIC nothing
-// here does anything.
+// If DETERMINISTIC, the blocks of a head take turns at dQ_i. A counter for each tile of queries says how many
+// have added to it. Without DETERMINISTIC nothing here does anything.
 //
 // One thread waits for the turns of its block and passes them on. (If each warp did, all of them would wait
 // until their additions have arrived in the L2 cache. This took up to a tenth of the time.) The others learn
@@ -186,19 +189,14 @@ struct Turns {
   }
 };
 
-// The block that a block of attention_backward is, if DETERMINISTIC, by the order in which it started. The
-// tiles of a head are dealt from the last to the first, because a block must not wait for one that has not
-// started. With a causal mask hardly any block waits: it begins at the diagonal, and comes to the next tiles
-// of queries just after the block of the next keys. Without a mask all blocks of a head begin with the same
-// queries, so that each runs a step behind the one before. Blocks are therefore dealt to a section of heads,
-// one to each and then again. A section has as many heads as have all their tensors in SECTION bytes of the
-// L2 cache. Q, dO and dQ have 8 bytes a number together, K, V, dK and dV as well. rows: of queries and keys.
-__device__ int dealt_block(int started, int tiles, int64_t rows) {
-  int section = max(1, int(SECTION / (8 * D) / rows));
-  int first_head = started / (section * tiles) * section;
-  int heads = min(section, int(gridDim.x) / tiles - first_head);
-  int n = started - first_head * tiles;
-  return (first_head + n % heads) * tiles + tiles - 1 - n / heads;
+// Which block of attention_backward the n-th one is: tile + tiles * head. The first tile of each head of a
+// section, then the second one of each, and so on; or from the last tile on.
+__device__ int dealt_block(int n, int tiles, int section, bool last_keys_first) {
+  int first_head = n / (section * tiles) * section;
+  int heads = min(section, int(gridDim.x) / tiles - first_head);  // the last section may have fewer
+  n -= first_head * tiles;
+  int tile = n / heads;
+  return (first_head + n % heads) * tiles + (last_keys_first ? tiles - 1 - tile : tile);
 }
 
 // Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
@@ -298,13 +296,27 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   }
   __syncthreads();  // the barriers are ready
 
-  // The tiles of a head are taken from the first to the last, because with a causal mask the first keys have
-  // the most queries; or as they are dealt.
   int tiles = (Nk + Bc - 1) / Bc;
   int own = HEADS_APART ? 1 : group;  // query heads that a block takes
   int parts = H / own;                // of dK and dV
-  int64_t rows = int64_t(own) * Nq + Nk;
-  int block = DETERMINISTIC ? dealt_block(started[0], tiles, rows) : blockIdx.x;
+  // The order of the queries in a block, and of the keys from block to block. A block must not wait for one
+  // that starts later: in a fixed order, the blocks that add first start first.
+  //
+  // With few tiles the queries ascend, and the last keys come first. With a causal mask hardly any block
+  // waits: it begins at the diagonal, and comes to the next tiles just after the block of the next keys. But
+  // it has two steps more than that one. So the blocks drift apart, and need more and more of the L2 cache,
+  // into which a whole section must fit: q, dout and dq have 8 bytes a number together, and k, v, dk and dv
+  // as well.
+  //
+  // With many tiles, or several query heads, the queries descend, all heads of a tile in turn, and the first
+  // keys come first. The blocks of a head begin at the same tile. So each runs a step behind the one before
+  // it, and stays there.
+  bool ascending = !DETERMINISTIC || own == 1 && tiles <= FEW;
+  bool last_keys_first = DETERMINISTIC && ascending;
+  int section = causal ? min(SECTION, CACHE / (4 * D) / Nk) : 1;  // k and v have 4 bytes a number together
+  if (DETERMINISTIC) section = max(ascending && causal ? 1 : SECTION, CACHE / (8 * D) / (Nq + Nk));
+  int n = DETERMINISTIC ? started[0] : blockIdx.x;
+  int block = dealt_block(n, tiles, max(1, section), last_keys_first);
   int tile = block % tiles;
   int part = block / tiles % parts;
   int head_k = HEADS_APART ? part / group : part;
@@ -323,20 +335,25 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
   };
 
-  // From one tile of queries to the next: from the first that sees a key to the last, head by head.
+  // From one tile of queries to the next; in a fixed order after all heads of the tile.
+  int direction = ascending ? 1 : -1;
   auto go_on = [&](int& head, int& i) {
-    if (++i == query_tiles) {
+    if (DETERMINISTIC) {
+      if (++head < (part + 1) * own) return;
+      head = part * own;
+      i += direction;
+    } else if (++i == query_tiles) {
       i = first;
       head++;
     }
   };
-  // The tiles of keys after this one that a tile of queries sees, too.
-  auto tiles_after = [&](int i) {
-    int last_key = causal ? (i + 1) * Br - 1 + Nk - Nq : Nk - 1;
-    return min(tiles - 1, last_key / Bc) - tile;
+  // How many blocks add to a tile of queries before this one.
+  auto blocks_before = [&](int i) {
+    int last_key = causal ? (i + 1) * Br - 1 + Nk - Nq : Nk - 1;  // that the tile sees
+    return ascending ? min(tiles - 1, last_key / Bc) - tile : tile;
   };
 
-  int head = part * own, i = first;
+  int head = part * own, i = ascending ? first : query_tiles - 1;
   if (threadIdx.x == 0) {
     barrier_expect(keys_full, 2 * 2 * Bc * D);
     tma_load(K, k_map, keys_full, 0, tile * Bc, 0, head_k, batch);
@@ -387,8 +404,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
     else start_product(dP, V + warpgroup * 64 * 64, dO_i);
     int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
-    turns.wait(dq_tile, tiles_after(i));  // here, because the products run meanwhile
-    wgmma_wait<1>();                      // S^T is there
+    turns.wait(dq_tile, blocks_before(i));  // here, because the products run meanwhile
+    wgmma_wait<1>();                        // S^T is there
     if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
     probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
     wgmma_wait<0>();  // dP^T is there
