@@ -261,6 +261,18 @@ def test_a_row_is_stale_once_its_kernel_or_its_launch_at_the_row_s_own_sizes_has
     assert rows.fresh([beside_a_ring, row(stage="04_ring", kernel="ring+none", n_gpus=2)]) == [beside_a_ring]
 
 
+def test_a_file_counts_from_when_a_kernel_imports_it(tmp_path):
+    kernel, used = (tmp_path / "steps/step01_fa1_numba" / name for name in ("fwd_0_scalar.py", "tiles.py"))
+    kernel.parent.mkdir(parents=True)
+    hashes = []
+    imports = "from .tiles import y"
+    for of_kernel, of_used in (("x = 1", "y = 1"), (imports, "y = 1"), (imports, "y = 2")):
+        kernel.write_text(of_kernel)
+        used.write_text(of_used)
+        hashes.append(rows.code_hash("01_fa1_numba", "fwd_0_scalar", tmp_path))
+    assert len(set(hashes)) == 3
+
+
 # --- measuring ----------------------------------------------------------------------------------------------
 
 

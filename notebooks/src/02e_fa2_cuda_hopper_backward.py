@@ -186,8 +186,8 @@ for D in (64, 128):
 # which needs no exchange, before the barrier. And with 1,024 queries or fewer it has a third buffer for Q_i and dO_i,
 # because a block of few steps must not wait for its second tile.
 #
-# With a causal mask the first keys have the most queries. Their blocks start first, in eight heads at a time. So the last
-# blocks of all are short, and no multiprocessor works long after the others.
+# With a causal mask the first keys have the most queries. Their blocks start first, in up to eight heads at a time. So the
+# last blocks of all are short, and no multiprocessor works long after the others.
 #
 # **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
 # at 0.86 to 0.93 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.

@@ -418,7 +418,7 @@ for keys, queries, words in (
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Without a mask all blocks begin with the same queries, and each runs a step behind the one before. So blocks that run at
 # the same time belong to several heads. But these should have their Q, dO and dq in the L2 cache, or else the memory is
-# the limit. That is the price of the second order: block j has two steps more than block j + 1, so that with many tiles
+# the limit. That is the price of the second order: block j has more steps than block j + 1, so that with many tiles
 # the blocks drift apart. Above 16k keys, and with grouped heads, bwd_3 therefore takes the first order, and lets them
 # wait. The share of the speed in any order, on an H200:
 

@@ -304,9 +304,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   //
   // With few tiles the queries ascend, and the last keys come first. With a causal mask hardly any block
   // waits: it begins at the diagonal, and comes to the next tiles just after the block of the next keys. But
-  // it has two steps more than that one. So the blocks drift apart, and need more and more of the L2 cache,
-  // into which a whole section must fit: q, dout and dq have 8 bytes a number together, and k, v, dk and dv
-  // as well.
+  // it has Bc / Br steps more than that one. So the blocks drift apart, and need more and more of the L2
+  // cache, into which a whole section must fit: q, dout and dq have 8 bytes a number together, and k, v, dk
+  // and dv as well.
   //
   // With many tiles, or several query heads, the queries descend, all heads of a tile in turn, and the first
   // keys come first. The blocks of a head begin at the same tile. So each runs a step behind the one before
