@@ -13,7 +13,7 @@ import triton
 import steps.step03_triton as step03
 from reference import error
 from steps import engine
-from steps.step03_triton import flash, flash_gluon, operators, options
+from steps.step03_triton import flash, flash_gluon, fwd_3_gluon, operators, options
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan
 
@@ -26,6 +26,21 @@ def on_integers(monkeypatch):
     of_numbers = dict(minimum=min, maximum=max, cdiv=lambda x, y: -(-x // y), where=lambda c, x, y: x if c else y)
     monkeypatch.setattr(flash_gluon, "gl", SimpleNamespace(**vars(flash_gluon.gl) | of_numbers))
     monkeypatch.setattr(flash_gluon, "BILLION", 2**30)
+
+
+@pytest.mark.parametrize(
+    "heads, tiles, causal, Nk, section",
+    [(1, 5, True, 600, 8), (8, 1, True, 100, 8), (20, 3, True, 300, 8), (20, 3, True, 2**14, 4), (5, 2, True, 2**20, 1),
+     (5, 4, False, 500, 1)],
+)  # fmt: skip
+def test_each_tile_is_dealt_once_and_a_section_of_heads_together(heads, tiles, causal, Nk, section, monkeypatch):
+    dealt = []
+    for program in range(heads * tiles):
+        of_one = dict(minimum=min, maximum=max, program_id=lambda _, n=program: n, num_programs=lambda _: heads * tiles)
+        monkeypatch.setattr(fwd_3_gluon, "gl", SimpleNamespace(**of_one))
+        dealt.append(fwd_3_gluon.deal.fn(tiles, causal, Nk, 128))
+    assert sorted(dealt) == [*itertools.product(range(tiles), range(heads))]
+    assert dealt == sorted(dealt, key=lambda place: (place[1] // section, place)), "section by section, tile by tile"
 
 
 @pytest.mark.parametrize("Br, Bc", [(4, 4), (2, 4), (4, 2), (128, 128)])

@@ -189,15 +189,22 @@ struct Turns {
   }
 };
 
-// Which block of attention_backward the n-th one is: tile + tiles * head. The first tile of each head of a
-// section, then the second one of each, and so on; or from the last tile on.
-__device__ int dealt_block(int n, int tiles, int section, bool last_keys_first) {
-  int first_head = n / (section * tiles) * section;
-  int heads = min(section, int(gridDim.x) / tiles - first_head);  // the last section may have fewer
-  n -= first_head * tiles;
-  int tile = n / heads;
-  return (first_head + n % heads) * tiles + (last_keys_first ? tiles - 1 - tile : tile);
-}
+// The n-th block's tile of keys and head, counted over all batches. First come the tiles 0 of a section of
+// heads, then their tiles 1, and so on.
+struct Place {
+  int tile, head;
+
+  __device__ Place(int n, int tiles, int section) {
+    tile = n % tiles;
+    head = n / tiles;
+    if (section == 1) return;  // spares the divisions, which a short block notices
+    int first = head / section * section;
+    int heads = min(section, int(gridDim.x) / tiles - first);  // the last section may have fewer
+    n -= first * tiles;
+    tile = n / heads;
+    head = first + n % heads;
+  }
+};
 
 // Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
 // whole rows, and no rows beyond the last key.
@@ -312,15 +319,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   // keys come first. The blocks of a head begin at the same tile. So each runs a step behind the one before
   // it, and stays there.
   bool ascending = !DETERMINISTIC || own == 1 && tiles <= FEW;
-  bool last_keys_first = DETERMINISTIC && ascending;
-  int section = causal ? min(SECTION, CACHE / (4 * D) / Nk) : 1;  // k and v have 4 bytes a number together
+  int section = causal && tiles <= 64 ? SECTION : 1;  // with more tiles the cache counts more than the end
   if (DETERMINISTIC) section = max(ascending && causal ? 1 : SECTION, CACHE / (8 * D) / (Nq + Nk));
-  int n = DETERMINISTIC ? started[0] : blockIdx.x;
-  int block = dealt_block(n, tiles, max(1, section), last_keys_first);
-  int tile = block % tiles;
-  int part = block / tiles % parts;
+  Place place(DETERMINISTIC ? started[0] : blockIdx.x, tiles, section);
+  int tile = DETERMINISTIC && ascending ? tiles - 1 - place.tile : place.tile;
+  int part = place.head % parts;
+  int batch = place.head / parts;
   int head_k = HEADS_APART ? part / group : part;
-  int batch = block / tiles / parts;
   int query_tiles = (Nq + Br - 1) / Br;
   // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
   int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile of queries that sees a key

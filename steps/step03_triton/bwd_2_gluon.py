@@ -40,7 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import fwd_3_gluon
 from .bwd_1_tma import delta_kernel
-from .fwd_3_gluon import aligned, async_load, async_store, copy, describe, out_of_pairs
+from .fwd_3_gluon import aligned, async_load, async_store, copy, deal, describe, out_of_pairs
 from .replay import replayed
 
 Bc = gl.constexpr(128)  # keys of a program, 64 a warpgroup
@@ -268,10 +268,9 @@ def keys_kernel(q, k, v, dout, lse_2, delta, dq, dk, dv, H, group, Nq, Nk, scale
     swizzled: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Bc, Br], gl.float16)
     dS = gl.allocate_shared_memory(q.dtype, [2, Bc, Br], swizzled)  # transposed: a row for each key
     full, ready, arrived = make_barriers(STAGES), make_barriers(2), make_barriers(1)
-    program, tiles_k, tiles = gl.program_id(0), gl.cdiv(Nk, Bc), gl.cdiv(Nq, Br)
-    # The first keys start first: when causal, most queries see them.
-    j, bhk = program % tiles_k * Bc, program // tiles_k
-    Hk = H // group
+    tiles = gl.cdiv(Nq, Br)
+    tile, bhk = deal(gl.cdiv(Nk, Bc), CAUSAL, Nk, k.block_type.shape[3])
+    j, Hk = tile * Bc, H // group
     b, hk = bhk // Hk, bhk % Hk
     h = hk * group
     first = 0  # the first tile of queries of which one sees a key

@@ -29,6 +29,7 @@ from .fwd_3_gluon import (
     aligned,
     async_store,
     copy,
+    deal,
     describe,
     get,
     in_pairs,
@@ -145,10 +146,9 @@ def forward_kernel(
 ):  # fmt: skip
     Br: gl.constexpr = 128
     PACKED: gl.constexpr = starts_q is not None
-    program, programs = gl.program_id(0), gl.cdiv(Nq, Br)
-    # Neighbouring programs work on the same head, so they find its K and V in the L2 cache. The last queries start
-    # first: when causal, they see most keys.
-    i, bh = (programs - 1 - program % programs) * Br, program // programs
+    programs = gl.cdiv(Nq, Br)
+    n, bh = deal(programs, right < Nk, Nk, k.block_type.shape[-1])
+    i = (programs - 1 - n) * Br
     b, h = bh // H, bh % H
     q_start, k_start = 0, 0
     if PACKED:  # b is the sequence, and Nq the length of the longest one

@@ -233,13 +233,29 @@ def consume(w, CAUSAL: gl.constexpr, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk,
     tma.store_wait(0)  # the shared memory must live until TMA has read it
 
 
+@gluon.jit
+def deal(tiles, causal, Nk, D_pad):
+    """This program's tile and head. First come the tiles 0 of a section of heads, then their tiles 1, and so on.
+
+    When causal, tiles differ in length, and those that come first should be the longest. The more heads a section has,
+    the shorter are the last tiles of all, so that the multiprocessors end at nearly the same time. But K and V of a
+    section should fit into 32 MB of the L2 cache. Without a mask a section is one head.
+    """
+    program, section = gl.program_id(0), 1
+    if causal:
+        section = gl.maximum(1, gl.minimum(8, 2**23 // (Nk * D_pad)))
+    first = program // (section * tiles) * section
+    heads = gl.minimum(section, gl.num_programs(0) // tiles - first)  # the last section may have fewer
+    n = program - first * tiles
+    return n // heads, first + n % heads
+
+
 @gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
 def forward_kernel(q, k, v, out, lse, H, group, Nq, Nk, scale, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr):
     Br: gl.constexpr = 64 * CONSUMERS
-    program, tiles = gl.program_id(0), gl.cdiv(Nq, Br)
-    # Neighbouring programs work on the same head, so they find its K and V in the L2 cache. The last queries start
-    # first: when causal, they see most keys.
-    i, bh = (tiles - 1 - program % tiles) * Br, program // tiles
+    tiles = gl.cdiv(Nq, Br)
+    tile, bh = deal(tiles, CAUSAL, Nk, k.block_type.shape[3])
+    i = (tiles - 1 - tile) * Br  # the last queries first: when causal, they see most keys
     b, h = bh // H, bh % H
     end = Nk  # none of the Br queries sees a key from here on
     if CAUSAL:
