@@ -1,4 +1,4 @@
-"""Stage 03's flash_gluon.py: windows, packed sequences, sinks. What needs no Hopper GPU is shown without one."""
+"""Stage 03's flash_gluon.py: windows, packed sequences and sinks. What needs no Hopper GPU is shown without one."""
 
 import itertools
 import json
@@ -11,9 +11,9 @@ import torch
 import triton
 
 import steps.step03_triton as step03
-from reference import error
+from reference import attention, error
 from steps import engine
-from steps.step03_triton import flash, flash_gluon, fwd_3_gluon, operators, options
+from steps.step03_triton import bwd_2_gluon, flash, flash_gluon, fwd_3_gluon, operators, options
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan
 
@@ -149,6 +149,54 @@ def test_which_calls_take_it(monkeypatch):
         assert picked(128, **window, **more) is flash.forward
 
 
+@pytest.mark.skipif(engine.name == "cuda", reason="stands in for a GPU")
+def test_what_the_backward_computes_before_its_large_kernel(monkeypatch):
+    """delta, lse_2 and dsinks; and that the large kernel gets the first two."""
+    seen = []
+
+    def gradients(record, dout, q, k, v, lse_2, delta, causal, scale):
+        seen.append((causal, scale))
+        return tuple(record.derive(torch.clone, x) for x in (delta, lse_2, v))
+
+    monkeypatch.setattr(bwd_2_gluon, "refusal", lambda q: None)
+    monkeypatch.setattr(bwd_2_gluon, "gradients", gradients)
+    dout, q = torch.randn(2, 2, 4, 70, 72).half()
+    k, v = torch.randn(2, 2, 2, 90, 72).half()
+    sinks = torch.tensor([-math.inf, 7.0, -2.0, 20.0])
+    given = dict(causal=True, scale=0.3)
+    out, lse = attention.forward(q, k, v, sinks=sinks, **given)
+    out, lse = out.half(), lse.float()
+    want = error.expected(q, k, v, dout, sinks=sinks, **given)
+    for of_sinks in ({"sinks": sinks}, {"sinks": sinks.half()}, {}):
+        with unwritten_is_nan():
+            delta, lse_2, _, *dsinks = flash_gluon.backward(dout, q, k, v, out, lse, **given, **of_sinks)
+        torch.testing.assert_close(delta[:, :70].view(2, 4, 70), (dout.float() * out).sum(3), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(lse_2[:, :70].view(2, 4, 70), lse * math.log2(math.e))
+        assert [x.dtype for x in dsinks] == [x.dtype for x in of_sinks.values()]
+        assert not dsinks or not error.failures({"dsinks": dsinks[0]}, want)
+    assert seen == [(True, 0.3)] * 3
+    for _ in range(3):
+        *_, dsinks = step03.backward(dout, q, k, v, out, lse, sinks=sinks, **given)
+        assert not error.failures({"dsinks": dsinks}, want)
+    assert len(seen) == 4, "a call of the same kind is replayed"
+
+
+def test_which_backwards_take_it(monkeypatch):
+    sinks = {"sinks": torch.zeros(2)}
+
+    def picked(D, keys=32, **given):
+        q, k = (torch.zeros(1, 2, N, D, dtype=torch.float16) for N in (32, keys))
+        return operators.backward_launcher(q, k, operators.DEFAULTS | given)[0]
+
+    assert picked(128, **sinks) is flash.backward, "there is no Hopper GPU"
+    monkeypatch.setattr(bwd_2_gluon, "refusal", lambda q: None)
+    for D, given in ((64, {}), (64, sinks), (128, sinks | {"causal": True, "scale": 0.3})):
+        assert picked(D, **given) is flash_gluon.backward
+    for more in ({"window": (7, 0)}, {"tile": [128, 64]}, {"deterministic": True}, {"keys": 0}, {"first_key": 3}):
+        assert picked(128, **sinks, **more) is flash.backward
+    assert picked(40, **sinks) is flash.backward
+
+
 def check(q, k, v, **given):
     """Compares a call's results, from memory full of NaN, with the reference."""
     with unwritten_is_nan():
@@ -205,6 +253,30 @@ def test_a_sequence_does_not_read_its_neighbours():
         assert (x[:, :, 290:] == (0 if name == "out" else -math.inf)).all()
 
 
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("D", [64, 72, 128])
+def test_the_backward_with_sinks(D, dtype):
+    sinks = torch.tensor([-math.inf, 7.0, -2.0, 100.0], device="cuda")
+    for Nq, Nk, causal in ((1, 1, True), (200, 200, False), (300, 700, True), (700, 300, True)):
+        q, k, v = tensors(2, 4, 2, Nq, Nk, D, dtype)
+        dout, given = torch.randn_like(q), dict(causal=causal, scale=0.3, sinks=sinks)
+        want = error.expected(q, k, v, dout, **given)
+        out, lse = step03.forward(q, k, v, **given)
+        for deterministic in (False, True):
+            with unwritten_is_nan():
+                grads = step03.backward(dout, q, k, v, out, lse, deterministic=deterministic, **given)
+            assert not error.failures(error._by_name(out, lse, *grads, sinks=sinks), want)
+            assert not deterministic or all(map(torch.equal, grads, flash.backward(dout, q, k, v, out, lse, **given)))
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+        of_leaves = step03.attention(*leaves[:3], causal=causal, scale=0.3, sinks=leaves[3])
+        for x, y in zip(torch.autograd.grad(of_leaves, leaves, dout), grads, strict=True):
+            torch.testing.assert_close(x, y, atol=0.05, rtol=0.05)
+        without = step03.attention(*leaves[:3], causal=causal, scale=0.3, sinks=sinks)
+        assert len(torch.autograd.grad(without, leaves[:3], dout)) == 3
+
+
 def launches(wanted):
     flash_gluon.refusal = lambda q: None  # it looks for a GPU
     for D, packed in wanted:
@@ -215,10 +287,13 @@ def launches(wanted):
         given = [of_packed, of_packed | {"sinks": sinks}] if packed else [{"window": (7, 0), "sinks": sinks}]
         for one in given:
             flash_gluon.forward(x, x, x, **one)
+        if D == 128 and not packed:
+            flash_gluon.backward(x, x, x, x, x, torch.zeros(1, 2, 128), sinks=sinks)
 
 
 def test_what_it_compiles_to():
     rows = compile_triton.in_a_process(__file__, [(128, False), (128, True), (256, True)])
+    assert [row["kernel"] for row in rows if row["kernel"] in ("delta_kernel", "keys_kernel")] == ["delta_kernel", "keys_kernel"]
     rows = [row for row in rows if row["kernel"] == "forward_kernel"]
     assert len(rows) == 5
     for row in rows:

@@ -288,10 +288,11 @@ def test_files_that_are_lifted_out_refuse_16_bits_before_ampere(dtype, D, except
 def arguments(given):
     """The options as the operators take them, and copies of the tensors."""
     f = options.read({name: x for name, x in given.items() if name != "causal"})
+    own = {"causal": given.get("causal", False), "scale": None, "tile": None, "deterministic": False}
     if isinstance(f["seed"], int):
         f["seed"] = torch.tensor(f["seed"], device=engine.device)
     f = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in f.items()}
-    return operators.in_order({"causal": given.get("causal", False), "scale": None, "tile": None} | f)
+    return operators.in_order(own | f)
 
 
 @pytest.mark.parametrize("names", [SETS[0], *(pytest.param(x, marks=pytest.mark.long) for x in SETS[1:])], ids=str)

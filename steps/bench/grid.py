@@ -338,13 +338,16 @@ def feature(name, point, options=(), told=(), share=1.0, beside=(), passes=("fwd
     from steps.step03_triton import flash, operators  # imported here because Triton is not available everywhere
 
     options, q = dict(options), torch.empty(1, 1, point.N, point.D, dtype=torch.bfloat16, device=engine.device)
-    kernel, _ = operators.launcher(q, q, operators.DEFAULTS | options, carried=False)
-    stem, forward = kernel.__module__.rpartition(".")[2], partial(kernel, **options)
+    f = operators.DEFAULTS | options
+    forward, _ = operators.launcher(q, q, f, carried=False)
+    # A backward without any feature is that of a rung, but here flash.py's is what the features are compared with.
+    of_backward = operators.backward_launcher(q, q, f)[0] if options else flash.backward
+    stems = [launcher.__module__.rpartition(".")[2] for launcher in (forward, of_backward)]
 
     def backward(*tensors, causal):
-        return flash.backward(*tensors, causal=causal, **options)[:3]  # with sinks there is one more result
+        return of_backward(*tensors, causal=causal, **options)[:3]  # with sinks there is one more result
 
-    entrants = Entrant("03_triton", stem, forward, "flash", backward), *beside
+    entrants = Entrant("03_triton", stems[0], partial(forward, **options), stems[1], backward), *beside
     reference = reference_options(options, point, last)
     return Task(point, "bf16", passes, entrants, {"feature": name, **dict(told)}, share, reference, last)
 

@@ -318,25 +318,31 @@ def backward(record, dout, q, k, v, out, lse, *, causal=False, scale=None):
     lse (B, H, Nq) is float32. scale > 0; None is 1/sqrt(D). dq is not bit-equal from run to run, dk and dv are. Raises
     ValueError with the `refusal`.
     """
-    (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
+    B, H, Nq, D = q.shape
     if reason := refusal(q):
         raise ValueError(f"the backward of rung gluon {reason}.")
     if q.numel() == 0 or k.numel() == 0:  # there is no descriptor of an empty tensor
         return tuple(record.new(x.shape, like=x, fill=0) for x in (q, k, v))
+    stride = 4 * triton.cdiv(Nq, 4)  # each row of lse_2 and delta begins at a multiple of 16 bytes
+    lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
+    lse = record.derive(torch.Tensor.contiguous, lse)
+    record.launch(
+        delta_kernel, B * H * triton.cdiv(Nq, 64), dout, out, lse, lse_2, delta, dout.stride()[:3], out.stride()[:3],
+        stride, H, Nq, D=D, D_pad=64 if D <= 64 else 128, Br=64,
+    )  # fmt: skip
+    return gradients(record, dout, q, k, v, lse_2, delta, causal, scale)
+
+
+def gradients(record, dout, q, k, v, lse_2, delta, causal, scale):
+    """(dq, dk, dv) from what delta_kernel has left in lse_2 and delta; the others are as in `backward`."""
+    (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     dout, q, k, v = (x if aligned(x) else record.derive(copy, x) for x in (dout, q, k, v))
     scale = D**-0.5 if scale is None else scale
     dq, dk, dv = (record.new(x.shape, like=x) for x in (q, k, v))
     D_pad = 64 if D <= 64 else 128
     Br = TILES[D_pad]
     tiles = B * H * triton.cdiv(Nq, Br)
-    stride = 4 * triton.cdiv(Nq, 4)  # each row of lse_2 and delta begins at a multiple of 16 bytes
-    lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
     sums = record.new((tiles * Br * D_pad,), fill=0)
-    lse = record.derive(torch.Tensor.contiguous, lse)
-    record.launch(
-        delta_kernel, B * H * triton.cdiv(Nq, 64), dout, out, lse, lse_2, delta, dout.stride()[:3], out.stride()[:3],
-        stride, H, Nq, D=D, D_pad=D_pad, Br=64,
-    )  # fmt: skip
     queries = [describe(x, Br, D_pad) for x in (q, dout)] + [describe_numbers(x, Nq, Br) for x in (lse_2, delta)]
     keys = [describe(x, Bc.value, D_pad) for x in (k, v, dk, dv)]
     record.launch(

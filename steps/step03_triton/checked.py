@@ -107,8 +107,8 @@ class Functions:
         With sinks the last result is dsinks. Without them the others are the same, because lse knows of the sinks.
 
         dout is the gradient of out; out and lse are what `forward` gave with the same features, for these keys or for
-        more: dq is then the part that comes from these keys. The results are equal to the bit from run to run, whether
-        or not `deterministic` asks for it.
+        more: dq is then the part that comes from these keys. The results are equal to the bit from run to run, but for
+        dq on Hopper with sinks and no other feature, where `deterministic` asks for it.
         """
         given = dict(causal=causal, scale=scale, tile=tile, deterministic=deterministic) | features
         if not is_traced(q):
@@ -192,9 +192,10 @@ def seed_on(device, seed):
 def read(q, k, v, given):
     """{name: value} of all options, checked unless torch.compile traces, the seed as a tensor."""
     own = {name: given[name] for name in ("causal", "scale", "tile")}
+    own["deterministic"] = given.get("deterministic", False)
     options.check_flag("causal", own["causal"])
-    options.check_flag("deterministic", given.get("deterministic", False))
-    f = options.read({name: x for name, x in given.items() if name not in own and name != "deterministic"})
+    options.check_flag("deterministic", own["deterministic"])
+    f = options.read({name: x for name, x in given.items() if name not in own})
     if not torch.compiler.is_compiling():
         check(q, k, v, f)
     if isinstance(f["seed"], int):

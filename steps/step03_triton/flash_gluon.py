@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""The forward of flash.py with a window, packed sequences or sinks, on Hopper: the roles of fwd_3_gluon.py.
+"""The forward of flash.py with a window, packed sequences or sinks on Hopper, and the backward with sinks alone.
 
-A producer and two consumers work as they do there. What is different:
+A producer and two consumers work as in fwd_3_gluon.py. What is different:
 
     window    The queries of a program see the keys from the first query's left edge to the last query's right edge.
               First come the tiles that an edge cuts, which need a mask, and then the others.
     packed    A sequence is a range of rows of one long tensor. The copy engine reads zeros, and writes nothing, beyond
               the end of a tensor, but does not know where a sequence ends. `ragged` describes the tensor in such a way
               that a dimension ends there.
-    sinks     One more key of value 0 at the end, by flash_kernels.add_sink.
+    sinks     One more key of value 0 at the end, by flash_kernels.add_sink. The backward finds it in lse, and needs no
+              more than another delta_kernel before the kernels of bwd_2_gluon.py.
 
 Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py. Left
-out: all other features, and head_dims up to 64, where flash.py is as fast: its small programs share a multiprocessor.
-Needs torch, Triton, fwd_3_gluon.py, flash_kernels.py, replay.py and tiles.py.
+out: all other features, and in the forward head_dims up to 64, where flash.py is as fast: its small programs share a
+multiprocessor. Needs torch, Triton, fwd_3_gluon.py, bwd_2_gluon.py, features.py, flash_kernels.py, replay.py, tiles.py.
 """
 
 import torch
@@ -22,7 +23,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import bwd_2_gluon
+from .features import Features
 from .flash_kernels import add_sink as add_sink_in_triton
+from .flash_kernels import delta_kernel
 from .fwd_3_gluon import (
     STAGES,
     TILES,
@@ -222,3 +226,33 @@ def forward(
         left, right, q.shape[2], float(D**-0.5 if scale is None else scale), num_warps=4, maxnreg=168,
     )  # fmt: skip
     return out, lse
+
+
+def fits_backward(q, asked):
+    """The same of `backward`."""
+    return {*asked} <= {"sinks"} and q.shape[3] >= 64 and bwd_2_gluon.refusal(q) is None
+
+
+@replayed
+def backward(record, dout, q, k, v, out, lse, *, causal=False, scale=None, sinks=None):
+    """(dq, dk, dv), and dsinks if there are sinks, as flash.backward gives them, but dq is not bit-equal in every run.
+
+    head_dim is at most 128, and there is at least one query and one key.
+    """
+    (B, H, Nq, D), Nk = q.shape, k.shape[2]
+    tiles, stride = triton.cdiv(Nq, 64), 4 * triton.cdiv(Nq, 4)  # each row begins at a multiple of 16 bytes
+    lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
+    f, dsinks = Features(D**-0.5 if scale is None else scale), None
+    if sinks is not None:
+        f = f._replace(sinks=record.derive(lambda sinks: sinks.float().contiguous(), sinks))
+        dsinks = record.new((B * tiles, H))
+    lse = record.derive(torch.Tensor.contiguous, lse)
+    record.launch(
+        delta_kernel, B * H * tiles, dout, out, lse, lse_2, delta, dsinks, strides_of(dout), strides_of(out), stride,
+        H, Nq, Nk, Nq, f, D=D, D_pad=triton.next_power_of_2(D), Br=64,
+    )  # fmt: skip
+    gradients = bwd_2_gluon.gradients(record, dout, q, k, v, lse_2, delta, causal, scale)
+    if sinks is None:
+        return gradients
+    dtype = sinks.dtype
+    return *gradients, record.derive(lambda dsinks: dsinks.sum(0).to(dtype), dsinks, like=sinks)

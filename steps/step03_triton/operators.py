@@ -19,18 +19,18 @@ import torch
 from . import decode, flash, flash_gluon, options
 
 SCHEMA = (
-    "bool causal=False, float? scale=None, int[]? tile=None, SymInt[]? window=None, float? softcap=None, "
-    "Tensor? mask=None, Tensor? sinks=None, Tensor? alibi_slopes=None, float dropout_p=0.0, Tensor? seed=None, "
-    "SymInt? first_query=None, SymInt first_key=0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
-    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? lengths_k=None, bool check=False, "
-    "Tensor? traced=None"
+    "bool causal=False, float? scale=None, int[]? tile=None, bool deterministic=False, SymInt[]? window=None, "
+    "float? softcap=None, Tensor? mask=None, Tensor? sinks=None, Tensor? alibi_slopes=None, float dropout_p=0.0, "
+    "Tensor? seed=None, SymInt? first_query=None, SymInt first_key=0, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? lengths_k=None, "
+    "bool check=False, Tensor? traced=None"
 )
 SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor dsinks"  # Those not asked for are empty.
-DEFAULTS = {"causal": False, "scale": None, "tile": None} | options.DEFAULTS | {"traced": None}
+DEFAULTS = {"causal": False, "scale": None, "tile": None, "deterministic": False} | options.DEFAULTS | {"traced": None}
 NAMES = tuple(DEFAULTS)
 TENSORS = (*options.TENSORS, "traced")
-OF_FLASH = [name for name in NAMES if name not in ("lengths_k", "check", "traced")]
+OF_FLASH = [name for name in NAMES if name not in ("deterministic", "lengths_k", "check", "traced")]
 NOT_TWICE = (
     "attention can be differentiated once, and this asks for a gradient of its gradient. "
     "steps.step00_naive or torch's own scaled_dot_product_attention in its math form has second derivatives."
@@ -66,6 +66,14 @@ def launcher(q, k, f, carried):
     return flash.forward, OF_FLASH
 
 
+def backward_launcher(q, k, f):
+    """The same of a backward, whose names have mask_gradient among them where it takes one."""
+    free = f["tile"] is None and not f["deterministic"]
+    if free and k.numel() and flash_gluon.fits_backward(q, options.asked(f)):
+        return flash_gluon.backward, ("causal", "scale", "sinks")
+    return flash.backward, (*OF_FLASH, "mask_gradient")
+
+
 def attend(q, k, v, f, out=None, lse=None):
     """(out, lse) like q; those that are given are changed in place."""
     options.check_values(q, k, f)
@@ -91,7 +99,9 @@ def gradients(dout, q, k, v, out, lse, f, mask_gradient):
     if nothing_to_sum(q, k, f["sinks"]):
         return [x.new_zeros(x.shape) for x in like]
     tensors = *map(as_4d, (dout, q, k, v, out)), rows_4d(lse)
-    grads = flash.backward(*tensors, mask_gradient=mask_gradient, **{name: f[name] for name in OF_FLASH})
+    function, names = backward_launcher(*tensors[1:3], f)
+    f = f | {"mask_gradient": mask_gradient}
+    grads = function(*tensors, **{name: f[name] for name in names})
     return [grad.reshape(x.shape) for grad, x in zip(grads, like, strict=True)]
 
 

@@ -92,7 +92,8 @@ def checked_backward(supports, dout, q, k, v, out, lse, *tensors, mask_gradient,
     shapes = (q.shape, k.shape, v.shape, *(x.shape for x in more if x is not None))
     if operators.nothing_to_sum(q, k, f["sinks"]):
         return partial(zeros, mask_gradient)
-    call = call_of(flash.backward, operators.OF_FLASH, f, shapes, (), mask_gradient=mask_gradient)
+    kernel, names = operators.backward_launcher(operators.as_4d(q), operators.as_4d(k), f)
+    call = call_of(kernel, names, f | {"mask_gradient": mask_gradient}, shapes, ())
     return with_values_checked(call, f, q)
 
 
@@ -104,11 +105,11 @@ def checked_by_stage(supports, q, k, v, tensors, given):
     return given | dict(zip(options.TENSORS, tensors, strict=True))
 
 
-def call_of(kernel, names, f, shapes, carried, **more):
+def call_of(kernel, names, f, shapes, carried):
     """The contract's Call of a launcher: tensors by their names, everything else as its options."""
     tensors = [name for name in options.TENSORS if name in names and f[name] is not None]
     others = {name: f[name] for name in names if name not in options.TENSORS}
-    return contract.Call(kernel, shapes, (*carried, *tensors), **others, **more)
+    return contract.Call(kernel, shapes, (*carried, *tensors), **others)
 
 
 def with_values_checked(call, f, q):
