@@ -293,7 +293,7 @@ def launches(wanted):
 
 def test_what_it_compiles_to():
     rows = compile_triton.in_a_process(__file__, [(128, False), (128, True), (256, True)])
-    assert [row["kernel"] for row in rows if row["kernel"] in ("delta_kernel", "keys_kernel")] == ["delta_kernel", "keys_kernel"]
+    assert {"delta_kernel", "keys_kernel", "dq_kernel"} < {row["kernel"] for row in rows}, "the backward with sinks"
     rows = [row for row in rows if row["kernel"] == "forward_kernel"]
     assert len(rows) == 5
     for row in rows:

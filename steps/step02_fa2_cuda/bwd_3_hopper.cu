@@ -319,7 +319,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   // keys come first. The blocks of a head begin at the same tile. So each runs a step behind the one before
   // it, and stays there.
   bool ascending = !DETERMINISTIC || own == 1 && tiles <= FEW;
-  int section = causal && tiles <= 64 ? SECTION : 1;  // with more tiles the cache counts more than the end
+  // Blocks of a few steps end soon in any order, and for long heads the cache counts more than the end.
+  int section = causal && own * tiles > 4 && tiles <= 64 ? SECTION : 1;
   if (DETERMINISTIC) section = max(ascending && causal ? 1 : SECTION, CACHE / (8 * D) / (Nq + Nk));
   Place place(DETERMINISTIC ? started[0] : blockIdx.x, tiles, section);
   int tile = DETERMINISTIC && ascending ? tiles - 1 - place.tile : place.tile;
