@@ -239,15 +239,17 @@ def deal(tiles, causal, Nk, D_pad):
 
     When causal, tiles differ in length, and those that come first should be the longest. The more heads a section has,
     the shorter are the last tiles of all, so that the multiprocessors end at nearly the same time. But K and V of a
-    section should fit into 32 MB of the L2 cache. Without a mask a section is one head.
+    section should fit into 32 MB of the L2 cache. Without a mask all tiles take as long, and heads come one by one.
     """
-    program, section = gl.program_id(0), 1
+    program = gl.program_id(0)
+    tile, head = program % tiles, program // tiles
     if causal:
         section = gl.maximum(1, gl.minimum(8, 2**23 // (Nk * D_pad)))
-    first = program // (section * tiles) * section
-    heads = gl.minimum(section, gl.num_programs(0) // tiles - first)  # the last section may have fewer
-    n = program - first * tiles
-    return n // heads, first + n % heads
+        first = head // section * section
+        heads = gl.minimum(section, gl.num_programs(0) // tiles - first)  # the last section may have fewer
+        n = program - first * tiles
+        tile, head = n // heads, first + n % heads
+    return tile, head
 
 
 @gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
