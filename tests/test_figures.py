@@ -119,14 +119,23 @@ def test_what_was_not_hidden_is_added_to_a_prediction():
 
 
 def test_the_price_of_the_order_is_measured_in_the_ring():
+    """At the nearest length; the forward may be of another run."""
+    any_order = turned(FETCH, deterministic=False)
+    longer = replace(LARGE, point=replace(LARGE.point, N=2**17))
     changes = [
-        made(LARGE, turned(FETCH, changed="nothing"), 7.0),
-        made(LARGE, turned(FETCH, changed="nothing"), 32.0, "fwd+bwd"),
-        made(LARGE, turned(FETCH, deterministic=False), 27.0, "fwd+bwd"),
-        made(LARGE, turned(RELAY, changed="nothing"), 99.0, "fwd+bwd"),
+        made(LARGE, FETCH, 7.0, run="r0"),
+        made(LARGE, FETCH, 32.0, "fwd+bwd"),
+        made(LARGE, any_order, 27.0, "fwd+bwd"),
+        made(LARGE, any_order, 7.5, "fwd+bwd", run="r2"),  # no order beside it
+        made(LARGE, RELAY, 99.0, "fwd+bwd"),
+        *(made(longer, *one) for one in ((FETCH, 10.0), (FETCH, 70.0, "fwd+bwd"), (any_order, 50.0, "fwd+bwd"))),
     ]
-    assert ring_tables.price_of_the_order(changes, 2) == pytest.approx(25 / 20)
-    assert ring_tables.price_of_the_order(changes[:2], 2) == ring_tables.price_of_the_order(changes, 4) == 1.0
+    shorter = changes[0] | {"N": 8192, "Nk": 8192}
+    prices = [ring_tables.price_of_the_order(changes, like) for like in (shorter, changes[0], changes[-1])]
+    assert prices == pytest.approx([25 / 20, 25 / 20, 60 / 40])
+    others = changes[0] | {"n_gpus": 4}, changes[0] | {"Hk": 8}, changes[0] | {"layout": "contiguous"}
+    assert [ring_tables.price_of_the_order(changes, like) for like in others] == [1.0] * 3
+    assert ring_tables.price_of_the_order(changes[:2], changes[0]) == 1.0
     fetch = ring_tables.machine_of([*of_one_gpu(), *FREE, *changes], changes[0])
     assert (fetch.ordered, fetch.memory) == (pytest.approx(1.25), 4.8e12) and 1e-6 < fetch.launch < 1e-4
 
@@ -334,15 +343,16 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
 
 
 @functools.cache
-def measured_on_h200(**which):
-    found = [row for row in rows.fresh(rows.read(**which)) if row["gpu"] == measured.H200.name]
+def measured_on(gpu, **which):
+    found = [row for row in rows.fresh(rows.read(**which)) if row["gpu"] == gpu.name]
     return [row for row in found if row["dtype"] == "bf16" and row["D"] in (64, 128) and not row["options"]]
 
 
 @pytest.mark.parametrize("notebook, words, kernels, other, holds", CLAIMS)
 def test_notebooks_say_of_others_what_rows_of_one_run_say(notebook, words, kernels, other, holds):
     other, _, loaded = other.partition(" under ")
-    found = measured_on_h200(timing="sustained" if loaded else "interleaved", switched=other in HOPPER)
+    gpu = measured.H100 if notebook == "03a" else measured.H200
+    found = measured_on(gpu, timing="sustained" if loaded else "interleaved", switched=other in HOPPER)
     beside = measured.beside(found, kernels, other)
     shares = [share for row, share in beside if holds(row["D"], row["N"], row["causal"])]
     if not shares:

@@ -190,7 +190,7 @@ for D in (64, 128):
 # last blocks of all are short, and no multiprocessor works long after the others.
 #
 # **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
-# at 0.86 to 0.93 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
+# at 0.85 to 0.92 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i to memory in the order of its registers.
@@ -250,12 +250,12 @@ for D in (64, 128):
     print(words, figures.gained("bwd_2_wgmma", before, roofs["wgmma", D], D), sep="\n  ")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# **Question 2.** Which part of `bwd_3` costs most? On an **H100** a copy of it was timed without some parts.
+# **Question 2.** Which part of `bwd_3` costs most? On an H200 a copy of it was timed without some parts.
 #
 # <details><summary>Answer</summary>
 #
-# At D = 128 the additions to dq, 4.9 %; the exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 the
-# exponentials and delta. Without all four the kernel of D = 128 has 93 % of the matrix product's speed.
+# At D = 128 the additions to dq, 3.3 %; the exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 the
+# exponentials and delta. Without all four the kernel of D = 128 has 90 % of the matrix product's speed.
 #
 # </details>
 
@@ -270,7 +270,7 @@ print(figures.parts_left_out())
 # <details><summary>Answer</summary>
 #
 # FlashAttention-4: from N = 4096 on by 2 % at most, as both have 0.99 to 1.07 of its speed (in a second of calls
-# without a pause, at N = 16384, 0.99 to 1.03). Below, our forward leads by up to 41 %, and our backward has 0.96 to 1.08
+# without a pause, at N = 16384, 0.99 to 1.03). Below, our forward leads by up to 41 %, and our backward has 0.96 to 1.07
 # of its speed. cuDNN is ahead in one forward at N = 512, by 1 %.
 #
 # </details>

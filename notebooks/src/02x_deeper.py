@@ -426,7 +426,7 @@ for keys, queries, words in (
 print(n02d_hopper.beside("bwd_3_hopper", "bwd_3_hopper:DETERMINISTIC=1", switched=True))
 
 # %% slideshow={"slide_type": "subslide"}
-show("bwd_3_hopper", "struct Turns {", until="// Which block of")
+show("bwd_3_hopper", "struct Turns {", until="// The n-th block")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 11. Two tricks of FlashAttention-4

@@ -39,7 +39,7 @@ print(steps.engine.describe())
 # ## 1. The problem, measured
 #
 # How much of a fast kernel's text is about the machine, that is, about threads, barriers and copies? Speeds are shares
-# of cuDNN's, NVIDIA's library, on an H200 (D = 128, N = 16384, bfloat16, no mask). The first two kernels are stage 02's.
+# of cuDNN's, NVIDIA's library, on an H100 (D = 128, N = 16384, bfloat16, no mask). The first two kernels are stage 02's.
 
 # %% slideshow={"slide_type": "fragment"}
 figures.text_and_speed()
@@ -354,9 +354,9 @@ figures.speeds("forward")
 figures.speeds("backward")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# **Where it stands** on an H200 from N = 4096 on, causal or not. Forward: at D = 128 `gluon` has 0.99 to 1.18 of cuDNN's
-# speed and 0.92 to 0.99 of FlashAttention-4's; at D = 64 it has 0.93 to 1.12 and 0.86 to 0.92. Backward: `gluon` has
-# 1.00 to 1.20 and 0.86 to 0.91.
+# **Where it stands** on an H100 from N = 4096 on, causal or not. Forward: at D = 128 `gluon` has 0.99 to 1.17 of cuDNN's
+# speed and 0.93 to 0.99 of FlashAttention-4's; at D = 64 it has 0.94 to 1.12 and 0.87 to 0.91. Backward: `gluon` has
+# 1.01 to 1.17 and 0.85 to 0.91.
 #
 # ## 8. Summary
 #

@@ -194,7 +194,7 @@ print(f"256 ranks: largest difference to one device {(out - want).abs().max():.0
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. A fixed order, a CUDA graph, a million tokens
 #
-# This section needs 04b's table of speed. There the ring over fetch has 0.86 to 0.91 of two GPUs in forward + backward. But
+# This section needs 04b's table of speed. There the ring over fetch has 0.84 to 0.92 of two GPUs in forward + backward. But
 # the ring adds to dQ in a fixed order, so that dq is bit-equal from run to run, and the one GPU beside it does not. What
 # remains if both do the same? And what does the ring cost at 8k if Python is out of the way?
 
@@ -204,8 +204,9 @@ print(ring_tables.shown("variants", ring_tables.recorded()))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to read it
 #
-# Compare like with like: the first number of "any order", and the second of "fetch". Both are between 0.90 and 1.03. So
-# what the ring seemed to lose is mostly the price of the order, not of the hops.
+# Compare like with like: the first number of "any order", and the second of "fetch". Both are between 0.88 and 1.00. So
+# what the ring seemed to lose is mostly the price of the order, not of the hops. At 128k with Hk = 32 the order costs the
+# ring's blocks without a mask more than it costs one GPU, and in other runs it cost 10 % less.
 #
 # A **CUDA graph** records the launches of a call once, and replays them without the host. At 8k a rank's GPU has only half
 # a millisecond of work for a forward. This host needed longer than that to ask for it: as a graph the forward took 0.50 and

@@ -57,26 +57,28 @@ def rung(kernel, found=None, *, D=128, N=4096, causal=False, dtype="bf16"):
 
     found: rows, the fresh committed ones if None. Where there is no row at this size, the line says so.
     """
-    size = f"{H200.name}, {dtype}, D = {D}, N = {N}, {'causal' if causal else 'full'}"
+    size = f"{dtype}, D = {D}, N = {N}, {'causal' if causal else 'full'}"
     chosen = rung_row(kernel, found, D=D, N=N, causal=causal, dtype=dtype)
     if not chosen:
-        return f"{kernel}: not measured as it is now on {size}"
+        return f"{kernel}: not measured as it is now, {size}"
     mine, before, peer = chosen
     words = [f"{kernel}: {mine['tflops']:.3g} TFLOP/s"]
     words += [f"{mine['tflops'] / before['tflops']:.2f} x {before['kernel']}"] if before else []
     words += [f"{mine['tflops'] / peer['tflops']:.2f} of {peer['peer']}"] if peer else []
-    return f"{', '.join(words)}\n  ({size})"
+    return f"{', '.join(words)}\n  ({mine['gpu']}, {size})"
 
 
 def rung_row(kernel, found=None, *, D=128, N=4096, causal=False, dtype="bf16"):
-    """(row, row of the next lower rung or None, row of the fastest peer or None) of a rung in one run on an H200.
+    """(row, row of the next lower rung or None, row of the fastest peer or None) of a rung in one run.
 
-    Of several runs the last one counts in which a lower rung was measured, too.
+    It is one on an H200, or if there is none, on an H100, and the last one in which a lower rung was measured, too.
     """
     found = fresh() if found is None else found
-    at = {"gpu": H200.name, "D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
+    at = {"D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
     found = [row for row in found if row["timing"] == "interleaved" and all(row[name] == at[name] for name in at)]
-    candidates = [(row, *company(row, found)) for row in found if row["kernel"] == kernel]
+    rungs = [row for row in found if row["kernel"] == kernel]
+    rungs = next(filter(None, ([row for row in rungs if row["gpu"] == gpu.name] for gpu in (H200, H100))), [])
+    candidates = [(row, *company(row, found)) for row in rungs]
     return max(candidates, key=lambda one: (one[1] is not None, one[0]["run"]), default=None)
 
 
@@ -86,9 +88,9 @@ def fresh():
     return results.fresh(results.read())
 
 
-def of_one_run(*names, found=None, pass_="fwd", D=128, N=4096, causal=False):
-    """{name: TFLOP/s} of kernels and peers on an H200, in the last run in which all of them were measured; or {}."""
-    at = {"gpu": H200.name, "pass": pass_, "D": D, "N": N, "causal": causal, "dtype": "bf16", "options": {}}
+def of_one_run(*names, found=None, gpu=H200, pass_="fwd", D=128, N=4096, causal=False):
+    """{name: TFLOP/s} of kernels and peers on a GPU, in the last run in which all of them were measured; or {}."""
+    at = {"gpu": gpu.name, "pass": pass_, "D": D, "N": N, "causal": causal, "dtype": "bf16", "options": {}}
     runs = {}
     for row in fresh() if found is None else found:
         if row["timing"] == "interleaved" and at.items() <= row.items():
@@ -97,8 +99,8 @@ def of_one_run(*names, found=None, pass_="fwd", D=128, N=4096, causal=False):
     return {name: complete[-1][name] for name in names} if complete else {}
 
 
-def speeds(panels, alt):
-    """Bars of {title: {kernel or peer: TFLOP/s}}, a panel for each title."""
+def speeds(panels, gpu, alt):
+    """Bars of {title: {kernel or peer: TFLOP/s}} on a GPU, a panel for each title."""
     fig, grid = subplots(1, len(panels), figsize=(8.5, 3.6), sharey=True)
     for ax, (title, found) in zip(grid, panels.items(), strict=True):
         words = [PEERS[name][0] if name in PEERS else name.split("_", 2)[2] for name in found]
@@ -107,7 +109,7 @@ def speeds(panels, alt):
         ax.set_xticks(range(len(found)), words, rotation=40, ha="right", fontsize=9)
         ax.set_title(title if found else f"{title}: not measured as it is now")
         ax.grid(axis="x", visible=False)
-    grid[0].set_ylabel("TFLOP/s, bf16, H200")
+    grid[0].set_ylabel(f"TFLOP/s, bf16, {gpu.name.split()[1]}")
     return picture(fig, alt)
 
 

@@ -14,7 +14,7 @@ from reference import attention, cases, error, mutants
 from steps import engine
 from steps import step03_triton as step03
 from steps.bench import rows
-from steps.figures.measured import H200, fresh, of_one_run
+from steps.figures.measured import H100, fresh, of_one_run
 from steps.figures.measured import speeds as speed_bars
 from steps.figures.picture import picture
 from steps.figures.plots import visited_tiles
@@ -37,7 +37,7 @@ def text_and_speed():
         text = re.sub(r"//.*|(?m:(^|  )#(?!pragma|include).*)", "", text)  # without comments
         lines = [line for line in text.splitlines() if line.strip()]
         about = sum(bool(re.search(MACHINE, line)) for line in lines)
-        found = of_one_run(name, "sdpa-cudnn", N=16384)
+        found = of_one_run(name, "sdpa-cudnn", gpu=H100, N=16384)
         speed = f"{found[name] / found['sdpa-cudnn']:.0%} of cuDNN's speed" if found else "not measured as it is now"
         print(f"{name:12} {language:8}: {about:3} of {len(lines):3} lines about the machine; {speed}")
 
@@ -137,14 +137,14 @@ RUNGS = {
 
 
 def speeds(which):
-    """TFLOP/s of the stage's kernels and of others as bars. which: "forward" or "backward"."""
+    """TFLOP/s of the stage's kernels and of others on an H100 as bars. which: "forward" or "backward"."""
     names = *RUNGS[which], "sdpa-flash", "sdpa-cudnn", "fa4"
     panels = {}
     for mask in ("full", "causal"):
-        found = of_one_run(*names, pass_=names[0][:3], N=16384, causal=mask == "causal")
+        found = of_one_run(*names, gpu=H100, pass_=names[0][:3], N=16384, causal=mask == "causal")
         panels[f"{which}, {mask}, D = 128, N = 16384"] = found
     if which == "backward":
-        products = [row["tflops"] for row in fresh() if (row["peer"], row["gpu"]) == (rows.MATMUL, H200.name)]
+        products = [row["tflops"] for row in fresh() if (row["peer"], row["gpu"]) == (rows.MATMUL, H100.name)]
         print(f"5/7 of a plain matrix product: {5 / 7 * statistics.median(products):.0f} TFLOP/s")
     words = "; ".join(f"{title}: " + ", ".join(f"{n} {x:.0f}" for n, x in of.items()) for title, of in panels.items())
-    return speed_bars(panels, f"Bars of TFLOP/s. {words}.")
+    return speed_bars(panels, H100, f"Bars of TFLOP/s. {words}.")

@@ -7,6 +7,7 @@ background is opaque white, because a dark page would swallow dark text.
 so that one of other rows is noticed; --check draws nothing and exits with 1 if there is one.
 """
 
+import collections
 import json
 import statistics
 import textwrap
@@ -148,8 +149,9 @@ def ladder_numbers(rows, stage="02_fa2_cuda"):
     """What a stage's ladder shows of these rows, or None if there are not rungs of both passes.
 
     {"gpu", "matmul": TFLOP/s or None, "fwd": ..., "bwd": {"rungs": [[word, TFLOP/s, what differs from LADDER]],
-    "peers": {name: TFLOP/s}}}. Of several GPUs the one measured last; of several rows of one subject that of `latest`.
-    The peers are those of one run, in which most of the rungs were measured.
+    "peers": {name: TFLOP/s}}}. Of several GPUs the one on which most rungs were measured, and of two such the H200, not
+    the H100; of several rows of one subject that of `latest`. The peers are those of one run, in which most of the
+    rungs were measured.
     """
 
     def like(row):  # compares by how much a row is what the ladder compares: dtype first, then D
@@ -157,7 +159,8 @@ def ladder_numbers(rows, stage="02_fa2_cuda"):
 
     plain = [row for row in rows if row["n_gpus"] == 1 and not row["options"] and row["timing"] == "interleaved"]
     mine = [row for row in plain if row["stage"] == stage and like(row)[2:] == [True, True]]
-    gpu = max(mine, key=lambda row: row["run"])["gpu"] if mine else None
+    rungs_of = collections.Counter(gpu for gpu, _ in {(row["gpu"], row["kernel"]) for row in mine})
+    gpu = max(rungs_of, key=lambda gpu: (rungs_of[gpu], gpu), default=None)
     runs = {row["run"] for row in plain if row["stage"] == stage}
     beside = [row for row in plain if row["run"] in runs and row["peer"] and row["gpu"] == gpu]
     products = [row["tflops"] for row in beside if row["peer"] == "matmul" and row["dtype"] == LADDER["dtype"]]

@@ -4,6 +4,7 @@ A table is a list of lines, which are lists of words, the first line its head. O
 same are of one run: of several runs that with most rows there.
 """
 
+import math
 import statistics
 import textwrap
 from collections import Counter
@@ -133,7 +134,7 @@ def sent(row):
 def predictions(rows):
     """Milliseconds as measured, and in brackets how far the model of `simulate.py` is off. It knows from other rows
     how fast a block is on one GPU, a link's bytes a second and a hop's latency, which share of the moving a profiler
-    has seen hidden, what the fixed order of dQ costs at one size, and what a launch costs the host."""
+    has seen hidden, what the fixed order of dQ costs at the nearest measured length, and what a launch costs the host."""
     plain = [row for row in rows if row["kernel"] in RINGS and row["layout"] == "zigzag" and not row["options"]]
     plain = [row for row in plain if row["H"] == 32]  # the sizes at which one GPU took turns with the ring
     plain = [row | {"model": predicted(rows, row)} for row in of_fullest_run(plain)]
@@ -186,19 +187,25 @@ def machine_of(rows, like):
     except ValueError:  # there are no rows: the code has changed since it was measured
         return None
     memory, launch = 1e12 * cost.GPUS[gpu].bandwidth, simulate.read_launch(read_record("host", gpu))
-    return simulate.Machine(*speeds, memory=memory, launch=launch, ordered=price_of_the_order(rows, like["n_gpus"]))
+    return simulate.Machine(*speeds, memory=memory, launch=launch, ordered=price_of_the_order(rows, like))
 
 
-def price_of_the_order(rows, n_gpus):
-    """How much longer a backward takes that adds to dQ in a fixed order; 1 if the ring was not measured both ways."""
-    rows = of_fullest_run([row for row in rows if row["n_gpus"] == n_gpus and row["kernel"] == "ring+fetch"])
-    # Other runs have both orders too, at other sizes, of which the forward alone was not measured beside them.
-    runs = {(row["run"], row["N"]) for row in rows if "changed" in row["options"]}
-    rows = [row for row in rows if (row["run"], row["N"]) in runs]
-    ms = {(row["pass"], *row["options"].items()): row["ms_median"] for row in rows}
-    forward, in_order = (ms.get((pass_, ("changed", "nothing")), 0) for pass_ in ("fwd", "fwd+bwd"))
-    in_any_order = ms.get(("fwd+bwd", ("deterministic", False)))
-    return (in_order - forward) / (in_any_order - forward) if in_order and in_any_order else 1.0
+def price_of_the_order(rows, like):
+    """How much longer a backward takes that adds to dQ in a fixed order; 1 if no ring was measured both ways.
+
+    It is measured over fetch with as many GPUs and K/V heads, at the nearest length.
+    """
+    at_its_size = {name: like[name] for name in ("N", "Nk", "pass")}
+    alike = [row for row in rows if (row["kernel"], row["layout"]) == ("ring+fetch", like["layout"])]
+    alike = [row for row in alike if size(row | at_its_size) == size(like)]
+    ms = {(row["pass"], row["N"], row["run"]): row["ms_median"] for row in alike if not row["options"]}
+    forward = {N: x for (pass_, N, _), x in ms.items() if pass_ == "fwd"}
+    prices = {
+        row["N"]: (ms["fwd+bwd", row["N"], row["run"]] - forward[row["N"]]) / (row["ms_median"] - forward[row["N"]])
+        for row in alike
+        if row["options"] == {"deterministic": False} and ("fwd+bwd", row["N"], row["run"]) in ms
+    }
+    return prices[min(prices, key=lambda N: abs(math.log(N / like["N"])))] if prices else 1.0
 
 
 TABLES = {"speed": ring_speed, "variants": ring_variants, "strategies": ring_strategies, "predictions": predictions}
