@@ -134,7 +134,8 @@ def sent(row):
 def predictions(rows):
     """Milliseconds as measured, and in brackets how far the model of `simulate.py` is off. It knows from other rows
     how fast a block is on one GPU, a link's bytes a second and a hop's latency, which share of the moving a profiler
-    has seen hidden, what the fixed order of dQ costs at the nearest measured length, and what a launch costs the host."""
+    has seen hidden, what the fixed order of dQ costs at the nearest length measured, and what a launch costs the host.
+    """
     plain = [row for row in rows if row["kernel"] in RINGS and row["layout"] == "zigzag" and not row["options"]]
     plain = [row for row in plain if row["H"] == 32]  # the sizes at which one GPU took turns with the ring
     plain = [row | {"model": predicted(rows, row)} for row in of_fullest_run(plain)]
