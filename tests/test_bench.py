@@ -423,6 +423,16 @@ def test_a_feature_computes_what_the_reference_does_and_counts_the_scores_that_p
 
 
 @needs_triton
+def test_features_are_compared_with_a_backward_of_the_same_file(monkeypatch):
+    """Without a feature that file's, though a call would take a rung's; with sinks the one that such a call takes."""
+    from steps.step03_triton import bwd_2_gluon
+
+    monkeypatch.setattr(bwd_2_gluon, "refusal", lambda q: None)
+    found = {one.options["feature"]: one.entrants[0].bwd_kernel for one in grid.features_at(16, 2, 64)}
+    assert (found["none"], found["causal"], found["sinks"]) == ("flash", "flash", "flash_gluon")
+
+
+@needs_triton
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name, features", [
     ("fa4", ["none", "causal", "soft-cap", "sinks", "window", "soft-cap + window", "packed"]),

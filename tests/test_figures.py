@@ -396,6 +396,9 @@ def test_a_rung_s_line_compares_it_in_one_run_with_the_rung_below_and_the_fastes
     assert measured.rung("fwd_0_scalar", found).startswith("fwd_0_scalar: 1 TFLOP/s, 0.01 of fa4")
     assert measured.rung("fwd_5_fa2", found[-1:]).startswith("fwd_5_fa2: 70 TFLOP/s\n")
     assert "not measured as it is now" in measured.rung("fwd_5_fa2", found, N=512)
+    on_h100 = [one | {"gpu": measured.H100.name, "run": "r9", "tflops": 40.0} for one in found]
+    assert measured.rung("fwd_5_fa2", on_h100 + found).splitlines() == [line, where]
+    assert "(NVIDIA H100 80GB HBM3, bf16" in measured.rung("fwd_5_fa2", on_h100)
 
 
 def test_the_forgotten_shift_fails_where_notebooks_00_and_01_say():
@@ -455,7 +458,9 @@ def test_the_ladder_shows_each_rung_once_says_what_differs_and_has_the_peers_of_
         of_02("fwd_2_mma", gpu="Tesla T4", N=4096, D=128, tflops=7.0),
         peer_row(N=4096, Nk=4096, D=128, tflops=9.0, run="another"),  # beside other kernels
     ]
-    some = [*ladder_rows(), *more, *ladder_rows(), of_02("fwd_2_mma", N=4096, D=128, tflops=8.0, timing="sustained")]
+    elsewhere = [one | {"gpu": "NVIDIA H100 80GB HBM3", "run": "later"} for one in ladder_rows()]
+    under_load = of_02("fwd_2_mma", N=4096, D=128, tflops=8.0, timing="sustained")
+    some = [*ladder_rows(), *more, *elsewhere, *ladder_rows(), under_load]
     assert plots.ladder_numbers(more) is None and plots.ladder_numbers(some) == {
         "gpu": "NVIDIA H200",
         "matmul": 800.0,

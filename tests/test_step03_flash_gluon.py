@@ -152,12 +152,14 @@ def test_which_calls_take_it(monkeypatch):
 @pytest.mark.skipif(engine.name == "cuda", reason="stands in for a GPU")
 def test_what_the_backward_computes_before_its_large_kernel(monkeypatch):
     """delta, lse_2 and dsinks; and that the large kernel gets the first two."""
-    seen = []
+    seen, rows = [], []
 
     def gradients(record, dout, q, k, v, lse_2, delta, causal, scale):
+        for x in (lse_2, delta):
+            record.derive(lambda x: rows.append(x) or x, x)
         assert lse_2.stride(0) % 4 == delta.stride(0) % 4 == 0, "TMA reads rows that begin at multiples of 16 bytes"
         seen.append((causal, scale))
-        return tuple(record.derive(torch.clone, x) for x in (delta, lse_2, v))
+        return tuple(record.derive(torch.clone, x) for x in (q, k, v))
 
     monkeypatch.setattr(bwd_2_gluon, "refusal", lambda q: None)
     monkeypatch.setattr(bwd_2_gluon, "gradients", gradients)
@@ -172,7 +174,8 @@ def test_what_the_backward_computes_before_its_large_kernel(monkeypatch):
     apart = torch.stack((sinks, -sinks), 1)[:, 0]
     for of_sinks in ({"sinks": apart}, {"sinks": sinks.half()}, {}):
         with unwritten_is_nan():
-            delta, lse_2, _, *dsinks = flash_gluon.backward(dout, q, k, v, out, lse, **given, **of_sinks)
+            _, _, _, *dsinks = flash_gluon.backward(dout, q, k, v, out, lse, **given, **of_sinks)
+        lse_2, delta = rows[-2:]
         torch.testing.assert_close(delta[:, :70].view(2, 4, 70), (dout.float() * out).sum(3), atol=1e-4, rtol=1e-5)
         torch.testing.assert_close(lse_2[:, :70].view(2, 4, 70), lse * math.log2(math.e))
         assert [x.dtype for x in dsinks] == [x.dtype for x in of_sinks.values()]
@@ -182,6 +185,10 @@ def test_what_the_backward_computes_before_its_large_kernel(monkeypatch):
         *_, dsinks = step03.backward(dout, q, k, v, out, lse, sinks=sinks, **given)
         assert not error.failures({"dsinks": dsinks}, want)
     assert len(seen) == 4, "a call of the same kind is replayed"
+    *_, in_order = step03.backward(dout, q, k, v, out, lse, sinks=sinks, deterministic=True, **given)
+    assert len(seen) == 4 and not error.failures({"dsinks": in_order}, want)
+    *_, of_first = step03.backward(dout[0], q[0], k[0], v[0], out[0], lse[0], sinks=sinks, **given)
+    assert len(seen) == 5 and of_first.shape == (4,), "three dimensions"
 
 
 def test_which_backwards_take_it(monkeypatch):
