@@ -235,9 +235,9 @@ def fits_backward(q, asked):
 
 @replayed
 def backward(record, dout, q, k, v, out, lse, *, causal=False, scale=None, sinks=None):
-    """(dq, dk, dv), and dsinks if there are sinks, as flash.backward gives them, but dq is not bit-equal in every run.
+    """(dq, dk, dv), and dsinks if there are sinks, as flash.backward gives them with no other option than these.
 
-    head_dim is at most 128, and there is at least one query and one key.
+    dq changes in its last bits from run to run. head_dim is at most 128, and there is at least one query and one key.
     """
     (B, H, Nq, D), Nk = q.shape, k.shape[2]
     tiles, stride = triton.cdiv(Nq, 64), 4 * triton.cdiv(Nq, 4)  # each row begins at a multiple of 16 bytes
