@@ -133,6 +133,7 @@ def test_the_price_of_the_order_is_measured_in_the_ring():
     shorter = changes[0] | {"N": 8192, "Nk": 8192}
     prices = [ring_tables.price_of_the_order(changes, like) for like in (shorter, changes[0], changes[-1])]
     assert prices == pytest.approx([25 / 20, 25 / 20, 60 / 40])
+    assert ring_tables.price_of_the_order(changes[1:], changes[0]) == pytest.approx(60 / 40)  # without a forward
     others = changes[0] | {"n_gpus": 4}, changes[0] | {"Hk": 8}, changes[0] | {"layout": "contiguous"}
     assert [ring_tables.price_of_the_order(changes, like) for like in others] == [1.0] * 3
     assert ring_tables.price_of_the_order(changes[:2], changes[0]) == 1.0
@@ -206,7 +207,7 @@ def test_04b_says_of_the_ring_s_efficiency_what_the_table_shows():
     others = shares[forward, "torch,", "32k"]
     in_order = shares[both, "fetch", "32k"] + shares[both, "fetch", "128k"]
     for words in (
-        f"the efficiency is {least[0]} or more at 128k and {least[1]} or more at 32k, where",
+        f"the forward's efficiency is {least[0]} or more at 128k and {least[1]} or more at 32k, where",
         f"`context_parallel` has {min(others)} to {max(others)}.",
         f"Forward + backward has {min(in_order)} to {max(in_order)} from 32k on, beside a GPU that adds to dQ in any",
     ):
@@ -398,7 +399,8 @@ def test_a_rung_s_line_compares_it_in_one_run_with_the_rung_below_and_the_fastes
     assert "not measured as it is now" in measured.rung("fwd_5_fa2", found, N=512)
     on_h100 = [one | {"gpu": measured.H100.name, "run": "r9", "tflops": 40.0} for one in found]
     assert measured.rung("fwd_5_fa2", on_h100 + found).splitlines() == [line, where]
-    assert "(NVIDIA H100 80GB HBM3, bf16" in measured.rung("fwd_5_fa2", on_h100)
+    for all_or_some, gpu in ((on_h100, None), (on_h100 + found, measured.H100)):
+        assert "(NVIDIA H100 80GB HBM3, bf16" in measured.rung("fwd_5_fa2", all_or_some, gpu=gpu)
 
 
 def test_the_forgotten_shift_fails_where_notebooks_00_and_01_say():
@@ -430,6 +432,7 @@ def test_speeds_of_one_run_are_of_the_last_run_that_measured_them_all():
     both = functools.partial(measured.of_one_run, found=[*found, *late])
     assert both("fwd_5_fa2", "fa3") == {"fwd_5_fa2": 10.0, "fa3": 20.0}
     assert both("fwd_5_fa2") == {"fwd_5_fa2": 30.0} and not both("fa4")
+    assert not both("fwd_5_fa2", gpu=measured.H100)
 
 
 def test_turns_hide_what_lockstep_does_not():

@@ -13,7 +13,7 @@ import triton
 import steps.step03_triton as step03
 from reference import attention, error
 from steps import engine
-from steps.step03_triton import bwd_2_gluon, flash, flash_gluon, fwd_3_gluon, operators, options
+from steps.step03_triton import bwd_2_gluon, checked, flash, flash_gluon, fwd_3_gluon, operators, options
 from support import compile_triton
 from support.contract_suite import unwritten_is_nan
 
@@ -187,6 +187,21 @@ def test_what_the_backward_computes_before_its_large_kernel(monkeypatch):
     assert len(seen) == 4, "a call of the same kind is replayed"
     *_, in_order = step03.backward(dout, q, k, v, out, lse, sinks=sinks, deterministic=True, **given)
     assert len(seen) == 4 and not error.failures({"dsinks": in_order}, want)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def differentiate(attention, **options):
+        torch.autograd.grad(attention(*leaves, sinks=sinks.requires_grad_(), **given, **options), leaves, dout)
+        return len(seen)
+
+    for attention_of in (step03.attention, checked.attention):
+        before = len(seen)
+        assert differentiate(attention_of, deterministic=True) == before
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+            assert differentiate(attention_of) == before, "torch asks for it"
+        assert differentiate(attention_of) == before + 1
+    del seen[4:]
+    sinks.requires_grad_(False)
     *_, of_first = step03.backward(dout[0], q[0], k[0], v[0], out[0], lse[0], sinks=sinks, **given)
     assert len(seen) == 5 and of_first.shape == (4,), "three dimensions"
 
@@ -199,12 +214,13 @@ def test_which_backwards_take_it(monkeypatch):
         return operators.backward_launcher(q, k, operators.DEFAULTS | given)[0]
 
     assert picked(128, **sinks) is flash.backward, "there is no Hopper GPU"
-    monkeypatch.setattr(bwd_2_gluon, "refusal", lambda q: None)
-    for D, given in ((64, {}), (64, sinks), (128, sinks | {"causal": True, "scale": 0.3})):
+    monkeypatch.setattr(fwd_3_gluon, "refusal", lambda q: None)
+    for D, given in ((64, sinks), (128, sinks | {"causal": True, "scale": 0.3})):
         assert picked(D, **given) is flash_gluon.backward
     for more in ({"window": (7, 0)}, {"tile": [128, 64]}, {"deterministic": True}, {"keys": 0}, {"first_key": 3}):
         assert picked(128, **sinks, **more) is flash.backward
-    assert picked(40, **sinks) is flash.backward
+    for D, given in ((40, sinks), (136, sinks), (128, {}), (128, {"causal": True})):
+        assert picked(D, **given) is flash.backward
 
 
 def check(q, k, v, **given):

@@ -186,8 +186,8 @@ for D in (64, 128):
 # which needs no exchange, before the barrier. And with 1,024 queries or fewer it has a third buffer for Q_i and dO_i,
 # because a block of few steps must not wait for its second tile.
 #
-# With a causal mask the first keys have the most queries. Their blocks start first, in up to eight heads at a time. So the
-# last blocks of all are short, and no multiprocessor works long after the others.
+# With a causal mask the first keys have the most queries. Their blocks start first, up to 8,192 keys in eight heads at a
+# time. So the last blocks of all are short, and no multiprocessor works long after the others.
 #
 # **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
 # at 0.85 to 0.92 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
@@ -269,7 +269,7 @@ print(figures.parts_left_out())
 #
 # <details><summary>Answer</summary>
 #
-# FlashAttention-4: from N = 4096 on by 2 % at most, as both have 0.99 to 1.07 of its speed (in a second of calls
+# FlashAttention-4: from N = 4096 on by 1 % at most, as both have 0.99 to 1.07 of its speed (in a second of calls
 # without a pause, at N = 16384, 0.99 to 1.03). Below, our forward leads by up to 41 %, and our backward has 0.96 to 1.07
 # of its speed. cuDNN is ahead in one forward at N = 512, by 1 %.
 #

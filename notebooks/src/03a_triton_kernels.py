@@ -235,7 +235,7 @@ figures.instructions()
 
 # %% slideshow={"slide_type": "fragment"}
 for kernel in ("fwd_0_fused", "fwd_1_tma", "fwd_2_roles", "fwd_3_gluon"):
-    print(measured.rung(kernel))
+    print(measured.rung(kernel, gpu=measured.H100))
 show("fwd_1_tma", "load_tile")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
@@ -268,7 +268,7 @@ print("rung fused, twice: the same bits", torch.equal(*runs))
 
 # %% slideshow={"slide_type": "fragment"}
 for kernel in ("bwd_0_fused", "bwd_1_tma", "bwd_2_gluon"):
-    print(measured.rung(kernel))
+    print(measured.rung(kernel, gpu=measured.H100))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 5. Write it yourself

@@ -21,7 +21,7 @@
 #
 # - **Before you start:** notebook 03a, for sections 13 and 14 also 03b. Sections 7 to 12 want what tensor cores,
 #   warpgroups and TMA are.
-# - **Time:** each section takes five minutes and can be read alone.
+# - **Time:** each section takes five minutes and can be read alone. Speeds are an H100's where nothing else is said.
 # - **Code:** [`steps/step03_triton`](../steps/step03_triton/README.md), [figures](../steps/figures/n03x_deeper.py).
 # - **Tests:** `pytest tests/test_step03_triton.py tests/test_step03_features.py`.
 
@@ -54,7 +54,8 @@ figures.descriptors()
 # counters of an H200 were read with 3.6.0, which took 140 for rung `tma`.
 
 # %% slideshow={"slide_type": "fragment"}
-print(measured.rung("fwd_0_fused"), measured.rung("fwd_1_tma"), sep="\n")
+for kernel in ("fwd_0_fused", "fwd_1_tma"):
+    print(measured.rung(kernel, gpu=measured.H100))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 2. One rounding instead of two
@@ -196,7 +197,7 @@ show("step03_triton/fwd_3_gluon", "step")
 # which means that there is one for each multiprocessor and it fetches work until none is left.
 
 # %% slideshow={"slide_type": "fragment"}
-print(measured.rung("fwd_3_gluon"))
+print(measured.rung("fwd_3_gluon", gpu=measured.H100))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Five products where seven were

@@ -205,8 +205,8 @@ print(ring_tables.shown("variants", ring_tables.recorded()))
 # ### How to read it
 #
 # Compare like with like: the first number of "any order", and the second of "fetch". Both are between 0.88 and 1.00. So
-# what the ring seemed to lose is mostly the price of the order, not of the hops. At 128k with Hk = 32 the order costs the
-# ring's blocks without a mask more than it costs one GPU, and in other runs it cost 10 % less.
+# what the ring seemed to lose is mostly the price of the order, not of the hops. At 128k with Hk = 32 the order
+# makes the ring's call 20 % longer (480 ms for 399), and that of one GPU 7 % (843 for 786).
 #
 # A **CUDA graph** records the launches of a call once, and replays them without the host. At 8k a rank's GPU has only half
 # a millisecond of work for a forward. This host needed longer than that to ask for it: as a graph the forward took 0.50 and

@@ -52,13 +52,13 @@ def shares(found, kernels, other):
     return "\n".join(report.in_text(lines)) if lines else f"no rows of {', '.join(kernels)} beside {other}"
 
 
-def rung(kernel, found=None, *, D=128, N=4096, causal=False, dtype="bf16"):
+def rung(kernel, found=None, *, gpu=None, D=128, N=4096, causal=False, dtype="bf16"):
     """A rung's result in a line, of one run: TFLOP/s, the factor to the rung before it, and to the fastest peer.
 
     found: rows, the fresh committed ones if None. Where there is no row at this size, the line says so.
     """
     size = f"{dtype}, D = {D}, N = {N}, {'causal' if causal else 'full'}"
-    chosen = rung_row(kernel, found, D=D, N=N, causal=causal, dtype=dtype)
+    chosen = rung_row(kernel, found, gpu=gpu, D=D, N=N, causal=causal, dtype=dtype)
     if not chosen:
         return f"{kernel}: not measured as it is now, {size}"
     mine, before, peer = chosen
@@ -68,16 +68,18 @@ def rung(kernel, found=None, *, D=128, N=4096, causal=False, dtype="bf16"):
     return f"{', '.join(words)}\n  ({mine['gpu']}, {size})"
 
 
-def rung_row(kernel, found=None, *, D=128, N=4096, causal=False, dtype="bf16"):
+def rung_row(kernel, found=None, *, gpu=None, D=128, N=4096, causal=False, dtype="bf16"):
     """(row, row of the next lower rung or None, row of the fastest peer or None) of a rung in one run.
 
-    It is one on an H200, or if there is none, on an H100, and the last one in which a lower rung was measured, too.
+    gpu: by default rows of an H200 count, and where there are none, those of an H100. Of several runs the last one
+    counts in which a lower rung was measured, too.
     """
     found = fresh() if found is None else found
     at = {"D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
     found = [row for row in found if row["timing"] == "interleaved" and all(row[name] == at[name] for name in at)]
     rungs = [row for row in found if row["kernel"] == kernel]
-    rungs = next(filter(None, ([row for row in rungs if row["gpu"] == gpu.name] for gpu in (H200, H100))), [])
+    gpus = (H200, H100) if gpu is None else (gpu,)
+    rungs = next(filter(None, ([row for row in rungs if row["gpu"] == gpu.name] for gpu in gpus)), [])
     candidates = [(row, *company(row, found)) for row in rungs]
     return max(candidates, key=lambda one: (one[1] is not None, one[0]["run"]), default=None)
 

@@ -13,8 +13,9 @@ warnings.filterwarnings("ignore", message="flex_attention called without")  # Th
 
 
 def shares(kernel, other):
-    """A kernel's speed in another's, or in a peer's, in one run, from N = 1024 on."""
-    return measured.shares([row for row in fresh() if row["N"] > 512], [kernel], other)
+    """A kernel's speed in another's, or in a peer's, in one run on an H100, from N = 1024 on."""
+    found = [row for row in fresh() if row["gpu"] == measured.H100.name and row["N"] > 512]
+    return measured.shares(found, [kernel], other)
 
 
 def descriptors():

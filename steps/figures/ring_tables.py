@@ -201,11 +201,11 @@ def price_of_the_order(rows, like):
     alike = [row for row in alike if size(row | at_its_size) == size(like)]
     ms = {(row["pass"], row["N"], row["run"]): row["ms_median"] for row in alike if not row["options"]}
     forward = {N: x for (pass_, N, _), x in ms.items() if pass_ == "fwd"}
-    prices = {
-        row["N"]: (ms["fwd+bwd", row["N"], row["run"]] - forward[row["N"]]) / (row["ms_median"] - forward[row["N"]])
-        for row in alike
-        if row["options"] == {"deterministic": False} and ("fwd+bwd", row["N"], row["run"]) in ms
-    }
+    prices = {}
+    for row in (row for row in alike if row["options"] == {"deterministic": False} and row["N"] in forward):
+        in_order, in_any_order, before = ms.get(("fwd+bwd", row["N"], row["run"])), row["ms_median"], forward[row["N"]]
+        if in_order:
+            prices[row["N"]] = (in_order - before) / (in_any_order - before)
     return prices[min(prices, key=lambda N: abs(math.log(N / like["N"])))] if prices else 1.0
 
 

@@ -107,8 +107,8 @@ class Functions:
         With sinks the last result is dsinks. Without them the others are the same, because lse knows of the sinks.
 
         dout is the gradient of out; out and lse are what `forward` gave with the same features, for these keys or for
-        more: dq is then the part that comes from these keys. The results are equal to the bit from run to run, but for
-        dq on Hopper with sinks and no other feature, where `deterministic` asks for it.
+        more: dq is then the part that comes from these keys. The results are equal to the bit from run to run. The
+        exception is dq on Hopper without a feature, or with sinks alone: there it needs deterministic=True.
         """
         given = dict(causal=causal, scale=scale, tile=tile, deterministic=deterministic) | features
         if not is_traced(q):
@@ -126,8 +126,10 @@ class Functions:
 
         The arguments are those of `forward`. dropout_p without a seed draws one from torch's generator on q's device;
         see also `set_deterministic`. For the backward only the inputs, out and lse are kept, so that memory grows with
-        N and not with N^2. Autocast does not change the dtype.
+        N and not with N^2. Autocast does not change the dtype. deterministic: as of `backward`; it is also True where
+        torch.use_deterministic_algorithms says so.
         """
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         given = dict(causal=causal, scale=scale, tile=tile, deterministic=deterministic) | features
         p = features.get("dropout_p")
         if isinstance(p, Real) and p and features.get("seed") is None:

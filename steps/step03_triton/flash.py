@@ -6,7 +6,7 @@
 
 The kernels stand in flash_kernels.py, what a feature adds to them in features.py. Here are the launchers, and the
 tables of tiles. A kernel is compiled for each set of features, and has no instruction of one that is off. On Hopper
-flash_gluon.py has a faster forward for some of them.
+flash_gluon.py has a faster forward for some of them, and a faster backward for sinks.
 
 Sources: FlashAttention-2, Algorithms 1 and 2; features.py names those of the features. Left out: paged K and V, fp8,
 rotary embedding, block-sparse tables, and decoding, which decode.py does. Needs torch, Triton, flash_kernels.py,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The forward of flash.py with a window, packed sequences or sinks on Hopper, and the backward with sinks alone.
 
-A producer and two consumers work as in fwd_3_gluon.py. What is different:
+In the forward a producer and two consumers work as in fwd_3_gluon.py. What is different:
 
     window    The queries of a program see the keys from the first query's left edge to the last query's right edge.
               First come the tiles that an edge cuts, which need a mask, and then the others.
@@ -11,9 +11,10 @@ A producer and two consumers work as in fwd_3_gluon.py. What is different:
     sinks     One more key of value 0 at the end, by flash_kernels.add_sink. The backward finds it in lse, and needs no
               more than another delta_kernel before the kernels of bwd_2_gluon.py.
 
-Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py. Left
-out: all other features, and in the forward head_dims up to 64, where flash.py is as fast: its small programs share a
-multiprocessor. Needs torch, Triton, fwd_3_gluon.py, bwd_2_gluon.py, features.py, flash_kernels.py, replay.py, tiles.py.
+Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py and
+bwd_2_gluon.py. Left out: all other features, and in the forward head_dims up to 64, where flash.py is as fast: its
+small programs share a multiprocessor. Needs torch, Triton, fwd_3_gluon.py, bwd_2_gluon.py, features.py,
+flash_kernels.py, replay.py and tiles.py.
 """
 
 import torch
@@ -229,8 +230,8 @@ def forward(
 
 
 def fits_backward(q, asked):
-    """The same of `backward`."""
-    return {*asked} <= {"sinks"} and q.shape[3] >= 64 and bwd_2_gluon.refusal(q) is None
+    """Whether `backward` takes q. asked: the names of the features in use, without causal."""
+    return [*asked] == ["sinks"] and q.shape[3] >= 64 and bwd_2_gluon.refusal(q) is None
 
 
 @replayed

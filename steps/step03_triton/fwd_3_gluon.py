@@ -237,9 +237,10 @@ def consume(w, CAUSAL: gl.constexpr, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk,
 def deal(tiles, causal, Nk, D_pad):
     """This program's tile and head. First come the tiles 0 of a section of heads, then their tiles 1, and so on.
 
-    When causal, tiles differ in length, and those that come first should be the longest. The more heads a section has,
-    the shorter are the last tiles of all, so that the multiprocessors end at nearly the same time. But K and V of a
-    section should fit into 32 MB of the L2 cache. Without a mask all tiles take as long, and heads come one by one.
+    They are tiles and heads of queries in a forward, and of keys in a backward. When causal, tiles differ in length,
+    and those that come first should be the longest. The more heads a section has, the shorter are the last tiles of
+    all, so that the multiprocessors end at nearly the same time. But K and V of a section should fit into 32 MB of the
+    L2 cache. Without a mask all tiles take equally long, and heads come one by one.
     """
     program = gl.program_id(0)
     tile, head = program % tiles, program // tiles
