@@ -233,14 +233,12 @@ def differentiable(stage, forward, backward, forward_operator):
     def attention(q, k, v, *, causal=False, scale=None, tile=None, rung=None, deterministic=False, **lacking):
         """out as of `forward`, differentiable once with the gradients of `backward`.
 
-        deterministic is also True where torch.use_deterministic_algorithms says so. torch.compile, torch.export and
-        fake tensors see one operator. Autocast does not change the dtype.
+        torch.compile, torch.export and fake tensors see one operator. Autocast does not change the dtype.
         """
         if lacking:
             checks.refuse(stage, "attention", lacking)
         checks.check_flag("causal", causal)
         checks.check_flag("deterministic", deterministic)
-        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         if is_traced(q):
             options = dict(causal=causal, scale=scale, tile=tile, rung=rung, deterministic=deterministic)
             return forward_operator(q, k, v, **options)[0]

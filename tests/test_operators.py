@@ -288,20 +288,6 @@ def test_the_options_reach_both_kernels(compiled):
     assert all(type(number) is int for call in calls for number in call[4] or ())
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_call_is_deterministic_where_torch_asks_for_it(compiled):
-    calls = []
-    _, _, attention = stub_stage(calls)
-    attention = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
-    try:
-        for asked in (True, False):
-            torch.use_deterministic_algorithms(asked)
-            attention(*example()).sum().backward()
-            assert calls[-1][-1] is asked
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def test_a_kernel_may_forget_a_call_while_it_is_kept():
     """As where another thread has made a kernel's thousandth plan between the call and the question for its plan."""
 

@@ -126,10 +126,11 @@ class Functions:
 
         The arguments are those of `forward`. dropout_p without a seed draws one from torch's generator on q's device;
         see also `set_deterministic`. For the backward only the inputs, out and lse are kept, so that memory grows with
-        N and not with N^2. Autocast does not change the dtype. deterministic: as of `backward`; it is also True where
-        torch.use_deterministic_algorithms says so.
+        N and not with N^2. Autocast does not change the dtype. deterministic: as of `backward`; with sinks it is
+        also True where torch.use_deterministic_algorithms says so.
         """
-        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        if deterministic is False and torch.are_deterministic_algorithms_enabled():
+            deterministic = True
         given = dict(causal=causal, scale=scale, tile=tile, deterministic=deterministic) | features
         p = features.get("dropout_p")
         if isinstance(p, Real) and p and features.get("seed") is None:
