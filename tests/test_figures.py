@@ -224,6 +224,11 @@ def test_04x_says_of_orders_graphs_and_a_million_tokens_what_is_recorded():
     assert f"Where both add in the same order, it has {min(shares)} to {max(shares)}" in prose("04b_strategies")
     text, small = prose("04x_deeper"), []
     assert f"Both are between {min(shares)} and {max(shares)}." in text
+    pairs = ("fetch", "fetch, any order"), ("one GPU, in order", "one GPU")
+    ms = [[float(table["fwd+bwd", "32", who, "128k"].split()[0]) for who in both] for both in pairs]
+    longer = [f"{x / y - 1:.0%}".replace("%", " %") for x, y in ms]
+    (a, b), (c, d) = ms
+    assert f"{longer[0]} longer ({a:.0f} ms for {b:.0f}), and that of one GPU {longer[1]} ({c:.0f} for {d:.0f})" in text
     for Hk in ("32", "8"):
         ms = [float(table["fwd", Hk, who, "8k"]) for who in ("fetch, in a graph", "fetch")]
         small.append(f"{ms[0] / ms[1]:.2f}")

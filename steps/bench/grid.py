@@ -335,13 +335,12 @@ ANY = "sdpa-cudnn", "sdpa-flash", "flex", "fa4"
 
 def feature(name, point, options=(), told=(), share=1.0, beside=(), passes=("fwd", "bwd"), last=None):
     """The task of a feature: options of the kernel, what rows tell besides the name, the peers."""
-    from steps.step03_triton import flash, operators  # imported here because Triton is not available everywhere
+    from steps.step03_triton import operators  # imported here because Triton is not available everywhere
 
     options, q = dict(options), torch.empty(1, 1, point.N, point.D, dtype=torch.bfloat16, device=engine.device)
     f = operators.DEFAULTS | options
     forward, _ = operators.launcher(q, q, f, carried=False)
-    # A backward without any feature is that of a rung, but here flash.py's is what the features are compared with.
-    of_backward = operators.backward_launcher(q, q, f)[0] if options else flash.backward
+    of_backward, _ = operators.backward_launcher(q, q, f)
     stems = [launcher.__module__.rpartition(".")[2] for launcher in (forward, of_backward)]
 
     def backward(*tensors, causal):

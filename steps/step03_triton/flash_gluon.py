@@ -235,25 +235,21 @@ def fits_backward(q, asked):
 
 
 @replayed
-def backward(record, dout, q, k, v, out, lse, *, causal=False, scale=None, sinks=None):
-    """(dq, dk, dv), and dsinks if there are sinks, as flash.backward gives them with no other option than these.
+def backward(record, dout, q, k, v, out, lse, *, sinks, causal=False, scale=None):
+    """(dq, dk, dv, dsinks), as flash.backward gives them with no other option than these.
 
     dq changes in its last bits from run to run. head_dim is at most 128, and there is at least one query and one key.
     """
     (B, H, Nq, D), Nk = q.shape, k.shape[2]
     tiles, stride = triton.cdiv(Nq, 64), 4 * triton.cdiv(Nq, 4)  # each row begins at a multiple of 16 bytes
     lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
-    f, dsinks = Features(D**-0.5 if scale is None else scale), None
-    if sinks is not None:
-        f = f._replace(sinks=record.derive(lambda sinks: sinks.float().contiguous(), sinks))
-        dsinks = record.new((B * tiles, H))
+    dsinks, dtype = record.new((B * tiles, H)), sinks.dtype
+    float_sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks)
+    f = Features(D**-0.5 if scale is None else scale, sinks=float_sinks)
     lse = record.derive(torch.Tensor.contiguous, lse)
     record.launch(
         delta_kernel, B * H * tiles, dout, out, lse, lse_2, delta, dsinks, strides_of(dout), strides_of(out), stride,
         H, Nq, Nk, Nq, f, D=D, D_pad=triton.next_power_of_2(D), Br=64,
     )  # fmt: skip
     gradients = bwd_2_gluon.gradients(record, dout, q, k, v, lse_2, delta, causal, scale)
-    if sinks is None:
-        return gradients
-    dtype = sinks.dtype
     return *gradients, record.derive(lambda dsinks: dsinks.sum(0).to(dtype), dsinks, like=sinks)
