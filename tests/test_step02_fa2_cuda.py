@@ -552,6 +552,7 @@ def test_deterministic_gradients_are_bit_equal(rung, D, causal):
     [
         (6, {"CACHE = 1 << 25": "CACHE = 4 * 8 * 64 * (150 + 300)", "SECTION = 8": "SECTION = 4"}),
         (6, {"CACHE = 1 << 25": "CACHE = 0", "FEW = 128": "FEW = 0", "SECTION = 8": "SECTION = 4"}),
+        (6, {"CACHE = 1 << 25": "CACHE = 0", "FEW = 128": "FEW = 0", "LONG = 1 << 17": "LONG = 0"}),
         (2, {}),  # heads of queries are in groups, so the queries descend
     ],
 )
