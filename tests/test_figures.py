@@ -164,12 +164,14 @@ def test_the_ring_stands_beside_one_gpu_in_either_order():
     in_order, any_order, graph = (turned(who, **how) for who, how in zip((ONE, FETCH, FETCH), kinds, strict=True))
     large = [(ONE, 20.0), (in_order, 24.0), (FETCH, 12.5), (any_order, 10.0)]
     found = [made(LARGE, FETCH, 1.0, run="r0")]
-    found += [made(LARGE, who, ms) for who, ms in large] + [made(ring.CASES["8k"][0], graph, 3.0, run="r2")]
-    head, *lines = ring_tables.ring_variants(found)
+    found += [made(LARGE, who, ms) for who, ms in large]
+    found += [made(ring.CASES["8k"][0], who, 3.0, run="r2") for who in (graph, FETCH)]
+    head, *lines = ring_tables.ring_orders(found)
     words = {line[3]: line[4:] for line in lines}
-    assert head[4:] == ["8k", "32k"] and words["one GPU"] == ["–", "20"] and words["one GPU, in order"] == ["–", "24"]
-    assert words["fetch"] == ["–", "12.5 (0.80, 0.96)"] and words["fetch, any order"] == ["–", "10 (1.00, 1.20)"]
-    assert words["fetch, in a graph"] == ["3", "–"]
+    assert head[4:] == ["32k"] and words["one GPU"] == ["20"] and words["one GPU, in order"] == ["24"]
+    assert words["fetch"] == ["12.5 (0.80, 0.96)"] and words["fetch, any order"] == ["10 (1.00, 1.20)"]
+    head, *lines = ring_tables.ring_graphs(found)
+    assert head[4:] == ["8k"] and [line[3:] for line in lines] == [["fetch", "3"], ["fetch, in a graph", "3"]]
 
 
 def test_the_page_of_results_has_no_table_of_a_run_that_is_gone():
@@ -181,10 +183,12 @@ def outputs(stem):
 
 
 def test_the_notebooks_show_every_table_of_what_is_recorded_as_it_is_now():
-    recorded, text = ring_tables.recorded(), outputs("04b_strategies") + outputs("04x_deeper")
-    for name in TABLES:
+    text = outputs("04b_strategies") + outputs("04x_deeper")
+    h100 = ring_tables.recorded("H100")
+    tables = {name: h100 if name in ("orders", "strategies") else ring_tables.recorded() for name in TABLES}
+    tables["speed"] = ring_tables.recorded("H200", pass_="fwd")
+    for name, found in [*tables.items(), ("speed", ring_tables.recorded("H100", pass_="fwd+bwd"))]:
         assert ring_tables.shown(name, of_one_gpu()).startswith("Not recorded yet.")
-        found = [row for row in recorded if name != "strategies" or "H100" in row["gpu"]]
         for line in ring_tables.shown(name, found).splitlines():
             assert json.dumps(line)[1:-1] in text or json.dumps(line, ensure_ascii=False)[1:-1] in text, (name, line)
 
@@ -198,7 +202,7 @@ def test_04b_says_of_the_ring_s_efficiency_what_the_table_shows():
     shares = {}  # {(pass, who, N): of each number of K/V heads}
     for gpus, computed, _, who, *words in lines:
         for N, word in zip(head[4:], words, strict=True):
-            if gpus == "2 H200" and "(" in word:
+            if gpus == {"fwd": "2 H200", "fwd+bwd": "2 H100"}[computed] and "(" in word:
                 shares.setdefault((computed, who.partition(" all")[0], N), []).append(word.split("(")[1][:4])
     if not shares:
         pytest.skip("the ring has changed since it was measured")
@@ -209,14 +213,14 @@ def test_04b_says_of_the_ring_s_efficiency_what_the_table_shows():
     for words in (
         f"the forward's efficiency is {least[0]} or more at 128k and {least[1]} or more at 32k, where",
         f"`context_parallel` has {min(others)} to {max(others)}.",
-        f"Forward + backward has {min(in_order)} to {max(in_order)} from 32k on, beside a GPU that adds to dQ in any",
+        f"Over fetch it has {min(in_order)} to {max(in_order)}, beside a GPU that adds to dQ in any order.",
     ):
         assert words in prose("04b_strategies"), words
 
 
 def test_04x_says_of_orders_graphs_and_a_million_tokens_what_is_recorded():
     recorded = ring_tables.recorded()
-    head, *lines = ring_tables.ring_variants(recorded)
+    head, *lines = ring_tables.ring_orders(ring_tables.recorded("H100"))
     table = {(*line[1:4], N): word for line in lines for N, word in zip(head[4:], line[4:], strict=True)}
     pairs = list(itertools.product(("32", "8"), ("32k", "128k")))
     shares = [table["fwd+bwd", Hk, "fetch, any order", N].split("(")[1][:4] for Hk, N in pairs]
@@ -229,11 +233,14 @@ def test_04x_says_of_orders_graphs_and_a_million_tokens_what_is_recorded():
     longer = [f"{x / y - 1:.0%}".replace("%", " %") for x, y in ms]
     (a, b), (c, d) = ms
     assert f"{longer[0]} longer ({a:.0f} ms for {b:.0f}), and that of one GPU {longer[1]} ({c:.0f} for {d:.0f})" in text
+    head, *lines = ring_tables.ring_graphs(recorded)
+    table = {(*line[1:4], N): word for line in lines for N, word in zip(head[4:], line[4:], strict=True)}
     for Hk in ("32", "8"):
         ms = [float(table["fwd", Hk, who, "8k"]) for who in ("fetch, in a graph", "fetch")]
         small.append(f"{ms[0] / ms[1]:.2f}")
     assert f"as a graph the forward took {small[0]} and {small[1]} of the time" in text
-    plain = [line[4].split()[0] for line in ring_tables.ring_speed(recorded) if line[1] == "fwd" and line[3] == "fetch"]
+    speed = ring_tables.ring_speed(ring_tables.recorded("H200"))
+    plain = [line[4].split()[0] for line in speed if line[1] == "fwd" and line[3] == "fetch"]
     assert f"there a forward takes {plain[0]} and {plain[1]} ms without a graph" in text
     million = [row for row in recorded if row["N"] == 2**20 and row["kernel"] == FETCH]
     forward, both = ({row["pass"]: row for row in million}[which] for which in ("fwd", "fwd+bwd"))
@@ -243,7 +250,7 @@ def test_04x_says_of_orders_graphs_and_a_million_tokens_what_is_recorded():
 
 
 def test_the_ring_over_fetch_was_the_fastest_strategy_as_04b_and_04x_say():
-    head, *lines = ring_tables.ring_strategies([row for row in ring_tables.recorded() if "H100" in row["gpu"]])
+    head, *lines = ring_tables.ring_strategies(ring_tables.recorded("H100"))
     ms = {}
     for _, computed, Hk, who, *words in lines:
         for N, word in zip(head[4:], words, strict=True):

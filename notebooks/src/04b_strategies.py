@@ -237,14 +237,18 @@ figures.mistakes_in_a_model()
 # The lines "torch" are torch's own `context_parallel`.
 
 # %% slideshow={"slide_type": "fragment"}
-print(ring_tables.shown("speed", ring_tables.recorded()))
+print(ring_tables.shown("speed", ring_tables.recorded("H200", pass_="fwd")))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Over fetch, the forward's efficiency is 0.98 or more at 128k and 0.88 or more at 32k, where `context_parallel` has 0.64 to
-# 0.69.
-# Forward + backward has 0.84 to 0.92 from 32k on, beside a GPU that adds to dQ in any order. The ring adds in a fixed order,
-# so that dq is bit-equal from run to run. Where both add in the same order, it has 0.88 to 1.00 ([04x](04x_deeper.ipynb)).
-# Two lines lack a time at 8k with Hk = 8: since they were measured, the order in which the kernel adds to dQ has changed.
+# 0.69. The same with a backward, on two H100:
+
+# %% slideshow={"slide_type": "fragment"}
+print(ring_tables.shown("speed", ring_tables.recorded("H100", pass_="fwd+bwd")))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Over fetch it has 0.84 to 0.92, beside a GPU that adds to dQ in any order. The ring adds in a fixed order, so that dq is
+# bit-equal from run to run. Where both add in the same order, it has 0.92 to 0.98 ([04x](04x_deeper.ipynb)).
 #
 # ### Is the hop hidden?
 #

@@ -99,8 +99,7 @@ for name in strategies.LESSONS:
 # fetch was the fastest at every size:
 
 # %% slideshow={"slide_type": "fragment"}
-h100 = [row for row in ring_tables.recorded() if "H100" in row["gpu"]]
-print(ring_tables.shown("strategies", h100))
+print(ring_tables.shown("strategies", ring_tables.recorded("H100")))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A single new token
@@ -194,23 +193,29 @@ print(f"256 ranks: largest difference to one device {(out - want).abs().max():.0
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. A fixed order, a CUDA graph, a million tokens
 #
-# This section needs 04b's table of speed. There the ring over fetch has 0.84 to 0.92 of two GPUs in forward + backward. But
+# This section needs 04b's tables of speed. There the ring over fetch has 0.84 to 0.92 of two GPUs in forward + backward. But
 # the ring adds to dQ in a fixed order, so that dq is bit-equal from run to run, and the one GPU beside it does not. What
-# remains if both do the same? And what does the ring cost at 8k if Python is out of the way?
+# remains if both do the same?
 
 # %% slideshow={"slide_type": "fragment"}
-print(ring_tables.shown("variants", ring_tables.recorded()))
+print(ring_tables.shown("orders", ring_tables.recorded("H100")))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to read it
 #
-# Compare like with like: the first number of "any order", and the second of "fetch". Both are between 0.88 and 1.00. So
+# Compare like with like: the first number of "any order", and the second of "fetch". Both are between 0.92 and 0.98. So
 # what the ring seemed to lose is mostly the price of the order, not of the hops. At 128k with Hk = 32 the order
-# makes the ring's call 20 % longer (480 ms for 399), and that of one GPU 7 % (843 for 786).
+# makes the ring's call 9 % longer (428 ms for 394), and that of one GPU 10 % (842 for 768).
 #
-# A **CUDA graph** records the launches of a call once, and replays them without the host. At 8k a rank's GPU has only half
-# a millisecond of work for a forward. This host needed longer than that to ask for it: as a graph the forward took 0.50 and
-# 0.60 of the time. The host of 04b's table is faster; there a forward takes 0.583 and 0.492 ms without a graph.
+# And what does the ring cost at 8k if Python is out of the way? A **CUDA graph** records the launches of a call once, and
+# replays them without the host:
+
+# %% slideshow={"slide_type": "fragment"}
+print(ring_tables.shown("graphs", ring_tables.recorded()))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# A rank's GPU has only half a millisecond of work for a forward. This host needed longer than that to ask for it: as a
+# graph the forward took 0.50 and 0.60 of the time. The host of 04b's table is faster; there a forward takes 0.583 and 0.492 ms without a graph.
 #
 # A graph keeps no order but that of waits. The first one that was recorded here was slower than no graph: it started the
 # first block together with the copy of the rank's own K and V. That block took all multiprocessors, so the next small kernel,

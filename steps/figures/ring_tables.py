@@ -23,9 +23,14 @@ ONE = "one GPU"
 ASKED = {"deterministic": {True: ", in order", False: ", any order"}, "graph": {True: ", in a graph"}}
 
 
-def recorded():
-    """The rows of one GPU and of several, of the code as it is now."""
-    return fresh(read() + read(several_gpus=True))
+def recorded(gpu="", **words):
+    """The rows of one GPU and of several, of the code as it is now.
+
+    gpu: part of the name of those that count. words: what a row must have, such as pass_="fwd".
+    """
+    words = {name.rstrip("_"): word for name, word in words.items()}
+    rows = fresh(read() + read(several_gpus=True))
+    return [row for row in rows if gpu in row["gpu"] and words.items() <= row.items()]
 
 
 def shown(name, rows):
@@ -98,11 +103,10 @@ def ring_speed(rows):
     return by_size(rows, lambda row: ms(row) + (f" ({row['efficiency']:.2f})" if "efficiency" in row else ""))
 
 
-def ring_variants(rows):
+def ring_orders(rows):
     """Milliseconds of the slowest rank. In brackets the efficiency beside one GPU that adds to dQ in any order, and
     beside one that adds in a fixed order, as the ring does where nothing else is said."""
-    runs = {row["run"] for row in rows if row["options"] in ({"deterministic": True}, {"graph": True})}
-    rows = [row for row in rows if row["n_gpus"] > 1 and row["run"] in runs]
+    rows = of_runs_with(rows, deterministic=True)
     in_order = [row.get("efficiency") for row in beside_one(rows, f"{ONE}, in order")]
     rows = [row | {"in_order": share} for row, share in zip(beside_one(rows), in_order, strict=True)]
 
@@ -111,6 +115,17 @@ def ring_variants(rows):
         return ms(row) + (f" ({', '.join(shares)})" if shares and RINGS.get(row["kernel"]) else "")
 
     return by_size(rows, word)
+
+
+def ring_graphs(rows):
+    """Milliseconds of the slowest rank."""
+    return by_size(of_runs_with(rows, graph=True), ms)
+
+
+def of_runs_with(rows, **options):
+    """The rows of several GPUs that are of a run in which somebody was asked for these options."""
+    runs = {row["run"] for row in rows if row["options"] == options}
+    return [row for row in rows if row["n_gpus"] > 1 and row["run"] in runs]
 
 
 def ring_strategies(rows):
@@ -209,7 +224,10 @@ def price_of_the_order(rows, like):
     return prices[min(prices, key=lambda N: abs(math.log(N / like["N"])))] if prices else 1.0
 
 
-TABLES = {"speed": ring_speed, "variants": ring_variants, "strategies": ring_strategies, "predictions": predictions}
+TABLES = {
+    "speed": ring_speed, "orders": ring_orders, "graphs": ring_graphs, "strategies": ring_strategies,
+    "predictions": predictions,
+}  # fmt: skip
 LANES = {"computes": COLOURS[0], "moves": COLOURS[1], "waits": GREYS[2]}  # as spans_of in steps/bench/ring.py has them
 
 
