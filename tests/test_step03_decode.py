@@ -254,16 +254,17 @@ def test_bit_equal_from_run_to_run(small_tiles):
 
 
 def test_how_many_splits_there_are(monkeypatch):
-    """About two programs a multiprocessor, or three of each head; no more shares than tiles of keys."""
-    grids = []
-    monkeypatch.setattr(Recording, "launch", lambda self, kernel, programs, *given, **options: grids.append(programs))
+    """About three programs a multiprocessor; no more shares than tiles of keys; nothing to merge of a single share."""
+    launches = []
+    monkeypatch.setattr(Recording, "launch", lambda self, *given, **options: launches.append(given))
     monkeypatch.setattr(decode, "multiprocessors", lambda x: 132)
     for B, H, Hk, Nq, Nk in [(8, 32, 8, 1, 32768), (1, 8, 8, 1, 200), (70, 4, 4, 1, 999), (1, 32, 1, 3, 9999)]:
         q, k = (torch.empty(B, *heads, 64, dtype=torch.float16) for heads in ((H, Nq), (Hk, Nk)))
         decode.forward(q, k, k)
     decode.forward(q, k, k, window=(189, -1))  # the three queries see 192 keys
-    heads_and_shares = [grid[:2] for grid in grids[::2]]  # heads times tiles of rows, shares
-    assert heads_and_shares == [(64, 4), (8, 4), (280, 3), (2, 132), (2, 3)]
+    grids = [programs for kernel, programs, *_ in launches if kernel is decode.split_kernel]
+    assert grids == [(64, 6), (8, 4), (280, 1), (2, 157), (2, 3)]  # heads times tiles of rows, shares
+    assert len(launches) == 2 * len(grids) - 1
 
 
 def test_fits(monkeypatch):
@@ -274,7 +275,8 @@ def test_fits(monkeypatch):
 
     assert fits(8, 32, 8, 1, 32768) and fits(1, 32, 32, 1, 1024) and fits(1, 64, 1, 1, 4096) and fits(1, 8, 8, 64, 4096)
     assert not fits(1, 32, 32, 1, 1023)  # few keys
-    assert not fits(132, 1, 1, 1, 4096)  # a program for each head fills the GPU
+    assert not fits(132, 1, 1, 1, 4096)  # a program for each head fills the GPU,
+    assert fits(132, 2, 1, 1, 4096)  # but would read shared keys twice
     assert not fits(1, 65, 1, 1, 4096) and not fits(1, 8, 8, 65, 4096)  # more rows than a tile
 
 

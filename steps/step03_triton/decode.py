@@ -2,8 +2,9 @@
 """Attention of few queries to many keys, as in decoding: the keys are divided among the GPU's multiprocessors.
 
     split_kernel   m_s, l_s, O_s = the online softmax over one share s of the keys, in base 2 with c = scale log2(e)
+                   The first share begins with the sink, one more key of value 0: m = sink / scale, l = 1, O = 0.
     merge_kernel   m = max m_s,  w_s = 2^(c (m_s - m)),  l = sum w_s l_s,  out = sum w_s O_s / l,  lse = scale m + log l
-                   A sink, one more key of value 0, counts as one more share, and so once for all of them.
+                   If there is one share only, split_kernel gives out = O / l itself.
 
 The idea: a new token has one query a head. One program a head would leave most multiprocessors empty, and each head of
 a group would read the same K and V, which takes all the time. So the H / Hk heads times Nq queries that share K and V
@@ -26,7 +27,7 @@ from .replay import replayed
 
 # (largest Br, Bc, num_warps, num_stages) by bytes an entry and head_dim: up to 64, 128, 256. Smaller GPUs use the same
 # rows, because 99 KB of shared memory are enough. Only GPUs that have 227 KB use more, for tiles of 64 queries.
-TILES = {2: {64: (64, 64, 4, 4), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3)},
+TILES = {2: {64: (64, 64, 4, 4), 128: (64, 32, 4, 3), 256: (32, 32, 4, 3)},
          4: {64: (32, 32, 4, 3), 128: (16, 32, 8, 3), 256: (16, 16, 4, 3)}}  # fmt: skip
 LEAST_KEYS = 1024  # With fewer the second launch costs more than the first one saves.
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -60,7 +61,7 @@ def changed(S, distance, scale, softcap, slope):
 
 
 @triton.jit(do_not_specialize=["Hk", "group", "Nq", "Nk", "left", "right"])  # so that one kernel serves every length
-def split_kernel(q, k, v, lengths_k, O_s, m_s, l_s, q_strides, k_strides, v_strides, Hk, group, Nq, Nk, scale,
+def split_kernel(q, k, v, lengths_k, sinks, O_s, m_s, l_s, q_strides, k_strides, v_strides, Hk, group, Nq, Nk, scale,
                  left, right, softcap, slopes,
                  CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr, Bc: tl.constexpr):
     tiles, s, splits = tl.cdiv(group * Nq, Br), tl.program_id(1), tl.num_programs(1)
@@ -79,30 +80,37 @@ def split_kernel(q, k, v, lengths_k, O_s, m_s, l_s, q_strides, k_strides, v_stri
     if slopes is not None:  # (numbers, stride of batch)
         slope = tl.load(slopes[0] + b * slopes[1] + h, mask=exists, other=0.0)
     Q = load_tile(q, b * q_strides[0] + h * q_strides[1] + i.to(tl.int64) * q_strides[2], exists, D, D_pad)  # (Br, D)
+    unit = scale  # of m: the scores are in natural units already if `changed` has them
+    if softcap is not None or slope is not None:
+        unit = 1.0
     m, l, O = tl.full((Br,), float("-inf"), tl.float32), tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
+    if sinks is not None:
+        if s == 0:
+            m, l = tl.load(sinks + h, mask=exists, other=0.0) / unit, l + 1
     share = tl.cdiv(tl.cdiv(length - first, Bc), splits) * Bc
     for j in range(first + s * share, tl.minimum(first + (s + 1) * share, length), Bc):
         key = j + tl.arange(0, Bc).to(tl.int64)
         K_j = load_tile(k, b * k_strides[0] + hk * k_strides[1] + key * k_strides[2], key < length, D, D_pad)  # (Bc, D)
         V_j = load_tile(v, b * v_strides[0] + hk * v_strides[1] + key * v_strides[2], key < length, D, D_pad)
         S = tl.dot(Q, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
-        c = scale * LOG2_E
         if softcap is not None or slope is not None:
             S = changed(S, position[:, None] - key[None, :], scale, softcap, slope)
-            c = LOG2_E
         S = tl.where(tl.arange(0, Bc)[None, :] <= last[:, None] - j, S, float("-inf"))
         if left is not None:
             S = tl.where(tl.arange(0, Bc)[None, :] >= position[:, None] - left - j, S, float("-inf"))
-        m, l, O = online_update(m, l, O, S, V_j, c)
+        m, l, O = online_update(m, l, O, S, V_j, unit * LOG2_E)
+    if l_s is None:  # the only share: O_s is out, and m_s is lse
+        l = tl.where(l == 0, 1.0, l)  # a query that saw no key then gets out = 0 / 1 and lse = -inf + log 1
+        m, O = m * unit + tl.log(l), O / l[:, None]
     place, column = (bh * group * Nq + row) * splits + s, tl.arange(0, D_pad)[None, :]
     tl.store(O_s + place[:, None] * D + column, O, mask=exists[:, None] & (column < D))
     tl.store(m_s + place, m, mask=exists)
-    tl.store(l_s + place, l, mask=exists)
+    if l_s is not None:
+        tl.store(l_s + place, l, mask=exists)
 
 
 @triton.jit(do_not_specialize=["splits"])
-def merge_kernel(O_s, m_s, l_s, out, lse, splits, scale, sinks, D: tl.constexpr, SPLITS: tl.constexpr,
-                 COLUMNS: tl.constexpr):
+def merge_kernel(O_s, m_s, l_s, out, lse, splits, unit, D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
     row, s = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place, exists = row * splits + s, s < splits
@@ -111,16 +119,11 @@ def merge_kernel(O_s, m_s, l_s, out, lse, splits, scale, sinks, D: tl.constexpr,
     exists = exists[:, None] & (column < D)
     O_s = tl.load(O_s + place[:, None] * D + column, mask=exists, other=0.0)  # (SPLITS, COLUMNS)
     m = tl.max(m_s, 0)
-    if sinks is not None:  # (numbers, H, Nq). A sink is one more share: m = sink / scale, l = 1 and O = 0.
-        m_sink = tl.load(sinks[0] + row // sinks[2] % sinks[1]) / scale
-        m = tl.maximum(m, m_sink)
-    w = tl.exp2((m_s - tl.where(m == float("-inf"), 0.0, m)) * (scale * LOG2_E))
+    w = tl.exp2((m_s - tl.where(m == float("-inf"), 0.0, m)) * (unit * LOG2_E))
     l = tl.sum(w * l_s, 0)
-    if sinks is not None:
-        l += tl.exp2((m_sink - tl.where(m == float("-inf"), 0.0, m)) * (scale * LOG2_E))
-    l = tl.where(l == 0, 1.0, l)  # a query that saw no key then gets out = 0 / 1 and lse = -inf + log 1
+    l = tl.where(l == 0, 1.0, l)  # as in split_kernel
     tl.store(out + row * D + column, tl.sum(w[:, None] * O_s, 0) / l, mask=column < D)
-    tl.store(lse + row, m * scale + tl.log(l))
+    tl.store(lse + row, m * unit + tl.log(l))
 
 
 @functools.cache
@@ -129,9 +132,9 @@ def multiprocessors(device):  # Triton's interpreter counts as a GPU with 6, so 
 
 
 def fits(q, k):
-    """Whether queries are few, key heads fewer than multiprocessors, and keys so many that a second launch is cheap."""
+    """Whether queries are few and keys many, and key heads are fewer than multiprocessors, or shared by query heads."""
     (B, H, Nq, _), (Hk, Nk) = q.shape, k.shape[1:3]
-    return Nq * H <= 64 * Hk and Nk >= LEAST_KEYS and B * Hk < multiprocessors(q.device)
+    return Nq * H <= 64 * Hk and Nk >= LEAST_KEYS and (B * Hk < multiprocessors(q.device) or H > Hk)
 
 
 @replayed
@@ -144,8 +147,7 @@ def forward(
     scale > 0; None is 1/sqrt(D). lengths_k (B,) int32 on the device of q, or a list: only the first lengths_k[b] keys
     exist, and a causal mask and a window are aligned at the last of them; a number above Nk counts as Nk. window (left,
     right), softcap and alibi_slopes, (H,) or (B, H), as in flash.py. sinks: (H,) floating point, the scores of one more
-    key of each head, whose value is 0. splits: the number of shares; None is about two programs a multiprocessor, or
-    three shares of a head.
+    key of each head, whose value is 0. splits: the number of shares; None is about three programs a multiprocessor.
     """
     if isinstance(lengths_k, torch.Tensor):
         lengths_k = record.derive(torch.Tensor.contiguous, lengths_k)
@@ -154,7 +156,7 @@ def forward(
         lengths_k = record.derive(lambda q: torch.tensor(lengths, dtype=torch.int32, device=q.device), q)
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     if sinks is not None:
-        sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks), H, Nq
+        sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks)
     slopes = None
     if alibi_slopes is not None:
         numbers = record.derive(lambda slopes: slopes.float().contiguous(), alibi_slopes)
@@ -169,20 +171,21 @@ def forward(
     Br, Bc, num_warps, num_stages = TILES[q.element_size()][max(64, D_pad)]
     Br, scale = min(Br, max(16, triton.next_power_of_2(rows))), D**-0.5 if scale is None else scale
     programs, keys = B * Hk * triton.cdiv(rows, Br), Nk if left is None else min(Nk, left + Nq)
-    together = 2 * multiprocessors(q.device)  # so many programs run at once
-    # If there are more heads than that, three shares of each leave less of the GPU empty at the end.
-    splits = splits or min(together // programs or 3, max(1, triton.cdiv(keys, Bc)))
-    O_s, m_s, l_s = record.new((B, H, Nq, splits, D)), record.new((B, H, Nq, splits)), record.new((B, H, Nq, splits))
+    together = 3 * multiprocessors(q.device)  # so many programs keep the memory busy
+    splits = splits or max(1, min(together // programs, triton.cdiv(keys, Bc)))
+    O_s, m_s, l_s = out, lse, None
+    if splits > 1:
+        O_s, m_s, l_s = (record.new((B, H, Nq, splits, *columns)) for columns in ((D,), (), ()))
     record.launch(
         split_kernel, (programs, splits),
-        q, k, v, lengths_k, O_s, m_s, l_s, *(x.stride()[:3] for x in (q, k, v)), Hk, H // Hk, Nq, Nk, scale,
+        q, k, v, lengths_k, sinks, O_s, m_s, l_s, *(x.stride()[:3] for x in (q, k, v)), Hk, H // Hk, Nq, Nk, scale,
         left, right, softcap, slopes,
         CAUSAL=causal, D=D, D_pad=D_pad, Br=Br, Bc=Bc, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    # Few rows are divided further, among programs that have some of the columns.
-    SPLITS, COLUMNS = triton.next_power_of_2(splits), D_pad if B * H * Nq >= 2 * together else 32
-    record.launch(
-        merge_kernel, (B * H * Nq, triton.cdiv(D, COLUMNS)),
-        O_s, m_s, l_s, out, lse, splits, 1.0 if natural else scale, sinks, D=D, SPLITS=SPLITS, COLUMNS=COLUMNS,
-    )  # fmt: skip
+    if splits > 1:  # Few rows are divided further, among programs that have some of the columns.
+        SPLITS, COLUMNS = triton.next_power_of_2(splits), D_pad if B * H * Nq >= together else 32
+        record.launch(
+            merge_kernel, (B * H * Nq, triton.cdiv(D, COLUMNS)),
+            O_s, m_s, l_s, out, lse, splits, 1.0 if natural else scale, D=D, SPLITS=SPLITS, COLUMNS=COLUMNS,
+        )  # fmt: skip
     return out, lse
