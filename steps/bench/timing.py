@@ -1,8 +1,9 @@
 """Timing several implementations against each other, fairly, in two ways that are never compared.
 
-interleaved   Every round calls each candidate once, and each round begins with the next one. A GPU's clock drifts by
-              several per cent with heat and power, and this way the drift affects all candidates alike;
-              triton.testing.do_bench, which times one function to the end before the next, lacks this property.
+interleaved   Every round calls each candidate once, in an order of its own. A GPU's clock drifts by several per cent
+              with heat and power, and a call finds in the cache what the one before it has left there. This way both
+              affect all candidates alike; triton.testing.do_bench, which times one function to the end before the
+              next, lacks this property.
 sustained     A second of calls of one candidate, then of the next, with the GPU's clock and power meanwhile.
 
 They differ because a GPU lowers its clock as soon as it would need more power than its limit. Interleaved, all run at
@@ -57,10 +58,10 @@ def interleaved(calls, *, reps=MIN_REPS, warmup=3, device="cpu"):
 
 
 def turns(names, rounds):
-    """The names, round after round; each round begins with the next name."""
-    for n in range(rounds if names else 0):
-        first = n % len(names)
-        yield from names[first:] + names[:first]
+    """The names, round after round, each in a random order; the same in all processes, as the ranks of a ring need."""
+    order = random.Random(0)
+    for _ in range(rounds):
+        yield from order.sample(names, len(names))
 
 
 def one_call(call, *, device="cpu"):
