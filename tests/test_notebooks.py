@@ -361,6 +361,14 @@ def test_03b_says_how_much_faster_a_window_is():
         assert said in text and f"the forward at head_dim 128 has {with_roles:.1f}" in text
 
 
+def test_03b_says_how_near_decoding_is_to_cudnn(capsys):
+    from steps.figures import n03b_triton_features as figures
+
+    figures.decoding()
+    ours, cudnn = ([*map(float, line.split()[1:])] for line in capsys.readouterr().out.splitlines()[1:3])
+    assert all(abs(a / b - 1) < 0.015 for a, b in zip(ours, cudnn, strict=True)), "the page says within 1 %"
+
+
 def test_03b_orders_features_by_their_cost():
     from steps.figures import n03b_triton_features as figures
 
