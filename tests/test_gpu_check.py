@@ -32,7 +32,7 @@ ENVIRONMENT = os.environ | {"STEPS_ENGINE": "cuda", "STEPS_SANITIZE": "1", "PYTO
 COMMANDS = {  # arguments of Python that run a kernel; stage 04 runs those of 02 and 03
     kernel: ("-m", "pytest", f"tests/test_{file}.py", "-q", "-p", "no:cacheprovider", "-k", words)
     for kernel, file, words in (("03_triton/flash", "step03_features", "as_models"),
-                                ("03_triton/flash_gluon", "step03_flash_gluon", "72"),
+                                ("03_triton/flash_gluon", "step03_flash_gluon", "bfloat16 and 72 and (300-700 or two)"),
                                 ("03_triton/decode", "step03_decode", "queries_and_groups or of_a_cache"),
                                 ("01_fa1_numba", "step01_fa1_numba", "ragged"))
 }  # fmt: skip
