@@ -19,6 +19,7 @@ _HAS = {
     torch.float16: "steps.step03_triton",
     torch.bfloat16: "steps.step03_triton",
 }
+WIDEST = {"steps.step03_triton": 256, "steps.step00_naive": 1024}  # their largest head_dim
 FLOAT32 = torch.finfo(torch.float32)
 # {option: the stage that has it}, without those that every stage has.
 STAGE_WITH = {
@@ -33,6 +34,10 @@ STAGE_WITH = {
 # {an option of torch's attention or of flash_attn: its name here}
 OTHER_NAMES = {"is_causal": "causal", "attn_mask": "mask", "softmax_scale": "scale", "window_size": "window",
                "s_aux": "sinks", "learnable_sink": "sinks"}  # fmt: skip
+ADVICE = {
+    "enable_gqa": "leave it out, as k and v may have fewer heads than q",
+    "step03_triton: cu_seqlens": "here they are cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k",
+}
 
 
 def refuse(stage, function, options):
@@ -42,6 +47,8 @@ def refuse(stage, function, options):
     says that no stage has such an option.
     """
     given = next(iter(options))
+    if advice := ADVICE.get(given) or ADVICE.get(f"{stage}: {given}"):
+        raise TypeError(f"{stage}.{function} has no {given}; {advice}.")
     here = OTHER_NAMES.get(given, given)
     has = STAGE_WITH.get(here, stage)
     if has != stage:
@@ -53,12 +60,12 @@ def refuse(stage, function, options):
     raise TypeError(f"{stage}.{function} got an unexpected keyword argument {given!r}.")
 
 
-def pick(rungs, supports, rung, direction, q, whole=None):
+def pick(rungs, supports, rung, direction, q, whole=None, tile=None):
     """(the rung's forward for direction 0 or backward for 1, SUPPORTS as it holds for the rung).
 
-    rung None stands for the first rung that takes q's dtype and head_dim. A rung may take inputs for which another one
-    is faster: SUPPORTS["best"](q, direction) says whether it is to be picked. whole: {rung: `supports_of` it}, if they
-    are kept.
+    rung None stands for the first rung that takes q's dtype and head_dim, and has the tile, if one is given. A rung may
+    take inputs for which another one is faster: SUPPORTS["best"](q, direction) says whether it is to be picked.
+    whole: {rung: `supports_of` it}, if they are kept.
     Raises ValueError that names the rungs.
     """
     whole = whole or {rung: supports_of(supports, rung) for rung in rungs}
@@ -69,9 +76,12 @@ def pick(rungs, supports, rung, direction, q, whole=None):
         )
     if rung is not None:
         return rungs[rung][direction], whole[rung]
-    for name, own in whole.items():
-        if takes(own, q) and ("best" not in own or own["best"](q, direction)):
-            return rungs[name][direction], own
+    fitting = {name: own for name, own in whole.items() if takes(own, q)}
+    best = [name for name, own in fitting.items() if "best" not in own or own["best"](q, direction)]
+    if tile is not None:
+        best = [name for name in (*best, *fitting) if as_pair(tile) in whole[name]["tiles"]] or best
+    if best:
+        return rungs[best[0]][direction], whole[best[0]]
     if takes(supports, q):
         raise no_rung(whole, supports, q)
     return rungs[next(iter(rungs))][direction], supports  # check_call will say what the stage does not take.
@@ -116,7 +126,8 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
         has = _HAS.get(dtype, own := f"steps.{supports['stage']}")
         other = "" if has == own else f"; {has} takes {short(dtype)}"
         names = ", ".join(map(short, supports["dtypes"]))
-        advice = f"Convert with .to(torch.float32){other}."
+        to = torch.float32 if torch.float32 in supports["dtypes"] else supports["dtypes"][0]
+        advice = f"Convert with .to({to}){other}{', or name no rung' if 'rung' in supports else ''}."
         raise TypeError(f"{named(supports)} takes {names}; got {short(dtype)}. {advice}")
     if device.type not in supports["devices"]:
         raise ValueError(
@@ -126,7 +137,8 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
         )
     D = q.shape[-1]
     if D not in supports["head_dims"]:
-        raise ValueError(f"{named(supports)} takes head_dim {span(supports['head_dims'])}; got {D}.")
+        other = next((f" {stage} takes up to {most}." for stage, most in WIDEST.items() if D <= most), "")
+        raise ValueError(f"{named(supports)} takes head_dim {span(supports['head_dims'])}; got {D}.{other}")
     check_flag("causal", causal)
     if tile is not None:
         if "tile" not in inspect.signature(kernel).parameters:
@@ -156,14 +168,20 @@ def check_tile(supports, tile):
 
     Raises TypeError unless it is a pair of integers, and ValueError unless SUPPORTS offers it.
     """
-    try:
-        pair = tuple(map(operator.index, tile))
-    except TypeError:
-        raise TypeError(f"tile must be a pair of integers (Br, Bc), got {tile!r}.") from None
+    if not (pair := as_pair(tile)):
+        raise TypeError(f"tile must be a pair of integers (Br, Bc), got {tile!r}.")
     if pair not in supports["tiles"]:
         tiles = ", ".join(map(str, supports["tiles"]))
         raise ValueError(f"{named(supports)} has the tiles (Br, Bc) {tiles}; got {tile!r}.")
     return pair
+
+
+def as_pair(tile):
+    """The tile as a tuple of Python's integers; () of what is none."""
+    try:
+        return tuple(map(operator.index, tile))
+    except TypeError:
+        return ()
 
 
 def check_scale(scale, D):

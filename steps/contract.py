@@ -26,10 +26,11 @@ def entry_points(rungs, supports):
     """The stage's `forward`, `backward` and `attention`, which check their arguments and then call a kernel.
 
     rungs: {rung: (forward, backward)}. A call that names no rung gets the first that takes the input's dtype and
-    head_dim.
+    head_dim, and has the tile, if one is given; checks.pick says more.
     supports: the stage's SUPPORTS, with the keys stage, devices, dtypes, head_dims, tiles, rungs, gqa, nq_ne_nk,
     deterministic, order and own_backward, the rungs whose backward is their own. A stage whose rungs differ also has
-    limits, {rung: the keys that are different for it}, and elsewhere, {rung: what a machine needs to run it}.
+    limits, {rung: the keys that are different for it, and perhaps best}, and elsewhere, {rung: what a machine needs to
+    run it}.
     """
     stage = supports["stage"]
     whole = {rung: checks.supports_of(supports, rung) for rung in rungs}
@@ -70,7 +71,7 @@ def entry_points(rungs, supports):
 
     @Calls
     def forwards(q, k, v, *, causal, scale, tile, rung):
-        kernel, own = checks.pick(rungs, supports, rung, 0, q, whole)
+        kernel, own = checks.pick(rungs, supports, rung, 0, q, whole, tile)
         engine.check_runs()
         scale, options = checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         if q.numel() == 0 or k.numel() == 0:  # There is no query, or no key to sum over.
@@ -79,7 +80,7 @@ def entry_points(rungs, supports):
 
     @Calls
     def backwards(dout, q, k, v, out, lse, *, causal, scale, tile, rung, deterministic):
-        kernel, own = checks.pick(rungs, supports, rung, 1, q, whole)
+        kernel, own = checks.pick(rungs, supports, rung, 1, q, whole, tile)
         engine.check_runs()
         scale, options = checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         checks.check_saved(q, dout, out, lse)
@@ -92,7 +93,7 @@ def entry_points(rungs, supports):
 
     def fake_forward(q, k, v, causal, scale, tile, rung):
         """(out, lse) of the right shapes, with nothing in them, after the checks of `forward`."""
-        kernel, own = checks.pick(rungs, supports, rung, 0, q, whole)
+        kernel, own = checks.pick(rungs, supports, rung, 0, q, whole, tile)
         checks.check_call(own, kernel, (("q", q), ("k", k), ("v", v)), causal, scale, tile)
         return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
 
@@ -250,7 +251,7 @@ def differentiable(stage, forward, backward, forward_operator):
 def is_traced(q):
     """Whether a call is recorded and not computed: by torch.compile, torch.export, a mode of torch, or a fake q.
 
-    Such a call needs an operator. It costs 10 microseconds more than an autograd.Function, which other calls use.
+    Such a call needs an operator. Others are an autograd.Function: an operator would take several times as long.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or isinstance(q, FakeTensor)
 

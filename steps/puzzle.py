@@ -38,7 +38,7 @@ FlashAttention does the same with each row of attention, and with a sum of value
 Next: notebooks/00_naive.ipynb, which you can read on GitHub without installing anything."""
 
 SCORES = {  # what it says of each list of scores
-    "the scores of notebook 00": [0.71, 2.12, -1.41, 3.54, 4.24, -0.71],
+    "the scores of notebook 00, rounded": [0.71, 2.12, -1.41, 3.54, 4.24, -0.71],
     "scores that fall": [5.0, 4.0, 2.0, -1.0],
     "scores that rise": [-1.0, 2.0, 4.0, 5.0],
     "equal scores": [2.0, 2.0, 2.0],

@@ -255,7 +255,7 @@ def test_a_last_dimension_that_is_not_contiguous_is_copied(D):
     assert torch.equal(read, x) and x.stride(-1) == 2 and read.stride(-1) == 1
 
 
-def stub_stage(calls):
+def stub_stage(calls, limits={}):  # noqa: B006  Nobody changes it.
     """A stage with two rungs whose kernels only write down how they are called."""
 
     def rung(name):
@@ -269,7 +269,7 @@ def stub_stage(calls):
 
         return forward, backward
 
-    supports = step00.SUPPORTS | {"stage": "stub", "deterministic": False}
+    supports = step00.SUPPORTS | {"stage": "stub", "deterministic": False, "limits": limits}
     return contract.entry_points({"first": rung("first"), "second": rung("second")}, supports)
 
 
@@ -286,6 +286,16 @@ def test_the_options_reach_both_kernels(compiled):
     assert calls == [call for rung, *rest in (defaults, given)
                      for call in ((rung, "forward", *rest), (rung, "backward", *rest, rung == "second"))]  # fmt: skip
     assert all(type(number) is int for call in calls for number in call[4] or ())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_tile_picks_a_rung_that_has_it(compiled):
+    calls = []
+    _, _, attention = stub_stage(calls, limits={"first": {"tiles": ((64, 64),)}})
+    attention = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    for tile in ((64, 64), (8, 16)):
+        attention(*example(), tile=tile).sum().backward()
+    assert [(rung, tile) for rung, _, _, _, tile, *_ in calls] == 2 * [("first", (64, 64))] + 2 * [("second", (8, 16))]
 
 
 def test_a_kernel_may_forget_a_call_while_it_is_kept():

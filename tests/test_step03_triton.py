@@ -17,7 +17,7 @@ import steps.step03_triton as step03
 from reference import cases, error
 from steps import engine
 from steps.bench import cost
-from steps.checks import pick
+from steps.checks import check_tile, pick
 from steps.step03_triton import (
     bwd_0_fused,
     bwd_1_tma,
@@ -296,6 +296,22 @@ def test_the_rung_that_a_hopper_gpu_picks(D, dtype, rung):
         q = torch.empty(1, 1, N, 64, dtype=torch.bfloat16)
         picked = [pick(kernels, supports, None, direction, q)[0] for direction in (0, 1)]
         assert picked == [kernels[forward][0], kernels["gluon"][1]]
+
+
+def test_a_hopper_gpu_picks_a_rung_that_has_the_tile():
+    """Gluon, the first rung, has a tile of its own only. It refuses those that no rung has."""
+    kernels = rungs.available((9, 0))
+    supports = step03.SUPPORTS | {"rungs": tuple(kernels), "limits": rungs.LIMITS, "elsewhere": {}}
+    q = torch.empty(1, 1, 8, 128, dtype=torch.bfloat16)
+    for direction in (0, 1):
+        for tile in supports["tiles"]:
+            kernel, own = pick(kernels, supports, None, direction, q, tile=list(tile))
+            assert kernel is kernels["tma"][direction] and check_tile(own, list(tile)) == tile
+        for tile in ((128, 64), (7, 7), 5):
+            assert pick(kernels, supports, None, direction, q, tile=tile)[0] is kernels["gluon"][direction]
+    slow = {"gluon": rungs.LIMITS["gluon"] | {"best": lambda q, direction: False}, "tma": {"tiles": ((128, 64),)}}
+    kernel, _ = pick(kernels, supports | {"limits": rungs.LIMITS | slow}, None, 0, q, tile=(128, 64))
+    assert kernel is kernels["tma"][0], "of two rungs with the tile the one that is faster"
 
 
 def test_a_rung_is_picked_for_a_vector_too_which_is_refused_afterwards():

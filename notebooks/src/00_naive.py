@@ -214,8 +214,9 @@ check("00.2", online_update)
 # ## 4. Tile by tile
 #
 # **Claim 5.** Keys may come in groups. Bc keys move m once, add a sum to l, and a matrix product to O. Their scores with
-# Br queries are a **tile** of S, and only one tile exists at a time. This is rung 3, FlashAttention-2's Algorithm 1. Its P
-# is $e^{S - m}$, not yet divided by l.
+# Br queries are a **tile** of S, and only one tile exists at a time. This is rung 3, FlashAttention-2's Algorithm 1, in
+# whose line [10] the paper prints an inverse that must not be there ([erratum E12](../papers/errata.md)). Its P is
+# $e^{S - m}$, not yet divided by l.
 #
 # | line | what it does | in `fwd_3_tiled.py` |
 # |---|---|---|
@@ -411,7 +412,8 @@ for name, forward in rungs.items():
 # 3. What would go wrong if m started at -100?
 #    <details><summary>Answer</summary>
 #
-#    If all scores of a row are far below -100, every exp(s + 100) is rounded to 0, and out is 0 / 0.
+#    If all scores of a row are far below -100, every exp(s + 100) is rounded to 0, and so is l. The code then takes the
+#    row for one that sees no key, and gives 0.
 #    </details>
 # 4. Why does the backward need no running maximum?
 #    <details><summary>Answer</summary>

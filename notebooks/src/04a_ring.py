@@ -110,7 +110,7 @@ for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
 
 # %% slideshow={"slide_type": "fragment"}
 def merge(out, lse, out_block, lse_block):
-    """Merges a block's result into out (..., N, D) and lse (..., N), float32, in place."""
+    """Merges a block's result into out (..., n, D) and lse (..., n), float32, in place."""
     raise Blank
 
 
@@ -335,7 +335,8 @@ print(figures.mistakes_seen(no_diagonal, key_too_many))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# Two H200 share a causal sequence of 32k positions. Efficiency is the time of one GPU, divided by 2 and by the ring's time.
+# Two H200 share the forward of a causal sequence of 32k positions. Efficiency is the time of one GPU, divided by 2 and by
+# the ring's time. Each ring took turns with one GPU, so that this one has a time in each line.
 # **How much do you expect of contiguous, how much of zigzag?**
 #
 # <details><summary>Answer</summary>
@@ -377,10 +378,11 @@ print(figures.layouts_measured())
 #
 #    The sent one may be read, not changed. The arriving one may not be touched at all.
 #    </details>
-# 5. One rank passes `causal=True`, the others do not. Why does nothing hang, and what is wrong?
+# 5. One rank passes `causal=True`, the others do not. What would the loop of hops do, and what does `attention` do?
 #    <details><summary>Answer</summary>
 #
-#    All messages fit. One rank's rows of out are masked, the others' are not.
+#    All messages would fit, so nothing would hang, and only one rank's rows of out would be masked. `attention` lets the
+#    ranks compare their arguments first: each raises a ValueError that names `causal`.
 #    </details>
 
 # %% [markdown] slideshow={"slide_type": "subslide"}

@@ -21,16 +21,32 @@
 // in the forward: the last blocks are short, and the multiprocessors end at nearly the same time.
 //
 // If DETERMINISTIC, the blocks add to each dQ_i one after the other, and dq, too, is bit-equal from run to
-// run. In all else the algorithm is that of rung 2.
+// run. In all else the algorithm is that of rung 2:
 //
-// Parameters, which are macros. T, D, Br, Bc and HEADS_APART are those of rung 2.
+//   delta = rowsum(dO * O), lse * log2(e); dq = 0   a kernel of its own
+//   K_j in registers, V_j in shared memory or registers, dK_j = 0 and dV_j = 0 in registers
+//   for each query head that uses these keys, for each tile of Br queries that sees them:
+//     S^T  = K_j Q_i^T,  P^T = exp2(scale * log2(e) * S^T - lse_i)
+//     dP^T = V_j dO_i^T, dS^T = P^T * (dP^T - delta_i)
+//     dS^T goes to shared memory in 16 bits, and dV_j += P^T dO_i starts
+//     dQ_i  = dS_i K_j                         each warpgroup computes one half, and adds it to dq in float32
+//     dK_j += dS^T Q_i
+//   dq * scale in 16 bits                      a kernel of its own
+//
+// Parameters, which are macros:
+//   T                bf16 or fp16: the type of q, k, v and their gradients
+//   D, Br            the head_dim and the queries of a tile: 64 and 128, or 128 and 64
+//   Bc               keys of a block: 128, 64 for each warpgroup
+//   HEADS_APART      1: a block takes one query head, and the host adds up dk and dv of a group; 0: it takes
+//                    all query heads that share its keys
 //   DETERMINISTIC    1 or 0, as above; a macro, so that without it the counters cost nothing
 //   STAGES           buffers for tiles of queries: 3, or 2, a little faster with more than 1024 queries
 //
 // sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
 // with grid B * parts * ceil(Nk / Bc), block 256,
-// 2 * (2 * Bc * D + 6 * Br * D + 2 * Br * Bc) + 24 * Br + 48 bytes of dynamic shared memory.
+// 2 * (2 * Bc * D + 6 * Br * D + 2 * Br * Bc) + 24 * Br + 48 bytes of dynamic shared memory (2 buffers need
+// less, and get as much).
 // Spill budget: 0 bytes.
 // Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; additions by the
 // copy engine; the rounding of dq in the last block of a head; persistent blocks, which at D = 128 lose up to
@@ -44,7 +60,7 @@ constexpr int WARPS = 8;
 constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
 constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
 constexpr int SECTION = 8;                   // heads whose blocks are dealt together
-constexpr int CACHE = 1 << 25;               // bytes of the L2 cache that a section should fit into
+constexpr int CACHE = 1 << 25;               // bytes of the L2 cache; heads that fit into it are one section
 constexpr int FEW = 128;                     // tiles of keys up to which the queries ascend in a fixed order
 constexpr int LONG = 1 << 17;                // queries of all heads of a section, if they are long
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
@@ -111,7 +127,8 @@ __device__ void mask(float (&S)[Br / 2], int seen_from_0, int seen_from_1) {
     S[n] = n / 4 * 8 + n % 2 >= (n % 4 < 2 ? seen_from_0 : seen_from_1) ? S[n] : -INFINITY;
 }
 
-// P = exp2(scale_log2 * S - lse), packed as an operand.
+// P = exp2(scale_log2 * S - lse), packed as an operand. Of huge scores the rounding of lse alone could make P
+// infinite. So it is held to 1.
 __device__ void probabilities(uint32_t (&P)[Br / 16][4], const float (&S)[Br / 2], Shared<float> lse,
                               float scale_log2) {
 #pragma unroll
@@ -176,7 +193,7 @@ struct Turns {
 
   static __device__ bool mine() { return DETERMINISTIC && threadIdx.x == 32 * WARPS - 32; }
 
-  // Before the barrier: waits until so many blocks have added to the tile `dq_tile` of all heads.
+  // Before the barrier: waits until so many blocks have added to the tile `dq_tile`, counted over all heads.
   __device__ void wait(int64_t dq_tile, int blocks) {
     if (!mine()) return;
     while (load_acquire(added + dq_tile) != blocks) {
@@ -313,8 +330,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   // With few tiles the queries ascend, and the last keys come first. With a causal mask hardly any block
   // waits: it begins at the diagonal, and comes to the next tiles just after the block of the next keys. But
   // it has Bc / Br steps more than that one. So the blocks drift apart, and need more and more of the L2
-  // cache, into which a whole section must fit: q, dout and dq have 8 bytes a number together, and k, v, dk
-  // and dv as well.
+  // cache. Then a section is the heads that fit into it as a whole: q, dout and dq have 8 bytes a number
+  // together, and k, v, dk and dv as well. Without a mask it has up to SECTION, as blocks wait less then.
   //
   // With many tiles, or several query heads, the queries descend, all heads of a tile in turn, and the first
   // keys come first. The blocks of a head begin at the same tile. So each runs a step behind the one before
@@ -335,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int head_k = HEADS_APART ? part / group : part;
   int query_tiles = (Nq + Br - 1) / Br;
   // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
-  int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile of queries that sees a key
+  int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile that sees one of these keys
   int steps = (query_tiles - first) * own;
 
   auto load_queries = [&](int stage, int head, int i) {

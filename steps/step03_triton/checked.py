@@ -246,8 +246,8 @@ def check_gradients(alibi_slopes, lengths_k, *tensors):
 def is_traced(q):
     """Whether a call is recorded and not computed, by torch.compile, torch.export, a mode of torch, or as q is fake.
 
-    Such a call needs an operator. For others it would cost a quarter of a millisecond, and at the first call seconds,
-    because torch's operators in Python import torch.compile.
+    Such a call needs an operator. Others are an autograd.Function: an operator would take several times as long, and at
+    the first call seconds, as torch's operators in Python import torch.compile.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or isinstance(q, FakeTensor)
 

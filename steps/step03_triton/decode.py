@@ -25,8 +25,8 @@ import triton.language as tl
 from .features import tanh
 from .replay import replayed
 
-# (largest Br, Bc, num_warps, num_stages) by bytes an entry and head_dim: up to 64, 128, 256. Smaller GPUs use the same
-# rows, because 99 KB of shared memory are enough. Only GPUs that have 227 KB use more, for tiles of 64 queries.
+# (largest Br, Bc, num_warps, num_stages) by bytes an entry and head_dim: up to 64, 128, 256. All fit into the 99 KB of
+# shared memory that every GPU from Ampere on has.
 TILES = {2: {64: (64, 64, 4, 4), 128: (64, 32, 4, 3), 256: (32, 32, 4, 3)},
          4: {64: (32, 32, 4, 3), 128: (16, 32, 8, 3), 256: (16, 16, 4, 3)}}  # fmt: skip
 LEAST_KEYS = 1024  # With fewer the second launch costs more than the first one saves.
@@ -80,13 +80,13 @@ def split_kernel(q, k, v, lengths_k, sinks, O_s, m_s, l_s, q_strides, k_strides,
     if slopes is not None:  # (numbers, stride of batch)
         slope = tl.load(slopes[0] + b * slopes[1] + h, mask=exists, other=0.0)
     Q = load_tile(q, b * q_strides[0] + h * q_strides[1] + i.to(tl.int64) * q_strides[2], exists, D, D_pad)  # (Br, D)
-    unit = scale  # of m: the scores are in natural units already if `changed` has them
+    m_scale = scale  # m_scale m is in natural units. `changed` has scaled the scores already.
     if softcap is not None or slope is not None:
-        unit = 1.0
+        m_scale = 1.0
     m, l, O = tl.full((Br,), float("-inf"), tl.float32), tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
     if sinks is not None:
         if s == 0:
-            m, l = tl.load(sinks + h, mask=exists, other=0.0) / unit, l + 1
+            m, l = tl.load(sinks + h, mask=exists, other=0.0) / m_scale, l + 1
     share = tl.cdiv(tl.cdiv(length - first, Bc), splits) * Bc
     for j in range(first + s * share, tl.minimum(first + (s + 1) * share, length), Bc):
         key = j + tl.arange(0, Bc).to(tl.int64)
@@ -98,10 +98,10 @@ def split_kernel(q, k, v, lengths_k, sinks, O_s, m_s, l_s, q_strides, k_strides,
         S = tl.where(tl.arange(0, Bc)[None, :] <= last[:, None] - j, S, float("-inf"))
         if left is not None:
             S = tl.where(tl.arange(0, Bc)[None, :] >= position[:, None] - left - j, S, float("-inf"))
-        m, l, O = online_update(m, l, O, S, V_j, unit * LOG2_E)
+        m, l, O = online_update(m, l, O, S, V_j, m_scale * LOG2_E)
     if l_s is None:  # the only share: O_s is out, and m_s is lse
         l = tl.where(l == 0, 1.0, l)  # a query that saw no key then gets out = 0 / 1 and lse = -inf + log 1
-        m, O = m * unit + tl.log(l), O / l[:, None]
+        m, O = m * m_scale + tl.log(l), O / l[:, None]
     place, column = (bh * group * Nq + row) * splits + s, tl.arange(0, D_pad)[None, :]
     tl.store(O_s + place[:, None] * D + column, O, mask=exists[:, None] & (column < D))
     tl.store(m_s + place, m, mask=exists)
@@ -110,7 +110,8 @@ def split_kernel(q, k, v, lengths_k, sinks, O_s, m_s, l_s, q_strides, k_strides,
 
 
 @triton.jit(do_not_specialize=["splits"])
-def merge_kernel(O_s, m_s, l_s, out, lse, splits, unit, D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
+def merge_kernel(O_s, m_s, l_s, out, lse, splits, m_scale, D: tl.constexpr, SPLITS: tl.constexpr,
+                 COLUMNS: tl.constexpr):
     row, s = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place, exists = row * splits + s, s < splits
@@ -119,11 +120,11 @@ def merge_kernel(O_s, m_s, l_s, out, lse, splits, unit, D: tl.constexpr, SPLITS:
     exists = exists[:, None] & (column < D)
     O_s = tl.load(O_s + place[:, None] * D + column, mask=exists, other=0.0)  # (SPLITS, COLUMNS)
     m = tl.max(m_s, 0)
-    w = tl.exp2((m_s - tl.where(m == float("-inf"), 0.0, m)) * (unit * LOG2_E))
+    w = tl.exp2((m_s - tl.where(m == float("-inf"), 0.0, m)) * (m_scale * LOG2_E))
     l = tl.sum(w * l_s, 0)
     l = tl.where(l == 0, 1.0, l)  # as in split_kernel
     tl.store(out + row * D + column, tl.sum(w[:, None] * O_s, 0) / l, mask=column < D)
-    tl.store(lse + row, m * unit + tl.log(l))
+    tl.store(lse + row, m * m_scale + tl.log(l))
 
 
 @functools.cache
@@ -144,10 +145,13 @@ def forward(
 ):  # fmt: skip
     """(out, lse): q (B, H, Nq, D), k and v (B, Hk, Nk, D), D contiguous; out like q, lse (B, H, Nq) float32.
 
-    scale > 0; None is 1/sqrt(D). lengths_k (B,) int32 on the device of q, or a list: only the first lengths_k[b] keys
-    exist, and a causal mask and a window are aligned at the last of them; a number above Nk counts as Nk. window (left,
-    right), softcap and alibi_slopes, (H,) or (B, H), as in flash.py. sinks: (H,) floating point, the scores of one more
-    key of each head, whose value is 0. splits: the number of shares; None is about three programs a multiprocessor.
+    float32, float16 or bfloat16, D at most 256, H a multiple of Hk. scale > 0; None is 1/sqrt(D).
+    lengths_k: (B,) int32 on the device of q, or a list: only the first lengths_k[b] keys exist, and a causal mask and a
+    window are aligned at the last of them; a number above Nk counts as Nk.
+    window (left, right): how many keys a query sees before and behind its own position; None or -1 for all.
+    softcap: a number; scores s become softcap tanh(s / softcap). alibi_slopes (H,) or (B, H): slope |distance| is
+    subtracted. sinks: (H,) floating point, the scores of one more key of each head, whose value is 0.
+    splits: the number of shares; None is about three programs a multiprocessor.
     """
     if isinstance(lengths_k, torch.Tensor):
         lengths_k = record.derive(torch.Tensor.contiguous, lengths_k)

@@ -20,9 +20,9 @@ waits for a product, two others compute. Each has 160 registers a thread, for wh
 Left out, because it was slower: programs that take several tiles one after the other, which are faster at N = 1k only;
 K_n released later; the wait for O behind all exponentials. Spills: with three consumers and a causal mask 5 or 6
 words a step, else none inside the loops.
-Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 12 or 16 warps, one program a
-multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run Gluon. Needs torch,
-replay.py and Triton 3.6 to 3.9, because Gluon is experimental and may change.
+Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 9 or 13 warps, which the compiler
+fills up to 12 or 16, one program a multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter
+does not run Gluon. Needs torch, replay.py and Triton 3.6 to 3.9, because Gluon is experimental and may change.
 """
 
 import torch
@@ -240,7 +240,8 @@ def deal(tiles, causal, Nk, D_pad):
     They are tiles and heads of queries in a forward, and of keys in a backward. When causal, tiles differ in length,
     and those that come first should be the longest. The more heads a section has, the shorter are the last tiles of
     all, so that the multiprocessors end at nearly the same time. But K and V of a section should fit into 32 MB of the
-    L2 cache. Without a mask all tiles take equally long, and heads come one by one.
+    L2 cache: 2^25 bytes, 4 for a number of K and one of V. Without a mask all tiles take equally long, and heads come
+    one by one.
     """
     program = gl.program_id(0)
     tile, head = program % tiles, program // tiles

@@ -49,7 +49,9 @@ def with_features(plain, whole, supports):
 
     function.__signature__ = inspect.Signature([*own, *(of_features[name] for name in more)])
     function.__doc__ = whole.__doc__ + '\n    rung: a kernel out of SUPPORTS["rungs"], for calls without features.'
-    function.__doc__ += "\n        A call with few queries goes to decode.py, but not under torch.compile.\n"
+    if is_forward:
+        function.__doc__ += "\n        A call with few queries, many keys and no gradient goes to decode.py, except"
+        function.__doc__ += "\n        under torch.compile.\n"
     function.__module__, function.__name__, function.__qualname__ = plain.__module__, plain.__name__, plain.__name__
     return function
 

@@ -155,7 +155,7 @@ def report_strategy(strategy, seq, dim, heads, causal, layout, dtype):
 
 
 def choose_block(dtype):
-    """(block, its name): the default block, but without a GPU one that computes float32 faster."""
+    """(block, its name): stage 03, or without a GPU in float32 stage 00's tiles, which are faster there."""
     if engine.name == "cpu" and dtype == "float32":
         tile = (256, 256)  # far larger than stage 00's own tiles, which are small to show the algorithm
         forward, backward = partial(fwd_3_tiled.forward, tile=tile), partial(bwd_3_tiled.backward, tile=tile)

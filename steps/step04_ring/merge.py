@@ -23,7 +23,7 @@ MOST = 4  # so many parts are held, and then merged into one: the memory does no
 
 
 def merge(out, lse, out_block, lse_block):
-    """Merges a block's result into out (..., N, D) and lse (..., N), both float32, in place."""
+    """Merges a block's result into out (..., n, D) and lse (..., n), both float32, in place."""
     lse_new = torch.logaddexp(lse, lse_block)  # -inf where both are -inf
     w = (lse_block - lse_new).exp().masked_fill(lse_block == -math.inf, 0)  # -inf - (-inf) would be NaN
     out.lerp_(out_block.float(), w[..., None])

@@ -341,6 +341,9 @@ class Contract:
         for option, has in checks.STAGE_WITH.items():
             if has != stage:
                 refused[option] = f"steps.{has} has it."
+        refused["enable_gqa"] = "leave it out, as k and v may have fewer heads than q."
+        if stage == "step03_triton":
+            refused["cu_seqlens"] = "here they are cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."
         for option, words in refused.items():
             with pytest.raises((TypeError, NotImplementedError)) as raised:
                 function(*tensors, **{option: None})
