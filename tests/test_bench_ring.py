@@ -99,10 +99,8 @@ def test_everybody_computes_attention_in_two_ranks_and_has_rows_of_its_own(monke
 def test_a_graph_is_captured_after_two_calls_and_then_only_replayed(monkeypatch):
     done = []
 
-    @contextlib.contextmanager
     def capture(graph, capture_error_mode):
-        done.append("capture")
-        yield
+        return contextlib.nullcontext(done.append("capture"))
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: done.append("replay")))
     monkeypatch.setattr(torch.cuda, "graph", capture)
@@ -114,8 +112,8 @@ def test_a_graph_is_captured_after_two_calls_and_then_only_replayed(monkeypatch)
 
 
 def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch, ranks):
-    monkeypatch.setattr(ring, "TRACED", replace(SMALL, who=(FETCH, RELAY)))
-    *found, record = recorded(monkeypatch, ranks, {}, "trace")
+    parts = {"trace": (replace(SMALL, who=(FETCH, RELAY), traced=True),)}
+    *found, record = recorded(monkeypatch, ranks, parts, "trace")
     assert [row["kernel"] for row in found] == [FETCH, RELAY] * 2 and found[2]["pass"] == "fwd+bwd"
     for row in found:
         assert (row["hidden"], row["launches"], row["options"]) == (0.5, 3, {"profiler": True})
@@ -144,21 +142,20 @@ def test_a_round_is_that_of_the_slowest_rank(monkeypatch, in_rank_0):
     called, usual = [], ring.one_round
     monkeypatch.setattr(ring, "one_round", lambda call, count: usual(call, count) * 0 + count)
     monkeypatch.setattr(ring, "gathered", lambda mine: [mine, dict.fromkeys(mine, [1.5] * 5)])
-    counts = {"a": 1, "b": 2, "c": 1}
-    found = ring.race({who: partial(called.append, who) for who in "abc"}, counts)
+    found = ring.race({who: partial(called.append, who) for who in "abc"}, {"a": 20.0, "b": 11.0, "c": 99.0})
+    assert list(found) == [("a", [1.5] * 5, 1, {}), ("b", [2.0] * 5, 2, {}), ("c", [1.5] * 5, 1, {})]
     in_turn = ring.timing.turns(list("abc"), ring.ROUNDS)
-    assert called == [who for who in in_turn for _ in range(1 + counts[who])]
-    assert found == {"a": [1.5] * 5, "b": [2.0] * 5, "c": [1.5] * 5}
+    assert called == [who for who in in_turn for _ in range(3 if who == "b" else 2)]
 
 
 def test_who_cannot_take_part_in_one_rank_takes_part_in_none_and_the_worst_rank_counts(monkeypatch, in_rank_0):
     other = {FETCH: "RuntimeError: no kernel", RELAY: (2.0, 0.0)}
     monkeypatch.setattr(ring, "tried", lambda case, who, *rest: (who, (who, (1.0, 0.5))))
     monkeypatch.setattr(ring, "gathered", lambda mine: [mine[1], other[mine[0]]])
-    left_out = []
-    ((_, found),) = ring.by_pass(replace(SMALL, passes=("fwd",), who=(FETCH, RELAY)), left_out)
-    assert found == {RELAY: (RELAY, 2.0, 0.5)}
-    assert left_out == [f"left out: {FETCH}, fwd {SMALL.point}: RuntimeError: no kernel"]
+    monkeypatch.setattr(ring, "race", lambda calls, ms: [(who, [ms[who]], 1, {}) for who in calls])
+    reason, row = ring.measure(replace(SMALL, passes=("fwd",), who=(FETCH, RELAY)), ORIGIN)
+    assert reason == f"left out: {FETCH}, fwd {SMALL.point}: RuntimeError: no kernel"
+    assert (row["kernel"], row["ms_median"], row["error"]) == (RELAY, 2.0, 0.5)
 
 
 def test_who_dies_ends_the_part_and_one_gpu_has_no_ring(monkeypatch, capsys, ranks):

@@ -49,6 +49,7 @@ class Case:
     layout: str = "zigzag"
     passes: tuple[str, ...] = ("fwd", "fwd+bwd")
     who: tuple[str, ...] = (ONE, FETCH, RELAY, *PEERS)
+    traced: bool = False  # timed by a profiler, one after the other
 
     def options(self, who):
         """What a row says was asked for. Where lessons are compared, the ring is one of the strategies."""
@@ -60,20 +61,20 @@ def cases(*lengths, Hk=(32, 8), causal=True, **how):
     return tuple(Case(Point(1, 32, N, D, causal, heads), **how) for N in lengths for heads in Hk)
 
 
-CASES = {
+CASES = {  # what matters most first
     "32k": (
         *cases(32768),
         *cases(32768, Hk=(32,), causal=False),
         *cases(32768, Hk=(32,), layout="contiguous", who=(ONE, FETCH, RELAY)),
     ),
     "8k": cases(8192),
+    "trace": cases(32768, Hk=(32,), who=(FETCH, RELAY), traced=True),
     "128k": cases(131072) + cases(131072, Hk=(32,), causal=False, passes=("fwd",)),
+    "strategies": cases(32768, 8192, 131072, who=(*LESSONS, FETCH, RELAY)),
     "order": cases(32768, 131072, passes=("fwd+bwd",), who=(ONE, IN_ORDER, FETCH, ANY_ORDER)),
     "graph": cases(8192, who=(FETCH, GRAPH)),
     "1m": (Case(Point(1, 8, 2**20, D, True, 2), who=(FETCH,)),),
-    "strategies": cases(32768, 8192, 131072, who=(*LESSONS, FETCH, RELAY)),
 }
-TRACED = replace(CASES["32k"][0], who=(FETCH, RELAY))
 
 
 # --- who takes part -------------------------------------------------------------------------------------------
@@ -130,59 +131,31 @@ def context_parallel(rotation, q, k, v, causal):
 
 
 def measure(case, origin):
-    """(the rows of those who take turns, why the others are left out): what every rank answers, all the same."""
-    found, left_out = [], []
-    for pass_, takes_part in by_pass(case, left_out):
-        # A round takes about WORTH_MS.
-        counts = {who: max(1, min(MOST_CALLS, round(WORTH_MS / ms))) for who, (_, ms, _) in takes_part.items()}
-        times = race({who: call for who, (call, *_) in takes_part.items()}, counts)
-        for who, (*_, error) in takes_part.items():
-            found.append(row_of(case, who, pass_, times[who], counts[who], error, origin))
-    return found, left_out
+    """What every rank answers, all the same: rows of those who take turns, and in words why the others are left out.
 
-
-def measure_trace(case, origin):
-    """The same with the profiler's shares, and last of the rows a record of kind "trace" with one rank's spans."""
-    found, left_out, calls = [], [], []
-    for pass_, takes_part in by_pass(case, left_out):
-        for who, (call, _, error) in takes_part.items():
-            every = gathered(trace(call))
-            worst = max(every, key=lambda of_rank: of_rank["idle"])
-            seen = {name: worst[name] for name in ("hidden", "idle", "launches")}
-            ms = [max(of_rank["ms"] for of_rank in every)]
-            row = row_of(case, who, pass_, ms, PROFILED, error, origin)
-            found.append(row | seen | {"options": {"profiler": True}})
-            calls.append({"kernel": who, "pass": pass_, "ms": ms[0], **seen, "spans": worst["spans"]})
-    if calls:
-        about = {**case.point.sizes, "dtype": DTYPE, "layout": case.layout, "stage": "04_ring"}
-        about["source"] = {one["kernel"]: rows.code_hash("04_ring", one["kernel"]) for one in calls}
-        found.append({"kind": "trace", **origin, **about, "calls": calls})
-    return found, left_out
-
-
-def by_pass(case, left_out):
-    """Yields (pass, {who: (call, ms, error)} of those whom no rank refuses); left_out gets the others' reasons.
-
-    Both numbers are the worst rank's. The error is that of the last queries, which see all keys: a block that is
-    missing or comes twice shows there.
+    It calls `race` on those whom no rank refuses, or `traced`. Their errors are those of the last queries, which see
+    all keys: a block that is missing or comes twice shows there.
     """
     torch.cuda.empty_cache()  # of what the case before has left
     inputs = grid.make_inputs(case.point, DTYPE, engine.device)
     whole = Layout(case.layout, case.point.N, dist.get_world_size(), case.point.causal)
     shards = tuple(whole.shard(x, dist.get_rank()) for x in inputs)
     has_last = whole.positions(dist.get_rank())[-1] == whole.S - 1
+    found, left_out = [], []
     for pass_ in case.passes:
         truth = grid.sample_truth(inputs, case.point.causal, backward=pass_ != "fwd", last=LAST)
-        found = {}
+        calls, ms, errors = {}, {}, {}  # numbers of the worst rank
         for who in case.who:
             alone = who in ALONE
-            mine = tried(case, who, pass_, inputs if alone else shards, truth if alone or has_last else {})
-            every = gathered(mine[1])
+            call, mine = tried(case, who, pass_, inputs if alone else shards, truth if alone or has_last else {})
+            every = gathered(mine)
             if reasons := [one for one in every if isinstance(one, str)]:
                 left_out.append(f"left out: {who}, {pass_} {case.point}: {reasons[0]}")
             else:
-                found[who] = mine[0], *map(max, zip(*every, strict=True))
-        yield pass_, found
+                calls[who], (ms[who], errors[who]) = call, map(max, zip(*every, strict=True))
+        for who, times, count, seen in traced(calls) if case.traced else race(calls, ms):
+            found.append(row_of(case, who, pass_, times, count, errors[who], origin) | seen)
+    return left_out + found + ([trace_of(case, found, origin)] if case.traced and found else [])
 
 
 def tried(case, who, pass_, tensors, truth):
@@ -204,13 +177,18 @@ def gathered(mine):
     return every
 
 
-def race(calls, counts):
-    """{who: [milliseconds of a call in each round]} of the slowest rank. counts: {who: how often a round calls}."""
-    ms = {who: [] for who in calls}
+def race(calls, ms):
+    """Yields (who, milliseconds of a call in each round in the slowest rank, calls of a round, {}).
+
+    ms: {who: of a single call}, so that a round takes about WORTH_MS.
+    """
+    counts = {who: max(1, min(MOST_CALLS, round(WORTH_MS / ms[who]))) for who in calls}
+    rounds = {who: [] for who in calls}
     for who in timing.turns(list(calls), ROUNDS):
-        ms[who].append(one_round(calls[who], counts[who]))
-    every = gathered(ms)
-    return {who: [max(of_ranks) for of_ranks in zip(*(one[who] for one in every), strict=True)] for who in ms}
+        rounds[who].append(one_round(calls[who], counts[who]))
+    every = gathered(rounds)
+    for who in calls:
+        yield who, list(map(max, *(of_rank[who] for of_rank in every))), counts[who], {}
 
 
 def one_round(call, count):
@@ -218,6 +196,23 @@ def one_round(call, count):
     dist.barrier()
     call()  # The queue is then full, and the ranks are in step.
     return statistics.mean(timing.back_to_back(call, count, engine.device))
+
+
+def traced(calls):
+    """Yields the same as `race`, of calls under a profiler: (who, [milliseconds], calls, what else the row has)."""
+    for who, call in calls.items():
+        every = gathered(trace(call))
+        idlest = max(every, key=lambda of_rank: of_rank["idle"])
+        seen = {name: idlest[name] for name in ("hidden", "idle", "launches", "spans")}
+        yield who, [max(of_rank["ms"] for of_rank in every)], PROFILED, seen | {"options": {"profiler": True}}
+
+
+def trace_of(case, found, origin):
+    """A record of kind "trace": the spans of these rows, which are then no longer in them."""
+    about = {**case.point.sizes, "dtype": DTYPE, "layout": case.layout, "stage": "04_ring"}
+    about["source"] = {row["kernel"]: rows.code_hash("04_ring", row["kernel"]) for row in found}
+    calls = [{name: row[name] for name in ("kernel", "pass", "hidden")} | {"spans": row.pop("spans")} for row in found]
+    return {"kind": "trace", **origin, **about, "calls": calls}
 
 
 def trace(call):
@@ -286,26 +281,19 @@ def last_call(spans, calls):
 
 
 def record(*names):
-    """Yields the rows of parts of the plan, keys of CASES or "trace", and of the trace one record with a "kind".
-
-    All of it is one run.
-    """
+    """Yields the rows of parts of the plan, keys of CASES, and of the trace one record with a "kind": all one run."""
     size, origin = torch.cuda.device_count(), rows.provenance(n_gpus=torch.cuda.device_count())
     for name in names if size > 1 else ():
-        task, cases = (measure_trace, (TRACED,)) if name == "trace" else (measure, CASES[name])
         try:
             with launch.Ranks(size, timeout=PATIENCE) as ranks:
-                for case in cases:
-                    found, left_out = ranks.run(task, case, origin, limit=LIMIT)[0]
-                    for reason in left_out:
-                        print(reason)
-                    yield from found
+                for case in CASES[name]:
+                    for found in ranks.run(measure, case, origin, limit=LIMIT)[0]:
+                        if isinstance(found, str):
+                            print(found)
+                        else:
+                            yield found
         except launch.RankError as problem:
             print(f"{name} ended early: {'; '.join(str(problem).splitlines()[: size + 1])}")
-
-
-ALL = "32k", "8k", "trace", "128k", "strategies", "order", "graph", "1m"  # what matters most first
-PLANS = {"ring": (partial(record, *ALL),), **{f"ring-{name}": (partial(record, name),) for name in ALL}}
 
 
 def row_of(case, who, pass_, ms, count, error, origin):
@@ -318,3 +306,6 @@ def row_of(case, who, pass_, ms, count, error, origin):
     gpus = 1 if who in ALONE else origin["n_gpus"]
     row["tflops"] = case.point.flops(pass_) / gpus / row["ms_median"] / 1e9  # of one GPU
     return row
+
+
+PLANS = {"ring": (partial(record, *CASES),), **{f"ring-{name}": (partial(record, name),) for name in CASES}}
