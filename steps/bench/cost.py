@@ -4,7 +4,6 @@ Sizes are those of the contract: q (B, H, N, D) and k, v (B, Hk, Nk, D). A pass 
 is "fp32", "fp16" or "bf16".
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,30 +53,7 @@ def bandwidth(row):
     return compulsory / row["ms_median"] / 1e9
 
 
-# --- one thread block ---------------------------------------------------------------------------------------
-
-
-def shared_bytes(Br, Bc, D, dtype="fp32", *, tiles="QKV", stages=1):
-    """Bytes of shared memory that one block needs for its tiles.
-
-    tiles: which of Q, K, V (in dtype), O and S (accumulated in float32) stay in shared memory. FlashAttention-1 keeps
-    "QKVOS" there, FlashAttention-2 holds O and S in registers. stages: copies of the K and V tiles, 2 when the next
-    tile lands while this one is used.
-    """
-    element = BYTES[dtype]
-    size = {"Q": Br * D * element, "O": Br * D * 4, "S": Br * Bc * 4}
-    size["K"] = size["V"] = stages * Bc * D * element
-    return sum(size[tile] for tile in tiles)
-
-
-def accumulator_registers(Br, Bc, D, dtype="fp32", *, threads):
-    """32-bit registers a thread for O, S and P, when `threads` threads share a Br x Bc tile evenly.
-
-    A 16-bit P is packed in pairs beside S; a float32 P overwrites S. Addresses, loop counters, m and l come on top:
-    count on 30 to 50 more. A thread can have at most 255.
-    """
-    packed = Br * Bc / 2 if BYTES[dtype] == 2 else 0
-    return math.ceil((Br * D + Br * Bc + packed) / threads)
+# --- one multiprocessor --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

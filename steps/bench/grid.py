@@ -75,34 +75,26 @@ class Entrant:
     def call(self, inputs, pass_, causal):
         """The function to be timed: without arguments, it gives the results of the pass as a tuple."""
         dout, *qkv = inputs
-        if self.attention and (self.forward is None or pass_ == "fwd+bwd"):
-            return by_autograd(self.attention, inputs, pass_, causal)
-        forward = partial(self.forward, *qkv, causal=causal)
-        return in_pass(pass_, forward, lambda saved: tuple(self.backward(dout, *qkv, *saved, causal=causal)))
+        by_autograd = self.attention and (self.forward is None or pass_ == "fwd+bwd")
+        if by_autograd and pass_ != "fwd":
+            qkv = [x.detach().requires_grad_() for x in qkv]
 
+        def forward():
+            """What the backward needs, first of all out."""
+            return (self.attention(*qkv, causal=causal),) if by_autograd else self.forward(*qkv, causal=causal)
 
-def by_autograd(attend, inputs, pass_, causal):
-    """The call of a differentiable attention."""
-    dout, *qkv = inputs
-    leaves = qkv if pass_ == "fwd" else [x.detach().requires_grad_() for x in qkv]
+        def backward(saved):
+            if by_autograd:  # Not out.backward(), which would also add each result to the .grad of the one before.
+                return torch.autograd.grad(*saved, qkv, dout, retain_graph=pass_ == "bwd")
+            return tuple(self.backward(dout, *qkv, *saved, causal=causal))
 
-    def backward(saved):
-        # Not out.backward(), which would also add each result to the .grad of the one before.
-        return torch.autograd.grad(*saved, leaves, dout, retain_graph=pass_ == "bwd")
+        def both():
+            saved = forward()
+            return saved[0].detach(), *backward(saved)
 
-    return in_pass(pass_, lambda: (attend(*leaves, causal=causal),), backward)
-
-
-def in_pass(pass_, forward, backward):
-    """A call of the pass. forward() gives what backward(saved) needs, first of all out."""
-    if pass_ == "bwd":
-        return partial(backward, forward())
-
-    def call():
-        saved = forward()
-        return (saved[0].detach(), *backward(saved)) if pass_ == "fwd+bwd" else saved[:1]
-
-    return call
+        if pass_ == "bwd":
+            return partial(backward, forward())
+        return both if pass_ == "fwd+bwd" else lambda: forward()[:1]
 
 
 def a_peer(name, function=None):
@@ -293,7 +285,6 @@ class Part:
     peers: tuple[str, ...] = ("sdpa-flash", "sdpa-cudnn")
     switches: bool = False  # also with one switch turned at a time; a backward also with a fixed order of dq
     timed: str = "interleaved"  # or "sustained"
-    told: tuple = ()  # what rows tell besides, pairs of names and values
 
     def __call__(self):
         """Yields the rows."""
@@ -306,7 +297,7 @@ class Part:
         for dtype, point in itertools.product(self.dtypes, self.grid):
             product = partial(matrix_product, dtype) if self.timed == "interleaved" and dtype != "fp32" else None
             entrants = *who, *map(a_peer, self.peers)
-            yield [Task(point, dtype, self.passes, entrants, dict(self.told), ceiling=product)]
+            yield [Task(point, dtype, self.passes, entrants, ceiling=product)]
 
 
 def matrix_product(dtype, inputs):
@@ -362,8 +353,12 @@ def a_new_token(B, cache):
 
 
 def small_calls():
-    """Groups: a feature at the size of the plan `host`, and a new token of one sequence and of many."""
-    yield [feature("soft-cap", SMALL[0], {"softcap": SOFTCAP}, {"softcap": SOFTCAP}, passes=("fwd",))]
+    """Groups of calls that are lost in Python: rungs, a feature, and a new token of one sequence and of many."""
+    rungs = [candidate(*rung) for rung in of("02", "hopper") + of("03", "gluon tma fused")]
+    for N in (256, 1024):
+        who = *rungs, *map(a_peer, BEST)
+        yield [Task(Point(1, 16, N, 128), "bf16", ("fwd", "fwd+bwd"), who, {"feature": "small call"})]
+    yield [feature("soft-cap", Point(1, 16, 256, 128), {"softcap": SOFTCAP}, {"softcap": SOFTCAP}, passes=("fwd",))]
     yield [a_new_token(1, 4096)]
     yield [a_new_token(64, 2048)]
 
@@ -466,8 +461,6 @@ def of(number, words):
 BEST = "sdpa-flash", "sdpa-cudnn", "fa4", "fa3"  # the fastest that others have, where they are found
 BOTH = ("fwd", "bwd")
 FLOAT32 = dict(passes=BOTH, dtypes=("fp32",), peers=("sdpa-efficient",))
-SMALL = Point(1, 16, 256, 128), Point(1, 16, 1024, 128)  # calls that are lost in Python
-SMALL_CALL = (("feature", "small call"),)
 # What is recorded of stages 02 and 03: parts of a few minutes, which yield rows when they are called. The slow rungs
 # are measured at 4k alone.
 PLANS = {
@@ -492,10 +485,7 @@ PLANS = {
     "grouped": (lambda: measure(grouped()),),
     # One block of one head: a kernel is shorter than its launch.
     "launches": (Part(of("02", "hopper fa2") + of("03", "gluon tma"), (Point(1, 1, 128, 64),)),),
-    "host": (
-        Part(of("02", "hopper") + of("03", "gluon tma fused"), SMALL, ("fwd", "fwd+bwd"), peers=BEST, told=SMALL_CALL),
-        lambda: measure(small_calls()),
-    ),
+    "host": (lambda: measure(small_calls()),),
 }
 LONG = 16384  # A call has to take milliseconds, or else a second of calls measures how fast they are launched.
 

@@ -17,6 +17,7 @@ import random
 import statistics
 import subprocess
 import time
+import timeit
 from datetime import datetime
 
 import numpy as np
@@ -27,13 +28,10 @@ IDLE = 0.3  # seconds without work before each candidate, so that each begins al
 SETTLE, MEASURED = 0.25, 0.75  # seconds of calls: until the power limit has set the clock, and those that count
 
 
-def summary(ms, **load):
-    """The fields of a row: of a list of milliseconds the median, the 20th and 80th percentile, and their number.
-
-    load: of sustained calls also clock_mhz and watts, the medians of the SM's clock and of the board's power.
-    """
+def summary(ms):
+    """The fields of a row: of a list of milliseconds the median, the 20th and 80th percentile, and their number."""
     p20, median, p80 = map(float, np.percentile(ms, (20, 50, 80)))
-    return {"ms_median": median, "ms_p20": p20, "ms_p80": p80, "reps": len(ms), **load}
+    return {"ms_median": median, "ms_p20": p20, "ms_p80": p80, "reps": len(ms)}
 
 
 def spread(taken):
@@ -64,25 +62,18 @@ def turns(names, rounds):
         yield from order.sample(names, len(names))
 
 
-def one_call(call, *, device="cpu"):
+def one_call(call, *, device):
     """Milliseconds of a single call: enough to see whether thirty more are affordable."""
-    return interleaved({"": call}, reps=1, warmup=0, device=device)[""]["ms_median"]
+    return back_to_back(call, 1, device)[0]
 
 
-def host_us(call, *, rounds=50, calls=20, device="cuda"):
+def host_us(call):
     """Microseconds that a call takes the CPU, which does not wait for the GPU.
 
     The lowest of many rounds, because anything else that the host does only adds time. So few calls fit into the GPU's
     queue, so that the host never waits for a place in it.
     """
-    found = []
-    for _ in range(rounds):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        found.append(1e6 * (time.perf_counter() - start) / calls)
-    return min(found)
+    return 1e6 * min(timeit.repeat(call, torch.cuda.synchronize, repeat=50, number=20)) / 20
 
 
 def synchronize(device):
@@ -107,19 +98,18 @@ def clock(device):
 # --- sustained load -----------------------------------------------------------------------------------------
 
 
-def sustained(calls, *, warmup=3, device="cuda"):
-    """{name: summary} for `calls`, a dict of functions without arguments: a second of each, after `warmup` calls.
+def sustained(calls, *, device="cuda"):
+    """{name: summary} for `calls`, a dict of functions without arguments: a second of each.
 
-    The order is random, because the GPU gets warmer, and then needs more power. RuntimeError where nvidia-smi gives no
-    clock or no power.
+    A summary also has clock_mhz and watts, the medians of the SM's clock and of the board's power. The order is random,
+    because the GPU gets warmer, and then needs more power. RuntimeError where nvidia-smi gives no clock or no power.
     """
     found = {}
     for name in random.sample(list(calls), len(calls)):
         call = calls[name]
         with watched(device) as samples:
             time.sleep(IDLE)
-            for _ in range(warmup):
-                call()
+            back_to_back(call, 3, device)  # The first calls are slower.
             count = max(1, round(1e3 * SETTLE / one_call(call, device=device)))
             settled = statistics.median(back_to_back(call, count, device))
             start = datetime.now()
@@ -129,7 +119,7 @@ def sustained(calls, *, warmup=3, device="cuda"):
         if len(load) < MIN_SAMPLES:
             raise RuntimeError(f"nvidia-smi gave clock and power {len(load)} times, not {MIN_SAMPLES} or more")
         clocks, watts = zip(*load, strict=True)
-        found[name] = summary(ms, clock_mhz=statistics.median(clocks), watts=statistics.median(watts))
+        found[name] = summary(ms) | {"clock_mhz": statistics.median(clocks), "watts": statistics.median(watts)}
     return found
 
 

@@ -111,7 +111,7 @@ def registers_of_the_roles(D):
     """What a consumer of rung hopper needs, and what setmaxnreg gives it, in words."""
     row = ladder.FORWARD["hopper"]
     Br, Bc = row.tiles[0][D]
-    need, n = cost.accumulator_registers(64, Bc, D, "bf16", threads=128), Br // 64
+    need, n = Bc // 2 + Bc // 4 + D // 2, Br // 64  # 64 rows among 128 threads; P has 16 bits
     text = re.findall(r"_REGISTERS = .*", str(show("fwd_8_hopper")))
     kept, taken = (int(re.findall(r"[?:] (\d+)", line)[n - 1]) for line in text)
     first = GPU.multiprocessor.registers // row.threads(D, Br, Bc) // 8 * 8
