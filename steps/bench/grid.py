@@ -12,7 +12,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend
 
 from reference import attention, philox
 from steps import catalogue, engine
@@ -324,12 +323,11 @@ LAST = 128  # so many of the last queries are compared with float64, where all w
 ANY = "sdpa-cudnn", "sdpa-flash", "flex", "fa4"
 
 
-def feature(name, point, options=(), told=(), share=1.0, beside=(), passes=("fwd", "bwd"), last=None):
-    """The task of a feature: options of the kernel, what rows tell besides the name, the peers."""
+def feature(name, point, options, beside=(), share=1.0, passes=("fwd", "bwd"), last=None):
+    """The task of a feature: options of the kernel, and the peers. Rows tell the options that are no tensors."""
     from steps.step03_triton import operators  # imported here because Triton is not available everywhere
 
-    options, q = dict(options), torch.empty(1, 1, point.N, point.D, dtype=torch.bfloat16, device=engine.device)
-    f = operators.DEFAULTS | options
+    q, f = torch.empty(1, 1, point.N, point.D, dtype=torch.bfloat16, device=engine.device), operators.DEFAULTS | options
     forward, _ = operators.launcher(q, q, f, carried=False)
     of_backward, _ = operators.backward_launcher(q, q, f)
     stems = [launcher.__module__.rpartition(".")[2] for launcher in (forward, of_backward)]
@@ -338,8 +336,13 @@ def feature(name, point, options=(), told=(), share=1.0, beside=(), passes=("fwd
         return of_backward(*tensors, causal=causal, **options)[:3]  # with sinks there is one more result
 
     entrants = Entrant("03_triton", stems[0], partial(forward, **options), stems[1], backward), *beside
-    reference = reference_options(options, point, last)
-    return Task(point, "bf16", passes, entrants, {"feature": name, **dict(told)}, share, reference, last)
+    told = {"feature": name} | {name: x for name, x in options.items() if not isinstance(x, torch.Tensor)}
+    return Task(point, "bf16", passes, entrants, told, share, reference_options(options, point, last), last)
+
+
+def asked(how):
+    """Peers as entrants. how: {name: what this one is asked for}."""
+    return [a_peer(name, partial(peers.PEERS[name], **options)) for name, options in how.items()]
 
 
 def a_new_token(B, cache):
@@ -358,7 +361,7 @@ def small_calls():
     for N in (256, 1024):
         who = *rungs, *map(a_peer, BEST)
         yield [Task(Point(1, 16, N, 128), "bf16", ("fwd", "fwd+bwd"), who, {"feature": "small call"})]
-    yield [feature("soft-cap", Point(1, 16, 256, 128), {"softcap": SOFTCAP}, {"softcap": SOFTCAP}, passes=("fwd",))]
+    yield [feature("soft-cap", Point(1, 16, 256, 128), {"softcap": SOFTCAP}, passes=("fwd",))]
     yield [a_new_token(1, 4096)]
     yield [a_new_token(64, 2048)]
 
@@ -386,47 +389,35 @@ def features_at(N, H, D):
     device, point, left, length = engine.device, Point(1, H, N, D), N // 8, N // SEQUENCES
     generator = torch.Generator(device).manual_seed(1)
     added = torch.randn(1, 1, N, N, generator=generator, device=device).to(torch.bfloat16)
-    seen = added > -0.5
     slopes = 2.0 ** (-8 * torch.arange(1, H + 1, device=device) / H)  # those of the ALiBi paper
+    sinks = torch.randn(H, generator=generator, device=device).to(torch.bfloat16)
     starts = torch.arange(0, N + 1, length, dtype=torch.int32, device=device)
+    masks = ("additive mask", {"mask": added}), ("boolean mask", {"mask": added > -0.5})
+    dropout = {"dropout_p": DROPOUT, "seed": torch.tensor(SEED, device=device)}
+    packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
+    varlen, fa4 = partial(peers.varlen, starts, length), partial(peers.fa4_packed, **packed)
+    of_packed = a_peer("varlen", varlen), a_peer("fa4", fa4)
+    window, of_window, softcap = {"window": (left, 0)}, {"window_size": (left, 0)}, {"softcap": SOFTCAP}
+    in_window = (left + 1) * (N - left / 2) / N**2  # query i sees min(i, left) + 1 keys
 
+    # What FlexAttention is asked for:
     capped = {"change": lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)}
     slanted = {"change": lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()}
     near = {"seen": lambda b, h, i, j: (j <= i) & (j >= i - left)}
     together = {"seen": lambda b, h, i, j: i // length == j // length}
-    backends = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION}
-
-    def with_mask(mask):
-        return [a_peer(name, partial(peers.sdpa, backend, mask=mask)) for name, backend in backends.items()]
-
-    def by_flex(**how):
-        return [a_peer("flex", partial(peers.flex, **how))]
-
-    def by_both(of_flex, **how):
-        return [*by_flex(**of_flex), a_peer("fa4", partial(peers.fa4, **how))]
-
-    window, softcap, told_window = {"window": (left, 0)}, {"softcap": SOFTCAP}, {"window": [left, 0]}
-    in_window = (left + 1) * (N - left / 2) / N**2  # query i sees min(i, left) + 1 keys
-    dropout = {"dropout_p": DROPOUT, "seed": torch.tensor(SEED, device=device)}
-    sinks = torch.randn(H, generator=generator, device=device).to(torch.bfloat16)
-    by_fa4 = [a_peer("fa4", partial(peers.fa4, learnable_sink=sinks))]
-    packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length)
-    varlen, fa4 = partial(peers.varlen, starts, length), partial(peers.fa4_packed, **packed)
-    of_packed = [*by_flex(**together), a_peer("varlen", varlen), a_peer("fa4", fa4)]
-    of_window, of_pair = by_both(near, window_size=(left, 0)), by_both(capped | near, window_size=(left, 0), **softcap)
+    of_pair = {"flex": capped | near, "fa4": of_window | softcap}
     return [
-        feature("none", point, beside=map(a_peer, ANY)),
-        feature("causal", replace(point, causal=True), beside=map(a_peer, ANY)),
-        feature("additive mask", point, {"mask": added}, beside=with_mask(added)),
-        feature("boolean mask", point, {"mask": seen}, beside=with_mask(seen)),
-        feature("ALiBi", point, {"alibi_slopes": slopes}, beside=by_flex(**slanted)),
-        feature("soft-cap", point, softcap, softcap, beside=by_both(capped, **softcap)),
-        feature("dropout", point, dropout, {"dropout_p": DROPOUT}, last=min(LAST, N)),
-        feature("sinks", point, {"sinks": sinks}, beside=by_fa4),
-        feature("window", point, window, told_window, in_window, of_window),
-        feature("soft-cap + window", point, softcap | window, softcap | told_window, in_window, of_pair),
-        feature("packed", point, packed, {"sequences": SEQUENCES}, 1 / SEQUENCES, of_packed),
-        feature("padded", Point(SEQUENCES, H, length, D)),  # the same work as a batch
+        feature("none", point, {}, map(a_peer, ANY)),
+        feature("causal", replace(point, causal=True), {}, map(a_peer, ANY)),
+        *(feature(name, point, mask, asked({"sdpa-cudnn": mask, "sdpa-efficient": mask})) for name, mask in masks),
+        feature("ALiBi", point, {"alibi_slopes": slopes}, asked({"flex": slanted})),
+        feature("soft-cap", point, softcap, asked({"flex": capped, "fa4": softcap})),
+        feature("dropout", point, dropout, last=min(LAST, N)),
+        feature("sinks", point, {"sinks": sinks}, asked({"fa4": {"learnable_sink": sinks}})),
+        feature("window", point, window, asked({"flex": near, "fa4": of_window}), in_window),
+        feature("soft-cap + window", point, softcap | window, asked(of_pair), in_window),
+        feature("packed", point, packed, [*asked({"flex": together}), *of_packed], 1 / SEQUENCES),
+        feature("padded", Point(SEQUENCES, H, length, D), {}),  # the same work as a batch
     ]
 
 
@@ -436,7 +427,7 @@ def features(N=16384, cache=32768, longest=65536):
     yield features_at(N, 32, 64)
     yield [a_new_token(8, cache)]
     causal = Point(1, 16, longest, 128, causal=True)  # as models are, which takes half the time
-    yield [feature("memory", causal, beside=[a_peer("sdpa-cudnn")], passes=("fwd+bwd",), last=min(LAST, longest))]
+    yield [feature("memory", causal, {}, [a_peer("sdpa-cudnn")], passes=("fwd+bwd",), last=min(LAST, longest))]
 
 
 def grouped():
