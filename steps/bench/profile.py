@@ -60,9 +60,9 @@ def parse(output):
     return {name: float(word) for name, word in words.items() if re.fullmatch(r"-?\d+(\.\d+)?([eE][-+]?\d+)?", word)}
 
 
-def profiled(ncu, gpu):
-    """What the file says besides its origin. A rung that ncu fails on is left out, and the reason is printed."""
-    found = {"gpu": gpu, "size": SIZE, "metrics": METRICS, "rungs": {}}
+def profiled(ncu, origin):
+    """The record. A rung that ncu fails on is left out, and the reason is printed."""
+    found = {**origin, "size": SIZE, "rungs": {}}
     # The clock is left alone: a shared machine's is not ours to set.
     options = "--clock-control none --target-processes all --csv --page raw --print-units base".split()
     options += ["--kernel-name", "attention_forward", "--launch-skip", str(WARM_UP), "--launch-count", "1"]
@@ -90,22 +90,15 @@ def read(folder=rows.COMMITTED):
     return {rung: one["counters"] for rung, one in rungs.items() if not rows.is_stale(subject(record, one))}
 
 
-def waits(counters):
-    """{stall reason: its share of a warp's time} out of one of `read`, the largest first; without stalls {}."""
-    stalls = {name.removeprefix("stalled_"): n for name, n in counters.items() if name.startswith("stalled_")}
-    return {name: stalls[name] / sum(stalls.values()) for name in sorted(stalls, key=stalls.get, reverse=True)}
-
-
 def main():
     """What the hardware counters say about four rungs of stage 02."""
     folders = ["/usr/local/cuda/bin", *map(str, Path("/opt/nvidia/nsight-compute").glob("*"))]
     ncu = shutil.which("ncu", path=os.pathsep.join([os.environ.get("PATH", ""), *folders]))
     if not ncu or not torch.cuda.is_available():
         raise SystemExit("profile needs a GPU and Nsight Compute's ncu on the PATH.")
-    origin = rows.provenance()
-    measured = origin | profiled(ncu, origin["gpu"])
-    print("written:", rows.write_record("profile", measured))
-    raise SystemExit(len(measured["rungs"]) < len(RUNGS))
+    found = profiled(ncu, rows.provenance())
+    print("written:", rows.write_record("profile", found))
+    raise SystemExit(len(found["rungs"]) < len(RUNGS))
 
 
 if __name__ == "__main__":

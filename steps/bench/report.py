@@ -146,9 +146,10 @@ def counters(folder=results.COMMITTED):
     for rung, counted in found.items():
         numbers = (counted[name] / UNITS.get(name, 1) for name in profile.COUNTERS)
         numbers = (f"{n:.0f}" if n >= 100 else f"{n:.3g}" for n in numbers)
-        reasons = [f"{name} {share:.0%}" for name, share in profile.waits(counted).items() if name != "selected"][:3]
-        name = f"02 {record['rungs'][rung]['kernel']}"
-        lines.append([name, *numbers, ", ".join(reasons)])
+        stalls = {name.removeprefix("stalled_"): n for name, n in counted.items() if name.startswith("stalled_")}
+        longest = sorted((name for name in stalls if name != "selected"), key=stalls.get, reverse=True)[:3]
+        reasons = ", ".join(f"{name} {stalls[name] / sum(stalls.values()):.0%}" for name in longest)
+        lines.append([f"02 {record['rungs'][rung]['kernel']}", *numbers, reasons])
     size = ", ".join(f"{name} = {record['size'][name]}" for name in ("B", "H", "N", "D"))
     how = f"{size}, bfloat16, without a mask; read by ncu. {machines([record])}"
     return f"{piped(lines, 1)}\n{how}.\n"

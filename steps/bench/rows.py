@@ -68,7 +68,6 @@ OPTIONAL = {  # few rows have them
 }
 # What a kernel and a peer are compared at, and what two rows that measure the same thing share.
 SETTING = ("gpu", "n_gpus", "pass", "dtype", "B", "H", "Hk", "N", "Nk", "D", "causal", "options", "timing")
-SUBJECT = ("stage", "kernel", "peer", "layout")
 
 
 def setting(row):
@@ -153,7 +152,7 @@ def latest(rows):
     company = Counter((row["run"], setting(row)) for row in rows)
     chosen = {}
     for row in rows:
-        subject = *(row[name] for name in SUBJECT), setting(row)
+        subject = row["stage"], row["kernel"], row["peer"], row["layout"], setting(row)
         before = chosen.get(subject)
         if not before or company[row["run"], setting(row)] >= company[before["run"], setting(row)]:
             chosen[subject] = row
