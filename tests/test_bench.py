@@ -538,7 +538,7 @@ old
 """
 
 
-def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path):
+def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path, monkeypatch):
     kernel = tmp_path / "steps/step01_fa1_numba/fwd_0_scalar.py"
     readme, page = (tmp_path / name for name in report.PAGES)
     for file, text in ((kernel, "x = 1\n"), (readme, PAGE), (page, PAGE)):
@@ -547,19 +547,17 @@ def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path):
     fresh = row(source=rows.code_hash("01_fa1_numba", "fwd_0_scalar", tmp_path))
     others = ({"dtype": "fp32"}, {"options": {"window": 64}}, LOAD, {"kernel": "fwd_1_warp"})
     write([fresh, *(fresh | other | {"tflops": 888.0} for other in others), peer_row()], page.parent)
-    report.main(root=tmp_path)
-    report.main(check=True, root=tmp_path)
-    text = readme.read_text()
+    text, same = report.pages(tmp_path).values()
     assert "| 01 fwd_0_scalar | 3 | 100% | 1.0e-03 |\n| sdpa-flash | 3 | – | 1.0e-03 |" in text
     assert "Changed since it was measured, and not shown: 01 fwd_1_warp." in text
-    assert not re.search("888|\nold\n", text) and text.count(report.EMPTY) == 1
-    page.write_text(PAGE)
-    with pytest.raises(typer.Exit):  # Only README is up to date.
-        report.main(check=True, root=tmp_path)
-    assert page.read_text() == PAGE
+    assert not re.search("888|\nold\n", text) and text.count(report.EMPTY) == 1 and text == same
+    monkeypatch.setattr(report, "pages", lambda: {"README.md": text})
+    monkeypatch.setattr(rows, "ROOT", tmp_path)
+    report.main()
+    assert readme.read_text() == text and page.read_text() == PAGE
+    monkeypatch.undo()
     kernel.write_text("x = 2\n")
-    report.main(root=tmp_path)
-    table, _, rest = page.read_text().partition("<!-- /results -->")
+    table, _, rest = report.pages(tmp_path)["README.md"].partition("<!-- /results -->")
     assert "and not shown: 01 fwd_0_scalar, 01 fwd_1_warp." in table and rest and "|" not in table
     with pytest.raises(ValueError, match="no such field: head"):
         report.render(PAGE.replace("D=64", "head=64"), [])

@@ -126,7 +126,7 @@ def timed_launch(q, k, v, switches, without=None, first=FIRST, steps=STEPS):
 
 
 def timelines():
-    """[{"switches", "marks"}]: the clocks of block 0 for each setting of the switches, and then for each of LEFT_OUT."""
+    """[{"switches", "marks"}]: block 0's clocks for each setting of the switches, and then for each of LEFT_OUT."""
     q, k, v = torch.randn(3, AT.B, AT.H, AT.N, AT.D, dtype=torch.bfloat16, device="cuda")
     settings = [{"OVERLAP": a, "PINGPONG": b} for a, b in itertools.product((0, 1), repeat=2)]
     found = [{"switches": one} for one in settings]

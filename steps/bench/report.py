@@ -15,8 +15,6 @@ import json
 import re
 import statistics
 from collections import Counter
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -198,28 +196,21 @@ def select(rows, marker):
     return [row for row in rows if all(written(row, name) == value for name, value in wanted.items())]
 
 
-def main(
-    check: Annotated[bool, typer.Option(help="Write nothing; exit with 1 if a page is out of date.")] = False,
-    root: Annotated[Path, typer.Option(help="The repository.")] = results.ROOT,
-):
-    """Writes the measured rows into the tables of README.md and steps/bench/results/README.md."""
+def pages(root=results.ROOT):
+    """{page: its text with the measured rows in its tables}. root: the repository."""
     folder = root / results.COMMITTED.relative_to(results.ROOT)
     ways = dict(timing="interleaved"), dict(timing="sustained"), dict(several_gpus=True)
     measured = [row for how in ways for row in results.read(folder, **how)]
     shown, stale = results.fresh(measured, root), [row for row in measured if results.is_stale(row, root)]
     print(f"{len(measured)} rows, {len(stale)} of them stale: {dict(Counter(map(label, stale)))}")
-    for page in PAGES:
-        old = (root / page).read_text()
-        new = render(old, shown, stale)
-        new = _PROFILE.sub(lambda match: match[1] + counters(folder) + match[2], new)
-        if new == old:
-            print(f"{page} is up to date.")
-        elif check:
-            print(f"{page} is out of date: run `make report`.")
-            raise typer.Exit(1)
-        else:
-            (root / page).write_text(new)
-            print(f"{page} is rewritten.")
+    texts = {page: render((root / page).read_text(), shown, stale) for page in PAGES}
+    return {page: _PROFILE.sub(lambda match: match[1] + counters(folder) + match[2], texts[page]) for page in PAGES}
+
+
+def main():
+    """Writes the measured rows into the tables of README.md and steps/bench/results/README.md."""
+    for page, text in pages().items():
+        (results.ROOT / page).write_text(text)
 
 
 if __name__ == "__main__":
