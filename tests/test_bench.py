@@ -93,7 +93,8 @@ def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(mo
 
     def call(name, ms, mhz):
         limited = gpu.now > gpu.begun + 0.2
-        pass_time(name, 1.25e-3 * ms, mhz, 700) if limited else pass_time(name, 1e-3 * ms, 1980, 650)
+        watts = 700 + 9 * (len(gpu.done) % 3 == 0)
+        pass_time(name, 1.25e-3 * ms, mhz, watts) if limited else pass_time(name, 1e-3 * ms, 1980, 650)
 
     @contextlib.contextmanager
     def watched(device):

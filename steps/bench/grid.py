@@ -286,17 +286,15 @@ class Part:
     timed: str = "interleaved"  # or "sustained"
 
     def __call__(self):
-        """Yields the rows."""
-        return measure(self.groups(), timed=self.timed)
-
-    def groups(self):
-        """Each task is a group of its own. A matrix product is measured beside interleaved rungs of 16 bits."""
+        """Yields the rows. A matrix product is measured beside interleaved rungs of 16 bits."""
         who = [candidate(*rung) for rung in self.rungs]
-        who = [turned for one in who for turned in (switched(one, self.passes) if self.switches else [one])]
+        if self.switches:
+            who = [turned for one in who for turned in switched(one, self.passes)]
+        entrants, tasks = (*who, *map(a_peer, self.peers)), []
         for dtype, point in itertools.product(self.dtypes, self.grid):
             product = partial(matrix_product, dtype) if self.timed == "interleaved" and dtype != "fp32" else None
-            entrants = *who, *map(a_peer, self.peers)
-            yield [Task(point, dtype, self.passes, entrants, ceiling=product)]
+            tasks.append(Task(point, dtype, self.passes, entrants, ceiling=product))
+        return measure(([task] for task in tasks), self.timed)
 
 
 def matrix_product(dtype, inputs):
