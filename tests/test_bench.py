@@ -355,7 +355,7 @@ def test_who_cannot_take_part_is_left_out_with_a_reason_given_once(monkeypatch, 
 # --- plans --------------------------------------------------------------------------------------------------
 
 
-def test_the_plans_name_rungs_and_peers_that_there_are():
+def test_the_plans_name_rungs_and_peers_that_there_are(monkeypatch):
     parts = [part for some in grid.PLANS.values() for part in some if isinstance(part, grid.Part)]
     for part in parts:
         assert set(part.peers) <= set(peers.PEERS) and set(part.dtypes) <= set(rows.DTYPES)
@@ -370,6 +370,9 @@ def test_the_plans_name_rungs_and_peers_that_there_are():
     assert not list(grid.sustained(grid.PLANS["slow"] + grid.PLANS["features"]))
     found = [(one.options["feature"], one.point.causal, one.point.Hk) for group in grid.grouped() for one in group]
     assert found[:2] == [("own heads", False, 8), ("grouped heads", False, 1)] and found[3][1:] == (True, 1)
+    monkeypatch.setattr(grid, "measure", lambda groups, timed: list(groups))
+    ((one,), *_) = grid.PLANS["switches"][1]()
+    assert [who.bwd_kernel for who in one.entrants][:2] == ["bwd_3_hopper", "bwd_3_hopper:DETERMINISTIC=1"]
 
 
 @pytest.mark.skipif(bool(catalogue.unavailable("02")), reason="stage 02 cannot run here")
@@ -536,6 +539,8 @@ old
 <!-- results: gpu=tesla-t4 pass=fwd -->
 old
 <!-- /results -->
+<!-- profile -->
+<!-- /profile -->
 """
 
 
@@ -551,7 +556,7 @@ def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path, monkeypatch)
     text, same = report.pages(tmp_path).values()
     assert "| 01 fwd_0_scalar | 3 | 100% | 1.0e-03 |\n| sdpa-flash | 3 | – | 1.0e-03 |" in text
     assert "Changed since it was measured, and not shown: 01 fwd_1_warp." in text
-    assert not re.search("888|\nold\n", text) and text.count(report.EMPTY) == 1 and text == same
+    assert not re.search("888|\nold\n", text) and text.count(report.EMPTY) == 2 and text == same
     monkeypatch.setattr(report, "pages", lambda: {"README.md": text})
     monkeypatch.setattr(rows, "ROOT", tmp_path)
     report.main()

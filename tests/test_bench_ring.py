@@ -112,6 +112,7 @@ def test_a_graph_is_captured_after_two_calls_and_then_only_replayed(monkeypatch)
 
 
 def test_the_trace_has_shares_of_time_and_the_spans_of_one_call(monkeypatch, ranks):
+    assert [case for some in ring.CASES.values() for case in some if case.traced] == list(ring.CASES["trace"]) != []
     parts = {"trace": (replace(SMALL, who=(FETCH, RELAY), traced=True),)}
     *found, record = recorded(monkeypatch, ranks, parts, "trace")
     assert [row["kernel"] for row in found] == [FETCH, RELAY] * 2 and found[2]["pass"] == "fwd+bwd"
