@@ -20,7 +20,7 @@ from triton.runtime.interpreter import GridExecutor
 import steps.step03_triton as step03
 from reference import attention as exact
 from reference import cases, error, philox
-from steps import engine
+from steps import checks, engine
 from steps.step03_triton import decode, flash, operators, options, replay
 from steps.step03_triton.replay import Recording
 from steps.step03_triton.sdpa import sdpa_of
@@ -953,3 +953,24 @@ def test_sdpa_without_a_head():
     q, k = random(B, 0, Nq, D), random(B, 0, Nk, D)
     for gqa in (False, True):
         assert step03.sdpa(q, k, k, enable_gqa=gqa).shape == q.shape
+
+
+def test_what_options_repeats_of_checks_says_the_same():
+    """options.py is copied out without checks.py. An x (4, 8) is wrong in each way in which a tensor can be."""
+    q, lse = Z(4, 8), Z(4)
+    nested = torch.nested.nested_tensor([Z(3)], layout=torch.jagged)
+    sparse = Z(4, 8).to_sparse()
+    saved = (q, Z(4, 9), q, lse), (q, q, q.bool(), lse), (q, q, q, Z(3)), (q, q, q, lse.double()), (q, q, nested, lse)
+    calls = [("check_saved", given) for given in saved] + [("check_flag", ("causal", 1))]
+    calls += [("check_dense", ("q", x)) for x in (nested, sparse)]
+    where = (torch.half, q.device), (q.dtype, torch.device("meta"))
+    calls += [("check_dtype", ("k", q, (dtype,), device)) for dtype, device in where]
+
+    def said(module, name, given):
+        more = {"out_dtypes": (q.dtype, torch.float32)} if (module, name) == (checks, "check_saved") else {}
+        with pytest.raises((TypeError, ValueError)) as raised:
+            getattr(module, name)(*given, **more)
+        return raised.type, str(raised.value)
+
+    for name, given in calls:
+        assert said(checks, name, given) == said(options, name, given)

@@ -5,7 +5,8 @@
     check   the tensors' shapes, dtypes and devices; also on tensors without memory, while torch.compile traces a call
     check_values   the numbers in cu_seqlens and lengths_k
 
-Numbers that lie on a GPU are checked only on demand, because Python would have to wait for the GPU. Needs torch only.
+Numbers that lie on a GPU are checked only on demand, because Python would have to wait for the GPU. It repeats a few
+functions of steps/checks.py, because it is also copied out, without that file. Needs torch only.
 """
 
 import math
@@ -154,7 +155,7 @@ def check_dense(name, x):
         expected = "a torch.Tensor or None" if name in TENSORS else "a torch.Tensor"
         raise TypeError(f"{name} must be {expected}, got {type(x).__name__}. Use torch.tensor(...).")
     if x.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got a nested one. Convert it with .to_padded_tensor(0).")
+        raise TypeError(f"{name} must be a dense tensor, got a nested one. Convert it with .to_padded_tensor(0.0).")
     if x.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {short(x.layout)}. Convert it with {name}.to_dense().")
 
@@ -315,7 +316,7 @@ def check_saved(q, dout, out, lse):
         check_dense(name, x)
         check_dtype(name, x, dtypes, q.device)
         if x.shape != shape:
-            raise ValueError(f"{name} must have shape {tuple(shape)}, as forward returned it; got {tuple(x.shape)}.")
+            raise ValueError(f"{name} must have shape {tuple(shape)} as forward returned it; got {tuple(x.shape)}.")
 
 
 def check_dtype(name, x, dtypes, device):
