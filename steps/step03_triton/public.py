@@ -22,10 +22,10 @@ def functions(rungs, supports):
     forwards = contract.Calls(partial(checked_forward, rungs, supports))
     whole = checked.Functions(forwards, contract.Calls(partial(checked_backward, supports)))
     pairs = zip(plain, (whole.forward, whole.backward, whole.attention), strict=True)
-    return [with_features(*pair, supports) for pair in pairs]
+    return [dispatching(*pair, supports) for pair in pairs]
 
 
-def with_features(plain, whole, supports):
+def dispatching(plain, whole, supports):
     """`plain`, which leaves calls with features, or with few queries, to `whole`."""
     of_rungs, of_features = inspect.signature(plain).parameters, inspect.signature(whole).parameters
     more = {name: x.default for name, x in of_features.items() if name not in of_rungs}
