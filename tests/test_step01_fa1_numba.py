@@ -18,6 +18,19 @@ from steps.step01_fa1_numba import bwd_0_published, fwd_0_published, fwd_1_loops
 from support.contract_suite import PLACES, Contract
 
 
+@pytest.fixture(autouse=True)
+def threads_compute_while_they_are_waited_for(monkeypatch):
+    """The simulator asks them in a busy loop whether they are alive: half the time, if one may compute meanwhile."""
+    if engine.name == "cpu":
+        from numba.cuda.simulator.kernel import BlockThread  # It is there only where kernels are simulated.
+
+        def is_alive(thread):
+            time.sleep(0)
+            return threading.Thread.is_alive(thread)
+
+        monkeypatch.setattr(BlockThread, "is_alive", is_alive)
+
+
 class TestContract(Contract):
     """The simulator runs a Python thread for each CUDA thread, so there most tests compute with smaller tensors."""
 

@@ -7,6 +7,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from steps import engine
 from steps.step03_triton import decode, dropout, flash, rungs
+from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
 pytestmark = pytest.mark.skipif(engine.name != "cpu", reason="the products of a compiled kernel cannot be watched")
 B, H, N, D = 2, 2, 24, 16

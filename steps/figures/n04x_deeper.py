@@ -2,10 +2,14 @@
 
 import textwrap
 
+import torch
+
 from steps.figures import ring_tables
 from steps.figures.picture import picture
 from steps.step04_ring import Layout, launch, simulate
 from steps.step04_ring.simulate import Machine, Shape
+
+torch.set_num_threads(1)  # Small tensors are faster on one thread.
 
 
 def machine(transport, **more):

@@ -4,6 +4,7 @@ A table is a list of lines, which are lists of words, the first line its head. O
 same are of one run: of several runs that with most rows there.
 """
 
+import functools
 import math
 import statistics
 import textwrap
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 from steps.bench import cost, report, ring
 from steps.bench.rows import COPY, code_hash, fresh, read, read_record
+from steps.figures import measured
 from steps.figures.picture import picture
 from steps.figures.plots import COLOURS, GREYS, boxes, subplots
 from steps.step04_ring import simulate
@@ -29,8 +31,14 @@ def recorded(gpu="", **words):
     gpu: part of the name of those that count. words: what a row must have, such as pass_="fwd".
     """
     words = {name.rstrip("_"): word for name, word in words.items()}
-    rows = fresh(read() + read(several_gpus=True))
+    rows = measured.fresh() + several_gpus()
     return [row for row in rows if gpu in row["gpu"] and words.items() <= row.items()]
+
+
+@functools.cache
+def several_gpus():
+    """The committed rows of several GPUs, of the code as it is now."""
+    return fresh(read(several_gpus=True))
 
 
 def shown(name, rows):

@@ -8,6 +8,7 @@ as TF32 unless it is told not to. The interpreter does neither by itself.
 import traceback
 
 import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -21,8 +22,9 @@ class OnlyOnAGPU(Exception):
 
 
 def faster(replace=setattr):
-    """From now on two things are left out: replacing triton.language's functions anew at each call of a helper, because
-    the first replacement is enough, and checking each addition of integers for overflow. replace: as setattr.
+    """From now on three things are left out: replacing triton.language's functions anew at each call of a helper,
+    because the first replacement is enough; checking each addition of integers for overflow; and computing anew what
+    follows from a type. replace: as setattr.
     """
     call, replaced = interpreter.InterpretedFunction.__call__, set()
 
@@ -35,6 +37,40 @@ def faster(replace=setattr):
 
     replace(interpreter.InterpretedFunction, "__call__", helper)
     replace(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
+
+    for part, key in ((tl.block_type, _of_block_type), (tl.tensor, _of_tensor)):
+        replace(part, "__init__", _kept(part.__init__, key))
+    numpys, plain = {}, interpreter._get_np_dtype
+
+    def np_dtype(type):
+        name = type.scalar.name
+        if name not in numpys:
+            numpys[name] = plain(type)
+        return numpys[name]
+
+    replace(interpreter, "_get_np_dtype", np_dtype)
+
+
+def _kept(plain, key):
+    """The plain __init__, which computes once what follows from a key. key(...): that, and the attributes beside it."""
+    found = {}
+
+    def init(self, *args):
+        name, own = key(*args)
+        if name not in found:
+            plain(self, *args)
+            found[name] = vars(self).copy()
+        vars(self).update(found[name], **own)
+
+    return init
+
+
+def _of_block_type(element_ty, shape):
+    return (element_ty.name, *shape), {"element_ty": element_ty}
+
+
+def _of_tensor(handle, type):
+    return type.name, {"handle": handle, "type": type, "dtype": type.scalar}
 
 
 def contract(replace=setattr):
