@@ -4,6 +4,7 @@ With --mine the stages' tests run on the functions that a reader wrote in my/, a
 --long the tests marked `long` run too.
 """
 
+import os
 import re
 
 import pytest
@@ -18,6 +19,7 @@ from steps.workbook.one_rung import supports_of
 from support.contract_suite import BAD_INPUT, lacking
 
 torch.set_num_threads(1)  # The tensors are so small that starting a second thread costs more than it saves.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that tests start
 
 BUDGETS = {  # in seconds on 2 cores without a GPU; a file that takes five times its budget fails the run
     "test_step00_naive.py": 10, "test_step01_fa1_numba.py": 45, "test_step02_fa2_cuda.py": 90,
