@@ -183,7 +183,7 @@ def test_the_debugger_stops_in_a_kernel_as_its_page_shows():
     done = subprocess.run(textwrap.dedent(block), input=keys, **options)
     if "ptrace: Operation not permitted" in done.stderr:
         pytest.skip("this machine lets no debugger run")
-    assert "hit Breakpoint 1, online_update" in done.stdout, done.stdout + done.stderr
+    assert "Breakpoint 1, online_update" in done.stdout, done.stdout + done.stderr
     shown = re.search(r"shows this row's maximum, and `up`, `info locals` the thread: (.*)\.", page)[1]
     assert float(re.search(r"\$1 = (\S+)", done.stdout)[1]) > 0  # m_new
     for fact in re.findall(r"`(.+?)`", shown):
