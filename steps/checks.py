@@ -19,7 +19,10 @@ _HAS = {
     torch.float16: "steps.step03_triton",
     torch.bfloat16: "steps.step03_triton",
 }
-WIDEST = {"steps.step03_triton": 256, "steps.step00_naive": 1024}  # their largest head_dim
+WIDEST = {  # the largest head_dim, and the dtypes
+    "steps.step03_triton": (256, (torch.float32, torch.float16, torch.bfloat16)),
+    "steps.step00_naive": (1024, (torch.float32, torch.float64)),
+}
 FLOAT32 = torch.finfo(torch.float32)
 # {option: the stage that has it}, without those that every stage has.
 STAGE_WITH = {
@@ -76,12 +79,14 @@ def pick(rungs, supports, rung, direction, q, whole=None, tile=None):
         )
     if rung is not None:
         return rungs[rung][direction], whole[rung]
-    fitting = {name: own for name, own in whole.items() if takes(own, q)}
-    best = [name for name, own in fitting.items() if "best" not in own or own["best"](q, direction)]
+    fitting, with_tile = (name for name, own in whole.items() if takes(own, q)), []
     if tile is not None:
-        best = [name for name in (*best, *fitting) if as_pair(tile) in whole[name]["tiles"]] or best
-    if best:
-        return rungs[best[0]][direction], whole[best[0]]
+        fitting, pair = list(fitting), as_pair(tile)
+        with_tile = [name for name in fitting if pair in whole[name]["tiles"]]
+    best = (name for name in with_tile or fitting if "best" not in whole[name] or whole[name]["best"](q, direction))
+    name = next(best, with_tile[0] if with_tile else None)  # Only as many are looked at as are needed.
+    if name is not None:
+        return rungs[name][direction], whole[name]
     if takes(supports, q):
         raise no_rung(whole, supports, q)
     return rungs[next(iter(rungs))][direction], supports  # check_call will say what the stage does not take.
@@ -127,7 +132,7 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
         other = "" if has == own else f"; {has} takes {short(dtype)}"
         names = ", ".join(map(short, supports["dtypes"]))
         to = torch.float32 if torch.float32 in supports["dtypes"] else supports["dtypes"][0]
-        advice = f"Convert with .to({to}){other}{', or name no rung' if 'rung' in supports else ''}."
+        advice = f"Convert with .to({to}){other}{', or name no rung' if 'rung' in supports and not other else ''}."
         raise TypeError(f"{named(supports)} takes {names}; got {short(dtype)}. {advice}")
     if device.type not in supports["devices"]:
         raise ValueError(
@@ -137,7 +142,9 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
         )
     D = q.shape[-1]
     if D not in supports["head_dims"]:
-        other = next((f" {stage} takes up to {most}." for stage, most in WIDEST.items() if D <= most), "")
+        wider = [stage for stage, (most, dtypes) in WIDEST.items() if 0 < D <= most and dtype in dtypes]
+        wider = [stage for stage in wider if not stage.endswith(supports["stage"])]
+        other = f" {wider[0]} takes it." if wider else ""
         raise ValueError(f"{named(supports)} takes head_dim {span(supports['head_dims'])}; got {D}.{other}")
     check_flag("causal", causal)
     if tile is not None:

@@ -304,7 +304,7 @@ figures.decoding()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # The losses: FlashAttention-4 is faster in what it was measured at without a soft-cap, and by 1 % in the backward with a
-# soft-cap and a window. Decoding is as fast as cuDNN's, within 1 %.
+# soft-cap and a window. On this H100 decoding is as fast as cuDNN's, within 1 %.
 #
 # ## 7. In your training loop
 #

@@ -336,7 +336,7 @@ print(figures.mistakes_seen(no_diagonal, key_too_many))
 # ## 7. Predict, then measure
 #
 # Two H200 share the forward of a causal sequence of 32k positions. Efficiency is the time of one GPU, divided by 2 and by
-# the ring's time. Each ring took turns with one GPU, so that this one has a time in each line.
+# the ring's time. Each ring took turns with one GPU, so each line has its own time of one GPU.
 # **How much do you expect of contiguous, how much of zigzag?**
 #
 # <details><summary>Answer</summary>

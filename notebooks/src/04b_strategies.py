@@ -247,8 +247,9 @@ print(ring_tables.shown("speed", ring_tables.recorded("H200", pass_="fwd")))
 print(ring_tables.shown("speed", ring_tables.recorded("H100", pass_="fwd+bwd")))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch it has 0.84 to 0.92, beside a GPU that adds to dQ in any order. The ring adds in a fixed order, so that dq is
-# bit-equal from run to run. Where both add in the same order, it has 0.92 to 0.98 ([04x](04x_deeper.ipynb)).
+# Over fetch, forward + backward has an efficiency of 0.84 to 0.92, beside one GPU that adds to dQ in any order. (The rounds
+# behind 0.84 differ by a tenth; 04x has 0.91 for the same call.) The ring adds in a fixed order, so that dq is bit-equal
+# from run to run. Where both add in the same order, it has 0.92 to 0.98 ([04x](04x_deeper.ipynb)).
 #
 # ### Is the hop hidden?
 #
@@ -269,7 +270,7 @@ ring_tables.recorded_call()
 #
 # | your case | take | because |
 # |---|---|---|
-# | all ranks on one host | ring, fetch | fastest of the five on two H100, causal, 8k to 128k |
+# | all ranks on one host | ring, fetch | fastest of the five on two H100, causal forward, 8k to 128k |
 # | several hosts, c ≥ 2 (F/W)(Hk/H) with the network's W | ring, relay | a hop takes no longer than a block |
 # | fewer tokens a rank, and N divides H and Hk | Ulysses | sends less, the more ranks there are |
 # | fewer tokens a rank, N does not divide Hk, N kv fits | query-parallel | few K/V heads are few bytes |

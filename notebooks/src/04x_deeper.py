@@ -95,8 +95,8 @@ for name in strategies.LESSONS:
 # ### What it costs in time
 #
 # At Hk = 32 Ulysses sends half of what the others send; at Hk = 8 query-parallel and the ring send less. What the ring
-# holds for K and V does not grow with N, and that of query-parallel does. Measured on two GPUs of one host, the ring over
-# fetch was the fastest at every size:
+# holds for K and V does not grow with N, and that of query-parallel does. Measured on two GPUs of one host, the forward of
+# the ring over fetch was the fastest at every size:
 
 # %% slideshow={"slide_type": "fragment"}
 print(ring_tables.shown("strategies", ring_tables.recorded("H100")))
@@ -214,8 +214,9 @@ print(ring_tables.shown("orders", ring_tables.recorded("H100")))
 print(ring_tables.shown("graphs", ring_tables.recorded()))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# A rank's GPU has only half a millisecond of work for a forward. This host needed longer than that to ask for it: as a
-# graph the forward took 0.50 and 0.60 of the time. The host of 04b's table is faster; there a forward takes 0.583 and 0.492 ms without a graph.
+# A rank's GPU has only half a millisecond of work for a forward. The host of these two H200 needed longer than that to ask
+# for it: as a graph the forward took 0.50 and 0.60 of the time. The host of 04b's table is faster; there a forward takes
+# 0.583 and 0.492 ms without a graph. (Forward + backward at Hk = 8 was not recorded.)
 #
 # A graph keeps no order but that of waits. The first one that was recorded here was slower than no graph: it started the
 # first block together with the copy of the rank's own K and V. That block took all multiprocessors, so the next small kernel,

@@ -133,7 +133,7 @@ def timelines():
     found += [{"switches": settings[-1], "without": name} for name in LEFT_OUT]
     for one in found:
         run, _, _, marks = timed_launch(q, k, v, one["switches"], one.get("without"))
-        for _ in range(timing.MIN_REPS):  # The marks of the last call stay, when the GPU is warm.
+        for _ in range(timing.MIN_REPS):  # Only the last call's marks are kept; the GPU is warm by then.
             run()
         marks = marks.cpu().to(torch.int64)  # Clocks are 32-bit numbers that wrap around.
         one["marks"] = ((marks - marks[0, :, 0].min()) % 2**32).tolist()

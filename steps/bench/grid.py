@@ -335,6 +335,8 @@ def feature(name, point, options, beside=(), share=1.0, passes=("fwd", "bwd"), l
 
     entrants = Entrant("03_triton", stems[0], partial(forward, **options), stems[1], backward), *beside
     told = {"feature": name} | {name: x for name, x in options.items() if not isinstance(x, torch.Tensor)}
+    if "cu_seqlens_q" in options:
+        told = {"feature": name, "sequences": len(options["cu_seqlens_q"]) - 1}
     return Task(point, "bf16", passes, entrants, told, share, reference_options(options, point, last), last)
 
 

@@ -2,8 +2,8 @@
 
 interleaved   Every round calls each candidate once, in an order of its own. A GPU's clock drifts by several per cent
               with heat and power, and a call finds in the cache what the one before it has left there. This way both
-              affect all candidates alike; triton.testing.do_bench, which times one function to the end before the
-              next, lacks this property.
+              affect all candidates alike, on average; triton.testing.do_bench, which times one function to the end
+              before the next, lacks this property.
 sustained     A second of calls of one candidate, then of the next, with the GPU's clock and power meanwhile.
 
 They differ because a GPU lowers its clock as soon as it would need more power than its limit. Interleaved, all run at

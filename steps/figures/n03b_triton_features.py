@@ -126,9 +126,10 @@ def decoding():
     """Prints how fast an H100 reads K and V for one new query of each head, beside a copy of as many bytes."""
     found = of_feature("decode", gpu=H100)
     last = max((row["run"] for row in found if row["kernel"]), default=None)
-    sizes = {(8, 2**15): "8 sequences of 32k keys", (64, 2**11): "64 of 2k"}
+    sizes = {(8, 2**15): "8 sequences of 32k keys", (64, 2**11): "64 sequences of 2k keys"}
     speeds = {}  # {who: [TB/s of each size]}
     for row in found:
         if row["run"] == last and (row["B"], row["Nk"]) in sizes:
             speeds.setdefault(row["kernel"] or row["peer"], []).append(f"{cost.bandwidth(row):.2f}")
-    print(table(["TB/s, one query a head", *sizes.values()], *([who, *words] for who, words in speeds.items())))
+    head = ["TB/s on an H100, one query a head", *sizes.values()]
+    print(table(head, *([who, *words] for who, words in speeds.items())))

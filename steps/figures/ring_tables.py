@@ -131,9 +131,9 @@ def ring_graphs(rows):
 
 
 def of_runs_with(rows, **options):
-    """The rows of several GPUs that are of a run in which somebody was asked for these options."""
+    """The rows of a run in which somebody was asked for these options."""
     runs = {row["run"] for row in rows if row["options"] == options}
-    return [row for row in rows if row["n_gpus"] > 1 and row["run"] in runs]
+    return [row for row in rows if row["run"] in runs]
 
 
 def ring_strategies(rows):

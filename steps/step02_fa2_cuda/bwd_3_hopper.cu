@@ -31,7 +31,7 @@
 //     dS^T goes to shared memory in 16 bits, and dV_j += P^T dO_i starts
 //     dQ_i  = dS_i K_j                         each warpgroup computes one half, and adds it to dq in float32
 //     dK_j += dS^T Q_i
-//   dq * scale in 16 bits                      a kernel of its own
+//   dK_j * scale and dV_j in 16 bits; dq * scale in 16 bits, a kernel of its own
 //
 // Parameters, which are macros:
 //   T                bf16 or fp16: the type of q, k, v and their gradients
@@ -62,7 +62,7 @@ constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
 constexpr int SECTION = 8;                   // heads whose blocks are dealt together
 constexpr int CACHE = 1 << 25;               // bytes of the L2 cache; heads that fit into it are one section
 constexpr int FEW = 128;                     // tiles of keys up to which the queries ascend in a fixed order
-constexpr int LONG = 1 << 17;                // queries of all heads of a section, if they are long
+constexpr int LONG = 1 << 17;                // queries of a section of long heads, of one head for each of K
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
               "each warpgroup computes 64 x 64 of dQ_i");
 

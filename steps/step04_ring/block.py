@@ -13,7 +13,7 @@ import torch
 
 
 def default_block(q, *, tile=None, alone=True, few=False):
-    """The block for queries like q. tile: whether the caller asked for tiles, which only stage 03 takes.
+    """The block for queries like q. tile: whether the caller asked for tiles, which of the two only stage 03 takes.
 
     alone: whether the GPU's multiprocessors are all free for it. Where ranks share the work, NCCL's kernels, or fetch's
     barrier and local copy, need some. A persistent kernel deals out its tiles beforehand, to one thread block a

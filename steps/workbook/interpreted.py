@@ -59,7 +59,7 @@ def _kept(plain, key):
         name, own = key(*args)
         if name not in found:
             plain(self, *args)
-            found[name] = vars(self).copy()
+            found[name] = {part: x for part, x in vars(self).items() if part not in own}
         vars(self).update(found[name], **own)
 
     return init

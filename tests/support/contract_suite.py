@@ -490,6 +490,9 @@ class Contract:
         if not old:
             assert set(least.get(number, all_three)) <= set(supports["dtypes"])
         assert {32, 64} | ({128} if number != "00" else set()) <= set(supports["head_dims"])
+        widest = checks.WIDEST.get(f"steps.{supports['stage']}", (supports["head_dims"][-1], supports["dtypes"]))
+        taken = supports["head_dims"][-1], set(supports["dtypes"])  # of a small GPU less
+        assert engine.name == "cuda" or taken == (widest[0], set(widest[1]))
         assert any(D & (D - 1) for D in supports["head_dims"]), "no head_dim but powers of two"
         assert any(Br < Bc for Br, Bc in supports["tiles"]) and any(Br > Bc for Br, Bc in supports["tiles"])
         assert supports["gqa"] or number in ("00", "01")
