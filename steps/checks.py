@@ -19,7 +19,7 @@ _HAS = {
     torch.float16: "steps.step03_triton",
     torch.bfloat16: "steps.step03_triton",
 }
-WIDEST = {  # the largest head_dim, and the dtypes
+WIDEST = {  # stages that an error message recommends for a head_dim: the largest one, and the dtypes
     "steps.step03_triton": (256, (torch.float32, torch.float16, torch.bfloat16)),
     "steps.step00_naive": (1024, (torch.float32, torch.float64)),
 }
@@ -37,6 +37,7 @@ STAGE_WITH = {
 # {an option of torch's attention or of flash_attn: its name here}
 OTHER_NAMES = {"is_causal": "causal", "attn_mask": "mask", "softmax_scale": "scale", "window_size": "window",
                "s_aux": "sinks", "learnable_sink": "sinks"}  # fmt: skip
+# {an option, or "stage: option": what to do without it}, where another name would not be enough.
 ADVICE = {
     "enable_gqa": "leave it out, as k and v may have fewer heads than q",
     "step03_triton: cu_seqlens": "here they are cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k",
@@ -79,10 +80,11 @@ def pick(rungs, supports, rung, direction, q, whole=None, tile=None):
         )
     if rung is not None:
         return rungs[rung][direction], whole[rung]
-    fitting, with_tile = (name for name, own in whole.items() if takes(own, q)), []
+    fitting = (name for name, own in whole.items() if takes(own, q))
+    with_tile = []
     if tile is not None:
-        fitting, pair = list(fitting), as_pair(tile)
-        with_tile = [name for name in fitting if pair in whole[name]["tiles"]]
+        fitting = list(fitting)
+        with_tile = [name for name in fitting if as_pair(tile) in whole[name]["tiles"]]
     best = (name for name in with_tile or fitting if "best" not in whole[name] or whole[name]["best"](q, direction))
     name = next(best, with_tile[0] if with_tile else None)  # Only as many are looked at as are needed.
     if name is not None:
@@ -142,9 +144,8 @@ def check_call(supports, kernel, tensors, causal, scale, tile):
         )
     D = q.shape[-1]
     if D not in supports["head_dims"]:
-        wider = [stage for stage, (most, dtypes) in WIDEST.items() if 0 < D <= most and dtype in dtypes]
-        wider = [stage for stage in wider if not stage.endswith(supports["stage"])]
-        other = f" {wider[0]} takes it." if wider else ""
+        wider = (stage for stage, (most, dtypes) in WIDEST.items() if 0 < D <= most and dtype in dtypes)
+        other = next((f" {stage} takes it." for stage in wider if stage != f"steps.{supports['stage']}"), "")
         raise ValueError(f"{named(supports)} takes head_dim {span(supports['head_dims'])}; got {D}.{other}")
     check_flag("causal", causal)
     if tile is not None:

@@ -398,6 +398,10 @@ def test_a_feature_computes_what_the_reference_does_and_counts_the_scores_that_p
     monkeypatch.setattr(grid, "SOFTCAP", 1.0)  # 50 hardly changes scores as small as these
     first, second, (decode,), (memory,) = grid.features(16, 40, 24)
     assert [one.options for one in first] == [one.options for one in second] and len(first) == 12
+    told = {name: more for one in first for name, *more in [[*one.options.values()]] if more}
+    cap, left = grid.SOFTCAP, (2, 0)
+    of_window = {"window": [left], "soft-cap + window": [cap, left]}
+    assert told == {"soft-cap": [cap], "packed": [grid.SEQUENCES], "dropout": [grid.DROPOUT]} | of_window
     small = [one.options["feature"] for (one,) in grid.small_calls()]
     assert small == ["small call", "small call", "soft-cap", "decode", "decode"]
     assert decode.ceiling and decode.passes == ("fwd",) and memory.passes == ("fwd+bwd",)

@@ -312,6 +312,9 @@ def test_a_hopper_gpu_picks_a_rung_that_has_the_tile():
     slow = {"gluon": rungs.LIMITS["gluon"] | {"best": lambda q, direction: False}, "tma": {"tiles": ((128, 64),)}}
     kernel, _ = pick(kernels, supports | {"limits": rungs.LIMITS | slow}, None, 0, q, tile=(128, 64))
     assert kernel is kernels["tma"][0], "of two rungs with the tile the one that is faster"
+    del slow["tma"]
+    kernel, _ = pick(kernels, supports | {"limits": rungs.LIMITS | slow}, None, 0, q, tile=(128, 64))
+    assert kernel is kernels["gluon"][0], "the only one with the tile, even if others are faster"
 
 
 def test_a_rung_is_picked_for_a_vector_too_which_is_refused_afterwards():

@@ -62,7 +62,7 @@ constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
 constexpr int SECTION = 8;                   // heads whose blocks are dealt together
 constexpr int CACHE = 1 << 25;               // bytes of the L2 cache; heads that fit into it are one section
 constexpr int FEW = 128;                     // tiles of keys up to which the queries ascend in a fixed order
-constexpr int LONG = 1 << 17;                // queries of a section of long heads, of one head for each of K
+constexpr int LONG = 1 << 17;                // queries that a section of long heads may have
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
               "each warpgroup computes 64 x 64 of dQ_i");
 
