@@ -29,16 +29,13 @@ TOOLS = {
 SECONDS = 300  # the limit of one run of a sanitizer
 # PyTorch's allocator hands out pieces of large blocks: what is outside a tensor would still be inside its block.
 ENVIRONMENT = os.environ | {"STEPS_ENGINE": "cuda", "STEPS_SANITIZE": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-COMMANDS = {  # arguments of Python that run a kernel; stage 04 runs those of 02 and 03
-    kernel: ("-m", "pytest", f"tests/test_{file}.py", "-q", "-p", "no:cacheprovider", "-k", words)
-    for kernel, file, words in (("03_triton/flash", "step03_features", "as_models"),
-                                ("03_triton/flash_gluon", "step03_flash_gluon", "bfloat16 and 72 and (300-700 or two)"),
-                                ("03_triton/decode", "step03_decode", "queries_and_groups or of_a_cache"),
-                                ("01_fa1_numba", "step01_fa1_numba", "ragged"))
-}  # fmt: skip
+FEATURES = "flash", "flash_gluon", "decode"  # files of stage 03
+numba = "tests/test_step01_fa1_numba.py", "-q", "-p", "no:cacheprovider", "-k", "ragged"
+COMMANDS = {"01_fa1_numba": ("-m", "pytest", *numba)}  # arguments of Python; stage 04 runs kernels of 02 and 03
 for stage, kind, module in (("03_triton", "py", "sanitized_triton"), ("02_fa2_cuda", "cu", "sanitized_kernels")):
-    for path in sorted((rows.ROOT / "steps" / f"step{stage}").glob(f"?wd_*.{kind}")):
-        COMMANDS[f"{stage}/{path.stem}"] = "-m", f"tests.support.{module}", path.stem
+    kernels = [path.stem for path in sorted((rows.ROOT / "steps" / f"step{stage}").glob(f"?wd_*.{kind}"))]
+    for kernel in (*kernels, *FEATURES) if kind == "py" else kernels:
+        COMMANDS[f"{stage}/{kernel}"] = "-m", f"tests.support.{module}", kernel
 # {(tool, kernel): why its reports are no mistakes}; the first line says what the columns are.
 _lines = (Path(__file__).parent / "support" / "known_reports.txt").read_text().splitlines()[1:]
 KNOWN = {tuple(line.split(" | ")[:2]): line.split(" | ")[2] for line in _lines if line}
@@ -98,8 +95,7 @@ def test_nothing_is_clean_that_did_not_run_to_its_end():
 def test_every_kernel_is_sanitized_and_each_of_stage_02_has_a_planted_race():
     kernels = {path.stem for path in STAGE_02.glob("*.cu")}
     of_stage_03 = {path.stem for path in (STAGE_02.parent / "step03_triton").glob("?wd_*.py")}
-    of_stage_03 |= {"flash", "flash_gluon", "decode"}
-    others = {"01_fa1_numba", *(f"03_triton/{kernel}" for kernel in of_stage_03)}
+    others = {"01_fa1_numba", *(f"03_triton/{kernel}" for kernel in of_stage_03.union(FEATURES))}
     assert {f"02_fa2_cuda/{kernel}" for kernel in kernels} | others == set(COMMANDS)
     assert set(sanitized_kernels.PLANTED) == kernels and all(KNOWN.values())
     assert {tool for tool, _ in KNOWN} <= set(TOOLS) and {kernel for _, kernel in KNOWN} <= set(COMMANDS)
@@ -127,12 +123,16 @@ def test_what_runs_under_the_sanitizers_checks_its_results(monkeypatch):
 def test_what_runs_of_stage_03_under_the_sanitizers_checks_its_results(monkeypatch):
     from support import sanitized_triton  # It needs Triton.
 
-    assert {f"03_triton/{kernel}" for kernel in sanitized_triton.KERNELS} <= set(COMMANDS)
+    kernels = {*sanitized_triton.KERNELS, *sanitized_triton.FEATURES}
+    assert {f"03_triton/{kernel}" for kernel in kernels} == {kernel for kernel in COMMANDS if "03_" in kernel}
     assert sanitized_triton.check("fwd_2_roles", N=40) == 5  # the fifth one with warps that have roles
     assert sanitized_triton.check("bwd_1_tma", N=40) == 4
+    assert sanitized_triton.check_features("decode") == 8
     monkeypatch.setattr(error, "failures", lambda got, want: {"dk": (1.0, 0.1)} if "dk" in got else {})
     with pytest.raises(AssertionError, match="bwd_0_fused, N=40, D=64, torch.float32, causal=False: .*dk"):
         sanitized_triton.check("bwd_0_fused", N=40)
+    with pytest.raises(AssertionError, match="flash, .*softcap.*dk"):
+        sanitized_triton.check_features("flash")
 
 
 if __name__ == "__main__":  # python -m tests.test_gpu_check JOBS [further arguments of pytest, and then no file]

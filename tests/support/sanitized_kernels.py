@@ -1,9 +1,8 @@
 """Runs one kernel of stage 02 at small sizes and compares it with the reference, as a command for NVIDIA's sanitizers.
 
-    python -m tests.support.sanitized_kernels fwd_5_fa2              prints "4 passed" python -m
-    tests.support.sanitized_kernels fwd_5_fa2 --planted    the same with a race in the kernel; results are not compared
-    python -m tests.support.sanitized_kernels tma_store              prints "1 passed"; initcheck wrongly reports this
-    program
+    python -m tests.support.sanitized_kernels fwd_5_fa2            prints "4 passed"
+    python -m tests.support.sanitized_kernels fwd_5_fa2 --planted  with a race in the kernel; results are not compared
+    python -m tests.support.sanitized_kernels tma_store            prints "1 passed"; initcheck wrongly reports this one
 
 Each tensor is an allocation of its own, so that an access one element too far is outside of it. Inputs and reference
 are computed on the CPU, so that the sanitizers watch hardly anything but our kernels. A persistent kernel gets 3

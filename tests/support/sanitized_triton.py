@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from reference import error
+from reference import error, feature_cases
 from steps import engine
 from steps.step03_triton import fwd_2_roles, fwd_3_gluon
 
@@ -31,6 +31,13 @@ KERNELS = {
     "bwd_0_fused": (ALL, (64, 20)),
     "bwd_1_tma": (HALVES, (64, 20)),
     "bwd_2_gluon": (HALVES, (64, 128)),
+}
+# Of the files with features the cases of feature_cases.py, and how many times as long as there with which head_dim.
+COMBINED = [names for names in feature_cases.COMBINED if "lengths" not in names]
+FEATURES = {
+    "flash": (COMBINED, 1, 24),
+    "decode": ([names for names in feature_cases.CASES if "lengths" in names], 10, 24),
+    "flash_gluon": ([("left window", "causal", "sinks"), ("packed", "window"), ("sinks",)], 10, 72),
 }
 
 
@@ -64,12 +71,33 @@ def check(kernel, N=261):
         want = error.expected(*on_cpu, causal=causal)
         saved = want.value["out"].to(dtype), want.value["lse"].float()
         got = results(kernel, *(x.to(engine.device) for x in (*on_cpu, *saved)), causal)
-        bad = error.failures({name: x.cpu() for name, x in got.items()}, want)
-        assert not bad, f"{kernel}, N={n}, D={D}, {dtype}, causal={causal}: {bad}"
+        compare(got, want, f"{kernel}, N={n}, D={D}, {dtype}, causal={causal}")
     return len(runs)
+
+
+def check_features(kernel):
+    """The same for a file with features: decode has no backward, and flash_gluon one for sinks without a window."""
+    module, (cases, n, D) = importlib.import_module(f"steps.step03_triton.{kernel}"), FEATURES[kernel]
+    for names, dtype in zip(cases, itertools.cycle(HALVES if kernel == "flash_gluon" else ALL), strict=False):
+        *on_cpu, options = feature_cases.inputs(names, dtype, n=n, D=D)
+        want = feature_cases.expected(*on_cpu, options)
+        options = {x: y.to(engine.device) if isinstance(y, torch.Tensor) else y for x, y in options.items()}
+        q, k, v, dout = (x.to(engine.device) for x in on_cpu)
+        if kernel == "flash" or {*names} <= {"causal", "sinks"}:
+            got = feature_cases.run(module, q, k, v, dout, options)
+        else:
+            got = dict(zip(("out", "lse"), module.forward(q, k, v, **options), strict=True))
+        compare(got, want, f"{kernel}, {names}, {dtype}")
+    return len(cases)
+
+
+def compare(got, want, about):
+    bad = error.failures({name: x.cpu() for name, x in got.items()}, want)
+    assert not bad, f"{about}: {bad}"
 
 
 if __name__ == "__main__":
     # Under a sanitizer the CPU's threads would wait for each other, half a minute for one small reference.
     torch.set_num_threads(1)
-    print(f"{check(sys.argv[1])} passed")
+    kernel = sys.argv[1]
+    print(f"{check_features(kernel) if kernel in FEATURES else check(kernel)} passed")
