@@ -77,6 +77,20 @@ def test_the_host_s_time_begins_with_an_idle_gpu_and_ends_before_the_gpu_does(mo
     assert 2 < timing.one_call(lambda: time.sleep(2e-3), device="cpu") < 2000
 
 
+@pytest.mark.parametrize("works", [0.0, 0.1])
+def test_the_gpu_waits_for_a_round_that_the_host_launches_more_slowly_than_it_computes(works, monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "_sleep", done.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(works))
+    monkeypatch.setattr(timing, "clock", lambda device, clock=timing.clock: clock("cpu"))
+    calls = {name: lambda name=name: time.sleep(2e-3) or done.append(name) for name in "ab"}
+    timing.interleaved(calls, reps=5, warmup=2, device="cuda")
+    assert done[:4] == [*"abab"], "it is measured first"
+    pauses = [x for x in done if x not in calls]
+    assert pauses == ([] if works else done[4::3]) and len(pauses) == (0 if works else 7)
+    assert all(8e6 <= pause < 8e7 for pause in pauses)  # cycles; at least twice 4 ms
+
+
 def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(monkeypatch):
     """A GPU whose power limit acts after 0.2 s of calls: then its clock falls, and calls take a quarter longer."""
     gpu = SimpleNamespace(now=0.0, begun=0.0, samples=[], done=[])
@@ -138,6 +152,8 @@ def test_on_a_gpu_events_clock_and_power_are_those_of_the_work():
     few, many = (lambda: x @ x), (lambda: [x @ x for _ in range(8)])
     times = timing.interleaved({"few": few, "many": many}, device="cuda")
     assert 5 < times["many"]["ms_median"] / times["few"]["ms_median"] < 11
+    slow = timing.interleaved({"slow": lambda: time.sleep(1e-3) or x[0].add_(1)}, device="cuda")["slow"]
+    assert slow["ms_median"] < 0.1, "what the host does is no part of it"
     load = timing.sustained({"product": few})["product"]
     assert 300 < load["clock_mhz"] < 5000 and 5 < load["watts"] < 3000 and load["reps"] >= timing.MIN_REPS
     assert 2 * x.nbytes <= grid.peak_bytes(lambda: (x + 1) * 2) <= 2 * x.nbytes + 2**21
