@@ -368,8 +368,8 @@ for changed, clocks, _ in figures.recorded():
     print(f"{changed:27}{clocks:6.0f} clocks a step")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Of the 590 clocks beyond the products 260 vanish with the exponentials and 230 with the rest of the softmax. The last
-# 100 are unexplained. OVERLAP gains 7 %.
+# Of the 590 clocks beyond the products 290 vanish with the exponentials and 180 with the rest of the softmax. The last
+# 120 are unexplained. OVERLAP gains 7 %.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Two waits in the wrong place

@@ -225,7 +225,7 @@ figures.mistakes_in_a_model()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Predict, then measure
 #
-# Two H200, causal zigzag, forward. **From which length on does the ring over fetch keep nine tenths of two GPUs' speed? How
+# Two H200, causal zigzag. **From which length on does the ring over fetch keep nine tenths of two GPUs' speed? How
 # does relay do, which moves the same bytes at nearly the same rate?**
 #
 # <details><summary>Answer</summary>
@@ -237,19 +237,15 @@ figures.mistakes_in_a_model()
 # The lines "torch" are torch's own `context_parallel`.
 
 # %% slideshow={"slide_type": "fragment"}
-print(ring_tables.shown("speed", ring_tables.recorded("H200", pass_="fwd")))
+print(ring_tables.shown("speed", ring_tables.recorded("H200")))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch, the forward's efficiency is 0.98 or more at 128k and 0.88 or more at 32k, where `context_parallel` has 0.64 to
-# 0.69. The same with a backward, on two H100:
-
-# %% slideshow={"slide_type": "fragment"}
-print(ring_tables.shown("speed", ring_tables.recorded("H100", pass_="fwd+bwd")))
-
-# %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch, forward + backward has an efficiency of 0.84 to 0.92, beside one GPU that adds to dQ in any order. (The rounds
-# behind 0.84 differ by a tenth; 04x has 0.91 for the same call.) The ring adds in a fixed order, so that dq is bit-equal
-# from run to run. Where both add in the same order, it has 0.92 to 0.98 ([04x](04x_deeper.ipynb)).
+# Over fetch, the forward's efficiency is 0.96 or more at 128k and 0.88 or more at 32k, where `context_parallel` has 0.64 to
+# 0.69. Over fetch, forward + backward has an efficiency of 0.91 to 0.93 from 32k on, beside one GPU that adds to dQ in any
+# order. (Two of its times at 8k were not recorded.)
+#
+# The ring adds in a fixed order, so that dq is bit-equal from run to run. Where both add in the same order, on two H100, it
+# has 0.92 to 0.98 ([04x](04x_deeper.ipynb)).
 #
 # ### Is the hop hidden?
 #

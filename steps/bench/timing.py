@@ -49,7 +49,7 @@ def interleaved(calls, *, reps=MIN_REPS, warmup=3, device="cpu"):
     marks, pause = {name: [] for name in calls}, launching(calls, device)
     for turn, name in enumerate(turns(list(calls), warmup + reps)):
         if pause and turn % len(calls) == 0:
-            torch.cuda._sleep(int(1e9 * pause))  # cycles, of which a GPU has up to two billion a second
+            torch.cuda._sleep(int(2e9 * pause))  # cycles: a GPU has up to two billion a second
         start = mark()
         calls[name]()
         marks[name].append((start, mark()))
