@@ -95,6 +95,7 @@ def test_notebook_and_script_are_in_step(path):
 def test_outputs_are_saved_and_free_of_errors(path):
     outputs = [o for c in code_cells(path) for o in c.outputs]
     assert outputs and not [o for o in outputs if o.output_type == "error"]
+    assert not [c for c in code_cells(path) if "execution" in c.metadata], "when it ran would differ in every run"
     assert path.stat().st_size < 300_000
     text = json.dumps(outputs)
     # A viewer that does not trust a notebook does not show these.
