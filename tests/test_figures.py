@@ -209,6 +209,13 @@ def test_02e_and_02x_say_what_the_parts_of_two_kernels_were_found_to_cost():
     assert words.format(beyond, *parts) in prose("02x_deeper")
 
 
+def test_02b_and_02d_say_how_much_faster_each_rung_became():
+    kernels = "fwd_4_cp_async", "fwd_6_wgmma", "fwd_7_roles", "fwd_8_hopper"
+    copies, *factors = (re.search(r"([\d.]+) x fwd", measured.rung(kernel))[1] for kernel in kernels)
+    assert f"It became {copies} times as fast" in prose("02b_fa2_cuda_tensor_cores")
+    assert "a factor of {} times {}, against {}.".format(*factors) in prose("02d_fa2_cuda_hopper")
+
+
 def test_04b_says_of_the_ring_s_efficiency_what_the_table_shows():
     head, *lines = ring_tables.ring_speed(ring_tables.recorded("H200"))
     shares = {}  # {(pass, who, N): of each number of K/V heads}
@@ -327,16 +334,17 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
     *(
         ("02d", words, HOPPER[:1], "fa3", holds)
         for words, holds in (
-            ("`hopper` has {least:.2f} to {most:.2f} of its speed without", lambda D, N, causal: D > 64 and not causal),
-            ("without a mask, and {least:.2f} to {most:.2f} with one", lambda D, N, causal: D == 128 and causal),
-            ("At D = 64 `hopper` has {least:.2f} to {most:.2f} of its speed.", lambda D, N, causal: D == 64),
+            ("Without a mask `hopper` has {least:.2f} to {most:.2f} of it,", lambda D, N, causal: D > 64 and not causal),
+            ("N = 1024 on, where `hopper` has {least:.2f} to {most:.2f} of its speed.",
+             lambda D, N, causal: D == 128 and causal and N >= 1024),
+            ("and at D = 64 {least:.2f} to {most:.2f}.", lambda D, N, causal: D == 64),
         )
     ),
     *(
         ("02d", words, (f"{HOPPER[0]}:{switch}=0",), HOPPER[0], lambda D, N, causal: (D, N) == (128, 4096))
         for switch, words in (
-            ("PINGPONG", "turns `hopper` still has {least:.2f} to {most:.2f} of its speed"),
-            ("OVERLAP", "without OVERLAP {least:.2f}."),
+            ("PINGPONG", "`hopper` without turns has {least:.2f} to {most:.2f} of its speed"),
+            ("OVERLAP", "and without OVERLAP {least:.2f}."),
         )
     ),
     ("02e", "both have {least:.2f} to {most:.2f} of its speed", HOPPER, "fa4", lambda D, N, causal: N >= 4096),

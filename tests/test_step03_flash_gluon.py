@@ -186,10 +186,10 @@ def test_what_the_backward_computes_before_its_large_kernel(monkeypatch):
     assert len(seen) == 3, "a call of the same kind is replayed"
     *_, in_order = step03.backward(dout, q, k, v, out, lse, sinks=sinks, deterministic=True, **given)
     assert len(seen) == 3 and not error.failures({"dsinks": in_order}, want)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    small, *leaves = (x[:1, :, :33].clone().requires_grad_() for x in (dout, q, k, v))
 
     def differentiate(attention, **options):
-        torch.autograd.grad(attention(*leaves, sinks=sinks.requires_grad_(), **given, **options), leaves, dout)
+        torch.autograd.grad(attention(*leaves, sinks=sinks.requires_grad_(), **given, **options), leaves, small)
         return len(seen)
 
     for attention_of in (step03.attention, checked.attention):

@@ -20,8 +20,8 @@ from triton.runtime.interpreter import GridExecutor
 import steps.step03_triton as step03
 from reference import attention as exact
 from reference import cases, error, philox
-from steps import checks, engine
-from steps.step03_triton import decode, flash, operators, options, replay
+from steps import checks, contract, engine
+from steps.step03_triton import checked, decode, flash, operators, options, replay
 from steps.step03_triton.replay import Recording
 from steps.step03_triton.sdpa import sdpa_of
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
@@ -974,3 +974,9 @@ def test_what_options_repeats_of_checks_says_the_same():
 
     for name, given in calls:
         assert said(checks, name, given) == said(options, name, given)
+
+
+def test_a_traced_call_is_known_in_the_same_way_as_in_the_other_stages():
+    """checked.py is copied out without contract.py."""
+    ours, theirs = (module.is_traced.__code__ for module in (checked, contract))
+    assert (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names)

@@ -255,7 +255,7 @@ for D in (64, 128):
 # <details><summary>Answer</summary>
 #
 # At D = 128 the additions to dq, 3.7 %; the exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 the
-# exponentials and delta. Without all four the kernel of D = 128 has 90 % of the matrix product's speed.
+# exponentials and delta. Without all four the kernel of D = 128 has nine tenths of the speed of a matrix product.
 #
 # </details>
 
@@ -270,7 +270,7 @@ print(figures.parts_left_out())
 # <details><summary>Answer</summary>
 #
 # FlashAttention-4: from N = 4096 on by 1 % at most, as both have 0.99 to 1.07 of its speed (in a second of calls
-# without a pause, at N = 16384, 0.99 to 1.03). Below, our forward leads by up to 41 %, and our backward has 0.96 to 1.07
+# without a pause, at N = 16384, 0.99 to 1.03). At smaller N our forward leads by up to 41 %, and our backward has 0.96 to 1.07
 # of its speed. cuDNN is ahead in one forward at N = 512, by 1 %.
 #
 # </details>

@@ -351,7 +351,7 @@ for switch in ("PERSISTENT=0", "SKIP=0", "PINGPONG=0", "OVERLAP=0"):
 # **You need:** notebook 02d, parts 2 and 5.
 #
 # A copy of the kernel notes the clock in each step, at D = 128, N = 4096. **Predict:** without turns, will the two
-# warpgroups compute their softmax at the same time? (A bar of products lasts until the group looks for O.)
+# warpgroups compute their softmax at the same time? (A bar of products ends when the group begins to wait for O.)
 
 # %% slideshow={"slide_type": "fragment"}
 figures.timelines()
@@ -374,7 +374,7 @@ for changed, clocks, _ in figures.recorded():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Two waits in the wrong place
 #
-# For a long time rung 8 was slower than FlashAttention-3 at most lengths with a causal mask. **Guess:** is it the order in
+# A version of rung 8 was slower than FlashAttention-3 at most lengths with a causal mask. **Guess:** is it the order in
 # which tiles are dealt out? A table of equal loads and an atomic counter changed nothing. Then the hardware's counters
 # showed as many products in both kernels, and more clocks in ours. So it was the loop.
 #
@@ -494,7 +494,8 @@ figures.power()
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # No. A circuit consumes much of its power when bits change, and between zeros none do. So the clock falls less, and the
-# same kernel gets "faster" on data that nobody has. All rows of this course are of random normal numbers.
+# same kernel gets "faster" on data that nobody has. (The forward is an earlier version of rung 8. Why the clock falls at
+# all for a product at 409 W, we do not know.) All rows of this course are of random normal numbers.
 # [The table of sustained load](../steps/bench/results/README.md) has the clock and the energy of each kernel.
 
 # %% [markdown] slideshow={"slide_type": "slide"}

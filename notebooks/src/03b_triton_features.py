@@ -76,7 +76,7 @@ figures.memory()
 #
 # The mask is added after the scale, so its gradient is dS itself, summed over whatever the mask was broadcast to.
 #
-# The example is notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and M = 0.5 for key 0. Who writes the
+# The example is notebook 00's six tokens, causal, with cap = 1.5, a slope of 0.25 and M = 0.5 for key 0. Whoever writes the
 # scores twice, once for each direction, may forget a part in the backward. Two such mistakes come first.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -119,7 +119,7 @@ figures.row_of_scores(5, scale * X, cap, M, S, derivative)
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # The cap brings the scores of keys 3 and 4 from 3.54 and 4.24 to 1.47 and 1.49. There the derivative is 0.04 and 0.01:
-# who forgets it gets a dQ that is far too large.
+# whoever forgets it gets a dQ that is far too large.
 #
 # ## 3. From algorithm to code
 #

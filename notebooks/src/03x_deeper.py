@@ -50,8 +50,7 @@ figures.descriptors()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Products and exponentials are the same. What goes is two thirds of the integer work, most of the copies' instructions,
-# and the registers that held pointers. Register counts belong to a compiler: these are Triton 3.7.1's. The committed
-# counters of an H200 were read with 3.6.0, which took 140 for rung `tma`.
+# and the registers that held pointers. Register counts belong to a compiler: these are Triton 3.7.1's.
 
 # %% slideshow={"slide_type": "fragment"}
 for kernel in ("fwd_0_fused", "fwd_1_tma"):
@@ -111,7 +110,7 @@ print("rows of 0, of finfo.min and of -inf: lse", [f"{x:.3g}" for x in lse[0, 0]
 print("dv as in float64:", torch.allclose(dv.double(), want, atol=1e-5))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The kernel counts such a mask as -2¹⁰¹. In such a row it stores m · l instead of m + log l: four keys at -2¹⁰¹ give
+# The kernel counts such a mask as -2¹⁰¹ (`SWALLOWS`). In such a row it stores m · l instead of m + log l: four keys at -2¹⁰¹ give
 # -2¹⁰³, or -1.01e+31. The backward divides by -2¹⁰¹ and has l. Only -inf hides a key for certain: then out is 0 and lse
 # -inf.
 
@@ -267,7 +266,7 @@ for D, Br in ((128, 64), (64, 128)):
         print(f"{D:8}  {where:13}" + "{:8.0f}{:15.0f}{:14.0f}".format(*clocks(D, Br, left)))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# Shared memory is busy for nearly as long as the tensor cores. So each operand that moves to registers counts, and
+# Shared memory is busy for nearly as long as the tensor cores, without lse and delta, which 02e counts. So each operand that moves to registers counts, and
 # `bwd_3_hopper.cu` keeps K_j there at both head_dims.
 #
 # In Gluon a tensor of 16-bit numbers that goes around a loop is unpacked: ptxas moves every half of every register in

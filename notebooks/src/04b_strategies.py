@@ -52,7 +52,7 @@ print(steps.engine.describe())
 # The backward has 2.5 times the operations. It moves K and V again, and dK and dV: in float32 3 times the forward's bytes,
 # in bfloat16 twice. So the 2 becomes 2 · 3 / 2.5 = 2.4, or 2 · 2 / 2.5 = 1.6.
 #
-# F and W were measured on two H200, W over two *transports* that part 3 explains. The cell has Hk = H.
+# F was measured on one H200, W on two, over two *transports* that part 3 explains. The cell has Hk = H.
 
 # %% slideshow={"slide_type": "fragment"}
 print(figures.tokens_needed())
@@ -148,7 +148,7 @@ for name in ("query_parallel", "ring", "star", "ulysses"):
 # ### The ring's other transport: fetch
 #
 # The hops of 04a are the transport **relay**: keys go from neighbour to neighbour. On a GPU each hop is a kernel of NCCL,
-# which occupies multiprocessors.
+# NVIDIA's library for messages between GPUs, and occupies multiprocessors.
 #
 # Inside a host every GPU can read the memory of the others. With **fetch** ([`fetch.py`](../steps/step04_ring/fetch.py)) each
 # rank copies K and V from their *owner*, by the GPU's **copy engine**, a unit that only copies. A **barrier**, which no rank
@@ -226,11 +226,12 @@ figures.mistakes_in_a_model()
 # ## 6. Predict, then measure
 #
 # Two H200, causal zigzag. **From which length on does the ring over fetch keep nine tenths of two GPUs' speed? How
-# does relay do, which moves the same bytes at nearly the same rate?**
+# does relay do, whose forward moves the same bytes at 0.89 of the rate?**
 #
 # <details><summary>Answer</summary>
 #
-# From 32k on, with 16k tokens a rank. At 8k a rank has 4k, hardly more than needed. Relay is slower at every size.
+# From 32k on (0.88 in one forward), with 16k tokens a rank. At 8k a rank has 4k, hardly more than needed, and the host
+# counts ([04x](04x_deeper.ipynb)). Relay is slower at every size.
 #
 # </details>
 #
@@ -242,14 +243,14 @@ print(ring_tables.shown("speed", ring_tables.recorded("H200")))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Over fetch, the forward's efficiency is 0.96 or more at 128k and 0.88 or more at 32k, where `context_parallel` has 0.64 to
 # 0.69. Over fetch, forward + backward has an efficiency of 0.91 to 0.93 from 32k on, beside one GPU that adds to dQ in any
-# order. (Two of its times at 8k were not recorded.)
+# order. (At 8k with Hk = 8 the ring's was not recorded.)
 #
 # The ring adds in a fixed order, so that dq is bit-equal from run to run. Where both add in the same order, on two H100, it
 # has 0.92 to 0.98 ([04x](04x_deeper.ipynb)).
 #
 # ### Is the hop hidden?
 #
-# One call of the forward at 32k, as torch's profiler saw it on one of the two GPUs:
+# One call of the forward at 32k, in another run than the table's, as torch's profiler saw it on one of the two GPUs:
 
 # %% slideshow={"slide_type": "fragment"}
 ring_tables.recorded_call()

@@ -104,7 +104,7 @@ print(ring_tables.shown("strategies", ring_tables.recorded("H100")))
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### A single new token
 #
-# Star is seldom the best in this table. But take one new query against a cache of keys that the ranks share. Star sends
+# Star is never the best in this table. But take one new query against a cache of keys that the ranks share. Star sends
 # each rank's part of the result, out and lse, to all others. The rest would gather the keys.
 
 # %% slideshow={"slide_type": "fragment"}
@@ -193,8 +193,8 @@ print(f"256 ranks: largest difference to one device {(out - want).abs().max():.0
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. A fixed order, a CUDA graph, a million tokens
 #
-# This section needs 04b's tables of speed. There the ring over fetch has 0.91 to 0.93 of two GPUs in forward + backward. But
-# the ring adds to dQ in a fixed order, so that dq is bit-equal from run to run, and the one GPU beside it does not. What
+# This section needs 04b's tables of speed. There the ring over fetch has 0.91 to 0.93 of two GPUs in forward + backward
+# from 32k on. But the ring adds to dQ in a fixed order, so that dq is bit-equal from run to run, and the one GPU beside it does not. What
 # remains if both do the same?
 
 # %% slideshow={"slide_type": "fragment"}
@@ -218,7 +218,7 @@ print(ring_tables.shown("graphs", ring_tables.recorded()))
 # for it: as a graph the forward took 0.50 and 0.60 of the time. The host of 04b's table is faster; there a forward takes
 # 0.583 and 0.492 ms without a graph. (Forward + backward at Hk = 8 was not recorded.)
 #
-# A graph keeps no order but that of waits. The first one that was recorded here was slower than no graph: it started the
+# A graph keeps no order but that of waits. One that was tried was slower than no graph: it started the
 # first block together with the copy of the rank's own K and V. That block took all multiprocessors, so the next small kernel,
 # and behind it the hop, waited until the block ended. Now the block waits for the barrier in front of the hop (`fetch.py`).
 #
