@@ -334,7 +334,7 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
     *(
         ("02d", words, HOPPER[:1], "fa3", holds)
         for words, holds in (
-            ("Without a mask `hopper` has {least:.2f} to {most:.2f} of it,", lambda D, _, causal: D > 64 and not causal),
+            ("mask `hopper` has {least:.2f} to {most:.2f} of it,", lambda D, N, causal: D == 128 and not causal),
             ("N = 1024 on, where `hopper` has {least:.2f} to {most:.2f} of its speed.",
              lambda D, N, causal: D == 128 and causal and N >= 1024),
             ("and at D = 64 {least:.2f} to {most:.2f}.", lambda D, N, causal: D == 64),

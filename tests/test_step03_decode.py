@@ -1,5 +1,6 @@
 """Stage 03's decode.py: few queries against a long cache, with keys in shares, compared with float64."""
 
+import functools
 import json
 import math
 import sys
@@ -37,6 +38,9 @@ def random(*shape, seed, dtype=torch.float32, place="heads inside"):
 def inputs(B=1, H=2, Hk=1, Nq=1, Nk=83, D=24, **options):
     q = random(B, H, Nq, D, seed=1, **options)
     return q, *(random(B, Hk, Nk, D, seed=seed, **options) for seed in (2, 3))
+
+
+Z = functools.partial(torch.zeros, device=engine.device)
 
 
 def int32(*numbers):
@@ -245,6 +249,24 @@ def test_heads_that_do_not_fit():
     q = torch.zeros(1, 4, 1, 16, device=engine.device)
     with pytest.raises(ValueError, match="H must be a multiple of Hk"):
         decode.forward(q, q[:, :3], q[:, :3])
+
+
+@pytest.mark.parametrize("given, word", [
+    ({"lengths_k": [3]}, "lengths_k"), ({"lengths_k": int32(3, 3, 3)}, "lengths_k"), ({"sinks": Z(3)}, "sinks"),
+    ({"alibi_slopes": Z(1, 4)}, "alibi_slopes"), ({"alibi_slopes": Z(())}, "alibi_slopes"), ({"splits": -1}, "splits"),
+    ({"splits": 1.5}, "splits"), ({"scale": 0.0}, "scale"), ({"softcap": -1.0}, "softcap"),
+    ({"window": (-2, 0)}, "window"), ({"window": (3, -2)}, "window"),
+])  # fmt: skip
+def test_options_with_which_a_kernel_would_read_what_is_not_there(given, word):
+    q, k = Z(2, 4, 1, 16), Z(2, 2, 37, 16)
+    with pytest.raises(ValueError, match=word):
+        decode.forward(q, k, k, **given)
+
+
+def test_a_soft_cap_of_0_is_none():
+    q, k, v = inputs(Nq=2)
+    assert all(map(torch.equal, decode.forward(q, k, v, softcap=0.0), decode.forward(q, k, v)))
+
 
 
 def test_bit_equal_from_run_to_run(small_tiles):

@@ -1,5 +1,6 @@
 """Stage 03's flash.py: every feature alone, in pairs and as models combine them, against float64."""
 
+import functools
 import itertools
 import json
 import math
@@ -32,6 +33,9 @@ PAIRS = [
     if not OPTIONS[names[0]].keys() & OPTIONS[names[1]].keys()
     and names not in (("parts", "packed"), ("first key", "parts"), ("additive for heads", "parts"))
 ]  # A gradient of one number, which is 0, is rounded in each part.
+
+
+Z = functools.partial(torch.zeros, device=engine.device)
 
 
 def inputs(names, dtype=torch.float32, **options):
@@ -70,6 +74,36 @@ def test_alone(name):
 def test_as_models_combine_them(names):
     others = {("additive", "window", "parts"): torch.bfloat16}
     check(names, others.get(names, torch.float16 if "packed" in names else torch.float32), TILES[0])
+
+
+@pytest.mark.parametrize("given, error, word", [
+    ({"dropout_p": 0.5}, ValueError, "seed"), ({"mask": Z(5, 37, dtype=torch.uint8)}, TypeError, "mask must be bool"),
+    ({"sinks": Z(3)}, ValueError, "sinks must have shape"), ({"window": (3, -2)}, ValueError, "window's limits"),
+    ({"scale": 0.0}, ValueError, "scale must be > 0"), ({"softcap": -1.0}, ValueError, "softcap"),
+    ({"cu_seqlens_q": Z(2), "cu_seqlens_k": Z(2), "max_seqlen_q": 5, "max_seqlen_k": 37}, ValueError, "B = 1"),
+])  # fmt: skip
+def test_options_with_which_a_kernel_would_read_what_is_not_there(given, error, word):
+    q, k = Z(2, 4, 5, 16), Z(2, 2, 37, 16)
+    with pytest.raises(error, match=word):
+        flash.forward(q, k, k, **given)
+    with pytest.raises(ValueError, match="max_seqlen"):
+        flash.forward(q[:1], k[:1], k[:1], cu_seqlens_q=Z(2), cu_seqlens_k=Z(2))
+
+
+TENSORS = dict(dout=Z(2, 4, 5, 16), q=Z(2, 4, 5, 16), k=Z(2, 2, 37, 16), v=Z(2, 2, 37, 16), out=Z(2, 4, 5, 16))
+
+
+@pytest.mark.parametrize("name, x, error", [
+    ("k", Z(1, 2, 37, 16), ValueError), ("k", Z(2, 2, 37, 8), ValueError), ("q", Z(4, 5, 16), ValueError),
+    ("v", Z(2, 2, 9, 16), ValueError), ("v", Z(2, 1, 37, 16), ValueError), ("dout", Z(2, 4, 4, 16), ValueError),
+    ("out", Z(2, 4, 4, 16), ValueError), ("lse", Z(2, 4, 4), ValueError), ("q", Z(2, 4, 16, 5).mT, ValueError),
+    ("out", Z(2, 4, 16, 5).mT, ValueError), ("v", Z(2, 2, 37, 16).half(), TypeError),
+    ("dout", Z(2, 4, 5, 16).half(), TypeError), ("k", Z(2, 2, 37, 16).to("meta"), TypeError),
+])  # fmt: skip
+def test_tensors_of_which_a_kernel_would_read_what_is_not_there(name, x, error):
+    """replay.py refuses them in every launcher of the stage."""
+    with pytest.raises(error, match=f"{name}\\b"):
+        flash.backward(**(TENSORS | {"lse": Z(2, 4, 5)} | {name: x}))
 
 
 @pytest.mark.parametrize("names", LENGTHS, ids=" + ".join)

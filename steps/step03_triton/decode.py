@@ -138,6 +138,22 @@ def fits(q, k):
     return Nq * H <= 64 * Hk and Nk >= LEAST_KEYS and (B * Hk < multiprocessors(q.device) or H > Hk)
 
 
+def check(q, scale, window, softcap, alibi_slopes, lengths_k, sinks, splits):
+    """Raises ValueError for options with which the kernels would read beyond a tensor, or give nonsense."""
+    B, H = q.shape[:2]
+    shapes = {"alibi_slopes": (alibi_slopes, (H,), (B, H)), "sinks": (sinks, (H,)), "lengths_k": (lengths_k, (B,))}
+    for name, (x, *allowed) in shapes.items():
+        shape = None if x is None else tuple(x.shape) if isinstance(x, torch.Tensor) else (len(x),)
+        if shape not in (None, *allowed):
+            raise ValueError(f"{name} must have shape {' or '.join(map(str, allowed))}; got {shape}.")
+    if splits is not None and not (isinstance(splits, int) and splits > 0):
+        raise ValueError(f"splits must be an integer of at least 1, or None; got {splits!r}.")
+    if scale is not None and not scale > 0 or softcap is not None and not softcap >= 0:
+        raise ValueError(f"scale must be > 0 and softcap at least 0, or None; got {scale} and {softcap}.")
+    if min(-1 if limit is None else limit for limit in window or (0,)) < -1:
+        raise ValueError(f"window's limits must be at least 0, or -1 or None for all; got {window}.")
+
+
 @replayed
 def forward(
     record, q, k, v, *, causal=False, scale=None, window=None, softcap=None, alibi_slopes=None, lengths_k=None,
@@ -149,10 +165,13 @@ def forward(
     lengths_k: (B,) int32 on the device of q, or a list: only the first lengths_k[b] keys exist, and a causal mask and a
     window are aligned at the last of them; a number above Nk counts as Nk.
     window (left, right): how many keys a query sees before and behind its own position; None or -1 for all.
-    softcap: a number; scores s become softcap tanh(s / softcap). alibi_slopes (H,) or (B, H): slope |distance| is
-    subtracted. sinks: (H,) floating point, the scores of one more key of each head, whose value is 0.
-    splits: the number of shares; None is about three programs a multiprocessor.
+    softcap: scores s become softcap tanh(s / softcap); 0 or None is none. alibi_slopes (H,) or (B, H): slope |distance|
+    is subtracted. sinks: (H,) floating point, the scores of one more key of each head, whose value is 0.
+    splits: the number of shares; None is about three programs a multiprocessor. Not differentiable. In a loop give
+    lengths_k as a tensor: a list is a new call for each of its values.
     """
+    check(q, scale, window, softcap, alibi_slopes, lengths_k, sinks, splits)
+    softcap = softcap or None
     if isinstance(lengths_k, torch.Tensor):
         lengths_k = record.derive(torch.Tensor.contiguous, lengths_k)
     elif lengths_k is not None:

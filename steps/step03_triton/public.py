@@ -78,7 +78,7 @@ def checked_forward(rungs, supports, q, k, v, out, lse, *tensors, **given):
     given = checked_by_stage(supports, q, k, v, tensors, given)
     f = checked.read_forward(q, k, v, out, lse, given)
     if operators.nothing_to_sum(q, k, f["sinks"]):
-        return no_key if out is None else unchanged
+        return with_values_checked(no_key if out is None else unchanged, f, q)
     kernel, names = operators.launcher(operators.as_4d(q), operators.as_4d(k), f, out is not None)
     if kernel is flash.forward and out is None and not options.asked(f):  # a call with few queries, but few keys, too
         kernel, names = checks.pick(rungs, supports, None, 0, q)[0], ("causal", "scale")
@@ -93,7 +93,7 @@ def checked_backward(supports, dout, q, k, v, out, lse, *tensors, mask_gradient,
     more = [f["mask"] if mask_gradient else None, f["sinks"]]
     shapes = (q.shape, k.shape, v.shape, *(x.shape for x in more if x is not None))
     if operators.nothing_to_sum(q, k, f["sinks"]):
-        return partial(zeros, mask_gradient)
+        return with_values_checked(partial(zeros, mask_gradient), f, q)
     kernel, names = operators.backward_launcher(operators.as_4d(q), operators.as_4d(k), f)
     call = call_of(kernel, names, f | {"mask_gradient": mask_gradient}, shapes, ())
     return with_values_checked(call, f, q)

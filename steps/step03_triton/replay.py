@@ -54,7 +54,7 @@ def replayed(function):
 
     def first(tensors, key, arguments, options):
         given = signature.bind(None, *arguments, **options).arguments
-        check(given["q"], given["k"])
+        check(**given)
         recording = Recording(tensors)
         results = recording.record(function, arguments, options)
         if len(recordings) >= MOST:
@@ -73,11 +73,22 @@ def replayed(function):
     return call
 
 
-def check(q, k):
-    """Raises ValueError for heads with which a kernel would read beyond k, and RuntimeError without a GPU."""
+def check(q, k, v=None, dout=None, out=None, lse=None, **_):
+    """Raises an error for tensors of which a kernel would read what is not there, and RuntimeError without a GPU."""
+    if not q.ndim == k.ndim == 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q must be (B, H, Nq, D) and k (B, Hk, Nk, D); got {tuple(q.shape)} and {tuple(k.shape)}.")
     H, Hk = q.shape[1], k.shape[1]
     if H != Hk * (H // max(1, Hk)):
         raise ValueError(f"H must be a multiple of Hk; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
+    shapes = ("v", v, k.shape), ("dout", dout, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:3])
+    for name, x, shape in shapes:
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)}; got {tuple(x.shape)}.")
+    for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out)):
+        if x is not None and x.stride(3) != 1 < x.shape[3]:
+            raise ValueError(f"{name}'s last dimension must be contiguous; it has stride {x.stride(3)}.")
+        if x is not None and name != "out" and (x.dtype, x.device) != (q.dtype, q.device):
+            raise TypeError(f"{name} must be {q.dtype} on {q.device}, as q is; got {x.dtype} on {x.device}.")
     if not (q.is_cuda or triton.knobs.runtime.interpret):
         try:
             triton.runtime.driver.active  # noqa: B018  It fails where Triton finds no GPU to compile for.
