@@ -77,18 +77,29 @@ def test_the_host_s_time_begins_with_an_idle_gpu_and_ends_before_the_gpu_does(mo
     assert 2 < timing.one_call(lambda: time.sleep(2e-3), device="cpu") < 2000
 
 
-@pytest.mark.parametrize("works", [0.0, 0.1])
-def test_the_gpu_waits_for_a_round_that_the_host_launches_more_slowly_than_it_computes(works, monkeypatch):
-    done = []
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 0)])
+def test_the_gpu_pauses_before_a_call_that_the_host_launches_more_slowly_than_it_computes(device, monkeypatch):
+    gpu, done = SimpleNamespace(now=0.0, busy=0.0), []
+
+    def call(name, launch, work):
+        gpu.now, gpu.busy = gpu.now + launch, gpu.busy + work
+        done.append(name)
+
+    def wait(device):
+        gpu.now, gpu.busy = gpu.now + gpu.busy, 0.0
+        done.append("wait")
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
+    monkeypatch.setattr(timing, "clock", lambda device: (lambda: done.append("mark"), lambda a, b: 1.0))
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
     monkeypatch.setattr(torch.cuda, "_sleep", done.append)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(works))
-    monkeypatch.setattr(timing, "clock", lambda device, clock=timing.clock: clock("cpu"))
-    calls = {name: lambda name=name: time.sleep(2e-3) or done.append(name) for name in "ab"}
-    timing.interleaved(calls, reps=5, warmup=2, device="cuda")
-    assert done[:4] == [*"abab"], "it is measured first"
-    pauses = [x for x in done if x not in calls]
-    assert pauses == ([] if works else done[4::3]) and len(pauses) == (0 if works else 7)
-    assert all(16e6 <= pause < 8e7 for pause in pauses)  # cycles; at least twice 4 ms
+    sizes = {"short": (2**-12, 2**-13), "long": (2**-12, 2**-11), "a": (2**-13, 0.0)}  # seconds
+    calls = {name: partial(call, name, *size) for name, size in sizes.items()}
+    timing.interleaved(calls, reps=4, warmup=1, device=device)
+    assert done[:15] == [x for name in sizes for x in ("wait", name, "wait", name, "wait")], "each is measured first"
+    pauses = {"short": [976_562], "long": [], "a": [488_281]}  # cycles: twice the time of the launch, at 2 GHz
+    turns = timing.turns(list(sizes), 5)
+    assert done[15:-1] == [x for name in turns for x in (*pauses[name], "mark", name, "mark")]
 
 
 def test_a_sustained_time_is_that_under_the_clock_that_the_power_limit_leaves(monkeypatch):

@@ -3,8 +3,8 @@
 interleaved   Every round calls each candidate once, in an order of its own. A GPU's clock drifts by several per cent
               with heat and power, and a call finds in the cache what the one before it has left there. This way both
               affect all candidates alike, on average; triton.testing.do_bench, which times one function to the end
-              before the next, lacks this property. Where the host launches a round more slowly than the GPU computes
-              it, the GPU pauses before each round, and so has the whole round in its queue.
+              before the next, lacks this property. Where the host launches a call more slowly than the GPU computes
+              it, the GPU pauses before the call, until all of it is in the queue.
 sustained     A second of calls of one candidate, then of the next, with the GPU's clock and power meanwhile.
 
 They differ because a GPU lowers its clock as soon as it would need more power than its limit. Interleaved, all run at
@@ -46,10 +46,10 @@ def interleaved(calls, *, reps=MIN_REPS, warmup=3, device="cpu"):
     device: "cuda" times with events on the current stream, anything else with the host's clock.
     """
     mark, milliseconds = clock(device)
-    marks, pause = {name: [] for name in calls}, launching(calls, device)
-    for turn, name in enumerate(turns(list(calls), warmup + reps)):
-        if pause and turn % len(calls) == 0:
-            torch.cuda._sleep(int(2e9 * pause))  # cycles: a GPU has up to two billion a second
+    marks, pauses = {name: [] for name in calls}, {name: launching(call, device) for name, call in calls.items()}
+    for name in turns(list(calls), warmup + reps):
+        if pauses[name]:
+            torch.cuda._sleep(int(2e9 * pauses[name]))  # cycles: Hopper has up to two billion a second
         start = mark()
         calls[name]()
         marks[name].append((start, mark()))
@@ -58,18 +58,17 @@ def interleaved(calls, *, reps=MIN_REPS, warmup=3, device="cpu"):
     return {name: summary([milliseconds(*pair) for pair in pairs[warmup:]]) for name, pairs in marks.items()}
 
 
-def launching(calls, device):
-    """How long the GPU has to pause before a round of the calls, in seconds, so that it never waits for the host.
+def launching(call, device):
+    """How long the GPU has to pause before a call, in seconds, so that it does not wait for the host.
 
-    Twice as long as the host takes to launch a round; 0 if the GPU takes longer for a round anyway, or there is none.
+    Twice as long as the host takes to launch the call; 0 if the call takes the GPU longer than that.
     """
     if torch.device(device).type != "cuda":
         return 0
-    for _ in range(2):  # the first round to warm up
+    for _ in range(2):  # the first one to warm up
         synchronize(device)
         begun = time.perf_counter()
-        for call in calls.values():
-            call()
+        call()
         launched = time.perf_counter() - begun
     synchronize(device)
     return 2 * launched if time.perf_counter() - begun < 2 * launched else 0
