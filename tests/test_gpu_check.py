@@ -70,7 +70,7 @@ def test_clean(tool, kernel):
 
 
 def judge(said, output, known):
-    """Fails, but expects reports of a kernel whose known ones are no mistakes, if its results are right."""
+    """Fails unless a kernel is clean. Known reports, which are no mistakes, are expected if its results are right."""
     if known and said.endswith("problems") and re.search(r"^=* *[1-9]\d* passed", output, re.M):
         pytest.xfail("known_reports.txt says why")
     assert said == "clean", output[-5000:]

@@ -148,7 +148,7 @@ def prepare(record, q, k, options):
     if o.scale is not None and not o.scale > 0 or o.softcap is not None and not o.softcap >= 0:
         raise ValueError(f"scale must be > 0 and softcap at least 0, or None; got {o.scale} and {o.softcap}.")
     if o.cu_seqlens_q is not None:
-        if B != 1 or None in (o.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k):
+        if B != 1 or any(x is None for x in (o.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k)):
             raise ValueError(f"packed sequences need B = 1, cu_seqlens_k, max_seqlen_q and max_seqlen_k; got B = {B}.")
         B, Nq, Nk = len(o.cu_seqlens_q) - 1, o.max_seqlen_q, o.max_seqlen_k
     f = Features(

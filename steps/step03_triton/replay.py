@@ -85,7 +85,7 @@ def check(q, k, v=None, dout=None, out=None, lse=None, **_):
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} must have shape {tuple(shape)}; got {tuple(x.shape)}.")
     for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out)):
-        if x is not None and x.stride(3) != 1 < x.shape[3]:
+        if x is not None and x.shape[3] > 1 and x.stride(3) != 1:
             raise ValueError(f"{name}'s last dimension must be contiguous; it has stride {x.stride(3)}.")
         if x is not None and name != "out" and (x.dtype, x.device) != (q.dtype, q.device):
             raise TypeError(f"{name} must be {q.dtype} on {q.device}, as q is; got {x.dtype} on {x.device}.")
