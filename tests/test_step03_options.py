@@ -256,6 +256,18 @@ def test_numbers_on_a_gpu_are_read_only_on_demand():
         options.check_values(OnGpu, OnGpu, lengths | {"check": True})
 
 
+def test_lengths_and_starts_are_checked_where_there_is_nothing_to_sum_too():
+    q, k, _ = example(lengths=(Nq, 0))
+    with pytest.raises(ValueError, match="lengths_k"):
+        step03.forward(q, k, k, lengths_k=starts(5, -5), check=True)
+    q, k, _ = example(batch=1, lengths=(0, Nk))
+    packed = {"cu_seqlens_q": starts(0, 9), "cu_seqlens_k": starts(0, Nk), "max_seqlen_q": 9, "max_seqlen_k": Nk}
+    out, lse = q.clone(), q.new_zeros(q.shape[:3])
+    for call in (step03.forward, lambda *x, **how: step03.backward(q, *x, out, lse, **how)):
+        with pytest.raises(ValueError, match="cu_seqlens_q"):
+            call(q, k, k, **packed, check=True)
+
+
 def test_files_that_are_lifted_out_check_q_k_and_v_too():
     q, k, v = example()
     options.check_inputs((("q", q), ("k", k), ("v", v)))
