@@ -959,6 +959,10 @@ def test_what_sdpa_refuses():
         step03.sdpa(q, k, v, dropout_p=1.5)
     with pytest.raises(TypeError, match="key must be a torch.Tensor, got NoneType"):
         step03.sdpa(q, None, v)
+    with pytest.raises(TypeError, match="attn_mask must be a torch.Tensor, got list"):
+        step03.sdpa(q[None], k[None], v[None], attn_mask=[[True]])
+    with pytest.raises(RuntimeError, match="enable_gqa needs heads"):
+        step03.sdpa(q[0, 0], k[0, 0], v[0, 0], enable_gqa=True)
 
 
 def test_sdpa_without_a_head():

@@ -24,8 +24,8 @@ def sdpa_of(attention):
         """
         if attn_mask is not None and is_causal:
             raise RuntimeError("sdpa takes attn_mask or is_causal, not both. Hide in the mask what causal would hide.")
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, torch.Tensor):
+        for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+            if not isinstance(x, torch.Tensor) and (x is not None or name != "attn_mask"):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
         if value.shape[-1] != key.shape[-1]:
             raise NotImplementedError(
@@ -48,6 +48,8 @@ def sdpa_of(attention):
 
 def broadcast(query, key, value, enable_gqa):
     """The three with common leading dimensions; with enable_gqa key and value may keep fewer heads than the query."""
+    if enable_gqa and min(query.ndim, key.ndim, value.ndim) < 3:
+        raise RuntimeError("enable_gqa needs heads: query (..., H, Nq, D), key and value (..., Hk, Nk, D).")
     if enable_gqa and query.shape[-3] > 0:
         H, heads = query.shape[-3], (key.shape[-3], value.shape[-3])
         if any(Hk == 0 or H % Hk for Hk in heads):
