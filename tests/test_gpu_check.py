@@ -132,13 +132,16 @@ def test_what_runs_under_the_sanitizers_checks_its_results(monkeypatch):
 @pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="there is no Triton")
 @pytest.mark.skipif(engine.name != "cpu", reason="gpu-check runs it on a GPU")
 def test_what_runs_of_stage_03_under_the_sanitizers_checks_its_results(monkeypatch):
-    from support import sanitized_triton  # It needs Triton.
+    from steps.step03_triton import decode  # These need Triton.
+    from support import sanitized_triton
 
     kernels = {*sanitized_triton.KERNELS, *sanitized_triton.FEATURES}
     assert {f"03_triton/{kernel}" for kernel in kernels} == {kernel for kernel in COMMANDS if "03_" in kernel}
     assert sanitized_triton.check("fwd_2_roles", N=40) == 5  # the fifth one with warps that have roles
     assert sanitized_triton.check("bwd_1_tma", N=40) == 4
     assert sanitized_triton.check_features("decode") == 8
+    keys = sanitized_triton.FEATURES["decode"][1] * feature_cases.Nk
+    assert all(keys > 2 * Bc for table in decode.TILES.values() for _, Bc, *_ in table.values()), "shares to merge"
     monkeypatch.setattr(error, "failures", lambda got, want: {"dk": (1.0, 0.1)} if "dk" in got else {})
     with pytest.raises(AssertionError, match="bwd_0_fused, N=40, D=64, torch.float32, causal=False: .*dk"):
         sanitized_triton.check("bwd_0_fused", N=40)
