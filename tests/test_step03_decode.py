@@ -255,7 +255,7 @@ def test_heads_that_do_not_fit():
     ({"lengths_k": [3]}, "lengths_k"), ({"lengths_k": int32(3, 3, 3)}, "lengths_k"), ({"sinks": Z(3)}, "sinks"),
     ({"alibi_slopes": Z(1, 4)}, "alibi_slopes"), ({"alibi_slopes": Z(())}, "alibi_slopes"), ({"splits": -1}, "splits"),
     ({"splits": 1.5}, "splits"), ({"scale": 0.0}, "scale"), ({"softcap": -1.0}, "softcap"),
-    ({"window": (-2, 0)}, "window"), ({"window": (3, -2)}, "window"),
+    ({"window": (-2, 0)}, "window"), ({"window": (3, -2)}, "window"), ({"window": 5}, "window"),
 ])  # fmt: skip
 def test_options_with_which_a_kernel_would_read_what_is_not_there(given, word):
     q, k = Z(2, 4, 1, 16), Z(2, 2, 37, 16)

@@ -128,6 +128,20 @@ def test_what_the_kernel_is_given(launched):
     assert len(launched) == count + 2, "fewer dimensions, and a check of what it is given, change no kernel"
 
 
+@pytest.mark.skipif(engine.name == "cuda", reason="stands in for a GPU")
+@pytest.mark.parametrize("given", [
+    {"window": (-2, 0)}, {"window": 5}, {"sinks": torch.zeros(3)}, {"window": (7, 0), "scale": 0.0},
+    dict(cu_seqlens_q=torch.zeros(2), cu_seqlens_k=torch.zeros(2), max_seqlen_q=9, max_seqlen_k=9),
+], ids=str)  # fmt: skip
+def test_options_with_which_the_kernels_would_read_what_is_not_there(given, launched):
+    q = torch.zeros(2, 4, 30, 72, dtype=torch.float16)
+    with pytest.raises(ValueError, match="must be|must have shape|B = 1"):
+        flash_gluon.forward(q, q, q, **given)
+    with pytest.raises(ValueError, match="sinks must have shape"):
+        flash_gluon.backward(q, q, q, q, q, q[..., 0].float(), sinks=torch.zeros(3))
+    assert not launched
+
+
 def test_which_calls_take_it(monkeypatch):
     starts = torch.tensor([0, 10, 32], dtype=torch.int32)
     packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=22, max_seqlen_k=22)

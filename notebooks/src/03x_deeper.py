@@ -110,9 +110,9 @@ print("rows of 0, of finfo.min and of -inf: lse", [f"{x:.3g}" for x in lse[0, 0]
 print("dv as in float64:", torch.allclose(dv.double(), want, atol=1e-5))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# The kernel counts such a mask as -2¹⁰¹ (`SWALLOWS`). In such a row it stores m · l instead of m + log l: four keys at -2¹⁰¹ give
-# -2¹⁰³, or -1.01e+31. The backward divides by -2¹⁰¹ and has l. Only -inf hides a key for certain: then out is 0 and lse
-# -inf.
+# The kernel counts such a mask as -2¹⁰¹ (`SWALLOWS`). In such a row it stores m · l instead of m + log l: four keys at
+# -2¹⁰¹ give -2¹⁰³, or -1.01e+31. The backward divides by -2¹⁰¹ and has l. Only -inf hides a key for certain: then out is
+# 0 and lse -inf.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. The formula under torch.compile
@@ -266,8 +266,8 @@ for D, Br in ((128, 64), (64, 128)):
         print(f"{D:8}  {where:13}" + "{:8.0f}{:15.0f}{:14.0f}".format(*clocks(D, Br, left)))
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# Shared memory is busy for nearly as long as the tensor cores, without lse and delta, which 02e counts. So each operand that moves to registers counts, and
-# `bwd_3_hopper.cu` keeps K_j there at both head_dims.
+# Shared memory is busy for nearly as long as the tensor cores, without lse and delta, which 02e counts. So each operand
+# that moves to registers counts, and `bwd_3_hopper.cu` keeps K_j there at both head_dims.
 #
 # In Gluon a tensor of 16-bit numbers that goes around a loop is unpacked: ptxas moves every half of every register in
 # each step, and then runs the products one after the other. A tensor of 32-bit numbers has no halves. So `load_pairs`

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .features import tanh
+from .features import check_options, tanh
 from .replay import replayed
 
 # (largest Br, Bc, num_warps, num_stages) by bytes an entry and head_dim: up to 64, 128, 256. All fit into the 99 KB of
@@ -138,20 +138,15 @@ def fits(q, k):
     return Nq * H <= 64 * Hk and Nk >= LEAST_KEYS and (B * Hk < multiprocessors(q.device) or H > Hk)
 
 
-def check(q, scale, window, softcap, alibi_slopes, lengths_k, sinks, splits):
-    """Raises ValueError for options with which the kernels would read beyond a tensor, or give nonsense."""
+def check(q, alibi_slopes, lengths_k, splits):
+    """Raises ValueError for what only this file takes, as features.check_options does for the other options."""
     B, H = q.shape[:2]
-    shapes = {"alibi_slopes": (alibi_slopes, (H,), (B, H)), "sinks": (sinks, (H,)), "lengths_k": (lengths_k, (B,))}
-    for name, (x, *allowed) in shapes.items():
+    for name, x, *allowed in (("alibi_slopes", alibi_slopes, (H,), (B, H)), ("lengths_k", lengths_k, (B,))):
         shape = None if x is None else tuple(x.shape) if isinstance(x, torch.Tensor) else (len(x),)
         if shape not in (None, *allowed):
             raise ValueError(f"{name} must have shape {' or '.join(map(str, allowed))}; got {shape}.")
     if splits is not None and not (isinstance(splits, int) and splits > 0):
         raise ValueError(f"splits must be an integer of at least 1, or None; got {splits!r}.")
-    if scale is not None and not scale > 0 or softcap is not None and not softcap >= 0:
-        raise ValueError(f"scale must be > 0 and softcap at least 0, or None; got {scale} and {softcap}.")
-    if min(-1 if limit is None else limit for limit in window or (0,)) < -1:
-        raise ValueError(f"window's limits must be at least 0, or -1 or None for all; got {window}.")
 
 
 @replayed
@@ -170,7 +165,8 @@ def forward(
     splits: the number of shares; None is about three programs a multiprocessor. Not differentiable. In a loop give
     lengths_k as a tensor: a list is a new call for each of its values.
     """
-    check(q, scale, window, softcap, alibi_slopes, lengths_k, sinks, splits)
+    check_options(q, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    check(q, alibi_slopes, lengths_k, splits)
     softcap = softcap or None
     if isinstance(lengths_k, torch.Tensor):
         lengths_k = record.derive(torch.Tensor.contiguous, lengths_k)

@@ -66,6 +66,24 @@ class Features(NamedTuple):
     policy: Policy = Policy()
 
 
+def check_options(
+    q, *, scale=None, window=None, softcap=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+    max_seqlen_k=None, **_
+):  # fmt: skip
+    """Raises ValueError for options with which a kernel would read beyond a tensor, or give nonsense."""
+    if scale is not None and not scale > 0 or softcap is not None and not softcap >= 0:
+        raise ValueError(f"scale must be > 0 and softcap at least 0, or None; got {scale} and {softcap}.")
+    if window is not None and (isinstance(window, int) or len(window) != 2):
+        raise ValueError(f"window must be None or a pair (left, right); got {window!r}. (W - 1, 0) are W keys.")
+    if window is not None and any(limit is not None and limit < -1 for limit in window):
+        raise ValueError(f"window's limits must be at least 0, or -1 or None for all; got {window}.")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks must have shape ({q.shape[1]},), one for each head; got {tuple(sinks.shape)}.")
+    if cu_seqlens_q is not None:
+        if len(q) != 1 or any(x is None for x in (cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
+            raise ValueError(f"packed sequences need B = 1, cu_seqlens_k and max_seqlen_q, _k; got B = {len(q)}.")
+
+
 class Part(NamedTuple):
     """The rows of one sequence in a tensor (B, H, ., D): of batch entry b those from `start` to `start` + N."""
 

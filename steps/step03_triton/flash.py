@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .features import Features, Policy
+from .features import Features, Policy, check_options
 from .flash_kernels import (
     Inputs,
     Strides,
@@ -88,11 +88,7 @@ class Options(NamedTuple):
 
 
 def window_fields(o):
-    if o.window is not None and (isinstance(o.window, int) or len(o.window) != 2):
-        raise ValueError(f"window must be None or a pair (left, right); got {o.window!r}. (W - 1, 0) are W keys.")
     left, right = (None if limit == -1 else limit for limit in o.window or (None, None))
-    if min(left or 0, right or 0) < 0:
-        raise ValueError(f"window's limits must be at least 0, or -1 or None for all; got {o.window}.")
     return {"left": left, "right": 0 if o.causal else right}
 
 
@@ -113,11 +109,9 @@ def alibi_fields(record, o, sequences, H):
     return {"slopes": slopes, "slope_strides": slopes.expand(sequences, H).stride()}
 
 
-def sinks_fields(record, o, H):
+def sinks_fields(record, o):
     if o.sinks is None:
         return {}
-    if o.sinks.shape != (H,):
-        raise ValueError(f"sinks must have shape ({H},), one for each head; got {tuple(o.sinks.shape)}.")
     return {"sinks": record.derive(lambda sinks: sinks.float().contiguous(), o.sinks)}
 
 
@@ -144,12 +138,9 @@ def packed_fields(record, o):
 def prepare(record, q, k, options):
     """(sequences, Nq, Nk, features), as the kernels take them, from the options of `forward`."""
     o = Options(**options)
+    check_options(q, **options)
     (B, H, Nq, D), Nk = q.shape, k.shape[2]
-    if o.scale is not None and not o.scale > 0 or o.softcap is not None and not o.softcap >= 0:
-        raise ValueError(f"scale must be > 0 and softcap at least 0, or None; got {o.scale} and {o.softcap}.")
     if o.cu_seqlens_q is not None:
-        if B != 1 or any(x is None for x in (o.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k)):
-            raise ValueError(f"packed sequences need B = 1, cu_seqlens_k, max_seqlen_q and max_seqlen_k; got B = {B}.")
         B, Nq, Nk = len(o.cu_seqlens_q) - 1, o.max_seqlen_q, o.max_seqlen_k
     f = Features(
         scale=D**-0.5 if o.scale is None else o.scale,
@@ -160,7 +151,7 @@ def prepare(record, q, k, options):
         **mask_fields(o, q, k),
         **packed_fields(record, o),
         **alibi_fields(record, o, B, H),
-        **sinks_fields(record, o, H),
+        **sinks_fields(record, o),
         **dropout_fields(record, o, q.device),
     )
     return B, Nq, Nk, f._replace(policy=policy_of(q, f))

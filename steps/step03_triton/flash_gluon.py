@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import bwd_2_gluon
-from .features import Features
+from .features import Features, check_options
 from .flash_kernels import add_sink as add_sink_in_triton
 from .flash_kernels import delta_kernel
 from .fwd_3_gluon import (
@@ -206,6 +206,10 @@ def forward(
     max_seqlen_q=None, max_seqlen_k=None,
 ):  # fmt: skip
     """(out, lse) as flash.forward gives them, with its options. head_dim is above 64, and there is at least one key."""
+    check_options(
+        q, scale=scale, window=window, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
     (B, H, Nq, D), (Hk, Nk) = q.shape, k.shape[1:3]
     q, k, v = (x if aligned(x) else record.derive(copy, x) for x in (q, k, v))
     left, right = window or (None, None)
@@ -240,6 +244,7 @@ def backward(record, dout, q, k, v, out, lse, *, sinks, causal=False, scale=None
 
     dq changes in its last bits from run to run. head_dim is at most 128, and there is at least one query and one key.
     """
+    check_options(q, scale=scale, sinks=sinks)
     (B, H, Nq, D), Nk = q.shape, k.shape[2]
     tiles, stride = triton.cdiv(Nq, 64), 4 * triton.cdiv(Nq, 4)  # each row begins at a multiple of 16 bytes
     lse_2, delta = record.new((B * H, stride)), record.new((B * H, stride))
