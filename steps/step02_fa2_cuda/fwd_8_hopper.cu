@@ -6,12 +6,10 @@
 //   OVERLAP      A warpgroup starts S = Q K_j^T and O += P V_(j+1) together, and computes the exponentials of
 //                S while the second product runs.
 //   PINGPONG     The warpgroups start their products one after the other, so that the exponentials of one run
-//                while the products of another do. The launch turns it off for long tiles without a mask, in
-//                which the warpgroups drift apart by themselves.
+//                while the products of another do.
 //   PERSISTENT   One block a multiprocessor takes tile after tile. The last O += P V of a tile starts with
 //                the first S of the next tile (unless SKIP skips that block), and the stores of O run during
-//                these products, so that the tensor cores do not wait between two tiles. The launch turns
-//                it off for long tiles, between which hardly anything is lost.
+//                these products, so that the tensor cores do not wait between two tiles.
 //   LAZY         O is rescaled only when the maximum of some row has grown by more than 8 in log2. Until then
 //                P is at most 2^8, which does no harm. (FlashAttention-4, 2603.05451.)
 //   SKIP         A warpgroup skips the blocks of keys that none of its own 64 rows sees, and all blocks if
@@ -58,8 +56,8 @@ constexpr int WARPGROUPS = Br / 64;        // consumers; each has 64 rows of Q
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 1 ? 56 : WARPGROUPS == 2 ? 24 : 32;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 256 : WARPGROUPS == 2 ? 240 : 160;
 
-// Tiles on their way from the producer, which is one thread, to the consumers, which are all warpgroups but
-// the producer's: a ring buffer of DEPTH stages in shared memory, each with room for one tile. Every thread
+// Tiles on their way from a producer, which is one thread, to the consumers, which are all warpgroups but
+// the producers': a ring buffer of DEPTH stages in shared memory, each with room for one tile. Every thread
 // counts the tiles in its own n, and n says which stage a tile is in and which phase of the stage's barriers
 // belongs to it.
 template <int DEPTH, int ROWS> struct Ring {
@@ -329,16 +327,23 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
   // The blocks of keys are visited from the last to the first, so that the masked ones come first.
   if (threadIdx.x < 128) {
     registers_decrease<PRODUCER_REGISTERS>();
+    // K, V and Q have a producer each. If one thread loaded all of them, the next K would have to wait until
+    // there is room for the V before it, and Q until there is room for both.
+    int producer = uniform(threadIdx.x / 32);  // the first thread of a warp
     auto produce = [&](const Tile& tile) {
       int head = tile.head % H, batch = tile.head / H;
-#pragma unroll 1  // a loop that is not unrolled needs fewer registers
-      for (int j = tile.blocks - 1; j >= 0; j--) {
-        K.load(k_map, j * Bc, head / group, batch);
-        if (j == tile.blocks - 1) Q.load(q_map, tile.first, head, batch);
-        V.load(v_map, j * Bc, head / group, batch);
+      if (producer == 2) {
+        Q.load(q_map, tile.first, head, batch);
+        return;
       }
+#pragma unroll 1  // a loop that is not unrolled needs fewer registers
+      for (int j = tile.blocks - 1; j >= 0; j--)
+        if (producer == 0)
+          K.load(k_map, j * Bc, head / group, batch);
+        else
+          V.load(v_map, j * Bc, head / group, batch);
     };
-    if (threadIdx.x == 0)
+    if (producer < 3 && threadIdx.x % 32 == 0)
       for (int round = 0, n; (n = tile_number(round)) < tiles; round++) produce(Tile(p, n));
   } else {
     registers_increase<CONSUMER_REGISTERS>();
