@@ -316,8 +316,8 @@ def test_the_backward_with_sinks(Nq, Nk, D, dtype):
         assert not deterministic or all(map(torch.equal, grads, flash.backward(dout, q, k, v, out, lse, **given)))
     leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
     of_leaves = step03.attention(*leaves[:3], causal=causal, scale=0.3, sinks=leaves[3])
-    for x, y in zip(torch.autograd.grad(of_leaves, leaves, dout), grads, strict=True):
-        torch.testing.assert_close(x, y, atol=0.05, rtol=0.05)
+    grads = torch.autograd.grad(of_leaves, leaves, dout)
+    assert not error.failures(error._by_name(of_leaves, lse, *grads, sinks=sinks), want)
     without = step03.attention(*leaves[:3], causal=causal, scale=0.3, sinks=sinks)
     assert len(torch.autograd.grad(without, leaves[:3], dout)) == 3
 
