@@ -99,7 +99,7 @@ MISTAKES = {
     "masked only if causal": ("        if MASKED:", "        if MASKED and CAUSAL:"),
     "end at the top left": ("i + Br + Nk - Nq", "i + Br"),
     "key head h % Hk": ("h // group", "h % (H // group)"),
-    "columns not masked": ("ROWS, D, D_pad), other", "ROWS, D_pad, D_pad), other"),
+    "columns not masked": ("D, tile.shape[1]), other", "tile.shape[1], tile.shape[1]), other"),
     "offsets in 32 bits": (".to(tl.int64)", ""),
 }
 CASES = "ragged", "fewer_queries_causal", "more_queries_causal", "head_dim_odd", "grouped_heads"
