@@ -155,11 +155,6 @@ class Schedule:
     gradients: np.ndarray
     seconds: float
 
-    @property
-    def busy(self):
-        """The seconds of computing of a rank, on average."""
-        return float((self.blocks[1] - self.blocks[0]).sum(0).mean())
-
 
 def schedule(layout, shape, machine, transport="relay", pass_="fwd", overlap=True):
     """The Schedule of a pass. overlap=False: a message travels while its rank does not compute, for comparison."""
