@@ -23,6 +23,7 @@ import torch
 from reference import cases, error, mutants
 from steps import checks, engine
 from steps.workbook import exercises, one_rung
+from support.operands import PLACES
 
 PEERS_SIZES = [  # (H, Hk, Nq, Nk, head_dim, causal, whether q, k and v are views of one packed tensor)
     *((2, 2, 113, 113, D, True, False) for D in (8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224)),
@@ -43,13 +44,6 @@ EXTREMES = {
     "a scale above 1 and rows that see no key": (1, 1, lambda T: 11, lambda T: 3, True, 4.0),
     "many heads that share one and sums in 16 bits": (64, 1, lambda T: 11, lambda T: 9, False, None),
     "grouped heads and several ragged tiles": (4, 2, lambda T: T + 5, lambda T: 2 * T + 3, True, None),
-}
-# How one tensor (B, H, N, D), whose heads are equal, may lie in memory unlike the others.
-PLACES = {
-    "unaligned": lambda x: cases.surround_with_nan(x, "offset"),
-    "strided": lambda x: cases.surround_with_nan(x, "heads inside"),
-    "expanded": lambda x: cases.surround_with_nan(x[:, :1]).expand(x.shape),
-    "negated when it is read": lambda x: torch._neg_view(-x),
 }
 
 
@@ -194,8 +188,7 @@ class Contract:
         grads = backward(q, q, k, v, *saved, causal=True)
         inputs = {"dout": q, "q": q, "k": k, "v": v} | dict(zip(("out", "lse"), saved, strict=True))
         for place, name in itertools.product(self.places, inputs):
-            x = inputs[name] if name != "lse" else inputs[name][..., None]
-            unlike = PLACES[place](x) if name != "lse" else PLACES[place](x)[..., 0]
+            unlike = PLACES[place](inputs[name])
             assert torch.equal(unlike, inputs[name])
             changed = inputs | {name: unlike}
             results = zip(grads, backward(**changed, causal=True), strict=True)
