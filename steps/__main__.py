@@ -378,7 +378,7 @@ def check_kernel(number, rung):
     for case, dtype, reason in cases.select(supports):
         if case.name in CASES_OF_A_FILE and dtype == supports["dtypes"][0] and not reason:
             x = cases.build(case, supports, dtype, engine.device)
-            want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+            want = x.expected()
             bad = error.failures(one_rung.results(module, rung, case, x), want)
             say(f"{'wrong' if bad else 'right'}: {case.says}" + (f", (error, tolerance) = {bad}" if bad else ""))
             wrong |= bool(bad)

@@ -69,7 +69,7 @@ def prepared(name, rung, dtype=None, tile=None, device="cpu"):
     """A case of the contract for a rung: (its inputs, what is expected of them)."""
     limits = checks.supports_of(step02.SUPPORTS, rung) | ({"tiles": (tile,)} if tile else {})
     x = cases.build({case.name: case for case in cases.CASES}[name], limits, dtype or limits["dtypes"][0], device)
-    return x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+    return x, x.expected()
 
 
 def outputs(x, rung):

@@ -109,7 +109,7 @@ class Contract:
         inputs = cases.build(case, supports, dtype, engine.device)
         before = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
         got = self.outputs(case, inputs, rung)
-        want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal, scale=inputs.scale)
+        want = inputs.expected()
         bad = error.failures(got, want)
         assert not bad, f"{case.says}: (error, tolerance) = {bad}{diagnosis(supports, rung, inputs, got, want)}"
         lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -126,7 +126,7 @@ class Contract:
             case = cases.Case("around", "N around a tile", lambda T, N=Nq: N, lambda T, N=Nk: N, H=1, causal=causal)
             x = cases.build(case, whole, supports["dtypes"][0], engine.device)
             got = self.outputs(case, x, every_rung)
-            bad = error.failures(got, error.expected(x.q, x.k, x.v, x.dout, causal=causal))
+            bad = error.failures(got, x.expected())
             assert not bad, f"{Nq} queries, {Nk} keys, causal={causal}: (error, tolerance) = {bad}"
 
     several_tiles = 40  # so many keys are more than one tile
@@ -259,8 +259,7 @@ class Contract:
         case = cases.Case(extremes, extremes, lambda _: Nq(T), lambda _: Nk(T), H=H, Hk=Hk, causal=causal, scale=scale)
         dtype = next((dtype for dtype in own["dtypes"] if dtype.itemsize == 2), own["dtypes"][0])
         x = cases.build(case, {name: y for name, y in own.items() if name != "layouts"}, dtype, engine.device)
-        want = error.expected(x.q, x.k, x.v, x.dout, causal=causal, scale=scale)
-        bad = error.failures(self.outputs(case, x, every_rung), want)
+        bad = error.failures(self.outputs(case, x, every_rung), x.expected())
         assert not bad, bad
 
     def test_results_without_memory_are_like_real_ones(self):
@@ -508,7 +507,7 @@ class Contract:
         for dtype in own["dtypes"]:
             x = cases.Inputs(*(x.to(engine.device, dtype) for x in (q, k, v, dout)), causal, None, None)
             got = self.outputs(cases.Case("given", "given tensors"), x, every_rung)
-            bad = error.failures(got, error.expected(x.q, x.k, x.v, x.dout, causal=causal))
+            bad = error.failures(got, x.expected())
             assert not bad, (dtype, bad)
 
     @pytest.mark.gpu
