@@ -25,8 +25,6 @@ from typer.core import TyperGroup
 
 from steps import catalogue, engine
 
-ABOUT = "FlashAttention in five stages."
-
 
 class Commands(TyperGroup):
     """The commands, listed with the whole first paragraph of their help, which would otherwise be cut off."""
@@ -38,7 +36,7 @@ class Commands(TyperGroup):
         return command
 
 
-app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, help=ABOUT, rich_markup_mode=None)
+app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 console = Console()
 Stage = Annotated[str | None, typer.Option(help="One stage only: 00, 01, 02, 03 or 04.")]
 
