@@ -11,11 +11,10 @@ from reference import cases, error
 from steps import checks, engine
 from steps import step02_fa2_cuda as step02
 from steps.bench import cost, rows
+from steps.figures.measured import H200 as GPU
 from steps.figures.plots import who_sees
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import edited
-
-GPU = cost.GPUS["NVIDIA H200"]
 
 
 def emulated(text, kernel, tensors, *, grid, block, shared_bytes=0, **macros):
