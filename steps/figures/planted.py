@@ -27,9 +27,9 @@ def emulated(text, kernel, tensors, *, grid, block, shared_bytes=0, **macros):
         emulator.launch(file, kernel, tensors, grid=grid, block=block, shared_bytes=shared_bytes, macros=macros)
 
 
-def launched(file, D, H=1, Hk=1):
+def launched(file, D):
     """(kernel, grid, threads of a block, shared memory, macros) of a file's main kernel on an H200, N = 4096."""
-    sizes = dict(B=1, H=H, Hk=Hk, Nq=4096, Nk=4096, D=D, causal=False, processors=GPU.sms)
+    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, D=D, causal=False, processors=GPU.sms)
     sizes["dtype"] = torch.float32 if "scalar" in file else torch.bfloat16
     found = rows.geometry(file, shared_limit=GPU.multiprocessor.shared_per_block, **sizes)
     return next(launch for launch in found if launch[0] in ("attention_forward", "attention_backward"))
