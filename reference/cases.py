@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from reference.error import NAMES
+from reference import error
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class Inputs:
     @property
     def options(self):
         return {"causal": self.causal, "scale": self.scale} | ({} if self.tile is None else {"tile": self.tile})
+
+    def expected(self):
+        """The reference's results and their tolerances, for `error.failures`."""
+        return error.expected(self.q, self.k, self.v, self.dout, causal=self.causal, scale=self.scale)
 
 
 def _scores_200(q, k, scale, dtype):
@@ -263,12 +267,12 @@ def run(stage, case, inputs) -> dict:
         out = stage.attention(*leaves, **x.options)
         out.sum().backward()
         _, lse = stage.forward(x.q, x.k, x.v, **x.options)
-        return dict(zip(NAMES, (out.detach(), lse, *(t.grad for t in leaves)), strict=True))
+        return dict(zip(error.NAMES, (out.detach(), lse, *(t.grad for t in leaves)), strict=True))
     out, lse = stage.forward(x.q, x.k, x.v, **x.options)
     saved = out, lse
     if case.place == "own layouts":
         saved = _own_layout(out, "out"), _own_layout(lse, "lse")
-    return dict(zip(NAMES, (out, lse, *stage.backward(x.dout, x.q, x.k, x.v, *saved, **x.options)), strict=True))
+    return dict(zip(error.NAMES, (out, lse, *stage.backward(x.dout, x.q, x.k, x.v, *saved, **x.options)), strict=True))
 
 
 def _tile(kind, tiles):

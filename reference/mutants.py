@@ -1451,15 +1451,14 @@ def _on_cpu(x):
 # ---- who is killed by what -------------------------------------------------------------------------------------------
 
 
-def kill_matrix(supports, dtype=None, among=MUTANTS):
-    """(matrix, twins) for a stage's cases in one dtype, by default its first, and these mutants.
+def kill_matrix(supports, among=MUTANTS):
+    """(matrix, twins) for a stage's cases in its first dtype, and these mutants.
 
     matrix is {mutant name: {case name: "killed", "survives" or "n/a"}}; twins are the pairs of mutants that no case
     tells apart.
     """
-    dtype = dtype or supports["dtypes"][0]
     matrix, results = {m.name: {} for m in among}, {m.name: {} for m in among}
-    for case, inputs, want in _prepared(supports, dtype):
+    for case, inputs, want in _prepared(supports):
         tile = inputs.tile or supports["tiles"][0]
         for m in among:
             try:
@@ -1477,13 +1476,12 @@ def survivors(matrix):
     return [name for name, row in matrix.items() if "survives" in row.values() and "killed" not in row.values()]
 
 
-def _prepared(supports, dtype):
-    """(case, inputs, expected) for every case the stage runs in this dtype, on the CPU."""
-    for case, case_dtype, reason in cases.select(supports):
-        if case_dtype == dtype and reason is None:
+def _prepared(supports):
+    """(case, inputs, expected) for every case the stage runs in its first dtype, on the CPU."""
+    for case, dtype, reason in cases.select(supports):
+        if dtype == supports["dtypes"][0] and reason is None:
             inputs = cases.build(case, supports, dtype)
-            q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
-            yield case, inputs, error.expected(q, k, v, dout, causal=inputs.causal, scale=inputs.scale)
+            yield case, inputs, inputs.expected()
 
 
 def _twins(results):

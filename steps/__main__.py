@@ -25,8 +25,6 @@ from typer.core import TyperGroup
 
 from steps import catalogue, engine
 
-ABOUT = "FlashAttention in five stages."
-
 
 class Commands(TyperGroup):
     """The commands, listed with the whole first paragraph of their help, which would otherwise be cut off."""
@@ -38,7 +36,7 @@ class Commands(TyperGroup):
         return command
 
 
-app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, help=ABOUT, rich_markup_mode=None)
+app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 console = Console()
 Stage = Annotated[str | None, typer.Option(help="One stage only: 00, 01, 02, 03 or 04.")]
 
@@ -378,7 +376,7 @@ def check_kernel(number, rung):
     for case, dtype, reason in cases.select(supports):
         if case.name in CASES_OF_A_FILE and dtype == supports["dtypes"][0] and not reason:
             x = cases.build(case, supports, dtype, engine.device)
-            want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+            want = x.expected()
             bad = error.failures(one_rung.results(module, rung, case, x), want)
             say(f"{'wrong' if bad else 'right'}: {case.says}" + (f", (error, tolerance) = {bad}" if bad else ""))
             wrong |= bool(bad)

@@ -488,5 +488,5 @@ def catches(case, name):
     (chosen,) = [c for c in cases.CASES if c.name == case]
     (mutant,) = [m for m in mutants.MUTANTS if m.name == name]
     x = cases.build(chosen, supports, torch.float32)
-    want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+    want = x.expected()
     return error.failures(mutant.run(x, x.tile or supports["tiles"][0], supports["order"]), want)

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -201,6 +202,10 @@ def test_02e_and_02x_say_what_the_parts_of_two_kernels_were_found_to_cost():
     took = {(one["without"], one["D"]): one["ms_median"] for one in ablations.read("left_out")["times"]}
     saved = 1 - took["additions to dq", 128] / took[None, 128]
     assert f"At D = 128 the additions to dq, {saved:.1%}".replace("%", " %") in prose("02e_fa2_cuda_hopper_backward")
+    left = Point(4, 16, 4096, 128).flops("bwd") / took["all four", 128] / 1e9
+    products = [row["tflops"] for row in rows.read() if row["peer"] == "matmul" and "H200" in row["gpu"]]
+    assert round(10 * left / statistics.median(products)) == 9
+    assert "has nine tenths of the speed of a matrix product" in prose("02e_fa2_cuda_hopper_backward")
     exact = {changed: found for changed, found, _ in n02x_deeper.recorded()}
     clocks = {changed: round(found, -1) for changed, found in exact.items()}
     spent = clocks["OVERLAP = 1, PINGPONG = 1"], clocks["without exp"], clocks["without softmax"], 2050
@@ -235,6 +240,7 @@ def test_04b_says_of_the_ring_s_efficiency_what_the_table_shows():
     for words in (
         f"the forward's efficiency is {least[0]} or more at 128k and {least[1]} or more at 32k, where",
         f"`context_parallel` has {min(others)} to {max(others)}.",
+        f"From 32k on ({float(least[1])} in one forward), with",
         f"Over fetch, forward + backward has an efficiency of {min(in_order)} to {max(in_order)} from 32k on, beside",
     ):
         assert words in prose("04b_strategies"), words

@@ -33,7 +33,7 @@ def test_without_a_mistake_nothing_is_killed(order):
     for case, dtype, reason in cases.select(supports):
         if reason is None and dtype == torch.float32:
             x = cases.build(case, supports, dtype)
-            want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+            want = x.expected()
             for kind in (mutants.Forward, mutants.Backward):
                 for name, e in error.errors(kind(x, x.tile or (16, 16), order).run(), want).items():
                     assert e <= 0.8 * want.tolerance[name], (case.name, name)
@@ -44,7 +44,7 @@ def test_the_ring_without_a_mistake_passes_too():
     for case, dtype, reason in cases.select(supports):
         if reason is None and dtype == torch.float32:
             x = cases.build(case, supports, dtype)
-            want = error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+            want = x.expected()
             for name, e in error.errors(mutants.Ring(x, x.tile or (16, 16), "fa2").run(), want).items():
                 assert e <= 0.8 * want.tolerance[name], (case.name, name)
 

@@ -15,7 +15,8 @@ from reference import error
 from steps import engine
 from steps.figures import n01x_deeper
 from steps.step01_fa1_numba import bwd_0_published, fwd_0_published, fwd_1_loops_swapped, fwd_2_registers
-from support.contract_suite import PLACES, Contract
+from support.contract_suite import Contract
+from support.operands import PLACES
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ class TestContract(Contract):
     stage = step01
     own_lse = ("published", "loops_swapped", "registers")
     several_tiles = 24
-    places = PLACES.keys() - {"negated when it is read"}  # Numba refuses such tensors.
+    places = PLACES.keys() - {"negated"}  # Numba refuses such tensors.
 
     def test_case(self, case, dtype, rung):
         if engine.name == "cpu" and case.D == 32:

@@ -145,7 +145,7 @@ def test_an_error_in_a_kernel_names_its_line(tmp_path):
 def test_the_order_of_threads_and_blocks_does_not_matter(name, tile):
     case = next(c for c in cases.CASES if c.name == name)
     inputs = replace(cases.build(case, step02.SUPPORTS, torch.float32), tile=tile)  # of the first rung, the scalar one
-    want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal)
+    want = inputs.expected()
     first = cases.run(step02, case, inputs)
     for schedule in ("reverse", "reverse"), ("random", "random", 1), ("random", "random", 2), ("forward", "random", 3):
         with emulator.schedule(*schedule):
@@ -342,7 +342,7 @@ def test_the_contract_where_hoppers_backwards_are_used(rung, D):
     for case, dtype, reason in cases.select(supports, GPU):
         if reason is None and (GPU or dtype == torch.bfloat16 and (whole or case.name in TestContract.few)):
             inputs = cases.build(replace(case, D=D), supports, dtype, engine.device)
-            want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal, scale=inputs.scale)
+            want = inputs.expected()
             assert not error.failures(one_rung.results(step02, rung, case, inputs), want), case.says
 
 
@@ -357,7 +357,7 @@ def test_the_first_tile_of_queries_that_sees_a_key(rung, D):
             "blind", "the first queries see no key", lambda T, n=blind: 73 + n, lambda T: 73, H=1, D=D, causal=True
         )
         inputs = cases.build(case, checks.supports_of(step02.SUPPORTS, rung), torch.bfloat16, engine.device)
-        want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=True)
+        want = inputs.expected()
         assert not error.failures(one_rung.results(step02, rung, case, inputs), want), blind
 
 

@@ -1,13 +1,9 @@
 """Without a GPU, Triton's interpreter refuses a load or store beside its tensor, as memcheck does on a GPU."""
 
 import collections
-import os
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import steps.step03_triton  # noqa: F401  It switches the check on, for its own kernels.
 from steps import engine
+from steps.figures.triton_compiler import compiled
 from steps.step03_triton import fwd_0_fused, interpreter, memcheck
 from steps.step03_triton.memcheck import NoTruthValue, OutOfBounds
 
@@ -188,22 +185,6 @@ def test_a_kernel_of_another_module_runs_as_triton_has_it(monkeypatch):
             )  # fmt: skip
 
 
-DELTA = """
-import torch, triton
-from support import compile_triton
-from steps.step03_triton import {module}
-triton.runtime.driver.set_active(compile_triton.Driver())
-torch.cuda.get_device_capability = lambda device=None: (8, 0)
-launch = triton.runtime.jit.JITFunction.run
-def compile_only(kernel, *args, grid, warmup, **options):
-    if kernel.__name__ == "delta_kernel":
-        print(launch(kernel, *args, grid=grid, warmup=True, **options).asm["ptx"])
-triton.runtime.jit.JITFunction.run = compile_only
-x = torch.zeros(1, 1, 64, 24)  # Of rows with 24 numbers each lane takes one.
-{module}.backward(x, x, x, x, x, torch.zeros(1, 1, 64))
-"""
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("module", ["bwd_0_fused", "flash"])
 def test_every_lane_that_stores_a_number_of_delta_stores_the_same(module):
@@ -212,11 +193,10 @@ def test_every_lane_that_stores_a_number_of_delta_stores_the_same(module):
     racecheck saw the lanes store numbers that differed. bwd_1_tma takes 16-bit numbers only, whose products are exact
     in float32, so that it does not matter there.
     """
-    root = Path(__file__).parents[1]
-    path = os.pathsep.join((str(root), str(root / "tests")))
-    environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    command = [sys.executable, "-c", DELTA.format(module=module)]
-    ptx = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
+    script = f"from steps.step03_triton import {module}\narch(80)\n"
+    script += "x = torch.zeros(1, 1, 64, 24)\n"  # Of rows with 24 numbers each lane takes one.
+    script += f"{module}.backward(x, x, x, x, x, torch.zeros(1, 1, 64))"
+    (ptx,) = (made["ptx"] for made in compiled(script) if made["kernel"] == "delta_kernel")
     sent = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx))
     added = set(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))
     assert sent and not sent & added

@@ -19,7 +19,7 @@ from triton.runtime.interpreter import GridExecutor
 
 import steps.step03_triton as step03
 from reference import attention as exact
-from reference import cases, error, philox
+from reference import cases, error, feature_cases, philox
 from steps import checks, contract, engine
 from steps.step03_triton import checked, decode, flash, operators, options, replay
 from steps.step03_triton.replay import Recording
@@ -70,18 +70,6 @@ def features(names):
     given = {key: value for name in names for key, value in FEATURES[name].items()}
     if "packed" in names and "alibi" in names:
         given["alibi_slopes"] = random(3, H, seed=7)
-    return given
-
-
-def for_reference(q, k, given):
-    """The options as the reference takes them."""
-    given = {name: x for name, x in given.items() if not name.startswith("max_seqlen")}
-    if "seed" in given:
-        numbers = {x: given[x] for x in ("first_query", "first_key") if x in given}
-        packed = {x: given[x].cpu() for x in ("cu_seqlens_q", "cu_seqlens_k") if x in given}
-        seed, p = int(given.pop("seed")), given["dropout_p"]
-        keep = philox.keep_mask(seed, *q.shape[:3], k.shape[2], p, **numbers, **packed)
-        given |= {"dropout_mask": keep.to(q.device), "dropout_p": philox.rounded(p)}
     return given
 
 
@@ -596,7 +584,7 @@ def test_the_stage_s_functions_take_features(names, dtype):
     grads = torch.autograd.grad(out, tensors, dout)
     detached = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     q, k, v = (x.detach() for x in (q, k, v))
-    want = error.expected(q, k, v, dout, mask_gradient=additive, **for_reference(q, k, detached))
+    want = feature_cases.expected(q, k, v, dout, detached)
     saved = step03.forward(q, k, v, **detached)
     by_hand = step03.backward(dout, q, k, v, *saved, mask_gradient=additive, **detached)
     assert same([out, *grads], [saved[0], *by_hand])

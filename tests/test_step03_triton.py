@@ -2,10 +2,6 @@
 
 import importlib.util
 import itertools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +28,7 @@ from steps.step03_triton import (
     tiles,
 )
 from steps.step03_triton.replay import Recording
+from support import compile_triton
 from support.contract_suite import Contract, unwritten_is_nan
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 
@@ -372,18 +369,10 @@ SPILLS = {("fused", "ieee", 64): 3700, ("fused", "ieee", 128): 300, ("fused", "f
 PROGRAMS = {("tma", "forward_kernel", 64): 3, ("tma", "queries_kernel", 64): 3, ("fused", "forward_kernel", 128): 1}
 
 
-def start_compiler(entries):
-    """A process that compiles for GPUs that need not be there. Triton may interpret in this one."""
-    root = Path(__file__).parents[1]
-    environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": str(root)}
-    command = [sys.executable, "tests/support/compile_triton.py", json.dumps(entries)]
-    return subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
     """The process that compiles SOME of the kernels while the tests run here."""
-    process = start_compiler(SOME)
+    process = compile_triton.start(compile_triton.__file__, SOME)
     yield process
     process.kill()
 
@@ -391,9 +380,7 @@ def compiler():
 @pytest.fixture(scope="module")
 def compiled(compiler):
     """What SOME of the kernels compile to, by (rung, compute capability, kernel)."""
-    rows, _ = compiler.communicate()
-    assert compiler.returncode == 0
-    return {(row["rung"], row["capability"], row["kernel"]): row for row in map(json.loads, rows.splitlines())}
+    return {(row["rung"], row["capability"], row["kernel"]): row for row in compile_triton.rows_of(compiler)}
 
 
 def check_compiled(row):
@@ -444,10 +431,9 @@ def test_what_the_kernels_compile_to(compiled, rung, capability, kernel):
 
 @pytest.mark.long
 def test_everything_compiles_for_every_gpu():
-    rows = start_compiler(ALL).communicate()[0].splitlines()
-    asked = {(row["rung"], row["capability"], row["dtype"], row["D"], row["causal"]) for row in map(json.loads, rows)}
-    assert asked == set(ALL)
-    for row in map(json.loads, rows):
+    rows = compile_triton.in_a_process(compile_triton.__file__, ALL)
+    assert {(row["rung"], row["capability"], row["dtype"], row["D"], row["causal"]) for row in rows} == set(ALL)
+    for row in rows:
         check_compiled(row)
 
 

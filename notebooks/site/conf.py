@@ -52,8 +52,8 @@ include_patterns = [
     "steps/workbook/SOLUTIONS.md", "steps/demo/*.md", "steps/workbook/*/*.py", "steps/bench/results/*.md",
     *(f"tests/test_{stage.name}.py" for stage in ROOT.glob(STAGES)),
 ]  # fmt: skip
-# What is broken on purpose is for the hunts. Of a header and its .cpp file the header has the words.
-exclude_patterns = ["**/broken/**", "**/__pycache__/**", "**/emulator/*.cpp"]
+# Of a header and its .cpp file the header has the words.
+exclude_patterns = ["**/__pycache__/**", "**/emulator/*.cpp"]
 
 
 def beside(path, env):

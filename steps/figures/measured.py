@@ -52,13 +52,13 @@ def shares(found, kernels, other):
     return "\n".join(report.in_text(lines)) if lines else f"no rows of {', '.join(kernels)} beside {other}"
 
 
-def rung(kernel, found=None, *, gpu=None, D=128, N=4096, causal=False, dtype="bf16"):
+def rung(kernel, found=None, *, gpu=None, D=128, N=4096, dtype="bf16"):
     """A rung's result in a line, of one run: TFLOP/s, the factor to the rung before it, and to the fastest peer.
 
     found: rows, the fresh committed ones if None. Where there is no row at this size, the line says so.
     """
-    size = f"{dtype}, D = {D}, N = {N}, {'causal' if causal else 'full'}"
-    chosen = rung_row(kernel, found, gpu=gpu, D=D, N=N, causal=causal, dtype=dtype)
+    size = f"{dtype}, D = {D}, N = {N}, full"
+    chosen = rung_row(kernel, found, gpu=gpu, D=D, N=N, dtype=dtype)
     if not chosen:
         return f"{kernel}: not measured as it is now, {size}"
     mine, before, peer = chosen
@@ -68,14 +68,14 @@ def rung(kernel, found=None, *, gpu=None, D=128, N=4096, causal=False, dtype="bf
     return f"{', '.join(words)}\n  ({mine['gpu']}, {size})"
 
 
-def rung_row(kernel, found=None, *, gpu=None, D=128, N=4096, causal=False, dtype="bf16"):
+def rung_row(kernel, found=None, *, gpu=None, D=128, N=4096, dtype="bf16"):
     """(row, row of the next lower rung or None, row of the fastest peer or None) of a rung in one run.
 
     gpu: by default rows of an H200 count, and where there are none, those of an H100. Of several runs the last one
     counts in which a lower rung was measured, too.
     """
     found = fresh() if found is None else found
-    at = {"D": D, "N": N, "causal": causal, "dtype": dtype, "options": {}, "n_gpus": 1}
+    at = {"D": D, "N": N, "causal": False, "dtype": dtype, "options": {}, "n_gpus": 1}
     found = [row for row in found if row["timing"] == "interleaved" and all(row[name] == at[name] for name in at)]
     rungs = [row for row in found if row["kernel"] == kernel]
     gpus = (H200, H100) if gpu is None else (gpu,)

@@ -6,13 +6,13 @@ import torch
 
 from reference import cases, error
 from steps import step01_fa1_numba as stage
-from steps.bench import cost, rows
+from steps.bench import rows
+from steps.figures.measured import H200 as GPU
 from steps.figures.n00_naive import outcome, symptom  # noqa: F401  The notebook's hunts begin with symptom.
 from steps.figures.picture import pictured
 from steps.figures.plots import FAINT, INK, OPERAND, PALE, cells, subplots, table
 from steps.step00_naive import io_count
 
-GPU = cost.GPUS["NVIDIA H200"]
 MULTIPLY_ADDS = GPU.fp32_tflops / 2  # in 10^12 a second, all SMs together: 128 an SM and cycle
 # Numbers of float32 in 10^12 a second. Shared memory delivers 32 an SM and cycle.
 DELIVERS = {"shared memory": MULTIPLY_ADDS * 32 / 128, "device memory": GPU.bandwidth / 4}

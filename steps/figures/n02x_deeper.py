@@ -12,16 +12,14 @@ from pathlib import Path
 import torch
 from matplotlib.colors import ListedColormap
 
-from steps.bench import ablations, cost, rows
+from steps.bench import ablations, rows
 from steps.figures import measured, n02d_hopper
 from steps.figures.picture import pictured
-from steps.figures.planted import compiled
+from steps.figures.planted import GPU, compiled
 from steps.figures.plots import COLOURS, subplots
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import edited, show
 from steps.workbook.puzzles.operand_address import operand_address
-
-GPU = cost.GPUS["NVIDIA H200"]
 
 
 def registers(D=64, old="", new=""):

@@ -99,7 +99,7 @@ MISTAKES = {
     "masked only if causal": ("        if MASKED:", "        if MASKED and CAUSAL:"),
     "end at the top left": ("i + Br + Nk - Nq", "i + Br"),
     "key head h % Hk": ("h // group", "h % (H // group)"),
-    "columns not masked": ("ROWS, D, D_pad), other", "ROWS, D_pad, D_pad), other"),
+    "columns not masked": ("D, tile.shape[1]), other", "tile.shape[1], tile.shape[1]), other"),
     "offsets in 32 bits": (".to(tl.int64)", ""),
 }
 CASES = "ragged", "fewer_queries_causal", "more_queries_causal", "head_dim_odd", "grouped_heads"
@@ -125,7 +125,7 @@ def mistakes_against_cases():
     warnings.filterwarnings("ignore", message="All-NaN")  # numpy, where the interpreter meets the NaN we look for
     by_name = {case.name: case for case in cases.CASES}
     inputs = [cases.build(by_name[name], step03.SUPPORTS, torch.float32) for name in CASES]
-    ready = [(x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)) for x in inputs]
+    ready = [(x, x.expected()) for x in inputs]
     for mistake, change in ({"as it is": ("", "")} | MISTAKES).items():
         print(f"{mistake:22}", seen_by(planted("fwd_0_fused", "fwd_0_fused", *change), ready))
 

@@ -26,7 +26,7 @@ class Picture:
         return f"Figure: {self.alt}"
 
 
-def picture(fig, alt, dpi=110):
+def picture(fig, alt):
     """The matplotlib figure as a `Picture`. Its opaque white ground keeps it legible on light and on dark pages.
 
     The figure is closed. alt says what the figure shows, for those who do not see it. ValueError if there are no words,
@@ -40,7 +40,7 @@ def picture(fig, alt, dpi=110):
     if small := small_texts(fig):
         raise ValueError(f"below {SMALLEST} points where the page shows it: {', '.join(small)}.")
     drawn, png = io.BytesIO(), io.BytesIO()
-    fig.savefig(drawn, format="png", dpi=dpi, facecolor="white", bbox_inches="tight")
+    fig.savefig(drawn, format="png", dpi=110, facecolor="white", bbox_inches="tight")
     plt.close(fig)  # Jupyter would show an open figure a second time.
     # 64 colours are enough for lines, bars and text, and make the file four times smaller.
     image = PIL.Image.open(drawn).convert("RGB").quantize(64, dither=PIL.Image.Dither.NONE)

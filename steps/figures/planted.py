@@ -11,11 +11,10 @@ from reference import cases, error
 from steps import checks, engine
 from steps import step02_fa2_cuda as step02
 from steps.bench import cost, rows
+from steps.figures.measured import H200 as GPU
 from steps.figures.plots import who_sees
 from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
 from steps.workbook import edited
-
-GPU = cost.GPUS["NVIDIA H200"]
 
 
 def emulated(text, kernel, tensors, *, grid, block, shared_bytes=0, **macros):
@@ -28,9 +27,9 @@ def emulated(text, kernel, tensors, *, grid, block, shared_bytes=0, **macros):
         emulator.launch(file, kernel, tensors, grid=grid, block=block, shared_bytes=shared_bytes, macros=macros)
 
 
-def launched(file, D, H=1, Hk=1):
+def launched(file, D):
     """(kernel, grid, threads of a block, shared memory, macros) of a file's main kernel on an H200, N = 4096."""
-    sizes = dict(B=1, H=H, Hk=Hk, Nq=4096, Nk=4096, D=D, causal=False, processors=GPU.sms)
+    sizes = dict(B=1, H=1, Hk=1, Nq=4096, Nk=4096, D=D, causal=False, processors=GPU.sms)
     sizes["dtype"] = torch.float32 if "scalar" in file else torch.bfloat16
     found = rows.geometry(file, shared_limit=GPU.multiprocessor.shared_per_block, **sizes)
     return next(launch for launch in found if launch[0] in ("attention_forward", "attention_backward"))
@@ -69,7 +68,7 @@ def prepared(name, rung, dtype=None, tile=None, device="cpu"):
     """A case of the contract for a rung: (its inputs, what is expected of them)."""
     limits = checks.supports_of(step02.SUPPORTS, rung) | ({"tiles": (tile,)} if tile else {})
     x = cases.build({case.name: case for case in cases.CASES}[name], limits, dtype or limits["dtypes"][0], device)
-    return x, error.expected(x.q, x.k, x.v, x.dout, causal=x.causal, scale=x.scale)
+    return x, x.expected()
 
 
 def outputs(x, rung):

@@ -62,7 +62,7 @@ def cells(ax, colours, words=(), edge="white", **axes):
     ax.spines[:].set_visible(False)
 
 
-def who_sees(found, alt, harmless=("as it is",), title=""):
+def who_sees(found, alt, harmless=("as it is",)):
     """A table of {(mistake, who): word}, "lives" if unseen. What nobody sees is orange, unless it is harmless."""
     names, columns = (list(dict.fromkeys(key[n] for key in found)) for n in (0, 1))
     words = {name: [textwrap.fill(found[name, column], 15) for column in columns] for name in names}
@@ -71,7 +71,7 @@ def who_sees(found, alt, harmless=("as it is",), title=""):
         [SEEN if word != "lives" else UNSEEN if name in missed else FAINT for word in words[name]] for name in names
     ]
     fig, ax = subplots(figsize=(8.4, 0.6 + 0.46 * len(names)))
-    cells(ax, colours, words.values(), title=title, yticks=range(len(names)), yticklabels=names)
+    cells(ax, colours, words.values(), yticks=range(len(names)), yticklabels=names)
     ax.set_xticks(range(len(columns)), [column.replace("_", "\n") for column in columns])
     told = "; ".join(f"{name}, seen by {who}: {word}" for (name, who), word in found.items() if word != "lives")
     return picture(fig, f"{alt} Green is seen, orange never seen. {told}. All others live.")

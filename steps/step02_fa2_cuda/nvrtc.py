@@ -18,8 +18,6 @@ import torch
 
 from . import cache
 
-ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")  # what the tests compile for: T4, A100, H100/H200
-
 
 @dataclass(frozen=True)
 class Usage:

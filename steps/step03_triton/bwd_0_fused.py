@@ -19,6 +19,8 @@ the queries of all heads that share it. Source: FlashAttention-2, Algorithm 2. L
 autotuning. Needs torch, Triton and replay.py.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -47,20 +49,41 @@ def products(x):
     return "tf32x3" if torch.cuda.get_device_capability(x.device)[0] >= 8 else "ieee"
 
 
+class Rows(NamedTuple):
+    """The rows of one head of a tensor (B, H, N, D)."""
+
+    x: Any  # a pointer to the tensor
+    strides: Any  # of batch, head and row
+    b: Any
+    h: Any
+    N: Any
+
+
+class Queries(NamedTuple):
+    """What the backward reads of queries: all of it, or one tile (Br, D), and (Br,) of lse_2 and delta."""
+
+    Q: Any
+    dO: Any
+    lse_2: Any
+    delta: Any
+
+
 @triton.jit
-def load_tile(x, strides, b, h, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
-    """The rows of head h from `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns."""
+def load_tile(rows, first, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
+    """Those from row `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns."""
     row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
     # Offsets have 64 bits, because a tensor may have more than 2^31 entries.
-    head = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    return tl.load(x + head + row.to(tl.int64) * strides[2] + column, mask=(row < N) & (column < D), other=0.0)
+    x, strides, b, h, N = rows
+    offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    return tl.load(x + offset + row.to(tl.int64) * strides[2] + column, mask=(row < N) & (column < D), other=0.0)
 
 
 @triton.jit
-def store_tile(x, strides, tile, b, h, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
-    row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
-    head = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    tl.store(x + head + row.to(tl.int64) * strides[2] + column, tile, mask=(row < N) & (column < D))
+def store_tile(rows, tile, first, D: tl.constexpr):
+    row, column = first + tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
+    x, strides, b, h, N = rows
+    offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    tl.store(x + offset + row.to(tl.int64) * strides[2] + column, tile, mask=(row < N) & (column < D))
 
 
 @triton.jit
@@ -105,8 +128,8 @@ def delta_kernel(
     program, tiles = tl.program_id(0), tl.cdiv(Nq, Br)
     i, bh = program % tiles * Br, program // tiles
     b, h = bh // H, bh % H
-    dO = load_tile(dout, dout_strides, b, h, i, Nq, Br, D, D_pad).to(tl.float32)
-    O = load_tile(out, out_strides, b, h, i, Nq, Br, D, D_pad).to(tl.float32)
+    dO = load_tile(Rows(dout, dout_strides, b, h, Nq), i, Br, D, D_pad).to(tl.float32)
+    O = load_tile(Rows(out, out_strides, b, h, Nq), i, Br, D, D_pad).to(tl.float32)
     row = i + tl.arange(0, Br)
     lse_i = load_numbers(lse, bh, i, Nq, Br)
     rows = bh.to(tl.int64) * Nq + row
@@ -119,21 +142,21 @@ def delta_kernel(
 
 @triton.jit
 def visit_queries(
-    dK, dV, K_j, V_j, q, dout, lse_2, delta, q_strides, dout_strides, b, h, bh, j, begin, end, Nq, Nk, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr,
-    Bc: tl.constexpr, PRECISION: tl.constexpr
+    dK, dV, K_j, V_j, queries, bh, j, begin, end, Nk, scale_log2,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, Br: tl.constexpr, PRECISION: tl.constexpr
 ):
     """(dK, dV) with the queries from `begin` to `end` added.
 
     Every tile is computed transposed, with a row for each key and a column for each query, because P^T and dS^T are the
     left factors of the products for dV and dK.
     """
+    Nq = queries.Q.N
     for i in range(begin, end, Br):
-        Q_i = load_tile(q, q_strides, b, h, i, Nq, Br, D, D_pad)  # (Br, D)
-        dO_i = load_tile(dout, dout_strides, b, h, i, Nq, Br, D, D_pad)  # beyond Nq it is 0, and adds nothing
-        lse_i = load_numbers(lse_2, bh, i, Nq, Br)  # (Br,)
-        delta_i = load_numbers(delta, bh, i, Nq, Br)
-        query, key = i + tl.arange(0, Br), j + tl.arange(0, Bc)
+        Q_i = load_tile(queries.Q, i, Br, D, K_j.shape[1])  # (Br, D)
+        dO_i = load_tile(queries.dO, i, Br, D, K_j.shape[1])  # beyond Nq it is 0, and adds nothing
+        lse_i = load_numbers(queries.lse_2, bh, i, Nq, Br)  # (Br,)
+        delta_i = load_numbers(queries.delta, bh, i, Nq, Br)
+        query, key = i + tl.arange(0, Br), j + tl.arange(0, K_j.shape[0])
         S_T = tl.dot(K_j, tl.trans(Q_i), input_precision=PRECISION)  # (Bc, Br)
         dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision=PRECISION)  # (Bc, Br)
         P_T, dS_T = tile_gradients(
@@ -155,8 +178,8 @@ def keys_kernel(
     program, tiles = tl.program_id(0), tl.cdiv(Nk, Bc)
     j, bhk = program % tiles * Bc, program // tiles  # the first keys start first: when causal, most queries see them
     b, hk = bhk // Hk, bhk % Hk
-    K_j = load_tile(k, k_strides, b, hk, j, Nk, Bc, D, D_pad)  # (Bc, D)
-    V_j = load_tile(v, v_strides, b, hk, j, Nk, Bc, D, D_pad)
+    K_j = load_tile(Rows(k, k_strides, b, hk, Nk), j, Bc, D, D_pad)  # (Bc, D)
+    V_j = load_tile(Rows(v, v_strides, b, hk, Nk), j, Bc, D, D_pad)
     dK, dV = tl.zeros((Bc, D_pad), tl.float32), tl.zeros((Bc, D_pad), tl.float32)
     begin, full = 0, 0  # no query before `begin` sees any of these keys, every query from `full` on sees all of them
     if CAUSAL:
@@ -166,34 +189,33 @@ def keys_kernel(
         full = Nq
     scale_log2 = scale * 1.4426950408889634
     for g in range(0, group):  # the query heads that share this key head; with group = 1 Triton drops the loop
-        h = hk * group + g
+        h, bh = hk * group + g, bhk * group + g
+        queries = Queries(Rows(q, q_strides, b, h, Nq), Rows(dout, dout_strides, b, h, Nq), lse_2, delta)
         dK, dV = visit_queries(
-            dK, dV, K_j, V_j, q, dout, lse_2, delta, q_strides, dout_strides, b, h, bhk * group + g,
-            j, begin, full, Nq, Nk, scale_log2, True, CAUSAL, D, D_pad, Br, Bc, PRECISION
+            dK, dV, K_j, V_j, queries, bh, j, begin, full, Nk, scale_log2, True, CAUSAL, D, Br, PRECISION
         )
         dK, dV = visit_queries(
-            dK, dV, K_j, V_j, q, dout, lse_2, delta, q_strides, dout_strides, b, h, bhk * group + g,
-            j, full, Nq, Nq, Nk, scale_log2, False, CAUSAL, D, D_pad, Br, Bc, PRECISION
+            dK, dV, K_j, V_j, queries, bh, j, full, Nq, Nk, scale_log2, False, CAUSAL, D, Br, PRECISION
         )
-    store_tile(dk, dk_strides, dK * scale, b, hk, j, Nk, Bc, D, D_pad)
-    store_tile(dv, dk_strides, dV, b, hk, j, Nk, Bc, D, D_pad)
+    store_tile(Rows(dk, dk_strides, b, hk, Nk), dK * scale, j, D)
+    store_tile(Rows(dv, dk_strides, b, hk, Nk), dV, j, D)
 
 
 @triton.jit
 def visit_keys(
-    dQ, Q_i, dO_i, lse_i, delta_i, k, v, k_strides, v_strides, b, hk, i, begin, end, Nq, Nk, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr,
-    Bc: tl.constexpr, PRECISION: tl.constexpr
+    dQ, own, K, V, i, begin, end, Nq, scale_log2,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, Bc: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """dQ with the keys from `begin` to `end` added."""
+    """dQ of the queries `own`, a tile, with the keys from `begin` to `end` added."""
     for j in range(begin, end, Bc):
-        K_j = load_tile(k, k_strides, b, hk, j, Nk, Bc, D, D_pad)  # (Bc, D)
-        V_j = load_tile(v, v_strides, b, hk, j, Nk, Bc, D, D_pad)
-        query, key = i + tl.arange(0, Br), j + tl.arange(0, Bc)
-        S = tl.dot(Q_i, tl.trans(K_j), input_precision=PRECISION)  # (Br, Bc)
-        dP = tl.dot(dO_i, tl.trans(V_j), input_precision=PRECISION)  # (Br, Bc)
+        K_j = load_tile(K, j, Bc, D, dQ.shape[1])  # (Bc, D)
+        V_j = load_tile(V, j, Bc, D, dQ.shape[1])
+        query, key = i + tl.arange(0, dQ.shape[0]), j + tl.arange(0, Bc)
+        S = tl.dot(own.Q, tl.trans(K_j), input_precision=PRECISION)  # (Br, Bc)
+        dP = tl.dot(own.dO, tl.trans(V_j), input_precision=PRECISION)  # (Br, Bc)
         _, dS = tile_gradients(
-            S, dP, lse_i[:, None], delta_i[:, None], query[:, None], key[None, :], Nq, Nk, scale_log2, MASKED, CAUSAL
+            S, dP, own.lse_2[:, None], own.delta[:, None], query[:, None], key[None, :], Nq, K.N, scale_log2,
+            MASKED, CAUSAL
         )
         dQ = tl.dot(dS.to(K_j.dtype), K_j, dQ, input_precision=PRECISION)
     return dQ
@@ -210,10 +232,11 @@ def queries_kernel(
     # The last queries start first: when causal, they see most keys.
     i, bh = (tiles - 1 - program % tiles) * Br, program // tiles
     b, h = bh // H, bh % H
-    Q_i = load_tile(q, q_strides, b, h, i, Nq, Br, D, D_pad)  # (Br, D)
-    dO_i = load_tile(dout, dout_strides, b, h, i, Nq, Br, D, D_pad)
-    lse_i = load_numbers(lse_2, bh, i, Nq, Br)  # (Br,)
-    delta_i = load_numbers(delta, bh, i, Nq, Br)
+    hk = h // group
+    K, V = Rows(k, k_strides, b, hk, Nk), Rows(v, v_strides, b, hk, Nk)
+    Q_i = load_tile(Rows(q, q_strides, b, h, Nq), i, Br, D, D_pad)  # (Br, D)
+    dO_i = load_tile(Rows(dout, dout_strides, b, h, Nq), i, Br, D, D_pad)
+    own = Queries(Q_i, dO_i, load_numbers(lse_2, bh, i, Nq, Br), load_numbers(delta, bh, i, Nq, Br))
     full, end = Nk, Nk  # all of these queries see all keys before `full`, none sees a key from `end` on
     if CAUSAL:
         full = tl.minimum(Nk, tl.maximum(0, i + 1 + Nk - Nq))
@@ -221,15 +244,9 @@ def queries_kernel(
     full = full // Bc * Bc
     scale_log2 = scale * 1.4426950408889634
     dQ = tl.zeros((Br, D_pad), tl.float32)
-    dQ = visit_keys(
-        dQ, Q_i, dO_i, lse_i, delta_i, k, v, k_strides, v_strides, b, h // group, i, 0, full, Nq, Nk, scale_log2,
-        False, CAUSAL, D, D_pad, Br, Bc, PRECISION
-    )
-    dQ = visit_keys(
-        dQ, Q_i, dO_i, lse_i, delta_i, k, v, k_strides, v_strides, b, h // group, i, full, end, Nq, Nk, scale_log2,
-        True, CAUSAL, D, D_pad, Br, Bc, PRECISION
-    )
-    store_tile(dq, dq_strides, dQ * scale, b, h, i, Nq, Br, D, D_pad)
+    dQ = visit_keys(dQ, own, K, V, i, 0, full, Nq, scale_log2, False, CAUSAL, D, Bc, PRECISION)
+    dQ = visit_keys(dQ, own, K, V, i, full, end, Nq, scale_log2, True, CAUSAL, D, Bc, PRECISION)
+    store_tile(Rows(dq, dq_strides, b, h, Nq), dQ * scale, i, D)
 
 
 @replayed

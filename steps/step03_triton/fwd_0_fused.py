@@ -22,6 +22,8 @@ Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Le
 specialisation (rung 2), autotuning. Needs torch, Triton and replay.py.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -58,26 +60,36 @@ def kind_of_tiles(x):
     return f"{kind}, Hopper" if kind == "16 bits" and hopper else kind
 
 
+class Rows(NamedTuple):
+    """The rows of one head of a tensor (B, H, N, D)."""
+
+    x: Any  # a pointer to the tensor
+    strides: Any  # of batch, head and row
+    b: Any
+    h: Any
+    N: Any
+
+
 @triton.jit
-def pointers(x, strides, b, h, first, ROWS: tl.constexpr, D_pad: tl.constexpr):
-    """Pointers to the entries of a tile (ROWS, D_pad) whose first row is row `first` of head h of x (B, H, N, D)."""
+def pointers(rows, first, ROWS: tl.constexpr, D_pad: tl.constexpr):
+    """Pointers to the entries of a tile (ROWS, D_pad) whose first row is row `first`."""
     row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
     # Offsets have 64 bits, because a tensor may have more than 2^31 entries.
-    head = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    return x + head + row.to(tl.int64) * strides[2] + column
+    offset = rows.b.to(tl.int64) * rows.strides[0] + rows.h.to(tl.int64) * rows.strides[1]
+    return rows.x + offset + row.to(tl.int64) * rows.strides[2] + column
 
 
 @triton.jit
-def inside(first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
+def inside(rows, first, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
     """Which entries of a tile exist: those within the N rows and D columns."""
-    return (first + tl.arange(0, ROWS)[:, None] < N) & (tl.arange(0, D_pad)[None, :] < D)
+    return (first + tl.arange(0, ROWS)[:, None] < rows.N) & (tl.arange(0, D_pad)[None, :] < D)
 
 
 @triton.jit
-def load_tile(tile, first, N, MASKED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
-    """The tile (ROWS, D_pad) at these pointers, with zeros beyond the edges. Without MASKED all of its rows exist."""
-    if MASKED or D < D_pad:
-        return tl.load(tile, mask=inside(first, N, ROWS, D, D_pad), other=0.0)
+def load_tile(tile, rows, first, MASKED: tl.constexpr, D: tl.constexpr):
+    """The tile at these pointers, with zeros beyond the edges. Without MASKED all of its rows exist."""
+    if MASKED or D < tile.shape[1]:
+        return tl.load(tile, mask=inside(rows, first, tile.shape[0], D, tile.shape[1]), other=0.0)
     else:
         return tl.load(tile)
 
@@ -133,22 +145,21 @@ def online_update(m, l, O, S, V_j, scale_log2, PRECISION: tl.constexpr):
 
 @triton.jit
 def visit_keys(
-    m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, begin, end, Nq, Nk, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, Br: tl.constexpr,
+    m, l, O, Q_i, K, V, i, begin, end, Nq, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
     Bc: tl.constexpr, PRECISION: tl.constexpr
 ):
     # Moving the pointers on is cheaper than computing them anew for each tile.
-    k_tile = pointers(k, k_strides, b, hk, begin, Bc, D_pad)
-    v_tile = pointers(v, v_strides, b, hk, begin, Bc, D_pad)
+    k_tile = pointers(K, begin, Bc, Q_i.shape[1])
+    v_tile = pointers(V, begin, Bc, Q_i.shape[1])
     for j in range(begin, end, Bc):
-        K_j = load_tile(k_tile, j, Nk, MASKED, Bc, D, D_pad)  # (Bc, D)
-        V_j = load_tile(v_tile, j, Nk, MASKED, Bc, D, D_pad)
+        K_j = load_tile(k_tile, K, j, MASKED, D)  # (Bc, D)
+        V_j = load_tile(v_tile, V, j, MASKED, D)
         S = tl.dot(Q_i, tl.trans(K_j), input_precision=PRECISION)  # (Br, Bc)
         if MASKED:
-            S = mask(S, i, j, Nq, Nk, CAUSAL, Br, Bc)
+            S = mask(S, i, j, Nq, K.N, CAUSAL, Q_i.shape[0], Bc)
         m, l, O = online_update(m, l, O, S, V_j, scale_log2, PRECISION)
-        k_tile += Bc * tl.cast(k_strides[2], tl.int64)
-        v_tile += Bc * tl.cast(v_strides[2], tl.int64)
+        k_tile += Bc * tl.cast(K.strides[2], tl.int64)
+        v_tile += Bc * tl.cast(V.strides[2], tl.int64)
     return m, l, O
 
 
@@ -164,25 +175,20 @@ def forward_kernel(
     i, bh = (tiles - 1 - program % tiles) * Br, program // tiles
     b, h = bh // H, bh % H
     hk = h // group  # `group` query heads share a key head
+    Q, out = Rows(q, q_strides, b, h, Nq), Rows(out, out_strides, b, h, Nq)
+    K, V = Rows(k, k_strides, b, hk, Nk), Rows(v, v_strides, b, hk, Nk)
     scale_log2 = scale * 1.4426950408889634
 
-    Q_i = load_tile(pointers(q, q_strides, b, h, i, Br, D_pad), i, Nq, True, Br, D, D_pad)  # (Br, D)
+    Q_i = load_tile(pointers(Q, i, Br, D_pad), Q, i, True, D)  # (Br, D)
     m = tl.full((Br,), float("-inf"), tl.float32)
     l, O = tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
     full, end = key_ranges(i, Nq, Nk, CAUSAL, Br, Bc)
-    m, l, O = visit_keys(
-        m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, 0, full, Nq, Nk, scale_log2,
-        False, CAUSAL, D, D_pad, Br, Bc, PRECISION
-    )
-    m, l, O = visit_keys(
-        m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, full, end, Nq, Nk, scale_log2,
-        True, CAUSAL, D, D_pad, Br, Bc, PRECISION
-    )
+    m, l, O = visit_keys(m, l, O, Q_i, K, V, i, 0, full, Nq, scale_log2, False, CAUSAL, D, Bc, PRECISION)
+    m, l, O = visit_keys(m, l, O, Q_i, K, V, i, full, end, Nq, scale_log2, True, CAUSAL, D, Bc, PRECISION)
 
     row = i + tl.arange(0, Br)
     l = tl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
-    out_tile = pointers(out, out_strides, b, h, i, Br, D_pad)
-    tl.store(out_tile, O / l[:, None], mask=inside(i, Nq, Br, D, D_pad))
+    tl.store(pointers(out, i, Br, D_pad), O / l[:, None], mask=inside(out, i, Br, D, D_pad))
     tl.store(lse + bh.to(tl.int64) * Nq + row, m * scale + tl.log(l), mask=row < Nq)
 
 

@@ -18,6 +18,8 @@ Source: FlashAttention-2, Algorithm 1. Launch: grid (B * H * ceil(Nq / Br),). Le
 float32, autotuning. Needs torch, Triton and replay.py.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,31 +31,41 @@ from .replay import replayed
 TILES = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
 
 
-@triton.jit
-def load_tile(x, strides, b, h, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
-    """The rows of head h from `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns.
+class Rows(NamedTuple):
+    """The rows of one head of a tensor (B, H, N, D)."""
 
-    x is a descriptor if TMA, else a pointer.
+    x: Any  # a descriptor of the tensor, or a pointer to it
+    strides: Any  # of batch, head and row
+    b: Any
+    h: Any
+    N: Any
+
+
+@triton.jit
+def load_tile(rows, first, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
+    """Those from row `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns.
+
+    rows.x is a descriptor if TMA, else a pointer.
     """
+    x, strides, b, h, N = rows
     if TMA:
         return x.load([b, h, first, 0]).reshape(ROWS, D_pad)
     else:
         row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
         # Offsets have 64 bits, because a tensor may have more than 2^31 entries.
-        head = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-        return tl.load(x + head + row.to(tl.int64) * strides[2] + column, mask=(row < N) & (column < D), other=0.0)
+        offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+        return tl.load(x + offset + row.to(tl.int64) * strides[2] + column, mask=(row < N) & (column < D), other=0.0)
 
 
 @triton.jit
-def store_tile(
-    x, strides, tile, b, h, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr
-):
+def store_tile(rows, tile, first, D: tl.constexpr, TMA: tl.constexpr):
+    x, strides, b, h, N = rows
     if TMA:
-        x.store([b, h, first, 0], tile.to(x.dtype).reshape(1, 1, ROWS, D_pad))
+        x.store([b, h, first, 0], tile.to(x.dtype).reshape(1, 1, tile.shape[0], tile.shape[1]))
     else:
-        row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
-        head = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-        tl.store(x + head + row.to(tl.int64) * strides[2] + column, tile, mask=(row < N) & (column < D))
+        row, column = first + tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
+        offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+        tl.store(x + offset + row.to(tl.int64) * strides[2] + column, tile, mask=(row < N) & (column < D))
 
 
 @triton.jit
@@ -107,16 +119,15 @@ def online_update(m, l, O, S, V_j, scale_log2):
 
 @triton.jit
 def visit_keys(
-    m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, begin, end, Nq, Nk, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr,
-    Br: tl.constexpr, Bc: tl.constexpr, TMA: tl.constexpr
+    m, l, O, Q_i, K, V, i, begin, end, Nq, scale_log2,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, Bc: tl.constexpr, TMA: tl.constexpr
 ):
     for j in range(begin, end, Bc):
-        K_j = load_tile(k, k_strides, b, hk, j, Nk, Bc, D, D_pad, TMA)  # (Bc, D)
-        V_j = load_tile(v, v_strides, b, hk, j, Nk, Bc, D, D_pad, TMA)
+        K_j = load_tile(K, j, Bc, D, Q_i.shape[1], TMA)  # (Bc, D)
+        V_j = load_tile(V, j, Bc, D, Q_i.shape[1], TMA)
         S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
         if MASKED:
-            S = mask(S, i, j, Nq, Nk, CAUSAL, Br, Bc)
+            S = mask(S, i, j, Nq, K.N, CAUSAL, Q_i.shape[0], Bc)
         m, l, O = online_update(m, l, O, S, V_j, scale_log2)
     return m, l, O
 
@@ -132,24 +143,19 @@ def forward_kernel(
     i, bh = (tiles - 1 - program % tiles) * Br, program // tiles
     b, h = bh // H, bh % H
     hk = h // group  # `group` query heads share a key head
+    K, V = Rows(k, k_strides, b, hk, Nk), Rows(v, v_strides, b, hk, Nk)
     scale_log2 = scale * 1.4426950408889634
 
-    Q_i = load_tile(q, q_strides, b, h, i, Nq, Br, D, D_pad, TMA)  # (Br, D)
+    Q_i = load_tile(Rows(q, q_strides, b, h, Nq), i, Br, D, D_pad, TMA)  # (Br, D)
     m = tl.full((Br,), float("-inf"), tl.float32)
     l, O = tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
     full, end = key_ranges(i, Nq, Nk, CAUSAL, Br, Bc)
-    m, l, O = visit_keys(
-        m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, 0, full, Nq, Nk, scale_log2,
-        False, CAUSAL, D, D_pad, Br, Bc, TMA
-    )
-    m, l, O = visit_keys(
-        m, l, O, Q_i, k, v, k_strides, v_strides, b, hk, i, full, end, Nq, Nk, scale_log2,
-        True, CAUSAL, D, D_pad, Br, Bc, TMA
-    )
+    m, l, O = visit_keys(m, l, O, Q_i, K, V, i, 0, full, Nq, scale_log2, False, CAUSAL, D, Bc, TMA)
+    m, l, O = visit_keys(m, l, O, Q_i, K, V, i, full, end, Nq, scale_log2, True, CAUSAL, D, Bc, TMA)
 
     row = i + tl.arange(0, Br)
     l = tl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
-    store_tile(out, out_strides, O / l[:, None], b, h, i, Nq, Br, D, D_pad, TMA)
+    store_tile(Rows(out, out_strides, b, h, Nq), O / l[:, None], i, D, TMA)
     tl.store(lse + bh.to(tl.int64) * Nq + row, m * scale + tl.log(l), mask=row < Nq)
 
 

@@ -24,6 +24,8 @@ Source: FlashAttention-2, Algorithm 1; the roles are FlashAttention-3's (section
 and replay.py.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -35,23 +37,28 @@ TILES = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
 ROLES_TILES = {128: (128, 128, 4, 2)}  # the same with roles; at head_dim 64 the rows of rung 1 were faster
 
 
+class Rows(NamedTuple):
+    """The rows of one head of a tensor (B, H, N, D)."""
+
+    x: Any  # if TMA a descriptor of the head's matrix (N, D), else a pointer to it
+    stride: Any  # from row to row
+    N: Any
+
+
 @triton.jit
-def describe(x, strides, b, h, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
-    """Head h of x: if TMA a descriptor of its matrix (N, D) with boxes of ROWS rows, else a pointer."""
+def open_rows(x, strides, b, h, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
+    """The Rows of head h of x. If TMA, their descriptor has boxes of ROWS rows."""
     # Offsets have 64 bits, because a tensor may have more than 2^31 entries.
-    head = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    x = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     if TMA:
-        return tl.make_tensor_descriptor(head, [N, D], [strides[2], 1], [ROWS, D_pad])
-    else:
-        return head
+        x = tl.make_tensor_descriptor(x, [N, D], [strides[2], 1], [ROWS, D_pad])
+    return Rows(x, strides[2], N)
 
 
 @triton.jit
-def load_tile(x, stride, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
-    """The rows of a head from `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns.
-
-    x is what `describe` gives.
-    """
+def load_tile(rows, first, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
+    """Those from row `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns."""
+    x, stride, N = rows
     if TMA:
         return x.load([first, 0])
     else:
@@ -60,9 +67,10 @@ def load_tile(x, stride, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: t
 
 
 @triton.jit
-def store_tile(x, stride, tile, first, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
-    """Writes a tile to the rows of a head from `first` on. x is a pointer to the head."""
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
+def store_tile(rows, tile, first, D: tl.constexpr):
+    """Writes a tile to those from row `first` on. rows.x is a pointer."""
+    x, stride, N = rows
+    row, column = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
     x += tl.cast(first, tl.int64) * stride
     tl.store(x + (row.to(tl.int64) * stride + column), tile, mask=(row < N - first) & (column < D))
 
@@ -117,18 +125,18 @@ def probabilities(m, S, scale_log2):
 
 @triton.jit
 def visit_keys(
-    m, l, O, Q_i, k, v, k_stride, v_stride, i, begin, end, Nq, Nk, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr,
-    Br: tl.constexpr, Bc: tl.constexpr, TMA: tl.constexpr, ROLES: tl.constexpr
+    m, l, O, Q_i, K, V, i, begin, end, Nq, scale_log2,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, Bc: tl.constexpr,
+    TMA: tl.constexpr, ROLES: tl.constexpr
 ):
     for j in tl.range(begin, end, Bc, warp_specialize=ROLES):
-        K_j = load_tile(k, k_stride, j, Nk, Bc, D, D_pad, TMA)  # (Bc, D)
+        K_j = load_tile(K, j, Bc, D, Q_i.shape[1], TMA)  # (Bc, D)
         S = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
         if MASKED:
-            S = mask(S, i, j, Nq, Nk, CAUSAL, Br, Bc)
+            S = mask(S, i, j, Nq, K.N, CAUSAL, Q_i.shape[0], Bc)
         m, alpha, P = probabilities(m, S, scale_log2)
         # With roles the groups that compute wait for V_j where it is loaded: as late as possible.
-        V_j = load_tile(v, v_stride, j, Nk, Bc, D, D_pad, TMA)
+        V_j = load_tile(V, j, Bc, D, Q_i.shape[1], TMA)
         O = tl.dot(P.to(V_j.dtype), V_j, O * alpha[:, None], input_precision="ieee")
         l = alpha * l + tl.sum(P, 1)
     return m, l, O
@@ -148,27 +156,21 @@ def forward_kernel(
     hk = h // group  # `group` query heads share a key head
     scale_log2 = scale * 1.4426950408889634
 
-    q = describe(q, q_strides, b, h, Nq, Br, D, D_pad, TMA)
-    k = describe(k, k_strides, b, hk, Nk, Bc, D, D_pad, TMA)
-    v = describe(v, v_strides, b, hk, Nk, Bc, D, D_pad, TMA)
-    out = describe(out, out_strides, b, h, Nq, Br, D, D_pad, False)
-    Q_i = load_tile(q, q_strides[2], i, Nq, Br, D, D_pad, TMA)  # (Br, D)
+    Q = open_rows(q, q_strides, b, h, Nq, Br, D, D_pad, TMA)
+    K = open_rows(k, k_strides, b, hk, Nk, Bc, D, D_pad, TMA)
+    V = open_rows(v, v_strides, b, hk, Nk, Bc, D, D_pad, TMA)
+    out = open_rows(out, out_strides, b, h, Nq, Br, D, D_pad, False)
+    Q_i = load_tile(Q, i, Br, D, D_pad, TMA)  # (Br, D)
     m = tl.full((Br,), float("-inf"), tl.float32)
     l, O = tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
     full, end = key_ranges(i, Nq, Nk, CAUSAL, Br, Bc)
-    m, l, O = visit_keys(
-        m, l, O, Q_i, k, v, k_strides[2], v_strides[2], i, 0, full, Nq, Nk, scale_log2,
-        False, CAUSAL, D, D_pad, Br, Bc, TMA, ROLES
-    )
+    m, l, O = visit_keys(m, l, O, Q_i, K, V, i, 0, full, Nq, scale_log2, False, CAUSAL, D, Bc, TMA, ROLES)
     if not ROLES:
-        m, l, O = visit_keys(
-            m, l, O, Q_i, k, v, k_strides[2], v_strides[2], i, full, end, Nq, Nk, scale_log2,
-            True, CAUSAL, D, D_pad, Br, Bc, TMA, ROLES
-        )
+        m, l, O = visit_keys(m, l, O, Q_i, K, V, i, full, end, Nq, scale_log2, True, CAUSAL, D, Bc, TMA, ROLES)
 
     row = tl.arange(0, Br)
     l = tl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
-    store_tile(out, out_strides[2], O / l[:, None], i, Nq, Br, D, D_pad)
+    store_tile(out, O / l[:, None], i, D)
     tl.store(lse + (bh.to(tl.int64) * Nq + i) + row, m * scale + tl.log(l), mask=row < Nq - i)
 
 

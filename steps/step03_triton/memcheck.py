@@ -65,10 +65,10 @@ def distance(first, begin, behind):
     return max(begin - first, first - (behind - 1), 0)
 
 
-def watch_every_kernel(on=True):
-    """From now on kernels of all modules are watched; with on=False the course's own alone, as at first."""
+def watch_every_kernel():
+    """From now on kernels of all modules are watched."""
     global _every
-    _every = on
+    _every = True
 
 
 def is_watched(function):

@@ -155,11 +155,6 @@ class Schedule:
     gradients: np.ndarray
     seconds: float
 
-    @property
-    def busy(self):
-        """The seconds of computing of a rank, on average."""
-        return float((self.blocks[1] - self.blocks[0]).sum(0).mean())
-
 
 def schedule(layout, shape, machine, transport="relay", pass_="fwd", overlap=True):
     """The Schedule of a pass. overlap=False: a message travels while its rank does not compute, for comparison."""
@@ -293,13 +288,13 @@ def tokens_needed(flops, link, share=1.0, pass_="fwd", transport="relay", e=2):
     return sent / (2 * PASSES[pass_]) * flops / link * share
 
 
-def scale_out(machine, shape, c, ranks, transport="relay", pass_="fwd"):
-    """[(N, efficiency)] with c tokens a rank, causal and zigzag, for each number of ranks."""
+def scale_out(machine, shape, c, ranks):
+    """[(N, efficiency)] of the forward over relay with c tokens a rank, causal and zigzag, for each number of ranks."""
     layouts = [Layout("zigzag", c * N, N, causal=True) for N in ranks]
-    return [(layout.N, predict(layout, shape, machine, transport)[pass_][1]) for layout in layouts]
+    return [(layout.N, predict(layout, shape, machine)["fwd"][1]) for layout in layouts]
 
 
-def gantt(plan, title=""):
+def gantt(plan, title):
     """A matplotlib Figure: for each rank what it computes (wide bars) and what its link carries (narrow bars).
 
     A wide bar's colour and number say whose keys it computes with; dark narrow bars bring keys, light ones take
@@ -334,7 +329,7 @@ def gantt(plan, title=""):
     axes.set_yticks(range(N), [f"rank {rank}" for rank in range(N)], color=INK)
     axes.tick_params(axis="x", colors=INK)
     axes.set_xlabel("ms", color=INK)
-    axes.set_title(f"{title}: {unit * plan.seconds:.3g} ms" if title else "", loc="left", fontsize=11, color=INK)
+    axes.set_title(f"{title}: {unit * plan.seconds:.3g} ms", loc="left", fontsize=11, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -64,7 +64,7 @@ def judge(function, claims, kept):
             yield row | {"wrong": [told(e, function), "The GPU does no more work in this process: no more cases."]}
             return
         top_left = claims.top_left and case.causal and case.Nk is not None
-        want = expected_top_left(x) if top_left else expected(x.q, x.k, x.v, x.dout, x.causal, x.scale)
+        want = expected_top_left(x) if top_left else x.expected()
         if not top_left and dtype != torch.float64 and x.q.numel() < 10**6:  # as far as the mutants are computed
             kept.append((row["says"], tuple(map(mutants._on_cpu, (x, got, want)))))
         errors = {name: (e, want.tolerance[name]) for name, e in error.errors(got, want).items()}
@@ -104,20 +104,15 @@ def _sdpa_fails(x, got, want, backward):
     return error.failures(got, want).keys() <= theirs.keys()
 
 
-def expected(q, k, v, dout, causal, scale):
-    """The reference's results and their tolerances."""
-    return error.expected(q, k, v, dout, causal=causal, scale=scale)
-
-
 def expected_top_left(x):
-    """The same where query i sees the keys 0 to i, whatever Nq and Nk, as in torch's SDPA.
+    """What is expected where query i sees the keys 0 to i, whatever Nq and Nk, as in torch's SDPA.
 
     The first n = min(Nq, Nk) queries and keys form a square, in which both alignments agree. Later queries see every
     key.
     """
     n = min(x.q.shape[-2], x.k.shape[-2])
-    square = expected(*(t[:, :, :n] for t in (x.q, x.k, x.v, x.dout)), True, x.scale)
-    rest = expected(x.q[:, :, n:], x.k, x.v, x.dout[:, :, n:], False, x.scale)
+    square = error.expected(*(t[:, :, :n] for t in (x.q, x.k, x.v, x.dout)), causal=True, scale=x.scale)
+    rest = error.expected(x.q[:, :, n:], x.k, x.v, x.dout[:, :, n:], scale=x.scale)
     for name in error.NAMES:
         rest.tolerance[name] += square.tolerance[name]
         if name in ("dk", "dv"):

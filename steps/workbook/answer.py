@@ -108,7 +108,7 @@ def has_kernel(answer):
     return any("jit" in ast.unparse(decorator) for node in functions for decorator in node.decorator_list)
 
 
-def is_blank(answer, name, suffix=".py"):
+def is_blank(answer, name, suffix):
     """Whether nobody has written the answer yet.
 
     In Python the function's body, apart from its docstring, is then only `raise Blank`. In CUDA an `#error Blank` is

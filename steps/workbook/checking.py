@@ -291,7 +291,7 @@ def _ending(rows, how, task, text, lines, limit):
     return []
 
 
-def _after(task, verdict, rows=()):
+def _after(task, verdict, rows):
     """What the reader can do next, as lines of text."""
     if verdict != "passed":
         return [_pointer(task)]

@@ -50,8 +50,8 @@ def assemble(ptx, capability):
     return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
 
 
-def in_a_process(file, wanted):
-    """What the test file prints, a line of JSON each, when it is run as a script to compile `wanted`.
+def start(file, wanted):
+    """A process in which the file is run as a script to compile `wanted`.
 
     Triton decides when it is imported whether it interprets or compiles, and the tests' own process interprets.
     """
@@ -59,8 +59,19 @@ def in_a_process(file, wanted):
     path = os.pathsep.join((str(root), str(root / "tests")))
     environment = os.environ | {"STEPS_ENGINE": "compile", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
     command = [sys.executable, file, json.dumps(wanted)]
-    lines = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
+    return subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def rows_of(process):
+    """What the process prints, a line of JSON each."""
+    lines, _ = process.communicate()
+    assert process.returncode == 0
     return [json.loads(line) for line in lines.splitlines()]
+
+
+def in_a_process(file, wanted):
+    """What the file prints that is run as a script to compile `wanted`."""
+    return rows_of(start(file, wanted))
 
 
 def compile_all(launches):

@@ -23,6 +23,7 @@ import torch
 from reference import cases, error, mutants
 from steps import checks, engine
 from steps.workbook import exercises, one_rung
+from support.operands import PLACES
 
 PEERS_SIZES = [  # (H, Hk, Nq, Nk, head_dim, causal, whether q, k and v are views of one packed tensor)
     *((2, 2, 113, 113, D, True, False) for D in (8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224)),
@@ -43,13 +44,6 @@ EXTREMES = {
     "a scale above 1 and rows that see no key": (1, 1, lambda T: 11, lambda T: 3, True, 4.0),
     "many heads that share one and sums in 16 bits": (64, 1, lambda T: 11, lambda T: 9, False, None),
     "grouped heads and several ragged tiles": (4, 2, lambda T: T + 5, lambda T: 2 * T + 3, True, None),
-}
-# How one tensor (B, H, N, D), whose heads are equal, may lie in memory unlike the others.
-PLACES = {
-    "unaligned": lambda x: cases.surround_with_nan(x, "offset"),
-    "strided": lambda x: cases.surround_with_nan(x, "heads inside"),
-    "expanded": lambda x: cases.surround_with_nan(x[:, :1]).expand(x.shape),
-    "negated when it is read": lambda x: torch._neg_view(-x),
 }
 
 
@@ -115,7 +109,7 @@ class Contract:
         inputs = cases.build(case, supports, dtype, engine.device)
         before = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
         got = self.outputs(case, inputs, rung)
-        want = error.expected(inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal, scale=inputs.scale)
+        want = inputs.expected()
         bad = error.failures(got, want)
         assert not bad, f"{case.says}: (error, tolerance) = {bad}{diagnosis(supports, rung, inputs, got, want)}"
         lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -132,7 +126,7 @@ class Contract:
             case = cases.Case("around", "N around a tile", lambda T, N=Nq: N, lambda T, N=Nk: N, H=1, causal=causal)
             x = cases.build(case, whole, supports["dtypes"][0], engine.device)
             got = self.outputs(case, x, every_rung)
-            bad = error.failures(got, error.expected(x.q, x.k, x.v, x.dout, causal=causal))
+            bad = error.failures(got, x.expected())
             assert not bad, f"{Nq} queries, {Nk} keys, causal={causal}: (error, tolerance) = {bad}"
 
     several_tiles = 40  # so many keys are more than one tile
@@ -194,8 +188,7 @@ class Contract:
         grads = backward(q, q, k, v, *saved, causal=True)
         inputs = {"dout": q, "q": q, "k": k, "v": v} | dict(zip(("out", "lse"), saved, strict=True))
         for place, name in itertools.product(self.places, inputs):
-            x = inputs[name] if name != "lse" else inputs[name][..., None]
-            unlike = PLACES[place](x) if name != "lse" else PLACES[place](x)[..., 0]
+            unlike = PLACES[place](inputs[name])
             assert torch.equal(unlike, inputs[name])
             changed = inputs | {name: unlike}
             results = zip(grads, backward(**changed, causal=True), strict=True)
@@ -266,8 +259,7 @@ class Contract:
         case = cases.Case(extremes, extremes, lambda _: Nq(T), lambda _: Nk(T), H=H, Hk=Hk, causal=causal, scale=scale)
         dtype = next((dtype for dtype in own["dtypes"] if dtype.itemsize == 2), own["dtypes"][0])
         x = cases.build(case, {name: y for name, y in own.items() if name != "layouts"}, dtype, engine.device)
-        want = error.expected(x.q, x.k, x.v, x.dout, causal=causal, scale=scale)
-        bad = error.failures(self.outputs(case, x, every_rung), want)
+        bad = error.failures(self.outputs(case, x, every_rung), x.expected())
         assert not bad, bad
 
     def test_results_without_memory_are_like_real_ones(self):
@@ -515,7 +507,7 @@ class Contract:
         for dtype in own["dtypes"]:
             x = cases.Inputs(*(x.to(engine.device, dtype) for x in (q, k, v, dout)), causal, None, None)
             got = self.outputs(cases.Case("given", "given tensors"), x, every_rung)
-            bad = error.failures(got, error.expected(x.q, x.k, x.v, x.dout, causal=causal))
+            bad = error.failures(got, x.expected())
             assert not bad, (dtype, bad)
 
     @pytest.mark.gpu

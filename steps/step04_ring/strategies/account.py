@@ -223,13 +223,13 @@ def report(strategy, attention, block, S, H, Hk, D, causal, layout, dtype):
     return lines
 
 
-def timed(call, before=lambda: None, repeats=2):
-    """(the fewest seconds that one of `repeats` calls took, the result), after one call to warm up.
+def timed(call, before=lambda: None):
+    """(the fewest seconds that one of two calls took, the result), after one call to warm up.
 
     before: is called before each timed call.
     """
     result, seconds = call(), []
-    for _ in range(repeats):
+    for _ in range(2):
         before()
         synchronize()
         start = time.perf_counter()

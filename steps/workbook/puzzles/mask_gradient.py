@@ -82,15 +82,15 @@ def dmask_kernel(
     tl.store(dmask + place, dM, mask=exists)
 
 
-def run(q, k, v, mask, dout, scale, Br=16, Bc=16):
+def run(q, k, v, mask, dout, scale):
     """{"dmask"} from a grid with a program for each tile of the mask."""
     out, lse = attention.forward(q, k, v, scale=scale, mask=mask)
     tensors = mask, q, k, v, dout, lse, (dout * out).sum(-1)
     mask, *tensors = (x.to(engine.device, torch.float32).contiguous() for x in tensors)
     (B, H, Nq, D), Nk, (Bm, Hm) = q.shape, k.shape[2], mask.shape[:2]
     dmask = torch.zeros_like(mask)
-    grid = triton.cdiv(Nq, Br), triton.cdiv(Nk, Bc), Bm * Hm
-    dmask_kernel[grid](dmask, mask, *tensors, B, H, Bm, Hm, Nq, Nk, scale, Br=Br, Bc=Bc, D=D)
+    grid = triton.cdiv(Nq, 16), triton.cdiv(Nk, 16), Bm * Hm
+    dmask_kernel[grid](dmask, mask, *tensors, B, H, Bm, Hm, Nq, Nk, scale, Br=16, Bc=16, D=D)
     return {"dmask": dmask.cpu()}
 
 
@@ -122,7 +122,7 @@ CASES = [
 # The mistakes: another gradient of the scores, or another sum.
 
 
-def _scores(q, k, v, mask, dout, scale, Br=16, Bc=16, delta=1, added=None):
+def _scores(q, k, v, mask, dout, scale, delta=1, added=None):
     """dS (B, H, Nq, Nk) in float32. delta is 0 where it is forgotten; `added` is added in place of the mask."""
     out, lse = attention.forward(q, k, v, scale=scale, mask=mask)
     S = scale * q @ k.mT + (mask if added is None else added)
