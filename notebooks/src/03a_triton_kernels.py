@@ -207,8 +207,8 @@ figures.tiles_visited()
 # ### The real kernel
 #
 # `fwd_0_fused.py` is that kernel with what use demands. The loop is a function, `visit_keys`, called twice; its
-# constexpr MASKED makes two loops of it. `Rows` holds what says where the rows of one head are. `pointers` computes in
-# 64 bits, since row 2²⁵ of 64 numbers begins at element 2³¹. A head_dim of 80 lies in tiles of `D_pad` = 128 columns.
+# constexpr MASKED makes two loops of it. `Rows` says where the rows of one head lie. `pointers` computes in 64 bits,
+# since row 2²⁵ of 64 numbers begins at element 2³¹. A head_dim of 80 lies in tiles of `D_pad` = 128 columns.
 
 # %% slideshow={"slide_type": "subslide"}
 show("step03_triton/fwd_0_fused", "key_ranges", "forward_kernel")

@@ -50,7 +50,7 @@ def products(x):
 
 
 class Rows(NamedTuple):
-    """The rows of one head of a tensor (B, H, N, D)."""
+    """The N rows of head h, of batch entry b, in a tensor (B, H, N, D)."""
 
     x: Any  # a pointer to the tensor
     strides: Any  # of batch, head and row
@@ -60,17 +60,17 @@ class Rows(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What the backward reads of queries: all of it, or one tile (Br, D), and (Br,) of lse_2 and delta."""
+    """What the backward reads of queries: of a whole head, or of one tile."""
 
-    Q: Any
+    Q: Any  # of a head Rows, of a tile (Br, D)
     dO: Any
-    lse_2: Any
+    lse_2: Any  # of a head a pointer to lse_2 of all heads, of a tile (Br,)
     delta: Any
 
 
 @triton.jit
 def load_tile(rows, first, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr):
-    """Those from row `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns."""
+    """The rows from `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns."""
     row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, D_pad)[None, :]
     # Offsets have 64 bits, because a tensor may have more than 2^31 entries.
     x, strides, b, h, N = rows

@@ -61,7 +61,7 @@ def kind_of_tiles(x):
 
 
 class Rows(NamedTuple):
-    """The rows of one head of a tensor (B, H, N, D)."""
+    """The N rows of head h, of batch entry b, in a tensor (B, H, N, D)."""
 
     x: Any  # a pointer to the tensor
     strides: Any  # of batch, head and row

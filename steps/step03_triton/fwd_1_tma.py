@@ -32,7 +32,7 @@ TILES = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
 
 
 class Rows(NamedTuple):
-    """The rows of one head of a tensor (B, H, N, D)."""
+    """The N rows of head h, of batch entry b, in a tensor (B, H, N, D)."""
 
     x: Any  # a descriptor of the tensor, or a pointer to it
     strides: Any  # of batch, head and row
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def load_tile(rows, first, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
-    """Those from row `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns.
+    """The rows from `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns.
 
     rows.x is a descriptor if TMA, else a pointer.
     """

@@ -38,7 +38,7 @@ ROLES_TILES = {128: (128, 128, 4, 2)}  # the same with roles; at head_dim 64 the
 
 
 class Rows(NamedTuple):
-    """The rows of one head of a tensor (B, H, N, D)."""
+    """The N rows of one head of a tensor (B, H, N, D)."""
 
     x: Any  # if TMA a descriptor of the head's matrix (N, D), else a pointer to it
     stride: Any  # from row to row
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def open_rows(x, strides, b, h, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
-    """The Rows of head h of x. If TMA, their descriptor has boxes of ROWS rows."""
+    """The Rows of head h of x. If TMA, a box of their descriptor has ROWS rows."""
     # Offsets have 64 bits, because a tensor may have more than 2^31 entries.
     x = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     if TMA:
@@ -57,7 +57,7 @@ def open_rows(x, strides, b, h, N, ROWS: tl.constexpr, D: tl.constexpr, D_pad: t
 
 @triton.jit
 def load_tile(rows, first, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.constexpr, TMA: tl.constexpr):
-    """Those from row `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns."""
+    """The rows from `first` on, as a tile (ROWS, D_pad) with zeros beyond the N rows and D columns."""
     x, stride, N = rows
     if TMA:
         return x.load([first, 0])
@@ -68,7 +68,7 @@ def load_tile(rows, first, ROWS: tl.constexpr, D: tl.constexpr, D_pad: tl.conste
 
 @triton.jit
 def store_tile(rows, tile, first, D: tl.constexpr):
-    """Writes a tile to those from row `first` on. rows.x is a pointer."""
+    """Writes a tile to the rows from `first` on. rows.x is a pointer."""
     x, stride, N = rows
     row, column = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
     x += tl.cast(first, tl.int64) * stride

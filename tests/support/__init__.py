@@ -1,1 +1,1 @@
-"""What the tests use and is no test itself. The head of each file says what it is for."""
+"""Helpers of the tests. The head of each file says what it is for."""

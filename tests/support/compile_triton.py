@@ -63,14 +63,14 @@ def start(file, wanted):
 
 
 def rows_of(process):
-    """What the process prints, a line of JSON each."""
+    """The rows that the process prints, a line of JSON each."""
     lines, _ = process.communicate()
     assert process.returncode == 0
     return [json.loads(line) for line in lines.splitlines()]
 
 
 def in_a_process(file, wanted):
-    """What the file prints that is run as a script to compile `wanted`."""
+    """The rows that the file prints when it is run as a script to compile `wanted`."""
     return rows_of(start(file, wanted))
 
 
