@@ -509,14 +509,19 @@ def test_the_maxima_of_rung_hopper_start_below_all_scores_and_at_a_finite_expone
 
 
 @pytest.mark.parametrize("Nk, D, Hk, blocks, section", [
-    (8192, 128, 16, 64 * 16, 8), (16384, 64, 32, 86 * 32, 8), (16384, 128, 16, 128 * 16, 4),
-    (16384, 128, 8, 128 * 16, 8), (2**21, 128, 16, 2**14 * 16, 1),
+    (8192, 128, 16, 132, 16), (16383, 64, 32, 132, 32), (16384, 64, 32, 86 * 32, 8),
+    (16384, 128, 16, 128 * 16, 4), (16384, 128, 8, 128 * 16, 8), (2**21, 128, 16, 2**14 * 16, 1),
 ])  # fmt: skip
-def test_a_section_of_a_kernel_that_is_not_persistent_fits_into_the_cache(Nk, D, Hk, blocks, section):
+def test_with_many_keys_and_a_mask_a_block_has_one_tile_and_a_section_fits_into_the_cache(Nk, D, Hk, blocks, section):
     q, k = (torch.empty(1, heads, Nk, D, dtype=torch.bfloat16, device="meta") for heads in (2048 // D, Hk))
-    problem = works.problem_of(ladder.FORWARD["hopper"], q, k, causal=True, switches=[("PERSISTENT", 0)])
+    problem = works.problem_of(ladder.FORWARD["hopper"], q.to("meta"), k, causal=True)
     (work,) = works.forward_works(replace(problem, processors=132), {})
     assert work.grid == blocks and work.arguments[-1].value == section
+    assert work.macros.get("PERSISTENT", 1) == (Nk < 16384)
+    (full,) = works.forward_works(replace(problem, processors=132, causal=False), {})
+    assert full.grid == 132 and "PERSISTENT" not in full.macros
+    (switched,) = works.forward_works(replace(problem, processors=132, switches=(("PERSISTENT", 1),)), {})
+    assert switched.grid == 132 and switched.macros["PERSISTENT"] == 1
 
 
 @on_cpu

@@ -9,7 +9,8 @@
 //                while the products of another do.
 //   PERSISTENT   One block a multiprocessor takes tile after tile. The last O += P V of a tile starts with
 //                the first S of the next tile (unless SKIP skips that block), and the stores of O run during
-//                these products, so that the tensor cores do not wait between two tiles.
+//                these products, so that the tensor cores do not wait between two tiles. The launch turns
+//                it off for long causal tiles (ladder.py says why).
 //   LAZY         O is rescaled only when the maximum of some row has grown by more than 8 in log2. Until then
 //                P is at most 2^8, which does no harm. (FlashAttention-4, 2603.05451.)
 //   SKIP         A warpgroup skips the blocks of keys that none of its own 64 rows sees, and all blocks if
