@@ -478,15 +478,22 @@ def test_a_maximum_that_grows_late_lets_no_P_overflow():
 
 @needs_compiler
 @needs_hopper
-def test_the_last_section_of_rung_hopper_may_have_fewer_heads(monkeypatch):
-    """Five heads in sections of two: the emulation's three multiprocessors would have sections of one head alone."""
+def test_sections_that_alternate_give_every_block_equal_work(tmp_path, monkeypatch):
+    """Eight blocks share the 7 tiles of each of 5 heads, and the last section has one head. lse tells the block."""
     monkeypatch.setattr(works, "processors", lambda _: 8)
+    monkeypatch.setattr(works, "order_of_tiles", lambda _: (2, True))
     monkeypatch.setattr(calls, "kept", {})
-    q, k, v, dout = random_inputs(1, 5, 1, 330, 330, 96, torch.float16)
-    problem = works.problem_of(ladder.FORWARD["hopper"], q, k, causal=True)
-    assert works.heads_of_a_section(problem, True) == 2
-    got = calls.forward(q, k, v, rung="hopper", causal=True, tile=(128, 32))
+    row = ladder.FORWARD["hopper"]
+    text, stored = (works.HERE / row.file).read_text(), "m[r] * scale + logf(l[r])"
+    assert text.count(stored) == 1
+    (tmp_path / row.file).write_text(text.replace(stored, "blockIdx.x"))
+    q, k, v, dout = random_inputs(1, 5, 1, 896, 896, 32, torch.float16)
+    got = calls.forward(q, k, v, rung=row, causal=True, tile=(128, 128))
     assert is_right(got, q, k, v, dout, causal=True)
+    _, block = calls.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), causal=True, tile=(128, 128))
+    tiles = block.view(5, 7, 128)
+    work = [int((tiles[:, :, 0] == b).sum(0) @ torch.arange(1, 8)) for b in range(8)]
+    assert (tiles == tiles[:, :, :1]).all() and sum(work) == 140 and max(work) == 18
 
 
 @needs_compiler

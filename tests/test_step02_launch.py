@@ -489,39 +489,27 @@ def test_a_tile_fits_into_the_shared_memory():
         assert all(row.shared_bytes(D, *tile) <= 227 * 1024 for D, tile in row.tiles[0].items()), row.file  # H100
 
 
-@pytest.mark.parametrize("D, most", [(64, 66), (96, 33), (128, 33)])
-def test_a_section_of_a_persistent_kernel_has_half_or_a_quarter_as_many_heads_as_there_are_blocks(D, most):
-    q = torch.zeros(2, 8, 384, D).bfloat16()
-    problem = works.problem_of(ladder.FORWARD["hopper"], q, q, causal=True)
-    problem = replace(problem, Br=128, processors=132)
+@pytest.mark.parametrize("Nk, D, Hk, section, alternate", [
+    (4095, 64, 32, 66, 0), (4095, 96, 16, 33, 0), (4095, 128, 16, 33, 0), (4096, 128, 16, 16, 1), (16384, 64, 32, 8, 1),
+    (16384, 128, 16, 4, 1), (16384, 128, 8, 8, 1), (2**20, 128, 16, 1, 1),
+])  # fmt: skip
+def test_long_sections_of_rung_hopper_fit_into_the_cache_and_short_ones_mix_lengths(Nk, D, Hk, section, alternate):
+    q, k = (torch.empty(5, heads, Nk, D, dtype=torch.bfloat16, device="meta") for heads in (2048 // D, Hk))
+    problem = replace(works.problem_of(ladder.FORWARD["hopper"], q, k, causal=True), processors=132)
     (work,) = works.forward_works(problem, {})
-    assert [x.value for x in work.arguments[-2:]] == [3 * 16, 16] and work.grid == 48  # there are no more heads
-    (work,) = works.forward_works(replace(problem, B=20), {})
-    assert [x.value for x in work.arguments[-2:]] == [3 * 160, most] and work.grid == 132
+    assert work.grid == 132 and [x.value for x in work.arguments[-2:]] == [section, alternate]
+    (alone,) = works.forward_works(replace(problem, switches=(("PERSISTENT", 0),)), {})
+    assert alone.grid == problem.query_tiles * 5 * q.shape[1] and alone.macros["PERSISTENT"] == 0
+    (few,) = works.forward_works(replace(problem, B=1, H=3, Hk=3), {})
+    assert few.arguments[-2].value == min(3, section)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 0.6, 0.8, 1e30])
 def test_the_maxima_of_rung_hopper_start_below_all_scores_and_at_a_finite_exponent(scale):
     q = torch.zeros(1, 1, 8, 64).bfloat16()
     (work,) = works.forward_works(works.problem_of(ladder.FORWARD["hopper"], q, q, scale=scale), {})
-    lowest, scale_log2 = torch.tensor([work.arguments[-3].value, scale / math.log(2)])
+    lowest, scale_log2 = torch.tensor([work.arguments[-4].value, scale / math.log(2)])
     assert (lowest * scale_log2).isfinite() and lowest * max(1, scale_log2) <= -3e38
-
-
-@pytest.mark.parametrize("Nk, D, Hk, blocks, section", [
-    (8192, 128, 16, 132, 16), (16383, 64, 32, 132, 32), (16384, 64, 32, 86 * 32, 8),
-    (16384, 128, 16, 128 * 16, 4), (16384, 128, 8, 128 * 16, 8), (2**21, 128, 16, 2**14 * 16, 1),
-])  # fmt: skip
-def test_with_many_keys_and_a_mask_a_block_has_one_tile_and_a_section_fits_into_the_cache(Nk, D, Hk, blocks, section):
-    q, k = (torch.empty(1, heads, Nk, D, dtype=torch.bfloat16, device="meta") for heads in (2048 // D, Hk))
-    problem = works.problem_of(ladder.FORWARD["hopper"], q.to("meta"), k, causal=True)
-    (work,) = works.forward_works(replace(problem, processors=132), {})
-    assert work.grid == blocks and work.arguments[-1].value == section
-    assert work.macros.get("PERSISTENT", 1) == (Nk < 16384)
-    (full,) = works.forward_works(replace(problem, processors=132, causal=False), {})
-    assert full.grid == 132 and "PERSISTENT" not in full.macros
-    (switched,) = works.forward_works(replace(problem, processors=132, switches=(("PERSISTENT", 1),)), {})
-    assert switched.grid == 132 and switched.macros["PERSISTENT"] == 1
 
 
 @on_cpu

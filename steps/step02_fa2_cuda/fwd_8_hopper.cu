@@ -9,8 +9,7 @@
 //                while the products of another do.
 //   PERSISTENT   One block a multiprocessor takes tile after tile. The last O += P V of a tile starts with
 //                the first S of the next tile (unless SKIP skips that block), and the stores of O run during
-//                these products, so that the tensor cores do not wait between two tiles. The launch turns
-//                it off for long causal tiles (ladder.py says why).
+//                these products, so that the tensor cores do not wait between two tiles.
 //   LAZY         O is rescaled only when the maximum of some row has grown by more than 8 in log2. Until then
 //                P is at most 2^8, which does no harm. (FlashAttention-4, 2603.05451.)
 //   SKIP         A warpgroup skips the blocks of keys that none of its own 64 rows sees, and all blocks if
@@ -257,8 +256,9 @@ __device__ void store_rows(Global<T> out, Global<float> lse, const float (&O)[D 
 
 struct Problem {
   int Nq, Nk;
-  int tiles;    // of all heads
-  int section;  // heads whose tiles are taken together
+  int tiles;      // of all heads
+  int section;    // heads whose tiles are taken together
+  int alternate;  // whether every other section begins with its shortest tiles
 };
 
 // One tile of Br query rows, the blocks of keys that it needs, and those of them that warpgroup w needs.
@@ -274,12 +274,14 @@ struct Tile {
     int heads = p.tiles / tiles_of_head;
     int tile = n % tiles_of_head;
     head = n / tiles_of_head;
-    if (CAUSAL) {  // the longest tiles first, over the heads of a section
-      int first_head = n / (p.section * tiles_of_head) * p.section;
+    if (CAUSAL) {  // the longest tiles of a section first, or last
+      int nth = n / (p.section * tiles_of_head), last = (heads - 1) / p.section;
+      int first_head = nth * p.section;
       int width = min(p.section, heads - first_head);  // heads of this section: the last may have fewer
       int in_section = n - first_head * tiles_of_head;
       head = first_head + in_section % width;
-      tile = tiles_of_head - 1 - in_section / width;
+      tile = in_section / width;
+      if (!p.alternate || (last - nth) % 2 == 0) tile = tiles_of_head - 1 - tile;
     }
     first = tile * Br;
     blocks = blocks_of(keys(p, first + Br - 1));
@@ -298,7 +300,9 @@ struct Tile {
 };
 
 // The number of the tile that this block computes in a round. If CAUSAL, every other round gives out the
-// tiles in reverse order of the blocks, so that no block gets the longest tile of every round.
+// tiles in reverse order of the blocks, so that a block with a long tile gets a short one next. The work is
+// equal if the lengths change little from round to round. So long sections alternate: where one ends with its
+// shortest tiles, the next begins with them.
 __device__ int tile_number(int round) {
   if (!PERSISTENT) return round == 0 ? int(blockIdx.x) : 0x7fffffff;
   return round * gridDim.x + (CAUSAL && round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -314,8 +318,8 @@ template <bool Value> struct Bool {
 extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, Global<T> out, Global<float> lse,
-    int H, int group, int Nq, int Nk, float scale, float lowest, int tiles, int section) {
-  Problem p{Nq, Nk, tiles, section};
+    int H, int group, int Nq, int Nk, float scale, float lowest, int tiles, int section, int alternate) {
+  Problem p{Nq, Nk, tiles, section, alternate};
   SharedMemory smem;
   Ring<Q_STAGES, Br> Q(smem);
   Ring<STAGES, Bc> K(smem), V(smem);

@@ -220,14 +220,6 @@ def hopper_macros(problem):
     return forward_macros(problem) | {"CAUSAL": int(problem.causal)}
 
 
-def hopper_forward_macros(problem):
-    """For long tiles under the causal mask PERSISTENT is 0, unless the caller has set it.
-
-    Such tiles want sections of few heads (works.heads_of_a_section), which cannot be dealt out equally beforehand.
-    """
-    return ({"PERSISTENT": 0} if problem.causal and problem.Nk >= LONG else {}) | hopper_macros(problem)
-
-
 def backward_macros(problem):
     return {"T": MACRO_T[problem.dtype], "HEADS_APART": int(problem.heads_apart)}
 
@@ -245,7 +237,6 @@ def hopper_backward_macros(problem):
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 FEW_QUERIES = 1024  # With so few, rung hopper's backward is faster with a third buffer for their tiles.
-LONG = 16384  # So many keys make a tile long.
 SMALL = range(1, 97)
 MMA = same((64, 64), (32, 64, 96, 128))
 WGMMA = {32: (128, 128), 64: (128, 128), 96: (128, 96), 128: (128, 128), 256: (128, 80)}
@@ -286,7 +277,7 @@ ROWS = (  # forward, the simplest first
     Kernel("roles", "fwd_7_roles.cu", HALF, (HOPPER_FORWARD,), threads=and_a_producer, shared_bytes=two_stages,
            backwards=("wgmma", "hopper", "fa2"), **WARPGROUPS),
     Kernel("hopper", "fwd_8_hopper.cu", HALF, (HOPPER_FORWARD,), threads=and_a_producer, shared_bytes=hopper_stages,
-           persistent=True, backwards=("hopper", "fa2"), **WARPGROUPS | dict(macros=hopper_forward_macros)),
+           persistent=True, backwards=("hopper", "fa2"), **WARPGROUPS),
 )  # fmt: skip
 BACKWARD_ROWS = (
     Kernel("scalar", "bwd_0_scalar.cu", FP32, (same((32, 64), SMALL), same((16, 16), SMALL)),

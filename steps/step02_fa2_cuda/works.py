@@ -19,6 +19,7 @@ import torch
 from .ladder import Problem
 
 HERE = Path(__file__).parent  # where the .cu files are
+LONG = 4096  # so many keys make a causal tile of rung hopper long
 DELTA_THREADS = 128  # of rung scalar's attention_delta, each for one row
 MOST = 2**31 - 2**16  # kernels count rows, tiles and blocks in 32 bits, and sometimes add a tile or a round to a count
 
@@ -95,24 +96,25 @@ def forward_works(problem, strides):
         return [work(problem, "attention_forward", arguments, tiles)]
     persistent = problem.row.macros(problem).get("PERSISTENT", 1)
     lowest = -3.4e38 / max(1, problem.scale / math.log(2))  # where a row's maximum starts; the kernel says why
-    further = c_float(lowest), c_int(tiles), c_int(heads_of_a_section(problem, persistent))
+    further = c_float(lowest), c_int(tiles), *map(c_int, order_of_tiles(problem))
     blocks = min(tiles, problem.processors) if persistent else tiles
     return [work(problem, "attention_forward", (*arguments, *further), blocks)]
 
 
-def heads_of_a_section(problem, persistent):
-    """How many heads a causal forward of rung hopper takes together: their tiles are ordered by length, longest first.
+def order_of_tiles(problem):
+    """(section, alternate): how a causal forward of rung hopper orders its tiles; fwd_8_hopper.cu says what they mean.
 
-    The fewer they are, the more blocks read the same keys from the L2 cache, which saves power. If a multiprocessor
-    gets its next tile when it is free, a section is the heads whose K and V fit into 32 MB of the cache. A persistent
-    kernel deals its tiles out beforehand. Its blocks get equal work only if the sections are large, so that one has
-    half as many heads as there are blocks. With a head_dim above 64 a head has more bytes, and a section a quarter.
+    Where tiles are long, a section is the heads whose K and V fit into 32 MB of the L2 cache, which saves power. Where
+    they are short, a section has half as many heads as there are blocks, or a quarter with a head_dim above 64, so
+    that tiles of many lengths run side by side.
     """
-    bytes_of_K_and_V = 2 * problem.Nk * problem.D * problem.dtype.itemsize
-    in_the_cache = max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
-    dealt = max(1, problem.processors // (4 if problem.D > 64 else 2))
-    section = dealt if persistent else in_the_cache
-    return min(section, problem.B * problem.H)
+    alternate = problem.Nk >= LONG
+    if alternate:
+        bytes_of_K_and_V = 2 * problem.Nk * problem.D * problem.dtype.itemsize
+        section = max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
+    else:
+        section = max(1, problem.processors // (4 if problem.D > 64 else 2))
+    return min(section, problem.B * problem.H), alternate
 
 
 def backward_works(problem, strides):
