@@ -273,9 +273,10 @@ def test_the_model_is_within_a_tenth_of_what_was_measured():
     off = {}
     for row in RINGS:
         at = row["pass"], row["N"], row["Hk"], ring_tables.RINGS[row["kernel"]]
-        off[at] = ring_tables.predicted(RECORDED, row) / (1e-3 * row["ms_median"]) - 1
+        if seconds := ring_tables.predicted(RECORDED, row):
+            off[at] = seconds / (1e-3 * row["ms_median"]) - 1
     told = "\n".join(f"{x:+.1%} {at}" for at, x in sorted(off.items(), key=lambda one: one[1]))
-    assert max(map(abs, off.values())) < 0.1, told
+    assert off and max(map(abs, off.values())) < 0.1, told
     assert sum(map(abs, off.values())) / len(off) < 0.06, told
 
 

@@ -199,7 +199,7 @@ check("02.4", at)
 #
 # <details><summary>Answer</summary>
 #
-# At most the time that rung 3 waits for tiles. It became 1.38 times as fast, so this was at least 1 - 1/1.38 = 27%.
+# At most the time that rung 3 waits for tiles. It became 1.36 times as fast, so this was at least 1 - 1/1.36 = 26%.
 #
 # </details>
 

@@ -189,7 +189,7 @@ check("02.8", stage_and_parity)
 #
 # | lines | what | `wgmma` | `roles` | `hopper` |
 # |---|---|---|---|---|
-# | 2–5 | Q_i, K_j, V_j on their way | thread 0, in the loop | `Ring::load`, a thread of its own | same |
+# | 2–5 | Q_i, K_j, V_j on their way | thread 0, in the loop | `Ring::load`, a thread of its own | a thread for each |
 # | 7, 10 | S = Q_i K_jᵀ | `start_scores`, wait | same | `start` |
 # | 13, 14 | m, l, P, alpha | `online_softmax` | same | same, under line 11 |
 # | 11, 15 | O = alpha O + P V | `rescale`, `start_output`, wait | same | `start`, later `rescale` |
@@ -222,8 +222,9 @@ show("fwd_7_roles", "// The producer: starts to copy ROWS rows", until="};")
 # is ready. The softmax of S then runs while O is computed. *Between* warpgroups (PINGPONG): `turn.wait` lets one group at
 # a time start its products, `turn.pass` lets the other one start behind them.
 #
-# Blocks are *persistent*: one for each SM takes one tile of queries after the other. So the producer loads the next one
-# while the consumers finish this one. (In the code `beside` is false for the first tile of keys, which has no O before it.)
+# Blocks are *persistent*: one for each SM takes one tile of queries after the other. So the next one is loaded while the
+# consumers finish this one. K, V and Q have a producer each: behind one thread's wait for room for V stood the next K,
+# for which there was room. (In the code `beside` is false for the first tile of keys, which has no O before it.)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.10: the order of two waits.** In which order does a warpgroup do the nine operations of a step? Ask of
@@ -305,16 +306,16 @@ check("02.bug2", test)
 # ## 5. Predict, then measure
 #
 # **Question.** Which gains more: copies and operands without threads (`fa2` to `wgmma` and `roles`), or softmax under
-# products (`roles` to `hopper`)? And at which sizes is FlashAttention-3 still ahead?
+# products (`roles` to `hopper`)? And how far are we from FlashAttention-3?
 #
 # <details><summary>Answer</summary>
 #
-# Copies and operands: a factor of 1.41 times 1.09, against 1.32. In `roles` some softmax ran under products already, as
+# Copies and operands: a factor of 1.42 times 1.09, against 1.34. In `roles` some softmax ran under products already, as
 # nothing keeps the warpgroups in step. At D = 128, N = 4096 `hopper` without turns has 1.00 to 1.01 of its speed, and
-# without OVERLAP 0.93.
+# without OVERLAP 0.89.
 #
-# FlashAttention-3 is ahead at D = 128 with a mask from N = 1024 on, where `hopper` has 0.93 to 0.99 of its speed. Without
-# a mask `hopper` has 1.00 to 1.02 of it, and at D = 64 1.00 to 1.24.
+# It is level with us at D = 128 with a mask from N = 1024 on, where `hopper` has 0.99 to 1.01 of its speed. Without a
+# mask `hopper` has 1.01 to 1.08 of it, and at D = 64 1.02 to 1.25.
 #
 # </details>
 

@@ -300,11 +300,12 @@ print(figures.without_the_wait())
 #
 # A block of rung 8 takes nearly all registers of an SM, so that one runs at a time. When it ends, the next begins with
 # empty stages, and the tensor cores wait. So the launch starts one block an SM, which takes tile after tile (switch
-# PERSISTENT): the producer loads the next tile while the consumers store this one.
+# PERSISTENT): the producers load the next tile while the consumers store this one.
 #
 # Now the kernel deals out tiles, and causal tiles differ in length. Which block takes which tile is fixed before the
 # launch: in each round block b takes the b-th of the longest tiles that are left. **Predict:** which block ends last,
-# and how busy are the others?
+# and how busy are the others? Now take 4 heads after the other, so that their K and V fit into the L2 cache. Is that
+# better or worse?
 
 # %% slideshow={"slide_type": "fragment"}
 def busy(lengths, reverse, sms=132):
@@ -316,20 +317,29 @@ def busy(lengths, reverse, sms=132):
     return sum(work) / sms / max(work)
 
 
-# in blocks of 128 keys: the tiles of 16 heads of 4,096 tokens
-longest_first = sorted(16 * list(range(1, 33)), reverse=True)
-print(f"every round in the same order: busy {busy(longest_first, False):.0%}")
-print(f"every other round in reverse: {busy(longest_first, True):.0%}")
+def sections(heads, alternate):
+    """The lengths, in blocks of 128 keys, of the tiles of 16 heads of 16,384 tokens, so many heads after the other."""
+    one = [length for length in range(128, 0, -1) for _ in range(heads)]
+    return [x for left in reversed(range(16 // heads)) for x in (one[::-1] if alternate and left % 2 else one)]
+
+
+print(f"16 heads together, every round in the same order: busy {busy(sections(16, False), False):.0%}")
+print(f"every other round in reverse: {busy(sections(16, False), True):.0%}")
+print(f"4 heads after the other: {busy(sections(4, False), True):.0%}")
+print(f"every other section with its shortest tiles first: {busy(sections(4, True), True):.0%}")
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_8_hopper", "tile_number")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Block 0 gets the longest tile of every round, unless every other round runs in reverse.
+# Block 0 gets the longest tile of every round, unless every other round runs in reverse. A *section* is the heads whose
+# tiles are taken together. If it ends in the middle of a round, half of the blocks have got its shortest tiles and the
+# others the longest ones of the next section, and no later round makes up for that. So sections *alternate*: where one
+# ends with its shortest tiles, the next begins with them, and lengths change slowly from round to round.
 #
-# Tiles are sorted by length within a *section* of heads. On an H200 with 132 SMs a section has 66 heads at D = 64, and 33
-# above. Larger sections balance better. In smaller ones more blocks read the same K and V, which then stay in the L2
-# cache.
+# In a small section more blocks read the same K and V, which then stay in the L2 cache. The GPU's memory is asked less,
+# and that saves power: with it the clock of an H200 falls less in a second of calls. Below 4,096 keys, where heads are
+# short, a section has 66 heads at D = 64 and 33 above, in the one order.
 #
 # A tile needs a block of keys if *one* of its rows sees it. At D = 64 a tile has 192 rows, three warpgroups. With a
 # causal mask the first warpgroup sees nothing of the last block, and in the last tile a warpgroup may have no rows at
@@ -342,8 +352,9 @@ for switch in ("PERSISTENT=0", "SKIP=0", "PINGPONG=0", "OVERLAP=0"):
     figures.without(switch, "fwd_8_hopper")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# PERSISTENT hides each tile's beginning and end. Without it the kernel is slower by 24 to 36 % at N = 512. At N = 16384
-# the launch turns it off by itself, and without a mask PINGPONG, too: these numbers show the noise.
+# PERSISTENT hides each tile's beginning and end. Without it the kernel is slower by 23 to 49 % at N = 512, and by 1 to
+# 3 % at N = 16384. PINGPONG pays at D = 64, where exponentials take as many clocks as products; see also section 9. What
+# is within a percent or two is noise.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 9. Where the clocks of rung 8 go
@@ -368,11 +379,11 @@ for changed, clocks, _ in figures.recorded():
     print(f"{changed:27}{clocks:6.0f} clocks a step")
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
-# Of the 590 clocks beyond the products 290 vanish with the exponentials and 180 with the rest of the softmax. The last
-# 120 are unexplained. OVERLAP gains 7 %.
+# Of the 530 clocks beyond the products 340 vanish with the exponentials and 130 with the rest of the softmax. The last
+# 60 are unexplained. OVERLAP gains 9 %.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# ### Two waits in the wrong place
+# ### Two waits in the wrong place, and a queue
 #
 # A version of rung 8 was slower than FlashAttention-3 at most lengths with a causal mask. **Guess:** is it the order in
 # which tiles are dealt out? A table of equal loads and an atomic counter changed nothing. Then the hardware's counters
@@ -382,8 +393,12 @@ for changed, clocks, _ in figures.recorded():
 # reads V. And one line kept the wait for O behind all exponentials; it had helped an earlier version of the kernel. Now
 # `ptxas` puts that wait behind some of the exponentials, and conversions to 16 bits run beside the others.
 #
-# The mended kernel is shorter, and the gap that is left is in 02d. A trick has to be measured again whenever
-# what surrounds it has changed.
+# A part of the gap was left, and it grew as tiles became shorter. So clocks were noted where one tile follows another: the
+# next tile's first product came some 1,000 clocks late. Its Q was not there. One producer loaded K, V and Q in turn, and
+# waited for room for V while there was room for K and Q. With a thread for each the loop became faster, too.
+#
+# Then the order of tiles mattered after all: section 8's, under a second of calls. A trick has to be measured again
+# whenever what surrounds it has changed.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 10. The order of dQ on Hopper

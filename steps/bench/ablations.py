@@ -103,7 +103,7 @@ def clocks(first=FIRST, steps=STEPS):
     )
     asks, starts, started, scores, exponentials, output = (f"      clocks[{e}] = clock();\n" for e in range(6))
     return {
-        "int section) {": "int section, Global<int> marks) {",
+        "int alternate) {": "int alternate, Global<int> marks) {",
         "    Turn turn(w);\n": "    Turn turn(w);\n    int clocks[6] = {};\n",
         "      turn.wait();\n      wgmma_fence();": f"{write}{asks}      turn.wait();\n{starts}      wgmma_fence();",
         "      turn.pass();\n": f"      turn.pass();\n{started}",

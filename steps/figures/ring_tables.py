@@ -21,6 +21,7 @@ from steps.step04_ring.layout import Layout
 from steps.step04_ring.strategies import account
 
 RINGS = {"ring+fetch": "fetch", "ring+relay": "relay"}
+BLOCKS = "fwd_8_hopper", "bwd_3_hopper"  # the kernels of stage 02 that compute a ring's blocks
 ONE = "one GPU"
 ASKED = {"deterministic": {True: ", in order", False: ", any order"}, "graph": {True: ", in a graph"}}
 
@@ -162,9 +163,15 @@ def predictions(rows):
 
 
 def predicted(rows, row):
-    """The model's seconds for a row of the ring; None where it lacks the rows of a block's speed or of hops."""
+    """The model's seconds for a row of the ring; None where it lacks the rows of a block's speed or of hops.
+
+    And None for a ring that is older than these rows: its blocks were not the kernels of today.
+    """
     machine, passes = machine_of(rows, row), row["pass"].split("+")
     if not machine or not {(pass_, causal) for pass_ in passes for causal in (False, True)} <= machine.flops.keys():
+        return None
+    alone = [one for one in rows if one["gpu"] == row["gpu"] and one["n_gpus"] == 1 and one["kernel"] in BLOCKS]
+    if row["date"] < min(one["date"] for one in alone):
         return None
     layout = Layout(row["layout"], row["N"], row["n_gpus"], row["causal"])
     shape = simulate.Shape(row["B"], row["H"], row["Hk"], row["D"])
@@ -202,7 +209,7 @@ def machine_of(rows, like):
     rows = [row for row in rows if row["gpu"] == gpu]
     hops = of_fullest_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] == like["n_gpus"]])
     try:
-        speeds = simulate.read_flops(rows, gpu=gpu), *simulate.read_link(hops, RINGS[like["kernel"]])
+        speeds = simulate.read_flops(rows, gpu=gpu, kernels=BLOCKS), *simulate.read_link(hops, RINGS[like["kernel"]])
     except ValueError:  # there are no rows: the code has changed since it was measured
         return None
     memory, launch = 1e12 * cost.GPUS[gpu].bandwidth, simulate.read_launch(read_record("host", gpu))
