@@ -304,8 +304,7 @@ print(figures.without_the_wait())
 #
 # Now the kernel deals out tiles, and causal tiles differ in length. Which block takes which tile is fixed before the
 # launch: in each round block b takes the b-th of the longest tiles that are left. **Predict:** which block ends last,
-# and how busy are the others? Now take 4 heads after the other, so that their K and V fit into the L2 cache. Is that
-# better or worse?
+# and how busy are the others?
 
 # %% slideshow={"slide_type": "fragment"}
 def busy(lengths, reverse, sms=132):
@@ -317,29 +316,31 @@ def busy(lengths, reverse, sms=132):
     return sum(work) / sms / max(work)
 
 
-def sections(heads, alternate):
-    """The lengths, in blocks of 128 keys, of the tiles of 16 heads of 16,384 tokens, so many heads after the other."""
-    one = [length for length in range(128, 0, -1) for _ in range(heads)]
-    return [x for left in reversed(range(16 // heads)) for x in (one[::-1] if alternate and left % 2 else one)]
-
-
-print(f"16 heads together, every round in the same order: busy {busy(sections(16, False), False):.0%}")
-print(f"every other round in reverse: {busy(sections(16, False), True):.0%}")
-print(f"4 heads after the other: {busy(sections(4, False), True):.0%}")
-print(f"every other section with its shortest tiles first: {busy(sections(4, True), True):.0%}")
+# in blocks of 128 keys: the tiles of 16 heads of 16,384 tokens
+together = sorted(16 * list(range(1, 129)), reverse=True)
+print(f"16 heads together, every round in the same order: busy {busy(together, False):.0%}")
+print(f"every other round in reverse: {busy(together, True):.0%}")
 
 # %% slideshow={"slide_type": "fragment"}
 show("fwd_8_hopper", "tile_number")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Block 0 gets the longest tile of every round, unless every other round runs in reverse. A *section* is the heads whose
-# tiles are taken together. If it ends in the middle of a round, half of the blocks have got its shortest tiles and the
-# others the longest ones of the next section, and no later round makes up for that. So sections *alternate*: where one
-# ends with its shortest tiles, the next begins with them, and lengths change slowly from round to round.
+# Block 0 gets the longest tile of every round, unless every other round runs in reverse.
 #
-# In a small section more blocks read the same K and V, which then stay in the L2 cache. The GPU's memory is asked less,
-# and that saves power: with it the clock of an H200 falls less in a second of calls. Below 4,096 keys, where heads are
-# short, a section has 66 heads at D = 64 and 33 above, in the one order.
+# The heads whose tiles are taken together are a *section*. In a small one more blocks read the same K and V, which then
+# stay in the L2 cache. The GPU's memory is asked less, and that saves power: in a second of calls the clock of an H200
+# falls less. **Predict:** how busy are the SMs if 4 heads come after the other?
+
+# %% slideshow={"slide_type": "fragment"}
+four = sorted(4 * list(range(1, 129)), reverse=True)
+print(f"4 heads after the other: busy {busy(4 * four, True):.0%}")
+print(f"every other time the shortest first: {busy(2 * (four[::-1] + four), True):.0%}")
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# A section may end in the middle of a round. Then some blocks get its shortest tiles and the others the longest ones of
+# the next section, and no later round makes up for that. So sections *alternate*: where one ends with its shortest tiles,
+# the next begins with them, and lengths change slowly from round to round. Below 4,096 keys, where heads are short, a
+# section has 66 heads at D = 64 and 33 above, all in one order.
 #
 # A tile needs a block of keys if *one* of its rows sees it. At D = 64 a tile has 192 rows, three warpgroups. With a
 # causal mask the first warpgroup sees nothing of the last block, and in the last tile a warpgroup may have no rows at
