@@ -359,7 +359,7 @@ CLAIMS = [  # a notebook or a page, what it says, the kernels, the one that they
         ("02d", words, (f"{HOPPER[0]}:{switch}=0",), HOPPER[0], lambda D, N, causal: (D, N) == (128, 4096))
         for switch, words in (
             ("PINGPONG", "`hopper` without turns has {least:.2f} to {most:.2f} of its speed"),
-            ("OVERLAP", "and without OVERLAP {least:.2f}."),
+            ("OVERLAP", "and without OVERLAP {least:.2f} to {most:.2f}."),
         )
     ),
     *(

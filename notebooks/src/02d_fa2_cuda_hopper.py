@@ -223,8 +223,8 @@ show("fwd_7_roles", "// The producer: starts to copy ROWS rows", until="};")
 # a time start its products, `turn.pass` lets the other one start behind them.
 #
 # Blocks are *persistent*: one for each SM takes one tile of queries after the other. So the next one is loaded while the
-# consumers finish this one. K, V and Q have a producer each: behind one thread's wait for room for V stood the next K,
-# for which there was room. (In the code `beside` is false for the first tile of keys, which has no O before it.)
+# consumers finish this one. K, V and Q have a producer each: a single one would wait for room for V while there is room
+# for the next K. (In the code `beside` is false for the first tile of keys, which has no O before it.)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.10: the order of two waits.** In which order does a warpgroup do the nine operations of a step? Ask of
@@ -306,15 +306,15 @@ check("02.bug2", test)
 # ## 5. Predict, then measure
 #
 # **Question.** Which gains more: copies and operands without threads (`fa2` to `wgmma` and `roles`), or softmax under
-# products (`roles` to `hopper`)? And how far are we from FlashAttention-3?
+# products (`roles` to `hopper`)? And where do we stand beside FlashAttention-3?
 #
 # <details><summary>Answer</summary>
 #
 # Copies and operands: a factor of 1.42 times 1.09, against 1.34. In `roles` some softmax ran under products already, as
 # nothing keeps the warpgroups in step. At D = 128, N = 4096 `hopper` without turns has 1.00 to 1.01 of its speed, and
-# without OVERLAP 0.89.
+# without OVERLAP 0.89 to 0.91.
 #
-# It is level with us at D = 128 with a mask from N = 1024 on, where `hopper` has 0.99 to 1.01 of its speed. Without a
+# With a mask we are level with it at D = 128 from N = 1024 on, where `hopper` has 0.99 to 1.01 of its speed. Without a
 # mask `hopper` has 1.01 to 1.08 of it, and at D = 64 1.02 to 1.25.
 #
 # </details>

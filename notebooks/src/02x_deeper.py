@@ -149,8 +149,9 @@ figures.products_and_exponentials()
 #
 # <details><summary>Answer</summary>
 #
-# `SECTIONS`: device memory is no limit here, so an L2 cache that hits more often changes nothing beyond noise. Without
-# a causal mask `LONGEST_FIRST` is noise, too, since all blocks are equally long.
+# `SECTIONS`: device memory is no limit here, so an L2 cache that hits more often changes nothing beyond noise. (Rung 8,
+# which the limit of power slows down, is another case: section 8.) Without a causal mask `LONGEST_FIRST` is noise, too,
+# since all blocks are equally long.
 #
 # </details>
 
@@ -327,20 +328,23 @@ show("fwd_8_hopper", "tile_number")
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # Block 0 gets the longest tile of every round, unless every other round runs in reverse.
 #
-# The heads whose tiles are taken together are a *section*. In a small one more blocks read the same K and V, which then
-# stay in the L2 cache. The GPU's memory is asked less, and that saves power: in a second of calls the clock of an H200
-# falls less. **Predict:** how busy are the SMs if 4 heads come after the other?
+# The heads whose tiles are taken together are a *section*. If it is small, more blocks read the same K and V, which then
+# stay in the L2 cache. The GPU's memory is read less, and that saves power. **Predict:** how busy are the SMs if sections
+# of 4 heads come one after the other?
 
 # %% slideshow={"slide_type": "fragment"}
 four = sorted(4 * list(range(1, 129)), reverse=True)
-print(f"4 heads after the other: busy {busy(4 * four, True):.0%}")
-print(f"every other time the shortest first: {busy(2 * (four[::-1] + four), True):.0%}")
+print(f"sections of 4 heads: busy {busy(4 * four, True):.0%}")
+print(f"every other one shortest first: {busy(2 * (four[::-1] + four), True):.0%}")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # A section may end in the middle of a round. Then some blocks get its shortest tiles and the others the longest ones of
 # the next section, and no later round makes up for that. So sections *alternate*: where one ends with its shortest tiles,
-# the next begins with them, and lengths change slowly from round to round. Below 4,096 keys, where heads are short, a
-# section has 66 heads at D = 64 and 33 above, all in one order.
+# the next begins with them, and lengths change slowly from round to round.
+#
+# That does not suit every length. So the launch counts, as `busy` does, and takes the heads that fit into the cache, or
+# twice as many, if SMs are then busy for 99 % of the time. Otherwise, and below 4,096 keys, a section has half as many
+# heads as there are SMs, or a quarter if D > 64, and none alternates.
 #
 # A tile needs a block of keys if *one* of its rows sees it. At D = 64 a tile has 192 rows, three warpgroups. With a
 # causal mask the first warpgroup sees nothing of the last block, and in the last tile a warpgroup may have no rows at
@@ -354,8 +358,8 @@ for switch in ("PERSISTENT=0", "SKIP=0", "PINGPONG=0", "OVERLAP=0"):
 
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # PERSISTENT hides each tile's beginning and end. Without it the kernel is slower by 23 to 49 % at N = 512, and by 1 to
-# 3 % at N = 16384. PINGPONG pays at D = 64, where exponentials take as many clocks as products; see also section 9. What
-# is within a percent or two is noise.
+# 3 % at N = 16384. PINGPONG pays at D = 64 from N = 4096 on, where exponentials take as many clocks as products. What is
+# within a percent or two is noise.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 9. Where the clocks of rung 8 go
@@ -369,7 +373,7 @@ for switch in ("PERSISTENT=0", "SKIP=0", "PINGPONG=0", "OVERLAP=0"):
 figures.timelines()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Rarely. The tensor cores serve both groups, and whoever comes second gets its S later: they drift apart by themselves.
+# For less than a third of it. The tensor cores serve both groups, and whoever comes second gets its S later: they drift apart by themselves.
 # So turns gain next to nothing here.
 #
 # The products of a step take 2,048 clocks by the datasheet. Without exponentials, or without the whole softmax, the
@@ -386,7 +390,7 @@ for changed, clocks, _ in figures.recorded():
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### Two waits in the wrong place, and a queue
 #
-# A version of rung 8 was slower than FlashAttention-3 at most lengths with a causal mask. **Guess:** is it the order in
+# A version of rung 8 was slower than FlashAttention-3 at D = 128 with a causal mask. **Guess:** is it the order in
 # which tiles are dealt out? A table of equal loads and an atomic counter changed nothing. Then the hardware's counters
 # showed as many products in both kernels, and more clocks in ours. So it was the loop.
 #
@@ -394,12 +398,12 @@ for changed, clocks, _ in figures.recorded():
 # reads V. And one line kept the wait for O behind all exponentials; it had helped an earlier version of the kernel. Now
 # `ptxas` puts that wait behind some of the exponentials, and conversions to 16 bits run beside the others.
 #
-# A part of the gap was left, and it grew as tiles became shorter. So clocks were noted where one tile follows another: the
-# next tile's first product came some 1,000 clocks late. Its Q was not there. One producer loaded K, V and Q in turn, and
-# waited for room for V while there was room for K and Q. With a thread for each the loop became faster, too.
+# A part of the gap was left. So clocks were noted where one tile follows another: the next tile's first product came some
+# 1,000 clocks late, because its Q was not there. One producer loaded K, V and Q in one queue, and waited for room for V
+# while there was room for K and Q. With a thread for each the loop became faster, too.
 #
-# Then the order of tiles mattered after all: section 8's, under a second of calls. A trick has to be measured again
-# whenever what surrounds it has changed.
+# Then the order of tiles mattered after all, not for equal work but for the L2 cache (section 8). A trick has to be
+# measured again whenever what surrounds it has changed.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 10. The order of dQ on Hopper

@@ -192,8 +192,8 @@ figures.roles()
 show("step03_triton/fwd_3_gluon", "step")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# What `fwd_8_hopper.cu` has beyond this: two groups take turns at the tensor cores, and blocks are **persistent**,
-# which means that there is one for each multiprocessor and it fetches work until none is left.
+# What `fwd_8_hopper.cu` has beyond this: two groups take turns at the tensor cores, K, V and Q have a producer each, and
+# blocks are **persistent**: there is one for each multiprocessor, which takes tile after tile.
 
 # %% slideshow={"slide_type": "fragment"}
 print(measured.rung("fwd_3_gluon", gpu=measured.H100))

@@ -175,8 +175,8 @@ for part in (1, 4, 16):
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # ### How to read it
 #
-# A value above 1 is no mistake: efficiency is measured against one GPU with the whole causal sequence, and most of the
-# ring's blocks have no mask, while stage 02 is a little slower with one. The model leaves out links that several messages
+# A value near 1 is no mistake: efficiency is measured against one GPU with the whole causal sequence, and most of the
+# ring's blocks have no mask, while stage 02 is slower with one up to 8k. The model leaves out links that several messages
 # share, and the multiprocessors that NCCL takes from a block.
 #
 # ### And the results?

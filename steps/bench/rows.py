@@ -6,7 +6,8 @@ in <gpu>.<kind>.json beside them.
 
 A row is stale, and no longer shown, once the hash in its `source` has changed. The hash covers what decides how fast a
 kernel runs and what it computes: its code without comments, and in CUDA how it is launched at the row's own sizes on
-the row's own GPU. If a tile changes for head_dim 64, the rows of head_dim 64 become stale, and no others do.
+the row's own GPU. If a tile changes for head_dim 64, the rows of head_dim 64 become stale, and no others do. Where a
+change of a kernel leaves a row's machine code as it was, the row gets the new hash by hand.
 """
 
 import functools

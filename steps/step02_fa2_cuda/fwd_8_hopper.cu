@@ -52,7 +52,7 @@ static_assert(Br % 64 == 0 && Br <= 192 && Bc % 16 == 0,
               "1 to 3 warpgroups: more would wait for registers for ever");
 constexpr int WARPGROUPS = Br / 64;        // consumers; each has 64 rows of Q
 // The multiprocessor has 64K registers for 128 * (WARPGROUPS + 1) threads. The consumers get what the
-// producer leaves.
+// producers leave.
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 1 ? 56 : WARPGROUPS == 2 ? 24 : 32;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 256 : WARPGROUPS == 2 ? 240 : 160;
 
@@ -275,13 +275,13 @@ struct Tile {
     int tile = n % tiles_of_head;
     head = n / tiles_of_head;
     if (CAUSAL) {  // the longest tiles of a section first, or last
-      int nth = n / (p.section * tiles_of_head), last = (heads - 1) / p.section;
+      int nth = n / (p.section * tiles_of_head), last_section = (heads - 1) / p.section;
       int first_head = nth * p.section;
       int width = min(p.section, heads - first_head);  // heads of this section: the last may have fewer
       int in_section = n - first_head * tiles_of_head;
       head = first_head + in_section % width;
       tile = in_section / width;
-      if (!p.alternate || (last - nth) % 2 == 0) tile = tiles_of_head - 1 - tile;
+      if (!p.alternate || (last_section - nth) % 2 == 0) tile = tiles_of_head - 1 - tile;
     }
     first = tile * Br;
     blocks = blocks_of(keys(p, first + Br - 1));
@@ -300,9 +300,9 @@ struct Tile {
 };
 
 // The number of the tile that this block computes in a round. If CAUSAL, every other round gives out the
-// tiles in reverse order of the blocks, so that a block with a long tile gets a short one next. The work is
-// equal if the lengths change little from round to round. So long sections alternate: where one ends with its
-// shortest tiles, the next begins with them.
+// tiles in reverse order of the blocks, so that a block with a long tile gets a short one next. The blocks'
+// work is about equal if lengths change little from round to round. So sections may alternate: where one ends
+// with its shortest tiles, the next begins with them. works.py chooses the sections.
 __device__ int tile_number(int round) {
   if (!PERSISTENT) return round == 0 ? int(blockIdx.x) : 0x7fffffff;
   return round * gridDim.x + (CAUSAL && round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(128 + 2 * Br, 1) attention_forward(
     registers_decrease<PRODUCER_REGISTERS>();
     // K, V and Q have a producer each. If one thread loaded all of them, the next K would have to wait until
     // there is room for the V before it, and Q until there is room for both.
-    int producer = uniform(threadIdx.x / 32);  // the first thread of a warp
+    int producer = uniform(threadIdx.x / 32);  // the first thread of warp 0 loads K, of 1 V, of 2 Q
     auto produce = [&](const Tile& tile) {
       int head = tile.head % H, batch = tile.head / H;
       if (producer == 2) {

@@ -104,17 +104,38 @@ def forward_works(problem, strides):
 def order_of_tiles(problem):
     """(section, alternate): how a causal forward of rung hopper orders its tiles; fwd_8_hopper.cu says what they mean.
 
-    Where tiles are long, a section is the heads whose K and V fit into 32 MB of the L2 cache, which saves power. Where
-    they are short, a section has half as many heads as there are blocks, or a quarter with a head_dim above 64, so
-    that tiles of many lengths run side by side.
+    Where tiles are long, a section should be the heads whose K and V fit into 32 MB of the L2 cache, which saves power.
+    But if its length does not suit the number of multiprocessors, they get unequal work, by up to a tenth. Then it is
+    twice as many heads. Otherwise, and where tiles are short, it is half as many heads as there are multiprocessors, or
+    a quarter with a head_dim above 64.
     """
-    alternate = problem.Nk >= LONG
-    if alternate:
+    heads = problem.B * problem.H
+    many = max(1, problem.processors // (4 if problem.D > 64 else 2))
+    if problem.causal and problem.Nk >= LONG:
         bytes_of_K_and_V = 2 * problem.Nk * problem.D * problem.dtype.itemsize
-        section = max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
-    else:
-        section = max(1, problem.processors // (4 if problem.D > 64 else 2))
-    return min(section, problem.B * problem.H), alternate
+        fits = max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
+        for section in (min(fits, heads), min(2 * fits, heads)):
+            if busy(problem, section, alternate=True) > 0.99:
+                return section, True
+    return min(many, heads), False
+
+
+def busy(problem, section, alternate):
+    """The share of the time for which the blocks of rung hopper's causal forward work, until the last one ends.
+
+    As fwd_8_hopper.cu's Tile and tile_number deal out the tiles, a tile's beginning and end counted as a block of keys.
+    """
+    heads, tiles, blocks = problem.B * problem.H, problem.query_tiles, problem.processors
+    n = torch.arange(tiles * heads)
+    first = n // (section * tiles) * section  # head of the section
+    level = (n - first * tiles) // (heads - first).clamp(max=section)
+    shortest_first = alternate & ((heads - 1) // section - first // section) % 2 == 1
+    tile = torch.where(shortest_first, level, tiles - 1 - level)
+    keys = (((tile + 1) * problem.Br).clamp(max=problem.Nq) + problem.Nk - problem.Nq).clamp(min=0)
+    work = (keys + problem.Bc - 1) // problem.Bc + 1
+    rounds = torch.nn.functional.pad(work, (0, -len(work) % blocks)).view(-1, blocks)
+    rounds[1::2] = rounds[1::2].flip(1)
+    return float(work.sum() / blocks / rounds.sum(0).max())
 
 
 def backward_works(problem, strides):

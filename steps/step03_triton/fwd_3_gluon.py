@@ -11,15 +11,15 @@ The idea: Gluon is the layer below Triton in the same compiler. Here the kernel 
 lie in shared memory, when a copy or a product starts, and who waits for it. Triton waits for a tl.dot whose result the
 same iteration uses, so that no product runs beside the exponentials; here O is computed beside them. Tiles are visited
 from the last key backwards, so that those that need a mask come first. Compared with stage 02's fwd_8_hopper.cu there
-is no ping-pong scheduling, no persistent blocks and no lazy rescaling.
+is one producer, no ping-pong scheduling, no persistent blocks and no lazy rescaling.
 
 At D <= 64 the exponentials take as long as the products. So three consumers share a multiprocessor there: while one
 waits for a product, two others compute. Each has 160 registers a thread, for which P goes around the loop in pairs of
 16-bit numbers.
 
-Left out, because it was not faster: programs that take several tiles one after the other, but at N = 1k; K_n released
-later; the wait for O behind all exponentials; a producer each for K, V and Q. Spills: with three consumers and a causal
-mask 5 or 6 words a step, else none inside the loops.
+Left out, because it was not faster: programs that take several tiles one after the other (faster at N = 1k only); K_n
+released later; the wait for O behind all exponentials; a producer each for K, V and Q. Spills: with three consumers and
+a causal mask 5 or 6 words a step, else none inside the loops.
 Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 9 or 13 warps, which the compiler
 fills up to 12 or 16, one program a multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter
 does not run Gluon. Needs torch, replay.py and Triton 3.6 to 3.9, because Gluon is experimental and may change.
