@@ -478,26 +478,42 @@ def test_a_maximum_that_grows_late_lets_no_P_overflow():
 
 @needs_compiler
 @needs_hopper
-@pytest.mark.parametrize("section, alternate", [(2, True), (2, False), (5, False)])
-def test_blocks_get_the_tiles_that_the_launch_has_counted(section, alternate, tmp_path, monkeypatch):
-    """Eight blocks share the 7 tiles of each of 5 heads, in the last section perhaps of one. lse tells the block."""
+@pytest.mark.parametrize("H, alternate", [(5, True), (5, False), (4, True)])
+def test_blocks_get_the_tiles_that_the_launch_has_counted(H, alternate, tmp_path, monkeypatch):
+    """Eight blocks share the 7 tiles of each head, in sections of two heads or one. lse tells the block."""
     monkeypatch.setattr(works, "processors", lambda _: 8)
-    monkeypatch.setattr(works, "order_of_tiles", lambda _: (section, alternate))
+    monkeypatch.setattr(works, "order_of_tiles", lambda _: (2, alternate))
     monkeypatch.setattr(calls, "kept", {})
     row = ladder.FORWARD["hopper"]
     text, stored = (works.HERE / row.file).read_text(), "m[r] * scale + logf(l[r])"
     assert text.count(stored) == 1
     (tmp_path / row.file).write_text(text.replace(stored, "blockIdx.x"))
-    q, k, v, dout = random_inputs(1, 5, 1, 896, 896, 32, torch.float16)
+    q, k, v, dout = random_inputs(1, H, 1, 896, 896, 32, torch.float16)
     out, block = calls.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), causal=True, tile=(128, 128))
     _, lse = attention.forward(q, k, v, causal=True)
     assert is_right((out, lse.float()), q, k, v, dout, causal=True)
-    tiles = block.view(5, 7, 128)
+    tiles = block.view(H, 7, 128)
     blocks_of_keys = torch.arange(1, 8) + 1  # and one for a tile's beginning and end
     work = torch.stack([(tiles[:, :, 0] == b).sum(0) @ blocks_of_keys for b in range(8)])
-    assert (tiles == tiles[:, :, :1]).all() and work.sum() == 5 * blocks_of_keys.sum()
+    assert (tiles == tiles[:, :, :1]).all() and work.sum() == H * blocks_of_keys.sum()
     problem = works.problem_of(row, q, k, causal=True, tile=(128, 128))
-    assert works.busy(problem, section, alternate) == pytest.approx(float(work.sum() / 8 / work.max()))
+    assert works.busy(problem, 2, alternate) == pytest.approx(float(work.sum() / 8 / work.max()))
+
+
+@needs_compiler
+@needs_hopper
+def test_the_next_key_and_query_tiles_of_rung_hopper_do_not_wait_for_values(tmp_path, monkeypatch):
+    """The first tile of V is held back until the next K and the next tile's Q have come."""
+    monkeypatch.setattr(works, "processors", lambda _: 1)
+    monkeypatch.setattr(calls, "kept", {})
+    row = ladder.FORWARD["hopper"]
+    text, load = (works.HERE / row.file).read_text(), "V.load(v_map, "
+    assert text.count(load) == 1
+    held = "(V.n ? void() : (barrier_wait(K.full + 1, 0), barrier_wait(Q.full + 1, 0))), "
+    (tmp_path / row.file).write_text(text.replace(load, held + load))
+    q, k, v, dout = random_inputs(1, 2, 1, 128, 200, 64, torch.float16)
+    got = calls.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), tile=(128, 64))
+    assert is_right(got, q, k, v, dout)
 
 
 @needs_compiler
