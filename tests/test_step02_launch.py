@@ -489,6 +489,14 @@ def test_a_tile_fits_into_the_shared_memory():
         assert all(row.shared_bytes(D, *tile) <= 227 * 1024 for D, tile in row.tiles[0].items()), row.file  # H100
 
 
+@pytest.mark.parametrize("scale", [1e-30, 0.6, 0.8, 1e30])
+def test_the_maxima_of_rung_hopper_start_below_all_scores_and_at_a_finite_exponent(scale):
+    q = torch.zeros(1, 1, 8, 64).bfloat16()
+    (work,) = works.forward_works(works.problem_of(ladder.FORWARD["hopper"], q, q, scale=scale), {})
+    lowest, scale_log2 = torch.tensor([work.arguments[-4].value, scale / math.log(2)])
+    assert (lowest * scale_log2).isfinite() and lowest * max(1, scale_log2) <= -3e38
+
+
 @pytest.mark.parametrize("B, Nk, D, Hk, section, alternate", [
     (5, 4095, 64, 32, 66, False), (5, 4095, 96, 16, 33, False), (5, 4095, 128, 16, 33, False),
     (4, 4096, 128, 16, 16, True), (1, 16384, 64, 32, 8, True), (1, 16384, 128, 16, 4, True),
@@ -505,6 +513,13 @@ def test_sections_of_long_tiles_fit_into_the_cache_unless_work_would_be_unequal(
     assert alone.grid == problem.query_tiles * B * q.shape[1] and alone.macros["PERSISTENT"] == 0
     (few,) = works.forward_works(replace(problem, B=1, H=3, Hk=3), {})
     assert few.arguments[-2].value == min(3, section)
+
+
+def test_the_work_of_a_great_many_heads_is_counted_on_the_first_of_them():
+    q = torch.empty(1, 64, 4096, 128, device="meta")
+    problem = works.problem_of(ladder.FORWARD["hopper"], q, q, causal=True)
+    many, more = (works.busy(replace(problem, B=B, processors=132), 1, True) for B in (1, 2**12))
+    assert many == more
 
 
 @on_cpu
