@@ -24,7 +24,7 @@ from steps import __main__, catalogue, engine
 from steps.bench import __main__ as measuring
 from steps.bench import ablations, cost, grid, peers, profile, report, rows, timing, tune
 from steps.bench.cost import Point
-from steps.step02_fa2_cuda import calls, emulator
+from steps.step02_fa2_cuda import calls, emulator, ladder
 from support.made_rows import LOAD, of_02, peer_row, row
 
 needs_triton = pytest.mark.skipif(bool(catalogue.unavailable("03")), reason="there is no Triton")
@@ -268,7 +268,7 @@ def test_the_latest_row_of_a_subject_at_a_setting_wins():
 # --- what is stale ------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_stale_once_its_kernel_or_its_launch_at_the_row_s_own_sizes_has_changed():
+def test_a_row_is_stale_once_its_kernel_or_its_launch_at_the_row_s_own_sizes_has_changed(monkeypatch):
     """That hashes are of the right files, code and launches, the pages show: a committed row would be stale."""
     assert rows.cuda_code("int f(int x) { /* why\n * or how */ return x; }") == "intf(intx){returnx;}"
     ((*_, macros),) = rows.launches(of_02("fwd_8_hopper:PERSISTENT=0"))["fwd_8_hopper"]
@@ -278,6 +278,11 @@ def test_a_row_is_stale_once_its_kernel_or_its_launch_at_the_row_s_own_sizes_has
     assert rows.fresh([peer_row(), of_02(), as_it_is]) == [peer_row(), as_it_is]
     for gone in (of_02(D=7), of_02("fwd_9_none"), row(kernel="fwd_9_none"), row(stage="09_none")):
         assert rows.row_hash(gone) is None and rows.is_stale(gone)
+    ordered, full = of_02("fwd_8_hopper", causal=True), of_02("fwd_8_hopper")
+    before = [rows.row_hash(one) for one in (ordered, full)]
+    monkeypatch.setattr(rows.works, "order_of_tiles", lambda _: (1, False))
+    after = [rows.row_hash(one) for one in (ordered, full)]
+    assert before[0] != after[0] and before[1] == after[1], "a mask makes the order of the tiles count"
     beside_a_ring = of_02("fwd_9_none", n_gpus=2)  # shown as long as the ring's own code is as it was
     assert rows.fresh([beside_a_ring, row(stage="04_ring", kernel="ring+none", n_gpus=2)]) == [beside_a_ring]
 
@@ -491,6 +496,7 @@ def test_a_turned_switch_is_another_kernel_and_large_scores_alone_need_the_separ
 @needs_emulator
 def test_clocks_go_forward_and_change_nothing():
     q, k, v = torch.randn(3, 1, 1, 512, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert ladder.FORWARD["hopper"].tile(ablations.AT.D, 227 * 1024)[0] == 2 * 64, "marks have room for two warpgroups"
     run, out, lse, marks = ablations.timed_launch(q, k, v, {}, first=2, steps=8)
     run()
     assert all(map(torch.equal, calls.forward(q, k, v, rung="hopper"), (out, lse)))

@@ -83,9 +83,12 @@ def test_predictions_stand_beside_what_was_measured():
     assert len(ring_tables.predictions(without)) == 2, "a forward is predicted without rows of backwards"
     assert ring_tables.predictions([row for row in found if row["n_gpus"] > 1]) == []
     later = [row | {"date": "2999-01-01"} if row["n_gpus"] == 1 else row for row in found]
-    assert ring_tables.predictions(later) == [], "the ring had other kernels when it was measured"
+    assert ring_tables.predictions(later) == [], "the ring may have had other kernels when it was measured"
+    later = [row | {"date": "2999-01-01"} if (row["n_gpus"], row["pass"]) == (1, "fwd") else row for row in found]
+    assert ring_tables.predictions(later) == [], "only the forward's blocks were measured anew"
     elsewhere = [row | {"gpu": "NVIDIA H100 80GB HBM3"} for row in found if row["n_gpus"] == 1]
     assert ring_tables.predictions(elsewhere + [row for row in found if row["n_gpus"] > 1]) == []
+    assert ring_tables.predictions(later + elsewhere) == [], "another GPU's days do not count"
 
 
 def test_blocks_are_as_fast_as_one_gpu_at_this_size_while_all_compute():

@@ -373,8 +373,8 @@ for switch in ("PERSISTENT=0", "SKIP=0", "PINGPONG=0", "OVERLAP=0"):
 figures.timelines()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# For less than a third of it. The tensor cores serve both groups, and whoever comes second gets its S later: they drift apart by themselves.
-# So turns gain next to nothing here.
+# For less than a third of it. The tensor cores serve both groups, and whoever comes second gets its S later: they drift
+# apart by themselves. So turns gain next to nothing here.
 #
 # The products of a step take 2,048 clocks by the datasheet. Without exponentials, or without the whole softmax, the
 # kernel computes nonsense, but shows what they cost. Which costs more, the exponentials or the rest?
@@ -398,9 +398,9 @@ for changed, clocks, _ in figures.recorded():
 # reads V. And one line kept the wait for O behind all exponentials; it had helped an earlier version of the kernel. Now
 # `ptxas` puts that wait behind some of the exponentials, and conversions to 16 bits run beside the others.
 #
-# A part of the gap was left. So clocks were noted where one tile follows another: the next tile's first product came some
-# 1,000 clocks late, because its Q was not there. One producer loaded K, V and Q in one queue, and waited for room for V
-# while there was room for K and Q. With a thread for each the loop became faster, too.
+# A part of the gap was left. So clocks were noted where one tile follows another: the next tile's first product came late,
+# because its Q was not there. One producer loaded K, V and Q in one queue, and waited for room for V while there was room
+# for K and Q. With a thread for each the loop became faster, too.
 #
 # Then the order of tiles mattered after all, not for equal work but for the L2 cache (section 8). A trick has to be
 # measured again whenever what surrounds it has changed.

@@ -27,7 +27,7 @@ from steps.step02_fa2_cuda import calls, ladder, plan, works
 
 FORWARD, BACKWARD = "fwd_8_hopper", "bwd_3_hopper"
 POINTS = Point(4, 16, 4096, 128), Point(4, 32, 4096, 64)
-AT = POINTS[0]
+AT = POINTS[0]  # where a block has two warpgroups of consumers, for which the clocks have room
 
 
 folder = functools.cache(tempfile.TemporaryDirectory)  # where the changed texts lie until this process ends

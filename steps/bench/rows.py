@@ -263,25 +263,42 @@ def code_hash(stage, kernel, root=ROOT, launched=()):
 
 
 def launches(row):
-    """Of a row of stage 02, {stem of the file: [(kernel, grid, block, bytes of shared memory, {macro: value})]}."""
+    """Of a row of stage 02, {stem of the file: [(kernel, grid, block, bytes of shared memory, {macro: value})]}.
+
+    With a causal mask a persistent kernel also has {"order": (section, alternate)}, the order of its tiles.
+    """
     stems, _, turned = row["kernel"].partition(":")
     gpu = cost.GPUS.get(row["gpu"], cost.GPUS["NVIDIA H200"])
     how = {name: row[name] for name in ("B", "H", "Hk", "Nk", "D", "causal")}
     how |= {"Nq": row["N"], "dtype": DTYPES[row["dtype"]]}
     how |= {"processors": gpu.sms, "shared_limit": gpu.multiprocessor.shared_per_block}
     how |= {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", turned)}
-    return {stem: geometry(stem, **how) for stem in stems.split("+")}
+    problems = {stem: problem_at(stem, **how) for stem in stems.split("+")}
+    found = {stem: geometry_of(problem) for stem, problem in problems.items()}
+    for problem in problems.values():
+        if problem.row.persistent and problem.causal:
+            found["order"] = works.order_of_tiles(problem)
+    return found
 
 
-def geometry(stem, *, B, H, Hk, Nq, Nk, D, causal, dtype, processors, shared_limit, **switches):
+def geometry(stem, **how):
     """[(kernel, grid, block, shared bytes, macros)] of the launches of a file of stage 02, such as "fwd_5_fa2".
 
     processors, shared_limit: the GPU's multiprocessors, and the bytes of shared memory that a block can have there.
     """
+    return geometry_of(problem_at(stem, **how))
+
+
+def problem_at(stem, *, B, H, Hk, Nq, Nk, D, causal, dtype, processors, shared_limit, **switches):
+    """The ladder.Problem of this file of stage 02 and these sizes. switches: {macro: value}."""
     (row,) = (row for row in (*ladder.ROWS, *ladder.BACKWARD_ROWS) if row.file == f"{stem}.cu")
     how = causal, D**-0.5, *row.tile(D, shared_limit), processors
-    problem = ladder.Problem(row, B, H, Hk, Nq, Nk, D, dtype, *how, switches=tuple(switches.items()))
-    launched = works.forward_works if row in ladder.ROWS else works.backward_works
+    return ladder.Problem(row, B, H, Hk, Nq, Nk, D, dtype, *how, switches=tuple(switches.items()))
+
+
+def geometry_of(problem):
+    """What `geometry` gives, of a ladder.Problem."""
+    launched = works.forward_works if problem.row in ladder.ROWS else works.backward_works
     found = launched(problem, defaultdict(lambda: (0, 0, 0)))
     return [(work.kernel, work.grid, work.block, work.shared_bytes, work.macros) for work in found]
 

@@ -165,13 +165,13 @@ def predictions(rows):
 def predicted(rows, row):
     """The model's seconds for a row of the ring; None where it lacks the rows of a block's speed or of hops.
 
-    And None for a ring that is older than the rows of its blocks' speed: its blocks were not the kernels of today.
+    And None for a ring measured on an earlier day than its blocks' speed: its blocks may not have been these kernels.
     """
     machine, passes = machine_of(rows, row), row["pass"].split("+")
     if not machine or not {(pass_, causal) for pass_ in passes for causal in (False, True)} <= machine.flops.keys():
         return None
     blocks = [one for one in rows if one["gpu"] == row["gpu"] and one["n_gpus"] == 1 and one["kernel"] in BLOCKS]
-    if row["date"] < min(one["date"] for one in blocks):
+    if any(row["date"] < min(one["date"] for one in blocks if one["pass"] == pass_) for pass_ in passes):
         return None
     layout = Layout(row["layout"], row["N"], row["n_gpus"], row["causal"])
     shape = simulate.Shape(row["B"], row["H"], row["Hk"], row["D"])

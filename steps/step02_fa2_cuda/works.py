@@ -130,7 +130,8 @@ def busy(problem, section, alternate):
     n = torch.arange(tiles * heads)
     first = n // (section * tiles) * section  # head of the section
     level = (n - first * tiles) // (heads - first).clamp(max=section)
-    shortest_first = alternate & ((heads - 1) // section - first // section) % 2 == 1
+    later = (heads - 1) // section - first // section  # sections after this one
+    shortest_first = (later % 2 == 1) & alternate
     tile = torch.where(shortest_first, level, tiles - 1 - level)
     keys = (((tile + 1) * problem.Br).clamp(max=problem.Nq) + problem.Nk - problem.Nq).clamp(min=0)
     work = (keys + problem.Bc - 1) // problem.Bc + 1
