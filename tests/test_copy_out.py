@@ -30,7 +30,8 @@ SETS = {  # The stage, and the files to copy: that of the forward, that of the b
     "03 checked": ("step03_triton", f"checked checked {FEATURES} {CHECKED}"),
 }
 # What every rung of stage 02 needs beside its own .cu files.
-HOST = [f"step02_fa2_cuda/{file}.py" for file in ("ladder", "calls", "plan", "works", "nvrtc", "cache", "wgmma")]
+HOST = "ladder calls plan works dealing nvrtc cache wgmma".split()
+HOST = [f"step02_fa2_cuda/{file}.py" for file in HOST]
 HOST += ["step02_fa2_cuda/ptx.cuh", "step02_fa2_cuda/emulator"]  # the last where there is no GPU
 # A Python that runs one copy after another, because importing torch for each would take longer than all of them. A line
 # of its input is a folder and the call of `check`; a line of its output is the traceback, empty if all is well.

@@ -413,30 +413,35 @@ PLANTED = {
     "bwd_3_hopper": [
         ("half of dS is missing", "__syncthreads();  // both warpgroups", "//", STUCK),
         ("the rows of K of another warp",
-         "load_rows(K_rows, K, 16 * warp)", "load_rows(K_rows, K, 16 * (warp ^ 1))", WRONG),
+         "load_rows(K_rows, K_j, 16 * warp)", "load_rows(K_rows, K_j, 16 * (warp ^ 1))", WRONG),
         ("the rows of V of another warp",
          "load_rows(V_rows, V, 16 * warp)", "load_rows(V_rows, V, 16 * (warp ^ 4))", WRONG),
         ("no wait for dQ",
          "wgmma_wait<DETERMINISTIC ? 2 : 1>();", "wgmma_wait<2>();", "was (read|written) while|" + WRONG),
         ("nobody waits for a turn, in order", "load_acquire(added + dq_tile) != blocks", "false", "has not waited for"),
         ("a turn is passed on while others add, in order",
-         "    turns.pass_on(dq_tile);\n    wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there\n",
-         "    wgmma_wait<DETERMINISTIC ? 2 : 1>();\n    turns.had = dq_tile;\n    turns.pass_on(-1);\n",
+         "turns.pass_on(dq_tile);\n      wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there\n",
+         "wgmma_wait<DETERMINISTIC ? 2 : 1>();\n      turns.had = dq_tile;\n      turns.pass_on(-1);\n",
          "others have added since|after the turn was passed on"),
         ("the turn of this step is passed on, in order", "add_release(added + had, 1)",
          "add_release(added + dq_tile, 1)", "after the turn was passed on"),
         ("a turn is not passed on, in order", "if (had >= 0) add_release(added + had, 1);", "", "polls for ever"),
         ("the last turn is not passed on, ascending in order", "turns.pass_on(-1);", "", "polls for ever"),
         ("the tile on the diagonal does not count, ascending in order",
-         "(i + 1) * Br - 1 + Nk - Nq", "i * Br - 1 + Nk - Nq", "polls for ever"),
+         "(j.i + 1) * Br - 1 + Nk - Nq", "j.i * Br - 1 + Nk - Nq", "polls for ever"),
         ("the first keys first, ascending in order",
          "DETERMINISTIC && ascending ? tiles", "false ? tiles", "polls for ever"),
         ("the last keys first, in order", "DETERMINISTIC && ascending ? tiles", "true ? tiles", "polls for ever"),
-        ("queries are loaded over those of this step", "load_queries((step + STAGES - 1) % STAGES",
-         "load_queries(step % STAGES", "was (read|written) while|" + WRONG + "|" + STUCK),
-        ("dK is staged over K", "__syncthreads();  // nobody still reads K", "//", WRONG),
+        ("queries are loaded over those of this step", "load_queries(ahead, (step + STAGES - 1) % STAGES",
+         "load_queries(ahead, step % STAGES", "was (read|written) while|" + WRONG + "|" + STUCK),
+        ("dK and dV are staged over dS, ascending", "__syncthreads();  // nobody still reads dS_i", "//", WRONG),
         ("no fence before wgmma reads dS",
-         "fence_async();\n    if (!DETERMINISTIC) start", "if (!DETERMINISTIC) start", NOTHING),
+         "fence_async();\n      if (!DETERMINISTIC) start", "if (!DETERMINISTIC) start", NOTHING),
+        ("the next K is loaded over this one, persistent", "PERSISTENT ? 2 : 1;", "1;", WRONG),
+        ("the next V is loaded over this one, persistent",
+         "__syncthreads();  // V_j is in registers", "//", WRONG + "|" + STUCK),
+        ("dS is written over the last dK and dV, persistent",
+         "if (lane == 0) bulk_wait_read<0>();\n      __syncthreads", "__syncthreads", WRONG),
     ],
 }  # fmt: skip
 BUGS = [
@@ -453,6 +458,7 @@ def test_planted_bugs(kernel, before, after, caught, options, tmp_path, monkeypa
     (tmp_path / f"{kernel}.cu").write_text(text.replace(before, after))
     monkeypatch.setattr(works, "HERE", tmp_path)
     monkeypatch.setattr(ladder.Problem, "heads_apart", "ascending" in request.node.name)  # a block has one head then
+    monkeypatch.setattr(ladder, "persistent_pays", lambda _: "persistent" in request.node.name)
     monkeypatch.setattr(calls, "kept", {})
     assert re.search(caught, problems(kernel, **options)) if caught else problems(kernel, **options) == ""
 

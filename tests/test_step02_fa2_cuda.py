@@ -18,7 +18,7 @@ import steps.step02_fa2_cuda as step02
 from reference import attention, cases, error
 from steps import checks, engine
 from steps.bench.rows import geometry
-from steps.step02_fa2_cuda import calls, emulator, ladder, nvrtc, works
+from steps.step02_fa2_cuda import calls, dealing, emulator, ladder, nvrtc, works
 from steps.workbook import one_rung
 from support import schedules
 from support.contract_suite import Contract
@@ -163,9 +163,13 @@ def test_every_kernel_in_several_schedules(kernel):
 
 
 @emulated
-def test_a_backward_with_two_buffers_in_several_schedules(monkeypatch):
-    """As rung hopper's is for many queries: with so few as in the emulation it has three."""
-    monkeypatch.setattr(ladder, "FEW_QUERIES", 0)
+@pytest.mark.parametrize("few, persistent", [(0, False), (600, False), (600, True)])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_rung_hoppers_backward_in_several_schedules(few, persistent, blocks, monkeypatch):
+    """With many queries it has two buffers for their tiles, with few three, and then perhaps persistent blocks."""
+    monkeypatch.setattr(works, "processors", lambda _: blocks)
+    monkeypatch.setattr(ladder, "FEW_QUERIES", few)
+    monkeypatch.setattr(ladder, "persistent_pays", lambda _: persistent)
     monkeypatch.setattr(calls, "kept", {})
     assert schedules.problems("bwd_3_hopper") == ""
 
@@ -497,7 +501,8 @@ def test_blocks_get_the_tiles_that_the_launch_has_counted(H, alternate, tmp_path
     work = torch.stack([(tiles[:, :, 0] == b).sum(0) @ blocks_of_keys for b in range(8)])
     assert (tiles == tiles[:, :, :1]).all() and work.sum() == H * blocks_of_keys.sum()
     problem = works.problem_of(row, q, k, causal=True, tile=(128, 128))
-    assert works.busy(problem, 2, alternate) == pytest.approx(float(work.sum() / 8 / work.max()))
+    counted = dealing.of_blocks(dealing.forward_work(problem, 2, alternate), 8)
+    assert sorted(counted.tolist()) == sorted(work.tolist())
 
 
 @needs_compiler
@@ -514,6 +519,65 @@ def test_the_next_key_and_query_tiles_of_rung_hopper_do_not_wait_for_values(tmp_
     q, k, v, dout = random_inputs(1, 2, 1, 128, 200, 64, torch.float16)
     got = calls.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), tile=(128, 64))
     assert is_right(got, q, k, v, dout)
+
+
+@pytest.fixture
+def persistent(tmp_path, monkeypatch):
+    """persistent(blocks, text, other): a rung hopper whose backward is persistent, with this edit of its kernel."""
+    monkeypatch.setattr(ladder, "persistent_pays", lambda _: True)
+    monkeypatch.setattr(calls, "kept", {})
+
+    def edited(blocks, text, other):
+        monkeypatch.setattr(works, "processors", lambda _: blocks)
+        row = ladder.BACKWARD["hopper"]
+        kernel = (works.HERE / row.file).read_text()
+        assert kernel.count(text) == 1
+        (tmp_path / row.file).write_text(kernel.replace(text, other))
+        monkeypatch.setitem(ladder.BACKWARD, "edited", replace(row, file=str(tmp_path / row.file)))
+        return replace(ladder.FORWARD["hopper"], backwards=("edited",))
+
+    return edited
+
+
+@needs_compiler
+@needs_hopper
+@pytest.mark.parametrize("D, H, Nq, Nk, causal", [
+    (64, 6, 640, 640, True), (128, 6, 384, 640, True), (64, 3, 200, 900, True), (128, 5, 100, 640, False),
+])  # fmt: skip
+def test_persistent_blocks_of_a_backward_get_the_work_that_the_launch_has_counted(D, H, Nq, Nk, causal, persistent):
+    """Eight blocks share the tiles of keys. dv tells the block."""
+    stored = "store_rows(dv_map, dV_rows, dV, 1,"
+    rung = persistent(8, stored, "for (float& x : dV) x = blockIdx.x;\n    " + stored)
+    q, k, v, dout = random_inputs(1, H, H, Nq, Nk, D, torch.float16)
+    _, _, dv = calls.backward(dout, q, k, v, *saved(q, k, v, dout, causal=causal), causal=causal, rung=rung)
+    tiles = dv[0, :, ::128, 0]  # (heads, tiles)
+    assert (dv[0] == tiles.repeat_interleave(128, 1)[:, :Nk, None]).all()
+    problem = works.problem_of(ladder.BACKWARD["hopper"], q, k, causal=causal)
+    keys = (torch.arange(tiles.shape[1]) * 128 - (Nk - Nq)).clamp(min=0) * causal
+    work = -(-Nq // problem.Br) - keys // problem.Br + 1
+    got = torch.stack([((tiles == b) * work).sum() for b in range(8)])
+    assert got.tolist() == dealing.of_blocks(dealing.backward_work(problem), 8).tolist()
+
+
+@needs_compiler
+@needs_hopper
+@pytest.mark.parametrize("D, N", [(64, 256), (64, 300), (128, 256)])
+def test_a_tile_ends_with_the_next_keys_and_queries_there(D, N, persistent):
+    """Also if it has a single step, as the last tile of a head at D = 64. This kernel waits for what comes anyway."""
+    ends = "__syncthreads();  // nobody still reads dS_i, V or K_j"
+    there = """if (next.tile >= 0) {
+      barrier_wait(keys_full + next.round % KEY_STAGES, next.round / KEY_STAGES % 2);
+      if (V_IN_REGISTERS) barrier_wait(values_full, next.round % 2);
+      for (int s = step; s < step + STAGES - 1 && s < step + next.steps; s++) {
+        barrier_wait(queries_full + s % STAGES, s / STAGES % 2);
+      }
+    }
+    """
+    rung = persistent(1, ends, there + ends)
+    q, k, v, dout = random_inputs(1, 3, 1, N, N, D, torch.float16)
+    out, lse = saved(q, k, v, dout, causal=True)
+    grads = calls.backward(dout, q, k, v, out, lse, causal=True, rung=rung)
+    assert is_right(grads, q, k, v, dout, causal=True)
 
 
 @needs_compiler

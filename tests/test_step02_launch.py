@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from steps import checks, engine
 from steps.bench.rows import geometry
-from steps.step02_fa2_cuda import RUNGS, calls, emulator, ladder, nvrtc, plan, wgmma, works
+from steps.step02_fa2_cuda import RUNGS, calls, dealing, emulator, ladder, nvrtc, plan, wgmma, works
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-python")
 on_cpu = pytest.mark.skipif(engine.name == "cuda", reason="there the driver itself is used")
@@ -518,8 +518,33 @@ def test_sections_of_long_tiles_fit_into_the_cache_unless_work_would_be_unequal(
 def test_the_work_of_a_great_many_heads_is_counted_on_the_first_of_them():
     q = torch.empty(1, 64, 4096, 128, device="meta")
     problem = works.problem_of(ladder.FORWARD["hopper"], q, q, causal=True)
-    many, more = (works.busy(replace(problem, B=B, processors=132), 1, True) for B in (1, 2**12))
-    assert many == more
+    many, more = (dealing.forward_work(replace(problem, B=B), 1, True) for B in (1, 2**12))
+    assert len(many) == len(more) and dealing.busy(many, 132) == dealing.busy(more, 132)
+
+
+@pytest.mark.parametrize("B, H, N, D, causal, persistent", [
+    (32, 32, 512, 64, True, True), (16, 16, 1024, 128, True, True), (32, 16, 512, 128, False, True),
+    (32, 16, 512, 128, True, False), (16, 32, 1025, 64, False, False), (1, 16, 1024, 64, False, False),
+    (4, 16, 896, 64, True, False), (4, 16, 896, 64, False, True),
+])  # fmt: skip
+def test_blocks_of_rung_hoppers_backward_are_persistent_where_that_pays(B, H, N, D, causal, persistent):
+    """Not with tiles of few steps at head_dim 128, many queries or a single round, or if work would be unequal."""
+    row = ladder.BACKWARD["hopper"]
+    q = torch.empty(B, H, N, D, dtype=torch.bfloat16, device="meta")
+    problem = replace(works.problem_of(row, q, q, causal=causal), processors=132, Br=row.tiles[0][D][0])
+    tiles = B * H * -(-N // 128)
+    for turned, deterministic in ((persistent, False), (False, True)):
+        (work,) = works.gradient_works(replace(problem, deterministic=deterministic), {})
+        assert work.macros["PERSISTENT"] == turned and work.grid == (132 if turned else tiles)
+        assert work.arguments[-1].value == tiles
+    switched = replace(problem, switches=(("DETERMINISTIC", 1),))
+    assert switched.row.macros(switched)["PERSISTENT"] == 0
+
+
+def test_the_work_of_a_great_many_tiles_is_counted_on_a_million_of_them():
+    q, k = (torch.empty(2**16, 16, N, 64, dtype=torch.bfloat16, device="meta") for N in (1, 2**11))
+    problem = works.problem_of(ladder.BACKWARD["hopper"], q, k, causal=True)
+    assert len(dealing.backward_work(problem)) == 2**20
 
 
 @on_cpu
@@ -549,10 +574,10 @@ def test_the_geometry_of_a_launch():
     assert dq == ("attention_dq", -(-1000 * 64 // 1024) * 32, 256, 0, macros)
     assert geometry("bwd_1_fa2", **sizes | {"D": 96})[0][1] == 1024 // 16 * 32, "16 threads a row, as at 128"
     for D, Br in ((64, 128), (128, 64)):
-        needed = 2 * (2 * 128 * D + 6 * Br * D + 2 * Br * 128) + 24 * Br + 48
+        needed = 2 * (3 * 128 * D + 6 * Br * D + 2 * Br * 128) + 24 * Br + 128
         for Nq, stages in ((1024, 3), (1025, 2)):  # a third buffer where queries are few
             launch = geometry("bwd_3_hopper", **sizes | {"D": D, "Nq": Nq})[1]
-            assert launch[4]["STAGES"] == stages and needed <= launch[3] <= needed + 128
+            assert launch[4]["STAGES"] == stages and launch[3] == needed
     small = geometry("bwd_1_fa2", **sizes | {"shared_limit": 99 * 1024})[1]
     assert small[1:3] == (11 * 32, 128) and small[4] == macros | {"Br": 64, "Bc": 64, "WARPS": 4}
 

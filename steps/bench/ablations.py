@@ -148,8 +148,8 @@ PARTS = {
     "exponentials": {"exp2_approx(fminf(S[4 * i + e] * scale_log2 - l[e % 2], 0))":
                      "fminf(S[4 * i + e] * scale_log2 - l[e % 2], 0)"},
     "delta": {"low * (dp[0] - d[0]), high * (dp[1] - d[1])": "low * dp[0], high * dp[1]"},
-    "stores of dS^T": {"    store_tile<Br>(dS_t, Bc, 16 * warp, dS);\n": ""},
-    "additions to dq": {"    add_dQ(": "    if (scale < 0) add_dQ("},
+    "stores of dS^T": {"      store_tile<Br>(dS_t, Bc, 16 * warp, dS);\n": ""},
+    "additions to dq": {"      add_dQ(": "      if (scale < 0) add_dQ("},
 }  # fmt: skip
 PARTS["all four"] = {old: new for part in PARTS.values() for old, new in part.items()}
 

@@ -265,7 +265,7 @@ def code_hash(stage, kernel, root=ROOT, launched=()):
 def launches(row):
     """Of a row of stage 02, {stem of the file: [(kernel, grid, block, bytes of shared memory, {macro: value})]}.
 
-    With a causal mask a persistent kernel also has {"order": (section, alternate)}, the order of its tiles.
+    With a causal mask fwd_8_hopper also has {"order": (section, alternate)}, the order of its tiles.
     """
     stems, _, turned = row["kernel"].partition(":")
     gpu = cost.GPUS.get(row["gpu"], cost.GPUS["NVIDIA H200"])
@@ -276,7 +276,7 @@ def launches(row):
     problems = {stem: problem_at(stem, **how) for stem in stems.split("+")}
     found = {stem: geometry_of(problem) for stem, problem in problems.items()}
     for problem in problems.values():
-        if problem.row.persistent and problem.causal:
+        if problem.row is ladder.FORWARD["hopper"] and problem.causal:
             found["order"] = works.order_of_tiles(problem)
     return found
 

@@ -11,9 +11,11 @@
 // if DETERMINISTIC: then it covers the time that passing on a turn takes.)
 //
 // Where a block has few steps, its beginning counts. A third buffer for Q_i and dO_i lets two tiles be on
-// their way before the first step, and one more in each step. And between the kernels the L2 cache counts,
-// which keeps what was written last: attention_delta and attention_dq go through the tiles backwards, so that
-// the additions begin, and the rounding too, where dq is still in the cache.
+// their way before the first step, and one more in each step. If PERSISTENT, a block computes several tiles
+// of keys: the next K_j, the first queries and at D = 64 the next V_j come while it computes this tile, and
+// dK_j and dV_j leave while it computes the next. And between the kernels the L2 cache counts, which keeps
+// what was written last: attention_delta and attention_dq go through the tiles backwards, so that the
+// additions begin, and the rounding too, where dq is still in the cache.
 //
 // A block goes through the queries from the first tile that sees its keys to the last. So with a causal mask
 // the blocks of a head begin at different tiles, and seldom add to the same one at the same time. The first
@@ -41,16 +43,17 @@
 //                    all query heads that share its keys
 //   DETERMINISTIC    1 or 0, as above; a macro, so that without it the counters cost nothing
 //   STAGES           buffers for tiles of queries: 3, or 2, a little faster with more than 1024 queries
+//   PERSISTENT       1: a block computes several tiles of keys; 0: one. Not both this and DETERMINISTIC.
 //
 // sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
 // Launch: attention_delta and attention_dq with grid B * H * ceil(Nq / Br), block 256; attention_backward
-// with grid B * parts * ceil(Nk / Bc), block 256,
-// 2 * (2 * Bc * D + 6 * Br * D + 2 * Br * Bc) + 24 * Br + 48 bytes of dynamic shared memory (2 buffers need
-// less, and get as much).
+// with total = B * parts * ceil(Nk / Bc), grid total, or if PERSISTENT as many blocks as the GPU has
+// multiprocessors, block 256, 2 * (3 * Bc * D + 6 * Br * D + 2 * Br * Bc) + 24 * Br + 128 bytes of dynamic
+// shared memory (fewer buffers need less, and get as much).
 // Spill budget: 0 bytes.
 // Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; additions by the
-// copy engine; the rounding of dq in the last block of a head; persistent blocks, which at D = 128 lose up to
-// 7 % from 2048 keys on. A producer with a warp of its own would need too many registers.
+// copy engine; the rounding of dq in the last block of a head; persistent blocks for more than 1024 queries.
+// A producer with a warp of its own would need too many registers.
 // Bottleneck, by leaving parts out (steps/bench/ablations.py): at D = 128 above all the additions to dq; at
 // D = 64 P^T and dS^T, because both warpgroups compute them at the same time.
 #include "ptx.cuh"
@@ -59,10 +62,13 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int WARPS = 8;
 constexpr int DQ_PER_WARP = Br * D / WARPS;  // numbers of dQ_i that a warp computes
 constexpr bool V_IN_REGISTERS = D == 64;     // at D = 128 there are not enough
+constexpr int KEY_STAGES = PERSISTENT ? 2 : 1;  // buffers for K
 constexpr int SECTION = 8;                   // heads whose blocks are dealt together
 constexpr int CACHE = 1 << 25;               // bytes of the L2 cache; heads that fit into it are one section
 constexpr int FEW = 128;                     // tiles of keys up to which the queries ascend in a fixed order
 constexpr int LONG = 1 << 17;                // queries that a section of long heads may have
+static_assert(STAGES == 2 || STAGES == 3, "a step looks at most two steps ahead");
+static_assert(!(PERSISTENT && DETERMINISTIC), "a block must not wait for one that comes to its tile later");
 static_assert(Bc == 128 && (D == 64 || D == 128) && Br * D == 8192,
               "each warpgroup computes 64 x 64 of dQ_i");
 
@@ -207,21 +213,29 @@ struct Turns {
   }
 };
 
-// The n-th block's tile of keys and head, counted over all batches. First come the tiles 0 of a section of
-// heads, then their tiles 1, and so on.
+// The n-th tile of keys and its head, counted over all batches. So many heads `alone` are dealt head by head.
+// Of the others come first the tiles 0 of a section of heads, then their tiles 1, and so on.
 struct Place {
   int tile, head;
 
-  __device__ Place(int n, int tiles, int section) {
+  __device__ Place(int n, int tiles, int total, int alone, int section) {
     tile = n % tiles;
     head = n / tiles;
-    if (section == 1) return;  // spares the divisions, which a short block notices
-    int first = head / section * section;
-    int heads = min(section, int(gridDim.x) / tiles - first);  // the last section may have fewer
+    if (head < alone || section == 1) return;  // spares the divisions, which a short block notices
+    int first = head - (head - alone) % section;
+    int heads = min(section, total / tiles - first);  // the last section may have fewer
     n -= first * tiles;
     tile = n / heads;
     head = first + n % heads;
   }
+};
+
+// A tile of keys, and the step that its block has come to.
+struct KeyTile {
+  int round;              // the tiles that the block computes before it
+  int tile, part, batch;  // tile is -1 if the block has no further one
+  int first;              // the first tile of queries that sees one of these keys
+  int head, i, steps;     // the step: its query head and tile of queries; the steps that are left
 };
 
 // Stores dK or dV of a warp's 16 keys. The numbers go through shared memory, because the copy engine writes
@@ -301,18 +315,20 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
     const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
     Global<const float> lse_2, Global<const float> delta, Global<float> dq, Global<int> counters,
-    int H, int group, int Nq, int Nk, float scale, int causal) {
+    int H, int group, int Nq, int Nk, float scale, int causal, int total) {
   SharedMemory smem;
   // The arrays that TMA and wgmma use come first, because they must begin at multiples of 1024 bytes.
-  Shared<T> K = smem.array<T>(Bc * D), V = smem.array<T>(Bc * D);
+  Shared<T> K = smem.array<T>(KEY_STAGES * Bc * D), V = smem.array<T>(Bc * D);
   Shared<T> Q = smem.array<T>(STAGES * Br * D), dO = smem.array<T>(STAGES * Br * D);
   Shared<T> dS_i = smem.array<T>(2 * Br * Bc);  // two tiles, so that one barrier a step is enough
   Shared<float> lse_i = smem.array<float>(STAGES * Br), delta_i = smem.array<float>(STAGES * Br);
-  Shared<Barrier> keys_full = smem.array<Barrier>(1), queries_full = smem.array<Barrier>(STAGES);
+  Shared<Barrier> keys_full = smem.array<Barrier>(KEY_STAGES), values_full = smem.array<Barrier>(1);
+  Shared<Barrier> queries_full = smem.array<Barrier>(STAGES);
   Shared<int> started = smem.array<int>(4);  // the blocks that started before this one
 
   if (threadIdx.x == 0) {
-    barrier_init(keys_full, 1);
+    for (int s = 0; s < KEY_STAGES; s++) barrier_init(keys_full + s, 1);
+    barrier_init(values_full, 1);
     for (int s = 0; s < STAGES; s++) barrier_init(queries_full + s, 1);
     barrier_init_fence();
     // A GPU does not promise to start the blocks in the order of blockIdx.x, and a block must not wait for
@@ -345,54 +361,62 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     int heads = ascending && causal ? 1 : min(SECTION, rows / Nq);
     section = max(max(1, heads), CACHE / (8 * D) / (Nq + Nk));
   }
-  Place place(DETERMINISTIC ? started[0] : blockIdx.x, tiles, section);
-  int tile = DETERMINISTIC && ascending ? tiles - 1 - place.tile : place.tile;
-  int part = place.head % parts;
-  int batch = place.head / parts;
-  int head_k = HEADS_APART ? part / group : part;
+  // Persistent blocks get nearly equal work, although tiles differ, as every other round deals in reverse.
+  // The last heads, which do not fill two rounds, are a section: their longest tiles come first.
+  int alone = !PERSISTENT ? 0 : causal ? total / (2 * gridDim.x) * 2 * gridDim.x / tiles : total / tiles;
+  if (PERSISTENT) section = total / tiles - alone;
   int query_tiles = (Nq + Br - 1) / Br;
-  // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
-  int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;  // the first tile that sees one of these keys
-  int steps = (query_tiles - first) * own;
+  // The tile of keys that this block computes in a round.
+  auto tile_of = [&](int round) -> KeyTile {
+    int n = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (n >= total) return {round, -1};  // and no steps
+    Place place(DETERMINISTIC ? started[0] : n, tiles, total, alone, section);
+    int tile = DETERMINISTIC && ascending ? tiles - 1 - place.tile : place.tile;
+    int part = place.head % parts;
+    // The causal mask is aligned at the bottom right, so that the queries from j - (Nk - Nq) on see key j.
+    int first = causal ? max(0, tile * Bc - (Nk - Nq)) / Br : 0;
+    int i = ascending ? first : query_tiles - 1;
+    return {round, tile, part, place.head / parts, first, part * own, i, (query_tiles - first) * own};
+  };
 
-  auto load_queries = [&](int stage, int head, int i) {
-    int64_t column = (int64_t(batch * H + head) * query_tiles + i) * Br;
+  // Start the copies of a tile's K_j, of its V_j, and of Q_i and dO_i for its step.
+  auto load_keys = [&](const KeyTile& j) {
+    int s = j.round % KEY_STAGES, head_k = HEADS_APART ? j.part / group : j.part;
+    barrier_expect(keys_full + s, 2 * Bc * D);
+    tma_load(K + s * Bc * D, k_map, keys_full + s, 0, j.tile * Bc, 0, head_k, j.batch);
+  };
+  auto load_values = [&](const KeyTile& j) {
+    int head_k = HEADS_APART ? j.part / group : j.part;
+    barrier_expect(values_full, 2 * Bc * D);
+    tma_load(V, v_map, values_full, 0, j.tile * Bc, 0, head_k, j.batch);
+  };
+  auto load_queries = [&](const KeyTile& j, int stage) {
+    int64_t column = (int64_t(j.batch * H + j.head) * query_tiles + j.i) * Br;
     barrier_expect(queries_full + stage, 2 * (2 * Br * D + 4 * Br));
-    tma_load(Q + stage * Br * D, q_map, queries_full + stage, 0, i * Br, 0, head, batch);
-    tma_load(dO + stage * Br * D, dout_map, queries_full + stage, 0, i * Br, 0, head, batch);
+    tma_load(Q + stage * Br * D, q_map, queries_full + stage, 0, j.i * Br, 0, j.head, j.batch);
+    tma_load(dO + stage * Br * D, dout_map, queries_full + stage, 0, j.i * Br, 0, j.head, j.batch);
     bulk_load(lse_i + stage * Br, lse_2 + column, Br, queries_full + stage);
     bulk_load(delta_i + stage * Br, delta + column, Br, queries_full + stage);
   };
 
-  // From one tile of queries to the next; in a fixed order after all heads of the tile.
+  // From one step to the next: another tile of queries; in a fixed order after all heads of the tile.
   int direction = ascending ? 1 : -1;
-  auto go_on = [&](int& head, int& i) {
+  auto go_on = [&](KeyTile& j) {
+    j.steps--;
     if (DETERMINISTIC) {
-      if (++head < (part + 1) * own) return;
-      head = part * own;
-      i += direction;
-    } else if (++i == query_tiles) {
-      i = first;
-      head++;
+      if (++j.head < (j.part + 1) * own) return;
+      j.head = j.part * own;
+      j.i += direction;
+    } else if (++j.i == query_tiles) {
+      j.i = j.first;
+      j.head++;
     }
   };
   // How many blocks add to a tile of queries before this one.
-  auto blocks_before = [&](int i) {
-    int last_key = causal ? (i + 1) * Br - 1 + Nk - Nq : Nk - 1;  // that the tile sees
-    return ascending ? min(tiles - 1, last_key / Bc) - tile : tile;
+  auto blocks_before = [&](const KeyTile& j) {
+    int last_key = causal ? (j.i + 1) * Br - 1 + Nk - Nq : Nk - 1;  // that the tile sees
+    return ascending ? min(tiles - 1, last_key / Bc) - j.tile : j.tile;
   };
-
-  int head = part * own, i = ascending ? first : query_tiles - 1;
-  if (threadIdx.x == 0) {
-    barrier_expect(keys_full, 2 * 2 * Bc * D);
-    tma_load(K, k_map, keys_full, 0, tile * Bc, 0, head_k, batch);
-    tma_load(V, v_map, keys_full, 0, tile * Bc, 0, head_k, batch);
-    int next_head = head, next_i = i;
-    for (int step = 0; step < STAGES - 1 && step < steps; step++) {
-      load_queries(step, next_head, next_i);
-      go_on(next_head, next_i);
-    }
-  }
 
   // The shuffle lets the compiler know that all lanes of a warp have the same warpgroup: what is computed
   // from it then takes no registers of the threads.
@@ -403,66 +427,103 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int column = lane % 4 * 2;       // this lane's first query in a tile
   // Of dQ_i = dS_i K_j this warpgroup computes 64 columns if D = 128, and 64 rows if D = 64.
   int dS_slab = D == 64 ? warpgroup * Bc * 64 : 0;
-  Shared<T> K_slab = K + (D == 128 ? warpgroup * Bc * 64 : 0);
+  int K_slab = D == 128 ? warpgroup * Bc * 64 : 0;
   dq += warp * DQ_PER_WARP + lane * 4;
   Turns turns{counters + 1};
 
-  // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
-  // seen_from_1 on, or by none if the key does not exist. Both are counted from the lane's first query, as
-  // `mask` wants them.
-  int key = tile * Bc + row;
-  int seen_from_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
-  int seen_from_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
-  // The queries from masked_below on see all keys of this tile. Those below it need the mask.
-  int masked_below = tile * Bc + Bc > Nk ? Nq : causal ? tile * Bc + Bc - 1 - (Nk - Nq) : 0;
-
-  float dK[D / 2] = {}, dV[D / 2] = {};
-  barrier_wait(keys_full, 0);
-  uint32_t K_rows[D / 16][4], V_rows[D / 16][4];  // the warp's 16 rows of K_j and V_j
-  load_rows(K_rows, K, 16 * warp);
-  if (V_IN_REGISTERS) load_rows(V_rows, V, 16 * warp);
-  for (int step = 0; step < steps; step++) {
-    int stage = step % STAGES;
-    Shared<T> Q_i = Q + stage * Br * D, dO_i = dO + stage * Br * D;
-    Shared<T> dS_t = dS_i + step % 2 * Br * Bc;
-    float S[Br / 2], dP[Br / 2], dQ[32];
-    uint32_t P[Br / 16][4], dS[Br / 16][4];
-
-    barrier_wait(queries_full + stage, step / STAGES % 2);
-    start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
-    if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
-    else start_product(dP, V + warpgroup * 64 * 64, dO_i);
-    int64_t dq_tile = int64_t(batch * H + head) * query_tiles + i;
-    turns.wait(dq_tile, blocks_before(i));  // here, because the products run meanwhile
-    wgmma_wait<1>();                        // S^T is there
-    if (i * Br < masked_below) mask(S, seen_from_0 - i * Br, seen_from_1 - i * Br);
-    probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
-    wgmma_wait<0>();  // dP^T is there
-    score_gradients(dS, P, dP, delta_i + (stage * Br + column));
-    store_tile<Br>(dS_t, Bc, 16 * warp, dS);
-    fence_async();
-    if (!DETERMINISTIC) start_product(dV, P, dO_i);  // dV_j += P^T dO_i
-    __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
-
-    go_on(head, i);
-    if (threadIdx.x == 0 && step + STAGES - 1 < steps) {
-      int next_head = head, next_i = i;
-      for (int s = 2; s < STAGES; s++) go_on(next_head, next_i);
-      load_queries((step + STAGES - 1) % STAGES, next_head, next_i);
+  KeyTile j = tile_of(0);
+  if (threadIdx.x == 0) {
+    load_keys(j);
+    load_values(j);
+  }
+  int step = 0;  // counted over all tiles
+  while (j.tile >= 0) {
+    KeyTile next = PERSISTENT ? tile_of(j.round + 1) : KeyTile{0, -1};
+    // The step after j, or after one more; it may be one of the next tile.
+    auto later = [&](int steps) {
+      bool ends = j.steps == 0;
+      KeyTile ahead = ends ? next : j;
+      for (int s = 0; s < steps; s++) {
+        go_on(ahead);
+        if (!ends && ahead.steps == 0) ahead = next;
+      }
+      return ahead;
+    };
+    // Each step loads the one STAGES - 1 steps later. What is left to load here, except in the first round,
+    // are steps of the next tile if this one has few. The tile before did not know that tile.
+    for (int s = j.round > 0 ? j.steps : 0; s < STAGES - 1; s++) {
+      KeyTile ahead = later(s);
+      if (threadIdx.x == 0 && ahead.steps > 0) load_queries(ahead, (step + s) % STAGES);
     }
 
-    start_dQ(dQ, dS_t + dS_slab, K_slab);  // dQ_i = dS_i K_j
-    if (DETERMINISTIC) start_product(dV, P, dO_i);
-    start_product(dK, dS, Q_i);  // dK_j += dS^T Q_i
-    turns.pass_on(dq_tile);
-    wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there
-    add_dQ(dq + dq_tile * Br * D, dQ);
-    wgmma_wait<0>();
+    // This lane has the keys `key` and `key + 8`. They are seen by the queries from seen_from_0 and from
+    // seen_from_1 on, or by none if the key does not exist. Both are counted from the lane's first query, as
+    // `mask` wants them.
+    int key = j.tile * Bc + row;
+    int seen_from_0 = (key >= Nk ? Nq + Br : causal ? key - (Nk - Nq) : 0) - column;
+    int seen_from_1 = (key + 8 >= Nk ? Nq + Br : causal ? key + 8 - (Nk - Nq) : 0) - column;
+    // The queries from masked_below on see all keys of this tile. Those below it need the mask.
+    int masked_below = j.tile * Bc + Bc > Nk ? Nq : causal ? j.tile * Bc + Bc - 1 - (Nk - Nq) : 0;
+
+    Shared<T> K_j = K + j.round % KEY_STAGES * Bc * D;
+    float dK[D / 2] = {}, dV[D / 2] = {};
+    uint32_t K_rows[D / 16][4], V_rows[D / 16][4];  // the warp's 16 rows of K_j and V_j
+    barrier_wait(keys_full + j.round % KEY_STAGES, j.round / KEY_STAGES % 2);
+    load_rows(K_rows, K_j, 16 * warp);
+    barrier_wait(values_full, j.round % 2);
+    if (V_IN_REGISTERS) load_rows(V_rows, V, 16 * warp);
+    if (PERSISTENT) {
+      if (lane == 0) bulk_wait_read<0>();
+      __syncthreads();  // V_j is in registers, and the last tile's dK and dV have left shared memory
+      if (threadIdx.x == 0 && next.tile >= 0) {
+        load_keys(next);
+        if (V_IN_REGISTERS) load_values(next);
+      }
+    }
+    for (; j.steps; step++) {
+      int stage = step % STAGES;
+      Shared<T> Q_i = Q + stage * Br * D, dO_i = dO + stage * Br * D;
+      Shared<T> dS_t = dS_i + step % 2 * Br * Bc;
+      float S[Br / 2], dP[Br / 2], dQ[32];
+      uint32_t P[Br / 16][4], dS[Br / 16][4];
+
+      barrier_wait(queries_full + stage, step / STAGES % 2);
+      start_product(S, K_rows, Q_i);  // S^T = K_j Q_i^T
+      if (V_IN_REGISTERS) start_product(dP, V_rows, dO_i);  // dP^T = V_j dO_i^T
+      else start_product(dP, V + warpgroup * 64 * 64, dO_i);
+      int64_t dq_tile = int64_t(j.batch * H + j.head) * query_tiles + j.i;
+      turns.wait(dq_tile, blocks_before(j));  // here, because the products run meanwhile
+      wgmma_wait<1>();                        // S^T is there
+      if (j.i * Br < masked_below) mask(S, seen_from_0 - j.i * Br, seen_from_1 - j.i * Br);
+      probabilities(P, S, lse_i + (stage * Br + column), scale * LOG2_E);
+      wgmma_wait<0>();  // dP^T is there
+      score_gradients(dS, P, dP, delta_i + (stage * Br + column));
+      store_tile<Br>(dS_t, Bc, 16 * warp, dS);
+      fence_async();
+      if (!DETERMINISTIC) start_product(dV, P, dO_i);  // dV_j += P^T dO_i
+      __syncthreads();  // both warpgroups have written dS^T, and all products of the tile before have ended
+      go_on(j);
+      KeyTile ahead = later(STAGES - 2);
+      if (threadIdx.x == 0 && ahead.steps > 0) load_queries(ahead, (step + STAGES - 1) % STAGES);
+
+      start_dQ(dQ, dS_t + dS_slab, K_j + K_slab);  // dQ_i = dS_i K_j
+      if (DETERMINISTIC) start_product(dV, P, dO_i);
+      start_product(dK, dS, Q_i);  // dK_j += dS^T Q_i
+      turns.pass_on(dq_tile);
+      wgmma_wait<DETERMINISTIC ? 2 : 1>();  // dQ_i is there
+      add_dQ(dq + dq_tile * Br * D, dQ);
+      wgmma_wait<0>();
+    }
+    __syncthreads();  // nobody still reads dS_i, V or K_j
+    turns.pass_on(-1);
+    if (!V_IN_REGISTERS && threadIdx.x == 0 && next.tile >= 0) load_values(next);
+    // dV_j takes the place of dS_i, and dK_j at D = 64 as well; at D = 128 that of K_j.
+    Shared<T> dV_rows = dS_i + warp * 16 * D;
+    Shared<T> dK_rows = (D == 64 ? dS_i + Bc * D : K_j) + warp * 16 * D;
+    store_rows(dv_map, dV_rows, dV, 1, j.tile * Bc + 16 * warp, j.part, j.batch);
+    store_rows(dk_map, dK_rows, dK, scale, j.tile * Bc + 16 * warp, j.part, j.batch);
+    j = next;
   }
-  __syncthreads();  // nobody still reads K and V, where dK and dV are stored now
-  turns.pass_on(-1);
-  store_rows(dv_map, V + warp * 16 * D, dV, 1, tile * Bc + 16 * warp, part, batch);
-  store_rows(dk_map, K + warp * 16 * D, dK, scale, tile * Bc + 16 * warp, part, batch);
   if (lane == 0) bulk_wait_read<0>();  // shared memory must exist until the copy engine has read it
 }
 

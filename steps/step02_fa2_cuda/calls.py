@@ -7,8 +7,8 @@
 The tensors' device decides where a kernel runs. On a GPU nvrtc.py compiles and launches it; on a CPU g++ compiles the
 same file behind emulator/. From here a call goes to plan.py, and if no plan is kept for it, to works.py first.
 
-Needs torch, and beside it the rung's .cu files, ladder.py, works.py, plan.py, nvrtc.py, cache.py, wgmma.py and ptx.cuh;
-on a GPU cuda.core and NVRTC, on a CPU emulator/ and g++.
+Needs torch, and beside it the rung's .cu files, ladder.py, works.py, dealing.py, plan.py, nvrtc.py, cache.py, wgmma.py
+and ptx.cuh; on a GPU cuda.core and NVRTC, on a CPU emulator/ and g++.
 """
 
 import functools

@@ -302,7 +302,7 @@ struct Tile {
 // The number of the tile that this block computes in a round. If CAUSAL, every other round gives out the
 // tiles in reverse order of the blocks, so that a block with a long tile gets a short one next. The blocks'
 // work is about equal if lengths change little from round to round. So sections may alternate: where one ends
-// with its shortest tiles, the next begins with them. works.py chooses the sections.
+// with its shortest tiles, the next begins with them. dealing.py chooses the sections.
 __device__ int tile_number(int round) {
   if (!PERSISTENT) return round == 0 ? int(blockIdx.x) : 0x7fffffff;
   return round * gridDim.x + (CAUSAL && round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);

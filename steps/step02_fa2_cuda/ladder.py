@@ -3,7 +3,7 @@
 
 works.py turns a row into launches, plan.py runs them, and calls.py has the functions to call: `from lifted.calls import
 forward, backward`. What the stage says about itself (SUPPORTS, error messages, README's table, exercises) is read from
-the rows, too. Needs torch and no other file.
+the rows, too. Needs torch, and dealing.py.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+from .dealing import persistent_pays
 
 FP32 = (torch.float32,)
 HALF = (torch.bfloat16, torch.float16)
@@ -229,14 +231,15 @@ def fa2_backward_macros(problem):
 
 
 def hopper_backward_macros(problem):
-    stages = 3 if problem.Nq <= FEW_QUERIES else 2
-    own = {"DETERMINISTIC": int(problem.deterministic), "STAGES": stages}
-    return backward_macros(problem) | own | dict(problem.switches)
+    few = problem.Nq <= FEW_QUERIES
+    macros = backward_macros(problem) | {"DETERMINISTIC": int(problem.deterministic), "STAGES": 3 if few else 2}
+    macros |= dict(problem.switches)
+    return {"PERSISTENT": int(few and not macros["DETERMINISTIC"] and persistent_pays(problem))} | macros
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-FEW_QUERIES = 1024  # With so few, rung hopper's backward is faster with a third buffer for their tiles.
+FEW_QUERIES = 1024  # With so few, rung hopper's backward is faster with a third buffer and persistent blocks.
 SMALL = range(1, 97)
 MMA = same((64, 64), (32, 64, 96, 128))
 WGMMA = {32: (128, 128), 64: (128, 128), 96: (128, 96), 128: (128, 128), 256: (128, 80)}
@@ -289,7 +292,7 @@ BACKWARD_ROWS = (
     Kernel("wgmma", "bwd_2_wgmma.cu", HALF, (HOPPER_BACKWARD,), macros=backward_macros,
            shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc) + 128, **HOPPER_BACKWARDS),
     Kernel("hopper", "bwd_3_hopper.cu", HALF, (HOPPER_BACKWARD,), macros=hopper_backward_macros,
-           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc, stages=3) + 128,
+           shared_bytes=lambda D, Br, Bc: backward_tiles(D, Br, Bc, stages=3) + 2 * Bc * D + 128, persistent=True,
            in_order=True, **HOPPER_BACKWARDS),
 )  # fmt: skip
 FORWARD = {row.word: row for row in ROWS}

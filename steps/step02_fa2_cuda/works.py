@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from .dealing import order_of_tiles
 from .ladder import Problem
 
 HERE = Path(__file__).parent  # where the .cu files are
-LONG = 4096  # so many keys make a causal tile of rung hopper long
 DELTA_THREADS = 128  # of rung scalar's attention_delta, each for one row
 MOST = 2**31 - 2**16  # kernels count rows, tiles and blocks in 32 bits, and sometimes add a tile or a round to a count
 
@@ -101,45 +101,6 @@ def forward_works(problem, strides):
     return [work(problem, "attention_forward", (*arguments, *further), blocks)]
 
 
-def order_of_tiles(problem):
-    """(section, alternate): how a causal forward of rung hopper orders its tiles; fwd_8_hopper.cu says what they mean.
-
-    Where tiles are long, a section should be the heads whose K and V fit into 32 MB of the L2 cache, which saves power.
-    But if its length does not suit the number of multiprocessors, they get unequal work, by up to a tenth. Then it is
-    twice as many heads. Otherwise, and where tiles are short, it is half as many heads as there are multiprocessors, or
-    a quarter with a head_dim above 64.
-    """
-    heads = problem.B * problem.H
-    many = max(1, problem.processors // (4 if problem.D > 64 else 2))
-    if problem.causal and problem.Nk >= LONG:
-        bytes_of_K_and_V = 2 * problem.Nk * problem.D * problem.dtype.itemsize
-        fits = max(1, 2**25 // bytes_of_K_and_V) * (problem.H // problem.Hk)
-        for section in (min(fits, heads), min(2 * fits, heads)):
-            if busy(problem, section, alternate=True) > 0.99:
-                return section, True
-    return min(many, heads), False
-
-
-def busy(problem, section, alternate):
-    """The share of the time for which the blocks of rung hopper's causal forward work, until the last one ends.
-
-    As fwd_8_hopper.cu's Tile and tile_number deal out the tiles, a tile's beginning and end counted as a block of keys.
-    """
-    heads = min(problem.B * problem.H, 64 * section)  # further ones repeat what these show
-    tiles, blocks = problem.query_tiles, problem.processors
-    n = torch.arange(tiles * heads)
-    first = n // (section * tiles) * section  # head of the section
-    level = (n - first * tiles) // (heads - first).clamp(max=section)
-    later = (heads - 1) // section - first // section  # sections after this one
-    shortest_first = (later % 2 == 1) & alternate
-    tile = torch.where(shortest_first, level, tiles - 1 - level)
-    keys = (((tile + 1) * problem.Br).clamp(max=problem.Nq) + problem.Nk - problem.Nq).clamp(min=0)
-    work = (keys + problem.Bc - 1) // problem.Bc + 1
-    rounds = torch.nn.functional.pad(work, (0, -len(work) % blocks)).view(-1, blocks)
-    rounds[1::2] = rounds[1::2].flip(1)
-    return float(work.sum() / blocks / rounds.sum(0).max())
-
-
 def backward_works(problem, strides):
     """The launches of a whole backward."""
     if problem.row.adds_to_dq:
@@ -185,8 +146,12 @@ def gradient_works(problem, strides):
     else:
         tensors = *strided(("dout", "q", "k", "v"), strides), *sums, "dk", "dv", *counters
         arguments = *tensors, *numbers, c_int(problem.deterministic)
-    blocks = problem.key_tiles * problem.gradient_heads * problem.B
-    return [work(problem, "attention_backward", arguments, blocks)]
+    tiles = problem.key_tiles * problem.gradient_heads * problem.B
+    check_count("tiles", tiles)
+    if not problem.row.persistent:
+        return [work(problem, "attention_backward", arguments, tiles)]
+    blocks = min(tiles, problem.processors) if problem.row.macros(problem)["PERSISTENT"] else tiles
+    return [work(problem, "attention_backward", (*arguments, c_int(tiles)), blocks)]
 
 
 def dq_works(problem, strides):
