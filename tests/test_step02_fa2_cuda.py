@@ -496,7 +496,7 @@ def test_blocks_get_the_tiles_that_the_launch_has_counted(H, alternate, tmp_path
     out, block = calls.forward(q, k, v, rung=replace(row, file=str(tmp_path / row.file)), causal=True, tile=(128, 128))
     _, lse = attention.forward(q, k, v, causal=True)
     assert is_right((out, lse.float()), q, k, v, dout, causal=True)
-    tiles = block.view(H, 7, 128)
+    tiles = block.view(H, 7, 128).cpu()
     blocks_of_keys = torch.arange(1, 8) + 1  # and one for a tile's beginning and end
     work = torch.stack([(tiles[:, :, 0] == b).sum(0) @ blocks_of_keys for b in range(8)])
     assert (tiles == tiles[:, :, :1]).all() and work.sum() == H * blocks_of_keys.sum()
@@ -550,8 +550,9 @@ def test_persistent_blocks_of_a_backward_get_the_work_that_the_launch_has_counte
     rung = persistent(8, stored, "for (float& x : dV) x = blockIdx.x;\n    " + stored)
     q, k, v, dout = random_inputs(1, H, H, Nq, Nk, D, torch.float16)
     _, _, dv = calls.backward(dout, q, k, v, *saved(q, k, v, dout, causal=causal), causal=causal, rung=rung)
-    tiles = dv[0, :, ::128, 0]  # (heads, tiles)
-    assert (dv[0] == tiles.repeat_interleave(128, 1)[:, :Nk, None]).all()
+    dv = dv[0].cpu()
+    tiles = dv[:, ::128, 0]  # (heads, tiles)
+    assert (dv == tiles.repeat_interleave(128, 1)[:, :Nk, None]).all()
     problem = works.problem_of(ladder.BACKWARD["hopper"], q, k, causal=causal)
     keys = (torch.arange(tiles.shape[1]) * 128 - (Nk - Nq)).clamp(min=0) * causal
     work = -(-Nq // problem.Br) - keys // problem.Br + 1
