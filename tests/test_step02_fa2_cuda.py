@@ -163,12 +163,12 @@ def test_every_kernel_in_several_schedules(kernel):
 
 
 @emulated
-@pytest.mark.parametrize("few, persistent", [(0, False), (600, False), (600, True)])
+@pytest.mark.parametrize("small, persistent", [(0, False), (600 * 64, False), (600 * 64, True)])
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_rung_hoppers_backward_in_several_schedules(few, persistent, blocks, monkeypatch):
+def test_rung_hoppers_backward_in_several_schedules(small, persistent, blocks, monkeypatch):
     """With many queries it has two buffers for their tiles, with few three, and then perhaps persistent blocks."""
     monkeypatch.setattr(works, "processors", lambda _: blocks)
-    monkeypatch.setattr(ladder, "FEW_QUERIES", few)
+    monkeypatch.setattr(ladder, "SMALL_QUERIES", small)
     monkeypatch.setattr(ladder, "persistent_pays", lambda _: persistent)
     monkeypatch.setattr(calls, "kept", {})
     assert schedules.problems("bwd_3_hopper") == ""

@@ -42,7 +42,7 @@
 //   HEADS_APART      1: a block takes one query head, and the host adds up dk and dv of a group; 0: it takes
 //                    all query heads that share its keys
 //   DETERMINISTIC    1 or 0, as above; a macro, so that without it the counters cost nothing
-//   STAGES           buffers for tiles of queries: 3, or 2, a little faster with more than 1024 queries
+//   STAGES           buffers for tiles of queries: 3, or 2, a little faster where heads are long
 //   PERSISTENT       1: a block computes several tiles of keys; 0: one. Not both this and DETERMINISTIC.
 //
 // sm_90a. Needs ptx.cuh and wgmma.py's wrappers.
@@ -52,7 +52,7 @@
 // shared memory (fewer buffers need less, and get as much).
 // Spill budget: 0 bytes.
 // Left out, because it was slower: to compute dQ_i one step later, beside the exponentials; additions by the
-// copy engine; the rounding of dq in the last block of a head; persistent blocks for more than 1024 queries.
+// copy engine; the rounding of dq in the last block of a head; persistent blocks where heads are long.
 // A producer with a warp of its own would need too many registers.
 // Bottleneck, by leaving parts out (steps/bench/ablations.py): at D = 128 above all the additions to dq; at
 // D = 64 P^T and dS^T, because both warpgroups compute them at the same time.
