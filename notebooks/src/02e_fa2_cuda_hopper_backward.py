@@ -183,14 +183,17 @@ for D in (64, 128):
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # `bwd_3` keeps both at D = 64, and K_j alone at D = 128. The larger gain was foreseen at D = 64 and came at D = 128:
 # bytes are not the only limit. Tensor cores also rest while both warpgroups compute their softmax. So `bwd_3` starts dV_j,
-# which needs no exchange, before the barrier. And with 1,024 queries or fewer it has a third buffer for Q_i and dO_i,
-# because a block of few steps must not wait for its second tile.
+# which needs no exchange, before the barrier.
+#
+# A block of few steps must not wait for its second tile of queries. So up to 1,024 queries (2,048 at D = 64) there is a
+# third buffer for Q_i and dO_i. And a new block waits for its first tiles. So blocks are persistent there, if they get
+# equal work: while one computes a tile of keys, the next keys and first queries come.
 #
 # With a causal mask the first keys have the most queries. Their blocks start first, up to 8,192 keys in eight heads at a
 # time. So the last blocks of all are short, and no multiprocessor works long after the others.
 #
 # **A fixed order.** The blocks add to dq as they come, so its last bits vary. With `deterministic=True` they take turns,
-# at 0.85 to 0.92 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
+# at 0.85 to 0.93 of the speed. Going deeper, [02x](02x_deeper.ipynb), has the turns.
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
 # **Exercise 02.11: which rows of dQ a warp owns.** A warp adds its part of dQ_i to memory in the order of its registers.
@@ -254,7 +257,7 @@ for D in (64, 128):
 #
 # <details><summary>Answer</summary>
 #
-# At D = 128 the additions to dq, 3.7 %; the exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 the
+# At D = 128 the additions to dq, 3.6 %; the exponentials cost nothing, since dPᵀ is computed meanwhile. At D = 64 the
 # exponentials and delta. Without all four the kernel of D = 128 has nine tenths of the speed of a matrix product.
 #
 # </details>
@@ -270,7 +273,7 @@ print(figures.parts_left_out())
 # <details><summary>Answer</summary>
 #
 # FlashAttention-4: from N = 4096 on by 1 % at most, as both have 0.99 to 1.09 of its speed (in a second of calls without
-# a pause, at N = 16384, 1.00 to 1.03). At smaller N our forward leads by up to 40 %, and our backward has 0.96 to 1.07 of
+# a pause, at N = 16384, 1.00 to 1.03). At smaller N our forward leads by up to 40 %, and our backward has 0.99 to 1.13 of
 # its speed. In one forward at N = 512 we have 0.98 of cuDNN's speed.
 #
 # </details>

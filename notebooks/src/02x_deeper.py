@@ -346,6 +346,10 @@ print(f"every other one shortest first: {busy(2 * (four[::-1] + four), True):.0%
 # twice as many, if SMs are then busy for 99 % of the time. Otherwise, and below 4,096 keys, a section has half as many
 # heads as there are SMs, or a quarter if D > 64, and none alternates.
 #
+# Where heads are short, the backward is persistent, too. It deals head by head, so that few heads are in the cache at a
+# time, and ends with a section of the last heads. If a block had 5 % more than its share then, each block computes one
+# tile. The hardware shares those well: it starts the next block where one has ended.
+#
 # A tile needs a block of keys if *one* of its rows sees it. At D = 64 a tile has 192 rows, three warpgroups. With a
 # causal mask the first warpgroup sees nothing of the last block, and in the last tile a warpgroup may have no rows at
 # all. With SKIP it gives such a stage back at once, and passes its turn on. At D = 128 hardly anything is skipped.
@@ -446,7 +450,7 @@ for keys, queries, words in (
 print(n02d_hopper.beside("bwd_3_hopper", "bwd_3_hopper:DETERMINISTIC=1", switched=True))
 
 # %% slideshow={"slide_type": "subslide"}
-show("bwd_3_hopper", "struct Turns {", until="// The n-th block")
+show("bwd_3_hopper", "struct Turns {", until="// The n-th tile")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 11. Two tricks of FlashAttention-4
@@ -528,7 +532,8 @@ figures.power()
 # 3. **80 queries a tile, and dQ_iᵀ instead of dQ_i**: wider products read less. Faster only at N = 16384, and without K_j
 #    in registers.
 # 4. **lse and delta read before Sᵀ is there**: slower.
-# 5. **The backward's three kernels overlapped** by programmatic dependent launch: not tried.
+# 5. **The backward's three kernels overlapped** by programmatic dependent launch: a little faster at D = 128 with few
+#    queries, no faster at D = 64 or with persistent blocks. **Persistent blocks** where heads are long: no faster.
 # 6. **D = 32, 96 and 256 in the backward**: still `bwd_1`.
 # 7. **The forward at D = 64**: a polynomial for 1 to 6 of 16 exponentials: slower. Tiles of 128 x 160, 128 x 192, 192 x 96
 #    or 192 x 112: slower. Four stages: no faster.

@@ -241,8 +241,8 @@ figures.mistakes_in_a_model()
 print(ring_tables.shown("speed", ring_tables.recorded("H200")))
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch, the forward's efficiency is 0.96 or more at 128k and 0.90 or more at 32k, where `context_parallel` has 0.65 to
-# 0.70. Over fetch, forward + backward has an efficiency of 0.90 to 0.93 from 32k on, beside one GPU that adds to dQ in any
+# Over fetch, the forward's efficiency is 0.95 or more at 128k and 0.90 or more at 32k, where `context_parallel` has 0.63 to
+# 0.69. Over fetch, forward + backward has an efficiency of 0.90 to 0.94 from 32k on, beside one GPU that adds to dQ in any
 # order. (The column 8k is of older kernels, and lacks the ring's forward + backward with Hk = 8.)
 #
 # The ring adds in a fixed order, so that dq is bit-equal from run to run. Where both add in the same order, on two H100, it

@@ -193,7 +193,7 @@ print(f"256 ranks: largest difference to one device {(out - want).abs().max():.0
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. A fixed order, a CUDA graph, a million tokens
 #
-# This section needs 04b's tables of speed. There the ring over fetch has 0.90 to 0.93 of two GPUs in forward + backward
+# This section needs 04b's tables of speed. There the ring over fetch has 0.90 to 0.94 of two GPUs in forward + backward
 # from 32k on. But the ring adds to dQ in a fixed order, so that dq is bit-equal from run to run, and the one GPU beside
 # it does not. What remains if both do the same?
 

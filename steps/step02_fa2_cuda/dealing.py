@@ -9,6 +9,8 @@ Block b of P computes the tiles b, 2P - 1 - b, 2P + b, ...: every other round is
 the tiles of the other side that it visits, and one for its beginning and end.
 """
 
+import functools
+
 import torch
 
 LONG = 4096  # so many keys make a causal tile of the forward long
@@ -37,7 +39,7 @@ def forward_work(problem, section, alternate):
     """The work of a causal forward's tiles, in the order of fwd_8_hopper.cu's Tile."""
     heads = min(problem.B * problem.H, 64 * section)  # further ones repeat what these show
     tiles = problem.query_tiles
-    n = torch.arange(tiles * heads)
+    n = torch.arange(tiles * heads, device="cpu")
     first = n // (section * tiles) * section  # head of the section
     level = (n - first * tiles) // (heads - first).clamp(max=section)
     later = (heads - 1) // section - first // section  # sections after this one
@@ -47,6 +49,7 @@ def forward_work(problem, section, alternate):
     return (keys + problem.Bc - 1) // problem.Bc + 1
 
 
+@functools.lru_cache(1000)  # a launch asks several times
 def persistent_pays(problem):
     """Whether blocks of the backward should compute several tiles. They do not start anew then, but need equal work.
 
@@ -64,7 +67,7 @@ def backward_work(problem):
     """The work of a backward's tiles, in the order of bwd_3_hopper.cu's Place for persistent blocks."""
     tiles = problem.key_tiles
     heads = min(problem.B * problem.gradient_heads, max(1, 2**20 // tiles))  # more would show the same
-    keys = torch.arange(tiles) * problem.Bc - (problem.Nk - problem.Nq)
+    keys = torch.arange(tiles, device="cpu") * problem.Bc - (problem.Nk - problem.Nq)
     first = keys.clamp(min=0) // problem.Br * problem.causal  # the first tile of queries that sees them
     work = (problem.query_tiles - first) * (problem.H // problem.gradient_heads) + 1
     two_rounds = 2 * problem.processors
