@@ -163,13 +163,13 @@ def test_every_kernel_in_several_schedules(kernel):
 
 
 @emulated
-@pytest.mark.parametrize("small, persistent, blocks", [
+@pytest.mark.parametrize("short, persistent, blocks", [
     (0, False, 3), (600 * 64, False, 3), (600 * 64, True, 3), (600 * 64, True, 1),
 ])  # fmt: skip
-def test_rung_hoppers_backward_in_several_schedules(small, persistent, blocks, monkeypatch):
-    """With many queries it has two buffers for their tiles, with few three, and then perhaps persistent blocks."""
+def test_rung_hoppers_backward_in_several_schedules(short, persistent, blocks, monkeypatch):
+    """For a long head it has two buffers for tiles of queries, for a short one three, and perhaps persistent blocks."""
     monkeypatch.setattr(works, "processors", lambda _: blocks)
-    monkeypatch.setattr(ladder, "SMALL_QUERIES", small)
+    monkeypatch.setattr(ladder, "SHORT_HEAD", short)
     monkeypatch.setattr(ladder, "persistent_pays", lambda _: persistent)
     monkeypatch.setattr(calls, "kept", {})
     assert schedules.problems("bwd_3_hopper") == ""

@@ -186,8 +186,9 @@ for D in (64, 128):
 # which needs no exchange, before the barrier.
 #
 # A block of few steps must not wait for its second tile of queries. So up to 1,024 queries (2,048 at D = 64) there is a
-# third buffer for Q_i and dO_i. And a new block waits for its first tiles. So blocks are persistent there, if they get
-# equal work: while one computes a tile of keys, the next keys and first queries come.
+# third buffer for Q_i and dO_i. And a new block waits for its first tiles. So blocks can be persistent there: while one
+# computes a tile of keys, the next keys and first queries come. The launch counts whether they would get equal work
+# ([02x](02x_deeper.ipynb), section 8).
 #
 # With a causal mask the first keys have the most queries. Their blocks start first, up to 8,192 keys in eight heads at a
 # time. So the last blocks of all are short, and no multiprocessor works long after the others.

@@ -379,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
     return {round, tile, part, place.head / parts, first, part * own, i, (query_tiles - first) * own};
   };
 
-  // Start the copies of a tile's K_j, of its V_j, and of Q_i and dO_i for its step.
+  // These start the copies of a tile's K_j, of its V_j, and of Q_i and dO_i for its step.
   auto load_keys = [&](const KeyTile& j) {
     int s = j.round % KEY_STAGES, head_k = HEADS_APART ? j.part / group : j.part;
     barrier_expect(keys_full + s, 2 * Bc * D);
@@ -439,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_backward(
   int step = 0;  // counted over all tiles
   while (j.tile >= 0) {
     KeyTile next = PERSISTENT ? tile_of(j.round + 1) : KeyTile{0, -1};
-    // The step after j, or after one more; it may be one of the next tile.
+    // The step that comes so many steps after j, at most one; it may be one of the next tile.
     auto later = [&](int steps) {
       bool ends = j.steps == 0;
       KeyTile ahead = ends ? next : j;

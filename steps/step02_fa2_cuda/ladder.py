@@ -231,16 +231,16 @@ def fa2_backward_macros(problem):
 
 
 def hopper_backward_macros(problem):
-    few = problem.Nq * problem.D <= SMALL_QUERIES
-    macros = backward_macros(problem) | {"DETERMINISTIC": int(problem.deterministic), "STAGES": 3 if few else 2}
+    short = problem.Nq * problem.D <= SHORT_HEAD
+    macros = backward_macros(problem) | {"DETERMINISTIC": int(problem.deterministic), "STAGES": 3 if short else 2}
     macros |= dict(problem.switches)
-    return {"PERSISTENT": int(few and not macros["DETERMINISTIC"] and persistent_pays(problem))} | macros
+    return {"PERSISTENT": int(short and not macros["DETERMINISTIC"] and persistent_pays(problem))} | macros
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-# With so many numbers of Q a head or fewer, rung hopper's backward has a third buffer, and may be persistent.
-SMALL_QUERIES = 2**17
+# Up to so many numbers of Q a head is short: rung hopper's backward has a third buffer then, and may be persistent.
+SHORT_HEAD = 2**17
 SMALL = range(1, 97)
 MMA = same((64, 64), (32, 64, 96, 128))
 WGMMA = {32: (128, 128), 64: (128, 128), 96: (128, 96), 128: (128, 128), 256: (128, 80)}

@@ -80,10 +80,10 @@ def inputs(D, dtype, N):
 def results(row, q, k, v, dout, causal, deterministic):
     """{name: tensor}: the results of the row's kernel; a backward's are those for what the rung's forward returns.
 
-    Blocks that can be persistent are so, and have several tiles.
+    Persistent blocks have several tiles; those of a backward are persistent if there is a mask and no fixed order.
     """
-    two, persistent = mock.patch.object(works, "processors", lambda device: 2), mock.Mock(return_value=True)
-    with two, mock.patch.object(ladder, "persistent_pays", persistent):
+    two = mock.patch.object(works, "processors", lambda device: 2)
+    with two, mock.patch.object(ladder, "persistent_pays", lambda problem: problem.causal):
         out, lse = calls.forward(q, k, v, rung=row.word, causal=causal)
         if row in ladder.ROWS:
             return {"out": out, "lse": lse}
