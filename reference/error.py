@@ -142,9 +142,9 @@ def failures(got: dict, want: Expected) -> dict:
 
 def _one_by_one(A, B):
     """A B (..., M, N) for A (..., M, D), B (..., D, N), added up one term after the other with a rounding each."""
-    total = A.new_zeros(()).expand(*A.shape[:-1], B.shape[-1])
-    for d in range(A.shape[-1]):
-        total = torch.addcmul(total, A[..., d : d + 1], B[..., d : d + 1, :])
+    total = A.new_zeros(*A.shape[:-1], B.shape[-1])
+    for column, row in zip(A[..., None].unbind(-2), B[..., None, :].unbind(-3), strict=True):
+        total.addcmul_(column, row)
     return total
 
 

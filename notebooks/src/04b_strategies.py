@@ -140,7 +140,7 @@ show("step04_ring/strategies/lesson_5_ulysses", "forward")
 globals().pop("__file__", None)
 four_ranks = launch.Ranks(4)
 for name in ("query_parallel", "ring", "star", "ulysses"):
-    arguments = name, 512, 16, 4, True, "zigzag", "float32"  # S, D, H, causal, layout, dtype
+    arguments = name, 256, 16, 4, True, "zigzag", "float32"  # S, D, H, causal, layout, dtype
     lines = four_ranks.run(demo.report_strategy, *arguments)[0]
     print(f"{name:15}", *(line for line in lines if line.startswith("sent, forward")))
 

@@ -21,6 +21,8 @@ from triton.runtime import interpreter
 from . import memcheck
 
 tritons_own, patch_tensor = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+tritons_call = interpreter.InterpretedFunction.__call__
+_launch, _replaced = None, set()  # a watched launch, and the modules whose functions it has called
 
 
 def create_dot(self, a, b, d, *how):
@@ -50,8 +52,24 @@ def patch_lang_tensor(tensor, scope):
         scope.set_attr(tensor, "__bool__", truth)
 
 
+def call(self, *args, **kwargs):
+    """Calls a function of a kernel, which Triton does a third slower: it replaces triton.language's own functions each
+    time anew. Once for each module is enough in a launch.
+    """
+    global _launch, _replaced
+    if memcheck.spans is None:
+        return tritons_call(self, *args, **kwargs)
+    if memcheck.spans is not _launch:
+        _launch, _replaced = memcheck.spans, set()
+    if self.fn.__module__ in _replaced:
+        return self.rewrite()(*args, **kwargs)
+    _replaced.add(self.fn.__module__)
+    return tritons_call(self, *args, **kwargs)
+
+
 def prepare():
     """From now on watched kernels are interpreted in this way, and each of their loads and stores is checked."""
     memcheck.watch()
+    interpreter.InterpretedFunction.__call__ = call
     interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.InterpreterBuilder.create_dot = create_dot

@@ -194,7 +194,10 @@ class Ranks:
         _check_timeout(timeout)
         # With "forkserver" one process imports torch, and the ranks are forked from it. CUDA does not survive a fork.
         context = multiprocessing.get_context("spawn" if engine.name == "cuda" else "forkserver")
-        context.set_forkserver_preload(["steps.step04_ring.entry", "steps.step03_triton"])
+        # torch's first backward would import the last of these in every rank, for a second.
+        context.set_forkserver_preload(
+            ["steps.step04_ring.entry", "steps.step03_triton", "torch.fx.experimental.symbolic_shapes"]
+        )
         # The store is in this process, because it has to outlive every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.pipes, self.processes = [], []

@@ -1,4 +1,4 @@
-"""Triton's interpreter for checks and tests: a third faster, and closer to what a GPU does.
+"""Triton's interpreter for checks and tests: faster, and closer to what a GPU does.
 
 The compiler turns a * b - c into a fused multiply-add, which rounds once and not twice. That is harmless almost
 everywhere, but 2^(c S - c m) is then infinite where the scores are huge. A GPU multiplies the float32 factors of tl.dot
@@ -22,20 +22,9 @@ class OnlyOnAGPU(Exception):
 
 
 def faster(replace=setattr):
-    """From now on three things are left out: replacing triton.language's functions anew at each call of a helper,
-    because the first replacement is enough; checking each addition of integers for overflow; and computing anew what
+    """From now on two things are left out: checking each addition of integers for overflow, and computing anew what
     follows from a type. replace: as setattr.
     """
-    call, replaced = interpreter.InterpretedFunction.__call__, set()
-
-    def helper(self, *args, **kwargs):
-        module = self.fn.__module__
-        if module.startswith("triton") and module not in replaced:  # What is replaced in a module of Triton's stays so.
-            replaced.add(module)
-            return call(self, *args, **kwargs)
-        return self.rewrite()(*args, **kwargs)
-
-    replace(interpreter.InterpretedFunction, "__call__", helper)
     replace(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
 
     for part, key in ((tl.block_type, _of_block_type), (tl.tensor, _of_tensor)):

@@ -89,6 +89,10 @@ class Watched(TorchDispatchMode):
         self.sent = self.held = 0
         self.alive = {x.untyped_storage()._cdata: (StorageWeakRef(x.untyped_storage()), 0) for x in inputs}
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # otherwise the first operator imports what torch.compile needs, for two seconds in each rank
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         self.sent += sent_by(function.name(), args)
