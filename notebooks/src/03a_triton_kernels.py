@@ -355,8 +355,8 @@ figures.speeds("backward")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # **Where it stands** on an H100 from N = 4096 on, causal or not. Forward: at D = 128 `gluon` has 0.99 to 1.17 of cuDNN's
-# speed and 0.93 to 0.99 of FlashAttention-4's; at D = 64 it has 0.94 to 1.12 and 0.87 to 0.91. Backward: `gluon` has
-# 1.01 to 1.17 and 0.85 to 0.91.
+# speed and 0.93 to 0.99 of FlashAttention-4's; at D = 64 it has 0.94 to 1.11 and 0.87 to 0.91. Backward: `gluon` has
+# 1.02 to 1.17 and 0.86 to 0.92.
 #
 # ## 8. Summary
 #

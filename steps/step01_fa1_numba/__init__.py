@@ -9,6 +9,11 @@ from steps import contract, engine
 
 from . import bwd_0_published, bwd_2_registers, fwd_0_published, fwd_1_loops_swapped, fwd_2_registers
 
+if engine.name == "cpu":
+    from . import simulator  # It imports what is there only where kernels are simulated.
+
+    simulator.prepare()
+
 RUNGS = {
     "registers": (fwd_2_registers.forward, bwd_2_registers.backward),
     "loops_swapped": (fwd_1_loops_swapped.forward, bwd_0_published.backward),

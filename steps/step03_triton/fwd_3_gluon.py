@@ -18,8 +18,9 @@ waits for a product, two others compute. Each has 160 registers a thread, for wh
 16-bit numbers.
 
 Left out, because it was not faster: programs that take several tiles one after the other (faster at N = 1k only); K_n
-released later; the wait for O behind all exponentials; a producer each for K, V and Q. Spills: with three consumers and
-a causal mask 5 or 6 words a step, else none inside the loops.
+released later; the wait for O behind all exponentials; a producer each for K, V and Q; consumers that take turns with
+their products, as in fwd_8 (4 % slower to 1 % faster). Spills: with three consumers and a causal mask 5 or 6 words a
+step, else none inside the loops.
 Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 9 or 13 warps, which the compiler
 fills up to 12 or 16, one program a multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter
 does not run Gluon. Needs torch, replay.py and Triton 3.6 to 3.9, because Gluon is experimental and may change.
