@@ -430,18 +430,6 @@ def features(N=16384, cache=32768, longest=65536):
     yield [feature("memory", causal, {}, [a_peer("sdpa-cudnn")], passes=("fwd+bwd",), last=min(LAST, longest))]
 
 
-def grouped():
-    """Groups: stage 02's backward where all 8 query heads share one K/V head, beside heads of their own.
-
-    The keys of one K/V head alone give a GPU too few blocks.
-    """
-    who = candidate("02", "hopper"), a_peer("sdpa-cudnn")
-    for causal in (False, True):
-        points = {name: Point(1, 8, 4096, 128, causal, Hk) for name, Hk in (("own heads", 8), ("grouped heads", 1))}
-        mask = ", causal" if causal else ""
-        yield [Task(point, "bf16", ("bwd",), who, {"feature": name + mask}) for name, point in points.items()]
-
-
 # --- plans --------------------------------------------------------------------------------------------------
 
 
@@ -473,7 +461,6 @@ PLANS = {
     "float32": (Part(of("03", "fused"), sizes(512, 4096, 16384), **FLOAT32),),
     "compilers": (Part(of("03", "gluon tma"), sizes(16384), BOTH, peers=("flex", "compiled", "fa4", "sdpa-cudnn")),),
     "features": (lambda: measure(features()),),
-    "grouped": (lambda: measure(grouped()),),
     # One block of one head: a kernel is shorter than its launch.
     "launches": (Part(of("02", "hopper fa2") + of("03", "gluon tma"), (Point(1, 1, 128, 64),)),),
     "host": (lambda: measure(small_calls()),),
