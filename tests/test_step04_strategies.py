@@ -330,7 +330,7 @@ def test_a_call_leaves_nothing_for_the_next_one(way):
     alone = way in RING and rank != 1  # A lesson ends on every rank only where it raises on every rank.
     options = {"S": 16} | ({"transport": way} if way in RING else {})
     for deterministic, grad in itertools.product((False, True), repeat=2):
-        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        torch.set_deterministic_debug_mode("warn" if deterministic else "default")
         with torch.set_grad_enabled(grad):
             here = switches()
             for block, layout in ((PlainBlock, "zigzag"), (broken, "zigzag"), (PlainBlock, "ring")):
@@ -339,7 +339,7 @@ def test_a_call_leaves_nothing_for_the_next_one(way):
                     attention = strategies.load("ring" if way in RING else way)
                     attention(*inputs(4)[:3], block=PlainBlock if alone else block, layout=layout, **options)
                 assert switches() == here, (deterministic, grad, block, layout)
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def switches():
@@ -506,6 +506,7 @@ def test_sent_bytes_and_memory_are_those_of_the_formulas(strategy, S, H, Hk, dty
     assert (forward.sent, backward) == account.sent_bytes(strategy, whole, rank, **sizes)
     formula = account.memory_bytes(strategy, whole, rank, **sizes)
     assert engine.name != "cpu" or 0.85 * formula < forward.held < 1.15 * formula, (forward.held, formula)
+    assert "torch._dynamo" not in sys.modules, "importing what torch.compile needs takes seconds"
 
 
 # Programs.

@@ -68,15 +68,15 @@ def unwritten_is_nan():
     torch fills such memory where it is asked for deterministic algorithms. It only warns about operations that have
     none, such as cuBLAS's products on a GPU, and these warnings are not shown.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         assert torch.empty(9, device=engine.device).isnan().all()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*deterministic")
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 class Contract:
