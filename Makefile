@@ -7,8 +7,8 @@
 
 PYTHON ?= python3
 ARGS ?=
-# Files of tests that run at a time. A third one on two cores takes as long: it only makes the others slower.
-JOBS ?= 2
+# Files of tests that run at a time: one more than two cores, because some tests wait for processes.
+JOBS ?= 3
 
 ifeq ($(CONDA_DEFAULT_ENV),base)
   CONDA_PREFIX :=
@@ -73,7 +73,7 @@ run = @trap : INT; $(1); status=$$?; echo; echo $(call quote,$(ENDING)); exit $$
 demo: setup ## every stage on real input, compared with the float64 reference
 	$(call run,$(PY) -m steps demo $(ARGS))
 
-test: setup ## the tests, two files at a time (JOBS=2); ARGS="tests/test_step03_triton.py -k causal" picks
+test: setup ## the tests, three files at a time (JOBS=3); ARGS="tests/test_step03_triton.py -k causal" picks
 	$(call run,$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS))
 
 test-all: setup ## the tests, and those that take too long for `make test`, such as random inputs
@@ -155,7 +155,7 @@ lint: setup ## ruff
 report: setup ## the pages' tables, figures and solutions, from the measured rows and the stages
 	$(call run,$(PY) -m steps.bench.report && $(PY) -m steps.figures.plots && $(PY) -m steps.demo.readme --tables && PYTHONPATH=. $(PY) notebooks/site/record.py && $(PY) -m steps.demo.training --draw && $(PY) -m steps.workbook.solutions)
 
-gpu-check: setup ## the tests and the sanitizers on this GPU, with a summary; JOBS=2 at a time
+gpu-check: setup ## the tests and the sanitizers on this GPU, with a summary; JOBS=3 at a time
 	$(call run,PYTHONPATH=tests $(PY) -m tests.test_gpu_check $(JOBS) $(ARGS))
 
 clean: ## remove .venv, the slides and the caches; my/ stays

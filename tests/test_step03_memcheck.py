@@ -58,6 +58,19 @@ def copy(x, y, first=0, end_x=N, end_y=N):
     copy_kernel[(2,)](x, y, first, end_x, end_y, SIZE=16)
 
 
+@pytest.mark.parametrize("watched, times", [(True, 2 * 2), (False, 2 * 3)])
+def test_a_launch_replaces_triton_s_functions_once_for_each_module(watched, times, monkeypatch):
+    """In two launches of two programs, which call a function each. Of a kernel that is not watched, at each call."""
+    plain, replaced = interpreter.interpreter._patch_lang, []
+    monkeypatch.setattr(interpreter.interpreter, "_patch_lang", lambda fn: replaced.append(fn) or plain(fn))
+    monkeypatch.setattr(memcheck, "_every", watched)
+    x = torch.randn(N)
+    for _ in range(2):
+        copy(x, y := torch.zeros(N))
+        assert torch.equal(x, y)
+    assert len(replaced) == times
+
+
 def rows_of_one_tensor(dtype=torch.float32):
     """Two tensors of N numbers that lie in one, with a number between them and one more at each end."""
     return torch.arange(3 + 2 * N).to(dtype)[1:-1].unfold(0, N, N + 1)
