@@ -506,7 +506,7 @@ def test_sent_bytes_and_memory_are_those_of_the_formulas(strategy, S, H, Hk, dty
     assert (forward.sent, backward) == account.sent_bytes(strategy, whole, rank, **sizes)
     formula = account.memory_bytes(strategy, whole, rank, **sizes)
     assert engine.name != "cpu" or 0.85 * formula < forward.held < 1.15 * formula, (forward.held, formula)
-    assert "torch._dynamo" not in sys.modules, "importing what torch.compile needs takes seconds"
+    assert engine.name != "cpu" or "torch._dynamo" not in sys.modules, "importing torch.compile takes seconds"
 
 
 # Programs.
