@@ -16,8 +16,8 @@
 #
 # *How close does a kernel in Python come to one in CUDA C++, and what is in the way?*
 #
-# ![A ladder of stage 03's forward kernels beside cuDNN and FlashAttention-4 on an H100: rung gluon is the
-# highest of ours.](../notebooks/figures/ladder_triton.png)
+# ![Ladders of stage 03's kernels, forward and backward, beside cuDNN and FlashAttention-2, -3 and -4 on an H100: in
+# both rung gluon is the highest of ours.](../notebooks/figures/ladder_triton.png)
 #
 # - **Before you start:** notebook 03a, for sections 13 and 14 also 03b. Sections 7 to 12 want what tensor cores,
 #   warpgroups and TMA are.

@@ -2,8 +2,8 @@
 """Numba's simulator, whose main thread lets a block's threads compute while it waits for them.
 
 The simulator starts a Python thread for each CUDA thread, and its main thread asks all of them again and again whether
-they are alive and whether they stand at a barrier. Only one Python thread computes at a time. So most of the time went
-into these questions.
+they are alive and whether they stand at a barrier. Only one Python thread computes at a time, so that a kernel would
+wait for these questions most of the time.
 """
 
 import threading

@@ -10,7 +10,7 @@ the last bits depend on the order, and rounding to float32 takes them off, but f
 And in a kernel a tile has no truth value. Python computes `a and b` as b if a is true. To the interpreter every tile
 is true, so that it would silently forget a; the compiler computes a & b.
 
-All this is for watched kernels alone, see memcheck.py.
+And a kernel takes a third less time, see `call`. All this is for watched kernels alone, see memcheck.py.
 """
 
 import sys
@@ -22,7 +22,7 @@ from . import memcheck
 
 tritons_own, patch_tensor = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
 tritons_call = interpreter.InterpretedFunction.__call__
-_launch, _replaced = None, set()  # a watched launch, and the modules whose functions it has called
+_launch, _replaced = None, set()  # the `spans` of a watched launch, and the modules whose functions it has called
 
 
 def create_dot(self, a, b, d, *how):
@@ -53,8 +53,10 @@ def patch_lang_tensor(tensor, scope):
 
 
 def call(self, *args, **kwargs):
-    """Calls a function of a kernel, which Triton does a third slower: it replaces triton.language's own functions each
-    time anew. Once for each module is enough in a launch.
+    """Calls a function that a kernel uses.
+
+    Before each such call Triton replaces the functions of triton.language by the interpreter's. In one launch it is
+    enough to do so once for each module that has such functions.
     """
     global _launch, _replaced
     if memcheck.spans is None:
