@@ -16,7 +16,7 @@ from steps.step02_fa2_cuda import ladder
 
 STEPS = Path(__file__).parents[1] / "steps"
 FEATURES = "flash flash flash_kernels features tiles replay"
-CHECKED = "options operators dropout decode flash_gluon fwd_3_gluon bwd_2_gluon bwd_1_tma sdpa models"
+CHECKED = "options operators dropout decode flash_gluon fwd_3_gluon scheduler bwd_2_gluon bwd_1_tma sdpa models"
 SETS = {  # The stage, and the files to copy: that of the forward, that of the backward, and those that they need.
     "00 matrix": ("step00_naive", "fwd_1_matrix bwd_1_matrix"),
     "00 tiled": ("step00_naive", "fwd_3_tiled bwd_3_tiled"),

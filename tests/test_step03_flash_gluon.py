@@ -37,8 +37,8 @@ def test_each_tile_is_dealt_once_and_a_section_of_heads_together(heads, tiles, c
     dealt = []
     for program in range(heads * tiles):
         of_one = dict(minimum=min, maximum=max, program_id=lambda _, n=program: n, num_programs=lambda _: heads * tiles)
-        monkeypatch.setattr(fwd_3_gluon, "gl", SimpleNamespace(**of_one))
-        dealt.append(fwd_3_gluon.deal.fn(tiles, causal, Nk, 128))
+        monkeypatch.setattr(bwd_2_gluon, "gl", SimpleNamespace(**of_one))
+        dealt.append(bwd_2_gluon.deal.fn(tiles, causal, Nk, 128))
     assert sorted(dealt) == [*itertools.product(range(tiles), range(heads))]
     assert dealt == sorted(dealt, key=lambda place: (place[1] // section, place)), "section by section, tile by tile"
 
@@ -89,10 +89,11 @@ def launched(monkeypatch):
         arg_names = names
 
         def __getitem__(self, grid):
-            return lambda *x, **_: calls.append({"programs": grid[0], **dict(zip(names, x, strict=True))})
+            return lambda *x, **_: calls.append({"programs": grid[0], **dict(zip(names, x, strict=False))})
 
     monkeypatch.setattr(flash_gluon, "refusal", lambda q: None)
     monkeypatch.setattr(flash_gluon, "forward_kernel", Kernel())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=3))
     return calls
 
 
@@ -108,7 +109,8 @@ def test_what_the_kernel_is_given(launched):
         assert found["starts_q"].is_contiguous() and found["starts_k"].is_contiguous()
         assert [found[name].tolist() for name in ("starts_q", "starts_k")] == [[0, 10, 190], [0, 200, 450]]
         numbers = [found[name] for name in ("programs", "H", "group", "Nq", "left", "right", "total", "scale")]
-        assert numbers == [2 * 4 * 2, 4, 2, 180, flash_gluon.UNLIMITED, 0, 300, 0.5]
+        assert numbers == [3, 4, 2, 180, flash_gluon.UNLIMITED, 0, 300, 0.5]
+        assert [found[name] for name in ("tiles", "section")] == [2 * 4 * 2, 8], "of the longest sequence"
         assert (out[:, :, 190:] == 0).all() and (lse == -math.inf).all(), "of rows that no sequence has"
         assert [found[name].base.data_ptr() for name in "qkv"] == [x.data_ptr() for x in (q, k, v)]
         assert (found["sinks"] is None) == (sinks is None) and (sinks is None or found["sinks"].dtype == torch.float32)
@@ -117,7 +119,7 @@ def test_what_the_kernel_is_given(launched):
     for window, causal, edges in seen:
         step03.forward(q, k, v, window=window, causal=causal)
         found = launched[-1]
-        numbers = [found[name] for name in ("programs", "left", "right", "Nk", "scale")]
+        numbers = [found[name] for name in ("tiles", "left", "right", "Nk", "scale")]
         assert numbers == [4 * 3, *edges, 500, 72**-0.5]
     unaligned = torch.randn(1, 4, 300, 76, dtype=torch.float16)[..., 4:]
     step03.forward(unaligned, k, v, window=(7, 0))
@@ -146,8 +148,8 @@ def test_which_calls_take_it(monkeypatch):
     starts = torch.tensor([0, 10, 32], dtype=torch.int32)
     packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=22, max_seqlen_k=22)
 
-    def picked(D, carried=False, keys=32, **given):
-        q, k = (torch.zeros(1, 2, N, D, dtype=torch.float16) for N in (32, keys))
+    def picked(D, carried=False, keys=32, queries=32, **given):
+        q, k = (torch.zeros(1, 2, N, D, dtype=torch.float16) for N in (queries, keys))
         f = {"causal": False, "scale": None, "tile": None} | options.DEFAULTS | given
         return operators.launcher(q, k, f, carried)[0]
 
@@ -157,7 +159,11 @@ def test_which_calls_take_it(monkeypatch):
     taken = (128, window), (72, window), (256, packed), (128, packed | window), (128, {"sinks": starts})
     for D, given in (*taken, (128, window | {"check": True})):
         assert picked(D, **given) is flash_gluon.forward
-    for D, given in ((64, window), (64, packed), (128, {}), (128, {"causal": True})):
+    # At head_dim 64 it takes calls few of whose tiles need a mask.
+    few, many = ({"sinks": starts}, packed), (window, packed | {"causal": True}, {"sinks": starts, "causal": True})
+    assert all(picked(64, **given) is flash_gluon.forward for given in few)
+    assert picked(64, queries=4096, **many[2]) is flash_gluon.forward
+    for D, given in (*((64, given) for given in many), (40, packed), (128, {}), (128, {"causal": True})):
         assert picked(D, **given) is flash.forward
     for more in ({"softcap": 2.0}, {"first_query": 3}, {"tile": [128, 64]}, {"carried": True}, {"keys": 0}):
         assert picked(128, **window, **more) is flash.forward
@@ -246,6 +252,12 @@ def check(q, k, v, **given):
 of_lengths = pytest.mark.parametrize("Nq, Nk", [(1, 1), (200, 200), (300, 700), (700, 300)])
 
 
+@pytest.fixture
+def few_programs(monkeypatch):
+    """So that each computes several tiles."""
+    monkeypatch.setattr(flash_gluon, "programs_for", lambda device, tiles: min(tiles, 3))
+
+
 def tensors(B, H, Hk, Nq, Nk, D, dtype):
     return (torch.randn(B, h, N, D, device="cuda", dtype=dtype) for h, N in ((H, Nq), (Hk, Nk), (Hk, Nk)))
 
@@ -253,9 +265,9 @@ def tensors(B, H, Hk, Nq, Nk, D, dtype):
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("D", [72, 128, 256])
+@pytest.mark.parametrize("D", [64, 72, 256])
 @of_lengths
-def test_windows(Nq, Nk, D, dtype):
+def test_windows(few_programs, Nq, Nk, D, dtype):
     q, k, v = tensors(2, 4, 2, Nq, Nk, D, dtype)
     for window, causal in (((0, 0), False), ((100, None), True), ((300, 40), False), ((1, -1), False)):
         check(q, k, v, window=window, causal=causal, scale=0.3)
@@ -265,11 +277,11 @@ def test_windows(Nq, Nk, D, dtype):
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("D", [72, 128, 256])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(
     "of_q, of_k", [((1, 64, 200, 0, 129), (5, 64, 230, 70, 0)), ((128, 256), (256, 128))], ids=["five", "two"]
 )
-def test_packed(of_q, of_k, D, dtype):
+def test_packed(few_programs, of_q, of_k, D, dtype):
     """Sequences of any length, also without queries or keys; behind the last one are rows of none."""
     starts = {"q": [0, *itertools.accumulate(of_q)], "k": [0, *itertools.accumulate(of_k)]}
     given = {f"cu_seqlens_{x}": torch.tensor(n, dtype=torch.int32, device="cuda") for x, n in starts.items()}
@@ -328,22 +340,22 @@ def launches(wanted):
         x, starts = torch.zeros(1, 2, 128, D, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int32)
         of_packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=128, max_seqlen_k=128)
         sinks = torch.zeros(2)
-        given = [of_packed, of_packed | {"sinks": sinks}] if packed else [{"window": (7, 0), "sinks": sinks}]
-        for one in given:
-            flash_gluon.forward(x, x, x, **one)
+        given = of_packed | ({"sinks": sinks} if D == 256 else {}) if packed else {"window": (7, 0), "sinks": sinks}
+        flash_gluon.forward(x, x, x, **given)
         if D == 128 and not packed:
             flash_gluon.backward(x, x, x, x, x, torch.zeros(1, 2, 128), sinks=sinks)
 
 
 def test_what_it_compiles_to():
-    rows = compile_triton.in_a_process(__file__, [(128, False), (128, True), (256, True)])
+    rows = compile_triton.in_a_process(__file__, [(64, True), (128, False), (128, True), (256, True)])
     assert {"delta_kernel", "keys_kernel", "dq_kernel"} < {row["kernel"] for row in rows}, "the backward with sinks"
     rows = [row for row in rows if row["kernel"] == "forward_kernel"]
-    assert len(rows) == 5
+    assert len(rows) == 4
     for row in rows:
         assert row["wgmma.mma_async"] > 0 and row["cp.async.bulk.tensor"] > 0 and row["setmaxnreg"] > 0, row
         assert row["shared"] <= 227 * 1024 and not row["serialised"], row
-        assert row["spilled"] == 0 or not triton.__version__.startswith("3.7"), row  # others may spill a few registers
+        few = {64: 250, 128: 0, 256: 8}[row["D"]]  # bytes
+        assert row["spilled"] <= few or not triton.__version__.startswith("3.7"), row  # others may spill a few more
 
 
 if __name__ == "__main__":

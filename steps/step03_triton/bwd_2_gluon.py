@@ -40,7 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import fwd_3_gluon
 from .bwd_1_tma import delta_kernel
-from .fwd_3_gluon import aligned, async_load, async_store, copy, deal, describe, out_of_pairs
+from .fwd_3_gluon import aligned, async_load, async_store, copy, describe, out_of_pairs
 from .replay import replayed
 
 Bc = gl.constexpr(128)  # keys of a program, 64 a warpgroup
@@ -254,6 +254,26 @@ def consume(
     async_store(dk, [b, hk, j, 0], K_room.index(0))
     async_store(dv, [b, hk, j, 0], V_room.index(0))
     tma.store_wait(0)  # the shared memory must live until TMA has read it
+
+
+@gluon.jit
+def deal(tiles, causal, Nk, D_pad):
+    """This program's tile of keys and its head. First come the tiles 0 of a section of heads, then their tiles 1, ...
+
+    When causal, tiles differ in length, and those that come first are the longest. The more heads a section has, the
+    shorter are the last tiles of all, so that the multiprocessors end at nearly the same time. But K and V of a section
+    should fit into 32 MB of the L2 cache: 2^25 bytes, 4 for a number of K and one of V. Without a mask all tiles take
+    equally long, and heads come one by one.
+    """
+    program = gl.program_id(0)
+    tile, head = program % tiles, program // tiles
+    if causal:
+        section = gl.maximum(1, gl.minimum(8, 2**23 // (Nk * D_pad)))
+        first = head // section * section
+        heads = gl.minimum(section, gl.num_programs(0) // tiles - first)  # the last section may have fewer
+        n = program - first * tiles
+        tile, head = n // heads, first + n % heads
+    return tile, head
 
 
 @gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The forward of flash.py with a window, packed sequences or sinks on Hopper, and the backward with sinks alone.
 
-In the forward a producer and two consumers work as in fwd_3_gluon.py. What is different:
+In the forward a producer and two or three consumers work as in fwd_3_gluon.py. What is different:
 
-    window    The queries of a program see the keys from the first query's left edge to the last query's right edge.
-              First come the tiles that an edge cuts, which need a mask, and then the others.
+    window    The queries of a tile see the keys from the first query's left edge to the last query's right edge. First
+              come the tiles of keys that an edge cuts, which need a mask, and then the others.
     packed    A sequence is a range of rows of one long tensor. The copy engine reads zeros, and writes nothing, beyond
               the end of a tensor, but does not know where a sequence ends. `ragged` describes the tensor in such a way
               that a dimension ends there.
@@ -12,16 +12,16 @@ In the forward a producer and two consumers work as in fwd_3_gluon.py. What is d
               more than another delta_kernel before the kernels of bwd_2_gluon.py.
 
 Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py and
-bwd_2_gluon.py. Left out: all other features, and in the forward head_dims up to 64, where flash.py is as fast: its
-small programs share a multiprocessor. Needs torch, Triton, fwd_3_gluon.py, bwd_2_gluon.py, features.py,
-flash_kernels.py, replay.py and tiles.py.
+bwd_2_gluon.py. Left out: all other features, and in the forward head_dims below 64, and at 64 calls most of whose tiles
+need a mask: there flash.py is faster, because three consumers spill registers. Needs torch, Triton, fwd_3_gluon.py,
+bwd_2_gluon.py, scheduler.py, features.py, flash_kernels.py, replay.py and tiles.py.
 """
 
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import bwd_2_gluon
@@ -29,30 +29,34 @@ from .features import Features, check_options
 from .flash_kernels import add_sink as add_sink_in_triton
 from .flash_kernels import delta_kernel
 from .fwd_3_gluon import (
+    LOG2_E,
     STAGES,
     TILES,
     aligned,
-    async_store,
     copy,
-    deal,
     describe,
+    first_step,
     get,
-    in_pairs,
     layout,
     load,
+    lse_and_sum,
     make_ring,
-    mask,
-    online_softmax,
+    pass_turn,
     refusal,
     release,
+    shares,
     start_output,
-    start_scores,
     step,
+    store_lse,
+    store_rows,
+    wait_turn,
 )
 from .replay import replayed
+from .scheduler import order_of, place, programs_for, rounds_of
 from .tiles import new_packed, strides_of
 
 add_sink = gluon.jit(add_sink_in_triton.fn)  # One text, because what it calls means the same in both languages.
+LENGTHS = "H", "group", "Nq", "Nk", "left", "right", "tiles", "section", "alternate", "total"
 BILLION = gl.constexpr(2**30)
 UNLIMITED = 2**29  # more keys than a GPU has memory for; twice as many are still a number of 32 bits
 
@@ -93,87 +97,111 @@ def visited(n, tiles):
 
 
 @gluon.jit
-def produce(q, k, v, Q, K, V, queries, keys, i, tiles, PACKED: gl.constexpr):
-    begin, whole, full, end = tiles
-    for n in range(end - begin):
-        where = coordinates(keys, visited(n, tiles) * K[0].shape[-2], PACKED)
-        load(k, K, n, where)
-        if n == 0:
-            for w in gl.static_range(2):
-                load(q, Q, w, coordinates(queries, i + 64 * w, PACKED))
-        load(v, V, n, where)
+def place_of(round, lengths, order, window, starts, LONGEST_FIRST: gl.constexpr, Br: gl.constexpr, Bc: gl.constexpr):
+    """(queries, keys, i, low, high, tiles) of a round: the queries are those from row i of their part on."""
+    H, group, Nq, Nk = lengths
+    left, right = window
+    starts_q, starts_k = starts
+    b, h, i, _ = place(round, lengths, order, LONGEST_FIRST, Br, Bc)
+    q_start, k_start = 0, 0
+    if starts_q is not None:  # packed: b is the sequence, and Nq the length of the longest one
+        q_start, k_start = gl.load(starts_q + b), gl.load(starts_k + b)
+        Nq, Nk = gl.load(starts_q + b + 1) - q_start, gl.load(starts_k + b + 1) - k_start
+    low, high = i + Nk - Nq - left, i + Nk - Nq + right + 1
+    tiles = visits(low, high, gl.where(i < Nq, Nk, 0), Br, Bc)  # where there is no query, no key is visited
+    return (b, h, q_start, Nq), (b, h // group, k_start, Nk), i, low, high, tiles
 
 
 @gluon.jit
-def consume(w, PACKED: gl.constexpr, out, lse, sinks, Q, K, V, queries, i, low, high, Nk, tiles, scale):
-    """Warpgroup w: the 64 queries from i on, of which the first one sees the keys low ... high - 1."""
+def produce(q, k, v, Q, K, V, call, LONGEST_FIRST: gl.constexpr, CONSUMERS: gl.constexpr):
+    lengths, order, window, starts = call
+    PACKED: gl.constexpr = starts[0] is not None
+    Bc: gl.constexpr = K[0].shape[-2]
+    n = 0  # tiles of K so far
+    for round in range(rounds_of(order)):
+        queries, keys, i, low, high, tiles = place_of(
+            round, lengths, order, window, starts, LONGEST_FIRST, 64 * CONSUMERS, Bc
+        )
+        begin, whole, full, end = tiles
+        for w in gl.static_range(CONSUMERS):
+            load(q, Q, round * CONSUMERS + w, coordinates(queries, i + 64 * w, PACKED))
+        for tile in range(end - begin):
+            where = coordinates(keys, visited(tile, tiles) * Bc, PACKED)
+            load(k, K, n + tile, where)
+            load(v, V, n + tile, where)
+        n += end - begin
+
+
+@gluon.jit
+def consume(
+    w: gl.constexpr, consumers: gl.constexpr, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST: gl.constexpr
+):  # fmt: skip
+    """Warpgroup w: 64 queries of each tile."""
+    lengths, order, window, starts = call
+    PACKED: gl.constexpr = starts[0] is not None
     Bc: gl.constexpr = K[0].shape[-2]
     D_pad: gl.constexpr = K[0].shape[-1]
-    rows: gl.constexpr = gl.SliceLayout(1, layout(Bc))
-    m, l = gl.full((64,), float("-inf"), gl.float32, rows), gl.full((64,), 0, gl.float32, rows)
-    O = gl.full((64, D_pad), 0, gl.float32, layout(D_pad))  # not yet divided by l
-    scale_log2 = scale * 1.4426950408889634  # exp is computed as a power of 2
-    begin, whole, full, end = tiles
-    blocks = end - begin
-    if blocks > 0:  # otherwise nothing comes to wait for
-        Q_i = get(Q, w)
-        S = warpgroup_mma_wait(0, (start_scores(Q_i, get(K, 0)),))
-        release(K, 0)
-        S = mask(S, visited(0, tiles) * Bc, low, high, Nk)
-        m, l, alpha, P = online_softmax(m, l, S, scale_log2)
-        P = in_pairs(P, V[0].dtype)
-        masked = gl.maximum(1, blocks - (full - whole))
-        for n in range(1, masked):
-            j = visited(n, tiles) * Bc
-            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, j, low, high, Nk, scale_log2, True)
-        for n in range(masked, blocks):
-            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, 0, low, high, Nk, scale_log2, False)
-        O = warpgroup_mma_wait(0, (start_output(O, P, get(V, blocks - 1)),))
-    l = gl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
-    row = i + gl.arange(0, 64, rows)
-    lse += row
-    lse_i = m * scale + gl.log(l)
-    if sinks is not None:
-        lse_i, kept_share = add_sink(lse_i, gl.load(sinks + queries[1]))
-        l /= kept_share
-    gl.store(lse, lse_i, mask=row < queries[3])
-    tile = Q[0].index(w)  # Q_i is not needed any more, so out leaves the chip from its place
-    inverse = gl.convert_layout(1 / l, gl.SliceLayout(1, layout(D_pad)))
-    tile.reshape((64, D_pad)).store((O * inverse[:, None]).to(out.dtype))
-    fence_async_shared()  # TMA must see what was stored
-    async_store(out, coordinates(queries, i, PACKED), tile)
-    tma.store_wait(0)  # the shared memory must live until TMA has read it
+    turn: gl.constexpr = (w, (w + 1) % consumers)
+    if w == consumers - 1:
+        pass_turn(turn)  # consumer 0 may begin
+    n = 0  # tiles of K so far
+    for round in range(rounds_of(order)):
+        queries, keys, i, low, high, tiles = place_of(
+            round, lengths, order, window, starts, LONGEST_FIRST, 64 * consumers, Bc
+        )
+        begin, whole, full, end = tiles
+        blocks = end - begin
+        seen = low + 64 * w, high + 64 * w, keys[3]
+        Q_i = get(Q, round * consumers + w)
+        m = gl.full((64,), float("-inf"), gl.float32, gl.SliceLayout(1, layout(Bc)))
+        l = shares(gl.full((64, Bc), 0, gl.float32, layout(Bc)))
+        O = gl.full((64, D_pad), 0, gl.float32, layout(D_pad))  # not yet divided by l
+        if blocks > 0:  # otherwise nothing comes to wait for
+            state = first_step(turn, Q_i, K, V, n, visited(0, tiles) * Bc, seen, scale * LOG2_E)
+            masked = gl.maximum(1, blocks - (full - whole))
+            for tile in range(1, masked):
+                j = visited(tile, tiles) * Bc
+                state = step(turn, state, Q_i, K, V, n + tile, j, seen, scale * LOG2_E, True)
+            for tile in range(masked, blocks):
+                state = step(turn, state, Q_i, K, V, n + tile, 0, seen, scale * LOG2_E, False)
+            n += blocks
+            m, l, P, O = state
+            O = warpgroup_mma_wait(0, (start_output(O, P, get(V, n - 1)),))
+            release(V, n - 1)
+        lse_i, l = lse_and_sum(m, l, scale)
+        b, h, q_start, Nq = queries
+        if sinks is not None:
+            lse_i, kept_share = add_sink(lse_i, gl.load(sinks + h))
+            l /= kept_share
+        head = h if PACKED else b * lengths[0] + h
+        store_lse(lse, lse_i, head, total, q_start + i + 64 * w, q_start + Nq)
+        store_rows(out, coordinates(queries, i + 64 * w, PACKED), Q, round * consumers + w, O, l)
+    if w == 0:
+        wait_turn(turn)  # a program must not end while a named barrier is half full
 
 
-@gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk", "left", "right", "total"])  # one kernel for every length
+@gluon.jit(do_not_specialize=LENGTHS)  # so that one compiled kernel serves every length
 def forward_kernel(
-    q, k, v, out, lse, sinks, starts_q, starts_k, H, group, Nq, Nk, left, right, total, scale
+    q, k, v, out, lse, sinks, starts_q, starts_k, H, group, Nq, Nk, left, right, tiles, section, alternate, total,
+    scale, LONGEST_FIRST: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    Br: gl.constexpr = 128
-    PACKED: gl.constexpr = starts_q is not None
-    programs = gl.cdiv(Nq, Br)
-    n, bh = deal(programs, right < Nk, Nk, k.block_type.shape[-1])
-    i = (programs - 1 - n) * Br
-    b, h = bh // H, bh % H
-    q_start, k_start = 0, 0
-    if PACKED:  # b is the sequence, and Nq the length of the longest one
-        q_start, k_start = gl.load(starts_q + b), gl.load(starts_k + b)
-        Nq, Nk = gl.load(starts_q + b + 1) - q_start, gl.load(starts_k + b + 1) - k_start
-        lse += h.to(gl.int64) * total + q_start
-        if i >= Nq:
-            return
-    else:
-        lse += bh.to(gl.int64) * Nq
-    queries, keys = (b, h, q_start, Nq), (b, h // group, k_start, Nk)
-    low, high = i + Nk - Nq - left, i + Nk - Nq + right + 1
-    tiles = visits(low, high, Nk, Br, k.block_type.shape[-2])
-    Q, K, V = make_ring(q, 2, 1), make_ring(k, STAGES, 2), make_ring(v, STAGES, 2)
+    call = (H, group, Nq, Nk), (tiles, section, alternate), (left, right), (starts_q, starts_k)
+    Q_STAGES: gl.constexpr = 2 if q.block_type.shape[-1] <= 128 else 1  # as many as there is memory for
+    Q, K, V = make_ring(q, Q_STAGES * CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS), make_ring(v, STAGES, CONSUMERS)
     # The warps and registers are those of fwd_3_gluon.py.
-    gl.warp_specialize([
-        (consume, (0, PACKED, out, lse, sinks, Q, K, V, queries, i, low, high, Nk, tiles, scale)),
-        (consume, (1, PACKED, out, lse, sinks, Q, K, V, queries, i + 64, low + 64, high + 64, Nk, tiles, scale)),
-        (produce, (q, k, v, Q, K, V, queries, keys, i, tiles, PACKED)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consume, (0, CONSUMERS, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST)),
+            (consume, (1, CONSUMERS, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST)),
+            (produce, (q, k, v, Q, K, V, call, LONGEST_FIRST, 2)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, CONSUMERS, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST)),
+            (consume, (1, CONSUMERS, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST)),
+            (consume, (2, CONSUMERS, out, lse, sinks, Q, K, V, call, total, scale, LONGEST_FIRST)),
+            (produce, (q, k, v, Q, K, V, call, LONGEST_FIRST, 3)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
 def ragged(x, rows, D_pad):
@@ -197,7 +225,10 @@ def fits(q, asked):
     """Whether `forward` takes q, and is faster than flash.py. asked: the names of the features in use, and causal."""
     if {*asked} - {*OPTIONS} or not {"window", "sinks", "cu_seqlens_q"} & {*asked}:
         return False
-    return q.shape[3] > 64 and refusal(q) is None
+    N, D = q.shape[2:]
+    if D == 64 and ("window" in asked or "causal" in asked and ("cu_seqlens_q" in asked or N < 4096)):
+        return False  # A tile with a mask is slow there, and they are many.
+    return D >= 64 and refusal(q) is None
 
 
 @replayed
@@ -205,7 +236,7 @@ def forward(
     record, q, k, v, *, causal=False, scale=None, window=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=None, max_seqlen_k=None,
 ):  # fmt: skip
-    """(out, lse) as flash.forward gives them, with its options. head_dim is above 64, and there is at least one key."""
+    """(out, lse) as flash.forward gives them, with its options. head_dim is 64 or more, and there is a key at least."""
     check_options(
         q, scale=scale, window=window, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
@@ -218,17 +249,22 @@ def forward(
         kind, starts, sequences = describe, (None, None), B
         out, lse = record.new(q.shape, like=q), record.new(q.shape[:3])
     else:
-        kind, sequences, Nq = ragged, len(cu_seqlens_q) - 1, max_seqlen_q
+        kind, sequences, Nq, Nk = ragged, len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k
         starts = [record.derive(torch.Tensor.contiguous, x) for x in (cu_seqlens_q, cu_seqlens_k)]
         out, lse = new_packed(record, q, starts[0]), record.new(q.shape[:3], fill=-torch.inf)
     if sinks is not None:
         sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks)
-    D_pad = triton.next_power_of_2(D)
+    D_pad = max(64, triton.next_power_of_2(D))
     Br, Bc = TILES[D_pad]
     descriptors = [kind(x, rows, D_pad) for x, rows in ((q, 64), (k, Bc), (v, Bc), (out, 64))]
+    tiles, longest_first = sequences * H * triton.cdiv(Nq, Br), right < Nk
+    programs = programs_for(q.device, tiles)
+    ordered = longest_first and tiles > 0
+    order = order_of(sequences * H, Nq, Nk, Br, Bc, D_pad, programs) if ordered else (1, 0)
     record.launch(
-        forward_kernel, sequences * H * triton.cdiv(Nq, Br), *descriptors, lse, sinks, *starts, H, H // Hk, Nq, Nk,
-        left, right, q.shape[2], float(D**-0.5 if scale is None else scale), num_warps=4, maxnreg=168,
+        forward_kernel, programs, *descriptors, lse, sinks, *starts, H, H // Hk, Nq, Nk, left, right, tiles, *order,
+        q.shape[2], float(D**-0.5 if scale is None else scale), LONGEST_FIRST=longest_first, CONSUMERS=Br // 64,
+        num_warps=4, maxnreg=168 if Br == 128 else 128,
     )  # fmt: skip
     return out, lse
 

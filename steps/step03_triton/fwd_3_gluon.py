@@ -2,28 +2,32 @@
 """Rung 3, "gluon": the roles that the compiler gives out in rung 2, written by hand, and two products in flight.
 
     producer, one warp:                       consumers, two or three warpgroups of 64 query rows each:
-      load Q behind the first K_n               start S = Q K_n^T and, behind it, O += P V_(n-1)
-      for each tile of Bc keys:                 wait until S is ready; the room of K_n is free
-        wait until there is room; load K_n      m, l and P from S, while O is still being computed
-        wait until there is room; load V_n      wait until O is ready; the room of V_(n-1) is free; O *= alpha
+      for each tile of queries:                 wait for the turn; start S = Q K_n^T and, behind it, O += P V_(n-1)
+        wait until there is room; load Q        pass the turn on; wait until S is ready
+        for each tile of Bc keys:               m, l and P from S, while O is still being computed
+          wait until there is room; load K_n    wait until O is ready; the rooms of K_n and V_(n-1) are free
+          wait until there is room; load V_n    O *= alpha
 
 The idea: Gluon is the layer below Triton in the same compiler. Here the kernel says which warps do what, where tiles
 lie in shared memory, when a copy or a product starts, and who waits for it. Triton waits for a tl.dot whose result the
-same iteration uses, so that no product runs beside the exponentials; here O is computed beside them. Tiles are visited
-from the last key backwards, so that those that need a mask come first. Compared with stage 02's fwd_8_hopper.cu there
-is one producer, no ping-pong scheduling, no persistent blocks and no lazy rescaling.
+same iteration uses, so that no product runs beside the exponentials; here O is computed beside them. Tiles of keys are
+visited from the last one backwards, so that those that need a mask come first. A program computes several tiles of
+queries (scheduler.py), and loads the next one while it computes. Compared with stage 02's fwd_8_hopper.cu there is one
+producer, a tile's last product runs alone, and there is no lazy rescaling.
 
 At D <= 64 the exponentials take as long as the products. So three consumers share a multiprocessor there: while one
 waits for a product, two others compute. Each has 160 registers a thread, for which P goes around the loop in pairs of
 16-bit numbers.
 
-Left out, because it was not faster: programs that take several tiles one after the other (faster at N = 1k only); K_n
-released later; the wait for O behind all exponentials; a producer each for K, V and Q; consumers that take turns with
-their products, as in fwd_8 (4 % slower to 1 % faster). Spills: with three consumers and a causal mask 5 or 6 words a
-step, else none inside the loops.
-Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (B * H * ceil(Nq / Br),), 9 or 13 warps, which the compiler
-fills up to 12 or 16, one program a multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter
-does not run Gluon. Needs torch, replay.py and Triton 3.6 to 3.9, because Gluon is experimental and may change.
+What each idea brings, on H100 and H200 from 4k queries on: several tiles a program 3 to 9 % without a mask, and with
+one 0 to 7 %, if all programs get equal work, else a loss of up to 14 %; below 4k up to 23 %. Turns 2 to 4 % at D = 64,
+0 to 1 % at D = 128. A consumer that skips the tiles of keys that its own rows do not see: 2 to 4 % at D = 64.
+Left out, because it was not faster: a third tile of K and V; the wait for O behind the exponentials (5 % slower; the
+compiler needs to be forced); a producer each for K, V and Q; turns by mbarriers in place of named barriers. Spills:
+with three consumers and a causal mask two or three words a step, else none inside the loops.
+Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (programs,), 9 or 13 warps, which the compiler fills up to
+12 or 16, one program a multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run
+Gluon. Needs torch, scheduler.py, replay.py and Triton 3.6 to 3.9, because Gluon is experimental and may change.
 """
 
 import torch
@@ -35,27 +39,29 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .replay import replayed
+from .scheduler import order_of, place, programs_for, rounds_of
 
 # Triton 3.9 has new names for the two directions of a copy.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+LOG2_E = gl.constexpr(1.4426950408889634)  # exp is computed as a power of 2
 STAGES = gl.constexpr(2)  # tiles of K and of V in shared memory: one in use, one on its way
 TILES = {64: (192, 128), 128: (128, 128), 256: (128, 64)}  # (Br, Bc) by the columns of a tile in shared memory
-SHORT = 2048  # queries below which three consumers are no faster, because the last tile of a head is not full
+SHORT = 2048  # queries below which three consumers are slower with a causal mask, because more of their tiles need it
 
 
 # A ring is (tiles, full, empty): room for a few tiles in shared memory, and two barriers for each. A phase of "full" is
-# complete when all bytes of a tile have come, one of "empty" when the consumers have finished with the tile. Tile n has
+# complete when all bytes of a tile have come, one of "empty" when its readers have finished with the tile. Tile n has
 # room n % DEPTH and phase n // DEPTH; a wait names the phase by its parity. A new barrier behaves as if the phase
 # before phase 0 were complete, so that the producer does not wait for its first rooms.
 @gluon.jit
-def make_ring(x, DEPTH: gl.constexpr, CONSUMERS: gl.constexpr):
+def make_ring(x, DEPTH: gl.constexpr, READERS: gl.constexpr):
     tiles = gl.allocate_shared_memory(x.dtype, [DEPTH] + x.block_type.shape, x.layout)
     full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
     for room in gl.static_range(DEPTH):
         mbarrier.init(full.index(room), count=1)
-        mbarrier.init(empty.index(room), count=CONSUMERS)
+        mbarrier.init(empty.index(room), count=READERS)
     return tiles, full, empty
 
 
@@ -79,21 +85,45 @@ def get(ring, n):
 
 @gluon.jit
 def release(ring, n):
-    """A consumer: has finished with tile n."""
+    """A reader: has finished with tile n."""
     tiles, full, empty = ring
     mbarrier.arrive(empty.index(n % tiles.shape[0]), count=1)
 
 
 @gluon.jit
-def produce(q, k, v, Q, K, V, b, h, hk, i, blocks):
-    consumers: gl.constexpr = Q[0].shape[0]
-    for n in range(blocks):
-        j = (blocks - 1 - n) * k.block_type.shape[2]
-        load(k, K, n, [b, hk, j, 0])
-        if n == 0:
-            for w in gl.static_range(consumers):
-                load(q, Q, w, [b, h, i + 64 * w, 0])
-        load(v, V, n, [b, hk, j, 0])
+def produce(q, k, v, Q, K, V, lengths, order, CAUSAL: gl.constexpr, Br: gl.constexpr):
+    H, group, Nq, Nk = lengths
+    consumers: gl.constexpr = Br // 64
+    n = 0  # tiles of K so far
+    for round in range(rounds_of(order)):
+        b, h, i, blocks = place(round, lengths, order, CAUSAL, Br, K[0].shape[3])
+        for w in gl.static_range(consumers):
+            load(q, Q, round * consumers + w, [b, h, i + 64 * w, 0])
+        for tile in range(blocks):
+            j = (blocks - 1 - tile) * K[0].shape[3]
+            load(k, K, n + tile, [b, h // group, j, 0])
+            load(v, V, n + tile, [b, h // group, j, 0])
+        n += blocks
+
+
+# The consumers take turns with their products, so that the exponentials of one run beside the products of the others.
+# A turn is a named barrier of the hardware, which PTX has and Gluon has not. Consumer w waits at its own until the one
+# before it arrives there, which does not wait. Triton itself uses the first few of the 16 barriers.
+@gluon.constexpr_function
+def named_barrier(instruction, w):
+    return f"bar.{instruction} {13 + w}, 256; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def wait_turn(turn):
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))  # an instruction for each thread
+    gl.inline_asm_elementwise(named_barrier("sync", turn[0]), "=r,r", [thread], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(turn):
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(named_barrier("arrive", turn[1]), "=r,r", [thread], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -170,118 +200,170 @@ def factor_and_shift(m, scale_log2):
 
 
 @gluon.jit
+def shares(P):
+    """The sums of P's rows, each still in four numbers: the columns that one thread holds."""
+    return gl.sum(gl.sum(P.reshape((P.shape[0], P.shape[1] // 8, 4, 2)), 3), 1)
+
+
+@gluon.jit
 def online_softmax(m, l, S, scale_log2):
-    """(m, l, alpha, P) after one more tile of keys, with S = Q_i K_n^T (64, Bc), not scaled; m is its maximum."""
+    """(m, l, alpha, P) after one more tile of keys, with S = Q_i K_n^T (64, Bc), not scaled; m is its maximum.
+
+    l are `shares`, which are summed up once, at the end.
+    """
     m_new = gl.maximum(m, gl.max(S, 1))
     unit = gl.where(m_new == float("-inf"), 0.0, m_new)  # in a row without a key -inf - (-inf) would be NaN
     factor, shift = factor_and_shift(unit, scale_log2)
     alpha = gl.exp2((m - unit) * factor)
     P = gl.exp2(S * factor[:, None] - shift[:, None])
-    return m_new, alpha * l + gl.sum(P, 1), alpha, P
+    return m_new, gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] * l + shares(P), alpha, P
 
 
 @gluon.jit
-def step(m, l, P, O, Q_i, K, V, n, j, low, high, Nk, scale_log2, MASKED: gl.constexpr):
-    """Computes S of tile n, which starts at key j, and beside it adds P V of tile n - 1 to O."""
-    S = start_scores(Q_i, get(K, n))
-    O = start_output(O, P, get(V, n - 1))
-    S = warpgroup_mma_wait(1, (S,))  # all products but the last one have ended
+def first_step(turn, Q_i, K, V, n, j, seen, scale_log2):
+    """(m, l, P, O) after a query's first tile of keys, which is tile n and starts at key j."""
+    low, high, Nk = seen
+    K_n = get(K, n)
+    wait_turn(turn)
+    S = start_scores(Q_i, K_n)
+    pass_turn(turn)
+    S = warpgroup_mma_wait(0, (S,))
     release(K, n)
+    S = mask(S, j, low, high, Nk)
+    m = gl.full((64,), float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout))
+    m, l, alpha, P = online_softmax(m, shares(gl.zeros_like(S)), S, scale_log2)
+    return m, l, in_pairs(P, V[0].dtype), gl.full((64, V[0].shape[-1]), 0, gl.float32, layout(V[0].shape[-1]))
+
+
+@gluon.jit
+def step(turn, state, Q_i, K, V, n, j, seen, scale_log2, MASKED: gl.constexpr):
+    """Computes S of tile n, which starts at key j, and beside it adds P V of tile n - 1 to O."""
+    m, l, P, O = state
+    low, high, Nk = seen
+    K_n = get(K, n)
+    wait_turn(turn)
+    S = start_scores(Q_i, K_n)
+    O = start_output(O, P, get(V, n - 1))
+    pass_turn(turn)
+    S = warpgroup_mma_wait(1, (S,))  # all products but the last one have ended
     if MASKED:
         S = mask(S, j, low, high, Nk)
     m, l, alpha, P = online_softmax(m, l, S, scale_log2)
     O = warpgroup_mma_wait(0, (O,))
+    release(K, n)
     release(V, n - 1)
     return m, l, in_pairs(P, V[0].dtype), O * gl.convert_layout(alpha, gl.SliceLayout(1, O.type.layout))[:, None]
 
 
 @gluon.jit
-def consume(w, CAUSAL: gl.constexpr, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk, scale):
-    """Warpgroup w: the 64 queries from i on."""
-    Bc: gl.constexpr = K[0].shape[3]
-    D_pad: gl.constexpr = K[0].shape[4]
-    rows: gl.constexpr = gl.SliceLayout(1, layout(Bc))
-    m, l = gl.full((64,), float("-inf"), gl.float32, rows), gl.full((64,), 0, gl.float32, rows)
-    O = gl.full((64, D_pad), 0, gl.float32, layout(D_pad))  # not yet divided by l
-    scale_log2 = scale * 1.4426950408889634  # exp is computed as a power of 2
-    whole, high = Nk // Bc, None  # the first tiles of the keys, which need no mask
-    if CAUSAL:  # query i stands at position i + Nk - Nq
-        high = i + 1 + Nk - Nq
-        whole = gl.minimum(Nk, gl.maximum(0, high)) // Bc
-    if blocks > 0:  # otherwise nothing comes to wait for
-        Q_i = get(Q, w)
-        S = warpgroup_mma_wait(0, (start_scores(Q_i, get(K, 0)),))
-        release(K, 0)
-        S = mask(S, (blocks - 1) * Bc, None, high, Nk)
-        m, l, alpha, P = online_softmax(m, l, S, scale_log2)
-        P = in_pairs(P, V[0].dtype)
-        masked = gl.maximum(1, blocks - whole)
-        if CAUSAL:  # otherwise only the first tile needs a mask
-            for n in range(1, masked):
-                j = (blocks - 1 - n) * Bc
-                m, l, P, O = step(m, l, P, O, Q_i, K, V, n, j, None, high, Nk, scale_log2, True)
-        for n in range(masked, blocks):
-            m, l, P, O = step(m, l, P, O, Q_i, K, V, n, 0, None, high, Nk, scale_log2, False)
-        O = warpgroup_mma_wait(0, (start_output(O, P, get(V, blocks - 1)),))
-    l = gl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
-    row = gl.arange(0, 64, rows)
-    gl.store(lse + i + row, m * scale + gl.log(l), mask=row < Nq - i)
-    tile = Q[0].index(w)  # Q_i is not needed any more, so out leaves the chip from its place
-    inverse = gl.convert_layout(1 / l, gl.SliceLayout(1, layout(D_pad)))
-    tile.reshape((64, D_pad)).store((O * inverse[:, None]).to(out.dtype))
-    hopper.fence_async_shared()  # TMA must see what was stored
-    async_store(out, [b, h, i, 0], tile)
-    tma.store_wait(0)  # the shared memory must live until TMA has read it
+def skip(turn, K, V, n):
+    """Tile n, of which no query of this consumer sees a key. The others expect a turn of it all the same."""
+    get(K, n)
+    release(K, n)
+    wait_turn(turn)
+    pass_turn(turn)
+    get(V, n)
+    release(V, n)
 
 
 @gluon.jit
-def deal(tiles, causal, Nk, D_pad):
-    """This program's tile and head. First come the tiles 0 of a section of heads, then their tiles 1, and so on.
-
-    They are tiles and heads of queries in a forward, and of keys in a backward. When causal, tiles differ in length,
-    and those that come first should be the longest. The more heads a section has, the shorter are the last tiles of
-    all, so that the multiprocessors end at nearly the same time. But K and V of a section should fit into 32 MB of the
-    L2 cache: 2^25 bytes, 4 for a number of K and one of V. Without a mask all tiles take equally long, and heads come
-    one by one.
-    """
-    program = gl.program_id(0)
-    tile, head = program % tiles, program // tiles
-    if causal:
-        section = gl.maximum(1, gl.minimum(8, 2**23 // (Nk * D_pad)))
-        first = head // section * section
-        heads = gl.minimum(section, gl.num_programs(0) // tiles - first)  # the last section may have fewer
-        n = program - first * tiles
-        tile, head = n // heads, first + n % heads
-    return tile, head
+def lse_and_sum(m, l, scale):
+    """(lse, l) of 64 rows, from all shares of l."""
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    l = gl.where(l == 0, 1.0, l)  # a row that saw no key then gets out = 0 / 1 and lse = -inf + log 1
+    return m * scale + gl.log(l), l
 
 
-@gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk"])  # so that one compiled kernel serves every length
-def forward_kernel(q, k, v, out, lse, H, group, Nq, Nk, scale, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr):
-    Br: gl.constexpr = 64 * CONSUMERS
-    tiles = gl.cdiv(Nq, Br)
-    tile, bh = deal(tiles, CAUSAL, Nk, k.block_type.shape[3])
-    i = (tiles - 1 - tile) * Br  # the last queries first: when causal, they see most keys
-    b, h = bh // H, bh % H
-    end = Nk  # none of the Br queries sees a key from here on
-    if CAUSAL:
-        end = gl.minimum(Nk, gl.maximum(0, i + Br + Nk - Nq))
-    blocks = gl.cdiv(end, k.block_type.shape[2])
-    lse += bh.to(gl.int64) * Nq  # in 64 bits because a tensor may have more than 2^31 entries
-    Q, K, V = make_ring(q, CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS), make_ring(v, STAGES, CONSUMERS)
+@gluon.jit
+def store_lse(lse, lse_i, head, length, i, end):
+    """From row i of this head on, whose rows are so many, but none from `end` on."""
+    row = i + gl.arange(0, 64, lse_i.type.layout)
+    lse += head.to(gl.int64) * length  # in 64 bits because a tensor may have more than 2^31 entries
+    gl.store(lse + row, lse_i, mask=row < end)
+
+
+@gluon.jit
+def store_rows(out, where, Q, n, O, l):
+    """O / l leaves the chip from the room of Q's tile n, which is not needed any more."""
+    tile = Q[0].index(n % Q[0].shape[0])
+    inverse = gl.convert_layout(1 / l, gl.SliceLayout(1, O.type.layout))
+    tile.reshape((64, O.shape[1])).store((O * inverse[:, None]).to(out.dtype))
+    hopper.fence_async_shared()  # TMA must see what was stored
+    async_store(out, where, tile)
+    tma.store_wait(0)  # TMA has read it
+    release(Q, n)
+
+
+@gluon.jit
+def consume(w: gl.constexpr, consumers: gl.constexpr, out, lse, Q, K, V, lengths, order, scale, CAUSAL: gl.constexpr):
+    """Warpgroup w: 64 queries of each tile."""
+    Bc: gl.constexpr = K[0].shape[3]
+    D_pad: gl.constexpr = K[0].shape[4]
+    turn: gl.constexpr = (w, (w + 1) % consumers)
+    H, group, Nq, Nk = lengths
+    if w == consumers - 1:
+        pass_turn(turn)  # consumer 0 may begin
+    n = 0  # tiles of K so far
+    for round in range(rounds_of(order)):
+        b, h, i, blocks = place(round, lengths, order, CAUSAL, 64 * consumers, Bc)
+        i += 64 * w
+        seen = None, None, Nk
+        needed, whole = blocks, Nk // Bc  # the first tiles of the keys: those with a key to see, those without a mask
+        if CAUSAL:  # query i stands at position i + Nk - Nq
+            high = i + 1 + Nk - Nq
+            seen = None, high, Nk
+            whole = gl.minimum(Nk, gl.maximum(0, high)) // Bc
+            if 64 * consumers > Bc:  # otherwise all consumers need the same tiles
+                needed = gl.minimum(blocks, gl.cdiv(gl.maximum(0, high + 63), Bc))
+                for _ in range(blocks - needed):
+                    skip(turn, K, V, n)
+                    n += 1
+        Q_i = get(Q, round * consumers + w)
+        m = gl.full((64,), float("-inf"), gl.float32, gl.SliceLayout(1, layout(Bc)))
+        l = shares(gl.full((64, Bc), 0, gl.float32, layout(Bc)))
+        O = gl.full((64, D_pad), 0, gl.float32, layout(D_pad))  # not yet divided by l
+        if needed > 0:  # otherwise nothing comes to wait for
+            j = (needed - 1) * Bc
+            state = first_step(turn, Q_i, K, V, n, j, seen, scale * LOG2_E)
+            masked = gl.maximum(1, needed - whole)
+            if CAUSAL:  # otherwise only the first tile needs a mask
+                for tile in range(1, masked):
+                    state = step(turn, state, Q_i, K, V, n + tile, j - tile * Bc, seen, scale * LOG2_E, True)
+            for tile in range(masked, needed):
+                state = step(turn, state, Q_i, K, V, n + tile, 0, seen, scale * LOG2_E, False)
+            n += needed
+            m, l, P, O = state
+            O = warpgroup_mma_wait(0, (start_output(O, P, get(V, n - 1)),))
+            release(V, n - 1)
+        lse_i, l = lse_and_sum(m, l, scale)
+        store_lse(lse, lse_i, b * H + h, Nq, i, Nq)
+        store_rows(out, [b, h, i, 0], Q, round * consumers + w, O, l)
+    if w == 0:
+        wait_turn(turn)  # a program must not end while a named barrier is half full
+
+
+@gluon.jit(do_not_specialize=["H", "group", "Nq", "Nk", "tiles", "section", "alternate"])  # one kernel for every length
+def forward_kernel(
+    q, k, v, out, lse, H, group, Nq, Nk, tiles, section, alternate, scale, CAUSAL: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    lengths, order = (H, group, Nq, Nk), (tiles, section, alternate)
+    Q_STAGES: gl.constexpr = 2 if q.block_type.shape[3] <= 128 else 1  # as many as there is memory for
+    Q, K, V = make_ring(q, Q_STAGES * CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS), make_ring(v, STAGES, CONSUMERS)
     # The first function runs on the kernel's own 4 warps. The lists at the end have the warps of the others, and the
     # registers that each of their threads asks for. The first function has the rest of the program's registers.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (0, CAUSAL, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk, scale)),
-            (consume, (1, CAUSAL, out, lse, Q, K, V, b, h, i + 64, blocks, Nq, Nk, scale)),
-            (produce, (q, k, v, Q, K, V, b, h, h // group, i, blocks)),
+            (consume, (0, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)),
+            (consume, (1, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)),
+            (produce, (q, k, v, Q, K, V, lengths, order, CAUSAL, 128)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, CAUSAL, out, lse, Q, K, V, b, h, i, blocks, Nq, Nk, scale)),
-            (consume, (1, CAUSAL, out, lse, Q, K, V, b, h, i + 64, blocks, Nq, Nk, scale)),
-            (consume, (2, CAUSAL, out, lse, Q, K, V, b, h, i + 128, blocks, Nq, Nk, scale)),
-            (produce, (q, k, v, Q, K, V, b, h, h // group, i, blocks)),
+            (consume, (0, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)),
+            (consume, (1, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)),
+            (consume, (2, CONSUMERS, out, lse, Q, K, V, lengths, order, scale, CAUSAL)),
+            (produce, (q, k, v, Q, K, V, lengths, order, CAUSAL, 192)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
@@ -329,10 +411,13 @@ def forward(record, q, k, v, *, causal=False, scale=None, tile=None):
     if Nk == 0 or out.numel() == 0:  # there is no descriptor of an empty tensor
         return record.new(q.shape, like=q, fill=0), record.new((B, H, Nq), fill=float("-inf"))
     D_pad = max(64, triton.next_power_of_2(D))
-    Br, Bc = tile or (TILES[D_pad] if Nq >= SHORT else (128, TILES[D_pad][1]))
+    Br, Bc = tile or ((128, TILES[D_pad][1]) if causal and Nq < SHORT else TILES[D_pad])
     descriptors = [describe(x, rows, D_pad) for x, rows in ((q, 64), (k, Bc), (v, Bc), (out, 64))]
+    tiles = B * H * triton.cdiv(Nq, Br)
+    programs = programs_for(q.device, tiles)
+    order = order_of(B * H, Nq, Nk, Br, Bc, D_pad, programs) if causal else (1, 0)
     record.launch(
-        forward_kernel, B * H * triton.cdiv(Nq, Br), *descriptors, lse, H, H // Hk, Nq, Nk, float(scale),
-        CAUSAL=causal, CONSUMERS=Br // 64, num_warps=4, maxnreg=168 if Br == 128 else 128,
+        forward_kernel, programs, *descriptors, lse, H, H // Hk, Nq, Nk, tiles, *order, float(scale), CAUSAL=causal,
+        CONSUMERS=Br // 64, num_warps=4, maxnreg=168 if Br == 128 else 128,
     )  # fmt: skip
     return out, lse

@@ -28,14 +28,6 @@ def backward_for(dout, deterministic):
 backward_of_gluon.planned = planned_of_gluon
 
 
-def best_of_gluon(q, direction):
-    """Whether rung gluon is the fastest for queries like q. direction: 0 is the forward, 1 the backward."""
-    N, D = q.shape[-2:] if q.ndim > 1 else (1, 1)  # check_call refuses a vector later
-    if D == 64 and direction == 0:  # The length is no number while torch.compile traces a call of any length.
-        return isinstance(N, int) and N >= 4096
-    return D >= 64
-
-
 # In the order in which a call that names no rung tries them. tma takes all that roles takes, so that roles only runs if
 # it is named.
 RUNGS = {
@@ -52,7 +44,7 @@ LIMITS = {
     "gluon": {
         "dtypes": SIXTEEN_BITS,
         "head_dims": range(8, 257, 8),
-        "best": best_of_gluon,
+        "best": lambda q, direction: q.ndim > 0 and q.shape[-1] >= 64,
         "tiles": ((128, 64),),
         "deterministic": False,  # unless it is asked for
     },

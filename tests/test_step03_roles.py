@@ -1,0 +1,237 @@
+"""Stage 03's Gluon forwards without a GPU: each role runs as a thread, and a wait that never ends fails.
+
+What Python runs is the text of the kernels. Only what computes with tiles is replaced: a product notes which tiles it
+was given, so that a test can say which keys each row of queries met, and whether a mask was laid over them.
+"""
+
+import collections
+import itertools
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from steps.step03_triton import flash_gluon, fwd_3_gluon, scheduler
+
+SECONDS = 5  # after which a wait is taken for a deadlock
+
+
+class Ring:
+    """Room for `depth` tiles in shared memory, each of which so many readers release."""
+
+    def __init__(self, depth, readers, rows, columns=64):
+        self.depth, self.readers, self.tiles, self.released = depth, readers, {}, collections.Counter()
+        self.shape = SimpleNamespace(shape=(depth, 1, 1, rows, columns), dtype=None)
+        self.changed = threading.Condition()
+
+    def __getitem__(self, _):  # a kernel asks for the shape of the tiles
+        return self.shape
+
+    def wait(self, condition):
+        assert self.changed.wait_for(condition, SECONDS), "a role waits for ever"
+
+    def load(self, x, n, where):
+        with self.changed:
+            self.wait(lambda: n < self.depth or self.released[n - self.depth] == self.readers)
+            assert n == len(self.tiles), "tiles come one after the other"
+            self.tiles[n] = tuple(where)
+            self.changed.notify_all()
+
+    def get(self, n):
+        with self.changed:
+            self.wait(lambda: n in self.tiles)
+            assert self.released[n] < self.readers, "the room may have the next tile already"
+            return self.tiles[n]
+
+    def release(self, n):
+        with self.changed:
+            self.released[n] += 1
+            self.changed.notify_all()
+
+
+class Numbers:
+    """m, l, P, O and so on. They have a layout, but are not computed; O and P know from which tiles they came."""
+
+    type = SimpleNamespace(layout=None)
+    visited = ()
+
+    def same(self, _):
+        return self
+
+    __mul__ = __truediv__ = __getitem__ = same
+
+
+class Program:
+    """The roles of one program, with what they note: {(first row's coordinates): [(tile of K, mask or None), ...]}."""
+
+    def __init__(self, patch, module, number, programs, starts=None):
+        self.turns = [threading.Semaphore(0) for _ in range(3)]
+        self.stored, self.failures = {}, []
+        of_numbers = dict(
+            minimum=min, maximum=max, cdiv=lambda x, y: -(-x // y), where=lambda c, x, y: x if c else y,
+            program_id=lambda _: number, num_programs=lambda _: programs, full=lambda *_: Numbers(),
+            zeros_like=lambda _: Numbers(), SliceLayout=lambda *_: None, float32=None, load=lambda pointer: pointer[0],
+            static_range=range, convert_layout=lambda x, _: x,
+        )  # fmt: skip
+        replaced = dict(
+            gl=SimpleNamespace(**of_numbers), layout=lambda _: None, shares=lambda _: Numbers(), LOG2_E=1.0,
+            load=lambda x, ring, n, where: ring.load(x, n, where), get=lambda ring, n: ring.get(n),
+            release=lambda ring, n: ring.release(n), wait_turn=self.wait_turn, pass_turn=self.pass_turn,
+            start_scores=lambda Q_i, K_n: SimpleNamespace(type=Numbers.type, Q_i=Q_i, K_n=K_n, mask=None),
+            warpgroup_mma_wait=lambda count, x: x if len(x) > 1 else x[0], start_output=self.start_output,
+            mask=self.mask, online_softmax=lambda m, l, S, scale: (Numbers(), Numbers(), Numbers(), S),
+            in_pairs=lambda P, dtype: P, lse_and_sum=lambda m, l, scale: (None, l), store_lse=lambda *_: None,
+            store_rows=self.store_rows,
+        )  # fmt: skip
+        for other in (scheduler, fwd_3_gluon, flash_gluon):
+            for name, value in replaced.items():
+                if hasattr(other, name):
+                    patch.setattr(other, name, value)
+        patch.setattr(flash_gluon, "BILLION", 2**30)
+        as_they_are = "rounds_of place first_step step skip place_of visits visited coordinates"
+        for name in as_they_are.split():
+            for other in (scheduler, fwd_3_gluon, flash_gluon):
+                if hasattr(getattr(other, name, None), "fn"):
+                    patch.setattr(other, name, getattr(other, name).fn)
+        self.module = module
+
+    def wait_turn(self, turn):
+        assert self.turns[turn[0]].acquire(timeout=SECONDS), "a consumer's turn never comes"
+
+    def pass_turn(self, turn):
+        self.turns[turn[1]].release()
+        assert self.turns[turn[1]]._value == 1, "a consumer got a turn before it had taken the last one"
+
+    def mask(self, S, j, low, high, Nk):
+        S.mask = (j, low, high, Nk)
+        return S
+
+    def start_output(self, O, P, V_n):
+        assert P.K_n == V_n, "P and V belong to the same keys"
+        new = Numbers()
+        new.visited = [*O.visited, (P.Q_i, P.K_n, P.mask)]
+        return new
+
+    def store_rows(self, out, where, Q, n, O, l):
+        assert Q.get(n) == tuple(where), "the room is that of these queries"
+        assert all(Q_i == tuple(where) for Q_i, _, _ in O.visited)
+        self.stored.setdefault(tuple(where), []).append(O.visited)
+        Q.release(n)
+
+    def run(self, consumers, Bc, of_consumer, of_producer):
+        """{coordinates of the first of 64 rows: what was visited}. The arguments are those behind Q, K and V."""
+        Q, K, V = Ring(2 * consumers, 1, 64), Ring(2, consumers, Bc), Ring(2, consumers, Bc)
+
+        def guarded(role, *arguments):
+            try:
+                role(*arguments)
+            except BaseException as failure:
+                self.failures.append(failure)
+
+        before, after = of_consumer
+        roles = [(self.module.consume.fn, w, consumers, *before, Q, K, V, *after) for w in range(consumers)]
+        roles.append((self.module.produce.fn, None, None, None, Q, K, V, *of_producer))
+        threads = [threading.Thread(target=guarded, args=role, daemon=True) for role in roles]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * SECONDS)
+        assert not self.failures, self.failures[0]
+        assert all(ring.released[n] == ring.readers for ring in (Q, K, V) for n in ring.tiles), "each room is free"
+        assert not any(turn._value for turn in self.turns), "no named barrier is half full"
+        return self.stored
+
+
+def check_rows(visited, i, Nq, Nk, Bc, low, high):
+    """The rows i ... i + 63, as far as there are some, met each key that they see once, and no other without a mask.
+
+    low, high: of row 0, which sees the keys low ... high - 1 as far as there are some; the next row those one further.
+    """
+    rows = range(i, min(i + 64, Nq))
+    tiles = [j for j, _ in visited]
+    assert len(set(tiles)) == len(tiles)
+    seen = {row: range(max(0, low + row), min(Nk, high + row)) for row in rows}
+    assert all(key // Bc * Bc in tiles for keys in seen.values() for key in (keys[:1], keys[-1:]) for key in key)
+    for j, mask in visited:
+        if mask is None:
+            assert all(keys and keys[0] <= j and j + Bc <= keys[-1] + 1 for keys in seen.values())
+        else:
+            at, first, end, count = mask
+            assert at == j and count == Nk
+            assert first is None and low + Nq <= -Nk or first == low + i
+            assert end is None and high >= Nk or end == high + i
+
+
+class Forward:
+    """What all programs of a call note together."""
+
+    def __init__(self, monkeypatch, module, programs, consumers, Bc, *arguments):
+        self.stored = collections.defaultdict(list)
+        for number in range(programs):
+            with monkeypatch.context() as patch:
+                of_one = Program(patch, module, number, programs).run(consumers, Bc, *arguments)
+            for where, calls in of_one.items():
+                self.stored[where] += calls
+
+    def visited(self, *where):
+        """[(b, h, first key, mask)] of the one time when the 64 rows from `where` on were computed."""
+        (once,) = self.stored[where]
+        return [(*K_n[:-2], K_n[-2], mask) for _, K_n, mask in once]
+
+
+FAR = flash_gluon.UNLIMITED
+LENGTHS = (1, 1), (70, 300), (300, 70), (700, 700), (513, 900)
+
+
+@pytest.mark.parametrize("consumers, Bc", [(2, 128), (2, 64), (3, 128)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_roles_of_the_forward(consumers, Bc, causal, monkeypatch):
+    B, H, group = 2, 2, 2
+    for (Nq, Nk), programs in itertools.product(LENGTHS, (1, 4)):
+        tiles = B * H * -(-Nq // (64 * consumers))
+        call = (H, group, Nq, Nk), (tiles, 3, 1)
+        of_consumer, of_producer = ((None, 0), (*call, 1.0, causal)), (*call, causal, 64 * consumers)
+        found = Forward(monkeypatch, fwd_3_gluon, programs, consumers, Bc, of_consumer, of_producer)
+        for b, h, i in itertools.product(range(B), range(H), range(0, Nq, 64)):
+            visited = found.visited(b, h, i, 0)
+            assert all(K_n[:2] == (b, h // group) for K_n in visited)
+            check_rows([K_n[2:] for K_n in visited], i, Nq, Nk, Bc, -Nq - Nk, 1 + Nk - Nq if causal else Nq + Nk)
+
+
+@pytest.mark.parametrize("consumers, Bc", [(2, 128), (3, 128)])
+@pytest.mark.parametrize("left, right", [(FAR, FAR), (FAR, 0), (130, 5)])
+def test_roles_of_the_forward_with_a_window(consumers, Bc, left, right, monkeypatch):
+    B, H, group = 2, 2, 2
+    for (Nq, Nk), programs in itertools.product(LENGTHS, (1, 4)):
+        tiles = B * H * -(-Nq // (64 * consumers))
+        call = (H, group, Nq, Nk), (tiles, 3, 1), (left, right), (None, None)
+        of_consumer = (None, 0, None), (call, Nq, 1.0, right < Nk)
+        found = Forward(monkeypatch, flash_gluon, programs, consumers, Bc, of_consumer, (call, right < Nk, consumers))
+        for b, h, i in itertools.product(range(B), range(H), range(0, Nq, 64)):
+            visited = found.visited(b, h, i, 0)
+            assert all(K_n[:2] == (b, h // group) for K_n in visited)
+            check_rows([K_n[2:] for K_n in visited], i, Nq, Nk, Bc, Nk - Nq - left, 1 + Nk - Nq + right)
+
+
+class Pointer(list):
+    """To its first number."""
+
+    def __add__(self, n):
+        return Pointer(self[n:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_roles_of_the_forward_of_packed_sequences(causal, monkeypatch):
+    H, group, starts_q, starts_k = 2, 1, [0, 1, 1, 301, 400], [0, 70, 170, 200, 520]
+    of_sequence = [*zip(*([b - a for a, b in itertools.pairwise(x)] for x in (starts_q, starts_k)), strict=True)]
+    for consumers, programs in itertools.product((2, 3), (1, 4)):
+        tiles = 4 * H * -(-300 // (64 * consumers))
+        call = (H, group, 300, 320), (tiles, 3, 0), (FAR, 0 if causal else FAR), (Pointer(starts_q), Pointer(starts_k))
+        of_consumer = (None, 0, None), (call, 400, 1.0, causal)
+        found = Forward(monkeypatch, flash_gluon, programs, consumers, 128, of_consumer, (call, causal, consumers))
+        for (b, (Nq, Nk)), h in itertools.product(enumerate(of_sequence), range(H)):
+            for i in range(0, Nq, 64):
+                visited = found.visited(2**30, starts_q[b + 1], h, 2**30 - Nq + i, 0)
+                assert all(K_n[:3] == (2**30, starts_k[b + 1], h) for K_n in visited)
+                rows = [(row - 2**30 + Nk, mask) for *_, row, mask in visited]
+                check_rows(rows, i, Nq, Nk, 128, Nk - Nq - FAR, 1 + Nk - Nq + (0 if causal else FAR))
