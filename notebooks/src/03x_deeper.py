@@ -27,10 +27,11 @@
 
 # %% jupyter={"source_hidden": true} slideshow={"slide_type": "skip"}
 import steps  # comes first, because it chooses the engine
-import math, torch  # noqa: E401
+import itertools, math, torch  # noqa: E401
 from torch.nn.attention import flex_attention as flex
 from reference import attention
 from steps import step03_triton as step03
+from steps.step03_triton import scheduler
 from steps.figures import measured, n03x_deeper as figures
 from steps.workbook import show
 print(steps.engine.describe())
@@ -192,11 +193,25 @@ figures.roles()
 show("step03_triton/fwd_3_gluon", "step")
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# What `fwd_8_hopper.cu` has beyond this: two groups take turns at the tensor cores, K, V and Q have a producer each, and
-# blocks are **persistent**: there is one for each multiprocessor, which takes tile after tile.
+# `wait_turn` and `pass_turn` are named barriers of the hardware. Gluon has none, so a line of PTX makes them. With them
+# the products of one group of warps run while another group computes its exponentials.
+#
+# Programs are **persistent**: there is one for each multiprocessor, which takes tile after tile, and loads the next one
+# while it computes. But who has the longer tiles of a causal mask ends later. So `scheduler.py` deals every other round
+# in reverse. That is not enough: 128 heads of 2,048 queries, 132 programs. For which share of the time do they work, if
+# the tiles of 8, 16 or 32 heads are dealt out together? And if every other of these sections begins with its shortest
+# tiles? Predict how bad the worst of the six is. The launch counts, and takes the first section with equal work.
 
 # %% slideshow={"slide_type": "fragment"}
+for section, alternate in itertools.product((8, 16, 32), (0, 1)):
+    work = scheduler.work_in_order(128, 2048, 2048, 128, 128, section, alternate)
+    print(f"{section:2} heads, alternate = {alternate}: {scheduler.busy(work, 132):.2f}")
+print("taken:", scheduler.order_of(128, 2048, 2048, 128, 128, 128, 132))
 print(measured.rung("fwd_3_gluon", gpu=measured.H100))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# What `fwd_8_hopper.cu` has beyond this: K, V and Q have a producer each, the last product of a tile runs beside the
+# first one of the next tile, and O is only rescaled where it must be.
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Five products where seven were
