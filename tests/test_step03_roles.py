@@ -6,11 +6,15 @@ was given, so that a test can say which keys each row of queries met, and whethe
 
 import collections
 import itertools
+import re
 import threading
 from types import SimpleNamespace
 
+import numpy
 import pytest
+import torch
 
+from steps import engine
 from steps.step03_triton import flash_gluon, fwd_3_gluon, scheduler
 
 SECONDS = 5  # after which a wait is taken for a deadlock
@@ -21,11 +25,16 @@ class Ring:
 
     def __init__(self, depth, readers, rows, columns=64):
         self.depth, self.readers, self.tiles, self.released = depth, readers, {}, collections.Counter()
-        self.shape = SimpleNamespace(shape=(depth, 1, 1, rows, columns), dtype=None)
+        self.got, self.written = set(), {}  # (thread, tile); {room: what the rows of O visited that lie there now}
+        self.rooms = SimpleNamespace(shape=(depth, 1, 1, rows, columns), dtype=None, index=self.room)
         self.changed = threading.Condition()
 
-    def __getitem__(self, _):  # a kernel asks for the shape of the tiles
-        return self.shape
+    def __getitem__(self, _):
+        return self.rooms
+
+    def room(self, number):
+        stored = SimpleNamespace(store=lambda O: self.written.update({number: O.visited}))
+        return SimpleNamespace(reshape=lambda shape: stored, number=number)
 
     def wait(self, condition):
         assert self.changed.wait_for(condition, SECONDS), "a role waits for ever"
@@ -41,10 +50,12 @@ class Ring:
         with self.changed:
             self.wait(lambda: n in self.tiles)
             assert self.released[n] < self.readers, "the room may have the next tile already"
+            self.got.add((threading.get_ident(), n))
             return self.tiles[n]
 
     def release(self, n):
         with self.changed:
+            assert (threading.get_ident(), n) in self.got, "who releases a tile has waited for it"
             self.released[n] += 1
             self.changed.notify_all()
 
@@ -52,55 +63,58 @@ class Ring:
 class Numbers:
     """m, l, P, O and so on. They have a layout, but are not computed; O and P know from which tiles they came."""
 
-    type = SimpleNamespace(layout=None)
-    visited = ()
+    type, shape, visited = SimpleNamespace(layout=None), (64, 64), ()
 
     def same(self, _):
         return self
 
-    __mul__ = __truediv__ = __getitem__ = same
+    __mul__ = __truediv__ = __rtruediv__ = __getitem__ = to = same
 
 
 class Program:
-    """The roles of one program, with what they note: {(first row's coordinates): [(tile of K, mask or None), ...]}."""
+    """The roles of one program, with what they note in `stored`: {coordinates of 64 rows: what they visited}."""
 
     def __init__(self, patch, module, number, programs, starts=None):
         self.turns = [threading.Semaphore(0) for _ in range(3)]
-        self.stored, self.failures = {}, []
+        self.stored, self.of_lse, self.failures = {}, [], []
         of_numbers = dict(
             minimum=min, maximum=max, cdiv=lambda x, y: -(-x // y), where=lambda c, x, y: x if c else y,
             program_id=lambda _: number, num_programs=lambda _: programs, full=lambda *_: Numbers(),
             zeros_like=lambda _: Numbers(), SliceLayout=lambda *_: None, float32=None, load=lambda pointer: pointer[0],
-            static_range=range, convert_layout=lambda x, _: x,
+            static_range=range, convert_layout=lambda x, _: x, inline_asm_elementwise=self.barrier, int32=None,
+            arange=lambda *_: None, BlockedLayout=lambda *_: None,
         )  # fmt: skip
         replaced = dict(
             gl=SimpleNamespace(**of_numbers), layout=lambda _: None, shares=lambda _: Numbers(), LOG2_E=1.0,
             load=lambda x, ring, n, where: ring.load(x, n, where), get=lambda ring, n: ring.get(n),
-            release=lambda ring, n: ring.release(n), wait_turn=self.wait_turn, pass_turn=self.pass_turn,
+            release=lambda ring, n: ring.release(n), tma=SimpleNamespace(store_wait=lambda _: None),
+            hopper=SimpleNamespace(fence_async_shared=lambda: None), async_store=self.store,
             start_scores=lambda Q_i, K_n: SimpleNamespace(type=Numbers.type, Q_i=Q_i, K_n=K_n, mask=None),
             warpgroup_mma_wait=lambda count, x: x if len(x) > 1 else x[0], start_output=self.start_output,
             mask=self.mask, online_softmax=lambda m, l, S, scale: (Numbers(), Numbers(), Numbers(), S),
-            in_pairs=lambda P, dtype: P, lse_and_sum=lambda m, l, scale: (None, l), store_lse=lambda *_: None,
-            store_rows=self.store_rows,
+            in_pairs=lambda P, dtype: P, lse_and_sum=lambda m, l, scale: (None, l),
+            store_lse=lambda lse, lse_i, *place: self.of_lse.append(place),
         )  # fmt: skip
         for other in (scheduler, fwd_3_gluon, flash_gluon):
             for name, value in replaced.items():
                 if hasattr(other, name):
                     patch.setattr(other, name, value)
         patch.setattr(flash_gluon, "BILLION", 2**30)
-        as_they_are = "rounds_of place first_step step skip place_of visits visited coordinates"
-        for name in as_they_are.split():
+        as_they_are = "rounds_of place place_of visits visited coordinates first_step step skip wait_turn pass_turn"
+        for name in (*as_they_are.split(), "store_rows"):
             for other in (scheduler, fwd_3_gluon, flash_gluon):
                 if hasattr(getattr(other, name, None), "fn"):
                     patch.setattr(other, name, getattr(other, name).fn)
         self.module = module
 
-    def wait_turn(self, turn):
-        assert self.turns[turn[0]].acquire(timeout=SECONDS), "a consumer's turn never comes"
-
-    def pass_turn(self, turn):
-        self.turns[turn[1]].release()
-        assert self.turns[turn[1]]._value == 1, "a consumer got a turn before it had taken the last one"
+    def barrier(self, ptx, *_, **__):
+        instruction, number = re.match(r"bar.(\w+) (\d+), 256;", str(ptx)).groups()
+        turn = self.turns[int(number) - 13]
+        if instruction == "sync":
+            assert turn.acquire(timeout=SECONDS), "a consumer's turn never comes"
+        else:
+            assert instruction == "arrive" and not turn._value, "a consumer takes a turn before it gets another one"
+            turn.release()
 
     def mask(self, S, j, low, high, Nk):
         S.mask = (j, low, high, Nk)
@@ -112,15 +126,18 @@ class Program:
         new.visited = [*O.visited, (P.Q_i, P.K_n, P.mask)]
         return new
 
-    def store_rows(self, out, where, Q, n, O, l):
-        assert Q.get(n) == tuple(where), "the room is that of these queries"
-        assert all(Q_i == tuple(where) for Q_i, _, _ in O.visited)
-        self.stored.setdefault(tuple(where), []).append(O.visited)
-        Q.release(n)
+    def store(self, out, where, room):
+        """TMA takes rows from the room of their queries, which was not yet released."""
+        visited, where = self.Q.written.pop(room.number), tuple(where)
+        assert all(Q_i == where for Q_i, _, _ in visited)
+        held = [n for n in self.Q.tiles if n % self.Q.depth == room.number and not self.Q.released[n]]
+        assert where in map(self.Q.tiles.get, held)
+        self.stored.setdefault(where, []).append(visited)
 
     def run(self, consumers, Bc, of_consumer, of_producer):
         """{coordinates of the first of 64 rows: what was visited}. The arguments are those behind Q, K and V."""
         Q, K, V = Ring(2 * consumers, 1, 64), Ring(2, consumers, Bc), Ring(2, consumers, Bc)
+        self.Q = Q
 
         def guarded(role, *arguments):
             try:
@@ -166,10 +183,12 @@ class Forward:
     """What all programs of a call note together."""
 
     def __init__(self, monkeypatch, module, programs, consumers, Bc, *arguments):
-        self.stored = collections.defaultdict(list)
+        self.stored, self.of_lse = collections.defaultdict(list), []
         for number in range(programs):
             with monkeypatch.context() as patch:
-                of_one = Program(patch, module, number, programs).run(consumers, Bc, *arguments)
+                program = Program(patch, module, number, programs)
+                of_one = program.run(consumers, Bc, *arguments)
+            self.of_lse += program.of_lse
             for where, calls in of_one.items():
                 self.stored[where] += calls
 
@@ -179,38 +198,42 @@ class Forward:
         return [(*K_n[:-2], K_n[-2], mask) for _, K_n, mask in once]
 
 
-FAR = flash_gluon.UNLIMITED
-LENGTHS = (1, 1), (70, 300), (300, 70), (700, 700), (513, 900)
+OUT, FAR = SimpleNamespace(dtype=None), flash_gluon.UNLIMITED
+LENGTHS = (1, 1), (70, 300), (300, 70), (256, 256), (256, 257), (513, 900)
 
 
 @pytest.mark.parametrize("consumers, Bc", [(2, 128), (2, 64), (3, 128)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_roles_of_the_forward(consumers, Bc, causal, monkeypatch):
     B, H, group = 2, 2, 2
-    for (Nq, Nk), programs in itertools.product(LENGTHS, (1, 4)):
+    for (Nq, Nk), programs in itertools.product(LENGTHS, (1, 3)):
         tiles = B * H * -(-Nq // (64 * consumers))
         call = (H, group, Nq, Nk), (tiles, 3, 1)
-        of_consumer, of_producer = ((None, 0), (*call, 1.0, causal)), (*call, causal, 64 * consumers)
+        of_consumer, of_producer = ((OUT, 0), (*call, 1.0, causal)), (*call, causal, 64 * consumers)
         found = Forward(monkeypatch, fwd_3_gluon, programs, consumers, Bc, of_consumer, of_producer)
         for b, h, i in itertools.product(range(B), range(H), range(0, Nq, 64)):
             visited = found.visited(b, h, i, 0)
             assert all(K_n[:2] == (b, h // group) for K_n in visited)
             check_rows([K_n[2:] for K_n in visited], i, Nq, Nk, Bc, -Nq - Nk, 1 + Nk - Nq if causal else Nq + Nk)
+            assert found.of_lse.count((b * H + h, Nq, i, Nq)) == 1
 
 
 @pytest.mark.parametrize("consumers, Bc", [(2, 128), (3, 128)])
 @pytest.mark.parametrize("left, right", [(FAR, FAR), (FAR, 0), (130, 5)])
 def test_roles_of_the_forward_with_a_window(consumers, Bc, left, right, monkeypatch):
     B, H, group = 2, 2, 2
-    for (Nq, Nk), programs in itertools.product(LENGTHS, (1, 4)):
+    for (Nq, Nk), programs in itertools.product(LENGTHS, (1, 3)):
         tiles = B * H * -(-Nq // (64 * consumers))
         call = (H, group, Nq, Nk), (tiles, 3, 1), (left, right), (None, None)
-        of_consumer = (None, 0, None), (call, Nq, 1.0, right < Nk)
+        of_consumer = (OUT, 0, None), (call, Nq, 1.0, right < Nk)
         found = Forward(monkeypatch, flash_gluon, programs, consumers, Bc, of_consumer, (call, right < Nk, consumers))
         for b, h, i in itertools.product(range(B), range(H), range(0, Nq, 64)):
             visited = found.visited(b, h, i, 0)
             assert all(K_n[:2] == (b, h // group) for K_n in visited)
             check_rows([K_n[2:] for K_n in visited], i, Nq, Nk, Bc, Nk - Nq - left, 1 + Nk - Nq + right)
+            assert found.of_lse.count((b * H + h, Nq, i, Nq)) == 1
+        absent = [where for where in found.stored if where[2] // (64 * consumers) * 64 * consumers >= Nq]
+        assert not any(visited for where in absent for visited in found.stored[where]), "no key for no query"
 
 
 class Pointer(list):
@@ -224,10 +247,10 @@ class Pointer(list):
 def test_roles_of_the_forward_of_packed_sequences(causal, monkeypatch):
     H, group, starts_q, starts_k = 2, 1, [0, 1, 1, 301, 400], [0, 70, 170, 200, 520]
     of_sequence = [*zip(*([b - a for a, b in itertools.pairwise(x)] for x in (starts_q, starts_k)), strict=True)]
-    for consumers, programs in itertools.product((2, 3), (1, 4)):
+    for consumers, programs in itertools.product((2, 3), (1, 3)):
         tiles = 4 * H * -(-300 // (64 * consumers))
         call = (H, group, 300, 320), (tiles, 3, 0), (FAR, 0 if causal else FAR), (Pointer(starts_q), Pointer(starts_k))
-        of_consumer = (None, 0, None), (call, 400, 1.0, causal)
+        of_consumer = (OUT, 0, None), (call, 400, 1.0, causal)
         found = Forward(monkeypatch, flash_gluon, programs, consumers, 128, of_consumer, (call, causal, consumers))
         for (b, (Nq, Nk)), h in itertools.product(enumerate(of_sequence), range(H)):
             for i in range(0, Nq, 64):
@@ -235,3 +258,70 @@ def test_roles_of_the_forward_of_packed_sequences(causal, monkeypatch):
                 assert all(K_n[:3] == (2**30, starts_k[b + 1], h) for K_n in visited)
                 rows = [(row - 2**30 + Nk, mask) for *_, row, mask in visited]
                 check_rows(rows, i, Nq, Nk, 128, Nk - Nq - FAR, 1 + Nk - Nq + (0 if causal else FAR))
+                assert found.of_lse.count((h, 400, starts_q[b] + i, starts_q[b] + Nq)) == 1
+
+
+@pytest.mark.parametrize(
+    "heads, Nq, Nk, Br", [(5, 300, 300, 128), (7, 500, 260, 64), (3, 260, 500, 192), (1, 9, 9, 64)]
+)
+@numpy.errstate(divide="ignore")  # For a program without a tile, `place` divides by zero and does not use the result.
+def test_the_launch_counts_the_work_that_the_programs_get(heads, Nq, Nk, Br, monkeypatch):
+    of_numbers = dict(minimum=min, maximum=max, cdiv=lambda x, y: -(-x // y), where=lambda c, x, y: x if c else y)
+    tiles = heads * -(-Nq // Br)
+    for programs, section, alternate in itertools.product((1, 4, 5), sorted({1, min(2, heads), heads}), (0, 1)):
+        found, dealt = collections.Counter(), [0] * programs
+        work = scheduler.work_in_order(heads, Nq, Nk, Br, 64, section, alternate)
+        for number, n in itertools.product(range(programs), range(-(-tiles // programs))):
+            numbers = dict(program_id=lambda _, p=number: numpy.int64(p), num_programs=lambda _, p=programs: p)
+            monkeypatch.setattr(scheduler, "gl", SimpleNamespace(**of_numbers, **numbers))
+            b, h, i, blocks = scheduler.place.fn(n, (heads, 1, Nq, Nk), (tiles, section, alternate), True, Br, 64)
+            nth = n * programs + (programs - 1 - number if n % 2 else number)
+            if nth < tiles:
+                found[b, h, i] += 1
+                dealt[number] += blocks + 1
+                assert blocks + 1 == work[nth]
+            else:
+                assert i >= Nq and blocks == 0
+        assert found == {(0, h, i): 1 for h in range(heads) for i in range(0, Nq, Br)}, "each tile once"
+        assert scheduler.busy(work, programs) == pytest.approx(sum(dealt) / programs / max(dealt))
+
+
+@pytest.mark.parametrize(
+    "heads, N, D, order",
+    [(256, 1024, 128, (32, 1)), (128, 2048, 128, (16, 1)), (32, 16384, 64, (4, 1)), (20, 5000, 128, (12, 1)),
+     (40, 700, 128, (40, 0))],
+)  # fmt: skip
+def test_the_order_of_a_causal_call(heads, N, D, order):
+    assert scheduler.order_of(heads, N, N, 128, 128, D, 132) == order
+    assert scheduler.busy(scheduler.work_in_order(heads, N, N, 128, 128, *order), 132) > 0.9
+
+
+@pytest.mark.skipif(engine.name == "cuda", reason="stands in for a GPU")
+def test_what_the_forward_is_given(monkeypatch):
+    """Three consumers up to head_dim 64, but not where a causal call is short; an order that fits the tile."""
+    launched = []
+
+    class Kernel:
+        arg_names = fwd_3_gluon.forward_kernel.arg_names
+
+        def __getitem__(self, grid):
+            def launch(*x, **constants):
+                launched.append(dict(zip(self.arg_names, x, strict=False)) | constants | {"grid": grid[0]})
+
+            return launch
+
+    monkeypatch.setattr(fwd_3_gluon, "refusal", lambda q: None)
+    monkeypatch.setattr(fwd_3_gluon, "forward_kernel", Kernel())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=8))
+    cases = (1024, 64, True, 128), (1024, 64, False, 192), (2048, 64, True, 192), (300, 72, True, 128)
+    for N, D, causal, Br in cases:
+        x = torch.zeros(2, 3, N, D, dtype=torch.float16)
+        fwd_3_gluon.forward(x, x, x, causal=causal)
+        found = launched[-1]
+        tiles = 6 * -(-N // Br)
+        assert (found["CONSUMERS"], found["CAUSAL"], found["tiles"]) == (Br // 64, causal, tiles)
+        assert found["grid"] == 8 and found["q"].block_shape[2] == 64
+        order = scheduler.order_of(6, N, N, Br, 128, 128 if D > 64 else 64, 8) if causal else (1, 0)
+        assert (found["section"], found["alternate"]) == order
+    fwd_3_gluon.forward(x[:1, :1], x[:1, :1], x[:1, :1])
+    assert launched[-1]["grid"] == 3, "no more programs than tiles"
