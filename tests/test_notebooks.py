@@ -349,17 +349,19 @@ def test_03b_says_how_much_faster_a_window_is():
     factor = sum(rows_of_tiles) / sum(min(n, 32 + 1) for n in rows_of_tiles)
     assert f"a factor of {factor:.1f}." in source("03b_triton_features")
     times = {(D, which): figures.milliseconds(D, which) for D in (64, 128) for which in ("fwd", "bwd")}
-    shares = {of: ms["causal", "ours"] / ms["window", "ours"] for of, ms in times.items() if ms}
+    measured = {of: ms for of, ms in times.items() if ("window", "ours") in ms}
+    shares = {of: ms["causal", "ours"] / ms["window", "ours"] for of, ms in measured.items()}
     for ms in filter(None, times.values()):  # what it says of FlashAttention-4
         both = {feature for feature, who in ms if who == "fa4" and (feature, "ours") in ms}
         behind = {feature for feature in both if ms[feature, "fa4"] < ms[feature, "ours"]}
         assert both & {"causal", "sinks", "window", "packed"} <= behind and "soft-cap" not in behind
     if shares:
-        with_roles = shares.pop((128, "fwd"))
+        with_roles = shares.pop((128, "fwd"), None)
         least_and_most = sorted({f"{of(shares.values()):.1f}" for of in (min, max)})
         said = f"It was measured as {' to '.join(least_and_most)}, "
         text = source("03b_triton_features").replace("\n#    ", " ")
-        assert said in text and f"the forward at head_dim 128 has {with_roles:.1f}" in text
+        of_roles = f"the forward at head_dim 128 has {with_roles:.1f}" if with_roles else "not measured yet"
+        assert said in text and of_roles in text
 
 
 def test_03b_says_how_near_decoding_is_to_cudnn(capsys):

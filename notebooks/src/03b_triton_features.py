@@ -287,8 +287,8 @@ figures.mistakes_against_results()
 # 1. Dropout: Philox makes ten rounds of integer products, and its bytes are taken apart. Then the mask, whose entries
 #    are loaded. The soft-cap adds few instructions, but one is a tanh. `figures.costs(64)` shows head_dim 64.
 # 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. It was measured as 3.5 to 3.7, since
-#    two tiles of a row need a mask. Only the forward at head_dim 128 has 4.3, since its windows have a kernel with roles.
-#    Causal in this table is `flash.py`'s. Sinks have a kernel with roles in both passes.
+#    two tiles of a row need a mask. Causal in this table is `flash.py`'s. At head_dim 128 windows, packed sequences and
+#    sinks have a forward with roles (`flash_gluon.py`), which is not measured yet as it is now.
 # 3. Memory: each number of K and V serves only the few queries that share it. A copy of as many bytes takes as long.
 #
 # </details>

@@ -31,7 +31,6 @@ import itertools, math, torch  # noqa: E401
 from torch.nn.attention import flex_attention as flex
 from reference import attention
 from steps import step03_triton as step03
-from steps.step03_triton import scheduler
 from steps.figures import measured, n03x_deeper as figures
 from steps.workbook import show
 print(steps.engine.describe())
@@ -203,6 +202,7 @@ show("step03_triton/fwd_3_gluon", "step")
 # tiles? Predict how bad the worst of the six is. The launch counts, and takes the first section with equal work.
 
 # %% slideshow={"slide_type": "fragment"}
+scheduler = step03.scheduler
 for section, alternate in itertools.product((8, 16, 32), (0, 1)):
     work = scheduler.work_in_order(128, 2048, 2048, 128, 128, section, alternate)
     print(f"{section:2} heads, alternate = {alternate}: {scheduler.busy(work, 132):.2f}")
