@@ -74,7 +74,7 @@ class Numbers:
 class Program:
     """The roles of one program, with what they note in `stored`: {coordinates of 64 rows: what they visited}."""
 
-    def __init__(self, patch, module, number, programs, starts=None):
+    def __init__(self, patch, module, number, programs):
         self.turns = [threading.Semaphore(0) for _ in range(3)]
         self.stored, self.of_lse, self.failures = {}, [], []
         of_numbers = dict(
@@ -168,7 +168,8 @@ def check_rows(visited, i, Nq, Nk, Bc, low, high):
     tiles = [j for j, _ in visited]
     assert len(set(tiles)) == len(tiles)
     seen = {row: range(max(0, low + row), min(Nk, high + row)) for row in rows}
-    assert all(key // Bc * Bc in tiles for keys in seen.values() for key in (keys[:1], keys[-1:]) for key in key)
+    needed = {j for keys in seen.values() if keys for j in range(keys[0] // Bc * Bc, keys[-1] + 1, Bc)}
+    assert needed <= set(tiles)
     for j, mask in visited:
         if mask is None:
             assert all(keys and keys[0] <= j and j + Bc <= keys[-1] + 1 for keys in seen.values())

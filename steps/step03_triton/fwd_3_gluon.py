@@ -19,12 +19,13 @@ At D <= 64 the exponentials take as long as the products. So three consumers sha
 waits for a product, two others compute. Each has 160 registers a thread, for which P goes around the loop in pairs of
 16-bit numbers.
 
-What each idea brings, on H100 and H200 from 4k queries on: several tiles a program 3 to 9 % without a mask, and with
-one 0 to 7 %, if all programs get equal work, else a loss of up to 14 %; below 4k up to 23 %. Turns 2 to 4 % at D = 64,
-0 to 1 % at D = 128. A consumer that skips the tiles of keys that its own rows do not see: 2 to 4 % at D = 64.
+What each idea brings, on H100 and H200 from 4k queries on: several tiles a program 2 to 8 %, if all programs get equal
+work, but with a mask a loss of up to 14 % if they do not (below 4k the gain is up to 23 %). Turns 3 to 5 % at D = 64,
+about 1 % at D = 128. A consumer that skips the tiles of keys that its own rows do not see 1 to 5 %, at D = 64. One sum
+of l at the end 0 to 3 %.
 Left out, because it was not faster: a third tile of K and V; the wait for O behind the exponentials (5 % slower; the
-compiler needs to be forced); a producer each for K, V and Q; turns by mbarriers in place of named barriers. Spills:
-with three consumers and a causal mask two or three words a step, else none inside the loops.
+compiler has to be forced); a producer each for K, V and Q; turns by mbarriers in place of named barriers. Spills: with
+three consumers and a causal mask two or three words a step, else none inside the loops.
 Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (programs,), 9 or 13 warps, which the compiler fills up to
 12 or 16, one program a multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run
 Gluon. Needs torch, scheduler.py, replay.py and Triton 3.6 to 3.9, because Gluon is experimental and may change.

@@ -38,7 +38,8 @@ def place(round, lengths, order, CAUSAL: gl.constexpr, Br: gl.constexpr, Bc: gl.
     tile, head, end = tiles - 1 - n % tiles, n // tiles, Nk
     if CAUSAL:
         first = head // section * section
-        heads = gl.minimum(section, tiles_of_all // tiles - first)  # the last section may have fewer
+        # The last section may have fewer heads. Beyond it there are none: what is then divided by zero is not used.
+        heads = gl.minimum(section, tiles_of_all // tiles - first)
         level = (n - first * tiles) // heads
         later = (tiles_of_all // tiles - 1) // section - first // section  # sections after this one
         tile = gl.where(later % 2 * alternate == 1, level, tiles - 1 - level)
