@@ -98,7 +98,11 @@ def visited(n, tiles):
 
 @gluon.jit
 def place_of(round, lengths, order, window, starts, LONGEST_FIRST: gl.constexpr, Br: gl.constexpr, Bc: gl.constexpr):
-    """(queries, keys, i, low, high, tiles) of a round: the queries are those from row i of their part on."""
+    """(queries, keys, i, low, high, tiles): what a program computes in a round.
+
+    queries and keys are parts as in `coordinates`. The program's queries begin at row i of their part, and the first
+    one sees the keys low ... high - 1 of the other part. tiles are those of `visits`.
+    """
     H, group, Nq, Nk = lengths
     left, right = window
     starts_q, starts_k = starts

@@ -258,7 +258,7 @@ def step(turn, state, Q_i, K, V, n, j, seen, scale_log2, MASKED: gl.constexpr):
 
 @gluon.jit
 def skip(turn, K, V, n):
-    """Tile n, of which no query of this consumer sees a key. The others expect a turn of it all the same."""
+    """Passes over tile n, of which this consumer's queries see no key. It takes its turn, as the others wait for it."""
     get(K, n)
     release(K, n)
     wait_turn(turn)
@@ -277,7 +277,7 @@ def lse_and_sum(m, l, scale):
 
 @gluon.jit
 def store_lse(lse, lse_i, head, length, i, end):
-    """From row i of this head on, whose rows are so many, but none from `end` on."""
+    """Stores lse_i (64,), from row i of a head on, but nothing from row `end` on. length: how many rows a head has."""
     row = i + gl.arange(0, 64, lse_i.type.layout)
     lse += head.to(gl.int64) * length  # in 64 bits because a tensor may have more than 2^31 entries
     gl.store(lse + row, lse_i, mask=row < end)

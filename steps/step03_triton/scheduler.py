@@ -38,7 +38,8 @@ def place(round, lengths, order, CAUSAL: gl.constexpr, Br: gl.constexpr, Bc: gl.
     tile, head, end = tiles - 1 - n % tiles, n // tiles, Nk
     if CAUSAL:
         first = head // section * section
-        # The last section may have fewer heads. Beyond it there are none: what is then divided by zero is not used.
+        # The last section may have fewer heads. A program without a tile finds no head and divides by zero; what comes
+        # out is not used.
         heads = gl.minimum(section, tiles_of_all // tiles - first)
         level = (n - first * tiles) // heads
         later = (tiles_of_all // tiles - 1) // section - first // section  # sections after this one
@@ -52,6 +53,7 @@ def place(round, lengths, order, CAUSAL: gl.constexpr, Br: gl.constexpr, Bc: gl.
 
 
 def programs_for(device, tiles):
+    """How many programs a launch has: one for each multiprocessor, but no more than there are tiles."""
     return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
