@@ -74,7 +74,7 @@ def test_a_packed_sequence_ends_where_the_descriptor_does(on_integers):
             if exists:
                 address = sum(c * step for c, step in zip(where, steps, strict=True)) % 2**64  # as hardware counts
                 assert address == 2 * (h * x.stride(1) + (start + row) * x.stride(2))
-    assert flash_gluon.coordinates.fn((5, 2, 0, 9), 3, False) == [5, 2, 3, 0]
+    assert flash_gluon.coordinates.fn((5, 2, 0, 9), 3, False) == (5, 2, 3, 0)
     one = torch.zeros(64, dtype=torch.float16).as_strided((1, 1, 1, 64), (1, 1, 1, 1))
     strides = flash_gluon.ragged(one, 64, 64).strides  # The strides of one head and one row may be any.
     assert all(2 * stride % 16 == 0 for stride in strides[:4])
@@ -131,6 +131,22 @@ def test_what_the_kernel_is_given(launched):
 
 
 @pytest.mark.skipif(engine.name == "cuda", reason="stands in for a GPU")
+def test_tiles_where_many_need_a_mask(launched):
+    """At head_dim 64 two consumers are faster there than three."""
+    starts, causal, sinks = torch.tensor([0, 4096], dtype=torch.int32), {"causal": True}, {"sinks": torch.zeros(1)}
+    packed = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=4096, max_seqlen_k=4096)
+    two = {"window": (2000, 0)}, {"window": (9, 5000)} | sinks, packed | causal
+    three = packed, sinks, sinks | causal, {"window": (-1, -1)} | sinks
+    cases = [(4096, 64, given, 128) for given in two] + [(4096, 64, given, 192) for given in three]
+    for N, D, given, rows in (*cases, (4095, 64, sinks | causal, 128), (500, 256, {"window": (7, 0)}, 64)):
+        step03.forward(*[torch.zeros(1, 1, N, D, dtype=torch.float16)] * 3, **given)
+        found = launched[-1]
+        if D == 64:
+            assert found["tiles"] == -(-N // rows), given
+        assert found["k"].block_shape[-2] == min(rows, 128), given
+
+
+@pytest.mark.skipif(engine.name == "cuda", reason="stands in for a GPU")
 @pytest.mark.parametrize("given", [
     {"window": (-2, 0)}, {"window": 5}, {"sinks": torch.zeros(3)}, {"window": (7, 0), "scale": 0.0},
     dict(cu_seqlens_q=torch.zeros(2), cu_seqlens_k=torch.zeros(2), max_seqlen_q=9, max_seqlen_k=9),
@@ -159,11 +175,10 @@ def test_which_calls_take_it(monkeypatch):
     taken = (128, window), (72, window), (256, packed), (128, packed | window), (128, {"sinks": starts})
     for D, given in (*taken, (128, window | {"check": True})):
         assert picked(D, **given) is flash_gluon.forward
-    # At head_dim 64 it takes calls few of whose tiles need a mask.
-    few, many = ({"sinks": starts}, packed), (window, packed | {"causal": True}, {"sinks": starts, "causal": True})
-    assert all(picked(64, **given) is flash_gluon.forward for given in few)
-    assert [picked(64, queries=N, **many[2]) for N in (4095, 4096)] == [flash.forward, flash_gluon.forward]
-    for D, given in (*((64, given) for given in many), (40, packed), (128, {}), (128, {"causal": True})):
+    for given in ({"window": (1000, 24)}, {"window": (-1, 0)}, {"window": (1024, 5), "causal": True}, packed):
+        assert picked(64, **given) is flash_gluon.forward
+    narrow = {"window": (1000, 23)}, {"window": (1023, 5), "causal": True}, {"window": (7, -1), "causal": True}
+    for D, given in (*((64, given) for given in narrow), (40, packed), (128, {}), (128, {"causal": True})):
         assert picked(D, **given) is flash.forward
     for more in ({"softcap": 2.0}, {"first_query": 3}, {"tile": [128, 64]}, {"carried": True}, {"keys": 0}):
         assert picked(128, **window, **more) is flash.forward
@@ -347,14 +362,14 @@ def launches(wanted):
 
 
 def test_what_it_compiles_to():
-    rows = compile_triton.in_a_process(__file__, [(64, True), (128, False), (128, True), (256, True)])
+    rows = compile_triton.in_a_process(__file__, [(64, False), (64, True), (128, False), (128, True), (256, True)])
     assert {"delta_kernel", "keys_kernel", "dq_kernel"} < {row["kernel"] for row in rows}, "the backward with sinks"
     rows = [row for row in rows if row["kernel"] == "forward_kernel"]
-    assert len(rows) == 4
+    assert len(rows) == 5
     for row in rows:
         assert row["wgmma.mma_async"] > 0 and row["cp.async.bulk.tensor"] > 0 and row["setmaxnreg"] > 0, row
         assert row["shared"] <= 227 * 1024 and not row["serialised"], row
-        few = {64: 250, 128: 0, 256: 8}[row["D"]]  # bytes
+        few = {64: 250 if row["packed"] else 0, 128: 0, 256: 32}[row["D"]]  # bytes; packed has three consumers
         assert row["spilled"] <= few or not triton.__version__.startswith("3.7"), row  # others may spill a few more
 
 

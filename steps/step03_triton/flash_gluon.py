@@ -12,16 +12,15 @@ In the forward a producer and two or three consumers work as in fwd_3_gluon.py. 
               more than another delta_kernel before the kernels of bwd_2_gluon.py.
 
 Sources: FlashAttention-3, sections 3.1 and 3.2; for `ragged`, triton.tools.ragged_tma. Launch: as fwd_3_gluon.py and
-bwd_2_gluon.py. Left out: all other features, and in the forward head_dims below 64, and at 64 calls most of whose tiles
-need a mask: there flash.py is faster, because three consumers spill registers. Needs torch, Triton, fwd_3_gluon.py,
-bwd_2_gluon.py, scheduler.py, features.py, flash_kernels.py, replay.py and tiles.py.
+bwd_2_gluon.py; at head_dim 64 with two consumers where many tiles need a mask, because three of them spill registers
+there. Left out: all other features, and in the forward head_dims below 64. A narrow window at 64 is faster in flash.py.
+Needs torch, Triton, fwd_3_gluon.py, bwd_2_gluon.py, scheduler.py, features.py, flash_kernels.py, replay.py, tiles.py.
 """
 
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import bwd_2_gluon
@@ -37,15 +36,13 @@ from .fwd_3_gluon import (
     describe,
     first_step,
     get,
-    layout,
+    last_product,
     load,
+    load_pair,
     lse_and_sum,
     make_ring,
     pass_turn,
     refusal,
-    release,
-    shares,
-    start_output,
     step,
     store_lse,
     store_rows,
@@ -59,6 +56,7 @@ add_sink = gluon.jit(add_sink_in_triton.fn)  # One text, because what it calls m
 LENGTHS = "H", "group", "Nq", "Nk", "left", "right", "tiles", "section", "alternate", "total"
 BILLION = gl.constexpr(2**30)
 UNLIMITED = 2**29  # more keys than a GPU has memory for; twice as many are still a number of 32 bits
+NARROW, LONG = 1024, 4096  # keys of a window, and queries, for which another kernel or tile was faster at head_dim 64
 
 
 @gluon.jit
@@ -66,19 +64,20 @@ def coordinates(part, row, PACKED: gl.constexpr):
     """What a descriptor calls this row of a part: (batch entry, head, first row, number of rows)."""
     b, h, start, N = part
     if PACKED:  # see `ragged`
-        return [BILLION, start + N, h, BILLION - N + row, 0]
+        return BILLION, start + N, h, BILLION - N + row, 0
     else:
-        return [b, h, row, 0]
+        return b, h, row, 0
 
 
 @gluon.jit
 def visits(low, high, Nk, Br: gl.constexpr, Bc: gl.constexpr):
     """(begin, whole, full, end): tiles begin ... end - 1 are visited, and whole ... full - 1 of them need no mask.
 
-    The first of the Br queries sees the keys low ... high - 1, the next one those from low + 1 to high.
+    The first of the Br queries sees the keys low ... high - 1, the next one those from low + 1 to high. At least one
+    tile is visited.
     """
-    end = gl.cdiv(gl.minimum(Nk, gl.maximum(0, high + Br - 1)), Bc)
-    begin = gl.minimum(end, gl.maximum(0, low) // Bc)
+    end = gl.maximum(1, gl.cdiv(gl.minimum(Nk, high + Br - 1), Bc))
+    begin = gl.maximum(0, low) // Bc
     whole = gl.minimum(end, gl.cdiv(gl.maximum(0, low + Br - 1), Bc))
     full = gl.maximum(whole, gl.minimum(Nk, gl.maximum(0, high)) // Bc)
     return begin, whole, full, end
@@ -112,8 +111,7 @@ def place_of(round, lengths, order, window, starts, LONGEST_FIRST: gl.constexpr,
         q_start, k_start = gl.load(starts_q + b), gl.load(starts_k + b)
         Nq, Nk = gl.load(starts_q + b + 1) - q_start, gl.load(starts_k + b + 1) - k_start
     low, high = i + Nk - Nq - left, i + Nk - Nq + right + 1
-    tiles = visits(low, high, gl.where(i < Nq, Nk, 0), Br, Bc)  # where there is no query, no key is visited
-    return (b, h, q_start, Nq), (b, h // group, k_start, Nk), i, low, high, tiles
+    return (b, h, q_start, Nq), (b, h // group, k_start, Nk), i, low, high, visits(low, high, Nk, Br, Bc)
 
 
 @gluon.jit
@@ -121,19 +119,25 @@ def produce(q, k, v, Q, K, V, call, LONGEST_FIRST: gl.constexpr, CONSUMERS: gl.c
     lengths, order, window, starts = call
     PACKED: gl.constexpr = starts[0] is not None
     Bc: gl.constexpr = K[0].shape[-2]
-    n = 0  # tiles of K so far
-    for round in range(rounds_of(order)):
+    n_q, n = 0, 0  # tiles of queries and of keys so far
+    beyond = coordinates((0, 0, 0, 0), lengths[3], PACKED)
+    before = beyond  # where the last one of them begins
+    for round in range(rounds_of(order, LONGEST_FIRST)):
         queries, keys, i, low, high, tiles = place_of(
             round, lengths, order, window, starts, LONGEST_FIRST, 64 * CONSUMERS, Bc
         )
-        begin, whole, full, end = tiles
-        for w in gl.static_range(CONSUMERS):
-            load(q, Q, round * CONSUMERS + w, coordinates(queries, i + 64 * w, PACKED))
-        for tile in range(end - begin):
-            where = coordinates(keys, visited(tile, tiles) * Bc, PACKED)
-            load(k, K, n + tile, where)
-            load(v, V, n + tile, where)
-        n += end - begin
+        if i < queries[3]:  # packed sequences may be shorter than the longest one
+            begin, whole, full, end = tiles
+            for tile in range(end - begin):
+                where = coordinates(keys, visited(tile, tiles) * Bc, PACKED)
+                load_pair(k, v, K, V, n + tile, where, before)
+                before = where
+                if tile == 0:
+                    for w in gl.static_range(CONSUMERS):
+                        load(q, Q, n_q + w, coordinates(queries, i + 64 * w, PACKED))
+            n_q += CONSUMERS
+            n += end - begin
+    load_pair(k, v, K, V, n, beyond, before)
 
 
 @gluon.jit
@@ -144,23 +148,20 @@ def consume(
     lengths, order, window, starts = call
     PACKED: gl.constexpr = starts[0] is not None
     Bc: gl.constexpr = K[0].shape[-2]
-    D_pad: gl.constexpr = K[0].shape[-1]
     turn: gl.constexpr = (w, (w + 1) % consumers)
     if w == consumers - 1:
         pass_turn(turn)  # consumer 0 may begin
-    n = 0  # tiles of K so far
-    for round in range(rounds_of(order)):
+    n_q, n = w, 0  # tiles of queries and of keys so far
+    for round in range(rounds_of(order, LONGEST_FIRST)):
         queries, keys, i, low, high, tiles = place_of(
             round, lengths, order, window, starts, LONGEST_FIRST, 64 * consumers, Bc
         )
-        begin, whole, full, end = tiles
-        blocks = end - begin
-        seen = low + 64 * w, high + 64 * w, keys[3]
-        Q_i = get(Q, round * consumers + w)
-        m = gl.full((64,), float("-inf"), gl.float32, gl.SliceLayout(1, layout(Bc)))
-        l = shares(gl.full((64, Bc), 0, gl.float32, layout(Bc)))
-        O = gl.full((64, D_pad), 0, gl.float32, layout(D_pad))  # not yet divided by l
-        if blocks > 0:  # otherwise nothing comes to wait for
+        b, h, q_start, Nq = queries
+        if i < Nq:
+            begin, whole, full, end = tiles
+            blocks = end - begin
+            seen = low + 64 * w, high + 64 * w, keys[3]
+            Q_i = get(Q, n_q)
             state = first_step(turn, Q_i, K, V, n, visited(0, tiles) * Bc, seen, scale * LOG2_E)
             masked = gl.maximum(1, blocks - (full - whole))
             for tile in range(1, masked):
@@ -169,17 +170,15 @@ def consume(
             for tile in range(masked, blocks):
                 state = step(turn, state, Q_i, K, V, n + tile, 0, seen, scale * LOG2_E, False)
             n += blocks
-            m, l, P, O = state
-            O = warpgroup_mma_wait(0, (start_output(O, P, get(V, n - 1)),))
-            release(V, n - 1)
-        lse_i, l = lse_and_sum(m, l, scale)
-        b, h, q_start, Nq = queries
-        if sinks is not None:
-            lse_i, kept_share = add_sink(lse_i, gl.load(sinks + h))
-            l /= kept_share
-        head = h if PACKED else b * lengths[0] + h
-        store_lse(lse, lse_i, head, total, q_start + i + 64 * w, q_start + Nq)
-        store_rows(out, coordinates(queries, i + 64 * w, PACKED), Q, round * consumers + w, O, l)
+            m, l, O = last_product(state, K, V, n)
+            lse_i, l = lse_and_sum(m, l, scale)
+            if sinks is not None:
+                lse_i, kept_share = add_sink(lse_i, gl.load(sinks + h))
+                l /= kept_share
+            head = h if PACKED else b * lengths[0] + h
+            store_lse(lse, lse_i, head, total, q_start + i + 64 * w, q_start + Nq)
+            store_rows(out, coordinates(queries, i + 64 * w, PACKED), Q, n_q, O, l)
+            n_q += consumers
     if w == 0:
         wait_turn(turn)  # a program must not end while a named barrier is half full
 
@@ -191,7 +190,8 @@ def forward_kernel(
 ):  # fmt: skip
     call = (H, group, Nq, Nk), (tiles, section, alternate), (left, right), (starts_q, starts_k)
     Q_STAGES: gl.constexpr = 2 if q.block_type.shape[-1] <= 128 else 1  # as many as there is memory for
-    Q, K, V = make_ring(q, Q_STAGES * CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS), make_ring(v, STAGES, CONSUMERS)
+    Q, K = make_ring(q, Q_STAGES * CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS)
+    V = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)
     # The warps and registers are those of fwd_3_gluon.py.
     if CONSUMERS == 2:
         gl.warp_specialize([
@@ -226,13 +226,13 @@ OPTIONS = "causal", "scale", "window", "sinks", "cu_seqlens_q", "cu_seqlens_k", 
 
 
 def fits(q, asked):
-    """Whether `forward` takes q, and is faster than flash.py. asked: the names of the features in use, and causal."""
-    if {*asked} - {*OPTIONS} or not {"window", "sinks", "cu_seqlens_q"} & {*asked}:
+    """Whether `forward` takes q, and is faster than flash.py. asked: the features in use and causal, {name: value}."""
+    if asked.keys() - {*OPTIONS} or not {"window", "sinks", "cu_seqlens_q"} & asked.keys():
         return False
-    N, D = q.shape[2:]
-    if D == 64 and ("window" in asked or "causal" in asked and ("cu_seqlens_q" in asked or N < 4096)):
-        return False  # A tile with a mask is slow there, and they are many.
-    return D >= 64 and refusal(q) is None
+    left, right = asked.get("window", (-1, -1))
+    right = 0 if asked.get("causal") else right
+    narrow = min(left, right) >= 0 and left + right < NARROW
+    return q.shape[3] >= (65 if narrow else 64) and refusal(q) is None
 
 
 @replayed
@@ -259,7 +259,8 @@ def forward(
     if sinks is not None:
         sinks = record.derive(lambda sinks: sinks.float().contiguous(), sinks)
     D_pad = max(64, triton.next_power_of_2(D))
-    Br, Bc = TILES[D_pad]
+    many_masked = min(left, right) < Nk and (window is not None or cu_seqlens_q is not None or Nq < LONG)
+    Br, Bc = (128, 128) if D_pad == 64 and many_masked else TILES[D_pad]
     descriptors = [kind(x, rows, D_pad) for x, rows in ((q, 64), (k, Bc), (v, Bc), (out, 64))]
     tiles, longest_first = sequences * H * triton.cdiv(Nq, Br), right < Nk
     programs = programs_for(q.device, tiles)

@@ -2,11 +2,12 @@
 """Rung 3, "gluon": the roles that the compiler gives out in rung 2, written by hand, and two products in flight.
 
     producer, one warp:                       consumers, two or three warpgroups of 64 query rows each:
-      for each tile of queries:                 wait for the turn; start S = Q K_n^T and, behind it, O += P V_(n-1)
-        wait until there is room; load Q        pass the turn on; wait until S is ready
-        for each tile of Bc keys:               m, l and P from S, while O is still being computed
-          wait until there is room; load K_n    wait until O is ready; the rooms of K_n and V_(n-1) are free
-          wait until there is room; load V_n    O *= alpha
+      for each tile of queries:                 wait until K_n and V_(n-1) are there, and for the turn
+        wait until there is room; load Q        start S = Q K_n^T and, behind it, O += P V_(n-1)
+        for each tile of Bc keys:               pass the turn on; wait until S is ready
+          wait until there is room              m, l and P from S, while O is still being computed
+          load K_n and V_(n-1)                  wait until O is ready; the room of K_n and V_(n-1) is free
+                                                O *= alpha
 
 The idea: Gluon is the layer below Triton in the same compiler. Here the kernel says which warps do what, where tiles
 lie in shared memory, when a copy or a product starts, and who waits for it. Triton waits for a tl.dot whose result the
@@ -22,10 +23,11 @@ waits for a product, two others compute. Each has 160 registers a thread, for wh
 What each idea brings, on H100 and H200 from 4k queries on: several tiles a program 2 to 8 %, if all programs get equal
 work, but with a mask a loss of up to 14 % if they do not (below 4k the gain is up to 23 %). Turns 3 to 5 % at D = 64,
 about 1 % at D = 128. A consumer that skips the tiles of keys that its own rows do not see 1 to 5 %, at D = 64. One sum
-of l at the end 0 to 3 %.
-Left out, because it was not faster: a third tile of K and V; the wait for O behind the exponentials (5 % slower; the
-compiler has to be forced); a producer each for K, V and Q; turns by mbarriers in place of named barriers. Spills: with
-three consumers and a causal mask two or three words a step, else none inside the loops.
+of l at the end 0 to 3 %. K_n and V_(n-1) as a pair, with one wait and one arrival a step instead of two, 1 %.
+Left out, because it was not faster: a third tile of K and V; the wait for O behind the exponentials (2 to 5 % slower;
+the compiler has to be forced); O *= alpha only where a maximum has grown; a producer each for K, V and Q; turns by
+mbarriers in place of named barriers. Spills: with three consumers and a causal mask two or three words a step, else
+none inside the loops.
 Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (programs,), 9 or 13 warps, which the compiler fills up to
 12 or 16, one program a multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run
 Gluon. Needs torch, scheduler.py, replay.py and Triton 3.6 to 3.9, because Gluon is experimental and may change.
@@ -76,12 +78,31 @@ def load(x, ring, n, where):
     async_load(x, where, full.index(room), tiles.index(room))
 
 
+# V_(n-1) is used beside K_n. So the two come and go as a pair, with the barriers of K's ring, and V has only rooms. The
+# first K comes with a V, and the last V with a K, that lie beyond the end of the keys and are not used.
+@gluon.jit
+def load_pair(k, v, K, V, n, where, where_before):
+    """The producer: starts to copy K_n and V_(n-1)."""
+    tiles, full, empty = K
+    room, phase = n % STAGES, n // STAGES & 1
+    mbarrier.wait(empty.index(room), phase ^ 1)
+    mbarrier.expect(full.index(room), k.block_type.nbytes + v.block_type.nbytes)
+    async_load(k, where, full.index(room), tiles.index(room))
+    async_load(v, where_before, full.index(room), V.index(room))
+
+
+@gluon.jit
+def at(tiles, n):
+    """Tile n as a matrix in shared memory."""
+    return tiles.index(n % tiles.shape[0]).reshape((tiles.shape[-2], tiles.shape[-1]))
+
+
 @gluon.jit
 def get(ring, n):
-    """A consumer: waits until tile n has come, and returns it as a matrix in shared memory."""
+    """A consumer: waits until tile n has come, and returns it."""
     tiles, full, empty = ring
     mbarrier.wait(full.index(n % tiles.shape[0]), n // tiles.shape[0] & 1)
-    return tiles.index(n % tiles.shape[0]).reshape((tiles.shape[-2], tiles.shape[-1]))
+    return at(tiles, n)
 
 
 @gluon.jit
@@ -95,16 +116,21 @@ def release(ring, n):
 def produce(q, k, v, Q, K, V, lengths, order, CAUSAL: gl.constexpr, Br: gl.constexpr):
     H, group, Nq, Nk = lengths
     consumers: gl.constexpr = Br // 64
-    n = 0  # tiles of K so far
-    for round in range(rounds_of(order)):
-        b, h, i, blocks = place(round, lengths, order, CAUSAL, Br, K[0].shape[3])
-        for w in gl.static_range(consumers):
-            load(q, Q, round * consumers + w, [b, h, i + 64 * w, 0])
+    Bc: gl.constexpr = K[0].shape[3]
+    n = 0  # tiles of keys so far
+    beyond = 0, 0, Nk, 0
+    before = beyond  # where the last one of them begins
+    for round in range(rounds_of(order, CAUSAL)):
+        b, h, i, blocks = place(round, lengths, order, CAUSAL, Br, Bc)
         for tile in range(blocks):
-            j = (blocks - 1 - tile) * K[0].shape[3]
-            load(k, K, n + tile, [b, h // group, j, 0])
-            load(v, V, n + tile, [b, h // group, j, 0])
+            where = b, h // group, (blocks - 1 - tile) * Bc, 0
+            load_pair(k, v, K, V, n + tile, where, before)
+            before = where
+            if tile == 0:  # Q behind it, because the last product of the tile before waits for this pair
+                for w in gl.static_range(consumers):
+                    load(q, Q, round * consumers + w, [b, h, i + 64 * w, 0])
         n += blocks
+    load_pair(k, v, K, V, n, beyond, before)
 
 
 # The consumers take turns with their products, so that the exponentials of one run beside the products of the others.
@@ -233,7 +259,7 @@ def first_step(turn, Q_i, K, V, n, j, seen, scale_log2):
     S = mask(S, j, low, high, Nk)
     m = gl.full((64,), float("-inf"), gl.float32, gl.SliceLayout(1, S.type.layout))
     m, l, alpha, P = online_softmax(m, shares(gl.zeros_like(S)), S, scale_log2)
-    return m, l, in_pairs(P, V[0].dtype), gl.full((64, V[0].shape[-1]), 0, gl.float32, layout(V[0].shape[-1]))
+    return m, l, in_pairs(P, V.dtype), gl.full((64, V.shape[-1]), 0, gl.float32, layout(V.shape[-1]))
 
 
 @gluon.jit
@@ -244,7 +270,7 @@ def step(turn, state, Q_i, K, V, n, j, seen, scale_log2, MASKED: gl.constexpr):
     K_n = get(K, n)
     wait_turn(turn)
     S = start_scores(Q_i, K_n)
-    O = start_output(O, P, get(V, n - 1))
+    O = start_output(O, P, at(V, n))  # which is V_(n-1)
     pass_turn(turn)
     S = warpgroup_mma_wait(1, (S,))  # all products but the last one have ended
     if MASKED:
@@ -252,19 +278,24 @@ def step(turn, state, Q_i, K, V, n, j, seen, scale_log2, MASKED: gl.constexpr):
     m, l, alpha, P = online_softmax(m, l, S, scale_log2)
     O = warpgroup_mma_wait(0, (O,))
     release(K, n)
-    release(V, n - 1)
-    return m, l, in_pairs(P, V[0].dtype), O * gl.convert_layout(alpha, gl.SliceLayout(1, O.type.layout))[:, None]
+    return m, l, in_pairs(P, V.dtype), O * gl.convert_layout(alpha, gl.SliceLayout(1, O.type.layout))[:, None]
 
 
 @gluon.jit
-def skip(turn, K, V, n):
+def last_product(state, K, V, n):
+    """(m, l, O): adds P V of tile n - 1, which comes with the next tile n. That one is not released, only looked at."""
+    m, l, P, O = state
+    get(K, n)
+    return m, l, warpgroup_mma_wait(0, (start_output(O, P, at(V, n)),))
+
+
+@gluon.jit
+def skip(turn, K, n):
     """Passes over tile n, of which this consumer's queries see no key. It takes its turn, as the others wait for it."""
     get(K, n)
     release(K, n)
     wait_turn(turn)
     pass_turn(turn)
-    get(V, n)
-    release(V, n)
 
 
 @gluon.jit
@@ -299,13 +330,12 @@ def store_rows(out, where, Q, n, O, l):
 def consume(w: gl.constexpr, consumers: gl.constexpr, out, lse, Q, K, V, lengths, order, scale, CAUSAL: gl.constexpr):
     """Warpgroup w: 64 queries of each tile."""
     Bc: gl.constexpr = K[0].shape[3]
-    D_pad: gl.constexpr = K[0].shape[4]
     turn: gl.constexpr = (w, (w + 1) % consumers)
     H, group, Nq, Nk = lengths
     if w == consumers - 1:
         pass_turn(turn)  # consumer 0 may begin
-    n = 0  # tiles of K so far
-    for round in range(rounds_of(order)):
+    n = 0  # tiles of keys so far
+    for round in range(rounds_of(order, CAUSAL)):
         b, h, i, blocks = place(round, lengths, order, CAUSAL, 64 * consumers, Bc)
         i += 64 * w
         seen = None, None, Nk
@@ -315,27 +345,21 @@ def consume(w: gl.constexpr, consumers: gl.constexpr, out, lse, Q, K, V, lengths
             seen = None, high, Nk
             whole = gl.minimum(Nk, gl.maximum(0, high)) // Bc
             if 64 * consumers > Bc:  # otherwise all consumers need the same tiles
-                needed = gl.minimum(blocks, gl.cdiv(gl.maximum(0, high + 63), Bc))
+                needed = gl.minimum(blocks, gl.cdiv(gl.maximum(1, high + 63), Bc))
                 for _ in range(blocks - needed):
-                    skip(turn, K, V, n)
+                    skip(turn, K, n)
                     n += 1
         Q_i = get(Q, round * consumers + w)
-        m = gl.full((64,), float("-inf"), gl.float32, gl.SliceLayout(1, layout(Bc)))
-        l = shares(gl.full((64, Bc), 0, gl.float32, layout(Bc)))
-        O = gl.full((64, D_pad), 0, gl.float32, layout(D_pad))  # not yet divided by l
-        if needed > 0:  # otherwise nothing comes to wait for
-            j = (needed - 1) * Bc
-            state = first_step(turn, Q_i, K, V, n, j, seen, scale * LOG2_E)
-            masked = gl.maximum(1, needed - whole)
-            if CAUSAL:  # otherwise only the first tile needs a mask
-                for tile in range(1, masked):
-                    state = step(turn, state, Q_i, K, V, n + tile, j - tile * Bc, seen, scale * LOG2_E, True)
-            for tile in range(masked, needed):
-                state = step(turn, state, Q_i, K, V, n + tile, 0, seen, scale * LOG2_E, False)
-            n += needed
-            m, l, P, O = state
-            O = warpgroup_mma_wait(0, (start_output(O, P, get(V, n - 1)),))
-            release(V, n - 1)
+        j = (needed - 1) * Bc
+        state = first_step(turn, Q_i, K, V, n, j, seen, scale * LOG2_E)
+        masked = gl.maximum(1, needed - whole)
+        if CAUSAL:  # otherwise only the first tile needs a mask
+            for tile in range(1, masked):
+                state = step(turn, state, Q_i, K, V, n + tile, j - tile * Bc, seen, scale * LOG2_E, True)
+        for tile in range(masked, needed):
+            state = step(turn, state, Q_i, K, V, n + tile, 0, seen, scale * LOG2_E, False)
+        n += needed
+        m, l, O = last_product(state, K, V, n)
         lse_i, l = lse_and_sum(m, l, scale)
         store_lse(lse, lse_i, b * H + h, Nq, i, Nq)
         store_rows(out, [b, h, i, 0], Q, round * consumers + w, O, l)
@@ -350,7 +374,8 @@ def forward_kernel(
 ):  # fmt: skip
     lengths, order = (H, group, Nq, Nk), (tiles, section, alternate)
     Q_STAGES: gl.constexpr = 2 if q.block_type.shape[3] <= 128 else 1  # as many as there is memory for
-    Q, K, V = make_ring(q, Q_STAGES * CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS), make_ring(v, STAGES, CONSUMERS)
+    Q, K = make_ring(q, Q_STAGES * CONSUMERS, 1), make_ring(k, STAGES, CONSUMERS)
+    V = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)
     # The first function runs on the kernel's own 4 warps. The lists at the end have the warps of the others, and the
     # registers that each of their threads asks for. The first function has the rest of the program's registers.
     if CONSUMERS == 2:

@@ -61,7 +61,7 @@ def launcher(q, k, f, carried):
     few = free and not {*asked} - {*options.OF_DECODE} and decode.fits(q, k)
     if f["lengths_k"] is not None or few:
         return decode.forward, ("causal", "scale", *options.OF_DECODE)
-    if free and k.numel() and flash_gluon.fits(q, [*asked, "causal"] if f["causal"] else asked):
+    if free and k.numel() and flash_gluon.fits(q, {name: f[name] for name in (*asked, "causal")}):
         return flash_gluon.forward, flash_gluon.OPTIONS
     return flash.forward, OF_FLASH
 

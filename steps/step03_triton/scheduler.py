@@ -17,39 +17,43 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def rounds_of(order):
-    """How many tiles a program computes, one after the other."""
-    return gl.cdiv(order[0], gl.num_programs(0))
+def position(round, CAUSAL: gl.constexpr):
+    """Which tile of those of a round is the program's."""
+    if CAUSAL and round % 2 == 1:
+        return gl.num_programs(0) - 1 - gl.program_id(0)
+    else:
+        return gl.program_id(0)
+
+
+@gluon.jit
+def rounds_of(order, CAUSAL: gl.constexpr):
+    """How many tiles the program computes, one after the other: one in each round, but perhaps none in the last."""
+    whole, rest = order[0] // gl.num_programs(0), order[0] % gl.num_programs(0)
+    return whole + gl.where(position(whole, CAUSAL) < rest, 1, 0)
 
 
 @gluon.jit
 def place(round, lengths, order, CAUSAL: gl.constexpr, Br: gl.constexpr, Bc: gl.constexpr):
-    """(b, h, i, blocks): in this round, the program computes the queries from i on, which see so many tiles of keys.
+    """(b, h, i, blocks): in this round, the program computes the queries from i on, with so many tiles of keys.
 
+    They are those of which a query of the tile sees a key, but at least one, in which all keys may be hidden.
     order: (tiles of all heads, section, alternate). When causal, the longest tiles of a section of heads come first,
     then their next ones, and so on; or the shortest first in every other section, if these alternate.
     """
     H, group, Nq, Nk = lengths
     tiles_of_all, section, alternate = order
-    tiles, programs = gl.cdiv(Nq, Br), gl.num_programs(0)
-    n = round * programs + gl.program_id(0)
-    if CAUSAL and round % 2 == 1:
-        n = round * programs + programs - 1 - gl.program_id(0)
+    tiles = gl.cdiv(Nq, Br)
+    n = round * gl.num_programs(0) + position(round, CAUSAL)
     tile, head, end = tiles - 1 - n % tiles, n // tiles, Nk
     if CAUSAL:
         first = head // section * section
-        # The last section may have fewer heads. A program without a tile finds no head and divides by zero; what comes
-        # out is not used.
-        heads = gl.minimum(section, tiles_of_all // tiles - first)
+        heads = gl.minimum(section, tiles_of_all // tiles - first)  # the last section may have fewer
         level = (n - first * tiles) // heads
         later = (tiles_of_all // tiles - 1) // section - first // section  # sections after this one
         tile = gl.where(later % 2 * alternate == 1, level, tiles - 1 - level)
         head = first + (n - first * tiles) % heads
-        end = gl.minimum(Nk, gl.maximum(0, (tile + 1) * Br + Nk - Nq))  # no query of the tile sees a key from here on
-    i = tile * Br
-    if n >= tiles_of_all:  # In the last round some programs have no tile. They compute one without rows and keys.
-        head, i, end = 0, tiles * Br, 0
-    return head // H, head % H, i, gl.cdiv(end, Bc)
+        end = gl.minimum(Nk, gl.maximum(1, (tile + 1) * Br + Nk - Nq))  # no query of the tile sees a key from here on
+    return head // H, head % H, tile * Br, gl.cdiv(end, Bc)
 
 
 def programs_for(device, tiles):
@@ -80,7 +84,7 @@ def work_in_order(heads, Nq, Nk, Br, Bc, section, alternate):
     level = (n - first * tiles) // (heads - first).clamp(max=section)
     later = (heads - 1) // section - first // section
     tile = torch.where(later % 2 * alternate == 1, level, tiles - 1 - level)
-    return (((tile + 1) * Br + Nk - Nq).clamp(0, Nk) + Bc - 1) // Bc + 1
+    return (((tile + 1) * Br + Nk - Nq).clamp(1, Nk) + Bc - 1) // Bc + 1
 
 
 def busy(work, programs):
