@@ -187,6 +187,7 @@ figures.roles()
 # part of a layout and not written by hand.
 #
 # In the listing S of tile n starts, then P V of tile n - 1, and only S is waited for. The exponentials run beside P V.
+# Because K_n and V_(n-1) are used together, they are loaded as a pair: a step waits once, and frees its room once.
 
 # %% slideshow={"slide_type": "fragment"}
 show("step03_triton/fwd_3_gluon", "step")
