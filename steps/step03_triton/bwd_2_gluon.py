@@ -17,13 +17,15 @@ numbers with one instruction, so dq has the order of the registers meanwhile, an
 
 It is stage 02's bwd_3_hopper.cu in the words of Gluon, but for S^T, which is computed a step ahead, so that the tensor
 cores have work while dQ_i is added. What Gluon cannot say: that K_j stays in registers as an operand. It can be carried
-as pairs of numbers, which is done at D <= 64; at D = 128 it does not fit beside S^T of the next tile. An arrival at a
-barrier makes the warps meet, and the compiler lets them meet before and after dS^T is stored: three barriers a step.
-Additions, and two roundings at a time, need a line of PTX each.
+as pairs of numbers, which is done at D <= 64; at D = 128 there are too few registers, also if S^T is not computed a step
+ahead. An arrival at a barrier makes the warps meet, and the compiler lets them meet before and after dS^T is stored:
+three barriers a step. Additions, and two roundings at a time, need a line of PTX each.
 
 Left out, because it was slower: no producer; two consumers of 64 keys each with an mbarrier between them; the tiles of
 queries from the first to the last, where a causal mask makes every program begin with another one; dV after the warps
-have met; P rounded one by one, as the compiler does it by itself where P has two uses, on the unit that exp2 needs.
+have met; P rounded one by one, as the compiler does it by itself where P has two uses, on the unit that exp2 needs. Not
+faster: an arrival by a named barrier, which saves one of the three. Too few registers: dK += dS^T Q_i still running
+while the next step begins, which makes ptxas serialise all products.
 Spills: at most three words a step at D = 64, none at D = 128.
 Source: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1. Launch: grid (B * Hk * ceil(Nk / 128),), 12 warps,
 one program a multiprocessor. Needs torch, Triton 3.6 to 3.9 and a Hopper GPU; bwd_1_tma.py, fwd_3_gluon.py, replay.py.
@@ -69,7 +71,7 @@ def make_barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def produce(inputs, rooms, keys, ready, b, hk, h, H, j, first, tiles, group):
+def produce(inputs, rooms, keys, ready, place, span, lengths):
     """Loads K_j, V_j, and the tiles of queries from the last to `first`, of each head that shares the key head.
 
     All programs of a head begin with the same tile, so that it is read from memory once, and then from the L2 cache.
@@ -77,6 +79,9 @@ def produce(inputs, rooms, keys, ready, b, hk, h, H, j, first, tiles, group):
     q, k, v, dout, lse_2, delta = inputs
     Q, dO, lse_i, delta_i, full = rooms
     K, V, arrived = keys
+    b, hk, h, j = place
+    first, tiles = span
+    H, group, Nq, Nk = lengths
     mbarrier.expect(arrived.index(0), 2 * k.block_type.nbytes)
     async_load(k, [b, hk, j, 0], arrived.index(0), K.index(0))
     async_load(v, [b, hk, j, 0], arrived.index(0), V.index(0))
@@ -165,8 +170,10 @@ def scores(K, rooms, n):
 
 
 @gluon.jit
-def step(S, dK, dV, K_left, K, V, rooms, dS_rooms, ready, dq, i, n, steps, seen_from, scale_log2, MASKED: gl.constexpr):
-    """From S^T of step n, whose queries start at i, to (S^T of the next step, dK, dV), and adds to dq."""
+def step(state, keys, rooms, dS_rooms, ready, dq, i, n, steps, seen_from, scale_log2, MASKED: gl.constexpr):
+    """From (S^T of step n, whose queries start at i, dK, dV) to (S^T of the next step, dK, dV), and adds to dq."""
+    S, dK, dV = state
+    K_left, K, V = keys
     Q, dO, lse, delta, full = rooms
     Br: gl.constexpr = Q.shape[3]
     D_pad: gl.constexpr = Q.shape[4]
@@ -202,11 +209,12 @@ def step(S, dK, dV, K_left, K, V, rooms, dS_rooms, ready, dq, i, n, steps, seen_
 
 
 @gluon.jit
-def consume(
-    CAUSAL: gl.constexpr, dq, dk, dv, rooms, keys, dS, ready, b, hk, h, H, j, first, tiles, group, Nq, Nk, scale
-):  # fmt: skip
+def consume(CAUSAL: gl.constexpr, dq, dk, dv, rooms, keys, dS, ready, place, span, lengths, scale):
     """The 128 keys from j on."""
     K_room, V_room, arrived = keys
+    b, hk, h, j = place
+    first, tiles = span
+    H, group, Nq, Nk = lengths
     Br: gl.constexpr = rooms[0].shape[3]
     D_pad: gl.constexpr = rooms[0].shape[4]
     key = j + gl.arange(0, Bc, gl.SliceLayout(1, layout(Br)))
@@ -231,23 +239,25 @@ def consume(
     steps = (tiles - first) * group
     if steps > 0:
         S = warpgroup_mma_wait(0, (scores(K_left, rooms, 0),))
+    state = S, dK, dV
     n = 0
     for g in range(group):  # the query heads that share this key head
         dq_g = dq + (b * H + h + g).to(gl.int64) * tiles * Br * D_pad
         for passed in range(0, tiles - masked):
             t = tiles - 1 - passed
-            S, dK, dV = step(
-                S, dK, dV, K_left, K, V, rooms, dS, ready, dq_g + t * Br * D_pad, t * Br, n, steps, seen_from,
+            state = step(
+                state, (K_left, K, V), rooms, dS, ready, dq_g + t * Br * D_pad, t * Br, n, steps, seen_from,
                 scale_log2, False,
             )  # fmt: skip
             n += 1
         for passed in range(0, masked - first):
             t = masked - 1 - passed
-            S, dK, dV = step(
-                S, dK, dV, K_left, K, V, rooms, dS, ready, dq_g + t * Br * D_pad, t * Br, n, steps, seen_from,
+            state = step(
+                state, (K_left, K, V), rooms, dS, ready, dq_g + t * Br * D_pad, t * Br, n, steps, seen_from,
                 scale_log2, True,
             )  # fmt: skip
             n += 1
+    S, dK, dV = state
     K.store((dK * scale).to(K.dtype))  # no product needs K_j and V_j any more: dK and dV leave from their rooms
     V.store(dV.to(V.dtype))
     hopper.fence_async_shared()  # TMA must see what was stored
@@ -297,10 +307,11 @@ def keys_kernel(q, k, v, dout, lse_2, delta, dq, dk, dv, H, group, Nq, Nk, scale
     if CAUSAL:
         first = gl.minimum(tiles, gl.maximum(0, j - (Nk - Nq)) // Br)
     rooms, keys = (Q, dO, lse_i, delta_i, full), (K, V, arrived)
+    place, span, lengths = (b, hk, h, j), (first, tiles), (H, group, Nq, Nk)
     # The first function runs on the kernel's own 8 warps, the second on a warp of its own, as in fwd_3_gluon.
     gl.warp_specialize([
-        (consume, (CAUSAL, dq, dk, dv, rooms, keys, dS, ready, b, hk, h, H, j, first, tiles, group, Nq, Nk, scale)),
-        (produce, ((q, k, v, dout, lse_2, delta), rooms, keys, ready, b, hk, h, H, j, first, tiles, group)),
+        (consume, (CAUSAL, dq, dk, dv, rooms, keys, dS, ready, place, span, lengths, scale)),
+        (produce, ((q, k, v, dout, lse_2, delta), rooms, keys, ready, place, span, lengths)),
     ], [1], [24])  # fmt: skip
 
 
