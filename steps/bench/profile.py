@@ -92,10 +92,11 @@ def read(folder=rows.COMMITTED):
 
 def main():
     """What the hardware counters say about four rungs of stage 02."""
-    folders = ["/usr/local/cuda/bin", *map(str, Path("/opt/nvidia/nsight-compute").glob("*"))]
-    ncu = shutil.which("ncu", path=os.pathsep.join([os.environ.get("PATH", ""), *folders]))
+    from cuda import pathfinder  # imported here because only Linux has it
+
+    ncu = shutil.which("ncu") or pathfinder.find_nvidia_binary_utility("ncu")
     if not ncu or not torch.cuda.is_available():
-        raise SystemExit("profile needs a GPU and Nsight Compute's ncu on the PATH.")
+        raise SystemExit("profile needs a GPU and Nsight Compute's ncu.")
     found = profiled(ncu, rows.provenance())
     print("written:", rows.write_record("profile", found))
     raise SystemExit(len(found["rungs"]) < len(RUNGS))

@@ -17,9 +17,9 @@ numbers with one instruction, so dq has the order of the registers meanwhile, an
 
 It is stage 02's bwd_3_hopper.cu in the words of Gluon, but for S^T, which is computed a step ahead, so that the tensor
 cores have work while dQ_i is added. What Gluon cannot say: that K_j stays in registers as an operand. It can be carried
-as pairs of numbers, which is done at D <= 64; at D = 128 there are too few registers, also if S^T is not computed a step
-ahead. An arrival at a barrier makes the warps meet, and the compiler lets them meet before and after dS^T is stored:
-three barriers a step. Additions, and two roundings at a time, need a line of PTX each.
+as pairs of numbers, which is done at D <= 64; at D = 128 registers are too few, even if S^T is not computed ahead. An
+arrival at a barrier makes the warps meet, and the compiler lets them meet before and after dS^T is stored: three
+barriers a step. Additions, and two roundings at a time, need a line of PTX each.
 
 Left out, because it was slower: no producer; two consumers of 64 keys each with an mbarrier between them; the tiles of
 queries from the first to the last, where a causal mask makes every program begin with another one; dV after the warps
