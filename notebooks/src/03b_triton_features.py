@@ -303,8 +303,9 @@ figures.costs()
 figures.decoding()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
-# The losses: FlashAttention-4 is faster in what it was measured at without a soft-cap, except in the forward of packed
-# sequences at head_dim 128, and by 1 % in the backward with a soft-cap and a window. On this H100 decoding is as fast as cuDNN's, within 1 %.
+# The losses: FlashAttention-4 is faster in what it was measured at without a soft-cap, and by 1 % in the backward with a
+# soft-cap and a window. The forward of packed sequences is not measured as it is now. On this H100 decoding is as fast
+# as cuDNN's, within 1 %.
 #
 # ## 7. In your training loop
 #

@@ -137,7 +137,8 @@ def produce(q, k, v, Q, K, V, call, LONGEST_FIRST: gl.constexpr, CONSUMERS: gl.c
                         load(q, Q, n_q + w, coordinates(queries, i + 64 * w, PACKED))
             n_q += CONSUMERS
             n += end - begin
-    load_pair(k, v, K, V, n, beyond, before)
+    if not PACKED or n > 0:  # A program that found no queries must not end while a copy is on its way to it.
+        load_pair(k, v, K, V, n, beyond, before)
 
 
 @gluon.jit
