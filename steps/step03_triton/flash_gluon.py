@@ -56,7 +56,8 @@ add_sink = gluon.jit(add_sink_in_triton.fn)  # One text, because what it calls m
 LENGTHS = "H", "group", "Nq", "Nk", "left", "right", "tiles", "section", "alternate", "total"
 BILLION = gl.constexpr(2**30)
 UNLIMITED = 2**29  # more keys than a GPU has memory for; twice as many are still a number of 32 bits
-NARROW, LONG = 1024, 4096  # keys of a window, and queries, for which another kernel or tile was faster at head_dim 64
+NARROW = 1024  # keys of a window, below which flash.py was faster at head_dim 64
+LONG = 4096  # queries, below which two consumers were faster than three at head_dim 64 with a causal mask
 
 
 @gluon.jit
@@ -132,7 +133,7 @@ def produce(q, k, v, Q, K, V, call, LONGEST_FIRST: gl.constexpr, CONSUMERS: gl.c
                 where = coordinates(keys, visited(tile, tiles) * Bc, PACKED)
                 load_pair(k, v, K, V, n + tile, where, before)
                 before = where
-                if tile == 0:
+                if tile == 0:  # as in fwd_3_gluon.py
                     for w in gl.static_range(CONSUMERS):
                         load(q, Q, n_q + w, coordinates(queries, i + 64 * w, PACKED))
             n_q += CONSUMERS
@@ -232,8 +233,8 @@ def fits(q, asked):
         return False
     left, right = asked.get("window", (-1, -1))
     right = 0 if asked.get("causal") else right
-    narrow = min(left, right) >= 0 and left + right < NARROW
-    return q.shape[3] >= (65 if narrow else 64) and refusal(q) is None
+    narrow, D = min(left, right) >= 0 and left + right < NARROW, q.shape[3]
+    return D >= 64 and not (D == 64 and narrow) and refusal(q) is None
 
 
 @replayed

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def position(round, CAUSAL: gl.constexpr):
-    """Which tile of those of a round is the program's."""
+    """The program's place in a round: which of the round's tiles it computes."""
     if CAUSAL and round % 2 == 1:
         return gl.num_programs(0) - 1 - gl.program_id(0)
     else:
