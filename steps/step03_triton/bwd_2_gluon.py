@@ -45,6 +45,8 @@ from .bwd_1_tma import delta_kernel
 from .fwd_3_gluon import aligned, async_load, async_store, copy, describe, out_of_pairs
 from .replay import replayed
 
+of_memory = gl.shared_memory_descriptor
+reinterpret = getattr(of_memory, "reinterpret", None) or of_memory._reinterpret  # its name before Triton 3.9
 Bc = gl.constexpr(128)  # keys of a program, 64 a warpgroup
 STAGES = gl.constexpr(3)  # tiles of queries in shared memory: one in use, the next one, and one on its way
 TILES = {64: 128, 128: 64}  # Br by the columns of a tile in shared memory, so that dQ_i has 64 x 64 for a warpgroup
@@ -153,7 +155,7 @@ def load_pairs(K):
     """K_j from shared memory, two neighbours in 32 bits."""
     pairs: gl.constexpr = K.shape[1] // 2
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    return K._reinterpret(gl.int32, [Bc, pairs], as_pairs).load(pairs_layout(pairs))
+    return reinterpret(K, gl.int32, [Bc, pairs], as_pairs).load(pairs_layout(pairs))
 
 
 @gluon.jit
