@@ -348,3 +348,42 @@ def test_what_the_forward_is_given(monkeypatch):
         assert (found["section"], found["alternate"]) == order
     fwd_3_gluon.forward(x[:1, :1], x[:1, :1], x[:1, :1])
     assert launched[-1]["grid"] == 3, "no more programs than tiles"
+
+
+class Rooms:
+    """Tiles in shared memory, or barriers, by name; one of them is (name, number)."""
+
+    def __init__(self, name):
+        self.name, self.shape = name, (2, 1, 1, 128, 64)
+
+    def index(self, number):
+        return Room((self.name, number))
+
+
+class Room(tuple):
+    def reshape(self, shape):
+        assert shape == (128, 64)
+        return self
+
+
+def test_a_pair_of_tiles_has_the_room_and_the_phase_of_its_number(monkeypatch):
+    """Both copies arrive at one barrier, which expects the bytes of both."""
+    noted = []
+    names = "wait", "expect", "arrive", "load"
+    does = {name: lambda *x, _name=name, **_: noted.append((_name, *x)) for name in names}
+    monkeypatch.setattr(fwd_3_gluon, "mbarrier", SimpleNamespace(**does))
+    monkeypatch.setattr(fwd_3_gluon, "async_load", does["load"])
+    monkeypatch.setattr(fwd_3_gluon, "at", fwd_3_gluon.at.fn)
+    monkeypatch.setattr(fwd_3_gluon, "STAGES", 2)
+    k, v = (SimpleNamespace(block_type=SimpleNamespace(nbytes=nbytes)) for nbytes in (100, 1000))
+    K, V = tuple(map(Rooms, ("K", "full", "empty"))), Rooms("V")
+    for n, (room, phase) in enumerate(((0, 0), (1, 0), (0, 1), (1, 1), (0, 0))):
+        noted.clear()
+        fwd_3_gluon.load_pair.fn(k, v, K, V, n, "here", "before")
+        full, empty = ("full", room), ("empty", room)
+        copies = ("load", k, "here", full, ("K", room)), ("load", v, "before", full, ("V", room))
+        assert noted == [("wait", empty, 1 - phase), ("expect", full, 1100), *copies]
+        noted.clear()
+        assert fwd_3_gluon.get.fn(K, n) == ("K", room) and fwd_3_gluon.at(V, n) == ("V", room)
+        fwd_3_gluon.release.fn(K, n)
+        assert noted == [("wait", full, phase), ("arrive", empty)]

@@ -26,8 +26,8 @@ about 1 % at D = 128. A consumer that skips the tiles of keys that its own rows 
 of l at the end 0 to 3 %. K_n and V_(n-1) as a pair, with one wait and one arrival a step instead of two, 1 %.
 Left out, because it was not faster: a third tile of K and V; the wait for O behind the exponentials (2 to 5 % slower;
 the compiler has to be forced); O *= alpha only where a maximum has grown; a producer each for K, V and Q; turns by
-mbarriers in place of named barriers. Spills: with three consumers and a causal mask two or three words a step, else
-none inside the loops.
+mbarriers in place of named barriers. Spills: with three consumers 5 to 10 words in a step with a causal mask, else none
+inside the loops.
 Source: FlashAttention-3, sections 3.1 and 3.2. Launch: grid (programs,), 9 or 13 warps, which the compiler fills up to
 12 or 16, one program a multiprocessor. Left out: float32 and GPUs other than Hopper. Triton's interpreter does not run
 Gluon. Needs torch, scheduler.py, replay.py and Triton 3.6 to 3.9, because Gluon is experimental and may change.
