@@ -13,6 +13,8 @@ JOBS ?= 3
 ifeq ($(CONDA_DEFAULT_ENV),base)
   CONDA_PREFIX :=
 endif
+# tests/conftest.py puts the files that take longest first, and they stay in this order.
+PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # A path may contain a space or a quote: `value` reads it as it is, and $(call quote,...) hands it to the shell.
 quote = '$(subst ','\'',$(1))'
 INTERPRETER := $(call quote,$(value PYTHON))
@@ -74,11 +76,11 @@ demo: setup ## every stage on real input, compared with the float64 reference
 	$(call run,$(PY) -m steps demo $(ARGS))
 
 test: setup ## the tests, three files at a time (JOBS=3); ARGS="tests/test_step03_triton.py -k causal" picks
-	$(call run,$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS))
+	$(call run,$(PYTEST) $(ARGS))
 
 test-all: setup ## the tests, and those that take too long for `make test`, such as random inputs
 	$(if $(filter none,$(ENV)),,@$(PIP_INSTALL) 'transformers==5.23.*')
-	$(call run,$(PY) -m pytest -n $(JOBS) --dist loadfile --long $(ARGS))
+	$(call run,$(PYTEST) --long $(ARGS))
 
 # The root is this folder, so that the links of a copy in my/ lead to steps/, papers/ and reference/.
 lab: setup ## JupyterLab on your own copies of the notebooks, in my/

@@ -1334,7 +1334,8 @@ def diagnose(rows, order):
     wrong = [error.failures(got, want) for _, _, got, want in rows]
     names = ("out", "lse") if any("out" in w or "lse" in w for w in wrong) else ("dq", "dk", "dv")
     kind = Forward if "out" in names else Backward
-    rows = sorted(zip(rows, wrong, strict=True), key=lambda row: not row[1])  # wrong rows first: they exclude most
+    # Small wrong cases exclude most in the least time.
+    rows = sorted(zip(rows, wrong, strict=True), key=lambda row: (not row[1], row[0][0].q.numel()))
     if kind is Backward:  # It computes huge scores again, and no two ways of making a mistake round them alike.
         rows = [row for row in rows if _largest_lse(row[0][3]) < 1e6] or rows
     if not any(failures for _, failures in rows) or _nan_everywhere(rows):

@@ -220,16 +220,16 @@ def differentiable(stage, forward, backward, forward_operator):
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, causal, scale, tile, rung, deterministic):
-            out, lse = forward(q, k, v, causal=causal, scale=scale, tile=tile, rung=rung)
+        def forward(ctx, q, k, v, options, deterministic):
+            out, lse = forward(q, k, v, **options)
             ctx.save_for_backward(q, k, v, out, lse)
-            ctx.options = dict(causal=causal, scale=scale, tile=tile, rung=rung, deterministic=deterministic)
+            ctx.options = options | {"deterministic": deterministic}
             return out
 
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx, dout):
-            return *backward(dout, *ctx.saved_tensors, **ctx.options), *(None for _ in ctx.options)
+            return *backward(dout, *ctx.saved_tensors, **ctx.options), None, None
 
     def attention(q, k, v, *, causal=False, scale=None, tile=None, rung=None, deterministic=False, **lacking):
         """out as of `forward`, differentiable once with the gradients of `backward`.
@@ -240,10 +240,10 @@ def differentiable(stage, forward, backward, forward_operator):
             checks.refuse(stage, "attention", lacking)
         checks.check_flag("causal", causal)
         checks.check_flag("deterministic", deterministic)
+        options = {"causal": causal, "scale": scale, "tile": tile, "rung": rung}
         if is_traced(q):
-            options = dict(causal=causal, scale=scale, tile=tile, rung=rung, deterministic=deterministic)
-            return forward_operator(q, k, v, **options)[0]
-        return Attention.apply(q, k, v, causal, scale, tile, rung, deterministic)
+            return forward_operator(q, k, v, **options, deterministic=deterministic)[0]
+        return Attention.apply(q, k, v, options, deterministic)
 
     return attention
 

@@ -295,7 +295,7 @@ def test_a_path_with_a_dollar_is_refused_before_anything_is_installed(tmp_path):
 def test_interpreter_as_it_is(course, target, more):
     course.python(course.bin / "python3", OLD)
     done, log = course.make(target, "ENV=none", "JOBS=3", VIRTUAL_ENV="/somewhere")
-    assert log == f"-m pytest -n 3 --dist loadfile{more}\n"
+    assert log == f"-m pytest -n 3 --dist loadfile --no-loadscope-reorder{more}\n"
     assert done.stdout.endswith("python3 was used as it is: nothing was installed.\n")
 
 

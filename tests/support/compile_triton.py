@@ -8,7 +8,9 @@ registers, the bytes of them that ptxas spills, whether ptxas serialises wgmma i
 instructions stand in the PTX.
 """
 
+import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -44,7 +46,7 @@ class Driver:
 
 @functools.cache
 def assemble(ptx, capability):
-    """What ptxas says about a kernel: its use of registers, and its warnings."""
+    """What ptxas says about a kernel: its use of registers, and its warnings. Triton's own log says the same."""
     ptxas = get_ptxas(capability)  # Triton has an older and a newer one
     target = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     command = [ptxas.path, "-v", f"--gpu-name={target}", "-o", "/dev/null", "/dev/stdin"]
@@ -78,14 +80,16 @@ def in_a_process(file, wanted):
 def compile_all(launches):
     """Prints a line of JSON for each kernel that is launched after a generator has given (what to say of it, GPU)."""
     driver, launch, says = Driver(), JITFunction.run, {}
+    triton.knobs.nvidia.dump_ptxas_log = True
     triton.runtime.driver.set_active(driver)
     torch.cuda.get_device_capability = lambda device=None: divmod(driver.capability, 10)
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
 
     def compile_only(kernel, *args, grid, warmup, **options):
-        compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
         ptx = compiled.asm["ptx"]
-        log = assemble(ptx, driver.capability)
+        log = said.getvalue() or assemble(ptx, driver.capability)  # A kernel in Triton's cache needs no ptxas.
         found = says | dict(capability=driver.capability, kernel=kernel.__name__, key=compiled.hash)
         found |= dict(shared=compiled.metadata.shared)
         found |= dict(spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]), serialised="serialized" in log)
