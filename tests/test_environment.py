@@ -307,6 +307,13 @@ def test_long_tests_run_only_where_they_are_asked_for(asked):
         conftest.pytest_runtest_setup(item)
 
 
+def test_the_files_that_take_longest_come_first_and_each_stays_together():
+    names = ["test_puzzle.py", "test_workbook.py", "test_of_no_budget.py", "test_notebooks.py", "test_workbook.py"]
+    items = [SimpleNamespace(path=Path(name), number=n) for n, name in enumerate(names)]
+    conftest.pytest_collection_modifyitems(SimpleNamespace(mine=None), items)
+    assert [item.number for item in items] == [3, 1, 4, 0, 2]
+
+
 def test_a_failure_reaches_the_exit_code_and_a_missing_compiler_is_said(course):
     (course.bin / "python3").symlink_to(shutil.which("false"))
     done, _ = course.make("demo", "ENV=none")
