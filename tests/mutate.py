@@ -45,7 +45,8 @@ IN_COMMON = {"shape", "dtype", "device", "zeros_like", "empty_like"}
 # Arguments without which a call still runs, with a default or in another place; not `device`, which takes a GPU to see.
 OPTIONAL = {"dtype", "dir", "memory_format", "generator", "seed", "causal", "scale", "tile", "deterministic"}
 LOWEST = "-3.4e38"  # with it in the place of -inf, a row that sees no key is no longer told from others
-# Files and folders in which tests without a GPU see no change (Gluon is only compiled), or that are no code of a stage.
+# Files and folders in which tests without a GPU see few changes (of Gluon only the roles run), or that are no code of a
+# stage.
 NOT_RUN_HERE = {"__init__.py", "ptx.cuh", "fwd_3_gluon.py", "bwd_2_gluon.py", "demo.py", "emulator"}
 SHARED = ("contract.py", "checks.py", "operators.py", "engine.py")  # what every stage uses, and may lose an option in
 SHARED_TESTS = ("test_engine.py", "test_operators.py")  # which run before a stage's tests where one of them is changed
