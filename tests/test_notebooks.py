@@ -353,7 +353,7 @@ def test_03b_says_how_much_faster_a_window_is():
         both = {feature for feature, who in ms if who == "fa4" and (feature, "ours") in ms}
         behind = {feature for feature in both if ms[feature, "fa4"] < ms[feature, "ours"]}
         ahead = {"soft-cap", "packed"} if of == (128, "fwd") else {"soft-cap"}
-        assert (both & {"causal", "sinks", "window", "packed"}) - ahead <= behind and not ahead & behind
+        assert (both & {"causal", "sinks", "window", "packed"}) - ahead <= behind and not ahead & behind, of
     measured = {of: ms for of, ms in times.items() if ("window", "ours") in ms}
     shares = {of: f"{ms['causal', 'ours'] / ms['window', 'ours']:.1f}" for of, ms in measured.items()}
     text = source("03b_triton_features").replace("\n#    ", " ")

@@ -1,6 +1,7 @@
 """Rung gluon's backward without a GPU: its kernel's text runs, each role in a thread, with barriers as mbarriers are.
 
-Only what computes with tiles is replaced. A tile knows of which queries it is, and whether a mask was laid over it.
+Only what computes with tiles is replaced. A tile knows what it is, of which queries and keys, and which mask was laid
+over it, so that operands that do not belong together fail.
 """
 
 import collections
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from steps.step03_triton import bwd_2_gluon
+from support.roles import SECONDS, run_together
 
-SECONDS = 5  # after which a wait is taken for a deadlock
-STAGES, Bc, B, H, group = bwd_2_gluon.STAGES.value, bwd_2_gluon.Bc.value, 2, 4, 2
+STAGES, Bc = bwd_2_gluon.STAGES.value, bwd_2_gluon.Bc.value
+B, H, group = 5, 4, 2  # ten key heads, so that a causal call has two sections of them
 CHANGED = threading.Condition()  # by any barrier
 
 
@@ -51,20 +53,31 @@ class Barriers(list):
     index = list.__getitem__
 
 
+# What becomes of two operands; of no others may anything be made.
+RESULTS = {
+    ("k", "q"): "S", ("S", "lse_2"): "S", ("v", "dout"): "dP", ("dP", "delta"): "dP", ("P", "dP"): "dS",
+    ("P", "dout"): "dV", ("dS", "q"): "dK", ("dS", "k"): "dQ",
+}  # fmt: skip
+
+
 class Tile:
     """Numbers of the queries `of`, (b, h, first query), and of the keys `j`. A sum knows the terms added to it."""
 
     type, dtype = SimpleNamespace(layout=None), None
 
-    def __init__(self, of=None, j=None, mask=None, terms=()):
-        self.of, self.j, self.mask, self.terms = of, j, mask, terms
+    def __init__(self, name=None, of=None, j=None, mask=None, terms=()):
+        self.name, self.of, self.j, self.mask, self.terms = name, of, j, mask, terms
 
     def meet(self, other):
         if not isinstance(other, Tile):
             return self
         assert None in (self.of, other.of) or self.of == other.of, "two operands are of different queries"
         assert None in (self.j, other.j) or self.j == other.j, "two operands are of different keys"
-        return Tile(self.of or other.of, self.j or other.j, other.mask if self.mask is None else self.mask)
+        mask = other.mask if self.mask is None else self.mask
+        return Tile(RESULTS[self.name, other.name], self.of or other.of, self.j or other.j, mask)
+
+    def changed(self, **how):
+        return Tile(**vars(self) | how)
 
     def same(self, *_):
         return self
@@ -108,7 +121,8 @@ def tile_of(x):
 def product(A, B_, total, use_acc=True, is_async=True):
     """C = A B, of the operands' queries and keys; or C += A B."""
     new = tile_of(A).meet(tile_of(B_))
-    return Tile(terms=(*total.terms, (new.of, new.j, new.mask))) if use_acc else new
+    assert not use_acc or total.name in (None, new.name), "one sum has terms of two kinds"
+    return Tile(new.name, terms=(*total.terms, (new.of, new.j, new.mask))) if use_acc else new
 
 
 class Integer(int):
@@ -158,10 +172,10 @@ class Call:
         """{name in the kernel's file: what it is here}."""
         gl = SimpleNamespace(
             minimum=lambda x, y: x if isinstance(x, Tile) else min(x, y), maximum=max,
-            where=lambda c, x, y: Tile(x.of, x.j, c) if isinstance(x, Tile) else torch.where(c, x, y), exp2=lambda x: x,
-            cdiv=lambda x, y: Integer(-(-x // y)), arange=lambda a, b, _: torch.arange(a, b),
-            zeros_like=torch.zeros_like, full=lambda *_: Tile(),
-            SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, convert_layout=lambda x, _: x,
+            where=lambda c, x, y: x.changed(mask=c) if isinstance(x, Tile) else torch.where(c, x, y),
+            exp2=lambda S: S.changed(name="P"), cdiv=lambda x, y: Integer(-(-x // y)), full=lambda *_: Tile(),
+            arange=lambda a, b, _: torch.arange(a, b), zeros_like=torch.zeros_like, convert_layout=lambda x, _: x,
+            SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
             NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None), program_id=None,
             num_programs=lambda _: self.programs, allocate_shared_memory=lambda dtype, shape, _: Rooms(shape),
             warp_specialize=self.specialize, float32=None, float16=None, int64=None, constexpr=None,
@@ -180,20 +194,7 @@ class Call:
         )  # fmt: skip
 
     def specialize(self, roles, *_):
-        failures = []
-
-        def guarded(role, arguments):
-            try:
-                role(*arguments)
-            except BaseException as failure:
-                failures.append(failure)
-
-        threads = [threading.Thread(target=guarded, args=role, daemon=True) for role in roles]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * SECONDS)
-        assert not failures, failures[0]
+        run_together(roles)
         assert self.loaded == self.ended, "as many tiles of queries are loaded as used"
 
     def load(self, x, where, barrier, room):
@@ -202,7 +203,7 @@ class Call:
             assert room.n == self.loaded % STAGES
             self.loaded += 1
         of = tuple(where[:3]) if len(where) == 4 else (*divmod(where[0], H), where[1])
-        barrier.copied.append((room, Tile(j=of) if x.name in "kv" else Tile(of)))
+        barrier.copied.append((room, Tile(x.name, j=of) if x.name in "kv" else Tile(x.name, of)))
         barrier.arrive(x.block_type.nbytes)
 
     def step(self, *arguments):
@@ -211,9 +212,11 @@ class Call:
         return state
 
     def add(self, dq, dQ):
+        assert dQ.name == "dQ"
         self.added[dq, dQ.of] += 1
 
     def store(self, name, where, room):
+        assert room.read().name.lower() == name
         self.stored[tuple(where[:3])][name] = room.read().terms
 
 

@@ -15,8 +15,7 @@ import torch
 
 from steps import engine
 from steps.step03_triton import flash_gluon, fwd_3_gluon, scheduler
-
-SECONDS = 5  # after which a wait is taken for a deadlock
+from support.roles import SECONDS, run_together
 
 
 class Ring:
@@ -90,7 +89,7 @@ class Program:
 
     def __init__(self, patch, module, number, programs):
         self.turns = [threading.Semaphore(0) for _ in range(3)]
-        self.stored, self.of_lse, self.failures = {}, [], []
+        self.stored, self.of_lse = {}, []
         of_numbers = dict(
             minimum=min, maximum=max, cdiv=lambda x, y: -(-x // y), where=lambda c, x, y: x if c else y,
             program_id=lambda _: number, num_programs=lambda _: programs, full=lambda *_: Numbers(),
@@ -159,22 +158,9 @@ class Program:
         Q, K = Ring(q_stages * consumers, 1, 64), Ring(2, consumers, Bc)
         V = Values(K)
         self.Q = Q
-
-        def guarded(role, *arguments):
-            try:
-                role(*arguments)
-            except BaseException as failure:
-                self.failures.append(failure)
-
         before, after = of_consumer
-        roles = [(self.module.consume.fn, w, consumers, *before, Q, K, V, *after) for w in range(consumers)]
-        roles.append((self.module.produce.fn, None, None, None, Q, K, V, *of_producer))
-        threads = [threading.Thread(target=guarded, args=role, daemon=True) for role in roles]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * SECONDS)
-        assert not self.failures, self.failures[0]
+        roles = [(self.module.consume.fn, (w, consumers, *before, Q, K, V, *after)) for w in range(consumers)]
+        run_together([*roles, (self.module.produce.fn, (None, None, None, Q, K, V, *of_producer))])
         assert all(Q.released[n] == 1 for n in Q.tiles), "each room is free"
         *pairs, last = K.tiles or [0]
         assert all(K.released[n] == consumers for n in pairs) and not K.released[last], "a pair too many"

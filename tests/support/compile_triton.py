@@ -89,7 +89,7 @@ def compile_all(launches):
         with contextlib.redirect_stdout(io.StringIO()) as said:
             compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
         ptx = compiled.asm["ptx"]
-        log = said.getvalue() or assemble(ptx, driver.capability)  # A kernel in Triton's cache needs no ptxas.
+        log = said.getvalue() or assemble(ptx, driver.capability)  # For a kernel in its cache Triton runs no ptxas.
         found = says | dict(capability=driver.capability, kernel=kernel.__name__, key=compiled.hash)
         found |= dict(shared=compiled.metadata.shared)
         found |= dict(spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]), serialised="serialized" in log)
