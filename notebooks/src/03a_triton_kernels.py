@@ -356,7 +356,7 @@ figures.speeds("backward")
 # %% [markdown] slideshow={"slide_type": "slide"}
 # **Where it stands** on an H100 from N = 4096 on, causal or not. Forward: at D = 128 `gluon` has 1.08 to 1.20 of cuDNN's
 # speed and 0.97 to 1.03 of FlashAttention-4's; at D = 64 it has 1.08 to 1.18 and 0.96 to 1.00. Backward: `gluon` has
-# 1.02 to 1.17 and 0.86 to 0.92.
+# 1.07 to 1.18 and 0.89 to 0.93.
 #
 # ## 8. Summary
 #

@@ -4,8 +4,8 @@
 
 An entry is (rung, compute capability, dtype, head_dim, causal). Prints a line of JSON for each kernel: what was asked,
 the kernel's name and its key in Triton's cache, the threads and the bytes of shared memory of a program, a thread's
-registers, the bytes of them that ptxas spills, whether ptxas serialises wgmma instructions, and how often some
-instructions stand in the PTX.
+registers, the bytes of them that ptxas spills, the most that a loop of STEP products spills and reads again in words,
+whether ptxas serialises wgmma instructions, and how often some instructions stand in the PTX.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 INSTRUCTIONS = "mma.sync", "wgmma.mma_async", "cp.async.cg", "cp.async.bulk.tensor", "setmaxnreg", "fma.rn.f32"
 INSTRUCTIONS += ("bar.sync",)
+STEP = 32  # the wgmma instructions of a step of rung gluon's backward
 
 
 class Driver:
@@ -51,6 +53,26 @@ def assemble(ptx, capability):
     target = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     command = [ptxas.path, "-v", f"--gpu-name={target}", "-o", "/dev/null", "/dev/stdin"]
     return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+
+
+def spilled_in_a_step(cubin):
+    """The most words that a loop of STEP wgmma instructions stores to local memory, or loads from there; None without.
+
+    A loop is what lies between a jump back and its target. What it spills costs time in every step.
+    """
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
+    words = []
+    for address, line in lines:
+        if jump := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", line):
+            loop = [x for at, x in lines if int(jump[1], 16) <= int(at, 16) < int(address, 16)]
+            if sum("HGMMA" in x for x in loop) == STEP:
+                words.append(max(sum(name in x for x in loop) for name in ("STL", "LDL")))
+    return max(words, default=None)
 
 
 def start(file, wanted):
@@ -93,6 +115,8 @@ def compile_all(launches):
         found = says | dict(capability=driver.capability, kernel=kernel.__name__, key=compiled.hash)
         found |= dict(shared=compiled.metadata.shared)
         found |= dict(spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]), serialised="serialized" in log)
+        if "wgmma" in ptx and kernel.__name__ == "keys_kernel":
+            found |= dict(spilled_in_a_step=spilled_in_a_step(compiled.asm["cubin"]))
         found |= dict(registers=int(re.search(r"Used (\d+) registers", log)[1]))
         found |= dict(threads=32 * compiled.metadata.num_warps) | {name: ptx.count(name) for name in INSTRUCTIONS}
         print(json.dumps(found), flush=True)
