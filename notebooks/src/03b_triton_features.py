@@ -286,8 +286,8 @@ figures.mistakes_against_results()
 #
 # 1. Dropout: Philox makes ten rounds of integer products, and its bytes are taken apart. Then the mask, whose entries
 #    are loaded. The soft-cap adds few instructions, but one is a tanh. `figures.costs(64)` shows head_dim 64.
-# 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. The backward was measured as 3.5
-#    to 3.6, since two tiles of a row need a mask. The forward has 3.7 at head_dim 64 and 4.2 at 128: windows, packed
+# 2. Causal visits a half of all tiles, the window not quite an eighth: a factor of 4.2. The backward was measured as 3.5,
+#    since two tiles of a row need a mask. The forward has 3.7 at head_dim 64 and 4.2 at 128: windows, packed
 #    sequences and sinks have one with roles (`flash_gluon.py`), while causal in this table is `flash.py`'s.
 # 3. Memory: each number of K and V serves only the few queries that share it. A copy of as many bytes takes as long.
 #
@@ -304,8 +304,8 @@ figures.decoding()
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # The losses: FlashAttention-4 is faster in what it was measured at without a soft-cap, except in the forward of packed
-# sequences at head_dim 128, and by 1 % in the backward with a soft-cap and a window. On this H100 decoding is as fast as
-# cuDNN's, within 1 %.
+# sequences at head_dim 128. There it is also faster by 6 % in the backward with a soft-cap and a window. On this H100
+# decoding is as fast as cuDNN's, within 1 %.
 #
 # ## 7. In your training loop
 #
