@@ -357,14 +357,15 @@ def test_03b_says_how_much_faster_a_window_is():
     measured = {of: ms for of, ms in times.items() if ("window", "ours") in ms}
     shares = {of: f"{ms['causal', 'ours'] / ms['window', 'ours']:.1f}" for of, ms in measured.items()}
     text = source("03b_triton_features").replace("\n#    ", " ").replace("\n# ", " ")
-    both = "soft-cap + window"
-    pair = {of: 100 * (ms[both, "ours"] / ms[both, "fa4"] - 1) for of, ms in times.items()}
-    assert max(pair, key=pair.get) == (128, "bwd") and sum(slower > 0 for slower in pair.values()) == 1
-    assert f"There it is also faster by {pair[128, 'bwd']:.0f} % in the backward with a soft-cap and a window." in text
     if len(shares) == len(times):
         words = " to ".join(sorted({shares[64, "bwd"], shares[128, "bwd"]}))
         assert f"The backward was measured as {words}, " in text
         assert f"The forward has {shares[64, 'fwd']} at head_dim 64 and {shares[128, 'fwd']} at 128" in text
+        pair = "soft-cap + window"
+        slower = {of: 100 * (ms[pair, "ours"] / ms[pair, "fa4"] - 1) for of, ms in times.items()}
+        percent = slower.pop((128, "bwd"))
+        assert f"There it is also faster by {percent:.0f} % in the backward with a soft-cap and a window." in text
+        assert all(other < 0 for other in slower.values())
 
 
 def test_03b_says_how_near_decoding_is_to_cudnn(capsys):

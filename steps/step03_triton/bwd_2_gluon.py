@@ -26,7 +26,7 @@ queries from the first to the last, where a causal mask makes every program begi
 have met; P rounded one by one, as the compiler does it by itself where P has two uses, on the unit that exp2 needs. Not
 faster: an arrival by a named barrier, which saves one of the three. Too few registers: dK += dS^T Q_i still running
 while the next step begins, which makes ptxas serialise all products.
-Spills: at most three words a step at D = 64, none at D = 128.
+Spills: at most three words a step at D = 64, none at D = 128; some 20 before and after the steps.
 Source: FlashAttention-2, Algorithm 2; FlashAttention-3, section 3.1. Launch: grid (B * Hk * ceil(Nk / 128),), 12 warps,
 one program a multiprocessor. Needs torch, Triton 3.6 to 3.9 and a Hopper GPU; bwd_1_tma.py, fwd_3_gluon.py, replay.py.
 """
@@ -244,8 +244,8 @@ def consume(CAUSAL: gl.constexpr, dq, dk, dv, rooms, keys, dS, ready, place, spa
     for g in range(group):  # the query heads that share this key head
         dq_g = dq + (b * H + h + g).to(gl.int64) * tiles * Br * D_pad
         for passed in range(0, tiles - masked):
-            # The maximum is always its first argument. Without it the compiler carries addresses from step to step, and
-            # a step's instructions come in an order that takes 2 to 9 % longer at D = 128.
+            # The maximum is always its first argument. Without it the compiler orders a step's instructions in another
+            # way, which takes up to 10 % longer at D = 128.
             t = gl.maximum(tiles - 1 - passed, masked)
             state = step(state, keys, rooms, dS, ready, dq_g, t, n, steps, seen_from, scale_log2, False)
             n += 1
