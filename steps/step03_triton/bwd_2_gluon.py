@@ -237,7 +237,7 @@ def consume(CAUSAL: gl.constexpr, dq, dk, dv, rooms, keys, dS, ready, place, spa
         K_left = load_pairs(K)
     dK = gl.full((Bc, D_pad), 0, gl.float32, layout(D_pad))
     dV = dK
-    steps = (tiles - first) * group
+    steps = (tiles - first) * group  # at least one, because the last query sees every key
     S = warpgroup_mma_wait(0, (scores(K_left, rooms, 0),))
     state, keys = (S, dK, dV), (K_left, K, V)
     n = 0

@@ -4,7 +4,7 @@
 
 An entry is (rung, compute capability, dtype, head_dim, causal). Prints a line of JSON for each kernel: what was asked,
 the kernel's name and its key in Triton's cache, the threads and the bytes of shared memory of a program, a thread's
-registers, the bytes of them that ptxas spills, the most that a loop of STEP products spills and reads again in words,
+registers, the bytes of them that ptxas spills, of rung gluon's backward also the words that it spills in every step,
 whether ptxas serialises wgmma instructions, and how often some instructions stand in the PTX.
 """
 
@@ -56,9 +56,9 @@ def assemble(ptx, capability):
 
 
 def spilled_in_a_step(cubin):
-    """The most words that a loop of STEP wgmma instructions stores to local memory, or loads from there; None without.
+    """The most words that a loop of STEP wgmma instructions spills, or reads again; None if there is no such loop.
 
-    A loop is what lies between a jump back and its target. What it spills costs time in every step.
+    A loop is what lies between a jump back and its target. What is spilled in it costs time in every step.
     """
     with tempfile.NamedTemporaryFile() as file:
         file.write(cubin)
@@ -115,7 +115,7 @@ def compile_all(launches):
         found = says | dict(capability=driver.capability, kernel=kernel.__name__, key=compiled.hash)
         found |= dict(shared=compiled.metadata.shared)
         found |= dict(spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]), serialised="serialized" in log)
-        if "wgmma" in ptx and kernel.__name__ == "keys_kernel":
+        if "setmaxnreg" in ptx and kernel.__name__ == "keys_kernel":  # that of rung gluon alone has roles
             found |= dict(spilled_in_a_step=spilled_in_a_step(compiled.asm["cubin"]))
         found |= dict(registers=int(re.search(r"Used (\d+) registers", log)[1]))
         found |= dict(threads=32 * compiled.metadata.num_warps) | {name: ptx.count(name) for name in INSTRUCTIONS}
