@@ -69,11 +69,13 @@ def test_candidates_take_turns_and_times_are_milliseconds_without_the_warm_up(mo
     assert timing.summary([float(i) for i in range(100, -1, -1)]) == taken
 
 
-def test_the_host_s_time_begins_with_an_idle_gpu_and_ends_before_the_gpu_does(monkeypatch):
+def test_the_host_s_time_begins_with_an_idle_gpu_and_ends_before_the_gpu_does_and_calls_take_turns(monkeypatch):
     order = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait") or time.sleep(1e-3))
-    assert 20 < timing.host_us(lambda: order.append("call") or time.sleep(2e-5)) < 1000
-    assert order == (["wait"] + ["call"] * 20) * 50
+    calls = {name: lambda name=name: order.append(name) or time.sleep(2e-5) for name in "ab"}
+    taken = timing.host_us(calls)
+    assert taken.keys() == calls.keys() and all(20 < us < 1000 for us in taken.values())
+    assert order == [x for name in timing.turns(["a", "b"], 50) for x in ["wait"] + [name] * 20]
     assert 2 < timing.one_call(lambda: time.sleep(2e-3), device="cpu") < 2000
 
 

@@ -165,13 +165,16 @@ def measure(groups, timed="interleaved"):
             for pass_, found in who_takes_part(task, origin, say):
                 taking_part.setdefault(pass_, []).extend(found)
         for found in taking_part.values():
-            times = take_times({n: one[1] for n, one in enumerate(found)}, device=engine.device)
+            calls = {n: one[1] for n, one in enumerate(found)}
+            times = take_times(calls, device=engine.device)
+            short = {n: calls[n] for n in calls if times[n]["ms_median"] < SHORT_MS}
+            host = timing.host_us(short) if engine.device == "cuda" and timed == "interleaved" else {}
             for n, (row, call, flops) in enumerate(found):
                 row |= times[n] | {"tflops": flops / times[n]["ms_median"] / 1e9}
                 if row["pass"] == "fwd+bwd" and engine.device == "cuda":
                     row["peak_bytes"] = peak_bytes(call)
-                if row["ms_median"] < SHORT_MS and timed == "interleaved" and engine.device == "cuda":
-                    row["host_us"] = timing.host_us(call)
+                if n in host:
+                    row["host_us"] = host[n]
                 yield rows.validate(row)
         taking_part, found, call = {}, [], None  # A backward holds its forward's results; this makes room for the next.
 

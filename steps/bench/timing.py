@@ -14,6 +14,7 @@ else. Times are medians, because a stray interruption only ever makes a call lon
 
 import contextlib
 import itertools
+import math
 import random
 import statistics
 import subprocess
@@ -86,13 +87,18 @@ def one_call(call, *, device):
     return back_to_back(call, 1, device)[0]
 
 
-def host_us(call):
-    """Microseconds that a call takes the CPU, which does not wait for the GPU.
+def host_us(calls):
+    """{name: microseconds that a call takes the CPU, which does not wait for the GPU}. calls: as for `interleaved`.
 
-    The lowest of many rounds, because anything else that the host does only adds time. So few calls fit into the GPU's
-    queue, so that the host never waits for a place in it.
+    They take turns, because other programs change the speed of a CPU, by half for seconds. Of each the fastest of many
+    rounds counts, because whatever else the CPU does only adds time. So few calls fit into the GPU's queue, so that the
+    CPU never waits for a place in it.
     """
-    return 1e6 * min(timeit.repeat(call, torch.cuda.synchronize, repeat=50, number=20)) / 20
+    rounds, number = 50, 20
+    fastest = dict.fromkeys(calls, math.inf)
+    for name in turns(list(calls), rounds):
+        fastest[name] = min(fastest[name], timeit.timeit(calls[name], torch.cuda.synchronize, number=number))
+    return {name: 1e6 * seconds / number for name, seconds in fastest.items()}
 
 
 def synchronize(device):
