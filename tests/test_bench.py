@@ -338,6 +338,16 @@ def test_a_forward_alone_is_called_without_autograd():
     assert who.call([None], "fwd", False)() == ("out",)
 
 
+def test_a_graph_is_captured_once_and_of_inputs_of_its_own(monkeypatch):
+    captured, q = [], torch.ones(1, 1, 2, 4)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda call, like: captured.append(like) or call)
+    entrant = grid.graphed(grid.a_peer("sdpa-math"))
+    call = entrant.call((q, q, q, q), "fwd+bwd", False)
+    for _ in range(2):
+        assert torch.equal(call()[0], q)
+    assert all(x.requires_grad and x.data_ptr() != q.data_ptr() for x in captured.pop()) and not captured
+
+
 @cpu_only
 def test_a_group_takes_turns_as_a_whole_beside_its_ceiling(monkeypatch):
     rounds, taken = [], timing.summary([1.0, 2.0, 3.0] * 10)
@@ -434,8 +444,9 @@ def test_a_feature_computes_what_the_reference_does_and_counts_the_scores_that_p
     cap, left = grid.SOFTCAP, (2, 0)
     of_window = {"window": [left], "soft-cap + window": [cap, left]}
     assert told == {"soft-cap": [cap], "packed": [grid.SEQUENCES], "dropout": [grid.DROPOUT]} | of_window
-    small = [one.options["feature"] for (one,) in grid.small_calls()]
-    assert small == ["small call", "small call", "soft-cap", "decode", "decode"]
+    small = [[tuple(one.options.values())[:2] for one in group] for group in grid.small_calls()]
+    both = [("small call",), ("small call", True)]
+    assert small == [both, both, [("soft-cap", cap)], [("decode",)], [("decode",)]]
     assert decode.ceiling and decode.passes == ("fwd",) and memory.passes == ("fwd+bwd",)
     assert error_of(replace(decode, point=Point(2, 4, 1, 16, Hk=2, Nk=40))) < 0.03
     for one in grid.features_at(16, 2, 16):
@@ -578,6 +589,9 @@ old
 <!-- /results -->
 <!-- profile -->
 <!-- /profile -->
+<!-- small calls -->
+old
+<!-- /small calls -->
 """
 
 
@@ -593,7 +607,7 @@ def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path, monkeypatch)
     text, same = report.pages(tmp_path).values()
     assert "| 01 fwd_0_scalar | 3 | 100% | 1.0e-03 |\n| sdpa-flash | 3 | – | 1.0e-03 |" in text
     assert "Changed since it was measured, and not shown: 01 fwd_1_warp." in text
-    assert not re.search("888|\nold\n", text) and text.count(report.EMPTY) == 2 and text == same
+    assert not re.search("888|\nold\n", text) and text.count(report.EMPTY) == 3 and text == same
     monkeypatch.setattr(report, "pages", lambda: {"README.md": text})
     monkeypatch.setattr(rows, "ROOT", tmp_path)
     report.main()
@@ -604,6 +618,17 @@ def test_the_report_fills_both_pages_from_fresh_rows_only(tmp_path, monkeypatch)
     assert "and not shown: 01 fwd_0_scalar, 01 fwd_1_warp." in table and rest and "|" not in table
     with pytest.raises(ValueError, match="no such field: head"):
         report.render(PAGE.replace("D=64", "head=64"), [])
+
+
+def test_small_calls_are_told_in_microseconds_of_the_newest_run():
+    call = {"N": 256, "options": {"feature": "small call"}}
+    graph = {"options": call["options"] | {"graph": True}}
+    both = call | {"pass": "fwd+bwd", "kernel": "fwd_0_scalar+bwd_0_scalar", "ms_median": 0.034}
+    of_peer = both | {"kernel": None, "stage": None, "source": None, "peer": "fa4", "host_us": 41.0}
+    found = [row(**call, host_us=9.4), row(**both, host_us=31.0), row(**both | graph, host_us=12.0), row(**of_peer)]
+    text = report.small_calls([row(**of_peer), *found, row(**call | {"run": "r0"}, host_us=7.0), row(host_us=8.0)])
+    assert text.splitlines()[2:4] == ["| 01 fwd_0_scalar | 9 | 31 | 12 | 34 |", "| fa4 | – | 41 | – | 34 |"]
+    assert "B = 1, H = 16, N = 256, D = 128, bfloat16. NVIDIA H200" in text and report.small_calls([]) == report.EMPTY
 
 
 def test_what_was_not_measured_beside_a_kernel_is_not_compared_with_it():

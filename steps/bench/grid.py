@@ -101,6 +101,17 @@ def a_peer(name, function=None):
     return Entrant(peer=name, attention=function or peers.PEERS.get(name))
 
 
+def graphed(entrant):
+    """The entrant as two CUDA graphs, one of its backward: a call replays them, and runs hardly any Python."""
+
+    @cache  # It is captured at the first call.
+    def captured(*qkv, causal):
+        like = tuple(x.detach().clone().requires_grad_() for x in qkv)  # A call copies its inputs here.
+        return torch.cuda.make_graphed_callables(partial(entrant.attention, causal=causal), like)
+
+    return replace(entrant, attention=lambda *qkv, causal: captured(*qkv, causal=causal)(*qkv))
+
+
 def candidate(number, word):
     """A stage's rung. A backward belongs to the rung that has a file of its own for it."""
     module = catalogue.stage(number)
@@ -362,8 +373,12 @@ def small_calls():
     """Groups of calls that are lost in Python: rungs, a feature, and a new token of one sequence and of many."""
     rungs = [candidate(*rung) for rung in of("02", "hopper") + of("03", "gluon tma fused")]
     for N in (256, 1024):
-        who = *rungs, *map(a_peer, BEST)
-        yield [Task(Point(1, 16, N, 128), "bf16", ("fwd", "fwd+bwd"), who, {"feature": "small call"})]
+        who, point, told = (*rungs, *map(a_peer, BEST)), Point(1, 16, N, 128), {"feature": "small call"}
+        graphs = tuple(map(graphed, who))
+        yield [
+            Task(point, "bf16", ("fwd", "fwd+bwd"), who, told),
+            Task(point, "bf16", ("fwd+bwd",), graphs, told | {"graph": True}),
+        ]
     yield [feature("soft-cap", Point(1, 16, 256, 128), {"softcap": SOFTCAP}, passes=("fwd",))]
     yield [a_new_token(1, 4096)]
     yield [a_new_token(64, 2048)]

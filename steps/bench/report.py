@@ -7,8 +7,8 @@ A table stands between two markers; the first says by field=value pairs which ro
 
 A table with fa3 or fa4 names one run=..., because only what was measured in one run can be compared. Rows whose kernel
 has changed since they were measured are stale: no page shows them, and each page says so. What the hardware counters
-said of an H200 stands between <!-- profile --> and <!-- /profile -->. `make report` also draws the pages' pictures
-(steps/figures/plots.py).
+said of an H200 stands between <!-- profile --> and <!-- /profile -->, and what small calls take the CPU between
+<!-- small calls --> and <!-- /small calls -->. `make report` also draws the pages' pictures (steps/figures/plots.py).
 """
 
 import json
@@ -24,6 +24,7 @@ from steps.bench.rows import label, setting
 
 _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
 _PROFILE = re.compile(r"(<!-- profile -->\n).*?(<!-- /profile -->)", re.S)
+_SMALL = re.compile(r"(<!-- small calls -->\n).*?(<!-- /small calls -->)", re.S)
 EMPTY = "_Not measured yet._\n"
 PAGES = "README.md", "steps/bench/results/README.md"
 USUAL = {"options": "{}", "timing": "interleaved", "n_gpus": "1"}  # what a marker means that names none of them
@@ -121,6 +122,30 @@ def loads(rows):
     return table(rows, ["measured", "kernel"], words, columns), rows, f"{how}; {medians}"
 
 
+def small_calls(rows, N=256):
+    """Of the newest run of small calls with N queries: microseconds for each kernel, then each peer."""
+    rows = [row for row in rows if row["options"].get("feature") == "small call" and row["N"] == N]
+    newest = max((row["run"] for row in rows), default=None)
+    shown = sorted((row for row in rows if row["run"] == newest), key=lambda row: row["peer"] is not None)
+
+    def column(pass_, microseconds, graph=False):
+        def cell(own):
+            found = [row for row in own if (row["pass"], row["options"].get("graph", False)) == (pass_, graph)]
+            return f"{microseconds(found[0]):.0f}" if found else "–"
+
+        return cell
+
+    columns = {
+        "forward": column("fwd", lambda row: row["host_us"]),
+        "forward + backward": column("fwd+bwd", lambda row: row["host_us"]),
+        "the same as CUDA graphs": column("fwd+bwd", lambda row: row["host_us"], graph=True),
+        "the GPU's own time of it": column("fwd+bwd", lambda row: 1e3 * row["ms_median"]),
+    }
+    lines = table(shown, ["kernel"], lambda row: [label(row).partition("+")[0]], columns)
+    how = f"Microseconds; B = 1, H = 16, N = {N}, D = 128, bfloat16. {machines(shown)}."
+    return f"{piped(lines, 1)}\n{how}\n" if lines else EMPTY
+
+
 def machines(rows):
     """Hardware and versions of the rows, and for each machine the commits and days of its runs."""
     found = {}
@@ -204,7 +229,9 @@ def pages(root=results.ROOT):
     shown, stale = results.fresh(measured, root), [row for row in measured if results.is_stale(row, root)]
     print(f"{len(measured)} rows, {len(stale)} of them stale: {dict(Counter(map(label, stale)))}")
     texts = {page: render((root / page).read_text(), shown, stale) for page in PAGES}
-    return {page: _PROFILE.sub(lambda match: match[1] + counters(folder) + match[2], texts[page]) for page in PAGES}
+    for pattern, found in ((_PROFILE, counters(folder)), (_SMALL, small_calls(shown))):
+        texts = {page: pattern.sub(rf"\g<1>{found}\g<2>", text) for page, text in texts.items()}
+    return texts
 
 
 def main():
