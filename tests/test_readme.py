@@ -68,6 +68,16 @@ def test_the_tables_of_results_are_what_the_rows_say():
     assert report.pages() == dict(zip(report.PAGES, (README, RESULTS), strict=True)), "run make report"
 
 
+def test_what_is_said_of_small_calls_stands_in_their_table():
+    lines = RESULTS.partition("<!-- small calls -->")[2].partition("\n\n")[0].splitlines()[3:]
+    took = {name.strip(): list(map(int, cells)) for _, name, *cells, _ in (line.split("|") for line in lines)}
+    alone, both, graphs, on_gpu = zip(*took.values(), strict=True)
+    torch_s = [took[name][0] for name in ("sdpa-flash", "sdpa-cudnn")]
+    assert all(round(2 * took["02 fwd_8_hopper"][0] / one, 0) == 1 for one in torch_s)
+    assert took["sdpa-cudnn"][1] == min(both) and max(graphs) < min(both) and max(graphs) < 1.1 * min(graphs)
+    assert max(on_gpu) < min(graphs) and len(alone) == 7
+
+
 def test_the_pictures_of_the_rungs_are_what_the_rows_say_and_stand_on_the_pages():
     plots.main(check=True)
     assert f"]({plots.PICTURES['02_fa2_cuda']})" in README and f"/{plots.PICTURES['03_triton']})" in RESULTS
@@ -76,7 +86,7 @@ def test_the_pictures_of_the_rungs_are_what_the_rows_say_and_stand_on_the_pages(
 def test_readme_is_short_and_what_is_not_for_everybody_is_on_another_page():
     assert len(README.split()) <= 1300 and "<!-- results" not in README
     shown = [part.count("<!-- results:") for part in RESULTS.split("\n## ")]
-    assert shown == [0, 2, 4, 3, 3, 2, 2, 0, 0], "stage 02, stage 03, sustained load, H100, ring, float32"
+    assert shown == [0, 2, 4, 3, 3, 2, 2, 0, 0, 0], "stage 02, stage 03, sustained load, H100, ring, float32"
 
 
 def test_no_page_is_without_a_link_that_leads_to_it():
