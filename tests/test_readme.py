@@ -16,7 +16,7 @@ import torch
 
 from reference import mutants
 from steps import __main__, catalogue
-from steps.bench import report
+from steps.bench import report, rows
 from steps.figures import plots
 from steps.workbook import exercises
 
@@ -68,14 +68,20 @@ def test_the_tables_of_results_are_what_the_rows_say():
     assert report.pages() == dict(zip(report.PAGES, (README, RESULTS), strict=True)), "run make report"
 
 
-def test_what_is_said_of_small_calls_stands_in_their_table():
-    lines = RESULTS.partition("<!-- small calls -->")[2].partition("\n\n")[0].splitlines()[3:]
-    took = {name.strip(): list(map(int, cells)) for _, name, *cells, _ in (line.split("|") for line in lines)}
-    alone, both, graphs, on_gpu = zip(*took.values(), strict=True)
-    torch_s = [took[name][0] for name in ("sdpa-flash", "sdpa-cudnn")]
-    assert all(round(2 * took["02 fwd_8_hopper"][0] / one, 0) == 1 for one in torch_s)
-    assert took["sdpa-cudnn"][1] == min(both) and max(graphs) < min(both) and max(graphs) < 1.1 * min(graphs)
-    assert max(on_gpu) < min(graphs) and len(alone) == 7
+def test_what_is_said_of_small_calls_is_what_their_rows_say():
+    fresh = rows.fresh(rows.read())
+    small = [one for one in fresh if one["options"].get("feature") == "small call" and one["N"] == 256]
+    newest = [one for one in small if one["run"] == max(one["run"] for one in small)]
+    assert all(one["host_us"] > 1e3 * one["ms_median"] for one in newest)
+    alone = {rows.label(one): one["host_us"] for one in newest if one["pass"] == "fwd"}
+    assert all(round(2 * alone["02 fwd_8_hopper"] / alone[peer]) == 1 for peer in ("sdpa-flash", "sdpa-cudnn"))
+    passes = [one for one in newest if one["pass"] == "fwd+bwd"]
+    graphs = [one for one in passes if "graph" in one["options"]]
+    eager = [one for one in passes if one not in graphs]
+    captured, fastest = [one["host_us"] for one in graphs], min(eager, key=lambda one: one["host_us"])
+    assert fastest["peer"] == "sdpa-cudnn" and max(captured) < min(fastest["host_us"], 1.1 * min(captured))
+    longer = [1e3 * (b["ms_median"] - a["ms_median"]) for a, b in zip(eager, graphs, strict=True)]
+    assert f"The GPU takes {min(longer):.0f} to {max(longer):.0f} µs longer" in RESULTS
 
 
 def test_the_pictures_of_the_rungs_are_what_the_rows_say_and_stand_on_the_pages():

@@ -102,7 +102,7 @@ def a_peer(name, function=None):
 
 
 def graphed(entrant):
-    """The entrant as two CUDA graphs, one of its backward: a call replays them, and runs hardly any Python."""
+    """The entrant as CUDA graphs, one of each pass: a call replays them, and runs hardly any Python."""
 
     @cache  # It is captured at the first call.
     def captured(*qkv, causal):

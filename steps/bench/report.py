@@ -138,8 +138,8 @@ def small_calls(rows, N=256):
     columns = {
         "forward": column("fwd", lambda row: row["host_us"]),
         "forward + backward": column("fwd+bwd", lambda row: row["host_us"]),
-        "the same as CUDA graphs": column("fwd+bwd", lambda row: row["host_us"], graph=True),
-        "the GPU's own time of it": column("fwd+bwd", lambda row: 1e3 * row["ms_median"]),
+        "as CUDA graphs": column("fwd+bwd", lambda row: row["host_us"], graph=True),
+        "GPU, forward + backward": column("fwd+bwd", lambda row: 1e3 * row["ms_median"]),
     }
     lines = table(shown, ["kernel"], lambda row: [label(row).partition("+")[0]], columns)
     how = f"Microseconds; B = 1, H = 16, N = {N}, D = 128, bfloat16. {machines(shown)}."
