@@ -72,8 +72,10 @@ FREE = [hop(t, n, 1e3 * (n / 1e15 + 1e-9)) for t in simulate.TRANSPORTS for n in
 def test_predictions_stand_beside_what_was_measured():
     seconds = LARGE.point.flops("fwd") / 2 / 100e12
     merged = 3 * 32 * 16384 * 128 * 2 / 4.8e12  # two parts of out read and one written, with an H200's memory
-    launched = 8 * simulate.read_launch(rows.read_record("host"))
-    found = of_one_gpu() + FREE + [made(LARGE, FETCH, 1e3 * seconds), made(LARGE, RELAY, 2e3 * seconds, n_gpus=4)]
+    small = [of_02("fwd_8_hopper", options={"feature": "small call"}, host_us=us) for us in (5.0, 9.0)]
+    launched = 8 * 5e-6
+    rings = made(LARGE, FETCH, 1e3 * seconds), made(LARGE, RELAY, 2e3 * seconds, n_gpus=4)
+    found = [*of_one_gpu(), *FREE, *small, *rings]
     head, line = ring_tables.predictions(found)  # there are no hops of four GPUs
     assert head[-1] == "32k" and line == ["2 H200", "fwd", "32", "fetch", f"{1e3 * seconds:.3g} (+0%)"]
     assert ring_tables.predicted(found, found[-2]) == pytest.approx(seconds + merged + launched)
@@ -144,7 +146,7 @@ def test_the_price_of_the_order_is_measured_in_the_ring():
     assert [ring_tables.price_of_the_order(changes, like) for like in others] == [1.0] * 3
     assert ring_tables.price_of_the_order(changes[:2], changes[0]) == 1.0
     fetch = ring_tables.machine_of([*of_one_gpu(), *FREE, *changes], changes[0])
-    assert (fetch.ordered, fetch.memory) == (pytest.approx(1.25), 4.8e12) and 1e-6 < fetch.launch < 1e-4
+    assert (fetch.ordered, fetch.memory) == (pytest.approx(1.25), 4.8e12)
 
 
 def test_the_table_of_speed_compares_within_one_race():

@@ -479,8 +479,6 @@ PLANS = {
     "float32": (Part(of("03", "fused"), sizes(512, 4096, 16384), **FLOAT32),),
     "compilers": (Part(of("03", "gluon tma"), sizes(16384), BOTH, peers=("flex", "compiled", "fa4", "sdpa-cudnn")),),
     "features": (lambda: measure(features()),),
-    # One block of one head: a kernel is shorter than its launch.
-    "launches": (Part(of("02", "hopper fa2") + of("03", "gluon tma"), (Point(1, 1, 128, 64),)),),
     "host": (lambda: measure(small_calls()),),
 }
 LONG = 16384  # A call has to take milliseconds, or else a second of calls measures how fast they are launched.

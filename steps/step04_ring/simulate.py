@@ -132,9 +132,10 @@ def read_link(rows, transport):
     return 1 / float(slope), max(0.0, float(latency))
 
 
-def read_launch(record):
-    """Machine.launch from a record of the kind "host": what stage 02's launcher takes for one call."""
-    return 1e-6 * record.get("microseconds", {}).get("02 calls.forward", 0.0)
+def read_launch(rows, *, gpu="NVIDIA H200"):
+    """Machine.launch from rows of small calls on one GPU of this name: what a forward of stage 02 takes the host."""
+    like = {"gpu": gpu, "stage": "02_fa2_cuda", "pass": "fwd", "options": {"feature": "small call"}}
+    return 1e-6 * min((row["host_us"] for row in rows if like.items() <= row.items()), default=0.0)
 
 
 # ---- when everything happens -----------------------------------------------------------------------------------------
@@ -357,8 +358,7 @@ def main(
     try:
         whole = Layout(layout, seq, gpus, causal=True)
         link, latency = (link, 1e-5) if link else read_link(rows, transport)
-        launch = read_launch(json.loads(MEASURED.with_suffix(".host.json").read_text()))
-        machine = Machine(flops or read_flops(rows), link, latency, memory=4.8e12, launch=launch)
+        machine = Machine(flops or read_flops(rows), link, latency, memory=4.8e12, launch=read_launch(rows))
         plan = schedule(whole, shape, machine, transport)
     except ValueError as error:
         raise SystemExit(str(error)) from None
