@@ -626,7 +626,8 @@ def test_small_calls_are_told_in_microseconds_of_the_newest_run():
     both = call | {"pass": "fwd+bwd", "kernel": "fwd_0_scalar+bwd_0_scalar", "ms_median": 0.034}
     of_peer = both | {"kernel": None, "stage": None, "source": None, "peer": "fa4", "host_us": 41.0}
     found = [row(**call, host_us=9.4), row(**both, host_us=31.0), row(**both | graph, host_us=12.0), row(**of_peer)]
-    text = report.small_calls([row(**of_peer), *found, row(**call | {"run": "r0"}, host_us=7.0), row(host_us=8.0)])
+    others = row(**call | {"run": "r0"}, host_us=7.0), row(**call | {"N": 1024}, host_us=6.0), row(host_us=8.0)
+    text = report.small_calls([*others, row(**of_peer), *found])
     assert text.splitlines()[2:4] == ["| 01 fwd_0_scalar | 9 | 31 | 12 | 34 |", "| fa4 | – | 41 | – | 34 |"]
     assert "B = 1, H = 16, N = 256, D = 128, bfloat16. NVIDIA H200" in text and report.small_calls([]) == report.EMPTY
 

@@ -212,7 +212,7 @@ def machine_of(rows, like):
         speeds = simulate.read_flops(rows, gpu=gpu, kernels=BLOCKS), *simulate.read_link(hops, RINGS[like["kernel"]])
     except ValueError:  # there are no rows: the code has changed since it was measured
         return None
-    memory, launch = 1e12 * cost.GPUS[gpu].bandwidth, simulate.read_launch(rows, gpu=gpu)
+    memory, launch = 1e12 * cost.GPUS[gpu].bandwidth, simulate.read_launch(rows)
     return simulate.Machine(*speeds, memory=memory, launch=launch, ordered=price_of_the_order(rows, like))
 
 
