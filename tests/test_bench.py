@@ -444,9 +444,13 @@ def test_a_feature_computes_what_the_reference_does_and_counts_the_scores_that_p
     cap, left = grid.SOFTCAP, (2, 0)
     of_window = {"window": [left], "soft-cap + window": [cap, left]}
     assert told == {"soft-cap": [cap], "packed": [grid.SEQUENCES], "dropout": [grid.DROPOUT]} | of_window
-    small = [[tuple(one.options.values())[:2] for one in group] for group in grid.small_calls()]
+    small = list(grid.small_calls())
     both = [("small call",), ("small call", True)]
-    assert small == [both, both, [("soft-cap", cap)], [("decode",)], [("decode",)]]
+    told = [[tuple(one.options.values()) for one in group] for group in small]
+    assert told == [both, both, [("soft-cap", cap)], [("decode",)], [("decode",)]]
+    for usual, graphs in small[:2]:
+        assert graphs.passes == ("fwd+bwd",) and list(map(str, graphs.entrants)) == list(map(str, usual.entrants))
+        assert not {one.attention for one in graphs.entrants} & {one.attention for one in usual.entrants}
     assert decode.ceiling and decode.passes == ("fwd",) and memory.passes == ("fwd+bwd",)
     assert error_of(replace(decode, point=Point(2, 4, 1, 16, Hk=2, Nk=40))) < 0.03
     for one in grid.features_at(16, 2, 16):
@@ -629,7 +633,7 @@ def test_small_calls_are_told_in_microseconds_of_the_newest_run():
     others = row(**call | {"run": "r0"}, host_us=7.0), row(**call | {"N": 1024}, host_us=6.0), row(host_us=8.0)
     text = report.small_calls([*others, row(**of_peer), *found])
     assert text.splitlines()[2:4] == ["| 01 fwd_0_scalar | 9 | 31 | 12 | 34 |", "| fa4 | – | 41 | – | 34 |"]
-    assert "B = 1, H = 16, N = 256, D = 128, bfloat16. NVIDIA H200" in text and report.small_calls([]) == report.EMPTY
+    assert "B = 1, H = 2, N = 256, D = 64, bfloat16. NVIDIA H200" in text and report.small_calls([]) == report.EMPTY
 
 
 def test_what_was_not_measured_beside_a_kernel_is_not_compared_with_it():

@@ -145,8 +145,9 @@ def test_the_price_of_the_order_is_measured_in_the_ring():
     others = changes[0] | {"n_gpus": 4}, changes[0] | {"Hk": 8}, changes[0] | {"layout": "contiguous"}
     assert [ring_tables.price_of_the_order(changes, like) for like in others] == [1.0] * 3
     assert ring_tables.price_of_the_order(changes[:2], changes[0]) == 1.0
-    fetch = ring_tables.machine_of([*of_one_gpu(), *FREE, *changes], changes[0])
-    assert (fetch.ordered, fetch.memory) == (pytest.approx(1.25), 4.8e12)
+    small = of_02("fwd_8_hopper", options={"feature": "small call"}, host_us=20.0)
+    fetch = ring_tables.machine_of([*of_one_gpu(), *FREE, *changes, small], changes[0])
+    assert (fetch.ordered, fetch.memory, fetch.launch) == pytest.approx((1.25, 4.8e12, 20e-6))
 
 
 def test_the_table_of_speed_compares_within_one_race():

@@ -80,6 +80,7 @@ def test_what_is_said_of_small_calls_is_what_their_rows_say():
     eager = [one for one in passes if one not in graphs]
     captured, fastest = [one["host_us"] for one in graphs], min(eager, key=lambda one: one["host_us"])
     assert fastest["peer"] == "sdpa-cudnn" and max(captured) < min(fastest["host_us"], 1.1 * min(captured))
+    assert list(map(rows.label, eager)) == list(map(rows.label, graphs))
     longer = [1e3 * (b["ms_median"] - a["ms_median"]) for a, b in zip(eager, graphs, strict=True)]
     assert f"The GPU takes {min(longer):.0f} to {max(longer):.0f} µs longer" in RESULTS
 

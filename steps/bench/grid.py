@@ -370,15 +370,13 @@ def a_new_token(B, cache):
 
 
 def small_calls():
-    """Groups of calls that are lost in Python: rungs, a feature, and a new token of one sequence and of many."""
+    """Groups of calls that are lost in Python: of rungs, also as graphs, of a feature, and of one new token."""
     rungs = [candidate(*rung) for rung in of("02", "hopper") + of("03", "gluon tma fused")]
     for N in (256, 1024):
-        who, point, told = (*rungs, *map(a_peer, BEST)), Point(1, 16, N, 128), {"feature": "small call"}
+        who = *rungs, *map(a_peer, BEST)
+        usual = Task(Point(1, 16, N, 128), "bf16", ("fwd", "fwd+bwd"), who, {"feature": "small call"})
         graphs = tuple(map(graphed, who))
-        yield [
-            Task(point, "bf16", ("fwd", "fwd+bwd"), who, told),
-            Task(point, "bf16", ("fwd+bwd",), graphs, told | {"graph": True}),
-        ]
+        yield [usual, replace(usual, passes=("fwd+bwd",), entrants=graphs, options=usual.options | {"graph": True})]
     yield [feature("soft-cap", Point(1, 16, 256, 128), {"softcap": SOFTCAP}, passes=("fwd",))]
     yield [a_new_token(1, 4096)]
     yield [a_new_token(64, 2048)]

@@ -128,22 +128,26 @@ def small_calls(rows, N=256):
     newest = max((row["run"] for row in rows), default=None)
     shown = sorted((row for row in rows if row["run"] == newest), key=lambda row: row["peer"] is not None)
 
-    def column(pass_, microseconds, graph=False):
+    def column(pass_, graph=False, taken=lambda row: row["host_us"]):
         def cell(own):
             found = [row for row in own if (row["pass"], row["options"].get("graph", False)) == (pass_, graph)]
-            return f"{microseconds(found[0]):.0f}" if found else "–"
+            return f"{taken(found[0]):.0f}" if found else "–"
 
         return cell
 
     columns = {
-        "forward": column("fwd", lambda row: row["host_us"]),
-        "forward + backward": column("fwd+bwd", lambda row: row["host_us"]),
-        "as CUDA graphs": column("fwd+bwd", lambda row: row["host_us"], graph=True),
-        "GPU, forward + backward": column("fwd+bwd", lambda row: 1e3 * row["ms_median"]),
+        "forward": column("fwd"),
+        "forward + backward": column("fwd+bwd"),
+        "as CUDA graphs": column("fwd+bwd", graph=True),
+        "GPU, forward + backward": column("fwd+bwd", taken=lambda row: 1e3 * row["ms_median"]),
     }
     lines = table(shown, ["kernel"], lambda row: [label(row).partition("+")[0]], columns)
-    how = f"Microseconds; B = 1, H = 16, N = {N}, D = 128, bfloat16. {machines(shown)}."
-    return f"{piped(lines, 1)}\n{how}\n" if lines else EMPTY
+    return f"{piped(lines, 1)}\nMicroseconds; {size(shown[0])}, bfloat16. {machines(shown)}.\n" if lines else EMPTY
+
+
+def size(row):
+    """The sizes in words, "B = 1, H = 16, N = 256, D = 128"."""
+    return ", ".join(f"{name} = {row[name]}" for name in ("B", "H", "N", "D"))
 
 
 def machines(rows):
@@ -173,8 +177,7 @@ def counters(folder=results.COMMITTED):
         longest = sorted((name for name in stalls if name != "selected"), key=stalls.get, reverse=True)[:3]
         reasons = ", ".join(f"{name} {stalls[name] / sum(stalls.values()):.0%}" for name in longest)
         lines.append([f"02 {record['rungs'][rung]['kernel']}", *numbers, reasons])
-    size = ", ".join(f"{name} = {record['size'][name]}" for name in ("B", "H", "N", "D"))
-    how = f"{size}, bfloat16, without a mask; read by ncu. {machines([record])}"
+    how = f"{size(record['size'])}, bfloat16, without a mask; read by ncu. {machines([record])}"
     return f"{piped(lines, 1)}\n{how}.\n"
 
 

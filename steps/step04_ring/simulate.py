@@ -133,7 +133,10 @@ def read_link(rows, transport):
 
 
 def read_launch(rows):
-    """Machine.launch from rows of small calls on GPUs of one kind: what a forward of stage 02 takes the host."""
+    """Machine.launch from rows of small calls on GPUs of one kind: what stage 02's forward, one launch, takes the host.
+
+    0 without such rows.
+    """
     like = {"stage": "02_fa2_cuda", "pass": "fwd", "options": {"feature": "small call"}}
     return 1e-6 * min((row["host_us"] for row in rows if like.items() <= row.items()), default=0.0)
 
