@@ -548,27 +548,40 @@ def test_the_demo_under_torchrun():
 # On several GPUs.
 
 
-def compare_transports():
-    """What is wrong with either transport beside float64, for sizes that fill tiles and sizes that do not."""
-    wrong, N = [], dist.get_world_size()
+def compare_transports(members=None):
+    """What is wrong with either transport beside float64, for sizes that fill tiles and sizes that do not.
+
+    members: of this rank's ring; all ranks, if None.
+    """
+    members = members or tuple(range(dist.get_world_size()))
+    group, N, wrong = group_of(members), len(members), []
+    rank = dist.get_rank(group)
     for S, D, heads in ((512 * N, 128, (4, 2)), (237 * N + 1, 64, (2, 2)), (301, 32, (2, 1)), (N - 1, 128, (2, 2))):
-        random = torch.Generator().manual_seed(S)
+        random = torch.Generator().manual_seed(S + members[0])  # other numbers in each ring
         q, k, v, dout = (torch.randn(1, heads[i in (1, 2)], S, D, generator=random).bfloat16() for i in range(4))
         for causal, layout in itertools.product((False, True), LAYOUTS):
             want = error.expected(*(x.to(engine.device) for x in (q, k, v, dout)), causal=causal)
             whole = Layout(layout, S, N)
-            mine = [whole.shard(x, dist.get_rank()).to(engine.device) for x in (q, k, v, dout)]
+            mine = [whole.shard(x, rank).to(engine.device) for x in (q, k, v, dout)]
             for transport in ("relay", "fetch"):
                 how = dict(causal=causal, layout=layout, S=S, transport=transport)
-                got, again = (both_passes(*mine, block=None, **how) for _ in range(2))
+                got, again = (both_passes(*mine, block=None, group=group, **how) for _ in range(2))
                 everyone = [None] * N
-                dist.all_gather_object(everyone, [x.cpu() for x in got])
+                dist.all_gather_object(everyone, [x.cpu() for x in got], group=group)
                 full = (whole.unshard(parts, dim=2).to(engine.device) for parts in zip(*everyone, strict=True))
                 failures = error.failures(dict(zip(error.NAMES, full, strict=True)), want)
                 wrong += [f"{how} {D}: {failure}" for failure in failures.items()]
                 if not all(map(torch.equal, got, again)):
                     wrong.append(f"{how} {D}: two runs differ")
     return wrong
+
+
+def compare_in_pairs():
+    """What is wrong when the ranks form two rings of two, which run beside each other, the second one in reverse."""
+    pairs = (0, 2), (3, 1)
+    for pair in pairs:
+        group_of(pair)  # All ranks make a group together.
+    return compare_transports(*(pair for pair in pairs if dist.get_rank() in pair))
 
 
 def replay():
@@ -599,8 +612,10 @@ def replay():
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("what", [compare_transports, replay])
-@pytest.mark.parametrize("N", [2, 4])
+@pytest.mark.parametrize(
+    "N, what",
+    [*itertools.product((2, 3, 4), (compare_transports, replay)), (4, compare_in_pairs)],
+)
 def test_on_gpus(N, what):
     if engine.name != "cuda" or torch.cuda.device_count() < N:
         pytest.skip(f"needs {N} GPUs")

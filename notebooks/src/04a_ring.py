@@ -335,13 +335,14 @@ print(figures.mistakes_seen(no_diagonal, key_too_many))
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 7. Predict, then measure
 #
-# Two H200 share the forward of a causal sequence of 32k positions. Efficiency is the time of one GPU, divided by 2 and by
-# the ring's time. Each ring took turns with one GPU, so each line has its own time of one GPU.
+# Two or four H200 share the forward of a causal sequence of 32k positions. Efficiency is the time of one GPU, divided by
+# the number of GPUs and by the ring's time. Each ring took turns with one GPU, so each line has its own time of one GPU.
 # **How much do you expect of contiguous, how much of zigzag?**
 #
 # <details><summary>Answer</summary>
 #
-# Contiguous cannot have more than N / (2N - 1) = 0.67, and zigzag 1. Messages, merging and launches take the rest.
+# Contiguous cannot have more than N / (2N - 1), which is 0.67 of two and 0.57 of four, and zigzag 1. Messages, merging and
+# launches take the rest.
 #
 # </details>
 

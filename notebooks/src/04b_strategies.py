@@ -23,7 +23,7 @@
 # - **Before you start:** notebook 04a (merge, hop, overlap, ring, layouts).
 # - **Time:** about 35 minutes to read, 60 minutes more with the exercise.
 # - **Code:** [`steps/step04_ring`](../steps/step04_ring/README.md), above all `strategies/` and `fetch.py`. Speeds are
-#   recorded ones of two GPUs; no GPU is needed.
+#   recorded ones of two and four GPUs; no GPU is needed.
 # - **Tests:** `pytest tests/test_step04_strategies.py tests/test_step04_faults.py`.
 # - **Symbols:** [reference/symbols.md](../reference/symbols.md). **Terms:**
 #   [reference/glossary.md](../reference/glossary.md).
@@ -225,49 +225,53 @@ figures.mistakes_in_a_model()
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 6. Predict, then measure
 #
-# Two H200, causal zigzag. **From which length on does the ring over fetch keep nine tenths of two GPUs' speed? How
-# does relay do, whose forward moves the same bytes at 0.89 of the rate?**
+# Two and four H200 of one host, causal zigzag. **At which lengths does the ring over fetch keep about nine tenths of the
+# GPUs' speed? How does relay do, whose forward moves the same bytes at 0.89 of the rate?**
 #
 # <details><summary>Answer</summary>
 #
-# From 32k on, with 16k tokens a rank. At 8k a rank has 4k, hardly more than needed, and the host counts
-# ([04x](04x_deeper.ipynb)). Relay is slower at every size.
+# At 32k and 128k. At 8k a rank of four has 2k tokens, fewer than needed, and the host takes longer than the GPU
+# ([04x](04x_deeper.ipynb)). Relay is slower everywhere, and falls behind where a block is short.
 #
 # </details>
 #
-# The lines "torch" are torch's own `context_parallel`.
+# "torch" is torch's own `context_parallel`. Here is forward + backward, Hk = H:
 
 # %% slideshow={"slide_type": "fragment"}
-print(ring_tables.shown("speed", ring_tables.recorded("H200")))
+ring_tables.efficiency()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch, the forward's efficiency is 0.95 or more at 128k and 0.90 or more at 32k, where `context_parallel` has 0.63 to
-# 0.69. Over fetch, forward + backward has an efficiency of 0.90 to 0.94 from 32k on, beside one GPU that adds to dQ in any
-# order. (The column 8k is of older kernels, and lacks the ring's forward + backward with Hk = 8.)
-#
-# The ring adds in a fixed order, so that dq is bit-equal from run to run. Where both add in the same order, on two H100, it
-# has 0.92 to 0.98 ([04x](04x_deeper.ipynb)).
+# And all that was measured on four. What two had is on the [page of results](../steps/bench/results/README.md).
+
+# %% slideshow={"slide_type": "fragment"}
+print(ring_tables.shown("speed", ring_tables.recorded("H200", n_gpus=4)))
+
+# %% [markdown] slideshow={"slide_type": "subslide"}
+# Over fetch, four GPUs have an efficiency of 0.86 to 0.98 from 32k on, where `context_parallel` has 0.40 to 0.82. The one
+# GPU beside them adds to dQ in any order. The ring adds in a fixed order, so that dq is bit-equal from run to run. Where
+# both add in the same order, it has 0.88 to 1.00 on four, and 0.96 to 0.99 on two ([04x](04x_deeper.ipynb)).
 #
 # ### Is the hop hidden?
 #
-# One call of the forward at 32k, in another run than the table's, as torch's profiler saw it on one of the two GPUs:
+# One call of the forward at 32k, in another run than the table's, as torch's profiler saw it on one of the four GPUs:
 
 # %% slideshow={"slide_type": "fragment"}
 ring_tables.recorded_call()
 
 # %% [markdown] slideshow={"slide_type": "subslide"}
-# Over fetch the copy of the other rank's keys runs beside the first block, and the second block begins at once. Over relay
-# NCCL's kernel begins only when the first block ends, although the hop was posted before. It needs free multiprocessors,
-# and probably the block had taken them all. (Pale: kernels that copy or merge.)
+# Over fetch the copies of the other ranks' keys run beside the blocks, and each block begins when the one before it ends.
+# Only the second waits a little, because the first copy waited for all ranks. Over relay NCCL's kernel begins when a block
+# ends, although the hop was posted before. It needs free multiprocessors, and probably the block had taken them all. (Pale:
+# kernels that copy or merge.)
 #
-# This is one call; on average of six, 41 % of relay's moving was hidden and 96 % of fetch's. So a hop is hidden if the
+# This is one call; on average of six, 14 % of relay's moving was hidden and 85 % of fetch's. So a hop is hidden if the
 # block takes longer, *and* leaves room for whatever starts the hop.
 #
 # ### Which strategy?
 #
 # | your case | take | because |
 # |---|---|---|
-# | all ranks on one host | ring, fetch | fastest of the five on two H100, causal forward, 8k to 128k |
+# | all ranks on one host | ring, fetch | at 32k and 128k the fastest of the five on two and four H200, or within 2 % of it |
 # | several hosts, c ≥ 2 (F/W)(Hk/H) with the network's W | ring, relay | a hop takes no longer than a block |
 # | fewer tokens a rank, and N divides H and Hk | Ulysses | sends less, the more ranks there are |
 # | fewer tokens a rank, N does not divide Hk, N kv fits | query-parallel | few K/V heads are few bytes |

@@ -217,14 +217,20 @@ def trace_of(case, found, origin):
 
 def trace(call):
     """What `shares` says of this rank, and {"spans": [[lane, name, start, end]] of the last call}, by a profiler."""
+    profiled(call, 1)  # A process's first profiler stops the GPU for a second while it starts.
+    spans = spans_of(profiled(call, PROFILED))
+    return shares(spans, PROFILED) | {"spans": last_call(spans, PROFILED)}
+
+
+def profiled(call, times):
+    """The events of so many calls on this GPU."""
     dist.barrier()
     timing.synchronize(engine.device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(PROFILED):
+        for _ in range(times):
             call()
         timing.synchronize(engine.device)
-    spans = spans_of(profiler.events())
-    return shares(spans, PROFILED) | {"spans": last_call(spans, PROFILED)}
+    return profiler.events()
 
 
 def spans_of(events):

@@ -26,9 +26,13 @@ ONE = "one GPU"
 ASKED = {"deterministic": {True: ", in order", False: ", any order"}, "graph": {True: ", in a graph"}}
 
 
-def recorded(gpu=""):
-    """The rows of one GPU and of several, of the code as it is now. gpu: part of the name of those that count."""
-    return [row for row in measured.fresh() + several_gpus() if gpu in row["gpu"]]
+def recorded(gpu="", n_gpus=None):
+    """The rows of one GPU and of several, of the code as it is now.
+
+    gpu: part of the name of those that count. n_gpus: of several GPUs, only the rows of so many.
+    """
+    some = [row for row in several_gpus() if n_gpus in (None, row["n_gpus"])]
+    return [row for row in measured.fresh() + some if gpu in row["gpu"]]
 
 
 @functools.cache
@@ -107,6 +111,26 @@ def ring_speed(rows):
     return by_size(rows, lambda row: ms(row) + (f" ({row['efficiency']:.2f})" if "efficiency" in row else ""))
 
 
+EVERYBODY = "fetch", "relay", "torch, allgather", "torch, alltoall"
+
+
+def efficiency(gpu="H200"):
+    """The efficiency of forward + backward over the number of GPUs, a panel for each length; Hk = H."""
+    rows = [row for row in recorded(gpu) if row["layout"] in (None, "zigzag") and not row["options"]]
+    rows = [row for row in beside_one(rows) if row["pass"] == "fwd+bwd" and row["causal"] and row["Hk"] == 32]
+    shares = {(who(row), row["N"], row["n_gpus"]): row["efficiency"] for row in rows if "efficiency" in row}
+    lengths, numbers = (sorted({key[n] for key in shares}) for n in (1, 2))
+    fig, axes = subplots(1, len(lengths), figsize=(8.4, 3.2), sharey=True)
+    for ax, N in zip(axes, lengths, strict=True):
+        for name, colour, marker in zip(EVERYBODY, COLOURS[:4], "os^v", strict=True):
+            ax.plot([1, *numbers], [1, *(shares[name, N, n] for n in numbers)], f"{marker}-", color=colour, label=name)
+        ax.set(title=f"{N // 1024}k positions", xlabel="GPUs", xticks=[1, *numbers], ylim=(0, 1.05))
+    axes[0].set_ylabel("efficiency")
+    fig.legend(*axes[0].get_legend_handles_labels(), ncols=len(EVERYBODY), loc="outside lower center")
+    told = "; ".join(f"{name}, {N // 1024}k, {n} GPUs: {share:.2f}" for (name, N, n), share in shares.items())
+    return picture(fig, f"Efficiency of forward + backward over the number of GPUs, one GPU being 1. {told}.")
+
+
 def ring_orders(rows):
     """Milliseconds of the slowest rank. In brackets the efficiency beside one GPU that adds to dQ in any order, and
     beside one that adds in a fixed order, as the ring does where nothing else is said."""
@@ -156,7 +180,8 @@ def predictions(rows):
     has seen hidden, what the fixed order of dQ costs at the nearest length measured, and what a launch costs the host.
     """
     plain = [row for row in rows if row["kernel"] in RINGS and row["layout"] == "zigzag" and not row["options"]]
-    plain = [row for row in plain if row["H"] == 32]  # the sizes at which one GPU took turns with the ring
+    # The sizes at which one GPU took turns with the ring. Shorter ones wait for the host, which the model hardly knows.
+    plain = [row for row in plain if row["H"] == 32 and row["N"] >= 2**15]
     plain = [row | {"model": predicted(rows, row)} for row in of_fullest_run(plain)]
     return by_size([row for row in plain if row["model"]],
                    lambda row: f"{ms(row)} ({1e3 * row['model'] / row['ms_median'] - 1:+.0%})")  # fmt: skip
@@ -207,7 +232,8 @@ def machine_of(rows, like):
     """The simulate.Machine of a ring's GPUs and transport; None if its blocks or hops were not measured."""
     gpu = like["gpu"]
     rows = [row for row in rows if row["gpu"] == gpu]
-    hops = of_fullest_run([row for row in rows if row["peer"] == COPY and row["n_gpus"] == like["n_gpus"]])
+    # Between two of more GPUs a hop takes the same time: through the switch each pair has its full bandwidth.
+    hops = of_fullest_run([row for row in rows if row["peer"] == COPY])
     try:
         speeds = simulate.read_flops(rows, gpu=gpu, kernels=BLOCKS), *simulate.read_link(hops, RINGS[like["kernel"]])
     except ValueError:  # there are no rows: the code has changed since it was measured
@@ -248,11 +274,12 @@ def recorded_call():
         return print("No trace of this version of the ring has been recorded yet.")
     calls = {RINGS[call["kernel"]]: call["spans"] for call in record["calls"] if call["pass"] == "fwd"}
     fig, axes = subplots(2, figsize=(8.4, 3.4), sharex=True)
+    last = max(span[-1] for spans in calls.values() for span in spans) / 1e3
     for ax, name in zip(axes, ("relay", "fetch"), strict=True):
         boxes(ax, [bar(*span) for span in calls[name]])
         told = ring.shares([[lane, None, *rest] for lane, *rest in calls[name]], 1)
         title = f"{name}: {told['ms']:.3g} ms, {told['hidden']:.0%} of the moving hidden"
-        ax.set(xlim=(0, 7.5), ylim=(2.5, -0.5), title=title)
+        ax.set(xlim=(0, last), ylim=(2.5, -0.5), title=title)
         ax.set_yticks(range(3), ["computes", "moves data", "waits for all"])
     axes[1].set_xlabel("ms")
     told = "; ".join(ax.get_title("left") for ax in axes)
@@ -263,5 +290,5 @@ def bar(lane, kernel, start, end):
     """A span as `boxes` wants it, from microseconds; what computes and is no block is pale."""
     block = "attention" in kernel
     colour = COLOURS[5] if lane == "computes" and not block else LANES[lane]
-    word = "block" if block else "K, V" if end - start > 500 else ""
+    word = "block" if block else "K, V" if end - start > 300 else ""
     return start / 1e3, list(LANES).index(lane) - 0.35, (end - start) / 1e3, 0.7, colour, word
