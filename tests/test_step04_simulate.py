@@ -187,7 +187,7 @@ def test_every_launch_costs_the_host_as_many_as_the_profiler_counts():
         of_pass = [[schedule(layout, Shape(), one, transport, pass_).seconds for one in machines] for pass_ in passes]
         return round(sum(costly - free for free, costly in of_pass))
 
-    # The counted rank may have been one of those that launch three more in a backward, as all of relay's do in the model.
+    # The counted rank may be one of those that launch three more in a backward, as all of relay's do in the model.
     unlike = {("fetch", "fwd+bwd"): (0, 3), ("relay", "fwd+bwd"): (0, -3)}
     found = {("fetch", 2): (8, 22), ("relay", 2): (8, 26), ("fetch", 4): (12, 36), ("relay", 4): (12, 42)}
     for (transport, N), launches in found.items():
