@@ -551,7 +551,7 @@ def test_the_memory_of_a_rank_is_what_the_readme_says_for_any_number_of_ranks():
     line = next(line for line in on_ranks(demo.report, 512, 32, 4, False, "zigzag", "float32")[0] if "memory" in line)
     shown = re.search(r"(\S+ MB) a rank beyond its inputs; one device: (\S+) MB", line)
     readme = " ".join(Path(step04.__file__).with_name("README.md").read_text().split())
-    assert f"{shown[1]} with `--dim 32` and `--seq 512 --gpus 4`, `--seq 1024 --gpus 8`" in readme
+    assert f"on a CPU {shown[1]} with `--dim 32` and `--seq 512 --gpus 4`, `--seq 1024 --gpus 8`" in readme
     assert float(shown[2]) == round(4 * 512 * 4 * (4 * 32 + 1) / 1e6, 3), "out, dq, dk, dv and lse of four heads"
     sizes = dict(B=1, H=4, Hk=4, D=32, e=4)
     held = {strategies.account.memory_bytes("ring", Layout("zigzag", 128 * N, N), 0, **sizes) for N in (4, 8, 16)}

@@ -562,7 +562,7 @@ print(f"K_j and V_j made anew: {anew // attention} times attention's own operati
 # %% [markdown] slideshow={"slide_type": "fragment"}
 # So it pays where there is a single tile of queries and a launch counts: in decoding, where K and V of one new token are
 # made, once. In training we know of nobody who does it. The backward needs Q, K and V, too, so that they have to be
-# written, or made a third time. What is usual is one product with W_q, W_k and W_v side by side, of whose result
+# written, or made once more. What is usual is one product with W_q, W_k and W_v side by side, of whose result
 # attention reads its parts by strides (`qkv` in 03b, part 7).
 #
 # **A ring over GPUs from inside a kernel.** NVSHMEM lets a thread write to another GPU's memory and raise a flag there.
