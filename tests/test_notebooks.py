@@ -409,6 +409,23 @@ def test_the_whole_forward_of_03a_is_compiled_as_it_stands_on_the_page():
     assert "wgmma" in found["ptx"] and "refused" not in found
 
 
+def test_02x_says_what_the_compiler_makes_of_cooperative_groups(executions):
+    text = printed("02x_deeper", executions)
+    if "CUDA's headers are not here" in text:
+        pytest.skip("needs the headers of CUDA, which the pinned packages bring for Linux")
+    made = dict(re.findall(r"^(ours|eight_lanes|warp_of_int) +(.+)$", text, re.M))
+    each = {"ours": "shfl max", "eight_lanes": "and shl shfl setp selp"}
+    assert made == {kernel: " ".join(3 * [words]) for kernel, words in each.items()} | {"warp_of_int": "redux"}
+    assert "made anew: 16 times attention's own operations" in text
+
+
+def test_00_is_a_classifier_and_03b_asks_the_checker(executions):
+    assert "P has its class probabilities: True; likeliest for q5: trout" in printed("00_naive", executions)
+    found = re.findall(r"^(.+?)  +computed by (our|torch)", printed("03b_triton_features", executions), re.M)
+    assert found[0] == ("a mask and dropout", "our")
+    assert found[1:] == [(call, "torch") for call in ("a mask, and is_causal", "float64", "head_dim 512")]
+
+
 def test_03x_says_what_compilers_make_of_roles_and_of_the_formula(executions):
     text = printed("03x_deeper", executions)
     assert re.findall(r"begins at row i \+ (\d+)", text) == ["64", "128"]

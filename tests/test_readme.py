@@ -19,6 +19,7 @@ from steps import __main__, catalogue
 from steps.bench import report, rows
 from steps.figures import plots
 from steps.workbook import exercises
+from support.headings import sections
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for folder in (".", "notebooks", "papers", "reference") for page in sorted(ROOT.glob(f"{folder}/*.md"))]
@@ -149,13 +150,7 @@ def test_links_lead_somewhere(page):
     for target, part in re.findall(r"\]\(([^)#]+?)(?:#([^)]*))?\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
-            headings = re.findall("^#+ (.+)", (page.parent / target).read_text(), re.M) if part else []
-            assert part in ("", *map(anchor, headings)), f"{target} has no part {part}"
-
-
-def anchor(heading):
-    """What a link to this heading says after #, on GitHub."""
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+            assert not part or part in sections(page.parent / target), f"{target} has no part {part}"
 
 
 def test_files_named_in_backticks_exist():

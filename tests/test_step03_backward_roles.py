@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from steps.step03_triton import bwd_2_gluon
+from steps.step03_triton import bwd_2_gluon, flash_gluon
 from support.roles import SECONDS, run_together
 
 STAGES, Bc = bwd_2_gluon.STAGES.value, bwd_2_gluon.Bc.value
@@ -244,3 +244,11 @@ def test_roles_of_the_backward(D, causal, monkeypatch):
             assert needed <= set(tiles) and len(set(tiles)) == len(tiles)
             expected.update(((((b * H + h) * len(starts) + i // Br) * Br * D), (b, h, i)) for b, h, i in tiles)
         assert not call.stored and call.added == expected, "each tile of dQ goes where the queries' sums are"
+
+
+def test_the_backward_of_a_single_sweep_takes_no_dropout(monkeypatch):
+    """As the stage's README says."""
+    monkeypatch.setattr(bwd_2_gluon, "refusal", lambda q: None)
+    q = torch.empty(1, 1, 64, 128)
+    asked = [["sinks"], ["dropout_p"], ["dropout_p", "sinks"]]
+    assert [flash_gluon.fits_backward(q, features) for features in asked] == [True, False, False]

@@ -6,6 +6,7 @@ Without a GPU the ranks are processes over gloo. One pool of four serves the who
 import ast
 import contextlib
 import errno
+import io
 import itertools
 import math
 import os
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 import steps.step04_ring as step04
 from reference import cases, error
 from steps import engine
-from steps.step04_ring import Layout, block, comm, demo, entry, launch, merge_kernels, side, watch
+from steps.step04_ring import Layout, block, comm, demo, entry, launch, merge_kernels, side, strategies, watch
 from steps.step04_ring.agree import go_round
 from steps.step04_ring.layout import LAYOUTS
 from steps.step04_ring.merge import Parts, add, merge
@@ -543,6 +544,34 @@ def test_the_demo_under_torchrun():
     assert done.returncode == 0, done.stderr
     assert "2 ranks over" in done.stdout and "largest differences to one device: out " in done.stdout
     assert ("says nothing about GPUs" in done.stdout) == (engine.name == "cpu")
+
+
+@pytest.mark.skipif(engine.name == "cuda", reason="the numbers are of tensors, not of torch's allocator")
+def test_the_memory_of_a_rank_is_what_the_readme_says_for_any_number_of_ranks():
+    line = next(line for line in on_ranks(demo.report, 512, 32, 4, False, "zigzag", "float32")[0] if "memory" in line)
+    shown = re.search(r"(\S+ MB) a rank beyond its inputs; one device: (\S+) MB", line)
+    readme = " ".join(Path(step04.__file__).with_name("README.md").read_text().split())
+    assert f"on a CPU {shown[1]} with `--dim 32` and `--seq 512 --gpus 4`, `--seq 1024 --gpus 8`" in readme
+    assert float(shown[2]) == round(4 * 512 * 4 * (4 * 32 + 1) / 1e6, 3), "out, dq, dk, dv and lse of four heads"
+    sizes = dict(B=1, H=4, Hk=4, D=32, e=4)
+    held = {strategies.account.memory_bytes("ring", Layout("zigzag", 128 * N, N), 0, **sizes) for N in (4, 8, 16)}
+    assert len(held) == 1
+
+
+def check_messages():
+    """What a rank prints that runs the README's check of messages."""
+    readme = Path(step04.__file__).with_name("README.md").read_text()
+    (program,) = (text for text in re.findall(r"```python\n(.*?)```", readme, re.S) if "hop.py" in text)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(launch, "init", launch.message_device)  # The ranks of the tests have met already,
+        patch.setattr(dist, "destroy_process_group", lambda: None)  # and go on.
+        exec(program, {})
+    return printed.getvalue()
+
+
+def test_the_readmes_check_of_messages_prints_what_the_rank_before_sent():
+    backend, *_ = on_ranks(dist.get_backend)
+    assert on_ranks(check_messages) == [f"{rank} {backend} [{(rank - 1) % 4}]\n" for rank in range(4)]
 
 
 # On several GPUs.

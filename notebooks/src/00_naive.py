@@ -47,6 +47,11 @@ print(steps.engine.describe())
 # keeps scores from growing with d.
 #
 # In self-attention all three come from the same N tokens, here 6 animals with d = 2. The values are points in the plane.
+#
+# **Read as classification:** q is the input of a classifier's last layer. Its weights are the keys, one **class embedding**
+# for each class, here an animal. The scores are its logits, and P has the class probabilities. A classifier would answer
+# with the likeliest class; attention answers with the mean of the values under these probabilities. The mean, unlike a
+# choice, has a gradient.
 
 # %% slideshow={"slide_type": "fragment"}
 torch.set_printoptions(precision=2, sci_mode=False)
@@ -66,6 +71,9 @@ print(f"O[5] = {O[5]}; S[5,4] - S[5,3] = {S[5, 4] - S[5, 3]:.2f}", end=", ")
 print(f"P[5,4] / P[5,3] = {P[5, 4] / P[5, 3]:.2f}")
 
 # %% slideshow={"slide_type": "subslide"}
+logits = torch.nn.functional.linear(Q, scale * K)  # a last layer: a row of weights for each class
+print("P has its class probabilities:", torch.allclose(logits.softmax(-1), P), end="; ")
+print("likeliest for q5:", names[logits[5].argmax()])
 figures.soft_lookup(names, Q, K, V)
 
 # %% [markdown] slideshow={"slide_type": "subslide"}

@@ -292,6 +292,9 @@ print("rung 0: 1 each")
 # `__shfl_xor_sync(mask, x, 4)` gives a lane the x of the lane whose number differs in the bit of value 4, from register
 # to register. After 4, 2 and 1 every lane has met all eight. `mask` names who takes part, `~0u` all 32, and all of them
 # must come. First half of the warp stays away; then all come.
+#
+# CUDA's headers have a word for all three steps: `cg::reduce` over a tile of eight lanes, of the library *cooperative
+# groups*. The compiler makes the same three shuffles of it, with more around them: see [02x](02x_deeper.ipynb), section 14.
 
 # %% slideshow={"slide_type": "fragment"}
 BUTTERFLY = """#include "ptx.cuh"

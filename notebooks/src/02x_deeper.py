@@ -31,6 +31,7 @@
 # 11. Two tricks of FlashAttention-4 (02d)
 # 12. What the power limit does
 # 13. What was tried, and what is open (02d, 02e)
+# 14. Cooperative groups, or shuffles (02a)
 #
 # **Time:** about 80 minutes to read, 60 minutes more with the exercise.
 # **Code:** [`steps/step02_fa2_cuda/ladder.py`](../steps/step02_fa2_cuda/ladder.py) and the kernels that it names.
@@ -53,7 +54,12 @@ print(steps.engine.describe())
 # NVRTC, NVIDIA's run-time compiler, turns CUDA C++ into **PTX**, an assembly language with as many registers as it
 # likes. `ptxas` then makes machine code of one architecture and assigns the real registers, at most 255 a thread. A
 # number that finds no register is **spilled**: it goes to the thread's *local memory*, which lies in device memory,
-# behind the caches. Neither tool needs a GPU.
+# behind the caches. Neither tool needs a GPU. For a kernel without includes the page
+# [Compiler Explorer](https://godbolt.org) shows PTX and machine code beside the source.
+#
+# A C++ template is compiled anew for each set of its arguments: FlashAttention-2, templates on NVIDIA's CUTLASS, takes 3
+# to 5 minutes on 64 cores by its own README, and two hours on one. Here sizes are macros, and a call compiles the one
+# kernel that it needs.
 #
 # There are three ways to lose.
 #
@@ -541,8 +547,62 @@ figures.power()
 #    S: slower. The softmax of one row after the other: slower. 128 x 176 with one place for Q: slower. Q in registers:
 #    slower. Tiles dealt out by an atomic addition or by a table of equal loads: no faster.
 #
-# **Past one kernel.** A ring over GPUs from inside a kernel: NVSHMEM lets a thread write to another GPU's memory and
-# raise a flag there. A whole network as one persistent kernel: *Look Ma, No Bubbles!* (Hazy Research, May 2025) runs
-# Llama-1B's forward so. On Blackwell tensor cores are twice as fast; exponentials and shared memory are not, so that all
-# limits of 02d and 02e move. FlashAttention-4 answers with accumulators in a memory of their own, and with products
-# that two SMs share.
+# ### Past one kernel
+#
+# **May the products that make Q, K and V be fused with attention?** A tile of queries can make its Q_i out of the tokens
+# X_i at no extra work. But it needs K_j and V_j of *all* keys, and would make them anew out of X_j. X has `width` numbers
+# a token:
+
+# %% slideshow={"slide_type": "fragment"}
+Br, Bc, D, width = 128, 128, 128, 2048
+attention = 2 * 2 * Br * Bc * D  # the products Q_i K_j^T and P V_j
+anew = 2 * 2 * Bc * width * D  # the products X_j W_k and X_j W_v
+print(f"K_j and V_j made anew: {anew // attention} times attention's own operations")
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# So it pays where there is a single tile of queries and a launch counts: in decoding, where K and V of one new token are
+# made, once. In training we know of nobody who does it. The backward needs Q, K and V, too, so that they have to be
+# written, or made once more. What is usual is one product with W_q, W_k and W_v side by side, of whose result
+# attention reads its parts by strides (`qkv` in 03b, part 7).
+#
+# **A ring over GPUs from inside a kernel.** NVSHMEM lets a thread write to another GPU's memory and raise a flag there.
+#
+# **A whole network as one persistent kernel.** *Look Ma, No Bubbles!* (Hazy Research, May 2025) runs Llama-1B's forward
+# so.
+#
+# **Blackwell.** Tensor cores are twice as fast; exponentials and shared memory are not, so that all limits of 02d and 02e
+# move. FlashAttention-4 answers with accumulators in a memory of their own, and with products that two SMs share.
+
+# %% [markdown] slideshow={"slide_type": "slide"}
+# ## 14. Cooperative groups, or shuffles
+#
+# **You need:** notebook 02a, "Eight lanes agree".
+#
+# The kernels of this course include none of CUDA's headers: so g++ can compile them, too, and NVRTC needs no path. Do we
+# miss something? `cg::reduce` of `cooperative_groups/reduce.h` takes the maximum of a tile of lanes. The pinned packages
+# have the header, and NVRTC finds it if it is told the folder.
+#
+# **Predict:** is it the same as rung 1's `row_max`, or something better? Below are the instructions in PTX, without moves,
+# loads and stores.
+
+# %% slideshow={"slide_type": "fragment"}
+OURS = f"""{show("fwd_1_warp", "row_max")}
+extern "C" __global__ void ours(float* x) {{ x[threadIdx.x] = row_max(x[threadIdx.x]); }}
+"""
+GROUPS = """#include <cooperative_groups/reduce.h>
+namespace cg = cooperative_groups;
+template <int lanes, class T> __device__ void largest(T* x) {
+  auto tile = cg::tiled_partition<lanes>(cg::this_thread_block());
+  x[threadIdx.x] = cg::reduce(tile, x[threadIdx.x], cg::greater<T>());
+}
+extern "C" __global__ void eight_lanes(float* x) { largest<8>(x); }
+extern "C" __global__ void warp(float* x) { largest<32>(x); }
+extern "C" __global__ void warp_of_int(int* x) { largest<32>(x); }
+"""
+figures.instructions(OURS + GROUPS)
+
+# %% [markdown] slideshow={"slide_type": "fragment"}
+# The same three shuffles. `cg::reduce` also works out the mask of its eight lanes, each time (`and`, `shl`), and compares
+# and selects (`setp`, `selp`) where we have one `max`. Only integers of a whole warp have an instruction of their own,
+# `redux`; scores are no integers. So nothing is missed but a comfort: the group is a value with a type, and no mask has to
+# be written by hand.

@@ -209,6 +209,11 @@ figures.tiles_visited()
 # `fwd_0_fused.py` is that kernel with what use demands. The loop is a function, `visit_keys`, called twice; its
 # constexpr MASKED makes two loops of it. `Rows` says where the rows of one head lie. `pointers` computes in 64 bits,
 # since row 2²⁵ of 64 numbers begins at element 2³¹. A head_dim of 80 lies in tiles of `D_pad` = 128 columns.
+#
+# **Autotuning** times a kernel with several tiles, warps and stages, and keeps the fastest. `triton.autotune` does so in
+# the program that calls, whenever sizes are new: the first call is slow, and since another Bc adds in another order, its
+# choice changes the last bits of the result. Here it was done once: the tables `TILES` have what was fastest on an H200,
+# and `python -m steps.bench.tune` times a row's neighbours on your GPU.
 
 # %% slideshow={"slide_type": "subslide"}
 show("step03_triton/fwd_0_fused", "key_ranges", "forward_kernel")

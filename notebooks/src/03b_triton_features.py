@@ -348,15 +348,38 @@ for step in range(5):
     print(f"step {step}: loss {loss.item():.2f}")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
+# ### In a model that exists
+#
+# Within `step03.use_in_sdpa()` torch's own `scaled_dot_product_attention` computes with these kernels. In transformers
+# `register_with_transformers()` gives a name for `attn_implementation=`.
+#
+# **At which level is an operation replaced?** One needs its *symbol*, as the program calls it, a *replacement*, and a
+# **checker**, which says for each call whether the replacement computes it. Lightning Thunder calls such a set an
+# **executor**, and asks one executor's checker after the other. Here the symbol is
+# `aten::scaled_dot_product_attention`, the checker is `takes` in `models.py`, and torch is next. One level lower torch
+# has already chosen a kernel, and those for flash attention have no mask. One level higher, each model would be edited.
+#
+# **Which of these calls does the checker refuse?**
+
+# %% slideshow={"slide_type": "fragment"}
+x = torch.ones(1, 2, 8, 64, device=device)
+mask = torch.ones(8, 8, dtype=torch.bool, device=device)
+for call, q, arguments in (  # attn_mask, dropout_p, is_causal
+    ("a mask and dropout", x, (mask, 0.1, False)),
+    ("a mask, and is_causal", x, (mask, 0.0, True)),
+    ("float64", x.double(), (None, 0.0, True)),
+    ("head_dim 512", x.repeat(1, 1, 1, 8), (None, 0.0, True)),
+):
+    ours = step03.models.takes(q, q, q, *arguments, scale=None)
+    print(f"{call:22} computed by {'our kernels' if ours else 'torch'}")
+
+# %% [markdown] slideshow={"slide_type": "slide"}
 # ## 8. Summary
 #
 # - One function, `scores`, for both directions. A mask is read by strides, never expanded.
 # - Positions decide which tiles are visited.
 # - Dropout is a function of seed, batch, head, query and key.
 # - out and lse stand for all their keys: parts of keys, sinks and splitting are one idea.
-#
-# **A model that exists.** Within `step03.use_in_sdpa()` torch's own `scaled_dot_product_attention` computes with these
-# kernels. In transformers `register_with_transformers()` gives a name for `attn_implementation=`.
 #
 # **Ask yourself**
 #

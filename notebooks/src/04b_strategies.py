@@ -154,6 +154,16 @@ for name in ("query_parallel", "ring", "star", "ulysses"):
 # rank copies K and V from their *owner*, by the GPU's **copy engine**, a unit that only copies. A **barrier**, which no rank
 # passes before all have come, makes sure that the keys are there. In the backward each rank copies its part of dK and dV to
 # the owner, which adds the parts in float32.
+#
+# **Several streams.** A **stream** is a queue of work for a GPU. Inside one, work is done in order; two streams run beside
+# each other. The blocks are in torch's current stream, copies and barrier in a second one, the *side*
+# ([`side.py`](../steps/step04_ring/side.py)). Between streams only an **event** keeps an order: one stream notes it, the
+# other waits for it. `lead` lets the block wait until its K and V have been copied; `follow` lets the copy into a buffer
+# wait until a block has read what was there. Without one of them the results are wrong now and then, and nothing
+# complains. So a test leaves out each wait in turn, and looks for two accesses to the same bytes that no event orders.
+
+# %% slideshow={"slide_type": "fragment"}
+show("step04_ring/fetch", "side.copy((mine[0]", until="if missing")
 
 # %% [markdown] slideshow={"slide_type": "slide"}
 # ## 4. In your model

@@ -47,6 +47,30 @@ def machine_code(rung="fa2", D=128):
     return re.findall(r"/\*[0-9a-f]{4}\*/ +(.*?) *;", ran.stdout)
 
 
+def instructions(text):
+    """Prints the PTX of each kernel of a text for an H100, a word an instruction, without moves, loads and stores.
+
+    cuda.core would need a driver for PTX, so NVRTC is called itself.
+    """
+    from cuda import pathfinder
+    from cuda.bindings import nvrtc
+
+    folders = [pathfinder.find_nvidia_header_directory(package) for package in ("cudart", "cccl")]
+    if None in folders:
+        return print("CUDA's headers are not here, so nothing is compiled")
+    # Without the macro the header of cooperative groups includes many others, and compiling takes 25 times as long.
+    options = ["-arch=compute_90", "-std=c++17", "-D_CG_LIMIT_INCLUDED_DEPENDENCIES", *(f"-I{x}" for x in folders)]
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"groups.cu", 0, [], [])
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if status:
+        raise RuntimeError(status.name)
+    ptx = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    nvrtc.nvrtcGetPTX(program, ptx)
+    for kernel in ptx.decode().split(".entry ")[1:]:
+        words = re.findall(r"^\s(?!mov|ld|st|cvta|mul\.wide|add\.s64|ret)([a-z]+)(?:\.\S+)?\s", kernel, re.M)
+        print(textwrap.fill(" ".join([f"{kernel.split('(')[0]:11}", *words]), 88, subsequent_indent=" " * 12))
+
+
 def products_and_exponentials():
     """Counts rung fa2's HMMA and MUFU.EX2 and prints the 14 lines in which both are most frequent."""
     code = machine_code()

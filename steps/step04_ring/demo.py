@@ -5,6 +5,8 @@
     torchrun --standalone --nproc-per-node 4 -m steps.step04_ring.demo --seq 2048
     python -m steps.step04_ring.demo --strategy star                     time, bytes and memory of one strategy
 
+Memory is the most that forward and backward hold at a time beyond their inputs: on a GPU what torch's allocator says,
+which does not count what fetch shares; on a CPU the bytes of their tensors, with a block that computes nothing.
 Without a GPU the ranks are processes over gloo that share the CPU, and stage 00's tiles in plain torch compute a block,
 because Triton's interpreter would take minutes. For the comparison every rank also computes the whole sequence alone.
 """
@@ -40,7 +42,7 @@ def main(
     dtype: str = typer.Option("", help="float32, float16 or bfloat16; default: bfloat16 with a GPU, float32 without"),
     strategy: str = typer.Option("", help=f"what one way to share a sequence costs: {', '.join(strategies.LESSONS)}"),
 ):
-    """Runs attention on one device and as a ring, and prints both times and the largest differences."""
+    """Runs attention on one device and as a ring, and prints both times, the memory, and the largest differences."""
     dtype = dtype or ("float32" if engine.name == "cpu" else "bfloat16")
     launched = environment.launched()  # as one of the launcher's ranks
     if launched:
@@ -99,7 +101,7 @@ def report(seq, dim, heads, causal, layout, dtype):
     shape, kind = (1, heads, seq, dim), getattr(torch, dtype)
     q, k, v, dout = (torch.randn(shape, generator=random).to(engine.device, kind) for _ in range(4))
 
-    def alone():
+    def alone(block=block):
         out, lse = block.forward(q, k, v, causal=causal)
         return out, lse, *block.backward(dout, q, k, v, out, lse, causal=causal)
 
@@ -107,29 +109,30 @@ def report(seq, dim, heads, causal, layout, dtype):
     mine = [whole.shard(x, rank) for x in (q, k, v, dout)]
     options = dict(causal=causal, layout=layout, block=block, S=seq)
 
-    def together():
-        leaves = [x.clone().requires_grad_() for x in mine[:3]]
-        out = ring_attention(*leaves, **options)
+    def together(block=block):
+        leaves = [x.detach().requires_grad_() for x in mine[:3]]
+        out = ring_attention(*leaves, **options | {"block": block})
         out.backward(mine[3])
         return out.detach(), *(x.grad for x in leaves)
 
     if rank == 0:  # timed while the other ranks wait; these need only the result
         single_seconds, want = account.timed(alone)
+        single_bytes = account.held(alone, block, (q, k, v, dout))
     dist.barrier()
     if rank != 0:
         want = alone()
     ring_seconds, (out, *grads) = account.timed(together, dist.barrier)
+    ring_bytes = account.held(together, block, mine)
     got = (out, forward(*mine[:3], **options)[1], *grads)
     shards = [whole.shard(x, rank, dim=2) for x in want]
     pairs = (a.float() - b.float() for a, b in zip(got, shards, strict=True))
     differences = [x.abs().max().item() if x.numel() else 0.0 for x in pairs]
 
     everyone = [None] * ranks
-    dist.all_gather_object(everyone, (ring_seconds, differences))
+    dist.all_gather_object(everyone, (ring_seconds, ring_bytes, *differences))
     if rank != 0:
         return []
-    ring_seconds = max(seconds for seconds, _ in everyone)
-    largest = [max(column) for column in zip(*(row for _, row in everyone), strict=True)]
+    ring_seconds, ring_bytes, *largest = (max(column) for column in zip(*everyone, strict=True))
     listed = ", ".join(f"{name} {x:.1e}" for name, x in zip(NAMES, largest, strict=True))
     cores = f"    ({os.cpu_count()} CPU cores)" if engine.name == "cpu" else ""
     threads = torch.get_num_threads()
@@ -141,6 +144,7 @@ def report(seq, dim, heads, causal, layout, dtype):
         f"ring         {1e3 * ring_seconds:9.1f} ms   (slowest rank)",
         f"speed-up     {single_seconds / ring_seconds:9.2f} x{cores}",
         *([EXPECTED] if engine.name == "cpu" else []),
+        f"memory       {ring_bytes / 1e6:9.3f} MB a rank beyond its inputs; one device: {single_bytes / 1e6:.3f} MB",
         f"largest differences to one device: {listed}",
     ]
 

@@ -146,6 +146,15 @@ def allocated(call):
     return torch.cuda.max_memory_allocated() - before
 
 
+def held(call, block, inputs):
+    """Bytes that call(block) holds at its peak beyond its inputs."""
+    if engine.name == "cuda":
+        return allocated(partial(call, block))
+    with Watched(inputs) as one:
+        call(Idle)
+    return one.held
+
+
 # ---- inputs, and what to compare with --------------------------------------------------------------------------------
 
 
