@@ -154,6 +154,7 @@ class Course:
             [ "$1" = --version ] && exec echo Python of a test
             echo "$@" >> {quote(str(self.log))}
             case "$*" in
+              "-m jupyterlab"*) echo "JUPYTER_CONFIG_PATH=$JUPYTER_CONFIG_PATH" >> {quote(str(self.log))};;
               "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python;;
               *"-r /dev/stdin") cat >> {quote(str(self.log))};;
             esac
@@ -335,9 +336,29 @@ def test_lab_never_overwrites_the_readers_notebooks(course):
     assert (course.folder / "my/00 a.ipynb").read_text() == "ours"
     assert (course.folder / "my/01.ipynb").read_text() == "the reader's"
     # The root is the course's folder: what a copy in my/ links to lies beside it.
-    # Jupyter's log of some 20 lines and its question about news stand in nobody's way.
+    # Jupyter's log of some 20 lines stands in nobody's way.
     places = "--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my"
-    assert log == f"-m jupyterlab {places} --log-level=ERROR --LabApp.log_level=ERROR --LabApp.news_url=None\n"
+    command = f"-m jupyterlab {places} --log-level=ERROR --LabApp.log_level=ERROR\n"
+    assert log == f"{command}JUPYTER_CONFIG_PATH=notebooks/lab\n"
+    _, log = course.make("lab", "ENV=none", JUPYTER_CONFIG_PATH="/a b:/c")
+    assert log == f"{command}JUPYTER_CONFIG_PATH=notebooks/lab:/a b:/c\n"
+
+
+def test_lab_does_not_ask_about_jupyters_news(tmp_path, monkeypatch):
+    """It asks where this setting is "none". This is what it serves to a browser in the environment that make gives."""
+    served = pytest.importorskip("jupyterlab_server.settings_utils").get_settings
+    paths = pytest.importorskip("jupyter_core.paths").jupyter_path("lab", "schemas")
+    folders = {"schemas_dir": next(path for path in paths if Path(path).exists())}
+    folders |= dict.fromkeys(("app_settings_dir", "settings_dir"), str(tmp_path))  # where nobody has chosen anything
+    monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    defaults = []
+    for path in ("", "notebooks/lab"):
+        monkeypatch.setenv("JUPYTER_CONFIG_PATH", path)
+        setting, _ = served(**folders, schema_name="@jupyterlab/apputils-extension:notification")
+        defaults.append(setting["schema"]["properties"]["fetchNews"])
+    assert [each["default"] for each in defaults] == ["none", "false"]
+    assert "false" in [each["const"] for each in defaults[0]["oneOf"]], "one of the values that this version knows"
 
 
 # ---- CUDA 12 ---------------------------------------------------------------------------------------------------------
