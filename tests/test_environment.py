@@ -82,6 +82,20 @@ def test_ranges_admit_the_pins():
     assert pinned_version(PINS["numba-cuda"]) in extras["cu13"][0].specifier & extras["cu12"][0].specifier
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_a_clone_has_the_same_bytes_where_git_would_write_crlf(tmp_path):
+    """As Git for Windows does by default."""
+    files = "Makefile", ".ci/run", ".gitattributes", "steps/demo/readme.txt", "notebooks/figures/ladder.png"
+    source = tmp_path / "source"
+    for file in files:
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, source / file)
+    git = "git -c core.autocrlf=true -c user.name=a -c user.email=a -c commit.gpgsign=false"
+    for words in ("init --quiet", "add --all", "commit --quiet --message all", "clone --quiet . ../clone"):
+        subprocess.run(f"{git} {words}".split(), cwd=source, check=True, capture_output=True)
+    assert all((tmp_path / "clone" / file).read_bytes() == (ROOT / file).read_bytes() for file in files)
+
+
 # What is installed
 
 
