@@ -3,6 +3,7 @@
 `make` runs in a folder of its own with stand-ins for Python, so that these tests download and install nothing.
 """
 
+import datetime
 import functools
 import os
 import shutil
@@ -62,10 +63,12 @@ def test_the_citation_is_of_this_version():
     cff = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text())
     # What the format's version 1.2.0 requires, and of the rest only keys that it knows.
     required = {"cff-version", "message", "title", "authors"}
-    assert required <= cff.keys() <= required | {"abstract", "keywords", "license", "type", "version"}
+    assert required <= cff.keys() <= required | {"abstract", "date-released", "keywords", "license", "type", "version"}
     assert (cff["cff-version"], cff["type"]) == ("1.2.0", "software")
     assert cff["authors"] and all(author.keys() == {"name"} for author in cff["authors"])
     assert (cff["version"], cff["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert (cff["authors"], cff["keywords"]) == (PROJECT["authors"], PROJECT["keywords"])
+    assert isinstance(cff["date-released"], datetime.date)
     assert (ROOT / "README.md").read_text().startswith(f"# {cff['title']}\n")
 
 
