@@ -88,10 +88,13 @@ lab: setup ## JupyterLab on your own copies of the notebooks, in my/
 	@for notebook in notebooks/*.ipynb; do \
 	  [ -e "my/$${notebook##*/}" ] || cp "$$notebook" my/; \
 	done
-	$(call run,$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my $(QUIET) $(ARGS))
+	$(call run,$(NO_NEWS) $(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my $(QUIET) $(ARGS))
 
-# Jupyter says where it can be opened, and what fails; it does not ask about Jupyter's news.
-QUIET := --log-level=ERROR --LabApp.log_level=ERROR --LabApp.news_url=None
+# Jupyter says where it can be opened, and what fails.
+QUIET := --log-level=ERROR --LabApp.log_level=ERROR
+# It does not ask on the first screen whether to fetch Jupyter's news: the default in notebooks/lab/labconfig is no. Who
+# has chosen otherwise in JupyterLab's own settings keeps that.
+NO_NEWS := JUPYTER_CONFIG_PATH="notebooks/lab$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}"
 
 NOTEBOOKS := $(patsubst notebooks/src/%.py,notebooks/%.ipynb,$(wildcard notebooks/src/*.py))
 notebooks: $(NOTEBOOKS) ## execute notebooks/src/*.py; one alone: make notebooks/04a_ring.ipynb

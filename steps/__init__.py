@@ -4,6 +4,7 @@
     contract.py, operators.py      what every stage promises: checks of the arguments, autograd, torch's operators
     engine.py                      decides whether the kernels run on a GPU or on the CPU
     catalogue.py                   which stages there are, and which of them can run here
+    places.py                      whether this is a clone or an installed package, and where my/ is
     demo, workbook, verify, bench  the demo; exercises and hints; the contract on your own attention; all measurements
     figures                        what the notebooks draw
 
@@ -11,4 +12,9 @@ Numba and Triton read the choice of the engine while they are imported. Therefor
 first imports `engine`.
 """
 
+import os
+
 from steps import engine  # noqa: F401
+
+if os.environ.get("COLUMNS") == "0":  # From a terminal of unknown width. Commands would print lines of no width.
+    del os.environ["COLUMNS"]

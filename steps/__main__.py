@@ -1,4 +1,4 @@
-"""The command line: python -m steps demo | check | hint | solution | grade | verify | mutants | bench | engine."""
+"""The command line: python -m steps, or flash-steps, and a command: demo, check, hint, solution, grade, verify ..."""
 
 import difflib
 import json
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from steps import catalogue, engine
+from steps import catalogue, engine, places
 
 
 class Commands(TyperGroup):
@@ -91,7 +91,7 @@ def demo(
                 progress.update(task, description=f"{catalogue.STAGES[number]}, N = {size.N}")
                 rows.append(compare.compare(number, subject, timed))
                 progress.advance(task)
-    console.print(results(rows))
+    show_table(results(rows))
     say(*COLUMNS.splitlines())
     if any("tflops" in row for row in rows):
         say("TFLOP/s      speed of the forward, and below it SDPA's, which is PyTorch's own attention")
@@ -102,11 +102,11 @@ def demo(
         json_file.write_text(json.dumps(rows, indent=1))
     if any(row["verdict"] == "FAILS" for row in rows):
         raise typer.Exit(1)
-    say(*NEXT.splitlines())
+    say("", "What next", *(NEXT if places.IS_CLONE else NEXT_WITHOUT_A_CLONE).splitlines())
 
 
 DOES = (
-    "The demo trains a small language model on the text of this repository. Then each stage computes the model's "
+    "The demo trains a small language model on a copy of the course's own pages. Then each stage computes the model's "
     "attention, forward and backward. Each result is compared with the same in float64: the upper number is the "
     "largest difference, the lower one how large it may be."
 )
@@ -116,17 +116,31 @@ out, lse     the result of attention, and log of each row's softmax sum
 dq, dk, dv   the gradients of attention's inputs
 loss, model  a training step with this attention: its loss, its worst gradient
 s            seconds. Without a GPU kernels are simulated: this is no speed"""
-NEXT = """
-What next
-  read      make lab, then open my/00_naive.ipynb
+EXERCISE = """\
   exercise  python -m steps check 00   writes the exercises of stage 00 to my/,
                                        and checks them from then on
-  test      make test ARGS=tests/test_step00_naive.py"""
+"""
+NEXT = f"""\
+  read      make lab, then open my/00_naive.ipynb
+{EXERCISE}  test      make test ARGS=tests/test_step00_naive.py"""
+NEXT_WITHOUT_A_CLONE = f"""\
+{EXERCISE}  read      the notebooks and the tests are in a clone of the course only"""
+
+
+def width():
+    """How wide text is wrapped: as wide as the terminal, but not so narrow that nobody could read it."""
+    return max(20, console.width)
 
 
 def paragraph(text):
     """The text in lines as wide as the terminal, at most 80."""
-    return textwrap.wrap(text, min(80, console.width))
+    return textwrap.wrap(text, min(80, width()))
+
+
+def show_table(table):
+    """Prints a table in its full width. Where the terminal is narrower, rich would leave out what is in the cells."""
+    table.width = console.measure(table, options=console.options.update(width=10_000)).maximum
+    console.print(table, crop=False)
 
 
 def results(rows):
@@ -174,7 +188,7 @@ def check(what: Several):
     for report in reports:
         style = {"passed": "green", "wrong": "red", "error": "red"}.get(report.verdict, "")
         head, _, rest = repr(report).partition("\n")
-        console.print(head, style=style, markup=False, highlight=False)
+        console.print(head, style=style, markup=False, highlight=False, soft_wrap=True)
         console.print(rest, markup=False, highlight=False, soft_wrap=True)
     if any(report.failed for report in reports):
         raise typer.Exit(1)
@@ -193,12 +207,12 @@ def hint(
     if code:
         if not isinstance(hunt := task(id), Hunt):
             raise typer.BadParameter(f"only a hunt has a broken kernel, and {id} is none", param_hint="--code")
-        return say(*textwrap.wrap(hunt.symptom, console.width), "", str(workbook.show(id)))
+        return say(*textwrap.wrap(hunt.symptom, width()), "", str(workbook.show(id)))
     kept = "\N{NO-BREAK SPACE}"  # for the spaces within brackets, as in exp(s - m_new), where no line may end
     for line in str(workbook.hint(task(id).id, level)).splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
         line = re.sub(r"\([^()]{1,24}\)", lambda found: found[0].replace(" ", kept), line)
-        say(*(part.replace(kept, " ") for part in textwrap.wrap(line, console.width, subsequent_indent=indent) or [""]))
+        say(*(part.replace(kept, " ") for part in textwrap.wrap(line, width(), subsequent_indent=indent) or [""]))
 
 
 @app.command()
@@ -224,6 +238,7 @@ def grade(
     """
     from steps.workbook import exercises, grading
 
+    places.require_clone("grade, which runs the tests of a stage,")
     tasks = [task for number in chosen(stage) for task in exercises.of_stage(number)]
     if not (students := grading.students(folder)):
         raise typer.BadParameter(f"there is no folder in {folder}", param_hint="FOLDER")
@@ -241,7 +256,7 @@ def grade(
         table.add_column(name)
     for name, rows in found.items():
         table.add_row(Text(name), *(Text(grading.cell(rows[id])) for id in shown))
-    console.print(table)
+    show_table(table)
     for name, rows in found.items():
         for id in shown:
             if failed := (rows[id]["contract"] or {}).get("failed"):
@@ -269,7 +284,7 @@ def mutants(stage: Stage = None):
     failed = False
     for number in chosen(stage):
         if reason := catalogue.unavailable(number):
-            console.print(f"{catalogue.STAGES[number]}: {reason}")
+            say(f"{catalogue.STAGES[number]}: {reason}")
             continue
         supports = catalogue.stage(number).SUPPORTS
         failed |= show_kills(catalogue.STAGES[number], *planted.kill_matrix(supports))
@@ -282,12 +297,12 @@ def show_kills(title, matrix, twins):
     """Prints the kill matrix, and what the cases do not notice; returns whether there is any."""
     from reference import mutants as planted
 
-    console.print(kill_table(title, matrix), highlight=False)
+    say(kill_table(title, matrix))
     survivors = planted.survivors(matrix)
     for name in survivors:
-        console.print(f"survives every case: {name}")
+        say(f"survives every case: {name}")
     for pair in twins:
-        console.print(f"no case tells apart: {' and '.join(pair)}")
+        say(f"no case tells apart: {' and '.join(pair)}")
     return bool(survivors or twins)
 
 
@@ -326,7 +341,7 @@ def bench(
     --kernel, and of the fastest peers. `python -m steps.bench --help` is for maintainers.
     """
     from steps.bench import __main__ as measuring
-    from steps.bench import cost
+    from steps.bench import cost, rows
     from steps.bench import grid as grids
     from steps.bench.peers import PEERS
     from steps.workbook import one_rung
@@ -349,7 +364,7 @@ def bench(
         if engine.name != "cuda" or stage == "00":  # Stage 00 is written to be read, and takes minutes for such sizes.
             return
     if engine.name != "cuda":
-        console.print("bench needs a GPU, because simulators say nothing about speed. Rows are in steps/bench/results.")
+        say(f"bench needs a GPU, because simulators say nothing about speed. Rows are in {rows.COMMITTED}.")
         raise typer.Exit(1)
     both = ("fwd", "bwd")
     if sustained:
@@ -468,7 +483,7 @@ def verify(
     from steps.verify import adapters, anybody, verdict
     from steps.workbook.outcome import case_lines
 
-    console.print(engine.describe(), highlight=False)
+    say(engine.describe())
     dtypes = [getattr(torch, name, None) for name in dtype or ["float32"]]
     if not all(isinstance(x, torch.dtype) and x.is_floating_point for x in dtypes):
         raise typer.BadParameter("there are float32, bfloat16, float16 and float64", param_hint="--dtype")
@@ -526,13 +541,13 @@ def say(*lines):
 # ---- verify in a process of its own: somebody else's function may end the process, and with any exit code ------------
 
 JUDGED = 10  # the exit code of that process if every property holds
-IN_A_CHILD = "from steps import __main__; __main__.in_a_child()"
+IN_A_CHILD = "from steps import __main__; __main__.in_a_child({name!r})"
 
 
-def in_a_child():
-    """Runs the command of sys.argv with JUDGED as its exit code instead of 0."""
+def in_a_child(name="python -m steps"):
+    """Runs the command of sys.argv with JUDGED as its exit code instead of 0. name: how the usage line calls it."""
     try:
-        app(prog_name="python -m steps")
+        app(prog_name=name)
     except SystemExit as end:
         sys.exit(end.code or JUDGED)
 
@@ -542,7 +557,8 @@ def main():
     if sys.argv[1:2] != ["verify"]:
         return app()
     try:
-        code = subprocess.run([sys.executable, "-c", IN_A_CHILD, *sys.argv[1:]]).returncode
+        name = "flash-steps" if Path(sys.argv[0]).stem == "flash-steps" else "python -m steps"
+        code = subprocess.run([sys.executable, "-c", IN_A_CHILD.format(name=name), *sys.argv[1:]]).returncode
     except KeyboardInterrupt:  # Ctrl-C reaches the child too, which says so.
         sys.exit(1)
     if code not in (JUDGED, 1, 2):

@@ -1,9 +1,11 @@
 """`python -m steps demo` on the command line: every stage agrees with the reference, and a wrong stage fails."""
 
+import hashlib
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +42,16 @@ def test_every_column_is_explained(subject):
     columns = [str(column.header).replace("\n", "") for column in __main__.results([row]).columns]
     explained = re.findall(r"^(\w+(?:, \w+)*) ", __main__.COLUMNS, re.M)
     assert [*", ".join(explained).split(", "), "TFLOP/s", "verdict"] == columns
+
+
+def test_the_text_is_a_fixed_copy_of_pages(monkeypatch):
+    """The losses, the recorded training and the picture of the five stages are of these bytes, whatever pages say."""
+    read, real = [], Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or real(path))
+    texts = [bytes(text.tolist()) for text in (model.text(), model.sequence(model.LARGE, "cpu")[0])]
+    digests = [(len(text), hashlib.sha256(text).hexdigest()[:16]) for text in texts]
+    assert digests == [(79565, "a2a1c446605e7d81"), (4097, "047e6f908b2ecd57")]
+    assert {path.parent for path in read} == {Path(model.__file__).parent}
 
 
 @pytest.mark.parametrize("number", catalogue.STAGES)
@@ -150,7 +162,7 @@ def test_a_model_learns_the_same_with_every_stage_and_not_with_a_wrong_one():
 
 def test_the_page_says_what_was_recorded():
     made = rows.read_record("training")
-    page = " ".join((model.ROOT / "steps" / "demo" / "README.md").read_text().split())
+    page = " ".join((rows.ROOT / "steps" / "demo" / "README.md").read_text().split())
     far = {dtype: training.apart(losses) for dtype, losses in made["losses"].items()}
     single, half = far["float32"], far["bfloat16"]
     most = [max(x for name, x in one.items() if "SDPA" not in name) for one in (single, half)]

@@ -3,6 +3,7 @@
 `make` runs in a folder of its own with stand-ins for Python, so that these tests download and install nothing.
 """
 
+import datetime
 import functools
 import os
 import shutil
@@ -62,10 +63,12 @@ def test_the_citation_is_of_this_version():
     cff = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text())
     # What the format's version 1.2.0 requires, and of the rest only keys that it knows.
     required = {"cff-version", "message", "title", "authors"}
-    assert required <= cff.keys() <= required | {"abstract", "keywords", "license", "type", "version"}
+    assert required <= cff.keys() <= required | {"abstract", "date-released", "keywords", "license", "type", "version"}
     assert (cff["cff-version"], cff["type"]) == ("1.2.0", "software")
     assert cff["authors"] and all(author.keys() == {"name"} for author in cff["authors"])
     assert (cff["version"], cff["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert (cff["authors"], cff["keywords"]) == (PROJECT["authors"], PROJECT["keywords"])
+    assert isinstance(cff["date-released"], datetime.date)
     assert (ROOT / "README.md").read_text().startswith(f"# {cff['title']}\n")
 
 
@@ -80,6 +83,20 @@ def test_ranges_admit_the_pins():
     extras = {name: [*map(Requirement, needed)] for name, needed in PROJECT["optional-dependencies"].items()}
     assert PINS["numba-cuda"].extras == extras["cu13"][0].extras == {"cu13"}
     assert pinned_version(PINS["numba-cuda"]) in extras["cu13"][0].specifier & extras["cu12"][0].specifier
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_a_clone_has_the_same_bytes_where_git_would_write_crlf(tmp_path):
+    """As Git for Windows does by default."""
+    files = "Makefile", ".ci/run", ".gitattributes", "steps/demo/readme.txt", "notebooks/figures/ladder.png"
+    source = tmp_path / "source"
+    for file in files:
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, source / file)
+    git = "git -c core.autocrlf=true -c user.name=a -c user.email=a -c commit.gpgsign=false"
+    for words in ("init --quiet", "add --all", "commit --quiet --message all", "clone --quiet . ../clone"):
+        subprocess.run(f"{git} {words}".split(), cwd=source, check=True, capture_output=True)
+    assert all((tmp_path / "clone" / file).read_bytes() == (ROOT / file).read_bytes() for file in files)
 
 
 # What is installed
@@ -154,6 +171,7 @@ class Course:
             [ "$1" = --version ] && exec echo Python of a test
             echo "$@" >> {quote(str(self.log))}
             case "$*" in
+              "-m jupyterlab"*) echo "JUPYTER_CONFIG_PATH=$JUPYTER_CONFIG_PATH" >> {quote(str(self.log))};;
               "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python;;
               *"-r /dev/stdin") cat >> {quote(str(self.log))};;
             esac
@@ -335,9 +353,29 @@ def test_lab_never_overwrites_the_readers_notebooks(course):
     assert (course.folder / "my/00 a.ipynb").read_text() == "ours"
     assert (course.folder / "my/01.ipynb").read_text() == "the reader's"
     # The root is the course's folder: what a copy in my/ links to lies beside it.
-    # Jupyter's log of some 20 lines and its question about news stand in nobody's way.
+    # Jupyter's log of some 20 lines stands in nobody's way.
     places = "--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my"
-    assert log == f"-m jupyterlab {places} --log-level=ERROR --LabApp.log_level=ERROR --LabApp.news_url=None\n"
+    command = f"-m jupyterlab {places} --log-level=ERROR --LabApp.log_level=ERROR\n"
+    assert log == f"{command}JUPYTER_CONFIG_PATH=notebooks/lab\n"
+    _, log = course.make("lab", "ENV=none", JUPYTER_CONFIG_PATH="/a b:/c")
+    assert log == f"{command}JUPYTER_CONFIG_PATH=notebooks/lab:/a b:/c\n"
+
+
+def test_lab_does_not_ask_about_jupyters_news(tmp_path, monkeypatch):
+    """It asks where this setting is "none". This is what it serves to a browser in the environment that make gives."""
+    served = pytest.importorskip("jupyterlab_server.settings_utils").get_settings
+    paths = pytest.importorskip("jupyter_core.paths").jupyter_path("lab", "schemas")
+    folders = {"schemas_dir": next(path for path in paths if Path(path).exists())}
+    folders |= dict.fromkeys(("app_settings_dir", "settings_dir"), str(tmp_path))  # where nobody has chosen anything
+    monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    defaults = []
+    for path in ("", "notebooks/lab"):
+        monkeypatch.setenv("JUPYTER_CONFIG_PATH", path)
+        setting, _ = served(**folders, schema_name="@jupyterlab/apputils-extension:notification")
+        defaults.append(setting["schema"]["properties"]["fetchNews"])
+    assert [each["default"] for each in defaults] == ["none", "false"]
+    assert "false" in [each["const"] for each in defaults[0]["oneOf"]], "one of the values that this version knows"
 
 
 # ---- CUDA 12 ---------------------------------------------------------------------------------------------------------

@@ -24,18 +24,19 @@ TIES = {
 # workbook must not need them.
 BELOW = {
     "engine": set(),
+    "places": set(),
     "puzzle": set(),
     "operators": set(),
     "checks": set(),
     "contract": {"checks", "engine", "operators"},
     "stages": {"checks", "contract", "engine"},
     "catalogue": {"engine", "stages"},
-    "workbook": {"checks", "contract", "engine", "stages", "catalogue"},
-    "bench": {"checks", "contract", "engine", "stages", "catalogue"},
-    "figures": {"checks", "contract", "engine", "stages", "catalogue", "bench", "workbook"},
-    "demo": {"contract", "engine", "stages", "catalogue", "bench", "figures"},
+    "workbook": {"places", "checks", "contract", "engine", "stages", "catalogue"},
+    "bench": {"places", "checks", "contract", "engine", "stages", "catalogue"},
+    "figures": {"places", "checks", "contract", "engine", "stages", "catalogue", "bench", "workbook"},
+    "demo": {"places", "contract", "engine", "stages", "catalogue", "bench", "figures"},
     "verify": {"engine", "workbook", "bench"},
-    "__main__": {"contract", "engine", "stages", "catalogue", "workbook", "bench", "demo", "verify"},
+    "__main__": {"places", "contract", "engine", "stages", "catalogue", "workbook", "bench", "demo", "verify"},
 }
 OTHER_STAGES = {
     "steps.step04_ring.block": {"step02_fa2_cuda", "step03_triton"},  # the default block, on Hopper and elsewhere

@@ -147,6 +147,7 @@ def test_an_untouched_skeleton_is_a_skip_with_a_pointer_and_a_file_of_the_reader
     assert f"hint {id}" in repr(report) and f"my/{TASKS[id].mine.name}" in repr(report)
     (path,) = my.iterdir()
     assert path.name == TASKS[id].mine.name
+    assert report.lines[0] == f"still to be written: {path}", "it leads there from this folder, which is not my/'s"
     path.write_text(path.read_text() + "// mine\n# mine\n")
     check(id)
     assert path.read_text().endswith("// mine\n# mine\n")

@@ -14,6 +14,7 @@ import typer
 
 from steps import engine
 from steps.bench import grid, report, ring, rows
+from steps.places import require_clone
 
 PLANS = grid.PLANS | ring.PLANS
 
@@ -42,6 +43,8 @@ def main(
     """Measures plans on this machine's GPUs."""
     if unknown := [name for name in plans if name not in PLANS]:
         raise typer.BadParameter(f"there is no {unknown[0]!r}; there are {', '.join(PLANS)}", param_hint="PLANS")
+    if record:
+        require_clone("--record")
     if engine.name != "cuda":
         raise SystemExit("This needs a GPU: simulators say nothing about speed.")
     parts = [part for name in plans for part in PLANS[name]]

@@ -23,6 +23,7 @@ import typer
 
 from steps.bench import rows, timing
 from steps.bench.cost import Point
+from steps.places import require_clone
 from steps.step02_fa2_cuda import calls, ladder, plan, works
 
 FORWARD, BACKWARD = "fwd_8_hopper", "bwd_3_hopper"
@@ -200,6 +201,7 @@ def main():
     """When Hopper's forward does what, and what parts of the backward cost."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise SystemExit("This needs a GPU of Hopper's kind, and torch sees none here.")
+    require_clone("steps.bench.ablations")
     origin = rows.provenance()
     # What zeros and random numbers consume was measured once, and is kept: it is no matter of the kernel's text.
     kept = rows.read_record("timeline", origin["gpu"]).get("power", [])

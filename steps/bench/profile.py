@@ -17,6 +17,7 @@ import typer
 
 from steps.bench import rows
 from steps.bench.cost import Point
+from steps.places import require_clone
 from steps.step02_fa2_cuda import ladder
 
 RUNGS = ("mma", "ldmatrix", "fa2", "hopper")
@@ -92,6 +93,7 @@ def read(folder=rows.COMMITTED):
 
 def main():
     """What the hardware counters say about four rungs of stage 02."""
+    require_clone("steps.bench.profile")
     from cuda import pathfinder  # imported here because only Linux has it
 
     ncu = shutil.which("ncu") or pathfinder.find_nvidia_binary_utility("ncu")

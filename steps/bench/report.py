@@ -21,6 +21,7 @@ import typer
 from steps.bench import cost, profile, timing
 from steps.bench import rows as results
 from steps.bench.rows import label, setting
+from steps.places import require_clone
 
 _SECTION = re.compile(r"(<!-- results:(.*?)-->\n).*?(<!-- /results -->)", re.S)
 _PROFILE = re.compile(r"(<!-- profile -->\n).*?(<!-- /profile -->)", re.S)
@@ -239,6 +240,7 @@ def pages(root=results.ROOT):
 
 def main():
     """Writes the measured rows into the tables of README.md and steps/bench/results/README.md."""
+    require_clone("steps.bench.report")
     for page, text in pages().items():
         (results.ROOT / page).write_text(text)
 

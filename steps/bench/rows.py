@@ -29,11 +29,11 @@ import torch
 
 from steps.bench import cost
 from steps.bench.timing import MIN_REPS
+from steps.places import IS_CLONE, MY, ROOT
 from steps.step02_fa2_cuda import ladder, works
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "steps" / "bench" / "results"
-OWN = ROOT / "my" / "results"
+OWN = MY / "results"
 
 MATMUL = "matmul"  # a peer and its pass: a plain product, (N, D) times (D, N), as a ceiling for attention
 COPY = "copy"  # a peer and its pass: k (B, Hk, Nk, D) copied in device memory, as a ceiling for decoding
@@ -168,9 +168,11 @@ def provenance(device="cuda", *, n_gpus=1):
     now = datetime.now(UTC)
     on_gpu = torch.device(device).type == "cuda"
     driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
+    # An installed package may lie in a folder of somebody else's repository.
+    commit = output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD") if IS_CLONE else None
     return {
         "run": f"{now:%Y%m%dT%H%M%SZ}-{os.getpid()}",
-        "commit": os.environ.get("STEPS_COMMIT") or output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
+        "commit": os.environ.get("STEPS_COMMIT") or commit,
         "date": f"{now:%Y-%m-%d}",
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "n_gpus": n_gpus if on_gpu else 0,

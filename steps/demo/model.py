@@ -1,4 +1,4 @@
-"""Real input for the stages: a small byte-level language model, trained on this repository's own text.
+"""Real input for the stages: a small byte-level language model, trained on a fixed copy of the course's pages.
 
 The model is one causal transformer layer in plain torch. After 150 training steps its attention weights are
 concentrated on few keys, as in real models, which those of random tensors are not. `attention` is an argument of the
@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ROOT = Path(__file__).parents[2]
+# What is read is a copy, because all numbers and pictures of the model would change with every edit of a page:
+# papers/*.md one after the other, and README.md, both as they were in version 0.1.0.
+PAGES, README = (Path(__file__).with_name(name) for name in ("pages.txt", "readme.txt"))
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ LARGE = Size(N=4096, H=16, D=64, batch=4)  # for a GPU
 
 
 def text() -> torch.Tensor:
-    """The bytes of papers/*.md as one long int64 tensor."""
-    return torch.tensor(list(b"\n".join(file.read_bytes() for file in sorted((ROOT / "papers").glob("*.md")))))
+    """The bytes of the course's pages as one long int64 tensor."""
+    return torch.tensor(list(PAGES.read_bytes()))
 
 
 class Model(nn.Module):
@@ -117,8 +119,8 @@ def training(size, device, attention=sdpa):
 
 
 def sequence(size, device):
-    """The first N + 1 bytes of README.md (1, N + 1), which every stage is run on."""
-    return torch.tensor(list((ROOT / "README.md").read_bytes()[: size.N + 1]))[None].to(device)
+    """The first N + 1 bytes of the copy of README.md (1, N + 1), which every stage is run on."""
+    return torch.tensor(list(README.read_bytes()[: size.N + 1]))[None].to(device)
 
 
 def attention_input(model, tokens):

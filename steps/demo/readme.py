@@ -14,8 +14,9 @@ from matplotlib.patches import Rectangle
 from reference import attention
 from steps import catalogue
 from steps.demo import compare
-from steps.demo.model import ROOT, SMALL
+from steps.demo.model import SMALL
 from steps.figures.plots import ink_on, style
+from steps.places import ROOT, require_clone
 from steps.step02_fa2_cuda import ladder
 from steps.step03_triton import rungs as triton_rungs
 from steps.step04_ring.layout import Layout
@@ -79,7 +80,7 @@ def render(page):
 
 
 def draw():
-    """Draws the picture: the attention of the demo's model on the first bytes of README, as each stage computes it."""
+    """Draws the picture: the attention of the demo's model on its text, as each stage computes it."""
     style()
     subject = compare.Subject(SMALL, lambda: None).upto(N)
     q, k, v, _ = subject.inputs()
@@ -152,6 +153,7 @@ PANELS = (
 
 
 if __name__ == "__main__":
+    require_clone("steps.demo.readme")
     if "--tables" not in sys.argv:
         draw()
     for page in TABLES:

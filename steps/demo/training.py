@@ -22,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from steps import engine
 from steps.bench import rows
 from steps.catalogue import stage
-from steps.demo.model import LARGE, ROOT, Size, sdpa, training
+from steps.demo.model import LARGE, Size, sdpa, training
 from steps.figures.plots import COLOURS, GREYS, subplots
+from steps.places import ROOT, require_clone
 
 SIZE = Size(N=1024, H=8, D=64, steps=300, batch=8)
 PICTURE = ROOT / "notebooks" / "figures" / "training.png"
@@ -101,6 +102,8 @@ def main(
     record: Annotated[bool, typer.Option("--record", help="Write the results that the page shows.")] = False,
     drawn: Annotated[bool, typer.Option("--draw", help="Only draw the page's picture of what is recorded.")] = False,
 ):
+    if record or drawn:
+        require_clone("--record" if record else "--draw")
     if drawn:
         return draw()
     size = SIZE if engine.name == "cuda" else Size(N=33, H=1, D=32, steps=5, batch=2)

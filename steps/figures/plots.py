@@ -21,6 +21,7 @@ from PIL import Image
 
 from steps.bench import rows as results
 from steps.figures.picture import picture
+from steps.places import require_clone
 
 INK, FAINT = "#1a1a1a", "#c8c8c8"
 # Okabe and Ito's palette without yellow: told apart with any kind of colour vision.
@@ -231,6 +232,7 @@ def main(
     root: Annotated[Path, typer.Option(help="The repository.")] = results.ROOT,
 ):
     """Draws the ladders of stages 02 and 03 for the pages, from the rows of kernels as they are now."""
+    require_clone("steps.figures.plots")
     shown = results.fresh(results.read(root / results.COMMITTED.relative_to(results.ROOT)), root)
     for stage, path in PICTURES.items():
         numbers = ladder_numbers(shown, stage)

@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 
-from steps import catalogue, engine
+from steps import catalogue, engine, places
 from steps.workbook import answer as answers
 from steps.workbook import exercises, runner, skeleton, splice
 from steps.workbook.answer import Problem
@@ -40,7 +40,8 @@ def check(id, answer=None, limit=LIMIT, cause=None):
         text = answers.read(task, answer)
         function, suffix = ("test", ".py") if isinstance(task, Hunt) else (task.function, task.path.suffix)
         if answers.is_blank(text, function, suffix):
-            return Report(id, task.title, "blank", [f"still to be written: {text.label}", _pointer(task)])
+            where = task.where if answer is None else text.label
+            return Report(id, task.title, "blank", [f"still to be written: {where}", _pointer(task)])
         with tempfile.TemporaryDirectory(prefix="steps-") as folder:
             job = {"stage": task.stage, "module": _module(task), "folder": folder, "limit": limit}
             if isinstance(task, Hunt):
@@ -297,7 +298,8 @@ def _after(task, verdict, rows):
         return [_pointer(task)]
     if isinstance(task, Exercise):
         how = f"python -m pytest tests/test_{task.stage}.py --mine"
-        return [f"These were {len(task.cases)} cases; the stage has {rows[0].get('of')}. All of them: {how}"]
+        how = f"All of them: {how}" if places.IS_CLONE else "A clone of the course runs all of them."
+        return [f"These were {len(task.cases)} cases; the stage has {rows[0].get('of')}. {how}"]
     return exercises.following(task) if isinstance(task, Step) else []
 
 

@@ -1,15 +1,14 @@
 """The exercises, puzzles, steps and bug hunts: the entries of exercises.toml, and where the reader's answers lie."""
 
 import functools
-import os
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from steps import catalogue
+from steps.places import MY
 
 STEPS = Path(__file__).parents[1]
-MY = Path(os.environ.get("STEPS_MY") or STEPS.parent / "my")  # `grade` sets it for each student
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +47,11 @@ class Task:
     def label(self):
         """The reader's file as messages name it."""
         return f"my/{self.mine_name}"
+
+    @property
+    def where(self):
+        """The same, as a path that leads there if the command was called from outside of the folder that has my/."""
+        return self.label if Path.cwd().is_relative_to(MY.parent) else str(self.mine)
 
 
 @dataclass(frozen=True, eq=False)

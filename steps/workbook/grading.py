@@ -14,10 +14,10 @@ import tempfile
 import xml.etree.ElementTree
 from pathlib import Path
 
+from steps.places import ROOT
 from steps.workbook import checking
 from steps.workbook.exercises import Exercise
 
-ROOT = Path(__file__).parents[2]
 VERDICTS = "import sys; from steps.workbook import grading; grading.tell_verdicts(*sys.argv[1:])"
 
 

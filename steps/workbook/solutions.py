@@ -7,6 +7,7 @@ import os
 import textwrap
 
 from steps import catalogue
+from steps.places import require_clone
 from steps.workbook import checking, exercises
 from steps.workbook.exercises import STEPS, Hunt, Step
 
@@ -57,4 +58,5 @@ def fence(language, text):
 
 
 if __name__ == "__main__":
+    require_clone("steps.workbook.solutions")
     PAGE.write_text(page())
