@@ -16,6 +16,7 @@ from steps import engine
 from steps.workbook.answer import Problem
 from steps.workbook.mine import Mine
 from steps.workbook.one_rung import supports_of
+from support import kept_calls
 from support.contract_suite import BAD_INPUT, lacking
 
 torch.set_num_threads(1)  # The tensors are so small that starting a second thread costs more than it saves.
@@ -79,6 +80,8 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case, dtype, rung", rows)
     if "every_rung" in metafunc.fixturenames:
         metafunc.parametrize("every_rung", stage.SUPPORTS["rungs"])
+    if "way" in metafunc.fixturenames:
+        metafunc.parametrize("way", kept_calls.names(stage))
     if "bad" in metafunc.fixturenames:
         rows = BAD_INPUT | lacking(stage.SUPPORTS)
         metafunc.parametrize("bad", list(rows.values()), ids=list(rows))

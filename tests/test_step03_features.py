@@ -17,7 +17,7 @@ from reference.feature_cases import random
 from steps import engine
 from steps.step03_triton import decode, features, flash, flash_kernels, tiles
 from steps.step03_triton.replay import Recording
-from support import compile_triton
+from support import compile_triton, kept_calls
 from support.contract_suite import unwritten_is_nan
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
 from support.operands import PLACES
@@ -486,3 +486,34 @@ def test_a_first_call_with_a_feature_compiles_four_kernels_and_another_length_no
 
 if __name__ == "__main__":
     compile_triton.compile_all(launch_switches(json.loads(sys.argv[1])))
+
+
+@pytest.mark.skipif(engine.name == "cuda", reason="sums in any order are not equal to the bit")
+@pytest.mark.parametrize("way", kept_calls.FEATURES)
+def test_a_changed_call_between_usual_ones_is_what_it_is_alone(way):
+    kept_calls.check(step03, way)
+
+
+# Rows behind the last sequence, of queries and of keys. The kernels of one side must not take the end of the other.
+@pytest.mark.parametrize("of_queries, of_keys", [(0, 37), (37, 0), (3, 20), (20, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_end_before_the_tensors_by_other_lengths(of_queries, of_keys, causal):
+    """What lies behind is NaN, and so is memory before the results are written."""
+    ends_q, ends_k = (20, 20, 26), (7, 37, 37)  # the second sequence has no query, the third no key
+    Nq, Nk = ends_q[-1] + of_queries, ends_k[-1] + of_keys
+    q, dout, k, v = (random(1, 2, N, 16, seed=n).to(engine.device) for n, N in enumerate((Nq, Nq, Nk, Nk)))
+    for x, end in ((q, ends_q), (dout, ends_q), (k, ends_k), (v, ends_k)):
+        x[:, :, end[-1] :] = math.nan
+    starts = [torch.tensor([0, *ends], dtype=torch.int32, device=engine.device) for ends in (ends_q, ends_k)]
+    packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True)) | {"max_seqlen_q": 20, "max_seqlen_k": 30}
+    with unwritten_is_nan():
+        out, lse = step03.forward(q, k, v, causal=causal, tile=(16, 16), **packed)
+        grads = step03.backward(dout, q, k, v, out, lse, causal=causal, tile=(16, 16), **packed)
+    got = dict(zip(error.NAMES, (out, lse, *grads), strict=True))
+    for (a, b), (c, d) in zip(itertools.pairwise((0, *ends_q)), itertools.pairwise((0, *ends_k)), strict=True):
+        want = error.expected(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], dout[:, :, a:b], causal=causal)
+        own = {name: x[:, :, c:d] if name in ("dk", "dv") else x[:, :, a:b] for name, x in got.items()}
+        assert not error.failures(own, want), (a, c)
+    for name, x in got.items():
+        behind = x[:, :, (ends_k if name in ("dk", "dv") else ends_q)[-1] :]
+        assert (behind == (-math.inf if name == "lse" else 0)).all(), name

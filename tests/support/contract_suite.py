@@ -23,7 +23,8 @@ import torch
 from reference import cases, error, mutants
 from steps import checks, engine
 from steps.workbook import exercises, one_rung
-from support.operands import PLACES
+from support import kept_calls
+from support.operands import DENSE, PLACES
 
 PEERS_SIZES = [  # (H, Hk, Nq, Nk, head_dim, causal, whether q, k and v are views of one packed tensor)
     *((2, 2, 113, 113, D, True, False) for D in (8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224)),
@@ -198,6 +199,19 @@ class Contract:
             for want, got in results:
                 torch.testing.assert_close(got, want, msg=lambda text, at=(name, place): f"{at}: {text}")
 
+    @pytest.mark.parametrize("order", DENSE)
+    def test_dense_tensors_in_the_order_of_a_model(self, order, every_rung):
+        """All inputs lie in memory as a model's do, without margins, where `empty_like` gives their strides, too."""
+        q, k, v = (x[:2].repeat(1, 2, 1, 1) for x in self.example(N=5, rung=every_rung))
+        how = {"causal": True, "rung": every_rung}
+        results = []
+        for place in (torch.Tensor.contiguous, DENSE[order]):
+            dout, *inputs = (place(x) for x in (q * 0.5, q, k, v))
+            saved = self.stage.forward(*inputs, **how)
+            results.append((*saved, *self.stage.backward(dout, *inputs, *map(place, saved), **how)))
+        for want, got in zip(*results, strict=True):
+            torch.testing.assert_close(got, want)
+
     def test_an_lse_that_is_off_by_the_last_bit(self, every_rung):
         """As of another kernel that sums in another order."""
         forward, backward = self.kernels(every_rung)
@@ -320,6 +334,10 @@ class Contract:
             self.stage.forward(q, k, v, **{name: right}, **length)
         with pytest.raises(TypeError, match=f"{name} must be"):
             self.stage.forward(q, k, v, **{name: wrong}, **length)
+
+    @pytest.mark.skipif(engine.name == "cuda", reason="sums in any order are not equal to the bit")
+    def test_a_changed_call_between_usual_ones_is_what_it_is_alone(self, way):
+        kept_calls.check(self.stage, way)
 
     @pytest.mark.parametrize("name", ["forward", "backward", "attention"])
     def test_an_option_that_the_stage_lacks_is_refused_by_the_name_of_who_has_it(self, name):

@@ -29,6 +29,18 @@ def negated(x):
     return torch._neg_view(-x)
 
 
+def heads_inside(x):
+    """Dense, but in the order (B, N, H, D) of most models, so that `empty_like` gives these strides, too."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def batch_inside(x):
+    """Dense, but in the order (N, B, H, D), or that of nn.MultiheadAttention without batch_first."""
+    rest = range(3, x.ndim)
+    return x.permute(2, 0, 1, *rest).contiguous().permute(1, 2, 0, *rest)
+
+
+DENSE = {"heads inside": heads_inside, "batch inside": batch_inside}
 PLACES = {"unaligned": unaligned, "strided": strided, "expanded": expanded, "negated": negated}
 
 
