@@ -48,7 +48,8 @@ def dispatching(plain, whole, supports):
         return plain(*tensors, rung=rung, **arguments)
 
     function.__signature__ = inspect.Signature([*own, *(of_features[name] for name in more)])
-    function.__doc__ = whole.__doc__ + '\n    rung: a kernel out of SUPPORTS["rungs"], for calls without features.'
+    text = whole.__doc__ or ""  # python -OO leaves docstrings out.
+    function.__doc__ = text + '\n    rung: a kernel out of SUPPORTS["rungs"], for calls without features.'
     if is_forward:
         function.__doc__ += "\n        A call with few queries, many keys and no gradient goes to decode.py, except"
         function.__doc__ += "\n        under torch.compile.\n"
