@@ -175,6 +175,50 @@ def test_batches_of_packed_sequences_share_a_graph():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+def longest(starts):
+    return int((starts[1:] - starts[:-1]).max().item())
+
+
+READ = {  # options from numbers in a tensor, which are not known while a call is compiled
+    "max_seqlen": lambda x: dict(cu_seqlens_q=x, cu_seqlens_k=x, max_seqlen_q=longest(x), max_seqlen_k=longest(x)),
+    "positions": lambda x: {"causal": True, "first_query": x[2].item(), "first_key": x[1].item()},
+    "window": lambda x: {"window": (x[1].item(), x[0].item())},
+    "seed": lambda x: {"dropout_p": 0.4, "seed": x[2].item()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_numbers_that_are_read_from_a_tensor(name):
+    def attend(q, starts):
+        return step03.attention(q, q, q, **READ[name](starts))
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled, (q,) = torch.compile(attend, fullgraph=True, backend="aot_eager"), example(count=1)
+        for numbers in ((0, 2, 5), (0, 4, 5)):
+            starts = torch.tensor(numbers, dtype=torch.int32, device=engine.device)
+            want, got = (function(q, starts) for function in (attend, compiled))
+            same([got, *torch.autograd.grad(got.sum(), q)], [want, *torch.autograd.grad(want.sum(), q)])
+
+
+@pytest.mark.parametrize("name, bad, words", [
+    ("max_seqlen_q", -1, "at least 0 and less than 268435456; got -1"),
+    ("first_key", 2**28, "at least -268435456 and less than 268435456; got 268435456"),
+    ("window", -2, "integers >= -1 or None; got .-2, 0"),
+])  # fmt: skip
+def test_a_number_that_is_read_from_a_tensor_is_checked_when_the_program_runs(name, bad, words):
+    def attend(q, starts, numbers):
+        given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 3, "max_seqlen_k": 3}
+        number = numbers.max().item()  # Of a tensor that is an argument it would be a constant of the program.
+        return step03.attention(q, q, q, **given | {name: (number, 0) if name == "window" else number})
+
+    (q,), starts = example(count=1), torch.tensor([0, 2, 5], dtype=torch.int32, device=engine.device)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        compiled(q, starts, torch.tensor([3]))
+        with pytest.raises(ValueError, match=f"^{name} must be .*{words}"):
+            compiled(q, starts, torch.tensor([bad]))
+
+
 @every_stage
 def test_export(stage):
     class Model(torch.nn.Module):

@@ -28,6 +28,11 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT32 = torch.finfo(torch.float32)
 FAR = 2**28  # Positions and lengths stay below it, so that sums of them fit into the kernels' 32 bits.
 
+INTEGERS = {  # {an option: its least value, the end of its range, what else it may be}
+    "first_query": (-FAR, FAR, " or None for Nk - Nq"), "first_key": (-FAR, FAR), "max_seqlen_q": (0, FAR),
+    "max_seqlen_k": (0, FAR),
+}  # fmt: skip
+
 
 def asked(f):
     """The names of the features that ask for something, among those that `read` gave; `check` changes no result."""
@@ -47,7 +52,6 @@ def read(features):
     for name in TENSORS:
         if f[name] is not None and (name != "seed" or isinstance(f[name], torch.Tensor)):
             check_dense(name, f[name])
-    f["window"] = None if f["window"] is None else read_window(f["window"])
     if f["softcap"] is not None:
         f["softcap"] = read_factor("softcap", f["softcap"], "none")
     f["dropout_p"] = read_number("dropout_p", f["dropout_p"], "a number, 0 <= dropout_p < 1")
@@ -55,14 +59,14 @@ def read(features):
         raise ValueError(f"dropout_p must be a probability, 0 <= dropout_p < 1; got {f['dropout_p']}.")
     if f["seed"] is not None and not isinstance(f["seed"], torch.Tensor):
         f["seed"] = read_seed(f["seed"])
-    if f["first_query"] is not None:
-        f["first_query"] = read_integer("first_query", f["first_query"], -FAR, FAR, " or None for Nk - Nq")
-    f["first_key"] = read_integer("first_key", f["first_key"], -FAR, FAR)
-    for name in ("max_seqlen_q", "max_seqlen_k"):
-        if f[name] is not None:
-            f[name] = read_integer(name, f[name], 0, FAR)
     check_flag("check", f["check"])
-    return f
+    return f | read_integers(f)
+
+
+def read_integers(f):
+    """{name: value} of the options that consist of integers, those that are given."""
+    found = {name: read_integer(name, f[name], *rule) for name, rule in INTEGERS.items() if f[name] is not None}
+    return found if f["window"] is None else found | {"window": read_window(f["window"])}
 
 
 def read_seed(seed):
@@ -81,9 +85,10 @@ def read_window(window):
         pair = [-1 if limit is None else index(limit) for limit in window]
     except TypeError:
         raise TypeError(f"{expected}; got {window!r}. (W - 1, 0) is the query's own key and W - 1 before it.") from None
-    if len(pair) != 2 or min(pair) < -1:
+    if len(pair) != 2 or not all(holds(limit >= -1, unknown=True) for limit in pair):
         raise ValueError(f"{expected}; got {window!r}. -1 and None are no limit.")
-    return [-1 if limit >= 4 * FAR else limit for limit in pair]  # No two positions are as far from each other.
+    # No two positions are as far from each other as 4 FAR.
+    return [-1 if holds(limit >= 4 * FAR, unknown=False) else limit for limit in pair]
 
 
 def read_number(name, x, expected):
@@ -130,9 +135,21 @@ def read_integer(name, x, least, end, otherwise=""):
         x = index(x)
     except TypeError:
         raise TypeError(f"{name} must be an integer{otherwise}; got {x!r}.") from None
-    if not least <= x < end:
+    if not (holds(least <= x, unknown=True) and holds(x < end, unknown=True)):
         raise ValueError(f"{name} must be at least {least} and less than {end}; got {x}.")
     return x
+
+
+def holds(condition, unknown):
+    """Whether a condition on a number holds.
+
+    torch.compile does not know it of a number that `.item()` reads from a tensor; then it is `unknown`. The operator
+    checks such a number when the compiled program runs.
+    """
+    if not torch.compiler.is_compiling():
+        return condition
+    shapes = torch.fx.experimental.symbolic_shapes
+    return shapes.guard_or_true(condition) if unknown else shapes.guard_or_false(condition)
 
 
 def index(x):

@@ -60,7 +60,7 @@ def dispatching(plain, whole, supports):
 def is_given(value, default):
     """Whether an option of this default asks for something, or is a number for a flag, or a flag for a number."""
     alike = isinstance(value, Real) and isinstance(value, bool) == isinstance(default, bool)
-    return value is not None and not (alike and value == default)
+    return value is not None and not (alike and options.holds(value == default, unknown=False))
 
 
 def has_few_queries(supports, q=None, k=None, *, tile=None, **_):
