@@ -1,5 +1,6 @@
 """The stages as operators of torch: torch.compile, torch.export, fake tensors; what reaches a kernel on each way."""
 
+import functools
 import inspect
 import math
 
@@ -13,14 +14,17 @@ import steps.step00_naive as step00
 import steps.step01_fa1_numba as step01
 import steps.step02_fa2_cuda as step02
 import steps.step03_triton as step03
-from steps import contract, engine
+import steps.step04_ring as step04
+from steps import checks, contract, engine
 from steps.step02_fa2_cuda import emulator
+from steps.step03_triton import checked
 from steps.step03_triton.options import TENSORS
 
 no_compiler = pytest.mark.skipif(engine.name == "cpu" and not emulator.available(), reason="there is no g++")
 STAGES = [pytest.param(stage, id=stage.SUPPORTS["stage"]) for stage in (step00, step01, step03)]
 STAGES.insert(2, pytest.param(step02, id="step02_fa2_cuda", marks=no_compiler))
 every_stage = pytest.mark.parametrize("stage", STAGES)
+with_the_ring = pytest.mark.parametrize("stage", [*STAGES, pytest.param(step04, id="step04_ring")])
 
 
 @pytest.fixture(autouse=True)
@@ -263,6 +267,100 @@ def test_fake_tensors_are_refused_elsewhere(stage):
     real, _, _ = example(7)
     with pytest.raises(TypeError, match="FakeTensor has no memory"):
         stage.backward(real, real, real, real, real, q[..., 0])
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that has no memory, as those of many libraries."""
+
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        raise NotImplementedError(function)
+
+
+def spread(x):
+    """A DTensor, for which a mesh of one rank is enough."""
+    from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+
+    mesh = DeviceMesh(engine.device, [0], _init_backend=False, _rank=0)
+    return DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+
+
+PADDED = "q must be a dense tensor, got a nested one. Convert it with .to_padded_tensor(0.0)."
+FAKE = ("this FakeTensor has no memory that a kernel can read: it has a shape, but no numbers. `attention` of the "
+        "stages 00 to 03 takes it, and no other call does.")  # fmt: skip
+WITHOUT_MEMORY = {  # {a kind of tensor: (how it is made, what is said of it)}
+    "fake": (lambda x: FakeTensorMode().from_tensor(x), FAKE),
+    "DTensor": (spread, "this DTensor has no memory that a kernel can read: its numbers are spread over the ranks "
+                "of a device mesh. Give this rank's part, x.to_local()."),
+    "subclass": (Elsewhere, "this Elsewhere has no memory that a kernel can read: it is a subclass of torch.Tensor "
+                 "whose numbers lie elsewhere. Give the tensor that it stands for."),
+    "sparse": (torch.Tensor.to_sparse, "q must be a dense tensor, got sparse_coo. Convert it with q.to_dense()."),
+    "quantised": (lambda x: torch.quantize_per_tensor(x.cpu(), 0.1, 0, torch.qint8),
+                  "q must be a dense tensor, got a quantised one. Convert it with q.dequantize()."),
+    "nested": (lambda x: torch.nested.nested_tensor([x[0], x[0]]), PADDED),
+    "jagged": (lambda x: torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged), PADDED),
+    "meta": (lambda x: x.to("meta"), " in this process; the tensors are on meta. Move them with .to(...), or start "
+             "Python with STEPS_ENGINE=cpu or STEPS_ENGINE=cuda to choose the engine."),
+}  # fmt: skip
+
+
+@with_the_ring
+@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*quantiz")
+def test_each_kind_of_tensor_without_memory_has_its_own_reason(kind, stage):
+    make, words = WITHOUT_MEMORY[kind]
+    x = make(torch.ones(1, 1, 7, 32, device=engine.device))
+    for call in (stage.forward,) if kind == "fake" else (stage.forward, stage.attention):
+        with pytest.raises((TypeError, ValueError)) as refused:
+            call(x, x, x)
+        assert str(refused.value).endswith(words) if kind == "meta" else str(refused.value) == words
+
+
+@pytest.mark.parametrize("kind", ["DTensor", "subclass"])
+def test_a_mask_without_memory_has_the_same_reason(kind):
+    make, words = WITHOUT_MEMORY[kind]
+    q, mask = torch.ones(1, 1, 7, 32, device=engine.device), make(torch.ones(1, 1, 7, 7, device=engine.device))
+    with pytest.raises(TypeError) as refused:
+        step03.forward(q, q, q, mask=mask)
+    assert str(refused.value) == words
+
+
+TRANSFORMS = {
+    "grad": lambda attend, x: torch.func.grad(lambda x: attend(x).sum())(x),
+    "vjp": lambda attend, x: torch.func.vjp(attend, x)[1](x),
+    "vmap": lambda attend, x: torch.vmap(attend)(x[None]),
+    "jvp": lambda attend, x: torch.func.jvp(attend, (x,), (x,)),
+}
+
+
+@with_the_ring
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_torch_func_is_refused_in_one_sentence(transform, stage):
+    x, given = torch.ones(1, 1, 7, 32, device=engine.device), [{}]
+    given += [{"softcap": 2.0}] if stage is step03 else []
+    calls = [functools.partial(stage.attention, **options) for options in given]
+    calls += [lambda *x: stage.forward(*x)[0]]
+    for call in [*calls, checked.attention] if stage is step03 else calls:
+        with pytest.raises(NotImplementedError) as refused:
+            TRANSFORMS[transform](lambda x, call=call: call(x, x, x), x)
+        assert str(refused.value) == checks.NO_TRANSFORMS
+
+
+@with_the_ring
+@pytest.mark.parametrize("shape", [(1, 1, 5, 32), (5, 32)], ids=len)
+def test_out_can_be_changed_in_place_but_not_before_its_gradient(shape, stage):
+    """As with torch's own attention. A view that an autograd.Function returns could not be changed at all."""
+    q = torch.ones(shape, device=engine.device, requires_grad=True)
+    for options in ({}, {"softcap": 2.0}) if stage is step03 else ({},):
+        out = stage.attention(q, q, q, **options)
+        out.add_(1)
+        assert (out > 1.5).all()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 @every_stage
