@@ -248,6 +248,13 @@ def check_shapes(supports, q, k, v):
     if not len(q) == len(k) == len(v):
         shapes = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
         raise ValueError(f"q, k and v need the same number of dimensions; got {shapes}.")
+    if k[:-1] == v[:-1] and k[-1] != v[-1]:
+        of_v, of_k = "v with zeros, and drop these columns of out", "q and k with zeros, and give the scale"
+        advice = of_v if v[-1] < k[-1] else of_k
+        raise ValueError(
+            f"k and v must have the same head_dim, as D_v != D is not supported; got k {tuple(k)}, v {tuple(v)}. "
+            f"Pad {advice}."
+        )
     if k != v:
         raise ValueError(f"k and v must have the same shape; got k {tuple(k)}, v {tuple(v)}.")
     if q[-1] != k[-1]:

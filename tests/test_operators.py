@@ -363,6 +363,59 @@ def test_out_can_be_changed_in_place_but_not_before_its_gradient(shape, stage):
             out.sum().backward()
 
 
+NUMBER, FLAG = torch.nn.Parameter(torch.tensor(0.3)), torch.tensor(True)
+ONE_LINE = {  # {an option that came as a tensor: what is said of it}
+    "scale": (NUMBER, "scale must be a number or None for 1/sqrt(D), got a Parameter of shape (); give what .item() "
+              "returns."),
+    "tile": (torch.ones(2), "tile must be a pair of integers (Br, Bc), got a Tensor of shape (2,); give what .tolist() "
+             "returns."),
+    "causal": (FLAG, "causal must be True or False, got a Tensor of shape (); give what .item() returns."),
+}  # fmt: skip
+OF_FEATURES = {
+    "softcap": (NUMBER, "softcap must be None, or a finite number > 0 that float32 can hold, times log2(e) too; got a "
+                "Parameter of shape (); give what .item() returns."),
+    "window": (torch.ones(2), "window must be None or a pair (left, right) of integers >= -1 or None; got a Tensor of "
+               "shape (2,); give what .tolist() returns. (W - 1, 0) is the query's own key and W - 1 before it."),
+    "first_key": (NUMBER, "first_key must be an integer; got a Parameter of shape (); give what .item() returns."),
+    "check": (FLAG, "check must be True or False, got a Tensor of shape (); give what .item() returns."),
+    "dropout_p": (NUMBER, "dropout_p must be a number, 0 <= dropout_p < 1; got a Parameter of shape (); give what "
+                  ".item() returns."),
+    "cu_seqlens_q": (torch.tensor([0, 7]), f"cu_seqlens_q must be int32 on {engine.device}, where q is; got int64 on "
+                     f"{engine.device}. Convert it with cu_seqlens_q.int()."),
+}  # fmt: skip
+
+
+def refusal(call, *tensors, **options):
+    with pytest.raises((TypeError, ValueError)) as refused:
+        call(*tensors, **options)
+    return str(refused.value)
+
+
+@with_the_ring
+@pytest.mark.parametrize("name", ONE_LINE)
+def test_a_tensor_in_the_place_of_a_number(name, stage):
+    x, (given, words) = torch.ones(1, 1, 7, 32, device=engine.device), ONE_LINE[name]
+    assert refusal(stage.forward, x, x, x, **{name: given}) == words
+
+
+@pytest.mark.parametrize("name", OF_FEATURES)
+def test_a_tensor_in_the_place_of_a_features_number(name):
+    x, (given, words) = torch.ones(1, 1, 7, 32, device=engine.device), OF_FEATURES[name]
+    options = {name: given.to(engine.device)}
+    if name == "cu_seqlens_q":
+        options |= {"cu_seqlens_k": options[name].int(), "max_seqlen_q": 7, "max_seqlen_k": 7}
+    assert refusal(step03.forward, x, x, x, **options) == words
+
+
+@with_the_ring
+@pytest.mark.parametrize("D_v, advice", [(16, "v with zeros, and drop these columns of out"),
+                                         (48, "q and k with zeros, and give the scale")])  # fmt: skip
+def test_a_head_dim_of_v_of_its_own(D_v, advice, stage):
+    x, v = (torch.ones(1, 1, 7, D, device=engine.device) for D in (32, D_v))
+    words = "k and v must have the same head_dim, as D_v != D is not supported; got k (1, 1, 7, 32), v (1, 1, 7, "
+    assert refusal(stage.forward, x, x, v) == f"{words}{D_v}). Pad {advice}."
+
+
 @every_stage
 def test_bad_input_is_refused_while_it_is_traced(stage):
     with pytest.raises(Exception, match="scale must be a finite number"):
