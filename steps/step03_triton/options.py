@@ -210,7 +210,8 @@ def check_inputs(tensors):
     fit = 2 <= q.ndim <= 4 and k.ndim == q.ndim and k.shape == v.shape and q.shape[:-3] == k.shape[:-3]
     if not fit or q.ndim > 2 and q.shape[-3] % max(1, k.shape[-3]) or not q.shape[-1] == k.shape[-1] < head_dims.stop:
         raise ValueError(
-            f"q must be (B, H, Nq, D), k and v (B, Hk, Nk, D), H a multiple of Hk, one D, at most {head_dims[-1]}; "
+            f"q must be (B, H, Nq, D), k and v (B, Hk, Nk, D), H a multiple of Hk, D at most {head_dims[-1]}, "
+            "the same of all three; "
             f"got {', '.join(str(tuple(x.shape)) for x in (q, k, v))}."
         )
     for name, x in tensors:

@@ -59,8 +59,11 @@ def dispatching(plain, whole, supports):
 
 def is_given(value, default):
     """Whether an option of this default asks for something, or is a number for a flag, or a flag for a number."""
-    alike = isinstance(value, Real) and isinstance(value, bool) == isinstance(default, bool)
-    return value is not None and not (alike and options.holds(value == default, unknown=False))
+    if value is None or not isinstance(value, Real) or isinstance(value, bool) != isinstance(default, bool):
+        return value is not None
+    if torch.compiler.is_compiling():
+        return not options.holds(value == default, unknown=False)
+    return value != default
 
 
 def has_few_queries(supports, q=None, k=None, *, tile=None, **_):
