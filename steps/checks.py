@@ -51,7 +51,7 @@ ADVICE = {
 }
 
 NO_TRANSFORMS = (  # step03_triton/checked.py, which is also copied out without this file, says the same.
-    "attention has no forward-mode derivative, and does not go with torch.func (grad, jvp, vmap). "
+    "attention has no forward-mode derivative, and does not go with torch.func (grad, vjp, vmap, ...). "
     "Use .backward() or torch.autograd.grad, or torch's own scaled_dot_product_attention in its math form."
 )
 
@@ -187,8 +187,9 @@ def check_dense(name, x):
 
 def check_derivatives(*tensors):
     """Raises NotImplementedError where torch asks for derivatives in another way than by autograd's backward."""
-    in_func = torch._C._functorch.peek_interpreter_stack() is not None
-    if in_func or any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    in_func, in_forward_mode = torch._C._functorch.peek_interpreter_stack() is not None, forward_ad._current_level >= 0
+    tensors = [x for x in tensors if isinstance(x, torch.Tensor)] if in_forward_mode else []  # It takes time elsewhere.
+    if in_func or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(NO_TRANSFORMS)
 
 

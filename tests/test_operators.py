@@ -329,11 +329,18 @@ def test_a_mask_without_memory_has_the_same_reason(kind):
     assert str(refused.value) == words
 
 
+def dual(attend, x):
+    with torch.autograd.forward_ad.dual_level():
+        attend(torch.autograd.forward_ad.make_dual(x, x))
+
+
 TRANSFORMS = {
     "grad": lambda attend, x: torch.func.grad(lambda x: attend(x).sum())(x),
     "vjp": lambda attend, x: torch.func.vjp(attend, x)[1](x),
     "vmap": lambda attend, x: torch.vmap(attend)(x[None]),
     "jvp": lambda attend, x: torch.func.jvp(attend, (x,), (x,)),
+    "functionalize": lambda attend, x: torch.func.functionalize(attend)(x),
+    "forward mode": lambda attend, x: dual(attend, x),
 }
 
 
@@ -343,7 +350,7 @@ def test_torch_func_is_refused_in_one_sentence(transform, stage):
     x, given = torch.ones(1, 1, 7, 32, device=engine.device), [{}]
     given += [{"softcap": 2.0}] if stage is step03 else []
     calls = [functools.partial(stage.attention, **options) for options in given]
-    calls += [lambda *x: stage.forward(*x)[0]]
+    calls += [lambda *x: stage.forward(*x)[0]] if transform != "forward mode" else []  # It takes no derivative.
     for call in [*calls, checked.attention] if stage is step03 else calls:
         with pytest.raises(NotImplementedError) as refused:
             TRANSFORMS[transform](lambda x, call=call: call(x, x, x), x)

@@ -258,7 +258,7 @@ def check_derivatives(*tensors):
     in_func = torch._C._functorch.peek_interpreter_stack() is not None
     if in_func or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            "attention has no forward-mode derivative, and does not go with torch.func (grad, jvp, vmap). "
+            "attention has no forward-mode derivative, and does not go with torch.func (grad, vjp, vmap, ...). "
             "Use .backward() or torch.autograd.grad, or torch's own scaled_dot_product_attention in its math form."
         )
 
