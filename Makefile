@@ -79,7 +79,7 @@ test: setup ## the tests, three files at a time (JOBS=3); ARGS="tests/test_step0
 	$(call run,$(PYTEST) $(ARGS))
 
 test-all: setup ## the tests, and those that take too long for `make test`, such as random inputs
-	$(if $(filter none,$(ENV)),,@$(PIP_INSTALL) 'transformers==5.23.*')
+	$(if $(filter none,$(ENV)),,@$(PIP_INSTALL) 'transformers==5.23.*' 'diffusers==0.42.*')
 	$(call run,$(PYTEST) --long $(ARGS))
 
 # The root is this folder, so that the links of a copy in my/ lead to steps/, papers/ and reference/.

@@ -2,6 +2,7 @@
 
     refuse, pick, check_call     options that a stage lacks; the rung of a call; q, k, v, causal, scale and tile
     check_saved, check_flag      what a backward is given; True or False
+    check_derivatives, refuse_without_memory    torch.func; tensors without memory
 """
 
 import inspect
@@ -10,6 +11,8 @@ import numbers
 import operator
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 # The stage that an error message recommends where another stage lacks a feature or a dtype.
 _HAS = {
@@ -23,6 +26,10 @@ WIDEST = {  # stages that an error message recommends for a head_dim: the larges
     "steps.step03_triton": (256, (torch.float32, torch.float16, torch.bfloat16)),
     "steps.step00_naive": (1024, (torch.float32, torch.float64)),
 }
+METHOD = {  # {dtype: the tensor's method that converts to it}
+    torch.bool: "bool", torch.int32: "int", torch.int64: "long", torch.float16: "half", torch.bfloat16: "bfloat16",
+    torch.float32: "float", torch.float64: "double",
+}  # fmt: skip
 FLOAT32 = torch.finfo(torch.float32)
 # {option: the stage that has it}, without those that every stage has.
 STAGE_WITH = {
@@ -42,6 +49,11 @@ ADVICE = {
     "enable_gqa": "leave it out, as k and v may have fewer heads than q",
     "step03_triton: cu_seqlens": "here they are cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k",
 }
+
+NO_TRANSFORMS = (  # step03_triton/checked.py, which is also copied out without this file, says the same.
+    "attention has no forward-mode derivative, and does not go with torch.func (grad, vjp, vmap, ...). "
+    "Use .backward() or torch.autograd.grad, or torch's own scaled_dot_product_attention in its math form."
+)
 
 
 def refuse(stage, function, options):
@@ -169,6 +181,29 @@ def check_dense(name, x):
         raise TypeError(f"{name} must be a dense tensor, got a nested one. Convert it with .to_padded_tensor(0.0).")
     if x.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {short(x.layout)}. Convert it with {name}.to_dense().")
+    if x.is_quantized:
+        raise TypeError(f"{name} must be a dense tensor, got a quantised one. Convert it with {name}.dequantize().")
+
+
+def check_derivatives(*tensors):
+    """Raises NotImplementedError where torch asks for derivatives in another way than by autograd's backward."""
+    in_func, in_forward_mode = torch._C._functorch.peek_interpreter_stack() is not None, forward_ad._current_level >= 0
+    tensors = [x for x in tensors if isinstance(x, torch.Tensor)] if in_forward_mode else []  # It takes time elsewhere.
+    if in_func or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(NO_TRANSFORMS)
+
+
+def refuse_without_memory(x):
+    """Raises the reason why a kernel cannot read the tensor x."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise NotImplementedError(NO_TRANSFORMS)
+    if isinstance(x, FakeTensor):
+        why = "it has a shape, but no numbers. `attention` of the stages 00 to 03 takes it, and no other call does"
+    elif any(kind.__name__ == "DTensor" for kind in type(x).__mro__):  # The import of DTensor would take a second.
+        why = "its numbers are spread over the ranks of a device mesh. Give this rank's part, x.to_local()"
+    else:
+        why = "it is a subclass of torch.Tensor whose numbers lie elsewhere. Give the tensor that it stands for"
+    raise TypeError(f"this {type(x).__name__} has no memory that a kernel can read: {why}.")
 
 
 def check_tile(supports, tile):
@@ -177,7 +212,7 @@ def check_tile(supports, tile):
     Raises TypeError unless it is a pair of integers, and ValueError unless SUPPORTS offers it.
     """
     if not (pair := as_pair(tile)):
-        raise TypeError(f"tile must be a pair of integers (Br, Bc), got {tile!r}.")
+        raise TypeError(f"tile must be a pair of integers (Br, Bc), got {told(tile)}.")
     if pair not in supports["tiles"]:
         tiles = ", ".join(map(str, supports["tiles"]))
         raise ValueError(f"{named(supports)} has the tiles (Br, Bc) {tiles}; got {tile!r}.")
@@ -200,7 +235,7 @@ def check_scale(scale, D):
     if scale is None:
         return 1 / math.sqrt(D)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale must be a number or None for 1/sqrt(D), got {scale!r}.")
+        raise TypeError(f"scale must be a number or None for 1/sqrt(D), got {told(scale)}.")
     if not FLOAT32.tiny <= scale <= FLOAT32.max * math.log(2):  # Kernels multiply it by log2(e).
         must_be = "a finite number > 0 that float32 can hold, times log2(e) too, or None for 1/sqrt(D)"
         raise ValueError(f"scale must be {must_be}; got {scale}.")
@@ -214,6 +249,13 @@ def check_shapes(supports, q, k, v):
     if not len(q) == len(k) == len(v):
         shapes = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
         raise ValueError(f"q, k and v need the same number of dimensions; got {shapes}.")
+    if k[:-1] == v[:-1] and k[-1] != v[-1]:
+        of_v, of_k = "v with zeros, and drop these columns of out", "q and k with zeros, and give the scale"
+        advice = of_v if v[-1] < k[-1] else of_k
+        raise ValueError(
+            f"k and v must have the same head_dim, as D_v != D is not supported; got k {tuple(k)}, v {tuple(v)}. "
+            f"Pad {advice}."
+        )
     if k != v:
         raise ValueError(f"k and v must have the same shape; got k {tuple(k)}, v {tuple(v)}.")
     if q[-1] != k[-1]:
@@ -258,8 +300,22 @@ def check_dtype(name, x, dtypes, device):
         expected = " or ".join(dict.fromkeys(map(short, dtypes)))
         raise TypeError(
             f"{name} must be {expected} on {device}, where q is; got {short(x.dtype)} on {x.device}. "
-            f"Convert it with {name}.to(...)."
+            f"Convert it with {name}{conversion(x, dtypes, device)}."
         )
+
+
+def conversion(x, dtypes, device):
+    """What makes of x a tensor of the first of the dtypes on the device, such as ".int()"."""
+    to_device = "" if x.device == device else f'.to("{device}")'
+    return to_device if x.dtype in dtypes else f"{to_device}.{METHOD[dtypes[0]]}()"
+
+
+def told(x):
+    """What came instead of a number, on one line; of a tensor also how to get its number."""
+    if isinstance(x, torch.Tensor):
+        method = ".tolist()" if x.ndim else ".item()"
+        return f"a {type(x).__name__} of shape {tuple(x.shape)}; give what {method} returns"
+    return " ".join(repr(x).split())
 
 
 def lse_dtype(q):
@@ -270,7 +326,7 @@ def lse_dtype(q):
 def check_flag(name, value):
     """Raises TypeError unless the argument of this name is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}.")
+        raise TypeError(f"{name} must be True or False, got {told(value)}.")
 
 
 def named(supports):

@@ -222,6 +222,7 @@ def differentiable(stage, forward, backward, forward_operator):
         @staticmethod
         def forward(ctx, q, k, v, options, deterministic):
             out, lse = forward(q, k, v, **options)
+            out = apart(out)
             ctx.save_for_backward(q, k, v, out, lse)
             ctx.options = options | {"deterministic": deterministic}
             return out
@@ -243,9 +244,15 @@ def differentiable(stage, forward, backward, forward_operator):
         options = {"causal": causal, "scale": scale, "tile": tile, "rung": rung}
         if is_traced(q):
             return forward_operator(q, k, v, **options, deterministic=deterministic)[0]
+        checks.check_derivatives(q, k, v)
         return Attention.apply(q, k, v, options, deterministic)
 
     return attention
+
+
+def apart(out):
+    """out as torch wants the result of an autograd.Function: a view could not be changed in place, as by `out.add_`."""
+    return out.detach() if out._is_view() else out
 
 
 def is_traced(q):
@@ -276,7 +283,7 @@ def zeros(x):
 
 
 def in_memory(x):
-    """x with its numbers in memory as they are. Raises TypeError for a tensor without memory.
+    """x with its numbers in memory as they are. Raises an error that says why for a tensor without memory.
 
     Torch negates a tensor such as z.conj().imag only when it reads it. Here it is negated, because a kernel reads
     memory.
@@ -286,10 +293,7 @@ def in_memory(x):
     except RuntimeError:
         address = 0
     if address == 0 and x.numel() > 0:
-        raise TypeError(
-            f"this {type(x).__name__} has no memory that a kernel can read. It is a fake tensor, or one that "
-            "torch.func made. `attention` takes fake tensors; every other call needs tensors with memory."
-        )
+        checks.refuse_without_memory(x)
     return x.resolve_neg() if x.is_neg() else x
 
 

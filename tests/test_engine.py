@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from steps import __main__, catalogue, engine, step00_naive
 from steps.demo import compare
+from steps.workbook import exercises
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,48 @@ def test_choice(asked, gpu, chosen):
 def test_impossible_choices_say_what_is_possible(asked, words):
     with pytest.raises(RuntimeError, match=words):
         engine._choose(asked, gpu=False)
+
+
+OPTIMIZED = """
+import sys
+import torch
+from typer.testing import CliRunner
+from reference import error
+from steps import __main__, catalogue, engine
+print("level", sys.flags.optimize)
+for number in catalogue.STAGES:
+    if catalogue.unavailable(number):
+        continue
+    stage, (q, k, v, dout) = catalogue.stage(number), torch.randn(4, 1, 1, 5, 32, device=engine.device)
+    out, lse = stage.forward(q, k, v, causal=True)
+    grads = stage.backward(dout, q, k, v, out, lse, causal=True)
+    print(number, error.failures(error._by_name(out, lse, *grads), error.expected(q, k, v, dout, causal=True)))
+for command in "engine", "hint 00.2 2", "check 00.bug1", "--help":
+    said = CliRunner().invoke(__main__.app, command.split())
+    print(said.exit_code, said.output.splitlines()[0])
+"""
+NOTICED = """
+import torch
+from reference import attention
+CAUSE = "b"
+def test(forward):
+    q, k, v = torch.randn(3, 1, 1, 300, 8, generator=torch.Generator().manual_seed(0))
+    out, want = (function(q, k, v, causal=True)[0] for function in (forward, attention.forward))
+    assert (out - want).abs().max() < 1e-5
+"""
+
+
+def test_without_docstrings_and_asserts(tmp_path):
+    """As with python -OO. Only the asserts of a reader's test have to stay."""
+    (tmp_path / exercises.find("00.bug1").mine_name).write_text(NOTICED)
+    environment = os.environ | {"PYTHONOPTIMIZE": "2", "STEPS_MY": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", OPTIMIZED], env=environment, capture_output=True, text=True)
+    level, *lines = done.stdout.splitlines()
+    assert level == "level 2", done.stderr
+    stages, commands = lines[:-4], lines[-4:]
+    assert stages == [f"{number} {{}}" for number in catalogue.STAGES if not catalogue.unavailable(number)]
+    assert [line.split()[0] for line in commands] == ["0"] * 4, commands
+    assert commands[2].endswith("passed"), "its assert has to notice the broken kernel"
 
 
 MODES = {"numba": "NUMBA_ENABLE_CUDASIM", "triton": "TRITON_INTERPRET"}

@@ -1,5 +1,6 @@
 """The stages as operators of torch: torch.compile, torch.export, fake tensors; what reaches a kernel on each way."""
 
+import functools
 import inspect
 import math
 
@@ -13,14 +14,17 @@ import steps.step00_naive as step00
 import steps.step01_fa1_numba as step01
 import steps.step02_fa2_cuda as step02
 import steps.step03_triton as step03
-from steps import contract, engine
+import steps.step04_ring as step04
+from steps import checks, contract, engine
 from steps.step02_fa2_cuda import emulator
+from steps.step03_triton import checked
 from steps.step03_triton.options import TENSORS
 
 no_compiler = pytest.mark.skipif(engine.name == "cpu" and not emulator.available(), reason="there is no g++")
 STAGES = [pytest.param(stage, id=stage.SUPPORTS["stage"]) for stage in (step00, step01, step03)]
 STAGES.insert(2, pytest.param(step02, id="step02_fa2_cuda", marks=no_compiler))
 every_stage = pytest.mark.parametrize("stage", STAGES)
+with_the_ring = pytest.mark.parametrize("stage", [*STAGES, pytest.param(step04, id="step04_ring")])
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +179,50 @@ def test_batches_of_packed_sequences_share_a_graph():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+def longest(starts):
+    return int((starts[1:] - starts[:-1]).max().item())
+
+
+READ = {  # options from numbers in a tensor, which are not known while a call is compiled
+    "max_seqlen": lambda x: dict(cu_seqlens_q=x, cu_seqlens_k=x, max_seqlen_q=longest(x), max_seqlen_k=longest(x)),
+    "positions": lambda x: {"causal": True, "first_query": x[2].item(), "first_key": x[1].item()},
+    "window": lambda x: {"window": (x[1].item(), x[0].item())},
+    "seed": lambda x: {"dropout_p": 0.4, "seed": x[2].item()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_numbers_that_are_read_from_a_tensor(name):
+    def attend(q, starts):
+        return step03.attention(q, q, q, **READ[name](starts))
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled, (q,) = torch.compile(attend, fullgraph=True, backend="aot_eager"), example(count=1)
+        for numbers in ((0, 2, 5), (0, 4, 5)):
+            starts = torch.tensor(numbers, dtype=torch.int32, device=engine.device)
+            want, got = (function(q, starts) for function in (attend, compiled))
+            same([got, *torch.autograd.grad(got.sum(), q)], [want, *torch.autograd.grad(want.sum(), q)])
+
+
+@pytest.mark.parametrize("name, bad, words", [
+    ("max_seqlen_q", -1, "at least 0 and less than 268435456; got -1"),
+    ("first_key", 2**28, "at least -268435456 and less than 268435456; got 268435456"),
+    ("window", -2, "integers >= -1 or None; got .-2, 0"),
+])  # fmt: skip
+def test_a_number_that_is_read_from_a_tensor_is_checked_when_the_program_runs(name, bad, words):
+    def attend(q, starts, numbers):
+        given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 3, "max_seqlen_k": 3}
+        number = numbers.max().item()  # Of a tensor that is an argument it would be a constant of the program.
+        return step03.attention(q, q, q, **given | {name: (number, 0) if name == "window" else number})
+
+    (q,), starts = example(count=1), torch.tensor([0, 2, 5], dtype=torch.int32, device=engine.device)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        compiled(q, starts, torch.tensor([3]))
+        with pytest.raises(ValueError, match=f"^{name} must be .*{words}"):
+            compiled(q, starts, torch.tensor([bad]))
+
+
 @every_stage
 def test_export(stage):
     class Model(torch.nn.Module):
@@ -219,6 +267,160 @@ def test_fake_tensors_are_refused_elsewhere(stage):
     real, _, _ = example(7)
     with pytest.raises(TypeError, match="FakeTensor has no memory"):
         stage.backward(real, real, real, real, real, q[..., 0])
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that has no memory, as those of many libraries."""
+
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        raise NotImplementedError(function)
+
+
+def spread(x):
+    """A DTensor, for which a mesh of one rank is enough."""
+    from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+
+    mesh = DeviceMesh(engine.device, [0], _init_backend=False, _rank=0)
+    return DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+
+
+PADDED = "q must be a dense tensor, got a nested one. Convert it with .to_padded_tensor(0.0)."
+FAKE = ("this FakeTensor has no memory that a kernel can read: it has a shape, but no numbers. `attention` of the "
+        "stages 00 to 03 takes it, and no other call does.")  # fmt: skip
+WITHOUT_MEMORY = {  # {a kind of tensor: (how it is made, what is said of it)}
+    "fake": (lambda x: FakeTensorMode().from_tensor(x), FAKE),
+    "DTensor": (spread, "this DTensor has no memory that a kernel can read: its numbers are spread over the ranks "
+                "of a device mesh. Give this rank's part, x.to_local()."),
+    "subclass": (Elsewhere, "this Elsewhere has no memory that a kernel can read: it is a subclass of torch.Tensor "
+                 "whose numbers lie elsewhere. Give the tensor that it stands for."),
+    "sparse": (torch.Tensor.to_sparse, "q must be a dense tensor, got sparse_coo. Convert it with q.to_dense()."),
+    "quantised": (lambda x: torch.quantize_per_tensor(x.cpu(), 0.1, 0, torch.qint8),
+                  "q must be a dense tensor, got a quantised one. Convert it with q.dequantize()."),
+    "nested": (lambda x: torch.nested.nested_tensor([x[0], x[0]]), PADDED),
+    "jagged": (lambda x: torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged), PADDED),
+    "meta": (lambda x: x.to("meta"), " in this process; the tensors are on meta. Move them with .to(...), or start "
+             "Python with STEPS_ENGINE=cpu or STEPS_ENGINE=cuda to choose the engine."),
+}  # fmt: skip
+
+
+@with_the_ring
+@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*quantiz")
+def test_each_kind_of_tensor_without_memory_has_its_own_reason(kind, stage):
+    make, words = WITHOUT_MEMORY[kind]
+    x = make(torch.ones(1, 1, 7, 32, device=engine.device))
+    for call in (stage.forward,) if kind == "fake" else (stage.forward, stage.attention):
+        with pytest.raises((TypeError, ValueError)) as refused:
+            call(x, x, x)
+        assert str(refused.value).endswith(words) if kind == "meta" else str(refused.value) == words
+
+
+@pytest.mark.parametrize("kind", ["DTensor", "subclass"])
+def test_a_mask_without_memory_has_the_same_reason(kind):
+    make, words = WITHOUT_MEMORY[kind]
+    q, mask = torch.ones(1, 1, 7, 32, device=engine.device), make(torch.ones(1, 1, 7, 7, device=engine.device))
+    with pytest.raises(TypeError) as refused:
+        step03.forward(q, q, q, mask=mask)
+    assert str(refused.value) == words
+
+
+def dual(attend, x):
+    with torch.autograd.forward_ad.dual_level():
+        attend(torch.autograd.forward_ad.make_dual(x, x))
+
+
+TRANSFORMS = {
+    "grad": lambda attend, x: torch.func.grad(lambda x: attend(x).sum())(x),
+    "vjp": lambda attend, x: torch.func.vjp(attend, x)[1](x),
+    "vmap": lambda attend, x: torch.vmap(attend)(x[None]),
+    "jvp": lambda attend, x: torch.func.jvp(attend, (x,), (x,)),
+    "functionalize": lambda attend, x: torch.func.functionalize(attend)(x),
+    "forward mode": lambda attend, x: dual(attend, x),
+}
+
+
+@with_the_ring
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_torch_func_is_refused_in_one_sentence(transform, stage):
+    x, given = torch.ones(1, 1, 7, 32, device=engine.device), [{}]
+    given += [{"softcap": 2.0}] if stage is step03 else []
+    calls = [functools.partial(stage.attention, **options) for options in given]
+    calls += [lambda *x: stage.forward(*x)[0]] if transform != "forward mode" else []  # It takes no derivative.
+    for call in [*calls, checked.attention] if stage is step03 else calls:
+        with pytest.raises(NotImplementedError) as refused:
+            TRANSFORMS[transform](lambda x, call=call: call(x, x, x), x)
+        assert str(refused.value) == checks.NO_TRANSFORMS
+
+
+@with_the_ring
+@pytest.mark.parametrize("shape", [(1, 1, 5, 32), (5, 32)], ids=len)
+def test_out_can_be_changed_in_place_but_not_before_its_gradient(shape, stage):
+    """As with torch's own attention. A view that an autograd.Function returns could not be changed at all."""
+    q = torch.ones(shape, device=engine.device, requires_grad=True)
+    for options in ({}, {"softcap": 2.0}) if stage is step03 else ({},):
+        out = stage.attention(q, q, q, **options)
+        out.add_(1)
+        assert (out > 1.5).all()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+NUMBER, FLAG = torch.nn.Parameter(torch.tensor(0.3)), torch.tensor(True)
+ONE_LINE = {  # {an option that came as a tensor: what is said of it}
+    "scale": (NUMBER, "scale must be a number or None for 1/sqrt(D), got a Parameter of shape (); give what .item() "
+              "returns."),
+    "tile": (torch.ones(2), "tile must be a pair of integers (Br, Bc), got a Tensor of shape (2,); give what .tolist() "
+             "returns."),
+    "causal": (FLAG, "causal must be True or False, got a Tensor of shape (); give what .item() returns."),
+}  # fmt: skip
+OF_FEATURES = {
+    "softcap": (NUMBER, "softcap must be None, or a finite number > 0 that float32 can hold, times log2(e) too; got a "
+                "Parameter of shape (); give what .item() returns."),
+    "window": (torch.ones(2), "window must be None or a pair (left, right) of integers >= -1 or None; got a Tensor of "
+               "shape (2,); give what .tolist() returns. (W - 1, 0) is the query's own key and W - 1 before it."),
+    "first_key": (NUMBER, "first_key must be an integer; got a Parameter of shape (); give what .item() returns."),
+    "check": (FLAG, "check must be True or False, got a Tensor of shape (); give what .item() returns."),
+    "dropout_p": (NUMBER, "dropout_p must be a number, 0 <= dropout_p < 1; got a Parameter of shape (); give what "
+                  ".item() returns."),
+    "cu_seqlens_q": (torch.tensor([0, 7]), f"cu_seqlens_q must be int32 on {engine.device}, where q is; got int64 on "
+                     f"{engine.device}. Convert it with cu_seqlens_q.int()."),
+}  # fmt: skip
+
+
+def refusal(call, *tensors, **options):
+    with pytest.raises((TypeError, ValueError)) as refused:
+        call(*tensors, **options)
+    return str(refused.value)
+
+
+@with_the_ring
+@pytest.mark.parametrize("name", ONE_LINE)
+def test_a_tensor_in_the_place_of_a_number(name, stage):
+    x, (given, words) = torch.ones(1, 1, 7, 32, device=engine.device), ONE_LINE[name]
+    assert refusal(stage.forward, x, x, x, **{name: given}) == words
+
+
+@pytest.mark.parametrize("name", OF_FEATURES)
+def test_a_tensor_in_the_place_of_a_features_number(name):
+    x, (given, words) = torch.ones(1, 1, 7, 32, device=engine.device), OF_FEATURES[name]
+    options = {name: given.to(engine.device)}
+    if name == "cu_seqlens_q":
+        options |= {"cu_seqlens_k": options[name].int(), "max_seqlen_q": 7, "max_seqlen_k": 7}
+    assert refusal(step03.forward, x, x, x, **options) == words
+
+
+@with_the_ring
+@pytest.mark.parametrize("D_v, advice", [(16, "v with zeros, and drop these columns of out"),
+                                         (48, "q and k with zeros, and give the scale")])  # fmt: skip
+def test_a_head_dim_of_v_of_its_own(D_v, advice, stage):
+    x, v = (torch.ones(1, 1, 7, D, device=engine.device) for D in (32, D_v))
+    words = "k and v must have the same head_dim, as D_v != D is not supported; got k (1, 1, 7, 32), v (1, 1, 7, "
+    assert refusal(stage.forward, x, x, v) == f"{words}{D_v}). Pad {advice}."
 
 
 @every_stage

@@ -231,6 +231,21 @@ def test_a_row_without_a_key_has_its_sink_as_lse_and_a_sink_of_minus_infinity_is
     assert (got["out"][:, :, :rows][no_key] == 0).all() and got["dsinks"].isfinite().all()
 
 
+ENDS = 2.3e38, 2.37e38, 3.39e38, -3.39e38, 1e38, -1e38, 10.0, -10.0, -math.inf
+
+
+@pytest.mark.parametrize("scale, dtype", [(None, torch.float32), (2e-38, torch.bfloat16), (1e-36, torch.float32)])
+def test_sinks_up_to_the_ends_of_float32(scale, dtype):
+    """Times log2(e), or divided by the scale, they would leave it. Each is that of a head; two rows see no key."""
+    sinks = torch.tensor(ENDS, device=engine.device).to(dtype)
+    q, dout, k, v = (random(1, len(ENDS), N, 16, seed=N).to(engine.device) for N in (5, 6, 3, 4))
+    dout, v, options = dout[:, :, :5], v[:, :, :3], {"causal": True, "scale": scale, "sinks": sinks}
+    got = run(q, k, v, dout, options, TILES[0])
+    assert not error.failures(got, error.expected(q, k, v, dout, **options))
+    no_key = got["lse"][0, :, 0]
+    assert torch.equal(no_key, sinks.float()) and all(x.isfinite().all() for name, x in got.items() if name != "lse")
+
+
 def test_a_sequence_does_not_read_its_neighbours():
     q, k, v, dout, options = inputs(("packed", "causal"), torch.float16)
     right = run(q, k, v, dout, options, TILES[0])

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -444,6 +445,161 @@ def test_a_model_that_does_not_call_other_kernels_is_refused():
             model(ids, **({"attention_mask": mask} if padded else {}))
 
 
+@pytest.mark.long
+def test_a_model_whose_values_have_another_head_dim_is_refused():
+    transformers = pytest.importorskip("transformers")
+    given = OF_TEXT | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+    given |= {"first_k_dense_replace": 2}  # so many layers without experts
+    words = ("v of a model with this DeepseekV3Config has head_dim D_v = 16, q and k have D = 24, and stage 03 needs "
+             "D_v = D. Use attn_implementation='eager'.")  # fmt: skip
+    ids, mask = tokens()
+    for D_v in (16, 24):
+        config = transformers.DeepseekV3Config(**given, v_head_dim=D_v)
+        config._attn_implementation = step03.register_with_transformers()
+        model = transformers.DeepseekV3Model(config)
+        if D_v == 24:
+            assert model(ids, attention_mask=mask)[0].isfinite().all()
+            continue
+        for padded in ({}, {"attention_mask": mask}):
+            with pytest.raises(ValueError) as refused:
+                model(ids, **padded)
+            assert str(refused.value) == words
+
+
+# {what works unchanged: (its class in transformers, its configuration)}; it is in the table of the stage's README.
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+OF_TEXT = SIZES | {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+OF_DECODER = OF_TEXT | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 5}
+OF_IMAGES = SIZES | {"image_size": 16, "patch_size": 4}
+WHISPER = {"d_model": 64, "num_mel_bins": 8, "max_source_positions": N, "max_target_positions": 20, "vocab_size": 50,
+           "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+           "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "pad_token_id": 0, "decoder_start_token_id": 1}  # fmt: skip
+IN_TRANSFORMERS = {
+    "BERT": ("Bert", OF_TEXT),
+    "ModernBERT": ("ModernBert", OF_TEXT | {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2}),
+    "ViT": ("ViT", OF_IMAGES),
+    "Whisper": ("Whisper", WHISPER),
+    "CLIP": ("CLIP", {"text_config": OF_TEXT, "vision_config": OF_IMAGES, "projection_dim": 32}),
+    "GPT-2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 50, "eos_token_id": 2}),
+    "Gemma 3": ("Gemma3Text", OF_DECODER | {"query_pre_attn_scalar": 16}),
+    "Qwen 3": ("Qwen3", OF_DECODER | {"use_sliding_window": True, "max_window_layers": 1}),
+    "Cohere 2": ("Cohere2", OF_DECODER),
+    "Mixtral": ("Mixtral", OF_DECODER | {"num_local_experts": 2}),
+    "Llama": ("Llama", OF_DECODER),
+    "T5": ("T5", {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 50,
+                  "decoder_start_token_id": 0}),
+}  # fmt: skip
+
+
+def inputs_of(name):
+    ids, mask = tokens()
+    text, images = {"input_ids": ids, "attention_mask": mask}, {"pixel_values": random(B, 3, 16, 16, gradient=False)}
+    if name == "Whisper":
+        return {"input_features": random(B, 8, 2 * N, gradient=False), "decoder_input_ids": ids}
+    if name == "T5":
+        return text | {"decoder_input_ids": ids[:, :7]}
+    return images if name == "ViT" else text | images if name == "CLIP" else text
+
+
+def outputs_and_gradients(model, seen, **inputs):
+    """The first result at the tokens that are no padding, and the gradients of a random sum of it."""
+    out = model(**inputs)
+    out = out if isinstance(out, torch.Tensor) else out[0]
+    out = out[seen == 1] if seen is not None and out.shape[:2] == seen.shape else out
+    (out * random(*out.shape, seed=7, gradient=False)).sum().backward()
+    return out.detach(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def compare(expected, found):
+    """Gradients within rounding of the largest one: some are 0 but for rounding, such as that of a key's bias."""
+    torch.testing.assert_close(found[0], expected[0], **NEAR)
+    largest = max(x.abs().max().item() for x in expected[1].values())
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6 * largest)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", IN_TRANSFORMERS)
+def test_what_works_unchanged_in_transformers(name, arrived):
+    transformers = pytest.importorskip("transformers")
+    kind, given = IN_TRANSFORMERS[name]
+    inputs, results = inputs_of(name), []
+    seen = inputs.get("attention_mask") if name not in ("CLIP", "T5") else None
+    for implementation in ("eager", step03.register_with_transformers()):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**given, attn_implementation=implementation)
+        model = getattr(transformers, f"{kind}Model")(config).to(engine.device).eval()
+        assert arrived == []
+        results.append(outputs_and_gradients(model, seen, **inputs))
+    compare(*results)
+    assert arrived.count("forward") == arrived.count("backward") >= 2
+    if name == "T5":
+        bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        assert results[1][1][bias].abs().max() > 0.01
+
+
+def encoder():
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 96, batch_first=True)
+    inputs = {"src": random(B, N, 64, gradient=False), "src_key_padding_mask": ~SEEN}
+    return torch.nn.TransformerEncoder(layer, 2), inputs
+
+
+def multihead():
+    x = random(B, N, 64, gradient=False)
+    return torch.nn.MultiheadAttention(64, 4, batch_first=True), dict(query=x, key=x, value=x, need_weights=False)
+
+
+def unet():
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8, in_channels=4, out_channels=4, block_out_channels=(16, 32), layers_per_block=1,
+        norm_num_groups=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=32, attention_head_dim=2,
+    )  # fmt: skip
+    text = random(B, 7, 32, seed=1, gradient=False)
+    inputs = {"sample": random(B, 4, 8, 8, gradient=False), "timestep": torch.tensor(5), "encoder_hidden_states": text}
+    return model, inputs | {"return_dict": False}
+
+
+def flux():
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=8, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    inputs = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(7, 3)}
+    inputs |= {"hidden_states": random(1, 16, 8, gradient=False)}
+    inputs |= {"encoder_hidden_states": random(1, 7, 32, seed=1, gradient=False), "timestep": torch.tensor([0.5])}
+    return model, inputs | {"pooled_projections": random(1, 32, seed=2, gradient=False), "return_dict": False}
+
+
+IN_SDPA = {"torch.nn.TransformerEncoder": encoder, "torch.nn.MultiheadAttention": multihead,
+           "UNet2DConditionModel": unet, "FluxTransformer2DModel": flux}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", IN_SDPA)
+def test_what_works_unchanged_in_sdpa(name, in_sdpa, arrived):
+    results = []
+    for context in (contextlib.nullcontext, in_sdpa):
+        torch.manual_seed(0)
+        model, inputs = IN_SDPA[name]()
+        inputs = {name: x.to(engine.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        model = model.to(engine.device).eval()
+        assert arrived == []
+        with context():
+            results.append(outputs_and_gradients(model, None, **inputs))
+    compare(*results)
+    assert arrived.count("forward") == arrived.count("backward") >= 1
+
+
+def test_the_page_names_what_was_run_unchanged():
+    page = (Path(step03.__file__).parent / "README.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `register_with") or line.startswith("| `use_in")]
+    named = [name.strip(" `") for row in rows for name in row.split("|")[2].split(",")]
+    assert named == [*IN_TRANSFORMERS, *IN_SDPA]
+
+
 @pytest.mark.parametrize("says", [True, False, None])
 def test_a_call_that_does_not_say_whether_it_is_causal_asks_the_module(says):
     tensors, module = example(), torch.nn.Module()
@@ -490,7 +646,7 @@ def test_one_query_behind_a_cache_sees_every_key():
     torch.testing.assert_close(out.transpose(1, 2), step03.attention(q, k, v), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["sinks", "position_bias", "cache", "indices", "block_indices"])
+@pytest.mark.parametrize("name", ["sinks", "cache", "indices", "block_indices"])
 def test_what_a_model_asks_for_in_vain(name):
     with pytest.raises(NotImplementedError, match=name):
         models.attend(torch.nn.Module(), *example(), None, **{name: torch.zeros(H)})

@@ -113,7 +113,7 @@ ERRORS = {
     "dropout NaN": ({"dropout_p": math.nan}, ValueError, "0 <= dropout_p < 1; got nan"),
     "dropout, False": ({"dropout_p": False}, TypeError, "dropout_p must be a number.*got False"),
     "dropout, huge": ({"dropout_p": 10**400}, ValueError, "dropout_p must be a number.*beyond float64"),
-    "dropout, tensor": ({"dropout_p": Z(2)}, TypeError, "dropout_p must be a number.*got tensor"),
+    "dropout, tensor": ({"dropout_p": Z(2)}, TypeError, "dropout_p must be a number.*got a Tensor"),
     "dropout, words": ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number.*got '0.1'"),
     "window, a number": ({"window": 4}, TypeError, r"pair \(left, right\) of integers.*got 4"),
     "window, bools": ({"window": (True, False)}, TypeError, r"pair .*got \(True, False\)"),

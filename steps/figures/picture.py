@@ -3,6 +3,7 @@
 import base64
 import functools
 import io
+import sys
 
 SMALLEST = 9  # points of a letter where a page shows the figure
 PAGE = 8.5  # inches; a wider figure is made smaller until it fits
@@ -62,6 +63,7 @@ def pictured(draw):
 
     @functools.wraps(draw)
     def drawn(*args, **options):
-        return picture(draw(*args, **options), draw.__doc__)
+        alt = draw.__name__ if sys.flags.optimize > 1 else draw.__doc__  # python -OO leaves docstrings out.
+        return picture(draw(*args, **options), alt)
 
     return drawn

@@ -43,7 +43,7 @@ def several_gpus():
 
 def shown(name, rows):
     """One of TABLES in columns of text, with its docstring as a note; or a sentence if there are no such rows."""
-    lines, note = TABLES[name](rows), " ".join(TABLES[name].__doc__.split())
+    lines, note = TABLES[name](rows), " ".join((TABLES[name].__doc__ or "").split())
     if not lines:
         return "Not recorded yet. `python -m steps.bench ring` measures it on two GPUs or more."
     return "\n".join([*report.in_text(lines), "", textwrap.fill(note, 87)])

@@ -154,6 +154,7 @@ class Attention(torch.autograd.Function):
         tensors = mask, sinks, alibi_slopes, seed, cu_seqlens_q, cu_seqlens_k, lengths_k
         ctx.functions, ctx.given = functions, given
         out, lse = functions.forwards(q, k, v, None, None, *tensors, **given)
+        out = out.detach() if out._is_view() else out  # A view could not be changed in place, as by `out.add_`.
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         return out
 
@@ -253,11 +254,11 @@ def is_traced(q):
 
 
 def check_derivatives(*tensors):
-    """Raises where torch asks for derivatives in a way that would pass over the operators' formula."""
+    """Raises where torch asks for derivatives in another way than by autograd's backward."""
     in_func = torch._C._functorch.peek_interpreter_stack() is not None
     if in_func or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            "attention has no forward-mode derivative, and does not go with torch.func (grad, jvp, vmap). "
+            "attention has no forward-mode derivative, and does not go with torch.func (grad, vjp, vmap, ...). "
             "Use .backward() or torch.autograd.grad, or torch's own scaled_dot_product_attention in its math form."
         )
 

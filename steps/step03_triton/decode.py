@@ -2,7 +2,8 @@
 """Attention of few queries to many keys, as in decoding: the keys are divided among the GPU's multiprocessors.
 
     split_kernel   m_s, l_s, O_s = the online softmax over one share s of the keys, in base 2 with c = scale log2(e)
-                   The first share begins with the sink, one more key of value 0: m = sink / scale, l = 1, O = 0.
+                   The first share begins with the sink, one more key of value 0: m = sink, l = 1, O = 0. With sinks
+                   all scores are in natural units, c = log2(e), because sink / scale may be too large for float32.
     merge_kernel   m = max m_s,  w_s = 2^(c (m_s - m)),  l = sum w_s l_s,  out = sum w_s O_s / l,  lse = scale m + log l
                    If there is one share only, split_kernel gives out = O / l itself.
 
@@ -81,19 +82,19 @@ def split_kernel(q, k, v, lengths_k, sinks, O_s, m_s, l_s, q_strides, k_strides,
         slope = tl.load(slopes[0] + b * slopes[1] + h, mask=exists, other=0.0)
     Q = load_tile(q, b * q_strides[0] + h * q_strides[1] + i.to(tl.int64) * q_strides[2], exists, D, D_pad)  # (Br, D)
     m_scale = scale  # m_scale m is in natural units. `changed` has scaled the scores already.
-    if softcap is not None or slope is not None:
+    if softcap is not None or slope is not None or sinks is not None:
         m_scale = 1.0
     m, l, O = tl.full((Br,), float("-inf"), tl.float32), tl.zeros((Br,), tl.float32), tl.zeros((Br, D_pad), tl.float32)
     if sinks is not None:
         if s == 0:
-            m, l = tl.load(sinks + h, mask=exists, other=0.0) / m_scale, l + 1
+            m, l = tl.load(sinks + h, mask=exists, other=0.0), l + 1
     share = tl.cdiv(tl.cdiv(length - first, Bc), splits) * Bc
     for j in range(first + s * share, tl.minimum(first + (s + 1) * share, length), Bc):
         key = j + tl.arange(0, Bc).to(tl.int64)
         K_j = load_tile(k, b * k_strides[0] + hk * k_strides[1] + key * k_strides[2], key < length, D, D_pad)  # (Bc, D)
         V_j = load_tile(v, b * v_strides[0] + hk * v_strides[1] + key * v_strides[2], key < length, D, D_pad)
         S = tl.dot(Q, tl.trans(K_j), input_precision="ieee")  # (Br, Bc)
-        if softcap is not None or slope is not None:
+        if softcap is not None or slope is not None or sinks is not None:
             S = changed(S, position[:, None] - key[None, :], scale, softcap, slope)
         S = tl.where(tl.arange(0, Bc)[None, :] <= last[:, None] - j, S, float("-inf"))
         if left is not None:
@@ -182,7 +183,8 @@ def forward(
         slopes = numbers, H * (alibi_slopes.ndim - 1)
     # A window that reaches further than there are keys is none.
     left, right = (None if limit in (None, -1) or limit >= Nq + Nk else limit for limit in window or (None, None))
-    natural = softcap is not None or slopes is not None  # Then the scores of the shares are in natural units.
+    # With one of these the scores of the shares are in natural units.
+    natural = softcap is not None or slopes is not None or sinks is not None
     out, lse = record.new(q.shape, like=q), record.new((B, H, Nq))
     if lse.numel() == 0:
         return out, lse

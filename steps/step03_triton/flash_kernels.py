@@ -42,6 +42,7 @@ from .tiles import (
     store_rows,
 )  # fmt: skip
 
+LARGEST = tl.constexpr(2.35e38)  # times log2(e) it is a number of float32
 LENGTHS = ["H", "Hk", "Nq", "Nk", "total_q", "stride"]
 
 
@@ -206,7 +207,10 @@ def forward_kernel(
 @triton.jit
 def in_base_2(lse, f):
     """lse * log2(e), less by what rounding may have added, and inf where no key is seen. bwd_0_fused.py tells why."""
-    lse_2 = lse * LOG2_E
+    limited = lse
+    if f.sinks is not None:  # A sink, and so lse, may be too large to be multiplied. P of every key is 0 there.
+        limited = tl.clamp(lse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    lse_2 = limited * LOG2_E
     size = tl.abs(lse_2)
     lse_2 = tl.where(size < 16777216.0, lse_2, lse_2 - size / 4194304.0)
     if f.added is not None:

@@ -134,8 +134,10 @@ def register_with_transformers(name=NAME):
 
     A name with "sdpa" in it would exclude models with a soft-cap, such as Gemma 2, because torch's function has none.
     Without it transformers takes any model. But a model that never calls another kernel than its own, such as BLOOM,
-    would add our boolean mask to its scores: where such a model asks for its mask, it gets a ValueError. Raises
-    ImportError without transformers.
+    would add our boolean mask to its scores: where such a model asks for its mask, it gets a ValueError. So does one
+    whose values have another head_dim than its keys, such as DeepSeek-V3. A row that sees no key, as left padding has,
+    gets 0 here, and a mean of all values in transformers' own "eager": loss and gradients differ unless the labels of
+    the padding are -100. Raises ImportError without transformers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -153,7 +155,7 @@ def register_with_transformers(name=NAME):
 
 
 def check_model(config):
-    """Raises ValueError unless the models of this configuration call the kernel that it names."""
+    """Raises ValueError unless the models of this configuration call the kernel that it names, with D_v = D."""
     from transformers import PreTrainedModel
 
     known, waiting = set(), [PreTrainedModel]
@@ -168,6 +170,19 @@ def check_model(config):
             f"models with a {kind.__name__} compute attention themselves, and call no kernel of stage 03. "
             "Use attn_implementation='eager'."
         )
+    D, D_v = head_dims(config)
+    if D != D_v:
+        raise ValueError(
+            f"v of a model with this {kind.__name__} has head_dim D_v = {D_v}, q and k have D = {D}, and stage 03 "
+            "needs D_v = D. Use attn_implementation='eager'."
+        )
+
+
+def head_dims(config):
+    """(that of q and k, that of v) where a configuration says both, as those of multi-head latent attention do."""
+    D_v = getattr(config, "v_head_dim", None)
+    parts = [getattr(config, f"qk_{part}_head_dim", None) for part in ("nope", "rope")]
+    return (D_v, D_v) if D_v is None or None in parts else (sum(parts), D_v)
 
 
 def package(kind):
@@ -175,20 +190,29 @@ def package(kind):
 
 
 def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None,
-           s_aux=None, **more):  # fmt: skip
+           s_aux=None, position_bias=None, **more):  # fmt: skip
     """(out (B, Nq, H, D), None) as transformers asks for it; query (B, H, Nq, D), key and value (B, Hk, Nk, D).
 
     Without a mask a decoder's queries see what is_causal of torch shows them, at the top left: in a cache that was
     allocated longer, the keys after the queries are still empty. One query sees all keys. s_aux: the sinks of gpt-oss.
+    position_bias: T5's, which is added to the scores, and has a gradient.
     """
-    for name in ("sinks", "position_bias", "cache", "indices", "block_indices"):
+    for name in ("sinks", "cache", "indices", "block_indices"):
         if more.get(name) is not None:
             raise NotImplementedError(f"stage 03 takes no {name} of a model. Use attn_implementation='eager'.")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = is_causal and attention_mask is None and query.shape[2] > 1
     first_query = 0 if causal and query.shape[2] != key.shape[2] else None
-    features = {"mask": attention_mask, "dropout_p": dropout, "softcap": softcap, "sinks": s_aux,
+    mask = with_bias(attention_mask, position_bias)
+    features = {"mask": mask, "dropout_p": dropout, "softcap": softcap, "sinks": s_aux,
                 "first_query": first_query}  # fmt: skip
     out = attention(query, key, value, causal=causal, scale=scaling, **features)
     return out.transpose(1, 2).contiguous(), None
+
+
+def with_bias(mask, bias):
+    """The mask with a bias that is added to the scores; each may be None. Both together take memory like the scores."""
+    if mask is None or bias is None:
+        return bias if mask is None else mask
+    return bias.where(mask, -math.inf) if mask.dtype == torch.bool else bias + mask

@@ -137,8 +137,9 @@ def by_name(arguments):
 
 
 def numbers_by_name(arguments):
-    """The same where there are numbers in `traced`."""
+    """The same where there are numbers in `traced`, after the checks that could not be made while a call was traced."""
     f = by_name(arguments)
+    f |= options.read_integers(f)
     if f["traced"] is not None:
         numbers = zip(FLOATS, f["traced"].tolist(), strict=True)
         f |= {name: number for name, number in numbers if not math.isnan(number)}

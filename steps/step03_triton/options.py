@@ -25,8 +25,17 @@ OF_DECODE = "window", "softcap", "alibi_slopes", "sinks", "lengths_k"  # what de
 TENSORS = ("mask", "sinks", "alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k", "lengths_k")
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+METHOD = {  # {dtype: the tensor's method that converts to it}
+    torch.bool: "bool", torch.int32: "int", torch.int64: "long", torch.float16: "half", torch.bfloat16: "bfloat16",
+    torch.float32: "float", torch.float64: "double",
+}  # fmt: skip
 FLOAT32 = torch.finfo(torch.float32)
 FAR = 2**28  # Positions and lengths stay below it, so that sums of them fit into the kernels' 32 bits.
+
+INTEGERS = {  # {an option: its least value, the end of its range, what else it may be}
+    "first_query": (-FAR, FAR, " or None for Nk - Nq"), "first_key": (-FAR, FAR), "max_seqlen_q": (0, FAR),
+    "max_seqlen_k": (0, FAR),
+}  # fmt: skip
 
 
 def asked(f):
@@ -47,7 +56,6 @@ def read(features):
     for name in TENSORS:
         if f[name] is not None and (name != "seed" or isinstance(f[name], torch.Tensor)):
             check_dense(name, f[name])
-    f["window"] = None if f["window"] is None else read_window(f["window"])
     if f["softcap"] is not None:
         f["softcap"] = read_factor("softcap", f["softcap"], "none")
     f["dropout_p"] = read_number("dropout_p", f["dropout_p"], "a number, 0 <= dropout_p < 1")
@@ -55,14 +63,14 @@ def read(features):
         raise ValueError(f"dropout_p must be a probability, 0 <= dropout_p < 1; got {f['dropout_p']}.")
     if f["seed"] is not None and not isinstance(f["seed"], torch.Tensor):
         f["seed"] = read_seed(f["seed"])
-    if f["first_query"] is not None:
-        f["first_query"] = read_integer("first_query", f["first_query"], -FAR, FAR, " or None for Nk - Nq")
-    f["first_key"] = read_integer("first_key", f["first_key"], -FAR, FAR)
-    for name in ("max_seqlen_q", "max_seqlen_k"):
-        if f[name] is not None:
-            f[name] = read_integer(name, f[name], 0, FAR)
     check_flag("check", f["check"])
-    return f
+    return f | read_integers(f)
+
+
+def read_integers(f):
+    """{name: value} of the options that consist of integers, those that are given."""
+    found = {name: read_integer(name, f[name], *rule) for name, rule in INTEGERS.items() if f[name] is not None}
+    return found if f["window"] is None else found | {"window": read_window(f["window"])}
 
 
 def read_seed(seed):
@@ -80,15 +88,17 @@ def read_window(window):
     try:
         pair = [-1 if limit is None else index(limit) for limit in window]
     except TypeError:
-        raise TypeError(f"{expected}; got {window!r}. (W - 1, 0) is the query's own key and W - 1 before it.") from None
-    if len(pair) != 2 or min(pair) < -1:
-        raise ValueError(f"{expected}; got {window!r}. -1 and None are no limit.")
-    return [-1 if limit >= 4 * FAR else limit for limit in pair]  # No two positions are as far from each other.
+        note = "(W - 1, 0) is the query's own key and W - 1 before it"
+        raise TypeError(f"{expected}; got {told(window)}. {note}.") from None
+    if len(pair) != 2 or not all(holds(limit >= -1, unknown=True) for limit in pair):
+        raise ValueError(f"{expected}; got {told(window)}. -1 and None are no limit.")
+    # No two positions are as far from each other as 4 FAR.
+    return [-1 if holds(limit >= 4 * FAR, unknown=False) else limit for limit in pair]
 
 
 def read_number(name, x, expected):
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise TypeError(f"{name} must be {expected}; got {x!r}.")
+        raise TypeError(f"{name} must be {expected}; got {told(x)}.")
     try:
         return float(x)
     except OverflowError:
@@ -118,7 +128,7 @@ def read_tile(tile):
     try:
         pair = list(map(operator.index, tile))
     except TypeError:
-        raise TypeError(f"{expected}; got {tile!r}.") from None
+        raise TypeError(f"{expected}; got {told(tile)}.") from None
     if len(pair) != 2 or any(size < 16 or size & (size - 1) for size in pair):
         raise ValueError(f"{expected}; got {tile!r}.")
     return pair
@@ -129,10 +139,22 @@ def read_integer(name, x, least, end, otherwise=""):
     try:
         x = index(x)
     except TypeError:
-        raise TypeError(f"{name} must be an integer{otherwise}; got {x!r}.") from None
-    if not least <= x < end:
+        raise TypeError(f"{name} must be an integer{otherwise}; got {told(x)}.") from None
+    if not (holds(least <= x, unknown=True) and holds(x < end, unknown=True)):
         raise ValueError(f"{name} must be at least {least} and less than {end}; got {x}.")
     return x
+
+
+def holds(condition, unknown):
+    """Whether a condition on a number holds.
+
+    torch.compile does not know it of a number that `.item()` reads from a tensor; then it is `unknown`. The operator
+    checks such a number when the compiled program runs.
+    """
+    if not torch.compiler.is_compiling():
+        return condition
+    shapes = torch.fx.experimental.symbolic_shapes
+    return shapes.guard_or_true(condition) if unknown else shapes.guard_or_false(condition)
 
 
 def index(x):
@@ -146,7 +168,7 @@ def index(x):
 
 def check_flag(name, x):
     if not isinstance(x, bool):
-        raise TypeError(f"{name} must be True or False, got {x!r}.")
+        raise TypeError(f"{name} must be True or False, got {told(x)}.")
 
 
 def check_dense(name, x):
@@ -158,6 +180,8 @@ def check_dense(name, x):
         raise TypeError(f"{name} must be a dense tensor, got a nested one. Convert it with .to_padded_tensor(0.0).")
     if x.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {short(x.layout)}. Convert it with {name}.to_dense().")
+    if x.is_quantized:
+        raise TypeError(f"{name} must be a dense tensor, got a quantised one. Convert it with {name}.dequantize().")
 
 
 def taken(capability):
@@ -186,7 +210,8 @@ def check_inputs(tensors):
     fit = 2 <= q.ndim <= 4 and k.ndim == q.ndim and k.shape == v.shape and q.shape[:-3] == k.shape[:-3]
     if not fit or q.ndim > 2 and q.shape[-3] % max(1, k.shape[-3]) or not q.shape[-1] == k.shape[-1] < head_dims.stop:
         raise ValueError(
-            f"q must be (B, H, Nq, D), k and v (B, Hk, Nk, D), H a multiple of Hk, D at most {head_dims[-1]}; "
+            f"q must be (B, H, Nq, D), k and v (B, Hk, Nk, D), H a multiple of Hk, D at most {head_dims[-1]}, "
+            "the same of all three; "
             f"got {', '.join(str(tuple(x.shape)) for x in (q, k, v))}."
         )
     for name, x in tensors:
@@ -324,8 +349,22 @@ def check_dtype(name, x, dtypes, device):
         expected = " or ".join(dict.fromkeys(map(short, dtypes)))
         raise TypeError(
             f"{name} must be {expected} on {device}, where q is; got {short(x.dtype)} on {x.device}. "
-            f"Convert it with {name}.to(...)."
+            f"Convert it with {name}{conversion(x, dtypes, device)}."
         )
+
+
+def conversion(x, dtypes, device):
+    """What makes of x a tensor of the first of the dtypes on the device, such as ".int()"."""
+    to_device = "" if x.device == device else f'.to("{device}")'
+    return to_device if x.dtype in dtypes else f"{to_device}.{METHOD[dtypes[0]]}()"
+
+
+def told(x):
+    """What came instead of a number, on one line; of a tensor also how to get its number."""
+    if isinstance(x, torch.Tensor):
+        method = ".tolist()" if x.ndim else ".item()"
+        return f"a {type(x).__name__} of shape {tuple(x.shape)}; give what {method} returns"
+    return " ".join(repr(x).split())
 
 
 def size_of_scores(q, k):

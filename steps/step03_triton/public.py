@@ -48,7 +48,8 @@ def dispatching(plain, whole, supports):
         return plain(*tensors, rung=rung, **arguments)
 
     function.__signature__ = inspect.Signature([*own, *(of_features[name] for name in more)])
-    function.__doc__ = whole.__doc__ + '\n    rung: a kernel out of SUPPORTS["rungs"], for calls without features.'
+    text = whole.__doc__ or ""  # python -OO leaves docstrings out.
+    function.__doc__ = text + '\n    rung: a kernel out of SUPPORTS["rungs"], for calls without features.'
     if is_forward:
         function.__doc__ += "\n        A call with few queries, many keys and no gradient goes to decode.py, except"
         function.__doc__ += "\n        under torch.compile.\n"
@@ -58,8 +59,11 @@ def dispatching(plain, whole, supports):
 
 def is_given(value, default):
     """Whether an option of this default asks for something, or is a number for a flag, or a flag for a number."""
-    alike = isinstance(value, Real) and isinstance(value, bool) == isinstance(default, bool)
-    return value is not None and not (alike and value == default)
+    if value is None or not isinstance(value, Real) or isinstance(value, bool) != isinstance(default, bool):
+        return value is not None
+    if torch.compiler.is_compiling():
+        return not options.holds(value == default, unknown=False)
+    return value != default
 
 
 def has_few_queries(supports, q=None, k=None, *, tile=None, **_):

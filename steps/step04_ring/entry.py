@@ -122,6 +122,7 @@ def attention(
     """
     if lacking:
         checks.refuse("step04_ring", "attention", lacking)
+    checks.check_derivatives(q, k, v)
     call = Call(causal, scale, tile, rung, layout, group, block, S, transport, deterministic)
     return _Attention.apply(q, k, v, _plan(call, q, k, v))
 
@@ -130,6 +131,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan):
         out, lse, kv = _forward(q, k, v, plan)
+        out = contract.apart(out)
         own = (k, v) if plan["transport"].keeps_own else (None, None)
         ctx.save_for_backward(q, *own, kv, out, lse)
         ctx.plan, ctx.shape = plan, k.shape

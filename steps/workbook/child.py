@@ -70,7 +70,8 @@ def work(job):
         try:
             import steps
 
-            assert Path(steps.__file__).is_relative_to(folder), f"{steps.__file__} is not the copy in {folder}"
+            if not Path(steps.__file__).is_relative_to(folder):
+                raise AssertionError(f"{steps.__file__} is not the copy in {folder}")
             from steps.workbook import failure, jobs
         except BaseException as e:  # Without the copy there is no failure.account either.
             tell(error={"type": type(e).__name__, "message": str(e), "frames": []})

@@ -89,6 +89,7 @@ def _run(folder, files, command, limit):
         shutil.copyfile(file, my / file.name)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"STEPS_MY": str(my), "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment |= {"PYTHONOPTIMIZE": ""}  # Otherwise Python may leave out `assert`.
     options = dict(cwd=work, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     with subprocess.Popen(command, start_new_session=True, **options) as process:
         try:

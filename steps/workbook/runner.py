@@ -143,6 +143,7 @@ def _started(on):
         simulated = "1" if on == "cpu" else "0"  # steps.engine asks for this value. In this process it may be another.
         environment = os.environ | {"STEPS_ENGINE": on, "PYTHONPATH": _path()}
         environment |= {"NUMBA_ENABLE_CUDASIM": simulated, "TRITON_INTERPRET": simulated}
+        environment |= {"PYTHONOPTIMIZE": ""}  # Otherwise Python may leave out the `assert` of a reader's test.
         command = [sys.executable, "-P", str(SERVER)]  # -P keeps the script's folder off the import path.
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         _servers[on] = subprocess.Popen(command, env=environment, bufsize=0, start_new_session=True, **pipes)
