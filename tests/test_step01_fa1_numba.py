@@ -1,5 +1,6 @@
 """Stage 01: the contract, what the kernels compile to, and what only a GPU can show."""
 
+import subprocess
 import sys
 import threading
 import time
@@ -26,6 +27,34 @@ def test_the_simulator_s_threads_compute_while_they_are_waited_for(monkeypatch):
     monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: asked.append(thread) or is_alive(thread))
     step01.forward(*torch.randn(3, 1, 2, 11, 16), rung="published")
     assert 8 <= len(asked) < 10_000
+
+
+WITHOUT_NUMBA_CUDA = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]
+import torch
+from steps import step01_fa1_numba as step01
+from numba import cuda
+assert "numba_cuda" not in cuda.__file__, cuda.__file__
+x = torch.randn(4, 1, 1, 11, 8)
+
+def results(attention, **options):
+    q, k, v = x[:3].clone().requires_grad_()
+    out = attention(q, k, v, **options)
+    return out, *torch.autograd.grad(out, (q, k, v), x[3])
+
+right = results(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+for rung in step01.RUNGS:
+    for _ in range(3):
+        torch.testing.assert_close(results(step01.attention, causal=True, rung=rung), right, rtol=1e-4, atol=1e-5)
+"""
+
+
+@pytest.mark.skipif(engine.name != "cpu", reason="kernels are not simulated")
+def test_where_numba_cuda_is_not_installed_numba_s_own_simulator_runs_all_rungs():
+    """As on macOS. Its threads shared `cuda` wrongly, so that most calls failed."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA_CUDA], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class TestContract(Contract):
