@@ -1,5 +1,6 @@
 """Stage 01: the contract, what the kernels compile to, and what only a GPU can show."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -15,7 +16,13 @@ import steps.step01_fa1_numba as step01
 from reference import error
 from steps import engine
 from steps.figures import n01x_deeper
-from steps.step01_fa1_numba import bwd_0_published, fwd_0_published, fwd_1_loops_swapped, fwd_2_registers
+from steps.step01_fa1_numba import (
+    bwd_0_published,
+    bwd_2_registers,
+    fwd_0_published,
+    fwd_1_loops_swapped,
+    fwd_2_registers,
+)
 from support.contract_suite import Contract
 from support.operands import PLACES
 
@@ -76,6 +83,13 @@ class TestContract(Contract):
         small = engine.name == "cpu" and (rung or N)
         N = min(N or 11, 11) if small else N or 19  # 11 are two tiles, the second one ragged.
         return super().example(N, D or (16 if small else 32), rung)
+
+    @contextlib.contextmanager
+    def without_launches(self, monkeypatch):
+        with monkeypatch.context() as patch:
+            for module in (fwd_0_published, fwd_1_loops_swapped, fwd_2_registers, bwd_0_published, bwd_2_registers):
+                patch.setattr(module, "launch", lambda *_: None)
+            yield
 
 
 @pytest.mark.compile

@@ -1,5 +1,7 @@
 """Stage 02: the contract, and what only a GPU or only the emulation can show."""
 
+import contextlib
+import itertools
 import math
 import re
 import subprocess
@@ -17,7 +19,7 @@ import steps.step02_fa2_cuda as step02
 from reference import attention, cases, error
 from steps import checks, engine
 from steps.bench.rows import geometry
-from steps.step02_fa2_cuda import calls, dealing, emulator, ladder, works
+from steps.step02_fa2_cuda import calls, dealing, emulator, ladder, plan, works
 from steps.workbook import one_rung
 from support import schedules
 from support.contract_suite import Contract
@@ -36,6 +38,13 @@ class TestContract(Contract):
     few = ("ragged", "ragged_causal", "more_queries_causal", "explicit_scale", "scores_200", "common_score",
            "large_scores", "own_layouts")  # fmt: skip
     few_in_other_dtypes = ("large_scores",)
+
+    @contextlib.contextmanager
+    def without_launches(self, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "kept", {})
+            patch.setattr(plan.Plan, "run", lambda *_: None)
+            yield
 
 
 @needs_compiler
@@ -132,6 +141,23 @@ def test_a_refusal_names_the_choices():
         step02.forward(q, k, v, rung=["fa2"])
 
 
+def bytes_of_a_block(rung, D, tile, own):
+    """The most shared memory that a launch of a forward and a backward takes if a call names this tile.
+
+    A backward with tiles of its own has the smallest here, as in the emulation.
+    """
+    q, most = torch.zeros(1, 1, 3, D, device="meta"), 0
+    strides = dict.fromkeys(("q", "k", "v", "out", "dout"), (1, 1, 1))
+    row = ladder.FORWARD[rung]
+    for dtype in own["dtypes"]:
+        backward = ladder.backward_row(rung, dtype, D)
+        named = tile if backward.tile_of_forward else None
+        for one, make, tile_of_one in (row, works.forward_works, tile), (backward, works.backward_works, named):
+            launches = make(works.problem_of(one, q.to(dtype), q.to(dtype), tile=tile_of_one), strides)
+            most = max(most, *(work.shared_bytes for work in launches))
+    return most
+
+
 @pytest.mark.parametrize(
     "capability, KiB", [((7, 5), 64), ((8, 0), 163), ((8, 6), 99), ((9, 0), 227), ((10, 0), 227)], ids=str
 )
@@ -143,6 +169,9 @@ def test_what_a_gpu_takes(capability, KiB):
     assert {rung for rung in there if torch.bfloat16 in own[rung]["dtypes"]} == {
         rung for rung in there if rung != "scalar" and capability >= (8, 0)
     }
+    for rung in there:
+        for D, tile in itertools.product(own[rung]["head_dims"], own[rung]["tiles"]):
+            assert own[rung]["tile_fits"](D, tile) == (bytes_of_a_block(rung, D, tile, own[rung]) <= 1024 * KiB)
     assert 128 in own["fa2"]["head_dims"] and (256 in own["fa2"]["head_dims"]) == (KiB > 100)
     if capability != (9, 0):
         supports = step02.SUPPORTS | {"elsewhere": ladder.elsewhere(capability)}

@@ -5,8 +5,8 @@ The simulator starts a Python thread for each CUDA thread, and its main thread a
 they are alive and whether they stand at a barrier. Only one Python thread computes at a time, so that a kernel would
 wait for these questions most of the time.
 
-And where numba-cuda is not installed, as on macOS, the simulator is the one in Numba, with a mistake that numba-cuda has
-mended: see `swapped_cuda_module`.
+And where numba-cuda is not installed, as on macOS, the simulator is the one in Numba, with a mistake that numba-cuda
+has mended: see `swapped_cuda_module`.
 """
 
 import contextlib

@@ -227,6 +227,48 @@ class Contract:
             pytest.skip("the stage's functions are its kernels")
         return self.stage.RUNGS[rung]
 
+    @contextlib.contextmanager
+    def without_launches(self, monkeypatch):
+        """Inside, the kernels do all but the launch. Nothing of that is kept."""
+        yield
+
+    def test_a_rung_takes_what_supports_says_of_it(self, every_rung, monkeypatch):
+        """Each of its dtypes and tiles at the least, the most and an odd head_dim. Others are refused, and it is said
+        what the rung takes.
+        """
+        forward, backward = self.kernels(every_rung)
+        own = one_rung.supports_of(self.stage, every_rung)
+        head_dims, dtypes = own["head_dims"], own["dtypes"]
+        odd = next((D for D in reversed(head_dims) if D % 2), head_dims[-1])
+        tiled = one_rung.has_tiles(self.stage, every_rung)
+        with self.without_launches(monkeypatch):
+            for D, dtype in itertools.product({head_dims[0], odd, head_dims[-1]}, dtypes):
+                q = torch.zeros(1, 1, 3, D, dtype=dtype, device=engine.device)
+                for tile in (None, *(checks.tiles_of(own, D) if tiled else ())):
+                    scale, options = checks.check_call(own, forward, (("q", q), ("k", q), ("v", q)), False, None, tile)
+                    saved = forward(q, q, q, scale=scale, **options)
+                    assert len(backward(q, q, q, q, *saved, scale=scale, **options)) == 3
+        gaps = set(range(1, head_dims[-1] + 2)) - set(head_dims)  # and the head_dim behind the last one
+        for D in {min(gaps), max(gaps)}:
+            self.refused(every_rung, D, dtypes[0], None, f"takes head_dim {checks.span(head_dims)}; got {D}.")
+        for dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16} - set(dtypes):
+            words = f"takes {', '.join(map(checks.short, dtypes))}; got {checks.short(dtype)}."
+            self.refused(every_rung, head_dims[0], dtype, None, words)
+        for D in (head_dims[0], odd, head_dims[-1]) if tiled else ():
+            tiles = checks.tiles_of(own, D)
+            for tile in {(7, 11), *own["tiles"], *self.stage.SUPPORTS["tiles"]} - set(tiles):
+                self.refused(every_rung, D, dtypes[0], tile, f"{', '.join(map(str, tiles))}", f"; got {tile}.")
+
+    def refused(self, rung, D, dtype, tile, *words):
+        """The call is refused in these words, and what they advise works."""
+        q = torch.zeros(1, 1, 3, D, dtype=dtype, device=engine.device)
+        with pytest.raises((TypeError, ValueError), match=".*".join(map(re.escape, words))) as raised:
+            self.stage.forward(q, q, q, rung=rung, tile=tile)
+        if "Name no rung, or " in (message := str(raised.value)):
+            for other in message.rpartition(", or ")[2].removesuffix(".").split(" or "):
+                assert other in self.stage.SUPPORTS["rungs"], message
+                assert checks.takes(one_rung.supports_of(self.stage, other), q), message
+
     @pytest.mark.parametrize("on", [False, True])
     def test_a_call_leaves_the_switches_as_they_are(self, on, monkeypatch):
         def fails(q, k, v, **options):
