@@ -762,6 +762,67 @@ def test_a_class_is_graded(my, tmp_path):
     assert not list(tmp_path.rglob("written.txt")) and not Path("written.txt").exists()
 
 
+REPORT = """<testsuites><testsuite>
+<testcase name="good" />
+<testcase name="skipped"><skipped message="needs a GPU">tests/conftest.py:1</skipped></testcase>
+<testcase name="wrong"><failure message="assert not {}">at a line</failure></testcase>
+<testcase name="broken"><error message="failed on setup">at a line</error></testcase>
+<testcase name="both"><failure message="a">a</failure><error message="failed on teardown">b</error></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize("how", [None, "stopped after 2 s"])
+def test_what_a_report_of_the_contract_counts_as_failed(how, tmp_path, monkeypatch):
+    """A failure and an error, and never what was skipped."""
+    written = [REPORT, None]
+
+    def run(folder, files, command, limit):
+        if text := written.pop(0):
+            (Path(folder) / "report.xml").write_text(text)
+        return "", how
+
+    monkeypatch.setattr(grading, "_run", run)
+    counted = {"passed": 1, "failed": ["wrong", "broken", "both"], "ended": how}
+    assert grading._contract(tmp_path, "an answer", EXERCISES["00.2"], 2) == counted
+    lost = {"passed": 0, "failed": [], "ended": how or "pytest ended without a report"}
+    assert grading._contract(tmp_path, "an answer", EXERCISES["00.2"], 2) == lost
+
+
+def row_of_grade(verdict, failed=None, ended=None):
+    """A row as grading.grade returns it; failed: the names of the contract's tests that fail, if it was run."""
+    contract = None if failed is None else {"passed": 190, "failed": failed, "ended": ended}
+    return {"verdict": verdict, "lines": [], "contract": contract}
+
+
+CELLS = {  # {student: (the row of 00.2, its cell in the table, the line below the table)}
+    "blank": (row_of_grade("blank"), "-", None),
+    "wrong": (row_of_grade("wrong"), "WRONG", None),
+    "error": (row_of_grade("error"), "ERROR", None),
+    "hunts have no contract": (row_of_grade("passed"), "passed", None),
+    "all": (row_of_grade("passed", []), "passed 190/190", None),
+    "three": (row_of_grade("passed", ["a", "b", "c"]), "passed 190/193", "three, 00.2: fails a, b, c"),
+    "four": (row_of_grade("passed", ["a", "b", "c", "d"]), "passed 190/194", "four, 00.2: fails a, b, c, ..."),
+    "stopped": (row_of_grade("passed", ["a"], "stopped after 2 s"), "passed; contract stopped after 2 s",
+                "stopped, 00.2: fails a"),
+}  # fmt: skip
+
+
+def test_each_form_of_a_cell_of_a_class_s_table(tmp_path, monkeypatch):
+    for name in CELLS:
+        (tmp_path / name).mkdir()
+    rows = {task.id: row_of_grade("blank") for task in exercises.of_stage("00")}
+    monkeypatch.setattr(grading, "grade", lambda student, tasks, limit: rows | {"00.2": CELLS[student.name][0]})
+    done = CliRunner().invoke(__main__.app, ["grade", str(tmp_path), "--stage", "00"], env={"COLUMNS": "100"})
+    assert done.exit_code == 0, done.output
+    lines = [line.strip() for line in done.output.splitlines()]
+    head = next(n for n, line in enumerate(lines) if line.startswith("student"))
+    assert lines[head].split() == ["student", "00.2"], "what everybody left blank has no column"
+    shown = dict(re.split(" {2,}", line) for line in lines[head + 2 : head + 2 + len(CELLS)])
+    assert shown == {name: cell for name, (_, cell, _) in CELLS.items()}
+    told = [line for line in lines if ": fails" in line]
+    assert told == [line for name in sorted(CELLS) if (line := CELLS[name][2])]
+
+
 @pytest.mark.long
 def test_the_contract_finds_what_the_check_does_not(tmp_path):
     """A small number in the denominator shows in float64 only."""
