@@ -101,7 +101,8 @@ def test_each_number_of_a_training_step_alone_fails_the_stage(subject, monkeypat
     step, tolerance = subject.step_under_sdpa()
     for name, x in step.items():
         for far, verdict in (0.9, "agrees"), (1.5, "FAILS"):
-            monkeypatch.setattr(compare, "_on_one", lambda *_, off=x + far * tolerance[name]: ({}, step | {name: off}))
+            other = step | {name: x + far * tolerance[name]}
+            monkeypatch.setattr(compare, "_on_one", lambda *_, other=other: ({}, other))
             assert compare.compare("00", subject)["verdict"] == verdict, name
 
 
