@@ -3,18 +3,11 @@
 Notebook: notebooks/01_fa1_numba.ipynb. Tests: tests/test_step01_fa1_numba.py.
 """
 
-import functools
-
 import torch
 
 from steps import contract, engine
 
-from . import bwd_0_published, bwd_2_registers, fwd_0_published, fwd_1_loops_swapped, fwd_2_registers
-
-if engine.name == "cpu":
-    from . import simulator  # It imports what is there only where kernels are simulated.
-
-    simulator.prepare()
+from . import bwd_0_published, bwd_2_registers, fwd_0_published, fwd_1_loops_swapped, fwd_2_registers, limits
 
 RUNGS = {
     "registers": (fwd_2_registers.forward, bwd_2_registers.backward),
@@ -22,27 +15,10 @@ RUNGS = {
     "published": (fwd_0_published.forward, bwd_0_published.backward),
 }
 if engine.name == "cpu":  # The first rung is the default: the fastest on a GPU, here the one with the fewest barriers.
+    from . import simulator  # It imports what is there only where kernels are simulated.
+
+    simulator.prepare()
     RUNGS = dict(reversed(RUNGS.items()))
-KERNELS = {  # {rung: the functions that make its kernels for a tile and a head_dim}
-    "registers": (fwd_2_registers.forward_kernel, bwd_2_registers.queries_kernel, bwd_2_registers.keys_kernel),
-    "loops_swapped": (fwd_1_loops_swapped.forward_kernel, bwd_0_published.backward_kernel),
-    "published": (fwd_0_published.forward_kernel, bwd_0_published.backward_kernel),
-}
-
-
-def tile_fits(rung, D, tile):
-    """Whether registers and shared memory hold the tile, both in the forward and in the backward."""
-    try:
-        for make in KERNELS[rung]:
-            make(*tile, int(D))
-    except ValueError:
-        return False
-    return True
-
-
-LIMITS = {rung: {"tile_fits": functools.partial(tile_fits, rung)} for rung in RUNGS}
-if engine.name == "cpu":  # Fewer threads share a tile: a thread's patch of O has D / 4 columns, at most 16.
-    LIMITS["registers"]["head_dims"] = range(1, 65)
 SUPPORTS = {
     "stage": "step01_fa1_numba",
     "devices": (engine.device,),
@@ -50,7 +26,7 @@ SUPPORTS = {
     "head_dims": range(1, 129),  # on a GPU a thread's patch of O has D / 8 or D / 16 columns, at most 8
     "tiles": ((8, 8), (8, 16), (16, 8)) if engine.name == "cpu" else ((128, 64), (16, 16), (16, 32), (32, 16)),
     "rungs": tuple(RUNGS),
-    "limits": LIMITS,
+    "limits": limits.LIMITS,
     "own_backward": ("registers", "published"),  # loops_swapped uses published's backward
     "gqa": False,
     "nq_ne_nk": True,

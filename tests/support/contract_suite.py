@@ -370,8 +370,9 @@ class Contract:
         tensors = (q, q, k, v, q, q[..., 0].float()) if name == "backward" else (q, k, v)
         own = inspect.signature(function).parameters.keys() - COMMON
         assert all(checks.STAGE_WITH.get(option) == stage for option in own), own
-        mask = "here it is mask=" if "mask" in own else "steps.step03_triton has it as mask."
-        refused = {"is_causal": "here it is causal=", "attn_mask": mask, "softmax_scale": "here it is scale="}
+        mask = "here it is mask=." if "mask" in own else "steps.step03_triton has it as mask."
+        refused = {"is_causal": "here it is causal=, aligned at the bottom right.", "attn_mask": mask,
+                   "softmax_scale": "here it is scale=."}  # fmt: skip
         for option, has in checks.STAGE_WITH.items():
             if has != stage:
                 refused[option] = f"steps.{has} has it."
@@ -381,7 +382,7 @@ class Contract:
         for option, words in refused.items():
             with pytest.raises((TypeError, NotImplementedError)) as raised:
                 function(*tensors, **{option: None})
-            assert str(raised.value).startswith(f"{stage}.{name} has no {option}; {words}")
+            assert str(raised.value) == f"{stage}.{name} has no {option}; {words}"
             assert (raised.type is NotImplementedError) == ("steps." in words)
         with pytest.raises(TypeError, match=f"^{stage}.{name} got an unexpected keyword argument 'casual'"):
             function(*tensors, casual=True)
