@@ -351,6 +351,40 @@ class Contract:
             with pytest.raises(exception):
                 self.stage.backward(q, q, k, v, *saved, **options)
 
+    def test_each_end_of_the_range_of_a_scale(self):
+        """Both are taken, and the number beyond each is not."""
+        q, k, v = (0 * x[:1, :1, :3] for x in self.example(N=5))
+        for end, towards in (checks.FLOAT32.tiny, 0), (checks.FLOAT32.max * math.log(2), math.inf):
+            self.stage.forward(q, k, v, scale=end)
+            with pytest.raises(ValueError, match="scale must be a finite number > 0 that float32 can hold, times log2"):
+                self.stage.forward(q, k, v, scale=math.nextafter(end, towards))
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+    def test_what_a_refusal_advises_works(self):
+        """What it says to convert with is carried out on what was refused."""
+        q, k, v = (x[:1, :1] for x in self.example(N=5))
+        nested = torch.nested.nested_tensor(list(k), layout=torch.strided)
+        for k_given, advice in (
+            (k.double() if k.dtype == torch.float32 else k.float(), r"Convert k with (k\.to\(q\))\.$"),
+            (k.to_sparse(), r"Convert it with (k\.to_dense\(\))\.$"),
+            (nested, r"Convert it with (\.to_padded_tensor\(0\.0\))\.$"),
+        ):
+            with pytest.raises(TypeError, match=advice) as raised:
+                self.stage.forward(q, k_given, v)
+            words = re.search(advice, str(raised.value))[1]
+            converted = eval(f"k{words}" if words[0] == "." else words, {"k": k_given, "q": q})
+            self.stage.forward(q, converted, v)
+        with pytest.raises(TypeError, match=r"Convert with \.to\((torch\.float\w+)\)") as raised:
+            self.stage.forward(q.int(), k.int(), v.int())
+        dtype = eval(re.search(r"\.to\((torch\.\w+)\)", str(raised.value))[1], {"torch": torch})
+        self.stage.forward(*(x.int().to(dtype) for x in (q, k, v)))
+        if not self.stage.SUPPORTS["gqa"]:
+            q = q.repeat(1, 2, 1, 1)
+            with pytest.raises(NotImplementedError) as raised:
+                self.stage.forward(q, k, v)
+            words = re.search(r"repeat k and v with (\.repeat_interleave\(.*\))\.$", str(raised.value))[1]
+            self.stage.forward(q, *(eval(f"x{words}", {"x": x, "H": 2, "Hk": 1}) for x in (k, v)))
+
     @pytest.mark.parametrize("right, wrong", [(True, 1), (False, 0), (1.0, True)], ids=str)
     def test_a_call_that_is_kept_skips_no_check(self, right, wrong):
         """The two are equal, and so they would be the same key."""
@@ -598,6 +632,8 @@ BAD_INPUT = {
     "rank 1": (lambda q, k, v, s: (q[0, 0, 0], k, v), ValueError, ("q", "(N, D)", "(32,)")),
     "rank 5": (lambda q, k, v, s: (q[None], k[None], v[None]), ValueError, ("q", "(B, H, N, D)")),
     "ranks differ": (lambda q, k, v, s: (q, k[0], v[0]), ValueError, ("number of dimensions",)),
+    "k's rank differs": (lambda q, k, v, s: (q, k[0], v), ValueError, ("number of dimensions",)),
+    "v's rank differs": (lambda q, k, v, s: (q, k, v[0]), ValueError, ("number of dimensions",)),
     "k and v differ": (lambda q, k, v, s: (q, k, v[:, :, 1:]), ValueError, ("k and v", "18")),
     "batch differs": (lambda q, k, v, s: (q, k[:1], v[:1]), ValueError, ("batch",)),
     "head_dim differs": (lambda q, k, v, s: (q, k[..., 1:], v[..., 1:]), ValueError, ("head_dim", "31")),
