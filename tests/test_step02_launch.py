@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import math
 import re
 import weakref
@@ -449,12 +450,13 @@ def test_a_launcher_refuses_saved_tensors_that_do_not_fit(name, monkeypatch):
 
 @pytest.mark.parametrize("rung", ladder.FORWARD)
 def test_no_keys_and_no_queries_give_nothing(rung):
-    dtype = ladder.FORWARD[rung].dtypes[0]
-    for Nq, Nk in ((5, 0), (0, 5)):
+    for dtype, (Nq, Nk) in itertools.product(ladder.FORWARD[rung].dtypes, ((5, 0), (0, 5))):
         q, k = torch.ones(1, 2, Nq, 64, dtype=dtype), torch.ones(1, 2, Nk, 64, dtype=dtype)
         out, lse = calls.forward(q, k, k, rung=rung)
         assert out.shape == q.shape and not out.any() and torch.equal(lse, torch.full((1, 2, Nq), -torch.inf))
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         grads = calls.backward(q, q, k, k, out, lse, rung=rung)
+        assert [x.dtype for x in grads] == [dtype] * 3
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape] and not any(x.any() for x in grads)
 
 

@@ -737,6 +737,29 @@ def test_tensors_of_no_element(name, shape):
     torch.testing.assert_close(carried, ((1 - with_sinks).exp()[..., None].expand_as(q), with_sinks))
 
 
+@pytest.mark.parametrize("dtype", options.FLOATS, ids=str)
+@pytest.mark.parametrize("name", FEATURES)
+def test_results_of_no_number_have_their_dtypes(name, dtype):
+    """A mask's gradient and that of the sinks have their own, whatever that of q is."""
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    for keys in (0, Nk):  # no key, then no query
+        given = features([name])
+        q, k, _ = (x.to(dtype) for x in example(batch=1, heads=(H, H), lengths=(0 if keys else Nq, keys)))
+        if name == "packed":
+            given["cu_seqlens_q" if keys else "cu_seqlens_k"] = Z(4, dtype=torch.int32)
+        if "mask" in given:
+            given["mask"] = Z(1, 1, 1, keys, dtype=other if is_additive(given) else torch.bool)
+        if "alibi_slopes" in given:
+            given["alibi_slopes"] = Z(1, H)
+        if "sinks" in given:
+            given["sinks"] = given["sinks"].to(other)
+        out, lse = step03.forward(q, k, k, **given)
+        asked = {"mask_gradient": True} if is_additive(given) else {}
+        grads = step03.backward(q, q, k, k, out, lse, **given, **asked)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+        assert [x.dtype for x in grads] == [dtype] * 3 + [other] * len(learned(given))
+
+
 def test_no_sequence_at_all():
     q, k, v = example(batch=1, gradient=True)
     out = step03.attention(q, k, v, cu_seqlens_q=starts(0), cu_seqlens_k=starts(0), max_seqlen_q=0, max_seqlen_k=0)

@@ -167,6 +167,24 @@ class Contract:
         want = error.expected(q, k, v, torch.ones_like(q))
         assert not error.failures(got, want) and (got["dv"] == 1).all()
 
+    @pytest.mark.parametrize("sizes", [(0, 2, 3, 3), (1, 0, 3, 3), (1, 2, 0, 3), (1, 2, 3, 0)], ids=str)
+    def test_results_of_no_number_have_their_shapes_and_dtypes(self, every_rung, sizes):
+        """No batch entry, no head, no query or no key, in each dtype. There the functions return early."""
+        own = one_rung.supports_of(self.stage, every_rung)
+        B, H, Nq, Nk = sizes
+        if Nq != Nk and not own["nq_ne_nk"]:
+            pytest.skip("the stage takes Nq = Nk only")
+        for dtype in own["dtypes"]:
+            q = torch.ones(B, H, Nq, own["head_dims"][0], dtype=dtype, device=engine.device, requires_grad=True)
+            k = q.new_ones(B, H, Nk, q.shape[3])
+            out, lse = self.stage.forward(q, k, k, rung=every_rung)
+            of_attention = self.stage.attention(q, k, k, rung=every_rung)
+            grads = self.stage.backward(q, q, k, k, out, lse, rung=every_rung)
+            for got, like in zip((out, of_attention, *grads), (q, q, q, k, k), strict=True):
+                assert (got.dtype, got.shape, got.is_contiguous()) == (dtype, like.shape, True) and not got.any()
+            assert lse.dtype == checks.lse_dtype(q) and lse.shape == q.shape[:3] and (lse == -math.inf).all()
+            assert of_attention.requires_grad and not out.requires_grad
+
     def test_forward_is_bit_equal_from_run_to_run(self, every_rung):
         """Also after a call on other tensors, of which nothing may be left."""
         q, k, v = (x[:1] for x in self.example(rung=every_rung))
