@@ -303,7 +303,9 @@ def test_lengths_and_starts_are_checked_where_there_is_nothing_to_sum_too():
 def test_files_that_are_lifted_out_check_q_k_and_v_too():
     q, k, v = example()
     options.check_inputs((("q", q), ("k", k), ("v", v)))
-    for bad in ((q, k, v[:, :, 1:]), (q, k[:1], v[:1]), (q, k[..., 1:], v[..., 1:]), (q[0], k, v), (q[:, :1], q, q)):
+    bads = [(q, k, v[:, :, 1:]), (q, k[:1], v[:1]), (q, k[..., 1:], v[..., 1:]), (q[0], k, v), (q[:, :1], q, q)]
+    bads += [(q[None],) * 3, (q[0, 0, 0],) * 3, (Z(1, 1, 2, 257),) * 3]
+    for bad in bads:
         with pytest.raises(ValueError, match="q must be"):
             options.check_inputs(tuple(zip("qkv", bad, strict=True)))
     for bad in ((q, k.half(), v), (q, k, v.to("meta")), (q.int(), k.int(), v.int())):
