@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 import itertools
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,25 @@ class TestContract(Contract):
             file.forward.forget()
         for file in (bwd_0_fused, bwd_1_tma, bwd_2_gluon):
             file.backward.forget()
+
+
+@pytest.mark.parametrize("file", [fwd_0_fused, fwd_1_tma, fwd_2_roles, bwd_2_gluon], ids=lambda file: file.__name__)
+def test_the_grid_is_that_of_the_head_of_the_file(file, monkeypatch):
+    """Of the kernel with the loop over tiles, which is the first of a forward and the second of a backward."""
+    launched = []
+    monkeypatch.setattr(bwd_2_gluon, "refusal", lambda q: None)
+    monkeypatch.setattr(Recording, "launch", lambda self, kernel, programs, *_, **__: launched.append(programs))
+    names = {"B": 2, "H": 6, "Hk": 3, "Nq": 333, "Nk": 300, "ceil": math.ceil, "Br": 32}
+    told = re.search(r"Launch: grid\s\((.*?),\)", file.__doc__)[1]
+    q, k = (torch.zeros(2, heads, N, 64).half() for heads, N in ((6, 333), (3, 300)))
+    if hasattr(file, "forward"):
+        file.forward.forget()
+        file.forward(q, k, k, tile=(32, 16))
+        file.forward.forget()
+    else:
+        file.backward(q, q, k, k, q, q[..., 0].float())
+        file.backward.forget()
+    assert launched[0 if hasattr(file, "forward") else 1] == eval(told, names)
 
 
 def changed(module, folder, old, new):
