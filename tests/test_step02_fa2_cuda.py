@@ -23,6 +23,7 @@ from steps.step02_fa2_cuda import calls, dealing, emulator, ladder, plan, works
 from steps.workbook import one_rung
 from support import schedules
 from support.contract_suite import Contract
+from support.operands import scores_whose_roundings_add_up
 
 GPU = engine.name == "cuda"
 no_compiler = engine.name == "cpu" and not emulator.available()
@@ -317,6 +318,16 @@ def test_a_single_key_gets_all_of_the_gradient_at_huge_scores(rung, D, dtype):
     rtol = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(out, v.expand_as(out), rtol=rtol, atol=0)
     torch.testing.assert_close(dv, torch.full_like(dv, 40), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("rung, D, dtype", HALF_RUNGS[-1:] + HOPPER_RUNGS)  # one of each backward
+def test_a_single_key_gets_all_of_the_gradient_where_four_roundings_add_up(rung, D, dtype):
+    """With 2^-23 or 2^-24 in the place of the 2^-22 that `lse_in_base_2` takes off, P is less than 1 here."""
+    q, k, scale, lse = scores_whose_roundings_add_up(D, dtype)
+    q, k, lse = (x.to(engine.device) for x in (q, k, lse))
+    v = torch.randn(1, 1, 1, D, generator=torch.Generator().manual_seed(0)).to(engine.device, dtype)
+    _, _, dv = step02.backward(torch.ones_like(q), q, k, v, v.expand_as(q), lse, rung=rung, scale=scale)
+    torch.testing.assert_close(dv, torch.full_like(dv, 40))
 
 
 @pytest.mark.parametrize(

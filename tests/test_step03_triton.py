@@ -34,6 +34,7 @@ from steps.step03_triton.replay import Recording
 from support import compile_triton
 from support.contract_suite import Contract, unwritten_is_nan
 from support.contracting_interpreter import interpreter  # noqa: F401  Pytest finds the fixture by its name.
+from support.operands import scores_whose_roundings_add_up
 
 PINNED = "3.7.1"  # requirements.txt
 
@@ -63,7 +64,7 @@ def test_the_grid_is_that_of_the_head_of_the_file(file, monkeypatch):
     monkeypatch.setattr(Recording, "launch", lambda self, kernel, programs, *_, **__: launched.append(programs))
     names = {"B": 2, "H": 6, "Hk": 3, "Nq": 333, "Nk": 300, "ceil": math.ceil, "Br": 32}
     told = re.search(r"Launch: grid\s\((.*?),\)", file.__doc__)[1]
-    q, k = (torch.zeros(2, heads, N, 64).half() for heads, N in ((6, 333), (3, 300)))
+    q, k = (torch.zeros(2, heads, N, 64, device=engine.device).half() for heads, N in ((6, 333), (3, 300)))
     if hasattr(file, "forward"):
         file.forward.forget()
         file.forward(q, k, k, tile=(32, 16))
@@ -253,6 +254,17 @@ def test_a_single_key_gets_all_of_the_gradient_at_huge_scores(rung):
     got = forward_and_backward(q, k, v, dout, rung, causal=False)
     torch.testing.assert_close(got["out"], v.expand_as(q), rtol=2e-3, atol=0)
     torch.testing.assert_close(got["dv"], torch.full_like(v, 40), rtol=2e-3, atol=0)
+
+
+@every_kernel
+def test_a_single_key_gets_all_of_the_gradient_where_four_roundings_add_up(rung):
+    """With 2^-23 or 2^-24 in the place of the 2^-22 that `in_base_2` takes off, P is less than 1 for these queries."""
+    q, k, scale, lse = scores_whose_roundings_add_up(32, torch.float16)
+    q, k, lse = (x.to(engine.device) for x in (q, k, lse))
+    v = random(1, 1, 1, 32, dtype=torch.float16).detach()
+    stage, options = (flash, {}) if rung == "flash" else (step03, {"rung": rung})
+    dq, dk, dv = stage.backward(torch.ones_like(q), q, k, v, v.expand_as(q), lse, scale=scale, **options)
+    torch.testing.assert_close(dv, torch.full_like(v, 40))
 
 
 @every_kernel
