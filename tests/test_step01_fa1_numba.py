@@ -22,6 +22,7 @@ from steps.step01_fa1_numba import (
     fwd_0_published,
     fwd_1_loops_swapped,
     fwd_2_registers,
+    limits,
 )
 from support.contract_suite import Contract
 from support.operands import PLACES
@@ -130,6 +131,12 @@ def test_an_impossible_tile_raises_with_the_sum(kernels, tile, D, words):
             kernels.backward(x, x, x, x, x, x[..., 0], tile=tile)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_the_limits_are_those_of_every_rung():
+    assert limits.KERNELS.keys() == step01.RUNGS.keys()
+    assert limits.tile_fits("registers", 64, (8, 8) if engine.name == "cpu" else (128, 64))
+    assert not limits.tile_fits("published", 128, (128, 64))
 
 
 def test_a_tile_that_the_threads_cannot_share_out_raises():
