@@ -267,7 +267,7 @@ class Contract:
                     saved = forward(q, q, q, scale=scale, **options)
                     assert len(backward(q, q, q, q, *saved, scale=scale, **options)) == 3
         gaps = set(range(1, head_dims[-1] + 2)) - set(head_dims)  # and the head_dim behind the last one
-        for D in {min(gaps), max(gaps)}:
+        for D in {0, min(gaps), max(gaps), 257, 1025} - set(head_dims):
             self.refused(every_rung, D, dtypes[0], None, f"takes head_dim {checks.span(head_dims)}; got {D}.")
         for dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16} - set(dtypes):
             words = f"takes {', '.join(map(checks.short, dtypes))}; got {checks.short(dtype)}."
@@ -286,6 +286,8 @@ class Contract:
             for other in message.rpartition(", or ")[2].removesuffix(".").split(" or "):
                 assert other in self.stage.SUPPORTS["rungs"], message
                 assert checks.takes(one_rung.supports_of(self.stage, other), q), message
+        if other := re.search(r"\bsteps\.(\w+) takes it\.", message):
+            assert checks.takes(one_rung.stage(other[1]).SUPPORTS, q), message
 
     @pytest.mark.parametrize("on", [False, True])
     def test_a_call_leaves_the_switches_as_they_are(self, on, monkeypatch):
